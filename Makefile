@@ -1,0 +1,45 @@
+# make demo   pictures side by side on this machine, one HTML page      make lint    ruff and pyright
+# make test   lint, then every test that needs no GPU                   make bench   time a Flux step, dense and sparse
+# make docs   the documentation as a site in site/
+#
+# Each makes .venv first if it is missing. PYTHON= picks the interpreter (3.11 or newer), TORCH= the torch requirement.
+PYTHON ?= python3
+TORCH ?= torch
+BIN := .venv/bin
+
+.PHONY: demo test lint bench docs
+
+demo: .venv/foveate
+	$(BIN)/foveate compare "a red apple above a blue car on a green background" --out demo
+
+test: lint
+	$(BIN)/pytest -n 2
+
+lint: .venv/dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyright
+
+bench: .venv/foveate
+	$(BIN)/python benchmarks/step.py
+
+docs: .venv/docs
+	$(BIN)/mkdocs build --strict
+
+.venv/bin/pip:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo "Foveate needs Python 3.11 or newer; pass one with PYTHON=python3.12"; exit 1; }
+	$(PYTHON) -m venv .venv
+
+.venv/foveate: pyproject.toml | .venv/bin/pip
+	$(BIN)/pip install -q "$(TORCH)"
+	$(BIN)/pip install -q -e ".[diffusers]"
+	@touch $@
+
+.venv/dev: .venv/foveate
+	$(BIN)/pip install -q -e ".[dev]"
+	@touch $@
+
+.venv/docs: .venv/dev
+	$(BIN)/pip install -q -e ".[docs]"
+	@touch $@

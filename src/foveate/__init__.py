@@ -1,0 +1,13 @@
+"""Foveate: cheaper transformers that attend only where it matters.
+
+    with foveate.apply(pipe, foveate.HilbertA(tiles=16)) as run:
+        image = pipe("a lighthouse at dusk", height=2048, width=2048).images[0]
+    print(run.summary())
+"""
+
+from foveate.integrations.diffusers.apply import Handle, apply, remove, summary
+from foveate.methods import HilbertA
+
+__all__ = ["Handle", "HilbertA", "__version__", "apply", "remove", "summary"]
+
+__version__ = "0.1.0"

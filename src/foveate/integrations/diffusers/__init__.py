@@ -1,0 +1,1 @@
+"""Methods inside diffusers pipelines."""

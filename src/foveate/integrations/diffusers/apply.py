@@ -1,0 +1,167 @@
+"""Put methods into a pipeline and take them out again.
+
+What is specific to a model family lives in a file of its own (`flux.py`); `FAMILIES` says which one. A family borrows the
+model: torch-native hooks on the root and processors on its attention modules, all given back by `remove`.
+"""
+
+import importlib
+import logging
+from types import MethodType, TracebackType
+from typing import Any, Protocol, Self
+
+import torch
+
+from foveate.integrations.diffusers.summary import LayerReport, Summary
+from foveate.methods import Method
+
+__all__ = ["FAMILIES", "Family", "Handle", "apply", "remove", "summary"]
+
+log = logging.getLogger("foveate")
+
+FAMILIES = {"FluxTransformer2DModel": "foveate.integrations.diffusers.flux:Flux"}
+"""Which class serves which diffusers model, both by name: nothing is imported before it is needed."""
+
+DENOISERS = ("transformer", "transformer_2", "unet")
+
+
+class Family(Protocol):
+    """One model with methods in it."""
+
+    model: torch.nn.Module
+
+    def __init__(self, model: torch.nn.Module, methods: tuple[Method, ...], pipeline: Any) -> None:
+        """Check that the methods fit the model, then put them in; on an error the model is as it was."""
+        ...
+
+    def remove(self) -> None:
+        """Give the model back, bit for bit."""
+        ...
+
+    def report(self) -> list[LayerReport]:
+        """One row for each attention layer, in running order."""
+        ...
+
+
+class Handle:
+    """Methods at work in a model; as a context manager it removes them at the end, also after an exception."""
+
+    def __init__(self, families: dict[str, Family]) -> None:
+        self._families = families
+
+    def remove(self) -> None:
+        """Take the methods out: original processors back, every hook gone. Doing it twice is fine."""
+        for family in self._families.values():
+            _take_out(family)
+
+    def summary(self) -> Summary:
+        """What each layer did in the last forward, or why it stayed dense. Print it for a table."""
+        return Summary({name: family.report() for name, family in self._families.items()})
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.remove()
+
+
+def apply(target: Any, *methods: Method) -> Handle:
+    """Make a diffusers pipeline, or a bare denoiser, run with these methods until the handle is removed.
+
+    Example:
+        >>> with foveate.apply(pipe, foveate.HilbertA(tiles=16)) as run:
+        ...     image = pipe("a lighthouse at dusk", height=2048, width=2048).images[0]
+        >>> print(run.summary())
+
+    Args:
+        target: A pipeline with a `transformer`, `transformer_2` or `unet`, or such a model itself.
+        *methods: What to apply, at least one.
+
+    Raises:
+        ValueError: If there is nothing to apply or nothing to apply it to, the model's family is not supported,
+            methods are already applied, or a setting does not fit the model.
+    """
+    if not methods:
+        raise ValueError("nothing to apply: name a method, for example foveate.apply(pipe, foveate.HilbertA())")
+    for method in methods:
+        if not isinstance(method, Method):
+            raise ValueError(f"not a method: {method!r}; pass an instance such as foveate.HilbertA()")
+    models = _denoisers(target)
+    for name, model in models.items():
+        if _applied(model):
+            raise ValueError(
+                f"methods are already applied to {name}: they never stack; pass all of them to one "
+                "foveate.apply(...), or call foveate.remove(...) first"
+            )
+    pipeline = None if isinstance(target, torch.nn.Module) else target
+    families: dict[str, Family] = {}
+    try:
+        for name, model in models.items():
+            families[name] = _family(model)(model, methods, pipeline)
+            _reset_compiled(model)
+    except BaseException:
+        Handle(families).remove()
+        raise
+    return Handle(families)
+
+
+def remove(target: Any) -> None:
+    """Take all methods out of a pipeline or model, with or without its handle; a deep copy is cleaned just so."""
+    for model in _denoisers(target).values():
+        if family := _applied(model):
+            _take_out(family)
+
+
+def summary(target: Any) -> Summary:
+    """What the methods in a pipeline or model did in the last forward: see `Handle.summary`."""
+    applied = {name: _applied(model) for name, model in _denoisers(target).items()}
+    return Summary({name: family.report() for name, family in applied.items() if family})
+
+
+def _denoisers(target: Any) -> dict[str, torch.nn.Module]:
+    if isinstance(target, torch.nn.Module):
+        found = {type(_unwrapped(target)).__name__: target}
+    else:
+        found = {name: model for name in DENOISERS if (model := getattr(target, name, None)) is not None}
+    if not found:
+        raise ValueError(
+            f"{type(target).__name__} has no {', '.join(DENOISERS)}: pass a diffusers pipeline with a denoiser, "
+            "or the denoiser itself"
+        )
+    return {name: _unwrapped(model) for name, model in found.items()}
+
+
+def _unwrapped(model: torch.nn.Module) -> torch.nn.Module:
+    """The model inside `torch.compile(model)`."""
+    return getattr(model, "_orig_mod", model)
+
+
+def _family(model: torch.nn.Module) -> type[Family]:
+    if type(model).__name__ not in FAMILIES:
+        raise ValueError(
+            f"{type(model).__name__} is not supported: foveate knows {', '.join(FAMILIES)}; "
+            "docs/add-a-model.md shows how to add one"
+        )
+    module, name = FAMILIES[type(model).__name__].split(":")
+    return getattr(importlib.import_module(module), name)
+
+
+def _applied(model: torch.nn.Module) -> Any | None:
+    """The family at work in a model, found by its hooks: a deep copy carries its own."""
+    for hook in model._forward_pre_hooks.values():
+        if isinstance(hook, MethodType) and type(hook.__self__).__module__.startswith("foveate."):
+            return hook.__self__
+    return None
+
+
+def _take_out(family: Family) -> None:
+    family.remove()
+    _reset_compiled(family.model)
+
+
+def _reset_compiled(model: torch.nn.Module) -> None:
+    """Root hooks that come or go inside a region that is already compiled are ignored: have it compiled again."""
+    if model._compiled_call_impl is not None:
+        log.warning("the whole model was compiled: torch._dynamo is reset, compiled code of this process is rebuilt")
+        torch._dynamo.reset()

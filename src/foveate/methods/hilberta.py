@@ -1,0 +1,216 @@
+"""HilbertA: sparse attention in tiles of a Hilbert curve (Zheng et al., arXiv 2509.26538).
+
+1. Image tokens are put along a Hilbert curve, once per forward: an aligned run of the sequence is a patch of the image.
+2. The curve is cut into equal runs, the tiles; a token attends within its tile: one contiguous range of keys.
+3. The tiles slide along the curve from layer to layer, so that information crosses their borders.
+4. Text and a central square of the image are global: they see all tokens and all tokens see them.
+"""
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import ClassVar, Literal, NamedTuple
+
+import torch
+from jaxtyping import Bool, Int
+from torch import Tensor
+
+from foveate.methods.method import Method, StaysDense
+from foveate.ops.block_table import BlockTable, block_starts, block_table
+from foveate.ops.curves import CURVES, grid_order, inverse_order
+
+__all__ = ["HilbertA", "HilbertPlan"]
+
+Grid = tuple[int, int]
+
+
+@dataclass(frozen=True, kw_only=True)
+class HilbertA(Method):
+    """Sparse attention along a Hilbert curve. `tiles=1` or `centre=1.0` is exactly the dense model.
+
+    Attributes:
+        tiles: Into how many tiles the curve is cut. "auto" takes the most of 16, 8, 4 and 2 that leave 256 image
+            tokens to a tile, and stays dense where none does.
+        period: Layers after which the tiles have slid by one whole tile. 1 switches sliding off.
+        centre: Side of the global central region as a fraction of each side of the image. 0 switches it off.
+        curve: Name of the order, one of `foveate.ops.curves.CURVES`.
+        reference: What becomes of reference images (Kontext): "global" adds their tokens to the text, safe and less
+            sparse; "tiled" cuts each along its own curve, and tile j of every image sees tile j of the others.
+        align: Tile borders are snapped to multiples of this many tokens. None takes 64, or 16 for tiles below 128
+            tokens: no change on grids of 64 x 64 and 128 x 128.
+
+    Example:
+        >>> plan = HilbertA(tiles=16).plan(grids=((64, 64),), text=512)
+        >>> f"{plan.tables[0].sparsity():.3f}"
+        '0.650'
+    """
+
+    label: ClassVar[str] = "HilbertA"
+
+    tiles: int | Literal["auto"] = "auto"
+    period: int = 4
+    centre: float = 0.25
+    curve: str = "hilbert"
+    reference: Literal["global", "tiled"] = "global"
+    align: int | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.tiles != "auto" and (isinstance(self.tiles, str) or self.tiles < 1):
+            raise ValueError(f'tiles must be "auto" or a count of 1 or more, not {self.tiles!r}')
+        if self.period < 1:
+            raise ValueError(f"period must be 1 layer or more, not {self.period}; period=1 switches sliding off")
+        if not 0 <= self.centre <= 1:
+            raise ValueError(f"centre is a fraction of each side from 0 (off) to 1 (everything), not {self.centre}")
+        if self.curve not in CURVES:
+            raise ValueError(f"unknown curve {self.curve!r}: choose one of {', '.join(CURVES)}")
+        if self.reference not in ("global", "tiled"):
+            raise ValueError(f'reference must be "global" or "tiled", not {self.reference!r}')
+        if self.align is not None and self.align < 1:
+            raise ValueError(f"align must be 1 token or more, not {self.align}")
+
+    def plan(self, grids: tuple[Grid, ...], text: int, *, block: int = 64, device: str = "cpu") -> "HilbertPlan":
+        """The order of the tokens and who attends to whom in each layer. Cached by all arguments.
+
+        Args:
+            grids: (rows, columns) of the image, then of each reference image, in tokens.
+            text: Number of text tokens; they stay in front.
+            block: Tokens in a block of the tables.
+            device: Where `order` and `inverse` live.
+
+        Raises:
+            StaysDense: If `tiles="auto"` and the image is too small.
+            ValueError: If an explicit number of tiles leaves fewer than 32 tokens to a tile.
+        """
+        return _plan(self, grids, text, block, device)
+
+    def tiles_for(self, grid: Grid) -> int:
+        """How many tiles an image of that many (rows, columns) of tokens is cut into."""
+        cells = grid[0] * grid[1]
+        if self.tiles == "auto":
+            fitting = [tiles for tiles in (16, 8, 4, 2) if cells // tiles >= 256]
+            if not fitting:
+                raise StaysDense(f"{grid[0]} x {grid[1]} image tokens are too few: 512 or more make tiles worth while")
+            return fitting[0]
+        if self.tiles > 1 and cells // self.tiles < 32:
+            raise ValueError(
+                f"tiles need 32 tokens or more: {cells} image tokens cannot make {self.tiles} tiles; "
+                f'use tiles<={max(1, cells // 32)} or tiles="auto"'
+            )
+        return self.tiles
+
+
+class HilbertPlan(NamedTuple):
+    """What HilbertA decided for one size.
+
+    Attributes:
+        order: Raster index of the image token at each packed position. Packed: [global references | centre | rest],
+            with the text in front of it all.
+        inverse: Packed position of each raster token.
+        grids: (rows, columns) of the image and its references.
+        tiles: Number of tiles.
+        prefix: Number of global tokens: text, references, centre.
+        tables: One table for each phase of the slide, all of one shape; layer l uses ``tables[l % period]``.
+        tile_maps: For each phase the tile of every token of the image, -1 in the centre; for pictures and tests.
+    """
+
+    order: Int[Tensor, "image"]
+    inverse: Int[Tensor, "image"]
+    grids: tuple[Grid, ...]
+    tiles: int
+    prefix: int
+    tables: tuple[BlockTable, ...]
+    tile_maps: Int[Tensor, "phases rows columns"]
+
+    @property
+    def nominal_sparsity(self) -> float:
+        """What papers quote: the part of image-to-image attention that tiles alone leave out."""
+        return 1 - 1 / self.tiles
+
+
+class _Curve(NamedTuple):
+    """One image along its curve: which of its tokens are global, and where its tiles begin among the others."""
+
+    centre: Int[Tensor, "centre"]
+    local: Int[Tensor, "local"]
+    bounds: list[list[int]]  # [phase][tile]: first local token of the tile; the last tile wraps around
+
+    def runs(self, phase: int) -> list[tuple[int, int]]:
+        """(tile, length) of each contiguous run of local tokens."""
+        cuts = [0, *self.bounds[phase], len(self.local)]
+        tiles = len(self.bounds[phase])
+        return [((i - 1) % tiles, b - a) for i, (a, b) in enumerate(zip(cuts, cuts[1:], strict=False))]
+
+
+def in_centre(grid: Grid, centre: float) -> Bool[Tensor, "cells"]:
+    """Which raster cells lie in the central region whose sides are `centre` of the grid's."""
+    inside = torch.zeros(grid, dtype=torch.bool)
+    if centre:
+        height, width = (max(1, round(side * centre)) for side in grid)
+        top, left = (grid[0] - height) // 2, (grid[1] - width) // 2
+        inside[top : top + height, left : left + width] = True
+    return inside.flatten()
+
+
+def _along_curve(method: HilbertA, grid: Grid, tiles: int) -> _Curve:
+    cells = grid[0] * grid[1]
+    order = grid_order(method.curve, *grid)
+    centre = in_centre(grid, method.centre)[order]
+    # tiles are cut on the full curve, then the centre is taken out of them
+    rank = torch.cat([torch.zeros(1, dtype=torch.long), (~centre).cumsum(0)])
+    n_local = int(rank[-1])
+    g = method.align or (64 if cells // tiles >= 128 else 16)
+    bounds: list[list[int]] = []
+    for phase in range(method.period):
+        cuts = (torch.arange(tiles) * cells // tiles + phase * cells // (tiles * method.period)) % cells
+        snapped = (2 * rank[cuts].sort().values + g) // (2 * g) * g
+        bounds.append(snapped.clamp(max=n_local).tolist())
+    return _Curve(order[centre], order[~centre], bounds)
+
+
+def _table(curves: list[_Curve], phase: int, prefix: int, block: int) -> BlockTable:
+    """Global blocks read everything; a tile's blocks read the global ones and the tile."""
+    runs = [(-1, prefix), *(run for curve in curves for run in curve.runs(phase))]
+    blocks = [tile for tile, length in runs for _ in range(0, length, block)]
+    of_tile: dict[int, list[int]] = {}
+    for i, tile in enumerate(blocks):
+        of_tile.setdefault(tile, []).append(i)
+    shared = of_tile.get(-1, [])
+    lists = [range(len(blocks)) if tile == -1 else shared + of_tile[tile] for tile in blocks]
+    return block_table(lists, block_starts(*(length for _, length in runs), block=block))
+
+
+@lru_cache(maxsize=64)
+def _plan(method: HilbertA, grids: tuple[Grid, ...], text: int, block: int, device: str) -> HilbertPlan:
+    tiles = method.tiles_for(grids[0])
+    prefix: list[Tensor] = []
+    curves: list[_Curve] = []
+    first = 0
+    for i, grid in enumerate(grids):
+        cells = grid[0] * grid[1]
+        if i == 0 or method.reference == "tiled":
+            curve = _along_curve(method, grid, tiles)
+            curves.append(curve._replace(centre=curve.centre + first, local=curve.local + first))
+        else:
+            prefix.append(torch.arange(first, first + cells))
+        first += cells
+    prefix += [curve.centre for curve in curves]
+    order = torch.cat([*prefix, *(curve.local for curve in curves)])
+    n_prefix = text + sum(map(len, prefix))
+    tables = [_table(curves, phase, n_prefix, block) for phase in range(method.period)]
+    shape = [max(map(len, tensors)) for tensors in zip(*tables, strict=True)]
+    return HilbertPlan(
+        order=order.to(device),
+        inverse=inverse_order(order).to(device),
+        grids=grids,
+        tiles=tiles,
+        prefix=n_prefix,
+        tables=tuple(table.padded(shape[0] - 1, shape[1] - 1, shape[3]) for table in tables),
+        tile_maps=torch.stack([_tile_map(curves[0], phase, grids[0]) for phase in range(method.period)]),
+    )
+
+
+def _tile_map(curve: _Curve, phase: int, grid: Grid) -> Int[Tensor, "rows columns"]:
+    tiles, lengths = zip(*curve.runs(phase), strict=True)
+    tile_map = torch.full((grid[0] * grid[1],), -1)
+    tile_map[curve.local] = torch.tensor(tiles).repeat_interleave(torch.tensor(lengths))
+    return tile_map.view(grid)

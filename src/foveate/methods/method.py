@@ -1,0 +1,53 @@
+"""What all methods share: in which layers, and in which part of the denoising run, they work at all."""
+
+from dataclasses import dataclass
+
+__all__ = ["Method", "StaysDense"]
+
+
+class StaysDense(ValueError):
+    """Why a method leaves an input dense. Integrations note the reason and go on; a direct caller gets an error."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Method:
+    """Options that every method takes.
+
+    Attributes:
+        dense_layers: Attention layers that stay dense, counted from 0 through the whole model: "0-1, 56".
+        start_percent: Steps before this fraction of the run (0 to 1) stay dense.
+        end_percent: Steps after this fraction of the run stay dense.
+        min_tokens: Images with fewer tokens stay dense.
+    """
+
+    dense_layers: str = ""
+    start_percent: float = 0.0
+    end_percent: float = 1.0
+    min_tokens: int = 0
+
+    def __post_init__(self) -> None:
+        self.dense_layer_set()
+        if not 0 <= self.start_percent <= self.end_percent <= 1:
+            raise ValueError(
+                "start_percent and end_percent are fractions of the run with 0 <= start <= end <= 1, "
+                f"not {self.start_percent} and {self.end_percent}"
+            )
+        if self.min_tokens < 0:
+            raise ValueError(f"min_tokens must be 0 or more, not {self.min_tokens}")
+
+    def dense_layer_set(self) -> frozenset[int]:
+        """The layers named by `dense_layers`."""
+        layers: set[int] = set()
+        for part in filter(None, (part.strip() for part in self.dense_layers.split(","))):
+            first, _, last = part.partition("-")
+            try:
+                layers.update(range(int(first), int(last or first) + 1))
+            except ValueError:
+                raise ValueError(
+                    f'dense_layers takes layer numbers and ranges such as "0-1, 56", not {part!r}'
+                ) from None
+        return frozenset(layers)
+
+    def covers(self, progress: float) -> bool:
+        """Whether the method works at this fraction of the denoising run."""
+        return self.start_percent <= progress <= self.end_percent

@@ -1,0 +1,169 @@
+"""Which key blocks each query block reads: the one data structure behind every sparse pattern.
+
+A *block* is a run of consecutive tokens, usually 64 or 128, and shorter where text, a tile or the sequence ends.
+"""
+
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Bool, Int
+from torch import Tensor
+
+__all__ = ["BlockTable", "block_starts", "block_table"]
+
+
+class BlockTable(NamedTuple):
+    """For each query block the list of key blocks it attends to, in compressed rows.
+
+    All tensors are int32, live on the CPU unless moved, and are never changed in place. A table may carry unused space
+    behind its last block and list entry (see `padded`); a block may be empty.
+
+    Attributes:
+        query_starts: Query block i holds the tokens ``query_starts[i] : query_starts[i + 1]``.
+        key_starts: The same for key blocks.
+        offsets: Query block i reads the key blocks ``keys[offsets[i] : offsets[i + 1]]``.
+        keys: Key block numbers, ascending within a list.
+    """
+
+    query_starts: Int[Tensor, "queries_plus_1"]
+    key_starts: Int[Tensor, "keys_plus_1"]
+    offsets: Int[Tensor, "queries_plus_1"]
+    keys: Int[Tensor, "entries"]
+
+    @property
+    def query_tokens(self) -> int:
+        """Number of query tokens."""
+        return int(self.query_starts[-1])
+
+    @property
+    def key_tokens(self) -> int:
+        """Number of key tokens."""
+        return int(self.key_starts[-1])
+
+    def lists(self) -> list[list[int]]:
+        """The key blocks of every query block, as Python lists."""
+        keys, offsets = self.keys.tolist(), self.offsets.tolist()
+        return [keys[a:b] for a, b in zip(offsets, offsets[1:], strict=False)]
+
+    def pairs(self) -> int:
+        """Exact number of (query token, key token) pairs, counting short blocks by their true length."""
+        key_lengths = torch.cat([self.key_starts.diff(), self.key_starts.new_zeros(1)]).long()
+        used = self.keys[: int(self.offsets[-1])].long()
+        summed = torch.cat([key_lengths.new_zeros(1), key_lengths[used].cumsum(0)])
+        per_row = summed[self.offsets[1:].long()] - summed[self.offsets[:-1].long()]
+        return int((per_row * self.query_starts.diff()).sum())
+
+    def sparsity(self) -> float:
+        """Fraction of all query-key pairs that is left out: 0 is dense."""
+        return 1 - self.pairs() / max(1, self.query_tokens * self.key_tokens)
+
+    def flops(self, heads: int, head_dim: int, *, backward: bool = False) -> int:
+        """Floating-point operations of attention over this table for one sample: its matrix products, 2 a multiply-add.
+
+        Forward multiplies twice per pair (q·k and p·v); with `backward` five more products are counted.
+        """
+        return (14 if backward else 4) * self.pairs() * heads * head_dim
+
+    def transpose(self) -> "BlockTable":
+        """For each key block the query blocks that read it: the table of the backward pass."""
+        used = int(self.offsets[-1])
+        rows = torch.repeat_interleave(
+            torch.arange(len(self.offsets) - 1, dtype=torch.int32, device=self.keys.device), self.offsets.diff()
+        )
+        by_key = self.keys[:used].argsort(stable=True)
+        counts = torch.bincount(self.keys[:used], minlength=len(self.key_starts) - 1)
+        return BlockTable(self.key_starts, self.query_starts, _cumulative(counts), rows[by_key])
+
+    def to_dense(self) -> Bool[Tensor, "queries keys"]:
+        """The pattern as a mask over tokens. Quadratic: for tests and pictures only."""
+        blocks = torch.zeros(len(self.offsets) - 1, len(self.key_starts) - 1, dtype=torch.bool)
+        for row, keys in zip(blocks, self.lists(), strict=True):
+            row[keys] = True
+        by_token = blocks.repeat_interleave(self.query_starts.diff().cpu(), 0)
+        return by_token.repeat_interleave(self.key_starts.diff().cpu(), 1)
+
+    def padded(self, query_blocks: int, key_blocks: int, entries: int) -> "BlockTable":
+        """The same pattern with empty blocks and unused entries behind it, so that several tables share one shape.
+
+        Equal shapes let compiled code and CUDA graphs take one table or another without being built again.
+        """
+        return BlockTable(
+            _extend(self.query_starts, query_blocks + 1, self.query_starts[-1]),
+            _extend(self.key_starts, key_blocks + 1, self.key_starts[-1]),
+            _extend(self.offsets, query_blocks + 1, self.offsets[-1]),
+            _extend(self.keys, entries, 0),
+        )
+
+    def to(self, device: torch.device | str) -> "BlockTable":
+        """The table on another device."""
+        return BlockTable(*(tensor.to(device) for tensor in self))
+
+
+def block_table(
+    lists: Sequence[Iterable[int]],
+    query_starts: Int[Tensor, "queries_plus_1"],
+    key_starts: Int[Tensor, "keys_plus_1"] | None = None,
+) -> BlockTable:
+    """The table in which query block i reads the key blocks ``lists[i]``.
+
+    Args:
+        lists: Key block numbers for every query block, in any order, each at most once. A list may be empty: its
+            queries get zeros.
+        query_starts: First token of every query block, and behind them the number of tokens: see `block_starts`.
+        key_starts: The same for key blocks; those of the queries if left out.
+
+    Example:
+        >>> starts = block_starts(1000)  # 15 blocks of 64 and one of 40
+        >>> neighbours = [range(max(0, i - 1), min(16, i + 2)) for i in range(16)]
+        >>> block_table(neighbours, starts).pairs()
+        181376
+
+    Raises:
+        ValueError: If the starts do not ascend from 0, if a list names a block twice or one that does not exist, or if
+            there are more or fewer lists than query blocks.
+    """
+    key_starts = query_starts if key_starts is None else key_starts
+    for starts in (query_starts, key_starts):
+        if len(starts) == 0 or starts[0] != 0 or (starts.diff() < 0).any():
+            raise ValueError(f"block starts must ascend from 0 to the number of tokens, not {starts.tolist()[:8]}...")
+    if len(lists) != len(query_starts) - 1:
+        raise ValueError(f"{len(lists)} lists for {len(query_starts) - 1} query blocks: give one list for each block")
+    rows = [torch.as_tensor(sorted(keys), dtype=torch.int32) for keys in lists]
+    for i, row in enumerate(rows):
+        if len(row) and (row[0] < 0 or row[-1] >= len(key_starts) - 1):
+            raise ValueError(f"query block {i} reads key block {row[-1]}, but there are {len(key_starts) - 1} of them")
+        if (row.diff() == 0).any():
+            raise ValueError(f"query block {i} lists a key block twice, which would count it twice: {row.tolist()}")
+    counts = torch.tensor([len(row) for row in rows])
+    keys = torch.cat([torch.empty(0, dtype=torch.int32), *rows])
+    return BlockTable(query_starts.int(), key_starts.int(), _cumulative(counts), keys)
+
+
+def block_starts(*runs: int, block: int = 64) -> Int[Tensor, "blocks_plus_1"]:
+    """First token of every block when each run of tokens is cut into blocks of `block`, and the total behind them.
+
+    The last block of each run may be shorter; runs never share a block; an empty run has none.
+
+    Example:
+        >>> block_starts(100, 128).tolist()
+        [0, 64, 100, 164, 228]
+
+    Raises:
+        ValueError: If a run is negative or `block` is below 1.
+    """
+    if block < 1 or min(runs, default=0) < 0:
+        raise ValueError(f"cannot cut runs of {runs} tokens into blocks of {block}: use counts >= 0 and a block >= 1")
+    ends = torch.tensor([0, *runs]).cumsum(0).tolist()
+    starts = [start for a, b in zip(ends, ends[1:], strict=False) for start in range(a, b, block)]
+    return torch.tensor([*starts, ends[-1]], dtype=torch.int32)
+
+
+def _cumulative(counts: Int[Tensor, "n"]) -> Int[Tensor, "n_plus_1"]:
+    return torch.cat([counts.new_zeros(1), counts.cumsum(0)]).int()
+
+
+def _extend(tensor: Int[Tensor, "n"], length: int, value: int | Tensor) -> Int[Tensor, "length"]:
+    if length < len(tensor):
+        raise ValueError(f"cannot pad {len(tensor)} entries to {length}")
+    return torch.cat([tensor, tensor.new_full((length - len(tensor),), int(value))])

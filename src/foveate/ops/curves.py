@@ -1,0 +1,373 @@
+"""Orders of a grid: in which sequence a curve visits the cells of a rectangle or a box.
+
+An *order* is a permutation: ``order[i]`` is the raster index (``row * width + column``) of the cell at curve step ``i``,
+so ``tokens[order]`` puts raster tokens on the curve and ``tokens[inverse_order(order)]`` puts them back. Orders are
+computed once per size and device and shared by all callers: treat them as read-only.
+
+The Hilbert curves are the generalised ones of Jakub Červený ("gilbert", BSD-2-Clause idea, own implementation): they
+fill any rectangle or box, and are the classical Hilbert curve on squares whose side is a power of two.
+"""
+
+from collections.abc import Callable
+from functools import cache, lru_cache
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from jaxtyping import Int
+from torch import Tensor
+
+__all__ = [
+    "CURVES",
+    "edge_average_stretch",
+    "geometric_distortion_error",
+    "grid_order",
+    "hilbert_order",
+    "hilbert_order_3d",
+    "inverse_order",
+    "moore_order",
+    "morton_order",
+    "raster_order",
+    "serpentine_order",
+]
+
+Steps = npt.NDArray[np.integer]  # [axes, cells]: where each curve step lies along every axis
+Piece = tuple[Steps, tuple[int, ...], str]  # a curve, the corner it starts from, what its axes become
+
+
+# --- the generalised Hilbert curve -----------------------------------------------------------------------------------
+# A curve lives in a frame of its own: it starts in the corner at the origin and ends at the far end of its first axis.
+# It is glued together from smaller curves, each placed at a corner with its axes turned: "+y-x" says that its first
+# axis points up and its second to the left. Few shapes occur, so `cache` makes the work linear in the number of cells.
+
+
+def _half(length: int) -> int:
+    """Half of `length`, one more if that makes it even: a part of even length ends without a diagonal step."""
+    half = length // 2
+    return half + 1 if half % 2 and length > 2 else half
+
+
+def _line(length: int, axis: int, axes: int) -> Steps:
+    line = np.zeros((axes, length), np.int32)
+    line[axis] = np.arange(length)
+    return line
+
+
+def _join(*pieces: Piece) -> Steps:
+    cells = sum(steps.shape[1] for steps, _, _ in pieces)
+    joined = np.empty((len(pieces[0][1]), cells), np.int32)
+    start = 0
+    for steps, corner, axes in pieces:
+        part = joined[:, start : start + steps.shape[1]]
+        for own, sign, name in zip(steps, axes[::2], axes[1::2], strict=True):
+            axis = "xyz".index(name)
+            (np.add if sign == "+" else np.subtract)(corner[axis], own, out=part[axis])
+        start += steps.shape[1]
+    return joined
+
+
+def _hilbert_2d() -> Callable[[int, int], Steps]:
+    @cache
+    def curve(w: int, h: int) -> Steps:
+        if h == 1 or w == 1:
+            return _line(w * h, axis=0 if h == 1 else 1, axes=2)
+        if 2 * w > 3 * h:  # long: cut the first axis only
+            w2 = _half(w)
+            return _join((curve(w2, h), (0, 0), "+x+y"), (curve(w - w2, h), (w2, 0), "+x+y"))
+        w2, h2 = w // 2, _half(h)
+        return _join(  # up, across, down
+            (curve(h2, w2), (0, 0), "+y+x"),
+            (curve(w, h - h2), (0, h2), "+x+y"),
+            (curve(h2, w - w2), (w - 1, h2 - 1), "-y-x"),
+        )
+
+    return curve
+
+
+def _hilbert_3d() -> Callable[[int, int, int], Steps]:
+    @cache
+    def curve(w: int, h: int, d: int) -> Steps:
+        if sorted((w, h, d))[1] == 1:  # two of the three lengths are 1: walk the third
+            return _line(w * h * d, axis=(w, h, d).index(w * h * d), axes=3)
+        w2, h2, d2 = _half(w), _half(h), _half(d)
+        if 2 * w > 3 * h and 2 * w > 3 * d:  # long: cut the first axis only
+            return _join((curve(w2, h, d), (0, 0, 0), "+x+y+z"), (curve(w - w2, h, d), (w2, 0, 0), "+x+y+z"))
+        if 3 * h > 4 * d:  # flat: do not cut the third axis
+            return _join(
+                (curve(h2, d, w2), (0, 0, 0), "+y+z+x"),
+                (curve(w, h - h2, d), (0, h2, 0), "+x+y+z"),
+                (curve(h2, d, w - w2), (w - 1, h2 - 1, 0), "-y+z-x"),
+            )
+        if 3 * d > 4 * h:  # flat: do not cut the second axis
+            return _join(
+                (curve(d2, w2, h), (0, 0, 0), "+z+x+y"),
+                (curve(w, h, d - d2), (0, 0, d2), "+x+y+z"),
+                (curve(d2, w - w2, h), (w - 1, 0, d2 - 1), "-z-x+y"),
+            )
+        return _join(
+            (curve(h2, d2, w2), (0, 0, 0), "+y+z+x"),
+            (curve(d, w2, h - h2), (0, h2, 0), "+z+x+y"),
+            (curve(w, h2, d - d2), (0, h2 - 1, d - 1), "+x-y-z"),
+            (curve(d, w - w2, h - h2), (w - 1, h2, d - 1), "-z-x+y"),
+            (curve(h2, d2, w - w2), (w - 1, h2 - 1, 0), "-y+z-x"),
+        )
+
+    return curve
+
+
+# --- orders ----------------------------------------------------------------------------------------------------------
+
+
+def _order(make: Callable[..., npt.NDArray[np.int64]]) -> Callable[..., Tensor]:
+    """Check the sizes, cache by size and device."""
+
+    @lru_cache(maxsize=64)
+    def cached(*sizes: int, device: torch.device) -> Tensor:
+        return torch.from_numpy(make(*sizes)).to(device)
+
+    def order(*sizes: int, device: torch.device | str | None = None) -> Tensor:
+        if min(sizes) < 1:
+            raise ValueError(f"a grid needs at least one cell along every side, not {' x '.join(map(str, sizes))}")
+        return cached(*sizes, device=torch.device(device or "cpu"))
+
+    return order
+
+
+def _raster_index(y: Steps, x: Steps, height: int, width: int) -> npt.NDArray[np.int64]:
+    """Raster indices of cells whose rows are counted from the bottom."""
+    index = np.multiply(y, -width, dtype=np.int64)
+    index += x
+    index += (height - 1) * width
+    return index
+
+
+@_order
+def _hilbert(height: int, width: int) -> npt.NDArray[np.int64]:
+    if width >= height:
+        x, y = _hilbert_2d()(width, height)
+    else:
+        y, x = _hilbert_2d()(height, width)
+    return _raster_index(y, x, height, width)
+
+
+@_order
+def _hilbert_box(frames: int, height: int, width: int) -> npt.NDArray[np.int64]:
+    if width >= max(frames, height):
+        x, y, t = _hilbert_3d()(width, height, frames)
+    elif height >= frames:
+        y, x, t = _hilbert_3d()(height, width, frames)
+    else:
+        t, x, y = _hilbert_3d()(frames, width, height)
+    return _raster_index(y, x, height, width) + t.astype(np.int64) * (height * width)
+
+
+@_order
+def _moore(height: int, width: int) -> npt.NDArray[np.int64]:
+    if min(height, width) == 1:
+        return np.arange(height * width)
+    turned = width % 2 == 1 and height % 2 == 0  # halve an even side if there is one, or the loop cannot close
+    w, h = (height, width) if turned else (width, height)
+    curve, left = _hilbert_2d(), w // 2
+    x, y = _join((curve(h, left), (left - 1, 0), "+y-x"), (curve(h, w - left), (left, h - 1), "-y+x"))
+    return _raster_index(x, y, height, width) if turned else _raster_index(y, x, height, width)
+
+
+@_order
+def _morton(height: int, width: int) -> npt.NDArray[np.int64]:
+    rows = columns = np.zeros(1, np.int32)
+    for bit in range((max(height, width) - 1).bit_length()):  # every bit doubles the curve along one side or both
+        if (width - 1) >> bit:
+            rows, columns = np.tile(rows, 2), np.concatenate([columns, columns + (1 << bit)])
+        if (height - 1) >> bit:
+            rows, columns = np.concatenate([rows, rows + (1 << bit)]), np.tile(columns, 2)
+    if len(rows) > height * width:
+        inside = (rows < height) & (columns < width)
+        rows, columns = rows[inside], columns[inside]
+    return np.multiply(rows, width, dtype=np.int64) + columns
+
+
+@_order
+def _serpentine(height: int, width: int) -> npt.NDArray[np.int64]:
+    cells = np.arange(height * width).reshape(height, width)
+    cells[1::2] = cells[1::2, ::-1].copy()
+    return cells.reshape(-1)
+
+
+@_order
+def _raster(height: int, width: int) -> npt.NDArray[np.int64]:
+    return np.arange(height * width)
+
+
+def hilbert_order(height: int, width: int, device: torch.device | str | None = None) -> Int[Tensor, "cells"]:
+    """Raster indices of a `height` x `width` grid along a generalised Hilbert curve, for any rectangle.
+
+    The curve starts bottom-left and runs along the longer side: it ends bottom-right, or top-left when the grid is
+    taller than wide. On squares of side 2^n it is the classical Hilbert curve. Every step goes to one of the four
+    neighbours, but for one diagonal step when the longer side is odd and the shorter even (and above 2): there no walk
+    over all cells connects these two corners (colour the cells as a chessboard to see it).
+
+    Example:
+        >>> hilbert_order(2, 2).tolist()  # up, right, down
+        [2, 0, 1, 3]
+
+    Raises:
+        ValueError: If a side is below 1.
+
+    Source: J. Červený, "gilbert: space-filling curves for rectangles of any size"; HilbertA, arXiv 2509.26538.
+    """
+    return _hilbert(height, width, device=device)
+
+
+def hilbert_order_3d(
+    frames: int, height: int, width: int, device: torch.device | str | None = None
+) -> Int[Tensor, "cells"]:
+    """Raster indices ``(frame * height + row) * width + column`` of a box along a generalised 3-D Hilbert curve.
+
+    With even sides every step goes to a neighbouring cell. An odd side forces some diagonal steps that change two
+    coordinates by one (21 x 45 x 80: 552 of 75,599 steps).
+
+    Raises:
+        ValueError: If a side is below 1.
+
+    Source: as `hilbert_order`.
+    """
+    return _hilbert_box(frames, height, width, device=device)
+
+
+def moore_order(height: int, width: int, device: torch.device | str | None = None) -> Int[Tensor, "cells"]:
+    """Raster indices along a Moore curve: two Hilbert curves, up one half of the grid and down the other.
+
+    With an even side the curve is closed (its ends are neighbours), so a run that wraps around stays in one piece.
+    With both sides even and halves that are even too every step goes to a neighbour; otherwise each half may take the
+    one diagonal step of `hilbert_order`.
+
+    Raises:
+        ValueError: If a side is below 1.
+    """
+    return _moore(height, width, device=device)
+
+
+def morton_order(height: int, width: int, device: torch.device | str | None = None) -> Int[Tensor, "cells"]:
+    """Raster indices in Z-order: cells sorted by the interleaved bits of row and column, for any rectangle.
+
+    Raises:
+        ValueError: If a side is below 1.
+    """
+    return _morton(height, width, device=device)
+
+
+def serpentine_order(height: int, width: int, device: torch.device | str | None = None) -> Int[Tensor, "cells"]:
+    """Raster indices row by row, every other row from right to left.
+
+    Raises:
+        ValueError: If a side is below 1.
+    """
+    return _serpentine(height, width, device=device)
+
+
+def raster_order(height: int, width: int, device: torch.device | str | None = None) -> Int[Tensor, "cells"]:
+    """Raster indices row by row: the order in which models keep their tokens.
+
+    Raises:
+        ValueError: If a side is below 1.
+    """
+    return _raster(height, width, device=device)
+
+
+CURVES = {
+    "hilbert": hilbert_order,
+    "moore": moore_order,
+    "morton": morton_order,
+    "serpentine": serpentine_order,
+    "raster": raster_order,
+}
+"""Every curve by its name."""
+
+
+def grid_order(curve: str, height: int, width: int, device: torch.device | str | None = None) -> Int[Tensor, "cells"]:
+    """Raster indices of a `height` x `width` grid along the curve of that name.
+
+    Raises:
+        ValueError: If the name is not one of `CURVES`, or a side is below 1.
+    """
+    if curve not in CURVES:
+        raise ValueError(f"unknown curve {curve!r}: choose one of {', '.join(CURVES)}")
+    return CURVES[curve](height, width, device=device)
+
+
+def inverse_order(order: Int[Tensor, "cells"]) -> Int[Tensor, "cells"]:
+    """At which curve step each raster cell is visited: ``order[inverse_order(order)]`` counts up from 0."""
+    inverse = torch.empty_like(order)
+    return inverse.scatter_(0, order, torch.arange(len(order), dtype=order.dtype, device=order.device))
+
+
+# --- locality --------------------------------------------------------------------------------------------------------
+
+
+def edge_average_stretch(
+    order: Int[Tensor, "cells"], height: int, width: int, *, cyclic: bool = False, within: int | None = None
+) -> float:
+    """Mean number of curve steps between two cells that are neighbours in the grid (EAS of the HilbertA paper).
+
+    Args:
+        order: An order of the `height` x `width` grid.
+        height: Rows of the grid.
+        width: Columns of the grid.
+        cyclic: Count steps around the end of the curve, as tiles that wrap around do.
+        within: Count only neighbours at most that many steps apart, e.g. those that can share a tile.
+            None is the literal formula.
+
+    Returns:
+        The mean in curve steps; NaN if no two neighbours are `within` reach.
+    """
+    step = inverse_order(order).view(height, width)
+    stretch = torch.cat([step.diff(dim=0).abs().flatten(), step.diff(dim=1).abs().flatten()]).double()
+    if cyclic:
+        stretch = stretch.minimum(len(order) - stretch)
+    return stretch[stretch <= within].mean().item() if within is not None else stretch.mean().item()
+
+
+def geometric_distortion_error(
+    order: Int[Tensor, "cells"],
+    height: int,
+    width: int,
+    *,
+    within: int | None = None,
+    samples: int = 2_000_000,
+    seed: int = 0,
+) -> float:
+    """Mean squared difference between grid distance and rescaled curve distance (GDE of the HilbertA paper).
+
+    Averages ``(alpha * d1 - d2)^2`` over pairs of distinct cells, with d1 their distance in curve steps, d2 their
+    Euclidean distance in cells, and the one scale alpha that makes the mean smallest.
+
+    Args:
+        order: An order of the `height` x `width` grid.
+        height: Rows of the grid.
+        width: Columns of the grid.
+        within: Count only pairs at most that many steps apart, e.g. those that can share a tile. None is the literal
+            formula, over all pairs.
+        samples: Draw that many pairs at random where there are more.
+        seed: Seed of the draw.
+
+    Raises:
+        ValueError: If the grid has a single cell, or `within` is below 1.
+    """
+    cells, reach = height * width, height * width - 1 if within is None else min(within, height * width - 1)
+    if reach < 1:
+        raise ValueError(f"no pairs to compare in a {height} x {width} grid within {within} steps: use within >= 1")
+    # Pairs (i, i + d) counted through: distance d has cells - d of them.
+    ends = torch.cumsum(cells - torch.arange(1, reach + 1), 0)
+    total = int(ends[-1])
+    if total > samples:
+        pair = torch.randint(total, (samples,), generator=torch.Generator().manual_seed(seed))
+    else:
+        pair = torch.arange(total)
+    which = torch.searchsorted(ends, pair, right=True)
+    i = ends[which] - 1 - pair
+    order = order.cpu()
+    first, second = order[i], order[i + which + 1]
+    d1 = (which + 1).double()
+    d2 = torch.hypot((first // width - second // width).double(), (first % width - second % width).double())
+    alpha = (d1 @ d2) / (d1 @ d1)
+    return (alpha * d1 - d2).square().mean().item()
