@@ -6,15 +6,16 @@ model: torch-native hooks on the root and processors on its attention modules, a
 
 import importlib
 import logging
-from types import MethodType, TracebackType
-from typing import Any, Protocol, Self
+from types import TracebackType
+from typing import Any
 
 import torch
 
-from foveate.integrations.diffusers.summary import LayerReport, Summary
+from foveate.integrations.diffusers.family import Family
+from foveate.integrations.diffusers.summary import Summary
 from foveate.methods import Method
 
-__all__ = ["FAMILIES", "Family", "Handle", "apply", "remove", "summary"]
+__all__ = ["FAMILIES", "Handle", "apply", "remove", "summary"]
 
 log = logging.getLogger("foveate")
 
@@ -22,24 +23,6 @@ FAMILIES = {"FluxTransformer2DModel": "foveate.integrations.diffusers.flux:Flux"
 """Which class serves which diffusers model, both by name: nothing is imported before it is needed."""
 
 DENOISERS = ("transformer", "transformer_2", "unet")
-
-
-class Family(Protocol):
-    """One model with methods in it."""
-
-    model: torch.nn.Module
-
-    def __init__(self, model: torch.nn.Module, methods: tuple[Method, ...], pipeline: Any) -> None:
-        """Check that the methods fit the model, then put them in; on an error the model is as it was."""
-        ...
-
-    def remove(self) -> None:
-        """Give the model back, bit for bit."""
-        ...
-
-    def report(self) -> list[LayerReport]:
-        """One row for each attention layer, in running order."""
-        ...
 
 
 class Handle:
@@ -57,7 +40,7 @@ class Handle:
         """What each layer did in the last forward, or why it stayed dense. Print it for a table."""
         return Summary({name: family.report() for name, family in self._families.items()})
 
-    def __enter__(self) -> Self:
+    def __enter__(self) -> "Handle":
         return self
 
     def __exit__(
@@ -89,7 +72,7 @@ def apply(target: Any, *methods: Method) -> Handle:
             raise ValueError(f"not a method: {method!r}; pass an instance such as foveate.HilbertA()")
     models = _denoisers(target)
     for name, model in models.items():
-        if _applied(model):
+        if Family.of(model):
             raise ValueError(
                 f"methods are already applied to {name}: they never stack; pass all of them to one "
                 "foveate.apply(...), or call foveate.remove(...) first"
@@ -109,13 +92,13 @@ def apply(target: Any, *methods: Method) -> Handle:
 def remove(target: Any) -> None:
     """Take all methods out of a pipeline or model, with or without its handle; a deep copy is cleaned just so."""
     for model in _denoisers(target).values():
-        if family := _applied(model):
+        if family := Family.of(model):
             _take_out(family)
 
 
 def summary(target: Any) -> Summary:
     """What the methods in a pipeline or model did in the last forward: see `Handle.summary`."""
-    applied = {name: _applied(model) for name, model in _denoisers(target).items()}
+    applied = {name: Family.of(model) for name, model in _denoisers(target).items()}
     return Summary({name: family.report() for name, family in applied.items() if family})
 
 
@@ -145,14 +128,6 @@ def _family(model: torch.nn.Module) -> type[Family]:
         )
     module, name = FAMILIES[type(model).__name__].split(":")
     return getattr(importlib.import_module(module), name)
-
-
-def _applied(model: torch.nn.Module) -> Any | None:
-    """The family at work in a model, found by its hooks: a deep copy carries its own."""
-    for hook in model._forward_pre_hooks.values():
-        if isinstance(hook, MethodType) and type(hook.__self__).__module__.startswith("foveate."):
-            return hook.__self__
-    return None
 
 
 def _take_out(family: Family) -> None:

@@ -24,6 +24,7 @@ from diffusers.models.transformers.transformer_flux import (
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from foveate.integrations.diffusers.family import Family
 from foveate.integrations.diffusers.summary import LayerReport
 from foveate.methods import HilbertA, Method
 from foveate.methods.hilberta import HilbertPlan
@@ -203,7 +204,13 @@ class _Ran(NamedTuple):
     device: str = "cpu"
 
 
-class Flux:
+_outside_compiled_code = torch.compiler.disable(
+    reason="foveate reads the image grid outside compiled code: instead of the whole model with fullgraph=True, "
+    "compile its blocks with model.compile_repeated_blocks(fullgraph=True)"
+)
+
+
+class Flux(Family):
     """One `FluxTransformer2DModel` with HilbertA in it."""
 
     def __init__(self, model: FluxTransformer2DModel, methods: tuple[Method, ...], pipeline: Any) -> None:
@@ -283,6 +290,7 @@ class Flux:
 
     # --- one forward ---
 
+    @_outside_compiled_code
     def enter(self, model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
         """Decide what this forward does; hand the layers their tables and put the image tokens in order."""
         names = list(inspect.signature(type(model).forward).parameters)[1:]
@@ -308,6 +316,7 @@ class Flux:
                     inputs[name] = [_along(plan.order, residual, 1) for residual in inputs[name]]
         return (), inputs
 
+    @_outside_compiled_code
     def leave(self, model: torch.nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         """Put the image tokens back in raster order."""
         if (plan := self.ran.plan) is None:

@@ -1,0 +1,1 @@
+"""The model that Foveate brings along."""

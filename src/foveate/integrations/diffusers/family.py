@@ -1,0 +1,46 @@
+"""What every model family offers to `apply`."""
+
+from abc import ABC, abstractmethod
+from types import MethodType
+from typing import Any
+
+import torch
+
+from foveate.integrations.diffusers.summary import LayerReport
+from foveate.methods import Method
+
+__all__ = ["Family"]
+
+
+class Family(ABC):
+    """One model with methods in it, from construction to `remove`.
+
+    A family borrows: hooks on the root are bound methods of the family (that is how `of` finds it), registered with
+    torch's own `register_forward_*hook`; processors are set module by module and keep the one they replace.
+    """
+
+    model: torch.nn.Module
+
+    @abstractmethod
+    def __init__(self, model: torch.nn.Module, methods: tuple[Method, ...], pipeline: Any) -> None:
+        """Check that the methods fit the model, then put them in; on an error the model is as it was.
+
+        Args:
+            model: The denoiser.
+            methods: What the user applies.
+            pipeline: The pipeline around the model, or None.
+        """
+
+    @abstractmethod
+    def remove(self) -> None:
+        """Give the model back, bit for bit. Doing it twice is fine."""
+
+    @abstractmethod
+    def report(self) -> list[LayerReport]:
+        """What each attention layer did in the last forward, in running order."""
+
+    @staticmethod
+    def of(model: torch.nn.Module) -> "Family | None":
+        """The family at work in a model, found by its hooks: a deep copy of a model carries one of its own."""
+        owners = (hook.__self__ for hook in model._forward_pre_hooks.values() if isinstance(hook, MethodType))
+        return next((owner for owner in owners if isinstance(owner, Family)), None)

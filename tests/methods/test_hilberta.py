@@ -1,0 +1,225 @@
+"""Laws of HilbertA's pattern, from the formulas of the paper."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from oracle import dense_attention
+
+from foveate import HilbertA
+from foveate.methods.method import StaysDense
+from foveate.ops.block_attention import block_attention
+from foveate.ops.curves import hilbert_order, inverse_order
+
+sides = st.integers(1, 40)
+
+
+def raster_mask(plan, phase, text):
+    """The plan's pattern over [text | image in raster order]."""
+    into = torch.cat([torch.arange(text), text + plan.inverse])
+    return plan.tables[phase].to_dense()[into][:, into]
+
+
+def formula_mask(height, width, tiles, phase, text, period=4):
+    """The paper's attention set: text, centre, and tokens i with the same floor((i - shift) / tile) on the curve."""
+    cells = height * width
+    i = inverse_order(hilbert_order(height, width))
+    tile = torch.div(i - phase * cells // (tiles * period), cells // tiles, rounding_mode="floor") % tiles
+    rows, columns = torch.unravel_index(torch.arange(cells), (height, width))
+    top, left = (height - height // 4) // 2, (width - width // 4) // 2
+    centre = (rows >= top) & (rows < top + height // 4) & (columns >= left) & (columns < left + width // 4)
+    everyone = torch.cat([torch.ones(text, dtype=torch.bool), centre])
+    tile = torch.cat([torch.full((text,), -1), tile])
+    return everyone[:, None] | everyone | (tile[:, None] == tile)
+
+
+@pytest.mark.parametrize("side", [64, 128])
+@pytest.mark.parametrize("tiles", [4, 16])
+@pytest.mark.parametrize("phase", range(4))
+def test_mask_on_the_papers_grids_is_the_papers_formula(side, tiles, phase):
+    plan = HilbertA(tiles=tiles).plan(((side, side),), 20)
+    want = formula_mask(side, side, tiles, phase, 20)
+    assert plan.tables[phase].pairs() == want.sum()
+    if side == 64:  # 268 million entries are enough for one side
+        assert torch.equal(raster_mask(plan, phase, 20), want)
+
+
+@pytest.mark.parametrize(("side", "multiple"), [(64, 64), (128, 256)])
+@pytest.mark.parametrize("tiles", [4, 16])
+def test_tile_borders_on_the_papers_grids_are_whole_blocks(side, multiple, tiles):
+    plan = HilbertA(tiles=tiles).plan(((side, side),), 0, block=multiple)
+    for table in plan.tables:
+        assert set(table.query_starts.diff().tolist()) <= {0, multiple}
+
+
+@pytest.mark.parametrize(
+    ("side", "tiles", "true", "nominal", "gflops", "bound"),
+    [
+        (64, 4, 0.521, 0.75, 125, 2.09),
+        (64, 16, 0.650, 0.9375, 91, 2.86),
+        (128, 4, 0.619, 0.75, 1335, 2.63),
+        (128, 16, 0.774, 0.9375, 794, 4.42),
+    ],
+)
+def test_true_sparsity_is_the_published_table(side, tiles, true, nominal, gflops, bound):
+    plan = HilbertA(tiles=tiles).plan(((side, side),), 512)
+    sparsity = sum(table.sparsity() for table in plan.tables) / 4
+    assert sparsity == pytest.approx(true, abs=6e-4)  # the mean over the phases, as printed
+    assert plan.nominal_sparsity == nominal
+    assert sum(table.flops(24, 128) for table in plan.tables) / 4e9 == pytest.approx(gflops, abs=0.6)
+    assert 1 / (1 - sparsity) == pytest.approx(bound, abs=0.01)
+
+
+@given(
+    height=sides,
+    width=sides,
+    text=st.integers(0, 80),
+    centre=st.sampled_from([0, 0.25, 0.4, 1.0]),
+    phase=st.integers(0, 3),
+)
+def test_one_tile_is_dense_for_every_grid_phase_centre_and_text(height, width, text, centre, phase):
+    plan = HilbertA(tiles=1, centre=centre).plan(((height, width),), text)
+    assert plan.tables[phase].to_dense().all()
+
+
+def test_a_centre_that_covers_everything_is_dense():
+    for table in HilbertA(tiles=4, centre=1.0).plan(((16, 20),), 5).tables:
+        assert table.to_dense().all()
+
+
+@given(height=st.integers(12, 40), width=st.integers(12, 40), text=st.integers(0, 70), data=st.data())
+def test_any_grid_keeps_the_laws_of_the_pattern(height, width, text, data):
+    tiles = data.draw(st.integers(1, height * width // 32))
+    plan = HilbertA(tiles=tiles).plan(((height, width),), text)
+    cells = height * width
+    assert torch.equal(plan.order.sort().values, torch.arange(cells))
+    assert torch.equal(plan.order[plan.inverse], torch.arange(cells))
+    step = inverse_order(hilbert_order(height, width))
+    for phase, (table, tile_map) in enumerate(zip(plan.tables, plan.tile_maps, strict=True)):
+        mask = raster_mask(plan, phase, text)
+        tile = torch.cat([torch.full((text,), -1), tile_map.flatten()])
+        shared = tile == -1
+        assert torch.equal(mask, shared[:, None] | shared | (tile[:, None] == tile))
+        assert mask.diagonal().all()
+        assert table.pairs() == mask.sum()
+        # every tile is one run of the curve, but for the one that wraps around its end
+        along = tile_map.flatten()[step.argsort()]
+        along = along[along >= 0]
+        changes = int((along.diff() != 0).sum())
+        assert changes <= len(along.unique())
+
+
+def test_snapping_moves_borders_by_half_a_step_at_most():
+    exact = HilbertA(tiles=7, centre=0, align=1).plan(((30, 50),), 0)
+    snapped = HilbertA(tiles=7, centre=0).plan(((30, 50),), 0)
+    for a, b in zip(exact.tables, snapped.tables, strict=True):
+        borders = [{int(s) for s in t.query_starts if int(s) % 64 or t is b} for t in (a, b)]
+        assert all(min(abs(x - y) for y in borders[1]) <= 32 for x in borders[0])
+    cuts = exact.tile_maps[0].flatten()[exact.order].diff().nonzero().flatten() + 1
+    assert cuts.tolist() == [j * 1500 // 7 for j in range(1, 7)]
+
+
+@pytest.mark.parametrize("tiles", [4, 16])
+def test_receptive_field_grows_by_one_tile_a_layer_and_covers_all_after_t_layers(tiles):
+    plan = HilbertA(tiles=tiles, centre=0).plan(((32, 32),), 0)
+    masks = [table.to_dense().float() for table in plan.tables]
+    reach = torch.eye(1024)
+    for layer in range(tiles):
+        reach = (masks[layer % 4] @ reach).clamp(max=1)
+        assert reach.sum(1).max() == 1024 // tiles * min(tiles, layer + 1)
+    assert reach.all()
+
+
+@given(
+    sizes=st.lists(st.tuples(st.integers(8, 24), st.integers(8, 24)), min_size=2, max_size=3), text=st.integers(0, 40)
+)
+def test_global_references_see_and_are_seen_by_everything(sizes, text):
+    plan = HilbertA(tiles=2, align=1).plan(tuple(sizes), text)
+    mask = raster_mask(plan, 1, text)
+    first = text + sizes[0][0] * sizes[0][1]
+    assert mask[first:].all()
+    assert mask[:, first:].all()
+    alone = HilbertA(tiles=2, align=1).plan((sizes[0],), text)
+    assert torch.equal(mask[:first, :first], raster_mask(alone, 1, text))
+
+
+def test_tiled_references_share_tiles_with_the_image():
+    method = HilbertA(tiles=4, reference="tiled", centre=0)
+    plan = method.plan(((16, 16), (16, 16)), 10)
+    mask = raster_mask(plan, 2, 10)
+    tile = plan.tile_maps[2].flatten()
+    same = tile[:, None] == tile
+    for rows in (slice(10, 266), slice(266, 522)):
+        for columns in (slice(10, 266), slice(266, 522)):
+            assert torch.equal(mask[rows, columns], same)
+    assert mask[:10].all()
+
+
+@pytest.mark.parametrize(
+    ("grid", "tiles"), [((64, 64), 16), ((63, 64), 8), ((32, 32), 4), ((16, 32), 2), ((128, 128), 16)]
+)
+def test_auto_takes_the_most_tiles_with_256_tokens_each(grid, tiles):
+    assert HilbertA().plan((grid,), 0).tiles == tiles
+
+
+def test_auto_leaves_small_images_dense_with_the_reason():
+    with pytest.raises(StaysDense, match="16 x 31 image tokens are too few"):
+        HilbertA().plan(((16, 31),), 0)
+
+
+def test_plans_are_cached_and_their_tables_share_one_shape():
+    method = HilbertA(tiles=5)
+    plan = method.plan(((31, 33),), 17)
+    assert method.plan(((31, 33),), 17) is plan
+    assert HilbertA(tiles=5).plan(((31, 33),), 17) is plan
+    assert len({tuple(map(len, table)) for table in plan.tables}) == 1
+
+
+def test_attention_through_the_plan_is_masked_attention_in_raster_order():
+    text, (height, width) = 21, (25, 30)
+    plan = HilbertA(tiles=3).plan(((height, width),), text)
+    into = torch.cat([torch.arange(text), text + plan.order])
+    back = torch.cat([torch.arange(text), text + plan.inverse])
+    q, k, v = (torch.randn(2, 2, text + height * width, 8, dtype=torch.float64, requires_grad=True) for _ in range(3))
+    for phase, table in enumerate(plan.tables):
+        got = block_attention(q[:, :, into], k[:, :, into], v[:, :, into], table)[:, :, back]
+        want = dense_attention(q, k, v, raster_mask(plan, phase, text))[0]
+        torch.testing.assert_close(got, want)
+        weight = torch.randn_like(want)
+        for a, b in zip(
+            torch.autograd.grad((got * weight).sum(), (q, k, v)),
+            torch.autograd.grad((want * weight).sum(), (q, k, v)),
+            strict=True,
+        ):
+            torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"tiles": 0}, "not 0"),
+        ({"tiles": "many"}, "not 'many'"),
+        ({"period": 0}, "period=1 switches sliding off"),
+        ({"centre": 1.5}, "not 1.5"),
+        ({"curve": "peano"}, "hilbert, moore"),
+        ({"reference": "local"}, "not 'local'"),
+        ({"align": 0}, "align must be 1"),
+        ({"dense_layers": "0-1, x"}, "not 'x'"),
+        ({"start_percent": 0.5, "end_percent": 0.2}, "0.5 and 0.2"),
+        ({"min_tokens": -1}, "not -1"),
+    ],
+)
+@pytest.mark.usefixtures("as_a_user")
+def test_bad_options_are_refused_with_the_value(options, message):
+    with pytest.raises(ValueError, match=message):
+        HilbertA(**options)
+
+
+def test_too_many_tiles_are_refused_with_the_most_that_fit():
+    with pytest.raises(ValueError, match=r"1024 image tokens cannot make 64 tiles; use tiles<=32"):
+        HilbertA(tiles=64).plan(((32, 32),), 0)
+
+
+def test_layer_lists_take_numbers_and_ranges():
+    assert HilbertA(dense_layers="0-1, 56").dense_layer_set() == {0, 1, 56}
+    assert HilbertA().dense_layer_set() == set()

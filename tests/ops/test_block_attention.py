@@ -1,0 +1,141 @@
+"""Laws of attention over a block table: equal to float64 attention under the dense mask."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from oracle import dense_attention, random_table
+
+from foveate.ops.block_attention import block_attention
+from foveate.ops.block_table import block_starts, block_table
+
+SIZES = [(63,), (500,), (1000,), (77, 400, 523), (128, 0, 1)]
+
+
+def qkv(queries, keys, dtype=torch.float64, batch=2, heads=3, dim=16):
+    return [torch.randn(batch, heads, n, dim, dtype=dtype, requires_grad=True) for n in (queries, keys, keys)]
+
+
+@pytest.mark.parametrize("runs", SIZES)
+@pytest.mark.parametrize("with_lse", [False, True])
+def test_output_and_every_gradient_equal_the_dense_mask(runs, with_lse):
+    table = random_table(int(torch.randint(2**31, ())), runs)
+    q, k, v = qkv(sum(runs), sum(runs))
+    mask = table.to_dense()
+    want, want_lse = dense_attention(q, k, v, mask)
+    weight, lse_weight = torch.randn_like(want), torch.randn_like(want_lse)
+    seen = mask.any(1)
+    loss = (want * weight).sum()
+    if with_lse:
+        got, got_lse = block_attention(q, k, v, table, return_lse=True)
+        torch.testing.assert_close(got_lse, want_lse)
+        loss = loss + (want_lse * lse_weight)[:, :, seen].sum()
+        got_loss = (got * weight).sum() + (got_lse * lse_weight)[:, :, seen].sum()
+    else:
+        got = block_attention(q, k, v, table)
+        got_loss = (got * weight).sum()
+    torch.testing.assert_close(got, want)
+    for grad, expected in zip(
+        torch.autograd.grad(got_loss, (q, k, v)), torch.autograd.grad(loss, (q, k, v)), strict=True
+    ):
+        torch.testing.assert_close(grad, expected)
+
+
+@given(seed=st.integers(0, 2**31), queries=st.integers(1, 200), keys=st.integers(1, 300), block=st.integers(1, 128))
+def test_any_number_of_queries_keys_and_block_size(seed, queries, keys, block):
+    table = random_table(seed, (queries,), (keys,), block=block)
+    q, k, v = qkv(queries, keys, batch=1, heads=2, dim=4)
+    torch.testing.assert_close(
+        block_attention(q, k, v, table, scale=0.3), dense_attention(q, k, v, table.to_dense(), scale=0.3)[0]
+    )
+
+
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.float16, 3e-3), (torch.bfloat16, 2e-2)]
+)
+def test_every_dtype_stays_near_float64_and_keeps_its_dtype(dtype, tolerance):
+    table = random_table(3, (130, 200))
+    q, k, v = qkv(330, 330, dtype)
+    want, want_lse = dense_attention(q, k, v, table.to_dense())
+    got, lse = block_attention(q, k, v, table, return_lse=True)
+    assert (got.dtype, lse.dtype) == (dtype, torch.float32)
+    seen = want_lse.isfinite()
+    assert (got - want).norm() < tolerance * want.norm()
+    assert torch.equal(lse.isfinite(), seen)
+    assert (lse - want_lse)[seen].norm() < tolerance * want_lse[seen].norm()
+    assert (block_attention(q, k, v, table) - want).norm() < tolerance * want.norm()
+    weight = torch.randn_like(want)
+    got_grads = torch.autograd.grad((got.double() * weight).sum(), (q, k, v))
+    for got_grad, grad in zip(got_grads, torch.autograd.grad((want * weight).sum(), (q, k, v)), strict=True):
+        assert got_grad.dtype == dtype
+        assert (got_grad - grad).norm() < tolerance * grad.norm()
+
+
+def test_the_whole_table_is_plain_attention():
+    starts = block_starts(300)
+    everything = block_table([range(5)] * 5, starts)
+    q, k, v = qkv(300, 300)
+    want = torch.nn.functional.scaled_dot_product_attention(q, k, v)
+    torch.testing.assert_close(block_attention(q, k, v, everything), want)
+
+
+def test_layout_of_the_queries_is_kept():
+    q = torch.randn(1, 300, 3, 16).transpose(1, 2)
+    out = block_attention(q, q, q, random_table(0, (300,)))
+    assert out.stride() == q.stride()
+
+
+def test_padded_and_moved_tables_give_the_same_output():
+    table = random_table(5, (300,))
+    q, k, v = qkv(300, 300)
+    want = block_attention(q, k, v, table)
+    assert torch.equal(block_attention(q, k, v, table.padded(20, 20, 400)), want)
+    assert torch.equal(block_attention(q, k, v, table.to("cpu")), want)
+
+
+def test_tables_that_share_a_tensor_are_told_apart():
+    table = random_table(5, (320,))
+    other = table._replace(query_starts=torch.tensor([0, 40, 100, 164, 228, 320], dtype=torch.int32))
+    q, k, v = qkv(320, 320)
+    for each in (table, other, table):
+        torch.testing.assert_close(block_attention(q, k, v, each), dense_attention(q, k, v, each.to_dense())[0])
+
+
+def test_the_op_passes_opcheck():
+    q, k, v = qkv(130, 130, torch.float32, batch=1, heads=1)
+    op = torch.ops.foveate.block_attention_portable.default
+    torch.library.opcheck(op, (q, k, v, *random_table(1, (130,)), 0.25, True))
+
+
+@pytest.mark.usefixtures("as_a_user")
+def test_sizes_that_do_not_fit_are_refused_with_their_values():
+    table = random_table(0, (100,))
+    q, k, v = qkv(99, 100)
+    with pytest.raises(ValueError, match="for 100 queries and 100 keys, but q has 99"):
+        block_attention(q, k, v, table)
+    with pytest.raises(ValueError, match=r"\[2, 3, 99, 16\], \[2, 3, 100, 8\]"):
+        block_attention(q, k[..., :8], v[..., :8], table)
+    with pytest.raises(ValueError, match=r"float64 on cpu, torch.float32"):
+        block_attention(q, k.float(), v, table)
+
+
+MEMORY = """
+import resource, torch
+from foveate import HilbertA
+from foveate.ops.block_attention import block_attention
+table = HilbertA(tiles=16).plan(((128, 128),), 512).tables[1]
+q, k, v = (torch.randn(1, 16896, 24, 128).transpose(1, 2) for _ in range(3))
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+out = block_attention(q, k, v, table)
+after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+print((after - before) * 1024 / out.nbytes)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="ru_maxrss is in kilobytes on Linux only")
+def test_memory_at_16896_tokens_stays_under_twice_that_of_q_k_v_and_out():
+    printed = subprocess.run([sys.executable, "-c", MEMORY], capture_output=True, text=True, check=True).stdout
+    assert float(printed) - 1 < 2 * 4  # one for out itself

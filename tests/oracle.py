@@ -1,0 +1,30 @@
+"""Independent routes that the tests compare with: float64 and a dense mask."""
+
+import torch
+
+from foveate.ops.block_table import block_starts, block_table
+
+
+def random_table(seed, queries, keys=None, block=64):
+    """Every query block reads a random set of key blocks, a few of them none at all."""
+    generator = torch.Generator().manual_seed(seed)
+    query_starts = block_starts(*queries, block=block)
+    key_starts = block_starts(*(keys or queries), block=block)
+    n_keys = len(key_starts) - 1
+    lists = []
+    for _ in range(len(query_starts) - 1):
+        count = int(torch.randint(0, n_keys + 1, (), generator=generator))
+        lists.append(torch.randperm(n_keys, generator=generator)[:count].tolist())
+    return block_table(lists, query_starts, key_starts)
+
+
+def dense_attention(q, k, v, mask, scale=None):
+    """(output, LSE) of masked softmax attention in float64; rows without keys give zeros and -inf."""
+    q, k, v = q.double(), k.double(), v.double()
+    scores = (scale or q.shape[-1] ** -0.5) * q @ k.mT
+    scores = scores.masked_fill(~mask, -torch.inf)
+    seen = mask.any(1)
+    weights = scores[:, :, seen].softmax(-1)
+    out = torch.zeros_like(q)
+    out[:, :, seen] = weights @ v
+    return out, scores.logsumexp(-1)
