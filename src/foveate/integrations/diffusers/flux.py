@@ -226,7 +226,6 @@ class Flux(Family):
         self.layers = list(self._borrow())
         self.ran = _Ran(None, "no forward yet")
         self._logged: set[str] = set()
-        self._grids: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
         self._hooks = [
             model.register_forward_pre_hook(self.enter, with_kwargs=True),
             model.register_forward_hook(self.leave),
@@ -337,19 +336,15 @@ class Flux(Family):
             raise StaysDense("context parallelism splits the tokens over devices")
         if image.shape[1] < self.method.min_tokens:
             raise StaysDense(f"{image.shape[1]} image tokens are fewer than min_tokens={self.method.min_tokens}")
-        return self.method.plan(self._grids_of(inputs["img_ids"]), text.shape[1], device=str(image.device))
-
-    def _grids_of(self, ids: Tensor) -> tuple[tuple[int, int], ...]:
-        """Read once per tensor, because it means waiting for the device; a pipeline keeps its ids through all steps."""
-        version = None if ids.is_inference() else ids._version
-        known = self._grids.get(ids)
-        if known is None or known[0] != version:
-            known = self._grids[ids] = version, grids_of(ids)
-        return known[1]
+        return self.method.plan(grids_of(inputs["img_ids"]), text.shape[1], device=str(image.device))
 
 
 def _along(order: Tensor, x: Tensor, dim: int) -> Tensor:
     return x.index_select(dim, order.to(x.device))
+
+
+# Grids by their ids: reading ids means waiting for the device, and a pipeline keeps its ids through all steps.
+_GRIDS: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
 def grids_of(ids: Tensor) -> tuple[tuple[int, int], ...]:
@@ -362,18 +357,26 @@ def grids_of(ids: Tensor) -> tuple[tuple[int, int], ...]:
         StaysDense: If an image is not a complete raster of unit steps.
         ValueError: If samples of a batch differ.
     """
-    ids = ids.detach().cpu().float()
+    version = None if ids.is_inference() else ids._version
+    known = _GRIDS.get(ids)
+    if known is None or known[0] != version:
+        known = _GRIDS[ids] = version, _read_grids(ids.detach().cpu().float())
+    return known[1]
+
+
+def _read_grids(ids: Tensor) -> tuple[tuple[int, int], ...]:
     if ids.ndim == 3:
         if (ids != ids[:1]).any():
             raise ValueError("img_ids differ between the samples of a batch: run samples of different layout one by one")
         ids = ids[0]
     borders = (ids[:, 0].diff() != 0).nonzero().flatten() + 1
-    return tuple(_grid(image[:, 1:]) for image in ids.tensor_split(borders))
+    return tuple(_read_grid(image[:, 1:]) for image in ids.tensor_split(borders))
 
 
-def _grid(cells: Tensor) -> tuple[int, int]:
+def _read_grid(cells: Tensor) -> tuple[int, int]:
     height, width = (int(side) for side in cells.amax(0) - cells.amin(0) + 1)
-    raster = torch.cartesian_prod(torch.arange(height), torch.arange(width)).view(-1, 2) + cells[0]
-    if raster.shape != cells.shape or (raster != cells).any():
-        raise StaysDense(f"img_ids are no complete raster of unit steps ({len(cells)} ids over {height} x {width})")
-    return height, width
+    if height * width == len(cells):
+        raster = torch.cartesian_prod(torch.arange(height), torch.arange(width)) + cells[0]
+        if torch.equal(raster, cells):
+            return height, width
+    raise StaysDense(f"img_ids are no complete raster of unit steps ({len(cells)} ids over {height} x {width})")

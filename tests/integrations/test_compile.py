@@ -1,0 +1,72 @@
+"""Laws under torch.compile. In a process of their own: the shape checks of the other tests are not to be compiled."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SETUP = """
+import logging, tiny, torch, foveate
+from torch._dynamo.utils import counters
+torch.set_grad_enabled(False)
+logging.disable()
+torch.set_num_threads(1)
+model = tiny.flux(layers=1, single_layers=10, dtype=torch.float32)  # more layers than Dynamo's limit of 8 recompiles
+x = tiny.inputs((16, 20), dtype=torch.float32)
+graphs = lambda: counters["stats"]["unique_graphs"]
+dense = model(**x)[0]
+with foveate.apply(model, foveate.HilbertA(tiles=4)):
+    sparse = model(**x)[0]
+near = lambda a, b: torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+"""
+
+REGIONAL = """
+model.compile_repeated_blocks(fullgraph=True, backend="eager")
+near(model(**x)[0], dense)
+stock = graphs()
+with foveate.apply(model, foveate.HilbertA(tiles=4)):
+    near(model(**x)[0], sparse)
+    assert graphs() == stock + 2, (stock, graphs())  # one for each class of blocks, not one for each layer
+    model(**tiny.inputs((20, 16), dtype=torch.float32))
+    model(**tiny.inputs((24, 16), dtype=torch.float32))
+    sizes = graphs()
+    model(**tiny.inputs((16, 28), dtype=torch.float32))
+    assert graphs() == sizes, (sizes, graphs())  # further sizes are free
+near(model(**x)[0], dense)
+"""
+
+REGIONAL_AFTER = """
+run = foveate.apply(model, foveate.HilbertA(tiles=4, dense_layers="0"))
+mixed = model(**x)[0]
+model.compile_repeated_blocks(fullgraph=True, backend="eager")
+near(model(**x)[0], mixed)
+assert graphs() <= 4, graphs()
+run.remove()
+near(model(**x)[0], dense)
+"""
+
+WHOLE = """
+{compile}
+near(compiled(**x)[0], dense)
+run = foveate.apply(compiled, foveate.HilbertA(tiles=4))
+near(compiled(**x)[0], sparse)
+run.remove()
+near(compiled(**x)[0], dense)
+"""
+
+
+@pytest.mark.parametrize(
+    "script",
+    [
+        REGIONAL,
+        REGIONAL_AFTER,
+        WHOLE.format(compile='compiled = model; model.compile(backend="eager")'),
+        WHOLE.format(compile='compiled = torch.compile(model, backend="eager")'),
+    ],
+    ids=["blocks before apply", "blocks after apply", "model.compile", "torch.compile"],
+)
+def test_compiled_models_run_sparse_without_breaks_or_a_graph_per_layer(script):
+    here = Path(__file__).parent.parent
+    result = subprocess.run([sys.executable, "-c", SETUP + script], capture_output=True, text=True, cwd=here)
+    assert result.returncode == 0, result.stderr[-3000:]
