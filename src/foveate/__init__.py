@@ -1,8 +1,9 @@
 """Foveate: cheaper transformers that attend only where it matters.
 
-    with foveate.apply(pipe, foveate.HilbertA(tiles=16)) as run:
-        image = pipe("a lighthouse at dusk", height=2048, width=2048).images[0]
-    print(run.summary())
+Example:
+    >>> with foveate.apply(pipe, foveate.HilbertA(tiles=16)) as run:
+    ...     image = pipe("a lighthouse at dusk", height=2048, width=2048).images[0]
+    >>> print(run.summary())
 """
 
 from foveate.integrations.diffusers.apply import Handle, apply, remove, summary

@@ -3,7 +3,7 @@
 import base64
 import io
 from statistics import median
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -118,7 +118,12 @@ def draw_order(
     rows, columns = np.divmod(order.cpu().numpy(), width)
     points = 72 * cell
     axes.plot(columns, rows, color=INK, linewidth=np.clip(0.14 * points, 0.5, 2.6), solid_joinstyle="round")
-    marker = {"markersize": np.clip(0.45 * points, 6, 14), "markeredgecolor": PAPER, "linestyle": "", "clip_on": False}
+    marker: dict[str, Any] = {
+        "markersize": np.clip(0.45 * points, 6, 14),
+        "markeredgecolor": PAPER,
+        "linestyle": "",
+        "clip_on": False,
+    }
     axes.plot(columns[0], rows[0], "o", color=BLUE, label="start", zorder=3, **marker)
     axes.plot(columns[-1], rows[-1], "s", color="#D55E00", label="end", zorder=3, **marker)
     figure.legend(loc="outside lower center", ncols=3, frameon=False, handletextpad=0.3, columnspacing=1.4)
@@ -174,7 +179,7 @@ def _fill_tiles(axes: Axes, tiles: npt.NDArray[np.integer]) -> None:
     if len(rows):
         corners = np.array([(-0.5, -0.5), (0.5, -0.5), (0.5, 0.5), (-0.5, 0.5)])
         cells = np.stack([columns, rows], axis=1)[:, None] + corners
-        style = {"facecolor": CENTRE_GREY, "edgecolor": "#8A8F98", "hatch": "////", "linewidth": 0}
+        style: dict[str, Any] = {"facecolor": CENTRE_GREY, "edgecolor": "#8A8F98", "hatch": "////", "linewidth": 0}
         axes.add_collection(PolyCollection(list(cells), label="global centre", **style), autolim=False)
 
 
@@ -249,13 +254,14 @@ def comparison_page(comparison: Comparison) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters |= {
+    filters: dict[str, Any] = {
         "png": _data_uri,
         "time": _time,
         "median": median,
         "tiles": draw_tiles,
         "blocks": draw_table,
     }
+    environment.filters.update(filters)
     return environment.get_template("compare.html.j2").render(
         comparison=comparison,
         speedups=[_speedup(variant, comparison.variants[0]) for variant in comparison.variants],

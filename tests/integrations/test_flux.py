@@ -82,7 +82,11 @@ def image_prompt(batch=1):
 
 @pytest.mark.parametrize(
     "method",
-    [HilbertA(tiles=4), HilbertA(tiles=3, centre=0.0, period=2), HilbertA(tiles=5, curve="moore", dense_layers="1, 3")],
+    [
+        HilbertA(tiles=4),
+        HilbertA(tiles=3, centre=0.0, period=2),
+        HilbertA(tiles=5, curve="moore", dense_layers="1, 3"),
+    ],
 )
 @pytest.mark.parametrize("text", [0, 15])
 def test_sparse_model_is_the_masked_model_in_raster_order(model, method, text):
@@ -145,7 +149,10 @@ def test_forwards_repeat_and_samples_ignore_their_batch_mates(model):
     with foveate.apply(model, HilbertA(tiles=4)):
         batch = model(**x)[0]
         assert torch.equal(model(**x)[0], batch)
-        one = {name: value[1:2] if name not in ("img_ids", "txt_ids", "return_dict") else value for name, value in x.items()}
+        one = {
+            name: value[1:2] if name not in ("img_ids", "txt_ids", "return_dict") else value
+            for name, value in x.items()
+        }
         torch.testing.assert_close(model(**one)[0], batch[1:2])
 
 
@@ -217,7 +224,9 @@ def test_summary_counts_what_was_left_out(model):
     method = HilbertA(tiles=4, dense_layers="1")
     x = tiny.inputs(GRID, batch=2)
     with foveate.apply(model, method) as run:
-        assert all("no forward yet" in row.why for row in run.summary().layers if row.layer != "transformer_blocks.1.attn")
+        assert all(
+            "no forward yet" in row.why for row in run.summary().layers if row.layer != "transformer_blocks.1.attn"
+        )
         model(**x)
         rows = run.summary().layers
     assert [row.layer for row in rows] == [
@@ -371,7 +380,9 @@ def test_offloading_before_or_after(when, how):
         if how == "accelerate":
             accelerate.cpu_offload(model, execution_device=cpu)
         else:
-            apply_group_offloading(model, onload_device=cpu, offload_device=cpu, offload_type=how, num_blocks_per_group=1)
+            apply_group_offloading(
+                model, onload_device=cpu, offload_device=cpu, offload_type=how, num_blocks_per_group=1
+            )
 
     method = HilbertA(tiles=4)
     with foveate.apply(model, method):

@@ -127,7 +127,7 @@ def test_a_window_is_of_the_whole_schedule_when_a_run_starts_in_the_middle(pipe)
 
 
 def test_size_and_prompt_length_may_change_from_call_to_call(pipe):
-    with foveate.apply(pipe, HilbertA(tiles=4)) as run:
+    with foveate.apply(pipe, HilbertA(tiles=4)):
         wide = draw(pipe)
         draw(pipe, height=96, width=64, max_sequence_length=16)
         assert torch.equal(draw(pipe), wide)

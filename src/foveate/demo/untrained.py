@@ -1,3 +1,4 @@
+# pyright: basic, reportPrivateImportUsage=false, reportArgumentType=false
 """A small Flux pipeline with random weights: every part is a real diffusers class, its pictures are noise.
 
 It shows speed and plumbing on any machine without a download; it cannot show quality.
@@ -10,7 +11,14 @@ from pathlib import Path
 import torch
 from diffusers import AutoencoderKL, FlowMatchEulerDiscreteScheduler, FluxPipeline, FluxTransformer2DModel
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
-from transformers import CLIPTextConfig, CLIPTextModel, CLIPTokenizer, PreTrainedTokenizerFast, T5Config, T5EncoderModel
+from transformers import (
+    CLIPTextConfig,
+    CLIPTextModel,
+    CLIPTokenizer,
+    PreTrainedTokenizerFast,
+    T5Config,
+    T5EncoderModel,
+)
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 __all__ = ["untrained_pipeline"]
@@ -100,7 +108,5 @@ def _t5() -> tuple[T5EncoderModel, PreTrainedTokenizerFast]:
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=letters, pad_token="<pad>", eos_token="</s>", unk_token="<unk>", model_max_length=512
     )
-    config = T5Config(
-        vocab_size=len(tokens), d_model=TEXT_DIM, d_kv=8, d_ff=2 * TEXT_DIM, num_layers=1, num_heads=4
-    )
+    config = T5Config(vocab_size=len(tokens), d_model=TEXT_DIM, d_kv=8, d_ff=2 * TEXT_DIM, num_layers=1, num_heads=4)
     return T5EncoderModel(config), tokenizer

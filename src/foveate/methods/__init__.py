@@ -1,9 +1,37 @@
 """The methods, one paper per file; each a frozen dataclass."""
 
+from ast import literal_eval
+from dataclasses import fields
+
 from foveate.methods.hilberta import HilbertA
 from foveate.methods.method import Method
 
-__all__ = ["METHODS", "HilbertA", "Method"]
+__all__ = ["METHODS", "HilbertA", "Method", "method_from_text"]
 
 METHODS: dict[str, type[Method]] = {"hilberta": HilbertA}
 """Every method by the name it has on the command line."""
+
+
+def method_from_text(name: str, options: dict[str, str]) -> Method:
+    """The method of that name, its options read from text: ``method_from_text("hilberta", {"tiles": "16"})``.
+
+    Raises:
+        ValueError: If the method or an option is unknown, or a value does not fit its option.
+    """
+    if name not in METHODS:
+        raise ValueError(f"unknown method {name!r}: choose one of {', '.join(METHODS)}")
+    cls = METHODS[name]
+    types = {field.name: field.type for field in fields(cls)}
+    values: dict[str, object] = {}
+    for option, text in options.items():
+        if option not in types:
+            raise ValueError(f"{cls.__name__} has no option {option!r}: choose from {', '.join(types)}")
+        try:
+            values[option] = text if types[option] is str else literal_eval(text)
+        except (ValueError, SyntaxError):
+            values[option] = text
+    try:
+        return cls(**values)  # type: ignore[arg-type]
+    except TypeError:
+        shown = ", ".join(f"{option}={text}" for option, text in options.items())
+        raise ValueError(f"{cls.__name__} cannot use {shown}: a value has the wrong type") from None

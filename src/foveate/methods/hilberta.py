@@ -1,6 +1,6 @@
 """HilbertA: sparse attention in tiles of a Hilbert curve (Zheng et al., arXiv 2509.26538).
 
-1. Image tokens are put along a Hilbert curve, once per forward: an aligned run of the sequence is a patch of the image.
+1. Image tokens are put along a Hilbert curve, once per forward: an aligned run of them is a patch of the image.
 2. The curve is cut into equal runs, the tiles; a token attends within its tile: one contiguous range of keys.
 3. The tiles slide along the curve from layer to layer, so that information crosses their borders.
 4. Text and a central square of the image are global: they see all tokens and all tokens see them.
@@ -8,7 +8,8 @@
 
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import ClassVar, Literal, NamedTuple
+from itertools import pairwise
+from typing import Literal, NamedTuple
 
 import torch
 from jaxtyping import Bool, Int
@@ -44,8 +45,6 @@ class HilbertA(Method):
         '0.650'
     """
 
-    label: ClassVar[str] = "HilbertA"
-
     tiles: int | Literal["auto"] = "auto"
     period: int = 4
     centre: float = 0.25
@@ -67,6 +66,16 @@ class HilbertA(Method):
             raise ValueError(f'reference must be "global" or "tiled", not {self.reference!r}')
         if self.align is not None and self.align < 1:
             raise ValueError(f"align must be 1 token or more, not {self.align}")
+
+    @property
+    def title(self) -> str:
+        """HilbertA and its tiles."""
+        return f"HilbertA T={self.tiles}"
+
+    @classmethod
+    def showcase(cls) -> tuple["HilbertA", ...]:
+        """The settings of the paper."""
+        return cls(tiles=4), cls(tiles=16)
 
     def plan(self, grids: tuple[Grid, ...], text: int, *, block: int = 64, device: str = "cpu") -> "HilbertPlan":
         """The order of the tokens and who attends to whom in each layer. Cached by all arguments.
@@ -138,7 +147,7 @@ class _Curve(NamedTuple):
         """(tile, length) of each contiguous run of local tokens."""
         cuts = [0, *self.bounds[phase], len(self.local)]
         tiles = len(self.bounds[phase])
-        return [((i - 1) % tiles, b - a) for i, (a, b) in enumerate(zip(cuts, cuts[1:], strict=False))]
+        return [((i - 1) % tiles, b - a) for i, (a, b) in enumerate(pairwise(cuts))]
 
 
 def in_centre(grid: Grid, centre: float) -> Bool[Tensor, "cells"]:

@@ -35,6 +35,16 @@ class Method:
         if self.min_tokens < 0:
             raise ValueError(f"min_tokens must be 0 or more, not {self.min_tokens}")
 
+    @property
+    def title(self) -> str:
+        """A short name for pages and tables."""
+        return type(self).__name__
+
+    @classmethod
+    def showcase(cls) -> tuple["Method", ...]:
+        """The settings that `foveate compare` shows."""
+        return (cls(),)
+
     def dense_layer_set(self) -> frozenset[int]:
         """The layers named by `dense_layers`."""
         layers: set[int] = set()

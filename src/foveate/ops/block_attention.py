@@ -212,7 +212,7 @@ def _pieces(q_part: Tensor, k_part: Tensor, q: Tensor) -> Iterator[slice]:
 
 
 def _take(x: Tensor, where: slice | Tensor, groups: int) -> Tensor:
-    """[batch, heads, tokens, dim] -> [batch, heads * groups, tokens of a group, dim]; a view where that is possible."""
+    """[batch, heads, tokens, dim] -> [batch, heads * groups, tokens of a group, dim]; a view if possible."""
     part = x[:, :, where] if isinstance(where, slice) else x.index_select(2, where)
     return part.reshape(x.shape[0], x.shape[1] * groups, -1, x.shape[3])
 
@@ -256,7 +256,7 @@ def _plan_calls(table: BlockTable, device: torch.device) -> list[_Call]:
     queries_of: dict[tuple[int, ...], list[int]] = defaultdict(list)
     for query, keys in enumerate(table.lists()):
         queries_of[tuple(keys)].append(query)
-    query_tokens, key_tokens = (torch.arange(starts[-1]).split(starts.diff().tolist()) for starts in table[:2])
+    query_tokens, key_tokens = (torch.arange(int(starts[-1])).split(starts.diff().tolist()) for starts in table[:2])
     by_shape: dict[tuple[int, int], list[tuple[Tensor, Tensor]]] = defaultdict(list)
     for keys, queries in queries_of.items():
         rows = torch.cat([query_tokens[i] for i in queries])

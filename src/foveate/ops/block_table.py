@@ -4,6 +4,7 @@ A *block* is a run of consecutive tokens, usually 64 or 128, and shorter where t
 """
 
 from collections.abc import Iterable, Sequence
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -44,7 +45,7 @@ class BlockTable(NamedTuple):
     def lists(self) -> list[list[int]]:
         """The key blocks of every query block, as Python lists."""
         keys, offsets = self.keys.tolist(), self.offsets.tolist()
-        return [keys[a:b] for a, b in zip(offsets, offsets[1:], strict=False)]
+        return [keys[a:b] for a, b in pairwise(offsets)]
 
     def pairs(self) -> int:
         """Exact number of (query token, key token) pairs, counting short blocks by their true length."""
@@ -59,7 +60,7 @@ class BlockTable(NamedTuple):
         return 1 - self.pairs() / max(1, self.query_tokens * self.key_tokens)
 
     def flops(self, heads: int, head_dim: int, *, backward: bool = False) -> int:
-        """Floating-point operations of attention over this table for one sample: its matrix products, 2 a multiply-add.
+        """Floating-point operations of attention over this table for one sample, 2 for each multiply-add.
 
         Forward multiplies twice per pair (q·k and p·v); with `backward` five more products are counted.
         """
@@ -155,7 +156,7 @@ def block_starts(*runs: int, block: int = 64) -> Int[Tensor, "blocks_plus_1"]:
     if block < 1 or min(runs, default=0) < 0:
         raise ValueError(f"cannot cut runs of {runs} tokens into blocks of {block}: use counts >= 0 and a block >= 1")
     ends = torch.tensor([0, *runs]).cumsum(0).tolist()
-    starts = [start for a, b in zip(ends, ends[1:], strict=False) for start in range(a, b, block)]
+    starts = [start for a, b in pairwise(ends) for start in range(a, b, block)]
     return torch.tensor([*starts, ends[-1]], dtype=torch.int32)
 
 

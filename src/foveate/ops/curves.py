@@ -1,8 +1,8 @@
 """Orders of a grid: in which sequence a curve visits the cells of a rectangle or a box.
 
-An *order* is a permutation: ``order[i]`` is the raster index (``row * width + column``) of the cell at curve step ``i``,
-so ``tokens[order]`` puts raster tokens on the curve and ``tokens[inverse_order(order)]`` puts them back. Orders are
-computed once per size and device and shared by all callers: treat them as read-only.
+An *order* is a permutation: ``order[i]`` is the raster index ``row * width + column`` of the cell at curve step ``i``.
+``tokens[order]`` puts raster tokens on the curve and ``tokens[inverse_order(order)]`` puts curve tokens back. Orders
+are computed once per size and device and shared by all callers: treat them as read-only.
 
 The Hilbert curves are the generalised ones of Jakub Červený ("gilbert", BSD-2-Clause idea, own implementation): they
 fill any rectangle or box, and are the classical Hilbert curve on squares whose side is a power of two.
@@ -183,12 +183,12 @@ def _morton(height: int, width: int) -> npt.NDArray[np.int64]:
     if len(rows) > height * width:
         inside = (rows < height) & (columns < width)
         rows, columns = rows[inside], columns[inside]
-    return np.multiply(rows, width, dtype=np.int64) + columns
+    return rows.astype(np.int64) * width + columns
 
 
 @_order
 def _serpentine(height: int, width: int) -> npt.NDArray[np.int64]:
-    cells = np.arange(height * width).reshape(height, width)
+    cells = np.arange(height * width, dtype=np.int64).reshape(height, width)
     cells[1::2] = cells[1::2, ::-1].copy()
     return cells.reshape(-1)
 

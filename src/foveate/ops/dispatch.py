@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-__all__ = ["Backend", "choose", "register"]
+__all__ = ["Backend", "choose", "ops", "register"]
 
 
 class Backend(NamedTuple):
@@ -39,3 +39,8 @@ def choose(op: str, device: torch.device) -> Backend:
         if backend.takes(device):
             return backend
     raise ValueError(f"no backend runs {op} on {device}")
+
+
+def ops() -> list[str]:
+    """Names of all registered ops."""
+    return sorted(_BACKENDS)

@@ -1,7 +1,6 @@
 """Put methods into a pipeline and take them out again.
 
-What is specific to a model family lives in a file of its own (`flux.py`); `FAMILIES` says which one. A family borrows the
-model: torch-native hooks on the root and processors on its attention modules, all given back by `remove`.
+What is specific to a model family lives in a file of its own (`flux.py`); `FAMILIES` says which one.
 """
 
 import importlib
@@ -39,6 +38,10 @@ class Handle:
     def summary(self) -> Summary:
         """What each layer did in the last forward, or why it stayed dense. Print it for a table."""
         return Summary({name: family.report() for name, family in self._families.items()})
+
+    def plans(self) -> dict[str, Any]:
+        """What the methods decided for the last forward of each denoiser; without those that were dense."""
+        return {name: family.plan for name, family in self._families.items() if family.plan is not None}
 
     def __enter__(self) -> "Handle":
         return self

@@ -39,6 +39,11 @@ class Family(ABC):
     def report(self) -> list[LayerReport]:
         """What each attention layer did in the last forward, in running order."""
 
+    @property
+    @abstractmethod
+    def plan(self) -> Any | None:
+        """What the method decided for the last forward; None if it was dense."""
+
     @staticmethod
     def of(model: torch.nn.Module) -> "Family | None":
         """The family at work in a model, found by its hooks: a deep copy of a model carries one of its own."""

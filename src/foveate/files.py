@@ -1,0 +1,37 @@
+"""Results on disk: written whole or not at all, pictures with their settings inside."""
+
+import io
+import os
+import re
+from pathlib import Path
+
+from PIL import Image
+from PIL.PngImagePlugin import PngInfo
+
+__all__ = ["slug", "write_picture", "write_whole"]
+
+
+def write_whole(path: Path, content: bytes) -> None:
+    """Write a file under another name and rename it when it is complete."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_name(path.name + ".part")
+    try:
+        part.write_bytes(content)
+        os.replace(part, path)
+    finally:
+        part.unlink(missing_ok=True)
+
+
+def write_picture(path: Path, image: Image.Image, settings: dict[str, str]) -> None:
+    """Write a PNG that carries its settings as text chunks (`Image.open(path).text` reads them)."""
+    chunks = PngInfo()
+    for name, value in settings.items():
+        chunks.add_itxt(name, value)
+    file = io.BytesIO()
+    image.save(file, format="png", pnginfo=chunks)
+    write_whole(path, file.getvalue())
+
+
+def slug(text: str) -> str:
+    """The text as a file name: lower-case words and dashes, 60 characters at most."""
+    return re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")[:60] or "picture"

@@ -1,0 +1,197 @@
+# pyright: basic, reportPrivateImportUsage=false, reportCallIssue=false
+"""Load a pipeline, draw with it, and time its denoiser."""
+
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from copy import copy
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from diffusers import DiffusionPipeline
+from PIL import Image
+
+from foveate.integrations.diffusers.apply import DENOISERS, apply
+from foveate.methods import Method
+
+__all__ = ["Request", "check_size", "choose_device", "choose_dtype", "draw", "load", "record_step", "time_steps"]
+
+MOST_TOKENS = 2**20
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def choose_device(device: str) -> torch.device:
+    """The device of that name; "auto" takes a GPU if there is one.
+
+    Raises:
+        ValueError: If there is no such device here.
+    """
+    mps = torch.backends.mps.is_available()
+    if device == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "mps" if mps else "cpu")
+    try:
+        chosen = torch.device(device)
+    except RuntimeError:
+        raise ValueError(f"unknown device {device!r}: use auto, cpu, cuda, cuda:1 or mps") from None
+    missing = chosen.type == "cuda" and (chosen.index or 0) >= torch.cuda.device_count()
+    if missing or (chosen.type == "mps" and not mps):
+        raise ValueError(f"there is no {device} on this machine: use --device cpu, or leave --device out")
+    return chosen
+
+
+def choose_dtype(dtype: str, device: torch.device) -> torch.dtype:
+    """The dtype of that name; "auto" takes bfloat16 on a GPU and float32 on a CPU."""
+    if dtype == "auto":
+        return torch.float32 if device.type == "cpu" else torch.bfloat16
+    if dtype not in DTYPES:
+        raise ValueError(f"unknown dtype {dtype!r}: use auto, {', '.join(DTYPES)}")
+    return DTYPES[dtype]
+
+
+def load(model: str, device: str = "auto", dtype: str = "auto") -> DiffusionPipeline:
+    """The pipeline of a hub id or folder, on its device, without progress bars of its own.
+
+    Args:
+        model: A folder, a hub id, or "" for the small pipeline with random weights that comes with foveate.
+        device: See `choose_device`.
+        dtype: See `choose_dtype`.
+
+    Raises:
+        ValueError: If the folder or id holds no pipeline with a denoiser, or device or dtype are unknown.
+    """
+    where = choose_device(device)
+    precision = choose_dtype(dtype, where)
+    if not model:
+        from foveate.demo.untrained import untrained_pipeline
+
+        pipeline: DiffusionPipeline = untrained_pipeline().to(dtype=precision)
+    else:
+        folder = Path(model).expanduser()
+        if folder.is_dir() and not (folder / "model_index.json").is_file():
+            raise ValueError(
+                f"{model} is no pipeline folder: it has no model_index.json; name the folder that has one"
+            )
+        try:
+            pipeline = DiffusionPipeline.from_pretrained(folder if folder.is_dir() else model, torch_dtype=precision)
+        except (OSError, ValueError, TypeError) as error:
+            raise ValueError(f"cannot load {model}: {str(error).strip().splitlines()[0]}") from error
+    if not any(getattr(pipeline, name, None) is not None for name in DENOISERS):
+        raise ValueError(f"{model} has no transformer: foveate works in the denoiser of a diffusers pipeline")
+    pipeline.set_progress_bar_config(disable=True)
+    return pipeline.to(where)
+
+
+class Request(NamedTuple):
+    """What to draw.
+
+    Attributes:
+        prompt: The text.
+        size: (height, width) in pixels.
+        steps: Denoising steps.
+        guidance: Guidance scale; None is the pipeline's own.
+        seed: Of the first noise, drawn on the CPU so that every device starts from the same.
+    """
+
+    prompt: str
+    size: tuple[int, int]
+    steps: int
+    guidance: float | None
+    seed: int
+
+    def arguments(self) -> dict[str, Any]:
+        """Keyword arguments of a pipeline call."""
+        guidance = {} if self.guidance is None else {"guidance_scale": self.guidance}
+        return {
+            "prompt": self.prompt,
+            "height": self.size[0],
+            "width": self.size[1],
+            "num_inference_steps": self.steps,
+            "generator": torch.Generator("cpu").manual_seed(self.seed),
+            **guidance,
+        }
+
+
+def check_size(pipeline: DiffusionPipeline, size: tuple[int, int]) -> None:
+    """Refuse a size that the pipeline would silently change, or that no machine can hold.
+
+    Raises:
+        ValueError: If a side is not a multiple of the pixels of one token, or there are more than 2^20 tokens.
+    """
+    multiple = 2 * getattr(pipeline, "vae_scale_factor", 8)
+    if any(side < multiple or side % multiple for side in size):
+        nearest = " x ".join(str(max(multiple, round(side / multiple) * multiple)) for side in size)
+        raise ValueError(
+            f"{size[0]} x {size[1]} px does not fit: this model packs {multiple} x {multiple} px into a token; "
+            f"use multiples of {multiple}, for example {nearest}"
+        )
+    if (tokens := size[0] * size[1] // multiple**2) > MOST_TOKENS:
+        raise ValueError(
+            f"{size[0]} x {size[1]} px are {tokens:,} tokens, more than {MOST_TOKENS:,}: use a smaller size"
+        )
+
+
+def draw(pipeline: DiffusionPipeline, request: Request, on_step: Callable[[], None] = lambda: None) -> Image.Image:
+    """The picture. `on_step` is called after every denoising step."""
+
+    def after_step(_pipeline: Any, _step: int, _time: Any, tensors: dict[str, Any]) -> dict[str, Any]:
+        on_step()
+        return tensors
+
+    return pipeline(**request.arguments(), callback_on_step_end=after_step).images[0]
+
+
+def record_step(pipeline: DiffusionPipeline, request: Request) -> dict[str, Any]:
+    """Keyword arguments of the first denoiser call that `request` makes; the run is broken off there."""
+
+    class Recorded(Exception):
+        pass
+
+    def stop(_model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        raise Recorded(kwargs)
+
+    hook = pipeline.transformer.register_forward_pre_hook(stop, with_kwargs=True)
+    try:
+        draw(pipeline, request)
+    except Recorded as recorded:
+        return recorded.args[0]
+    finally:
+        hook.remove()
+    raise ValueError(f"{type(pipeline).__name__} never called its transformer")
+
+
+@torch.no_grad()
+def time_steps(
+    pipeline: DiffusionPipeline,
+    step: dict[str, Any],
+    variants: Sequence[tuple[Method, ...]],
+    rounds: int,
+    on_forward: Callable[[], None] = lambda: None,
+) -> list[list[float]]:
+    """Seconds of one denoiser forward, [variant][round]: each round runs every variant once, after one warm-up round.
+
+    Args:
+        pipeline: What to time.
+        step: Arguments of the forward, from `record_step`.
+        variants: The methods of each variant; none is dense.
+        rounds: How often to time each.
+        on_forward: Called after every forward.
+    """
+    seconds: list[list[float]] = [[] for _ in variants]
+    for round_ in range(rounds + 1):
+        for methods, taken in zip(variants, seconds, strict=True):
+            with ExitStack() as stack:
+                if methods:
+                    stack.enter_context(apply(pipeline, *methods))
+                start = _now(pipeline.device)
+                pipeline.transformer(**{k: copy(v) if isinstance(v, dict) else v for k, v in step.items()})
+                if round_:
+                    taken.append(_now(pipeline.device) - start)
+            on_forward()
+    return seconds
+
+
+def _now(device: torch.device) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
