@@ -11,6 +11,7 @@ from typing import Annotated, Any
 import torch
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
@@ -52,21 +53,24 @@ def clear_errors(command: Callable[..., None]) -> Callable[..., None]:
         except KeyboardInterrupt:
             console.print("stopped; what was finished is in place")
             raise typer.Exit(130) from None
-        except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
-            if isinstance(error, RuntimeError) and "memory" not in str(error).lower():
-                raise
-            _fail("out of memory: use a smaller --size, --dtype bfloat16, or a device with more memory")
         except (ValueError, ImportError, OSError) as error:
             _fail(str(error).strip())
+        except (RuntimeError, MemoryError) as error:
+            if not _out_of_memory(error):
+                raise
+            _fail("out of memory: use a smaller --size, --dtype bfloat16, or a device with more memory")
 
     return run
 
 
 def _fail(message: str) -> None:
-    console.print(
-        f"[bold red]error:[/] {message.splitlines()[0] if message else 'unknown'}", soft_wrap=True, markup=True
-    )
+    console.print(f"[bold red]error:[/] {escape(message.splitlines()[0])}", soft_wrap=True)
     raise typer.Exit(2)
+
+
+def _out_of_memory(error: Exception) -> bool:
+    known = "can't allocate memory", "not enough memory"  # what the CPU allocators say
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or any(words in str(error) for words in known)
 
 
 @app.command()
@@ -208,11 +212,12 @@ def _prepare(
         try:
             from diffusers.utils import logging
 
-            from foveate.integrations.diffusers.pipelines import Request, check_size, load
+            from foveate.demo.untrained import untrained_pipeline
+            from foveate.integrations.diffusers.pipelines import Request, check_size, load, ready
         except ImportError as error:
             raise ValueError(f"drawing needs diffusers ({error}): pip install 'foveate[diffusers]'") from error
         logging.set_verbosity_error()
-        pipe = load(model, device, dtype)
+        pipe = load(model, device, dtype) if model else ready(untrained_pipeline(), device, dtype)
     check_size(pipe, (height, width))
     settings = {
         "prompt": prompt,

@@ -56,6 +56,8 @@ def compare(
     Returns:
         Path of the page.
     """
+    for method in methods:
+        apply(pipeline, method).remove()  # what cannot work at all fails before anything is drawn
     page, variants, notices = out / "index.html", list[Variant](), [notice] if notice else []
     ran: list[Method | None] = []
     try:

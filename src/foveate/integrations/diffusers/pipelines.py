@@ -15,7 +15,7 @@ from PIL import Image
 from foveate.integrations.diffusers.apply import DENOISERS, apply
 from foveate.methods import Method
 
-__all__ = ["Request", "check_size", "choose_device", "choose_dtype", "draw", "load", "record_step", "time_steps"]
+__all__ = ["Request", "check_size", "draw", "load", "ready", "record_step", "time_steps"]
 
 MOST_TOKENS = 2**20
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -50,36 +50,39 @@ def choose_dtype(dtype: str, device: torch.device) -> torch.dtype:
 
 
 def load(model: str, device: str = "auto", dtype: str = "auto") -> DiffusionPipeline:
-    """The pipeline of a hub id or folder, on its device, without progress bars of its own.
+    """The pipeline of a hub id or folder, ready to draw.
 
     Args:
-        model: A folder, a hub id, or "" for the small pipeline with random weights that comes with foveate.
+        model: A folder that holds a model_index.json, or a hub id.
         device: See `choose_device`.
         dtype: See `choose_dtype`.
 
     Raises:
-        ValueError: If the folder or id holds no pipeline with a denoiser, or device or dtype are unknown.
+        ValueError: If there is no such pipeline, it has no denoiser, or device or dtype are unknown.
+    """
+    precision = choose_dtype(dtype, choose_device(device))
+    folder = Path(model).expanduser()
+    if folder.is_dir() and not (folder / "model_index.json").is_file():
+        raise ValueError(f"{model} is no pipeline folder: name one that holds a model_index.json")
+    try:
+        pipeline = DiffusionPipeline.from_pretrained(folder if folder.is_dir() else model, dtype=precision)
+    except (OSError, ValueError, TypeError, AttributeError) as error:
+        raise ValueError(f"cannot load {model}: {str(error).strip().splitlines()[0]}") from error
+    return ready(pipeline, device, dtype)
+
+
+def ready(pipeline: DiffusionPipeline, device: str = "auto", dtype: str = "auto") -> DiffusionPipeline:
+    """The pipeline on its device and in its dtype, without progress bars of its own.
+
+    Raises:
+        ValueError: If the pipeline has no denoiser, or device or dtype are unknown.
     """
     where = choose_device(device)
     precision = choose_dtype(dtype, where)
-    if not model:
-        from foveate.demo.untrained import untrained_pipeline
-
-        pipeline: DiffusionPipeline = untrained_pipeline().to(dtype=precision)
-    else:
-        folder = Path(model).expanduser()
-        if folder.is_dir() and not (folder / "model_index.json").is_file():
-            raise ValueError(
-                f"{model} is no pipeline folder: it has no model_index.json; name the folder that has one"
-            )
-        try:
-            pipeline = DiffusionPipeline.from_pretrained(folder if folder.is_dir() else model, torch_dtype=precision)
-        except (OSError, ValueError, TypeError) as error:
-            raise ValueError(f"cannot load {model}: {str(error).strip().splitlines()[0]}") from error
     if not any(getattr(pipeline, name, None) is not None for name in DENOISERS):
-        raise ValueError(f"{model} has no transformer: foveate works in the denoiser of a diffusers pipeline")
+        raise ValueError(f"{type(pipeline).__name__} has no {', '.join(DENOISERS)}: foveate works in a denoiser")
     pipeline.set_progress_bar_config(disable=True)
-    return pipeline.to(where)
+    return pipeline.to(where, precision)
 
 
 class Request(NamedTuple):

@@ -1,0 +1,77 @@
+"""Laws of the house: which room may import which."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SOURCE = Path(__file__).parent.parent / "src" / "foveate"
+
+# Imports run one way. A room may import itself and what stands here, and nothing else of foveate.
+ROOMS = {
+    "kernels": set(),
+    "ops": set(),
+    "methods": {"ops"},
+    "files": set(),
+    "report": {"ops"},
+    "integrations": {"ops", "methods"},
+    "demo": {"ops", "methods", "integrations", "report", "files"},
+    "training": {"ops", "methods", "integrations", "report", "files"},
+    "compare": {"ops", "methods", "integrations", "report", "files"},
+    "cli": {"ops", "methods", "integrations", "report", "files", "compare", "demo", "training"},
+    "__init__": {"methods", "integrations"},
+}
+LIBRARIES = {
+    "diffusers": {"integrations", "demo", "training", "cli"},
+    "transformers": {"integrations", "demo", "training"},
+}
+FILES = sorted(SOURCE.rglob("*.py"))
+
+
+def imports(path):
+    """Every module that a file imports, anywhere in it."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: write imports in full"
+            names = [alias.name for alias in node.names] if node.module == "foveate" else [""]
+            yield from (f"{node.module}.{name}".rstrip(".") for name in names)
+
+
+def room(path):
+    return path.relative_to(SOURCE).parts[0].removesuffix(".py")
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(SOURCE)))
+def test_imports_run_one_way(path):
+    here = room(path)
+    for module in imports(path):
+        package, *inner = module.split(".")
+        if package == "foveate" and inner:
+            assert inner[0] in ROOMS[here] | {here}, f"{here} must not import {module}"
+        assert here in LIBRARIES.get(package, {here}), f"{here} must not import {module}"
+
+
+def test_methods_never_import_each_other():
+    for path in (SOURCE / "methods").glob("*.py"):
+        if path.stem not in ("__init__", "method"):
+            others = {f"foveate.methods.{other.stem}" for other in path.parent.glob("*.py")} - {
+                "foveate.methods.method"
+            }
+            assert not others & set(imports(path)), f"{path.name} imports another method"
+
+
+def test_ops_reach_kernels_through_the_dispatcher_only():
+    for path in (SOURCE / "ops").glob("*.py"):
+        if path.stem != "dispatch":
+            assert not any(module.startswith(("foveate.kernels", "triton")) for module in imports(path))
+
+
+def test_importing_foveate_is_light():
+    heavy = "triton", "diffusers", "transformers", "matplotlib", "skimage"
+    script = f"import foveate, sys; print([name for name in {heavy} if name in sys.modules])"
+    printed = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout
+    assert printed.strip() == "[]"

@@ -1,0 +1,209 @@
+"""Laws of the command line, tried as a user would."""
+
+import base64
+import re
+
+import numpy as np
+import pytest
+import torch
+from diffusers import DDPMPipeline, DDPMScheduler, UNet2DModel
+from PIL import Image
+from typer.testing import CliRunner
+
+from foveate import compare as side_by_side
+from foveate.cli import app
+from foveate.demo.untrained import untrained_pipeline
+
+SMALL = ["--size", "64", "--steps", "2", "--device", "cpu"]  # 16 x 16 tokens
+
+
+@pytest.fixture(autouse=True)
+def in_an_empty_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    path = tmp_path_factory.mktemp("models") / "tiny"
+    untrained_pipeline(layers=1, single_layers=1, heads=2, rope=(4, 4, 8)).save_pretrained(path)
+    return path
+
+
+def run(*arguments):
+    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+
+def pixels(path):
+    with Image.open(path) as picture:
+        return np.asarray(picture).astype(int)
+
+
+def test_generate_draws_what_the_pipeline_draws_and_the_seed_repeats_it(folder, tmp_path):
+    for name, seed in (("a", 1), ("b", 1), ("c", 2)):
+        result = run("generate", "a cat", "--model", folder, *SMALL, "--seed", seed, "--out", f"{name}.png")
+        assert result.exit_code == 0, result.output
+    pipe = untrained_pipeline(layers=1, single_layers=1, heads=2, rope=(4, 4, 8))
+    seed = torch.Generator().manual_seed(1)
+    want = pipe("a cat", height=64, width=64, num_inference_steps=2, generator=seed).images[0]
+    assert (pixels("a.png") == np.asarray(want)).all()
+    assert (pixels("a.png") == pixels("b.png")).all()
+    assert (pixels("a.png") != pixels("c.png")).any()
+
+
+def test_a_picture_carries_its_settings_and_a_summary_is_printed(folder):
+    result = run(
+        "generate", "An  Ox!", "--model", folder, *SMALL, "--method", "hilberta", "--tiles", 2, "-o", "centre=0.5"
+    )
+    assert result.exit_code == 0, result.output
+    with Image.open("an-ox-0.png") as picture:
+        settings = picture.text
+    assert settings["prompt"] == "An  Ox!"
+    assert settings["size"] == "64 x 64 px"
+    assert settings["steps"] == "2"
+    assert settings["model"] == str(folder)
+    assert "tiles=2" in settings["method"]
+    assert "centre=0.5" in settings["method"]
+    assert "HilbertA T=2" in result.output
+    assert "portable" in result.output
+
+
+def test_size_may_be_wide(folder):
+    assert (
+        run("generate", "a cat", "--model", folder, "--size", "96x64", "--steps", 1, "--out", "wide.png").exit_code
+        == 0
+    )
+    assert pixels("wide.png").shape == (64, 96, 3)
+
+
+def test_without_a_model_the_small_flux_draws_and_says_what_it_is():
+    result = run("generate", "a cat", "--size", "32", "--steps", 1, "--device", "cpu")
+    assert result.exit_code == 0, result.output
+    assert "random weights" in result.output
+    assert pixels("a-cat-0.png").shape == (32, 32, 3)
+
+
+def test_compare_makes_one_page_with_every_picture_and_names_what_it_left_out(folder, tmp_path):
+    result = run("compare", "a cat", "--model", folder, *SMALL, "--rounds", 2, "--out", "out")
+    assert result.exit_code == 0, result.output
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
+        "dense.png",
+        "hilberta-t-4.png",
+        "index.html",
+    ]
+    page = (tmp_path / "out" / "index.html").read_text()
+    assert "HilbertA T=4" in page
+    assert "HilbertA T=16 is left out" in page
+    assert "256 image tokens cannot make 16 tiles" in page
+    shown = re.findall(r'src="data:image/png;base64,([^"]+)"', page)
+    dense = (tmp_path / "out" / "dense.png").read_bytes()
+    (tmp_path / "first.png").write_bytes(base64.b64decode(shown[0]))
+    (tmp_path / "dense.png").write_bytes(dense)
+    assert (pixels("first.png") == pixels("dense.png")).all()
+
+
+def test_ctrl_c_while_timing_leaves_pictures_and_page(folder, tmp_path, monkeypatch):
+    def interrupted(*_args, **_more):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(side_by_side, "time_steps", interrupted)
+    result = run("compare", "a cat", "--model", folder, *SMALL, "--out", "out")
+    assert result.exit_code == 130
+    assert "finished" in result.output
+    assert (tmp_path / "out" / "hilberta-t-4.png").exists()
+    assert "HilbertA T=4" in (tmp_path / "out" / "index.html").read_text()
+    assert not list(tmp_path.rglob("*.part"))
+
+
+def test_ctrl_c_while_drawing_leaves_no_half_picture(folder, tmp_path, monkeypatch):
+    monkeypatch.setattr(Image.Image, "save", lambda *_args, **_more: (_ for _ in ()).throw(KeyboardInterrupt))
+    assert run("generate", "a cat", "--model", folder, *SMALL).exit_code == 130
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--method", "hilbert"], "unknown method 'hilbert': choose one of hilberta"),
+        (["--method", "hilberta", "-o", "tile=3"], "HilbertA has no option 'tile'"),
+        (["--method", "hilberta", "-o", "align=wide"], "cannot use align=wide"),
+        (["--method", "hilberta", "--tiles", "-2"], "not -2"),
+        (["--method", "hilberta", "--tiles", "9"], "use tiles<=8"),
+        (["--tiles", "4"], "dense takes no options (tiles)"),
+        (["--size", "66"], "66 x 66 px does not fit"),
+        (["--size", "0"], "cannot read the size '0'"),
+        (["--size", "big"], "cannot read the size 'big'"),
+        (["--size", "99996"], "624,950,001 tokens"),
+        (["--device", "cuda:63"], "there is no cuda:63 on this machine: use --device cpu"),
+        (["--device", "quantum"], "unknown device 'quantum'"),
+        (["--dtype", "int4"], "unknown dtype 'int4'"),
+        (["--steps", "0"], "greater than or equal to 1"),
+        (["--guidance", "-1"], "--guidance"),
+        (["--seed", "-1"], "--seed"),
+    ],
+)
+def test_bad_input_is_one_clear_line_and_exit_code_2(folder, tmp_path, arguments, message):
+    result = run("generate", "a cat", "--model", folder, *SMALL, *arguments)
+    assert result.exit_code == 2, result.output
+    assert message in " ".join(result.output.replace("│", " ").split())
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_folders_that_hold_no_usable_pipeline_are_named(folder, tmp_path):
+    (tmp_path / "empty").mkdir()
+    headless = tmp_path / "headless"
+    pipe = untrained_pipeline(layers=1, single_layers=1, heads=2, rope=(4, 4, 8))
+    pipe.save_pretrained(headless)
+    for file in (headless / "transformer").iterdir():
+        file.unlink()
+    other = tmp_path / "other"
+    unet = UNet2DModel(sample_size=8, block_out_channels=(4,), down_block_types=("DownBlock2D",),
+                       up_block_types=("UpBlock2D",), norm_num_groups=2, attention_head_dim=4)  # fmt: skip
+    DDPMPipeline(unet, DDPMScheduler()).save_pretrained(other)
+    for model, message in (
+        ("empty", "empty is no pipeline folder: name one that holds a model_index.json"),
+        ("headless", "cannot load headless"),
+        ("nobody/nothing", "cannot load nobody/nothing"),
+    ):
+        result = run("generate", "a cat", "--model", model, *SMALL)
+        assert result.exit_code == 2, result.output
+        assert message in result.output
+    result = run("compare", "a cat", "--model", "other", *SMALL)
+    assert result.exit_code == 2
+    assert "UNet2DModel is not supported" in result.output
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory"), MemoryError()])
+def test_out_of_memory_is_one_line_with_remedies(folder, tmp_path, monkeypatch, error):
+    def out_of_memory(*_args, **_more):
+        raise error
+
+    monkeypatch.setattr("foveate.integrations.diffusers.pipelines.draw", out_of_memory)
+    result = run("generate", "a cat", "--model", folder, *SMALL)
+    assert result.exit_code == 2
+    assert "out of memory: use a smaller --size" in result.output
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_curves_draws_and_prints_the_metrics():
+    result = run("curves", "moore", "--size", "32x16", "--tiles", 8, "--phase", 1)
+    assert result.exit_code == 0, result.output
+    assert pixels("moore-32x16.png").shape[1] > 500
+    assert "EAS" in result.output
+    for arguments, message in ((["peano"], "unknown curve 'peano'"), (["--size", "999"], "at most 256 x 256")):
+        result = run("curves", *arguments)
+        assert result.exit_code == 2
+        assert message in result.output
+
+
+def test_info_names_versions_devices_and_backends():
+    result = run("info")
+    assert result.exit_code == 0, result.output
+    for word in ("foveate", "torch", "Python", "CPU", "block_attention on cpu", "portable", "hilberta"):
+        assert word in result.output
+
+
+@pytest.mark.parametrize("command", ["generate", "compare", "curves", "info"])
+def test_help_teaches(command):
+    result = run(command, "--help")
+    assert result.exit_code == 0
+    assert command in run("--help").output
