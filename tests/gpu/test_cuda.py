@@ -1,0 +1,98 @@
+"""Laws on a CUDA device: the portable path and pipelines around it."""
+
+import pytest
+import tiny
+import torch
+from oracle import dense_attention, random_table
+
+import foveate
+from foveate import HilbertA
+from foveate.demo.untrained import untrained_pipeline
+from foveate.ops.block_attention import block_attention
+
+pytestmark = pytest.mark.gpu
+GRID = (32, 40)
+TOLERANCES = {torch.float64: 1e-12, torch.float32: 2e-3, torch.float16: 3e-3, torch.bfloat16: 2e-2}
+OFFLOADS = ["enable_model_cpu_offload", "enable_sequential_cpu_offload", "enable_group_offload"]
+
+
+@pytest.mark.parametrize("runs", [(63,), (500,), (1000,), (77, 400, 523)])
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"),
+    [(torch.float64, 1e-12), (torch.float32, 2e-3), (torch.float16, 3e-3), (torch.bfloat16, 2e-2)],
+)
+@pytest.mark.parametrize("with_lse", [False, True])
+def test_output_and_every_gradient_equal_the_dense_mask(runs, dtype, tolerance, with_lse):
+    table = random_table(int(torch.randint(2**31, ())), runs)
+    q, k, v = (
+        torch.randn(2, sum(runs), 3, 64, device="cuda", dtype=dtype).transpose(1, 2).requires_grad_() for _ in range(3)
+    )
+    mask = table.to_dense().cuda()
+    want, want_lse = dense_attention(q, k, v, mask)
+    weight = torch.randn_like(want)
+    if with_lse:
+        got, lse = block_attention(q, k, v, table, return_lse=True)
+        seen = want_lse.isfinite()
+        assert (lse - want_lse)[seen].norm() <= tolerance * want_lse[seen].norm()
+    else:
+        got = block_attention(q, k, v, table)
+    assert (got - want).norm() <= tolerance * want.norm()
+    got_grads = torch.autograd.grad((got.double() * weight).sum(), (q, k, v))
+    for got_grad, grad in zip(got_grads, torch.autograd.grad((want * weight).sum(), (q, k, v)), strict=True):
+        assert (got_grad - grad).norm() <= tolerance * grad.norm()
+
+
+def test_memory_at_16896_tokens_stays_under_twice_that_of_q_k_v_and_out():
+    table = HilbertA(tiles=16).plan(((128, 128),), 512).tables[1]
+    q, k, v = (torch.randn(1, 16896, 24, 128, device="cuda", dtype=torch.bfloat16).transpose(1, 2) for _ in range(3))
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    out = block_attention(q, k, v, table)
+    assert torch.cuda.max_memory_allocated() - before - out.nbytes < 2 * 4 * out.nbytes
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@torch.no_grad()
+def test_a_model_moved_to_the_device_after_apply_runs_sparse(compiled):
+    model, x = tiny.flux(dtype=torch.float32), tiny.inputs(GRID, dtype=torch.float32)
+    run = foveate.apply(model, HilbertA(tiles=4))
+    want = model(**x)[0]
+    model.cuda()
+    x = {name: value.cuda() if isinstance(value, torch.Tensor) else value for name, value in x.items()}
+    if compiled:
+        model.compile_repeated_blocks(fullgraph=True)
+    torch.testing.assert_close(model(**x)[0].cpu(), want, rtol=1e-3, atol=1e-4)
+    run.remove()
+
+
+@pytest.mark.parametrize(
+    "offload", ["enable_model_cpu_offload", "enable_sequential_cpu_offload", "enable_group_offload"]
+)
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_offloaded_pipelines_draw_the_same(offload, when):
+    pipe = untrained_pipeline(layers=1, single_layers=2, heads=2, rope=(4, 4, 8))
+
+    def draw(pipeline):
+        seed = torch.Generator("cpu").manual_seed(0)
+        size = {"height": 96, "width": 128, "num_inference_steps": 2, "output_type": "latent"}
+        return pipeline("a cat", generator=seed, **size).images.cpu()
+
+    with foveate.apply(pipe, HilbertA(tiles=4)):
+        want = draw(pipe)
+    dense = draw(pipe)
+
+    def start():
+        if offload == "enable_group_offload":
+            pipe.enable_group_offload(onload_device=torch.device("cuda"), offload_type="leaf_level")
+        else:
+            getattr(pipe, offload)()
+
+    if when == "before":
+        start()
+    run = foveate.apply(pipe, HilbertA(tiles=4))
+    if when == "after":
+        start()
+    torch.testing.assert_close(draw(pipe), want, rtol=1e-2, atol=1e-3)
+    assert all(row.why == "" for row in run.summary().layers)
+    run.remove()
+    torch.testing.assert_close(draw(pipe), dense, rtol=1e-2, atol=1e-3)
