@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+import foveate
 from foveate.files import slug, write_picture, write_whole
 from foveate.integrations.diffusers.apply import apply
 from foveate.integrations.diffusers.pipelines import Request, draw, record_step, time_steps
@@ -113,8 +114,8 @@ def _draw_variant(
 
 def versions() -> dict[str, str]:
     """What ran it: packages, Python, system, processor or GPU."""
-    found = {}
-    for package in ("foveate", "torch", "triton", "diffusers", "transformers"):
+    found = {"foveate": foveate.__version__}
+    for package in ("torch", "triton", "diffusers", "transformers"):
         try:
             found[package] = version(package)
         except PackageNotFoundError:

@@ -55,6 +55,14 @@ run.remove()
 near(compiled(**x)[0], dense)
 """
 
+INDUCTOR = """
+model, x = model.cuda(), {name: x[name].cuda() if isinstance(x[name], torch.Tensor) else x[name] for name in x}
+model.compile_repeated_blocks(fullgraph=True)
+with foveate.apply(model, foveate.HilbertA(tiles=4)):
+    torch.testing.assert_close(model(**x)[0].cpu(), sparse, rtol=1e-3, atol=1e-4)
+    assert graphs() <= 3, graphs()
+"""
+
 
 @pytest.mark.parametrize(
     "script",
@@ -63,8 +71,9 @@ near(compiled(**x)[0], dense)
         REGIONAL_AFTER,
         WHOLE.format(compile='compiled = model; model.compile(backend="eager")'),
         WHOLE.format(compile='compiled = torch.compile(model, backend="eager")'),
+        pytest.param(INDUCTOR, marks=pytest.mark.gpu),
     ],
-    ids=["blocks before apply", "blocks after apply", "model.compile", "torch.compile"],
+    ids=["blocks before apply", "blocks after apply", "model.compile", "torch.compile", "inductor"],
 )
 def test_compiled_models_run_sparse_without_breaks_or_a_graph_per_layer(script):
     here = Path(__file__).parent.parent

@@ -14,7 +14,7 @@ from peft import LoraConfig
 
 import foveate
 from foveate import HilbertA
-from foveate.integrations.diffusers.flux import SparseProcessor
+from foveate.integrations.diffusers.flux_processors import SparseProcessor
 from foveate.ops.block_table import BlockTable
 
 GRID = (16, 20)

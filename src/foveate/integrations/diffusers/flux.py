@@ -9,31 +9,27 @@ every forward the block table of their phase; dense layers keep the processor th
 
 import inspect
 import logging
-import weakref
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
-from diffusers.models.attention_dispatch import dispatch_attention_fn
-from diffusers.models.embeddings import apply_rotary_emb
 from diffusers.models.transformers.transformer_flux import (
     FluxAttention,
     FluxAttnProcessor,
     FluxIPAdapterAttnProcessor,
     FluxTransformer2DModel,
-    _get_qkv_projections,
 )
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from foveate.integrations.diffusers.clock import Clock
 from foveate.integrations.diffusers.family import Family
+from foveate.integrations.diffusers.flux_processors import Borrowed, SparseIPAdapterProcessor, SparseProcessor
 from foveate.integrations.diffusers.summary import LayerReport
 from foveate.methods import HilbertA, Method
 from foveate.methods.hilberta import HilbertPlan
 from foveate.methods.method import StaysDense
 from foveate.ops import dispatch
-from foveate.ops.block_attention import block_attention
-from foveate.ops.block_table import BlockTable
 
 __all__ = ["Flux"]
 
@@ -42,164 +38,11 @@ log = logging.getLogger("foveate")
 CONTROL = ("controlnet_block_samples", "controlnet_single_block_samples")
 
 
-# --- attention -------------------------------------------------------------------------------------------------------
-
-
-def _sparse_attention(
-    attn: FluxAttention,
-    hidden_states: Tensor,
-    encoder_hidden_states: Tensor | None,
-    rope: tuple[Tensor, Tensor] | None,
-    table: BlockTable,
-) -> tuple[Tensor, Tensor | None, Tensor]:
-    """Attention over [text | image] through the table: (image out, text out, image queries before RoPE).
-
-    In single-stream blocks `hidden_states` is text and image already, and the text output is None.
-    """
-    *image, text_q, text_k, text_v = _get_qkv_projections(attn, hidden_states, encoder_hidden_states)
-    q, k, v = (x.unflatten(-1, (-1, attn.head_dim)) for x in image)  # [batch, tokens, heads, head_dim]
-    q, k = attn.norm_q(q), attn.norm_k(k)
-    image_q = q
-    if encoder_hidden_states is not None:
-        text_q, text_k, text_v = (x.unflatten(-1, (-1, attn.head_dim)) for x in (text_q, text_k, text_v))
-        q = torch.cat([attn.norm_added_q(text_q), q], dim=1)
-        k = torch.cat([attn.norm_added_k(text_k), k], dim=1)
-        v = torch.cat([text_v, v], dim=1)
-    if rope is not None:
-        q, k = (apply_rotary_emb(x, rope, sequence_dim=1) for x in (q, k))
-    q, k, v = (x.to(v.dtype).transpose(1, 2) for x in (q, k, v))
-    out = block_attention(q, k, v, table).transpose(1, 2).flatten(2)
-    if encoder_hidden_states is None:
-        return out, None, image_q
-    text_out, image_out = out.tensor_split([encoder_hidden_states.shape[1]], dim=1)
-    return attn.to_out[1](attn.to_out[0](image_out)), attn.to_add_out(text_out), image_q
-
-
-class _Borrowed:
-    """A processor in the place of another; what diffusers sets on it reaches the other too.
-
-    Attributes:
-        original: The processor to give back.
-        table: Who attends to whom in the current forward; None is dense and left to the original.
-    """
-
-    original: Any
-    table: BlockTable | None
-
-    @property
-    def _attention_backend(self) -> Any:
-        return self.original._attention_backend
-
-    @_attention_backend.setter
-    def _attention_backend(self, value: Any) -> None:
-        self.original._attention_backend = value
-
-    @property
-    def _parallel_config(self) -> Any:
-        return self.original._parallel_config
-
-    @_parallel_config.setter
-    def _parallel_config(self, value: Any) -> None:
-        self.original._parallel_config = value
-
-
-class SparseProcessor(_Borrowed):
-    """`FluxAttnProcessor` with its attention restricted to a block table."""
-
-    def __init__(self, original: FluxAttnProcessor | None = None) -> None:
-        self.original = original or FluxAttnProcessor()  # diffusers makes processors anew without arguments
-        self.table = None
-
-    def __call__(
-        self,
-        attn: FluxAttention,
-        hidden_states: Tensor,
-        encoder_hidden_states: Tensor | None = None,
-        attention_mask: Tensor | None = None,
-        image_rotary_emb: tuple[Tensor, Tensor] | None = None,
-    ) -> Any:
-        if self.table is None:
-            return self.original(attn, hidden_states, encoder_hidden_states, attention_mask, image_rotary_emb)
-        image, text, _ = _sparse_attention(attn, hidden_states, encoder_hidden_states, image_rotary_emb, self.table)
-        return image if text is None else (image, text)
-
-
-class SparseIPAdapterProcessor(_Borrowed, FluxIPAdapterAttnProcessor):
-    """`FluxIPAdapterAttnProcessor` with its self-attention restricted to a block table; it shares all weights."""
-
-    def __init__(self, original: FluxIPAdapterAttnProcessor) -> None:
-        torch.nn.Module.__init__(self)
-        self.to_k_ip, self.to_v_ip = original.to_k_ip, original.to_v_ip
-        self.__dict__["original"] = original  # not as a submodule: its weights are there already
-        self.table = None
-
-    @property
-    def scale(self) -> list[float]:
-        return self.original.scale
-
-    @scale.setter
-    def scale(self, value: list[float]) -> None:
-        self.original.scale = value
-
-    def __call__(
-        self,
-        attn: FluxAttention,
-        hidden_states: Tensor,
-        encoder_hidden_states: Tensor | None = None,
-        attention_mask: Tensor | None = None,
-        image_rotary_emb: tuple[Tensor, Tensor] | None = None,
-        ip_hidden_states: list[Tensor] | None = None,
-        ip_adapter_masks: Tensor | None = None,
-    ) -> Any:
-        if self.table is None:
-            return self.original(
-                attn, hidden_states, encoder_hidden_states, attention_mask, image_rotary_emb, ip_hidden_states,
-                ip_adapter_masks,
-            )  # fmt: skip
-        image, text, query = _sparse_attention(
-            attn, hidden_states, encoder_hidden_states, image_rotary_emb, self.table
-        )
-        prompt = torch.zeros_like(image)
-        for states, scale, to_k, to_v in zip(
-            ip_hidden_states or [], self.scale, self.to_k_ip, self.to_v_ip, strict=False
-        ):
-            key, value = (
-                project(states).flatten(1, -2).unflatten(-1, (-1, attn.head_dim)) for project in (to_k, to_v)
-            )
-            seen = dispatch_attention_fn(
-                query, key, value, backend=self._attention_backend, parallel_config=self._parallel_config
-            )
-            prompt = prompt + scale * seen.flatten(2).to(query.dtype)
-        return image, text, prompt
-
-
-# --- the model -------------------------------------------------------------------------------------------------------
-
-
 class _Layer(NamedTuple):
     name: str
     attn: FluxAttention
     phase: int
     processor: SparseProcessor | SparseIPAdapterProcessor | None  # None: dense by the method's own wish
-
-
-class _Clock:
-    """How far a pipeline's denoising run is, without counting calls."""
-
-    def __init__(self, pipeline: Any) -> None:
-        self._pipeline = None if pipeline is None else weakref.ref(pipeline)
-
-    def __call__(self) -> float | None:
-        """Fraction of the steps that are done; None where there is no scheduler to ask."""
-        pipeline = self._pipeline() if self._pipeline else None
-        scheduler = getattr(pipeline, "scheduler", None)
-        if scheduler is None or not len(getattr(scheduler, "timesteps", [])):
-            return None
-        step = scheduler.step_index if scheduler.step_index is not None else scheduler.begin_index or 0
-        return step / len(scheduler.timesteps)
-
-    def __reduce__(self) -> tuple[type["_Clock"], tuple[None]]:
-        return _Clock, (None,)  # a copied or saved model has no pipeline
 
 
 class _Ran(NamedTuple):
@@ -229,7 +72,7 @@ class Flux(Family):
             raise ValueError(
                 "start_percent and end_percent need a scheduler to tell the step: apply to the pipeline, not the model"
             )
-        self.clock = _Clock(pipeline)
+        self.clock = Clock(pipeline)
         self.layers = list(self._borrow())
         self.ran = _Ran(None, "no forward yet")
         self._logged: set[str] = set()
@@ -265,7 +108,7 @@ class Flux(Family):
         for hook in self._hooks:
             hook.remove()
         for layer in self.layers:
-            if isinstance(layer.attn.processor, _Borrowed):
+            if isinstance(layer.attn.processor, Borrowed):
                 layer.attn.set_processor(layer.attn.processor.original)
 
     @property
