@@ -66,6 +66,7 @@ def block_attention(
         ValueError: If shapes, dtypes or devices of q, k and v do not fit each other, or their token counts the table.
 
     Example:
+        >>> from foveate.ops.block_table import block_starts, block_table
         >>> q = k = v = torch.randn(1, 4, 1000, 64)
         >>> starts = block_starts(1000)
         >>> local = block_table([[i] for i in range(16)], starts)

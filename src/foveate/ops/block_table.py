@@ -118,7 +118,7 @@ def block_table(
         >>> starts = block_starts(1000)  # 15 blocks of 64 and one of 40
         >>> neighbours = [range(max(0, i - 1), min(16, i + 2)) for i in range(16)]
         >>> block_table(neighbours, starts).pairs()
-        181376
+        182848
 
     Raises:
         ValueError: If the starts do not ascend from 0, if a list names a block twice or one that does not exist, or if
