@@ -96,13 +96,13 @@ def generate(
     foveate generate "a lighthouse" --model black-forest-labs/FLUX.1-dev --size 2048 --method hilberta --tiles 16
     """
     chosen = _method(method, tiles, option or [])
-    with _progress() as track:
-        pipe, request, settings = _prepare(prompt, model, size, steps, guidance, seed, device, dtype)
-        from foveate.files import slug, write_picture
-        from foveate.integrations.diffusers.apply import apply
-        from foveate.integrations.diffusers.pipelines import draw
+    pipe, request, settings = _prepare(prompt, model, size, steps, guidance, seed, device, dtype)
+    from foveate.files import slug, write_picture
+    from foveate.integrations.diffusers.apply import apply
+    from foveate.integrations.diffusers.pipelines import draw
 
-        path = out or Path(f"{slug(prompt)}-{seed}.png")
+    path = out or Path(f"{slug(prompt)}-{seed}.png")
+    with _progress() as track:
         advance = track(chosen.title if chosen else "dense", steps)
         if chosen is None:
             image, summary = draw(pipe, request, advance), None
@@ -135,10 +135,10 @@ def compare(
 
     foveate compare "a red apple above a blue car"
     """
-    with _progress() as track:
-        pipe, request, settings = _prepare(prompt, model, size, steps, guidance, seed, device, dtype)
-        from foveate import compare as side_by_side
+    pipe, request, settings = _prepare(prompt, model, size, steps, guidance, seed, device, dtype)
+    from foveate import compare as side_by_side
 
+    with _progress() as track:
         page = side_by_side.compare(
             pipe, request, side_by_side.showcase(), out, settings=settings, rounds=rounds, track=track,
             notice="" if model else NOTICE,
@@ -208,16 +208,16 @@ def _prepare(
 ) -> tuple[Any, Any, dict[str, str]]:
     """(pipeline, request, settings), checked."""
     height, width = _size(size or ("1024" if model else "256"))
-    with console.status(f"loading {model or 'the small Flux'}"):
-        try:
-            from diffusers.utils import logging
+    console.print(f"loading {model or 'the small Flux'}")
+    try:
+        from diffusers.utils import logging
 
-            from foveate.demo.untrained import untrained_pipeline
-            from foveate.integrations.diffusers.pipelines import Request, check_size, load, ready
-        except ImportError as error:
-            raise ValueError(f"drawing needs diffusers ({error}): pip install 'foveate[diffusers]'") from error
-        logging.set_verbosity_error()
-        pipe = load(model, device, dtype) if model else ready(untrained_pipeline(), device, dtype)
+        from foveate.demo.untrained import untrained_pipeline
+        from foveate.integrations.diffusers.pipelines import Request, check_size, load, ready
+    except ImportError as error:
+        raise ValueError(f"drawing needs diffusers ({error}): pip install 'foveate[diffusers]'") from error
+    logging.set_verbosity_error()
+    pipe = load(model, device, dtype) if model else ready(untrained_pipeline(), device, dtype)
     check_size(pipe, (height, width))
     settings = {
         "prompt": prompt,
