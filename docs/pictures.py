@@ -1,0 +1,53 @@
+"""Draw the pictures of the documentation: `python docs/pictures.py`, from the root of the repository."""
+
+from pathlib import Path
+
+from matplotlib.figure import Figure
+from PIL import Image
+
+from foveate import HilbertA
+from foveate.files import write_whole
+from foveate.methods.hilberta import HilbertPlan
+from foveate.ops.block_table import block_starts, block_table
+from foveate.ops.curves import grid_order
+from foveate.report import draw_order, draw_table, figure_png
+
+IMAGES = Path("docs/images")
+SIDE = 32
+
+
+def main() -> None:
+    """Write every picture to docs/images."""
+    plan = HilbertA(tiles=16).plan(((SIDE, SIDE),), 128)
+    for phase in range(4):
+        write_figure(f"hilbert-phase-{phase}", draw_plan("hilbert", (SIDE, SIDE), plan, phase))
+    for curve in ("moore", "morton", "serpentine"):
+        shape = (SIDE, SIDE)
+        write_figure(curve, draw_plan(curve, shape, HilbertA(curve=curve, tiles=16).plan((shape,), 0), 0))
+    wide = (27, 48)
+    write_figure("hilbert-wide", draw_plan("hilbert", wide, HilbertA(tiles=8).plan((wide,), 0), 0))
+    papers = HilbertA(tiles=16).plan(((64, 64),), 512)
+    for phase in (0, 1):
+        write_table(f"table-phase-{phase}", draw_table(papers.tables[phase]))
+    neighbours = block_table([range(max(0, i - 1), min(16, i + 2)) for i in range(16)], block_starts(1000))
+    write_table("table-neighbours", draw_table(neighbours, limit=256))
+
+
+def draw_plan(curve: str, shape: tuple[int, int], plan: HilbertPlan, phase: int) -> Figure:
+    """The curve over the tiles of one phase."""
+    return draw_order(grid_order(curve, *shape), *shape, plan.tile_maps[phase])
+
+
+def write_figure(name: str, figure: Figure) -> None:
+    """Write a figure to docs/images."""
+    write_whole(IMAGES / f"{name}.png", figure_png(figure, dpi=100))
+
+
+def write_table(name: str, picture: Image.Image) -> None:
+    """Write a table's picture to docs/images."""
+    IMAGES.mkdir(parents=True, exist_ok=True)
+    picture.save(IMAGES / f"{name}.png", optimize=True)
+
+
+if __name__ == "__main__":
+    main()
