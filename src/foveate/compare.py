@@ -94,8 +94,7 @@ def _draw_variant(
         return Variant("dense", image, [], None, None, 0.0, 0.0, 1.0, None, None, "")
     with apply(pipeline, method) as run:
         image = draw(pipeline, request, advance)
-        layers, plans = run.summary().layers, list(run.plans().values())
-    plan = plans[0] if plans else None
+        layers, plan = run.summary().layers, next(iter(run.plans().values()), None)
     sparsity = mean(layer.true for layer in layers)
     return Variant(
         label=method.title,

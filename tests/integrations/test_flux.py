@@ -14,6 +14,7 @@ from peft import LoraConfig
 
 import foveate
 from foveate import HilbertA
+from foveate.integrations.diffusers.family import Family
 from foveate.integrations.diffusers.flux_processors import SparseProcessor
 from foveate.ops.block_table import BlockTable
 
@@ -144,6 +145,23 @@ def test_gradients_equal_the_masked_model(model):
         torch.testing.assert_close(got.grad, want.grad, msg=name)
 
 
+def test_checkpointed_layers_run_again_with_the_table_they_had(model):
+    one, other = tiny.inputs((16, 20)), tiny.inputs((20, 16))  # as many tokens, another grid
+    with torch.enable_grad():
+        grads = []
+        for checkpointing in (False, True):
+            with foveate.apply(model, HilbertA(tiles=4)):
+                if checkpointing:
+                    model.enable_gradient_checkpointing()
+                first, second = model(**one)[0], model(**other)[0]
+                first.square().sum().backward()
+                second.square().sum().backward()
+            grads.append([parameter.grad for parameter in model.parameters()])
+            model.zero_grad()
+    torch.testing.assert_close(grads[0], grads[1])
+    model.disable_gradient_checkpointing()
+
+
 def test_forwards_repeat_and_samples_ignore_their_batch_mates(model):
     x = tiny.inputs(GRID, batch=3)
     with foveate.apply(model, HilbertA(tiles=4)):
@@ -212,12 +230,21 @@ def test_a_raster_may_start_anywhere(model):
         assert all(row.method == "HilbertA T=4" for row in run.summary().layers)
 
 
-def test_small_images_masks_and_parallel_contexts_stay_dense(model):
+def test_small_images_and_masks_stay_dense(model):
     x = tiny.inputs(GRID)
     dense_because(model, x, HilbertA(min_tokens=321), "320 image tokens are fewer than min_tokens=321")
     dense_because(model, x, HilbertA(), "16 x 20 image tokens are too few")
     mask = torch.ones(335, 335, dtype=torch.bool).tril()
     dense_because(model, x | {"joint_attention_kwargs": {"attention_mask": mask}}, HilbertA(tiles=4), "mask")
+
+
+def test_split_tokens_stay_dense(model):
+    run = foveate.apply(model, HilbertA(tiles=4))
+    model.transformer_blocks[0].attn.processor._parallel_config = object()  # as enable_parallelism sets it
+    Family.of(model).enter(model, (), tiny.inputs(GRID))  # the forward itself needs several processes
+    assert all("context parallelism" in row.why for row in run.summary().layers)
+    assert run.plans() == {}
+    run.remove()
 
 
 def test_summary_counts_what_was_left_out(model):
@@ -269,13 +296,17 @@ def test_removal_gives_the_model_back_bit_for_bit(model, image_prompted):
         model, more = with_ip_adapter(model), image_prompt()
     x = tiny.inputs(GRID)
     run_dense = lambda: model(**x, **copy.deepcopy(more))[0]  # noqa: E731
+    model.enable_gradient_checkpointing()
+    again = model._gradient_checkpointing_func
     want, before, state = run_dense(), fingerprint(model), list(model.state_dict())
     run = foveate.apply(model, HilbertA(tiles=4))
     assert list(model.state_dict()) == state
-    run_dense()
+    with torch.enable_grad():
+        run_dense()
     run.remove()
     run.remove()
     assert fingerprint(model) == before
+    assert model._gradient_checkpointing_func is again
     assert torch.equal(run_dense(), want)
 
 

@@ -131,6 +131,11 @@ class HilbertPlan(NamedTuple):
     tile_maps: Int[Tensor, "phases rows columns"]
 
     @property
+    def title(self) -> str:
+        """HilbertA and how many tiles it took."""
+        return f"HilbertA T={self.tiles}"
+
+    @property
     def nominal_sparsity(self) -> float:
         """What papers quote: the part of image-to-image attention that tiles alone leave out."""
         return 1 - 1 / self.tiles

@@ -36,8 +36,8 @@ class Handle:
             _take_out(family)
 
     def summary(self) -> Summary:
-        """What each layer did in the last forward, or why it stayed dense. Print it for a table."""
-        return Summary({name: family.report() for name, family in self._families.items()})
+        """What each layer did in the last sparse forward, or why there was none. Print it for a table."""
+        return _summary(self._families)
 
     def plans(self) -> dict[str, Any]:
         """What the methods decided for the last forward of each denoiser; without those that were dense."""
@@ -100,9 +100,16 @@ def remove(target: Any) -> None:
 
 
 def summary(target: Any) -> Summary:
-    """What the methods in a pipeline or model did in the last forward: see `Handle.summary`."""
+    """What the methods in a pipeline or model did: see `Handle.summary`."""
     applied = {name: Family.of(model) for name, model in _denoisers(target).items()}
-    return Summary({name: family.report() for name, family in applied.items() if family})
+    return _summary({name: family for name, family in applied.items() if family})
+
+
+def _summary(families: dict[str, Family]) -> Summary:
+    return Summary(
+        {name: family.report() for name, family in families.items()},
+        {name: family.outcomes for name, family in families.items()},
+    )
 
 
 def _denoisers(target: Any) -> dict[str, torch.nn.Module]:

@@ -1,6 +1,7 @@
 """What every model family offers to `apply`."""
 
 from abc import ABC, abstractmethod
+from collections import Counter
 from types import MethodType
 from typing import Any
 
@@ -37,7 +38,10 @@ class Family(ABC):
 
     @abstractmethod
     def report(self) -> list[LayerReport]:
-        """What each attention layer did in the last forward, in running order."""
+        """What each attention layer did, in running order: in the last sparse forward, or in the last if none was."""
+
+    outcomes: Counter[str]
+    """How many forwards there were since `apply`, by the reason why they were dense; "" counts the sparse ones."""
 
     @property
     @abstractmethod

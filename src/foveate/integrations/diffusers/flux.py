@@ -9,7 +9,8 @@ every forward the block table of their phase; dense layers keep the processor th
 
 import inspect
 import logging
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -55,9 +56,27 @@ class _Ran(NamedTuple):
 
 
 _outside_compiled_code = torch.compiler.disable(
-    reason="foveate reads the image grid outside compiled code: instead of the whole model with fullgraph=True, "
-    "compile its blocks with model.compile_repeated_blocks(fullgraph=True)"
+    reason="foveate reads the image grid outside compiled code; should that break a graph that must be whole, "
+    "compile the blocks instead: model.compile_repeated_blocks(fullgraph=True)"
 )
+
+
+class _KeepTables:
+    """Gradient checkpointing that runs a block again with the table it had, whatever forwards came in between."""
+
+    def __init__(self, original: Callable[..., Any]) -> None:
+        self.original = original
+
+    def __call__(self, block: Any, *args: Any) -> Any:
+        processor = block.attn.processor
+        table = getattr(processor, "table", None)
+
+        def run(*args: Any) -> Any:
+            if isinstance(processor, Borrowed):
+                processor.table = table
+            return block(*args)
+
+        return self.original(run, *args)
 
 
 class Flux(Family):
@@ -74,8 +93,8 @@ class Flux(Family):
             )
         self.clock = Clock(pipeline)
         self.layers = list(self._borrow())
-        self.ran = _Ran(None, "no forward yet")
-        self._logged: set[str] = set()
+        self.ran = self.shown = _Ran(None, "no forward yet")
+        self.outcomes: Counter[str] = Counter()  # forwards by the reason why they were dense; "" is sparse
         self._hooks = [
             model.register_forward_pre_hook(self.enter, with_kwargs=True),
             model.register_forward_hook(self.leave),
@@ -107,6 +126,8 @@ class Flux(Family):
         """Give the model back: a processor that someone else has set since stays."""
         for hook in self._hooks:
             hook.remove()
+        if isinstance(again := self.model._gradient_checkpointing_func, _KeepTables):
+            self.model._gradient_checkpointing_func = again.original
         for layer in self.layers:
             if isinstance(layer.attn.processor, Borrowed):
                 layer.attn.set_processor(layer.attn.processor.original)
@@ -117,22 +138,22 @@ class Flux(Family):
         return self.ran.plan
 
     def report(self) -> list[LayerReport]:
-        """One row for each attention layer, in running order."""
+        """One row for each attention layer: of the last sparse forward, or of the last if none was sparse."""
         return [self._report(layer) for layer in self.layers]
 
     def _report(self, layer: _Layer) -> LayerReport:
-        plan = self.ran.plan
+        plan = self.shown.plan
         if plan is None or layer.processor is None or layer.attn.processor is not layer.processor:
             return LayerReport(layer.name, "dense", why=self._why_dense(layer))
         table = plan.tables[layer.phase]
         every_pair = table.query_tokens * table.key_tokens
         return LayerReport(
             layer.name,
-            f"HilbertA T={plan.tiles}",
-            dispatch.choose("block_attention", torch.device(self.ran.device)).name,
+            plan.title,
+            dispatch.choose("block_attention", torch.device(self.shown.device)).name,
             plan.nominal_sparsity,
             table.sparsity(),
-            4 * (every_pair - table.pairs()) * self.ran.batch * layer.attn.inner_dim,
+            4 * (every_pair - table.pairs()) * self.shown.batch * layer.attn.inner_dim,
         )
 
     def _why_dense(self, layer: _Layer) -> str:
@@ -140,7 +161,7 @@ class Flux(Family):
             return "named in dense_layers"
         if layer.attn.processor is not layer.processor:
             return f"a {type(layer.attn.processor).__name__} was set after apply: remove and apply again"
-        return self.ran.why
+        return self.shown.why
 
     # --- one forward ---
 
@@ -156,9 +177,14 @@ class Flux(Family):
         except StaysDense as reason:
             plan = None
             self.ran = _Ran(None, str(reason))
-            if str(reason) not in self._logged:
-                self._logged.add(str(reason))
+            if not self.outcomes[str(reason)]:
                 log.warning("HilbertA stays dense: %s", reason)
+        self.outcomes[self.ran.why] += 1
+        if plan or not self.outcomes[""]:
+            self.shown = self.ran
+        if torch.is_grad_enabled() and self.model.gradient_checkpointing:
+            again = self.model._gradient_checkpointing_func
+            self.model._gradient_checkpointing_func = again if isinstance(again, _KeepTables) else _KeepTables(again)
         for layer in self.layers:
             if layer.processor:
                 layer.processor.table = plan.tables[layer.phase] if plan else None

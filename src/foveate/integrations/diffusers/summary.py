@@ -1,6 +1,7 @@
 """What ran, layer by layer."""
 
 import io
+from collections import Counter
 from typing import NamedTuple
 
 from rich.console import Console
@@ -10,7 +11,7 @@ __all__ = ["LayerReport", "Summary"]
 
 
 class LayerReport(NamedTuple):
-    """What one attention layer did in the last forward.
+    """What one attention layer did in the last sparse forward, or in the last if none was sparse.
 
     Attributes:
         layer: Its name in the model, e.g. "transformer_blocks.3.attn".
@@ -32,9 +33,15 @@ class LayerReport(NamedTuple):
 
 
 class Summary(NamedTuple):
-    """One report per layer for every denoiser; `print` shows it as a table."""
+    """One report per layer for every denoiser; `print` shows it as a table.
+
+    Attributes:
+        models: Reports of the layers of each denoiser.
+        outcomes: How many forwards each denoiser made since `apply`, by the reason why they were dense ("": sparse).
+    """
 
     models: dict[str, list[LayerReport]]
+    outcomes: dict[str, Counter[str]]
 
     @property
     def layers(self) -> list[LayerReport]:
@@ -44,7 +51,7 @@ class Summary(NamedTuple):
     def __str__(self) -> str:
         console = Console(file=io.StringIO(), width=140, force_terminal=False)
         for name, layers in self.models.items():
-            table = Table("layer", "method", "backend", title=name, title_justify="left")
+            table = Table("layer", "method", "backend", title=f"{name}: {self._forwards(name)}", title_justify="left")
             for column in ("nominal", "true", "GFLOP saved"):
                 table.add_column(column, justify="right")
             table.add_column("why dense", overflow="fold")
@@ -53,3 +60,9 @@ class Summary(NamedTuple):
                 table.add_row(r.layer, r.method, r.backend, *numbers, r.why)
             console.print(table)
         return console.file.getvalue().rstrip()  # type: ignore[attr-defined]
+
+    def _forwards(self, name: str) -> str:
+        """In words: 14 of 28 forwards sparse; 14 dense: this step lies outside the window."""
+        outcomes = self.outcomes[name]
+        dense = [f"{count} dense: {why}" for why, count in outcomes.items() if why and count]
+        return "; ".join([f"{outcomes['']} of {outcomes.total()} forwards sparse", *dense])
