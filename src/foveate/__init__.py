@@ -1,6 +1,6 @@
 """Foveate: cheaper transformers that attend only where it matters.
 
-Example:
+Examples:
     >>> with foveate.apply(pipe, foveate.HilbertA(tiles=16)) as run:
     ...     image = pipe("a lighthouse at dusk", height=2048, width=2048).images[0]
     >>> print(run.summary())

@@ -39,7 +39,7 @@ class HilbertA(Method):
         align: Tile borders are snapped to multiples of this many tokens. None takes 64, or 16 for tiles below 128
             tokens: no change on grids of 64 x 64 and 128 x 128.
 
-    Example:
+    Examples:
         >>> plan = HilbertA(tiles=16).plan(grids=((64, 64),), text=512)
         >>> f"{plan.tables[0].sparsity():.3f}"
         '0.650'

@@ -65,7 +65,7 @@ def block_attention(
     Raises:
         ValueError: If shapes, dtypes or devices of q, k and v do not fit each other, or their token counts the table.
 
-    Example:
+    Examples:
         >>> from foveate.ops.block_table import block_starts, block_table
         >>> q = k = v = torch.randn(1, 4, 1000, 64)
         >>> starts = block_starts(1000)

@@ -114,7 +114,7 @@ def block_table(
         query_starts: First token of every query block, and behind them the number of tokens: see `block_starts`.
         key_starts: The same for key blocks; those of the queries if left out.
 
-    Example:
+    Examples:
         >>> starts = block_starts(1000)  # 15 blocks of 64 and one of 40
         >>> neighbours = [range(max(0, i - 1), min(16, i + 2)) for i in range(16)]
         >>> block_table(neighbours, starts).pairs()
@@ -146,7 +146,7 @@ def block_starts(*runs: int, block: int = 64) -> Int[Tensor, "blocks_plus_1"]:
 
     The last block of each run may be shorter; runs never share a block; an empty run has none.
 
-    Example:
+    Examples:
         >>> block_starts(100, 128).tolist()
         [0, 64, 100, 164, 228]
 

@@ -206,7 +206,7 @@ def hilbert_order(height: int, width: int, device: torch.device | str | None = N
     neighbours, but for one diagonal step when the longer side is odd and the shorter even (and above 2): there no walk
     over all cells connects these two corners (colour the cells as a chessboard to see it).
 
-    Example:
+    Examples:
         >>> hilbert_order(2, 2).tolist()  # up, right, down
         [2, 0, 1, 3]
 

@@ -55,7 +55,7 @@ class Handle:
 def apply(target: Any, *methods: Method) -> Handle:
     """Make a diffusers pipeline, or a bare denoiser, run with these methods until the handle is removed.
 
-    Example:
+    Examples:
         >>> with foveate.apply(pipe, foveate.HilbertA(tiles=16)) as run:
         ...     image = pipe("a lighthouse at dusk", height=2048, width=2048).images[0]
         >>> print(run.summary())
