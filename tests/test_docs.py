@@ -1,0 +1,47 @@
+"""Laws of the documentation: what it shows runs."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+DOCS = Path(__file__).parent.parent / "docs"
+
+
+def samples(page):
+    """The Python samples of a page, in order."""
+    return re.findall(r"^```python\n(.*?)^```", (DOCS / page).read_text(), flags=re.DOTALL | re.MULTILINE)
+
+
+def run(folder, *arguments):
+    path = [str(folder), str(Path(__file__).parent)]
+    setup = f"import sys, runpy; sys.path[:0] = {path}; sys.argv = {list(arguments)}; "
+    result = subprocess.run(
+        [sys.executable, "-c", setup + "runpy.run_module(sys.argv[0], run_name='__main__', alter_sys=True)"],
+        capture_output=True,
+        text=True,
+        cwd=folder,
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+    return result.stdout
+
+
+def test_the_smallest_family_serves_its_model_and_prints_the_summary_shown(tmp_path):
+    for name, sample in zip(("tiny_dit", "tiny_family", "check"), samples("add-a-model.md"), strict=True):
+        (tmp_path / f"{name}.py").write_text(sample)
+    printed = run(tmp_path, "check")
+    page = (DOCS / "add-a-model.md").read_text()
+    for line in printed.strip().splitlines():
+        assert line.rstrip() in page
+
+
+def test_the_sample_method_passes_its_sample_tests(tmp_path):
+    method, tests, *_ = samples("add-a-method.md")
+    (tmp_path / "banded.py").write_text(method)
+    (tmp_path / "test_banded.py").write_text(tests.replace("foveate.methods.banded", "banded"))
+    assert "6 passed" in run(tmp_path, "pytest", "test_banded.py")
+
+
+def test_the_block_attention_page_runs_from_top_to_bottom(tmp_path):
+    (tmp_path / "page.py").write_text("\n".join(samples("block-attention.md")))
+    run(tmp_path, "page")
