@@ -2,6 +2,7 @@
 
 import copy
 import io
+from types import SimpleNamespace
 
 import accelerate
 import pytest
@@ -15,6 +16,7 @@ from peft import LoraConfig
 import foveate
 from foveate import HilbertA
 from foveate.integrations.diffusers.family import Family
+from foveate.integrations.diffusers.flux import grids_of
 from foveate.integrations.diffusers.flux_processors import SparseProcessor
 from foveate.ops.block_table import BlockTable
 
@@ -222,6 +224,21 @@ def test_ids_that_are_no_raster_stay_dense(model, change):
     dense_because(model, x | {"img_ids": change(x["img_ids"])}, HilbertA(tiles=4), "no complete raster")
 
 
+def test_a_raster_is_known_behind_rounded_ids():
+    rounded = tiny.ids((3, 301), (300, 2)).bfloat16()  # whole numbers above 256 lose their last bit
+    assert grids_of(rounded) == ((3, 301), (300, 2))
+
+
+def test_a_plan_made_in_inference_mode_can_be_trained_with(model):
+    x = tiny.inputs((13, 27))  # a size that no other test has planned for
+    with foveate.apply(model, HilbertA(tiles=3)), torch.enable_grad():
+        with torch.inference_mode():
+            want = model(**x)[0].clone()
+        got = model(**x)[0]
+        got.square().sum().backward()
+    assert torch.equal(got, want)
+
+
 def test_a_raster_may_start_anywhere(model):
     x = tiny.inputs(GRID)
     x["img_ids"] = x["img_ids"] + torch.tensor([0, 7, -3])
@@ -236,6 +253,18 @@ def test_small_images_and_masks_stay_dense(model):
     dense_because(model, x, HilbertA(), "16 x 20 image tokens are too few")
     mask = torch.ones(335, 335, dtype=torch.bool).tril()
     dense_because(model, x | {"joint_attention_kwargs": {"attention_mask": mask}}, HilbertA(tiles=4), "mask")
+
+
+def test_a_window_of_steps_stays_dense_where_no_scheduler_tells_the_step(model):
+    class Pipeline:
+        transformer = model
+        scheduler = SimpleNamespace(timesteps=[1.0, 0.5])
+
+    pipeline = Pipeline()
+    for window, dense in (({"start_percent": 0.5}, True), ({}, False)):
+        with foveate.apply(pipeline, HilbertA(tiles=4, **window)) as run:
+            model(**tiny.inputs(GRID))
+            assert all(("no scheduler tells the step" in row.why) == dense for row in run.summary().layers)
 
 
 def test_split_tokens_stay_dense(model):

@@ -194,6 +194,7 @@ def _table(curves: list[_Curve], phase: int, prefix: int, block: int) -> BlockTa
 
 
 @lru_cache(maxsize=64)
+@torch.inference_mode(False)  # a plan outlives the call that made it, and may be trained with
 def _plan(method: HilbertA, grids: tuple[Grid, ...], text: int, block: int, device: str) -> HilbertPlan:
     tiles = method.tiles_for(grids[0])
     prefix: list[Tensor] = []

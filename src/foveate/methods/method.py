@@ -58,6 +58,11 @@ class Method:
                 ) from None
         return frozenset(layers)
 
+    @property
+    def always(self) -> bool:
+        """Whether the method works in every step, so that nobody needs to know which one it is."""
+        return (self.start_percent, self.end_percent) == (0, 1)
+
     def covers(self, progress: float) -> bool:
         """Whether the method works at this fraction of the denoising run."""
         return self.start_percent <= progress <= self.end_percent

@@ -122,6 +122,7 @@ def _order(make: Callable[..., npt.NDArray[np.int64]]) -> Callable[..., Tensor]:
     """Check the sizes, cache by size and device."""
 
     @lru_cache(maxsize=64)
+    @torch.inference_mode(False)  # orders outlive the call that made them, and may be trained with
     def cached(*sizes: int, device: torch.device) -> Tensor:
         return torch.from_numpy(make(*sizes)).to(device)
 

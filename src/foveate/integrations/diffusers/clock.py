@@ -13,10 +13,10 @@ class Clock:
         self._pipeline = None if pipeline is None else weakref.ref(pipeline)
 
     def __call__(self) -> float | None:
-        """Fraction of the steps that are done; None where there is no scheduler to ask."""
+        """Fraction of the steps that are done; None where no scheduler tells."""
         pipeline = self._pipeline() if self._pipeline else None
-        scheduler = getattr(pipeline, "scheduler", None)
-        if scheduler is None or not len(getattr(scheduler, "timesteps", [])):
+        scheduler: Any = getattr(pipeline, "scheduler", None)
+        if not hasattr(scheduler, "step_index") or not len(scheduler.timesteps):
             return None
         step = scheduler.step_index if scheduler.step_index is not None else scheduler.begin_index or 0
         return step / len(scheduler.timesteps)

@@ -87,7 +87,7 @@ class Flux(Family):
             given = " + ".join(type(method).__name__ for method in methods)
             raise ValueError(f"Flux takes one HilbertA so far, not {given}")
         self.model, self.method = model, methods[0]
-        if pipeline is None and (self.method.start_percent, self.method.end_percent) != (0, 1):
+        if pipeline is None and not self.method.always:
             raise ValueError(
                 "start_percent and end_percent need a scheduler to tell the step: apply to the pipeline, not the model"
             )
@@ -208,9 +208,11 @@ class Flux(Family):
 
     def _plan(self, inputs: dict[str, Any]) -> HilbertPlan:
         image, text = inputs["hidden_states"], inputs["encoder_hidden_states"]
-        progress = self.clock()
-        if progress is not None and not self.method.covers(progress):
-            raise StaysDense("this step lies outside start_percent to end_percent")
+        if not self.method.always:
+            if (progress := self.clock()) is None:
+                raise StaysDense("no scheduler tells the step, and start_percent to end_percent is part of the run")
+            if not self.method.covers(progress):
+                raise StaysDense("this step lies outside start_percent to end_percent")
         if (inputs.get("joint_attention_kwargs") or {}).get("attention_mask") is not None:
             raise StaysDense("an attention mask was passed")
         if any(layer.processor and layer.processor._parallel_config is not None for layer in self.layers):
@@ -241,7 +243,7 @@ def grids_of(ids: Tensor) -> tuple[tuple[int, int], ...]:
     version = None if ids.is_inference() else ids._version
     known = _GRIDS.get(ids)
     if known is None or known[0] != version:
-        known = _GRIDS[ids] = version, _read_grids(ids.detach().cpu().float())
+        known = _GRIDS[ids] = version, _read_grids(ids.detach().cpu())
     return known[1]
 
 
@@ -257,9 +259,10 @@ def _read_grids(ids: Tensor) -> tuple[tuple[int, int], ...]:
 
 
 def _read_grid(cells: Tensor) -> tuple[int, int]:
-    height, width = (int(side) for side in cells.amax(0) - cells.amin(0) + 1)
-    if height * width == len(cells):
-        raster = torch.cartesian_prod(torch.arange(height), torch.arange(width)) + cells[0]
-        if torch.equal(raster, cells):
-            return height, width
-    raise StaysDense(f"img_ids are no complete raster of unit steps ({len(cells)} ids over {height} x {width})")
+    later_rows = (cells[:, 0] != cells[0, 0]).nonzero()
+    width = int(later_rows[0]) if len(later_rows) else len(cells)
+    height = len(cells) // width
+    raster = torch.cartesian_prod(torch.arange(height), torch.arange(width)) + cells[0].double()
+    if not torch.equal(raster.to(cells.dtype), cells):  # half-precision ids are rounded; then so is the raster
+        raise StaysDense(f"img_ids are no complete raster of unit steps ({len(cells)} ids, {width} in the first row)")
+    return height, width
