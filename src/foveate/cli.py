@@ -33,7 +33,10 @@ Model = Annotated[
 Size = Annotated[
     str | None, typer.Option(help="Pixels: 1024, or WIDTHxHEIGHT. [dim]default: 256 for the small Flux, else 1024[/]")
 ]
-Steps = Annotated[int, typer.Option(min=1, max=1000, help="Denoising steps.")]
+Steps = Annotated[
+    int | None,
+    typer.Option(min=1, max=1000, help="Denoising steps. [dim]default: 4 for the small Flux, else 28[/]"),
+]
 Guidance = Annotated[
     float | None, typer.Option(min=0, max=1000, help="Guidance scale. [dim]default: the pipeline's[/]")
 ]
@@ -84,7 +87,7 @@ def generate(
     option: Annotated[
         list[str] | None, typer.Option("--option", "-o", help="Any option of the method: -o centre=0 -o period=2.")
     ] = None,
-    steps: Steps = 28,
+    steps: Steps = None,
     guidance: Guidance = None,
     seed: Seed = 0,
     out: Annotated[Path | None, typer.Option(help="PNG to write. [dim]default: named after the prompt[/]")] = None,
@@ -103,7 +106,7 @@ def generate(
 
     path = out or Path(f"{slug(prompt)}-{seed}.png")
     with _progress() as track:
-        advance = track(chosen.title if chosen else "dense", steps)
+        advance = track(chosen.title if chosen else "dense", request.steps)
         if chosen is None:
             image, summary = draw(pipe, request, advance), None
         else:
@@ -123,7 +126,7 @@ def compare(
     prompt: Annotated[str, typer.Argument(help="What to draw.")],
     model: Model = "",
     size: Size = None,
-    steps: Steps = 4,
+    steps: Steps = None,
     guidance: Guidance = None,
     seed: Seed = 0,
     rounds: Annotated[int, typer.Option(min=1, max=1000, help="How often each variant's step is timed.")] = 3,
@@ -200,7 +203,7 @@ def _prepare(
     prompt: str,
     model: str,
     size: str | None,
-    steps: int,
+    steps: int | None,
     guidance: float | None,
     seed: int,
     device: str,
@@ -208,6 +211,7 @@ def _prepare(
 ) -> tuple[Any, Any, dict[str, str]]:
     """(pipeline, request, settings), checked."""
     height, width = _size(size or ("1024" if model else "256"))
+    steps = steps or (28 if model else 4)
     console.print(f"loading {model or 'the small Flux'}")
     try:
         from diffusers.utils import logging
