@@ -95,7 +95,8 @@ def full_size_pipeline(device: torch.device, dtype: torch.dtype) -> FluxPipeline
 
 def random_step(transformer: FluxTransformer2DModel, side: int, text: int = 512) -> dict[str, Any]:
     """Arguments of one forward over side x side image tokens, of random numbers."""
-    config, like = transformer.config, {"device": transformer.device, "dtype": transformer.dtype}
+    config: Any = transformer.config
+    like: dict[str, Any] = {"device": transformer.device, "dtype": transformer.dtype}
     return {
         "hidden_states": torch.randn(1, side * side, config.in_channels, **like),
         "encoder_hidden_states": torch.randn(1, text, config.joint_attention_dim, **like),
