@@ -191,9 +191,10 @@ def _outline(picture: Image.Image, labels: npt.NDArray[np.generic], colour: str,
     border[:, :-1] |= across
     border[1:] |= down
     border[:-1] |= down
-    line = Image.fromarray(border)
+    line = Image.fromarray(border).convert("L")
     for reach, ink in ((pen, INK), (pen - 1, colour)):
-        picture.paste(ink, mask=line.convert("L").filter(ImageFilter.MaxFilter(2 * reach + 1)))
+        # some releases of Pillow crash on a filter of one pixel
+        picture.paste(ink, mask=line.filter(ImageFilter.MaxFilter(2 * reach + 1)) if reach else line)
 
 
 def _used(starts: Int[Tensor, "blocks_plus_1"]) -> int:
