@@ -136,7 +136,7 @@ def test_ctrl_c_while_drawing_leaves_no_half_picture(folder, tmp_path, monkeypat
         (["--device", "cuda:63"], "there is no cuda:63 on this machine: use --device cpu"),
         (["--device", "quantum"], "unknown device 'quantum'"),
         (["--dtype", "int4"], "unknown dtype 'int4'"),
-        (["--steps", "0"], "greater than or equal to 1"),
+        (["--steps", "0"], "--steps"),
         (["--guidance", "-1"], "--guidance"),
         (["--seed", "-1"], "--seed"),
     ],
