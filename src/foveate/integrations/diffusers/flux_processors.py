@@ -51,6 +51,11 @@ def _sparse_attention(
     return attn.to_out[1](attn.to_out[0](image_out)), attn.to_add_out(text_out), image_q
 
 
+def _of_original(name: str) -> property:
+    """An attribute that is read and set on the borrowed processor."""
+    return property(lambda self: getattr(self.original, name), lambda self, value: setattr(self.original, name, value))
+
+
 class Borrowed:
     """A processor in the place of another; what diffusers sets on it reaches the other too.
 
@@ -62,21 +67,8 @@ class Borrowed:
     original: Any
     table: BlockTable | None
 
-    @property
-    def _attention_backend(self) -> Any:
-        return self.original._attention_backend
-
-    @_attention_backend.setter
-    def _attention_backend(self, value: Any) -> None:
-        self.original._attention_backend = value
-
-    @property
-    def _parallel_config(self) -> Any:
-        return self.original._parallel_config
-
-    @_parallel_config.setter
-    def _parallel_config(self, value: Any) -> None:
-        self.original._parallel_config = value
+    _attention_backend = _of_original("_attention_backend")
+    _parallel_config = _of_original("_parallel_config")
 
 
 class SparseProcessor(Borrowed):
@@ -110,14 +102,7 @@ class SparseIPAdapterProcessor(Borrowed, FluxIPAdapterAttnProcessor):
         self.__dict__["original"] = original  # not as a submodule: its weights are there already
         self.table = None
 
-    @property
-    def scale(self) -> list[float]:
-        """How much each image prompt counts."""
-        return self.original.scale
-
-    @scale.setter
-    def scale(self, value: list[float]) -> None:
-        self.original.scale = value
+    scale = _of_original("scale")
 
     def __call__(
         self,
