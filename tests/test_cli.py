@@ -136,6 +136,8 @@ def test_ctrl_c_while_drawing_leaves_no_half_picture(folder, tmp_path, monkeypat
         (["--device", "cuda:63"], "there is no cuda:63 on this machine: use --device cpu"),
         (["--device", "quantum"], "unknown device 'quantum'"),
         (["--dtype", "int4"], "unknown dtype 'int4'"),
+        (["--out", "picture.jpg"], "not picture.jpg: end it with .png"),
+        (["--out", "."], "not .: end it with .png"),
         (["--steps", "0"], "--steps"),
         (["--guidance", "-1"], "--guidance"),
         (["--seed", "-1"], "--seed"),
@@ -146,6 +148,24 @@ def test_bad_input_is_one_clear_line_and_exit_code_2(folder, tmp_path, arguments
     assert result.exit_code == 2, result.output
     assert message in " ".join(result.output.replace("│", " ").split())
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_file_in_the_place_of_the_folder_is_refused_before_anything_is_drawn(folder, tmp_path):
+    (tmp_path / "taken").write_text("mine")
+    result = run("compare", "a cat", "--model", folder, *SMALL, "--out", "taken")
+    assert result.exit_code == 2
+    assert "taken is a file" in result.output
+    assert (tmp_path / "taken").read_text() == "mine"
+
+
+def test_an_error_without_a_message_is_still_one_line(folder, monkeypatch):
+    def silent(*_args, **_more):
+        raise OSError
+
+    monkeypatch.setattr("foveate.integrations.diffusers.pipelines.draw", silent)
+    result = run("generate", "a cat", "--model", folder, *SMALL)
+    assert result.exit_code == 2
+    assert "without saying what" in result.output
 
 
 def test_folders_that_hold_no_usable_pipeline_are_named(folder, tmp_path):

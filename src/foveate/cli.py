@@ -67,7 +67,8 @@ def clear_errors(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def _fail(message: str) -> None:
-    console.print(f"[bold red]error:[/] {escape(message.splitlines()[0])}", soft_wrap=True)
+    first_line = message.splitlines()[0] if message else "something failed without saying what"
+    console.print(f"[bold red]error:[/] {escape(first_line)}", soft_wrap=True)
     raise typer.Exit(2)
 
 
@@ -99,6 +100,8 @@ def generate(
     foveate generate "a lighthouse" --model black-forest-labs/FLUX.1-dev --size 2048 --method hilberta --tiles 16
     """
     chosen = _method(method, tiles, option or [])
+    if out and (out.suffix.lower() != ".png" or out.is_dir()):
+        raise ValueError(f"--out names the PNG file to write, not {out}: end it with .png")
     pipe, request, settings = _prepare(prompt, model, size, steps, guidance, seed, device, dtype)
     from foveate.files import slug, write_picture
     from foveate.integrations.diffusers.apply import apply
@@ -138,6 +141,8 @@ def compare(
 
     foveate compare "a red apple above a blue car"
     """
+    if out.exists() and not out.is_dir():
+        raise ValueError(f"--out names a folder for the page, but {out} is a file: name another")
     pipe, request, settings = _prepare(prompt, model, size, steps, guidance, seed, device, dtype)
     from foveate import compare as side_by_side
 
