@@ -1,0 +1,200 @@
+"""Scenes of emoji: what a caption says and where everything stands, drawn from a seed, without end."""
+
+import random
+import zlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from foveate.demo.atlas import NAMES
+
+__all__ = ["BACKGROUNDS", "LAYOUTS", "Layout", "Relation", "Scene", "Scenes", "held_out", "render", "scenes"]
+
+BACKGROUNDS = {
+    "white": (255, 255, 255),
+    "gray": (160, 165, 170),
+    "black": (30, 30, 34),
+    "red": (214, 72, 66),
+    "orange": (246, 164, 84),
+    "yellow": (250, 226, 124),
+    "green": (126, 196, 128),
+    "blue": (104, 164, 232),
+    "purple": (166, 124, 208),
+    "pink": (250, 184, 204),
+    "brown": (146, 106, 78),
+    "turquoise": (112, 212, 208),
+}
+HELD_OUT_EACH = 20  # one combination of objects and background in 20 is never trained on
+UNSAID = 0.15  # of the captions leave the background to the painter
+
+
+class Relation(NamedTuple):
+    """Object number `first` is "above", "left of" or "beside" object number `second`."""
+
+    first: int
+    kind: str
+    second: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """What a sentence means: where its objects stand (x, y of a unit square), how large, how freely."""
+
+    sentence: str
+    places: tuple[tuple[float, float], ...]
+    sizes: tuple[float, float]
+    jitter: tuple[float, float]
+    relations: tuple[Relation, ...] = ()
+
+
+_UPPER, _LOWER, _LEFT, _RIGHT = (0.5, 0.27), (0.5, 0.73), (0.27, 0.5), (0.73, 0.5)
+_COLUMN, _ROW = {"sizes": (0.34, 0.44), "jitter": (0.15, 0.03)}, {"sizes": (0.34, 0.44), "jitter": (0.03, 0.15)}
+_TRIANGLE = {"sizes": (0.34, 0.42), "jitter": (0.04, 0.03)}
+_THREE = {"sizes": (0.26, 0.31), "jitter": (0.01, 0.15)}
+LAYOUTS = (
+    Layout(sentence="{0}", places=((0.5, 0.5),), sizes=(0.5, 0.75), jitter=(0.08, 0.08)),
+    Layout(sentence="{0} above {1}", places=(_UPPER, _LOWER), relations=(Relation(0, "above", 1),), **_COLUMN),
+    Layout(sentence="{0} below {1}", places=(_LOWER, _UPPER), relations=(Relation(1, "above", 0),), **_COLUMN),
+    Layout(sentence="{0} to the left of {1}", places=(_LEFT, _RIGHT), relations=(Relation(0, "left of", 1),), **_ROW),
+    Layout(sentence="{0} to the right of {1}", places=(_RIGHT, _LEFT), relations=(Relation(1, "left of", 0),), **_ROW),
+    Layout(sentence="{0} next to {1}", places=(_LEFT, _RIGHT), relations=(Relation(0, "beside", 1),), **_ROW),
+    Layout(
+        sentence="{0}, {1} and {2}",
+        places=((0.18, 0.5), (0.5, 0.5), (0.82, 0.5)),
+        relations=(Relation(0, "left of", 1), Relation(1, "left of", 2)),
+        **_THREE,
+    ),
+    Layout(
+        sentence="{0} between {1} and {2}",
+        places=((0.5, 0.5), (0.18, 0.5), (0.82, 0.5)),
+        relations=(Relation(1, "left of", 0), Relation(0, "left of", 2)),
+        **_THREE,
+    ),
+    Layout(
+        sentence="{0} above {1} and {2}",
+        places=((0.5, 0.27), (0.27, 0.73), (0.73, 0.73)),
+        relations=(Relation(0, "above", 1), Relation(0, "above", 2), Relation(1, "left of", 2)),
+        **_TRIANGLE,
+    ),
+    Layout(
+        sentence="{0} below {1} and {2}",
+        places=((0.5, 0.73), (0.27, 0.27), (0.73, 0.27)),
+        relations=(Relation(1, "above", 0), Relation(2, "above", 0), Relation(1, "left of", 2)),
+        **_TRIANGLE,
+    ),
+)
+
+
+@dataclass(frozen=True)
+class Scene:
+    """One picture to be: its caption and the truth behind it."""
+
+    caption: str
+    objects: tuple[int, ...]
+    """Indices into `NAMES`, in the order of the sentence."""
+    boxes: tuple[tuple[float, float, float], ...]
+    """Of each object: x and y of the centre and the side, as fractions of the picture's side."""
+    background: str
+    said: bool
+    """Whether the caption names the background."""
+    relations: tuple[Relation, ...]
+
+    @property
+    def held_out(self) -> bool:
+        """Whether the combination is kept for evaluation: nothing with these objects and background is trained on."""
+        return held_out(self.objects, self.background)
+
+
+def held_out(objects: Sequence[int], background: str) -> bool:
+    """Whether scenes of these objects, in any order and relation, on this background are kept for evaluation."""
+    words = ",".join([*sorted(NAMES[index] for index in objects), background])
+    return zlib.crc32(words.encode()) % HELD_OUT_EACH == 0
+
+
+def scenes(seed: int, *, evaluation: bool = False, most: int = 3) -> Iterator[Scene]:
+    """Random scenes without end: for training, or those that training never sees.
+
+    Args:
+        seed: The same seed gives the same scenes.
+        evaluation: Only held-out combinations instead of only the others; their captions say everything.
+        most: Objects in a picture at most.
+    """
+    chance = random.Random(f"{'evaluation' if evaluation else 'training'} {seed}")
+    while True:
+        scene = _scene(chance, most, 0.0 if evaluation else UNSAID)
+        if scene.held_out == evaluation:
+            yield scene
+
+
+def _scene(chance: random.Random, most: int, unsaid: float) -> Scene:
+    count = chance.randint(1, most)
+    layout = chance.choice([layout for layout in LAYOUTS if len(layout.places) == count])
+    objects = tuple(chance.sample(range(len(NAMES)), count))
+    background = chance.choice(list(BACKGROUNDS))
+    said = chance.random() >= unsaid
+    sentence = layout.sentence.format(*(NAMES[index] for index in objects))
+    boxes = tuple(
+        (x + chance.uniform(-1, 1) * layout.jitter[0], y + chance.uniform(-1, 1) * layout.jitter[1], side)
+        for (x, y), side in ((place, chance.uniform(*layout.sizes)) for place in layout.places)
+    )
+    ending = f" on a {background} background" if said else ""
+    if background == "orange" and said:
+        ending = " on an orange background"
+    return Scene(sentence + ending, objects, boxes, background, said, layout.relations)
+
+
+class Scenes(NamedTuple):
+    """A batch of scenes as tensors; an object slot that is not used holds -1."""
+
+    objects: Int[Tensor, "batch slots"]
+    boxes: Float[Tensor, "batch slots 3"]
+    background: Float[Tensor, "batch 3"]
+
+    @classmethod
+    def of(cls, batch: Sequence[Scene], slots: int = 3) -> "Scenes":
+        """The batch, without its captions."""
+        empty = slots * (-1,), slots * ((0.5, 0.5, 1.0),)
+        return cls(
+            torch.tensor([(*scene.objects, *empty[0])[:slots] for scene in batch]),
+            torch.tensor([(*scene.boxes, *empty[1])[:slots] for scene in batch]),
+            torch.tensor([BACKGROUNDS[scene.background] for scene in batch]) / 255,
+        )
+
+    def to(self, device: torch.device | str) -> "Scenes":
+        """The batch on a device."""
+        return Scenes(*(part.to(device, non_blocking=True) for part in self))
+
+
+def render(atlas: Float[Tensor, "emoji 4 cell cell"], scenes: Scenes, side: int) -> Float[Tensor, "batch 3 side side"]:
+    """The pictures of scenes, from 0 to 1, on the atlas's device. Later objects stand in front."""
+    picture = scenes.background[:, :, None, None].expand(-1, -1, side, side).to(atlas)
+    for slot in range(scenes.objects.shape[1]):
+        index, (x, y, size) = scenes.objects[:, slot], scenes.boxes[:, slot].to(atlas).unbind(-1)
+        emoji = atlas[index.clamp(min=0)] * (index >= 0)[:, None, None, None]
+        cell = atlas.shape[-1]
+        rows, columns = _resample(y, size, side, cell), _resample(x, size, side, cell)
+        drawn = rows[:, None] @ emoji @ columns[:, None].mT
+        picture = drawn[:, :3] + (1 - drawn[:, 3:]) * picture
+    return picture.clamp(0, 1)
+
+
+def _resample(
+    centre: Float[Tensor, " batch"], size: Float[Tensor, " batch"], side: int, cell: int
+) -> Float[Tensor, "batch side cell"]:
+    """How much each of `cell` source pixels gives to each of `side` target pixels: a triangle, as wide as the coarser.
+
+    As an antialiased bilinear resize does; what lies outside the source gives nothing.
+    """
+    pixels = (torch.arange(side, device=centre.device) + 0.5) / side
+    scale = size * side / cell  # target pixels to a source pixel
+    position = ((pixels - centre[:, None]) / size[:, None] + 0.5) * cell - 0.5  # in source pixels
+    distance = (position[:, :, None] - torch.arange(cell, device=centre.device)).abs()
+    width = (1 / scale).clamp(min=1)[:, None, None]
+    weights = (1 - distance / width).clamp(min=0)
+    inside = weights.sum(-1, keepdim=True).clamp(min=1e-6)
+    reach = width  # the triangle's whole area in source pixels
+    return weights / torch.where(inside > 0.5 * reach, inside, reach)

@@ -1,0 +1,67 @@
+# pyright: basic, reportPrivateImportUsage=false, reportArgumentType=false
+"""The words that the built-in model knows, as the two tokenizers that FLUX reads a prompt with."""
+
+import difflib
+import re
+import tempfile
+from pathlib import Path
+
+from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors, trainers
+from transformers import CLIPTokenizer, PreTrainedTokenizerFast
+from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+from foveate.demo.atlas import NAMES
+from foveate.demo.scenes import BACKGROUNDS, LAYOUTS
+
+__all__ = ["TEXT_TOKENS", "WORDS", "clip_tokenizer", "t5_tokenizer", "unknown_words"]
+
+TEXT_TOKENS = 64
+_WORD = re.compile(r"[^\W\d_]+")
+WORDS = tuple(
+    sorted(
+        {
+            word
+            for text in (*NAMES, *BACKGROUNDS, *(layout.sentence for layout in LAYOUTS), "a", "an", "on", "background")
+            for word in _WORD.findall(text)
+        }
+    )
+)
+
+
+def unknown_words(prompt: str, nearest: int = 3) -> dict[str, list[str]]:
+    """The words of a prompt that the model was never taught, each with the known words that look most like it."""
+    words = dict.fromkeys(_WORD.findall(prompt.lower()))
+    return {word: difflib.get_close_matches(word, WORDS, nearest, cutoff=0.5) for word in words if word not in WORDS}
+
+
+def t5_tokenizer() -> PreTrainedTokenizerFast:
+    """Known words whole, all others letter by letter, as WordPiece does."""
+    letters = [chr(code) for code in range(33, 127) if not chr(code).isupper()]
+    pieces = ["<pad>", "</s>", "<unk>", *letters, *("##" + letter for letter in letters)]
+    pieces += [word for word in WORDS if len(word) > 1]
+    words = Tokenizer(models.WordPiece({piece: i for i, piece in enumerate(pieces)}, unk_token="<unk>"))
+    words.normalizer = normalizers.Lowercase()
+    words.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    words.post_processor = processors.TemplateProcessing(single="$A </s>", special_tokens=[("</s>", 1)])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=words, pad_token="<pad>", eos_token="</s>", unk_token="<unk>", model_max_length=TEXT_TOKENS
+    )
+
+
+def clip_tokenizer() -> CLIPTokenizer:
+    """Byte pairs, merged until every known word is one token."""
+    ends = ["<|startoftext|>", "<|endoftext|>"]
+    letters = list(bytes_to_unicode().values())
+    alphabet = [*letters, *(letter + "</w>" for letter in letters)]
+    pairs = Tokenizer(models.BPE(end_of_word_suffix="</w>"))
+    pairs.pre_tokenizer = pre_tokenizers.Whitespace()
+    trainer = trainers.BpeTrainer(
+        vocab_size=100_000, min_frequency=1, show_progress=False, end_of_word_suffix="</w>", initial_alphabet=letters
+    )
+    pairs.train_from_iterator(WORDS, trainer)
+    with tempfile.TemporaryDirectory() as folder:
+        pairs.model.save(folder)
+        merges = [line for line in Path(folder, "merges.txt").read_text("utf-8").splitlines() if line[:1] != "#"]
+    tokens = dict.fromkeys([*alphabet, *(merge.replace(" ", "") for merge in merges), *ends])
+    vocabulary = {token: i for i, token in enumerate(tokens)}
+    return CLIPTokenizer(vocabulary, [tuple(merge.split()) for merge in merges], model_max_length=TEXT_TOKENS)
