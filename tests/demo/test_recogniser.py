@@ -9,10 +9,8 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import save_file
 
-from foveate.demo import recogniser
 from foveate.demo.atlas import NAMES, load_atlas
 from foveate.demo.recogniser import (
-    WEIGHTS,
     Detection,
     Recogniser,
     Seen,
@@ -24,13 +22,11 @@ from foveate.demo.recogniser import (
     load_recogniser,
     recognise,
     targets,
-    train_recogniser,
 )
 from foveate.demo.scenes import Relation, Scene, Scenes, render, scenes
 
 NOTHING = len(NAMES)
 SOME = [*islice(scenes(0), 100), *islice(scenes(0, evaluation=True), 100)]
-shipped = pytest.mark.skipif(not WEIGHTS.exists(), reason="the trained weights are not here")
 
 
 def truth(scene):
@@ -171,47 +167,6 @@ def test_the_frechet_distance_is_near_zero_for_one_distribution_and_grows_with_n
     assert frechet_distance(a[:10], a[:10]) == pytest.approx(0, abs=1e-6)  # fewer points than dimensions
 
 
-# ---- training
-
-
-@pytest.fixture
-def small(monkeypatch):
-    """Training in a second: two small pictures a step, a checkpoint every two steps."""
-    monkeypatch.setattr(recogniser, "CHECKPOINT_STEPS", 2)
-    monkeypatch.setattr(recogniser, "SIDES", (64,))
-    return {"steps": 5, "batch": 2, "device": "cpu"}
-
-
-def test_a_training_that_was_cut_off_goes_on_and_ends_with_the_same_weights(tmp_path, small):
-    whole = train_recogniser(tmp_path / "whole", **small)
-    steps = []
-
-    def cut_off():
-        steps.append(1)
-        if len(steps) == 3:
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        train_recogniser(tmp_path / "parts", **small, advance=cut_off)
-    assert [path.name for path in tmp_path.iterdir() if path.name != "whole"] == ["parts.checkpoint"]
-    with pytest.raises(ValueError, match="delete it"):
-        train_recogniser(tmp_path / "parts", **small, seed=1)
-    steps = [*range(10)]
-    resumed = train_recogniser(tmp_path / "parts", **small, advance=cut_off)
-    assert len(steps) == 15  # a progress bar is full
-    torch.testing.assert_close(resumed.state_dict(), whole.state_dict(), rtol=0, atol=0)
-    assert (tmp_path / "parts").read_bytes() == (tmp_path / "whole").read_bytes()
-    assert not (tmp_path / "parts.checkpoint").exists()
-
-
-def test_training_does_not_touch_the_random_numbers_of_others(tmp_path, small):
-    torch.manual_seed(5)
-    expected = torch.rand(3)
-    torch.manual_seed(5)
-    train_recogniser(tmp_path / "out", **small)
-    assert torch.equal(torch.rand(3), expected)
-
-
 def test_a_missing_or_damaged_file_is_named_with_the_command_that_makes_it(tmp_path):
     path = tmp_path / "weights.safetensors"
     remedy = "foveate demo train --part recogniser"
@@ -231,7 +186,6 @@ def test_a_missing_or_damaged_file_is_named_with_the_command_that_makes_it(tmp_p
 # ---- the trained weights
 
 
-@shipped
 @pytest.mark.parametrize("side", [128, 256])
 def test_it_recognises_what_it_has_never_seen(side):
     objects, all_right = accuracy(load_recogniser(), scenes=200, seed=7, side=side)
@@ -239,7 +193,6 @@ def test_it_recognises_what_it_has_never_seen(side):
     assert all_right >= 0.94
 
 
-@shipped
 def test_renderings_are_judged_near_one_and_those_of_other_captions_near_chance():
     some = SOME[100:]
     found, _ = recognise(load_recogniser(), render(load_atlas(), Scenes.of(some), 128))

@@ -8,11 +8,11 @@ from jaxtyping import Float
 from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor
 
+from foveate.demo import DATA
 from foveate.files import write_picture
 
-__all__ = ["ATLAS", "EMOJI", "NAMES", "draw_atlas", "load_atlas"]
+__all__ = ["ATLAS", "EMOJI", "NAMES", "draw_atlas", "load_atlas", "write_atlas"]
 
-DATA = Path(__file__).parent / "data"
 ATLAS = DATA / "atlas.png"
 CELL = 128  # px, about what the font stores
 FONT_SIZE = 109  # the one size the font stores

@@ -3,23 +3,22 @@
 It learns from renderings of training scenes alone and never sees a generated picture.
 """
 
-import io
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import islice
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Bool, Float, Int, UInt8
+from jaxtyping import Float, Int, UInt8
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from foveate.demo.atlas import DATA, NAMES, load_atlas
+from foveate.demo import DATA
+from foveate.demo.atlas import NAMES, load_atlas
 from foveate.demo.scenes import Scene, Scenes, render
 from foveate.demo.scenes import scenes as random_scenes
-from foveate.files import write_whole
 
 __all__ = [
     "WEIGHTS",
@@ -34,17 +33,13 @@ __all__ = [
     "load_recogniser",
     "recognise",
     "targets",
-    "train_recogniser",
+    "to_side",
 ]
 
 WEIGHTS = DATA / "recogniser.safetensors"
 SIDE, GRID, DIM = 128, 16, 128  # pixels, cells and channels that the network works with
-NOTHING, IGNORED = len(NAMES), -100
+NOTHING, OPEN = len(NAMES), -100
 THRESHOLD = 0.5  # probability from which on an object counts as found
-NOTHING_WEIGHT = 0.15  # most cells are background
-SIDES = (64, 96, 128, 192, 256)  # of the renderings it learns from
-RUINED = 1 / 8  # of them show mush in the right colours, which is nothing
-CHECKPOINT_STEPS = 1000
 
 
 class Seen(NamedTuple):
@@ -111,7 +106,7 @@ class Recogniser(nn.Module):
 
     def forward(self, pictures: Float[Tensor, "batch 3 side side"]) -> Seen:
         """What is seen in pictures of any side, from 0 to 1."""
-        features = self.body(4 * _resize(pictures) - 2)
+        features = self.body(4 * to_side(pictures) - 2)
         return Seen(self.head(features), features.mean((2, 3)))
 
 
@@ -119,7 +114,7 @@ def targets(scenes: Scenes) -> Int[Tensor, "batch 16 16"]:
     """What the network should say of each cell of a scene's picture.
 
     An object where the cell's centre lies in the middle half of its box, the last class outside every box, and
-    -100, which the loss ignores, in between. Later objects stand in front.
+    -100, "open", in between. Later objects stand in front.
     """
     cells = _cells(scenes.boxes.device)
     target = torch.full((len(scenes.objects), GRID, GRID), NOTHING, device=cells.device)
@@ -128,7 +123,7 @@ def targets(scenes: Scenes) -> Int[Tensor, "batch 16 16"]:
         x, y, size = scenes.boxes[:, slot, :, None].unbind(1)
         across, down = (cells - x).abs() / size, (cells - y).abs() / size
         distance = torch.maximum(across[:, None, :], down[:, :, None])  # in sides of the box
-        target = torch.where((index >= 0) & (distance < 1 / 2), IGNORED, target)
+        target = torch.where((index >= 0) & (distance < 1 / 2), OPEN, target)
         target = torch.where((index >= 0) & (distance < 1 / 4), index, target)
     return target
 
@@ -243,152 +238,8 @@ def load_recogniser(path: Path = WEIGHTS, device: torch.device | str = "cpu") ->
     return model.to(device, torch.float32).eval()
 
 
-def train_recogniser(
-    out: Path,
-    *,
-    steps: int = 6000,
-    batch: int = 256,
-    learning_rate: float = 2e-3,
-    seed: int = 0,
-    device: str,
-    advance: Callable[[], None] = lambda: None,
-) -> Recogniser:
-    """A recogniser trained on random renderings, as `load_recogniser` gives it from `out`, where it is written.
-
-    A run that was cut off goes on from its last checkpoint, a file beside `out`, and ends as it would have ended.
-
-    Args:
-        out: Where the weights go, in half precision.
-        steps: Batches to learn from.
-        batch: Pictures in a batch.
-        learning_rate: At its highest.
-        seed: The same seed gives the same first weights, scenes and pictures.
-        device: Where to train.
-        advance: Called once for each step, also for those of a run that was cut off.
-
-    Raises:
-        ValueError: if the checkpoint is of a run with other settings.
-    """
-    settings = {"steps": steps, "batch": batch, "learning_rate": learning_rate, "seed": seed}
-    with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(seed)
-        model = Recogniser().to(device)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, learning_rate, total_steps=steps)
-    parts = {"model": model, "optimizer": optimizer, "schedule": schedule}
-    checkpoint = out.with_name(out.name + ".checkpoint")
-    done = _go_on(checkpoint, parts, settings, device) if checkpoint.exists() else 0
-    for _ in range(done):
-        advance()
-    atlas = load_atlas().to(device)
-    for step in range(done, steps):
-        pictures, target, objects = _lesson(atlas, batch, (seed << 24) + step)
-        with torch.autocast(atlas.device.type, torch.bfloat16, enabled=atlas.is_cuda):
-            seen = model(pictures.contiguous(memory_format=torch.channels_last))
-        loss = _loss(seen.logits.float(), target, objects)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        schedule.step()
-        if (step + 1) % CHECKPOINT_STEPS == 0:
-            states = {name: part.state_dict() for name, part in parts.items()}
-            torch.save({"settings": settings, "done": step + 1, **states}, file := io.BytesIO())
-            write_whole(checkpoint, file.getvalue())
-        advance()
-    half = {name: part.half() if part.is_floating_point() else part for name, part in model.state_dict().items()}
-    write_whole(out, save(half))
-    checkpoint.unlink(missing_ok=True)
-    return load_recogniser(out, device)
-
-
-def _go_on(checkpoint: Path, parts: dict[str, Any], settings: dict[str, Any], device: str) -> int:
-    """Bring all parts to where the checkpoint left them: after how many steps."""
-    saved = torch.load(checkpoint, map_location=device, weights_only=True)
-    if saved["settings"] != settings:
-        raise ValueError(f"{checkpoint} is of a run with {saved['settings']}, not with {settings}: delete it")
-    for name, part in parts.items():
-        part.load_state_dict(saved[name])
-    return saved["done"]
-
-
-def _loss(
-    logits: Float[Tensor, "batch classes 16 16"],
-    target: Int[Tensor, "batch 16 16"],
-    objects: Int[Tensor, "batch slots"],
-) -> Float[Tensor, ""]:
-    """Cross entropy; where the target is open, "nothing" and every object of the picture are equally right."""
-    weight = torch.ones(NOTHING + 1, device=logits.device)
-    weight[NOTHING] = NOTHING_WEIGHT
-    log_chance = logits.log_softmax(1)
-    right = F.pad(objects, (0, 1), value=-1) % (NOTHING + 1)  # -1, no object, is the last class
-    allowed = torch.zeros_like(log_chance[:, :, 0, 0]).scatter(1, right, 1.0)
-    somehow_right = (log_chance + allowed.log()[:, :, None, None]).logsumexp(1)
-    return F.nll_loss(log_chance, target, weight, ignore_index=IGNORED) - (
-        somehow_right.where(target == IGNORED, 0.0).mean()
-    )
-
-
-def _lesson(
-    atlas: Tensor, batch: int, moment: int
-) -> tuple[Float[Tensor, "batch 3 128 128"], Int[Tensor, "batch 16 16"], Int[Tensor, "batch slots"]]:
-    """Pictures, targets and objects of one step, the same whenever that step is taken."""
-    chance = torch.Generator(atlas.device).manual_seed(moment)
-    scenes = _scatter(Scenes.of(list(islice(random_scenes(moment), batch))).to(atlas.device), chance)
-    ruined = torch.rand(batch, 1, 1, generator=chance, device=chance.device) < RUINED
-    pictures = _paint(atlas, scenes, SIDES[moment % len(SIDES)], ruined, chance)
-    return pictures, targets(scenes).masked_fill(ruined, NOTHING), scenes.objects
-
-
-def _scatter(scenes: Scenes, chance: torch.Generator) -> Scenes:
-    """Half of the scenes with their objects anywhere, rather small than large, less those that would cover others."""
-    batch, slots = scenes.objects.shape
-    draws = torch.rand(batch, slots, 4, generator=chance, device=chance.device)
-    size = 0.2 + 0.55 * draws[..., :1].square()
-    centre = size / 2 + (1 - size) * draws[..., 1:3]
-    apart = (centre[:, :, None] - centre[:, None]).abs().amax(-1) / (size + size.mT)  # 1/2: side by side
-    covers = (apart < 0.4).tril(-1).any(-1)
-    moved = draws[:, :1, 3] < 0.5
-    return scenes._replace(
-        objects=scenes.objects.masked_fill(moved & covers, -1),
-        boxes=torch.where(moved[..., None], torch.cat([centre, size], -1), scenes.boxes),
-    )
-
-
-def _paint(
-    atlas: Tensor, scenes: Scenes, side: int, ruined: Bool[Tensor, "batch 1 1"], chance: torch.Generator
-) -> Float[Tensor, "batch 3 128 128"]:
-    """Pictures as a model may generate them: on other backgrounds, colours a little off, crooked, soft, noisy."""
-
-    def rand(*shape: int) -> Tensor:
-        return torch.rand(len(scenes.objects), *shape, generator=chance, device=chance.device)
-
-    colour = torch.where(rand(1) < 0.5, scenes.background, rand(3))
-    slope = rand(1, 1) * (rand(3, 2) - 0.5)  # of a gradient, across and down
-    place = (torch.arange(side, device=chance.device) + 0.5) / side - 0.5
-    x, y = slope[..., :1, None] * place, slope[..., 1:, None] * place[:, None]
-    background = (colour[..., None, None] + x + y).clamp(0, 1)
-    on_black, on_white = (
-        render(atlas, scenes._replace(background=torch.full_like(scenes.background, shade)), side)
-        for shade in (0.0, 1.0)
-    )
-    picture = _resize(on_black + (on_white - on_black) * background)
-
-    crooked = torch.where(ruined, 8 + 8 * rand(1, 1), rand(1, 1)) * 2 / SIDE  # from about so many pixels away
-    field = torch.randn(len(picture), 2, 12, 12, generator=chance, device=chance.device) * crooked[..., None]
-    still = F.affine_grid(torch.eye(2, 3, device=chance.device).expand(len(picture), 2, 3), list(picture.shape), False)
-    grid = still + F.interpolate(field, (SIDE, SIDE), mode="bicubic").movedim(1, -1)
-    picture = F.grid_sample(picture, grid, padding_mode="border", align_corners=False)
-
-    mixing = torch.eye(3, device=chance.device) * (0.85 + 0.3 * rand(1, 1)) + 0.12 * (rand(3, 3) - 0.5)
-    picture = (mixing @ picture.flatten(2) + 0.2 * (rand(3, 1) - 0.5)).unflatten(-1, (SIDE, SIDE))
-
-    pixels, sigma = torch.arange(SIDE, device=chance.device), 0.3 + torch.where(ruined, 4.0, 1.2) * rand(1, 1).square()
-    blur = (-((pixels[:, None] - pixels) / sigma).square() / 2).softmax(-1)[:, None]
-    noise = torch.randn(picture.shape, generator=chance, device=chance.device)
-    return (blur @ picture @ blur.mT + 0.1 * rand(1, 1, 1).square() * noise).clamp(0, 1)
-
-
-def _resize(pictures: Float[Tensor, "batch 3 side side"]) -> Float[Tensor, "batch 3 128 128"]:
+def to_side(pictures: Float[Tensor, "batch 3 side side"]) -> Float[Tensor, "batch 3 128 128"]:
+    """The pictures at the size that the network works with."""
     if pictures.shape[-1] == SIDE:
         return pictures
     return F.interpolate(pictures, (SIDE, SIDE), mode="bilinear", antialias=True)

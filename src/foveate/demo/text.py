@@ -2,9 +2,8 @@
 """The words that the built-in model knows, as the two tokenizers that FLUX reads a prompt with."""
 
 import difflib
+import json
 import re
-import tempfile
-from pathlib import Path
 
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import CLIPTokenizer, PreTrainedTokenizerFast
@@ -16,6 +15,7 @@ from foveate.demo.scenes import BACKGROUNDS, LAYOUTS
 __all__ = ["TEXT_TOKENS", "WORDS", "clip_tokenizer", "t5_tokenizer", "unknown_words"]
 
 TEXT_TOKENS = 64
+_END = "</w>"
 _WORD = re.compile(r"[^\W\d_]+")
 WORDS = tuple(
     sorted(
@@ -50,18 +50,27 @@ def t5_tokenizer() -> PreTrainedTokenizerFast:
 
 def clip_tokenizer() -> CLIPTokenizer:
     """Byte pairs, merged until every known word is one token."""
-    ends = ["<|startoftext|>", "<|endoftext|>"]
     letters = list(bytes_to_unicode().values())
-    alphabet = [*letters, *(letter + "</w>" for letter in letters)]
-    pairs = Tokenizer(models.BPE(end_of_word_suffix="</w>"))
-    pairs.pre_tokenizer = pre_tokenizers.Whitespace()
-    trainer = trainers.BpeTrainer(
-        vocab_size=100_000, min_frequency=1, show_progress=False, end_of_word_suffix="</w>", initial_alphabet=letters
-    )
-    pairs.train_from_iterator(WORDS, trainer)
-    with tempfile.TemporaryDirectory() as folder:
-        pairs.model.save(folder)
-        merges = [line for line in Path(folder, "merges.txt").read_text("utf-8").splitlines() if line[:1] != "#"]
-    tokens = dict.fromkeys([*alphabet, *(merge.replace(" ", "") for merge in merges), *ends])
-    vocabulary = {token: i for i, token in enumerate(tokens)}
-    return CLIPTokenizer(vocabulary, [tuple(merge.split()) for merge in merges], model_max_length=TEXT_TOKENS)
+    tokens = dict.fromkeys([*letters, *(letter + _END for letter in letters)])
+    merges = _merges()
+    tokens |= dict.fromkeys(first + second for first, second in merges)
+    tokens |= dict.fromkeys(("<|startoftext|>", "<|endoftext|>"))
+    return CLIPTokenizer({token: i for i, token in enumerate(tokens)}, merges, model_max_length=TEXT_TOKENS)
+
+
+def _merges() -> list[tuple[str, str]]:
+    """The merges that make the known words, the same in every process.
+
+    Letters that end a word are trained as letters of their own, far away in Unicode: the trainer's own suffix numbers
+    them in the order of a hash table, which differs from process to process.
+    """
+    far = 0xE000
+
+    def near(letters: str) -> str:
+        return "".join(letter if ord(letter) < far else chr(ord(letter) - far) + _END for letter in letters)
+
+    pairs = Tokenizer(models.BPE())
+    trainer = trainers.BpeTrainer(vocab_size=100_000, min_frequency=1, show_progress=False)
+    pairs.train_from_iterator([word[:-1] + chr(far + ord(word[-1])) for word in WORDS], trainer)
+    merges = json.loads(pairs.to_str())["model"]["merges"]
+    return [(near(first), near(second)) for first, second in merges]

@@ -43,7 +43,6 @@ def untrained_pipeline(
             num_attention_heads=heads,
             joint_attention_dim=text_dim,
             pooled_projection_dim=text_dim,
-            guidance_embeds=True,
             axes_dims_rope=rope,
         )
         vae = AutoencoderKL(
@@ -61,7 +60,7 @@ def untrained_pipeline(
             scaling_factor=1.0,
         )
         words, pairs = t5_tokenizer(), clip_tokenizer()
-        start, end = pairs.convert_tokens_to_ids(["<|startoftext|>", "<|endoftext|>"])
+        start, end = map(pairs.convert_tokens_to_ids, ("<|startoftext|>", "<|endoftext|>"))
         clip = CLIPTextModel(
             CLIPTextConfig(
                 vocab_size=len(pairs),

@@ -1,4 +1,4 @@
-# pyright: basic, reportPrivateImportUsage=false, reportArgumentType=false
+# pyright: basic, reportPrivateImportUsage=false, reportArgumentType=false, reportAttributeAccessIssue=false
 """How the built-in model's autoencoder was made: sharp pictures from smooth latents."""
 
 import itertools
@@ -11,8 +11,8 @@ from diffusers import AutoencoderKL
 from torch import Tensor
 
 from foveate.demo.atlas import load_atlas
-from foveate.demo.checkpoints import newest_checkpoint, write_checkpoint
 from foveate.demo.scenes import Scenes, render, scenes
+from foveate.demo.training.checkpoints import resume, write_checkpoint
 
 __all__ = ["train_vae", "vae_loss"]
 
@@ -31,7 +31,7 @@ def train_vae(
     rate: float = 1e-3,
     seed: int = 0,
     device: str = "cpu",
-    report: Callable[[int, float], None] = lambda *_: None,
+    advance: Callable[[], None] = lambda: None,
 ) -> None:
     """Train `vae` in place on renderings of random scenes; shift and scale of its latents go into its config.
 
@@ -43,16 +43,15 @@ def train_vae(
         rate: Highest learning rate.
         seed: Of scenes and noise.
         device: Where to train.
-        report: Called with (step, loss) after every step.
+        advance: Called once for each step, also for those of a run that was broken off.
     """
     vae, atlas = vae.to(device).train(), load_atlas().to(device)
     optimizer = torch.optim.AdamW(vae.parameters(), lr=rate, weight_decay=0.0, betas=(0.9, 0.99))
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, rate, total_steps=steps)
-    start = 0
-    if state := newest_checkpoint(out):
-        start = state["step"]
-        for part, saved in ((vae, "vae"), (optimizer, "optimizer"), (schedule, "schedule")):
-            part.load_state_dict(state[saved])
+    parts, settings = {"vae": vae, "optimizer": optimizer, "schedule": schedule}, {"steps": steps, "seed": seed}
+    start = resume(out, parts, settings)
+    for _ in range(start):
+        advance()
     for step in range(start, steps):
         torch.manual_seed(seed * 2**32 + step)
         side = SIDES[step % len(SIDES)]
@@ -66,9 +65,8 @@ def train_vae(
         optimizer.step()
         schedule.step()
         if (step + 1) % CHECKPOINT_EVERY == 0 or step + 1 == steps:
-            state = {"vae": vae.state_dict(), "optimizer": optimizer.state_dict(), "schedule": schedule.state_dict()}
-            write_checkpoint(out, step + 1, {"step": step + 1, **state})
-        report(step + 1, loss.item())
+            write_checkpoint(out, step + 1, parts, settings)
+        advance()
     vae.eval()
     _normalise(vae, atlas, seed, device)
 
@@ -95,5 +93,5 @@ def vae_loss(vae: AutoencoderKL, pictures: Tensor) -> Tensor:
 def _normalise(vae: AutoencoderKL, atlas: Tensor, seed: int, device: str) -> None:
     """Write the mean and the inverse spread of latents into the config, as FLUX's autoencoder has them."""
     batch = list(itertools.islice(scenes(seed), 64))
-    latents = vae.encode(render(atlas, Scenes.of(batch).to(device), 128) * 2 - 1).latent_dist.mean
+    latents = vae.encode(render(atlas, Scenes.of(batch).to(device), 64) * 2 - 1).latent_dist.mean
     vae.register_to_config(shift_factor=latents.mean().item(), scaling_factor=1 / latents.std().item())

@@ -1,19 +1,21 @@
 # pyright: basic, reportPrivateImportUsage=false, reportArgumentType=false, reportCallIssue=false
+# pyright: reportAttributeAccessIssue=false
 """How the built-in model learned to draw: flow matching on random scenes, small pictures first, then larger ones.
 
-What step n of a stage sees (sizes, scenes, noise) depends on n and the seed alone, so a run that was broken off goes on
-as if it had not been.
+What step n of a stage sees (sizes, scenes, noise) depends on n and the seed alone, so a run that was broken off goes
+on as if it had not been.
 """
 
 import csv
 import itertools
 import math
+import os
 import random
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -22,13 +24,14 @@ from diffusers import FluxPipeline
 from diffusers.pipelines.flux.pipeline_flux import calculate_shift
 from PIL import Image
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import DataLoader, Dataset
 
 from foveate.demo.atlas import load_atlas
-from foveate.demo.checkpoints import newest_checkpoint, write_checkpoint
 from foveate.demo.scenes import Scenes, render, scenes
 from foveate.demo.text import TEXT_TOKENS
+from foveate.demo.training.checkpoints import resume, write_checkpoint
 from foveate.files import write_picture
 
 __all__ = ["RECIPE", "FlowTraining", "Painter", "Stage", "sample_grid"]
@@ -43,33 +46,38 @@ class Stage:
         images: How many pictures it sees, over all devices.
         batches: {side in px: pictures a step and device}; every step takes one of the sides.
         rates: Learning rate at its start and at its end, along a straight line.
-        guidance: Highest guidance scale that half of each batch learns (see `Guide`); 1 is none.
     """
 
     name: str
     images: int
     batches: dict[int, int]
     rates: tuple[float, float]
-    guidance: float = 1.0
 
     def steps(self, devices: int) -> int:
         """How many steps see that many pictures when every size comes up equally often."""
         a_step = devices * sum(self.batches.values()) / len(self.batches)
         return math.ceil(self.images / a_step)
 
+    def rate(self, step: int, steps: int) -> float:
+        """The learning rate of a step."""
+        first, last = self.rates
+        return (first + (last - first) * step / steps) * min(1, (step + 1) / WARM_UP)
 
-RECIPE = (
-    Stage(name="draft", images=3_000_000, batches={64: 1024}, rates=(1.5e-3, 1e-3)),
-    Stage(name="small", images=2_000_000, batches={128: 256}, rates=(1e-3, 5e-4)),
-    Stage(name="large", images=300_000, batches={128: 256, 256: 64}, rates=(5e-4, 2e-4)),
-    Stage(name="largest", images=60_000, batches={128: 192, 256: 48, 512: 12}, rates=(2e-4, 1e-4)),
-    Stage(name="guided", images=200_000, batches={128: 192, 256: 48}, rates=(2e-4, 0.0), guidance=5.0),
+
+RECIPE = (  # batches are for four H200s
+    Stage(name="draft", images=2_000_000, batches={64: 512}, rates=(1.2e-3, 1e-3)),
+    Stage(name="small", images=1_500_000, batches={128: 160}, rates=(8e-4, 5e-4)),
+    Stage(name="large", images=900_000, batches={128: 160, 256: 40}, rates=(4e-4, 2.5e-4)),
+    Stage(name="largest", images=150_000, batches={128: 160, 256: 40, 512: 8}, rates=(2.5e-4, 0.0)),
 )
 UNCAPTIONED = 0.1  # of the pictures are seen without their caption
 LONG_TEXT, LONG_TEXT_EACH = 512, 32  # FLUX pads a prompt to 512 tokens unless told otherwise: one step in 32 does too
 WARM_UP = 200  # steps
 EMA_DECAY = 0.999
+SDPA = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]  # cuDNN's backward: see Painter
+WORKERS = 8
 LOG_EVERY = 50  # steps
+STAGE = 10**6  # more steps than any stage has: stage and step as one number
 
 
 class Batch(NamedTuple):
@@ -121,15 +129,15 @@ class Painter(nn.Module):
     def __init__(self, pipeline: FluxPipeline):
         super().__init__()
         self.transformer, self.clip, self.t5 = pipeline.transformer, pipeline.text_encoder, pipeline.text_encoder_2
-        self.t5.set_attn_implementation("eager")  # the fused backward of a learned bias crashes on CUDA (torch 2.11)
+        # torch 2.11 on an H200: the fused backwards of a learned bias, and cuDNN's of these shapes, read stray memory
+        self.t5.set_attn_implementation("eager")
 
-    def forward(self, noisy: Tensor, sigma: Tensor, guidance: Tensor, clip_ids: Tensor, t5_ids: Tensor) -> Tensor:
-        """Velocity of packed latents [batch, tokens, channels] at noise levels and guidance scales [batch]."""
+    def forward(self, noisy: Tensor, sigma: Tensor, clip_ids: Tensor, t5_ids: Tensor) -> Tensor:
+        """Velocity of packed latents [batch, tokens, channels] at noise levels [batch]."""
         side = math.isqrt(noisy.shape[1])
         return self.transformer(
             hidden_states=noisy,
             timestep=sigma,
-            guidance=guidance,
             pooled_projections=self.clip(clip_ids).pooler_output,
             encoder_hidden_states=self.t5(t5_ids).last_hidden_state,
             img_ids=FluxPipeline._prepare_latent_image_ids(1, side, side, noisy.device, torch.float32),
@@ -181,40 +189,6 @@ class Latents:
         return torch.sigmoid(torch.randn(count, device=generator.device, generator=generator) + shift)
 
 
-class Guide:
-    """What classifier-free guidance would do, from the running average of the painter itself.
-
-    Half of a batch learns scenes, at guidance 1. The other half learns, at random guidance scales, the velocity that
-    the average reaches with two forwards; so one forward will do when drawing, as in FLUX.1-dev.
-
-    Args:
-        painter: The running average.
-        highest: Scales go from 1 to here.
-        no_words: Token ids of the empty caption for CLIP and T5, [1, length].
-    """
-
-    def __init__(self, painter: Painter, highest: float, *no_words: Tensor):
-        self.painter, self.highest, self.no_words = painter, highest, no_words
-
-    @torch.no_grad()
-    def __call__(
-        self, noisy: Tensor, sigma: Tensor, batch: Batch, target: Tensor, generator: torch.Generator
-    ) -> tuple[Tensor, Tensor]:
-        """Guidance scales [batch], and the target with that of the second half replaced."""
-        half = len(sigma) // 2
-        noisy, sigma, *ids = (part[half:] for part in (noisy, sigma, batch.clip_ids, batch.t5_ids))
-        scale = 1 + (self.highest - 1) * torch.rand(len(sigma), device=sigma.device, generator=generator)
-        plain = torch.ones_like(sigma)
-        empty = [
-            F.pad(no, (0, there.shape[1] - no.shape[1])).expand_as(there)
-            for no, there in zip(self.no_words, ids, strict=True)
-        ]
-        said = self.painter(noisy, sigma, plain, *ids).float()
-        unsaid = self.painter(noisy, sigma, plain, *empty).float()
-        guided = unsaid + scale[:, None, None] * (said - unsaid)
-        return torch.cat([torch.ones(half, device=scale.device), scale]), torch.cat([target[:half], guided])
-
-
 class FlowTraining:
     """A run of a recipe: what it trains, where it stands, and its folder.
 
@@ -223,7 +197,6 @@ class FlowTraining:
         pipeline: Its autoencoder is trained; transformer and text encoders are trained in place.
         recipe: The stages.
         seed: The same seed, recipe and number of devices give the same run.
-        fresh: Start from new weights rather than from the pipeline's.
         compile: Compile the transformer, once for every size.
     """
 
@@ -234,30 +207,27 @@ class FlowTraining:
         *,
         recipe: Sequence[Stage] = RECIPE,
         seed: int = 0,
-        fresh: bool = True,
         compile: bool = False,
     ):
-        self.out, self.recipe, self.seed, self.compile = out, recipe, seed, compile
+        self.out, self.recipe, self.seed, self.compile = out, tuple(recipe), seed, compile
         self.accelerator = Accelerator(mixed_precision="bf16" if torch.cuda.is_available() else "no")
         self.device = self.accelerator.device
         self.painter = Painter(pipeline).to(self.device)
-        if fresh:
-            torch.manual_seed(seed)
-            self.painter.start_afresh()
+        torch.manual_seed(seed)
+        self.painter.start_afresh()
         self.average = AveragedModel(self.painter, multi_avg_fn=get_ema_multi_avg_fn(EMA_DECAY))
         self.optimizers = self.painter.optimizers()
         self.latents = Latents(pipeline, self.device)
-        mean: Painter = self.average.module
+        mean: Any = self.average.module
         self.pipeline = FluxPipeline(
             pipeline.scheduler, pipeline.vae, mean.clip, pipeline.tokenizer, mean.t5, pipeline.tokenizer_2,
             mean.transformer,
         )  # fmt: skip
         self.pipeline.set_progress_bar_config(disable=True)
-        self.stage, self.step = 0, 0
-        if state := newest_checkpoint(out):
-            self.stage, self.step = state["stage"], state["step"]
-            for part, saved in zip(self._parts(), state["parts"], strict=True):
-                part.load_state_dict(saved)
+        self._parts = {"painter": self.painter, "average": self.average}
+        self._parts |= {f"optimizer {i}": optimizer for i, optimizer in enumerate(self.optimizers)}
+        self._settings = {"recipe": repr(self.recipe), "seed": seed, "devices": self.accelerator.num_processes}
+        self.stage, self.step = divmod(resume(out, self._parts, self._settings), STAGE)
         self.average.module.eval()
 
     def run(
@@ -266,8 +236,8 @@ class FlowTraining:
         minutes: float = math.inf,
         checkpoint_every: int = 1000,
         sample_every: int = 2000,
-        workers: int = 8,
-        report: Callable[[Stage, int, int, float], None] = lambda *_: None,
+        workers: int | None = None,
+        track: Callable[[str, int], Callable[[], None]] = lambda name, length: lambda: None,
     ) -> bool:
         """Train until the recipe is done or the time is up; whether it is done.
 
@@ -275,38 +245,42 @@ class FlowTraining:
             minutes: When to write a checkpoint and stop.
             checkpoint_every: Steps between checkpoints.
             sample_every: Steps between sample grids.
-            workers: Processes that invent scenes.
-            report: Called with (stage, step, steps, mean loss) every `LOG_EVERY` steps.
+            workers: Processes that invent scenes; eight, or as many as there are cores.
+            track: Shows progress, stage by stage.
         """
         deadline = time.monotonic() + 60 * minutes
+        workers = min(WORKERS, os.cpu_count() or 0) if workers is None else workers
         if self.compile:
             self.painter.transformer.compile(dynamic=False)
-            self.average.module.transformer.compile(dynamic=False)
         model = self.accelerator.prepare(self.painter).train()
         for stage in self.recipe[self.stage :]:
             steps = stage.steps(self.accelerator.num_processes)
-            losses, began = [], time.monotonic()
+            advance = track(stage.name, steps)
+            for _ in range(self.step):
+                advance()
+            self._losses, self._began = [], time.monotonic()
             for loss in self._steps(stage, model, workers):
-                losses.append(loss)
+                advance()
                 late = self.step % 10 == 0 and self._anywhere(time.monotonic() > deadline)
-                last = self.step == steps or late
-                if self.accelerator.is_main_process:
-                    if len(losses) == LOG_EVERY or last:
-                        mean = torch.stack(losses).mean().item()
-                        self._log(stage, mean, (time.monotonic() - began) / len(losses))
-                        report(stage, self.step, steps, mean)
-                        losses, began = [], time.monotonic()
-                    if self.step % sample_every == 0 or last:
-                        name = f"{self.stage}-{stage.name}-{self.step:06}.png"
-                        with torch.compiler.set_stance("force_eager"):
-                            write_picture(self.out / name, sample_grid(self.pipeline, max(stage.batches)), {})
+                last = late or self.step == steps
+                self._log(stage, loss, last)
+                if last or self.step % sample_every == 0:
+                    self._sample(stage)
                 if self.step == steps:
                     self.stage, self.step = self.stage + 1, 0
-                if self.step % checkpoint_every == 0 or last:
-                    self.save()
+                if last or self.step % checkpoint_every == 0:
+                    self._save()
                 if late:
                     return self.stage == len(self.recipe)
         return True
+
+    def minutes(self) -> float:
+        """How long all steps took so far, by the log."""
+        total, before = 0.0, 0
+        for _, step, _, seconds in csv.reader((self.out / "log.csv").read_text().splitlines()):
+            total += (int(step) - before if int(step) > before else int(step)) * float(seconds)
+            before = int(step)
+        return total / 60
 
     def _steps(self, stage: Stage, model: nn.Module, workers: int) -> Iterator[Tensor]:
         """The losses of the steps that are left of a stage."""
@@ -317,67 +291,58 @@ class FlowTraining:
             batches, batch_size=None, sampler=left, num_workers=workers, prefetch_factor=4 if workers else None
         )
         generator = torch.Generator(self.device)
-        guide = self._guide(stage)
         for step, batch in zip(left, loader, strict=True):
             generator.manual_seed(hash((self.seed, self.stage, step, index)) % 2**62)
             rare = batch.t5_ids.shape[1] > TEXT_TOKENS  # not worth compiling for
-            with torch.compiler.set_stance("force_eager" if rare else "default"):
-                loss = flow_loss(model, self.latents, batch.to(self.device), generator, guide)
+            with torch.compiler.set_stance("force_eager" if rare else "default"), sdpa_kernel(SDPA):
+                loss = flow_loss(model, self.latents, batch.to(self.device), generator)
                 self.accelerator.backward(loss)
             nn.utils.clip_grad_norm_(self.painter.parameters(), 1.0)
-            first, final = stage.rates
-            rate = (first + (final - first) * step / len(batches)) * min(1, (step + 1) / WARM_UP)
             for optimizer in self.optimizers:
                 for group in optimizer.param_groups:
-                    group["lr"] = rate
+                    group["lr"] = stage.rate(step, len(batches))
                 optimizer.step()
                 optimizer.zero_grad()
             self.average.update_parameters(self.painter)
             self.step = step + 1
             yield loss.detach()
 
-    def _guide(self, stage: Stage) -> Guide | None:
-        if stage.guidance == 1:
-            return None
-        tokenizers = self.pipeline.tokenizer, self.pipeline.tokenizer_2
-        no_words = (token_ids(tokenizer, [""], TEXT_TOKENS).to(self.device) for tokenizer in tokenizers)
-        return Guide(self.average.module, stage.guidance, *no_words)
-
     def _anywhere(self, here: bool) -> bool:
         flag = torch.tensor(float(here), device=self.device)
         return bool(self.accelerator.reduce(flag).item())
 
-    def _log(self, stage: Stage, loss: float, seconds: float) -> None:
-        path = self.out / "log.csv"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("a", newline="") as file:
-            csv.writer(file).writerow([stage.name, self.step, f"{loss:.5f}", f"{seconds:.4f}"])
+    def _log(self, stage: Stage, loss: Tensor, last: bool) -> None:
+        """Add a line to log.csv now and then: stage, step, mean loss and mean seconds of the steps since the last."""
+        self._losses.append(loss)
+        if self.accelerator.is_main_process and (last or len(self._losses) == LOG_EVERY):
+            mean = torch.stack(self._losses).mean().item()
+            seconds = (time.monotonic() - self._began) / len(self._losses)
+            self.out.mkdir(parents=True, exist_ok=True)
+            with (self.out / "log.csv").open("a", newline="") as file:
+                csv.writer(file).writerow([stage.name, self.step, f"{mean:.5f}", f"{seconds:.4f}"])
+        if last or len(self._losses) == LOG_EVERY:
+            self._losses, self._began = [], time.monotonic()
 
-    def _parts(self) -> tuple:
-        return self.painter, self.average, *self.optimizers
-
-    def save(self) -> None:
-        """Write a checkpoint, from one device alone."""
+    def _sample(self, stage: Stage) -> None:
         if self.accelerator.is_main_process:
-            number = self.stage * 10**6 + self.step
-            state = {"stage": self.stage, "step": self.step, "parts": [part.state_dict() for part in self._parts()]}
-            write_checkpoint(self.out, number, state)
+            with torch.compiler.set_stance("force_eager"):
+                grid = sample_grid(self.pipeline, max(stage.batches))
+            write_picture(self.out / f"{self.stage}-{stage.name}-{self.step:06}.png", grid, {})
+
+    def _save(self) -> None:
+        if self.accelerator.is_main_process:
+            write_checkpoint(self.out, self.stage * STAGE + self.step, self._parts, self._settings)
         self.accelerator.wait_for_everyone()
 
 
-def flow_loss(
-    model: nn.Module, latents_of: Latents, batch: Batch, generator: torch.Generator, guide: Guide | None = None
-) -> Tensor:
+def flow_loss(painter: nn.Module, latents_of: Latents, batch: Batch, generator: torch.Generator) -> Tensor:
     """Mean squared error of the velocity, of scenes at random noise levels."""
     latents = latents_of(batch)
     sigma = latents_of.noise_levels(len(latents), latents.shape[1], generator)
     noise = torch.randn(latents.shape, device=latents.device, generator=generator)
     level = sigma[:, None, None]
-    noisy = (1 - level) * latents + level * noise
-    guidance, target = torch.ones_like(sigma), noise - latents
-    if guide:
-        guidance, target = guide(noisy, sigma, batch, target, generator)
-    return F.mse_loss(model(noisy, sigma, guidance, batch.clip_ids, batch.t5_ids).float(), target)
+    velocity = painter((1 - level) * latents + level * noise, sigma, batch.clip_ids, batch.t5_ids)
+    return F.mse_loss(velocity.float(), noise - latents)
 
 
 @torch.no_grad()

@@ -1,0 +1,49 @@
+"""What the built-in model is, read from its own files."""
+
+import json
+from math import prod
+from pathlib import Path
+
+from safetensors import safe_open
+
+from foveate.demo import DATA, PIPELINE
+from foveate.demo.atlas import NAMES
+from foveate.demo.scenes import BACKGROUNDS, LAYOUTS
+from foveate.demo.text import WORDS
+
+__all__ = ["facts"]
+
+
+def facts() -> dict[str, str]:
+    """Size, recipe, vocabulary and licences, each in words.
+
+    Raises:
+        ValueError: If the model's files are not there.
+    """
+    files = sorted(PIPELINE.rglob("*.safetensors"))
+    if not files:
+        raise ValueError(f"{PIPELINE} holds no weights: install foveate again, or make them with `foveate demo train`")
+    recipe = json.loads((DATA / "recipe.json").read_text())
+    parts = {path.parent.name: f"{_parameters(path) / 1e6:.2f} M parameters" for path in files}
+    size = sum(path.stat().st_size for path in PIPELINE.rglob("*") if path.is_file())
+    stages = (f"{s['name']}: {s['images']:,} pictures of {' and '.join(s['batches'])} px" for s in recipe["stages"])
+    return {
+        "folder": str(PIPELINE),
+        "size": f"{size / 1e6:.1f} MB",
+        **parts,
+        "geometry": "4 px a token: 128 px are 1,024 image tokens, 256 px 4,096, 512 px 16,384",
+        "trained": f"{recipe['minutes']:.0f} minutes on {recipe['devices']}",
+        "recipe": "\n".join(stages),
+        "objects": f"{len(NAMES)}: {', '.join(NAMES)}",
+        "backgrounds": ", ".join(BACKGROUNDS),
+        "sentences": "\n".join(layout.sentence.format("A", "B", "C") for layout in LAYOUTS)
+        + "\n... on a COLOUR background",
+        "words": f"{len(WORDS)}; others are spelled out",
+        "licence": "the weights, as the code: Apache-2.0. The emoji they were taught are Noto Color Emoji, "
+        "SIL Open Font License 1.1 (OFL.txt beside them)",
+    }
+
+
+def _parameters(path: Path) -> int:
+    with safe_open(path, "pt") as file:
+        return sum(prod(file.get_slice(name).get_shape()) for name in file.keys())  # noqa: SIM118

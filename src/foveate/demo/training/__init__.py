@@ -1,0 +1,1 @@
+"""How the built-in model and its recogniser were made."""

@@ -1,0 +1,115 @@
+# pyright: basic, reportPrivateImportUsage=false, reportArgumentType=false
+"""The built-in model made from nothing: recogniser, autoencoder, transformer, then the folder that diffusers loads."""
+
+import copy
+import json
+import math
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import torch
+from accelerate import PartialState
+from diffusers import AutoencoderKL, FluxPipeline
+
+from foveate.demo.training.flow import RECIPE, FlowTraining
+from foveate.demo.training.recogniser import train_recogniser
+from foveate.demo.training.vae import train_vae
+from foveate.demo.untrained import untrained_pipeline
+from foveate.files import write_whole
+
+__all__ = ["PARTS", "export", "make"]
+
+PARTS = ("recogniser", "vae", "flow")
+RECOGNISER_STEPS, VAE_STEPS = 5000, 1500
+
+
+def make(
+    out: Path,
+    *,
+    part: str = "all",
+    seed: int = 0,
+    minutes: float = math.inf,
+    scale: float = 1.0,
+    compile: bool = False,
+    track: Callable[[str, int], Callable[[], None]] = lambda name, length: lambda: None,
+) -> bool:
+    """Train one part of the built-in model, or all of them; whether the recipe is done.
+
+    `out` gets the layout of the package's data: pipeline/, recogniser.safetensors and recipe.json.
+
+    Args:
+        out: Folder of the run. What is found there is gone on with.
+        part: "recogniser", "vae", "flow" or "all".
+        seed: Of weights, scenes and noise.
+        minutes: When the flow stops and writes a checkpoint.
+        scale: Of the recipe's pictures and steps.
+        compile: Compile the transformer.
+        track: Shows progress.
+
+    Raises:
+        ValueError: If there is no such part, or the flow has no autoencoder to work with.
+    """
+    if part not in (*PARTS, "all"):
+        raise ValueError(f"unknown part {part!r}: choose {', '.join(PARTS)} or all")
+    state = PartialState()
+    device, vae = str(state.device), out / "pipeline" / "vae"
+    if part in ("recogniser", "all"):
+        with state.main_process_first():
+            if not (out / "recogniser.safetensors").exists():
+                steps = max(1, round(RECOGNISER_STEPS * scale))
+                advance = track("recogniser", steps)
+                train_recogniser(
+                    out / "recogniser.safetensors", steps=steps, seed=seed, device=device, advance=advance
+                )
+    if part in ("vae", "all"):
+        with state.main_process_first():
+            if not (vae / "config.json").exists():
+                steps = max(1, round(VAE_STEPS * scale))
+                advance = track("vae", steps)
+                model = untrained_pipeline(seed=seed).vae
+                train_vae(out / "vae", model, steps=steps, seed=seed, device=device, advance=advance)
+                model.save_pretrained(vae)
+    if part in ("flow", "all"):
+        if not (vae / "config.json").exists():
+            raise ValueError(f"{vae} holds no autoencoder: make it first with --part vae")
+        return _flow(out, vae, seed, minutes, scale, compile, track)
+    return True
+
+
+def _flow(
+    out: Path,
+    vae: Path,
+    seed: int,
+    minutes: float,
+    scale: float,
+    compile: bool,
+    track: Callable[[str, int], Callable[[], None]],
+) -> bool:
+    pipeline = untrained_pipeline(seed=seed)
+    pipeline.vae = AutoencoderKL.from_pretrained(vae).eval()
+    recipe = [replace(stage, images=math.ceil(stage.images * scale)) for stage in RECIPE]
+    training = FlowTraining(out / "flow", pipeline, recipe=recipe, seed=seed, compile=compile)
+    done = training.run(minutes=minutes, track=track)
+    if training.accelerator.is_main_process:
+        export(training.pipeline, out / "pipeline")
+        devices = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
+        about = {
+            "stages": [asdict(stage) for stage in recipe],
+            "seed": seed,
+            "devices": f"{training.accelerator.num_processes} x {devices}",
+            "minutes": training.minutes(),
+        }
+        write_whole(out / "recipe.json", json.dumps(about, indent=2).encode() + b"\n")
+    return done
+
+
+def export(pipeline: FluxPipeline, folder: Path) -> None:
+    """Write the folder that `FluxPipeline.from_pretrained` loads, in half the bytes.
+
+    diffusers loads in float32 whatever the file holds, transformers in what the config names: so it names float32.
+    """
+    copy.deepcopy(pipeline).to(torch.bfloat16).save_pretrained(folder)
+    for encoder in ("text_encoder", "text_encoder_2"):
+        config = folder / encoder / "config.json"
+        write_whole(config, json.dumps(json.loads(config.read_text()) | {"dtype": "float32"}, indent=2).encode())

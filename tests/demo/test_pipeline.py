@@ -1,0 +1,81 @@
+"""Laws of the built-in model as it is shipped."""
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+from diffusers import FluxPipeline
+
+from foveate.demo import DATA, PIPELINE
+from foveate.demo.recogniser import judge, load_recogniser, recognise
+from foveate.demo.scenes import scenes
+
+
+@pytest.fixture(scope="module")
+def pipe():
+    return load(PIPELINE)
+
+
+def load(folder):
+    pipeline = FluxPipeline.from_pretrained(folder, local_files_only=True)
+    pipeline.set_progress_bar_config(disable=True)
+    return pipeline
+
+
+def draw(pipeline, *prompts, size=64, steps=2, seed=0):
+    seeds = [torch.Generator().manual_seed(seed + i) for i in range(len(prompts))]
+    options = {"height": size, "width": size, "num_inference_steps": steps, "max_sequence_length": 64}
+    return np.stack([np.asarray(image) for image in pipeline(list(prompts), generator=seeds, **options).images])
+
+
+def test_what_is_shipped_is_small_and_holds_no_code():
+    files = [path for path in DATA.rglob("*") if path.is_file()]
+    assert {path.suffix for path in files} <= {".safetensors", ".json", ".txt", ".png"}
+    assert sum(path.stat().st_size for path in files) < 45e6
+    assert "SIL OPEN FONT LICENSE" in (DATA / "OFL.txt").read_text()
+
+
+def test_the_same_seed_draws_the_same_picture_and_another_seed_another(pipe):
+    first = draw(pipe, "a red apple")
+    assert (draw(pipe, "a red apple") == first).all()
+    assert (draw(pipe, "a red apple", seed=1) != first).any()
+    assert (draw(pipe, "an owl") != first).any()
+
+
+def test_the_folder_survives_a_round_trip(pipe, tmp_path):
+    pipe.save_pretrained(tmp_path)
+    again = load(tmp_path)
+    for name in ("transformer", "vae", "text_encoder", "text_encoder_2"):
+        ours, theirs = getattr(pipe, name).state_dict(), getattr(again, name).state_dict()
+        assert ours.keys() == theirs.keys()
+        assert all(torch.equal(ours[key], theirs[key]) for key in ours)
+    assert (draw(again, "a red apple") == draw(pipe, "a red apple")).all()
+
+
+@pytest.mark.parametrize("size", [128, 256, 512])
+def test_a_size_is_so_many_tokens_of_four_pixels(pipe, size):
+    latents, ids = pipe.prepare_latents(1, 4, size, size, torch.float32, "cpu", torch.Generator())
+    assert latents.shape == (1, (size // 4) ** 2, 16)
+    assert ids.shape == ((size // 4) ** 2, 3)
+
+
+def test_it_draws_what_held_out_captions_ask_for(pipe):
+    asked = list(itertools.islice(scenes(3, evaluation=True), 8))
+    pictures = torch.from_numpy(draw(pipe, *(scene.caption for scene in asked), size=128, steps=8))
+    found, _ = recognise(load_recogniser(), pictures.permute(0, 3, 1, 2))
+    verdicts = [judge(detections, scene) for detections, scene in zip(found, asked, strict=True)]
+    assert sum(v.objects_found for v in verdicts) >= 0.7 * sum(v.objects for v in verdicts)
+
+
+def test_the_autoencoder_gives_back_what_it_is_given(pipe):
+    from foveate.demo.atlas import load_atlas
+    from foveate.demo.scenes import Scenes, render
+
+    pictures = render(load_atlas(), Scenes.of(list(itertools.islice(scenes(1, evaluation=True), 4))), 128)
+    with torch.no_grad():
+        latents = pipe.vae.encode(pictures * 2 - 1).latent_dist.mean
+        decoded = pipe.vae.decode(latents).sample / 2 + 0.5
+    assert -10 * (decoded - pictures).square().mean().log10() > 33  # PSNR in dB
+    normal = (latents - pipe.vae.config.shift_factor) * pipe.vae.config.scaling_factor
+    assert normal.std().item() == pytest.approx(1, abs=0.2)

@@ -1,0 +1,40 @@
+"""Laws of the words: known ones are whole, unknown ones are named and spelled out."""
+
+import itertools
+
+from transformers import AutoTokenizer, CLIPTokenizer
+
+from foveate.demo.scenes import scenes
+from foveate.demo.text import TEXT_TOKENS, WORDS, clip_tokenizer, t5_tokenizer, unknown_words
+
+
+def test_every_known_word_is_one_token():
+    for tokenizer in (t5_tokenizer(), clip_tokenizer()):
+        assert all(len(tokenizer.tokenize(word)) == 1 for word in WORDS)
+
+
+def test_captions_fit_and_differ_as_tokens():
+    captions = {scene.caption for scene in itertools.islice(scenes(0), 3000)}
+    for tokenizer in (t5_tokenizer(), clip_tokenizer()):
+        ids = tokenizer(sorted(captions)).input_ids
+        assert max(map(len, ids)) < TEXT_TOKENS // 2
+        assert len({tuple(one) for one in ids}) == len(captions)
+
+
+def test_an_unknown_word_is_spelled_and_named_with_its_nearest():
+    assert t5_tokenizer().tokenize("zyx cats") == ["z", "##y", "##x", "cat", "##s"]
+    assert "".join(clip_tokenizer().tokenize("zyx")) == "zyx</w>"
+    unknown = unknown_words("A red aple above an Elefant, an elefant and a zzyzx!")
+    assert list(unknown) == ["aple", "elefant", "zzyzx"]
+    assert "apple" in unknown["aple"]
+    assert unknown["elefant"][0] == "elephant"
+    assert unknown["zzyzx"] == []
+    assert unknown_words("an owl, a red apple and the sun on an orange background") == {}
+
+
+def test_the_tokenizers_survive_their_folder(tmp_path):
+    caption = "an owl above a zebra on a pink background"
+    clip_tokenizer().save_pretrained(tmp_path / "clip")
+    t5_tokenizer().save_pretrained(tmp_path / "t5")
+    assert CLIPTokenizer.from_pretrained(tmp_path / "clip")(caption).input_ids == clip_tokenizer()(caption).input_ids
+    assert AutoTokenizer.from_pretrained(tmp_path / "t5")(caption).input_ids == t5_tokenizer()(caption).input_ids
