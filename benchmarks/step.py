@@ -2,12 +2,11 @@
 
 Check first: with one tile the step must be the dense step. Then time: the variants take turns in one process.
 
-    python benchmarks/step.py                                      # the small Flux, 4,096 tokens, this machine
+    python benchmarks/step.py --text 64                            # the built-in model's size, 256 px, this machine
     python benchmarks/step.py --full-size --side 128 --compile     # FLUX.1-dev's 12 B parameters at 2048 px, on a GPU
 """
 
 import json
-import subprocess
 from pathlib import Path
 from statistics import median
 from typing import Annotated, Any
@@ -28,6 +27,7 @@ from foveate.integrations.diffusers.pipelines import choose_device, choose_dtype
 
 def main(
     side: Annotated[int, typer.Option(help="Image tokens along each side: 64 is 1024 px of FLUX.1.")] = 64,
+    text: Annotated[int, typer.Option(help="Text tokens: FLUX.1 has 512, the built-in model 64.")] = 512,
     full_size: Annotated[bool, typer.Option(help="FLUX.1-dev's configuration with random weights.")] = False,
     compile: Annotated[bool, typer.Option(help="Compile the repeated blocks.")] = False,
     rounds: Annotated[int, typer.Option(help="How often each variant is timed.")] = 9,
@@ -40,7 +40,7 @@ def main(
     where = choose_device(device)
     precision = choose_dtype(dtype, where)
     pipe = full_size_pipeline(where, precision) if full_size else ready(untrained_pipeline(), device, dtype)
-    step = random_step(pipe.transformer, side)
+    step = random_step(pipe.transformer, side, text)
     error = difference(pipe, step)
     tolerance = 1e-4 if precision == torch.float32 else 5e-2
     assert error < tolerance, f"one tile differs from dense by {error:.1e}: not timing a wrong step"
@@ -48,7 +48,6 @@ def main(
         pipe.transformer.compile_repeated_blocks(fullgraph=True)
     methods = [None, HilbertA(tiles=1), HilbertA(tiles=4), HilbertA(tiles=16)]
     seconds = time_steps(pipe, step, [(method,) if method else () for method in methods], rounds)
-    text = step["encoder_hidden_states"].shape[1]
     rows = []
     for method, taken in zip(methods, seconds, strict=True):
         tables = method.plan(((side, side),), text).tables if method else []
@@ -72,8 +71,7 @@ def main(
         "rounds": rounds,
         "one_tile_relative_error": error,
         "steps": rows,
-        "versions": versions(),
-        "commit": commit or described(),
+        "versions": versions() | ({"commit": commit} if commit else {}),
     }
     write_whole(out, json.dumps(result, indent=2).encode() + b"\n")
     table = Table("variant", "median s", "fastest", "slowest", "speed-up", "FLOP bound of attention")
@@ -93,7 +91,7 @@ def full_size_pipeline(device: torch.device, dtype: torch.dtype) -> FluxPipeline
     return FluxPipeline(scheduler=FlowMatchEulerDiscreteScheduler(), transformer=transformer, **nothing)
 
 
-def random_step(transformer: FluxTransformer2DModel, side: int, text: int = 512) -> dict[str, Any]:
+def random_step(transformer: FluxTransformer2DModel, side: int, text: int) -> dict[str, Any]:
     """Arguments of one forward over side x side image tokens, of random numbers."""
     config: Any = transformer.config
     like: dict[str, Any] = {"device": transformer.device, "dtype": transformer.dtype}
@@ -116,13 +114,6 @@ def difference(pipe: Any, step: dict[str, Any]) -> float:
     with foveate.apply(pipe, HilbertA(tiles=1)):
         one_tile = pipe.transformer(**step)[0]
     return ((one_tile - dense).float().norm() / dense.float().norm()).item()
-
-
-def described() -> str:
-    """The commit that was timed, marked if files differ from it."""
-    command = ["git", "describe", "--always", "--dirty", "--abbrev=12"]
-    result = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parent, check=False)
-    return result.stdout.strip() or "unknown"
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 
 import platform
 import re
+import subprocess
 from collections.abc import Callable, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -112,8 +113,8 @@ def _draw_variant(
 
 
 def versions() -> dict[str, str]:
-    """What ran it: packages, Python, system, processor or GPU."""
-    found = {"foveate": foveate.__version__}
+    """What ran it: packages, Python, system, processor or GPU; the commit too, where that can be told."""
+    found = {"foveate": foveate.__version__, "commit": _commit()}
     for package in ("torch", "triton", "diffusers", "transformers"):
         try:
             found[package] = version(package)
@@ -127,6 +128,14 @@ def versions() -> dict[str, str]:
         "CPU": f"{_processor()}, {torch.get_num_threads()} threads",
         "GPU": ", ".join(gpus) or "none",
     }
+
+
+def _commit() -> str:
+    root = Path(foveate.__file__).parents[2]
+    if not (root / ".git").exists():
+        return "unknown"
+    command = ["git", "describe", "--always", "--dirty", "--abbrev=12"]
+    return subprocess.run(command, capture_output=True, text=True, cwd=root, check=False).stdout.strip() or "unknown"
 
 
 def _processor() -> str:

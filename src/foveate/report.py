@@ -3,6 +3,7 @@
 import base64
 import io
 from statistics import median
+from textwrap import fill
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -24,6 +25,7 @@ __all__ = [
     "Variant",
     "comparison_page",
     "draw_order",
+    "draw_sheet",
     "draw_table",
     "draw_tiles",
     "draw_times",
@@ -169,6 +171,22 @@ def draw_table(table: BlockTable, limit: int = 512) -> Image.Image:
     framed = Image.new("RGB", (picture.width + 2, picture.height + 2), "#9AA5B1")
     framed.paste(picture, (1, 1))
     return framed
+
+
+def draw_sheet(rows: dict[str, list[Image.Image]], captions: list[str]) -> Figure:
+    """A figure of pictures in a grid: one row a name, one column a caption."""
+    height, width = len(rows), len(captions)
+    figure = Figure(figsize=(1.6 * width + 0.5, 1.6 * height + 0.8), layout="constrained")
+    grid = figure.subplots(height, width, squeeze=False)
+    for axes_row, (name, pictures) in zip(grid, rows.items(), strict=True):
+        axes_row[0].set_ylabel(name, fontsize=9)
+        for axes, picture in zip(axes_row, pictures, strict=True):
+            axes.imshow(picture)
+            axes.set(xticks=[], yticks=[])
+            axes.spines[:].set_visible(False)
+    for axes, caption in zip(grid[0], captions, strict=True):
+        axes.set_title(fill(caption, 22), fontsize=7)
+    return figure
 
 
 def _fill_tiles(axes: Axes, tiles: npt.NDArray[np.integer]) -> None:

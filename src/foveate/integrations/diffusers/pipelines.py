@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from copy import copy
+from inspect import signature
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,7 +16,7 @@ from PIL import Image
 from foveate.integrations.diffusers.apply import DENOISERS, apply
 from foveate.methods import Method
 
-__all__ = ["Request", "check_size", "draw", "load", "ready", "record_step", "time_steps"]
+__all__ = ["Request", "check_request", "draw", "draw_batch", "load", "ready", "record_step", "time_steps"]
 
 MOST_TOKENS = 2**20
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -102,25 +103,18 @@ class Request(NamedTuple):
     guidance: float | None
     seed: int
 
-    def arguments(self) -> dict[str, Any]:
-        """Keyword arguments of a pipeline call."""
-        guidance = {} if self.guidance is None else {"guidance_scale": self.guidance}
-        return {
-            "prompt": self.prompt,
-            "height": self.size[0],
-            "width": self.size[1],
-            "num_inference_steps": self.steps,
-            "generator": torch.Generator("cpu").manual_seed(self.seed),
-            **guidance,
-        }
 
-
-def check_size(pipeline: DiffusionPipeline, size: tuple[int, int]) -> None:
-    """Refuse a size that the pipeline would silently change, or that no machine can hold.
+def check_request(pipeline: DiffusionPipeline, request: Request) -> None:
+    """Refuse what the pipeline would silently change or ignore, or what no machine can hold.
 
     Raises:
-        ValueError: If a side is not a multiple of the pixels of one token, or there are more than 2^20 tokens.
+        ValueError: If a side is not a multiple of the pixels of one token, there are more than 2^20 tokens, or a
+            guidance scale is asked of a model without one.
     """
+    config = getattr(getattr(pipeline, "transformer", None), "config", None)
+    if request.guidance is not None and not getattr(config, "guidance_embeds", True):
+        raise ValueError(f"this model takes no guidance scale ({request.guidance}): leave --guidance out")
+    size = request.size
     multiple = 2 * getattr(pipeline, "vae_scale_factor", 8)
     if any(side < multiple or side % multiple for side in size):
         nearest = " x ".join(str(max(multiple, round(side / multiple) * multiple)) for side in size)
@@ -136,12 +130,36 @@ def check_size(pipeline: DiffusionPipeline, size: tuple[int, int]) -> None:
 
 def draw(pipeline: DiffusionPipeline, request: Request, on_step: Callable[[], None] = lambda: None) -> Image.Image:
     """The picture. `on_step` is called after every denoising step."""
+    return draw_batch(pipeline, [request], on_step)[0]
+
+
+def draw_batch(
+    pipeline: DiffusionPipeline, requests: Sequence[Request], on_step: Callable[[], None] = lambda: None
+) -> list[Image.Image]:
+    """The pictures of requests that differ in prompt and seed only, drawn together."""
 
     def after_step(_pipeline: Any, _step: int, _time: Any, tensors: dict[str, Any]) -> dict[str, Any]:
         on_step()
         return tensors
 
-    return pipeline(**request.arguments(), callback_on_step_end=after_step).images[0]
+    shared = requests[0]
+    optional = {"guidance_scale": shared.guidance, "max_sequence_length": _text_tokens(pipeline)}
+    return pipeline(
+        prompt=[request.prompt for request in requests],
+        generator=[torch.Generator("cpu").manual_seed(request.seed) for request in requests],
+        height=shared.size[0],
+        width=shared.size[1],
+        num_inference_steps=shared.steps,
+        callback_on_step_end=after_step,
+        **{name: value for name, value in optional.items() if value is not None},
+    ).images
+
+
+def _text_tokens(pipeline: DiffusionPipeline) -> int | None:
+    """How many text tokens to pad to: FLUX's second tokenizer may hold fewer than the 512 that are the default."""
+    if "max_sequence_length" not in signature(pipeline.__call__).parameters:
+        return None
+    return min(512, getattr(getattr(pipeline, "tokenizer_2", None), "model_max_length", 512))
 
 
 def record_step(pipeline: DiffusionPipeline, request: Request) -> dict[str, Any]:

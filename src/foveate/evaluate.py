@@ -1,0 +1,250 @@
+# pyright: basic
+"""How good a method's pictures are: held-out captions drawn, and judged by the built-in model's own yardstick."""
+
+import json
+import time
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from itertools import islice
+from pathlib import Path
+from statistics import mean, median
+from typing import Any, NamedTuple
+from zlib import crc32
+
+import numpy as np
+import torch
+from PIL import Image
+from rich.table import Table
+from torch import Tensor
+
+from foveate.compare import Track, versions
+from foveate.demo.atlas import load_atlas
+from foveate.demo.recogniser import Recogniser, frechet_distance, judge, load_recogniser, recognise
+from foveate.demo.scenes import Scene, Scenes, render, scenes
+from foveate.files import slug, write_picture, write_whole
+from foveate.integrations.diffusers.apply import apply
+from foveate.integrations.diffusers.pipelines import Request, draw_batch
+from foveate.methods import Method
+from foveate.report import draw_sheet, figure_png, psnr, ssim
+
+__all__ = ["Interval", "Score", "evaluate", "score_table"]
+
+RESAMPLES, FRECHET_RESAMPLES = 1000, 100
+SHOWN = 8  # prompts on the sheet
+
+
+class Interval(NamedTuple):
+    """A number and the 95 % interval that a bootstrap over the prompts gives it."""
+
+    value: float
+    low: float
+    high: float
+
+    def __str__(self) -> str:
+        return f"{self.value:.3g} [{self.low:.3g}, {self.high:.3g}]"
+
+
+class Score(NamedTuple):
+    """What was measured of one way to draw.
+
+    Attributes:
+        label: "real" renderings of the captions, "dense", or the method.
+        objects: Fraction of the requested objects that the recogniser finds.
+        relations: Fraction of the requested relations that hold between objects found; None if none was requested.
+        frechet: Frechet distance of the recogniser's features to those of the real renderings.
+        psnr: Against the dense picture of the same seed, in dB; None where that says nothing.
+        ssim: Likewise.
+        seconds: Median time of a picture; None for real ones.
+        flop_bound: FLOPs of dense attention over those of this one.
+    """
+
+    label: str
+    objects: Interval
+    relations: Interval | None
+    frechet: Interval
+    psnr: Interval | None
+    ssim: Interval | None
+    seconds: float | None
+    flop_bound: float
+
+
+def evaluate(
+    pipeline: Any,
+    methods: Sequence[Method],
+    out: Path,
+    *,
+    prompts: int,
+    request: Request,
+    batch: int = 1,
+    track: Track = lambda name, length: lambda: None,
+) -> list[Score]:
+    """Draw held-out captions dense and with every method, and score them; scores.json and sheet.png go into `out`.
+
+    Pictures that lie in `out` are not drawn again, so a run that was broken off goes on where it was.
+
+    Args:
+        pipeline: The built-in model, or one that knows its captions.
+        methods: Each one alone is compared with dense.
+        out: Folder of the pictures and the results.
+        prompts: How many captions.
+        request: Size, steps, guidance and the first seed; its prompt is not used.
+        batch: Pictures drawn together.
+        track: Shows progress.
+
+    Raises:
+        ValueError: If `out` holds pictures of other settings, or a method cannot run at this size.
+    """
+    if request.size[0] != request.size[1]:
+        raise ValueError(f"the yardstick knows square pictures, not {request.size[1]} x {request.size[0]} px")
+    settings = {
+        **request._asdict(),
+        "model": str(pipeline.config.get("_name_or_path", "")),
+        "dtype": str(pipeline.dtype),
+    }
+    _claim(out, {name: str(value) for name, value in settings.items()})
+    wanted = list(islice(scenes(request.seed, evaluation=True), prompts))
+    requests = [request._replace(prompt=scene.caption, seed=request.seed + i) for i, scene in enumerate(wanted)]
+    drawn = [_Drawn("real", _renderings(wanted, request.size[0]), [], 1.0)]
+    for method in (None, *methods):
+        label = method.title if method else "dense"
+        folder = out / (f"{slug(label)}-{crc32(repr(method).encode()):08x}" if method else label)
+        _draw_missing(pipeline, method, requests, folder, batch, track(label, prompts))
+        drawn.append(_Drawn.of(label, folder, prompts))
+    scores = _scores(drawn, wanted, load_recogniser(device=pipeline.device), track("scoring", len(drawn)))
+    content = {
+        "settings": settings,
+        "prompts": prompts,
+        "versions": versions(),
+        "scores": [_plain(score) for score in scores],
+    }
+    write_whole(out / "scores.json", json.dumps(content, indent=2).encode() + b"\n")
+    sheet = draw_sheet({one.label: one.pictures[:SHOWN] for one in drawn}, [r.prompt for r in requests[:SHOWN]])
+    write_whole(out / "sheet.png", figure_png(sheet))
+    return scores
+
+
+def score_table(scores: Sequence[Score]) -> Table:
+    """The scores, to print."""
+    table = Table("", "objects", "relations", "Fréchet", "PSNR to dense", "SSIM to dense", "s a picture", "FLOP bound")
+    for score in scores:
+        table.add_row(
+            *("" if cell is None else f"{cell:.3g}" if isinstance(cell, float) else str(cell) for cell in score)
+        )
+    return table
+
+
+def _plain(score: Score) -> dict[str, Any]:
+    return {name: cell._asdict() if isinstance(cell, Interval) else cell for name, cell in score._asdict().items()}
+
+
+def _claim(out: Path, settings: dict[str, str]) -> None:
+    """Make the folder one of these settings."""
+    path = out / "settings.json"
+    before = json.loads(path.read_text()) if path.exists() else settings
+    if differ := [f"{name}={before.get(name)}" for name in settings if before.get(name) != settings[name]]:
+        raise ValueError(f"{out} holds pictures drawn with {', '.join(differ)}: name another folder with --out")
+    write_whole(path, json.dumps(settings, indent=2).encode())
+
+
+class _Drawn(NamedTuple):
+    """The pictures of one way to draw."""
+
+    label: str
+    pictures: list[Image.Image]
+    seconds: list[float]
+    flop_bound: float
+
+    @classmethod
+    def of(cls, label: str, folder: Path, prompts: int) -> "_Drawn":
+        pictures: list[Image.Image] = []
+        about: list[dict[Any, Any]] = []
+        for index in range(prompts):
+            with Image.open(_path(folder, index)) as picture:
+                about.append(dict(picture.info))
+                pictures.append(picture.convert("RGB"))
+        return cls(label, pictures, [float(one["seconds"]) for one in about], float(about[0]["flop bound"]))
+
+
+def _path(folder: Path, index: int) -> Path:
+    return folder / f"{index:05}.png"
+
+
+def _draw_missing(
+    pipeline: Any,
+    method: Method | None,
+    requests: list[Request],
+    folder: Path,
+    batch: int,
+    advance: Callable[[], None],
+) -> None:
+    """Write the pictures that are not there yet; each carries its time, that of a batch shared evenly."""
+    missing = [index for index in range(len(requests)) if not _path(folder, index).exists()]
+    for _ in range(len(requests) - len(missing)):
+        advance()
+    with apply(pipeline, method) if method else nullcontext() as run:
+        for start in range(0, len(missing), batch):
+            part, began = missing[start : start + batch], time.perf_counter()
+            images = draw_batch(pipeline, [requests[index] for index in part])
+            seconds = (time.perf_counter() - began) / len(part)
+            sparsity = mean(layer.true for layer in run.summary().layers) if run else 0.0
+            about = {"seconds": f"{seconds:.4f}", "flop bound": f"{1 / (1 - sparsity):.3f}"}
+            for index, image in zip(part, images, strict=True):
+                write_picture(_path(folder, index), image, {"prompt": requests[index].prompt, **about})
+                advance()
+
+
+def _renderings(wanted: Sequence[Scene], side: int) -> list[Image.Image]:
+    atlas = load_atlas()
+    pictures = (render(atlas, Scenes.of([scene]), side)[0] for scene in wanted)
+    return [Image.fromarray((picture.permute(1, 2, 0) * 255).round().byte().numpy()) for picture in pictures]
+
+
+def _scores(
+    drawn: list[_Drawn], wanted: Sequence[Scene], recogniser: Recogniser, advance: Callable[[], None]
+) -> list[Score]:
+    real, dense = drawn[:2]
+    chance = np.random.default_rng(0)
+    resampled = chance.integers(len(wanted), size=(RESAMPLES, len(wanted)))
+
+    def average(values: Sequence[float], weights: Sequence[int] | None = None) -> Interval:
+        number, weight = np.array(values, float), np.array(weights or [1] * len(values))
+        totals = weight[resampled].sum(1)
+        return _interval(number.sum() / weight.sum(), number[resampled].sum(1)[totals > 0] / totals[totals > 0])
+
+    reference = torch.empty(0)
+    scores: list[Score] = []
+    for one in drawn:
+        pixels = torch.stack([torch.from_numpy(np.array(picture)) for picture in one.pictures]).permute(0, 3, 1, 2)
+        found, features = recognise(recogniser, pixels)
+        reference = features if one is real else reference
+        verdicts = [judge(detections, scene) for detections, scene in zip(found, wanted, strict=True)]
+        relations = [verdict.relations for verdict in verdicts]
+        near = one is not real and one is not dense
+        pairs = list(zip(one.pictures, dense.pictures, strict=True)) if near else []
+        scores.append(
+            Score(
+                one.label,
+                average([v.objects_found for v in verdicts], [v.objects for v in verdicts]),
+                average([v.relations_held for v in verdicts], relations) if any(relations) else None,
+                _frechet(features.cpu(), reference.cpu(), resampled),
+                average([psnr(ours, theirs) for ours, theirs in pairs]) if near else None,
+                average([ssim(ours, theirs) for ours, theirs in pairs]) if near else None,
+                median(one.seconds) if one.seconds else None,
+                one.flop_bound,
+            )
+        )
+        advance()
+    return scores
+
+
+def _frechet(ours: Tensor, real: Tensor, resampled: np.ndarray) -> Interval:
+    few = torch.from_numpy(resampled[:FRECHET_RESAMPLES])
+    return _interval(frechet_distance(ours, real), np.array([frechet_distance(ours[i], real) for i in few]))
+
+
+def _interval(value: float, resamples: np.ndarray) -> Interval:
+    """The middle 95 % of the resamples, moved so that they lie around the value: resampling adds a bias of its own."""
+    if not np.isfinite(resamples).all():  # the PSNR of pictures that are identical
+        return Interval(value, value, value)
+    low, high = np.quantile(resamples - resamples.mean(), (0.025, 0.975))
+    return Interval(float(value), float(value + low), float(value + high))

@@ -1,0 +1,106 @@
+"""Laws of the evaluation: it resumes, refuses to mix, and its intervals are what they say."""
+
+import json
+import math
+
+import numpy as np
+import pytest
+
+from foveate import HilbertA, evaluate
+from foveate.demo.untrained import untrained_pipeline
+from foveate.evaluate import Interval, _interval
+from foveate.integrations.diffusers.pipelines import Request
+
+REQUEST = Request("", (64, 64), 2, None, 5)
+
+
+@pytest.fixture(scope="module")
+def pipe():
+    return untrained_pipeline(layers=1, single_layers=1, heads=2, rope=(4, 4, 8), text_dim=32, text_layers=1)
+
+
+def test_real_renderings_are_right_and_noise_is_not(pipe, tmp_path):
+    real, dense, sparse = evaluate.evaluate(pipe, [HilbertA(tiles=4)], tmp_path, prompts=6, request=REQUEST)
+    assert (real.label, dense.label, sparse.label) == ("real", "dense", "HilbertA T=4")
+    assert real.objects.value > 0.9
+    assert real.frechet.value == pytest.approx(0, abs=1e-3)
+    assert dense.objects.value < 0.2
+    assert dense.frechet.value > 1
+    assert real.psnr is dense.psnr is None
+    assert 5 < sparse.psnr.value < 60
+    assert sparse.flop_bound > 1.2
+    assert dense.flop_bound == 1
+    assert sparse.seconds > 0
+    for score in (real, dense, sparse):
+        for cell in score:
+            if isinstance(cell, Interval):
+                assert cell.low <= cell.value <= cell.high
+
+
+def test_one_tile_scores_as_dense(pipe, tmp_path):
+    _, dense, tiled = evaluate.evaluate(pipe, [HilbertA(tiles=1)], tmp_path, prompts=3, request=REQUEST)
+    assert tiled.objects == dense.objects
+    assert tiled.frechet.value == pytest.approx(dense.frechet.value, rel=1e-2)
+    assert tiled.psnr.value > 50
+
+
+def test_a_run_that_was_broken_off_goes_on_where_it_was(pipe, tmp_path, monkeypatch):
+    draw, drawn = evaluate.draw_batch, []
+
+    def lights_out(pipeline, requests):
+        drawn.extend(request.seed for request in requests)
+        if len(drawn) == 5:
+            raise KeyboardInterrupt
+        return draw(pipeline, requests)
+
+    monkeypatch.setattr(evaluate, "draw_batch", lights_out)
+    with pytest.raises(KeyboardInterrupt):
+        evaluate.evaluate(pipe, [HilbertA(tiles=4)], tmp_path / "broken", prompts=3, request=REQUEST)
+    assert drawn == [5, 6, 7, 5, 6]
+    bars = {}
+    track = lambda name, length: lambda: bars.update({name: bars.get(name, 0) + 1})  # noqa: E731
+    scores = evaluate.evaluate(pipe, [HilbertA(tiles=4)], tmp_path / "broken", prompts=3, request=REQUEST, track=track)
+    assert drawn == [5, 6, 7, 5, 6, 6, 7]
+    assert bars == {"dense": 3, "HilbertA T=4": 3, "scoring": 3}
+    monkeypatch.undo()
+    whole = evaluate.evaluate(pipe, [HilbertA(tiles=4)], tmp_path / "whole", prompts=3, request=REQUEST)
+    timeless = [[score._replace(seconds=None) for score in some] for some in (scores, whole)]
+    assert timeless[0] == timeless[1]
+
+
+def test_pictures_do_not_depend_on_the_batch_and_more_prompts_can_be_added(pipe, tmp_path):
+    evaluate.evaluate(pipe, [], tmp_path / "a", prompts=2, request=REQUEST)
+    alone = evaluate.evaluate(pipe, [], tmp_path / "a", prompts=5, request=REQUEST)
+    together = evaluate.evaluate(pipe, [], tmp_path / "b", prompts=5, request=REQUEST, batch=3)
+    assert alone[1].objects == together[1].objects
+    assert alone[1].frechet.value == pytest.approx(together[1].frechet.value, rel=1e-2)
+
+
+def test_a_folder_of_other_settings_is_refused(pipe, tmp_path):
+    evaluate.evaluate(pipe, [], tmp_path, prompts=2, request=REQUEST)
+    with pytest.raises(ValueError, match=r"holds pictures drawn with steps=2: name another folder with --out"):
+        evaluate.evaluate(pipe, [], tmp_path, prompts=2, request=REQUEST._replace(steps=3))
+
+
+def test_results_are_written_with_versions(pipe, tmp_path):
+    scores = evaluate.evaluate(pipe, [], tmp_path, prompts=2, request=REQUEST)
+    written = json.loads((tmp_path / "scores.json").read_text())
+    assert written["prompts"] == 2
+    assert written["versions"]["foveate"]
+    assert written["scores"][1]["objects"]["value"] == scores[1].objects.value
+    assert (tmp_path / "sheet.png").stat().st_size > 1000
+    assert list(evaluate.score_table(scores).columns[0].cells) == ["real", "dense"]
+
+
+def test_intervals_cover_the_truth_as_often_as_they_say():
+    chance, covered = np.random.default_rng(0), 0
+    for _ in range(400):
+        hits = chance.random(80) < 0.7
+        resampled = chance.integers(80, size=(400, 80))
+        _, low, high = _interval(hits.mean(), hits[resampled].mean(1))
+        covered += low <= 0.7 <= high
+    assert 0.90 < covered / 400 < 0.98
+
+
+def test_an_infinite_mean_stays_infinite():
+    assert _interval(math.inf, np.full(10, math.inf)).value == math.inf
