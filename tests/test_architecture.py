@@ -20,12 +20,14 @@ ROOMS = {
     "demo": {"ops", "methods", "integrations", "report", "files"},
     "training": {"ops", "methods", "integrations", "report", "files"},
     "compare": {"ops", "methods", "integrations", "report", "files"},
-    "cli": {"ops", "methods", "integrations", "report", "files", "compare", "demo", "training"},
+    "evaluate": {"ops", "methods", "integrations", "report", "files", "compare", "demo"},
+    "cli": {"ops", "methods", "integrations", "report", "files", "compare", "evaluate", "demo", "training"},
     "__init__": {"methods", "integrations"},
+    "__main__": {"cli"},
 }
 LIBRARIES = {
     "diffusers": {"integrations", "demo", "training", "cli"},
-    "transformers": {"integrations", "demo", "training"},
+    "transformers": {"integrations", "demo", "training", "cli"},
 }
 FILES = sorted(SOURCE.rglob("*.py"))
 

@@ -1,6 +1,7 @@
 """Laws of the command line, tried as a user would."""
 
 import base64
+import json
 import re
 
 import numpy as np
@@ -44,7 +45,7 @@ def test_generate_draws_what_the_pipeline_draws_and_the_seed_repeats_it(folder, 
         assert result.exit_code == 0, result.output
     pipe = untrained_pipeline(layers=1, single_layers=1, heads=2, rope=(4, 4, 8))
     seed = torch.Generator().manual_seed(1)
-    want = pipe("a cat", height=64, width=64, num_inference_steps=2, generator=seed).images[0]
+    want = pipe("a cat", height=64, width=64, num_inference_steps=2, generator=seed, max_sequence_length=64).images[0]
     assert (pixels("a.png") == np.asarray(want)).all()
     assert (pixels("a.png") == pixels("b.png")).all()
     assert (pixels("a.png") != pixels("c.png")).any()
@@ -75,11 +76,21 @@ def test_size_may_be_wide(folder):
     assert pixels("wide.png").shape == (64, 96, 3)
 
 
-def test_without_a_model_the_small_flux_draws_and_says_what_it_is():
-    result = run("generate", "a cat", "--size", "32", "--steps", 1, "--device", "cpu")
+def test_without_a_model_the_built_in_one_draws_and_names_the_words_it_does_not_know():
+    result = run("generate", "a cat on an elefant", "--size", "32", "--steps", 1, "--device", "cpu")
     assert result.exit_code == 0, result.output
-    assert "random weights" in result.output
-    assert pixels("a-cat-0.png").shape == (32, 32, 3)
+    output = " ".join(result.output.split())
+    assert "never taught 'elefant' (known: elephant," in output
+    assert "'cat'" not in output
+    assert pixels("a-cat-on-an-elefant-0.png").shape == (32, 32, 3)
+    assert "never taught" not in run("generate", "a cat", "--size", "32", "--steps", 1, "--device", "cpu").output
+
+
+def test_the_built_in_model_takes_no_guidance_scale(tmp_path):
+    result = run("generate", "a cat", "--guidance", 3, "--device", "cpu")
+    assert result.exit_code == 2
+    assert "takes no guidance scale (3.0): leave --guidance out" in result.output
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_compare_makes_one_page_with_every_picture_and_names_what_it_left_out(folder, tmp_path):
@@ -222,8 +233,75 @@ def test_info_names_versions_devices_and_backends():
         assert word in result.output
 
 
-@pytest.mark.parametrize("command", ["generate", "compare", "curves", "info"])
+def test_eval_judges_and_goes_on_where_it_was(folder, tmp_path):
+    command = ["eval", "--method", "hilberta:tiles=2,centre=0.5", "--model", folder, *SMALL, "--prompts", 3]
+    result = run(*command)
+    assert result.exit_code == 0, result.output
+    for word in ("real", "dense", "HilbertA T=2", "objects", "PSNR"):
+        assert word in result.output
+    scores = json.loads((tmp_path / "eval" / "scores.json").read_text())
+    assert [score["label"] for score in scores["scores"]] == ["real", "dense", "HilbertA T=2"]
+    assert pixels("eval/sheet.png").size
+    written = {path: path.stat().st_mtime_ns for path in (tmp_path / "eval").rglob("0*.png")}
+    assert len(written) == 6
+    assert run(*command).exit_code == 0
+    assert {path: path.stat().st_mtime_ns for path in (tmp_path / "eval").rglob("0*.png")} == written
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--method", "hilbert"], "unknown method 'hilbert': choose one of hilberta"),
+        (["--method", "hilberta:tile=3"], "HilbertA has no option 'tile'"),
+        (["--method", "hilberta:tiles=9"], "use tiles<=8"),
+        (["--size", "64x32"], "knows square pictures, not 64 x 32 px"),
+        (["--prompts", "1"], "--prompts"),
+    ],
+)
+def test_bad_input_of_eval_is_one_clear_line(folder, arguments, message):
+    result = run("eval", "--model", folder, *SMALL, "--prompts", 2, *arguments)
+    assert result.exit_code == 2, result.output
+    assert message in " ".join(result.output.replace("│", " ").split())
+
+
+def test_demo_info_tells_size_recipe_vocabulary_and_licence():
+    result = run("demo", "info")
+    assert result.exit_code == 0, result.output
+    output = " ".join(re.sub("[│┃]", " ", result.output).split())
+    for words in (
+        "MB",
+        "M parameters",
+        "a red apple",
+        "turquoise",
+        "A above B",
+        "SIL Open Font License",
+        "pictures of",
+    ):
+        assert words in output
+
+
+def test_demo_atlas_names_a_missing_font(tmp_path):
+    result = run("demo", "atlas", "--font", "nowhere.ttf")
+    assert result.exit_code == 2
+    assert "no Noto Color Emoji in nowhere.ttf" in result.output
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_demo_train_names_what_is_missing(tmp_path):
+    for arguments, message in (
+        (["--part", "clip"], "unknown part 'clip': choose recogniser, vae, flow or all"),
+        (["--part", "flow"], "holds no autoencoder: make it first with --part vae"),
+    ):
+        result = run("demo", "train", *arguments)
+        assert result.exit_code == 2, result.output
+        assert message in " ".join(result.output.split())
+
+
+@pytest.mark.parametrize(
+    "command", ["generate", "compare", "eval", "curves", "info", "demo", "demo train", "demo info", "demo atlas"]
+)
 def test_help_teaches(command):
-    result = run(command, "--help")
+    *above, last = command.split()
+    result = run(*above, last, "--help")
     assert result.exit_code == 0
-    assert command in run("--help").output
+    assert last in run(*above, "--help").output

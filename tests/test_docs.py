@@ -45,3 +45,9 @@ def test_the_sample_method_passes_its_sample_tests(tmp_path):
 def test_the_block_attention_page_runs_from_top_to_bottom(tmp_path):
     (tmp_path / "page.py").write_text("\n".join(samples("block-attention.md")))
     run(tmp_path, "page")
+
+
+def test_the_built_in_model_page_draws(tmp_path):
+    (sample,) = samples("built-in-model.md")
+    (tmp_path / "page.py").write_text(sample.replace("num_inference_steps=20", "num_inference_steps=1"))
+    run(tmp_path, "page")

@@ -4,8 +4,24 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from rich.console import Console
 
-from foveate.cli.common import Device, Dtype, Guidance, Model, Seed, Size, Steps, clear_errors, console, prepare, progress
+from foveate.cli.common import (
+    Device,
+    Dtype,
+    Guidance,
+    Model,
+    Seed,
+    Size,
+    Steps,
+    clear_errors,
+    console,
+    open_model,
+    progress,
+    remark_on,
+    request_of,
+    settings_of,
+)
 from foveate.methods import METHODS, Method, method_from_text
 
 __all__ = ["compare", "evaluate", "generate"]
@@ -35,12 +51,15 @@ def generate(
     chosen = _method(method, tiles, option or [])
     if out and (out.suffix.lower() != ".png" or out.is_dir()):
         raise ValueError(f"--out names the PNG file to write, not {out}: end it with .png")
-    pipe, request, settings = prepare(prompt, model, size, steps, guidance, seed, device, dtype)
+    pipe = open_model(model, device, dtype)
+    request = request_of(pipe, model, prompt, size, steps, guidance, seed)
     from foveate.files import slug, write_picture
     from foveate.integrations.diffusers.apply import apply
     from foveate.integrations.diffusers.pipelines import draw
 
     path = out or Path(f"{slug(prompt)}-{seed}.png")
+    if not model and (remark := remark_on(prompt)):
+        console.print(remark)
     with progress() as track:
         advance = track(chosen.title if chosen else "dense", request.steps)
         if chosen is None:
@@ -48,11 +67,10 @@ def generate(
         else:
             with apply(pipe, chosen) as run:
                 image, summary = draw(pipe, request, advance), run.summary()
-        write_picture(path, image, {**settings, "method": repr(chosen) if chosen else "dense"})
+        about = settings_of(pipe, model, request)
+        write_picture(path, image, {**about, "method": repr(chosen) if chosen else "dense"})
     if summary is not None:
         print(summary)
-    if not model:
-        console.print(NOTICE)
     print(path)
 
 
@@ -75,20 +93,81 @@ def compare(
     """
     if out.exists() and not out.is_dir():
         raise ValueError(f"--out names a folder for the page, but {out} is a file: name another")
-    pipe, request, settings = prepare(prompt, model, size, steps, guidance, seed, device, dtype)
+    pipe = open_model(model, device, dtype)
+    request = request_of(pipe, model, prompt, size, steps, guidance, seed)
     from foveate import compare as side_by_side
 
     with progress() as track:
         page = side_by_side.compare(
-            pipe, request, side_by_side.showcase(), out, settings=settings, rounds=rounds, track=track,
-            notice="" if model else NOTICE,
-        )  # fmt: skip
+            pipe,
+            request,
+            side_by_side.showcase(),
+            out,
+            settings=settings_of(pipe, model, request),
+            notice="" if model else remark_on(prompt),
+            rounds=rounds,
+            track=track,
+        )
     console.print("open the page in a browser:")
     print(page.resolve())
 
 
+@clear_errors
+def evaluate(
+    method: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="hilberta, or with options hilberta:tiles=16,centre=0. Repeat it for more. [dim]default: "
+            "the settings that compare shows[/]"
+        ),
+    ] = None,
+    model: Model = "",
+    prompts: Annotated[int, typer.Option(min=2, max=100_000, help="Held-out captions to draw.")] = 100,
+    size: Size = None,
+    steps: Steps = None,
+    guidance: Guidance = None,
+    seed: Seed = 0,
+    batch: Annotated[int, typer.Option(min=1, max=4096, help="Pictures drawn together.")] = 1,
+    out: Annotated[
+        Path, typer.Option(help="Folder of pictures and scores; a run found there is gone on with.")
+    ] = Path("eval"),
+    device: Device = "auto",
+    dtype: Dtype = "auto",
+) -> None:
+    """Judge methods by many pictures: are the requested objects there, do they stand as asked, how near to dense.
+
+    The captions are ones that the built-in model was never trained on. A recogniser, trained on real renderings, looks
+    at every picture. Numbers come with 95 % intervals. Ctrl-C loses nothing: run the same command again.
+
+    foveate eval --method hilberta:tiles=4 --method hilberta:tiles=16 --prompts 100 --seed 0
+    """
+    if out.exists() and not out.is_dir():
+        raise ValueError(f"--out names a folder for the results, but {out} is a file: name another")
+    methods = [_spelled(text) for text in method or []]
+    pipe = open_model(model, device, dtype)
+    request = request_of(pipe, model, "", size, steps, guidance, seed)
+    from foveate.compare import showcase
+    from foveate.evaluate import evaluate, score_table
+
+    with progress() as track:
+        scores = evaluate(pipe, methods or showcase(), out, prompts=prompts, request=request, batch=batch, track=track)
+    Console().print(score_table(scores))
+    for name in ("scores.json", "sheet.png"):
+        print(out / name)
+
+
+def _spelled(text: str) -> Method:
+    """The method of "hilberta:tiles=16,centre=0"."""
+    name, _, options = text.partition(":")
+    return method_from_text(name, _pairs(options.split(",") if options else []))
+
+
+def _pairs(options: list[str]) -> dict[str, str]:
+    return {name: value for name, _, value in (option.partition("=") for option in options)}
+
+
 def _method(name: str, tiles: str | None, options: list[str]) -> Method | None:
-    pairs = {name: value for name, _, value in (option.partition("=") for option in options)}
+    pairs = _pairs(options)
     if tiles is not None:
         pairs["tiles"] = tiles
     if name != "dense":

@@ -1,0 +1,5 @@
+"""`python -m foveate` is the `foveate` command."""
+
+from foveate.cli import main
+
+main()

@@ -1,0 +1,28 @@
+"""The command line: arguments in, progress and clear errors out. All work is done elsewhere."""
+
+import os
+
+import typer
+
+from foveate.cli import demo, draw, inspect
+
+__all__ = ["app", "main"]
+
+app = typer.Typer(
+    no_args_is_help=True,
+    rich_markup_mode="rich",
+    pretty_exceptions_enable=False,
+    help="Cheaper transformers that attend only where it matters: sparse attention in diffusers pipelines.",
+)
+app.command()(draw.generate)
+app.command()(draw.compare)
+app.command("eval")(draw.evaluate)
+app.command()(inspect.curves)
+app.command()(inspect.info)
+app.add_typer(demo.app, name="demo")
+
+
+def main() -> None:
+    """Entry point of the `foveate` command."""
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # read when transformers is imported
+    app()

@@ -1,0 +1,162 @@
+"""What the commands share: progress and clear errors out, options that mean the same everywhere."""
+
+import functools
+import re
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from foveate.demo import PIPELINE
+
+__all__ = [
+    "Device",
+    "Dtype",
+    "Guidance",
+    "Model",
+    "Seed",
+    "Size",
+    "Steps",
+    "clear_errors",
+    "console",
+    "open_model",
+    "progress",
+    "read_size",
+    "remark_on",
+    "request_of",
+    "settings_of",
+]
+
+console = Console(stderr=True, highlight=False)
+
+Model = Annotated[
+    str,
+    typer.Option(help="Hub id or folder of a diffusers pipeline. Left out: the built-in model, which draws emoji."),
+]
+Size = Annotated[
+    str | None,
+    typer.Option(
+        help="Pixels: 1024, or WIDTHxHEIGHT. [dim]default: built-in 128 on a CPU, 256 on a GPU; else 1024[/]"
+    ),
+]
+Steps = Annotated[
+    int | None,
+    typer.Option(min=1, max=1000, help="Denoising steps. [dim]default: 20 for the built-in model, else 28[/]"),
+]
+Guidance = Annotated[
+    float | None, typer.Option(min=0, max=1000, help="Guidance scale. [dim]default: the pipeline's[/]")
+]
+Seed = Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Of the first noise: the same seed, the same picture.")]
+Device = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, mps.")]
+Dtype = Annotated[str, typer.Option(help="auto, float32, bfloat16, float16.")]
+
+
+def clear_errors(command: Callable[..., None]) -> Callable[..., None]:
+    """One line and exit code 2 for what a user can mend; 130 for Ctrl-C."""
+
+    @functools.wraps(command)
+    def run(*args: Any, **kwargs: Any) -> None:
+        try:
+            command(*args, **kwargs)
+        except KeyboardInterrupt:
+            console.print("stopped; what was finished is in place")
+            raise typer.Exit(130) from None
+        except (ValueError, ImportError, OSError) as error:
+            _fail(str(error).strip())
+        except (RuntimeError, MemoryError) as error:
+            if not _out_of_memory(error):
+                raise
+            _fail("out of memory: use a smaller --size, --dtype bfloat16, or a device with more memory")
+
+    return run
+
+
+def _fail(message: str) -> None:
+    first_line = message.splitlines()[0] if message else "something failed without saying what"
+    console.print(f"[bold red]error:[/] {escape(first_line)}", soft_wrap=True)
+    raise typer.Exit(2)
+
+
+def _out_of_memory(error: Exception) -> bool:
+    known = "can't allocate memory", "not enough memory"  # what the CPU allocators say
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or any(words in str(error) for words in known)
+
+
+def open_model(model: str, device: str, dtype: str) -> Any:
+    """The pipeline that `--model` names, or the built-in one."""
+    console.print(f"loading {model or 'the built-in model'}")
+    try:
+        from diffusers.utils import logging as diffusers_says
+        from transformers.utils import logging as transformers_says
+
+        from foveate.integrations.diffusers.pipelines import load
+    except ImportError as error:
+        raise ValueError(f"drawing needs diffusers ({error}): pip install 'foveate[diffusers]'") from error
+    diffusers_says.set_verbosity_error()
+    diffusers_says.disable_progress_bar()
+    transformers_says.disable_progress_bar()
+    return load(model or str(PIPELINE), device, dtype)
+
+
+def request_of(
+    pipe: Any, model: str, prompt: str, size: str | None, steps: int | None, guidance: float | None, seed: int
+) -> Any:
+    """What to draw, checked, with the model's own defaults for what was left out."""
+    from foveate.integrations.diffusers.pipelines import Request, check_request
+
+    built_in_size = "128" if pipe.device.type == "cpu" else "256"
+    pixels = read_size(size or ("1024" if model else built_in_size))
+    request = Request(prompt, pixels, steps or (28 if model else 20), guidance, seed)
+    check_request(pipe, request)
+    return request
+
+
+def settings_of(pipe: Any, model: str, request: Any) -> dict[str, str]:
+    """What pictures and pages say about how they were drawn."""
+    return {
+        "prompt": request.prompt,
+        "model": model or "foveate's built-in model",
+        "size": f"{request.size[1]} x {request.size[0]} px",
+        "steps": str(request.steps),
+        "guidance": "the pipeline's own" if request.guidance is None else str(request.guidance),
+        "seed": str(request.seed),
+        "device": str(pipe.device),
+        "dtype": str(pipe.dtype).removeprefix("torch."),
+    }
+
+
+def remark_on(prompt: str) -> str:
+    """Which words of a prompt the built-in model was never taught, and which known ones look most like them."""
+    from foveate.demo.text import unknown_words
+
+    remarks = [
+        f"{word!r} (known: {', '.join(nearest)})" if nearest else repr(word)
+        for word, nearest in unknown_words(prompt).items()
+    ]
+    return f"The built-in model was never taught {', '.join(remarks)} and spells it out." if remarks else ""
+
+
+def read_size(text: str) -> tuple[int, int]:
+    """(height, width) of "1024" or "1024x768"."""
+    match = re.fullmatch(r"([1-9]\d{0,5})(?:x([1-9]\d{0,5}))?", text.strip().lower())
+    if not match:
+        raise ValueError(f"cannot read the size {text!r}: write 1024, or WIDTHxHEIGHT such as 1024x768")
+    return int(match[2] or match[1]), int(match[1])
+
+
+@contextmanager
+def progress() -> Generator[Callable[[str, int], Callable[[], None]]]:
+    """Starts progress bars: called with a name and a length, what it yields returns what advances the bar by one."""
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, TimeRemainingColumn(), console=console) as bars:
+
+        def track(name: str, length: int) -> Callable[[], None]:
+            task = bars.add_task(name, total=length)
+            return lambda: bars.advance(task)
+
+        yield track

@@ -1,0 +1,71 @@
+"""Commands of the built-in model: what it is, and how to make it again."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from foveate.cli.common import Seed, clear_errors, console, progress
+
+__all__ = ["app"]
+
+app = typer.Typer(
+    no_args_is_help=True, rich_markup_mode="rich", help="The built-in model: what it is, how it was made."
+)
+
+
+@app.command()
+@clear_errors
+def info() -> None:
+    """Print size, recipe, vocabulary and licences of the built-in model."""
+    from foveate.demo.about import facts
+
+    table = Table("what", "value")
+    for name, value in facts().items():
+        table.add_row(name, value)
+    Console().print(table)
+
+
+@app.command()
+@clear_errors
+def train(
+    part: Annotated[str, typer.Option(help="recogniser, vae, flow (each needs the ones before it), or all.")] = "all",
+    out: Annotated[Path, typer.Option(help="Folder of the run; one that is found there is gone on with.")] = Path(
+        "demo-run"
+    ),
+    seed: Seed = 0,
+    minutes: Annotated[float, typer.Option(min=0, help="Write a checkpoint and stop after so long.")] = float("inf"),
+    scale: Annotated[
+        float, typer.Option(min=0, help="Of the recipe's pictures and steps: 0.01 is a quick look.")
+    ] = 1.0,
+    compile: Annotated[bool, typer.Option(help="Compile the transformer (GPU; a minute for each size).")] = False,
+) -> None:
+    """Train the built-in model from scratch: the recogniser that judges it, the autoencoder, then the transformer.
+
+    Stop it when you like, Ctrl-C or worse; the same command goes on from the newest checkpoint. On several GPUs:
+
+    torchrun --nproc-per-node 4 -m foveate demo train --compile
+    """
+    from foveate.demo.training.make import make
+
+    with progress() as track:
+        done = make(out, part=part, seed=seed, minutes=minutes, scale=scale, compile=compile, track=track)
+    console.print("done" if done else "stopped in time; the same command goes on from here")
+    print(out)
+
+
+@app.command()
+@clear_errors
+def atlas(
+    out: Annotated[Path, typer.Option(help="PNG to write.")] = Path("atlas.png"),
+    font: Annotated[
+        Path | None, typer.Option(help="NotoColorEmoji.ttf. [dim]default: where distributions put it[/]")
+    ] = None,
+) -> None:
+    """Draw the emoji of scenes from the font. The package holds the result; only a new vocabulary needs another."""
+    from foveate.demo.atlas import write_atlas
+
+    write_atlas(out, font)
+    print(out)

@@ -1,0 +1,62 @@
+"""Commands that look at things: orders of a grid, this machine."""
+
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from foveate.cli.common import clear_errors, read_size
+from foveate.methods import METHODS
+from foveate.ops.curves import CURVES
+
+__all__ = ["curves", "info"]
+
+
+@clear_errors
+def curves(
+    curve: Annotated[str, typer.Argument(help=f"One of {', '.join(CURVES)}.")] = "hilbert",
+    size: Annotated[str, typer.Option(help="Cells of the grid: 64, or WIDTHxHEIGHT.")] = "32",
+    tiles: Annotated[int, typer.Option(min=1, help="Tiles to colour.")] = 16,
+    centre: Annotated[float, typer.Option(min=0, max=1, help="Side of the global centre; 0 is none.")] = 0.25,
+    phase: Annotated[int, typer.Option(min=0, max=3, help="By how many quarters of a tile the tiles have slid.")] = 0,
+    out: Annotated[Path | None, typer.Option(help="PNG to write. [dim]default: CURVE-SIZE.png[/]")] = None,
+) -> None:
+    """Draw an order of a grid and its tiles as a picture, and print how local it is."""
+    from foveate.files import write_whole
+    from foveate.methods.hilberta import HilbertA
+    from foveate.ops.curves import edge_average_stretch, geometric_distortion_error, grid_order
+    from foveate.report import draw_order, figure_png
+
+    height, width = read_size(size)
+    if height * width > 256 * 256:
+        raise ValueError(f"{size} cells are too many to draw: use at most 256 x 256")
+    plan = HilbertA(curve=curve, tiles=tiles, centre=centre).plan(((height, width),), 0)
+    order = grid_order(curve, height, width)
+    path = out or Path(f"{curve}-{width}x{height}.png")
+    write_whole(path, figure_png(draw_order(order, height, width, plan.tile_maps[phase])))
+    table = Table("metric", "all pairs", "within a tile")
+    for name, metric in (("EAS", edge_average_stretch), ("GDE", geometric_distortion_error)):
+        inside = metric(order, height, width, within=max(1, height * width // tiles))
+        table.add_row(name, f"{metric(order, height, width):.2f}", f"{inside:.2f}")
+    Console().print(table)
+    print(path)
+
+
+@clear_errors
+def info() -> None:
+    """Print versions, devices, and which backend runs each op where."""
+    from foveate.compare import versions
+    from foveate.ops import block_attention, dispatch
+
+    del block_attention  # imported to register its backends
+    table = Table("what", "value")
+    for name, value in versions().items():
+        table.add_row(name, value)
+    for op in dispatch.ops():
+        for device in ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]:
+            table.add_row(f"{op} on {device}", dispatch.choose(op, torch.device(device)).name)
+    table.add_row("methods", ", ".join(METHODS))
+    Console().print(table)
