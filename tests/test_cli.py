@@ -3,6 +3,7 @@
 import base64
 import json
 import re
+import shutil
 
 import numpy as np
 import pytest
@@ -201,6 +202,34 @@ def test_folders_that_hold_no_usable_pipeline_are_named(folder, tmp_path):
     result = run("compare", "a cat", "--model", "other", *SMALL)
     assert result.exit_code == 2
     assert "UNet2DModel is not supported" in result.output
+
+
+@pytest.mark.parametrize(
+    "damaged",
+    [
+        "transformer/diffusion_pytorch_model.safetensors",
+        "text_encoder/model.safetensors",
+        "vae/config.json",
+        "tokenizer/tokenizer.json",
+        "scheduler/scheduler_config.json",
+    ],
+)
+@pytest.mark.parametrize("how", ["cut off", "gone"])
+def test_a_damaged_model_is_one_clear_line(folder, tmp_path, monkeypatch, damaged, how):
+    copied = tmp_path / "copy"
+    shutil.copytree(folder, copied)
+    file = copied / damaged
+    if how == "gone":
+        file.unlink()
+    else:
+        file.write_bytes(file.read_bytes()[:-40])
+    result = run("generate", "a cat", "--model", copied, *SMALL)
+    assert result.exit_code == 2, result.output
+    assert "cannot load" in result.output
+    monkeypatch.setattr("foveate.cli.common.PIPELINE", copied)
+    result = run("generate", "a cat", *SMALL)
+    assert result.exit_code == 2, result.output
+    assert "the built-in model is damaged, install foveate again" in " ".join(result.output.split())
 
 
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory"), MemoryError()])

@@ -100,7 +100,12 @@ def open_model(model: str, device: str, dtype: str) -> Any:
     diffusers_says.set_verbosity_error()
     diffusers_says.disable_progress_bar()
     transformers_says.disable_progress_bar()
-    return load(model or str(PIPELINE), device, dtype)
+    try:
+        return load(model or str(PIPELINE), device, dtype)
+    except ValueError as error:
+        if model or "cannot load" not in str(error):
+            raise
+        raise ValueError(f"{error}: the built-in model is damaged, install foveate again") from error
 
 
 def request_of(

@@ -1,5 +1,7 @@
 """Commands that draw: one picture, one prompt side by side, many prompts judged."""
 
+import time
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Annotated
 
@@ -61,16 +63,15 @@ def generate(
     if not model and (remark := remark_on(prompt)):
         console.print(remark)
     with progress() as track:
-        advance = track(chosen.title if chosen else "dense", request.steps)
-        if chosen is None:
-            image, summary = draw(pipe, request, advance), None
-        else:
-            with apply(pipe, chosen) as run:
-                image, summary = draw(pipe, request, advance), run.summary()
-        about = settings_of(pipe, model, request)
-        write_picture(path, image, {**about, "method": repr(chosen) if chosen else "dense"})
+        advance, began = track(chosen.title if chosen else "dense", request.steps), time.perf_counter()
+        with apply(pipe, chosen) if chosen else nullcontext() as run:
+            image = draw(pipe, request, advance)
+            summary = run.summary() if run else None
+        about = {"method": repr(chosen) if chosen else "dense", "seconds": f"{time.perf_counter() - began:.1f}"}
+        write_picture(path, image, {**settings_of(pipe, model, request), **about})
     if summary is not None:
         print(summary)
+    console.print(f"drawn in {about['seconds']} s")
     print(path)
 
 

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from diffusers import DiffusionPipeline
 from PIL import Image
+from safetensors import SafetensorError
 
 from foveate.integrations.diffusers.apply import DENOISERS, apply
 from foveate.methods import Method
@@ -67,8 +68,12 @@ def load(model: str, device: str = "auto", dtype: str = "auto") -> DiffusionPipe
         raise ValueError(f"{model} is no pipeline folder: name one that holds a model_index.json")
     try:
         pipeline = DiffusionPipeline.from_pretrained(folder if folder.is_dir() else model, dtype=precision)
-    except (OSError, ValueError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, TypeError, AttributeError, SafetensorError) as error:
         raise ValueError(f"cannot load {model}: {str(error).strip().splitlines()[0]}") from error
+    for name in ("tokenizer", "tokenizer_2"):
+        tokenizer = getattr(pipeline, name, None)
+        if tokenizer is not None and len(tokenizer) <= len(tokenizer.all_special_tokens):  # transformers says nothing
+            raise ValueError(f"cannot load {model}: its {name} has no words; its files are missing")
     return ready(pipeline, device, dtype)
 
 
