@@ -1,5 +1,6 @@
 """Draw the pictures of the documentation: `python docs/pictures.py`, from the root of the repository."""
 
+import csv
 from pathlib import Path
 
 from matplotlib.figure import Figure
@@ -31,11 +32,27 @@ def main() -> None:
         write_table(f"table-phase-{phase}", draw_table(papers.tables[phase]))
     neighbours = block_table([range(max(0, i - 1), min(16, i + 2)) for i in range(16)], block_starts(1000))
     write_table("table-neighbours", draw_table(neighbours, limit=256))
+    write_figure("training", draw_training(Path("evals/results/training.csv")))
 
 
 def draw_plan(curve: str, shape: tuple[int, int], plan: HilbertPlan, phase: int) -> Figure:
     """The curve over the tiles of one phase."""
     return draw_order(grid_order(curve, *shape), *shape, plan.tile_maps[phase])
+
+
+def draw_training(log: Path) -> Figure:
+    """The loss of the built-in model's stages over the time they took, from the log of their training."""
+    figure = Figure(figsize=(7, 3), layout="constrained")
+    axes = figure.add_subplot(xlabel="minutes", ylabel="loss", yscale="log")
+    minutes, before, stages = 0.0, dict[str, int](), dict[str, list[tuple[float, float]]]()
+    for stage, step, loss, seconds in csv.reader(log.read_text().splitlines()):
+        minutes += (int(step) - before.get(stage, 0)) * float(seconds) / 60
+        before[stage] = int(step)
+        stages.setdefault(stage, []).append((minutes, float(loss)))
+    for stage, points in stages.items():
+        axes.plot(*zip(*points, strict=True), label=stage)
+    axes.legend(frameon=False)
+    return figure
 
 
 def write_figure(name: str, figure: Figure) -> None:
