@@ -89,7 +89,7 @@ def test_results_are_written_with_versions(pipe, tmp_path):
     assert written["versions"]["foveate"]
     assert written["scores"][1]["objects"]["value"] == scores[1].objects.value
     assert (tmp_path / "sheet.png").stat().st_size > 1000
-    assert list(evaluate.score_table(scores).columns[0].cells) == ["real", "dense"]
+    assert [column.header for column in evaluate.score_table(scores).columns] == ["", "real", "dense"]
 
 
 def test_intervals_cover_the_truth_as_often_as_they_say():

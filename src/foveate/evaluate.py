@@ -18,6 +18,7 @@ from rich.table import Table
 from torch import Tensor
 
 from foveate.compare import Track, versions
+from foveate.demo import PIPELINE
 from foveate.demo.atlas import load_atlas
 from foveate.demo.recogniser import Recogniser, frechet_distance, judge, load_recogniser, recognise
 from foveate.demo.scenes import Scene, Scenes, render, scenes
@@ -96,10 +97,14 @@ def evaluate(
     """
     if request.size[0] != request.size[1]:
         raise ValueError(f"the yardstick knows square pictures, not {request.size[1]} x {request.size[0]} px")
+    model = str(pipeline.config.get("_name_or_path", ""))
     settings = {
-        **request._asdict(),
-        "model": str(pipeline.config.get("_name_or_path", "")),
-        "dtype": str(pipeline.dtype),
+        "model": "built-in" if model == str(PIPELINE) else model,
+        "size": request.size[0],
+        "steps": request.steps,
+        "guidance": request.guidance,
+        "seed": request.seed,
+        "dtype": str(pipeline.dtype).removeprefix("torch."),
     }
     _claim(out, {name: str(value) for name, value in settings.items()})
     wanted = list(islice(scenes(request.seed, evaluation=True), prompts))
@@ -124,12 +129,20 @@ def evaluate(
 
 
 def score_table(scores: Sequence[Score]) -> Table:
-    """The scores, to print."""
-    table = Table("", "objects", "relations", "Fréchet", "PSNR to dense", "SSIM to dense", "s a picture", "FLOP bound")
-    for score in scores:
-        table.add_row(
-            *("" if cell is None else f"{cell:.3g}" if isinstance(cell, float) else str(cell) for cell in score)
-        )
+    """The scores, to print: a column for each way to draw."""
+    table = Table("", *(score.label for score in scores))
+    names = (
+        "objects",
+        "relations",
+        "Fréchet distance",
+        "PSNR to dense, dB",
+        "SSIM to dense",
+        "s a picture",
+        "FLOP bound",
+    )
+    for row, name in enumerate(names, start=1):
+        cells = (score[row] for score in scores)
+        table.add_row(name, *("" if c is None else str(c) if isinstance(c, Interval) else f"{c:.3g}" for c in cells))
     return table
 
 
@@ -239,7 +252,8 @@ def _scores(
 
 def _frechet(ours: Tensor, real: Tensor, resampled: np.ndarray) -> Interval:
     few = torch.from_numpy(resampled[:FRECHET_RESAMPLES])
-    return _interval(frechet_distance(ours, real), np.array([frechet_distance(ours[i], real) for i in few]))
+    spread = _interval(frechet_distance(ours, real), np.array([frechet_distance(ours[i], real) for i in few]))
+    return Interval(*(max(0.0, end) for end in spread))
 
 
 def _interval(value: float, resamples: np.ndarray) -> Interval:

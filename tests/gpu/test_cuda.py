@@ -12,8 +12,6 @@ from foveate.ops.block_attention import block_attention
 
 pytestmark = pytest.mark.gpu
 GRID = (32, 40)
-TOLERANCES = {torch.float64: 1e-12, torch.float32: 2e-3, torch.float16: 3e-3, torch.bfloat16: 2e-2}
-OFFLOADS = ["enable_model_cpu_offload", "enable_sequential_cpu_offload", "enable_group_offload"]
 
 
 @pytest.mark.parametrize("runs", [(63,), (500,), (1000,), (77, 400, 523)])
