@@ -1,4 +1,4 @@
-"""Judge dense and sparse drawing with the built-in model, and write the scores to evals/results.
+"""Judge dense and sparse drawing with the built-in model: scores to evals/results, pictures to docs/images.
 
 python evals/quality.py --size 256 --prompts 500 --batch 32          # as docs/results.md shows them
 """
@@ -17,7 +17,7 @@ from foveate.evaluate import evaluate, score_table
 from foveate.files import write_whole
 from foveate.integrations.diffusers.pipelines import Request, load
 
-RESULTS = Path("evals/results")
+RESULTS, SHEETS = Path("evals/results"), Path("docs/images")
 
 
 def main(
@@ -43,7 +43,7 @@ def main(
         result["versions"]["commit"] = commit
     name = f"quality-{pipe.device.type}-{size}px"
     write_whole(RESULTS / f"{name}.json", json.dumps(result, indent=2).encode() + b"\n")
-    write_whole(RESULTS / f"{name}.png", (out / "sheet.png").read_bytes())
+    write_whole(SHEETS / f"quality-{size}px.png", (out / "sheet.png").read_bytes())
     Console().print(score_table(scores))
 
 

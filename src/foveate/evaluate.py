@@ -124,22 +124,14 @@ def evaluate(
     }
     write_whole(out / "scores.json", json.dumps(content, indent=2).encode() + b"\n")
     sheet = draw_sheet({one.label: one.pictures[:SHOWN] for one in drawn}, [r.prompt for r in requests[:SHOWN]])
-    write_whole(out / "sheet.png", figure_png(sheet))
+    write_whole(out / "sheet.png", figure_png(sheet, dpi=80))
     return scores
 
 
 def score_table(scores: Sequence[Score]) -> Table:
     """The scores, to print: a column for each way to draw."""
     table = Table("", *(score.label for score in scores))
-    names = (
-        "objects",
-        "relations",
-        "Fréchet distance",
-        "PSNR to dense, dB",
-        "SSIM to dense",
-        "s a picture",
-        "FLOP bound",
-    )
+    names = "objects", "relations", "Fréchet", "PSNR, dB", "SSIM", "s a picture", "FLOP bound"
     for row, name in enumerate(names, start=1):
         cells = (score[row] for score in scores)
         table.add_row(name, *("" if c is None else str(c) if isinstance(c, Interval) else f"{c:.3g}" for c in cells))
