@@ -31,7 +31,7 @@ def info() -> None:
 @app.command()
 @clear_errors
 def train(
-    part: Annotated[str, typer.Option(help="recogniser, vae, flow (each needs the ones before it), or all.")] = "all",
+    part: Annotated[str, typer.Option(help="recogniser, vae, flow (which needs the vae), or all.")] = "all",
     out: Annotated[Path, typer.Option(help="Folder of the run; one that is found there is gone on with.")] = Path(
         "demo-run"
     ),
@@ -40,6 +40,10 @@ def train(
     scale: Annotated[
         float, typer.Option(min=0, help="Of the recipe's pictures and steps: 0.01 is a quick look.")
     ] = 1.0,
+    batch: Annotated[
+        float, typer.Option(min=0, help="Of the flow's batches, made for 140 GB of GPU memory: 0.01 fits a CPU.")
+    ] = 1.0,
+    sample_every: Annotated[int, typer.Option(min=1, help="Steps between grids of sample pictures.")] = 1000,
     compile: Annotated[bool, typer.Option(help="Compile the transformer (GPU; a minute for each size).")] = False,
 ) -> None:
     """Train the built-in model from scratch: the recogniser that judges it, the autoencoder, then the transformer.
@@ -51,7 +55,17 @@ def train(
     from foveate.demo.training.make import make
 
     with progress() as track:
-        done = make(out, part=part, seed=seed, minutes=minutes, scale=scale, compile=compile, track=track)
+        done = make(
+            out,
+            part=part,
+            seed=seed,
+            minutes=minutes,
+            scale=scale,
+            batch=batch,
+            sample_every=sample_every,
+            compile=compile,
+            track=track,
+        )
     console.print("done" if done else "stopped in time; the same command goes on from here")
     print(out)
 

@@ -12,7 +12,7 @@ import torch
 from accelerate import PartialState
 from diffusers import AutoencoderKL, FluxPipeline
 
-from foveate.demo.training.flow import RECIPE, FlowTraining
+from foveate.demo.training.flow import RECIPE, FlowTraining, Stage
 from foveate.demo.training.recogniser import train_recogniser
 from foveate.demo.training.vae import train_vae
 from foveate.demo.untrained import untrained_pipeline
@@ -24,6 +24,11 @@ PARTS = ("recogniser", "vae", "flow")
 RECOGNISER_STEPS, VAE_STEPS = 5000, 1500
 
 
+def silent(name: str, length: int) -> Callable[[], None]:
+    """Shows no progress."""
+    return lambda: None
+
+
 def make(
     out: Path,
     *,
@@ -31,8 +36,10 @@ def make(
     seed: int = 0,
     minutes: float = math.inf,
     scale: float = 1.0,
+    batch: float = 1.0,
+    sample_every: int = 1000,
     compile: bool = False,
-    track: Callable[[str, int], Callable[[], None]] = lambda name, length: lambda: None,
+    track: Callable[[str, int], Callable[[], None]] = silent,
 ) -> bool:
     """Train one part of the built-in model, or all of them; whether the recipe is done.
 
@@ -44,6 +51,8 @@ def make(
         seed: Of weights, scenes and noise.
         minutes: When the flow stops and writes a checkpoint.
         scale: Of the recipe's pictures and steps.
+        batch: Of the flow's batches: less for a device with less memory.
+        sample_every: Steps of the flow between grids of sample pictures.
         compile: Compile the transformer.
         track: Shows progress.
 
@@ -53,6 +62,8 @@ def make(
     if part not in (*PARTS, "all"):
         raise ValueError(f"unknown part {part!r}: choose {', '.join(PARTS)} or all")
     state = PartialState()
+    if not state.is_main_process:
+        track = silent
     device, vae = str(state.device), out / "pipeline" / "vae"
     if part in ("recogniser", "all"):
         with state.main_process_first():
@@ -73,24 +84,32 @@ def make(
     if part in ("flow", "all"):
         if not (vae / "config.json").exists():
             raise ValueError(f"{vae} holds no autoencoder: make it first with --part vae")
-        return _flow(out, vae, seed, minutes, scale, compile, track)
+        recipe = [
+            replace(
+                stage,
+                images=math.ceil(stage.images * scale),
+                batches={side: max(1, round(count * batch)) for side, count in stage.batches.items()},
+            )
+            for stage in RECIPE
+        ]
+        return _flow(out, vae, recipe, seed, minutes, sample_every, compile, track)
     return True
 
 
 def _flow(
     out: Path,
     vae: Path,
+    recipe: list[Stage],
     seed: int,
     minutes: float,
-    scale: float,
+    sample_every: int,
     compile: bool,
     track: Callable[[str, int], Callable[[], None]],
 ) -> bool:
     pipeline = untrained_pipeline(seed=seed)
     pipeline.vae = AutoencoderKL.from_pretrained(vae).eval()
-    recipe = [replace(stage, images=math.ceil(stage.images * scale)) for stage in RECIPE]
     training = FlowTraining(out / "flow", pipeline, recipe=recipe, seed=seed, compile=compile)
-    done = training.run(minutes=minutes, track=track)
+    done = training.run(minutes=minutes, sample_every=sample_every, track=track)
     if training.accelerator.is_main_process:
         export(training.pipeline, out / "pipeline")
         devices = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
