@@ -43,7 +43,7 @@ def train(
     batch: Annotated[
         float, typer.Option(min=0, help="Of the flow's batches, made for 140 GB of GPU memory: 0.01 fits a CPU.")
     ] = 1.0,
-    sample_every: Annotated[int, typer.Option(min=1, help="Steps between grids of sample pictures.")] = 1000,
+    sample_every: Annotated[int, typer.Option(min=0, help="Steps between sample pictures; 0: none.")] = 1000,
     compile: Annotated[bool, typer.Option(help="Compile the transformer (GPU; a minute for each size).")] = False,
 ) -> None:
     """Train the built-in model from scratch: the recogniser that judges it, the autoencoder, then the transformer.

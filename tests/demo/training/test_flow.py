@@ -71,6 +71,8 @@ def test_a_run_stops_in_time_and_says_that_it_is_not_done(tmp_path, every_loss_l
     again = FlowTraining(tmp_path, untrained_pipeline(**TINY), recipe=long)
     assert (again.stage, again.step) == (0, 10)
     assert list(tmp_path.glob("*.png"))
+    assert not again.run(workers=0, minutes=0, sample_every=0)
+    assert len(list(tmp_path.glob("*.png"))) == 1
 
 
 def test_the_loss_falls(tmp_path, every_loss_logged):

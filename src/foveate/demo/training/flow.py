@@ -244,7 +244,7 @@ class FlowTraining:
         Args:
             minutes: When to write a checkpoint and stop.
             checkpoint_every: Steps between checkpoints.
-            sample_every: Steps between sample grids.
+            sample_every: Steps between sample grids; 0 draws none.
             workers: Processes that invent scenes; eight, or as many as there are cores.
             track: Shows progress, stage by stage.
         """
@@ -264,7 +264,7 @@ class FlowTraining:
                 late = self.step % 10 == 0 and self._anywhere(time.monotonic() > deadline)
                 last = late or self.step == steps
                 self._log(stage, loss, last)
-                if last or self.step % sample_every == 0:
+                if sample_every and (last or self.step % sample_every == 0):
                     self._sample(stage)
                 if self.step == steps:
                     self.stage, self.step = self.stage + 1, 0

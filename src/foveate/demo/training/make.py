@@ -52,7 +52,7 @@ def make(
         minutes: When the flow stops and writes a checkpoint.
         scale: Of the recipe's pictures and steps.
         batch: Of the flow's batches: less for a device with less memory.
-        sample_every: Steps of the flow between grids of sample pictures.
+        sample_every: Steps of the flow between grids of sample pictures; 0 draws none.
         compile: Compile the transformer.
         track: Shows progress.
 
