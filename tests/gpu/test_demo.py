@@ -10,8 +10,9 @@ from diffusers import FluxPipeline
 from foveate.demo import PIPELINE
 from foveate.demo.recogniser import accuracy, judge, load_recogniser, recognise
 from foveate.demo.scenes import scenes
-from foveate.demo.training.flow import FlowTraining, Stage
+from foveate.demo.training.flow import FlowTraining
 from foveate.demo.training.recogniser import train_recogniser
+from foveate.demo.training.stages import Stage
 from foveate.demo.training.vae import train_vae
 from foveate.demo.untrained import untrained_pipeline
 from foveate.integrations.diffusers.pipelines import Request, draw_batch

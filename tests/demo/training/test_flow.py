@@ -12,7 +12,9 @@ from torch import nn
 
 from foveate.demo.scenes import scenes
 from foveate.demo.training import flow
-from foveate.demo.training.flow import Batches, FlowTraining, Latents, Painter, Stage, flow_loss
+from foveate.demo.training.flow import FlowTraining
+from foveate.demo.training.painter import Latents, Painter, flow_loss
+from foveate.demo.training.stages import Batches, Stage
 from foveate.demo.untrained import untrained_pipeline
 
 TINY = {"layers": 1, "single_layers": 1, "heads": 2, "rope": (4, 4, 8), "text_dim": 32, "text_layers": 1}

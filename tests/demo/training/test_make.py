@@ -11,7 +11,7 @@ from PIL import Image
 
 from foveate.demo.recogniser import load_recogniser
 from foveate.demo.training import flow, make, vae
-from foveate.demo.training.flow import Stage
+from foveate.demo.training.stages import Stage
 from foveate.demo.untrained import untrained_pipeline
 
 TINY = {"layers": 1, "single_layers": 1, "heads": 2, "rope": (4, 4, 8), "text_dim": 32, "text_layers": 1}

@@ -1,192 +1,39 @@
 # pyright: basic, reportPrivateImportUsage=false, reportArgumentType=false, reportCallIssue=false
 # pyright: reportAttributeAccessIssue=false
-"""How the built-in model learned to draw: flow matching on random scenes, small pictures first, then larger ones.
-
-What step n of a stage sees (sizes, scenes, noise) depends on n and the seed alone, so a run that was broken off goes
-on as if it had not been.
-"""
+"""How the built-in model learned to draw: a run of the stages that can be broken off and gone on with."""
 
 import csv
 import itertools
 import math
 import os
-import random
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-import torch.nn.functional as F
 from accelerate import Accelerator
 from diffusers import FluxPipeline
-from diffusers.pipelines.flux.pipeline_flux import calculate_shift
 from PIL import Image
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 
-from foveate.demo.atlas import load_atlas
-from foveate.demo.scenes import Scenes, render, scenes
+from foveate.demo.scenes import scenes
 from foveate.demo.text import TEXT_TOKENS
 from foveate.demo.training.checkpoints import resume, write_checkpoint
+from foveate.demo.training.painter import Latents, Painter, flow_loss
+from foveate.demo.training.stages import RECIPE, Batches, Stage
 from foveate.files import write_picture
 
-__all__ = ["RECIPE", "FlowTraining", "Painter", "Stage", "sample_grid"]
+__all__ = ["FlowTraining", "sample_grid"]
 
-
-@dataclass(frozen=True, kw_only=True)
-class Stage:
-    """One stretch of the training.
-
-    Attributes:
-        name: What the log calls it.
-        images: How many pictures it sees, over all devices.
-        batches: {side in px: pictures a step and device}; every step takes one of the sides.
-        rates: Learning rate at its start and at its end, along a straight line.
-    """
-
-    name: str
-    images: int
-    batches: dict[int, int]
-    rates: tuple[float, float]
-
-    def steps(self, devices: int) -> int:
-        """How many steps see that many pictures when every size comes up equally often."""
-        a_step = devices * sum(self.batches.values()) / len(self.batches)
-        return math.ceil(self.images / a_step)
-
-    def rate(self, step: int, steps: int) -> float:
-        """The learning rate of a step."""
-        first, last = self.rates
-        return (first + (last - first) * step / steps) * min(1, (step + 1) / WARM_UP)
-
-
-RECIPE = (  # batches are for four H200s
-    Stage(name="draft", images=2_000_000, batches={64: 512}, rates=(1.2e-3, 1e-3)),
-    Stage(name="small", images=1_500_000, batches={128: 160}, rates=(8e-4, 5e-4)),
-    Stage(name="large", images=900_000, batches={128: 160, 256: 40}, rates=(4e-4, 2.5e-4)),
-    Stage(name="largest", images=150_000, batches={128: 160, 256: 40, 512: 8}, rates=(2.5e-4, 0.0)),
-)
-UNCAPTIONED = 0.1  # of the pictures are seen without their caption
-LONG_TEXT, LONG_TEXT_EACH = 512, 32  # FLUX pads a prompt to 512 tokens unless told otherwise: one step in 32 does too
-WARM_UP = 200  # steps
 EMA_DECAY = 0.999
-SDPA = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]  # cuDNN's backward: see Painter
+SDPA = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]  # not cuDNN: see Painter
 WORKERS = 8
 LOG_EVERY = 50  # steps
 STAGE = 10**6  # more steps than any stage has: stage and step as one number
-
-
-class Batch(NamedTuple):
-    """What one step sees."""
-
-    side: int
-    scenes: Scenes
-    clip_ids: Tensor
-    t5_ids: Tensor
-
-    def to(self, device: torch.device) -> "Batch":
-        """The batch on a device."""
-        return Batch(self.side, self.scenes.to(device), self.clip_ids.to(device), self.t5_ids.to(device))
-
-
-class Batches(Dataset[Batch]):
-    """The batches of a stage by the number of their step."""
-
-    def __init__(self, stage: Stage, pipeline: FluxPipeline, seed: int, device: int, devices: int):
-        self.stage, self.seed, self.device, self.devices = stage, seed, device, devices
-        self.clip, self.t5 = pipeline.tokenizer, pipeline.tokenizer_2
-
-    def __len__(self) -> int:
-        return self.stage.steps(self.devices)
-
-    def __getitem__(self, step: int) -> Batch:
-        everywhere = random.Random(f"{self.stage.name} {self.seed} {step}")  # all devices draw pictures of one size
-        side = everywhere.choice(list(self.stage.batches))
-        long = len(self.stage.batches) > 1 and everywhere.randrange(LONG_TEXT_EACH) == 0
-        number = everywhere.randrange(2**40) + self.device
-        batch = list(itertools.islice(scenes(number), self.stage.batches[side]))
-        here = random.Random(number)
-        captions = ["" if here.random() < UNCAPTIONED else scene.caption for scene in batch]
-        clip_ids = token_ids(self.clip, captions, TEXT_TOKENS)
-        return Batch(
-            side, Scenes.of(batch), clip_ids, token_ids(self.t5, captions, LONG_TEXT if long else TEXT_TOKENS)
-        )
-
-
-def token_ids(tokenizer: Callable, captions: list[str], length: int) -> Tensor:
-    """[captions, length], as the pipeline reads them."""
-    padded = {"padding": "max_length", "max_length": length, "truncation": True}
-    return tokenizer(captions, **padded, return_tensors="pt").input_ids
-
-
-class Painter(nn.Module):
-    """The trained parts of a pipeline as one module: words and noisy latents in, velocities out."""
-
-    def __init__(self, pipeline: FluxPipeline):
-        super().__init__()
-        self.transformer, self.clip, self.t5 = pipeline.transformer, pipeline.text_encoder, pipeline.text_encoder_2
-        # torch 2.11 on an H200: the fused backwards of a learned bias, and cuDNN's of these shapes, read stray memory
-        self.t5.set_attn_implementation("eager")
-
-    def forward(self, noisy: Tensor, sigma: Tensor, clip_ids: Tensor, t5_ids: Tensor) -> Tensor:
-        """Velocity of packed latents [batch, tokens, channels] at noise levels [batch]."""
-        side = math.isqrt(noisy.shape[1])
-        return self.transformer(
-            hidden_states=noisy,
-            timestep=sigma,
-            pooled_projections=self.clip(clip_ids).pooler_output,
-            encoder_hidden_states=self.t5(t5_ids).last_hidden_state,
-            img_ids=FluxPipeline._prepare_latent_image_ids(1, side, side, noisy.device, torch.float32),
-            txt_ids=torch.zeros(t5_ids.shape[1], 3, device=noisy.device),
-            return_dict=False,
-        )[0]
-
-    def start_afresh(self) -> None:
-        """Weights to train from: every block begins as the identity, the velocity as zero."""
-        for name, module in self.transformer.named_modules():
-            if isinstance(module, nn.Linear):
-                nn.init.xavier_uniform_(module.weight)
-                if module.bias is not None:
-                    nn.init.zeros_(module.bias)
-                if name == "proj_out" or name.endswith("norm.linear") or ".norm1" in name or name == "norm_out.linear":
-                    nn.init.zeros_(module.weight)
-
-    def optimizers(self) -> list[torch.optim.Optimizer]:
-        """Muon for the matrices inside blocks, AdamW for everything else."""
-        inside, others = [], []
-        for name, parameter in self.named_parameters():
-            block = any(words in name for words in ("transformer_blocks.", ".layers.", ".block."))
-            matrix = parameter.ndim == 2 and not name.endswith("relative_attention_bias.weight")
-            (inside if block and matrix else others).append(parameter)
-        return [
-            torch.optim.Muon(inside, weight_decay=0.01, adjust_lr_fn="match_rms_adamw"),
-            torch.optim.AdamW(others, weight_decay=0.0, betas=(0.9, 0.98)),
-        ]
-
-
-class Latents:
-    """Pictures of scenes, and noise levels, as the transformer sees them."""
-
-    def __init__(self, pipeline: FluxPipeline, device: torch.device):
-        self.vae, self.scheduler, self.atlas = pipeline.vae.to(device), pipeline.scheduler, load_atlas().to(device)
-
-    @torch.no_grad()
-    def __call__(self, batch: Batch) -> Tensor:
-        """Packed latents [batch, tokens, channels]."""
-        pictures = render(self.atlas, batch.scenes, batch.side) * 2 - 1
-        latents = torch.cat([self.vae.encode(part).latent_dist.mean for part in pictures.split(64)])
-        latents = (latents - self.vae.config.shift_factor) * self.vae.config.scaling_factor
-        return FluxPipeline._pack_latents(latents, *latents.shape)
-
-    def noise_levels(self, count: int, tokens: int, generator: torch.Generator) -> Tensor:
-        """Random noise levels, moved for the size as the scheduler moves them when it draws."""
-        names = "base_image_seq_len", "max_image_seq_len", "base_shift", "max_shift"
-        shift = calculate_shift(tokens, *(self.scheduler.config[name] for name in names))
-        return torch.sigmoid(torch.randn(count, device=generator.device, generator=generator) + shift)
 
 
 class FlowTraining:
@@ -333,16 +180,6 @@ class FlowTraining:
         if self.accelerator.is_main_process:
             write_checkpoint(self.out, self.stage * STAGE + self.step, self._parts, self._settings)
         self.accelerator.wait_for_everyone()
-
-
-def flow_loss(painter: nn.Module, latents_of: Latents, batch: Batch, generator: torch.Generator) -> Tensor:
-    """Mean squared error of the velocity, of scenes at random noise levels."""
-    latents = latents_of(batch)
-    sigma = latents_of.noise_levels(len(latents), latents.shape[1], generator)
-    noise = torch.randn(latents.shape, device=latents.device, generator=generator)
-    level = sigma[:, None, None]
-    velocity = painter((1 - level) * latents + level * noise, sigma, batch.clip_ids, batch.t5_ids)
-    return F.mse_loss(velocity.float(), noise - latents)
 
 
 @torch.no_grad()

@@ -12,8 +12,9 @@ import torch
 from accelerate import PartialState
 from diffusers import AutoencoderKL, FluxPipeline
 
-from foveate.demo.training.flow import RECIPE, FlowTraining, Stage
+from foveate.demo.training.flow import FlowTraining
 from foveate.demo.training.recogniser import train_recogniser
+from foveate.demo.training.stages import RECIPE, Stage
 from foveate.demo.training.vae import train_vae
 from foveate.demo.untrained import untrained_pipeline
 from foveate.files import write_whole

@@ -1,0 +1,105 @@
+# pyright: basic, reportPrivateImportUsage=false, reportArgumentType=false, reportCallIssue=false
+# pyright: reportAttributeAccessIssue=false
+"""What the built-in model learns from: random scenes in stages, small pictures first, then larger ones.
+
+What step n of a stage sees depends on n and the seed alone: a run that was broken off goes on as if it had not been.
+"""
+
+import itertools
+import math
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from diffusers import FluxPipeline
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from foveate.demo.scenes import Scenes, scenes
+from foveate.demo.text import TEXT_TOKENS
+
+__all__ = ["RECIPE", "Batch", "Batches", "Stage"]
+
+UNCAPTIONED = 0.1  # of the pictures are seen without their caption
+LONG_TEXT, LONG_TEXT_EACH = 512, 32  # FLUX pads a prompt to 512 tokens unless told otherwise: one step in 32 does too
+WARM_UP = 200  # steps
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stage:
+    """One stretch of the training.
+
+    Attributes:
+        name: What the log calls it.
+        images: How many pictures it sees, over all devices.
+        batches: {side in px: pictures a step and device}; every step takes one of the sides.
+        rates: Learning rate at its start and at its end, along a straight line.
+    """
+
+    name: str
+    images: int
+    batches: dict[int, int]
+    rates: tuple[float, float]
+
+    def steps(self, devices: int) -> int:
+        """How many steps see that many pictures when every size comes up equally often."""
+        a_step = devices * sum(self.batches.values()) / len(self.batches)
+        return math.ceil(self.images / a_step)
+
+    def rate(self, step: int, steps: int) -> float:
+        """The learning rate of a step."""
+        first, last = self.rates
+        return (first + (last - first) * step / steps) * min(1, (step + 1) / WARM_UP)
+
+
+RECIPE = (  # batches are for four H200s
+    Stage(name="draft", images=2_000_000, batches={64: 512}, rates=(1.2e-3, 1e-3)),
+    Stage(name="small", images=1_500_000, batches={128: 160}, rates=(8e-4, 5e-4)),
+    Stage(name="large", images=900_000, batches={128: 160, 256: 40}, rates=(4e-4, 2.5e-4)),
+    Stage(name="largest", images=150_000, batches={128: 160, 256: 40, 512: 8}, rates=(2.5e-4, 0.0)),
+)
+
+
+class Batch(NamedTuple):
+    """What one step sees."""
+
+    side: int
+    scenes: Scenes
+    clip_ids: Tensor
+    t5_ids: Tensor
+
+    def to(self, device: torch.device) -> "Batch":
+        """The batch on a device."""
+        return Batch(self.side, self.scenes.to(device), self.clip_ids.to(device), self.t5_ids.to(device))
+
+
+class Batches(Dataset[Batch]):
+    """The batches of a stage by the number of their step."""
+
+    def __init__(self, stage: Stage, pipeline: FluxPipeline, seed: int, device: int, devices: int):
+        self.stage, self.seed, self.device, self.devices = stage, seed, device, devices
+        self.clip, self.t5 = pipeline.tokenizer, pipeline.tokenizer_2
+
+    def __len__(self) -> int:
+        return self.stage.steps(self.devices)
+
+    def __getitem__(self, step: int) -> Batch:
+        everywhere = random.Random(f"{self.stage.name} {self.seed} {step}")  # all devices draw pictures of one size
+        side = everywhere.choice(list(self.stage.batches))
+        long = len(self.stage.batches) > 1 and everywhere.randrange(LONG_TEXT_EACH) == 0
+        number = everywhere.randrange(2**40) + self.device
+        batch = list(itertools.islice(scenes(number), self.stage.batches[side]))
+        here = random.Random(number)
+        captions = ["" if here.random() < UNCAPTIONED else scene.caption for scene in batch]
+        clip_ids = token_ids(self.clip, captions, TEXT_TOKENS)
+        return Batch(
+            side, Scenes.of(batch), clip_ids, token_ids(self.t5, captions, LONG_TEXT if long else TEXT_TOKENS)
+        )
+
+
+def token_ids(tokenizer: Callable, captions: list[str], length: int) -> Tensor:
+    """[captions, length], as the pipeline reads them."""
+    padded = {"padding": "max_length", "max_length": length, "truncation": True}
+    return tokenizer(captions, **padded, return_tensors="pt").input_ids
