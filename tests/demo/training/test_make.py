@@ -54,6 +54,7 @@ def test_the_command_makes_the_folder_that_is_shipped_and_goes_on_when_called_ag
     assert list(bars) == ["recogniser", "vae", "small", "large"]
     load_recogniser(tmp_path / "recogniser.safetensors")
     drawn = picture(tmp_path / "pipeline")
+    assert not any(str(tmp_path) in path.read_text() for path in (tmp_path / "pipeline").rglob("*.json"))
     about = json.loads((tmp_path / "recipe.json").read_text())
     assert [stage["name"] for stage in about["stages"]] == ["small", "large"]
     assert about["minutes"] > 0

@@ -130,6 +130,12 @@ def export(pipeline: FluxPipeline, folder: Path) -> None:
     diffusers loads in float32 whatever the file holds, transformers in what the config names: so it names float32.
     """
     copy.deepcopy(pipeline).to(torch.bfloat16).save_pretrained(folder)
-    for encoder in ("text_encoder", "text_encoder_2"):
-        config = folder / encoder / "config.json"
-        write_whole(config, json.dumps(json.loads(config.read_text()) | {"dtype": "float32"}, indent=2).encode())
+    for part, changes in (
+        ("text_encoder", {"dtype": "float32"}),
+        ("text_encoder_2", {"dtype": "float32"}),
+        ("vae", {}),
+    ):
+        path = folder / part / "config.json"
+        config = json.loads(path.read_text()) | changes
+        config.pop("_name_or_path", None)  # a path of the machine that it was made on
+        write_whole(path, json.dumps(config, indent=2).encode() + b"\n")
