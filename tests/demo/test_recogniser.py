@@ -42,7 +42,7 @@ def pooled(verdicts):
 
 def two(kind, first, second):
     """The verdict on one relation between objects 3 and 5 found at these places."""
-    scene = Scene("", (3, 5), ((0.5, 0.5, 0.3),) * 2, "white", True, (Relation(0, kind, 1),))
+    scene = Scene("", (3, 5), ((0.5, 0.5, 0.3),) * 2, "white", (Relation(0, kind, 1),))
     return judge([Detection(5, *second, 0.9), Detection(3, *first, 0.9)], scene)
 
 

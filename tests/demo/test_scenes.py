@@ -106,8 +106,8 @@ def test_a_rendering_is_what_pillow_pastes(side):
 
 
 def test_an_empty_slot_draws_nothing():
-    alone = Scene("", (4,), ((0.5, 0.5, 0.5),), "blue", True, ())
-    nothing = Scene("", (), (), "blue", True, ())
+    alone = Scene("", (4,), ((0.5, 0.5, 0.5),), "blue", ())
+    nothing = Scene("", (), (), "blue", ())
     pictures = render(load_atlas(), Scenes.of([alone, nothing]), 64)
     assert (pictures[1] == pictures[1, :, :1, :1]).all()
     assert (pictures[0, :, 0] == pictures[1, :, 0]).all()

@@ -233,7 +233,8 @@ def load_recogniser(path: Path = WEIGHTS, device: torch.device | str = "cpu") ->
     except (OSError, SafetensorError, RuntimeError) as error:
         state = "is damaged" if path.exists() else "is missing"
         raise ValueError(
-            f"the recogniser's file {path} {state}: make it with `foveate demo train --part recogniser`"
+            f"the recogniser's file {path} {state}: "
+            "install foveate again, or make it with `foveate demo train --part recogniser`"
         ) from error
     return model.to(device, torch.float32).eval()
 

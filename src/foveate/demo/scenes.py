@@ -12,7 +12,7 @@ from torch import Tensor
 
 from foveate.demo.atlas import NAMES
 
-__all__ = ["BACKGROUNDS", "LAYOUTS", "Layout", "Relation", "Scene", "Scenes", "held_out", "render", "scenes"]
+__all__ = ["BACKGROUNDS", "LAYOUTS", "Layout", "Relation", "Scene", "Scenes", "render", "scenes"]
 
 BACKGROUNDS = {
     "white": (255, 255, 255),
@@ -28,6 +28,7 @@ BACKGROUNDS = {
     "brown": (146, 106, 78),
     "turquoise": (112, 212, 208),
 }
+SLOTS = 3  # objects in a picture at most
 HELD_OUT_EACH = 20  # one combination of objects and background in 20 is never trained on
 UNSAID = 0.15  # of the captions leave the background to the painter
 
@@ -99,39 +100,31 @@ class Scene:
     boxes: tuple[tuple[float, float, float], ...]
     """Of each object: x and y of the centre and the side, as fractions of the picture's side."""
     background: str
-    said: bool
-    """Whether the caption names the background."""
     relations: tuple[Relation, ...]
 
     @property
     def held_out(self) -> bool:
-        """Whether the combination is kept for evaluation: nothing with these objects and background is trained on."""
-        return held_out(self.objects, self.background)
+        """Whether scenes of these objects, in any order and relation, on this background are kept for evaluation."""
+        words = ",".join([*sorted(NAMES[index] for index in self.objects), self.background])
+        return zlib.crc32(words.encode()) % HELD_OUT_EACH == 0
 
 
-def held_out(objects: Sequence[int], background: str) -> bool:
-    """Whether scenes of these objects, in any order and relation, on this background are kept for evaluation."""
-    words = ",".join([*sorted(NAMES[index] for index in objects), background])
-    return zlib.crc32(words.encode()) % HELD_OUT_EACH == 0
-
-
-def scenes(seed: int, *, evaluation: bool = False, most: int = 3) -> Iterator[Scene]:
+def scenes(seed: int, *, evaluation: bool = False) -> Iterator[Scene]:
     """Random scenes without end: for training, or those that training never sees.
 
     Args:
         seed: The same seed gives the same scenes.
         evaluation: Only held-out combinations instead of only the others; their captions say everything.
-        most: Objects in a picture at most.
     """
     chance = random.Random(f"{'evaluation' if evaluation else 'training'} {seed}")
     while True:
-        scene = _scene(chance, most, 0.0 if evaluation else UNSAID)
+        scene = _scene(chance, 0.0 if evaluation else UNSAID)
         if scene.held_out == evaluation:
             yield scene
 
 
-def _scene(chance: random.Random, most: int, unsaid: float) -> Scene:
-    count = chance.randint(1, most)
+def _scene(chance: random.Random, unsaid: float) -> Scene:
+    count = chance.randint(1, SLOTS)
     layout = chance.choice([layout for layout in LAYOUTS if len(layout.places) == count])
     objects = tuple(chance.sample(range(len(NAMES)), count))
     background = chance.choice(list(BACKGROUNDS))
@@ -141,10 +134,9 @@ def _scene(chance: random.Random, most: int, unsaid: float) -> Scene:
         (x + chance.uniform(-1, 1) * layout.jitter[0], y + chance.uniform(-1, 1) * layout.jitter[1], side)
         for (x, y), side in ((place, chance.uniform(*layout.sizes)) for place in layout.places)
     )
-    ending = f" on a {background} background" if said else ""
-    if background == "orange" and said:
-        ending = " on an orange background"
-    return Scene(sentence + ending, objects, boxes, background, said, layout.relations)
+    article = "an" if background == "orange" else "a"
+    ending = f" on {article} {background} background" if said else ""
+    return Scene(sentence + ending, objects, boxes, background, layout.relations)
 
 
 class Scenes(NamedTuple):
@@ -155,12 +147,12 @@ class Scenes(NamedTuple):
     background: Float[Tensor, "batch 3"]
 
     @classmethod
-    def of(cls, batch: Sequence[Scene], slots: int = 3) -> "Scenes":
+    def of(cls, batch: Sequence[Scene]) -> "Scenes":
         """The batch, without its captions."""
-        empty = slots * (-1,), slots * ((0.5, 0.5, 1.0),)
+        empty = SLOTS * (-1,), SLOTS * ((0.5, 0.5, 1.0),)
         return cls(
-            torch.tensor([(*scene.objects, *empty[0])[:slots] for scene in batch]),
-            torch.tensor([(*scene.boxes, *empty[1])[:slots] for scene in batch]),
+            torch.tensor([(*scene.objects, *empty[0])[:SLOTS] for scene in batch]),
+            torch.tensor([(*scene.boxes, *empty[1])[:SLOTS] for scene in batch]),
             torch.tensor([BACKGROUNDS[scene.background] for scene in batch]) / 255,
         )
 
@@ -195,6 +187,5 @@ def _resample(
     distance = (position[:, :, None] - torch.arange(cell, device=centre.device)).abs()
     width = (1 / scale).clamp(min=1)[:, None, None]
     weights = (1 - distance / width).clamp(min=0)
-    inside = weights.sum(-1, keepdim=True).clamp(min=1e-6)
-    reach = width  # the triangle's whole area in source pixels
-    return weights / torch.where(inside > 0.5 * reach, inside, reach)
+    inside = weights.sum(-1, keepdim=True)  # of the triangle, whose whole area is its width
+    return weights / torch.where(inside > 0.5 * width, inside, width)
