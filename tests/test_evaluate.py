@@ -82,6 +82,18 @@ def test_a_folder_of_other_settings_is_refused(pipe, tmp_path):
         evaluate.evaluate(pipe, [], tmp_path, prompts=2, request=REQUEST._replace(steps=3))
 
 
+def test_pictures_of_other_weights_are_not_mixed_in(pipe, tmp_path):
+    evaluate.evaluate(pipe, [], tmp_path, prompts=2, request=REQUEST)
+    other = untrained_pipeline(layers=1, single_layers=1, heads=2, rope=(4, 4, 8), text_dim=32, text_layers=1, seed=1)
+    with pytest.raises(ValueError, match="holds pictures drawn with weights="):
+        evaluate.evaluate(other, [], tmp_path, prompts=2, request=REQUEST)
+
+
+def test_a_method_that_stays_dense_is_not_scored_as_sparse(pipe, tmp_path):
+    with pytest.raises(ValueError, match=r"min_tokens=1000: HilbertA T=4 would only repeat dense"):
+        evaluate.evaluate(pipe, [HilbertA(tiles=4, min_tokens=1000)], tmp_path, prompts=2, request=REQUEST)
+
+
 def test_results_are_written_with_versions(pipe, tmp_path):
     scores = evaluate.evaluate(pipe, [], tmp_path, prompts=2, request=REQUEST)
     written = json.loads((tmp_path / "scores.json").read_text())

@@ -100,6 +100,7 @@ def evaluate(
     model = str(pipeline.config.get("_name_or_path", ""))
     settings = {
         "model": "built-in" if model == str(PIPELINE) else model,
+        "weights": _fingerprint(pipeline.transformer),
         "size": request.size[0],
         "steps": request.steps,
         "guidance": request.guidance,
@@ -140,6 +141,12 @@ def score_table(scores: Sequence[Score]) -> Table:
 
 def _plain(score: Score) -> dict[str, Any]:
     return {name: cell._asdict() if isinstance(cell, Interval) else cell for name, cell in score._asdict().items()}
+
+
+def _fingerprint(model: torch.nn.Module) -> str:
+    """Tells weights apart that were trained differently: a folder may hold others by the time a run goes on."""
+    *_, last = model.parameters()
+    return f"{crc32(last.detach().float().cpu().numpy().tobytes()):08x}"
 
 
 def _claim(out: Path, settings: dict[str, str]) -> None:
@@ -191,7 +198,10 @@ def _draw_missing(
             part, began = missing[start : start + batch], time.perf_counter()
             images = draw_batch(pipeline, [requests[index] for index in part])
             seconds = (time.perf_counter() - began) / len(part)
-            sparsity = mean(layer.true for layer in run.summary().layers) if run else 0.0
+            layers = run.summary().layers if run else []
+            if method and all(layer.why for layer in layers):
+                raise ValueError(f"{layers[0].why}: {method.title} would only repeat dense here, leave it out")
+            sparsity = mean(layer.true for layer in layers) if layers else 0.0
             about = {"seconds": f"{seconds:.4f}", "flop bound": f"{1 / (1 - sparsity):.3f}"}
             for index, image in zip(part, images, strict=True):
                 write_picture(_path(folder, index), image, {"prompt": requests[index].prompt, **about})
