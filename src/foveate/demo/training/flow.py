@@ -33,6 +33,7 @@ EMA_DECAY = 0.999
 SDPA = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]  # not cuDNN: see Painter
 WORKERS = 8
 LOG_EVERY = 50  # steps
+CLOCK_EVERY = 10  # steps: the devices agree on what the clock says
 STAGE = 10**6  # more steps than any stage has: stage and step as one number
 
 
@@ -81,7 +82,7 @@ class FlowTraining:
         self,
         *,
         minutes: float = math.inf,
-        checkpoint_every: int = 1000,
+        checkpoint_minutes: float = 5,
         sample_every: int = 2000,
         workers: int | None = None,
         track: Callable[[str, int], Callable[[], None]] = lambda name, length: lambda: None,
@@ -90,12 +91,12 @@ class FlowTraining:
 
         Args:
             minutes: When to write a checkpoint and stop.
-            checkpoint_every: Steps between checkpoints.
+            checkpoint_minutes: Time between checkpoints.
             sample_every: Steps between sample grids; 0 draws none.
             workers: Processes that invent scenes; eight, or as many as there are cores.
             track: Shows progress, stage by stage.
         """
-        deadline = time.monotonic() + 60 * minutes
+        began = saved = time.monotonic()
         workers = min(WORKERS, os.cpu_count() or 0) if workers is None else workers
         if self.compile:
             self.painter.transformer.compile(dynamic=False)
@@ -108,15 +109,18 @@ class FlowTraining:
             self._losses, self._began = [], time.monotonic()
             for loss in self._steps(stage, model, workers):
                 advance()
-                late = self.step % 10 == 0 and self._anywhere(time.monotonic() > deadline)
+                now, asked = time.monotonic(), self.step % CLOCK_EVERY == 0
+                late = asked and self._anywhere(now > began + 60 * minutes)
+                due = asked and self._anywhere(now > saved + 60 * checkpoint_minutes)
                 last = late or self.step == steps
                 self._log(stage, loss, last)
                 if sample_every and (last or self.step % sample_every == 0):
                     self._sample(stage)
                 if self.step == steps:
                     self.stage, self.step = self.stage + 1, 0
-                if last or self.step % checkpoint_every == 0:
+                if last or due:
                     self._save()
+                    saved = now
                 if late:
                     return self.stage == len(self.recipe)
         return True
