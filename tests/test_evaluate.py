@@ -23,6 +23,7 @@ def test_real_renderings_are_right_and_noise_is_not(pipe, tmp_path):
     real, dense, sparse = evaluate.evaluate(pipe, [HilbertA(tiles=4)], tmp_path, prompts=6, request=REQUEST)
     assert (real.label, dense.label, sparse.label) == ("real", "dense", "HilbertA T=4")
     assert real.objects.value > 0.9
+    assert real.extra.value < 0.5
     assert real.frechet.value == pytest.approx(0, abs=1e-3)
     assert dense.objects.value < 0.2
     assert dense.frechet.value > 1

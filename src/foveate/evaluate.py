@@ -52,6 +52,7 @@ class Score(NamedTuple):
         label: "real" renderings of the captions, "dense", or the method.
         objects: Fraction of the requested objects that the recogniser finds.
         relations: Fraction of the requested relations that hold between objects found; None if none was requested.
+        extra: Objects a picture shows beyond those: nobody asked for them, or they are repeated.
         frechet: Frechet distance of the recogniser's features to those of the real renderings.
         psnr: Against the dense picture of the same seed, in dB; None where that says nothing.
         ssim: Likewise.
@@ -62,6 +63,7 @@ class Score(NamedTuple):
     label: str
     objects: Interval
     relations: Interval | None
+    extra: Interval
     frechet: Interval
     psnr: Interval | None
     ssim: Interval | None
@@ -132,7 +134,7 @@ def evaluate(
 def score_table(scores: Sequence[Score]) -> Table:
     """The scores, to print: a column for each way to draw."""
     table = Table("", *(score.label for score in scores))
-    names = "objects", "relations", "Fréchet", "PSNR, dB", "SSIM", "s a picture", "FLOP bound"
+    names = "objects", "relations", "extra objects", "Fréchet", "PSNR, dB", "SSIM", "s a picture", "FLOP bound"
     for row, name in enumerate(names, start=1):
         cells = (score[row] for score in scores)
         table.add_row(name, *("" if c is None else str(c) if isinstance(c, Interval) else f"{c:.3g}" for c in cells))
@@ -241,6 +243,7 @@ def _scores(
                 one.label,
                 average([v.objects_found for v in verdicts], [v.objects for v in verdicts]),
                 average([v.relations_held for v in verdicts], relations) if any(relations) else None,
+                average([v.extra for v in verdicts]),
                 _frechet(features.cpu(), reference.cpu(), resampled),
                 average([psnr(ours, theirs) for ours, theirs in pairs]) if near else None,
                 average([ssim(ours, theirs) for ours, theirs in pairs]) if near else None,

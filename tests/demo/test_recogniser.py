@@ -36,7 +36,7 @@ def truth(scene):
 
 def pooled(verdicts):
     """Of all objects, and of all relations, the fraction that is right."""
-    found, objects, held, relations = (sum(counts) for counts in zip(*verdicts, strict=True))
+    found, objects, held, relations = [sum(counts) for counts in zip(*verdicts, strict=True)][:4]
     return found / objects, held / relations
 
 
@@ -83,7 +83,27 @@ def test_a_cell_counts_for_its_most_probable_class_only_and_an_unsure_one_for_no
     chance[[7, NOTHING], 14, 14] = torch.tensor([0.4, 0.6])
     chance[[1, 2, NOTHING], 12, 12] = torch.tensor([0.45, 0.40, 0.15])
     [[only]] = detect(Seen(chance.log()[None], torch.zeros(1, 1)))
-    assert only == pytest.approx((7, 6 / 16, 4.5 / 16, 0.9), abs=1e-3)
+    assert only == pytest.approx((7, 6 / 16, 4.5 / 16, 0.9, 1), abs=1e-3)
+
+
+def test_what_nobody_asked_for_and_what_is_drawn_twice_is_extra():
+    chance = torch.full((NOTHING + 1, 16, 16), 1e-6)
+    chance[NOTHING] = 1
+    for index, row, column in (
+        (3, 1, 1),
+        (3, 2, 2),
+        (3, 9, 9),
+        (3, 4, 12),
+        (5, 8, 2),
+        (6, 12, 2),
+    ):  # 1, 1 touches 2, 2
+        chance[[index, NOTHING], row, column] = torch.tensor([0.9, 0.1])
+    chance[[3, NOTHING], 14, 14] = torch.tensor([0.4, 0.6])  # not sure enough
+    [found] = detect(Seen(chance.log()[None], torch.zeros(1, 1)))
+    assert {detection.object: detection.patches for detection in found} == {3: 3, 5: 1, 6: 1}
+    asked = Scene("", (3, 5), ((0.5, 0.5, 0.3),) * 2, "white", ())
+    assert judge(found, asked).extra == 3
+    assert judge(found, asked).objects_found == 2
 
 
 def test_bytes_and_batches_do_not_matter():
@@ -118,8 +138,8 @@ def test_the_truth_gets_full_marks_and_another_scene_next_to_none():
     ],
 )
 def test_a_relation_fails_when_reversed(kind, first, second, reversed_first, reversed_second):
-    assert two(kind, first, second) == Verdict(2, 2, 1, 1)
-    assert two(kind, reversed_first, reversed_second) == Verdict(2, 2, 0, 1)
+    assert two(kind, first, second) == Verdict(2, 2, 1, 1, 0)
+    assert two(kind, reversed_first, reversed_second) == Verdict(2, 2, 0, 1, 0)
 
 
 def test_beside_goes_both_ways_and_a_diagonal_is_above_as_well_as_left_of():
@@ -131,8 +151,8 @@ def test_beside_goes_both_ways_and_a_diagonal_is_above_as_well_as_left_of():
 
 def test_a_missing_object_takes_its_relations_with_it():
     scene = next(scene for scene in SOME if len(scene.relations) == 3)
-    assert judge(truth(scene)[1:], scene) == Verdict(2, 3, 1, 3)
-    assert judge([], scene) == Verdict(0, 3, 0, 3)
+    assert judge(truth(scene)[1:], scene) == Verdict(2, 3, 1, 3, 0)
+    assert judge([], scene) == Verdict(0, 3, 0, 3, 0)
 
 
 # ---- Fréchet distance
@@ -196,7 +216,9 @@ def test_it_recognises_what_it_has_never_seen(side):
 def test_renderings_are_judged_near_one_and_those_of_other_captions_near_chance():
     some = SOME[100:]
     found, _ = recognise(load_recogniser(), render(load_atlas(), Scenes.of(some), 128))
-    objects, relations = pooled(map(judge, found, some))
+    verdicts = list(map(judge, found, some))
+    assert sum(verdict.extra for verdict in verdicts) / len(verdicts) < 0.02
+    objects, relations = pooled(verdicts)
     assert objects >= 0.97
     assert relations >= 0.95
     objects, relations = pooled(map(judge, found, [*some[1:], some[0]]))

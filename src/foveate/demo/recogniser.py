@@ -3,16 +3,19 @@
 It learns from renderings of training scenes alone and never sees a generated picture.
 """
 
+from collections import Counter
 from collections.abc import Sequence
 from itertools import islice
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float, Int, UInt8
 from safetensors import SafetensorError
 from safetensors.torch import load_file
+from skimage.measure import label
 from torch import Tensor, nn
 
 from foveate.demo import DATA
@@ -50,12 +53,21 @@ class Seen(NamedTuple):
 
 
 class Detection(NamedTuple):
-    """An object (an index into `NAMES`), its centre as fractions of the picture's side, its highest probability."""
+    """An object that was found.
+
+    Attributes:
+        object: Which one, an index into `NAMES`.
+        x: Its centre, as a fraction of the picture's side.
+        y: Likewise.
+        confidence: Its highest probability.
+        patches: In how many places that do not touch it was found; 1 unless it was drawn several times.
+    """
 
     object: int
     x: float
     y: float
     confidence: float
+    patches: int = 1
 
 
 class Verdict(NamedTuple):
@@ -65,10 +77,12 @@ class Verdict(NamedTuple):
     objects: int
     relations_held: int
     relations: int
+    extra: int
+    """Objects that nobody asked for, and repetitions of one that was."""
 
     @property
     def all_right(self) -> bool:
-        """Whether every object was found and every relation holds; what else was found does not count."""
+        """Whether every object was found and every relation holds, whatever extra there is."""
         return (self.objects_found, self.relations_held) == (self.objects, self.relations)
 
 
@@ -133,15 +147,24 @@ def detect(seen: Seen) -> list[list[Detection]]:
     chance = seen.logits.detach().float().softmax(1)
     won = chance * (chance == chance.amax(1, keepdim=True))  # a cell belongs to one class
     won, cells = won[:, :NOTHING].cpu(), _cells("cpu")
+    patches = [_patches(picture) for picture in won]
     peak, mass = won.amax((2, 3)), won.sum((2, 3))
     x, y = won.sum(2) @ cells / mass, won.sum(3) @ cells / mass
     return [
         [
-            Detection(index, float(x[row, index]), float(y[row, index]), float(peak[row, index]))
+            Detection(index, float(x[row, index]), float(y[row, index]), float(peak[row, index]), patches[row][index])
             for index in (peak[row] > THRESHOLD).nonzero().flatten().tolist()
         ]
         for row in range(len(won))
     ]
+
+
+def _patches(won: Float[Tensor, "objects 16 16"]) -> Counter[int]:
+    """How many patches of adjacent cells each object has, counting those in which it is found."""
+    chance, best = won.max(0)
+    labels: Any = label(np.where(chance > 0, best + 1, 0), connectivity=2)  # neighbours of one object get one number
+    sure = (chance > THRESHOLD).numpy()
+    return Counter(index for _, index in set(zip(labels[sure].tolist(), best.numpy()[sure].tolist(), strict=True)))
 
 
 def judge(detections: Sequence[Detection], scene: Scene) -> Verdict:
@@ -153,7 +176,9 @@ def judge(detections: Sequence[Detection], scene: Scene) -> Verdict:
     found = {detection.object: detection for detection in detections}
     spots = [found.get(index) for index in scene.objects]
     held = sum(_holds(relation.kind, spots[relation.first], spots[relation.second]) for relation in scene.relations)
-    return Verdict(len(spots) - spots.count(None), len(spots), held, len(scene.relations))
+    hits = len(spots) - spots.count(None)
+    extra = sum(detection.patches for detection in detections) - hits
+    return Verdict(hits, len(spots), held, len(scene.relations), extra)
 
 
 def _holds(kind: str, first: Detection | None, second: Detection | None) -> bool:
