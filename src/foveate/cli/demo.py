@@ -35,6 +35,9 @@ def train(
     out: Annotated[Path, typer.Option(help="Folder of the run; one that is found there is gone on with.")] = Path(
         "demo-run"
     ),
+    start: Annotated[
+        Path | None, typer.Option(help="Train this pipeline folder further: only the last stage of the flow.")
+    ] = None,
     seed: Seed = 0,
     minutes: Annotated[float, typer.Option(min=0, help="Write a checkpoint and stop after so long.")] = float("inf"),
     scale: Annotated[
@@ -58,6 +61,7 @@ def train(
         done = make(
             out,
             part=part,
+            start=start,
             seed=seed,
             minutes=minutes,
             scale=scale,

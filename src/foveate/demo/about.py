@@ -26,13 +26,20 @@ def facts() -> dict[str, str]:
     recipe = json.loads((DATA / "recipe.json").read_text())
     parts = {path.parent.name: f"{_parameters(path) / 1e6:.2f} M parameters" for path in files}
     size = sum(path.stat().st_size for path in PIPELINE.rglob("*") if path.is_file())
-    stages = (f"{s['name']}: {s['images']:,} pictures of {' and '.join(s['batches'])} px" for s in recipe["stages"])
+    runs = [recipe]
+    while before := runs[0].get("before"):
+        runs.insert(0, before)
+    stages = (
+        f"{s['name']}: {s['images']:,} pictures of {' and '.join(s['batches'])} px"
+        for run in runs
+        for s in run["stages"]
+    )
     return {
         "folder": str(PIPELINE),
         "size": f"{size / 1e6:.1f} MB",
         **parts,
         "geometry": "4 px a token: 128 px are 1,024 image tokens, 256 px 4,096, 512 px 16,384",
-        "trained": f"{recipe['minutes']:.0f} minutes on {recipe['devices']}",
+        "trained": ", then ".join(f"{run['minutes']:.0f} minutes on {run['devices']}" for run in runs),
         "recipe": "\n".join(stages),
         "objects": f"{len(NAMES)}: {', '.join(NAMES)}",
         "backgrounds": ", ".join(BACKGROUNDS),

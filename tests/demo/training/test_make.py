@@ -54,6 +54,7 @@ def test_the_command_makes_the_folder_that_is_shipped_and_goes_on_when_called_ag
     assert list(bars) == ["recogniser", "vae", "small", "large"]
     load_recogniser(tmp_path / "recogniser.safetensors")
     drawn = picture(tmp_path / "pipeline")
+    assert all(json.loads(path.read_text())["padding"] is None for path in tmp_path.rglob("tokenizer.json"))
     assert not any(str(tmp_path) in path.read_text() for path in (tmp_path / "pipeline").rglob("*.json"))
     about = json.loads((tmp_path / "recipe.json").read_text())
     assert [stage["name"] for stage in about["stages"]] == ["small", "large"]
@@ -61,6 +62,26 @@ def test_the_command_makes_the_folder_that_is_shipped_and_goes_on_when_called_ag
     assert about["devices"] == "1 x CPU"
     assert make.make(tmp_path, scale=0.01)  # nothing is left to do
     assert (picture(tmp_path / "pipeline") == drawn).all()
+
+
+def test_weights_can_be_trained_further_with_the_last_stage(tmp_path):
+    first, further = tmp_path / "first", tmp_path / "further"
+    make.make(first, scale=0.01)
+    before = FluxPipeline.from_pretrained(first / "pipeline", local_files_only=True)
+    names = []
+    assert make.make(further, start=first / "pipeline", scale=0.01, track=lambda name, _: names.append(name) or int)
+    assert names == ["large"]
+    after = FluxPipeline.from_pretrained(further / "pipeline", local_files_only=True)
+    change = [
+        (a - b).abs().max()
+        for a, b in zip(before.transformer.parameters(), after.transformer.parameters(), strict=True)
+    ]
+    assert 0 < max(change) < 0.1  # trained on, not anew
+    about = json.loads((further / "recipe.json").read_text())
+    assert [stage["name"] for stage in about["stages"]] == ["large"]
+    assert [stage["name"] for stage in about["before"]["stages"]] == ["small", "large"]
+    with pytest.raises(ValueError, match="nowhere"):
+        make.make(tmp_path / "third", start=tmp_path / "nowhere")
 
 
 def test_a_part_can_be_made_alone_and_names_what_it_needs(tmp_path):

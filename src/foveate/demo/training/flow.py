@@ -43,6 +43,7 @@ class FlowTraining:
     Args:
         out: Folder of checkpoints, sample grids and log.csv. A run that is found there is gone on with.
         pipeline: Its autoencoder is trained; transformer and text encoders are trained in place.
+        afresh: Begin with new weights, not with the pipeline's.
         recipe: The stages.
         seed: The same seed, recipe and number of devices give the same run.
         compile: Compile the transformer, once for every size.
@@ -53,6 +54,7 @@ class FlowTraining:
         out: Path,
         pipeline: FluxPipeline,
         *,
+        afresh: bool = True,
         recipe: Sequence[Stage] = RECIPE,
         seed: int = 0,
         compile: bool = False,
@@ -62,7 +64,8 @@ class FlowTraining:
         self.device = self.accelerator.device
         self.painter = Painter(pipeline).to(self.device)
         torch.manual_seed(seed)
-        self.painter.start_afresh()
+        if afresh:
+            self.painter.start_afresh()
         self.average = AveragedModel(self.painter, multi_avg_fn=get_ema_multi_avg_fn(EMA_DECAY))
         self.optimizers = self.painter.optimizers()
         self.latents = Latents(pipeline, self.device)

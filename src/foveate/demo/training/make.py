@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from accelerate import PartialState
@@ -18,6 +19,7 @@ from foveate.demo.training.stages import RECIPE, Stage
 from foveate.demo.training.vae import train_vae
 from foveate.demo.untrained import untrained_pipeline
 from foveate.files import write_whole
+from foveate.integrations.diffusers.pipelines import load
 
 __all__ = ["PARTS", "export", "make"]
 
@@ -34,6 +36,7 @@ def make(
     out: Path,
     *,
     part: str = "all",
+    start: Path | None = None,
     seed: int = 0,
     minutes: float = math.inf,
     scale: float = 1.0,
@@ -49,6 +52,7 @@ def make(
     Args:
         out: Folder of the run. What is found there is gone on with.
         part: "recogniser", "vae", "flow" or "all".
+        start: A pipeline folder: train its weights further with the flow's last stage, and make no other part.
         seed: Of weights, scenes and noise.
         minutes: When the flow stops and writes a checkpoint.
         scale: Of the recipe's pictures and steps.
@@ -58,10 +62,12 @@ def make(
         track: Shows progress.
 
     Raises:
-        ValueError: If there is no such part, or the flow has no autoencoder to work with.
+        ValueError: If there is no such part, the flow has no autoencoder to work with, or `start` is no such folder.
     """
     if part not in (*PARTS, "all"):
         raise ValueError(f"unknown part {part!r}: choose {', '.join(PARTS)} or all")
+    if start:
+        part = "flow"
     state = PartialState()
     if not state.is_main_process:
         track = silent
@@ -83,23 +89,21 @@ def make(
                 train_vae(out / "vae", model, steps=steps, seed=seed, device=device, advance=advance)
                 model.save_pretrained(vae)
     if part in ("flow", "all"):
-        if not (vae / "config.json").exists():
-            raise ValueError(f"{vae} holds no autoencoder: make it first with --part vae")
         recipe = [
             replace(
                 stage,
                 images=math.ceil(stage.images * scale),
                 batches={side: max(1, round(count * batch)) for side, count in stage.batches.items()},
             )
-            for stage in RECIPE
+            for stage in RECIPE[-1 if start else 0 :]
         ]
-        return _flow(out, vae, recipe, seed, minutes, sample_every, compile, track)
+        return _flow(out, start, recipe, seed, minutes, sample_every, compile, track)
     return True
 
 
 def _flow(
     out: Path,
-    vae: Path,
+    start: Path | None,
     recipe: list[Stage],
     seed: int,
     minutes: float,
@@ -107,9 +111,8 @@ def _flow(
     compile: bool,
     track: Callable[[str, int], Callable[[], None]],
 ) -> bool:
-    pipeline = untrained_pipeline(seed=seed)
-    pipeline.vae = AutoencoderKL.from_pretrained(vae).eval()
-    training = FlowTraining(out / "flow", pipeline, recipe=recipe, seed=seed, compile=compile)
+    pipeline, before = _beginning(out, start, seed)
+    training = FlowTraining(out / "flow", pipeline, afresh=start is None, recipe=recipe, seed=seed, compile=compile)
     done = training.run(minutes=minutes, sample_every=sample_every, track=track)
     if training.accelerator.is_main_process:
         export(training.pipeline, out / "pipeline")
@@ -119,9 +122,23 @@ def _flow(
             "seed": seed,
             "devices": f"{training.accelerator.num_processes} x {devices}",
             "minutes": training.minutes(),
+            "before": before,
         }
         write_whole(out / "recipe.json", json.dumps(about, indent=2).encode() + b"\n")
     return done
+
+
+def _beginning(out: Path, start: Path | None, seed: int) -> tuple[Any, dict | None]:
+    """What the flow begins with, and the recipe by which that was made."""
+    if start is None:
+        vae = out / "pipeline" / "vae"
+        if not (vae / "config.json").exists():
+            raise ValueError(f"{vae} holds no autoencoder: make it first with --part vae")
+        pipeline = untrained_pipeline(seed=seed)
+        pipeline.vae = AutoencoderKL.from_pretrained(vae).eval()
+        return pipeline, None
+    recipe = start.parent / "recipe.json"
+    return load(str(start), "cpu"), json.loads(recipe.read_text()) if recipe.exists() else None
 
 
 def export(pipeline: FluxPipeline, folder: Path) -> None:
@@ -129,7 +146,10 @@ def export(pipeline: FluxPipeline, folder: Path) -> None:
 
     diffusers loads in float32 whatever the file holds, transformers in what the config names: so it names float32.
     """
-    copy.deepcopy(pipeline).to(torch.bfloat16).save_pretrained(folder)
+    pipeline = copy.deepcopy(pipeline).to(torch.bfloat16)
+    for tokenizer in (pipeline.tokenizer, pipeline.tokenizer_2):
+        tokenizer.backend_tokenizer.no_padding()  # it remembers that of the last captions
+    pipeline.save_pretrained(folder)
     for part, changes in (
         ("text_encoder", {"dtype": "float32"}),
         ("text_encoder_2", {"dtype": "float32"}),
