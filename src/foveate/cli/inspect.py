@@ -56,7 +56,7 @@ def info() -> None:
     for name, value in versions().items():
         table.add_row(name, value)
     for op in dispatch.ops():
-        for device in ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]:
-            table.add_row(f"{op} on {device}", dispatch.choose(op, torch.device(device)).name)
+        for device, dtype in (("cpu", torch.float32), ("cuda", torch.bfloat16))[: 1 + torch.cuda.is_available()]:
+            table.add_row(f"{op} on {device}", dispatch.choose(op, torch.device(device), dtype, 128).name)
     table.add_row("methods", ", ".join(METHODS))
     Console().print(table)

@@ -13,8 +13,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
-from torch.utils.weak import WeakTensorKeyDictionary
 
+from foveate.cache import PerTensors
 from foveate.ops import dispatch
 from foveate.ops.block_table import BlockTable
 
@@ -84,14 +84,14 @@ def block_attention(
             f"got {q.dtype} on {q.device}, {k.dtype} on {k.device}, {v.dtype} on {v.device}"
         )
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    out, lse = dispatch.choose("block_attention", q.device).run(q, k, v, table, scale, return_lse)
+    out, lse = dispatch.choose("block_attention", q.device, q.dtype, q.shape[3]).run(q, k, v, table, scale, return_lse)
     return (out, lse) if return_lse else out
 
 
 # --- the portable path -----------------------------------------------------------------------------------------------
 
 
-@dispatch.register("block_attention", "portable", takes=lambda device: True)
+@dispatch.register("block_attention", "portable", takes=lambda *work: True)
 def portable(
     q: Tensor, k: Tensor, v: Tensor, table: BlockTable, scale: float, with_lse: bool
 ) -> tuple[Tensor, Tensor]:
@@ -236,21 +236,13 @@ def _add(x: Tensor, where: slice | Tensor, part: Tensor) -> None:
         x.index_add_(2, where, part)
 
 
-# Calls of a table, by its `keys` tensor: reading the lists takes longer than a short attention call.
-_CALLS: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+_CALLS: PerTensors[list[_Call]] = PerTensors()  # reading the lists takes longer than a short attention call
 
 
 def _calls(table: BlockTable, q: Tensor, k: Tensor) -> list[_Call]:
     """The packed calls that cover the table."""
-    if (table.query_tokens, table.key_tokens) != (q.shape[2], k.shape[2]):
-        raise ValueError(
-            f"the table is for {table.query_tokens} queries and {table.key_tokens} keys, "
-            f"but q has {q.shape[2]} tokens and k has {k.shape[2]}"
-        )
-    known = _CALLS.get(table.keys)
-    if known is None or any(a is not b for a, b in zip(known[0], table[:3], strict=True)) or known[1] != q.device:
-        known = _CALLS[table.keys] = table[:3], q.device, _plan_calls(table, q.device)
-    return known[2]
+    table.check(q, k)
+    return _CALLS.get(table, q.device, lambda: _plan_calls(table, q.device))
 
 
 def _plan_calls(table: BlockTable, device: torch.device) -> list[_Call]:
@@ -275,3 +267,6 @@ def _plan_calls(table: BlockTable, device: torch.device) -> list[_Call]:
 
 def _where(tokens: Tensor, device: torch.device) -> slice | Tensor:
     return slice(int(tokens[0]), int(tokens[-1]) + 1) if (tokens.diff() == 1).all() else tokens.to(device)
+
+
+dispatch.register_kernels("block_attention")

@@ -96,6 +96,18 @@ class BlockTable(NamedTuple):
             _extend(self.keys, entries, 0),
         )
 
+    def check(self, q: Tensor, k: Tensor) -> None:
+        """Refuse queries and keys [batch, heads, tokens, head_dim] that the table is not for.
+
+        Raises:
+            ValueError: If their numbers of tokens differ from the table's.
+        """
+        if (self.query_tokens, self.key_tokens) != (q.shape[2], k.shape[2]):
+            raise ValueError(
+                f"the table is for {self.query_tokens} queries and {self.key_tokens} keys, "
+                f"but q has {q.shape[2]} tokens and k has {k.shape[2]}"
+            )
+
     def to(self, device: torch.device | str) -> "BlockTable":
         """The table on another device."""
         return BlockTable(*(tensor.to(device) for tensor in self))

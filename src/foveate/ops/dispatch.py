@@ -1,30 +1,40 @@
-"""Which implementation of an op runs on a device: the one place where that is decided.
+"""Which implementation of an op runs where: the one place where that is decided.
 
-Every op registers its portable definition here; kernels register faster twins for the devices they can drive. The last
-one registered that takes a device wins.
+Every op registers its portable definition here, and behind it the kernels that are faster where they run. The last one
+registered that takes the work wins.
 """
 
 from collections.abc import Callable
+from importlib import import_module
+from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 import torch
 
-__all__ = ["Backend", "choose", "ops", "register"]
+__all__ = ["Backend", "choose", "ops", "register", "register_kernels"]
+
+Takes = Callable[[torch.device, torch.dtype, int], bool]
 
 
 class Backend(NamedTuple):
     """One implementation of an op."""
 
     name: str
-    takes: Callable[[torch.device], bool]
+    takes: Takes
     run: Callable[..., Any]
 
 
 _BACKENDS: dict[str, list[Backend]] = {}
 
 
-def register(op: str, name: str, takes: Callable[[torch.device], bool]) -> Callable[..., Any]:
-    """Decorator that makes a function the backend `name` of `op`, on the devices for which `takes` is true."""
+def register(op: str, name: str, takes: Takes) -> Callable[..., Any]:
+    """Decorator that makes a function the backend `name` of `op`, wherever `takes` is true.
+
+    Args:
+        op: Name of the op.
+        name: Of the backend, as `summary` shows it.
+        takes: Whether it runs on a device, in a dtype, with heads of some dimension.
+    """
 
     def add(run: Callable[..., Any]) -> Callable[..., Any]:
         _BACKENDS.setdefault(op, []).append(Backend(name, takes, run))
@@ -33,10 +43,17 @@ def register(op: str, name: str, takes: Callable[[torch.device], bool]) -> Calla
     return add
 
 
-def choose(op: str, device: torch.device) -> Backend:
-    """The backend that runs `op` on `device`."""
+def register_kernels(op: str) -> None:
+    """Let the kernels of `op` take what they can, on machines that have a GPU and Triton."""
+    if torch.cuda.is_available() and find_spec("triton"):
+        kernels = import_module(f"foveate.kernels.{op}")
+        register(op, "triton", kernels.takes)(getattr(kernels, op))
+
+
+def choose(op: str, device: torch.device, dtype: torch.dtype, head_dim: int) -> Backend:
+    """The backend that runs `op` there."""
     for backend in reversed(_BACKENDS[op]):
-        if backend.takes(device):
+        if backend.takes(device, dtype, head_dim):
             return backend
     raise ValueError(f"no backend runs {op} on {device}")
 

@@ -21,8 +21,8 @@ from diffusers.models.transformers.transformer_flux import (
     FluxTransformer2DModel,
 )
 from torch import Tensor
-from torch.utils.weak import WeakTensorKeyDictionary
 
+from foveate.cache import PerTensors
 from foveate.integrations.diffusers.clock import Clock
 from foveate.integrations.diffusers.family import Family
 from foveate.integrations.diffusers.flux_processors import Borrowed, SparseIPAdapterProcessor, SparseProcessor
@@ -53,6 +53,7 @@ class _Ran(NamedTuple):
     why: str
     batch: int = 0
     device: str = "cpu"
+    dtype: torch.dtype = torch.float32
 
 
 _outside_compiled_code = torch.compiler.disable(
@@ -150,7 +151,9 @@ class Flux(Family):
         return LayerReport(
             layer.name,
             plan.title,
-            dispatch.choose("block_attention", torch.device(self.shown.device)).name,
+            dispatch.choose(
+                "block_attention", torch.device(self.shown.device), self.shown.dtype, layer.attn.head_dim
+            ).name,
             plan.nominal_sparsity,
             table.sparsity(),
             4 * (every_pair - table.pairs()) * self.shown.batch * layer.attn.inner_dim,
@@ -173,7 +176,7 @@ class Flux(Family):
         image = inputs["hidden_states"]
         try:
             plan = self._plan(inputs)
-            self.ran = _Ran(plan, "", image.shape[0], str(image.device))
+            self.ran = _Ran(plan, "", image.shape[0], str(image.device), image.dtype)
         except StaysDense as reason:
             plan = None
             self.ran = _Ran(None, str(reason))
@@ -227,7 +230,7 @@ def _along(order: Tensor, x: Tensor, dim: int) -> Tensor:
 
 
 # Grids by their ids: reading ids means waiting for the device, and a pipeline keeps its ids through all steps.
-_GRIDS: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+_GRIDS: PerTensors[tuple[tuple[int, int], ...]] = PerTensors()
 
 
 def grids_of(ids: Tensor) -> tuple[tuple[int, int], ...]:
@@ -241,10 +244,7 @@ def grids_of(ids: Tensor) -> tuple[tuple[int, int], ...]:
         ValueError: If samples of a batch differ.
     """
     version = None if ids.is_inference() else ids._version
-    known = _GRIDS.get(ids)
-    if known is None or known[0] != version:
-        known = _GRIDS[ids] = version, _read_grids(ids.detach().cpu())
-    return known[1]
+    return _GRIDS.get([ids], version, lambda: _read_grids(ids.detach().cpu()))
 
 
 def _read_grids(ids: Tensor) -> tuple[tuple[int, int], ...]:

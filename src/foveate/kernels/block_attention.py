@@ -1,0 +1,200 @@
+# pyright: basic
+"""Attention over a block table on NVIDIA GPUs: custom ops around the Triton kernels."""
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+
+from foveate.cache import PerTensors
+from foveate.kernels import triton_attention
+from foveate.kernels.schedule import Schedule, schedule
+from foveate.ops.block_table import BlockTable
+
+__all__ = ["block_attention", "takes"]
+
+AMPERE, LARGEST_HEAD = (8, 0), 256
+SMALLEST_DOT = 16  # a side of a matrix product
+_SCHEDULES: PerTensors[Schedule] = PerTensors()
+
+
+class Shape(NamedTuple):
+    """Of a kernel: rows of a tile, columns of a step, warps of a program, stages of its pipeline."""
+
+    rows: int
+    step: int
+    warps: int
+    stages: int
+
+
+# The fastest first; what does not fit into shared memory is passed over.
+FORWARD = Shape(128, 128, 8, 3), Shape(128, 64, 8, 3), Shape(128, 64, 8, 2), Shape(64, 64, 4, 2), Shape(64, 32, 4, 2)
+BACKWARD_QUERIES = Shape(64, 64, 4, 3), Shape(64, 64, 4, 2), Shape(64, 32, 8, 2), Shape(32, 32, 4, 2)
+BACKWARD_KEYS = Shape(64, 64, 4, 2), Shape(64, 32, 8, 2), Shape(32, 32, 4, 2)
+
+
+def takes(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
+    """Whether the kernels run there: half precision, NVIDIA's Ampere or newer, heads of at most 256."""
+    return (
+        device.type == "cuda"
+        and _ampere(device.index or 0)
+        and dtype in (torch.bfloat16, torch.float16)
+        and head_dim <= LARGEST_HEAD
+    )
+
+
+@torch.compiler.assume_constant_result
+def _ampere(index: int) -> bool:
+    return torch.version.hip is None and torch.cuda.get_device_capability(index) >= AMPERE
+
+
+def block_attention(
+    q: Tensor, k: Tensor, v: Tensor, table: BlockTable, scale: float, with_lse: bool
+) -> tuple[Tensor, Tensor]:
+    """What `foveate.ops.block_attention` defines. The LSE comes at no cost, asked for or not."""
+    if scale < 0:  # the running maximum is taken before scaling
+        q, scale = -q, -scale
+    return _forward(q, k, v, *table, scale)
+
+
+@torch.library.custom_op("foveate::block_attention", mutates_args=())
+def _forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    query_starts: Tensor,
+    key_starts: Tensor,
+    offsets: Tensor,
+    keys: Tensor,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    out, lse = _like(q), _lse_of(q)
+    run = _Pass(q, k, BlockTable(query_starts, key_starts, offsets, keys), FORWARD, tile_operands=1)
+    q, k, v = map(_rows, (q, k, v))
+    run(triton_attention.forward, (q, k, v, out), (lse,), (scale / math.log(2),))
+    return out, lse
+
+
+@_forward.register_fake
+def _(q: Tensor, *args: object) -> tuple[Tensor, Tensor]:
+    return _like(q), _lse_of(q)
+
+
+@torch.library.custom_op("foveate::block_attention_backward", mutates_args=())
+def _backward(
+    grad_out: Tensor,
+    grad_lse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    query_starts: Tensor,
+    key_starts: Tensor,
+    offsets: Tensor,
+    keys: Tensor,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    dq, dk, dv = map(_like, (q, k, v))
+    delta = torch.empty_like(lse)  # sum(out * grad_out) - grad_lse
+    grad_lse = torch.zeros_like(lse) if grad_lse is None else grad_lse.contiguous()
+    table, scales = BlockTable(query_starts, key_starts, offsets, keys), (scale / math.log(2), scale)
+    q, k, v, out, grad_out = map(_rows, (q, k, v, out, grad_out))
+    over_queries = _Pass(q, k, table, BACKWARD_QUERIES, tile_operands=2)
+    over_queries(triton_attention.backward_queries, (q, k, v, out, grad_out, dq), (lse, grad_lse, delta), scales)
+    over_keys = _Pass(q, k, table, BACKWARD_KEYS, tile_operands=2, transposed=True)
+    over_keys(triton_attention.backward_keys, (q, k, v, grad_out, dk, dv), (lse, delta), scales)
+    return dq, dk, dv
+
+
+@_backward.register_fake
+def _(grad_out: Tensor, grad_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, *args: object) -> tuple[Tensor, ...]:
+    return _like(q), _like(k), _like(v)
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    ctx.save_for_backward(*inputs[:3], *output, *inputs[3:7])
+    ctx.scale = inputs[7]
+    ctx.set_materialize_grads(False)
+
+
+def _differentiate(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
+    grad_out = torch.zeros_like(ctx.saved_tensors[3]) if grad_out is None else grad_out
+    return *_backward(grad_out, grad_lse, *ctx.saved_tensors, ctx.scale), None, None, None, None, None
+
+
+_forward.register_autograd(_differentiate, setup_context=_save)
+
+
+def _lse_of(q: Tensor) -> Tensor:
+    return q.new_empty(q.shape[:3], dtype=torch.float32)
+
+
+# Kernels step from token to token by any stride, but the entries of a token lie side by side.
+
+
+def _rows(x: Tensor) -> Tensor:
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def _like(x: Tensor) -> Tensor:
+    return torch.empty_like(x) if x.stride(-1) == 1 else x.new_empty(x.shape)
+
+
+class _Pass:
+    """One pass over a table: the kernel's shape on this device, and its schedule.
+
+    Args:
+        q: Queries.
+        k: Keys.
+        table: Who reads what.
+        shapes: To choose from.
+        tile_operands: How many operands of a tile's size a program keeps in shared memory.
+        transposed: Over the keys instead of the queries.
+    """
+
+    def __init__(
+        self, q: Tensor, k: Tensor, table: BlockTable, shapes: tuple[Shape, ...], *, tile_operands: int,
+        transposed: bool = False,
+    ):  # fmt: skip
+        table.check(q, k)
+        self.head_dim = max(SMALLEST_DOT, triton.next_power_of_2(q.shape[3]))
+        self.shape = fitting(shapes, tile_operands, self.head_dim * q.element_size(), _shared_memory(q.device))
+        rows, step = self.shape[:2]
+        self.schedule = _SCHEDULES.get(
+            table,
+            (rows, step, transposed, q.device),
+            lambda: schedule(table.transpose() if transposed else table, rows=rows, step=step, device=q.device),
+        )
+
+    def __call__(
+        self, kernel: Any, strided: tuple[Tensor, ...], flat: tuple[Tensor, ...], scales: tuple[float, ...]
+    ) -> None:
+        """Launch a kernel over [batch, heads, tokens, head_dim] and over contiguous [batch, heads, queries]."""
+        batch, heads, queries, head_dim = strided[0].shape
+        tiles, steps, long = self.schedule
+        if not (batch * heads * len(tiles)):
+            return
+        kernel[(batch * heads * len(tiles),)](
+            *strided, *flat, tiles, steps, *scales, len(tiles), long, heads, queries,
+            *(stride for x in strided for stride in x.stride()[:3]),
+            D=head_dim, BD=self.head_dim, BM=self.shape.rows, BN=self.shape.step, STAGES=self.shape.stages,
+            num_warps=self.shape.warps,
+        )  # fmt: skip
+
+
+def fitting(shapes: tuple[Shape, ...], tile_operands: int, row: int, memory: int) -> Shape:
+    """The first shape whose operands fit into so many bytes of shared memory; a row of an operand has `row` bytes."""
+    for shape in shapes[:-1]:
+        if (tile_operands * shape.rows + 2 * shape.stages * shape.step) * row <= memory:
+            return shape
+    return shapes[-1]
+
+
+def _shared_memory(device: torch.device) -> int:
+    """Bytes of shared memory that a program may have; the interpreter has any amount."""
+    if device.type != "cuda":
+        return 2**20
+    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin

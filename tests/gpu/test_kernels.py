@@ -1,0 +1,107 @@
+"""Laws of the compiled kernels: equal to float64 attention under the dense mask, deterministic, capturable."""
+
+import pytest
+import tiny
+import torch
+from oracle import dense_attention, random_table
+
+import foveate
+from foveate import HilbertA
+from foveate.ops import dispatch
+from foveate.ops.block_attention import block_attention
+
+pytestmark = pytest.mark.gpu
+
+
+def qkv(tokens, dim, dtype=torch.bfloat16, batch=2, heads=3):
+    return [
+        torch.randn(batch, tokens, heads, dim, device="cuda", dtype=dtype).transpose(1, 2).requires_grad_()
+        for _ in range(3)
+    ]
+
+
+def relative(got, want):
+    return ((got - want).norm() / want.norm()).item()
+
+
+@pytest.mark.parametrize("runs", [(63,), (77, 400, 523), (128, 0, 1)])
+@pytest.mark.parametrize("dim", [8, 40, 64, 96, 128, 160, 256])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float16, 2e-3), (torch.bfloat16, 1e-2)])
+def test_output_lse_and_every_gradient_equal_the_dense_mask(runs, dim, dtype, tolerance):
+    assert dispatch.choose("block_attention", torch.device("cuda"), dtype, dim).name == "triton"
+    table = random_table(int(torch.randint(2**31, ())), runs)
+    q, k, v = qkv(sum(runs), dim, dtype)
+    want, want_lse = dense_attention(q, k, v, table.to_dense().cuda())
+    got, lse = block_attention(q, k, v, table, return_lse=True)
+    seen = want_lse.isfinite()
+    assert torch.equal(lse.isfinite(), seen)
+    assert relative(got, want) < tolerance
+    assert relative(lse[seen], want_lse[seen]) < 1e-3
+    weight, lse_weight = torch.randn_like(want), torch.randn_like(want_lse)
+    expected = torch.autograd.grad((want * weight).sum() + (want_lse * lse_weight)[seen].sum(), (q, k, v))
+    loss = (got.double() * weight).sum() + (lse.double() * lse_weight)[seen].sum()
+    first, second = (torch.autograd.grad(loss, (q, k, v), retain_graph=True) for _ in range(2))
+    for grad, again, other in zip(first, second, expected, strict=True):
+        assert relative(grad, other) < tolerance
+        assert torch.equal(grad, again)
+
+
+def test_the_paper_s_table_at_1024_px():
+    table = HilbertA(tiles=16).plan(((64, 64),), 512).tables[3]
+    q, k, v = qkv(4608, 128, batch=1, heads=2)
+    want, _ = dense_attention(q, k, v, table.to_dense().cuda())
+    assert relative(block_attention(q, k, v, table), want) < 1e-2
+
+
+def test_it_compiles_to_one_graph_that_takes_any_table_of_one_shape():
+    plan = HilbertA(tiles=4).plan(((32, 32),), 77)
+    compiled = torch.compile(block_attention, fullgraph=True)
+    q, k, v = qkv(32 * 32 + 77, 64)
+    torch._dynamo.reset()
+    for table in plan.tables:
+        want = block_attention(q, k, v, table)
+        got = compiled(q, k, v, table)
+        assert torch.equal(got, want)
+        grads, others = (torch.autograd.grad(out.float().square().sum(), (q, k, v)) for out in (got, want))
+        assert all(torch.equal(grad, other) for grad, other in zip(grads, others, strict=True))
+
+
+def test_it_is_captured_in_a_cuda_graph():
+    table = HilbertA(tiles=4).plan(((32, 32),), 77).tables[1]
+    q, k, v = (x.detach() for x in qkv(32 * 32 + 77, 128))
+    block_attention(q, k, v, table)  # makes the schedule and compiles
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = block_attention(q, k, v, table)
+    for x in (q, k, v):
+        x.normal_()
+    graph.replay()
+    assert torch.equal(out, block_attention(q, k, v, table))
+
+
+def test_the_ops_pass_opcheck():
+    inputs = (*qkv(130, 64, batch=1, heads=1), *random_table(1, (130,)), 0.125)
+    torch.library.opcheck(torch.ops.foveate.block_attention.default, inputs)
+
+
+def test_gradients_of_a_flux_equal_those_of_the_portable_path(monkeypatch):
+    model = tiny.flux(dtype=torch.bfloat16).cuda()
+    x = {
+        name: value.cuda()
+        for name, value in tiny.inputs((32, 40), dtype=torch.bfloat16).items()
+        if torch.is_tensor(value)
+    }
+
+    def gradients():
+        model.zero_grad()
+        with foveate.apply(model, HilbertA(tiles=4)) as run:
+            model(**x)[0].float().square().mean().backward()
+            backends = {row.backend for row in run.summary().layers}
+        return backends, torch.cat([p.grad.double().flatten() for p in model.parameters() if p.grad is not None])
+
+    backends, got = gradients()
+    assert backends == {"triton"}
+    monkeypatch.setitem(dispatch._BACKENDS, "block_attention", dispatch._BACKENDS["block_attention"][:1])
+    backends, want = gradients()
+    assert backends == {"portable"}
+    assert relative(got, want) < 3e-2

@@ -1,0 +1,60 @@
+"""Compile every kernel for sm_90 without a GPU, and print as JSON what became of it.
+
+A process of its own: here Triton must compile what it interprets in the other tests.
+"""
+
+import json
+import re
+import subprocess
+import tempfile
+from pathlib import Path
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from foveate.kernels import block_attention as ops
+from foveate.kernels import triton_attention
+
+SHARED_MEMORY = 227 * 1024
+KINDS = {"p_tiles": "*i32", "p_steps": "*i32", "p_lse": "*fp32", "p_dlse": "*fp32", "p_delta": "*fp32"}
+KERNELS = {
+    "forward": (ops.FORWARD, 1),
+    "backward_queries": (ops.BACKWARD_QUERIES, 2),
+    "backward_keys": (ops.BACKWARD_KEYS, 2),
+}
+
+
+def compiled(kernel, constants, half, warps):
+    names = kernel.arg_names
+    kinds = {name: KINDS.get(name, "*" + half if name.startswith("p_") else "i32") for name in names}
+    kinds |= dict.fromkeys(("scale", "factor"), "fp32") | dict.fromkeys(constants, "constexpr")
+    aligned = [["tt.divisibility", 16]]
+    attributes = {(i,): aligned for i, name in enumerate(names) if name.startswith(("p_", "s_"))}
+    source = ASTSource(kernel, {name: kinds[name] for name in names}, constants, attributes)
+    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": warps})
+
+
+def stack_bytes(cubin):
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        Path(file.name).write_bytes(cubin)
+        tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+        usage = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
+    return int(re.search(r"STACK:(\d+)", usage).group(1))
+
+
+for name, (shapes, operands) in KERNELS.items():
+    for dim, half in ((64, "fp16"), (128, "bf16"), (96, "bf16")):
+        padded = triton.next_power_of_2(dim)
+        shape = ops.fitting(shapes, operands, 2 * padded, SHARED_MEMORY)
+        constants = {"D": dim, "BD": padded, "BM": shape.rows, "BN": shape.step, "STAGES": shape.stages}
+        result = compiled(getattr(triton_attention, name), constants, half, shape.warps)
+        facts = {
+            "kernel": name,
+            "head_dim": dim,
+            "dtype": half,
+            "wgmma": result.asm["ptx"].count("wgmma.mma_async"),
+            "stack": stack_bytes(result.asm["cubin"]),
+            "shared": result.metadata.shared,
+        }
+        print(json.dumps(facts))

@@ -1,0 +1,117 @@
+"""Laws of the attention kernels: equal to float64 attention under the dense mask, in Triton's interpreter."""
+
+import pytest
+import torch
+from oracle import dense_attention, random_table
+
+from foveate import HilbertA
+from foveate.kernels import block_attention as kernels
+from foveate.kernels.block_attention import Shape, block_attention
+from foveate.ops.block_table import block_starts, block_table
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu checks the compiled kernels")
+
+
+@pytest.fixture(autouse=True)
+def small_shapes(monkeypatch):
+    """What takes the interpreter least time; full and short steps come up all the same."""
+    monkeypatch.setattr(kernels, "FORWARD", (Shape(64, 64, 4, 2),))
+    monkeypatch.setattr(kernels, "BACKWARD_QUERIES", (Shape(64, 32, 4, 2),))
+    monkeypatch.setattr(kernels, "BACKWARD_KEYS", (Shape(64, 32, 4, 2),))
+
+
+def qkv(queries, keys, dtype, dim, batch=1, heads=2):
+    return [
+        torch.randn(batch, n, heads, dim, dtype=dtype).transpose(1, 2).requires_grad_() for n in (queries, keys, keys)
+    ]
+
+
+def relative(got, want):
+    return ((got - want).norm() / want.norm()).item()
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.float16, 3e-3)])
+@pytest.mark.parametrize(
+    ("queries", "keys", "dim"),
+    [((63,), (63,), 16), ((500,), (300,), 40), ((77, 130), (77, 130), 64), ((1, 70), (9,), 96)],
+)
+def test_output_and_every_gradient_equal_the_dense_mask(queries, keys, dim, dtype, tolerance):
+    table = random_table(int(torch.randint(2**31, ())), queries, keys)
+    q, k, v = qkv(sum(queries), sum(keys), dtype, dim)
+    mask = table.to_dense()
+    want, want_lse = dense_attention(q, k, v, mask)
+    got, lse = block_attention(q, k, v, table, dim**-0.5, True)
+    seen = want_lse.isfinite()
+    assert (got.dtype, got.stride()) == (dtype, q.stride())
+    assert torch.equal(lse.isfinite(), seen)
+    assert torch.equal(got[~seen], torch.zeros_like(got[~seen]))
+    if not seen.any():
+        return
+    assert relative(got, want) < tolerance
+    assert relative(lse[seen], want_lse[seen]) < tolerance
+    weight, lse_weight = torch.randn_like(want), torch.randn_like(want_lse)
+    expected = torch.autograd.grad((want * weight).sum() + (want_lse * lse_weight)[seen].sum(), (q, k, v))
+    loss = (got.double() * weight).sum() + (lse.double() * lse_weight)[seen].sum()
+    for grad, other in zip(torch.autograd.grad(loss, (q, k, v)), expected, strict=True):
+        assert grad.dtype == dtype
+        assert relative(grad, other) < tolerance
+
+
+def test_hilbert_tables_and_many_samples(monkeypatch):
+    table = HilbertA(tiles=4).plan(((20, 24),), 33).tables[1]
+    q, k, v = qkv(513, 513, torch.float32, 32, batch=2, heads=3)
+    want, _ = dense_attention(q, k, v, table.to_dense(), scale=0.3)
+    got, _ = block_attention(q, k, v, table, 0.3, False)
+    assert relative(got, want) < 1e-5
+    weight = torch.randn_like(want)
+    expected = torch.autograd.grad((want * weight).sum(), (q, k, v))
+    for grad, other in zip(torch.autograd.grad((got.double() * weight).sum(), (q, k, v)), expected, strict=True):
+        assert relative(grad, other) < 1e-5
+
+
+def test_any_strides_and_any_scale():
+    table = random_table(4, (100,))
+    packed = torch.randn(1, 100, 3, 2, 16)
+    q, k, v = (x.transpose(1, 2) for x in packed.unbind(2))
+    strided = [x.mT.contiguous().mT for x in (q, k, v)]  # [.., tokens] innermost
+    for scale in (0.25, -0.25, 1e-9, 30.0):
+        want, _ = dense_attention(q, k, v, table.to_dense(), scale=scale)
+        for inputs in ((q, k, v), strided):
+            assert relative(block_attention(*inputs, table, scale, False)[0], want) < 1e-5
+
+
+def test_gradients_reach_the_inputs_through_the_lse_alone():
+    starts = block_starts(80)
+    table = block_table([[0, 1], [1]], starts)
+    q, k, v = qkv(80, 80, torch.float32, 16)
+    _, lse = block_attention(q, k, v, table, 0.25, True)
+    got = torch.autograd.grad(lse.sum(), (q, k))
+    expected = torch.autograd.grad(dense_attention(q, k, v, table.to_dense())[1].sum(), (q, k))
+    for grad, other in zip(got, expected, strict=True):
+        assert relative(grad, other) < 1e-5
+
+
+def test_nothing_is_left_unwritten(monkeypatch):
+    monkeypatch.setattr(kernels, "_like", lambda x: torch.full_like(x, torch.nan))
+    monkeypatch.setattr(kernels, "_lse_of", lambda q: torch.full(q.shape[:3], torch.nan))
+    q, k, v = qkv(150, 150, torch.float32, 16)
+    table = block_table([[0], [], [0, 2]], block_starts(150))  # block 1 is read by nobody
+    out, lse = block_attention(q, k, v, table, 0.25, True)
+    grads = torch.autograd.grad(out.sum(), (q, k, v))
+    assert not any(x.isnan().any() for x in (out, lse, *grads))
+    assert not any(grad[:, :, 64:128].any() for grad in grads)
+
+
+def test_the_ops_pass_opcheck():
+    q, k, v = qkv(70, 70, torch.float32, 16)
+    torch.library.opcheck(torch.ops.foveate.block_attention.default, (q, k, v, *random_table(1, (70,)), 0.25))
+
+
+def test_a_table_for_other_tokens_is_refused():
+    q, k, v = qkv(70, 70, torch.float32, 16)
+    with pytest.raises(ValueError, match="for 71 queries and 71 keys, but q has 70"):
+        block_attention(q, k, v, random_table(1, (71,)), 0.25, False)
+
+
+def test_what_the_kernels_take():
+    assert not kernels.takes(torch.device("cpu"), torch.bfloat16, 128)

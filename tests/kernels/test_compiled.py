@@ -1,0 +1,22 @@
+"""Laws of the kernels as compiled for sm_90: they use its matrix units, and next to nothing spills. Needs no GPU."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+SPILLED = 128  # bytes of a thread: where a few spill, shapes that spill nothing were slower
+
+
+def test_kernels_use_the_matrix_units_of_sm_90_and_hardly_spill():
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    script = Path(__file__).with_name("compile_sm90.py")
+    run = subprocess.run([sys.executable, script], capture_output=True, text=True, env=environment)
+    assert run.returncode == 0, run.stderr
+    facts = [json.loads(line) for line in run.stdout.splitlines()]
+    assert len(facts) == 9
+    for fact in facts:
+        assert fact["wgmma"] > 0, fact
+        assert fact["stack"] <= (SPILLED if fact["kernel"] == "backward_keys" else 0), fact
+        assert fact["shared"] <= 227 * 1024, fact

@@ -1,0 +1,52 @@
+"""Laws of schedules: they cover the table, every pair once, and the longest tiles come first."""
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from oracle import random_table
+
+from foveate import HilbertA
+from foveate.kernels.schedule import schedule
+
+
+def covered(run, rows, columns):
+    """How often each pair of tokens is worked on."""
+    count = torch.zeros(rows, columns, dtype=torch.long)
+    for first, end, full, _, done in run.tiles.tolist():
+        for left, right in run.steps[full:done].tolist():
+            count[first:end, left:right] += 1
+    return count
+
+
+@given(
+    seed=st.integers(0, 2**31), queries=st.integers(1, 300), keys=st.integers(1, 300), block=st.integers(1, 90),
+    rows=st.sampled_from([16, 64, 128]), step=st.sampled_from([16, 64, 128]), transposed=st.booleans(),
+)  # fmt: skip
+def test_every_pair_of_the_table_is_covered_once(seed, queries, keys, block, rows, step, transposed):
+    table = random_table(seed, (queries,), (keys,), block=block)
+    table = table.transpose() if transposed else table
+    run = schedule(table, rows=rows, step=step, device=torch.device("cpu"))
+    assert torch.equal(covered(run, table.query_tokens, table.key_tokens), table.to_dense().long())
+    tiles = run.tiles
+    assert tiles[:, :2].sort(0).values.flatten()[1:-1].view(-1, 2).diff().eq(0).all()  # every row in one tile
+    assert (tiles[:, 1] - tiles[:, 0] <= rows).all()
+    for _, _, full, short, done in tiles.tolist():
+        lengths = run.steps.diff(dim=1).flatten()
+        assert (lengths[full:short] == step).all()
+        assert (lengths[short:done] <= step // 2).all()
+
+
+def test_the_paper_s_grids_need_no_short_steps_at_2048_px_and_start_with_the_prefix():
+    table = HilbertA(tiles=16).plan(((128, 128),), 512).tables[1]
+    run = schedule(table, rows=128, step=128, device=torch.device("cpu"))
+    assert (run.steps.diff(dim=1) == 128).all()
+    assert run.long == 1536 // 128
+    assert (run.tiles[: run.long, 1] <= 1536).all()
+    lengths = run.tiles[:, 4] - run.tiles[:, 2]
+    assert (lengths.diff() <= 0).all()
+
+
+def test_rows_of_one_list_are_merged_whatever_their_blocks():
+    table = HilbertA(tiles=1).plan(((16, 16),), 77).tables[0].padded(20, 20, 500)
+    run = schedule(table, rows=128, step=128, device=torch.device("cpu"))
+    assert run.tiles[:, :2].tolist() == [[0, 128], [128, 256], [256, 333]]
