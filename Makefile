@@ -21,7 +21,7 @@ lint: .venv/dev
 	$(BIN)/pyright
 
 bench: .venv/foveate
-	$(BIN)/python benchmarks/step.py
+	$(BIN)/foveate bench step --out benchmarks/results
 
 docs: .venv/docs
 	$(BIN)/mkdocs build --strict

@@ -22,12 +22,13 @@ ROOMS = {
     "training": {"ops", "methods", "integrations", "report", "files"},
     "compare": {"ops", "methods", "integrations", "report", "files"},
     "evaluate": {"ops", "methods", "integrations", "report", "files", "compare", "demo"},
-    "cli": {"ops", "methods", "integrations", "report", "files", "compare", "evaluate", "demo", "training"},
+    "bench": {"ops", "methods", "integrations", "report", "files", "compare", "demo"},
+    "cli": {"ops", "methods", "integrations", "report", "files", "compare", "evaluate", "bench", "demo", "training"},
     "__init__": {"methods", "integrations"},
     "__main__": {"cli"},
 }
 LIBRARIES = {
-    "diffusers": {"integrations", "demo", "training", "cli"},
+    "diffusers": {"integrations", "demo", "training", "bench", "cli"},
     "transformers": {"integrations", "demo", "training", "cli"},
 }
 FILES = sorted(SOURCE.rglob("*.py"))

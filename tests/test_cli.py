@@ -327,8 +327,12 @@ def test_demo_train_names_what_is_missing(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "command", ["generate", "compare", "eval", "curves", "info", "demo", "demo train", "demo info", "demo atlas"]
-)
+    "command",
+    [
+        "generate", "compare", "eval", "curves", "info", "demo", "demo train", "demo info", "demo atlas",
+        "bench", "bench attention", "bench step",
+    ],
+)  # fmt: skip
 def test_help_teaches(command):
     *above, last = command.split()
     result = run(*above, last, "--help")

@@ -4,7 +4,7 @@ import os
 
 import typer
 
-from foveate.cli import demo, draw, inspect
+from foveate.cli import bench, demo, draw, inspect
 
 __all__ = ["app", "main"]
 
@@ -19,6 +19,7 @@ app.command()(draw.compare)
 app.command("eval")(draw.evaluate)
 app.command()(inspect.curves)
 app.command()(inspect.info)
+app.add_typer(bench.app, name="bench")
 app.add_typer(demo.app, name="demo")
 
 

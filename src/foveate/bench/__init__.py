@@ -1,0 +1,1 @@
+"""Benchmarks that check before they time, ours and its peers taking turns in one process."""

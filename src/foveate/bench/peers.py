@@ -1,0 +1,75 @@
+# pyright: basic, reportPrivateImportUsage=false
+"""Other ways to compute attention over a block table, or all of it: what ours has to beat."""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+from torch.nn.functional import scaled_dot_product_attention
+
+from foveate.ops.block_attention import block_attention, portable
+from foveate.ops.block_table import BlockTable
+
+__all__ = ["Peer", "peers"]
+
+Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+class Peer(NamedTuple):
+    """One way to compute attention.
+
+    Attributes:
+        name: In tables and plots.
+        sparse: Whether it leaves out what the table leaves out; dense attention does not.
+        prepare: The attention over a table on a device. What it does beforehand is not timed.
+    """
+
+    name: str
+    sparse: bool
+    prepare: Callable[[BlockTable, torch.device], Attention]
+
+
+def peers(device: torch.device) -> list[Peer]:
+    """What there is on a device: the fastest dense attention first, ours last."""
+    ours = Peer("foveate", True, lambda table, _: lambda q, k, v: block_attention(q, k, v, table))
+    if device.type != "cuda":
+        return [Peer("dense", False, lambda *_: scaled_dot_product_attention), ours]
+    return [
+        Peer("cuDNN, dense", False, _dense(SDPBackend.CUDNN_ATTENTION)),
+        Peer("FA2, dense", False, _dense(SDPBackend.FLASH_ATTENTION)),
+        Peer("FlexAttention", True, _flex),
+        Peer("packed SDPA", True, _packed),
+        ours,
+    ]
+
+
+def _dense(backend: SDPBackend) -> Callable[[BlockTable, torch.device], Attention]:
+    def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        with sdpa_kernel(backend):
+            return scaled_dot_product_attention(q, k, v)
+
+    return lambda *_: attention
+
+
+def _packed(table: BlockTable, device: torch.device) -> Attention:
+    """The portable path: copies of each tile with the keys it reads, through PyTorch's attention."""
+    return lambda q, k, v: portable(q, k, v, table, q.shape[-1] ** -0.5, False)[0]
+
+
+def _flex(table: BlockTable, device: torch.device) -> Attention:
+    blocks = torch.zeros(len(table.offsets) - 1, len(table.key_starts) - 1, dtype=torch.bool)
+    for row, keys in zip(blocks, table.lists(), strict=True):
+        row[keys] = True
+    blocks = blocks.to(device)
+    of_query, of_key = (
+        torch.repeat_interleave(torch.arange(len(starts) - 1), starts.diff()).to(device) for starts in table[:2]
+    )
+    mask = create_block_mask(
+        lambda batch, head, query, key: blocks[of_query[query], of_key[key]],
+        None, None, table.query_tokens, table.key_tokens, device, _compile=True,
+    )  # fmt: skip
+    compiled = torch.compile(flex_attention)
+    return lambda q, k, v: compiled(q, k, v, block_mask=mask)

@@ -1,0 +1,75 @@
+# pyright: basic
+"""How long calls take, and how much memory."""
+
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+
+__all__ = ["peak_memory", "time_calls"]
+
+Call = Callable[[], object]
+LONG_ENOUGH = 0.005  # seconds of one measurement
+
+
+def time_calls(calls: Sequence[Call], rounds: int, device: torch.device) -> list[list[float]]:
+    """Seconds of one call, [call][round]: in every round each is measured once, so that all meet the same moments.
+
+    On a GPU a call is captured in a CUDA graph, so that the time to launch it does not count. A measurement repeats
+    the call for 5 ms at least.
+
+    Args:
+        calls: What to time; each must have run before.
+        rounds: How often to measure each.
+        device: Where they run.
+    """
+    ready = [_captured(call) if device.type == "cuda" else call for call in calls]
+    repeats = [max(1, round(LONG_ENOUGH / _seconds(call, 1, device))) for call in ready]
+    return [
+        list(times)
+        for times in zip(
+            *(
+                [_seconds(call, repeat, device) for call, repeat in zip(ready, repeats, strict=True)]
+                for _ in range(rounds)
+            ),
+            strict=True,
+        )
+    ]
+
+
+def peak_memory(call: Call, device: torch.device) -> int | None:
+    """Bytes that a call has allocated at most, beyond what was there before it; None where nobody counts."""
+    if device.type != "cuda":
+        return None
+    torch.cuda.synchronize(device)
+    before = torch.cuda.memory_allocated(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    call()
+    return torch.cuda.max_memory_allocated(device) - before
+
+
+def _captured(call: Call) -> Call:
+    side = torch.cuda.Stream()  # warm up on a stream of its own, as capturing a backward pass asks for
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        call()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        call()
+    return graph.replay
+
+
+def _seconds(call: Call, repeats: int, device: torch.device) -> float:
+    if device.type != "cuda":
+        began = time.perf_counter()
+        for _ in range(repeats):
+            call()
+        return (time.perf_counter() - began) / repeats
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    for _ in range(repeats):
+        call()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end) / 1000 / repeats

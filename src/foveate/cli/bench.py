@@ -1,0 +1,117 @@
+"""Commands that measure speed: one call of attention, one denoising step."""
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from foveate.cli.common import Device, Dtype, clear_errors, progress
+
+__all__ = ["app"]
+
+app = typer.Typer(
+    no_args_is_help=True, rich_markup_mode="rich", help="Check, then time: ours and its peers in one process."
+)
+
+Rounds = Annotated[int, typer.Option(min=1, help="How often each is measured; all take turns.")]
+Text = Annotated[int, typer.Option(min=0, help="Text tokens: FLUX.1 has 512.")]
+Out = Annotated[Path, typer.Option(help="Folder of the JSON and the plot.")]
+Commit = Annotated[str, typer.Option(help="The commit that is timed, where git cannot tell.")]
+
+
+@app.command()
+@clear_errors
+def attention(
+    pixels: Annotated[str, typer.Option(help="Sides of FLUX.1 pictures, 16 px a token.")] = "1024,1536,2048,4096",
+    tiles: Annotated[str, typer.Option(help="Tiles of HilbertA; 1 is a dense table.")] = "1,4,16",
+    centre: Annotated[str, typer.Option(help="Sides of its central region.")] = "0.25,0",
+    backward: Annotated[bool, typer.Option(help="Forward and backward together.")] = False,
+    batch: Annotated[int, typer.Option(min=1)] = 1,
+    heads: Annotated[int, typer.Option(min=1)] = 24,
+    head_dim: Annotated[int, typer.Option(min=1)] = 128,
+    text: Text = 512,
+    rounds: Rounds = 15,
+    out: Out = Path("bench"),
+    device: Device = "auto",
+    dtype: Dtype = "auto",
+    commit: Commit = "",
+) -> None:
+    """Time one call of attention in FLUX.1's shapes, against the fastest dense attention and other sparse ones.
+
+    foveate bench attention --pixels 1024 --tiles 16                  # a GPU
+
+    foveate bench attention --pixels 512 --heads 2 --head-dim 64      # a CPU
+    """
+    from foveate.bench.attention import Case, bench_attention, draw_attention, table_of
+    from foveate.files import write_whole
+    from foveate.integrations.diffusers.pipelines import choose_device, choose_dtype
+    from foveate.methods import HilbertA
+    from foveate.report import figure_png
+
+    where = choose_device(device)
+    cases = [
+        Case(side, HilbertA(tiles=count, centre=float(square)))
+        for side in _numbers(pixels)
+        for count in _numbers(tiles)
+        for square in (centre.split(",") if count > 1 else ["0"])
+    ]
+    with progress() as track:
+        result = bench_attention(
+            cases, where, choose_dtype(dtype, where), batch=batch, heads=heads, head_dim=head_dim, text=text,
+            backward=backward, rounds=rounds, track=track,
+        )  # fmt: skip
+    name = f"attention-{'backward' if backward else 'forward'}-{where.type}"
+    _write(out / f"{name}.json", result, commit)
+    write_whole(out / f"{name}.png", figure_png(draw_attention(result)))
+    Console().print(table_of(result))
+    print(out / f"{name}.json")
+
+
+@app.command()
+@clear_errors
+def step(
+    sides: Annotated[str, typer.Option(help="Image tokens along each side: 64 is 1024 px of FLUX.1.")] = "64",
+    full_size: Annotated[
+        bool, typer.Option("--full-size", help="FLUX.1-dev's 12 B parameters; else the built-in model's 17 M.")
+    ] = False,
+    compile: Annotated[bool, typer.Option("--compile", help="Compile the repeated blocks.")] = False,
+    text: Text = 512,
+    rounds: Rounds = 9,
+    out: Out = Path("bench"),
+    device: Device = "auto",
+    dtype: Dtype = "auto",
+    commit: Commit = "",
+) -> None:
+    """Time one denoising step of a Flux with random weights, dense and with HilbertA, reorder included.
+
+    foveate bench step --full-size --compile --sides 64,128,256       # a GPU with 40 GB or more
+    """
+    from foveate.bench.step import bench_step, table_of
+
+    with progress() as track:
+        result = bench_step(
+            _numbers(sides), full_size=full_size, compile=compile, text=text, rounds=rounds, device=device,
+            dtype=dtype, track=track,
+        )  # fmt: skip
+    size = "flux-dev" if full_size else "small"
+    path = out / f"step-{size}-{'compiled' if compile else 'eager'}-{result['device']}.json"
+    _write(path, result, commit)
+    Console().print(table_of(result))
+    print(path)
+
+
+def _numbers(text: str) -> list[int]:
+    try:
+        return [int(number) for number in text.split(",")]
+    except ValueError:
+        raise ValueError(f"{text!r} is no list of whole numbers: write them as 64,128") from None
+
+
+def _write(path: Path, result: dict[str, Any], commit: str) -> None:
+    from foveate.files import write_whole
+
+    if commit:
+        result["versions"]["commit"] = commit
+    write_whole(path, json.dumps(result, indent=2).encode() + b"\n")

@@ -1,0 +1,100 @@
+"""Laws of the benchmarks: they check before they time, and say what could not run."""
+
+import json
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from foveate import HilbertA
+from foveate.bench import attention, step, timing
+from foveate.bench.attention import Case, bench_attention, draw_attention, table_of
+from foveate.bench.peers import Peer, peers
+from foveate.cli import app
+from foveate.report import figure_png
+
+CPU = torch.device("cpu")
+CASES = [Case(256, HilbertA(tiles=4, centre=0)), Case(256, HilbertA(tiles=1))]
+
+
+def measure(**options):
+    return bench_attention(CASES, CPU, torch.float32, heads=2, head_dim=16, text=10, rounds=2, **options)
+
+
+@pytest.mark.parametrize("backward", [False, True])
+def test_every_case_has_dense_and_ours_checked_and_timed(backward):
+    result = measure(backward=backward)
+    assert [(row["case"], row["peer"]) for row in result["rows"]] == [
+        (case, peer)
+        for case in ("256 px, HilbertA T=4, no centre", "256 px, dense table")
+        for peer in ("dense", "foveate")
+    ]
+    for row in result["rows"]:
+        assert row["error"] < 1e-5
+        assert 0 < row["fastest_s"] <= row["median_s"] <= row["slowest_s"]
+    dense, sparse, _, whole = result["rows"]
+    assert dense["speed_up"] == dense["flop_bound"] == whole["flop_bound"] == 1
+    pairs = CASES[0].table(10).pairs()
+    assert sparse["flop_bound"] == pytest.approx(266**2 / pairs)
+    assert sparse["tflops"] * sparse["median_s"] == pytest.approx((14 if backward else 4) * pairs * 2 * 16 / 1e12)
+    assert sparse["speed_up"] == pytest.approx(dense["median_s"] / sparse["median_s"])
+
+
+def test_what_is_wrong_or_cannot_run_is_listed_and_not_timed(monkeypatch):
+    def missing(table, device):
+        raise RuntimeError("no such kernel\nand more")
+
+    wrong = Peer("wrong", False, lambda *_: lambda q, k, v: v)
+    monkeypatch.setattr(attention, "peers", lambda device: [*peers(device), wrong, Peer("missing", True, missing)])
+    rows = {row["peer"]: row for row in measure()["rows"]}
+    assert rows["wrong"]["failed"].startswith("wrong by ")
+    assert rows["missing"]["failed"] == "no such kernel"
+    assert "median_s" not in rows["wrong"]
+    assert rows["foveate"]["median_s"] > 0
+
+
+def test_a_result_is_shown_as_table_and_plot():
+    result = measure()
+    assert table_of(result).row_count == 6
+    assert figure_png(draw_attention(result)).startswith(b"\x89PNG")
+
+
+def test_calls_take_turns(monkeypatch):
+    monkeypatch.setattr(timing, "LONG_ENOUGH", 0)
+    order = []
+    times = timing.time_calls([lambda: order.append("a"), lambda: order.append("b")], 3, CPU)
+    assert order == ["a", "b"] * 4  # one to see how long it takes
+    assert [len(taken) for taken in times] == [3, 3]
+    assert timing.peak_memory(order.clear, CPU) is None
+
+
+def test_a_step_is_timed_dense_and_with_every_number_of_tiles():
+    result = step.bench_step([24], text=8, rounds=1, device="cpu")
+    assert [row["variant"] for row in result["rows"]] == ["dense", "HilbertA T=1", "HilbertA T=4", "HilbertA T=16"]
+    for row in result["rows"]:
+        assert row["one_tile_error"] < 1e-4
+        assert 0 < row["attention_share"] < 1
+    assert result["rows"][0]["speed_up"] == result["rows"][1]["attention_flop_bound"] == 1
+    assert step.table_of(result).row_count == len(result["rows"])
+
+
+def test_a_wrong_step_is_not_timed(monkeypatch):
+    monkeypatch.setattr(step, "_difference", lambda *_: 0.1)
+    with pytest.raises(ValueError, match=r"differs from dense by 1.0e-01 at 16 x 16 tokens: not timing a wrong step"):
+        step.bench_step([16], text=8, device="cpu")
+
+
+def test_the_commands_write_json_and_a_plot_and_refuse_what_is_no_number(tmp_path):
+    small = ["--rounds", "1", "--device", "cpu", "--out", str(tmp_path), "--commit", "abc"]
+    attended = ["bench", "attention", "--pixels", "256", "--tiles", "1,4", "--centre", "0", "--heads", "1", *small]
+    stepped = ["bench", "step", "--sides", "24", "--text", "8", *small]
+    for command, name in ((attended, "attention-forward-cpu"), (stepped, "step-small-eager-cpu")):
+        result = CliRunner().invoke(app, command)
+        assert result.exit_code == 0, result.output
+        written = json.loads((tmp_path / f"{name}.json").read_text())
+        assert written["versions"]["commit"] == "abc"
+        assert len(written["rows"]) == 4
+    assert (tmp_path / "attention-forward-cpu.png").exists()
+    result = CliRunner().invoke(app, ["bench", "step", "--sides", "64;128"])
+    assert result.exit_code == 2
+    assert "'64;128' is no list of whole numbers: write them as 64,128" in result.output
