@@ -27,7 +27,7 @@ def test_every_case_has_dense_and_ours_checked_and_timed(backward):
     assert [(row["case"], row["peer"]) for row in result["rows"]] == [
         (case, peer)
         for case in ("256 px, HilbertA T=4, no centre", "256 px, dense table")
-        for peer in ("dense", "foveate")
+        for peer in ("dense", "foveate, portable")
     ]
     for row in result["rows"]:
         assert row["error"] < 1e-5
@@ -45,12 +45,12 @@ def test_what_is_wrong_or_cannot_run_is_listed_and_not_timed(monkeypatch):
         raise RuntimeError("no such kernel\nand more")
 
     wrong = Peer("wrong", False, lambda *_: lambda q, k, v: v)
-    monkeypatch.setattr(attention, "peers", lambda device: [*peers(device), wrong, Peer("missing", True, missing)])
+    monkeypatch.setattr(attention, "peers", lambda *work: [*peers(*work), wrong, Peer("missing", True, missing)])
     rows = {row["peer"]: row for row in measure()["rows"]}
     assert rows["wrong"]["failed"].startswith("wrong by ")
     assert rows["missing"]["failed"] == "no such kernel"
     assert "median_s" not in rows["wrong"]
-    assert rows["foveate"]["median_s"] > 0
+    assert rows["foveate, portable"]["median_s"] > 0
 
 
 def test_a_result_is_shown_as_table_and_plot():

@@ -12,12 +12,15 @@ from pathlib import Path
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.experimental.gluon._runtime import GluonASTSource
+from triton.experimental.gluon.language import NVMMASharedLayout, bfloat16, float16
 
 from foveate.kernels import block_attention as ops
-from foveate.kernels import triton_attention
+from foveate.kernels import hopper_attention, triton_attention
 
 SHARED_MEMORY = 227 * 1024
-KINDS = {"p_tiles": "*i32", "p_steps": "*i32", "p_lse": "*fp32", "p_dlse": "*fp32", "p_delta": "*fp32"}
+KINDS = dict.fromkeys(("p_tiles", "p_steps", "p_work", "p_bounds"), "*i32")
+KINDS |= dict.fromkeys(("p_lse", "p_dlse", "p_delta"), "*fp32")
 KERNELS = {
     "forward": (ops.FORWARD, 1),
     "backward_queries": (ops.BACKWARD_QUERIES, 2),
@@ -25,13 +28,14 @@ KERNELS = {
 }
 
 
-def compiled(kernel, constants, half, warps):
+def compiled(kernel, constants, half, warps, **more_kinds):
     names = kernel.arg_names
     kinds = {name: KINDS.get(name, "*" + half if name.startswith("p_") else "i32") for name in names}
     kinds |= dict.fromkeys(("scale", "factor"), "fp32") | dict.fromkeys(constants, "constexpr")
     aligned = [["tt.divisibility", 16]]
     attributes = {(i,): aligned for i, name in enumerate(names) if name.startswith(("p_", "s_"))}
-    source = ASTSource(kernel, {name: kinds[name] for name in names}, constants, attributes)
+    source_of = GluonASTSource if more_kinds else ASTSource
+    source = source_of(kernel, {name: (kinds | more_kinds)[name] for name in names}, constants, attributes)
     return triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": warps})
 
 
@@ -43,18 +47,28 @@ def stack_bytes(cubin):
     return int(re.search(r"STACK:(\d+)", usage).group(1))
 
 
+def report(name, dim, half, result):
+    facts = {
+        "kernel": name,
+        "head_dim": dim,
+        "dtype": half,
+        "wgmma": result.asm["ptx"].count("wgmma.mma_async"),
+        "stack": stack_bytes(result.asm["cubin"]),
+        "shared": result.metadata.shared,
+    }
+    print(json.dumps(facts))
+
+
 for name, (shapes, operands) in KERNELS.items():
     for dim, half in ((64, "fp16"), (128, "bf16"), (96, "bf16")):
         padded = triton.next_power_of_2(dim)
         shape = ops.fitting(shapes, operands, 2 * padded, SHARED_MEMORY)
         constants = {"D": dim, "BD": padded, "BM": shape.rows, "BN": shape.step, "STAGES": shape.stages}
-        result = compiled(getattr(triton_attention, name), constants, half, shape.warps)
-        facts = {
-            "kernel": name,
-            "head_dim": dim,
-            "dtype": half,
-            "wgmma": result.asm["ptx"].count("wgmma.mma_async"),
-            "stack": stack_bytes(result.asm["cubin"]),
-            "shared": result.metadata.shared,
-        }
-        print(json.dumps(facts))
+        report(name, dim, half, compiled(getattr(triton_attention, name), constants, half, shape.warps))
+
+for dim, half, dtype in ((64, "fp16", float16), (128, "bf16", bfloat16)):
+    constants = {"D": dim, "BN": hopper_attention.STEP, "STAGES": hopper_attention.STAGES[dim]}
+    blocks = {"d_q": 64, "d_k": hopper_attention.STEP, "d_v": hopper_attention.STEP}
+    layouts = {rows: NVMMASharedLayout.get_default_for([rows, dim], dtype) for rows in blocks.values()}
+    kinds = {name: f"tensordesc<{half}[{rows}, {dim}],{layouts[rows]!r}>" for name, rows in blocks.items()}
+    report("hopper forward", dim, half, compiled(hopper_attention.forward, constants, half, 4, **kinds))

@@ -104,7 +104,7 @@ def test_nothing_is_left_unwritten(monkeypatch):
 
 def test_the_ops_pass_opcheck():
     q, k, v = qkv(70, 70, torch.float32, 16)
-    torch.library.opcheck(torch.ops.foveate.block_attention.default, (q, k, v, *random_table(1, (70,)), 0.25))
+    torch.library.opcheck(torch.ops.foveate.block_attention.default, (q, k, v, *random_table(1, (70,)), 0.25, False))
 
 
 def test_a_table_for_other_tokens_is_refused():

@@ -6,7 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-SPILLED = 128  # bytes of a thread: where a few spill, shapes that spill nothing were slower
+SPILLED = {"backward_keys": 128, "hopper forward": 128}  # bytes of a thread: what spills nothing was slower
 
 
 def test_kernels_use_the_matrix_units_of_sm_90_and_hardly_spill():
@@ -15,8 +15,8 @@ def test_kernels_use_the_matrix_units_of_sm_90_and_hardly_spill():
     run = subprocess.run([sys.executable, script], capture_output=True, text=True, env=environment)
     assert run.returncode == 0, run.stderr
     facts = [json.loads(line) for line in run.stdout.splitlines()]
-    assert len(facts) == 9
+    assert len(facts) == 11
     for fact in facts:
         assert fact["wgmma"] > 0, fact
-        assert fact["stack"] <= (SPILLED if fact["kernel"] == "backward_keys" else 0), fact
+        assert fact["stack"] <= SPILLED.get(fact["kernel"], 0), fact
         assert fact["shared"] <= 227 * 1024, fact

@@ -98,7 +98,8 @@ def bench_attention(
 def _case(
     case: Case, table: BlockTable, qkv: tuple[Tensor, ...], backward: bool, rounds: int, track: Track
 ) -> list[dict[str, Any]]:
-    device, everyone = qkv[0].device, peers(qkv[0].device)
+    device = qkv[0].device
+    everyone = peers(device, qkv[0].dtype, qkv[0].shape[3])
     everything = HilbertA(tiles=1).plan(((1, table.query_tokens),), 0).tables[0]
     references = {True: _reference(qkv, table, backward), False: _reference(qkv, everything, backward)}
     advance = track(str(case), len(everyone) + 1)

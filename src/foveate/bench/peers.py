@@ -10,10 +10,12 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from torch.nn.functional import scaled_dot_product_attention
 
-from foveate.ops.block_attention import block_attention, portable
+from foveate.ops import block_attention, dispatch
 from foveate.ops.block_table import BlockTable
 
-__all__ = ["Peer", "peers"]
+__all__ = ["Attention", "Peer", "peers"]
+
+del block_attention  # imported to register its backends
 
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 
@@ -32,18 +34,24 @@ class Peer(NamedTuple):
     prepare: Callable[[BlockTable, torch.device], Attention]
 
 
-def peers(device: torch.device) -> list[Peer]:
-    """What there is on a device: the fastest dense attention first, ours last."""
-    ours = Peer("foveate", True, lambda table, _: lambda q, k, v: block_attention(q, k, v, table))
+def peers(device: torch.device, dtype: torch.dtype, head_dim: int) -> list[Peer]:
+    """What there is on a device: the fastest dense attention first, ours last, every backend by itself."""
+    ours = [_ours(backend) for backend in dispatch.backends("block_attention", device, dtype, head_dim)]
     if device.type != "cuda":
-        return [Peer("dense", False, lambda *_: scaled_dot_product_attention), ours]
+        return [Peer("dense", False, lambda *_: scaled_dot_product_attention), *ours]
     return [
         Peer("cuDNN, dense", False, _dense(SDPBackend.CUDNN_ATTENTION)),
         Peer("FA2, dense", False, _dense(SDPBackend.FLASH_ATTENTION)),
         Peer("FlexAttention", True, _flex),
-        Peer("packed SDPA", True, _packed),
-        ours,
+        *ours,
     ]
+
+
+def _ours(backend: dispatch.Backend) -> Peer:
+    def prepare(table: BlockTable, device: torch.device) -> Attention:
+        return lambda q, k, v: backend.run(q, k, v, table, q.shape[-1] ** -0.5, False)[0]
+
+    return Peer(f"foveate, {backend.name}", True, prepare)
 
 
 def _dense(backend: SDPBackend) -> Callable[[BlockTable, torch.device], Attention]:
@@ -52,11 +60,6 @@ def _dense(backend: SDPBackend) -> Callable[[BlockTable, torch.device], Attentio
             return scaled_dot_product_attention(q, k, v)
 
     return lambda *_: attention
-
-
-def _packed(table: BlockTable, device: torch.device) -> Attention:
-    """The portable path: copies of each tile with the keys it reads, through PyTorch's attention."""
-    return lambda q, k, v: portable(q, k, v, table, q.shape[-1] ** -0.5, False)[0]
 
 
 def _flex(table: BlockTable, device: torch.device) -> Attention:

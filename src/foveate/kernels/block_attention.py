@@ -2,6 +2,7 @@
 """Attention over a block table on NVIDIA GPUs: custom ops around the Triton kernels."""
 
 import math
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -9,15 +10,17 @@ import triton
 from torch import Tensor
 
 from foveate.cache import PerTensors
-from foveate.kernels import triton_attention
-from foveate.kernels.schedule import Schedule, schedule
+from foveate.kernels import hopper_attention, triton_attention
+from foveate.kernels.schedule import Schedule, Shares, schedule, shares
 from foveate.ops.block_table import BlockTable
 
-__all__ = ["block_attention", "takes"]
+__all__ = ["BACKENDS", "block_attention"]
 
-AMPERE, LARGEST_HEAD = (8, 0), 256
+AMPERE, HOPPER, LARGEST_HEAD = (8, 0), (9, 0), 256
+GLUON = tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 6)
 SMALLEST_DOT = 16  # a side of a matrix product
 _SCHEDULES: PerTensors[Schedule] = PerTensors()
+_SHARES: PerTensors[Shares] = PerTensors()
 
 
 class Shape(NamedTuple):
@@ -39,24 +42,36 @@ def takes(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
     """Whether the kernels run there: half precision, NVIDIA's Ampere or newer, heads of at most 256."""
     return (
         device.type == "cuda"
-        and _ampere(device.index or 0)
+        and _capability(device.index or 0) >= AMPERE
         and dtype in (torch.bfloat16, torch.float16)
         and head_dim <= LARGEST_HEAD
     )
 
 
+def takes_hopper(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
+    """Whether the forward runs in Gluon there: a Hopper GPU, heads of 64 or 128, Triton 3.6 or newer."""
+    return (
+        takes(device, dtype, head_dim) and _capability(device.index or 0) == HOPPER and head_dim in (64, 128) and GLUON
+    )
+
+
 @torch.compiler.assume_constant_result
-def _ampere(index: int) -> bool:
-    return torch.version.hip is None and torch.cuda.get_device_capability(index) >= AMPERE
+def _capability(index: int) -> tuple[int, int]:
+    return (0, 0) if torch.version.hip else torch.cuda.get_device_capability(index)
 
 
 def block_attention(
-    q: Tensor, k: Tensor, v: Tensor, table: BlockTable, scale: float, with_lse: bool
+    q: Tensor, k: Tensor, v: Tensor, table: BlockTable, scale: float, with_lse: bool, *, hopper: bool = False
 ) -> tuple[Tensor, Tensor]:
     """What `foveate.ops.block_attention` defines. The LSE comes at no cost, asked for or not."""
     if scale < 0:  # the running maximum is taken before scaling
         q, scale = -q, -scale
-    return _forward(q, k, v, *table, scale)
+    return _forward(q, k, v, *table, scale, hopper)
+
+
+# By name: where it runs, and what runs. The last that takes the work is chosen; the one for Hopper waits for its first
+# measurement on such a GPU, and runs in `foveate bench attention` alone until then.
+BACKENDS = {"hopper": (takes_hopper, partial(block_attention, hopper=True)), "triton": (takes, block_attention)}
 
 
 @torch.library.custom_op("foveate::block_attention", mutates_args=())
@@ -69,9 +84,14 @@ def _forward(
     offsets: Tensor,
     keys: Tensor,
     scale: float,
+    hopper: bool,
 ) -> tuple[Tensor, Tensor]:
     out, lse = _like(q), _lse_of(q)
-    run = _Pass(q, k, BlockTable(query_starts, key_starts, offsets, keys), FORWARD, tile_operands=1)
+    table = BlockTable(query_starts, key_starts, offsets, keys)
+    if hopper and hopper_attention.takes(q, k, v):
+        _launch_hopper(q, k, v, out, lse, table, scale / math.log(2))
+        return out, lse
+    run = _Pass(q, k, table, FORWARD, tile_operands=1)
     q, k, v = map(_rows, (q, k, v))
     run(triton_attention.forward, (q, k, v, out), (lse,), (scale / math.log(2),))
     return out, lse
@@ -122,10 +142,23 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
 
 def _differentiate(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
     grad_out = torch.zeros_like(ctx.saved_tensors[3]) if grad_out is None else grad_out
-    return *_backward(grad_out, grad_lse, *ctx.saved_tensors, ctx.scale), None, None, None, None, None
+    return *_backward(grad_out, grad_lse, *ctx.saved_tensors, ctx.scale), None, None, None, None, None, None
 
 
 _forward.register_autograd(_differentiate, setup_context=_save)
+
+
+def _launch_hopper(q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, table: BlockTable, scale: float) -> None:
+    table.check(q, k)
+    programs = torch.cuda.get_device_properties(q.device).multi_processor_count
+    size = {"rows": hopper_attention.ROWS, "step": hopper_attention.STEP, "short": hopper_attention.STEP}
+    run = _SCHEDULES.get(table, ("hopper", q.device), lambda: schedule(table, **size, device=q.device))
+    samples = q.shape[0] * q.shape[1]
+    sharing = _SHARES.get([run.tiles], (samples, programs), lambda: shares(run, samples, programs))
+    if len(sharing.work) < samples * len(run.tiles):  # some queries read no keys
+        out.zero_()
+        lse.fill_(-torch.inf)
+    hopper_attention.launch(q, k, v, out, lse, run, sharing, scale)
 
 
 def _lse_of(q: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-__all__ = ["Backend", "choose", "ops", "register", "register_kernels"]
+__all__ = ["Backend", "backends", "choose", "ops", "register", "register_kernels"]
 
 Takes = Callable[[torch.device, torch.dtype, int], bool]
 
@@ -47,15 +47,18 @@ def register_kernels(op: str) -> None:
     """Let the kernels of `op` take what they can, on machines that have a GPU and Triton."""
     if torch.cuda.is_available() and find_spec("triton"):
         kernels = import_module(f"foveate.kernels.{op}")
-        register(op, "triton", kernels.takes)(getattr(kernels, op))
+        for name, (takes, run) in kernels.BACKENDS.items():
+            register(op, name, takes)(run)
+
+
+def backends(op: str, device: torch.device, dtype: torch.dtype, head_dim: int) -> list[Backend]:
+    """All backends that could run `op` there; the last one does."""
+    return [backend for backend in _BACKENDS[op] if backend.takes(device, dtype, head_dim)]
 
 
 def choose(op: str, device: torch.device, dtype: torch.dtype, head_dim: int) -> Backend:
     """The backend that runs `op` there."""
-    for backend in reversed(_BACKENDS[op]):
-        if backend.takes(device, dtype, head_dim):
-            return backend
-    raise ValueError(f"no backend runs {op} on {device}")
+    return backends(op, device, dtype, head_dim)[-1]
 
 
 def ops() -> list[str]:

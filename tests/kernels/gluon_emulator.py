@@ -1,0 +1,221 @@
+"""Runs Gluon kernels on a CPU, which has no interpreter for them: every warp group of a program is a thread.
+
+It knows what the kernels here use. Barriers have phases and count arrivals and bytes as the hardware does; copies and
+products take a random while, and products are computed when they are waited for. So a buffer that is read before it is
+full, or given back too early, makes the output wrong, and a barrier that never completes is reported as a deadlock.
+"""
+
+import importlib.util
+import random
+import sys
+import threading
+import time
+from types import ModuleType, SimpleNamespace
+
+import torch
+
+PATIENCE = 20  # seconds until a wait counts as a deadlock
+LONGEST = 0.005  # seconds of a copy or a product
+
+
+class Barrier:
+    """An mbarrier in shared memory."""
+
+    def __init__(self):
+        self.changed, self.count, self.arrived, self.bytes, self.phase = threading.Condition(), 0, 0, 0, 0
+
+    def update(self, arrivals, size):
+        with self.changed:
+            self.arrived, self.bytes = self.arrived + arrivals, self.bytes + size
+            if self.arrived == self.count and self.bytes == 0:
+                self.arrived, self.phase = 0, self.phase + 1
+                self.changed.notify_all()
+
+    def wait(self, parity):
+        with self.changed:
+            if not self.changed.wait_for(lambda: self.phase % 2 != int(parity), PATIENCE):
+                raise RuntimeError("deadlock")
+
+
+class Shared:
+    """Buffers in shared memory, poisoned until something is copied there."""
+
+    def __init__(self, dtype, shape, layout):
+        self.dtype, self.layout = dtype, layout
+        barriers = layout == "barrier"
+        self.items = [
+            Barrier() if barriers else torch.full(shape[1:], torch.nan, dtype=dtype) for _ in range(shape[0])
+        ]
+
+    def index(self, i):
+        return self.items[int(i)]
+
+
+class Pointer:
+    """A tensor's memory and a place in it, or many."""
+
+    def __init__(self, memory, place):
+        self.memory, self.place = memory, place
+
+    def __add__(self, more):
+        return Pointer(self.memory, self.place + more)
+
+
+class Product:
+    """A matrix product that was started."""
+
+    def __init__(self, a, b, acc):
+        self.inputs, self.value = (a, b, acc), None
+
+    def finish(self):
+        dawdle()
+        a, b, acc = self.inputs
+        self.value = a.float() @ b.float() + (acc.finish() if isinstance(acc, Product) else acc)
+        return self.value
+
+
+class Descriptor:
+    """What the copy engine knows of a matrix."""
+
+    def __init__(self, view, block, layout):
+        self.view, self.block, self.dtype, self.layout = view, block, view.dtype, layout
+        self.block_type = SimpleNamespace(nbytes=block[0] * block[1] * view.element_size())
+
+    @classmethod
+    def from_tensor(cls, view, block, layout):
+        return cls(view, block, layout)
+
+
+class Kernel:
+    """A function of the device, or a kernel to launch."""
+
+    def __init__(self, function):
+        self.function, self.arg_names = function, list(function.__code__.co_varnames[: function.__code__.co_argcount])
+
+    def __call__(self, *arguments):
+        return self.function(*arguments)
+
+    def __getitem__(self, grid):
+        def launch(*arguments, num_warps, **constants):
+            arguments = [_pointer(a) if isinstance(a, torch.Tensor) else a for a in arguments]
+            for HERE.program in range(grid[0]):
+                self.function(*arguments, **constants)
+
+        return launch
+
+
+HERE = threading.local()
+
+
+def dawdle():
+    time.sleep(random.random() ** 8 * LONGEST)  # mostly short, rarely long
+
+
+def _pointer(tensor):
+    storage = tensor.untyped_storage().nbytes() // tensor.element_size()
+    return Pointer(tensor.as_strided((storage,), (1,), 0), torch.tensor(tensor.storage_offset()))
+
+
+def _load_block(descriptor, place, barrier, target):
+    (row, column), (rows, columns) = map(int, place), descriptor.block
+
+    def copy():
+        dawdle()
+        target.zero_()
+        part = descriptor.view[row : row + rows, column : column + columns]
+        target[: part.shape[0], : part.shape[1]] = part
+        barrier.update(0, -descriptor.block_type.nbytes)
+
+    threading.Thread(target=copy).start()  # the copy engine works on its own, and in no certain order
+
+
+def _store(pointer, value, mask=None):
+    place, mask = torch.broadcast_tensors(pointer.place, torch.tensor(True) if mask is None else mask)
+    pointer.memory[place[mask]] = value.expand(place.shape)[mask].to(pointer.memory.dtype)
+
+
+def _mma(a, b, acc, use_acc=True, is_async=False):
+    product = Product(a, b, acc if use_acc else 0 * acc)
+    HERE.started = [*getattr(HERE, "started", []), product]
+    return product
+
+
+def _mma_wait(left, deps):
+    while len(HERE.started) > left:
+        HERE.started.pop(0).finish()
+    return deps[0].value
+
+
+def _warp_specialize(jobs, warps, registers):
+    failures, program = [], HERE.program
+
+    def run(function, arguments):
+        HERE.program = program
+        try:
+            function(*arguments)
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=run, args=job) for job in jobs]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if failures:
+        raise failures[0]
+
+
+def load(path):
+    """The module at a path, with an emulated Gluon."""
+
+    def layout(*_, **__):
+        return "layout"
+
+    language = ModuleType("language")
+    vars(language).update(
+        constexpr=lambda value: value, float32=torch.float32, float16=torch.float16, bfloat16=torch.bfloat16,
+        int64=torch.int64, program_id=lambda _: HERE.program, static_range=range,
+        arange=lambda a, b, _: torch.arange(a, b),
+        load=lambda pointer: pointer.memory[pointer.place], store=_store,
+        zeros=lambda shape, dtype, _: torch.zeros(shape, dtype=dtype), where=torch.where,
+        maximum=lambda a, b: torch.maximum(torch.as_tensor(a), torch.as_tensor(b)), max=lambda x, dim: x.amax(dim),
+        sum=torch.sum, exp2=torch.exp2, log2=torch.log2, expand_dims=torch.unsqueeze, convert_layout=lambda x, _: x,
+        allocate_shared_memory=Shared, warp_specialize=_warp_specialize, SliceLayout=layout,
+        NVMMADistributedLayout=layout, DotOperandLayout=layout,
+        NVMMASharedLayout=SimpleNamespace(get_default_for=layout),
+    )  # fmt: skip
+    barriers = SimpleNamespace(
+        init=lambda barrier, count: setattr(barrier, "count", count),
+        expect=lambda barrier, size: barrier.update(1, size),
+        wait=lambda barrier, parity: barrier.wait(parity),
+        arrive=lambda barrier, count: barrier.update(count, 0),
+        MBarrierLayout=lambda: "barrier",
+    )
+    hopper = ModuleType("hopper")
+    vars(hopper).update(
+        mbarrier=barriers, tma=SimpleNamespace(async_load=_load_block, async_copy_global_to_shared=None),
+        warpgroup_mma=_mma, warpgroup_mma_wait=_mma_wait, fence_async_shared=lambda: None,
+    )  # fmt: skip
+    gluon = ModuleType("gluon")
+    gluon.jit, gluon.language = Kernel, language
+    descriptors = ModuleType("descriptors")
+    descriptors.TensorDescriptor = Descriptor
+    root = "triton.experimental"
+    fakes = {
+        root: SimpleNamespace(gluon=gluon), f"{root}.gluon": gluon, f"{root}.gluon.language": language,
+        f"{root}.gluon.language.nvidia": ModuleType("nvidia"), f"{root}.gluon.language.nvidia.hopper": hopper,
+        f"{root}.gluon.nvidia": ModuleType("nvidia"), f"{root}.gluon.nvidia.hopper": descriptors,
+    }  # fmt: skip
+    before = {name: sys.modules.get(name) for name in fakes}
+    sys.modules.update(fakes)
+    try:
+        spec = importlib.util.spec_from_file_location("emulated", path)
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+    finally:
+        for name, module_before in before.items():
+            if module_before is None:
+                del sys.modules[name]
+            else:
+                sys.modules[name] = module_before
+    return module
