@@ -15,7 +15,7 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
-from foveate.methods.method import Method, StaysDense
+from foveate.methods.method import SparseAttention, StaysDense
 from foveate.ops.block_table import BlockTable, block_starts, block_table
 from foveate.ops.curves import CURVES, grid_order, inverse_order
 
@@ -25,7 +25,7 @@ Grid = tuple[int, int]
 
 
 @dataclass(frozen=True, kw_only=True)
-class HilbertA(Method):
+class HilbertA(SparseAttention):
     """Sparse attention along a Hilbert curve. `tiles=1` or `centre=1.0` is exactly the dense model.
 
     Attributes:

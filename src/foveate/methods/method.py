@@ -1,8 +1,15 @@
 """What all methods share: in which layers, and in which part of the denoising run, they work at all."""
 
+from abc import abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
 
-__all__ = ["Method", "StaysDense"]
+from torch import Tensor
+
+from foveate.ops.block_table import BlockTable
+
+__all__ = ["AttentionPlan", "Method", "SparseAttention", "StaysDense"]
 
 
 class StaysDense(ValueError):
@@ -66,3 +73,57 @@ class Method:
     def covers(self, progress: float) -> bool:
         """Whether the method works at this fraction of the denoising run."""
         return self.start_percent <= progress <= self.end_percent
+
+
+@runtime_checkable
+class AttentionPlan(Protocol):
+    """What a `SparseAttention` decided for one size."""
+
+    @property
+    def order(self) -> Tensor:
+        """Raster index of the image token at each place behind the text."""
+        ...
+
+    @property
+    def inverse(self) -> Tensor:
+        """Place of each raster token."""
+        ...
+
+    @property
+    def tables(self) -> tuple[BlockTable, ...]:
+        """Who attends to whom, text in front: layer l of a model takes ``tables[l % period]``. All have one shape."""
+        ...
+
+    @property
+    def title(self) -> str:
+        """What `summary` and pages call it."""
+        ...
+
+    @property
+    def nominal_sparsity(self) -> float:
+        """Part of image-to-image attention that is left out, as papers count it."""
+        ...
+
+    @property
+    def tile_maps(self) -> Tensor | Sequence[Tensor | None]:
+        """For each table the tile of every image token, to draw; None where there are no tiles."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class SparseAttention(Method):
+    """A method that puts image tokens in an order and restricts attention to block tables.
+
+    Any model family that reorders its tokens can run any of them.
+    """
+
+    period: int = 1
+    """Layers after which the tables come round again."""
+
+    @abstractmethod
+    def plan(self, grids: tuple[tuple[int, int], ...], text: int, *, device: str = "cpu") -> AttentionPlan:
+        """Order and tables for images of these (rows, columns) of tokens behind so many text tokens.
+
+        Raises:
+            StaysDense: If the method leaves such an input dense.
+        """

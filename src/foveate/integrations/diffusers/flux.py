@@ -1,6 +1,6 @@
 # pyright: basic, reportArgumentType=false, reportAttributeAccessIssue=false, reportOptionalMemberAccess=false
 # pyright: reportIncompatibleMethodOverride=false, reportGeneralTypeIssues=false
-"""HilbertA in FLUX.1: dev, schnell, Fill, Kontext, ControlNet, IP-Adapter.
+"""Sparse attention in FLUX.1: dev, schnell, Fill, Kontext, ControlNet, IP-Adapter.
 
 Image tokens and their position ids are reordered when they enter the transformer and restored when they leave it; the
 layers between are indifferent to the order, and RoPE follows the ids. Sparse layers get a processor of ours and with
@@ -27,9 +27,8 @@ from foveate.integrations.diffusers.clock import Clock
 from foveate.integrations.diffusers.family import Family
 from foveate.integrations.diffusers.flux_processors import Borrowed, SparseIPAdapterProcessor, SparseProcessor
 from foveate.integrations.diffusers.summary import LayerReport
-from foveate.methods import HilbertA, Method
-from foveate.methods.hilberta import HilbertPlan
-from foveate.methods.method import StaysDense
+from foveate.methods import Method
+from foveate.methods.method import AttentionPlan, SparseAttention, StaysDense
 from foveate.ops import dispatch
 
 __all__ = ["Flux"]
@@ -49,7 +48,7 @@ class _Layer(NamedTuple):
 class _Ran(NamedTuple):
     """What the last forward did."""
 
-    plan: HilbertPlan | None
+    plan: AttentionPlan | None
     why: str
     batch: int = 0
     device: str = "cpu"
@@ -81,12 +80,12 @@ class _KeepTables:
 
 
 class Flux(Family):
-    """One `FluxTransformer2DModel` with HilbertA in it."""
+    """One `FluxTransformer2DModel` with a method of sparse attention in it."""
 
     def __init__(self, model: FluxTransformer2DModel, methods: tuple[Method, ...], pipeline: Any) -> None:
-        if len(methods) > 1 or not isinstance(methods[0], HilbertA):
+        if len(methods) > 1 or not isinstance(methods[0], SparseAttention):
             given = " + ".join(type(method).__name__ for method in methods)
-            raise ValueError(f"Flux takes one HilbertA so far, not {given}")
+            raise ValueError(f"Flux takes one method of sparse attention, such as HilbertA(), not {given}")
         self.model, self.method = model, methods[0]
         if pipeline is None and not self.method.always:
             raise ValueError(
@@ -134,8 +133,8 @@ class Flux(Family):
                 layer.attn.set_processor(layer.attn.processor.original)
 
     @property
-    def plan(self) -> HilbertPlan | None:
-        """What HilbertA decided for the last forward; None if it was dense."""
+    def plan(self) -> AttentionPlan | None:
+        """What the method decided for the last forward; None if it was dense."""
         return self.ran.plan
 
     def report(self) -> list[LayerReport]:
@@ -181,7 +180,7 @@ class Flux(Family):
             plan = None
             self.ran = _Ran(None, str(reason))
             if not self.outcomes[str(reason)]:
-                log.warning("HilbertA stays dense: %s", reason)
+                log.warning("%s stays dense: %s", type(self.method).__name__, reason)
         self.outcomes[self.ran.why] += 1
         if plan or not self.outcomes[""]:
             self.shown = self.ran
@@ -209,7 +208,7 @@ class Flux(Family):
         output.sample = _along(plan.inverse, output.sample, 1)
         return output
 
-    def _plan(self, inputs: dict[str, Any]) -> HilbertPlan:
+    def _plan(self, inputs: dict[str, Any]) -> AttentionPlan:
         image, text = inputs["hidden_states"], inputs["encoder_hidden_states"]
         if not self.method.always:
             if (progress := self.clock()) is None:
