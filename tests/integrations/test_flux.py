@@ -496,7 +496,7 @@ def test_bad_calls_are_refused_with_the_remedy(model):
         foveate.apply(model, HilbertA(start_percent=0.2))
     with pytest.raises(ValueError, match="Linear is not supported: foveate knows FluxTransformer2DModel"):
         foveate.apply(torch.nn.Linear(2, 2), HilbertA())
-    with pytest.raises(ValueError, match="takes one method of sparse attention, .*, not HilbertA \\+ HilbertA"):
+    with pytest.raises(ValueError, match=r"takes one method of sparse attention, .*, not HilbertA \+ HilbertA"):
         foveate.apply(model, HilbertA(), HilbertA())
     model.transformer_blocks[1].attn.processor = Masked(FluxAttnProcessor(), None)
     with pytest.raises(ValueError, match=r"transformer_blocks.1.attn has a Masked.*dense_layers='1'"):
