@@ -13,12 +13,13 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
-from triton.experimental.gluon.language import NVMMASharedLayout, bfloat16, float16
+from triton.experimental.gluon.language import NVMMASharedLayout, bfloat16, float16, float32
 
 from foveate.kernels import block_attention as ops
-from foveate.kernels import hopper_attention, triton_attention
+from foveate.kernels import hopper_attention, hopper_backward, triton_attention
 
 SHARED_MEMORY = 227 * 1024
+DTYPES = {"fp16": float16, "bf16": bfloat16}
 KINDS = dict.fromkeys(("p_tiles", "p_steps", "p_work", "p_bounds"), "*i32")
 KINDS |= dict.fromkeys(("p_lse", "p_dlse", "p_delta"), "*fp32")
 KERNELS = {
@@ -66,9 +67,24 @@ for name, (shapes, operands) in KERNELS.items():
         constants = {"D": dim, "BD": padded, "BM": shape.rows, "BN": shape.step, "STAGES": shape.stages}
         report(name, dim, half, compiled(getattr(triton_attention, name), constants, half, shape.warps))
 
-for dim, half, dtype in ((64, "fp16", float16), (128, "bf16", bfloat16)):
-    constants = {"D": dim, "BN": hopper_attention.STEP, "STAGES": hopper_attention.STAGES[dim]}
-    blocks = {"d_q": 64, "d_k": hopper_attention.STEP, "d_v": hopper_attention.STEP}
-    layouts = {rows: NVMMASharedLayout.get_default_for([rows, dim], dtype) for rows in blocks.values()}
-    kinds = {name: f"tensordesc<{half}[{rows}, {dim}],{layouts[rows]!r}>" for name, rows in blocks.items()}
-    report("hopper forward", dim, half, compiled(hopper_attention.forward, constants, half, 4, **kinds))
+
+def compile_gluon(kernel, dim, half, step, stages, kept):
+    """Of its descriptors, those named in `kept` are of the 64 rows that a warpgroup keeps, the others of a step."""
+    kinds = {}
+    for name in [name for name in kernel.arg_names if name.startswith("d_")]:
+        vector = name in ("d_lse", "d_delta")
+        block = [step] if vector else [64 if name in kept else step, dim]
+        dtype = float32 if vector else DTYPES[half]
+        layout = NVMMASharedLayout.get_default_for(block, dtype)
+        kinds[name] = f"tensordesc<{'fp32' if vector else half}{block},{layout!r}>"
+    constants = {"D": dim, "BN": step, "STAGES": stages}
+    return compiled(kernel, constants, half, 4, **kinds)
+
+
+for dim, half in ((64, "fp16"), (128, "bf16")):
+    stages = hopper_attention.STAGES[dim], hopper_backward.STAGES, hopper_backward.STAGES
+    kernels = hopper_attention.forward, hopper_backward.backward_queries, hopper_backward.backward_keys
+    kept = {"d_q"}, {"d_q", "d_g"}, {"d_k", "d_v"}
+    steps = hopper_attention.STEP, hopper_backward.STEP, hopper_backward.STEP
+    for kernel, step, depth, tile in zip(kernels, steps, stages, kept, strict=True):
+        report(f"hopper {kernel.__name__}", dim, half, compile_gluon(kernel, dim, half, step, depth, tile))

@@ -5,7 +5,8 @@ products take a random while, and products are computed when they are waited for
 full, or given back too early, makes the output wrong, and a barrier that never completes is reported as a deadlock.
 """
 
-import importlib.util
+import importlib
+import math
 import random
 import sys
 import threading
@@ -43,12 +44,21 @@ class Shared:
     def __init__(self, dtype, shape, layout):
         self.dtype, self.layout = dtype, layout
         barriers = layout == "barrier"
-        self.items = [
-            Barrier() if barriers else torch.full(shape[1:], torch.nan, dtype=dtype) for _ in range(shape[0])
-        ]
+        self.items = [Barrier() if barriers else Buffer.of(shape[1:], dtype) for _ in range(shape[0])]
 
     def index(self, i):
         return self.items[int(i)]
+
+
+class Buffer(torch.Tensor):
+    """A tensor in shared memory."""
+
+    @classmethod
+    def of(cls, shape, dtype):
+        return torch.full(shape, torch.nan, dtype=dtype).as_subclass(cls)
+
+    def load(self, layout):
+        return self.clone().as_subclass(torch.Tensor)
 
 
 class Pointer:
@@ -79,7 +89,7 @@ class Descriptor:
 
     def __init__(self, view, block, layout):
         self.view, self.block, self.dtype, self.layout = view, block, view.dtype, layout
-        self.block_type = SimpleNamespace(nbytes=block[0] * block[1] * view.element_size())
+        self.block_type = SimpleNamespace(nbytes=math.prod(block) * view.element_size())
 
     @classmethod
     def from_tensor(cls, view, block, layout):
@@ -117,16 +127,22 @@ def _pointer(tensor):
 
 
 def _load_block(descriptor, place, barrier, target):
-    (row, column), (rows, columns) = map(int, place), descriptor.block
+    where = tuple(slice(int(first), int(first) + size) for first, size in zip(place, descriptor.block, strict=True))
 
     def copy():
         dawdle()
         target.zero_()
-        part = descriptor.view[row : row + rows, column : column + columns]
-        target[: part.shape[0], : part.shape[1]] = part
+        part = descriptor.view[where]
+        target[tuple(slice(size) for size in part.shape)] = part
         barrier.update(0, -descriptor.block_type.nbytes)
 
     threading.Thread(target=copy).start()  # the copy engine works on its own, and in no certain order
+
+
+def _load(pointer, mask=None, other=0.0):
+    if mask is None:
+        return pointer.memory[pointer.place]
+    return torch.where(mask, pointer.memory[torch.where(mask, pointer.place, 0)], other)
 
 
 def _store(pointer, value, mask=None):
@@ -143,7 +159,8 @@ def _mma(a, b, acc, use_acc=True, is_async=False):
 def _mma_wait(left, deps):
     while len(HERE.started) > left:
         HERE.started.pop(0).finish()
-    return deps[0].value
+    values = [dep.value for dep in deps]
+    return values[0] if len(values) == 1 else values
 
 
 def _warp_specialize(jobs, warps, registers):
@@ -165,8 +182,8 @@ def _warp_specialize(jobs, warps, registers):
         raise failures[0]
 
 
-def load(path):
-    """The module at a path, with an emulated Gluon."""
+def load(*names):
+    """The modules of these names, with an emulated Gluon."""
 
     def layout(*_, **__):
         return "layout"
@@ -176,7 +193,7 @@ def load(path):
         constexpr=lambda value: value, float32=torch.float32, float16=torch.float16, bfloat16=torch.bfloat16,
         int64=torch.int64, program_id=lambda _: HERE.program, static_range=range,
         arange=lambda a, b, _: torch.arange(a, b),
-        load=lambda pointer: pointer.memory[pointer.place], store=_store,
+        load=_load, store=_store,
         zeros=lambda shape, dtype, _: torch.zeros(shape, dtype=dtype), where=torch.where,
         maximum=lambda a, b: torch.maximum(torch.as_tensor(a), torch.as_tensor(b)), max=lambda x, dim: x.amax(dim),
         sum=torch.sum, exp2=torch.exp2, log2=torch.log2, expand_dims=torch.unsqueeze, convert_layout=lambda x, _: x,
@@ -206,16 +223,14 @@ def load(path):
         f"{root}.gluon.language.nvidia": ModuleType("nvidia"), f"{root}.gluon.language.nvidia.hopper": hopper,
         f"{root}.gluon.nvidia": ModuleType("nvidia"), f"{root}.gluon.nvidia.hopper": descriptors,
     }  # fmt: skip
-    before = {name: sys.modules.get(name) for name in fakes}
+    before = {name: sys.modules.get(name) for name in (*fakes, *names)}
     sys.modules.update(fakes)
     try:
-        spec = importlib.util.spec_from_file_location("emulated", path)
-        module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
+        for name in names:
+            sys.modules.pop(name, None)
+        return [importlib.import_module(name) for name in names]
     finally:
-        for name, module_before in before.items():
-            if module_before is None:
-                del sys.modules[name]
-            else:
-                sys.modules[name] = module_before
-    return module
+        for name, module in before.items():
+            sys.modules.pop(name)
+            if module is not None:
+                sys.modules[name] = module

@@ -6,7 +6,11 @@ import subprocess
 import sys
 from pathlib import Path
 
-SPILLED = {"backward_keys": 128, "hopper forward": 128}  # bytes of a thread: what spills nothing was slower
+SPILLED = {
+    "backward_keys": 160,
+    "hopper forward": 128,
+    "hopper backward_keys": 160,
+}  # bytes of a thread: what spills nothing was slower
 
 
 def test_kernels_use_the_matrix_units_of_sm_90_and_hardly_spill():
@@ -15,7 +19,7 @@ def test_kernels_use_the_matrix_units_of_sm_90_and_hardly_spill():
     run = subprocess.run([sys.executable, script], capture_output=True, text=True, env=environment)
     assert run.returncode == 0, run.stderr
     facts = [json.loads(line) for line in run.stdout.splitlines()]
-    assert len(facts) == 11
+    assert len(facts) == 15
     for fact in facts:
         assert fact["wgmma"] > 0, fact
         assert fact["stack"] <= SPILLED.get(fact["kernel"], 0), fact

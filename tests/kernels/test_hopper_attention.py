@@ -1,18 +1,14 @@
 """Laws of the Hopper kernel, emulated: equal to float64 attention under the dense mask; no deadlock, no race."""
 
-import math
-from pathlib import Path
-
 import gluon_emulator
 import pytest
 import torch
 from oracle import dense_attention, random_table
 
-import foveate.kernels
 from foveate import HilbertA
 from foveate.kernels.schedule import schedule, shares
 
-hopper = gluon_emulator.load(Path(foveate.kernels.__file__).with_name("hopper_attention.py"))
+hopper, backward = gluon_emulator.load("foveate.kernels.hopper_attention", "foveate.kernels.hopper_backward")
 
 
 def attention(q, k, v, table, scale, programs):
@@ -20,18 +16,21 @@ def attention(q, k, v, table, scale, programs):
     run = schedule(table, rows=hopper.ROWS, step=hopper.STEP, short=hopper.STEP, device=q.device)
     sharing = shares(run, q.shape[0] * q.shape[1], programs)
     assert hopper.takes(q, k, v)
-    hopper.launch(q, k, v, out, lse, run, sharing, scale / math.log(2))
+    hopper.launch(q, k, v, out, lse, run, sharing, scale)
     return out, lse
 
 
+TABLES = [
+    random_table(0, (500,), (700,)),
+    random_table(1, (77, 130, 300)),
+    random_table(2, (5,), (1000,)),
+    HilbertA(tiles=4).plan(((20, 24),), 33).tables[1],
+    HilbertA(tiles=1).plan(((16, 20),), 0).tables[0],
+]
+
+
 @pytest.mark.parametrize("programs", [1, 5])
-@pytest.mark.parametrize(
-    "table",
-    [
-        random_table(0, (500,), (700,)), random_table(1, (77, 130, 300)), random_table(2, (5,), (1000,)),
-        HilbertA(tiles=4).plan(((20, 24),), 33).tables[1], HilbertA(tiles=1).plan(((32, 32),), 0).tables[0],
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("table", TABLES)
 @pytest.mark.parametrize("dim", [64, 128])
 def test_output_and_lse_equal_the_dense_mask(table, dim, programs):
     q, k, v = (
@@ -55,3 +54,28 @@ def test_layouts_that_the_copy_engine_can_address():
     assert not hopper.takes(*[tokens_first[..., :32]] * 3)
     assert not hopper.takes(*[heads_first.mT.contiguous().mT] * 3)
     assert not hopper.takes(*[torch.randn(1, 1, 10, 65)[..., :64]] * 3)
+
+
+@pytest.mark.parametrize("programs", [1, 5])
+@pytest.mark.parametrize("table", TABLES)
+def test_every_gradient_equals_the_dense_mask(table, programs):
+    q, k, v = (
+        torch.randn(2, tokens, 2, 64).transpose(1, 2).requires_grad_()
+        for tokens in (table.query_tokens, table.key_tokens, table.key_tokens)
+    )
+    out, lse = dense_attention(q, k, v, table.to_dense(), scale=0.2)
+    grad_out, grad_lse = torch.randn_like(out), torch.randn_like(lse)
+    seen = lse.isfinite()
+    expected = torch.autograd.grad((out * grad_out).sum() + (lse * grad_lse)[seen].sum(), (q, k, v))
+    q, k, v = (x.detach() for x in (q, k, v))
+    delta = ((out * grad_out).sum(-1) - grad_lse).detach().float()
+    grads = [torch.zeros_like(x) for x in (q, k, v)]
+    given = q, k, v, grad_out.float(), lse.detach().float(), delta
+    for launch, pattern, written in (
+        (backward.launch_queries, table, grads[:1]),
+        (backward.launch_keys, table.transpose(), grads[1:]),
+    ):
+        run = schedule(pattern, rows=hopper.ROWS, step=backward.STEP, short=backward.STEP, device=q.device)
+        launch(*given, *written, run, shares(run, 4, programs), 0.2)
+    for grad, want in zip(grads, expected, strict=True):
+        torch.testing.assert_close(grad.double(), want.double(), rtol=1e-3, atol=1e-4)

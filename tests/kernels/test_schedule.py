@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from oracle import random_table
 
 from foveate import HilbertA
-from foveate.kernels.schedule import schedule
+from foveate.kernels.schedule import OVERHEAD, schedule, shares
 
 
 def covered(run, rows, columns):
@@ -50,3 +50,19 @@ def test_rows_of_one_list_are_merged_whatever_their_blocks():
     table = HilbertA(tiles=1).plan(((16, 16),), 77).tables[0].padded(20, 20, 500)
     run = schedule(table, rows=128, step=128, device=torch.device("cpu"))
     assert run.tiles[:, :2].tolist() == [[0, 128], [128, 256], [256, 333]]
+
+
+@given(seed=st.integers(0, 2**31), samples=st.integers(1, 9), programs=st.integers(1, 40))
+def test_programs_share_every_tile_that_has_steps_and_finish_about_together(seed, samples, programs):
+    table = random_table(seed, (700,), (900,))
+    run = schedule(table, rows=128, step=64, short=64, device=torch.device("cpu"))
+    work, bounds = shares(run, samples, programs)
+    costs = run.tiles[:, 4] - run.tiles[:, 2]
+    busy = costs.nonzero().flatten().tolist()
+    assert sorted(map(tuple, work.tolist())) == [(tile, sample) for tile in busy for sample in range(samples)]
+    assert (bounds[0], bounds[-1], len(bounds)) == (0, len(work), programs + 1)
+    loads = [
+        sum(costs[tile].item() + OVERHEAD for tile, _ in work[a:b].tolist())
+        for a, b in bounds.flatten().unfold(0, 2, 1)
+    ]
+    assert max(loads) - min(loads) <= costs.max().item() + OVERHEAD

@@ -1,4 +1,4 @@
-# pyright: basic
+# pyright: basic, reportArgumentType=false
 """Attention over a block table on NVIDIA GPUs: custom ops around the Triton kernels."""
 
 import math
@@ -10,7 +10,7 @@ import triton
 from torch import Tensor
 
 from foveate.cache import PerTensors
-from foveate.kernels import hopper_attention, triton_attention
+from foveate.kernels import hopper_attention, hopper_backward, triton_attention
 from foveate.kernels.schedule import Schedule, Shares, schedule, shares
 from foveate.ops.block_table import BlockTable
 
@@ -18,7 +18,7 @@ __all__ = ["BACKENDS", "block_attention"]
 
 AMPERE, HOPPER, LARGEST_HEAD = (8, 0), (9, 0), 256
 GLUON = tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 6)
-SMALLEST_DOT = 16  # a side of a matrix product
+SMALLEST_DOT, DELTA_ROWS = 16, 64  # a side of a matrix product; rows of a program
 _SCHEDULES: PerTensors[Schedule] = PerTensors()
 _SHARES: PerTensors[Shares] = PerTensors()
 
@@ -49,7 +49,7 @@ def takes(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
 
 
 def takes_hopper(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
-    """Whether the forward runs in Gluon there: a Hopper GPU, heads of 64 or 128, Triton 3.6 or newer."""
+    """Whether the kernels in Gluon run there: a Hopper GPU, heads of 64 or 128, Triton 3.6 or newer."""
     return (
         takes(device, dtype, head_dim) and _capability(device.index or 0) == HOPPER and head_dim in (64, 128) and GLUON
     )
@@ -89,7 +89,9 @@ def _forward(
     out, lse = _like(q), _lse_of(q)
     table = BlockTable(query_starts, key_starts, offsets, keys)
     if hopper and hopper_attention.takes(q, k, v):
-        _launch_hopper(q, k, v, out, lse, table, scale / math.log(2))
+        _on_hopper(
+            hopper_attention.launch, table, (q, k, v), (out, lse), (0.0, -math.inf), scale, hopper_attention.STEP
+        )
         return out, lse
     run = _Pass(q, k, table, FORWARD, tile_operands=1)
     q, k, v = map(_rows, (q, k, v))
@@ -116,14 +118,20 @@ def _backward(
     offsets: Tensor,
     keys: Tensor,
     scale: float,
+    hopper: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     dq, dk, dv = map(_like, (q, k, v))
-    delta = torch.empty_like(lse)  # sum(out * grad_out) - grad_lse
-    grad_lse = torch.zeros_like(lse) if grad_lse is None else grad_lse.contiguous()
-    table, scales = BlockTable(query_starts, key_starts, offsets, keys), (scale / math.log(2), scale)
+    table = BlockTable(query_starts, key_starts, offsets, keys)
     q, k, v, out, grad_out = map(_rows, (q, k, v, out, grad_out))
+    delta = _deltas(out, grad_out, torch.zeros_like(lse) if grad_lse is None else grad_lse.contiguous())
+    if hopper and hopper_attention.takes(q, k, v, grad_out):
+        given = q, k, v, grad_out, lse, delta
+        _on_hopper(hopper_backward.launch_queries, table, given, (dq,), (0.0,), scale, hopper_backward.STEP)
+        _on_hopper(hopper_backward.launch_keys, table, given, (dk, dv), (0.0, 0.0), scale, hopper_backward.STEP)
+        return dq, dk, dv
+    scales = scale / math.log(2), scale
     over_queries = _Pass(q, k, table, BACKWARD_QUERIES, tile_operands=2)
-    over_queries(triton_attention.backward_queries, (q, k, v, out, grad_out, dq), (lse, grad_lse, delta), scales)
+    over_queries(triton_attention.backward_queries, (q, k, v, grad_out, dq), (lse, delta), scales)
     over_keys = _Pass(q, k, table, BACKWARD_KEYS, tile_operands=2, transposed=True)
     over_keys(triton_attention.backward_keys, (q, k, v, grad_out, dk, dv), (lse, delta), scales)
     return dq, dk, dv
@@ -136,29 +144,60 @@ def _(grad_out: Tensor, grad_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     ctx.save_for_backward(*inputs[:3], *output, *inputs[3:7])
-    ctx.scale = inputs[7]
+    ctx.scale, ctx.hopper = inputs[7:]
     ctx.set_materialize_grads(False)
 
 
 def _differentiate(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
     grad_out = torch.zeros_like(ctx.saved_tensors[3]) if grad_out is None else grad_out
-    return *_backward(grad_out, grad_lse, *ctx.saved_tensors, ctx.scale), None, None, None, None, None, None
+    return *_backward(grad_out, grad_lse, *ctx.saved_tensors, ctx.scale, ctx.hopper), *6 * [None]
 
 
 _forward.register_autograd(_differentiate, setup_context=_save)
 
 
-def _launch_hopper(q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, table: BlockTable, scale: float) -> None:
+def _on_hopper(
+    launch: Any,
+    table: BlockTable,
+    given: tuple[Tensor, ...],
+    written: tuple[Tensor, ...],
+    nothing: tuple[float, ...],
+    scale: float,
+    step: int,
+) -> None:
+    """Launch a kernel for Hopper; what it leaves out of `written` for want of anything to read becomes `nothing`."""
+    q, k, *_ = given
     table.check(q, k)
-    programs = torch.cuda.get_device_properties(q.device).multi_processor_count
-    size = {"rows": hopper_attention.ROWS, "step": hopper_attention.STEP, "short": hopper_attention.STEP}
-    run = _SCHEDULES.get(table, ("hopper", q.device), lambda: schedule(table, **size, device=q.device))
-    samples = q.shape[0] * q.shape[1]
+    transposed = launch is hopper_backward.launch_keys
+    run = _SCHEDULES.get(
+        table,
+        ("hopper", step, transposed, q.device),
+        lambda: schedule(
+            table.transpose() if transposed else table,
+            rows=hopper_attention.ROWS,
+            step=step,
+            short=step,
+            device=q.device,
+        ),
+    )
+    samples, programs = q.shape[0] * q.shape[1], torch.cuda.get_device_properties(q.device).multi_processor_count
     sharing = _SHARES.get([run.tiles], (samples, programs), lambda: shares(run, samples, programs))
-    if len(sharing.work) < samples * len(run.tiles):  # some queries read no keys
-        out.zero_()
-        lse.fill_(-torch.inf)
-    hopper_attention.launch(q, k, v, out, lse, run, sharing, scale)
+    if len(sharing.work) < samples * len(run.tiles):
+        for x, value in zip(written, nothing, strict=True):
+            x.fill_(value)
+    launch(*given, *written, run, sharing, scale)
+
+
+def _deltas(out: Tensor, grad_out: Tensor, grad_lse: Tensor) -> Tensor:
+    """Of every query sum(out * grad_out) - grad_lse."""
+    batch, heads, queries, head_dim = out.shape
+    delta = torch.empty_like(grad_lse)
+    if delta.numel():
+        triton_attention.deltas[(triton.cdiv(queries, DELTA_ROWS), batch * heads)](
+            out, grad_out, grad_lse, delta, heads, queries, *out.stride()[:3], *grad_out.stride()[:3],
+            D=head_dim, BD=max(SMALLEST_DOT, triton.next_power_of_2(head_dim)), BM=DELTA_ROWS,
+        )  # fmt: skip
+    return delta
 
 
 def _lse_of(q: Tensor) -> Tensor:

@@ -9,6 +9,7 @@ of step i before the values of step i - 1 are weighted, and take turns in starti
 the other's products.
 """
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -26,18 +27,19 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from foveate.kernels.schedule import Schedule, Shares
 
-__all__ = ["ROWS", "STEP", "forward", "launch", "takes"]
+__all__ = ["ROWS", "STEP", "described", "forward", "launch", "matrix_of", "takes", "tile_of"]
 
 load_block = getattr(tma, "async_load", tma.async_copy_global_to_shared)  # Triton's name for it changed
 ROWS = STEP = 128
 STAGES = {64: 3, 128: 2}
+DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32: gl.float32}
 
 LN2 = gl.constexpr(0.6931471805599453)
 HALF = gl.constexpr(64)  # rows of a warpgroup
 
 
 @gluon.jit
-def _work(p_work, p_tiles, work, heads):
+def tile_of(p_work, p_tiles, work, heads):
     """(batch, head, first row, row behind the last, first full step, first short step, step behind the last)."""
     tile, sample = gl.load(p_work + 2 * work), gl.load(p_work + 2 * work + 1)
     p_tile = p_tiles + 5 * tile
@@ -56,7 +58,7 @@ def _produce(
     """Copy what tiles need as buffers become free. Token n of head (b, h) stands in row b * batch + h * head + n."""
     ring = 0
     for work in range(begin, end):
-        batch, head, row, _, full, _, done = _work(p_work, p_tiles, work, heads)
+        batch, head, row, _, full, _, done = tile_of(p_work, p_tiles, work, heads)
         slot, turn = (work - begin) % 2, (work - begin) // 2
         mbarrier.wait(q_empty.index(slot), (turn & 1) ^ 1)
         mbarrier.expect(q_full.index(slot), 2 * d_q.block_type.nbytes)
@@ -129,7 +131,7 @@ def _consume(
     rows: gl.constexpr = gl.SliceLayout(1, OUT)
     ring, turn = 0, 0
     for work in range(begin, end):
-        batch, head, row, row_end, full, short, done = _work(p_work, p_tiles, work, heads)
+        batch, head, row, row_end, full, short, done = tile_of(p_work, p_tiles, work, heads)
         slot = (work - begin) % 2
         q = b_q.index(2 * slot + WHO)
         # first step: nothing to weigh yet
@@ -236,9 +238,9 @@ class _Matrix(NamedTuple):
     column: int
 
 
-def takes(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """Whether the kernel can read these: heads of 64 or 128 channels, tokens 16 bytes apart or a multiple of that."""
-    return q.shape[3] in (64, 128) and all(_matrix(x) is not None for x in (q, k, v))
+def takes(*tensors: Tensor) -> bool:
+    """Whether the kernels can read these [batch, heads, tokens, D]: 64 or 128 channels, every token on 16 bytes."""
+    return all(x.shape[3] in STAGES and matrix_of(x) is not None for x in tensors)
 
 
 def launch(
@@ -254,26 +256,26 @@ def launch(
         lse: float32, contiguous.
         run: Tiles of 128 rows, steps of 128 keys, none of which is cut further.
         sharing: Of the tiles among programs.
-        scale: Of q·k, times log2(e).
+        scale: Of q·k.
     """
     head_dim = q.shape[3]
-    dtype = gl.bfloat16 if q.dtype is torch.bfloat16 else gl.float16
-    matrices = [_matrix(x) for x in (q, k, v)]
-    descriptors = [
-        TensorDescriptor.from_tensor(
-            x.view, [rows, head_dim], gl.NVMMASharedLayout.get_default_for([rows, head_dim], dtype)
-        )
-        for x, rows in zip(matrices, (64, STEP, STEP), strict=True)
-    ]
+    matrices = [matrix_of(x) for x in (q, k, v)]
+    blocks = [ROWS // 2, head_dim], [STEP, head_dim], [STEP, head_dim]
+    descriptors = [described(x.view, block) for x, block in zip(matrices, blocks, strict=True)]
     forward[(len(sharing.bounds) - 1,)](
-        *descriptors, out, lse, run.tiles, run.steps, *sharing, scale, q.shape[1], q.shape[2],
+        *descriptors, out, lse, run.tiles, run.steps, *sharing, scale / math.log(2), q.shape[1], q.shape[2],
         *(number for x in matrices for number in x[1:]), *out.stride()[:3],
         D=head_dim, BN=STEP, STAGES=STAGES[head_dim], num_warps=4,
     )  # fmt: skip
 
 
-def _matrix(x: Tensor) -> _Matrix | None:
-    """A view that the copy engine can address; None if there is none."""
+def described(x: Tensor, block: list[int]) -> TensorDescriptor:
+    """What the copy engine must know to copy such blocks of a matrix or a vector."""
+    return TensorDescriptor.from_tensor(x, block, gl.NVMMASharedLayout.get_default_for(block, DTYPES[x.dtype]))
+
+
+def matrix_of(x: Tensor) -> _Matrix | None:
+    """A view of [batch, heads, tokens, D] that the copy engine can address; None if there is none."""
     (batch, heads, tokens, dim), (s_b, s_h, s_n, s_d) = x.shape, x.stride()
     s_b, s_h = s_b if batch > 1 else 0, s_h if heads > 1 else 0
     if s_d != 1 or not s_n or s_n * x.element_size() % 16 or x.data_ptr() % 16 or s_b % s_n:

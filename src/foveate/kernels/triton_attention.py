@@ -93,6 +93,22 @@ def forward(
 
 
 @triton.jit
+def deltas(
+    p_out, p_dout, p_dlse, p_delta, heads, queries, s_ob, s_oh, s_o, s_gb, s_gh, s_g,
+    D: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr,
+):  # fmt: skip
+    """Of every query sum(out * dout) - dlse, which both backward passes need."""
+    row, sample = tl.program_id(0) * BM, tl.program_id(1).to(tl.int64)
+    batch, head = sample // heads, sample % heads
+    out = _rows(p_out + batch * s_ob + head * s_oh, s_o, row, queries, BM, D, BD, True)  # [BM, BD]
+    dout = _rows(p_dout + batch * s_gb + head * s_gh, s_g, row, queries, BM, D, BD, True)
+    o_m = row + tl.arange(0, BM)
+    delta = tl.sum(out.to(tl.float32) * dout.to(tl.float32), 1)
+    delta -= tl.load(p_dlse + sample * queries + o_m, mask=o_m < queries, other=0.0)
+    tl.store(p_delta + sample * queries + o_m, delta, mask=o_m < queries)
+
+
+@triton.jit
 def _query_step(
     dq, q, dout, lse, delta, p_k, p_v, s_k, s_v, first, end, scale,
     BN: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, MASK: tl.constexpr,
@@ -109,12 +125,11 @@ def _query_step(
 
 @triton.jit
 def backward_queries(
-    p_q, p_k, p_v, p_out, p_dout, p_dq, p_lse, p_dlse, p_delta, p_tiles, p_steps, scale, factor,
-    n_tiles, n_long, heads, queries,
-    s_qb, s_qh, s_q, s_kb, s_kh, s_k, s_vb, s_vh, s_v, s_ob, s_oh, s_o, s_gb, s_gh, s_g, s_db, s_dh, s_d,
+    p_q, p_k, p_v, p_dout, p_dq, p_lse, p_delta, p_tiles, p_steps, scale, factor, n_tiles, n_long, heads, queries,
+    s_qb, s_qh, s_q, s_kb, s_kh, s_k, s_vb, s_vh, s_v, s_gb, s_gh, s_g, s_db, s_dh, s_d,
     D: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Gradient of the queries, and delta = sum(out * dout) - dlse of every query, which `backward_keys` needs."""
+    """Gradient of the queries."""
     p_tile, batch, head, sample = _program(p_tiles, n_tiles, n_long, heads)
     row, row_end = tl.load(p_tile), tl.load(p_tile + 1)
     full, short, done = tl.load(p_tile + 2), tl.load(p_tile + 3), tl.load(p_tile + 4)
@@ -122,12 +137,9 @@ def backward_queries(
     p_v += batch * s_vb + head * s_vh
     q = _rows(p_q + batch * s_qb + head * s_qh, s_q, row, row_end, BM, D, BD, True)  # [BM, BD]
     dout = _rows(p_dout + batch * s_gb + head * s_gh, s_g, row, row_end, BM, D, BD, True)
-    out = _rows(p_out + batch * s_ob + head * s_oh, s_o, row, row_end, BM, D, BD, True)
     o_m = row + tl.arange(0, BM)
     m_m = o_m < row_end
-    delta = tl.sum(out.to(tl.float32) * dout.to(tl.float32), 1)  # [BM]
-    delta -= tl.load(p_dlse + sample * queries + o_m, mask=m_m, other=0.0)
-    tl.store(p_delta + sample * queries + o_m, delta, mask=m_m)
+    delta = tl.load(p_delta + sample * queries + o_m, mask=m_m, other=0.0)
     lse = tl.load(p_lse + sample * queries + o_m, mask=m_m, other=0.0) / LN2
     dq = tl.zeros([BM, BD], tl.float32)
     for step in tl.range(full, short, num_stages=STAGES):
