@@ -52,6 +52,7 @@ def test_layouts_that_the_copy_engine_can_address():
         want, _ = dense_attention(x, x, x, table.to_dense())
         torch.testing.assert_close(attention(x, x, x, table, 0.125, 3)[0].double(), want, rtol=1e-4, atol=1e-5)
     assert not hopper.takes(*[tokens_first[..., :32]] * 3)
+    assert not hopper.takes(*[tokens_first[:, :, :0]] * 3)
     assert not hopper.takes(*[heads_first.mT.contiguous().mT] * 3)
     assert not hopper.takes(*[torch.randn(1, 1, 10, 65)[..., :64]] * 3)
 

@@ -278,7 +278,7 @@ def matrix_of(x: Tensor) -> _Matrix | None:
     """A view of [batch, heads, tokens, D] that the copy engine can address; None if there is none."""
     (batch, heads, tokens, dim), (s_b, s_h, s_n, s_d) = x.shape, x.stride()
     s_b, s_h = s_b if batch > 1 else 0, s_h if heads > 1 else 0
-    if s_d != 1 or not s_n or s_n * x.element_size() % 16 or x.data_ptr() % 16 or s_b % s_n:
+    if not x.numel() or s_d != 1 or not s_n or s_n * x.element_size() % 16 or x.data_ptr() % 16 or s_b % s_n:
         return None
     head, column = (s_h // s_n, 0) if s_h % s_n == 0 else (0, s_h)
     width = (heads - 1) * column + dim
