@@ -47,7 +47,7 @@ def main(
     if compile:
         pipe.transformer.compile_repeated_blocks(fullgraph=True)
     methods = [None, HilbertA(tiles=1), HilbertA(tiles=4), HilbertA(tiles=16)]
-    seconds = time_steps(pipe, step, [(method,) if method else () for method in methods], rounds)
+    seconds = time_steps(pipe, step, methods, rounds)
     rows = []
     for method, taken in zip(methods, seconds, strict=True):
         tables = method.plan(((side, side),), text).tables if method else []
