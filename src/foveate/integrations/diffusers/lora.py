@@ -1,5 +1,5 @@
 # pyright: basic, reportPrivateImportUsage=false, reportArgumentType=false
-"""LoRAs that were distilled for a method: ordinary files for diffusers, with the method's settings beside the weights."""
+"""LoRAs that were distilled for a method: ordinary files of diffusers that carry the method's settings."""
 
 import json
 from collections.abc import Generator, Mapping
@@ -106,20 +106,21 @@ def load_lora(pipeline: Any, file: Path) -> Distilled | None:
     return None if method is None else Distilled(method, f"{crc32(file.read_bytes()):08x}")
 
 
-def adapted(distilled: Distilled, asked: Method, options: set[str]) -> Distilled:
+def adapted(distilled: Distilled, asked: Method | None, options: set[str]) -> Distilled:
     """The distilled method, working where `asked` does.
 
     Args:
         distilled: What the LoRA was made for.
-        asked: What the user wants.
+        asked: What the user wants; None is dense.
         options: The options that the user named.
 
     Raises:
         ValueError: If the two contradict each other.
     """
     if type(asked) is not type(distilled.method):
+        other = asked.title if asked else "dense"
         raise ValueError(
-            f"the LoRA was distilled for {distilled.method.title}, not for {asked.title}: leave one of them out"
+            f"the LoRA was distilled for {distilled.method.title}, not for {other}: leave one of them out"
         )
     for name in sorted(options):
         if name not in ANYWHERE and (made := getattr(distilled.method, name)) != getattr(asked, name):
