@@ -48,4 +48,5 @@ def claim(folder: Path, settings: dict[str, str]) -> None:
     before = json.loads(path.read_text()) if path.exists() else settings
     if differ := [f"{name}={before.get(name)}" for name in settings if before.get(name) != settings[name]]:
         raise ValueError(f"{folder} holds pictures drawn with {', '.join(differ)}: name another folder with --out")
-    write_whole(path, json.dumps(settings, indent=2).encode())
+    if not path.exists():
+        write_whole(path, json.dumps(settings, indent=2).encode())

@@ -6,6 +6,7 @@ import io
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
@@ -21,6 +22,7 @@ from foveate.integrations.diffusers.apply import apply
 from foveate.integrations.diffusers.lora import pack_lora
 from foveate.methods import Method
 from foveate.training.pairs import Noisy
+from foveate.training.trained import whole
 
 __all__ = ["Recipe", "Student"]
 
@@ -57,6 +59,10 @@ class Recipe:
     def __post_init__(self) -> None:
         if self.optimizer not in RATES:
             raise ValueError(f"unknown optimizer {self.optimizer!r}: choose {' or '.join(RATES)}")
+        if self.optimizer == "prodigy" and find_spec("prodigyopt") is None:
+            raise ValueError("prodigyopt is missing: pip install 'foveate[train]', or use --optimizer adamw")
+        if self.rank < 1 or self.batch < 1:
+            raise ValueError(f"rank and batch must be 1 or more, not {self.rank} and {self.batch}")
         if not self.method.always:
             raise ValueError("a LoRA is distilled for every noise level: leave start_percent and end_percent out")
 
@@ -65,12 +71,8 @@ class Recipe:
         options = {"lr": self.rate or RATES[self.optimizer], "betas": (0.9, 0.999), "weight_decay": 1e-4}
         if self.optimizer == "adamw":
             return torch.optim.AdamW(parameters, **options)
-        try:
-            from prodigyopt import Prodigy
-        except ImportError as error:
-            raise ValueError(
-                "prodigyopt is missing: pip install 'foveate[train]', or use --optimizer adamw"
-            ) from error
+        from prodigyopt import Prodigy
+
         with redirect_stdout(io.StringIO()):  # it says that its weight decay is decoupled
             return Prodigy(parameters, use_bias_correction=True, safeguard_warmup=True, **options)
 
@@ -89,23 +91,24 @@ class Student:
     """
 
     def __init__(self, pipeline: FluxPipeline, recipe: Recipe, size: tuple[int, int], start: Path | None = None):
-        self.transformer, self.recipe = pipeline.transformer, recipe
-        if self.transformer.dtype == torch.float16:
+        self.transformer, self.recipe, self.start = pipeline.transformer, recipe, start
+        self.dtype = self.transformer.dtype
+        if self.dtype == torch.float16:
             raise ValueError("gradients are too small for float16: use --dtype bfloat16 or float32")
         rows, columns = (side // (2 * pipeline.vae_scale_factor) for side in size)
-        self._ids = pipeline._prepare_latent_image_ids(1, rows, columns, pipeline.device, self.transformer.dtype)
-        self._add_lora(start)
+        self._ids = pipeline._prepare_latent_image_ids(1, rows, columns, pipeline.device, self.dtype)
+        self._add_lora()
         self._handle = apply(pipeline, recipe.method)
 
-    def _add_lora(self, start: Path | None) -> None:
+    def _add_lora(self) -> None:
         self.transformer.requires_grad_(False)
         rank = self.recipe.rank
         config = LoraConfig(r=rank, lora_alpha=rank, init_lora_weights="gaussian", target_modules=list(TARGETS))
         with torch.random.fork_rng():
             torch.manual_seed(self.recipe.seed)
             self.transformer.add_adapter(config)
-        if start:
-            self._load(start)
+        if self.start:
+            self._load(self.start)
         cast_training_params(self.transformer, torch.float32)
 
     def _load(self, start: Path) -> None:
@@ -124,8 +127,8 @@ class Student:
         return [parameter for parameter in self.transformer.parameters() if parameter.requires_grad]
 
     def packed(self) -> bytes:
-        """The LoRA as a file."""
-        return pack_lora(get_peft_model_state_dict(self.transformer), self.recipe.method)
+        """The LoRA as a file; all devices must ask together."""
+        return pack_lora(whole(get_peft_model_state_dict(self.transformer)), self.recipe.method)
 
     def finish(self) -> None:
         """Take the method out; the LoRA stays."""
@@ -156,19 +159,18 @@ class Student:
         Raises:
             ValueError: If the method leaves these pictures dense.
         """
-        with torch.no_grad(), self.teacher():
-            goal = self._velocity(model, batch)
-        velocity = self._velocity(model, batch)
+        velocity = self._velocity(model, batch)  # first: FSDP trains what it first saw to be trainable
         if not self._handle.plans():
             raise ValueError(f"{self._handle.summary().layers[0].why}: there is nothing to distil at this size")
+        with torch.no_grad(), self.teacher():
+            goal = self._velocity(model, batch)
         return F.mse_loss(velocity.float(), goal.float())
 
     def _velocity(self, model: nn.Module, batch: Noisy) -> Float[Tensor, "batch tokens channels"]:
-        dtype = self.transformer.dtype
         guided = self.transformer.config.guidance_embeds
-        with torch.autocast(self._ids.device.type, dtype, enabled=dtype == torch.bfloat16):
+        with torch.autocast(self._ids.device.type, self.dtype, enabled=self.dtype == torch.bfloat16):
             return model(
-                hidden_states=batch.latents.to(dtype),
+                hidden_states=batch.latents.to(self.dtype),
                 timestep=batch.level,
                 guidance=torch.full_like(batch.level, self.recipe.guidance) if guided else None,
                 pooled_projections=batch.pooled,
