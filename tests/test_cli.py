@@ -367,9 +367,9 @@ def test_distill_leaves_a_lora_and_generate_applies_its_method(folder, lora):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--tiles", 4], "was distilled for tiles=2, not for 4: leave tiles out"),
+        (["--tiles", 4], "was distilled for tiles=2, not 4: leave tiles out"),
         (["--method", "dense"], "was distilled for HilbertA T=2, not dense"),
-        (["--method", "hilberta", "-o", "centre=0.25"], "was distilled for centre=0.5, not for 0.25"),
+        (["--method", "hilberta", "-o", "centre=0.25"], "was distilled for centre=0.5, not 0.25"),
     ],
 )
 def test_a_method_that_contradicts_the_lora_is_refused(folder, lora, arguments, message):

@@ -72,7 +72,7 @@ def test_where_a_method_works_may_be_chosen_what_it_does_may_not():
     assert adapted(made, asked, {"tiles", "start_percent"}).method == HilbertA(
         tiles=4, centre=0.5, dense_layers="1", start_percent=0.5
     )
-    with pytest.raises(ValueError, match="was distilled for tiles=4, not for 2: leave tiles out"):
+    with pytest.raises(ValueError, match="was distilled for tiles=4, not 2: leave tiles out"):
         adapted(made, HilbertA(tiles=2), {"tiles"})
     with pytest.raises(ValueError, match="was distilled for HilbertA T=4, not dense: leave one of them out"):
         adapted(made, None, set())
@@ -87,7 +87,7 @@ def test_files_that_are_no_such_lora_are_named(file, tmp_path):
         method_of(file)
     later = json.dumps({"method": "hilberta", "options": {"colour": "blue"}})
     file.write_bytes(save(layers(), {"foveate": later}))
-    with pytest.raises(ValueError, match="of another version of foveate, which knew .*colour"):
+    with pytest.raises(ValueError, match=r"of another version of foveate, which knew .*colour"):
         method_of(file)
     wide = {name: torch.zeros(2 * weight.shape[0], 2 * weight.shape[1]) for name, weight in layers().items()}
     file.write_bytes(pack_lora(wide, METHOD))

@@ -68,9 +68,7 @@ def find_lora(lora: str) -> Path:
     try:
         return Path(hf_hub_download(lora, LORA_FILE))
     except (OSError, HFValidationError) as error:
-        raise ValueError(
-            f"{lora} is no LoRA: name a .safetensors file, a folder or hub id with {LORA_FILE}"
-        ) from error
+        raise ValueError(f"{lora} is no LoRA: name a file, or a folder or hub id that holds {LORA_FILE}") from error
 
 
 def method_of(file: Path) -> Method | None:
@@ -119,13 +117,11 @@ def adapted(distilled: Distilled, asked: Method | None, options: set[str]) -> Di
     """
     if type(asked) is not type(distilled.method):
         other = asked.title if asked else "dense"
-        raise ValueError(
-            f"the LoRA was distilled for {distilled.method.title}, not for {other}: leave one of them out"
-        )
+        raise ValueError(f"the LoRA was distilled for {distilled.method.title}, not {other}: leave one of them out")
     for name in sorted(options):
         if name not in ANYWHERE and (made := getattr(distilled.method, name)) != getattr(asked, name):
             raise ValueError(
-                f"the LoRA was distilled for {name}={made}, not for {getattr(asked, name)}: leave {name} out, "
+                f"the LoRA was distilled for {name}={made}, not {getattr(asked, name)}: leave {name} out, "
                 "or take another LoRA"
             )
     named = {name: getattr(asked, name) for name in options if name in ANYWHERE}
@@ -135,7 +131,7 @@ def adapted(distilled: Distilled, asked: Method | None, options: set[str]) -> Di
 @contextmanager
 def using(pipeline: Any, way: Method | Distilled | None) -> Generator[Handle | None]:
     """The pipeline with a method; dense if it is None. A LoRA in it works for what was distilled alone."""
-    off = bool(pipeline.get_list_adapters()) and not isinstance(way, Distilled)
+    off = bool(getattr(pipeline, "get_list_adapters", dict)()) and not isinstance(way, Distilled)
     method = way.method if isinstance(way, Distilled) else way
     if off:
         pipeline.disable_lora()
