@@ -6,6 +6,7 @@ import pytest
 import tiny
 import torch
 import torch.nn.functional as F
+from diffusers import FluxTransformer2DModel
 from torch.utils.data import default_collate
 
 import foveate
@@ -80,6 +81,17 @@ def test_only_the_lora_has_gradients_and_it_is_where_the_recipe_says(pipe, batch
     assert all(min(weight.shape) == 3 for weight in student.trained)
 
 
+def test_both_are_told_the_same_noise_level_and_guidance(pipe, batch):
+    pipe.transformer = FluxTransformer2DModel.from_config({**pipe.transformer.config, "guidance_embeds": True})
+    told = []
+    pipe.transformer.time_text_embed.register_forward_pre_hook(lambda _module, inputs: told.append(inputs[:2]))
+    student_of(pipe, guidance=3.5).loss(pipe.transformer, batch)
+    assert len(told) == 2
+    for level, guidance in told:
+        torch.testing.assert_close(level, 1000 * batch.level)
+        torch.testing.assert_close(guidance, torch.full((3,), 3500.0))
+
+
 def test_checkpointing_changes_no_gradient(pipe, batch):
     gradients = []
     for model in (pipe, copy.deepcopy(pipe)):
@@ -133,6 +145,7 @@ def test_a_student_may_start_from_a_lora(pipe, batch, tmp_path):
     [
         ({"optimizer": "sgd"}, "unknown optimizer 'sgd': choose prodigy or adamw"),
         ({"rank": 0}, "rank and batch must be 1 or more, not 0 and 32"),
+        ({"rate": 0.0}, "the learning rate must be above 0"),
         ({"method": HilbertA(start_percent=0.5)}, "leave start_percent and end_percent out"),
     ],
 )

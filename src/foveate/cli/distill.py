@@ -8,11 +8,8 @@ import typer
 
 from foveate.cli.common import (
     Dtype,
-    Guidance,
     Model,
-    Seed,
     Size,
-    Steps,
     clear_errors,
     console,
     open_model,
@@ -48,8 +45,14 @@ def distill(
         int | None,
         typer.Option(min=1, help="Pictures to learn from. [dim]default: 200 for the built-in, else one a prompt[/]"),
     ] = None,
-    draw_steps: Steps = None,
-    guidance: Guidance = None,
+    draw_steps: Annotated[
+        int | None,
+        typer.Option(min=1, max=1000, help="Denoising steps of a picture. [dim]default: 20, or 28 with --model[/]"),
+    ] = None,
+    guidance: Annotated[
+        float | None,
+        typer.Option(min=0, max=1000, help="Guidance scale of pictures. [dim]default: the pipeline's[/]"),
+    ] = None,
     steps: Annotated[
         int | None, typer.Option(min=1, help="Training steps. [dim]default: 300 for the built-in, else 2800[/]")
     ] = None,
@@ -60,14 +63,18 @@ def distill(
     rate: Annotated[
         float | None, typer.Option(min=0, help="Learning rate. [dim]default: 1 for prodigy, 1e-4 for adamw[/]")
     ] = None,
-    guidance_input: Annotated[float, typer.Option(min=0, help="Guidance scale that both are told.")] = 1.0,
+    guidance_input: Annotated[
+        float, typer.Option(min=0, help="Guidance scale that teacher and student are told.")
+    ] = 1.0,
     checkpointing: Annotated[
-        bool, typer.Option("--checkpointing", help="Gradient checkpointing: a third slower, much less memory.")
+        bool, typer.Option("--checkpointing", help="Gradient checkpointing: slower, much less memory.")
     ] = False,
     start: Annotated[str, typer.Option(help="LoRA to begin with: of a smaller size, say.")] = "",
     minutes: Annotated[float, typer.Option(min=0, help="Write a checkpoint and stop after so long.")] = float("inf"),
     sample_every: Annotated[int, typer.Option(min=0, help="Steps between sheets of samples; 0: at the end.")] = 100,
-    seed: Seed = 42,
+    seed: Annotated[
+        int, typer.Option(min=0, max=2**63 - 1, help="Of pictures, their order and noise, and of the LoRA.")
+    ] = 42,
     out: Annotated[Path, typer.Option(help="Folder of the run; one that is found there is gone on with.")] = Path(
         "distilled"
     ),
@@ -82,8 +89,9 @@ def distill(
 
     foveate distill --tiles 16 --size 256
 
-    accelerate launch --num_processes 4 -m foveate distill --model black-forest-labs/FLUX.1-dev --tiles 16
-    --prompts prompts.txt --checkpointing
+    foveate distill --model black-forest-labs/FLUX.1-dev --tiles 16 --prompts prompts.txt --checkpointing
+
+    On several GPUs: accelerate launch --num_processes 4 -m foveate distill ...
     """
     chosen = method_from_text(method, options_of(option, tiles))
     lines = _lines(prompts) if prompts else None

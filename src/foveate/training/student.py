@@ -63,6 +63,8 @@ class Recipe:
             raise ValueError("prodigyopt is missing: pip install 'foveate[train]', or use --optimizer adamw")
         if self.rank < 1 or self.batch < 1:
             raise ValueError(f"rank and batch must be 1 or more, not {self.rank} and {self.batch}")
+        if self.rate is not None and self.rate <= 0:
+            raise ValueError(f"the learning rate must be above 0, not {self.rate}")
         if not self.method.always:
             raise ValueError("a LoRA is distilled for every noise level: leave start_percent and end_percent out")
 
