@@ -10,6 +10,7 @@ import pytest
 import torch
 from diffusers import DDPMPipeline, DDPMScheduler, UNet2DModel
 from PIL import Image
+from safetensors import safe_open
 from typer.testing import CliRunner
 
 import foveate
@@ -392,6 +393,20 @@ def test_compare_and_eval_show_what_was_distilled_beside_the_rest(folder, lora, 
         result = run(*arguments, "--model", folder, *SMALL, "--lora", "nowhere")
         assert result.exit_code == 2
         assert "nowhere is no LoRA" in result.output
+
+
+def test_distill_learns_from_pictures_that_are_given(folder, tmp_path):
+    (tmp_path / "mine").mkdir()
+    for name, caption in (("one", "a cat"), ("two", "an owl"), ("three", "a car")):
+        Image.effect_noise((64, 80), 50).save(tmp_path / "mine" / f"{name}.png")
+        (tmp_path / "mine" / f"{name}.txt").write_text(caption)
+    result = run("distill", "--model", folder, "--images", "mine", "--pictures", 2, "--steps", 1, *DISTIL)
+    assert result.exit_code == 0, result.output
+    sources = []
+    for path in sorted((tmp_path / "distilled" / "pairs").glob("*.safetensors")):
+        with safe_open(path, "pt") as pair:
+            sources.append(pair.metadata()["source"])
+    assert sources == ["one.png: a cat", "three.png: a car"]
 
 
 def test_distill_invents_captions_for_the_built_in_model_and_none_that_are_judged(folder, monkeypatch):

@@ -133,7 +133,8 @@ def distill(
             track=track,
         )
     console.print("done" if done else "stopped in time; the same command goes on from here")
-    print(out)
+    if not console.quiet:
+        print(out)
 
 
 def _lines(path: Path) -> list[str]:
@@ -160,4 +161,6 @@ def _device(name: str) -> str:
         raise ValueError(f"distilling needs accelerate ({error}): pip install 'foveate[diffusers,train]'") from error
     state = PartialState(cpu=name == "cpu")
     console.quiet = not state.is_main_process
+    if state.num_processes > 1:
+        console.print(f"on {state.num_processes} devices")
     return str(state.device)
