@@ -428,7 +428,10 @@ def test_distill_invents_captions_for_the_built_in_model_and_none_that_are_judge
         (["--images", "."], "holds no pictures"),
         (["--prompts", "one.txt", "--method", "dense"], "unknown method 'dense'"),
         (["--prompts", "one.txt", "--optimizer", "sgd"], "unknown optimizer 'sgd'"),
-        (["--prompts", "one.txt", "--at-once", 2], "cannot share a batch of 1 evenly: use --batch 2"),
+        (
+            ["--prompts", "one.txt", "--at-once", 2],
+            "a batch of 1 cannot be shared evenly by 1 x 2 pictures (devices x --at-once): use --batch 2",
+        ),
         (["--prompts", "one.txt", "--device", "cuda:1"], "CUDA_VISIBLE_DEVICES says which GPUs"),
         (["--prompts", "one.txt", "--tiles", 9], "use tiles<=8"),
         (["--prompts", "one.txt", "--start", "nowhere"], "nowhere is no LoRA"),

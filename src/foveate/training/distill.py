@@ -89,8 +89,8 @@ def _accelerator(recipe: Recipe, at_once: int, pipeline: FluxPipeline) -> Accele
     together = devices * at_once
     if recipe.batch % together:
         raise ValueError(
-            f"{devices} devices with {at_once} pictures at once cannot share a batch of {recipe.batch} evenly: "
-            f"use --batch {max(1, round(recipe.batch / together)) * together}"
+            f"a batch of {recipe.batch} cannot be shared evenly by {devices} x {at_once} pictures "
+            f"(devices x --at-once): use --batch {max(1, round(recipe.batch / together)) * together}"
         )
     accelerator = Accelerator(cpu=cpu, gradient_accumulation_steps=recipe.batch // together)
     if accelerator.distributed_type == DistributedType.FSDP and recipe.optimizer != "adamw":

@@ -169,8 +169,9 @@ class Distillation:
             sheet = draw_sheet(rows, list(self.captions))
             write_whole(self.out / f"samples-{self.step:06}.png", figure_png(sheet, dpi=100))
 
-    def _draw(self) -> list:
-        requests = (
-            self.request._replace(prompt=text, seed=self.request.seed + i) for i, text in enumerate(self.captions)
-        )
-        return [draw(self.pipeline, request) for request in requests]
+    def _draw(self) -> list[Image.Image]:
+        first = self.request.seed + self.pairs.count  # noise that no picture of the training began with
+        return [
+            draw(self.pipeline, self.request._replace(prompt=caption, seed=first + index))
+            for index, caption in enumerate(self.captions)
+        ]
