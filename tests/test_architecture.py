@@ -18,7 +18,7 @@ ROOMS = {
     "methods": {"ops"},
     "report": {"ops"},
     "integrations": {"cache", "ops", "methods"},
-    "demo": {"ops", "methods", "integrations", "report", "files"},
+    "demo": {"ops", "methods", "integrations", "report", "files", "training"},
     "training": {"ops", "methods", "integrations", "report", "files"},
     "compare": {"ops", "methods", "integrations", "report", "files"},
     "evaluate": {"ops", "methods", "integrations", "report", "files", "compare", "demo"},

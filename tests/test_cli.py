@@ -10,10 +10,13 @@ import pytest
 import torch
 from diffusers import DDPMPipeline, DDPMScheduler, UNet2DModel
 from PIL import Image
+from safetensors import safe_open
 from typer.testing import CliRunner
 
+import foveate
 from foveate import compare as side_by_side
 from foveate.cli import app
+from foveate.demo.scenes import scenes
 from foveate.demo.untrained import untrained_pipeline
 
 SMALL = ["--size", "64", "--steps", "2", "--device", "cpu"]  # 16 x 16 tokens
@@ -326,10 +329,128 @@ def test_demo_train_names_what_is_missing(tmp_path):
         assert message in " ".join(result.output.split())
 
 
+DISTIL = ["--tiles", 2, "-o", "centre=0.5", "--optimizer", "adamw", "--rate", 0.05, "--batch", 1, "--size", "64"]
+DISTIL += ["--draw-steps", 1, "--device", "cpu"]
+
+
+@pytest.fixture(scope="module")
+def lora(folder, tmp_path_factory):
+    """A LoRA of the tiny model, distilled from a shell."""
+    path = tmp_path_factory.mktemp("loras")
+    (path / "prompts.txt").write_text("a cat\n\nan owl\n")
+    options = ["--prompts", path / "prompts.txt", "--pictures", 3, "--steps", 2, "--out", path / "lora"]
+    result = run("distill", "--model", folder, *options, *DISTIL)
+    assert result.exit_code == 0, result.output
+    assert "done" in result.output
+    return path / "lora"
+
+
+def test_distill_leaves_a_lora_and_generate_applies_its_method(folder, lora):
+    assert len(list((lora / "pairs").glob("*.safetensors"))) == 3
+    result = run("generate", "a cat", "--model", folder, *SMALL, "--lora", lora, "--out", "ours.png")
+    assert result.exit_code == 0, result.output
+    assert "HilbertA T=2" in result.output
+    with Image.open("ours.png") as picture:
+        assert "tiles=2" in picture.text["method"]
+        assert picture.text["lora"] == str(lora)
+    pipe = untrained_pipeline(layers=1, single_layers=1, heads=2, rope=(4, 4, 8))
+    pipe.load_lora_weights(lora, weight_name="pytorch_lora_weights.safetensors")
+    with foveate.apply(pipe, foveate.HilbertA(tiles=2, centre=0.5)):
+        seed = torch.Generator().manual_seed(0)
+        size = {"height": 64, "width": 64, "num_inference_steps": 2, "max_sequence_length": 64}
+        want = pipe("a cat", generator=seed, **size).images[0]
+    assert (pixels("ours.png") == np.asarray(want)).all()
+    arguments = ["--lora", lora, "--method", "hilberta", "--tiles", 2, "-o", "end_percent=0", "--out", "early.png"]
+    result = run("generate", "a cat", "--model", folder, *SMALL, *arguments)
+    assert "1 of 2 forwards sparse" in result.output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--tiles", 4], "was distilled for tiles=2, not 4: leave tiles out"),
+        (["--method", "dense"], "was distilled for HilbertA T=2, not dense"),
+        (["--method", "hilberta", "-o", "centre=0.25"], "was distilled for centre=0.5, not 0.25"),
+    ],
+)
+def test_a_method_that_contradicts_the_lora_is_refused(folder, lora, arguments, message):
+    result = run("generate", "a cat", "--model", folder, *SMALL, "--lora", lora, *arguments)
+    assert result.exit_code == 2, result.output
+    assert message in " ".join(result.output.split())
+
+
+def test_compare_and_eval_show_what_was_distilled_beside_the_rest(folder, lora, tmp_path):
+    result = run("compare", "a cat", "--model", folder, *SMALL, "--rounds", 1, "--lora", lora, "--out", "out")
+    assert result.exit_code == 0, result.output
+    names = {path.stem for path in (tmp_path / "out").glob("*.png")}
+    assert names == {"dense", "hilberta-t-4", "hilberta-t-2", "hilberta-t-2-distilled"}
+    assert (pixels("out/hilberta-t-2.png") != pixels("out/hilberta-t-2-distilled.png")).any()
+    result = run("eval", "--model", folder, *SMALL, "--prompts", 2, "--lora", lora)
+    assert result.exit_code == 0, result.output
+    scores = json.loads((tmp_path / "eval" / "scores.json").read_text())["scores"]
+    assert [score["label"] for score in scores] == ["real", "dense", "HilbertA T=2", "HilbertA T=2, distilled"]
+    for arguments in (["compare", "a cat"], ["eval"], ["generate", "a cat"]):
+        result = run(*arguments, "--model", folder, *SMALL, "--lora", "nowhere")
+        assert result.exit_code == 2
+        assert "nowhere is no LoRA" in result.output
+
+
+def test_distill_learns_from_pictures_that_are_given(folder, tmp_path):
+    (tmp_path / "mine").mkdir()
+    for name, caption in (("one", "a cat"), ("two", "an owl"), ("three", "a car")):
+        Image.effect_noise((64, 80), 50).save(tmp_path / "mine" / f"{name}.png")
+        (tmp_path / "mine" / f"{name}.txt").write_text(caption)
+    result = run("distill", "--model", folder, "--images", "mine", "--pictures", 2, "--steps", 1, *DISTIL)
+    assert result.exit_code == 0, result.output
+    sources = []
+    for path in sorted((tmp_path / "distilled" / "pairs").glob("*.safetensors")):
+        with safe_open(path, "pt") as pair:
+            sources.append(pair.metadata()["source"])
+    assert sources == ["one.png: a cat", "three.png: a car"]
+
+
+def test_distill_invents_captions_for_the_built_in_model_and_none_that_are_judged(folder, monkeypatch):
+    monkeypatch.setattr("foveate.cli.common.PIPELINE", folder)
+    monkeypatch.setattr("foveate.training.pairs._drawn", lambda _pipe, request: drawn.append(request.prompt) or {})
+    drawn = []
+    assert run("distill", "--pictures", 30, "--steps", 1, *DISTIL).exit_code != 0  # there is nothing in the pairs
+    judged = {scene.caption for _, scene in zip(range(5000), scenes(42, evaluation=True), strict=False)}
+    assert len(set(drawn)) > 25
+    assert not set(drawn) & judged
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "name what to draw with --prompts FILE"),
+        (["--prompts", "empty.txt"], "empty.txt holds no prompts: write one a line"),
+        (["--prompts", "nowhere.txt"], "nowhere.txt"),
+        (["--images", "."], "holds no pictures"),
+        (["--prompts", "one.txt", "--method", "dense"], "unknown method 'dense'"),
+        (["--prompts", "one.txt", "--optimizer", "sgd"], "unknown optimizer 'sgd'"),
+        (
+            ["--prompts", "one.txt", "--at-once", 2],
+            "a batch of 1 cannot be shared evenly by 1 x 2 pictures (devices x --at-once): use --batch 2",
+        ),
+        (["--prompts", "one.txt", "--device", "cuda:1"], "CUDA_VISIBLE_DEVICES says which GPUs"),
+        (["--prompts", "one.txt", "--tiles", 9], "use tiles<=8"),
+        (["--prompts", "one.txt", "--start", "nowhere"], "nowhere is no LoRA"),
+        (["--prompts", "one.txt", "--guidance", 3], "takes no guidance scale"),
+    ],
+)
+def test_bad_input_of_distill_is_one_clear_line(folder, tmp_path, arguments, message):
+    (tmp_path / "empty.txt").write_text("\n")
+    (tmp_path / "one.txt").write_text("a cat")
+    result = run("distill", "--model", folder, "--steps", 1, *DISTIL, *arguments)
+    assert result.exit_code == 2, result.output
+    assert message in " ".join(result.output.split())
+    assert not (tmp_path / "distilled").exists()
+
+
 @pytest.mark.parametrize(
     "command",
     [
-        "generate", "compare", "eval", "curves", "info", "demo", "demo train", "demo info", "demo atlas",
+        "generate", "compare", "eval", "distill", "curves", "info", "demo", "demo train", "demo info", "demo atlas",
         "bench", "bench attention", "bench step",
     ],
 )  # fmt: skip

@@ -21,6 +21,7 @@ from foveate.report import (
     Comparison,
     Variant,
     comparison_page,
+    draw_losses,
     draw_order,
     draw_table,
     draw_tiles,
@@ -324,3 +325,13 @@ def test_caption_speaks_of_a_centre_only_if_there_is_one():
     without = sparse(tile_map=plan.tile_maps[0], table=plan.tables[0])
     assert "centre" in Page(comparison_page(comparison(variant(), sparse()))).text
     assert "centre" not in Page(comparison_page(comparison(variant(), without))).text
+
+
+def test_losses_are_drawn_as_they_are_with_a_mean_over_a_twentieth_of_them():
+    losses = [2.0 + (step % 2) for step in range(80)]
+    every, mean = draw_losses(losses).axes[0].lines
+    assert list(every.get_ydata()) == losses
+    assert list(every.get_xdata()) == list(range(1, 81))
+    assert np.allclose(mean.get_ydata(), 2.5)
+    assert list(mean.get_xdata()) == list(range(4, 81))
+    draw_losses([0.5])

@@ -1,7 +1,17 @@
-"""A tiny Flux with random weights, and inputs for it."""
+"""A tiny Flux with random weights, and inputs for it; a tiny pipeline, and what it is asked to draw."""
 
 import torch
 from diffusers import FluxPipeline, FluxTransformer2DModel
+
+from foveate.demo.untrained import untrained_pipeline
+from foveate.integrations.diffusers.pipelines import Request
+
+PROMPTS = ["a cat", "a dog", "an owl", "a car", "a red apple"]
+REQUEST = Request("", (64, 64), 2, None, 0)  # 16 x 16 tokens
+
+
+def pipeline():
+    return untrained_pipeline(layers=1, single_layers=1, heads=2, rope=(4, 4, 8), text_dim=32, text_layers=1)
 
 
 def flux(layers=2, single_layers=3, dtype=torch.float64, **config):

@@ -14,7 +14,7 @@ import torch
 
 import foveate
 from foveate.files import slug, write_picture, write_whole
-from foveate.integrations.diffusers.apply import apply
+from foveate.integrations.diffusers.lora import Distilled, using
 from foveate.integrations.diffusers.pipelines import Request, draw, record_step, time_steps
 from foveate.methods import METHODS, Method
 from foveate.report import Comparison, Variant, comparison_page, psnr, ssim
@@ -33,7 +33,7 @@ def showcase() -> list[Method]:
 def compare(
     pipeline: Any,
     request: Request,
-    methods: Sequence[Method],
+    methods: Sequence[Method | Distilled],
     out: Path,
     *,
     settings: dict[str, str],
@@ -59,9 +59,10 @@ def compare(
         Path of the page.
     """
     for method in methods:
-        apply(pipeline, method).remove()  # what cannot work at all fails before anything is drawn
+        with using(pipeline, method):  # what cannot work at all fails before anything is drawn
+            pass
     page, variants, notices = out / "index.html", list[Variant](), [notice] if notice else []
-    ran: list[Method | None] = []
+    ran: list[Method | Distilled | None] = []
     try:
         for method in (None, *methods):
             advance = track(method.title if method else "dense", request.steps)
@@ -76,9 +77,8 @@ def compare(
             write_picture(out / f"{slug(variant.label)}.png", variant.image, about)
             variants.append(variant)
             ran.append(method)
-        timed = [(method,) if method else () for method in ran]
         step = record_step(pipeline, request)
-        seconds = time_steps(pipeline, step, timed, rounds, track("timing", len(timed) * (rounds + 1)))
+        seconds = time_steps(pipeline, step, ran, rounds, track("timing", len(ran) * (rounds + 1)))
         variants = [v._replace(step_seconds=taken) for v, taken in zip(variants, seconds, strict=True)]
     finally:
         if variants:
@@ -88,13 +88,12 @@ def compare(
 
 
 def _draw_variant(
-    pipeline: Any, request: Request, method: Method | None, dense: Any, advance: Callable[[], None]
+    pipeline: Any, request: Request, method: Method | Distilled | None, dense: Any, advance: Callable[[], None]
 ) -> Variant:
-    if method is None:
+    with using(pipeline, method) as run:
         image = draw(pipeline, request, advance)
-        return Variant("dense", image, [], None, None, 0.0, 0.0, 1.0, None, None, "")
-    with apply(pipeline, method) as run:
-        image = draw(pipeline, request, advance)
+        if method is None or run is None:
+            return Variant("dense", image, [], None, None, 0.0, 0.0, 1.0, None, None, "")
         layers, plan = run.summary().layers, next(iter(run.plans().values()), None)
     sparsity = mean(layer.true for layer in layers)
     return Variant(

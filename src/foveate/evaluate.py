@@ -4,7 +4,6 @@
 import json
 import time
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from itertools import islice
 from pathlib import Path
 from statistics import mean, median
@@ -22,9 +21,9 @@ from foveate.demo import PIPELINE
 from foveate.demo.atlas import load_atlas
 from foveate.demo.recogniser import Recogniser, frechet_distance, judge, load_recogniser, recognise
 from foveate.demo.scenes import Scene, Scenes, render, scenes
-from foveate.files import slug, write_picture, write_whole
-from foveate.integrations.diffusers.apply import apply
-from foveate.integrations.diffusers.pipelines import Request, draw_batch
+from foveate.files import claim, slug, write_picture, write_whole
+from foveate.integrations.diffusers.lora import Distilled, using
+from foveate.integrations.diffusers.pipelines import Request, draw_batch, fingerprint
 from foveate.methods import Method
 from foveate.report import draw_sheet, figure_png, psnr, ssim
 
@@ -73,7 +72,7 @@ class Score(NamedTuple):
 
 def evaluate(
     pipeline: Any,
-    methods: Sequence[Method],
+    methods: Sequence[Method | Distilled],
     out: Path,
     *,
     prompts: int,
@@ -102,14 +101,14 @@ def evaluate(
     model = str(pipeline.config.get("_name_or_path", ""))
     settings = {
         "model": "built-in" if model == str(PIPELINE) else model,
-        "weights": _fingerprint(pipeline.transformer),
+        "weights": fingerprint(pipeline.transformer),
         "size": request.size[0],
         "steps": request.steps,
         "guidance": request.guidance,
         "seed": request.seed,
         "dtype": str(pipeline.dtype).removeprefix("torch."),
     }
-    _claim(out, {name: str(value) for name, value in settings.items()})
+    claim(out, {name: str(value) for name, value in settings.items()})
     wanted = list(islice(scenes(request.seed, evaluation=True), prompts))
     requests = [request._replace(prompt=scene.caption, seed=request.seed + i) for i, scene in enumerate(wanted)]
     drawn = [_Drawn("real", _renderings(wanted, request.size[0]), [], 1.0)]
@@ -145,21 +144,6 @@ def _plain(score: Score) -> dict[str, Any]:
     return {name: cell._asdict() if isinstance(cell, Interval) else cell for name, cell in score._asdict().items()}
 
 
-def _fingerprint(model: torch.nn.Module) -> str:
-    """Tells weights apart that were trained differently: a folder may hold others by the time a run goes on."""
-    *_, last = model.parameters()
-    return f"{crc32(last.detach().float().cpu().numpy().tobytes()):08x}"
-
-
-def _claim(out: Path, settings: dict[str, str]) -> None:
-    """Make the folder one of these settings."""
-    path = out / "settings.json"
-    before = json.loads(path.read_text()) if path.exists() else settings
-    if differ := [f"{name}={before.get(name)}" for name in settings if before.get(name) != settings[name]]:
-        raise ValueError(f"{out} holds pictures drawn with {', '.join(differ)}: name another folder with --out")
-    write_whole(path, json.dumps(settings, indent=2).encode())
-
-
 class _Drawn(NamedTuple):
     """The pictures of one way to draw."""
 
@@ -185,7 +169,7 @@ def _path(folder: Path, index: int) -> Path:
 
 def _draw_missing(
     pipeline: Any,
-    method: Method | None,
+    method: Method | Distilled | None,
     requests: list[Request],
     folder: Path,
     batch: int,
@@ -195,7 +179,7 @@ def _draw_missing(
     missing = [index for index in range(len(requests)) if not _path(folder, index).exists()]
     for _ in range(len(requests) - len(missing)):
         advance()
-    with apply(pipeline, method) if method else nullcontext() as run:
+    with using(pipeline, method) as run:
         for start in range(0, len(missing), batch):
             part, began = missing[start : start + batch], time.perf_counter()
             images = draw_batch(pipeline, [requests[index] for index in part])

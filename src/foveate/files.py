@@ -1,6 +1,7 @@
 """Results on disk: written whole or not at all, pictures with their settings inside."""
 
 import io
+import json
 import os
 import re
 from pathlib import Path
@@ -8,7 +9,7 @@ from pathlib import Path
 from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 
-__all__ = ["slug", "write_picture", "write_whole"]
+__all__ = ["claim", "slug", "write_picture", "write_whole"]
 
 
 def write_whole(path: Path, content: bytes) -> None:
@@ -35,3 +36,17 @@ def write_picture(path: Path, image: Image.Image, settings: dict[str, str]) -> N
 def slug(text: str) -> str:
     """The text as a file name: lower-case words and dashes, 60 characters at most."""
     return re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")[:60] or "picture"
+
+
+def claim(folder: Path, settings: dict[str, str]) -> None:
+    """Make a folder one of results with these settings; settings.json says so.
+
+    Raises:
+        ValueError: If it holds results of others.
+    """
+    path = folder / "settings.json"
+    before = json.loads(path.read_text()) if path.exists() else settings
+    if differ := [f"{name}={before.get(name)}" for name in settings if before.get(name) != settings[name]]:
+        raise ValueError(f"{folder} holds pictures drawn with {', '.join(differ)}: name another folder with --out")
+    if not path.exists():
+        write_whole(path, json.dumps(settings, indent=2).encode())

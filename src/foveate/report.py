@@ -2,6 +2,7 @@
 
 import base64
 import io
+from collections.abc import Sequence
 from statistics import median
 from textwrap import fill
 from typing import Any, NamedTuple
@@ -24,6 +25,7 @@ __all__ = [
     "Comparison",
     "Variant",
     "comparison_page",
+    "draw_losses",
     "draw_order",
     "draw_sheet",
     "draw_table",
@@ -186,6 +188,17 @@ def draw_sheet(rows: dict[str, list[Image.Image]], captions: list[str]) -> Figur
             axes.spines[:].set_visible(False)
     for axes, caption in zip(grid[0], captions, strict=True):
         axes.set_title(fill(caption, 22), fontsize=7)
+    return figure
+
+
+def draw_losses(losses: Sequence[float]) -> Figure:
+    """A figure of the loss of every step of a training, with a running mean over a twentieth of the steps."""
+    figure = Figure(figsize=(7, 3), layout="constrained")
+    axes = figure.add_subplot(xlabel="step", ylabel="loss", yscale="log")
+    axes.plot(range(1, len(losses) + 1), losses, color=BLUE, linewidth=0.8, alpha=0.4)
+    window = max(1, len(losses) // 20)
+    means = np.convolve(losses, np.full(window, 1 / window), mode="valid")
+    axes.plot(range(window, len(losses) + 1), means, color=BLUE)
     return figure
 
 

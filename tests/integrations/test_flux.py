@@ -1,5 +1,6 @@
 """Laws of HilbertA inside real FluxTransformer2DModel classes."""
 
+import contextlib
 import copy
 import io
 from types import SimpleNamespace
@@ -265,6 +266,19 @@ def test_a_window_of_steps_stays_dense_where_no_scheduler_tells_the_step(model):
         with foveate.apply(pipeline, HilbertA(tiles=4, **window)) as run:
             model(**tiny.inputs(GRID))
             assert all(("no scheduler tells the step" in row.why) == dense for row in run.summary().layers)
+
+
+def test_a_pause_is_the_dense_model_and_ends_also_after_an_exception(model, caplog):
+    x = tiny.inputs(GRID)
+    dense = model(**x)[0]
+    with foveate.apply(model, HilbertA(tiles=4)) as run:
+        sparse = model(**x)[0]
+        with contextlib.suppress(KeyError), run.paused():
+            assert torch.equal(model(**x)[0], dense)
+            raise KeyError
+        assert torch.equal(model(**x)[0], sparse)
+        assert "2 of 3 forwards sparse; 1 dense: paused" in str(run.summary())
+    assert not caplog.records
 
 
 def test_split_tokens_stay_dense(model):

@@ -15,6 +15,7 @@ from foveate.bench.timing import peak_memory, time_calls
 from foveate.compare import Track, versions
 from foveate.demo.untrained import untrained_pipeline
 from foveate.integrations.diffusers.apply import apply
+from foveate.integrations.diffusers.lora import using
 from foveate.integrations.diffusers.pipelines import choose_device, choose_dtype, ready, time_steps
 from foveate.methods import HilbertA
 from foveate.ops.block_attention import block_attention
@@ -77,13 +78,12 @@ def _rows(pipe: Any, side: int, text: int, rounds: int, track: Track) -> list[di
         raise ValueError(
             f"one tile differs from dense by {error:.1e} at {side} x {side} tokens: not timing a wrong step"
         )
-    variants = [(method,) if method else () for method in METHODS]
-    peaks = []
-    for methods in variants:
-        with apply(pipe, *methods) if methods else torch.no_grad():
+    peaks: list[int | None] = []
+    for method in METHODS:
+        with using(pipe, method):
             peaks.append(peak_memory(lambda: pipe.transformer(**step), pipe.device))
-    advance = track(f"{side} x {side} tokens", len(variants) * (rounds + 1))
-    seconds = time_steps(pipe, step, variants, rounds, advance)
+    advance = track(f"{side} x {side} tokens", len(METHODS) * (rounds + 1))
+    seconds = time_steps(pipe, step, METHODS, rounds, advance)
     attention = _attention_seconds(pipe.transformer, side, text, rounds)
     layers = len(pipe.transformer.transformer_blocks) + len(pipe.transformer.single_transformer_blocks)
     return [

@@ -4,7 +4,7 @@ import os
 
 import typer
 
-from foveate.cli import bench, demo, draw, inspect
+from foveate.cli import bench, demo, distill, draw, inspect
 
 __all__ = ["app", "main"]
 
@@ -17,6 +17,7 @@ app = typer.Typer(
 app.command()(draw.generate)
 app.command()(draw.compare)
 app.command("eval")(draw.evaluate)
+app.command()(distill.distill)
 app.command()(inspect.curves)
 app.command()(inspect.info)
 app.add_typer(bench.app, name="bench")

@@ -18,13 +18,16 @@ __all__ = [
     "Device",
     "Dtype",
     "Guidance",
+    "Lora",
     "Model",
     "Seed",
     "Size",
     "Steps",
     "clear_errors",
     "console",
+    "lora_of",
     "open_model",
+    "options_of",
     "progress",
     "read_size",
     "remark_on",
@@ -52,6 +55,10 @@ Guidance = Annotated[
     float | None, typer.Option(min=0, max=1000, help="Guidance scale. [dim]default: the pipeline's[/]")
 ]
 Seed = Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Of the first noise: the same seed, the same picture.")]
+Lora = Annotated[
+    str,
+    typer.Option(help="LoRA of [bold]foveate distill[/]: file, folder or hub id. Its method comes with it."),
+]
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, mps.")]
 Dtype = Annotated[str, typer.Option(help="auto, float32, bfloat16, float16.")]
 
@@ -108,6 +115,13 @@ def open_model(model: str, device: str, dtype: str) -> Any:
         raise ValueError(f"{error}: the built-in model is damaged, install foveate again") from error
 
 
+def lora_of(pipe: Any, lora: str) -> Any:
+    """Put the LoRA into the pipeline; with the method it was distilled for, or None if it is of another make."""
+    from foveate.integrations.diffusers.lora import find_lora, load_lora
+
+    return load_lora(pipe, find_lora(lora))
+
+
 def request_of(
     pipe: Any, model: str, prompt: str, size: str | None, steps: int | None, guidance: float | None, seed: int
 ) -> Any:
@@ -133,6 +147,12 @@ def settings_of(pipe: Any, model: str, request: Any) -> dict[str, str]:
         "device": str(pipe.device),
         "dtype": str(pipe.dtype).removeprefix("torch."),
     }
+
+
+def options_of(option: list[str] | None, tiles: str | None = None) -> dict[str, str]:
+    """The options of a method: of "centre=0" and the like, and its tiles."""
+    pairs = {name: value for name, _, value in (text.partition("=") for text in option or [])}
+    return pairs if tiles is None else {**pairs, "tiles": tiles}
 
 
 def remark_on(prompt: str) -> str:

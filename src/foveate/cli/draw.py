@@ -3,7 +3,7 @@
 import time
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -12,13 +12,16 @@ from foveate.cli.common import (
     Device,
     Dtype,
     Guidance,
+    Lora,
     Model,
     Seed,
     Size,
     Steps,
     clear_errors,
     console,
+    lora_of,
     open_model,
+    options_of,
     progress,
     remark_on,
     request_of,
@@ -34,11 +37,17 @@ def generate(
     prompt: Annotated[str, typer.Argument(help="What to draw.")],
     model: Model = "",
     size: Size = None,
-    method: Annotated[str, typer.Option(help=f"dense, {', '.join(METHODS)}.")] = "dense",
+    method: Annotated[
+        str | None,
+        typer.Option(
+            help=f"dense, {', '.join(METHODS)}. [dim]default: what the LoRA was distilled for, else dense[/]"
+        ),
+    ] = None,
     tiles: Annotated[str | None, typer.Option(help="Tiles of the method: a number, or auto.")] = None,
     option: Annotated[
         list[str] | None, typer.Option("--option", "-o", help="Any option of the method: -o centre=0 -o period=2.")
     ] = None,
+    lora: Lora = "",
     steps: Steps = None,
     guidance: Guidance = None,
     seed: Seed = 0,
@@ -50,11 +59,13 @@ def generate(
 
     foveate generate "a lighthouse" --model black-forest-labs/FLUX.1-dev --size 2048 --method hilberta --tiles 16
     """
-    chosen = _method(method, tiles, option or [])
+    options = options_of(option, tiles)
+    chosen = None if lora else _method(method, options)
     if out and (out.suffix.lower() != ".png" or out.is_dir()):
         raise ValueError(f"--out names the PNG file to write, not {out}: end it with .png")
     pipe = open_model(model, device, dtype)
     request = request_of(pipe, model, prompt, size, steps, guidance, seed)
+    chosen = _method_with(lora_of(pipe, lora), method, options) if lora else chosen
     from foveate.files import slug, write_picture
     from foveate.integrations.diffusers.apply import apply
     from foveate.integrations.diffusers.pipelines import draw
@@ -68,6 +79,7 @@ def generate(
             image = draw(pipe, request, advance)
             summary = run.summary() if run else None
         about = {"method": repr(chosen) if chosen else "dense", "seconds": f"{time.perf_counter() - began:.1f}"}
+        about |= {"lora": lora} if lora else {}
         write_picture(path, image, {**settings_of(pipe, model, request), **about})
     if summary is not None:
         print(summary)
@@ -80,6 +92,7 @@ def compare(
     prompt: Annotated[str, typer.Argument(help="What to draw.")],
     model: Model = "",
     size: Size = None,
+    lora: Lora = "",
     steps: Steps = None,
     guidance: Guidance = None,
     seed: Seed = 0,
@@ -90,6 +103,8 @@ def compare(
 ) -> None:
     """Draw one prompt dense and with every method: pictures, times and patterns on one HTML page.
 
+    With --lora also distilled, which is slower than the method alone: its LoRA is kept apart from the weights.
+
     foveate compare "a red apple above a blue car"
     """
     if out.exists() and not out.is_dir():
@@ -98,11 +113,12 @@ def compare(
     request = request_of(pipe, model, prompt, size, steps, guidance, seed)
     from foveate import compare as side_by_side
 
+    methods = _and_distilled(pipe, lora, side_by_side.showcase())
     with progress() as track:
         page = side_by_side.compare(
             pipe,
             request,
-            side_by_side.showcase(),
+            methods,
             out,
             settings=settings_of(pipe, model, request),
             notice="" if model else remark_on(prompt),
@@ -123,6 +139,7 @@ def evaluate(
         ),
     ] = None,
     model: Model = "",
+    lora: Lora = "",
     prompts: Annotated[int, typer.Option(min=2, max=100_000, help="Held-out captions to draw.")] = 100,
     size: Size = None,
     steps: Steps = None,
@@ -141,6 +158,8 @@ def evaluate(
     at every picture. Numbers come with 95 % intervals. Ctrl-C loses nothing: run the same command again.
 
     foveate eval --method hilberta:tiles=4 --method hilberta:tiles=16 --prompts 100 --seed 0
+
+    With --lora a method is judged as it is and distilled: foveate eval --lora distilled --prompts 100
     """
     if out.exists() and not out.is_dir():
         raise ValueError(f"--out names a folder for the results, but {out} is a file: name another")
@@ -150,8 +169,9 @@ def evaluate(
     from foveate.compare import showcase
     from foveate.evaluate import evaluate, score_table
 
+    ways = _and_distilled(pipe, lora, methods or ([] if lora else showcase()))
     with progress() as track:
-        scores = evaluate(pipe, methods or showcase(), out, prompts=prompts, request=request, batch=batch, track=track)
+        scores = evaluate(pipe, ways, out, prompts=prompts, request=request, batch=batch, track=track)
     Console().print(score_table(scores))
     for name in ("scores.json", "sheet.png"):
         print(out / name)
@@ -160,19 +180,35 @@ def evaluate(
 def _spelled(text: str) -> Method:
     """The method of "hilberta:tiles=16,centre=0"."""
     name, _, options = text.partition(":")
-    return method_from_text(name, _pairs(options.split(",") if options else []))
+    return method_from_text(name, options_of(options.split(",") if options else None))
 
 
-def _pairs(options: list[str]) -> dict[str, str]:
-    return {name: value for name, _, value in (option.partition("=") for option in options)}
-
-
-def _method(name: str, tiles: str | None, options: list[str]) -> Method | None:
-    pairs = _pairs(options)
-    if tiles is not None:
-        pairs["tiles"] = tiles
-    if name != "dense":
-        return method_from_text(name, pairs)
-    if pairs:
-        raise ValueError(f"dense takes no options ({', '.join(pairs)}): name a method, --method {next(iter(METHODS))}")
+def _method(name: str | None, options: dict[str, str]) -> Method | None:
+    if name not in (None, "dense"):
+        return method_from_text(name, options)
+    if options:
+        raise ValueError(
+            f"dense takes no options ({', '.join(options)}): name a method, --method {next(iter(METHODS))}"
+        )
     return None
+
+
+def _method_with(distilled: Any, name: str | None, options: dict[str, str]) -> Method | None:
+    """What to draw with a LoRA: the method it was distilled for, unless it is of another make."""
+    if distilled is None:
+        return _method(name, options)
+    from foveate.integrations.diffusers.lora import adapted
+
+    if name is None:
+        name = next(name for name, cls in METHODS.items() if isinstance(distilled.method, cls))
+    return adapted(distilled, _method(name, options), set(options)).method
+
+
+def _and_distilled(pipe: Any, lora: str, methods: list[Method]) -> list[Any]:
+    """The methods, then what the LoRA was distilled for: without it and with it."""
+    if not lora:
+        return [*methods]
+    if (distilled := lora_of(pipe, lora)) is None:
+        raise ValueError(f"{lora} does not say what it was distilled for: only generate takes LoRAs of another make")
+    alone = [] if distilled.method in methods else [distilled.method]
+    return [*methods, *alone, distilled]

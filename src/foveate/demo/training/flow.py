@@ -22,10 +22,10 @@ from torch.utils.data import DataLoader
 
 from foveate.demo.scenes import scenes
 from foveate.demo.text import TEXT_TOKENS
-from foveate.demo.training.checkpoints import resume, write_checkpoint
 from foveate.demo.training.painter import Latents, Painter, flow_loss
 from foveate.demo.training.stages import RECIPE, Batches, Stage
 from foveate.files import write_picture
+from foveate.training.checkpoints import resume, write_checkpoint
 
 __all__ = ["FlowTraining", "sample_grid"]
 

@@ -14,8 +14,8 @@ from foveate.demo.atlas import load_atlas
 from foveate.demo.recogniser import NOTHING, OPEN, SIDE, Recogniser, load_recogniser, targets, to_side
 from foveate.demo.scenes import Scenes, render
 from foveate.demo.scenes import scenes as random_scenes
-from foveate.demo.training.checkpoints import resume, write_checkpoint
 from foveate.files import write_whole
+from foveate.training.checkpoints import resume, write_checkpoint
 
 __all__ = ["train_recogniser"]
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from foveate.demo.atlas import load_atlas
 from foveate.demo.scenes import Scenes, render, scenes
-from foveate.demo.training.checkpoints import resume, write_checkpoint
+from foveate.training.checkpoints import resume, write_checkpoint
 
 __all__ = ["train_vae", "vae_loss"]
 

@@ -5,6 +5,8 @@ What is specific to a model family lives in a file of its own (`flux.py`); `FAMI
 
 import importlib
 import logging
+from collections.abc import Generator
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Any
 
@@ -42,6 +44,17 @@ class Handle:
     def plans(self) -> dict[str, Any]:
         """What the methods decided for the last forward of each denoiser; without those that were dense."""
         return {name: family.plan for name, family in self._families.items() if family.plan is not None}
+
+    @contextmanager
+    def paused(self) -> Generator[None]:
+        """Within it every forward is dense, with the methods still in place: the teacher of a distillation."""
+        for family in self._families.values():
+            family.paused = True
+        try:
+            yield
+        finally:
+            for family in self._families.values():
+                family.paused = False
 
     def __enter__(self) -> "Handle":
         return self

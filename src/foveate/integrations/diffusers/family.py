@@ -43,6 +43,9 @@ class Family(ABC):
     outcomes: Counter[str]
     """How many forwards there were since `apply`, by the reason why they were dense; "" counts the sparse ones."""
 
+    paused: bool = False
+    """While it is true, every forward is dense: see `Handle.paused`."""
+
     @property
     @abstractmethod
     def plan(self) -> Any | None:

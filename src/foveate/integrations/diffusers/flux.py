@@ -179,7 +179,7 @@ class Flux(Family):
         except StaysDense as reason:
             plan = None
             self.ran = _Ran(None, str(reason))
-            if not self.outcomes[str(reason)]:
+            if not self.paused and not self.outcomes[str(reason)]:
                 log.warning("%s stays dense: %s", type(self.method).__name__, reason)
         self.outcomes[self.ran.why] += 1
         if plan or not self.outcomes[""]:
@@ -210,6 +210,8 @@ class Flux(Family):
 
     def _plan(self, inputs: dict[str, Any]) -> AttentionPlan:
         image, text = inputs["hidden_states"], inputs["encoder_hidden_states"]
+        if self.paused:
+            raise StaysDense("paused")
         if not self.method.always:
             if (progress := self.clock()) is None:
                 raise StaysDense("no scheduler tells the step, and start_percent to end_percent is part of the run")

@@ -3,21 +3,33 @@
 
 import time
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 from copy import copy
 from inspect import signature
 from pathlib import Path
 from typing import Any, NamedTuple
+from zlib import crc32
 
 import torch
 from diffusers import DiffusionPipeline
 from PIL import Image
 from safetensors import SafetensorError
 
-from foveate.integrations.diffusers.apply import DENOISERS, apply
+from foveate.integrations.diffusers.apply import DENOISERS
+from foveate.integrations.diffusers.lora import Distilled, using
 from foveate.methods import Method
 
-__all__ = ["Request", "check_request", "draw", "draw_batch", "load", "ready", "record_step", "time_steps"]
+__all__ = [
+    "Request",
+    "check_request",
+    "draw",
+    "draw_batch",
+    "fingerprint",
+    "load",
+    "ready",
+    "record_step",
+    "text_tokens",
+    "time_steps",
+]
 
 MOST_TOKENS = 2**20
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -91,6 +103,12 @@ def ready(pipeline: DiffusionPipeline, device: str = "auto", dtype: str = "auto"
     return pipeline.to(where, precision)
 
 
+def fingerprint(model: torch.nn.Module) -> str:
+    """Tells weights apart that were trained differently: a folder may hold others by the time a run goes on."""
+    *_, last = model.parameters()
+    return f"{crc32(last.detach().float().cpu().numpy().tobytes()):08x}"
+
+
 class Request(NamedTuple):
     """What to draw.
 
@@ -148,7 +166,7 @@ def draw_batch(
         return tensors
 
     shared = requests[0]
-    optional = {"guidance_scale": shared.guidance, "max_sequence_length": _text_tokens(pipeline)}
+    optional = {"guidance_scale": shared.guidance, "max_sequence_length": text_tokens(pipeline)}
     return pipeline(
         prompt=[request.prompt for request in requests],
         generator=[torch.Generator("cpu").manual_seed(request.seed) for request in requests],
@@ -160,7 +178,7 @@ def draw_batch(
     ).images
 
 
-def _text_tokens(pipeline: DiffusionPipeline) -> int | None:
+def text_tokens(pipeline: DiffusionPipeline) -> int | None:
     """How many text tokens to pad to: FLUX's second tokenizer may hold fewer than the 512 that are the default."""
     if "max_sequence_length" not in signature(pipeline.__call__).parameters:
         return None
@@ -190,7 +208,7 @@ def record_step(pipeline: DiffusionPipeline, request: Request) -> dict[str, Any]
 def time_steps(
     pipeline: DiffusionPipeline,
     step: dict[str, Any],
-    variants: Sequence[tuple[Method, ...]],
+    variants: Sequence[Method | Distilled | None],
     rounds: int,
     on_forward: Callable[[], None] = lambda: None,
 ) -> list[list[float]]:
@@ -199,16 +217,14 @@ def time_steps(
     Args:
         pipeline: What to time.
         step: Arguments of the forward, from `record_step`.
-        variants: The methods of each variant; none is dense.
+        variants: What each one runs with; None is dense.
         rounds: How often to time each.
         on_forward: Called after every forward.
     """
     seconds: list[list[float]] = [[] for _ in variants]
     for round_ in range(rounds + 1):
-        for methods, taken in zip(variants, seconds, strict=True):
-            with ExitStack() as stack:
-                if methods:
-                    stack.enter_context(apply(pipeline, *methods))
+        for way, taken in zip(variants, seconds, strict=True):
+            with using(pipeline, way):
                 start = _now(pipeline.device)
                 pipeline.transformer(**{k: copy(v) if isinstance(v, dict) else v for k, v in step.items()})
                 if round_:

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from foveate.demo.training.checkpoints import resume, write_checkpoint
+from foveate.training.checkpoints import resume, write_checkpoint
 
 
 def part(value):

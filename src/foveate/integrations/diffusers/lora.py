@@ -1,0 +1,143 @@
+# pyright: basic, reportPrivateImportUsage=false, reportArgumentType=false
+"""LoRAs that were distilled for a method: ordinary files of diffusers that carry the method's settings."""
+
+import json
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager, nullcontext
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+from zlib import crc32
+
+from diffusers import FluxPipeline
+from huggingface_hub import hf_hub_download
+from huggingface_hub.errors import HFValidationError
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
+from torch import Tensor
+
+from foveate.integrations.diffusers.apply import Handle, apply
+from foveate.methods import METHODS, Method
+
+__all__ = ["LORA_FILE", "Distilled", "adapted", "find_lora", "load_lora", "method_of", "pack_lora", "using"]
+
+LORA_FILE = "pytorch_lora_weights.safetensors"
+ANYWHERE = ("dense_layers", "start_percent", "end_percent", "min_tokens")  # where a method works, not what it does
+
+
+class Distilled(NamedTuple):
+    """A method together with the LoRA that was distilled for it and lies in the pipeline.
+
+    Attributes:
+        method: Its settings.
+        weights: Checksum of the LoRA's file: two LoRAs of one method are not the same.
+    """
+
+    method: Method
+    weights: str = ""
+
+    @property
+    def title(self) -> str:
+        """The method's, and that it is distilled."""
+        return f"{self.method.title}, distilled"
+
+
+def pack_lora(layers: Mapping[str, Tensor], method: Method) -> bytes:
+    """The safetensors file that `pipe.load_lora_weights` takes.
+
+    Args:
+        layers: The weights by their name in the transformer; their alpha is their rank.
+        method: What they were distilled for.
+    """
+    name = next(name for name, cls in METHODS.items() if type(method) is cls)
+    about = json.dumps({"method": name, "options": asdict(method)})
+    weights = {name: weight.contiguous() for name, weight in FluxPipeline.pack_weights(layers, "transformer").items()}
+    return save(weights, {"format": "pt", "foveate": about})
+
+
+def find_lora(lora: str) -> Path:
+    """The file that a path, a folder or a hub id names.
+
+    Raises:
+        ValueError: If there is none.
+    """
+    path = Path(lora).expanduser()
+    path = path / LORA_FILE if path.is_dir() else path
+    if path.is_file():
+        return path
+    try:
+        return Path(hf_hub_download(lora, LORA_FILE))
+    except (OSError, HFValidationError) as error:
+        raise ValueError(f"{lora} is no LoRA: name a file, or a folder or hub id that holds {LORA_FILE}") from error
+
+
+def method_of(file: Path) -> Method | None:
+    """What a LoRA was distilled for; None if it is one of another make.
+
+    Raises:
+        ValueError: If the file is damaged, or of another version of foveate.
+    """
+    try:
+        with safe_open(file, "pt") as opened:
+            about = (opened.metadata() or {}).get("foveate")
+        if about is None:
+            return None
+        about = json.loads(about)
+        return METHODS[about["method"]](**about["options"])
+    except SafetensorError as error:
+        raise ValueError(f"cannot read {file}: {error}") from error
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"{file} is of another version of foveate, which knew {about}: update foveate") from error
+
+
+def load_lora(pipeline: Any, file: Path) -> Distilled | None:
+    """Put a LoRA into a pipeline: with the method that it was distilled for, or None if it is one of another make.
+
+    Raises:
+        ValueError: If the file is damaged, of another version of foveate, or does not fit the model.
+    """
+    method = method_of(file)
+    try:
+        pipeline.load_lora_weights(str(file.parent), weight_name=file.name)
+    except (RuntimeError, ValueError, KeyError) as error:
+        raise ValueError(f"{file} does not fit this model: {str(error).strip().splitlines()[0]}") from error
+    return None if method is None else Distilled(method, f"{crc32(file.read_bytes()):08x}")
+
+
+def adapted(distilled: Distilled, asked: Method | None, options: set[str]) -> Distilled:
+    """The distilled method, working where `asked` does.
+
+    Args:
+        distilled: What the LoRA was made for.
+        asked: What the user wants; None is dense.
+        options: The options that the user named.
+
+    Raises:
+        ValueError: If the two contradict each other.
+    """
+    if type(asked) is not type(distilled.method):
+        other = asked.title if asked else "dense"
+        raise ValueError(f"the LoRA was distilled for {distilled.method.title}, not {other}: leave one of them out")
+    for name in sorted(options):
+        if name not in ANYWHERE and (made := getattr(distilled.method, name)) != getattr(asked, name):
+            raise ValueError(
+                f"the LoRA was distilled for {name}={made}, not {getattr(asked, name)}: leave {name} out, "
+                "or take another LoRA"
+            )
+    named = {name: getattr(asked, name) for name in options if name in ANYWHERE}
+    return distilled._replace(method=replace(distilled.method, **named))
+
+
+@contextmanager
+def using(pipeline: Any, way: Method | Distilled | None) -> Generator[Handle | None]:
+    """The pipeline with a method; dense if it is None. A LoRA in it works for what was distilled alone."""
+    off = bool(getattr(pipeline, "get_list_adapters", dict)()) and not isinstance(way, Distilled)
+    method = way.method if isinstance(way, Distilled) else way
+    if off:
+        pipeline.disable_lora()
+    try:
+        with apply(pipeline, method) if method else nullcontext() as run:
+            yield run
+    finally:
+        if off:
+            pipeline.enable_lora()

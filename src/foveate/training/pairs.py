@@ -1,0 +1,180 @@
+# pyright: basic, reportPrivateImportUsage=false, reportArgumentType=false, reportCallIssue=false
+# pyright: reportAttributeAccessIssue=false
+"""What a distillation sees: latents of pictures with the embeddings of their captions, kept on disk.
+
+Each pair is a file of its own, written whole: what is there is never made again.
+"""
+
+import json
+import math
+import random
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+from zlib import crc32
+
+import torch
+from accelerate import PartialState
+from diffusers import FluxPipeline
+from jaxtyping import Float
+from PIL import Image
+from safetensors import safe_open
+from safetensors.torch import load_file, save
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from foveate.files import claim, write_whole
+from foveate.integrations.diffusers.pipelines import Request, fingerprint, text_tokens
+
+__all__ = ["Noisy", "NoisyPairs", "captioned", "make_pairs"]
+
+PICTURES = (".png", ".jpg", ".jpeg", ".webp")
+
+
+def captioned(folder: Path, prompts: Sequence[str] | None) -> dict[Path, str]:
+    """The pictures of a folder by name, each with its caption: from the .txt beside it, or the prompts in order.
+
+    Raises:
+        ValueError: If there is no picture, a caption is missing, or there are fewer prompts than pictures.
+    """
+    pictures = sorted(path for path in folder.glob("*") if path.suffix.lower() in PICTURES)
+    if not pictures:
+        raise ValueError(f"{folder} holds no pictures: name a folder of {', '.join(PICTURES)} files")
+    if prompts is None:
+        without = [path.name for path in pictures if not path.with_suffix(".txt").is_file()]
+        if without:
+            raise ValueError(
+                f"{without[0]} has no caption: put one into {Path(without[0]).stem}.txt, or use --prompts"
+            )
+        return {path: path.with_suffix(".txt").read_text().strip() for path in pictures}
+    if len(prompts) < len(pictures):
+        raise ValueError(f"{len(pictures)} pictures in {folder}, but {len(prompts)} prompts: give one for each")
+    return dict(zip(pictures, prompts, strict=False))
+
+
+def make_pairs(
+    folder: Path,
+    pipeline: FluxPipeline,
+    prompts: Sequence[str],
+    request: Request,
+    *,
+    pictures: Sequence[Path] = (),
+    until: float = math.inf,
+    advance: Callable[[], None] = lambda: None,
+) -> bool:
+    """Make the pairs that are not there yet, each device its share; whether all are there now.
+
+    Args:
+        folder: Gets one file for each prompt.
+        pipeline: Draws the pictures, or encodes those that are there.
+        prompts: The captions.
+        request: Size, denoising steps, guidance and first seed; its prompt is not used.
+        pictures: Of the prompts, in their order; without any, the pipeline draws them.
+        until: When to stop, by `time.monotonic`.
+        advance: Called for every pair that is there.
+
+    Raises:
+        ValueError: If the folder holds pairs of other settings.
+    """
+    state = PartialState()
+    with state.main_process_first():
+        claim(folder, _settings(pipeline, request, bool(pictures)))
+    for index, prompt in enumerate(prompts):
+        path = folder / f"{index:06}.safetensors"
+        source = f"{pictures[index].name}: {prompt}" if pictures else prompt
+        if path.exists():
+            _check(path, source)
+        elif index % state.num_processes != state.process_index:
+            continue
+        elif time.monotonic() > until:
+            break
+        else:
+            one = request._replace(prompt=prompt, seed=request.seed + index)
+            pair = _encoded(pipeline, one, pictures[index]) if pictures else _drawn(pipeline, one)
+            write_whole(path, save(pair, {"source": source}))
+        advance()
+    state.wait_for_everyone()
+    return all((folder / f"{index:06}.safetensors").exists() for index in range(len(prompts)))
+
+
+def _settings(pipeline: FluxPipeline, request: Request, given: bool) -> dict[str, str]:
+    settings = {
+        "weights": fingerprint(pipeline.vae if given else pipeline.transformer),
+        "size": request.size,
+        "dtype": str(pipeline.dtype).removeprefix("torch."),
+    }
+    if not given:
+        settings |= {"steps": request.steps, "guidance": request.guidance, "seed": request.seed}
+    return {name: str(value) for name, value in settings.items()}
+
+
+def _check(path: Path, source: str) -> None:
+    with safe_open(path, "pt") as pair:
+        if (before := pair.metadata()["source"]) != source:
+            raise ValueError(f"{path} was made of {before!r}, not of {source!r}: name another folder with --out")
+
+
+@torch.no_grad()
+def _text(pipeline: FluxPipeline, prompt: str) -> dict[str, Any]:
+    text, pooled, _ = pipeline.encode_prompt(prompt, None, max_sequence_length=text_tokens(pipeline))
+    return {"prompt_embeds": text, "pooled_prompt_embeds": pooled}
+
+
+def _drawn(pipeline: FluxPipeline, request: Request) -> dict[str, Tensor]:
+    words = _text(pipeline, request.prompt)
+    guidance = {} if request.guidance is None else {"guidance_scale": request.guidance}
+    latents = pipeline(
+        **words,
+        **guidance,
+        height=request.size[0],
+        width=request.size[1],
+        num_inference_steps=request.steps,
+        generator=torch.Generator("cpu").manual_seed(request.seed),
+        output_type="latent",
+    ).images
+    return _pair(latents, words)
+
+
+@torch.no_grad()
+def _encoded(pipeline: FluxPipeline, request: Request, picture: Path) -> dict[str, Tensor]:
+    with Image.open(picture) as opened:
+        pixels = pipeline.image_processor.preprocess(opened.convert("RGB"), *request.size, resize_mode="crop")
+    vae = pipeline.vae
+    latents = vae.encode(pixels.to(vae.device, vae.dtype)).latent_dist.mode()
+    latents = (latents - vae.config.shift_factor) * vae.config.scaling_factor
+    return _pair(pipeline._pack_latents(latents, *latents.shape), _text(pipeline, request.prompt))
+
+
+def _pair(latents: Tensor, words: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: tensor[0].cpu().contiguous() for name, tensor in {"latents": latents, **words}.items()}
+
+
+class Noisy(NamedTuple):
+    """Noisy packed latents, their noise levels from 0 (clean) to 1, and the words; one, or a batch of them."""
+
+    latents: Float[Tensor, "*batch tokens channels"]
+    level: Float[Tensor, "*batch"]
+    text: Float[Tensor, "*batch words text_dim"]
+    pooled: Float[Tensor, "*batch pooled_dim"]
+
+
+class NoisyPairs(Dataset[Noisy]):
+    """Pairs under random noise, epoch after epoch: sample n follows from n and the seed alone."""
+
+    def __init__(self, folder: Path, prompts: Sequence[str], seed: int):
+        self.folder, self.count, self.seed = folder, len(prompts), seed
+        self.checksum = f"{crc32(json.dumps(list(prompts)).encode()):08x}"
+
+    def __getitem__(self, number: int) -> Noisy:
+        epoch, place = divmod(number, self.count)
+        shuffled = torch.randperm(self.count, generator=self._chance("epoch", epoch))
+        pair = load_file(self.folder / f"{shuffled[place]:06}.safetensors")
+        chance = self._chance("sample", number)
+        level = torch.rand((), generator=chance)
+        clean = pair["latents"].float()
+        latents = (1 - level) * clean + level * torch.randn(clean.shape, generator=chance)
+        return Noisy(latents, level, pair["prompt_embeds"], pair["pooled_prompt_embeds"])
+
+    def _chance(self, kind: str, number: int) -> torch.Generator:
+        return torch.Generator().manual_seed(random.Random(f"{kind} {self.seed} {number}").getrandbits(63))

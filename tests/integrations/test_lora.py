@@ -1,0 +1,102 @@
+"""Laws of LoRAs that carry the method they were distilled for."""
+
+import json
+
+import pytest
+import tiny
+import torch
+from peft import LoraConfig
+from peft.utils import get_peft_model_state_dict
+from safetensors.torch import save
+
+from foveate import HilbertA
+from foveate.integrations.diffusers.lora import (
+    LORA_FILE,
+    Distilled,
+    adapted,
+    find_lora,
+    load_lora,
+    method_of,
+    pack_lora,
+    using,
+)
+from foveate.integrations.diffusers.pipelines import draw_batch
+
+METHOD = HilbertA(tiles=4, centre=0.5, dense_layers="1")
+
+
+def layers():
+    """The weights of a LoRA that changes pictures."""
+    model = tiny.pipeline().transformer
+    model.add_adapter(LoraConfig(r=2, lora_alpha=2, init_lora_weights=False, target_modules=["attn.to_q", "ff.net.2"]))
+    return get_peft_model_state_dict(model)
+
+
+@pytest.fixture
+def file(tmp_path):
+    path = tmp_path / LORA_FILE
+    path.write_bytes(pack_lora(layers(), METHOD))
+    return path
+
+
+def test_settings_come_back_from_file_or_folder(file):
+    assert find_lora(str(file)) == find_lora(str(file.parent)) == file
+    assert method_of(file) == METHOD
+
+
+def test_using_draws_dense_sparse_and_distilled_with_one_pipeline(file):
+    def pixels(pipe, way):
+        with using(pipe, way):
+            return torch.tensor(list(draw_batch(pipe, [tiny.REQUEST])[0].tobytes()))
+
+    plain, pipe = tiny.pipeline(), tiny.pipeline()
+    dense, sparse = pixels(plain, None), pixels(plain, METHOD)
+    distilled = load_lora(pipe, file)
+    assert distilled is not None
+    assert distilled.title == "HilbertA T=4, distilled"
+    assert torch.equal(pixels(pipe, None), dense)
+    assert torch.equal(pixels(pipe, METHOD), sparse)
+    assert not torch.equal(pixels(pipe, distilled), sparse)
+    assert torch.equal(pixels(pipe, distilled), pixels(pipe, distilled))
+
+
+def test_two_loras_of_one_method_are_told_apart(file):
+    ours = load_lora(tiny.pipeline(), file)
+    file.write_bytes(pack_lora({name: 2 * weight for name, weight in layers().items()}, METHOD))
+    assert load_lora(tiny.pipeline(), file) != ours
+
+
+def test_where_a_method_works_may_be_chosen_what_it_does_may_not():
+    made = Distilled(METHOD)
+    asked = HilbertA(tiles=4, start_percent=0.5)
+    assert adapted(made, asked, {"tiles", "start_percent"}).method == HilbertA(
+        tiles=4, centre=0.5, dense_layers="1", start_percent=0.5
+    )
+    with pytest.raises(ValueError, match="was distilled for tiles=4, not 2: leave tiles out"):
+        adapted(made, HilbertA(tiles=2), {"tiles"})
+    with pytest.raises(ValueError, match="was distilled for HilbertA T=4, not dense: leave one of them out"):
+        adapted(made, None, set())
+
+
+def test_files_that_are_no_such_lora_are_named(file, tmp_path):
+    with pytest.raises(ValueError, match="nowhere is no LoRA: name a file, or a folder"):
+        find_lora("nowhere")
+    whole = file.read_bytes()
+    file.write_bytes(whole[:50])
+    with pytest.raises(ValueError, match="cannot read"):
+        method_of(file)
+    later = json.dumps({"method": "hilberta", "options": {"colour": "blue"}})
+    file.write_bytes(save(layers(), {"foveate": later}))
+    with pytest.raises(ValueError, match=r"of another version of foveate, which knew .*colour"):
+        method_of(file)
+    wide = {name: torch.zeros(2 * weight.shape[0], 2 * weight.shape[1]) for name, weight in layers().items()}
+    file.write_bytes(pack_lora(wide, METHOD))
+    with pytest.raises(ValueError, match="does not fit this model"):
+        load_lora(tiny.pipeline(), file)
+
+
+def test_a_lora_of_another_make_has_no_method(file):
+    file.write_bytes(save({f"transformer.{name}": weight for name, weight in layers().items()}))
+    pipe = tiny.pipeline()
+    assert load_lora(pipe, file) is None
+    assert pipe.get_list_adapters()

@@ -1,0 +1,27 @@
+"""One tiny pipeline for all tests of the training, and pairs that it drew."""
+
+import pytest
+import tiny
+from accelerate.state import AcceleratorState
+
+from foveate.training.pairs import make_pairs
+
+
+@pytest.fixture(autouse=True)
+def a_process_of_its_own():
+    """Accelerate keeps its device for as long as the process lives."""
+    AcceleratorState._reset_state(reset_partial_state=True)
+    yield
+    AcceleratorState._reset_state(reset_partial_state=True)
+
+
+@pytest.fixture
+def pipe():
+    return tiny.pipeline()
+
+
+@pytest.fixture(scope="session")
+def pairs_folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("run") / "pairs"
+    make_pairs(folder, tiny.pipeline(), tiny.PROMPTS, tiny.REQUEST)
+    return folder

@@ -1,0 +1,188 @@
+"""Laws of a distillation: it learns, it leaves the model alone, and it goes on as if it had not been broken off."""
+
+import contextlib
+import csv
+import itertools
+import os
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+import tiny
+import torch
+from diffusers import FluxFillPipeline
+from safetensors.torch import load_file
+from torch.utils.data import default_collate
+
+import foveate
+from foveate import HilbertA
+from foveate.integrations.diffusers.lora import LORA_FILE, method_of
+from foveate.training.distill import distill
+from foveate.training.pairs import NoisyPairs
+from foveate.training.run import Distillation
+from foveate.training.student import Recipe, Student
+
+ADAMW = Recipe(method=HilbertA(tiles=4), optimizer="adamw", rate=1e-2, batch=2)
+
+
+def losses(out):
+    return [(int(step), float(loss)) for step, loss, _ in csv.reader((out / "log.csv").read_text().splitlines())]
+
+
+@pytest.fixture
+def run(pairs_folder, tmp_path):
+    """Distils in a folder whose pictures are drawn already."""
+
+    def run(name, recipe=ADAMW, pipe=None, **options):
+        out = tmp_path / name
+        out.mkdir(exist_ok=True)
+        if not (out / "pairs").exists():
+            (out / "pairs").symlink_to(pairs_folder)
+        return out, distill(out, pipe or tiny.pipeline(), recipe, tiny.REQUEST, tiny.PROMPTS, **options)
+
+    return run
+
+
+@torch.no_grad()
+def gap(pipe, batch):
+    """Mean squared difference of the velocities to the untrained dense model's, on one fixed batch."""
+    rows = pipe._prepare_latent_image_ids(1, 16, 16, "cpu", torch.float32)
+    inputs = {"hidden_states": batch.latents, "timestep": batch.level, "pooled_projections": batch.pooled}
+    inputs |= {"encoder_hidden_states": batch.text, "img_ids": rows, "txt_ids": torch.zeros(64, 3)}
+    with foveate.apply(pipe, HilbertA(tiles=4)):
+        return (pipe.transformer(**inputs)[0] - tiny.pipeline().transformer(**inputs)[0]).square().mean().item()
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "rate", "part"),
+    [("adamw", 1e-2, 0.2), ("prodigy", None, 0.99)],  # Prodigy begins with tiny steps
+)
+def test_the_sparse_model_comes_nearer_to_the_dense_one(run, pipe, pairs_folder, optimizer, rate, part):
+    pairs = NoisyPairs(pairs_folder, tiny.PROMPTS, seed=9)
+    batch = default_collate([pairs[number] for number in range(10)])
+    before = gap(pipe, batch)
+    run("out", Recipe(method=HilbertA(tiles=4), optimizer=optimizer, rate=rate, batch=2), pipe=pipe, steps=40)
+    assert gap(pipe, batch) < part * before
+
+
+def test_all_other_weights_stay_bit_for_bit(run, pipe):
+    before = {name: weight.clone() for name, weight in pipe.transformer.state_dict().items()}
+    run("out", pipe=pipe, steps=3)
+    after = {name.replace(".base_layer", ""): weight for name, weight in pipe.transformer.state_dict().items()}
+    assert all(torch.equal(after[name], weight) for name, weight in before.items())
+    assert all("lora" in name for name in set(after) - set(before))
+
+
+def test_a_run_that_was_broken_off_goes_on_as_if_it_had_not_been(run, monkeypatch):
+    for optimizer in ("adamw", "prodigy"):
+        recipe = Recipe(method=HilbertA(tiles=4), optimizer=optimizer, batch=4)
+        whole, _ = run(f"{optimizer} whole", recipe, steps=7, at_once=2)
+        calls, loss = itertools.count(1), Student.loss
+
+        def lights_out(*arguments, calls=calls, loss=loss):
+            if next(calls) % 6 == 0:  # in the middle of a batch
+                raise SystemError
+            return loss(*arguments)
+
+        checkpoint_at_every_step = Distillation.run
+        with monkeypatch.context() as patch:
+            patch.setattr(Student, "loss", lights_out)
+            patch.setattr(
+                Distillation, "run", lambda *a, f=checkpoint_at_every_step, **o: f(*a, checkpoint_minutes=0, **o)
+            )
+            attempts, done = 0, False
+            while not done:
+                attempts += 1
+                with contextlib.suppress(SystemError):
+                    broken, done = run(f"{optimizer} broken", recipe, steps=7, at_once=2)
+        assert attempts > 2
+        assert losses(broken) == losses(whole)
+        ours, theirs = (load_file(out / LORA_FILE) for out in (broken, whole))
+        assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+def test_steps_after_the_last_checkpoint_are_made_and_logged_once(run, monkeypatch):
+    whole, _ = run("whole", steps=4)
+    calls, loss = itertools.count(1), Student.loss
+
+    def lights_out(*arguments):
+        if next(calls) == 6:
+            raise SystemError
+        return loss(*arguments)
+
+    broken, _ = run("broken", steps=1)
+    monkeypatch.setattr(Student, "loss", lights_out)
+    with pytest.raises(SystemError):
+        run("broken", steps=4)
+    assert len(losses(broken)) == 3
+    monkeypatch.undo()
+    run("broken", steps=4)
+    assert losses(broken) == losses(whole)
+
+
+def test_a_run_stops_in_time_and_more_steps_may_follow(run):
+    out, done = run("out", steps=2, minutes=0)
+    assert not done
+    assert [step for step, _ in losses(out)] == [1]
+    assert (out / LORA_FILE).exists()
+    assert run("out", steps=3)[1]
+    assert run("out", steps=3)[1]  # done before
+    assert [step for step, _ in losses(out)] == [1, 2, 3]
+
+
+def test_a_run_of_another_recipe_is_refused(run):
+    run("out", steps=1)
+    with pytest.raises(ValueError, match="name another folder"):
+        run("out", Recipe(method=HilbertA(tiles=2), optimizer="adamw", batch=2), steps=1)
+
+
+def test_a_run_leaves_lora_curve_and_samples(run):
+    bars = {}
+    track = lambda name, length: lambda: bars.update({name: bars.get(name, 0) + 1})  # noqa: E731
+    auto = Recipe(method=HilbertA(tiles=2, centre=0.5), optimizer="adamw", batch=1)
+    out, _ = run("out", auto, steps=3, captions=["a cat", "a dog"], sample_every=2, track=track)
+    assert bars == {"pictures": len(tiny.PROMPTS), "distilling": 3}
+    assert method_of(out / LORA_FILE) == auto.method
+    assert {path.name for path in out.glob("*.png")} == {"loss.png", "samples-000002.png", "samples-000003.png"}
+
+
+def test_auto_tiles_become_the_number_that_was_trained(pipe, tmp_path):
+    recipe = Recipe(method=HilbertA(), optimizer="adamw", batch=1)
+    request = tiny.REQUEST._replace(size=(128, 64), steps=1)
+    distill(tmp_path, pipe, recipe, request, ["a cat"], steps=1)
+    assert method_of(tmp_path / LORA_FILE) == HilbertA(tiles=2)
+    with pytest.raises(ValueError, match="16 x 16 image tokens are too few"):
+        distill(tmp_path, tiny.pipeline(), recipe, tiny.REQUEST, tiny.PROMPTS, steps=1)
+
+
+def test_two_devices_learn_what_one_learns(run, tmp_path):
+    alone, _ = run("alone", replace(ADAMW, seed=0), steps=3)
+    tiny.pipeline().save_pretrained(tmp_path / "model")
+    (tmp_path / "prompts").write_text("\n".join(tiny.PROMPTS))
+    options = "--size 64 --draw-steps 2 --tiles 4 --optimizer adamw --rate 0.01 --batch 2 --steps 3 --seed 0"
+    launch = "torch.distributed.run --standalone --nproc-per-node 2"  # on a CPU accelerate launches one process
+    files = f"--model {tmp_path / 'model'} --prompts {tmp_path / 'prompts'} --out {tmp_path / 'together'}"
+    command = f"-m {launch} -m foveate distill {options} {files} --device cpu"
+    result = subprocess.run(
+        [sys.executable, *command.split()],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "on 2 devices" in result.stderr
+    ours, theirs = losses(tmp_path / "together"), losses(alone)
+    assert [loss for _, loss in ours] == pytest.approx([loss for _, loss in theirs], rel=1e-4)
+
+
+def test_what_cannot_be_distilled_is_refused_before_anything_is_drawn(pipe, tmp_path, as_a_user):
+    with pytest.raises(ValueError, match=r"a batch of 2 cannot be shared evenly by 1 x 3 pictures .*: use --batch 3"):
+        distill(tmp_path, pipe, ADAMW, tiny.REQUEST, tiny.PROMPTS, steps=1, at_once=3)
+    fill = FluxFillPipeline(
+        pipe.scheduler, pipe.vae, pipe.text_encoder, pipe.tokenizer, pipe.text_encoder_2, pipe.tokenizer_2,
+        pipe.transformer,
+    )  # fmt: skip
+    with pytest.raises(ValueError, match="needs a FluxPipeline, not a FluxFillPipeline"):
+        distill(tmp_path, fill, ADAMW, tiny.REQUEST, tiny.PROMPTS, steps=1)
+    assert list(tmp_path.iterdir()) == []

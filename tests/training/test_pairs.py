@@ -1,0 +1,103 @@
+"""Laws of what a distillation sees."""
+
+import numpy as np
+import pytest
+import tiny
+import torch
+from PIL import Image
+from safetensors.torch import load_file
+
+from foveate.training import pairs
+from foveate.training.pairs import NoisyPairs, captioned, make_pairs
+
+
+@torch.no_grad()
+def test_a_pair_is_what_the_pipeline_draws_with_its_words(pipe, pairs_folder):
+    pair = load_file(pairs_folder / "000001.safetensors")
+    drawn = {"height": 64, "width": 64, "num_inference_steps": 2, "max_sequence_length": 64}
+    want = pipe(tiny.PROMPTS[1], generator=torch.Generator().manual_seed(1), output_type="latent", **drawn).images[0]
+    assert torch.equal(pair["latents"], want)
+    text, pooled, _ = pipe.encode_prompt(tiny.PROMPTS[1], None, max_sequence_length=64)
+    torch.testing.assert_close(pair["prompt_embeds"], text[0])
+    torch.testing.assert_close(pair["pooled_prompt_embeds"], pooled[0])
+
+
+def test_drawing_that_was_broken_off_goes_on_and_nothing_is_drawn_twice(pipe, pairs_folder, tmp_path, monkeypatch):
+    drawn = []
+
+    def lights_out(pipeline, request):
+        drawn.append(request.prompt)
+        if len(drawn) == 3:
+            raise SystemError
+        return draw(pipeline, request)
+
+    draw = pairs._drawn
+    monkeypatch.setattr(pairs, "_drawn", lights_out)
+    with pytest.raises(SystemError):
+        make_pairs(tmp_path, pipe, tiny.PROMPTS, tiny.REQUEST)
+    assert not make_pairs(tmp_path, pipe, tiny.PROMPTS, tiny.REQUEST, until=0)
+    bars = []
+    assert make_pairs(tmp_path, pipe, tiny.PROMPTS, tiny.REQUEST, advance=lambda: bars.append(1))
+    assert drawn == [*tiny.PROMPTS[:3], *tiny.PROMPTS[2:]]
+    assert len(bars) == len(tiny.PROMPTS)
+    for path in pairs_folder.iterdir():
+        assert (tmp_path / path.name).read_bytes() == path.read_bytes()
+
+
+def test_pairs_of_other_settings_or_prompts_are_refused(pipe, pairs_folder):
+    with pytest.raises(ValueError, match="steps=2: name another folder"):
+        make_pairs(pairs_folder, pipe, tiny.PROMPTS, tiny.REQUEST._replace(steps=3))
+    with pytest.raises(ValueError, match="was made of 'a cat', not of 'a fox'"):
+        make_pairs(pairs_folder, pipe, ["a fox"], tiny.REQUEST)
+
+
+def test_given_pictures_are_encoded_as_the_pipeline_decodes(pipe, tmp_path):
+    pixels = np.linspace(0, 255, 64 * 96 * 3).reshape(64, 96, 3).astype(np.uint8)
+    Image.fromarray(pixels).save(tmp_path / "wide.png")  # its middle is taken
+    make_pairs(tmp_path / "pairs", pipe, ["wide"], tiny.REQUEST, pictures=[tmp_path / "wide.png"])
+    middle = torch.from_numpy(pixels[:, 16:80]).permute(2, 0, 1)[None] / 127.5 - 1
+    with torch.no_grad():
+        want = pipe.vae.encode(middle).latent_dist.mean * pipe.vae.config.scaling_factor
+    latents = load_file(tmp_path / "pairs" / "000000.safetensors")["latents"]
+    torch.testing.assert_close(pipe._unpack_latents(latents[None], 64, 64, 2), want, atol=2e-2, rtol=0)
+
+
+def test_captions_stand_beside_the_pictures_or_in_the_prompts(tmp_path):
+    with pytest.raises(ValueError, match="holds no pictures"):
+        captioned(tmp_path, None)
+    for name in ("b.png", "a.png"):
+        Image.new("RGB", (8, 8)).save(tmp_path / name)
+    (tmp_path / "a.txt").write_text("an owl\n")
+    with pytest.raises(ValueError, match=r"b\.png has no caption: put one into b\.txt"):
+        captioned(tmp_path, None)
+    (tmp_path / "b.txt").write_text("a cat")
+    assert captioned(tmp_path, None) == {tmp_path / "a.png": "an owl", tmp_path / "b.png": "a cat"}
+    assert captioned(tmp_path, ["one", "two", "three"]) == {tmp_path / "a.png": "one", tmp_path / "b.png": "two"}
+    with pytest.raises(ValueError, match=r"2 pictures in .* but 1 prompts"):
+        captioned(tmp_path, ["one"])
+
+
+def test_every_epoch_sees_every_pair_once_and_a_sample_follows_from_its_number(pairs_folder):
+    samples = NoisyPairs(pairs_folder, tiny.PROMPTS, seed=1)
+    epochs = [[samples[5 * epoch + place] for place in range(5)] for epoch in range(3)]
+    orders = [[sample.pooled.sum().item() for sample in epoch] for epoch in epochs]
+    assert len(set(orders[0])) == 5
+    assert {tuple(sorted(order)) for order in orders} == {tuple(sorted(orders[0]))}
+    assert len({tuple(order) for order in orders}) > 1
+    again, other = NoisyPairs(pairs_folder, tiny.PROMPTS, seed=1)[7], NoisyPairs(pairs_folder, tiny.PROMPTS, seed=2)[7]
+    assert torch.equal(again.latents, samples[7].latents)
+    assert not torch.equal(other.latents, samples[7].latents)
+
+
+def test_noise_levels_are_uniform_and_latents_lie_between_picture_and_noise(pairs_folder):
+    samples = NoisyPairs(pairs_folder, tiny.PROMPTS[:1], seed=0)
+    clean = load_file(pairs_folder / "000000.safetensors")["latents"]
+    levels = []
+    for number in range(500):
+        noisy, level, *_ = samples[number]
+        noise = (noisy - (1 - level) * clean) / level
+        levels.append(level.item())
+        assert abs(noise.mean()) < 0.1
+        assert abs(noise.std() - 1) < 0.1
+    edges = np.quantile(levels, [0.1, 0.5, 0.9])
+    assert edges == pytest.approx([0.1, 0.5, 0.9], abs=0.05)

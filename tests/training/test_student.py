@@ -1,0 +1,163 @@
+"""Laws of teacher and student in one model."""
+
+import copy
+
+import pytest
+import tiny
+import torch
+import torch.nn.functional as F
+from diffusers import FluxTransformer2DModel
+from torch.utils.data import default_collate
+
+import foveate
+from foveate import HilbertA
+from foveate.integrations.diffusers.lora import LORA_FILE, load_lora
+from foveate.training.pairs import NoisyPairs
+from foveate.training.student import TARGETS, Recipe, Student
+
+
+def recipe(tiles=4, **options):
+    return Recipe(method=HilbertA(tiles=tiles), **options)
+
+
+def student_of(pipe, *arguments, **options):
+    return Student(pipe, recipe(*arguments, **options), tiny.REQUEST.size)
+
+
+@pytest.fixture
+def batch(pairs_folder):
+    pairs = NoisyPairs(pairs_folder, tiny.PROMPTS, seed=0)
+    return default_collate([pairs[number] for number in range(3)])
+
+
+def velocity(pipe, batch):
+    """As the pipeline asks for it."""
+    return pipe.transformer(
+        hidden_states=batch.latents,
+        timestep=batch.level,
+        pooled_projections=batch.pooled,
+        encoder_hidden_states=batch.text,
+        img_ids=pipe._prepare_latent_image_ids(1, 16, 16, "cpu", torch.float32),
+        txt_ids=torch.zeros(64, 3),
+        return_dict=False,
+    )[0]
+
+
+def unlearn(student, scale=0.1):
+    """A LoRA that changes something: a fresh one does not."""
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for weight in student.trained:
+            weight.add_(scale * torch.randn_like(weight))
+
+
+def test_the_loss_is_the_mean_squared_difference_to_the_dense_model(pipe, batch):
+    with torch.no_grad():
+        dense = velocity(pipe, batch)
+        with foveate.apply(pipe, HilbertA(tiles=4)):
+            sparse = velocity(pipe, batch)
+    student = student_of(pipe)
+    assert student.loss(pipe.transformer, batch).item() == pytest.approx(F.mse_loss(sparse, dense).item(), rel=1e-5)
+    unlearn(student)
+    with torch.no_grad(), student.teacher():
+        assert torch.equal(velocity(pipe, batch), dense)
+    with torch.no_grad(), student.untaught():
+        assert torch.equal(velocity(pipe, batch), sparse)
+    taught = velocity(pipe, batch)
+    assert student.loss(pipe.transformer, batch).item() == pytest.approx(F.mse_loss(taught, dense).item(), rel=1e-5)
+
+
+def test_with_one_tile_there_is_nothing_to_learn(pipe, batch):
+    assert student_of(pipe, 1).loss(pipe.transformer, batch) < 1e-10
+
+
+def test_only_the_lora_has_gradients_and_it_is_where_the_recipe_says(pipe, batch):
+    student = student_of(pipe, rank=3)
+    student.loss(pipe.transformer, batch).backward()
+    trained = {name for name, weight in pipe.transformer.named_parameters() if weight.grad is not None}
+    double = {f"transformer_blocks.0.{target}" for target in TARGETS}
+    single = {f"single_transformer_blocks.0.attn.to_{name}" for name in "qkv"}
+    assert trained == {f"{layer}.lora_{side}.default.weight" for layer in double | single for side in "AB"}
+    assert all(min(weight.shape) == 3 for weight in student.trained)
+
+
+def test_both_are_told_the_same_noise_level_and_guidance(pipe, batch):
+    config = {name: value for name, value in pipe.transformer.config.items() if not name.startswith("_")}
+    pipe.transformer = FluxTransformer2DModel(**{**config, "guidance_embeds": True})
+    told = []
+    pipe.transformer.time_text_embed.register_forward_pre_hook(lambda _module, inputs: told.append(inputs[:2]))
+    student_of(pipe, guidance=3.5).loss(pipe.transformer, batch)
+    assert len(told) == 2
+    for level, guidance in told:
+        torch.testing.assert_close(level, 1000 * batch.level)
+        torch.testing.assert_close(guidance, torch.full((3,), 3500.0))
+
+
+def test_checkpointing_changes_no_gradient(pipe, batch):
+    gradients = []
+    for model in (pipe, copy.deepcopy(pipe)):
+        student = student_of(model)
+        unlearn(student)
+        if model is not pipe:
+            model.transformer.enable_gradient_checkpointing()
+        student.loss(model.transformer, batch).backward()
+        gradients.append([weight.grad for weight in student.trained])
+    for ours, theirs in zip(*gradients, strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+def test_in_bfloat16_the_lora_is_trained_in_float32(pipe, batch):
+    pipe.to(torch.bfloat16)
+    student = student_of(pipe)
+    student.loss(pipe.transformer, batch).backward()
+    assert {weight.dtype for weight in student.trained} == {torch.float32}
+    assert sum(weight.grad.abs().sum() for weight in student.trained) > 0
+
+
+def test_the_file_gives_any_pipeline_the_same_velocities_and_the_method(pipe, batch, tmp_path):
+    other = copy.deepcopy(pipe)
+    student = student_of(pipe)
+    unlearn(student)
+    (tmp_path / LORA_FILE).write_bytes(student.packed())
+    loaded = load_lora(other, tmp_path / LORA_FILE)
+    assert loaded is not None
+    assert loaded.method == HilbertA(tiles=4)
+    with torch.no_grad(), foveate.apply(other, loaded.method):
+        torch.testing.assert_close(velocity(other, batch), velocity(pipe, batch))
+        student.finish()
+        assert not torch.allclose(velocity(other, batch), velocity(pipe, batch))
+
+
+def test_a_student_may_start_from_a_lora(pipe, batch, tmp_path):
+    fresh, third = copy.deepcopy(pipe), copy.deepcopy(pipe)
+    student = student_of(pipe)
+    unlearn(student)
+    path = tmp_path / LORA_FILE
+    path.write_bytes(student.packed())
+    again = Student(fresh, recipe(2), tiny.REQUEST.size, path)
+    for ours, theirs in zip(again.trained, student.trained, strict=True):
+        assert torch.equal(ours, theirs)
+    with pytest.raises(ValueError, match="does not fit: it needs the model and --rank it was made with"):
+        Student(third, recipe(rank=2), tiny.REQUEST.size, path)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"optimizer": "sgd"}, "unknown optimizer 'sgd': choose prodigy or adamw"),
+        ({"rank": 0}, "rank and batch must be 1 or more, not 0 and 32"),
+        ({"rate": 0.0}, "the learning rate must be above 0"),
+        ({"method": HilbertA(start_percent=0.5)}, "leave start_percent and end_percent out"),
+    ],
+)
+def test_recipes_that_make_no_sense_are_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        Recipe(**{"method": HilbertA(tiles=4), **options})
+
+
+def test_what_cannot_be_trained_is_refused(pipe, batch):
+    student = Student(pipe, Recipe(method=HilbertA(tiles=4, min_tokens=1000)), tiny.REQUEST.size)
+    with pytest.raises(ValueError, match="min_tokens=1000: there is nothing to distil at this size"):
+        student.loss(pipe.transformer, batch)
+    with pytest.raises(ValueError, match="too small for float16"):
+        student_of(pipe.to(torch.float16))
