@@ -1,9 +1,11 @@
 """Judge dense and sparse drawing with the built-in model: scores to evals/results, pictures to docs/images.
 
-python evals/quality.py --size 256 --prompts 500 --batch 32          # as docs/results.md shows them
+python evals/quality.py --size 256 --prompts 500 --batch 32                          # as docs/results.md shows them
+python evals/quality.py --size 256 --prompts 500 --batch 32 --lora distilled-16      # with a LoRA of foveate distill
 """
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -15,35 +17,61 @@ from foveate.compare import showcase
 from foveate.demo import PIPELINE
 from foveate.evaluate import evaluate, score_table
 from foveate.files import write_whole
+from foveate.integrations.diffusers.lora import Distilled, find_lora, load_lora
 from foveate.integrations.diffusers.pipelines import Request, load
+from foveate.methods import Method
 
 RESULTS, SHEETS = Path("evals/results"), Path("docs/images")
 
+Size = Annotated[int, typer.Option(help="Side of the pictures in pixels.")]
+Prompts = Annotated[int, typer.Option(help="Held-out captions.")]
+Batch = Annotated[int, typer.Option(help="Pictures drawn together.")]
+Pictures = Annotated[str, typer.Option(help="Folder of the pictures; a run found there is gone on with.")]
+Commit = Annotated[str, typer.Option(help="The commit that is judged, where git cannot tell.")]
+
 
 def main(
-    size: Annotated[int, typer.Option(help="Side of the pictures in pixels.")] = 256,
-    prompts: Annotated[int, typer.Option(help="Held-out captions.")] = 500,
-    steps: int = 20,
-    seed: int = 0,
-    batch: Annotated[int, typer.Option(help="Pictures drawn together.")] = 1,
+    size: Size = 256,
+    prompts: Prompts = 500,
+    batch: Batch = 1,
+    lora: Annotated[str, typer.Option(help="Judge this LoRA and its method instead of the usual ones.")] = "",
     device: str = "auto",
     dtype: str = "auto",
-    pictures: Annotated[Path, typer.Option(help="Folder of the pictures; a run found there is gone on with.")] = Path(
-        "eval"
-    ),
-    commit: Annotated[str, typer.Option(help="The commit that is judged, where git cannot tell.")] = "",
+    pictures: Pictures = "eval",
+    commit: Commit = "",
 ) -> None:
     """Draw, judge and write."""
-    pipe, out = load(str(PIPELINE), device, dtype), pictures / f"{size}px"
-    request = Request("", (size, size), steps, None, seed)
+    name = f"quality-{Path(lora).name}" if lora else "quality"
+    judge(name, [] if lora else showcase(), size, prompts, batch, device, dtype, pictures, commit, lora)
+
+
+def judge(
+    name: str,
+    methods: Sequence[Method],
+    size: int,
+    prompts: int,
+    batch: int,
+    device: str,
+    dtype: str,
+    pictures: str,
+    commit: str,
+    lora: str = "",
+) -> None:
+    """Draw with the methods, then without and with the LoRA; write scores and pictures under the name."""
+    pipe, out = load(str(PIPELINE), device, dtype), Path(pictures) / f"{size}px"
+    ways: list[Method | Distilled] = [*methods]
+    if lora:
+        if (distilled := load_lora(pipe, find_lora(lora))) is None:
+            raise ValueError(f"{lora} does not say what it was distilled for: make one with foveate distill")
+        ways += [distilled.method, distilled]
+    request = Request("", (size, size), 20, None, 0)
     with progress() as track:
-        scores = evaluate(pipe, showcase(), out, prompts=prompts, request=request, batch=batch, track=track)
+        scores = evaluate(pipe, ways, out, prompts=prompts, request=request, batch=batch, track=track)
     result = json.loads((out / "scores.json").read_text())
     if commit:
         result["versions"]["commit"] = commit
-    name = f"quality-{pipe.device.type}-{size}px"
-    write_whole(RESULTS / f"{name}.json", json.dumps(result, indent=2).encode() + b"\n")
-    write_whole(SHEETS / f"quality-{size}px.png", (out / "sheet.png").read_bytes())
+    write_whole(RESULTS / f"{name}-{pipe.device.type}-{size}px.json", json.dumps(result, indent=2).encode() + b"\n")
+    write_whole(SHEETS / f"{name}-{size}px.png", (out / "sheet.png").read_bytes())
     Console().print(score_table(scores))
 
 

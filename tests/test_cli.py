@@ -272,7 +272,7 @@ def test_eval_judges_and_goes_on_where_it_was(folder, tmp_path):
     for word in ("real", "dense", "HilbertA T=2", "objects", "PSNR"):
         assert word in result.output
     scores = json.loads((tmp_path / "eval" / "scores.json").read_text())
-    assert [score["label"] for score in scores["scores"]] == ["real", "dense", "HilbertA T=2"]
+    assert [score["label"] for score in scores["scores"]] == ["real", "dense", "HilbertA T=2 centre=0.5"]
     assert pixels("eval/sheet.png").size
     written = {path: path.stat().st_mtime_ns for path in (tmp_path / "eval").rglob("0*.png")}
     assert len(written) == 6
@@ -331,6 +331,7 @@ def test_demo_train_names_what_is_missing(tmp_path):
 
 DISTIL = ["--tiles", 2, "-o", "centre=0.5", "--optimizer", "adamw", "--rate", 0.05, "--batch", 1, "--size", "64"]
 DISTIL += ["--draw-steps", 1, "--device", "cpu"]
+TITLE, SLUG = "HilbertA T=2 centre=0.5", "hilberta-t-2-centre-0-5"
 
 
 @pytest.fixture(scope="module")
@@ -369,7 +370,7 @@ def test_distill_leaves_a_lora_and_generate_applies_its_method(folder, lora):
     ("arguments", "message"),
     [
         (["--tiles", 4], "was distilled for tiles=2, not 4: leave tiles out"),
-        (["--method", "dense"], "was distilled for HilbertA T=2, not dense"),
+        (["--method", "dense"], "was distilled for HilbertA T=2 centre=0.5, not dense"),
         (["--method", "hilberta", "-o", "centre=0.25"], "was distilled for centre=0.5, not 0.25"),
     ],
 )
@@ -383,12 +384,12 @@ def test_compare_and_eval_show_what_was_distilled_beside_the_rest(folder, lora, 
     result = run("compare", "a cat", "--model", folder, *SMALL, "--rounds", 1, "--lora", lora, "--out", "out")
     assert result.exit_code == 0, result.output
     names = {path.stem for path in (tmp_path / "out").glob("*.png")}
-    assert names == {"dense", "hilberta-t-4", "hilberta-t-2", "hilberta-t-2-distilled"}
-    assert (pixels("out/hilberta-t-2.png") != pixels("out/hilberta-t-2-distilled.png")).any()
+    assert names == {"dense", "hilberta-t-4", SLUG, f"{SLUG}-distilled"}
+    assert (pixels(f"out/{SLUG}.png") != pixels(f"out/{SLUG}-distilled.png")).any()
     result = run("eval", "--model", folder, *SMALL, "--prompts", 2, "--lora", lora)
     assert result.exit_code == 0, result.output
     scores = json.loads((tmp_path / "eval" / "scores.json").read_text())["scores"]
-    assert [score["label"] for score in scores] == ["real", "dense", "HilbertA T=2", "HilbertA T=2, distilled"]
+    assert [score["label"] for score in scores] == ["real", "dense", TITLE, f"{TITLE}, distilled"]
     for arguments in (["compare", "a cat"], ["eval"], ["generate", "a cat"]):
         result = run(*arguments, "--model", folder, *SMALL, "--lora", "nowhere")
         assert result.exit_code == 2

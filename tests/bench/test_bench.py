@@ -26,7 +26,7 @@ def test_every_case_has_dense_and_ours_checked_and_timed(backward):
     result = measure(backward=backward)
     assert [(row["case"], row["peer"]) for row in result["rows"]] == [
         (case, peer)
-        for case in ("256 px, HilbertA T=4, no centre", "256 px, dense table")
+        for case in ("256 px, HilbertA T=4 centre=0", "256 px, dense table")
         for peer in ("dense", "foveate, portable")
     ]
     for row in result["rows"]:

@@ -43,7 +43,7 @@ class Case(NamedTuple):
     def __str__(self) -> str:
         if self.method.tiles == 1:
             return f"{self.pixels} px, dense table"
-        return f"{self.pixels} px, {self.method.title}{'' if self.method.centre else ', no centre'}"
+        return f"{self.pixels} px, {self.method.title}"
 
 
 def bench_attention(

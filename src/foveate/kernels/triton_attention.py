@@ -13,7 +13,10 @@ LN2 = tl.constexpr(0.6931471805599453)
 
 @triton.jit
 def _program(p_tiles, n_tiles, n_long, heads):
-    """Which tile of which head: the long tiles of all heads first, then head by head."""
+    """Batch, head, both as one number, and the tile: first row, row behind the last, and its steps by their kinds.
+
+    The long tiles of all heads come first, then the others head by head.
+    """
     program = tl.program_id(0)
     samples = tl.num_programs(0) // n_tiles
     first = n_long * samples
@@ -22,8 +25,10 @@ def _program(p_tiles, n_tiles, n_long, heads):
     else:
         tile, sample = n_long + (program - first) % (n_tiles - n_long), (program - first) // (n_tiles - n_long)
     p_tile = p_tiles + tile * 5
-    batch, head = (sample // heads).to(tl.int64), (sample % heads).to(tl.int64)
-    return p_tile, batch, head, sample.to(tl.int64)
+    return (
+        (sample // heads).to(tl.int64), (sample % heads).to(tl.int64), sample.to(tl.int64),
+        tl.load(p_tile), tl.load(p_tile + 1), tl.load(p_tile + 2), tl.load(p_tile + 3), tl.load(p_tile + 4),
+    )  # fmt: skip
 
 
 @triton.jit
@@ -70,9 +75,7 @@ def forward(
     D: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Output and LSE."""
-    p_tile, batch, head, sample = _program(p_tiles, n_tiles, n_long, heads)
-    row, row_end = tl.load(p_tile), tl.load(p_tile + 1)
-    full, short, done = tl.load(p_tile + 2), tl.load(p_tile + 3), tl.load(p_tile + 4)
+    batch, head, sample, row, row_end, full, short, done = _program(p_tiles, n_tiles, n_long, heads)
     p_k += batch * s_kb + head * s_kh
     p_v += batch * s_vb + head * s_vh
     q = _rows(p_q + batch * s_qb + head * s_qh, s_q, row, row_end, BM, D, BD, True)  # [BM, BD]
@@ -130,9 +133,7 @@ def backward_queries(
     D: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Gradient of the queries."""
-    p_tile, batch, head, sample = _program(p_tiles, n_tiles, n_long, heads)
-    row, row_end = tl.load(p_tile), tl.load(p_tile + 1)
-    full, short, done = tl.load(p_tile + 2), tl.load(p_tile + 3), tl.load(p_tile + 4)
+    batch, head, sample, row, row_end, full, short, done = _program(p_tiles, n_tiles, n_long, heads)
     p_k += batch * s_kb + head * s_kh
     p_v += batch * s_vb + head * s_vh
     q = _rows(p_q + batch * s_qb + head * s_qh, s_q, row, row_end, BM, D, BD, True)  # [BM, BD]
@@ -179,9 +180,7 @@ def backward_keys(
     D: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Gradients of keys and values: by the transposed table, each tile of keys walks its queries."""
-    p_tile, batch, head, sample = _program(p_tiles, n_tiles, n_long, heads)
-    row, row_end = tl.load(p_tile), tl.load(p_tile + 1)
-    full, short, done = tl.load(p_tile + 2), tl.load(p_tile + 3), tl.load(p_tile + 4)
+    batch, head, sample, row, row_end, full, short, done = _program(p_tiles, n_tiles, n_long, heads)
     p_q += batch * s_qb + head * s_qh
     p_dout += batch * s_gb + head * s_gh
     p_lse += sample * queries

@@ -22,6 +22,7 @@ from foveate.ops.curves import CURVES, grid_order, inverse_order
 __all__ = ["HilbertA", "HilbertPlan"]
 
 Grid = tuple[int, int]
+ALSO = "period", "centre", "curve", "reference"  # options that make another pattern of the same tiles
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,8 +70,9 @@ class HilbertA(SparseAttention):
 
     @property
     def title(self) -> str:
-        """HilbertA and its tiles."""
-        return f"HilbertA T={self.tiles}"
+        """HilbertA, its tiles, and what else is not as usual."""
+        unusual = [f" {name}={getattr(self, name)}" for name in ALSO if getattr(self, name) != getattr(HilbertA, name)]
+        return f"HilbertA T={self.tiles}{','.join(unusual)}"
 
     @classmethod
     def showcase(cls) -> tuple["HilbertA", ...]:
