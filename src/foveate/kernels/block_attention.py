@@ -57,7 +57,7 @@ def takes_hopper(device: torch.device, dtype: torch.dtype, head_dim: int) -> boo
 
 @torch.compiler.assume_constant_result
 def _capability(index: int) -> tuple[int, int]:
-    return (0, 0) if torch.version.hip else torch.cuda.get_device_capability(index)
+    return torch.cuda.get_device_capability(index)
 
 
 def block_attention(

@@ -44,8 +44,8 @@ def register(op: str, name: str, takes: Takes) -> Callable[..., Any]:
 
 
 def register_kernels(op: str) -> None:
-    """Let the kernels of `op` take what they can, on machines that have a GPU and Triton."""
-    if torch.cuda.is_available() and find_spec("triton"):
+    """Let the kernels of `op` take what they can, on machines that have an NVIDIA GPU and Triton."""
+    if torch.cuda.is_available() and torch.version.hip is None and find_spec("triton"):
         kernels = import_module(f"foveate.kernels.{op}")
         for name, (takes, run) in kernels.BACKENDS.items():
             register(op, name, takes)(run)

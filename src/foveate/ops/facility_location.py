@@ -1,0 +1,86 @@
+"""Facility location: the tokens that best stand for all the others, picked greedily.
+
+The objective is f(D) = sum over i of max over j in D of S_ij: every token i is served by the pick most like it. The
+greedy choice is within 1 - 1/e of the best one where similarities are not negative (Nemhauser et al. 1978).
+"""
+
+import heapq
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+__all__ = ["facility_location"]
+
+LAZY_FROM = 1024  # tokens of a single set from which on most gains are left uncomputed
+
+
+def facility_location(similarity: Float[Tensor, "*batch tokens tokens"], budget: int) -> Int[Tensor, "*batch budget"]:
+    """The `budget` tokens of each set that serve it best, in the order of their picking; no token twice.
+
+    The first pick has the largest sum of similarities; each later one adds most to the objective. Of equals the first
+    is taken, so the first k picks are those for a budget of k.
+
+    Args:
+        similarity: S_ij says how well token j serves token i. Half precision is raised to float32.
+        budget: How many tokens to pick.
+
+    Raises:
+        ValueError: If the budget is not between 1 and the number of tokens, or S is not square.
+
+    Examples:
+        >>> corners = torch.tensor([[0.0, 0.1], [0.0, 0.0], [5.0, 5.0], [5.0, 5.1]])
+        >>> facility_location(-torch.cdist(corners, corners), 2).sort().values.tolist()
+        [0, 2]
+    """
+    tokens = similarity.shape[-1]
+    if similarity.shape[-2:] != (tokens, tokens):
+        raise ValueError(f"similarity must be [..., tokens, tokens], got {list(similarity.shape)}")
+    if not 1 <= budget <= tokens:
+        raise ValueError(f"the budget must be 1 to {tokens} of {tokens} tokens, not {budget}")
+    similarity = similarity.to(torch.promote_types(similarity.dtype, torch.float32))
+    sets = similarity.reshape(-1, tokens, tokens)
+    if similarity.device.type == "cpu" and tokens >= LAZY_FROM:
+        picks = torch.stack([_lazily(one, budget) for one in sets])
+    else:
+        picks = _together(sets, budget)
+    return picks.view(*similarity.shape[:-2], budget)
+
+
+def _together(similarity: Float[Tensor, "sets tokens tokens"], budget: int) -> Int[Tensor, "sets budget"]:
+    """All gains of all sets at once, pick by pick."""
+    pick = similarity.sum(1).argmax(1)
+    picks, taken = [pick], torch.zeros_like(similarity[:, 0], dtype=torch.bool)
+    served = similarity.new_full(similarity.shape[:2], -torch.inf)
+    for _ in range(budget - 1):
+        taken.scatter_(1, pick[:, None], True)
+        served = torch.maximum(served, _column(similarity, pick))
+        gains = (similarity - served[:, :, None]).clamp(min=0).sum(1)
+        pick = gains.masked_fill(taken, -torch.inf).argmax(1)
+        picks.append(pick)
+    return torch.stack(picks, 1)
+
+
+def _column(
+    similarity: Float[Tensor, "sets tokens tokens"], pick: Int[Tensor, "sets"]
+) -> Float[Tensor, "sets tokens"]:
+    return similarity.gather(2, pick[:, None, None].expand(-1, similarity.shape[1], 1))[:, :, 0]
+
+
+def _lazily(similarity: Float[Tensor, "tokens tokens"], budget: int) -> Int[Tensor, "budget"]:
+    """One set. Gains only shrink while picks are added: one that was too small needs no new look (Minoux 1978)."""
+    columns = similarity.mT.contiguous()
+    pick = int(columns.sum(1).argmax())
+    picks, served = [pick], columns[pick]
+    gains = (columns - served).clamp(min=0).sum(1)
+    bounds = [(-gain, index) for index, gain in enumerate(gains.tolist()) if index != pick]
+    heapq.heapify(bounds)
+    while len(picks) < budget:
+        _, index = bounds[0]
+        gain = (columns[index] - served).clamp(min=0).sum().item()
+        heapq.heapreplace(bounds, (-gain, index))
+        if bounds[0][1] == index:
+            heapq.heappop(bounds)
+            picks.append(index)
+            served = torch.maximum(served, columns[index])
+    return torch.tensor(picks)
