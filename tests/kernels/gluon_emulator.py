@@ -129,6 +129,7 @@ def _pointer(tensor):
 def _load_block(descriptor, place, barrier, target):
     where = tuple(slice(int(first), int(first) + size) for first, size in zip(place, descriptor.block, strict=True))
 
+    @torch.no_grad()
     def copy():
         dawdle()
         target.zero_()
@@ -166,6 +167,7 @@ def _mma_wait(left, deps):
 def _warp_specialize(jobs, warps, registers):
     failures, program = [], HERE.program
 
+    @torch.no_grad()
     def run(function, arguments):
         HERE.program = program
         try:

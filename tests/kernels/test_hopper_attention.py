@@ -6,7 +6,9 @@ import torch
 from oracle import dense_attention, random_table
 
 from foveate import HilbertA
+from foveate.kernels import block_attention as ops
 from foveate.kernels.schedule import schedule, shares
+from foveate.ops.block_table import block_starts, block_table
 
 hopper, backward = gluon_emulator.load("foveate.kernels.hopper_attention", "foveate.kernels.hopper_backward")
 
@@ -80,3 +82,22 @@ def test_every_gradient_equals_the_dense_mask(table, programs):
         launch(*given, *written, run, shares(run, 4, programs), 0.2)
     for grad, want in zip(grads, expected, strict=True):
         torch.testing.assert_close(grad.double(), want.double(), rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu runs the real one")
+@pytest.mark.parametrize("keyless", [False, True])
+def test_the_op_hands_everything_to_the_kernels(monkeypatch, keyless):
+    monkeypatch.setattr(ops, "hopper_attention", hopper)
+    monkeypatch.setattr(ops, "hopper_backward", backward)
+    monkeypatch.setattr(ops, "_multiprocessors", lambda device: 3)
+    table = block_table([[0], [], [0, 2]], block_starts(150)) if keyless else random_table(7, (150,))
+    q, k, v = (torch.randn(1, 150, 2, 64).transpose(1, 2).requires_grad_() for _ in range(3))
+    want, want_lse = dense_attention(q, k, v, table.to_dense())
+    got, lse = ops.block_attention(q, k, v, table, 0.125, True, hopper=True)
+    torch.testing.assert_close(got.double(), want, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(lse.double(), want_lse, rtol=1e-4, atol=1e-5)
+    weight, lse_weight, seen = torch.randn_like(want), torch.randn_like(want_lse), want_lse.isfinite()
+    expected = torch.autograd.grad((want * weight).sum() + (want_lse * lse_weight)[seen].sum(), (q, k, v))
+    loss = (got.double() * weight).sum() + (lse.double() * lse_weight)[seen].sum()
+    for grad, other in zip(torch.autograd.grad(loss, (q, k, v)), expected, strict=True):
+        torch.testing.assert_close(grad, other, rtol=1e-3, atol=1e-4)

@@ -180,7 +180,7 @@ def _on_hopper(
             device=q.device,
         ),
     )
-    samples, programs = q.shape[0] * q.shape[1], torch.cuda.get_device_properties(q.device).multi_processor_count
+    samples, programs = q.shape[0] * q.shape[1], _multiprocessors(q.device)
     sharing = _SHARES.get([run.tiles], (samples, programs), lambda: shares(run, samples, programs))
     if len(sharing.work) < samples * len(run.tiles):
         for x, value in zip(written, nothing, strict=True):
@@ -263,6 +263,10 @@ def fitting(shapes: tuple[Shape, ...], tile_operands: int, row: int, memory: int
         if (tile_operands * shape.rows + 2 * shape.stages * shape.step) * row <= memory:
             return shape
     return shapes[-1]
+
+
+def _multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def _shared_memory(device: torch.device) -> int:
