@@ -116,8 +116,9 @@ def test_compare_makes_one_page_with_every_picture_and_names_what_it_left_out(fo
     assert (pixels("first.png") == pixels("dense.png")).all()
 
 
-def test_ctrl_c_while_timing_leaves_pictures_and_page(folder, tmp_path, monkeypatch):
-    def interrupted(*_args, **_more):
+def test_ctrl_c_while_timing_leaves_pictures_page_and_the_rounds_that_were_finished(folder, tmp_path, monkeypatch):
+    def interrupted(pipeline, step, variants, *_):
+        yield [1.25] * len(variants)
         raise KeyboardInterrupt
 
     monkeypatch.setattr(side_by_side, "time_steps", interrupted)
@@ -125,7 +126,9 @@ def test_ctrl_c_while_timing_leaves_pictures_and_page(folder, tmp_path, monkeypa
     assert result.exit_code == 130
     assert "finished" in result.output
     assert (tmp_path / "out" / "hilberta-t-4.png").exists()
-    assert "HilbertA T=4" in (tmp_path / "out" / "index.html").read_text()
+    page = (tmp_path / "out" / "index.html").read_text()
+    assert "HilbertA T=4" in page
+    assert "1.25 s" in page
     assert not list(tmp_path.rglob("*.part"))
 
 

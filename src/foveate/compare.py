@@ -78,8 +78,9 @@ def compare(
             variants.append(variant)
             ran.append(method)
         step = record_step(pipeline, request)
-        seconds = time_steps(pipeline, step, ran, rounds, track("timing", len(ran) * (rounds + 1)))
-        variants = [v._replace(step_seconds=taken) for v, taken in zip(variants, seconds, strict=True)]
+        for taken in time_steps(pipeline, step, ran, rounds, track("timing", len(ran) * (rounds + 1))):
+            timed = zip(variants, taken, strict=True)
+            variants = [v._replace(step_seconds=[*v.step_seconds, seconds]) for v, seconds in timed]
     finally:
         if variants:
             comparison = Comparison(request.prompt, variants, settings, versions(), " ".join(notices))

@@ -83,7 +83,7 @@ def _rows(pipe: Any, side: int, text: int, rounds: int, track: Track) -> list[di
         with using(pipe, method):
             peaks.append(peak_memory(lambda: pipe.transformer(**step), pipe.device))
     advance = track(f"{side} x {side} tokens", len(METHODS) * (rounds + 1))
-    seconds = time_steps(pipe, step, METHODS, rounds, advance)
+    seconds = list(zip(*time_steps(pipe, step, METHODS, rounds, advance), strict=True))
     attention = _attention_seconds(pipe.transformer, side, text, rounds)
     layers = len(pipe.transformer.transformer_blocks) + len(pipe.transformer.single_transformer_blocks)
     return [

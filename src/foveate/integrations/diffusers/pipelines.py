@@ -2,7 +2,7 @@
 """Load a pipeline, draw with it, and time its denoiser."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from copy import copy
 from inspect import signature
 from pathlib import Path
@@ -211,8 +211,8 @@ def time_steps(
     variants: Sequence[Method | Distilled | None],
     rounds: int,
     on_forward: Callable[[], None] = lambda: None,
-) -> list[list[float]]:
-    """Seconds of one denoiser forward, [variant][round]: each round runs every variant once, after one warm-up round.
+) -> Iterator[list[float]]:
+    """Round by round the seconds of one denoiser forward of every variant, after a round that warms up.
 
     Args:
         pipeline: What to time.
@@ -221,16 +221,16 @@ def time_steps(
         rounds: How often to time each.
         on_forward: Called after every forward.
     """
-    seconds: list[list[float]] = [[] for _ in variants]
     for round_ in range(rounds + 1):
-        for way, taken in zip(variants, seconds, strict=True):
+        seconds: list[float] = []
+        for way in variants:
             with using(pipeline, way):
                 start = _now(pipeline.device)
                 pipeline.transformer(**{k: copy(v) if isinstance(v, dict) else v for k, v in step.items()})
-                if round_:
-                    taken.append(_now(pipeline.device) - start)
+                seconds.append(_now(pipeline.device) - start)
             on_forward()
-    return seconds
+        if round_:
+            yield seconds
 
 
 def _now(device: torch.device) -> float:
