@@ -9,6 +9,7 @@ import foveate
 from foveate import HilbertA
 from foveate.ops import dispatch
 from foveate.ops.block_attention import block_attention
+from foveate.ops.facility_location import cosine_facility_location
 
 pytestmark = pytest.mark.gpu
 
@@ -105,3 +106,10 @@ def test_gradients_of_a_flux_equal_those_of_the_portable_path(monkeypatch):
     backends, want = gradients()
     assert backends == {"portable"}
     assert relative(got, want) < 3e-2
+
+
+@pytest.mark.parametrize(("tokens", "dim", "budget"), [(16, 3072, 8), (64, 640, 32), (100, 33, 9)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_facility_location_picks_what_the_portable_path_picks(tokens, dim, budget, dtype):
+    sets = torch.randn(5, tokens, dim, device="cuda", dtype=dtype)
+    assert torch.equal(cosine_facility_location(sets, budget).cpu(), cosine_facility_location(sets.cpu(), budget))

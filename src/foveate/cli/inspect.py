@@ -49,9 +49,9 @@ def curves(
 def info() -> None:
     """Print versions, devices, and which backend runs each op where."""
     from foveate.compare import versions
-    from foveate.ops import block_attention, dispatch
+    from foveate.ops import block_attention, dispatch, facility_location
 
-    del block_attention  # imported to register its backends
+    del block_attention, facility_location  # imported to register their backends
     table = Table("what", "value")
     for name, value in versions().items():
         table.add_row(name, value)

@@ -33,7 +33,7 @@ def register(op: str, name: str, takes: Takes) -> Callable[..., Any]:
     Args:
         op: Name of the op.
         name: Of the backend, as `summary` shows it.
-        takes: Whether it runs on a device, in a dtype, with heads of some dimension.
+        takes: Whether it runs on a device, in a dtype, at a size: channels of a head, or tokens of a set.
     """
 
     def add(run: Callable[..., Any]) -> Callable[..., Any]:
@@ -51,14 +51,14 @@ def register_kernels(op: str) -> None:
             register(op, name, takes)(run)
 
 
-def backends(op: str, device: torch.device, dtype: torch.dtype, head_dim: int) -> list[Backend]:
+def backends(op: str, device: torch.device, dtype: torch.dtype, size: int) -> list[Backend]:
     """All backends that could run `op` there; the last one does."""
-    return [backend for backend in _BACKENDS[op] if backend.takes(device, dtype, head_dim)]
+    return [backend for backend in _BACKENDS[op] if backend.takes(device, dtype, size)]
 
 
-def choose(op: str, device: torch.device, dtype: torch.dtype, head_dim: int) -> Backend:
+def choose(op: str, device: torch.device, dtype: torch.dtype, size: int) -> Backend:
     """The backend that runs `op` there."""
-    return backends(op, device, dtype, head_dim)[-1]
+    return backends(op, device, dtype, size)[-1]
 
 
 def ops() -> list[str]:

@@ -9,17 +9,21 @@ import heapq
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
+from torch.nn.functional import normalize
 
-__all__ = ["facility_location"]
+from foveate.ops import dispatch
+
+__all__ = ["cosine_facility_location", "facility_location"]
 
 LAZY_FROM = 1024  # tokens of a single set from which on most gains are left uncomputed
+NEARLY = 1e-5  # gains that differ by less are equal: two tokens that serve each other alone tie but for rounding
 
 
 def facility_location(similarity: Float[Tensor, "*batch tokens tokens"], budget: int) -> Int[Tensor, "*batch budget"]:
     """The `budget` tokens of each set that serve it best, in the order of their picking; no token twice.
 
-    The first pick has the largest sum of similarities; each later one adds most to the objective. Of equals the first
-    is taken, so the first k picks are those for a budget of k.
+    The first pick has the largest sum of similarities; each later one adds most to the objective. Of gains within 1e-5
+    of the largest the first is taken, on every device. The first k picks are those for a budget of k.
 
     Args:
         similarity: S_ij says how well token j serves token i. Half precision is raised to float32.
@@ -47,18 +51,49 @@ def facility_location(similarity: Float[Tensor, "*batch tokens tokens"], budget:
     return picks.view(*similarity.shape[:-2], budget)
 
 
+def cosine_facility_location(tokens: Float[Tensor, "*batch tokens dim"], budget: int) -> Int[Tensor, "*batch budget"]:
+    """`facility_location` by the cosine of tokens, in float32. Of small sets a GPU never writes the similarities down.
+
+    Works inside `torch.compile(fullgraph=True)` there.
+
+    Args:
+        tokens: Feature vectors.
+        budget: How many tokens to pick.
+
+    Raises:
+        ValueError: If the budget is not between 1 and the number of tokens.
+    """
+    *batch, number, dim = tokens.shape
+    if not 1 <= budget <= number:
+        raise ValueError(f"the budget must be 1 to {number} of {number} tokens, not {budget}")
+    backend = dispatch.choose("cosine_facility_location", tokens.device, tokens.dtype, number)
+    return backend.run(tokens.reshape(-1, number, dim), budget).view(*batch, budget)
+
+
+@dispatch.register("cosine_facility_location", "portable", takes=lambda *work: True)
+def portable(sets: Tensor, budget: int) -> Tensor:
+    """`cosine_facility_location` of [sets, tokens, dim] in plain PyTorch."""
+    z = normalize(sets.to(torch.promote_types(sets.dtype, torch.float32)), dim=-1)
+    return facility_location(z @ z.mT, budget)
+
+
 def _together(similarity: Float[Tensor, "sets tokens tokens"], budget: int) -> Int[Tensor, "sets budget"]:
     """All gains of all sets at once, pick by pick."""
-    pick = similarity.sum(1).argmax(1)
+    pick = _first_best(similarity.sum(1))
     picks, taken = [pick], torch.zeros_like(similarity[:, 0], dtype=torch.bool)
     served = similarity.new_full(similarity.shape[:2], -torch.inf)
     for _ in range(budget - 1):
         taken.scatter_(1, pick[:, None], True)
         served = torch.maximum(served, _column(similarity, pick))
         gains = (similarity - served[:, :, None]).clamp(min=0).sum(1)
-        pick = gains.masked_fill(taken, -torch.inf).argmax(1)
+        pick = _first_best(gains.masked_fill(taken, -torch.inf))
         picks.append(pick)
     return torch.stack(picks, 1)
+
+
+def _first_best(gains: Float[Tensor, "sets tokens"]) -> Int[Tensor, "sets"]:
+    best = gains.max(1, keepdim=True).values
+    return (gains >= best - NEARLY * best.abs()).int().argmax(1)
 
 
 def _column(
@@ -70,17 +105,24 @@ def _column(
 def _lazily(similarity: Float[Tensor, "tokens tokens"], budget: int) -> Int[Tensor, "budget"]:
     """One set. Gains only shrink while picks are added: one that was too small needs no new look (Minoux 1978)."""
     columns = similarity.mT.contiguous()
-    pick = int(columns.sum(1).argmax())
+    pick = int(_first_best(columns.sum(1)[None]))
     picks, served = [pick], columns[pick]
     gains = (columns - served).clamp(min=0).sum(1)
     bounds = [(-gain, index) for index, gain in enumerate(gains.tolist()) if index != pick]
     heapq.heapify(bounds)
     while len(picks) < budget:
-        _, index = bounds[0]
-        gain = (columns[index] - served).clamp(min=0).sum().item()
-        heapq.heapreplace(bounds, (-gain, index))
-        if bounds[0][1] == index:
-            heapq.heappop(bounds)
-            picks.append(index)
-            served = torch.maximum(served, columns[index])
+        seen: list[tuple[float, int]] = []  # -gain and token, as they are now
+        while bounds and (not seen or bounds[0][0] <= min(seen)[0] * (1 - NEARLY)):
+            _, index = heapq.heappop(bounds)
+            seen.append((-(columns[index] - served).clamp(min=0).sum().item(), index))
+        enough = min(seen)[0] * (1 - NEARLY)
+        pick = min(index for gain, index in seen if gain <= enough)
+        for entry in seen:
+            if entry[1] != pick:
+                heapq.heappush(bounds, entry)
+        picks.append(pick)
+        served = torch.maximum(served, columns[pick])
     return torch.tensor(picks)
+
+
+dispatch.register_kernels("cosine_facility_location")
