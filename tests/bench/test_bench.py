@@ -18,7 +18,8 @@ CASES = [Case(256, HilbertA(tiles=4, centre=0)), Case(256, HilbertA(tiles=1))]
 
 
 def measure(**options):
-    return bench_attention(CASES, CPU, torch.float32, heads=2, head_dim=16, text=10, rounds=2, **options)
+    *_, result = bench_attention(CASES, CPU, torch.float32, heads=2, head_dim=16, text=10, rounds=2, **options)
+    return result
 
 
 @pytest.mark.parametrize("backward", [False, True])
@@ -44,10 +45,20 @@ def test_what_is_wrong_or_cannot_run_is_listed_and_not_timed(monkeypatch):
     def missing(table, device):
         raise RuntimeError("no such kernel\nand more")
 
-    wrong = Peer("wrong", False, lambda *_: lambda q, k, v: v)
-    monkeypatch.setattr(attention, "peers", lambda *work: [*peers(*work), wrong, Peer("missing", True, missing)])
+    def spoiled(q, k, v):  # in the last head alone
+        out = torch.nn.functional.scaled_dot_product_attention(q, k, v)
+        out[:, -1, 5, 3] = torch.nan
+        return out
+
+    wrong = [
+        Peer("wrong", False, lambda *_: lambda q, k, v: v),
+        Peer("spoiled", False, lambda *_: spoiled),
+        Peer("missing", True, missing),
+    ]
+    monkeypatch.setattr(attention, "peers", lambda *work: [*peers(*work), *wrong])
     rows = {row["peer"]: row for row in measure()["rows"]}
     assert rows["wrong"]["failed"].startswith("wrong by ")
+    assert rows["spoiled"]["failed"] == "wrong by nan: not timed"
     assert rows["missing"]["failed"] == "no such kernel"
     assert "median_s" not in rows["wrong"]
     assert rows["foveate, portable"]["median_s"] > 0
@@ -69,7 +80,7 @@ def test_calls_take_turns(monkeypatch):
 
 
 def test_a_step_is_timed_dense_and_with_every_number_of_tiles():
-    result = step.bench_step([24], text=8, rounds=1, device="cpu")
+    (result,) = step.bench_step([24], text=8, rounds=1, device="cpu")
     assert [row["variant"] for row in result["rows"]] == ["dense", "HilbertA T=1", "HilbertA T=4", "HilbertA T=16"]
     for row in result["rows"]:
         assert row["one_tile_error"] < 1e-4
@@ -78,10 +89,11 @@ def test_a_step_is_timed_dense_and_with_every_number_of_tiles():
     assert step.table_of(result).row_count == len(result["rows"])
 
 
-def test_a_wrong_step_is_not_timed(monkeypatch):
-    monkeypatch.setattr(step, "_difference", lambda *_: 0.1)
-    with pytest.raises(ValueError, match=r"differs from dense by 1.0e-01 at 16 x 16 tokens: not timing a wrong step"):
-        step.bench_step([16], text=8, device="cpu")
+@pytest.mark.parametrize(("error", "shown"), [(0.1, "1.0e-01"), (float("nan"), "nan")])
+def test_a_wrong_step_is_not_timed(monkeypatch, error, shown):
+    monkeypatch.setattr(step, "_difference", lambda *_: error)
+    with pytest.raises(ValueError, match=rf"differs from dense by {shown} at 16 x 16 tokens: not timing a wrong step"):
+        next(step.bench_step([16], text=8, device="cpu"))
 
 
 def test_the_commands_write_json_and_a_plot_and_refuse_what_is_no_number(tmp_path):
@@ -98,3 +110,44 @@ def test_the_commands_write_json_and_a_plot_and_refuse_what_is_no_number(tmp_pat
     result = CliRunner().invoke(app, ["bench", "step", "--sides", "64;128"])
     assert result.exit_code == 2
     assert "'64;128' is no list of whole numbers: write them as 64,128" in result.output
+
+
+def test_cases_that_were_measured_outlive_an_interruption(tmp_path, monkeypatch):
+    measured = iter([attention._case])
+
+    def lights_out(*arguments):
+        for once in measured:
+            return once(*arguments)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(attention, "_case", lights_out)
+    command = [
+        "bench",
+        "attention",
+        "--pixels",
+        "256",
+        "--tiles",
+        "1,4",
+        "--centre",
+        "0",
+        "--heads",
+        "1",
+        "--rounds",
+        "1",
+    ]
+    result = CliRunner().invoke(app, [*command, "--device", "cpu", "--out", str(tmp_path)])
+    assert result.exit_code == 130
+    assert len(json.loads((tmp_path / "attention-forward-cpu.json").read_text())["rows"]) == 2
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--pixels", "1000"], "1000 px do not fit: a token of FLUX.1 is 16 x 16 px"),
+        (["--pixels", "256", "--centre", "x"], "'x' is no list of numbers: write them as 0.25,0"),
+    ],
+)
+def test_bad_input_is_one_clear_line(options, message):
+    result = CliRunner().invoke(app, ["bench", "attention", "--device", "cpu", *options])
+    assert result.exit_code == 2
+    assert message in " ".join(result.output.split())

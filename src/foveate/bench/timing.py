@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-__all__ = ["peak_memory", "time_calls"]
+__all__ = ["captured", "peak_memory", "time_calls"]
 
 Call = Callable[[], object]
 LONG_ENOUGH = 0.005  # seconds of one measurement
@@ -15,21 +15,19 @@ LONG_ENOUGH = 0.005  # seconds of one measurement
 def time_calls(calls: Sequence[Call], rounds: int, device: torch.device) -> list[list[float]]:
     """Seconds of one call, [call][round]: in every round each is measured once, so that all meet the same moments.
 
-    On a GPU a call is captured in a CUDA graph, so that the time to launch it does not count. A measurement repeats
-    the call for 5 ms at least.
+    A measurement repeats the call for 5 ms at least.
 
     Args:
-        calls: What to time; each must have run before.
+        calls: What to time, as `captured` gives them.
         rounds: How often to measure each.
         device: Where they run.
     """
-    ready = [_captured(call) if device.type == "cuda" else call for call in calls]
-    repeats = [max(1, round(LONG_ENOUGH / _seconds(call, 1, device))) for call in ready]
+    repeats = [max(1, round(LONG_ENOUGH / _seconds(call, 1, device))) for call in calls]
     return [
         list(times)
         for times in zip(
             *(
-                [_seconds(call, repeat, device) for call, repeat in zip(ready, repeats, strict=True)]
+                [_seconds(call, repeat, device) for call, repeat in zip(calls, repeats, strict=True)]
                 for _ in range(rounds)
             ),
             strict=True,
@@ -48,7 +46,10 @@ def peak_memory(call: Call, device: torch.device) -> int | None:
     return torch.cuda.max_memory_allocated(device) - before
 
 
-def _captured(call: Call) -> Call:
+def captured(call: Call, device: torch.device) -> Call:
+    """The call as it is timed: on a GPU a CUDA graph of it, so that the time to launch it does not count."""
+    if device.type != "cuda":
+        return call
     side = torch.cuda.Stream()  # warm up on a stream of its own, as capturing a backward pass asks for
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):

@@ -52,21 +52,21 @@ def attention(
 
     where = choose_device(device)
     cases = [
-        Case(side, HilbertA(tiles=count, centre=float(square)))
+        Case(side, HilbertA(tiles=count, centre=square))
         for side in _numbers(pixels)
         for count in _numbers(tiles)
-        for square in (centre.split(",") if count > 1 else ["0"])
+        for square in (_numbers(centre, float) if count > 1 else [0])
     ]
+    path, result = out / f"attention-{'backward' if backward else 'forward'}-{where.type}.json", {"rows": []}
     with progress() as track:
-        result = bench_attention(
+        for result in bench_attention(
             cases, where, choose_dtype(dtype, where), batch=batch, heads=heads, head_dim=head_dim, text=text,
             backward=backward, rounds=rounds, track=track,
-        )  # fmt: skip
-    name = f"attention-{'backward' if backward else 'forward'}-{where.type}"
-    _write(out / f"{name}.json", result, commit)
-    write_whole(out / f"{name}.png", figure_png(draw_attention(result)))
+        ):  # fmt: skip
+            _write(path, result, commit)
+            write_whole(path.with_suffix(".png"), figure_png(draw_attention(result)))
     Console().print(table_of(result))
-    print(out / f"{name}.json")
+    print(path)
 
 
 @app.command()
@@ -89,24 +89,26 @@ def step(
     foveate bench step --full-size --compile --sides 64,128,256       # a GPU with 40 GB or more
     """
     from foveate.bench.step import bench_step, table_of
+    from foveate.integrations.diffusers.pipelines import choose_device
 
+    name = f"step-{'flux-dev' if full_size else 'small'}-{'compiled' if compile else 'eager'}"
+    path, result = out / f"{name}-{choose_device(device).type}.json", {"rows": []}
     with progress() as track:
-        result = bench_step(
+        for result in bench_step(
             _numbers(sides), full_size=full_size, compile=compile, text=text, rounds=rounds, device=device,
             dtype=dtype, track=track,
-        )  # fmt: skip
-    size = "flux-dev" if full_size else "small"
-    path = out / f"step-{size}-{'compiled' if compile else 'eager'}-{result['device']}.json"
-    _write(path, result, commit)
+        ):  # fmt: skip
+            _write(path, result, commit)
     Console().print(table_of(result))
     print(path)
 
 
-def _numbers(text: str) -> list[int]:
+def _numbers(text: str, kind: type = int) -> list[Any]:
     try:
-        return [int(number) for number in text.split(",")]
+        return [kind(number) for number in text.split(",")]
     except ValueError:
-        raise ValueError(f"{text!r} is no list of whole numbers: write them as 64,128") from None
+        what, like = ("whole numbers", "64,128") if kind is int else ("numbers", "0.25,0")
+        raise ValueError(f"{text!r} is no list of {what}: write them as {like}") from None
 
 
 def _write(path: Path, result: dict[str, Any], commit: str) -> None:
