@@ -80,6 +80,10 @@ def test_weights_can_be_trained_further_with_the_last_stage(tmp_path):
     about = json.loads((further / "recipe.json").read_text())
     assert [stage["name"] for stage in about["stages"]] == ["large"]
     assert [stage["name"] for stage in about["before"]["stages"]] == ["small", "large"]
+    with pytest.raises(ValueError, match=r"is of a run with .*start"):
+        make.make(further, start=further / "pipeline", scale=0.01)  # other weights by now
+    with pytest.raises(ValueError, match="makes no vae: leave --part out"):
+        make.make(further, part="vae", start=first / "pipeline")
     with pytest.raises(ValueError, match="nowhere"):
         make.make(tmp_path / "third", start=tmp_path / "nowhere")
 

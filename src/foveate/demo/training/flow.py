@@ -25,6 +25,7 @@ from foveate.demo.text import TEXT_TOKENS
 from foveate.demo.training.painter import Latents, Painter, flow_loss
 from foveate.demo.training.stages import RECIPE, Batches, Stage
 from foveate.files import write_picture
+from foveate.integrations.diffusers.pipelines import fingerprint
 from foveate.training.checkpoints import resume, write_checkpoint
 
 __all__ = ["FlowTraining", "sample_grid"]
@@ -78,6 +79,8 @@ class FlowTraining:
         self._parts = {"painter": self.painter, "average": self.average}
         self._parts |= {f"optimizer {i}": optimizer for i, optimizer in enumerate(self.optimizers)}
         self._settings = {"recipe": repr(self.recipe), "seed": seed, "devices": self.accelerator.num_processes}
+        if not afresh:
+            self._settings["start"] = fingerprint(pipeline.transformer)
         self.stage, self.step = divmod(resume(out, self._parts, self._settings), STAGE)
         self.average.module.eval()
 

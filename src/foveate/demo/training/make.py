@@ -66,6 +66,8 @@ def make(
     """
     if part not in (*PARTS, "all"):
         raise ValueError(f"unknown part {part!r}: choose {', '.join(PARTS)} or all")
+    if start and part not in ("flow", "all"):
+        raise ValueError(f"--start trains the flow further and makes no {part}: leave --part out")
     if start:
         part = "flow"
     state = PartialState()
