@@ -52,9 +52,7 @@ def facility_location(similarity: Float[Tensor, "*batch tokens tokens"], budget:
 
 
 def cosine_facility_location(tokens: Float[Tensor, "*batch tokens dim"], budget: int) -> Int[Tensor, "*batch budget"]:
-    """`facility_location` by the cosine of tokens, in float32. Of small sets a GPU never writes the similarities down.
-
-    Works inside `torch.compile(fullgraph=True)` there.
+    """`facility_location` by the cosine of tokens, in float32.
 
     Args:
         tokens: Feature vectors.
@@ -68,6 +66,11 @@ def cosine_facility_location(tokens: Float[Tensor, "*batch tokens dim"], budget:
         raise ValueError(f"the budget must be 1 to {number} of {number} tokens, not {budget}")
     backend = dispatch.choose("cosine_facility_location", tokens.device, tokens.dtype, number)
     return backend.run(tokens.reshape(-1, number, dim), budget).view(*batch, budget)
+
+
+dispatch.register_kernels(
+    "cosine_facility_location"
+)  # before the portable path, which is chosen until they ran on a GPU
 
 
 @dispatch.register("cosine_facility_location", "portable", takes=lambda *work: True)
@@ -123,6 +126,3 @@ def _lazily(similarity: Float[Tensor, "tokens tokens"], budget: int) -> Int[Tens
         picks.append(pick)
         served = torch.maximum(served, columns[pick])
     return torch.tensor(picks)
-
-
-dispatch.register_kernels("cosine_facility_location")
