@@ -127,6 +127,8 @@ def _pointer(tensor):
 
 
 def _load_block(descriptor, place, barrier, target):
+    if int(place[-1]) * descriptor.view.element_size() % 16:
+        raise RuntimeError(f"illegal instruction: a copy from {place} does not begin at a multiple of 16 bytes")
     where = tuple(slice(int(first), int(first) + size) for first, size in zip(place, descriptor.block, strict=True))
 
     @torch.no_grad()

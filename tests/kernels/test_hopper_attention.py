@@ -15,7 +15,7 @@ hopper, backward = gluon_emulator.load("foveate.kernels.hopper_attention", "fove
 
 def attention(q, k, v, table, scale, programs):
     out, lse = torch.zeros_like(q), torch.full(q.shape[:3], -torch.inf)
-    run = schedule(table, rows=hopper.ROWS, step=hopper.STEP, short=hopper.STEP, device=q.device)
+    run = schedule(table, **hopper.CUT, device=q.device)
     sharing = shares(run, q.shape[0] * q.shape[1], programs)
     assert hopper.takes(q, k, v)
     hopper.launch(q, k, v, out, lse, run, sharing, scale)
@@ -78,7 +78,7 @@ def test_every_gradient_equals_the_dense_mask(table, programs):
         (backward.launch_queries, table, grads[:1]),
         (backward.launch_keys, table.transpose(), grads[1:]),
     ):
-        run = schedule(pattern, rows=hopper.ROWS, step=backward.STEP, short=backward.STEP, device=q.device)
+        run = schedule(pattern, **backward.CUT, device=q.device)
         launch(*given, *written, run, shares(run, 4, programs), 0.2)
     for grad, want in zip(grads, expected, strict=True):
         torch.testing.assert_close(grad.double(), want.double(), rtol=1e-3, atol=1e-4)

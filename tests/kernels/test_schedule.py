@@ -21,17 +21,20 @@ def covered(run, rows, columns):
 @given(
     seed=st.integers(0, 2**31), queries=st.integers(1, 300), keys=st.integers(1, 300), block=st.integers(1, 90),
     rows=st.sampled_from([16, 64, 128]), step=st.sampled_from([16, 64, 128]), transposed=st.booleans(),
+    aligned=st.sampled_from([1, 4]),
 )  # fmt: skip
-def test_every_pair_of_the_table_is_covered_once(seed, queries, keys, block, rows, step, transposed):
+def test_every_pair_of_the_table_is_covered_once(seed, queries, keys, block, rows, step, transposed, aligned):
     table = random_table(seed, (queries,), (keys,), block=block)
     table = table.transpose() if transposed else table
-    run = schedule(table, rows=rows, step=step, device=torch.device("cpu"))
+    run = schedule(table, rows=rows, step=step, aligned=aligned, device=torch.device("cpu"))
     assert torch.equal(covered(run, table.query_tokens, table.key_tokens), table.to_dense().long())
     tiles = run.tiles
     assert tiles[:, :2].sort(0).values.flatten()[1:-1].view(-1, 2).diff().eq(0).all()  # every row in one tile
     assert (tiles[:, 1] - tiles[:, 0] <= rows).all()
     for _, _, full, short, done in tiles.tolist():
-        lengths = run.steps.diff(dim=1).flatten()
+        starts, ends = run.steps.T
+        assert (starts[full:short] % aligned == 0).all()
+        lengths = ends - starts // aligned * aligned
         assert (lengths[full:short] == step).all()
         assert (lengths[short:done] <= step // 2).all()
 

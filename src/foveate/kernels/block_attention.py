@@ -89,9 +89,8 @@ def _forward(
     out, lse = _like(q), _lse_of(q)
     table = BlockTable(query_starts, key_starts, offsets, keys)
     if hopper and hopper_attention.takes(q, k, v):
-        _on_hopper(
-            hopper_attention.launch, table, (q, k, v), (out, lse), (0.0, -math.inf), scale, hopper_attention.STEP
-        )
+        written = out, lse
+        _on_hopper(hopper_attention.launch, table, (q, k, v), written, (0.0, -math.inf), scale, hopper_attention.CUT)
         return out, lse
     run = _Pass(q, k, table, FORWARD, tile_operands=1)
     q, k, v = map(_rows, (q, k, v))
@@ -126,8 +125,8 @@ def _backward(
     delta = _deltas(out, grad_out, torch.zeros_like(lse) if grad_lse is None else grad_lse.contiguous())
     if hopper and hopper_attention.takes(q, k, v, grad_out):
         given = q, k, v, grad_out, lse, delta
-        _on_hopper(hopper_backward.launch_queries, table, given, (dq,), (0.0,), scale, hopper_backward.STEP)
-        _on_hopper(hopper_backward.launch_keys, table, given, (dk, dv), (0.0, 0.0), scale, hopper_backward.STEP)
+        _on_hopper(hopper_backward.launch_queries, table, given, (dq,), (0.0,), scale, hopper_backward.CUT)
+        _on_hopper(hopper_backward.launch_keys, table, given, (dk, dv), (0.0, 0.0), scale, hopper_backward.CUT)
         return dq, dk, dv
     scales = scale / math.log(2), scale
     over_queries = _Pass(q, k, table, BACKWARD_QUERIES, tile_operands=2)
@@ -163,7 +162,7 @@ def _on_hopper(
     written: tuple[Tensor, ...],
     nothing: tuple[float, ...],
     scale: float,
-    step: int,
+    cut: dict[str, int],
 ) -> None:
     """Launch a kernel for Hopper; what it leaves out of `written` for want of anything to read becomes `nothing`."""
     q, k, *_ = given
@@ -171,14 +170,8 @@ def _on_hopper(
     transposed = launch is hopper_backward.launch_keys
     run = _SCHEDULES.get(
         table,
-        ("hopper", step, transposed, q.device),
-        lambda: schedule(
-            table.transpose() if transposed else table,
-            rows=hopper_attention.ROWS,
-            step=step,
-            short=step,
-            device=q.device,
-        ),
+        (*cut.items(), transposed, q.device),
+        lambda: schedule(table.transpose() if transposed else table, **cut, device=q.device),
     )
     samples, programs = q.shape[0] * q.shape[1], _multiprocessors(q.device)
     sharing = _SHARES.get([run.tiles], (samples, programs), lambda: shares(run, samples, programs))

@@ -27,11 +27,12 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from foveate.kernels.schedule import Schedule, Shares
 
-__all__ = ["ROWS", "STEP", "described", "forward", "launch", "matrix_of", "takes", "tile_of"]
+__all__ = ["CUT", "described", "forward", "launch", "matrix_of", "takes", "tile_of"]
 
 load_block = getattr(tma, "async_load", tma.async_copy_global_to_shared)  # Triton's name for it changed
 ROWS = STEP = 128
 STAGES = {64: 3, 128: 2}
+CUT = {"rows": ROWS, "step": STEP, "short": STEP}  # by `schedule`
 DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32: gl.float32}
 
 LN2 = gl.constexpr(0.6931471805599453)
@@ -254,7 +255,7 @@ def launch(
         v: Values.
         out: Of q's shape.
         lse: float32, contiguous.
-        run: Tiles of 128 rows, steps of 128 keys, none of which is cut further.
+        run: The table, `CUT`.
         sharing: Of the tiles among programs.
         scale: Of q·k.
     """

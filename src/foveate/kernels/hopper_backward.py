@@ -9,9 +9,11 @@ of keys. Nothing is added up in memory, so two runs give the same bits.
 """
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
+from torch.nn.functional import pad
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -21,12 +23,14 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from foveate.kernels.hopper_attention import HALF, LN2, described, load_block, matrix_of, tile_of
+from foveate.kernels.hopper_attention import HALF, LN2, ROWS, described, load_block, matrix_of, tile_of
 from foveate.kernels.schedule import Schedule, Shares
 
-__all__ = ["STEP", "backward_keys", "backward_queries", "launch_keys", "launch_queries"]
+__all__ = ["CUT", "backward_keys", "backward_queries", "launch_keys", "launch_queries"]
 
 STEP, STAGES = 64, 4
+ALIGNED = gl.constexpr(4)  # the copy engine reads float32 vectors from every fourth number on
+CUT = {"rows": ROWS, "step": STEP, "short": STEP, "aligned": 4}  # by `schedule`
 
 
 @gluon.jit
@@ -49,7 +53,7 @@ def _produce(
         x_row, y_row = batch * x_batch + head * x_head, batch * y_batch + head * y_head
         sample = (batch * heads + head) * queries
         for step in range(first_step, done):
-            first = gl.load(p_steps + 2 * step)
+            first = gl.load(p_steps + 2 * step) // ALIGNED * ALIGNED
             stage, phase = ring % STAGES, (ring // STAGES) & 1
             mbarrier.wait(empty.index(stage), phase ^ 1)
             size: gl.constexpr = d_x.block_type.nbytes + d_y.block_type.nbytes
@@ -67,8 +71,9 @@ def _produce(
 @gluon.jit
 def _inside(p_steps, step, BN: gl.constexpr, LAYOUT: gl.constexpr):
     """Which columns lie inside the step."""
-    length = gl.load(p_steps + 2 * step + 1) - gl.load(p_steps + 2 * step)
-    return gl.expand_dims(gl.arange(0, BN, gl.SliceLayout(0, LAYOUT)) < length, 0)
+    first, end = gl.load(p_steps + 2 * step), gl.load(p_steps + 2 * step + 1)
+    column = first // ALIGNED * ALIGNED + gl.arange(0, BN, gl.SliceLayout(0, LAYOUT))
+    return gl.expand_dims((first <= column) & (column < end), 0)
 
 
 @gluon.jit
@@ -327,7 +332,7 @@ def launch_queries(
         lse: float32 [batch, heads, queries], contiguous.
         delta: Of every query sum(out * grad_out), less the gradient of its LSE; as lse.
         dq: Of q's shape.
-        run: Tiles of 128 queries, steps of 64 keys, none of which is cut further.
+        run: The table, `CUT`.
         sharing: Of the tiles among programs.
         scale: Of q·k.
     """
@@ -339,12 +344,13 @@ def launch_keys(
     run: Schedule, sharing: Shares, scale: float,
 ) -> None:  # fmt: skip
     """Fill `dk` and `dv` wherever there are queries that read them: `launch_queries` over the transposed table."""
-    _launch(backward_keys, (k, v), (q, grad_out), (lse, delta), (), (dk, dv), run, sharing, scale)
+    vectors = [pad(x, (0, -x.shape[2] % CUT["aligned"])) for x in (lse, delta)]
+    _launch(backward_keys, (k, v), (q, grad_out), vectors, (), (dk, dv), run, sharing, scale)
 
 
 def _launch(
-    kernel: Any, tile: tuple[Tensor, ...], steps: tuple[Tensor, ...], vectors: tuple[Tensor, ...],
-    flat: tuple[Tensor, ...], grads: tuple[Tensor, ...], run: Schedule, sharing: Shares, scale: float,
+    kernel: Any, tile: tuple[Tensor, ...], steps: tuple[Tensor, ...], vectors: Sequence[Tensor],
+    flat: Sequence[Tensor], grads: tuple[Tensor, ...], run: Schedule, sharing: Shares, scale: float,
 ) -> None:  # fmt: skip
     """Launch a pass whose tiles keep `tile` while it copies `steps`, and `vectors` of an entry a query, bit by bit."""
     head_dim, heads, queries = tile[0].shape[3], tile[0].shape[1], (flat or vectors)[0].shape[2]

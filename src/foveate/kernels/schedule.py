@@ -43,7 +43,9 @@ class Shares(NamedTuple):
     bounds: Tensor
 
 
-def schedule(table: BlockTable, *, rows: int, step: int, device: torch.device, short: int = 0) -> Schedule:
+def schedule(
+    table: BlockTable, *, rows: int, step: int, device: torch.device, short: int = 0, aligned: int = 1
+) -> Schedule:
     """Cut a table into tiles of at most `rows` query tokens that share one list, and the lists into steps of keys.
 
     Args:
@@ -52,13 +54,14 @@ def schedule(table: BlockTable, *, rows: int, step: int, device: torch.device, s
         step: Tokens of a full step.
         device: Where the kernel will run.
         short: Tokens of a short step at most, into which the rest of a run is cut; half a full step if 0.
+        aligned: Full steps begin at multiples of this, and short ones are as short counted from the multiple before.
     """
     tiles: list[tuple[int, int, int, int, int]] = []
     steps: list[Run] = []
     known: dict[tuple[Run, ...], tuple[int, int, int]] = {}
     for (first, end), columns in _merged_rows(table):
         if columns not in known:
-            full, rest = _cut(columns, step, short or step // 2)
+            full, rest = _cut(columns, step, short or step // 2, aligned)
             known[columns] = len(steps), len(steps) + len(full), len(steps) + len(full) + len(rest)
             steps += full + rest
         tiles += [(row, min(row + rows, end), *known[columns]) for row in range(first, end, rows)]
@@ -119,11 +122,14 @@ def _merged(runs: Iterable[Run]) -> tuple[Run, ...]:
     return tuple(merged)
 
 
-def _cut(runs: Iterable[Run], step: int, short: int) -> tuple[list[Run], list[Run]]:
+def _cut(runs: Iterable[Run], step: int, short: int, aligned: int) -> tuple[list[Run], list[Run]]:
     """Full steps, and short ones."""
     full: list[Run] = []
     rests: list[Run] = []
     for first, end in runs:
+        if beyond := first % aligned:
+            rests.append((first, min(first - beyond + short, end)))
+            first = rests[-1][1]
         rest = end - (end - first) % step
         full += [(start, start + step) for start in range(first, rest, step)]
         rests += [(start, min(start + short, end)) for start in range(rest, end, short)]

@@ -58,7 +58,7 @@ RECIPE = (  # batches are for four H200s
     Stage(name="draft", images=2_000_000, batches={64: 512}, rates=(1.2e-3, 1e-3)),
     Stage(name="small", images=1_300_000, batches={128: 160}, rates=(8e-4, 5e-4)),
     Stage(name="large", images=900_000, batches={128: 160, 256: 40}, rates=(4e-4, 2.5e-4)),
-    Stage(name="largest", images=900_000, batches={128: 160, 256: 40, 512: 8}, rates=(4e-4, 0.0)),
+    Stage(name="largest", images=120_000, batches={128: 64, 256: 32, 512: 16}, rates=(4e-4, 0.0)),
 )
 
 
