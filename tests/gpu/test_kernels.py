@@ -23,14 +23,23 @@ def qkv(tokens, dim, dtype=torch.bfloat16, batch=2, heads=3):
 
 
 def relative(got, want):
-    return ((got - want).norm() / want.norm()).item()
+    return ((got - want).norm() / want.norm().clamp(min=1e-9)).item()  # a table may be empty
+
+
+def only(monkeypatch, op, name, dtype, size):
+    """Leave an op one backend, if it runs here."""
+    here = [backend for backend in dispatch.backends(op, torch.device("cuda"), dtype, size) if backend.name == name]
+    if not here:
+        pytest.skip(f"{name} does not run {dtype} of {size} on this GPU")
+    monkeypatch.setitem(dispatch._BACKENDS, op, here)
 
 
 @pytest.mark.parametrize("runs", [(63,), (77, 400, 523), (128, 0, 1)])
 @pytest.mark.parametrize("dim", [8, 40, 64, 96, 128, 160, 256])
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float16, 2e-3), (torch.bfloat16, 1e-2)])
-def test_output_lse_and_every_gradient_equal_the_dense_mask(runs, dim, dtype, tolerance):
-    assert dispatch.choose("block_attention", torch.device("cuda"), dtype, dim).name == "triton"
+@pytest.mark.parametrize("kernels", ["triton", "hopper"])
+def test_output_lse_and_every_gradient_equal_the_dense_mask(monkeypatch, runs, dim, dtype, tolerance, kernels):
+    only(monkeypatch, "block_attention", kernels, dtype, dim)
     table = random_table(int(torch.randint(2**31, ())), runs)
     q, k, v = qkv(sum(runs), dim, dtype)
     want, want_lse = dense_attention(q, k, v, table.to_dense().cuda())
@@ -102,8 +111,8 @@ def test_gradients_of_a_flux_equal_those_of_the_portable_path(monkeypatch):
         return backends, torch.cat([p.grad.double().flatten() for p in model.parameters() if p.grad is not None])
 
     backends, got = gradients()
-    assert backends == {"triton"}
-    monkeypatch.setitem(dispatch._BACKENDS, "block_attention", dispatch._BACKENDS["block_attention"][:1])
+    assert backends == {dispatch.choose("block_attention", torch.device("cuda"), torch.bfloat16, 64).name}
+    only(monkeypatch, "block_attention", "portable", torch.bfloat16, 64)
     backends, want = gradients()
     assert backends == {"portable"}
     assert relative(got, want) < 3e-2

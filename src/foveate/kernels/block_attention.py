@@ -69,9 +69,8 @@ def block_attention(
     return _forward(q, k, v, *table, scale, hopper)
 
 
-# By name: where it runs, and what runs. The last that takes the work is chosen; the one for Hopper waits for its first
-# measurement on such a GPU, and runs in `foveate bench attention` alone until then.
-BACKENDS = {"hopper": (takes_hopper, partial(block_attention, hopper=True)), "triton": (takes, block_attention)}
+# By name: where it runs, and what runs. The last that takes the work is chosen.
+BACKENDS = {"triton": (takes, block_attention), "hopper": (takes_hopper, partial(block_attention, hopper=True))}
 
 
 @torch.library.custom_op("foveate::block_attention", mutates_args=())

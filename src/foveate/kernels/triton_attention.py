@@ -34,10 +34,10 @@ def _program(p_tiles, n_tiles, n_long, heads):
 @triton.jit
 def _rows(p, stride, first, end, N: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, MASK: tl.constexpr):
     """Rows ``first : first + N`` as [N, BD]; zeros from `end` on and beyond the D that exist."""
-    o_n, o_d = first + tl.arange(0, N), tl.arange(0, BD)
-    p_n = p + o_n.to(tl.int64)[:, None] * stride + o_d[None, :]
+    o_n, o_d = tl.arange(0, N), tl.arange(0, BD)
+    p_n = p + first.to(tl.int64) * stride + o_n[:, None] * stride + o_d[None, :]  # all but one product in 32 bits
     if MASK:
-        return tl.load(p_n, mask=(o_n < end)[:, None] & (o_d < D)[None, :], other=0.0)
+        return tl.load(p_n, mask=(o_n < end - first)[:, None] & (o_d < D)[None, :], other=0.0)
     if D < BD:
         return tl.load(p_n, mask=(o_d < D)[None, :], other=0.0)
     return tl.load(p_n)
@@ -45,9 +45,9 @@ def _rows(p, stride, first, end, N: tl.constexpr, D: tl.constexpr, BD: tl.conste
 
 @triton.jit
 def _store(p, stride, first, end, x, N: tl.constexpr, D: tl.constexpr, BD: tl.constexpr):
-    o_n, o_d = first + tl.arange(0, N), tl.arange(0, BD)
-    p_n = p + o_n.to(tl.int64)[:, None] * stride + o_d[None, :]
-    tl.store(p_n, x.to(p.dtype.element_ty), mask=(o_n < end)[:, None] & (o_d < D)[None, :])
+    o_n, o_d = tl.arange(0, N), tl.arange(0, BD)
+    p_n = p + first.to(tl.int64) * stride + o_n[:, None] * stride + o_d[None, :]  # all but one product in 32 bits
+    tl.store(p_n, x.to(p.dtype.element_ty), mask=(o_n < end - first)[:, None] & (o_d < D)[None, :])
 
 
 @triton.jit
