@@ -16,7 +16,7 @@ from foveate.ops.block_table import BlockTable
 
 __all__ = ["BACKENDS", "block_attention"]
 
-AMPERE, HOPPER, LARGEST_HEAD = (8, 0), (9, 0), 256
+AMPERE, HOPPER, LARGEST_HEAD = 80, 90, 256
 GLUON = tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 6)
 SMALLEST_DOT, DELTA_ROWS = 16, 64  # a side of a matrix product; rows of a program
 _SCHEDULES: PerTensors[Schedule] = PerTensors()
@@ -42,7 +42,7 @@ def takes(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
     """Whether the kernels run there: half precision, NVIDIA's Ampere or newer, heads of at most 256."""
     return (
         device.type == "cuda"
-        and _capability(device.index or 0) >= AMPERE
+        and _architecture(device.index or 0) >= AMPERE
         and dtype in (torch.bfloat16, torch.float16)
         and head_dim <= LARGEST_HEAD
     )
@@ -51,13 +51,15 @@ def takes(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
 def takes_hopper(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
     """Whether the kernels in Gluon run there: a Hopper GPU, heads of 64 or 128, Triton 3.6 or newer."""
     return (
-        takes(device, dtype, head_dim) and _capability(device.index or 0) == HOPPER and head_dim in (64, 128) and GLUON
+        takes(device, dtype, head_dim) and _architecture(device.index or 0) == HOPPER and head_dim in (64, 128) and GLUON
     )
 
 
 @torch.compiler.assume_constant_result
-def _capability(index: int) -> tuple[int, int]:
-    return torch.cuda.get_device_capability(index)
+def _architecture(index: int) -> int:
+    """80 of sm_80; a number, since Dynamo of PyTorch 2.11 cannot compare constant tuples."""
+    major, minor = torch.cuda.get_device_capability(index)
+    return 10 * major + minor
 
 
 def block_attention(
