@@ -51,7 +51,10 @@ def takes(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
 def takes_hopper(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
     """Whether the kernels in Gluon run there: a Hopper GPU, heads of 64 or 128, Triton 3.6 or newer."""
     return (
-        takes(device, dtype, head_dim) and _architecture(device.index or 0) == HOPPER and head_dim in (64, 128) and GLUON
+        takes(device, dtype, head_dim)
+        and _architecture(device.index or 0) == HOPPER
+        and head_dim in (64, 128)
+        and GLUON
     )
 
 

@@ -23,12 +23,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from foveate.kernels.hopper_attention import HALF, LN2, ROWS, described, load_block, matrix_of, tile_of
+from foveate.kernels.hopper_attention import HALF, ROWS, described, load_block, matrix_of, tile_of
 from foveate.kernels.schedule import Schedule, Shares
 
 __all__ = ["CUT", "backward_keys", "backward_queries", "launch_keys", "launch_queries"]
 
 STEP, STAGES = 64, 4
+LOG2E = gl.constexpr(1.4426950408889634)
 ALIGNED = gl.constexpr(4)  # the copy engine reads float32 vectors from every fourth number on
 CUT = {"rows": ROWS, "step": STEP, "short": STEP, "aligned": 4}  # by `schedule`
 
@@ -127,7 +128,7 @@ def _consume_keys(
         batch, head, row, row_end, first, short, done = tile_of(p_work, p_tiles, work, heads)
         o_m = row + WHO * HALF + gl.arange(0, HALF, gl.SliceLayout(1, SCORES))
         p_m = (batch * heads + head).to(gl.int64) * queries + o_m
-        lse = gl.expand_dims(gl.load(p_lse + p_m, mask=o_m < row_end, other=0.0) / LN2, 1)
+        lse = gl.expand_dims(gl.load(p_lse + p_m, mask=o_m < row_end, other=0.0) * LOG2E, 1)
         delta = gl.expand_dims(gl.load(p_delta + p_m, mask=o_m < row_end, other=0.0), 1)
         mbarrier.wait(tile_full.index(0), (work - begin) & 1)
         q, g = b_q.index(WHO), b_g.index(WHO)
@@ -161,34 +162,32 @@ def _consume_keys(
 
 @gluon.jit
 def _query_step(
-    dk, dv, p, ds, k, v, b_q, b_g, b_lse, b_delta, full, empty, turns, p_steps, step, ring, turn, scale,
+    dk, dv, k, v, b_q, b_g, b_lse, b_delta, full, empty, turns, p_steps, step, ring, scale,
     WHO: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, SCORES: gl.constexpr, OUT: gl.constexpr,
-    FIRST: gl.constexpr, MASK: gl.constexpr,
+    MASK: gl.constexpr,
 ):  # fmt: skip
-    """Scores of keys with one step of queries, while those of the step before go into dk and dv."""
+    """What one step of queries adds to dk and dv."""
     LEFT: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=OUT, k_width=2)
     COLUMNS: gl.constexpr = gl.SliceLayout(0, SCORES)
-    stage, before = ring % STAGES, (ring - 1) % STAGES
-    left_p, left_ds = gl.convert_layout(p.to(b_q.dtype), LEFT), gl.convert_layout(ds.to(b_q.dtype), LEFT)
+    stage = ring % STAGES
+    q, g = b_q.index(stage), b_g.index(stage)
     zero = gl.zeros([HALF, BN], gl.float32, SCORES)
     mbarrier.wait(full.index(stage), (ring // STAGES) & 1)
-    mbarrier.wait(turns.index(WHO), (turn & 1) ^ (1 - WHO))
-    if not FIRST:
-        dv = warpgroup_mma(left_p, b_g.index(before), dv, is_async=True)
-        dk = warpgroup_mma(left_ds, b_q.index(before), dk, is_async=True)
-    scores = warpgroup_mma(k, b_q.index(stage).permute((1, 0)), zero, use_acc=False, is_async=True)
-    dp = warpgroup_mma(v, b_g.index(stage).permute((1, 0)), zero, use_acc=False, is_async=True)
+    mbarrier.wait(turns.index(WHO), (ring & 1) ^ (1 - WHO))
+    scores = warpgroup_mma(k, q.permute((1, 0)), zero, use_acc=False, is_async=True)
+    dp = warpgroup_mma(v, g.permute((1, 0)), zero, use_acc=False, is_async=True)
     mbarrier.arrive(turns.index(1 - WHO), count=1)
-    if FIRST:
-        scores = warpgroup_mma_wait(1, deps=(scores,))
-    else:
-        scores, dk, dv = warpgroup_mma_wait(1, deps=(scores, dk, dv))
-        mbarrier.arrive(empty.index(before), count=1)
-    p = gl.exp2(scores * scale - gl.expand_dims(b_lse.index(stage).load(COLUMNS) / LN2, 0))
+    scores = warpgroup_mma_wait(1, deps=(scores,))
+    p = gl.exp2(scores * scale - gl.expand_dims(b_lse.index(stage).load(COLUMNS) * LOG2E, 0))
     if MASK:
         p = gl.where(_inside(p_steps, step, BN, SCORES), p, 0.0)
-    dp = warpgroup_mma_wait(0, deps=(dp,))
-    return dk, dv, p, p * (dp - gl.expand_dims(b_delta.index(stage).load(COLUMNS), 0))
+    dv = warpgroup_mma(gl.convert_layout(p.to(b_q.dtype), LEFT), g, dv, is_async=True)
+    dp = warpgroup_mma_wait(1, deps=(dp,))
+    ds = p * (dp - gl.expand_dims(b_delta.index(stage).load(COLUMNS), 0))
+    dk = warpgroup_mma(gl.convert_layout(ds.to(b_q.dtype), LEFT), q, dk, is_async=True)
+    dk, dv = warpgroup_mma_wait(0, deps=(dk, dv))
+    mbarrier.arrive(empty.index(stage), count=1)
+    return dk, dv
 
 
 @gluon.jit
@@ -200,36 +199,24 @@ def _consume_queries(
     """Gradients of half of each tile of keys and values."""
     SCORES: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BN, 16])
     OUT: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, 16])
-    LEFT: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=OUT, k_width=2)
-    ring, turn = 0, 0
+    ring = 0
     for work in range(begin, end):
         batch, head, row, row_end, first, short, done = tile_of(p_work, p_tiles, work, heads)
         mbarrier.wait(tile_full.index(0), (work - begin) & 1)
         k, v = b_k.index(WHO), b_v.index(WHO)
         dk, dv = gl.zeros([HALF, D], gl.float32, OUT), gl.zeros([HALF, D], gl.float32, OUT)
-        p, ds = gl.zeros([HALF, BN], gl.float32, SCORES), gl.zeros([HALF, BN], gl.float32, SCORES)
-        dk, dv, p, ds = _query_step(
-            dk, dv, p, ds, k, v, b_q, b_g, b_lse, b_delta, full, empty, turns, p_steps, first, ring, turn, scale,
-            WHO, BN, STAGES, SCORES, OUT, True, True,
-        )  # fmt: skip
-        middle = gl.maximum(short, first + 1)
-        for step in range(first + 1, middle):
-            dk, dv, p, ds = _query_step(
-                dk, dv, p, ds, k, v, b_q, b_g, b_lse, b_delta, full, empty, turns, p_steps, step, ring + step - first,
-                turn + step - first, scale, WHO, BN, STAGES, SCORES, OUT, False, False,
+        for step in range(first, short):
+            dk, dv = _query_step(
+                dk, dv, k, v, b_q, b_g, b_lse, b_delta, full, empty, turns, p_steps, step, ring, scale,
+                WHO, BN, STAGES, SCORES, OUT, False,
             )  # fmt: skip
-        for step in range(middle, done):
-            dk, dv, p, ds = _query_step(
-                dk, dv, p, ds, k, v, b_q, b_g, b_lse, b_delta, full, empty, turns, p_steps, step, ring + step - first,
-                turn + step - first, scale, WHO, BN, STAGES, SCORES, OUT, False, True,
+            ring += 1
+        for step in range(short, done):
+            dk, dv = _query_step(
+                dk, dv, k, v, b_q, b_g, b_lse, b_delta, full, empty, turns, p_steps, step, ring, scale,
+                WHO, BN, STAGES, SCORES, OUT, True,
             )  # fmt: skip
-        ring += done - first
-        turn += done - first
-        last = (ring - 1) % STAGES
-        dv = warpgroup_mma(gl.convert_layout(p.to(b_q.dtype), LEFT), b_g.index(last), dv, is_async=True)
-        dk = warpgroup_mma(gl.convert_layout(ds.to(b_q.dtype), LEFT), b_q.index(last), dk, is_async=True)
-        dk, dv = warpgroup_mma_wait(0, deps=(dk, dv))
-        mbarrier.arrive(empty.index(last), count=1)
+            ring += 1
         mbarrier.arrive(tile_empty.index(0), count=1)
         _store(p_dk, dk * factor, row_end, batch, head, row + WHO * HALF, k_b, k_h, k_n, D, b_q.dtype, OUT)
         _store(p_dv, dv, row_end, batch, head, row + WHO * HALF, v_b, v_h, v_n, D, b_q.dtype, OUT)
