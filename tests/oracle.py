@@ -25,6 +25,7 @@ def dense_attention(q, k, v, mask, scale=None):
     scores = scores.masked_fill(~mask, -torch.inf)
     seen = mask.any(1)
     weights = scores[:, :, seen].softmax(-1)
-    out = torch.zeros_like(q)
+    out, lse = torch.zeros_like(q), q.new_full(q.shape[:3], -torch.inf)
     out[:, :, seen] = weights @ v
-    return out, scores.logsumexp(-1)
+    lse[:, :, seen] = scores[:, :, seen].logsumexp(-1)
+    return out, lse

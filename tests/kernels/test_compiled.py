@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 SPILLED = {
+    "forward": 8,
     "backward_keys": 160,
     "hopper forward": 128,
     "hopper backward_keys": 160,

@@ -204,6 +204,6 @@ def draw_attention(result: dict[str, Any]) -> Figure:
             place += 1
         place += 0.8
     axes.set_yticks(ticks, cases, parse_math=False)
-    axes.invert_yaxis()
+    axes.set_ylim(place - 0.5, -1)  # the first on top
     axes.legend([Patch(color=COLOURS[i % len(COLOURS)]) for i in range(len(names))], names, frameon=False)
     return figure
