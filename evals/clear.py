@@ -58,6 +58,11 @@ class ClearPlan(NamedTuple):
     nominal_sparsity: float
     tile_maps: tuple[None, ...] = (None,)
 
+    @property
+    def segments(self) -> tuple[tuple[int, int], ...]:
+        """Every token sees others than its neighbours do, so none may merge."""
+        return len(self.order) * ((0, 1),)
+
 
 @lru_cache(maxsize=8)
 @torch.inference_mode(False)

@@ -15,7 +15,7 @@ ROOMS = {
     "files": set(),
     "kernels": {"cache", "ops.block_table"},
     "ops": {"cache"},
-    "methods": {"ops"},
+    "methods": {"cache", "ops"},
     "report": {"ops"},
     "integrations": {"cache", "ops", "methods"},
     "demo": {"ops", "methods", "integrations", "report", "files", "training"},

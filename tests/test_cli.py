@@ -104,11 +104,14 @@ def test_compare_makes_one_page_with_every_picture_and_names_what_it_left_out(fo
         "dense.png",
         "hilberta-t-4.png",
         "index.html",
+        "toma-keep-0-25.png",
+        "toma-keep-0-5.png",
     ]
     page = (tmp_path / "out" / "index.html").read_text()
     assert "HilbertA T=4" in page
     assert "HilbertA T=16 is left out" in page
     assert "256 image tokens cannot make 16 tiles" in page
+    assert "What merges with what" in page
     shown = re.findall(r'src="data:image/png;base64,([^"]+)"', page)
     dense = (tmp_path / "out" / "dense.png").read_bytes()
     (tmp_path / "first.png").write_bytes(base64.b64decode(shown[0]))
@@ -387,7 +390,7 @@ def test_compare_and_eval_show_what_was_distilled_beside_the_rest(folder, lora, 
     result = run("compare", "a cat", "--model", folder, *SMALL, "--rounds", 1, "--lora", lora, "--out", "out")
     assert result.exit_code == 0, result.output
     names = {path.stem for path in (tmp_path / "out").glob("*.png")}
-    assert names == {"dense", "hilberta-t-4", SLUG, f"{SLUG}-distilled"}
+    assert names == {"dense", "hilberta-t-4", "toma-keep-0-5", "toma-keep-0-25", SLUG, f"{SLUG}-distilled"}
     assert (pixels(f"out/{SLUG}.png") != pixels(f"out/{SLUG}-distilled.png")).any()
     result = run("eval", "--model", folder, *SMALL, "--prompts", 2, "--lora", lora)
     assert result.exit_code == 0, result.output

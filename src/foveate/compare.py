@@ -107,7 +107,7 @@ def _draw_variant(
         true=sparsity,
         flop_bound=1 / (1 - sparsity),
         tile_map=plan.tile_maps[0] if plan else None,
-        table=plan.tables[0] if plan else None,
+        table=plan.tables[0] if plan and plan.tables else None,
         why_dense="" if plan else layers[0].why,
     )
 

@@ -36,6 +36,24 @@ with foveate.apply(model, foveate.HilbertA(tiles=4)):
 near(model(**x)[0], dense)
 """
 
+MERGED = """
+steps = [x | {"timestep": torch.full((1,), t)} for t in (1.0, 0.8, 0.6, 0.4)]
+for methods in (foveate.ToMA(weights_every=1, dst_every=2),), (foveate.HilbertA(tiles=4), foveate.ToMA()):
+    model = tiny.flux(layers=2, single_layers=10, dtype=torch.float32)
+    with foveate.apply(model, *methods):
+        merged = [model(**step)[0] for step in steps]
+    torch._dynamo.reset()
+    model.compile_repeated_blocks(fullgraph=True, backend="eager")
+    counters.clear()
+    with foveate.apply(model, *methods):
+        for step, want in zip(steps, merged, strict=True):
+            near(model(**step)[0], want)
+        assert graphs() <= 5, graphs()  # of each class those that are skipped and those that merge; stock has 3
+        for step, want in zip(steps, merged, strict=True):
+            near(model(**step)[0], want)
+        assert graphs() <= 5, graphs()
+"""
+
 REGIONAL_AFTER = """
 run = foveate.apply(model, foveate.HilbertA(tiles=4, dense_layers="0"))
 mixed = model(**x)[0]
@@ -69,11 +87,12 @@ with foveate.apply(model, foveate.HilbertA(tiles=4)):
     [
         REGIONAL,
         REGIONAL_AFTER,
+        MERGED,
         WHOLE.format(compile='compiled = model; model.compile(backend="eager")'),
         WHOLE.format(compile='compiled = torch.compile(model, backend="eager")'),
         pytest.param(INDUCTOR, marks=pytest.mark.gpu),
     ],
-    ids=["blocks before apply", "blocks after apply", "model.compile", "torch.compile", "inductor"],
+    ids=["blocks before apply", "blocks after apply", "merged", "model.compile", "torch.compile", "inductor"],
 )
 def test_compiled_models_run_sparse_without_breaks_or_a_graph_per_layer(script):
     here = Path(__file__).parent.parent

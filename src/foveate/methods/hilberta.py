@@ -120,6 +120,7 @@ class HilbertPlan(NamedTuple):
         grids: (rows, columns) of the image and its references.
         tiles: Number of tiles.
         prefix: Number of global tokens: text, references, centre.
+        segments: (image, tokens) of the parts of `order` in turn.
         tables: One table for each phase of the slide, all of one shape; layer l uses ``tables[l % period]``.
         tile_maps: For each phase the tile of every token of the image, -1 in the centre; for pictures and tests.
     """
@@ -129,6 +130,7 @@ class HilbertPlan(NamedTuple):
     grids: tuple[Grid, ...]
     tiles: int
     prefix: int
+    segments: tuple[tuple[int, int], ...]
     tables: tuple[BlockTable, ...]
     tile_maps: Int[Tensor, "phases rows columns"]
 
@@ -199,21 +201,22 @@ def _table(curves: list[_Curve], phase: int, prefix: int, block: int) -> BlockTa
 @torch.inference_mode(False)  # a plan outlives the call that made it, and may be trained with
 def _plan(method: HilbertA, grids: tuple[Grid, ...], text: int, block: int, device: str) -> HilbertPlan:
     tiles = method.tiles_for(grids[0])
-    prefix: list[Tensor] = []
-    curves: list[_Curve] = []
+    prefix: list[tuple[int, Tensor]] = []  # (image, tokens)
+    curves: dict[int, _Curve] = {}  # of each image that has tiles
     first = 0
     for i, grid in enumerate(grids):
         cells = grid[0] * grid[1]
         if i == 0 or method.reference == "tiled":
             curve = _along_curve(method, grid, tiles)
-            curves.append(curve._replace(centre=curve.centre + first, local=curve.local + first))
+            curves[i] = curve._replace(centre=curve.centre + first, local=curve.local + first)
         else:
-            prefix.append(torch.arange(first, first + cells))
+            prefix.append((i, torch.arange(first, first + cells)))
         first += cells
-    prefix += [curve.centre for curve in curves]
-    order = torch.cat([*prefix, *(curve.local for curve in curves)])
-    n_prefix = text + sum(map(len, prefix))
-    tables = [_table(curves, phase, n_prefix, block) for phase in range(method.period)]
+    prefix += [(i, curve.centre) for i, curve in curves.items()]
+    parts = prefix + [(i, curve.local) for i, curve in curves.items()]
+    order = torch.cat([tokens for _, tokens in parts])
+    n_prefix = text + sum(len(tokens) for _, tokens in prefix)
+    tables = [_table(list(curves.values()), phase, n_prefix, block) for phase in range(method.period)]
     shape = [max(map(len, tensors)) for tensors in zip(*tables, strict=True)]
     return HilbertPlan(
         order=order.to(device),
@@ -221,6 +224,7 @@ def _plan(method: HilbertA, grids: tuple[Grid, ...], text: int, block: int, devi
         grids=grids,
         tiles=tiles,
         prefix=n_prefix,
+        segments=tuple((image, len(tokens)) for image, tokens in parts if len(tokens)),
         tables=tuple(table.padded(shape[0] - 1, shape[1] - 1, shape[3]) for table in tables),
         tile_maps=torch.stack([_tile_map(curves[0], phase, grids[0]) for phase in range(method.period)]),
     )

@@ -90,6 +90,11 @@ class AttentionPlan(Protocol):
         ...
 
     @property
+    def segments(self) -> tuple[tuple[int, int], ...]:
+        """(image, tokens) of the parts of `order` in turn: the picture is image 0; nothing may merge across parts."""
+        ...
+
+    @property
     def tables(self) -> tuple[BlockTable, ...]:
         """Who attends to whom, text in front: layer l of a model takes ``tables[l % period]``. All have one shape."""
         ...

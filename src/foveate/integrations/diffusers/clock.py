@@ -1,7 +1,10 @@
 """How far a denoising run is."""
 
+import math
 import weakref
 from typing import Any
+
+from torch import Tensor
 
 __all__ = ["Clock"]
 
@@ -11,15 +14,44 @@ class Clock:
 
     def __init__(self, pipeline: Any) -> None:
         self._pipeline = None if pipeline is None else weakref.ref(pipeline)
+        self._timesteps: Any = None  # of the run that is going on
+        self._timestep = math.inf  # where no scheduler tells
+        self._run = self._step = 0
 
     def __call__(self) -> float | None:
         """Fraction of the steps that are done; None where no scheduler tells."""
-        pipeline = self._pipeline() if self._pipeline else None
-        scheduler: Any = getattr(pipeline, "scheduler", None)
-        if not hasattr(scheduler, "step_index") or not len(scheduler.timesteps):
-            return None
-        step = scheduler.step_index if scheduler.step_index is not None else scheduler.begin_index or 0
-        return step / len(scheduler.timesteps)
+        scheduler = self._scheduler()
+        return scheduler and _index(scheduler) / len(scheduler.timesteps)
+
+    def step(self, timestep: Tensor) -> tuple[int, int]:
+        """(run, number of the step in it); the calls of one step have one number.
+
+        Where no scheduler tells, a step is a timestep that differs from the last one, and a run begins where it rises.
+
+        Args:
+            timestep: What the denoiser is given. Reading it means waiting for the device.
+        """
+        if scheduler := self._scheduler():
+            if scheduler.timesteps is not self._timesteps:
+                self._run, self._timesteps = self._run + 1, scheduler.timesteps
+            return self._run, _index(scheduler)
+        now = timestep.flatten()[0].item()
+        if now > self._timestep:
+            self._run, self._step = self._run + 1, 0
+        elif now < self._timestep < math.inf:
+            self._step += 1
+        self._timestep = now
+        return self._run, self._step
+
+    def _scheduler(self) -> Any:
+        """The pipeline's, if it tells the step."""
+        scheduler: Any = getattr(self._pipeline() if self._pipeline else None, "scheduler", None)
+        return scheduler if hasattr(scheduler, "step_index") and len(scheduler.timesteps) else None
 
     def __reduce__(self) -> tuple[type["Clock"], tuple[None]]:
         return Clock, (None,)  # a copied or saved model has no pipeline
+
+
+def _index(scheduler: Any) -> int:
+    """Of the step that a scheduler is at; before the first one it is None."""
+    return scheduler.step_index if scheduler.step_index is not None else scheduler.begin_index or 0

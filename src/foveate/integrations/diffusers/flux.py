@@ -1,10 +1,11 @@
 # pyright: basic, reportArgumentType=false, reportAttributeAccessIssue=false, reportOptionalMemberAccess=false
 # pyright: reportIncompatibleMethodOverride=false, reportGeneralTypeIssues=false
-"""Sparse attention in FLUX.1: dev, schnell, Fill, Kontext, ControlNet, IP-Adapter.
+"""Sparse attention and token merging in FLUX.1: dev, schnell, Fill, Kontext, ControlNet, IP-Adapter.
 
 Image tokens and their position ids are reordered when they enter the transformer and restored when they leave it; the
-layers between are indifferent to the order, and RoPE follows the ids. Sparse layers get a processor of ours and with
-every forward the block table of their phase; dense layers keep the processor they had.
+layers between are indifferent to the order, and RoPE follows the ids. Layers with a method get a processor of ours and
+with every forward the block table of their phase; dense layers keep the processor they had. Merging is done by hooks,
+see `merging`: double blocks merge for their attention, single blocks from their norm to their last layer.
 """
 
 import inspect
@@ -18,7 +19,9 @@ from diffusers.models.transformers.transformer_flux import (
     FluxAttention,
     FluxAttnProcessor,
     FluxIPAdapterAttnProcessor,
+    FluxSingleTransformerBlock,
     FluxTransformer2DModel,
+    FluxTransformerBlock,
 )
 from torch import Tensor
 
@@ -26,10 +29,13 @@ from foveate.cache import PerTensors
 from foveate.integrations.diffusers.clock import Clock
 from foveate.integrations.diffusers.family import Family
 from foveate.integrations.diffusers.flux_processors import Borrowed, SparseIPAdapterProcessor, SparseProcessor
+from foveate.integrations.diffusers.merging import Site, Step
 from foveate.integrations.diffusers.summary import LayerReport
 from foveate.methods import Method
 from foveate.methods.method import AttentionPlan, SparseAttention, StaysDense
+from foveate.methods.toma import Regions, ToMA
 from foveate.ops import dispatch
+from foveate.ops.block_table import BlockTable
 
 __all__ = ["Flux"]
 
@@ -42,14 +48,18 @@ class _Layer(NamedTuple):
     name: str
     attn: FluxAttention
     phase: int
-    processor: SparseProcessor | SparseIPAdapterProcessor | None  # None: dense by the method's own wish
+    processor: SparseProcessor | SparseIPAdapterProcessor | None  # None: dense by every method's own wish
+    sparse: bool  # whether sparse attention is wanted here
+    site: Site | None  # where tokens are merged
 
 
 class _Ran(NamedTuple):
     """What the last forward did."""
 
-    plan: AttentionPlan | None
-    why: str
+    plan: AttentionPlan | None = None
+    regions: Regions | None = None
+    why: str = "no forward yet"  # both are None
+    text: int = 0
     batch: int = 0
     device: str = "cpu"
     dtype: torch.dtype = torch.float32
@@ -80,21 +90,26 @@ class _KeepTables:
 
 
 class Flux(Family):
-    """One `FluxTransformer2DModel` with a method of sparse attention in it."""
+    """One `FluxTransformer2DModel` with sparse attention, token merging, or both in it."""
 
     def __init__(self, model: FluxTransformer2DModel, methods: tuple[Method, ...], pipeline: Any) -> None:
-        if len(methods) > 1 or not isinstance(methods[0], SparseAttention):
+        self.sparse = next((method for method in methods if isinstance(method, SparseAttention)), None)
+        self.toma = next((method for method in methods if isinstance(method, ToMA)), None)
+        if len(methods) != (self.sparse is not None) + (self.toma is not None):
             given = " + ".join(type(method).__name__ for method in methods)
-            raise ValueError(f"Flux takes one method of sparse attention, such as HilbertA(), not {given}")
-        self.model, self.method = model, methods[0]
-        if pipeline is None and not self.method.always:
+            raise ValueError(f"Flux takes one method of sparse attention, one ToMA(), or both, not {given}")
+        if self.sparse and self.toma and self.toma.size_bias:
+            raise ValueError("size_bias needs dense attention: leave it off beside sparse attention")
+        if pipeline is None and not all(method.always for method in methods):
             raise ValueError(
                 "start_percent and end_percent need a scheduler to tell the step: apply to the pipeline, not the model"
             )
-        self.clock = Clock(pipeline)
+        self.model, self.methods, self.clock = model, methods, Clock(pipeline)
+        self.sites: list[Site] = []
+        self.idle = Site(self.toma or ToMA(), model)  # of blocks that never merge
         self.layers = list(self._borrow())
-        self.ran = self.shown = _Ran(None, "no forward yet")
-        self.outcomes: Counter[str] = Counter()  # forwards by the reason why they were dense; "" is sparse
+        self.ran = self.shown = _Ran()
+        self.outcomes: Counter[str] = Counter()  # forwards by the reason why they were dense; "" is not
         self._hooks = [
             model.register_forward_pre_hook(self.enter, with_kwargs=True),
             model.register_forward_hook(self.leave),
@@ -102,30 +117,67 @@ class Flux(Family):
 
     def _borrow(self) -> Iterator[_Layer]:
         blocks = [
-            (f"{name}.{i}.attn", block.attn)
+            (f"{name}.{i}.attn", block)
             for name in ("transformer_blocks", "single_transformer_blocks")
             for i, block in enumerate(getattr(self.model, name))
         ]
-        dense = self.method.dense_layer_set()
-        if beyond := sorted(dense - set(range(len(blocks)))):
-            raise ValueError(f"dense_layers names layer {beyond[0]}, but the model has layers 0 to {len(blocks) - 1}")
-        known = {FluxAttnProcessor: SparseProcessor, FluxIPAdapterAttnProcessor: SparseIPAdapterProcessor}
-        for i, (_, attn) in enumerate(blocks):
-            if i not in dense and type(attn.processor) not in known:
+        for method in self.methods:
+            if beyond := sorted(method.dense_layer_set() - set(range(len(blocks)))):
                 raise ValueError(
-                    f"{blocks[i][0]} has a {type(attn.processor).__name__}, which foveate does not know: "
+                    f"dense_layers names layer {beyond[0]}, but the model has layers 0 to {len(blocks) - 1}"
+                )
+        sparse = set(range(len(blocks))) - self.sparse.dense_layer_set() if self.sparse else set[int]()
+        merging = self._merging([block for _, block in blocks])
+        known = {FluxAttnProcessor: SparseProcessor, FluxIPAdapterAttnProcessor: SparseIPAdapterProcessor}
+        for i in sorted(sparse | merging.keys()):
+            if type(processor := blocks[i][1].attn.processor) not in known:
+                raise ValueError(
+                    f"{blocks[i][0]} has a {type(processor).__name__}, which foveate does not know: "
                     f"restore the model's own processors first, or leave it dense with dense_layers={str(i)!r}"
                 )
-        for i, (name, attn) in enumerate(blocks):
-            processor = None if i in dense else known[type(attn.processor)](attn.processor)
-            if processor:
-                attn.set_processor(processor)
-            yield _Layer(name, attn, i % self.method.period, processor)
+            if i in merging and getattr(getattr(blocks[i][1], "ff", None), "_chunk_size", None):
+                raise ValueError("feed-forward chunking cuts merged tokens: call disable_forward_chunking() first")
+        for i, (name, block) in enumerate(blocks):
+            processor = None
+            if i in sparse or i in merging:
+                processor = known[type(block.attn.processor)](block.attn.processor)
+                block.attn.set_processor(processor)
+            if self.toma:  # a graph that was compiled for a block without hooks would be taken for those with hooks
+                self._hook(block, merging.get(i, self.idle))
+            phase = i % self.sparse.period if self.sparse else 0
+            yield _Layer(name, block.attn, phase, processor, i in sparse, merging.get(i))
+
+    def _merging(self, blocks: list[torch.nn.Module]) -> dict[int, Site]:
+        """The site of every block that merges: blocks of a kind share one, and the first of each kind are skipped."""
+        if self.toma is None:
+            return {}
+        merging: dict[int, Site] = {}
+        for kind in (FluxTransformerBlock, FluxSingleTransformerBlock):
+            mine = [i for i, block in enumerate(blocks) if isinstance(block, kind)]
+            skip = min(5, len(mine) // 3) if self.toma.skip is None else self.toma.skip
+            if merge := [i for i in mine[skip:] if i not in self.toma.dense_layer_set()]:
+                self.sites.append(Site(self.toma, blocks[merge[0]]))
+                merging |= dict.fromkeys(merge, self.sites[-1])
+        if not merging and self.toma.keep < 1:
+            raise ValueError(
+                f"no block is left to merge with skip={self.toma.skip} and these dense_layers: skip fewer"
+            )
+        return merging
+
+    def _hook(self, block: torch.nn.Module, site: Site) -> None:
+        if isinstance(block, FluxSingleTransformerBlock):
+            site.single_stream(block.norm, block.attn, block, "proj_out")
+            return
+        (site.joint_attention if self.toma.merge_attn else site.features)(block.attn)
+        if self.toma.merge_mlp:
+            site.per_token(block.ff)
 
     def remove(self) -> None:
         """Give the model back: a processor that someone else has set since stays."""
         for hook in self._hooks:
             hook.remove()
+        for site in (*self.sites, self.idle):
+            site.remove()
         if isinstance(again := self.model._gradient_checkpointing_func, _KeepTables):
             self.model._gradient_checkpointing_func = again.original
         for layer in self.layers:
@@ -133,37 +185,54 @@ class Flux(Family):
                 layer.attn.set_processor(layer.attn.processor.original)
 
     @property
-    def plan(self) -> AttentionPlan | None:
-        """What the method decided for the last forward; None if it was dense."""
-        return self.ran.plan
+    def plan(self) -> Any | None:
+        """What the methods decided for the last forward; None if it was dense."""
+        return self.ran.plan or self.ran.regions
 
     def report(self) -> list[LayerReport]:
-        """One row for each attention layer: of the last sparse forward, or of the last if none was sparse."""
+        """One row for each attention layer: of the last forward with a method at work, or of the last if none was."""
         return [self._report(layer) for layer in self.layers]
 
     def _report(self, layer: _Layer) -> LayerReport:
-        plan = self.shown.plan
-        if plan is None or layer.processor is None or layer.attn.processor is not layer.processor:
+        plan = self.shown.plan if layer.sparse else None
+        regions = self.shown.regions if layer.site else None
+        if (plan is None and regions is None) or layer.attn.processor is not layer.processor:
             return LayerReport(layer.name, "dense", why=self._why_dense(layer))
-        table = plan.tables[layer.phase]
-        every_pair = table.query_tokens * table.key_tokens
+        shown = self.shown
+        image = len((plan or regions).order)
+        left = shown.text + (regions.kept if regions else image)
+        pairs = left**2
+        if plan:
+            table = plan.tables[layer.phase]
+            pairs = (regions.merged(table, shown.text) if regions else table).pairs()
+        every_pair = (shown.text + image) ** 2
+        device = torch.device(shown.device)
         return LayerReport(
             layer.name,
-            plan.title,
-            dispatch.choose(
-                "block_attention", torch.device(self.shown.device), self.shown.dtype, layer.attn.head_dim
-            ).name,
-            plan.nominal_sparsity,
-            table.sparsity(),
-            4 * (every_pair - table.pairs()) * self.shown.batch * layer.attn.inner_dim,
+            " + ".join([*([plan.title] if plan else []), *([self.toma.title] if regions else [])]),
+            dispatch.choose("block_attention", device, shown.dtype, layer.attn.head_dim).name if plan else "model",
+            1 - (1 - (plan.nominal_sparsity if plan else 0)) * ((regions.kept / image) ** 2 if regions else 1),
+            1 - pairs / every_pair,
+            shown.batch * (4 * (every_pair - pairs) * layer.attn.inner_dim + self._linear(layer, image, regions)),
         )
+
+    def _linear(self, layer: _Layer, image: int, regions: Regions | None) -> int:
+        """Floating-point operations of linear layers that merging leaves out of one sample."""
+        if regions is None:
+            return 0
+        in_double = 4 * self.toma.merge_attn + 8 * bool(self.toma.merge_mlp)  # q, k, v, out; feed-forward
+        products = 12 if layer.attn.pre_only else in_double
+        return 2 * products * layer.attn.inner_dim**2 * (image - regions.kept)
 
     def _why_dense(self, layer: _Layer) -> str:
         if layer.processor is None:
-            return "named in dense_layers"
+            return "one of the first blocks, which ToMA skips" if self._skipped(layer) else "named in dense_layers"
         if layer.attn.processor is not layer.processor:
             return f"a {type(layer.attn.processor).__name__} was set after apply: remove and apply again"
         return self.shown.why
+
+    def _skipped(self, layer: _Layer) -> bool:
+        return self.toma is not None and self.layers.index(layer) not in self.toma.dense_layer_set()
 
     # --- one forward ---
 
@@ -172,58 +241,106 @@ class Flux(Family):
         """Decide what this forward does; hand the layers their tables and put the image tokens in order."""
         names = list(inspect.signature(type(model).forward).parameters)[1:]
         inputs = dict(zip(names, args, strict=False)) | kwargs
-        image = inputs["hidden_states"]
-        try:
-            plan = self._plan(inputs)
-            self.ran = _Ran(plan, "", image.shape[0], str(image.device), image.dtype)
-        except StaysDense as reason:
-            plan = None
-            self.ran = _Ran(None, str(reason))
-            if not self.paused and not self.outcomes[str(reason)]:
-                log.warning("%s stays dense: %s", type(self.method).__name__, reason)
-        self.outcomes[self.ran.why] += 1
-        if plan or not self.outcomes[""]:
+        image, text = inputs["hidden_states"], inputs["encoder_hidden_states"]
+        plan, why_not_sparse = self._ask(self.sparse, lambda: self._plan(inputs))
+        regions, why_not_merged = self._ask(self.toma, lambda: self._regions(inputs, plan))
+        why = "" if plan or regions else why_not_sparse or why_not_merged
+        self.ran = _Ran(plan, regions, why, text.shape[1], image.shape[0], str(image.device), image.dtype)
+        self.outcomes[why] += 1
+        if not why or not self.outcomes[""]:
             self.shown = self.ran
         if torch.is_grad_enabled() and self.model.gradient_checkpointing:
             again = self.model._gradient_checkpointing_func
             self.model._gradient_checkpointing_func = again if isinstance(again, _KeepTables) else _KeepTables(again)
-        for layer in self.layers:
-            if layer.processor:
-                layer.processor.table = plan.tables[layer.phase] if plan else None
-        if plan:
-            inputs["hidden_states"] = _along(plan.order, image, 1)
-            inputs["img_ids"] = _along(plan.order, inputs["img_ids"], inputs["img_ids"].ndim - 2)
+        self._tell_layers(plan, regions, text.shape[1])
+        self._tell_sites(regions, inputs)
+        if order := plan or regions:
+            inputs["hidden_states"] = _along(order.order, image, 1)
+            inputs["img_ids"] = _along(order.order, inputs["img_ids"], inputs["img_ids"].ndim - 2)
             for name in CONTROL:
                 if inputs.get(name) is not None:
-                    inputs[name] = [_along(plan.order, residual, 1) for residual in inputs[name]]
+                    inputs[name] = [_along(order.order, residual, 1) for residual in inputs[name]]
         return (), inputs
 
     @_outside_compiled_code
     def leave(self, model: torch.nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         """Put the image tokens back in raster order."""
-        if (plan := self.ran.plan) is None:
+        for site in self.sites:
+            site.end()
+        if (order := self.ran.plan or self.ran.regions) is None:
             return output
         if isinstance(output, tuple):
-            return _along(plan.inverse, output[0], 1), *output[1:]
-        output.sample = _along(plan.inverse, output.sample, 1)
+            return _along(order.inverse, output[0], 1), *output[1:]
+        output.sample = _along(order.inverse, output.sample, 1)
         return output
 
+    def _tell_layers(self, plan: AttentionPlan | None, regions: Regions | None, text: int) -> None:
+        """Hand every layer its table, of merged tokens where tokens are merged."""
+        for layer in self.layers:
+            if layer.processor is None:
+                continue
+            table = plan.tables[layer.phase] if plan and layer.sparse else None
+            if table is not None and regions and layer.site:
+                table = _MERGED.get([*table], (regions.groups, text), lambda table=table: regions.merged(table, text))
+            layer.processor.table = table
+
+    def _tell_sites(self, regions: Regions | None, inputs: dict[str, Any]) -> None:
+        image, step = inputs["hidden_states"], None
+        if regions:
+            run, number = self.clock.step(inputs["timestep"])
+            step = Step(number, (run, image.shape[0], image.dtype, image.device))
+        self.idle.follow()
+        for site in self.sites:
+            site.follow()
+            site.begin(regions, step, inputs["encoder_hidden_states"])
+
+    def _ask(self, method: Method | None, decide: Callable[[], Any]) -> tuple[Any, str]:
+        """What a method decided for this forward, or None and why it stays dense."""
+        if method is None:
+            return None, ""
+        try:
+            return decide(), ""
+        except StaysDense as reason:
+            if not self.paused and not self.outcomes[str(reason)]:
+                log.warning("%s stays dense: %s", type(method).__name__, reason)
+            return None, str(reason)
+
     def _plan(self, inputs: dict[str, Any]) -> AttentionPlan:
+        self._check(self.sparse, inputs)
         image, text = inputs["hidden_states"], inputs["encoder_hidden_states"]
+        return self.sparse.plan(grids_of(inputs["img_ids"]), text.shape[1], device=str(image.device))
+
+    def _regions(self, inputs: dict[str, Any], plan: AttentionPlan | None) -> Regions:
+        if self.toma.keep == 1:
+            raise StaysDense("keep=1.0 is the dense model")
+        self._check(self.toma, inputs)
+        if torch.is_grad_enabled() and self.model.gradient_checkpointing:
+            raise StaysDense("gradient checkpointing runs blocks again when their plan may be another one")
+        grids = grids_of(inputs["img_ids"])
+        if plan:
+            return self.toma.regions_along(plan, grids[0])
+        return self.toma.regions(grids, device=str(inputs["hidden_states"].device))
+
+    def _check(self, method: Method, inputs: dict[str, Any]) -> None:
+        """Raise what keeps any method from working in this forward."""
+        tokens = inputs["hidden_states"].shape[1]
         if self.paused:
             raise StaysDense("paused")
-        if not self.method.always:
+        if not method.always:
             if (progress := self.clock()) is None:
                 raise StaysDense("no scheduler tells the step, and start_percent to end_percent is part of the run")
-            if not self.method.covers(progress):
+            if not method.covers(progress):
                 raise StaysDense("this step lies outside start_percent to end_percent")
         if (inputs.get("joint_attention_kwargs") or {}).get("attention_mask") is not None:
             raise StaysDense("an attention mask was passed")
         if any(layer.processor and layer.processor._parallel_config is not None for layer in self.layers):
             raise StaysDense("context parallelism splits the tokens over devices")
-        if image.shape[1] < self.method.min_tokens:
-            raise StaysDense(f"{image.shape[1]} image tokens are fewer than min_tokens={self.method.min_tokens}")
-        return self.method.plan(grids_of(inputs["img_ids"]), text.shape[1], device=str(image.device))
+        if tokens < method.min_tokens:
+            raise StaysDense(f"{tokens} image tokens are fewer than min_tokens={method.min_tokens}")
+
+
+# Tables of merged tokens, by the tables that they come from.
+_MERGED: PerTensors[BlockTable] = PerTensors()
 
 
 def _along(order: Tensor, x: Tensor, dim: int) -> Tensor:

@@ -1,6 +1,6 @@
 # pyright: basic, reportArgumentType=false, reportAttributeAccessIssue=false, reportOptionalMemberAccess=false
-# pyright: reportIncompatibleMethodOverride=false
-"""Flux's attention processors, restricted to a block table."""
+# pyright: reportIncompatibleMethodOverride=false, reportReturnType=false
+"""Flux's attention processors, restricted to a block table, or with positions of their own for every sample."""
 
 from typing import Any
 
@@ -21,14 +21,15 @@ from foveate.ops.block_table import BlockTable
 __all__ = ["Borrowed", "SparseIPAdapterProcessor", "SparseProcessor"]
 
 
-def _sparse_attention(
+def _attention(
+    processor: "Borrowed",
     attn: FluxAttention,
     hidden_states: Tensor,
     encoder_hidden_states: Tensor | None,
+    mask: Tensor | None,
     rope: tuple[Tensor, Tensor] | None,
-    table: BlockTable,
 ) -> tuple[Tensor, Tensor | None, Tensor]:
-    """Attention over [text | image] through the table: (image out, text out, image queries before RoPE).
+    """Attention over [text | image]: (image out, text out, image queries before RoPE).
 
     In single-stream blocks `hidden_states` is text and image already, and the text output is None.
     """
@@ -42,13 +43,34 @@ def _sparse_attention(
         k = torch.cat([attn.norm_added_k(text_k), k], dim=1)
         v = torch.cat([text_v, v], dim=1)
     if rope is not None:
-        q, k = (apply_rotary_emb(x, rope, sequence_dim=1) for x in (q, k))
-    q, k, v = (x.to(v.dtype).transpose(1, 2) for x in (q, k, v))
-    out = block_attention(q, k, v, table).transpose(1, 2).flatten(2)
+        q, k = (_rotated(x, rope) for x in (q, k))
+    q, k = q.to(v.dtype), k.to(v.dtype)
+    if processor.table is not None:
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        out = block_attention(q, k, v, processor.table).transpose(1, 2).flatten(2)
+    else:
+        out = dispatch_attention_fn(
+            q, k, v, mask, backend=processor._attention_backend, parallel_config=processor._parallel_config
+        ).flatten(2)
     if encoder_hidden_states is None:
         return out, None, image_q
     text_out, image_out = out.tensor_split([encoder_hidden_states.shape[1]], dim=1)
     return attn.to_out[1](attn.to_out[0](image_out)), attn.to_add_out(text_out), image_q
+
+
+def _rotated(x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
+    """Queries or keys [batch, tokens, heads, head_dim], rotated by [tokens, head_dim], or the batch in front of it."""
+    if rope[0].ndim == 2:
+        return apply_rotary_emb(x, rope, sequence_dim=1)
+    one_by_one = [
+        apply_rotary_emb(sample[None], (cos, sin), sequence_dim=1) for sample, cos, sin in zip(x, *rope, strict=True)
+    ]
+    return torch.cat(one_by_one)
+
+
+def _stock(table: BlockTable | None, rope: tuple[Tensor, Tensor] | None) -> bool:
+    """Whether there is nothing that the original cannot do."""
+    return table is None and (rope is None or rope[0].ndim == 2)
 
 
 def _of_original(name: str) -> property:
@@ -61,7 +83,7 @@ class Borrowed:
 
     Attributes:
         original: The processor to give back.
-        table: Who attends to whom in the current forward; None is dense and left to the original.
+        table: Who attends to whom in the current forward; None is everyone to everyone.
     """
 
     original: Any
@@ -72,7 +94,7 @@ class Borrowed:
 
 
 class SparseProcessor(Borrowed):
-    """`FluxAttnProcessor` with its attention restricted to a block table."""
+    """`FluxAttnProcessor` with its attention restricted to a block table; what the original can do is left to it."""
 
     def __init__(self, original: FluxAttnProcessor | None = None) -> None:
         self.original = original or FluxAttnProcessor()  # diffusers makes processors anew without arguments
@@ -87,9 +109,9 @@ class SparseProcessor(Borrowed):
         image_rotary_emb: tuple[Tensor, Tensor] | None = None,
     ) -> Any:
         """What the original returns; arguments as diffusers passes them."""
-        if self.table is None:
+        if _stock(self.table, image_rotary_emb):
             return self.original(attn, hidden_states, encoder_hidden_states, attention_mask, image_rotary_emb)
-        image, text, _ = _sparse_attention(attn, hidden_states, encoder_hidden_states, image_rotary_emb, self.table)
+        image, text, _ = _attention(self, attn, hidden_states, encoder_hidden_states, attention_mask, image_rotary_emb)
         return image if text is None else (image, text)
 
 
@@ -115,13 +137,13 @@ class SparseIPAdapterProcessor(Borrowed, FluxIPAdapterAttnProcessor):
         ip_adapter_masks: Tensor | None = None,
     ) -> Any:
         """What the original returns; arguments as diffusers passes them."""
-        if self.table is None:
+        if _stock(self.table, image_rotary_emb):
             return self.original(
                 attn, hidden_states, encoder_hidden_states, attention_mask, image_rotary_emb, ip_hidden_states,
                 ip_adapter_masks,
             )  # fmt: skip
-        image, text, query = _sparse_attention(
-            attn, hidden_states, encoder_hidden_states, image_rotary_emb, self.table
+        image, text, query = _attention(
+            self, attn, hidden_states, encoder_hidden_states, attention_mask, image_rotary_emb
         )
         prompt = torch.zeros_like(image)
         for states, scale, to_k, to_v in zip(

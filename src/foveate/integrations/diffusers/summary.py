@@ -16,10 +16,10 @@ class LayerReport(NamedTuple):
     Attributes:
         layer: Its name in the model, e.g. "transformer_blocks.3.attn".
         method: The method that ran, or "dense".
-        backend: What ran it: "portable", ...; empty when dense.
+        backend: What ran it: "portable", ...; "model" is the model's own attention; empty when dense.
         nominal: Sparsity as papers quote it, of image-to-image attention (0 dense).
         true: Fraction of all query-key pairs left out.
-        saved: Floating-point operations left out in one forward, all samples together.
+        saved: Floating-point operations left out in one forward, all samples together, of linear layers too.
         why: Why it is dense; empty when it is not.
     """
 

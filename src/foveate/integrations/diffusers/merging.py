@@ -1,0 +1,200 @@
+# pyright: basic, reportArgumentType=false, reportOptionalMemberAccess=false
+"""Token merging by hooks: blocks that share a plan, when the plan is made anew, and what their hooks do.
+
+A hook reads tensors of its site and never a number that changes from step to step. A block that makes a plan runs
+uncompiled in that step: compiled code sees plans, not how they are made.
+"""
+
+from collections.abc import Callable, Hashable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from foveate.methods.toma import Group, Merge, Regions, ToMA
+
+__all__ = ["Site", "Step"]
+
+
+class Step(NamedTuple):
+    """Where in a run a forward stands.
+
+    Attributes:
+        number: Of the step; the calls of one step have one number.
+        key: What a plan depends on but for the features: batch, dtype, device.
+    """
+
+    number: int
+    key: Hashable
+
+
+class Site:
+    """Blocks that share a plan.
+
+    Attributes:
+        method: How to merge.
+        first: The block whose features the plan is made from.
+        merge: The plan of the current forward; None leaves the blocks dense.
+        text: The text tokens of the current forward [batch, text, dim]: in single-stream blocks they stand in front.
+    """
+
+    def __init__(self, method: ToMA, first: nn.Module) -> None:
+        self.method, self.first = method, first
+        self.merge: Merge | None = None
+        self.text: Tensor | None = None
+        self._regions: Regions | None = None
+        self._plan: Merge | None = None
+        self._made: tuple[int, int] | None = None  # the periods of destinations and weights that the plan is of
+        self._key: Hashable = None
+        self._groups: tuple[Group, ...] = ()
+        self._order: Tensor | None = None
+        self._last = -1
+        self._compiled: Any = None
+        self._handles: list[RemovableHandle] = []
+        self._outs: list[tuple[nn.Module, str, nn.Module, RemovableHandle]] = []
+
+    # --- one forward ---
+
+    def begin(self, regions: Regions | None, step: Step | None, text: Tensor | None = None) -> None:
+        """Say what the next forward does: merge within these regions, or nothing if there are none."""
+        self.end()
+        self.text, self._regions, self.merge = text, regions, None
+        if regions is None or step is None:
+            return
+        same = step.key == self._key and regions.groups == self._groups and regions.order is self._order
+        if not same or step.number < self._last:  # another picture
+            self._key, self._groups, self._order = step.key, regions.groups, regions.order
+            self._plan = self._made = None
+        self._last = step.number
+        if step.number % self.method.merge_every:
+            return
+        periods = step.number // self.method.dst_every, step.number // self.method.weights_every
+        if self._plan is None or self._made != periods:
+            if self._made is None or self._made[0] != periods[0]:
+                self._plan = None  # new destinations too
+            self._made, self._due = periods, True
+            self._compiled, self.first._compiled_call_impl = self.first._compiled_call_impl, None
+        else:
+            self.merge = self._plan
+
+    _due = False
+
+    def end(self) -> None:
+        """After the forward: the first block is compiled again, if it was."""
+        if self._due or self._compiled is not None:
+            self.first._compiled_call_impl = self._compiled
+        self._due, self._compiled = False, None
+
+    def _see(self, features: Tensor) -> None:
+        """Make the plan from the features of the first block."""
+        if self._due:
+            chosen = self._plan.chosen if self._plan else None
+            with torch.no_grad():
+                self.merge = self._plan = self.method.plan(features.detach(), self._regions, chosen)
+            self.end()
+
+    # --- hooks ---
+
+    def per_token(self, module: nn.Module) -> None:
+        """Run a module of one argument, such as a feed-forward, on merged tokens."""
+        self._handles += [
+            module.register_forward_pre_hook(self._merge_first),
+            module.register_forward_hook(self._unmerge_output),
+        ]
+
+    def joint_attention(self, attn: nn.Module) -> None:
+        """Run attention over image and text, by keyword, on merged image tokens."""
+        self._handles += [
+            attn.register_forward_pre_hook(self._merge_image, with_kwargs=True),
+            attn.register_forward_hook(self._unmerge_image),
+        ]
+
+    def features(self, attn: nn.Module) -> None:
+        """Make plans from what this attention is given by keyword, and leave it as it is."""
+        self._handles.append(attn.register_forward_pre_hook(self._see_image, with_kwargs=True))
+
+    def single_stream(self, norm: nn.Module, attn: nn.Module, block: nn.Module, out: str) -> None:
+        """Run a block over [text | image] on merged tokens from its norm to its last linear layer.
+
+        Args:
+            norm: Returns (tokens, ...).
+            attn: Takes the rotary embedding by keyword.
+            block: Has the last layer.
+            out: The name of that. A LoRA may wrap or unwrap it at any time: see `follow`.
+        """
+        self._handles += [
+            norm.register_forward_hook(self._merge_normed),
+            attn.register_forward_pre_hook(self._move_rope, with_kwargs=True),
+        ]
+        layer = getattr(block, out)
+        self._outs.append((block, out, layer, layer.register_forward_hook(self._unmerge_stream)))
+
+    def follow(self) -> None:
+        """Move hooks to layers that took the place of those that had them."""
+        for i, (block, name, hooked, handle) in enumerate(self._outs):
+            if (layer := getattr(block, name)) is not hooked:
+                handle.remove()
+                self._outs[i] = block, name, layer, layer.register_forward_hook(self._unmerge_stream)
+
+    def remove(self) -> None:
+        """Take all hooks away."""
+        self.end()
+        for handle in (*self._handles, *(handle for *_, handle in self._outs)):
+            handle.remove()
+
+    def _merge_first(self, module: nn.Module, args: tuple[Any, ...]) -> Any:
+        return args if self.merge is None else (self.merge.merge(args[0]), *args[1:])
+
+    def _unmerge_output(self, module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
+        return output if self.merge is None else self.merge.unmerge(output)
+
+    def _see_image(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._see(kwargs["hidden_states"])
+
+    def _merge_image(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self._see(kwargs["hidden_states"])
+        if self.merge is None:
+            return args, kwargs
+        kwargs = {**kwargs, "hidden_states": self.merge.merge(kwargs["hidden_states"])}
+        return args, self._positions(kwargs)
+
+    def _unmerge_image(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        if self.merge is None:
+            return output
+        image, text, *prompt = output  # with an IP-Adapter, what the image prompt adds to the image
+        return self.merge.unmerge(image), text, *map(self.merge.unmerge, prompt)
+
+    def _merge_normed(self, module: nn.Module, args: tuple[Any, ...], output: tuple[Tensor, ...]) -> Any:
+        if self._due:
+            self._see(output[0][:, self.text.shape[1] :])
+        return output if self.merge is None else (self._behind_text(self.merge.merge, output[0]), *output[1:])
+
+    def _move_rope(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return (args, kwargs) if self.merge is None else (args, self._positions(kwargs))
+
+    def _unmerge_stream(self, module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
+        return output if self.merge is None else self._behind_text(self.merge.unmerge, output)
+
+    def _behind_text(self, change: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+        text = self.text.shape[1]
+        return torch.cat([x[:, :text], change(x[:, text:])], 1)
+
+    def _positions(self, kwargs: dict[str, Any]) -> dict[str, Any]:
+        """Rotary embedding of the destinations, and the bias of large tokens."""
+        if (rope := kwargs.get("image_rotary_emb")) is not None:
+            kwargs = {**kwargs, "image_rotary_emb": tuple(map(self._rows, rope))}
+        if self.method.size_bias:
+            sizes = self.merge.log_sizes()
+            text = self.text
+            bias = torch.cat([sizes.new_zeros(text.shape[1]), sizes]).to(text.dtype)
+            kwargs = {**kwargs, "attention_mask": bias[None, None, None]}
+        return kwargs
+
+    def _rows(self, rows: Tensor) -> Tensor:
+        """Of [text | image] positions those that are left: [tokens, dim], or with the batch in front."""
+        text = rows[: self.text.shape[1]]
+        image = self.merge.rope(rows[self.text.shape[1] :])
+        if len(image) == 1:
+            return torch.cat([text, image[0]])
+        return torch.cat([text.expand(len(image), -1, -1), image], 1)

@@ -1,0 +1,457 @@
+"""ToMA: token merging by attention-like matrices (arXiv 2509.10918).
+
+1. The image is cut into small windows, the tiles, and its tokens are put in the order of the tiles, once per forward.
+2. In every tile some tokens become destinations: those that best cover the others, picked greedily.
+3. Merge: every token spreads itself over the destinations of its tile, by a sharp softmax of cosine similarity; a
+   destination becomes the mean of what it was given.
+4. What is merged goes through the layer. Unmerge: every token takes back from the destinations as it gave.
+5. Destinations and weights are kept for several layers and steps.
+"""
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import groupby, pairwise, product
+from typing import Literal, NamedTuple
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+from torch.nn.functional import normalize, one_hot
+
+from foveate.cache import PerTensors
+from foveate.methods.method import AttentionPlan, Method, StaysDense
+from foveate.ops.block_table import BlockTable
+from foveate.ops.curves import inverse_order
+from foveate.ops.facility_location import cosine_facility_location, facility_location
+
+__all__ = ["Group", "Merge", "Regions", "ToMA"]
+
+log = logging.getLogger("foveate")
+
+Grid = tuple[int, int]
+SOFT_ENOUGH = 50.0  # below this scale the transpose is no good inverse of the merge
+RIDGE = 1e-4
+MANY_ROUNDS = 256  # picks of one region, one after the other
+
+
+@dataclass(frozen=True, kw_only=True)
+class ToMA(Method):
+    """Token merging. `keep=1.0` is exactly the dense model.
+
+    Attributes:
+        keep: Fraction of the image tokens that is kept, above 0 and up to 1. Papers' ratios say what is removed.
+        mode: Within what tokens merge: "tile" windows, "stripe" bands of whole rows, or "global", the whole image.
+        tile: (rows, columns) of tokens in a tile; rows of a stripe. None takes 4 x 4, and 8 x 8 in UNets.
+        scale: Sharpness of the softmax.
+        weights: "soft", or "hard": each token goes to one destination.
+        unmerge: "transpose" of the merge, or its regularised pseudo-inverse "pinv".
+        select: How destinations are picked: "greedy" by facility location, a fixed "grid", or "random" ones.
+        dst_every: Steps for which destinations are kept.
+        weights_every: Steps for which weights are kept; a divisor of `dst_every`.
+        merge_every: One step in so many merges, the others are dense.
+        skip: So many blocks at the beginning of each kind stay dense. None takes a third, five at most, in
+            transformers, and none in UNets.
+        merge_attn: Merge for self-attention (and for what runs beside it in single-stream blocks).
+        merge_cross: Merge the queries of cross-attention.
+        merge_mlp: Merge for the feed-forward of blocks that have one of their own. None: in UNets only.
+        merge_reference: Merge the tokens of reference images too, each image within itself.
+        size_bias: Let a merged token count for as many as it stands for: adds log(size) to its attention logits.
+        share: One plan for each "sample", for each pair of guidance ("cfg"), or for the whole "batch".
+
+    Examples:
+        >>> toma = ToMA(keep=0.5)
+        >>> tokens = torch.randn(1, 64, 32)  # an 8 x 8 image
+        >>> regions = toma.regions(((8, 8),))
+        >>> merge = toma.plan(tokens[:, regions.order], regions)
+        >>> merge.merge(tokens[:, regions.order]).shape
+        torch.Size([1, 32, 32])
+    """
+
+    keep: float = 0.5
+    mode: Literal["tile", "stripe", "global"] = "tile"
+    tile: tuple[int, int] | None = None
+    scale: float = 1000.0
+    weights: Literal["soft", "hard"] = "soft"
+    unmerge: Literal["transpose", "pinv"] = "transpose"
+    select: Literal["greedy", "grid", "random"] = "greedy"
+    dst_every: int = 10
+    weights_every: int = 5
+    merge_every: int = 1
+    skip: int | None = None
+    merge_attn: bool = True
+    merge_cross: bool = True
+    merge_mlp: bool | None = None
+    merge_reference: bool = False
+    size_bias: bool = False
+    share: Literal["sample", "cfg", "batch"] = "sample"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0 < self.keep <= 1:
+            raise ValueError(
+                f"keep is the fraction of tokens kept, above 0 and up to 1, not {self.keep}; papers give the ratio "
+                "that is removed: 0.75 there is keep=0.25"
+            )
+        if self.tile and (len(self.tile) != 2 or any(int(side) != side or side < 1 for side in self.tile)):
+            raise ValueError(f"tile must be two positive whole numbers such as (4, 4), not {self.tile!r}")
+        for name, known in CHOICES.items():
+            if getattr(self, name) not in known:
+                raise ValueError(f"{name} must be one of {', '.join(known)}, not {getattr(self, name)!r}")
+        for name in ("dst_every", "weights_every", "merge_every"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} counts steps, 1 or more, not {getattr(self, name)}")
+        if self.dst_every % self.weights_every:
+            raise ValueError(
+                f"weights_every must divide dst_every, since new destinations need new weights: {self.weights_every} "
+                f"does not divide {self.dst_every}"
+            )
+        if self.scale <= 0:
+            raise ValueError(f"scale must be above 0, not {self.scale}")
+        if self.unmerge == "transpose" and self.weights == "soft" and self.scale < SOFT_ENOUGH:
+            raise ValueError(
+                f"the transpose does not undo a merge of scale={self.scale}: "
+                f'use unmerge="pinv", or a scale of {SOFT_ENOUGH:g} and more'
+            )
+        if self.skip is not None and self.skip < 0:
+            raise ValueError(f"skip counts blocks, 0 or more, not {self.skip}")
+
+    @property
+    def title(self) -> str:
+        """ToMA and the fraction it keeps."""
+        return f"ToMA keep={self.keep:g}"
+
+    @classmethod
+    def showcase(cls) -> tuple["ToMA", ...]:
+        """Half and a quarter of the tokens."""
+        return cls(keep=0.5), cls(keep=0.25)
+
+    def regions(self, grids: tuple[Grid, ...], tile: Grid = (4, 4), *, device: str = "cpu") -> "Regions":
+        """The order of the tokens and the regions within which they merge. Cached by all arguments.
+
+        Args:
+            grids: (rows, columns) of the image, then of each reference image, in tokens.
+            tile: What to take where the method says nothing.
+            device: Where the order lives.
+
+        Raises:
+            StaysDense: If the image is smaller than a tile.
+        """
+        rows, columns = self.tile or tile
+        if self.mode == "tile" and (grids[0][0] < rows or grids[0][1] < columns):
+            raise StaysDense(f"{grids[0][0]} x {grids[0][1]} image tokens are less than a tile of {rows} x {columns}")
+        return _regions(self, grids, (rows, columns), device)
+
+    def regions_along(self, plan: AttentionPlan, grid: Grid, tile: Grid = (4, 4)) -> "Regions":
+        """Runs of as many tokens as a tile has, along the order of sparse attention.
+
+        Args:
+            plan: Of the sparse attention; nothing merges across its segments.
+            grid: (rows, columns) of the picture.
+            tile: What to take where the method says nothing.
+
+        Raises:
+            ValueError: If the mode is not "tile".
+        """
+        if self.mode != "tile":
+            raise ValueError(
+                f'beside sparse attention ToMA merges along its order: use mode="tile", not {self.mode!r}'
+            )
+        rows, columns = self.tile or tile
+        return _RUNS.get([plan.order], (self, plan.segments), lambda: self._runs(plan, grid, rows * columns))
+
+    def plan(
+        self,
+        features: Float[Tensor, "batch image dim"],
+        regions: "Regions",
+        destinations: "tuple[Tensor, ...] | None" = None,
+    ) -> "Merge":
+        """How the tokens of each region collapse onto its destinations, and back.
+
+        Args:
+            features: What similarity is measured by, in the order of the regions.
+            regions: Of this image.
+            destinations: Of an earlier plan, to make new weights for. None picks new ones.
+
+        Raises:
+            ValueError: If `share="cfg"` and the batch is odd.
+        """
+        chosen: list[Tensor] = []
+        gather: list[Tensor | None] = []
+        spread: list[Tensor | None] = []
+        plans = 1 if self.share == "batch" else len(features)
+        for i, (group, part) in enumerate(zip(regions.groups, features.split(regions.lengths, 1), strict=True)):
+            if not group.merges:
+                chosen.append(torch.arange(group.tokens, device=part.device).expand(plans, group.number, -1))
+                gather.append(None)
+                spread.append(None)
+                continue
+            exact = part.to(torch.promote_types(part.dtype, torch.float32))
+            z = normalize(exact, dim=-1).unflatten(1, (group.number, group.tokens))  # [batch, count, tokens, dim]
+            picks = destinations[i] if destinations else self._pick(z, group)
+            weights = self._weights(z, picks)  # [batch, count, kept, tokens]
+            back = weights if self.unmerge == "transpose" else _pseudo_inverse(weights).mT
+            chosen.append(picks)
+            gather.append(_mean(weights).to(features.dtype))
+            spread.append(back.to(features.dtype))
+        return Merge(regions.lengths, tuple(gather), tuple(spread), tuple(chosen), _places(regions, chosen))
+
+    def _runs(self, plan: AttentionPlan, grid: Grid, size: int) -> "Regions":
+        groups: list[Group] = []
+        for image, length in plan.segments:
+            if image > 0 and not self.merge_reference:
+                groups.append(Group(1, 1, length, length, False))
+                continue
+            full, rest = divmod(length, size)
+            groups += [self._group(1, size)] * full + [self._group(1, rest)] * (rest > 0)
+        return Regions(plan.order, plan.inverse, _together(groups), grid)
+
+    def _group(self, rows: int, columns: int) -> "Group":
+        return Group(1, rows, columns, min(max(1, int(self.keep * rows * columns + 0.5)), rows * columns))
+
+    def _pick(self, z: Float[Tensor, "batch count tokens dim"], group: "Group") -> Int[Tensor, "plans count kept"]:
+        """Which tokens of each region the others merge into, ascending."""
+        plans = 1 if self.share == "batch" else len(z)
+        if self.select == "grid":
+            picks = _checkerboard(group).to(z.device).expand(plans, group.number, -1)
+        elif self.select == "random":
+            scores = torch.rand(group.number, group.tokens, generator=torch.Generator().manual_seed(0))
+            picks = scores.topk(group.kept).indices.to(z.device).expand(plans, -1, -1)
+        elif self.share == "sample":
+            picks = cosine_facility_location(z, group.kept)
+        else:
+            picks = facility_location(self._shared(z @ z.mT), group.kept)
+        return picks.sort(-1).values
+
+    def _weights(
+        self, z: Float[Tensor, "batch count tokens dim"], picks: Int[Tensor, "plans count kept"]
+    ) -> Float[Tensor, "plans count kept tokens"]:
+        """How much of each token every destination is given; over destinations it is 1."""
+        scores = self._shared(z.take_along_dim(picks[..., None], 2) @ z.mT)
+        if self.weights == "soft":
+            return (self.scale * scores).softmax(2)
+        number = torch.arange(picks.shape[2], device=picks.device).expand_as(picks)
+        best = scores.argmax(2).scatter(2, picks, number)  # a destination keeps itself, whatever twins it has
+        return one_hot(best, picks.shape[2]).mT.to(scores.dtype)
+
+    def _shared(self, x: Tensor) -> Tensor:
+        """The mean over those samples that share a plan, for each of them; one for all of a whole batch."""
+        if self.share == "sample":
+            return x
+        if self.share == "batch":
+            return x.mean(0, keepdim=True)
+        if len(x) % 2:
+            raise ValueError(
+                f'share="cfg" pairs the two halves of a batch, but this one has {len(x)} samples: '
+                'use share="sample" where guidance runs as two calls or not at all'
+            )
+        return x.unflatten(0, (2, -1)).mean(0).repeat(2, *[1] * (x.ndim - 1))
+
+
+CHOICES = {
+    "mode": ("tile", "stripe", "global"),
+    "weights": ("soft", "hard"),
+    "unmerge": ("transpose", "pinv"),
+    "select": ("greedy", "grid", "random"),
+    "share": ("sample", "cfg", "batch"),
+}
+
+
+class Group(NamedTuple):
+    """Neighbouring regions of one shape.
+
+    Attributes:
+        number: How many there are.
+        rows: Tokens along the first side of each.
+        columns: Tokens along the second.
+        kept: How many tokens of each are kept.
+        merges: Whether they are merged at all.
+    """
+
+    number: int
+    rows: int
+    columns: int
+    kept: int
+    merges: bool = True
+
+    @property
+    def tokens(self) -> int:
+        """Of each region."""
+        return self.rows * self.columns
+
+
+class Regions(NamedTuple):
+    """Within what tokens merge, for one size.
+
+    Attributes:
+        order: Raster index of the image token at each place; regions follow one another.
+        inverse: Place of each raster token.
+        groups: The regions in that order, neighbours of one shape together.
+        grid: (rows, columns) of the picture.
+    """
+
+    order: Int[Tensor, "image"]
+    inverse: Int[Tensor, "image"]
+    groups: tuple[Group, ...]
+    grid: Grid
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """Tokens of each group."""
+        return tuple(group.number * group.tokens for group in self.groups)
+
+    @property
+    def kept(self) -> int:
+        """How many tokens are left of all."""
+        return sum(group.number * group.kept for group in self.groups)
+
+    @property
+    def tables(self) -> tuple[BlockTable, ...]:
+        """None: everyone attends to everyone who is left."""
+        return ()
+
+    @property
+    def tile_maps(self) -> tuple[Int[Tensor, "rows columns"], ...]:
+        """The region of every token of the picture, to draw."""
+        number = torch.arange(sum(group.number for group in self.groups))
+        sizes = torch.tensor([group.tokens for group in self.groups for _ in range(group.number)])
+        regions = number.repeat_interleave(sizes)[self.inverse.cpu()]
+        return (regions[: self.grid[0] * self.grid[1]].view(self.grid),)
+
+    def merged(self, table: BlockTable, text: int) -> BlockTable:
+        """A table over [text | image in this order] for the merged tokens: the same blocks with fewer tokens each.
+
+        Borders of blocks that read and are read alike may lie within a region.
+        """
+        left = [torch.ones(text, dtype=torch.long)]
+        for group in self.groups:
+            region = torch.ones(group.tokens, dtype=torch.long)
+            if group.merges:
+                region[0], region[1:] = group.kept, 0
+            left.append(region.repeat(group.number))
+        starts = torch.cat([torch.zeros(1, dtype=torch.long), torch.cat(left).cumsum(0)]).int()  # of each token
+        queries, keys = (starts[x.long().cpu()].to(x.device) for x in table[:2])
+        return BlockTable(queries, keys, *table[2:])
+
+
+class Merge(NamedTuple):
+    """How image tokens, in the order of their regions, become fewer, and many again.
+
+    Attributes:
+        lengths: Tokens of each group of regions.
+        gather: For each group [plans, count, kept, tokens], rows that sum to 1; None where nothing merges. There is a
+            plan for each sample, or one for all.
+        spread: The same, columns that sum to 1.
+        chosen: For each group the destinations within their regions [plans, count, kept], ascending.
+        places: Of the destinations in the order of the tokens, [plans, merged].
+    """
+
+    lengths: tuple[int, ...]
+    gather: tuple[Tensor | None, ...]
+    spread: tuple[Tensor | None, ...]
+    chosen: tuple[Tensor, ...]
+    places: Int[Tensor, "plans merged"]
+
+    def merge(self, x: Float[Tensor, "batch image dim"]) -> Float[Tensor, "batch merged dim"]:
+        """Every destination becomes the mean of what it is given."""
+        parts = [
+            part if weights is None else (weights @ part.unflatten(1, (weights.shape[1], -1))).flatten(1, 2)
+            for part, weights in zip(x.split(self.lengths, 1), self.gather, strict=True)
+        ]
+        return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
+
+    def unmerge(self, y: Float[Tensor, "batch merged dim"]) -> Float[Tensor, "batch image dim"]:
+        """Every token takes from the destinations what it gave them a part of."""
+        lengths = [chosen.shape[1] * chosen.shape[2] for chosen in self.chosen]
+        parts = [
+            part if weights is None else (weights.mT @ part.unflatten(1, (weights.shape[1], -1))).flatten(1, 2)
+            for part, weights in zip(y.split(lengths, 1), self.spread, strict=True)
+        ]
+        return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
+
+    def rope(self, rows: Float[Tensor, "image dim"]) -> Float[Tensor, "plans merged dim"]:
+        """The rows of the destinations: a merged token stands where its destination stands."""
+        return rows[self.places]
+
+    def log_sizes(self) -> Float[Tensor, "merged"]:
+        """The logarithm of how many tokens each merged token stands for, on average over its region."""
+        sizes = [
+            chosen.new_ones(chosen.shape[1] * chosen.shape[2], dtype=torch.float32)
+            * (1 if weights is None else weights.shape[3] / weights.shape[2])
+            for chosen, weights in zip(self.chosen, self.gather, strict=True)
+        ]
+        return torch.cat(sizes).log()
+
+
+_RUNS: PerTensors[Regions] = PerTensors()
+
+
+def _mean(weights: Float[Tensor, "plans count kept tokens"]) -> Float[Tensor, "plans count kept tokens"]:
+    """Weights whose rows sum to 1."""
+    return weights / weights.sum(-1, keepdim=True)
+
+
+def _pseudo_inverse(weights: Float[Tensor, "plans count kept tokens"]) -> Float[Tensor, "plans count tokens kept"]:
+    """What undoes a merge as well as anything can, by a ridge solve; constant tokens stay constant."""
+    gather = _mean(weights)
+    gram = gather @ gather.mT
+    ridge = RIDGE * gram.diagonal(dim1=-2, dim2=-1).mean(-1)[..., None, None]
+    back = torch.linalg.solve(gram + ridge * torch.eye(gram.shape[-1]).to(gram), gather).mT
+    return back + (1 - back.sum(-1, keepdim=True)) * weights.mT
+
+
+def _places(regions: Regions, chosen: Sequence[Tensor]) -> Int[Tensor, "plans merged"]:
+    """Of the destinations in the order of the tokens."""
+    first, places = 0, list[Tensor]()
+    for group, picks in zip(regions.groups, chosen, strict=True):
+        starts = first + group.tokens * torch.arange(group.number, device=picks.device)
+        places.append((picks + starts[:, None]).flatten(1))
+        first += group.number * group.tokens
+    return torch.cat(places, 1)
+
+
+def _checkerboard(group: Group) -> Int[Tensor, "kept"]:
+    """Evenly spread cells of a region: the black ones first."""
+    cells = torch.cartesian_prod(torch.arange(group.rows), torch.arange(group.columns)).sum(1)
+    black_first = (cells % 2).argsort(stable=True)
+    black = int((cells % 2 == 0).sum())
+    if group.kept >= black:
+        return black_first[: group.kept]
+    return black_first[torch.arange(group.kept) * black // group.kept]
+
+
+def _together(groups: Sequence[Group]) -> tuple[Group, ...]:
+    """Neighbours of one shape as one group."""
+    return tuple(group._replace(number=len(list(same))) for group, same in groupby(groups))
+
+
+def _cuts(length: int, size: int) -> list[tuple[int, int]]:
+    """Parts of a side that are as equal as can be, and about `size` long."""
+    parts = max(1, round(length / size))
+    return list(pairwise(length * i // parts for i in range(parts + 1)))
+
+
+@lru_cache(maxsize=64)
+@torch.inference_mode(False)
+def _regions(method: ToMA, grids: tuple[Grid, ...], tile: Grid, device: str) -> Regions:
+    places: list[Tensor] = []
+    groups: list[Group] = []
+    first = 0
+    for i, (height, width) in enumerate(grids):
+        raster = torch.arange(first, first + height * width).view(height, width)
+        first += height * width
+        if i > 0 and not method.merge_reference:
+            places.append(raster.flatten())
+            groups.append(Group(1, height, width, height * width, False))
+            continue
+        rows, columns = {"tile": tile, "stripe": (tile[0], width), "global": (height, width)}[method.mode]
+        windows = [raster[a:b, c:d] for (a, b), (c, d) in product(_cuts(height, rows), _cuts(width, columns))]
+        windows.sort(key=lambda window: window.shape)  # at most four shapes, those of one shape side by side
+        places += [window.flatten() for window in windows]
+        groups += [method._group(*window.shape) for window in windows]
+    if (most := max(group.kept for group in groups if group.merges)) > MANY_ROUNDS:
+        log.warning("%s picks %d tokens of a region one after another, which takes long: smaller regions "
+                    'are as good, mode="tile" above all', method.title, most)  # fmt: skip
+    order = torch.cat(places)
+    return Regions(order.to(device), inverse_order(order).to(device), _together(groups), grids[0])

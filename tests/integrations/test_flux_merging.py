@@ -1,0 +1,235 @@
+"""Laws of ToMA inside real FluxTransformer2DModel classes, alone and along HilbertA's curve."""
+
+import copy
+import io
+
+import pytest
+import tiny
+import torch
+from diffusers.models.attention import FeedForward
+from peft import LoraConfig
+from test_flux import image_prompt, with_ip_adapter
+
+import foveate
+from foveate import HilbertA, ToMA
+from foveate.integrations.diffusers.merging import Site
+
+GRID = (16, 20)
+PLUMBING = {"keep": 0.999, "weights": "hard", "skip": 0, "merge_mlp": True}  # every hook at work, and nothing is lost
+
+
+@pytest.fixture(autouse=True)
+def no_grad():
+    with torch.no_grad():
+        yield
+
+
+@pytest.fixture
+def model():
+    return tiny.flux()
+
+
+@pytest.fixture
+def plans(monkeypatch):
+    """Whether each plan that is made picks new destinations."""
+    made = []
+    make = ToMA.plan
+
+    def plan(method, features, regions, destinations=None):
+        made.append(destinations is None)
+        return make(method, features, regions, destinations)
+
+    monkeypatch.setattr(ToMA, "plan", plan)
+    return made
+
+
+def seen_tokens(model, x):
+    """How many tokens the attention and the feed-forward of every block see in a forward."""
+    seen = []
+    watched = [
+        module
+        for name, module in model.named_modules()
+        if name.endswith(("attn.to_q", "proj_mlp")) or (isinstance(module, FeedForward) and "context" not in name)
+    ]
+    hooks = [m.register_forward_pre_hook(lambda m, args: seen.append(args[0].shape[1])) for m in watched]
+    model(**x)
+    for hook in hooks:
+        hook.remove()
+    return seen
+
+
+@pytest.mark.parametrize("grid", [GRID, (9, 31), (13, 7)])
+@pytest.mark.parametrize("batch", [1, 2])
+@pytest.mark.parametrize("others", [(), (HilbertA(tiles=2, centre=0.0),)])
+def test_the_plumbing_is_the_model_without_merging(model, grid, batch, others):
+    x = tiny.inputs(grid, batch=batch)
+    x |= tiny.residuals(x, 1, 3)
+    with foveate.apply(model, *others) if others else foveate.apply(model, HilbertA(tiles=1)):
+        want = model(**x)[0]
+    with foveate.apply(model, *others, ToMA(**PLUMBING)) as run:
+        torch.testing.assert_close(model(**x)[0], want)
+        assert all("ToMA" in layer.method for layer in run.summary().layers)
+
+
+@pytest.mark.parametrize("others", [(), (HilbertA(tiles=2),)])
+def test_keep_of_one_is_the_model_and_removal_gives_it_back(model, others):
+    x = tiny.inputs(GRID)
+    dense = model(**x)[0]
+    with foveate.apply(model, ToMA(keep=1.0, skip=0)) as run:
+        assert torch.equal(model(**x)[0], dense)
+        assert {layer.why for layer in run.summary().layers} == {"keep=1.0 is the dense model"}
+    with foveate.apply(model, *others, ToMA(skip=0)):
+        assert (model(**x)[0] - dense).abs().max() > 1e-4
+    assert torch.equal(model(**x)[0], dense)
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+
+
+def test_who_sees_fewer_tokens(model):
+    x, text = tiny.inputs(GRID), 15
+    full, half = 320, 160
+    with foveate.apply(
+        model, ToMA(skip=0)
+    ):  # attention of double blocks; then attention and feed-forward of single ones
+        assert seen_tokens(model, x) == [half, full] * 2 + [text + half] * 6
+    with foveate.apply(model, ToMA(skip=0, merge_mlp=True, merge_attn=False, dense_layers="0")):
+        assert seen_tokens(model, x) == [full, full, full, half] + [text + half] * 6
+    with foveate.apply(model, ToMA()) as run:  # a third of each kind is skipped
+        assert seen_tokens(model, x) == [half, full] * 2 + [text + full] * 2 + [text + half] * 4
+        layers = run.summary().layers
+    assert [layer.method for layer in layers] == ["ToMA keep=0.5"] * 2 + ["dense"] + ["ToMA keep=0.5"] * 2
+    assert layers[2].why == "one of the first blocks, which ToMA skips"
+    assert layers[1].true == pytest.approx(1 - (175 / 335) ** 2)
+    assert layers[1].saved == 4 * (335**2 - 175**2) * 32 + 2 * 4 * 32**2 * 160
+    assert layers[3].saved == 4 * (335**2 - 175**2) * 32 + 2 * 12 * 32**2 * 160
+
+
+@pytest.mark.parametrize("size_bias", [False, True])
+def test_identical_tokens_beside_text_are_exact_only_with_their_size(model, size_bias):
+    attn = model.transformer_blocks[0].attn
+    image = torch.randn(1, 4, 4, 32).repeat_interleave(2, 1).repeat_interleave(2, 2).flatten(1, 2).double()
+    given = {"encoder_hidden_states": torch.randn(1, 5, 32).double(), "image_rotary_emb": None}
+    method = ToMA(keep=0.25, size_bias=size_bias)
+    regions = method.regions(((8, 8),))
+    want = attn(hidden_states=image, **given)
+    site = Site(method, attn)
+    site.joint_attention(attn)
+    site.text, site.merge = given["encoder_hidden_states"], method.plan(image[:, regions.order], regions)
+    got = attn(hidden_states=image[:, regions.order], **given)
+    site.remove()
+    errors = [(got[0][:, regions.inverse] - want[0]).abs().max(), (got[1] - want[1]).abs().max()]
+    assert all(error < 1e-6 for error in errors) if size_bias else all(error > 1e-4 for error in errors)
+
+
+@pytest.mark.parametrize("others", [(), (HilbertA(tiles=2),)])
+def test_a_sample_does_not_depend_on_its_batch_mates(model, others):
+    x = tiny.inputs(GRID, batch=3)
+    alone = {name: value[1:2] if name in ("hidden_states", "encoder_hidden_states", "pooled_projections") else value
+             for name, value in x.items()} | {"timestep": x["timestep"][:1]}  # fmt: skip
+    with foveate.apply(model, *others, ToMA(skip=0)):
+        together = model(**x)[0]
+        torch.testing.assert_close(model(**alone)[0], together[1:2])
+        assert torch.equal(model(**x)[0], together)
+
+
+def test_image_prompts_are_unmerged_too(model):
+    model = with_ip_adapter(model)
+    x = tiny.inputs(GRID, batch=2) | image_prompt(batch=2)
+    want = model(**copy.deepcopy(x))[0]
+    with foveate.apply(model, ToMA(**PLUMBING)):
+        torch.testing.assert_close(model(**copy.deepcopy(x))[0], want)
+    with foveate.apply(model, ToMA(skip=0)):
+        assert model(**copy.deepcopy(x))[0].shape == want.shape
+
+
+def test_a_lora_may_come_and_go(model):
+    x = tiny.inputs(GRID)
+    run = foveate.apply(model, ToMA(**PLUMBING))
+    want = model(**x)[0]
+    model.add_adapter(LoraConfig(r=2, target_modules=["proj_out", "to_q"]))
+    torch.testing.assert_close(model(**x)[0], want)
+    model.delete_adapters("default")
+    model.unload_lora()
+    torch.testing.assert_close(model(**x)[0], want)
+    run.remove()
+    torch.testing.assert_close(model(**x)[0], want)
+
+
+def test_a_deep_copy_and_a_saved_model_merge_on_their_own(model):
+    x = tiny.inputs(GRID)
+    run = foveate.apply(model, ToMA(skip=0))
+    want = model(**x)[0]
+    twin = copy.deepcopy(model)
+    file = io.BytesIO()
+    torch.save(model, file)
+    run.remove()
+    torch.testing.assert_close(twin(**x)[0], want)
+    file.seek(0)
+    torch.testing.assert_close(torch.load(file, weights_only=False)(**x)[0], want)
+    foveate.remove(twin)
+    assert torch.equal(twin(**x)[0], model(**x)[0])
+
+
+def draw(pipe, **options):
+    seed = torch.Generator().manual_seed(0)
+    options = {"height": 64, "width": 96, "num_inference_steps": 12, "output_type": "latent"} | options
+    return pipe("a cat", generator=seed, **options).images
+
+
+@pytest.mark.parametrize("guided", [False, True])
+def test_plans_are_made_by_the_step_whatever_calls_it_takes(plans, guided):
+    pipe = tiny.pipeline()
+    options = {"negative_prompt": "a dog", "true_cfg_scale": 2.0} if guided else {}
+    with foveate.apply(pipe, ToMA(skip=0)):
+        first = draw(pipe, **options)
+        sites = 2  # double blocks and single blocks
+        assert plans == [new for new in (True, False, True) for _ in range(sites)]  # steps 0, 5 and 10
+        plans.clear()
+        assert torch.equal(draw(pipe, **options), first)  # another run begins anew
+        assert plans[:2] == [True, True]
+        plans.clear()
+        draw(pipe, num_inference_steps=1)
+        draw(pipe, num_inference_steps=1)
+        assert plans == 4 * [True]
+
+
+def test_steps_between_merging_steps_are_dense(plans):
+    pipe = tiny.pipeline()
+    dense = draw(pipe, num_inference_steps=3)
+    with foveate.apply(pipe, ToMA(skip=0, merge_every=3, dst_every=1, weights_every=1)):
+        assert not torch.equal(draw(pipe, num_inference_steps=3), dense)
+        assert plans == [True, True]
+        draw(pipe, num_inference_steps=4)
+        assert plans == 6 * [True]
+
+
+def test_without_a_pipeline_steps_are_timesteps(model, plans):
+    x = tiny.inputs(GRID)
+    steps = [x | {"timestep": torch.full((1,), t)} for t in (1.0, 0.8, 0.8, 0.6)]
+    with foveate.apply(model, ToMA(skip=0, dst_every=2, weights_every=1)):
+        for step in steps:
+            model(**step)
+        assert plans == [True, True, False, False, True, True]
+        plans.clear()
+        model(**steps[0])
+        assert plans == [True, True]
+        plans.clear()
+        model(**tiny.inputs((20, 16)) | {"timestep": torch.full((1,), 1.0)})  # another grid
+        assert plans == [True, True]
+
+
+def test_what_cannot_be_merged_says_so(model):
+    x = tiny.inputs((3, 9))
+    dense = model(**x)[0]
+    with foveate.apply(model, ToMA(skip=0)) as run:
+        assert torch.equal(model(**x)[0], dense)
+        assert "less than a tile" in run.summary().layers[0].why
+    with pytest.raises(ValueError, match="size_bias"):
+        foveate.apply(model, HilbertA(), ToMA(size_bias=True))
+    with pytest.raises(ValueError, match="one ToMA"):
+        foveate.apply(model, ToMA(), ToMA())
+    with pytest.raises(ValueError, match="no block is left"):
+        foveate.apply(model, ToMA(skip=3))
+    with pytest.raises(ValueError, match="layer 9"):
+        foveate.apply(model, ToMA(dense_layers="9"))
+    with pytest.raises(ValueError, match="mode"), foveate.apply(model, HilbertA(tiles=2), ToMA(mode="global")):
+        model(**tiny.inputs(GRID))

@@ -1,0 +1,190 @@
+"""Laws of token merging: its algebra, its regions, and where it is exact."""
+
+import itertools
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from foveate import HilbertA, ToMA
+from foveate.methods.method import StaysDense
+
+GRIDS = [(64, 64), (45, 80), (52, 76), (47, 53), (13, 7), (4, 4)]
+
+
+def smooth(height, width, dim=16, batch=2, dtype=torch.float64):
+    """Features that change slowly over the image, with some noise."""
+    rows, columns = torch.meshgrid(torch.linspace(0, 3, height), torch.linspace(0, 3, width), indexing="ij")
+    waves = torch.stack([(a * rows + b * columns).sin() for a, b in itertools.product(range(1, 5), repeat=2)], -1)
+    x = waves.flatten(0, 1)[:, :dim].expand(batch, -1, -1) + 0.1 * torch.randn(batch, height * width, dim)
+    return x.to(dtype)
+
+
+def planned(method, grid, x):
+    regions = method.regions((grid,))
+    x = x[:, regions.order]
+    return regions, x, method.plan(x, regions)
+
+
+@pytest.mark.parametrize("grid", GRIDS)
+@pytest.mark.parametrize("tile", [(4, 4), (3, 2)])
+def test_regions_cover_every_token_once_in_at_most_four_shapes(grid, tile):
+    regions = ToMA(tile=tile).regions((grid,))
+    cells = grid[0] * grid[1]
+    assert torch.equal(regions.order.sort().values, torch.arange(cells))
+    assert torch.equal(regions.order[regions.inverse], torch.arange(cells))
+    assert sum(regions.lengths) == cells
+    assert len(regions.groups) <= 4
+    first = 0
+    for group in regions.groups:
+        for _ in range(group.number):
+            rows, columns = torch.unravel_index(regions.order[first : first + group.tokens], grid)
+            assert int(rows.max() - rows.min()) + 1 == group.rows
+            assert int(columns.max() - columns.min()) + 1 == group.columns
+            assert abs(group.rows - tile[0]) <= tile[0] / 2 or grid[0] < 2 * tile[0]
+            first += group.tokens
+
+
+def test_the_region_map_is_what_merges():
+    for regions in (
+        ToMA().regions(((13, 7), (8, 8))),
+        ToMA().regions_along(HilbertA(tiles=1).plan(((13, 7),), 5), (13, 7)),
+    ):
+        (regions_of,) = regions.tile_maps
+        tokens = regions.order[regions.order < 13 * 7]
+        first = 0
+        for group in regions.groups:
+            for _ in range(group.number):
+                mine = tokens[first : first + group.tokens]
+                assert len(regions_of.flatten()[mine].unique()) <= 1
+                first += group.tokens
+        assert regions_of.unique().numel() == sum(group.number for group in regions.groups if group.merges)
+
+
+def test_the_real_keep_of_an_odd_grid_is_known():
+    regions = ToMA(keep=0.5).regions(((47, 53),))
+    assert (regions.kept, len(regions.order)) == (1246, 2491)
+
+
+@pytest.mark.parametrize("mode", ["stripe", "global"])
+def test_stripes_and_the_whole_image_are_rasters(mode):
+    regions = ToMA(mode=mode, tile=(4, 4)).regions(((16, 20),))
+    assert torch.equal(regions.order, torch.arange(320))
+    assert regions.groups == (((4, 4, 20, 40, True),) if mode == "stripe" else ((1, 16, 20, 160, True),))
+
+
+@pytest.mark.parametrize("options", [
+    {}, {"weights": "hard"}, {"unmerge": "pinv"}, {"unmerge": "pinv", "scale": 1.0}, {"select": "grid"},
+    {"select": "random"}, {"share": "batch"}, {"share": "cfg"}, {"mode": "stripe"}, {"keep": 0.25}, {"keep": 0.9},
+])  # fmt: skip
+@pytest.mark.parametrize("grid", [(16, 20), (13, 7)])
+def test_weights_sum_to_one_and_constants_survive(options, grid):
+    _, x, merge = planned(ToMA(**options), grid, smooth(*grid))
+    for gather, spread in zip(merge.gather, merge.spread, strict=True):
+        torch.testing.assert_close(gather.sum(-1), torch.ones_like(gather.sum(-1)))
+        torch.testing.assert_close(spread.sum(-2), torch.ones_like(spread.sum(-2)))
+    constant = x[:, :1].expand_as(x)
+    merged = merge.merge(constant)
+    torch.testing.assert_close(merged, constant[:, : merged.shape[1]])
+    torch.testing.assert_close(merge.unmerge(merged), constant)
+
+
+@pytest.mark.parametrize("keep", [0.25, 0.5, 0.75])
+def test_destinations_are_places_of_different_tokens_that_merge_into_themselves(keep):
+    regions, x, merge = planned(ToMA(keep=keep, weights="hard"), (16, 20), smooth(16, 20))
+    assert merge.places.shape == (2, regions.kept)
+    assert all(len(set(places.tolist())) == regions.kept for places in merge.places)
+    rope = torch.arange(320.0)[:, None]
+    torch.testing.assert_close(merge.rope(rope)[..., 0], merge.places.float())
+    dots = (merge.unmerge(merge.merge(x)) * x).sum(-1)
+    assert (dots.gather(1, merge.places) > 0).all()
+
+
+def test_in_the_hard_limit_the_transpose_is_the_pseudo_inverse():
+    _, _, merge = planned(ToMA(weights="hard"), (16, 20), smooth(16, 20))
+    torch.testing.assert_close(merge.spread[0].mT, torch.linalg.pinv(merge.gather[0]))
+
+
+@pytest.mark.parametrize("scale", [1.0, 10.0])
+def test_where_weights_are_soft_the_pseudo_inverse_loses_less(scale):
+    x = smooth(16, 20)
+    _, x, merge = planned(ToMA(scale=scale, unmerge="pinv"), (16, 20), x)
+    weights = merge.gather[0] / merge.gather[0].sum(-2, keepdim=True)
+    transposed = merge._replace(spread=(weights,))
+    lost, more = ((m.unmerge(m.merge(x)) - x).norm() for m in (merge, transposed))
+    assert lost < more
+
+
+def test_groups_of_identical_tokens_lose_nothing():
+    x = torch.randn(1, 4, 4, 8).repeat_interleave(2, 1).repeat_interleave(2, 2).flatten(1, 2)  # 2 x 2 equal tokens
+    _, x, merge = planned(ToMA(keep=0.25), (8, 8), x)
+    torch.testing.assert_close(merge.unmerge(merge.merge(x)), x, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(merge.log_sizes(), torch.full((16,), 4.0).log())
+
+
+@pytest.mark.parametrize("share", ["sample", "cfg", "batch"])
+def test_who_shares_a_plan(share):
+    x = smooth(16, 20, batch=4) + 0.3 * torch.randn(4, 320, 16)
+    method = ToMA(share=share)
+    regions, x, merge = planned(method, (16, 20), x)
+    if share == "batch":
+        assert len(merge.places) == 1
+    if share == "cfg":
+        assert torch.equal(merge.places[:2], merge.places[2:])
+        assert not torch.equal(merge.places[0], merge.places[1])
+        with pytest.raises(ValueError, match="3 samples"):
+            method.plan(x[:3], regions)
+    if share == "sample":
+        alone = method.plan(x[2:3], regions)
+        assert torch.equal(alone.places, merge.places[2:3])
+        torch.testing.assert_close(alone.merge(x[2:3]), merge.merge(x)[2:3])
+
+
+def test_new_weights_for_old_destinations():
+    method = ToMA()
+    regions, x, merge = planned(method, (16, 20), smooth(16, 20))
+    later = method.plan(x + 0.1 * torch.randn_like(x), regions, merge.chosen)
+    assert torch.equal(later.places, merge.places)
+    assert not torch.equal(later.gather[0], merge.gather[0])
+
+
+def test_reference_images_are_left_alone_unless_asked_for():
+    x = smooth(24, 20)  # two images of 16 and 8 rows
+    grids = (16, 20), (8, 20)
+    regions = ToMA().regions(grids)
+    assert regions.kept == 160 + 160
+    merge = ToMA().plan(x[:, regions.order], regions)
+    assert torch.equal(merge.merge(x[:, regions.order])[:, 160:], x[:, 320:])
+    assert ToMA(merge_reference=True).regions(grids).kept == 160 + 80
+
+
+@given(tiles=st.sampled_from([1, 2, 4, 5]), text=st.sampled_from([0, 16, 77]), height=st.sampled_from([16, 24, 29]))
+def test_along_a_hilbert_curve_who_attends_to_whom_is_what_its_tokens_do(tiles, text, height):
+    plan = HilbertA(tiles=tiles).plan(((height, 20),), text)
+    method = ToMA(weights="hard")
+    regions = method.regions_along(plan, (height, 20))
+    assert sum(regions.lengths) == sum(length for _, length in plan.segments) == height * 20
+    merge = method.plan(torch.randn(1, height * 20, 8), regions)
+    tokens = torch.cat([torch.arange(text), text + merge.places[0]])
+    for table in plan.tables:
+        merged = regions.merged(table, text)
+        assert merged.query_tokens == len(tokens)
+        assert torch.equal(merged.to_dense(), table.to_dense()[tokens][:, tokens])
+
+
+@pytest.mark.parametrize(("options", "says"), [
+    ({"keep": 0.0}, "keep is the fraction"), ({"keep": 1.5}, "1.5"), ({"tile": (0, 4)}, "two positive"),
+    ({"tile": (4,)}, "two positive"), ({"mode": "cell"}, "tile, stripe, global"), ({"dst_every": 0}, "1 or more"),
+    ({"dst_every": 10, "weights_every": 4}, "does not divide"), ({"scale": 10.0}, 'unmerge="pinv"'),
+    ({"scale": -1.0, "unmerge": "pinv"}, "above 0"), ({"skip": -1}, "0 or more"), ({"share": "all"}, "share must be"),
+])  # fmt: skip
+@pytest.mark.usefixtures("as_a_user")
+def test_bad_settings_name_the_value_and_the_remedy(options, says):
+    with pytest.raises(ValueError, match=says):
+        ToMA(**options)
+
+
+def test_an_image_smaller_than_a_tile_stays_dense():
+    with pytest.raises(StaysDense, match="less than a tile"):
+        ToMA().regions(((3, 9),))
