@@ -1,7 +1,14 @@
-"""A tiny Flux with random weights, and inputs for it; a tiny pipeline, and what it is asked to draw."""
+"""Tiny models with random weights, and inputs for them; a tiny pipeline, and what it is asked to draw."""
 
 import torch
-from diffusers import FluxPipeline, FluxTransformer2DModel
+from diffusers import (
+    DiTTransformer2DModel,
+    FluxPipeline,
+    FluxTransformer2DModel,
+    PixArtTransformer2DModel,
+    SD3Transformer2DModel,
+    UNet2DConditionModel,
+)
 
 from foveate.demo.untrained import untrained_pipeline
 from foveate.integrations.diffusers.pipelines import Request
@@ -62,3 +69,90 @@ def residuals(x, *counts, dim=32):
     shape = (*x["hidden_states"].shape[:2], dim)
     dtype = x["hidden_states"].dtype
     return {name: [torch.randn(shape, dtype=dtype) for _ in range(n)] for name, n in zip(names, counts, strict=True)}
+
+
+def unet(dtype=torch.float64):
+    """SDXL's layout: two sections with blocks of different resolution, and the middle."""
+    torch.manual_seed(0)
+    model = UNet2DConditionModel(
+        sample_size=16, block_out_channels=(8, 16), layers_per_block=1, norm_num_groups=4, cross_attention_dim=16,
+        down_block_types=("CrossAttnDownBlock2D", "CrossAttnDownBlock2D"),
+        up_block_types=("CrossAttnUpBlock2D", "CrossAttnUpBlock2D"),
+        attention_head_dim=(2, 4), transformer_layers_per_block=(1, 2), use_linear_projection=True,
+        addition_embed_type="text_time", addition_time_embed_dim=8, projection_class_embeddings_input_dim=80,
+    )  # fmt: skip
+    return model.to(dtype).eval()
+
+
+def unet_inputs(height=16, width=16, batch=1, dtype=torch.float64):
+    """Keyword arguments of one forward."""
+    return {
+        "sample": torch.randn(batch, 4, height, width, dtype=dtype),
+        "timestep": torch.tensor(500.0),
+        "encoder_hidden_states": torch.randn(batch, 7, 16, dtype=dtype),
+        "added_cond_kwargs": {
+            "text_embeds": torch.randn(batch, 32, dtype=dtype),
+            "time_ids": torch.ones(batch, 6, dtype=dtype),
+        },
+        "return_dict": False,
+    }
+
+
+def sd3(dtype=torch.float64):
+    """With one block of two attentions."""
+    torch.manual_seed(0)
+    model = SD3Transformer2DModel(
+        sample_size=32, patch_size=1, in_channels=4, num_layers=3, attention_head_dim=8, num_attention_heads=4,
+        caption_projection_dim=32, joint_attention_dim=32, pooled_projection_dim=64, out_channels=4,
+        pos_embed_max_size=96, dual_attention_layers=(0,), qk_norm="rms_norm",
+    )  # fmt: skip
+    return model.to(dtype).eval()
+
+
+def sd3_inputs(height=16, width=16, batch=1, dtype=torch.float64):
+    """Keyword arguments of one forward, with residuals of a ControlNet."""
+    return {
+        "hidden_states": torch.randn(batch, 4, height, width, dtype=dtype),
+        "encoder_hidden_states": torch.randn(batch, 9, 32, dtype=dtype),
+        "timestep": torch.full((batch,), 500.0),
+        "pooled_projections": torch.randn(batch, 64, dtype=dtype),
+        "block_controlnet_hidden_states": [torch.randn(batch, height * width, 32, dtype=dtype)],
+        "return_dict": False,
+    }
+
+
+DIT = {"sample_size": 8, "num_layers": 2, "patch_size": 2, "attention_head_dim": 8, "num_attention_heads": 2,
+       "in_channels": 4, "out_channels": 8, "num_embeds_ada_norm": 8}  # fmt: skip
+
+
+def pixart(dtype=torch.float64):
+    torch.manual_seed(0)
+    more = {"use_additional_conditions": False, "cross_attention_dim": 16, "caption_channels": 8}
+    return PixArtTransformer2DModel(**more, **DIT).to(dtype).eval()
+
+
+def pixart_inputs(height=32, width=32, batch=1, dtype=torch.float64):
+    """Keyword arguments of one forward; some of the text is padding."""
+    return {
+        "hidden_states": torch.randn(batch, 4, height, width, dtype=dtype),
+        "timestep": torch.full((batch,), 5.0),
+        "encoder_hidden_states": torch.randn(batch, 7, 8, dtype=dtype),
+        "encoder_attention_mask": torch.tensor([[1, 1, 1, 1, 0, 0, 0]]).expand(batch, -1),
+        "added_cond_kwargs": {"resolution": None, "aspect_ratio": None},
+        "return_dict": False,
+    }
+
+
+def dit(dtype=torch.float64):
+    torch.manual_seed(0)
+    return DiTTransformer2DModel(**DIT).to(dtype).eval()
+
+
+def dit_inputs(height=32, width=32, batch=1, dtype=torch.float64):
+    """Keyword arguments of one forward."""
+    return {
+        "hidden_states": torch.randn(batch, 4, height, width, dtype=dtype),
+        "timestep": torch.full((batch,), 5.0),
+        "class_labels": torch.ones(batch, dtype=torch.long),
+        "return_dict": False,
+    }

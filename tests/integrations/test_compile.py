@@ -54,6 +54,24 @@ for methods in (foveate.ToMA(weights_every=1, dst_every=2),), (foveate.HilbertA(
         assert graphs() <= 5, graphs()
 """
 
+UNET = """
+import copy
+model = tiny.unet(dtype=torch.float32)
+steps = [tiny.unet_inputs(dtype=torch.float32) | {"timestep": torch.tensor(t)} for t in (900.0, 700.0, 500.0)]
+dense = [model(**copy.copy(step))[0] for step in steps]
+toma = foveate.ToMA(tile=(4, 4), weights_every=1, dst_every=2)
+with foveate.apply(model, toma):
+    merged = [model(**copy.copy(step))[0] for step in steps]
+model.compile_repeated_blocks(fullgraph=True, backend="eager")
+for step, want in zip(steps, dense, strict=True):
+    near(model(**copy.copy(step))[0], want)
+torch._dynamo.reset()
+with foveate.apply(model, toma):
+    for step, want in zip(2 * steps, 2 * merged, strict=True):
+        near(model(**copy.copy(step))[0], want)
+near(model(**copy.copy(steps[0]))[0], dense[0])
+"""
+
 REGIONAL_AFTER = """
 run = foveate.apply(model, foveate.HilbertA(tiles=4, dense_layers="0"))
 mixed = model(**x)[0]
@@ -88,11 +106,12 @@ with foveate.apply(model, foveate.HilbertA(tiles=4)):
         REGIONAL,
         REGIONAL_AFTER,
         MERGED,
+        UNET,
         WHOLE.format(compile='compiled = model; model.compile(backend="eager")'),
         WHOLE.format(compile='compiled = torch.compile(model, backend="eager")'),
         pytest.param(INDUCTOR, marks=pytest.mark.gpu),
     ],
-    ids=["blocks before apply", "blocks after apply", "merged", "model.compile", "torch.compile", "inductor"],
+    ids=["blocks before apply", "blocks after apply", "merged", "unet", "model.compile", "torch.compile", "inductor"],
 )
 def test_compiled_models_run_sparse_without_breaks_or_a_graph_per_layer(script):
     here = Path(__file__).parent.parent

@@ -20,7 +20,13 @@ __all__ = ["FAMILIES", "Handle", "apply", "remove", "summary"]
 
 log = logging.getLogger("foveate")
 
-FAMILIES = {"FluxTransformer2DModel": "foveate.integrations.diffusers.flux:Flux"}
+FAMILIES = {
+    "FluxTransformer2DModel": "foveate.integrations.diffusers.flux:Flux",
+    "UNet2DConditionModel": "foveate.integrations.diffusers.blocks:UNet",
+    "SD3Transformer2DModel": "foveate.integrations.diffusers.blocks:SD3",
+    "PixArtTransformer2DModel": "foveate.integrations.diffusers.blocks:PixArt",
+    "DiTTransformer2DModel": "foveate.integrations.diffusers.blocks:DiT",
+}
 """Which class serves which diffusers model, both by name: nothing is imported before it is needed."""
 
 DENOISERS = ("transformer", "transformer_2", "unet")

@@ -1,16 +1,24 @@
-"""What every model family offers to `apply`."""
+"""What every model family offers to `apply`, and what all of them do alike."""
 
+import logging
 from abc import ABC, abstractmethod
 from collections import Counter
+from collections.abc import Callable
 from types import MethodType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
+from foveate.integrations.diffusers.clock import Clock
 from foveate.integrations.diffusers.summary import LayerReport
 from foveate.methods import Method
+from foveate.methods.method import StaysDense
 
 __all__ = ["Family"]
+
+log = logging.getLogger("foveate")
+
+T = TypeVar("T")
 
 
 class Family(ABC):
@@ -30,7 +38,16 @@ class Family(ABC):
             model: The denoiser.
             methods: What the user applies.
             pipeline: The pipeline around the model, or None.
+
+        Raises:
+            ValueError: If a method works in a part of the run only, and there is no pipeline to tell which.
         """
+        if pipeline is None and not all(method.always for method in methods):
+            raise ValueError(
+                "start_percent and end_percent need a scheduler to tell the step: apply to the pipeline, not the model"
+            )
+        self.model, self.methods, self.clock = model, methods, Clock(pipeline)
+        self.outcomes = Counter[str]()
 
     @abstractmethod
     def remove(self) -> None:
@@ -50,6 +67,35 @@ class Family(ABC):
     @abstractmethod
     def plan(self) -> Any | None:
         """What the method decided for the last forward; None if it was dense."""
+
+    def check_layers(self, layers: int) -> None:
+        """Refuse `dense_layers` that the model does not have."""
+        for method in self.methods:
+            if beyond := sorted(method.dense_layer_set() - set(range(layers))):
+                raise ValueError(f"dense_layers names layer {beyond[0]}, but the model has layers 0 to {layers - 1}")
+
+    def check_step(self, method: Method, tokens: int) -> None:
+        """Raise why a method stays dense in this forward, whatever the model is."""
+        if self.paused:
+            raise StaysDense("paused")
+        if not method.always:
+            if (progress := self.clock()) is None:
+                raise StaysDense("no scheduler tells the step, and start_percent to end_percent is part of the run")
+            if not method.covers(progress):
+                raise StaysDense("this step lies outside start_percent to end_percent")
+        if tokens < method.min_tokens:
+            raise StaysDense(f"{tokens} image tokens are fewer than min_tokens={method.min_tokens}")
+
+    def ask(self, method: Method | None, decide: Callable[[], T]) -> tuple[T | None, str]:
+        """What a method decided for this forward, or None and why it stays dense."""
+        if method is None:
+            return None, ""
+        try:
+            return decide(), ""
+        except StaysDense as reason:
+            if not self.paused and str(reason) not in self.outcomes:
+                log.warning("%s stays dense: %s", type(method).__name__, reason)
+            return None, str(reason)
 
     @staticmethod
     def of(model: torch.nn.Module) -> "Family | None":

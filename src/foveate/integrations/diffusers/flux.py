@@ -9,8 +9,6 @@ see `merging`: double blocks merge for their attention, single blocks from their
 """
 
 import inspect
-import logging
-from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -26,7 +24,6 @@ from diffusers.models.transformers.transformer_flux import (
 from torch import Tensor
 
 from foveate.cache import PerTensors
-from foveate.integrations.diffusers.clock import Clock
 from foveate.integrations.diffusers.family import Family
 from foveate.integrations.diffusers.flux_processors import Borrowed, SparseIPAdapterProcessor, SparseProcessor
 from foveate.integrations.diffusers.merging import Site, Step
@@ -38,8 +35,6 @@ from foveate.ops import dispatch
 from foveate.ops.block_table import BlockTable
 
 __all__ = ["Flux"]
-
-log = logging.getLogger("foveate")
 
 CONTROL = ("controlnet_block_samples", "controlnet_single_block_samples")
 
@@ -100,16 +95,11 @@ class Flux(Family):
             raise ValueError(f"Flux takes one method of sparse attention, one ToMA(), or both, not {given}")
         if self.sparse and self.toma and self.toma.size_bias:
             raise ValueError("size_bias needs dense attention: leave it off beside sparse attention")
-        if pipeline is None and not all(method.always for method in methods):
-            raise ValueError(
-                "start_percent and end_percent need a scheduler to tell the step: apply to the pipeline, not the model"
-            )
-        self.model, self.methods, self.clock = model, methods, Clock(pipeline)
+        super().__init__(model, methods, pipeline)
         self.sites: list[Site] = []
         self.idle = Site(self.toma or ToMA(), model)  # of blocks that never merge
         self.layers = list(self._borrow())
         self.ran = self.shown = _Ran()
-        self.outcomes: Counter[str] = Counter()  # forwards by the reason why they were dense; "" is not
         self._hooks = [
             model.register_forward_pre_hook(self.enter, with_kwargs=True),
             model.register_forward_hook(self.leave),
@@ -121,11 +111,7 @@ class Flux(Family):
             for name in ("transformer_blocks", "single_transformer_blocks")
             for i, block in enumerate(getattr(self.model, name))
         ]
-        for method in self.methods:
-            if beyond := sorted(method.dense_layer_set() - set(range(len(blocks)))):
-                raise ValueError(
-                    f"dense_layers names layer {beyond[0]}, but the model has layers 0 to {len(blocks) - 1}"
-                )
+        self.check_layers(len(blocks))
         sparse = set(range(len(blocks))) - self.sparse.dense_layer_set() if self.sparse else set[int]()
         merging = self._merging([block for _, block in blocks])
         known = {FluxAttnProcessor: SparseProcessor, FluxIPAdapterAttnProcessor: SparseIPAdapterProcessor}
@@ -135,7 +121,7 @@ class Flux(Family):
                     f"{blocks[i][0]} has a {type(processor).__name__}, which foveate does not know: "
                     f"restore the model's own processors first, or leave it dense with dense_layers={str(i)!r}"
                 )
-            if i in merging and getattr(getattr(blocks[i][1], "ff", None), "_chunk_size", None):
+            if i in merging and getattr(blocks[i][1], "_chunk_size", None):
                 raise ValueError("feed-forward chunking cuts merged tokens: call disable_forward_chunking() first")
         for i, (name, block) in enumerate(blocks):
             processor = None
@@ -242,8 +228,8 @@ class Flux(Family):
         names = list(inspect.signature(type(model).forward).parameters)[1:]
         inputs = dict(zip(names, args, strict=False)) | kwargs
         image, text = inputs["hidden_states"], inputs["encoder_hidden_states"]
-        plan, why_not_sparse = self._ask(self.sparse, lambda: self._plan(inputs))
-        regions, why_not_merged = self._ask(self.toma, lambda: self._regions(inputs, plan))
+        plan, why_not_sparse = self.ask(self.sparse, lambda: self._plan(inputs))
+        regions, why_not_merged = self.ask(self.toma, lambda: self._regions(inputs, plan))
         why = "" if plan or regions else why_not_sparse or why_not_merged
         self.ran = _Ran(plan, regions, why, text.shape[1], image.shape[0], str(image.device), image.dtype)
         self.outcomes[why] += 1
@@ -294,17 +280,6 @@ class Flux(Family):
             site.follow()
             site.begin(regions, step, inputs["encoder_hidden_states"])
 
-    def _ask(self, method: Method | None, decide: Callable[[], Any]) -> tuple[Any, str]:
-        """What a method decided for this forward, or None and why it stays dense."""
-        if method is None:
-            return None, ""
-        try:
-            return decide(), ""
-        except StaysDense as reason:
-            if not self.paused and not self.outcomes[str(reason)]:
-                log.warning("%s stays dense: %s", type(method).__name__, reason)
-            return None, str(reason)
-
     def _plan(self, inputs: dict[str, Any]) -> AttentionPlan:
         self._check(self.sparse, inputs)
         image, text = inputs["hidden_states"], inputs["encoder_hidden_states"]
@@ -323,20 +298,11 @@ class Flux(Family):
 
     def _check(self, method: Method, inputs: dict[str, Any]) -> None:
         """Raise what keeps any method from working in this forward."""
-        tokens = inputs["hidden_states"].shape[1]
-        if self.paused:
-            raise StaysDense("paused")
-        if not method.always:
-            if (progress := self.clock()) is None:
-                raise StaysDense("no scheduler tells the step, and start_percent to end_percent is part of the run")
-            if not method.covers(progress):
-                raise StaysDense("this step lies outside start_percent to end_percent")
+        self.check_step(method, inputs["hidden_states"].shape[1])
         if (inputs.get("joint_attention_kwargs") or {}).get("attention_mask") is not None:
             raise StaysDense("an attention mask was passed")
         if any(layer.processor and layer.processor._parallel_config is not None for layer in self.layers):
             raise StaysDense("context parallelism splits the tokens over devices")
-        if tokens < method.min_tokens:
-            raise StaysDense(f"{tokens} image tokens are fewer than min_tokens={method.min_tokens}")
 
 
 # Tables of merged tokens, by the tables that they come from.

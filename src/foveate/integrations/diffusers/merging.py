@@ -34,12 +34,12 @@ class Site:
 
     Attributes:
         method: How to merge.
-        first: The block whose features the plan is made from.
+        first: The block whose features the plan is made from; None until there is one.
         merge: The plan of the current forward; None leaves the blocks dense.
         text: The text tokens of the current forward [batch, text, dim]: in single-stream blocks they stand in front.
     """
 
-    def __init__(self, method: ToMA, first: nn.Module) -> None:
+    def __init__(self, method: ToMA, first: nn.Module | None) -> None:
         self.method, self.first = method, first
         self.merge: Merge | None = None
         self.text: Tensor | None = None
@@ -103,6 +103,31 @@ class Site:
             module.register_forward_hook(self._unmerge_output),
         ]
 
+    def self_attention(self, attn: nn.Module, *, merged: bool, features: bool) -> None:
+        """Run attention of one argument on merged tokens.
+
+        Args:
+            attn: Takes the tokens first, and a mask over keys by keyword.
+            merged: Whether to merge at all.
+            features: Whether plans are made from what the first of these is given.
+        """
+        if features:
+            self._handles.append(attn.register_forward_pre_hook(self._see_first))
+        if merged:
+            self._handles.append(attn.register_forward_pre_hook(self._merge_with_sizes, with_kwargs=True))
+            self._handles.append(attn.register_forward_hook(self._unmerge_output))
+
+    def keyword_attention(self, attn: nn.Module) -> None:
+        """Run attention of one keyword argument on merged tokens."""
+        self._handles += [
+            attn.register_forward_pre_hook(self._merge_keyword, with_kwargs=True),
+            attn.register_forward_hook(self._unmerge_output),
+        ]
+
+    def features_of(self, block: nn.Module) -> None:
+        """Make plans from what this block is given first."""
+        self._handles.append(block.register_forward_pre_hook(self._see_first))
+
     def joint_attention(self, attn: nn.Module) -> None:
         """Run attention over image and text, by keyword, on merged image tokens."""
         self._handles += [
@@ -142,6 +167,23 @@ class Site:
         self.end()
         for handle in (*self._handles, *(handle for *_, handle in self._outs)):
             handle.remove()
+
+    def _see_first(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        self._see(args[0])
+
+    def _merge_with_sizes(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self.merge is None:
+            return args, kwargs
+        x = self.merge.merge(args[0])
+        if self.method.size_bias:
+            sizes = self.merge.log_sizes().to(x.dtype)
+            kwargs = {**kwargs, "attention_mask": sizes.expand(len(x), 1, -1)}
+        return (x, *args[1:]), kwargs
+
+    def _merge_keyword(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self.merge is None:
+            return args, kwargs
+        return args, {**kwargs, "hidden_states": self.merge.merge(kwargs["hidden_states"])}
 
     def _merge_first(self, module: nn.Module, args: tuple[Any, ...]) -> Any:
         return args if self.merge is None else (self.merge.merge(args[0]), *args[1:])

@@ -1,0 +1,345 @@
+# pyright: basic, reportArgumentType=false, reportAttributeAccessIssue=false, reportOptionalMemberAccess=false
+# pyright: reportIncompatibleMethodOverride=false, reportPrivateImportUsage=false, reportOperatorIssue=false
+# pyright: reportAssignmentType=false
+"""Token merging in models of stacked transformer blocks: UNets (SD 1.5, SDXL), SD3, PixArt, DiT.
+
+A stage is a stack of blocks over one grid. Its tokens are put in the order of the tiles where they enter it, and back
+where they leave it; between, the modules of a block run on merged tokens.
+"""
+
+import inspect
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from diffusers import (
+    Transformer2DModel,
+    UNet2DConditionModel,
+)
+from diffusers.models.attention import BasicTransformerBlock, JointTransformerBlock
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from foveate.integrations.diffusers.family import Family
+from foveate.integrations.diffusers.merging import Site, Step
+from foveate.integrations.diffusers.summary import LayerReport
+from foveate.methods import Method
+from foveate.methods.method import StaysDense
+from foveate.methods.toma import Regions, ToMA
+
+__all__ = ["SD3", "DiT", "PixArt", "UNet"]
+
+CONTROL = "block_controlnet_hidden_states"
+
+
+class Layer(NamedTuple):
+    """One block.
+
+    Attributes:
+        name: Of its self-attention.
+        block: The block.
+        stage: Where it is.
+        merges: Whether it ever merges.
+    """
+
+    name: str
+    block: nn.Module
+    stage: "Stage"
+    merges: bool
+
+
+class Stage:
+    """A stack of blocks over one grid.
+
+    Args:
+        family: Decides within what regions the tokens of a forward merge.
+        patch: Cells of the map along each side of a token.
+        site: Of its blocks that merge; stages of one grid may share it.
+    """
+
+    def __init__(self, family: "Blocks", patch: int, site: Site) -> None:
+        self.family, self.patch, self.site = family, patch, site
+        self.regions: Regions | None = None
+        self.handles: list[RemovableHandle] = []
+
+    def on(self, holder: nn.Module) -> None:
+        """Read the grid from this module's `hidden_states`: a map [batch, channels, height, width]."""
+        self.handles.append(holder.register_forward_pre_hook(self.tell, with_kwargs=True))
+
+    def between(self, enter: nn.Module, leave: nn.Module) -> None:
+        """Put tokens in order behind one module and back behind another."""
+        self.handles += [enter.register_forward_hook(self.order), leave.register_forward_hook(self.restore)]
+
+    def before(self, block: nn.Module) -> None:
+        """Put tokens in order before a block."""
+        self.handles.append(block.register_forward_pre_hook(self.order_input))
+
+    def behind(self, block: nn.Module) -> None:
+        """Put tokens back behind a block."""
+        self.handles.append(block.register_forward_hook(self.restore))
+
+    def tell(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Read the grid, and decide what this forward does here."""
+        height, width = (args[0] if args else kwargs["hidden_states"]).shape[-2:]
+        self.regions = self.family.decide(self.site, (height // self.patch, width // self.patch))
+
+    def order_input(self, module: nn.Module, args: tuple[Any, ...]) -> Any:
+        """Of a module whose first argument is the tokens."""
+        return args if self.regions is None else (_along(self.regions.order, args[0]), *args[1:])
+
+    def order(self, module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
+        """Of a module that returns the tokens."""
+        return output if self.regions is None else _along(self.regions.order, output)
+
+    def restore(self, module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
+        """Raster order again."""
+        return output if self.regions is None else _along(self.regions.inverse, output)
+
+
+class Blocks(Family):
+    """A model of stacked blocks with token merging in it."""
+
+    tile = (4, 4)
+    plans_from_blocks = False  # from what the first block is given, not from what its attention is given
+
+    def __init__(self, model: nn.Module, methods: tuple[Method, ...], pipeline: Any) -> None:
+        if len(methods) != 1 or not isinstance(methods[0], ToMA):
+            given = " + ".join(type(method).__name__ for method in methods)
+            raise ValueError(f"{type(model).__name__} takes one ToMA() and nothing else so far, not {given}")
+        super().__init__(model, methods, pipeline)
+        self.toma = methods[0]
+        self.check_method()
+        self._hooks = [model.register_forward_pre_hook(self.enter, with_kwargs=True)]
+        self.sites: list[Site] = []
+        self.stages: list[Stage] = []
+        self.idle = Site(self.toma, model)  # of blocks that never merge
+        self.nowhere = Stage(self, 1, self.idle)  # of blocks where tokens neither enter nor leave
+        self.layers: list[Layer] = []
+        try:
+            for layer in self.borrow():
+                self.layers.append(layer)
+            self.check_layers(len(self.layers))
+            if not any(layer.merges for layer in self.layers):
+                raise ValueError("no block is left to merge with this skip and these dense_layers: skip fewer")
+        except BaseException:
+            self.remove()
+            raise
+        self._hooks.append(model.register_forward_hook(self.leave))
+        self.why, self.reasons = "no forward yet", dict[int, str]()  # of the whole forward; of single sites
+        self.ran, self.shown = dict[int, Regions](), dict[int, Regions]()  # by site
+        self._batch, self._step, self._begun = 0, Step(0, None), set[int]()
+
+    def check_method(self) -> None:
+        """Refuse options that the model cannot have."""
+
+    def borrow(self) -> Iterator[Layer]:
+        """Every block, hooked."""
+        raise NotImplementedError
+
+    def stacked(self, name: str, stage: Stage, blocks: nn.ModuleList) -> Iterator[Layer]:
+        """The blocks of a stage, hooked."""
+        skip = self.skip(len(blocks)) if self.toma.skip is None else self.toma.skip
+        for i, block in enumerate(blocks):
+            if getattr(block, "_chunk_size", None):
+                raise ValueError("feed-forward chunking cuts merged tokens: call disable_forward_chunking() first")
+            merges = i >= skip and len(self.layers) not in self.toma.dense_layer_set()
+            if merges and stage.site.first is None:
+                stage.site.first = block
+            # a graph that was compiled for a block without hooks would be taken for those with hooks
+            self.hook(block, stage.site if merges else self.idle)
+            yield Layer(f"{name}.{i}.{'attn' if isinstance(block, JointTransformerBlock) else 'attn1'}", block, stage,
+                        merges)  # fmt: skip
+
+    def skip(self, blocks: int) -> int:
+        """How many blocks are skipped where the method does not say."""
+        return min(5, blocks // 3)
+
+    def hook(self, block: nn.Module, site: Site) -> None:
+        """Merge around the modules of a block."""
+        toma = self.toma
+        site.self_attention(block.attn1, merged=toma.merge_attn, features=not self.plans_from_blocks)
+        if toma.merge_cross and block.attn2 is not None:
+            site.per_token(block.attn2)
+        if toma.merge_mlp in (None, True):
+            site.per_token(block.ff)
+
+    def remove(self) -> None:
+        """Give the model back."""
+        stages = *self.stages, self.nowhere
+        for handle in (*self._hooks, *(handle for stage in stages for handle in stage.handles)):
+            handle.remove()
+        for site in (*self.sites, self.idle):
+            site.remove()
+
+    @property
+    def plan(self) -> Regions | None:
+        """The regions of the first stage that merged; None if none did."""
+        return next(iter(self.ran.values()), None)
+
+    def report(self) -> list[LayerReport]:
+        """One row for each block."""
+        return [self._report(layer) for layer in self.layers]
+
+    def _report(self, layer: Layer) -> LayerReport:
+        regions = self.shown.get(id(layer.stage.site)) if layer.merges else None
+        if regions is None:
+            skipped = self.layers.index(layer) not in self.toma.dense_layer_set()
+            by_wish = "one of the first blocks, which ToMA skips" if skipped else "named in dense_layers"
+            why = self.why or self.reasons.get(id(layer.stage.site), "")
+            return LayerReport(layer.name, "dense", why=why if layer.merges else by_wish)
+        tokens, kept, block = len(regions.order), regions.kept, layer.block
+        attn = block.attn if isinstance(block, JointTransformerBlock) else block.attn1
+        saved = 4 * (tokens**2 - kept**2) * attn.inner_dim + 8 * attn.inner_dim**2 * (tokens - kept)
+        if self.toma.merge_mlp in (None, True):
+            saved += 2 * sum(p.numel() for p in block.ff.parameters() if p.ndim == 2) * (tokens - kept)
+        sparsity = 1 - (kept / tokens) ** 2
+        return LayerReport(layer.name, self.toma.title, "model", sparsity, sparsity, self._batch * saved)
+
+    # --- one forward ---
+
+    @torch.compiler.disable
+    def enter(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Where in the run this forward stands, and whether anything keeps it dense."""
+        names = list(inspect.signature(type(model).forward).parameters)[1:]
+        self.inputs = dict(zip(names, args, strict=False)) | kwargs
+        x = self.inputs[names[0]]
+        self.ran, self.reasons, self._begun, self._batch = {}, {}, set(), x.shape[0]
+        allowed, self.why = self.ask(self.toma, self._allow)
+        if allowed:
+            run, number = self.clock.step(torch.as_tensor(self.inputs["timestep"]))
+            self._step = Step(number, (run, x.shape[0], x.dtype, x.device))
+
+    def _allow(self) -> bool:
+        if self.toma.keep == 1:
+            raise StaysDense("keep=1.0 is the dense model")
+        self.check_step(self.toma, 2**62)
+        if self.inputs.get("attention_mask") is not None:
+            raise StaysDense("an attention mask was passed")
+        extra = self.inputs.get("cross_attention_kwargs") or self.inputs.get("joint_attention_kwargs") or {}
+        if extra.get("ip_adapter_masks") is not None:
+            raise StaysDense("ip_adapter_masks are laid over a raster of all tokens")
+        if torch.is_grad_enabled() and getattr(self.model, "gradient_checkpointing", False):
+            raise StaysDense("gradient checkpointing runs blocks again when their plan may be another one")
+        return True
+
+    def decide(self, site: Site, grid: tuple[int, int]) -> Regions | None:
+        """Within what regions the tokens of a stage merge in this forward; None leaves it dense."""
+        regions = None
+        if not self.why:
+            device = str(next(iter(self.inputs.values())).device)
+            regions, reason = self.ask(self.toma, lambda: self._regions(grid, device))
+            self.reasons[id(site)] = reason
+        if id(site) not in self._begun:
+            self._begun.add(id(site))
+            site.begin(regions, self._step)
+            if regions:
+                self.ran[id(site)] = regions
+        return regions
+
+    def _regions(self, grid: tuple[int, int], device: str) -> Regions:
+        self.check_step(self.toma, grid[0] * grid[1])
+        return self.toma.regions((grid,), self.tile, device=device)
+
+    @torch.compiler.disable
+    def leave(self, model: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        """Count what happened."""
+        for site in self.sites:
+            site.end()
+        why = "" if self.ran else self.why or next(iter(self.reasons.values()), "")
+        self.outcomes[why] += 1
+        for reason in filter(None, self.reasons.values()):
+            self.outcomes[reason] += 0  # said once
+        if self.ran or not self.outcomes[""]:
+            self.shown = self.ran
+
+
+class UNet(Blocks):
+    """SD 1.5, SD 2.1, SDXL. Blocks of one section and resolution share a plan, made from what the first is given."""
+
+    tile = (8, 8)
+    plans_from_blocks = True
+
+    def borrow(self) -> Iterator[Layer]:
+        """Every block of every `Transformer2DModel`, in running order."""
+        model: UNet2DConditionModel = self.model
+        sections = [(f"down_blocks.{i}", block) for i, block in enumerate(model.down_blocks)]
+        sections += [("mid_block", model.mid_block)] if model.mid_block is not None else []
+        sections += [(f"up_blocks.{i}", block) for i, block in enumerate(model.up_blocks)]
+        for name, section in sections:
+            stacks = [
+                (f"{name}.attentions.{i}", stack)
+                for i, stack in enumerate(getattr(section, "attentions", None) or [])
+                if isinstance(stack, Transformer2DModel)
+                and all(isinstance(block, BasicTransformerBlock) for block in stack.transformer_blocks)
+            ]
+            if not stacks:
+                continue
+            self.sites.append(Site(self.toma, None))
+            for stack_name, stack in stacks:
+                stage = Stage(self, 1, self.sites[-1])
+                self.stages.append(stage)
+                stage.on(stack)
+                blocks = stack.transformer_blocks
+                for block in blocks:
+                    (stage if block is blocks[0] else self.nowhere).before(block)
+                    (stage if block is blocks[-1] else self.nowhere).behind(block)
+                yield from self.stacked(f"{stack_name}.transformer_blocks", stage, blocks)
+
+    def skip(self, blocks: int) -> int:
+        """None: the sections differ too much for a rule."""
+        return 0
+
+    def hook(self, block: nn.Module, site: Site) -> None:
+        """Plans are made from what the first block of a section is given."""
+        (site if block is site.first else self.idle).features_of(block)
+        super().hook(block, site)
+
+
+class DiT(Blocks):
+    """DiT: one stack of blocks over the whole picture."""
+
+    def borrow(self) -> Iterator[Layer]:
+        """Every block of the only stack."""
+        self.sites.append(Site(self.toma, None))
+        self.stages.append(Stage(self, self.model.config.patch_size, self.sites[0]))
+        self.stages[0].on(self.model)
+        self.stages[0].between(self.model.pos_embed, self.model.norm_out)
+        return self.stacked("transformer_blocks", self.stages[0], self.model.transformer_blocks)
+
+
+class PixArt(DiT):
+    """PixArt-alpha and -sigma."""
+
+
+class SD3(DiT):
+    """SD3 and SD3.5: image and text attend to each other in every block."""
+
+    def check_method(self) -> None:
+        """Its attention takes no mask."""
+        if self.toma.size_bias:
+            raise ValueError("SD3's attention takes no mask: leave size_bias off")
+
+    def hook(self, block: nn.Module, site: Site) -> None:
+        """Merge around both attentions and the feed-forward of the image."""
+        (site.joint_attention if self.toma.merge_attn else site.features)(block.attn)
+        if self.toma.merge_attn and block.attn2 is not None:
+            site.keyword_attention(block.attn2)
+        if self.toma.merge_mlp in (None, True):
+            site.per_token(block.ff)
+
+    @torch.compiler.disable
+    def enter(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Residuals of a ControlNet are put in the order of the tokens."""
+        super().enter(model, args, kwargs)
+        residuals = self.inputs.get(CONTROL)
+        if residuals is None or self.why:
+            return args, kwargs
+        height, width = (side // model.config.patch_size for side in self.inputs["hidden_states"].shape[-2:])
+        regions, _ = self.ask(self.toma, lambda: self._regions((height, width), str(residuals[0].device)))
+        if regions is None:
+            return args, kwargs
+        return (), self.inputs | {CONTROL: [_along(regions.order, residual) for residual in residuals]}
+
+
+def _along(order: Tensor, x: Tensor) -> Tensor:
+    return x.index_select(1, order.to(x.device))

@@ -1,0 +1,197 @@
+"""Laws of ToMA inside real UNets, SD3, PixArt and DiT."""
+
+import contextlib
+import copy
+
+import pytest
+import tiny
+import torch
+from diffusers.models.attention import BasicTransformerBlock, JointTransformerBlock
+
+import foveate
+from foveate import HilbertA, ToMA
+from foveate.integrations.diffusers.merging import Site
+
+PLUMBING = {"keep": 0.999, "weights": "hard", "skip": 0, "tile": (4, 4)}  # every hook at work, and nothing is lost
+MODELS = {
+    "unet": (tiny.unet, tiny.unet_inputs),
+    "sd3": (tiny.sd3, tiny.sd3_inputs),
+    "pixart": (tiny.pixart, tiny.pixart_inputs),
+    "dit": (tiny.dit, tiny.dit_inputs),
+}
+every_model = pytest.mark.parametrize("name", MODELS)
+
+
+@pytest.fixture(autouse=True)
+def no_grad():
+    with torch.no_grad():
+        yield
+
+
+def built(name, **size):
+    build, inputs = MODELS[name]
+    return build(), inputs(**size)
+
+
+def watched(model):
+    """The linear layers that see queries and the feed-forward of the image, by name."""
+    return {
+        f"{name}.{part}": module
+        for name, block in model.named_modules()
+        if isinstance(block, BasicTransformerBlock | JointTransformerBlock)
+        for part, module in {
+            "attn1": getattr(block, "attn1", None), "attn": getattr(block, "attn", None), "attn2": block.attn2,
+            "ff": block.ff,
+        }.items()
+        if module is not None
+    }  # fmt: skip
+
+
+def seen_tokens(model, x):
+    """How many image tokens the modules of every block see in a forward."""
+    seen, hooks = {}, []
+    for name, module in watched(model).items():
+        inner = module.net[0].proj if name.endswith("ff") else module.to_q
+
+        def see(_, args, name=name):
+            seen[name] = args[0].shape[1]
+
+        hooks.append(inner.register_forward_pre_hook(see))
+    model(**copy.copy(x))
+    for hook in hooks:
+        hook.remove()
+    return seen
+
+
+@every_model
+@pytest.mark.parametrize("batch", [1, 2])
+def test_the_plumbing_is_the_model_without_merging(name, batch):
+    model, x = built(name, batch=batch)
+    want = model(**copy.copy(x))[0]
+    with foveate.apply(model, ToMA(**PLUMBING)) as run:
+        torch.testing.assert_close(model(**copy.copy(x))[0], want)
+        assert {layer.method for layer in run.summary().layers} == {"ToMA keep=0.999"}
+
+
+@every_model
+def test_keep_of_one_is_the_model_and_removal_gives_it_back(name):
+    model, x = built(name)
+    dense = model(**copy.copy(x))[0]
+    with foveate.apply(model, ToMA(keep=1.0, skip=0)) as run:
+        assert torch.equal(model(**copy.copy(x))[0], dense)
+        assert {layer.why for layer in run.summary().layers} == {"keep=1.0 is the dense model"}
+    with foveate.apply(model, ToMA(skip=0, tile=(4, 4))):
+        assert (model(**copy.copy(x))[0] - dense).abs().max() > 1e-6
+    assert torch.equal(model(**copy.copy(x))[0], dense)
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+
+
+@every_model
+def test_everything_in_a_block_runs_on_merged_tokens(name):
+    model, x = built(name)
+    dense = seen_tokens(model, x)
+    with foveate.apply(model, ToMA(skip=0, tile=(4, 4))) as run:
+        merged = seen_tokens(model, x)
+        assert all(layer.saved > 0 and not layer.why for layer in run.summary().layers)
+    assert merged == {part: tokens // 2 for part, tokens in dense.items()}
+    with foveate.apply(model, ToMA(skip=0, tile=(4, 4), merge_cross=False, merge_mlp=False)):
+        merged = seen_tokens(model, x)
+    for part, tokens in dense.items():
+        halved = part.endswith(("attn1", "attn")) or (part.endswith("attn2") and name == "sd3")
+        assert merged[part] == (tokens // 2 if halved else tokens), part
+
+
+@every_model
+def test_a_sample_does_not_depend_on_its_batch_mates(name):
+    model, x = built(name, batch=3)
+
+    def second(value):
+        if isinstance(value, dict):
+            return {key: second(item) for key, item in value.items()}
+        if isinstance(value, list):
+            return [second(item) for item in value]
+        return value[1:2] if isinstance(value, torch.Tensor) and value.ndim else value
+
+    with foveate.apply(model, ToMA(skip=0, tile=(4, 4))):
+        together = model(**copy.copy(x))[0]
+        torch.testing.assert_close(model(**second(x))[0], together[1:2])
+
+
+@pytest.mark.parametrize("name", ["unet", "sd3", "pixart"])
+@pytest.mark.parametrize("size", [(16, 24), (18, 26)])
+def test_any_shape_of_picture(name, size):
+    model, x = built(name, height=size[0], width=size[1])
+    want = model(**copy.copy(x))[0]
+    with foveate.apply(model, ToMA(**PLUMBING)):
+        torch.testing.assert_close(model(**copy.copy(x))[0], want)
+
+
+def test_sections_of_a_unet_have_plans_of_their_own_and_small_ones_stay_dense():
+    model, x = built("unet")
+    with foveate.apply(model, ToMA()) as run:  # tiles of 8 x 8
+        seen = seen_tokens(model, x)
+        layers = {layer.layer: layer for layer in run.summary().layers}
+    assert seen["down_blocks.0.attentions.0.transformer_blocks.0.attn1"] == 128
+    assert seen["mid_block.attentions.0.transformer_blocks.0.attn1"] == 32
+    assert layers["up_blocks.1.attentions.1.transformer_blocks.0.attn1"].true == 0.75
+    with foveate.apply(model, ToMA(tile=(16, 16))) as run:
+        seen = seen_tokens(model, x)
+        whys = {layer.layer.split(".")[0]: layer.why for layer in run.summary().layers if layer.why}
+    assert seen["down_blocks.0.attentions.0.transformer_blocks.0.attn1"] == 128
+    assert whys["mid_block"] == "8 x 8 image tokens are less than a tile of 16 x 16"
+
+
+def test_the_first_blocks_of_transformers_are_skipped():
+    model, x = built("sd3")
+    with foveate.apply(model, ToMA()) as run:
+        model(**copy.copy(x))
+        whys = [layer.why for layer in run.summary().layers]
+    assert whys == ["one of the first blocks, which ToMA skips", "", ""]
+
+
+def test_plans_are_shared_by_blocks_and_steps(monkeypatch):
+    made = []
+    make = ToMA.plan
+    monkeypatch.setattr(ToMA, "plan", lambda *args: made.append(len(args) > 3 and args[3] is not None) or make(*args))
+    model, x = built("unet")
+    with foveate.apply(model, ToMA(tile=(4, 4))):
+        for timestep in (900.0, 800.0, 800.0, 700.0, 600.0, 500.0, 400.0):
+            model(**x | {"timestep": torch.tensor(timestep)})
+    sites = 5  # down 0 and 1, middle, up 0 and 1
+    assert made == sites * [False] + sites * [True]  # whether they keep destinations: steps 0 and 5
+
+
+@pytest.mark.parametrize("size_bias", [False, True])
+def test_identical_tokens_are_exact_where_there_is_no_text(size_bias):
+    attn = tiny.unet().mid_block.attentions[0].transformer_blocks[0].attn1
+    x = torch.randn(2, 4, 4, 16).double().repeat_interleave(2, 1).repeat_interleave(2, 2).flatten(1, 2)
+    method = ToMA(keep=0.25, size_bias=size_bias)
+    regions = method.regions(((8, 8),))
+    want = attn(x)
+    site = Site(method, attn)
+    site.self_attention(attn, merged=True, features=False)
+    site.merge = method.plan(x[:, regions.order], regions)
+    got = attn(x[:, regions.order])[:, regions.inverse]
+    site.remove()
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
+
+
+def test_what_cannot_be_merged_says_so():
+    model, x = built("unet")
+    dense = model(**copy.copy(x))[0]
+    with foveate.apply(model, ToMA(tile=(4, 4))) as run:
+        for extra, says in (
+            ({"attention_mask": torch.ones(1, 256)}, "an attention mask"),
+            ({"cross_attention_kwargs": {"ip_adapter_masks": []}}, "ip_adapter_masks"),
+        ):
+            with contextlib.suppress(Exception):  # a stock processor may not take it
+                model(**copy.copy(x), **extra)
+            assert says in run.summary().layers[0].why
+    for methods, says in (
+        ((HilbertA(),), "takes one ToMA"), ((ToMA(dense_layers="99"),), "layer 99"), ((ToMA(skip=9),), "skip fewer"),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=says):
+            foveate.apply(model, *methods)
+    with pytest.raises(ValueError, match="size_bias off"):
+        foveate.apply(tiny.sd3(), ToMA(size_bias=True))
+    assert torch.equal(model(**copy.copy(x))[0], dense)
