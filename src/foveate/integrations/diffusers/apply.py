@@ -104,7 +104,7 @@ def apply(target: Any, *methods: Method) -> Handle:
     try:
         for name, model in models.items():
             families[name] = _family(model)(model, methods, pipeline)
-            _reset_compiled(model)
+            _reset_compiled(families[name])
     except BaseException:
         Handle(families).remove()
         raise
@@ -161,11 +161,12 @@ def _family(model: torch.nn.Module) -> type[Family]:
 
 def _take_out(family: Family) -> None:
     family.remove()
-    _reset_compiled(family.model)
+    _reset_compiled(family)
 
 
-def _reset_compiled(model: torch.nn.Module) -> None:
-    """Root hooks that come or go inside a region that is already compiled are ignored: have it compiled again."""
-    if model._compiled_call_impl is not None:
-        log.warning("the whole model was compiled: torch._dynamo is reset, compiled code of this process is rebuilt")
+def _reset_compiled(family: Family) -> None:
+    """Hooks that come or go inside a region that is already compiled are ignored: have it compiled again."""
+    hooked = family.model.modules() if family.hooks_inside else [family.model]
+    if any(module._compiled_call_impl is not None for module in hooked):
+        log.warning("hooks changed in a compiled model: torch._dynamo is reset, this process compiles anew")
         torch._dynamo.reset()

@@ -99,6 +99,7 @@ class Stage:
 class Blocks(Family):
     """A model of stacked blocks with token merging in it."""
 
+    hooks_inside = True
     tile = (4, 4)
     plans_from_blocks = False  # from what the first block is given, not from what its attention is given
 

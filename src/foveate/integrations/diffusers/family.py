@@ -60,6 +60,9 @@ class Family(ABC):
     outcomes: Counter[str]
     """How many forwards there were since `apply`, by the reason why they were dense; "" counts the sparse ones."""
 
+    hooks_inside: bool = False
+    """Whether there are hooks on modules inside the model, which may have been compiled, not on its root alone."""
+
     paused: bool = False
     """While it is true, every forward is dense: see `Handle.paused`."""
 

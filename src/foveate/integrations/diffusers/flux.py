@@ -96,6 +96,7 @@ class Flux(Family):
         if self.sparse and self.toma and self.toma.size_bias:
             raise ValueError("size_bias needs dense attention: leave it off beside sparse attention")
         super().__init__(model, methods, pipeline)
+        self.hooks_inside = self.toma is not None
         self.sites: list[Site] = []
         self.idle = Site(self.toma or ToMA(), model)  # of blocks that never merge
         self.layers = list(self._borrow())
