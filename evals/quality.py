@@ -17,9 +17,9 @@ from foveate.compare import showcase
 from foveate.demo import PIPELINE
 from foveate.evaluate import evaluate, score_table
 from foveate.files import write_whole
-from foveate.integrations.diffusers.lora import Distilled, find_lora, load_lora
+from foveate.integrations.diffusers.lora import Way, find_lora, load_lora
 from foveate.integrations.diffusers.pipelines import Request, load
-from foveate.methods import Method
+from foveate.methods import Method, Together
 
 RESULTS, SHEETS = Path("evals/results"), Path("docs/images")
 
@@ -47,7 +47,7 @@ def main(
 
 def judge(
     name: str,
-    methods: Sequence[Method],
+    methods: Sequence[Method | Together],
     size: int,
     prompts: int,
     batch: int,
@@ -59,7 +59,7 @@ def judge(
 ) -> None:
     """Draw with the methods, then without and with the LoRA; write scores and pictures under the name."""
     pipe, out = load(str(PIPELINE), device, dtype), Path(pictures) / f"{size}px"
-    ways: list[Method | Distilled] = [*methods]
+    ways: list[Way] = [*methods]
     if lora:
         if (distilled := load_lora(pipe, find_lora(lora))) is None:
             raise ValueError(f"{lora} does not say what it was distilled for: make one with foveate distill")

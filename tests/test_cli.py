@@ -97,6 +97,15 @@ def test_the_built_in_model_takes_no_guidance_scale(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_generate_takes_several_methods_at_once(folder):
+    result = run("generate", "a cat", "--model", folder, *SMALL, "--method", "hilberta:tiles=2+toma:keep=0.25")
+    assert result.exit_code == 0, result.output
+    assert "HilbertA T=2 + ToMA" in " ".join(result.output.split())
+    result = run("generate", "a cat", "--model", folder, *SMALL, "--method", "hilberta+toma", "-o", "keep=0.5")
+    assert result.exit_code == 2
+    assert "write all options into --method" in " ".join(result.output.split())
+
+
 def test_compare_makes_one_page_with_every_picture_and_names_what_it_left_out(folder, tmp_path):
     result = run("compare", "a cat", "--model", folder, *SMALL, "--rounds", 2, "--out", "out")
     assert result.exit_code == 0, result.output

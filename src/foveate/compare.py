@@ -14,9 +14,9 @@ import torch
 
 import foveate
 from foveate.files import slug, write_picture, write_whole
-from foveate.integrations.diffusers.lora import Distilled, using
+from foveate.integrations.diffusers.lora import Way, using
 from foveate.integrations.diffusers.pipelines import Request, draw, record_step, time_steps
-from foveate.methods import METHODS, Method
+from foveate.methods import METHODS, HilbertA, Method, Together, ToMA
 from foveate.report import Comparison, Variant, comparison_page, psnr, ssim
 
 __all__ = ["compare", "showcase", "versions"]
@@ -25,15 +25,16 @@ Track = Callable[[str, int], Callable[[], None]]
 """Starts a progress bar of that name and length; the function it returns advances it by one."""
 
 
-def showcase() -> list[Method]:
-    """The settings of every registered method that are worth a look."""
-    return [method for cls in METHODS.values() for method in cls.showcase()]
+def showcase() -> list[Method | Together]:
+    """The settings of every registered method that are worth a look, and what goes together."""
+    alone = [method for cls in METHODS.values() for method in cls.showcase()]
+    return [*alone, Together((HilbertA(tiles=16), ToMA(keep=0.5)))]
 
 
 def compare(
     pipeline: Any,
     request: Request,
-    methods: Sequence[Method | Distilled],
+    methods: Sequence[Way],
     out: Path,
     *,
     settings: dict[str, str],
@@ -58,11 +59,10 @@ def compare(
     Returns:
         Path of the page.
     """
-    for method in methods:
-        with using(pipeline, method):  # what cannot work at all fails before anything is drawn
-            pass
     page, variants, notices = out / "index.html", list[Variant](), [notice] if notice else []
-    ran: list[Method | Distilled | None] = []
+    methods, refused = _taken(pipeline, methods)
+    notices += refused
+    ran: list[Way | None] = []
     try:
         for method in (None, *methods):
             advance = track(method.title if method else "dense", request.steps)
@@ -88,8 +88,23 @@ def compare(
     return page
 
 
+def _taken(pipeline: Any, methods: Sequence[Way]) -> tuple[list[Way], list[str]]:
+    """The methods that the model takes at all, and a notice for each of the others."""
+    taken: list[Way] = []
+    notices: list[str] = []
+    for method in methods:
+        try:
+            with using(pipeline, method):
+                taken.append(method)
+        except ValueError as error:
+            notices.append(f"{method.title} is left out: {error}.")
+    if notices and not taken:
+        raise ValueError(" ".join(notices))
+    return taken, notices
+
+
 def _draw_variant(
-    pipeline: Any, request: Request, method: Method | Distilled | None, dense: Any, advance: Callable[[], None]
+    pipeline: Any, request: Request, method: Way | None, dense: Any, advance: Callable[[], None]
 ) -> Variant:
     with using(pipeline, method) as run:
         image = draw(pipeline, request, advance)

@@ -22,9 +22,8 @@ from foveate.demo.atlas import load_atlas
 from foveate.demo.recogniser import Recogniser, frechet_distance, judge, load_recogniser, recognise
 from foveate.demo.scenes import Scene, Scenes, render, scenes
 from foveate.files import claim, slug, write_picture, write_whole
-from foveate.integrations.diffusers.lora import Distilled, using
-from foveate.integrations.diffusers.pipelines import Request, draw_batch, fingerprint
-from foveate.methods import Method
+from foveate.integrations.diffusers.lora import Way, using
+from foveate.integrations.diffusers.pipelines import Request, denoiser, draw_batch, fingerprint
 from foveate.report import draw_sheet, figure_png, psnr, ssim
 
 __all__ = ["Interval", "Score", "evaluate", "score_table"]
@@ -72,7 +71,7 @@ class Score(NamedTuple):
 
 def evaluate(
     pipeline: Any,
-    methods: Sequence[Method | Distilled],
+    methods: Sequence[Way],
     out: Path,
     *,
     prompts: int,
@@ -101,7 +100,7 @@ def evaluate(
     model = str(pipeline.config.get("_name_or_path", ""))
     settings = {
         "model": "built-in" if model == str(PIPELINE) else model,
-        "weights": fingerprint(pipeline.transformer),
+        "weights": fingerprint(denoiser(pipeline)),
         "size": request.size[0],
         "steps": request.steps,
         "guidance": request.guidance,
@@ -169,7 +168,7 @@ def _path(folder: Path, index: int) -> Path:
 
 def _draw_missing(
     pipeline: Any,
-    method: Method | Distilled | None,
+    method: Way | None,
     requests: list[Request],
     folder: Path,
     batch: int,

@@ -6,11 +6,14 @@ import copy
 import pytest
 import tiny
 import torch
+from diffusers import AutoencoderKL, DDIMScheduler, StableDiffusionPipeline, UNet2DConditionModel
 from diffusers.models.attention import BasicTransformerBlock, JointTransformerBlock
 
 import foveate
 from foveate import HilbertA, ToMA
+from foveate.compare import compare
 from foveate.integrations.diffusers.merging import Site
+from foveate.integrations.diffusers.pipelines import Request
 
 PLUMBING = {"keep": 0.999, "weights": "hard", "skip": 0, "tile": (4, 4)}  # every hook at work, and nothing is lost
 MODELS = {
@@ -195,3 +198,51 @@ def test_what_cannot_be_merged_says_so():
     with pytest.raises(ValueError, match="size_bias off"):
         foveate.apply(tiny.sd3(), ToMA(size_bias=True))
     assert torch.equal(model(**copy.copy(x))[0], dense)
+
+
+@pytest.fixture(scope="module")
+def stable_diffusion():
+    """Stable Diffusion 1.5's parts, tiny, on FLUX's tiny text encoder."""
+    flux = tiny.pipeline()
+    torch.manual_seed(0)
+    unet = UNet2DConditionModel(
+        sample_size=16, block_out_channels=(8, 16), layers_per_block=1, norm_num_groups=4,
+        cross_attention_dim=flux.text_encoder.config.hidden_size, attention_head_dim=2,
+        down_block_types=("CrossAttnDownBlock2D", "DownBlock2D"), up_block_types=("UpBlock2D", "CrossAttnUpBlock2D"),
+    )  # fmt: skip
+    vae = AutoencoderKL(block_out_channels=(8,), norm_num_groups=4, latent_channels=4)
+    scheduler = DDIMScheduler(steps_offset=1, clip_sample=False)
+    parts = unet, scheduler, None, None
+    pipe = StableDiffusionPipeline(vae, flux.text_encoder, flux.tokenizer, *parts, requires_safety_checker=False)
+    pipe.set_progress_bar_config(disable=True)
+    return pipe
+
+
+def test_a_pipeline_with_batched_guidance_shares_plans_between_the_pair(stable_diffusion, monkeypatch):
+    made = []
+    make = ToMA.plan
+
+    def plan(*args):
+        made.append(make(*args))
+        return made[-1]
+
+    monkeypatch.setattr(ToMA, "plan", plan)
+    size = {"height": 16, "width": 24, "num_inference_steps": 6, "output_type": "latent"}
+    with foveate.apply(stable_diffusion, ToMA(tile=(4, 4), share="cfg", dst_every=5)) as run:
+        stable_diffusion("a cat", generator=torch.Generator().manual_seed(0), **size)
+        assert run.summary().outcomes["unet"] == {"": 6}
+    sections = 3  # down, middle, up
+    assert len(made) == 2 * sections  # steps 0 and 5
+    assert all(len(merge.places) == 2 and torch.equal(*merge.places) for merge in made)
+
+
+def test_compare_leaves_out_what_a_unet_cannot_take(stable_diffusion, tmp_path):
+    request = Request("a cat", (16, 16), 2, None, 0)
+    with torch.enable_grad():
+        page = compare(
+            stable_diffusion, request, [HilbertA(tiles=2), ToMA(tile=(4, 4))], tmp_path, settings={}, rounds=1
+        )
+    assert "HilbertA T=2 is left out: UNet2DConditionModel takes one ToMA" in page.read_text()
+    assert {path.name for path in tmp_path.glob("*.png")} == {"dense.png", "toma-keep-0-5.png"}
+    with pytest.raises(ValueError, match="takes one ToMA"):
+        compare(stable_diffusion, request, [HilbertA(tiles=2)], tmp_path, settings={})

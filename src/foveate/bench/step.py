@@ -16,7 +16,7 @@ from foveate.compare import Track, versions
 from foveate.demo.untrained import untrained_pipeline
 from foveate.integrations.diffusers.apply import apply
 from foveate.integrations.diffusers.lora import using
-from foveate.integrations.diffusers.pipelines import choose_device, choose_dtype, ready, time_steps
+from foveate.integrations.diffusers.pipelines import Call, choose_device, choose_dtype, ready, time_steps
 from foveate.methods import HilbertA
 from foveate.ops.block_attention import block_attention
 
@@ -88,7 +88,7 @@ def _rows(pipe: Any, side: int, text: int, rounds: int, track: Track) -> list[di
         with using(pipe, method):
             peaks.append(peak_memory(lambda: pipe.transformer(**step), pipe.device))
     advance = track(f"{side} x {side} tokens", len(METHODS) * (rounds + 1))
-    seconds = list(zip(*time_steps(pipe, step, METHODS, rounds, advance), strict=True))
+    seconds = list(zip(*time_steps(pipe, Call((), step), METHODS, rounds, advance), strict=True))
     attention = _attention_seconds(pipe.transformer, side, text, rounds)
     layers = len(pipe.transformer.transformer_blocks) + len(pipe.transformer.single_transformer_blocks)
     return [

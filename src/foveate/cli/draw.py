@@ -1,6 +1,7 @@
 """Commands that draw: one picture, one prompt side by side, many prompts judged."""
 
 import time
+from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Annotated, Any
@@ -27,7 +28,7 @@ from foveate.cli.common import (
     request_of,
     settings_of,
 )
-from foveate.methods import METHODS, Method, method_from_text
+from foveate.methods import METHODS, Method, Together, method_from_text
 
 __all__ = ["compare", "evaluate", "generate"]
 
@@ -40,7 +41,8 @@ def generate(
     method: Annotated[
         str | None,
         typer.Option(
-            help=f"dense, {', '.join(METHODS)}. [dim]default: what the LoRA was distilled for, else dense[/]"
+            help=f"dense, {', '.join(METHODS)}, or several: hilberta:tiles=16+toma. "
+            "[dim]default: what the LoRA was distilled for, else dense[/]"
         ),
     ] = None,
     tiles: Annotated[str | None, typer.Option(help="Tiles of the method: a number, or auto.")] = None,
@@ -75,7 +77,7 @@ def generate(
         console.print(remark)
     with progress() as track:
         advance, began = track(chosen.title if chosen else "dense", request.steps), time.perf_counter()
-        with apply(pipe, chosen) if chosen else nullcontext() as run:
+        with apply(pipe, *chosen.parts) if chosen else nullcontext() as run:
             image = draw(pipe, request, advance)
             summary = run.summary() if run else None
         about = {"method": repr(chosen) if chosen else "dense", "seconds": f"{time.perf_counter() - began:.1f}"}
@@ -134,8 +136,8 @@ def evaluate(
     method: Annotated[
         list[str] | None,
         typer.Option(
-            help="hilberta, or with options hilberta:tiles=16,centre=0. Repeat it for more. [dim]default: "
-            "the settings that compare shows[/]"
+            help="hilberta, with options hilberta:tiles=16,centre=0, several at once hilberta+toma. Repeat it for "
+            "more. [dim]default: the settings that compare shows[/]"
         ),
     ] = None,
     model: Model = "",
@@ -177,13 +179,20 @@ def evaluate(
         print(out / name)
 
 
-def _spelled(text: str) -> Method:
-    """The method of "hilberta:tiles=16,centre=0"."""
-    name, _, options = text.partition(":")
-    return method_from_text(name, options_of(options.split(",") if options else None))
+def _spelled(text: str) -> Method | Together:
+    """The method of "hilberta:tiles=16,centre=0", or the methods of "hilberta:tiles=16+toma:keep=0.5"."""
+    methods = tuple(
+        method_from_text(name, options_of(options.split(",") if options else None))
+        for name, _, options in (part.partition(":") for part in text.split("+"))
+    )
+    return methods[0] if len(methods) == 1 else Together(methods)
 
 
-def _method(name: str | None, options: dict[str, str]) -> Method | None:
+def _method(name: str | None, options: dict[str, str]) -> Method | Together | None:
+    if name and set(name) & set("+:"):
+        if options:
+            raise ValueError(f"write all options into --method {name}, such as hilberta:tiles=16+toma:keep=0.5")
+        return _spelled(name)
     if name not in (None, "dense"):
         return method_from_text(name, options)
     if options:
@@ -193,7 +202,7 @@ def _method(name: str | None, options: dict[str, str]) -> Method | None:
     return None
 
 
-def _method_with(distilled: Any, name: str | None, options: dict[str, str]) -> Method | None:
+def _method_with(distilled: Any, name: str | None, options: dict[str, str]) -> Method | Together | None:
     """What to draw with a LoRA: the method it was distilled for, unless it is of another make."""
     if distilled is None:
         return _method(name, options)
@@ -204,7 +213,7 @@ def _method_with(distilled: Any, name: str | None, options: dict[str, str]) -> M
     return adapted(distilled, _method(name, options), set(options)).method
 
 
-def _and_distilled(pipe: Any, lora: str, methods: list[Method]) -> list[Any]:
+def _and_distilled(pipe: Any, lora: str, methods: Sequence[Method | Together]) -> list[Any]:
     """The methods, then what the LoRA was distilled for: without it and with it."""
     if not lora:
         return [*methods]

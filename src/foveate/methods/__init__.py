@@ -4,10 +4,10 @@ from ast import literal_eval
 from dataclasses import fields
 
 from foveate.methods.hilberta import HilbertA
-from foveate.methods.method import Method
+from foveate.methods.method import Method, Together
 from foveate.methods.toma import ToMA
 
-__all__ = ["METHODS", "HilbertA", "Method", "ToMA", "method_from_text"]
+__all__ = ["METHODS", "HilbertA", "Method", "ToMA", "Together", "method_from_text"]
 
 METHODS: dict[str, type[Method]] = {"hilberta": HilbertA, "toma": ToMA}
 """Every method by the name it has on the command line."""

@@ -3,13 +3,13 @@
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import NamedTuple, Protocol, runtime_checkable
 
 from torch import Tensor
 
 from foveate.ops.block_table import BlockTable
 
-__all__ = ["AttentionPlan", "Method", "SparseAttention", "StaysDense"]
+__all__ = ["AttentionPlan", "Method", "SparseAttention", "StaysDense", "Together"]
 
 
 class StaysDense(ValueError):
@@ -47,6 +47,11 @@ class Method:
         """A short name for pages and tables."""
         return type(self).__name__
 
+    @property
+    def parts(self) -> tuple["Method", ...]:
+        """Itself: `Together` has several."""
+        return (self,)
+
     @classmethod
     def showcase(cls) -> tuple["Method", ...]:
         """The settings that `foveate compare` shows."""
@@ -73,6 +78,21 @@ class Method:
     def covers(self, progress: float) -> bool:
         """Whether the method works at this fraction of the denoising run."""
         return self.start_percent <= progress <= self.end_percent
+
+
+class Together(NamedTuple):
+    """Several methods at once.
+
+    Attributes:
+        parts: What is applied.
+    """
+
+    parts: tuple[Method, ...]
+
+    @property
+    def title(self) -> str:
+        """All of theirs."""
+        return " + ".join(method.title for method in self.parts)
 
 
 @runtime_checkable

@@ -17,9 +17,9 @@ from safetensors.torch import save
 from torch import Tensor
 
 from foveate.integrations.diffusers.apply import Handle, apply
-from foveate.methods import METHODS, Method
+from foveate.methods import METHODS, Method, Together
 
-__all__ = ["LORA_FILE", "Distilled", "adapted", "find_lora", "load_lora", "method_of", "pack_lora", "using"]
+__all__ = ["LORA_FILE", "Distilled", "Way", "adapted", "find_lora", "load_lora", "method_of", "pack_lora", "using"]
 
 LORA_FILE = "pytorch_lora_weights.safetensors"
 ANYWHERE = ("dense_layers", "start_percent", "end_percent", "min_tokens")  # where a method works, not what it does
@@ -40,6 +40,11 @@ class Distilled(NamedTuple):
     def title(self) -> str:
         """The method's, and that it is distilled."""
         return f"{self.method.title}, distilled"
+
+    @property
+    def parts(self) -> tuple[Method, ...]:
+        """The method."""
+        return (self.method,)
 
 
 def pack_lora(layers: Mapping[str, Tensor], method: Method) -> bytes:
@@ -104,7 +109,7 @@ def load_lora(pipeline: Any, file: Path) -> Distilled | None:
     return None if method is None else Distilled(method, f"{crc32(file.read_bytes()):08x}")
 
 
-def adapted(distilled: Distilled, asked: Method | None, options: set[str]) -> Distilled:
+def adapted(distilled: Distilled, asked: Method | Together | None, options: set[str]) -> Distilled:
     """The distilled method, working where `asked` does.
 
     Args:
@@ -128,15 +133,18 @@ def adapted(distilled: Distilled, asked: Method | None, options: set[str]) -> Di
     return distilled._replace(method=replace(distilled.method, **named))
 
 
+Way = Method | Together | Distilled
+"""What a pipeline can run with."""
+
+
 @contextmanager
-def using(pipeline: Any, way: Method | Distilled | None) -> Generator[Handle | None]:
-    """The pipeline with a method; dense if it is None. A LoRA in it works for what was distilled alone."""
+def using(pipeline: Any, way: Way | None) -> Generator[Handle | None]:
+    """The pipeline with a method or several; dense if it is None. A LoRA in it works for what was distilled alone."""
     off = bool(getattr(pipeline, "get_list_adapters", dict)()) and not isinstance(way, Distilled)
-    method = way.method if isinstance(way, Distilled) else way
     if off:
         pipeline.disable_lora()
     try:
-        with apply(pipeline, method) if method else nullcontext() as run:
+        with apply(pipeline, *way.parts) if way else nullcontext() as run:
             yield run
     finally:
         if off:

@@ -15,8 +15,7 @@ from PIL import Image
 from safetensors import SafetensorError
 
 from foveate.integrations.diffusers.apply import DENOISERS
-from foveate.integrations.diffusers.lora import Distilled, using
-from foveate.methods import Method
+from foveate.integrations.diffusers.lora import Way, using
 
 __all__ = [
     "Request",
@@ -185,30 +184,42 @@ def text_tokens(pipeline: DiffusionPipeline) -> int | None:
     return min(512, getattr(getattr(pipeline, "tokenizer_2", None), "model_max_length", 512))
 
 
-def record_step(pipeline: DiffusionPipeline, request: Request) -> dict[str, Any]:
-    """Keyword arguments of the first denoiser call that `request` makes; the run is broken off there."""
+class Call(NamedTuple):
+    """Arguments of one forward."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
+def denoiser(pipeline: DiffusionPipeline) -> torch.nn.Module:
+    """The transformer or UNet that a pipeline calls in every step."""
+    return next(model for name in DENOISERS if (model := getattr(pipeline, name, None)) is not None)
+
+
+def record_step(pipeline: DiffusionPipeline, request: Request) -> Call:
+    """Arguments of the first denoiser call that `request` makes; the run is broken off there."""
 
     class Recorded(Exception):
         pass
 
     def stop(_model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        raise Recorded(kwargs)
+        raise Recorded(args, kwargs)
 
-    hook = pipeline.transformer.register_forward_pre_hook(stop, with_kwargs=True)
+    hook = denoiser(pipeline).register_forward_pre_hook(stop, with_kwargs=True)
     try:
         draw(pipeline, request)
     except Recorded as recorded:
-        return recorded.args[0]
+        return Call(*recorded.args)
     finally:
         hook.remove()
-    raise ValueError(f"{type(pipeline).__name__} never called its transformer")
+    raise ValueError(f"{type(pipeline).__name__} never called its denoiser")
 
 
 @torch.no_grad()
 def time_steps(
     pipeline: DiffusionPipeline,
-    step: dict[str, Any],
-    variants: Sequence[Method | Distilled | None],
+    step: Call,
+    variants: Sequence[Way | None],
     rounds: int,
     on_forward: Callable[[], None] = lambda: None,
 ) -> Iterator[list[float]]:
@@ -226,7 +237,9 @@ def time_steps(
         for way in variants:
             with using(pipeline, way):
                 start = _now(pipeline.device)
-                pipeline.transformer(**{k: copy(v) if isinstance(v, dict) else v for k, v in step.items()})
+                denoiser(pipeline)(
+                    *step.args, **{k: copy(v) if isinstance(v, dict) else v for k, v in step.kwargs.items()}
+                )
                 seconds.append(_now(pipeline.device) - start)
             on_forward()
         if round_:
