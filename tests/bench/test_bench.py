@@ -79,10 +79,15 @@ def test_calls_take_turns(monkeypatch):
     assert timing.peak_memory(order.clear, CPU) is None
 
 
-def test_a_step_is_timed_dense_and_with_every_number_of_tiles():
+def test_a_step_is_timed_dense_and_with_every_method():
     (result,) = step.bench_step([24], text=8, rounds=1, device="cpu")
-    assert [row["variant"] for row in result["rows"]] == ["dense", "HilbertA T=1", "HilbertA T=4", "HilbertA T=16"]
-    for row in result["rows"]:
+    attending, merging = result["rows"][:4], result["rows"][4:]
+    assert [row["variant"] for row in attending] == ["dense", "HilbertA T=1", "HilbertA T=4", "HilbertA T=16"]
+    assert [row["variant"] for row in merging] == ["ToMA keep=0.5", "ToMA keep=0.25", "HilbertA T=16 + ToMA keep=0.5"]
+    for row in merging:
+        assert row["all_kept_error"] < 1e-4
+        assert row["fastest_s"] <= row["step_s"] <= row["slowest_s"]
+    for row in attending:
         assert row["one_tile_error"] < 1e-4
         assert 0 < row["attention_share"] < 1
     assert result["rows"][0]["speed_up"] == result["rows"][1]["attention_flop_bound"] == 1
@@ -92,7 +97,9 @@ def test_a_step_is_timed_dense_and_with_every_number_of_tiles():
 @pytest.mark.parametrize(("error", "shown"), [(0.1, "1.0e-01"), (float("nan"), "nan")])
 def test_a_wrong_step_is_not_timed(monkeypatch, error, shown):
     monkeypatch.setattr(step, "_difference", lambda *_: error)
-    with pytest.raises(ValueError, match=rf"differs from dense by {shown} at 16 x 16 tokens: not timing a wrong step"):
+    with pytest.raises(
+        ValueError, match=rf"T=1 differs from dense by {shown} at 16 x 16 tokens: not timing a wrong step"
+    ):
         next(step.bench_step([16], text=8, device="cpu"))
 
 
@@ -105,7 +112,7 @@ def test_the_commands_write_json_and_a_plot_and_refuse_what_is_no_number(tmp_pat
         assert result.exit_code == 0, result.output
         written = json.loads((tmp_path / f"{name}.json").read_text())
         assert written["versions"]["commit"] == "abc"
-        assert len(written["rows"]) == 4
+        assert len(written["rows"]) == {"attention-forward-cpu": 4, "step-small-eager-cpu": 7}[name]
     assert (tmp_path / "attention-forward-cpu.png").exists()
     result = CliRunner().invoke(app, ["bench", "step", "--sides", "64;128"])
     assert result.exit_code == 2

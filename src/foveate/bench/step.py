@@ -1,7 +1,7 @@
 # pyright: basic, reportPrivateImportUsage=false
-"""One denoising step of a Flux, dense and with HilbertA: check, then time."""
+"""One denoising step of a Flux, dense, with HilbertA, with ToMA and with both: check, then time."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from statistics import mean, median
 from typing import Any
@@ -15,14 +15,17 @@ from foveate.bench.timing import captured, peak_memory, time_calls
 from foveate.compare import Track, versions
 from foveate.demo.untrained import untrained_pipeline
 from foveate.integrations.diffusers.apply import apply
-from foveate.integrations.diffusers.lora import using
-from foveate.integrations.diffusers.pipelines import Call, choose_device, choose_dtype, ready, time_steps
-from foveate.methods import HilbertA
+from foveate.integrations.diffusers.lora import Way, using
+from foveate.integrations.diffusers.pipelines import Call, choose_device, choose_dtype, now, ready, time_steps
+from foveate.methods import HilbertA, Together, ToMA
 from foveate.ops.block_attention import block_attention
 
 __all__ = ["bench_step", "table_of"]
 
-METHODS = None, HilbertA(tiles=1), HilbertA(tiles=4), HilbertA(tiles=16)
+ATTENTION = None, HilbertA(tiles=1), HilbertA(tiles=4), HilbertA(tiles=16)
+MERGING = ToMA(keep=0.5), ToMA(keep=0.25), Together((HilbertA(tiles=16), ToMA(keep=0.5)))
+PLUMBING = HilbertA(tiles=1), ToMA(keep=0.999, weights="hard", skip=0)  # must be dense: every token is kept
+CYCLE = 10  # steps after which ToMA's schedule comes round
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 5e-2}
 
 
@@ -40,7 +43,9 @@ def bench_step(
 ) -> Iterator[dict[str, Any]]:
     """After every size the times so far of one forward of a Flux with random weights, ready for JSON.
 
-    The reorder of the tokens is part of a forward.
+    The reorder of the tokens is part of a forward. Variants of sparse attention take turns. Those that merge tokens
+    come after them, one by one, through whole cycles of their schedule; their time is the mean over those steps,
+    plans included.
 
     Args:
         sides: Image tokens along each side.
@@ -53,7 +58,7 @@ def bench_step(
         track: Shows progress.
 
     Raises:
-        ValueError: If one tile does not give the dense step: a wrong step is not timed.
+        ValueError: If one tile, or merging that keeps every token, does not give the dense step.
     """
     where = choose_device(device)
     pipe = _full_size(where, choose_dtype(dtype, where)) if full_size else ready(untrained_pipeline(), device, dtype)
@@ -78,35 +83,72 @@ def bench_step(
 
 def _rows(pipe: Any, side: int, text: int, rounds: int, track: Track) -> list[dict[str, Any]]:
     step = _random_step(pipe.transformer, side, text)
-    error = _difference(pipe, step)
-    if not error <= TOLERANCE[pipe.dtype]:  # NaN is wrong too
-        raise ValueError(
-            f"one tile differs from dense by {error:.1e} at {side} x {side} tokens: not timing a wrong step"
-        )
+    errors = [_difference(pipe, step, method) for method in PLUMBING]
+    for method, error in zip(PLUMBING, errors, strict=True):
+        if not error <= TOLERANCE[pipe.dtype]:  # NaN is wrong too
+            raise ValueError(
+                f"{method.title} differs from dense by {error:.1e} at {side} x {side} tokens: not timing a wrong step"
+            )
     peaks: list[int | None] = []
-    for method in METHODS:
+    for method in ATTENTION:
         with using(pipe, method):
             peaks.append(peak_memory(lambda: pipe.transformer(**step), pipe.device))
-    advance = track(f"{side} x {side} tokens", len(METHODS) * (rounds + 1))
-    seconds = list(zip(*time_steps(pipe, Call((), step), METHODS, rounds, advance), strict=True))
+    advance = track(f"{side} x {side} tokens", len(ATTENTION) * (rounds + 1))
+    seconds = list(zip(*time_steps(pipe, Call((), step), ATTENTION, rounds, advance), strict=True))
     attention = _attention_seconds(pipe.transformer, side, text, rounds)
     layers = len(pipe.transformer.transformer_blocks) + len(pipe.transformer.single_transformer_blocks)
-    return [
-        {
-            "image_tokens": side * side,
-            "variant": method.title if method else "dense",
-            "median_s": median(taken),
-            "fastest_s": min(taken),
-            "slowest_s": max(taken),
-            "speed_up": median(seconds[0]) / median(taken),
+    dense = median(seconds[0])
+    rows = [
+        _row(method, side, median(taken), taken, dense, peak)
+        | {
             "attention_share": layers * alone / median(taken),
             "attention_speed_up": attention[0] / alone,
             "attention_flop_bound": 1 / (1 - mean(table.sparsity() for table in _tables(method, side, text))),
-            "peak_bytes": peak,
-            "one_tile_error": error,
+            "one_tile_error": errors[0],
         }
-        for method, taken, alone, peak in zip(METHODS, seconds, attention, peaks, strict=True)
+        for method, taken, alone, peak in zip(ATTENTION, seconds, attention, peaks, strict=True)
     ]
+    for method in MERGING:
+        advance = track(method.title, -(-rounds // CYCLE) * CYCLE)
+        taken, peak = _scheduled(pipe, step, method, -(-rounds // CYCLE) * CYCLE, advance)
+        rows.append(_row(method, side, mean(taken), taken, dense, peak) | {"all_kept_error": errors[1]})
+    return rows
+
+
+def _row(
+    method: Way | None, side: int, seconds: float, taken: Sequence[float], dense: float, peak: int | None
+) -> dict[str, Any]:
+    return {
+        "image_tokens": side * side,
+        "variant": method.title if method else "dense",
+        "step_s": seconds,
+        "median_s": median(taken),
+        "fastest_s": min(taken),
+        "slowest_s": max(taken),
+        "speed_up": dense / seconds,
+        "peak_bytes": peak,
+    }
+
+
+def _scheduled(
+    pipe: Any, step: dict[str, Any], method: Way, steps: int, advance: Callable[[], None]
+) -> tuple[list[float], int | None]:
+    """Seconds of each forward of a run, in which plans are made when their time comes; and the peak of memory."""
+    with using(pipe, method):
+        for number in (0, 1):  # compile what makes a plan and what uses one
+            pipe.scheduler.set_begin_index(number)
+            pipe.transformer(**step)
+        pipe.scheduler.set_begin_index(0)
+        peak = peak_memory(lambda: pipe.transformer(**step), pipe.device)
+        taken: list[float] = []
+        for number in range(1, steps + 1):
+            pipe.scheduler.set_begin_index(number)
+            began = now(pipe.device)
+            pipe.transformer(**step)
+            taken.append(now(pipe.device) - began)
+            advance()
+    pipe.scheduler.set_begin_index(0)
+    return taken, peak
 
 
 def _tables(method: HilbertA | None, side: int, text: int) -> tuple[Any, ...]:
@@ -120,7 +162,7 @@ def _attention_seconds(transformer: FluxTransformer2DModel, side: int, text: int
     q, k, v = (
         torch.randn(shape, device=transformer.device, dtype=transformer.dtype).transpose(1, 2) for _ in range(3)
     )
-    tables = [_tables(method, side, text)[0] for method in METHODS[1:]]
+    tables = [_tables(method, side, text)[0] for method in ATTENTION[1:]]
     calls = [
         partial(scaled_dot_product_attention, q, k, v),
         *(partial(block_attention, q, k, v, table) for table in tables),
@@ -158,22 +200,25 @@ def _random_step(transformer: FluxTransformer2DModel, side: int, text: int) -> d
     }
 
 
-def _difference(pipe: Any, step: dict[str, Any]) -> float:
-    """Relative difference between the dense step and HilbertA with one tile."""
-    dense = pipe.transformer(**step)[0]
-    with apply(pipe, HilbertA(tiles=1)):
-        one_tile = pipe.transformer(**step)[0]
-    return ((one_tile - dense).float().norm() / dense.float().norm()).item()
+def _difference(pipe: Any, step: dict[str, Any], method: HilbertA | ToMA) -> float:
+    """Relative difference between the dense step and one with a method, neither of them compiled."""
+    with torch.compiler.set_stance("force_eager"):
+        dense = pipe.transformer(**step)[0]
+        with apply(pipe, method):
+            other = pipe.transformer(**step)[0]
+    return ((other - dense).float().norm() / dense.float().norm()).item()
 
 
 def table_of(result: dict[str, Any]) -> Table:
     """The measurements, to print."""
     table = Table("tokens", "variant", "ms", "speed-up", "attention", "its speed-up", "FLOP bound", "MB")
     for row in result["rows"]:
+        alone = "attention_share" in row
         table.add_row(
-            f"{row['image_tokens']:,}", row["variant"], f"{1e3 * row['median_s']:.4g}", f"{row['speed_up']:.2f}x",
-            f"{row['attention_share']:.0%}", f"{row['attention_speed_up']:.2f}x",
-            f"{row['attention_flop_bound']:.2f}x",
+            f"{row['image_tokens']:,}", row["variant"], f"{1e3 * row['step_s']:.4g}", f"{row['speed_up']:.2f}x",
+            f"{row['attention_share']:.0%}" if alone else "",
+            f"{row['attention_speed_up']:.2f}x" if alone else "",
+            f"{row['attention_flop_bound']:.2f}x" if alone else "",
             "" if row["peak_bytes"] is None else f"{row['peak_bytes'] / 1e6:,.0f}",
         )  # fmt: skip
     return table

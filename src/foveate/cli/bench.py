@@ -84,7 +84,7 @@ def step(
     dtype: Dtype = "auto",
     commit: Commit = "",
 ) -> None:
-    """Time one denoising step of a Flux with random weights, dense and with HilbertA, reorder included.
+    """Time one denoising step of a Flux with random weights, dense and with every method, reorder and plans included.
 
     foveate bench step --full-size --compile --sides 64,128,256       # a GPU with 40 GB or more
     """

@@ -236,17 +236,18 @@ def time_steps(
         seconds: list[float] = []
         for way in variants:
             with using(pipeline, way):
-                start = _now(pipeline.device)
+                start = now(pipeline.device)
                 denoiser(pipeline)(
                     *step.args, **{k: copy(v) if isinstance(v, dict) else v for k, v in step.kwargs.items()}
                 )
-                seconds.append(_now(pipeline.device) - start)
+                seconds.append(now(pipeline.device) - start)
             on_forward()
         if round_:
             yield seconds
 
 
-def _now(device: torch.device) -> float:
+def now(device: torch.device) -> float:
+    """Seconds, after all that was asked of the device is done."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter()
