@@ -6,7 +6,7 @@ import torch
 from oracle import dense_attention, random_table
 
 import foveate
-from foveate import HilbertA
+from foveate import HilbertA, ToMA
 from foveate.demo.untrained import untrained_pipeline
 from foveate.ops.block_attention import block_attention
 
@@ -91,3 +91,38 @@ def test_offloaded_pipelines_draw_the_same(offload, when):
     assert all(row.why == "" for row in run.summary().layers)
     run.remove()
     torch.testing.assert_close(draw(pipe), dense, rtol=1e-2, atol=1e-3)
+
+
+@pytest.mark.parametrize("others", [(), (HilbertA(tiles=4),)])
+@torch.no_grad()
+def test_merging_on_a_gpu_is_merging_on_a_cpu(others):
+    model, x = tiny.flux(dtype=torch.float32), tiny.inputs(GRID, dtype=torch.float32)
+    steps = [x | {"timestep": torch.full((1,), t)} for t in (1.0, 0.8, 0.6)]
+    toma = ToMA(weights_every=1, dst_every=2)
+    with foveate.apply(model, *others, toma):
+        want = [model(**step)[0] for step in steps]
+    model.cuda()
+    with foveate.apply(model, *others, toma):
+        for step, expected in zip(steps, want, strict=True):
+            step = {name: value.cuda() if isinstance(value, torch.Tensor) else value for name, value in step.items()}
+            torch.testing.assert_close(model(**step)[0].cpu(), expected, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("build", [(tiny.unet, tiny.unet_inputs), (tiny.sd3, tiny.sd3_inputs)])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@torch.no_grad()
+def test_merging_that_keeps_every_token_is_dense_in_half_precision(build, dtype):
+    model, x = build[0](dtype=dtype).cuda(), build[1](dtype=dtype)
+
+    def moved(value):
+        if isinstance(value, dict):
+            return {name: moved(item) for name, item in value.items()}
+        if isinstance(value, list):
+            return [moved(item) for item in value]
+        return value.cuda() if isinstance(value, torch.Tensor) else value
+
+    want = model(**moved(x))[0]
+    with foveate.apply(model, ToMA(keep=0.999, weights="hard", skip=0, tile=(4, 4))) as run:
+        got = model(**moved(x))[0]
+        assert all(layer.why == "" for layer in run.summary().layers)
+    assert (got - want).norm() <= 2e-2 * want.norm()

@@ -98,6 +98,13 @@ model.compile_repeated_blocks(fullgraph=True)
 with foveate.apply(model, foveate.HilbertA(tiles=4)):
     torch.testing.assert_close(model(**x)[0].cpu(), sparse, rtol=1e-3, atol=1e-4)
     assert graphs() <= 3, graphs()
+steps = [x | {"timestep": torch.full((1,), t, device="cuda")} for t in (1.0, 0.8, 0.6)]
+for methods in (foveate.ToMA(weights_every=1),), (foveate.HilbertA(tiles=4), foveate.ToMA(weights_every=1)):
+    with torch.compiler.set_stance("force_eager"), foveate.apply(model, *methods):
+        merged = [model(**step)[0] for step in steps]
+    with foveate.apply(model, *methods):
+        for step, want in zip(steps, merged, strict=True):
+            torch.testing.assert_close(model(**step)[0], want, rtol=1e-3, atol=1e-3)
 """
 
 
