@@ -191,8 +191,10 @@ def test_what_cannot_be_merged_says_so():
                 model(**copy.copy(x), **extra)
             assert says in run.summary().layers[0].why
     for methods, says in (
-        ((HilbertA(),), "takes one ToMA"), ((ToMA(dense_layers="99"),), "layer 99"), ((ToMA(skip=9),), "skip fewer"),
-    ):  # fmt: skip
+        ((HilbertA(),), "takes one method of token merging"),
+        ((ToMA(dense_layers="99"),), "layer 99"),
+        ((ToMA(skip=9),), "skip fewer"),
+    ):
         with pytest.raises(ValueError, match=says):
             foveate.apply(model, *methods)
     with pytest.raises(ValueError, match="size_bias off"):
@@ -242,7 +244,7 @@ def test_compare_leaves_out_what_a_unet_cannot_take(stable_diffusion, tmp_path):
         page = compare(
             stable_diffusion, request, [HilbertA(tiles=2), ToMA(tile=(4, 4))], tmp_path, settings={}, rounds=1
         )
-    assert "HilbertA T=2 is left out: UNet2DConditionModel takes one ToMA" in page.read_text()
+    assert "HilbertA T=2 is left out: UNet2DConditionModel takes one method of token merging" in page.read_text()
     assert {path.name for path in tmp_path.glob("*.png")} == {"dense.png", "toma-keep-0-5.png"}
-    with pytest.raises(ValueError, match="takes one ToMA"):
+    with pytest.raises(ValueError, match="takes one method of token merging"):
         compare(stable_diffusion, request, [HilbertA(tiles=2)], tmp_path, settings={})

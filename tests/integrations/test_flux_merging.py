@@ -13,6 +13,7 @@ from test_flux import image_prompt, with_ip_adapter
 import foveate
 from foveate import HilbertA, ToMA
 from foveate.integrations.diffusers.merging import Site
+from foveate.methods import ToFu, ToMeSD
 
 GRID = (16, 20)
 PLUMBING = {"keep": 0.999, "weights": "hard", "skip": 0, "merge_mlp": True}  # every hook at work, and nothing is lost
@@ -169,6 +170,37 @@ def test_a_deep_copy_and_a_saved_model_merge_on_their_own(model):
     assert torch.equal(twin(**x)[0], model(**x)[0])
 
 
+@pytest.mark.parametrize("method", [ToMeSD(keep=0.999), ToFu(keep=0.999, separation=0.0), ToFu(keep=0.999)])
+@pytest.mark.parametrize("batch", [1, 2])
+def test_baselines_that_keep_every_token_are_the_dense_model(model, method, batch):
+    x = tiny.inputs(GRID, batch=batch)
+    want = model(**x)[0]
+    with foveate.apply(model, method) as run:
+        torch.testing.assert_close(model(**x)[0], want)
+        assert {layer.method for layer in run.summary().layers} == {method.title}
+
+
+@pytest.mark.parametrize("method", [ToMeSD(), ToFu()])
+def test_baselines_match_anew_in_every_block_and_step(model, method):
+    x = tiny.inputs(GRID)
+    made = []
+    make = type(method).plan
+
+    def plan(method, *args):
+        made.append(method)
+        return make(method, *args)
+
+    with pytest.MonkeyPatch.context() as patch, foveate.apply(model, method):
+        patch.setattr(type(method), "plan", plan)
+        assert seen_tokens(model, x) == [160, 320] * 2 + [175] * 6
+        model(**x | {"timestep": torch.full((1,), 0.1)})
+    assert len(made) == 2 * 5
+    if isinstance(method, ToFu):
+        assert [m.depth < m.separation for m in made[:5]] == [True, True, True, False, False]
+    with pytest.raises(ValueError, match="ToMeSD does not go together"), foveate.apply(model, HilbertA(), ToMeSD()):
+        model(**tiny.inputs((32, 32)))
+
+
 def draw(pipe, **options):
     seed = torch.Generator().manual_seed(0)
     options = {"height": 64, "width": 96, "num_inference_steps": 12, "output_type": "latent"} | options
@@ -225,7 +257,7 @@ def test_what_cannot_be_merged_says_so(model):
         assert "less than a tile" in run.summary().layers[0].why
     with pytest.raises(ValueError, match="size_bias"):
         foveate.apply(model, HilbertA(), ToMA(size_bias=True))
-    with pytest.raises(ValueError, match="one ToMA"):
+    with pytest.raises(ValueError, match="one of token merging"):
         foveate.apply(model, ToMA(), ToMA())
     with pytest.raises(ValueError, match="no block is left"):
         foveate.apply(model, ToMA(skip=3))

@@ -3,13 +3,14 @@
 from ast import literal_eval
 from dataclasses import fields
 
+from foveate.methods.best_match import ToFu, ToMeSD
 from foveate.methods.hilberta import HilbertA
 from foveate.methods.method import Method, Together
 from foveate.methods.toma import ToMA
 
-__all__ = ["METHODS", "HilbertA", "Method", "ToMA", "Together", "method_from_text"]
+__all__ = ["METHODS", "HilbertA", "Method", "ToFu", "ToMA", "ToMeSD", "Together", "method_from_text"]
 
-METHODS: dict[str, type[Method]] = {"hilberta": HilbertA, "toma": ToMA}
+METHODS: dict[str, type[Method]] = {"hilberta": HilbertA, "toma": ToMA, "tomesd": ToMeSD, "tofu": ToFu}
 """Every method by the name it has on the command line."""
 
 

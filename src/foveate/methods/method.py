@@ -3,13 +3,14 @@
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import ClassVar, NamedTuple, Protocol, runtime_checkable
 
 from torch import Tensor
 
 from foveate.ops.block_table import BlockTable
+from foveate.ops.merging import Grid, Grouped, Regions
 
-__all__ = ["AttentionPlan", "Method", "SparseAttention", "StaysDense", "Together"]
+__all__ = ["AttentionPlan", "Method", "SparseAttention", "StaysDense", "Together", "TokenMerging"]
 
 
 class StaysDense(ValueError):
@@ -151,4 +152,95 @@ class SparseAttention(Method):
 
         Raises:
             StaysDense: If the method leaves such an input dense.
+        """
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenMerging(Method):
+    """A method that runs layers on fewer image tokens.
+
+    Any model family whose blocks can be merged around can run any of them.
+
+    Attributes:
+        keep: Fraction of the image tokens that is kept, above 0 and up to 1. Papers' ratios say what is removed.
+        skip: So many blocks at the beginning of each kind stay dense. None takes a third, five at most, in
+            transformers, and none in UNets.
+        merge_attn: Merge for self-attention (and for what runs beside it in single-stream blocks).
+        merge_cross: Merge the queries of cross-attention.
+        merge_mlp: Merge for the feed-forward of blocks that have one of their own. None: everywhere but in FLUX.
+        size_bias: Let a merged token count for as many as it stands for: adds log(size) to its attention logits.
+        dst_every: Steps for which destinations are kept.
+        weights_every: Steps for which weights are kept; a divisor of `dst_every`.
+        merge_every: One step in so many merges, the others are dense.
+    """
+
+    keep: float = 0.5
+    skip: int | None = None
+    merge_attn: bool = True
+    merge_cross: bool = True
+    merge_mlp: bool | None = None
+    size_bias: bool = False
+    dst_every: int = 1
+    weights_every: int = 1
+    merge_every: int = 1
+
+    per_block: ClassVar[bool] = False
+    """Whether every block has a plan of its own."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0 < self.keep <= 1:
+            raise ValueError(
+                f"keep is the fraction of tokens kept, above 0 and up to 1, not {self.keep}; papers give the ratio "
+                "that is removed: 0.75 there is keep=0.25"
+            )
+        for name in ("dst_every", "weights_every", "merge_every"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} counts steps, 1 or more, not {getattr(self, name)}")
+        if self.dst_every % self.weights_every:
+            raise ValueError(
+                f"weights_every must divide dst_every, since new destinations need new weights: {self.weights_every} "
+                f"does not divide {self.dst_every}"
+            )
+        if self.skip is not None and self.skip < 0:
+            raise ValueError(f"skip counts blocks, 0 or more, not {self.skip}")
+
+    @property
+    def title(self) -> str:
+        """The method and the fraction it keeps."""
+        return f"{type(self).__name__} keep={self.keep:g}"
+
+    def at(self, depth: float) -> "TokenMerging":
+        """The method for a block that so much of the model, a fraction, comes before."""
+        return self
+
+    @abstractmethod
+    def regions(self, grids: tuple[Grid, ...], tile: Grid = (4, 4), *, device: str = "cpu") -> Regions:
+        """The order of the tokens and the regions within which they merge.
+
+        Args:
+            grids: (rows, columns) of the image, then of each reference image, in tokens.
+            tile: What to take where the method says nothing.
+            device: Where the order lives.
+
+        Raises:
+            StaysDense: If the method leaves such an image dense.
+        """
+
+    def regions_along(self, plan: AttentionPlan, grid: Grid, tile: Grid = (4, 4)) -> Regions:
+        """Regions along the order of sparse attention, none of which crosses a border of its tiles.
+
+        Raises:
+            ValueError: If the method knows no such regions.
+        """
+        raise ValueError(f"{type(self).__name__} does not go together with sparse attention: use ToMA")
+
+    @abstractmethod
+    def plan(self, features: Tensor, regions: Regions, destinations: tuple[Tensor, ...] | None = None) -> Grouped:
+        """How the tokens of each region become fewer, and many again.
+
+        Args:
+            features: What similarity is measured by [batch, image, dim], in the order of the regions.
+            regions: Of this image.
+            destinations: Of an earlier plan, to make new weights for. None picks new ones.
         """

@@ -9,11 +9,10 @@
 """
 
 import logging
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import groupby, pairwise, product
-from typing import Literal, NamedTuple
+from itertools import pairwise, product
+from typing import Literal
 
 import torch
 from jaxtyping import Float, Int
@@ -21,43 +20,32 @@ from torch import Tensor
 from torch.nn.functional import normalize, one_hot
 
 from foveate.cache import PerTensors
-from foveate.methods.method import AttentionPlan, Method, StaysDense
-from foveate.ops.block_table import BlockTable
+from foveate.methods.method import AttentionPlan, StaysDense, TokenMerging
 from foveate.ops.curves import inverse_order
 from foveate.ops.facility_location import cosine_facility_location, facility_location
+from foveate.ops.merging import Grid, Group, Merge, Regions, places_of, together
 
-__all__ = ["Group", "Merge", "Regions", "ToMA"]
+__all__ = ["ToMA"]
 
 log = logging.getLogger("foveate")
 
-Grid = tuple[int, int]
 SOFT_ENOUGH = 50.0  # below this scale the transpose is no good inverse of the merge
 RIDGE = 1e-4
 MANY_ROUNDS = 256  # picks of one region, one after the other
 
 
 @dataclass(frozen=True, kw_only=True)
-class ToMA(Method):
+class ToMA(TokenMerging):
     """Token merging. `keep=1.0` is exactly the dense model.
 
     Attributes:
-        keep: Fraction of the image tokens that is kept, above 0 and up to 1. Papers' ratios say what is removed.
         mode: Within what tokens merge: "tile" windows, "stripe" bands of whole rows, or "global", the whole image.
         tile: (rows, columns) of tokens in a tile; rows of a stripe. None takes 4 x 4, and 8 x 8 in UNets.
         scale: Sharpness of the softmax.
         weights: "soft", or "hard": each token goes to one destination.
         unmerge: "transpose" of the merge, or its regularised pseudo-inverse "pinv".
         select: How destinations are picked: "greedy" by facility location, a fixed "grid", or "random" ones.
-        dst_every: Steps for which destinations are kept.
-        weights_every: Steps for which weights are kept; a divisor of `dst_every`.
-        merge_every: One step in so many merges, the others are dense.
-        skip: So many blocks at the beginning of each kind stay dense. None takes a third, five at most, in
-            transformers, and none in UNets.
-        merge_attn: Merge for self-attention (and for what runs beside it in single-stream blocks).
-        merge_cross: Merge the queries of cross-attention.
-        merge_mlp: Merge for the feed-forward of blocks that have one of their own. None: in UNets only.
         merge_reference: Merge the tokens of reference images too, each image within itself.
-        size_bias: Let a merged token count for as many as it stands for: adds log(size) to its attention logits.
         share: One plan for each "sample", for each pair of guidance ("cfg"), or for the whole "batch".
 
     Examples:
@@ -69,7 +57,6 @@ class ToMA(Method):
         torch.Size([1, 32, 32])
     """
 
-    keep: float = 0.5
     mode: Literal["tile", "stripe", "global"] = "tile"
     tile: tuple[int, int] | None = None
     scale: float = 1000.0
@@ -78,35 +65,16 @@ class ToMA(Method):
     select: Literal["greedy", "grid", "random"] = "greedy"
     dst_every: int = 10
     weights_every: int = 5
-    merge_every: int = 1
-    skip: int | None = None
-    merge_attn: bool = True
-    merge_cross: bool = True
-    merge_mlp: bool | None = None
     merge_reference: bool = False
-    size_bias: bool = False
     share: Literal["sample", "cfg", "batch"] = "sample"
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not 0 < self.keep <= 1:
-            raise ValueError(
-                f"keep is the fraction of tokens kept, above 0 and up to 1, not {self.keep}; papers give the ratio "
-                "that is removed: 0.75 there is keep=0.25"
-            )
         if self.tile and (len(self.tile) != 2 or any(int(side) != side or side < 1 for side in self.tile)):
             raise ValueError(f"tile must be two positive whole numbers such as (4, 4), not {self.tile!r}")
         for name, known in CHOICES.items():
             if getattr(self, name) not in known:
                 raise ValueError(f"{name} must be one of {', '.join(known)}, not {getattr(self, name)!r}")
-        for name in ("dst_every", "weights_every", "merge_every"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} counts steps, 1 or more, not {getattr(self, name)}")
-        if self.dst_every % self.weights_every:
-            raise ValueError(
-                f"weights_every must divide dst_every, since new destinations need new weights: {self.weights_every} "
-                f"does not divide {self.dst_every}"
-            )
         if self.scale <= 0:
             raise ValueError(f"scale must be above 0, not {self.scale}")
         if self.unmerge == "transpose" and self.weights == "soft" and self.scale < SOFT_ENOUGH:
@@ -114,20 +82,13 @@ class ToMA(Method):
                 f"the transpose does not undo a merge of scale={self.scale}: "
                 f'use unmerge="pinv", or a scale of {SOFT_ENOUGH:g} and more'
             )
-        if self.skip is not None and self.skip < 0:
-            raise ValueError(f"skip counts blocks, 0 or more, not {self.skip}")
-
-    @property
-    def title(self) -> str:
-        """ToMA and the fraction it keeps."""
-        return f"ToMA keep={self.keep:g}"
 
     @classmethod
     def showcase(cls) -> tuple["ToMA", ...]:
         """Half and a quarter of the tokens."""
         return cls(keep=0.5), cls(keep=0.25)
 
-    def regions(self, grids: tuple[Grid, ...], tile: Grid = (4, 4), *, device: str = "cpu") -> "Regions":
+    def regions(self, grids: tuple[Grid, ...], tile: Grid = (4, 4), *, device: str = "cpu") -> Regions:
         """The order of the tokens and the regions within which they merge. Cached by all arguments.
 
         Args:
@@ -143,7 +104,7 @@ class ToMA(Method):
             raise StaysDense(f"{grids[0][0]} x {grids[0][1]} image tokens are less than a tile of {rows} x {columns}")
         return _regions(self, grids, (rows, columns), device)
 
-    def regions_along(self, plan: AttentionPlan, grid: Grid, tile: Grid = (4, 4)) -> "Regions":
+    def regions_along(self, plan: AttentionPlan, grid: Grid, tile: Grid = (4, 4)) -> Regions:
         """Runs of as many tokens as a tile has, along the order of sparse attention.
 
         Args:
@@ -164,9 +125,9 @@ class ToMA(Method):
     def plan(
         self,
         features: Float[Tensor, "batch image dim"],
-        regions: "Regions",
+        regions: Regions,
         destinations: "tuple[Tensor, ...] | None" = None,
-    ) -> "Merge":
+    ) -> Merge:
         """How the tokens of each region collapse onto its destinations, and back.
 
         Args:
@@ -195,9 +156,9 @@ class ToMA(Method):
             chosen.append(picks)
             gather.append(_mean(weights).to(features.dtype))
             spread.append(back.to(features.dtype))
-        return Merge(regions.lengths, tuple(gather), tuple(spread), tuple(chosen), _places(regions, chosen))
+        return Merge(regions.lengths, tuple(gather), tuple(spread), tuple(chosen), places_of(regions, chosen))
 
-    def _runs(self, plan: AttentionPlan, grid: Grid, size: int) -> "Regions":
+    def _runs(self, plan: AttentionPlan, grid: Grid, size: int) -> Regions:
         groups: list[Group] = []
         for image, length in plan.segments:
             if image > 0 and not self.merge_reference:
@@ -205,12 +166,12 @@ class ToMA(Method):
                 continue
             full, rest = divmod(length, size)
             groups += [self._group(1, size)] * full + [self._group(1, rest)] * (rest > 0)
-        return Regions(plan.order, plan.inverse, _together(groups), grid)
+        return Regions(plan.order, plan.inverse, together(groups), grid)
 
-    def _group(self, rows: int, columns: int) -> "Group":
+    def _group(self, rows: int, columns: int) -> Group:
         return Group(1, rows, columns, min(max(1, int(self.keep * rows * columns + 0.5)), rows * columns))
 
-    def _pick(self, z: Float[Tensor, "batch count tokens dim"], group: "Group") -> Int[Tensor, "plans count kept"]:
+    def _pick(self, z: Float[Tensor, "batch count tokens dim"], group: Group) -> Int[Tensor, "plans count kept"]:
         """Which tokens of each region the others merge into, ascending."""
         plans = 1 if self.share == "batch" else len(z)
         if self.select == "grid":
@@ -258,132 +219,6 @@ CHOICES = {
 }
 
 
-class Group(NamedTuple):
-    """Neighbouring regions of one shape.
-
-    Attributes:
-        number: How many there are.
-        rows: Tokens along the first side of each.
-        columns: Tokens along the second.
-        kept: How many tokens of each are kept.
-        merges: Whether they are merged at all.
-    """
-
-    number: int
-    rows: int
-    columns: int
-    kept: int
-    merges: bool = True
-
-    @property
-    def tokens(self) -> int:
-        """Of each region."""
-        return self.rows * self.columns
-
-
-class Regions(NamedTuple):
-    """Within what tokens merge, for one size.
-
-    Attributes:
-        order: Raster index of the image token at each place; regions follow one another.
-        inverse: Place of each raster token.
-        groups: The regions in that order, neighbours of one shape together.
-        grid: (rows, columns) of the picture.
-    """
-
-    order: Int[Tensor, "image"]
-    inverse: Int[Tensor, "image"]
-    groups: tuple[Group, ...]
-    grid: Grid
-
-    @property
-    def lengths(self) -> tuple[int, ...]:
-        """Tokens of each group."""
-        return tuple(group.number * group.tokens for group in self.groups)
-
-    @property
-    def kept(self) -> int:
-        """How many tokens are left of all."""
-        return sum(group.number * group.kept for group in self.groups)
-
-    @property
-    def tables(self) -> tuple[BlockTable, ...]:
-        """None: everyone attends to everyone who is left."""
-        return ()
-
-    @property
-    def tile_maps(self) -> tuple[Int[Tensor, "rows columns"], ...]:
-        """The region of every token of the picture, to draw."""
-        number = torch.arange(sum(group.number for group in self.groups))
-        sizes = torch.tensor([group.tokens for group in self.groups for _ in range(group.number)])
-        regions = number.repeat_interleave(sizes)[self.inverse.cpu()]
-        return (regions[: self.grid[0] * self.grid[1]].view(self.grid),)
-
-    def merged(self, table: BlockTable, text: int) -> BlockTable:
-        """A table over [text | image in this order] for the merged tokens: the same blocks with fewer tokens each.
-
-        Borders of blocks that read and are read alike may lie within a region.
-        """
-        left = [torch.ones(text, dtype=torch.long)]
-        for group in self.groups:
-            region = torch.ones(group.tokens, dtype=torch.long)
-            if group.merges:
-                region[0], region[1:] = group.kept, 0
-            left.append(region.repeat(group.number))
-        starts = torch.cat([torch.zeros(1, dtype=torch.long), torch.cat(left).cumsum(0)]).int()  # of each token
-        queries, keys = (starts[x.long().cpu()].to(x.device) for x in table[:2])
-        return BlockTable(queries, keys, *table[2:])
-
-
-class Merge(NamedTuple):
-    """How image tokens, in the order of their regions, become fewer, and many again.
-
-    Attributes:
-        lengths: Tokens of each group of regions.
-        gather: For each group [plans, count, kept, tokens], rows that sum to 1; None where nothing merges. There is a
-            plan for each sample, or one for all.
-        spread: The same, columns that sum to 1.
-        chosen: For each group the destinations within their regions [plans, count, kept], ascending.
-        places: Of the destinations in the order of the tokens, [plans, merged].
-    """
-
-    lengths: tuple[int, ...]
-    gather: tuple[Tensor | None, ...]
-    spread: tuple[Tensor | None, ...]
-    chosen: tuple[Tensor, ...]
-    places: Int[Tensor, "plans merged"]
-
-    def merge(self, x: Float[Tensor, "batch image dim"]) -> Float[Tensor, "batch merged dim"]:
-        """Every destination becomes the mean of what it is given."""
-        parts = [
-            part if weights is None else (weights @ part.unflatten(1, (weights.shape[1], -1))).flatten(1, 2)
-            for part, weights in zip(x.split(self.lengths, 1), self.gather, strict=True)
-        ]
-        return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
-
-    def unmerge(self, y: Float[Tensor, "batch merged dim"]) -> Float[Tensor, "batch image dim"]:
-        """Every token takes from the destinations what it gave them a part of."""
-        lengths = [chosen.shape[1] * chosen.shape[2] for chosen in self.chosen]
-        parts = [
-            part if weights is None else (weights.mT @ part.unflatten(1, (weights.shape[1], -1))).flatten(1, 2)
-            for part, weights in zip(y.split(lengths, 1), self.spread, strict=True)
-        ]
-        return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
-
-    def rope(self, rows: Float[Tensor, "image dim"]) -> Float[Tensor, "plans merged dim"]:
-        """The rows of the destinations: a merged token stands where its destination stands."""
-        return rows[self.places]
-
-    def log_sizes(self) -> Float[Tensor, "merged"]:
-        """The logarithm of how many tokens each merged token stands for, on average over its region."""
-        sizes = [
-            chosen.new_ones(chosen.shape[1] * chosen.shape[2], dtype=torch.float32)
-            * (1 if weights is None else weights.shape[3] / weights.shape[2])
-            for chosen, weights in zip(self.chosen, self.gather, strict=True)
-        ]
-        return torch.cat(sizes).log()
-
-
 _RUNS: PerTensors[Regions] = PerTensors()
 
 
@@ -401,16 +236,6 @@ def _pseudo_inverse(weights: Float[Tensor, "plans count kept tokens"]) -> Float[
     return back + (1 - back.sum(-1, keepdim=True)) * weights.mT
 
 
-def _places(regions: Regions, chosen: Sequence[Tensor]) -> Int[Tensor, "plans merged"]:
-    """Of the destinations in the order of the tokens."""
-    first, places = 0, list[Tensor]()
-    for group, picks in zip(regions.groups, chosen, strict=True):
-        starts = first + group.tokens * torch.arange(group.number, device=picks.device)
-        places.append((picks + starts[:, None]).flatten(1))
-        first += group.number * group.tokens
-    return torch.cat(places, 1)
-
-
 def _checkerboard(group: Group) -> Int[Tensor, "kept"]:
     """Evenly spread cells of a region: the black ones first."""
     cells = torch.cartesian_prod(torch.arange(group.rows), torch.arange(group.columns)).sum(1)
@@ -419,11 +244,6 @@ def _checkerboard(group: Group) -> Int[Tensor, "kept"]:
     if group.kept >= black:
         return black_first[: group.kept]
     return black_first[torch.arange(group.kept) * black // group.kept]
-
-
-def _together(groups: Sequence[Group]) -> tuple[Group, ...]:
-    """Neighbours of one shape as one group."""
-    return tuple(group._replace(number=len(list(same))) for group, same in groupby(groups))
 
 
 def _cuts(length: int, size: int) -> list[tuple[int, int]]:
@@ -454,4 +274,4 @@ def _regions(method: ToMA, grids: tuple[Grid, ...], tile: Grid, device: str) -> 
         log.warning("%s picks %d tokens of a region one after another, which takes long: smaller regions "
                     'are as good, mode="tile" above all', method.title, most)  # fmt: skip
     order = torch.cat(places)
-    return Regions(order.to(device), inverse_order(order).to(device), _together(groups), grids[0])
+    return Regions(order.to(device), inverse_order(order).to(device), together(groups), grids[0])

@@ -24,8 +24,8 @@ from foveate.integrations.diffusers.family import Family
 from foveate.integrations.diffusers.merging import Site, Step
 from foveate.integrations.diffusers.summary import LayerReport
 from foveate.methods import Method
-from foveate.methods.method import StaysDense
-from foveate.methods.toma import Regions, ToMA
+from foveate.methods.method import StaysDense, TokenMerging
+from foveate.ops.merging import Regions
 
 __all__ = ["SD3", "DiT", "PixArt", "UNet"]
 
@@ -38,14 +38,12 @@ class Layer(NamedTuple):
     Attributes:
         name: Of its self-attention.
         block: The block.
-        stage: Where it is.
-        merges: Whether it ever merges.
+        site: Where it merges; None if it never does.
     """
 
     name: str
     block: nn.Module
-    stage: "Stage"
-    merges: bool
+    site: Site | None
 
 
 class Stage:
@@ -54,11 +52,11 @@ class Stage:
     Args:
         family: Decides within what regions the tokens of a forward merge.
         patch: Cells of the map along each side of a token.
-        site: Of its blocks that merge; stages of one grid may share it.
+        sites: Of its blocks that merge; stages of one grid may share them.
     """
 
-    def __init__(self, family: "Blocks", patch: int, site: Site) -> None:
-        self.family, self.patch, self.site = family, patch, site
+    def __init__(self, family: "Blocks", patch: int, sites: list[Site]) -> None:
+        self.family, self.patch, self.sites = family, patch, sites
         self.regions: Regions | None = None
         self.handles: list[RemovableHandle] = []
 
@@ -81,7 +79,7 @@ class Stage:
     def tell(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Read the grid, and decide what this forward does here."""
         height, width = (args[0] if args else kwargs["hidden_states"]).shape[-2:]
-        self.regions = self.family.decide(self.site, (height // self.patch, width // self.patch))
+        self.regions = self.family.decide(self.sites, (height // self.patch, width // self.patch))
 
     def order_input(self, module: nn.Module, args: tuple[Any, ...]) -> Any:
         """Of a module whose first argument is the tokens."""
@@ -104,23 +102,25 @@ class Blocks(Family):
     plans_from_blocks = False  # from what the first block is given, not from what its attention is given
 
     def __init__(self, model: nn.Module, methods: tuple[Method, ...], pipeline: Any) -> None:
-        if len(methods) != 1 or not isinstance(methods[0], ToMA):
+        if len(methods) != 1 or not isinstance(methods[0], TokenMerging):
             given = " + ".join(type(method).__name__ for method in methods)
-            raise ValueError(f"{type(model).__name__} takes one ToMA() and nothing else so far, not {given}")
+            raise ValueError(
+                f"{type(model).__name__} takes one method of token merging and nothing else so far, not {given}"
+            )
         super().__init__(model, methods, pipeline)
-        self.toma = methods[0]
+        self.merging = methods[0]
         self.check_method()
         self._hooks = [model.register_forward_pre_hook(self.enter, with_kwargs=True)]
         self.sites: list[Site] = []
         self.stages: list[Stage] = []
-        self.idle = Site(self.toma, model)  # of blocks that never merge
-        self.nowhere = Stage(self, 1, self.idle)  # of blocks where tokens neither enter nor leave
+        self.idle = Site(self.merging, model)  # of blocks that never merge
+        self.nowhere = Stage(self, 1, [])  # of blocks where tokens neither enter nor leave
         self.layers: list[Layer] = []
         try:
             for layer in self.borrow():
                 self.layers.append(layer)
             self.check_layers(len(self.layers))
-            if not any(layer.merges for layer in self.layers):
+            if not any(layer.site for layer in self.layers):
                 raise ValueError("no block is left to merge with this skip and these dense_layers: skip fewer")
         except BaseException:
             self.remove()
@@ -139,17 +139,20 @@ class Blocks(Family):
 
     def stacked(self, name: str, stage: Stage, blocks: nn.ModuleList) -> Iterator[Layer]:
         """The blocks of a stage, hooked."""
-        skip = self.skip(len(blocks)) if self.toma.skip is None else self.toma.skip
+        skip = self.skip(len(blocks)) if self.merging.skip is None else self.merging.skip
         for i, block in enumerate(blocks):
             if getattr(block, "_chunk_size", None):
                 raise ValueError("feed-forward chunking cuts merged tokens: call disable_forward_chunking() first")
-            merges = i >= skip and len(self.layers) not in self.toma.dense_layer_set()
-            if merges and stage.site.first is None:
-                stage.site.first = block
+            merges = i >= skip and len(self.layers) not in self.merging.dense_layer_set()
+            if merges and (self.merging.per_block or not stage.sites):
+                depth = len(self.layers) / sum(isinstance(module, type(block)) for module in self.model.modules())
+                stage.sites.append(Site(self.merging.at(depth), block))
+                self.sites.append(stage.sites[-1])
+            site = stage.sites[-1] if merges else None
             # a graph that was compiled for a block without hooks would be taken for those with hooks
-            self.hook(block, stage.site if merges else self.idle)
-            yield Layer(f"{name}.{i}.{'attn' if isinstance(block, JointTransformerBlock) else 'attn1'}", block, stage,
-                        merges)  # fmt: skip
+            self.hook(block, site or self.idle)
+            attention = "attn" if isinstance(block, JointTransformerBlock) else "attn1"
+            yield Layer(f"{name}.{i}.{attention}", block, site)
 
     def skip(self, blocks: int) -> int:
         """How many blocks are skipped where the method does not say."""
@@ -157,11 +160,11 @@ class Blocks(Family):
 
     def hook(self, block: nn.Module, site: Site) -> None:
         """Merge around the modules of a block."""
-        toma = self.toma
-        site.self_attention(block.attn1, merged=toma.merge_attn, features=not self.plans_from_blocks)
-        if toma.merge_cross and block.attn2 is not None:
+        merging = self.merging
+        site.self_attention(block.attn1, merged=merging.merge_attn, features=not self.plans_from_blocks)
+        if merging.merge_cross and block.attn2 is not None:
             site.per_token(block.attn2)
-        if toma.merge_mlp in (None, True):
+        if merging.merge_mlp in (None, True):
             site.per_token(block.ff)
 
     def remove(self) -> None:
@@ -182,19 +185,23 @@ class Blocks(Family):
         return [self._report(layer) for layer in self.layers]
 
     def _report(self, layer: Layer) -> LayerReport:
-        regions = self.shown.get(id(layer.stage.site)) if layer.merges else None
+        regions = self.shown.get(id(layer.site)) if layer.site else None
         if regions is None:
-            skipped = self.layers.index(layer) not in self.toma.dense_layer_set()
-            by_wish = "one of the first blocks, which ToMA skips" if skipped else "named in dense_layers"
-            why = self.why or self.reasons.get(id(layer.stage.site), "")
-            return LayerReport(layer.name, "dense", why=why if layer.merges else by_wish)
+            skipped = self.layers.index(layer) not in self.merging.dense_layer_set()
+            by_wish = (
+                f"one of the first blocks, which {type(self.merging).__name__} skips"
+                if skipped
+                else "named in dense_layers"
+            )
+            why = self.why or self.reasons.get(id(layer.site), "")
+            return LayerReport(layer.name, "dense", why=why if layer.site else by_wish)
         tokens, kept, block = len(regions.order), regions.kept, layer.block
         attn = block.attn if isinstance(block, JointTransformerBlock) else block.attn1
         saved = 4 * (tokens**2 - kept**2) * attn.inner_dim + 8 * attn.inner_dim**2 * (tokens - kept)
-        if self.toma.merge_mlp in (None, True):
+        if self.merging.merge_mlp in (None, True):
             saved += 2 * sum(p.numel() for p in block.ff.parameters() if p.ndim == 2) * (tokens - kept)
         sparsity = 1 - (kept / tokens) ** 2
-        return LayerReport(layer.name, self.toma.title, "model", sparsity, sparsity, self._batch * saved)
+        return LayerReport(layer.name, self.merging.title, "model", sparsity, sparsity, self._batch * saved)
 
     # --- one forward ---
 
@@ -205,15 +212,15 @@ class Blocks(Family):
         self.inputs = dict(zip(names, args, strict=False)) | kwargs
         x = self.inputs[names[0]]
         self.ran, self.reasons, self._begun, self._batch = {}, {}, set(), x.shape[0]
-        allowed, self.why = self.ask(self.toma, self._allow)
+        allowed, self.why = self.ask(self.merging, self._allow)
         if allowed:
             run, number = self.clock.step(torch.as_tensor(self.inputs["timestep"]))
             self._step = Step(number, (run, x.shape[0], x.dtype, x.device))
 
     def _allow(self) -> bool:
-        if self.toma.keep == 1:
+        if self.merging.keep == 1:
             raise StaysDense("keep=1.0 is the dense model")
-        self.check_step(self.toma, 2**62)
+        self.check_step(self.merging, 2**62)
         if self.inputs.get("attention_mask") is not None:
             raise StaysDense("an attention mask was passed")
         extra = self.inputs.get("cross_attention_kwargs") or self.inputs.get("joint_attention_kwargs") or {}
@@ -223,23 +230,24 @@ class Blocks(Family):
             raise StaysDense("gradient checkpointing runs blocks again when their plan may be another one")
         return True
 
-    def decide(self, site: Site, grid: tuple[int, int]) -> Regions | None:
+    def decide(self, sites: list[Site], grid: tuple[int, int]) -> Regions | None:
         """Within what regions the tokens of a stage merge in this forward; None leaves it dense."""
-        regions = None
+        regions, reason = None, ""
         if not self.why:
             device = str(next(iter(self.inputs.values())).device)
-            regions, reason = self.ask(self.toma, lambda: self._regions(grid, device))
+            regions, reason = self.ask(self.merging, lambda: self._regions(grid, device))
+        for site in sites:
             self.reasons[id(site)] = reason
-        if id(site) not in self._begun:
-            self._begun.add(id(site))
-            site.begin(regions, self._step)
-            if regions:
-                self.ran[id(site)] = regions
+            if id(site) not in self._begun:
+                self._begun.add(id(site))
+                site.begin(regions, self._step)
+                if regions:
+                    self.ran[id(site)] = regions
         return regions
 
     def _regions(self, grid: tuple[int, int], device: str) -> Regions:
-        self.check_step(self.toma, grid[0] * grid[1])
-        return self.toma.regions((grid,), self.tile, device=device)
+        self.check_step(self.merging, grid[0] * grid[1])
+        return self.merging.regions((grid,), self.tile, device=device)
 
     @torch.compiler.disable
     def leave(self, model: nn.Module, args: tuple[Any, ...], output: Any) -> None:
@@ -275,9 +283,9 @@ class UNet(Blocks):
             ]
             if not stacks:
                 continue
-            self.sites.append(Site(self.toma, None))
+            sites: list[Site] = []
             for stack_name, stack in stacks:
-                stage = Stage(self, 1, self.sites[-1])
+                stage = Stage(self, 1, sites)
                 self.stages.append(stage)
                 stage.on(stack)
                 blocks = stack.transformer_blocks
@@ -301,8 +309,7 @@ class DiT(Blocks):
 
     def borrow(self) -> Iterator[Layer]:
         """Every block of the only stack."""
-        self.sites.append(Site(self.toma, None))
-        self.stages.append(Stage(self, self.model.config.patch_size, self.sites[0]))
+        self.stages.append(Stage(self, self.model.config.patch_size, []))
         self.stages[0].on(self.model)
         self.stages[0].between(self.model.pos_embed, self.model.norm_out)
         return self.stacked("transformer_blocks", self.stages[0], self.model.transformer_blocks)
@@ -317,15 +324,15 @@ class SD3(DiT):
 
     def check_method(self) -> None:
         """Its attention takes no mask."""
-        if self.toma.size_bias:
+        if self.merging.size_bias:
             raise ValueError("SD3's attention takes no mask: leave size_bias off")
 
     def hook(self, block: nn.Module, site: Site) -> None:
         """Merge around both attentions and the feed-forward of the image."""
-        (site.joint_attention if self.toma.merge_attn else site.features)(block.attn)
-        if self.toma.merge_attn and block.attn2 is not None:
+        (site.joint_attention if self.merging.merge_attn else site.features)(block.attn)
+        if self.merging.merge_attn and block.attn2 is not None:
             site.keyword_attention(block.attn2)
-        if self.toma.merge_mlp in (None, True):
+        if self.merging.merge_mlp in (None, True):
             site.per_token(block.ff)
 
     @torch.compiler.disable
@@ -336,7 +343,7 @@ class SD3(DiT):
         if residuals is None or self.why:
             return args, kwargs
         height, width = (side // model.config.patch_size for side in self.inputs["hidden_states"].shape[-2:])
-        regions, _ = self.ask(self.toma, lambda: self._regions((height, width), str(residuals[0].device)))
+        regions, _ = self.ask(self.merging, lambda: self._regions((height, width), str(residuals[0].device)))
         if regions is None:
             return args, kwargs
         return (), self.inputs | {CONTROL: [_along(regions.order, residual) for residual in residuals]}

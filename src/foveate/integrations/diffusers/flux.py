@@ -29,10 +29,10 @@ from foveate.integrations.diffusers.flux_processors import Borrowed, SparseIPAda
 from foveate.integrations.diffusers.merging import Site, Step
 from foveate.integrations.diffusers.summary import LayerReport
 from foveate.methods import Method
-from foveate.methods.method import AttentionPlan, SparseAttention, StaysDense
-from foveate.methods.toma import Regions, ToMA
+from foveate.methods.method import AttentionPlan, SparseAttention, StaysDense, TokenMerging
 from foveate.ops import dispatch
 from foveate.ops.block_table import BlockTable
+from foveate.ops.merging import Regions
 
 __all__ = ["Flux"]
 
@@ -89,16 +89,16 @@ class Flux(Family):
 
     def __init__(self, model: FluxTransformer2DModel, methods: tuple[Method, ...], pipeline: Any) -> None:
         self.sparse = next((method for method in methods if isinstance(method, SparseAttention)), None)
-        self.toma = next((method for method in methods if isinstance(method, ToMA)), None)
-        if len(methods) != (self.sparse is not None) + (self.toma is not None):
+        self.merging = next((method for method in methods if isinstance(method, TokenMerging)), None)
+        if len(methods) != (self.sparse is not None) + (self.merging is not None):
             given = " + ".join(type(method).__name__ for method in methods)
-            raise ValueError(f"Flux takes one method of sparse attention, one ToMA(), or both, not {given}")
-        if self.sparse and self.toma and self.toma.size_bias:
+            raise ValueError(f"Flux takes one method of sparse attention, one of token merging, or both, not {given}")
+        if self.sparse and self.merging and self.merging.size_bias:
             raise ValueError("size_bias needs dense attention: leave it off beside sparse attention")
         super().__init__(model, methods, pipeline)
-        self.hooks_inside = self.toma is not None
+        self.hooks_inside = self.merging is not None
         self.sites: list[Site] = []
-        self.idle = Site(self.toma or ToMA(), model)  # of blocks that never merge
+        self.idle = Site(self.merging, model) if self.merging else None  # of blocks that never merge
         self.layers = list(self._borrow())
         self.ran = self.shown = _Ran()
         self._hooks = [
@@ -129,25 +129,27 @@ class Flux(Family):
             if i in sparse or i in merging:
                 processor = known[type(block.attn.processor)](block.attn.processor)
                 block.attn.set_processor(processor)
-            if self.toma:  # a graph that was compiled for a block without hooks would be taken for those with hooks
+            if self.merging:  # a graph that was compiled for a block without hooks would be taken for those with hooks
                 self._hook(block, merging.get(i, self.idle))
             phase = i % self.sparse.period if self.sparse else 0
             yield _Layer(name, block.attn, phase, processor, i in sparse, merging.get(i))
 
     def _merging(self, blocks: list[torch.nn.Module]) -> dict[int, Site]:
         """The site of every block that merges: blocks of a kind share one, and the first of each kind are skipped."""
-        if self.toma is None:
+        if self.merging is None:
             return {}
         merging: dict[int, Site] = {}
         for kind in (FluxTransformerBlock, FluxSingleTransformerBlock):
             mine = [i for i, block in enumerate(blocks) if isinstance(block, kind)]
-            skip = min(5, len(mine) // 3) if self.toma.skip is None else self.toma.skip
-            if merge := [i for i in mine[skip:] if i not in self.toma.dense_layer_set()]:
-                self.sites.append(Site(self.toma, blocks[merge[0]]))
-                merging |= dict.fromkeys(merge, self.sites[-1])
-        if not merging and self.toma.keep < 1:
+            skip = min(5, len(mine) // 3) if self.merging.skip is None else self.merging.skip
+            if merge := [i for i in mine[skip:] if i not in self.merging.dense_layer_set()]:
+                for i in merge if self.merging.per_block else merge[:1]:
+                    self.sites.append(Site(self.merging.at(i / len(blocks)), blocks[i]))
+                    merging[i] = self.sites[-1]
+                merging = dict.fromkeys(merge, self.sites[-1]) | merging
+        if not merging and self.merging.keep < 1:
             raise ValueError(
-                f"no block is left to merge with skip={self.toma.skip} and these dense_layers: skip fewer"
+                f"no block is left to merge with skip={self.merging.skip} and these dense_layers: skip fewer"
             )
         return merging
 
@@ -155,15 +157,15 @@ class Flux(Family):
         if isinstance(block, FluxSingleTransformerBlock):
             site.single_stream(block.norm, block.attn, block, "proj_out")
             return
-        (site.joint_attention if self.toma.merge_attn else site.features)(block.attn)
-        if self.toma.merge_mlp:
+        (site.joint_attention if self.merging.merge_attn else site.features)(block.attn)
+        if self.merging.merge_mlp:
             site.per_token(block.ff)
 
     def remove(self) -> None:
         """Give the model back: a processor that someone else has set since stays."""
         for hook in self._hooks:
             hook.remove()
-        for site in (*self.sites, self.idle):
+        for site in (*self.sites, *([self.idle] if self.idle else [])):
             site.remove()
         if isinstance(again := self.model._gradient_checkpointing_func, _KeepTables):
             self.model._gradient_checkpointing_func = again.original
@@ -196,7 +198,7 @@ class Flux(Family):
         device = torch.device(shown.device)
         return LayerReport(
             layer.name,
-            " + ".join([*([plan.title] if plan else []), *([self.toma.title] if regions else [])]),
+            " + ".join([*([plan.title] if plan else []), *([self.merging.title] if regions else [])]),
             dispatch.choose("block_attention", device, shown.dtype, layer.attn.head_dim).name if plan else "model",
             1 - (1 - (plan.nominal_sparsity if plan else 0)) * ((regions.kept / image) ** 2 if regions else 1),
             1 - pairs / every_pair,
@@ -207,19 +209,23 @@ class Flux(Family):
         """Floating-point operations of linear layers that merging leaves out of one sample."""
         if regions is None:
             return 0
-        in_double = 4 * self.toma.merge_attn + 8 * bool(self.toma.merge_mlp)  # q, k, v, out; feed-forward
+        in_double = 4 * self.merging.merge_attn + 8 * bool(self.merging.merge_mlp)  # q, k, v, out; feed-forward
         products = 12 if layer.attn.pre_only else in_double
         return 2 * products * layer.attn.inner_dim**2 * (image - regions.kept)
 
     def _why_dense(self, layer: _Layer) -> str:
         if layer.processor is None:
-            return "one of the first blocks, which ToMA skips" if self._skipped(layer) else "named in dense_layers"
+            return (
+                f"one of the first blocks, which {type(self.merging).__name__} skips"
+                if self._skipped(layer)
+                else "named in dense_layers"
+            )
         if layer.attn.processor is not layer.processor:
             return f"a {type(layer.attn.processor).__name__} was set after apply: remove and apply again"
         return self.shown.why
 
     def _skipped(self, layer: _Layer) -> bool:
-        return self.toma is not None and self.layers.index(layer) not in self.toma.dense_layer_set()
+        return self.merging is not None and self.layers.index(layer) not in self.merging.dense_layer_set()
 
     # --- one forward ---
 
@@ -230,7 +236,7 @@ class Flux(Family):
         inputs = dict(zip(names, args, strict=False)) | kwargs
         image, text = inputs["hidden_states"], inputs["encoder_hidden_states"]
         plan, why_not_sparse = self.ask(self.sparse, lambda: self._plan(inputs))
-        regions, why_not_merged = self.ask(self.toma, lambda: self._regions(inputs, plan))
+        regions, why_not_merged = self.ask(self.merging, lambda: self._regions(inputs, plan))
         why = "" if plan or regions else why_not_sparse or why_not_merged
         self.ran = _Ran(plan, regions, why, text.shape[1], image.shape[0], str(image.device), image.dtype)
         self.outcomes[why] += 1
@@ -276,7 +282,8 @@ class Flux(Family):
         if regions:
             run, number = self.clock.step(inputs["timestep"])
             step = Step(number, (run, image.shape[0], image.dtype, image.device))
-        self.idle.follow()
+        if self.idle:
+            self.idle.follow()
         for site in self.sites:
             site.follow()
             site.begin(regions, step, inputs["encoder_hidden_states"])
@@ -287,15 +294,15 @@ class Flux(Family):
         return self.sparse.plan(grids_of(inputs["img_ids"]), text.shape[1], device=str(image.device))
 
     def _regions(self, inputs: dict[str, Any], plan: AttentionPlan | None) -> Regions:
-        if self.toma.keep == 1:
+        if self.merging.keep == 1:
             raise StaysDense("keep=1.0 is the dense model")
-        self._check(self.toma, inputs)
+        self._check(self.merging, inputs)
         if torch.is_grad_enabled() and self.model.gradient_checkpointing:
             raise StaysDense("gradient checkpointing runs blocks again when their plan may be another one")
         grids = grids_of(inputs["img_ids"])
         if plan:
-            return self.toma.regions_along(plan, grids[0])
-        return self.toma.regions(grids, device=str(inputs["hidden_states"].device))
+            return self.merging.regions_along(plan, grids[0])
+        return self.merging.regions(grids, device=str(inputs["hidden_states"].device))
 
     def _check(self, method: Method, inputs: dict[str, Any]) -> None:
         """Raise what keeps any method from working in this forward."""

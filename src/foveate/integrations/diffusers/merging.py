@@ -1,8 +1,9 @@
 # pyright: basic, reportArgumentType=false, reportOptionalMemberAccess=false
 """Token merging by hooks: blocks that share a plan, when the plan is made anew, and what their hooks do.
 
-A hook reads tensors of its site and never a number that changes from step to step. A block that makes a plan runs
-uncompiled in that step: compiled code sees plans, not how they are made.
+A hook reads tensors of its site and never a number that changes from step to step. A block that makes a plan for
+others runs uncompiled in that step: compiled code sees plans, not how they are made. A block with a plan of its own
+makes it in every step, and that is compiled with it.
 """
 
 from collections.abc import Callable, Hashable
@@ -12,7 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from foveate.methods.toma import Group, Merge, Regions, ToMA
+from foveate.methods.method import TokenMerging
+from foveate.ops.merging import Group, Grouped, Regions
 
 __all__ = ["Site", "Step"]
 
@@ -39,12 +41,12 @@ class Site:
         text: The text tokens of the current forward [batch, text, dim]: in single-stream blocks they stand in front.
     """
 
-    def __init__(self, method: ToMA, first: nn.Module | None) -> None:
+    def __init__(self, method: TokenMerging, first: nn.Module | None) -> None:
         self.method, self.first = method, first
-        self.merge: Merge | None = None
+        self.merge: Grouped | None = None
         self.text: Tensor | None = None
         self._regions: Regions | None = None
-        self._plan: Merge | None = None
+        self._plan: Grouped | None = None
         self._made: tuple[int, int] | None = None  # the periods of destinations and weights that the plan is of
         self._key: Hashable = None
         self._groups: tuple[Group, ...] = ()
@@ -74,7 +76,8 @@ class Site:
             if self._made is None or self._made[0] != periods[0]:
                 self._plan = None  # new destinations too
             self._made, self._due = periods, True
-            self._compiled, self.first._compiled_call_impl = self.first._compiled_call_impl, None
+            if not self.method.per_block:
+                self._compiled, self.first._compiled_call_impl = self.first._compiled_call_impl, None
         else:
             self.merge = self._plan
 
@@ -82,7 +85,7 @@ class Site:
 
     def end(self) -> None:
         """After the forward: the first block is compiled again, if it was."""
-        if self._due or self._compiled is not None:
+        if self._compiled is not None:
             self.first._compiled_call_impl = self._compiled
         self._due, self._compiled = False, None
 
