@@ -94,14 +94,16 @@ def test_who_sees_fewer_tokens(model):
         assert seen_tokens(model, x) == [half, full] * 2 + [text + half] * 6
     with foveate.apply(model, ToMA(skip=0, merge_mlp=True, merge_attn=False, dense_layers="0")):
         assert seen_tokens(model, x) == [full, full, full, half] + [text + half] * 6
-    with foveate.apply(model, ToMA()) as run:  # a third of each kind is skipped
-        assert seen_tokens(model, x) == [half, full] * 2 + [text + full] * 2 + [text + half] * 4
+    with foveate.apply(model, ToMA()) as run:  # double blocks and a third of the single ones are skipped
+        assert seen_tokens(model, x) == [full, full] * 2 + [text + full] * 2 + [text + half] * 4
         layers = run.summary().layers
-    assert [layer.method for layer in layers] == ["ToMA keep=0.5"] * 2 + ["dense"] + ["ToMA keep=0.5"] * 2
+    assert [layer.method for layer in layers] == ["dense"] * 3 + ["ToMA keep=0.5"] * 2
     assert layers[2].why == "one of the first blocks, which ToMA skips"
-    assert layers[1].true == pytest.approx(1 - (175 / 335) ** 2)
-    assert layers[1].saved == 4 * (335**2 - 175**2) * 32 + 2 * 4 * 32**2 * 160
+    assert layers[3].true == pytest.approx(1 - (175 / 335) ** 2)
     assert layers[3].saved == 4 * (335**2 - 175**2) * 32 + 2 * 12 * 32**2 * 160
+    with foveate.apply(model, ToMA(skip=1)) as run:
+        model(**x)
+        assert run.summary().layers[1].saved == 4 * (335**2 - 175**2) * 32 + 2 * 4 * 32**2 * 160
 
 
 @pytest.mark.parametrize("size_bias", [False, True])
@@ -170,7 +172,9 @@ def test_a_deep_copy_and_a_saved_model_merge_on_their_own(model):
     assert torch.equal(twin(**x)[0], model(**x)[0])
 
 
-@pytest.mark.parametrize("method", [ToMeSD(keep=0.999), ToFu(keep=0.999, separation=0.0), ToFu(keep=0.999)])
+@pytest.mark.parametrize(
+    "method", [ToMeSD(keep=0.999, skip=0), ToFu(keep=0.999, separation=0.0, skip=0), ToFu(keep=0.999, skip=0)]
+)
 @pytest.mark.parametrize("batch", [1, 2])
 def test_baselines_that_keep_every_token_are_the_dense_model(model, method, batch):
     x = tiny.inputs(GRID, batch=batch)
@@ -180,7 +184,7 @@ def test_baselines_that_keep_every_token_are_the_dense_model(model, method, batc
         assert {layer.method for layer in run.summary().layers} == {method.title}
 
 
-@pytest.mark.parametrize("method", [ToMeSD(), ToFu()])
+@pytest.mark.parametrize("method", [ToMeSD(skip=0), ToFu(skip=0)])
 def test_baselines_match_anew_in_every_block_and_step(model, method):
     x = tiny.inputs(GRID)
     made = []

@@ -35,7 +35,6 @@ class ToMeSD(TokenMerging):
 
     merge_cross: bool = False
     merge_mlp: bool | None = False
-    skip: int | None = 0
     cell: tuple[int, int] = (2, 2)
     random: bool = False
 

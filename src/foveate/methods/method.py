@@ -163,8 +163,8 @@ class TokenMerging(Method):
 
     Attributes:
         keep: Fraction of the image tokens that is kept, above 0 and up to 1. Papers' ratios say what is removed.
-        skip: So many blocks at the beginning of each kind stay dense. None takes a third, five at most, in
-            transformers, and none in UNets.
+        skip: So many blocks at the beginning of each kind stay dense. None takes the first five double blocks of
+            FLUX; of all other transformers' blocks a third, five at most; and none in UNets.
         merge_attn: Merge for self-attention (and for what runs beside it in single-stream blocks).
         merge_cross: Merge the queries of cross-attention.
         merge_mlp: Merge for the feed-forward of blocks that have one of their own. None: everywhere but in FLUX.

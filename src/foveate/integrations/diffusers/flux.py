@@ -141,7 +141,8 @@ class Flux(Family):
         merging: dict[int, Site] = {}
         for kind in (FluxTransformerBlock, FluxSingleTransformerBlock):
             mine = [i for i, block in enumerate(blocks) if isinstance(block, kind)]
-            skip = min(5, len(mine) // 3) if self.merging.skip is None else self.merging.skip
+            usual = len(mine) if kind is FluxTransformerBlock else len(mine) // 3
+            skip = min(5, usual) if self.merging.skip is None else self.merging.skip
             if merge := [i for i in mine[skip:] if i not in self.merging.dense_layer_set()]:
                 for i in merge if self.merging.per_block else merge[:1]:
                     self.sites.append(Site(self.merging.at(i / len(blocks)), blocks[i]))
