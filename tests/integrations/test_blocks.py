@@ -14,6 +14,7 @@ from foveate import HilbertA, ToMA
 from foveate.compare import compare
 from foveate.integrations.diffusers.merging import Site
 from foveate.integrations.diffusers.pipelines import Request
+from foveate.methods import ToMeSD
 
 PLUMBING = {"keep": 0.999, "weights": "hard", "skip": 0, "tile": (4, 4)}  # every hook at work, and nothing is lost
 MODELS = {
@@ -115,9 +116,10 @@ def test_a_sample_does_not_depend_on_its_batch_mates(name):
             return [second(item) for item in value]
         return value[1:2] if isinstance(value, torch.Tensor) and value.ndim else value
 
-    with foveate.apply(model, ToMA(skip=0, tile=(4, 4))):
-        together = model(**copy.copy(x))[0]
-        torch.testing.assert_close(model(**second(x))[0], together[1:2])
+    for method in (ToMA(skip=0, tile=(4, 4)), ToMeSD(skip=0, size_bias=name != "sd3")):
+        with foveate.apply(model, method):
+            together = model(**copy.copy(x))[0]
+            torch.testing.assert_close(model(**second(x))[0], together[1:2])
 
 
 @pytest.mark.parametrize("name", ["unet", "sd3", "pixart"])

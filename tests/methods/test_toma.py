@@ -120,7 +120,7 @@ def test_groups_of_identical_tokens_lose_nothing():
     x = torch.randn(1, 4, 4, 8).repeat_interleave(2, 1).repeat_interleave(2, 2).flatten(1, 2)  # 2 x 2 equal tokens
     _, x, merge = planned(ToMA(keep=0.25), (8, 8), x)
     torch.testing.assert_close(merge.unmerge(merge.merge(x)), x, rtol=1e-4, atol=1e-5)
-    torch.testing.assert_close(merge.log_sizes(), torch.full((16,), 4.0).log())
+    torch.testing.assert_close(merge.log_sizes(), torch.full((1, 16), 4.0).log())
 
 
 @pytest.mark.parametrize("share", ["sample", "cfg", "batch"])

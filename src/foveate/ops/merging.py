@@ -131,14 +131,14 @@ class Merge(NamedTuple):
         """The rows of the destinations: a merged token stands where its destination stands."""
         return rows[self.places]
 
-    def log_sizes(self) -> Float[Tensor, "merged"]:
+    def log_sizes(self) -> Float[Tensor, "1 merged"]:
         """The logarithm of how many tokens each merged token stands for, on average over its region."""
         sizes = [
-            chosen.new_ones(chosen.shape[1] * chosen.shape[2], dtype=torch.float32)
+            chosen.new_ones(1, chosen.shape[1] * chosen.shape[2], dtype=torch.float32)
             * (1 if weights is None else weights.shape[3] / weights.shape[2])
             for chosen, weights in zip(self.chosen, self.gather, strict=True)
         ]
-        return torch.cat(sizes).log()
+        return torch.cat(sizes, 1).log()
 
 
 class Picked(NamedTuple):
@@ -183,9 +183,10 @@ class Picked(NamedTuple):
         """The rows of the picked tokens."""
         return rows[self.places]
 
-    def log_sizes(self) -> Float[Tensor, "merged"]:
-        """The logarithm of how many tokens went to each pick, of the first sample."""
-        return torch.bincount(self.goes_to[0], minlength=self.places.shape[1]).float().log()
+    def log_sizes(self) -> Float[Tensor, "plans merged"]:
+        """The logarithm of how many tokens went to each pick."""
+        sizes = torch.zeros_like(self.places, dtype=torch.float32)
+        return sizes.scatter_add(1, self.goes_to, torch.ones_like(self.goes_to, dtype=torch.float32)).log()
 
 
 Grouped = Merge | Picked

@@ -254,6 +254,7 @@ class Blocks(Family):
         """Count what happened."""
         for site in self.sites:
             site.end()
+        self.inputs = {}
         why = "" if self.ran else self.why or next(iter(self.reasons.values()), "")
         self.outcomes[why] += 1
         for reason in filter(None, self.reasons.values()):

@@ -180,7 +180,7 @@ class Site:
         x = self.merge.merge(args[0])
         if self.method.size_bias:
             sizes = self.merge.log_sizes().to(x.dtype)
-            kwargs = {**kwargs, "attention_mask": sizes.expand(len(x), 1, -1)}
+            kwargs = {**kwargs, "attention_mask": sizes[:, None].expand(len(x), 1, -1)}
         return (x, *args[1:]), kwargs
 
     def _merge_keyword(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -231,9 +231,8 @@ class Site:
             kwargs = {**kwargs, "image_rotary_emb": tuple(map(self._rows, rope))}
         if self.method.size_bias:
             sizes = self.merge.log_sizes()
-            text = self.text
-            bias = torch.cat([sizes.new_zeros(text.shape[1]), sizes]).to(text.dtype)
-            kwargs = {**kwargs, "attention_mask": bias[None, None, None]}
+            bias = torch.cat([sizes.new_zeros(len(sizes), self.text.shape[1]), sizes], 1).to(self.text.dtype)
+            kwargs = {**kwargs, "attention_mask": bias[:, None, None]}
         return kwargs
 
     def _rows(self, rows: Tensor) -> Tensor:
