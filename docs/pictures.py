@@ -6,12 +6,15 @@ from pathlib import Path
 from matplotlib.figure import Figure
 from PIL import Image
 
-from foveate import HilbertA
+import foveate
+from foveate import HilbertA, ToMA
+from foveate.demo import PIPELINE
 from foveate.files import write_whole
+from foveate.integrations.diffusers.pipelines import Request, draw, load
 from foveate.methods.hilberta import HilbertPlan
 from foveate.ops.block_table import block_starts, block_table
 from foveate.ops.curves import grid_order
-from foveate.report import draw_order, draw_table, figure_png
+from foveate.report import draw_order, draw_table, draw_tiles, figure_png
 
 IMAGES = Path("docs/images")
 SIDE = 32
@@ -29,15 +32,25 @@ def main() -> None:
     write_figure("hilbert-wide", draw_plan("hilbert", wide, HilbertA(tiles=8).plan((wide,), 0), 0))
     papers = HilbertA(tiles=16).plan(((64, 64),), 512)
     for phase in (0, 1):
-        write_table(f"table-phase-{phase}", draw_table(papers.tables[phase]))
+        write_picture(f"table-phase-{phase}", draw_table(papers.tables[phase]))
     neighbours = block_table([range(max(0, i - 1), min(16, i + 2)) for i in range(16)], block_starts(1000))
-    write_table("table-neighbours", draw_table(neighbours, limit=256))
+    write_picture("table-neighbours", draw_table(neighbours, limit=256))
+    write_picture("toma-regions", draw_merging())
     write_figure("training", draw_training(Path("evals/results/training.csv")))
 
 
 def draw_plan(curve: str, shape: tuple[int, int], plan: HilbertPlan, phase: int) -> Figure:
     """The curve over the tiles of one phase."""
     return draw_order(grid_order(curve, *shape), *shape, plan.tile_maps[phase])
+
+
+def draw_merging() -> Image.Image:
+    """A picture of the built-in model with the regions in which tokens merged, and those that others merged into."""
+    pipe = load(str(PIPELINE), "cpu")
+    with foveate.apply(pipe, ToMA(keep=0.25)) as run:
+        image = draw(pipe, Request("an owl on a purple background", (128, 128), 20, None, 0))
+        (regions,) = run.plans().values()
+    return draw_tiles(image, regions.tile_maps[0], regions.picked)
 
 
 def draw_training(log: Path) -> Figure:
@@ -60,8 +73,8 @@ def write_figure(name: str, figure: Figure) -> None:
     write_whole(IMAGES / f"{name}.png", figure_png(figure, dpi=100))
 
 
-def write_table(name: str, picture: Image.Image) -> None:
-    """Write a table's picture to docs/images."""
+def write_picture(name: str, picture: Image.Image) -> None:
+    """Write a picture to docs/images."""
     IMAGES.mkdir(parents=True, exist_ok=True)
     picture.save(IMAGES / f"{name}.png", optimize=True)
 

@@ -184,6 +184,16 @@ def test_one_tile_without_a_centre_changes_nothing():
     assert np.array_equal(np.asarray(draw_tiles(image, torch.zeros(30, 40, dtype=torch.long))), np.asarray(image))
 
 
+def test_picked_tokens_are_marked_in_their_middle():
+    image = Image.new("RGB", (400, 300), "#808080")
+    one_tile = torch.zeros(3, 4, dtype=torch.long)
+    marked = np.asarray(draw_tiles(image, one_tile, torch.tensor([6])))
+    assert tuple(marked[150, 250]) == (0xE6, 0x9F, 0x00)
+    rows, columns = (marked != 0x80).any(-1).nonzero()
+    assert {*rows // 100} == {1}
+    assert {*columns // 100} == {2}
+
+
 @pytest.mark.parametrize(("height", "width"), [(4, 4), (20, 33), (128, 128), (60, 5)])
 def test_the_drawn_line_visits_the_cells_in_order_with_row_0_on_top(height, width):
     order = hilbert_order(height, width)

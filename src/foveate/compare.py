@@ -124,6 +124,7 @@ def _draw_variant(
         tile_map=plan.tile_maps[0] if plan else None,
         table=plan.tables[0] if plan and plan.tables else None,
         why_dense="" if plan else layers[0].why,
+        picked=getattr(plan, "picked", None),
     )
 
 

@@ -15,7 +15,7 @@ from matplotlib.axes import Axes
 from matplotlib.collections import PolyCollection
 from matplotlib.colors import ListedColormap
 from matplotlib.figure import Figure
-from PIL import Image, ImageFilter
+from PIL import Image, ImageDraw, ImageFilter
 from skimage.metrics import peak_signal_noise_ratio, structural_similarity
 from torch import Tensor
 
@@ -57,6 +57,7 @@ class Variant(NamedTuple):
         tile_map: Tile of each image token, -1 in the global centre; None without tiles.
         table: Which key blocks each query block reads; None if dense.
         why_dense: Why the method stayed dense; empty if it did not.
+        picked: Raster indices of the tokens that others merge into; None if nothing merges.
     """
 
     label: str
@@ -70,6 +71,7 @@ class Variant(NamedTuple):
     tile_map: Int[Tensor, "rows columns"] | None
     table: BlockTable | None
     why_dense: str
+    picked: Int[Tensor, "picked"] | None = None
 
 
 class Comparison(NamedTuple):
@@ -134,10 +136,17 @@ def draw_order(
     return figure
 
 
-def draw_tiles(image: Image.Image, tile_map: Int[Tensor, "rows columns"]) -> Image.Image:
+def draw_tiles(
+    image: Image.Image, tile_map: Int[Tensor, "rows columns"], picked: Int[Tensor, "picked"] | None = None
+) -> Image.Image:
     """The picture with the borders of its tiles in white and its global centre outlined in orange.
 
     Pictures narrower than 384 pixels are first enlarged by a whole factor; the others keep their size.
+
+    Args:
+        image: The picture.
+        tile_map: The tile of every token.
+        picked: Raster indices of tokens to mark with a dot.
     """
     picture = image.convert("RGB")
     grow = -(-384 // picture.width) if picture.width < 384 else 1
@@ -149,6 +158,10 @@ def draw_tiles(image: Image.Image, tile_map: Int[Tensor, "rows columns"]) -> Ima
     pen = max(1, picture.width // 512)
     _outline(picture, tiles, PAPER, pen)
     _outline(picture, tiles == -1, ORANGE, 2 * pen)
+    pencil, radius = ImageDraw.Draw(picture), max(1.0, picture.width / width / 6)
+    for cell in [] if picked is None else picked.tolist():
+        y, x = (cell // width + 0.5) * picture.height / height, (cell % width + 0.5) * picture.width / width
+        pencil.ellipse((x - radius, y - radius, x + radius, y + radius), fill=ORANGE, outline=INK)
     return picture
 
 

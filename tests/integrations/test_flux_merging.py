@@ -97,6 +97,10 @@ def test_who_sees_fewer_tokens(model):
     with foveate.apply(model, ToMA()) as run:  # double blocks and a third of the single ones are skipped
         assert seen_tokens(model, x) == [full, full] * 2 + [text + full] * 2 + [text + half] * 4
         layers = run.summary().layers
+        (regions,) = run.plans().values()
+        for tile in regions.tile_maps[0].unique():
+            inside = (regions.tile_maps[0] == tile).flatten()
+            assert inside[regions.picked].sum() == inside.sum() // 2
     assert [layer.method for layer in layers] == ["dense"] * 3 + ["ToMA keep=0.5"] * 2
     assert layers[2].why == "one of the first blocks, which ToMA skips"
     assert layers[3].true == pytest.approx(1 - (175 / 335) ** 2)

@@ -46,12 +46,15 @@ class Regions(NamedTuple):
         inverse: Place of each raster token.
         groups: The regions in that order, neighbours of one shape together.
         grid: (rows, columns) of the picture.
+        picked: Raster indices of the picture's tokens that others merge into, as the first sample has them at the last
+            site of a model; None until there is a plan.
     """
 
     order: Int[Tensor, "image"]
     inverse: Int[Tensor, "image"]
     groups: tuple[Group, ...]
     grid: Grid
+    picked: Int[Tensor, "picked"] | None = None
 
     @property
     def lengths(self) -> tuple[int, ...]:

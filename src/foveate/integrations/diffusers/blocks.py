@@ -178,7 +178,7 @@ class Blocks(Family):
     @property
     def plan(self) -> Regions | None:
         """The regions of the first stage that merged; None if none did."""
-        return next(iter(self.ran.values()), None)
+        return next((site.shown(self.ran[id(site)]) for site in self.sites if id(site) in self.ran), None)
 
     def report(self) -> list[LayerReport]:
         """One row for each block."""

@@ -177,7 +177,7 @@ class Flux(Family):
     @property
     def plan(self) -> Any | None:
         """What the methods decided for the last forward; None if it was dense."""
-        return self.ran.plan or self.ran.regions
+        return self.ran.plan or (self.ran.regions and self.sites[-1].shown(self.ran.regions))
 
     def report(self) -> list[LayerReport]:
         """One row for each attention layer: of the last forward with a method at work, or of the last if none was."""

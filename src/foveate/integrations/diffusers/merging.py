@@ -97,6 +97,13 @@ class Site:
                 self.merge = self._plan = self.method.plan(features.detach(), self._regions, chosen)
             self.end()
 
+    def shown(self, regions: Regions) -> Regions:
+        """The regions with what was picked in them, to draw."""
+        if self._plan is None:
+            return regions
+        picked = regions.order.cpu()[self._plan.places[0].cpu()]
+        return regions._replace(picked=picked[picked < regions.grid[0] * regions.grid[1]])
+
     # --- hooks ---
 
     def per_token(self, module: nn.Module) -> None:
