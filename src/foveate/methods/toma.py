@@ -89,12 +89,7 @@ class ToMA(TokenMerging):
         return cls(keep=0.5), cls(keep=0.25)
 
     def regions(self, grids: tuple[Grid, ...], tile: Grid = (4, 4), *, device: str = "cpu") -> Regions:
-        """The order of the tokens and the regions within which they merge. Cached by all arguments.
-
-        Args:
-            grids: (rows, columns) of the image, then of each reference image, in tokens.
-            tile: What to take where the method says nothing.
-            device: Where the order lives.
+        """Tiles side by side, those of one shape together: see `TokenMerging`. Cached by all arguments.
 
         Raises:
             StaysDense: If the image is smaller than a tile.
