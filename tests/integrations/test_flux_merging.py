@@ -127,6 +127,40 @@ def test_identical_tokens_beside_text_are_exact_only_with_their_size(model, size
     assert all(error < 1e-6 for error in errors) if size_bias else all(error > 1e-4 for error in errors)
 
 
+def test_merged_tokens_stand_where_their_destinations_stand(model):
+    attn, text = model.transformer_blocks[0].attn, torch.randn(1, 5, 32).double()
+    image, angles = torch.randn(1, 64, 32).double(), torch.randn(69, 8).double().repeat_interleave(2, 1)
+    rope = angles.cos(), angles.sin()
+    method = ToMA()
+    plan = method.plan(image, method.regions(((8, 8),)))
+    rows = torch.cat([torch.arange(5), 5 + plan.places[0]])
+    moved = tuple(x[rows] for x in rope)
+    want = attn(hidden_states=plan.merge(image), encoder_hidden_states=text, image_rotary_emb=moved)
+    site = Site(method, attn)
+    site.joint_attention(attn)
+    site.text, site.merge = text, plan
+    got = attn(hidden_states=image, encoder_hidden_states=text, image_rotary_emb=rope)
+    site.remove()
+    torch.testing.assert_close(got[0], plan.unmerge(want[0]))
+    torch.testing.assert_close(got[1], want[1])
+
+
+@pytest.mark.parametrize("options", [{"merge_attn": False}, {"merge_attn": False, "merge_mlp": True}])
+def test_double_blocks_that_do_not_merge_attention_keep_their_tables(model, options):
+    x = tiny.inputs(GRID)
+    with foveate.apply(model, HilbertA(tiles=2), ToMA(skip=0, **options)) as run:
+        assert seen_tokens(model, x)[::2][:2] == [320, 320]
+        double, single = (run.summary().layers[i] for i in (0, 2))
+    assert double.true == pytest.approx(HilbertA(tiles=2).plan((GRID,), 15).tables[0].sparsity())
+    assert single.true > double.true
+
+
+@pytest.mark.parametrize("methods", [(HilbertA(tiles=4, align=10), ToMA()), (HilbertA(tiles=4), ToMA(tile=(3, 5)))])
+def test_nothing_merges_across_a_border_of_the_sparse_tiles(model, methods):
+    with foveate.apply(model, *methods), pytest.raises(ValueError, match="both sides of a border"):
+        model(**tiny.inputs(GRID))
+
+
 @pytest.mark.parametrize("others", [(), (HilbertA(tiles=2),)])
 def test_a_sample_does_not_depend_on_its_batch_mates(model, others):
     x = tiny.inputs(GRID, batch=3)

@@ -83,7 +83,11 @@ class Regions(NamedTuple):
         """A table over [text | image in this order] for the merged tokens: the same blocks with fewer tokens each.
 
         Borders of blocks that read and are read alike may lie within a region.
+
+        Raises:
+            ValueError: If tokens of one region read, or are read by, different ones.
         """
+        self._check_borders(table, text)
         left = [torch.ones(text, dtype=torch.long)]
         for group in self.groups:
             region = torch.ones(group.tokens, dtype=torch.long)
@@ -93,6 +97,21 @@ class Regions(NamedTuple):
         starts = torch.cat([torch.zeros(1, dtype=torch.long), torch.cat(left).cumsum(0)]).int()  # of each token
         queries, keys = (starts[x.long().cpu()].to(x.device) for x in table[:2])
         return BlockTable(queries, keys, *table[2:])
+
+    def _check_borders(self, table: BlockTable, text: int) -> None:
+        begins, place = {0, *range(text + 1)}, text
+        for group in self.groups:
+            step = group.tokens if group.merges else 1
+            begins |= set(range(place, place + group.number * group.tokens, step))
+            place += group.number * group.tokens
+        for side in (table, table.transpose()):
+            lists, starts = side.lists(), side.query_starts.tolist()
+            for i in range(1, len(lists)):
+                if starts[i] < place and starts[i] not in begins and lists[i - 1] != lists[i]:
+                    raise ValueError(
+                        f"tokens that would merge lie on both sides of a border of the sparse tiles, at {starts[i]}: "
+                        "give ToMA a tile whose tokens divide the align of HilbertA, 4 x 4 for instance"
+                    )
 
 
 class Merge(NamedTuple):

@@ -197,10 +197,11 @@ class Blocks(Family):
             return LayerReport(layer.name, "dense", why=why if layer.site else by_wish)
         tokens, kept, block = len(regions.order), regions.kept, layer.block
         attn = block.attn if isinstance(block, JointTransformerBlock) else block.attn1
-        saved = 4 * (tokens**2 - kept**2) * attn.inner_dim + 8 * attn.inner_dim**2 * (tokens - kept)
+        sparsity = (1 - (kept / tokens) ** 2) * self.merging.merge_attn
+        saved = round(4 * tokens**2 * sparsity) * attn.inner_dim
+        saved += 8 * attn.inner_dim**2 * (tokens - kept) * self.merging.merge_attn
         if self.merging.merge_mlp in (None, True):
             saved += 2 * sum(p.numel() for p in block.ff.parameters() if p.ndim == 2) * (tokens - kept)
-        sparsity = 1 - (kept / tokens) ** 2
         return LayerReport(layer.name, self.merging.title, "model", sparsity, sparsity, self._batch * saved)
 
     # --- one forward ---

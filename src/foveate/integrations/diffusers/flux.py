@@ -190,21 +190,25 @@ class Flux(Family):
             return LayerReport(layer.name, "dense", why=self._why_dense(layer))
         shown = self.shown
         image = len((plan or regions).order)
-        left = shown.text + (regions.kept if regions else image)
-        pairs = left**2
+        merged = regions if regions and self._merged(layer) else None
+        pairs = (shown.text + (merged.kept if merged else image)) ** 2
         if plan:
             table = plan.tables[layer.phase]
-            pairs = (regions.merged(table, shown.text) if regions else table).pairs()
+            pairs = (merged.merged(table, shown.text) if merged else table).pairs()
         every_pair = (shown.text + image) ** 2
         device = torch.device(shown.device)
         return LayerReport(
             layer.name,
             " + ".join([*([plan.title] if plan else []), *([self.merging.title] if regions else [])]),
             dispatch.choose("block_attention", device, shown.dtype, layer.attn.head_dim).name if plan else "model",
-            1 - (1 - (plan.nominal_sparsity if plan else 0)) * ((regions.kept / image) ** 2 if regions else 1),
+            1 - (1 - (plan.nominal_sparsity if plan else 0)) * ((merged.kept / image) ** 2 if merged else 1),
             1 - pairs / every_pair,
             shown.batch * (4 * (every_pair - pairs) * layer.attn.inner_dim + self._linear(layer, image, regions)),
         )
+
+    def _merged(self, layer: _Layer) -> bool:
+        """Whether attention of this layer sees merged tokens: single blocks merge as a whole."""
+        return layer.site is not None and (layer.attn.pre_only or self.merging.merge_attn)
 
     def _linear(self, layer: _Layer, image: int, regions: Regions | None) -> int:
         """Floating-point operations of linear layers that merging leaves out of one sample."""
@@ -274,7 +278,7 @@ class Flux(Family):
             if layer.processor is None:
                 continue
             table = plan.tables[layer.phase] if plan and layer.sparse else None
-            if table is not None and regions and layer.site:
+            if table is not None and regions and self._merged(layer):
                 table = _MERGED.get([*table], (regions.groups, text), lambda table=table: regions.merged(table, text))
             layer.processor.table = table
 
