@@ -51,7 +51,7 @@ class Site:
         self._key: Hashable = None
         self._groups: tuple[Group, ...] = ()
         self._order: Tensor | None = None
-        self._last = -1
+        self._last, self._due = -1, False
         self._compiled: Any = None
         self._handles: list[RemovableHandle] = []
         self._outs: list[tuple[nn.Module, str, nn.Module, RemovableHandle]] = []
@@ -80,8 +80,6 @@ class Site:
                 self._compiled, self.first._compiled_call_impl = self.first._compiled_call_impl, None
         else:
             self.merge = self._plan
-
-    _due = False
 
     def end(self) -> None:
         """After the forward: the first block is compiled again, if it was."""
