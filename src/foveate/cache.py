@@ -12,7 +12,10 @@ T = TypeVar("T")
 
 
 class PerTensors(Generic[T]):
-    """A cache by the identity of tensors that are never changed in place; an entry dies with the last of them."""
+    """A cache by the identity of tensors that are never changed in place; an entry dies with the last of them.
+
+    Tensors that share their last one, such as tables with the same lists, do not drive each other out.
+    """
 
     def __init__(self) -> None:
         self._entries: Any = WeakTensorKeyDictionary()
@@ -20,9 +23,8 @@ class PerTensors(Generic[T]):
     def get(self, tensors: Sequence[Tensor], key: Hashable, make: Callable[[], T]) -> T:
         """What `make` returned for these tensors and this key; it is called once."""
         *others, last = tensors
-        entry = self._entries.get(last)
-        if entry is None or any(a is not b for a, b in zip(entry[0], others, strict=True)):
-            entry = self._entries[last] = others, {}
-        if key not in entry[1]:
-            entry[1][key] = make()
-        return entry[1][key]
+        entries = self._entries.setdefault(last, {})
+        place = *map(id, others), key
+        if place not in entries:
+            entries[place] = others, make()  # the others are held: no new tensor gets the id of one of them
+        return entries[place][1]

@@ -23,6 +23,7 @@ def qkv(tokens, dim, dtype=torch.bfloat16, batch=2, heads=3):
 
 
 def relative(got, want):
+    got, want = got.double(), want.double()
     return ((got - want).norm() / want.norm().clamp(min=1e-9)).item()  # a table may be empty
 
 
@@ -64,19 +65,6 @@ def test_the_paper_s_table_at_1024_px():
     assert relative(block_attention(q, k, v, table), want) < 1e-2
 
 
-def test_it_compiles_to_one_graph_that_takes_any_table_of_one_shape():
-    plan = HilbertA(tiles=4).plan(((32, 32),), 77)
-    compiled = torch.compile(block_attention, fullgraph=True)
-    q, k, v = qkv(32 * 32 + 77, 64)
-    torch._dynamo.reset()
-    for table in plan.tables:
-        want = block_attention(q, k, v, table)
-        got = compiled(q, k, v, table)
-        assert torch.equal(got, want)
-        grads, others = (torch.autograd.grad(out.float().square().sum(), (q, k, v)) for out in (got, want))
-        assert all(torch.equal(grad, other) for grad, other in zip(grads, others, strict=True))
-
-
 def test_it_is_captured_in_a_cuda_graph():
     table = HilbertA(tiles=4).plan(((32, 32),), 77).tables[1]
     q, k, v = (x.detach() for x in qkv(32 * 32 + 77, 128))
@@ -91,7 +79,7 @@ def test_it_is_captured_in_a_cuda_graph():
 
 
 def test_the_ops_pass_opcheck():
-    inputs = (*qkv(130, 64, batch=1, heads=1), *random_table(1, (130,)), 0.125)
+    inputs = (*qkv(130, 64, batch=1, heads=1), *random_table(1, (130,)), 0.125, False)
     torch.library.opcheck(torch.ops.foveate.block_attention.default, inputs)
 
 

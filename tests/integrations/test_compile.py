@@ -107,6 +107,20 @@ for methods in (foveate.ToMA(weights_every=1),), (foveate.HilbertA(tiles=4), fov
             torch.testing.assert_close(model(**step)[0], want, rtol=1e-3, atol=1e-3)
 """
 
+TABLES = """
+torch.set_grad_enabled(True)
+from foveate.ops.block_attention import block_attention
+compiled = torch.compile(block_attention, fullgraph=True)
+q, k, v = (torch.randn(1, 2, 32 * 32 + 77, 64, device="cuda", dtype=torch.float16).requires_grad_() for _ in range(3))
+before = graphs()
+for table in foveate.HilbertA(tiles=4).plan(((32, 32),), 77).tables:
+    want, got = block_attention(q, k, v, table), compiled(q, k, v, table)
+    assert torch.equal(got, want)
+    grads, others = (torch.autograd.grad(out.float().square().sum(), (q, k, v)) for out in (got, want))
+    assert all(torch.equal(grad, other) for grad, other in zip(grads, others, strict=True))
+assert graphs() == before + 1, (before, graphs())
+"""
+
 
 @pytest.mark.parametrize(
     "script",
@@ -118,8 +132,12 @@ for methods in (foveate.ToMA(weights_every=1),), (foveate.HilbertA(tiles=4), fov
         WHOLE.format(compile='compiled = model; model.compile(backend="eager")'),
         WHOLE.format(compile='compiled = torch.compile(model, backend="eager")'),
         pytest.param(INDUCTOR, marks=pytest.mark.gpu),
+        pytest.param(TABLES, marks=pytest.mark.gpu),
     ],
-    ids=["blocks before apply", "blocks after apply", "merged", "unet", "model.compile", "torch.compile", "inductor"],
+    ids=[
+        *("blocks before apply", "blocks after apply", "merged", "unet", "model.compile", "torch.compile"),
+        *("inductor", "any table"),
+    ],
 )
 def test_compiled_models_run_sparse_without_breaks_or_a_graph_per_layer(script):
     here = Path(__file__).parent.parent
