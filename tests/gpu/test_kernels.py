@@ -7,10 +7,9 @@ from oracle import dense_attention, random_table
 
 import foveate
 from foveate import HilbertA
-from foveate.kernels.cosine_facility_location import cosine_facility_location
-from foveate.ops import dispatch
+from foveate.kernels.soft_assignment import soft_assignment as assign
+from foveate.ops import dispatch, region_matmul, soft_assignment
 from foveate.ops.block_attention import block_attention
-from foveate.ops.facility_location import portable
 
 pytestmark = pytest.mark.gpu
 
@@ -106,8 +105,30 @@ def test_gradients_of_a_flux_equal_those_of_the_portable_path(monkeypatch):
     assert relative(got, want) < 3e-2
 
 
-@pytest.mark.parametrize(("tokens", "dim", "budget"), [(16, 3072, 8), (64, 640, 32), (100, 33, 9)])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_facility_location_picks_what_the_portable_path_picks(tokens, dim, budget, dtype):
+@pytest.mark.parametrize(("tokens", "dim", "budget"), [(16, 3072, 8), (64, 640, 32), (100, 33, 9), (1, 5, 1)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_assignment_is_that_of_the_portable_path(tokens, dim, budget, dtype):
     sets = torch.randn(5, tokens, dim, device="cuda", dtype=dtype)
-    assert torch.equal(cosine_facility_location(sets, budget).cpu(), portable(sets.cpu(), budget))
+    got = assign(sets, budget, 50.0)
+    want = soft_assignment.portable(sets.cpu().float(), budget, 50.0)
+    assert torch.equal(got[0].cpu(), want[0])
+    for ours, theirs in zip(got[1:], want[1:], strict=True):
+        assert relative(ours.cpu(), theirs) < 1e-2
+    again = assign(sets, budget, 50.0, got[0])
+    assert all(torch.equal(a, b) for a, b in zip(again, got, strict=True))
+
+
+@pytest.mark.parametrize(("plans", "batch"), [(1, 1), (1, 2), (2, 2)])
+@pytest.mark.parametrize(("rows", "tokens"), [(8, 16), (3, 5), (1, 1), (32, 64), (20, 33)])
+@pytest.mark.parametrize("ahead", [0, 77])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_region_products_and_their_gradients_equal_float64(plans, batch, rows, tokens, ahead, dtype):
+    options = {"device": "cuda", "dtype": dtype, "requires_grad": True}
+    weights, x = torch.rand(plans, 7, rows, tokens, **options), torch.randn(batch, ahead + 7 * tokens, 648, **options)
+    want = region_matmul.portable(weights.double(), x.double(), ahead)
+    got = region_matmul.region_matmul(weights, x, ahead)
+    assert relative(got, want) < 1e-2
+    grad = torch.randn_like(got)
+    expected = torch.autograd.grad(want, (weights, x), grad.double())
+    for ours, theirs in zip(torch.autograd.grad(got, (weights, x), grad), expected, strict=True):
+        assert relative(ours, theirs) < 1e-2

@@ -16,12 +16,12 @@ from triton.experimental.gluon._runtime import GluonASTSource
 from triton.experimental.gluon.language import NVMMASharedLayout, bfloat16, float16, float32
 
 from foveate.kernels import block_attention as ops
-from foveate.kernels import hopper_attention, hopper_backward, triton_attention
+from foveate.kernels import hopper_attention, hopper_backward, region_matmul, soft_assignment, triton_attention
 
 SHARED_MEMORY = 227 * 1024
 DTYPES = {"fp16": float16, "bf16": bfloat16}
 KINDS = dict.fromkeys(("p_tiles", "p_steps", "p_work", "p_bounds"), "*i32")
-KINDS |= dict.fromkeys(("p_lse", "p_dlse", "p_delta"), "*fp32")
+KINDS |= dict.fromkeys(("p_lse", "p_dlse", "p_delta"), "*fp32") | dict.fromkeys(("p_given", "p_picks"), "*i64")
 KERNELS = {
     "forward": (ops.FORWARD, 1),
     "backward_queries": (ops.BACKWARD_QUERIES, 2),
@@ -48,12 +48,13 @@ def stack_bytes(cubin):
     return int(re.search(r"STACK:(\d+)", usage).group(1))
 
 
-def report(name, dim, half, result):
+def report(name, size, half, result):
     facts = {
         "kernel": name,
-        "head_dim": dim,
+        "size": size,
         "dtype": half,
         "wgmma": result.asm["ptx"].count("wgmma.mma_async"),
+        "mma": result.asm["ptx"].count("mma.sync"),
         "stack": stack_bytes(result.asm["cubin"]),
         "shared": result.metadata.shared,
     }
@@ -88,3 +89,11 @@ for dim, half in ((64, "fp16"), (128, "bf16")):
     steps = hopper_attention.STEP, hopper_backward.STEP, hopper_backward.STEP
     for kernel, step, depth, tile in zip(kernels, steps, stages, kept, strict=True):
         report(f"hopper {kernel.__name__}", dim, half, compile_gluon(kernel, dim, half, step, depth, tile))
+
+for size, (channels, warps) in soft_assignment.SHAPES.items():
+    constants = {"GIVEN": False, "T": size, "BC": channels}
+    report("soft_assignment", size, "bf16", compiled(soft_assignment._assign, constants, "bf16", warps))
+for size in (16, 64):
+    constants = {"M": size, "T": size, "BC": region_matmul.CHANNELS}
+    kernel, warps = region_matmul._multiply, region_matmul.WARPS
+    report("region_matmul", size, "bf16", compiled(kernel, constants, "bf16", warps))

@@ -11,6 +11,8 @@ SPILLED = {
     "backward_keys": 160,
     "hopper forward": 128,
     "hopper backward_keys": 160,
+    "soft_assignment": 160,
+    "region_matmul": 32,
 }  # bytes of a thread: what spills nothing was slower
 
 
@@ -20,8 +22,8 @@ def test_kernels_use_the_matrix_units_of_sm_90_and_hardly_spill():
     run = subprocess.run([sys.executable, script], capture_output=True, text=True, env=environment)
     assert run.returncode == 0, run.stderr
     facts = [json.loads(line) for line in run.stdout.splitlines()]
-    assert len(facts) == 15
+    assert len(facts) == 21
     for fact in facts:
-        assert fact["wgmma"] > 0, fact
+        assert fact["wgmma"] + (fact["size"] < 64) * fact["mma"] > 0, fact  # the larger units take 64 rows
         assert fact["stack"] <= SPILLED.get(fact["kernel"], 0), fact
         assert fact["shared"] <= 227 * 1024, fact

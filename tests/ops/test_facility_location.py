@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from foveate.ops import facility_location as module
-from foveate.ops.facility_location import cosine_facility_location, facility_location
+from foveate.ops.facility_location import facility_location
 
 
 def similarities(seed, *shape, dim=6):
@@ -85,13 +85,3 @@ def test_half_precision_is_compared_in_float32():
 def test_what_cannot_be_picked_is_refused(shape, budget, message):
     with pytest.raises(ValueError, match=message):
         facility_location(torch.zeros(shape), budget)
-
-
-def test_tokens_are_compared_by_their_cosine():
-    tokens = torch.randn(2, 3, 30, 5)
-    z = tokens / tokens.norm(dim=-1, keepdim=True)
-    assert torch.equal(cosine_facility_location(tokens, 7), facility_location(z @ z.mT, 7))
-    scaled = tokens * torch.rand(30, 1).add(0.5)
-    assert torch.equal(cosine_facility_location(scaled.double(), 7), cosine_facility_location(tokens.double(), 7))
-    with pytest.raises(ValueError, match="1 to 30 of 30 tokens, not 31"):
-        cosine_facility_location(tokens, 31)

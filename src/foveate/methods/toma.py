@@ -22,8 +22,9 @@ from torch.nn.functional import normalize, one_hot
 from foveate.cache import PerTensors
 from foveate.methods.method import AttentionPlan, StaysDense, TokenMerging
 from foveate.ops.curves import inverse_order
-from foveate.ops.facility_location import cosine_facility_location, facility_location
+from foveate.ops.facility_location import facility_location
 from foveate.ops.merging import Grid, Group, Merge, Regions, places_of, together
+from foveate.ops.soft_assignment import soft_assignment
 
 __all__ = ["ToMA"]
 
@@ -133,25 +134,11 @@ class ToMA(TokenMerging):
         Raises:
             ValueError: If `share="cfg"` and the batch is odd.
         """
-        chosen: list[Tensor] = []
-        gather: list[Tensor | None] = []
-        spread: list[Tensor | None] = []
-        plans = 1 if self.share == "batch" else len(features)
-        for i, (group, part) in enumerate(zip(regions.groups, features.split(regions.lengths, 1), strict=True)):
-            if not group.merges:
-                chosen.append(torch.arange(group.tokens, device=part.device).expand(plans, group.number, -1))
-                gather.append(None)
-                spread.append(None)
-                continue
-            exact = part.to(torch.promote_types(part.dtype, torch.float32))
-            z = normalize(exact, dim=-1).unflatten(1, (group.number, group.tokens))  # [batch, count, tokens, dim]
-            picks = destinations[i] if destinations else self._pick(z, group)
-            weights = self._weights(z, picks)  # [batch, count, kept, tokens]
-            back = weights if self.unmerge == "transpose" else _pseudo_inverse(weights).mT
-            chosen.append(picks)
-            gather.append(_mean(weights).to(features.dtype))
-            spread.append(back.to(features.dtype))
-        return Merge(regions.lengths, tuple(gather), tuple(spread), tuple(chosen), places_of(regions, chosen))
+        parts, groups = features.split(regions.lengths, 1), regions.groups
+        given = destinations or len(groups) * (None,)
+        assigned = [self._assign(part, group, picks) for part, group, picks in zip(parts, groups, given, strict=True)]
+        chosen, gather, spread = zip(*assigned, strict=True)
+        return Merge(regions.lengths, gather, spread, chosen, places_of(regions, chosen))
 
     def _runs(self, plan: AttentionPlan, grid: Grid, size: int) -> Regions:
         groups: list[Group] = []
@@ -166,25 +153,40 @@ class ToMA(TokenMerging):
     def _group(self, rows: int, columns: int) -> Group:
         return Group(1, rows, columns, min(max(1, int(self.keep * rows * columns + 0.5)), rows * columns))
 
-    def _pick(self, z: Float[Tensor, "batch count tokens dim"], group: Group) -> Int[Tensor, "plans count kept"]:
-        """Which tokens of each region the others merge into, ascending."""
-        plans = 1 if self.share == "batch" else len(z)
+    def _assign(
+        self, features: Float[Tensor, "batch image dim"], group: Group, picks: Tensor | None
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Of a group: destinations [plans, count, kept], and the weights of the merge and of its way back.
+
+        The weights are [plans, count, kept, tokens], or None where nothing merges.
+        """
+        plans = 1 if self.share == "batch" else len(features)
+        if not group.merges:
+            return torch.arange(group.tokens, device=features.device).expand(plans, group.number, -1), None, None
+        if picks is None and self.select != "greedy":
+            picks = self._fixed(group).to(features.device).expand(plans, -1, -1)
+        tokens = features.unflatten(1, (group.number, group.tokens))
+        if self.share == "sample" and self.weights == "soft" and self.unmerge == "transpose":
+            return soft_assignment(tokens, group.kept, self.scale, picks)
+        z = normalize(tokens.to(torch.promote_types(tokens.dtype, torch.float32)), dim=-1)
+        similarity = self._shared(z @ z.mT)
+        if picks is None:
+            picks = facility_location(similarity, group.kept).sort(-1).values
+        weights = self._weights(similarity.take_along_dim(picks[..., None], 2), picks)
+        back = weights if self.unmerge == "transpose" else _pseudo_inverse(weights).mT
+        return picks, _mean(weights).to(tokens.dtype), back.to(tokens.dtype)
+
+    def _fixed(self, group: Group) -> Int[Tensor, "count kept"]:
+        """Destinations that do not depend on the tokens, ascending."""
         if self.select == "grid":
-            picks = _checkerboard(group).to(z.device).expand(plans, group.number, -1)
-        elif self.select == "random":
-            scores = torch.rand(group.number, group.tokens, generator=torch.Generator().manual_seed(0))
-            picks = scores.topk(group.kept).indices.to(z.device).expand(plans, -1, -1)
-        elif self.share == "sample":
-            picks = cosine_facility_location(z, group.kept)
-        else:
-            picks = facility_location(self._shared(z @ z.mT), group.kept)
-        return picks.sort(-1).values
+            return _checkerboard(group).sort().values.expand(group.number, -1)
+        scores = torch.rand(group.number, group.tokens, generator=torch.Generator().manual_seed(0))
+        return scores.topk(group.kept).indices.sort(-1).values
 
     def _weights(
-        self, z: Float[Tensor, "batch count tokens dim"], picks: Int[Tensor, "plans count kept"]
+        self, scores: Float[Tensor, "plans count kept tokens"], picks: Int[Tensor, "plans count kept"]
     ) -> Float[Tensor, "plans count kept tokens"]:
         """How much of each token every destination is given; over destinations it is 1."""
-        scores = self._shared(z.take_along_dim(picks[..., None], 2) @ z.mT)
         if self.weights == "soft":
             return (self.scale * scores).softmax(2)
         number = torch.arange(picks.shape[2], device=picks.device).expand_as(picks)

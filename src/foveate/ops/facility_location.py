@@ -9,11 +9,8 @@ import heapq
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
-from torch.nn.functional import normalize
 
-from foveate.ops import dispatch
-
-__all__ = ["cosine_facility_location", "facility_location"]
+__all__ = ["facility_location"]
 
 LAZY_FROM = 1024  # tokens of a single set from which on most gains are left uncomputed
 NEARLY = 1e-5  # gains that differ by less are equal: two tokens that serve each other alone tie but for rounding
@@ -49,35 +46,6 @@ def facility_location(similarity: Float[Tensor, "*batch tokens tokens"], budget:
     else:
         picks = _together(sets, budget)
     return picks.view(*similarity.shape[:-2], budget)
-
-
-def cosine_facility_location(tokens: Float[Tensor, "*batch tokens dim"], budget: int) -> Int[Tensor, "*batch budget"]:
-    """`facility_location` by the cosine of tokens, in float32.
-
-    Args:
-        tokens: Feature vectors.
-        budget: How many tokens to pick.
-
-    Raises:
-        ValueError: If the budget is not between 1 and the number of tokens.
-    """
-    *batch, number, dim = tokens.shape
-    if not 1 <= budget <= number:
-        raise ValueError(f"the budget must be 1 to {number} of {number} tokens, not {budget}")
-    backend = dispatch.choose("cosine_facility_location", tokens.device, tokens.dtype, number)
-    return backend.run(tokens.reshape(-1, number, dim), budget).view(*batch, budget)
-
-
-dispatch.register_kernels(
-    "cosine_facility_location"
-)  # before the portable path, which is chosen until they ran on a GPU
-
-
-@dispatch.register("cosine_facility_location", "portable", takes=lambda *work: True)
-def portable(sets: Tensor, budget: int) -> Tensor:
-    """`cosine_facility_location` of [sets, tokens, dim] in plain PyTorch."""
-    z = normalize(sets.to(torch.promote_types(sets.dtype, torch.float32)), dim=-1)
-    return facility_location(z @ z.mT, budget)
 
 
 def _together(similarity: Float[Tensor, "sets tokens tokens"], budget: int) -> Int[Tensor, "sets budget"]:

@@ -9,6 +9,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from foveate.ops.block_table import BlockTable
+from foveate.ops.region_matmul import region_matmul
 
 __all__ = ["Group", "Grouped", "Merge", "Picked", "Regions", "places_of", "together"]
 
@@ -132,22 +133,14 @@ class Merge(NamedTuple):
     chosen: tuple[Tensor, ...]
     places: Int[Tensor, "plans merged"]
 
-    def merge(self, x: Float[Tensor, "batch image dim"]) -> Float[Tensor, "batch merged dim"]:
-        """Every destination becomes the mean of what it is given."""
-        parts = [
-            part if weights is None else (weights @ part.unflatten(1, (weights.shape[1], -1))).flatten(1, 2)
-            for part, weights in zip(x.split(self.lengths, 1), self.gather, strict=True)
-        ]
-        return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
+    def merge(self, x: Float[Tensor, "batch all dim"], ahead: int = 0) -> Float[Tensor, "batch fewer dim"]:
+        """Every destination becomes the mean of what it is given; `ahead` tokens of text in front stay."""
+        return _each(self.gather, x, self.lengths, ahead)
 
-    def unmerge(self, y: Float[Tensor, "batch merged dim"]) -> Float[Tensor, "batch image dim"]:
+    def unmerge(self, y: Float[Tensor, "batch fewer dim"], ahead: int = 0) -> Float[Tensor, "batch all dim"]:
         """Every token takes from the destinations what it gave them a part of."""
         lengths = [chosen.shape[1] * chosen.shape[2] for chosen in self.chosen]
-        parts = [
-            part if weights is None else (weights.mT @ part.unflatten(1, (weights.shape[1], -1))).flatten(1, 2)
-            for part, weights in zip(y.split(lengths, 1), self.spread, strict=True)
-        ]
-        return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
+        return _each([weights if weights is None else weights.mT for weights in self.spread], y, lengths, ahead)
 
     def rope(self, rows: Float[Tensor, "image dim"]) -> Float[Tensor, "plans merged dim"]:
         """The rows of the destinations: a merged token stands where its destination stands."""
@@ -183,8 +176,10 @@ class Picked(NamedTuple):
         """Nothing that a later plan could begin with."""
         return ()
 
-    def merge(self, x: Float[Tensor, "batch image dim"]) -> Float[Tensor, "batch merged dim"]:
-        """The picked tokens, with what goes to them."""
+    def merge(self, x: Float[Tensor, "batch all dim"], ahead: int = 0) -> Float[Tensor, "batch fewer dim"]:
+        """The picked tokens, with what goes to them; `ahead` tokens of text in front stay."""
+        if ahead:
+            return torch.cat([x[:, :ahead], self.merge(x[:, ahead:])], 1)
         if self.pruned:
             return x.take_along_dim(self.places[..., None], 1)
         exact = x.to(torch.promote_types(x.dtype, torch.float32))
@@ -197,8 +192,10 @@ class Picked(NamedTuple):
             mean = torch.nn.functional.normalize(mean, dim=-1) * longest[..., None]
         return mean.to(x.dtype)
 
-    def unmerge(self, y: Float[Tensor, "batch merged dim"]) -> Float[Tensor, "batch image dim"]:
+    def unmerge(self, y: Float[Tensor, "batch fewer dim"], ahead: int = 0) -> Float[Tensor, "batch all dim"]:
         """Every token takes that of the one it went to."""
+        if ahead:
+            return torch.cat([y[:, :ahead], self.unmerge(y[:, ahead:])], 1)
         return y.take_along_dim(self.goes_to[..., None], 1)
 
     def rope(self, rows: Float[Tensor, "image dim"]) -> Float[Tensor, "plans merged dim"]:
@@ -213,6 +210,16 @@ class Picked(NamedTuple):
 
 Grouped = Merge | Picked
 """How tokens become fewer: `merge`, `unmerge`, `rope`."""
+
+
+def _each(weights: Sequence[Tensor | None], x: Tensor, lengths: Sequence[int], ahead: int) -> Tensor:
+    """Every group of regions times its matrices, behind what is ahead of them."""
+    if len(weights) == 1 and weights[0] is not None:
+        return region_matmul(weights[0], x, ahead)
+    text, *parts = x.split([ahead, *lengths], 1)
+    return torch.cat(
+        [text, *(p if w is None else region_matmul(w, p) for w, p in zip(weights, parts, strict=True))], 1
+    )
 
 
 def places_of(regions: Regions, chosen: Sequence[Tensor]) -> Int[Tensor, "plans merged"]:

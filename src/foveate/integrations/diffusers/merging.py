@@ -6,11 +6,12 @@ others runs uncompiled in that step: compiled code sees plans, not how they are 
 makes it in every step, and that is compiled with it.
 """
 
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.profiler import record_function
 from torch.utils.hooks import RemovableHandle
 
 from foveate.methods.method import TokenMerging
@@ -91,7 +92,7 @@ class Site:
         """Make the plan from the features of the first block."""
         if self._due:
             chosen = self._plan.chosen if self._plan else None
-            with torch.no_grad():
+            with torch.no_grad(), record_function("foveate::plan"):
                 self.merge = self._plan = self.method.plan(features.detach(), self._regions, chosen)
             self.end()
 
@@ -218,17 +219,13 @@ class Site:
     def _merge_normed(self, module: nn.Module, args: tuple[Any, ...], output: tuple[Tensor, ...]) -> Any:
         if self._due:
             self._see(output[0][:, self.text.shape[1] :])
-        return output if self.merge is None else (self._behind_text(self.merge.merge, output[0]), *output[1:])
+        return output if self.merge is None else (self.merge.merge(output[0], self.text.shape[1]), *output[1:])
 
     def _move_rope(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return (args, kwargs) if self.merge is None else (args, self._positions(kwargs))
 
     def _unmerge_stream(self, module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
-        return output if self.merge is None else self._behind_text(self.merge.unmerge, output)
-
-    def _behind_text(self, change: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-        text = self.text.shape[1]
-        return torch.cat([x[:, :text], change(x[:, text:])], 1)
+        return output if self.merge is None else self.merge.unmerge(output, self.text.shape[1])
 
     def _positions(self, kwargs: dict[str, Any]) -> dict[str, Any]:
         """Rotary embedding of the destinations, and the bias of large tokens."""

@@ -1,0 +1,92 @@
+# pyright: basic, reportArgumentType=false, reportGeneralTypeIssues=false, reportCallIssue=false
+"""Small matrices times their regions of tokens, in one launch: every token is read once and written once."""
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+__all__ = ["BACKENDS", "region_matmul"]
+
+LARGEST, SMALLEST_DOT = 64, 16  # tokens of a region; a side of a matrix product
+CHANNELS, WARPS = 256, 4
+
+
+@triton.jit
+def _multiply(
+    p_w, p_x, p_y, regions, rows, tokens, dim, ahead, s_wp, s_wr, s_wm, s_wt, s_xb, s_x, s_yb, s_y,
+    M: tl.constexpr, T: tl.constexpr, BC: tl.constexpr,
+):  # fmt: skip
+    """A program multiplies one region, or copies M of the tokens in front, in BC channels."""
+    copies = tl.cdiv(ahead, M)
+    place, sample = tl.program_id(0) % (copies + regions), tl.program_id(0) // (copies + regions)
+    o_m, o_t, o_c = tl.arange(0, M), tl.arange(0, T), tl.program_id(1) * BC + tl.arange(0, BC)
+    p_x += sample.to(tl.int64) * s_xb + o_c[None, :]
+    p_y += sample.to(tl.int64) * s_yb + o_c[None, :]
+    m_c = (o_c < dim)[None, :]
+    if place < copies:
+        o_n = place * M + o_m
+        m_n = (o_n < ahead)[:, None] & m_c
+        x = tl.load(p_x + o_n[:, None].to(tl.int64) * s_x, mask=m_n)
+        tl.store(p_y + o_n[:, None].to(tl.int64) * s_y, x, mask=m_n)
+    else:
+        region = place - copies
+        m_m, m_t = (o_m < rows)[:, None], (o_t < tokens)[:, None]
+        p_w += sample.to(tl.int64) * s_wp + region.to(tl.int64) * s_wr
+        w = tl.load(p_w + o_m[:, None] * s_wm + o_t[None, :] * s_wt, mask=m_m & (o_t < tokens)[None, :], other=0.0)
+        o_x = (ahead + region * tokens + o_t)[:, None].to(tl.int64)
+        y = tl.dot(w, tl.load(p_x + o_x * s_x, mask=m_t & m_c, other=0.0))  # [M, BC]
+        o_y = (ahead + region * rows + o_m)[:, None].to(tl.int64)
+        tl.store(p_y + o_y * s_y, y.to(p_y.dtype.element_ty), mask=m_m & m_c)
+
+
+def takes(device: torch.device, dtype: torch.dtype, size: int) -> bool:
+    """Whether the kernel runs there: an NVIDIA GPU, half precision, regions of at most 64 tokens."""
+    return device.type == "cuda" and dtype in (torch.bfloat16, torch.float16) and size <= LARGEST
+
+
+@torch.library.custom_op("foveate::region_matmul", mutates_args=())
+def region_matmul(weights: Tensor, x: Tensor, ahead: int) -> Tensor:
+    """What `foveate.ops.region_matmul` defines."""
+    x = x if x.stride(-1) == 1 else x.contiguous()
+    plans, regions, rows, tokens = weights.shape
+    batch, length, dim = x.shape
+    if length != ahead + regions * tokens:
+        raise ValueError(f"{regions} regions of {tokens} tokens behind {ahead} are not the {length} of x")
+    y = _like(weights, x, ahead)
+    m, t = (max(SMALLEST_DOT, triton.next_power_of_2(side)) for side in (rows, tokens))
+    programs = batch * (triton.cdiv(ahead, m) + regions)
+    if programs and dim:
+        w_strides = 0 if plans == 1 else weights.stride(0), *weights.stride()[1:]
+        _multiply[(programs, triton.cdiv(dim, CHANNELS))](
+            weights, x, y, regions, rows, tokens, dim, ahead, *w_strides, *x.stride()[:2], *y.stride()[:2],
+            M=m, T=t, BC=CHANNELS, num_warps=WARPS,
+        )  # fmt: skip
+    return y
+
+
+@region_matmul.register_fake
+def _like(weights: Tensor, x: Tensor, ahead: int) -> Tensor:
+    return x.new_empty(x.shape[0], ahead + weights.shape[1] * weights.shape[2], x.shape[2])
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs[:2])
+    ctx.ahead = inputs[2]
+
+
+def _differentiate(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    weights, x = ctx.saved_tensors
+    dw = None
+    if ctx.needs_input_grad[0]:
+        dy, regions = (part[:, ctx.ahead :].unflatten(1, (weights.shape[1], -1)) for part in (grad, x))
+        dw = (dy @ regions.mT).sum_to_size(weights.shape)
+    return dw, region_matmul(weights.mT, grad, ctx.ahead) if ctx.needs_input_grad[1] else None, None
+
+
+region_matmul.register_autograd(_differentiate, setup_context=_save)
+
+
+BACKENDS = {"triton": (takes, region_matmul)}

@@ -1,0 +1,110 @@
+# pyright: basic, reportArgumentType=false, reportGeneralTypeIssues=false, reportCallIssue=false
+# pyright: reportOperatorIssue=false
+"""Facility location and soft assignment in one launch: a program for each set, similarities in registers."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+__all__ = ["BACKENDS", "soft_assignment"]
+
+SHAPES = {16: (128, 1), 32: (128, 2), 64: (128, 4), 128: (32, 8)}
+"""By the size of a set, channels of a step and the warps that hold the set's similarities in registers.
+
+Those of 256 tokens would take all registers that a multiprocessor has."""
+NEARLY = tl.constexpr(1e-5)  # as in the portable path
+
+
+@triton.jit
+def _similarities(p_x, tokens, dim, s_token, T: tl.constexpr, BC: tl.constexpr):
+    """Cosines of all pairs of tokens [T, T]; 0 where there are no tokens."""
+    o_t, o_c = tl.arange(0, T), tl.arange(0, BC)
+    similar = tl.zeros([T, T], tl.float32)
+    length = tl.zeros([T], tl.float32)
+    for first in range(0, dim, BC):
+        m_x = (o_t < tokens)[:, None] & (first + o_c < dim)[None, :]
+        x = tl.load(p_x + o_t[:, None] * s_token + first + o_c[None, :], mask=m_x, other=0.0)  # [T, BC]
+        similar = tl.dot(x, tl.trans(x), similar, input_precision="ieee")
+        length += tl.sum(x.to(tl.float32) * x.to(tl.float32), 1)
+    length = tl.maximum(tl.sqrt(length), 1e-12)
+    return similar / (length[:, None] * length[None, :])
+
+
+@triton.jit
+def _greedy(similar, tokens, budget, T: tl.constexpr):
+    """Which tokens are picked [T]: row i of the similarities is served by column j."""
+    o_t = tl.arange(0, T)
+    exists = o_t < tokens
+    gains = tl.sum(similar, 0)
+    left = exists
+    served = tl.where(exists, -float("inf"), 0.0)
+    for _ in range(0, budget):
+        best = tl.max(tl.where(left, gains, -float("inf")), 0)
+        pick = tl.argmax((left & (gains >= best - NEARLY * tl.abs(best))).to(tl.int32), 0)  # the first
+        left = left & (o_t != pick)
+        served = tl.maximum(served, tl.sum(tl.where((o_t == pick)[None, :], similar, 0.0), 1))
+        gains = tl.sum(tl.maximum(similar - served[:, None], 0.0), 0)
+    return exists & (left == 0)
+
+
+@triton.jit
+def _assign(
+    p_x, p_given, p_picks, p_gather, p_spread, tokens, dim, budget, scale, s_set, s_token,
+    GIVEN: tl.constexpr, T: tl.constexpr, BC: tl.constexpr,
+):  # fmt: skip
+    """Picks, or those that are given, and the weights of all tokens over them."""
+    index = tl.program_id(0).to(tl.int64)
+    o_t = tl.arange(0, T)
+    similar = _similarities(p_x + index * s_set, tokens, dim, s_token, T, BC)
+    if GIVEN:
+        given = tl.load(p_given + index * budget + o_t, mask=o_t < budget, other=-1)
+        taken = tl.sum((o_t[:, None] == given[None, :]).to(tl.int32), 1) > 0
+    else:
+        taken = _greedy(similar, tokens, budget, T)
+    rank = tl.cumsum(taken.to(tl.int32), 0) - 1
+    tl.store(p_picks + index * budget + rank, o_t.to(tl.int64), mask=taken)
+    scores = tl.where(taken[:, None], similar * scale, -float("inf"))  # [picks in their places, tokens]
+    weights = tl.exp(scores - tl.max(scores, 0)[None, :])
+    weights = tl.where((o_t < tokens)[None, :], weights / tl.sum(weights, 0)[None, :], 0.0)
+    o_w = (index * budget + rank[:, None]) * tokens + o_t[None, :]
+    m_w = taken[:, None] & (o_t < tokens)[None, :]
+    tl.store(p_spread + o_w, weights.to(p_spread.dtype.element_ty), mask=m_w)
+    mean = weights / tl.where(taken, tl.sum(weights, 1), 1.0)[:, None]
+    tl.store(p_gather + o_w, mean.to(p_gather.dtype.element_ty), mask=m_w)
+
+
+def takes(device: torch.device, dtype: torch.dtype, size: int) -> bool:
+    """Whether the kernel runs there: an NVIDIA GPU, sets of at most 128 tokens."""
+    return device.type == "cuda" and dtype != torch.float64 and size <= max(SHAPES)
+
+
+@torch.library.custom_op("foveate::soft_assignment", mutates_args=())
+def soft_assignment(
+    sets: Tensor, budget: int, scale: float, destinations: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """What `foveate.ops.soft_assignment` defines, of [sets, tokens, dim]."""
+    sets = sets if sets.stride(-1) == 1 else sets.contiguous()
+    number, tokens, dim = sets.shape
+    picks, gather, spread = _like(sets, budget, scale, destinations)
+    padded = max(min(SHAPES), triton.next_power_of_2(tokens))
+    channels, warps = SHAPES[padded]
+    if number:
+        given = picks if destinations is None else destinations.contiguous()
+        _assign[(number,)](
+            sets, given, picks, gather, spread, tokens, dim, budget, scale, *sets.stride()[:2],
+            GIVEN=destinations is not None, T=padded, BC=channels, num_warps=warps,
+        )  # fmt: skip
+    return picks, gather, spread
+
+
+@soft_assignment.register_fake
+def _like(
+    sets: Tensor, budget: int, scale: float, destinations: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    weights = sets.shape[0], budget, sets.shape[1]
+    picks = sets.new_empty(weights[:2], dtype=torch.long)
+    return picks, sets.new_empty(weights), sets.new_empty(weights)
+
+
+BACKENDS = {"triton": (takes, soft_assignment)}

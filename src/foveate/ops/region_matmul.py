@@ -1,0 +1,39 @@
+"""Many small matrices, one for each region of tokens that lie side by side: merging and unmerging."""
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from foveate.ops import dispatch
+
+__all__ = ["region_matmul"]
+
+
+def region_matmul(
+    weights: Float[Tensor, "plans regions rows tokens"], x: Float[Tensor, "batch all dim"], ahead: int = 0
+) -> Float[Tensor, "batch fewer dim"]:
+    """Every region of x times its matrix: [batch, ahead + regions * tokens, dim] with `rows` in place of `tokens`.
+
+    Args:
+        weights: One set of matrices for each sample, or one for all.
+        x: Tokens, those of a region side by side.
+        ahead: So many tokens in front stay as they are.
+
+    Examples:
+        >>> means = torch.full((1, 3, 1, 2), 0.5)  # of pairs
+        >>> region_matmul(means, torch.arange(7.0)[None, :, None], ahead=1).flatten().tolist()
+        [0.0, 1.5, 3.5, 5.5]
+    """
+    backend = dispatch.choose("region_matmul", x.device, x.dtype, max(weights.shape[2:]))
+    return backend.run(weights, x, ahead)
+
+
+@dispatch.register("region_matmul", "portable", takes=lambda *work: True)
+def portable(weights: Tensor, x: Tensor, ahead: int) -> Tensor:
+    """`region_matmul` in plain PyTorch."""
+    regions = x[:, ahead:].unflatten(1, (weights.shape[1], weights.shape[3]))
+    y = (weights @ regions).flatten(1, 2)
+    return torch.cat([x[:, :ahead], y], 1) if ahead else y
+
+
+dispatch.register_kernels("region_matmul")

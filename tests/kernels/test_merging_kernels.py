@@ -1,0 +1,75 @@
+"""Laws of the kernels of merging, in Triton's interpreter: they do what the portable paths do."""
+
+import pytest
+import torch
+
+from foveate.kernels import region_matmul as matmul_kernel
+from foveate.kernels import soft_assignment as assignment_kernel
+from foveate.kernels.region_matmul import region_matmul
+from foveate.kernels.soft_assignment import soft_assignment
+from foveate.ops import region_matmul as matmul_op
+from foveate.ops import soft_assignment as assignment_op
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu checks the compiled kernels")
+
+
+@pytest.mark.parametrize(
+    ("tokens", "dim", "budget"), [(1, 8, 1), (16, 40, 8), (30, 7, 30), (64, 96, 20), (100, 33, 9), (128, 9, 5)]
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_assignment_is_that_of_the_portable_path(tokens, dim, budget, dtype):
+    sets = torch.randn(3, tokens, dim).to(dtype)
+    want = assignment_op.portable(sets, budget, 20.0)
+    got = soft_assignment(sets, budget, 20.0)
+    torch.testing.assert_close(got, want)
+    other = torch.randperm(tokens)[:budget].sort().values.expand(3, -1)
+    torch.testing.assert_close(
+        soft_assignment(sets, budget, 20.0, other), assignment_op.portable(sets, budget, 20.0, other)
+    )
+
+
+def test_assignment_takes_any_strides_and_the_first_of_equals():
+    sets = torch.randn(2, 5, 12).mT  # [2, 12, 5]
+    torch.testing.assert_close(soft_assignment(sets, 4, 9.0), assignment_op.portable(sets, 4, 9.0))
+    twins = torch.randn(1, 6, 9).repeat_interleave(2, 1)
+    assert (soft_assignment(twins, 6, 9.0)[0] % 2 == 0).all()
+    picks, _, spread = soft_assignment(torch.zeros(1, 4, 3), 2, 9.0)
+    assert picks.tolist() == [[0, 1]]
+    assert torch.equal(spread, torch.full((1, 2, 4), 0.5))
+
+
+@pytest.mark.parametrize(("plans", "batch"), [(1, 1), (1, 2), (2, 2)])
+@pytest.mark.parametrize(("rows", "tokens"), [(8, 16), (3, 5), (1, 1), (20, 33)])
+@pytest.mark.parametrize("ahead", [0, 19])
+def test_products_and_their_gradients_are_those_of_the_portable_path(plans, batch, rows, tokens, ahead):
+    weights = torch.randn(plans, 6, rows, tokens, dtype=torch.float16).requires_grad_()
+    x = torch.randn(batch, ahead + 6 * tokens, 300, dtype=torch.float16).requires_grad_()
+    want, got = (run(weights, x, ahead) for run in (matmul_op.portable, region_matmul))
+    torch.testing.assert_close(got, want, rtol=1e-2, atol=1e-2)
+    grad = torch.randn_like(want)
+    for ours, theirs in zip(*(torch.autograd.grad(y, (weights, x), grad) for y in (got, want)), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=2e-2, atol=5e-2)
+
+
+def test_products_of_transposed_matrices_and_strided_tokens_write_everything(monkeypatch):
+    weights, x = torch.randn(1, 6, 5, 3).mT, torch.randn(1, 40, 2 + 6 * 5).mT
+    monkeypatch.setattr(matmul_kernel, "_like", lambda w, x, ahead: torch.full((1, ahead + 6 * 3, 40), torch.nan))
+    torch.testing.assert_close(region_matmul(weights, x, 2), matmul_op.portable(weights, x, 2))
+
+
+def test_both_pass_opcheck_and_say_what_they_take():
+    torch.library.opcheck(soft_assignment, (torch.randn(2, 10, 4), 3, 5.0))
+    torch.library.opcheck(
+        region_matmul, (torch.randn(1, 2, 3, 4).requires_grad_(), torch.randn(2, 9, 5).requires_grad_(), 1)
+    )
+    cuda = torch.device("cuda")
+    assert assignment_kernel.takes(cuda, torch.bfloat16, 128)
+    assert not assignment_kernel.takes(cuda, torch.bfloat16, 129)
+    assert not assignment_kernel.takes(torch.device("cpu"), torch.float32, 16)
+    assert matmul_kernel.takes(cuda, torch.bfloat16, 64)
+    assert not matmul_kernel.takes(cuda, torch.float32, 64)
+
+
+def test_regions_that_do_not_fit_are_refused():
+    with pytest.raises(ValueError, match="2 regions of 4 tokens behind 1 are not the 8 of x"):
+        region_matmul(torch.randn(1, 2, 3, 4), torch.randn(1, 8, 5), 1)
