@@ -69,10 +69,11 @@ def seen_tokens(model, x):
 
 @every_model
 @pytest.mark.parametrize("batch", [1, 2])
-def test_the_plumbing_is_the_model_without_merging(name, batch):
+@pytest.mark.parametrize("granularity", ["module", "block"])
+def test_the_plumbing_is_the_model_without_merging(name, batch, granularity):
     model, x = built(name, batch=batch)
     want = model(**copy.copy(x))[0]
-    with foveate.apply(model, ToMA(**PLUMBING)) as run:
+    with foveate.apply(model, ToMA(**PLUMBING, granularity=granularity)) as run:
         torch.testing.assert_close(model(**copy.copy(x))[0], want)
         assert {layer.method for layer in run.summary().layers} == {"ToMA keep=0.999"}
 

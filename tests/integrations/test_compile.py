@@ -38,7 +38,8 @@ near(model(**x)[0], dense)
 
 MERGED = """
 steps = [x | {"timestep": torch.full((1,), t)} for t in (1.0, 0.8, 0.6, 0.4)]
-for methods in (foveate.ToMA(weights_every=1, dst_every=2),), (foveate.HilbertA(tiles=4), foveate.ToMA()):
+toma, whole = foveate.ToMA(weights_every=1, dst_every=2), foveate.ToMA(granularity="block", skip=1)
+for methods in (toma,), (whole,), (foveate.HilbertA(tiles=4), foveate.ToMA()):
     model = tiny.flux(layers=2, single_layers=10, dtype=torch.float32)
     with foveate.apply(model, *methods):
         merged = [model(**step)[0] for step in steps]

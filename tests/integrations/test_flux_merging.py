@@ -62,12 +62,13 @@ def seen_tokens(model, x):
 @pytest.mark.parametrize("grid", [GRID, (9, 31), (13, 7)])
 @pytest.mark.parametrize("batch", [1, 2])
 @pytest.mark.parametrize("others", [(), (HilbertA(tiles=2, centre=0.0),)])
-def test_the_plumbing_is_the_model_without_merging(model, grid, batch, others):
+@pytest.mark.parametrize("options", [PLUMBING, {**PLUMBING, "granularity": "block"}])
+def test_the_plumbing_is_the_model_without_merging(model, grid, batch, others, options):
     x = tiny.inputs(grid, batch=batch)
     x |= tiny.residuals(x, 1, 3)
     with foveate.apply(model, *others) if others else foveate.apply(model, HilbertA(tiles=1)):
         want = model(**x)[0]
-    with foveate.apply(model, *others, ToMA(**PLUMBING)) as run:
+    with foveate.apply(model, *others, ToMA(**options)) as run:
         torch.testing.assert_close(model(**x)[0], want)
         assert all("ToMA" in layer.method for layer in run.summary().layers)
 
@@ -94,6 +95,9 @@ def test_who_sees_fewer_tokens(model):
         assert seen_tokens(model, x) == [half, full] * 2 + [text + half] * 6
     with foveate.apply(model, ToMA(skip=0, merge_mlp=True, merge_attn=False, dense_layers="0")):
         assert seen_tokens(model, x) == [full, full, full, half] + [text + half] * 6
+    with foveate.apply(model, ToMA(skip=0, granularity="block")) as run:
+        assert seen_tokens(model, x) == [half] * 4 + [text + half] * 6
+        assert run.summary().layers[0].saved == 4 * (335**2 - 175**2) * 32 + 2 * 12 * 32**2 * 160
     with foveate.apply(model, ToMA()) as run:  # double blocks and a third of the single ones are skipped
         assert seen_tokens(model, x) == [full, full] * 2 + [text + full] * 2 + [text + half] * 4
         layers = run.summary().layers

@@ -178,6 +178,7 @@ def test_along_a_hilbert_curve_who_attends_to_whom_is_what_its_tokens_do(tiles, 
     ({"tile": (4,)}, "two positive"), ({"mode": "cell"}, "tile, stripe, global"), ({"dst_every": 0}, "1 or more"),
     ({"dst_every": 10, "weights_every": 4}, "does not divide"), ({"scale": 10.0}, 'unmerge="pinv"'),
     ({"scale": -1.0, "unmerge": "pinv"}, "above 0"), ({"skip": -1}, "0 or more"), ({"share": "all"}, "share must be"),
+    ({"granularity": "layer"}, "module or block"), ({"granularity": "block", "merge_mlp": False}, "all of a block"),
 ])  # fmt: skip
 @pytest.mark.usefixtures("as_a_user")
 def test_bad_settings_name_the_value_and_the_remedy(options, says):

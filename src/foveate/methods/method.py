@@ -3,7 +3,7 @@
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple, Protocol, runtime_checkable
+from typing import ClassVar, Literal, NamedTuple, Protocol, runtime_checkable
 
 from torch import Tensor
 
@@ -163,9 +163,12 @@ class TokenMerging(Method):
 
     Attributes:
         keep: Fraction of the image tokens that is kept, above 0 and up to 1. Papers' ratios say what is removed.
+        granularity: Merge around each "module" of a block, or around the whole "block": what it adds to the merged
+            tokens is then spread over all of them.
         skip: So many blocks at the beginning of each kind stay dense. None takes the first five double blocks of
             FLUX; of all other transformers' blocks a third, five at most; and none in UNets.
-        merge_attn: Merge for self-attention (and for what runs beside it in single-stream blocks).
+        merge_attn: Merge for self-attention (and for what runs beside it in single-stream blocks). This and the next
+            two choose among modules.
         merge_cross: Merge the queries of cross-attention.
         merge_mlp: Merge for the feed-forward of blocks that have one of their own. None: everywhere but in FLUX.
         size_bias: Let a merged token count for as many as it stands for: adds log(size) to its attention logits.
@@ -175,6 +178,7 @@ class TokenMerging(Method):
     """
 
     keep: float = 0.5
+    granularity: Literal["module", "block"] = "module"
     skip: int | None = None
     merge_attn: bool = True
     merge_cross: bool = True
@@ -201,6 +205,14 @@ class TokenMerging(Method):
             raise ValueError(
                 f"weights_every must divide dst_every, since new destinations need new weights: {self.weights_every} "
                 f"does not divide {self.dst_every}"
+            )
+        if self.granularity not in ("module", "block"):
+            raise ValueError(f"granularity must be module or block, not {self.granularity!r}")
+        if self.granularity == "block" and not (
+            self.merge_attn and self.merge_cross and self.merge_mlp in (None, True)
+        ):
+            raise ValueError(
+                'granularity="block" merges all of a block: leave merge_attn, merge_cross and merge_mlp out'
             )
         if self.skip is not None and self.skip < 0:
             raise ValueError(f"skip counts blocks, 0 or more, not {self.skip}")

@@ -159,8 +159,12 @@ class Blocks(Family):
         return min(5, blocks // 3)
 
     def hook(self, block: nn.Module, site: Site) -> None:
-        """Merge around the modules of a block."""
+        """Merge around a block, or around its modules."""
         merging = self.merging
+        if merging.granularity == "block":
+            site.whole(block)
+            site.sizes(block.attn1)
+            return
         site.self_attention(block.attn1, merged=merging.merge_attn, features=not self.plans_from_blocks)
         if merging.merge_cross and block.attn2 is not None:
             site.per_token(block.attn2)
@@ -302,7 +306,8 @@ class UNet(Blocks):
 
     def hook(self, block: nn.Module, site: Site) -> None:
         """Plans are made from what the first block of a section is given."""
-        (site if block is site.first else self.idle).features_of(block)
+        if self.merging.granularity == "module":
+            (site if block is site.first else self.idle).features_of(block)
         super().hook(block, site)
 
 
@@ -330,7 +335,10 @@ class SD3(DiT):
             raise ValueError("SD3's attention takes no mask: leave size_bias off")
 
     def hook(self, block: nn.Module, site: Site) -> None:
-        """Merge around both attentions and the feed-forward of the image."""
+        """Merge around a block, or around both attentions and the feed-forward of the image."""
+        if self.merging.granularity == "block":
+            site.whole(block)
+            return
         (site.joint_attention if self.merging.merge_attn else site.features)(block.attn)
         if self.merging.merge_attn and block.attn2 is not None:
             site.keyword_attention(block.attn2)

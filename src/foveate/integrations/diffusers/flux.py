@@ -155,6 +155,10 @@ class Flux(Family):
         return merging
 
     def _hook(self, block: torch.nn.Module, site: Site) -> None:
+        if self.merging.granularity == "block":
+            site.whole(block)
+            site.positions(block.attn)
+            return
         if isinstance(block, FluxSingleTransformerBlock):
             site.single_stream(block.norm, block.attn, block, "proj_out")
             return
@@ -214,7 +218,8 @@ class Flux(Family):
         """Floating-point operations of linear layers that merging leaves out of one sample."""
         if regions is None:
             return 0
-        in_double = 4 * self.merging.merge_attn + 8 * bool(self.merging.merge_mlp)  # q, k, v, out; feed-forward
+        mlp = self.merging.merge_mlp or self.merging.granularity == "block"
+        in_double = 4 * self.merging.merge_attn + 8 * bool(mlp)  # q, k, v, out; feed-forward
         products = 12 if layer.attn.pre_only else in_double
         return 2 * products * layer.attn.inner_dim**2 * (image - regions.kept)
 

@@ -1,9 +1,9 @@
-# pyright: basic, reportArgumentType=false, reportOptionalMemberAccess=false
+# pyright: basic, reportArgumentType=false, reportAttributeAccessIssue=false, reportOptionalMemberAccess=false
 """Token merging by hooks: blocks that share a plan, when the plan is made anew, and what their hooks do.
 
 A hook reads tensors of its site and never a number that changes from step to step. A block that makes a plan for
 others runs uncompiled in that step: compiled code sees plans, not how they are made. A block with a plan of its own
-makes it in every step, and that is compiled with it.
+makes it in every step, and that is compiled with it. Hooks around a whole block stay outside of compiled code.
 """
 
 from collections.abc import Hashable
@@ -54,6 +54,7 @@ class Site:
         self._order: Tensor | None = None
         self._last, self._due = -1, False
         self._compiled: Any = None
+        self._whole: tuple[Tensor, Tensor] | None = None  # what a block was given, and its merged tokens
         self._handles: list[RemovableHandle] = []
         self._outs: list[tuple[nn.Module, str, nn.Module, RemovableHandle]] = []
 
@@ -105,6 +106,23 @@ class Site:
 
     # --- hooks ---
 
+    def whole(self, block: nn.Module) -> None:
+        """Run a block on merged image tokens; what it adds to them is spread over all."""
+        self._handles += [
+            block.register_forward_pre_hook(self._merge_block, with_kwargs=True),
+            block.register_forward_hook(
+                self._unmerge_block, prepend=True
+            ),  # before tokens are put back in raster order
+        ]
+
+    def positions(self, attn: nn.Module) -> None:
+        """Tell attention, whose tokens are merged already, where they stand and how large they are."""
+        self._handles.append(attn.register_forward_pre_hook(self._move_rope, with_kwargs=True))
+
+    def sizes(self, attn: nn.Module) -> None:
+        """Tell self-attention, whose tokens are merged already, how large they are."""
+        self._handles.append(attn.register_forward_pre_hook(self._weigh, with_kwargs=True))
+
     def per_token(self, module: nn.Module) -> None:
         """Run a module of one argument, such as a feed-forward, on merged tokens."""
         self._handles += [
@@ -123,8 +141,8 @@ class Site:
         if features:
             self._handles.append(attn.register_forward_pre_hook(self._see_first))
         if merged:
-            self._handles.append(attn.register_forward_pre_hook(self._merge_with_sizes, with_kwargs=True))
-            self._handles.append(attn.register_forward_hook(self._unmerge_output))
+            self.per_token(attn)
+            self.sizes(attn)
 
     def keyword_attention(self, attn: nn.Module) -> None:
         """Run attention of one keyword argument on merged tokens."""
@@ -157,10 +175,8 @@ class Site:
             block: Has the last layer.
             out: The name of that. A LoRA may wrap or unwrap it at any time: see `follow`.
         """
-        self._handles += [
-            norm.register_forward_hook(self._merge_normed),
-            attn.register_forward_pre_hook(self._move_rope, with_kwargs=True),
-        ]
+        self._handles.append(norm.register_forward_hook(self._merge_normed))
+        self.positions(attn)
         layer = getattr(block, out)
         self._outs.append((block, out, layer, layer.register_forward_hook(self._unmerge_stream)))
 
@@ -180,14 +196,29 @@ class Site:
     def _see_first(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         self._see(args[0])
 
-    def _merge_with_sizes(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    @torch.compiler.disable
+    def _merge_block(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        x = args[0] if args else kwargs["hidden_states"]
+        self._see(x)
         if self.merge is None:
             return args, kwargs
-        x = self.merge.merge(args[0])
-        if self.method.size_bias:
-            sizes = self.merge.log_sizes().to(x.dtype)
-            kwargs = {**kwargs, "attention_mask": sizes[:, None].expand(len(x), 1, -1)}
-        return (x, *args[1:]), kwargs
+        self._whole = x, self.merge.merge(x)
+        return (self._whole[1], *args[1:]), {name: value for name, value in kwargs.items() if name != "hidden_states"}
+
+    @torch.compiler.disable
+    def _unmerge_block(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        if self._whole is None:
+            return output
+        (x, merged), self._whole = self._whole, None
+        *text, image = output if isinstance(output, tuple) else (output,)
+        image = x + self.merge.unmerge(image - merged)
+        return (*text, image) if isinstance(output, tuple) else image
+
+    def _weigh(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self.merge is None or not self.method.size_bias:
+            return args, kwargs
+        sizes = self.merge.log_sizes().to(args[0].dtype)
+        return args, {**kwargs, "attention_mask": sizes[:, None].expand(len(args[0]), 1, -1)}
 
     def _merge_keyword(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self.merge is None:
