@@ -1,7 +1,8 @@
 """CLEAR's pattern, to compare with: an image token sees a disc around itself (Liu et al., arXiv 2412.16112).
 
 Text sees all and is seen by all; an image token sees the image tokens less than `radius` away. The paper's second,
-down-sampled level is left out.
+down-sampled level is left out. Every block of its tables is a single token, which takes the usual kernels very long:
+after `register()` attention is dense under a mask instead.
 """
 
 from dataclasses import dataclass
@@ -11,12 +12,16 @@ from typing import NamedTuple
 import torch
 from jaxtyping import Int
 from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
 
+from foveate.cache import PerTensors
+from foveate.methods import METHODS
 from foveate.methods.method import SparseAttention, StaysDense
+from foveate.ops import dispatch
 from foveate.ops.block_table import BlockTable, block_starts
 from foveate.ops.curves import raster_order
 
-__all__ = ["Clear", "radius_for"]
+__all__ = ["Clear", "radius_for", "register"]
 
 Grid = tuple[int, int]
 
@@ -48,6 +53,10 @@ class Clear(SparseAttention):
         return _plan(self, grid, text, device)
 
 
+class Discs(BlockTable):
+    """The table of CLEAR, to be told from others."""
+
+
 class ClearPlan(NamedTuple):
     """What CLEAR decided for one size."""
 
@@ -75,7 +84,7 @@ def _plan(method: Clear, grid: Grid, text: int, device: str) -> ClearPlan:
     seen[len(texts) :, len(texts) :] = near
     starts = torch.cat([texts, text + torch.arange(cells + 1)]).int()
     offsets = torch.nn.functional.pad(seen.sum(1).cumsum(0), (1, 0)).int()
-    table = BlockTable(starts, starts, offsets, seen.nonzero()[:, 1].int())
+    table = Discs(starts, starts, offsets, seen.nonzero()[:, 1].int())
     order = raster_order(*grid, device=device)
     return ClearPlan(order, order, (table,), method.title, 1 - near.double().mean().item())
 
@@ -98,3 +107,23 @@ def radius_for(sparsity: float, grid: Grid, text: int) -> float:
     last = torch.cat([squares[1:] != squares[:-1], torch.tensor([True])])  # a disc holds all of one distance
     best = (within[last] - wanted).abs().argmin()
     return (squares[last][best].item() + 0.5) ** 0.5
+
+
+def register() -> None:
+    """Let the files of LoRAs name CLEAR, and compute its attention under a mask, for as long as the process lives."""
+    METHODS["clear"] = Clear
+    dispatch.register("block_attention", "masked", takes=lambda *work: True)(_masked)
+
+
+_MASKS: PerTensors[Tensor] = PerTensors()
+
+
+def _masked(
+    q: Tensor, k: Tensor, v: Tensor, table: BlockTable, scale: float, with_lse: bool
+) -> tuple[Tensor, Tensor | None]:
+    """`block_attention` of discs, without the LSE; all other work is left to the backend that does it anyway."""
+    if not isinstance(table, Discs):
+        known = dispatch.backends("block_attention", q.device, q.dtype, q.shape[3])
+        return [one.run for one in known if one.run is not _masked][-1](q, k, v, table, scale, with_lse)
+    mask = _MASKS.get(table, q.device, lambda: table.to_dense().to(q.device))
+    return scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale), None

@@ -7,7 +7,7 @@ python evals/quality.py --size 256 --prompts 500 --batch 32 --lora distilled-16 
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -41,23 +41,36 @@ def main(
     commit: Commit = "",
 ) -> None:
     """Draw, judge and write."""
-    name = f"quality-{Path(lora).name}" if lora else "quality"
-    judge(name, [] if lora else showcase(), size, prompts, batch, device, dtype, pictures, commit, lora)
+    judge(
+        f"quality-{Path(lora).name}" if lora else "quality",
+        [] if lora else showcase(),
+        size=size,
+        prompts=prompts,
+        batch=batch,
+        lora=lora,
+        device=device,
+        dtype=dtype,
+        pictures=pictures,
+        commit=commit,
+    )
 
 
 def judge(
     name: str,
-    methods: Sequence[Method | Together],
+    methods: Sequence[Method | Together] = (),
+    *,
     size: int,
     prompts: int,
     batch: int,
-    device: str,
-    dtype: str,
     pictures: str,
     commit: str,
     lora: str = "",
+    device: str = "auto",
+    dtype: str = "auto",
+    about: dict[str, Any] | None = None,
+    sheet: bool = True,
 ) -> None:
-    """Draw with the methods, then without and with the LoRA; write scores and pictures under the name."""
+    """Draw with the methods, then without and with the LoRA; write scores, `about`, and the sheet under the name."""
     pipe, out = load(str(PIPELINE), device, dtype), Path(pictures) / f"{size}px"
     ways: list[Way] = [*methods]
     if lora:
@@ -67,11 +80,12 @@ def judge(
     request = Request("", (size, size), 20, None, 0)
     with progress() as track:
         scores = evaluate(pipe, ways, out, prompts=prompts, request=request, batch=batch, track=track)
-    result = json.loads((out / "scores.json").read_text())
+    result = json.loads((out / "scores.json").read_text()) | (about or {})
     if commit:
         result["versions"]["commit"] = commit
     write_whole(RESULTS / f"{name}-{pipe.device.type}-{size}px.json", json.dumps(result, indent=2).encode() + b"\n")
-    write_whole(SHEETS / f"{name}-{size}px.png", (out / "sheet.png").read_bytes())
+    if sheet:
+        write_whole(SHEETS / f"{name}-{size}px.png", (out / "sheet.png").read_bytes())
     Console().print(score_table(scores))
 
 

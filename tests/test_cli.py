@@ -427,7 +427,8 @@ def test_distill_learns_from_pictures_that_are_given(folder, tmp_path):
 
 def test_distill_invents_captions_for_the_built_in_model_and_none_that_are_judged(folder, monkeypatch):
     monkeypatch.setattr("foveate.cli.common.PIPELINE", folder)
-    monkeypatch.setattr("foveate.training.pairs._drawn", lambda _pipe, request: drawn.append(request.prompt) or {})
+    some_drawn = lambda _pipe, some: drawn.extend(one.prompt for one in some) or [{}]  # noqa: E731
+    monkeypatch.setattr("foveate.training.pairs._drawn", some_drawn)
     drawn = []
     assert run("distill", "--pictures", 30, "--steps", 1, *DISTIL).exit_code != 0  # there is nothing in the pairs
     judged = {scene.caption for _, scene in zip(range(5000), scenes(42, evaluation=True), strict=False)}

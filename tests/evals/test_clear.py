@@ -3,15 +3,25 @@
 import pytest
 import tiny
 import torch
-from clear import Clear, radius_for
+from clear import Clear, radius_for, register
 from oracle import dense_attention
 
 import foveate
 from foveate import HilbertA
+from foveate.integrations.diffusers.lora import method_of, pack_lora
+from foveate.methods import METHODS
 from foveate.methods.method import AttentionPlan, StaysDense
+from foveate.ops import dispatch
 from foveate.ops.block_attention import block_attention
 
 GRID, TEXT = (9, 12), 15
+
+
+@pytest.fixture
+def registered(monkeypatch):
+    monkeypatch.setattr(dispatch, "_BACKENDS", {op: [*known] for op, known in dispatch._BACKENDS.items()})
+    monkeypatch.setitem(METHODS, "clear", Clear)  # is taken out again
+    register()
 
 
 @pytest.mark.parametrize("radius", [1, 2.5, 4])
@@ -50,3 +60,26 @@ def test_the_radius_for_a_sparsity_comes_as_near_to_it_as_a_disc_can(grid):
 def test_reference_images_stay_dense_with_the_reason():
     with pytest.raises(StaysDense, match="reference images"):
         Clear().plan((GRID, GRID), TEXT)
+
+
+def attention_of(table):
+    """Output and gradients on fixed inputs."""
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(2, 2, 123, 8, dtype=torch.float64, requires_grad=True) for _ in range(3))
+    out = block_attention(q, k, v, table)
+    return out, *torch.autograd.grad(out.square().sum(), (q, k, v))
+
+
+@pytest.mark.parametrize("method", [Clear(radius=3), HilbertA(tiles=2)], ids=["clear", "hilberta"])
+def test_once_registered_attention_and_its_gradients_stay_what_they_were(request, method):
+    table = method.plan((GRID,), TEXT).tables[0]
+    before = attention_of(table)
+    request.getfixturevalue("registered")
+    for ours, theirs in zip(attention_of(table), before, strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+@pytest.mark.usefixtures("registered")
+def test_once_registered_a_lora_may_be_distilled_for_it(tmp_path):
+    (tmp_path / "lora").write_bytes(pack_lora({"layer.lora_A.weight": torch.ones(2, 2)}, Clear(radius=2.5)))
+    assert method_of(tmp_path / "lora") == Clear(radius=2.5)

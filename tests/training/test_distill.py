@@ -3,6 +3,7 @@
 import contextlib
 import csv
 import itertools
+import multiprocessing
 import os
 import subprocess
 import sys
@@ -11,9 +12,10 @@ from dataclasses import replace
 import pytest
 import tiny
 import torch
+from accelerate.state import AcceleratorState
 from diffusers import FluxFillPipeline
 from safetensors.torch import load_file
-from torch.utils.data import default_collate
+from torch.utils.data import DataLoader, default_collate
 
 import foveate
 from foveate import HilbertA
@@ -23,6 +25,7 @@ from foveate.training.pairs import NoisyPairs
 from foveate.training.run import Distillation
 from foveate.training.student import Recipe, Student
 
+forks = pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 ADAMW = Recipe(method=HilbertA(tiles=4), optimizer="adamw", rate=1e-2, batch=2)
 
 
@@ -36,10 +39,8 @@ def run(pairs_folder, tmp_path):
 
     def run(name, recipe=ADAMW, pipe=None, **options):
         out = tmp_path / name
-        out.mkdir(exist_ok=True)
-        if not (out / "pairs").exists():
-            (out / "pairs").symlink_to(pairs_folder)
-        return out, distill(out, pipe or tiny.pipeline(), recipe, tiny.REQUEST, tiny.PROMPTS, **options)
+        pipe = pipe or tiny.pipeline()
+        return out, distill(out, pipe, recipe, tiny.REQUEST, tiny.PROMPTS, pairs=pairs_folder, **options)
 
     return run
 
@@ -129,6 +130,40 @@ def test_a_run_stops_in_time_and_more_steps_may_follow(run):
     assert run("out", steps=3)[1]
     assert run("out", steps=3)[1]  # done before
     assert [step for step, _ in losses(out)] == [1, 2, 3]
+
+
+@forks
+def test_worker_processes_change_no_loss_and_end_with_the_run(run, monkeypatch):
+    alone, _ = run("alone", steps=3)
+
+    def with_workers(*arguments, num_workers, **options):
+        assert num_workers == 0  # on a CPU
+        return DataLoader(*arguments, num_workers=2, **options)
+
+    monkeypatch.setattr("foveate.training.run.DataLoader", with_workers)
+    together, done = run("together", steps=5, minutes=0)
+    assert not done
+    assert not multiprocessing.active_children()
+    run("together", steps=3)
+    assert not multiprocessing.active_children()
+    assert losses(together) == losses(alone)
+
+
+@pytest.mark.gpu
+@forks
+def test_a_gpu_learns_what_a_cpu_learns(run):
+    there, _ = run("gpu", pipe=tiny.pipeline().to("cuda"), steps=3)
+    AcceleratorState._reset_state(reset_partial_state=True)
+    here, _ = run("cpu", steps=3)
+    assert [loss for _, loss in losses(there)] == pytest.approx([loss for _, loss in losses(here)], rel=1e-3)
+    assert not multiprocessing.active_children()
+
+
+def test_runs_share_a_folder_of_pictures_or_have_one_of_their_own(run, tmp_path):
+    shared, _ = run("shared", steps=2)
+    distill(tmp_path / "own", tiny.pipeline(), ADAMW, tiny.REQUEST, tiny.PROMPTS, steps=2)
+    assert [path.parent.name for path in tmp_path.glob("*/pairs")] == ["own"]
+    assert losses(tmp_path / "own") == losses(shared)
 
 
 def test_a_run_of_another_recipe_is_refused(run):

@@ -25,11 +25,11 @@ def test_a_pair_is_what_the_pipeline_draws_with_its_words(pipe, pairs_folder):
 def test_drawing_that_was_broken_off_goes_on_and_nothing_is_drawn_twice(pipe, pairs_folder, tmp_path, monkeypatch):
     drawn = []
 
-    def lights_out(pipeline, request):
-        drawn.append(request.prompt)
+    def lights_out(pipeline, requests):
+        drawn.extend(request.prompt for request in requests)
         if len(drawn) == 3:
             raise SystemError
-        return draw(pipeline, request)
+        return draw(pipeline, requests)
 
     draw = pairs._drawn
     monkeypatch.setattr(pairs, "_drawn", lights_out)
@@ -44,6 +44,16 @@ def test_drawing_that_was_broken_off_goes_on_and_nothing_is_drawn_twice(pipe, pa
         assert (tmp_path / path.name).read_bytes() == path.read_bytes()
 
 
+def test_a_pair_does_not_depend_on_what_is_made_with_it(pipe, pairs_folder, tmp_path):
+    make_pairs(tmp_path, pipe, tiny.PROMPTS[:2], tiny.REQUEST)
+    assert make_pairs(tmp_path, pipe, tiny.PROMPTS, tiny.REQUEST, at_once=2)  # 2 are there, then 2 and 1
+    for path in pairs_folder.glob("*.safetensors"):
+        together, alone = load_file(tmp_path / path.name), load_file(path)
+        assert together.keys() == alone.keys()
+        for name, tensor in alone.items():
+            torch.testing.assert_close(together[name], tensor)
+
+
 def test_pairs_of_other_settings_or_prompts_are_refused(pipe, pairs_folder):
     with pytest.raises(ValueError, match="steps=2: name another folder"):
         make_pairs(pairs_folder, pipe, tiny.PROMPTS, tiny.REQUEST._replace(steps=3))
@@ -53,13 +63,17 @@ def test_pairs_of_other_settings_or_prompts_are_refused(pipe, pairs_folder):
 
 def test_given_pictures_are_encoded_as_the_pipeline_decodes(pipe, tmp_path):
     pixels = np.linspace(0, 255, 64 * 96 * 3).reshape(64, 96, 3).astype(np.uint8)
-    Image.fromarray(pixels).save(tmp_path / "wide.png")  # its middle is taken
-    make_pairs(tmp_path / "pairs", pipe, ["wide"], tiny.REQUEST, pictures=[tmp_path / "wide.png"])
-    middle = torch.from_numpy(pixels[:, 16:80]).permute(2, 0, 1)[None] / 127.5 - 1
-    with torch.no_grad():
-        want = pipe.vae.encode(middle).latent_dist.mean * pipe.vae.config.scaling_factor
-    latents = load_file(tmp_path / "pairs" / "000000.safetensors")["latents"]
-    torch.testing.assert_close(pipe._unpack_latents(latents[None], 64, 64, 2), want, atol=2e-2, rtol=0)
+    files = [tmp_path / "wide.png", tmp_path / "dark.png"]
+    Image.fromarray(pixels).save(files[0])  # its middle is taken
+    Image.fromarray(pixels[:, 16:80] // 2).save(files[1])
+    make_pairs(tmp_path / "pairs", pipe, ["wide", "dark"], tiny.REQUEST, pictures=files, at_once=2)
+    middle = torch.from_numpy(pixels[:, 16:80])
+    for index, seen in enumerate([middle, middle // 2]):
+        with torch.no_grad():
+            want = pipe.vae.encode(seen.permute(2, 0, 1)[None] / 127.5 - 1).latent_dist.mean
+        latents = load_file(tmp_path / "pairs" / f"00000{index}.safetensors")["latents"]
+        unpacked = pipe._unpack_latents(latents[None], 64, 64, 2)
+        torch.testing.assert_close(unpacked, want * pipe.vae.config.scaling_factor, atol=2e-2, rtol=0)
 
 
 def test_captions_stand_beside_the_pictures_or_in_the_prompts(tmp_path):

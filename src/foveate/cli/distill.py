@@ -57,7 +57,7 @@ def distill(
         int | None, typer.Option(min=1, help="Training steps. [dim]default: 300 for the built-in, else 2800[/]")
     ] = None,
     batch: Annotated[int, typer.Option(min=1, help="Pictures a step, over all devices.")] = 32,
-    at_once: Annotated[int, typer.Option(min=1, help="Pictures that a device sees together.")] = 1,
+    at_once: Annotated[int, typer.Option(min=1, help="Pictures that a device draws, or sees, together.")] = 1,
     rank: Annotated[int, typer.Option(min=1, help="Of the LoRA.")] = 4,
     optimizer: Annotated[str, typer.Option(help="prodigy, which finds its own rate, or adamw.")] = "prodigy",
     rate: Annotated[

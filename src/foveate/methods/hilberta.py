@@ -71,8 +71,7 @@ class HilbertA(SparseAttention):
     @property
     def title(self) -> str:
         """HilbertA, its tiles, and what else is not as usual."""
-        unusual = [f" {name}={getattr(self, name)}" for name in ALSO if getattr(self, name) != getattr(HilbertA, name)]
-        return f"HilbertA T={self.tiles}{','.join(unusual)}"
+        return f"HilbertA T={self.tiles}{self.unusual(ALSO)}"
 
     @classmethod
     def showcase(cls) -> tuple["HilbertA", ...]:

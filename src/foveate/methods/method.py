@@ -1,8 +1,8 @@
 """What all methods share: in which layers, and in which part of the denoising run, they work at all."""
 
 from abc import abstractmethod
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, fields
 from typing import ClassVar, Literal, NamedTuple, Protocol, runtime_checkable
 
 from torch import Tensor
@@ -47,6 +47,12 @@ class Method:
     def title(self) -> str:
         """A short name for pages and tables."""
         return type(self).__name__
+
+    def unusual(self, names: Iterable[str]) -> str:
+        """Those of the options that differ from their defaults, to go into a title."""
+        return ",".join(
+            f" {name}={value}" for name in names if (value := getattr(self, name)) != getattr(type(self), name)
+        )
 
     @property
     def parts(self) -> tuple["Method", ...]:
@@ -219,8 +225,8 @@ class TokenMerging(Method):
 
     @property
     def title(self) -> str:
-        """The method and the fraction it keeps."""
-        return f"{type(self).__name__} keep={self.keep:g}"
+        """The method, the fraction it keeps, and what else is not as usual."""
+        return f"{type(self).__name__} keep={self.keep:g}{self.unusual(f.name for f in fields(self) if f.name != 'keep')}"
 
     def at(self, depth: float) -> "TokenMerging":
         """The method for a block that so much of the model, a fraction, comes before."""

@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from accelerate import Accelerator, DistributedType, PartialState
+from accelerate.utils import DataLoaderConfiguration
 from diffusers import FluxPipeline
 
 from foveate.integrations.diffusers.pipelines import Request
@@ -28,6 +29,7 @@ def distill(
     prompts: Sequence[str],
     *,
     pictures: Sequence[Path] = (),
+    pairs: Path | None = None,
     captions: Sequence[str] = (),
     steps: int,
     start: Path | None = None,
@@ -46,10 +48,12 @@ def distill(
         request: Size, denoising steps, guidance and first seed of the teacher's pictures; its prompt is not used.
         prompts: One for each picture.
         pictures: Files to learn from; without any, the teacher draws.
+        pairs: Folder of their latents and text embeddings, which other runs may share once all are there; None is one
+            in `out`.
         captions: Of the samples.
         steps: How many there are to be, with those of earlier runs.
         start: The LoRA to begin with.
-        at_once: Pictures that a device sees together.
+        at_once: Pictures that a device draws, encodes or sees together.
         checkpointing: Run layers again in the backward pass, to save memory.
         minutes: When to write a checkpoint and stop.
         sample_every: Steps between sheets of samples; 0 draws one at the end alone.
@@ -64,16 +68,23 @@ def distill(
     accelerator = _accelerator(recipe, at_once, pipeline)
     student = Student(pipeline, _settled(recipe, pipeline, request), request.size, start)
     try:
-        pairs = NoisyPairs(out / "pairs", prompts, recipe.seed)
+        noisy = NoisyPairs(pairs or out / "pairs", prompts, recipe.seed)
         with student.teacher():
-            advance = track("pictures", len(prompts))
-            if not make_pairs(
-                pairs.folder, pipeline, prompts, request, pictures=pictures, until=until, advance=advance
-            ):
-                return False
+            made = make_pairs(
+                noisy.folder,
+                pipeline,
+                prompts,
+                request,
+                pictures=pictures,
+                at_once=at_once,
+                until=until,
+                advance=track("pictures", len(prompts)),
+            )
+        if not made:
+            return False
         if checkpointing:
             pipeline.transformer.enable_gradient_checkpointing()
-        training = Distillation(out, pipeline, student, pairs, accelerator, request, captions, at_once)
+        training = Distillation(out, pipeline, student, noisy, accelerator, request, captions, at_once)
         advance = track("distilling", steps)
         for _ in range(min(training.step, steps)):
             advance()
@@ -92,7 +103,11 @@ def _accelerator(recipe: Recipe, at_once: int, pipeline: FluxPipeline) -> Accele
             f"a batch of {recipe.batch} cannot be shared evenly by {devices} x {at_once} pictures "
             f"(devices x --at-once): use --batch {max(1, round(recipe.batch / together)) * together}"
         )
-    accelerator = Accelerator(cpu=cpu, gradient_accumulation_steps=recipe.batch // together)
+    accelerator = Accelerator(
+        cpu=cpu,
+        gradient_accumulation_steps=recipe.batch // together,
+        dataloader_config=DataLoaderConfiguration(non_blocking=True),
+    )
     if accelerator.distributed_type == DistributedType.FSDP and recipe.optimizer != "adamw":
         raise ValueError("Prodigy cannot measure weights that FSDP has spread over devices: use --optimizer adamw")
     return accelerator

@@ -60,10 +60,13 @@ def make_pairs(
     request: Request,
     *,
     pictures: Sequence[Path] = (),
+    at_once: int = 1,
     until: float = math.inf,
     advance: Callable[[], None] = lambda: None,
 ) -> bool:
     """Make the pairs that are not there yet, each device its share; whether all are there now.
+
+    But for rounding, a pair is the same whatever is made together with it.
 
     Args:
         folder: Gets one file for each prompt.
@@ -71,6 +74,7 @@ def make_pairs(
         prompts: The captions.
         request: Size, denoising steps, guidance and first seed; its prompt is not used.
         pictures: Of the prompts, in their order; without any, the pipeline draws them.
+        at_once: Pictures that a device draws or encodes together.
         until: When to stop, by `time.monotonic`.
         advance: Called for every pair that is there.
 
@@ -80,22 +84,31 @@ def make_pairs(
     state = PartialState()
     with state.main_process_first():
         claim(folder, _settings(pipeline, request, bool(pictures)))
-    for index, prompt in enumerate(prompts):
-        path = folder / f"{index:06}.safetensors"
-        source = f"{pictures[index].name}: {prompt}" if pictures else prompt
-        if path.exists():
+    names = [f"{picture.name}: " for picture in pictures] or len(prompts) * [""]
+    sources = [name + prompt for name, prompt in zip(names, prompts, strict=True)]
+    missing: list[int] = []
+    for index, source in enumerate(sources):
+        if (path := _path(folder, index)).exists():
             _check(path, source)
-        elif index % state.num_processes != state.process_index:
-            continue
-        elif time.monotonic() > until:
+            advance()
+        elif index % state.num_processes == state.process_index:
+            missing.append(index)
+    for start in range(0, len(missing), at_once):
+        if time.monotonic() > until:
             break
-        else:
-            one = request._replace(prompt=prompt, seed=request.seed + index)
-            pair = _encoded(pipeline, one, pictures[index]) if pictures else _drawn(pipeline, one)
-            write_whole(path, save(pair, {"source": source}))
-        advance()
+        part = missing[start : start + at_once]
+        requests = [request._replace(prompt=prompts[index], seed=request.seed + index) for index in part]
+        given = [pictures[index] for index in part] if pictures else []
+        pairs = _encoded(pipeline, requests, given) if given else _drawn(pipeline, requests)
+        for index, pair in zip(part, pairs, strict=True):
+            write_whole(_path(folder, index), save(pair, {"source": sources[index]}))
+            advance()
     state.wait_for_everyone()
-    return all((folder / f"{index:06}.safetensors").exists() for index in range(len(prompts)))
+    return all(_path(folder, index).exists() for index in range(len(prompts)))
+
+
+def _path(folder: Path, index: int) -> Path:
+    return folder / f"{index:06}.safetensors"
 
 
 def _settings(pipeline: FluxPipeline, request: Request, given: bool) -> dict[str, str]:
@@ -116,38 +129,47 @@ def _check(path: Path, source: str) -> None:
 
 
 @torch.no_grad()
-def _text(pipeline: FluxPipeline, prompt: str) -> dict[str, Any]:
-    text, pooled, _ = pipeline.encode_prompt(prompt, None, max_sequence_length=text_tokens(pipeline))
+def _text(pipeline: FluxPipeline, requests: Sequence[Request]) -> dict[str, Any]:
+    prompts = [request.prompt for request in requests]
+    text, pooled, _ = pipeline.encode_prompt(prompts, None, max_sequence_length=text_tokens(pipeline))
     return {"prompt_embeds": text, "pooled_prompt_embeds": pooled}
 
 
-def _drawn(pipeline: FluxPipeline, request: Request) -> dict[str, Tensor]:
-    words = _text(pipeline, request.prompt)
-    guidance = {} if request.guidance is None else {"guidance_scale": request.guidance}
+def _drawn(pipeline: FluxPipeline, requests: Sequence[Request]) -> list[dict[str, Tensor]]:
+    words, shared = _text(pipeline, requests), requests[0]
+    guidance = {} if shared.guidance is None else {"guidance_scale": shared.guidance}
     latents = pipeline(
         **words,
         **guidance,
-        height=request.size[0],
-        width=request.size[1],
-        num_inference_steps=request.steps,
-        generator=torch.Generator("cpu").manual_seed(request.seed),
+        height=shared.size[0],
+        width=shared.size[1],
+        num_inference_steps=shared.steps,
+        generator=[torch.Generator("cpu").manual_seed(request.seed) for request in requests],
         output_type="latent",
     ).images
-    return _pair(latents, words)
+    return _pairs(latents, words)
 
 
 @torch.no_grad()
-def _encoded(pipeline: FluxPipeline, request: Request, picture: Path) -> dict[str, Tensor]:
-    with Image.open(picture) as opened:
-        pixels = pipeline.image_processor.preprocess(opened.convert("RGB"), *request.size, resize_mode="crop")
+def _encoded(pipeline: FluxPipeline, requests: Sequence[Request], pictures: Sequence[Path]) -> list[dict[str, Tensor]]:
+    opened = [_opened(picture) for picture in pictures]
+    pixels = pipeline.image_processor.preprocess(opened, *requests[0].size, resize_mode="crop")
     vae = pipeline.vae
     latents = vae.encode(pixels.to(vae.device, vae.dtype)).latent_dist.mode()
     latents = (latents - vae.config.shift_factor) * vae.config.scaling_factor
-    return _pair(pipeline._pack_latents(latents, *latents.shape), _text(pipeline, request.prompt))
+    return _pairs(pipeline._pack_latents(latents, *latents.shape), _text(pipeline, requests))
 
 
-def _pair(latents: Tensor, words: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {name: tensor[0].cpu().contiguous() for name, tensor in {"latents": latents, **words}.items()}
+def _opened(picture: Path) -> Image.Image:
+    with Image.open(picture) as file:
+        return file.convert("RGB")
+
+
+def _pairs(latents: Tensor, words: dict[str, Tensor]) -> list[dict[str, Tensor]]:
+    """One for each sample of the batch."""
+    together = {"latents": latents, **words}
+    each = zip(*(tensor.cpu().contiguous() for tensor in together.values()), strict=True)
+    return [dict(zip(together, tensors, strict=True)) for tensors in each]
 
 
 class Noisy(NamedTuple):
@@ -169,7 +191,7 @@ class NoisyPairs(Dataset[Noisy]):
     def __getitem__(self, number: int) -> Noisy:
         epoch, place = divmod(number, self.count)
         shuffled = torch.randperm(self.count, generator=self._chance("epoch", epoch))
-        pair = load_file(self.folder / f"{shuffled[place]:06}.safetensors")
+        pair = load_file(_path(self.folder, int(shuffled[place])))
         chance = self._chance("sample", number)
         level = torch.rand((), generator=chance)
         clean = pair["latents"].float()

@@ -4,6 +4,7 @@
 
 import csv
 import math
+import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -18,7 +19,7 @@ from torch.utils.data import DataLoader
 
 from foveate.files import write_whole
 from foveate.integrations.diffusers.lora import LORA_FILE
-from foveate.integrations.diffusers.pipelines import Request, draw, fingerprint
+from foveate.integrations.diffusers.pipelines import Request, draw_batch, fingerprint
 from foveate.report import draw_losses, draw_sheet, figure_png
 from foveate.training.checkpoints import resume, write_checkpoint
 from foveate.training.pairs import NoisyPairs
@@ -26,6 +27,8 @@ from foveate.training.student import Student
 from foveate.training.trained import Trained
 
 __all__ = ["Distillation"]
+
+WORKERS = min(4, os.cpu_count() or 1)  # processes that read pictures and add noise while a GPU computes
 
 
 class Distillation:
@@ -39,7 +42,7 @@ class Distillation:
         accelerator: Shares the work among devices.
         request: How samples are drawn; its size is that of the pairs.
         captions: Of the samples.
-        at_once: Pictures that a device sees together.
+        at_once: Pictures that a device sees, or draws, together.
 
     Raises:
         ValueError: If `out` holds another run.
@@ -111,9 +114,12 @@ class Distillation:
         samples = range(self.step * self.student.recipe.batch, steps * self.student.recipe.batch)
         if not samples:
             return
-        loader = self.accelerator.prepare(DataLoader(self.pairs, batch_size=self.at_once, sampler=samples))
+        gpu = self.accelerator.device.type == "cuda"
+        loader = DataLoader(
+            self.pairs, self.at_once, sampler=samples, num_workers=WORKERS if gpu else 0, pin_memory=gpu
+        )
         losses: list[Tensor] = []
-        for batch in loader:
+        for batch in self.accelerator.prepare(loader):
             with self.accelerator.accumulate(self.model):
                 loss = self.student.loss(self.model, batch)
                 self.accelerator.backward(loss)
@@ -171,7 +177,8 @@ class Distillation:
 
     def _draw(self) -> list[Image.Image]:
         first = self.request.seed + self.pairs.count  # noise that no picture of the training began with
-        return [
-            draw(self.pipeline, self.request._replace(prompt=caption, seed=first + index))
-            for index, caption in enumerate(self.captions)
+        requests = [
+            self.request._replace(prompt=caption, seed=first + index) for index, caption in enumerate(self.captions)
         ]
+        parts = [requests[start : start + self.at_once] for start in range(0, len(requests), self.at_once)]
+        return [picture for part in parts for picture in draw_batch(self.pipeline, part)]

@@ -1,0 +1,139 @@
+"""Distil a LoRA for HilbertA, for each of its parts left out and for CLEAR, and judge what it gains.
+
+python evals/distilled.py --out run-0 --only t16,t4           # on one GPU; results as quality.py leaves them
+python evals/distilled.py --out run-1 --only t16-still,clear  # on another, in a folder of its own
+
+Every variant is judged without and with its LoRA. All have 16 tiles and rank 64 unless their name says otherwise, and
+learn from the same pictures. CLEAR's discs leave out as many pairs of tokens as 16 tiles do; they are computed under a
+mask, so that their time says nothing about CLEAR. What is found in --out is gone on with.
+"""
+
+import csv
+import math
+from dataclasses import asdict
+from itertools import islice
+from pathlib import Path
+from statistics import mean
+from typing import Annotated, Any
+
+import torch
+import typer
+from clear import Clear, radius_for, register
+from quality import Batch, Commit, Prompts, Size, judge
+
+from foveate import HilbertA
+from foveate.cli.common import progress
+from foveate.demo import PIPELINE
+from foveate.demo.scenes import scenes
+from foveate.demo.text import TEXT_TOKENS
+from foveate.integrations.diffusers.pipelines import Request, load
+from foveate.methods import Method
+from foveate.training.distill import distill
+from foveate.training.pairs import make_pairs
+from foveate.training.student import Recipe
+
+PIXELS = 4  # along each side of a token
+SEED = 10_000  # of the first picture to learn from; those that are judged begin at 0
+LAST = 100  # steps whose mean loss is the final one
+SHOWN = "t16", "t4"  # variants whose pictures go into docs/images
+
+VARIANTS: dict[str, tuple[Method | None, int]] = {
+    "t16": (HilbertA(tiles=16), 64),
+    "t4": (HilbertA(tiles=4), 64),
+    "t16-rank4": (HilbertA(tiles=16), 4),
+    "t16-rank16": (HilbertA(tiles=16), 16),
+    "t16-still": (HilbertA(tiles=16, period=1), 64),
+    "t16-bare": (HilbertA(tiles=16, centre=0), 64),
+    "t16-moore": (HilbertA(tiles=16, curve="moore"), 64),
+    "t16-raster": (HilbertA(tiles=16, curve="raster"), 64),
+    "clear": (None, 64),
+}
+"""Method and rank by name; what CLEAR's radius is depends on the size."""
+
+
+def variant(name: str, size: int) -> tuple[Method, int]:
+    """Method and rank of that name, for pictures of so many pixels a side.
+
+    Raises:
+        ValueError: If there is none of that name, or the size is too small for 16 tiles to compare CLEAR with.
+    """
+    if name not in VARIANTS:
+        raise ValueError(f"unknown variant {name!r}: choose from {', '.join(VARIANTS)}")
+    method, rank = VARIANTS[name]
+    return method or _as_sparse(HilbertA(tiles=16), size), rank
+
+
+def _as_sparse(method: HilbertA, size: int) -> Clear:
+    grid = (size // PIXELS, size // PIXELS)
+    sparsity = mean(table.sparsity() for table in method.plan((grid,), TEXT_TOKENS).tables)
+    return Clear(radius=round(radius_for(sparsity, grid, TEXT_TOKENS), 2))
+
+
+def main(
+    size: Size = 256,
+    prompts: Prompts = 500,
+    batch: Batch = 32,
+    steps: Annotated[int, typer.Option(help="Of training, 32 pictures each.")] = 1000,
+    pictures: Annotated[int, typer.Option(help="To learn from.")] = 2000,
+    rate: Annotated[float, typer.Option(help="Of AdamW.")] = 1e-3,
+    at_once: Annotated[int, typer.Option(help="Pictures to learn from that are drawn, and seen, together.")] = 32,
+    only: Annotated[str, typer.Option(help="Variants, separated by commas.")] = ",".join(VARIANTS),
+    minutes: Annotated[float, typer.Option(help="Time to train a variant; it is judged as it is then.")] = math.inf,
+    compiled: Annotated[bool, typer.Option("--compile", help="Compile the blocks for the training.")] = False,
+    out: Annotated[Path, typer.Option(help="Folder of pictures and LoRAs.")] = Path("eval-distilled"),
+    commit: Commit = "",
+) -> None:
+    """Draw what to learn from, then distil and judge one variant after another."""
+    register()
+    request = Request("", (size, size), 20, None, SEED)
+    captions = [scene.caption for scene in islice(scenes(SEED), pictures)]
+    for name, (method, rank) in {name: variant(name, size) for name in only.split(",")}.items():
+        recipe = Recipe(method=method, rank=rank, optimizer="adamw", rate=rate)
+        pipe: Any = load(str(PIPELINE))
+        with progress() as track:
+            advance = track("pictures", pictures)
+            make_pairs(out / "pairs", pipe, captions, request, at_once=at_once, advance=advance)
+            if compiled:
+                torch.compiler.reset()  # a process keeps few graphs, and every variant has its own
+                pipe.transformer.compile_repeated_blocks()
+            distill(
+                out / name,
+                pipe,
+                recipe,
+                request,
+                captions,
+                pairs=out / "pairs",
+                steps=steps,
+                at_once=at_once,
+                minutes=minutes,
+                track=track,
+            )
+        judge(
+            f"distilled-{name}",
+            size=size,
+            prompts=prompts,
+            batch=batch,
+            lora=str(out / name),
+            pictures=str(out / "judged"),
+            commit=commit,
+            about={"training": training(out / name, recipe, pictures)},
+            sheet=name in SHOWN,
+        )
+
+
+def training(folder: Path, recipe: Recipe, pictures: int) -> dict[str, Any]:
+    """How a LoRA was distilled, and how far that went."""
+    rows = csv.reader((folder / "log.csv").read_text().splitlines())
+    losses, seconds = zip(*((float(loss), float(seconds)) for _, loss, seconds in rows), strict=True)
+    settings = {name: value for name, value in asdict(recipe).items() if name != "method"}
+    done = {
+        "pictures": pictures,
+        "steps": len(losses),
+        "loss": mean(losses[-LAST:]),
+        "seconds": round(sum(seconds), 1),
+    }
+    return {"method": repr(recipe.method), **settings, **done}
+
+
+if __name__ == "__main__":
+    typer.run(main)
