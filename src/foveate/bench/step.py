@@ -1,73 +1,90 @@
 # pyright: basic, reportPrivateImportUsage=false
-"""One denoising step of a Flux, dense, with HilbertA, with ToMA and with both: check, then time."""
+"""One denoising step, dense and with methods: check, then time."""
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from math import ceil, lcm
 from statistics import mean, median
 from typing import Any
 
 import torch
-from diffusers import FlowMatchEulerDiscreteScheduler, FluxPipeline, FluxTransformer2DModel
-from rich.table import Table
+from diffusers import FluxTransformer2DModel
+from rich.table import Column, Table
 from torch.nn.functional import scaled_dot_product_attention
 
-from foveate.bench.timing import captured, peak_memory, time_calls
+from foveate.bench.models import MODELS, Model
+from foveate.bench.reconstruction import FEATURES, reconstruction_error
+from foveate.bench.timing import captured, peak_memory, time_calls, time_shares
 from foveate.compare import Track, versions
-from foveate.demo.untrained import untrained_pipeline
 from foveate.integrations.diffusers.apply import apply
-from foveate.integrations.diffusers.lora import Way, using
-from foveate.integrations.diffusers.pipelines import Call, choose_device, choose_dtype, now, ready, time_steps
-from foveate.methods import HilbertA, Together, ToMA
+from foveate.integrations.diffusers.blocks import UNet
+from foveate.integrations.diffusers.lora import using
+from foveate.integrations.diffusers.pipelines import Call, choose_device, choose_dtype, denoiser, now, time_steps
+from foveate.methods import HilbertA, Method, Together, ToMA
+from foveate.methods.method import TokenMerging
 from foveate.ops.block_attention import block_attention
 
 __all__ = ["bench_step", "table_of"]
 
-ATTENTION = None, HilbertA(tiles=1), HilbertA(tiles=4), HilbertA(tiles=16)
-MERGING = ToMA(keep=0.5), ToMA(keep=0.25), Together((HilbertA(tiles=16), ToMA(keep=0.5)))
-PLUMBING = HilbertA(tiles=1), ToMA(keep=0.999, weights="hard", skip=0)  # must be dense: every token is kept
-CYCLE = 10  # steps after which ToMA's schedule comes round
+Way = Method | Together
+STEPS = 10  # of a run that merges, at least
+ONE_TILE, ALL_KEPT = HilbertA(tiles=1), ToMA(keep=0.999, weights="hard", skip=0)  # must be dense
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 5e-2}
+MERGE, PLAN = "foveate::region_matmul", "foveate::plan"  # what a profile calls them
 
 
 @torch.no_grad()
 def bench_step(
     sides: Sequence[int],
     *,
-    full_size: bool = False,
-    text: int = 512,
+    model: str = "built-in",
+    methods: Sequence[Way] = (),
+    text: int | None = None,
     compile: bool = False,
     rounds: int = 9,
     device: str = "auto",
     dtype: str = "auto",
     track: Track = lambda name, length: lambda: None,
 ) -> Iterator[dict[str, Any]]:
-    """After every size the times so far of one forward of a Flux with random weights, ready for JSON.
+    """With every row more the times so far of one forward of a denoiser with random weights, ready for JSON.
 
-    The reorder of the tokens is part of a forward. Variants of sparse attention take turns. Those that merge tokens
-    come after them, one by one, through whole cycles of their schedule; their time is the mean over those steps,
-    plans included.
+    The reorder of the tokens is part of a forward. Dense and the methods that merge nothing take turns. Those that
+    merge tokens come after them, one by one, through whole cycles of their schedule; their time is the mean over those
+    steps, plans included. Then dense is timed again: what it differs by, the machine has drifted.
+
+    A profile of one more cycle tells which parts of the time went into the op that merges and unmerges
+    (`merge_share`) and into plans (`plan_share`). They are 0 where that is compiled into other code, or done by other
+    ops: on a CPU, and by methods that merge by best match. In a UNet the quality of a method is judged by what merging
+    and unmerging leave of random and of smooth features: see `reconstruction_error`.
 
     Args:
-        sides: Image tokens along each side.
-        full_size: FLUX.1-dev's 12 B parameters, not the built-in model's 17 M.
-        text: Text tokens.
+        sides: Image tokens along each side; in SDXL along those of the largest maps with attention, 64 at 1024 px.
+        model: One of `MODELS`.
+        methods: What to time besides dense. None of them: the model's own list.
+        text: Text tokens. None takes the model's usual number.
         compile: Compile the repeated blocks.
-        rounds: How often each variant is timed; they take turns.
+        rounds: How often to time each that takes turns; of those that merge so many steps at least.
         device: See `choose_device`.
         dtype: See `choose_dtype`.
         track: Shows progress.
 
     Raises:
-        ValueError: If one tile, or merging that keeps every token, does not give the dense step.
+        ValueError: If there is no such model, a method does not fit it or stays dense, or one tile, or merging that
+            keeps every token, does not give the dense step.
     """
-    where = choose_device(device)
-    pipe = _full_size(where, choose_dtype(dtype, where)) if full_size else ready(untrained_pipeline(), device, dtype)
+    if model not in MODELS:
+        raise ValueError(f"unknown model {model!r}: choose one of {', '.join(MODELS)}")
+    chosen, where = MODELS[model], choose_device(device)
+    text = chosen.text if text is None else text
+    pipe = chosen.build(where, choose_dtype(dtype, where))
+    network: Any = denoiser(pipe)
     if compile:
-        pipe.transformer.compile_repeated_blocks(fullgraph=True)
+        network.compile_repeated_blocks(fullgraph=True)
     rows: list[dict[str, Any]] = []
     result = {
-        "what": "one forward of a Flux transformer with random weights",
-        "parameters": sum(p.numel() for p in pipe.transformer.parameters()),
+        "what": f"one forward of {type(network).__name__} with random weights",
+        "model": model,
+        "parameters": sum(p.numel() for p in network.parameters()),
         "text_tokens": text,
         "device": where.type,
         "dtype": str(pipe.dtype).removeprefix("torch."),
@@ -77,148 +94,194 @@ def bench_step(
         "versions": versions(),
     }
     for side in sides:
-        rows += _rows(pipe, side, text, rounds, track)
-        yield result
+        for row in _rows(pipe, chosen, side, text, methods or chosen.methods, rounds, track):
+            rows.append(row)
+            yield result
 
 
-def _rows(pipe: Any, side: int, text: int, rounds: int, track: Track) -> list[dict[str, Any]]:
-    step = _random_step(pipe.transformer, side, text)
-    errors = [_difference(pipe, step, method) for method in PLUMBING]
-    for method, error in zip(PLUMBING, errors, strict=True):
-        if not error <= TOLERANCE[pipe.dtype]:  # NaN is wrong too
-            raise ValueError(
-                f"{method.title} differs from dense by {error:.1e} at {side} x {side} tokens: not timing a wrong step"
-            )
-    peaks: list[int | None] = []
-    for method in ATTENTION:
-        with using(pipe, method):
-            peaks.append(peak_memory(lambda: pipe.transformer(**step), pipe.device))
-    advance = track(f"{side} x {side} tokens", len(ATTENTION) * (rounds + 1))
-    seconds = list(zip(*time_steps(pipe, Call((), step), ATTENTION, rounds, advance), strict=True))
-    attention = _attention_seconds(pipe.transformer, side, text, rounds)
-    layers = len(pipe.transformer.transformer_blocks) + len(pipe.transformer.single_transformer_blocks)
-    dense = median(seconds[0])
-    rows = [
-        _row(method, side, median(taken), taken, dense, peak)
-        | {
-            "attention_share": layers * alone / median(taken),
-            "attention_speed_up": attention[0] / alone,
-            "attention_flop_bound": 1 / (1 - mean(table.sparsity() for table in _tables(method, side, text))),
-            "one_tile_error": errors[0],
-        }
-        for method, taken, alone, peak in zip(ATTENTION, seconds, attention, peaks, strict=True)
-    ]
-    for method in MERGING:
-        advance = track(method.title, -(-rounds // CYCLE) * CYCLE)
-        taken, peak = _scheduled(pipe, step, method, -(-rounds // CYCLE) * CYCLE, advance)
-        rows.append(_row(method, side, mean(taken), taken, dense, peak) | {"all_kept_error": errors[1]})
-    return rows
+def _rows(
+    pipe: Any, model: Model, side: int, text: int, ways: Sequence[Way], rounds: int, track: Track
+) -> Iterator[dict[str, Any]]:
+    step = model.step(denoiser(pipe), side, text)
+    about = {"image_tokens": side * side, "batch": len(next(iter(step.values())))}
+    about |= _check(pipe, step, ways, f"{side} x {side} tokens")
+    dense = None
+    for row in _measured(pipe, step, side, text, ways, rounds, track):
+        dense = dense or row["step_s"]
+        yield about | row | {"speed_up": dense / row["step_s"]}
 
 
-def _row(
-    method: Way | None, side: int, seconds: float, taken: Sequence[float], dense: float, peak: int | None
-) -> dict[str, Any]:
+def _measured(
+    pipe: Any, step: dict[str, Any], side: int, text: int, ways: Sequence[Way], rounds: int, track: Track
+) -> Iterator[dict[str, Any]]:
+    merging = [way for way in ways if _merging(way)]
+    in_turns = [None, *(way for way in ways if not _merging(way))]
+    rows = _in_turns(pipe, step, in_turns, rounds, track(f"{side} x {side} tokens", len(in_turns) * (rounds + 1)))
+    yield from _attention(denoiser(pipe), rows, in_turns, side, text, rounds) if _is_flux(pipe) else rows
+    for way in merging:
+        row = _scheduled(pipe, step, way, rounds, track)
+        yield row if _is_flux(pipe) else row | _reconstruction(way, side, pipe.device)
+    if merging:
+        (row,) = _in_turns(pipe, step, [None], rounds, track("dense, again", rounds + 1))
+        yield row | {"variant": "dense, again"}
+
+
+def _is_flux(pipe: Any) -> bool:
+    return isinstance(denoiser(pipe), FluxTransformer2DModel)
+
+
+def _merging(way: Way) -> list[TokenMerging]:
+    return [part for part in way.parts if isinstance(part, TokenMerging)]
+
+
+def _row(way: Way | None, seconds: float, taken: Sequence[float], peak: int | None) -> dict[str, Any]:
     return {
-        "image_tokens": side * side,
-        "variant": method.title if method else "dense",
+        "variant": way.title if way else "dense",
+        "method": repr(way) if way else "dense",
         "step_s": seconds,
         "median_s": median(taken),
         "fastest_s": min(taken),
         "slowest_s": max(taken),
-        "speed_up": dense / seconds,
+        "forwards": len(taken),
         "peak_bytes": peak,
     }
 
 
-def _scheduled(
-    pipe: Any, step: dict[str, Any], method: Way, steps: int, advance: Callable[[], None]
-) -> tuple[list[float], int | None]:
-    """Seconds of each forward of a run, in which plans are made when their time comes; and the peak of memory."""
-    with using(pipe, method):
-        for number in (0, 1):  # compile what makes a plan and what uses one
-            pipe.scheduler.set_begin_index(number)
-            pipe.transformer(**step)
-        pipe.scheduler.set_begin_index(0)
-        peak = peak_memory(lambda: pipe.transformer(**step), pipe.device)
+def _reconstruction(way: Way, side: int, device: torch.device) -> dict[str, float]:
+    (merging,) = _merging(way)
+    return {
+        f"reconstruction_{features}": reconstruction_error(merging, features, side, UNet.tile, device)
+        for features in FEATURES
+    }
+
+
+# --- check ---
+
+
+def _check(pipe: Any, step: dict[str, Any], ways: Sequence[Way], size: str) -> dict[str, float]:
+    """The errors of what must be dense.
+
+    Raises:
+        ValueError: If one is too large, or what is to be timed does not work.
+    """
+    exact = ({"one_tile_error": ONE_TILE} if _is_flux(pipe) else {}) | {"all_kept_error": ALL_KEPT}
+    errors = {name: _difference(pipe, step, method) for name, method in exact.items()}
+    for name, error in errors.items():
+        if not error <= TOLERANCE[pipe.dtype]:  # NaN is wrong too
+            raise ValueError(
+                f"{exact[name].title} differs from dense by {error:.1e} at {size}: not timing a wrong step"
+            )
+    for way in ways:
+        with torch.compiler.set_stance("force_eager"), apply(pipe, *way.parts) as run:
+            denoiser(pipe)(**step)
+            if not run.plans():
+                raise ValueError(f"{way.title} stays dense at {size}: {run.summary().layers[-1].why}")
+    return errors
+
+
+def _difference(pipe: Any, step: dict[str, Any], method: Method) -> float:
+    """Relative difference between the dense step and one with a method, neither of them compiled."""
+    with torch.compiler.set_stance("force_eager"):
+        dense = denoiser(pipe)(**step)[0]
+        with apply(pipe, method):
+            other = denoiser(pipe)(**step)[0]
+    return ((other - dense).float().norm() / dense.float().norm()).item()
+
+
+# --- time ---
+
+
+def _in_turns(
+    pipe: Any, step: dict[str, Any], ways: Sequence[Way | None], rounds: int, advance: Callable[[], None]
+) -> list[dict[str, Any]]:
+    """Rows of what does the same in every step."""
+    peaks: list[int | None] = []
+    for way in ways:
+        with using(pipe, way):
+            peaks.append(peak_memory(lambda: denoiser(pipe)(**step), pipe.device))
+    seconds = zip(*time_steps(pipe, Call((), step), ways, rounds, advance), strict=True)
+    return [_row(way, median(taken), taken, peak) for way, taken, peak in zip(ways, seconds, peaks, strict=True)]
+
+
+def _scheduled(pipe: Any, step: dict[str, Any], way: Way, rounds: int, track: Track) -> dict[str, Any]:
+    """The row of a run that merges: whole cycles of its schedule, each plan made when its time comes."""
+    (merging,) = _merging(way)
+    cycle = lcm(merging.dst_every, merging.merge_every)
+    steps = cycle * ceil(max(rounds, STEPS) / cycle)
+    advance = track(way.title, steps)
+
+    def forward(number: int) -> None:
+        pipe.scheduler.set_begin_index(number)
+        denoiser(pipe)(**step)
+
+    with apply(pipe, *way.parts):
+        for number in sorted({0, 1, merging.merge_every, merging.weights_every}):  # compile all that a run does
+            forward(number)
+        peak = peak_memory(lambda: forward(0), pipe.device)
+        forward(0)
         taken: list[float] = []
         for number in range(1, steps + 1):
-            pipe.scheduler.set_begin_index(number)
             began = now(pipe.device)
-            pipe.transformer(**step)
+            forward(number)
             taken.append(now(pipe.device) - began)
             advance()
+        one_more = range(steps + 1, steps + cycle + 1)
+        shares = time_shares(lambda: [forward(number) for number in one_more], [MERGE, PLAN], pipe.device)
     pipe.scheduler.set_begin_index(0)
-    return taken, peak
+    return _row(way, mean(taken), taken, peak) | dict(zip(("merge_share", "plan_share"), shares, strict=True))
 
 
-def _tables(method: HilbertA | None, side: int, text: int) -> tuple[Any, ...]:
-    return (method or HilbertA(tiles=1)).plan(((side, side),), text).tables
-
-
-def _attention_seconds(transformer: FluxTransformer2DModel, side: int, text: int, rounds: int) -> list[float]:
-    """Of each variant the median time of a layer's attention alone: softmax(q k) v, nothing around it."""
+def _attention(
+    transformer: Any, rows: Sequence[dict[str, Any]], ways: Sequence[Any], side: int, text: int, rounds: int
+) -> list[dict[str, Any]]:
+    """The rows, with what attention alone takes: softmax(q k) v and nothing around it."""
     config: Any = transformer.config
     shape = 1, side * side + text, config.num_attention_heads, config.attention_head_dim
     q, k, v = (
         torch.randn(shape, device=transformer.device, dtype=transformer.dtype).transpose(1, 2) for _ in range(3)
     )
-    tables = [_tables(method, side, text)[0] for method in ATTENTION[1:]]
+    tables = [way.plan(((side, side),), text).tables for way in ways[1:]]
     calls = [
         partial(scaled_dot_product_attention, q, k, v),
-        *(partial(block_attention, q, k, v, table) for table in tables),
+        *(partial(block_attention, q, k, v, first) for first, *_ in tables),
     ]
     for call in calls:
         call()
     calls = [captured(call, transformer.device) for call in calls]
-    return [median(taken) for taken in time_calls(calls, rounds, transformer.device)]
+    alone = [median(taken) for taken in time_calls(calls, rounds, transformer.device)]
+    bounds = [1.0, *(1 / (1 - mean(table.sparsity() for table in phases)) for phases in tables)]
+    layers = len(transformer.transformer_blocks) + len(transformer.single_transformer_blocks)
+    return [
+        row
+        | {
+            "attention_share": layers * seconds / row["step_s"],
+            "attention_speed_up": alone[0] / seconds,
+            "attention_flop_bound": bound,
+        }
+        for row, seconds, bound in zip(rows, alone, bounds, strict=True)
+    ]
 
 
-def _full_size(device: torch.device, dtype: torch.dtype) -> FluxPipeline:
-    """A transformer of FLUX.1-dev's size without anything around it."""
-    default = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    with device:
-        transformer = FluxTransformer2DModel(guidance_embeds=True).eval()
-    torch.set_default_dtype(default)
-    nothing: dict[str, Any] = dict.fromkeys(("vae", "text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2"))
-    return FluxPipeline(scheduler=FlowMatchEulerDiscreteScheduler(), transformer=transformer, **nothing)
-
-
-def _random_step(transformer: FluxTransformer2DModel, side: int, text: int) -> dict[str, Any]:
-    """Arguments of one forward over side x side image tokens, of random numbers."""
-    config: Any = transformer.config
-    like: dict[str, Any] = {"device": transformer.device, "dtype": transformer.dtype}
-    return {
-        "hidden_states": torch.randn(1, side * side, config.in_channels, **like),
-        "encoder_hidden_states": torch.randn(1, text, config.joint_attention_dim, **like),
-        "pooled_projections": torch.randn(1, config.pooled_projection_dim, **like),
-        "timestep": torch.full((1,), 0.5, **like),
-        "guidance": torch.full((1,), 3.5, **like) if config.guidance_embeds else None,
-        "img_ids": FluxPipeline._prepare_latent_image_ids(1, side, side, **like),
-        "txt_ids": torch.zeros(text, 3, **like),
-        "return_dict": False,
-    }
-
-
-def _difference(pipe: Any, step: dict[str, Any], method: HilbertA | ToMA) -> float:
-    """Relative difference between the dense step and one with a method, neither of them compiled."""
-    with torch.compiler.set_stance("force_eager"):
-        dense = pipe.transformer(**step)[0]
-        with apply(pipe, method):
-            other = pipe.transformer(**step)[0]
-    return ((other - dense).float().norm() / dense.float().norm()).item()
+COLUMNS: list[tuple[str, str, Callable[[Any], str]]] = [
+    ("tokens", "image_tokens", "{:,}".format),
+    ("variant", "variant", str),
+    ("ms", "step_s", lambda seconds: f"{1e3 * seconds:.4g}"),
+    ("speed-up", "speed_up", "{:.2f}x".format),
+    ("attention", "attention_share", "{:.0%}".format),
+    ("its speed-up", "attention_speed_up", "{:.2f}x".format),
+    ("FLOP bound", "attention_flop_bound", "{:.2f}x".format),
+    ("merging", "merge_share", "{:.1%}".format),
+    ("plans", "plan_share", "{:.1%}".format),
+    ("error, random", "reconstruction_random", "{:.3f}".format),
+    ("error, smooth", "reconstruction_smooth", "{:.3f}".format),
+    ("MB", "peak_bytes", lambda count: f"{count / 1e6:,.0f}"),
+]
 
 
 def table_of(result: dict[str, Any]) -> Table:
-    """The measurements, to print."""
-    table = Table("tokens", "variant", "ms", "speed-up", "attention", "its speed-up", "FLOP bound", "MB")
+    """The measurements, to print: the columns that there are numbers for."""
+    shown = [column for column in COLUMNS if any(row.get(column[1]) for row in result["rows"])]
+    table = Table(*(Column(title, overflow="fold") for title, _, _ in shown))
     for row in result["rows"]:
-        alone = "attention_share" in row
-        table.add_row(
-            f"{row['image_tokens']:,}", row["variant"], f"{1e3 * row['step_s']:.4g}", f"{row['speed_up']:.2f}x",
-            f"{row['attention_share']:.0%}" if alone else "",
-            f"{row['attention_speed_up']:.2f}x" if alone else "",
-            f"{row['attention_flop_bound']:.2f}x" if alone else "",
-            "" if row["peak_bytes"] is None else f"{row['peak_bytes'] / 1e6:,.0f}",
-        )  # fmt: skip
+        table.add_row(*(show(row[field]) if row.get(field) else "" for _, field, show in shown))
     return table

@@ -1,12 +1,15 @@
-# pyright: basic
+# pyright: basic, reportPrivateImportUsage=false
 """How long calls take, and how much memory."""
 
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile
 
-__all__ = ["captured", "peak_memory", "time_calls"]
+__all__ = ["captured", "peak_memory", "time_calls", "time_shares"]
 
 Call = Callable[[], object]
 LONG_ENOUGH = 0.005  # seconds of one measurement
@@ -64,6 +67,39 @@ def captured(call: Call, device: torch.device) -> Call:
         _ = call  # holds what the graph reads: tables, and what was derived from them
 
     return replay
+
+
+def time_shares(call: Call, names: Sequence[str], device: torch.device) -> list[float]:
+    """Which fraction of a call's time goes into each of these ops and `record_function` ranges; 0 where it never runs.
+
+    On a GPU the time is that of kernels, wherever they were launched; else that of ops on the CPU. What lies within
+    another one of the names counts for the outer one alone.
+
+    Args:
+        call: What to profile.
+        names: Of the ops and ranges.
+        device: Where it runs.
+    """
+    on_gpu = device.type == "cuda"
+    with profile(activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]) as profiler:
+        call()
+    events = list(profiler.events() or [])
+    if on_gpu:
+        kernels = [e for e in events if e.device_type == DeviceType.CUDA and not e.is_user_annotation]
+        total = sum(kernel.device_time_total for kernel in kernels)
+    else:
+        total = sum(event.self_cpu_time_total for event in events)
+    spent = dict.fromkeys(names, 0.0)
+    for event in events:
+        if event.name in spent and event.device_type == DeviceType.CPU and not _within(event, names):
+            spent[event.name] += event.device_time_total if on_gpu else event.cpu_time_total
+    return [time / total if total else 0.0 for time in spent.values()]
+
+
+def _within(event: Any, names: Sequence[str]) -> bool:
+    """Whether an event lies in one of these names."""
+    outer = event.cpu_parent
+    return outer is not None and (outer.name in names or _within(outer, names))
 
 
 def _seconds(call: Call, repeats: int, device: torch.device) -> float:

@@ -1,13 +1,14 @@
 """Commands that measure speed: one call of attention, one denoising step."""
 
 import json
+import os
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 
-from foveate.cli.common import Device, Dtype, clear_errors, progress
+from foveate.cli.common import Device, Dtype, clear_errors, progress, read_method
 
 __all__ = ["app"]
 
@@ -72,30 +73,61 @@ def attention(
 @app.command()
 @clear_errors
 def step(
-    sides: Annotated[str, typer.Option(help="Image tokens along each side: 64 is 1024 px of FLUX.1.")] = "64",
-    full_size: Annotated[
-        bool, typer.Option("--full-size", help="FLUX.1-dev's 12 B parameters; else the built-in model's 17 M.")
-    ] = False,
+    model: Annotated[
+        str,
+        typer.Option(
+            help="Whose size, with random weights: built-in (17 M parameters), flux-dev (FLUX.1-dev, 12 B), "
+            "sdxl (2.6 B; two samples, as guidance has them)."
+        ),
+    ] = "built-in",
+    sides: Annotated[
+        str,
+        typer.Option(
+            help="Image tokens along each side. 64 is 1024 px of FLUX.1, and of SDXL, whose largest maps with "
+            "attention are counted; 256 px of the built-in model."
+        ),
+    ] = "64",
+    method: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="What to time besides dense: hilberta, with options toma:keep=0.25,dst_every=20, several at once "
+            "hilberta:tiles=16+toma. Repeat it for more. "
+            "[dim]default: HilbertA and ToMA; of sdxl ToMA, ToMeSD and ToFu[/]"
+        ),
+    ] = None,
     compile: Annotated[bool, typer.Option("--compile", help="Compile the repeated blocks.")] = False,
-    text: Text = 512,
-    rounds: Rounds = 9,
+    text: Annotated[
+        int | None, typer.Option(min=0, help="Text tokens. [dim]default: 512, of sdxl 77, as the models have[/]")
+    ] = None,
+    rounds: Annotated[
+        int, typer.Option(min=1, help="How often each is timed; those that merge for whole cycles of their schedule.")
+    ] = 9,
     out: Out = Path("bench"),
     device: Device = "auto",
     dtype: Dtype = "auto",
     commit: Commit = "",
 ) -> None:
-    """Time one denoising step of a Flux with random weights, dense and with every method, reorder and plans included.
+    """Time one denoising step of a model with random weights, dense and with methods, reorder and plans included.
 
-    foveate bench step --full-size --compile --sides 64,128,256       # a GPU with 40 GB or more
+    A profile tells which parts of a run that merges go into merging and into plans.
+    Of SDXL it also prints what merging and unmerging lose of random and of smooth features: there are no pictures.
+
+    foveate bench step --method toma --method toma:dst_every=20,weights_every=10      # any machine
+
+    foveate bench step --model flux-dev --compile --sides 64,128                      # a GPU with 40 GB or more
+
+    foveate bench step --model sdxl --compile                                         # a GPU with 16 GB or more
     """
     from foveate.bench.step import bench_step, table_of
     from foveate.integrations.diffusers.pipelines import choose_device
 
-    name = f"step-{'flux-dev' if full_size else 'small'}-{'compiled' if compile else 'eager'}"
+    os.environ.setdefault("KINETO_LOG_LEVEL", "5")  # else the profiler says when it begins and ends
+    methods = [read_method(text) for text in method or []]
+    name = f"step-{model}-{'compiled' if compile else 'eager'}"
     path, result = out / f"{name}-{choose_device(device).type}.json", {"rows": []}
     with progress() as track:
         for result in bench_step(
-            _numbers(sides), full_size=full_size, compile=compile, text=text, rounds=rounds, device=device,
+            _numbers(sides), model=model, methods=methods, compile=compile, text=text, rounds=rounds, device=device,
             dtype=dtype, track=track,
         ):  # fmt: skip
             _write(path, result, commit)

@@ -13,6 +13,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from foveate.demo import PIPELINE
+from foveate.methods import Method, Together, method_from_text
 
 __all__ = [
     "Device",
@@ -29,6 +30,7 @@ __all__ = [
     "open_model",
     "options_of",
     "progress",
+    "read_method",
     "read_size",
     "remark_on",
     "request_of",
@@ -153,6 +155,15 @@ def options_of(option: list[str] | None, tiles: str | None = None) -> dict[str, 
     """The options of a method: of "centre=0" and the like, and its tiles."""
     pairs = {name: value for name, _, value in (text.partition("=") for text in option or [])}
     return pairs if tiles is None else {**pairs, "tiles": tiles}
+
+
+def read_method(text: str) -> Method | Together:
+    """The method of "hilberta:tiles=16,centre=0", or the methods of "hilberta:tiles=16+toma:keep=0.5"."""
+    methods = tuple(
+        method_from_text(name, options_of(options.split(",") if options else None))
+        for name, _, options in (part.partition(":") for part in text.split("+"))
+    )
+    return methods[0] if len(methods) == 1 else Together(methods)
 
 
 def remark_on(prompt: str) -> str:

@@ -24,6 +24,7 @@ from foveate.cli.common import (
     open_model,
     options_of,
     progress,
+    read_method,
     remark_on,
     request_of,
     settings_of,
@@ -165,7 +166,7 @@ def evaluate(
     """
     if out.exists() and not out.is_dir():
         raise ValueError(f"--out names a folder for the results, but {out} is a file: name another")
-    methods = [_spelled(text) for text in method or []]
+    methods = [read_method(text) for text in method or []]
     pipe = open_model(model, device, dtype)
     request = request_of(pipe, model, "", size, steps, guidance, seed)
     from foveate.compare import showcase
@@ -179,20 +180,11 @@ def evaluate(
         print(out / name)
 
 
-def _spelled(text: str) -> Method | Together:
-    """The method of "hilberta:tiles=16,centre=0", or the methods of "hilberta:tiles=16+toma:keep=0.5"."""
-    methods = tuple(
-        method_from_text(name, options_of(options.split(",") if options else None))
-        for name, _, options in (part.partition(":") for part in text.split("+"))
-    )
-    return methods[0] if len(methods) == 1 else Together(methods)
-
-
 def _method(name: str | None, options: dict[str, str]) -> Method | Together | None:
     if name and set(name) & set("+:"):
         if options:
             raise ValueError(f"write all options into --method {name}, such as hilberta:tiles=16+toma:keep=0.5")
-        return _spelled(name)
+        return read_method(name)
     if name not in (None, "dense"):
         return method_from_text(name, options)
     if options:

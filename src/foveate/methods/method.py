@@ -226,7 +226,8 @@ class TokenMerging(Method):
     @property
     def title(self) -> str:
         """The method, the fraction it keeps, and what else is not as usual."""
-        return f"{type(self).__name__} keep={self.keep:g}{self.unusual(f.name for f in fields(self) if f.name != 'keep')}"
+        others = (field.name for field in fields(self) if field.name != "keep")
+        return f"{type(self).__name__} keep={self.keep:g}{self.unusual(others)}"
 
     def at(self, depth: float) -> "TokenMerging":
         """The method for a block that so much of the model, a fraction, comes before."""
