@@ -67,6 +67,19 @@ def test_the_sparse_model_comes_nearer_to_the_dense_one(run, pipe, pairs_folder,
     assert gap(pipe, batch) < part * before
 
 
+def test_the_rate_falls_to_nothing_at_the_end(run, monkeypatch):
+    rates = []
+    step = torch.optim.AdamW.step
+    monkeypatch.setattr(
+        torch.optim.AdamW, "step", lambda self, *args: rates.append(self.param_groups[0]["lr"]) or step(self, *args)
+    )
+    recipe = Recipe(method=HilbertA(tiles=4), optimizer="adamw", rate=1e-2, batch=2, cool_down=0.5)
+    run("out", recipe, steps=4)
+    assert rates == pytest.approx([1e-2, 1e-2, 1e-2, 5e-3])
+    run("out", recipe, steps=8)
+    assert rates[4:] == pytest.approx([1e-2, 7.5e-3, 5e-3, 2.5e-3])
+
+
 def test_all_other_weights_stay_bit_for_bit(run, pipe):
     before = {name: weight.clone() for name, weight in pipe.transformer.state_dict().items()}
     run("out", pipe=pipe, steps=3)

@@ -52,6 +52,9 @@ def bench_step(
     merge tokens come after them, one by one, through whole cycles of their schedule; their time is the mean over those
     steps, plans included. Then dense is timed again: what it differs by, the machine has drifted.
 
+    On a GPU a forward is timed as one CUDA graph too (`graph_s`; of those that merge, one that makes no plan): what it
+    takes where launching is not what takes longest.
+
     A profile of one more cycle tells which parts of the time went into the op that merges and unmerges
     (`merge_share`) and into plans (`plan_share`). They are 0 where that is compiled into other code, or done by other
     ops: on a CPU, and by methods that merge by best match. In a UNet the quality of a method is judged by what merging
@@ -107,8 +110,11 @@ def _rows(
     about |= _check(pipe, step, ways, f"{side} x {side} tokens")
     dense = None
     for row in _measured(pipe, step, side, text, ways, rounds, track):
-        dense = dense or row["step_s"]
-        yield about | row | {"speed_up": dense / row["step_s"]}
+        dense = dense or row
+        gains = {"speed_up": dense["step_s"] / row["step_s"]}
+        if dense["graph_s"] and row["graph_s"]:
+            gains["graph_speed_up"] = dense["graph_s"] / row["graph_s"]
+        yield about | row | gains
 
 
 def _measured(
@@ -134,7 +140,9 @@ def _merging(way: Way) -> list[TokenMerging]:
     return [part for part in way.parts if isinstance(part, TokenMerging)]
 
 
-def _row(way: Way | None, seconds: float, taken: Sequence[float], peak: int | None) -> dict[str, Any]:
+def _row(
+    way: Way | None, seconds: float, taken: Sequence[float], peak: int | None, graph: float | None
+) -> dict[str, Any]:
     return {
         "variant": way.title if way else "dense",
         "method": repr(way) if way else "dense",
@@ -143,6 +151,7 @@ def _row(way: Way | None, seconds: float, taken: Sequence[float], peak: int | No
         "fastest_s": min(taken),
         "slowest_s": max(taken),
         "forwards": len(taken),
+        "graph_s": graph,
         "peak_bytes": peak,
     }
 
@@ -195,12 +204,25 @@ def _in_turns(
     pipe: Any, step: dict[str, Any], ways: Sequence[Way | None], rounds: int, advance: Callable[[], None]
 ) -> list[dict[str, Any]]:
     """Rows of what does the same in every step."""
-    peaks: list[int | None] = []
+    alone: list[tuple[int | None, float | None]] = []
     for way in ways:
         with using(pipe, way):
-            peaks.append(peak_memory(lambda: denoiser(pipe)(**step), pipe.device))
+            forward = partial(denoiser(pipe), **step)
+            alone.append((peak_memory(forward, pipe.device), _graph_seconds(forward, rounds, pipe.device)))
     seconds = zip(*time_steps(pipe, Call((), step), ways, rounds, advance), strict=True)
-    return [_row(way, median(taken), taken, peak) for way, taken, peak in zip(ways, seconds, peaks, strict=True)]
+    return [_row(way, median(taken), taken, *both) for way, taken, both in zip(ways, seconds, alone, strict=True)]
+
+
+def _graph_seconds(forward: Callable[[], object], rounds: int, device: torch.device) -> float | None:
+    """Median time of a forward as one CUDA graph; None where there are none, or it cannot be captured."""
+    if device.type != "cuda":
+        return None
+    try:
+        forward()
+        replay = captured(forward, device)
+    except RuntimeError:  # something in it waits for the device
+        return None
+    return median(time_calls([replay], rounds, device)[0])
 
 
 def _scheduled(pipe: Any, step: dict[str, Any], way: Way, rounds: int, track: Track) -> dict[str, Any]:
@@ -225,10 +247,11 @@ def _scheduled(pipe: Any, step: dict[str, Any], way: Way, rounds: int, track: Tr
             forward(number)
             taken.append(now(pipe.device) - began)
             advance()
+        graph = _graph_seconds(lambda: forward(steps), rounds, pipe.device)
         one_more = range(steps + 1, steps + cycle + 1)
         shares = time_shares(lambda: [forward(number) for number in one_more], [MERGE, PLAN], pipe.device)
     pipe.scheduler.set_begin_index(0)
-    return _row(way, mean(taken), taken, peak) | dict(zip(("merge_share", "plan_share"), shares, strict=True))
+    return _row(way, mean(taken), taken, peak, graph) | dict(zip(("merge_share", "plan_share"), shares, strict=True))
 
 
 def _attention(
@@ -267,6 +290,8 @@ COLUMNS: list[tuple[str, str, Callable[[Any], str]]] = [
     ("variant", "variant", str),
     ("ms", "step_s", lambda seconds: f"{1e3 * seconds:.4g}"),
     ("speed-up", "speed_up", "{:.2f}x".format),
+    ("as a graph, ms", "graph_s", lambda seconds: f"{1e3 * seconds:.4g}"),
+    ("speed-up", "graph_speed_up", "{:.2f}x".format),
     ("attention", "attention_share", "{:.0%}".format),
     ("its speed-up", "attention_speed_up", "{:.2f}x".format),
     ("FLOP bound", "attention_flop_bound", "{:.2f}x".format),

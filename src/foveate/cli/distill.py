@@ -63,6 +63,9 @@ def distill(
     rate: Annotated[
         float | None, typer.Option(min=0, help="Learning rate. [dim]default: 1 for prodigy, 1e-4 for adamw[/]")
     ] = None,
+    cool_down: Annotated[
+        float, typer.Option(min=0, max=1, help="Last fraction of the steps, over which the rate falls to 0.")
+    ] = 0.0,
     guidance_input: Annotated[
         float, typer.Option(min=0, help="Guidance scale that teacher and student are told.")
     ] = 1.0,
@@ -106,8 +109,9 @@ def distill(
     from foveate.training.student import Recipe
 
     recipe = Recipe(
-        method=chosen, rank=rank, optimizer=optimizer, rate=rate, batch=batch, guidance=guidance_input, seed=seed
-    )
+        method=chosen, rank=rank, optimizer=optimizer, rate=rate, cool_down=cool_down, batch=batch,
+        guidance=guidance_input, seed=seed,
+    )  # fmt: skip
     files: list[Path] = []
     if images:
         both = dict(islice(captioned(images, lines).items(), pictures))

@@ -11,6 +11,7 @@ so anew in every step. Written from the papers; the authors' code is not used.
 """
 
 from dataclasses import dataclass, replace
+from math import ceil
 from typing import ClassVar
 
 import torch
@@ -73,7 +74,9 @@ class ToMeSD(TokenMerging):
         """Which tokens are kept, and which of those every token becomes a part of."""
         group, *others = regions.groups
         chosen = _destinations(regions.grid, self.cell, self.random).to(features.device)
-        here, there = chosen.nonzero()[:, 0], (~chosen).nonzero()[:, 0]
+        cells = ceil(regions.grid[0] / self.cell[0]) * ceil(regions.grid[1] / self.cell[1])
+        # sources, then destinations; not by nonzero, whose length compiled code does not know
+        there, here = chosen.int().argsort(stable=True).split([len(chosen) - cells, cells])
         exact = features[:, : group.tokens].to(torch.promote_types(features.dtype, torch.float32))
         z = normalize(exact, dim=-1)
         likeness, match = (z[:, there] @ z[:, here].mT).max(-1)  # [batch, sources]
@@ -111,7 +114,7 @@ class ToFu(ToMeSD):
 
     def at(self, depth: float) -> TokenMerging:
         """The method for a block that so much of the model comes before."""
-        return replace(self, depth=depth)
+        return replace(self, depth=float(depth >= self.separation))  # two kinds of blocks: a graph each when compiled
 
     def _picked(self, places: Tensor, goes_to: Tensor) -> Picked:
         pruned = self.depth < self.separation

@@ -120,6 +120,8 @@ class Distillation:
         )
         losses: list[Tensor] = []
         for batch in self.accelerator.prepare(loader):
+            for group in self.optimizer.param_groups:
+                group["lr"] = self.student.recipe.rate_at(self.step / steps)
             with self.accelerator.accumulate(self.model):
                 loss = self.student.loss(self.model, batch)
                 self.accelerator.backward(loss)

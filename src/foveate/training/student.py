@@ -43,6 +43,7 @@ class Recipe:
         rank: Of the LoRA; its alpha is the same.
         optimizer: "prodigy", which finds its own step size, or "adamw".
         rate: Learning rate; None is 1 for Prodigy and 1e-4 for AdamW.
+        cool_down: Over this last fraction of the steps the rate falls to 0, linearly.
         batch: Pictures a step, over all devices.
         guidance: What both are told as guidance scale, if they take one.
         seed: Of the LoRA's first weights, the order of the pictures and their noise.
@@ -52,6 +53,7 @@ class Recipe:
     rank: int = 4
     optimizer: str = "prodigy"
     rate: float | None = None
+    cool_down: float = 0.0
     batch: int = 32
     guidance: float = 1.0
     seed: int = 42
@@ -65,12 +67,19 @@ class Recipe:
             raise ValueError(f"rank and batch must be 1 or more, not {self.rank} and {self.batch}")
         if self.rate is not None and self.rate <= 0:
             raise ValueError(f"the learning rate must be above 0, not {self.rate}")
+        if not 0 <= self.cool_down <= 1:
+            raise ValueError(f"cool_down is the last fraction of the steps, 0 to 1, not {self.cool_down}")
         if not self.method.always:
             raise ValueError("a LoRA is distilled for every noise level: leave start_percent and end_percent out")
 
+    def rate_at(self, done: float) -> float:
+        """Learning rate when this fraction of the steps is done."""
+        whole = self.rate or RATES[self.optimizer]
+        return whole * min(1.0, (1 - done) / self.cool_down) if self.cool_down else whole
+
     def optimizer_of(self, parameters: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
         """The optimizer of these parameters."""
-        options = {"lr": self.rate or RATES[self.optimizer], "betas": (0.9, 0.999), "weight_decay": 1e-4}
+        options = {"lr": self.rate_at(0), "betas": (0.9, 0.999), "weight_decay": 1e-4}
         if self.optimizer == "adamw":
             return torch.optim.AdamW(parameters, **options)
         from prodigyopt import Prodigy

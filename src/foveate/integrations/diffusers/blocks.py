@@ -47,7 +47,7 @@ class Layer(NamedTuple):
 
 
 class Stage:
-    """A stack of blocks over one grid.
+    """A stack of blocks over one grid. Its hooks stay outside of compiled code: each would be a graph of its own.
 
     Args:
         family: Decides within what regions the tokens of a forward merge.
@@ -81,14 +81,17 @@ class Stage:
         height, width = (args[0] if args else kwargs["hidden_states"]).shape[-2:]
         self.regions = self.family.decide(self.sites, (height // self.patch, width // self.patch))
 
+    @torch.compiler.disable
     def order_input(self, module: nn.Module, args: tuple[Any, ...]) -> Any:
         """Of a module whose first argument is the tokens."""
         return args if self.regions is None else (_along(self.regions.order, args[0]), *args[1:])
 
+    @torch.compiler.disable
     def order(self, module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
         """Of a module that returns the tokens."""
         return output if self.regions is None else _along(self.regions.order, output)
 
+    @torch.compiler.disable
     def restore(self, module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
         """Raster order again."""
         return output if self.regions is None else _along(self.regions.inverse, output)
@@ -114,7 +117,6 @@ class Blocks(Family):
         self.sites: list[Site] = []
         self.stages: list[Stage] = []
         self.idle = Site(self.merging, model)  # of blocks that never merge
-        self.nowhere = Stage(self, 1, [])  # of blocks where tokens neither enter nor leave
         self.layers: list[Layer] = []
         try:
             for layer in self.borrow():
@@ -173,8 +175,7 @@ class Blocks(Family):
 
     def remove(self) -> None:
         """Give the model back."""
-        stages = *self.stages, self.nowhere
-        for handle in (*self._hooks, *(handle for stage in stages for handle in stage.handles)):
+        for handle in (*self._hooks, *(handle for stage in self.stages for handle in stage.handles)):
             handle.remove()
         for site in (*self.sites, self.idle):
             site.remove()
@@ -295,9 +296,8 @@ class UNet(Blocks):
                 self.stages.append(stage)
                 stage.on(stack)
                 blocks = stack.transformer_blocks
-                for block in blocks:
-                    (stage if block is blocks[0] else self.nowhere).before(block)
-                    (stage if block is blocks[-1] else self.nowhere).behind(block)
+                stage.before(blocks[0])
+                stage.behind(blocks[-1])
                 yield from self.stacked(f"{stack_name}.transformer_blocks", stage, blocks)
 
     def skip(self, blocks: int) -> int:
@@ -306,8 +306,8 @@ class UNet(Blocks):
 
     def hook(self, block: nn.Module, site: Site) -> None:
         """Plans are made from what the first block of a section is given."""
-        if self.merging.granularity == "module":
-            (site if block is site.first else self.idle).features_of(block)
+        if self.merging.granularity == "module" and block is site.first:
+            site.features_of(block)
         super().hook(block, site)
 
 

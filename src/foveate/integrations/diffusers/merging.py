@@ -153,7 +153,7 @@ class Site:
 
     def features_of(self, block: nn.Module) -> None:
         """Make plans from what this block is given first."""
-        self._handles.append(block.register_forward_pre_hook(self._see_first))
+        self._handles.append(block.register_forward_pre_hook(self._see_block))
 
     def joint_attention(self, attn: nn.Module) -> None:
         """Run attention over image and text, by keyword, on merged image tokens."""
@@ -194,6 +194,10 @@ class Site:
             handle.remove()
 
     def _see_first(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        self._see(args[0])
+
+    @torch.compiler.disable
+    def _see_block(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         self._see(args[0])
 
     @torch.compiler.disable
