@@ -13,6 +13,7 @@ SHAPES = {16: (128, 1), 32: (128, 2), 64: (128, 4), 128: (32, 8)}
 """By the size of a set, channels of a step and the warps that hold the set's similarities in registers.
 
 Those of 256 tokens would take all registers that a multiprocessor has."""
+STAGES = 1  # with more, Triton 3.6 loads the next channels over those that a product of 64 tokens still reads
 NEARLY = tl.constexpr(1e-5)  # as in the portable path
 
 
@@ -93,7 +94,7 @@ def soft_assignment(
         given = picks if destinations is None else destinations.contiguous()
         _assign[(number,)](
             sets, given, picks, gather, spread, tokens, dim, budget, scale, *sets.stride()[:2],
-            GIVEN=destinations is not None, T=padded, BC=channels, num_warps=warps,
+            GIVEN=destinations is not None, T=padded, BC=channels, num_warps=warps, num_stages=STAGES,
         )  # fmt: skip
     return picks, gather, spread
 
