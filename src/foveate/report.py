@@ -194,7 +194,7 @@ def draw_sheet(rows: dict[str, list[Image.Image]], captions: list[str]) -> Figur
     figure = Figure(figsize=(1.6 * width + 0.5, 1.6 * height + 0.8), layout="constrained")
     grid = figure.subplots(height, width, squeeze=False)
     for axes_row, (name, pictures) in zip(grid, rows.items(), strict=True):
-        axes_row[0].set_ylabel(name, fontsize=9)
+        axes_row[0].set_ylabel(fill(name, 20), fontsize=9)
         for axes, picture in zip(axes_row, pictures, strict=True):
             axes.imshow(picture)
             axes.set(xticks=[], yticks=[])
