@@ -167,6 +167,18 @@ def test_plans_are_shared_by_blocks_and_steps(monkeypatch):
     assert made == sites * [False] + sites * [True]  # whether they keep destinations: steps 0 and 5
 
 
+def test_blocks_whose_plan_was_not_made_say_so_and_merge_when_it_is(monkeypatch):
+    model, x = built("unet")
+    with foveate.apply(model, ToMA(tile=(4, 4))) as run:
+        with monkeypatch.context() as patch:
+            patch.setattr(model.up_blocks[0].attentions[0], "forward", lambda sample, *args, **kwargs: (sample,))
+            model(**copy.copy(x))
+            whys = [layer.why for layer in run.summary().layers if layer.layer.startswith("up_blocks.0")]
+        assert set(whys) == {"the block that its plan is made from did not run"}
+        model(**copy.copy(x))
+        assert not any(layer.why for layer in run.summary().layers)
+
+
 @pytest.mark.parametrize("size_bias", [False, True])
 def test_identical_tokens_are_exact_where_there_is_no_text(size_bias):
     attn = tiny.unet().mid_block.attentions[0].transformer_blocks[0].attn1

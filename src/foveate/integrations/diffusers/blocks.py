@@ -259,7 +259,9 @@ class Blocks(Family):
     def leave(self, model: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         """Count what happened."""
         for site in self.sites:
-            site.end()
+            if site.end():
+                self.ran.pop(id(site), None)
+                self.reasons[id(site)] = "the block that its plan is made from did not run"
         self.inputs = {}
         why = "" if self.ran else self.why or next(iter(self.reasons.values()), "")
         self.outcomes[why] += 1

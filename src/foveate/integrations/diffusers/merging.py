@@ -83,15 +83,19 @@ class Site:
         else:
             self.merge = self._plan
 
-    def end(self) -> None:
-        """After the forward: the first block is compiled again, if it was."""
+    def end(self) -> bool:
+        """After the forward: the first block is compiled again, if it was. Whether a plan was due and not made."""
         if self._compiled is not None:
             self.first._compiled_call_impl = self._compiled
-        self._due, self._compiled = False, None
+        missed, self._due, self._compiled = self._due, False, None
+        if missed:
+            self._made = None
+        return missed
 
     def _see(self, features: Tensor) -> None:
         """Make the plan from the features of the first block."""
         if self._due:
+            self._due = False
             chosen = self._plan.chosen if self._plan else None
             with torch.no_grad(), record_function("foveate::plan"):
                 self.merge = self._plan = self.method.plan(features.detach(), self._regions, chosen)
