@@ -5,11 +5,14 @@ import math
 
 import numpy as np
 import pytest
+from PIL import Image
+from transformers import BitImageProcessor, Dinov2Config, Dinov2Model
 
 from foveate import HilbertA, evaluate
 from foveate.demo.untrained import untrained_pipeline
 from foveate.evaluate import Interval, _interval
 from foveate.integrations.diffusers.pipelines import Request
+from foveate.integrations.dino import load_dino
 
 REQUEST = Request("", (64, 64), 2, None, 5)
 
@@ -29,6 +32,8 @@ def test_real_renderings_are_right_and_noise_is_not(pipe, tmp_path):
     assert dense.frechet.value > 1
     assert real.psnr is dense.psnr is None
     assert 5 < sparse.psnr.value < 60
+    assert real.distance is dense.distance is None
+    assert 0 < sparse.distance.value < 1
     assert sparse.flop_bound > 1.2
     assert dense.flop_bound == 1
     assert sparse.seconds > 0
@@ -43,6 +48,23 @@ def test_one_tile_scores_as_dense(pipe, tmp_path):
     assert tiled.objects == dense.objects
     assert tiled.frechet.value == pytest.approx(dense.frechet.value, rel=1e-2)
     assert tiled.psnr.value > 50
+    assert tiled.distance.value == pytest.approx(0, abs=1e-3)
+
+
+def test_the_distance_may_be_that_of_dino(pipe, tmp_path):
+    config = Dinov2Config(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, image_size=28, patch_size=14)
+    Dinov2Model(config).save_pretrained(tmp_path / "dino")
+    size = {"size": {"shortest_edge": 28}, "crop_size": {"height": 28, "width": 28}}
+    BitImageProcessor(**size).save_pretrained(tmp_path / "dino")
+    features = load_dino(str(tmp_path / "dino"), pipe.device)
+    assert features(40 * [Image.new("RGB", (64, 64), "red")]).shape == (40, 16)
+    method = HilbertA(tiles=4)
+    *_, mine = evaluate.evaluate(pipe, [method], tmp_path / "out", prompts=2, request=REQUEST)
+    *_, theirs = evaluate.evaluate(pipe, [method], tmp_path / "out", prompts=2, request=REQUEST, features=features)
+    assert theirs.distance.value != mine.distance.value
+    assert theirs._replace(distance=None) == mine._replace(distance=None)
+    with pytest.raises(ValueError, match=r"cannot load .*nothing"):
+        load_dino(str(tmp_path / "nothing"), pipe.device)
 
 
 def test_a_run_that_was_broken_off_goes_on_where_it_was(pipe, tmp_path, monkeypatch):

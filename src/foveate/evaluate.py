@@ -15,6 +15,7 @@ import torch
 from PIL import Image
 from rich.table import Table
 from torch import Tensor
+from torch.nn.functional import cosine_similarity
 
 from foveate.compare import Track, versions
 from foveate.demo import PIPELINE
@@ -54,6 +55,7 @@ class Score(NamedTuple):
         frechet: Frechet distance of the recogniser's features to those of the real renderings.
         psnr: Against the dense picture of the same seed, in dB; None where that says nothing.
         ssim: Likewise.
+        distance: 1 - cosine between its features and the dense picture's.
         seconds: Median time of a picture; None for real ones.
         flop_bound: FLOPs of dense attention over those of this one.
     """
@@ -65,6 +67,7 @@ class Score(NamedTuple):
     frechet: Interval
     psnr: Interval | None
     ssim: Interval | None
+    distance: Interval | None
     seconds: float | None
     flop_bound: float
 
@@ -77,6 +80,7 @@ def evaluate(
     prompts: int,
     request: Request,
     batch: int = 1,
+    features: Callable[[Sequence[Image.Image]], Tensor] | None = None,
     track: Track = lambda name, length: lambda: None,
 ) -> list[Score]:
     """Draw held-out captions dense and with every method, and score them; scores.json and sheet.png go into `out`.
@@ -90,6 +94,7 @@ def evaluate(
         prompts: How many captions.
         request: Size, steps, guidance and the first seed; its prompt is not used.
         batch: Pictures drawn together.
+        features: Of pictures [pictures, dim], for the distance to dense ones. None takes the recogniser's.
         track: Shows progress.
 
     Raises:
@@ -116,7 +121,8 @@ def evaluate(
         folder = out / (f"{slug(label)}-{crc32(repr(method).encode()):08x}" if method else label)
         _draw_missing(pipeline, method, requests, folder, batch, track(label, prompts))
         drawn.append(_Drawn.of(label, folder, prompts))
-    scores = _scores(drawn, wanted, load_recogniser(device=pipeline.device), track("scoring", len(drawn)))
+    recogniser = load_recogniser(device=pipeline.device)
+    scores = _scores(drawn, wanted, recogniser, features, track("scoring", len(drawn)))
     content = {
         "settings": settings,
         "prompts": prompts,
@@ -132,7 +138,8 @@ def evaluate(
 def score_table(scores: Sequence[Score]) -> Table:
     """The scores, to print: a column for each way to draw."""
     table = Table("", *(score.label for score in scores))
-    names = "objects", "relations", "extra objects", "Fréchet", "PSNR, dB", "SSIM", "s a picture", "FLOP bound"
+    judged = "objects", "relations", "extra objects", "Fréchet", "PSNR, dB", "SSIM", "distance"
+    names = *judged, "s a picture", "FLOP bound"
     for row, name in enumerate(names, start=1):
         cells = (score[row] for score in scores)
         table.add_row(name, *("" if c is None else str(c) if isinstance(c, Interval) else f"{c:.3g}" for c in cells))
@@ -200,7 +207,11 @@ def _renderings(wanted: Sequence[Scene], side: int) -> list[Image.Image]:
 
 
 def _scores(
-    drawn: list[_Drawn], wanted: Sequence[Scene], recogniser: Recogniser, advance: Callable[[], None]
+    drawn: list[_Drawn],
+    wanted: Sequence[Scene],
+    recogniser: Recogniser,
+    describe: Callable[[Sequence[Image.Image]], Tensor] | None,
+    advance: Callable[[], None],
 ) -> list[Score]:
     real, dense = drawn[:2]
     chance = np.random.default_rng(0)
@@ -211,12 +222,14 @@ def _scores(
         totals = weight[resampled].sum(1)
         return _interval(number.sum() / weight.sum(), number[resampled].sum(1)[totals > 0] / totals[totals > 0])
 
-    reference = torch.empty(0)
+    reference = of_dense = torch.empty(0)
     scores: list[Score] = []
     for one in drawn:
         pixels = torch.stack([torch.from_numpy(np.array(picture)) for picture in one.pictures]).permute(0, 3, 1, 2)
         found, features = recognise(recogniser, pixels)
         reference = features if one is real else reference
+        described = describe(one.pictures) if describe else features
+        of_dense = described if one is dense else of_dense
         verdicts = [judge(detections, scene) for detections, scene in zip(found, wanted, strict=True)]
         relations = [verdict.relations for verdict in verdicts]
         near = one is not real and one is not dense
@@ -230,6 +243,7 @@ def _scores(
                 _frechet(features.cpu(), reference.cpu(), resampled),
                 average([psnr(ours, theirs) for ours, theirs in pairs]) if near else None,
                 average([ssim(ours, theirs) for ours, theirs in pairs]) if near else None,
+                average((1 - cosine_similarity(described, of_dense)).tolist()) if near else None,
                 median(one.seconds) if one.seconds else None,
                 one.flop_bound,
             )

@@ -149,6 +149,13 @@ def evaluate(
     guidance: Guidance = None,
     seed: Seed = 0,
     batch: Annotated[int, typer.Option(min=1, max=4096, help="Pictures drawn together.")] = 1,
+    dino: Annotated[
+        str,
+        typer.Option(
+            help="Hub id or folder of a DINO model, such as facebook/dino-vits16, by whose features the distance to "
+            "dense pictures is taken. [dim]default: the recogniser's[/]"
+        ),
+    ] = "",
     out: Annotated[
         Path, typer.Option(help="Folder of pictures and scores; a run found there is gone on with.")
     ] = Path("eval"),
@@ -173,8 +180,15 @@ def evaluate(
     from foveate.evaluate import evaluate, score_table
 
     ways = _and_distilled(pipe, lora, methods or ([] if lora else showcase()))
+    features = None
+    if dino:
+        from foveate.integrations.dino import load_dino
+
+        features = load_dino(dino, pipe.device)
     with progress() as track:
-        scores = evaluate(pipe, ways, out, prompts=prompts, request=request, batch=batch, track=track)
+        scores = evaluate(
+            pipe, ways, out, prompts=prompts, request=request, batch=batch, features=features, track=track
+        )
     Console().print(score_table(scores))
     for name in ("scores.json", "sheet.png"):
         print(out / name)
