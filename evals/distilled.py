@@ -35,32 +35,34 @@ from foveate.training.student import Recipe
 PIXELS = 4  # along each side of a token
 SEED = 10_000  # of the first picture to learn from; those that are judged begin at 0
 LAST = 100  # steps whose mean loss is the final one
-SHOWN = "t16", "t4"  # variants whose pictures go into docs/images
+SHOWN = "t16", "t4", "t16-all", "t4-all"  # variants whose pictures go into docs/images
 
-VARIANTS: dict[str, tuple[Method | None, int]] = {
-    "t16": (HilbertA(tiles=16), 64),
-    "t4": (HilbertA(tiles=4), 64),
-    "t16-rank4": (HilbertA(tiles=16), 4),
-    "t16-rank16": (HilbertA(tiles=16), 16),
-    "t16-still": (HilbertA(tiles=16, period=1), 64),
-    "t16-bare": (HilbertA(tiles=16, centre=0), 64),
-    "t16-moore": (HilbertA(tiles=16, curve="moore"), 64),
-    "t16-raster": (HilbertA(tiles=16, curve="raster"), 64),
-    "clear": (None, 64),
+VARIANTS: dict[str, tuple[Method | None, dict[str, Any]]] = {
+    "t16": (HilbertA(tiles=16), {}),
+    "t4": (HilbertA(tiles=4), {}),
+    "t16-all": (HilbertA(tiles=16), {"layers": "all"}),
+    "t4-all": (HilbertA(tiles=4), {"layers": "all"}),
+    "t16-rank4": (HilbertA(tiles=16), {"rank": 4}),
+    "t16-rank16": (HilbertA(tiles=16), {"rank": 16}),
+    "t16-still": (HilbertA(tiles=16, period=1), {}),
+    "t16-bare": (HilbertA(tiles=16, centre=0), {}),
+    "t16-moore": (HilbertA(tiles=16, curve="moore"), {}),
+    "t16-raster": (HilbertA(tiles=16, curve="raster"), {}),
+    "clear": (None, {}),
 }
-"""Method and rank by name; what CLEAR's radius is depends on the size."""
+"""By name the method, and what of the recipe is not as in the others; CLEAR's radius depends on the size."""
 
 
-def variant(name: str, size: int) -> tuple[Method, int]:
-    """Method and rank of that name, for pictures of so many pixels a side.
+def variant(name: str, size: int) -> tuple[Method, dict[str, Any]]:
+    """Method and options of the recipe of that name, for pictures of so many pixels a side.
 
     Raises:
         ValueError: If there is none of that name, or the size is too small for 16 tiles to compare CLEAR with.
     """
     if name not in VARIANTS:
         raise ValueError(f"unknown variant {name!r}: choose from {', '.join(VARIANTS)}")
-    method, rank = VARIANTS[name]
-    return method or _as_sparse(HilbertA(tiles=16), size), rank
+    method, options = VARIANTS[name]
+    return method or _as_sparse(HilbertA(tiles=16), size), options
 
 
 def _as_sparse(method: HilbertA, size: int) -> Clear:
@@ -76,6 +78,7 @@ def main(
     steps: Annotated[int, typer.Option(help="Of training, 32 pictures each.")] = 1000,
     pictures: Annotated[int, typer.Option(help="To learn from.")] = 2000,
     rate: Annotated[float, typer.Option(help="Of AdamW.")] = 1e-3,
+    cool_down: Annotated[float, typer.Option(help="Last fraction of the steps, in which the rate falls to 0.")] = 0.0,
     at_once: Annotated[int, typer.Option(help="Pictures to learn from that are drawn, and seen, together.")] = 32,
     only: Annotated[str, typer.Option(help="Variants, separated by commas.")] = ",".join(VARIANTS),
     minutes: Annotated[float, typer.Option(help="Time to train a variant; it is judged as it is then.")] = math.inf,
@@ -87,8 +90,9 @@ def main(
     register()
     request = Request("", (size, size), 20, None, SEED)
     captions = [scene.caption for scene in islice(scenes(SEED), pictures)]
-    for name, (method, rank) in {name: variant(name, size) for name in only.split(",")}.items():
-        recipe = Recipe(method=method, rank=rank, optimizer="adamw", rate=rate)
+    for name, (method, options) in {name: variant(name, size) for name in only.split(",")}.items():
+        usual: dict[str, Any] = {"rank": 64, "optimizer": "adamw", "rate": rate, "cool_down": cool_down}
+        recipe = Recipe(method=method, **usual | options)
         pipe: Any = load(str(PIPELINE))
         with progress() as track:
             advance = track("pictures", pictures)

@@ -13,7 +13,7 @@ import foveate
 from foveate import HilbertA
 from foveate.integrations.diffusers.lora import LORA_FILE, load_lora
 from foveate.training.pairs import NoisyPairs
-from foveate.training.student import TARGETS, Recipe, Student
+from foveate.training.student import LAYERS, Recipe, Student
 
 
 def recipe(tiles=4, **options):
@@ -71,13 +71,16 @@ def test_with_one_tile_there_is_nothing_to_learn(pipe, batch):
     assert student_of(pipe, 1).loss(pipe.transformer, batch) < 1e-10
 
 
-def test_only_the_lora_has_gradients_and_it_is_where_the_recipe_says(pipe, batch):
-    student = student_of(pipe, rank=3)
+@pytest.mark.parametrize("layers", ["paper", "all"])
+def test_only_the_lora_has_gradients_and_it_is_where_the_recipe_says(pipe, batch, layers):
+    student = student_of(pipe, rank=3, layers=layers)
     student.loss(pipe.transformer, batch).backward()
     trained = {name for name, weight in pipe.transformer.named_parameters() if weight.grad is not None}
-    double = {f"transformer_blocks.0.{target}" for target in TARGETS}
-    single = {f"single_transformer_blocks.0.attn.to_{name}" for name in "qkv"}
-    assert trained == {f"{layer}.lora_{side}.default.weight" for layer in double | single for side in "AB"}
+    named = {f"transformer_blocks.0.{target}" for target in LAYERS["paper"]}
+    named |= {f"single_transformer_blocks.0.attn.to_{name}" for name in "qkv"}
+    if layers == "all":
+        named |= {"single_transformer_blocks.0.proj_mlp", "single_transformer_blocks.0.proj_out", "proj_out"}
+    assert trained == {f"{layer}.lora_{side}.default.weight" for layer in named for side in "AB"}
     assert all(min(weight.shape) == 3 for weight in student.trained)
 
 
@@ -114,9 +117,10 @@ def test_in_bfloat16_the_lora_is_trained_in_float32(pipe, batch):
     assert sum(weight.grad.abs().sum() for weight in student.trained) > 0
 
 
-def test_the_file_gives_any_pipeline_the_same_velocities_and_the_method(pipe, batch, tmp_path):
+@pytest.mark.parametrize("layers", ["paper", "all"])
+def test_the_file_gives_any_pipeline_the_same_velocities_and_the_method(pipe, batch, tmp_path, layers):
     other = copy.deepcopy(pipe)
-    student = student_of(pipe)
+    student = student_of(pipe, layers=layers)
     unlearn(student)
     (tmp_path / LORA_FILE).write_bytes(student.packed())
     loaded = load_lora(other, tmp_path / LORA_FILE)
@@ -146,6 +150,7 @@ def test_a_student_may_start_from_a_lora(pipe, batch, tmp_path):
     [
         ({"optimizer": "sgd"}, "unknown optimizer 'sgd': choose prodigy or adamw"),
         ({"rank": 0}, "rank and batch must be 1 or more, not 0 and 32"),
+        ({"layers": "none"}, "unknown layers 'none': choose paper or all"),
         ({"rate": 0.0}, "the learning rate must be above 0"),
         ({"cool_down": 1.5}, "last fraction of the steps, 0 to 1, not 1.5"),
         ({"method": HilbertA(start_percent=0.5)}, "leave start_percent and end_percent out"),

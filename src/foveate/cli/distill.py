@@ -59,6 +59,9 @@ def distill(
     batch: Annotated[int, typer.Option(min=1, help="Pictures a step, over all devices.")] = 32,
     at_once: Annotated[int, typer.Option(min=1, help="Pictures that a device draws, or sees, together.")] = 1,
     rank: Annotated[int, typer.Option(min=1, help="Of the LoRA.")] = 4,
+    layers: Annotated[
+        str, typer.Option(help="paper, or all: feed-forward and output of single blocks too, and the last layer.")
+    ] = "paper",
     optimizer: Annotated[str, typer.Option(help="prodigy, which finds its own rate, or adamw.")] = "prodigy",
     rate: Annotated[
         float | None, typer.Option(min=0, help="Learning rate. [dim]default: 1 for prodigy, 1e-4 for adamw[/]")
@@ -109,7 +112,7 @@ def distill(
     from foveate.training.student import Recipe
 
     recipe = Recipe(
-        method=chosen, rank=rank, optimizer=optimizer, rate=rate, cool_down=cool_down, batch=batch,
+        method=chosen, rank=rank, layers=layers, optimizer=optimizer, rate=rate, cool_down=cool_down, batch=batch,
         guidance=guidance_input, seed=seed,
     )  # fmt: skip
     files: list[Path] = []

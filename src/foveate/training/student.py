@@ -26,11 +26,12 @@ from foveate.training.trained import whole
 
 __all__ = ["Recipe", "Student"]
 
-TARGETS = [
+PAPER = [
     *("attn.to_q", "attn.to_k", "attn.to_v", "attn.to_out.0"),  # of these, single blocks have the first three
     *("attn.add_q_proj", "attn.add_k_proj", "attn.add_v_proj", "attn.to_add_out"),
     *("ff.net.0.proj", "ff.net.2", "ff_context.net.0.proj", "ff_context.net.2"),
 ]
+LAYERS = {"paper": PAPER, "all": [*PAPER, "proj_mlp", "proj_out"]}
 RATES = {"prodigy": 1.0, "adamw": 1e-4}
 
 
@@ -41,6 +42,7 @@ class Recipe:
     Attributes:
         method: What the student runs with.
         rank: Of the LoRA; its alpha is the same.
+        layers: "paper", or "all": of single blocks the feed-forward and output layers too, and the last layer.
         optimizer: "prodigy", which finds its own step size, or "adamw".
         rate: Learning rate; None is 1 for Prodigy and 1e-4 for AdamW.
         cool_down: Over this last fraction of the steps the rate falls to 0, linearly.
@@ -51,6 +53,7 @@ class Recipe:
 
     method: Method
     rank: int = 4
+    layers: str = "paper"
     optimizer: str = "prodigy"
     rate: float | None = None
     cool_down: float = 0.0
@@ -61,6 +64,8 @@ class Recipe:
     def __post_init__(self) -> None:
         if self.optimizer not in RATES:
             raise ValueError(f"unknown optimizer {self.optimizer!r}: choose {' or '.join(RATES)}")
+        if self.layers not in LAYERS:
+            raise ValueError(f"unknown layers {self.layers!r}: choose {' or '.join(LAYERS)}")
         if self.optimizer == "prodigy" and find_spec("prodigyopt") is None:
             raise ValueError("prodigyopt is missing: pip install 'foveate[train]', or use --optimizer adamw")
         if self.rank < 1 or self.batch < 1:
@@ -113,8 +118,8 @@ class Student:
 
     def _add_lora(self) -> None:
         self.transformer.requires_grad_(False)
-        rank = self.recipe.rank
-        config = LoraConfig(r=rank, lora_alpha=rank, init_lora_weights="gaussian", target_modules=list(TARGETS))
+        rank, layers = self.recipe.rank, LAYERS[self.recipe.layers]
+        config = LoraConfig(r=rank, lora_alpha=rank, init_lora_weights="gaussian", target_modules=layers)
         with torch.random.fork_rng():
             torch.manual_seed(self.recipe.seed)
             self.transformer.add_adapter(config)
