@@ -160,7 +160,7 @@ def options_of(option: list[str] | None, tiles: str | None = None) -> dict[str, 
 def read_method(text: str) -> Method | Together:
     """The method of "hilberta:tiles=16,centre=0", or the methods of "hilberta:tiles=16+toma:keep=0.5"."""
     methods = tuple(
-        method_from_text(name, options_of(options.split(",") if options else None))
+        method_from_text(name, options_of(re.split(r",(?![^(]*\))", options) if options else None))  # tile=(8,8) is one
         for name, _, options in (part.partition(":") for part in text.split("+"))
     )
     return methods[0] if len(methods) == 1 else Together(methods)
