@@ -98,7 +98,9 @@ def test_the_built_in_model_takes_no_guidance_scale(tmp_path):
 
 
 def test_generate_takes_several_methods_at_once(folder):
-    result = run("generate", "a cat", "--model", folder, *SMALL, "--method", "hilberta:tiles=2+toma:keep=0.25,tile=(2,2)")
+    result = run(
+        "generate", "a cat", "--model", folder, *SMALL, "--method", "hilberta:tiles=2+toma:keep=0.25,tile=(2,2)"
+    )
     assert result.exit_code == 0, result.output
     assert "HilbertA T=2 + ToMA" in " ".join(result.output.split())
     result = run("generate", "a cat", "--model", folder, *SMALL, "--method", "hilberta+toma", "-o", "keep=0.5")

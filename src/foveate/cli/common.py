@@ -158,9 +158,10 @@ def options_of(option: list[str] | None, tiles: str | None = None) -> dict[str, 
 
 
 def read_method(text: str) -> Method | Together:
-    """The method of "hilberta:tiles=16,centre=0", or the methods of "hilberta:tiles=16+toma:keep=0.5"."""
+    """The method of "hilberta:tiles=16,centre=0", or the methods of "hilberta:tiles=16+toma:keep=0.5,tile=(8,8)"."""
+    comma = r",(?![^(]*\))"  # not one within parentheses
     methods = tuple(
-        method_from_text(name, options_of(re.split(r",(?![^(]*\))", options) if options else None))  # tile=(8,8) is one
+        method_from_text(name, options_of(re.split(comma, options) if options else None))
         for name, _, options in (part.partition(":") for part in text.split("+"))
     )
     return methods[0] if len(methods) == 1 else Together(methods)
