@@ -10,7 +10,6 @@ the other's products.
 """
 
 import math
-from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -273,12 +272,7 @@ def launch(
 
 def described(x: Tensor, block: list[int]) -> TensorDescriptor:
     """What the copy engine must know to copy such blocks of a matrix or a vector."""
-    return TensorDescriptor.from_tensor(x, block, _layout(*block, dtype=x.dtype))
-
-
-@lru_cache
-def _layout(*block: int, dtype: torch.dtype) -> gl.NVMMASharedLayout:
-    return gl.NVMMASharedLayout.get_default_for(list(block), DTYPES[dtype])
+    return TensorDescriptor.from_tensor(x, block, gl.NVMMASharedLayout.get_default_for(block, DTYPES[x.dtype]))
 
 
 def matrix_of(x: Tensor) -> _Matrix | None:
