@@ -106,17 +106,28 @@ def test_gradients_of_a_flux_equal_those_of_the_portable_path(monkeypatch):
 
 
 @pytest.mark.parametrize(("tokens", "dim", "budget"), [(16, 3072, 8), (64, 640, 32), (100, 33, 9), (1, 5, 1)])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-def test_assignment_is_that_of_the_portable_path(tokens, dim, budget, dtype):
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"), [(torch.float32, 1e-4), (torch.float16, 5e-4), (torch.bfloat16, 2e-3)]
+)
+def test_assignment_is_that_of_the_portable_path(tokens, dim, budget, dtype, tolerance):
     sets = torch.randn(5, tokens, dim, device="cuda", dtype=dtype)
     got = assign(sets, budget, 50.0)
     want = soft_assignment.portable(sets.cpu().float(), budget, 50.0)
     assert torch.equal(got[0].cpu(), want[0])
     for ours, theirs in zip(got[1:], want[1:], strict=True):
-        assert relative(ours.cpu(), theirs) < 1e-2
-    again = assign(sets, budget, 50.0, got[0])
-    assert torch.equal(again[0], got[0])
-    assert all(relative(a, b) < 1e-2 for a, b in zip(again[1:], got[1:], strict=True))
+        assert relative(ours.cpu(), theirs) < tolerance
+    for picks in (None, got[0]):
+        again = assign(sets, budget, 50.0, picks)
+        assert all(torch.equal(a, b) for a, b in zip(again, got, strict=True))
+
+
+@pytest.mark.parametrize(("tokens", "dim", "budget"), [(16, 3072, 8), (64, 640, 32), (128, 640, 64)])
+def test_assignment_of_many_sets_is_the_same_bits_every_time(tokens, dim, budget):
+    sets = torch.randn(256, tokens, dim, device="cuda", dtype=torch.bfloat16)  # as many as race if any do
+    got = assign(sets, budget, 50.0)
+    for picks in (*5 * [None], got[0]):
+        again = assign(sets, budget, 50.0, picks)
+        assert all(torch.equal(a, b) for a, b in zip(again, got, strict=True))
 
 
 @pytest.mark.parametrize(("plans", "batch"), [(1, 1), (1, 2), (2, 2)])
