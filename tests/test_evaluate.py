@@ -56,15 +56,17 @@ def test_the_distance_may_be_that_of_dino(pipe, tmp_path):
     Dinov2Model(config).save_pretrained(tmp_path / "dino")
     size = {"size": {"shortest_edge": 28}, "crop_size": {"height": 28, "width": 28}}
     BitImageProcessor(**size).save_pretrained(tmp_path / "dino")
-    features = load_dino(str(tmp_path / "dino"), pipe.device)
-    assert features(40 * [Image.new("RGB", (64, 64), "red")]).shape == (40, 16)
+    dino = str(tmp_path / "dino")
+    assert load_dino(dino, pipe.device)(40 * [Image.new("RGB", (64, 64), "red")]).shape == (40, 16)
     method = HilbertA(tiles=4)
     *_, mine = evaluate.evaluate(pipe, [method], tmp_path / "out", prompts=2, request=REQUEST)
-    *_, theirs = evaluate.evaluate(pipe, [method], tmp_path / "out", prompts=2, request=REQUEST, features=features)
+    *_, theirs = evaluate.evaluate(pipe, [method], tmp_path / "out", prompts=2, request=REQUEST, dino=dino)
+    assert json.loads((tmp_path / "out" / "scores.json").read_text())["distance"] == dino
     assert theirs.distance.value != mine.distance.value
     assert theirs._replace(distance=None) == mine._replace(distance=None)
     with pytest.raises(ValueError, match=r"cannot load .*nothing"):
-        load_dino(str(tmp_path / "nothing"), pipe.device)
+        evaluate.evaluate(pipe, [], tmp_path / "new", prompts=2, request=REQUEST, dino=str(tmp_path / "nothing"))
+    assert not (tmp_path / "new" / "dense").exists()
 
 
 def test_a_run_that_was_broken_off_goes_on_where_it_was(pipe, tmp_path, monkeypatch):

@@ -25,6 +25,7 @@ from foveate.demo.scenes import Scene, Scenes, render, scenes
 from foveate.files import claim, slug, write_picture, write_whole
 from foveate.integrations.diffusers.lora import Way, using
 from foveate.integrations.diffusers.pipelines import Request, denoiser, draw_batch, fingerprint
+from foveate.integrations.dino import load_dino
 from foveate.report import draw_sheet, figure_png, psnr, ssim
 
 __all__ = ["Interval", "Score", "evaluate", "score_table"]
@@ -80,7 +81,7 @@ def evaluate(
     prompts: int,
     request: Request,
     batch: int = 1,
-    features: Callable[[Sequence[Image.Image]], Tensor] | None = None,
+    dino: str = "",
     track: Track = lambda name, length: lambda: None,
 ) -> list[Score]:
     """Draw held-out captions dense and with every method, and score them; scores.json and sheet.png go into `out`.
@@ -94,11 +95,12 @@ def evaluate(
         prompts: How many captions.
         request: Size, steps, guidance and the first seed; its prompt is not used.
         batch: Pictures drawn together.
-        features: Of pictures [pictures, dim], for the distance to dense ones. None takes the recogniser's.
+        dino: Hub id or folder of a DINO model, for the distance to dense pictures. Empty takes the recogniser.
         track: Shows progress.
 
     Raises:
-        ValueError: If `out` holds pictures of other settings, or a method cannot run at this size.
+        ValueError: If `out` holds pictures of other settings, a method cannot run at this size, or there is no such
+            DINO model.
     """
     if request.size[0] != request.size[1]:
         raise ValueError(f"the yardstick knows square pictures, not {request.size[1]} x {request.size[0]} px")
@@ -113,6 +115,7 @@ def evaluate(
         "dtype": str(pipeline.dtype).removeprefix("torch."),
     }
     claim(out, {name: str(value) for name, value in settings.items()})
+    describe = load_dino(dino, pipeline.device) if dino else None
     wanted = list(islice(scenes(request.seed, evaluation=True), prompts))
     requests = [request._replace(prompt=scene.caption, seed=request.seed + i) for i, scene in enumerate(wanted)]
     drawn = [_Drawn("real", _renderings(wanted, request.size[0]), [], 1.0)]
@@ -122,10 +125,11 @@ def evaluate(
         _draw_missing(pipeline, method, requests, folder, batch, track(label, prompts))
         drawn.append(_Drawn.of(label, folder, prompts))
     recogniser = load_recogniser(device=pipeline.device)
-    scores = _scores(drawn, wanted, recogniser, features, track("scoring", len(drawn)))
+    scores = _scores(drawn, wanted, recogniser, describe, track("scoring", len(drawn)))
     content = {
         "settings": settings,
         "prompts": prompts,
+        "distance": dino or "recogniser",
         "versions": versions(),
         "scores": [_plain(score) for score in scores],
     }

@@ -180,15 +180,8 @@ def evaluate(
     from foveate.evaluate import evaluate, score_table
 
     ways = _and_distilled(pipe, lora, methods or ([] if lora else showcase()))
-    features = None
-    if dino:
-        from foveate.integrations.dino import load_dino
-
-        features = load_dino(dino, pipe.device)
     with progress() as track:
-        scores = evaluate(
-            pipe, ways, out, prompts=prompts, request=request, batch=batch, features=features, track=track
-        )
+        scores = evaluate(pipe, ways, out, prompts=prompts, request=request, batch=batch, dino=dino, track=track)
     Console().print(score_table(scores))
     for name in ("scores.json", "sheet.png"):
         print(out / name)
