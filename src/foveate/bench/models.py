@@ -20,6 +20,8 @@ from foveate.methods import HilbertA, Method, ToFu, Together, ToMA, ToMeSD
 
 __all__ = ["MODELS", "Model"]
 
+NOTHING: dict[str, Any] = dict.fromkeys(("vae", "text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2"))
+
 
 class Model(NamedTuple):
     """A denoiser to time.
@@ -44,8 +46,7 @@ def _built_in(device: torch.device, dtype: torch.dtype) -> FluxPipeline:
 
 def _flux_dev(device: torch.device, dtype: torch.dtype) -> FluxPipeline:
     transformer = _random(lambda: FluxTransformer2DModel(guidance_embeds=True), device, dtype)
-    nothing: dict[str, Any] = dict.fromkeys(("vae", "text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2"))
-    return FluxPipeline(scheduler=FlowMatchEulerDiscreteScheduler(), transformer=transformer, **nothing)
+    return FluxPipeline(scheduler=FlowMatchEulerDiscreteScheduler(), transformer=transformer, **NOTHING)
 
 
 def _sdxl(device: torch.device, dtype: torch.dtype) -> StableDiffusionXLPipeline:
@@ -66,8 +67,7 @@ def _sdxl(device: torch.device, dtype: torch.dtype) -> StableDiffusionXLPipeline
         device,
         dtype,
     )
-    nothing: dict[str, Any] = dict.fromkeys(("vae", "text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2"))
-    return StableDiffusionXLPipeline(scheduler=EulerDiscreteScheduler(), unet=unet, add_watermarker=False, **nothing)
+    return StableDiffusionXLPipeline(scheduler=EulerDiscreteScheduler(), unet=unet, add_watermarker=False, **NOTHING)
 
 
 def _random(make: Callable[[], nn.Module], device: torch.device, dtype: torch.dtype) -> Any:
