@@ -167,15 +167,24 @@ def test_plans_are_shared_by_blocks_and_steps(monkeypatch):
     assert made == sites * [False] + sites * [True]  # whether they keep destinations: steps 0 and 5
 
 
-def test_blocks_whose_plan_was_not_made_say_so_and_merge_when_it_is(monkeypatch):
+def test_blocks_whose_plan_was_not_made_say_so_and_it_is_made_the_next_time(monkeypatch):
     model, x = built("unet")
-    with foveate.apply(model, ToMA(tile=(4, 4))) as run:
+    made, make = [], ToMA.plan
+    monkeypatch.setattr(ToMA, "plan", lambda *args: made.append(1) or make(*args))
+
+    def at(timestep):
+        made.clear()
+        model(**x | {"timestep": torch.tensor(timestep)})
+        return len(made)
+
+    with foveate.apply(model, ToMA(tile=(4, 4), dst_every=2, weights_every=1)) as run:
+        assert at(900.0) == 5
         with monkeypatch.context() as patch:
             patch.setattr(model.up_blocks[0].attentions[0], "forward", lambda sample, *args, **kwargs: (sample,))
-            model(**copy.copy(x))
+            assert at(800.0) == 4  # the new weights of that section are not made
             whys = [layer.why for layer in run.summary().layers if layer.layer.startswith("up_blocks.0")]
         assert set(whys) == {"the block that its plan is made from did not run"}
-        model(**copy.copy(x))
+        assert at(800.0) == 1
         assert not any(layer.why for layer in run.summary().layers)
 
 

@@ -114,6 +114,18 @@ def test_who_sees_fewer_tokens(model):
         assert run.summary().layers[1].saved == 4 * (335**2 - 175**2) * 32 + 2 * 4 * 32**2 * 160
 
 
+@pytest.mark.parametrize("granularity", ["module", "block"])
+def test_blocks_that_add_nothing_lose_nothing(model, granularity):
+    with torch.no_grad():
+        for block in (*model.transformer_blocks, *model.single_transformer_blocks):
+            for weight in block.parameters():
+                weight.zero_()
+    x = tiny.inputs(GRID)
+    want = model(**x)[0]
+    with foveate.apply(model, ToMA(keep=0.25, skip=0, granularity=granularity)):
+        torch.testing.assert_close(model(**x)[0], want)
+
+
 @pytest.mark.parametrize("size_bias", [False, True])
 def test_identical_tokens_beside_text_are_exact_only_with_their_size(model, size_bias):
     attn = model.transformer_blocks[0].attn
