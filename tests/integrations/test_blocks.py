@@ -167,6 +167,22 @@ def test_plans_are_shared_by_blocks_and_steps(monkeypatch):
     assert made == sites * [False] + sites * [True]  # whether they keep destinations: steps 0 and 5
 
 
+@pytest.mark.parametrize("name", ["dit", "pixart", "sd3"])
+@pytest.mark.parametrize("granularity", ["module", "block"])
+def test_plans_are_made_from_what_the_first_block_is_given(name, granularity, monkeypatch):
+    seen, given, make = [], [], ToMA.plan
+    monkeypatch.setattr(ToMA, "plan", lambda *args: seen.append(args[1]) or make(*args))
+    model, x = built(name)
+
+    def note(block, args, kwargs):
+        given.append(args[0] if args else kwargs["hidden_states"])
+
+    with foveate.apply(model, ToMA(skip=1, granularity=granularity)):
+        model.transformer_blocks[1].register_forward_pre_hook(note, with_kwargs=True, prepend=True)
+        model(**copy.copy(x))
+    assert torch.equal(*seen, *given)
+
+
 def test_blocks_whose_plan_was_not_made_say_so_and_it_is_made_the_next_time(monkeypatch):
     model, x = built("unet")
     made, make = [], ToMA.plan
@@ -195,8 +211,8 @@ def test_identical_tokens_are_exact_where_there_is_no_text(size_bias):
     method = ToMA(keep=0.25, size_bias=size_bias)
     regions = method.regions(((8, 8),))
     want = attn(x)
-    site = Site(method, attn)
-    site.self_attention(attn, merged=True, features=False)
+    site = Site(method, None)
+    site.self_attention(attn)
     site.merge = method.plan(x[:, regions.order], regions)
     got = attn(x[:, regions.order])[:, regions.inverse]
     site.remove()

@@ -2,6 +2,7 @@
 
 import copy
 import io
+from contextlib import nullcontext
 
 import pytest
 import tiny
@@ -134,7 +135,7 @@ def test_identical_tokens_beside_text_are_exact_only_with_their_size(model, size
     method = ToMA(keep=0.25, size_bias=size_bias)
     regions = method.regions(((8, 8),))
     want = attn(hidden_states=image, **given)
-    site = Site(method, attn)
+    site = Site(method, None)
     site.joint_attention(attn)
     site.text, site.merge = given["encoder_hidden_states"], method.plan(image[:, regions.order], regions)
     got = attn(hidden_states=image[:, regions.order], **given)
@@ -152,7 +153,7 @@ def test_merged_tokens_stand_where_their_destinations_stand(model):
     rows = torch.cat([torch.arange(5), 5 + plan.places[0]])
     moved = tuple(x[rows] for x in rope)
     want = attn(hidden_states=plan.merge(image), encoder_hidden_states=text, image_rotary_emb=moved)
-    site = Site(method, attn)
+    site = Site(method, None)
     site.joint_attention(attn)
     site.text, site.merge = text, plan
     got = attn(hidden_states=image, encoder_hidden_states=text, image_rotary_emb=rope)
@@ -290,6 +291,36 @@ def test_steps_between_merging_steps_are_dense(plans):
         assert plans == [True, True]
         draw(pipe, num_inference_steps=4)
         assert plans == 6 * [True]
+
+
+@pytest.mark.parametrize("others", [(), (HilbertA(tiles=2),)])
+def test_a_step_between_is_what_it_is_without_merging_and_says_so(model, others):
+    steps = [tiny.inputs(GRID) | {"timestep": torch.full((1,), t)} for t in (1.0, 0.8)]
+    with foveate.apply(model, *others) if others else nullcontext():
+        want = model(**steps[1])[0]
+    with foveate.apply(model, *others, ToMA(skip=0, merge_every=2)) as run:
+        model(**steps[0])
+        assert all("ToMA" in layer.method for layer in run.summary().layers)
+        assert torch.equal(model(**steps[1])[0], want)
+        if others:
+            assert not any("ToMA" in layer.method for layer in run.summary().layers)
+        else:
+            assert "1 dense: this is no step that merges" in str(run.summary())
+
+
+@pytest.mark.parametrize("options", [{}, {"granularity": "block"}, {"merge_attn": False}])
+def test_plans_are_made_from_what_the_first_block_is_given(model, monkeypatch, options):
+    seen, given, make = [], [], ToMA.plan
+    monkeypatch.setattr(ToMA, "plan", lambda *args: seen.append(args[1]) or make(*args))
+    firsts = model.transformer_blocks[1], model.single_transformer_blocks[1]
+    for block in firsts:
+        block.register_forward_pre_hook(
+            lambda block, args, kwargs: given.append(kwargs["hidden_states"]), with_kwargs=True
+        )
+    with foveate.apply(model, ToMA(skip=1, **options)):
+        model(**tiny.inputs(GRID))
+    assert len(seen) == 2
+    assert all(torch.equal(a, b) for a, b in zip(seen, given, strict=True))
 
 
 def test_without_a_pipeline_steps_are_timesteps(model, plans):

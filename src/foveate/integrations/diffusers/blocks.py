@@ -102,7 +102,6 @@ class Blocks(Family):
 
     hooks_inside = True
     tile = (4, 4)
-    plans_from_blocks = False  # from what the first block is given, not from what its attention is given
 
     def __init__(self, model: nn.Module, methods: tuple[Method, ...], pipeline: Any) -> None:
         if len(methods) != 1 or not isinstance(methods[0], TokenMerging):
@@ -116,7 +115,7 @@ class Blocks(Family):
         self._hooks = [model.register_forward_pre_hook(self.enter, with_kwargs=True)]
         self.sites: list[Site] = []
         self.stages: list[Stage] = []
-        self.idle = Site(self.merging, model)  # of blocks that never merge
+        self.idle = Site(self.merging, None)  # of blocks that never merge
         self.layers: list[Layer] = []
         try:
             for layer in self.borrow():
@@ -130,7 +129,7 @@ class Blocks(Family):
         self._hooks.append(model.register_forward_hook(self.leave))
         self.why, self.reasons = "no forward yet", dict[int, str]()  # of the whole forward; of single sites
         self.ran, self.shown = dict[int, Regions](), dict[int, Regions]()  # by site
-        self._batch, self._step, self._begun = 0, Step(0, None), set[int]()
+        self._batch, self._step, self._begun = 0, None, set[int]()
 
     def check_method(self) -> None:
         """Refuse options that the model cannot have."""
@@ -167,7 +166,8 @@ class Blocks(Family):
             site.whole(block)
             site.sizes(block.attn1)
             return
-        site.self_attention(block.attn1, merged=merging.merge_attn, features=not self.plans_from_blocks)
+        if merging.merge_attn:
+            site.self_attention(block.attn1)
         if merging.merge_cross and block.attn2 is not None:
             site.per_token(block.attn2)
         if merging.merge_mlp in (None, True):
@@ -218,12 +218,9 @@ class Blocks(Family):
         self.inputs = dict(zip(names, args, strict=False)) | kwargs
         x = self.inputs[names[0]]
         self.ran, self.reasons, self._begun, self._batch = {}, {}, set(), x.shape[0]
-        allowed, self.why = self.ask(self.merging, self._allow)
-        if allowed:
-            run, number = self.clock.step(torch.as_tensor(self.inputs["timestep"]))
-            self._step = Step(number, (run, x.shape[0], x.dtype, x.device))
+        self._step, self.why = self.ask(self.merging, lambda: self._allowed(x))
 
-    def _allow(self) -> bool:
+    def _allowed(self, x: Tensor) -> Step:
         if self.merging.keep == 1:
             raise StaysDense("keep=1.0 is the dense model")
         self.check_step(self.merging, 2**62)
@@ -234,7 +231,7 @@ class Blocks(Family):
             raise StaysDense("ip_adapter_masks are laid over a raster of all tokens")
         if torch.is_grad_enabled() and getattr(self.model, "gradient_checkpointing", False):
             raise StaysDense("gradient checkpointing runs blocks again when their plan may be another one")
-        return True
+        return self.merging_step(self.merging, self.inputs["timestep"], x)
 
     def decide(self, sites: list[Site], grid: tuple[int, int]) -> Regions | None:
         """Within what regions the tokens of a stage merge in this forward; None leaves it dense."""
@@ -275,7 +272,6 @@ class UNet(Blocks):
     """SD 1.5, SD 2.1, SDXL. Blocks of one section and resolution share a plan, made from what the first is given."""
 
     tile = (8, 8)
-    plans_from_blocks = True
 
     def borrow(self) -> Iterator[Layer]:
         """Every block of every `Transformer2DModel`, in running order."""
@@ -306,12 +302,6 @@ class UNet(Blocks):
         """None: the sections differ too much for a rule."""
         return 0
 
-    def hook(self, block: nn.Module, site: Site) -> None:
-        """Plans are made from what the first block of a section is given."""
-        if self.merging.granularity == "module" and block is site.first:
-            site.features_of(block)
-        super().hook(block, site)
-
 
 class DiT(Blocks):
     """DiT: one stack of blocks over the whole picture."""
@@ -341,9 +331,10 @@ class SD3(DiT):
         if self.merging.granularity == "block":
             site.whole(block)
             return
-        (site.joint_attention if self.merging.merge_attn else site.features)(block.attn)
-        if self.merging.merge_attn and block.attn2 is not None:
-            site.keyword_attention(block.attn2)
+        if self.merging.merge_attn:
+            site.joint_attention(block.attn)
+            if block.attn2 is not None:
+                site.keyword_attention(block.attn2)
         if self.merging.merge_mlp in (None, True):
             site.per_token(block.ff)
 

@@ -10,9 +10,10 @@ from typing import Any, TypeVar
 import torch
 
 from foveate.integrations.diffusers.clock import Clock
+from foveate.integrations.diffusers.merging import Step
 from foveate.integrations.diffusers.summary import LayerReport
 from foveate.methods import Method
-from foveate.methods.method import StaysDense
+from foveate.methods.method import StaysDense, TokenMerging
 
 __all__ = ["Family"]
 
@@ -88,6 +89,17 @@ class Family(ABC):
                 raise StaysDense("this step lies outside start_percent to end_percent")
         if tokens < method.min_tokens:
             raise StaysDense(f"{tokens} image tokens are fewer than min_tokens={method.min_tokens}")
+
+    def merging_step(self, method: TokenMerging, timestep: Any, x: torch.Tensor) -> Step:
+        """Where in the run the forward of these samples stands.
+
+        Raises:
+            StaysDense: If nothing merges in this step.
+        """
+        run, number = self.clock.step(torch.as_tensor(timestep))
+        if number % method.merge_every:
+            raise StaysDense(f"this is no step that merges: merge_every={method.merge_every}")
+        return Step(number, (run, x.shape[0], x.dtype, x.device))
 
     def ask(self, method: Method | None, decide: Callable[[], T]) -> tuple[T | None, str]:
         """What a method decided for this forward, or None and why it stays dense."""

@@ -98,9 +98,10 @@ class Flux(Family):
         super().__init__(model, methods, pipeline)
         self.hooks_inside = self.merging is not None
         self.sites: list[Site] = []
-        self.idle = Site(self.merging, model) if self.merging else None  # of blocks that never merge
+        self.idle = Site(self.merging, None) if self.merging else None  # of blocks that never merge
         self.layers = list(self._borrow())
         self.ran = self.shown = _Ran()
+        self._step: Step | None = None
         self._hooks = [
             model.register_forward_pre_hook(self.enter, with_kwargs=True),
             model.register_forward_hook(self.leave),
@@ -162,7 +163,8 @@ class Flux(Family):
         if isinstance(block, FluxSingleTransformerBlock):
             site.single_stream(block.norm, block.attn, block, "proj_out")
             return
-        (site.joint_attention if self.merging.merge_attn else site.features)(block.attn)
+        if self.merging.merge_attn:
+            site.joint_attention(block.attn)
         if self.merging.merge_mlp:
             site.per_token(block.ff)
 
@@ -255,8 +257,8 @@ class Flux(Family):
         if torch.is_grad_enabled() and self.model.gradient_checkpointing:
             again = self.model._gradient_checkpointing_func
             self.model._gradient_checkpointing_func = again if isinstance(again, _KeepTables) else _KeepTables(again)
+        self._tell_sites(regions, text)
         self._tell_layers(plan, regions, text.shape[1])
-        self._tell_sites(regions, inputs)
         if order := plan or regions:
             inputs["hidden_states"] = _along(order.order, image, 1)
             inputs["img_ids"] = _along(order.order, inputs["img_ids"], inputs["img_ids"].ndim - 2)
@@ -283,20 +285,16 @@ class Flux(Family):
             if layer.processor is None:
                 continue
             table = plan.tables[layer.phase] if plan and layer.sparse else None
-            if table is not None and regions and self._merged(layer):
+            if table is not None and regions and self._merged(layer) and layer.site.merges:
                 table = _MERGED.get([*table], (regions.groups, text), lambda table=table: regions.merged(table, text))
             layer.processor.table = table
 
-    def _tell_sites(self, regions: Regions | None, inputs: dict[str, Any]) -> None:
-        image, step = inputs["hidden_states"], None
-        if regions:
-            run, number = self.clock.step(inputs["timestep"])
-            step = Step(number, (run, image.shape[0], image.dtype, image.device))
+    def _tell_sites(self, regions: Regions | None, text: Tensor) -> None:
         if self.idle:
             self.idle.follow()
         for site in self.sites:
             site.follow()
-            site.begin(regions, step, inputs["encoder_hidden_states"])
+            site.begin(regions, self._step, text)
 
     def _plan(self, inputs: dict[str, Any]) -> AttentionPlan:
         self._check(self.sparse, inputs)
@@ -309,6 +307,7 @@ class Flux(Family):
         self._check(self.merging, inputs)
         if torch.is_grad_enabled() and self.model.gradient_checkpointing:
             raise StaysDense("gradient checkpointing runs blocks again when their plan may be another one")
+        self._step = self.merging_step(self.merging, inputs["timestep"], inputs["hidden_states"])
         grids = grids_of(inputs["img_ids"])
         if plan:
             return self.merging.regions_along(plan, grids[0])

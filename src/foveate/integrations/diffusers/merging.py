@@ -1,9 +1,9 @@
 # pyright: basic, reportArgumentType=false, reportAttributeAccessIssue=false, reportOptionalMemberAccess=false
 """Token merging by hooks: blocks that share a plan, when the plan is made anew, and what their hooks do.
 
-A hook reads tensors of its site and never a number that changes from step to step. A block that makes a plan for
-others runs uncompiled in that step: compiled code sees plans, not how they are made. A block with a plan of its own
-makes it in every step, and that is compiled with it. Hooks around a whole block stay outside of compiled code.
+A plan is made from what the first of its blocks is given. Plans that blocks share are made outside of compiled code,
+which sees plans, not how they are made, and hooks around a whole block run outside of it too. A hook reads tensors of
+its site and never a number that changes from step to step.
 """
 
 from collections.abc import Hashable
@@ -35,15 +35,18 @@ class Step(NamedTuple):
 class Site:
     """Blocks that share a plan.
 
+    Args:
+        method: How to merge.
+        first: The block from whose input the plan is made; None where nothing ever merges.
+
     Attributes:
         method: How to merge.
-        first: The block whose features the plan is made from; None until there is one.
         merge: The plan of the current forward; None leaves the blocks dense.
         text: The text tokens of the current forward [batch, text, dim]: in single-stream blocks they stand in front.
     """
 
     def __init__(self, method: TokenMerging, first: nn.Module | None) -> None:
-        self.method, self.first = method, first
+        self.method = method
         self.merge: Grouped | None = None
         self.text: Tensor | None = None
         self._regions: Regions | None = None
@@ -53,10 +56,12 @@ class Site:
         self._groups: tuple[Group, ...] = ()
         self._order: Tensor | None = None
         self._last, self._due = -1, False
-        self._compiled: Any = None
         self._whole: tuple[Tensor, Tensor] | None = None  # what a block was given, and its merged tokens
         self._handles: list[RemovableHandle] = []
         self._outs: list[tuple[nn.Module, str, nn.Module, RemovableHandle]] = []
+        if first is not None:
+            see = self._see if method.per_block else self._see_outside
+            self._handles.append(first.register_forward_pre_hook(see, with_kwargs=True))
 
     # --- one forward ---
 
@@ -71,35 +76,25 @@ class Site:
             self._key, self._groups, self._order = step.key, regions.groups, regions.order
             self._plan = self._made = None
         self._last = step.number
-        if step.number % self.method.merge_every:
-            return
         periods = step.number // self.method.dst_every, step.number // self.method.weights_every
         if self._plan is None or self._made != periods:
             if self._made is None or self._made[0] != periods[0]:
                 self._plan = None  # new destinations too
             self._made, self._due = periods, True
-            if not self.method.per_block:
-                self._compiled, self.first._compiled_call_impl = self.first._compiled_call_impl, None
         else:
             self.merge = self._plan
 
     def end(self) -> bool:
-        """After the forward: the first block is compiled again, if it was. Whether a plan was due and not made."""
-        if self._compiled is not None:
-            self.first._compiled_call_impl = self._compiled
-        missed, self._due, self._compiled = self._due, False, None
+        """After the forward: whether a plan was due and not made."""
+        missed, self._due = self._due, False
         if missed:
             self._made = None
         return missed
 
-    def _see(self, features: Tensor) -> None:
-        """Make the plan from the features of the first block."""
-        if self._due:
-            self._due = False
-            chosen = self._plan.chosen if self._plan else None
-            with torch.no_grad(), record_function("foveate::plan"):
-                self.merge = self._plan = self.method.plan(features.detach(), self._regions, chosen)
-            self.end()
+    @property
+    def merges(self) -> bool:
+        """Whether this forward merges, once its plan is made."""
+        return self._due or self.merge is not None
 
     def shown(self, regions: Regions) -> Regions:
         """The regions with what was picked in them, to draw."""
@@ -134,19 +129,10 @@ class Site:
             module.register_forward_hook(self._unmerge_output),
         ]
 
-    def self_attention(self, attn: nn.Module, *, merged: bool, features: bool) -> None:
-        """Run attention of one argument on merged tokens.
-
-        Args:
-            attn: Takes the tokens first, and a mask over keys by keyword.
-            merged: Whether to merge at all.
-            features: Whether plans are made from what the first of these is given.
-        """
-        if features:
-            self._handles.append(attn.register_forward_pre_hook(self._see_first))
-        if merged:
-            self.per_token(attn)
-            self.sizes(attn)
+    def self_attention(self, attn: nn.Module) -> None:
+        """Run attention that takes the tokens first, and a mask over keys by keyword, on merged tokens."""
+        self.per_token(attn)
+        self.sizes(attn)
 
     def keyword_attention(self, attn: nn.Module) -> None:
         """Run attention of one keyword argument on merged tokens."""
@@ -155,20 +141,12 @@ class Site:
             attn.register_forward_hook(self._unmerge_output),
         ]
 
-    def features_of(self, block: nn.Module) -> None:
-        """Make plans from what this block is given first."""
-        self._handles.append(block.register_forward_pre_hook(self._see_block))
-
     def joint_attention(self, attn: nn.Module) -> None:
         """Run attention over image and text, by keyword, on merged image tokens."""
         self._handles += [
             attn.register_forward_pre_hook(self._merge_image, with_kwargs=True),
             attn.register_forward_hook(self._unmerge_image),
         ]
-
-    def features(self, attn: nn.Module) -> None:
-        """Make plans from what this attention is given by keyword, and leave it as it is."""
-        self._handles.append(attn.register_forward_pre_hook(self._see_image, with_kwargs=True))
 
     def single_stream(self, norm: nn.Module, attn: nn.Module, block: nn.Module, out: str) -> None:
         """Run a block over [text | image] on merged tokens from its norm to its last linear layer.
@@ -197,24 +175,28 @@ class Site:
         for handle in (*self._handles, *(handle for *_, handle in self._outs)):
             handle.remove()
 
-    def _see_first(self, module: nn.Module, args: tuple[Any, ...]) -> None:
-        self._see(args[0])
+    def _see(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Make the plan, if it is time."""
+        if self._due:
+            self._due = False
+            chosen = self._plan.chosen if self._plan else None
+            with torch.no_grad(), record_function("foveate::plan"):
+                self.merge = self._plan = self.method.plan(_tokens(args, kwargs).detach(), self._regions, chosen)
 
     @torch.compiler.disable
-    def _see_block(self, module: nn.Module, args: tuple[Any, ...]) -> None:
-        self._see(args[0])
+    def _see_outside(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._see(block, args, kwargs)
 
     @torch.compiler.disable
-    def _merge_block(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        x = args[0] if args else kwargs["hidden_states"]
-        self._see(x)
+    def _merge_block(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self.merge is None:
             return args, kwargs
+        x = _tokens(args, kwargs)
         self._whole = x, self.merge.merge(x)
         return (self._whole[1], *args[1:]), {name: value for name, value in kwargs.items() if name != "hidden_states"}
 
     @torch.compiler.disable
-    def _unmerge_block(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+    def _unmerge_block(self, block: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         if self._whole is None:
             return output
         (x, merged), self._whole = self._whole, None
@@ -239,11 +221,7 @@ class Site:
     def _unmerge_output(self, module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
         return output if self.merge is None else self.merge.unmerge(output)
 
-    def _see_image(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self._see(kwargs["hidden_states"])
-
     def _merge_image(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        self._see(kwargs["hidden_states"])
         if self.merge is None:
             return args, kwargs
         kwargs = {**kwargs, "hidden_states": self.merge.merge(kwargs["hidden_states"])}
@@ -256,8 +234,6 @@ class Site:
         return self.merge.unmerge(image), text, *map(self.merge.unmerge, prompt)
 
     def _merge_normed(self, module: nn.Module, args: tuple[Any, ...], output: tuple[Tensor, ...]) -> Any:
-        if self._due:
-            self._see(output[0][:, self.text.shape[1] :])
         return output if self.merge is None else (self.merge.merge(output[0], self.text.shape[1]), *output[1:])
 
     def _move_rope(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -283,3 +259,8 @@ class Site:
         if len(image) == 1:
             return torch.cat([text, image[0]])
         return torch.cat([text.expand(len(image), -1, -1), image], 1)
+
+
+def _tokens(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    """Image tokens that a block is given."""
+    return args[0] if args else kwargs["hidden_states"]
