@@ -1,7 +1,7 @@
 """Laws of what is distilled and judged."""
 
 import pytest
-from distilled import VARIANTS, training, variant
+from distilled import USUAL, VARIANTS, training, variant
 
 from foveate import HilbertA
 from foveate.demo.text import TEXT_TOKENS
@@ -19,7 +19,7 @@ def test_every_variant_may_be_distilled_and_differs_from_all_others():
     chosen = {name: variant(name, 256) for name in VARIANTS}
     assert len({repr(of) for of in chosen.values()}) == len(chosen)
     for method, options in chosen.values():
-        assert Recipe(method=method, **options).method.plan((GRID,), TEXT_TOKENS).nominal_sparsity > 0.7
+        assert Recipe(method=method, **USUAL | options).method.plan((GRID,), TEXT_TOKENS).nominal_sparsity > 0.7
 
 
 def test_clear_is_as_sparse_as_16_tiles():

@@ -7,6 +7,7 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file
 
+from foveate.integrations.diffusers.pipelines import draw, noise_shift
 from foveate.training import pairs
 from foveate.training.pairs import NoisyPairs, captioned, make_pairs
 
@@ -103,8 +104,9 @@ def test_every_epoch_sees_every_pair_once_and_a_sample_follows_from_its_number(p
     assert not torch.equal(other.latents, samples[7].latents)
 
 
-def test_noise_levels_are_uniform_and_latents_lie_between_picture_and_noise(pairs_folder):
-    samples = NoisyPairs(pairs_folder, tiny.PROMPTS[:1], seed=0)
+@pytest.mark.parametrize("shift", [0.0, 0.8])
+def test_noise_levels_are_uniform_or_shifted_and_latents_lie_between_picture_and_noise(pairs_folder, shift):
+    samples = NoisyPairs(pairs_folder, tiny.PROMPTS[:1], seed=0, shift=shift)
     clean = load_file(pairs_folder / "000000.safetensors")["latents"]
     levels = []
     for number in range(500):
@@ -113,5 +115,17 @@ def test_noise_levels_are_uniform_and_latents_lie_between_picture_and_noise(pair
         levels.append(level.item())
         assert abs(noise.mean()) < 0.1
         assert abs(noise.std() - 1) < 0.1
-    edges = np.quantile(levels, [0.1, 0.5, 0.9])
-    assert edges == pytest.approx([0.1, 0.5, 0.9], abs=0.05)
+    uniform = np.array([0.1, 0.5, 0.9])
+    want = 1 / (1 + (1 / uniform - 1) * np.exp(-shift))
+    assert np.quantile(levels, uniform) == pytest.approx(want, abs=0.05)
+
+
+@pytest.mark.parametrize("size", [(64, 64), (256, 256), (512, 384)])
+def test_shifted_levels_are_those_that_drawing_meets(size):
+    pipe = tiny.pipeline()
+    seen, tokens = [], (size[0] // 4) * (size[1] // 4)
+    pipe.transformer.forward = lambda hidden_states, timestep, **rest: (seen.append(timestep.item()) or hidden_states,)
+    draw(pipe, tiny.REQUEST._replace(prompt="a cat", size=size, steps=8))
+    uniform = torch.linspace(1, 1 / 8, 8).double()
+    want = torch.sigmoid(torch.logit(uniform) + noise_shift(pipe.scheduler, tokens))
+    assert seen == pytest.approx(want.tolist(), abs=1e-3)

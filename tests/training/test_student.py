@@ -152,6 +152,7 @@ def test_a_student_may_start_from_a_lora(pipe, batch, tmp_path):
         ({"rank": 0}, "rank and batch must be 1 or more, not 0 and 32"),
         ({"layers": "none"}, "unknown layers 'none': choose paper or all"),
         ({"rate": 0.0}, "the learning rate must be above 0"),
+        ({"levels": "high"}, "unknown levels 'high': choose uniform or shifted"),
         ({"cool_down": 1.5}, "last fraction of the steps, 0 to 1, not 1.5"),
         ({"method": HilbertA(start_percent=0.5)}, "leave start_percent and end_percent out"),
     ],

@@ -66,6 +66,9 @@ def distill(
     rate: Annotated[
         float | None, typer.Option(min=0, help="Learning rate. [dim]default: 1 for prodigy, 1e-4 for adamw[/]")
     ] = None,
+    levels: Annotated[
+        str, typer.Option(help="How noisy: uniform, or shifted towards noise, as drawing meets the levels.")
+    ] = "uniform",
     cool_down: Annotated[
         float, typer.Option(min=0, max=1, help="Last fraction of the steps, over which the rate falls to 0.")
     ] = 0.0,
@@ -112,8 +115,8 @@ def distill(
     from foveate.training.student import Recipe
 
     recipe = Recipe(
-        method=chosen, rank=rank, layers=layers, optimizer=optimizer, rate=rate, cool_down=cool_down, batch=batch,
-        guidance=guidance_input, seed=seed,
+        method=chosen, rank=rank, layers=layers, optimizer=optimizer, rate=rate, levels=levels, cool_down=cool_down,
+        batch=batch, guidance=guidance_input, seed=seed,
     )  # fmt: skip
     files: list[Path] = []
     if images:

@@ -12,7 +12,7 @@ from accelerate import Accelerator, DistributedType, PartialState
 from accelerate.utils import DataLoaderConfiguration
 from diffusers import FluxPipeline
 
-from foveate.integrations.diffusers.pipelines import Request
+from foveate.integrations.diffusers.pipelines import Request, noise_shift
 from foveate.methods import HilbertA
 from foveate.training.pairs import NoisyPairs, make_pairs
 from foveate.training.run import Distillation
@@ -68,7 +68,9 @@ def distill(
     accelerator = _accelerator(recipe, at_once, pipeline)
     student = Student(pipeline, _settled(recipe, pipeline, request), request.size, start)
     try:
-        noisy = NoisyPairs(pairs or out / "pairs", prompts, recipe.seed)
+        rows, columns = _grid(pipeline, request)
+        shift = noise_shift(pipeline.scheduler, rows * columns) if recipe.levels == "shifted" else 0.0
+        noisy = NoisyPairs(pairs or out / "pairs", prompts, recipe.seed, shift)
         with student.teacher():
             made = make_pairs(
                 noisy.folder,
@@ -117,5 +119,10 @@ def _settled(recipe: Recipe, pipeline: FluxPipeline, request: Request) -> Recipe
     """The recipe with a number in place of tiles="auto": the LoRA belongs to it at any size."""
     if not isinstance(recipe.method, HilbertA):
         return recipe
+    return replace(recipe, method=replace(recipe.method, tiles=recipe.method.tiles_for(_grid(pipeline, request))))
+
+
+def _grid(pipeline: FluxPipeline, request: Request) -> tuple[int, int]:
+    """(rows, columns) of image tokens."""
     rows, columns = (side // (2 * pipeline.vae_scale_factor) for side in request.size)
-    return replace(recipe, method=replace(recipe.method, tiles=recipe.method.tiles_for((rows, columns))))
+    return rows, columns

@@ -182,10 +182,17 @@ class Noisy(NamedTuple):
 
 
 class NoisyPairs(Dataset[Noisy]):
-    """Pairs under random noise, epoch after epoch: sample n follows from n and the seed alone."""
+    """Pairs under random noise, epoch after epoch: sample n follows from n and the seed alone.
 
-    def __init__(self, folder: Path, prompts: Sequence[str], seed: int):
-        self.folder, self.count, self.seed = folder, len(prompts), seed
+    Args:
+        folder: Of the pairs.
+        prompts: Their captions.
+        seed: Of order and noise.
+        shift: By how much the logarithm of signal to noise is moved towards noise; at 0 the levels are uniform.
+    """
+
+    def __init__(self, folder: Path, prompts: Sequence[str], seed: int, shift: float = 0.0):
+        self.folder, self.count, self.seed, self.shift = folder, len(prompts), seed, shift
         self.checksum = f"{crc32(json.dumps(list(prompts)).encode()):08x}"
 
     def __getitem__(self, number: int) -> Noisy:
@@ -193,7 +200,7 @@ class NoisyPairs(Dataset[Noisy]):
         shuffled = torch.randperm(self.count, generator=self._chance("epoch", epoch))
         pair = load_file(_path(self.folder, int(shuffled[place])))
         chance = self._chance("sample", number)
-        level = torch.rand((), generator=chance)
+        level = torch.sigmoid(torch.logit(torch.rand((), generator=chance)) + self.shift)
         clean = pair["latents"].float()
         latents = (1 - level) * clean + level * torch.randn(clean.shape, generator=chance)
         return Noisy(latents, level, pair["prompt_embeds"], pair["pooled_prompt_embeds"])

@@ -32,6 +32,7 @@ PAPER = [
     *("ff.net.0.proj", "ff.net.2", "ff_context.net.0.proj", "ff_context.net.2"),
 ]
 LAYERS = {"paper": PAPER, "all": [*PAPER, "proj_mlp", "proj_out"]}
+LEVELS = "uniform", "shifted"
 RATES = {"prodigy": 1.0, "adamw": 1e-4}
 
 
@@ -45,6 +46,8 @@ class Recipe:
         layers: "paper", or "all": of single blocks the feed-forward and output layers too, and the last layer.
         optimizer: "prodigy", which finds its own step size, or "adamw".
         rate: Learning rate; None is 1 for Prodigy and 1e-4 for AdamW.
+        levels: How noisy the pictures are: "uniform" from clean to noise, or "shifted", as often as drawing meets a
+            level: nearer to noise, where the layout is decided, the larger the picture.
         cool_down: Over this last fraction of the steps the rate falls to 0, linearly.
         batch: Pictures a step, over all devices.
         guidance: What both are told as guidance scale, if they take one.
@@ -56,6 +59,7 @@ class Recipe:
     layers: str = "paper"
     optimizer: str = "prodigy"
     rate: float | None = None
+    levels: str = "uniform"
     cool_down: float = 0.0
     batch: int = 32
     guidance: float = 1.0
@@ -66,6 +70,8 @@ class Recipe:
             raise ValueError(f"unknown optimizer {self.optimizer!r}: choose {' or '.join(RATES)}")
         if self.layers not in LAYERS:
             raise ValueError(f"unknown layers {self.layers!r}: choose {' or '.join(LAYERS)}")
+        if self.levels not in LEVELS:
+            raise ValueError(f"unknown levels {self.levels!r}: choose {' or '.join(LEVELS)}")
         if self.optimizer == "prodigy" and find_spec("prodigyopt") is None:
             raise ValueError("prodigyopt is missing: pip install 'foveate[train]', or use --optimizer adamw")
         if self.rank < 1 or self.batch < 1:

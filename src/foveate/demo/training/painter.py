@@ -7,12 +7,12 @@ import math
 import torch
 import torch.nn.functional as F
 from diffusers import FluxPipeline
-from diffusers.pipelines.flux.pipeline_flux import calculate_shift
 from torch import Tensor, nn
 
 from foveate.demo.atlas import load_atlas
 from foveate.demo.scenes import render
 from foveate.demo.training.stages import Batch
+from foveate.integrations.diffusers.pipelines import noise_shift
 
 __all__ = ["Latents", "Painter", "flow_loss"]
 
@@ -78,9 +78,8 @@ class Latents:
 
     def noise_levels(self, count: int, tokens: int, generator: torch.Generator) -> Tensor:
         """Random noise levels, moved for the size as the scheduler moves them when it draws."""
-        names = "base_image_seq_len", "max_image_seq_len", "base_shift", "max_shift"
-        shift = calculate_shift(tokens, *(self.scheduler.config[name] for name in names))
-        return torch.sigmoid(torch.randn(count, device=generator.device, generator=generator) + shift)
+        levels = torch.randn(count, device=generator.device, generator=generator)
+        return torch.sigmoid(levels + noise_shift(self.scheduler, tokens))
 
 
 def flow_loss(painter: nn.Module, latents_of: Latents, batch: Batch, generator: torch.Generator) -> Tensor:

@@ -1,6 +1,7 @@
 # pyright: basic, reportPrivateImportUsage=false, reportCallIssue=false
 """Load a pipeline, draw with it, and time its denoiser."""
 
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from copy import copy
@@ -11,6 +12,7 @@ from zlib import crc32
 
 import torch
 from diffusers import DiffusionPipeline
+from diffusers.pipelines.flux.pipeline_flux import calculate_shift
 from PIL import Image
 from safetensors import SafetensorError
 
@@ -24,6 +26,7 @@ __all__ = [
     "draw_batch",
     "fingerprint",
     "load",
+    "noise_shift",
     "ready",
     "record_step",
     "text_tokens",
@@ -182,6 +185,15 @@ def text_tokens(pipeline: DiffusionPipeline) -> int | None:
     if "max_sequence_length" not in signature(pipeline.__call__).parameters:
         return None
     return min(512, getattr(getattr(pipeline, "tokenizer_2", None), "model_max_length", 512))
+
+
+def noise_shift(scheduler: Any, tokens: int) -> float:
+    """By how much a flow-matching scheduler moves the logit of its noise levels for so many image tokens."""
+    config = scheduler.config
+    if not config.use_dynamic_shifting:
+        return math.log(config.shift)
+    names = "base_image_seq_len", "max_image_seq_len", "base_shift", "max_shift"
+    return calculate_shift(tokens, *(config[name] for name in names))
 
 
 class Call(NamedTuple):
