@@ -4,8 +4,9 @@ python evals/distilled.py --out run-0 --only t16,t4           # on one GPU; resu
 python evals/distilled.py --out run-1 --only t16-still,clear  # on another, in a folder of its own
 
 Every variant is judged without and with its LoRA. All have 16 tiles and rank 64, in all layers, and levels of noise as
-drawing meets them, unless their name says otherwise; and all learn from the same pictures. CLEAR's discs leave out as many pairs of tokens as 16 tiles do; they are computed under a
-mask, so that their time says nothing about CLEAR. What is found in --out is gone on with.
+drawing meets them, unless their name says otherwise; and all learn from the same pictures. CLEAR's discs leave out as
+many pairs of tokens as 16 tiles do; they are computed under a mask, so that their time says nothing about CLEAR. What
+is found in --out is gone on with.
 """
 
 import csv
