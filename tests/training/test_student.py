@@ -12,6 +12,7 @@ from torch.utils.data import default_collate
 import foveate
 from foveate import HilbertA
 from foveate.integrations.diffusers.lora import LORA_FILE, load_lora
+from foveate.integrations.diffusers.pipelines import fingerprint
 from foveate.training.pairs import NoisyPairs
 from foveate.training.student import LAYERS, Recipe, Student
 
@@ -41,6 +42,17 @@ def velocity(pipe, batch):
         txt_ids=torch.zeros(64, 3),
         return_dict=False,
     )[0]
+
+
+@pytest.mark.parametrize("layers", LAYERS)
+def test_a_model_is_known_again_with_a_lora_in_it(pipe, layers):
+    known = fingerprint(pipe.transformer)
+    student = student_of(pipe, layers=layers, optimizer="adamw")
+    unlearn(student)
+    assert fingerprint(pipe.transformer) == known
+    student.finish()
+    pipe.transformer.proj_out.bias.data.add_(1)
+    assert fingerprint(pipe.transformer) != known
 
 
 def unlearn(student, scale=0.1):

@@ -106,8 +106,8 @@ def ready(pipeline: DiffusionPipeline, device: str = "auto", dtype: str = "auto"
 
 
 def fingerprint(model: torch.nn.Module) -> str:
-    """Tells weights apart that were trained differently: a folder may hold others by the time a run goes on."""
-    *_, last = model.parameters()
+    """Tells weights apart that were trained differently, LoRAs aside: a folder may hold others when it is used."""
+    *_, last = (weight for name, weight in model.named_parameters() if "lora_" not in name)
     return f"{crc32(last.detach().float().cpu().numpy().tobytes()):08x}"
 
 
