@@ -6,15 +6,23 @@ import copy
 import pytest
 import tiny
 import torch
-from diffusers import AutoencoderKL, DDIMScheduler, StableDiffusionPipeline, UNet2DConditionModel
+from diffusers import (
+    AutoencoderKL,
+    DDIMScheduler,
+    StableDiffusionPipeline,
+    Transformer2DModel,
+    UNet2DConditionModel,
+)
 from diffusers.models.attention import BasicTransformerBlock, JointTransformerBlock
 
 import foveate
 from foveate import HilbertA, ToMA
 from foveate.compare import compare
+from foveate.integrations.diffusers.blocks import CONTROL
 from foveate.integrations.diffusers.merging import Site
 from foveate.integrations.diffusers.pipelines import Request
 from foveate.methods import ToMeSD
+from foveate.ops.merging import Merge
 
 PLUMBING = {"keep": 0.999, "weights": "hard", "skip": 0, "tile": (4, 4)}  # every hook at work, and nothing is lost
 MODELS = {
@@ -181,6 +189,31 @@ def test_plans_are_made_from_what_the_first_block_is_given(name, granularity, mo
         model.transformer_blocks[1].register_forward_pre_hook(note, with_kwargs=True, prepend=True)
         model(**copy.copy(x))
     assert torch.equal(*seen, *given)
+
+
+@every_model
+def test_blocks_that_stay_merged_compute_what_each_on_its_own_does(name, monkeypatch):
+    """Merging undoes unmerging where weights are hard."""
+    model, x = built(name)
+    x.pop(CONTROL, None)
+    merges, merge, begin = [], Merge.merge, Site.begin
+    monkeypatch.setattr(Merge, "merge", lambda *args: merges.append(1) or merge(*args))
+    stacks = sum(isinstance(module, Transformer2DModel) for module in model.modules()) or 1
+    with foveate.apply(model, ToMA(skip=0, tile=(4, 4), granularity="block", weights="hard")) as run:
+        together = model(**copy.copy(x))[0]
+        assert len(merges) == stacks
+        monkeypatch.setattr(Site, "begin", lambda *args, apart: begin(*args, apart=True))
+        torch.testing.assert_close(model(**copy.copy(x))[0], together)
+        assert len(merges) == stacks + len(run.summary().layers)
+
+
+@pytest.mark.parametrize("skipped", [0, 1, 2])
+def test_a_block_that_is_skipped_leaves_no_tokens_merged(skipped):
+    model, x = built("sd3")
+    del x[CONTROL]
+    want = model(**copy.copy(x), skip_layers=[skipped])[0]
+    with foveate.apply(model, ToMA(**PLUMBING, granularity="block")):
+        torch.testing.assert_close(model(**copy.copy(x), skip_layers=[skipped])[0], want)
 
 
 def test_blocks_whose_plan_was_not_made_say_so_and_it_is_made_the_next_time(monkeypatch):

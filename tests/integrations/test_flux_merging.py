@@ -15,6 +15,7 @@ import foveate
 from foveate import HilbertA, ToMA
 from foveate.integrations.diffusers.merging import Site
 from foveate.methods import ToFu, ToMeSD
+from foveate.ops.merging import Merge
 
 GRID = (16, 20)
 PLUMBING = {"keep": 0.999, "weights": "hard", "skip": 0, "merge_mlp": True}  # every hook at work, and nothing is lost
@@ -125,6 +126,21 @@ def test_blocks_that_add_nothing_lose_nothing(model, granularity):
     want = model(**x)[0]
     with foveate.apply(model, ToMA(keep=0.25, skip=0, granularity=granularity)):
         torch.testing.assert_close(model(**x)[0], want)
+
+
+@pytest.mark.parametrize("dense_layers", ["", "3"])
+@pytest.mark.parametrize("others", [(), (HilbertA(tiles=2),)])
+def test_blocks_that_stay_merged_compute_what_each_on_its_own_does(model, monkeypatch, dense_layers, others):
+    """Merging undoes unmerging where weights are hard."""
+    x, merges, merge, begin = tiny.inputs(GRID, batch=2), [], Merge.merge, Site.begin
+    monkeypatch.setattr(Merge, "merge", lambda *args: merges.append(1) or merge(*args))
+    method = ToMA(skip=0, granularity="block", weights="hard", dense_layers=dense_layers)
+    with foveate.apply(model, *others, method):
+        together = model(**x)[0]
+        assert len(merges) == (3 if dense_layers else 2)  # before blocks 0 and 2, and 4 if 3 is dense
+        monkeypatch.setattr(Site, "begin", lambda site, *args: begin(site, *args[:3], True))
+        torch.testing.assert_close(model(**x)[0], together)
+        assert len(merges) == 7
 
 
 @pytest.mark.parametrize("size_bias", [False, True])

@@ -169,8 +169,8 @@ class TokenMerging(Method):
 
     Attributes:
         keep: Fraction of the image tokens that is kept, above 0 and up to 1. Papers' ratios say what is removed.
-        granularity: Merge around each "module" of a block, or around the whole "block": what it adds to the merged
-            tokens is then spread over all of them.
+        granularity: Merge around each "module" of a block, or around whole "block"s: tokens stay merged from block to
+            block, and what all of them added is spread over every token behind the last.
         skip: So many blocks at the beginning of each kind stay dense. None takes the first five double blocks of
             FLUX; of all other transformers' blocks a third, five at most; and none in UNets.
         merge_attn: Merge for self-attention (and for what runs beside it in single-stream blocks). This and the next

@@ -141,17 +141,18 @@ class Blocks(Family):
     def stacked(self, name: str, stage: Stage, blocks: nn.ModuleList) -> Iterator[Layer]:
         """The blocks of a stage, hooked."""
         skip = self.skip(len(blocks)) if self.merging.skip is None else self.merging.skip
+        dense = {layer - len(self.layers) for layer in self.merging.dense_layer_set()} | {*range(skip), len(blocks)}
         for i, block in enumerate(blocks):
             if getattr(block, "_chunk_size", None):
                 raise ValueError("feed-forward chunking cuts merged tokens: call disable_forward_chunking() first")
-            merges = i >= skip and len(self.layers) not in self.merging.dense_layer_set()
+            merges = i not in dense
             if merges and (self.merging.per_block or not stage.sites):
                 depth = len(self.layers) / sum(isinstance(module, type(block)) for module in self.model.modules())
                 stage.sites.append(Site(self.merging.at(depth), block))
                 self.sites.append(stage.sites[-1])
             site = stage.sites[-1] if merges else None
             # a graph that was compiled for a block without hooks would be taken for those with hooks
-            self.hook(block, site or self.idle)
+            self.hook(block, site or self.idle, last=self.merging.per_block or i + 1 in dense)
             attention = "attn" if isinstance(block, JointTransformerBlock) else "attn1"
             yield Layer(f"{name}.{i}.{attention}", block, site)
 
@@ -159,11 +160,11 @@ class Blocks(Family):
         """How many blocks are skipped where the method does not say."""
         return min(5, blocks // 3)
 
-    def hook(self, block: nn.Module, site: Site) -> None:
-        """Merge around a block, or around its modules."""
+    def hook(self, block: nn.Module, site: Site, *, last: bool) -> None:
+        """Merge around its modules, or around the whole block and those behind it up to the last."""
         merging = self.merging
         if merging.granularity == "block":
-            site.whole(block)
+            site.whole(block, last=last)
             site.sizes(block.attn1)
             return
         if merging.merge_attn:
@@ -243,10 +244,14 @@ class Blocks(Family):
             self.reasons[id(site)] = reason
             if id(site) not in self._begun:
                 self._begun.add(id(site))
-                site.begin(regions, self._step)
+                site.begin(regions, self._step, apart=self.apart())
                 if regions:
                     self.ran[id(site)] = regions
         return regions
+
+    def apart(self) -> bool:
+        """Whether something is done with the tokens of this forward between blocks."""
+        return False
 
     def _regions(self, grid: tuple[int, int], device: str) -> Regions:
         self.check_step(self.merging, grid[0] * grid[1])
@@ -326,10 +331,10 @@ class SD3(DiT):
         if self.merging.size_bias:
             raise ValueError("SD3's attention takes no mask: leave size_bias off")
 
-    def hook(self, block: nn.Module, site: Site) -> None:
-        """Merge around a block, or around both attentions and the feed-forward of the image."""
+    def hook(self, block: nn.Module, site: Site, *, last: bool) -> None:
+        """Merge around both attentions and the feed-forward of the image, or around whole blocks."""
         if self.merging.granularity == "block":
-            site.whole(block)
+            site.whole(block, last=last)
             return
         if self.merging.merge_attn:
             site.joint_attention(block.attn)
@@ -337,6 +342,10 @@ class SD3(DiT):
                 site.keyword_attention(block.attn2)
         if self.merging.merge_mlp in (None, True):
             site.per_token(block.ff)
+
+    def apart(self) -> bool:
+        """Residuals of a ControlNet are added there; and the last block may be one that is skipped."""
+        return self.inputs.get(CONTROL) is not None or self.inputs.get("skip_layers") is not None
 
     @torch.compiler.disable
     def enter(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

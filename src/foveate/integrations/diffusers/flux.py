@@ -131,7 +131,8 @@ class Flux(Family):
                 processor = known[type(block.attn.processor)](block.attn.processor)
                 block.attn.set_processor(processor)
             if self.merging:  # a graph that was compiled for a block without hooks would be taken for those with hooks
-                self._hook(block, merging.get(i, self.idle))
+                site = merging.get(i, self.idle)
+                self._hook(block, site, last=merging.get(i + 1) is not site)
             phase = i % self.sparse.period if self.sparse else 0
             yield _Layer(name, block.attn, phase, processor, i in sparse, merging.get(i))
 
@@ -155,9 +156,9 @@ class Flux(Family):
             )
         return merging
 
-    def _hook(self, block: torch.nn.Module, site: Site) -> None:
+    def _hook(self, block: torch.nn.Module, site: Site, *, last: bool) -> None:
         if self.merging.granularity == "block":
-            site.whole(block)
+            site.whole(block, last=last)
             site.positions(block.attn)
             return
         if isinstance(block, FluxSingleTransformerBlock):
@@ -257,7 +258,7 @@ class Flux(Family):
         if torch.is_grad_enabled() and self.model.gradient_checkpointing:
             again = self.model._gradient_checkpointing_func
             self.model._gradient_checkpointing_func = again if isinstance(again, _KeepTables) else _KeepTables(again)
-        self._tell_sites(regions, text)
+        self._tell_sites(regions, text, apart=any(inputs.get(name) is not None for name in CONTROL))
         self._tell_layers(plan, regions, text.shape[1])
         if order := plan or regions:
             inputs["hidden_states"] = _along(order.order, image, 1)
@@ -289,12 +290,12 @@ class Flux(Family):
                 table = _MERGED.get([*table], (regions.groups, text), lambda table=table: regions.merged(table, text))
             layer.processor.table = table
 
-    def _tell_sites(self, regions: Regions | None, text: Tensor) -> None:
+    def _tell_sites(self, regions: Regions | None, text: Tensor, *, apart: bool) -> None:
         if self.idle:
             self.idle.follow()
         for site in self.sites:
             site.follow()
-            site.begin(regions, self._step, text)
+            site.begin(regions, self._step, text, apart)
 
     def _plan(self, inputs: dict[str, Any]) -> AttentionPlan:
         self._check(self.sparse, inputs)

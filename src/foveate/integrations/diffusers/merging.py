@@ -55,8 +55,8 @@ class Site:
         self._key: Hashable = None
         self._groups: tuple[Group, ...] = ()
         self._order: Tensor | None = None
-        self._last, self._due = -1, False
-        self._whole: tuple[Tensor, Tensor] | None = None  # what a block was given, and its merged tokens
+        self._last, self._due, self._apart = -1, False, False
+        self._whole: tuple[Tensor, Tensor] | None = None  # what whole blocks were given, and those tokens merged
         self._handles: list[RemovableHandle] = []
         self._outs: list[tuple[nn.Module, str, nn.Module, RemovableHandle]] = []
         if first is not None:
@@ -65,10 +65,19 @@ class Site:
 
     # --- one forward ---
 
-    def begin(self, regions: Regions | None, step: Step | None, text: Tensor | None = None) -> None:
-        """Say what the next forward does: merge within these regions, or nothing if there are none."""
+    def begin(
+        self, regions: Regions | None, step: Step | None, text: Tensor | None = None, apart: bool = False
+    ) -> None:
+        """Say what the next forward does.
+
+        Args:
+            regions: Within these tokens are merged; None merges nothing.
+            step: Where in a run the forward stands.
+            text: See `Site.text`.
+            apart: Something is done with the tokens between whole blocks: have all of them there.
+        """
         self.end()
-        self.text, self._regions, self.merge = text, regions, None
+        self.text, self._regions, self._apart, self.merge, self._whole = text, regions, apart, None, None
         if regions is None or step is None:
             return
         same = step.key == self._key and regions.groups == self._groups and regions.order is self._order
@@ -105,13 +114,16 @@ class Site:
 
     # --- hooks ---
 
-    def whole(self, block: nn.Module) -> None:
-        """Run a block on merged image tokens; what it adds to them is spread over all."""
+    def whole(self, block: nn.Module, *, last: bool) -> None:
+        """Run a block on merged image tokens, and the next one too unless it is the last.
+
+        What the blocks add to the merged tokens is spread over all tokens behind the last. That is what merging and
+        unmerging around each would give, wherever merging undoes unmerging: with hard weights exactly.
+        """
+        unmerge = self._unmerge_block if last else self._unmerge_between
         self._handles += [
             block.register_forward_pre_hook(self._merge_block, with_kwargs=True),
-            block.register_forward_hook(
-                self._unmerge_block, prepend=True
-            ),  # before tokens are put back in raster order
+            block.register_forward_hook(unmerge, prepend=True),  # before tokens are put back in raster order
         ]
 
     def positions(self, attn: nn.Module) -> None:
@@ -189,7 +201,7 @@ class Site:
 
     @torch.compiler.disable
     def _merge_block(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if self.merge is None:
+        if self.merge is None or self._whole:
             return args, kwargs
         x = _tokens(args, kwargs)
         self._whole = x, self.merge.merge(x)
@@ -203,6 +215,10 @@ class Site:
         *text, image = output if isinstance(output, tuple) else (output,)
         image = x + self.merge.unmerge(image - merged)
         return (*text, image) if isinstance(output, tuple) else image
+
+    @torch.compiler.disable
+    def _unmerge_between(self, block: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        return self._unmerge_block(block, args, output) if self._apart else output
 
     def _weigh(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self.merge is None or not self.method.size_bias:
