@@ -94,7 +94,8 @@ def main(
     request = Request("", (size, size), 20, None, SEED)
     captions = [scene.caption for scene in islice(scenes(SEED), pictures)]
     for name, (method, options) in {name: variant(name, size) for name in only.split(",")}.items():
-        recipe = Recipe(method=method, **USUAL | {"rate": rate, "cool_down": cool_down} | options)
+        chosen: dict[str, Any] = USUAL | {"rate": rate, "cool_down": cool_down} | options
+        recipe = Recipe(method=method, **chosen)
         pipe: Any = load(str(PIPELINE))
         with progress() as track:
             advance = track("pictures", pictures)
