@@ -101,7 +101,6 @@ class Blocks(Family):
     """A model of stacked blocks with token merging in it."""
 
     hooks_inside = True
-    tile = (4, 4)
 
     def __init__(self, model: nn.Module, methods: tuple[Method, ...], pipeline: Any) -> None:
         if len(methods) != 1 or not isinstance(methods[0], TokenMerging):
@@ -255,7 +254,7 @@ class Blocks(Family):
 
     def _regions(self, grid: tuple[int, int], device: str) -> Regions:
         self.check_step(self.merging, grid[0] * grid[1])
-        return self.merging.regions((grid,), self.tile, device=device)
+        return self.merging.regions((grid,), device=device)
 
     @torch.compiler.disable
     def leave(self, model: nn.Module, args: tuple[Any, ...], output: Any) -> None:
@@ -275,8 +274,6 @@ class Blocks(Family):
 
 class UNet(Blocks):
     """SD 1.5, SD 2.1, SDXL. Blocks of one section and resolution share a plan, made from what the first is given."""
-
-    tile = (8, 8)
 
     def borrow(self) -> Iterator[Layer]:
         """Every block of every `Transformer2DModel`, in running order."""
