@@ -20,8 +20,9 @@ from diffusers.models.attention import BasicTransformerBlock, JointTransformerBl
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from foveate.integrations.diffusers.clock import Step
 from foveate.integrations.diffusers.family import Family
-from foveate.integrations.diffusers.merging import Site, Step
+from foveate.integrations.diffusers.merging import Site
 from foveate.integrations.diffusers.summary import LayerReport
 from foveate.methods import Method
 from foveate.methods.method import StaysDense, TokenMerging
