@@ -116,10 +116,10 @@ def log_linear_attention(
         ValueError: If tensors do not fit each other or the selection, or an option is out of its range.
 
     Examples:
-        >>> q = k = v = torch.randn(1, 2, 5000, 64)
+        >>> q = k = v = torch.randn(1, 2, 9000, 64)
         >>> out, lse, selection = log_linear_attention(q, k, v)
         >>> out.shape, selection.levels
-        (torch.Size([1, 2, 5000, 64]), 2)
+        (torch.Size([1, 2, 9000, 64]), 2)
         >>> again = log_linear_attention(q, k, v, selection=selection)
         >>> torch.equal(again.out, out)
         True

@@ -13,7 +13,17 @@ from torch.nn.functional import pad
 from foveate.ops import dispatch
 from foveate.ops.selection import Selection
 
-__all__ = ["automatic_levels", "check", "children", "choose_blocks", "count_tokens", "pool", "select_blocks", "spread"]
+__all__ = [
+    "automatic_levels",
+    "check",
+    "check_options",
+    "children",
+    "choose_blocks",
+    "count_tokens",
+    "pool",
+    "select_blocks",
+    "spread",
+]
 
 BLOCK_SIZES = (16, 32, 64)
 MOST_LEVELS = 4
@@ -49,10 +59,10 @@ def select_blocks(
         ValueError: If tensors do not fit each other, or an option is out of its range.
 
     Examples:
-        >>> q = k = torch.randn(1, 2, 5000, 64)
+        >>> q = k = torch.randn(1, 2, 9000, 64)
         >>> selection = select_blocks(q, k)
-        >>> selection.levels, selection.lists[0].shape  # 313 blocks, the last of 8 tokens
-        (2, torch.Size([1, 2, 313, 8]))
+        >>> selection.levels, selection.lists[0].shape  # 563 blocks, the last of 8 tokens
+        (2, torch.Size([1, 2, 563, 8]))
 
     Source: arXiv 2512.16615, hierarchical top-k selection.
     """
@@ -91,32 +101,38 @@ def check(
             f"{names} must share one device and one dtype of float32, bfloat16, float16 and float64: got "
             f"{', '.join(f'{x.dtype} on {x.device}' for x in tensors.values())}"
         )
-    if not HEAD_DIMS[0] <= q.shape[3] <= HEAD_DIMS[1]:
-        raise ValueError(f"head_dim must be {HEAD_DIMS[0]} to {HEAD_DIMS[1]}, not {q.shape[3]}: change the heads")
-    if top_k < 1:
-        raise ValueError(f"top_k counts blocks, 1 or more, not {top_k}")
-    if block_size not in BLOCK_SIZES:
-        raise ValueError(f"block_size must be one of {', '.join(map(str, BLOCK_SIZES))}, not {block_size}")
+    check_options(q.shape[3], top_k, block_size, levels)
     if mask is not None and (mask.shape != q.shape[::2] or mask.dtype != torch.bool or mask.device != q.device):
         raise ValueError(
             f"key_padding_mask must be bool, [{q.shape[0]}, {q.shape[2]}], on {q.device}, True where a token is real: "
             f"got {mask.dtype}, {list(mask.shape)}, on {mask.device}"
         )
-    return _check_levels(q.shape[2], block_size, top_k, levels)
-
-
-def _check_levels(tokens: int, block_size: int, top_k: int, levels: int | None) -> int:
     if levels is None:
-        return automatic_levels(tokens, block_size, top_k)
-    if not 1 <= levels <= MOST_LEVELS:
-        raise ValueError(f"levels must be 1 to {MOST_LEVELS}, or None for automatic, not {levels}")
-    most = next((level for level in range(1, MOST_LEVELS) if _nodes(tokens, block_size, level) == 1), MOST_LEVELS)
+        return automatic_levels(q.shape[2], block_size, top_k)
+    nodes = (_nodes(q.shape[2], block_size, level) for level in range(1, MOST_LEVELS))
+    most = next((level for level, count in enumerate(nodes, start=1) if count == 1), MOST_LEVELS)
     if levels > most:
         raise ValueError(
-            f"levels={levels} is too many for {tokens} tokens: with block_size={block_size} level {most} is one node "
-            f"already; use levels<={most}, or None for automatic"
+            f"levels={levels} is too many for {q.shape[2]} tokens: with block_size={block_size} level {most} is one "
+            f"node already; use levels<={most}, or None for automatic"
         )
     return levels
+
+
+def check_options(head_dim: int, top_k: int, block_size: int, levels: int | None) -> None:
+    """Refuse options that no tensor could be used with.
+
+    Raises:
+        ValueError: If one is out of its range.
+    """
+    if not HEAD_DIMS[0] <= head_dim <= HEAD_DIMS[1]:
+        raise ValueError(f"head_dim must be {HEAD_DIMS[0]} to {HEAD_DIMS[1]}, not {head_dim}: change the heads")
+    if top_k < 1:
+        raise ValueError(f"top_k counts blocks, 1 or more, not {top_k}")
+    if block_size not in BLOCK_SIZES:
+        raise ValueError(f"block_size must be one of {', '.join(map(str, BLOCK_SIZES))}, not {block_size}")
+    if levels is not None and not 1 <= levels <= MOST_LEVELS:
+        raise ValueError(f"levels must be 1 to {MOST_LEVELS}, or None for automatic, not {levels}")
 
 
 def _nodes(tokens: int, block: int, level: int) -> int:
