@@ -238,16 +238,16 @@ def test_heads_and_samples_do_not_touch_one_another():
             torch.testing.assert_close(got.lse[0, 0], want.lse[b, h])
 
 
-@pytest.mark.parametrize(("tokens", "padded"), [(1, 5), (100, 111), (100, 300), (257, 800)])
+@pytest.mark.parametrize(("tokens", "padded", "levels"), [(1, 5, 1), (100, 111, 2), (100, 300, 1), (257, 800, 3)])
 @pytest.mark.parametrize("poison", [torch.inf, torch.nan])
-def test_padding_behind_the_end_equals_the_shorter_sequence(tokens, padded, poison):
+def test_padding_behind_the_end_equals_the_shorter_sequence(tokens, padded, levels, poison):
     inputs = qkv(tokens, tokens)
-    want = log_linear_attention(*inputs, top_k=3, levels=1)
+    want = log_linear_attention(*inputs, top_k=3, levels=levels)
     longer = [
         torch.cat([x, x.new_full((1, 2, padded - tokens, 32), poison)], 2).detach().requires_grad_() for x in inputs
     ]
     real = torch.arange(padded)[None] < tokens
-    got = log_linear_attention(*longer, top_k=3, levels=1, key_padding_mask=real)
+    got = log_linear_attention(*longer, top_k=3, levels=levels, key_padding_mask=real)
     torch.testing.assert_close(got.out[:, :, :tokens], want.out)
     torch.testing.assert_close(got.lse[:, :, :tokens], want.lse)
     assert (got.out[:, :, tokens:] == 0).all()
@@ -342,14 +342,15 @@ def test_a_selection_given_back_is_read_again_and_levels_follow_it():
     compare(got, log_linear(*other, first.selection), other)
 
 
-def test_a_selection_may_be_given_to_a_call_with_other_padding():
+@pytest.mark.parametrize("enrich", [True, False])
+def test_a_selection_may_be_given_to_a_call_with_other_padding(enrich):
     inputs = qkv(19, 300, batch=2)
-    first, second = padding(1, 2, 300), padding(2, 2, 300, 0.1)
-    selection = select_blocks(*inputs[:2], top_k=2, levels=2, key_padding_mask=first)
-    for real in (second, None):
-        for enrich in (True, False):
-            got = log_linear_attention(*inputs, top_k=2, selection=selection, enrich=enrich, key_padding_mask=real)
-            compare(got, log_linear(*inputs, selection, enrich=2 * enrich, real=real), inputs)
+    selection = select_blocks(*inputs[:2], top_k=2, levels=2, key_padding_mask=padding(1, 2, 300))
+    for real in (padding(2, 2, 300, 0.03), None):
+        got = log_linear_attention(*inputs, top_k=2, selection=selection, enrich=enrich, key_padding_mask=real)
+        compare(got, log_linear(*inputs, selection, enrich=2 * enrich, real=real), inputs)
+        if real is not None and not enrich:  # some who are real see nobody who is
+            assert (got.lse == -torch.inf)[real[:, None].expand_as(got.lse)].any()
 
 
 def test_skewed_picks_are_right():

@@ -107,7 +107,7 @@ def log_linear_attention(
             twice.
         log_mass: Add to the score of a mean what it underestimates its tokens by, to second order:
             ``scale² |q|² / (2 head_dim)`` times the mean squared distance of its tokens' keys from it.
-        deterministic: Add up gradients in one order in every run; on a GPU False is faster.
+        deterministic: Add up gradients in one order in every run. False lets a GPU add them up as they come.
 
     Returns:
         Output, LSE and the selection.
