@@ -121,9 +121,8 @@ def tables_of(
     """Rows of one block of tokens each, and rows of one shared key each."""
     real = torch.ones(1, k.shape[2], dtype=torch.bool, device=k.device) if real is None else real
     bias = torch.zeros(real.shape, dtype=shared_bias.dtype, device=k.device).masked_fill_(~real, -torch.inf)
-    return _table(k, v, bias, layout.blocks + 1, layout.block), _table(
-        shared_k, shared_v, shared_bias, layout.shared + 1, 1
-    )
+    blocks = _table(k, v, bias, layout.blocks + 1, layout.block)
+    return blocks, _table(shared_k, shared_v, shared_bias, layout.shared + 1, 1)
 
 
 def _table(k: Tensor, v: Tensor, bias: Tensor, rows: int, keys: int) -> Table:
@@ -139,8 +138,9 @@ def pieces(
     """Pieces of the runs of all heads in turn, and what they read: blocks of tokens, and shared keys."""
     numbers = torch.arange(layout.heads * layout.runs, device=lists[0].device)
     starts = torch.arange(0, layout.run, layout.block, device=numbers.device)
-    for piece in numbers.split(layout.at_once):
-        heads, first = piece // layout.runs, piece % layout.runs * layout.run
+    for start in range(0, len(numbers), layout.at_once):
+        piece = slice(start, start + layout.at_once)
+        heads, first = numbers[piece] // layout.runs, numbers[piece] % layout.runs * layout.run
         # blocks behind the last one are padding of the last run
         blocks = ((first[:, None] + starts) // layout.block).clamp(max=layout.blocks - 1)
         picks = _of(lists[0], heads[:, None], blocks).flatten(0, 1)
@@ -149,7 +149,7 @@ def pieces(
         if exclude and layout.means:
             hidden = _picked_means(lists, heads, blocks, layout, seen).repeat_interleave(layout.block, 1)
             reads = reads[0], reads[1]._replace(bias=reads[1].bias.masked_fill(hidden, -torch.inf))
-        yield slice(int(piece[0]), int(piece[-1]) + 1), reads
+        yield piece, reads
 
 
 def _of(lists: Tensor, heads: Tensor, nodes: Tensor) -> Tensor:
