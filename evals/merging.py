@@ -19,11 +19,13 @@ VARIANTS: list[Method] = [
     ToMA(select="random"),
     ToMA(weights="hard"),
     ToMA(scale=100.0),
-    ToMA(tile=(8, 8)),
+    ToMA(tile=(4, 4)),
+    ToMA(tile=(16, 16)),
+    ToMA(granularity="module"),
+    ToMA(granularity="module", tile=(4, 4)),
     ToMA(size_bias=True),
     ToMA(skip=0),
     ToMA(skip=3),
-    ToMA(granularity="block"),
 ]
 
 

@@ -16,6 +16,7 @@ ROOMS = {
     "kernels": {"cache", "ops.block_table"},
     "ops": {"cache"},
     "methods": {"cache", "ops"},
+    "nn": {"ops"},
     "report": {"ops"},
     "integrations": {"cache", "ops", "methods"},
     "demo": {"ops", "methods", "integrations", "report", "files", "training"},

@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 DOCS = Path(__file__).parent.parent / "docs"
 
 
@@ -42,8 +44,9 @@ def test_the_sample_method_passes_its_sample_tests(tmp_path):
     assert "6 passed" in run(tmp_path, "pytest", "test_banded.py")
 
 
-def test_the_block_attention_page_runs_from_top_to_bottom(tmp_path):
-    (tmp_path / "page.py").write_text("\n".join(samples("block-attention.md")))
+@pytest.mark.parametrize("page", ["block-attention.md", "log-linear-attention.md"])
+def test_the_pages_of_attention_run_from_top_to_bottom(page, tmp_path):
+    (tmp_path / "page.py").write_text("\n".join(samples(page)))
     run(tmp_path, "page")
 
 

@@ -162,15 +162,15 @@ def test_sdxl_has_the_size_of_sdxl():
 @pytest.mark.parametrize("keep", [0.75, 0.5, 0.25])
 def test_merging_random_features_leaves_about_what_is_kept_of_their_energy(keep):
     toma = ToMA(keep=keep, weights="hard")  # a projection on means: sqrt(1 - keep) is lost if groups ignore features
-    error = reconstruction_error(toma, "random", 32, (8, 8), CPU)
+    error = reconstruction_error(toma, "random", 32, CPU)
     assert 0.9 * (1 - keep) ** 0.5 < error < (1 - keep) ** 0.5
-    assert reconstruction_error(toma, "smooth", 32, (8, 8), CPU) < error
-    assert reconstruction_error(ToMA(keep=1.0), "random", 32, (8, 8), CPU) < 1e-6
+    assert reconstruction_error(toma, "smooth", 32, CPU) < error
+    assert reconstruction_error(ToMA(keep=1.0), "random", 32, CPU) < 1e-6
 
 
 def test_a_reconstruction_counts_early_and_late_blocks():
     early, both, late = (
-        reconstruction_error(ToFu(separation=separation), "random", 16, (8, 8), CPU) for separation in (1, 0.5, 0)
+        reconstruction_error(ToFu(separation=separation), "random", 16, CPU) for separation in (1, 0.5, 0)
     )
     assert early != late
     assert both == pytest.approx((early + late) / 2)

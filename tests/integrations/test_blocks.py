@@ -24,7 +24,8 @@ from foveate.integrations.diffusers.pipelines import Request
 from foveate.methods import ToMeSD
 from foveate.ops.merging import Merge
 
-PLUMBING = {"keep": 0.999, "weights": "hard", "skip": 0, "tile": (4, 4)}  # every hook at work, and nothing is lost
+# every hook at work, and nothing is lost
+PLUMBING = {"keep": 0.999, "weights": "hard", "skip": 0, "tile": (4, 4), "granularity": "module"}
 MODELS = {
     "unet": (tiny.unet, tiny.unet_inputs),
     "sd3": (tiny.sd3, tiny.sd3_inputs),
@@ -81,7 +82,7 @@ def seen_tokens(model, x):
 def test_the_plumbing_is_the_model_without_merging(name, batch, granularity):
     model, x = built(name, batch=batch)
     want = model(**copy.copy(x))[0]
-    with foveate.apply(model, ToMA(**PLUMBING, granularity=granularity)) as run:
+    with foveate.apply(model, ToMA(**PLUMBING | {"granularity": granularity})) as run:
         torch.testing.assert_close(model(**copy.copy(x))[0], want)
         assert all(layer.method.startswith("ToMA keep=0.999 ") for layer in run.summary().layers)
 
@@ -107,7 +108,7 @@ def test_everything_in_a_block_runs_on_merged_tokens(name):
         merged = seen_tokens(model, x)
         assert all(layer.saved > 0 and not layer.why for layer in run.summary().layers)
     assert merged == {part: tokens // 2 for part, tokens in dense.items()}
-    with foveate.apply(model, ToMA(skip=0, tile=(4, 4), merge_cross=False, merge_mlp=False)):
+    with foveate.apply(model, ToMA(skip=0, tile=(4, 4), granularity="module", merge_cross=False, merge_mlp=False)):
         merged = seen_tokens(model, x)
     for part, tokens in dense.items():
         halved = part.endswith(("attn1", "attn")) or (part.endswith("attn2") and name == "sd3")
@@ -212,7 +213,7 @@ def test_a_block_that_is_skipped_leaves_no_tokens_merged(skipped):
     model, x = built("sd3")
     del x[CONTROL]
     want = model(**copy.copy(x), skip_layers=[skipped])[0]
-    with foveate.apply(model, ToMA(**PLUMBING, granularity="block")):
+    with foveate.apply(model, ToMA(**PLUMBING | {"granularity": "block"})):
         torch.testing.assert_close(model(**copy.copy(x), skip_layers=[skipped])[0], want)
 
 

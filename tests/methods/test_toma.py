@@ -48,7 +48,7 @@ def test_regions_cover_every_token_once_in_at_most_four_shapes(grid, tile):
 
 def test_the_region_map_is_what_merges():
     for regions in (
-        ToMA().regions(((13, 7), (8, 8))),
+        ToMA(tile=(4, 4)).regions(((13, 7), (8, 8))),
         ToMA().regions_along(HilbertA(tiles=1).plan(((13, 7),), 5), (13, 7)),
     ):
         (regions_of,) = regions.tile_maps
@@ -63,7 +63,7 @@ def test_the_region_map_is_what_merges():
 
 
 def test_the_real_keep_of_an_odd_grid_is_known():
-    regions = ToMA(keep=0.5).regions(((47, 53),))
+    regions = ToMA(tile=(4, 4)).regions(((47, 53),))
     assert (regions.kept, len(regions.order)) == (1246, 2491)
 
 
@@ -80,7 +80,7 @@ def test_stripes_and_the_whole_image_are_rasters(mode):
 ])  # fmt: skip
 @pytest.mark.parametrize("grid", [(16, 20), (13, 7)])
 def test_weights_sum_to_one_and_constants_survive(options, grid):
-    _, x, merge = planned(ToMA(**options), grid, smooth(*grid))
+    _, x, merge = planned(ToMA(tile=(4, 4), **options), grid, smooth(*grid))
     for gather, spread in zip(merge.gather, merge.spread, strict=True):
         torch.testing.assert_close(gather.sum(-1), torch.ones_like(gather.sum(-1)))
         torch.testing.assert_close(spread.sum(-2), torch.ones_like(spread.sum(-2)))
@@ -171,6 +171,17 @@ def test_along_a_hilbert_curve_who_attends_to_whom_is_what_its_tokens_do(tiles, 
         merged = regions.merged(table, text)
         assert merged.query_tokens == len(tokens)
         assert torch.equal(merged.to_dense(), table.to_dense()[tokens][:, tokens])
+
+
+@pytest.mark.parametrize(("side", "tiles", "tile", "longest"), [
+    (64, 16, (8, 8), 64), (64, 16, (4, 4), 16), (32, 4, (8, 8), 64), (32, 16, (8, 8), 16), (32, 16, (3, 16), 16),
+])  # fmt: skip
+def test_along_a_curve_the_longest_runs_merge_that_cross_no_border(side, tiles, tile, longest):
+    plan = HilbertA(tiles=tiles).plan(((side, side),), 77)
+    regions = ToMA(tile=tile).regions_along(plan, (side, side))
+    assert max(group.tokens for group in regions.groups) == longest
+    for table in plan.tables:
+        regions.merged(table, 77)
 
 
 @pytest.mark.parametrize(("options", "says"), [

@@ -9,7 +9,6 @@ from torch import Tensor
 from torch.nn.functional import interpolate
 
 from foveate.methods.method import TokenMerging
-from foveate.ops.merging import Grid
 
 __all__ = ["FEATURES", "reconstruction_error"]
 
@@ -31,7 +30,7 @@ def _smooth(side: int, lots: torch.Generator) -> Features:
 FEATURES: dict[str, Callable[[int, torch.Generator], Features]] = {"random": _random, "smooth": _smooth}
 
 
-def reconstruction_error(method: TokenMerging, features: str, side: int, tile: Grid, device: torch.device) -> float:
+def reconstruction_error(method: TokenMerging, features: str, side: int, device: torch.device) -> float:
     """||unmerge(merge(x)) - x|| / ||x||, the mean over an early and a late block, which may merge differently.
 
     This is no picture's quality: nothing comes between merge and unmerge, and the features are no model's.
@@ -40,10 +39,9 @@ def reconstruction_error(method: TokenMerging, features: str, side: int, tile: G
         method: How to merge.
         features: "random" or "smooth": see `FEATURES`.
         side: Tokens along each side.
-        tile: What to take where the method says nothing.
         device: Where it is worked out, in float32.
     """
-    regions = method.regions(((side, side),), tile, device=str(device))
+    regions = method.regions(((side, side),), device=str(device))
     x = FEATURES[features](side, torch.Generator().manual_seed(0)).flatten(2).mT.to(device)[:, regions.order]
     plans = [method.at(depth).plan(x, regions) for depth in (0.25, 0.75)]
     return mean(((plan.unmerge(plan.merge(x)) - x).norm() / x.norm()).item() for plan in plans)

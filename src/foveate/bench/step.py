@@ -17,7 +17,6 @@ from foveate.bench.reconstruction import FEATURES, reconstruction_error
 from foveate.bench.timing import captured, peak_memory, time_calls, time_shares
 from foveate.compare import Track, versions
 from foveate.integrations.diffusers.apply import apply
-from foveate.integrations.diffusers.blocks import UNet
 from foveate.integrations.diffusers.lora import using
 from foveate.integrations.diffusers.pipelines import Call, choose_device, choose_dtype, denoiser, now, time_steps
 from foveate.methods import HilbertA, Method, Together, ToMA
@@ -159,8 +158,7 @@ def _row(
 def _reconstruction(way: Way, side: int, device: torch.device) -> dict[str, float]:
     (merging,) = _merging(way)
     return {
-        f"reconstruction_{features}": reconstruction_error(merging, features, side, UNet.tile, device)
-        for features in FEATURES
+        f"reconstruction_{features}": reconstruction_error(merging, features, side, device) for features in FEATURES
     }
 
 

@@ -57,7 +57,7 @@ class ToMeSD(TokenMerging):
         """None: it is a baseline."""
         return ()
 
-    def regions(self, grids: tuple[Grid, ...], tile: Grid = (4, 4), *, device: str = "cpu") -> Regions:
+    def regions(self, grids: tuple[Grid, ...], *, device: str = "cpu") -> Regions:
         """The image in raster order as one region; reference images are left alone."""
         (height, width), *others = grids
         kept = max(round(self.keep * height * width), int(_destinations(grids[0], self.cell, False).sum()))

@@ -218,7 +218,8 @@ class TokenMerging(Method):
             self.merge_attn and self.merge_cross and self.merge_mlp in (None, True)
         ):
             raise ValueError(
-                'granularity="block" merges all of a block: leave merge_attn, merge_cross and merge_mlp out'
+                'granularity="block" merges all of a block: leave merge_attn, merge_cross and merge_mlp out, or use '
+                'granularity="module"'
             )
         if self.skip is not None and self.skip < 0:
             raise ValueError(f"skip counts blocks, 0 or more, not {self.skip}")
@@ -234,19 +235,18 @@ class TokenMerging(Method):
         return self
 
     @abstractmethod
-    def regions(self, grids: tuple[Grid, ...], tile: Grid = (4, 4), *, device: str = "cpu") -> Regions:
+    def regions(self, grids: tuple[Grid, ...], *, device: str = "cpu") -> Regions:
         """The order of the tokens and the regions within which they merge.
 
         Args:
             grids: (rows, columns) of the image, then of each reference image, in tokens.
-            tile: What to take where the method says nothing.
             device: Where the order lives.
 
         Raises:
             StaysDense: If the method leaves such an image dense.
         """
 
-    def regions_along(self, plan: AttentionPlan, grid: Grid, tile: Grid = (4, 4)) -> Regions:
+    def regions_along(self, plan: AttentionPlan, grid: Grid) -> Regions:
         """Regions along the order of sparse attention, none of which crosses a border of its tiles.
 
         Raises:

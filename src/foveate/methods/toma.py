@@ -9,9 +9,11 @@
 """
 
 import logging
+from bisect import bisect
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise, product
+from math import gcd
 from typing import Literal
 
 import torch
@@ -33,6 +35,7 @@ log = logging.getLogger("foveate")
 SOFT_ENOUGH = 50.0  # below this scale the transpose is no good inverse of the merge
 RIDGE = 1e-4
 MANY_ROUNDS = 256  # picks of one region, one after the other
+FEWEST = 4  # tokens of a region that are worth merging
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,11 +44,12 @@ class ToMA(TokenMerging):
 
     Attributes:
         mode: Within what tokens merge: "tile" windows, "stripe" bands of whole rows, or "global", the whole image.
-        tile: (rows, columns) of tokens in a tile; rows of a stripe. None takes 4 x 4, and 8 x 8 in UNets.
+        tile: (rows, columns) of tokens in a tile; rows of a stripe. The paper has 4 x 4.
         scale: Sharpness of the softmax.
         weights: "soft", or "hard": each token goes to one destination.
         unmerge: "transpose" of the merge, or its regularised pseudo-inverse "pinv".
         select: How destinations are picked: "greedy" by facility location, a fixed "grid", or "random" ones.
+        granularity: Merge around whole "block"s, or around each "module" of a block, which the paper does.
         merge_reference: Merge the tokens of reference images too, each image within itself.
         share: One plan for each "sample", for each pair of guidance ("cfg"), or for the whole "batch".
 
@@ -59,7 +63,7 @@ class ToMA(TokenMerging):
     """
 
     mode: Literal["tile", "stripe", "global"] = "tile"
-    tile: tuple[int, int] | None = None
+    tile: tuple[int, int] = (8, 8)
     scale: float = 1000.0
     weights: Literal["soft", "hard"] = "soft"
     unmerge: Literal["transpose", "pinv"] = "transpose"
@@ -68,10 +72,11 @@ class ToMA(TokenMerging):
     weights_every: int = 5
     merge_reference: bool = False
     share: Literal["sample", "cfg", "batch"] = "sample"
+    granularity: Literal["module", "block"] = "block"
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.tile and (len(self.tile) != 2 or any(int(side) != side or side < 1 for side in self.tile)):
+        if len(self.tile) != 2 or any(int(side) != side or side < 1 for side in self.tile):
             raise ValueError(f"tile must be two positive whole numbers such as (4, 4), not {self.tile!r}")
         for name, known in CHOICES.items():
             if getattr(self, name) not in known:
@@ -89,34 +94,32 @@ class ToMA(TokenMerging):
         """Half and a quarter of the tokens."""
         return cls(keep=0.5), cls(keep=0.25)
 
-    def regions(self, grids: tuple[Grid, ...], tile: Grid = (4, 4), *, device: str = "cpu") -> Regions:
+    def regions(self, grids: tuple[Grid, ...], *, device: str = "cpu") -> Regions:
         """Tiles side by side, those of one shape together: see `TokenMerging`. Cached by all arguments.
 
         Raises:
             StaysDense: If the image is smaller than a tile.
         """
-        rows, columns = self.tile or tile
+        rows, columns = self.tile
         if self.mode == "tile" and (grids[0][0] < rows or grids[0][1] < columns):
             raise StaysDense(f"{grids[0][0]} x {grids[0][1]} image tokens are less than a tile of {rows} x {columns}")
-        return _regions(self, grids, (rows, columns), device)
+        return _regions(self, grids, device)
 
-    def regions_along(self, plan: AttentionPlan, grid: Grid, tile: Grid = (4, 4)) -> Regions:
-        """Runs of as many tokens as a tile has, along the order of sparse attention.
+    def regions_along(self, plan: AttentionPlan, grid: Grid) -> Regions:
+        """Runs of as many tokens as a tile has, or a part of that, along the order of sparse attention.
 
         Args:
-            plan: Of the sparse attention; nothing merges across its segments.
+            plan: Of the sparse attention; nothing merges across its segments, nor across a border of its tiles.
             grid: (rows, columns) of the picture.
-            tile: What to take where the method says nothing.
 
         Raises:
-            ValueError: If the mode is not "tile".
+            ValueError: If the mode is not "tile", or the tiles of both do not fit together.
         """
         if self.mode != "tile":
             raise ValueError(
                 f'beside sparse attention ToMA merges along its order: use mode="tile", not {self.mode!r}'
             )
-        rows, columns = self.tile or tile
-        return _RUNS.get([plan.order], (self, plan.segments), lambda: self._runs(plan, grid, rows * columns))
+        return _RUNS.get([plan.order], (self, plan.segments), lambda: self._runs(plan, grid))
 
     def plan(
         self,
@@ -140,7 +143,8 @@ class ToMA(TokenMerging):
         chosen, gather, spread = zip(*assigned, strict=True)
         return Merge(regions.lengths, gather, spread, chosen, places_of(regions, chosen))
 
-    def _runs(self, plan: AttentionPlan, grid: Grid, size: int) -> Regions:
+    def _runs(self, plan: AttentionPlan, grid: Grid) -> Regions:
+        size = _between_borders(plan, self.tile[0] * self.tile[1])
         groups: list[Group] = []
         for image, length in plan.segments:
             if image > 0 and not self.merge_reference:
@@ -219,6 +223,21 @@ CHOICES = {
 _RUNS: PerTensors[Regions] = PerTensors()
 
 
+def _between_borders(plan: AttentionPlan, size: int) -> int:
+    """The longest run that divides `size` and crosses no border of the tiles of sparse attention."""
+    lengths = [length for _, length in plan.segments]
+    tokens = plan.tables[0].query_tokens
+    starts = [tokens - sum(lengths[i:]) for i in range(len(lengths))]
+    borders = {border for table in plan.tables for border in table.borders() if starts[0] < border < tokens}
+    run = gcd(size, *(border - starts[bisect(starts, border) - 1] for border in borders))
+    if run < min(size, FEWEST):
+        raise ValueError(
+            f"between the borders of the sparse tiles are runs of {run} tokens, and a tile of ToMA has {size}: give "
+            "HilbertA an align of 16 or more, and ToMA a tile of 4 x 4, or of 8 x 8"
+        )
+    return run
+
+
 def _mean(weights: Float[Tensor, "plans count kept tokens"]) -> Float[Tensor, "plans count kept tokens"]:
     """Weights whose rows sum to 1."""
     return weights / weights.sum(-1, keepdim=True)
@@ -251,7 +270,7 @@ def _cuts(length: int, size: int) -> list[tuple[int, int]]:
 
 @lru_cache(maxsize=64)
 @torch.inference_mode(False)
-def _regions(method: ToMA, grids: tuple[Grid, ...], tile: Grid, device: str) -> Regions:
+def _regions(method: ToMA, grids: tuple[Grid, ...], device: str) -> Regions:
     places: list[Tensor] = []
     groups: list[Group] = []
     first = 0
@@ -262,7 +281,8 @@ def _regions(method: ToMA, grids: tuple[Grid, ...], tile: Grid, device: str) -> 
             places.append(raster.flatten())
             groups.append(Group(1, height, width, height * width, False))
             continue
-        rows, columns = {"tile": tile, "stripe": (tile[0], width), "global": (height, width)}[method.mode]
+        shapes = {"tile": method.tile, "stripe": (method.tile[0], width), "global": (height, width)}
+        rows, columns = shapes[method.mode]
         windows = [raster[a:b, c:d] for (a, b), (c, d) in product(_cuts(height, rows), _cuts(width, columns))]
         windows.sort(key=lambda window: window.shape)  # at most four shapes, those of one shape side by side
         places += [window.flatten() for window in windows]

@@ -76,6 +76,14 @@ class BlockTable(NamedTuple):
         counts = torch.bincount(self.keys[:used], minlength=len(self.key_starts) - 1)
         return BlockTable(self.key_starts, self.query_starts, _cumulative(counts), rows[by_key])
 
+    def borders(self) -> list[int]:
+        """Tokens that read others, or are read by others, than the token before them; those of queries and keys."""
+        found: set[int] = set()
+        for side in (self, self.transpose()):
+            lists, starts = side.lists(), side.query_starts.tolist()
+            found |= {starts[i] for i in range(1, len(lists)) if lists[i] != lists[i - 1]}
+        return sorted(found)
+
     def to_dense(self) -> Bool[Tensor, "queries keys"]:
         """The pattern as a mask over tokens. Quadratic: for tests and pictures only."""
         blocks = torch.zeros(len(self.offsets) - 1, len(self.key_starts) - 1, dtype=torch.bool)

@@ -20,8 +20,9 @@ from diffusers.models.attention import BasicTransformerBlock, JointTransformerBl
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from foveate.integrations.diffusers.clock import Step
 from foveate.integrations.diffusers.family import Family
-from foveate.integrations.diffusers.merging import Site, Step
+from foveate.integrations.diffusers.merging import Site
 from foveate.integrations.diffusers.summary import LayerReport
 from foveate.methods import Method
 from foveate.methods.method import StaysDense, TokenMerging
@@ -101,7 +102,6 @@ class Blocks(Family):
     """A model of stacked blocks with token merging in it."""
 
     hooks_inside = True
-    tile = (4, 4)
 
     def __init__(self, model: nn.Module, methods: tuple[Method, ...], pipeline: Any) -> None:
         if len(methods) != 1 or not isinstance(methods[0], TokenMerging):
@@ -255,7 +255,7 @@ class Blocks(Family):
 
     def _regions(self, grid: tuple[int, int], device: str) -> Regions:
         self.check_step(self.merging, grid[0] * grid[1])
-        return self.merging.regions((grid,), self.tile, device=device)
+        return self.merging.regions((grid,), device=device)
 
     @torch.compiler.disable
     def leave(self, model: nn.Module, args: tuple[Any, ...], output: Any) -> None:
@@ -275,8 +275,6 @@ class Blocks(Family):
 
 class UNet(Blocks):
     """SD 1.5, SD 2.1, SDXL. Blocks of one section and resolution share a plan, made from what the first is given."""
-
-    tile = (8, 8)
 
     def borrow(self) -> Iterator[Layer]:
         """Every block of every `Transformer2DModel`, in running order."""

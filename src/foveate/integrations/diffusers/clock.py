@@ -2,11 +2,24 @@
 
 import math
 import weakref
-from typing import Any
+from collections.abc import Hashable
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
-__all__ = ["Clock"]
+__all__ = ["Clock", "Step"]
+
+
+class Step(NamedTuple):
+    """Where in a run a forward stands.
+
+    Attributes:
+        number: Of the step; the calls of one step have one number.
+        key: What a plan depends on but for the features: batch, dtype, device.
+    """
+
+    number: int
+    key: Hashable
 
 
 class Clock:

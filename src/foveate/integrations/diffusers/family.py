@@ -9,8 +9,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from foveate.integrations.diffusers.clock import Clock
-from foveate.integrations.diffusers.merging import Step
+from foveate.integrations.diffusers.clock import Clock, Step
 from foveate.integrations.diffusers.summary import LayerReport
 from foveate.methods import Method
 from foveate.methods.method import StaysDense, TokenMerging

@@ -24,9 +24,10 @@ from diffusers.models.transformers.transformer_flux import (
 from torch import Tensor
 
 from foveate.cache import PerTensors
+from foveate.integrations.diffusers.clock import Step
 from foveate.integrations.diffusers.family import Family
 from foveate.integrations.diffusers.flux_processors import Borrowed, SparseIPAdapterProcessor, SparseProcessor
-from foveate.integrations.diffusers.merging import Site, Step
+from foveate.integrations.diffusers.merging import Site
 from foveate.integrations.diffusers.summary import LayerReport
 from foveate.methods import Method
 from foveate.methods.method import AttentionPlan, SparseAttention, StaysDense, TokenMerging

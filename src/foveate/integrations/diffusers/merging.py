@@ -7,29 +7,18 @@ its site and never a number that changes from step to step.
 """
 
 from collections.abc import Hashable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.profiler import record_function
 from torch.utils.hooks import RemovableHandle
 
+from foveate.integrations.diffusers.clock import Step
 from foveate.methods.method import TokenMerging
 from foveate.ops.merging import Group, Grouped, Regions
 
-__all__ = ["Site", "Step"]
-
-
-class Step(NamedTuple):
-    """Where in a run a forward stands.
-
-    Attributes:
-        number: Of the step; the calls of one step have one number.
-        key: What a plan depends on but for the features: batch, dtype, device.
-    """
-
-    number: int
-    key: Hashable
+__all__ = ["Site"]
 
 
 class Site:

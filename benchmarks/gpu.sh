@@ -1,0 +1,77 @@
+#!/usr/bin/env bash
+# The numbers of docs/results.md that need a GPU, part by part; minutes on an H200 in brackets.
+#
+#   bash benchmarks/gpu.sh                     # all of them, one after another
+#   CUDA_VISIBLE_DEVICES=1 COMMIT=abc1234 bash benchmarks/gpu.sh sdxl merging
+#
+# Results go to benchmarks/results and evals/results. What a part leaves in out/ is gone on with, so a part that was
+# broken off may be run again. COMMIT names the code where git cannot tell.
+set -u
+cd "$(dirname "$0")/.."
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-8} # parts that run side by side would fight for the cores
+commit=(--commit "${COMMIT:-}")
+results=(--out benchmarks/results "${commit[@]}")
+foveate=${FOVEATE:-foveate}
+
+timed() { echo "== $(date +%T) $*" && "$@"; }
+step() { timed $foveate bench step --model "$1" --sides "$2" "${results[@]}" "${@:3}"; }
+
+tests() { timed python3 -m pytest -n 8 -m gpu tests; } # [3]
+
+attention() { # [3]
+  timed $foveate bench attention --pixels 1024,1536,2048,4096 "${results[@]}"
+  timed $foveate bench attention --pixels 1024,1536,2048 --centre 0.25 --backward "${results[@]}"
+}
+
+flux() { # [6]
+  step flux-dev 64,128,256 --compile --rounds 7
+  step flux-dev 64,128 --rounds 5
+}
+
+flux_options() { # [4]
+  local methods=() method
+  for method in todo tomesd tofu toma:keep=0.75 toma:dst_every=1,weights_every=1 toma:dst_every=50,weights_every=50 \
+    toma:granularity=module "toma:granularity=module,tile=(4,4)" "toma:tile=(4,4)" "toma:tile=(16,16)" toma:size_bias=true; do
+    methods+=(--method "$method")
+  done
+  step flux-dev 64 --compile --rounds 5 "${methods[@]}" --out out/options
+  mv out/options/step-flux-dev-compiled-cuda.json benchmarks/results/step-flux-dev-options-cuda.json
+}
+
+sdxl() { # [4]
+  local methods=() keep
+  for keep in 0.75 0.5 0.25; do methods+=(--method "toma:keep=$keep"); done
+  methods+=(--method toma:granularity=module --method tomesd --method tofu)
+  step sdxl 64,128 --compile "${methods[@]}"
+  step sdxl 64 "${methods[@]}"
+}
+
+built_in() { # [2]
+  step built-in 64,128
+  step built-in 64,128 --compile
+}
+
+quality() { # [8]
+  timed python3 evals/quality.py --size 256 --prompts 500 --batch 32 --pictures out/quality "${commit[@]}"
+  timed python3 evals/quality.py --size 512 --prompts 128 --batch 8 --pictures out/quality "${commit[@]}"
+}
+
+merging() { # [8]
+  timed python3 evals/merging.py --size 256 --prompts 500 --batch 32 --pictures out/merging "${commit[@]}"
+}
+
+distilled() { # [20]
+  timed python3 evals/distilled.py --out out/distilled --only t16,t4 --steps 4000 --compile "${commit[@]}"
+}
+
+ablations() { # [25]
+  timed python3 evals/distilled.py --out out/ablations --steps 500 "${commit[@]}" \
+    --only t16-paper,t16-uniform,t16-rank4,t16-rank16,t16-still,t16-bare,t16-moore,t16-raster,clear
+}
+
+parts=(tests attention flux flux_options sdxl built_in quality merging distilled ablations)
+for part in "${@:-${parts[@]}}"; do
+  [[ " ${parts[*]} " == *" $part "* ]] || { echo "unknown part $part: choose from ${parts[*]}" && exit 2; }
+done
+for part in "${@:-${parts[@]}}"; do "$part" || echo "== $part failed"; done
+echo "== $(date +%T) done"

@@ -1,0 +1,131 @@
+"""Modules for models of your own, to build and to train."""
+
+from functools import partial
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor, nn
+
+from foveate.ops.log_linear_attention import log_linear_attention
+from foveate.ops.pyramid import check_options
+from foveate.ops.selection import Selection
+
+__all__ = ["LogLinearAttention"]
+
+
+class LogLinearAttention(nn.Module):
+    """Self-attention of many tokens by `foveate.ops.log_linear_attention`, with its projections.
+
+    With ``enrich=False`` and as many picks as there are blocks it is exactly dense attention. Neighbours in the
+    sequence should be neighbours in the picture: bring tokens into an order of `foveate.ops.curves` once, where the
+    model begins, and back where it ends.
+
+    Args:
+        dim: Channels of a token.
+        heads: How many heads share them; 32 to 256 channels each.
+        top_k: Nodes that each node picks.
+        block_size: Tokens of a block: 16, 32 or 64.
+        levels: Pooled levels, 1 to 4; None decides by the number of tokens.
+        enrich: Read the means of nodes too; a number reads those of so many levels.
+        reweight: Let a mean count as often as it has tokens.
+        exclude_selected: Leave out the means of what is read in finer form.
+        log_mass: Raise means by what their tokens differ.
+        qk_norm: Normalise queries and keys of each head by their root mean square.
+        bias: Give the projections one.
+
+    Raises:
+        ValueError: If `dim` cannot be shared among the heads, or an option is out of its range.
+
+    Examples:
+        >>> attention = LogLinearAttention(128, heads=2)
+        >>> attention(torch.randn(1, 5000, 128)).shape
+        torch.Size([1, 5000, 128])
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        heads: int,
+        *,
+        top_k: int = 8,
+        block_size: int = 16,
+        levels: int | None = None,
+        enrich: bool | int = True,
+        reweight: bool = True,
+        exclude_selected: bool = False,
+        log_mass: bool = False,
+        qk_norm: bool = True,
+        bias: bool = True,
+    ) -> None:
+        super().__init__()
+        if heads < 1 or dim % heads:
+            raise ValueError(f"{dim} channels cannot be shared among {heads} heads: use a divisor of {dim}")
+        check_options(dim // heads, top_k, block_size, levels)
+        self.heads = heads
+        self.attend = partial(
+            log_linear_attention,
+            top_k=top_k,
+            block_size=block_size,
+            levels=levels,
+            enrich=enrich,
+            reweight=reweight,
+            exclude_selected=exclude_selected,
+            log_mass=log_mass,
+        )
+        self.q, self.k, self.v, self.out = (nn.Linear(dim, dim, bias=bias) for _ in range(4))
+        self.q_norm, self.k_norm = (nn.RMSNorm(dim // heads) if qk_norm else nn.Identity() for _ in range(2))
+
+    def forward(
+        self,
+        x: Float[Tensor, "batch tokens dim"],
+        *,
+        rope: tuple[Float[Tensor, "tokens head_dim"], Float[Tensor, "tokens head_dim"]] | None = None,
+        context: Float[Tensor, "batch extra dim"] | None = None,
+        key_padding_mask: Bool[Tensor, "batch tokens"] | None = None,
+        selection: Selection | None = None,
+        return_selection: bool = False,
+    ) -> Float[Tensor, "batch tokens dim"] | tuple[Float[Tensor, "batch tokens dim"], Selection]:
+        """What each token takes from the others.
+
+        Args:
+            x: Tokens.
+            rope: (cos, sin) to turn queries and keys by. Channels 2i and 2i + 1 are a pair, whose angle stands in both
+                of their columns.
+            context: More tokens that every token reads, such as those of a text; they are not turned.
+            key_padding_mask: True where a token is real.
+            selection: Of another call, layer or step, to read the same blocks.
+            return_selection: Return the selection too.
+
+        Raises:
+            ValueError: If `rope` is not for these tokens, or as `log_linear_attention` says.
+        """
+        q, k, v = self._split(self.q(x)), self._split(self.k(x)), self._split(self.v(x))
+        q, k = self._norm(self.q_norm, q), self._norm(self.k_norm, k)
+        if rope is not None:
+            q, k = _turn(q, *rope), _turn(k, *rope)
+        extra_k = extra_v = None
+        if context is not None:
+            extra_v = self._split(self.v(context))
+            extra_k = self._norm(self.k_norm, self._split(self.k(context))).to(v.dtype)
+        mixed, _, selection = self.attend(
+            *(q.to(v.dtype), k.to(v.dtype), v),
+            extra_k=extra_k,
+            extra_v=extra_v,
+            key_padding_mask=key_padding_mask,
+            selection=selection,
+        )
+        out = self.out(mixed.transpose(1, 2).flatten(2))
+        return (out, selection) if return_selection else out
+
+    def _split(self, x: Tensor) -> Tensor:
+        return x.unflatten(2, (self.heads, -1)).transpose(1, 2)
+
+    def _norm(self, norm: nn.Module, x: Tensor) -> Tensor:
+        return norm(x.to(self.q.weight.dtype))  # under autocast x is narrower than the weights
+
+
+def _turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    if cos.shape != x.shape[2:] or sin.shape != x.shape[2:]:
+        raise ValueError(f"rope must be two of {list(x.shape[2:])}, not {list(cos.shape)} and {list(sin.shape)}")
+    ahead = torch.stack([-x[..., 1::2], x[..., ::2]], -1).flatten(3)
+    return x * cos + ahead * sin

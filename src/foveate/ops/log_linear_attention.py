@@ -1,0 +1,231 @@
+"""Log-linear attention: every query reads a few blocks of tokens, and means of ever larger nodes for all the rest.
+
+The portable path below is the definition of the op and runs on any device, in memory that is linear in the number of
+tokens.
+"""
+
+from math import isfinite
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+from torch.nn.functional import pad
+
+from foveate.ops import dispatch
+from foveate.ops.picked_attention import picked_attention
+from foveate.ops.pyramid import check, choose_blocks, count_tokens, pool, spread
+from foveate.ops.selection import Selection
+
+__all__ = ["LogLinearOutput", "Options", "log_linear_attention"]
+
+
+class LogLinearOutput(NamedTuple):
+    """What `log_linear_attention` returns.
+
+    Attributes:
+        out: Output [batch, heads, tokens, head_dim], in the dtype of q.
+        lse: Log of the sum of all weights of each query [batch, heads, tokens], float32 (float64 for float64).
+        selection: Which blocks were read; give it to another call to read the same.
+    """
+
+    out: Tensor
+    lse: Tensor
+    selection: Selection
+
+
+class Options(NamedTuple):
+    """Options of `log_linear_attention` as its backends get them, with nothing left to be decided.
+
+    Attributes:
+        top_k: Nodes that each node picks.
+        block_size: Tokens of a block, and children of a node.
+        levels: Pooled levels.
+        enriched: How many of them, from the finest on, have their means read.
+        reweight: Count a mean as often as it has tokens.
+        scale: Factor on q·k.
+        exclude_selected: Leave out means of what is read in finer form.
+        log_mass: Raise means by what their tokens differ.
+        deterministic: The same bits in every backward pass.
+    """
+
+    top_k: int
+    block_size: int
+    levels: int
+    enriched: int
+    reweight: bool
+    scale: float
+    exclude_selected: bool
+    log_mass: bool
+    deterministic: bool
+
+
+def log_linear_attention(
+    q: Float[Tensor, "batch heads tokens head_dim"],
+    k: Float[Tensor, "batch heads tokens head_dim"],
+    v: Float[Tensor, "batch heads tokens head_dim"],
+    *,
+    top_k: int = 8,
+    block_size: int = 16,
+    levels: int | None = None,
+    selection: Selection | None = None,
+    enrich: bool | int = True,
+    reweight: bool = True,
+    scale: float | None = None,
+    extra_k: Float[Tensor, "batch heads extra head_dim"] | None = None,
+    extra_v: Float[Tensor, "batch heads extra head_dim"] | None = None,
+    key_padding_mask: Bool[Tensor, "batch tokens"] | None = None,
+    exclude_selected: bool = False,
+    log_mass: bool = False,
+    deterministic: bool = True,
+) -> LogLinearOutput:
+    """Attention of every query over the blocks it picked, and over means of coarser nodes, in one softmax.
+
+    Which nodes are picked is found by `select_blocks`. A query reads the tokens of the blocks that its block picked;
+    at each level between, the means of all nodes that its ancestor could choose among; and the means of all nodes of
+    the top. A mean counts as often as it has tokens: log(count) is added to its score.
+
+    Differentiable once in q, k, v, extra_k and extra_v, through the LSE too; what is picked is not differentiated.
+    Works inside `torch.compile(fullgraph=True)`.
+
+    Args:
+        q: Queries, after normalisation and RoPE.
+        k: Keys, likewise.
+        v: Values.
+        top_k: How many nodes each node picks; all of them where there are fewer.
+        block_size: Tokens of a block, and children of a node: 16, 32 or 64.
+        levels: Pooled levels, 1 to 4; None takes those of `selection` or else of `automatic_levels`.
+        selection: Of an earlier call or of `select_blocks`, to read the same blocks again.
+        enrich: Read means too. A number n reads those of levels 1 to n only.
+        reweight: Let a mean count as often as it has tokens, not once.
+        scale: Factor on q·k; ``head_dim ** -0.5`` if None.
+        extra_k: Keys that every query reads besides, such as those of a text.
+        extra_v: Their values.
+        key_padding_mask: True where a token is real. The others are in no mean and nobody reads them; their own output
+            is 0 and their LSE -inf.
+        exclude_selected: Leave out the means of nodes that a query's own ancestors picked, so that no token counts
+            twice.
+        log_mass: Add to the score of a mean what it underestimates its tokens by, to second order:
+            ``scale² |q|² / (2 head_dim)`` times the mean squared distance of its tokens' keys from it.
+        deterministic: Add up gradients in one order in every run. False lets a GPU add them up as they come.
+
+    Returns:
+        Output, LSE and the selection.
+
+    Raises:
+        ValueError: If tensors do not fit each other or the selection, or an option is out of its range.
+
+    Examples:
+        >>> q = k = v = torch.randn(1, 2, 9000, 64)
+        >>> out, lse, selection = log_linear_attention(q, k, v)
+        >>> out.shape, selection.levels
+        (torch.Size([1, 2, 9000, 64]), 2)
+        >>> again = log_linear_attention(q, k, v, selection=selection)
+        >>> torch.equal(again.out, out)
+        True
+
+    Source: arXiv 2512.16615. Weights are true counts, so any number of tokens is exact.
+    """
+    if levels is None and selection is not None:
+        levels = selection.levels
+    levels = check({"q": q, "k": k, "v": v}, top_k, block_size, levels, key_padding_mask)
+    enriched = levels if enrich is True else int(enrich)
+    scale = float(q.shape[3] ** -0.5 if scale is None else scale)
+    if not (isfinite(scale) and scale > 0):
+        raise ValueError(f"scale must be finite and above 0, not {scale}: None takes head_dim ** -0.5")
+    if not 0 <= enriched <= levels:
+        raise ValueError(f"enrich must be True, False, or a number of levels up to {levels}, not {enrich}")
+    if log_mass and not enriched:
+        raise ValueError("log_mass raises means, and enrich=False reads none: use enrich=True or log_mass=False")
+    _check_extra(q, extra_k, extra_v)
+    if selection is not None:
+        _check_selection(q, selection, top_k, block_size, levels)
+    options = Options(top_k, block_size, levels, enriched, reweight, scale, exclude_selected, log_mass, deterministic)
+    run = dispatch.choose("log_linear_attention", q.device, q.dtype, q.shape[3]).run
+    return LogLinearOutput(*run(q, k, v, extra_k, extra_v, key_padding_mask, selection, options))
+
+
+def _check_extra(q: Tensor, extra_k: Tensor | None, extra_v: Tensor | None) -> None:
+    if extra_k is None and extra_v is None:
+        return
+    if extra_k is None or extra_v is None:
+        raise ValueError(
+            f"give both extra_k and extra_v, or neither: {'extra_k' if extra_k is None else 'extra_v'} is None"
+        )
+    fits = extra_k.ndim == 4 and (*extra_k.shape[:2], extra_k.shape[3]) == (*q.shape[:2], q.shape[3])
+    if extra_v.shape != extra_k.shape or not fits:
+        raise ValueError(
+            f"extra_k and extra_v must be [{q.shape[0]}, {q.shape[1]}, extra, {q.shape[3]}] like q: got "
+            f"{list(extra_k.shape)} and {list(extra_v.shape)}"
+        )
+    if any((x.dtype, x.device) != (q.dtype, q.device) for x in (extra_k, extra_v)):
+        raise ValueError(
+            f"extra_k and extra_v must be {q.dtype} on {q.device} like q: got {extra_k.dtype} on {extra_k.device} and "
+            f"{extra_v.dtype} on {extra_v.device}"
+        )
+
+
+def _check_selection(q: Tensor, selection: Selection, top_k: int, block_size: int, levels: int) -> None:
+    finest = selection.lists[0]
+    made = *finest.shape[:2], selection.tokens, selection.block_size, selection.top_k, selection.levels, finest.device
+    asked = *q.shape[:3], block_size, top_k, levels, q.device
+    if made != asked:
+        names = "batch", "heads", "tokens", "block_size", "top_k", "levels", "device"
+        wrong = ", ".join(f"{n}={a} not {b}" for n, a, b in zip(names, made, asked, strict=True) if a != b)
+        raise ValueError(f"the selection was made for {wrong}: give it such a call, or select blocks anew")
+
+
+# --- the portable path -----------------------------------------------------------------------------------------------
+
+
+@dispatch.register("log_linear_attention", "portable", takes=lambda *work: True)
+def portable(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    extra_k: Tensor | None,
+    extra_v: Tensor | None,
+    real: Tensor | None,
+    selection: Selection | None,
+    options: Options,
+) -> tuple[Tensor, Tensor, Selection]:
+    """`log_linear_attention` in plain PyTorch."""
+    block, enriched = options.block_size, options.enriched
+    if real is not None:
+        q, k, v = (x.masked_fill(~real[:, None, :, None], 0) for x in (q, k, v))
+    counts = count_tokens(k, real, block, options.levels)
+    means = pool(k, counts, block)
+    if selection is None:
+        selection = choose_blocks(q, [mean.to(k.dtype) for mean in means], counts, options.top_k, block)
+    means_v = pool(v, counts[:enriched], block)
+    shared_k = [*(mean.to(k.dtype) for mean in means[:enriched]), k[:, :, :0] if extra_k is None else extra_k]
+    shared_v = [*(mean.to(v.dtype) for mean in means_v), v[:, :, :0] if extra_v is None else extra_v]
+    bias = _bias(counts, shared_k[-1].shape[2], options, means[0].dtype)
+    if options.log_mass:
+        spreads = spread(k, real, means[:enriched], counts[:enriched], block)
+        q, k, shared_k = _with_spread(q, k, shared_k, spreads, options.scale)
+    out, lse = picked_attention(
+        *(q, k, v, torch.cat(shared_k, 2), torch.cat(shared_v, 2), bias, real, list(selection.lists), block, enriched),
+        *(options.exclude_selected, options.scale, options.deterministic),
+    )
+    if real is not None:
+        out, lse = out.masked_fill(~real[:, None, :, None], 0), lse.masked_fill(~real[:, None], -torch.inf)
+    return out, lse, selection
+
+
+def _bias(counts: tuple[Tensor, ...], ones: int, options: Options, dtype: torch.dtype) -> Tensor:
+    """Logs of the weights of means, and those of extra keys [sets, shared]; the mean of nothing has -inf."""
+    weights = torch.cat([*counts[: options.enriched], counts[0].new_ones(len(counts[0]), ones)], 1)
+    return (weights if options.reweight else weights.clamp(max=1)).to(dtype).log()
+
+
+def _with_spread(
+    q: Tensor, k: Tensor, shared_k: list[Tensor], spreads: list[Tensor], scale: float
+) -> tuple[Tensor, Tensor, list[Tensor]]:
+    """Queries and keys with one more channel, which adds the half variance of a mean's scores to its own."""
+    wide = spreads[0].dtype
+    q = q.to(wide)
+    *means, extra = (x.to(wide) for x in shared_k)
+    q = torch.cat([q, q.square().sum(-1, keepdim=True) * (scale / (2 * q.shape[3]))], 3)
+    means = [torch.cat([mean, x[..., None]], 3) for mean, x in zip(means, spreads, strict=True)]
+    return q, pad(k.to(wide), (0, 1)), [*means, pad(extra, (0, 1))]

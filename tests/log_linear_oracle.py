@@ -1,0 +1,109 @@
+"""Log-linear attention and its selection as their definitions say: float64, sets of tokens, masks over everything."""
+
+import torch
+
+
+def members(tokens, block, level):
+    """[nodes, tokens]: which tokens each node of a level stands for."""
+    nodes = torch.arange(-(-tokens // block**level))
+    return nodes[:, None] == torch.arange(tokens) // block**level
+
+
+def pooled(x, real, block, level):
+    """(means of the real tokens of each node, how many they are), for x [batch, heads, tokens, dim]."""
+    member = (members(x.shape[2], block, level) & real[:, None]).double()
+    count = member.sum(-1)
+    return member[:, None] @ x / count.clamp(min=1)[:, None, :, None], count
+
+
+def picks(lists):
+    """[batch, heads, nodes, nodes]: which nodes each node of a level picked."""
+    table = torch.zeros(*lists.shape[:3], lists.shape[2], dtype=torch.bool)
+    for row, numbers in zip(table.flatten(0, 2), lists.flatten(0, 2).tolist(), strict=True):
+        row[[number for number in numbers if number >= 0]] = True
+    return table
+
+
+def visible(selection, level):
+    """[batch, heads, tokens, nodes]: which nodes of a level each query has in sight; level 0 are the tokens."""
+    block, tokens = selection.block_size, torch.arange(selection.tokens)
+    nodes = torch.arange(-(-selection.tokens // block**level))
+    if level == selection.levels:
+        return torch.ones(*selection.lists[0].shape[:2], len(tokens), len(nodes), dtype=torch.bool)
+    parents = picks(selection.lists[level])
+    return parents[:, :, tokens // block ** (level + 1)][..., nodes // block]
+
+
+def log_linear(
+    q,
+    k,
+    v,
+    selection,
+    enrich=None,
+    reweight=True,
+    scale=None,
+    extra_k=None,
+    extra_v=None,
+    real=None,
+    exclude_selected=False,
+    log_mass=False,
+):
+    """(output, LSE) over the keys that a selection puts in sight; rows that see nothing give zeros and -inf."""
+    q, k, v = q.double(), k.double(), v.double()
+    scale = scale or q.shape[3] ** -0.5
+    real = torch.ones(q.shape[0], q.shape[2], dtype=torch.bool) if real is None else real
+    scores, values = [], []
+    for level in range(1 + (selection.levels if enrich is None else enrich)):
+        (means, count), (mean_values, _) = (pooled(x, real, selection.block_size, level) for x in (k, v))
+        score, count = scale * q @ means.mT, count[:, None, None]
+        if level and reweight:
+            score = score + count.clamp(min=1).log()
+        if level and log_mass:
+            squares, _ = pooled(k.square().sum(-1, keepdim=True), real, selection.block_size, level)
+            trace = squares - means.square().sum(-1, keepdim=True)
+            score = score + scale**2 / 2 * q.square().sum(-1, keepdim=True) / q.shape[3] * trace.mT
+        seen = visible(selection, level) & (count > 0) & real[:, None, :, None]
+        if level and exclude_selected:
+            own = torch.arange(selection.tokens) // selection.block_size**level
+            seen = seen & ~picks(selection.lists[level - 1])[:, :, own]
+        scores.append(score.masked_fill(~seen, -torch.inf))
+        values.append(mean_values)
+    if extra_k is not None:
+        seen = real[:, None, :, None]
+        scores.append((scale * q @ extra_k.double().mT).masked_fill(~seen, -torch.inf))
+        values.append(extra_v.double())
+    return softmax(torch.cat(scores, -1), torch.cat(values, 2))
+
+
+def softmax(scores, values):
+    """(output, LSE); without a nan where all scores are -inf, in gradients neither."""
+    dark = (scores == -torch.inf).all(-1)
+    lit = scores.masked_fill(dark[..., None], 0)
+    out = (lit.softmax(-1) @ values).masked_fill(dark[..., None], 0)
+    return out, lit.logsumexp(-1).masked_fill(dark, -torch.inf)
+
+
+def select(q, k, top_k, block, levels, real=None):
+    """The lists of one head [tokens, dim] for every level, the finest first, found node by node."""
+    real = torch.ones(1, len(q), dtype=torch.bool) if real is None else real[None]
+    lists = []
+    for level in range(levels, 0, -1):
+        (queries, _), (keys, count) = (pooled(x[None, None].double(), real, block, level) for x in (q, k))
+        scores = (queries @ keys.mT)[0, 0].tolist()
+        above = lists[0] if lists else None
+        level_lists = []
+        for node, row in enumerate(scores):
+            numbers = candidates(above and above[node // block], block, count[0])
+            level_lists.append(best(row, numbers, top_k))
+        lists.insert(0, level_lists)
+    return lists
+
+
+def candidates(parents, block, count):
+    """Nodes with a real token among the children of `parents`, or all of them at the top."""
+    return [i for i in range(len(count)) if count[i] > 0 and (parents is None or i // block in parents)]
+
+
+def best(scores, numbers, top_k):
+    """The numbers with the largest scores, of equals the smaller, ascending."""
+    return sorted(sorted(numbers, key=lambda i: (-scores[i], i))[:top_k])

@@ -1,0 +1,267 @@
+"""Laws of the pyramid: means by true counts, and picks equal to a search node by node."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from log_linear_oracle import members, pooled, select
+
+from foveate.ops import select_blocks
+from foveate.ops.pyramid import automatic_levels, count_tokens, pool, spread
+
+
+def qk(seed, *shape, dtype=torch.float64):
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(*shape, generator=generator, dtype=dtype) for _ in range(2)]
+
+
+def most_levels(tokens, block):
+    """The first level that is a single node."""
+    return next((level for level in range(1, 4) if tokens <= block**level), 4)
+
+
+def plain(lists):
+    """Without what stands past the end."""
+    return [[number for number in row if number >= 0] for row in lists.tolist()]
+
+
+def check(q, k, selection, real=None):
+    """Every list is the one that a search finds."""
+    for b in range(q.shape[0]):
+        for h in range(q.shape[1]):
+            want = select(
+                *(q[b, h], k[b, h], selection.top_k, selection.block_size, selection.levels),
+                None if real is None else real[b],
+            )
+            assert [plain(lists[b, h]) for lists in selection.lists] == want
+
+
+def padding(seed, batch, tokens, share):
+    return torch.rand(batch, tokens, generator=torch.Generator().manual_seed(seed)) < share
+
+
+@pytest.mark.parametrize("tokens", [1, 15, 16, 17, 255, 257, 1000, 4097])
+@pytest.mark.parametrize("masked", [False, True])
+def test_means_are_those_of_the_real_tokens_of_each_node(tokens, masked):
+    levels = most_levels(tokens, 16)
+    x, _ = qk(tokens, 2, 3, tokens, 4)
+    real = padding(tokens, 2, tokens, 0.5) if masked else None
+    everyone = torch.ones(2, tokens, dtype=torch.bool) if real is None else real
+    x = x * everyone[:, None, :, None]
+    counts = count_tokens(x, real, 16, levels)
+    for level, (means, count) in enumerate(zip(pool(x, counts, 16), counts, strict=True), start=1):
+        want, members_of = pooled(x, everyone, 16, level)
+        assert torch.equal(count.expand(2, -1).double(), members_of)
+        torch.testing.assert_close(means, want)
+
+
+def test_half_precision_is_summed_in_float32():
+    x = qk(0, 1, 2, 5000, 32)[0].bfloat16()
+    counts = count_tokens(x, None, 16, 3)
+    for means, want in zip(pool(x, counts, 16), pool(x.double(), counts, 16), strict=True):
+        assert means.dtype == torch.float32
+        torch.testing.assert_close(means.double(), want, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_spread_is_the_mean_squared_distance_from_the_mean(masked):
+    x, _ = qk(1, 2, 3, 1000, 4)
+    real = padding(1, 2, 1000, 0.3) if masked else None
+    everyone = torch.ones(2, 1000, dtype=torch.bool) if real is None else real
+    x = x * everyone[:, None, :, None] + 5 * everyone[:, None, :, None]
+    counts = count_tokens(x, real, 16, 3)
+    means = pool(x, counts, 16)
+    for level, got in enumerate(spread(x, real, means, counts, 16), start=1):
+        member = members(1000, 16, level)
+        for b in range(2):
+            for node in range(len(member)):
+                tokens = x[b, :, member[node] & everyone[b]]
+                want = tokens.var(1, correction=0).sum(-1) if tokens.shape[1] else torch.zeros(3).double()
+                torch.testing.assert_close(got[b, :, node], want)
+
+
+@given(
+    seed=st.integers(0, 2**31),
+    tokens=st.integers(1, 700),
+    top_k=st.integers(1, 13),
+    block=st.sampled_from([16, 32, 64]),
+    level=st.integers(1, 4),
+    share=st.sampled_from([None, 0.9, 0.05]),
+)
+def test_picks_are_those_of_a_search_node_by_node(seed, tokens, top_k, block, level, share):
+    q, k = qk(seed, 2, 1, tokens, 32)
+    real = None if share is None else padding(seed, 2, tokens, share)
+    levels = min(level, most_levels(tokens, block))
+    selection = select_blocks(q, k, top_k=top_k, block_size=block, levels=levels, key_padding_mask=real)
+    assert selection[2:] == (tokens, block, top_k)
+    assert selection.levels == levels
+    check(q, k, selection, real)
+
+
+@pytest.mark.parametrize("top_k", [1, 3, 8])
+def test_picks_of_four_levels(top_k):
+    q, k = qk(top_k, 1, 1, 4500, 32)
+    check(q, k, select_blocks(q, k, top_k=top_k, levels=4))
+
+
+@given(seed=st.integers(0, 2**31), tokens=st.integers(1, 400), top_k=st.integers(1, 8))
+def test_of_equal_scores_the_first_are_picked(seed, tokens, top_k):
+    q, k = (x.sign() * (x.abs() > 1) for x in qk(seed, 1, 1, -(-tokens // 16), 32))  # few values, and sums of them
+    q, k = (x.repeat_interleave(16, 2)[:, :, :tokens].float() for x in (q, k))
+    check(q, k, select_blocks(q, k, top_k=top_k, levels=most_levels(tokens, 16)))
+
+
+def test_where_all_scores_tie_the_first_nodes_are_picked():
+    same = torch.ones(1, 1, 1000, 32)
+    for lists in select_blocks(same, same, top_k=3, levels=2).lists:
+        assert torch.equal(lists, torch.arange(3, dtype=torch.int32).expand_as(lists))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_no_candidate_scores_higher_than_a_pick(dtype):
+    q, k = qk(4, 1, 2, 3000, 64, dtype=dtype)
+    selection = select_blocks(q, k, top_k=5, levels=2)
+    real = torch.ones(1, 3000, dtype=torch.bool)
+    for level, lists in enumerate(selection.lists, start=1):
+        (queries, _), (keys, count) = (pooled(x.double(), real, 16, level) for x in (q, k))
+        scores = queries.to(dtype).double() @ keys.to(dtype).double().mT
+        if level < selection.levels:
+            parents = selection.lists[level].repeat_interleave(16, 2)[:, :, : lists.shape[2]]
+            allowed = (torch.arange(count.shape[1]) // 16 == parents[..., None]).any(-2)
+            scores = scores.masked_fill(~allowed, -torch.inf)
+        picked = scores.take_along_dim(lists.long(), -1)
+        others = scores.scatter(-1, lists.long(), -torch.inf)
+        assert (picked.amin(-1) >= others.amax(-1) - 0.02 * (dtype != torch.float32) - 1e-5).all()
+
+
+def test_lists_ascend_and_name_nobody_twice():
+    q, k = qk(5, 2, 2, 2000, 32)
+    for lists in select_blocks(q, k, top_k=13, levels=2).lists:
+        assert (lists.diff() > 0).all()
+        assert lists.dtype == torch.int32
+
+
+def test_more_picks_than_nodes_are_all_nodes():
+    q, k = qk(6, 1, 1, 100, 32)
+    (lists,) = select_blocks(q, k, top_k=1000).lists
+    assert torch.equal(lists, torch.arange(7, dtype=torch.int32).expand_as(lists))
+
+
+def test_heads_and_samples_are_picked_for_one_by_one():
+    q, k = qk(7, 3, 2, 600, 32)
+    whole = select_blocks(q, k, levels=2)
+    for b in range(3):
+        for h in range(2):
+            part = select_blocks(q[b : b + 1, h : h + 1], k[b : b + 1, h : h + 1], levels=2)
+            for lists, want in zip(part.lists, whole.lists, strict=True):
+                assert torch.equal(lists[0, 0], want[b, h])
+
+
+def test_a_vector_added_to_all_keys_changes_no_pick():
+    q, k = qk(8, 1, 2, 1000, 32)
+    want = select_blocks(q, k, levels=2)
+    got = select_blocks(q, k + torch.randn(32, dtype=torch.float64), levels=2)
+    assert all(torch.equal(a, b) for a, b in zip(got.lists, want.lists, strict=True))
+
+
+def test_contents_of_padding_change_no_pick():
+    q, k = qk(9, 2, 2, 500, 32)
+    real = padding(9, 2, 500, 0.6)
+    want = select_blocks(q, k, levels=2, key_padding_mask=real)
+    for x in (q, k):
+        x.masked_fill_(~real[:, None, :, None], torch.nan)
+    got = select_blocks(q, k, levels=2, key_padding_mask=real)
+    assert all(torch.equal(a, b) for a, b in zip(got.lists, want.lists, strict=True))
+
+
+def test_a_key_that_is_nan_is_picked_and_so_shows():
+    q, k = qk(10, 1, 1, 640, 32)
+    k[:, :, 333] = torch.nan
+    (lists,) = select_blocks(q, k, top_k=2, levels=1).lists
+    assert (lists == 333 // 16).any(-1).all()
+
+
+def test_pieces_of_any_size_pick_the_same(monkeypatch):
+    q, k = qk(11, 2, 2, 1500, 32)
+    want = select_blocks(q, k, levels=2)
+    monkeypatch.setattr("foveate.ops.pyramid.AT_ONCE", 1)
+    got = select_blocks(q, k, levels=2)
+    assert all(torch.equal(a, b) for a, b in zip(got.lists, want.lists, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("tokens", "levels"),
+    [
+        (1, 1),
+        (4096, 1),
+        (8192, 1),
+        (8193, 2),
+        (65536, 2),
+        (131072, 2),
+        (131073, 3),
+        (2**20, 3),
+        (2**22, 4),
+        (2**30, 4),
+    ],
+)
+def test_automatic_levels_are_those_of_the_rule(tokens, levels):
+    assert automatic_levels(tokens) == levels
+    assert levels == 4 or -(-tokens // 16**levels) <= 4 * 8 * 16
+    assert levels == 1 or -(-tokens // 16 ** (levels - 1)) > 4 * 8 * 16
+
+
+@pytest.mark.parametrize("level", [1, 2])
+@pytest.mark.parametrize("masked", [False, True])
+def test_the_transpose_lists_who_picked_each_node(level, masked):
+    q, k = qk(12, 2, 2, 900, 32)
+    real = padding(12, 2, 900, 0.01) if masked else None
+    selection = select_blocks(q, k, top_k=4, levels=2, key_padding_mask=real)
+    readers = selection.transpose(level)
+    for b in range(2):
+        for h in range(2):
+            lists = plain(selection.lists[level - 1][b, h])
+            offsets, rows = readers.offsets[b, h].tolist(), readers.rows[b, h].tolist()
+            for node in range(len(lists)):
+                want = [row for row, picks in enumerate(lists) if node in picks]
+                assert rows[offsets[node] : offsets[node + 1]] == want
+            assert set(rows[offsets[-1] :]) <= {-1}
+
+
+def test_equal_inputs_give_equal_picks():
+    q, k = qk(13, 1, 4, 3000, 64, dtype=torch.float32)
+    first, second = select_blocks(q, k), select_blocks(q.clone(), k.clone())
+    assert all(torch.equal(a, b) for a, b in zip(first.lists, second.lists, strict=True))
+
+
+def test_a_selection_says_how_many_real_tokens_its_nodes_have():
+    q, k = qk(14, 2, 1, 40, 32)
+    assert select_blocks(q, k).counts[0].tolist() == [[16, 16, 8]]
+    real = torch.arange(40) < torch.tensor([[40], [20]])
+    assert select_blocks(q, k, key_padding_mask=real).counts[0].tolist() == [[16, 16, 8], [16, 4, 0]]
+
+
+@pytest.mark.usefixtures("as_a_user")
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"k": torch.zeros(1, 2, 99, 32)}, r"\[1, 2, 100, 32\], \[1, 2, 99, 32\]"),
+        ({"k": torch.zeros(1, 1, 100, 32)}, r"repeat key heads .* \[1, 1, 100, 32\]"),
+        ({"k": torch.zeros(1, 2, 100, 32).half()}, r"torch.float32 on cpu, torch.float16"),
+        ({"q": torch.zeros(2, 100, 32)}, r"got \[2, 100, 32\]"),
+        ({"q": torch.zeros(1, 2, 0, 32), "k": torch.zeros(1, 2, 0, 32)}, r"not empty.*\[1, 2, 0, 32\]"),
+        ({"q": torch.zeros(1, 2, 100, 32).int(), "k": torch.zeros(1, 2, 100, 32).int()}, "torch.int32"),
+        ({"q": torch.zeros(1, 2, 100, 16), "k": torch.zeros(1, 2, 100, 16)}, "32 to 256, not 16"),
+        ({"q": torch.zeros(1, 2, 100, 257), "k": torch.zeros(1, 2, 100, 257)}, "32 to 256, not 257"),
+        ({"top_k": 0}, "1 or more, not 0"),
+        ({"block_size": 48}, "16, 32, 64, not 48"),
+        ({"levels": 0}, "1 to 4, or None for automatic, not 0"),
+        ({"levels": 5}, "not 5"),
+        ({"levels": 3}, "levels=3 is too many for 100 tokens.* level 2 is one node already; use levels<=2"),
+        ({"key_padding_mask": torch.ones(1, 99, dtype=torch.bool)}, r"\[1, 100\].* got torch.bool, \[1, 99\]"),
+        ({"key_padding_mask": torch.ones(1, 100)}, "must be bool.* got torch.float32"),
+    ],
+)
+def test_what_cannot_be_selected_from_is_refused(change, message):
+    inputs = {"q": torch.zeros(1, 2, 100, 32), "k": torch.zeros(1, 2, 100, 32)}
+    with pytest.raises(ValueError, match=message):
+        select_blocks(**(inputs | change))
