@@ -86,16 +86,19 @@ def softmax(scores, values):
 def select(q, k, top_k, block, levels, real=None):
     """The lists of one head [tokens, dim] for every level, the finest first, found node by node."""
     real = torch.ones(1, len(q), dtype=torch.bool) if real is None else real[None]
+    both = [[pooled(x[None, None].double(), real, block, level) for level in range(1, levels + 1)] for x in (q, k)]
+    queries, keys = ([means[0, 0] for means, _ in parts] for parts in both)
+    return select_nodes(queries, keys, [count[0] for _, count in both[1]], top_k, block)
+
+
+def select_nodes(queries, keys, counts, top_k, block):
+    """The same of one head's means, for each level [nodes, dim], and how many tokens each node has."""
     lists = []
-    for level in range(levels, 0, -1):
-        (queries, _), (keys, count) = (pooled(x[None, None].double(), real, block, level) for x in (q, k))
-        scores = (queries @ keys.mT)[0, 0].tolist()
+    for level in reversed(range(len(queries))):
+        scores = (queries[level].double() @ keys[level].double().mT).tolist()
         above = lists[0] if lists else None
-        level_lists = []
-        for node, row in enumerate(scores):
-            numbers = candidates(above and above[node // block], block, count[0])
-            level_lists.append(best(row, numbers, top_k))
-        lists.insert(0, level_lists)
+        numbers = [candidates(above and above[node // block], block, counts[level]) for node in range(len(scores))]
+        lists.insert(0, [best(row, those, top_k) for row, those in zip(scores, numbers, strict=True)])
     return lists
 
 

@@ -16,12 +16,30 @@ from triton.experimental.gluon._runtime import GluonASTSource
 from triton.experimental.gluon.language import NVMMASharedLayout, bfloat16, float16, float32
 
 from foveate.kernels import block_attention as ops
-from foveate.kernels import hopper_attention, hopper_backward, region_matmul, soft_assignment, triton_attention
+from foveate.kernels import (
+    hopper_attention,
+    hopper_backward,
+    log_linear_keys,
+    log_linear_queries,
+    pyramid,
+    region_matmul,
+    selection,
+    soft_assignment,
+    triton_attention,
+    triton_log_linear,
+    triton_log_linear_keys,
+)
 
 SHARED_MEMORY = 227 * 1024
+USAGE = {"registers": "REG", "stack": "STACK"}
 DTYPES = {"fp16": float16, "bf16": bfloat16}
 KINDS = dict.fromkeys(("p_tiles", "p_steps", "p_work", "p_bounds"), "*i32")
 KINDS |= dict.fromkeys(("p_lse", "p_dlse", "p_delta"), "*fp32") | dict.fromkeys(("p_given", "p_picks"), "*i64")
+KINDS |= dict.fromkeys(("p_logs", "p_sums", "p_dmk", "p_dmv"), "*fp32") | {"p_real": "*u8", "p_weight": "*i32"}
+KINDS |= dict.fromkeys(
+    ("p_counts", "p_above", "p_list", "p_offsets", "p_readers", "p_own", "p_ends", "p_tile"), "*i32"
+)
+KINDS |= {f"p_list{level}": "*i32" for level in range(1, 5)}
 KERNELS = {
     "forward": (ops.FORWARD, 1),
     "backward_queries": (ops.BACKWARD_QUERIES, 2),
@@ -29,23 +47,25 @@ KERNELS = {
 }
 
 
-def compiled(kernel, constants, half, warps, **more_kinds):
+def compiled(kernel, constants, half, warps, registers=None, **more_kinds):
     names = kernel.arg_names
     kinds = {name: KINDS.get(name, "*" + half if name.startswith("p_") else "i32") for name in names}
     kinds |= dict.fromkeys(("scale", "factor"), "fp32") | dict.fromkeys(constants, "constexpr")
     aligned = [["tt.divisibility", 16]]
     attributes = {(i,): aligned for i, name in enumerate(names) if name.startswith(("p_", "s_"))}
-    source_of = GluonASTSource if more_kinds else ASTSource
+    source_of = GluonASTSource if any(kind.startswith("tensordesc") for kind in more_kinds.values()) else ASTSource
     source = source_of(kernel, {name: (kinds | more_kinds)[name] for name in names}, constants, attributes)
-    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": warps})
+    options = {"num_warps": warps, **({"maxnreg": registers} if registers else {})}
+    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
 
 
-def stack_bytes(cubin):
+def usage(cubin):
+    """Of a thread: its registers, and the bytes that do not fit into them."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         Path(file.name).write_bytes(cubin)
         tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
-        usage = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
-    return int(re.search(r"STACK:(\d+)", usage).group(1))
+        text = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
+    return {name: int(re.search(rf"{kind}:(\d+)", text).group(1)) for name, kind in USAGE.items()}
 
 
 def report(name, size, half, result):
@@ -55,7 +75,7 @@ def report(name, size, half, result):
         "dtype": half,
         "wgmma": result.asm["ptx"].count("wgmma.mma_async"),
         "mma": result.asm["ptx"].count("mma.sync"),
-        "stack": stack_bytes(result.asm["cubin"]),
+        **usage(result.asm["cubin"]),
         "shared": result.metadata.shared,
     }
     print(json.dumps(facts))
@@ -97,3 +117,34 @@ for size in (16, 64):
     constants = {"M": size, "T": size, "BC": region_matmul.CHANNELS}
     kernel, warps = region_matmul._multiply, region_matmul.WARPS
     report("region_matmul", size, "bf16", compiled(kernel, constants, "bf16", warps))
+
+
+def log_linear(dim, shapes, **more):
+    """Constants of a kernel of log-linear attention, its warps and its registers."""
+    shape = log_linear_queries.shape_of(shapes, dim)
+    same = {"ENRICHED": 2, "REWEIGHT": True, "EXCLUDE": False, "MASKED": False, "FAR": False, "B": 16}
+    constants = same | {"D": dim, "BD": triton.next_power_of_2(dim), "STAGES": shape.stages} | more
+    return shape, constants, shape.warps, shape.registers
+
+
+for dim, half in ((64, "fp16"), (128, "bf16")):
+    for name in ("forward", "backward_queries"):
+        shape, constants, *rest = log_linear(dim, getattr(log_linear_queries, name.upper()), LEVELS=2)
+        constants |= {"M": shape.rows, "BN": shape.step, "BK": shape.small // 16}
+        result = compiled(getattr(triton_log_linear, name), constants, half, *rest)
+        report(f"log-linear {name}", dim, half, result)
+    kernel, sums = triton_log_linear_keys.backward_keys, {"p_dk": "*fp32", "p_dv": "*fp32"}
+    shape, constants, *rest = log_linear(
+        dim, log_linear_keys.BACKWARD_KEYS, LISTED=True, NODES=False, FOLD=True, PARTS=False
+    )
+    result = compiled(kernel, constants | {"BT": 16, "BM": shape.step}, half, *rest)
+    report("log-linear keys of a block", 16, half, result)
+    shape, constants, *rest = log_linear(
+        dim, log_linear_keys.BACKWARD_SHARED, LISTED=False, NODES=True, FOLD=False, PARTS=True
+    )
+    result = compiled(kernel, constants | {"BT": shape.rows, "BM": shape.step}, half, *rest, **sums)
+    report("log-linear shared keys", dim, half, result)
+    constants = {"TOP": dim == 64, "B": 16, "K": 8, "BN": selection.CANDIDATES, "D": dim, "BD": dim}
+    report("select", 16, half, compiled(selection._select, constants, half, 1))
+    constants = {"WEIGHTED": dim == 128, "UPPER": True, "SUMS": True, "B": 16, "D": dim, "BD": dim}
+    report("pool", 16, half, compiled(pyramid._pool, constants, half, pyramid._pool_warps(16, dim)))

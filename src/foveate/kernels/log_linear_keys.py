@@ -1,0 +1,134 @@
+# pyright: basic, reportArgumentType=false, reportCallIssue=false
+"""Gradients of keys and values of log-linear attention on NVIDIA GPUs: launches of the Triton kernels."""
+
+import math
+
+import torch
+import triton
+from torch import Tensor
+
+from foveate.kernels import triton_log_linear_keys
+from foveate.kernels.log_linear_queries import Keys, Shape, batch_stride, far, like, padded, real, shape_of
+from foveate.kernels.pyramid import level_starts
+
+__all__ = ["backward_keys"]
+
+# As in `log_linear_queries`; rows are those of a tile of keys that everyone reads, steps are of queries.
+BACKWARD_KEYS = {128: Shape(16, 32, 32, 2, 2, None), 256: Shape(16, 16, 16, 4, 2, None)}
+BACKWARD_SHARED = {128: Shape(64, 32, 32, 4, 2, None), 256: Shape(64, 16, 16, 8, 2, None)}
+CHUNK = 4096  # queries that one program goes through for a tile of keys
+
+
+def backward_keys(
+    q: Tensor, keys: Keys, lse: Tensor, delta: Tensor, grad_out: Tensor, readers: list[tuple[Tensor, Tensor]]
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of keys, values, extra keys and extra values.
+
+    Args:
+        q: Queries.
+        keys: What they read.
+        lse: As `forward` returns it.
+        delta: As `backward_queries` returns it.
+        grad_out: Gradient of the output.
+        readers: Of each level, the finest first, who picked each node, in compressed rows: offsets
+            [batch, heads, nodes + 1] and numbers of nodes, ascending [batch, heads, picks of all nodes], both int32.
+    """
+    means = [_empty_sums(x, *x.shape) for x in keys.means.of[-2:]]
+    starts = level_starts(q.shape[2], keys.block, len(keys.lists))
+    given = q, grad_out, lse, delta
+    for level in range(keys.enriched):
+        part = slice(starts[level], starts[level + 1])
+        pooled, grads = ([x[:, :, part] for x in xs] for xs in (keys.means.of[-2:], means))
+        above = readers[level + 1] if level < len(keys.lists) - 1 else None
+        _Tiles(keys, given, pooled, grads, above, level=level).launch(means)
+    extra = [keys.extra_k, keys.extra_v]
+    d_extra = [like(x) for x in extra]
+    if extra[0].shape[2]:
+        _Tiles(keys, given, extra, d_extra, None).launch(means)
+    grads = [like(keys.k), like(keys.v)]
+    _Tiles(keys, given, [keys.k, keys.v], grads, readers[0], span=keys.block).launch(means, fold=True)
+    return grads[0], grads[1], d_extra[0], d_extra[1]
+
+
+class _Tiles:
+    """Tiles of keys: of tokens, of the nodes of one level (0 is the finest), or of extra keys.
+
+    Args:
+        keys: All that there is.
+        given: Queries, gradient of the output, LSE and delta.
+        read: Keys and values of these tiles.
+        grads: Where their gradients go.
+        readers: Who picked each tile; None if all queries read all of them.
+        level: Of nodes.
+        span: Queries of a reader; those of a node that picked the parent of nodes if None.
+    """
+
+    def __init__(
+        self, keys: Keys, given: tuple[Tensor, ...], read: list[Tensor], grads: list[Tensor],
+        readers: tuple[Tensor, Tensor] | None, *, level: int = -1, span: int | None = None,
+    ):  # fmt: skip
+        self.keys, self.given, self.read, self.grads, self.readers = keys, given, read, grads, readers
+        self.level, self.below = level, keys.block ** (level + 1)
+        self.span = self.below * keys.block if span is None else span
+        self.shape = shape_of(BACKWARD_KEYS if readers else BACKWARD_SHARED, read[0].shape[3])
+        self.rows = keys.block if readers else self.shape.rows
+        self.samples, self.tiles = math.prod(read[0].shape[:2]), triton.cdiv(read[0].shape[2], self.rows)
+
+    def launch(self, means: list[Tensor], *, fold: bool = False) -> None:
+        """Compute the gradients; `fold` those of all means into those of the tokens."""
+        if self.readers:
+            self._walk(self.grads, means, *2 * [self.keys.lists[0]], parts=0, fold=fold)
+        ends, tile, parts = self._parts()
+        if not parts:
+            return
+        batch, heads, _, dim = self.read[0].shape
+        sums = [_empty_sums(x, batch, heads, parts * self.rows, dim) for x in self.grads]
+        self._walk(sums, means, ends, tile, parts=parts, fold=False)
+        keys, counts, tokens = self.keys, self.keys.means.counts, self.given[0].shape[2]
+        triton_log_linear_keys.add_parts[(self.samples * self.tiles,)](
+            *sums, *self.grads, real(keys), counts, *means, ends, heads, tokens, self.read[0].shape[2],
+            counts.shape[1], parts, batch_stride(keys.real), batch_stride(counts),
+            *(stride for x in self.grads for stride in x.stride()[:3]),
+            FOLD=fold, ENRICHED=keys.enriched, MASKED=keys.real is not None, B=keys.block, BT=self.rows, D=dim,
+            BD=padded(dim),
+        )  # fmt: skip
+
+    def _parts(self) -> tuple[Tensor, Tensor, int]:
+        """Of each tile the end of its parts, of each part its tile, and how many parts there may be."""
+        device = self.read[0].device
+        if self.readers is None:
+            ends = torch.arange(1, self.tiles + 1, device=device) * triton.cdiv(self.given[0].shape[2], CHUNK)
+            ends, parts = ends.expand(self.samples, -1), self.tiles * triton.cdiv(self.given[0].shape[2], CHUNK)
+        else:
+            offsets, numbers = self.readers
+            lengths = offsets.flatten(0, 1).diff() * self.span
+            ends = ((lengths + CHUNK - 1) // CHUNK).where(lengths > CHUNK, 0).cumsum(-1)
+            parts = (
+                2 * numbers.shape[2] * self.span // CHUNK
+            )  # a tile of two chunks or more has less than twice as many
+        slots = torch.arange(parts, device=device).expand(self.samples, -1).contiguous()
+        tile = torch.searchsorted(ends.contiguous(), slots, right=True)
+        return ends.int().contiguous(), tile.int(), parts
+
+    def _walk(
+        self, grads: list[Tensor], means: list[Tensor], ends: Tensor, tile: Tensor, *, parts: int, fold: bool
+    ) -> None:
+        keys, (q, g, lse, delta), logs = self.keys, self.given, self.keys.means.logs
+        tokens, dim = q.shape[2:]
+        start = level_starts(tokens, keys.block, self.level)[-1] if self.level > 0 else 0
+        offsets, numbers = self.readers or (ends, ends)
+        strided = *self.read, *grads, q, g
+        triton_log_linear_keys.backward_keys[(self.samples * (parts or self.tiles),)](
+            *strided, lse, delta, real(keys), logs[:, start:], keys.means.counts, offsets, numbers,
+            keys.lists[max(self.level, 0)], *means, ends, tile, keys.scale / math.log(2), keys.scale, q.shape[1],
+            tokens, self.read[0].shape[2], logs.shape[1], self.span, self.below, keys.top_k, CHUNK, parts,
+            batch_stride(keys.real), batch_stride(logs), *(stride for x in strided for stride in x.stride()[:3]),
+            LISTED=self.readers is not None, PARTS=parts > 0, NODES=self.level >= 0, FOLD=fold,
+            ENRICHED=keys.enriched, REWEIGHT=keys.reweight, EXCLUDE=keys.exclude, MASKED=keys.real is not None,
+            B=keys.block, BT=self.rows, BM=self.shape.step, D=dim, BD=padded(dim), FAR=far(strided),
+            STAGES=self.shape.stages, num_warps=max(self.shape.warps, min(self.rows // 8, 4)),
+        )  # fmt: skip
+
+
+def _empty_sums(like: Tensor, *shape: int) -> Tensor:
+    return like.new_empty(shape, dtype=torch.float32)

@@ -1,0 +1,169 @@
+# pyright: basic, reportArgumentType=false, reportCallIssue=false
+"""Output of log-linear attention and gradient of its queries on NVIDIA GPUs: launches of the Triton kernels."""
+
+import math
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+
+from foveate.kernels import triton_log_linear
+from foveate.kernels.pyramid import Means
+
+__all__ = ["Keys", "Shape", "backward_queries", "forward", "shape_of"]
+
+SMALLEST_DOT = 16  # a side of a matrix product
+
+
+class Shape(NamedTuple):
+    """Of a kernel.
+
+    Attributes:
+        rows: Of a program.
+        step: Keys of a wide step.
+        small: Keys of a small step, of one block of queries.
+        warps: Of a program.
+        stages: Of its pipeline.
+        registers: Of a thread at most, so that more programs fit side by side; None lets the compiler choose.
+    """
+
+    rows: int
+    step: int
+    small: int
+    warps: int
+    stages: int
+    registers: int | None
+
+
+# By the size of a head, up to which they serve: the fastest that hardly spill.
+FORWARD = {64: Shape(64, 32, 32, 4, 2, 128), 128: Shape(64, 32, 16, 4, 2, None), 256: Shape(64, 32, 16, 8, 2, None)}
+BACKWARD_QUERIES = FORWARD | {64: Shape(64, 32, 32, 4, 2, None)}
+
+
+def shape_of(shapes: dict[int, Shape], dim: int) -> Shape:
+    """Of a kernel for heads of that size."""
+    return next(shape for largest, shape in shapes.items() if dim <= largest)
+
+
+class Keys(NamedTuple):
+    """All that queries may read, and what says which of it they do.
+
+    Attributes:
+        k: Keys [batch, heads, tokens, dim], like all tensors here with the entries of a token side by side.
+        v: Values.
+        extra_k: Keys that every query reads [batch, heads, extra, dim]; of no tokens where there are none.
+        extra_v: Their values.
+        means: Of keys and values, the last two of its tensors.
+        lists: For each level, the finest first, which nodes each node picked: int32 [batch, heads, nodes, picks].
+        real: [batch, tokens], False where a token is padding.
+        block: Tokens of a block.
+        top_k: Picks of a node, where there are as many.
+        enriched: Of how many levels means are read, from the finest on.
+        reweight: Whether a mean counts as often as it has tokens.
+        exclude: Leave out means of what a query's own ancestors picked.
+        scale: Factor on q·k, above 0.
+    """
+
+    k: Tensor
+    v: Tensor
+    extra_k: Tensor
+    extra_v: Tensor
+    means: Means
+    lists: list[Tensor]
+    real: Tensor | None
+    block: int
+    top_k: int
+    enriched: int
+    reweight: bool
+    exclude: bool
+    scale: float
+
+
+def forward(q: Tensor, keys: Keys) -> tuple[Tensor, Tensor]:
+    """Output, in q's layout, and natural LSE, float32 [batch, heads, tokens]."""
+    out, lse = like(q), _numbers_of(q)
+    strided = {"q": q, "k": keys.k, "v": keys.v, "ek": keys.extra_k, "ev": keys.extra_v, "o": out}
+    _launch(triton_log_linear.forward, FORWARD, strided, keys, p_lse=lse)
+    return out, lse
+
+
+def backward_queries(
+    q: Tensor, keys: Keys, out: Tensor, lse: Tensor, grad_out: Tensor, grad_lse: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Gradient of the queries, and of each query sum(out * grad_out) - grad_lse."""
+    dq, delta = like(q), _numbers_of(q)
+    strided = {"q": q, "k": keys.k, "v": keys.v, "ek": keys.extra_k, "ev": keys.extra_v}
+    strided |= {"o": out, "g": grad_out, "d": dq}
+    vectors = {"p_lse": lse, "p_dlse": grad_lse, "p_delta": delta}
+    _launch(triton_log_linear.backward_queries, BACKWARD_QUERIES, strided, keys, **vectors, factor=keys.scale)
+    return dq, delta
+
+
+def real(keys: Keys) -> Tensor:
+    """Which tokens are real, or where all are, anything."""
+    return keys.means.counts if keys.real is None else keys.real.view(torch.uint8)
+
+
+def batch_stride(x: Tensor | None) -> int:
+    return 0 if x is None or len(x) == 1 else x.stride(0)
+
+
+def far(tensors: Iterable[Tensor]) -> bool:
+    """Whether an entry of a head may be further than 32 bits from its first."""
+    return any(x.stride(2) * x.shape[2] >= 2**31 for x in tensors)
+
+
+def padded(dim: int) -> int:
+    return max(SMALLEST_DOT, triton.next_power_of_2(dim))
+
+
+def _launch(kernel: Any, shapes: dict[int, Shape], strided: dict[str, Tensor], keys: Keys, **more: Any) -> None:
+    """Launch a kernel over groups of queries; pointers and strides are named as the kernel names them."""
+    batch, heads, tokens, dim = strided["q"].shape
+    shape = shape_of(shapes, dim)
+    logs, lists = keys.means.logs, keys.lists + keys.lists[:1] * (4 - len(keys.lists))
+    strides = {f"s_{name}{axis}": x.stride(i) for name, x in strided.items() for i, axis in enumerate(("b", "h", ""))}
+    names = {"o": "p_out", "d": "p_dq"}
+    kernel[(batch * heads * triton.cdiv(tokens, shape.rows),)](
+        **{names.get(name, f"p_{name}"): x for name, x in strided.items()},
+        **strides,
+        **{f"p_list{i + 1}": x for i, x in enumerate(lists)},
+        **more,
+        p_mk=keys.means.of[-2],
+        p_mv=keys.means.of[-1],
+        p_logs=logs,
+        p_real=real(keys),
+        scale=keys.scale / math.log(2),
+        heads=heads,
+        tokens=tokens,
+        extra=keys.extra_k.shape[2],
+        nodes=logs.shape[1],
+        top_k=keys.top_k,
+        s_log=batch_stride(logs),
+        s_real=batch_stride(keys.real),
+        LEVELS=len(keys.lists),
+        ENRICHED=keys.enriched,
+        REWEIGHT=keys.reweight,
+        EXCLUDE=keys.exclude,
+        MASKED=keys.real is not None,
+        B=keys.block,
+        M=shape.rows,
+        BN=max(shape.step, keys.block),
+        BK=max(shape.small // keys.block, 1),
+        D=dim,
+        BD=padded(dim),
+        FAR=far(strided.values()),
+        STAGES=shape.stages,
+        num_warps=shape.warps,
+        **({} if shape.registers is None else {"maxnreg": shape.registers}),
+    )
+
+
+def like(x: Tensor) -> Tensor:
+    return torch.empty_like(x) if x.stride(-1) == 1 else x.new_empty(x.shape)
+
+
+def _numbers_of(q: Tensor) -> Tensor:
+    return q.new_empty(q.shape[:3], dtype=torch.float32)

@@ -1,0 +1,173 @@
+# pyright: basic, reportArgumentType=false, reportGeneralTypeIssues=false, reportCallIssue=false, reportIndexIssue=false
+# pyright: reportOperatorIssue=false, reportAttributeAccessIssue=false
+"""Means of all levels of a sequence, in one launch for two levels of all tensors.
+
+All levels of a tensor lie in one buffer behind each other, the finest first: a kernel takes one pointer for all.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+__all__ = ["Means", "level_starts", "pool"]
+
+NUMBERS = ("rows", "heads", "first", "nodes", "s_weight", "s_count")  # which 1 must not turn into constants
+
+
+class Means(NamedTuple):
+    """Means of one or more tensors over the nodes of all levels.
+
+    Attributes:
+        of: For each tensor [batch, heads, nodes of all levels, dim], the finest level first.
+        counts: How many real tokens each node stands for: int32 [batch, nodes of all levels], one row for the whole
+            batch where no token is padding.
+        logs: Their binary logarithms, float32.
+    """
+
+    of: tuple[Tensor, ...]
+    counts: Tensor
+    logs: Tensor
+
+
+def level_starts(tokens: int, block: int, levels: int) -> list[int]:
+    """Where each level begins among the nodes of all levels, and where the last one ends.
+
+    Examples:
+        >>> level_starts(1000, 16, 2)
+        [0, 63, 67]
+    """
+    starts = [0]
+    for _ in range(levels):
+        tokens = -(-tokens // block)
+        starts.append(starts[-1] + tokens)
+    return starts
+
+
+@triton.jit
+def _pool_node(
+    p_x, p_mean, p_upper_mean, p_upper_sum, p_weight, p_count, p_log, node, rows, s_x, counting,
+    WEIGHTED: tl.constexpr, UPPER: tl.constexpr, SUMS: tl.constexpr, B: tl.constexpr, D: tl.constexpr,
+    BD: tl.constexpr,
+):  # fmt: skip
+    """A node of the upper level: means of its B children and its own, from B * B rows."""
+    o_b, o_d = node * B + tl.arange(0, B), tl.arange(0, BD)
+    m_d = (o_d < D)[None, :]
+    total = tl.zeros([B, BD], tl.float32)
+    count = tl.zeros([B], tl.int32)
+    for t in tl.range(0, B, loop_unroll_factor=4):  # a thread adds up what it loads: nothing is exchanged
+        o_x = o_b * B + t
+        weight = (o_x < rows).to(tl.int32)  # [B]
+        if WEIGHTED:
+            weight = tl.load(p_weight + o_x, mask=o_x < rows, other=0).to(tl.int32)
+        x = tl.load(p_x + o_x[:, None].to(tl.int64) * s_x + o_d[None, :], mask=(weight > 0)[:, None] & m_d, other=0.0)
+        total += x.to(tl.float32)
+        count += weight
+    m_b = o_b < tl.cdiv(rows, B)
+    mean = total / tl.maximum(count, 1)[:, None]  # [B, BD]
+    tl.store(
+        p_mean + o_b[:, None].to(tl.int64) * D + o_d[None, :],
+        mean.to(p_mean.dtype.element_ty),
+        mask=m_b[:, None] & m_d,
+    )
+    if counting:
+        tl.store(p_count + o_b, count, mask=m_b)
+        tl.store(p_log + o_b, tl.math.log2(count.to(tl.float32)), mask=m_b)
+    if UPPER:
+        p_upper_mean += node.to(tl.int64) * D + o_d
+        total, count = tl.sum(total, 0), tl.sum(count, 0)  # [BD]
+        mean = total / tl.maximum(count, 1)
+        tl.store(p_upper_mean, mean.to(p_mean.dtype.element_ty), mask=o_d < D)
+        if SUMS:
+            tl.store(p_upper_sum + node.to(tl.int64) * D + o_d, total, mask=o_d < D)
+        if counting:
+            node += tl.cdiv(rows, B)
+            tl.store(p_count + node, count)
+            tl.store(p_log + node, tl.math.log2(count.to(tl.float32)))
+
+
+@triton.jit(do_not_specialize=NUMBERS)
+def _pool(
+    p_x, p_y, p_z, p_means, p_sums, p_weight, p_counts, p_logs, rows, heads, first, nodes, s_weight, s_count,
+    s_xb, s_xh, s_x, s_yb, s_yh, s_y, s_zb, s_zh, s_z,
+    WEIGHTED: tl.constexpr, UPPER: tl.constexpr, SUMS: tl.constexpr, B: tl.constexpr, D: tl.constexpr,
+    BD: tl.constexpr,
+):  # fmt: skip
+    """Two levels, of one tensor and one head: the lower begins at node `first` of all `nodes`."""
+    lower = tl.cdiv(rows, B)
+    upper = tl.cdiv(lower, B)
+    node, sample = tl.program_id(0) % upper, tl.program_id(0) // upper
+    which, batch, head = tl.program_id(1), (sample // heads).to(tl.int64), (sample % heads).to(tl.int64)
+    place = which.to(tl.int64) * (tl.num_programs(0) // upper) + sample
+    p_mean = p_means + (place * nodes + first) * D
+    p_upper_mean = p_mean + lower.to(tl.int64) * D
+    p_sums += place * upper * D
+    p_weight += batch * s_weight
+    p_count = p_counts + batch * s_count + first
+    p_log = p_logs + batch * s_count + first
+    counting = (which == 0) & (head == 0) & ((batch == 0) | (s_count > 0))
+    if which == 0:
+        _pool_node(
+            p_x + batch * s_xb + head * s_xh, p_mean, p_upper_mean, p_sums, p_weight, p_count, p_log, node,
+            rows, s_x, counting, WEIGHTED, UPPER, SUMS, B, D, BD,
+        )  # fmt: skip
+    elif which == 1:
+        _pool_node(
+            p_y + batch * s_yb + head * s_yh, p_mean, p_upper_mean, p_sums, p_weight, p_count, p_log, node,
+            rows, s_y, counting, WEIGHTED, UPPER, SUMS, B, D, BD,
+        )  # fmt: skip
+    else:
+        _pool_node(
+            p_z + batch * s_zb + head * s_zh, p_mean, p_upper_mean, p_sums, p_weight, p_count, p_log, node,
+            rows, s_z, counting, WEIGHTED, UPPER, SUMS, B, D, BD,
+        )  # fmt: skip
+
+
+def pool(tensors: Sequence[Tensor], real: Tensor | None, block: int, levels: int) -> Means:
+    """Means of one to three tensors over the nodes of all levels, in one launch for two levels of all of them.
+
+    Sums and counts are exact, whatever rows that are not real hold; each mean is rounded once.
+
+    Args:
+        tensors: [batch, heads, tokens, dim] each, entries of a token side by side.
+        real: [batch, tokens], False where a token is padding.
+        block: Children of a node.
+        levels: 1 to 4.
+    """
+    batch, heads, tokens, dim = tensors[0].shape
+    starts = level_starts(tokens, block, levels)
+    means = _empty(tensors[0], len(tensors), batch, heads, starts[-1], dim)
+    counts = _empty(tensors[0], 1 if real is None else batch, starts[-1], dtype=torch.int32)
+    weight = counts if real is None else real.contiguous().view(torch.uint8)
+    logs = torch.empty_like(counts, dtype=torch.float32)
+    rows, given = tokens, list(tensors)
+    for level in range(0, levels, 2):
+        lower, upper = level_starts(rows, block, 2)[1:]
+        upper -= lower
+        further = levels > level + 2
+        sums = _empty(means, len(given), batch, heads, upper if further else 0, dim, dtype=torch.float32)
+        strided = given + [given[0]] * (3 - len(given))
+        _pool[(batch * heads * upper, len(given))](
+            *strided, means, sums, weight, counts, logs, rows, heads, starts[level], starts[-1],
+            0 if len(weight) == 1 else weight.stride(0), 0 if real is None else counts.stride(0),
+            *(stride for x in strided for stride in x.stride()[:3]),
+            WEIGHTED=real is not None or level > 0, UPPER=levels > level + 1, SUMS=further, B=block, D=dim,
+            BD=_padded(dim), num_warps=_pool_warps(block, dim),
+        )  # fmt: skip
+        rows, given, weight = upper, list(sums.unbind(0)), counts[:, starts[level + 1] :] if further else counts
+    return Means(means.unbind(0), counts, logs)
+
+
+def _pool_warps(block: int, dim: int) -> int:
+    return max(1, min(8, block * _padded(dim) // 256))
+
+
+def _padded(dim: int) -> int:
+    return max(16, triton.next_power_of_2(dim))
+
+
+def _empty(like: Tensor, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+    return like.new_empty(shape, dtype=dtype)

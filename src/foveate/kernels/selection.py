@@ -1,0 +1,102 @@
+# pyright: basic, reportArgumentType=false, reportGeneralTypeIssues=false, reportCallIssue=false, reportIndexIssue=false
+# pyright: reportOperatorIssue=false, reportAttributeAccessIssue=false
+"""Which nodes every node of a sequence picks, from coarse to fine: scores never leave the registers."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from foveate.kernels.pyramid import level_starts
+
+__all__ = ["MOST_PICKS", "select"]
+
+MOST_PICKS = 128  # of a node: registers hold the lists of all siblings
+SMALLEST_DOT = 16  # a side of a matrix product
+CANDIDATES = 64  # scored at once
+NOTHING = tl.constexpr(-(2**63))  # below the keys of all scores, and below the places of a list that are still free
+NOBODY = tl.constexpr(2**31 - 1)
+NUMBERS = ("heads", "nodes", "all_nodes", "first", "s_count", "above", "picks")  # which 1 must not turn into constants
+
+
+@triton.jit
+def _keys(scores, nodes):
+    """Whole numbers in the order of scores, of equal ones the smaller node first; a nan counts as infinite."""
+    scores = tl.where(scores == scores, scores, float("inf"))
+    bits = tl.where(scores == 0, 0.0, scores).to(tl.int32, bitcast=True)
+    bits = bits ^ ((bits >> 31) & 0x7FFFFFFF)
+    return (bits.to(tl.int64) << 32) | (nodes ^ NOBODY).to(tl.int64)[None, :]
+
+
+@triton.jit(do_not_specialize=NUMBERS)
+def _select(
+    p_q, p_k, p_counts, p_above, p_list, heads, nodes, all_nodes, first, s_count, above, picks,
+    TOP: tl.constexpr, B: tl.constexpr, K: tl.constexpr, BN: tl.constexpr, D: tl.constexpr, BD: tl.constexpr,
+):  # fmt: skip
+    """The picks of B siblings: among all nodes of the top, or among the children of what their parent picked."""
+    parents = tl.cdiv(nodes, B)
+    parent, sample = tl.program_id(0) % parents, (tl.program_id(0) // parents).to(tl.int64)
+    p_q += (sample * all_nodes + first) * D
+    p_k += (sample * all_nodes + first) * D
+    p_counts += (sample // heads) * s_count + first
+    p_above += (sample * parents + parent) * above
+    o_b, o_n, o_d, o_k = parent * B + tl.arange(0, B), tl.arange(0, BN), tl.arange(0, BD), tl.arange(0, K)
+    m_b, m_d = o_b < nodes, (o_d < D)[None, :]
+    q = tl.load(p_q + o_b[:, None].to(tl.int64) * D + o_d[None, :], mask=m_b[:, None] & m_d, other=0.0)  # [B, BD]
+    # what is kept: free places hold numbers of their own, those beyond `picks` one that nothing replaces
+    kept = tl.where(o_k < picks, NOTHING + 1 + o_k.to(tl.int64), 2**63 - 1)[None, :]
+    kept += tl.zeros([B, 1], tl.int64)
+    for start in range(0, nodes if TOP else above * B, BN):
+        o_c = start + o_n
+        if TOP:
+            o_c = tl.where(o_c < nodes, o_c, -1)
+        else:
+            pick = tl.load(p_above + o_c // B, mask=o_c < above * B, other=-1)
+            o_c = tl.where(pick >= 0, pick * B + o_c % B, -1)
+            o_c = tl.where(o_c < nodes, o_c, -1)
+        alive = tl.load(p_counts + o_c, mask=o_c >= 0, other=0) > 0  # [BN]
+        k = tl.load(p_k + o_c[:, None].to(tl.int64) * D + o_d[None, :], mask=alive[:, None] & m_d, other=0.0)
+        keys = _keys(tl.dot(q, tl.trans(k), input_precision="ieee"), o_c)  # [B, BN]
+        keys = tl.where(alive[None, :] & m_b[:, None], keys, NOTHING)
+        best, worst = tl.max(keys, 1), tl.min(kept, 1)
+        while tl.max((best > worst).to(tl.int32), 0) > 0:
+            kept = tl.where((kept == worst[:, None]) & (best > worst)[:, None], best[:, None], kept)
+            keys = tl.where(keys == best[:, None], NOTHING, keys)
+            best, worst = tl.max(keys, 1), tl.min(kept, 1)
+    numbers = ((kept & NOBODY) ^ NOBODY).to(tl.int32)
+    numbers = tl.sort(tl.where((kept > NOTHING + NOBODY) & (o_k < picks)[None, :], numbers, NOBODY), 1)  # [B, K]
+    p_list += (sample * nodes + o_b[:, None]) * picks + o_k[None, :]
+    tl.store(p_list, tl.where(numbers < NOBODY, numbers, -1), mask=m_b[:, None] & (o_k < picks)[None, :])
+
+
+def select(q: Tensor, k: Tensor, counts: Tensor, tokens: int, block: int, levels: int, top_k: int) -> list[Tensor]:
+    """The nodes that every node picks: for each level, the finest first, int32 [batch, heads, nodes, picks].
+
+    Args:
+        q: Means of queries, as `pool` returns them.
+        k: Means of keys, likewise.
+        counts: Those of the nodes; empty nodes are never picked.
+        tokens: Length of the sequence.
+        block: Children of a node.
+        levels: 1 to 4.
+        top_k: How many nodes each picks at most, up to `MOST_PICKS`.
+    """
+    batch, heads, all_nodes, dim = q.shape
+    starts = level_starts(tokens, block, levels)
+    lists: list[Tensor] = []
+    for level in reversed(range(levels)):
+        nodes = starts[level + 1] - starts[level]
+        picks = min(top_k, nodes)
+        above = lists[0] if lists else counts
+        lists.insert(0, _empty(q, batch, heads, nodes, picks))
+        _select[(batch * heads * triton.cdiv(nodes, block),)](
+            q, k, counts, above, lists[0], heads, nodes, all_nodes, starts[level],
+            0 if len(counts) == 1 else counts.stride(0), above.shape[-1], picks,
+            TOP=len(lists) == 1, B=block, K=triton.next_power_of_2(max(picks, 2)), BN=CANDIDATES, D=dim,
+            BD=max(SMALLEST_DOT, triton.next_power_of_2(dim)), num_warps=block // 16,
+        )  # fmt: skip
+    return lists
+
+
+def _empty(like: Tensor, *shape: int) -> Tensor:
+    return like.new_empty(shape, dtype=torch.int32)

@@ -1,0 +1,289 @@
+# pyright: basic, reportArgumentType=false, reportGeneralTypeIssues=false, reportCallIssue=false, reportIndexIssue=false
+# pyright: reportOperatorIssue=false, reportAttributeAccessIssue=false
+"""Log-linear attention in Triton: forward, and the gradient of the queries.
+
+A program has a few blocks of queries with one parent. What they share it reads in wide tiles: the means of all levels,
+by the lists of their ancestors and at the top all of them, and the extra keys. The tokens that each block picked go
+through small products, one batch of them for all blocks. One softmax runs through everything. Scores live in base 2:
+``scale`` comes times log2(e), weights are added as their binary logarithms, the LSE that is stored is natural.
+"""
+
+import triton
+import triton.language as tl
+
+LN2 = tl.constexpr(0.6931471805599453)
+LOWEST = tl.constexpr(-3.4028234e38)  # finite, so that no difference of maxima is undefined
+NEVER = tl.constexpr(float("-inf"))
+NUMBERS = ("heads", "tokens", "extra", "nodes", "top_k")  # which 1 must not turn into constants
+
+
+@triton.jit
+def rows_of(p, stride, o_n, D: tl.constexpr, BD: tl.constexpr, FAR: tl.constexpr, MASK: tl.constexpr = False):
+    """Rows of these numbers as [*numbers, BD], zeros beyond the D that exist.
+
+    Instead of numbers below 0 come zeros with MASK, and without, which is faster, the first row.
+    """
+    o_n, o_d = tl.expand_dims(o_n, len(o_n.shape)), tl.arange(0, BD)
+    p_n = p + (tl.maximum(o_n, 0).to(tl.int64 if FAR else tl.int32) * stride + o_d)
+    m_x = (o_d < D) & (o_n >= 0 if MASK else True)
+    # through the first cache: siblings read the same rows
+    if MASK or D < BD:
+        x = tl.load(p_n, mask=m_x, other=0.0, cache_modifier=".ca")
+    else:
+        x = tl.load(p_n, cache_modifier=".ca")
+    return x
+
+
+@triton.jit
+def transposed(x):
+    """The last two dimensions swapped."""
+    return tl.permute(x, (0, 2, 1)) if len(x.shape) == 3 else tl.trans(x)
+
+
+@triton.jit
+def children(pick, limit, B: tl.constexpr):
+    """Numbers of the children of nodes [.., picks] as [.., picks * B]; -1 where there is none below `limit`."""
+    o_n = tl.expand_dims(pick, len(pick.shape)) * B + tl.arange(0, B)
+    o_n = tl.where((o_n >= 0) & (o_n < limit), o_n, -1)
+    if len(pick.shape) == 2:
+        o_n = tl.reshape(o_n, [pick.shape[0], pick.shape[1] * B])
+    else:
+        o_n = tl.reshape(o_n, [pick.shape[0] * B])
+    return o_n
+
+
+@triton.jit
+def node_bias(p_logs, o_n, nodes, span, tokens, REWEIGHT: tl.constexpr, MASKED: tl.constexpr):
+    """What is added to scores of nodes of `span` tokens each: a node counts as many times as it has tokens."""
+    if MASKED:
+        bias = tl.load(p_logs + o_n, mask=o_n >= 0, other=NEVER)
+        full = tl.where(bias > NEVER, 0.0, NEVER)
+    else:
+        full = tl.math.log2(span.to(tl.float32))
+        bias = tl.where(o_n < nodes - 1, full, tl.math.log2((tokens - (nodes - 1) * span).to(tl.float32)))
+        bias = tl.where(o_n >= 0, bias, NEVER)
+        full = tl.where(o_n >= 0, 0.0, NEVER)
+    return bias if REWEIGHT else full
+
+
+@triton.jit
+def less_picked(bias, p_list, o_l, picks, o_n):
+    """The bias of every query and node, without the nodes o_n in the query's own list, that of number o_l.
+
+    One of both runs along the first dimension, the other along the second: [M, 1] and [1, N], or [1, M] and [N, 1].
+    """
+    bias += tl.zeros_like(o_l).to(tl.float32)
+    for j in range(0, picks):
+        bias = tl.where(tl.load(p_list + o_l * picks + j) == o_n, NEVER, bias)
+    return bias
+
+
+@triton.jit
+def _step(
+    m, norm, acc, q, g, p_k, p_v, s_k, s_v, o_n, bias, scale,
+    GRADIENT: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, FAR: tl.constexpr, MASK: tl.constexpr = False,
+):  # fmt: skip
+    """Keys o_n and their values more: a step of online softmax, or, where m and norm are LSE and delta, of dq."""
+    LAST: tl.constexpr = len(q.shape) - 1  # pyright: ignore[reportAssignmentType]
+    k = rows_of(p_k, s_k, o_n, D, BD, FAR, MASK)
+    scores = tl.dot(q, transposed(k), input_precision="ieee") * scale + bias  # [.., M, BN]
+    if GRADIENT:
+        p = tl.math.exp2(scores - tl.expand_dims(m, LAST))
+        v = rows_of(p_v, s_v, o_n, D, BD, FAR, MASK)
+        ds = p * (tl.dot(g, transposed(v), input_precision="ieee") - tl.expand_dims(norm, LAST))
+        acc = tl.dot(ds.to(k.dtype), k, acc, input_precision="ieee")
+    else:
+        m_new = tl.maximum(m, tl.max(scores, LAST))
+        p = tl.math.exp2(scores - tl.expand_dims(m_new, LAST))
+        shrink = tl.math.exp2(m - m_new)
+        m, norm, acc = m_new, norm * shrink + tl.sum(p, LAST), acc * tl.expand_dims(shrink, LAST)
+        v = rows_of(p_v, s_v, o_n, D, BD, FAR, MASK)  # not before: it would take registers
+        acc = tl.dot(p.to(v.dtype), v, acc, input_precision="ieee")
+    return m, norm, acc
+
+
+@triton.jit
+def _see_means(
+    m, norm, acc, q, g, p_mk, p_mv, p_logs, lists, sample, row, tokens, top_k, scale,
+    LEVELS: tl.constexpr, ENRICHED: tl.constexpr, REWEIGHT: tl.constexpr, EXCLUDE: tl.constexpr,
+    MASKED: tl.constexpr, GRADIENT: tl.constexpr, STAGES: tl.constexpr,
+    B: tl.constexpr, M: tl.constexpr, BN: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, FAR: tl.constexpr,
+):  # fmt: skip
+    """The means in sight of all rows."""
+    nodes, ancestor, span = tl.cdiv(tokens, B), row // B, tokens * 0 + B  # a number that changes
+    o_m = tl.minimum(row + tl.arange(0, M), tokens - 1) // B  # the ancestor of each row
+    for level in tl.static_range(ENRICHED):
+        above, parent = tl.cdiv(nodes, B), ancestor // B
+        picks = tl.minimum(top_k, above)
+        end = nodes
+        if level < LEVELS - 1:
+            end = picks * B
+            p_above = lists[level + 1] + (sample * above + parent) * picks
+        for start in tl.range(0, end, BN, num_stages=STAGES):
+            if level < LEVELS - 1:
+                o_j = start // B + tl.arange(0, BN // B)
+                o_n = children(tl.load(p_above + o_j, mask=o_j < picks, other=-1), nodes, B)  # [BN]
+            else:
+                o_n = start + tl.arange(0, BN)
+                o_n = tl.where(o_n < nodes, o_n, -1)
+            bias = node_bias(p_logs, o_n, nodes, span, tokens, REWEIGHT, MASKED)[None, :]
+            if EXCLUDE:
+                own = (sample * nodes + o_m)[:, None]
+                bias = less_picked(bias, lists[level], own, tl.minimum(top_k, nodes), o_n[None, :])
+            m, norm, acc = _step(m, norm, acc, q, g, p_mk, p_mv, D, D, o_n, bias, scale, GRADIENT, D, BD, FAR)
+        p_mk += nodes.to(tl.int64) * D
+        p_mv += nodes.to(tl.int64) * D
+        p_logs += nodes
+        nodes, ancestor, span, o_m = above, parent, span * B, o_m // B
+    return m, norm, acc
+
+
+@triton.jit
+def _see_extra(
+    m, norm, acc, q, g, p_ek, p_ev, s_ek, s_ev, extra, scale,
+    GRADIENT: tl.constexpr, STAGES: tl.constexpr, BN: tl.constexpr, D: tl.constexpr, BD: tl.constexpr,
+    FAR: tl.constexpr,
+):  # fmt: skip
+    """The keys in everyone's sight."""
+    for start in tl.range(0, extra, BN, num_stages=STAGES):
+        o_n = start + tl.arange(0, BN)
+        o_n = tl.where(o_n < extra, o_n, -1)
+        bias = tl.where(o_n >= 0, 0.0, NEVER)[None, :]
+        m, norm, acc = _step(m, norm, acc, q, g, p_ek, p_ev, s_ek, s_ev, o_n, bias, scale, GRADIENT, D, BD, FAR)
+    return m, norm, acc
+
+
+@triton.jit
+def _see_tokens(
+    m, norm, acc, q, g, p_k, p_v, p_real, p_list, s_k, s_v, sample, row, tokens, top_k, scale,
+    MASKED: tl.constexpr, GRADIENT: tl.constexpr, STAGES: tl.constexpr,
+    B: tl.constexpr, M: tl.constexpr, BK: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, FAR: tl.constexpr,
+):  # fmt: skip
+    """The tokens of the blocks that each block of rows picked, BK blocks at a time."""
+    G: tl.constexpr = M // B
+    BN: tl.constexpr = BK * B
+    blocks = tl.cdiv(tokens, B)
+    picks = tl.minimum(top_k, blocks)
+    o_g = row // B + tl.arange(0, G)
+    p_list += (sample * blocks + o_g[:, None]) * picks
+    if G > 1:
+        m, norm, acc = tl.reshape(m, [G, B]), tl.reshape(norm, [G, B]), tl.reshape(acc, [G, B, BD])
+        q, g = tl.reshape(q, [G, B, BD]), tl.reshape(g, [G, B, BD])
+    for start in tl.range(0, picks, BK, num_stages=STAGES):
+        o_j = start + tl.arange(0, BK)
+        pick = tl.load(p_list + o_j[None, :], mask=(o_g < blocks)[:, None] & (o_j < picks)[None, :], other=-1)
+        o_n = children(pick, tokens, B)  # [G, BN]
+        if MASKED:
+            o_n = tl.where(tl.load(p_real + o_n, mask=o_n >= 0, other=0) != 0, o_n, -1)
+        if G == 1:
+            o_n = tl.reshape(o_n, [BN])
+        bias = tl.expand_dims(tl.where(o_n >= 0, 0.0, NEVER), len(o_n.shape) - 1)
+        m, norm, acc = _step(m, norm, acc, q, g, p_k, p_v, s_k, s_v, o_n, bias, scale, GRADIENT, D, BD, FAR, MASKED)
+    if G > 1:
+        m, norm, acc = tl.reshape(m, [M]), tl.reshape(norm, [M]), tl.reshape(acc, [M, BD])
+    return m, norm, acc
+
+
+@triton.jit
+def _place(tokens, heads, M: tl.constexpr):
+    """Batch, head, both as one number, and the first row: head by head, so that few heads share the cache."""
+    groups = tl.cdiv(tokens, M)
+    sample = (tl.program_id(0) // groups).to(tl.int64)
+    return sample // heads, sample % heads, sample, tl.program_id(0) % groups * M
+
+
+@triton.jit
+def _real_rows(p_real, row, tokens, MASKED: tl.constexpr, M: tl.constexpr):
+    """Numbers of rows [M]; -1 where there is none."""
+    o_m = row + tl.arange(0, M)
+    m_m = o_m < tokens
+    if MASKED:
+        m_m = m_m & (tl.load(p_real + o_m, mask=m_m, other=0) != 0)
+    return tl.where(m_m, o_m, -1)
+
+
+@triton.jit
+def _store(p, stride, row, tokens, x, M: tl.constexpr, D: tl.constexpr, BD: tl.constexpr):
+    o_m, o_d = row + tl.arange(0, M), tl.arange(0, BD)
+    m_x = (o_m < tokens)[:, None] & (o_d < D)[None, :]
+    tl.store(p + o_m[:, None].to(tl.int64) * stride + o_d[None, :], x.to(p.dtype.element_ty), mask=m_x)
+
+
+@triton.jit(do_not_specialize=NUMBERS)
+def forward(
+    p_q, p_k, p_v, p_ek, p_ev, p_out, p_mk, p_mv, p_logs, p_real, p_list1, p_list2, p_list3, p_list4, p_lse,
+    scale, heads, tokens, extra, nodes, top_k, s_log, s_real,
+    s_qb, s_qh, s_q, s_kb, s_kh, s_k, s_vb, s_vh, s_v, s_ekb, s_ekh, s_ek, s_evb, s_evh, s_ev, s_ob, s_oh, s_o,
+    LEVELS: tl.constexpr, ENRICHED: tl.constexpr, REWEIGHT: tl.constexpr, EXCLUDE: tl.constexpr, MASKED: tl.constexpr,
+    B: tl.constexpr, M: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, D: tl.constexpr, BD: tl.constexpr,
+    FAR: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Output and LSE; zeros and -inf for rows that see nothing, or are none."""
+    batch, head, sample, row = _place(tokens, heads, M)
+    p_real += batch * s_real
+    o_m = _real_rows(p_real, row, tokens, MASKED, M)
+    q = rows_of(p_q + batch * s_qb + head * s_qh, s_q, o_m, D, BD, FAR)  # [M, BD]
+    m = tl.full([M], LOWEST, tl.float32)
+    norm = tl.zeros([M], tl.float32)
+    acc = tl.zeros([M, BD], tl.float32)
+    if ENRICHED > 0:
+        m, norm, acc = _see_means(
+            m, norm, acc, q, q, p_mk + sample * nodes * D, p_mv + sample * nodes * D, p_logs + batch * s_log,
+            (p_list1, p_list2, p_list3, p_list4), sample, row, tokens, top_k, scale,
+            LEVELS, ENRICHED, REWEIGHT, EXCLUDE, MASKED, False, STAGES, B, M, BN, D, BD, FAR,
+        )  # fmt: skip
+    m, norm, acc = _see_extra(
+        m, norm, acc, q, q, p_ek + batch * s_ekb + head * s_ekh, p_ev + batch * s_evb + head * s_evh, s_ek, s_ev,
+        extra, scale, False, STAGES, BN, D, BD, FAR,
+    )  # fmt: skip
+    m, norm, acc = _see_tokens(
+        m, norm, acc, q, q, p_k + batch * s_kb + head * s_kh, p_v + batch * s_vb + head * s_vh, p_real, p_list1,
+        s_k, s_v, sample, row, tokens, top_k, scale, MASKED, False, STAGES, B, M, BK, D, BD, FAR,
+    )  # fmt: skip
+    norm = tl.where(o_m >= 0, norm, 0.0)
+    acc = tl.where((norm > 0)[:, None], acc / norm[:, None], 0.0)
+    _store(p_out + batch * s_ob + head * s_oh, s_o, row, tokens, acc, M, D, BD)
+    o_m = row + tl.arange(0, M)
+    tl.store(p_lse + sample * tokens + o_m, (m + tl.math.log2(norm)) * LN2, mask=o_m < tokens)
+
+
+@triton.jit(do_not_specialize=NUMBERS)
+def backward_queries(
+    p_q, p_k, p_v, p_ek, p_ev, p_out, p_g, p_dq, p_mk, p_mv, p_logs, p_real, p_list1, p_list2, p_list3, p_list4,
+    p_lse, p_dlse, p_delta, scale, factor, heads, tokens, extra, nodes, top_k, s_log, s_real,
+    s_qb, s_qh, s_q, s_kb, s_kh, s_k, s_vb, s_vh, s_v, s_ekb, s_ekh, s_ek, s_evb, s_evh, s_ev, s_ob, s_oh, s_o,
+    s_gb, s_gh, s_g, s_db, s_dh, s_d,
+    LEVELS: tl.constexpr, ENRICHED: tl.constexpr, REWEIGHT: tl.constexpr, EXCLUDE: tl.constexpr, MASKED: tl.constexpr,
+    B: tl.constexpr, M: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, D: tl.constexpr, BD: tl.constexpr,
+    FAR: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Gradient of the queries, and of each query sum(out * dout) - dlse, which that of keys and values needs."""
+    batch, head, sample, row = _place(tokens, heads, M)
+    p_real += batch * s_real
+    o_m = _real_rows(p_real, row, tokens, MASKED, M)
+    q = rows_of(p_q + batch * s_qb + head * s_qh, s_q, o_m, D, BD, FAR)  # [M, BD]
+    g = rows_of(p_g + batch * s_gb + head * s_gh, s_g, o_m, D, BD, FAR)
+    out = rows_of(p_out + batch * s_ob + head * s_oh, s_o, o_m, D, BD, FAR)
+    lse = tl.load(p_lse + sample * tokens + o_m, mask=o_m >= 0, other=NEVER) / LN2
+    lse = tl.where(lse > NEVER, lse, float("inf"))  # rows that see nothing give no weight
+    delta = tl.sum(out.to(tl.float32) * g.to(tl.float32), 1)
+    delta -= tl.load(p_dlse + sample * tokens + o_m, mask=o_m >= 0, other=0.0)
+    acc = tl.zeros([M, BD], tl.float32)
+    if ENRICHED > 0:
+        lse, delta, acc = _see_means(
+            lse, delta, acc, q, g, p_mk + sample * nodes * D, p_mv + sample * nodes * D, p_logs + batch * s_log,
+            (p_list1, p_list2, p_list3, p_list4), sample, row, tokens, top_k, scale,
+            LEVELS, ENRICHED, REWEIGHT, EXCLUDE, MASKED, True, STAGES, B, M, BN, D, BD, FAR,
+        )  # fmt: skip
+    lse, delta, acc = _see_extra(
+        lse, delta, acc, q, g, p_ek + batch * s_ekb + head * s_ekh, p_ev + batch * s_evb + head * s_evh, s_ek, s_ev,
+        extra, scale, True, STAGES, BN, D, BD, FAR,
+    )  # fmt: skip
+    lse, delta, acc = _see_tokens(
+        lse, delta, acc, q, g, p_k + batch * s_kb + head * s_kh, p_v + batch * s_vb + head * s_vh, p_real, p_list1,
+        s_k, s_v, sample, row, tokens, top_k, scale, MASKED, True, STAGES, B, M, BK, D, BD, FAR,
+    )  # fmt: skip
+    acc = tl.where((o_m >= 0)[:, None], acc * factor, 0.0)
+    _store(p_dq + batch * s_db + head * s_dh, s_d, row, tokens, acc, M, D, BD)
+    o_m = row + tl.arange(0, M)
+    tl.store(p_delta + sample * tokens + o_m, delta, mask=o_m < tokens)

@@ -1,0 +1,179 @@
+# pyright: basic, reportArgumentType=false, reportGeneralTypeIssues=false, reportCallIssue=false, reportIndexIssue=false
+# pyright: reportOperatorIssue=false, reportAttributeAccessIssue=false
+"""Gradients of keys and values of log-linear attention in Triton, by who reads them.
+
+A program has a tile of keys that the same queries read: a block of tokens, the children of a node, or some of those
+that everyone reads. It walks through runs of queries, those of the nodes that picked the tile. Tiles that more than a
+chunk of queries read are left to one program for each chunk, and their parts are added up in their order.
+"""
+
+import triton
+import triton.language as tl
+
+from foveate.kernels.triton_log_linear import LN2, NEVER, less_picked, rows_of
+
+NUMBERS = ("heads", "tokens", "limit", "all_nodes", "span", "picks", "chunk", "parts")  # 1 is no constant of theirs
+
+
+@triton.jit
+def _queries(p_readers, p_real, at, end, span, tokens, LISTED: tl.constexpr, MASKED: tl.constexpr,
+             BM: tl.constexpr):  # fmt: skip
+    """Numbers of BM queries from place `at` on: place by place through the runs of all readers; -1 where none is."""
+    o_q = at + tl.arange(0, BM)
+    m_q = o_q < end
+    if LISTED:
+        o_q = tl.load(p_readers + o_q // span, mask=m_q, other=0) * span + o_q % span
+    m_q = m_q & (o_q < tokens)
+    if MASKED:
+        m_q = m_q & (tl.load(p_real + o_q, mask=m_q, other=0) != 0)
+    return tl.where(m_q, o_q, -1)
+
+
+@triton.jit
+def _key_step(
+    dk, dv, k, v, p_q, p_g, p_lse, p_delta, s_q, s_g, o_q, bias, scale,
+    MASKED: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, FAR: tl.constexpr,
+):  # fmt: skip
+    q = rows_of(p_q, s_q, o_q, D, BD, FAR, MASKED)  # [BM, BD]
+    lse = tl.load(p_lse + o_q, mask=o_q >= 0, other=NEVER) / LN2
+    lse = tl.where(lse > NEVER, lse, float("inf"))  # no weight where there is no query, or it sees nothing
+    scores = tl.dot(k, tl.trans(q), input_precision="ieee") * scale + bias  # [BT, BM]
+    p = tl.math.exp2(scores - lse[None, :])
+    g = rows_of(p_g, s_g, o_q, D, BD, FAR, MASKED)
+    dv = tl.dot(p.to(g.dtype), g, dv, input_precision="ieee")
+    delta = tl.load(p_delta + o_q, mask=o_q >= 0, other=0.0)
+    ds = p * (tl.dot(v, tl.trans(g), input_precision="ieee") - delta[None, :])
+    return tl.dot(ds.to(q.dtype), q, dk, input_precision="ieee"), dv
+
+
+@triton.jit
+def _of_means(p_means, p_counts, tile, tokens, B: tl.constexpr, ENRICHED: tl.constexpr, D: tl.constexpr,
+              BD: tl.constexpr):  # fmt: skip
+    """What gradients of the means of a block's ancestors give to each of its tokens [BD]."""
+    o_d = tl.arange(0, BD)
+    total = tl.zeros([BD], tl.float32)
+    nodes, node = tl.cdiv(tokens, B), tile
+    for _ in tl.static_range(ENRICHED):
+        count = tl.maximum(tl.load(p_counts + node), 1)
+        total += tl.load(p_means + node.to(tl.int64) * D + o_d, mask=o_d < D, other=0.0) / count
+        p_means += nodes.to(tl.int64) * D
+        p_counts += nodes
+        nodes, node = tl.cdiv(nodes, B), node // B
+    return total
+
+
+@triton.jit
+def _finish(
+    p_dk, p_dv, s_dk, s_dv, dk, dv, p_dmk, p_dmv, p_counts, o_t, limit, real, tile, tokens,
+    FOLD: tl.constexpr, ENRICHED: tl.constexpr, B: tl.constexpr, D: tl.constexpr, BD: tl.constexpr,
+):  # fmt: skip
+    """Store gradients of the keys o_t; those of tokens with what they get by their means."""
+    o_d = tl.arange(0, BD)
+    if FOLD:
+        dk += _of_means(p_dmk, p_counts, tile, tokens, B, ENRICHED, D, BD)[None, :]
+        dv += _of_means(p_dmv, p_counts, tile, tokens, B, ENRICHED, D, BD)[None, :]
+        dk, dv = tl.where(real[:, None], dk, 0.0), tl.where(real[:, None], dv, 0.0)
+    m_x = (o_t < limit)[:, None] & (o_d < D)[None, :]
+    o_t = o_t[:, None].to(tl.int64)
+    tl.store(p_dk + o_t * s_dk + o_d[None, :], dk.to(p_dk.dtype.element_ty), mask=m_x)
+    tl.store(p_dv + o_t * s_dv + o_d[None, :], dv.to(p_dv.dtype.element_ty), mask=m_x)
+
+
+@triton.jit
+def _real(p_real, o_t, limit, MASKED: tl.constexpr):
+    real = o_t < limit
+    if MASKED:
+        real = real & (tl.load(p_real + o_t, mask=real, other=0) != 0)
+    return real
+
+
+@triton.jit(do_not_specialize=NUMBERS)
+def backward_keys(
+    p_k, p_v, p_dk, p_dv, p_q, p_g, p_lse, p_delta, p_real, p_logs, p_counts, p_offsets, p_readers, p_own,
+    p_dmk, p_dmv, p_ends, p_tile, scale, factor, heads, tokens, limit, all_nodes, span, below, picks, chunk, parts,
+    s_real, s_log,
+    s_kb, s_kh, s_k, s_vb, s_vh, s_v, s_dkb, s_dkh, s_dk, s_dvb, s_dvh, s_dv, s_qb, s_qh, s_q, s_gb, s_gh, s_g,
+    LISTED: tl.constexpr, PARTS: tl.constexpr, NODES: tl.constexpr, FOLD: tl.constexpr, ENRICHED: tl.constexpr,
+    REWEIGHT: tl.constexpr, EXCLUDE: tl.constexpr, MASKED: tl.constexpr, B: tl.constexpr, BT: tl.constexpr,
+    BM: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, FAR: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """A tile of keys: of `limit` tokens, nodes of one level or extra keys; with PARTS one chunk of a tile's queries.
+
+    LISTED ones are read by nodes of `span` queries each, others by all. NODES have logs of counts, and stand for
+    `below` queries each where those EXCLUDE what they picked.
+    """
+    tiles = tl.cdiv(limit, BT)
+    programs = parts if PARTS else tiles
+    part, sample = tl.program_id(0) % programs, (tl.program_id(0) // programs).to(tl.int64)
+    tile = tl.load(p_tile + sample * parts + part) if PARTS else part
+    wanted = tile < tiles
+    tile = tl.minimum(tile, tiles - 1)
+    at, end = sample * 0, tokens.to(tl.int64)
+    if LISTED:
+        p_offsets += sample * (tiles + 1) + tile
+        first = tl.load(p_offsets).to(tl.int64)
+        end = (tl.load(p_offsets + 1) - first) * span
+        p_readers += sample * tiles * tl.minimum(picks, tiles) + first
+        wanted = wanted & ((end > chunk) == PARTS)
+    if PARTS:
+        at += (part - tl.load(p_ends + sample * tiles + tile - 1, mask=tile > 0, other=0)) * chunk
+        end = tl.minimum(end, at + chunk)
+    if wanted:
+        batch, head = sample // heads, sample % heads
+        p_real += batch * s_real
+        o_t = tile * BT + tl.arange(0, BT)
+        real = _real(p_real, o_t, limit, MASKED and FOLD)
+        o_k = tl.where(real, o_t, -1)
+        k = rows_of(p_k + batch * s_kb + head * s_kh, s_k, o_k, D, BD, FAR, MASKED)  # [BT, BD]
+        v = rows_of(p_v + batch * s_vb + head * s_vh, s_v, o_k, D, BD, FAR, MASKED)
+        bias = tl.where(real, 0.0, NEVER)
+        if NODES:
+            logs = tl.load(p_logs + batch * s_log + o_k, mask=real, other=NEVER)
+            bias = logs if REWEIGHT else tl.where(logs > NEVER, 0.0, NEVER)
+        dk, dv = tl.zeros([BT, BD], tl.float32), tl.zeros([BT, BD], tl.float32)
+        for place in tl.range(at.to(tl.int32), end.to(tl.int32), BM, num_stages=STAGES):
+            o_q = _queries(p_readers, p_real, place, end, span, tokens, LISTED, MASKED, BM)
+            seen = bias[:, None]
+            if EXCLUDE and NODES:
+                own = sample * limit + tl.maximum(o_q, 0) // below
+                seen = less_picked(seen, p_own, own[None, :], tl.minimum(picks, limit), o_t[:, None])
+            dk, dv = _key_step(
+                dk, dv, k, v, p_q + batch * s_qb + head * s_qh, p_g + batch * s_gb + head * s_gh,
+                p_lse + sample * tokens, p_delta + sample * tokens, s_q, s_g, o_q, seen, scale, MASKED, D, BD, FAR,
+            )  # fmt: skip
+        if PARTS:
+            o_t = part * BT + tl.arange(0, BT)
+            limit = parts * BT
+        _finish(
+            p_dk + batch * s_dkb + head * s_dkh, p_dv + batch * s_dvb + head * s_dvh, s_dk, s_dv, dk * factor, dv,
+            p_dmk + sample * all_nodes * D, p_dmv + sample * all_nodes * D, p_counts + batch * s_log,
+            o_t, limit, real, tile, tokens, FOLD and not PARTS, ENRICHED, B, D, BD,
+        )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=NUMBERS)
+def add_parts(
+    p_xk, p_xv, p_dk, p_dv, p_real, p_counts, p_dmk, p_dmv, p_ends, heads, tokens, limit, all_nodes, parts, s_real,
+    s_log, s_dkb, s_dkh, s_dk, s_dvb, s_dvh, s_dv,
+    FOLD: tl.constexpr, ENRICHED: tl.constexpr, MASKED: tl.constexpr, B: tl.constexpr, BT: tl.constexpr,
+    D: tl.constexpr, BD: tl.constexpr,
+):  # fmt: skip
+    """Tiles of keys whose parts [parts * BT, D] have been computed apart."""
+    tiles = tl.cdiv(limit, BT)
+    tile, sample = tl.program_id(0) % tiles, (tl.program_id(0) // tiles).to(tl.int64)
+    p_ends += sample * tiles + tile
+    first, end = tl.load(p_ends - 1, mask=tile > 0, other=0), tl.load(p_ends)
+    if end > first:
+        batch, head = sample // heads, sample % heads
+        dk, dv = tl.zeros([BT, BD], tl.float32), tl.zeros([BT, BD], tl.float32)
+        for part in range(first, end):
+            o_x = part * BT + tl.arange(0, BT)
+            dk += rows_of(p_xk + sample * parts * BT * D, D, o_x, D, BD, True)
+            dv += rows_of(p_xv + sample * parts * BT * D, D, o_x, D, BD, True)
+        o_t = tile * BT + tl.arange(0, BT)
+        _finish(
+            p_dk + batch * s_dkb + head * s_dkh, p_dv + batch * s_dvb + head * s_dvh, s_dk, s_dv, dk, dv,
+            p_dmk + sample * all_nodes * D, p_dmv + sample * all_nodes * D, p_counts + batch * s_log,
+            o_t, limit, _real(p_real + batch * s_real, o_t, limit, MASKED and FOLD), tile, tokens,
+            FOLD, ENRICHED, B, D, BD,
+        )  # fmt: skip

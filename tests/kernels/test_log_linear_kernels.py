@@ -1,0 +1,204 @@
+"""Laws of the kernels of log-linear attention, in Triton's interpreter: equal to float64 over everything, masked."""
+
+from itertools import pairwise
+
+import pytest
+import torch
+from log_linear_oracle import log_linear, pooled, select_nodes
+
+from foveate.kernels import log_linear_keys, pyramid, selection
+from foveate.kernels import log_linear_queries as kernels
+from foveate.ops.selection import Selection
+
+pytestmark = [
+    pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu checks the compiled kernels"),
+    pytest.mark.filterwarnings("ignore::RuntimeWarning"),  # the interpreter's, of logs of 0 and the like
+]
+TOLERANCES = {torch.float32: 2e-6, torch.float16: 2e-3}
+
+
+@pytest.fixture
+def large_shapes(monkeypatch):
+    """Fewer and larger steps, which take the interpreter less time; there is a rest all the same."""
+    monkeypatch.setattr(kernels, "FORWARD", {256: kernels.Shape(256, 128, 64, 4, 1, None)})
+    monkeypatch.setattr(kernels, "BACKWARD_QUERIES", kernels.FORWARD)
+    monkeypatch.setattr(log_linear_keys, "BACKWARD_KEYS", {256: kernels.Shape(16, 256, 16, 2, 1, None)})
+    monkeypatch.setattr(log_linear_keys, "BACKWARD_SHARED", {256: kernels.Shape(128, 256, 16, 2, 1, None)})
+
+
+@pytest.fixture(autouse=True)
+def poison(monkeypatch):
+    """What nobody writes is not a number, or one that is out of every range."""
+
+    def poisoned(like, *shape, dtype=None):
+        x = like.new_empty(shape, dtype=dtype)
+        return x.fill_(torch.nan if x.is_floating_point() else 2**30)
+
+    monkeypatch.setattr(pyramid, "_empty", poisoned)
+    monkeypatch.setattr(selection, "_empty", lambda x, *shape: poisoned(x, *shape, dtype=torch.int32))
+    monkeypatch.setattr(log_linear_keys, "_empty_sums", lambda x, *shape: torch.full(shape, torch.nan))
+    monkeypatch.setattr(kernels, "like", lambda x: torch.full_like(x, torch.nan))
+    monkeypatch.setattr(log_linear_keys, "like", kernels.like)
+    monkeypatch.setattr(kernels, "_numbers_of", lambda q: torch.full(q.shape[:3], torch.nan))
+
+
+def heads_of(tokens, dim, dtype, batch=1, heads=1):
+    """Heads of a token lie side by side, as models have them."""
+    return torch.randn(batch, tokens, heads, dim, dtype=dtype).transpose(1, 2)
+
+
+def padding(batch, tokens):
+    """A run of tokens and many others are not real."""
+    real = torch.rand(batch, tokens) > 0.3
+    real[0, : min(tokens - 1, 300)] = False
+    return real
+
+
+def relative(got, want):
+    return ((got.double() - want).norm() / want.norm().clamp(min=1e-9)).item()
+
+
+def run(tokens, levels, top_k, *, block=16, dim=32, dtype=torch.float32, batch=1, heads=1, extra=0, masked=False,
+        enriched=None, reweight=True, exclude=False):  # fmt: skip
+    """Everything from pooling to the gradient of the queries, compared with the oracle."""
+    q, k, v = (heads_of(tokens, dim, dtype, batch, heads) for _ in range(3))
+    dout, extras = (
+        heads_of(tokens, dim, dtype, batch, heads),
+        [heads_of(extra, dim, dtype, batch, heads) for _ in "kv"],
+    )
+    dlse = torch.randn(q.shape[:3])
+    real = padding(batch, tokens) if masked else torch.ones(batch, tokens, dtype=torch.bool)
+    given = [x.masked_fill(~real[:, None, :, None], torch.nan) for x in (q, k, v)]
+    means = pyramid.pool(given, real if masked else None, block, levels)
+    lists = selection.select(*means.of[:2], means.counts, tokens, block, levels, top_k)
+    options = {
+        "enriched": levels if enriched is None else enriched,
+        "reweight": reweight,
+        "exclude": exclude,
+        "scale": dim**-0.5,
+    }
+    keys = kernels.Keys(
+        *given[1:], *extras, means, lists, real if masked else None, block=block, top_k=top_k, **options
+    )
+    out, lse = kernels.forward(given[0], keys)
+    dq, delta = kernels.backward_queries(given[0], keys, out, lse, dout, dlse)
+    chosen = Selection(tuple(lists), (), tokens, block, top_k)
+    readers = [chosen.transpose(level) for level in range(1, levels + 1)]
+    grads = dq, *log_linear_keys.backward_keys(given[0], keys, lse, delta, dout, readers)
+    inputs = q, k, v, *extras
+    for x in inputs:
+        x.requires_grad_()
+    want, want_lse = log_linear(
+        q, k, v, chosen, options["enriched"], reweight, options["scale"], *(x.double() for x in extras), real, exclude
+    )
+    seen = want_lse.isfinite()
+    want_grads = torch.autograd.grad((want * dout).sum() + (want_lse * dlse)[seen].sum(), inputs)
+    assert torch.equal(lse.isfinite(), seen)
+    assert (lse[~seen] == -torch.inf).all()
+    assert not out[~seen].any()
+    assert out.dtype == dtype
+    assert relative(lse[seen], want_lse[seen]) < TOLERANCES[dtype]
+    assert relative(out, want) < TOLERANCES[dtype]
+    for grad, other in zip(grads, want_grads, strict=True):
+        assert grad.dtype == dtype
+        assert relative(grad, other) < 2 * TOLERANCES[dtype]
+    assert relative(delta[seen], ((want * dout).sum(-1) - dlse)[seen]) < 2 * TOLERANCES[dtype]
+
+
+@pytest.mark.parametrize(
+    ("tokens", "levels", "top_k"),
+    [(1, 1, 1), (17, 1, 3), (255, 2, 8), (256, 2, 1), (257, 3, 3), (1000, 1, 3), (1000, 3, 8), (4096, 2, 8)],
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.usefixtures("large_shapes")
+def test_output_lse_and_every_gradient_equal_float64(tokens, levels, top_k, dtype):
+    run(tokens, levels, top_k, dtype=dtype, dim=16, batch=1 if tokens > 256 else 2, extra=tokens % 7)
+
+
+@pytest.mark.parametrize(("levels", "dim"), [(1, 64), (3, 128)])
+def test_the_shapes_that_are_compiled(levels, dim):
+    run(273, levels, 3, dim=dim, extra=65)
+
+
+@pytest.mark.parametrize(("tokens", "levels", "top_k"), [(17, 1, 1), (600, 2, 5), (1000, 3, 2)])
+@pytest.mark.usefixtures("large_shapes")
+def test_padding_whatever_it_holds_reaches_nothing(tokens, levels, top_k):
+    run(tokens, levels, top_k, batch=2, masked=True, extra=40)
+
+
+@pytest.mark.parametrize(("block", "dim", "levels"), [(32, 40, 2), (64, 96, 2), (64, 32, 1), (16, 80, 4)])
+@pytest.mark.usefixtures("large_shapes")
+def test_other_blocks_and_heads_of_any_size(block, dim, levels):
+    run(270, levels, 3, block=block, dim=dim, heads=2)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"exclude": True}, {"reweight": False}, {"enriched": 0}, {"enriched": 1}, {"exclude": True, "masked": True}],
+)
+@pytest.mark.parametrize("levels", [1, 3])
+@pytest.mark.usefixtures("large_shapes")
+def test_options(options, levels):
+    run(400, levels, 3, extra=3, **options)
+
+
+@pytest.mark.usefixtures("large_shapes")
+def test_keys_that_many_read_are_split(monkeypatch):
+    monkeypatch.setattr(log_linear_keys, "CHUNK", 64)
+    run(700, 2, 3, extra=3, masked=True)
+    run(300, 1, 3, block=32)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "levels", "top_k", "block"),
+    [(1, 1, 1, 16), (17, 1, 3, 16), (257, 3, 3, 16), (1000, 2, 20, 16), (4096, 2, 8, 16), (3000, 2, 3, 32),
+     (5000, 2, 5, 64)],
+)  # fmt: skip
+@pytest.mark.parametrize("masked", [False, True])
+def test_means_are_rounded_once_and_picks_are_those_of_brute_force(tokens, levels, top_k, block, masked):
+    q, k = (heads_of(tokens, 32, torch.float16) for _ in range(2))
+    real = padding(1, tokens) if masked else torch.ones(1, tokens, dtype=torch.bool)
+    given = [x.masked_fill(~real[:, None, :, None], torch.inf) for x in (q, k)]
+    means = pyramid.pool(given, real if masked else None, block, levels)
+    ends = pyramid.level_starts(tokens, block, levels)
+    for x, got in zip((q, k), means.of, strict=True):
+        want, counts = zip(*(pooled(x.double(), real, block, level) for level in range(1, levels + 1)), strict=True)
+        assert torch.equal(torch.cat(counts, 1).int(), means.counts)
+        torch.testing.assert_close(torch.cat(want, 2).half(), got, rtol=1e-3, atol=1e-6)
+    lists = selection.select(*means.of, means.counts, tokens, block, levels, top_k)
+    queries, keys = ([x[0, 0, a:b] for a, b in pairwise(ends)] for x in means.of)
+    best = select_nodes(queries, keys, [count[0] for count in counts], top_k, block)
+    for got, want in zip(lists, best, strict=True):
+        for got_row, want_row in zip(got[0, 0].tolist(), want, strict=True):
+            assert got_row == want_row + [-1] * (got.shape[3] - len(want_row))
+
+
+def test_the_smaller_of_equal_nodes_is_picked():
+    x = torch.zeros(1, 1, 2000, 32)
+    means = pyramid.pool((x, x), None, 16, 1)
+    lists = selection.select(*means.of, means.counts, 2000, 16, 1, 5)
+    assert (lists[0] == torch.arange(5)).all()
+    x = torch.randint(-1, 2, (1, 1, 125, 32)).float()
+    counts = torch.ones(1, 125, dtype=torch.int32)
+    (got,) = selection.select(x, x, counts, 2000, 16, 1, 9)
+    assert got[0, 0].tolist() == select_nodes([x[0, 0]], [x[0, 0]], [counts[0]], 9, 16)[0]
+
+
+def test_all_blocks_and_no_means_are_dense_attention():
+    q, k, v = (heads_of(300, 32, torch.float32, heads=2) for _ in range(3))
+    for levels in (1, 2):
+        means = pyramid.pool((q, k, v), None, 16, levels)
+        lists = selection.select(*means.of[:2], means.counts, 300, 16, levels, 19)
+        keys = kernels.Keys(k, v, k[:, :, :0], v[:, :, :0], means, lists, None, 16, 19, 0, True, False, 0.3)
+        out, lse = kernels.forward(q, keys)
+        scores = 0.3 * q.double() @ k.double().mT
+        assert relative(out, scores.softmax(-1) @ v.double()) < 2e-6
+        assert relative(lse, scores.logsumexp(-1)) < 2e-6
+
+
+def test_large_scores_do_not_overflow():
+    q, k, v = (30 * heads_of(300, 32, torch.float16) for _ in range(3))
+    means = pyramid.pool((q, k, v), None, 16, 2)
+    lists = selection.select(*means.of[:2], means.counts, 300, 16, 2, 3)
+    keys = kernels.Keys(k, v, k[:, :, :0], v[:, :, :0], means, lists, None, 16, 3, 2, True, False, 1.0)
+    assert kernels.forward(q, keys)[0].isfinite().all()
