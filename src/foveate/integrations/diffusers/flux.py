@@ -259,8 +259,8 @@ class Flux(Family):
         if torch.is_grad_enabled() and self.model.gradient_checkpointing:
             again = self.model._gradient_checkpointing_func
             self.model._gradient_checkpointing_func = again if isinstance(again, _KeepTables) else _KeepTables(again)
-        self._tell_sites(regions, text, apart=any(inputs.get(name) is not None for name in CONTROL))
         self._tell_layers(plan, regions, text.shape[1])
+        self._tell_sites(regions, text, apart=any(inputs.get(name) is not None for name in CONTROL))
         if order := plan or regions:
             inputs["hidden_states"] = _along(order.order, image, 1)
             inputs["img_ids"] = _along(order.order, inputs["img_ids"], inputs["img_ids"].ndim - 2)
@@ -287,7 +287,7 @@ class Flux(Family):
             if layer.processor is None:
                 continue
             table = plan.tables[layer.phase] if plan and layer.sparse else None
-            if table is not None and regions and self._merged(layer) and layer.site.merges:
+            if table is not None and regions and self._merged(layer):
                 table = _MERGED.get([*table], (regions.groups, text), lambda table=table: regions.merged(table, text))
             layer.processor.table = table
 

@@ -89,11 +89,6 @@ class Site:
             self._made = None
         return missed
 
-    @property
-    def merges(self) -> bool:
-        """Whether this forward merges, once its plan is made."""
-        return self._due or self.merge is not None
-
     def shown(self, regions: Regions) -> Regions:
         """The regions with what was picked in them, to draw."""
         if self._plan is None:
