@@ -6,8 +6,10 @@ import pytest
 import torch
 from log_linear_oracle import log_linear, pooled, select_nodes
 
+from foveate.kernels import log_linear_attention as glue
 from foveate.kernels import log_linear_keys, pyramid, selection
 from foveate.kernels import log_linear_queries as kernels
+from foveate.ops.log_linear_attention import Options, portable
 from foveate.ops.selection import Selection
 
 pytestmark = [
@@ -202,3 +204,49 @@ def test_large_scores_do_not_overflow():
     lists = selection.select(*means.of[:2], means.counts, 300, 16, 2, 3)
     keys = kernels.Keys(k, v, k[:, :, :0], v[:, :, :0], means, lists, None, 16, 3, 2, True, False, 1.0)
     assert kernels.forward(q, keys)[0].isfinite().all()
+
+
+@pytest.mark.parametrize(("extra", "masked", "again"), [(0, False, False), (5, True, False), (3, False, True)])
+@pytest.mark.usefixtures("large_shapes")
+def test_all_of_it_is_what_the_portable_path_does(extra, masked, again):
+    q, k, v = (torch.randn(2, 3, 600, 32).requires_grad_() for _ in range(3))
+    extras = [torch.randn(2, 3, extra, 32).requires_grad_() for _ in "kv"] if extra else [None, None]
+    real = padding(2, 600) if masked else None
+    options = Options(3, 16, 2, 2, True, 0.2, True, False, True)
+    lists = portable(k, k, v, *extras, real, None, options)[2] if again else None
+    want, got = (run(q, k, v, *extras, real, lists, options) for run in (portable, glue.log_linear_attention))
+    seen = want[1].isfinite()
+    assert relative(got[0], want[0].double()) < 2e-6
+    assert relative(got[1][seen], want[1][seen].double()) < 2e-6
+    for ours, theirs in zip((*got[2], *got[3]), (*want[2], *want[3]), strict=True):
+        assert torch.equal(ours, theirs)
+    grad, grad_lse = torch.randn(2, 3, 32, 600).mT, torch.randn(2, 3, 600) * seen
+    inputs = [x for x in (q, k, v, *extras) if x is not None]
+    ours, theirs = (
+        torch.autograd.grad([out, lse.where(seen, 0)], inputs, [grad, grad_lse]) for out, lse, *_ in (got, want)
+    )
+    for a, b in zip(ours, theirs, strict=True):
+        assert relative(a, b.double()) < 4e-6
+    lists, counts = glue.select_blocks(q.detach(), k.detach(), real, 3, 16, 2)
+    if not again:
+        assert all(torch.equal(a, b) for a, b in zip((*lists, *counts), (*got[2], *got[3]), strict=True))
+
+
+@pytest.mark.usefixtures("large_shapes")
+def test_every_custom_op_passes_opcheck():
+    q, k, v = (torch.randn(1, 2, 300, 32) for _ in range(3))
+    means, counts, logs = glue._pool([q, k, v], None, 16, 2)
+    torch.library.opcheck(glue._pool, ([q, k, v], None, 16, 2))
+    torch.library.opcheck(glue._pick, (means, counts, 300, 16, 2, 3))
+    lists = glue._pick(means, counts, 300, 16, 2, 3)
+    leaves = [x.requires_grad_() for x in (q, k, v, torch.randn(1, 2, 4, 32), torch.randn(1, 2, 4, 32))]
+    torch.library.opcheck(glue._attend, (*leaves, means, counts, logs, lists, None, 16, 3, 2, True, False, 0.2))
+
+
+def test_the_kernels_take_half_precision_on_nvidia_gpus(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    cuda = torch.device("cuda")
+    assert glue.takes(cuda, torch.bfloat16, 128)
+    assert not glue.takes(cuda, torch.float32, 64)
+    assert not glue.takes(cuda, torch.float16, 256)
+    assert not glue.takes(torch.device("cpu"), torch.float16, 64)

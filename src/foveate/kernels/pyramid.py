@@ -22,13 +22,13 @@ class Means(NamedTuple):
     """Means of one or more tensors over the nodes of all levels.
 
     Attributes:
-        of: For each tensor [batch, heads, nodes of all levels, dim], the finest level first.
+        of: [tensors, batch, heads, nodes of all levels, dim], the finest level first.
         counts: How many real tokens each node stands for: int32 [batch, nodes of all levels], one row for the whole
             batch where no token is padding.
         logs: Their binary logarithms, float32.
     """
 
-    of: tuple[Tensor, ...]
+    of: Tensor
     counts: Tensor
     logs: Tensor
 
@@ -158,7 +158,7 @@ def pool(tensors: Sequence[Tensor], real: Tensor | None, block: int, levels: int
             BD=_padded(dim), num_warps=_pool_warps(block, dim),
         )  # fmt: skip
         rows, given, weight = upper, list(sums.unbind(0)), counts[:, starts[level + 1] :] if further else counts
-    return Means(means.unbind(0), counts, logs)
+    return Means(means, counts, logs)
 
 
 def _pool_warps(block: int, dim: int) -> int:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from foveate.kernels.pyramid import level_starts
 
-__all__ = ["MOST_PICKS", "select"]
+__all__ = ["MOST_PICKS", "readers_of", "select"]
 
 MOST_PICKS = 128  # of a node: registers hold the lists of all siblings
 SMALLEST_DOT = 16  # a side of a matrix product
@@ -96,6 +96,14 @@ def select(q: Tensor, k: Tensor, counts: Tensor, tokens: int, block: int, levels
             BD=max(SMALLEST_DOT, triton.next_power_of_2(dim)), num_warps=block // 16,
         )  # fmt: skip
     return lists
+
+
+def readers_of(lists: Tensor) -> tuple[Tensor, Tensor]:
+    """Who picked each node of a level, as `Selection.transpose` of `foveate.ops.selection` defines it."""
+    nodes, top_k = lists.shape[2:]
+    picked, order = lists.flatten(2).long().where(lists.flatten(2) >= 0, nodes).sort(dim=-1, stable=True)
+    starts = torch.arange(nodes + 1, device=lists.device).expand(*lists.shape[:2], -1).contiguous()
+    return torch.searchsorted(picked, starts).int(), (order // top_k).int()
 
 
 def _empty(like: Tensor, *shape: int) -> Tensor:

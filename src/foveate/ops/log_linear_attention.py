@@ -20,6 +20,9 @@ from foveate.ops.selection import Selection
 __all__ = ["LogLinearOutput", "Options", "log_linear_attention"]
 
 
+MOST_PICKS = 128  # of a node in kernels
+
+
 class LogLinearOutput(NamedTuple):
     """What `log_linear_attention` returns.
 
@@ -141,8 +144,13 @@ def log_linear_attention(
     if selection is not None:
         _check_selection(q, selection, top_k, block_size, levels)
     options = Options(top_k, block_size, levels, enriched, reweight, scale, exclude_selected, log_mass, deterministic)
-    run = dispatch.choose("log_linear_attention", q.device, q.dtype, q.shape[3]).run
-    return LogLinearOutput(*run(q, k, v, extra_k, extra_v, key_padding_mask, selection, options))
+    known = dispatch.backends("log_linear_attention", q.device, q.dtype, q.shape[3])
+    run = (known[0] if log_mass or top_k > MOST_PICKS else known[-1]).run  # the first is portable
+    lists = None if selection is None else list(selection.lists)
+    out, lse, lists, counts = run(q, k, v, extra_k, extra_v, key_padding_mask, lists, options)
+    if selection is None:
+        selection = Selection(tuple(lists), tuple(counts), q.shape[2], block_size, top_k)
+    return LogLinearOutput(out, lse, selection)
 
 
 def _check_extra(q: Tensor, extra_k: Tensor | None, extra_v: Tensor | None) -> None:
@@ -186,17 +194,17 @@ def portable(
     extra_k: Tensor | None,
     extra_v: Tensor | None,
     real: Tensor | None,
-    selection: Selection | None,
+    lists: list[Tensor] | None,
     options: Options,
-) -> tuple[Tensor, Tensor, Selection]:
-    """`log_linear_attention` in plain PyTorch."""
+) -> tuple[Tensor, Tensor, list[Tensor], tuple[Tensor, ...]]:
+    """`log_linear_attention` in plain PyTorch: output, LSE, and the lists and counts of a `Selection`."""
     block, enriched = options.block_size, options.enriched
     if real is not None:
         q, k, v = (x.masked_fill(~real[:, None, :, None], 0) for x in (q, k, v))
     counts = count_tokens(k, real, block, options.levels)
     means = pool(k, counts, block)
-    if selection is None:
-        selection = choose_blocks(q, [mean.to(k.dtype) for mean in means], counts, options.top_k, block)
+    if lists is None:
+        lists = choose_blocks(q, [mean.to(k.dtype) for mean in means], counts, options.top_k, block)
     means_v = pool(v, counts[:enriched], block)
     shared_k = [*(mean.to(k.dtype) for mean in means[:enriched]), k[:, :, :0] if extra_k is None else extra_k]
     shared_v = [*(mean.to(v.dtype) for mean in means_v), v[:, :, :0] if extra_v is None else extra_v]
@@ -205,12 +213,12 @@ def portable(
         spreads = spread(k, real, means[:enriched], counts[:enriched], block)
         q, k, shared_k = _with_spread(q, k, shared_k, spreads, options.scale)
     out, lse = picked_attention(
-        *(q, k, v, torch.cat(shared_k, 2), torch.cat(shared_v, 2), bias, real, list(selection.lists), block, enriched),
+        *(q, k, v, torch.cat(shared_k, 2), torch.cat(shared_v, 2), bias, real, lists, block, enriched),
         *(options.exclude_selected, options.scale, options.deterministic),
     )
     if real is not None:
         out, lse = out.masked_fill(~real[:, None, :, None], 0), lse.masked_fill(~real[:, None], -torch.inf)
-    return out, lse, selection
+    return out, lse, lists, counts
 
 
 def _bias(counts: tuple[Tensor, ...], ones: int, options: Options, dtype: torch.dtype) -> Tensor:

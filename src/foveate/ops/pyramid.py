@@ -68,7 +68,8 @@ def select_blocks(
     """
     levels = check({"q": q, "k": k}, top_k, block_size, levels, key_padding_mask)
     backend = dispatch.choose("select_blocks", q.device, q.dtype, q.shape[3])
-    return backend.run(q.detach(), k.detach(), key_padding_mask, top_k, block_size, levels)
+    lists, counts = backend.run(q.detach(), k.detach(), key_padding_mask, top_k, block_size, levels)
+    return Selection(tuple(lists), tuple(counts), q.shape[2], block_size, top_k)
 
 
 def automatic_levels(tokens: int, block_size: int = 16, top_k: int = 8) -> int:
@@ -200,12 +201,14 @@ def _block_sums(x: Tensor, block: int, dtype: torch.dtype) -> Tensor:
 
 
 @dispatch.register("select_blocks", "portable", takes=lambda *work: True)
-def portable(q: Tensor, k: Tensor, real: Tensor | None, top_k: int, block: int, levels: int) -> Selection:
-    """`select_blocks` in plain PyTorch."""
+def portable(
+    q: Tensor, k: Tensor, real: Tensor | None, top_k: int, block: int, levels: int
+) -> tuple[list[Tensor], tuple[Tensor, ...]]:
+    """`select_blocks` in plain PyTorch: the lists and the counts of a `Selection`."""
     if real is not None:
         q, k = (x.masked_fill(~real[:, None, :, None], 0) for x in (q, k))
     counts = count_tokens(k, real, block, levels)
-    return choose_blocks(q, [mean.to(k.dtype) for mean in pool(k, counts, block)], counts, top_k, block)
+    return choose_blocks(q, [mean.to(k.dtype) for mean in pool(k, counts, block)], counts, top_k, block), counts
 
 
 def choose_blocks(
@@ -214,12 +217,11 @@ def choose_blocks(
     counts: tuple[Int[Tensor, "sets _"], ...],
     top_k: int,
     block: int,
-) -> Selection:
-    """`select_blocks` where keys are pooled already; both must be zeros where a token is not real."""
+) -> list[Int[Tensor, "batch heads _ picks"]]:
+    """The lists of `select_blocks` where keys are pooled already; both must be zeros where a token is not real."""
     with torch.no_grad():
         pooled_q = [mean.to(q.dtype) for mean in pool(q.detach(), counts, block)]
-    lists = _pick(pooled_q, [k.detach() for k in pooled_k], list(counts), top_k, block)
-    return Selection(tuple(lists), counts, q.shape[2], block, top_k)
+    return _pick(pooled_q, [k.detach() for k in pooled_k], list(counts), top_k, block)
 
 
 @torch.library.custom_op("foveate::select_blocks_portable", mutates_args=())

@@ -1,0 +1,95 @@
+"""Laws of the compiled kernels of log-linear attention: float64 over everything, with the kernels' own picks."""
+
+import pytest
+import torch
+from log_linear_oracle import log_linear, pooled, select_nodes
+
+from foveate.kernels import log_linear_attention as kernels
+from foveate.kernels import log_linear_keys
+from foveate.ops.log_linear_attention import Options
+from foveate.ops.selection import Selection
+
+pytestmark = pytest.mark.gpu
+TOLERANCES = {torch.float16: (2e-3, 4e-3), torch.bfloat16: (8e-3, 1.5e-2)}  # of the output, of gradients
+
+
+def heads_of(tokens, dim, dtype, batch=2, heads=2):
+    """Heads of a token lie side by side, as models have them."""
+    return torch.randn(batch, tokens, heads, dim, device="cuda", dtype=dtype).transpose(1, 2).requires_grad_()
+
+
+def relative(got, want):
+    return ((got.double().cpu() - want).norm() / want.norm().clamp(min=1e-9)).item()
+
+
+def check(q, k, v, extras, real, options):
+    dtype, inputs = q.dtype, [x for x in (q, k, v, *extras) if x is not None]
+    out, lse, lists, counts = kernels.log_linear_attention(q, k, v, *extras, real, None, options)
+    exact = [x.detach().double().cpu().requires_grad_() for x in inputs]
+    mask = None if real is None else real.cpu()
+    chosen = Selection(tuple(x.cpu() for x in lists), counts, q.shape[2], options.block_size, options.top_k)
+    want, want_lse = log_linear(
+        *exact[:3], chosen, options.enriched, options.reweight, options.scale, *(exact[3:] or (None, None)), mask,
+        options.exclude_selected,
+    )  # fmt: skip
+    seen = want_lse.isfinite()
+    assert torch.equal(lse.cpu().isfinite(), seen)
+    assert relative(out, want.detach()) < TOLERANCES[dtype][0]
+    assert relative(lse.cpu()[seen], want_lse[seen].detach()) < 1e-3
+    grad, grad_lse = torch.randn_like(out), torch.randn_like(lse).masked_fill(~seen.cuda(), 0)
+    got = torch.autograd.grad([out, lse], inputs, [grad, grad_lse], retain_graph=True)
+    same = torch.autograd.grad([out, lse], inputs, [grad, grad_lse])
+    assert all(torch.equal(a, b) for a, b in zip(got, same, strict=True))
+    goal = (want * grad.cpu().double()).sum() + (want_lse * grad_lse.cpu().double())[seen].sum()
+    for ours, theirs in zip(got, torch.autograd.grad(goal, exact), strict=True):
+        assert relative(ours, theirs) < TOLERANCES[dtype][1]
+
+
+@pytest.mark.parametrize(
+    ("tokens", "levels", "top_k"), [(1, 1, 8), (17, 1, 3), (257, 2, 1), (1000, 1, 5), (1999, 2, 8), (1999, 3, 13)]
+)
+@pytest.mark.parametrize("dim", [40, 64, 96, 128])
+@pytest.mark.parametrize("dtype", TOLERANCES)
+def test_output_lse_and_every_gradient_equal_float64(tokens, levels, top_k, dim, dtype):
+    q, k, v, *extras = (heads_of(n, dim, dtype) for n in (tokens, tokens, tokens, 77, 77))
+    check(q, k, v, extras, None, Options(top_k, 16, levels, levels, True, dim**-0.5, False, False, True))
+
+
+@pytest.mark.parametrize("block", [16, 32, 64])
+@pytest.mark.parametrize("exclude", [False, True])
+@pytest.mark.parametrize("masked", [False, True])
+def test_blocks_of_any_size_padding_and_exclusion(block, exclude, masked):
+    real = torch.rand(2, 1500, device="cuda") > 0.3 if masked else None
+    q, k, v = (heads_of(1500, 64, torch.bfloat16) for _ in range(3))
+    check(q, k, v, (None, None), real, Options(3, block, 2, 2, True, 0.2, exclude, False, True))
+
+
+def test_keys_that_all_queries_pick_are_split_and_added_up_in_one_order(monkeypatch):
+    q, k, v = (heads_of(1999, 64, torch.bfloat16) for _ in range(3))
+    with torch.no_grad():
+        q += 1
+        k[:, :, 160:176] += 3
+    monkeypatch.setattr(log_linear_keys, "CHUNK", 256)
+    check(q, k, v, (None, None), None, Options(2, 16, 2, 2, True, 0.125, False, False, True))
+
+
+def test_picks_are_those_of_brute_force_over_the_rounded_means():
+    q, k = (heads_of(4000, 64, torch.float16, batch=1, heads=1).detach() for _ in range(2))
+    lists, counts = kernels.select_blocks(q, k, None, 8, 16, 2)
+    real = torch.ones(1, 4000, dtype=torch.bool)
+    queries, keys = ([pooled(x.cpu().double(), real, 16, level)[0][0, 0].half() for level in (1, 2)] for x in (q, k))
+    want = select_nodes(queries, keys, [count[0].cpu() for count in counts], 8, 16)
+    same = [set(a) == set(b) for got, those in zip(lists, want, strict=True)
+            for a, b in zip(got[0, 0].tolist(), those, strict=True)]  # fmt: skip
+    assert sum(same) > 0.98 * len(same)  # sums of products are rounded in another order
+
+
+def test_compiled_calls_are_the_same_bits():
+    q, k, v = (heads_of(3000, 64, torch.bfloat16) for _ in range(3))
+    options = Options(8, 16, 2, 2, True, 0.125, False, False, True)
+    call = lambda q, k, v: kernels.log_linear_attention(q, k, v, None, None, None, None, options)[:2]  # noqa: E731
+    results = []
+    for run in (call, torch.compile(call, fullgraph=True)):
+        out, lse = run(q, k, v)
+        results.append((out, lse, *torch.autograd.grad(out.float().square().sum(), (q, k, v))))
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
