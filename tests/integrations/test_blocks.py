@@ -215,6 +215,8 @@ def test_a_block_that_is_skipped_leaves_no_tokens_merged(skipped):
     want = model(**copy.copy(x), skip_layers=[skipped])[0]
     with foveate.apply(model, ToMA(**PLUMBING | {"granularity": "block"})):
         torch.testing.assert_close(model(**copy.copy(x), skip_layers=[skipped])[0], want)
+    with foveate.apply(model, ToMA(skip=0, tile=(4, 4))):
+        assert model(**copy.copy(x), skip_layers=[skipped])[0].shape == want.shape
 
 
 def test_blocks_whose_plan_was_not_made_say_so_and_it_is_made_the_next_time(monkeypatch):

@@ -143,6 +143,28 @@ def test_blocks_that_stay_merged_compute_what_each_on_its_own_does(model, monkey
         assert len(merges) == 7
 
 
+def test_residuals_between_blocks_meet_all_tokens(model, monkeypatch):
+    x = tiny.inputs(GRID)
+    x |= tiny.residuals(x, 2, 3)
+    merges, merge = [], Merge.merge
+    monkeypatch.setattr(Merge, "merge", lambda *args: merges.append(1) or merge(*args))
+    with foveate.apply(model, ToMA(skip=0)):
+        model(**x)
+    assert len(merges) == 5  # one for each block
+
+
+def test_a_forward_that_broke_off_between_blocks_leaves_nothing_behind(model):
+    x = tiny.inputs(GRID)
+    with foveate.apply(model, ToMA(skip=0)):
+        want = model(**x)[0]
+        attn = model.single_transformer_blocks[1].attn
+        attn.forward, forward = None, attn.forward
+        with pytest.raises(TypeError):
+            model(**x)
+        attn.forward = forward
+        assert torch.equal(model(**x)[0], want)
+
+
 @pytest.mark.parametrize("size_bias", [False, True])
 def test_identical_tokens_beside_text_are_exact_only_with_their_size(model, size_bias):
     attn = model.transformer_blocks[0].attn

@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader, default_collate
 import foveate
 from foveate import HilbertA
 from foveate.integrations.diffusers.lora import LORA_FILE, method_of
+from foveate.integrations.diffusers.pipelines import noise_shift
 from foveate.training.distill import distill
 from foveate.training.pairs import NoisyPairs
 from foveate.training.run import Distillation
@@ -78,6 +79,20 @@ def test_the_rate_falls_to_nothing_at_the_end(run, monkeypatch):
     assert rates == pytest.approx([1e-2, 1e-2, 1e-2, 5e-3])
     run("out", recipe, steps=8)
     assert rates[4:] == pytest.approx([1e-2, 7.5e-3, 5e-3, 2.5e-3])
+
+
+def test_shifted_levels_are_what_is_learnt_from(run, monkeypatch):
+    shifts, init = [], NoisyPairs.__init__
+
+    def noting(pairs, folder, prompts, seed, shift):
+        shifts.append(shift)
+        init(pairs, folder, prompts, seed, shift)
+
+    monkeypatch.setattr(NoisyPairs, "__init__", noting)
+    for levels in ("uniform", "shifted"):
+        run(levels, replace(ADAMW, levels=levels), steps=1)
+    assert shifts == [0, noise_shift(tiny.pipeline().scheduler, 16 * 16)]
+    assert shifts[1] > 0.1
 
 
 def test_all_other_weights_stay_bit_for_bit(run, pipe):
