@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from foveate import HilbertA, ToMA
+from foveate.methods import method_from_text
 from foveate.methods.method import StaysDense
 
 GRIDS = [(64, 64), (45, 80), (52, 76), (47, 53), (13, 7), (4, 4)]
@@ -200,3 +201,12 @@ def test_bad_settings_name_the_value_and_the_remedy(options, says):
 def test_an_image_smaller_than_a_tile_stays_dense():
     with pytest.raises(StaysDense, match="less than a tile"):
         ToMA().regions(((3, 9),))
+
+
+@pytest.mark.usefixtures("as_a_user")
+def test_yes_and_no_are_read_as_people_write_them():
+    for text, want in {"true": True, "False": False, "false": False}.items():
+        assert method_from_text("toma", {"size_bias": text}) == ToMA(size_bias=want)
+    assert method_from_text("toma", {"granularity": "module", "merge_mlp": "none"}) == ToMA(granularity="module")
+    with pytest.raises(ValueError, match="size_bias is true or false, not 'maybe'"):
+        method_from_text("toma", {"size_bias": "maybe"})

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from log_linear_oracle import log_linear, picks, visible
 from oracle import dense_attention
 
-from foveate.ops import log_linear_attention, select_blocks
+from foveate.ops import dispatch, log_linear_attention, select_blocks
 
 SIZES = [(1, 1), (15, 1), (16, 1), (17, 2), (255, 2), (257, 3), (1000, 3), (1000, 1)]
 
@@ -500,3 +500,16 @@ def test_a_selection_for_another_call_is_refused(made, asked, message):
     other, inputs = torch.zeros(made), torch.zeros(1, 2, 100, 32)
     with pytest.raises(ValueError, match=f"made for {message}.* anew"):
         log_linear_attention(inputs, inputs, inputs, selection=select_blocks(other, other), **asked)
+
+
+@pytest.mark.parametrize("options", [{"log_mass": True}, {"top_k": 129}])
+def test_what_kernels_do_not_know_is_left_to_the_portable_path(options, monkeypatch):
+    taken = []
+    known = dispatch.backends("log_linear_attention", torch.device("cpu"), torch.float64, 32)
+    kernel = dispatch.Backend("kernel", lambda *work: True, lambda *given: taken.append(1) or known[0].run(*given))
+    monkeypatch.setitem(dispatch._BACKENDS, "log_linear_attention", [*known, kernel])
+    q, k, v = qkv(0, 300)
+    log_linear_attention(q, k, v)
+    assert taken == [1]
+    log_linear_attention(q, k, v, **options)
+    assert taken == [1]

@@ -15,6 +15,9 @@ METHODS: dict[str, type[Method]] = {"hilberta": HilbertA, "toma": ToMA, "tomesd"
 """Every method by the name it has on the command line."""
 
 
+SPELLED = {"true": "True", "false": "False", "none": "None"}
+
+
 def method_from_text(name: str, options: dict[str, str]) -> Method:
     """The method of that name, its options read from text: ``method_from_text("hilberta", {"tiles": "16"})``.
 
@@ -30,9 +33,11 @@ def method_from_text(name: str, options: dict[str, str]) -> Method:
         if option not in types:
             raise ValueError(f"{cls.__name__} has no option {option!r}: choose from {', '.join(types)}")
         try:
-            values[option] = text if types[option] is str else literal_eval(text)
+            values[option] = text if types[option] is str else literal_eval(SPELLED.get(text, text))
         except (ValueError, SyntaxError):
             values[option] = text
+        if types[option] is bool and not isinstance(values[option], bool):
+            raise ValueError(f"{option} is true or false, not {text!r}")
     try:
         return cls(**values)  # type: ignore[arg-type]
     except TypeError:
