@@ -103,8 +103,9 @@ def main(
             if compiled:
                 torch.compiler.reset()  # a process keeps few graphs, and every variant has its own
                 pipe.transformer.compile_repeated_blocks()
+            folder = out / f"{name}-{steps}-steps"
             distill(
-                out / name,
+                folder,
                 pipe,
                 recipe,
                 request,
@@ -116,14 +117,14 @@ def main(
                 track=track,
             )
         judge(
-            f"distilled-{name}",
+            f"distilled-{folder.name}",
             size=size,
             prompts=prompts,
             batch=batch,
-            lora=str(out / name),
+            lora=str(folder),
             pictures=str(out / "judged"),
             commit=commit,
-            about={"training": training(out / name, recipe, pictures)},
+            about={"training": training(folder, recipe, pictures)},
             sheet=name in SHOWN,
         )
 
