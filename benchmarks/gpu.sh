@@ -16,7 +16,7 @@ foveate=${FOVEATE:-foveate}
 timed() { echo "== $(date +%T) $*" && "$@"; }
 step() { timed $foveate bench step --model "$1" --sides "$2" "${results[@]}" "${@:3}"; }
 
-tests() { timed python3 -m pytest -n 8 -m gpu -rf --tb=short tests; } # [3]
+tests() { timed python3 -m pytest -p no:benchmark -n 8 -m gpu -rf --tb=short tests; } # [3]
 
 attention() { # [3]
   timed $foveate bench attention --pixels 1024,1536,2048,4096 "${results[@]}"
