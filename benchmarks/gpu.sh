@@ -60,8 +60,9 @@ merging() { # [8]
   timed python3 evals/merging.py --size 256 --prompts 500 --batch 32 --pictures out/merging "${commit[@]}"
 }
 
-distilled() { # [20]
-  timed python3 evals/distilled.py --out out/distilled --only t16,t4 --steps 4000 --compile "${commit[@]}"
+distilled() { # [15 on two GPUs; GPUS=1 takes one]
+  timed accelerate launch --num_processes "${GPUS:-2}" evals/distilled.py --out out/distilled --only t16,t4 \
+    --steps 8000 --compile --at-once $((32 / ${GPUS:-2})) "${commit[@]}"
 }
 
 ablations() { # [25]
