@@ -7,8 +7,9 @@ from oracle import dense_attention, random_table
 
 import foveate
 from foveate import HilbertA
+from foveate.kernels.facility_location import facility_location as pick
 from foveate.kernels.soft_assignment import soft_assignment as assign
-from foveate.ops import dispatch, region_matmul, soft_assignment
+from foveate.ops import dispatch, facility_location, region_matmul, soft_assignment
 from foveate.ops.block_attention import block_attention
 
 pytestmark = pytest.mark.gpu
@@ -128,6 +129,14 @@ def test_assignment_of_many_sets_is_the_same_bits_every_time(tokens, dim, budget
     for picks in (*5 * [None], got[0]):
         again = assign(sets, budget, 50.0, picks)
         assert all(torch.equal(a, b) for a, b in zip(again, got, strict=True))
+
+
+@pytest.mark.parametrize(("tokens", "budget"), [(1, 1), (30, 7), (200, 31), (256, 128), (300, 300), (1024, 100)])
+def test_picks_are_those_of_the_portable_path_every_time(tokens, budget):
+    similarity = torch.randint(-99, 99, (70, tokens, tokens), device="cuda").float()  # sums are exact, ties many
+    picks = pick(similarity, budget)
+    assert torch.equal(picks.cpu(), facility_location.portable(similarity.cpu(), budget))
+    assert all(torch.equal(pick(similarity, budget), picks) for _ in range(3))
 
 
 @pytest.mark.parametrize(("plans", "batch"), [(1, 1), (1, 2), (2, 2)])

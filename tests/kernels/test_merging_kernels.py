@@ -3,10 +3,13 @@
 import pytest
 import torch
 
+from foveate.kernels import facility_location as picking_kernel
 from foveate.kernels import region_matmul as matmul_kernel
 from foveate.kernels import soft_assignment as assignment_kernel
+from foveate.kernels.facility_location import facility_location
 from foveate.kernels.region_matmul import region_matmul
 from foveate.kernels.soft_assignment import soft_assignment
+from foveate.ops import facility_location as picking_op
 from foveate.ops import region_matmul as matmul_op
 from foveate.ops import soft_assignment as assignment_op
 
@@ -38,6 +41,13 @@ def test_assignment_takes_any_strides_and_the_first_of_equals():
     assert torch.equal(spread, torch.full((1, 2, 4), 0.5))
 
 
+@pytest.mark.parametrize(("tokens", "budget"), [(1, 1), (16, 16), (30, 7), (200, 31), (256, 20), (300, 5)])
+def test_picks_are_those_of_the_portable_path(tokens, budget):
+    for low, high in ((-99, 99), (-99, 0), (0, 1)):  # sums are exact, ties many
+        similarity = torch.randint(low, high, (2, tokens, tokens)).float()
+        assert torch.equal(facility_location(similarity, budget), picking_op.portable(similarity, budget))
+
+
 @pytest.mark.parametrize(("plans", "batch"), [(1, 1), (1, 2), (2, 2)])
 @pytest.mark.parametrize(("rows", "tokens"), [(8, 16), (3, 5), (1, 1), (20, 33)])
 @pytest.mark.parametrize("ahead", [0, 19])
@@ -57,7 +67,8 @@ def test_products_of_transposed_matrices_and_strided_tokens_write_everything(mon
     torch.testing.assert_close(region_matmul(weights, x, 2), matmul_op.portable(weights, x, 2))
 
 
-def test_both_pass_opcheck_and_say_what_they_take():
+def test_all_pass_opcheck_and_say_what_they_take():
+    torch.library.opcheck(facility_location, (torch.randn(2, 10, 10), 3))
     torch.library.opcheck(soft_assignment, (torch.randn(2, 10, 4), 3, 5.0))
     torch.library.opcheck(
         region_matmul, (torch.randn(1, 2, 3, 4).requires_grad_(), torch.randn(2, 9, 5).requires_grad_(), 1)
@@ -66,6 +77,9 @@ def test_both_pass_opcheck_and_say_what_they_take():
     assert assignment_kernel.takes(cuda, torch.bfloat16, 128)
     assert not assignment_kernel.takes(cuda, torch.bfloat16, 129)
     assert not assignment_kernel.takes(torch.device("cpu"), torch.float32, 16)
+    assert picking_kernel.takes(cuda, torch.float32, 1024)
+    assert not picking_kernel.takes(cuda, torch.float32, 1025)
+    assert not picking_kernel.takes(cuda, torch.float64, 16)
     assert matmul_kernel.takes(cuda, torch.bfloat16, 64)
     assert not matmul_kernel.takes(cuda, torch.float32, 64)
 

@@ -10,6 +10,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from foveate.ops import dispatch
+
 __all__ = ["facility_location"]
 
 LAZY_FROM = 1024  # tokens of a single set from which on most gains are left uncomputed
@@ -40,12 +42,17 @@ def facility_location(similarity: Float[Tensor, "*batch tokens tokens"], budget:
     if not 1 <= budget <= tokens:
         raise ValueError(f"the budget must be 1 to {tokens} of {tokens} tokens, not {budget}")
     similarity = similarity.to(torch.promote_types(similarity.dtype, torch.float32))
-    sets = similarity.reshape(-1, tokens, tokens)
-    if similarity.device.type == "cpu" and tokens >= LAZY_FROM:
-        picks = torch.stack([_lazily(one, budget) for one in sets])
-    else:
-        picks = _together(sets, budget)
+    backend = dispatch.choose("facility_location", similarity.device, similarity.dtype, tokens)
+    picks = backend.run(similarity.reshape(-1, tokens, tokens), budget)
     return picks.view(*similarity.shape[:-2], budget)
+
+
+@dispatch.register("facility_location", "portable", takes=lambda *work: True)
+def portable(similarity: Float[Tensor, "sets tokens tokens"], budget: int) -> Int[Tensor, "sets budget"]:
+    """`facility_location` in plain PyTorch."""
+    if similarity.device.type == "cpu" and similarity.shape[1] >= LAZY_FROM:
+        return torch.stack([_lazily(one, budget) for one in similarity])
+    return _together(similarity, budget)
 
 
 def _together(similarity: Float[Tensor, "sets tokens tokens"], budget: int) -> Int[Tensor, "sets budget"]:
@@ -94,3 +101,6 @@ def _lazily(similarity: Float[Tensor, "tokens tokens"], budget: int) -> Int[Tens
         picks.append(pick)
         served = torch.maximum(served, columns[pick])
     return torch.tensor(picks)
+
+
+dispatch.register_kernels("facility_location")

@@ -1,0 +1,67 @@
+# pyright: basic, reportArgumentType=false, reportGeneralTypeIssues=false, reportCallIssue=false
+# pyright: reportOperatorIssue=false
+"""Facility location in one launch: a program picks from a set, whose similarities it reads anew for every pick."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+__all__ = ["BACKENDS", "facility_location"]
+
+LARGEST, SMALLEST = 1024, 16  # tokens of a set
+AT_ONCE, WARPS = 16384, 8  # similarities that a program holds, and the warps that do
+NEARLY = tl.constexpr(1e-5)  # as in the portable path
+
+
+@triton.jit
+def _pick(p_s, p_picks, tokens, budget, T: tl.constexpr, BC: tl.constexpr):
+    """The picks of one set, in their order."""
+    index = tl.program_id(0).to(tl.int64)
+    p_s += index * tokens * tokens
+    o_t, o_c, o_k = tl.arange(0, T), tl.arange(0, BC), tl.arange(0, T // BC)
+    left = o_t < tokens
+    served = tl.zeros([T], tl.float32)
+    for number in range(0, budget):
+        gains = tl.zeros([T // BC, BC], tl.float32)
+        for chunk in range(0, T // BC):
+            o_j = chunk * BC + o_c
+            m_s = (o_t < tokens)[:, None] & (o_j < tokens)[None, :]
+            similar = tl.load(p_s + o_t[:, None] * tokens + o_j[None, :], mask=m_s, other=0.0)  # [T, BC]
+            more = similar - served[:, None]
+            gain = tl.sum(tl.where(number == 0, more, tl.maximum(more, 0.0)), 0)
+            gains = tl.where(o_k[:, None] == chunk, gain[None, :], gains)
+        gain = tl.where(left, tl.reshape(gains, [T]), -float("inf"))
+        best = tl.max(gain, 0)
+        pick = tl.argmax((left & (gain >= best - NEARLY * tl.abs(best))).to(tl.int32), 0)  # the first
+        tl.store(p_picks + index * budget + number, pick.to(tl.int64))
+        left = left & (o_t != pick)
+        by_pick = tl.load(p_s + o_t * tokens + pick, mask=o_t < tokens, other=0.0)
+        served = tl.where(number == 0, by_pick, tl.maximum(served, by_pick))
+
+
+def takes(device: torch.device, dtype: torch.dtype, size: int) -> bool:
+    """Whether the kernel runs there: an NVIDIA GPU, sets of at most 1,024 tokens in float32."""
+    return device.type == "cuda" and dtype == torch.float32 and size <= LARGEST
+
+
+@torch.library.custom_op("foveate::facility_location", mutates_args=())
+def facility_location(similarity: Tensor, budget: int) -> Tensor:
+    """What `foveate.ops.facility_location` defines, of [sets, tokens, tokens]."""
+    similarity = similarity.contiguous()
+    picks = _like(similarity, budget)
+    number, tokens, _ = similarity.shape
+    padded = max(SMALLEST, triton.next_power_of_2(tokens))
+    if number:
+        _pick[(number,)](
+            similarity, picks, tokens, budget, T=padded, BC=min(padded, AT_ONCE // padded), num_warps=WARPS
+        )  # fmt: skip
+    return picks
+
+
+@facility_location.register_fake
+def _like(similarity: Tensor, budget: int) -> Tensor:
+    return similarity.new_empty((similarity.shape[0], budget), dtype=torch.long)
+
+
+BACKENDS = {"triton": (takes, facility_location)}
