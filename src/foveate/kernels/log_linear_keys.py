@@ -121,8 +121,8 @@ class _Tiles:
         triton_log_linear_keys.backward_keys[(self.samples * (parts or self.tiles),)](
             *strided, lse, delta, real(keys), logs[:, start:], keys.means.counts, offsets, numbers,
             keys.lists[max(self.level, 0)], *means, ends, tile, keys.scale / math.log(2), keys.scale, q.shape[1],
-            tokens, self.read[0].shape[2], logs.shape[1], self.span, self.below, keys.top_k, CHUNK, parts,
-            batch_stride(keys.real), batch_stride(logs), *(stride for x in strided for stride in x.stride()[:3]),
+            tokens, self.read[0].shape[2], logs.shape[1], self.span.bit_length() - 1, self.below, keys.top_k, CHUNK,
+            parts, batch_stride(keys.real), batch_stride(logs), *(n for x in strided for n in x.stride()[:3]),
             LISTED=self.readers is not None, PARTS=parts > 0, NODES=self.level >= 0, FOLD=fold,
             ENRICHED=keys.enriched, REWEIGHT=keys.reweight, EXCLUDE=keys.exclude, MASKED=keys.real is not None,
             B=keys.block, BT=self.rows, BM=self.shape.step, D=dim, BD=padded(dim), FAR=far(strided),
