@@ -23,6 +23,14 @@ attention() { # [3]
   timed $foveate bench attention --pixels 1024,1536,2048 --centre 0.25 --backward "${results[@]}"
 }
 
+log_linear() { # [8]
+  timed $foveate bench log-linear --head-dim 64,128 "${results[@]}"
+  timed $foveate bench log-linear --backward "${results[@]}"
+  # a folder of their own: the files have the same names
+  timed $foveate bench log-linear --heads 8 --levels auto,2,3 --top-k 8,16 --inputs balanced,skewed --longest 0.1 \
+    "${results[@]}" --out benchmarks/results/log-linear-options
+}
+
 flux() { # [6]
   step flux-dev 64,128,256 --compile --rounds 7
   step flux-dev 64,128 --rounds 5
@@ -70,7 +78,7 @@ ablations() { # [25]
     --only t16,t16-paper,t16-uniform,t16-rank4,t16-rank16,t16-still,t16-bare,t16-moore,t16-raster,clear
 }
 
-parts=(tests attention flux flux_options sdxl built_in quality merging distilled ablations)
+parts=(tests attention log_linear flux flux_options sdxl built_in quality merging distilled ablations)
 for part in "${@:-${parts[@]}}"; do
   [[ " ${parts[*]} " == *" $part "* ]] || { echo "unknown part $part: choose from ${parts[*]}" && exit 2; }
 done

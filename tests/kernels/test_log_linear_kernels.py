@@ -250,3 +250,13 @@ def test_the_kernels_take_half_precision_on_nvidia_gpus(monkeypatch):
     assert not glue.takes(cuda, torch.float32, 64)
     assert not glue.takes(cuda, torch.float16, 256)
     assert not glue.takes(torch.device("cpu"), torch.float16, 64)
+
+
+@pytest.mark.parametrize("picks", [1, 4])
+def test_readers_are_those_of_a_selection(picks):
+    lists = torch.randint(-2, 11, (2, 3, 11, picks), dtype=torch.int32).clamp(min=-1)
+    offsets, rows = selection.readers_of(lists)
+    want = Selection((lists,), (), 11 * 16, 16, picks).transpose()
+    assert offsets.dtype == rows.dtype == torch.int32
+    assert torch.equal(offsets, want.offsets)
+    assert torch.equal(rows.where(want.rows >= 0, -1), want.rows)

@@ -13,7 +13,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from foveate.ops import block_attention, dispatch
 from foveate.ops.block_table import BlockTable
 
-__all__ = ["Attention", "Peer", "peers"]
+__all__ = ["Attention", "Peer", "dense", "peers"]
 
 del block_attention  # imported to register its backends
 
@@ -37,14 +37,21 @@ class Peer(NamedTuple):
 def peers(device: torch.device, dtype: torch.dtype, head_dim: int) -> list[Peer]:
     """What there is on a device: the fastest dense attention first, ours last, every backend by itself."""
     ours = [_ours(backend) for backend in dispatch.backends("block_attention", device, dtype, head_dim)]
-    if device.type != "cuda":
-        return [Peer("dense", False, lambda *_: scaled_dot_product_attention), *ours]
-    return [
-        Peer("cuDNN, dense", False, _dense(SDPBackend.CUDNN_ATTENTION)),
-        Peer("FA2, dense", False, _dense(SDPBackend.FLASH_ATTENTION)),
-        Peer("FlexAttention", True, _flex),
-        *ours,
+    everything = [
+        Peer(name, False, lambda *_, attention=attention: attention) for name, attention in dense(device).items()
     ]
+    flex = [Peer("FlexAttention", True, _flex)] if device.type == "cuda" else []
+    return [*everything, *flex, *ours]
+
+
+def dense(device: torch.device) -> dict[str, Attention]:
+    """Attention over everything by name, the fastest first."""
+    if device.type != "cuda":
+        return {"dense": scaled_dot_product_attention}
+    return {
+        "cuDNN, dense": _dense(SDPBackend.CUDNN_ATTENTION),
+        "FA2, dense": _dense(SDPBackend.FLASH_ATTENTION),
+    }
 
 
 def _ours(backend: dispatch.Backend) -> Peer:
@@ -54,12 +61,12 @@ def _ours(backend: dispatch.Backend) -> Peer:
     return Peer(f"foveate, {backend.name}", True, prepare)
 
 
-def _dense(backend: SDPBackend) -> Callable[[BlockTable, torch.device], Attention]:
+def _dense(backend: SDPBackend) -> Attention:
     def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         with sdpa_kernel(backend):
             return scaled_dot_product_attention(q, k, v)
 
-    return lambda *_: attention
+    return attention
 
 
 def _flex(table: BlockTable, device: torch.device) -> Attention:

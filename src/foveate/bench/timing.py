@@ -9,7 +9,7 @@ import torch
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
-__all__ = ["captured", "peak_memory", "time_calls", "time_shares"]
+__all__ = ["LONG_ENOUGH", "captured", "peak_memory", "time_calls", "time_shares"]
 
 Call = Callable[[], object]
 LONG_ENOUGH = 0.005  # seconds of one measurement

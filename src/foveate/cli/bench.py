@@ -1,7 +1,8 @@
-"""Commands that measure speed: one call of attention, one denoising step."""
+"""Commands that measure speed: one call of attention, block by block or log-linear, and one denoising step."""
 
 import json
 import os
+from itertools import product
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -66,6 +67,58 @@ def attention(
         ):  # fmt: skip
             _write(path, result, commit)
             write_whole(path.with_suffix(".png"), figure_png(draw_attention(result)))
+    Console().print(table_of(result))
+    print(path)
+
+
+@app.command()
+@clear_errors
+def log_linear(
+    tokens: Annotated[str, typer.Option(help="Lengths of the sequence.")] = "4096,16384,65536,262144,1048576",
+    heads: Annotated[str, typer.Option(help="Heads of all samples.")] = "8,64",
+    head_dim: Annotated[str, typer.Option(help="Channels of a head.")] = "64",
+    levels: Annotated[str, typer.Option(help="Pooled levels: auto, or 1 to 4.")] = "auto",
+    top_k: Annotated[str, typer.Option(help="Blocks that each block of queries picks.")] = "8",
+    block_size: Annotated[int, typer.Option(help="Tokens of a block: 16, 32 or 64.")] = 16,
+    inputs: Annotated[
+        str, typer.Option(help="balanced: random numbers; skewed: a few blocks that all queries pick.")
+    ] = "balanced",
+    backward: Annotated[bool, typer.Option("--backward", help="Forward and backward together.")] = False,
+    contiguous: Annotated[
+        bool, typer.Option("--contiguous", help="Tokens of a head side by side; else, as in models, heads of a token.")
+    ] = False,
+    longest: Annotated[float, typer.Option(min=0, help="Seconds that a call may take: slower peers are skipped.")] = 1,
+    rounds: Annotated[
+        int, typer.Option(min=1, help="How often each is measured at most; slow ones less. All take turns.")
+    ] = 15,
+    out: Out = Path("bench"),
+    device: Device = "auto",
+    dtype: Dtype = "auto",
+    commit: Commit = "",
+) -> None:
+    """Time one call of log-linear attention at growing length, against dense attention and top-k of one level.
+
+    foveate bench log-linear                                              # a GPU: about 4 minutes
+
+    foveate bench log-linear --tokens 4096,65536 --heads 8 --backward --inputs balanced,skewed
+
+    foveate bench log-linear --tokens 1024,4096,16384 --heads 2           # a CPU
+    """
+    from foveate.bench.log_linear import Case, How, bench_log_linear, draw_log_linear, table_of
+    from foveate.files import write_whole
+    from foveate.integrations.diffusers.pipelines import choose_device, choose_dtype
+    from foveate.report import figure_png
+
+    where = choose_device(device)
+    how = How(where, choose_dtype(dtype, where), backward, contiguous, longest, rounds)
+    depths = [None if depth == "auto" else _numbers(depth)[0] for depth in levels.split(",")]
+    series = product(_numbers(heads), _numbers(head_dim), depths, _numbers(top_k), [block_size], inputs.split(","))
+    cases = [Case(length, *options) for options in series for length in sorted(_numbers(tokens))]
+    path, result = out / f"log-linear-{'backward' if backward else 'forward'}-{where.type}.json", {"rows": []}
+    with progress() as track:
+        for result in bench_log_linear(cases, how, track):
+            _write(path, result, commit)
+            write_whole(path.with_suffix(".png"), figure_png(draw_log_linear(result)))
     Console().print(table_of(result))
     print(path)
 

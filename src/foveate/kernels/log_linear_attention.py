@@ -164,7 +164,7 @@ def _backward(
                 reweight, exclude, scale)  # fmt: skip
     grad_out = _rows(grad_out)
     dq, delta = log_linear_queries.backward_queries(q, keys, out, lse, grad_out, grad_lse.contiguous())
-    readers = [selection.readers_of(chosen) for chosen in lists]
+    readers = [selection.readers_of(chosen) for chosen in lists[: enriched + 1]]
     return dq, *backward_keys(q, keys, lse, delta, grad_out, readers)
 
 

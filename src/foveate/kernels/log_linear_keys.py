@@ -17,6 +17,7 @@ __all__ = ["backward_keys"]
 BACKWARD_KEYS = {128: Shape(16, 32, 32, 2, 2, None), 256: Shape(16, 16, 16, 4, 2, None)}
 BACKWARD_SHARED = {128: Shape(64, 32, 32, 4, 2, None), 256: Shape(64, 16, 16, 8, 2, None)}
 CHUNK = 4096  # queries that one program goes through for a tile of keys
+PROGRAMS = 2048  # to make of the tiles that everyone reads: those are few, and short chunks must keep the GPU busy
 
 
 def backward_keys(
@@ -73,6 +74,8 @@ class _Tiles:
         self.shape = shape_of(BACKWARD_KEYS if readers else BACKWARD_SHARED, read[0].shape[3])
         self.rows = keys.block if readers else self.shape.rows
         self.samples, self.tiles = math.prod(read[0].shape[:2]), triton.cdiv(read[0].shape[2], self.rows)
+        work = self.samples * self.tiles * given[0].shape[2]
+        self.chunk = CHUNK if readers else max(CHUNK // 4, triton.cdiv(work, PROGRAMS))
 
     def launch(self, means: list[Tensor], *, fold: bool = False) -> None:
         """Compute the gradients; `fold` those of all means into those of the tokens."""
@@ -97,14 +100,14 @@ class _Tiles:
         """Of each tile the end of its parts, of each part its tile, and how many parts there may be."""
         device = self.read[0].device
         if self.readers is None:
-            ends = torch.arange(1, self.tiles + 1, device=device) * triton.cdiv(self.given[0].shape[2], CHUNK)
-            ends, parts = ends.expand(self.samples, -1), self.tiles * triton.cdiv(self.given[0].shape[2], CHUNK)
+            ends = torch.arange(1, self.tiles + 1, device=device) * triton.cdiv(self.given[0].shape[2], self.chunk)
+            ends, parts = ends.expand(self.samples, -1), self.tiles * triton.cdiv(self.given[0].shape[2], self.chunk)
         else:
             offsets, numbers = self.readers
             lengths = offsets.flatten(0, 1).diff() * self.span
-            ends = ((lengths + CHUNK - 1) // CHUNK).where(lengths > CHUNK, 0).cumsum(-1)
+            ends = ((lengths + self.chunk - 1) // self.chunk).where(lengths > self.chunk, 0).cumsum(-1)
             parts = (
-                2 * numbers.shape[2] * self.span // CHUNK
+                2 * numbers.shape[2] * self.span // self.chunk
             )  # a tile of two chunks or more has less than twice as many
         slots = torch.arange(parts, device=device).expand(self.samples, -1).contiguous()
         tile = torch.searchsorted(ends.contiguous(), slots, right=True)
@@ -121,8 +124,9 @@ class _Tiles:
         triton_log_linear_keys.backward_keys[(self.samples * (parts or self.tiles),)](
             *strided, lse, delta, real(keys), logs[:, start:], keys.means.counts, offsets, numbers,
             keys.lists[max(self.level, 0)], *means, ends, tile, keys.scale / math.log(2), keys.scale, q.shape[1],
-            tokens, self.read[0].shape[2], logs.shape[1], self.span, self.below, keys.top_k, CHUNK, parts,
-            batch_stride(keys.real), batch_stride(logs), *(stride for x in strided for stride in x.stride()[:3]),
+            tokens, self.read[0].shape[2], logs.shape[1], self.span.bit_length() - 1, self.below, keys.top_k,
+            self.chunk, parts, batch_stride(keys.real), batch_stride(logs),
+            *(stride for x in strided for stride in x.stride()[:3]),
             LISTED=self.readers is not None, PARTS=parts > 0, NODES=self.level >= 0, FOLD=fold,
             ENRICHED=keys.enriched, REWEIGHT=keys.reweight, EXCLUDE=keys.exclude, MASKED=keys.real is not None,
             B=keys.block, BT=self.rows, BM=self.shape.step, D=dim, BD=padded(dim), FAR=far(strided),

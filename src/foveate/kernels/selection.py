@@ -99,11 +99,18 @@ def select(q: Tensor, k: Tensor, counts: Tensor, tokens: int, block: int, levels
 
 
 def readers_of(lists: Tensor) -> tuple[Tensor, Tensor]:
-    """Who picked each node of a level, as `Selection.transpose` of `foveate.ops.selection` defines it."""
-    nodes, top_k = lists.shape[2:]
-    picked, order = lists.flatten(2).long().where(lists.flatten(2) >= 0, nodes).sort(dim=-1, stable=True)
-    starts = torch.arange(nodes + 1, device=lists.device).expand(*lists.shape[:2], -1).contiguous()
-    return torch.searchsorted(picked, starts).int(), (order // top_k).int()
+    """Who picked each node of a level, as `Selection.transpose` of `foveate.ops.selection` defines it.
+
+    One sort for all heads: their picks are numbered one head behind the other, so that short numbers do.
+    """
+    nodes, entries = lists.shape[2], lists[0, 0].numel()
+    sample = torch.arange(lists[:, :, 0, 0].numel(), dtype=torch.int32, device=lists.device)[:, None]
+    picked = lists.reshape(-1, entries)
+    picked, order = (picked.where(picked >= 0, nodes) + sample * (nodes + 1)).flatten().sort(stable=True)
+    starts = torch.arange(len(sample) * (nodes + 1), dtype=torch.int32, device=lists.device).view(-1, nodes + 1)
+    offsets = torch.searchsorted(picked, starts, out_int32=True) - sample * entries
+    rows = order % entries // lists.shape[3]
+    return offsets.view(*lists.shape[:2], -1), rows.int().view(*lists.shape[:2], -1)
 
 
 def _empty(like: Tensor, *shape: int) -> Tensor:

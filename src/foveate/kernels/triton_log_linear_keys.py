@@ -12,17 +12,18 @@ import triton.language as tl
 
 from foveate.kernels.triton_log_linear import LN2, NEVER, less_picked, rows_of
 
-NUMBERS = ("heads", "tokens", "limit", "all_nodes", "span", "picks", "chunk", "parts")  # 1 is no constant of theirs
+NUMBERS = ("heads", "tokens", "limit", "all_nodes", "shift", "picks", "chunk", "parts")  # 1 is no constant of theirs
 
 
 @triton.jit
-def _queries(p_readers, p_real, at, end, span, tokens, LISTED: tl.constexpr, MASKED: tl.constexpr,
+def _queries(p_readers, p_real, at, end, shift, tokens, LISTED: tl.constexpr, MASKED: tl.constexpr,
              BM: tl.constexpr):  # fmt: skip
     """Numbers of BM queries from place `at` on: place by place through the runs of all readers; -1 where none is."""
     o_q = at + tl.arange(0, BM)
     m_q = o_q < end
     if LISTED:
-        o_q = tl.load(p_readers + o_q // span, mask=m_q, other=0) * span + o_q % span
+        first = tl.load(p_readers + (o_q >> shift), mask=m_q, other=0) << shift
+        o_q = first + (o_q & ((1 << shift) - 1))
     m_q = m_q & (o_q < tokens)
     if MASKED:
         m_q = m_q & (tl.load(p_real + o_q, mask=m_q, other=0) != 0)
@@ -90,7 +91,7 @@ def _real(p_real, o_t, limit, MASKED: tl.constexpr):
 @triton.jit(do_not_specialize=NUMBERS)
 def backward_keys(
     p_k, p_v, p_dk, p_dv, p_q, p_g, p_lse, p_delta, p_real, p_logs, p_counts, p_offsets, p_readers, p_own,
-    p_dmk, p_dmv, p_ends, p_tile, scale, factor, heads, tokens, limit, all_nodes, span, below, picks, chunk, parts,
+    p_dmk, p_dmv, p_ends, p_tile, scale, factor, heads, tokens, limit, all_nodes, shift, below, picks, chunk, parts,
     s_real, s_log,
     s_kb, s_kh, s_k, s_vb, s_vh, s_v, s_dkb, s_dkh, s_dk, s_dvb, s_dvh, s_dv, s_qb, s_qh, s_q, s_gb, s_gh, s_g,
     LISTED: tl.constexpr, PARTS: tl.constexpr, NODES: tl.constexpr, FOLD: tl.constexpr, ENRICHED: tl.constexpr,
@@ -99,7 +100,7 @@ def backward_keys(
 ):  # fmt: skip
     """A tile of keys: of `limit` tokens, nodes of one level or extra keys; with PARTS one chunk of a tile's queries.
 
-    LISTED ones are read by nodes of `span` queries each, others by all. NODES have logs of counts, and stand for
+    LISTED ones are read by nodes of 2**shift queries each, others by all. NODES have logs of counts, and stand for
     `below` queries each where those EXCLUDE what they picked.
     """
     tiles = tl.cdiv(limit, BT)
@@ -112,7 +113,7 @@ def backward_keys(
     if LISTED:
         p_offsets += sample * (tiles + 1) + tile
         first = tl.load(p_offsets).to(tl.int64)
-        end = (tl.load(p_offsets + 1) - first) * span
+        end = (tl.load(p_offsets + 1) - first) << shift
         p_readers += sample * tiles * tl.minimum(picks, tiles) + first
         wanted = wanted & ((end > chunk) == PARTS)
     if PARTS:
@@ -132,7 +133,7 @@ def backward_keys(
             bias = logs if REWEIGHT else tl.where(logs > NEVER, 0.0, NEVER)
         dk, dv = tl.zeros([BT, BD], tl.float32), tl.zeros([BT, BD], tl.float32)
         for place in tl.range(at.to(tl.int32), end.to(tl.int32), BM, num_stages=STAGES):
-            o_q = _queries(p_readers, p_real, place, end, span, tokens, LISTED, MASKED, BM)
+            o_q = _queries(p_readers, p_real, place, end, shift, tokens, LISTED, MASKED, BM)
             seen = bias[:, None]
             if EXCLUDE and NODES:
                 own = sample * limit + tl.maximum(o_q, 0) // below
