@@ -17,6 +17,7 @@ from triton.experimental.gluon.language import NVMMASharedLayout, bfloat16, floa
 
 from foveate.kernels import block_attention as ops
 from foveate.kernels import (
+    facility_location,
     hopper_attention,
     hopper_backward,
     log_linear_keys,
@@ -35,7 +36,7 @@ USAGE = {"registers": "REG", "stack": "STACK"}
 DTYPES = {"fp16": float16, "bf16": bfloat16}
 KINDS = dict.fromkeys(("p_tiles", "p_steps", "p_work", "p_bounds"), "*i32")
 KINDS |= dict.fromkeys(("p_lse", "p_dlse", "p_delta"), "*fp32") | dict.fromkeys(("p_given", "p_picks"), "*i64")
-KINDS |= dict.fromkeys(("p_logs", "p_sums", "p_dmk", "p_dmv"), "*fp32") | {"p_real": "*u8", "p_weight": "*i32"}
+KINDS |= dict.fromkeys(("p_s", "p_logs", "p_sums", "p_dmk", "p_dmv"), "*fp32") | {"p_real": "*u8", "p_weight": "*i32"}
 KINDS |= dict.fromkeys(
     ("p_counts", "p_above", "p_list", "p_offsets", "p_readers", "p_own", "p_ends", "p_tile"), "*i32"
 )
@@ -113,6 +114,10 @@ for dim, half in ((64, "fp16"), (128, "bf16")):
 for size, (channels, warps) in soft_assignment.SHAPES.items():
     constants = {"GIVEN": False, "T": size, "BC": channels}
     report("soft_assignment", size, "bf16", compiled(soft_assignment._assign, constants, "bf16", warps))
+for size in (256, 1024):
+    constants = {"T": size, "BC": facility_location.AT_ONCE // size}
+    result = compiled(facility_location._pick, constants, "fp32", facility_location.WARPS)
+    report("facility_location", size, "fp32", result)
 for size in (16, 64):
     constants = {"M": size, "T": size, "BC": region_matmul.CHANNELS}
     kernel, warps = region_matmul._multiply, region_matmul.WARPS

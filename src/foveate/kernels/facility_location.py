@@ -10,7 +10,7 @@ from torch import Tensor
 __all__ = ["BACKENDS", "facility_location"]
 
 LARGEST, SMALLEST = 1024, 16  # tokens of a set
-AT_ONCE, WARPS = 16384, 8  # similarities that a program holds, and the warps that do
+AT_ONCE, WARPS = 8192, 16  # similarities that a program holds, and the warps that do
 NEARLY = tl.constexpr(1e-5)  # as in the portable path
 
 
