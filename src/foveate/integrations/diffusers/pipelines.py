@@ -18,6 +18,7 @@ from safetensors import SafetensorError
 
 from foveate.integrations.diffusers.apply import DENOISERS
 from foveate.integrations.diffusers.lora import Way, using
+from foveate.integrations.diffusers.pixel_pipeline import PixelPipeline
 
 __all__ = [
     "Request",
@@ -80,8 +81,10 @@ def load(model: str, device: str = "auto", dtype: str = "auto") -> DiffusionPipe
     folder = Path(model).expanduser()
     if folder.is_dir() and not (folder / "model_index.json").is_file():
         raise ValueError(f"{model} is no pipeline folder: name one that holds a model_index.json")
+    place = str(folder) if folder.is_dir() else model
     try:
-        pipeline = DiffusionPipeline.from_pretrained(folder if folder.is_dir() else model, dtype=precision)
+        own = DiffusionPipeline.load_config(place).get("_class_name") == PixelPipeline.__name__
+        pipeline = (PixelPipeline if own else DiffusionPipeline).from_pretrained(place, dtype=precision)
     except (OSError, ValueError, TypeError, AttributeError, SafetensorError) as error:
         raise ValueError(f"cannot load {model}: {str(error).strip().splitlines()[0]}") from error
     for name in ("tokenizer", "tokenizer_2"):
@@ -140,7 +143,8 @@ def check_request(pipeline: DiffusionPipeline, request: Request) -> None:
     if request.guidance is not None and not getattr(config, "guidance_embeds", True):
         raise ValueError(f"this model takes no guidance scale ({request.guidance}): leave --guidance out")
     size = request.size
-    multiple = 2 * getattr(pipeline, "vae_scale_factor", 8)
+    latent = getattr(pipeline, "vae_scale_factor", 8)
+    multiple = config.patch_size if isinstance(pipeline, PixelPipeline) else 2 * latent
     if any(side < multiple or side % multiple for side in size):
         nearest = " x ".join(str(max(multiple, round(side / multiple) * multiple)) for side in size)
         raise ValueError(
