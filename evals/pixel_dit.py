@@ -11,7 +11,7 @@ with.
 
 import csv
 import json
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import mean, median
 from typing import Annotated, Any
@@ -25,7 +25,7 @@ from foveate.cli.common import progress
 from foveate.cli.train import built_in_reader
 from foveate.compare import versions
 from foveate.demo.pictures import ScenePictures
-from foveate.evaluate import Score, evaluate
+from foveate.evaluate import evaluate
 from foveate.files import write_whole
 from foveate.integrations.diffusers.pipelines import Request, load
 from foveate.integrations.diffusers.pixel_dit import MODELS, PixelDiT
@@ -46,6 +46,75 @@ VARIANTS: dict[str, dict[str, Any]] = {
 """By name what of the model is not as in the others."""
 
 
+@dataclass(frozen=True)
+class Trial:
+    """One variant, and how all of them are trained and judged.
+
+    Attributes:
+        name: Of `VARIANTS`.
+        folder: Of the run.
+        dit: Of `MODELS`.
+        patch: Pixels along each side of a token.
+        stages: Of small pictures, then of those whose steps count.
+        recipe: How it learns.
+        at_once: Pictures that the GPU sees together at most.
+        compiled: Compile the blocks.
+        prompts: Held-out captions.
+        drawn: Pictures drawn together.
+        track: Shows progress.
+    """
+
+    name: str
+    folder: Path
+    dit: str
+    patch: int
+    stages: tuple[Stage, Stage]
+    recipe: PixelRecipe
+    at_once: int
+    compiled: bool
+    prompts: int
+    drawn: int
+    track: Any
+
+    def log(self) -> list[tuple[float, float]]:
+        """Loss and seconds of every step that counts."""
+        path = self.folder / "log.csv"
+        rows = csv.reader(path.read_text().splitlines()) if path.exists() else []
+        return [(float(loss), float(seconds)) for _, loss, seconds in rows][self.stages[0].steps :]
+
+    def seconds(self) -> float:
+        """Median time of the first steps that count."""
+        return median(seconds for _, seconds in self.log()[:PROBE])
+
+    def go_on(self, steps: int) -> None:
+        """Train until there were so many steps that count."""
+        if len(self.log()) >= steps:
+            return
+        torch.compiler.reset()  # a process keeps few graphs, and every variant has its own
+        first, last = self.stages
+        train(
+            self.folder,
+            untrained(self.name, self.dit, self.patch).to("cuda" if torch.cuda.is_available() else "cpu"),
+            ScenePictures(SEED),
+            [first, last._replace(steps=steps)],
+            self.recipe,
+            at_once=self.at_once,
+            compile=self.compiled,
+            track=self.track,
+        )
+
+    def judged(self, steps: int) -> dict[str, Any]:
+        """Scores after so many steps that count."""
+        out = self.folder / f"judged-{steps}"
+        if not (out / "scores.json").exists():
+            self.go_on(steps)
+            request = Request("", self.stages[1].size, 20, None, SEED)
+            pipe = load(str(self.folder))
+            evaluate(pipe, [], out, prompts=self.prompts, request=request, batch=self.drawn, track=self.track)
+        _real, score = json.loads((out / "scores.json").read_text())["scores"]
+        return {"steps": steps, **score}
+
+
 def main(
     size: Annotated[int, typer.Option(help="Side of the pictures in pixels.")] = 64,
     steps: Annotated[int, typer.Option(help="With pictures of that size.")] = 10_000,
@@ -64,47 +133,27 @@ def main(
     commit: Commit = "",
 ) -> None:
     """Train and judge one variant after another."""
-    gpu = torch.cuda.is_available()
-    recipe = PixelRecipe(rate=rate, average=average, dtype="bfloat16" if gpu else "float32", seed=SEED)
-    first, dense_seconds, results = Stage((SMALL, SMALL), before, 64), 0.0, {}
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    dtype = "bfloat16" if device == "cuda" else "float32"
+    recipe = PixelRecipe(rate=rate, average=average, dtype=dtype, seed=SEED)
+    stages = Stage((SMALL, SMALL), before, 64), Stage((size, size), steps, batch)
+    results, dense_seconds, probe = {}, 0.0, min(PROBE, steps)
     with progress() as track:
         for name in only.split(","):
-
-            def go_on(steps: int, name: str = name) -> float:
-                """Train until there were so many steps of that size; the median seconds of one."""
-                torch.compiler.reset()  # a process keeps few graphs, and every variant has its own
-                train(
-                    out / name,
-                    untrained(name, dit, patch).to("cuda" if gpu else "cpu"),
-                    ScenePictures(SEED),
-                    [first, Stage((size, size), steps, batch)],
-                    recipe,
-                    at_once=at_once,
-                    compile=compiled,
-                    track=track,
-                )
-                return median(seconds for _, seconds in log(out / name)[before:])
-
-            def judged(name: str = name) -> Score:
-                folder = out / name / f"judged-{len(log(out / name))}"
-                request = Request("", (size, size), 20, None, SEED)
-                pipe = load(str(out / name))
-                return evaluate(pipe, [], folder, prompts=prompts, request=request, batch=drawn, track=track)[1]
-
-            seconds = go_on(min(PROBE, steps))
+            trial = Trial(name, out / name, dit, patch, stages, recipe, at_once, compiled, prompts, drawn, track)
+            trial.go_on(probe)
+            seconds = trial.seconds()
             dense_seconds = seconds if name == "dense" else dense_seconds
-            in_time = max(min(PROBE, steps), equal_time(steps, dense_seconds, seconds))
-            at = {"equal steps": steps, "equal time": in_time}
-            scores: dict[str, Any] = {}
-            for label, count in sorted(at.items(), key=lambda item: item[1]):
-                go_on(count)
-                scores[label] = {"steps": count, **judged()._asdict()}
-            results[name] = {**scores, "seconds a step": seconds, "curve": curve(log(out / name)[before:])}
-    about = {"size": size, "dit": dit, "patch": patch, "batch": batch, "steps": steps, "steps before": before}
-    content = {**about, "recipe": asdict(recipe), "prompts": prompts, "versions": versions(), "variants": results}
+            at = {"equal steps": steps, "equal time": max(probe, equal_time(steps, dense_seconds, seconds))}
+            judged = {label: trial.judged(count) for label, count in sorted(at.items(), key=lambda item: item[1])}
+            results[name] = {**judged, "seconds a step": trial.seconds(), "curve": curve(trial.log())}
+    content: dict[str, Any] = {
+        **{"size": size, "dit": dit, "patch": patch, "batch": batch, "steps": steps, "steps before": before},
+        **{"recipe": asdict(recipe), "prompts": prompts, "versions": versions(), "variants": results},
+    }
     if commit:
         content["versions"]["commit"] = commit
-    path = RESULTS / f"pixel-dit-{'cuda' if gpu else 'cpu'}-{size}px.json"
+    path = RESULTS / f"pixel-dit-{device}-{size}px.json"
     write_whole(path, json.dumps(content, indent=2).encode() + b"\n")
     print(path)
 
@@ -126,12 +175,6 @@ def untrained(name: str, dit: str, patch: int) -> PixelPipeline:
 def equal_time(steps: int, dense_seconds: float, seconds: float) -> int:
     """How many steps of `seconds` fit into so many of `dense_seconds`; as many where dense was not timed."""
     return max(1, round(steps * dense_seconds / seconds)) if dense_seconds else steps
-
-
-def log(folder: Path) -> list[tuple[float, float]]:
-    """Loss and seconds of every step."""
-    rows = csv.reader((folder / "log.csv").read_text().splitlines())
-    return [(float(loss), float(seconds)) for _, loss, seconds in rows]
 
 
 def curve(steps: list[tuple[float, float]]) -> list[dict[str, float]]:

@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 from accelerate.state import AcceleratorState
-from pixel_dit import VARIANTS, curve, equal_time, log, main, untrained
+from pixel_dit import VARIANTS, curve, equal_time, main, untrained
 
 
 @pytest.fixture(autouse=True)
@@ -45,12 +45,15 @@ def test_every_variant_is_judged_at_equal_steps_and_at_equal_time(tmp_path, monk
     options = {"size": 32, "steps": 2, "batch": 2, "before": 1, "at_once": 64, "dit": "DiT-XS", "patch": 8}
     options |= {"rate": 1e-3, "average": 0.9, "prompts": 3, "drawn": 3, "compiled": False, "commit": "abc"}
     main(**options, only="dense,llsa", out=tmp_path / "runs")
-    result = json.loads((tmp_path / "evals" / "results" / "pixel-dit-cpu-32px.json").read_text())
+    path = tmp_path / "evals" / "results" / "pixel-dit-cpu-32px.json"
+    result = json.loads(path.read_text())
     assert result["versions"]["commit"] == "abc"
     for name in ("dense", "llsa"):
         variant = result["variants"][name]
-        assert variant["equal steps"]["steps"] == 2
-        most = max(variant[label]["steps"] for label in ("equal steps", "equal time"))
-        assert len(log(tmp_path / "runs" / name)) == 1 + max(2, most)
-        assert all(variant[label]["frechet"] for label in ("equal steps", "equal time"))
+        made = [variant[label]["steps"] for label in ("equal steps", "equal time")]
+        assert made[0] == 2
+        assert len((tmp_path / "runs" / name / "log.csv").read_text().splitlines()) == 1 + max(made)
+        assert all(variant[label]["frechet"]["value"] > 0 for label in ("equal steps", "equal time"))
     assert result["variants"]["dense"]["equal time"]["steps"] == 2
+    main(**options, only="dense", out=tmp_path / "runs")  # everything is there
+    assert json.loads(path.read_text())["variants"]["dense"] == result["variants"]["dense"]

@@ -86,7 +86,7 @@ def train(
     if dit not in MODELS:
         raise ValueError(f"unknown size {dit!r} of the model: choose {', '.join(MODELS)}")
     if dtype == "auto":
-        dtype = "float32" if where == "cpu" else "bfloat16"
+        dtype = "bfloat16" if where.startswith("cuda") else "float32"
     recipe = PixelRecipe(rate=rate, average=average, dtype=dtype, seed=seed)
     pictures = _pictures(data, seed)
     text_encoder, tokenizer = built_in_reader() if pictures.captioned else (None, None)

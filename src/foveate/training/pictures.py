@@ -26,17 +26,22 @@ CAPTIONS = ("text", "caption", "prompt", "label")  # columns of a data set, the 
 
 @runtime_checkable
 class Pictures(Protocol):
-    """Pictures by number.
+    """Pictures by number."""
 
-    Attributes:
-        count: How many there are; None if they never end.
-        captioned: Whether they have captions.
-        checksum: Tells them apart from others.
-    """
+    @property
+    def count(self) -> int | None:
+        """How many there are; None if they never end."""
+        ...
 
-    count: int | None
-    captioned: bool
-    checksum: str
+    @property
+    def captioned(self) -> bool:
+        """Whether they have captions."""
+        ...
+
+    @property
+    def checksum(self) -> str:
+        """Tells them apart from others."""
+        ...
 
     def picture(self, index: int, size: tuple[int, int]) -> tuple[Float[Tensor, "3 height width"], str]:
         """A picture of (height, width) pixels from -1 to 1, and its caption."""
