@@ -16,7 +16,7 @@ foveate=${FOVEATE:-foveate}
 timed() { echo "== $(date +%T) $*" && "$@"; }
 step() { timed $foveate bench step --model "$1" --sides "$2" "${results[@]}" "${@:3}"; }
 
-tests() { timed python3 -m pytest -n 8 -m gpu tests; } # [3]
+tests() { timed python3 -m pytest -p no:benchmark -n 8 -m gpu -rf --tb=short tests; } # [3]
 
 attention() { # [3]
   timed $foveate bench attention --pixels 1024,1536,2048,4096 "${results[@]}"
@@ -60,13 +60,14 @@ merging() { # [8]
   timed python3 evals/merging.py --size 256 --prompts 500 --batch 32 --pictures out/merging "${commit[@]}"
 }
 
-distilled() { # [20]
-  timed python3 evals/distilled.py --out out/distilled --only t16,t4 --steps 4000 --compile "${commit[@]}"
+distilled() { # [15 on two GPUs; GPUS=1 takes one]
+  timed accelerate launch --num_processes "${GPUS:-2}" evals/distilled.py --out out/distilled --only t16,t4 \
+    --steps 8000 --compile --at-once $((32 / ${GPUS:-2})) "${commit[@]}"
 }
 
 ablations() { # [25]
-  timed python3 evals/distilled.py --out out/ablations --steps 500 "${commit[@]}" \
-    --only t16-paper,t16-uniform,t16-rank4,t16-rank16,t16-still,t16-bare,t16-moore,t16-raster,clear
+  timed python3 evals/distilled.py --out out/distilled --steps 500 --compile "${commit[@]}" \
+    --only t16,t16-paper,t16-uniform,t16-rank4,t16-rank16,t16-still,t16-bare,t16-moore,t16-raster,clear
 }
 
 parts=(tests attention flux flux_options sdxl built_in quality merging distilled ablations)

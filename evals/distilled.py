@@ -2,6 +2,7 @@
 
 python evals/distilled.py --out run-0 --only t16,t4           # on one GPU; results as quality.py leaves them
 python evals/distilled.py --out run-1 --only t16-still,clear  # on another, in a folder of its own
+accelerate launch --num_processes 2 evals/distilled.py --at-once 16 --only t16  # on both together
 
 Every variant is judged without and with its LoRA. All have 16 tiles and rank 64, in all layers, and levels of noise as
 drawing meets them, unless their name says otherwise; and all learn from the same pictures. CLEAR's discs leave out as
@@ -19,6 +20,7 @@ from typing import Annotated, Any
 
 import torch
 import typer
+from accelerate import PartialState
 from clear import Clear, radius_for, register
 from quality import Batch, Commit, Prompts, Size, judge
 
@@ -47,6 +49,7 @@ VARIANTS: dict[str, tuple[Method | None, dict[str, Any]]] = {
     "t16-uniform": (HilbertA(tiles=16), {"levels": "uniform"}),
     "t16-rank4": (HilbertA(tiles=16), {"rank": 4}),
     "t16-rank16": (HilbertA(tiles=16), {"rank": 16}),
+    "t16-rank256": (HilbertA(tiles=16), {"rank": 256}),
     "t16-still": (HilbertA(tiles=16, period=1), {}),
     "t16-bare": (HilbertA(tiles=16, centre=0), {}),
     "t16-moore": (HilbertA(tiles=16, curve="moore"), {}),
@@ -81,11 +84,11 @@ def main(
     steps: Annotated[int, typer.Option(help="Of training, 32 pictures each.")] = 1000,
     pictures: Annotated[int, typer.Option(help="To learn from.")] = 2000,
     rate: Annotated[float, typer.Option(help="Of AdamW.")] = 1e-3,
-    cool_down: Annotated[float, typer.Option(help="Last fraction of the steps, in which the rate falls to 0.")] = 0.5,
+    cool_down: Annotated[float, typer.Option(help="Last fraction of the steps, in which the rate falls to 0.")] = 1.0,
     at_once: Annotated[int, typer.Option(help="Pictures to learn from that are drawn, and seen, together.")] = 32,
     only: Annotated[str, typer.Option(help="Variants, separated by commas.")] = ",".join(VARIANTS),
     minutes: Annotated[float, typer.Option(help="Time to train a variant; it is judged as it is then.")] = math.inf,
-    compiled: Annotated[bool, typer.Option("--compile", help="Compile the blocks for the training.")] = False,
+    compile: Annotated[bool, typer.Option("--compile", help="Compile the blocks for the training.")] = False,
     out: Annotated[Path, typer.Option(help="Folder of pictures and LoRAs.")] = Path("eval-distilled"),
     commit: Commit = "",
 ) -> None:
@@ -100,11 +103,10 @@ def main(
         with progress() as track:
             advance = track("pictures", pictures)
             make_pairs(out / "pairs", pipe, captions, request, at_once=at_once, advance=advance)
-            if compiled:
-                torch.compiler.reset()  # a process keeps few graphs, and every variant has its own
-                pipe.transformer.compile_repeated_blocks()
+            torch.compiler.reset()  # a process keeps few graphs, and every variant has its own
+            folder = out / f"{name}-{steps}-steps"
             distill(
-                out / name,
+                folder,
                 pipe,
                 recipe,
                 request,
@@ -112,20 +114,23 @@ def main(
                 pairs=out / "pairs",
                 steps=steps,
                 at_once=at_once,
+                compile=compile,
                 minutes=minutes,
                 track=track,
             )
-        judge(
-            f"distilled-{name}",
-            size=size,
-            prompts=prompts,
-            batch=batch,
-            lora=str(out / name),
-            pictures=str(out / "judged"),
-            commit=commit,
-            about={"training": training(out / name, recipe, pictures)},
-            sheet=name in SHOWN,
-        )
+        with PartialState().main_process_first():
+            if PartialState().is_main_process:
+                judge(
+                    f"distilled-{folder.name}",
+                    size=size,
+                    prompts=prompts,
+                    batch=batch,
+                    lora=str(folder),
+                    pictures=str(out / "judged"),
+                    commit=commit,
+                    about={"training": training(folder, recipe, pictures)},
+                    sheet=name in SHOWN,
+                )
 
 
 def training(folder: Path, recipe: Recipe, pictures: int) -> dict[str, Any]:

@@ -6,12 +6,14 @@ python evals/quality.py --size 256 --prompts 500 --batch 32 --lora distilled-16 
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 
+from foveate import HilbertA
 from foveate.cli.common import progress
 from foveate.compare import showcase
 from foveate.demo import PIPELINE
@@ -70,13 +72,18 @@ def judge(
     about: dict[str, Any] | None = None,
     sheet: bool = True,
 ) -> None:
-    """Draw with the methods, then without and with the LoRA; write scores, `about`, and the sheet under the name."""
+    """Draw with the methods, then without and with the LoRA; write scores, `about`, and the sheet under the name.
+
+    The LoRA is judged twice if its method can begin late: throughout, and after a dense first tenth of the steps.
+    """
     pipe, out = load(str(PIPELINE), device, dtype), Path(pictures) / f"{size}px"
     ways: list[Way] = [*methods]
     if lora:
         if (distilled := load_lora(pipe, find_lora(lora))) is None:
             raise ValueError(f"{lora} does not say what it was distilled for: make one with foveate distill")
         ways += [distilled.method, distilled]
+        if isinstance(distilled.method, HilbertA):
+            ways.append(distilled._replace(method=replace(distilled.method, start_percent=0.1)))
     request = Request("", (size, size), 20, None, 0)
     with progress() as track:
         scores = evaluate(pipe, ways, out, prompts=prompts, request=request, batch=batch, track=track)

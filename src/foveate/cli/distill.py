@@ -79,6 +79,10 @@ def distill(
     checkpointing: Annotated[
         bool, typer.Option("--checkpointing", help="Gradient checkpointing: slower, much less memory.")
     ] = False,
+    compile: Annotated[
+        bool,
+        typer.Option("--compile", help="Compile the repeated blocks: a minute, then about twice as fast."),
+    ] = False,
     start: Annotated[str, typer.Option(help="LoRA to begin with: of a smaller size, say.")] = "",
     minutes: Annotated[float, typer.Option(min=0, help="Write a checkpoint and stop after so long.")] = float("inf"),
     sample_every: Annotated[int, typer.Option(min=0, help="Steps between sheets of samples; 0: at the end.")] = 100,
@@ -139,6 +143,7 @@ def distill(
             start=find_lora(start) if start else None,
             at_once=at_once,
             checkpointing=checkpointing,
+            compile=compile,
             minutes=minutes,
             sample_every=sample_every,
             track=track,

@@ -22,7 +22,7 @@ from foveate.ops.curves import CURVES, grid_order, inverse_order
 __all__ = ["HilbertA", "HilbertPlan"]
 
 Grid = tuple[int, int]
-ALSO = "period", "centre", "curve", "reference"  # options that make another pattern of the same tiles
+ALSO = "period", "centre", "curve", "reference", "start_percent", "end_percent"  # what a title says where unusual
 
 
 @dataclass(frozen=True, kw_only=True)
