@@ -4,6 +4,7 @@ import contextlib
 import csv
 import itertools
 import json
+import multiprocessing
 import os
 import subprocess
 import sys
@@ -239,6 +240,20 @@ def test_some_captions_are_left_empty(photos):
         samples = NoisyPictures(ScenePictures(0), (16, 16), 0, tokenizer, part)
         left = [torch.equal(samples[number].words, empty) for number in range(200)]
         assert sum(left) / 200 == pytest.approx(part, abs=0.1)
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+@pytest.mark.parametrize("attention", ["dense", "log-linear"])
+def test_a_gpu_learns_what_a_cpu_learns(run, attention):
+    here, _ = run("cpu", pipe=pipeline(attention=attention))
+    want = [loss for _, loss in losses(here)]
+    bfloat16 = PixelRecipe(rate=3e-3, average=0.9, dtype="bfloat16")
+    for name, recipe, near in (("float32", QUICK, 1e-2), ("bfloat16", bfloat16, 0.05)):
+        AcceleratorState._reset_state(reset_partial_state=True)
+        there, _ = run(name, recipe=recipe, pipe=pipeline(attention=attention).to("cuda"))
+        assert [loss for _, loss in losses(there)] == pytest.approx(want, rel=near)
+    assert not multiprocessing.active_children()
 
 
 def test_two_devices_learn_what_one_learns(photos, tmp_path):
