@@ -18,7 +18,7 @@ ROOMS = {
     "methods": {"cache", "ops"},
     "nn": {"ops"},
     "report": {"ops"},
-    "integrations": {"cache", "ops", "methods"},
+    "integrations": {"cache", "ops", "methods", "nn"},
     "demo": {"ops", "methods", "integrations", "report", "files", "training"},
     "training": {"ops", "methods", "integrations", "report", "files"},
     "compare": {"ops", "methods", "integrations", "report", "files"},

@@ -4,6 +4,7 @@ import base64
 import json
 import re
 import shutil
+import sys
 
 import numpy as np
 import pytest
@@ -18,6 +19,7 @@ from foveate import compare as side_by_side
 from foveate.cli import app
 from foveate.demo.scenes import scenes
 from foveate.demo.untrained import untrained_pipeline
+from foveate.integrations.diffusers.pixel_pipeline import PixelPipeline
 
 SMALL = ["--size", "64", "--steps", "2", "--device", "cpu"]  # 16 x 16 tokens
 
@@ -466,11 +468,75 @@ def test_bad_input_of_distill_is_one_clear_line(folder, tmp_path, arguments, mes
     assert not (tmp_path / "distilled").exists()
 
 
+TRAIN = ["--dit", "DiT-XS", "--patch", 4, "--device", "cpu"]
+
+
+def test_train_leaves_a_folder_that_generate_draws_with(tmp_path):
+    result = run("train", "--sizes", "16:1:2,32:1", "--batch", 2, *TRAIN)
+    assert result.exit_code == 0, result.output
+    assert "done" in result.output
+    result = run("train", "--sizes", "16:1:2,32:2:2", "--minutes", 0, *TRAIN)
+    assert "done" in result.output  # its last step was made in time
+    assert len((tmp_path / "trained" / "log.csv").read_text().splitlines()) == 3
+    result = run("generate", "a cat", "--model", "trained", "--steps", 2, "--device", "cpu", "--out", "cat.png")
+    assert result.exit_code == 0, result.output
+    pipe = PixelPipeline.from_pretrained("trained")
+    want = pipe("a cat", num_inference_steps=2, generator=torch.Generator().manual_seed(0)).images[0]
+    assert pixels("cat.png").shape == (32, 32, 3)
+    assert abs(pixels("cat.png") - np.asarray(want).astype(int)).max() <= 1
+    result = run("generate", "a cat", "--model", "trained", "--steps", 1, "--method", "hilberta", "--device", "cpu")
+    assert result.exit_code == 2
+    assert "PixelDiT" in result.output
+
+
+def test_train_learns_from_a_folder_with_or_without_captions(tmp_path):
+    (tmp_path / "mine").mkdir()
+    Image.effect_noise((40, 40), 50).save(tmp_path / "mine" / "one.png")
+    options = ["--data", "mine", "--sizes", "32x16:1:1", *TRAIN]
+    assert run("train", *options, "--attention", "dense", "--out", "bare").exit_code == 0
+    assert PixelPipeline.from_pretrained("bare").transformer.config.attention == "dense"
+    assert run("generate", "", "--model", "bare", "--steps", 1, "--device", "cpu", "--out", "a.png").exit_code == 0
+    assert pixels("a.png").shape == (16, 32, 3)
+    (tmp_path / "mine" / "one.txt").write_text("a cat")
+    assert run("train", *options, "--no-enrich", "--top-k", 3, "--out", "captioned").exit_code == 0
+    trained = PixelPipeline.from_pretrained("captioned")
+    assert (trained.transformer.config.enrich, trained.transformer.config.top_k) == (False, 3)
+    assert trained.text_encoder is not None
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--sizes", "64"], "cannot read the stage '64': write SIZE:STEPS or SIZE:STEPS:BATCH"),
+        (["--sizes", "64:0"], "cannot read the stage '64:0'"),
+        (["--sizes", "big:5"], "cannot read the size 'big': write 1024, or WIDTHxHEIGHT"),
+        (["--sizes", "18:1"], "patches of 4 px do not fill 18 x 18 px"),
+        (["--sizes", "32x16:1"], "scenes are square: use 16 or 32 for 32 x 16 px"),
+        (["--sizes", "16:1:5", "--at-once", 2], "cannot be shared evenly by 1 x 2 pictures (devices x --at-once)"),
+        (["--dit", "DiT-XXL"], "unknown size 'DiT-XXL' of the model: choose DiT-XS, DiT-S, DiT-B"),
+        (["--attention", "sparse"], "unknown attention 'sparse'"),
+        (["--block-size", 8], "block_size must be one of 16, 32, 64, not 8"),
+        (["--order", "peano"], "unknown order 'peano'"),
+        (["--rate", 0], "the learning rate must be above 0"),
+        (["--dtype", "float16"], "unknown dtype 'float16'"),
+        (["--device", "cuda:1"], "CUDA_VISIBLE_DEVICES says which GPUs"),
+        (["--data", "."], "holds no pictures"),
+        (["--data", "nowhere"], "pip install datasets, or name a folder"),
+    ],
+)
+def test_bad_input_of_train_is_one_clear_line(tmp_path, monkeypatch, arguments, message):
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    result = run("train", "--sizes", "16:1:1", *TRAIN, *arguments)
+    assert result.exit_code == 2, result.output
+    assert message in " ".join(result.output.split())
+    assert not (tmp_path / "trained").exists()
+
+
 @pytest.mark.parametrize(
     "command",
     [
-        "generate", "compare", "eval", "distill", "curves", "info", "demo", "demo train", "demo info", "demo atlas",
-        "bench", "bench attention", "bench step",
+        "generate", "compare", "eval", "distill", "train", "curves", "info", "demo", "demo train", "demo info",
+        "demo atlas", "bench", "bench attention", "bench step",
     ],
 )  # fmt: skip
 def test_help_teaches(command):

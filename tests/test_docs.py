@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from PIL import Image
 
 DOCS = Path(__file__).parent.parent / "docs"
 
@@ -48,6 +49,21 @@ def test_the_sample_method_passes_its_sample_tests(tmp_path):
 def test_the_pages_of_attention_run_from_top_to_bottom(page, tmp_path):
     (tmp_path / "page.py").write_text("\n".join(samples(page)))
     run(tmp_path, "page")
+
+
+def test_the_page_of_the_pixel_model_runs_as_far_as_a_cpu_goes(tmp_path):
+    model, _, training = samples("pixel-dit.md")
+    (tmp_path / "page.py").write_text(model + "assert velocity.shape == noisy.shape\n")
+    run(tmp_path, "page")
+    (tmp_path / "faces").mkdir()
+    Image.new("RGB", (16, 16)).save(tmp_path / "faces" / "one.png")
+    small = {'.to("cuda")': "", "DiT-S": "DiT-XS", "5000, 64": "1, 1", "(128, 128), 2000, 16": "(16, 16), 1, 1"}
+    for old, new in {**small, 'dtype="bfloat16"': "", "(32, 32)": "(16, 16)"}.items():
+        assert old in training
+        training = training.replace(old, new)
+    (tmp_path / "page.py").write_text(training)
+    run(tmp_path, "page")
+    assert (tmp_path / "trained" / "model_index.json").exists()
 
 
 def test_the_built_in_model_page_draws(tmp_path):

@@ -21,9 +21,8 @@ import foveate
 from foveate import HilbertA
 from foveate.integrations.diffusers.lora import LORA_FILE, method_of
 from foveate.integrations.diffusers.pipelines import noise_shift
-from foveate.training.distill import distill
+from foveate.training.distill import Distillation, distill
 from foveate.training.pairs import NoisyPairs
-from foveate.training.run import Distillation
 from foveate.training.student import Recipe, Student
 
 forks = pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")

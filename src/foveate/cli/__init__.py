@@ -4,7 +4,7 @@ import os
 
 import typer
 
-from foveate.cli import bench, demo, distill, draw, inspect
+from foveate.cli import bench, demo, distill, draw, inspect, train
 
 __all__ = ["app", "main"]
 
@@ -18,6 +18,7 @@ app.command()(draw.generate)
 app.command()(draw.compare)
 app.command("eval")(draw.evaluate)
 app.command()(distill.distill)
+app.command()(train.train)
 app.command()(inspect.curves)
 app.command()(inspect.info)
 app.add_typer(bench.app, name="bench")

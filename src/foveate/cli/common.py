@@ -35,6 +35,7 @@ __all__ = [
     "remark_on",
     "request_of",
     "settings_of",
+    "training_device",
 ]
 
 console = Console(stderr=True, highlight=False)
@@ -117,6 +118,21 @@ def open_model(model: str, device: str, dtype: str) -> Any:
         raise ValueError(f"{error}: the built-in model is damaged, install foveate again") from error
 
 
+def training_device(name: str) -> str:
+    """Where this process trains; processes but the first are silent."""
+    if name not in ("auto", "cpu"):
+        raise ValueError(f"--device is auto or cpu here, not {name}: CUDA_VISIBLE_DEVICES says which GPUs there are")
+    try:
+        from accelerate import PartialState
+    except ImportError as error:
+        raise ValueError(f"training needs accelerate ({error}): pip install 'foveate[diffusers,train]'") from error
+    state = PartialState(cpu=name == "cpu")
+    console.quiet = not state.is_main_process
+    if state.num_processes > 1:
+        console.print(f"on {state.num_processes} devices")
+    return str(state.device)
+
+
 def lora_of(pipe: Any, lora: str) -> Any:
     """Put the LoRA into the pipeline; with the method it was distilled for, or None if it is of another make."""
     from foveate.integrations.diffusers.lora import find_lora, load_lora
@@ -130,8 +146,10 @@ def request_of(
     """What to draw, checked, with the model's own defaults for what was left out."""
     from foveate.integrations.diffusers.pipelines import Request, check_request
 
-    built_in_size = "128" if pipe.device.type == "cpu" else "256"
-    pixels = read_size(size or ("1024" if model else built_in_size))
+    usual = ("128" if pipe.device.type == "cpu" else "256") if not model else "1024"
+    if "width" in pipe.config:  # of a pixel model
+        usual = f"{pipe.config.width}x{pipe.config.height}"
+    pixels = read_size(size or usual)
     request = Request(prompt, pixels, steps or (28 if model else 20), guidance, seed)
     check_request(pipe, request)
     return request

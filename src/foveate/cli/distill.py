@@ -16,6 +16,7 @@ from foveate.cli.common import (
     options_of,
     progress,
     request_of,
+    training_device,
 )
 from foveate.methods import METHODS, method_from_text
 
@@ -110,7 +111,7 @@ def distill(
     lines = _lines(prompts) if prompts else None
     if model and not (prompts or images):
         raise ValueError("name what to draw with --prompts FILE, a prompt a line, or what to learn from with --images")
-    where = _device(device)
+    where = training_device(device)
     pipe = open_model(model, where, dtype)
     request = request_of(pipe, model, "", size, draw_steps, guidance, seed)
     from foveate.integrations.diffusers.lora import find_lora
@@ -164,18 +165,3 @@ def _scenes(seed: int, count: int | None, *, evaluation: bool = False) -> list[s
     from foveate.demo.scenes import scenes
 
     return [scene.caption for scene in islice(scenes(seed, evaluation=evaluation), count or BUILT_IN_PICTURES)]
-
-
-def _device(name: str) -> str:
-    """Where this process trains; processes but the first are silent."""
-    if name not in ("auto", "cpu"):
-        raise ValueError(f"--device is auto or cpu here, not {name}: CUDA_VISIBLE_DEVICES says which GPUs there are")
-    try:
-        from accelerate import PartialState
-    except ImportError as error:
-        raise ValueError(f"distilling needs accelerate ({error}): pip install 'foveate[diffusers,train]'") from error
-    state = PartialState(cpu=name == "cpu")
-    console.quiet = not state.is_main_process
-    if state.num_processes > 1:
-        console.print(f"on {state.num_processes} devices")
-    return str(state.device)

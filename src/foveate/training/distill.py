@@ -4,21 +4,28 @@
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from zlib import crc32
 
 from accelerate import Accelerator, DistributedType, PartialState
 from accelerate.utils import DataLoaderConfiguration
 from diffusers import FluxPipeline
+from PIL import Image
+from torch import Tensor
 
-from foveate.integrations.diffusers.pipelines import Request, noise_shift
+from foveate.files import write_whole
+from foveate.integrations.diffusers.lora import LORA_FILE
+from foveate.integrations.diffusers.pipelines import Request, draw_batch, fingerprint, noise_shift
 from foveate.methods import HilbertA
-from foveate.training.pairs import NoisyPairs, make_pairs
-from foveate.training.run import Distillation
+from foveate.report import draw_sheet, figure_png
+from foveate.training.pairs import Noisy, NoisyPairs, make_pairs
+from foveate.training.run import Run, Stretch, shares
 from foveate.training.student import Recipe, Student
+from foveate.training.trained import Trained
 
-__all__ = ["distill"]
+__all__ = ["Distillation", "distill"]
 
 
 def distill(
@@ -91,10 +98,7 @@ def distill(
         if checkpointing:
             pipeline.transformer.enable_gradient_checkpointing()
         training = Distillation(out, pipeline, student, noisy, accelerator, request, captions, at_once)
-        advance = track("distilling", steps)
-        for _ in range(min(training.step, steps)):
-            advance()
-        return training.run(steps, until=until, sample_every=sample_every, advance=advance)
+        return training.run(steps, until=until, sample_every=sample_every, advance=track("distilling", steps))
     finally:
         student.finish()
 
@@ -102,18 +106,8 @@ def distill(
 def _accelerator(recipe: Recipe, at_once: int, pipeline: FluxPipeline) -> Accelerator:
     """What shares the work among devices: each takes its part of a batch, `at_once` pictures together."""
     cpu = pipeline.device.type == "cpu"
-    devices = PartialState(cpu=cpu).num_processes
-    together = devices * at_once
-    if recipe.batch % together:
-        raise ValueError(
-            f"a batch of {recipe.batch} cannot be shared evenly by {devices} x {at_once} pictures "
-            f"(devices x --at-once): use --batch {max(1, round(recipe.batch / together)) * together}"
-        )
-    accelerator = Accelerator(
-        cpu=cpu,
-        gradient_accumulation_steps=recipe.batch // together,
-        dataloader_config=DataLoaderConfiguration(non_blocking=True),
-    )
+    shares(recipe.batch, PartialState(cpu=cpu).num_processes, at_once)
+    accelerator = Accelerator(cpu=cpu, dataloader_config=DataLoaderConfiguration(non_blocking=True))
     if accelerator.distributed_type == DistributedType.FSDP and recipe.optimizer != "adamw":
         raise ValueError("Prodigy cannot measure weights that FSDP has spread over devices: use --optimizer adamw")
     return accelerator
@@ -130,3 +124,92 @@ def _grid(pipeline: FluxPipeline, request: Request) -> tuple[int, int]:
     """(rows, columns) of image tokens."""
     rows, columns = (side // (2 * pipeline.vae_scale_factor) for side in request.size)
     return rows, columns
+
+
+class Distillation(Run):
+    """A run of a recipe.
+
+    Args:
+        out: Folder of the LoRA, checkpoints, samples and log.csv.
+        pipeline: Draws the samples.
+        student: Is trained.
+        pairs: What it sees.
+        accelerator: Shares the work among devices.
+        request: How samples are drawn; its size is that of the pairs.
+        captions: Of the samples.
+        at_once: Pictures that a device sees, or draws, together.
+
+    Raises:
+        ValueError: If `out` holds another run.
+    """
+
+    def __init__(
+        self,
+        out: Path,
+        pipeline: FluxPipeline,
+        student: Student,
+        pairs: NoisyPairs,
+        accelerator: Accelerator,
+        request: Request,
+        captions: Sequence[str],
+        at_once: int,
+    ):
+        self.pipeline, self.student, self.pairs = pipeline, student, pairs
+        self.request, self.captions, self.at_once = request, captions, at_once
+        self._references: dict[str, list[Image.Image]] = {}
+        settings = {
+            "recipe": repr(student.recipe),
+            "start": f"{crc32(student.start.read_bytes()):08x}" if student.start else "",
+            "weights": fingerprint(pipeline.transformer),
+            "prompts": pairs.checksum,
+        }
+        optimizer = student.recipe.optimizer_of(student.trained)
+        model, optimizer = accelerator.prepare(pipeline.transformer, optimizer)
+        super().__init__(out, accelerator, model, Trained(student.trained, optimizer), settings)
+
+    def parts(self) -> dict[str, Trained]:
+        """The LoRA and its optimizer."""
+        return {"lora": self.trained}
+
+    def stretches(self, steps: int) -> Iterator[Stretch]:
+        """All samples that are left."""
+        batch = self.student.recipe.batch
+        samples = range(self.step * batch, steps * batch)
+        if samples:
+            yield Stretch(self.pairs, samples, *shares(batch, self.accelerator.num_processes, self.at_once))
+
+    def loss(self, batch: Noisy) -> Tensor:
+        """The student's."""
+        return self.student.loss(self.model, batch)
+
+    def rate(self, done: float) -> float:
+        """The recipe's."""
+        return self.student.recipe.rate_at(done)
+
+    def export(self) -> None:
+        """The LoRA."""
+        lora = self.student.packed()
+        if self.accelerator.is_main_process:
+            write_whole(self.out / LORA_FILE, lora)
+
+    def sample(self) -> None:
+        """The captions drawn dense, with the method alone, and distilled. All devices draw, one writes."""
+        if not self.captions:
+            return
+        if not self._references:
+            with self.student.teacher():
+                self._references["dense"] = self._draw()
+            with self.student.untaught():
+                self._references["not distilled"] = self._draw()
+        rows = {**self._references, f"{self.step} steps": self._draw()}
+        if self.accelerator.is_main_process:
+            sheet = draw_sheet(rows, list(self.captions))
+            write_whole(self.out / f"samples-{self.step:06}.png", figure_png(sheet, dpi=100))
+
+    def _draw(self) -> list[Image.Image]:
+        first = self.request.seed + self.pairs.count  # noise that no picture of the training began with
+        requests = [
+            self.request._replace(prompt=caption, seed=first + index) for index, caption in enumerate(self.captions)
+        ]
+        parts = [requests[start : start + self.at_once] for start in range(0, len(requests), self.at_once)]
+        return [picture for part in parts for picture in draw_batch(self.pipeline, part)]

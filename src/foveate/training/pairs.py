@@ -27,9 +27,14 @@ from torch.utils.data import Dataset
 from foveate.files import claim, write_whole
 from foveate.integrations.diffusers.pipelines import Request, fingerprint, text_tokens
 
-__all__ = ["Noisy", "NoisyPairs", "captioned", "make_pairs"]
+__all__ = ["PICTURES", "Noisy", "NoisyPairs", "captioned", "chance", "make_pairs"]
 
 PICTURES = (".png", ".jpg", ".jpeg", ".webp")
+
+
+def chance(kind: str, seed: int, number: int) -> torch.Generator:
+    """Random numbers of a kind that follow from a seed and a number alone."""
+    return torch.Generator().manual_seed(random.Random(f"{kind} {seed} {number}").getrandbits(63))
 
 
 def captioned(folder: Path, prompts: Sequence[str] | None) -> dict[Path, str]:
@@ -197,13 +202,10 @@ class NoisyPairs(Dataset[Noisy]):
 
     def __getitem__(self, number: int) -> Noisy:
         epoch, place = divmod(number, self.count)
-        shuffled = torch.randperm(self.count, generator=self._chance("epoch", epoch))
+        shuffled = torch.randperm(self.count, generator=chance("epoch", self.seed, epoch))
         pair = load_file(_path(self.folder, int(shuffled[place])))
-        chance = self._chance("sample", number)
-        level = torch.sigmoid(torch.logit(torch.rand((), generator=chance)) + self.shift)
+        own = chance("sample", self.seed, number)
+        level = torch.sigmoid(torch.logit(torch.rand((), generator=own)) + self.shift)
         clean = pair["latents"].float()
-        latents = (1 - level) * clean + level * torch.randn(clean.shape, generator=chance)
+        latents = (1 - level) * clean + level * torch.randn(clean.shape, generator=own)
         return Noisy(latents, level, pair["prompt_embeds"], pair["pooled_prompt_embeds"])
-
-    def _chance(self, kind: str, number: int) -> torch.Generator:
-        return torch.Generator().manual_seed(random.Random(f"{kind} {self.seed} {number}").getrandbits(63))

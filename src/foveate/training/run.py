@@ -1,78 +1,112 @@
 # pyright: basic, reportPrivateImportUsage=false, reportArgumentType=false, reportCallIssue=false
 # pyright: reportAttributeAccessIssue=false
-"""A distillation under way: its steps, and what it leaves in its folder to be gone on with."""
+"""A training under way: its steps, and what it leaves in its folder to be gone on with."""
 
 import csv
 import math
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from zlib import crc32
+from typing import Any, NamedTuple
 
 import torch
 from accelerate import Accelerator
-from diffusers import FluxPipeline
-from PIL import Image
-from torch import Tensor
-from torch.utils.data import DataLoader
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset
 
 from foveate.files import write_whole
-from foveate.integrations.diffusers.lora import LORA_FILE
-from foveate.integrations.diffusers.pipelines import Request, draw_batch, fingerprint
-from foveate.report import draw_losses, draw_sheet, figure_png
+from foveate.report import draw_losses, figure_png
 from foveate.training.checkpoints import resume, write_checkpoint
-from foveate.training.pairs import NoisyPairs
-from foveate.training.student import Student
 from foveate.training.trained import Trained
 
-__all__ = ["Distillation"]
+__all__ = ["Run", "Stretch", "shares"]
 
 WORKERS = min(4, os.cpu_count() or 1)  # processes that read pictures and add noise while a GPU computes
 
 
-class Distillation:
-    """A run of a recipe: what it trains, where it stands, and its folder.
+class Stretch(NamedTuple):
+    """Steps that see samples of one shape.
+
+    Attributes:
+        data: The samples by their number.
+        samples: Numbers of those that are left to see.
+        together: How many a device sees at once.
+        times: How often all devices do so for one step.
+    """
+
+    data: Dataset[Any]
+    samples: range
+    together: int
+    times: int
+
+
+def shares(batch: int, devices: int, at_once: int) -> tuple[int, int]:
+    """How many samples a device sees at once, and how often, for a batch over all devices.
+
+    Raises:
+        ValueError: If they cannot be shared evenly.
+    """
+    together = devices * at_once
+    if batch % together:
+        raise ValueError(
+            f"a batch of {batch} cannot be shared evenly by {devices} x {at_once} pictures "
+            f"(devices x --at-once): use --batch {max(1, round(batch / together)) * together}"
+        )
+    return at_once, batch // together
+
+
+class Run(ABC):
+    """A training: what it trains, where it stands, and its folder. A run that is found there is gone on with.
 
     Args:
-        out: Folder of the LoRA, checkpoints, samples and log.csv. A run that is found there is gone on with.
-        pipeline: Draws the samples.
-        student: Is trained.
-        pairs: What it sees.
+        out: Folder of checkpoints, samples, loss.png and log.csv.
         accelerator: Shares the work among devices.
-        request: How samples are drawn; its size is that of the pairs.
-        captions: Of the samples.
-        at_once: Pictures that a device sees, or draws, together.
+        model: As the accelerator prepared it.
+        trained: Its weights, their optimizer and their average.
+        settings: What makes the run the run it is.
 
     Raises:
         ValueError: If `out` holds another run.
     """
 
     def __init__(
-        self,
-        out: Path,
-        pipeline: FluxPipeline,
-        student: Student,
-        pairs: NoisyPairs,
-        accelerator: Accelerator,
-        request: Request,
-        captions: Sequence[str],
-        at_once: int,
+        self, out: Path, accelerator: Accelerator, model: nn.Module, trained: Trained, settings: dict[str, Any]
     ):
-        self.out, self.pipeline, self.student, self.pairs = out, pipeline, student, pairs
-        self.accelerator, self.request, self.captions, self.at_once = accelerator, request, captions, at_once
-        self._settings = {
-            "recipe": repr(student.recipe),
-            "start": f"{crc32(student.start.read_bytes()):08x}" if student.start else "",
-            "weights": fingerprint(pipeline.transformer),
-            "prompts": pairs.checksum,
-        }
-        optimizer = student.recipe.optimizer_of(student.trained)
-        self.model, self.optimizer = accelerator.prepare(pipeline.transformer, optimizer)
-        self.trained = Trained(student.trained, self.optimizer)
-        self.step = resume(out, {"lora": self.trained}, self._settings)
-        self._log = self._read_log()
-        self._references: dict[str, list[Image.Image]] = {}
+        self.out, self.accelerator, self.model, self.trained = out, accelerator, model, trained
+        self._settings = settings
+        self.step = 0
+        self.step = resume(out, self.parts(), settings)
+        self._losses = self._read_log()
+
+    # --- what differs from training to training ---
+
+    @abstractmethod
+    def parts(self) -> dict[str, Any]:
+        """What goes into a checkpoint, by name."""
+
+    @abstractmethod
+    def stretches(self, steps: int) -> Iterator[Stretch]:
+        """What is left to see, until there were so many steps."""
+
+    @abstractmethod
+    def loss(self, batch: Any) -> Tensor:
+        """What is to become smaller."""
+
+    @abstractmethod
+    def rate(self, done: float) -> float:
+        """Learning rate when this fraction of the steps is done."""
+
+    @abstractmethod
+    def export(self) -> None:
+        """Write the result as it is now into `out`; all devices call it together."""
+
+    @abstractmethod
+    def sample(self) -> None:
+        """Write a sheet of samples into `out`; all devices call it together."""
+
+    # --- steps ---
 
     def run(
         self,
@@ -90,8 +124,10 @@ class Distillation:
             until: When to write a checkpoint and stop, by `time.monotonic`.
             checkpoint_minutes: Time between checkpoints.
             sample_every: Steps between sheets of samples; 0 draws one at the end alone.
-            advance: Called after every step.
+            advance: Called after every step, first for those of earlier runs.
         """
+        for _ in range(min(self.step, steps)):
+            advance()
         saved = began = time.monotonic()
         for loss in self._steps(steps):
             now = time.monotonic()
@@ -103,7 +139,7 @@ class Distillation:
                 self._save()
                 saved = now
             if last or (sample_every and self.step % sample_every == 0):
-                self._sample()
+                self.sample()
             began = time.monotonic()
             if late:
                 break
@@ -111,29 +147,27 @@ class Distillation:
 
     def _steps(self, steps: int) -> Iterator[float]:
         """The losses of the steps that are left."""
-        samples = range(self.step * self.student.recipe.batch, steps * self.student.recipe.batch)
-        if not samples:
-            return
         gpu = self.accelerator.device.type == "cuda"
-        loader = DataLoader(
-            self.pairs, self.at_once, sampler=samples, num_workers=WORKERS if gpu else 0, pin_memory=gpu
-        )
-        losses: list[Tensor] = []
-        for batch in self.accelerator.prepare(loader):
-            for group in self.optimizer.param_groups:
-                group["lr"] = self.student.recipe.rate_at(self.step / steps)
-            with self.accelerator.accumulate(self.model):
-                loss = self.student.loss(self.model, batch)
-                self.accelerator.backward(loss)
-                losses.append(loss.detach())
+        for data, samples, together, times in self.stretches(steps):
+            loader = DataLoader(data, together, sampler=samples, num_workers=WORKERS if gpu else 0, pin_memory=gpu)
+            self.accelerator.gradient_accumulation_steps = times
+            losses: list[Tensor] = []
+            for batch in self.accelerator.prepare(loader):
+                for group in self.trained.optimizer.param_groups:
+                    group["lr"] = self.rate(self.step / steps)
+                with self.accelerator.accumulate(self.model):
+                    loss = self.loss(batch)
+                    self.accelerator.backward(loss)
+                    losses.append(loss.detach())
+                    if self.accelerator.sync_gradients:
+                        self.accelerator.clip_grad_norm_(self.trained.weights, 1.0)
+                    self.trained.optimizer.step()
+                    self.trained.optimizer.zero_grad()
                 if self.accelerator.sync_gradients:
-                    self.accelerator.clip_grad_norm_(self.trained.weights, 1.0)
-                self.optimizer.step()
-                self.optimizer.zero_grad()
-            if self.accelerator.sync_gradients:
-                self.step += 1
-                yield self.accelerator.reduce(torch.stack(losses).mean(), "mean").item()
-                losses = []
+                    self.trained.follow()
+                    self.step += 1
+                    yield self.accelerator.reduce(torch.stack(losses).mean(), "mean").item()
+                    losses = []
 
     def _anywhere(self, here: bool) -> bool:
         flag = torch.tensor(float(here), device=self.accelerator.device)
@@ -141,46 +175,29 @@ class Distillation:
 
     # --- what a run leaves behind ---
 
-    def _read_log(self) -> list[list[str]]:
-        """The steps up to the checkpoint: those after it are made again."""
+    def _read_log(self) -> list[float]:
+        """The losses up to the checkpoint: the steps after it are made, and logged, again."""
         path = self.out / "log.csv"
-        rows = list(csv.reader(path.read_text().splitlines())) if path.exists() else []
-        return [row for row in rows if int(row[0]) <= self.step]
+        if not path.exists():
+            return []
+        lines = path.read_text().splitlines(keepends=True)[: self.step]
+        if self.accelerator.is_main_process:
+            write_whole(path, "".join(lines).encode())
+        self.accelerator.wait_for_everyone()
+        return [float(loss) for _, loss, _ in csv.reader(lines)]
 
     def _write_log(self, loss: float, seconds: float) -> None:
         """Step, loss and seconds of every step."""
-        self._log.append([str(self.step), f"{loss:.6g}", f"{seconds:.3f}"])
+        self._losses.append(loss)
         if self.accelerator.is_main_process:
-            write_whole(self.out / "log.csv", "".join(",".join(row) + "\n" for row in self._log).encode())
+            self.out.mkdir(parents=True, exist_ok=True)
+            with (self.out / "log.csv").open("a", newline="") as file:
+                csv.writer(file, lineterminator="\n").writerow([self.step, f"{loss:.6g}", f"{seconds:.3f}"])
 
     def _save(self) -> None:
         self.trained.gather()
-        lora = self.student.packed()
+        self.export()
         if self.accelerator.is_main_process:
-            write_checkpoint(self.out, self.step, {"lora": self.trained}, self._settings)
-            write_whole(self.out / LORA_FILE, lora)
-            losses = draw_losses([float(loss) for _, loss, _ in self._log])
-            write_whole(self.out / "loss.png", figure_png(losses))
+            write_checkpoint(self.out, self.step, self.parts(), self._settings)
+            write_whole(self.out / "loss.png", figure_png(draw_losses(self._losses)))
         self.accelerator.wait_for_everyone()
-
-    def _sample(self) -> None:
-        """A sheet: the captions drawn dense, with the method alone, and distilled. All devices draw, one writes."""
-        if not self.captions:
-            return
-        if not self._references:
-            with self.student.teacher():
-                self._references["dense"] = self._draw()
-            with self.student.untaught():
-                self._references["not distilled"] = self._draw()
-        rows = {**self._references, f"{self.step} steps": self._draw()}
-        if self.accelerator.is_main_process:
-            sheet = draw_sheet(rows, list(self.captions))
-            write_whole(self.out / f"samples-{self.step:06}.png", figure_png(sheet, dpi=100))
-
-    def _draw(self) -> list[Image.Image]:
-        first = self.request.seed + self.pairs.count  # noise that no picture of the training began with
-        requests = [
-            self.request._replace(prompt=caption, seed=first + index) for index, caption in enumerate(self.captions)
-        ]
-        parts = [requests[start : start + self.at_once] for start in range(0, len(requests), self.at_once)]
-        return [picture for part in parts for picture in draw_batch(self.pipeline, part)]

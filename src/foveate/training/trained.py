@@ -1,10 +1,11 @@
 # pyright: basic
-"""What a distillation trains, as a part of its checkpoints: whole in the file, even where FSDP has spread it."""
+"""What a run trains, as a part of its checkpoints: whole in the file, even where FSDP has spread it."""
 
 from collections.abc import Sequence
 from typing import Any
 
 import torch
+from diffusers.training_utils import EMAModel
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils._pytree import tree_map
@@ -25,20 +26,27 @@ def spread_as(parameter: Tensor, tensor: Any) -> Any:
 
 
 class Trained:
-    """Weights and their optimizer.
+    """Weights, their optimizer, and a moving average of them if there is one.
 
     Args:
         weights: In the optimizer's order.
         optimizer: Of them.
+        average: Of them.
     """
 
-    def __init__(self, weights: Sequence[nn.Parameter], optimizer: Any):
-        self.weights, self.optimizer = weights, optimizer
+    def __init__(self, weights: Sequence[nn.Parameter], optimizer: Any, average: EMAModel | None = None):
+        self.weights, self.optimizer, self.average = weights, optimizer, average
         self._state: dict[str, Any] = {}
+
+    def follow(self) -> None:
+        """Let the average follow the weights, after a step of the optimizer."""
+        if self.average:
+            self.average.step(self.weights)
 
     def gather(self) -> None:
         """Bring everything together; all devices do so before one of them writes."""
-        self._state = whole({"weights": list(self.weights), "optimizer": self.optimizer.state_dict()})
+        state = {"weights": list(self.weights), "optimizer": self.optimizer.state_dict()}
+        self._state = whole(state | ({"average": self.average.state_dict()} if self.average else {}))
 
     def state_dict(self) -> dict[str, Any]:
         """What was gathered."""
@@ -54,3 +62,7 @@ class Trained:
             for index, entry in state["optimizer"]["state"].items()
         }
         self.optimizer.load_state_dict({**state["optimizer"], "state": moments})
+        if self.average:
+            means = state["average"]["shadow_params"]
+            means = [spread_as(*pair).to(pair[0].device) for pair in zip(self.weights, means, strict=True)]
+            self.average.load_state_dict({**state["average"], "shadow_params": means})

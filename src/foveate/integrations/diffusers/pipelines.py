@@ -1,6 +1,7 @@
 # pyright: basic, reportPrivateImportUsage=false, reportCallIssue=false
 """Load a pipeline, draw with it, and time its denoiser."""
 
+import json
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -13,11 +14,13 @@ from zlib import crc32
 import torch
 from diffusers import DiffusionPipeline
 from diffusers.pipelines.flux.pipeline_flux import calculate_shift
+from huggingface_hub import hf_hub_download
 from PIL import Image
 from safetensors import SafetensorError
 
 from foveate.integrations.diffusers.apply import DENOISERS
 from foveate.integrations.diffusers.lora import Way, using
+from foveate.integrations.diffusers.pixel_pipeline import PixelPipeline
 
 __all__ = [
     "Request",
@@ -33,6 +36,7 @@ __all__ = [
     "time_steps",
 ]
 
+INDEX = DiffusionPipeline.config_name
 MOST_TOKENS = 2**20
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -78,10 +82,13 @@ def load(model: str, device: str = "auto", dtype: str = "auto") -> DiffusionPipe
     """
     precision = choose_dtype(dtype, choose_device(device))
     folder = Path(model).expanduser()
-    if folder.is_dir() and not (folder / "model_index.json").is_file():
-        raise ValueError(f"{model} is no pipeline folder: name one that holds a model_index.json")
+    if folder.is_dir() and not (folder / INDEX).is_file():
+        raise ValueError(f"{model} is no pipeline folder: name one that holds a {INDEX}")
     try:
-        pipeline = DiffusionPipeline.from_pretrained(folder if folder.is_dir() else model, dtype=precision)
+        index = folder / INDEX if folder.is_dir() else Path(hf_hub_download(model, INDEX))
+        own = json.loads(index.read_text()).get("_class_name") == PixelPipeline.__name__
+        kind = PixelPipeline if own else DiffusionPipeline
+        pipeline = kind.from_pretrained(folder if folder.is_dir() else model, dtype=precision)
     except (OSError, ValueError, TypeError, AttributeError, SafetensorError) as error:
         raise ValueError(f"cannot load {model}: {str(error).strip().splitlines()[0]}") from error
     for name in ("tokenizer", "tokenizer_2"):
@@ -140,7 +147,10 @@ def check_request(pipeline: DiffusionPipeline, request: Request) -> None:
     if request.guidance is not None and not getattr(config, "guidance_embeds", True):
         raise ValueError(f"this model takes no guidance scale ({request.guidance}): leave --guidance out")
     size = request.size
-    multiple = 2 * getattr(pipeline, "vae_scale_factor", 8)
+    if isinstance(pipeline, PixelPipeline):
+        multiple = pipeline.transformer.config.patch_size
+    else:
+        multiple = 2 * getattr(pipeline, "vae_scale_factor", 8)
     if any(side < multiple or side % multiple for side in size):
         nearest = " x ".join(str(max(multiple, round(side / multiple) * multiple)) for side in size)
         raise ValueError(

@@ -1,0 +1,163 @@
+"""The command that trains: a pixel model from nothing."""
+
+import re
+from itertools import islice
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from foveate.cli.common import clear_errors, console, progress, read_size, training_device
+
+__all__ = ["built_in_reader", "train"]
+
+SHOWN = 8  # pictures of a sheet of samples
+
+
+@clear_errors
+def train(
+    data: Annotated[
+        str,
+        typer.Option(
+            help="Folder of pictures, with captions in .txt files beside them if you like, or the hub id of a data "
+            "set. [dim]default: scenes of emoji, invented on the way[/]"
+        ),
+    ] = "",
+    sizes: Annotated[
+        str,
+        typer.Option(
+            help="SIZE:STEPS or SIZE:STEPS:BATCH, small pictures first. A size is 64, or WIDTHxHEIGHT. More may be "
+            "added later."
+        ),
+    ] = "32:5000,64:5000,128:2000",
+    dit: Annotated[str, typer.Option(help="Depth and width: DiT-XS, DiT-S, DiT-B.")] = "DiT-S",
+    patch: Annotated[int, typer.Option(min=1, help="Pixels along each side of a token.")] = 1,
+    attention: Annotated[str, typer.Option(help="log-linear or dense.")] = "log-linear",
+    top_k: Annotated[int, typer.Option(min=1, help="Log-linear: nodes that each node picks.")] = 8,
+    block_size: Annotated[int, typer.Option(help="Log-linear: tokens of a block, 16, 32 or 64.")] = 16,
+    levels: Annotated[
+        int | None, typer.Option(help="Log-linear: pooled levels, 1 to 4. [dim]default: by the number of tokens[/]")
+    ] = None,
+    enrich: Annotated[bool, typer.Option(help="Log-linear: read the means of what was not picked.")] = True,
+    reweight: Annotated[bool, typer.Option(help="Log-linear: let a mean count for all its tokens.")] = True,
+    order: Annotated[str, typer.Option(help="Curve along which tokens are lined up.")] = "morton",
+    batch: Annotated[int, typer.Option(min=1, help="Pictures a step, over all devices, unless --sizes says.")] = 64,
+    at_once: Annotated[int, typer.Option(min=1, help="Pictures that a device sees together at most.")] = 64,
+    rate: Annotated[float, typer.Option(min=0, help="Learning rate of AdamW.")] = 1e-4,
+    average: Annotated[
+        float, typer.Option(min=0, max=1, help="What the average of the weights, which draws, keeps at each step.")
+    ] = 0.9999,
+    checkpointing: Annotated[
+        bool, typer.Option("--checkpointing", help="Gradient checkpointing: slower, much less memory.")
+    ] = False,
+    compile: Annotated[bool, typer.Option("--compile", help="Compile the blocks: a minute for each size.")] = False,
+    minutes: Annotated[float, typer.Option(min=0, help="Write a checkpoint and stop after so long.")] = float("inf"),
+    sample_every: Annotated[int, typer.Option(min=0, help="Steps between sheets of samples; 0: at the end.")] = 1000,
+    seed: Annotated[int, typer.Option(min=0, max=2**40, help="Of weights, pictures, their order and noise.")] = 0,
+    out: Annotated[Path, typer.Option(help="Folder of the run; one that is found there is gone on with.")] = Path(
+        "trained"
+    ),
+    device: Annotated[str, typer.Option(help="auto or cpu. accelerate launch picks the GPUs.")] = "auto",
+    dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16: the weights stay in float32.")] = "auto",
+) -> None:
+    """Train a diffusion transformer on pixels, from nothing, with log-linear or dense attention.
+
+    Small pictures come first: they teach what things look like, large ones how sharp they are. Stop it when you like,
+    Ctrl-C or worse: the same command goes on where it was. --out is a pipeline folder, which generate --model takes.
+
+    foveate train --sizes 32:5000,64:5000 --compile
+
+    foveate train --data faces --sizes 32:40000:64,128:80000:16 --out faces-128
+
+    foveate train --dit DiT-XS --sizes 16:200:16 --rate 1e-3 --average 0.99 --device cpu   # a quick look
+
+    On several GPUs: accelerate launch --num_processes 4 -m foveate train ...
+    """
+    stages = [read_stage(text, batch) for text in sizes.split(",")]
+    where = training_device(device)
+    import torch
+    from diffusers import FlowMatchEulerDiscreteScheduler
+
+    from foveate.integrations.diffusers.pixel_dit import MODELS, PixelDiT
+    from foveate.integrations.diffusers.pixel_pipeline import PixelPipeline
+    from foveate.training.pixel import PixelRecipe, Stage
+    from foveate.training.pixel import train as train_pixels
+
+    if dit not in MODELS:
+        raise ValueError(f"unknown size {dit!r} of the model: choose {', '.join(MODELS)}")
+    if dtype == "auto":
+        dtype = "bfloat16" if where.startswith("cuda") else "float32"
+    recipe = PixelRecipe(rate=rate, average=average, dtype=dtype, seed=seed)
+    pictures = _pictures(data, seed)
+    text_encoder, tokenizer = built_in_reader() if pictures.captioned else (None, None)
+    torch.manual_seed(seed)
+    model = PixelDiT(
+        **MODELS[dit],
+        patch_size=patch,
+        text_dim=text_encoder.config.d_model if text_encoder else None,
+        attention=attention,
+        order=order,
+        top_k=top_k,
+        block_size=block_size,
+        levels=levels,
+        enrich=enrich,
+        reweight=reweight,
+    )
+    pipeline = PixelPipeline(model, FlowMatchEulerDiscreteScheduler(), tokenizer, text_encoder).to(where)
+    with progress() as track:
+        done = train_pixels(
+            out,
+            pipeline,
+            pictures,
+            [Stage(*stage) for stage in stages],
+            recipe,
+            captions=_captions(pictures, data, seed),
+            at_once=at_once,
+            checkpointing=checkpointing,
+            compile=compile,
+            minutes=minutes,
+            sample_every=sample_every,
+            track=track,
+        )
+    console.print("done" if done else "stopped in time; the same command goes on from here")
+    if not console.quiet:
+        print(out)
+
+
+def read_stage(text: str, batch: int) -> tuple[tuple[int, int], int, int]:
+    """(height, width), steps and batch of "64:5000" or "128x64:2000:16"."""
+    size, *numbers = text.split(":")
+    if len(numbers) not in (1, 2) or not all(re.fullmatch(r"[1-9]\d{0,8}", number) for number in numbers):
+        raise ValueError(f"cannot read the stage {text!r}: write SIZE:STEPS or SIZE:STEPS:BATCH, such as 64:5000:32")
+    steps, batch = (*map(int, numbers), batch)[:2]
+    return read_size(size), steps, batch
+
+
+def _pictures(data: str, seed: int) -> Any:
+    from foveate.demo.pictures import ScenePictures
+    from foveate.training.pictures import FolderPictures, HubPictures
+
+    if not data:
+        return ScenePictures(seed)
+    return FolderPictures(Path(data)) if Path(data).is_dir() else HubPictures(data)
+
+
+def built_in_reader() -> tuple[Any, Any]:
+    """The second text encoder of the built-in model, and its tokenizer."""
+    from transformers import AutoTokenizer, T5EncoderModel
+    from transformers.utils import logging
+
+    from foveate.demo import PIPELINE
+
+    logging.disable_progress_bar()
+    encoder = T5EncoderModel.from_pretrained(PIPELINE, subfolder="text_encoder_2").eval().requires_grad_(False)
+    return encoder, AutoTokenizer.from_pretrained(PIPELINE / "tokenizer_2")
+
+
+def _captions(pictures: Any, data: str, seed: int) -> list[str]:
+    """Of the samples: scenes that are never trained on, or those of the first pictures."""
+    from foveate.demo.scenes import scenes
+
+    if not data:
+        return [scene.caption for scene in islice(scenes(seed, evaluation=True), SHOWN)]
+    return [pictures.picture(index, (16, 16))[1] for index in range(min(SHOWN, pictures.count))]

@@ -1,0 +1,279 @@
+# pyright: basic, reportPrivateImportUsage=false, reportArgumentType=false, reportCallIssue=false
+# pyright: reportAttributeAccessIssue=false, reportOptionalMemberAccess=false
+"""A pixel model trained from nothing: flow matching, from small pictures to large ones."""
+
+import copy
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from accelerate import Accelerator
+from accelerate.utils import DataLoaderConfiguration
+from diffusers.training_utils import EMAModel
+from diffusers.utils import SAFETENSORS_WEIGHTS_NAME
+from safetensors.torch import save
+from torch import Tensor
+
+from foveate.files import write_whole
+from foveate.integrations.diffusers.pipelines import Request, draw
+from foveate.integrations.diffusers.pixel_pipeline import PixelPipeline
+from foveate.report import draw_sheet, figure_png
+from foveate.training.pictures import NoisyPicture, NoisyPictures, Pictures
+from foveate.training.run import Run, Stretch, shares
+from foveate.training.trained import Trained, whole
+
+__all__ = ["PixelRecipe", "PixelTraining", "Stage", "train"]
+
+MIXED = {"float32": "no", "bfloat16": "bf16"}
+
+
+class Stage(NamedTuple):
+    """Steps with pictures of one size.
+
+    Attributes:
+        size: (height, width) in pixels.
+        steps: How many.
+        batch: Pictures a step, over all devices.
+    """
+
+    size: tuple[int, int]
+    steps: int
+    batch: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class PixelRecipe:
+    """How a pixel model is trained. The defaults are those of the paper, arXiv 2512.16615.
+
+    Attributes:
+        rate: Learning rate of AdamW.
+        weight_decay: Likewise.
+        average: What the moving average of the weights, which draws, keeps at a step, once there were many.
+        uncaptioned: Fraction of the pictures whose caption is left empty, as a guidance scale needs it.
+        dtype: "float32", or "bfloat16" for all but the weights.
+        seed: Of the order of the pictures and their noise.
+    """
+
+    rate: float = 1e-4
+    weight_decay: float = 1e-2
+    average: float = 0.9999
+    uncaptioned: float = 0.1
+    dtype: str = "float32"
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.rate <= 0:
+            raise ValueError(f"the learning rate must be above 0, not {self.rate}")
+        if self.weight_decay < 0:
+            raise ValueError(f"the weight decay must be 0 or more, not {self.weight_decay}")
+        if not (0 <= self.average < 1 and 0 <= self.uncaptioned <= 1):
+            raise ValueError(
+                f"average and uncaptioned are fractions, from 0 to 1: not {self.average} and {self.uncaptioned}"
+            )
+        if self.dtype not in MIXED:
+            raise ValueError(f"unknown dtype {self.dtype!r}: train in {' or '.join(MIXED)}")
+
+
+def train(
+    out: Path,
+    pipeline: PixelPipeline,
+    pictures: Pictures,
+    stages: Sequence[Stage],
+    recipe: PixelRecipe,
+    *,
+    captions: Sequence[str] = (),
+    at_once: int = 64,
+    checkpointing: bool = False,
+    compile: bool = False,
+    minutes: float = math.inf,
+    sample_every: int = 0,
+    track: Callable[[str, int], Callable[[], None]] = lambda name, length: lambda: None,
+) -> bool:
+    """Train the pipeline's transformer; whether all steps were made. `out` becomes the folder of the pipeline.
+
+    Args:
+        out: Folder of the run. What is found there is gone on with.
+        pipeline: With the weights to begin with, on the CPU or the device of this process. It ends with the average.
+        pictures: What it sees.
+        stages: One after the other, the small pictures first. More may be added when the run is gone on with.
+        recipe: How it learns.
+        captions: Of the samples; "" for each without captions.
+        at_once: Pictures that a device sees together at most.
+        checkpointing: Run blocks again in the backward pass, to save memory.
+        compile: Compile the blocks, once for each size.
+        minutes: When to write a checkpoint and stop.
+        sample_every: Steps between sheets of samples; 0 draws one at the end alone.
+        track: Shows progress.
+
+    Raises:
+        ValueError: If stages, pictures, pipeline and folder do not fit together.
+    """
+    until = time.monotonic() + 60 * minutes
+    accelerator = Accelerator(
+        cpu=pipeline.device.type == "cpu",
+        mixed_precision=MIXED[recipe.dtype],
+        dataloader_config=DataLoaderConfiguration(non_blocking=True),
+    )
+    _check(pipeline, pictures, stages, accelerator.num_processes, at_once)
+    training = PixelTraining(
+        out, pipeline, pictures, stages, recipe, accelerator, captions, at_once, checkpointing, compile
+    )
+    steps = sum(stage.steps for stage in stages)
+    return training.run(steps, until=until, sample_every=sample_every, advance=track("training", steps))
+
+
+def _check(pipeline: PixelPipeline, pictures: Pictures, stages: Sequence[Stage], devices: int, at_once: int) -> None:
+    if not stages or any(stage.steps < 1 or stage.batch < 1 for stage in stages):
+        raise ValueError(f"a stage has one step and one picture a step at least: not {list(map(tuple, stages))}")
+    if pipeline.text_encoder and not pictures.captioned:
+        raise ValueError("these pictures have no captions: train a model without words")
+    patch = pipeline.transformer.config.patch_size
+    for stage in stages:
+        if any(side % patch for side in stage.size):
+            raise ValueError(f"patches of {patch} px do not fill {stage.size[1]} x {stage.size[0]} px: use multiples")
+        shares(stage.batch, devices, min(at_once, max(1, stage.batch // devices)))
+        pictures.picture(0, stage.size)
+
+
+class Seen(NamedTuple):
+    """What stages a run has seen, as a part of its checkpoints: it is gone on with by those and more."""
+
+    stages: Sequence[Stage]
+    step: int
+
+    def state_dict(self) -> dict[str, list[list[int]]]:
+        """Height, width, steps and batch of the stages so far."""
+        seen, left = [], self.step
+        for (height, width), steps, batch in self.stages:
+            if left > 0:
+                seen.append([height, width, min(steps, left), batch])
+            left -= steps
+        return {"seen": seen}
+
+    def load_state_dict(self, state: dict[str, list[list[int]]]) -> None:
+        """Refuse to go on with others."""
+        step = sum(steps for *_, steps, _ in state["seen"])
+        if Seen(self.stages, step).state_dict() != state:
+            before = ",".join(f"{width}x{height}:{steps}:{batch}" for height, width, steps, batch in state["seen"])
+            raise ValueError(f"the run has seen --sizes {before}: begin with these and add more, or use another --out")
+
+
+class PixelTraining(Run):
+    """A run of a recipe.
+
+    Args:
+        out: Folder of the pipeline, checkpoints, samples and log.csv.
+        pipeline: Its transformer is where the weights begin, then their average.
+        pictures: What it sees.
+        stages: One after the other.
+        recipe: How it learns.
+        accelerator: Shares the work among devices.
+        captions: Of the samples.
+        at_once: Pictures that a device sees together at most.
+        checkpointing: Run blocks again in the backward pass.
+        compile: Compile the blocks.
+
+    Raises:
+        ValueError: If `out` holds another run.
+    """
+
+    def __init__(
+        self,
+        out: Path,
+        pipeline: PixelPipeline,
+        pictures: Pictures,
+        stages: Sequence[Stage],
+        recipe: PixelRecipe,
+        accelerator: Accelerator,
+        captions: Sequence[str] = (),
+        at_once: int = 64,
+        checkpointing: bool = False,
+        compile: bool = False,
+    ):
+        self.pipeline, self.pictures, self.stages, self.recipe = pipeline, pictures, tuple(stages), recipe
+        self.captions, self.at_once = captions, at_once
+        model = copy.deepcopy(pipeline.transformer).train()
+        if checkpointing:
+            model.enable_gradient_checkpointing()
+        if compile:
+            model.compile_repeated_blocks(dynamic=False)
+        pipeline.to(accelerator.device).set_progress_bar_config(disable=True)
+        config = {name: value for name, value in model.config.items() if not name.startswith("_")}
+        settings = {"recipe": repr(recipe), "model": repr(config), "pictures": pictures.checksum}
+        optimizer = torch.optim.AdamW(model.parameters(), recipe.rate, weight_decay=recipe.weight_decay)
+        model, optimizer = accelerator.prepare(model, optimizer)
+        weights = list(model.parameters())
+        trained = Trained(weights, optimizer, EMAModel(weights, decay=recipe.average))
+        super().__init__(out, accelerator, model, trained, settings)
+
+    def parts(self) -> dict[str, Any]:
+        """Weights, optimizer and average, and the stages so far."""
+        return {"stages": Seen(self.stages, self.step), "model": self.trained}
+
+    def stretches(self, steps: int) -> Iterator[Stretch]:
+        """What is left of every stage."""
+        first_step = first_sample = 0
+        for size, length, batch in self.stages:
+            done = min(max(self.step - first_step, 0), length)
+            samples = range(first_sample + done * batch, first_sample + length * batch)
+            if samples:
+                devices = self.accelerator.num_processes
+                data = NoisyPictures(
+                    self.pictures, size, self.recipe.seed, self.pipeline.tokenizer, self.recipe.uncaptioned
+                )
+                yield Stretch(data, samples, *shares(batch, devices, min(self.at_once, max(1, batch // devices))))
+            first_step, first_sample = first_step + length, first_sample + length * batch
+
+    def loss(self, batch: NoisyPicture) -> Tensor:
+        """Mean squared error of the velocity."""
+        text = None
+        if self.pipeline.text_encoder:
+            with torch.no_grad():
+                text = self.pipeline.text_encoder(batch.words).last_hidden_state
+        velocity = self.model(batch.pixels, 1000 * batch.level, text, return_dict=False)[0]
+        return F.mse_loss(velocity.float(), batch.velocity)
+
+    def rate(self, done: float) -> float:
+        """Constant."""
+        return self.recipe.rate
+
+    def export(self) -> None:
+        """The pipeline's folder."""
+        self._follow()
+        if not self.accelerator.is_main_process:
+            return
+        height, width = self._size()
+        self.pipeline.register_to_config(height=height, width=width)
+        model = self.pipeline.transformer
+        if not (self.out / self.pipeline.config_name).exists():
+            self.pipeline.save_pretrained(self.out)
+        write_whole(self.out / "transformer" / SAFETENSORS_WEIGHTS_NAME, save(model.state_dict(), {"format": "pt"}))
+        self.pipeline.save_config(self.out)
+
+    def sample(self) -> None:
+        """A picture for every caption; one device draws."""
+        self._follow()
+        if self.captions and self.accelerator.is_main_process:
+            requests = [Request(words, self._size(), 20, None, seed) for seed, words in enumerate(self.captions)]
+            with self.accelerator.autocast():
+                pictures = [draw(self.pipeline, request) for request in requests]
+            sheet = draw_sheet({f"{self.step} steps": pictures}, list(self.captions))
+            write_whole(self.out / f"samples-{self.step:06}.png", figure_png(sheet, dpi=100))
+        self.accelerator.wait_for_everyone()
+
+    def _size(self) -> tuple[int, int]:
+        """Of the pictures seen last."""
+        (height, width, *_) = Seen(self.stages, self.step).state_dict()["seen"][-1]
+        return height, width
+
+    @torch.no_grad()
+    def _follow(self) -> None:
+        """Bring the average into the pipeline."""
+        means = whole(self.trained.average.shadow_params)
+        for weight, mean in zip(self.pipeline.transformer.parameters(), means, strict=True):
+            weight.copy_(mean)

@@ -1,0 +1,202 @@
+"""Laws of the pixel model: with every block picked it is dense, and dense it does not mind the order."""
+
+import copy
+
+import pytest
+import torch
+
+from foveate.integrations.diffusers.pixel_dit import PixelDiT
+from foveate.ops.curves import CURVES
+
+
+def model(**config):
+    """With weights of which none is zero, in double precision."""
+    torch.manual_seed(0)
+    config = {"num_layers": 2, "num_attention_heads": 2, "attention_head_dim": 32, **config}
+    made = PixelDiT(**config)
+    for weight in made.parameters():
+        torch.nn.init.normal_(weight, std=0.2)
+    return made.double().eval()
+
+
+def like(other, **config):
+    """A model of another configuration with the same weights."""
+    kept = {name: value for name, value in other.config.items() if not name.startswith("_")}
+    made = PixelDiT(**{**kept, **config}).double().eval()
+    made.load_state_dict(other.state_dict())
+    return made
+
+
+def inputs(height=20, width=36, text_dim=None, batch=2):
+    torch.manual_seed(1)
+    text = None if text_dim is None else torch.randn(batch, 5, text_dim).double()
+    return torch.randn(batch, 3, height, width).double(), torch.tensor([10.0, 700.0])[:batch].double(), text
+
+
+def velocity(of, x):
+    with torch.no_grad():
+        return of(*x, return_dict=False)[0]
+
+
+@pytest.mark.parametrize("text_dim", [None, 7])
+@pytest.mark.parametrize("levels", [1, 2])
+def test_every_block_picked_and_no_means_is_the_dense_model(text_dim, levels):
+    dense = model(attention="dense", text_dim=text_dim)
+    sparse = like(dense, attention="log-linear", top_k=45, enrich=False, levels=levels)
+    x = inputs(text_dim=text_dim)
+    torch.testing.assert_close(velocity(sparse, x), velocity(dense, x))
+    fewer = like(sparse, top_k=2)
+    assert not torch.allclose(velocity(fewer, x), velocity(dense, x))
+
+
+@pytest.mark.parametrize("order", CURVES)
+def test_the_dense_model_is_indifferent_to_the_order(order):
+    dense = model(attention="dense", order="raster")
+    x = inputs()
+    torch.testing.assert_close(velocity(like(dense, order=order), x), velocity(dense, x))
+    if order != "raster":
+        sparse = like(dense, attention="log-linear", top_k=1)
+        assert not torch.allclose(velocity(like(sparse, order=order), x), velocity(sparse, x))
+
+
+def reference(made, x, time, text):
+    """The dense model in raster order written anew: every pair of pixels turned by the angle between them."""
+    batch, _, height, width = x.shape
+    angle = 10000 ** -(torch.arange(8).double() / 8)
+    row, column = torch.meshgrid(torch.arange(height).double(), torch.arange(width).double(), indexing="ij")
+    angles = torch.cat([row.reshape(-1, 1) * angle, column.reshape(-1, 1) * angle], 1)
+    turn = torch.polar(torch.ones_like(angles), angles)
+    wave = 10000 ** -(torch.arange(128).double() / 128)
+    time = torch.cat([(time[:, None] * wave).cos(), (time[:, None] * wave).sin()], 1)
+    time = torch.nn.functional.silu(made.time(time.float().double()))
+    y = made.proj_in(x.permute(0, 2, 3, 1).reshape(batch, -1, 3))
+    words = made.text_in(text)
+    norm = lambda y: (y - y.mean(-1, keepdim=True)) / (y.var(-1, keepdim=True, correction=0) + 1e-6).sqrt()  # noqa: E731
+    for block in made.blocks:
+        shift, scale, gate, ff_shift, ff_scale, ff_gate = block.norm1.linear(time)[:, None].chunk(6, 2)
+        seen = torch.cat([norm(y) * (1 + scale) + shift, words], 1)
+        q, k, v = (
+            part(seen).unflatten(2, (2, 32)).transpose(1, 2) for part in (block.attn.q, block.attn.k, block.attn.v)
+        )
+        q, k = (
+            z / (z.square().mean(-1, keepdim=True) + torch.finfo(z.dtype).eps).sqrt() * norm_.weight
+            for z, norm_ in ((q, block.attn.q_norm), (k, block.attn.k_norm))
+        )
+        here = height * width
+        q, pixels = (
+            torch.view_as_real(torch.view_as_complex(z[:, :, :here].unflatten(3, (-1, 2)).contiguous()) * turn)
+            for z in (q, k)
+        )
+        k = torch.cat([pixels.flatten(3), k[:, :, here:]], 2)
+        read = (q.flatten(3) @ k.mT / 32**0.5).softmax(-1) @ v
+        y = y + gate * block.attn.out(read.transpose(1, 2).flatten(2))
+        y = y + ff_gate * block.ff(norm(y) * (1 + ff_scale) + ff_shift)
+    scale, shift = made.norm_out.linear(time)[:, None].chunk(2, 2)
+    y = made.proj_out(norm(y) * (1 + scale) + shift)
+    return y.unflatten(1, (height, width)).permute(0, 3, 1, 2)
+
+
+@pytest.mark.parametrize("order", ["raster", "morton", "hilbert"])
+def test_a_token_is_turned_by_its_own_row_and_column_whatever_the_order(order):
+    made = model(attention="dense", order=order, text_dim=7)
+    x = inputs(9, 14, text_dim=7)
+    with torch.no_grad():
+        want = reference(made, *x)
+    torch.testing.assert_close(velocity(made, x), want, rtol=1e-4, atol=1e-4)  # angles are in float32
+
+
+def test_a_patch_of_pixels_is_a_token():
+    made = model(attention="dense", patch_size=2)
+    x, time, _ = inputs(8, 12)
+    seen = []
+    made.blocks[0].register_forward_pre_hook(lambda _block, args: seen.append(args[0].shape[1]))
+    assert velocity(made, (x, time)).shape == x.shape
+    assert seen == [24]
+    made.proj_in.weight.data.zero_()
+    made.proj_in.weight.data[:, :4] = 1  # the red of a patch, which is told the places within it
+    made.proj_out.weight.data.zero_()
+    made.proj_out.bias.data.copy_(torch.arange(12))
+    assert torch.equal(velocity(made, (x, time))[0, :, 2:4, 6:8], torch.arange(12.0).double().view(3, 2, 2))
+
+
+def test_an_untrained_model_says_nothing_and_learns_everywhere():
+    torch.manual_seed(0)
+    made = PixelDiT(num_layers=2, num_attention_heads=1, text_dim=7)
+    x, time, text = (part.float() for part in inputs(16, 16, text_dim=7))
+    assert torch.equal(velocity(made, (x, time, text)), torch.zeros_like(x))
+    optimizer = torch.optim.SGD(made.parameters(), 0.1)
+    for _ in range(3):  # what begins as zero holds back the gradients of what is behind it
+        optimizer.zero_grad()
+        (made(x, time, text).sample - x).square().mean().backward()
+        optimizer.step()
+    assert all(weight.grad.abs().sum() > 0 for weight in made.parameters())
+
+
+@pytest.mark.parametrize("attention", ["dense", "log-linear"])
+def test_checkpointing_changes_no_gradient(attention):
+    made = model(attention=attention, text_dim=7)
+    other = copy.deepcopy(made)
+    other.enable_gradient_checkpointing()
+    x = inputs(16, 24, text_dim=7)
+    for one in (made, other):
+        one.train()(*x).sample.square().sum().backward()
+    for ours, theirs in zip(other.parameters(), made.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad)
+
+
+@pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache`:UserWarning")
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+@pytest.mark.parametrize("attention", ["dense", "log-linear"])
+@pytest.mark.parametrize("whole", [False, True])
+def test_compiled_it_says_the_same_at_every_size(attention, whole, as_a_user):
+    torch.compiler.reset()
+    made = model(attention=attention, top_k=2, text_dim=7)
+    compiled = copy.deepcopy(made)
+    options = {"backend": "eager", "fullgraph": True, "dynamic": False}
+    if whole:
+        compiled = torch.compile(compiled, **options)
+    else:
+        compiled.compile_repeated_blocks(**options)
+    for size in ((16, 24), (20, 36)):
+        x = inputs(*size, text_dim=7)
+        torch.testing.assert_close(velocity(compiled, x), velocity(made, x))
+        compiled(*x).sample.sum().backward()
+    torch.compiler.reset()
+
+
+def test_in_bfloat16_it_says_nearly_the_same():
+    made = model(top_k=100, enrich=False)
+    x = inputs()[:2]
+    narrow = copy.deepcopy(made).to(torch.bfloat16)
+    got = velocity(narrow, [part.to(torch.bfloat16) for part in x])
+    assert got.dtype == torch.bfloat16
+    assert (got.double() - velocity(made, x)).norm() < 0.05 * velocity(made, x).norm()
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"attention": "sparse"}, "unknown attention 'sparse': choose log-linear or dense"),
+        ({"order": "peano"}, "unknown order 'peano': choose one of hilbert, "),
+        ({"attention_head_dim": 34}, "use a multiple of 4, not 34"),
+        ({"attention_head_dim": 16}, "head_dim must be 32 to 256, not 16"),
+        ({"patch_size": 0}, "patch_size and num_layers must be 1 or more, not 0 and 12"),
+        ({"top_k": 0}, "top_k counts blocks"),
+        ({"block_size": 8}, "block_size must be one of 16, 32, 64, not 8"),
+        ({"levels": 5}, "levels must be 1 to 4"),
+    ],
+)
+def test_configurations_that_make_no_sense_are_refused(config, message):
+    with pytest.raises(ValueError, match=message):
+        PixelDiT(**config)
+
+
+def test_pictures_and_words_that_do_not_fit_are_refused():
+    with pytest.raises(ValueError, match="9 x 12 px is no multiple of the patches of 2 px"):
+        model(patch_size=2)(*inputs(9, 12))
+    with pytest.raises(ValueError, match="takes no encoder_hidden_states"):
+        model()(*inputs(text_dim=7))
+    with pytest.raises(ValueError, match="this model needs encoder_hidden_states"):
+        model(text_dim=7)(*inputs())
+    with pytest.raises(ValueError, match="levels=3 is too many for 256 tokens"):
+        model(levels=3)(*inputs(16, 16))
