@@ -110,6 +110,21 @@ def test_generate_takes_several_methods_at_once(folder):
     assert "write all options into --method" in " ".join(result.output.split())
 
 
+def test_log_linear_attention_is_a_method_like_any_other(tmp_path):
+    untrained_pipeline(layers=1, single_layers=1, heads=1, rope=(8, 12, 12)).save_pretrained(tmp_path / "wide")
+    options = "--model", "wide", *SMALL
+    result = run("generate", "a cat", *options, "--method", "llsa:top_k=4,enrich=false,min_tokens=0")
+    assert result.exit_code == 0, result.output
+    assert "LLSA K=4 enrich=False" in result.output
+    result = run("eval", *options, "--prompts", 2, "--method", "llsa:top_k=4,min_tokens=0", "--out", "eval")
+    assert result.exit_code == 0, result.output
+    assert json.loads((tmp_path / "eval" / "scores.json").read_text())["scores"][2]["flop_bound"] > 1
+    result = run("eval", *options, "--prompts", 2, "--method", "llsa", "--out", "eval")
+    assert "fewer than min_tokens=1024: LLSA K=8 would only repeat dense" in " ".join(result.output.split())
+    result = run("generate", "a cat", "--method", "llsa:block_size=8")
+    assert "block_size must be one of 16, 32, 64, not 8" in " ".join(result.output.split())
+
+
 def test_compare_makes_one_page_with_every_picture_and_names_what_it_left_out(folder, tmp_path):
     result = run("compare", "a cat", "--model", folder, *SMALL, "--rounds", 2, "--out", "out")
     assert result.exit_code == 0, result.output
@@ -117,6 +132,7 @@ def test_compare_makes_one_page_with_every_picture_and_names_what_it_left_out(fo
         "dense.png",
         "hilberta-t-4.png",
         "index.html",
+        "llsa-k-8.png",
         "toma-keep-0-25.png",
         "toma-keep-0-5.png",
     ]
@@ -125,6 +141,7 @@ def test_compare_makes_one_page_with_every_picture_and_names_what_it_left_out(fo
     assert "HilbertA T=16 is left out" in page
     assert "256 image tokens cannot make 16 tiles" in page
     assert "What merges with what" in page
+    assert "Stayed dense: 256 image tokens are fewer than min_tokens=1024" in page
     shown = re.findall(r'src="data:image/png;base64,([^"]+)"', page)
     dense = (tmp_path / "out" / "dense.png").read_bytes()
     (tmp_path / "first.png").write_bytes(base64.b64decode(shown[0]))
@@ -403,7 +420,9 @@ def test_compare_and_eval_show_what_was_distilled_beside_the_rest(folder, lora, 
     result = run("compare", "a cat", "--model", folder, *SMALL, "--rounds", 1, "--lora", lora, "--out", "out")
     assert result.exit_code == 0, result.output
     names = {path.stem for path in (tmp_path / "out").glob("*.png")}
-    assert names == {"dense", "hilberta-t-4", "toma-keep-0-5", "toma-keep-0-25", SLUG, f"{SLUG}-distilled"}
+    assert names == {
+        "dense", "hilberta-t-4", "toma-keep-0-5", "toma-keep-0-25", "llsa-k-8", SLUG, f"{SLUG}-distilled"
+    }  # fmt: skip
     assert (pixels(f"out/{SLUG}.png") != pixels(f"out/{SLUG}-distilled.png")).any()
     result = run("eval", "--model", folder, *SMALL, "--prompts", 2, "--lora", lora)
     assert result.exit_code == 0, result.output

@@ -45,7 +45,7 @@ def test_the_sample_method_passes_its_sample_tests(tmp_path):
     assert "6 passed" in run(tmp_path, "pytest", "test_banded.py")
 
 
-@pytest.mark.parametrize("page", ["block-attention.md", "log-linear-attention.md"])
+@pytest.mark.parametrize("page", ["block-attention.md", "log-linear-attention.md", "llsa.md"])
 def test_the_pages_of_attention_run_from_top_to_bottom(page, tmp_path):
     (tmp_path / "page.py").write_text("\n".join(samples(page)))
     run(tmp_path, "page")

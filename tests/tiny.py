@@ -23,17 +23,9 @@ def pipeline():
 
 def flux(layers=2, single_layers=3, dtype=torch.float64, **config):
     torch.manual_seed(0)
-    model = FluxTransformer2DModel(
-        in_channels=4,
-        num_layers=layers,
-        num_single_layers=single_layers,
-        attention_head_dim=16,
-        num_attention_heads=2,
-        joint_attention_dim=32,
-        pooled_projection_dim=32,
-        axes_dims_rope=(4, 4, 8),
-        **config,
-    )
+    usual = {"in_channels": 4, "attention_head_dim": 16, "num_attention_heads": 2, "joint_attention_dim": 32,
+             "pooled_projection_dim": 32, "axes_dims_rope": (4, 4, 8)}  # fmt: skip
+    model = FluxTransformer2DModel(num_layers=layers, num_single_layers=single_layers, **usual | config)
     return model.to(dtype).eval()
 
 
@@ -98,25 +90,24 @@ def unet_inputs(height=16, width=16, batch=1, dtype=torch.float64):
     }
 
 
-def sd3(dtype=torch.float64):
+def sd3(dtype=torch.float64, **config):
     """With one block of two attentions."""
     torch.manual_seed(0)
-    model = SD3Transformer2DModel(
-        sample_size=32, patch_size=1, in_channels=4, num_layers=3, attention_head_dim=8, num_attention_heads=4,
-        caption_projection_dim=32, joint_attention_dim=32, pooled_projection_dim=64, out_channels=4,
-        pos_embed_max_size=96, dual_attention_layers=(0,), qk_norm="rms_norm",
-    )  # fmt: skip
-    return model.to(dtype).eval()
+    usual = {"sample_size": 32, "patch_size": 1, "in_channels": 4, "num_layers": 3, "attention_head_dim": 8,
+             "num_attention_heads": 4, "caption_projection_dim": 32, "joint_attention_dim": 32,
+             "pooled_projection_dim": 64, "out_channels": 4, "pos_embed_max_size": 96, "dual_attention_layers": (0,),
+             "qk_norm": "rms_norm"}  # fmt: skip
+    return SD3Transformer2DModel(**usual | config).to(dtype).eval()
 
 
-def sd3_inputs(height=16, width=16, batch=1, dtype=torch.float64):
+def sd3_inputs(height=16, width=16, batch=1, dtype=torch.float64, dim=32):
     """Keyword arguments of one forward, with residuals of a ControlNet."""
     return {
         "hidden_states": torch.randn(batch, 4, height, width, dtype=dtype),
         "encoder_hidden_states": torch.randn(batch, 9, 32, dtype=dtype),
         "timestep": torch.full((batch,), 500.0),
         "pooled_projections": torch.randn(batch, 64, dtype=dtype),
-        "block_controlnet_hidden_states": [torch.randn(batch, height * width, 32, dtype=dtype)],
+        "block_controlnet_hidden_states": [torch.randn(batch, height * width, dim, dtype=dtype)],
         "return_dict": False,
     }
 
@@ -125,10 +116,10 @@ DIT = {"sample_size": 8, "num_layers": 2, "patch_size": 2, "attention_head_dim":
        "in_channels": 4, "out_channels": 8, "num_embeds_ada_norm": 8}  # fmt: skip
 
 
-def pixart(dtype=torch.float64):
+def pixart(dtype=torch.float64, **config):
     torch.manual_seed(0)
     more = {"use_additional_conditions": False, "cross_attention_dim": 16, "caption_channels": 8}
-    return PixArtTransformer2DModel(**more, **DIT).to(dtype).eval()
+    return PixArtTransformer2DModel(**DIT | more | config).to(dtype).eval()
 
 
 def pixart_inputs(height=32, width=32, batch=1, dtype=torch.float64):
@@ -143,9 +134,9 @@ def pixart_inputs(height=32, width=32, batch=1, dtype=torch.float64):
     }
 
 
-def dit(dtype=torch.float64):
+def dit(dtype=torch.float64, **config):
     torch.manual_seed(0)
-    return DiTTransformer2DModel(**DIT).to(dtype).eval()
+    return DiTTransformer2DModel(**DIT | config).to(dtype).eval()
 
 
 def dit_inputs(height=32, width=32, batch=1, dtype=torch.float64):

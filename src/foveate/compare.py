@@ -17,6 +17,7 @@ from foveate.files import slug, write_picture, write_whole
 from foveate.integrations.diffusers.lora import Way, using
 from foveate.integrations.diffusers.pipelines import Request, draw, record_step, time_steps
 from foveate.methods import METHODS, HilbertA, Method, Together, ToMA
+from foveate.ops.block_table import BlockTable
 from foveate.report import Comparison, Variant, comparison_page, psnr, ssim
 
 __all__ = ["compare", "showcase", "versions"]
@@ -122,7 +123,7 @@ def _draw_variant(
         true=sparsity,
         flop_bound=1 / (1 - sparsity),
         tile_map=plan.tile_maps[0] if plan else None,
-        table=plan.tables[0] if plan and plan.tables else None,
+        table=next((table for table in plan.tables if isinstance(table, BlockTable)), None) if plan else None,
         why_dense="" if plan else layers[0].why,
         picked=getattr(plan, "picked", None),
     )

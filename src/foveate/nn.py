@@ -7,7 +7,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
 from foveate.ops.log_linear_attention import log_linear_attention
-from foveate.ops.pyramid import check_options
+from foveate.ops.pyramid import check_head_dim, check_options
 from foveate.ops.selection import Selection
 
 __all__ = ["LogLinearAttention"]
@@ -60,7 +60,8 @@ class LogLinearAttention(nn.Module):
         super().__init__()
         if heads < 1 or dim % heads:
             raise ValueError(f"{dim} channels cannot be shared among {heads} heads: use a divisor of {dim}")
-        check_options(dim // heads, top_k, block_size, levels)
+        check_head_dim(dim // heads)
+        check_options(top_k, block_size, levels)
         self.heads = heads
         self.attend = partial(
             log_linear_attention,

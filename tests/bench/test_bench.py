@@ -9,7 +9,7 @@ from diffusers import EulerDiscreteScheduler, StableDiffusionXLPipeline
 from torch.profiler import record_function
 from typer.testing import CliRunner
 
-from foveate import HilbertA, ToMA
+from foveate import LLSA, HilbertA, ToMA
 from foveate.bench import attention, step, timing
 from foveate.bench.attention import Case, bench_attention, draw_attention, table_of
 from foveate.bench.models import MODELS
@@ -133,6 +133,16 @@ def test_a_step_is_timed_dense_and_with_every_method():
     assert result["rows"][0]["speed_up"] == result["rows"][1]["attention_flop_bound"] == 1
     assert again["speed_up"] == pytest.approx(attending[0]["step_s"] / again["step_s"])
     assert step.table_of(result).row_count == len(result["rows"])
+
+
+def test_a_step_of_log_linear_attention_is_checked_and_timed():
+    *_, result = step.bench_step([16], methods=[LLSA(top_k=2, min_tokens=0)], text=8, rounds=1, device="cpu")
+    dense, ours = result["rows"]
+    assert ours["variant"] == "LLSA K=2"
+    assert ours["every_block_error"] < 1e-4
+    assert ours["attention_flop_bound"] == pytest.approx(264**2 / (8 * 264 + 256 * (8 + 2 * 16 + 16)))
+    assert 0 < ours["attention_share"] < 1
+    assert dense["attention_speed_up"] == 1
 
 
 @pytest.mark.usefixtures("_tiny_models")

@@ -74,6 +74,42 @@ with foveate.apply(model, toma):
 near(model(**copy.copy(steps[0]))[0], dense[0])
 """
 
+LLSA = """
+wide = dict(dtype=torch.float32, attention_head_dim=32, num_attention_heads=2)
+model = tiny.flux(layers=1, single_layers=10, axes_dims_rope=(8, 12, 12), **wide)
+method = foveate.LLSA(top_k=2, min_tokens=0)
+sizes = ((16, 20), 15), ((20, 16), 9), ((24, 16), 7)
+inputs = [tiny.inputs(grid, text=text, dtype=torch.float32) for grid, text in sizes]
+with foveate.apply(model, method):
+    wanted = [model(**x)[0] for x in inputs]
+dense = model(**inputs[0])[0]
+model.compile_repeated_blocks(fullgraph=True, backend="eager")
+near(model(**inputs[0])[0], dense)
+stock = graphs()
+with foveate.apply(model, method):
+    near(model(**inputs[0])[0], wanted[0])
+    assert graphs() == stock + 2, (stock, graphs())  # one for each class of blocks
+    for x, want in zip(inputs, wanted, strict=True):
+        near(model(**x)[0], want)
+    sizes = graphs()
+    model(**tiny.inputs((28, 16), text=11, dtype=torch.float32))
+    assert graphs() == sizes, (sizes, graphs())  # further sizes and texts are free
+near(model(**inputs[0])[0], dense)
+
+model, x = tiny.sd3(caption_projection_dim=64, num_layers=12, **wide), tiny.sd3_inputs(dim=64, dtype=torch.float32)
+dense = model(**x)[0]
+with foveate.apply(model, method):
+    sparse = model(**x)[0]
+for block in model.transformer_blocks:
+    block.compile(fullgraph=True, backend="eager")
+near(model(**x)[0], dense)
+stock = graphs()
+with foveate.apply(model, method):
+    near(model(**x)[0], sparse)
+    assert graphs() == stock + 3, (stock, graphs())  # blocks of two attentions, of one, and the last
+near(model(**x)[0], dense)
+"""
+
 REGIONAL_AFTER = """
 run = foveate.apply(model, foveate.HilbertA(tiles=4, dense_layers="0"))
 mixed = model(**x)[0]
@@ -130,13 +166,14 @@ assert graphs() == before + 1, (before, graphs())
         REGIONAL_AFTER,
         MERGED,
         UNET,
+        LLSA,
         WHOLE.format(compile='compiled = model; model.compile(backend="eager")'),
         WHOLE.format(compile='compiled = torch.compile(model, backend="eager")'),
         pytest.param(INDUCTOR, marks=pytest.mark.gpu),
         pytest.param(TABLES, marks=pytest.mark.gpu),
     ],
     ids=[
-        *("blocks before apply", "blocks after apply", "merged", "unet", "model.compile", "torch.compile"),
+        *("blocks before apply", "blocks after apply", "merged", "unet", "llsa", "model.compile", "torch.compile"),
         *("inductor", "any table"),
     ],
 )

@@ -19,15 +19,16 @@ from foveate.compare import Track, versions
 from foveate.integrations.diffusers.apply import apply
 from foveate.integrations.diffusers.lora import using
 from foveate.integrations.diffusers.pipelines import Call, choose_device, choose_dtype, denoiser, now, time_steps
-from foveate.methods import HilbertA, Method, Together, ToMA
+from foveate.methods import LLSA, HilbertA, Method, Together, ToMA
 from foveate.methods.method import TokenMerging
-from foveate.ops.block_attention import block_attention
+from foveate.ops.joint_attention import joint_attention
 
 __all__ = ["bench_step", "table_of"]
 
 Way = Method | Together
 STEPS = 10  # of a run that merges, at least
 ONE_TILE, ALL_KEPT = HilbertA(tiles=1), ToMA(keep=0.999, weights="hard", skip=0)  # must be dense
+EVERY_BLOCK = LLSA(top_k=2**20, enrich=False, min_tokens=0)  # likewise
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 5e-2}
 MERGE, PLAN = "foveate::region_matmul", "foveate::plan"  # what a profile calls them
 
@@ -71,8 +72,8 @@ def bench_step(
         track: Shows progress.
 
     Raises:
-        ValueError: If there is no such model, a method does not fit it or stays dense, or one tile, or merging that
-            keeps every token, does not give the dense step.
+        ValueError: If there is no such model, a method does not fit it or stays dense, or one tile, merging that
+            keeps every token, or picking every block does not give the dense step.
     """
     if model not in MODELS:
         raise ValueError(f"unknown model {model!r}: choose one of {', '.join(MODELS)}")
@@ -171,7 +172,9 @@ def _check(pipe: Any, step: dict[str, Any], ways: Sequence[Way], size: str) -> d
     Raises:
         ValueError: If one is too large, or what is to be timed does not work.
     """
-    exact = ({"one_tile_error": ONE_TILE} if _is_flux(pipe) else {}) | {"all_kept_error": ALL_KEPT}
+    exact: dict[str, Method] = {"one_tile_error": ONE_TILE} if _is_flux(pipe) else {}
+    exact |= {"all_kept_error": ALL_KEPT}
+    exact |= {"every_block_error": EVERY_BLOCK} if any(isinstance(p, LLSA) for way in ways for p in way.parts) else {}
     errors = {name: _difference(pipe, step, method) for name, method in exact.items()}
     for name, error in errors.items():
         if not error <= TOLERANCE[pipe.dtype]:  # NaN is wrong too
@@ -264,7 +267,7 @@ def _attention(
     tables = [way.plan(((side, side),), text).tables for way in ways[1:]]
     calls = [
         partial(scaled_dot_product_attention, q, k, v),
-        *(partial(block_attention, q, k, v, first) for first, *_ in tables),
+        *(partial(joint_attention, q, k, v, first) for first, *_ in tables),
     ]
     for call in calls:
         call()

@@ -5,13 +5,21 @@ from dataclasses import fields
 
 from foveate.methods.best_match import ToFu, ToMeSD
 from foveate.methods.hilberta import HilbertA
+from foveate.methods.llsa import LLSA
 from foveate.methods.method import Method, Together
 from foveate.methods.todo import ToDo
 from foveate.methods.toma import ToMA
 
-__all__ = ["METHODS", "HilbertA", "Method", "ToDo", "ToFu", "ToMA", "ToMeSD", "Together", "method_from_text"]
+__all__ = ["LLSA", "METHODS", "HilbertA", "Method", "ToDo", "ToFu", "ToMA", "ToMeSD", "Together", "method_from_text"]
 
-METHODS: dict[str, type[Method]] = {"hilberta": HilbertA, "toma": ToMA, "tomesd": ToMeSD, "tofu": ToFu, "todo": ToDo}
+METHODS: dict[str, type[Method]] = {
+    "hilberta": HilbertA,
+    "toma": ToMA,
+    "llsa": LLSA,
+    "tomesd": ToMeSD,
+    "tofu": ToFu,
+    "todo": ToDo,
+}
 """Every method by the name it has on the command line."""
 
 

@@ -7,10 +7,10 @@ from typing import ClassVar, Literal, NamedTuple, Protocol, runtime_checkable
 
 from torch import Tensor
 
-from foveate.ops.block_table import BlockTable
+from foveate.ops.joint_attention import Pattern
 from foveate.ops.merging import Grid, Grouped, Regions
 
-__all__ = ["AttentionPlan", "Method", "SparseAttention", "StaysDense", "Together", "TokenMerging"]
+__all__ = ["AttentionPlan", "Grid", "Method", "SparseAttention", "StaysDense", "Together", "TokenMerging"]
 
 
 class StaysDense(ValueError):
@@ -122,7 +122,7 @@ class AttentionPlan(Protocol):
         ...
 
     @property
-    def tables(self) -> tuple[BlockTable, ...]:
+    def tables(self) -> tuple[Pattern, ...]:
         """Who attends to whom, text in front: layer l of a model takes ``tables[l % period]``. All have one shape."""
         ...
 
@@ -144,13 +144,20 @@ class AttentionPlan(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class SparseAttention(Method):
-    """A method that puts image tokens in an order and restricts attention to block tables.
+    """A method that puts image tokens in an order and restricts attention to block tables, or to what queries pick.
 
     Any model family that reorders its tokens can run any of them.
     """
 
     period: int = 1
     """Layers after which the tables come round again."""
+
+    def check_head_dim(self, head_dim: int) -> None:
+        """Refuse heads of so many channels where the method has no attention for them.
+
+        Raises:
+            StaysDense: If it has none.
+        """
 
     @abstractmethod
     def plan(self, grids: tuple[tuple[int, int], ...], text: int, *, device: str = "cpu") -> AttentionPlan:

@@ -132,25 +132,41 @@ def log_linear_attention(
     if levels is None and selection is not None:
         levels = selection.levels
     levels = check({"q": q, "k": k, "v": v}, top_k, block_size, levels, key_padding_mask)
-    enriched = levels if enrich is True else int(enrich)
+    enriched = enriched_levels(levels, enrich)
     scale = float(q.shape[3] ** -0.5 if scale is None else scale)
     if not (isfinite(scale) and scale > 0):
         raise ValueError(f"scale must be finite and above 0, not {scale}: None takes head_dim ** -0.5")
-    if not 0 <= enriched <= levels:
-        raise ValueError(f"enrich must be True, False, or a number of levels up to {levels}, not {enrich}")
     if log_mass and not enriched:
         raise ValueError("log_mass raises means, and enrich=False reads none: use enrich=True or log_mass=False")
     _check_extra(q, extra_k, extra_v)
     if selection is not None:
         _check_selection(q, selection, top_k, block_size, levels)
     options = Options(top_k, block_size, levels, enriched, reweight, scale, exclude_selected, log_mass, deterministic)
-    known = dispatch.backends("log_linear_attention", q.device, q.dtype, q.shape[3])
-    run = (known[0] if log_mass or top_k > MOST_PICKS else known[-1]).run  # the first is portable
+    run = choose_backend(q.device, q.dtype, q.shape[3], top_k, log_mass).run
     lists = None if selection is None else list(selection.lists)
     out, lse, lists, counts = run(q, k, v, extra_k, extra_v, key_padding_mask, lists, options)
     if selection is None:
         selection = Selection(tuple(lists), tuple(counts), q.shape[2], block_size, top_k)
     return LogLinearOutput(out, lse, selection)
+
+
+def enriched_levels(levels: int, enrich: bool | int) -> int:
+    """Of how many levels means are read.
+
+    Raises:
+        ValueError: If they are more than there are.
+    """
+    if not isinstance(enrich, int) or not 0 <= enrich <= levels:
+        raise ValueError(f"enrich must be True, False, or a number of levels up to {levels}, not {enrich!r}")
+    return levels if enrich is True else int(enrich)
+
+
+def choose_backend(
+    device: torch.device, dtype: torch.dtype, head_dim: int, top_k: int, log_mass: bool
+) -> dispatch.Backend:
+    """What runs a call of these options: some only the portable path has."""
+    known = dispatch.backends("log_linear_attention", device, dtype, head_dim)
+    return known[0] if log_mass or top_k > MOST_PICKS else known[-1]  # the first is portable
 
 
 def _check_extra(q: Tensor, extra_k: Tensor | None, extra_v: Tensor | None) -> None:

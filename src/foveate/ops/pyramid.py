@@ -16,10 +16,13 @@ from foveate.ops.selection import Selection
 __all__ = [
     "automatic_levels",
     "check",
+    "check_head_dim",
     "check_options",
     "children",
     "choose_blocks",
     "count_tokens",
+    "keys_in_sight",
+    "levels_for",
     "pool",
     "select_blocks",
     "spread",
@@ -102,38 +105,68 @@ def check(
             f"{names} must share one device and one dtype of float32, bfloat16, float16 and float64: got "
             f"{', '.join(f'{x.dtype} on {x.device}' for x in tensors.values())}"
         )
-    check_options(q.shape[3], top_k, block_size, levels)
+    check_head_dim(q.shape[3])
+    check_options(top_k, block_size, levels)
     if mask is not None and (mask.shape != q.shape[::2] or mask.dtype != torch.bool or mask.device != q.device):
         raise ValueError(
             f"key_padding_mask must be bool, [{q.shape[0]}, {q.shape[2]}], on {q.device}, True where a token is real: "
             f"got {mask.dtype}, {list(mask.shape)}, on {mask.device}"
         )
-    if levels is None:
-        return automatic_levels(q.shape[2], block_size, top_k)
-    nodes = (_nodes(q.shape[2], block_size, level) for level in range(1, MOST_LEVELS))
-    most = next((level for level, count in enumerate(nodes, start=1) if count == 1), MOST_LEVELS)
-    if levels > most:
-        raise ValueError(
-            f"levels={levels} is too many for {q.shape[2]} tokens: with block_size={block_size} level {most} is one "
-            f"node already; use levels<={most}, or None for automatic"
-        )
-    return levels
+    return levels_for(q.shape[2], top_k, block_size, levels)
 
 
-def check_options(head_dim: int, top_k: int, block_size: int, levels: int | None) -> None:
+def check_head_dim(head_dim: int) -> None:
+    """Refuse heads of too few or too many channels.
+
+    Raises:
+        ValueError: If they are.
+    """
+    if not HEAD_DIMS[0] <= head_dim <= HEAD_DIMS[1]:
+        raise ValueError(f"head_dim must be {HEAD_DIMS[0]} to {HEAD_DIMS[1]}, not {head_dim}: change the heads")
+
+
+def check_options(top_k: int, block_size: int, levels: int | None) -> None:
     """Refuse options that no tensor could be used with.
 
     Raises:
         ValueError: If one is out of its range.
     """
-    if not HEAD_DIMS[0] <= head_dim <= HEAD_DIMS[1]:
-        raise ValueError(f"head_dim must be {HEAD_DIMS[0]} to {HEAD_DIMS[1]}, not {head_dim}: change the heads")
-    if top_k < 1:
+    if top_k < 1 or top_k % 1:
         raise ValueError(f"top_k counts blocks, 1 or more, not {top_k}")
     if block_size not in BLOCK_SIZES:
         raise ValueError(f"block_size must be one of {', '.join(map(str, BLOCK_SIZES))}, not {block_size}")
     if levels is not None and not 1 <= levels <= MOST_LEVELS:
         raise ValueError(f"levels must be 1 to {MOST_LEVELS}, or None for automatic, not {levels}")
+
+
+def levels_for(tokens: int, top_k: int, block_size: int, levels: int | None) -> int:
+    """How many levels a call uses that asks for so many; None is `automatic_levels`.
+
+    Raises:
+        ValueError: If they are more than the tokens have use for.
+    """
+    if levels is None:
+        return automatic_levels(tokens, block_size, top_k)
+    nodes = (_nodes(tokens, block_size, level) for level in range(1, MOST_LEVELS))
+    most = next((level for level, count in enumerate(nodes, start=1) if count == 1), MOST_LEVELS)
+    if levels > most:
+        raise ValueError(
+            f"levels={levels} is too many for {tokens} tokens: with block_size={block_size} level {most} is one "
+            f"node already; use levels<={most}, or None for automatic"
+        )
+    return levels
+
+
+def keys_in_sight(tokens: int, top_k: int, block_size: int, levels: int, enriched: int) -> int:
+    """How many keys a query reads at most, tokens and means; those of nodes at a ragged end may be fewer.
+
+    Examples:
+        >>> [keys_in_sight(side * side, 8, 16, levels, levels) for side, levels in ((64, 1), (128, 2), (512, 3))]
+        [384, 320, 448]
+    """
+    nodes = [_nodes(tokens, block_size, level) for level in range(levels + 1)]
+    below = [min(top_k * block_size, count) for count in nodes[:levels]]
+    return sum([*below, nodes[levels]][: enriched + 1])
 
 
 def _nodes(tokens: int, block: int, level: int) -> int:

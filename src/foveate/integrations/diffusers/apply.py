@@ -15,6 +15,7 @@ import torch
 from foveate.integrations.diffusers.family import Family
 from foveate.integrations.diffusers.summary import Summary
 from foveate.methods import Method
+from foveate.methods.method import SparseAttention
 
 __all__ = ["FAMILIES", "Handle", "apply", "remove", "summary"]
 
@@ -28,6 +29,12 @@ FAMILIES = {
     "DiTTransformer2DModel": "foveate.integrations.diffusers.blocks:DiT",
 }
 """Which class serves which diffusers model, both by name: nothing is imported before it is needed."""
+
+SPARSE = dict.fromkeys(
+    ("SD3Transformer2DModel", "PixArtTransformer2DModel", "DiTTransformer2DModel"),
+    "foveate.integrations.diffusers.sparse_blocks:SparseBlocks",
+)
+"""The same for models that another class serves where a method of sparse attention is applied."""
 
 DENOISERS = ("transformer", "transformer_2", "unet")
 
@@ -103,7 +110,7 @@ def apply(target: Any, *methods: Method) -> Handle:
     families: dict[str, Family] = {}
     try:
         for name, model in models.items():
-            families[name] = _family(model)(model, methods, pipeline)
+            families[name] = _family(model, methods)(model, methods, pipeline)
             _reset_compiled(families[name])
     except BaseException:
         Handle(families).remove()
@@ -149,13 +156,14 @@ def _unwrapped(model: torch.nn.Module) -> torch.nn.Module:
     return getattr(model, "_orig_mod", model)
 
 
-def _family(model: torch.nn.Module) -> type[Family]:
+def _family(model: torch.nn.Module, methods: tuple[Method, ...]) -> type[Family]:
     if type(model).__name__ not in FAMILIES:
         raise ValueError(
             f"{type(model).__name__} is not supported: foveate knows {', '.join(FAMILIES)}; "
             "docs/add-a-model.md shows how to add one"
         )
-    module, name = FAMILIES[type(model).__name__].split(":")
+    sparse = SPARSE if len(methods) == 1 and isinstance(methods[0], SparseAttention) else {}
+    module, name = (FAMILIES | sparse)[type(model).__name__].split(":")
     return getattr(importlib.import_module(module), name)
 
 

@@ -7,7 +7,6 @@ A stage is a stack of blocks over one grid. Its tokens are put in the order of t
 where they leave it; between, the modules of a block run on merged tokens.
 """
 
-import inspect
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -18,11 +17,11 @@ from diffusers import (
 )
 from diffusers.models.attention import BasicTransformerBlock, JointTransformerBlock
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 from foveate.integrations.diffusers.clock import Step
 from foveate.integrations.diffusers.family import Family
 from foveate.integrations.diffusers.merging import Site
+from foveate.integrations.diffusers.order import Reorder, along, by_name
 from foveate.integrations.diffusers.summary import LayerReport
 from foveate.methods import Method
 from foveate.methods.method import StaysDense, TokenMerging
@@ -47,8 +46,8 @@ class Layer(NamedTuple):
     site: Site | None
 
 
-class Stage:
-    """A stack of blocks over one grid. Its hooks stay outside of compiled code: each would be a graph of its own.
+class Stage(Reorder):
+    """A stack of blocks over one grid.
 
     Args:
         family: Decides within what regions the tokens of a forward merge.
@@ -57,45 +56,17 @@ class Stage:
     """
 
     def __init__(self, family: "Blocks", patch: int, sites: list[Site]) -> None:
+        super().__init__()
         self.family, self.patch, self.sites = family, patch, sites
-        self.regions: Regions | None = None
-        self.handles: list[RemovableHandle] = []
 
     def on(self, holder: nn.Module) -> None:
         """Read the grid from this module's `hidden_states`: a map [batch, channels, height, width]."""
         self.handles.append(holder.register_forward_pre_hook(self.tell, with_kwargs=True))
 
-    def between(self, enter: nn.Module, leave: nn.Module) -> None:
-        """Put tokens in order behind one module and back behind another."""
-        self.handles += [enter.register_forward_hook(self.order), leave.register_forward_hook(self.restore)]
-
-    def before(self, block: nn.Module) -> None:
-        """Put tokens in order before a block."""
-        self.handles.append(block.register_forward_pre_hook(self.order_input))
-
-    def behind(self, block: nn.Module) -> None:
-        """Put tokens back behind a block."""
-        self.handles.append(block.register_forward_hook(self.restore))
-
     def tell(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Read the grid, and decide what this forward does here."""
         height, width = (args[0] if args else kwargs["hidden_states"]).shape[-2:]
-        self.regions = self.family.decide(self.sites, (height // self.patch, width // self.patch))
-
-    @torch.compiler.disable
-    def order_input(self, module: nn.Module, args: tuple[Any, ...]) -> Any:
-        """Of a module whose first argument is the tokens."""
-        return args if self.regions is None else (_along(self.regions.order, args[0]), *args[1:])
-
-    @torch.compiler.disable
-    def order(self, module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
-        """Of a module that returns the tokens."""
-        return output if self.regions is None else _along(self.regions.order, output)
-
-    @torch.compiler.disable
-    def restore(self, module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
-        """Raster order again."""
-        return output if self.regions is None else _along(self.regions.inverse, output)
+        self.way = self.family.decide(self.sites, (height // self.patch, width // self.patch))
 
 
 class Blocks(Family):
@@ -106,8 +77,10 @@ class Blocks(Family):
     def __init__(self, model: nn.Module, methods: tuple[Method, ...], pipeline: Any) -> None:
         if len(methods) != 1 or not isinstance(methods[0], TokenMerging):
             given = " + ".join(type(method).__name__ for method in methods)
+            or_sparse = "" if isinstance(model, UNet2DConditionModel) else " or of sparse attention"
             raise ValueError(
-                f"{type(model).__name__} takes one method of token merging and nothing else so far, not {given}"
+                f"{type(model).__name__} takes one method of token merging{or_sparse} and nothing else so far, "
+                f"not {given}"
             )
         super().__init__(model, methods, pipeline)
         self.merging = methods[0]
@@ -215,9 +188,8 @@ class Blocks(Family):
     @torch.compiler.disable
     def enter(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Where in the run this forward stands, and whether anything keeps it dense."""
-        names = list(inspect.signature(type(model).forward).parameters)[1:]
-        self.inputs = dict(zip(names, args, strict=False)) | kwargs
-        x = self.inputs[names[0]]
+        self.inputs = by_name(model, args, kwargs)
+        x = next(iter(self.inputs.values()))
         self.ran, self.reasons, self._begun, self._batch = {}, {}, set(), x.shape[0]
         self._step, self.why = self.ask(self.merging, lambda: self._allowed(x))
 
@@ -356,8 +328,4 @@ class SD3(DiT):
         regions, _ = self.ask(self.merging, lambda: self._regions((height, width), str(residuals[0].device)))
         if regions is None:
             return args, kwargs
-        return (), self.inputs | {CONTROL: [_along(regions.order, residual) for residual in residuals]}
-
-
-def _along(order: Tensor, x: Tensor) -> Tensor:
-    return x.index_select(1, order.to(x.device))
+        return (), self.inputs | {CONTROL: [along(regions.order, residual) for residual in residuals]}

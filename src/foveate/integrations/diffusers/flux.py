@@ -4,12 +4,11 @@
 
 Image tokens and their position ids are reordered when they enter the transformer and restored when they leave it; the
 layers between are indifferent to the order, and RoPE follows the ids. Layers with a method get a processor of ours and
-with every forward the block table of their phase; dense layers keep the processor they had. Merging is done by hooks,
+with every forward the table of their phase; dense layers keep the processor they had. Merging is done by hooks,
 see `merging`: double blocks merge for their attention, single blocks from their norm to their last layer.
 """
 
-import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -24,15 +23,23 @@ from diffusers.models.transformers.transformer_flux import (
 from torch import Tensor
 
 from foveate.cache import PerTensors
+from foveate.integrations.diffusers.borrowed import (
+    KeepTables,
+    check_processor,
+    give_back,
+    outside_compiled_code,
+    replaced,
+)
 from foveate.integrations.diffusers.clock import Step
 from foveate.integrations.diffusers.family import Family
-from foveate.integrations.diffusers.flux_processors import Borrowed, SparseIPAdapterProcessor, SparseProcessor
+from foveate.integrations.diffusers.flux_processors import SparseIPAdapterProcessor, SparseProcessor
 from foveate.integrations.diffusers.merging import Site
+from foveate.integrations.diffusers.order import along, by_name
 from foveate.integrations.diffusers.summary import LayerReport
 from foveate.methods import Method
 from foveate.methods.method import AttentionPlan, SparseAttention, StaysDense, TokenMerging
-from foveate.ops import dispatch
 from foveate.ops.block_table import BlockTable
+from foveate.ops.joint_attention import LogLinear, Pattern, backend_of
 from foveate.ops.merging import Regions
 
 __all__ = ["Flux"]
@@ -59,30 +66,6 @@ class _Ran(NamedTuple):
     batch: int = 0
     device: str = "cpu"
     dtype: torch.dtype = torch.float32
-
-
-_outside_compiled_code = torch.compiler.disable(
-    reason="foveate reads the image grid outside compiled code; should that break a graph that must be whole, "
-    "compile the blocks instead: model.compile_repeated_blocks(fullgraph=True)"
-)
-
-
-class _KeepTables:
-    """Gradient checkpointing that runs a block again with the table it had, whatever forwards came in between."""
-
-    def __init__(self, original: Callable[..., Any]) -> None:
-        self.original = original
-
-    def __call__(self, block: Any, *args: Any) -> Any:
-        processor = block.attn.processor
-        table = getattr(processor, "table", None)
-
-        def run(*args: Any) -> Any:
-            if isinstance(processor, Borrowed):
-                processor.table = table
-            return block(*args)
-
-        return self.original(run, *args)
 
 
 class Flux(Family):
@@ -119,12 +102,9 @@ class Flux(Family):
         merging = self._merging([block for _, block in blocks])
         known = {FluxAttnProcessor: SparseProcessor, FluxIPAdapterAttnProcessor: SparseIPAdapterProcessor}
         for i in sorted(sparse | merging.keys()):
-            if type(processor := blocks[i][1].attn.processor) not in known:
-                raise ValueError(
-                    f"{blocks[i][0]} has a {type(processor).__name__}, which foveate does not know: "
-                    f"restore the model's own processors first, or leave it dense with dense_layers={str(i)!r}"
-                )
-            if i in merging and getattr(blocks[i][1], "_chunk_size", None):
+            name, block = blocks[i]
+            check_processor(name, block.attn, i, known)
+            if i in merging and getattr(block, "_chunk_size", None):
                 raise ValueError("feed-forward chunking cuts merged tokens: call disable_forward_chunking() first")
         for i, (name, block) in enumerate(blocks):
             processor = None
@@ -176,11 +156,7 @@ class Flux(Family):
             hook.remove()
         for site in (*self.sites, *([self.idle] if self.idle else [])):
             site.remove()
-        if isinstance(again := self.model._gradient_checkpointing_func, _KeepTables):
-            self.model._gradient_checkpointing_func = again.original
-        for layer in self.layers:
-            if isinstance(layer.attn.processor, Borrowed):
-                layer.attn.set_processor(layer.attn.processor.original)
+        give_back(self.model, (layer.attn for layer in self.layers))
 
     @property
     def plan(self) -> Any | None:
@@ -199,16 +175,16 @@ class Flux(Family):
         shown = self.shown
         image = len((plan or regions).order)
         merged = regions if regions and self._merged(layer) else None
-        pairs = (shown.text + (merged.kept if merged else image)) ** 2
+        pairs, backend = (shown.text + (merged.kept if merged else image)) ** 2, "model"
         if plan:
             table = plan.tables[layer.phase]
-            pairs = (merged.merged(table, shown.text) if merged else table).pairs()
+            pairs = (_merged(table, merged, shown.text) if merged else table).pairs()
+            backend = backend_of(table, torch.device(shown.device), shown.dtype, layer.attn.head_dim)
         every_pair = (shown.text + image) ** 2
-        device = torch.device(shown.device)
         return LayerReport(
             layer.name,
             " + ".join([*([plan.title] if plan else []), *([self.merging.title] if regions else [])]),
-            dispatch.choose("block_attention", device, shown.dtype, layer.attn.head_dim).name if plan else "model",
+            backend,
             1 - (1 - (plan.nominal_sparsity if plan else 0)) * ((merged.kept / image) ** 2 if merged else 1),
             1 - pairs / every_pair,
             shown.batch * (4 * (every_pair - pairs) * layer.attn.inner_dim + self._linear(layer, image, regions)),
@@ -235,7 +211,7 @@ class Flux(Family):
                 else "named in dense_layers"
             )
         if layer.attn.processor is not layer.processor:
-            return f"a {type(layer.attn.processor).__name__} was set after apply: remove and apply again"
+            return replaced(layer.attn)
         return self.shown.why
 
     def _skipped(self, layer: _Layer) -> bool:
@@ -243,11 +219,10 @@ class Flux(Family):
 
     # --- one forward ---
 
-    @_outside_compiled_code
+    @outside_compiled_code
     def enter(self, model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
         """Decide what this forward does; hand the layers their tables and put the image tokens in order."""
-        names = list(inspect.signature(type(model).forward).parameters)[1:]
-        inputs = dict(zip(names, args, strict=False)) | kwargs
+        inputs = by_name(model, args, kwargs)
         image, text = inputs["hidden_states"], inputs["encoder_hidden_states"]
         plan, why_not_sparse = self.ask(self.sparse, lambda: self._plan(inputs))
         regions, why_not_merged = self.ask(self.merging, lambda: self._regions(inputs, plan))
@@ -256,20 +231,18 @@ class Flux(Family):
         self.outcomes[why] += 1
         if not why or not self.outcomes[""]:
             self.shown = self.ran
-        if torch.is_grad_enabled() and self.model.gradient_checkpointing:
-            again = self.model._gradient_checkpointing_func
-            self.model._gradient_checkpointing_func = again if isinstance(again, _KeepTables) else _KeepTables(again)
+        KeepTables.on(model)
         self._tell_layers(plan, regions, text.shape[1])
         self._tell_sites(regions, text, apart=any(inputs.get(name) is not None for name in CONTROL))
         if order := plan or regions:
-            inputs["hidden_states"] = _along(order.order, image, 1)
-            inputs["img_ids"] = _along(order.order, inputs["img_ids"], inputs["img_ids"].ndim - 2)
+            inputs["hidden_states"] = along(order.order, image, 1)
+            inputs["img_ids"] = along(order.order, inputs["img_ids"], inputs["img_ids"].ndim - 2)
             for name in CONTROL:
                 if inputs.get(name) is not None:
-                    inputs[name] = [_along(order.order, residual, 1) for residual in inputs[name]]
+                    inputs[name] = [along(order.order, residual, 1) for residual in inputs[name]]
         return (), inputs
 
-    @_outside_compiled_code
+    @outside_compiled_code
     def leave(self, model: torch.nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         """Put the image tokens back in raster order."""
         for site in self.sites:
@@ -277,8 +250,8 @@ class Flux(Family):
         if (order := self.ran.plan or self.ran.regions) is None:
             return output
         if isinstance(output, tuple):
-            return _along(order.inverse, output[0], 1), *output[1:]
-        output.sample = _along(order.inverse, output.sample, 1)
+            return along(order.inverse, output[0], 1), *output[1:]
+        output.sample = along(order.inverse, output.sample, 1)
         return output
 
     def _tell_layers(self, plan: AttentionPlan | None, regions: Regions | None, text: int) -> None:
@@ -288,7 +261,7 @@ class Flux(Family):
                 continue
             table = plan.tables[layer.phase] if plan and layer.sparse else None
             if table is not None and regions and self._merged(layer):
-                table = _MERGED.get([*table], (regions.groups, text), lambda table=table: regions.merged(table, text))
+                table = _merged(table, regions, text)
             layer.processor.table = table
 
     def _tell_sites(self, regions: Regions | None, text: Tensor, *, apart: bool) -> None:
@@ -300,6 +273,7 @@ class Flux(Family):
 
     def _plan(self, inputs: dict[str, Any]) -> AttentionPlan:
         self._check(self.sparse, inputs)
+        self.sparse.check_head_dim(self.model.config.attention_head_dim)
         image, text = inputs["hidden_states"], inputs["encoder_hidden_states"]
         return self.sparse.plan(grids_of(inputs["img_ids"]), text.shape[1], device=str(image.device))
 
@@ -328,8 +302,11 @@ class Flux(Family):
 _MERGED: PerTensors[BlockTable] = PerTensors()
 
 
-def _along(order: Tensor, x: Tensor, dim: int) -> Tensor:
-    return x.index_select(dim, order.to(x.device))
+def _merged(table: Pattern, regions: Regions, text: int) -> Pattern:
+    """Who attends to whom of merged tokens."""
+    if isinstance(table, LogLinear):
+        return table.merged(regions.kept)
+    return _MERGED.get([*table], (regions.groups, text), lambda: regions.merged(table, text))
 
 
 # Grids by their ids: reading ids means waiting for the device, and a pipeline keeps its ids through all steps.

@@ -1,6 +1,6 @@
 # pyright: basic, reportArgumentType=false, reportAttributeAccessIssue=false, reportOptionalMemberAccess=false
 # pyright: reportIncompatibleMethodOverride=false, reportReturnType=false
-"""Flux's attention processors, restricted to a block table, or with positions of their own for every sample."""
+"""Flux's attention processors, made sparse, or with positions of their own for every sample."""
 
 from typing import Any
 
@@ -15,10 +15,10 @@ from diffusers.models.transformers.transformer_flux import (
 )
 from torch import Tensor
 
-from foveate.ops.block_attention import block_attention
-from foveate.ops.block_table import BlockTable
+from foveate.integrations.diffusers.borrowed import Borrowed, of_original
+from foveate.ops.joint_attention import Pattern, joint_attention
 
-__all__ = ["Borrowed", "SparseIPAdapterProcessor", "SparseProcessor"]
+__all__ = ["SparseIPAdapterProcessor", "SparseProcessor"]
 
 
 def _attention(
@@ -47,7 +47,7 @@ def _attention(
     q, k = q.to(v.dtype), k.to(v.dtype)
     if processor.table is not None:
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-        out = block_attention(q, k, v, processor.table).transpose(1, 2).flatten(2)
+        out = joint_attention(q, k, v, processor.table).transpose(1, 2).flatten(2)
     else:
         out = dispatch_attention_fn(
             q, k, v, mask, backend=processor._attention_backend, parallel_config=processor._parallel_config
@@ -68,33 +68,13 @@ def _rotated(x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
     return torch.cat(one_by_one)
 
 
-def _stock(table: BlockTable | None, rope: tuple[Tensor, Tensor] | None) -> bool:
+def _stock(table: Pattern | None, rope: tuple[Tensor, Tensor] | None) -> bool:
     """Whether there is nothing that the original cannot do."""
     return table is None and (rope is None or rope[0].ndim == 2)
 
 
-def _of_original(name: str) -> property:
-    """An attribute that is read and set on the borrowed processor."""
-    return property(lambda self: getattr(self.original, name), lambda self, value: setattr(self.original, name, value))
-
-
-class Borrowed:
-    """A processor in the place of another; what diffusers sets on it reaches the other too.
-
-    Attributes:
-        original: The processor to give back.
-        table: Who attends to whom in the current forward; None is everyone to everyone.
-    """
-
-    original: Any
-    table: BlockTable | None
-
-    _attention_backend = _of_original("_attention_backend")
-    _parallel_config = _of_original("_parallel_config")
-
-
 class SparseProcessor(Borrowed):
-    """`FluxAttnProcessor` with its attention restricted to a block table; what the original can do is left to it."""
+    """`FluxAttnProcessor` with sparse attention; what the original can do is left to it."""
 
     def __init__(self, original: FluxAttnProcessor | None = None) -> None:
         self.original = original or FluxAttnProcessor()  # diffusers makes processors anew without arguments
@@ -116,7 +96,7 @@ class SparseProcessor(Borrowed):
 
 
 class SparseIPAdapterProcessor(Borrowed, FluxIPAdapterAttnProcessor):
-    """`FluxIPAdapterAttnProcessor` with its self-attention restricted to a block table; it shares all weights."""
+    """`FluxIPAdapterAttnProcessor` with sparse self-attention; it shares all weights."""
 
     def __init__(self, original: FluxIPAdapterAttnProcessor) -> None:
         torch.nn.Module.__init__(self)
@@ -124,7 +104,7 @@ class SparseIPAdapterProcessor(Borrowed, FluxIPAdapterAttnProcessor):
         self.__dict__["original"] = original  # not as a submodule: its weights are there already
         self.table = None
 
-    scale = _of_original("scale")
+    scale = of_original("scale")
 
     def __call__(
         self,

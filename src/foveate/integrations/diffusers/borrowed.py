@@ -1,0 +1,101 @@
+# pyright: basic
+"""Attention processors in the place of others, and what they are told with every forward."""
+
+from collections.abc import Callable, Collection, Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+from foveate.ops.joint_attention import Pattern
+
+__all__ = [
+    "Borrowed",
+    "KeepTables",
+    "check_processor",
+    "give_back",
+    "of_original",
+    "outside_compiled_code",
+    "replaced",
+]
+
+outside_compiled_code = torch.compiler.disable(
+    reason="foveate reads the image grid outside compiled code; should that break a graph that must be whole, "
+    "compile the blocks instead: model.compile_repeated_blocks(fullgraph=True)"
+)
+
+
+def of_original(name: str) -> property:
+    """An attribute that is read and set on the borrowed processor."""
+    return property(lambda self: getattr(self.original, name), lambda self, value: setattr(self.original, name, value))
+
+
+class Borrowed:
+    """A processor in the place of another; what diffusers sets on it reaches the other too.
+
+    Attributes:
+        original: The processor to give back.
+        table: Who attends to whom in the current forward; None is everyone to everyone.
+    """
+
+    original: Any
+    table: Pattern | None
+
+    _attention_backend = of_original("_attention_backend")
+    _parallel_config = of_original("_parallel_config")
+
+
+def check_processor(name: str, attn: nn.Module, number: int, known: Collection[type]) -> None:
+    """Refuse to replace a processor of another type than these.
+
+    Args:
+        name: Of the layer.
+        attn: The layer.
+        number: By which `dense_layers` names it.
+        known: The types.
+    """
+    if type(attn.processor) not in known:
+        raise ValueError(
+            f"{name} has a {type(attn.processor).__name__}, which foveate does not know: "
+            f"restore the model's own processors first, or leave it dense with dense_layers={str(number)!r}"
+        )
+
+
+def replaced(attn: nn.Module) -> str:
+    """Why a layer whose processor is no longer ours is dense."""
+    return f"a {type(attn.processor).__name__} was set after apply: remove and apply again"
+
+
+def give_back(model: Any, attns: Iterable[Any]) -> None:
+    """Put the original processors back, and gradient checkpointing; a processor that someone else has set stays."""
+    if isinstance(again := getattr(model, "_gradient_checkpointing_func", None), KeepTables):
+        model._gradient_checkpointing_func = again.original
+    for attn in attns:
+        if isinstance(attn.processor, Borrowed):
+            attn.set_processor(attn.processor.original)
+
+
+class KeepTables:
+    """Gradient checkpointing that runs a block again with the tables it had, whatever forwards came in between."""
+
+    def __init__(self, original: Callable[..., Any]) -> None:
+        self.original = original
+
+    @classmethod
+    def on(cls, model: Any) -> None:
+        """Let a model that is trained with gradient checkpointing keep its tables."""
+        if torch.is_grad_enabled() and model.gradient_checkpointing:
+            again = model._gradient_checkpointing_func
+            model._gradient_checkpointing_func = again if isinstance(again, cls) else cls(again)
+
+    def __call__(self, block: nn.Module, *args: Any) -> Any:
+        """Run the block; the backward pass will run it again."""
+        processors = [getattr(module, "processor", None) for module in block.modules()]
+        tables = [(processor, processor.table) for processor in processors if isinstance(processor, Borrowed)]
+
+        def run(*args: Any) -> Any:
+            for processor, table in tables:
+                processor.table = table
+            return block(*args)
+
+        return self.original(run, *args)

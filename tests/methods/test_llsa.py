@@ -1,0 +1,94 @@
+"""Laws of LLSA; those of its attention are in ops/, those inside models in integrations/."""
+
+import pytest
+import torch
+
+from foveate.methods import LLSA, method_from_text
+from foveate.methods.method import StaysDense
+from foveate.ops.curves import grid_order
+from foveate.ops.joint_attention import joint_attention
+from foveate.ops.pyramid import automatic_levels
+
+
+@pytest.mark.parametrize("grid", [(16, 20), (9, 31), (64, 64)])
+@pytest.mark.parametrize("curve", ["morton", "hilbert"])
+def test_tokens_lie_along_the_curve_and_come_back(grid, curve):
+    plan = LLSA(curve=curve).plan((grid,), 7)
+    assert torch.equal(plan.order, grid_order(curve, *grid))
+    assert torch.equal(plan.order[plan.inverse], torch.arange(grid[0] * grid[1]))
+    assert plan.tables[0].query_tokens == 7 + grid[0] * grid[1]
+
+
+def test_a_block_of_morton_is_a_square_patch():
+    rows, columns = LLSA().plan(((32, 64),), 0).order.view(-1, 16).div(64, rounding_mode="floor"), None
+    columns = LLSA().plan(((32, 64),), 0).order.view(-1, 16) % 64
+    for places in (rows, columns):
+        assert ((places.amax(1) - places.amin(1)) == 3).all()
+
+
+def test_every_option_reaches_attention():
+    changed = {
+        "top_k": 3, "block_size": 32, "levels": 2, "enrich": 1, "reweight": False, "exclude_selected": True,
+        "log_mass": True,
+    }  # fmt: skip
+    torch.manual_seed(0)
+    q, k, v = torch.randn(3, 1, 1, 700, 32)
+    usual = {"top_k": 2, "levels": 1}
+    plans = [LLSA(**usual | {name: value}).plan(((20, 35),), 0) for name, value in changed.items()]
+    outs = [joint_attention(q, k, v, plan.tables[0]) for plan in plans]
+    base = joint_attention(q, k, v, LLSA(**usual).plan(((20, 35),), 0).tables[0])
+    same = [name for name, out in zip(changed, outs, strict=True) if torch.equal(out, base)]
+    assert same == ["enrich"]  # of one level, 1 is all
+
+
+def test_levels_are_those_of_the_rule_unless_told():
+    for side in (64, 128, 512):
+        tokens = side * side
+        levels = automatic_levels(tokens)
+        keys = 8 * 16 * levels + tokens // 16**levels
+        assert LLSA().plan(((side, side),), 0).tables[0].keys() == keys
+        assert LLSA().plan(((side, side),), 0).nominal_sparsity == 1 - keys / tokens
+    assert LLSA(levels=2).plan(((64, 64),), 0).tables[0].keys() == 2 * 128 + 16
+    with pytest.raises(ValueError, match="use levels<=2, or None"):
+        LLSA(levels=3).plan(((16, 16),), 0)
+
+
+def test_more_picks_than_blocks_are_all_blocks_and_the_title_says_so():
+    assert LLSA(top_k=20).plan(((16, 16),), 0).title == "LLSA K=20 (all 16 blocks)"
+    assert LLSA(top_k=16).plan(((16, 16),), 0).title == "LLSA K=16 (all 16 blocks)"
+    assert LLSA(top_k=15).plan(((16, 16),), 0).title == "LLSA K=15"
+    assert LLSA(top_k=20, enrich=False).plan(((16, 16),), 9).tables[0].sparsity() == 0
+
+
+def test_heads_that_it_has_no_attention_for_stay_dense():
+    LLSA().check_head_dim(32)
+    LLSA().check_head_dim(256)
+    for head_dim in (31, 257):
+        with pytest.raises(StaysDense, match=f"head_dim must be 32 to 256, not {head_dim}"):
+            LLSA().check_head_dim(head_dim)
+
+
+@pytest.mark.usefixtures("as_a_user")
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"top_k": 0}, "top_k counts blocks, 1 or more, not 0"),
+        ({"top_k": 2.5}, "top_k counts blocks, 1 or more, not 2.5"),
+        ({"block_size": 8}, "block_size must be one of 16, 32, 64, not 8"),
+        ({"levels": 5}, "levels must be 1 to 4, or None for automatic, not 5"),
+        ({"levels": 1, "enrich": 2}, "a number of levels up to 1, not 2"),
+        ({"enrich": "no"}, "enrich must be True, False, or a number of levels up to 4, not 'no'"),
+        ({"enrich": False, "log_mass": True}, "use enrich=True or log_mass=False"),
+        ({"curve": "zigzag"}, "unknown curve 'zigzag': choose one of hilbert, moore, morton"),
+        ({"min_tokens": -1}, "min_tokens must be 0 or more, not -1"),
+    ],
+)
+def test_bad_options_are_refused_with_the_value(options, message):
+    with pytest.raises(ValueError, match=message):
+        LLSA(**options)
+
+
+def test_it_is_read_from_text():
+    assert method_from_text("llsa", {"top_k": "16", "enrich": "false", "levels": "none"}) == LLSA(
+        top_k=16, enrich=False
+    )
