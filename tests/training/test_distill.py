@@ -13,12 +13,13 @@ import pytest
 import tiny
 import torch
 from accelerate.state import AcceleratorState
-from diffusers import FluxFillPipeline
+from diffusers import FluxFillPipeline, FluxTransformer2DModel
 from safetensors.torch import load_file
 from torch.utils.data import DataLoader, default_collate
 
 import foveate
 from foveate import HilbertA
+from foveate.integrations.diffusers.family import Family
 from foveate.integrations.diffusers.lora import LORA_FILE, method_of
 from foveate.integrations.diffusers.pipelines import noise_shift
 from foveate.training.distill import Distillation, distill
@@ -65,6 +66,13 @@ def test_the_sparse_model_comes_nearer_to_the_dense_one(run, pipe, pairs_folder,
     before = gap(pipe, batch)
     run("out", Recipe(method=HilbertA(tiles=4), optimizer=optimizer, rate=rate, batch=2), pipe=pipe, steps=40)
     assert gap(pipe, batch) < part * before
+
+
+def test_blocks_are_compiled_before_the_method_is_applied(run, monkeypatch):
+    seen = []
+    monkeypatch.setattr(FluxTransformer2DModel, "compile_repeated_blocks", lambda model: seen.append(Family.of(model)))
+    run("out", steps=1, compile=True)
+    assert seen == [None]
 
 
 def test_the_rate_falls_to_nothing_at_the_end(run, monkeypatch):
