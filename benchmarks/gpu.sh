@@ -31,6 +31,8 @@ log_linear() { # [8]
     "${results[@]}" --out benchmarks/results/log-linear-options
 }
 
+train() { timed $foveate bench train --compile "${results[@]}"; } # [4]
+
 flux() { # [6]
   step flux-dev 64,128,256 --compile --rounds 7
   step flux-dev 64,128 --rounds 5
@@ -78,7 +80,12 @@ ablations() { # [25]
     --only t16,t16-paper,t16-uniform,t16-rank4,t16-rank16,t16-still,t16-bare,t16-moore,t16-raster,clear
 }
 
-parts=(tests attention log_linear flux flux_options sdxl built_in quality merging distilled ablations)
+pixel_dit() { # [12]
+  timed python3 evals/pixel_dit.py --size 64 --before 500 --steps 500 --batch 16 --rate 5e-4 --average 0.99 \
+    --prompts 200 --compile --out out/pixel_dit "${commit[@]}"
+}
+
+parts=(tests attention log_linear train flux flux_options sdxl built_in quality merging distilled ablations pixel_dit)
 for part in "${@:-${parts[@]}}"; do
   [[ " ${parts[*]} " == *" $part "* ]] || { echo "unknown part $part: choose from ${parts[*]}" && exit 2; }
 done

@@ -23,7 +23,7 @@ ROOMS = {
     "training": {"ops", "methods", "integrations", "report", "files"},
     "compare": {"ops", "methods", "integrations", "report", "files"},
     "evaluate": {"ops", "methods", "integrations", "report", "files", "compare", "demo"},
-    "bench": {"kernels", "ops", "methods", "integrations", "report", "files", "compare", "demo"},
+    "bench": {"kernels", "ops", "methods", "integrations", "training", "report", "files", "compare", "demo"},
     "cli": {"ops", "methods", "integrations", "report", "files", "compare", "evaluate", "bench", "demo", "training"},
     "__init__": {"methods", "integrations"},
     "__main__": {"cli"},

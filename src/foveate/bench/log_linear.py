@@ -25,7 +25,7 @@ from foveate.ops.pyramid import check
 from foveate.report import INK
 from foveate.report import TILE_COLOURS as COLOURS
 
-__all__ = ["INPUTS", "Case", "How", "bench_log_linear", "draw_log_linear", "growth", "table_of"]
+__all__ = ["INPUTS", "Case", "How", "bench_log_linear", "draw_log_linear", "first_line", "growth", "table_of"]
 
 INPUTS = "balanced", "skewed"
 GRADIENTS_UP_TO = 2**16  # tokens: float64 takes seconds beyond
@@ -216,7 +216,7 @@ def _case(case: Case, peers: list[Contestant], wait: dict[str, float], how: How,
             _in_time(row["call_s"], how, "measured")
             calls.append(captured(call, how.device) if peer.graph else call)
         except (RuntimeError, ValueError) as error:
-            row["failed"] = _first_line(error)
+            row["failed"] = first_line(error)
         rows.append(row)
         advance()
     timed = [row for row in rows if "failed" not in row]
@@ -239,7 +239,8 @@ def _in_time(seconds: float, how: How, source: str) -> None:
         raise ValueError(f"skipped: about {seconds:.2g} s a call, {source}; more than {how.longest:g} s")
 
 
-def _first_line(error: Exception) -> str:
+def first_line(error: Exception) -> str:
+    """What a table says of what could not be measured."""
     if isinstance(error, torch.OutOfMemoryError):
         return "skipped: out of memory"
     return str(error).strip().splitlines()[0]

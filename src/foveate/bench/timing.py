@@ -38,12 +38,18 @@ def time_calls(calls: Sequence[Call], rounds: int, device: torch.device) -> list
     ]
 
 
-def peak_memory(call: Call, device: torch.device) -> int | None:
-    """Bytes that a call has allocated at most, beyond what was there before it; None where nobody counts."""
+def peak_memory(call: Call, device: torch.device, *, beyond: bool = True) -> int | None:
+    """Bytes that a call has allocated at most; None where nobody counts.
+
+    Args:
+        call: What to measure.
+        device: Where it runs.
+        beyond: Leave out what was there before.
+    """
     if device.type != "cuda":
         return None
     torch.cuda.synchronize(device)
-    before = torch.cuda.memory_allocated(device)
+    before = torch.cuda.memory_allocated(device) if beyond else 0
     torch.cuda.reset_peak_memory_stats(device)
     call()
     return torch.cuda.max_memory_allocated(device) - before

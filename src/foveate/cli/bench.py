@@ -1,4 +1,4 @@
-"""Commands that measure speed: one call of attention, block by block or log-linear, and one denoising step."""
+"""Commands that measure speed: of one call of attention, and of one step of denoising or of training."""
 
 import json
 import os
@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from foveate.cli.common import Device, Dtype, clear_errors, progress, read_method
+from foveate.cli.common import Device, Dtype, clear_errors, progress, read_method, training_device
 
 __all__ = ["app"]
 
@@ -184,6 +184,63 @@ def step(
             dtype=dtype, track=track,
         ):  # fmt: skip
             _write(path, result, commit)
+    Console().print(table_of(result))
+    print(path)
+
+
+@app.command()
+@clear_errors
+def train(
+    pixels: Annotated[str, typer.Option(help="Sides of the pictures.")] = "256,512",
+    variants: Annotated[
+        str,
+        typer.Option(
+            help="What to time: cudnn and fa2 (dense attention in cuDNN's kernel, in FlashAttention 2), dense (in "
+            "PyTorch's choice), top-k (one level, no means), llsa, llsa-2 (two levels). "
+            "[dim]default: all but dense; without a GPU dense and those of ours[/]"
+        ),
+    ] = "",
+    dit: Annotated[str, typer.Option(help="Depth and width: DiT-XS, DiT-S, DiT-B.")] = "DiT-S",
+    patch: Annotated[int, typer.Option(min=1, help="Pixels along each side of a token.")] = 1,
+    batch: Annotated[int, typer.Option(min=1, help="Pictures a step.")] = 1,
+    checkpointing: Annotated[
+        bool, typer.Option("--checkpointing", help="Gradient checkpointing: slower, much less memory.")
+    ] = False,
+    compile: Annotated[bool, typer.Option("--compile", help="Compile the blocks.")] = False,
+    longest: Annotated[float, typer.Option(min=0, help="Seconds that a step may take: slower ones are skipped.")] = 15,
+    rounds: Annotated[int, typer.Option(min=1, help="How often each is timed at most; slow ones less.")] = 7,
+    out: Out = Path("bench"),
+    device: Annotated[str, typer.Option(help="auto or cpu.")] = "auto",
+    dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16: the weights stay in float32.")] = "auto",
+    commit: Commit = "",
+) -> None:
+    """Time one training step of a pixel model with random weights, with dense and with log-linear attention.
+
+    It is the step of [bold]foveate train[/]: forward, loss, backward, clipping, AdamW and the average of the weights.
+
+    foveate bench train --compile                                         # a GPU: about 4 minutes
+
+    foveate bench train --pixels 128 --batch 16 --variants cudnn,llsa     # as in the paper's ablation
+
+    foveate bench train --pixels 32,64 --dit DiT-XS                       # a CPU
+    """
+    where = training_device(device)
+    import torch
+
+    from foveate.bench.train import How, bench_train, draw_train, table_of, usual_variants
+    from foveate.files import write_whole
+    from foveate.integrations.diffusers.pipelines import choose_dtype
+    from foveate.report import figure_png
+
+    place = torch.device(where)
+    precision = str(choose_dtype(dtype, place)).removeprefix("torch.")
+    how = How(place, precision, dit, patch, batch, compile, checkpointing, longest, rounds)
+    names = variants.split(",") if variants else usual_variants(place)
+    path, result = out / f"train-{place.type}.json", {"rows": []}
+    with progress() as track:
+        for result in bench_train(_numbers(pixels), names, how, track):
+            _write(path, result, commit)
+            write_whole(path.with_suffix(".png"), figure_png(draw_train(result)))
     Console().print(table_of(result))
     print(path)
 

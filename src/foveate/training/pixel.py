@@ -16,18 +16,20 @@ from accelerate import Accelerator
 from accelerate.utils import DataLoaderConfiguration
 from diffusers.training_utils import EMAModel
 from diffusers.utils import SAFETENSORS_WEIGHTS_NAME
+from jaxtyping import Float
 from safetensors.torch import save
-from torch import Tensor
+from torch import Tensor, nn
 
 from foveate.files import write_whole
 from foveate.integrations.diffusers.pipelines import Request, draw
+from foveate.integrations.diffusers.pixel_dit import PixelDiT
 from foveate.integrations.diffusers.pixel_pipeline import PixelPipeline
 from foveate.report import draw_sheet, figure_png
 from foveate.training.pictures import NoisyPicture, NoisyPictures, Pictures
 from foveate.training.run import Run, Stretch, shares
 from foveate.training.trained import Trained, whole
 
-__all__ = ["PixelRecipe", "PixelTraining", "Stage", "train"]
+__all__ = ["MIXED", "PixelRecipe", "PixelTraining", "Stage", "prepare", "train", "velocity_loss"]
 
 MIXED = {"float32": "no", "bfloat16": "bf16"}
 
@@ -140,6 +142,37 @@ def _check(pipeline: PixelPipeline, pictures: Pictures, stages: Sequence[Stage],
         pictures.picture(0, stage.size)
 
 
+def prepare(
+    model: PixelDiT, recipe: PixelRecipe, accelerator: Accelerator, checkpointing: bool, compile: bool
+) -> tuple[nn.Module, Trained]:
+    """The model as the accelerator runs it, and its weights with their optimizer and average.
+
+    Args:
+        model: Becomes the one that is trained.
+        recipe: How it learns.
+        accelerator: Shares the work among devices.
+        checkpointing: Run blocks again in the backward pass.
+        compile: Compile the blocks.
+    """
+    model.train()
+    if checkpointing:
+        model.enable_gradient_checkpointing()
+    if compile:
+        model.compile_repeated_blocks(dynamic=False)
+    optimizer = torch.optim.AdamW(model.parameters(), recipe.rate, weight_decay=recipe.weight_decay)
+    prepared, optimizer = accelerator.prepare(model, optimizer)
+    weights = list(prepared.parameters())
+    return prepared, Trained(weights, optimizer, EMAModel(weights, decay=recipe.average))
+
+
+def velocity_loss(
+    model: nn.Module, batch: NoisyPicture, text: Float[Tensor, "batch words text_dim"] | None = None
+) -> Float[Tensor, ""]:
+    """Mean squared error of the velocity."""
+    velocity = model(batch.pixels, 1000 * batch.level, text, return_dict=False)[0]
+    return F.mse_loss(velocity.float(), batch.velocity)
+
+
 class Seen(NamedTuple):
     """What stages a run has seen, as a part of its checkpoints: it is gone on with by those and more."""
 
@@ -197,18 +230,11 @@ class PixelTraining(Run):
     ):
         self.pipeline, self.pictures, self.stages, self.recipe = pipeline, pictures, tuple(stages), recipe
         self.captions, self.at_once = captions, at_once
-        model = copy.deepcopy(pipeline.transformer).train()
-        if checkpointing:
-            model.enable_gradient_checkpointing()
-        if compile:
-            model.compile_repeated_blocks(dynamic=False)
+        model = copy.deepcopy(pipeline.transformer)
         pipeline.to(accelerator.device).set_progress_bar_config(disable=True)
         config = {name: value for name, value in model.config.items() if not name.startswith("_")}
         settings = {"recipe": repr(recipe), "model": repr(config), "pictures": pictures.checksum}
-        optimizer = torch.optim.AdamW(model.parameters(), recipe.rate, weight_decay=recipe.weight_decay)
-        model, optimizer = accelerator.prepare(model, optimizer)
-        weights = list(model.parameters())
-        trained = Trained(weights, optimizer, EMAModel(weights, decay=recipe.average))
+        model, trained = prepare(model, recipe, accelerator, checkpointing, compile)
         super().__init__(out, accelerator, model, trained, settings)
 
     def parts(self) -> dict[str, Any]:
@@ -235,8 +261,7 @@ class PixelTraining(Run):
         if self.pipeline.text_encoder:
             with torch.no_grad():
                 text = self.pipeline.text_encoder(batch.words).last_hidden_state
-        velocity = self.model(batch.pixels, 1000 * batch.level, text, return_dict=False)[0]
-        return F.mse_loss(velocity.float(), batch.velocity)
+        return velocity_loss(self.model, batch, text)
 
     def rate(self, done: float) -> float:
         """Constant."""

@@ -8,6 +8,7 @@ import os
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,7 +22,7 @@ from foveate.report import draw_losses, figure_png
 from foveate.training.checkpoints import resume, write_checkpoint
 from foveate.training.trained import Trained
 
-__all__ = ["Run", "Stretch", "shares"]
+__all__ = ["Run", "Stretch", "learn", "shares"]
 
 WORKERS = min(4, os.cpu_count() or 1)  # processes that read pictures and add noise while a GPU computes
 
@@ -55,6 +56,23 @@ def shares(batch: int, devices: int, at_once: int) -> tuple[int, int]:
             f"(devices x --at-once): use --batch {max(1, round(batch / together)) * together}"
         )
     return at_once, batch // together
+
+
+def learn(accelerator: Accelerator, model: nn.Module, trained: Trained, loss: Callable[[], Tensor]) -> Tensor:
+    """The loss, from which the weights have learned: its gradients are clipped at 1 and the average follows.
+
+    While the accelerator accumulates gradients, weights and average wait for the last of them.
+    """
+    with accelerator.accumulate(model):
+        value = loss()
+        accelerator.backward(value)
+        if accelerator.sync_gradients:
+            accelerator.clip_grad_norm_(trained.weights, 1.0)
+        trained.optimizer.step()
+        trained.optimizer.zero_grad()
+    if accelerator.sync_gradients:
+        trained.follow()
+    return value.detach()
 
 
 class Run(ABC):
@@ -155,16 +173,8 @@ class Run(ABC):
             for batch in self.accelerator.prepare(loader):
                 for group in self.trained.optimizer.param_groups:
                     group["lr"] = self.rate(self.step / steps)
-                with self.accelerator.accumulate(self.model):
-                    loss = self.loss(batch)
-                    self.accelerator.backward(loss)
-                    losses.append(loss.detach())
-                    if self.accelerator.sync_gradients:
-                        self.accelerator.clip_grad_norm_(self.trained.weights, 1.0)
-                    self.trained.optimizer.step()
-                    self.trained.optimizer.zero_grad()
+                losses.append(learn(self.accelerator, self.model, self.trained, partial(self.loss, batch)))
                 if self.accelerator.sync_gradients:
-                    self.trained.follow()
                     self.step += 1
                     yield self.accelerator.reduce(torch.stack(losses).mean(), "mean").item()
                     losses = []
