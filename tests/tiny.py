@@ -2,11 +2,14 @@
 
 import torch
 from diffusers import (
+    AutoencoderKL,
+    DDIMScheduler,
     DiTTransformer2DModel,
     FluxPipeline,
     FluxTransformer2DModel,
     PixArtTransformer2DModel,
     SD3Transformer2DModel,
+    StableDiffusionPipeline,
     UNet2DConditionModel,
 )
 
@@ -63,17 +66,45 @@ def residuals(x, *counts, dim=32):
     return {name: [torch.randn(shape, dtype=dtype) for _ in range(n)] for name, n in zip(names, counts, strict=True)}
 
 
-def unet(dtype=torch.float64):
+def unet(dtype=torch.float64, **config):
     """SDXL's layout: two sections with blocks of different resolution, and the middle."""
     torch.manual_seed(0)
-    model = UNet2DConditionModel(
-        sample_size=16, block_out_channels=(8, 16), layers_per_block=1, norm_num_groups=4, cross_attention_dim=16,
-        down_block_types=("CrossAttnDownBlock2D", "CrossAttnDownBlock2D"),
-        up_block_types=("CrossAttnUpBlock2D", "CrossAttnUpBlock2D"),
-        attention_head_dim=(2, 4), transformer_layers_per_block=(1, 2), use_linear_projection=True,
-        addition_embed_type="text_time", addition_time_embed_dim=8, projection_class_embeddings_input_dim=80,
+    usual = {
+        "sample_size": 16, "block_out_channels": (8, 16), "layers_per_block": 1, "norm_num_groups": 4,
+        "down_block_types": ("CrossAttnDownBlock2D", "CrossAttnDownBlock2D"), "cross_attention_dim": 16,
+        "up_block_types": ("CrossAttnUpBlock2D", "CrossAttnUpBlock2D"),
+        "attention_head_dim": (2, 4), "transformer_layers_per_block": (1, 2), "use_linear_projection": True,
+        "addition_embed_type": "text_time", "addition_time_embed_dim": 8, "projection_class_embeddings_input_dim": 80,
+    }  # fmt: skip
+    return UNet2DConditionModel(**usual | config).to(dtype).eval()
+
+
+def sd15(dtype=torch.float64, **config):
+    """SD 1.5's layout: convolutions around the blocks, one block each, the middle behind a section without any."""
+    usual = {
+        "block_out_channels": (8, 16, 16), "attention_head_dim": 2, "transformer_layers_per_block": 1,
+        "down_block_types": ("CrossAttnDownBlock2D", "CrossAttnDownBlock2D", "DownBlock2D"),
+        "up_block_types": ("UpBlock2D", "CrossAttnUpBlock2D", "CrossAttnUpBlock2D"),
+        "use_linear_projection": False, "addition_embed_type": None,
+    }  # fmt: skip
+    return unet(dtype, **usual | config)
+
+
+def stable_diffusion():
+    """Stable Diffusion 1.5's parts on FLUX's text encoder, in float32."""
+    flux = pipeline()
+    torch.manual_seed(0)
+    unet = UNet2DConditionModel(
+        sample_size=16, block_out_channels=(8, 16), layers_per_block=1, norm_num_groups=4,
+        cross_attention_dim=flux.text_encoder.config.hidden_size, attention_head_dim=2,
+        down_block_types=("CrossAttnDownBlock2D", "DownBlock2D"), up_block_types=("UpBlock2D", "CrossAttnUpBlock2D"),
     )  # fmt: skip
-    return model.to(dtype).eval()
+    vae = AutoencoderKL(block_out_channels=(8,), norm_num_groups=4, latent_channels=4)
+    scheduler = DDIMScheduler(steps_offset=1, clip_sample=False)
+    parts = unet, scheduler, None, None
+    pipe = StableDiffusionPipeline(vae, flux.text_encoder, flux.tokenizer, *parts, requires_safety_checker=False)
+    pipe.set_progress_bar_config(disable=True)
+    return pipe
 
 
 def unet_inputs(height=16, width=16, batch=1, dtype=torch.float64):

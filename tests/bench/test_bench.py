@@ -148,18 +148,19 @@ def test_a_step_of_log_linear_attention_is_checked_and_timed():
 @pytest.mark.usefixtures("_tiny_models")
 def test_a_unet_is_timed_with_guidance_and_judged_by_reconstruction():
     *_, result = step.bench_step([8], model="sdxl", text=5, rounds=1, device="cpu")
-    dense, *rows, again = result["rows"]
-    assert (dense["variant"], again["variant"]) == ("dense", "dense, again")
+    dense, todo, *rows, again = result["rows"]
+    assert [row["variant"] for row in (dense, todo, again)] == ["dense", "ToDo f=2", "dense, again"]
     assert [row["variant"] for row in rows] == [
         *("ToMA keep=0.75", "ToMA keep=0.5", "ToMA keep=0.25", "ToMeSD keep=0.5", "ToFu keep=0.5")
     ]
     for row in rows:
         assert row["batch"] == 2
         assert row["all_kept_error"] < 1e-4
+        assert row["one_tile_error"] < 1e-4
         assert 0 < row["reconstruction_smooth"] < row["reconstruction_random"] < 1
-    assert "attention_share" not in dense
-    assert "reconstruction_smooth" not in dense
-    assert step.table_of(result).row_count == 7
+    assert not {"attention_share", "reconstruction_smooth"} & {*dense, *todo}
+    assert todo["speed_up"] == pytest.approx(dense["step_s"] / todo["step_s"])
+    assert step.table_of(result).row_count == 8
 
 
 def test_sdxl_has_the_size_of_sdxl():
@@ -306,8 +307,8 @@ def test_cases_that_were_measured_outlive_an_interruption(tmp_path, monkeypatch)
         (["--method", "toma:keep=1.0"], "ToMA keep=1 stays dense at 64 x 64 tokens: keep=1.0 is the dense model"),
         (["--sides", "16", "--method", "hilberta"], "HilbertA T=auto stays dense at 16 x 16 tokens: 16 x 16 image"),
         (
-            ["--model", "sdxl", "--sides", "8", "--method", "todo"],
-            "takes one method of token merging and nothing else",
+            ["--model", "sdxl", "--sides", "8", "--method", "hilberta+toma"],
+            "takes one method of token merging or of sparse attention and nothing else",
         ),
     ],
 )

@@ -6,13 +6,7 @@ import copy
 import pytest
 import tiny
 import torch
-from diffusers import (
-    AutoencoderKL,
-    DDIMScheduler,
-    StableDiffusionPipeline,
-    Transformer2DModel,
-    UNet2DConditionModel,
-)
+from diffusers import Transformer2DModel
 from diffusers.models.attention import BasicTransformerBlock, JointTransformerBlock
 
 import foveate
@@ -21,7 +15,7 @@ from foveate.compare import compare
 from foveate.integrations.diffusers.blocks import CONTROL
 from foveate.integrations.diffusers.merging import Site
 from foveate.integrations.diffusers.pipelines import Request
-from foveate.methods import ToMeSD
+from foveate.methods import Together, ToMeSD
 from foveate.ops.merging import Merge
 
 # every hook at work, and nothing is lost
@@ -267,7 +261,7 @@ def test_what_cannot_be_merged_says_so():
                 model(**copy.copy(x), **extra)
             assert says in run.summary().layers[0].why
     for methods, says in (
-        ((HilbertA(),), "takes one method of token merging"),
+        ((HilbertA(), ToMA()), "takes one method of token merging or of sparse attention"),
         ((ToMA(dense_layers="99"),), "layer 99"),
         ((ToMA(skip=9),), "skip fewer"),
     ):
@@ -280,20 +274,7 @@ def test_what_cannot_be_merged_says_so():
 
 @pytest.fixture(scope="module")
 def stable_diffusion():
-    """Stable Diffusion 1.5's parts, tiny, on FLUX's tiny text encoder."""
-    flux = tiny.pipeline()
-    torch.manual_seed(0)
-    unet = UNet2DConditionModel(
-        sample_size=16, block_out_channels=(8, 16), layers_per_block=1, norm_num_groups=4,
-        cross_attention_dim=flux.text_encoder.config.hidden_size, attention_head_dim=2,
-        down_block_types=("CrossAttnDownBlock2D", "DownBlock2D"), up_block_types=("UpBlock2D", "CrossAttnUpBlock2D"),
-    )  # fmt: skip
-    vae = AutoencoderKL(block_out_channels=(8,), norm_num_groups=4, latent_channels=4)
-    scheduler = DDIMScheduler(steps_offset=1, clip_sample=False)
-    parts = unet, scheduler, None, None
-    pipe = StableDiffusionPipeline(vae, flux.text_encoder, flux.tokenizer, *parts, requires_safety_checker=False)
-    pipe.set_progress_bar_config(disable=True)
-    return pipe
+    return tiny.stable_diffusion()
 
 
 def test_a_pipeline_with_batched_guidance_shares_plans_between_the_pair(stable_diffusion, monkeypatch):
@@ -315,12 +296,10 @@ def test_a_pipeline_with_batched_guidance_shares_plans_between_the_pair(stable_d
 
 
 def test_compare_leaves_out_what_a_unet_cannot_take(stable_diffusion, tmp_path):
-    request = Request("a cat", (16, 16), 2, None, 0)
+    request, both = Request("a cat", (16, 16), 2, None, 0), Together((HilbertA(tiles=2), ToMA()))
     with torch.enable_grad():
-        page = compare(
-            stable_diffusion, request, [HilbertA(tiles=2), ToMA(tile=(4, 4))], tmp_path, settings={}, rounds=1
-        )
-    assert "HilbertA T=2 is left out: UNet2DConditionModel takes one method of token merging" in page.read_text()
+        page = compare(stable_diffusion, request, [both, ToMA(tile=(4, 4))], tmp_path, settings={}, rounds=1)
+    assert "ToMA keep=0.5 is left out: UNet2DConditionModel takes one method of token merging" in page.read_text()
     assert {path.name for path in tmp_path.glob("*.png")} == {"dense.png", "toma-keep-0-5-tile-4-4.png"}
     with pytest.raises(ValueError, match="takes one method of token merging"):
-        compare(stable_diffusion, request, [HilbertA(tiles=2)], tmp_path, settings={})
+        compare(stable_diffusion, request, [both], tmp_path, settings={})

@@ -74,6 +74,32 @@ with foveate.apply(model, toma):
 near(model(**copy.copy(steps[0]))[0], dense[0])
 """
 
+SPARSE_UNET = """
+import copy
+wide = dict(dtype=torch.float32, attention_head_dim=2)
+sdxl = tiny.unet(block_out_channels=(64, 64), transformer_layers_per_block=(1, 6), **wide)
+sd15 = tiny.sd15(block_out_channels=(64, 128, 128), **wide)
+todo = foveate.methods.ToDo()
+inputs = [tiny.unet_inputs(*size, dtype=torch.float32) for size in ((32, 32), (24, 40), (40, 24), (36, 28))]
+call = lambda x: model(**copy.copy(x))[0]
+methods = foveate.HilbertA(tiles=4), todo, foveate.LLSA(top_k=2, min_tokens=0), foveate.HilbertA(dense_layers="0")
+for model in sdxl, sd15:
+    dense = [call(x) for x in inputs]
+    wanted = []
+    for method in methods:
+        with foveate.apply(model, method):
+            wanted.append([call(x) for x in inputs])
+    model.compile_repeated_blocks(fullgraph=True, backend="eager")
+    near(call(inputs[0]), dense[0])
+    for method, sparse in zip(methods, wanted, strict=True):
+        with foveate.apply(model, method):
+            counters.clear()
+            for x, want in zip(inputs, sparse, strict=True):
+                near(call(x), want)
+            assert graphs() <= 5, (method, graphs())  # with dense sections, and sizes that change
+    near(call(inputs[1]), dense[1])
+"""
+
 LLSA = """
 wide = dict(dtype=torch.float32, attention_head_dim=32, num_attention_heads=2)
 model = tiny.flux(layers=1, single_layers=10, axes_dims_rope=(8, 12, 12), **wide)
@@ -166,6 +192,7 @@ assert graphs() == before + 1, (before, graphs())
         REGIONAL_AFTER,
         MERGED,
         UNET,
+        SPARSE_UNET,
         LLSA,
         WHOLE.format(compile='compiled = model; model.compile(backend="eager")'),
         WHOLE.format(compile='compiled = torch.compile(model, backend="eager")'),
@@ -173,8 +200,8 @@ assert graphs() == before + 1, (before, graphs())
         pytest.param(TABLES, marks=pytest.mark.gpu),
     ],
     ids=[
-        *("blocks before apply", "blocks after apply", "merged", "unet", "llsa", "model.compile", "torch.compile"),
-        *("inductor", "any table"),
+        *("blocks before apply", "blocks after apply", "merged", "unet", "sparse unet", "llsa"),
+        *("model.compile", "torch.compile", "inductor", "any table"),
     ],
 )
 def test_compiled_models_run_sparse_without_breaks_or_a_graph_per_layer(script):

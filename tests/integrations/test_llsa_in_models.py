@@ -282,5 +282,3 @@ def test_other_methods_beside_it_are_refused():
         foveate.apply(flux, LLSA(), HilbertA())
     with pytest.raises(ValueError, match=r"one method of token merging or of sparse attention .*, not LLSA \+ ToMA"):
         foveate.apply(sd3, LLSA(), ToMA())
-    with pytest.raises(ValueError, match="takes one method of token merging and nothing else so far, not LLSA"):
-        foveate.apply(tiny.unet(), LLSA())

@@ -16,7 +16,7 @@ from diffusers import (
 from torch import nn
 
 from foveate.demo.untrained import untrained_pipeline
-from foveate.methods import HilbertA, Method, ToFu, Together, ToMA, ToMeSD
+from foveate.methods import HilbertA, Method, ToDo, ToFu, Together, ToMA, ToMeSD
 
 __all__ = ["MODELS", "Model"]
 
@@ -118,7 +118,7 @@ FLUX = (
     *(HilbertA(tiles=1), HilbertA(tiles=4), HilbertA(tiles=16)),
     *(ToMA(keep=0.5), ToMA(keep=0.25), Together((HilbertA(tiles=16), ToMA(keep=0.5)))),
 )
-SDXL = *(ToMA(keep=keep) for keep in (0.75, 0.5, 0.25)), ToMeSD(keep=0.5), ToFu(keep=0.5)
+SDXL = *(ToMA(keep=keep) for keep in (0.75, 0.5, 0.25)), ToMeSD(keep=0.5), ToFu(keep=0.5), ToDo()
 
 MODELS = {
     "built-in": Model(_built_in, _flux_step, 512, FLUX),

@@ -172,8 +172,7 @@ def _check(pipe: Any, step: dict[str, Any], ways: Sequence[Way], size: str) -> d
     Raises:
         ValueError: If one is too large, or what is to be timed does not work.
     """
-    exact: dict[str, Method] = {"one_tile_error": ONE_TILE} if _is_flux(pipe) else {}
-    exact |= {"all_kept_error": ALL_KEPT}
+    exact: dict[str, Method] = {"one_tile_error": ONE_TILE, "all_kept_error": ALL_KEPT}
     exact |= {"every_block_error": EVERY_BLOCK} if any(isinstance(p, LLSA) for way in ways for p in way.parts) else {}
     errors = {name: _difference(pipe, step, method) for name, method in exact.items()}
     for name, error in errors.items():

@@ -145,7 +145,7 @@ def step(
         typer.Option(
             help="What to time besides dense: hilberta, with options toma:keep=0.25,dst_every=20, several at once "
             "hilberta:tiles=16+toma. Repeat it for more. "
-            "[dim]default: HilbertA and ToMA; of sdxl ToMA, ToMeSD and ToFu[/]"
+            "[dim]default: HilbertA and ToMA; of sdxl ToMA, ToMeSD, ToFu and ToDo[/]"
         ),
     ] = None,
     compile: Annotated[bool, typer.Option("--compile", help="Compile the repeated blocks.")] = False,

@@ -30,10 +30,12 @@ FAMILIES = {
 }
 """Which class serves which diffusers model, both by name: nothing is imported before it is needed."""
 
-SPARSE = dict.fromkeys(
-    ("SD3Transformer2DModel", "PixArtTransformer2DModel", "DiTTransformer2DModel"),
-    "foveate.integrations.diffusers.sparse_blocks:SparseBlocks",
-)
+SPARSE = {
+    "UNet2DConditionModel": "foveate.integrations.diffusers.sparse_blocks:SparseUNet",
+    "SD3Transformer2DModel": "foveate.integrations.diffusers.sparse_blocks:SparseBlocks",
+    "PixArtTransformer2DModel": "foveate.integrations.diffusers.sparse_blocks:SparseBlocks",
+    "DiTTransformer2DModel": "foveate.integrations.diffusers.sparse_blocks:SparseBlocks",
+}
 """The same for models that another class serves where a method of sparse attention is applied."""
 
 DENOISERS = ("transformer", "transformer_2", "unet")

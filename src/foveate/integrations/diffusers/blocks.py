@@ -27,7 +27,7 @@ from foveate.methods import Method
 from foveate.methods.method import StaysDense, TokenMerging
 from foveate.ops.merging import Regions
 
-__all__ = ["SD3", "DiT", "PixArt", "UNet"]
+__all__ = ["SD3", "DiT", "PixArt", "UNet", "stacks_of"]
 
 CONTROL = "block_controlnet_hidden_states"
 
@@ -77,10 +77,9 @@ class Blocks(Family):
     def __init__(self, model: nn.Module, methods: tuple[Method, ...], pipeline: Any) -> None:
         if len(methods) != 1 or not isinstance(methods[0], TokenMerging):
             given = " + ".join(type(method).__name__ for method in methods)
-            or_sparse = "" if isinstance(model, UNet2DConditionModel) else " or of sparse attention"
             raise ValueError(
-                f"{type(model).__name__} takes one method of token merging{or_sparse} and nothing else so far, "
-                f"not {given}"
+                f"{type(model).__name__} takes one method of token merging or of sparse attention and nothing else so "
+                f"far, not {given}"
             )
         super().__init__(model, methods, pipeline)
         self.merging = methods[0]
@@ -245,33 +244,35 @@ class Blocks(Family):
             self.shown = self.ran
 
 
+def stacks_of(model: UNet2DConditionModel) -> Iterator[list[tuple[str, Transformer2DModel]]]:
+    """The stacks of blocks of each section of a UNet, by their names, in running order."""
+    sections = [(f"down_blocks.{i}", block) for i, block in enumerate(model.down_blocks)]
+    sections += [("mid_block", model.mid_block)] if model.mid_block is not None else []
+    sections += [(f"up_blocks.{i}", block) for i, block in enumerate(model.up_blocks)]
+    for name, section in sections:
+        yield [
+            (f"{name}.attentions.{i}", stack)
+            for i, stack in enumerate(getattr(section, "attentions", None) or [])
+            if isinstance(stack, Transformer2DModel)
+            and all(isinstance(block, BasicTransformerBlock) for block in stack.transformer_blocks)
+        ]
+
+
 class UNet(Blocks):
     """SD 1.5, SD 2.1, SDXL. Blocks of one section and resolution share a plan, made from what the first is given."""
 
     def borrow(self) -> Iterator[Layer]:
         """Every block of every `Transformer2DModel`, in running order."""
-        model: UNet2DConditionModel = self.model
-        sections = [(f"down_blocks.{i}", block) for i, block in enumerate(model.down_blocks)]
-        sections += [("mid_block", model.mid_block)] if model.mid_block is not None else []
-        sections += [(f"up_blocks.{i}", block) for i, block in enumerate(model.up_blocks)]
-        for name, section in sections:
-            stacks = [
-                (f"{name}.attentions.{i}", stack)
-                for i, stack in enumerate(getattr(section, "attentions", None) or [])
-                if isinstance(stack, Transformer2DModel)
-                and all(isinstance(block, BasicTransformerBlock) for block in stack.transformer_blocks)
-            ]
-            if not stacks:
-                continue
+        for section in stacks_of(self.model):
             sites: list[Site] = []
-            for stack_name, stack in stacks:
+            for name, stack in section:
                 stage = Stage(self, 1, sites)
                 self.stages.append(stage)
                 stage.on(stack)
                 blocks = stack.transformer_blocks
                 stage.before(blocks[0])
                 stage.behind(blocks[-1])
-                yield from self.stacked(f"{stack_name}.transformer_blocks", stage, blocks)
+                yield from self.stacked(f"{name}.transformer_blocks", stage, blocks)
 
     def skip(self, blocks: int) -> int:
         """None: the sections differ too much for a rule."""

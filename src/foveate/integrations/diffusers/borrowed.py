@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from foveate.integrations.diffusers.order import Reorder
 from foveate.ops.joint_attention import Pattern
 
 __all__ = [
@@ -76,26 +77,34 @@ def give_back(model: Any, attns: Iterable[Any]) -> None:
 
 
 class KeepTables:
-    """Gradient checkpointing that runs a block again with the tables it had, whatever forwards came in between."""
+    """Gradient checkpointing that runs a block again as it ran, whatever forwards came in between.
 
-    def __init__(self, original: Callable[..., Any]) -> None:
-        self.original = original
+    Args:
+        original: What it takes the place of.
+        reorder: Of the blocks; None if tokens are put in order outside of them.
+    """
+
+    def __init__(self, original: Callable[..., Any], reorder: Reorder | None = None) -> None:
+        self.original, self.reorder = original, reorder
 
     @classmethod
-    def on(cls, model: Any) -> None:
-        """Let a model that is trained with gradient checkpointing keep its tables."""
+    def on(cls, model: Any, reorder: Reorder | None = None) -> None:
+        """Let a model that is trained with gradient checkpointing keep its tables, and its order."""
         if torch.is_grad_enabled() and model.gradient_checkpointing:
             again = model._gradient_checkpointing_func
-            model._gradient_checkpointing_func = again if isinstance(again, cls) else cls(again)
+            model._gradient_checkpointing_func = again if isinstance(again, cls) else cls(again, reorder)
 
     def __call__(self, block: nn.Module, *args: Any) -> Any:
         """Run the block; the backward pass will run it again."""
         processors = [getattr(module, "processor", None) for module in block.modules()]
         tables = [(processor, processor.table) for processor in processors if isinstance(processor, Borrowed)]
+        way = self.reorder and self.reorder.way
 
         def run(*args: Any) -> Any:
             for processor, table in tables:
                 processor.table = table
+            if self.reorder:
+                self.reorder.way = way
             return block(*args)
 
         return self.original(run, *args)

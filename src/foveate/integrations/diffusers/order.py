@@ -2,6 +2,7 @@
 """Tokens in the order of a method between two places of a model, and in raster order outside of them."""
 
 import inspect
+from functools import cache
 from typing import Any
 
 import torch
@@ -21,9 +22,14 @@ def along(order: Tensor, x: Tensor, dim: int = 1) -> Tensor:
 
 def by_name(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
     """All arguments of a forward by their names, in the order of its signature."""
-    names = list(inspect.signature(type(model).forward).parameters)[1:]
+    names = _arguments(type(model))
     given = dict(zip(names, args, strict=False)) | kwargs
     return {name: given[name] for name in names if name in given} | given
+
+
+@cache
+def _arguments(model: type[nn.Module]) -> list[str]:
+    return list(inspect.signature(model.forward).parameters)[1:]
 
 
 class Reorder:

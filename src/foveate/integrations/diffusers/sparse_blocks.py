@@ -1,12 +1,14 @@
 # pyright: basic, reportArgumentType=false, reportAttributeAccessIssue=false, reportOptionalMemberAccess=false
 # pyright: reportIncompatibleMethodOverride=false, reportOptionalSubscript=false, reportOptionalCall=false
 # pyright: reportCallIssue=false
-"""Sparse attention in transformers of stacked blocks: SD3, PixArt, DiT.
+"""Sparse attention in models of stacked transformer blocks: SD3, PixArt, DiT, and UNets (SD 1.5, SDXL).
 
-Image tokens are put in the order of the method behind the position embedding, and back behind the last norm. Layers
-with the method get a processor of ours and with every forward the table of their phase; dense layers keep theirs.
+A section is a stack of blocks over one grid: all of a transformer, each `Transformer2DModel` of a UNet. Where they
+enter it, image tokens are put in the order of the method, and back where they leave it. Layers with the method get a
+processor of ours and with every forward the table of their phase; dense layers keep theirs.
 """
 
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -14,7 +16,7 @@ from diffusers.models.attention import JointTransformerBlock
 from diffusers.models.attention_processor import Attention, AttnProcessor2_0, JointAttnProcessor2_0
 from torch import Tensor, nn
 
-from foveate.integrations.diffusers.blocks import CONTROL
+from foveate.integrations.diffusers.blocks import CONTROL, stacks_of
 from foveate.integrations.diffusers.borrowed import (
     Borrowed,
     KeepTables,
@@ -30,7 +32,7 @@ from foveate.methods import Method
 from foveate.methods.method import AttentionPlan, StaysDense
 from foveate.ops.joint_attention import backend_of, joint_attention
 
-__all__ = ["SparseBlocks"]
+__all__ = ["SparseBlocks", "SparseUNet"]
 
 KNOWN = AttnProcessor2_0, JointAttnProcessor2_0
 
@@ -38,7 +40,9 @@ KNOWN = AttnProcessor2_0, JointAttnProcessor2_0
 class SparseProcessor(Borrowed):
     """The original with sparse attention, over [text | image] where a text is given; without a table the original."""
 
-    def __init__(self, original: Any) -> None:
+    def __init__(self, original: Any = None) -> None:
+        if original is None:  # diffusers makes all processors anew when an IP-Adapter comes or goes
+            raise ValueError("an IP-Adapter cannot come or go under sparse attention: call foveate.remove(...) first")
         self.original, self.table = original, None
 
     def __call__(
@@ -77,7 +81,7 @@ class Layer(NamedTuple):
     Attributes:
         name: Its name in the model.
         attn: The layer.
-        number: Of its block.
+        number: Of its block, counted through the whole model.
         joint: Whether text and image attend to each other in it.
         processor: Ours; None if it is dense by the method's own wish.
     """
@@ -90,7 +94,7 @@ class Layer(NamedTuple):
 
 
 class Ran(NamedTuple):
-    """What the last forward did.
+    """What a section did in a forward.
 
     Attributes:
         plans: For layers of the image alone, and for those of text and image; None if it was dense.
@@ -104,58 +108,32 @@ class Ran(NamedTuple):
     dtype: torch.dtype = torch.float32
 
 
-class SparseBlocks(Family):
-    """One SD3, PixArt or DiT transformer with sparse attention in it."""
+class Section(Reorder):
+    """A stack of blocks over one grid.
 
-    hooks_inside = True
+    Args:
+        family: Whose method it has.
+        holder: Reads the map [batch, channels, height, width] as `hidden_states`.
+        layers: Its attention.
+    """
 
-    def __init__(self, model: nn.Module, methods: tuple[Method, ...], pipeline: Any) -> None:
-        super().__init__(model, methods, pipeline)
-        (self.sparse,) = methods
-        self.layers = self._borrow()
+    def __init__(self, family: "SparseBlocks", holder: nn.Module, layers: list[Layer]) -> None:
+        super().__init__()
+        self.family, self.holder, self.layers = family, holder, layers
         self.ran = self.shown = Ran()
-        self.reorder = Reorder()
-        self.reorder.between(model.pos_embed, model.norm_out)
-        self._hooks = [
-            model.register_forward_pre_hook(self.enter, with_kwargs=True),
-            *self.reorder.handles,
-        ]
-
-    def _borrow(self) -> list[Layer]:
-        blocks = self.model.transformer_blocks
-        self.check_layers(len(blocks))
-        found = [
-            (f"transformer_blocks.{i}.{name}", getattr(block, name), i, name == "attn")
-            for i, block in enumerate(blocks)
-            for name in (("attn", "attn2") if isinstance(block, JointTransformerBlock) else ("attn1",))
-            if getattr(block, name) is not None
-        ]
-        dense = self.sparse.dense_layer_set()
-        for name, attn, number, _ in found:
-            if number not in dense:
-                check_processor(name, attn, number, KNOWN)
-        layers = [Layer(*layer, None if layer[2] in dense else SparseProcessor(layer[1].processor)) for layer in found]
+        self.handles.append(holder.register_forward_pre_hook(self.enter, with_kwargs=True))
         for layer in layers:
             if layer.processor:
                 layer.attn.set_processor(layer.processor)
-        return layers
 
     def remove(self) -> None:
-        """Give the model back: a processor that someone else has set since stays."""
-        for hook in self._hooks:
-            hook.remove()
-        give_back(self.model, (layer.attn for layer in self.layers))
+        """Give the blocks back: a processor that someone else has set since stays."""
+        for handle in self.handles:
+            handle.remove()
+        give_back(self.holder, (layer.attn for layer in self.layers))
 
-    @property
-    def plan(self) -> AttentionPlan | None:
-        """What the method decided for the last forward; None if it was dense."""
-        return self.ran.plans and self.ran.plans[True]
-
-    def report(self) -> list[LayerReport]:
-        """One row for each attention layer."""
-        return [self._report(layer) for layer in self.layers]
-
-    def _report(self, layer: Layer) -> LayerReport:
+    def report(self, layer: Layer) -> LayerReport:
+        """What a layer did."""
         shown, attn = self.shown, layer.attn
         if layer.processor is None:
             return LayerReport(layer.name, "dense", why="named in dense_layers")
@@ -164,7 +142,7 @@ class SparseBlocks(Family):
         if shown.plans is None:
             return LayerReport(layer.name, "dense", why=shown.why)
         plan = shown.plans[layer.joint]
-        table = plan.tables[layer.number % self.sparse.period]
+        table = plan.tables[layer.number % self.family.sparse.period]
         return LayerReport(
             layer.name,
             plan.title,
@@ -174,35 +152,136 @@ class SparseBlocks(Family):
             4 * shown.batch * (table.query_tokens**2 - table.pairs()) * attn.inner_dim,
         )
 
-    # --- one forward ---
-
     @outside_compiled_code
-    def enter(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+    def enter(self, holder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
         """Decide what this forward does; hand the layers their tables, and put residuals of a ControlNet in order."""
-        inputs = by_name(model, args, kwargs)
+        inputs, method = by_name(holder, args, kwargs), self.family.sparse
         x = inputs["hidden_states"]
-        plans, why = self.ask(self.sparse, lambda: self._plans(inputs))
+        plans, why = self.family.ask(method, lambda: self._plans(inputs))
+        self.family.outcomes[why] += 0  # said once
         self.ran = Ran(plans, why, x.shape[0], x.device, x.dtype)
-        self.outcomes[why] += 1
-        if plans or not self.outcomes[""]:
-            self.shown = self.ran
-        KeepTables.on(model)
+        self.way = plans and plans[True]
+        KeepTables.on(holder, self)
         for layer in self.layers:
             if layer.processor:
-                layer.processor.table = plans and plans[layer.joint].tables[layer.number % self.sparse.period]
-        self.reorder.way = self.plan
+                layer.processor.table = plans and plans[layer.joint].tables[layer.number % method.period]
         if plans and inputs.get(CONTROL) is not None:
-            inputs[CONTROL] = [along(self.plan.order, residual) for residual in inputs[CONTROL]]
+            inputs[CONTROL] = [along(self.way.order, residual) for residual in inputs[CONTROL]]
         return (), inputs
 
     def _plans(self, inputs: dict[str, Any]) -> tuple[AttentionPlan, AttentionPlan]:
-        x, config = inputs["hidden_states"], self.model.config
-        height, width = (side // config.patch_size for side in x.shape[-2:])
-        self.check_step(self.sparse, height * width)
-        self.sparse.check_head_dim(config.attention_head_dim)
+        x, family, attn = inputs["hidden_states"], self.family, self.layers[0].attn
+        height, width = (side // (self.holder.config.patch_size or 1) for side in x.shape[-2:])
+        family.check_step(family.sparse, height * width)
+        family.sparse.check_head_dim(attn.inner_dim // attn.heads)
         if inputs.get("attention_mask") is not None:
             raise StaysDense("an attention mask was passed")
+        if (inputs.get("cross_attention_kwargs") or {}).get("ip_adapter_masks") is not None:
+            raise StaysDense("ip_adapter_masks are laid over a raster of all tokens")
         joint = any(layer.joint for layer in self.layers)
         text = inputs["encoder_hidden_states"].shape[1] if joint else 0
-        alone, with_text = (self.sparse.plan(((height, width),), tokens, device=str(x.device)) for tokens in (0, text))
+        alone, with_text = (family.plan_for((height, width), tokens, str(x.device)) for tokens in (0, text))
         return alone, with_text
+
+
+class SparseBlocks(Family):
+    """One SD3, PixArt or DiT transformer with sparse attention in it."""
+
+    hooks_inside = True
+
+    def __init__(self, model: nn.Module, methods: tuple[Method, ...], pipeline: Any) -> None:
+        super().__init__(model, methods, pipeline)
+        (self.sparse,) = methods
+        layers = self._layers()
+        self._hooks = [model.register_forward_pre_hook(self.enter), model.register_forward_hook(self.leave)]
+        self.sections = [Section(self, holder, of_holder) for holder, of_holder in layers.items()]
+        for section in self.sections:
+            self.reorder(section)
+
+    def _layers(self) -> dict[nn.Module, list[Layer]]:
+        """Self-attention by what holds its stack of blocks, in running order."""
+        blocks = [
+            (f"{prefix}transformer_blocks.{i}", holder, block)
+            for prefix, holder in self.holders()
+            for i, block in enumerate(holder.transformer_blocks)
+        ]
+        self.check_layers(len(blocks))
+        dense, found = self.sparse.dense_layer_set(), dict[nn.Module, list[Layer]]()
+        for number, (block_name, holder, block) in enumerate(blocks):
+            for attention in ("attn", "attn2") if isinstance(block, JointTransformerBlock) else ("attn1",):
+                name, attn = f"{block_name}.{attention}", getattr(block, attention)
+                if attn is None or getattr(block, "only_cross_attention", False):
+                    continue
+                if number not in dense:
+                    check_processor(name, attn, number, KNOWN)
+                processor = None if number in dense else SparseProcessor(attn.processor)
+                found.setdefault(holder, []).append(Layer(name, attn, number, attention == "attn", processor))
+        if not found:
+            raise ValueError(f"this {type(self.model).__name__} has no self-attention that foveate knows")
+        return found
+
+    def holders(self) -> Iterator[tuple[str, nn.Module]]:
+        """What holds `transformer_blocks` over one grid, behind what their names begin with."""
+        yield "", self.model
+
+    def reorder(self, section: Section) -> None:
+        """Put tokens in order behind the position embedding, and back behind the last norm."""
+        section.between(self.model.pos_embed, self.model.norm_out)
+
+    def plan_for(self, grid: tuple[int, int], text: int, device: str) -> AttentionPlan:
+        """What the method decides for one grid."""
+        return self.sparse.plan((grid,), text, device=device)
+
+    def remove(self) -> None:
+        """Give the model back: a processor that someone else has set since stays."""
+        for hook in self._hooks:
+            hook.remove()
+        for section in self.sections:
+            section.remove()
+
+    @property
+    def plan(self) -> AttentionPlan | None:
+        """What the method decided for the first sparse section of the last forward; None if there was none."""
+        return next((section.ran.plans[True] for section in self.sections if section.ran.plans), None)
+
+    def report(self) -> list[LayerReport]:
+        """One row for each attention layer."""
+        return [section.report(layer) for section in self.sections for layer in section.layers]
+
+    @outside_compiled_code
+    def enter(self, model: nn.Module, args: tuple[Any, ...]) -> None:
+        """A forward begins."""
+        for section in self.sections:
+            section.ran = Ran(why="it did not run")
+
+    @outside_compiled_code
+    def leave(self, model: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        """Count what happened."""
+        whys = [section.ran.why for section in self.sections]
+        why = "" if "" in whys else whys[0]
+        self.outcomes[why] += 1
+        if not why or not self.outcomes[""]:
+            for section in self.sections:
+                section.shown = section.ran
+
+
+class SparseUNet(SparseBlocks):
+    """One UNet with sparse attention in it. Sections that the method cannot take stay dense, the others do not."""
+
+    def holders(self) -> Iterator[tuple[str, nn.Module]]:
+        """Every `Transformer2DModel`, in running order."""
+        for section in stacks_of(self.model):
+            yield from ((f"{name}.", stack) for name, stack in section)
+
+    def reorder(self, section: Section) -> None:
+        """Put tokens in order before the first block, and back behind the last."""
+        blocks: Any = section.holder.transformer_blocks
+        section.before(blocks[0])
+        section.behind(blocks[-1])
+
+    def plan_for(self, grid: tuple[int, int], text: int, device: str) -> AttentionPlan:
+        """What the method decides; a setting that this grid is too small for may fit others."""
+        try:
+            return super().plan_for(grid, text, device)
+        except ValueError as reason:
+            raise StaysDense(str(reason)) from None
