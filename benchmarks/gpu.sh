@@ -51,7 +51,7 @@ flux_options() { # [4]
 sdxl() { # [4]
   local methods=() keep
   for keep in 0.75 0.5 0.25; do methods+=(--method "toma:keep=$keep"); done
-  methods+=(--method toma:granularity=module --method tomesd --method tofu)
+  methods+=(--method toma:granularity=module --method tomesd --method tofu --method todo)
   step sdxl 64,128 --compile "${methods[@]}"
   step sdxl 64 "${methods[@]}"
 }
@@ -70,8 +70,8 @@ merging() { # [8]
   timed python3 evals/merging.py --size 256 --prompts 500 --batch 32 --pictures out/merging "${commit[@]}"
 }
 
-distilled() { # [15 on two GPUs; GPUS=1 takes one]
-  timed accelerate launch --num_processes "${GPUS:-2}" evals/distilled.py --out out/distilled --only t16,t4 \
+distilled() { # [20 on two GPUs, GPUS=1 takes one]
+  timed python3 -m accelerate.commands.launch --num_processes "${GPUS:-2}" evals/distilled.py --out out/distilled --only t16,t4 \
     --steps 8000 --compile --at-once $((32 / ${GPUS:-2})) "${commit[@]}"
 }
 

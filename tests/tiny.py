@@ -178,3 +178,16 @@ def dit_inputs(height=32, width=32, batch=1, dtype=torch.float64):
         "class_labels": torch.ones(batch, dtype=torch.long),
         "return_dict": False,
     }
+
+
+def fingerprint(model):
+    """Everything that could be left behind on a module."""
+    return {
+        name: (
+            sorted(module.__dict__),
+            len(module._forward_hooks),
+            len(module._forward_pre_hooks),
+            id(module.__dict__.get("processor", module._modules.get("processor"))),
+        )
+        for name, module in model.named_modules()
+    }

@@ -319,19 +319,6 @@ def test_summary_counts_what_was_left_out(model):
 # --- how it borrows ---
 
 
-def fingerprint(model):
-    """Everything that could be left behind on a module."""
-    return {
-        name: (
-            sorted(module.__dict__),
-            len(module._forward_hooks),
-            len(module._forward_pre_hooks),
-            id(module.__dict__.get("processor", module._modules.get("processor"))),
-        )
-        for name, module in model.named_modules()
-    }
-
-
 @pytest.mark.parametrize("image_prompted", [False, True])
 def test_removal_gives_the_model_back_bit_for_bit(model, image_prompted):
     more = {}
@@ -341,30 +328,30 @@ def test_removal_gives_the_model_back_bit_for_bit(model, image_prompted):
     run_dense = lambda: model(**x, **copy.deepcopy(more))[0]  # noqa: E731
     model.enable_gradient_checkpointing()
     again = model._gradient_checkpointing_func
-    want, before, state = run_dense(), fingerprint(model), list(model.state_dict())
+    want, before, state = run_dense(), tiny.fingerprint(model), list(model.state_dict())
     run = foveate.apply(model, HilbertA(tiles=4))
     assert list(model.state_dict()) == state
     with torch.enable_grad():
         run_dense()
     run.remove()
     run.remove()
-    assert fingerprint(model) == before
+    assert tiny.fingerprint(model) == before
     assert model._gradient_checkpointing_func is again
     assert torch.equal(run_dense(), want)
 
 
 def test_an_exception_inside_the_block_still_restores(model):
-    before = fingerprint(model)
+    before = tiny.fingerprint(model)
     with pytest.raises(KeyboardInterrupt), foveate.apply(model, HilbertA(tiles=4)):
         raise KeyboardInterrupt
-    assert fingerprint(model) == before
+    assert tiny.fingerprint(model) == before
 
 
 def test_a_failed_apply_leaves_nothing_behind(model):
-    before = fingerprint(model)
+    before = tiny.fingerprint(model)
     with pytest.raises(ValueError, match="names layer 5, but the model has layers 0 to 4"):
         foveate.apply(model, HilbertA(dense_layers="3-9"))
-    assert fingerprint(model) == before
+    assert tiny.fingerprint(model) == before
 
 
 def test_a_failed_forward_does_not_spoil_the_next(model):
@@ -404,14 +391,14 @@ def test_a_model_with_methods_can_be_saved_whole(model):
 
 
 def test_foveate_remove_and_summary_work_without_the_handle(model):
-    before = fingerprint(model)
+    before = tiny.fingerprint(model)
     foveate.apply(model, HilbertA(tiles=4))
     model(**tiny.inputs(GRID))
     assert len(foveate.summary(model).layers) == 5
     foveate.remove(model)
     foveate.remove(model)
     assert foveate.summary(model).layers == []
-    assert fingerprint(model) == before
+    assert tiny.fingerprint(model) == before
 
 
 # --- beside other libraries ---

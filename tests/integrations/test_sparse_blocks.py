@@ -114,31 +114,18 @@ def test_gradients_are_those_of_the_masked_model_also_with_checkpointing(name):
         torch.testing.assert_close(got.grad, want.grad)
 
 
-def fingerprint(model):
-    """Everything that could be left behind on a module."""
-    return {
-        name: (
-            sorted(module.__dict__),
-            len(module._forward_hooks),
-            len(module._forward_pre_hooks),
-            id(getattr(module, "processor", None)),
-        )
-        for name, module in model.named_modules()
-    }
-
-
 @every_model
 def test_the_model_is_given_back_also_after_an_exception_and_a_failed_apply(name):
     model, x = built(name)
     model.enable_gradient_checkpointing()
-    dense, before = run(model, x), fingerprint(model)
+    dense, before = run(model, x), tiny.fingerprint(model)
     with contextlib.suppress(KeyboardInterrupt), foveate.apply(model, METHOD):
         run(model, x)
         raise KeyboardInterrupt
-    assert fingerprint(model) == before
+    assert tiny.fingerprint(model) == before
     with pytest.raises(ValueError, match="names layer 7"):
         foveate.apply(model, HilbertA(dense_layers="7"))
-    assert fingerprint(model) == before
+    assert tiny.fingerprint(model) == before
     assert torch.equal(run(model, x), dense)
 
 

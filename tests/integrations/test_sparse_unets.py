@@ -11,7 +11,6 @@ import torch
 from diffusers import ControlNetModel, EulerDiscreteScheduler, UNet2DConditionModel
 from oracle import dense_attention
 from peft import LoraConfig
-from test_sparse_blocks import fingerprint
 
 import foveate
 from foveate import LLSA, HilbertA, ToMA
@@ -215,18 +214,18 @@ def test_gradients_are_those_of_the_masked_model_also_with_checkpointing_and_oth
 def test_the_model_is_given_back_also_after_an_exception_and_a_failed_apply(name):
     model, x = built(name)
     model.enable_gradient_checkpointing()
-    dense, before = run(model, x), fingerprint(model)
+    dense, before = run(model, x), tiny.fingerprint(model)
     with contextlib.suppress(KeyboardInterrupt), torch.enable_grad(), foveate.apply(model, METHOD):
         run(model, x)
         raise KeyboardInterrupt
-    assert fingerprint(model) == before
-    stock, model.mid_block.attentions[0].transformer_blocks[0].attn1.processor = fingerprint(model), print
+    assert tiny.fingerprint(model) == before
+    stock, model.mid_block.attentions[0].transformer_blocks[0].attn1.processor = tiny.fingerprint(model), print
     with pytest.raises(ValueError, match="which foveate does not know"):
         foveate.apply(model, METHOD)
     model.mid_block.attentions[0].transformer_blocks[0].attn1.processor = self_attentions(model)[0].processor
     with pytest.raises(ValueError, match="names layer 99"):
         foveate.apply(model, HilbertA(dense_layers="99"))
-    assert {key: value[:3] for key, value in fingerprint(model).items()} == {k: v[:3] for k, v in stock.items()}
+    assert {key: value[:3] for key, value in tiny.fingerprint(model).items()} == {k: v[:3] for k, v in stock.items()}
     assert torch.equal(run(model, x), dense)
 
 
