@@ -18,6 +18,7 @@ from foveate.ops.rotary import rotate
 @pytest.mark.parametrize("rope", ROPES)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_keys_turned_to_a_place_are_those_computed_there(family, rope):
+    """To the precision of the models' angles, which are float32 in every dtype."""
     ours = encoder(family, rope)
     chunks = ours.encode([DOCUMENTS[1], DOCUMENTS[2]])
     positions = torch.cat([torch.arange(7), torch.arange(30, 39)])  # prefix and first chunk; second chunk, far away
