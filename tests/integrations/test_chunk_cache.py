@@ -7,7 +7,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 from tiny_lm import DOCUMENTS, FAMILIES, ROPES, encoder, language_model, tokenizer
-from transformers import DynamicCache, GPT2Config, GPT2LMHeadModel
+from transformers import DynamicCache, GPT2Config, GPT2LMHeadModel, LlamaForCausalLM
 
 from foveate import InfoFlowKV
 from foveate.integrations.transformers import ChunkCache, ChunkEncoder
@@ -119,6 +119,14 @@ def test_a_switched_adapter_is_noticed():
     assert ChunkEncoder(ours.model, ours.tokenizer).fingerprint["adapters"] != on.fingerprint["adapters"]
 
 
+def test_what_changes_no_number_is_no_other_model(tmp_path):
+    first = encoder(attn_implementation="sdpa")
+    first.model.save_pretrained(tmp_path)
+    second = LlamaForCausalLM.from_pretrained(tmp_path, dtype=torch.float64, attn_implementation="eager").eval()
+    second.model.rotary_emb.double()  # as `language_model` casts it
+    assert ChunkEncoder(second, first.tokenizer, "<s> w60").fingerprint == first.fingerprint
+
+
 def test_padding_by_the_tokenizer_is_no_other_tokenizer():
     ours = encoder()
     ours.tokenizer.pad_token = "</s>"
@@ -225,6 +233,7 @@ REFUSED = {
         rope_parameters={"rope_type": "default", "rope_theta": 100.0, "partial_rotary_factor": 0.5}
     ),
     "'flex_attention' attention takes no mask": lambda: language_model(attn_implementation="flex_attention"),
+    "give the LlamaForCausalLM itself, not LlamaModel": lambda: language_model().model,
     r"call model\.eval": lambda: language_model().train(),
     "on one device, not on meta": lambda: language_model().to("meta"),
 }

@@ -4,6 +4,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from foveate.ops.attention_received import attention_received
 
@@ -44,6 +45,25 @@ def test_scores_are_summed_in_float32_and_near_the_definition(dtype):
     scores = attention_received(queries, keys, 0.35)
     assert scores.dtype == torch.float32
     torch.testing.assert_close(scores.double(), definition(queries, keys, 0.35, "l2"), rtol=0.02, atol=1e-3)
+
+
+class Largest(TorchDispatchMode):
+    """The most elements that any result has."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, function, types, arguments=(), options=None):
+        result = function(*arguments, **options or {})
+        if isinstance(result, torch.Tensor):
+            self.elements = max(self.elements, result.numel())
+        return result
+
+
+def test_memory_is_that_of_a_slice():
+    queries, keys = torch.randn(8, 64, 4), torch.randn(2, 1064, 4)
+    with Largest() as largest:
+        attention_received(queries, keys, 1.0, most=3 * 8 * 1064)
+    assert largest.elements == 3 * 8 * 1064
 
 
 def test_a_prompt_token_gives_one_at_most():

@@ -39,7 +39,8 @@ def attention_received(
     total = torch.zeros(context, dtype=torch.promote_types(queries.dtype, torch.float32), device=queries.device)
     slices = torch.arange(prompt, device=queries.device).split(max(1, most // (heads * tokens)))
     for rows in slices:
-        scores = (scale * grouped[:, :, rows] @ keys[:, None].mT).to(total.dtype)
+        products = scale * grouped[:, :, rows].flatten(1, 2) @ keys.mT  # of all heads of a group at once
+        scores = products.unflatten(1, (-1, len(rows))).to(total.dtype)
         later = torch.arange(tokens, device=queries.device) > context + rows[:, None]
         received = scores.masked_fill(later, -torch.inf).softmax(-1)[..., :context].mean((0, 1))
         total += received.square().sum(0) if norm == "l2" else received.sum(0)

@@ -2,11 +2,26 @@
 
 from typing import Any
 
-from transformers import LlamaConfig, MistralConfig, PreTrainedModel, Qwen2Config, Qwen3Config
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 
 __all__ = ["check_model"]
 
-FAMILIES = LlamaConfig, Qwen2Config, Qwen3Config, MistralConfig
+FAMILIES = {
+    LlamaConfig: LlamaForCausalLM,
+    Qwen2Config: Qwen2ForCausalLM,
+    Qwen3Config: Qwen3ForCausalLM,
+    MistralConfig: MistralForCausalLM,
+}
 ROTATIONS = "default", "linear", "llama3", "yarn"
 ATTENTION = "sdpa", "eager"
 
@@ -25,6 +40,11 @@ def check_model(model: PreTrainedModel) -> None:
         )
         raise ValueError(
             f"cached chunks work with Llama, Qwen2, Qwen3 and Mistral, not {type(config).__name__}: {why}"
+        )
+    if not isinstance(model, FAMILIES[type(config)]):
+        raise ValueError(
+            f"give the {FAMILIES[type(config)].__name__} itself, not {type(model).__name__}; of a PeftModel that is "
+            "what get_base_model() returns, its adapters included"
         )
     if rope["rope_type"] not in ROTATIONS:
         raise ValueError(

@@ -12,7 +12,7 @@ __all__ = ["checksum", "digest", "fingerprint"]
 
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 PIECE = 2**24
-PASSING = "_name_or_path", "transformers_version", "architectures", "use_cache"  # of a config: they change no number
+PASSING = "_name_or_path", "architectures", "dtype", "transformers_version", "use_cache"  # say nothing of the numbers
 
 
 def fingerprint(model: PreTrainedModel, tokenizer: Any, prefix: tuple[int, ...]) -> dict[str, str]:
