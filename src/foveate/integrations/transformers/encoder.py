@@ -1,0 +1,144 @@
+# pyright: basic, reportPrivateImportUsage=false
+"""From documents to cached chunks, and from chunks to a context."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+from transformers import DynamicCache, PreTrainedModel
+
+from foveate.integrations.transformers.chunk import ChunkCache, differ
+from foveate.integrations.transformers.context import Context
+from foveate.integrations.transformers.families import check_model
+from foveate.integrations.transformers.fingerprint import fingerprint
+from foveate.integrations.transformers.layers import unrotated
+from foveate.ops.rotary import rotate
+
+__all__ = ["ChunkEncoder"]
+
+Text = str | Sequence[int]
+
+
+class ChunkEncoder:
+    """Computes the cache of documents, each alone, and composes contexts of them.
+
+    The model is borrowed: nothing of it is changed. Make a new encoder when its weights or adapters have changed.
+
+    Examples:
+        >>> encoder = ChunkEncoder(model, tokenizer)
+        >>> chunks = encoder.encode(documents)
+        >>> context = encoder.compose([chunks[2], chunks[0]])
+        >>> with context.patch(foveate.InfoFlowKV(), "Question: who was it? Answer:") as patched:
+        ...     print(patched.generate())
+
+    Args:
+        model: A causal language model of the families Llama, Qwen2, Qwen3 and Mistral, in evaluation mode.
+        tokenizer: Its tokenizer.
+        prefix: What stands once in front of every context, and in front of each document while it is computed: text,
+            or token ids. None is the tokenizer's start-of-text token, or nothing where it has none.
+
+    Raises:
+        ValueError: If the model cannot be served; the message says why.
+    """
+
+    def __init__(self, model: PreTrainedModel, tokenizer: Any, prefix: Text | None = None) -> None:
+        check_model(model)
+        self.model: Any = model
+        self.tokenizer = tokenizer
+        if prefix is None:
+            prefix = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
+        self.prefix = self.tokens(prefix)
+        self.fingerprint = fingerprint(model, tokenizer, tuple(self.prefix.tolist()))
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model is."""
+        return self.model.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the model and its caches."""
+        return self.model.dtype
+
+    def shape(self, tokens: int) -> tuple[int, int, int, int]:
+        """The shape of the keys, and of the values, of a chunk of so many tokens: layers, groups, rows, dim."""
+        config = self.model.config
+        dim = self.model.model.layers[0].self_attn.head_dim
+        return config.num_hidden_layers, config.num_key_value_heads, len(self.prefix) + tokens, dim
+
+    def tokens(self, text: Text) -> Int[Tensor, "tokens"]:
+        """The token ids of a text, without special tokens; ids stay as they are."""
+        ids = self.tokenizer(text, add_special_tokens=False).input_ids if isinstance(text, str) else list(text)
+        return torch.tensor(ids, dtype=torch.long, device=self.device)
+
+    def check_length(self, tokens: int, what: str, remedy: str) -> None:
+        """Refuse what is longer than the model's context.
+
+        Raises:
+            ValueError: With both lengths and the remedy.
+        """
+        if tokens > (most := self.model.config.max_position_embeddings):
+            raise ValueError(f"{what}: {tokens} tokens, where the model takes {most}; {remedy}")
+
+    def encode(self, texts: Sequence[Text]) -> list[ChunkCache]:
+        """The cache of each document. All are checked before the first is computed.
+
+        Args:
+            texts: Documents, as text or as token ids.
+
+        Raises:
+            ValueError: If a document is empty, or longer than the model's context.
+        """
+        documents = [self.tokens(text) for text in texts]
+        for i, ids in enumerate(documents):
+            if not len(ids):
+                raise ValueError(f"document {i} is empty: leave it out")
+            self.check_length(len(self.prefix) + len(ids), f"document {i} with its prefix", "cut it into several")
+        return [self._encode(ids) for ids in documents]
+
+    @torch.no_grad()
+    def _encode(self, ids: Int[Tensor, "tokens"]) -> ChunkCache:
+        cache: Any = DynamicCache(config=self.model.config)
+        layers = range(self.model.config.num_hidden_layers)
+        with unrotated(self.model, "k", layers) as keys:
+            self.model.model(input_ids=torch.cat([self.prefix, ids])[None], past_key_values=cache)
+        values = torch.stack([layer.values[0] for layer in cache.layers])
+        return ChunkCache(ids, torch.stack([keys[layer] for layer in layers]), values, dict(self.fingerprint))
+
+    def compose(self, chunks: Sequence[ChunkCache]) -> Context:
+        """The chunks side by side behind one prefix, in this order; the same chunk may come twice.
+
+        Raises:
+            ValueError: If there are none, one is of another model, or together they exceed the model's context.
+        """
+        if not chunks:
+            raise ValueError("a context needs one chunk or more")
+        for i, chunk in enumerate(chunks):
+            differ(f"chunk {i}", chunk.fingerprint, self.fingerprint)
+        rows = len(self.prefix) + sum(len(chunk.ids) for chunk in chunks)
+        self.check_length(rows, f"{len(chunks)} chunks with their prefix", "compose fewer")
+        return Context(self, tuple(chunks))
+
+    @torch.no_grad()
+    def keys_at(
+        self, chunks: Sequence[ChunkCache], positions: Int[Tensor, "rows"]
+    ) -> list[Float[Tensor, "1 groups rows dim"]]:
+        """For each layer the keys of the chunks, turned to these positions. Rotated in float32 at least.
+
+        Args:
+            chunks: The first one counts with its prefix.
+            positions: Of the prefix, then of each chunk's tokens.
+        """
+        wide = torch.promote_types(self.dtype, torch.float32)
+        cos, sin = self.model.model.rotary_emb(torch.empty(0, dtype=wide, device=self.device), positions[None])
+        return [
+            rotate(keys.to(wide), cos[0], sin[0]).to(self.dtype)[None] for keys in self.side_by_side(chunks, "keys")
+        ]
+
+    def side_by_side(self, chunks: Sequence[ChunkCache], name: str) -> list[Float[Tensor, "groups rows dim"]]:
+        """For each layer the "keys" or "values" of the chunks, the prefix of the first one in front."""
+        first, *others = (getattr(chunk, name) for chunk in chunks)
+        parts = [first, *(other[:, :, len(self.prefix) :] for other in others)]
+        return [torch.cat(layer, dim=1) for layer in zip(*parts, strict=True)]

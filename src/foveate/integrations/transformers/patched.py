@@ -1,0 +1,103 @@
+# pyright: basic, reportPrivateImportUsage=false
+"""A context whose rows were computed again for one prompt."""
+
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+import torch
+from jaxtyping import Int
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from foveate.integrations.transformers.context import Context
+
+__all__ = ["Patched"]
+
+
+class Patched:
+    """What `Context.patch` returns. At the end of a `with` block, or by `undo`, the rows are put back.
+
+    Attributes:
+        context: The context; with its chunks in another order if the method moved them.
+        prompt: Its tokens.
+        order: Which chunk stands at each place.
+        rows: The rows that were computed again, ascending.
+    """
+
+    def __init__(
+        self,
+        context: "Context",
+        prompt: Int[Tensor, "prompt"],
+        order: tuple[int, ...],
+        rows: Int[Tensor, "rows"],
+    ) -> None:
+        self.context, self.prompt, self.order, self.rows = context, prompt, order, rows
+        self._undone = False
+
+    def __enter__(self) -> "Patched":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.undo()
+
+    def undo(self) -> None:
+        """Put the rows back, bit for bit. Nothing can be generated afterwards."""
+        if not self._undone:
+            self.context.restore()
+        self._undone = True
+
+    @torch.no_grad()
+    def generate(self, max_new_tokens: int = 32, do_sample: bool = False, **options: Any) -> str:
+        """The model's answer, by `model.generate` over the patched cache: greedy unless asked otherwise.
+
+        Args:
+            max_new_tokens: Most tokens of the answer.
+            do_sample: Draw tokens at random.
+            **options: Whatever else `model.generate` takes.
+
+        Raises:
+            ValueError: If the patch has been undone, or context, prompt and answer may become too long for the model.
+        """
+        encoder = self._open()
+        ids = torch.cat([self.context.ids, self.prompt])[None]
+        encoder.check_length(ids.shape[1] + max_new_tokens, "context, prompt and answer", "compose fewer chunks")
+        output = encoder.model.generate(
+            input_ids=ids,
+            attention_mask=torch.ones_like(ids),
+            past_key_values=self.context.cache(),
+            max_new_tokens=max_new_tokens,
+            do_sample=do_sample,
+            **options,
+        )
+        return encoder.tokenizer.decode(output[0, ids.shape[1] :], skip_special_tokens=True)
+
+    @torch.no_grad()
+    def fidelity(self) -> float:
+        """How far the next token's distribution is from that of a full prefill: KL divergence in nats.
+
+        The mean over the tokens of the prompt; 0 is equal. It computes the full prefill.
+
+        Raises:
+            ValueError: If the patch has been undone.
+        """
+        model = self._open().model
+        ids = torch.cat([self.context.ids, self.prompt])[None]
+        full = model(input_ids=ids, logits_to_keep=len(self.prompt)).logits
+        ours = model(input_ids=self.prompt[None], past_key_values=self.context.cache()).logits
+        p, q = (logits[0].float().log_softmax(-1) for logits in (full, ours))
+        return float((p.exp() * (p - q)).sum(-1).mean())
+
+    def summary(self) -> str:
+        """How many rows of each chunk were computed again."""
+        lines = [f"{len(self.rows)} of {len(self.context)} rows computed again"]
+        for chunk, (start, stop) in zip(self.order, self.context.spans, strict=True):
+            rows = int(((self.rows >= start) & (self.rows < stop)).sum())
+            lines.append(f"chunk {chunk}: {rows} of {stop - start}")
+        return "\n".join(lines)
+
+    def _open(self) -> Any:
+        if self._undone:
+            raise ValueError("the patch has been undone: patch the context again")
+        return self.context.encoder

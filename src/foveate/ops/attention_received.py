@@ -1,0 +1,47 @@
+"""How much attention each token of a context receives from a prompt behind it."""
+
+from typing import Literal
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+__all__ = ["attention_received"]
+
+MOST_SCORES = 2**25
+"""Attention scores that are held at once: 128 MiB of float32."""
+
+
+def attention_received(
+    queries: Float[Tensor, "heads prompt dim"],
+    keys: Float[Tensor, "groups tokens dim"],
+    scale: float,
+    norm: Literal["l2", "l1"] = "l2",
+    most: int = MOST_SCORES,
+) -> Float[Tensor, "context"]:
+    """The attention that each context token receives, over all tokens of the prompt.
+
+    A prompt token attends to the whole context and to the prompt up to itself; its attention is the mean over heads.
+    Computed in float32 at least, slice by slice of the prompt: memory grows with the context alone.
+
+    Args:
+        queries: Of the prompt, rotated. Head h reads the keys of group h // (heads / groups).
+        keys: Of the context, then of the prompt, rotated.
+        scale: Of the products of queries and keys.
+        norm: Over the tokens of the prompt: "l2" takes the root of the sum of squares, "l1" the sum.
+        most: Attention scores to hold at once, at least those of one prompt token.
+
+    Source: "InfoFlow KV", arXiv 2603.05353, eq. 7 ("l1") and the authors' code ("l2").
+    """
+    (heads, prompt, _), (groups, tokens, _) = queries.shape, keys.shape
+    context = tokens - prompt
+    grouped = queries.unflatten(0, (groups, heads // groups))
+    total = torch.zeros(context, dtype=torch.promote_types(queries.dtype, torch.float32), device=queries.device)
+    slices = torch.arange(prompt, device=queries.device).split(max(1, most // (heads * tokens)))
+    for rows in slices:
+        products = scale * grouped[:, :, rows].flatten(1, 2) @ keys.mT  # of all heads of a group at once
+        scores = products.unflatten(1, (-1, len(rows))).to(total.dtype)
+        later = torch.arange(tokens, device=queries.device) > context + rows[:, None]
+        received = scores.masked_fill(later, -torch.inf).softmax(-1)[..., :context].mean((0, 1))
+        total += received.square().sum(0) if norm == "l2" else received.sum(0)
+    return total.sqrt() if norm == "l2" else total

@@ -1,0 +1,128 @@
+"""Laws of choosing rows: how many, which, in what order; what a band of layers means."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from foveate import InfoFlowKV
+from foveate.methods.kv_baselines import EPIC, CacheBlend, FullPrefill, NoRecompute, RandomRows
+from foveate.methods.recomputation import places
+
+SPANS = (2, 6), (6, 9), (9, 20)
+
+
+class Stale:
+    """Scores that a test makes up."""
+
+    layers = 10
+
+    def __init__(self, scores, spans=SPANS):
+        self.scores, self.spans, self.asked = scores, spans, []
+
+    def received(self, layers, norm, geometry):
+        self.asked.append((layers, norm, geometry))
+        return self.scores
+
+    def drift(self, rank):
+        self.asked.append(rank)
+        return self.scores
+
+
+@given(
+    scores=st.lists(st.integers(0, 4), min_size=20, max_size=20),
+    recompute=st.floats(0, 1),
+    exclude_first=st.booleans(),
+    method=st.sampled_from([InfoFlowKV, CacheBlend]),
+)
+def test_the_rows_are_the_best_of_the_eligible(scores, recompute, exclude_first, method):
+    method = method(recompute=recompute, exclude_first=exclude_first)
+    rows = method.rows(Stale(torch.tensor(scores).double())).tolist()
+    eligible = range(6 if exclude_first else 0, 20)
+    count = min(max(1, math.floor(recompute * 20 + 1e-9)), len(eligible)) if recompute else 0
+    assert rows == sorted(sorted(eligible, key=lambda row: (-scores[row], row))[:count])
+
+
+def test_no_budget_asks_for_no_scores():
+    stale = Stale(None)
+    assert all(method(recompute=0).rows(stale).numel() == 0 for method in (InfoFlowKV, CacheBlend, RandomRows, EPIC))
+    assert not stale.asked
+
+
+def test_infoflow_scores_with_its_layers_norm_and_geometry():
+    stale = Stale(torch.rand(20))
+    InfoFlowKV(scoring_layers=(3, 7), norm="l1", geometry="tl-tp").rows(stale)
+    assert stale.asked == [((3, 7), "l1", "tl-tp")]
+
+
+@given(layers=st.integers(1, 100), low=st.integers(0, 99), width=st.integers(1, 100))
+def test_a_band_of_depths_is_never_empty_and_within_the_model(layers, low, width):
+    high = min(100, low + width)
+    band = InfoFlowKV(scoring_layers=f"{low}%-{high}%").layers(layers)
+    assert band
+    assert band == tuple(
+        layer for layer in range(layers) if 100 * (layer + 1) > low * layers and 100 * layer < high * layers
+    )
+
+
+def test_reordered_chunks_end_with_the_richest():
+    scores = torch.zeros(20)
+    scores[[2, 3, 4, 6, 9, 10]] = 1.0  # three of four, one of three, two of eleven
+    stale = Stale(scores)
+    assert InfoFlowKV(recompute=0.3, reorder=True).arrange(stale) == (2, 1, 0)
+    assert stale.asked == [((5, 6, 7), "l2", "hl-tp")]
+    assert InfoFlowKV(recompute=0.3).arrange(stale) == (0, 1, 2)
+
+
+def test_epic_takes_the_first_rows_of_every_chunk_but_the_first():
+    assert EPIC(recompute=0.25).rows(Stale(None)).tolist() == [6, 7, 8, 9, 10]
+    assert EPIC(recompute=0.2).rows(Stale(None)).tolist() == [6, 7, 9, 10]
+    assert EPIC(recompute=0.15, exclude_first=False).rows(Stale(None)).tolist() == [0, 6, 9]
+
+
+def test_random_rows_are_those_of_their_seed():
+    first, again, other = (RandomRows(recompute=0.3, seed=seed).rows(Stale(None)).tolist() for seed in (1, 1, 2))
+    assert first == again != other
+    assert len(first) == 6
+    assert min(first) >= 6
+
+
+def test_the_ends_of_the_scale():
+    assert FullPrefill().rows(Stale(None)).tolist() == list(range(20))
+    assert NoRecompute().rows(Stale(None)).tolist() == []
+
+
+def test_geometries_keep_the_order_within_a_chunk_and_the_prefix_in_front():
+    for geometry in ("global", "hl-hp", "tl-tp", "hl-tp"):
+        positions, prompt = places(geometry, SPANS)
+        assert positions[:2].tolist() == [0, 1]
+        assert int(positions.max()) < prompt
+        for start, stop in SPANS:
+            assert (positions[start:stop].diff() == 1).all()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"recompute": 1.5}, "0 to 1, not 1.5"),
+        ({"recompute": -0.1}, "0 to 1, not -0.1"),
+        ({"norm": "max"}, "one of l2, l1, not 'max'"),
+        ({"geometry": "local"}, "one of global, hl-hp, tl-tp, hl-tp, not 'local'"),
+        ({"scoring_layers": "60%"}, "not '60%'"),
+        ({"scoring_layers": "70%-60%"}, "not '70%-60%'"),
+        ({"scoring_layers": "70%-160%"}, "not '70%-160%'"),
+    ],
+)
+def test_bad_options_are_refused_with_their_value(options, message, as_a_user):
+    with pytest.raises(ValueError, match=message):
+        InfoFlowKV(**options)
+
+
+def test_layers_that_the_model_lacks_are_refused(as_a_user):
+    for layers in ((22, 40), (), (-1,)):
+        with pytest.raises(ValueError, match="some of 0 to 39"):
+            InfoFlowKV(scoring_layers=layers).layers(40)
+    with pytest.raises(ValueError, match="v or k"):
+        CacheBlend(rank="q")

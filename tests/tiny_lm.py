@@ -1,0 +1,79 @@
+"""Tiny causal language models with random weights, and a tokenizer of whole words."""
+
+import torch
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+from foveate.integrations.transformers import ChunkEncoder
+
+FAMILIES = {
+    "llama": (LlamaConfig, LlamaForCausalLM),
+    "qwen2": (Qwen2Config, Qwen2ForCausalLM),
+    "qwen3": (Qwen3Config, Qwen3ForCausalLM),
+    "mistral": (MistralConfig, MistralForCausalLM),
+}
+ROPES = {
+    "default": {"rope_type": "default"},
+    "linear": {"rope_type": "linear", "factor": 2.0},
+    "llama3": {"rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+               "original_max_position_embeddings": 32},
+    "yarn": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32},
+}  # fmt: skip
+WORDS = 64
+PROMPTS = ["w20", "w21 w22 w23 w24", "w25 w26"]
+DOCUMENTS = [
+    "w1 w2 w3 w4 w5 w6 w7",
+    "w8 w9 w1 w10 w11",
+    "w12 w3 w13 w14 w15 w16 w2 w17 w18",
+    "w19 w5 w12 w7 w1 w30",
+]
+
+
+def language_model(family="llama", rope="default", dtype=torch.float64, seed=0, **config):
+    """Large random weights, so that attention is far from even. Qwen3 has heads wider than hidden / heads."""
+    torch.manual_seed(seed)
+    config_class, model_class = FAMILIES[family]
+    usual = {"vocab_size": WORDS, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4,
+             "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128,
+             "initializer_range": 0.3, "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": None,
+             "rope_parameters": {"rope_theta": 100.0, **ROPES[rope]}}  # fmt: skip
+    usual |= {"qwen3": {"head_dim": 16}, "mistral": {"sliding_window": None}}.get(family, {})
+    model = model_class(config_class(**usual | config)).to(dtype).eval()
+    model.generation_config.eos_token_id = None
+    return model
+
+
+def tokenizer(bos="<s>"):
+    words = {word: i for i, word in enumerate(["<s>", "</s>", "<unk>", *(f"w{i}" for i in range(1, WORDS - 2))])}
+    rules = Tokenizer(WordLevel(words, unk_token="<unk>"))
+    rules.pre_tokenizer = Whitespace()
+    return PreTrainedTokenizerFast(tokenizer_object=rules, bos_token=bos, eos_token="</s>", unk_token="<unk>")
+
+
+def encoder(*arguments, prefix="<s> w60", **config):
+    return ChunkEncoder(language_model(*arguments, **config), tokenizer(), prefix)
+
+
+def full_logits(encoder, context, prompt):
+    """Of the prompt, behind the ids of the context, in one forward of the model."""
+    ids = torch.cat([context.ids, encoder.tokens(prompt)])[None]
+    with torch.no_grad():
+        return encoder.model(input_ids=ids).logits[0, len(context) :]
+
+
+def cached_logits(encoder, context, prompt):
+    """Of the prompt, behind the cache of the context."""
+    with torch.no_grad():
+        return encoder.model(input_ids=encoder.tokens(prompt)[None], past_key_values=context.cache()).logits[0]
