@@ -7,10 +7,23 @@ from foveate.methods.best_match import ToFu, ToMeSD
 from foveate.methods.hilberta import HilbertA
 from foveate.methods.llsa import LLSA
 from foveate.methods.method import Method, Together
+from foveate.methods.sub_cp import SubCP
 from foveate.methods.todo import ToDo
 from foveate.methods.toma import ToMA
 
-__all__ = ["LLSA", "METHODS", "HilbertA", "Method", "ToDo", "ToFu", "ToMA", "ToMeSD", "Together", "method_from_text"]
+__all__ = [
+    "LLSA",
+    "METHODS",
+    "HilbertA",
+    "Method",
+    "SubCP",
+    "ToDo",
+    "ToFu",
+    "ToMA",
+    "ToMeSD",
+    "Together",
+    "method_from_text",
+]
 
 METHODS: dict[str, type[Method]] = {
     "hilberta": HilbertA,
@@ -20,7 +33,7 @@ METHODS: dict[str, type[Method]] = {
     "tofu": ToFu,
     "todo": ToDo,
 }
-"""Every method by the name it has on the command line."""
+"""Every method for diffusion transformers, by the name it has on the command line."""
 
 
 SPELLED = {"true": "True", "false": "False", "none": "None"}
