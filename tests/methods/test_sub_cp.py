@@ -99,9 +99,9 @@ def test_only_directions_matter_and_names_follow_the_pool(seed, strategy):
     assert sub.partition(turned.tolist()).ids == want
 
 
-@given(seed=st.integers(0, 2**31), strategy=st.sampled_from(("global_diverse", "local_diverse", "local_coherent")))
+@given(seed=st.integers(0, 2**31), strategy=st.sampled_from(("global_diverse", "local_coherent")))
 def test_names_follow_the_pool_where_nothing_ties(seed, strategy):
-    embeddings = pool(seed, 30).double().abs()  # all serve all. Of the few left at the end some always tie
+    embeddings = pool(seed, 30).double().abs()  # all serve all. Where few are left pairs tie
     sub = SubCP(blocks=3, block_size=2, strategy=strategy)
     order = torch.randperm(30, generator=torch.Generator().manual_seed(seed))
     renamed = sub.partition(embeddings[order]).ids
