@@ -223,6 +223,7 @@ class _Block:
             bounds, stale = total.masked_fill(self.fresh, -torch.inf).topk(min(size, len(total)))
             if bounds[0] < enough:
                 return (total >= enough).int().argmax()
+            stale = stale[bounds >= enough]
             self.bounds[stale] = _gains(self.represented, self.candidates[stale], self.covered)
             self.fresh[stale] = True
             self.looks += len(stale)
