@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from foveate.ops import facility_location as module
 from foveate.ops.facility_location import facility_location
@@ -106,15 +107,29 @@ def test_from_embeddings_the_picks_are_those_from_the_matrix(seed, items, looks)
     assert torch.allclose(served.double(), similarity[:, picked.picks[:3]].amax(1), atol=1e-5)
 
 
-def test_most_gains_are_not_looked_at_and_a_matrix_is_never_built(monkeypatch):
-    """Clustered pools are where laziness pays: the matrix of all pairs has 2,000 columns."""
+def test_few_similarities_are_made_and_never_many_at_once(monkeypatch):
+    """The matrix of all pairs has 2,000 columns; a naive look at all gains for each pick makes it 100 times."""
     embeddings = torch.nn.functional.normalize(rows(0, 40, 32).repeat(50, 1) + 0.5 * rows(1, 2000, 32), dim=1)
-    looks, gains = [], module._gains
-    monkeypatch.setattr(module, "_gains", lambda *given: looks.append(len(given[1])) or gains(*given))
+    made, gains, drops = [], module._gains, module._drops
     monkeypatch.setattr(module, "AT_ONCE", 2000 * 64)
-    module.pick_in_turns(embeddings, embeddings, 100 * [0])
-    assert max(looks) <= 64
-    assert sum(looks) < 8 * 2000  # naive: 100 * 2000
+    monkeypatch.setattr(module, "_gains", lambda *given: made.append(len(given[1])) or gains(*given))
+    monkeypatch.setattr(module, "_drops", lambda *given: made.append(len(given[0])) or drops(*given))
+    with Peak() as peak:
+        module.pick_in_turns(embeddings, embeddings, 100 * [0])
+    assert sum(made) < 9 * 2000  # all columns once, and about 1 + 1/2 + ... + 1/100 of the rows
+    assert peak.numbers <= 2000 * 64
+
+
+class Peak(TorchDispatchMode):
+    """The numbers of the largest tensor that is made."""
+
+    numbers = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        made = func(*args, **(kwargs or {}))
+        if isinstance(made, torch.Tensor):
+            self.numbers = max(self.numbers, made.numel())
+        return made
 
 
 @pytest.mark.usefixtures("as_a_user")

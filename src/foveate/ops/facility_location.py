@@ -141,8 +141,9 @@ def pick_in_turns(
     of the block, plus the bonus of its picks. Of gains within 1e-5 of the largest the first is taken; a similarity
     that grows by less than 1e-6 does not count. One block that has all the turns is `facility_location`.
 
-    Memory grows with the number of items and of blocks, not with the square. Gains only shrink while a block grows, so
-    an old gain is an upper bound: only those candidates are looked at again whose bound could still win (Minoux 1978).
+    Memory grows with the number of items and of blocks, not with the square. A pick lowers all gains by what it serves
+    better: the t-th of a block does so for about one in t of the represented items, and similarities to those alone
+    are made. Rounding turns gains into bounds: where one could win the gain is made anew.
 
     Args:
         represented: Unit rows that are to be served.
@@ -209,9 +210,7 @@ class _Block:
         self.represented, self.candidates = represented, candidates
         self.covered = represented.new_zeros(len(represented))
         self.bounds = gains.clone()
-        self.counted, self.gains = self.covered, gains  # how well it served when all gains were last known, and those
         self.fresh = torch.ones_like(gains, dtype=torch.bool)  # bounds that are gains
-        self.looks = 0  # since all gains were known
 
     def best(self, bonus: Float[Tensor, "candidates"], allowed: Bool[Tensor, "candidates"]) -> Int[Tensor, ""]:
         """The allowed candidate of largest gain. Looks, twice as many each time, at those that could still win."""
@@ -226,19 +225,16 @@ class _Block:
             stale = stale[bounds >= enough]
             self.bounds[stale] = _gains(self.represented, self.candidates[stale], self.covered)
             self.fresh[stale] = True
-            self.looks += len(stale)
             size = min(2 * size, max(LOOKS, AT_ONCE // len(self.represented)))
 
     def add(self, pick: Int[Tensor, ""]) -> None:
-        """Take the candidate in. All gains are made known again once looks have cost as much as that does."""
-        self.covered = torch.maximum(self.covered, self.represented @ self.candidates[pick])
-        changed = (self.covered > self.counted).nonzero()[:, 0]
-        if 0 < len(changed) <= self.looks:
-            drops = _drops(self.represented[changed], self.candidates, self.counted[changed], self.covered[changed])
-            self.gains = self.gains - (1 - NEARLY) * drops  # rounding must not make a bound of a gain too low
-            self.bounds = torch.minimum(self.bounds, self.gains)
-            self.counted, self.looks = self.covered, 0
-        self.fresh = self.bounds == 0  # those cannot shrink
+        """Take the candidate in, and lower the bounds by what was served better by it: ever fewer items."""
+        covered = torch.maximum(self.covered, self.represented @ self.candidates[pick])
+        changed = (covered > self.covered).nonzero()[:, 0]
+        if len(changed):
+            drops = _drops(self.represented[changed], self.candidates, self.covered[changed], covered[changed])
+            self.bounds = (self.bounds - (1 - NEARLY) * drops).clamp(min=0)  # rounding must not make one too low
+        self.covered, self.fresh = covered, self.bounds == 0  # those cannot shrink
 
 
 def _first_gains(
@@ -272,8 +268,7 @@ def _drops(
     """By how much the gains shrink as these items are served better."""
     drops = []
     for some in candidates.split(max(1, AT_ONCE // len(represented))):
-        similar = some @ represented.T
-        drops.append(_sum(similar - before) - _sum(similar.sub_(after)))
+        drops.append((some @ represented.T).clamp_(before, after).sub_(before).sum(1))
     return torch.cat(drops)
 
 
