@@ -3,19 +3,23 @@
 import csv
 from pathlib import Path
 
+import torch
 from matplotlib.figure import Figure
 from PIL import Image
+from torch.nn.functional import normalize
 
 import foveate
-from foveate import HilbertA, ToMA
+from foveate import HilbertA, SubCP, ToMA
 from foveate.demo import PIPELINE
 from foveate.files import write_whole
 from foveate.integrations.diffusers.pipelines import Request, draw, load
 from foveate.methods.hilberta import HilbertPlan
+from foveate.methods.sub_cp import STRATEGIES
 from foveate.ops.block_table import block_starts, block_table
 from foveate.ops.curves import grid_order
 from foveate.report import draw_order, draw_table, draw_tiles, figure_png
 
+COLOURS = "#0072B2", "#E69F00", "#009E73", "#CC79A7"
 IMAGES = Path("docs/images")
 SIDE = 32
 
@@ -36,6 +40,7 @@ def main() -> None:
     neighbours = block_table([range(max(0, i - 1), min(16, i + 2)) for i in range(16)], block_starts(1000))
     write_picture("table-neighbours", draw_table(neighbours, limit=256))
     write_picture("toma-regions", draw_merging())
+    write_figure("sub-cp-strategies", draw_blocks())
     write_figure("training", draw_training(Path("evals/results/training.csv")))
 
 
@@ -51,6 +56,23 @@ def draw_merging() -> Image.Image:
         image = draw(pipe, Request("an owl on a purple background", (128, 128), 20, None, 0))
         (regions,) = run.plans().values()
     return draw_tiles(image, regions.tile_maps[0], regions.picked)
+
+
+def draw_blocks() -> Figure:
+    """The blocks of each strategy: directions near one another in skewed clusters, seen from above."""
+    generator = torch.Generator().manual_seed(0)
+    middles = torch.randn(7, 2, generator=generator).repeat_interleave(torch.tensor([40, 25, 15, 10, 10, 10, 10]), 0)
+    spread = 0.75 * middles + 0.13 * torch.randn(len(middles), 2, generator=generator)
+    pool = normalize(torch.cat([spread, torch.ones(len(spread), 1)], 1), dim=1)
+    figure = Figure(figsize=(8, 2.3), layout="constrained")
+    for axes, strategy in zip(figure.subplots(1, len(STRATEGIES)), STRATEGIES, strict=True):
+        axes.set(title=strategy, xticks=[], yticks=[])
+        axes.scatter(*pool[:, :2].T, s=4, color="#9AA5B1")
+        for block, colour in zip(
+            SubCP(blocks=4, block_size=4, strategy=strategy).partition(pool).ids, COLOURS, strict=True
+        ):
+            axes.scatter(*pool[block, :2].T, s=45, facecolors="none", edgecolors=colour, linewidths=2)
+    return figure
 
 
 def draw_training(log: Path) -> Figure:

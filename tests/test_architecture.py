@@ -13,6 +13,7 @@ SOURCE = Path(__file__).parent.parent / "src" / "foveate"
 ROOMS = {
     "cache": set(),
     "files": set(),
+    "examples": set(),
     "kernels": {"cache", "ops.block_table"},
     "ops": {"cache"},
     "methods": {"cache", "ops"},
@@ -24,7 +25,8 @@ ROOMS = {
     "compare": {"ops", "methods", "integrations", "report", "files"},
     "evaluate": {"ops", "methods", "integrations", "report", "files", "compare", "demo"},
     "bench": {"kernels", "ops", "methods", "integrations", "training", "report", "files", "compare", "demo"},
-    "cli": {"ops", "methods", "integrations", "report", "files", "compare", "evaluate", "bench", "demo", "training"},
+    "cli": {"ops", "methods", "integrations", "report", "files", "compare", "evaluate", "bench", "demo", "training"}
+    | {"examples"},
     "__init__": {"methods", "integrations"},
     "__main__": {"cli"},
 }

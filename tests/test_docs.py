@@ -45,8 +45,8 @@ def test_the_sample_method_passes_its_sample_tests(tmp_path):
     assert "6 passed" in run(tmp_path, "pytest", "test_banded.py")
 
 
-@pytest.mark.parametrize("page", ["block-attention.md", "log-linear-attention.md", "llsa.md"])
-def test_the_pages_of_attention_run_from_top_to_bottom(page, tmp_path):
+@pytest.mark.parametrize("page", ["block-attention.md", "log-linear-attention.md", "llsa.md", "sub-cp.md"])
+def test_the_pages_of_methods_run_from_top_to_bottom(page, tmp_path):
     (tmp_path / "page.py").write_text("\n".join(samples(page)))
     run(tmp_path, "page")
 

@@ -7,8 +7,8 @@ Examples:
 """
 
 from foveate.integrations.diffusers.apply import Handle, apply, remove, summary
-from foveate.methods import LLSA, HilbertA, InfoFlowKV, ToMA
+from foveate.methods import LLSA, HilbertA, InfoFlowKV, SubCP, ToMA
 
-__all__ = ["LLSA", "Handle", "HilbertA", "InfoFlowKV", "ToMA", "__version__", "apply", "remove", "summary"]
+__all__ = ["LLSA", "Handle", "HilbertA", "InfoFlowKV", "SubCP", "ToMA", "__version__", "apply", "remove", "summary"]
 
 __version__ = "0.1.0"

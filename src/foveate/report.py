@@ -20,11 +20,13 @@ from skimage.metrics import peak_signal_noise_ratio, structural_similarity
 from torch import Tensor
 
 from foveate.ops.block_table import BlockTable
+from foveate.ops.example_blocks import Report
 
 __all__ = [
     "Comparison",
     "Variant",
     "comparison_page",
+    "draw_coverage",
     "draw_losses",
     "draw_order",
     "draw_sheet",
@@ -212,6 +214,21 @@ def draw_losses(losses: Sequence[float]) -> Figure:
     window = max(1, len(losses) // 20)
     means = np.convolve(losses, np.full(window, 1 / window), mode="valid")
     axes.plot(range(window, len(losses) + 1), means, color=BLUE)
+    return figure
+
+
+def draw_coverage(reports: dict[str, list[Report]]) -> Figure:
+    """A figure of how well blocks cover their pool: the worst, the mean and all together; means over the reports."""
+    figure = Figure(figsize=(7, 3), layout="constrained")
+    axes = figure.add_subplot(ylabel="coverage of the pool", ylim=(0, 1), xticks=range(3))
+    axes.set_xticklabels(["worst block", "mean block", "all blocks"])
+    for i, (name, drawn) in enumerate(reports.items()):
+        values = np.array([report[:3] for report in drawn])
+        places = np.arange(3) + 0.8 * (i + 0.5) / len(reports) - 0.4
+        spread = np.abs(np.stack([values.min(0), values.max(0)]) - values.mean(0))
+        colour = (BLUE, ORANGE, "#9AA5B1")[i % 3]
+        axes.bar(places, values.mean(0), 0.7 / len(reports), yerr=spread, label=name, color=colour, ecolor=INK)
+    figure.legend(loc="outside lower center", ncols=len(reports), frameon=False)
     return figure
 
 

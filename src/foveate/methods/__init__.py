@@ -8,6 +8,7 @@ from foveate.methods.hilberta import HilbertA
 from foveate.methods.infoflow_kv import InfoFlowKV
 from foveate.methods.llsa import LLSA
 from foveate.methods.method import Method, Together
+from foveate.methods.sub_cp import SubCP
 from foveate.methods.todo import ToDo
 from foveate.methods.toma import ToMA
 
@@ -17,6 +18,7 @@ __all__ = [
     "HilbertA",
     "InfoFlowKV",
     "Method",
+    "SubCP",
     "ToDo",
     "ToFu",
     "ToMA",

@@ -1,0 +1,130 @@
+"""Examples for in-context learning: read from files, and turned into embeddings."""
+
+import csv
+import json
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+from zlib import crc32
+
+import numpy as np
+import torch
+from jaxtyping import Float
+from safetensors.torch import load_file
+from torch import Tensor
+
+__all__ = ["column", "hashed_ngrams", "read_embeddings", "read_examples", "sentence_embeddings"]
+
+DIMS = 512
+Track = Callable[[str, int], Callable[[], None]]
+
+
+def read_examples(path: Path) -> list[dict[str, Any]]:
+    """The rows of a .csv file, whose first line names the columns, or of a .jsonl file.
+
+    Raises:
+        ValueError: If the file is of another kind, empty, or a line cannot be read.
+    """
+    text = path.read_text(encoding="utf-8-sig")
+    if path.suffix == ".csv":
+        rows = list(csv.DictReader(text.splitlines(keepends=True), restkey="more"))
+    elif path.suffix == ".jsonl":
+        rows = [_row(line, f"{path}, line {i}") for i, line in enumerate(text.splitlines(), 1) if line.strip()]
+    else:
+        raise ValueError(f"cannot read {path}: give a .csv file with a line of names, or a .jsonl file")
+    if not rows:
+        raise ValueError(f"{path} has no examples: a .csv file needs a line of names and one line more")
+    return rows
+
+
+def column(rows: Sequence[dict[str, Any]], name: str, path: Path) -> list[str]:
+    """One column, as text.
+
+    Raises:
+        ValueError: If an example does not have it.
+    """
+    for index, row in enumerate(rows):
+        if row.get(name) is None:
+            have = ", ".join(row)
+            raise ValueError(f"example {index} of {path} has no {name!r}: name one of its columns, {have}")
+    return [str(row[name]) for row in rows]
+
+
+def read_embeddings(path: Path) -> Tensor:
+    """What a .npy file holds, or the one tensor of a .safetensors file.
+
+    Raises:
+        ValueError: If the file is of another kind or holds several tensors.
+    """
+    if path.suffix == ".npy":
+        return torch.from_numpy(np.load(path))
+    if path.suffix != ".safetensors":
+        raise ValueError(f"cannot read {path}: give a .npy or a .safetensors file")
+    tensors = load_file(path)
+    if len(tensors) != 1:
+        raise ValueError(f"{path} holds {len(tensors)} tensors ({', '.join(tensors)}): give a file with one")
+    return next(iter(tensors.values()))
+
+
+def hashed_ngrams(
+    texts: Sequence[str], track: Track = lambda name, length: lambda: None
+) -> Float[Tensor, "texts dims"]:
+    """Embeddings without a model: words and runs of three letters, each hashed to a place and a sign.
+
+    A word or run that occurs n times counts 1 + log n. Texts are alike if they share words and spelling; what they
+    mean plays no part.
+
+    Raises:
+        ValueError: If a text has neither letters nor digits.
+    """
+    embeddings, advance = torch.zeros(len(texts), DIMS), track("embeddings", len(texts))
+    for index, text in enumerate(texts):
+        words = re.findall(r"\w+", text.lower())
+        if not words:
+            raise ValueError(f"example {index} has no words: {text!r}; leave it out")
+        counts: dict[str, int] = {}
+        for gram in (gram for word in words for gram in (word, *_threes(f"<{word}>"))):
+            counts[gram] = counts.get(gram, 0) + 1
+        for gram, count in counts.items():
+            code = crc32(gram.encode())
+            embeddings[index, code % DIMS] += (1 + np.log(count)) * (1 if code >> 31 else -1)
+        advance()
+    return embeddings
+
+
+def sentence_embeddings(
+    texts: Sequence[str], model: str, track: Track = lambda name, length: lambda: None
+) -> Float[Tensor, "texts dims"]:
+    """Embeddings by a model of sentence-transformers, which is downloaded if it is not there.
+
+    Raises:
+        ImportError: If sentence-transformers is not installed.
+    """
+    try:
+        from sentence_transformers import SentenceTransformer  # pyright: ignore[reportMissingImports]
+    except ImportError as error:
+        raise ImportError(
+            f"embeddings by {model} need sentence-transformers: pip install 'foveate[sentence-transformers]', "
+            "or leave the model out"
+        ) from error
+    encoder, parts = SentenceTransformer(model), [texts[i : i + 256] for i in range(0, len(texts), 256)]
+    advance, embeddings = track("embeddings", len(parts)), list[Tensor]()
+    for part in parts:
+        embeddings.append(encoder.encode(list(part), convert_to_tensor=True, show_progress_bar=False).cpu())
+        advance()
+    return torch.cat(embeddings)
+
+
+def _row(line: str, where: str) -> dict[str, Any]:
+    try:
+        row = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{where} is no JSON ({error.msg}): write one object a line") from None
+    if not isinstance(row, dict):
+        raise ValueError(f"{where} is no JSON object: write one object a line")
+    return row
+
+
+def _threes(word: str) -> list[str]:
+    return [word[i : i + 3] for i in range(len(word) - 2)]
