@@ -22,6 +22,7 @@ MODELS = {
     "pixart": (tiny.pixart, tiny.pixart_inputs, 0),
     "dit": (tiny.dit, tiny.dit_inputs, 0),
 }
+UNETS = {"sdxl": tiny.unet, "sd15": tiny.sd15}
 every_model = pytest.mark.parametrize("name", MODELS)
 METHOD = HilbertA(tiles=4, align=1, centre=0.25)
 
@@ -129,9 +130,9 @@ def test_the_model_is_given_back_also_after_an_exception_and_a_failed_apply(name
     assert torch.equal(run(model, x), dense)
 
 
-@every_model
+@pytest.mark.parametrize("name", [*MODELS, *UNETS])
 def test_a_copy_and_a_saved_model_have_the_method_too(name):
-    model, x = built(name)
+    model, x = built(name) if name in MODELS else (UNETS[name](), tiny.unet_inputs(32, 32))
     dense = run(model, x)
     with foveate.apply(model, METHOD):
         sparse = run(model, x)

@@ -2,7 +2,6 @@
 
 import contextlib
 import copy
-import io
 
 import log_linear_oracle
 import pytest
@@ -227,21 +226,6 @@ def test_the_model_is_given_back_also_after_an_exception_and_a_failed_apply(name
         foveate.apply(model, HilbertA(dense_layers="99"))
     assert {key: value[:3] for key, value in tiny.fingerprint(model).items()} == {k: v[:3] for k, v in stock.items()}
     assert torch.equal(run(model, x), dense)
-
-
-@every_model
-def test_a_copy_and_a_saved_model_have_the_method_too(name):
-    model, x = built(name)
-    dense = run(model, x)
-    with foveate.apply(model, METHOD):
-        sparse = run(model, x)
-        twin = copy.deepcopy(model)
-        torch.save(model, file := io.BytesIO())
-    file.seek(0)
-    assert torch.equal(run(torch.load(file, weights_only=False), x), sparse)
-    assert torch.equal(run(twin, x), sparse)
-    foveate.remove(twin)
-    assert torch.equal(run(twin, x), dense)
 
 
 @every_model
