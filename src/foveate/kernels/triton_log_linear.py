@@ -216,7 +216,7 @@ def forward(
     s_qb, s_qh, s_q, s_kb, s_kh, s_k, s_vb, s_vh, s_v, s_ekb, s_ekh, s_ek, s_evb, s_evh, s_ev, s_ob, s_oh, s_o,
     LEVELS: tl.constexpr, ENRICHED: tl.constexpr, REWEIGHT: tl.constexpr, EXCLUDE: tl.constexpr, MASKED: tl.constexpr,
     B: tl.constexpr, M: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, D: tl.constexpr, BD: tl.constexpr,
-    FAR: tl.constexpr, STAGES: tl.constexpr,
+    FAR: tl.constexpr, STAGES: tl.constexpr, SMALL_STAGES: tl.constexpr,
 ):  # fmt: skip
     """Output and LSE; zeros and -inf for rows that see nothing, or are none."""
     batch, head, sample, row = _place(tokens, heads, M)
@@ -238,7 +238,7 @@ def forward(
     )  # fmt: skip
     m, norm, acc = _see_tokens(
         m, norm, acc, q, q, p_k + batch * s_kb + head * s_kh, p_v + batch * s_vb + head * s_vh, p_real, p_list1,
-        s_k, s_v, sample, row, tokens, top_k, scale, MASKED, False, STAGES, B, M, BK, D, BD, FAR,
+        s_k, s_v, sample, row, tokens, top_k, scale, MASKED, False, SMALL_STAGES, B, M, BK, D, BD, FAR,
     )  # fmt: skip
     norm = tl.where(o_m >= 0, norm, 0.0)
     acc = tl.where((norm > 0)[:, None], acc / norm[:, None], 0.0)
@@ -255,7 +255,7 @@ def backward_queries(
     s_gb, s_gh, s_g, s_db, s_dh, s_d,
     LEVELS: tl.constexpr, ENRICHED: tl.constexpr, REWEIGHT: tl.constexpr, EXCLUDE: tl.constexpr, MASKED: tl.constexpr,
     B: tl.constexpr, M: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, D: tl.constexpr, BD: tl.constexpr,
-    FAR: tl.constexpr, STAGES: tl.constexpr,
+    FAR: tl.constexpr, STAGES: tl.constexpr, SMALL_STAGES: tl.constexpr,
 ):  # fmt: skip
     """Gradient of the queries, and of each query sum(out * dout) - dlse, which that of keys and values needs."""
     batch, head, sample, row = _place(tokens, heads, M)
@@ -281,7 +281,7 @@ def backward_queries(
     )  # fmt: skip
     lse, delta, acc = _see_tokens(
         lse, delta, acc, q, g, p_k + batch * s_kb + head * s_kh, p_v + batch * s_vb + head * s_vh, p_real, p_list1,
-        s_k, s_v, sample, row, tokens, top_k, scale, MASKED, True, STAGES, B, M, BK, D, BD, FAR,
+        s_k, s_v, sample, row, tokens, top_k, scale, MASKED, True, SMALL_STAGES, B, M, BK, D, BD, FAR,
     )  # fmt: skip
     acc = tl.where((o_m >= 0)[:, None], acc * factor, 0.0)
     _store(p_dq + batch * s_db + head * s_dh, s_d, row, tokens, acc, M, D, BD)

@@ -157,21 +157,23 @@ def add_parts(
     p_xk, p_xv, p_dk, p_dv, p_real, p_counts, p_dmk, p_dmv, p_ends, heads, tokens, limit, all_nodes, parts, s_real,
     s_log, s_dkb, s_dkh, s_dk, s_dvb, s_dvh, s_dv,
     FOLD: tl.constexpr, ENRICHED: tl.constexpr, MASKED: tl.constexpr, B: tl.constexpr, BT: tl.constexpr,
-    D: tl.constexpr, BD: tl.constexpr,
+    BR: tl.constexpr, D: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
-    """Tiles of keys whose parts [parts * BT, D] have been computed apart."""
+    """BR rows of tiles of keys whose parts [parts * BT, D] have been computed apart."""
     tiles = tl.cdiv(limit, BT)
-    tile, sample = tl.program_id(0) % tiles, (tl.program_id(0) // tiles).to(tl.int64)
+    tile = tl.program_id(0) // (BT // BR)
+    tile, sample = tile % tiles, (tile // tiles).to(tl.int64)
     p_ends += sample * tiles + tile
     first, end = tl.load(p_ends - 1, mask=tile > 0, other=0), tl.load(p_ends)
     if end > first:
         batch, head = sample // heads, sample % heads
-        dk, dv = tl.zeros([BT, BD], tl.float32), tl.zeros([BT, BD], tl.float32)
-        for part in range(first, end):
-            o_x = part * BT + tl.arange(0, BT)
+        o_r = tl.program_id(0) % (BT // BR) * BR + tl.arange(0, BR)
+        dk, dv = tl.zeros([BR, BD], tl.float32), tl.zeros([BR, BD], tl.float32)
+        for part in tl.range(first, end, loop_unroll_factor=8):  # loads of many parts at once
+            o_x = part * BT + o_r
             dk += rows_of(p_xk + sample * parts * BT * D, D, o_x, D, BD, True)
             dv += rows_of(p_xv + sample * parts * BT * D, D, o_x, D, BD, True)
-        o_t = tile * BT + tl.arange(0, BT)
+        o_t = tile * BT + o_r
         _finish(
             p_dk + batch * s_dkb + head * s_dkh, p_dv + batch * s_dvb + head * s_dvh, s_dk, s_dv, dk, dv,
             p_dmk + sample * all_nodes * D, p_dmv + sample * all_nodes * D, p_counts + batch * s_log,

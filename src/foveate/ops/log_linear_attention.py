@@ -250,3 +250,6 @@ def _with_spread(
     q = torch.cat([q, q.square().sum(-1, keepdim=True) * (scale / (2 * q.shape[3]))], 3)
     means = [torch.cat([mean, x[..., None]], 3) for mean, x in zip(means, spreads, strict=True)]
     return q, pad(k.to(wide), (0, 1)), [*means, pad(extra, (0, 1))]
+
+
+dispatch.register_kernels("log_linear_attention")

@@ -317,3 +317,6 @@ def _best(scores: Tensor, alive: Tensor, top_k: int) -> Tensor:
     chosen = above | (level & (level.cumsum(-1) <= top_k - above.sum(-1, keepdim=True)))
     places = torch.arange(scores.shape[-1], device=scores.device).where(chosen, scores.shape[-1])
     return places.topk(top_k, largest=False).values
+
+
+dispatch.register_kernels("select_blocks")
