@@ -35,12 +35,13 @@ def _key_step(
     dk, dv, k, v, p_q, p_g, p_lse, p_delta, s_q, s_g, o_q, bias, scale,
     MASKED: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, FAR: tl.constexpr,
 ):  # fmt: skip
-    q = rows_of(p_q, s_q, o_q, D, BD, FAR, MASKED)  # [BM, BD]
+    o_r = o_q if MASKED else tl.maximum(o_q, 0)
+    q = rows_of(p_q, s_q, o_r, D, BD, FAR, MASKED)  # [BM, BD]
     lse = tl.load(p_lse + o_q, mask=o_q >= 0, other=NEVER) / LN2
     lse = tl.where(lse > NEVER, lse, float("inf"))  # no weight where there is no query, or it sees nothing
     scores = tl.dot(k, tl.trans(q), input_precision="ieee") * scale + bias  # [BT, BM]
     p = tl.math.exp2(scores - lse[None, :])
-    g = rows_of(p_g, s_g, o_q, D, BD, FAR, MASKED)
+    g = rows_of(p_g, s_g, o_r, D, BD, FAR, MASKED)
     dv = tl.dot(p.to(g.dtype), g, dv, input_precision="ieee")
     delta = tl.load(p_delta + o_q, mask=o_q >= 0, other=0.0)
     ds = p * (tl.dot(v, tl.trans(g), input_precision="ieee") - delta[None, :])
@@ -124,7 +125,7 @@ def backward_keys(
         p_real += batch * s_real
         o_t = tile * BT + tl.arange(0, BT)
         real = _real(p_real, o_t, limit, MASKED and FOLD)
-        o_k = tl.where(real, o_t, -1)
+        o_k = tl.where(real, o_t, -1) if MASKED else tl.minimum(o_t, limit - 1)
         k = rows_of(p_k + batch * s_kb + head * s_kh, s_k, o_k, D, BD, FAR, MASKED)  # [BT, BD]
         v = rows_of(p_v + batch * s_vb + head * s_vh, s_v, o_k, D, BD, FAR, MASKED)
         bias = tl.where(real, 0.0, NEVER)
