@@ -24,6 +24,7 @@ from foveate.kernels import (
     log_linear_queries,
     pyramid,
     region_matmul,
+    row_attention,
     selection,
     soft_assignment,
     triton_attention,
@@ -40,6 +41,7 @@ KINDS |= dict.fromkeys(("p_s", "p_logs", "p_sums", "p_dmk", "p_dmv"), "*fp32") |
 KINDS |= dict.fromkeys(
     ("p_counts", "p_above", "p_list", "p_offsets", "p_readers", "p_own", "p_ends", "p_tile"), "*i32"
 )
+KINDS["p_at"] = "*i64"
 KINDS |= {f"p_list{level}": "*i32" for level in range(1, 5)}
 KERNELS = {
     "forward": (ops.FORWARD, 1),
@@ -110,6 +112,14 @@ for dim, half in ((64, "fp16"), (128, "bf16")):
     steps = hopper_attention.STEP, hopper_backward.STEP, hopper_backward.STEP
     for kernel, step, depth, tile in zip(kernels, steps, stages, kept, strict=True):
         report(f"hopper {kernel.__name__}", dim, half, compile_gluon(kernel, dim, half, step, depth, tile))
+
+for dim, half in ((64, "fp16"), (128, "bf16"), (96, "bf16")):
+    padded = triton.next_power_of_2(dim)
+    for shapes in (row_attention.FEW, ops.FORWARD):
+        shape = ops.fitting(shapes, 1, 2 * padded, SHARED_MEMORY)
+        constants = {"D": dim, "BD": padded, "BM": shape.rows, "BN": shape.step, "STAGES": shape.stages}
+        result = compiled(row_attention.attend_rows, constants, half, shape.warps, p_out="*" + half)
+        report(f"row_attention, {shape.rows} rows", dim, half, result)
 
 for size, (channels, warps) in soft_assignment.SHAPES.items():
     constants = {"GIVEN": False, "T": size, "BC": channels}

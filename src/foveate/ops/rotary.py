@@ -20,4 +20,7 @@ def rotate(
         tensor([[0., 1.]])
     """
     first, second = x.chunk(2, dim=-1)
-    return x * cos + torch.cat([-second, first], dim=-1) * sin
+    turned = x * cos
+    turned[..., : first.shape[-1]].addcmul_(second, sin[..., : first.shape[-1]], value=-1)
+    turned[..., first.shape[-1] :].addcmul_(first, sin[..., first.shape[-1] :])
+    return turned
