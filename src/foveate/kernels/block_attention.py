@@ -177,7 +177,7 @@ def _on_hopper(
         (*cut.items(), transposed, q.device),
         lambda: schedule(table.transpose() if transposed else table, **cut, device=q.device),
     )
-    samples, programs = q.shape[0] * q.shape[1], _multiprocessors(q.device)
+    samples, programs = q.shape[0] * q.shape[1], multiprocessors(q.device)
     sharing = _SHARES.get([run.tiles], (samples, programs), lambda: shares(run, samples, programs))
     if len(sharing.work) < samples * len(run.tiles):
         for x, value in zip(written, nothing, strict=True):
@@ -262,7 +262,10 @@ def fitting(shapes: tuple[Shape, ...], tile_operands: int, row: int, memory: int
     return shapes[-1]
 
 
-def _multiprocessors(device: torch.device) -> int:
+def multiprocessors(device: torch.device) -> int:
+    """How many there are; the interpreter is one."""
+    if device.type != "cuda":
+        return 1
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 

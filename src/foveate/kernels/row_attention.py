@@ -1,7 +1,7 @@
 # pyright: basic, reportArgumentType=false, reportGeneralTypeIssues=false, reportCallIssue=false
-"""Causal attention of some rows over the keys of all tokens, in Triton.
+"""Causal attention of some rows over the keys of all tokens: in Triton, and of many rows on Hopper in Gluon.
 
-A program takes a tile of rows of one head. The keys up to the first of its rows are read without a mask, those up to
+In Triton a program takes a tile of rows of one head. The keys up to the first of its rows are read without a mask, those up to
 the last behind one. Tiles of late rows, which read most, start first. Where there are too few tiles for the device, as
 for a short prompt, several programs share the keys of one, and what they found is mixed by their LSE.
 
@@ -11,22 +11,29 @@ layers: 42 TFLOP, and 7 GB, so that products decide.
 """
 
 import math
+from functools import partial
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from foveate.cache import PerTensors
+from foveate.kernels import hopper_attention
 from foveate.kernels.block_attention import (
     FORWARD,
     SMALLEST_DOT,
     Shape,
     fitting,
     like,
+    multiprocessors,
     shared_memory,
     side_by_side,
     takes,
+    takes_hopper,
 )
+from foveate.kernels.schedule import Schedule, Shares
 from foveate.kernels.triton_attention import LN2, _rows, _store
 
 __all__ = ["BACKENDS", "row_attention"]
@@ -34,6 +41,7 @@ __all__ = ["BACKENDS", "row_attention"]
 FEW = Shape(64, 64, 4, 3), *FORWARD[-2:]  # for tiles of a few rows
 LEAST_KEYS = 512  # of a program that shares its tile
 PROGRAMS = 2  # on a multiprocessor, at least, where they share tiles
+_NUMBERED: PerTensors["_Numbered"] = PerTensors()
 
 
 @triton.jit
@@ -93,14 +101,29 @@ def attend_rows(
 
 
 @torch.library.custom_op("foveate::row_attention", mutates_args=())
-def row_attention(q: Tensor, k: Tensor, v: Tensor, rows: Tensor, scale: float) -> Tensor:
-    """What `foveate.ops.row_attention` defines."""
+def row_attention(q: Tensor, k: Tensor, v: Tensor, rows: Tensor, scale: float, hopper: bool = False) -> Tensor:
+    """What `foveate.ops.row_attention` defines; on Hopper's own kernel, if asked for and it takes the work."""
     out = like(q)
     if not out.numel():
         return out
     if scale < 0:  # the running maximum is taken before scaling
         q, scale = -q, -scale
     q, k, v = map(side_by_side, (q, k, v))
+    if hopper and hopper_attention.takes(q, k, v) and (run := _numbered(q, k, rows)):
+        lse = q.new_empty(q.shape[:3], dtype=torch.float32)
+        hopper_attention.launch(q, k, v, out, lse, run.schedule, run.shares, scale, run.rows)
+    else:
+        _in_triton(q, k, v, rows, scale, out)
+    return out
+
+
+@row_attention.register_fake
+def _(q: Tensor, *args: object) -> Tensor:
+    return like(q)
+
+
+def _in_triton(q: Tensor, k: Tensor, v: Tensor, rows: Tensor, scale: float, out: Tensor) -> None:
+    """Fill `out`."""
     (batch, heads, chosen, dim), (_, groups, tokens, _) = q.shape, k.shape
     padded = max(SMALLEST_DOT, triton.next_power_of_2(dim))
     shapes = FORWARD if chosen > FEW[0].rows else FEW
@@ -117,20 +140,46 @@ def row_attention(q: Tensor, k: Tensor, v: Tensor, rows: Tensor, scale: float) -
     )  # fmt: skip
     if parts > 1:
         out.copy_((found * lse.softmax(0)[..., None]).sum(0))
-    return out
-
-
-@row_attention.register_fake
-def _(q: Tensor, *args: object) -> Tensor:
-    return like(q)
 
 
 def _parts(tiles: int, tokens: int, device: torch.device) -> int:
     """Into how many parts keys are cut, so that all multiprocessors have work."""
-    if device.type != "cuda":
-        return 1
-    programs = PROGRAMS * torch.cuda.get_device_properties(device).multi_processor_count
-    return max(1, min(programs // tiles, tokens // LEAST_KEYS))
+    return max(1, min(PROGRAMS * multiprocessors(device) // tiles, tokens // LEAST_KEYS))
 
 
-BACKENDS = {"triton": (takes, row_attention)}
+class _Numbered(NamedTuple):
+    """What Hopper's kernel does for rows: the numbers of them, tiles and steps, and the programs, one for a tile."""
+
+    rows: Tensor
+    schedule: Schedule
+    shares: Shares
+
+
+def _numbered(q: Tensor, k: Tensor, rows: Tensor) -> _Numbered | None:
+    """None if the tiles are too few to keep all multiprocessors busy."""
+    samples, chosen, tokens = q.shape[0] * q.shape[1], q.shape[2], k.shape[2]
+    starts = range(0, chosen, hopper_attention.ROWS)
+    if samples * len(starts) < multiprocessors(q.device):
+        return None
+    return _NUMBERED.get([rows], (samples, tokens), lambda: _number(rows, samples, tokens))
+
+
+def _number(rows: Tensor, samples: int, tokens: int) -> _Numbered:
+    """Made on the device: nobody waits for it."""
+    short = rows.int()
+    starts = torch.arange(0, len(rows), hopper_attention.ROWS, dtype=torch.int32, device=rows.device)
+    ends = (starts + hopper_attention.ROWS).clamp(max=len(rows))
+    full, done = (short[starts] + 1) // hopper_attention.STEP, short[ends - 1] // hopper_attention.STEP + 1
+    tiles = torch.stack([starts, ends, torch.zeros_like(starts), full, done], 1)
+    firsts = torch.arange(0, tokens, hopper_attention.STEP, dtype=torch.int32, device=rows.device)
+    steps = torch.stack([firsts, firsts + hopper_attention.STEP], 1)
+    work = torch.arange(len(starts) * samples, dtype=torch.int32, device=rows.device)
+    shares = Shares(
+        torch.stack([len(starts) - 1 - work // samples, work % samples], 1),  # late rows first: they see most
+        torch.arange(len(work) + 1, dtype=torch.int32, device=rows.device),
+    )
+    return _Numbered(short, Schedule(tiles, steps, 0), shares)
+
+
+# By name: where it runs, and what runs. The last that takes the work is chosen.
+BACKENDS = {"triton": (takes, row_attention), "hopper": (takes_hopper, partial(row_attention, hopper=True))}
