@@ -22,7 +22,7 @@ from foveate.ops.rotary import rotate
 if TYPE_CHECKING:
     from foveate.integrations.transformers.encoder import ChunkEncoder
 
-__all__ = ["Context"]
+__all__ = ["Asked", "Context"]
 
 ROWS = 8192
 """Rows that are computed at once: enough for products of full speed, few enough to bound what they take."""
@@ -157,12 +157,12 @@ class Context:
         if self._patched or self._before:
             raise ValueError("the context is patched already: call undo() on what patch returned, or restore() here")
         ids = self._prompt(prompt)
-        order = method.arrange(_Asked(self, ids.tolist()))
+        order = method.arrange(Asked(self, ids.tolist()))
         context = self
         if order != tuple(range(len(self.chunks))):
             context = Context(self.encoder, tuple(self.chunks[chunk] for chunk in order))
         try:
-            rows = method.rows(_Asked(context, ids.tolist())).cpu()  # before the long work: nothing waits for it later
+            rows = method.rows(Asked(context, ids.tolist())).cpu()  # before the long work: nothing waits for it later
             context.recompute(rows)
         except BaseException:
             context.restore()
@@ -186,7 +186,7 @@ class Context:
         return ids
 
 
-class _Asked(NamedTuple):
+class Asked(NamedTuple):
     """What a method sees of a context and a prompt; see `foveate.methods.recomputation.Stale`."""
 
     context: Context

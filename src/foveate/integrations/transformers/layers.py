@@ -16,6 +16,7 @@ __all__ = ["Enough", "Reading", "Rows", "borrowed", "by_rows", "dynamic", "unrot
 
 BY_ROWS = "foveate_rows"
 
+
 class Enough(Exception):
     """Ends a forward whose deeper layers nobody needs."""
 
