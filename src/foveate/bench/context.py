@@ -26,7 +26,7 @@ from foveate.methods.kv_baselines import EPIC, CacheBlend, FullPrefill, NoRecomp
 from foveate.methods.recomputation import Recomputation
 from foveate.report import TILE_COLOURS as COLOURS
 
-__all__ = ["How", "MODELS", "bench_context", "draw_context", "table_of"]
+__all__ = ["MODELS", "How", "bench_context", "draw_context", "table_of"]
 
 LLAMA_8B: dict[str, Any] = {
     "vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
@@ -37,8 +37,7 @@ LLAMA_8B: dict[str, Any] = {
 SMALL = LLAMA_8B | {"vocab_size": 1000, "hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 4,
                     "num_attention_heads": 4, "num_key_value_heads": 2, "initializer_range": 0.1}  # fmt: skip
 MODELS = {"llama-8b": LLAMA_8B, "small": SMALL}
-"""By name: the shape of Llama-3.1-8B, and that of the model that is checked: heads of the same size, attention far from
-even."""
+"""By name: the shape of Llama-3.1-8B, and that of the model that is checked: heads of one size, attention far from even."""
 CHECKED = 2000, 2000, 2100  # tokens of chunks: enough rows for every kernel
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 6e-2}
 STAGES = "encode", "compose", "score", "recompute", "prompt"
@@ -306,9 +305,7 @@ def draw_context(result: dict[str, Any]) -> Figure:
     variants = len(result["rows"]) // len(lengths)
     figure = Figure(figsize=(9, (0.8 + 0.28 * variants) * len(lengths)), layout="constrained")
     for index, length in enumerate(lengths):
-        axes = figure.add_subplot(
-            len(lengths), 1, index + 1, title=f"{length:,} tokens", xlabel="ms to the first token"
-        )
+        axes = figure.add_subplot(len(lengths), 1, index + 1, title=f"{length:,} tokens", xlabel="ms")
         axes.spines[["top", "right"]].set_visible(False)
         mine = [row for row in result["rows"] if row["tokens"] == length]
         for place, row in enumerate(mine):

@@ -8,8 +8,8 @@ and, step by step, 128 keys and values into a ring of buffers. Two warpgroups ta
 of step i before the values of step i - 1 are weighted, and take turns in starting, so that one's softmax hides behind
 the other's products.
 
-Heads may share keys. Where rows of a sequence are numbered, each sees the keys up to its own number, and the full steps
-of a tile are those that all its rows see.
+Heads may share keys. Where queries are numbered rows of a sequence, each sees the keys up to its own number, and the
+full steps of a tile are those that all its rows see.
 """
 
 import math

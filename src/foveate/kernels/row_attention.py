@@ -1,9 +1,9 @@
 # pyright: basic, reportArgumentType=false, reportGeneralTypeIssues=false, reportCallIssue=false
 """Causal attention of some rows over the keys of all tokens: in Triton, and of many rows on Hopper in Gluon.
 
-In Triton a program takes a tile of rows of one head. The keys up to the first of its rows are read without a mask, those up to
+A program takes a tile of rows of one head. The keys up to the first of its rows are read without a mask, those up to
 the last behind one. Tiles of late rows, which read most, start first. Where there are too few tiles for the device, as
-for a short prompt, several programs share the keys of one, and what they found is mixed by their LSE.
+for a short prompt, several programs in Triton share the keys of one, and what they found is mixed by their LSE.
 
 The floor of r of T rows of a context, in each layer: their queries and outputs, and every key and value once, through
 memory; 4 · heads · dim · r · T / 2 operations if rows lie evenly. 15 % of 32,768 rows of Llama-3.1-8B's shape, 32

@@ -1,6 +1,5 @@
 """Rotary positions: turn queries and keys to where they stand."""
 
-import torch
 from jaxtyping import Float
 from torch import Tensor
 
@@ -15,6 +14,7 @@ def rotate(
     Source: "RoFormer", arXiv 2104.09864, with the pairs as `transformers` lays them out.
 
     Examples:
+        >>> import torch
         >>> quarter = torch.tensor([[torch.pi / 2] * 2])
         >>> rotate(torch.tensor([[1.0, 0.0]]), quarter.cos(), quarter.sin()).round(decimals=3) + 0
         tensor([[0., 1.]])

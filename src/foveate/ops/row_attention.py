@@ -1,6 +1,6 @@
 """Causal attention of some rows of a sequence over the keys and values of all of it.
 
-A cache that is patched computes few rows anew, anywhere in the context; a prompt is the last rows of what it asks about.
+Where a cache is patched, few rows are computed anew, anywhere in the context; a prompt is the last rows of it.
 """
 
 import torch

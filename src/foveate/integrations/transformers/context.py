@@ -194,14 +194,18 @@ class Asked(NamedTuple):
 
     @property
     def spans(self) -> Spans:
+        """See `Stale`."""
         return self.context.spans
 
     @property
     def layers(self) -> int:
+        """See `Stale`."""
         return len(self.context.keys)
 
     def received(self, layers: tuple[int, ...], norm: Norm, geometry: Geometry) -> Tensor:
+        """See `Stale`."""
         return self.context.score(self.prompt, layers, norm, geometry)
 
     def drift(self, rank: Literal["v", "k"]) -> Tensor:
+        """See `Stale`."""
         return self.context.drift(rank)
