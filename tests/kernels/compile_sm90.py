@@ -17,6 +17,7 @@ from triton.experimental.gluon.language import NVMMASharedLayout, bfloat16, floa
 
 from foveate.kernels import block_attention as ops
 from foveate.kernels import (
+    coverage_drops,
     facility_location,
     hopper_attention,
     hopper_backward,
@@ -131,6 +132,11 @@ for size in (256, 1024):
     constants = {"T": size, "BC": facility_location.AT_ONCE // size}
     result = compiled(facility_location._pick, constants, "fp32", facility_location.WARPS)
     report("facility_location", size, "fp32", result)
+constants = {"BM": coverage_drops.CANDIDATES, "BN": coverage_drops.ITEMS, "BC": coverage_drops.CHANNELS}
+constants |= {"STAGES": coverage_drops.STAGES}
+sums = dict.fromkeys(("p_before", "p_after", "p_drops"), "*fp32")
+result = compiled(coverage_drops.sum_drops, constants, "bf16", coverage_drops.WARPS, **sums)
+report("coverage_drops", 128, "bf16", result)
 for size in (16, 64):
     constants = {"M": size, "T": size, "BC": region_matmul.CHANNELS}
     kernel, warps = region_matmul._multiply, region_matmul.WARPS
