@@ -10,6 +10,7 @@ SPILLED = {
     "forward": 8,
     "backward_keys": 160,
     "hopper forward": 128,
+    "row_attention, 128 rows": 64,
     "hopper backward_keys": 160,
     "soft_assignment": 160,
     "region_matmul": 32,

@@ -37,7 +37,8 @@ LLAMA_8B: dict[str, Any] = {
 SMALL = LLAMA_8B | {"vocab_size": 1000, "hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 4,
                     "num_attention_heads": 4, "num_key_value_heads": 2, "initializer_range": 0.1}  # fmt: skip
 MODELS = {"llama-8b": LLAMA_8B, "small": SMALL}
-"""By name: the shape of Llama-3.1-8B, and that of the model that is checked: heads of one size, attention far from even."""
+"""By name: the shape of Llama-3.1-8B, and that of the model that is checked: heads of one size, attention far from
+even."""
 CHECKED = 2000, 2000, 2100  # tokens of chunks: enough rows for every kernel
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 6e-2}
 STAGES = "encode", "compose", "score", "recompute", "prompt"

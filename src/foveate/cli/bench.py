@@ -285,6 +285,43 @@ def context(
     print(path)
 
 
+@app.command()
+@clear_errors
+def examples(
+    pool: Annotated[str, typer.Option(help="Numbers of examples to choose from.")] = "5000,20000,100000",
+    picks: Annotated[int, typer.Option(min=1, help="Examples to choose.")] = 1024,
+    blocks: Annotated[int, typer.Option(min=1, help="Blocks to deal them to.")] = 64,
+    dim: Annotated[int, typer.Option(min=1, help="Numbers of an embedding.")] = 384,
+    rounds: Rounds = 3,
+    out: Out = Path("bench"),
+    device: Device = "auto",
+    commit: Commit = "",
+) -> None:
+    """Time Sub-CP: examples chosen from large pools, and dealt to blocks.
+
+    With apricot-select installed, against its choice on the CPU, from pools of up to 5,000.
+
+    foveate bench examples                                                    # a GPU
+
+    foveate bench examples --pool 1000,4000 --picks 256 --blocks 16           # a CPU
+    """
+    from foveate.bench.examples import How, bench_examples, draw_examples, table_of
+    from foveate.files import write_whole
+    from foveate.integrations.diffusers.pipelines import choose_device
+    from foveate.report import figure_png
+
+    if picks % blocks:
+        raise ValueError(f"{picks} examples do not fill {blocks} blocks evenly: use --picks {picks // blocks * blocks}")
+    where = choose_device(device)
+    path, result = out / f"examples-{where.type}.json", {"rows": []}
+    with progress() as track:
+        for result in bench_examples(_numbers(pool), How(where, picks, blocks, dim, rounds), track):
+            _write(path, result, commit)
+            write_whole(path.with_suffix(".png"), figure_png(draw_examples(result)))
+    Console().print(table_of(result))
+    print(path)
+
+
 def _numbers(text: str, kind: type = int) -> list[Any]:
     try:
         return [kind(number) for number in text.split(",")]
