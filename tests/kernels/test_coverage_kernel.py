@@ -1,4 +1,4 @@
-"""Laws of the kernel that lowers gains, in Triton's interpreter: float64 by the definition, and picks as without it."""
+"""Laws of the kernel that lowers gains, in Triton's interpreter: float64 by the definition, and the same picks."""
 
 import pytest
 import torch

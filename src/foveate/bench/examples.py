@@ -3,7 +3,6 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from importlib.util import find_spec
 from itertools import groupby
 from statistics import median
 from typing import Any, NamedTuple
@@ -18,9 +17,10 @@ from foveate.bench.timing import peak_memory
 from foveate.compare import Track, versions
 from foveate.integrations.diffusers.pipelines import now
 from foveate.methods import SubCP
+from foveate.methods.sub_cp import Selection
 from foveate.ops import dispatch
-from foveate.ops.example_blocks import best_similarity
-from foveate.ops.facility_location import facility_location
+from foveate.ops.example_blocks import Blocks
+from foveate.ops.facility_location import best_similarity, facility_location
 from foveate.report import TILE_COLOURS as COLOURS
 
 __all__ = ["How", "bench_examples", "draw_examples", "table_of"]
@@ -110,22 +110,25 @@ def _check(inputs: str, how: How) -> None:
 
 def _timed(inputs: str, size: int, how: How, track: Track) -> list[dict[str, Any]]:
     pool = embeddings(inputs, size, how)
+    dealing = SubCP(blocks=how.blocks, block_size=how.picks // how.blocks)
     calls: dict[str, Callable[[], Any]] = {
         f"select {how.picks:,}": partial(SubCP().select, pool, how.picks),
-        f"partition into {how.blocks} blocks": partial(
-            SubCP(blocks=how.blocks, block_size=how.picks // how.blocks).partition, pool
-        ),
+        f"partition into {how.blocks} blocks": partial(dealing.partition, pool),
     }
-    if find_spec("apricot") and size <= PEER_UP_TO:
+    if size <= PEER_UP_TO and _apricot_is_there():
         calls[f"apricot-select, CPU: select {how.picks:,}"] = partial(_apricot, pool.cpu(), how.picks)
     advance = track(f"{size:,} examples, {inputs}", len(calls) * (how.rounds + 1))
     rows: list[dict[str, Any]] = []
+    first = None
     for name, call in calls.items():
         chosen = call()
+        first = first or chosen
         error = _error(pool, chosen)
         if not error < 1e-3:
             raise ValueError(f"{name} of {size} examples: gains and coverage differ by {error:.1e}: not timing it")
         rows.append({"pool": size, "inputs": inputs, "variant": name, "error": error})
+        if isinstance(chosen, Selection):
+            rows[-1]["picks_as_ours"] = int((chosen.ids.cpu() == first.ids.cpu()).sum())
         rows[-1]["peak_bytes"] = peak_memory(call, how.device) if "apricot" not in name else None
         advance()
     taken: list[list[float]] = [[] for _ in calls]
@@ -142,23 +145,30 @@ def _timed(inputs: str, size: int, how: How, track: Track) -> list[dict[str, Any
 
 def _error(pool: Tensor, chosen: Any) -> float:
     """How far what a choice says of its worth is from how well the pool is served by it."""
-    if isinstance(chosen, tuple) and hasattr(chosen, "gains"):
-        ids, said = chosen.ids, chosen.gains.double().sum().item()
-    elif hasattr(chosen, "report"):
+    if isinstance(chosen, Blocks):
         ids = torch.tensor([i for block in chosen.ids for i in block])
         said = chosen.report().union_coverage * len(pool)
     else:
-        ids, said = chosen
+        ids, said = chosen.ids, chosen.gains.double().sum().item()
     served = best_similarity(pool, pool[ids.to(pool.device)]).double().sum().item()
     return abs(said - served) / served
 
 
-def _apricot(pool: Tensor, picks: int) -> tuple[Tensor, float]:
+def _apricot_is_there() -> bool:
+    try:
+        import apricot  # noqa: F401
+    except ImportError:
+        return False
+    return True
+
+
+def _apricot(pool: Tensor, picks: int) -> Selection:
     from apricot import FacilityLocationSelection
 
     similarity = (pool @ pool.T).clamp(min=0).double().numpy()
     chooser = FacilityLocationSelection(picks, metric="precomputed", optimizer="lazy").fit(similarity)
-    return torch.as_tensor(chooser.ranking), float(chooser.gains.sum())
+    gains = torch.as_tensor(chooser.gains)
+    return Selection(torch.as_tensor(chooser.ranking), gains, float(gains.sum()) / len(pool))
 
 
 def table_of(result: dict[str, Any]) -> Table:

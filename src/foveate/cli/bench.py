@@ -311,7 +311,9 @@ def examples(
     from foveate.report import figure_png
 
     if picks % blocks:
-        raise ValueError(f"{picks} examples do not fill {blocks} blocks evenly: use --picks {picks // blocks * blocks}")
+        raise ValueError(
+            f"{picks} examples do not fill {blocks} blocks evenly: use --picks {picks // blocks * blocks}"
+        )
     where = choose_device(device)
     path, result = out / f"examples-{where.type}.json", {"rows": []}
     with progress() as track:

@@ -1,4 +1,5 @@
 # pyright: basic, reportArgumentType=false, reportGeneralTypeIssues=false, reportCallIssue=false
+# pyright: reportOperatorIssue=false
 """Causal attention of some rows over the keys of all tokens: in Triton, and of many rows on Hopper in Gluon.
 
 A program takes a tile of rows of one head. The keys up to the first of its rows are read without a mask, those up to

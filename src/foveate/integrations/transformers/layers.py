@@ -50,6 +50,9 @@ class Rows(DynamicLayer):
         last: Whether the forward ends here.
     """
 
+    keys: Tensor
+    values: Tensor
+
     def __init__(self, rows: Tensor, last: bool) -> None:
         super().__init__()
         self.rows, self.last = rows, last
