@@ -40,7 +40,7 @@ MODELS = {"llama-8b": LLAMA_8B, "small": SMALL}
 """By name: the shape of Llama-3.1-8B, and that of the model that is checked: heads of one size, attention far from
 even."""
 CHECKED = 2000, 2000, 2100  # tokens of chunks: enough rows for every kernel
-TOLERANCE = {torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 6e-2}
+TOLERANCE = {torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 0.1}
 STAGES = "encode", "compose", "score", "recompute", "prompt"
 
 
@@ -157,11 +157,13 @@ def ways(how: How) -> list[Way]:
     """What is timed: full prefills first."""
     full = [Way("full prefill", None)]
     if how.device.type == "cuda":
-        for name, backend in (("cuDNN", SDPBackend.CUDNN_ATTENTION), ("FA2", SDPBackend.FLASH_ATTENTION)):
-            backends = [backend, SDPBackend.FLASH_ATTENTION]
-            full.append(
-                Way(f"full prefill, {name}", None, attention=partial(sdpa_kernel, backends, set_priority=True))
-            )
+        flash, cudnn = SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION
+        for name, backends in (
+            ("cuDNN", [cudnn, flash]),
+            ("FA2", [flash]),
+        ):  # the second takes what the first does not
+            attention = partial(sdpa_kernel, backends, set_priority=True)
+            full.append(Way(f"full prefill, {name}", None, attention=attention))
     part = f"{how.recompute:.0%}"
     ours = InfoFlowKV(recompute=how.recompute)
     return [
