@@ -157,11 +157,11 @@ def ways(how: How) -> list[Way]:
     """What is timed: full prefills first."""
     full = [Way("full prefill", None)]
     if how.device.type == "cuda":
-        flash, cudnn = SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION
+        flash, cudnn = SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION  # flash takes what cuDNN does not
         for name, backends in (
             ("cuDNN", [cudnn, flash]),
             ("FA2", [flash]),
-        ):  # the second takes what the first does not
+        ):
             attention = partial(sdpa_kernel, backends, set_priority=True)
             full.append(Way(f"full prefill, {name}", None, attention=attention))
     part = f"{how.recompute:.0%}"
