@@ -32,7 +32,7 @@ ROOMS = {
 }
 LIBRARIES = {
     "diffusers": {"integrations", "demo", "training", "bench", "cli"},
-    "transformers": {"integrations", "demo", "training", "cli"},
+    "transformers": {"integrations", "demo", "training", "bench", "cli"},
 }
 FILES = sorted(SOURCE.rglob("*.py"))
 

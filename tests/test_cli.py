@@ -555,7 +555,7 @@ def test_bad_input_of_train_is_one_clear_line(tmp_path, monkeypatch, arguments, 
     "command",
     [
         "generate", "compare", "eval", "distill", "train", "curves", "info", "demo", "demo train", "demo info",
-        "demo atlas", "bench", "bench attention", "bench step", "bench train",
+        "demo atlas", "bench", "bench attention", "bench step", "bench train", "bench context", "bench examples",
     ],
 )  # fmt: skip
 def test_help_teaches(command):

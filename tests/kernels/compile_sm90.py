@@ -17,6 +17,7 @@ from triton.experimental.gluon.language import NVMMASharedLayout, bfloat16, floa
 
 from foveate.kernels import block_attention as ops
 from foveate.kernels import (
+    coverage_drops,
     facility_location,
     hopper_attention,
     hopper_backward,
@@ -24,6 +25,7 @@ from foveate.kernels import (
     log_linear_queries,
     pyramid,
     region_matmul,
+    row_attention,
     selection,
     soft_assignment,
     triton_attention,
@@ -34,7 +36,7 @@ from foveate.kernels import (
 SHARED_MEMORY = 227 * 1024
 USAGE = {"registers": "REG", "stack": "STACK"}
 DTYPES = {"fp16": float16, "bf16": bfloat16}
-KINDS = dict.fromkeys(("p_tiles", "p_steps", "p_work", "p_bounds"), "*i32")
+KINDS = dict.fromkeys(("p_tiles", "p_steps", "p_work", "p_bounds", "p_at"), "*i32")
 KINDS |= dict.fromkeys(("p_lse", "p_dlse", "p_delta"), "*fp32") | dict.fromkeys(("p_given", "p_picks"), "*i64")
 KINDS |= dict.fromkeys(("p_s", "p_logs", "p_sums", "p_dmk", "p_dmv"), "*fp32") | {"p_real": "*u8", "p_weight": "*i32"}
 KINDS |= dict.fromkeys(
@@ -90,7 +92,7 @@ for name, (shapes, operands) in KERNELS.items():
         report(name, dim, half, compiled(getattr(triton_attention, name), constants, half, shape.warps))
 
 
-def compile_gluon(kernel, dim, half, step, stages, kept):
+def compile_gluon(kernel, dim, half, step, stages, kept, **constants):
     """Of its descriptors, those named in `kept` are of the 64 rows that a warpgroup keeps, the others of a step."""
     kinds = {}
     for name in [name for name in kernel.arg_names if name.startswith("d_")]:
@@ -99,7 +101,7 @@ def compile_gluon(kernel, dim, half, step, stages, kept):
         dtype = float32 if vector else DTYPES[half]
         layout = NVMMASharedLayout.get_default_for(block, dtype)
         kinds[name] = f"tensordesc<{'fp32' if vector else half}{block},{layout!r}>"
-    constants = {"D": dim, "BN": step, "STAGES": stages}
+    constants |= {"D": dim, "BN": step, "STAGES": stages}
     return compiled(kernel, constants, half, 4, **kinds)
 
 
@@ -108,8 +110,20 @@ for dim, half in ((64, "fp16"), (128, "bf16")):
     kernels = hopper_attention.forward, hopper_backward.backward_queries, hopper_backward.backward_keys
     kept = {"d_q"}, {"d_q", "d_g"}, {"d_k", "d_v"}
     steps = hopper_attention.STEP, hopper_backward.STEP, hopper_backward.STEP
-    for kernel, step, depth, tile in zip(kernels, steps, stages, kept, strict=True):
-        report(f"hopper {kernel.__name__}", dim, half, compile_gluon(kernel, dim, half, step, depth, tile))
+    given = {"NUMBERED": False, "share": 1}, {}, {}  # 1 is a constant to Triton
+    for kernel, step, depth, tile, more in zip(kernels, steps, stages, kept, given, strict=True):
+        result = compile_gluon(kernel, dim, half, step, depth, tile, **more)
+        report(f"hopper {kernel.__name__}", dim, half, result)
+    numbered = compile_gluon(hopper_attention.forward, dim, half, steps[0], stages[0], kept[0], NUMBERED=True)
+    report("hopper forward", dim, half, numbered)
+
+for dim, half in ((64, "fp16"), (128, "bf16"), (96, "bf16")):
+    padded = triton.next_power_of_2(dim)
+    for shapes in (row_attention.FEW, ops.FORWARD):
+        shape = ops.fitting(shapes, 1, 2 * padded, SHARED_MEMORY)
+        constants = {"D": dim, "BD": padded, "BM": shape.rows, "BN": shape.step, "STAGES": shape.stages}
+        result = compiled(row_attention.attend_rows, constants, half, shape.warps, p_at="*i64")
+        report(f"row_attention, {shape.rows} rows", dim, half, result)
 
 for size, (channels, warps) in soft_assignment.SHAPES.items():
     constants = {"GIVEN": False, "T": size, "BC": channels}
@@ -118,6 +132,11 @@ for size in (256, 1024):
     constants = {"T": size, "BC": facility_location.AT_ONCE // size}
     result = compiled(facility_location._pick, constants, "fp32", facility_location.WARPS)
     report("facility_location", size, "fp32", result)
+constants = {"BM": coverage_drops.CANDIDATES, "BN": coverage_drops.ITEMS, "BC": coverage_drops.CHANNELS}
+constants |= {"STAGES": coverage_drops.STAGES}
+sums = dict.fromkeys(("p_before", "p_after", "p_drops"), "*fp32")
+result = compiled(coverage_drops.sum_drops, constants, "bf16", coverage_drops.WARPS, **sums)
+report("coverage_drops", 128, "bf16", result)
 for size in (16, 64):
     constants = {"M": size, "T": size, "BC": region_matmul.CHANNELS}
     kernel, warps = region_matmul._multiply, region_matmul.WARPS

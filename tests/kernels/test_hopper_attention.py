@@ -7,6 +7,7 @@ from oracle import dense_attention, random_table
 
 from foveate import HilbertA
 from foveate.kernels import block_attention as ops
+from foveate.kernels import row_attention as rows_ops
 from foveate.kernels.schedule import schedule, shares
 from foveate.ops.block_table import block_starts, block_table
 
@@ -84,12 +85,25 @@ def test_every_gradient_equals_the_dense_mask(table, programs):
         torch.testing.assert_close(grad.double(), want.double(), rtol=1e-3, atol=1e-4)
 
 
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize(("tokens", "chosen"), [(1, 1), (700, 300), (300, 300), (513, 64), (900, 129)])
+def test_rows_that_see_the_keys_up_to_their_own_equal_the_dense_mask(monkeypatch, tokens, chosen, dim):
+    monkeypatch.setattr(rows_ops, "hopper_attention", hopper)
+    rows = torch.randperm(tokens)[:chosen].sort().values
+    q = torch.randn(2, chosen, 6, dim).transpose(1, 2)
+    k, v = (torch.randn(2, 2, tokens, dim) for _ in range(2))
+    mask = rows[:, None] >= torch.arange(tokens)
+    want, _ = dense_attention(q, k.repeat_interleave(3, 1), v.repeat_interleave(3, 1), mask, 0.2)
+    got = rows_ops.row_attention(q, k, v, rows, 0.2, hopper=True)
+    torch.testing.assert_close(got.double(), want, rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu runs the real one")
 @pytest.mark.parametrize("keyless", [False, True])
 def test_the_op_hands_everything_to_the_kernels(monkeypatch, keyless):
     monkeypatch.setattr(ops, "hopper_attention", hopper)
     monkeypatch.setattr(ops, "hopper_backward", backward)
-    monkeypatch.setattr(ops, "_multiprocessors", lambda device: 3)
+    monkeypatch.setattr(ops, "multiprocessors", lambda device: 3)
     table = block_table([[0], [], [0, 2]], block_starts(150)) if keyless else random_table(7, (150,))
     q, k, v = (torch.randn(1, 150, 2, 64).transpose(1, 2).requires_grad_() for _ in range(3))
     want, want_lse = dense_attention(q, k, v, table.to_dense())

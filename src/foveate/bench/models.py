@@ -18,7 +18,7 @@ from torch import nn
 from foveate.demo.untrained import untrained_pipeline
 from foveate.methods import HilbertA, Method, ToDo, ToFu, Together, ToMA, ToMeSD
 
-__all__ = ["MODELS", "Model"]
+__all__ = ["MODELS", "Model", "random_model"]
 
 NOTHING: dict[str, Any] = dict.fromkeys(("vae", "text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2"))
 
@@ -45,12 +45,12 @@ def _built_in(device: torch.device, dtype: torch.dtype) -> FluxPipeline:
 
 
 def _flux_dev(device: torch.device, dtype: torch.dtype) -> FluxPipeline:
-    transformer = _random(lambda: FluxTransformer2DModel(guidance_embeds=True), device, dtype)
+    transformer = random_model(lambda: FluxTransformer2DModel(guidance_embeds=True), device, dtype)
     return FluxPipeline(scheduler=FlowMatchEulerDiscreteScheduler(), transformer=transformer, **NOTHING)
 
 
 def _sdxl(device: torch.device, dtype: torch.dtype) -> StableDiffusionXLPipeline:
-    unet = _random(
+    unet = random_model(
         lambda: UNet2DConditionModel(
             sample_size=128,
             down_block_types=("DownBlock2D", "CrossAttnDownBlock2D", "CrossAttnDownBlock2D"),
@@ -70,7 +70,7 @@ def _sdxl(device: torch.device, dtype: torch.dtype) -> StableDiffusionXLPipeline
     return StableDiffusionXLPipeline(scheduler=EulerDiscreteScheduler(), unet=unet, add_watermarker=False, **NOTHING)
 
 
-def _random(make: Callable[[], nn.Module], device: torch.device, dtype: torch.dtype) -> Any:
+def random_model(make: Callable[[], nn.Module], device: torch.device, dtype: torch.dtype) -> Any:
     """The model, its weights made in their dtype and where they are to be."""
     default = torch.get_default_dtype()
     torch.set_default_dtype(dtype)

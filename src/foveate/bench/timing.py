@@ -3,13 +3,14 @@
 
 import time
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
-__all__ = ["LONG_ENOUGH", "captured", "peak_memory", "time_calls", "time_shares"]
+__all__ = ["LONG_ENOUGH", "Marks", "captured", "peak_memory", "time_calls", "time_shares"]
 
 Call = Callable[[], object]
 LONG_ENOUGH = 0.005  # seconds of one measurement
@@ -73,6 +74,33 @@ def captured(call: Call, device: torch.device) -> Call:
         _ = call  # holds what the graph reads: tables, and what was derived from them
 
     return replay
+
+
+class Marks:
+    """A clock that is told when a stage of the work has been asked for; nothing waits for the device meanwhile."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._marks: list[tuple[str, Any]] = []
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        self("")
+
+    def __call__(self, stage: str) -> None:
+        """End a stage."""
+        if self.device.type != "cuda":
+            self._marks.append((stage, time.perf_counter()))
+            return
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        self._marks.append((stage, event))
+
+    def seconds(self) -> dict[str, float]:
+        """What each stage took, on the device where there is one."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+            return {stage: a.elapsed_time(b) / 1000 for (_, a), (stage, b) in pairwise(self._marks)}
+        return {stage: b - a for (_, a), (stage, b) in pairwise(self._marks)}
 
 
 def time_shares(call: Call, names: Sequence[str], device: torch.device) -> list[float]:

@@ -245,6 +245,85 @@ def train(
     print(path)
 
 
+@app.command()
+@clear_errors
+def context(
+    tokens: Annotated[str, typer.Option(help="Lengths of the context.")] = "8192,16384,32768,65536",
+    model: Annotated[
+        str, typer.Option(help="Whose size, with random weights: llama-8b (Llama-3.1-8B), small (7 M parameters).")
+    ] = "llama-8b",
+    chunk: Annotated[int, typer.Option(min=1, help="Tokens of a chunk.")] = 2048,
+    prompt: Annotated[int, typer.Option(min=1, help="Tokens of the question.")] = 64,
+    recompute: Annotated[float, typer.Option(min=0, max=1, help="Fraction of rows to compute again.")] = 0.15,
+    rounds: Rounds = 5,
+    out: Out = Path("bench"),
+    device: Device = "auto",
+    dtype: Dtype = "auto",
+    commit: Commit = "",
+) -> None:
+    """Time the first token behind a long context: full prefill, and cached chunks with some rows computed again.
+
+    Timing only: the weights are random. Chunks lie in memory, but for one row that encodes them first.
+
+    foveate bench context                                                     # a GPU with 60 GB or more
+
+    foveate bench context --model small --tokens 2048 --chunk 512             # a CPU
+    """
+    from foveate.bench.context import How, bench_context, draw_context, table_of
+    from foveate.files import write_whole
+    from foveate.integrations.diffusers.pipelines import choose_device, choose_dtype
+    from foveate.report import figure_png
+
+    where = choose_device(device)
+    how = How(model, where, choose_dtype(dtype, where), chunk, prompt, recompute, rounds)
+    path, result = out / f"context-{model}-{where.type}.json", {"rows": []}
+    with progress() as track:
+        for result in bench_context(_numbers(tokens), how, track):
+            _write(path, result, commit)
+            write_whole(path.with_suffix(".png"), figure_png(draw_context(result)))
+    Console().print(table_of(result))
+    print(path)
+
+
+@app.command()
+@clear_errors
+def examples(
+    pool: Annotated[str, typer.Option(help="Numbers of examples to choose from.")] = "5000,20000,100000",
+    picks: Annotated[int, typer.Option(min=1, help="Examples to choose.")] = 1024,
+    blocks: Annotated[int, typer.Option(min=1, help="Blocks to deal them to.")] = 64,
+    dim: Annotated[int, typer.Option(min=1, help="Numbers of an embedding.")] = 384,
+    rounds: Rounds = 3,
+    out: Out = Path("bench"),
+    device: Device = "auto",
+    commit: Commit = "",
+) -> None:
+    """Time Sub-CP: examples chosen from large pools, and dealt to blocks.
+
+    With apricot-select installed, against its choice on the CPU, from pools of up to 5,000.
+
+    foveate bench examples                                                    # a GPU
+
+    foveate bench examples --pool 1000,4000 --picks 256 --blocks 16           # a CPU
+    """
+    from foveate.bench.examples import How, bench_examples, draw_examples, table_of
+    from foveate.files import write_whole
+    from foveate.integrations.diffusers.pipelines import choose_device
+    from foveate.report import figure_png
+
+    if picks % blocks:
+        raise ValueError(
+            f"{picks} examples do not fill {blocks} blocks evenly: use --picks {picks // blocks * blocks}"
+        )
+    where = choose_device(device)
+    path, result = out / f"examples-{where.type}.json", {"rows": []}
+    with progress() as track:
+        for result in bench_examples(_numbers(pool), How(where, picks, blocks, dim, rounds), track):
+            _write(path, result, commit)
+            write_whole(path.with_suffix(".png"), figure_png(draw_examples(result)))
+    Console().print(table_of(result))
+    print(path)
+
+
 def _numbers(text: str, kind: type = int) -> list[Any]:
     try:
         return [kind(number) for number in text.split(",")]

@@ -90,21 +90,21 @@ def _forward(
     scale: float,
     hopper: bool,
 ) -> tuple[Tensor, Tensor]:
-    out, lse = _like(q), _lse_of(q)
+    out, lse = like(q), _lse_of(q)
     table = BlockTable(query_starts, key_starts, offsets, keys)
     if hopper and hopper_attention.takes(q, k, v):
         written = out, lse
         _on_hopper(hopper_attention.launch, table, (q, k, v), written, (0.0, -math.inf), scale, hopper_attention.CUT)
         return out, lse
     run = _Pass(q, k, table, FORWARD, tile_operands=1)
-    q, k, v = map(_rows, (q, k, v))
+    q, k, v = map(side_by_side, (q, k, v))
     run(triton_attention.forward, (q, k, v, out), (lse,), (scale / math.log(2),))
     return out, lse
 
 
 @_forward.register_fake
 def _(q: Tensor, *args: object) -> tuple[Tensor, Tensor]:
-    return _like(q), _lse_of(q)
+    return like(q), _lse_of(q)
 
 
 @torch.library.custom_op("foveate::block_attention_backward", mutates_args=())
@@ -123,9 +123,9 @@ def _backward(
     scale: float,
     hopper: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    dq, dk, dv = map(_like, (q, k, v))
+    dq, dk, dv = map(like, (q, k, v))
     table = BlockTable(query_starts, key_starts, offsets, keys)
-    q, k, v, out, grad_out = map(_rows, (q, k, v, out, grad_out))
+    q, k, v, out, grad_out = map(side_by_side, (q, k, v, out, grad_out))
     delta = _deltas(out, grad_out, torch.zeros_like(lse) if grad_lse is None else grad_lse.contiguous())
     if hopper and hopper_attention.takes(q, k, v, grad_out):
         given = q, k, v, grad_out, lse, delta
@@ -142,7 +142,7 @@ def _backward(
 
 @_backward.register_fake
 def _(grad_out: Tensor, grad_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, *args: object) -> tuple[Tensor, ...]:
-    return _like(q), _like(k), _like(v)
+    return like(q), like(k), like(v)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -177,7 +177,7 @@ def _on_hopper(
         (*cut.items(), transposed, q.device),
         lambda: schedule(table.transpose() if transposed else table, **cut, device=q.device),
     )
-    samples, programs = q.shape[0] * q.shape[1], _multiprocessors(q.device)
+    samples, programs = q.shape[0] * q.shape[1], multiprocessors(q.device)
     sharing = _SHARES.get([run.tiles], (samples, programs), lambda: shares(run, samples, programs))
     if len(sharing.work) < samples * len(run.tiles):
         for x, value in zip(written, nothing, strict=True):
@@ -204,11 +204,11 @@ def _lse_of(q: Tensor) -> Tensor:
 # Kernels step from token to token by any stride, but the entries of a token lie side by side.
 
 
-def _rows(x: Tensor) -> Tensor:
+def side_by_side(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
-def _like(x: Tensor) -> Tensor:
+def like(x: Tensor) -> Tensor:
     return torch.empty_like(x) if x.stride(-1) == 1 else x.new_empty(x.shape)
 
 
@@ -230,7 +230,7 @@ class _Pass:
     ):  # fmt: skip
         table.check(q, k)
         self.head_dim = max(SMALLEST_DOT, triton.next_power_of_2(q.shape[3]))
-        self.shape = fitting(shapes, tile_operands, self.head_dim * q.element_size(), _shared_memory(q.device))
+        self.shape = fitting(shapes, tile_operands, self.head_dim * q.element_size(), shared_memory(q.device))
         rows, step = self.shape[:2]
         self.schedule = _SCHEDULES.get(
             table,
@@ -262,11 +262,14 @@ def fitting(shapes: tuple[Shape, ...], tile_operands: int, row: int, memory: int
     return shapes[-1]
 
 
-def _multiprocessors(device: torch.device) -> int:
+def multiprocessors(device: torch.device) -> int:
+    """How many there are; the interpreter is one."""
+    if device.type != "cuda":
+        return 1
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-def _shared_memory(device: torch.device) -> int:
+def shared_memory(device: torch.device) -> int:
     """Bytes of shared memory that a program may have; the interpreter has any amount."""
     if device.type != "cuda":
         return 2**20

@@ -7,6 +7,9 @@ One program runs on each multiprocessor and works off a list of tiles, 128 rows 
 and, step by step, 128 keys and values into a ring of buffers. Two warpgroups take 64 rows each: they start the scores
 of step i before the values of step i - 1 are weighted, and take turns in starting, so that one's softmax hides behind
 the other's products.
+
+Heads may share keys. Where queries are numbered rows of a sequence, each sees the keys up to its own number, and the
+full steps of a tile are those that all its rows see.
 """
 
 import math
@@ -53,7 +56,7 @@ def tile_of(p_work, p_tiles, work, heads):
 @gluon.jit
 def _produce(
     d_q, d_k, d_v, b_q, b_k, b_v, q_full, q_empty, k_full, k_empty, v_full, v_empty,
-    p_work, p_tiles, p_steps, begin, end, heads,
+    p_work, p_tiles, p_steps, begin, end, heads, share,
     q_batch, q_head, q_column, k_batch, k_head, k_column, v_batch, v_head, v_column, STAGES: gl.constexpr,
 ):  # fmt: skip
     """Copy what tiles need as buffers become free. Token n of head (b, h) stands in row b * batch + h * head + n."""
@@ -66,32 +69,36 @@ def _produce(
         q_row = batch * q_batch + head * q_head + row
         for half in gl.static_range(2):
             load_block(d_q, [q_row + half * HALF, head * q_column], q_full.index(slot), b_q.index(2 * slot + half))
-        k_row, v_row = batch * k_batch + head * k_head, batch * v_batch + head * v_head
+        group = head // share
+        k_row, v_row = batch * k_batch + group * k_head, batch * v_batch + group * v_head
         for step in range(full, done):
             first = gl.load(p_steps + 2 * step)
             stage, phase = ring % STAGES, (ring // STAGES) & 1
             mbarrier.wait(k_empty.index(stage), phase ^ 1)
             mbarrier.expect(k_full.index(stage), d_k.block_type.nbytes)
-            load_block(d_k, [k_row + first, head * k_column], k_full.index(stage), b_k.index(stage))
+            load_block(d_k, [k_row + first, group * k_column], k_full.index(stage), b_k.index(stage))
             mbarrier.wait(v_empty.index(stage), phase ^ 1)
             mbarrier.expect(v_full.index(stage), d_v.block_type.nbytes)
-            load_block(d_v, [v_row + first, head * v_column], v_full.index(stage), b_v.index(stage))
+            load_block(d_v, [v_row + first, group * v_column], v_full.index(stage), b_v.index(stage))
             ring += 1
 
 
 @gluon.jit
-def _masked(scores, p_steps, step, BN: gl.constexpr, LAYOUT: gl.constexpr):
-    """Scores without those beyond the end of the step."""
-    length = gl.load(p_steps + 2 * step + 1) - gl.load(p_steps + 2 * step)
+def _masked(scores, p_steps, step, at, BN: gl.constexpr, LAYOUT: gl.constexpr, NUMBERED: gl.constexpr):
+    """Scores without those beyond the end of the step, or beyond the row's own."""
+    first, end = gl.load(p_steps + 2 * step), gl.load(p_steps + 2 * step + 1)
     column = gl.arange(0, BN, gl.SliceLayout(0, LAYOUT))
+    if NUMBERED:
+        return gl.where(gl.expand_dims(first + column, 0) <= gl.expand_dims(at, 1), scores, -float("inf"))
+    length = end - first
     return gl.where(gl.expand_dims(column < length, 0), scores, -float("inf"))
 
 
 @gluon.jit
 def _attend(
-    m, norm, p, acc, q, b_k, b_v, k_full, k_empty, v_full, v_empty, turns, p_steps, step, ring, turn, scale,
-    WHO: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, SCORES: gl.constexpr, OUT: gl.constexpr,
-    MASK: gl.constexpr,
+    m, norm, p, acc, q, b_k, b_v, k_full, k_empty, v_full, v_empty, turns, p_steps, step, at, ring, turn,
+    scale, WHO: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, SCORES: gl.constexpr, OUT: gl.constexpr,
+    MASK: gl.constexpr, NUMBERED: gl.constexpr,
 ):  # fmt: skip
     """Scores of one step, while the values of the step before are weighted by `p`."""
     weights: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=OUT, k_width=2)
@@ -108,7 +115,7 @@ def _attend(
     scores = warpgroup_mma_wait(1, deps=(scores,))
     mbarrier.arrive(k_empty.index(stage), count=1)
     if MASK:
-        scores = _masked(scores, p_steps, step, BN, SCORES)
+        scores = _masked(scores, p_steps, step, at, BN, SCORES, NUMBERED)
     m_new = gl.maximum(m, gl.max(scores, 1) * scale)
     p = gl.exp2(scores * scale - gl.expand_dims(m_new, 1))
     shrink = gl.exp2(m - m_new)
@@ -122,8 +129,8 @@ def _attend(
 @gluon.jit
 def _consume(
     WHO: gl.constexpr, b_q, b_k, b_v, q_full, q_empty, k_full, k_empty, v_full, v_empty, turns,
-    p_out, p_lse, p_work, p_tiles, p_steps, begin, end, heads, queries, scale, s_ob, s_oh, s_o,
-    D: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr,
+    p_out, p_lse, p_at, p_work, p_tiles, p_steps, begin, end, heads, queries, scale, s_ob, s_oh, s_o,
+    D: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, NUMBERED: gl.constexpr,
 ):  # fmt: skip
     """Output and LSE of half of each tile."""
     SCORES: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BN, 16])
@@ -135,6 +142,10 @@ def _consume(
         batch, head, row, row_end, full, short, done = tile_of(p_work, p_tiles, work, heads)
         slot = (work - begin) % 2
         q = b_q.index(2 * slot + WHO)
+        at = 0
+        if NUMBERED:
+            o_at = row + WHO * HALF + gl.arange(0, HALF, gl.SliceLayout(1, SCORES))
+            at = gl.load(p_at + o_at, mask=o_at < row_end, other=0)
         # first step: nothing to weigh yet
         mbarrier.wait(q_full.index(slot), ((work - begin) // 2) & 1)
         mbarrier.wait(k_full.index(ring % STAGES), (ring // STAGES) & 1)
@@ -142,7 +153,7 @@ def _consume(
         scores = warpgroup_mma(q, b_k.index(ring % STAGES).permute((1, 0)), zero, use_acc=False, is_async=True)
         scores = warpgroup_mma_wait(0, deps=(scores,))
         mbarrier.arrive(k_empty.index(ring % STAGES), count=1)
-        scores = _masked(scores, p_steps, full, BN, SCORES)
+        scores = _masked(scores, p_steps, full, at, BN, SCORES, NUMBERED)
         m = gl.max(scores, 1) * scale
         p = gl.exp2(scores * scale - gl.expand_dims(m, 1))
         norm = gl.sum(p, 1)
@@ -151,15 +162,15 @@ def _consume(
         middle = gl.maximum(short, full + 1)
         for step in range(full + 1, middle):
             m, norm, p, acc = _attend(
-                m, norm, p, acc, q, b_k, b_v, k_full, k_empty, v_full, v_empty, turns, p_steps, step, ring, turn,
-                scale, WHO, BN, STAGES, SCORES, OUT, False,
+                m, norm, p, acc, q, b_k, b_v, k_full, k_empty, v_full, v_empty, turns, p_steps, step, at, ring,
+                turn, scale, WHO, BN, STAGES, SCORES, OUT, False, NUMBERED,
             )  # fmt: skip
             ring += 1
             turn += 1
         for step in range(middle, done):
             m, norm, p, acc = _attend(
-                m, norm, p, acc, q, b_k, b_v, k_full, k_empty, v_full, v_empty, turns, p_steps, step, ring, turn,
-                scale, WHO, BN, STAGES, SCORES, OUT, True,
+                m, norm, p, acc, q, b_k, b_v, k_full, k_empty, v_full, v_empty, turns, p_steps, step, at, ring,
+                turn, scale, WHO, BN, STAGES, SCORES, OUT, True, NUMBERED,
             )  # fmt: skip
             ring += 1
             turn += 1
@@ -184,9 +195,9 @@ def _consume(
 
 @gluon.jit
 def forward(
-    d_q, d_k, d_v, p_out, p_lse, p_tiles, p_steps, p_work, p_bounds, scale, heads, queries,
+    d_q, d_k, d_v, p_out, p_lse, p_at, p_tiles, p_steps, p_work, p_bounds, scale, heads, share, queries,
     q_batch, q_head, q_column, k_batch, k_head, k_column, v_batch, v_head, v_column, s_ob, s_oh, s_o,
-    D: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr,
+    D: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, NUMBERED: gl.constexpr,
 ):  # fmt: skip
     """Output and LSE of the tiles that this program works off."""
     begin, end = gl.load(p_bounds + gl.program_id(0)), gl.load(p_bounds + gl.program_id(0) + 1)
@@ -213,15 +224,17 @@ def forward(
     gl.warp_specialize([
         (_consume, (
             0, b_q, b_k, b_v, q_full, q_empty, k_full, k_empty, v_full, v_empty, turns,
-            p_out, p_lse, p_work, p_tiles, p_steps, begin, end, heads, queries, scale, s_ob, s_oh, s_o, D, BN, STAGES,
+            p_out, p_lse, p_at, p_work, p_tiles, p_steps, begin, end, heads, queries, scale, s_ob, s_oh, s_o,
+            D, BN, STAGES, NUMBERED,
         )),
         (_consume, (
             1, b_q, b_k, b_v, q_full, q_empty, k_full, k_empty, v_full, v_empty, turns,
-            p_out, p_lse, p_work, p_tiles, p_steps, begin, end, heads, queries, scale, s_ob, s_oh, s_o, D, BN, STAGES,
+            p_out, p_lse, p_at, p_work, p_tiles, p_steps, begin, end, heads, queries, scale, s_ob, s_oh, s_o,
+            D, BN, STAGES, NUMBERED,
         )),
         (_produce, (
             d_q, d_k, d_v, b_q, b_k, b_v, q_full, q_empty, k_full, k_empty, v_full, v_empty,
-            p_work, p_tiles, p_steps, begin, end, heads,
+            p_work, p_tiles, p_steps, begin, end, heads, share,
             q_batch, q_head, q_column, k_batch, k_head, k_column, v_batch, v_head, v_column, STAGES,
         )),
     ], [4, 1], [240, 24])  # fmt: skip
@@ -245,28 +258,38 @@ def takes(*tensors: Tensor) -> bool:
 
 
 def launch(
-    q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, run: Schedule, sharing: Shares, scale: float
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    run: Schedule,
+    sharing: Shares,
+    scale: float,
+    rows: Tensor | None = None,
 ) -> None:
     """Fill `out` and `lse` [batch, heads, queries] wherever there are keys to read.
 
     Args:
         q: Queries [batch, heads, queries, D], which the kernel `takes`; so are k and v.
-        k: Keys.
+        k: Keys [batch, groups, keys, D]: head h reads those of group h // (heads / groups).
         v: Values.
         out: Of q's shape.
         lse: float32, contiguous.
         run: The table, `CUT`.
         sharing: Of the tiles among programs.
         scale: Of q·k.
+        rows: Of each query the last key that it sees, int32. Without them short steps end where the table says.
     """
     head_dim = q.shape[3]
     matrices = [matrix_of(x) for x in (q, k, v)]
     blocks = [ROWS // 2, head_dim], [STEP, head_dim], [STEP, head_dim]
     descriptors = [described(x.view, block) for x, block in zip(matrices, blocks, strict=True)]
     forward[(len(sharing.bounds) - 1,)](
-        *descriptors, out, lse, run.tiles, run.steps, *sharing, scale / math.log(2), q.shape[1], q.shape[2],
+        *descriptors, out, lse, lse if rows is None else rows, run.tiles, run.steps, *sharing,
+        scale / math.log(2), q.shape[1], q.shape[1] // k.shape[1], q.shape[2],
         *(number for x in matrices for number in x[1:]), *out.stride()[:3],
-        D=head_dim, BN=STEP, STAGES=STAGES[head_dim], num_warps=4,
+        D=head_dim, BN=STEP, STAGES=STAGES[head_dim], NUMBERED=rows is not None, num_warps=4,
     )  # fmt: skip
 
 

@@ -22,7 +22,7 @@ def attention_received(
     """The attention that each context token receives, over all tokens of the prompt.
 
     A prompt token attends to the whole context and to the prompt up to itself; its attention is the mean over heads.
-    Computed in float32 at least, slice by slice of the prompt: memory grows with the context alone.
+    Summed up in float32 at least, slice by slice of the prompt: memory grows with the context alone.
 
     Args:
         queries: Of the prompt, rotated. Head h reads the keys of group h // (heads / groups).
@@ -40,8 +40,9 @@ def attention_received(
     slices = torch.arange(prompt, device=queries.device).split(max(1, most // (heads * tokens)))
     for rows in slices:
         products = scale * grouped[:, :, rows].flatten(1, 2) @ keys.mT  # of all heads of a group at once
-        scores = products.unflatten(1, (-1, len(rows))).to(total.dtype)
-        later = torch.arange(tokens, device=queries.device) > context + rows[:, None]
-        received = scores.masked_fill(later, -torch.inf).softmax(-1)[..., :context].mean((0, 1))
+        scores = products.unflatten(1, (-1, len(rows)))
+        later = torch.arange(prompt, device=queries.device) > rows[:, None]
+        scores[..., context:].masked_fill_(later, -torch.inf)
+        received = scores.softmax(-1, dtype=total.dtype)[..., :context].mean((0, 1))
         total += received.square().sum(0) if norm == "l2" else received.sum(0)
     return total.sqrt() if norm == "l2" else total

@@ -23,6 +23,7 @@ LAZY_FROM = 1024  # tokens of a single set from which on most gains are left unc
 NEARLY = 1e-5  # gains that differ by less are equal: two tokens that serve each other alone tie but for rounding
 ROUNDING = 1e-6  # a dot product of unit rows that is larger by less than this is no larger
 AT_ONCE = 2**24  # similarities that are in memory together
+PARTS = 32  # of the first gains, whose progress is shown
 LOOKS = 32  # gains that are made anew first, to find the next pick
 
 
@@ -243,12 +244,13 @@ def _first_gains(
     track: Callable[[str, int], Callable[[], None]],
 ) -> Float[Tensor, "candidates"]:
     """What each candidate adds to an empty block."""
-    parts = candidates.split(max(1, AT_ONCE // len(represented)))
-    advance, gains = track("first gains", len(parts)), []
+    parts = represented.split(-(-len(represented) // PARTS))
+    advance, gains = track("first gains", len(parts)), candidates.new_zeros(len(candidates))
     for part in parts:
-        gains.append(_gains(represented, part, represented.new_zeros(len(represented))))
+        nothing = part.new_zeros(len(part))
+        gains += _drops(part, candidates, nothing, torch.full_like(nothing, torch.inf))
         advance()
-    return torch.cat(gains)
+    return gains
 
 
 def _gains(
@@ -266,6 +268,13 @@ def _drops(
     after: Float[Tensor, "changed"],
 ) -> Float[Tensor, "candidates"]:
     """By how much the gains shrink as these items are served better."""
+    backend = dispatch.choose("coverage_drops", candidates.device, candidates.dtype, candidates.shape[1])
+    return backend.run(represented, candidates, before, after)
+
+
+@dispatch.register("coverage_drops", "portable", takes=lambda *work: True)
+def portable_drops(represented: Tensor, candidates: Tensor, before: Tensor, after: Tensor) -> Tensor:
+    """For each candidate the sum over items of clamp(similarity, before, after) - before, in plain PyTorch."""
     drops = []
     for some in candidates.split(max(1, AT_ONCE // len(represented))):
         drops.append((some @ represented.T).clamp_(before, after).sub_(before).sum(1))

@@ -1,6 +1,5 @@
 """Rotary positions: turn queries and keys to where they stand."""
 
-import torch
 from jaxtyping import Float
 from torch import Tensor
 
@@ -15,9 +14,13 @@ def rotate(
     Source: "RoFormer", arXiv 2104.09864, with the pairs as `transformers` lays them out.
 
     Examples:
+        >>> import torch
         >>> quarter = torch.tensor([[torch.pi / 2] * 2])
         >>> rotate(torch.tensor([[1.0, 0.0]]), quarter.cos(), quarter.sin()).round(decimals=3) + 0
         tensor([[0., 1.]])
     """
     first, second = x.chunk(2, dim=-1)
-    return x * cos + torch.cat([-second, first], dim=-1) * sin
+    turned = x * cos
+    turned[..., : first.shape[-1]].addcmul_(second, sin[..., : first.shape[-1]], value=-1)
+    turned[..., first.shape[-1] :].addcmul_(first, sin[..., first.shape[-1] :])
+    return turned

@@ -13,7 +13,7 @@ from transformers import DynamicCache
 from transformers.cache_utils import Cache
 
 from foveate.integrations.transformers.chunk import ChunkCache
-from foveate.integrations.transformers.layers import Enough, Reading, Rows, borrowed, dynamic, unrotated
+from foveate.integrations.transformers.layers import Enough, Reading, Rows, borrowed, by_rows, dynamic, unrotated
 from foveate.integrations.transformers.patched import Patched
 from foveate.methods.recomputation import Geometry, Norm, Recomputation, Spans, places
 from foveate.ops.attention_received import attention_received
@@ -22,10 +22,10 @@ from foveate.ops.rotary import rotate
 if TYPE_CHECKING:
     from foveate.integrations.transformers.encoder import ChunkEncoder
 
-__all__ = ["Context"]
+__all__ = ["Asked", "Context"]
 
-ROWS = 512
-"""Rows that are computed at once: their mask takes so many bytes for each row of the context."""
+ROWS = 8192
+"""Rows that are computed at once: enough for products of full speed, few enough to bound what they take."""
 
 
 class Context:
@@ -45,7 +45,7 @@ class Context:
         borders = accumulate((len(chunk.ids) for chunk in chunks), initial=len(encoder.prefix))
         self.spans = tuple(pairwise(borders))
         self.keys = encoder.keys_at(chunks, torch.arange(len(self), device=encoder.device))
-        self.values = [values[None] for values in encoder.side_by_side(chunks, "values")]
+        self.values = encoder.values_of(chunks)
         self._before: list[tuple[Tensor, Tensor, Tensor]] = []  # tensor, rows, what they were
         self._patched = False
 
@@ -77,7 +77,7 @@ class Context:
         keys = self.keys if geometry == "global" else encoder.keys_at(self.chunks, positions.to(encoder.device))
         reading = [Reading(layer == max(layers)) for layer in range(len(keys))]
         cache = borrowed(Cache(layers=[*reading]), keys, self.values)
-        with unrotated(encoder.model, "q", layers) as queries, suppress(Enough):
+        with by_rows(encoder.model), unrotated(encoder.model, "q", layers) as queries, suppress(Enough):
             encoder.model.model(input_ids=ids[None], position_ids=at[None], past_key_values=cache)
         cos, sin = (table[0] for table in encoder.model.model.rotary_emb(queries[layers[0]], at[None]))
         scores = [
@@ -116,6 +116,7 @@ class Context:
         Raises:
             ValueError: If the context has no such row.
         """
+        rows = rows.cpu()
         if len(rows) and not 0 <= int(rows.min()) <= int(rows.max()) < len(self):
             raise ValueError(
                 f"rows are numbered from 0 to {len(self) - 1}, not {int(rows.min())} to {int(rows.max())}"
@@ -126,21 +127,14 @@ class Context:
     def _compute(self, rows: Int[Tensor, "chosen"], layers: int) -> None:
         if not len(rows):
             return
-        rows = rows.to(self.encoder.device).unique()
+        rows = rows.unique().to(self.encoder.device)
         self._before += [(part, rows, part[:, :, rows]) for part in self.keys[:layers] + self.values[:layers]]
         for part in rows.split(ROWS):
-            end = int(part[-1]) + 1
-            overwriting = [Rows(part, end, layer == layers - 1) for layer in range(len(self.keys))]
+            overwriting = [Rows(part, layer == layers - 1) for layer in range(len(self.keys))]
             cache = borrowed(Cache(layers=[*overwriting]), self.keys, self.values)
-            mask = part[:, None] >= torch.arange(end, device=part.device)
-            if self.encoder.model.config._attn_implementation == "eager":  # it adds its mask to the scores
-                mask = torch.zeros_like(mask, dtype=self.encoder.dtype).masked_fill(~mask, -torch.inf)
-            with suppress(Enough):
+            with by_rows(self.encoder.model), suppress(Enough):
                 self.encoder.model.model(
-                    input_ids=self.ids[None, part],
-                    position_ids=part[None],
-                    attention_mask=mask[None, None],
-                    past_key_values=cache,
+                    input_ids=self.ids[None, part], position_ids=part[None], past_key_values=cache, rows=part
                 )
 
     def restore(self) -> None:
@@ -163,18 +157,18 @@ class Context:
         if self._patched or self._before:
             raise ValueError("the context is patched already: call undo() on what patch returned, or restore() here")
         ids = self._prompt(prompt)
-        order = method.arrange(_Asked(self, ids.tolist()))
+        order = method.arrange(Asked(self, ids.tolist()))
         context = self
         if order != tuple(range(len(self.chunks))):
             context = Context(self.encoder, tuple(self.chunks[chunk] for chunk in order))
         try:
-            rows = method.rows(_Asked(context, ids.tolist()))
+            rows = method.rows(Asked(context, ids.tolist())).cpu()  # before the long work: nothing waits for it later
             context.recompute(rows)
         except BaseException:
             context.restore()
             raise
         context._patched = True
-        return Patched(context, ids, order, rows.cpu())
+        return Patched(context, ids, order, rows)
 
     def answers(self, method: Recomputation, prompts: Sequence[str | Sequence[int]], **options: Any) -> list[str]:
         """What the model generates for each prompt, one after another; the options are those of `Patched.generate`."""
@@ -192,7 +186,7 @@ class Context:
         return ids
 
 
-class _Asked(NamedTuple):
+class Asked(NamedTuple):
     """What a method sees of a context and a prompt; see `foveate.methods.recomputation.Stale`."""
 
     context: Context
@@ -200,14 +194,18 @@ class _Asked(NamedTuple):
 
     @property
     def spans(self) -> Spans:
+        """See `Stale`."""
         return self.context.spans
 
     @property
     def layers(self) -> int:
+        """See `Stale`."""
         return len(self.context.keys)
 
     def received(self, layers: tuple[int, ...], norm: Norm, geometry: Geometry) -> Tensor:
+        """See `Stale`."""
         return self.context.score(self.prompt, layers, norm, geometry)
 
     def drift(self, rank: Literal["v", "k"]) -> Tensor:
+        """See `Stale`."""
         return self.context.drift(rank)

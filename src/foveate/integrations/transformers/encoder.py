@@ -1,7 +1,7 @@
 # pyright: basic, reportPrivateImportUsage=false
 """From documents to cached chunks, and from chunks to a context."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from foveate.ops.rotary import rotate
 __all__ = ["ChunkEncoder"]
 
 Text = str | Sequence[int]
+AT_ONCE = 2048  # rows that are turned at once
 
 
 class ChunkEncoder:
@@ -132,13 +133,27 @@ class ChunkEncoder:
             positions: Of the prefix, then of each chunk's tokens.
         """
         wide = torch.promote_types(self.dtype, torch.float32)
-        cos, sin = self.model.model.rotary_emb(torch.empty(0, dtype=wide, device=self.device), positions[None])
-        return [
-            rotate(keys.to(wide), cos[0], sin[0]).to(self.dtype)[None] for keys in self.side_by_side(chunks, "keys")
-        ]
+        tables = self.model.model.rotary_emb(torch.empty(0, dtype=wide, device=self.device), positions[None])
 
-    def side_by_side(self, chunks: Sequence[ChunkCache], name: str) -> list[Float[Tensor, "groups rows dim"]]:
-        """For each layer the "keys" or "values" of the chunks, the prefix of the first one in front."""
-        first, *others = (getattr(chunk, name) for chunk in chunks)
+        def turned(keys: Tensor, start: int) -> Tensor:
+            return rotate(keys, *(table[0, start : start + keys.shape[2]] for table in tables))
+
+        return self._side_by_side([chunk.keys for chunk in chunks], turned)
+
+    def values_of(self, chunks: Sequence[ChunkCache]) -> list[Float[Tensor, "1 groups rows dim"]]:
+        """For each layer the values of the chunks, the prefix of the first one in front."""
+        return self._side_by_side([chunk.values for chunk in chunks], lambda values, start: values)
+
+    def _side_by_side(
+        self, parts: Sequence[Tensor], change: Callable[[Tensor, int], Tensor]
+    ) -> list[Float[Tensor, "1 groups rows dim"]]:
+        """For each layer what becomes of the parts [layers, groups, rows, dim], of which one alone has a prefix."""
+        first, *others = parts
         parts = [first, *(other[:, :, len(self.prefix) :] for other in others)]
-        return [torch.cat(layer, dim=1) for layer in zip(*parts, strict=True)]
+        layers, groups, _, dim = first.shape
+        whole = first.new_empty(layers, groups, sum(part.shape[2] for part in parts), dim)
+        start = 0
+        for piece in (piece for part in parts for piece in part.split(AT_ONCE, dim=2)):
+            whole[:, :, start : start + piece.shape[2]] = change(piece, start)
+            start += piece.shape[2]
+        return list(whole[:, None])

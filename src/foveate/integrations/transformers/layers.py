@@ -1,5 +1,5 @@
 # pyright: basic, reportOptionalSubscript=false, reportArgumentType=false
-"""Ways to listen to a model's own forward: cache layers that read or overwrite; queries and keys before rotation."""
+"""Ways into a model's own forward: cache layers that read or overwrite, attention by rows, queries before rotation."""
 
 from collections.abc import Generator, Iterable, Sequence
 from contextlib import contextmanager
@@ -7,10 +7,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache, PreTrainedModel
+from transformers import AttentionInterface, DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
-__all__ = ["Enough", "Reading", "Rows", "borrowed", "dynamic", "unrotated"]
+from foveate.ops.row_attention import row_attention
+
+__all__ = ["Enough", "Reading", "Rows", "borrowed", "by_rows", "dynamic", "unrotated"]
+
+BY_ROWS = "foveate_rows"
 
 
 class Enough(Exception):
@@ -39,25 +43,27 @@ class Reading(DynamicLayer):
 
 
 class Rows(DynamicLayer):
-    """Overwrites rows with what is new, and shows all up to the last of them.
+    """Overwrites rows with what is new, and shows all.
 
     Args:
         rows: Row numbers.
-        end: The row behind the last of them.
         last: Whether the forward ends here.
     """
 
-    def __init__(self, rows: Tensor, end: int, last: bool) -> None:
+    keys: Tensor
+    values: Tensor
+
+    def __init__(self, rows: Tensor, last: bool) -> None:
         super().__init__()
-        self.rows, self.end, self.last = rows, end, last
+        self.rows, self.last = rows, last
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Keys and values up to the last of `rows`, these rows anew."""
-        self.keys[:, :, self.rows] = key_states
-        self.values[:, :, self.rows] = value_states
+        """Keys and values, these rows anew."""
+        self.keys.index_copy_(2, self.rows, key_states)
+        self.values.index_copy_(2, self.rows, value_states)
         if self.last:
             raise Enough
-        return self.keys[:, :, : self.end], self.values[:, :, : self.end]
+        return self.keys, self.values
 
 
 def borrowed(cache: Any, keys: Iterable[Tensor], values: Iterable[Tensor]) -> Any:
@@ -71,6 +77,36 @@ def borrowed(cache: Any, keys: Iterable[Tensor], values: Iterable[Tensor]) -> An
 def dynamic(model: PreTrainedModel, keys: Sequence[Tensor], values: Sequence[Tensor]) -> DynamicCache:
     """The library's own cache; it grows by copies and leaves the tensors as they are."""
     return borrowed(DynamicCache(config=model.config), keys, values)
+
+
+def _attend(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: None,
+    scaling: float,
+    rows: Tensor | None = None,
+    **options: Any,
+) -> tuple[Tensor, None]:
+    """What the library asks of an attention function. The queries are those of `rows`, or the last ones."""
+    if rows is None:
+        rows = torch.arange(key.shape[2] - query.shape[2], key.shape[2], device=key.device)
+    return row_attention(query, key, value, rows, scaling).transpose(1, 2), None
+
+
+AttentionInterface.register(BY_ROWS, _attend)
+
+
+@contextmanager
+def by_rows(model: Any) -> Generator[None]:
+    """The model attends by `row_attention` meanwhile: to all keys up to the rows that its forward is told, or is."""
+    before = model.config._attn_implementation
+    model.config._attn_implementation = BY_ROWS
+    try:
+        yield
+    finally:
+        model.config._attn_implementation = before
 
 
 @contextmanager

@@ -5,8 +5,10 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import torch
-from jaxtyping import Int
+from jaxtyping import Float, Int
 from torch import Tensor
+
+from foveate.integrations.transformers.layers import by_rows
 
 if TYPE_CHECKING:
     from foveate.integrations.transformers.context import Context
@@ -63,15 +65,28 @@ class Patched:
         encoder = self._open()
         ids = torch.cat([self.context.ids, self.prompt])[None]
         encoder.check_length(ids.shape[1] + max_new_tokens, "context, prompt and answer", "compose fewer chunks")
-        output = encoder.model.generate(
-            input_ids=ids,
-            attention_mask=torch.ones_like(ids),
-            past_key_values=self.context.cache(),
-            max_new_tokens=max_new_tokens,
-            do_sample=do_sample,
-            **options,
-        )
+        with by_rows(encoder.model):
+            output = encoder.model.generate(
+                input_ids=ids,
+                attention_mask=torch.ones_like(ids),
+                past_key_values=self.context.cache(),
+                max_new_tokens=max_new_tokens,
+                do_sample=do_sample,
+                **options,
+            )
         return encoder.tokenizer.decode(output[0, ids.shape[1] :], skip_special_tokens=True)
+
+    @torch.no_grad()
+    def logits(self, last: int = 0) -> Float[Tensor, "prompt vocabulary"]:
+        """Of the token behind each of the prompt's `last` tokens; behind all of them if 0.
+
+        Raises:
+            ValueError: If the patch has been undone.
+        """
+        model = self._open().model
+        with by_rows(model):
+            cache = self.context.cache()
+            return model(input_ids=self.prompt[None], past_key_values=cache, logits_to_keep=last).logits[0]
 
     @torch.no_grad()
     def fidelity(self) -> float:
@@ -84,9 +99,8 @@ class Patched:
         """
         model = self._open().model
         ids = torch.cat([self.context.ids, self.prompt])[None]
-        full = model(input_ids=ids, logits_to_keep=len(self.prompt)).logits
-        ours = model(input_ids=self.prompt[None], past_key_values=self.context.cache()).logits
-        p, q = (logits[0].float().log_softmax(-1) for logits in (full, ours))
+        full = model(input_ids=ids, logits_to_keep=len(self.prompt)).logits[0]
+        p, q = (logits.float().log_softmax(-1) for logits in (full, self.logits()))
         return float((p.exp() * (p - q)).sum(-1).mean())
 
     def summary(self) -> str:

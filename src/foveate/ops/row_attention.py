@@ -1,0 +1,65 @@
+"""Causal attention of some rows of a sequence over the keys and values of all of it.
+
+Where a cache is patched, few rows are computed anew, anywhere in the context; a prompt is the last rows of it.
+"""
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from foveate.ops import dispatch
+
+__all__ = ["row_attention"]
+
+SLICE = 512  # rows whose mask is in memory at once
+
+
+def row_attention(
+    q: Float[Tensor, "batch heads chosen dim"],
+    k: Float[Tensor, "batch groups tokens dim"],
+    v: Float[Tensor, "batch groups tokens dim"],
+    rows: Int[Tensor, "chosen"],
+    scale: float | None = None,
+) -> Float[Tensor, "batch heads chosen dim"]:
+    """Attention of these rows, each over the keys up to its own; head h reads those of group h // (heads / groups).
+
+    Not differentiable on GPUs.
+
+    Args:
+        q: Queries of the rows.
+        k: Keys of all tokens, those of the rows among them.
+        v: Values likewise.
+        rows: Numbers of the rows, ascending.
+        scale: On q·k; dim^-0.5 if None.
+
+    Raises:
+        ValueError: If the heads cannot share the groups evenly.
+
+    Examples:
+        >>> x = torch.randn(1, 2, 9, 8)
+        >>> every = row_attention(x, x, x, torch.arange(9))
+        >>> some = torch.tensor([3, 7])
+        >>> torch.allclose(row_attention(x[:, :, some], x, x, some), every[:, :, some], atol=1e-6)
+        True
+    """
+    if q.shape[1] % k.shape[1]:
+        raise ValueError(f"{q.shape[1]} heads cannot share {k.shape[1]} groups of keys: give each group as many")
+    backend = dispatch.choose("row_attention", q.device, q.dtype, q.shape[3])
+    return backend.run(q, k, v, rows, q.shape[3] ** -0.5 if scale is None else scale)
+
+
+@dispatch.register("row_attention", "portable", takes=lambda *work: True)
+def portable(q: Tensor, k: Tensor, v: Tensor, rows: Tensor, scale: float) -> Tensor:
+    """`row_attention` in plain PyTorch: slice by slice, the heads of a group side by side as more rows."""
+    share = q.shape[1] // k.shape[1]
+    grouped = q.unflatten(1, (-1, share))  # [batch, groups, share, chosen, dim]
+    out = torch.empty_like(q)
+    for start in range(0, len(rows), SLICE):
+        some = rows[start : start + SLICE]
+        end = int(some[-1]) + 1 if rows.device.type == "cpu" else k.shape[2]  # others would have to be waited for
+        mask = (some[:, None] >= torch.arange(end, device=rows.device)).repeat(share, 1)
+        part = grouped[:, :, :, start : start + SLICE].flatten(2, 3)
+        part = scaled_dot_product_attention(part, k[:, :, :end], v[:, :, :end], attn_mask=mask, scale=scale)
+        out[:, :, start : start + SLICE] = part.unflatten(2, (share, -1)).flatten(1, 2)
+    return out

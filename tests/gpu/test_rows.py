@@ -1,0 +1,116 @@
+"""Laws of attention by rows on a GPU: float64 attention under the dense mask; patched models as on a CPU."""
+
+import pytest
+import torch
+from oracle import dense_attention
+from tiny_lm import DOCUMENTS, PROMPTS, encoder
+
+from foveate import InfoFlowKV
+from foveate.kernels.row_attention import BACKENDS
+from foveate.ops import dispatch
+from foveate.ops.row_attention import portable
+
+pytestmark = pytest.mark.gpu
+CUDA = torch.device("cuda")
+
+
+def some(tokens, chosen):
+    return torch.randperm(tokens, device=CUDA)[:chosen].sort().values
+
+
+def qkv(tokens, chosen, heads, groups, dim, dtype, batch=1):
+    q = torch.randn(batch, chosen, heads, dim, device=CUDA, dtype=dtype).transpose(1, 2)
+    return q, *(torch.randn(batch, groups, tokens, dim, device=CUDA, dtype=dtype) for _ in range(2))
+
+
+def error(got, q, k, v, rows, scale):
+    """Against float64, head by head."""
+    share, mask = q.shape[1] // k.shape[1], rows[:, None] >= torch.arange(k.shape[2], device=CUDA)
+    wrong, right = 0.0, 0.0
+    for head in range(q.shape[1]):
+        group = slice(head // share, head // share + 1)
+        want, _ = dense_attention(q[:, head : head + 1], k[:, group], v[:, group], mask, scale)
+        wrong += (got[:, head : head + 1] - want).square().sum().item()
+        right += want.square().sum().item()
+    return (wrong / right) ** 0.5
+
+
+def run(name, q, k, v, rows, scale):
+    takes, kernel = BACKENDS[name]
+    if not takes(CUDA, q.dtype, q.shape[3]):
+        pytest.skip(f"{name} does not take heads of {q.shape[3]} on this GPU")
+    return kernel(q, k, v, rows, scale)
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+@pytest.mark.parametrize("dim", [16, 40, 64, 96, 128, 256])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float16, 2e-3), (torch.bfloat16, 1e-2)])
+@pytest.mark.parametrize(
+    ("tokens", "chosen", "heads", "groups"),
+    [(1, 1, 2, 1), (63, 5, 4, 2), (1000, 1000, 3, 3), (1337, 64, 8, 2), (2049, 301, 32, 8), (5000, 1111, 28, 4)],
+)
+def test_rows_equal_the_dense_mask(name, tokens, chosen, heads, groups, dim, dtype, tolerance):
+    rows = some(tokens, chosen)
+    q, k, v = qkv(tokens, chosen, heads, groups, dim, dtype, batch=2 if tokens < 2000 else 1)
+    got = run(name, q, k, v, rows, dim**-0.5)
+    assert got.shape == q.shape
+    assert error(got, q, k, v, rows, dim**-0.5) < tolerance
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+@pytest.mark.parametrize("rows", [[0], [4096], [0, 4096], list(range(4033, 4097)), list(range(3000, 4097))])
+def test_first_rows_last_rows_and_a_prompt(name, rows):
+    rows = torch.tensor(rows, device=CUDA)
+    q, k, v = qkv(4097, len(rows), 32, 8, 128, torch.bfloat16)
+    assert error(run(name, q, k, v, rows, 0.1), q, k, v, rows, 0.1) < 1e-2
+    assert error(run(name, q, k, v, rows, -0.1), q, k, v, rows, -0.1) < 1e-2
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+def test_layouts_of_models_and_caches(name):
+    tokens, chosen = 3000, 900
+    rows = some(tokens, chosen)
+    q, k, v = qkv(tokens, chosen, 16, 4, 128, torch.bfloat16)
+    roomy = torch.zeros(1, 4, 4000, 128, device=CUDA, dtype=torch.bfloat16)
+    roomy[:, :, :tokens] = k
+    token_major = v.transpose(1, 2).contiguous().transpose(1, 2)
+    want = run(name, q, k, v, rows, 0.1)
+    for layout in (q, q.contiguous()):
+        assert torch.equal(run(name, layout, roomy[:, :, :tokens], token_major, rows, 0.1), want)
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+def test_15_percent_of_32768_rows_are_those_of_the_portable_path(name):
+    rows = some(32768, 4915)
+    q, k, v = qkv(32768, 4915, 32, 8, 128, torch.bfloat16)
+    got = run(name, q, k, v, rows, 128**-0.5)
+    for head in (0, 31):
+        one = slice(head, head + 1), slice(head // 4, head // 4 + 1)
+        want = portable(q[:, one[0]].float(), k[:, one[1]].float(), v[:, one[1]].float(), rows, 128**-0.5)
+        assert (got[:, one[0]] - want).norm() < 1e-2 * want.norm()
+    assert torch.equal(got, run(name, q, k, v, rows, 128**-0.5))
+
+
+def test_the_op_passes_opcheck():
+    q, k, v = qkv(500, 130, 4, 2, 64, torch.bfloat16)
+    torch.library.opcheck(torch.ops.foveate.row_attention.default, (q, k, v, some(500, 130), 0.125, True))
+
+
+@pytest.mark.parametrize("backend", ["portable", *BACKENDS])
+def test_a_patched_model_on_a_gpu_is_the_full_prefill_on_a_cpu(monkeypatch, backend):
+    """In bfloat16, and with heads that the kernels take."""
+    ours = encoder("llama", dtype=torch.bfloat16, hidden_size=256, initializer_range=0.1)
+    ids = torch.cat([ours.prefix, *(ours.tokens(document) for document in DOCUMENTS), ours.tokens(PROMPTS[1])])
+    with torch.no_grad():
+        want = ours.model.double()(input_ids=ids[None]).logits[0, -len(ours.tokens(PROMPTS[1])) :]
+    ours.model.bfloat16().cuda()
+    ours.prefix = ours.prefix.cuda()
+    here = [entry for entry in dispatch._BACKENDS["row_attention"] if entry.name == "portable"]
+    if backend in BACKENDS:
+        here.append(dispatch.Backend(backend, *BACKENDS[backend]))
+    monkeypatch.setitem(dispatch._BACKENDS, "row_attention", here)
+    context = ours.compose(ours.encode(DOCUMENTS))
+    with context.patch(InfoFlowKV(recompute=1.0), PROMPTS[1]) as patched:
+        got = patched.logits().cpu()
+        assert patched.generate(max_new_tokens=4)
+    assert (got - want).norm() < 0.06 * want.norm()

@@ -1,0 +1,59 @@
+"""Laws of the kernel of attention by rows, in Triton's interpreter: float64 attention under the dense mask."""
+
+import pytest
+import torch
+from oracle import dense_attention
+
+from foveate.kernels import row_attention as kernel
+from foveate.kernels.block_attention import Shape
+from foveate.kernels.row_attention import row_attention
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu checks the compiled kernel")
+
+
+@pytest.fixture(autouse=True)
+def _small_shapes(monkeypatch):
+    monkeypatch.setattr(kernel, "FORWARD", (Shape(64, 64, 4, 2),))
+    monkeypatch.setattr(kernel, "FEW", (Shape(32, 32, 4, 2),))
+
+
+def error(rows, tokens, heads, groups, dim, dtype, scale=0.2):
+    q = torch.randn(2, len(rows), heads, dim, dtype=dtype).transpose(1, 2)
+    k, v = (torch.randn(2, groups, tokens, dim, dtype=dtype) for _ in range(2))
+    got = row_attention(q, k, v, rows, scale)
+    mask = rows[:, None] >= torch.arange(tokens)
+    share = heads // groups
+    want, _ = dense_attention(q, k.repeat_interleave(share, 1), v.repeat_interleave(share, 1), mask, scale)
+    return ((got - want).norm() / want.norm()).item()
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.float16, 3e-3)])
+@pytest.mark.parametrize("parts", [1, 3])
+@pytest.mark.parametrize(
+    ("tokens", "chosen", "dim"), [(1, 1, 16), (300, 90, 40), (257, 7, 64), (200, 200, 96), (130, 65, 128)]
+)
+def test_rows_are_those_of_the_dense_mask(monkeypatch, tokens, chosen, dim, parts, dtype, tolerance):
+    monkeypatch.setattr(kernel, "_parts", lambda *work: parts)
+    rows = torch.randperm(tokens)[:chosen].sort().values
+    assert error(rows, tokens, 4, 2, dim, dtype) < tolerance
+
+
+def test_rows_at_the_ends_and_in_any_layout_of_scales():
+    for rows in ([0], [299], [0, 299], [63, 64], list(range(250, 300))):
+        assert error(torch.tensor(rows), 300, 2, 1, 16, torch.float32) < 1e-5
+    assert error(torch.tensor([5, 80, 290]), 300, 2, 2, 16, torch.float32, scale=-0.3) < 1e-5
+
+
+def test_keys_behind_the_rows_are_never_read():
+    q, (k, v) = torch.randn(1, 2, 70, 16), torch.randn(2, 1, 1, 200, 16)
+    rows = torch.arange(30, 100)
+    want = row_attention(q, k, v, rows, 0.25)
+    k[:, :, 100:], v[:, :, 100:] = torch.nan, torch.nan
+    assert torch.equal(row_attention(q, k, v, rows, 0.25), want)
+
+
+def test_it_passes_opcheck_and_says_what_it_takes():
+    k = torch.randn(1, 2, 30, 16)
+    torch.library.opcheck(row_attention, (torch.randn(1, 4, 5, 16), k, k, torch.arange(4, 9), 0.25))
+    assert row_attention(torch.randn(1, 4, 0, 16), k, k, torch.arange(0), 0.25).shape == (1, 4, 0, 16)
+    assert not kernel.takes(torch.device("cpu"), torch.bfloat16, 64)

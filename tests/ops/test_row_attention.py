@@ -1,0 +1,41 @@
+"""Laws of attention by rows: each row is that of the whole causal attention, in float64 under the dense mask."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from oracle import dense_attention
+
+from foveate.ops import row_attention as module
+from foveate.ops.row_attention import row_attention
+
+
+def definition(q, k, v, rows, scale):
+    share = q.shape[1] // k.shape[1]
+    mask = rows[:, None] >= torch.arange(k.shape[2], device=rows.device)
+    return dense_attention(q, k.repeat_interleave(share, 1), v.repeat_interleave(share, 1), mask, scale)[0]
+
+
+@given(
+    tokens=st.integers(1, 60),
+    part=st.floats(0, 1),
+    groups=st.integers(1, 3),
+    share=st.integers(1, 4),
+    at_once=st.integers(1, 70),
+    seed=st.integers(0, 99),
+)
+def test_rows_are_those_of_the_dense_mask_in_any_slices(tokens, part, groups, share, at_once, seed):
+    torch.manual_seed(seed)
+    rows = torch.randperm(tokens)[: round(part * tokens)].sort().values
+    q = torch.randn(2, len(rows), groups * share, 8, dtype=torch.float64).transpose(1, 2)
+    k, v = (torch.randn(2, groups, tokens, 8, dtype=torch.float64) for _ in range(2))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "SLICE", at_once)
+        got = row_attention(q, k, v, rows, 0.3)
+    torch.testing.assert_close(got, definition(q, k, v, rows, 0.3), rtol=1e-12, atol=1e-12)
+
+
+def test_heads_that_do_not_share_evenly_are_refused():
+    k = torch.zeros(1, 3, 5, 8)
+    with pytest.raises(ValueError, match="4 heads cannot share 3 groups"):
+        row_attention(torch.zeros(1, 4, 2, 8), k, k, torch.arange(2))
