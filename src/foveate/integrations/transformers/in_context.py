@@ -105,14 +105,14 @@ def parallel_windows(model: PreTrainedModel, blocks: Sequence[Block], start: Seq
 
 
 def ensemble(
-    scores: Sequence[Float[Tensor, "answers"]],
-    weights: Float[Tensor, "blocks"] | Sequence[float] | None = None,
+    scores: Sequence[Float[Tensor, "*questions answers"]],
+    weights: Float[Tensor, "blocks *#questions"] | Sequence[float] | None = None,
     mix: Literal["moe", "poe", "max"] = "moe",
-) -> Float[Tensor, "answers"]:
+) -> Float[Tensor, "*questions answers"]:
     """Probabilities of the answers when each block is asked by itself; in all 1.
 
     Args:
-        scores: Log-probabilities that each block gives to the answers: `Context.score`.
+        scores: Log-probabilities that each block gives to the answers: `Context.score`, or many of them stacked.
         weights: What each block counts for, 0 or more; they are divided by their sum. None: all the same. Blocks of
             local strategies need weights that follow the question: `Blocks.weights`.
         mix: "moe": the weighted mean of probabilities. "poe": their product, weights as exponents. "max": the largest
@@ -125,16 +125,17 @@ def ensemble(
         raise ValueError("an ensemble needs the scores of one block at least")
     said = torch.stack(list(scores))
     w = torch.as_tensor([1.0] * len(said) if weights is None else weights).to(said)
-    if w.shape != (len(said),) or not w.isfinite().all() or (w < 0).any() or w.sum() == 0:
+    fits = w.shape in ((len(said),), said.shape[:-1])
+    if not fits or not w.isfinite().all() or (w < 0).any() or (w.sum(0) == 0).any():
         raise ValueError(f"{len(said)} blocks need as many weights of 0 or more, one above 0: not {w.tolist()}")
-    w = (w / w.sum())[:, None]
+    w = (w / w.sum(0)).reshape(*w.shape, *(1,) * (said.ndim - w.ndim))
     if mix == "moe":
         return (w * said.exp()).sum(0)
     if mix == "poe":
-        return (w * said).sum(0).softmax(0)
+        return (w * said).sum(0).softmax(-1)
     if mix == "max":
         most = (w * said.exp()).amax(0)
-        return most / most.sum()
+        return most / most.sum(-1, keepdim=True)
     raise ValueError(f"mix must be one of moe, poe, max, not {mix!r}")
 
 
