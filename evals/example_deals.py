@@ -10,6 +10,7 @@ from torch import Tensor
 
 from foveate import SubCP
 from foveate.methods.sub_cp import STRATEGIES
+from foveate.ops.example_labels import Classes
 
 __all__ = ["CHANCE", "CONTROLS", "DEALS", "deal"]
 
@@ -36,9 +37,7 @@ def _random(rows: Embeddings, labels: Labels, blocks: int, size: int, generator:
 
 def _stratified(rows: Embeddings, labels: Labels, blocks: int, size: int, generator: torch.Generator) -> Ids:
     """Random, but of each class its share of the pool by largest remainder, dealt class by class."""
-    n, counts = blocks * size, labels.bincount()
-    quotas, rest = n * counts // len(labels), n * counts % len(labels)
-    quotas[rest.sort(descending=True, stable=True).indices[: n - int(quotas.sum())]] += 1
+    quotas = Classes(labels, list(range(int(labels.max()) + 1))).quotas(blocks * size, equal=False)
     mixed = torch.randperm(len(rows), generator=generator)
     cards = [mixed[labels[mixed] == label][:quota] for label, quota in enumerate(quotas.tolist())]
     return _like_cards(torch.cat(cards), blocks)

@@ -10,6 +10,7 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.nn.functional import normalize
 
+from foveate.ops.example_labels import classes_of
 from foveate.ops.facility_location import best_similarity
 
 __all__ = ["ALIKE", "Blocks", "Embeddings", "Report", "unit_rows"]
@@ -88,10 +89,7 @@ class Blocks(NamedTuple):
         return (best / temperature).softmax(0).view(-1, *asked.shape[:-1])
 
     def _balance(self, labels: Sequence[Hashable]) -> tuple[float, float]:
-        if len(labels) != len(self.pool):
-            raise ValueError(f"there are {len(labels)} labels for {len(self.pool)} examples: give one for each")
-        names = {name: index for index, name in enumerate(dict.fromkeys(labels))}
-        codes = torch.tensor([names[label] for label in labels])
+        codes = classes_of(labels, self.pool).codes
         share = codes.bincount() / len(codes)
         counts = torch.stack([codes[block].bincount(minlength=len(share)) for block in self.ids])
         distance = (counts / counts.sum(1, keepdim=True) - share).abs().sum(1) / 2
