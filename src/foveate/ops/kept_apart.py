@@ -20,8 +20,8 @@ def keep_apart(
 ) -> list[Int[Tensor, "block"]]:
     """The blocks after exchanges, so that the cosine of no two examples of one is above `most`.
 
-    Of two that are too much alike the later one, or else the earlier, changes places with the example most like it
-    for which that puts both where nothing is too much like them. Exchanges that help only together are not looked for.
+    An example that is too much like another of its block changes places with the one most like it for which that
+    leaves fewer such pairs in all; later examples of a block go before earlier ones.
 
     Args:
         blocks: Examples of each.
@@ -31,63 +31,61 @@ def keep_apart(
         classes: Of the examples; only those of the same change places.
 
     Raises:
-        ValueError: If pairs remain that are too much alike.
+        ValueError: If such pairs remain.
     """
-    parts = [*(block.tolist() for block in blocks), list(spare)]
-    home = torch.full((len(pool),), -1, device=pool.device)
-    for number, part in enumerate(parts):
-        home[part] = number
-    left = 0
-    for part in parts[:-1]:
-        for seat in reversed(range(len(part))):
-            if not len(_too_like(pool, part, seat, most)):
-                continue
-            other = _partner(pool, home, part, part[seat], most, classes, spare=len(blocks))
-            if other is None:
-                continue
-            theirs = parts[int(home[other])]
-            there, here = theirs.index(other), part[seat]
-            part[seat], theirs[there] = other, here
-            home[[here, other]] = home[[other, here]]
-        left += sum(len(_too_like(pool, part[: seat + 1], seat, most)) for seat in range(len(part)))
-    if left:
+    seats = _Seats([*(block.tolist() for block in blocks), list(spare)], pool, most)
+    kinds = torch.zeros_like(seats.home) if classes is None else classes
+    exchanged = True
+    while exchanged:
+        exchanged = False
+        for part in seats.parts[:-1]:
+            for here in reversed(part[:]):
+                exchanged |= bool(seats.pairs[here] > 0) and seats.exchange(here, kinds)
+    if left := int(seats.pairs.sum()) // 2:
         raise ValueError(
-            f"max_similarity={most} cannot be met: pairs in one block that are more alike, and that no exchange parts: "
+            f"max_similarity={most} cannot be met: pairs of a block that are more alike, and that no exchange parts: "
             f"{left}; use more blocks, fewer examples or a larger max_similarity"
         )
-    return [torch.tensor(part, device=pool.device) for part in parts[:-1]]
+    return [torch.tensor(part, device=pool.device) for part in seats.parts[:-1]]
 
 
-def _too_like(pool: Float[Tensor, "examples dim"], part: list[int], seat: int, most: float) -> Int[Tensor, "pairs"]:
-    """Seats of the examples of a block that are too much like the one of this seat."""
-    similar = pool[part] @ pool[part[seat]]
-    similar[seat] = -1
-    return _above(similar, most).nonzero()[:, 0]
+class _Seats:
+    """Who is where: blocks, and last the examples of none, among whom nobody is too much like another."""
 
+    def __init__(self, parts: list[list[int]], pool: Float[Tensor, "examples dim"], most: float) -> None:
+        self.parts, self.pool, self.limit = parts, pool, round(most * ALIKE)
+        self.home = torch.full((len(pool),), -1, device=pool.device)  # -1: takes no part
+        self.pairs = torch.zeros_like(self.home)  # of each example with others of its block
+        for number, part in enumerate(parts):
+            self.home[part] = number
+            self._count(number)
 
-def _partner(
-    pool: Float[Tensor, "examples dim"],
-    home: Int[Tensor, "examples"],
-    part: list[int],
-    here: int,
-    most: float,
-    classes: Int[Tensor, "examples"] | None,
-    spare: int,
-) -> int | None:
-    """The example most like this one of a block with which it may change places; `spare` is home to those of none."""
-    similar = pool @ pool[here]
-    others = [example for example in part if example != here]
-    fits_here = ~_above(pool @ pool[others].T, most).any(1)
-    like = _above(similar, most)
-    crowd = torch.bincount(home[like & (home >= 0)], minlength=spare + 1)
-    fits_there = (crowd[home] - like.int() == 0) | (home == spare)
-    may = fits_here & fits_there & (home >= 0) & (home != home[here])
-    if classes is not None:
-        may &= classes == classes[here]
-    if not may.any():
-        return None
-    return int((similar * ALIKE).round().masked_fill(~may, -torch.inf).argmax())
+    def exchange(self, here: int, kinds: Int[Tensor, "examples"]) -> bool:
+        """Let it change places with the example most like it that leaves fewer pairs, if there is one."""
+        number, none = int(self.home[here]), len(self.parts) - 1
+        similar = (self.pool @ self.pool[here] * ALIKE).round()
+        like = (similar > self.limit).long()
+        others = [example for example in self.parts[number] if example != here]
+        theirs = self._too_like(self.pool, others).sum(1)
+        crowd = torch.zeros(none + 1, dtype=torch.long, device=like.device).index_add(0, self.home.clamp(min=0), like)
+        mine = torch.where(self.home == none, 0, crowd[self.home] - like)
+        may = (theirs + mine < self.pairs + self.pairs[here]) & (kinds == kinds[here])
+        may &= (self.home >= 0) & (self.home != number)
+        if not may.any():
+            return False
+        there = int(similar.masked_fill(~may, -torch.inf).argmax())
+        other = int(self.home[there])
+        for part, old, new in ((self.parts[number], here, there), (self.parts[other], there, here)):
+            part[part.index(old)] = new
+        self.home[[here, there]] = self.home[[there, here]]
+        self._count(number)
+        self._count(other)
+        return True
 
+    def _count(self, number: int) -> None:
+        part = self.parts[number]
+        apart = number == len(self.parts) - 1
+        self.pairs[part] = 0 if apart else self._too_like(self.pool[part], part).sum(1) - 1
 
-def _above(similar: Tensor, most: float) -> Tensor:
-    return (similar * ALIKE).round() > round(most * ALIKE)
+    def _too_like(self, rows: Float[Tensor, "rows dim"], others: list[int]) -> Int[Tensor, "rows others"]:
+        return ((rows @ self.pool[others].T * ALIKE).round() > self.limit).long()
