@@ -23,10 +23,10 @@ __all__ = ["Learner", "Recipe", "Vote", "learned", "lesson"]
 
 LABELS = 8
 TEMPERATURE = 0.15  # of the vote
+KEPT_EVERY = 250  # steps of training
 DOUBT = 0.01  # of the vote: this much goes to all labels alike, so that a product of votes is not 0
 
 Ids = list[list[int]]
-Answers = Float[Tensor, "questions labels"]
 
 
 class Vote:
@@ -39,7 +39,7 @@ class Vote:
         said = torch.stack([near[:, block].softmax(1) @ label[block] for block in ids])
         return ((1 - DOUBT) * said + DOUBT / task.classes).log()
 
-    def windows(self, task: Task, ids: Ids) -> None:
+    def windows(self, task: Task, deals: list[Ids]) -> None:
         """Not for the vote: without positions, windows are one text."""
 
 
@@ -56,9 +56,9 @@ class Recipe:
         seed: Of the first weights and of all sequences.
     """
 
-    width: int = 256
-    layers: int = 6
-    steps: int = 4000
+    width: int = 128
+    layers: int = 4
+    steps: int = 5000
     batch: int = 128
     rate: float = 1e-3
     seed: int = 0
@@ -111,9 +111,9 @@ class Learner(nn.Module):
         return self._asked(task, torch.tensor(ids), 1)
 
     @torch.no_grad()
-    def windows(self, task: Task, ids: Ids) -> Answers:
+    def windows(self, task: Task, deals: list[Ids]) -> Float[Tensor, "deals questions labels"]:
         """Log-probabilities of the labels where each block is read apart, and the questions see all."""
-        return self._asked(task, torch.tensor(ids).view(1, -1), len(ids))[0]
+        return self._asked(task, torch.tensor(deals).flatten(1), len(deals[0]))
 
     def _asked(
         self, task: Task, ids: Int[Tensor, "rows examples"], windows: int
@@ -183,7 +183,7 @@ def learned(recipe: Recipe, folder: Path, device: str, track: Callable[[str, int
         nn.utils.clip_grad_norm_(learner.parameters(), 1.0)
         optimizer.step()
         advance()
-        if (step + 1) % 250 == 0 or step + 1 == recipe.steps:
+        if (step + 1) % KEPT_EVERY == 0 or step + 1 == recipe.steps:
             write_checkpoint(folder, step + 1, parts, settings)
             with (folder / "log.csv").open("a") as log:
                 log.write(f"{step + 1},{loss.item():.4f}\n")

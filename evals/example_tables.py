@@ -7,7 +7,7 @@ from matplotlib.figure import Figure
 
 from foveate.methods.sub_cp import STRATEGIES
 
-__all__ = ["draw_gains", "tables"]
+__all__ = ["draw_gains", "has_gap", "tables", "usual", "verdict"]
 
 Row = dict[str, Any]
 SHOWN = {"blocks": 8, "size": 8, "examples": 600}
@@ -25,17 +25,21 @@ def has_gap(row: Row) -> bool:
     return verdict(row["gap"]) > 0
 
 
+def usual(rows: list[Row]) -> list[Row]:
+    """The rows of the setting that is shown in full."""
+    return [row for row in rows if SHOWN.items() <= row.items()]
+
+
 def tables(rows: list[Row]) -> str:
     """Accuracies in the usual setting, how often each way beat random blocks, and what the deal alone was worth."""
-    parts = [_accuracies(rows, data) for data in _distinct(row["data"] for row in rows)]
+    shown = usual(rows)
+    parts = [_accuracies(shown, data) for data in _distinct(row["data"] for row in shown)]
     return "\n\n".join([*parts, _wins(rows), _deals(rows)])
 
 
 def _accuracies(rows: list[Row], data: str) -> str:
     """Accuracies; behind them the gain over random blocks, where its interval leaves 0 out."""
-    some = [row for row in rows if row["data"] == data and SHOWN.items() <= row.items()]
-    if not some:
-        return ""
+    some = [row for row in rows if row["data"] == data]
     hosts = _distinct(row["host"] for row in some)
     gap = "" if has_gap(some[0]) else " (no gap: nothing may be claimed)"
     head = [f"{data}{gap}", *hosts]
@@ -83,8 +87,7 @@ def _interval(gain: list[float]) -> str:
 
 
 def draw_gains(rows: list[Row]) -> Figure:
-    """A figure of what each strategy gains over random blocks in the usual setting, with intervals."""
-    rows = [row for row in rows if SHOWN.items() <= row.items()]
+    """A figure of what each strategy gains over random blocks with intervals."""
     hosts = [
         host
         for host in ("one text", "moe", "moe, weighted", "parallel windows")

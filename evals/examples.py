@@ -2,7 +2,7 @@
 
 python evals/examples.py --reader vote                          # minutes on a CPU: as docs/results.md shows it
 python evals/examples.py --reader learner                       # three learners; minutes on a GPU
-python evals/examples.py --reader learner --width 64 --layers 3 --steps 3000 --batch 64 --cells 8x8  # on a CPU
+python evals/examples.py --reader learner --width 64 --layers 3 --batch 64 --cells 8x8   # an hour on two CPU cores
 
 Every pool of examples is put into blocks in every way, and the same questions are asked by every host. A way's gain is
 what it gets right more than random blocks of the same pool, in the mean, with the 95 % interval of a bootstrap over
@@ -12,7 +12,7 @@ What is found in --out is gone on with; code that asks otherwise needs another f
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import product
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, get_args
@@ -24,7 +24,7 @@ import typer
 from example_deals import CHANCE, CONTROLS, DEALS, deal
 from example_pools import KINDS, Task, draw
 from example_readers import Learner, Recipe, Vote, learned
-from example_tables import draw_gains, tables
+from example_tables import draw_gains, tables, usual
 from jaxtyping import Float
 from quality import RESULTS, SHEETS, Commit
 from torch import Tensor
@@ -58,16 +58,20 @@ class Cell(NamedTuple):
         return f"{self.data}-{self.examples}-{self.blocks}x{self.size}"
 
 
-def hosts(reader: Vote | Learner, task: Task, ids: list[list[int]]) -> dict[str, Float[Tensor, "questions labels"]]:
-    """Probabilities of the labels by each host."""
-    apart = reader.apart(task, ids)
-    whole = reader.apart(task, [[example for block in ids for example in block]])[0]
-    weights = Blocks(ids, task.embeddings).weights(task.queries)
-    said = {BIG: whole.exp(), SMALL: apart[0].exp()}
-    for mix in get_args(Mix):
-        said[mix], said[f"{mix}, weighted"] = ensemble(list(apart), None, mix), ensemble(list(apart), weights, mix)
-    windows = reader.windows(task, ids)
-    return said if windows is None else {**said, "parallel windows": windows.exp()}
+def hosts(
+    reader: Vote | Learner, task: Task, deals: list[list[list[int]]]
+) -> Iterator[dict[str, Float[Tensor, "questions labels"]]]:
+    """For each way to make blocks the probabilities of the labels by each host. All are read together."""
+    apart = reader.apart(task, [block for ids in deals for block in ids]).split(len(deals[0]))
+    whole = reader.apart(task, [[example for block in ids for example in block] for ids in deals]).exp()
+    windows = reader.windows(task, deals)
+    for i, ids in enumerate(deals):
+        weights = Blocks(ids, task.embeddings).weights(task.queries)
+        said = {BIG: whole[i], SMALL: apart[i][0].exp()}
+        for mix in get_args(Mix):
+            said[mix] = ensemble(list(apart[i]), None, mix)
+            said[f"{mix}, weighted"] = ensemble(list(apart[i]), weights, mix)
+        yield said if windows is None else {**said, "parallel windows": windows[i].exp()}
 
 
 def scores(said: Float[Tensor, "questions labels"], task: Task) -> list[float]:
@@ -84,17 +88,16 @@ def scores(said: Float[Tensor, "questions labels"], task: Task) -> list[float]:
 def answer(reader: Vote | Learner, cell: Cell, pool: int) -> dict[str, dict[str, list[float]]]:
     """Scores for one pool, by way and host; means over the draws."""
     task = draw(cell.data, cell.examples, pool)
-    found: dict[str, dict[str, list[float]]] = {}
-    for way in DEALS:
-        drawn = [
-            {host: scores(said, task) for host, said in hosts(reader, task, ids).items()}
-            for ids in (
-                deal(way, task.embeddings, task.labels, cell.blocks, cell.size, 1000 * pool + seed)
-                for seed in range(DRAWS if way in CHANCE else 1)
-            )
-        ]
-        found[way] = {host: np.mean([each[host] for each in drawn], axis=0).tolist() for host in drawn[0]}
-    return found
+    ways = [(way, seed) for way in DEALS for seed in range(DRAWS if way in CHANCE else 1)]
+    shape = cell.blocks, cell.size
+    deals = [deal(way, task.embeddings, task.labels, *shape, 1000 * pool + seed) for way, seed in ways]
+    drawn: dict[str, list[dict[str, list[float]]]] = {way: [] for way in DEALS}
+    for (way, _), said in zip(ways, hosts(reader, task, deals), strict=True):
+        drawn[way].append({host: scores(each, task) for host, each in said.items()})
+    return {
+        way: {host: np.mean([draw[host] for draw in found], axis=0).tolist() for host in found[0]}
+        for way, found in drawn.items()
+    }
 
 
 def interval(differences: npt.NDArray[np.floating]) -> list[float]:
@@ -175,7 +178,8 @@ def main(
     name = f"examples-{reader}-{device}"
     lines = ",\n".join(json.dumps(row) for row in rows)
     write_whole(RESULTS / f"{name}.json", f'{{"about": {json.dumps(about)},\n"rows": [\n{lines}\n]}}\n'.encode())
-    write_whole(SHEETS / f"{name}.png", figure_png(draw_gains(rows)))
+    if shown := usual(rows):
+        write_whole(SHEETS / f"{name}.png", figure_png(draw_gains(shown)))
     print(tables(rows))
     print(RESULTS / f"{name}.json")
 
