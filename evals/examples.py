@@ -131,6 +131,12 @@ def rows_of(cell: Cell, pools: Sequence[Sequence[dict[str, Any]]]) -> list[dict[
     return rows
 
 
+def as_json(about: dict[str, Any], rows: list[dict[str, Any]]) -> str:
+    """A line for each row, and the names of its values once."""
+    lines = ",\n".join(json.dumps(list(row.values())) for row in rows)
+    return f'{{"about": {json.dumps(about)},\n"columns": {json.dumps(list(rows[0]))},\n"rows": [\n{lines}\n]}}\n'
+
+
 def main(
     reader: Annotated[str, typer.Option(help="vote, or learner.")] = "vote",
     pools: Annotated[int, typer.Option(help="Pools of each setting. 0: 30 for the vote, 10 for the learner.")] = 0,
@@ -176,8 +182,7 @@ def main(
     if commit:
         about["versions"]["commit"] = commit
     name = f"examples-{reader}-{device}"
-    lines = ",\n".join(json.dumps(row) for row in rows)
-    write_whole(RESULTS / f"{name}.json", f'{{"about": {json.dumps(about)},\n"rows": [\n{lines}\n]}}\n'.encode())
+    write_whole(RESULTS / f"{name}.json", as_json(about, rows).encode())
     if shown := usual(rows):
         write_whole(SHEETS / f"{name}.png", figure_png(draw_gains(shown)))
     print(tables(rows))

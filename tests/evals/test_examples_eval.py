@@ -177,7 +177,7 @@ def test_the_command_writes_what_it_found_and_goes_on(tmp_path, monkeypatch):
     path = next((tmp_path / "evals" / "results").glob("examples-learner-*.json"))
     written = json.loads(path.read_text())
     assert written["about"]["versions"]["commit"] == "abc"
-    assert {row["examples"] for row in written["rows"]} == {600, 6}
+    assert {row[written["columns"].index("examples")] for row in written["rows"]} == {600, 6}
     monkeypatch.setattr("examples.answer", None)  # all is there
     main("learner", **options, out=tmp_path / "out", commit="abc")
     assert json.loads(path.read_text()) == written
