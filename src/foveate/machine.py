@@ -5,6 +5,8 @@ import platform
 import re
 import subprocess
 import time
+from collections.abc import Generator
+from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -12,7 +14,7 @@ import torch
 
 import foveate
 
-__all__ = ["choose_device", "choose_dtype", "now", "versions"]
+__all__ = ["choose_device", "choose_dtype", "now", "timed", "versions"]
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -50,6 +52,14 @@ def now(device: torch.device) -> float:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter()
+
+
+@contextmanager
+def timed(seconds: dict[str, float], step: str, device: torch.device) -> Generator[None]:
+    """Writes down how long a block of code takes, the device's work included: ``seconds[step]``."""
+    began = now(device)
+    yield
+    seconds[step] = now(device) - began
 
 
 def versions() -> dict[str, str]:

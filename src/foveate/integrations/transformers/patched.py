@@ -8,6 +8,8 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
+from foveate.machine import timed
+
 if TYPE_CHECKING:
     from foveate.integrations.transformers.context import Context
 
@@ -22,6 +24,7 @@ class Patched:
         prompt: Its tokens.
         order: Which chunk stands at each place.
         rows: The rows that were computed again, ascending.
+        seconds: What its steps took: "score", with selection and a new order; "recompute"; after it "generate".
     """
 
     def __init__(
@@ -30,8 +33,9 @@ class Patched:
         prompt: Int[Tensor, "prompt"],
         order: tuple[int, ...],
         rows: Int[Tensor, "rows"],
+        seconds: dict[str, float],
     ) -> None:
-        self.context, self.prompt, self.order, self.rows = context, prompt, order, rows
+        self.context, self.prompt, self.order, self.rows, self.seconds = context, prompt, order, rows, seconds
         self._undone = False
 
     def __enter__(self) -> "Patched":
@@ -63,14 +67,15 @@ class Patched:
         encoder = self._open()
         ids = torch.cat([self.context.ids, self.prompt])[None]
         encoder.check_length(ids.shape[1] + max_new_tokens, "context, prompt and answer", "compose fewer chunks")
-        output = encoder.model.generate(
-            input_ids=ids,
-            attention_mask=torch.ones_like(ids),
-            past_key_values=self.context.cache(),
-            max_new_tokens=max_new_tokens,
-            do_sample=do_sample,
-            **options,
-        )
+        with timed(self.seconds, "generate", encoder.device):
+            output = encoder.model.generate(
+                input_ids=ids,
+                attention_mask=torch.ones_like(ids),
+                past_key_values=self.context.cache(),
+                max_new_tokens=max_new_tokens,
+                do_sample=do_sample,
+                **options,
+            )
         return encoder.tokenizer.decode(output[0, ids.shape[1] :], skip_special_tokens=True)
 
     @torch.no_grad()
@@ -90,8 +95,9 @@ class Patched:
         return float((p.exp() * (p - q)).sum(-1).mean())
 
     def summary(self) -> str:
-        """How many rows of each chunk were computed again."""
-        lines = [f"{len(self.rows)} of {len(self.context)} rows computed again"]
+        """How many rows of each chunk were computed again, and what the steps took."""
+        times = ", ".join(f"{step} {1000 * taken:.1f} ms" for step, taken in self.seconds.items())
+        lines = [f"{len(self.rows)} of {len(self.context)} rows computed again: {times}"]
         for chunk, (start, stop) in zip(self.order, self.context.spans, strict=True):
             rows = int(((self.rows >= start) & (self.rows < stop)).sum())
             lines.append(f"chunk {chunk}: {rows} of {stop - start}")
