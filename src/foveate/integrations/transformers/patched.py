@@ -52,7 +52,6 @@ class Patched:
             self.context.restore()
         self._undone = True
 
-    @torch.no_grad()
     def generate(self, max_new_tokens: int = 32, do_sample: bool = False, **options: Any) -> str:
         """The model's answer, by `model.generate` over the patched cache: greedy unless asked otherwise.
 
@@ -64,19 +63,11 @@ class Patched:
         Raises:
             ValueError: If the patch has been undone, or context, prompt and answer may become too long for the model.
         """
-        encoder = self._open()
-        ids = torch.cat([self.context.ids, self.prompt])[None]
-        encoder.check_length(ids.shape[1] + max_new_tokens, "context, prompt and answer", "compose fewer chunks")
+        encoder, ids = self._open(), torch.cat([self.context.ids, self.prompt])
         with timed(self.seconds, "generate", encoder.device):
-            output = encoder.model.generate(
-                input_ids=ids,
-                attention_mask=torch.ones_like(ids),
-                past_key_values=self.context.cache(),
-                max_new_tokens=max_new_tokens,
-                do_sample=do_sample,
-                **options,
+            return encoder.generate(
+                ids, self.context.cache(), max_new_tokens=max_new_tokens, do_sample=do_sample, **options
             )
-        return encoder.tokenizer.decode(output[0, ids.shape[1] :], skip_special_tokens=True)
 
     @torch.no_grad()
     def fidelity(self) -> float:
