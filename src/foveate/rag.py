@@ -2,7 +2,7 @@
 """Questions about a folder of documents, answered from cached chunks by one method or several."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -21,8 +21,8 @@ from foveate.report import render
 
 __all__ = ["STEPS", "Answer", "Reply", "ask", "reply_page"]
 
-STEPS = "load", "compose", "score", "recompute", "first token", "rest"
-"""What an answer takes time for; its first token is there before the last of them."""
+STEPS = "load", "compose", "score", "recompute", "prompt", "decode"
+"""What an answer takes time for. Its first token is there before the last of them."""
 SHADES = 10
 
 
@@ -30,7 +30,7 @@ class Answer(NamedTuple):
     """What a method made of a question.
 
     Attributes:
-        method: Which rows were computed again.
+        method: Its name.
         text: The answer.
         seconds: By step, those of `STEPS` that there were.
         rows: The rows that were computed again, numbered as the passages stand in the `Reply`.
@@ -38,7 +38,7 @@ class Answer(NamedTuple):
         divergence: KL divergence of the next token from the full prefill, in nats; None if it was not compared.
     """
 
-    method: Recomputation
+    method: str
     text: str
     seconds: dict[str, float]
     rows: Int[Tensor, "rows"]
@@ -46,15 +46,9 @@ class Answer(NamedTuple):
     divergence: float | None
 
     @property
-    def title(self) -> str:
-        """Name of the method, and the fraction of rows that it may compute again."""
-        part = getattr(self.method, "recompute", None)
-        return type(self.method).__name__ + ("" if part is None else f" {100 * part:g} %")
-
-    @property
-    def wait(self) -> float:
-        """Seconds to the first token."""
-        return sum(taken for step, taken in self.seconds.items() if step != "rest")
+    def first_token(self) -> float:
+        """Seconds until it is there."""
+        return sum(taken for step, taken in self.seconds.items() if step != "decode")
 
 
 class Reply(NamedTuple):
@@ -79,7 +73,7 @@ class Reply(NamedTuple):
 def ask(
     index: ChunkIndex,
     question: str,
-    methods: Sequence[Recomputation],
+    methods: Mapping[str, Recomputation],
     *,
     prompt: str,
     top: int = 0,
@@ -93,7 +87,7 @@ def ask(
     Args:
         index: Of the passages, built.
         question: To ask.
-        methods: What to compute again. `FullPrefill` is the model alone: neither loaded nor composed.
+        methods: What to compute again, by name. `FullPrefill` is the model alone, without any cache.
         prompt: What stands behind the passages, with {question} in it.
         top: Most passages to take; 0 takes all that fit. What is left out is what shares least with the question.
         max_new_tokens: Most tokens of an answer.
@@ -112,11 +106,11 @@ def ask(
     with timed(seconds, "compose", encoder.device):
         context = encoder.compose(chunks)
     answers: list[Answer] = []
-    for method in methods:
+    for name, method in methods.items():
         if compared:
-            _answer(context, tokens, method, seconds, max_new_tokens)
+            _answer(context, tokens, name, method, seconds, max_new_tokens)
             advance()
-        answers.append(_answer(context, tokens, method, seconds, max_new_tokens, compared))
+        answers.append(_answer(context, tokens, name, method, seconds, max_new_tokens, compared))
         advance()
     scores = context.score(tokens, InfoFlowKV().layers(len(context.keys)))
     return Reply(question, passages, context.spans, answers, scores.cpu())
@@ -147,18 +141,18 @@ def reply_page(index: ChunkIndex, replies: Sequence[Reply], settings: dict[str, 
 
 
 def _words(index: ChunkIndex, reply: Reply) -> dict[str, list[Word]]:
-    """The tokens of each passage, and of the prefix, by name; marked as the first answer's method has computed them."""
+    """The tokens of the prefix and of each passage, by name; marked are those that the first answer computed again."""
     prefix = [index.encoder.tokenizer.decode([token]) for token in index.encoder.prefix.tolist()]
     texts = {"in front of everything": prefix} if prefix else {}
     texts |= {index.passages[passage].name: index.words(passage) for passage in reply.passages}
     again, scores = set(reply.answers[0].rows.tolist()), reply.scores.tolist()
     # the first passage holds the tokens that draw attention wherever they stand: they would bleach all others
-    peak = max(scores[reply.spans[0][1] :] or scores)
+    peak = max(scores[reply.spans[0][1] :] or scores) or 1.0
     rows = iter(range(len(scores)))
     return {
         name: [
             Word(row, text, scores[row], min(SHADES - 1, int(SHADES * (scores[row] / peak) ** 0.5)), row in again)
-            for text, row in zip(words, rows)  # noqa: B905
+            for text, row in zip(words, rows, strict=False)
         ]
         for name, words in texts.items()
     }
@@ -185,6 +179,7 @@ def _choose(index: ChunkIndex, question: str, taken: int, top: int) -> list[int]
 def _answer(
     context: Context,
     tokens: list[int],
+    name: str,
     method: Recomputation,
     before: dict[str, float],
     max_new_tokens: int,
@@ -197,12 +192,12 @@ def _answer(
         with timed(seconds, "generate", encoder.device):
             text = encoder.generate(ids, max_new_tokens=max_new_tokens, streamer=clock.start())
         order, divergence = tuple(range(len(context.chunks))), 0.0 if compared else None
-        return Answer(method, text, clock.steps(seconds), torch.arange(len(context)), order, divergence)
+        return Answer(name, text, clock.steps(seconds), torch.arange(len(context)), order, divergence)
     with context.patch(method, tokens) as patched:
         text = patched.generate(max_new_tokens=max_new_tokens, streamer=clock.start())
         divergence = patched.fidelity() if compared else None
     seconds = clock.steps(before | patched.seconds)
-    return Answer(method, text, seconds, _at_home(patched, context.spans), patched.order, divergence)
+    return Answer(name, text, seconds, _at_home(patched, context.spans), patched.order, divergence)
 
 
 class _FirstToken:
@@ -221,7 +216,7 @@ class _FirstToken:
         """The seconds of generation split into those to the first token, and the rest."""
         seconds = dict(seconds)
         first, total = self.times[2] - self.times[0], seconds.pop("generate")  # the first it is given are the prompt
-        return {**seconds, "first token": first, "rest": total - first}
+        return {**seconds, "prompt": first, "decode": total - first}
 
 
 def _at_home(patched: Patched, spans: Spans) -> Int[Tensor, "rows"]:

@@ -78,10 +78,11 @@ class ChunkIndex:
             except ValueError as error:
                 self.refused.append(str(error))
                 missing.append(passage)
-        advance = track("reading documents", len(missing))
-        for passage in missing:
-            self._encode(passage)
-            advance()
+        if missing:
+            advance = track("reading passages", len(missing))
+            for passage in missing:
+                self._encode(passage)
+                advance()
         gone = [path for path in self._files() if path not in paths]
         for path in gone:
             path.unlink()
