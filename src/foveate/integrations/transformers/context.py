@@ -15,6 +15,7 @@ from transformers.cache_utils import Cache
 from foveate.integrations.transformers.chunk import ChunkCache
 from foveate.integrations.transformers.layers import Enough, Reading, Rows, borrowed, dynamic, unrotated
 from foveate.integrations.transformers.patched import Patched
+from foveate.machine import timed
 from foveate.methods.recomputation import Geometry, Norm, Recomputation, Spans, places
 from foveate.ops.attention_received import attention_received
 from foveate.ops.rotary import rotate
@@ -162,19 +163,21 @@ class Context:
         """
         if self._patched or self._before:
             raise ValueError("the context is patched already: call undo() on what patch returned, or restore() here")
-        ids = self._prompt(prompt)
-        order = method.arrange(_Asked(self, ids.tolist()))
-        context = self
-        if order != tuple(range(len(self.chunks))):
-            context = Context(self.encoder, tuple(self.chunks[chunk] for chunk in order))
+        ids, context, device = self._prompt(prompt), self, self.encoder.device
+        seconds: dict[str, float] = {}
         try:
-            rows = method.rows(_Asked(context, ids.tolist()))
-            context.recompute(rows)
+            with timed(seconds, "score", device):
+                order = method.arrange(_Asked(self, ids.tolist()))
+                if order != tuple(range(len(self.chunks))):
+                    context = Context(self.encoder, tuple(self.chunks[chunk] for chunk in order))
+                rows = method.rows(_Asked(context, ids.tolist()))
+            with timed(seconds, "recompute", device):
+                context.recompute(rows)
         except BaseException:
             context.restore()
             raise
         context._patched = True
-        return Patched(context, ids, order, rows.cpu())
+        return Patched(context, ids, order, rows.cpu(), seconds)
 
     def answers(self, method: Recomputation, prompts: Sequence[str | Sequence[int]], **options: Any) -> list[str]:
         """What the model generates for each prompt, one after another; the options are those of `Patched.generate`."""

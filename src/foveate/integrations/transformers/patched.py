@@ -8,6 +8,8 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
+from foveate.machine import timed
+
 if TYPE_CHECKING:
     from foveate.integrations.transformers.context import Context
 
@@ -22,6 +24,7 @@ class Patched:
         prompt: Its tokens.
         order: Which chunk stands at each place.
         rows: The rows that were computed again, ascending.
+        seconds: What its steps took: "score", with selection and a new order; "recompute"; after it "generate".
     """
 
     def __init__(
@@ -30,8 +33,9 @@ class Patched:
         prompt: Int[Tensor, "prompt"],
         order: tuple[int, ...],
         rows: Int[Tensor, "rows"],
+        seconds: dict[str, float],
     ) -> None:
-        self.context, self.prompt, self.order, self.rows = context, prompt, order, rows
+        self.context, self.prompt, self.order, self.rows, self.seconds = context, prompt, order, rows, seconds
         self._undone = False
 
     def __enter__(self) -> "Patched":
@@ -48,7 +52,6 @@ class Patched:
             self.context.restore()
         self._undone = True
 
-    @torch.no_grad()
     def generate(self, max_new_tokens: int = 32, do_sample: bool = False, **options: Any) -> str:
         """The model's answer, by `model.generate` over the patched cache: greedy unless asked otherwise.
 
@@ -60,18 +63,11 @@ class Patched:
         Raises:
             ValueError: If the patch has been undone, or context, prompt and answer may become too long for the model.
         """
-        encoder = self._open()
-        ids = torch.cat([self.context.ids, self.prompt])[None]
-        encoder.check_length(ids.shape[1] + max_new_tokens, "context, prompt and answer", "compose fewer chunks")
-        output = encoder.model.generate(
-            input_ids=ids,
-            attention_mask=torch.ones_like(ids),
-            past_key_values=self.context.cache(),
-            max_new_tokens=max_new_tokens,
-            do_sample=do_sample,
-            **options,
-        )
-        return encoder.tokenizer.decode(output[0, ids.shape[1] :], skip_special_tokens=True)
+        encoder, ids = self._open(), torch.cat([self.context.ids, self.prompt])
+        with timed(self.seconds, "generate", encoder.device):
+            return encoder.generate(
+                ids, self.context.cache(), max_new_tokens=max_new_tokens, do_sample=do_sample, **options
+            )
 
     @torch.no_grad()
     def fidelity(self) -> float:
@@ -90,8 +86,9 @@ class Patched:
         return float((p.exp() * (p - q)).sum(-1).mean())
 
     def summary(self) -> str:
-        """How many rows of each chunk were computed again."""
-        lines = [f"{len(self.rows)} of {len(self.context)} rows computed again"]
+        """How many rows of each chunk were computed again, and what the steps took."""
+        times = ", ".join(f"{step} {1000 * taken:.1f} ms" for step, taken in self.seconds.items())
+        lines = [f"{len(self.rows)} of {len(self.context)} rows computed again: {times}"]
         for chunk, (start, stop) in zip(self.order, self.context.spans, strict=True):
             rows = int(((self.rows >= start) & (self.rows < stop)).sum())
             lines.append(f"chunk {chunk}: {rows} of {stop - start}")
