@@ -30,9 +30,9 @@ from quality import RESULTS, SHEETS, Commit
 from torch import Tensor
 
 from foveate.cli.common import progress
-from foveate.compare import versions
 from foveate.files import write_whole
 from foveate.integrations.transformers.in_context import ensemble
+from foveate.machine import versions
 from foveate.ops.example_blocks import Blocks
 from foveate.report import figure_png
 

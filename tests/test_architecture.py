@@ -16,6 +16,7 @@ ROOMS = {
     "machine": set(),
     "documents": set(),
     "examples": set(),
+    "saved_blocks": {"files", "methods", "ops"},
     "kernels": {"cache", "ops.block_table"},
     "ops": {"cache"},
     "methods": {"cache", "ops"},
@@ -30,7 +31,7 @@ ROOMS = {
     | {"demo"},
     "rag": {"methods", "integrations", "report", "machine", "documents"},
     "cli": {"ops", "methods", "integrations", "report", "files", "compare", "evaluate", "bench", "demo", "training"}
-    | {"examples", "machine", "documents", "rag"},
+    | {"examples", "saved_blocks", "machine", "documents", "rag"},
     "__init__": {"methods", "integrations"},
     "__main__": {"cli"},
 }

@@ -41,8 +41,13 @@ class Context(NamedTuple):
 
     @torch.no_grad()
     def logits(self, text: Int[Tensor, "batch tokens"]) -> Float[Tensor, "batch tokens vocabulary"]:
-        """Logits of the token behind each token of a text that goes on after the context, which stays as it is."""
+        """Logits of the token behind each token of a text that goes on after the context, which stays as it is.
+
+        Raises:
+            ValueError: If that is more than the model's context holds.
+        """
         batch, tokens = text.shape
+        _check_length(self.model, self.position + tokens)
         cache = DynamicCache([tuple(x.expand(batch, -1, -1, -1) for x in layer) for layer in self.layers])
         seen = self.layers[0][0].shape[2] if self.layers else 0
         return self.model(
@@ -83,7 +88,7 @@ def concatenate(model: PreTrainedModel, blocks: Sequence[Block], start: Sequence
         start: What comes first, usually the token that begins a text.
 
     Raises:
-        ValueError: If a block or an example is empty, or the model cannot be used so.
+        ValueError: If a block or an example is empty, the model cannot be used so, or its context is too short.
     """
     return _read(model, [*start, *chain.from_iterable(_tokens(block, i) for i, block in enumerate(blocks))])
 
@@ -156,6 +161,16 @@ def _read(model: PreTrainedModel, tokens: list[int]) -> Context:
         )
     if not tokens:
         raise ValueError("there is nothing to read: give a block of one example, or a start")
+    _check_length(model, len(tokens))
     text = torch.tensor([tokens], device=model.device)
     cache = model(text, past_key_values=DynamicCache(), use_cache=True).past_key_values
     return Context(model, [(layer.keys, layer.values) for layer in cache.layers], len(tokens))
+
+
+def _check_length(model: PreTrainedModel, tokens: int) -> None:
+    most = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    if most and tokens > most:
+        raise ValueError(
+            f"{tokens} tokens are more than the {most} that the model's context holds: use fewer or smaller blocks, "
+            "or a host that reads each by itself"
+        )
