@@ -85,7 +85,11 @@ pixel_dit() { # [12]
     --prompts 200 --compile --out out/pixel_dit "${commit[@]}"
 }
 
-parts=(tests attention log_linear train flux flux_options sdxl built_in quality merging distilled ablations pixel_dit)
+examples() { # [10]
+  timed python3 evals/examples.py --reader learner --out out/examples "${commit[@]}"
+}
+
+parts=(tests attention log_linear train flux flux_options sdxl built_in quality merging distilled ablations pixel_dit examples)
 for part in "${@:-${parts[@]}}"; do
   [[ " ${parts[*]} " == *" $part "* ]] || { echo "unknown part $part: choose from ${parts[*]}" && exit 2; }
 done

@@ -3,6 +3,7 @@
 from collections.abc import Iterable
 from typing import Any
 
+from example_deals import CONTROLS
 from matplotlib.figure import Figure
 
 from foveate.methods.sub_cp import STRATEGIES
@@ -34,7 +35,7 @@ def tables(rows: list[Row]) -> str:
     """Accuracies in the usual setting, how often each way beat random blocks, and what the deal alone was worth."""
     shown = usual(rows)
     parts = [_accuracies(shown, data) for data in _distinct(row["data"] for row in shown)]
-    return "\n\n".join([*parts, _wins(rows), _deals(rows)])
+    return "\n\n".join([*parts, _other_scores(shown), _wins(rows), _deals(rows)])
 
 
 def _accuracies(rows: list[Row], data: str) -> str:
@@ -52,6 +53,17 @@ def _accuracies(rows: list[Row], data: str) -> str:
 def _shown(row: Row) -> str:
     gain = row["over random"]
     return f"{row['accuracy']:.3f}" + (f" ({gain[0]:+.3f})" if verdict(gain) else "")
+
+
+def _other_scores(rows: list[Row]) -> str:
+    """Calibration error and accuracy of the worst label, where blocks count by how near they are."""
+    rows = [row for row in rows if row["host"] == "moe, weighted"]
+    body = [
+        [way, *(f"{row['calibration error']:.3f}, {row['worst class']:.3f}" for row in rows if row["way"] == way)]
+        for way in _distinct(row["way"] for row in rows)
+    ]
+    data = _distinct(row["data"] for row in rows)
+    return _markdown(["moe, weighted: calibration error, worst label", *data], body)
 
 
 def _wins(rows: list[Row]) -> str:
@@ -73,7 +85,7 @@ def _deals(rows: list[Row]) -> str:
     body = [
         [
             f"{row['data']}, {row['blocks']} x {row['size']} of {row['examples']}",
-            *(_interval(row[name]) for name in row if name.startswith("over ")),
+            *(_interval(row[f"over {against}"]) for against in ("random", *CONTROLS)),
         ]
         for row in rows
         if row["way"] == "global_local" and row["host"] == "moe" and has_gap(row)

@@ -13,6 +13,7 @@ What is found in --out is gone on with; code that asks otherwise needs another f
 
 import json
 from collections.abc import Iterator, Sequence
+from functools import cache
 from itertools import product
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, get_args
@@ -85,14 +86,21 @@ def scores(said: Float[Tensor, "questions labels"], task: Task) -> list[float]:
     return [float(right.mean()), float(error), float(each.min())]
 
 
-def answer(reader: Vote | Learner, cell: Cell, pool: int) -> dict[str, dict[str, list[float]]]:
-    """Scores for one pool, by way and host; means over the draws."""
+@cache
+def dealt(cell: Cell, pool: int) -> tuple[Task, list[str], list[list[list[int]]]]:
+    """A pool, and by the names of the ways their blocks of it: the same for every reader."""
     task = draw(cell.data, cell.examples, pool)
     ways = [(way, seed) for way in DEALS for seed in range(DRAWS if way in CHANCE else 1)]
     shape = cell.blocks, cell.size
     deals = [deal(way, task.embeddings, task.labels, *shape, 1000 * pool + seed) for way, seed in ways]
+    return task, [way for way, _ in ways], deals
+
+
+def answer(reader: Vote | Learner, cell: Cell, pool: int) -> dict[str, dict[str, list[float]]]:
+    """Scores for one pool, by way and host; means over the draws."""
+    task, ways, deals = dealt(cell, pool)
     drawn: dict[str, list[dict[str, list[float]]]] = {way: [] for way in DEALS}
-    for (way, _), said in zip(ways, hosts(reader, task, deals), strict=True):
+    for way, said in zip(ways, hosts(reader, task, deals), strict=True):
         drawn[way].append({host: scores(each, task) for host, each in said.items()})
     return {
         way: {host: np.mean([draw[host] for draw in found], axis=0).tolist() for host in found[0]}
@@ -127,6 +135,9 @@ def rows_of(cell: Cell, pools: Sequence[Sequence[dict[str, Any]]]) -> list[dict[
         row |= {name: round(float(mean), 4) for name, mean in zip(METRICS, values.mean(0), strict=True)}
         for against in ("random", *CONTROLS):
             row[f"over {against}"] = interval(values[:, 0] - found[against, host][:, 0])
+        if len(pools) > 1:
+            each = [[pool[way][host][0] - pool["random"][host][0] for pool in learner] for learner in pools]
+            row["over random, each learner"] = np.mean(each, axis=1).round(4).tolist()
         rows.append(row)
     return rows
 

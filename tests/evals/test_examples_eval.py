@@ -9,11 +9,18 @@ from example_deals import CONTROLS, DEALS, deal
 from example_pools import KINDS, draw
 from example_readers import LABELS, Learner, Recipe, Vote, layout, learned, lesson
 from example_tables import has_gap, tables, verdict
-from examples import BIG, SMALL, Cell, answer, hosts, interval, main, rows_of, scores
+from examples import BIG, SMALL, Cell, answer, dealt, hosts, interval, main, rows_of, scores
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from foveate import SubCP
 from foveate.integrations.transformers.in_context import ensemble, parallel_windows
+
+
+@pytest.fixture(autouse=True)
+def of_its_own():
+    """Pools that are kept were drawn as often as the test before wanted."""
+    dealt.cache_clear()
+
 
 TINY = Recipe(width=32, layers=1, steps=3, batch=4)
 BLOCKS = [[0, 5, 2], [7, 1, 3]]
@@ -153,6 +160,7 @@ def test_rows_are_means_over_pools_and_learners_and_gains_are_paired(monkeypatch
     row = next(row for row in rows if row["way"] == "local_diverse")
     by_hand = np.array([[pool["local_diverse"][BIG][0] - pool["random"][BIG][0] for pool in one] for one in pools])
     assert row["over random"][0] == pytest.approx(by_hand.mean(), abs=1e-4)
+    assert row["over random, each learner"] == pytest.approx(by_hand.mean(1).tolist(), abs=1e-4)
     assert row["accuracy"] == pytest.approx(
         np.mean([p["local_diverse"][BIG][0] for one in pools for p in one]), abs=1e-4
     )
