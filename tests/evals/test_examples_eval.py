@@ -15,15 +15,14 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from foveate import SubCP
 from foveate.integrations.transformers.in_context import ensemble, parallel_windows
 
+TINY = Recipe(width=32, layers=1, steps=3, batch=4)
+BLOCKS = [[0, 5, 2], [7, 1, 3]]
+
 
 @pytest.fixture(autouse=True)
 def of_its_own():
     """Pools that are kept were drawn as often as the test before wanted."""
     dealt.cache_clear()
-
-
-TINY = Recipe(width=32, layers=1, steps=3, batch=4)
-BLOCKS = [[0, 5, 2], [7, 1, 3]]
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -149,7 +149,11 @@ def icl(
         from foveate.integrations.transformers.asking import read_examples as read_texts
 
         if host == "ensemble" and embeddings:
-            console.print("blocks count the same: --embeddings has none of the question")
+            local = strategy.startswith("local")
+            console.print(
+                "blocks count the same: --embeddings has none of the question"
+                + (f"; {strategy} needs blocks that count by how near they are" if local else "")
+            )
         told = [
             f"{_asked(shown, text, label)} {answer}\n\n"
             for shown, answer in zip(column(rows, text, examples), labels, strict=True)
