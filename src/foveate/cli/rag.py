@@ -57,6 +57,7 @@ def rag(
             min=0,
             help="Take at most so many passages. Those that share most words with the question (BM25) come first; "
             "meaning plays no part. [dim]default: as many as the model's context holds[/]",
+            show_default=False,
         ),
     ] = 0,
     prompt: Annotated[
