@@ -79,7 +79,7 @@ def test_an_interruption_loses_only_the_passage_at_hand(tmp_path, encoded, monke
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("", "bad.txt is empty: leave it out"),
+        ("", "bad.txt has no tokens: leave it out"),
         ("w1 " * 127, r"bad.txt with its prefix: 129 tokens, where .* takes 128"),
     ],
 )

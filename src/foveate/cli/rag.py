@@ -120,7 +120,7 @@ def rag(
     encoder = ChunkEncoder(language_model, tokenizer, before + prefix)
     most = min(512, language_model.config.max_position_embeddings // 4) if chunk is None else chunk
     passages = passages_of(documents, most, lambda text: len(tokenizer(text, add_special_tokens=False).input_ids))
-    where = index or folder / ".foveate" / slug(model or "built-in")
+    where = index or folder / ".foveate" / slug(Path(model).resolve().name if model else "built-in")
     chunks = ChunkIndex(where, encoder, passages)
     with progress() as track:
         built = chunks.build(track)
