@@ -39,7 +39,7 @@ def said(result):
 def test_a_question_is_answered_as_by_the_library_and_the_next_run_reads_nothing(model, tmp_path):
     result = run(model, "w3", "--recompute", 0.4, "--prompt", "w21 {question} w23", "-o", "norm=l1")
     assert result.exit_code == 0, result.output
-    assert "4 documents, 4 passages, 27 tokens: 4 passages read, 0 found, 0 removed" in said(result)
+    assert "4 passages, 27 tokens: 4 read, 0 found, 0 removed" in said(result)
     ours = ChunkEncoder(language_model("qwen3", dtype=torch.float32), tokenizer())
     context = ours.compose(ours.encode(DOCUMENTS))
     with context.patch(InfoFlowKV(recompute=0.4, norm="l1"), "w21 w3 w23") as patched:
@@ -47,16 +47,16 @@ def test_a_question_is_answered_as_by_the_library_and_the_next_run_reads_nothing
         page = (tmp_path / "rag.html").read_text()
         assert page.count('title="row ') >= len(patched.rows)
         assert page.count("<mark class") == len(patched.rows) == 11
-    assert "0 passages read, 4 found, 0 removed" in said(run(model, "w3"))
+    assert "0 read, 4 found, 0 removed" in said(run(model, "w3"))
 
 
 def test_changed_documents_are_read_again_and_removed_ones_forgotten(model, tmp_path):
     run(model)
     (tmp_path / "notes" / "0.txt").write_text("w1 w2")
     (tmp_path / "notes" / "1.txt").unlink()
-    assert "3 passages, 17 tokens: 1 passages read, 2 found, 2 removed" in said(run(model))
+    assert "3 passages, 17 tokens: 1 read, 2 found, 2 removed" in said(run(model))
     assert len(list((tmp_path / "notes" / ".foveate" / "tiny").iterdir())) == 3
-    assert "3 passages read, 0 found" in said(run(model, "--index", "elsewhere"))
+    assert "3 read, 0 found" in said(run(model, "--index", "elsewhere"))
     assert len(list((tmp_path / "elsewhere").iterdir())) == 3
 
 
@@ -71,7 +71,7 @@ def test_ctrl_c_keeps_what_was_read(model, monkeypatch):
     monkeypatch.setattr(ChunkIndex, "_encode", interrupted)
     assert run(model, "w3").exit_code == 130
     monkeypatch.setattr(ChunkIndex, "_encode", original)
-    assert "1 passages read, 3 found" in said(run(model, "w3"))
+    assert "1 read, 3 found" in said(run(model, "w3"))
 
 
 def test_questions_come_from_arguments_or_line_by_line_and_share_a_page(model, tmp_path):

@@ -3,14 +3,16 @@
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from foveate.documents import shared_words
+from foveate.documents import passages_of, shared_words
 from foveate.integrations.transformers.context import Context
+from foveate.integrations.transformers.encoder import ChunkEncoder
 from foveate.integrations.transformers.index import ChunkIndex
 from foveate.integrations.transformers.patched import Patched
 from foveate.machine import timed, versions
@@ -19,7 +21,7 @@ from foveate.methods.kv_baselines import FullPrefill
 from foveate.methods.recomputation import Recomputation, Spans
 from foveate.report import render
 
-__all__ = ["STEPS", "Answer", "Reply", "ask", "reply_page"]
+__all__ = ["STEPS", "Answer", "Reply", "ask", "index_of", "reply_page"]
 
 STEPS = "load", "compose", "score", "recompute", "prompt", "decode"
 """What an answer takes time for. Its first token is there before the last of them."""
@@ -68,6 +70,26 @@ class Reply(NamedTuple):
     spans: Spans
     answers: list[Answer]
     scores: Float[Tensor, "context"]
+
+
+def index_of(folder: Path, encoder: ChunkEncoder, documents: Mapping[str, str], most: int | None = None) -> ChunkIndex:
+    """The index of documents cut into passages, not built yet.
+
+    Args:
+        folder: Of its files.
+        encoder: Of the model.
+        documents: Texts by name.
+        most: Tokens of a passage. 0 leaves documents whole; None is 512, or a quarter of the model's context.
+
+    Raises:
+        ValueError: If a passage has no tokens, or is longer than the model's context.
+    """
+    if most is None:
+        most = min(512, encoder.model.config.max_position_embeddings // 4)
+    passages = passages_of(
+        documents, most, lambda text: len(encoder.tokenizer(text, add_special_tokens=False).input_ids)
+    )
+    return ChunkIndex(folder, encoder, passages)
 
 
 def ask(
@@ -121,13 +143,15 @@ class Word(NamedTuple):
 
     Attributes:
         row: Its number in the context.
-        text: Its text, with what stands between it and the one before.
+        gap: What stands between it and the one before.
+        text: Its text.
         score: The attention that it receives from the prompt.
         shade: 0, for the least, to 9.
         again: Whether it was computed again.
     """
 
     row: int
+    gap: str
     text: str
     score: float
     shade: int
@@ -149,13 +173,13 @@ def _words(index: ChunkIndex, reply: Reply) -> dict[str, list[Word]]:
     # the first passage holds the tokens that draw attention wherever they stand: they would bleach all others
     peak = max(scores[reply.spans[0][1] :] or scores) or 1.0
     rows = iter(range(len(scores)))
-    return {
-        name: [
-            Word(row, text, scores[row], min(SHADES - 1, int(SHADES * (scores[row] / peak) ** 0.5)), row in again)
-            for text, row in zip(words, rows, strict=False)
-        ]
-        for name, words in texts.items()
-    }
+
+    def word(text: str) -> Word:
+        row, body = next(rows), text.lstrip() or text
+        shade = min(SHADES - 1, int(SHADES * (scores[row] / peak) ** 0.5))
+        return Word(row, text.removesuffix(body), body, scores[row], shade, row in again)
+
+    return {name: [word(text) for text in words] for name, words in texts.items()}
 
 
 def _choose(index: ChunkIndex, question: str, taken: int, top: int) -> list[int]:
