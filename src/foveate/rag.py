@@ -15,7 +15,7 @@ from foveate.integrations.transformers.context import Context
 from foveate.integrations.transformers.encoder import ChunkEncoder
 from foveate.integrations.transformers.index import ChunkIndex
 from foveate.integrations.transformers.patched import Patched
-from foveate.machine import timed, versions
+from foveate.machine import Stopwatch, now, versions
 from foveate.methods import InfoFlowKV
 from foveate.methods.kv_baselines import FullPrefill
 from foveate.methods.recomputation import Recomputation, Spans
@@ -118,21 +118,22 @@ def ask(
     Raises:
         ValueError: If not even one passage fits into the model's context.
     """
-    encoder, seconds, compared = index.encoder, dict[str, float](), len(methods) > 1
+    encoder, compared = index.encoder, len(methods) > 1
+    watch = Stopwatch(encoder.device)
     tokens = encoder.tokens(prompt.replace("{question}", question)).tolist()
     passages = _choose(index, question, len(encoder.prefix) + len(tokens) + max_new_tokens, top)
-    with timed(seconds, "load", encoder.device):
+    with watch.step("load"):
         chunks = index.load(passages)
     if compared:
         encoder.compose(chunks)  # warms up
-    with timed(seconds, "compose", encoder.device):
+    with watch.step("compose"):
         context = encoder.compose(chunks)
     answers: list[Answer] = []
     for name, method in methods.items():
         if compared:
-            _answer(context, tokens, name, method, seconds, max_new_tokens)
+            _answer(context, tokens, name, method, watch.seconds, max_new_tokens)
             advance()
-        answers.append(_answer(context, tokens, name, method, seconds, max_new_tokens, compared))
+        answers.append(_answer(context, tokens, name, method, watch.seconds, max_new_tokens, compared))
         advance()
     scores = context.score(tokens, InfoFlowKV().layers(len(context.keys)))
     return Reply(question, passages, context.spans, answers, scores.cpu())
@@ -210,37 +211,35 @@ def _answer(
     compared: bool = False,
 ) -> Answer:
     """By one method, timed; `before` is what its context took."""
-    encoder, clock, seconds = context.encoder, _FirstToken(), dict[str, float]()
+    encoder = context.encoder
     if isinstance(method, FullPrefill):
         ids = torch.cat([context.ids, encoder.tokens(tokens)])
-        with timed(seconds, "generate", encoder.device):
-            text = encoder.generate(ids, max_new_tokens=max_new_tokens, streamer=clock.start())
+        text = encoder.generate(ids, max_new_tokens=max_new_tokens, streamer=(clock := _Tokens(encoder.device)))
         order, divergence = tuple(range(len(context.chunks))), 0.0 if compared else None
-        return Answer(name, text, clock.steps(seconds), torch.arange(len(context)), order, divergence)
+        return Answer(name, text, clock.seconds, torch.arange(len(context)), order, divergence)
     with context.patch(method, tokens) as patched:
-        text = patched.generate(max_new_tokens=max_new_tokens, streamer=clock.start())
+        steps = before | patched.watch.seconds
+        text = patched.generate(max_new_tokens=max_new_tokens, streamer=(clock := _Tokens(encoder.device)))
         divergence = patched.fidelity() if compared else None
-    seconds = clock.steps(before | patched.seconds)
-    return Answer(name, text, seconds, _at_home(patched, context.spans), patched.order, divergence)
+    return Answer(name, text, steps | clock.seconds, _at_home(patched, context.spans), patched.order, divergence)
 
 
-class _FirstToken:
-    """A streamer of `model.generate` that tells when the first token is there."""
+class _Tokens:
+    """A streamer of `model.generate` that times the first token and the others."""
 
-    def start(self) -> "_FirstToken":
-        self.times = [time.perf_counter()]
-        return self
+    def __init__(self, device: torch.device) -> None:
+        self._times = [now(device)]
 
     def put(self, tokens: Tensor) -> None:
-        self.times.append(time.perf_counter())
+        self._times.append(time.perf_counter())
 
-    def end(self) -> None: ...
+    def end(self) -> None:
+        self._times.append(time.perf_counter())
 
-    def steps(self, seconds: dict[str, float]) -> dict[str, float]:
-        """The seconds of generation split into those to the first token, and the rest."""
-        seconds = dict(seconds)
-        first, total = self.times[2] - self.times[0], seconds.pop("generate")  # the first it is given are the prompt
-        return {**seconds, "prompt": first, "decode": total - first}
+    @property
+    def seconds(self) -> dict[str, float]:
+        began, _, first, *_, last = self._times  # the first that it is given is the prompt
+        return {"prompt": first - began, "decode": last - first}
 
 
 def _at_home(patched: Patched, spans: Spans) -> Int[Tensor, "rows"]:
