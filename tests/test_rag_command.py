@@ -1,5 +1,7 @@
 """Laws of `foveate rag`, tried as a user would."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from tiny_lm import DOCUMENTS, language_model, tokenizer
@@ -7,6 +9,7 @@ from typer.testing import CliRunner
 
 from foveate import InfoFlowKV
 from foveate.cli import app, common
+from foveate.cli import rag as rag_command
 from foveate.integrations.transformers import ChunkEncoder
 from foveate.integrations.transformers.index import ChunkIndex
 
@@ -85,6 +88,13 @@ def test_questions_come_from_arguments_or_line_by_line_and_share_a_page(model, t
     nothing = run(model, "--out", "none.html", input="")
     assert nothing.exit_code == 0
     assert not (tmp_path / "none.html").exists()
+
+
+def test_a_terminal_is_asked_until_nothing_is_typed(monkeypatch):
+    typed = iter(["w3 ", "w5", "", "w7"])
+    monkeypatch.setattr(rag_command.console, "input", lambda _: next(typed))
+    monkeypatch.setattr(rag_command.sys, "stdin", SimpleNamespace(isatty=lambda: True))
+    assert list(rag_command._asked(None)) == ["w3", "w5"]
 
 
 def test_compare_answers_by_every_method(model, tmp_path):
