@@ -88,6 +88,7 @@ def main(
     at_once: Annotated[int, typer.Option(help="Pictures to learn from that are drawn, and seen, together.")] = 32,
     only: Annotated[str, typer.Option(help="Variants, separated by commas.")] = ",".join(VARIANTS),
     minutes: Annotated[float, typer.Option(help="Time to train a variant; it is judged as it is then.")] = math.inf,
+    start: Annotated[Path | None, typer.Option(help="LoRA to begin with, named after how it was trained.")] = None,
     compile: Annotated[bool, typer.Option("--compile", help="Compile the blocks for the training.")] = False,
     out: Annotated[Path, typer.Option(help="Folder of pictures and LoRAs.")] = Path("eval-distilled"),
     commit: Commit = "",
@@ -113,6 +114,7 @@ def main(
                 captions,
                 pairs=out / "pairs",
                 steps=steps,
+                start=start,
                 at_once=at_once,
                 compile=compile,
                 minutes=minutes,
@@ -128,7 +130,7 @@ def main(
                     lora=str(folder),
                     pictures=str(out / "judged"),
                     commit=commit,
-                    about={"training": training(folder, recipe, pictures)},
+                    about={"training": training(folder, recipe, pictures) | ({"start": start.stem} if start else {})},
                     sheet=name in SHOWN,
                 )
 

@@ -10,7 +10,7 @@ from typing import NamedTuple
 __all__ = ["KINDS", "Passage", "cut", "passages_of", "read_documents", "shared_words"]
 
 KINDS = ".txt", ".md", ".rst"
-BORDERS = (r"(?<=\n\n)(?!\n)", r"(?<=[.!?]\s)(?!\s)|(?<=[。\n])", r"(?<=\s)(?!\s)", r"")
+BORDERS = (r"(?<=\n\n)(?!\n)", r"(?<=[.!?]\s)(?!\s)|(?<=[。\uff01\uff1f\n])", r"(?<=\s)(?!\s)", r"")
 """Where a text is cut at best: behind a paragraph; a sentence or line; a word; anywhere."""
 
 
@@ -85,6 +85,9 @@ def cut(text: str, most: int, count: Callable[[str], int], borders: Sequence[str
         return [text]
     parts = [""]
     for whole in re.split(borders[0], text):
+        if count(parts[-1] + whole) <= most:
+            parts[-1] += whole
+            continue
         for part in cut(whole, most, count, borders[1:]):
             if count(parts[-1] + part) <= most:
                 parts[-1] += part

@@ -3,23 +3,25 @@
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from foveate.documents import shared_words
+from foveate.documents import passages_of, shared_words
 from foveate.integrations.transformers.context import Context
+from foveate.integrations.transformers.encoder import ChunkEncoder
 from foveate.integrations.transformers.index import ChunkIndex
 from foveate.integrations.transformers.patched import Patched
-from foveate.machine import timed, versions
+from foveate.machine import Stopwatch, now, versions
 from foveate.methods import InfoFlowKV
 from foveate.methods.kv_baselines import FullPrefill
 from foveate.methods.recomputation import Recomputation, Spans
 from foveate.report import render
 
-__all__ = ["STEPS", "Answer", "Reply", "ask", "reply_page"]
+__all__ = ["STEPS", "Answer", "Reply", "ask", "index_of", "reply_page"]
 
 STEPS = "load", "compose", "score", "recompute", "prompt", "decode"
 """What an answer takes time for. Its first token is there before the last of them."""
@@ -70,6 +72,26 @@ class Reply(NamedTuple):
     scores: Float[Tensor, "context"]
 
 
+def index_of(folder: Path, encoder: ChunkEncoder, documents: Mapping[str, str], most: int | None = None) -> ChunkIndex:
+    """The index of documents cut into passages, not built yet.
+
+    Args:
+        folder: Of its files.
+        encoder: Of the model.
+        documents: Texts by name.
+        most: Tokens of a passage. 0 leaves documents whole; None is 512, or a quarter of the model's context.
+
+    Raises:
+        ValueError: If a passage has no tokens, or is longer than the model's context.
+    """
+    if most is None:
+        most = min(512, encoder.model.config.max_position_embeddings // 4)
+    passages = passages_of(
+        documents, most, lambda text: len(encoder.tokenizer(text, add_special_tokens=False).input_ids)
+    )
+    return ChunkIndex(folder, encoder, passages)
+
+
 def ask(
     index: ChunkIndex,
     question: str,
@@ -96,21 +118,22 @@ def ask(
     Raises:
         ValueError: If not even one passage fits into the model's context.
     """
-    encoder, seconds, compared = index.encoder, dict[str, float](), len(methods) > 1
+    encoder, compared = index.encoder, len(methods) > 1
+    watch = Stopwatch(encoder.device)
     tokens = encoder.tokens(prompt.replace("{question}", question)).tolist()
     passages = _choose(index, question, len(encoder.prefix) + len(tokens) + max_new_tokens, top)
-    with timed(seconds, "load", encoder.device):
+    with watch.step("load"):
         chunks = index.load(passages)
     if compared:
         encoder.compose(chunks)  # warms up
-    with timed(seconds, "compose", encoder.device):
+    with watch.step("compose"):
         context = encoder.compose(chunks)
     answers: list[Answer] = []
     for name, method in methods.items():
         if compared:
-            _answer(context, tokens, name, method, seconds, max_new_tokens)
+            _answer(context, tokens, name, method, watch.seconds, max_new_tokens)
             advance()
-        answers.append(_answer(context, tokens, name, method, seconds, max_new_tokens, compared))
+        answers.append(_answer(context, tokens, name, method, watch.seconds, max_new_tokens, compared))
         advance()
     scores = context.score(tokens, InfoFlowKV().layers(len(context.keys)))
     return Reply(question, passages, context.spans, answers, scores.cpu())
@@ -121,13 +144,15 @@ class Word(NamedTuple):
 
     Attributes:
         row: Its number in the context.
-        text: Its text, with what stands between it and the one before.
+        gap: What stands between it and the one before.
+        text: Its text.
         score: The attention that it receives from the prompt.
         shade: 0, for the least, to 9.
         again: Whether it was computed again.
     """
 
     row: int
+    gap: str
     text: str
     score: float
     shade: int
@@ -149,13 +174,13 @@ def _words(index: ChunkIndex, reply: Reply) -> dict[str, list[Word]]:
     # the first passage holds the tokens that draw attention wherever they stand: they would bleach all others
     peak = max(scores[reply.spans[0][1] :] or scores) or 1.0
     rows = iter(range(len(scores)))
-    return {
-        name: [
-            Word(row, text, scores[row], min(SHADES - 1, int(SHADES * (scores[row] / peak) ** 0.5)), row in again)
-            for text, row in zip(words, rows, strict=False)
-        ]
-        for name, words in texts.items()
-    }
+
+    def word(text: str) -> Word:
+        row, body = next(rows), text.lstrip() or text
+        shade = min(SHADES - 1, int(SHADES * (scores[row] / peak) ** 0.5))
+        return Word(row, text.removesuffix(body), body, scores[row], shade, row in again)
+
+    return {name: [word(text) for text in words] for name, words in texts.items()}
 
 
 def _choose(index: ChunkIndex, question: str, taken: int, top: int) -> list[int]:
@@ -186,37 +211,35 @@ def _answer(
     compared: bool = False,
 ) -> Answer:
     """By one method, timed; `before` is what its context took."""
-    encoder, clock, seconds = context.encoder, _FirstToken(), dict[str, float]()
+    encoder = context.encoder
     if isinstance(method, FullPrefill):
         ids = torch.cat([context.ids, encoder.tokens(tokens)])
-        with timed(seconds, "generate", encoder.device):
-            text = encoder.generate(ids, max_new_tokens=max_new_tokens, streamer=clock.start())
+        text = encoder.generate(ids, max_new_tokens=max_new_tokens, streamer=(clock := _Tokens(encoder.device)))
         order, divergence = tuple(range(len(context.chunks))), 0.0 if compared else None
-        return Answer(name, text, clock.steps(seconds), torch.arange(len(context)), order, divergence)
+        return Answer(name, text, clock.seconds, torch.arange(len(context)), order, divergence)
     with context.patch(method, tokens) as patched:
-        text = patched.generate(max_new_tokens=max_new_tokens, streamer=clock.start())
+        steps = before | patched.watch.seconds
+        text = patched.generate(max_new_tokens=max_new_tokens, streamer=(clock := _Tokens(encoder.device)))
         divergence = patched.fidelity() if compared else None
-    seconds = clock.steps(before | patched.seconds)
-    return Answer(name, text, seconds, _at_home(patched, context.spans), patched.order, divergence)
+    return Answer(name, text, steps | clock.seconds, _at_home(patched, context.spans), patched.order, divergence)
 
 
-class _FirstToken:
-    """A streamer of `model.generate` that tells when the first token is there."""
+class _Tokens:
+    """A streamer of `model.generate` that times the first token and the others."""
 
-    def start(self) -> "_FirstToken":
-        self.times = [time.perf_counter()]
-        return self
+    def __init__(self, device: torch.device) -> None:
+        self._times = [now(device)]
 
     def put(self, tokens: Tensor) -> None:
-        self.times.append(time.perf_counter())
+        self._times.append(time.perf_counter())
 
-    def end(self) -> None: ...
+    def end(self) -> None:
+        self._times.append(time.perf_counter())
 
-    def steps(self, seconds: dict[str, float]) -> dict[str, float]:
-        """The seconds of generation split into those to the first token, and the rest."""
-        seconds = dict(seconds)
-        first, total = self.times[2] - self.times[0], seconds.pop("generate")  # the first it is given are the prompt
-        return {**seconds, "prompt": first, "decode": total - first}
+    @property
+    def seconds(self) -> dict[str, float]:
+        began, _, first, *_, last = self._times  # the first that it is given is the prompt
+        return {"prompt": first - began, "decode": last - first}
 
 
 def _at_home(patched: Patched, spans: Spans) -> Int[Tensor, "rows"]:

@@ -5,7 +5,7 @@ import torch
 from log_linear_oracle import log_linear, pooled, select_nodes
 
 from foveate.kernels import log_linear_attention as kernels
-from foveate.kernels import log_linear_keys
+from foveate.kernels import log_linear_keys, select_blocks
 from foveate.ops.log_linear_attention import Options
 from foveate.ops.selection import Selection
 
@@ -75,7 +75,7 @@ def test_keys_that_all_queries_pick_are_split_and_added_up_in_one_order(monkeypa
 
 def test_picks_are_those_of_brute_force_over_the_rounded_means():
     q, k = (heads_of(4000, 64, torch.float16, batch=1, heads=1).detach() for _ in range(2))
-    lists, counts = kernels.select_blocks(q, k, None, 8, 16, 2)
+    lists, counts = select_blocks.select_blocks(q, k, None, 8, 16, 2)
     real = torch.ones(1, 4000, dtype=torch.bool)
     queries, keys = ([pooled(x.cpu().double(), real, 16, level)[0][0, 0].half() for level in (1, 2)] for x in (q, k))
     want = select_nodes(queries, keys, [count[0].cpu() for count in counts], 8, 16)

@@ -136,6 +136,7 @@ for dim, half in ((64, "fp16"), (128, "bf16")):
     for name in ("forward", "backward_queries"):
         shape, constants, *rest = log_linear(dim, getattr(log_linear_queries, name.upper()), LEVELS=2)
         constants |= {"M": shape.rows, "BN": shape.step, "BK": shape.small // 16}
+        constants |= {"SMALL_STAGES": shape.small_stages}
         result = compiled(getattr(triton_log_linear, name), constants, half, *rest)
         report(f"log-linear {name}", dim, half, result)
     kernel, sums = triton_log_linear_keys.backward_keys, {"p_dk": "*fp32", "p_dv": "*fp32"}
@@ -148,7 +149,11 @@ for dim, half in ((64, "fp16"), (128, "bf16")):
         dim, log_linear_keys.BACKWARD_SHARED, LISTED=False, NODES=True, FOLD=False, PARTS=True
     )
     result = compiled(kernel, constants | {"BT": shape.rows, "BM": shape.step}, half, *rest, **sums)
-    report("log-linear shared keys", dim, half, result)
+    report("log-linear shared keys", shape.rows, half, result)
+    constants = {"FOLD": True, "ENRICHED": 2, "MASKED": False, "B": 16, "BT": 64, "BR": 16, "D": dim, "BD": dim}
+    report(
+        "parts", dim, half, compiled(triton_log_linear_keys.add_parts, constants, half, 4, p_xk="*fp32", p_xv="*fp32")
+    )
     constants = {"TOP": dim == 64, "B": 16, "K": 8, "BN": selection.CANDIDATES, "D": dim, "BD": dim}
     report("select", 16, half, compiled(selection._select, constants, half, 1))
     constants = {"WEIGHTED": dim == 128, "UPPER": True, "SUMS": True, "B": 16, "D": dim, "BD": dim}

@@ -7,7 +7,7 @@ import torch
 from log_linear_oracle import log_linear, pooled, select_nodes
 
 from foveate.kernels import log_linear_attention as glue
-from foveate.kernels import log_linear_keys, pyramid, selection
+from foveate.kernels import log_linear_keys, pyramid, select_blocks, selection
 from foveate.kernels import log_linear_queries as kernels
 from foveate.ops.log_linear_attention import Options, portable
 from foveate.ops.selection import Selection
@@ -227,7 +227,7 @@ def test_all_of_it_is_what_the_portable_path_does(extra, masked, again):
     )
     for a, b in zip(ours, theirs, strict=True):
         assert relative(a, b.double()) < 4e-6
-    lists, counts = glue.select_blocks(q.detach(), k.detach(), real, 3, 16, 2)
+    lists, counts = select_blocks.select_blocks(q.detach(), k.detach(), real, 3, 16, 2)
     if not again:
         assert all(torch.equal(a, b) for a, b in zip((*lists, *counts), (*got[2], *got[3]), strict=True))
 
@@ -235,10 +235,10 @@ def test_all_of_it_is_what_the_portable_path_does(extra, masked, again):
 @pytest.mark.usefixtures("large_shapes")
 def test_every_custom_op_passes_opcheck():
     q, k, v = (torch.randn(1, 2, 300, 32) for _ in range(3))
-    means, counts, logs = glue._pool([q, k, v], None, 16, 2)
-    torch.library.opcheck(glue._pool, ([q, k, v], None, 16, 2))
-    torch.library.opcheck(glue._pick, (means, counts, 300, 16, 2, 3))
-    lists = glue._pick(means, counts, 300, 16, 2, 3)
+    means, counts, logs = select_blocks.pool_levels([q, k, v], None, 16, 2)
+    torch.library.opcheck(select_blocks.pool_levels, ([q, k, v], None, 16, 2))
+    torch.library.opcheck(select_blocks.pick_nodes, (means, counts, 300, 16, 2, 3))
+    lists = select_blocks.pick_nodes(means, counts, 300, 16, 2, 3)
     leaves = [x.requires_grad_() for x in (q, k, v, torch.randn(1, 2, 4, 32), torch.randn(1, 2, 4, 32))]
     torch.library.opcheck(glue._attend, (*leaves, means, counts, logs, lists, None, 16, 3, 2, True, False, 0.2))
 
@@ -246,10 +246,10 @@ def test_every_custom_op_passes_opcheck():
 def test_the_kernels_take_half_precision_on_nvidia_gpus(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     cuda = torch.device("cuda")
-    assert glue.takes(cuda, torch.bfloat16, 128)
-    assert not glue.takes(cuda, torch.float32, 64)
-    assert not glue.takes(cuda, torch.float16, 256)
-    assert not glue.takes(torch.device("cpu"), torch.float16, 64)
+    assert select_blocks.takes(cuda, torch.bfloat16, 128)
+    assert not select_blocks.takes(cuda, torch.float32, 64)
+    assert not select_blocks.takes(cuda, torch.float16, 256)
+    assert not select_blocks.takes(torch.device("cpu"), torch.float16, 64)
 
 
 @pytest.mark.parametrize("picks", [1, 4])

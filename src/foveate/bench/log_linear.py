@@ -20,8 +20,8 @@ from foveate.bench.peers import dense
 from foveate.bench.timing import LONG_ENOUGH, captured, peak_memory, time_calls
 from foveate.compare import Track
 from foveate.machine import now, versions
-from foveate.ops.log_linear_attention import MOST_PICKS, Options, portable
-from foveate.ops.pyramid import check
+from foveate.ops.log_linear_attention import Options, portable
+from foveate.ops.pyramid import MOST_PICKS, check
 from foveate.report import INK
 from foveate.report import TILE_COLOURS as COLOURS
 

@@ -67,7 +67,6 @@ def _sdxl(device: torch.device, dtype: torch.dtype) -> StableDiffusionXLPipeline
         device,
         dtype,
     )
-    unet = unet.to(memory_format=torch.channels_last)  # convolutions take it so: dense is faster, and the rest is less
     return StableDiffusionXLPipeline(scheduler=EulerDiscreteScheduler(), unet=unet, add_watermarker=False, **NOTHING)
 
 

@@ -12,7 +12,8 @@ app = typer.Typer(
     no_args_is_help=True,
     rich_markup_mode="rich",
     pretty_exceptions_enable=False,
-    help="Cheaper transformers that attend only where it matters: sparse attention in diffusers pipelines.",
+    help="Cheaper transformers that attend only where it matters: pictures with sparse attention and merged tokens, "
+    "training, long contexts.",
 )
 app.command()(draw.generate)
 app.command()(draw.compare)

@@ -12,7 +12,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from foveate.cli.common import Device, Dtype, clear_errors, console, open_reader, options_of, progress
-from foveate.documents import KINDS, passages_of, read_documents
+from foveate.documents import KINDS, read_documents
 from foveate.files import slug, write_whole
 from foveate.methods import RECOMPUTATIONS, recomputation_from_text
 
@@ -57,6 +57,7 @@ def rag(
             min=0,
             help="Take at most so many passages. Those that share most words with the question (BM25) come first; "
             "meaning plays no part. [dim]default: as many as the model's context holds[/]",
+            show_default=False,
         ),
     ] = 0,
     prompt: Annotated[
@@ -97,12 +98,7 @@ def rag(
     one folder, model and --chunk: what they no longer ask for is removed from it. It takes much room: for each token
     128 KiB with a model like Llama-3.1-8B.
     """
-    chosen = {} if recompute is None else {"recompute": str(recompute)}
-    methods = {method: recomputation_from_text(method, options_of(option) | chosen)}
-    if compare:
-        part = {"recompute": str(getattr(methods[method], "recompute", 0.15))}
-        for name in RECOMPUTATIONS:
-            methods.setdefault(name, recomputation_from_text(name, {} if name in ("none", "full") else part))
+    methods = _methods(method, recompute, options_of(option), compare)
     if "{question}" not in prompt:
         raise ValueError(f"--prompt says where the question goes, such as 'Q: {{question}} A:', not {prompt!r}")
     if out.suffix.lower() != ".html" or out.is_dir():
@@ -110,29 +106,19 @@ def rag(
     documents = read_documents(folder)
     language_model, tokenizer = open_reader(model, device, dtype)
     from foveate.integrations.transformers import ChunkEncoder
-    from foveate.integrations.transformers.index import ChunkIndex
-    from foveate.integrations.transformers.loading import chat_frame
-    from foveate.rag import ask, reply_page
+    from foveate.integrations.transformers.loading import frame
+    from foveate.rag import ask, index_of, reply_page
 
-    in_chat = bool(tokenizer.chat_template) if chat is None else chat
-    before, behind = chat_frame(tokenizer) if in_chat else (tokenizer.bos_token or "", "")
+    before, behind = frame(tokenizer, chat)
     encoder = ChunkEncoder(language_model, tokenizer, before + prefix)
-    most = min(512, language_model.config.max_position_embeddings // 4) if chunk is None else chunk
-    passages = passages_of(documents, most, lambda text: len(tokenizer(text, add_special_tokens=False).input_ids))
-    where = index or folder / ".foveate" / slug(model or "built-in")
-    chunks = ChunkIndex(where, encoder, passages)
-    with progress() as track:
-        built = chunks.build(track)
-    _say_refused(chunks)
-    tokens = sum(map(len, chunks.ids))
-    console.print(
-        f"{len(documents)} documents, {len(passages)} passages, {tokens} tokens: {built.encoded} passages read, "
-        f"{built.found} found, {built.removed} removed; {chunks.nbytes / 2**20:.1f} MiB in {where}"
-    )
+    where = index or folder / ".foveate" / slug(Path(model).resolve().name if model else "built-in")
+    chunks = index_of(where, encoder, documents, chunk)
+    _build(chunks)
     settings = {
         "model": model or "the built-in language model",
         "method": repr(methods[method]),
-        "passages": f"{len(passages)} of {most or 'any number of'} tokens at most, from {len(documents)} documents",
+        "documents": str(len(documents)),
+        "passages": f"{len(chunks.passages)}, of {max(map(len, chunks.ids))} tokens at most",
         "prefix": before + prefix,
         "prompt": prompt + behind,
         "device": str(encoder.device),
@@ -158,6 +144,29 @@ def rag(
     if replies:
         console.print("open the page in a browser:")
         print(out.resolve())
+
+
+def _methods(name: str, recompute: float | None, options: dict[str, str], compare: bool) -> dict[str, Any]:
+    """The method, and all others at the same budget if they are compared."""
+    chosen = options if recompute is None else {**options, "recompute": str(recompute)}
+    methods = {name: recomputation_from_text(name, chosen)}
+    budget = {"recompute": str(getattr(methods[name], "recompute", 0.15))}
+    for other in RECOMPUTATIONS if compare else ():
+        methods[other] = methods.get(other) or recomputation_from_text(
+            other, {} if other in ("none", "full") else budget
+        )
+    return methods
+
+
+def _build(chunks: Any) -> None:
+    """Compute what is missing, and say what was there."""
+    with progress() as track:
+        built = chunks.build(track)
+    _say_refused(chunks)
+    console.print(
+        f"{len(chunks.passages)} passages, {sum(map(len, chunks.ids))} tokens: {built.encoded} read, {built.found} "
+        f"found, {built.removed} removed; {chunks.nbytes / 2**20:.1f} MiB in {chunks.folder}"
+    )
 
 
 def _asked(questions: Sequence[str] | None) -> Iterator[str]:

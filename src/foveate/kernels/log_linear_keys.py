@@ -14,9 +14,14 @@ from foveate.kernels.pyramid import level_starts
 __all__ = ["backward_keys"]
 
 # As in `log_linear_queries`; rows are those of a tile of keys that everyone reads, steps are of queries.
-BACKWARD_KEYS = {128: Shape(16, 32, 32, 2, 2, None), 256: Shape(16, 16, 16, 4, 2, None)}
-BACKWARD_SHARED = {128: Shape(64, 32, 32, 4, 2, None), 256: Shape(64, 16, 16, 8, 2, None)}
+BACKWARD_KEYS = {128: Shape(16, 64, 32, 2, 2, None), 256: Shape(16, 16, 16, 4, 2, None)}
+BACKWARD_SHARED = {
+    64: Shape(32, 64, 32, 4, 2, None),
+    128: Shape(64, 32, 32, 4, 2, None),
+    256: Shape(64, 16, 16, 8, 2, None),
+}
 CHUNK = 4096  # queries that one program goes through for a tile of keys
+ADDED = 16  # rows of a tile whose parts one program adds up
 PROGRAMS = 2048  # to make of the tiles that everyone reads: those are few, and short chunks must keep the GPU busy
 
 
@@ -88,12 +93,12 @@ class _Tiles:
         sums = [_empty_sums(x, batch, heads, parts * self.rows, dim) for x in self.grads]
         self._walk(sums, means, ends, tile, parts=parts, fold=False)
         keys, counts, tokens = self.keys, self.keys.means.counts, self.given[0].shape[2]
-        triton_log_linear_keys.add_parts[(self.samples * self.tiles,)](
+        triton_log_linear_keys.add_parts[(self.samples * self.tiles * (self.rows // ADDED),)](
             *sums, *self.grads, real(keys), counts, *means, ends, heads, tokens, self.read[0].shape[2],
             counts.shape[1], parts, batch_stride(keys.real), batch_stride(counts),
             *(stride for x in self.grads for stride in x.stride()[:3]),
-            FOLD=fold, ENRICHED=keys.enriched, MASKED=keys.real is not None, B=keys.block, BT=self.rows, D=dim,
-            BD=padded(dim),
+            FOLD=fold, ENRICHED=keys.enriched, MASKED=keys.real is not None, B=keys.block, BT=self.rows,
+            BR=ADDED, D=dim, BD=padded(dim),
         )  # fmt: skip
 
     def _parts(self) -> tuple[Tensor, Tensor, int]:

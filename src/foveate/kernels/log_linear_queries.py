@@ -27,6 +27,7 @@ class Shape(NamedTuple):
         warps: Of a program.
         stages: Of its pipeline.
         registers: Of a thread at most, so that more programs fit side by side; None lets the compiler choose.
+        small_stages: Of the pipeline of small steps.
     """
 
     rows: int
@@ -35,11 +36,12 @@ class Shape(NamedTuple):
     warps: int
     stages: int
     registers: int | None
+    small_stages: int = 2
 
 
 # By the size of a head, up to which they serve: the fastest that hardly spill.
-FORWARD = {64: Shape(64, 32, 32, 4, 2, 128), 128: Shape(64, 32, 16, 4, 2, None), 256: Shape(64, 32, 16, 8, 2, None)}
-BACKWARD_QUERIES = FORWARD | {64: Shape(64, 32, 32, 4, 2, None)}
+FORWARD = {64: Shape(64, 64, 32, 4, 2, 128), 128: Shape(64, 32, 16, 4, 2, None), 256: Shape(64, 32, 16, 8, 2, None)}
+BACKWARD_QUERIES = FORWARD
 
 
 def shape_of(shapes: dict[int, Shape], dim: int) -> Shape:
@@ -156,6 +158,7 @@ def _launch(kernel: Any, shapes: dict[int, Shape], strided: dict[str, Tensor], k
         BD=padded(dim),
         FAR=far(strided.values()),
         STAGES=shape.stages,
+        SMALL_STAGES=shape.small_stages,
         num_warps=shape.warps,
         **({} if shape.registers is None else {"maxnreg": shape.registers}),
     )

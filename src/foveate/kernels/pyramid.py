@@ -162,7 +162,7 @@ def pool(tensors: Sequence[Tensor], real: Tensor | None, block: int, levels: int
 
 
 def _pool_warps(block: int, dim: int) -> int:
-    return max(1, min(8, block * _padded(dim) // 256))
+    return max(1, min(8, block * _padded(dim) // 1024))
 
 
 def _padded(dim: int) -> int:

@@ -21,11 +21,13 @@ NUMBERS = ("heads", "tokens", "extra", "nodes", "top_k")  # which 1 must not tur
 def rows_of(p, stride, o_n, D: tl.constexpr, BD: tl.constexpr, FAR: tl.constexpr, MASK: tl.constexpr = False):
     """Rows of these numbers as [*numbers, BD], zeros beyond the D that exist.
 
-    Instead of numbers below 0 come zeros with MASK, and without, which is faster, the first row.
+    All must exist, but with MASK: then those below 0 give zeros.
     """
     o_n, o_d = tl.expand_dims(o_n, len(o_n.shape)), tl.arange(0, BD)
-    p_n = p + (tl.maximum(o_n, 0).to(tl.int64 if FAR else tl.int32) * stride + o_d)
     m_x = (o_d < D) & (o_n >= 0 if MASK else True)
+    if MASK:
+        o_n = tl.maximum(o_n, 0)
+    p_n = p + (o_n.to(tl.int64 if FAR else tl.int32) * stride + o_d)
     # through the first cache: siblings read the same rows
     if MASK or D < BD:
         x = tl.load(p_n, mask=m_x, other=0.0, cache_modifier=".ca")
@@ -41,10 +43,9 @@ def transposed(x):
 
 
 @triton.jit
-def children(pick, limit, B: tl.constexpr):
-    """Numbers of the children of nodes [.., picks] as [.., picks * B]; -1 where there is none below `limit`."""
+def children(pick, B: tl.constexpr):
+    """Numbers of the children of nodes [.., picks] as [.., picks * B]."""
     o_n = tl.expand_dims(pick, len(pick.shape)) * B + tl.arange(0, B)
-    o_n = tl.where((o_n >= 0) & (o_n < limit), o_n, -1)
     if len(pick.shape) == 2:
         o_n = tl.reshape(o_n, [pick.shape[0], pick.shape[1] * B])
     else:
@@ -56,14 +57,16 @@ def children(pick, limit, B: tl.constexpr):
 def node_bias(p_logs, o_n, nodes, span, tokens, REWEIGHT: tl.constexpr, MASKED: tl.constexpr):
     """What is added to scores of nodes of `span` tokens each: a node counts as many times as it has tokens."""
     if MASKED:
-        bias = tl.load(p_logs + o_n, mask=o_n >= 0, other=NEVER)
-        full = tl.where(bias > NEVER, 0.0, NEVER)
+        bias = tl.load(p_logs + o_n, mask=o_n < nodes, other=NEVER)
+        if not REWEIGHT:
+            bias = tl.where(bias > NEVER, 0.0, NEVER)
     else:
-        full = tl.math.log2(span.to(tl.float32))
-        bias = tl.where(o_n < nodes - 1, full, tl.math.log2((tokens - (nodes - 1) * span).to(tl.float32)))
-        bias = tl.where(o_n >= 0, bias, NEVER)
-        full = tl.where(o_n >= 0, 0.0, NEVER)
-    return bias if REWEIGHT else full
+        full, last = 0.0, 0.0
+        if REWEIGHT:
+            full = tl.math.log2(span.to(tl.float32))
+            last = tl.math.log2((tokens - (nodes - 1) * span).to(tl.float32))
+        bias = tl.where(o_n < nodes - 1, full, tl.where(o_n < nodes, last, NEVER))
+    return bias
 
 
 @triton.jit
@@ -122,14 +125,15 @@ def _see_means(
         for start in tl.range(0, end, BN, num_stages=STAGES):
             if level < LEVELS - 1:
                 o_j = start // B + tl.arange(0, BN // B)
-                o_n = children(tl.load(p_above + o_j, mask=o_j < picks, other=-1), nodes, B)  # [BN]
+                pick = tl.load(p_above + o_j, mask=o_j < picks, other=-1)
+                o_n = children(tl.where(pick >= 0, pick, above), B)  # [BN], beyond the last one where there is none
             else:
                 o_n = start + tl.arange(0, BN)
-                o_n = tl.where(o_n < nodes, o_n, -1)
             bias = node_bias(p_logs, o_n, nodes, span, tokens, REWEIGHT, MASKED)[None, :]
             if EXCLUDE:
                 own = (sample * nodes + o_m)[:, None]
                 bias = less_picked(bias, lists[level], own, tl.minimum(top_k, nodes), o_n[None, :])
+            o_n = tl.minimum(o_n, nodes - 1)
             m, norm, acc = _step(m, norm, acc, q, g, p_mk, p_mv, D, D, o_n, bias, scale, GRADIENT, D, BD, FAR)
         p_mk += nodes.to(tl.int64) * D
         p_mv += nodes.to(tl.int64) * D
@@ -147,8 +151,8 @@ def _see_extra(
     """The keys in everyone's sight."""
     for start in tl.range(0, extra, BN, num_stages=STAGES):
         o_n = start + tl.arange(0, BN)
-        o_n = tl.where(o_n < extra, o_n, -1)
-        bias = tl.where(o_n >= 0, 0.0, NEVER)[None, :]
+        bias = tl.where(o_n < extra, 0.0, NEVER)[None, :]
+        o_n = tl.minimum(o_n, extra - 1)
         m, norm, acc = _step(m, norm, acc, q, g, p_ek, p_ev, s_ek, s_ev, o_n, bias, scale, GRADIENT, D, BD, FAR)
     return m, norm, acc
 
@@ -172,12 +176,14 @@ def _see_tokens(
     for start in tl.range(0, picks, BK, num_stages=STAGES):
         o_j = start + tl.arange(0, BK)
         pick = tl.load(p_list + o_j[None, :], mask=(o_g < blocks)[:, None] & (o_j < picks)[None, :], other=-1)
-        o_n = children(pick, tokens, B)  # [G, BN]
-        if MASKED:
-            o_n = tl.where(tl.load(p_real + o_n, mask=o_n >= 0, other=0) != 0, o_n, -1)
+        o_n = children(tl.where(pick >= 0, pick, blocks), B)  # [G, BN], beyond the last one where there is none
         if G == 1:
             o_n = tl.reshape(o_n, [BN])
-        bias = tl.expand_dims(tl.where(o_n >= 0, 0.0, NEVER), len(o_n.shape) - 1)
+        real = o_n < tokens
+        if MASKED:
+            real = tl.load(p_real + o_n, mask=real, other=0) != 0
+        bias = tl.expand_dims(tl.where(real, 0.0, NEVER), len(o_n.shape) - 1)
+        o_n = tl.where(real, o_n, -1) if MASKED else tl.minimum(o_n, tokens - 1)
         m, norm, acc = _step(m, norm, acc, q, g, p_k, p_v, s_k, s_v, o_n, bias, scale, GRADIENT, D, BD, FAR, MASKED)
     if G > 1:
         m, norm, acc = tl.reshape(m, [M]), tl.reshape(norm, [M]), tl.reshape(acc, [M, BD])
@@ -216,13 +222,14 @@ def forward(
     s_qb, s_qh, s_q, s_kb, s_kh, s_k, s_vb, s_vh, s_v, s_ekb, s_ekh, s_ek, s_evb, s_evh, s_ev, s_ob, s_oh, s_o,
     LEVELS: tl.constexpr, ENRICHED: tl.constexpr, REWEIGHT: tl.constexpr, EXCLUDE: tl.constexpr, MASKED: tl.constexpr,
     B: tl.constexpr, M: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, D: tl.constexpr, BD: tl.constexpr,
-    FAR: tl.constexpr, STAGES: tl.constexpr,
+    FAR: tl.constexpr, STAGES: tl.constexpr, SMALL_STAGES: tl.constexpr,
 ):  # fmt: skip
     """Output and LSE; zeros and -inf for rows that see nothing, or are none."""
     batch, head, sample, row = _place(tokens, heads, M)
     p_real += batch * s_real
     o_m = _real_rows(p_real, row, tokens, MASKED, M)
-    q = rows_of(p_q + batch * s_qb + head * s_qh, s_q, o_m, D, BD, FAR)  # [M, BD]
+    o_r = tl.maximum(o_m, 0)
+    q = rows_of(p_q + batch * s_qb + head * s_qh, s_q, o_r, D, BD, FAR)  # [M, BD]
     m = tl.full([M], LOWEST, tl.float32)
     norm = tl.zeros([M], tl.float32)
     acc = tl.zeros([M, BD], tl.float32)
@@ -238,7 +245,7 @@ def forward(
     )  # fmt: skip
     m, norm, acc = _see_tokens(
         m, norm, acc, q, q, p_k + batch * s_kb + head * s_kh, p_v + batch * s_vb + head * s_vh, p_real, p_list1,
-        s_k, s_v, sample, row, tokens, top_k, scale, MASKED, False, STAGES, B, M, BK, D, BD, FAR,
+        s_k, s_v, sample, row, tokens, top_k, scale, MASKED, False, SMALL_STAGES, B, M, BK, D, BD, FAR,
     )  # fmt: skip
     norm = tl.where(o_m >= 0, norm, 0.0)
     acc = tl.where((norm > 0)[:, None], acc / norm[:, None], 0.0)
@@ -255,15 +262,16 @@ def backward_queries(
     s_gb, s_gh, s_g, s_db, s_dh, s_d,
     LEVELS: tl.constexpr, ENRICHED: tl.constexpr, REWEIGHT: tl.constexpr, EXCLUDE: tl.constexpr, MASKED: tl.constexpr,
     B: tl.constexpr, M: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, D: tl.constexpr, BD: tl.constexpr,
-    FAR: tl.constexpr, STAGES: tl.constexpr,
+    FAR: tl.constexpr, STAGES: tl.constexpr, SMALL_STAGES: tl.constexpr,
 ):  # fmt: skip
     """Gradient of the queries, and of each query sum(out * dout) - dlse, which that of keys and values needs."""
     batch, head, sample, row = _place(tokens, heads, M)
     p_real += batch * s_real
     o_m = _real_rows(p_real, row, tokens, MASKED, M)
-    q = rows_of(p_q + batch * s_qb + head * s_qh, s_q, o_m, D, BD, FAR)  # [M, BD]
-    g = rows_of(p_g + batch * s_gb + head * s_gh, s_g, o_m, D, BD, FAR)
-    out = rows_of(p_out + batch * s_ob + head * s_oh, s_o, o_m, D, BD, FAR)
+    o_r = tl.maximum(o_m, 0)
+    q = rows_of(p_q + batch * s_qb + head * s_qh, s_q, o_r, D, BD, FAR)  # [M, BD]
+    g = rows_of(p_g + batch * s_gb + head * s_gh, s_g, o_r, D, BD, FAR)
+    out = rows_of(p_out + batch * s_ob + head * s_oh, s_o, o_r, D, BD, FAR)
     lse = tl.load(p_lse + sample * tokens + o_m, mask=o_m >= 0, other=NEVER) / LN2
     lse = tl.where(lse > NEVER, lse, float("inf"))  # rows that see nothing give no weight
     delta = tl.sum(out.to(tl.float32) * g.to(tl.float32), 1)
@@ -281,7 +289,7 @@ def backward_queries(
     )  # fmt: skip
     lse, delta, acc = _see_tokens(
         lse, delta, acc, q, g, p_k + batch * s_kb + head * s_kh, p_v + batch * s_vb + head * s_vh, p_real, p_list1,
-        s_k, s_v, sample, row, tokens, top_k, scale, MASKED, True, STAGES, B, M, BK, D, BD, FAR,
+        s_k, s_v, sample, row, tokens, top_k, scale, MASKED, True, SMALL_STAGES, B, M, BK, D, BD, FAR,
     )  # fmt: skip
     acc = tl.where((o_m >= 0)[:, None], acc * factor, 0.0)
     _store(p_dq + batch * s_db + head * s_dh, s_d, row, tokens, acc, M, D, BD)

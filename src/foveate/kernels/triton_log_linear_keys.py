@@ -35,12 +35,13 @@ def _key_step(
     dk, dv, k, v, p_q, p_g, p_lse, p_delta, s_q, s_g, o_q, bias, scale,
     MASKED: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, FAR: tl.constexpr,
 ):  # fmt: skip
-    q = rows_of(p_q, s_q, o_q, D, BD, FAR, MASKED)  # [BM, BD]
+    o_r = o_q if MASKED else tl.maximum(o_q, 0)
+    q = rows_of(p_q, s_q, o_r, D, BD, FAR, MASKED)  # [BM, BD]
     lse = tl.load(p_lse + o_q, mask=o_q >= 0, other=NEVER) / LN2
     lse = tl.where(lse > NEVER, lse, float("inf"))  # no weight where there is no query, or it sees nothing
     scores = tl.dot(k, tl.trans(q), input_precision="ieee") * scale + bias  # [BT, BM]
     p = tl.math.exp2(scores - lse[None, :])
-    g = rows_of(p_g, s_g, o_q, D, BD, FAR, MASKED)
+    g = rows_of(p_g, s_g, o_r, D, BD, FAR, MASKED)
     dv = tl.dot(p.to(g.dtype), g, dv, input_precision="ieee")
     delta = tl.load(p_delta + o_q, mask=o_q >= 0, other=0.0)
     ds = p * (tl.dot(v, tl.trans(g), input_precision="ieee") - delta[None, :])
@@ -124,7 +125,7 @@ def backward_keys(
         p_real += batch * s_real
         o_t = tile * BT + tl.arange(0, BT)
         real = _real(p_real, o_t, limit, MASKED and FOLD)
-        o_k = tl.where(real, o_t, -1)
+        o_k = tl.where(real, o_t, -1) if MASKED else tl.minimum(o_t, limit - 1)
         k = rows_of(p_k + batch * s_kb + head * s_kh, s_k, o_k, D, BD, FAR, MASKED)  # [BT, BD]
         v = rows_of(p_v + batch * s_vb + head * s_vh, s_v, o_k, D, BD, FAR, MASKED)
         bias = tl.where(real, 0.0, NEVER)
@@ -157,21 +158,23 @@ def add_parts(
     p_xk, p_xv, p_dk, p_dv, p_real, p_counts, p_dmk, p_dmv, p_ends, heads, tokens, limit, all_nodes, parts, s_real,
     s_log, s_dkb, s_dkh, s_dk, s_dvb, s_dvh, s_dv,
     FOLD: tl.constexpr, ENRICHED: tl.constexpr, MASKED: tl.constexpr, B: tl.constexpr, BT: tl.constexpr,
-    D: tl.constexpr, BD: tl.constexpr,
+    BR: tl.constexpr, D: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
-    """Tiles of keys whose parts [parts * BT, D] have been computed apart."""
+    """BR rows of tiles of keys whose parts [parts * BT, D] have been computed apart."""
     tiles = tl.cdiv(limit, BT)
-    tile, sample = tl.program_id(0) % tiles, (tl.program_id(0) // tiles).to(tl.int64)
+    tile = tl.program_id(0) // (BT // BR)
+    tile, sample = tile % tiles, (tile // tiles).to(tl.int64)
     p_ends += sample * tiles + tile
     first, end = tl.load(p_ends - 1, mask=tile > 0, other=0), tl.load(p_ends)
     if end > first:
         batch, head = sample // heads, sample % heads
-        dk, dv = tl.zeros([BT, BD], tl.float32), tl.zeros([BT, BD], tl.float32)
-        for part in range(first, end):
-            o_x = part * BT + tl.arange(0, BT)
+        o_r = tl.program_id(0) % (BT // BR) * BR + tl.arange(0, BR)
+        dk, dv = tl.zeros([BR, BD], tl.float32), tl.zeros([BR, BD], tl.float32)
+        for part in tl.range(first, end, loop_unroll_factor=8):  # loads of many parts at once
+            o_x = part * BT + o_r
             dk += rows_of(p_xk + sample * parts * BT * D, D, o_x, D, BD, True)
             dv += rows_of(p_xv + sample * parts * BT * D, D, o_x, D, BD, True)
-        o_t = tile * BT + tl.arange(0, BT)
+        o_t = tile * BT + o_r
         _finish(
             p_dk + batch * s_dkb + head * s_dkh, p_dv + batch * s_dvb + head * s_dvh, s_dk, s_dv, dk, dv,
             p_dmk + sample * all_nodes * D, p_dmv + sample * all_nodes * D, p_counts + batch * s_log,

@@ -275,3 +275,6 @@ def _drops(
 def _sum(more: Float[Tensor, "some represented"]) -> Float[Tensor, "some"]:
     """The sum of what is more than rounding; overwrites it."""
     return torch.threshold_(more, ROUNDING, 0.0).sum(1)
+
+
+dispatch.register_kernels("facility_location")

@@ -14,13 +14,10 @@ from torch.nn.functional import pad
 
 from foveate.ops import dispatch
 from foveate.ops.picked_attention import picked_attention
-from foveate.ops.pyramid import check, choose_blocks, count_tokens, pool, spread
+from foveate.ops.pyramid import able, check, choose_blocks, count_tokens, pool, spread
 from foveate.ops.selection import Selection
 
 __all__ = ["LogLinearOutput", "Options", "log_linear_attention"]
-
-
-MOST_PICKS = 128  # of a node in kernels
 
 
 class LogLinearOutput(NamedTuple):
@@ -165,8 +162,8 @@ def choose_backend(
     device: torch.device, dtype: torch.dtype, head_dim: int, top_k: int, log_mass: bool
 ) -> dispatch.Backend:
     """What runs a call of these options: some only the portable path has."""
-    known = dispatch.backends("log_linear_attention", device, dtype, head_dim)
-    return known[0] if log_mass or top_k > MOST_PICKS else known[-1]  # the first is portable
+    known = able("log_linear_attention", device, dtype, head_dim, top_k)
+    return known[0] if log_mass else known[-1]  # the first is portable
 
 
 def _check_extra(q: Tensor, extra_k: Tensor | None, extra_v: Tensor | None) -> None:
@@ -253,3 +250,6 @@ def _with_spread(
     q = torch.cat([q, q.square().sum(-1, keepdim=True) * (scale / (2 * q.shape[3]))], 3)
     means = [torch.cat([mean, x[..., None]], 3) for mean, x in zip(means, spreads, strict=True)]
     return q, pad(k.to(wide), (0, 1)), [*means, pad(extra, (0, 1))]
+
+
+dispatch.register_kernels("log_linear_attention")

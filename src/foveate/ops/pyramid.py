@@ -14,6 +14,8 @@ from foveate.ops import dispatch
 from foveate.ops.selection import Selection
 
 __all__ = [
+    "MOST_PICKS",
+    "able",
     "automatic_levels",
     "check",
     "check_head_dim",
@@ -30,6 +32,7 @@ __all__ = [
 
 BLOCK_SIZES = (16, 32, 64)
 MOST_LEVELS = 4
+MOST_PICKS = 128  # of a node in kernels
 HEAD_DIMS = (32, 256)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 AT_ONCE = 2**20  # entries of what is gathered or scored in one piece
@@ -70,9 +73,15 @@ def select_blocks(
     Source: arXiv 2512.16615, hierarchical top-k selection.
     """
     levels = check({"q": q, "k": k}, top_k, block_size, levels, key_padding_mask)
-    backend = dispatch.choose("select_blocks", q.device, q.dtype, q.shape[3])
-    lists, counts = backend.run(q.detach(), k.detach(), key_padding_mask, top_k, block_size, levels)
+    run = able("select_blocks", q.device, q.dtype, q.shape[3], top_k)[-1].run
+    lists, counts = run(q.detach(), k.detach(), key_padding_mask, top_k, block_size, levels)
     return Selection(tuple(lists), tuple(counts), q.shape[2], block_size, top_k)
+
+
+def able(op: str, device: torch.device, dtype: torch.dtype, head_dim: int, top_k: int) -> list[dispatch.Backend]:
+    """The backends of an op that can run it with so many picks; the first is portable, the last the fastest."""
+    known = dispatch.backends(op, device, dtype, head_dim)
+    return known[:1] if top_k > MOST_PICKS else known
 
 
 def automatic_levels(tokens: int, block_size: int = 16, top_k: int = 8) -> int:
@@ -308,3 +317,6 @@ def _best(scores: Tensor, alive: Tensor, top_k: int) -> Tensor:
     chosen = above | (level & (level.cumsum(-1) <= top_k - above.sum(-1, keepdim=True)))
     places = torch.arange(scores.shape[-1], device=scores.device).where(chosen, scores.shape[-1])
     return places.topk(top_k, largest=False).values
+
+
+dispatch.register_kernels("select_blocks")

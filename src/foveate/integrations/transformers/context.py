@@ -15,7 +15,7 @@ from transformers.cache_utils import Cache
 from foveate.integrations.transformers.chunk import ChunkCache
 from foveate.integrations.transformers.layers import Enough, Reading, Rows, borrowed, dynamic, unrotated
 from foveate.integrations.transformers.patched import Patched
-from foveate.machine import timed
+from foveate.machine import Stopwatch
 from foveate.methods.recomputation import Geometry, Norm, Recomputation, Spans, places
 from foveate.ops.attention_received import attention_received
 from foveate.ops.rotary import rotate
@@ -163,21 +163,20 @@ class Context:
         """
         if self._patched or self._before:
             raise ValueError("the context is patched already: call undo() on what patch returned, or restore() here")
-        ids, context, device = self._prompt(prompt), self, self.encoder.device
-        seconds: dict[str, float] = {}
+        ids, context, watch = self._prompt(prompt), self, Stopwatch(self.encoder.device)
         try:
-            with timed(seconds, "score", device):
+            with watch.step("score"):
                 order = method.arrange(_Asked(self, ids.tolist()))
                 if order != tuple(range(len(self.chunks))):
                     context = Context(self.encoder, tuple(self.chunks[chunk] for chunk in order))
                 rows = method.rows(_Asked(context, ids.tolist()))
-            with timed(seconds, "recompute", device):
+            with watch.step("recompute"):
                 context.recompute(rows)
         except BaseException:
             context.restore()
             raise
         context._patched = True
-        return Patched(context, ids, order, rows.cpu(), seconds)
+        return Patched(context, ids, order, rows.cpu(), watch)
 
     def answers(self, method: Recomputation, prompts: Sequence[str | Sequence[int]], **options: Any) -> list[str]:
         """What the model generates for each prompt, one after another; the options are those of `Patched.generate`."""

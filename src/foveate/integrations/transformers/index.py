@@ -48,7 +48,7 @@ class ChunkIndex:
         self.ids = [encoder.tokens(passage.text).tolist() for passage in passages]
         for passage, ids in zip(passages, self.ids, strict=True):
             if not ids:
-                raise ValueError(f"{passage.name} is empty: leave it out")
+                raise ValueError(f"{passage.name} has no tokens: leave it out")
             encoder.check_length(
                 len(encoder.prefix) + len(ids), f"{passage.name} with its prefix", "cut it into parts"
             )

@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from foveate.machine import choose_device, choose_dtype
 
-__all__ = ["chat_frame", "load"]
+__all__ = ["frame", "load"]
 
 SAID = "<<what the user says>>"
 
@@ -35,18 +35,24 @@ def load(model: str | Path, device: str = "auto", dtype: str = "auto") -> tuple[
     return loaded.to(where).eval(), tokenizer
 
 
-def chat_frame(tokenizer: Any) -> tuple[str, str]:
-    """What stands before and behind the words of a user in the tokenizer's chats, where the model answers next.
+def frame(tokenizer: Any, chat: bool | None = None) -> tuple[str, str]:
+    """What stands in front of documents and behind a question: a chat in which the model answers next, or plain text.
+
+    Args:
+        tokenizer: Its chat template makes the chat; without one text begins with its start-of-text token.
+        chat: Whether to make a chat. None makes one if there is a template.
 
     Raises:
-        ValueError: If the tokenizer has no chat template, or one that changes what users say.
+        ValueError: If there is no chat template, or one that changes what users say.
     """
+    if chat is False or (chat is None and not tokenizer.chat_template):
+        return tokenizer.bos_token or "", ""
     if not tokenizer.chat_template:
         raise ValueError("the tokenizer has no chat template: leave --chat out, or name a chat model")
-    chat = tokenizer.apply_chat_template(
+    text = tokenizer.apply_chat_template(
         [{"role": "user", "content": SAID}], tokenize=False, add_generation_prompt=True, enable_thinking=False
     )
-    if chat.count(SAID) != 1:
+    if text.count(SAID) != 1:
         raise ValueError("the chat template changes what users say: use --no-chat, and write the frame into --prefix")
-    before, behind = chat.split(SAID)
+    before, behind = text.split(SAID)
     return before, behind

@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from foveate.machine import timed
+from foveate.machine import Stopwatch
 
 if TYPE_CHECKING:
     from foveate.integrations.transformers.context import Context
@@ -24,7 +24,7 @@ class Patched:
         prompt: Its tokens.
         order: Which chunk stands at each place.
         rows: The rows that were computed again, ascending.
-        seconds: What its steps took: "score", with selection and a new order; "recompute"; after it "generate".
+        watch: Has timed its steps: "score", with selection and a new order; "recompute"; after it "generate".
     """
 
     def __init__(
@@ -33,9 +33,9 @@ class Patched:
         prompt: Int[Tensor, "prompt"],
         order: tuple[int, ...],
         rows: Int[Tensor, "rows"],
-        seconds: dict[str, float],
+        watch: Stopwatch,
     ) -> None:
-        self.context, self.prompt, self.order, self.rows, self.seconds = context, prompt, order, rows, seconds
+        self.context, self.prompt, self.order, self.rows, self.watch = context, prompt, order, rows, watch
         self._undone = False
 
     def __enter__(self) -> "Patched":
@@ -64,7 +64,7 @@ class Patched:
             ValueError: If the patch has been undone, or context, prompt and answer may become too long for the model.
         """
         encoder, ids = self._open(), torch.cat([self.context.ids, self.prompt])
-        with timed(self.seconds, "generate", encoder.device):
+        with self.watch.step("generate"):
             return encoder.generate(
                 ids, self.context.cache(), max_new_tokens=max_new_tokens, do_sample=do_sample, **options
             )
@@ -87,7 +87,7 @@ class Patched:
 
     def summary(self) -> str:
         """How many rows of each chunk were computed again, and what the steps took."""
-        times = ", ".join(f"{step} {1000 * taken:.1f} ms" for step, taken in self.seconds.items())
+        times = ", ".join(f"{step} {1000 * taken:.1f} ms" for step, taken in self.watch.seconds.items())
         lines = [f"{len(self.rows)} of {len(self.context)} rows computed again: {times}"]
         for chunk, (start, stop) in zip(self.order, self.context.spans, strict=True):
             rows = int(((self.rows >= start) & (self.rows < stop)).sum())
