@@ -85,7 +85,7 @@ pixel_dit() { # [12]
     --prompts 200 --compile --out out/pixel_dit "${commit[@]}"
 }
 
-examples() { # [10]
+examples() { # [12]
   timed python3 evals/examples.py --reader learner --out out/examples "${commit[@]}"
 }
 
