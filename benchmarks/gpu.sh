@@ -85,12 +85,18 @@ pixel_dit() { # [12]
     --prompts 200 --compile --out out/pixel_dit "${commit[@]}"
 }
 
-context() { timed $foveate bench context "${results[@]}"; } # [6]
+prefill() { timed $foveate bench context "${results[@]}"; } # [6]
 
-examples() { timed $foveate bench examples "${results[@]}"; } # [2; apricot-select, if installed, 1 more]
+pools() { timed $foveate bench examples "${results[@]}"; } # [2; apricot-select, if installed, 1 more]
 
-parts=(tests attention log_linear train flux flux_options sdxl built_in quality merging distilled ablations pixel_dit
-  context examples)
+examples() { # [12]
+  timed python3 evals/examples.py --reader learner --out out/examples "${commit[@]}"
+}
+
+parts=(
+  tests attention log_linear train flux flux_options sdxl built_in quality merging distilled ablations pixel_dit prefill
+  pools examples
+)
 for part in "${@:-${parts[@]}}"; do
   [[ " ${parts[*]} " == *" $part "* ]] || { echo "unknown part $part: choose from ${parts[*]}" && exit 2; }
 done

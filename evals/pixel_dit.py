@@ -23,13 +23,13 @@ from quality import RESULTS, Batch, Commit, Prompts
 
 from foveate.cli.common import progress
 from foveate.cli.train import built_in_reader
-from foveate.compare import versions
 from foveate.demo.pictures import ScenePictures
 from foveate.evaluate import evaluate
 from foveate.files import write_whole
 from foveate.integrations.diffusers.pipelines import Request, load
 from foveate.integrations.diffusers.pixel_dit import MODELS, PixelDiT
 from foveate.integrations.diffusers.pixel_pipeline import PixelPipeline
+from foveate.machine import versions
 from foveate.training.pixel import PixelRecipe, Stage, train
 
 SMALL = 32  # px of the first stage

@@ -554,8 +554,9 @@ def test_bad_input_of_train_is_one_clear_line(tmp_path, monkeypatch, arguments, 
 @pytest.mark.parametrize(
     "command",
     [
-        "generate", "compare", "eval", "distill", "train", "curves", "info", "demo", "demo train", "demo info",
-        "demo atlas", "bench", "bench attention", "bench step", "bench train", "bench context", "bench examples",
+        "generate", "compare", "eval", "distill", "train", "icl", "rag", "curves", "info", "demo", "demo train",
+        "demo info", "demo atlas", "bench", "bench attention", "bench step", "bench train", "bench context",
+        "bench examples",
     ],
 )  # fmt: skip
 def test_help_teaches(command):

@@ -4,12 +4,16 @@ import json
 
 import numpy as np
 import pytest
+import tiny_lm
+import torch
 from PIL import Image
 from typer.testing import CliRunner
 
 from foveate import SubCP
 from foveate.cli import app
+from foveate.cli.icl import HOSTS
 from foveate.examples import hashed_ngrams
+from foveate.integrations.transformers.asking import read_examples
 
 WORDS = ["good", "bad", "film", "plot", "acting", "great", "poor", "music", "fun", "dull"]
 ROWS = [{"text": f"{WORDS[i % 10]} {WORDS[i * i % 7]} {WORDS[i * 3 % 8]}", "label": i % 3} for i in range(40)]
@@ -55,15 +59,79 @@ def test_without_embeddings_the_text_is_hashed_and_labels_are_dealt():
     assert "label distance" in result.output
 
 
+def test_blocks_of_the_same_embeddings_and_settings_are_read_again_and_stale_ones_made_anew():
+    small = ["--blocks", 4, "--size", 3]
+    run(*small)
+    made = blocks()
+    assert "holds the blocks of these" in run(*small).output
+    assert blocks() == made
+    for other in (
+        ["--blocks", 4, "--size", 2],
+        [*small, "--embeddings", "pool.npy"],
+        [*small, "--order", "central_last"],
+    ):
+        result = run(*other)
+        assert "holds the blocks of these" not in result.output
+        assert blocks() != made
+        run(*small)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("model")
+    tiny_lm.language_model(dtype=torch.float32, max_position_embeddings=512).save_pretrained(folder)
+    tiny_lm.tokenizer().save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def words():
+    """Examples in the words of the tiny model."""
+    rows = [{"text": f"w{1 + i % 9} w{1 + i * i % 11} w{1 + i % 7}", "label": f"w{20 + i % 3}"} for i in range(24)]
+    with open("pool.jsonl", "w") as file:
+        file.write("\n".join(map(json.dumps, rows)))
+    return rows
+
+
+@pytest.mark.parametrize("host", HOSTS)
+def test_a_question_is_answered_by_the_host_with_the_blocks_in_front(model, words, host):
+    asked = ["--blocks", 3, "--size", 2, "--label", "label", "--ask", "w3 w1", "--model", model, "--host", host]
+    result = run(*asked, "--mix", "poe")
+    assert result.exit_code == 0, result.output
+    sub = SubCP(blocks=3, block_size=2)
+    ours = sub.partition(hashed_ngrams([row["text"] for row in words]))
+    told = [[f"text: {words[i]['text']}\nlabel: {words[i]['label']}\n\n" for i in block] for block in ours.ids]
+    lm, tokenizer = tiny_lm.language_model(dtype=torch.float32, max_position_embeddings=512), tiny_lm.tokenizer()
+    reader = read_examples(lm, tokenizer, told, host)
+    weights = ours.weights(hashed_ngrams(["w3 w1"])[0])
+    want = reader.choose("text: w3 w1\nlabel:", [" w20", " w21", " w22"], weights, "poe")
+    for probability in want.tolist():
+        assert f"{probability:.3f}" in result.output
+    written = run(*asked, "--mix", "poe", "--tokens", 3)
+    assert reader.write("text: w3 w1\nlabel:", 3, weights, "poe") in written.output
+
+
+def test_a_file_of_embeddings_has_none_of_the_question(model, words):
+    np.save("few.npy", np.random.default_rng(0).normal(size=(24, 6)))
+    result = run("--size", 2, "--label", "label", "--embeddings", "few.npy", "--ask", "w3", "--model", model)
+    assert result.exit_code == 0, result.output
+    assert "blocks count the same" in result.output
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["--blocks", 20], "40 examples cannot fill 20 blocks of 8: use blocks<=5"),
         (["--strategy", "random"], "unknown strategy 'random': choose one of global_diverse"),
         (["--text", "words"], "has no 'words': name one of its columns, text, label"),
-        (["--embeddings", "pool.npy", "--model", "m"], "give one of them"),
+        (["--embeddings", "pool.npy", "--embed", "m"], "give one of them"),
         (["--embeddings", "none.npy"], "No such file"),
         (["--balance", "equal"], "needs the labels"),
+        (["--max-similarity", 2], "must be a cosine between 0 and 1, not 2.0"),
+        (["--ask", "good"], "--ask needs --label"),
+        (["--host", "all"], "--host is one of concatenate, ensemble, parallel_windows, not all"),
+        (["--mix", "mean"], "--mix is one of moe, poe, max, not mean"),
+        (["--ask", "good", "--label", "label", "--model", "nowhere"], "cannot load nowhere"),
     ],
 )
 def test_errors_name_the_value_and_the_remedy(arguments, message):

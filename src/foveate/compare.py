@@ -1,26 +1,20 @@
 # pyright: basic
 """One prompt drawn by several methods, side by side on one page."""
 
-import platform
-import re
-import subprocess
 from collections.abc import Callable, Sequence
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from statistics import mean
 from typing import Any
 
-import torch
-
-import foveate
 from foveate.files import slug, write_picture, write_whole
 from foveate.integrations.diffusers.lora import Way, using
 from foveate.integrations.diffusers.pipelines import Request, draw, record_step, time_steps
+from foveate.machine import versions
 from foveate.methods import METHODS, HilbertA, Method, Together, ToMA
 from foveate.ops.block_table import BlockTable
 from foveate.report import Comparison, Variant, comparison_page, psnr, ssim
 
-__all__ = ["compare", "showcase", "versions"]
+__all__ = ["compare", "showcase"]
 
 Track = Callable[[str, int], Callable[[], None]]
 """Starts a progress bar of that name and length; the function it returns advances it by one."""
@@ -127,37 +121,3 @@ def _draw_variant(
         why_dense="" if plan else layers[0].why,
         picked=getattr(plan, "picked", None),
     )
-
-
-def versions() -> dict[str, str]:
-    """What ran it: packages, Python, system, processor or GPU; the commit too, where that can be told."""
-    found = {"foveate": foveate.__version__, "commit": _commit()}
-    for package in ("torch", "triton", "diffusers", "transformers"):
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:
-            found[package] = "not installed"
-    gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
-    return {
-        **found,
-        "Python": platform.python_version(),
-        "system": platform.platform(),
-        "CPU": f"{_processor()}, {torch.get_num_threads()} threads",
-        "GPU": ", ".join(gpus) or "none",
-    }
-
-
-def _commit() -> str:
-    root = Path(foveate.__file__).parents[2]
-    if not (root / ".git").exists():
-        return "unknown"
-    command = ["git", "describe", "--always", "--dirty", "--abbrev=12"]
-    return subprocess.run(command, capture_output=True, text=True, cwd=root, check=False).stdout.strip() or "unknown"
-
-
-def _processor() -> str:
-    try:
-        models = re.findall(r"model name\s*: (.+)", Path("/proc/cpuinfo").read_text())
-    except OSError:
-        models = []
-    return models[0] if models else platform.processor() or platform.machine()

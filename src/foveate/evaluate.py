@@ -17,7 +17,7 @@ from rich.table import Table
 from torch import Tensor
 from torch.nn.functional import cosine_similarity
 
-from foveate.compare import Track, versions
+from foveate.compare import Track
 from foveate.demo import PIPELINE
 from foveate.demo.atlas import load_atlas
 from foveate.demo.recogniser import Recogniser, frechet_distance, judge, load_recogniser, recognise
@@ -26,6 +26,7 @@ from foveate.files import claim, slug, write_picture, write_whole
 from foveate.integrations.diffusers.lora import Way, using
 from foveate.integrations.diffusers.pipelines import Request, denoiser, draw_batch, fingerprint
 from foveate.integrations.dino import load_dino
+from foveate.machine import versions
 from foveate.report import draw_sheet, figure_png, psnr, ssim
 
 __all__ = ["Interval", "Score", "evaluate", "score_table"]

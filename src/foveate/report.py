@@ -33,8 +33,10 @@ __all__ = [
     "draw_table",
     "draw_tiles",
     "draw_times",
+    "duration",
     "figure_png",
     "psnr",
+    "render",
     "ssim",
 ]
 
@@ -309,6 +311,17 @@ def _size(image: Image.Image) -> str:
 
 def comparison_page(comparison: Comparison) -> str:
     """One HTML page that shows and explains the comparison; it needs no other file, no script and no network."""
+    return render(
+        "compare.html.j2",
+        comparison=comparison,
+        speedups=[_speedup(variant, comparison.variants[0]) for variant in comparison.variants],
+        times_light=draw_times(comparison.variants, ink=INK, bar=BLUE),
+        times_dark=draw_times(comparison.variants, ink="#D5DAE1", bar="#56B4E9"),
+    )
+
+
+def render(template: str, **values: Any) -> str:
+    """A template of ours with these values, escaped, as one HTML page."""
     environment = Environment(
         loader=PackageLoader("foveate"),
         autoescape=True,
@@ -318,18 +331,13 @@ def comparison_page(comparison: Comparison) -> str:
     )
     filters: dict[str, Any] = {
         "png": _data_uri,
-        "time": _time,
+        "time": duration,
         "median": median,
         "tiles": draw_tiles,
         "blocks": draw_table,
     }
     environment.filters.update(filters)
-    return environment.get_template("compare.html.j2").render(
-        comparison=comparison,
-        speedups=[_speedup(variant, comparison.variants[0]) for variant in comparison.variants],
-        times_light=draw_times(comparison.variants, ink=INK, bar=BLUE),
-        times_dark=draw_times(comparison.variants, ink="#D5DAE1", bar="#56B4E9"),
-    )
+    return environment.get_template(template).render(**values)
 
 
 def draw_times(variants: list[Variant], *, ink: str = INK, bar: str = BLUE) -> Figure:
@@ -351,7 +359,7 @@ def draw_times(variants: list[Variant], *, ink: str = INK, bar: str = BLUE) -> F
         axes.barh(row, middle, height=0.62, color="#9AA5B1" if variant is variants[0] else bar)
         axes.errorbar(middle, row, xerr=[[middle - low], [high - middle]], color=ink, capsize=3, linewidth=1.2)
         axes.annotate(
-            _time(middle),
+            duration(middle),
             (high, row),
             xytext=(6, 0),
             textcoords="offset points",
@@ -386,5 +394,6 @@ def _speedup(variant: Variant, dense: Variant) -> float | None:
     return median(dense.step_seconds) / median(variant.step_seconds)
 
 
-def _time(seconds: float) -> str:
+def duration(seconds: float) -> str:
+    """In seconds from one on, else in milliseconds."""
     return f"{seconds:.2f} s" if seconds >= 1 else f"{1e3 * seconds:.1f} ms"

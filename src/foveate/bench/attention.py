@@ -15,7 +15,8 @@ from torch import Tensor
 
 from foveate.bench.peers import Attention, peers
 from foveate.bench.timing import captured, peak_memory, time_calls
-from foveate.compare import Track, versions
+from foveate.compare import Track
+from foveate.machine import versions
 from foveate.methods import HilbertA
 from foveate.ops.block_attention import portable
 from foveate.ops.block_table import BlockTable

@@ -18,8 +18,8 @@ from foveate.bench.attention import TOLERANCE
 from foveate.bench.by_hand import Call, key_gradient_error, pick_error, query_error
 from foveate.bench.peers import dense
 from foveate.bench.timing import LONG_ENOUGH, captured, peak_memory, time_calls
-from foveate.compare import Track, versions
-from foveate.integrations.diffusers.pipelines import now
+from foveate.compare import Track
+from foveate.machine import now, versions
 from foveate.ops.log_linear_attention import Options, portable
 from foveate.ops.pyramid import MOST_PICKS, check
 from foveate.report import INK

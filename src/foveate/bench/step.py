@@ -15,10 +15,11 @@ from torch.nn.functional import scaled_dot_product_attention
 from foveate.bench.models import MODELS, Model
 from foveate.bench.reconstruction import FEATURES, reconstruction_error
 from foveate.bench.timing import captured, peak_memory, time_calls, time_shares
-from foveate.compare import Track, versions
+from foveate.compare import Track
 from foveate.integrations.diffusers.apply import apply
 from foveate.integrations.diffusers.lora import using
-from foveate.integrations.diffusers.pipelines import Call, choose_device, choose_dtype, denoiser, now, time_steps
+from foveate.integrations.diffusers.pipelines import Call, denoiser, time_steps
+from foveate.machine import choose_device, choose_dtype, now, versions
 from foveate.methods import LLSA, HilbertA, Method, Together, ToMA
 from foveate.methods.method import TokenMerging
 from foveate.ops.joint_attention import joint_attention

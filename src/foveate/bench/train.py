@@ -21,9 +21,9 @@ from torch.utils.data import default_collate
 from foveate.bench.log_linear import first_line
 from foveate.bench.step import TOLERANCE
 from foveate.bench.timing import peak_memory, time_calls
-from foveate.compare import Track, versions
-from foveate.integrations.diffusers.pipelines import now
+from foveate.compare import Track
 from foveate.integrations.diffusers.pixel_dit import MODELS, PixelDiT
+from foveate.machine import now, versions
 from foveate.ops import dispatch
 from foveate.ops.pyramid import automatic_levels
 from foveate.report import TILE_COLOURS as COLOURS

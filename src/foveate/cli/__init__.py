@@ -4,7 +4,7 @@ import os
 
 import typer
 
-from foveate.cli import bench, demo, distill, draw, icl, inspect, train
+from foveate.cli import bench, demo, distill, draw, icl, inspect, rag, train
 
 __all__ = ["app", "main"]
 
@@ -21,6 +21,7 @@ app.command("eval")(draw.evaluate)
 app.command()(distill.distill)
 app.command()(train.train)
 app.command()(icl.icl)
+app.command()(rag.rag)
 app.command()(inspect.curves)
 app.command()(inspect.info)
 app.add_typer(bench.app, name="bench")

@@ -48,7 +48,7 @@ def attention(
     """
     from foveate.bench.attention import Case, bench_attention, draw_attention, table_of
     from foveate.files import write_whole
-    from foveate.integrations.diffusers.pipelines import choose_device, choose_dtype
+    from foveate.machine import choose_device, choose_dtype
     from foveate.methods import HilbertA
     from foveate.report import figure_png
 
@@ -106,7 +106,7 @@ def log_linear(
     """
     from foveate.bench.log_linear import Case, How, bench_log_linear, draw_log_linear, table_of
     from foveate.files import write_whole
-    from foveate.integrations.diffusers.pipelines import choose_device, choose_dtype
+    from foveate.machine import choose_device, choose_dtype
     from foveate.report import figure_png
 
     where = choose_device(device)
@@ -172,7 +172,7 @@ def step(
     foveate bench step --model sdxl --compile                                         # a GPU with 16 GB or more
     """
     from foveate.bench.step import bench_step, table_of
-    from foveate.integrations.diffusers.pipelines import choose_device
+    from foveate.machine import choose_device
 
     os.environ.setdefault("KINETO_LOG_LEVEL", "5")  # else the profiler says when it begins and ends
     methods = [read_method(text) for text in method or []]
@@ -229,7 +229,7 @@ def train(
 
     from foveate.bench.train import How, bench_train, draw_train, table_of, usual_variants
     from foveate.files import write_whole
-    from foveate.integrations.diffusers.pipelines import choose_dtype
+    from foveate.machine import choose_dtype
     from foveate.report import figure_png
 
     place = torch.device(where)

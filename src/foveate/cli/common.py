@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from foveate.demo import PIPELINE
+from foveate.demo import PIPELINE, READER
 from foveate.methods import Method, Together, method_from_text
 
 __all__ = [
@@ -28,6 +28,7 @@ __all__ = [
     "console",
     "lora_of",
     "open_model",
+    "open_reader",
     "options_of",
     "progress",
     "read_method",
@@ -81,7 +82,7 @@ def clear_errors(command: Callable[..., None]) -> Callable[..., None]:
         except (RuntimeError, MemoryError) as error:
             if not _out_of_memory(error):
                 raise
-            _fail("out of memory: use a smaller --size, --dtype bfloat16, or a device with more memory")
+            _fail("out of memory: ask for less (--size, --top), use --dtype bfloat16, or a device with more memory")
 
     return run
 
@@ -116,6 +117,24 @@ def open_model(model: str, device: str, dtype: str) -> Any:
         if model or "cannot load" not in str(error):
             raise
         raise ValueError(f"{error}: the built-in model is damaged, install foveate again") from error
+
+
+def open_reader(model: str, device: str, dtype: str) -> tuple[Any, Any]:
+    """The language model that `--model` names, or the built-in one, and its tokenizer."""
+    if not model and not READER.is_dir():
+        raise ValueError("no language model comes with this version: name one with --model, a folder or a hub id")
+    console.print(f"loading {model or 'the built-in language model'}")
+    try:
+        from transformers.utils import logging as transformers_says
+
+        from foveate.integrations.transformers.loading import load
+    except ImportError as error:
+        raise ValueError(
+            f"language models need transformers ({error}): pip install 'foveate[transformers]'"
+        ) from error
+    transformers_says.set_verbosity_error()
+    transformers_says.disable_progress_bar()
+    return load(model or str(READER), device, dtype)
 
 
 def training_device(name: str) -> str:

@@ -1,6 +1,6 @@
-"""The command that puts examples for in-context learning into blocks."""
+"""The command that puts examples for in-context learning into blocks, and asks a language model with them."""
 
-import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -9,19 +9,22 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from foveate.cli.common import clear_errors, console, progress
+from foveate.cli.common import Device, Dtype, clear_errors, console, open_reader, progress
 from foveate.methods.sub_cp import STRATEGIES, SubCP
 
 __all__ = ["icl"]
 
 DRAWS = 10
+HOSTS, MIXES = ("concatenate", "ensemble", "parallel_windows"), ("moe", "poe", "max")
 
 
 @clear_errors
 def icl(
     examples: Annotated[Path, typer.Argument(help=".csv with a line of names, or .jsonl: an example a line.")],
     text: Annotated[str, typer.Option(help="Column of the input text, which is embedded.")] = "text",
-    label: Annotated[str, typer.Option(help="Column of the label, for --balance and the table.")] = "",
+    label: Annotated[
+        str, typer.Option(help="Column of the label or answer: for --balance, the table and --ask.")
+    ] = "",
     embeddings: Annotated[
         Path | None,
         typer.Option(
@@ -29,7 +32,7 @@ def icl(
             "letters of the text, hashed to 512 numbers: offline, knows spelling and no meaning[/]"
         ),
     ] = None,
-    model: Annotated[
+    embed: Annotated[
         str,
         typer.Option(
             help="Embed with this model of sentence-transformers, e.g. all-MiniLM-L6-v2. Needs "
@@ -49,68 +52,161 @@ def icl(
     balance: Annotated[
         str, typer.Option(help="Deal labels evenly: proportional to the pool, or equal. [dim]default: neither[/]")
     ] = "",
+    max_similarity: Annotated[
+        float, typer.Option(help="Examples whose cosine is larger never share a block. 0: copies may.")
+    ] = 0.0,
     out: Annotated[Path, typer.Option(help="Blocks to write, a line each; the plot goes beside it.")] = Path(
         "blocks.jsonl"
     ),
+    ask: Annotated[
+        list[str] | None, typer.Option(help="Ask a language model this, with the examples in front. Again for more.")
+    ] = None,
+    model: Annotated[
+        str, typer.Option(help="For --ask: folder or hub id of a causal language model. Left out: the built-in one.")
+    ] = "",
+    host: Annotated[
+        str,
+        typer.Option(
+            help="For --ask: concatenate reads all blocks as one text, ensemble each by itself with the question, "
+            "parallel_windows each by itself at the same positions."
+        ),
+    ] = "ensemble",
+    mix: Annotated[
+        str, typer.Option(help="Of an ensemble: moe is the weighted mean of probabilities; poe, max.")
+    ] = "moe",
+    tokens: Annotated[
+        int, typer.Option(min=0, help="For --ask: write so many tokens at most. 0 chooses among the labels.")
+    ] = 0,
+    device: Device = "auto",
+    dtype: Dtype = "auto",
 ) -> None:
     """Put examples for in-context learning into blocks that cover a pool of examples (Sub-CP).
 
-    A language model reads one block at a time: foveate.integrations.transformers.in_context has the hosts. The method
-    is reconstructed from the abstract of its paper.
+    With --ask a language model reads them and answers; foveate.integrations.transformers.in_context has the hosts.
+    The method is reconstructed from the abstract of its paper.
 
     The table compares with 10 random choices, and with 10 random deals of the same examples: what is gained over the
-    first but not over the second is due to the choice, not to the blocks. Whether answers get better is not measured.
+    first but not over the second is due to the choice, not to the blocks. Coverage is no accuracy: docs/results.md has
+    what was measured of that.
 
     foveate icl reviews.csv --text review --label stars --blocks 8 --size 8
 
     foveate icl pool.jsonl --embeddings pool.npy --strategy local_diverse --out regions.jsonl
 
-    foveate icl pool.jsonl --label label --balance proportional --model all-MiniLM-L6-v2
+    foveate icl pool.jsonl --label label --balance proportional --embed all-MiniLM-L6-v2
 
-    Each line of --out has "block", "ids" (lines of the pool, from 0) and "examples".
+    foveate icl reviews.csv --text review --label stars --ask "Not worth the money." --model Qwen/Qwen3-0.6B
+
+    An example is read as "review: ...", "stars: ..." on two lines, by the names of the columns. The blocks of an
+    ensemble count by how near their best example is to the question, unless embeddings are of a file.
+
+    Each line of --out has "block", "ids" (lines of the pool, from 0), "examples", and a fingerprint: blocks of
+    the same embeddings and settings are read from there, not made again.
     """
     from foveate.examples import column, hashed_ngrams, read_embeddings, read_examples, sentence_embeddings
     from foveate.files import write_whole
-    from foveate.ops.example_blocks import Blocks
     from foveate.report import draw_coverage, figure_png
+    from foveate.saved_blocks import write_blocks
 
     if strategy not in STRATEGIES:
         raise ValueError(f"unknown strategy {strategy!r}: choose one of {', '.join(STRATEGIES)}")
-    if embeddings and model:
-        raise ValueError("--embeddings and --model both say where embeddings come from: give one of them")
+    if embeddings and embed:
+        raise ValueError("--embeddings and --embed both say where embeddings come from: give one of them")
+    if ask and not label:
+        raise ValueError("--ask needs --label, the column of the answers")
+    for name, value, known in (("--host", host, HOSTS), ("--mix", mix, MIXES)):
+        if value not in known:
+            raise ValueError(f"{name} is one of {', '.join(known)}, not {value}")
+    reader = open_reader(model, device, dtype) if ask else None
     choice: Any = {"strategy": strategy, "order": order, "balance": balance or None}
-    sub = SubCP(blocks=blocks, block_size=size or None, **choice)
+    sub = SubCP(blocks=blocks, block_size=size or None, max_similarity=max_similarity or None, **choice)
     rows = read_examples(examples)
     labels = column(rows, label, examples) if label else None
     with progress() as track:
+
+        def embedded(texts: Sequence[str]) -> torch.Tensor:
+            return sentence_embeddings(texts, embed, track) if embed else hashed_ngrams(texts, track)
+
         if embeddings:
             pool = read_embeddings(embeddings)
             if len(pool) != len(rows):
                 raise ValueError(f"{embeddings} has {len(pool)} rows for {len(rows)} examples: it is of another file")
         else:
-            texts = column(rows, text, examples)
-            pool = sentence_embeddings(texts, model, track) if model else hashed_ngrams(texts, track)
-        ours = sub.partition(pool, labels=labels, track=track)
-        chosen = torch.tensor([example for block in ours.ids for example in block])
-        sizes, generator = [len(block) for block in ours.ids], torch.Generator().manual_seed(0)
-        reports, advance = {f"Sub-CP {strategy}": [ours.report(labels)]}, track("random blocks", 2 * DRAWS)
-        for name, among in (("random choice", torch.arange(len(rows))), ("random deal", chosen)):
-            for _ in range(DRAWS):
-                drawn = among[torch.randperm(len(among), generator=generator)[: len(chosen)]]
-                dealt = Blocks([part.tolist() for part in drawn.split(sizes)], ours.pool)
-                reports.setdefault(name, []).append(dealt.report(labels))
-                advance()
-    lines = [
-        json.dumps({"block": b, "ids": ids, "examples": [rows[i] for i in ids]}, ensure_ascii=False)
-        for b, ids in enumerate(ours.ids)
-    ]
-    write_whole(out, ("\n".join(lines) + "\n").encode())
+            pool = embedded(column(rows, text, examples))
+        ours = _read_or_make(out, sub, pool, labels, track)
+        reports = _compared(f"Sub-CP {strategy}", ours, labels, track)
+        weights: list[Any] = [None] * len(ask or [])
+        if ask and not embeddings:
+            weights = list(ours.weights(embedded(ask)).T)
+    write_blocks(out, ours, pool, sub, labels=labels, examples=rows)
     write_whole(out.with_suffix(".png"), figure_png(draw_coverage(reports)))
     Console().print(_table(reports))
     if repeated := reports[f"Sub-CP {strategy}"][0].duplicates:
         console.print(f"{repeated} chosen examples equal another one: blocks gain nothing by them")
     print(out)
     print(out.with_suffix(".png"))
+    if reader and ask and labels:
+        from foveate.integrations.transformers.asking import read_examples as read_texts
+
+        if host == "ensemble" and embeddings:
+            local = strategy.startswith("local")
+            console.print(
+                "blocks count the same: --embeddings has none of the question"
+                + (f"; {strategy} needs blocks that count by how near they are" if local else "")
+            )
+        told = [
+            f"{_asked(shown, text, label)} {answer}\n\n"
+            for shown, answer in zip(column(rows, text, examples), labels, strict=True)
+        ]
+        asked = read_texts(*reader, [[told[i] for i in block] for block in ours.ids], host)
+        for question, weight in zip(ask, weights, strict=True):
+            print(question)
+            _answer(asked, _asked(question, text, label), sorted(set(labels)), tokens, weight, mix)
+
+
+def _asked(shown: str, text: str, label: str) -> str:
+    """How a language model reads an example as far as its answer, and a question."""
+    return f"{text}: {shown}\n{label}:"
+
+
+def _read_or_make(out: Path, sub: SubCP, pool: Any, labels: Sequence[str] | None, track: Any) -> Any:
+    """The blocks of an earlier run with the same embeddings and settings, or new ones."""
+    from foveate.saved_blocks import read_blocks
+
+    if out.exists():
+        try:
+            found = read_blocks(out, pool, sub, labels=labels)
+        except ValueError:
+            return sub.partition(pool, labels=labels, track=track)
+        console.print(f"{out} holds the blocks of these embeddings and settings")
+        return found
+    return sub.partition(pool, labels=labels, track=track)
+
+
+def _compared(name: str, ours: Any, labels: Sequence[str] | None, track: Any) -> dict[str, list[Any]]:
+    """What the blocks are like, and random ones and random deals of the same examples."""
+    chosen = torch.tensor([example for block in ours.ids for example in block])
+    sizes, generator = [len(block) for block in ours.ids], torch.Generator().manual_seed(0)
+    reports, advance = {name: [ours.report(labels)]}, track("random blocks", 2 * DRAWS)
+    for kind, among in (("random choice", torch.arange(len(ours.pool))), ("random deal", chosen)):
+        for _ in range(DRAWS):
+            drawn = among[torch.randperm(len(among), generator=generator)[: len(chosen)]]
+            dealt = ours._replace(ids=[part.tolist() for part in drawn.split(sizes)])
+            reports.setdefault(kind, []).append(dealt.report(labels))
+            advance()
+    return reports
+
+
+def _answer(reader: Any, question: str, labels: list[str], tokens: int, weights: Any, mix: Any) -> None:
+    """Print what the model writes, or how probable each label is, the likeliest first."""
+    if tokens:
+        print(reader.write(question, tokens, weights, mix))
+        return
+    said = reader.choose(question, [f" {label}" for label in labels], weights, mix).tolist()
+    table = Table("answer", "probability")
+    for probability, label in sorted(zip(said, labels, strict=True), reverse=True):
+        table.add_row(label, f"{probability:.3f}")
+    Console().print(table)
 
 
 def _table(reports: dict[str, list[Any]]) -> Table:

@@ -48,7 +48,7 @@ def curves(
 @clear_errors
 def info() -> None:
     """Print versions, devices, and which backend runs each op where."""
-    from foveate.compare import versions
+    from foveate.machine import versions
     from foveate.ops import block_attention, dispatch, facility_location
 
     del block_attention, facility_location  # imported to register their backends

@@ -1,8 +1,9 @@
-"""The model that Foveate brings along, how it was made, and how its pictures are judged."""
+"""The models that Foveate brings along, how they were made, and how pictures are judged."""
 
 from pathlib import Path
 
-__all__ = ["DATA", "PIPELINE"]
+__all__ = ["DATA", "PIPELINE", "READER"]
 
 DATA = Path(__file__).parent / "data"
 PIPELINE = DATA / "pipeline"
+READER = DATA / "reader"

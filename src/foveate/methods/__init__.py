@@ -2,12 +2,15 @@
 
 from ast import literal_eval
 from dataclasses import fields
+from typing import Any
 
 from foveate.methods.best_match import ToFu, ToMeSD
 from foveate.methods.hilberta import HilbertA
 from foveate.methods.infoflow_kv import InfoFlowKV
+from foveate.methods.kv_baselines import EPIC, CacheBlend, FullPrefill, NoRecompute, RandomRows
 from foveate.methods.llsa import LLSA
 from foveate.methods.method import Method, Together
+from foveate.methods.recomputation import Recomputation
 from foveate.methods.sub_cp import SubCP
 from foveate.methods.todo import ToDo
 from foveate.methods.toma import ToMA
@@ -15,6 +18,7 @@ from foveate.methods.toma import ToMA
 __all__ = [
     "LLSA",
     "METHODS",
+    "RECOMPUTATIONS",
     "HilbertA",
     "InfoFlowKV",
     "Method",
@@ -25,6 +29,7 @@ __all__ = [
     "ToMeSD",
     "Together",
     "method_from_text",
+    "recomputation_from_text",
 ]
 
 METHODS: dict[str, type[Method]] = {
@@ -37,6 +42,15 @@ METHODS: dict[str, type[Method]] = {
 }
 """Every method for denoisers by the name it has on the command line."""
 
+RECOMPUTATIONS: dict[str, type[Recomputation]] = {
+    "infoflow_kv": InfoFlowKV,
+    "epic": EPIC,
+    "cacheblend": CacheBlend,
+    "random": RandomRows,
+    "none": NoRecompute,
+    "full": FullPrefill,
+}
+"""Every choice of rows to compute again by the name it has on the command line."""
 
 SPELLED = {"true": "True", "false": "False", "none": "None"}
 
@@ -47,14 +61,27 @@ def method_from_text(name: str, options: dict[str, str]) -> Method:
     Raises:
         ValueError: If the method or an option is unknown, or a value does not fit its option.
     """
-    if name not in METHODS:
-        raise ValueError(f"unknown method {name!r}: choose one of {', '.join(METHODS)}")
-    cls = METHODS[name]
+    return _from_text(METHODS, name, options)
+
+
+def recomputation_from_text(name: str, options: dict[str, str]) -> Recomputation:
+    """The choice of rows of that name: ``recomputation_from_text("infoflow_kv", {"recompute": "0.3"})``.
+
+    Raises:
+        ValueError: If the name or an option is unknown, or a value does not fit its option.
+    """
+    return _from_text(RECOMPUTATIONS, name, options)
+
+
+def _from_text(methods: dict[str, Any], name: str, options: dict[str, str]) -> Any:
+    if name not in methods:
+        raise ValueError(f"unknown method {name!r}: choose one of {', '.join(methods)}")
+    cls = methods[name]
     types = {field.name: field.type for field in fields(cls)}
     values: dict[str, object] = {}
     for option, text in options.items():
         if option not in types:
-            raise ValueError(f"{cls.__name__} has no option {option!r}: choose from {', '.join(types)}")
+            raise ValueError(f"{cls.__name__} has no option {option!r}: choose from {', '.join(types) or 'none'}")
         try:
             values[option] = text if types[option] is str else literal_eval(SPELLED.get(text, text))
         except (ValueError, SyntaxError):
@@ -62,7 +89,7 @@ def method_from_text(name: str, options: dict[str, str]) -> Method:
         if types[option] is bool and not isinstance(values[option], bool):
             raise ValueError(f"{option} is true or false, not {text!r}")
     try:
-        return cls(**values)  # type: ignore[arg-type]
+        return cls(**values)
     except TypeError:
         shown = ", ".join(f"{option}={text}" for option, text in options.items())
         raise ValueError(f"{cls.__name__} cannot use {shown}: a value has the wrong type") from None

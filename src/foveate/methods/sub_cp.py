@@ -19,7 +19,9 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from foveate.ops.example_blocks import ALIKE, Blocks, Embeddings, unit_rows
+from foveate.ops.example_labels import Classes, classes_of
 from foveate.ops.facility_location import Picked, best_similarity, pick_in_turns
+from foveate.ops.kept_apart import keep_apart
 
 __all__ = ["STRATEGIES", "Selection", "SubCP"]
 
@@ -50,6 +52,8 @@ class SubCP:
         order: Inside a block: as "picked", or "central_last", the example nearest to the mean of the block at the end.
         balance: Labels of the chosen examples, dealt evenly to the blocks: "proportional" to the pool, or "equal".
             None does not look at labels. Not for local strategies: a region has the labels that it has.
+        max_similarity: Examples whose cosine is larger never share a block: they are exchanged with what is most like
+            them elsewhere. None allows copies.
         query_bonus: With queries, what an example equal to one of them is worth: as much as to serve so many examples
             perfectly.
 
@@ -67,6 +71,7 @@ class SubCP:
     strategy: Literal["global_diverse", "global_local", "local_diverse", "local_coherent"] = "global_local"
     order: Literal["picked", "central_last"] = "picked"
     balance: Literal["proportional", "equal"] | None = None
+    max_similarity: float | None = None
     query_bonus: float = 1.0
 
     def __post_init__(self) -> None:
@@ -81,6 +86,8 @@ class SubCP:
                 f"a region has the labels that it has: {self.strategy} takes no balance={self.balance!r}; "
                 "use global_local or global_diverse"
             )
+        if self.max_similarity is not None and not 0 < self.max_similarity < 1:
+            raise ValueError(f"max_similarity must be a cosine between 0 and 1, not {self.max_similarity}")
         if self.query_bonus < 0:
             raise ValueError(f"query_bonus must be 0 or more, not {self.query_bonus}")
 
@@ -138,7 +145,7 @@ class SubCP:
             track: Shows progress.
 
         Raises:
-            ValueError: As `select` does, and if the examples cannot fill the blocks.
+            ValueError: As `select` does, and if the examples cannot fill the blocks, or not with `max_similarity`.
         """
         pool = unit_rows(embeddings)
         classes = self._classes(labels, pool)
@@ -159,6 +166,9 @@ class SubCP:
                 bonus = None
             rows, kinds = pool[chosen], None if classes is None else classes.of(chosen)
             parts = [chosen[part] for part in self._in_turns(rows, n, kinds, bonus, track)]
+        if self.max_similarity is not None:
+            spare = _rest(parts, len(pool)) if ids is None else []
+            parts = keep_apart(parts, spare, pool, self.max_similarity, None if classes is None else classes.codes)
         if self.order == "central_last":
             parts = [_central_last(part, pool[part]) for part in parts]
         return Blocks([part.tolist() for part in parts], pool)
@@ -183,16 +193,12 @@ class SubCP:
             )
         return self.blocks * size
 
-    def _classes(self, labels: Sequence[Hashable] | None, pool: Float[Tensor, "examples dim"]) -> "_Classes | None":
+    def _classes(self, labels: Sequence[Hashable] | None, pool: Float[Tensor, "examples dim"]) -> Classes | None:
         if self.balance is None:
             return None
         if labels is None:
             raise ValueError(f"balance={self.balance!r} needs the labels of the examples: give labels=")
-        if len(labels) != len(pool):
-            raise ValueError(f"there are {len(labels)} labels for {len(pool)} examples: give one for each")
-        names = sorted(set(labels), key=str)
-        place = {name: index for index, name in enumerate(names)}
-        return _Classes(torch.tensor([place[label] for label in labels], device=pool.device), names)
+        return classes_of(labels, pool)
 
     def _bonus(self, pool: Float[Tensor, "examples dim"], queries: Embeddings | None) -> Tensor | None:
         if queries is None:
@@ -203,7 +209,7 @@ class SubCP:
         self,
         pool: Float[Tensor, "examples dim"],
         n: int,
-        classes: "_Classes | None",
+        classes: Classes | None,
         bonus: Tensor | None,
         others: Tensor | None,
         track: Track,
@@ -218,7 +224,7 @@ class SubCP:
         self,
         rows: Float[Tensor, "examples dim"],
         n: int,
-        classes: "_Classes | None",
+        classes: Classes | None,
         bonus: Tensor | None,
         track: Track,
     ) -> list[Tensor]:
@@ -255,33 +261,6 @@ class SubCP:
         return blocks
 
 
-class _Classes(NamedTuple):
-    """Labels as numbers: `codes` of the examples, and the `names` that the codes count."""
-
-    codes: Int[Tensor, "examples"]
-    names: list[Hashable]
-
-    def of(self, chosen: Int[Tensor, "chosen"]) -> "_Classes":
-        """Those of some examples."""
-        return self._replace(codes=self.codes[chosen])
-
-    def quotas(self, n: int, equal: bool) -> Int[Tensor, "classes"]:
-        """How many of each class go into a choice of n, by largest remainder."""
-        counts = self.codes.bincount(minlength=len(self.names))
-        if n == len(self.codes):
-            return counts
-        shares = (counts > 0).long() if equal else counts
-        quotas, rest = n * shares // shares.sum(), n * shares % shares.sum()
-        quotas[rest.sort(descending=True, stable=True).indices[: n - int(quotas.sum())]] += 1
-        for name, has, needed in zip(self.names, counts.tolist(), quotas.tolist(), strict=True):
-            if has < needed:
-                raise ValueError(
-                    f"class {name!r} has {has} examples, and {needed} are needed: "
-                    'choose fewer in all, or use balance="proportional"'
-                )
-        return quotas
-
-
 class Selection(NamedTuple):
     """Examples that cover a pool.
 
@@ -310,6 +289,13 @@ def _distinct(ids: Sequence[int] | Tensor, examples: int) -> Int[Tensor, "chosen
     if len(twice := chosen[1:][chosen[1:] == chosen[:-1]]):
         raise ValueError(f"example {int(twice[0])} is among the ids twice: an example goes into one block")
     return chosen
+
+
+def _rest(parts: Sequence[Tensor], examples: int) -> list[int]:
+    """The examples that are in none of the parts."""
+    left = torch.ones(examples, dtype=torch.bool)
+    left[torch.cat(list(parts)).cpu()] = False
+    return left.nonzero()[:, 0].tolist()
 
 
 def _central_last(part: Int[Tensor, "block"], rows: Float[Tensor, "block dim"]) -> Int[Tensor, "block"]:

@@ -10,6 +10,7 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.nn.functional import normalize
 
+from foveate.ops.example_labels import classes_of
 from foveate.ops.facility_location import best_similarity
 
 __all__ = ["ALIKE", "Blocks", "Embeddings", "Report", "unit_rows"]
@@ -78,16 +79,17 @@ class Blocks(NamedTuple):
             missing,
         )
 
-    def weights(self, query: Sequence[float] | Tensor, temperature: float = 0.1) -> Float[Tensor, "blocks"]:
+    def weights(
+        self, query: Sequence[float] | Float[Tensor, "*queries dim"], temperature: float = 0.1
+    ) -> Float[Tensor, "blocks *queries"]:
         """What each block is to count for a query, in all 1: softmax of its best cosine over the temperature."""
-        near = self.pool @ unit_rows([list(map(float, query))], "query")[0].to(self.pool)
-        return (torch.stack([near[block].max() for block in self.ids]) / temperature).softmax(0)
+        asked = torch.as_tensor(query)
+        near = unit_rows(torch.atleast_2d(asked), "query").to(self.pool) @ self.pool.T
+        best = torch.stack([near[:, block].amax(1) for block in self.ids])
+        return (best / temperature).softmax(0).view(-1, *asked.shape[:-1])
 
     def _balance(self, labels: Sequence[Hashable]) -> tuple[float, float]:
-        if len(labels) != len(self.pool):
-            raise ValueError(f"there are {len(labels)} labels for {len(self.pool)} examples: give one for each")
-        names = {name: index for index, name in enumerate(dict.fromkeys(labels))}
-        codes = torch.tensor([names[label] for label in labels])
+        codes = classes_of(labels, self.pool).codes
         share = codes.bincount() / len(codes)
         counts = torch.stack([codes[block].bincount(minlength=len(share)) for block in self.ids])
         distance = (counts / counts.sum(1, keepdim=True) - share).abs().sum(1) / 2

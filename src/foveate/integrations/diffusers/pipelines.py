@@ -3,7 +3,6 @@
 
 import json
 import math
-import time
 from collections.abc import Callable, Iterator, Sequence
 from copy import copy
 from inspect import signature
@@ -21,6 +20,7 @@ from safetensors import SafetensorError
 from foveate.integrations.diffusers.apply import DENOISERS
 from foveate.integrations.diffusers.lora import Way, using
 from foveate.integrations.diffusers.pixel_pipeline import PixelPipeline
+from foveate.machine import choose_device, choose_dtype, now
 
 __all__ = [
     "Request",
@@ -38,35 +38,6 @@ __all__ = [
 
 INDEX = DiffusionPipeline.config_name
 MOST_TOKENS = 2**20
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-
-
-def choose_device(device: str) -> torch.device:
-    """The device of that name; "auto" takes a GPU if there is one.
-
-    Raises:
-        ValueError: If there is no such device here.
-    """
-    mps = torch.backends.mps.is_available()
-    if device == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "mps" if mps else "cpu")
-    try:
-        chosen = torch.device(device)
-    except RuntimeError:
-        raise ValueError(f"unknown device {device!r}: use auto, cpu, cuda, cuda:1 or mps") from None
-    missing = chosen.type == "cuda" and (chosen.index or 0) >= torch.cuda.device_count()
-    if missing or (chosen.type == "mps" and not mps):
-        raise ValueError(f"there is no {device} on this machine: use --device cpu, or leave --device out")
-    return chosen
-
-
-def choose_dtype(dtype: str, device: torch.device) -> torch.dtype:
-    """The dtype of that name; "auto" takes bfloat16 on a GPU and float32 on a CPU."""
-    if dtype == "auto":
-        return torch.float32 if device.type == "cpu" else torch.bfloat16
-    if dtype not in DTYPES:
-        raise ValueError(f"unknown dtype {dtype!r}: use auto, {', '.join(DTYPES)}")
-    return DTYPES[dtype]
 
 
 def load(model: str, device: str = "auto", dtype: str = "auto") -> DiffusionPipeline:
@@ -74,8 +45,8 @@ def load(model: str, device: str = "auto", dtype: str = "auto") -> DiffusionPipe
 
     Args:
         model: A folder that holds a model_index.json, or a hub id.
-        device: See `choose_device`.
-        dtype: See `choose_dtype`.
+        device: See `foveate.machine.choose_device`.
+        dtype: See `foveate.machine.choose_dtype`.
 
     Raises:
         ValueError: If there is no such pipeline, it has no denoiser, or device or dtype are unknown.
@@ -266,10 +237,3 @@ def time_steps(
             on_forward()
         if round_:
             yield seconds
-
-
-def now(device: torch.device) -> float:
-    """Seconds, after all that was asked of the device is done."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter()

@@ -1,8 +1,10 @@
 """The cached keys and values of one document, in memory and on disk."""
 
+from collections.abc import Generator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from jaxtyping import Float, Int
 from safetensors import SafetensorError, safe_open
@@ -57,23 +59,32 @@ class ChunkCache:
             ValueError: If the file is damaged or of another kind, or model, tokenizer, dtype, prefix or text differ.
             OSError: If it cannot be read.
         """
-        try:
-            with safe_open(path, "pt", device=str(encoder.device)) as file:
-                about = file.metadata() or {}
-                differ(f"{path}", about, encoder.fingerprint)
-                # copies: the file's own pages would crash the process if somebody cut it short later
-                ids, keys, values = (file.get_tensor(name).clone() for name in ("ids", "keys", "values"))
-        except SafetensorError as error:
-            raise ValueError(
-                f"{path} is no whole file of a cached chunk ({error}): encode the document again"
-            ) from None
+        with opened(path, encoder) as file:
+            text_digest = file.metadata().get("text")
+            # copies: the file's own pages would crash the process if somebody cut it short later
+            ids, keys, values = (file.get_tensor(name).clone() for name in ("ids", "keys", "values"))
         shape = encoder.shape(len(ids))
         fits = all(part.shape == shape and part.dtype == encoder.dtype for part in (keys, values))
-        if not fits or digest(ids.tolist()) != about.get("text") or not (keys.isfinite() & values.isfinite()).all():
+        if not fits or digest(ids.tolist()) != text_digest or not (keys.isfinite() & values.isfinite()).all():
             raise ValueError(f"{path} holds other tensors than it says: encode the document again")
         if text is not None and encoder.tokens(text).tolist() != ids.tolist():
             raise ValueError(f"{path} was made of another text: encode the document again")
         return cls(ids, keys, values, dict(encoder.fingerprint))
+
+
+@contextmanager
+def opened(path: str | Path, encoder: "ChunkEncoder") -> Generator[Any]:
+    """The file of a cached chunk, whose tensors have not been read yet, and what it says of itself is right.
+
+    Raises:
+        ValueError: If the file is cut short or of another kind, or model, tokenizer, dtype or prefix differ.
+    """
+    try:
+        with safe_open(path, "pt", device=str(encoder.device)) as file:
+            differ(f"{path}", file.metadata() or {}, encoder.fingerprint)
+            yield file
+    except SafetensorError as error:
+        raise ValueError(f"{path} is no whole file of a cached chunk ({error}): encode the document again") from None
 
 
 def differ(what: str, theirs: dict[str, str], ours: dict[str, str]) -> None:

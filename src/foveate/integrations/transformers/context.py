@@ -15,6 +15,7 @@ from transformers.cache_utils import Cache
 from foveate.integrations.transformers.chunk import ChunkCache
 from foveate.integrations.transformers.layers import Enough, Reading, Rows, borrowed, by_rows, dynamic, unrotated
 from foveate.integrations.transformers.patched import Patched
+from foveate.machine import Stopwatch
 from foveate.methods.recomputation import Geometry, Norm, Recomputation, Spans, places
 from foveate.ops.attention_received import attention_received
 from foveate.ops.rotary import rotate
@@ -156,19 +157,20 @@ class Context:
         """
         if self._patched or self._before:
             raise ValueError("the context is patched already: call undo() on what patch returned, or restore() here")
-        ids = self._prompt(prompt)
-        order = method.arrange(Asked(self, ids.tolist()))
-        context = self
-        if order != tuple(range(len(self.chunks))):
-            context = Context(self.encoder, tuple(self.chunks[chunk] for chunk in order))
+        ids, context, watch = self._prompt(prompt), self, Stopwatch(self.encoder.device)
         try:
-            rows = method.rows(Asked(context, ids.tolist())).cpu()  # before the long work: nothing waits for it later
-            context.recompute(rows)
+            with watch.step("score"):
+                order = method.arrange(Asked(self, ids.tolist()))
+                if order != tuple(range(len(self.chunks))):
+                    context = Context(self.encoder, tuple(self.chunks[chunk] for chunk in order))
+                rows = method.rows(Asked(context, ids.tolist())).cpu()  # before the long work: nothing waits for it
+            with watch.step("recompute"):
+                context.recompute(rows)
         except BaseException:
             context.restore()
             raise
         context._patched = True
-        return Patched(context, ids, order, rows)
+        return Patched(context, ids, order, rows, watch)
 
     def answers(self, method: Recomputation, prompts: Sequence[str | Sequence[int]], **options: Any) -> list[str]:
         """What the model generates for each prompt, one after another; the options are those of `Patched.generate`."""

@@ -100,6 +100,39 @@ class ChunkEncoder:
         return [self._encode(ids) for ids in documents]
 
     @torch.no_grad()
+    def generate(
+        self,
+        ids: Int[Tensor, "tokens"],
+        cache: DynamicCache | None = None,
+        *,
+        max_new_tokens: int = 32,
+        do_sample: bool = False,
+        **options: Any,
+    ) -> str:
+        """What the model says next, by `model.generate`: greedy unless asked otherwise.
+
+        Args:
+            ids: All tokens before it.
+            cache: Of the first of them. Without one the model reads them all: the full prefill.
+            max_new_tokens: Most tokens of the answer.
+            do_sample: Draw tokens at random.
+            **options: Whatever else `model.generate` takes.
+
+        Raises:
+            ValueError: If tokens and answer may become too long for the model.
+        """
+        self.check_length(len(ids) + max_new_tokens, "context, prompt and answer", "compose fewer chunks")
+        output = self.model.generate(
+            input_ids=ids[None],
+            attention_mask=torch.ones_like(ids)[None],
+            past_key_values=cache,
+            max_new_tokens=max_new_tokens,
+            do_sample=do_sample,
+            **options,
+        )
+        return self.tokenizer.decode(output[0, len(ids) :], skip_special_tokens=True)
+
+    @torch.no_grad()
     def _encode(self, ids: Int[Tensor, "tokens"]) -> ChunkCache:
         cache: Any = DynamicCache(config=self.model.config)
         layers = range(self.model.config.num_hidden_layers)

@@ -41,8 +41,13 @@ class Context(NamedTuple):
 
     @torch.no_grad()
     def logits(self, text: Int[Tensor, "batch tokens"]) -> Float[Tensor, "batch tokens vocabulary"]:
-        """Logits of the token behind each token of a text that goes on after the context, which stays as it is."""
+        """Logits of the token behind each token of a text that goes on after the context, which stays as it is.
+
+        Raises:
+            ValueError: If that is more than the model's context holds.
+        """
         batch, tokens = text.shape
+        _check_length(self.model, self.position + tokens)
         cache = DynamicCache([tuple(x.expand(batch, -1, -1, -1) for x in layer) for layer in self.layers])
         seen = self.layers[0][0].shape[2] if self.layers else 0
         return self.model(
@@ -83,7 +88,7 @@ def concatenate(model: PreTrainedModel, blocks: Sequence[Block], start: Sequence
         start: What comes first, usually the token that begins a text.
 
     Raises:
-        ValueError: If a block or an example is empty, or the model cannot be used so.
+        ValueError: If a block or an example is empty, the model cannot be used so, or its context is too short.
     """
     return _read(model, [*start, *chain.from_iterable(_tokens(block, i) for i, block in enumerate(blocks))])
 
@@ -105,14 +110,14 @@ def parallel_windows(model: PreTrainedModel, blocks: Sequence[Block], start: Seq
 
 
 def ensemble(
-    scores: Sequence[Float[Tensor, "answers"]],
-    weights: Float[Tensor, "blocks"] | Sequence[float] | None = None,
+    scores: Sequence[Float[Tensor, "*questions answers"]],
+    weights: Float[Tensor, "blocks *#questions"] | Sequence[float] | None = None,
     mix: Literal["moe", "poe", "max"] = "moe",
-) -> Float[Tensor, "answers"]:
+) -> Float[Tensor, "*questions answers"]:
     """Probabilities of the answers when each block is asked by itself; in all 1.
 
     Args:
-        scores: Log-probabilities that each block gives to the answers: `Context.score`.
+        scores: Log-probabilities that each block gives to the answers: `Context.score`, or many of them stacked.
         weights: What each block counts for, 0 or more; they are divided by their sum. None: all the same. Blocks of
             local strategies need weights that follow the question: `Blocks.weights`.
         mix: "moe": the weighted mean of probabilities. "poe": their product, weights as exponents. "max": the largest
@@ -125,16 +130,17 @@ def ensemble(
         raise ValueError("an ensemble needs the scores of one block at least")
     said = torch.stack(list(scores))
     w = torch.as_tensor([1.0] * len(said) if weights is None else weights).to(said)
-    if w.shape != (len(said),) or not w.isfinite().all() or (w < 0).any() or w.sum() == 0:
+    fits = w.shape in ((len(said),), said.shape[:-1])
+    if not fits or not w.isfinite().all() or (w < 0).any() or (w.sum(0) == 0).any():
         raise ValueError(f"{len(said)} blocks need as many weights of 0 or more, one above 0: not {w.tolist()}")
-    w = (w / w.sum())[:, None]
+    w = (w / w.sum(0)).reshape(*w.shape, *(1,) * (said.ndim - w.ndim))
     if mix == "moe":
         return (w * said.exp()).sum(0)
     if mix == "poe":
-        return (w * said).sum(0).softmax(0)
+        return (w * said).sum(0).softmax(-1)
     if mix == "max":
         most = (w * said.exp()).amax(0)
-        return most / most.sum()
+        return most / most.sum(-1, keepdim=True)
     raise ValueError(f"mix must be one of moe, poe, max, not {mix!r}")
 
 
@@ -155,6 +161,16 @@ def _read(model: PreTrainedModel, tokens: list[int]) -> Context:
         )
     if not tokens:
         raise ValueError("there is nothing to read: give a block of one example, or a start")
+    _check_length(model, len(tokens))
     text = torch.tensor([tokens], device=model.device)
     cache = model(text, past_key_values=DynamicCache(), use_cache=True).past_key_values
     return Context(model, [(layer.keys, layer.values) for layer in cache.layers], len(tokens))
+
+
+def _check_length(model: PreTrainedModel, tokens: int) -> None:
+    most = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    if most and tokens > most:
+        raise ValueError(
+            f"{tokens} tokens are more than the {most} that the model's context holds: use fewer or smaller blocks, "
+            "or a host that reads each by itself"
+        )

@@ -9,6 +9,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from foveate.integrations.transformers.layers import by_rows
+from foveate.machine import Stopwatch
 
 if TYPE_CHECKING:
     from foveate.integrations.transformers.context import Context
@@ -24,6 +25,7 @@ class Patched:
         prompt: Its tokens.
         order: Which chunk stands at each place.
         rows: The rows that were computed again, ascending.
+        watch: Has timed its steps: "score", with selection and a new order; "recompute"; after it "generate".
     """
 
     def __init__(
@@ -32,8 +34,9 @@ class Patched:
         prompt: Int[Tensor, "prompt"],
         order: tuple[int, ...],
         rows: Int[Tensor, "rows"],
+        watch: Stopwatch,
     ) -> None:
-        self.context, self.prompt, self.order, self.rows = context, prompt, order, rows
+        self.context, self.prompt, self.order, self.rows, self.watch = context, prompt, order, rows, watch
         self._undone = False
 
     def __enter__(self) -> "Patched":
@@ -50,7 +53,6 @@ class Patched:
             self.context.restore()
         self._undone = True
 
-    @torch.no_grad()
     def generate(self, max_new_tokens: int = 32, do_sample: bool = False, **options: Any) -> str:
         """The model's answer, by `model.generate` over the patched cache: greedy unless asked otherwise.
 
@@ -62,19 +64,11 @@ class Patched:
         Raises:
             ValueError: If the patch has been undone, or context, prompt and answer may become too long for the model.
         """
-        encoder = self._open()
-        ids = torch.cat([self.context.ids, self.prompt])[None]
-        encoder.check_length(ids.shape[1] + max_new_tokens, "context, prompt and answer", "compose fewer chunks")
-        with by_rows(encoder.model):
-            output = encoder.model.generate(
-                input_ids=ids,
-                attention_mask=torch.ones_like(ids),
-                past_key_values=self.context.cache(),
-                max_new_tokens=max_new_tokens,
-                do_sample=do_sample,
-                **options,
+        encoder, ids = self._open(), torch.cat([self.context.ids, self.prompt])
+        with self.watch.step("generate"), by_rows(encoder.model):
+            return encoder.generate(
+                ids, self.context.cache(), max_new_tokens=max_new_tokens, do_sample=do_sample, **options
             )
-        return encoder.tokenizer.decode(output[0, ids.shape[1] :], skip_special_tokens=True)
 
     @torch.no_grad()
     def logits(self, last: int = 0) -> Float[Tensor, "prompt vocabulary"]:
@@ -104,8 +98,9 @@ class Patched:
         return float((p.exp() * (p - q)).sum(-1).mean())
 
     def summary(self) -> str:
-        """How many rows of each chunk were computed again."""
-        lines = [f"{len(self.rows)} of {len(self.context)} rows computed again"]
+        """How many rows of each chunk were computed again, and what the steps took."""
+        times = ", ".join(f"{step} {1000 * taken:.1f} ms" for step, taken in self.watch.seconds.items())
+        lines = [f"{len(self.rows)} of {len(self.context)} rows computed again: {times}"]
         for chunk, (start, stop) in zip(self.order, self.context.spans, strict=True):
             rows = int(((self.rows >= start) & (self.rows < stop)).sum())
             lines.append(f"chunk {chunk}: {rows} of {stop - start}")

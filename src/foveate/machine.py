@@ -1,0 +1,131 @@
+# pyright: basic
+"""The machine that a run is on: its devices, their clock, and the versions of what runs."""
+
+import platform
+import re
+import subprocess
+import time
+from collections.abc import Generator
+from contextlib import contextmanager
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import foveate
+
+__all__ = ["Stopwatch", "choose_device", "choose_dtype", "now", "versions"]
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def choose_device(device: str) -> torch.device:
+    """The device of that name; "auto" takes a GPU if there is one.
+
+    Raises:
+        ValueError: If there is no such device here.
+    """
+    mps = torch.backends.mps.is_available()
+    if device == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "mps" if mps else "cpu")
+    try:
+        chosen = torch.device(device)
+    except RuntimeError:
+        raise ValueError(f"unknown device {device!r}: use auto, cpu, cuda, cuda:1 or mps") from None
+    missing = chosen.type == "cuda" and (chosen.index or 0) >= torch.cuda.device_count()
+    if missing or (chosen.type == "mps" and not mps):
+        raise ValueError(f"there is no {device} on this machine: use --device cpu, or leave --device out")
+    return chosen
+
+
+def choose_dtype(dtype: str, device: torch.device) -> torch.dtype:
+    """The dtype of that name; "auto" takes bfloat16 on a GPU and float32 on a CPU."""
+    if dtype == "auto":
+        return torch.float32 if device.type == "cpu" else torch.bfloat16
+    if dtype not in DTYPES:
+        raise ValueError(f"unknown dtype {dtype!r}: use auto, {', '.join(DTYPES)}")
+    return DTYPES[dtype]
+
+
+def now(device: torch.device) -> float:
+    """Seconds, after all that was asked of the device is done."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
+
+
+class Stopwatch:
+    """How long steps take on a device. On a GPU its own clock tells, so that no step waits for the one before.
+
+    Examples:
+        >>> watch = Stopwatch(torch.device("cpu"))
+        >>> with watch.step("sum"):
+        ...     total = torch.ones(9).sum()
+        >>> list(watch.seconds)
+        ['sum']
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._laps: dict[str, tuple[Any, Any]] = {}
+
+    @contextmanager
+    def step(self, name: str) -> Generator[None]:
+        """Measures a block of code."""
+        began = self._mark()
+        yield
+        self._laps[name] = began, self._mark()
+
+    @property
+    def seconds(self) -> dict[str, float]:
+        """Of each step that is done; waits for the device."""
+        return {name: _between(*lap) for name, lap in self._laps.items()}
+
+    def _mark(self) -> Any:
+        if self._device.type != "cuda":
+            return now(self._device)
+        mark = torch.cuda.Event(enable_timing=True)
+        mark.record(torch.cuda.current_stream(self._device))
+        return mark
+
+
+def _between(began: Any, ended: Any) -> float:
+    if isinstance(began, float):
+        return ended - began
+    ended.synchronize()
+    return began.elapsed_time(ended) / 1000
+
+
+def versions() -> dict[str, str]:
+    """What ran it: packages, Python, system, processor or GPU; the commit too, where that can be told."""
+    found = {"foveate": foveate.__version__, "commit": _commit()}
+    for package in ("torch", "triton", "diffusers", "transformers"):
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            found[package] = "not installed"
+    gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    return {
+        **found,
+        "Python": platform.python_version(),
+        "system": platform.platform(),
+        "CPU": f"{_processor()}, {torch.get_num_threads()} threads",
+        "GPU": ", ".join(gpus) or "none",
+    }
+
+
+def _commit() -> str:
+    root = Path(foveate.__file__).parents[2]
+    if not (root / ".git").exists():
+        return "unknown"
+    command = ["git", "describe", "--always", "--dirty", "--abbrev=12"]
+    return subprocess.run(command, capture_output=True, text=True, cwd=root, check=False).stdout.strip() or "unknown"
+
+
+def _processor() -> str:
+    try:
+        models = re.findall(r"model name\s*: (.+)", Path("/proc/cpuinfo").read_text())
+    except OSError:
+        models = []
+    return models[0] if models else platform.processor() or platform.machine()

@@ -1,0 +1,41 @@
+"""Laws of cached passages on a CUDA device: exact at one end, loaded bit for bit, and timed by the device's clock."""
+
+import pytest
+import torch
+from tiny_lm import DOCUMENTS, language_model, tokenizer
+
+from foveate import InfoFlowKV
+from foveate.documents import Passage
+from foveate.integrations.transformers import ChunkEncoder
+from foveate.integrations.transformers.index import ChunkIndex
+from foveate.machine import Stopwatch
+from foveate.methods.kv_baselines import EPIC, FullPrefill
+from foveate.rag import STEPS, ask, reply_page
+
+pytestmark = pytest.mark.gpu
+
+
+def test_everything_recomputed_answers_as_full_prefill_and_every_step_is_timed(tmp_path):
+    encoder = ChunkEncoder(language_model("qwen3", dtype=torch.float32).cuda(), tokenizer())
+    index = ChunkIndex(tmp_path, encoder, [Passage(f"{i}.txt", text) for i, text in enumerate(DOCUMENTS)])
+    index.build()
+    for chunk, loaded in zip(encoder.encode(DOCUMENTS), index.load(range(4)), strict=True):
+        assert loaded.keys.is_cuda
+        assert torch.equal(chunk.keys, loaded.keys)
+    methods = {"all": InfoFlowKV(recompute=1.0), "full": FullPrefill(), "reordered": InfoFlowKV(reorder=True),
+               "epic": EPIC()}  # fmt: skip
+    reply = ask(index, "w3 w5", methods, prompt="w21 {question} w23", max_new_tokens=8)
+    ours, full, reordered, epic = reply.answers
+    assert ours.text == full.text
+    assert abs(ours.divergence) < 1e-3
+    for answer in (ours, reordered, epic):
+        assert tuple(answer.seconds) == STEPS
+        assert min(answer.seconds.values()) >= 0
+    assert reply_page(index, [reply], {}).count("<mark class") == len(ours.rows)
+
+
+def test_the_stopwatch_counts_the_work_that_was_only_asked_for():
+    watch = Stopwatch(torch.device("cuda"))
+    with watch.step("launch"):
+        torch.cuda._sleep(1_000_000_000)  # cycles
+    assert watch.seconds["launch"] > 0.1
