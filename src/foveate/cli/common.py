@@ -82,7 +82,7 @@ def clear_errors(command: Callable[..., None]) -> Callable[..., None]:
         except (RuntimeError, MemoryError) as error:
             if not _out_of_memory(error):
                 raise
-            _fail("out of memory: ask for less (--size, --top), use --dtype bfloat16, or a device with more memory")
+            _fail("out of memory: use a smaller --size (or --top), --dtype bfloat16, or a device with more memory")
 
     return run
 
