@@ -85,7 +85,21 @@ pixel_dit() { # [12]
     --prompts 200 --compile --out out/pixel_dit "${commit[@]}"
 }
 
-parts=(tests attention log_linear train flux flux_options sdxl built_in quality merging distilled ablations pixel_dit)
+readers() { # [6 on three GPUs, one seed each]
+  local seed pids=()
+  for seed in 0 1 2; do
+    CUDA_VISIBLE_DEVICES=$((seed % ${GPUS:-3})) timed $foveate demo reader --out "out/readers/$seed" --seed "$seed" &
+    pids+=($!)
+  done
+  wait "${pids[@]}"
+}
+
+context() { # [8]
+  timed python3 evals/context.py --out out/context "${commit[@]}" \
+    --readers out/readers/0/reader,out/readers/1/reader,out/readers/2/reader
+}
+
+parts=(tests attention log_linear train flux flux_options sdxl built_in quality merging distilled ablations pixel_dit readers context)
 for part in "${@:-${parts[@]}}"; do
   [[ " ${parts[*]} " == *" $part "* ]] || { echo "unknown part $part: choose from ${parts[*]}" && exit 2; }
 done
