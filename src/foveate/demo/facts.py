@@ -79,18 +79,16 @@ def draw_facts(
     generator: torch.Generator,
     *,
     people: tuple[int, int] = (2, PEOPLE),
-    relations: tuple[int, int] = (2, len(RELATIONS)),
     ids_first: float = 0.5,
     by_id: tuple[float, float] = (0.5, 1.0),
 ) -> Facts:
-    """Texts, drawn at random.
+    """Texts, drawn at random; of few relations, so that of most of them something is told of almost everybody.
 
     Args:
         batch: How many.
         facts: Sentences of each.
         generator: Of all draws, on the CPU.
         people: Fewest and most of a text; a third of its sentences at most tells ids.
-        relations: Fewest and most of a text.
         ids_first: Part of the texts in which all ids are told before all else; elsewhere before they are used.
         by_id: Least and largest part of a text's facts that name an id, where it has been told.
     """
@@ -104,8 +102,9 @@ def draw_facts(
 
     names = _distinct(batch, len(NAMES), most, generator) + _TOKENS[NAMES[0]]
     numbers = _distinct(batch, len(IDS), most, generator) + _TOKENS[IDS[0]]
-    here = torch.arange(most) < whole(min(people[0], most), most)  # [batch, people]
-    used = chance(len(RELATIONS)).argsort() < whole(*relations)
+    several = whole(min(people[0], most), most)
+    here = torch.arange(most) < several  # [batch, people]
+    used = chance(len(RELATIONS)).argsort() < (facts - most + several - 1) // several + whole(0, 1)
     pairs = (chance(most, len(RELATIONS)) * here[..., None] * used[:, None]).flatten(1).topk(facts - most)
 
     # first those that tell ids, one a person, then the others

@@ -8,6 +8,7 @@ middle of its layers, whom each fact is about: so an id is resolved where it is 
 import copy
 import csv
 import io
+import json
 import math
 import random
 import time
@@ -59,9 +60,9 @@ class ReaderRecipe:
 
     layers: int = 6
     width: int = 256
-    steps: int = 9000
-    batch: int = 512
-    questions: int = 6
+    steps: int = 8000
+    batch: int = 256
+    questions: int = 4
     labelled: float = 0.2
     sentences: tuple[int, ...] = (6, 12, 18, 24, 30, 36)
     letters: int = 3
@@ -213,10 +214,10 @@ class ReaderTraining(Run):
     def export(self) -> None:
         """The folder that `AutoModelForCausalLM` and `AutoTokenizer` load: half the bytes, but float32 when loaded."""
         logging.disable_progress_bar()
-        model = copy.deepcopy(self.model).half()
-        model.config.dtype = torch.float32
-        model.save_pretrained(self.out / "reader")
+        copy.deepcopy(self.model).half().save_pretrained(self.out / "reader")
         reader_tokenizer().save_pretrained(self.out / "reader")
+        path = self.out / "reader" / "config.json"
+        write_whole(path, json.dumps(json.loads(path.read_text()) | {"dtype": "float32"}, indent=2).encode() + b"\n")
 
     @torch.no_grad()
     def sample(self) -> None:
