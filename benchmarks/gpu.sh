@@ -85,21 +85,26 @@ pixel_dit() { # [12]
     --prompts 200 --compile --out out/pixel_dit "${commit[@]}"
 }
 
-readers() { # [6 on three GPUs, one seed each]
-  local seed pids=()
+readers() { # [6 on three GPUs, one seed each; GPUS=1 trains all three on one]
+  local seed
+  mkdir -p out/readers
   for seed in 0 1 2; do
-    CUDA_VISIBLE_DEVICES=$((seed % ${GPUS:-3})) timed $foveate demo reader --out "out/readers/$seed" --seed "$seed" &
-    pids+=($!)
+    CUDA_VISIBLE_DEVICES=$((seed % ${GPUS:-3})) timed $foveate demo reader --out "out/readers/$seed" --seed "$seed" \
+      >"out/readers/$seed.log" 2>&1 &
   done
-  wait "${pids[@]}"
+  wait
+  tail -n 12 out/readers/*.log
 }
 
-context() { # [8]
+context() { # [5]
   timed python3 evals/context.py --out out/context "${commit[@]}" \
     --readers out/readers/0/reader,out/readers/1/reader,out/readers/2/reader
 }
 
-parts=(tests attention log_linear train flux flux_options sdxl built_in quality merging distilled ablations pixel_dit readers context)
+parts=(
+  tests attention log_linear train flux flux_options sdxl built_in quality merging distilled ablations pixel_dit readers
+  context
+)
 for part in "${@:-${parts[@]}}"; do
   [[ " ${parts[*]} " == *" $part "* ]] || { echo "unknown part $part: choose from ${parts[*]}" && exit 2; }
 done

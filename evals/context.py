@@ -21,7 +21,7 @@ from typing import Annotated, Any, NamedTuple
 import numpy as np
 import torch
 import typer
-from batched import PREFIX, Batch
+from batched import PREFIX, Batch, Rows
 from context_report import draw_tasks, markdown
 from jaxtyping import Bool, Float, Int
 from quality import RESULTS, SHEETS, Commit
@@ -117,6 +117,7 @@ def ways(budget: float) -> dict[str, Callable[[int], Recomputation]]:
         "CacheBlend by keys": CacheBlend(recompute=budget, exclude_first=True, rank="k"),
         "InfoFlow": infoflow(),
         "InfoFlow l1": infoflow(norm="l1"),
+        "InfoFlow all layers": infoflow(scoring_layers="0%-100%"),
         "InfoFlow hl-hp": infoflow(geometry="hl-hp"),
         "InfoFlow tl-tp": infoflow(geometry="tl-tp"),
         "InfoFlow hl-tp": infoflow(geometry="hl-tp"),
@@ -168,32 +169,43 @@ def questions(task: Task, count: int) -> Asked:
 Cells = dict[str, Float[Tensor, "measures questions"]]
 
 
-@torch.no_grad()
-def measure(model: Any, task: Task, asked: Asked, budgets: list[float], advance: Callable[[], None]) -> Cells:
+def measure(
+    model: Any,
+    task: Task,
+    asked: Asked,
+    budgets: list[float],
+    batch: int,
+    track: Callable[[int], Callable[[], None]] = lambda length: lambda: None,
+) -> Cells:
     """For each "method budget" four measures: rightness, KL divergence, whether the gold row is chosen, how many rows.
 
     The divergence, in nats, is that of the answer's distribution from a full prefill's.
     """
-    batch = Batch(model, asked.ids.to(model.device), task.spans(), asked.prompts.to(model.device))
-    every = range(len(asked.ids))
-    full = batch.patch([FullPrefill()] * len(every)).logits.log_softmax(-1)
-    trials = {"full": lambda i: FullPrefill(), "none": lambda i: NoRecompute(), "gold row": lambda i: Gold(gold[i])}
-    trials |= {f"{name} {budget}": way for budget in budgets for name, way in ways(budget).items()}
-    gold, cells = asked.gold.tolist(), {}
-    for name, way in trials.items():
-        patched = batch.patch([way(i) for i in every])
-        chunk = (asked.gold - PREFIX) // task.chunk
-        moved = (patched.order == chunk[:, None]).long().argmax(1)
-        row = asked.gold + (moved - chunk) * task.chunk
-        ours = patched.logits.log_softmax(-1)
-        right = ours.argmax(-1).cpu() == asked.answers
-        divergence = (full.exp() * (full - ours)).sum(-1).cpu()
-        recall = (patched.rows == row[:, None]).any(1)
-        cells[name] = torch.stack(
-            [right, divergence, recall, torch.full_like(divergence, patched.rows.shape[1])]
-        ).float()
-        advance()
-    return cells
+    ends = {"full": lambda i: FullPrefill(), "none": lambda i: NoRecompute(), "gold row": lambda i: Gold(gold[i])}
+    trials = ends | {f"{name} {budget}": way for budget in budgets for name, way in ways(budget).items()}
+    found: dict[str, list[Tensor]] = {name: [] for name in trials}
+    batches = list(zip(*(part.split(batch) for part in asked), strict=True))
+    advance = track(len(batches) * len(trials))
+    for some in map(Asked._make, batches):
+        contexts = Batch(model, some.ids.to(model.device), task.spans(), some.prompts.to(model.device))
+        full = contexts.patch([FullPrefill()] * len(some.ids)).logits.log_softmax(-1)
+        gold = some.gold.tolist()
+        for name, way in trials.items():
+            found[name].append(_score(contexts.patch([way(i) for i in range(len(gold))]), full, some, task.chunk))
+            advance()
+    return {name: torch.cat(parts, 1) for name, parts in found.items()}
+
+
+def _score(patched: Rows, full: Tensor, asked: Asked, chunk: int) -> Float[Tensor, "measures questions"]:
+    """What `measure` says of one method; `full` are the log-probabilities of a full prefill."""
+    home = (asked.gold - PREFIX) // chunk
+    moved = (patched.order == home[:, None]).long().argmax(1)
+    row = asked.gold + (moved - home) * chunk
+    ours = patched.logits.log_softmax(-1)
+    right = ours.argmax(-1).cpu() == asked.answers
+    divergence = (full.exp() * (full - ours)).sum(-1).cpu()
+    chosen = (patched.rows == row[:, None]).any(1)
+    return torch.stack([right, divergence, chosen, torch.full_like(divergence, patched.rows.shape[1])]).float()
 
 
 def summarise(cells: dict[str, Float[np.ndarray, "measures readers questions"]]) -> dict[str, Any]:
@@ -253,35 +265,31 @@ def main(
     commit: Commit = "",
 ) -> None:
     """Measure, summarise and write."""
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    parts, names = [float(part) for part in budgets.split(",")], only.split(",")
+    parts, names, folders = [float(part) for part in budgets.split(",")], only.split(","), readers.split(",")
     if unknown := [name for name in names if name not in TASKS]:
         raise ValueError(f"unknown task {unknown[0]!r}: choose from {', '.join(TASKS)}")
     settings = {"readers": readers, "questions": str(count), "budgets": budgets}
     claim(out, settings)
-    asked = {name: questions(TASKS[name], count) for name in names}
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    tasks: dict[str, Any] = {}
     with progress() as track:
-        advance = track("cells", len(readers.split(",")) * len(names) * -(-count // batch) * (3 + 12 * len(parts)))
-        for i, folder in enumerate(readers.split(",")):
-            model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager").to(device).eval()
-            for name in names:
-                path = out / f"{i}-{name}.safetensors"
-                if path.exists():
-                    continue
-                batches = [Asked(*some) for some in zip(*(part.split(batch) for part in asked[name]), strict=True)]
-                cells = [measure(model, TASKS[name], some, parts, advance) for some in batches]
-                joined = {cell: torch.cat([one[cell] for one in cells], 1) for cell in cells[0]}
-                write_whole(path, save(joined))
-    tasks = {}
-    for name in names:
-        files = [load_file(out / f"{i}-{name}.safetensors") for i in range(len(readers.split(",")))]
-        cells = {cell: torch.stack([file[cell] for file in files], 1).numpy() for cell in files[0]}
-        tasks[name] = {"about": TASKS[name].about, **summarise(cells)}
+        for name in names:
+            files = [out / f"{i}-{name}.safetensors" for i in range(len(folders))]
+            for folder, path in zip(folders, files, strict=True):
+                if not path.exists():
+                    model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager").to(device).eval()
+                    asked = questions(TASKS[name], count)
+                    cells = measure(model, TASKS[name], asked, parts, batch, partial(track, f"{name}, {folder}"))
+                    write_whole(path, save(cells))
+            read = [load_file(path) for path in files]
+            cells = {cell: torch.stack([one[cell] for one in read], 1).numpy() for cell in read[0]}
+            tasks[name] = {"about": TASKS[name].about, **summarise(cells)}
     about = {"versions": versions(), **settings, "sentences": SENTENCES, "tasks": tasks}
     if commit:
         about["versions"]["commit"] = commit
     path = RESULTS / f"context-{device}.json"
     write_whole(path, json.dumps(about, indent=2).encode() + b"\n")
+    write_whole(path.with_suffix(".md"), markdown(tasks).encode() + b"\n")
     write_whole(SHEETS / "context.png", figure_png(draw_tasks(tasks)))
     print(markdown(tasks))
     print(path)

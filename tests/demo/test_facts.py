@@ -79,9 +79,8 @@ def test_texts_survive_the_tokenizer():
     for text, row in zip(tokenizer.batch_decode(ids), ids.tolist(), strict=True):
         assert tokenizer(text, add_special_tokens=False).input_ids == row
     written = "Ada has id 17. 17 plays the flute.\nLet p be Ada. Question: p plays the what? Answer:"
-    assert tokenizer(written).input_ids == [WORDS.index(word) for word in (
-        "<s> Ada has id 17 . 17 plays the flute . Let p be Ada . Question : p plays the what ? Answer :".split()
-    )]  # fmt: skip
+    apart = "<s> Ada has id 17 . 17 plays the flute . Let p be Ada . Question : p plays the what ? Answer :"
+    assert tokenizer(written).input_ids == [WORDS.index(word) for word in apart.split(" ")]
     assert len(set(WORDS)) == len(WORDS)
     values = [word for relation in RELATIONS for word in relation.values]
     assert len({*NAMES, *IDS, *LABELS, *values}) == len(NAMES) + len(IDS) + len(LABELS) + len(values)

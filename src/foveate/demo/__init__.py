@@ -1,8 +1,11 @@
-"""The model that Foveate brings along, how it was made, and how its pictures are judged."""
+"""The models that Foveate brings along, how they were made, and how their pictures are judged."""
 
 from pathlib import Path
 
-__all__ = ["DATA", "PIPELINE"]
+__all__ = ["DATA", "PIPELINE", "READER"]
 
 DATA = Path(__file__).parent / "data"
 PIPELINE = DATA / "pipeline"
+"""Draws pictures: what `FluxPipeline.from_pretrained` loads."""
+READER = DATA / "reader"
+"""Answers questions about texts: what `AutoModelForCausalLM.from_pretrained` and `AutoTokenizer` load."""

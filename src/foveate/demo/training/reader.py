@@ -71,6 +71,10 @@ class ReaderRecipe:
     knowing: float = 0.5
     seed: int = 0
 
+    def __post_init__(self) -> None:
+        if self.width % 64 or self.width < 64:
+            raise ValueError(f"width must be a multiple of 64, not {self.width}: two heads share keys and values")
+
 
 def untrained_reader(recipe: ReaderRecipe) -> LlamaForCausalLM:
     """A Llama with random weights."""
