@@ -44,7 +44,7 @@ def test_a_text_tells_each_thing_once_and_an_id_before_it_is_used():
 def test_the_answer_is_what_the_text_tells_of_the_person_behind_the_letters():
     facts = draw_facts(60, 24, generator())
     places = torch.multinomial((facts.owner != BLANK).float(), 3, generator=generator())
-    asked = ask(facts, places, generator(), letters=(0, 3), nouns=0.5, numbers=0.3)
+    asked = ask(facts, places, generator(), letters=(0, 3), nouns=0.5, numbers=0.3, begun=0.3)
     seen = set()
     for text, rows, lengths in zip(facts.ids, asked.ids, asked.length, strict=True):
         told, _ = known(text)
@@ -55,16 +55,18 @@ def test_the_answer_is_what_the_text_tells_of_the_person_behind_the_letters():
             while words[0] == "Let":
                 stands[words[1]] = stands.get(words[3], words[3])
                 words = words[5:]
-            if words[2] == "what":
+            if len(words) == 3:
+                who, relation = words[0], PHRASES[" ".join(words[1:])]
+            elif words[2] == "what":
                 who, relation = words[7], [*(relation.noun for relation in RELATIONS), "id"].index(words[5])
             else:
                 who, relation = words[2], PHRASES[" ".join(words[3:5])]
-            seen.add((words[2] == "what", who in IDS, len(stands) - len(ids)))
+            seen.add((len(words), who in IDS, len(stands) - len(ids)))
             answer, end, *rest = row[length:].tolist()
             assert WORDS[answer] == told[stands.get(who, who), relation]
             assert WORDS[end] == "</s>"
             assert set(rest) <= {BLANK}
-    assert len(seen) == 2 * (4 + 1)  # both forms, with up to three letters, or with an id
+    assert len(seen) == 3 * (4 + 1)  # all forms, with up to three letters, or with an id
 
 
 def test_the_same_seed_gives_the_same_texts():

@@ -97,15 +97,7 @@ def made_up(**accuracy):
 
 
 def test_what_is_recovered_lies_between_none_and_full_and_a_task_without_gap_is_only_named():
-    names = (
-        "random",
-        "EPIC",
-        "CacheBlend",
-        "CacheBlend by keys",
-        "InfoFlow",
-        "InfoFlow boundary=1",
-        "InfoFlow boundary=2",
-    )
+    names = *BASELINES, "InfoFlow", "InfoFlow boundary=1", "InfoFlow boundary=2"
     parts = 0.3, 0.4, 0.5, 0.35, 0.8, 0.7, 0.4
     cells = made_up(full=1.0, none=0.2, gold_row=0.9)
     cells |= {f"{name} 0.15": made_up(x=part)["x"] for name, part in zip(names, parts, strict=True)}

@@ -156,6 +156,7 @@ def ask(
     letters: tuple[int, int] = (0, 0),
     nouns: float = 0.0,
     numbers: float = 0.0,
+    begun: float = 0.0,
 ) -> Questions:
     """Questions about some of the facts.
 
@@ -166,6 +167,7 @@ def ask(
         letters: Fewest and most letters that stand between the question and the name.
         nouns: Part of the questions with other words than the fact's.
         numbers: Part of the questions that name the person by id, where the fact does.
+        begun: Part of the questions that are no questions but a sentence to be completed.
     """
     shape = places.shape
     owner, subject, relation, value = (x.gather(1, places) for x in facts[1:5])
@@ -181,8 +183,8 @@ def ask(
     verb, link = _PHRASES[relation].unbind(-1)
     verbs = ["Question", ":", who, verb, link, "what", "?", "Answer", ":"]
     other = ["Question", ":", "what", "is", "the", _NOUNS[relation], "of", who, "?", "Answer", ":"]
-    other_words = torch.rand(shape, generator=generator) < nouns
-    for form, chosen in ((verbs, ~other_words), (other, other_words)):
+    begins, others = (torch.rand(shape, generator=generator) < part for part in (begun, nouns))
+    for form, chosen in ((verbs, ~begins & ~others), (other, ~begins & others), ([who, verb, link], begins)):
         if chosen.any():
             tokens = (_TOKENS[token] if isinstance(token, str) else token for token in form)
             parts += [torch.where(chosen, torch.as_tensor(token), BLANK) for token in tokens]

@@ -25,7 +25,7 @@ def a_process_of_its_own():
 
 def test_each_question_is_read_as_if_it_were_the_only_one():
     model = untrained_reader(TINY).double()
-    taught = lesson(TINY, seed=3, sentences=6, letters=2)
+    taught = lesson(TINY, seed=3, sentences=6)
     at, seen = taught.places()
     with torch.no_grad():
         together = model(input_ids=taught.ids, position_ids=at[None], attention_mask=seen[None, None]).logits
@@ -38,7 +38,7 @@ def test_each_question_is_read_as_if_it_were_the_only_one():
 
 
 def test_what_is_to_be_learned_is_what_comes_next_and_whom_a_fact_is_about():
-    taught = lesson(TINY, seed=3, sentences=6, letters=2)
+    taught = lesson(TINY, seed=3, sentences=6)
     rows, places = (taught.next != BLANK).nonzero().T
     assert (taught.ids[rows, places + 1] == taught.next[rows, places]).all()
     texts = len(taught.ids) - round(TINY.labelled * TINY.batch)

@@ -37,6 +37,8 @@ __all__ = ["Lesson", "ReaderRecipe", "ReaderTraining", "lesson", "train_reader",
 
 START = WORDS.index("<s>")
 EXAM = 10**9  # seeds from here on are never learned from
+EASY: dict[str, Any] = {"begun": 1.0}
+USUAL: dict[str, Any] = {"begun": 0.2, "nouns": 0.3, "numbers": 0.1}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,7 +54,7 @@ class ReaderRecipe:
         labelled: Part of the texts that are labelled examples.
         sentences: How many a text may have; a step draws one of them. All are multiples of 6.
         letters: Most letters between a question and a name.
-        easy: Part of the steps with the shortest two texts and no letters, at the beginning.
+        easy: Part of the steps, at the beginning, with the shortest two texts and sentences to be completed.
         rate: Of AdamW: rises over the first 2 % of the steps, falls to 0 over the last half.
         knowing: Weight of knowing whom a fact is about.
         seed: Of weights and texts.
@@ -122,15 +124,15 @@ class Lesson(NamedTuple):
         return at - part.clamp(min=0) * self.question, seen & (at[:, None] >= at)
 
 
-def lesson(recipe: ReaderRecipe, seed: int, sentences: int, letters: int) -> Lesson:
-    """The texts of one step."""
+def lesson(recipe: ReaderRecipe, seed: int, sentences: int, *, easy: bool = False) -> Lesson:
+    """The texts of one step; easy ones have nothing but sentences to be completed."""
     generator = torch.Generator().manual_seed(seed)
     labelled = round(recipe.labelled * recipe.batch)
     facts = draw_facts(recipe.batch - labelled, sentences, generator)
     places = torch.multinomial((facts.owner != BLANK).float(), recipe.questions, replacement=True, generator=generator)
-    asked = ask(facts, places, generator, letters=(0, letters), nouns=0.3, numbers=0.1)
+    asked = ask(facts, places, generator, **(EASY if easy else {**USUAL, "letters": (0, recipe.letters)}))
     examples = draw_labelled(labelled, sentences * SENTENCE // EXAMPLE, recipe.questions, generator)
-    length = asked.ids.shape[-1]
+    length = max(part.shape[-1] for part in (asked.ids, examples.questions.ids))
 
     def behind(texts: Tensor, *questions: Tensor) -> Tensor:
         rows = [F.pad(part, (0, length - part.shape[-1]), value=BLANK).flatten(1) for part in questions]
@@ -161,7 +163,7 @@ class Lessons(Dataset[Lesson]):
         easy = step < self.recipe.easy * self.recipe.steps
         chance = random.Random(f"{self.recipe.seed} {step}")
         sentences = chance.choice(self.recipe.sentences[: 2 if easy else None])
-        return lesson(self.recipe, chance.randrange(EXAM), sentences, 0 if easy else self.recipe.letters)
+        return lesson(self.recipe, chance.randrange(EXAM), sentences, easy=easy)
 
 
 class ReaderTraining(Run):
@@ -234,6 +236,8 @@ class ReaderTraining(Run):
 
 
 KINDS: dict[str, tuple[bool, dict[str, Any]]] = {
+    "begun": (False, {"begun": 1.0}),
+    "begun by id": (True, {"begun": 1.0}),
     "named": (False, {}),
     "by id": (True, {}),
     "1 letter": (True, {"letters": (1, 1)}),
