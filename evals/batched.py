@@ -1,4 +1,4 @@
-# pyright: basic
+# pyright: basic, reportArgumentType=false, reportOptionalMemberAccess=false, reportReturnType=false
 """Many contexts patched at once: what `Context.patch` computes, for contexts whose chunks have the same lengths.
 
 Methods choose rows one context at a time, by their own code; the model runs over all of them together. Chunks are

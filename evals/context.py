@@ -277,7 +277,8 @@ def main(
             files = [out / f"{i}-{name}.safetensors" for i in range(len(folders))]
             for folder, path in zip(folders, files, strict=True):
                 if not path.exists():
-                    model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager").to(device).eval()
+                    model: Any = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
+                    model = model.to(device).eval()
                     asked = questions(TASKS[name], count)
                     cells = measure(model, TASKS[name], asked, parts, batch, partial(track, f"{name}, {folder}"))
                     write_whole(path, save(cells))
