@@ -68,7 +68,7 @@ class ReaderRecipe:
     labelled: float = 0.2
     sentences: tuple[int, ...] = (6, 12, 18, 24, 30, 36)
     letters: int = 3
-    easy: float = 0.15
+    easy: float = 0.25
     rate: float = 1e-3
     knowing: float = 0.5
     seed: int = 0
