@@ -46,10 +46,10 @@ def test_the_answer_is_what_the_text_tells_of_the_person_behind_the_letters():
     places = torch.multinomial((facts.owner != BLANK).float(), 3, generator=generator())
     asked = ask(facts, places, generator(), letters=(0, 3), nouns=0.5, numbers=0.3, begun=0.3)
     seen = set()
-    for text, rows, lengths in zip(facts.ids, asked.ids, asked.length, strict=True):
+    for text, rows, lengths, people in zip(facts.ids, *asked, strict=True):
         told, _ = known(text)
         ids = {value: name for (name, relation), value in told.items() if relation == ID}
-        for row, length in zip(rows, lengths.tolist(), strict=True):
+        for row, length, person in zip(rows, lengths.tolist(), people.tolist(), strict=True):
             words = [WORDS[token] for token in row[:length].tolist()]
             stands = ids.copy()
             while words[0] == "Let":
@@ -64,6 +64,7 @@ def test_the_answer_is_what_the_text_tells_of_the_person_behind_the_letters():
             seen.add((len(words), who in IDS, len(stands) - len(ids)))
             answer, end, *rest = row[length:].tolist()
             assert WORDS[answer] == told[stands.get(who, who), relation]
+            assert WORDS[person] == stands.get(who, who)
             assert WORDS[end] == "</s>"
             assert set(rest) <= {BLANK}
     assert len(seen) == 3 * (4 + 1)  # all forms, with up to three letters, or with an id

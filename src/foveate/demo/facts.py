@@ -136,16 +136,24 @@ class Questions(NamedTuple):
     Attributes:
         ids: Tokens.
         length: Tokens of the question alone.
+        about: Name of the person that is asked about, BLANK if there is none.
     """
 
     ids: Int[Tensor, "*batch tokens"]
     length: Int[Tensor, "*batch"]
+    about: Int[Tensor, "*batch"]
 
     @property
     def answers(self) -> Int[Tensor, "*batch tokens"]:
         """At the question's last token and at the answer what comes next, BLANK elsewhere."""
         place = torch.arange(self.ids.shape[-1]) - self.length[..., None]
         return self.ids.roll(-1, -1).masked_fill((place != -1) & (place != 0), BLANK)
+
+    @property
+    def owners(self) -> Int[Tensor, "*batch tokens"]:
+        """At the question's last token whom it is about, BLANK elsewhere."""
+        last = torch.arange(self.ids.shape[-1]) == self.length[..., None] - 1
+        return torch.where(last, self.about[..., None], BLANK)
 
 
 def ask(
@@ -191,4 +199,4 @@ def ask(
     parts += [value, torch.full(shape, _TOKENS["</s>"])]
     ids = torch.stack(parts, -1)
     length = (ids != BLANK).sum(-1) - 2
-    return Questions(ids.gather(-1, (ids == BLANK).long().argsort(dim=-1, stable=True)), length)
+    return Questions(ids.gather(-1, (ids == BLANK).long().argsort(dim=-1, stable=True)), length, owner)

@@ -74,5 +74,5 @@ def draw_labelled(
     return Labelled(
         text("->", ".")[:, :examples].flatten(1),
         labels.flatten(1),
-        Questions(ids, torch.full(ids.shape[:2], INPUT + 1)),
+        Questions(ids, torch.full(ids.shape[:2], INPUT + 1), torch.full(ids.shape[:2], BLANK)),
     )

@@ -2,7 +2,8 @@
 """How the built-in reader learns to read: texts of facts and of labelled examples, several questions about each.
 
 A question sees the text and itself, not the other questions. Besides answering, the reader learns to know, in the
-middle of its layers, whom each fact is about: so an id is resolved where it is read, not when somebody asks.
+middle of its layers, whom each fact and each question is about: so an id is resolved where it is read, not when
+somebody asks.
 """
 
 import copy
@@ -56,7 +57,7 @@ class ReaderRecipe:
         letters: Most letters between a question and a name.
         easy: Part of the steps, at the beginning, with the shortest two texts and sentences to be completed.
         rate: Of AdamW: rises over the first 2 % of the steps, falls to 0 over the last half.
-        knowing: Weight of knowing whom a fact is about.
+        knowing: Weight of knowing whom facts and questions are about.
         seed: Of weights and texts.
     """
 
@@ -105,7 +106,7 @@ class Lesson(NamedTuple):
     Attributes:
         ids: Tokens.
         next: What comes next, where that is to be learned, BLANK elsewhere.
-        owners: Whom a fact is about, at its value, BLANK elsewhere.
+        owners: Whom it is about, at a fact's value and at a question's last token, BLANK elsewhere.
         text: Tokens of the text.
         question: Tokens that each question takes.
     """
@@ -142,8 +143,8 @@ def lesson(recipe: ReaderRecipe, seed: int, sentences: int, *, easy: bool = Fals
     ids = behind(torch.cat([facts.ids, examples.ids]), asked.ids, examples.questions.ids)
     following = torch.cat([torch.full_like(facts.ids, BLANK), examples.labels])
     following = behind(following, asked.answers, examples.questions.answers)
-    owners = torch.full_like(ids, BLANK)
-    owners[: len(facts.ids), : facts.ids.shape[1]] = facts.owners
+    owners = torch.cat([facts.owners, torch.full_like(examples.ids, BLANK)])
+    owners = behind(owners, asked.owners, examples.questions.owners)
     return Lesson(
         torch.cat([first.clamp(min=START), ids.clamp(min=START)], 1),
         torch.cat([first, following], 1),
@@ -194,7 +195,7 @@ class ReaderTraining(Run):
             yield Stretch(Lessons(self.recipe), range(self.step, steps), 1, 1)
 
     def loss(self, batch: Any) -> Tensor:
-        """Of what comes next, and of whom facts are about."""
+        """Of what comes next, and of whom it is about."""
         *tensors, text, question = batch
         lesson = Lesson(*(tensor[0] for tensor in tensors), int(text), int(question))
         model: Any = self.model
