@@ -93,9 +93,25 @@ examples() { # [12]
   timed python3 evals/examples.py --reader learner --out out/examples "${commit[@]}"
 }
 
+readers() { # [6 on three GPUs, one seed each; GPUS=1 trains all three on one]
+  local seed
+  mkdir -p out/readers
+  for seed in 0 1 2; do
+    CUDA_VISIBLE_DEVICES=$((seed % ${GPUS:-3})) timed $foveate demo reader --out "out/readers/$seed" --seed "$seed" \
+      >"out/readers/$seed.log" 2>&1 &
+  done
+  wait
+  tail -n 12 out/readers/*.log
+}
+
+recomputed() { # [5]
+  timed python3 evals/context.py --out out/context "${commit[@]}" \
+    --readers out/readers/0/reader,out/readers/1/reader,out/readers/2/reader
+}
+
 parts=(
   tests attention log_linear train flux flux_options sdxl built_in quality merging distilled ablations pixel_dit prefill
-  pools examples
+  pools examples readers recomputed
 )
 for part in "${@:-${parts[@]}}"; do
   [[ " ${parts[*]} " == *" $part "* ]] || { echo "unknown part $part: choose from ${parts[*]}" && exit 2; }

@@ -12,12 +12,14 @@ import torch
 from diffusers import DDPMPipeline, DDPMScheduler, UNet2DModel
 from PIL import Image
 from safetensors import safe_open
+from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
 
 import foveate
 from foveate import compare as side_by_side
 from foveate.cli import app
 from foveate.demo.scenes import scenes
+from foveate.demo.training import reader
 from foveate.demo.untrained import untrained_pipeline
 from foveate.integrations.diffusers.pixel_pipeline import PixelPipeline
 
@@ -355,6 +357,19 @@ def test_demo_atlas_names_a_missing_font(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_demo_reader_makes_the_folder_that_transformers_loads(monkeypatch):
+    monkeypatch.setattr(reader, "accuracy", lambda model: {"named": 0.25})
+    result = run("demo", "reader", "--steps", 2, "--batch", 8, "--layers", 2, "--width", 64, "--out", "here")
+    assert result.exit_code == 0, result.output
+    assert "2,0.2500" in result.output
+    config = AutoModelForCausalLM.from_pretrained("here/reader").config
+    assert (config.num_hidden_layers, config.hidden_size) == (2, 64)
+    assert len(AutoTokenizer.from_pretrained("here/reader")) <= config.vocab_size
+    result = run("demo", "reader", "--width", 100)
+    assert result.exit_code == 2
+    assert "multiple of 64, not 100" in result.output
+
+
 def test_demo_train_names_what_is_missing(tmp_path):
     for arguments, message in (
         (["--part", "clip"], "unknown part 'clip': choose recogniser, vae, flow or all"),
@@ -555,8 +570,8 @@ def test_bad_input_of_train_is_one_clear_line(tmp_path, monkeypatch, arguments, 
     "command",
     [
         "generate", "compare", "eval", "distill", "train", "icl", "rag", "curves", "info", "demo", "demo train",
-        "demo info", "demo atlas", "bench", "bench attention", "bench step", "bench train", "bench context",
-        "bench examples",
+        "demo info", "demo atlas", "demo reader", "bench", "bench attention", "bench step", "bench train",
+        "bench context", "bench examples",
     ],
 )  # fmt: skip
 def test_help_teaches(command):

@@ -208,6 +208,20 @@ def test_a_batch_of_questions_gets_the_answers_of_one_by_one(method):
     assert len(set(together)) > 1
 
 
+def test_rows_may_be_chosen_by_a_bare_question_and_generated_from_for_another_prompt():
+    context = composed(encoder())
+    method = InfoFlowKV(recompute=0.3)
+    rows = []
+    for prompt in (PROMPTS[2], PROMPTS[1]):
+        with context.patch(method, prompt) as patched:
+            rows.append(patched.rows.tolist())
+    with context.patch(method, PROMPTS[1], question=PROMPTS[2]) as patched:
+        assert patched.rows.tolist() == rows[0] != rows[1]
+        assert torch.equal(patched.prompt, context.encoder.tokens(PROMPTS[1]))
+    with pytest.raises(ValueError, match="prompt is empty"):
+        context.patch(method, PROMPTS[1], question="")
+
+
 def test_a_context_holds_one_patch_at_a_time():
     context = composed(encoder())
     patched = context.patch(NoRecompute(), PROMPTS[0])

@@ -45,6 +45,21 @@ def test_the_rows_are_the_best_of_the_eligible(scores, recompute, exclude_first,
     assert rows == sorted(sorted(eligible, key=lambda row: (-scores[row], row))[:count])
 
 
+@given(
+    scores=st.lists(st.integers(0, 4), min_size=20, max_size=20),
+    recompute=st.floats(0, 1),
+    boundary=st.integers(0, 12),
+    exclude_first=st.booleans(),
+)
+def test_rows_at_the_beginning_of_later_chunks_come_before_all_others(scores, recompute, boundary, exclude_first):
+    method = InfoFlowKV(recompute=recompute, boundary=boundary, exclude_first=exclude_first)
+    rows = method.rows(Stale(torch.tensor(scores).double())).tolist()
+    reserved = {row for start, stop in SPANS[1:] for row in range(start, stop) if row < start + boundary}
+    eligible = range(6 if exclude_first else 0, 20)
+    best = sorted(eligible, key=lambda row: (row not in reserved, -scores[row], row))
+    assert rows == sorted(best[: method.budget(SPANS)])
+
+
 def test_no_budget_asks_for_no_scores():
     stale = Stale(None)
     assert all(method(recompute=0).rows(stale).numel() == 0 for method in (InfoFlowKV, CacheBlend, RandomRows, EPIC))
@@ -73,6 +88,7 @@ def test_reordered_chunks_end_with_the_richest():
     stale = Stale(scores)
     assert InfoFlowKV(recompute=0.3, reorder=True).arrange(stale) == (2, 1, 0)
     assert stale.asked == [((5, 6, 7), "l2", "hl-tp")]
+    assert InfoFlowKV(recompute=0.3, reorder=True, boundary=2).arrange(stale) == (2, 1, 0)
     assert InfoFlowKV(recompute=0.3).arrange(stale) == (0, 1, 2)
 
 
@@ -110,6 +126,7 @@ def test_geometries_keep_the_order_within_a_chunk_and_the_prefix_in_front():
         ({"recompute": -0.1}, "0 to 1, not -0.1"),
         ({"norm": "max"}, "one of l2, l1, not 'max'"),
         ({"geometry": "local"}, "one of global, hl-hp, tl-tp, hl-tp, not 'local'"),
+        ({"boundary": -1}, "0 or more, not -1"),
         ({"scoring_layers": "60%"}, "not '60%'"),
         ({"scoring_layers": "70%-60%"}, "not '70%-60%'"),
         ({"scoring_layers": "70%-160%"}, "not '70%-160%'"),

@@ -76,6 +76,34 @@ def train(
 
 @app.command()
 @clear_errors
+def reader(
+    out: Annotated[Path, typer.Option(help="Folder of the run; one that is found there is gone on with.")] = Path(
+        "reader-run"
+    ),
+    steps: Annotated[int, typer.Option(min=1, help="Of training.")] = 8000,
+    batch: Annotated[int, typer.Option(min=8, help="Texts of a step: 32 suit a CPU.")] = 256,
+    layers: Annotated[int, typer.Option(min=2, help="Of the model.")] = 6,
+    width: Annotated[int, typer.Option(min=64, help="Of the model, a multiple of 64.")] = 256,
+    minutes: Annotated[float, typer.Option(min=0, help="Write a checkpoint and stop after so long.")] = float("inf"),
+    seed: Seed = 0,
+) -> None:
+    """Train the built-in reader from scratch: a small Llama that answers questions about texts of facts.
+
+    The folder "reader" of the run is what AutoModelForCausalLM and AutoTokenizer load. accuracy.csv tells how many
+    questions of each kind it answers, every 1,000 steps. The same command goes on from the newest checkpoint.
+    """
+    from foveate.demo.training.reader import ReaderRecipe, train_reader
+
+    recipe = ReaderRecipe(steps=steps, batch=batch, layers=layers, width=width, seed=seed)
+    with progress() as track:
+        done = train_reader(out, recipe, minutes=minutes, track=track)
+    console.print((out / "accuracy.csv").read_text(), end="")
+    console.print("done" if done else "stopped in time; the same command goes on from here")
+    print(out / "reader")
+
+
+@app.command()
+@clear_errors
 def atlas(
     out: Annotated[Path, typer.Option(help="PNG to write.")] = Path("atlas.png"),
     font: Annotated[

@@ -6,4 +6,6 @@ __all__ = ["DATA", "PIPELINE", "READER"]
 
 DATA = Path(__file__).parent / "data"
 PIPELINE = DATA / "pipeline"
+"""Draws pictures: what `FluxPipeline.from_pretrained` loads."""
 READER = DATA / "reader"
+"""Answers questions about texts: what `AutoModelForCausalLM.from_pretrained` and `AutoTokenizer` load."""

@@ -145,12 +145,16 @@ class Context:
             tensor[:, :, rows] = before
         self._patched = False
 
-    def patch(self, method: Recomputation, prompt: str | Sequence[int]) -> "Patched":
+    def patch(
+        self, method: Recomputation, prompt: str | Sequence[int], question: str | Sequence[int] | None = None
+    ) -> "Patched":
         """Compute again what the method chooses for this prompt.
 
         Args:
             method: `InfoFlowKV`, or one of `foveate.methods.kv_baselines`.
             prompt: Text or token ids; what is generated from later.
+            question: What to choose by, in place of the prompt. The authors' release chooses by the bare question
+                and generates from a prompt with instructions around it.
 
         Raises:
             ValueError: If the context is patched already, or the prompt is empty or too long.
@@ -158,12 +162,13 @@ class Context:
         if self._patched or self._before:
             raise ValueError("the context is patched already: call undo() on what patch returned, or restore() here")
         ids, context, watch = self._prompt(prompt), self, Stopwatch(self.encoder.device)
+        asked = ids.tolist() if question is None else self._prompt(question).tolist()
         try:
             with watch.step("score"):
-                order = method.arrange(Asked(self, ids.tolist()))
+                order = method.arrange(Asked(self, asked))
                 if order != tuple(range(len(self.chunks))):
                     context = Context(self.encoder, tuple(self.chunks[chunk] for chunk in order))
-                rows = method.rows(Asked(context, ids.tolist())).cpu()  # before the long work: nothing waits for it
+                rows = method.rows(Asked(context, asked)).cpu()  # before the long work: nothing waits for it
             with watch.step("recompute"):
                 context.recompute(rows)
         except BaseException:

@@ -1,0 +1,300 @@
+# pyright: basic
+"""What it is worth to recompute some rows of cached chunks, with readers trained from scratch (foveate demo reader).
+
+python evals/context.py --readers out/readers/0/reader,out/readers/1/reader,out/readers/2/reader
+
+Each task is texts of facts, cut into chunks that are encoded alone, and a question about each. A task is reported
+where the full prefill answers at least 10 % more of the questions than the chunks side by side; the others show no
+gap that a method could close. All methods see the same questions and recompute equally many rows, none of them in the
+first chunk. CacheBlend has all rows of layers 0 and 1 anew besides, as its authors' code does. Intervals are of a
+bootstrap over readers and, within each, over questions. What is found in --out is gone on with.
+"""
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple
+
+import numpy as np
+import torch
+import typer
+from batched import PREFIX, Batch, Rows
+from context_report import draw_tasks, markdown
+from jaxtyping import Bool, Float, Int
+from quality import RESULTS, SHEETS, Commit
+from safetensors.torch import load_file, save
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from foveate import InfoFlowKV
+from foveate.cli.common import progress
+from foveate.compare import versions
+from foveate.demo.facts import ID, SENTENCE, VALUE, Facts, ask, draw_facts
+from foveate.demo.lexicon import WORDS
+from foveate.files import claim, write_whole
+from foveate.methods.kv_baselines import EPIC, CacheBlend, FullPrefill, NoRecompute, RandomRows
+from foveate.methods.recomputation import Recomputation, Spans, Stale
+from foveate.report import figure_png
+
+PEOPLE, SENTENCES = 6, 36  # of a text: 6 ids and 30 facts, of 5 or 6 relations
+CHUNK = PEOPLE * SENTENCE  # tokens: the ids are a chunk, whatever else is six sentences each
+CUT = 18  # tokens, no multiple of a sentence
+GAP = 0.1
+SEED = 10**12  # no reader has learned from it
+RESAMPLES = 2000
+BASELINES = "random", "EPIC", "CacheBlend", "CacheBlend by keys"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    """Texts and questions of one kind.
+
+    Attributes:
+        about: In words.
+        chunk: Tokens of a chunk.
+        draw: Options of `draw_facts`.
+        ask: Options of `ask`.
+        fits: Which facts may be asked about.
+    """
+
+    about: str
+    chunk: int = CHUNK
+    draw: dict[str, Any] = field(default_factory=lambda: {"by_id": (1.0, 1.0), "ids_first": 1.0})
+    ask: dict[str, Any] = field(default_factory=dict)
+    fits: Callable[[Facts], Bool[Tensor, "batch facts"]] = lambda facts: facts.by_id
+
+    def spans(self) -> Spans:
+        """Of the chunks."""
+        return tuple(pairwise(range(PREFIX, PREFIX + SENTENCES * SENTENCE + 1, self.chunk)))
+
+
+def _told_elsewhere(facts: Facts) -> Bool[Tensor, "batch facts"]:
+    place = torch.arange(SENTENCES)
+    return facts.by_id & (facts.defined // PEOPLE < place // PEOPLE)
+
+
+def _cut(facts: Facts) -> Bool[Tensor, "batch facts"]:
+    """Between the name and the value."""
+    begin = torch.arange(SENTENCES) * SENTENCE
+    return ((begin // CUT) < (begin + VALUE) // CUT) & (facts.relation != ID)
+
+
+NAMED: dict[str, Any] = {"by_id": (0.0, 0.0)}
+TASKS = {
+    "one hop": Task(about="facts that name the person", draw=NAMED, fits=lambda facts: facts.relation != ID),
+    "two hops": Task(about="facts that name an id, which the first chunk tells"),
+    "starved two hops": Task(about="the same, the person behind three letters", ask={"letters": (3, 3)}),
+    "passages": Task(
+        about="ids told in any chunk before",
+        draw={"by_id": (1.0, 1.0), "ids_first": 0.0},
+        fits=_told_elsewhere,
+    ),
+    "other words": Task(about="two hops, no word of the fact in the question", ask={"nouns": 1.0}),
+    "cut facts": Task(about="facts that name the person, cut before the value", chunk=CUT, draw=NAMED, fits=_cut),
+}
+
+
+class Gold(Recomputation):
+    """Only the row that holds the answer."""
+
+    def __init__(self, row: int):
+        self.row = row
+
+    def rows(self, stale: Stale) -> Int[Tensor, "rows"]:
+        """It alone."""
+        return torch.tensor([self.row])
+
+
+def ways(budget: float) -> dict[str, Callable[[int], Recomputation]]:
+    """By name the methods of a budget; each is given the number of the question."""
+    infoflow = partial(InfoFlowKV, recompute=budget)
+    same: dict[str, Recomputation] = {
+        "EPIC": EPIC(recompute=budget),
+        "CacheBlend": CacheBlend(recompute=budget, exclude_first=True),
+        "CacheBlend by keys": CacheBlend(recompute=budget, exclude_first=True, rank="k"),
+        "InfoFlow": infoflow(),
+        "InfoFlow l1": infoflow(norm="l1"),
+        "InfoFlow all layers": infoflow(scoring_layers="0%-100%"),
+        "InfoFlow hl-hp": infoflow(geometry="hl-hp"),
+        "InfoFlow tl-tp": infoflow(geometry="tl-tp"),
+        "InfoFlow hl-tp": infoflow(geometry="hl-tp"),
+        "InfoFlow reorder": infoflow(reorder=True),
+        "InfoFlow boundary=1": infoflow(boundary=1),
+        "InfoFlow boundary=2": infoflow(boundary=2),
+    }
+    return {
+        "random": lambda i: RandomRows(recompute=budget, seed=i),
+        **{name: lambda i, method=method: method for name, method in same.items()},
+    }
+
+
+class Asked(NamedTuple):
+    """The questions of a task.
+
+    Attributes:
+        ids: Of prefix and text.
+        prompts: Questions, all of one length.
+        answers: One token each.
+        gold: The row that holds the answer.
+    """
+
+    ids: Int[Tensor, "questions rows"]
+    prompts: Int[Tensor, "questions prompt"]
+    answers: Int[Tensor, "questions"]
+    gold: Int[Tensor, "questions"]
+
+
+def questions(task: Task, count: int) -> Asked:
+    """So many, each about a text of its own; the same ones every time."""
+    generator = torch.Generator().manual_seed(SEED)
+    facts = draw_facts(2 * count, SENTENCES, generator, people=(PEOPLE, PEOPLE), **task.draw)
+    fits = task.fits(facts)
+    kept = fits.any(1).nonzero()[:count, 0]
+    facts = Facts(*(part[kept] for part in facts))
+    place = torch.multinomial(fits[kept].float(), 1, generator=generator)
+    asked = ask(facts, place, generator, **task.ask)
+    length = int(asked.length[0, 0])
+    start = torch.full((len(kept), 1), WORDS.index("<s>"))
+    return Asked(
+        torch.cat([start, facts.ids], 1),
+        asked.ids[:, 0, :length],
+        asked.ids[:, 0, length],
+        PREFIX + place[:, 0] * SENTENCE + VALUE,
+    )
+
+
+Cells = dict[str, Float[Tensor, "measures questions"]]
+
+
+def measure(
+    model: Any,
+    task: Task,
+    asked: Asked,
+    budgets: list[float],
+    batch: int,
+    track: Callable[[int], Callable[[], None]] = lambda length: lambda: None,
+) -> Cells:
+    """For each "method budget" four measures: rightness, KL divergence, whether the gold row is chosen, how many rows.
+
+    The divergence, in nats, is that of the answer's distribution from a full prefill's.
+    """
+    ends = {"full": lambda i: FullPrefill(), "none": lambda i: NoRecompute(), "gold row": lambda i: Gold(gold[i])}
+    trials = ends | {f"{name} {budget}": way for budget in budgets for name, way in ways(budget).items()}
+    found: dict[str, list[Tensor]] = {name: [] for name in trials}
+    batches = list(zip(*(part.split(batch) for part in asked), strict=True))
+    advance = track(len(batches) * len(trials))
+    for some in map(Asked._make, batches):
+        contexts = Batch(model, some.ids.to(model.device), task.spans(), some.prompts.to(model.device))
+        full = contexts.patch([FullPrefill()] * len(some.ids)).logits.log_softmax(-1)
+        gold = some.gold.tolist()
+        for name, way in trials.items():
+            found[name].append(_score(contexts.patch([way(i) for i in range(len(gold))]), full, some, task.chunk))
+            advance()
+    return {name: torch.cat(parts, 1) for name, parts in found.items()}
+
+
+def _score(patched: Rows, full: Tensor, asked: Asked, chunk: int) -> Float[Tensor, "measures questions"]:
+    """What `measure` says of one method; `full` are the log-probabilities of a full prefill."""
+    home = (asked.gold - PREFIX) // chunk
+    moved = (patched.order == home[:, None]).long().argmax(1)
+    row = asked.gold + (moved - home) * chunk
+    ours = patched.logits.log_softmax(-1)
+    right = ours.argmax(-1).cpu() == asked.answers
+    divergence = (full.exp() * (full - ours)).sum(-1).cpu()
+    chosen = (patched.rows == row[:, None]).any(1)
+    return torch.stack([right, divergence, chosen, torch.full_like(divergence, patched.rows.shape[1])]).float()
+
+
+def summarise(cells: dict[str, Float[np.ndarray, "measures readers questions"]]) -> dict[str, Any]:
+    """Means and 95 % intervals of each method and budget; of those of no gap only what shows it."""
+    readers, count = next(iter(cells.values())).shape[1:]
+    draws = np.random.default_rng(0)
+    weights = np.zeros((RESAMPLES, readers, count), np.float32)
+    for resample in weights:
+        for reader in draws.integers(readers, size=readers):
+            resample[reader] += np.bincount(draws.integers(count, size=count), minlength=count)
+    weights = weights.reshape(RESAMPLES, -1) / (readers * count)
+
+    def interval(values: np.ndarray, resampled: np.ndarray) -> dict[str, float]:
+        low, high = np.quantile(resampled, [0.025, 0.975])
+        return {"value": float(values), "low": float(low), "high": float(high)}
+
+    means = {name: cell.reshape(4, -1).mean(1) for name, cell in cells.items()}
+    drawn = {name: weights @ cell[:2].reshape(2, -1).T for name, cell in cells.items()}  # [resamples, right and KL]
+    gap = interval(means["full"][0] - means["none"][0], drawn["full"][:, 0] - drawn["none"][:, 0])
+    result: dict[str, Any] = {"gap": gap, "separates": gap["value"] >= GAP, "cells": {}, "margins": {}}
+    shown = cells if result["separates"] else ("full", "none")
+
+    def recovered(of: dict[str, np.ndarray], name: str) -> np.ndarray:
+        right = {key: of[key][..., 0] for key in (name, "full", "none")}
+        return (right[name] - right["none"]) / np.maximum(right["full"] - right["none"], 1e-9)
+
+    for name in shown:
+        result["cells"][name] = {
+            "accuracy": interval(means[name][0], drawn[name][:, 0]),
+            "recovered": interval(recovered(means, name), recovered(drawn, name)),
+            "KL": interval(means[name][1], drawn[name][:, 1]),
+            "gold row": float(means[name][2]),
+            "rows": float(means[name][3]),
+            "readers": cells[name][0].mean(1).tolist(),
+        }
+    for budget in {name.rsplit(" ", 1)[1] for name in shown if name.startswith("EPIC")}:
+        best = max((f"{name} {budget}" for name in BASELINES), key=lambda name: recovered(means, name))
+        for name, other in (
+            ("InfoFlow", best),
+            ("InfoFlow boundary=1", f"EPIC {budget}"),
+            ("InfoFlow boundary=2", f"EPIC {budget}"),
+        ):
+            ours = f"{name} {budget}"
+            result["margins"][f"{ours} - {other}"] = interval(
+                recovered(means, ours) - recovered(means, other), recovered(drawn, ours) - recovered(drawn, other)
+            )
+    return result
+
+
+def main(
+    readers: Annotated[str, typer.Option(help="Folders of readers, separated by commas.")],
+    count: Annotated[int, typer.Option(help="Questions of a task.")] = 1024,
+    batch: Annotated[int, typer.Option(help="Questions that are answered together.")] = 256,
+    budgets: Annotated[str, typer.Option(help="Parts of the rows to recompute.")] = "0.05,0.15,0.3,0.5",
+    only: Annotated[str, typer.Option(help="Tasks, separated by commas.")] = ",".join(TASKS),
+    out: Annotated[Path, typer.Option(help="Folder of what is measured.")] = Path("eval-context"),
+    commit: Commit = "",
+) -> None:
+    """Measure, summarise and write."""
+    parts, names, folders = [float(part) for part in budgets.split(",")], only.split(","), readers.split(",")
+    if unknown := [name for name in names if name not in TASKS]:
+        raise ValueError(f"unknown task {unknown[0]!r}: choose from {', '.join(TASKS)}")
+    settings = {"readers": readers, "questions": str(count), "budgets": budgets}
+    claim(out, settings)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    tasks: dict[str, Any] = {}
+    with progress() as track:
+        for name in names:
+            files = [out / f"{i}-{name}.safetensors" for i in range(len(folders))]
+            for folder, path in zip(folders, files, strict=True):
+                if not path.exists():
+                    model: Any = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
+                    model = model.to(device).eval()
+                    asked = questions(TASKS[name], count)
+                    cells = measure(model, TASKS[name], asked, parts, batch, partial(track, f"{name}, {folder}"))
+                    write_whole(path, save(cells))
+            read = [load_file(path) for path in files]
+            cells = {cell: torch.stack([one[cell] for one in read], 1).numpy() for cell in read[0]}
+            tasks[name] = {"about": TASKS[name].about, **summarise(cells)}
+    about = {"versions": versions(), **settings, "sentences": SENTENCES, "tasks": tasks}
+    if commit:
+        about["versions"]["commit"] = commit
+    path = RESULTS / f"context-{device}.json"
+    write_whole(path, json.dumps(about, indent=2).encode() + b"\n")
+    write_whole(path.with_suffix(".md"), markdown(tasks).encode() + b"\n")
+    write_whole(SHEETS / "context.png", figure_png(draw_tasks(tasks)))
+    print(markdown(tasks))
+    print(path)
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,71 @@
+"""What evals/context.py has measured, as a table and as a picture."""
+
+from typing import Any
+
+from matplotlib.figure import Figure
+
+__all__ = ["draw_tasks", "markdown"]
+
+STYLES = {
+    "InfoFlow": {"color": "#2E6FB7", "marker": "o", "linewidth": 2},
+    "InfoFlow boundary=1": {"color": "#2E6FB7", "marker": "s", "linestyle": "--"},
+    "CacheBlend": {"color": "#D9822B", "marker": "^"},
+    "EPIC": {"color": "#3D9970", "marker": "v"},
+    "random": {"color": "#9AA5B1", "marker": "."},
+}
+"""What the picture shows, and how."""
+
+
+def markdown(tasks: dict[str, Any]) -> str:
+    """A table for each task that separates, and one line for the others."""
+    parts = []
+    for name, task in tasks.items():
+        cells = task["cells"]
+        full, none = (f"{cells[end]['accuracy']['value']:.1%}" for end in ("full", "none"))
+        ends = f"full prefill {full}, none recomputed {none}"
+        if not task["separates"]:
+            parts.append(f"**{name}** ({task['about']}): no gap; {ends}.")
+            continue
+        budgets = sorted({cell.rsplit(" ", 1)[1] for cell in cells if cell.startswith("EPIC")}, key=float)
+        methods = dict.fromkeys(cell.rsplit(" ", 1)[0] for cell in cells if cell[-1].isdigit())
+        rows = [f"| recovered, at | {' | '.join(f'{float(b):.0%} ({_rows(cells, b)} rows)' for b in budgets)} |"]
+        rows.append("|---" * (1 + len(budgets)) + "|")
+        rows += [
+            f"| {method} | {' | '.join(_recovered(cells[f'{method} {b}']) for b in budgets)} |" for method in methods
+        ]
+        gold = cells["gold row"]
+        parts.append(
+            f"**{name}** ({task['about']}): {ends}; the gold row alone recovers {_recovered(gold)}.\n\n"
+            + "\n".join(rows)
+        )
+    return "\n\n".join(parts)
+
+
+def _rows(cells: dict[str, Any], budget: str) -> int:
+    (count,) = {cell["rows"] for name, cell in cells.items() if name.endswith(f" {budget}")}
+    return round(count)
+
+
+def _recovered(cell: dict[str, Any]) -> str:
+    value = cell["recovered"]
+    return f"{value['value']:.2f} [{value['low']:.2f}, {value['high']:.2f}]"
+
+
+def draw_tasks(tasks: dict[str, Any]) -> Figure:
+    """Accuracy against the part of the rows that is computed again, a panel for each task that separates."""
+    shown = {name: task["cells"] for name, task in tasks.items() if task["separates"]}
+    figure = Figure(figsize=(3.2 * max(1, len(shown)), 3.4), layout="constrained")
+    panels = figure.subplots(1, max(1, len(shown)), sharey=True, squeeze=False)[0]
+    for axes, (name, cells) in zip(panels, shown.items(), strict=False):
+        for method, style in STYLES.items():
+            budgets = sorted(float(cell.rsplit(" ", 1)[1]) for cell in cells if cell.rsplit(" ", 1)[0] == method)
+            points = [cells[f"{method} {budget}"]["accuracy"] for budget in budgets]
+            values, lows, highs = ([point[part] for point in points] for part in ("value", "low", "high"))
+            axes.plot(budgets, values, label=method, **style)
+            axes.fill_between(budgets, lows, highs, color=style["color"], alpha=0.12, linewidth=0)
+        for end, line in (("full", "-"), ("none", ":")):
+            axes.axhline(cells[end]["accuracy"]["value"], color="#444444", linestyle=line, linewidth=0.8, label=end)
+        axes.set(title=name, xlabel="part of the rows recomputed", ylim=(0, 1.02))
+    figure.axes[0].set_ylabel("questions answered rightly")
+    figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=4, frameon=False)
+    return figure

@@ -1,0 +1,78 @@
+"""Texts of labelled examples, and inputs whose label is asked for, as tokens and without end.
+
+    goat tiger hen -> sigma .     flute harp lute -> beta .     horse cow crow -> sigma .
+
+The words of an example are of one kind; which label belongs to which kind is another in every text.
+"""
+
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Int
+from torch import Tensor
+
+from foveate.demo.facts import BLANK, Questions
+from foveate.demo.lexicon import LABELS, RELATIONS, WORDS
+
+__all__ = ["EXAMPLE", "Labelled", "draw_labelled"]
+
+INPUT = 3  # words of an example
+EXAMPLE = INPUT + 3  # its tokens: with the arrow, the label and the full stop
+
+_TOKENS = {word: i for i, word in enumerate(WORDS)}
+_KINDS = torch.tensor([[_TOKENS[value] for value in relation.values] for relation in RELATIONS])
+
+
+class Labelled(NamedTuple):
+    """Texts of as many examples each, and questions about them.
+
+    Attributes:
+        ids: Their tokens.
+        labels: At each arrow the label of a kind of words that came before, BLANK elsewhere.
+        questions: Inputs of kinds that the text has, with their labels.
+    """
+
+    ids: Int[Tensor, "batch tokens"]
+    labels: Int[Tensor, "batch tokens"]
+    questions: Questions
+
+
+def draw_labelled(
+    batch: int, examples: int, questions: int, generator: torch.Generator, kinds: tuple[int, int] = (2, 6)
+) -> Labelled:
+    """Texts, drawn at random.
+
+    Args:
+        batch: How many.
+        examples: Of each.
+        questions: About each.
+        generator: Of all draws, on the CPU.
+        kinds: Fewest and most kinds of words, each with a label of its own.
+    """
+
+    def distinct(number: int) -> Tensor:
+        return torch.rand(batch, number, generator=generator).argsort()
+
+    sort = distinct(len(RELATIONS))
+    label = distinct(len(LABELS)) + _TOKENS[LABELS[0]]
+    several = torch.randint(kinds[0], kinds[1] + 1, (batch, 1), generator=generator)
+    kind = (torch.rand(batch, examples, generator=generator) * several).long()
+    asked = kind.gather(1, torch.randint(examples, (batch, questions), generator=generator))
+    every = torch.cat([kind, asked], 1)
+    words = torch.rand(*every.shape, _KINDS.shape[1], generator=generator).topk(INPUT).indices
+    words = _KINDS[sort.gather(1, every)[..., None], words]
+    name = label.gather(1, every)
+
+    def text(*last: str) -> Tensor:
+        ends = [torch.full_like(name, _TOKENS[word]) for word in last]
+        return torch.cat([words, torch.stack([ends[0], name, *ends[1:]], -1)], -1)
+
+    known = (kind[:, :, None] == kind[:, None]).tril(-1).any(-1)
+    labels = torch.full((batch, examples, EXAMPLE), BLANK)
+    labels[..., INPUT] = name[:, :examples].masked_fill(~known, BLANK)
+    ids = text("->", "</s>")[:, examples:]
+    return Labelled(
+        text("->", ".")[:, :examples].flatten(1),
+        labels.flatten(1),
+        Questions(ids, torch.full(ids.shape[:2], INPUT + 1), torch.full(ids.shape[:2], BLANK)),
+    )

@@ -1,0 +1,118 @@
+"""Laws of the experiments on cached contexts: many at once are patched as one at a time."""
+
+import numpy as np
+import pytest
+import torch
+from batched import Batch
+from context import BASELINES, TASKS, measure, questions, summarise
+from context_report import draw_tasks, markdown
+
+from foveate import InfoFlowKV
+from foveate.demo.lexicon import WORDS, reader_tokenizer
+from foveate.demo.training.reader import ReaderRecipe, untrained_reader
+from foveate.integrations.transformers import ChunkEncoder
+from foveate.methods.kv_baselines import EPIC, CacheBlend, FullPrefill, NoRecompute, RandomRows
+
+SPANS = (1, 7), (7, 13), (13, 19)
+METHODS = [
+    FullPrefill(), NoRecompute(), RandomRows(recompute=0.3, seed=5), EPIC(recompute=0.3), CacheBlend(recompute=0.3),
+    CacheBlend(recompute=0.3, rank="k"), InfoFlowKV(recompute=0.3), InfoFlowKV(recompute=0.3, norm="l1"),
+    InfoFlowKV(recompute=0.3, geometry="hl-hp"), InfoFlowKV(recompute=0.3, geometry="tl-tp"),
+    InfoFlowKV(recompute=0.3, geometry="hl-tp"), InfoFlowKV(recompute=0.3, boundary=1),
+    InfoFlowKV(recompute=0.3, reorder=True),
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def model():
+    model = untrained_reader(ReaderRecipe(layers=4, width=64)).double().eval()
+    for weight in model.parameters():
+        weight.data.mul_(5)  # attention far from even
+    model.set_attn_implementation("eager")
+    return model
+
+
+@pytest.mark.parametrize("method", METHODS, ids=repr)
+def test_many_contexts_are_patched_as_one_at_a_time(model, method):
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(3, 400, (3, SPANS[-1][1]), generator=generator)
+    ids[:, 0] = 0
+    prompts = torch.randint(3, 400, (3, 4), generator=generator)
+    together = Batch(model, ids, SPANS, prompts).patch([method] * 3)
+    encoder = ChunkEncoder(model, reader_tokenizer())
+    for i in range(3):
+        context = encoder.compose(encoder.encode([ids[i, slice(*span)].tolist() for span in SPANS]))
+        with context.patch(method, prompts[i].tolist()) as patched, torch.no_grad():
+            assert patched.rows.tolist() == together.rows[i].tolist()
+            assert patched.order == tuple(together.order[i].tolist())
+            logits = model(input_ids=prompts[i][None], past_key_values=patched.context.cache()).logits[0, -1]
+            torch.testing.assert_close(together.logits[i], logits.float(), rtol=1e-4, atol=1e-4)
+
+
+def test_only_chunks_of_one_length_change_places(model):
+    with pytest.raises(ValueError, match="same length"):
+        Batch(model, torch.zeros(1, 6, dtype=torch.long), ((1, 3), (3, 6)), torch.ones(1, 2)).reordered(torch.eye(2))
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_the_gold_row_holds_the_answer_and_the_question_is_of_its_kind(name):
+    task = TASKS[name]
+    asked, again = questions(task, 40), questions(task, 40)
+    assert all(torch.equal(a, b) for a, b in zip(asked, again, strict=True))
+    assert torch.equal(asked.ids.gather(1, asked.gold[:, None])[:, 0], asked.answers)
+    starts = torch.tensor([start for start, _ in task.spans()])
+    for ids, prompt, gold in zip(asked.ids, asked.prompts, asked.gold.tolist(), strict=True):
+        words = [WORDS[token] for token in ids.tolist()]
+        relation, subject = words[gold - 2], words[gold - 3]
+        begins = int(starts[starts <= gold].max())
+        asks = [WORDS[token] for token in prompt.tolist()]
+        assert (relation in asks) == (name != "other words")
+        assert asks.count("Let") == (3 if "starved" in name else 0)
+        if name == "cut facts":
+            assert gold - 3 < begins <= gold
+        elif name != "one hop":
+            home = words.index(subject, 0, gold - 3)  # where the id is told, in a chunk before
+            assert words[home - 2 : home] == ["has", "id"]
+            assert home < begins
+
+
+def test_methods_recompute_equally_many_rows_and_all_of_them_is_the_full_prefill(model):
+    task = TASKS["two hops"]
+    asked = questions(task, 4)
+    cells = measure(model.double(), task, asked, [0.1, 1.0], batch=3)
+    for name, (_, divergence, chosen, rows) in cells.items():
+        if name.endswith("0.1"):
+            assert rows.tolist() == [18.0] * 4
+        elif name.endswith("1.0") or name in ("full", "gold row"):
+            assert chosen.all()
+        if name == "full" or (name.endswith("1.0") and "reorder" not in name):
+            assert divergence.abs().max() < 1e-6
+    assert cells["none"][1].min() > 1e-3
+
+
+def made_up(**accuracy):
+    """Cells of two readers and 500 questions with these parts answered rightly."""
+    right = {name.replace("_", " "): np.arange(500)[None].repeat(2, 0) < 500 * part for name, part in accuracy.items()}
+    return {name: np.stack([part, 1.0 - part, part, np.full((2, 500), 9.0)]) for name, part in right.items()}
+
+
+def test_what_is_recovered_lies_between_none_and_full_and_a_task_without_gap_is_only_named():
+    names = *BASELINES, "InfoFlow", "InfoFlow boundary=1", "InfoFlow boundary=2"
+    parts = 0.3, 0.4, 0.5, 0.35, 0.8, 0.7, 0.4
+    cells = made_up(full=1.0, none=0.2, gold_row=0.9)
+    cells |= {f"{name} 0.15": made_up(x=part)["x"] for name, part in zip(names, parts, strict=True)}
+    found = summarise(cells)
+    assert found["gap"]["value"] == pytest.approx(0.8)
+    assert found["cells"]["InfoFlow 0.15"]["recovered"]["value"] == pytest.approx(0.75)
+    interval = found["cells"]["InfoFlow 0.15"]["accuracy"]
+    assert interval["high"] - interval["low"] == pytest.approx(4 * (0.8 * 0.2 / 1000) ** 0.5, rel=0.15)
+    assert found["margins"]["InfoFlow 0.15 - CacheBlend 0.15"]["value"] == pytest.approx(0.375)
+    assert found["margins"]["InfoFlow boundary=2 0.15 - EPIC 0.15"]["value"] == pytest.approx(0.0, abs=1e-6)
+    nothing = summarise(cells | made_up(none=0.95))
+    assert not nothing["separates"]
+    assert set(nothing["cells"]) == {"full", "none"}
+    tasks = {"gap": {"about": "one", **found}, "no": {"about": "two", **nothing}}
+    text = markdown(tasks)
+    assert "| InfoFlow | 0.75 [0.7" in text
+    assert "**no** (two): no gap; full prefill 100.0%, none recomputed 95.0%." in text
+    assert len(draw_tasks(tasks).axes) == 1
