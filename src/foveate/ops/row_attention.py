@@ -63,3 +63,6 @@ def portable(q: Tensor, k: Tensor, v: Tensor, rows: Tensor, scale: float) -> Ten
         part = scaled_dot_product_attention(part, k[:, :, :end], v[:, :, :end], attn_mask=mask, scale=scale)
         out[:, :, start : start + SLICE] = part.unflatten(2, (share, -1)).flatten(1, 2)
     return out
+
+
+dispatch.register_kernels("row_attention")
