@@ -18,9 +18,10 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from foveate.bench.models import random_model
 from foveate.bench.timing import Marks, peak_memory
-from foveate.compare import Track, versions
+from foveate.compare import Track
 from foveate.integrations.transformers import ChunkCache, ChunkEncoder, Patched
 from foveate.integrations.transformers.context import Asked
+from foveate.machine import versions
 from foveate.methods import InfoFlowKV
 from foveate.methods.kv_baselines import EPIC, CacheBlend, FullPrefill, NoRecompute
 from foveate.methods.recomputation import Recomputation
