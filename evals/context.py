@@ -31,10 +31,10 @@ from transformers import AutoModelForCausalLM
 
 from foveate import InfoFlowKV
 from foveate.cli.common import progress
-from foveate.compare import versions
 from foveate.demo.facts import ID, SENTENCE, VALUE, Facts, ask, draw_facts
 from foveate.demo.lexicon import WORDS
 from foveate.files import claim, write_whole
+from foveate.machine import versions
 from foveate.methods.kv_baselines import EPIC, CacheBlend, FullPrefill, NoRecompute, RandomRows
 from foveate.methods.recomputation import Recomputation, Spans, Stale
 from foveate.report import figure_png

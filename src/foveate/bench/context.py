@@ -18,9 +18,10 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from foveate.bench.models import random_model
 from foveate.bench.timing import Marks, peak_memory
-from foveate.compare import Track, versions
+from foveate.compare import Track
 from foveate.integrations.transformers import ChunkCache, ChunkEncoder, Patched
 from foveate.integrations.transformers.context import Asked
+from foveate.machine import Stopwatch, versions
 from foveate.methods import InfoFlowKV
 from foveate.methods.kv_baselines import EPIC, CacheBlend, FullPrefill, NoRecompute
 from foveate.methods.recomputation import Recomputation
@@ -194,7 +195,8 @@ def first_token(way: Way, work: Work, mark: Callable[[str], None] = lambda stage
     context.recompute(rows)
     mark("recompute")
     order = tuple(range(len(chunks)))
-    logits = Patched(context, work.ids[-len(work.prompt) :], order, rows).logits(last=1)
+    patched = Patched(context, work.ids[-len(work.prompt) :], order, rows, Stopwatch(work.encoder.device))
+    logits = patched.logits(last=1)
     mark("prompt")
     return logits, len(rows)
 

@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from foveate.bench.timing import peak_memory
-from foveate.compare import Track, versions
-from foveate.integrations.diffusers.pipelines import now
+from foveate.compare import Track
+from foveate.machine import now, versions
 from foveate.methods import SubCP
 from foveate.methods.sub_cp import Selection
 from foveate.ops import dispatch

@@ -271,7 +271,7 @@ def context(
     """
     from foveate.bench.context import How, bench_context, draw_context, table_of
     from foveate.files import write_whole
-    from foveate.integrations.diffusers.pipelines import choose_device, choose_dtype
+    from foveate.machine import choose_device, choose_dtype
     from foveate.report import figure_png
 
     where = choose_device(device)
@@ -307,7 +307,7 @@ def examples(
     """
     from foveate.bench.examples import How, bench_examples, draw_examples, table_of
     from foveate.files import write_whole
-    from foveate.integrations.diffusers.pipelines import choose_device
+    from foveate.machine import choose_device
     from foveate.report import figure_png
 
     if picks % blocks:
