@@ -71,7 +71,7 @@ class ReaderRecipe:
     letters: int = 3
     easy: float = 0.25
     rate: float = 1e-3
-    knowing: float = 0.5
+    knowing: float = 1.0
     seed: int = 0
 
     def __post_init__(self) -> None:
