@@ -287,4 +287,3 @@ def _sum(more: Float[Tensor, "some represented"]) -> Float[Tensor, "some"]:
 
 
 dispatch.register_kernels("facility_location")
-dispatch.register_kernels("coverage_drops")
