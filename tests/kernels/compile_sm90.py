@@ -62,6 +62,11 @@ def compiled(kernel, constants, half, warps, registers=None, **more_kinds):
     return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
 
 
+def made_constant(kernel, sizes):
+    """Of sizes that are 1, those that Triton compiles in as constants: all for which the kernel does not forbid it."""
+    return {param.name: 1 for param in kernel.params if param.name in sizes and not param.do_not_specialize}
+
+
 def usage(cubin):
     """Of a thread: its registers, and the bytes that do not fit into them."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
@@ -135,8 +140,10 @@ for size in (256, 1024):
 constants = {"BM": coverage_drops.CANDIDATES, "BN": coverage_drops.ITEMS, "BC": coverage_drops.CHANNELS}
 constants |= {"STAGES": coverage_drops.STAGES}
 sums = dict.fromkeys(("p_before", "p_after", "p_drops"), "*fp32")
-result = compiled(coverage_drops.sum_drops, constants, "bf16", coverage_drops.WARPS, **sums)
-report("coverage_drops", 128, "bf16", result)
+for rows, sizes in ((128, ()), (1, ("items", "candidates"))):
+    ones = made_constant(coverage_drops.sum_drops, sizes)
+    result = compiled(coverage_drops.sum_drops, constants | ones, "bf16", coverage_drops.WARPS, **sums)
+    report("coverage_drops", rows, "bf16", result)
 for size in (16, 64):
     constants = {"M": size, "T": size, "BC": region_matmul.CHANNELS}
     kernel, warps = region_matmul._multiply, region_matmul.WARPS

@@ -132,6 +132,25 @@ class Peak(TorchDispatchMode):
         return made
 
 
+def test_a_pick_waits_for_the_device_three_times():
+    """For what is served better, for whether to look again, and for the pick. Waiting leaves a GPU idle."""
+    embeddings = rows(0, 500, 64)
+    with Waits() as waits:
+        module.pick_in_turns(embeddings, embeddings, 20 * [0, 1])
+    assert waits.number == 3 * 40
+
+
+class Waits(TorchDispatchMode):
+    """How often the CPU would need what a device computes: for a number, or for the shape of a result."""
+
+    number = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        masked = "aten.index" in str(func) and any(x is not None and x.dtype == torch.bool for x in args[1])
+        self.number += masked or str(func) in ("aten._local_scalar_dense.default", "aten.nonzero.default")
+        return func(*args, **(kwargs or {}))
+
+
 @pytest.mark.usefixtures("as_a_user")
 def test_more_turns_than_candidates_are_refused():
     with pytest.raises(ValueError, match="1 to 3 turns for 3 candidates: 4"):

@@ -21,6 +21,7 @@ CANDIDATES = ITEMS = 128  # of a tile of similarities
 CHANNELS, WARPS, STAGES = 64, 8, 3
 AMPERE = 8
 HALF = torch.bfloat16  # float16 would lose small channels
+NUMBERS = ("items", "candidates")  # which 1 must not turn into constants
 _HALVES: PerTensors[Tensor] = PerTensors()
 
 
@@ -29,7 +30,7 @@ def _load(p, o_n, m_n, s_n, o_c):
     return tl.load(p + o_n[:, None].to(tl.int64) * s_n + o_c[None, :], mask=m_n[:, None], other=0.0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=NUMBERS)
 def sum_drops(
     p_items, p_candidates, p_before, p_after, p_drops, items, candidates, s_n,
     BM: tl.constexpr, BN: tl.constexpr, BC: tl.constexpr, STAGES: tl.constexpr,

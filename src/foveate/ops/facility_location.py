@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from foveate.ops import dispatch
@@ -168,25 +168,23 @@ def pick_in_turns(
     if not 1 <= len(turns) <= len(candidates):
         raise ValueError(f"there must be 1 to {len(candidates)} turns for {len(candidates)} candidates: {len(turns)}")
     blocks = max(turns) + 1
-    nothing = candidates.new_zeros(len(candidates))
-    worth = nothing if bonus is None else bonus
+    worth = candidates.new_zeros(len(candidates)) if bonus is None else bonus.clone()
     left = None if room is None else room.clone()
-    free = torch.ones_like(nothing, dtype=torch.bool)
     first = _first_gains(represented, candidates, track)
     states = [_Block(represented, candidates, first) for _ in range(blocks)]
     picks, gains = [], []
     advance = track("picks", len(turns))
     for turn in turns:
-        allowed = free if left is None else free & (left[turn] > 0)[classes]
-        pick = states[turn].best(worth, allowed)
+        pick = states[turn].best(worth if left is None else worth.masked_fill((left[turn] < 1)[classes], -torch.inf))
         picks.append(pick)
         gains.append(states[turn].bounds[pick] + worth[pick])
         states[turn].add(pick)
-        free[pick] = False
+        worth[pick] = -torch.inf  # taken
         if left is not None and classes is not None:
             left[turn, classes[pick]] -= 1
         advance()
-    return Picked(torch.stack(picks), torch.stack(gains), torch.stack([state.covered for state in states]))
+    chosen = torch.tensor(picks, device=candidates.device)
+    return Picked(chosen, torch.stack(gains), torch.stack([state.covered for state in states]))
 
 
 def best_similarity(
@@ -213,22 +211,21 @@ class _Block:
         self.bounds = gains.clone()
         self.fresh = torch.ones_like(gains, dtype=torch.bool)  # bounds that are gains
 
-    def best(self, bonus: Float[Tensor, "candidates"], allowed: Bool[Tensor, "candidates"]) -> Int[Tensor, ""]:
-        """The allowed candidate of largest gain. Looks, twice as many each time, at those that could still win."""
+    def best(self, worth: Float[Tensor, "candidates"]) -> int:
+        """The candidate of largest gain and worth. Looks, twice as many each time, at those that could still win."""
         size = LOOKS
         while True:
-            total = (self.bounds + bonus).masked_fill(~allowed, -torch.inf)
-            best = total.masked_fill(~self.fresh, -torch.inf).max()
-            enough = best - NEARLY * best.abs()
-            bounds, stale = total.masked_fill(self.fresh, -torch.inf).topk(min(size, len(total)))
-            if bounds[0] < enough:
-                return (total >= enough).int().argmax()
-            stale = stale[bounds >= enough]
+            stale = (self.bounds + worth).masked_fill(self.fresh, -torch.inf).topk(min(size, len(worth))).indices
             self.bounds[stale] = _gains(self.represented, self.candidates[stale], self.covered)
             self.fresh[stale] = True
+            total = self.bounds + worth
+            best = total.max()
+            near = total >= best - NEARLY * best.abs()
+            if not (near & ~self.fresh).any():
+                return int(near.int().argmax())  # a number: indexing by a tensor would wait for the device each time
             size = min(2 * size, max(LOOKS, AT_ONCE // len(self.represented)))
 
-    def add(self, pick: Int[Tensor, ""]) -> None:
+    def add(self, pick: int) -> None:
         """Take the candidate in, and lower the bounds by what was served better by it: ever fewer items."""
         covered = torch.maximum(self.covered, self.represented @ self.candidates[pick])
         changed = (covered > self.covered).nonzero()[:, 0]
