@@ -45,6 +45,7 @@ CUT = 18  # tokens, no multiple of a sentence
 GAP = 0.1
 SEED = 10**12  # no reader has learned from it
 RESAMPLES = 2000
+ROWS = "subject", "verb", "word before the value", "value", "full stop"
 BASELINES = "random", "EPIC", "CacheBlend", "CacheBlend by keys"
 
 
@@ -197,12 +198,14 @@ def measure(
 
     The divergence, in nats, is that of the answer's distribution from a full prefill's.
     """
-    ends = {
+    ends: dict[str, Callable[[int], Recomputation]] = {
         "full": lambda i: FullPrefill(),
         "none": lambda i: NoRecompute(),
         "the fact": lambda i: Known(some.fact[i]),
         "facts alike": lambda i: Known(some.alike[i]),
     }
+    for at, word in enumerate(ROWS):
+        ends[f"its {word}"] = lambda i, at=at: Known(some.fact[i, at : at + 1])
     trials = ends | {f"{name} {budget}": way for budget in budgets for name, way in ways(budget).items()}
     found: dict[str, list[Tensor]] = {name: [] for name in trials}
     batches = list(zip(*(part.split(batch) for part in asked), strict=True))

@@ -33,7 +33,8 @@ def markdown(tasks: dict[str, Any]) -> str:
         rows += [
             f"| {method} | {' | '.join(_recovered(cells[f'{method} {b}']) for b in budgets)} |" for method in methods
         ]
-        known = (f"{part} alone recovers {_recovered(cells[part])}" for part in ("the fact", "facts alike"))
+        parts_alone = [name for name in cells if name in ("the fact", "facts alike") or name.startswith("its ")]
+        known = (f"{part} alone recovers {_recovered(cells[part])}" for part in parts_alone)
         parts.append(
             f"**{name}** ({task['about']}): {ends}; {', '.join(known)}."
             + ("\n\n" + "\n".join(rows) if budgets else "")
