@@ -5,6 +5,7 @@ from itertools import pairwise
 import pytest
 import torch
 from log_linear_oracle import log_linear, pooled, select_nodes
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from foveate.kernels import log_linear_attention as glue
 from foveate.kernels import log_linear_keys, pyramid, select_blocks, selection
@@ -241,6 +242,31 @@ def test_every_custom_op_passes_opcheck():
     lists = select_blocks.pick_nodes(means, counts, 300, 16, 2, 3)
     leaves = [x.requires_grad_() for x in (q, k, v, torch.randn(1, 2, 4, 32), torch.randn(1, 2, 4, 32))]
     torch.library.opcheck(glue._attend, (*leaves, means, counts, logs, lists, None, 16, 3, 2, True, False, 0.2))
+
+
+class Makers(TorchDispatchMode):
+    """The ops that make tensors of so many numbers, or more."""
+
+    def __init__(self, numbers):
+        super().__init__()
+        self.numbers, self.ops = numbers, []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        made = func(*args, **(kwargs or {}))
+        tensors = [x for x in (made if isinstance(made, (tuple, list)) else [made]) if isinstance(x, torch.Tensor)]
+        if not func.is_view and any(x.numel() >= self.numbers for x in tensors):
+            self.ops.append(func.name())
+        return made
+
+
+@pytest.mark.usefixtures("large_shapes")
+def test_a_backward_pass_writes_no_gradient_twice():
+    q, k, v = (torch.randn(1, 2, 300, 32).requires_grad_() for _ in range(3))
+    options = Options(3, 16, 2, 2, True, 0.2, False, False, True)
+    out = glue.log_linear_attention(q, k, v, None, None, None, None, options)[0]
+    with Makers(q.numel()) as makers:
+        torch.autograd.grad(out, (q, k, v), q.detach())
+    assert [op for op in makers.ops if op != "aten::detach"] == ["foveate::log_linear_attention_backward"]
 
 
 def test_the_kernels_take_half_precision_on_nvidia_gpus(monkeypatch):

@@ -186,6 +186,7 @@ def bench_train(
 
 def _measured(variant: Variant, side: int, wait: float, how: How) -> dict[str, Any]:
     row: dict[str, Any] = {}
+    torch.compiler.reset()  # a graph keeps the dense kernel of the variant that it was made for
     try:
         _in_time(wait, how, "by what fewer tokens took")
         row |= _checked(variant, how)

@@ -26,7 +26,8 @@ def log_linear_attention(
 ) -> tuple[Tensor, Tensor, list[Tensor], tuple[Tensor, ...]]:
     """What `foveate.ops.log_linear_attention` defines: output, LSE, lists and counts."""
     q, k, v, real = rows(q), rows(k), rows(v), packed(real)
-    extra_k, extra_v = (y[:, :, :0] if x is None else rows(x) for x, y in ((extra_k, k), (extra_v, v)))
+    nothing = k.new_empty(*k.shape[:2], 0, k.shape[3])  # not a part of k: it would send k a gradient of zeros
+    extra_k, extra_v = (nothing if x is None else rows(x) for x in (extra_k, extra_v))
     tokens, block, levels = q.shape[2], options.block_size, options.levels
     given = [x.detach() for x in ((k, v) if lists else (q, k, v))]
     means, counts, logs = pool_levels(given, real, block, levels)
