@@ -1,7 +1,9 @@
-"""Commands that measure speed: of one call of attention, and of one step of denoising or of training."""
+"""Commands that measure speed: of attention, of one step of denoising or training, of contexts and of examples."""
 
 import json
 import os
+from collections.abc import Callable, Iterable
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Annotated, Any
@@ -47,10 +49,8 @@ def attention(
     foveate bench attention --pixels 512 --heads 2 --head-dim 64      # a CPU
     """
     from foveate.bench.attention import Case, bench_attention, draw_attention, table_of
-    from foveate.files import write_whole
     from foveate.machine import choose_device, choose_dtype
     from foveate.methods import HilbertA
-    from foveate.report import figure_png
 
     where = choose_device(device)
     cases = [
@@ -59,16 +59,12 @@ def attention(
         for count in _numbers(tiles)
         for square in (_numbers(centre, float) if count > 1 else [0])
     ]
-    path, result = out / f"attention-{'backward' if backward else 'forward'}-{where.type}.json", {"rows": []}
-    with progress() as track:
-        for result in bench_attention(
-            cases, where, choose_dtype(dtype, where), batch=batch, heads=heads, head_dim=head_dim, text=text,
-            backward=backward, rounds=rounds, track=track,
-        ):  # fmt: skip
-            _write(path, result, commit)
-            write_whole(path.with_suffix(".png"), figure_png(draw_attention(result)))
-    Console().print(table_of(result))
-    print(path)
+    run = partial(
+        bench_attention, cases, where, choose_dtype(dtype, where), batch=batch, heads=heads, head_dim=head_dim,
+        text=text, backward=backward, rounds=rounds,
+    )  # fmt: skip
+    path = out / f"attention-{'backward' if backward else 'forward'}-{where.type}.json"
+    _keep(path, commit, run, table_of, draw_attention)
 
 
 @app.command()
@@ -105,22 +101,15 @@ def log_linear(
     foveate bench log-linear --tokens 1024,4096,16384 --heads 2           # a CPU
     """
     from foveate.bench.log_linear import Case, How, bench_log_linear, draw_log_linear, table_of
-    from foveate.files import write_whole
     from foveate.machine import choose_device, choose_dtype
-    from foveate.report import figure_png
 
     where = choose_device(device)
     how = How(where, choose_dtype(dtype, where), backward, contiguous, longest, rounds)
     depths = [None if depth == "auto" else _numbers(depth)[0] for depth in levels.split(",")]
     series = product(_numbers(heads), _numbers(head_dim), depths, _numbers(top_k), [block_size], inputs.split(","))
     cases = [Case(length, *options) for options in series for length in sorted(_numbers(tokens))]
-    path, result = out / f"log-linear-{'backward' if backward else 'forward'}-{where.type}.json", {"rows": []}
-    with progress() as track:
-        for result in bench_log_linear(cases, how, track):
-            _write(path, result, commit)
-            write_whole(path.with_suffix(".png"), figure_png(draw_log_linear(result)))
-    Console().print(table_of(result))
-    print(path)
+    path = out / f"log-linear-{'backward' if backward else 'forward'}-{where.type}.json"
+    _keep(path, commit, partial(bench_log_linear, cases, how), table_of, draw_log_linear)
 
 
 @app.command()
@@ -177,15 +166,12 @@ def step(
     os.environ.setdefault("KINETO_LOG_LEVEL", "5")  # else the profiler says when it begins and ends
     methods = [read_method(text) for text in method or []]
     name = f"step-{model}-{'compiled' if compile else 'eager'}"
-    path, result = out / f"{name}-{choose_device(device).type}.json", {"rows": []}
-    with progress() as track:
-        for result in bench_step(
-            _numbers(sides), model=model, methods=methods, compile=compile, text=text, rounds=rounds, device=device,
-            dtype=dtype, track=track,
-        ):  # fmt: skip
-            _write(path, result, commit)
-    Console().print(table_of(result))
-    print(path)
+    run = partial(
+        bench_step,
+        _numbers(sides), model=model, methods=methods, compile=compile, text=text, rounds=rounds, device=device,
+        dtype=dtype,
+    )  # fmt: skip
+    _keep(out / f"{name}-{choose_device(device).type}.json", commit, run, table_of)
 
 
 @app.command()
@@ -228,21 +214,14 @@ def train(
     import torch
 
     from foveate.bench.train import How, bench_train, draw_train, table_of, usual_variants
-    from foveate.files import write_whole
     from foveate.machine import choose_dtype
-    from foveate.report import figure_png
 
     place = torch.device(where)
     precision = str(choose_dtype(dtype, place)).removeprefix("torch.")
     how = How(place, precision, dit, patch, batch, compile, checkpointing, longest, rounds)
     names = variants.split(",") if variants else usual_variants(place)
-    path, result = out / f"train-{place.type}.json", {"rows": []}
-    with progress() as track:
-        for result in bench_train(_numbers(pixels), names, how, track):
-            _write(path, result, commit)
-            write_whole(path.with_suffix(".png"), figure_png(draw_train(result)))
-    Console().print(table_of(result))
-    print(path)
+    path = out / f"train-{place.type}.json"
+    _keep(path, commit, partial(bench_train, _numbers(pixels), names, how), table_of, draw_train)
 
 
 @app.command()
@@ -270,19 +249,12 @@ def context(
     foveate bench context --model small --tokens 2048 --chunk 512             # a CPU
     """
     from foveate.bench.context import How, bench_context, draw_context, table_of
-    from foveate.files import write_whole
     from foveate.machine import choose_device, choose_dtype
-    from foveate.report import figure_png
 
     where = choose_device(device)
     how = How(model, where, choose_dtype(dtype, where), chunk, prompt, recompute, rounds)
-    path, result = out / f"context-{model}-{where.type}.json", {"rows": []}
-    with progress() as track:
-        for result in bench_context(_numbers(tokens), how, track):
-            _write(path, result, commit)
-            write_whole(path.with_suffix(".png"), figure_png(draw_context(result)))
-    Console().print(table_of(result))
-    print(path)
+    path = out / f"context-{model}-{where.type}.json"
+    _keep(path, commit, partial(bench_context, _numbers(tokens), how), table_of, draw_context)
 
 
 @app.command()
@@ -306,22 +278,15 @@ def examples(
     foveate bench examples --pool 1000,4000 --picks 256 --blocks 16           # a CPU
     """
     from foveate.bench.examples import How, bench_examples, draw_examples, table_of
-    from foveate.files import write_whole
     from foveate.machine import choose_device
-    from foveate.report import figure_png
 
     if picks % blocks:
         raise ValueError(
             f"{picks} examples do not fill {blocks} blocks evenly: use --picks {picks // blocks * blocks}"
         )
     where = choose_device(device)
-    path, result = out / f"examples-{where.type}.json", {"rows": []}
-    with progress() as track:
-        for result in bench_examples(_numbers(pool), How(where, picks, blocks, dim, rounds), track):
-            _write(path, result, commit)
-            write_whole(path.with_suffix(".png"), figure_png(draw_examples(result)))
-    Console().print(table_of(result))
-    print(path)
+    run = partial(bench_examples, _numbers(pool), How(where, picks, blocks, dim, rounds))
+    _keep(out / f"examples-{where.type}.json", commit, run, table_of, draw_examples)
 
 
 def _numbers(text: str, kind: type = int) -> list[Any]:
@@ -332,9 +297,24 @@ def _numbers(text: str, kind: type = int) -> list[Any]:
         raise ValueError(f"{text!r} is no list of {what}: write them as {like}") from None
 
 
-def _write(path: Path, result: dict[str, Any], commit: str) -> None:
+def _keep(
+    path: Path,
+    commit: str,
+    run: Callable[..., Iterable[dict[str, Any]]],
+    table: Callable[[dict[str, Any]], Any],
+    draw: Callable[[dict[str, Any]], Any] | None = None,
+) -> None:
+    """Write every result as it comes, with its plot if there is one, and print the last."""
     from foveate.files import write_whole
+    from foveate.report import figure_png
 
-    if commit:
-        result["versions"]["commit"] = commit
-    write_whole(path, json.dumps(result, indent=2).encode() + b"\n")
+    result: dict[str, Any] = {"rows": []}
+    with progress() as track:
+        for result in run(track=track):
+            if commit:
+                result["versions"]["commit"] = commit
+            write_whole(path, json.dumps(result, indent=2).encode() + b"\n")
+            if draw:
+                write_whole(path.with_suffix(".png"), figure_png(draw(result)))
+    Console().print(table(result))
+    print(path)
