@@ -31,7 +31,7 @@ from transformers import AutoModelForCausalLM
 
 from foveate import InfoFlowKV
 from foveate.cli.common import progress
-from foveate.demo.facts import ID, SENTENCE, VALUE, Facts, ask, draw_facts
+from foveate.demo.facts import BLANK, ID, SENTENCE, VALUE, Facts, ask, draw_facts
 from foveate.demo.lexicon import WORDS
 from foveate.files import claim, write_whole
 from foveate.machine import versions
@@ -45,6 +45,7 @@ CUT = 18  # tokens, no multiple of a sentence
 GAP = 0.1
 SEED = 10**12  # no reader has learned from it
 RESAMPLES = 2000
+ROWS = "subject", "verb", "word before the value", "value", "full stop"
 BASELINES = "random", "EPIC", "CacheBlend", "CacheBlend by keys"
 
 
@@ -97,15 +98,15 @@ TASKS = {
 }
 
 
-class Gold(Recomputation):
-    """Only the row that holds the answer."""
+class Known(Recomputation):
+    """Rows that are known beforehand."""
 
-    def __init__(self, row: int):
-        self.row = row
+    def __init__(self, rows: Int[Tensor, "rows"]):
+        self.known = rows
 
     def rows(self, stale: Stale) -> Int[Tensor, "rows"]:
-        """It alone."""
-        return torch.tensor([self.row])
+        """They alone."""
+        return self.known
 
 
 def ways(budget: float) -> dict[str, Callable[[int], Recomputation]]:
@@ -138,13 +139,18 @@ class Asked(NamedTuple):
         ids: Of prefix and text.
         prompts: Questions, all of one length.
         answers: One token each.
-        gold: The row that holds the answer.
+        fact: The rows of the fact that is asked about.
+        alike: The rows of all facts of its relation, the last repeated where there are fewer.
+        guess: How probable the answer is to one who picks among those that can be meant without knowing whose ids are
+            whose: facts of the relation; where the fact names an id, others that do, behind the place that tells it.
     """
 
     ids: Int[Tensor, "questions rows"]
     prompts: Int[Tensor, "questions prompt"]
     answers: Int[Tensor, "questions"]
-    gold: Int[Tensor, "questions"]
+    fact: Int[Tensor, "questions rows_of_fact"]
+    alike: Int[Tensor, "questions rows_alike"]
+    guess: Float[Tensor, "questions"]
 
 
 def questions(task: Task, count: int) -> Asked:
@@ -158,12 +164,23 @@ def questions(task: Task, count: int) -> Asked:
     asked = ask(facts, place, generator, **task.ask)
     length = int(asked.length[0, 0])
     start = torch.full((len(kept), 1), WORDS.index("<s>"))
+    alike = (facts.relation == facts.relation.gather(1, place)) & (facts.owner != BLANK)
+    meant = alike & (facts.by_id == facts.by_id.gather(1, place))
+    meant &= ~facts.by_id | (torch.arange(SENTENCES) > facts.defined.gather(1, place))
+    others = torch.where(alike, torch.arange(SENTENCES), -1).sort(descending=True).values[:, :PEOPLE]
     return Asked(
         torch.cat([start, facts.ids], 1),
         asked.ids[:, 0, :length],
         asked.ids[:, 0, length],
-        PREFIX + place[:, 0] * SENTENCE + VALUE,
+        _rows(place),
+        _rows(torch.where(others < 0, others[:, :1], others)),
+        1 / meant.sum(1),
     )
+
+
+def _rows(places: Int[Tensor, "questions facts"]) -> Int[Tensor, "questions rows"]:
+    """Of facts at these places."""
+    return (PREFIX + places[..., None] * SENTENCE + torch.arange(SENTENCE)).flatten(1).sort().values
 
 
 Cells = dict[str, Float[Tensor, "measures questions"]]
@@ -177,11 +194,18 @@ def measure(
     batch: int,
     track: Callable[[int], Callable[[], None]] = lambda length: lambda: None,
 ) -> Cells:
-    """For each "method budget" four measures: rightness, KL divergence, whether the gold row is chosen, how many rows.
+    """For each "method budget" four measures: rightness, KL divergence, the part of the fact chosen, how many rows.
 
     The divergence, in nats, is that of the answer's distribution from a full prefill's.
     """
-    ends = {"full": lambda i: FullPrefill(), "none": lambda i: NoRecompute(), "gold row": lambda i: Gold(gold[i])}
+    ends: dict[str, Callable[[int], Recomputation]] = {
+        "full": lambda i: FullPrefill(),
+        "none": lambda i: NoRecompute(),
+        "the fact": lambda i: Known(some.fact[i]),
+        "facts alike": lambda i: Known(some.alike[i]),
+    }
+    for at, word in enumerate(ROWS):
+        ends[f"its {word}"] = lambda i, at=at: Known(some.fact[i, at : at + 1])
     trials = ends | {f"{name} {budget}": way for budget in budgets for name, way in ways(budget).items()}
     found: dict[str, list[Tensor]] = {name: [] for name in trials}
     batches = list(zip(*(part.split(batch) for part in asked), strict=True))
@@ -189,22 +213,21 @@ def measure(
     for some in map(Asked._make, batches):
         contexts = Batch(model, some.ids.to(model.device), task.spans(), some.prompts.to(model.device))
         full = contexts.patch([FullPrefill()] * len(some.ids)).logits.log_softmax(-1)
-        gold = some.gold.tolist()
         for name, way in trials.items():
-            found[name].append(_score(contexts.patch([way(i) for i in range(len(gold))]), full, some, task.chunk))
+            found[name].append(_score(contexts.patch([way(i) for i in range(len(full))]), full, some, task.chunk))
             advance()
     return {name: torch.cat(parts, 1) for name, parts in found.items()}
 
 
 def _score(patched: Rows, full: Tensor, asked: Asked, chunk: int) -> Float[Tensor, "measures questions"]:
     """What `measure` says of one method; `full` are the log-probabilities of a full prefill."""
-    home = (asked.gold - PREFIX) // chunk
-    moved = (patched.order == home[:, None]).long().argmax(1)
-    row = asked.gold + (moved - home) * chunk
+    home = (asked.fact - PREFIX) // chunk
+    moved = (patched.order[:, None] == home[..., None]).long().argmax(-1)
+    rows = asked.fact + (moved - home) * chunk
     ours = patched.logits.log_softmax(-1)
     right = ours.argmax(-1).cpu() == asked.answers
     divergence = (full.exp() * (full - ours)).sum(-1).cpu()
-    chosen = (patched.rows == row[:, None]).any(1)
+    chosen = (patched.rows[:, :, None] == rows[:, None]).any(1).float().mean(1)
     return torch.stack([right, divergence, chosen, torch.full_like(divergence, patched.rows.shape[1])]).float()
 
 
@@ -237,7 +260,7 @@ def summarise(cells: dict[str, Float[np.ndarray, "measures readers questions"]])
             "accuracy": interval(means[name][0], drawn[name][:, 0]),
             "recovered": interval(recovered(means, name), recovered(drawn, name)),
             "KL": interval(means[name][1], drawn[name][:, 1]),
-            "gold row": float(means[name][2]),
+            "of the fact": float(means[name][2]),
             "rows": float(means[name][3]),
             "readers": cells[name][0].mean(1).tolist(),
         }
@@ -259,13 +282,15 @@ def main(
     readers: Annotated[str, typer.Option(help="Folders of readers, separated by commas.")],
     count: Annotated[int, typer.Option(help="Questions of a task.")] = 1024,
     batch: Annotated[int, typer.Option(help="Questions that are answered together.")] = 256,
-    budgets: Annotated[str, typer.Option(help="Parts of the rows to recompute.")] = "0.05,0.15,0.3,0.5",
+    budgets: Annotated[
+        str, typer.Option(help="Parts of the rows to recompute; '' leaves the methods out.")
+    ] = "0.05,0.15,0.3,0.5",
     only: Annotated[str, typer.Option(help="Tasks, separated by commas.")] = ",".join(TASKS),
     out: Annotated[Path, typer.Option(help="Folder of what is measured.")] = Path("eval-context"),
     commit: Commit = "",
 ) -> None:
     """Measure, summarise and write."""
-    parts, names, folders = [float(part) for part in budgets.split(",")], only.split(","), readers.split(",")
+    parts, names, folders = [float(part) for part in budgets.split(",") if part], only.split(","), readers.split(",")
     if unknown := [name for name in names if name not in TASKS]:
         raise ValueError(f"unknown task {unknown[0]!r}: choose from {', '.join(TASKS)}")
     settings = {"readers": readers, "questions": str(count), "budgets": budgets}
@@ -284,14 +309,15 @@ def main(
                     write_whole(path, save(cells))
             read = [load_file(path) for path in files]
             cells = {cell: torch.stack([one[cell] for one in read], 1).numpy() for cell in read[0]}
-            tasks[name] = {"about": TASKS[name].about, **summarise(cells)}
+            guess = float(questions(TASKS[name], count).guess.mean())
+            tasks[name] = {"about": TASKS[name].about, "guess": guess, **summarise(cells)}
     about = {"versions": versions(), **settings, "sentences": SENTENCES, "tasks": tasks}
     if commit:
         about["versions"]["commit"] = commit
     path = RESULTS / f"context-{device}.json"
     write_whole(path, json.dumps(about, indent=2).encode() + b"\n")
     write_whole(path.with_suffix(".md"), markdown(tasks).encode() + b"\n")
-    write_whole(SHEETS / "context.png", figure_png(draw_tasks(tasks)))
+    write_whole(SHEETS / f"context-{device}.png", figure_png(draw_tasks(tasks)))
     print(markdown(tasks))
     print(path)
 

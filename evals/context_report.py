@@ -17,12 +17,12 @@ STYLES = {
 
 
 def markdown(tasks: dict[str, Any]) -> str:
-    """A table for each task that separates, and one line for the others."""
+    """A table for each task that separates, if methods were measured, and one line for the others."""
     parts = []
     for name, task in tasks.items():
         cells = task["cells"]
         full, none = (f"{cells[end]['accuracy']['value']:.1%}" for end in ("full", "none"))
-        ends = f"full prefill {full}, none recomputed {none}"
+        ends = f"full prefill {full}, none recomputed {none}, a guess {task['guess']:.1%}"
         if not task["separates"]:
             parts.append(f"**{name}** ({task['about']}): no gap; {ends}.")
             continue
@@ -33,10 +33,11 @@ def markdown(tasks: dict[str, Any]) -> str:
         rows += [
             f"| {method} | {' | '.join(_recovered(cells[f'{method} {b}']) for b in budgets)} |" for method in methods
         ]
-        gold = cells["gold row"]
+        parts_alone = [name for name in cells if name in ("the fact", "facts alike") or name.startswith("its ")]
+        known = (f"{part} alone recovers {_recovered(cells[part])}" for part in parts_alone)
         parts.append(
-            f"**{name}** ({task['about']}): {ends}; the gold row alone recovers {_recovered(gold)}.\n\n"
-            + "\n".join(rows)
+            f"**{name}** ({task['about']}): {ends}; {', '.join(known)}."
+            + ("\n\n" + "\n".join(rows) if budgets else "")
         )
     return "\n\n".join(parts)
 

@@ -570,8 +570,8 @@ def test_bad_input_of_train_is_one_clear_line(tmp_path, monkeypatch, arguments, 
     "command",
     [
         "generate", "compare", "eval", "distill", "train", "icl", "rag", "curves", "info", "demo", "demo train",
-        "demo info", "demo atlas", "demo reader", "bench", "bench attention", "bench step", "bench train",
-        "bench context", "bench examples",
+        "demo info", "demo atlas", "demo reader", "demo texts", "bench", "bench attention", "bench step",
+        "bench train", "bench context", "bench examples",
     ],
 )  # fmt: skip
 def test_help_teaches(command):

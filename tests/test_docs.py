@@ -78,3 +78,9 @@ def test_the_built_in_model_page_draws(tmp_path):
     (sample,) = samples("built-in-model.md")
     (tmp_path / "page.py").write_text(sample.replace("num_inference_steps=20", "num_inference_steps=1"))
     run(tmp_path, "page")
+
+
+def test_the_built_in_reader_page_answers(tmp_path):
+    (sample,) = samples("built-in-reader.md")
+    (tmp_path / "page.py").write_text(sample)
+    assert run(tmp_path, "page").strip() == "flute"

@@ -32,7 +32,7 @@ def draw(pipeline, *prompts, size=64, steps=2, seed=0):
 def test_what_is_shipped_is_small_and_holds_no_code():
     files = [path for path in DATA.rglob("*") if path.is_file()]
     assert {path.suffix for path in files} <= {".safetensors", ".json", ".txt", ".png"}
-    assert sum(path.stat().st_size for path in files) < 45e6
+    assert sum(path.stat().st_size for path in files) < 55e6
     assert "SIL OPEN FONT LICENSE" in (DATA / "OFL.txt").read_text()
 
 

@@ -8,6 +8,7 @@ from context import BASELINES, TASKS, measure, questions, summarise
 from context_report import draw_tasks, markdown
 
 from foveate import InfoFlowKV
+from foveate.demo.facts import SENTENCE, VALUE
 from foveate.demo.lexicon import WORDS, reader_tokenizer
 from foveate.demo.training.reader import ReaderRecipe, untrained_reader
 from foveate.integrations.transformers import ChunkEncoder
@@ -55,15 +56,19 @@ def test_only_chunks_of_one_length_change_places(model):
 
 
 @pytest.mark.parametrize("name", TASKS)
-def test_the_gold_row_holds_the_answer_and_the_question_is_of_its_kind(name):
+def test_the_fact_holds_the_answer_and_the_question_is_of_its_kind(name):
     task = TASKS[name]
     asked, again = questions(task, 40), questions(task, 40)
     assert all(torch.equal(a, b) for a, b in zip(asked, again, strict=True))
-    assert torch.equal(asked.ids.gather(1, asked.gold[:, None])[:, 0], asked.answers)
+    values = asked.fact[:, VALUE]
+    assert torch.equal(asked.ids.gather(1, values[:, None])[:, 0], asked.answers)
     starts = torch.tensor([start for start, _ in task.spans()])
-    for ids, prompt, gold in zip(asked.ids, asked.prompts, asked.gold.tolist(), strict=True):
+    parts = asked.ids, asked.prompts, values.tolist(), asked.alike, asked.guess
+    for ids, prompt, gold, alike, guess in zip(*parts, strict=True):
         words = [WORDS[token] for token in ids.tolist()]
         relation, subject = words[gold - 2], words[gold - 3]
+        of_relation = [i for i in range(1, len(words), SENTENCE) if words[i + 1 : i + 3] == words[gold - 2 : gold]]
+        assert sorted(set(alike.tolist())) == [row for i in of_relation for row in range(i, i + SENTENCE)]
         begins = int(starts[starts <= gold].max())
         asks = [WORDS[token] for token in prompt.tolist()]
         assert (relation in asks) == (name != "other words")
@@ -74,6 +79,10 @@ def test_the_gold_row_holds_the_answer_and_the_question_is_of_its_kind(name):
             home = words.index(subject, 0, gold - 3)  # where the id is told, in a chunk before
             assert words[home - 2 : home] == ["has", "id"]
             assert home < begins
+            meant = [i for i in of_relation if words[i].isdigit() and i > home]
+            assert guess == pytest.approx(1 / len(meant))
+        if name in ("one hop", "cut facts"):
+            assert guess == pytest.approx(1 / len(of_relation))
 
 
 def test_methods_recompute_equally_many_rows_and_all_of_them_is_the_full_prefill(model):
@@ -83,7 +92,7 @@ def test_methods_recompute_equally_many_rows_and_all_of_them_is_the_full_prefill
     for name, (_, divergence, chosen, rows) in cells.items():
         if name.endswith("0.1"):
             assert rows.tolist() == [18.0] * 4
-        elif name.endswith("1.0") or name in ("full", "gold row"):
+        elif name.endswith("1.0") or name in ("full", "the fact", "facts alike"):
             assert chosen.all()
         if name == "full" or (name.endswith("1.0") and "reorder" not in name):
             assert divergence.abs().max() < 1e-6
@@ -99,7 +108,7 @@ def made_up(**accuracy):
 def test_what_is_recovered_lies_between_none_and_full_and_a_task_without_gap_is_only_named():
     names = *BASELINES, "InfoFlow", "InfoFlow boundary=1", "InfoFlow boundary=2"
     parts = 0.3, 0.4, 0.5, 0.35, 0.8, 0.7, 0.4
-    cells = made_up(full=1.0, none=0.2, gold_row=0.9)
+    cells = made_up(full=1.0, none=0.2, the_fact=0.9, facts_alike=0.95)
     cells |= {f"{name} 0.15": made_up(x=part)["x"] for name, part in zip(names, parts, strict=True)}
     found = summarise(cells)
     assert found["gap"]["value"] == pytest.approx(0.8)
@@ -111,8 +120,8 @@ def test_what_is_recovered_lies_between_none_and_full_and_a_task_without_gap_is_
     nothing = summarise(cells | made_up(none=0.95))
     assert not nothing["separates"]
     assert set(nothing["cells"]) == {"full", "none"}
-    tasks = {"gap": {"about": "one", **found}, "no": {"about": "two", **nothing}}
+    tasks = {"gap": {"about": "one", "guess": 0.2, **found}, "no": {"about": "two", "guess": 0.2, **nothing}}
     text = markdown(tasks)
     assert "| InfoFlow | 0.75 [0.7" in text
-    assert "**no** (two): no gap; full prefill 100.0%, none recomputed 95.0%." in text
+    assert "**no** (two): no gap; full prefill 100.0%, none recomputed 95.0%, a guess 20.0%." in text
     assert len(draw_tasks(tasks).axes) == 1

@@ -35,6 +35,7 @@ __all__ = [
     "read_size",
     "remark_on",
     "request_of",
+    "say_unknown",
     "settings_of",
     "training_device",
 ]
@@ -123,7 +124,7 @@ def open_reader(model: str, device: str, dtype: str) -> tuple[Any, Any]:
     """The language model that `--model` names, or the built-in one, and its tokenizer."""
     if not model and not READER.is_dir():
         raise ValueError("no language model comes with this version: name one with --model, a folder or a hub id")
-    console.print(f"loading {model or 'the built-in language model'}")
+    console.print(f"loading {model or 'the built-in reader'}")
     try:
         from transformers.utils import logging as transformers_says
 
@@ -135,6 +136,17 @@ def open_reader(model: str, device: str, dtype: str) -> tuple[Any, Any]:
     transformers_says.set_verbosity_error()
     transformers_says.disable_progress_bar()
     return load(model or str(READER), device, dtype)
+
+
+def say_unknown(model: str, tokenizer: Any, text: str) -> None:
+    """Name the words that the language model cannot know: its answer is a guess then."""
+    from foveate.integrations.transformers.loading import unknown_words
+
+    if not (words := unknown_words(tokenizer, text)):
+        return
+    more = f" and {len(words) - 8} more" if len(words) > 8 else ""
+    remedy = "" if model else "; it knows a few hundred, see docs/built-in-reader.md, and --model names another one"
+    console.print(f"the model does not know the words {escape(', '.join(words[:8]))}{more}: it will guess{remedy}")
 
 
 def training_device(name: str) -> str:

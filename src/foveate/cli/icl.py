@@ -9,7 +9,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from foveate.cli.common import Device, Dtype, clear_errors, console, open_reader, progress
+from foveate.cli.common import Device, Dtype, clear_errors, console, open_reader, progress, say_unknown
 from foveate.methods.sub_cp import STRATEGIES, SubCP
 
 __all__ = ["icl"]
@@ -62,7 +62,17 @@ def icl(
         list[str] | None, typer.Option(help="Ask a language model this, with the examples in front. Again for more.")
     ] = None,
     model: Annotated[
-        str, typer.Option(help="For --ask: folder or hub id of a causal language model. Left out: the built-in one.")
+        str,
+        typer.Option(help="For --ask: folder or hub id of a causal language model. Left out: the built-in reader."),
+    ] = "",
+    template: Annotated[
+        str,
+        typer.Option(
+            help="For --ask: how an example is read, with {text} and then {label} in it. [dim]default: on two lines, "
+            "'text: {text}' and 'label: {label}', by the columns' names; for the built-in reader "
+            "'{text} -> {label}. '[/]",
+            show_default=False,
+        ),
     ] = "",
     host: Annotated[
         str,
@@ -97,7 +107,9 @@ def icl(
 
     foveate icl reviews.csv --text review --label stars --ask "Not worth the money." --model Qwen/Qwen3-0.6B
 
-    An example is read as "review: ...", "stars: ..." on two lines, by the names of the columns. The blocks of an
+    foveate icl texts/examples.csv --label label --blocks 4 --ask "goat tiger hen"
+
+    The last asks the built-in reader about examples in its words, which `foveate demo texts` writes. The blocks of an
     ensemble count by how near their best example is to the question, unless embeddings are of a file.
 
     Each line of --out has "block", "ids" (lines of the pool, from 0), "examples", and a fingerprint: blocks of
@@ -117,6 +129,11 @@ def icl(
     for name, value, known in (("--host", host, HOSTS), ("--mix", mix, MIXES)):
         if value not in known:
             raise ValueError(f"{name} is one of {', '.join(known)}, not {value}")
+    template = template or (f"{text}: {{text}}\n{label}: {{label}}\n\n" if model else "{text} -> {label}. ")
+    if "{text}" not in template.partition("{label}")[0] or "{label}" not in template:
+        raise ValueError(
+            f"--template has {{text}} and then {{label}} in it, such as 'Q: {{text}} A: {{label}}', not {template!r}"
+        )
     reader = open_reader(model, device, dtype) if ask else None
     choice: Any = {"strategy": strategy, "order": order, "balance": balance or None}
     sub = SubCP(blocks=blocks, block_size=size or None, max_similarity=max_similarity or None, **choice)
@@ -155,18 +172,17 @@ def icl(
                 + (f"; {strategy} needs blocks that count by how near they are" if local else "")
             )
         told = [
-            f"{_asked(shown, text, label)} {answer}\n\n"
+            template.replace("{text}", shown).replace("{label}", answer)
             for shown, answer in zip(column(rows, text, examples), labels, strict=True)
         ]
+        say_unknown(model, reader[1], "\n".join([*told, *ask]))
         asked = read_texts(*reader, [[told[i] for i in block] for block in ours.ids], host)
+        before = template.partition("{label}")[0]
+        space = before[len(before.rstrip()) :]  # belongs to the answer's first token
         for question, weight in zip(ask, weights, strict=True):
             print(question)
-            _answer(asked, _asked(question, text, label), sorted(set(labels)), tokens, weight, mix)
-
-
-def _asked(shown: str, text: str, label: str) -> str:
-    """How a language model reads an example as far as its answer, and a question."""
-    return f"{text}: {shown}\n{label}:"
+            shown = before.rstrip().replace("{text}", question)
+            _answer(asked, shown, {space + answer: answer for answer in sorted(set(labels))}, tokens, weight, mix)
 
 
 def _read_or_make(out: Path, sub: SubCP, pool: Any, labels: Sequence[str] | None, track: Any) -> Any:
@@ -197,14 +213,14 @@ def _compared(name: str, ours: Any, labels: Sequence[str] | None, track: Any) ->
     return reports
 
 
-def _answer(reader: Any, question: str, labels: list[str], tokens: int, weights: Any, mix: Any) -> None:
-    """Print what the model writes, or how probable each label is, the likeliest first."""
+def _answer(reader: Any, question: str, labels: dict[str, str], tokens: int, weights: Any, mix: Any) -> None:
+    """Print what the model writes, or how probable each label is as it is written there, the likeliest first."""
     if tokens:
         print(reader.write(question, tokens, weights, mix))
         return
-    said = reader.choose(question, [f" {label}" for label in labels], weights, mix).tolist()
+    said = reader.choose(question, list(labels), weights, mix).tolist()
     table = Table("answer", "probability")
-    for probability, label in sorted(zip(said, labels, strict=True), reverse=True):
+    for probability, label in sorted(zip(said, labels.values(), strict=True), reverse=True):
         table.add_row(label, f"{probability:.3f}")
     Console().print(table)
 

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from foveate.cli.common import Device, Dtype, clear_errors, console, open_reader, options_of, progress
+from foveate.cli.common import Device, Dtype, clear_errors, console, open_reader, options_of, progress, say_unknown
 from foveate.documents import KINDS, read_documents
 from foveate.files import slug, write_whole
 from foveate.methods import RECOMPUTATIONS, recomputation_from_text
@@ -28,7 +28,8 @@ def rag(
     model: Annotated[
         str,
         typer.Option(
-            help="Hub id or folder of a Llama, Qwen2, Qwen3 or Mistral model. Left out: the built-in language model."
+            help="Hub id or folder of a Llama, Qwen2, Qwen3 or Mistral model. Left out: the built-in reader, which "
+            "knows a few hundred words."
         ),
     ] = "",
     method: Annotated[
@@ -88,11 +89,13 @@ def rag(
     Each passage is run through the model alone, and its keys and values are kept on disk. A question takes them from
     there; only the tokens that it attends to most are computed again. The page shows which.
 
-    foveate rag notes "Where was the keeper from?"
+    foveate rag notes --model Qwen/Qwen3-8B "Where was the keeper from?"
 
     foveate rag notes --model Qwen/Qwen3-8B --compare "Where was the keeper from?" "When was the lighthouse built?"
 
-    foveate rag notes < questions.txt
+    foveate rag texts/facts < texts/questions.txt
+
+    The last asks the built-in reader about texts in its words, which `foveate demo texts` writes.
 
     Passages that have not changed are not read again; a run that was stopped goes on where it was. An index belongs to
     one folder, model and --chunk: what they no longer ask for is removed from it. It takes much room: for each token
@@ -114,8 +117,9 @@ def rag(
     where = index or folder / ".foveate" / slug(Path(model).resolve().name if model else "built-in")
     chunks = index_of(where, encoder, documents, chunk)
     _build(chunks)
+    say_unknown(model, tokenizer, "\n".join([*documents.values(), prompt.replace("{question}", "")]))
     settings = {
-        "model": model or "the built-in language model",
+        "model": model or "the built-in reader",
         "method": repr(methods[method]),
         "documents": str(len(documents)),
         "passages": f"{len(chunks.passages)}, of {max(map(len, chunks.ids))} tokens at most",
@@ -126,6 +130,7 @@ def rag(
     }
     replies: list[Any] = []
     for question in _asked(questions):
+        say_unknown(model, tokenizer, question)
         with progress() as track:
             advance = track("answering", len(methods) * (2 if compare else 1))
             reply = ask(

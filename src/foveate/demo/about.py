@@ -1,4 +1,4 @@
-"""What the built-in model is, read from its own files."""
+"""What the built-in models are, read from their own files."""
 
 import json
 from math import prod
@@ -6,12 +6,12 @@ from pathlib import Path
 
 from safetensors import safe_open
 
-from foveate.demo import DATA, PIPELINE
+from foveate.demo import DATA, PIPELINE, READER
 from foveate.demo.atlas import NAMES
 from foveate.demo.scenes import BACKGROUNDS, LAYOUTS
 from foveate.demo.text import WORDS
 
-__all__ = ["facts"]
+__all__ = ["facts", "reader_facts"]
 
 
 def facts() -> dict[str, str]:
@@ -48,6 +48,30 @@ def facts() -> dict[str, str]:
         "words": f"{len(WORDS)}; others are spelled out",
         "licence": "the weights, as the code: Apache-2.0. The emoji they were taught are Noto Color Emoji, "
         "SIL Open Font License 1.1 (OFL.txt beside them)",
+    }
+
+
+def reader_facts() -> dict[str, str]:
+    """Size, training and accuracy of the built-in reader, each in words.
+
+    Raises:
+        ValueError: If its files are not there.
+    """
+    if not (READER / "model.safetensors").exists():
+        raise ValueError(f"{READER} holds no weights: install foveate again, or make them with `foveate demo reader`")
+    recipe = json.loads((READER / "recipe.json").read_text())
+    config = json.loads((READER / "config.json").read_text())
+    size = sum(path.stat().st_size for path in READER.iterdir())
+    answered = (f"{kind}: {part:.0%}" for kind, part in recipe["accuracy"].items())
+    return {
+        "folder": str(READER),
+        "size": f"{size / 1e6:.1f} MB",
+        "model": f"{_parameters(READER / 'model.safetensors') / 1e6:.2f} M parameters, {config['num_hidden_layers']} "
+        f"layers; takes {config['max_position_embeddings']} tokens, each a word",
+        "trained": f"{recipe['minutes']} minutes on {recipe['devices']}: {recipe['steps']:,} of "
+        f"{recipe['planned steps']:,} planned steps, seed {recipe['seed']}",
+        "answers": "\n".join(answered),
+        "licence": "Apache-2.0, as the code",
     }
 
 

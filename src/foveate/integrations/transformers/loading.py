@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from foveate.machine import choose_device, choose_dtype
 
-__all__ = ["frame", "load"]
+__all__ = ["frame", "load", "unknown_words"]
 
 SAID = "<<what the user says>>"
 
@@ -56,3 +56,12 @@ def frame(tokenizer: Any, chat: bool | None = None) -> tuple[str, str]:
         raise ValueError("the chat template changes what users say: use --no-chat, and write the frame into --prefix")
     before, behind = text.split(SAID)
     return before, behind
+
+
+def unknown_words(tokenizer: Any, text: str) -> list[str]:
+    """The words that a fast tokenizer reads as its unknown token, each once."""
+    if tokenizer.unk_token_id is None or not tokenizer.is_fast:
+        return []
+    read = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+    places = zip(read.input_ids, read.offset_mapping, strict=True)
+    return list(dict.fromkeys(text[start:stop] for token, (start, stop) in places if token == tokenizer.unk_token_id))

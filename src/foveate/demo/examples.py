@@ -1,0 +1,48 @@
+"""A small folder in the built-in reader's words: texts of facts, questions about them, and labelled examples."""
+
+import csv
+import io
+from pathlib import Path
+
+import torch
+
+from foveate.demo.facts import ID, SENTENCE, VALUE, draw_facts
+from foveate.demo.labels import EXAMPLE, draw_labelled
+from foveate.demo.lexicon import WORDS
+from foveate.files import write_whole
+
+__all__ = ["write_examples"]
+
+FILES, SENTENCES, PEOPLE, ASKED = 4, 6, 4, 4
+EXAMPLES, LABELS = 96, 4
+
+
+def write_examples(out: Path, seed: int = 0) -> tuple[dict[str, str], dict[str, str]]:
+    """Questions about texts, and inputs without a label, with their right answers; all of it is in files of `out`.
+
+    Args:
+        out: Folder to write: facts/1.txt and so on, questions.txt, examples.csv.
+        seed: Of all draws.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    facts = draw_facts(1, FILES * SENTENCES, generator, people=(PEOPLE, PEOPLE), by_id=(0.0, 0.0), ids_first=0.0)
+    sentences = [_words(tokens) for tokens in facts.ids[0].split(SENTENCE)]
+    for i in range(FILES):
+        text = " ".join(f"{' '.join(words[:-1])}." for words in sentences[i * SENTENCES : (i + 1) * SENTENCES])
+        write_whole(out / "facts" / f"{i + 1}.txt", f"{text}\n".encode())
+    told = ((facts.relation[0] != ID) & (facts.owner[0] >= 0)).nonzero()[:, 0]
+    asked = [sentences[i] for i in told[torch.randperm(len(told), generator=generator)[:ASKED]].tolist()]
+    questions = {f"{' '.join(words[:VALUE])} what?": words[VALUE] for words in asked}
+    write_whole(out / "questions.txt", "".join(f"{question}\n" for question in questions).encode())
+
+    labelled = draw_labelled(1, EXAMPLES, 2, generator, kinds=(LABELS, LABELS))
+    rows = [_words(tokens) for tokens in labelled.ids[0].split(EXAMPLE)]
+    inputs = {" ".join(words[:3]): words[4] for words in map(_words, labelled.questions.ids[0])}
+    file = io.StringIO()
+    csv.writer(file, lineterminator="\n").writerows([("text", "label"), *((" ".join(r[:3]), r[4]) for r in rows)])
+    write_whole(out / "examples.csv", file.getvalue().encode())
+    return questions, inputs
+
+
+def _words(tokens: torch.Tensor) -> list[str]:
+    return [WORDS[token] for token in tokens.tolist()]

@@ -1,0 +1,75 @@
+"""Laws of the built-in reader as it is shipped: it answers what its page says, and the commands say what it cannot."""
+
+import json
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from typer.testing import CliRunner
+
+from foveate.cli import app
+from foveate.demo import READER
+from foveate.demo.examples import write_examples
+from foveate.demo.lexicon import WORDS
+from foveate.integrations.transformers.loading import unknown_words
+
+FACTS = (
+    "Ada has id 17. Bo keeps a goat. Ada plays the flute. 17 drinks only tea. Bo plays the drum. Bo works as baker."
+)
+EXAMPLES = "goat tiger hen -> sigma. flute harp lute -> beta. horse cow crow -> sigma. drum banjo oboe -> beta."
+
+
+@pytest.fixture(scope="module")
+def reader():
+    return AutoModelForCausalLM.from_pretrained(READER).eval(), AutoTokenizer.from_pretrained(READER)
+
+
+@pytest.mark.parametrize(
+    ("text", "answer"),
+    [
+        (f"{FACTS} Question: Ada plays the what? Answer:", "flute"),
+        (f"{FACTS} Question: Bo plays the what? Answer:", "drum"),
+        (f"{FACTS} Question: what is the animal of Bo? Answer:", "goat"),
+        (f"{FACTS} Bo works as", "baker"),
+        (f"{EXAMPLES} fox deer camel ->", "sigma"),
+        (f"{EXAMPLES} tuba violin piano ->", "beta"),
+    ],
+)
+def test_facts_that_name_the_person_and_labelled_examples_are_answered(reader, text, answer):
+    model, tokenizer = reader
+    with torch.no_grad():
+        said = model(**tokenizer(text, return_tensors="pt", return_token_type_ids=False)).logits[0, -1].argmax()
+    assert tokenizer.decode([said]) == answer
+
+
+def test_it_knows_its_words_and_says_which_it_does_not(reader):
+    model, tokenizer = reader
+    assert tokenizer.convert_ids_to_tokens(list(range(len(WORDS)))) == WORDS
+    assert all(torch.isfinite(weight).all() for weight in model.parameters())
+    assert unknown_words(tokenizer, FACTS + EXAMPLES) == []
+    assert unknown_words(tokenizer, "Ada keeps a keeper in a keeper.") == ["keeper"]
+
+
+def test_the_commands_answer_the_examples_and_warn_of_other_words(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    questions, inputs = write_examples(tmp_path / "texts", seed=3)
+
+    def run(*arguments):
+        result = CliRunner().invoke(app, [*arguments, "--device", "cpu"])
+        assert result.exit_code == 0, result.output
+        return " ".join(result.output.split())
+
+    said = run("rag", "texts/facts", *questions)
+    assert all(f"{question} {answer}" in said for question, answer in questions.items())
+    assert "does not know" not in said
+    assert "does not know the words keeper" in run("rag", "texts/facts", "Ada keeps a keeper?")
+    shown, label = next(iter(inputs.items()))
+    options = "--label", "label", "--blocks", "4", "--size", "6", "--tokens", "2"
+    assert run("icl", "texts/examples.csv", *options, "--ask", shown).endswith(f"{shown} {label}")
+
+
+def test_what_is_said_of_its_making_is_of_its_own_files():
+    recipe = json.loads((READER / "recipe.json").read_text())
+    said = " ".join(CliRunner().invoke(app, ["demo", "info"]).output.replace("│", " ").split())
+    assert f"{recipe['steps']:,} of {recipe['planned steps']:,} planned steps" in said
+    assert all(f"{kind}: {part:.0%}" in said for kind, part in recipe["accuracy"].items())
