@@ -92,7 +92,7 @@ def test_gradients_reach_the_inputs_through_the_lse_alone():
 
 
 def test_nothing_is_left_unwritten(monkeypatch):
-    monkeypatch.setattr(kernels, "_like", lambda x: torch.full_like(x, torch.nan))
+    monkeypatch.setattr(kernels, "like", lambda x: torch.full_like(x, torch.nan))
     monkeypatch.setattr(kernels, "_lse_of", lambda q: torch.full(q.shape[:3], torch.nan))
     q, k, v = qkv(150, 150, torch.float32, 16)
     table = block_table([[0], [], [0, 2]], block_starts(150))  # block 1 is read by nobody

@@ -205,10 +205,12 @@ def _lse_of(q: Tensor) -> Tensor:
 
 
 def side_by_side(x: Tensor) -> Tensor:
+    """The tensor with the entries of a row side by side."""
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def like(x: Tensor) -> Tensor:
+    """Room for a tensor of that shape, in the same layout if that has the entries of a row side by side."""
     return torch.empty_like(x) if x.stride(-1) == 1 else x.new_empty(x.shape)
 
 

@@ -7,9 +7,10 @@ import torch
 from torch import Tensor
 
 from foveate.kernels import log_linear_queries, pyramid, selection
+from foveate.kernels.block_attention import side_by_side
 from foveate.kernels.log_linear_keys import backward_keys
 from foveate.kernels.log_linear_queries import Keys
-from foveate.kernels.select_blocks import by_level, packed, pick_nodes, pool_levels, rows, takes
+from foveate.kernels.select_blocks import by_level, packed, pick_nodes, pool_levels, takes
 
 __all__ = ["log_linear_attention"]
 
@@ -25,9 +26,9 @@ def log_linear_attention(
     options: Any,
 ) -> tuple[Tensor, Tensor, list[Tensor], tuple[Tensor, ...]]:
     """What `foveate.ops.log_linear_attention` defines: output, LSE, lists and counts."""
-    q, k, v, real = rows(q), rows(k), rows(v), packed(real)
+    q, k, v, real = side_by_side(q), side_by_side(k), side_by_side(v), packed(real)
     nothing = k.new_empty(*k.shape[:2], 0, k.shape[3])  # not a part of k: it would send k a gradient of zeros
-    extra_k, extra_v = (nothing if x is None else rows(x) for x in (extra_k, extra_v))
+    extra_k, extra_v = (nothing if x is None else side_by_side(x) for x in (extra_k, extra_v))
     tokens, block, levels = q.shape[2], options.block_size, options.levels
     given = [x.detach() for x in ((k, v) if lists else (q, k, v))]
     means, counts, logs = pool_levels(given, real, block, levels)
@@ -108,7 +109,7 @@ def _backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     keys = Keys(k, v, extra_k, extra_v, pyramid.Means(means, counts, logs), lists, real, block, top_k, enriched,
                 reweight, exclude, scale)  # fmt: skip
-    grad_out = rows(grad_out)
+    grad_out = side_by_side(grad_out)
     dq, delta = log_linear_queries.backward_queries(q, keys, out, lse, grad_out, grad_lse.contiguous())
     readers = [selection.readers_of(chosen) for chosen in lists[: enriched + 1]]
     return dq, *backward_keys(q, keys, lse, delta, grad_out, readers)

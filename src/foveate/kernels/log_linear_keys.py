@@ -8,7 +8,8 @@ import triton
 from torch import Tensor
 
 from foveate.kernels import triton_log_linear_keys
-from foveate.kernels.log_linear_queries import Keys, Shape, batch_stride, far, like, padded, real, shape_of
+from foveate.kernels.block_attention import like
+from foveate.kernels.log_linear_queries import Keys, Shape, batch_stride, far, padded, real, shape_of
 from foveate.kernels.pyramid import level_starts
 
 __all__ = ["backward_keys"]

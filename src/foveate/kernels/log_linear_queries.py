@@ -10,6 +10,7 @@ import triton
 from torch import Tensor
 
 from foveate.kernels import triton_log_linear
+from foveate.kernels.block_attention import like
 from foveate.kernels.pyramid import Means
 
 __all__ = ["Keys", "Shape", "backward_queries", "forward", "shape_of"]
@@ -162,10 +163,6 @@ def _launch(kernel: Any, shapes: dict[int, Shape], strided: dict[str, Tensor], k
         num_warps=shape.warps,
         **({} if shape.registers is None else {"maxnreg": shape.registers}),
     )
-
-
-def like(x: Tensor) -> Tensor:
-    return torch.empty_like(x) if x.stride(-1) == 1 else x.new_empty(x.shape)
 
 
 def _numbers_of(q: Tensor) -> Tensor:

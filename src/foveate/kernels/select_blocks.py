@@ -7,8 +7,9 @@ import torch
 from torch import Tensor
 
 from foveate.kernels import pyramid, selection
+from foveate.kernels.block_attention import side_by_side
 
-__all__ = ["by_level", "packed", "pick_nodes", "pool_levels", "rows", "select_blocks", "takes"]
+__all__ = ["by_level", "packed", "pick_nodes", "pool_levels", "select_blocks", "takes"]
 
 LARGEST_HEAD = 128  # those of 256 spill
 
@@ -25,13 +26,8 @@ def select_blocks(
     q: Tensor, k: Tensor, real: Tensor | None, top_k: int, block: int, levels: int
 ) -> tuple[list[Tensor], tuple[Tensor, ...]]:
     """What `foveate.ops.select_blocks` defines: lists and counts."""
-    means, counts, _ = pool_levels([rows(q), rows(k)], packed(real), block, levels)
+    means, counts, _ = pool_levels([side_by_side(q), side_by_side(k)], packed(real), block, levels)
     return pick_nodes(means, counts, q.shape[2], block, levels, top_k), by_level(counts, q.shape[2], block, levels)
-
-
-def rows(x: Tensor) -> Tensor:
-    """The tensor with the entries of a row side by side."""
-    return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def packed(real: Tensor | None) -> Tensor | None:
