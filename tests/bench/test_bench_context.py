@@ -73,7 +73,8 @@ def test_what_is_wrong_is_not_timed(monkeypatch):
 @pytest.mark.parametrize(
     ("lengths", "how", "message"),
     [([120, 60], HOW, "60 tokens has not two chunks of 40: use --chunk 30"),
-     ([120], HOW._replace(model="tiny"), "unknown model 'tiny': choose one of llama-8b, small")],
+     ([120], HOW._replace(model="tiny"), "unknown model 'tiny': choose one of llama-8b, small"),
+     ([120], HOW._replace(model="llama-8b"), "too many for a CPU: use --model small, or a GPU")],
 )  # fmt: skip
 def test_what_cannot_be_timed_is_refused(lengths, how, message):
     with pytest.raises(ValueError, match=message):

@@ -54,6 +54,17 @@ def test_variants_that_are_alike_at_a_size_are_timed_once():
     assert titles == ["LLSA, 1 level", "LLSA, 2 levels", "top-k, 1 level"]
 
 
+def test_no_variant_meets_what_was_compiled_for_another(monkeypatch):
+    """PyTorch's caches of compiled code do not ask which kernel of dense attention was wanted."""
+    off, learn = [], train.learn
+    monkeypatch.setattr(
+        train, "learn", lambda *given: off.append(torch.compiler.config.force_disable_caches) or learn(*given)
+    )
+    measure(names=["dense"])
+    assert set(off) == {True}
+    assert not torch.compiler.config.force_disable_caches
+
+
 def test_attention_that_leaves_out_one_block_does_not_pass(monkeypatch):
     monkeypatch.setattr(train, "ALL_BLOCKS", train.ALL_BLOCKS - 1)
     dense, *sparse = measure()["rows"]

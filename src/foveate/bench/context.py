@@ -122,10 +122,13 @@ def bench_context(
         track: Shows progress.
 
     Raises:
-        ValueError: If there is no such model, a length is shorter than two chunks, or a check fails.
+        ValueError: If there is no such model or it is too large for the device, a length is shorter than two chunks,
+            or a check fails.
     """
     if how.model not in MODELS:
         raise ValueError(f"unknown model {how.model!r}: choose one of {', '.join(MODELS)}")
+    if how.model == "llama-8b" and how.device.type == "cpu":
+        raise ValueError("llama-8b has 8 billion parameters, too many for a CPU: use --model small, or a GPU")
     if short := [length for length in tokens if length < 2 * how.chunk]:
         raise ValueError(
             f"a context of {short[0]} tokens has not two chunks of {how.chunk}: use --chunk {short[0] // 2}"
