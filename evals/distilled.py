@@ -130,13 +130,13 @@ def main(
                     lora=str(folder),
                     pictures=str(out / "judged"),
                     commit=commit,
-                    about={"training": training(folder, recipe, pictures) | ({"start": start.stem} if start else {})},
+                    about={"training": training(folder, recipe, pictures, start)},
                     sheet=name in SHOWN,
                 )
 
 
-def training(folder: Path, recipe: Recipe, pictures: int) -> dict[str, Any]:
-    """How a LoRA was distilled, and how far that went."""
+def training(folder: Path, recipe: Recipe, pictures: int, start: Path | None = None) -> dict[str, Any]:
+    """How a LoRA was distilled, and how far that went; the steps of what it began with do not count."""
     rows = csv.reader((folder / "log.csv").read_text().splitlines())
     losses, seconds = zip(*((float(loss), float(seconds)) for _, loss, seconds in rows), strict=True)
     settings = {name: value for name, value in asdict(recipe).items() if name != "method"}
@@ -146,7 +146,7 @@ def training(folder: Path, recipe: Recipe, pictures: int) -> dict[str, Any]:
         "loss": mean(losses[-LAST:]),
         "seconds": round(sum(seconds), 1),
     }
-    return {"method": repr(recipe.method), **settings, **done}
+    return {"method": repr(recipe.method), **settings, **done, **({"start": start.stem} if start else {})}
 
 
 if __name__ == "__main__":

@@ -39,3 +39,8 @@ def test_what_is_told_of_a_training_is_its_log(tmp_path):
     told = training(tmp_path, Recipe(method=HilbertA(tiles=4), rank=8, optimizer="adamw", rate=1e-3), pictures=7)
     assert (told["rank"], told["optimizer"], told["rate"], told["batch"]) == (8, "adamw", 1e-3, 32)
     assert (told["pictures"], told["steps"], told["loss"], told["seconds"]) == (7, 150, 0.25, 75.0)
+    assert "start" not in told
+    begun = training(
+        tmp_path, Recipe(method=HilbertA(tiles=4), optimizer="adamw"), 7, tmp_path / "t4-after-900.safetensors"
+    )
+    assert begun["start"] == "t4-after-900"
