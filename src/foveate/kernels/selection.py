@@ -9,9 +9,8 @@ from torch import Tensor
 
 from foveate.kernels.pyramid import level_starts
 
-__all__ = ["MOST_PICKS", "readers_of", "select"]
+__all__ = ["readers_of", "select"]
 
-MOST_PICKS = 128  # of a node: registers hold the lists of all siblings
 SMALLEST_DOT = 16  # a side of a matrix product
 CANDIDATES = 64  # scored at once
 NOTHING = tl.constexpr(-(2**63))  # below the keys of all scores, and below the places of a list that are still free
@@ -79,7 +78,7 @@ def select(q: Tensor, k: Tensor, counts: Tensor, tokens: int, block: int, levels
         tokens: Length of the sequence.
         block: Children of a node.
         levels: 1 to 4.
-        top_k: How many nodes each picks at most, up to `MOST_PICKS`.
+        top_k: How many nodes each picks at most, up to 128: registers hold the lists of all siblings.
     """
     batch, heads, all_nodes, dim = q.shape
     starts = level_starts(tokens, block, levels)
