@@ -199,4 +199,5 @@ def ask(
     parts += [value, torch.full(shape, _TOKENS["</s>"])]
     ids = torch.stack(parts, -1)
     length = (ids != BLANK).sum(-1) - 2
-    return Questions(ids.gather(-1, (ids == BLANK).long().argsort(dim=-1, stable=True)), length, owner)
+    ids = ids.gather(-1, (ids == BLANK).long().argsort(dim=-1, stable=True))
+    return Questions(ids[..., : int(length.max()) + 2], length, owner)
