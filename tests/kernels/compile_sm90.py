@@ -169,12 +169,12 @@ for dim, half in ((64, "fp16"), (128, "bf16")):
     shape, constants, *rest = log_linear(
         dim, log_linear_keys.BACKWARD_KEYS, LISTED=True, NODES=False, FOLD=True, PARTS=False
     )
-    result = compiled(kernel, constants | {"BT": 16, "BM": shape.step}, half, *rest)
+    result = compiled(kernel, constants | {"BT": 16, "BM": shape.small, "G": shape.step // shape.small}, half, *rest)
     report("log-linear keys of a block", 16, half, result)
     shape, constants, *rest = log_linear(
         dim, log_linear_keys.BACKWARD_SHARED, LISTED=False, NODES=True, FOLD=False, PARTS=True
     )
-    result = compiled(kernel, constants | {"BT": shape.rows, "BM": shape.step}, half, *rest, **sums)
+    result = compiled(kernel, constants | {"BT": shape.rows, "BM": shape.step, "G": 1}, half, *rest, **sums)
     report("log-linear shared keys", shape.rows, half, result)
     constants = {"FOLD": True, "ENRICHED": 2, "MASKED": False, "B": 16, "BT": 64, "BR": 16, "D": dim, "BD": dim}
     report(

@@ -9,15 +9,30 @@ from torch import Tensor
 
 from foveate.kernels import triton_log_linear_keys
 from foveate.kernels.block_attention import like
-from foveate.kernels.log_linear_queries import Keys, Shape, batch_stride, far, padded, real, shape_of
+from foveate.kernels.log_linear_queries import (
+    SMALLEST_DOT,
+    Keys,
+    Shape,
+    at_most,
+    batch_stride,
+    far,
+    padded,
+    real,
+    shape_of,
+)
 from foveate.kernels.pyramid import level_starts
 
 __all__ = ["backward_keys"]
 
-# As in `log_linear_queries`; rows are those of a tile of keys that everyone reads, steps are of queries.
-BACKWARD_KEYS = {128: Shape(16, 64, 32, 2, 2, None), 256: Shape(16, 16, 16, 4, 2, None)}
+# As in `log_linear_queries`, but that rows are those of a tile of keys, steps are of queries, and a wide step is made
+# of small ones side by side, each to a warp.
+BACKWARD_KEYS = {
+    64: Shape(16, 64, 32, 2, 2, None),
+    128: Shape(16, 64, 64, 2, 2, None),
+    256: Shape(16, 16, 16, 4, 2, None),
+}
 BACKWARD_SHARED = {
-    64: Shape(32, 64, 32, 4, 2, None),
+    64: Shape(32, 64, 64, 4, 2, None),
     128: Shape(64, 32, 32, 4, 2, None),
     256: Shape(64, 16, 16, 8, 2, None),
 }
@@ -127,6 +142,7 @@ class _Tiles:
         start = level_starts(tokens, keys.block, self.level)[-1] if self.level > 0 else 0
         offsets, numbers = self.readers or (ends, ends)
         strided = *self.read, *grads, q, g
+        runs = self.shape.step // self.shape.small if self.rows == SMALLEST_DOT else 1  # registers hold no more
         triton_log_linear_keys.backward_keys[(self.samples * (parts or self.tiles),)](
             *strided, lse, delta, real(keys), logs[:, start:], keys.means.counts, offsets, numbers,
             keys.lists[max(self.level, 0)], *means, ends, tile, keys.scale / math.log(2), keys.scale, q.shape[1],
@@ -135,8 +151,8 @@ class _Tiles:
             *(stride for x in strided for stride in x.stride()[:3]),
             LISTED=self.readers is not None, PARTS=parts > 0, NODES=self.level >= 0, FOLD=fold,
             ENRICHED=keys.enriched, REWEIGHT=keys.reweight, EXCLUDE=keys.exclude, MASKED=keys.real is not None,
-            B=keys.block, BT=self.rows, BM=self.shape.step, D=dim, BD=padded(dim), FAR=far(strided),
-            STAGES=self.shape.stages, num_warps=max(self.shape.warps, min(self.rows // 8, 4)),
+            B=keys.block, BT=self.rows, BM=self.shape.step // runs, G=runs, D=dim, BD=padded(dim), FAR=far(strided),
+            STAGES=self.shape.stages, num_warps=max(self.shape.warps, min(self.rows // 8, 4)), **at_most(self.shape),
         )  # fmt: skip
 
 

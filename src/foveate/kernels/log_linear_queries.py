@@ -13,7 +13,7 @@ from foveate.kernels import triton_log_linear
 from foveate.kernels.block_attention import like
 from foveate.kernels.pyramid import Means
 
-__all__ = ["Keys", "Shape", "backward_queries", "forward", "shape_of"]
+__all__ = ["Keys", "Shape", "at_most", "backward_queries", "forward", "shape_of"]
 
 SMALLEST_DOT = 16  # a side of a matrix product
 
@@ -48,6 +48,11 @@ BACKWARD_QUERIES = FORWARD | {64: Shape(64, 32, 32, 4, 3, 128, 3)}
 def shape_of(shapes: dict[int, Shape], dim: int) -> Shape:
     """Of a kernel for heads of that size."""
     return next(shape for largest, shape in shapes.items() if dim <= largest)
+
+
+def at_most(shape: Shape) -> dict[str, int]:
+    """So many registers: an option of a launch."""
+    return {} if shape.registers is None else {"maxnreg": shape.registers}
 
 
 class Keys(NamedTuple):
@@ -161,7 +166,7 @@ def _launch(kernel: Any, shapes: dict[int, Shape], strided: dict[str, Tensor], k
         STAGES=shape.stages,
         SMALL_STAGES=shape.small_stages,
         num_warps=shape.warps,
-        **({} if shape.registers is None else {"maxnreg": shape.registers}),
+        **at_most(shape),
     )
 
 

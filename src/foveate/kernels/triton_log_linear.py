@@ -159,7 +159,7 @@ def _see_extra(
 
 @triton.jit
 def _see_tokens(
-    m, norm, acc, q, g, p_k, p_v, p_real, p_list, s_k, s_v, sample, row, tokens, top_k, scale,
+    m, norm, acc, q, g, p_q, p_g, s_q, s_g, o_r, p_k, p_v, p_real, p_list, s_k, s_v, sample, row, tokens, top_k, scale,
     MASKED: tl.constexpr, GRADIENT: tl.constexpr, STAGES: tl.constexpr,
     B: tl.constexpr, M: tl.constexpr, BK: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, FAR: tl.constexpr,
 ):  # fmt: skip
@@ -172,7 +172,10 @@ def _see_tokens(
     p_list += (sample * blocks + o_g[:, None]) * picks
     if G > 1:
         m, norm, acc = tl.reshape(m, [G, B]), tl.reshape(norm, [G, B]), tl.reshape(acc, [G, B, BD])
-        q, g = tl.reshape(q, [G, B, BD]), tl.reshape(g, [G, B, BD])
+        o_r = tl.reshape(o_r, [G, B])  # read anew: of a reshaped tile all rows would begin in the same bank of memory
+        q = rows_of(p_q, s_q, o_r, D, BD, FAR)
+        if GRADIENT:
+            g = rows_of(p_g, s_g, o_r, D, BD, FAR)
     for start in tl.range(0, picks, BK, num_stages=STAGES):
         o_j = start + tl.arange(0, BK)
         pick = tl.load(p_list + o_j[None, :], mask=(o_g < blocks)[:, None] & (o_j < picks)[None, :], other=-1)
@@ -229,7 +232,8 @@ def forward(
     p_real += batch * s_real
     o_m = _real_rows(p_real, row, tokens, MASKED, M)
     o_r = tl.maximum(o_m, 0)
-    q = rows_of(p_q + batch * s_qb + head * s_qh, s_q, o_r, D, BD, FAR)  # [M, BD]
+    p_q += batch * s_qb + head * s_qh
+    q = rows_of(p_q, s_q, o_r, D, BD, FAR)  # [M, BD]
     m = tl.full([M], LOWEST, tl.float32)
     norm = tl.zeros([M], tl.float32)
     acc = tl.zeros([M, BD], tl.float32)
@@ -244,8 +248,9 @@ def forward(
         extra, scale, False, STAGES, BN, D, BD, FAR,
     )  # fmt: skip
     m, norm, acc = _see_tokens(
-        m, norm, acc, q, q, p_k + batch * s_kb + head * s_kh, p_v + batch * s_vb + head * s_vh, p_real, p_list1,
-        s_k, s_v, sample, row, tokens, top_k, scale, MASKED, False, SMALL_STAGES, B, M, BK, D, BD, FAR,
+        m, norm, acc, q, q, p_q, p_q, s_q, s_q, o_r,
+        p_k + batch * s_kb + head * s_kh, p_v + batch * s_vb + head * s_vh, p_real, p_list1, s_k, s_v,
+        sample, row, tokens, top_k, scale, MASKED, False, SMALL_STAGES, B, M, BK, D, BD, FAR,
     )  # fmt: skip
     norm = tl.where(o_m >= 0, norm, 0.0)
     acc = tl.where((norm > 0)[:, None], acc / norm[:, None], 0.0)
@@ -269,8 +274,10 @@ def backward_queries(
     p_real += batch * s_real
     o_m = _real_rows(p_real, row, tokens, MASKED, M)
     o_r = tl.maximum(o_m, 0)
-    q = rows_of(p_q + batch * s_qb + head * s_qh, s_q, o_r, D, BD, FAR)  # [M, BD]
-    g = rows_of(p_g + batch * s_gb + head * s_gh, s_g, o_r, D, BD, FAR)
+    p_q += batch * s_qb + head * s_qh
+    q = rows_of(p_q, s_q, o_r, D, BD, FAR)  # [M, BD]
+    p_g += batch * s_gb + head * s_gh
+    g = rows_of(p_g, s_g, o_r, D, BD, FAR)
     out = rows_of(p_out + batch * s_ob + head * s_oh, s_o, o_r, D, BD, FAR)
     lse = tl.load(p_lse + sample * tokens + o_m, mask=o_m >= 0, other=NEVER) / LN2
     lse = tl.where(lse > NEVER, lse, float("inf"))  # rows that see nothing give no weight
@@ -288,8 +295,9 @@ def backward_queries(
         extra, scale, True, STAGES, BN, D, BD, FAR,
     )  # fmt: skip
     lse, delta, acc = _see_tokens(
-        lse, delta, acc, q, g, p_k + batch * s_kb + head * s_kh, p_v + batch * s_vb + head * s_vh, p_real, p_list1,
-        s_k, s_v, sample, row, tokens, top_k, scale, MASKED, True, SMALL_STAGES, B, M, BK, D, BD, FAR,
+        lse, delta, acc, q, g, p_q, p_g, s_q, s_g, o_r,
+        p_k + batch * s_kb + head * s_kh, p_v + batch * s_vb + head * s_vh, p_real, p_list1, s_k, s_v,
+        sample, row, tokens, top_k, scale, MASKED, True, SMALL_STAGES, B, M, BK, D, BD, FAR,
     )  # fmt: skip
     acc = tl.where((o_m >= 0)[:, None], acc * factor, 0.0)
     _store(p_dq + batch * s_db + head * s_dh, s_d, row, tokens, acc, M, D, BD)
