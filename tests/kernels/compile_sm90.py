@@ -139,7 +139,7 @@ for size in (256, 1024):
     report("facility_location", size, "fp32", result)
 constants = {"BM": coverage_drops.CANDIDATES, "BN": coverage_drops.ITEMS, "BC": coverage_drops.CHANNELS}
 constants |= {"STAGES": coverage_drops.STAGES}
-sums = dict.fromkeys(("p_before", "p_after", "p_drops"), "*fp32")
+sums = dict.fromkeys(("p_before", "p_after", "p_drops"), "*fp32") | {"p_changed": "*i32", "p_number": "*i32"}
 for rows, sizes in ((128, ()), (1, ("items", "candidates"))):
     ones = made_constant(coverage_drops.sum_drops, sizes)
     result = compiled(coverage_drops.sum_drops, constants | ones, "bf16", coverage_drops.WARPS, **sums)

@@ -20,7 +20,8 @@ from foveate.methods import SubCP
 from foveate.methods.sub_cp import Selection
 from foveate.ops import dispatch
 from foveate.ops.example_blocks import Blocks
-from foveate.ops.facility_location import best_similarity, facility_location
+from foveate.ops.facility_location import facility_location
+from foveate.ops.pick_in_turns import best_similarity
 from foveate.report import TILE_COLOURS as COLOURS
 
 __all__ = ["How", "bench_examples", "draw_examples", "table_of"]

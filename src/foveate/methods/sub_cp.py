@@ -20,8 +20,8 @@ from torch import Tensor
 
 from foveate.ops.example_blocks import ALIKE, Blocks, Embeddings, unit_rows
 from foveate.ops.example_labels import Classes, classes_of
-from foveate.ops.facility_location import Picked, best_similarity, pick_in_turns
 from foveate.ops.kept_apart import keep_apart
+from foveate.ops.pick_in_turns import Picked, best_similarity, pick_in_turns
 
 __all__ = ["STRATEGIES", "Selection", "SubCP"]
 
