@@ -4,10 +4,11 @@
 python evals/context.py --readers out/readers/0/reader,out/readers/1/reader,out/readers/2/reader
 
 Each task is texts of facts, cut into chunks that are encoded alone, and a question about each. A task is reported
-where the full prefill answers at least 10 % more of the questions than the chunks side by side; the others show no
-gap that a method could close. All methods see the same questions and recompute equally many rows, none of them in the
-first chunk. CacheBlend has all rows of layers 0 and 1 anew besides, as its authors' code does. Intervals are of a
-bootstrap over readers and, within each, over questions. What is found in --out is gone on with.
+where the full prefill answers at least 10 % more of the questions than the chunks side by side, and 10 % more than
+the best guess: elsewhere there is no gap that a method could close, or closing it takes no reading. All methods see
+the same questions and recompute equally many rows, none of them in the first chunk. CacheBlend has all rows of layers
+0 and 1 anew besides, as its authors' code does. Intervals are of a bootstrap over readers and, within each, over
+questions. What is found in --out is gone on with.
 """
 
 import json
@@ -141,8 +142,9 @@ class Asked(NamedTuple):
         answers: One token each.
         fact: The rows of the fact that is asked about.
         alike: The rows of all facts of its relation, the last repeated where there are fewer.
-        guess: How probable the answer is to one who picks among those that can be meant without knowing whose ids are
-            whose: facts of the relation; where the fact names an id, others that do, behind the place that tells it.
+        guess: How probable the answer is to one who does not know whose ids are whose, and says what most of the facts
+            say that can be meant: those of the relation; where the fact names an id, others that do, behind the place
+            that tells it.
     """
 
     ids: Int[Tensor, "questions rows"]
@@ -167,6 +169,7 @@ def questions(task: Task, count: int) -> Asked:
     alike = (facts.relation == facts.relation.gather(1, place)) & (facts.owner != BLANK)
     meant = alike & (facts.by_id == facts.by_id.gather(1, place))
     meant &= ~facts.by_id | (torch.arange(SENTENCES) > facts.defined.gather(1, place))
+    said = torch.zeros(len(kept), len(WORDS)).scatter_add(1, facts.value, meant.float())  # by how many, each word
     others = torch.where(alike, torch.arange(SENTENCES), -1).sort(descending=True).values[:, :PEOPLE]
     return Asked(
         torch.cat([start, facts.ids], 1),
@@ -174,7 +177,7 @@ def questions(task: Task, count: int) -> Asked:
         asked.ids[:, 0, length],
         _rows(place),
         _rows(torch.where(others < 0, others[:, :1], others)),
-        1 / meant.sum(1),
+        said.amax(1) / said.sum(1),
     )
 
 
@@ -231,8 +234,21 @@ def _score(patched: Rows, full: Tensor, asked: Asked, chunk: int) -> Float[Tenso
     return torch.stack([right, divergence, chosen, torch.full_like(divergence, patched.rows.shape[1])]).float()
 
 
-def summarise(cells: dict[str, Float[np.ndarray, "measures readers questions"]]) -> dict[str, Any]:
-    """Means and 95 % intervals of each method and budget; of those of no gap only what shows it."""
+def objection(gap: float, lead: float) -> str:
+    """Why nothing can be said of methods on a task; empty if something can.
+
+    Args:
+        gap: What the full prefill gets right above the chunks side by side.
+        lead: And above a guess.
+    """
+    reasons = {"no gap": gap, "the full prefill is no better than a guess": lead}
+    return " and ".join(reason for reason, above in reasons.items() if above < GAP)
+
+
+def summarise(
+    cells: dict[str, Float[np.ndarray, "measures readers questions"]], guess: Float[np.ndarray, "questions"]
+) -> dict[str, Any]:
+    """Means and 95 % intervals of each method and budget; where there is an objection only what shows it."""
     readers, count = next(iter(cells.values())).shape[1:]
     draws = np.random.default_rng(0)
     weights = np.zeros((RESAMPLES, readers, count), np.float32)
@@ -247,9 +263,21 @@ def summarise(cells: dict[str, Float[np.ndarray, "measures readers questions"]])
 
     means = {name: cell.reshape(4, -1).mean(1) for name, cell in cells.items()}
     drawn = {name: weights @ cell[:2].reshape(2, -1).T for name, cell in cells.items()}  # [resamples, right and KL]
+    full, none = (cells[end][0].mean(1) for end in ("full", "none"))  # by reader
     gap = interval(means["full"][0] - means["none"][0], drawn["full"][:, 0] - drawn["none"][:, 0])
-    result: dict[str, Any] = {"gap": gap, "separates": gap["value"] >= GAP, "cells": {}, "margins": {}}
-    shown = cells if result["separates"] else ("full", "none")
+    lead = interval(means["full"][0] - guess.mean(), drawn["full"][:, 0] - weights @ np.tile(guess, readers))
+    why_not = objection(gap["value"], lead["value"])
+    result: dict[str, Any] = {
+        "guess": float(guess.mean()),
+        "gap": gap,
+        "lead": lead,
+        "separates": not why_not,
+        "objection": why_not,
+        "readers": [not objection(*above) for above in zip(full - none, full - guess.mean(), strict=True)],
+        "cells": {},
+        "margins": {},
+    }
+    shown = ("full", "none") if why_not else cells
 
     def recovered(of: dict[str, np.ndarray], name: str) -> np.ndarray:
         right = {key: of[key][..., 0] for key in (name, "full", "none")}
@@ -309,8 +337,8 @@ def main(
                     write_whole(path, save(cells))
             read = [load_file(path) for path in files]
             cells = {cell: torch.stack([one[cell] for one in read], 1).numpy() for cell in read[0]}
-            guess = float(questions(TASKS[name], count).guess.mean())
-            tasks[name] = {"about": TASKS[name].about, "guess": guess, **summarise(cells)}
+            guess = questions(TASKS[name], count).guess.numpy()
+            tasks[name] = {"about": TASKS[name].about, **summarise(cells, guess)}
     about = {"versions": versions(), **settings, "sentences": SENTENCES, "tasks": tasks}
     if commit:
         about["versions"]["commit"] = commit

@@ -79,10 +79,9 @@ def test_the_fact_holds_the_answer_and_the_question_is_of_its_kind(name):
             home = words.index(subject, 0, gold - 3)  # where the id is told, in a chunk before
             assert words[home - 2 : home] == ["has", "id"]
             assert home < begins
-            meant = [i for i in of_relation if words[i].isdigit() and i > home]
-            assert guess == pytest.approx(1 / len(meant))
-        if name in ("one hop", "cut facts"):
-            assert guess == pytest.approx(1 / len(of_relation))
+            of_relation = [i for i in of_relation if words[i].isdigit() and i > home]
+        said = [words[i + VALUE] for i in of_relation]  # by those that can be meant
+        assert guess == pytest.approx(max(map(said.count, said)) / len(said))
 
 
 def test_methods_recompute_equally_many_rows_and_all_of_them_is_the_full_prefill(model):
@@ -110,18 +109,50 @@ def test_what_is_recovered_lies_between_none_and_full_and_a_task_without_gap_is_
     parts = 0.3, 0.4, 0.5, 0.35, 0.8, 0.7, 0.4
     cells = made_up(full=1.0, none=0.2, the_fact=0.9, facts_alike=0.95)
     cells |= {f"{name} 0.15": made_up(x=part)["x"] for name, part in zip(names, parts, strict=True)}
-    found = summarise(cells)
+    guess = np.full(500, 0.2)
+    found = summarise(cells, guess)
     assert found["gap"]["value"] == pytest.approx(0.8)
     assert found["cells"]["InfoFlow 0.15"]["recovered"]["value"] == pytest.approx(0.75)
     interval = found["cells"]["InfoFlow 0.15"]["accuracy"]
     assert interval["high"] - interval["low"] == pytest.approx(4 * (0.8 * 0.2 / 1000) ** 0.5, rel=0.15)
     assert found["margins"]["InfoFlow 0.15 - CacheBlend 0.15"]["value"] == pytest.approx(0.375)
     assert found["margins"]["InfoFlow boundary=2 0.15 - EPIC 0.15"]["value"] == pytest.approx(0.0, abs=1e-6)
-    nothing = summarise(cells | made_up(none=0.95))
+    nothing = summarise(cells | made_up(none=0.95), guess)
     assert not nothing["separates"]
     assert set(nothing["cells"]) == {"full", "none"}
-    tasks = {"gap": {"about": "one", "guess": 0.2, **found}, "no": {"about": "two", "guess": 0.2, **nothing}}
+    tasks = {"gap": {"about": "one", **found}, "no": {"about": "two", **nothing}}
     text = markdown(tasks)
     assert "| InfoFlow | 0.75 [0.7" in text
-    assert "**no** (two): no gap; full prefill 100.0%, none recomputed 95.0%, a guess 20.0%." in text
+    assert "**no** (two): no gap; full prefill 100.0%, none recomputed 95.0%, a guess 20.0%; readers that" in text
     assert len(draw_tasks(tasks).axes) == 1
+
+
+@pytest.mark.parametrize(
+    ("none", "guess", "said"),
+    [
+        (0.2, 0.2, ""),
+        (0.45, 0.2, "no gap"),
+        (0.2, 0.45, "the full prefill is no better than a guess"),
+        (0.45, 0.45, "no gap and the full prefill is no better than a guess"),
+    ],
+)
+def test_a_task_separates_only_where_the_full_prefill_beats_the_stale_cache_and_a_guess(none, guess, said):
+    chances = np.linspace(0, 2 * guess, 500)
+    task = summarise(made_up(full=0.5, none=none), chances)
+    assert task["gap"]["value"] == pytest.approx(0.5 - none)
+    assert task["lead"]["value"] == pytest.approx(0.5 - guess)
+    assert task["lead"]["low"] < 0.5 - guess < task["lead"]["high"]
+    assert (task["separates"], task["objection"], task["readers"]) == (not said, said, [not said] * 2)
+    tasks = {"one": {"about": "", **task}}
+    assert said in markdown(tasks)
+    assert draw_tasks(tasks).get_suptitle() == (f"one: {said}" if said else "")
+
+
+def test_readers_pass_or_fail_each_alone():
+    cells = made_up(full=0.9, none=0.2)
+    cells["none"][0, 1] = cells["full"][0, 1]  # what the second loses is nothing
+    task = summarise(cells, np.full(500, 0.2))
+    assert task["gap"]["value"] == pytest.approx(0.35)
+    assert task["separates"]
+    assert task["readers"] == [True, False]
+    assert "readers that pass: 0 (of 2)" in markdown({"one": {"about": "", **task}})
