@@ -214,9 +214,7 @@ def test_blocks_that_stay_merged_compute_what_each_on_its_own_does(name, monkeyp
         ToMeSD(skip=0, granularity="block", merge_cross=True, merge_mlp=True),
     ],
 )
-def test_whole_blocks_compute_what_they_do_between_tokens_that_are_put_in_order_and_back(
-    name, size, method, monkeypatch
-):
+def test_whole_blocks_compute_what_they_do_on_tokens_in_the_order_of_regions(name, size, method, monkeypatch):
     if name == "sd3":
         method = replace(method, size_bias=False)
     shape = {} if name == "dit" else {"height": size[0], "width": size[1]}
@@ -237,6 +235,18 @@ def test_whole_blocks_compute_what_they_do_between_tokens_that_are_put_in_order_
         monkeypatch.setattr(kind, "update", and_back)
     with foveate.apply(model, method):
         torch.testing.assert_close(got, model(**copy.copy(x))[0])
+
+
+@every_model
+@pytest.mark.parametrize("granularity", ["module", "block"])
+def test_autocast_is_near_full_precision(name, granularity):
+    build, inputs = MODELS[name]
+    model, x = build(dtype=torch.float32), inputs(batch=2, dtype=torch.float32)
+    with foveate.apply(model, ToMA(skip=0, tile=(4, 4), select="grid", granularity=granularity)):
+        want = model(**copy.copy(x))[0]
+        with torch.autocast("cpu", torch.bfloat16):
+            got = model(**copy.copy(x))[0]
+    assert (got - want).norm() < 0.1 * want.norm()
 
 
 @pytest.mark.parametrize("skipped", [0, 1, 2])

@@ -57,7 +57,7 @@ def compiled(kernel, constants, half, warps, registers=None, **more_kinds):
     kinds = {name: KINDS.get(name, "*" + half if name.startswith("p_") else "i32") for name in names}
     kinds |= dict.fromkeys(("scale", "factor"), "fp32") | dict.fromkeys(constants, "constexpr")
     aligned = [["tt.divisibility", 16]]
-    attributes = {(i,): aligned for i, name in enumerate(names) if name.startswith(("p_", "s_"))}
+    attributes = {(i,): aligned for i, name in enumerate(names) if name.startswith(("p_", "s_")) or name == "dim"}
     source_of = GluonASTSource if any(kind.startswith("tensordesc") for kind in more_kinds.values()) else ASTSource
     source = source_of(kernel, {name: (kinds | more_kinds)[name] for name in names}, constants, attributes)
     options = {"num_warps": warps, **({"maxnreg": registers} if registers else {})}
@@ -147,10 +147,10 @@ for rows, sizes in ((128, ()), (1, ("items", "candidates"))):
     result = compiled(coverage_drops.sum_drops, constants | ones, "bf16", coverage_drops.WARPS, **sums)
     report("coverage_drops", rows, "bf16", result)
 for module, kernel in ((region_matmul, region_matmul._multiply), (region_update, region_update._update)):
-    for size, more in ((16, {"p_order": None}), (64, {})):
-        constants = {"M": size, "T": size, "BC": module.CHANNELS} | more
-        name = module.__name__.rpartition(".")[2]
-        report(name, size, "bf16", compiled(kernel, constants, "bf16", module.WARPS))
+    name = module.__name__.rpartition(".")[2]
+    for rows, tokens, more in ((16, 64, {"p_order": None}), (64, 32, {}), (64, 64, {})):
+        constants = {"M": rows, "T": tokens, "BC": module.CHANNELS} | more
+        report(name, rows, "bf16", compiled(kernel, constants, "bf16", module.WARPS))
 
 
 def log_linear(dim, shapes, **more):

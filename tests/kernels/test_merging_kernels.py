@@ -11,6 +11,8 @@ from foveate.kernels.facility_location import facility_location
 from foveate.kernels.region_matmul import region_matmul
 from foveate.kernels.region_update import region_update
 from foveate.kernels.soft_assignment import soft_assignment
+from foveate.methods import ToMA
+from foveate.ops import dispatch
 from foveate.ops import facility_location as picking_op
 from foveate.ops import region_matmul as matmul_op
 from foveate.ops import region_update as update_op
@@ -124,6 +126,24 @@ def test_updates_of_strided_tokens_write_everything(monkeypatch):
     monkeypatch.setattr(update_kernel, "_like", lambda weights, x, *rest: torch.full(x.shape, torch.nan))
     want = update_op.portable([weights], x, before, after, order)
     torch.testing.assert_close(region_update([weights], x, before, after, order), want)
+
+
+@pytest.mark.parametrize("grid", [(8, 12), (18, 14), (9, 31)])
+@pytest.mark.parametrize("keep", [0.25, 0.7])
+def test_a_plan_merges_and_updates_tokens_in_raster_order_by_kernels_as_without(monkeypatch, grid, keep):
+    method = ToMA(keep=keep, tile=(4, 4))
+    regions = method.regions((grid,))
+    x = torch.randn(2, grid[0] * grid[1], 24)
+    plan = method.plan(x[:, regions.order], regions)
+    merged = plan.merge(x[:, regions.order])
+    after = torch.randn_like(merged)
+    want = x + plan.unmerge(after - merged)[:, regions.inverse]
+    for op, kernel in (("region_matmul", region_matmul), ("region_update", region_update)):
+        monkeypatch.setitem(dispatch._BACKENDS, op, [dispatch.Backend("triton", lambda *work: True, kernel)])
+    torch.testing.assert_close(plan.merge(x, 0, regions.order), merged)
+    torch.testing.assert_close(plan.update(x, merged, after, regions.order), want)
+    ordered = plan.update(x[:, regions.order], merged, after)
+    torch.testing.assert_close(ordered, want[:, regions.order])
 
 
 def test_all_pass_opcheck_and_say_what_they_take():

@@ -29,8 +29,8 @@ def _multiply(
     if place < copies:
         o_n = place * M + o_m
         m_n = (o_n < ahead)[:, None] & m_c
-        o_x = tl.load(p_order + o_n, mask=o_n < ahead, other=0) if p_order is not None else o_n
-        x = tl.load(p_x + o_x[:, None].to(tl.int64) * s_x, mask=m_n)
+        o_from = tl.load(p_order + o_n, mask=o_n < ahead, other=0) if p_order is not None else o_n
+        x = tl.load(p_x + o_from[:, None].to(tl.int64) * s_x, mask=m_n)
         tl.store(p_y + o_n[:, None].to(tl.int64) * s_y, x, mask=m_n)
     else:
         region = place - copies

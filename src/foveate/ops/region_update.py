@@ -35,7 +35,7 @@ def region_update(
         [1.0, 2.0, 1.0, 2.0]
     """
     size = max(side for matrices in weights for side in matrices.shape[2:])
-    backend = dispatch.choose("region_update", x.device, x.dtype, size)
+    backend = dispatch.choose("region_update", x.device, torch.promote_types(x.dtype, after.dtype), size)
     return backend.run(weights, x, before, after, order)
 
 
@@ -51,7 +51,10 @@ def plus(
     x: Float[Tensor, "batch all dim"], added: Float[Tensor, "batch all dim"], order: Int[Tensor, "all"] | None
 ) -> Float[Tensor, "batch all dim"]:
     """x, to whose token ``order[i]`` the token i of the other is added."""
-    return x + added if order is None else x.index_add(1, order, added)
+    if order is None:
+        return x + added
+    dtype = torch.promote_types(x.dtype, added.dtype)  # they differ under autocast
+    return x.to(dtype).index_add(1, order, added.to(dtype))
 
 
 dispatch.register_kernels("region_update")

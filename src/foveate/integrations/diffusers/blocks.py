@@ -3,9 +3,9 @@
 # pyright: reportAssignmentType=false
 """Token merging in models of stacked transformer blocks: UNets (SD 1.5, SDXL), SD3, PixArt, DiT.
 
-A stage is a stack of blocks over one grid. Where modules merge one by one, its tokens are put in the order of the tiles
-where they enter it, and back where they leave it. Whole blocks leave all tokens where they are: merged ones are made
-from there, and what becomes of them is added there.
+A stage is a stack of blocks over one grid. Where modules merge one by one, its tokens are put in the order of the
+tiles as they enter it, and back as they leave it. Whole blocks leave them in raster order: merged tokens are made from
+there, and what becomes of them is added there.
 """
 
 from collections.abc import Iterator
