@@ -254,7 +254,11 @@ def _each(
     """Every group of regions times its matrices, behind what is ahead of them."""
     if len(weights) == 1 and weights[0] is not None:
         return region_matmul(weights[0], x, ahead, order)
-    x = x if order is None else x.index_select(1, order)
+    if order is not None:
+        text, *places = order.split([ahead, *lengths])
+        both = zip(weights, places, strict=True)
+        parts = (x[:, rows] if w is None else region_matmul(w, x, 0, rows) for w, rows in both)
+        return torch.cat([x[:, text], *parts], 1)
     text, *parts = x.split([ahead, *lengths], 1)
     return torch.cat(
         [text, *(p if w is None else region_matmul(w, p) for w, p in zip(weights, parts, strict=True))], 1
