@@ -1,6 +1,7 @@
 """Laws of the benchmarks: they check before they time, and say what could not run."""
 
 import json
+from functools import partial
 
 import pytest
 import tiny
@@ -210,13 +211,12 @@ def test_a_plan_counts_as_often_as_the_schedule_makes_one(monkeypatch, method, f
 
 @pytest.mark.usefixtures("_tiny_models")
 def test_a_merging_run_is_split_into_merging_plans_and_the_rest(monkeypatch):
-    plain = merging.region_matmul
-
-    def as_an_op(*given):  # as it is on a GPU
-        with record_function("foveate::region_matmul"):
+    def as_an_op(plain, *given):  # as it is on a GPU
+        with record_function(f"foveate::{plain.__name__}"):
             return plain(*given)
 
-    monkeypatch.setattr(merging, "region_matmul", as_an_op)
+    for op in (merging.region_matmul, merging.region_update):
+        monkeypatch.setattr(merging, op.__name__, partial(as_an_op, op))
     *_, result = step.bench_step([16], methods=[ToMA(), HilbertA(tiles=2)], text=8, rounds=1, device="cpu")
     dense, sparse, row, _ = result["rows"]
     assert 0 < row["merge_share"] < 1

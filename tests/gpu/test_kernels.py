@@ -6,10 +6,10 @@ import torch
 from oracle import dense_attention, random_table
 
 import foveate
-from foveate import HilbertA
+from foveate import HilbertA, ToMA
 from foveate.kernels.facility_location import facility_location as pick
 from foveate.kernels.soft_assignment import soft_assignment as assign
-from foveate.ops import dispatch, facility_location, region_matmul, soft_assignment
+from foveate.ops import dispatch, facility_location, region_matmul, region_update, soft_assignment
 from foveate.ops.block_attention import block_attention
 
 pytestmark = pytest.mark.gpu
@@ -153,3 +153,57 @@ def test_region_products_and_their_gradients_equal_float64(plans, batch, rows, t
     expected = torch.autograd.grad(want, (weights, x), grad.double())
     for ours, theirs in zip(torch.autograd.grad(got, (weights, x), grad), expected, strict=True):
         assert relative(ours, theirs) < 1e-2
+
+
+@pytest.mark.parametrize("plans", [1, 2])
+@pytest.mark.parametrize(("rows", "tokens"), [(8, 16), (3, 5), (32, 64)])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_region_products_of_tokens_in_another_order_and_their_gradients_equal_float64(plans, rows, tokens, dtype):
+    options = {"device": "cuda", "dtype": dtype, "requires_grad": True}
+    weights, x = torch.rand(plans, 7, rows, tokens, **options), torch.randn(2, 9 + 7 * tokens, 648, **options)
+    order = torch.randperm(x.shape[1], device="cuda")[2:]
+    want = region_matmul.portable(weights.double(), x.double(), 7, order)
+    got = region_matmul.region_matmul(weights, x, 7, order)
+    assert relative(got, want) < 1e-2
+    grad = torch.randn_like(got)
+    expected = torch.autograd.grad(want, (weights, x), grad.double())
+    for ours, theirs in zip(torch.autograd.grad(got, (weights, x), grad), expected, strict=True):
+        assert relative(ours, theirs) < 1e-2
+
+
+@pytest.mark.parametrize("groups", [[(5, 16, 8)], [(16, 64, 32)], [(9, 64, 48), (2, 5, 3), (1, 63, 16)]])
+@pytest.mark.parametrize("plans", [1, 2])
+@pytest.mark.parametrize("ordered", [False, True])
+@pytest.mark.parametrize("dim", [640, 333])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_region_updates_and_their_gradients_equal_float64(groups, plans, ordered, dim, dtype):
+    options = {"device": "cuda", "dtype": dtype, "requires_grad": True}
+    weights = [torch.rand(plans, *group, **options) for group in groups]
+    tokens, merged = (sum(group[0] * group[side] for group in groups) for side in (1, 2))
+    rest = [torch.randn(2, length, dim, **options) for length in (tokens, merged, merged)]
+    order = torch.randperm(tokens, device="cuda") if ordered else None
+    want = region_update.portable([w.double() for w in weights], *(part.double() for part in rest), order)
+    got = region_update.region_update(weights, *rest, order)
+    assert relative(got, want) < 1e-2
+    grad = torch.randn_like(got)
+    expected = torch.autograd.grad(want, (*weights, *rest), grad.double())
+    for ours, theirs in zip(torch.autograd.grad(got, (*weights, *rest), grad), expected, strict=True):
+        assert relative(ours, theirs) < 1e-2
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("size", [(16, 16), (18, 26)])
+def test_a_unet_that_merges_whole_blocks_does_what_it_does_by_the_portable_path(monkeypatch, size):
+    model = tiny.unet(dtype=torch.bfloat16).cuda()
+    x = tiny.unet_inputs(*size, batch=2, dtype=torch.bfloat16)
+    x = {name: value.cuda() if torch.is_tensor(value) else value for name, value in x.items()}
+    x["added_cond_kwargs"] = {name: value.cuda() for name, value in x["added_cond_kwargs"].items()}
+
+    def forward():
+        with foveate.apply(model, ToMA(tile=(4, 4))):
+            return model(**x)[0]
+
+    got = forward()
+    for op in ("region_matmul", "region_update"):
+        only(monkeypatch, op, "portable", torch.bfloat16, 16)
+    assert relative(got, forward()) < 3e-2

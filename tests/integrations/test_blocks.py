@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+from dataclasses import replace
 
 import pytest
 import tiny
@@ -16,7 +17,7 @@ from foveate.integrations.diffusers.blocks import CONTROL
 from foveate.integrations.diffusers.merging import Site
 from foveate.integrations.diffusers.pipelines import Request
 from foveate.methods import Together, ToMeSD
-from foveate.ops.merging import Merge
+from foveate.ops.merging import Merge, Picked
 
 # every hook at work, and nothing is lost
 PLUMBING = {"keep": 0.999, "weights": "hard", "skip": 0, "tile": (4, 4), "granularity": "module"}
@@ -174,7 +175,7 @@ def test_plans_are_shared_by_blocks_and_steps(monkeypatch):
 @pytest.mark.parametrize("granularity", ["module", "block"])
 def test_plans_are_made_from_what_the_first_block_is_given(name, granularity, monkeypatch):
     seen, given, make = [], [], ToMA.plan
-    monkeypatch.setattr(ToMA, "plan", lambda *args: seen.append(args[1]) or make(*args))
+    monkeypatch.setattr(ToMA, "plan", lambda *args: seen.append((args[1], args[2].order)) or make(*args))
     model, x = built(name)
 
     def note(block, args, kwargs):
@@ -183,7 +184,8 @@ def test_plans_are_made_from_what_the_first_block_is_given(name, granularity, mo
     with foveate.apply(model, ToMA(skip=1, granularity=granularity)):
         model.transformer_blocks[1].register_forward_pre_hook(note, with_kwargs=True, prepend=True)
         model(**copy.copy(x))
-    assert torch.equal(*seen, *given)
+    ((features, order),), (x,) = seen, given
+    assert torch.equal(features, x[:, order] if granularity == "block" else x)
 
 
 @every_model
@@ -200,6 +202,51 @@ def test_blocks_that_stay_merged_compute_what_each_on_its_own_does(name, monkeyp
         monkeypatch.setattr(Site, "begin", lambda *args, apart: begin(*args, apart=True))
         torch.testing.assert_close(model(**copy.copy(x))[0], together)
         assert len(merges) == stacks + len(run.summary().layers)
+
+
+@every_model
+@pytest.mark.parametrize("size", [(16, 16), (18, 26)])
+@pytest.mark.parametrize(
+    "method",
+    [
+        ToMA(skip=0, tile=(4, 4)),
+        ToMA(skip=0, tile=(4, 4), dense_layers="1", size_bias=True, share="batch"),
+        ToMeSD(skip=0, granularity="block", merge_cross=True, merge_mlp=True),
+    ],
+)
+def test_whole_blocks_compute_what_they_do_on_tokens_in_the_order_of_regions(name, size, method, monkeypatch):
+    if name == "sd3":
+        method = replace(method, size_bias=False)
+    shape = {} if name == "dit" else {"height": size[0], "width": size[1]}
+    model, x = built(name, batch=2, **shape)
+    with foveate.apply(model, method) as run:
+        got = model(**copy.copy(x))[0]
+        assert any(layer.method != "dense" for layer in run.summary().layers)
+    for kind in (Merge, Picked):
+        merge, unmerge = kind.merge, kind.unmerge
+
+        def in_order(plan, x, ahead, order, merge=merge):
+            return merge(plan, x[:, order])
+
+        def and_back(plan, x, before, after, order, unmerge=unmerge):
+            return (x[:, order] + unmerge(plan, after - before))[:, order.argsort()]
+
+        monkeypatch.setattr(kind, "merge", in_order)
+        monkeypatch.setattr(kind, "update", and_back)
+    with foveate.apply(model, method):
+        torch.testing.assert_close(got, model(**copy.copy(x))[0])
+
+
+@every_model
+@pytest.mark.parametrize("granularity", ["module", "block"])
+def test_autocast_is_near_full_precision(name, granularity):
+    build, inputs = MODELS[name]
+    model, x = build(dtype=torch.float32), inputs(batch=2, dtype=torch.float32)
+    with foveate.apply(model, ToMA(skip=0, tile=(4, 4), select="grid", granularity=granularity)):
+        want = model(**copy.copy(x))[0]
+        with torch.autocast("cpu", torch.bfloat16):
+            got = model(**copy.copy(x))[0]
+    assert (got - want).norm() < 0.1 * want.norm()
 
 
 @pytest.mark.parametrize("skipped", [0, 1, 2])

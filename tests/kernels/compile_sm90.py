@@ -25,6 +25,7 @@ from foveate.kernels import (
     log_linear_queries,
     pyramid,
     region_matmul,
+    region_update,
     row_attention,
     selection,
     soft_assignment,
@@ -37,6 +38,7 @@ SHARED_MEMORY = 227 * 1024
 USAGE = {"registers": "REG", "stack": "STACK"}
 DTYPES = {"fp16": float16, "bf16": bfloat16}
 KINDS = dict.fromkeys(("p_tiles", "p_steps", "p_work", "p_bounds", "p_at"), "*i32")
+KINDS["p_order"] = "*i64"
 KINDS |= dict.fromkeys(("p_lse", "p_dlse", "p_delta"), "*fp32") | dict.fromkeys(("p_given", "p_picks"), "*i64")
 KINDS |= dict.fromkeys(("p_s", "p_logs", "p_sums", "p_dmk", "p_dmv"), "*fp32") | {"p_real": "*u8", "p_weight": "*i32"}
 KINDS |= dict.fromkeys(
@@ -55,7 +57,7 @@ def compiled(kernel, constants, half, warps, registers=None, **more_kinds):
     kinds = {name: KINDS.get(name, "*" + half if name.startswith("p_") else "i32") for name in names}
     kinds |= dict.fromkeys(("scale", "factor"), "fp32") | dict.fromkeys(constants, "constexpr")
     aligned = [["tt.divisibility", 16]]
-    attributes = {(i,): aligned for i, name in enumerate(names) if name.startswith(("p_", "s_"))}
+    attributes = {(i,): aligned for i, name in enumerate(names) if name.startswith(("p_", "s_")) or name == "dim"}
     source_of = GluonASTSource if any(kind.startswith("tensordesc") for kind in more_kinds.values()) else ASTSource
     source = source_of(kernel, {name: (kinds | more_kinds)[name] for name in names}, constants, attributes)
     options = {"num_warps": warps, **({"maxnreg": registers} if registers else {})}
@@ -144,10 +146,11 @@ for rows, sizes in ((128, ()), (1, ("items", "candidates"))):
     ones = made_constant(coverage_drops.sum_drops, sizes)
     result = compiled(coverage_drops.sum_drops, constants | ones, "bf16", coverage_drops.WARPS, **sums)
     report("coverage_drops", rows, "bf16", result)
-for size in (16, 64):
-    constants = {"M": size, "T": size, "BC": region_matmul.CHANNELS}
-    kernel, warps = region_matmul._multiply, region_matmul.WARPS
-    report("region_matmul", size, "bf16", compiled(kernel, constants, "bf16", warps))
+for module, kernel in ((region_matmul, region_matmul._multiply), (region_update, region_update._update)):
+    name = module.__name__.rpartition(".")[2]
+    for rows, tokens, more in ((16, 64, {"p_order": None}), (64, 32, {}), (64, 64, {})):
+        constants = {"M": rows, "T": tokens, "BC": module.CHANNELS} | more
+        report(name, rows, "bf16", compiled(kernel, constants, "bf16", module.WARPS))
 
 
 def log_linear(dim, shapes, **more):

@@ -5,12 +5,17 @@ import torch
 
 from foveate.kernels import facility_location as picking_kernel
 from foveate.kernels import region_matmul as matmul_kernel
+from foveate.kernels import region_update as update_kernel
 from foveate.kernels import soft_assignment as assignment_kernel
 from foveate.kernels.facility_location import facility_location
 from foveate.kernels.region_matmul import region_matmul
+from foveate.kernels.region_update import region_update
 from foveate.kernels.soft_assignment import soft_assignment
+from foveate.methods import ToMA
+from foveate.ops import dispatch
 from foveate.ops import facility_location as picking_op
 from foveate.ops import region_matmul as matmul_op
+from foveate.ops import region_update as update_op
 from foveate.ops import soft_assignment as assignment_op
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu checks the compiled kernels")
@@ -67,12 +72,88 @@ def test_products_of_transposed_matrices_and_strided_tokens_write_everything(mon
     torch.testing.assert_close(region_matmul(weights, x, 2), matmul_op.portable(weights, x, 2))
 
 
+@pytest.mark.parametrize("ahead", [0, 19])
+def test_products_of_some_tokens_in_another_order_and_their_gradients_are_those_of_the_portable_path(ahead):
+    weights, x = torch.randn(2, 6, 3, 5).requires_grad_(), torch.randn(2, 70, 40).requires_grad_()
+    order = torch.randperm(70)[: ahead + 6 * 5]
+    want, got = (run(weights, x, ahead, order) for run in (matmul_op.portable, region_matmul))
+    torch.testing.assert_close(got, want)
+    grad = torch.randn_like(want)
+    expected = torch.autograd.grad(want, (weights, x), grad)
+    torch.testing.assert_close(torch.autograd.grad(got, (weights, x), grad), expected)
+
+
+GROUPS = [[(6, 16, 8)], [(1, 1, 1)], [(3, 33, 20), (2, 5, 3), (1, 8, 8)]]  # of regions: number, rows, merged tokens
+
+
+def update_inputs(groups, plans, dim, dtype, ordered):
+    """Weights, x, tokens before and after, order; each wants a gradient."""
+    weights = [torch.randn(plans, *group, dtype=dtype).requires_grad_() for group in groups]
+    tokens, merged = (sum(group[0] * group[side] for group in groups) for side in (1, 2))
+    x, before, after = (
+        torch.randn(2, length, dim, dtype=dtype).requires_grad_() for length in (tokens, merged, merged)
+    )
+    return weights, x, before, after, torch.randperm(tokens) if ordered else None
+
+
+@pytest.mark.parametrize("groups", GROUPS)
+@pytest.mark.parametrize("plans", [1, 2])
+@pytest.mark.parametrize("ordered", [False, True])
+def test_updates_and_their_gradients_are_those_of_float64(groups, plans, ordered):
+    weights, *rest, order = update_inputs(groups, plans, 150, torch.float16, ordered)
+    change = (rest[2].double() - rest[1].double()).split([n * merged for n, _, merged in groups], 1)
+    added = torch.cat(
+        [
+            torch.einsum("bnrt,bntc->bnrc", w.double().expand(2, -1, -1, -1), part.unflatten(1, (w.shape[1], -1)))
+            .flatten(1, 2)
+            for w, part in zip(weights, change, strict=True)
+        ],
+        1,
+    )  # fmt: skip
+    want = rest[0].double() + (added if order is None else added[:, order.argsort()])
+    grad = torch.randn_like(want)
+    expected = torch.autograd.grad(want, (*weights, *rest), grad)
+    for run in (region_update, update_op.portable):
+        got = run(weights, *rest, order)
+        torch.testing.assert_close(got.double(), want, rtol=1e-2, atol=2e-2)
+        for ours, theirs in zip(torch.autograd.grad(got, (*weights, *rest), grad.half()), expected, strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=2e-2, atol=6e-2)
+
+
+def test_updates_of_strided_tokens_write_everything(monkeypatch):
+    weights, order = torch.randn(1, 6, 3, 5).mT, torch.randperm(30)
+    x, before, after = torch.randn(2, 40, 30).mT, torch.randn(2, 50, 40)[:, 7:25], torch.randn(2, 18, 80)[..., ::2]
+    monkeypatch.setattr(update_kernel, "_like", lambda weights, x, *rest: torch.full(x.shape, torch.nan))
+    want = update_op.portable([weights], x, before, after, order)
+    torch.testing.assert_close(region_update([weights], x, before, after, order), want)
+
+
+@pytest.mark.parametrize("grid", [(8, 12), (18, 14), (9, 31)])
+@pytest.mark.parametrize("keep", [0.25, 0.7])
+def test_a_plan_merges_and_updates_tokens_in_raster_order_by_kernels_as_without(monkeypatch, grid, keep):
+    method = ToMA(keep=keep, tile=(4, 4))
+    regions = method.regions((grid,))
+    x = torch.randn(2, grid[0] * grid[1], 24)
+    plan = method.plan(x[:, regions.order], regions)
+    merged = plan.merge(x[:, regions.order])
+    after = torch.randn_like(merged)
+    want = x + plan.unmerge(after - merged)[:, regions.inverse]
+    for op, kernel in (("region_matmul", region_matmul), ("region_update", region_update)):
+        monkeypatch.setitem(dispatch._BACKENDS, op, [dispatch.Backend("triton", lambda *work: True, kernel)])
+    torch.testing.assert_close(plan.merge(x, 0, regions.order), merged)
+    torch.testing.assert_close(plan.update(x, merged, after, regions.order), want)
+    ordered = plan.update(x[:, regions.order], merged, after)
+    torch.testing.assert_close(ordered, want[:, regions.order])
+
+
 def test_all_pass_opcheck_and_say_what_they_take():
     torch.library.opcheck(facility_location, (torch.randn(2, 10, 10), 3))
     torch.library.opcheck(soft_assignment, (torch.randn(2, 10, 4), 3, 5.0))
     torch.library.opcheck(
         region_matmul, (torch.randn(1, 2, 3, 4).requires_grad_(), torch.randn(2, 9, 5).requires_grad_(), 1)
     )
+    torch.library.opcheck(region_update, update_inputs([(2, 4, 3), (1, 2, 1)], 1, 5, torch.float32, True))
+    torch.library.opcheck(region_update, update_inputs([(2, 4, 3)], 2, 5, torch.float32, False))
     cuda = torch.device("cuda")
     assert assignment_kernel.takes(cuda, torch.bfloat16, 128)
     assert not assignment_kernel.takes(cuda, torch.bfloat16, 129)
@@ -87,3 +168,6 @@ def test_all_pass_opcheck_and_say_what_they_take():
 def test_regions_that_do_not_fit_are_refused():
     with pytest.raises(ValueError, match="2 regions of 4 tokens behind 1 are not the 8 of x"):
         region_matmul(torch.randn(1, 2, 3, 4), torch.randn(1, 8, 5), 1)
+    x, few = torch.randn(1, 8, 5), torch.randn(1, 5, 5)
+    with pytest.raises(ValueError, match="8 tokens, 6 merged, are not the 8 of x, 5 before and 5 after"):
+        region_update([torch.randn(1, 2, 4, 3)], x, few, few, None)

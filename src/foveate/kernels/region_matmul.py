@@ -16,7 +16,7 @@ CHANNELS, WARPS = 256, 4
 
 @triton.jit
 def _multiply(
-    p_w, p_x, p_y, regions, rows, tokens, dim, ahead, s_wp, s_wr, s_wm, s_wt, s_xb, s_x, s_yb, s_y,
+    p_w, p_x, p_order, p_y, regions, rows, tokens, dim, ahead, s_wp, s_wr, s_wm, s_wt, s_xb, s_x, s_yb, s_y,
     M: tl.constexpr, T: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
     """A program multiplies one region, or copies M of the tokens in front, in BC channels."""
@@ -29,15 +29,18 @@ def _multiply(
     if place < copies:
         o_n = place * M + o_m
         m_n = (o_n < ahead)[:, None] & m_c
-        x = tl.load(p_x + o_n[:, None].to(tl.int64) * s_x, mask=m_n)
+        o_from = tl.load(p_order + o_n, mask=o_n < ahead, other=0) if p_order is not None else o_n
+        x = tl.load(p_x + o_from[:, None].to(tl.int64) * s_x, mask=m_n)
         tl.store(p_y + o_n[:, None].to(tl.int64) * s_y, x, mask=m_n)
     else:
         region = place - copies
         m_m, m_t = (o_m < rows)[:, None], (o_t < tokens)[:, None]
         p_w += sample.to(tl.int64) * s_wp + region.to(tl.int64) * s_wr
         w = tl.load(p_w + o_m[:, None] * s_wm + o_t[None, :] * s_wt, mask=m_m & (o_t < tokens)[None, :], other=0.0)
-        o_x = (ahead + region * tokens + o_t)[:, None].to(tl.int64)
-        y = tl.dot(w, tl.load(p_x + o_x * s_x, mask=m_t & m_c, other=0.0))  # [M, BC]
+        o_x = ahead + region * tokens + o_t
+        if p_order is not None:
+            o_x = tl.load(p_order + o_x, mask=o_t < tokens, other=0)
+        y = tl.dot(w, tl.load(p_x + o_x[:, None].to(tl.int64) * s_x, mask=m_t & m_c, other=0.0))  # [M, BC]
         o_y = (ahead + region * rows + o_m)[:, None].to(tl.int64)
         tl.store(p_y + o_y * s_y, y.to(p_y.dtype.element_ty), mask=m_m & m_c)
 
@@ -48,11 +51,12 @@ def takes(device: torch.device, dtype: torch.dtype, size: int) -> bool:
 
 
 @torch.library.custom_op("foveate::region_matmul", mutates_args=())
-def region_matmul(weights: Tensor, x: Tensor, ahead: int) -> Tensor:
+def region_matmul(weights: Tensor, x: Tensor, ahead: int, order: Tensor | None = None) -> Tensor:
     """What `foveate.ops.region_matmul` defines."""
     x = x if x.stride(-1) == 1 else x.contiguous()
     plans, regions, rows, tokens = weights.shape
     batch, length, dim = x.shape
+    length = length if order is None else len(order)
     if length != ahead + regions * tokens:
         raise ValueError(f"{regions} regions of {tokens} tokens behind {ahead} are not the {length} of x")
     y = _like(weights, x, ahead)
@@ -61,29 +65,33 @@ def region_matmul(weights: Tensor, x: Tensor, ahead: int) -> Tensor:
     if programs and dim:
         w_strides = 0 if plans == 1 else weights.stride(0), *weights.stride()[1:]
         _multiply[(programs, triton.cdiv(dim, CHANNELS))](
-            weights, x, y, regions, rows, tokens, dim, ahead, *w_strides, *x.stride()[:2], *y.stride()[:2],
+            weights, x, order, y, regions, rows, tokens, dim, ahead, *w_strides, *x.stride()[:2], *y.stride()[:2],
             M=m, T=t, BC=CHANNELS, num_warps=WARPS,
         )  # fmt: skip
     return y
 
 
 @region_matmul.register_fake
-def _like(weights: Tensor, x: Tensor, ahead: int) -> Tensor:
+def _like(weights: Tensor, x: Tensor, ahead: int, order: Tensor | None = None) -> Tensor:
     return x.new_empty(x.shape[0], ahead + weights.shape[1] * weights.shape[2], x.shape[2])
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    ctx.save_for_backward(*inputs[:2])
-    ctx.ahead = inputs[2]
+    weights, x, ctx.ahead, order = inputs
+    ctx.save_for_backward(weights, x, order)
 
 
 def _differentiate(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    weights, x = ctx.saved_tensors
-    dw = None
+    weights, x, order = ctx.saved_tensors
+    dw = dx = None
     if ctx.needs_input_grad[0]:
-        dy, regions = (part[:, ctx.ahead :].unflatten(1, (weights.shape[1], -1)) for part in (grad, x))
+        taken = x if order is None else x.index_select(1, order)
+        dy, regions = (part[:, ctx.ahead :].unflatten(1, (weights.shape[1], -1)) for part in (grad, taken))
         dw = (dy @ regions.mT).sum_to_size(weights.shape)
-    return dw, region_matmul(weights.mT, grad, ctx.ahead) if ctx.needs_input_grad[1] else None, None
+    if ctx.needs_input_grad[1]:
+        dx = region_matmul(weights.mT, grad, ctx.ahead)
+        dx = dx if order is None else torch.zeros_like(x).index_add_(1, order, dx)
+    return dw, dx, None, None
 
 
 region_matmul.register_autograd(_differentiate, setup_context=_save)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from foveate.ops.block_table import BlockTable
 from foveate.ops.region_matmul import region_matmul
+from foveate.ops.region_update import plus, region_update
 
 __all__ = ["Group", "Grouped", "Merge", "Picked", "Regions", "places_of", "together"]
 
@@ -127,14 +128,42 @@ class Merge(NamedTuple):
     chosen: tuple[Tensor, ...]
     places: Int[Tensor, "plans merged"]
 
-    def merge(self, x: Float[Tensor, "batch all dim"], ahead: int = 0) -> Float[Tensor, "batch fewer dim"]:
-        """Every destination becomes the mean of what it is given; `ahead` tokens of text in front stay."""
-        return _each(self.gather, x, self.lengths, ahead)
+    def merge(
+        self, x: Float[Tensor, "batch all dim"], ahead: int = 0, order: Int[Tensor, "all"] | None = None
+    ) -> Float[Tensor, "batch fewer dim"]:
+        """Every destination becomes the mean of what it is given; `ahead` tokens of text in front stay.
+
+        Args:
+            x: Tokens, in the order of their regions.
+            ahead: Tokens of text in front.
+            order: Of the regions: x is in raster order.
+        """
+        return _each(self.gather, x, self.lengths, ahead, order)
 
     def unmerge(self, y: Float[Tensor, "batch fewer dim"], ahead: int = 0) -> Float[Tensor, "batch all dim"]:
         """Every token takes from the destinations what it gave them a part of."""
         lengths = [chosen.shape[1] * chosen.shape[2] for chosen in self.chosen]
         return _each([weights if weights is None else weights.mT for weights in self.spread], y, lengths, ahead)
+
+    def update(
+        self,
+        x: Float[Tensor, "batch all dim"],
+        before: Float[Tensor, "batch fewer dim"],
+        after: Float[Tensor, "batch fewer dim"],
+        order: Int[Tensor, "all"] | None = None,
+    ) -> Float[Tensor, "batch all dim"]:
+        """x, with what became of its merged tokens spread over all: ``x + unmerge(after - before)``.
+
+        Args:
+            x: Tokens, in the order of their regions.
+            before: The same merged.
+            after: What became of those.
+            order: See `merge`.
+        """
+        weights = [weights.mT for weights in self.spread if weights is not None]
+        if len(weights) == len(self.spread):
+            return region_update(weights, x, before, after, order)
+        return plus(x, self.unmerge(after - before), order)
 
     def rope(self, rows: Float[Tensor, "image dim"]) -> Float[Tensor, "plans merged dim"]:
         """The rows of the destinations: a merged token stands where its destination stands."""
@@ -170,8 +199,11 @@ class Picked(NamedTuple):
         """Nothing that a later plan could begin with."""
         return ()
 
-    def merge(self, x: Float[Tensor, "batch all dim"], ahead: int = 0) -> Float[Tensor, "batch fewer dim"]:
-        """The picked tokens, with what goes to them; `ahead` tokens of text in front stay."""
+    def merge(
+        self, x: Float[Tensor, "batch all dim"], ahead: int = 0, order: Int[Tensor, "all"] | None = None
+    ) -> Float[Tensor, "batch fewer dim"]:
+        """The picked tokens, with what goes to them; see `Merge.merge`."""
+        x = x if order is None else x.index_select(1, order)
         if ahead:
             return torch.cat([x[:, :ahead], self.merge(x[:, ahead:])], 1)
         if self.pruned:
@@ -192,6 +224,16 @@ class Picked(NamedTuple):
             return torch.cat([y[:, :ahead], self.unmerge(y[:, ahead:])], 1)
         return y.take_along_dim(self.goes_to[..., None], 1)
 
+    def update(
+        self,
+        x: Float[Tensor, "batch all dim"],
+        before: Float[Tensor, "batch fewer dim"],
+        after: Float[Tensor, "batch fewer dim"],
+        order: Int[Tensor, "all"] | None = None,
+    ) -> Float[Tensor, "batch all dim"]:
+        """Every token with what became of the one it went to; see `Merge.update`."""
+        return plus(x, self.unmerge(after - before), order)
+
     def rope(self, rows: Float[Tensor, "image dim"]) -> Float[Tensor, "plans merged dim"]:
         """The rows of the picked tokens."""
         return rows[self.places]
@@ -203,13 +245,20 @@ class Picked(NamedTuple):
 
 
 Grouped = Merge | Picked
-"""How tokens become fewer: `merge`, `unmerge`, `rope`."""
+"""How tokens become fewer: `merge`, `unmerge`, `update`, `rope`."""
 
 
-def _each(weights: Sequence[Tensor | None], x: Tensor, lengths: Sequence[int], ahead: int) -> Tensor:
+def _each(
+    weights: Sequence[Tensor | None], x: Tensor, lengths: Sequence[int], ahead: int, order: Tensor | None = None
+) -> Tensor:
     """Every group of regions times its matrices, behind what is ahead of them."""
     if len(weights) == 1 and weights[0] is not None:
-        return region_matmul(weights[0], x, ahead)
+        return region_matmul(weights[0], x, ahead, order)
+    if order is not None:
+        text, *places = order.split([ahead, *lengths])
+        both = zip(weights, places, strict=True)
+        parts = (x[:, rows] if w is None else region_matmul(w, x, 0, rows) for w, rows in both)
+        return torch.cat([x[:, text], *parts], 1)
     text, *parts = x.split([ahead, *lengths], 1)
     return torch.cat(
         [text, *(p if w is None else region_matmul(w, p) for w, p in zip(weights, parts, strict=True))], 1

@@ -1,7 +1,7 @@
 """Many small matrices, one for each region of tokens that lie side by side: merging and unmerging."""
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from foveate.ops import dispatch
@@ -10,7 +10,10 @@ __all__ = ["region_matmul"]
 
 
 def region_matmul(
-    weights: Float[Tensor, "plans regions rows tokens"], x: Float[Tensor, "batch all dim"], ahead: int = 0
+    weights: Float[Tensor, "plans regions rows tokens"],
+    x: Float[Tensor, "batch all dim"],
+    ahead: int = 0,
+    order: Int[Tensor, "taken"] | None = None,
 ) -> Float[Tensor, "batch fewer dim"]:
     """Every region of x times its matrix: [batch, ahead + regions * tokens, dim] with `rows` in place of `tokens`.
 
@@ -18,6 +21,7 @@ def region_matmul(
         weights: One set of matrices for each sample, or one for all.
         x: Tokens, those of a region side by side.
         ahead: So many tokens in front stay as they are.
+        order: Take ``x[:, order]`` in place of x.
 
     Examples:
         >>> means = torch.full((1, 3, 1, 2), 0.5)  # of pairs
@@ -25,12 +29,13 @@ def region_matmul(
         [0.0, 1.5, 3.5, 5.5]
     """
     backend = dispatch.choose("region_matmul", x.device, x.dtype, max(weights.shape[2:]))
-    return backend.run(weights, x, ahead)
+    return backend.run(weights, x, ahead, order)
 
 
 @dispatch.register("region_matmul", "portable", takes=lambda *work: True)
-def portable(weights: Tensor, x: Tensor, ahead: int) -> Tensor:
+def portable(weights: Tensor, x: Tensor, ahead: int, order: Tensor | None = None) -> Tensor:
     """`region_matmul` in plain PyTorch."""
+    x = x if order is None else x.index_select(1, order)
     regions = x[:, ahead:].unflatten(1, (weights.shape[1], weights.shape[3]))
     y = (weights @ regions).flatten(1, 2)
     return torch.cat([x[:, :ahead], y], 1) if ahead else y

@@ -3,8 +3,9 @@
 # pyright: reportAssignmentType=false
 """Token merging in models of stacked transformer blocks: UNets (SD 1.5, SDXL), SD3, PixArt, DiT.
 
-A stage is a stack of blocks over one grid. Its tokens are put in the order of the tiles where they enter it, and back
-where they leave it; between, the modules of a block run on merged tokens.
+A stage is a stack of blocks over one grid. Where modules merge one by one, its tokens are put in the order of the
+tiles as they enter it, and back as they leave it. Whole blocks leave them in raster order: merged tokens are made from
+there, and what becomes of them is added there.
 """
 
 from collections.abc import Iterator
@@ -66,7 +67,8 @@ class Stage(Reorder):
     def tell(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Read the grid, and decide what this forward does here."""
         height, width = (args[0] if args else kwargs["hidden_states"]).shape[-2:]
-        self.way = self.family.decide(self.sites, (height // self.patch, width // self.patch))
+        regions = self.family.decide(self.sites, (height // self.patch, width // self.patch))
+        self.way = None if self.family.raster else regions
 
 
 class Blocks(Family):
@@ -83,6 +85,7 @@ class Blocks(Family):
             )
         super().__init__(model, methods, pipeline)
         self.merging = methods[0]
+        self.raster = self.merging.granularity == "block"  # whole blocks merge through the order of the regions
         self.check_method()
         self._hooks = [model.register_forward_pre_hook(self.enter, with_kwargs=True)]
         self.sites: list[Site] = []
@@ -120,7 +123,7 @@ class Blocks(Family):
             merges = i not in dense
             if merges and (self.merging.per_block or not stage.sites):
                 depth = len(self.layers) / sum(isinstance(module, type(block)) for module in self.model.modules())
-                stage.sites.append(Site(self.merging.at(depth), block))
+                stage.sites.append(Site(self.merging.at(depth), block, raster=self.raster))
                 self.sites.append(stage.sites[-1])
             site = stage.sites[-1] if merges else None
             # a graph that was compiled for a block without hooks would be taken for those with hooks
@@ -323,7 +326,7 @@ class SD3(DiT):
         """Residuals of a ControlNet are put in the order of the tokens."""
         super().enter(model, args, kwargs)
         residuals = self.inputs.get(CONTROL)
-        if residuals is None or self.why:
+        if residuals is None or self.why or self.raster:
             return args, kwargs
         height, width = (side // model.config.patch_size for side in self.inputs["hidden_states"].shape[-2:])
         regions, _ = self.ask(self.merging, lambda: self._regions((height, width), str(residuals[0].device)))

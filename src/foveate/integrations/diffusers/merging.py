@@ -15,6 +15,7 @@ from torch.profiler import record_function
 from torch.utils.hooks import RemovableHandle
 
 from foveate.integrations.diffusers.clock import Step
+from foveate.integrations.diffusers.order import along
 from foveate.methods.method import TokenMerging
 from foveate.ops.merging import Group, Grouped, Regions
 
@@ -27,6 +28,7 @@ class Site:
     Args:
         method: How to merge.
         first: The block from whose input the plan is made; None where nothing ever merges.
+        raster: The blocks are given tokens in raster order, not in that of the regions.
 
     Attributes:
         method: How to merge.
@@ -34,8 +36,8 @@ class Site:
         text: The text tokens of the current forward [batch, text, dim]: in single-stream blocks they stand in front.
     """
 
-    def __init__(self, method: TokenMerging, first: nn.Module | None) -> None:
-        self.method = method
+    def __init__(self, method: TokenMerging, first: nn.Module | None, *, raster: bool = False) -> None:
+        self.method, self._raster = method, raster
         self.merge: Grouped | None = None
         self.text: Tensor | None = None
         self._regions: Regions | None = None
@@ -107,7 +109,7 @@ class Site:
         unmerge = self._unmerge_block if last else self._unmerge_between
         self._handles += [
             block.register_forward_pre_hook(self._merge_block, with_kwargs=True),
-            block.register_forward_hook(unmerge, prepend=True),  # before tokens are put back in raster order
+            block.register_forward_hook(unmerge),
         ]
 
     def positions(self, attn: nn.Module) -> None:
@@ -176,8 +178,10 @@ class Site:
         if self._due:
             self._due = False
             chosen = self._plan.chosen if self._plan else None
+            x = _tokens(args, kwargs).detach()
             with torch.no_grad(), record_function("foveate::plan"):
-                self.merge = self._plan = self.method.plan(_tokens(args, kwargs).detach(), self._regions, chosen)
+                features = along(self._regions.order, x) if self._raster else x
+                self.merge = self._plan = self.method.plan(features, self._regions, chosen)
 
     @torch.compiler.disable
     def _see_outside(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -188,7 +192,7 @@ class Site:
         if self.merge is None or self._whole:
             return args, kwargs
         x = _tokens(args, kwargs)
-        self._whole = x, self.merge.merge(x)
+        self._whole = x, self.merge.merge(x, 0, self._way(x))
         return (self._whole[1], *args[1:]), {name: value for name, value in kwargs.items() if name != "hidden_states"}
 
     @torch.compiler.disable
@@ -197,12 +201,16 @@ class Site:
             return output
         (x, merged), self._whole = self._whole, None
         *text, image = output if isinstance(output, tuple) else (output,)
-        image = x + self.merge.unmerge(image - merged)
+        image = self.merge.update(x, merged, image, self._way(x))
         return (*text, image) if isinstance(output, tuple) else image
 
     @torch.compiler.disable
     def _unmerge_between(self, block: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         return self._unmerge_block(block, args, output) if self._apart else output
+
+    def _way(self, x: Tensor) -> Tensor | None:
+        """The order of the regions, unless these tokens are in it."""
+        return self._regions.order.to(x.device) if self._raster else None
 
     def _weigh(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self.merge is None or not self.method.size_bias:
