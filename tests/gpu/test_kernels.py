@@ -113,8 +113,13 @@ def test_gradients_of_a_flux_equal_those_of_the_portable_path(monkeypatch):
 def test_assignment_is_that_of_the_portable_path(tokens, dim, budget, dtype, tolerance):
     sets = torch.randn(5, tokens, dim, device="cuda", dtype=dtype)
     got = assign(sets, budget, 50.0)
-    want = soft_assignment.portable(sets.cpu().float(), budget, 50.0)
-    assert torch.equal(got[0].cpu(), want[0])
+    given, exact = sets.cpu().float(), torch.nn.functional.normalize(sets.cpu().double(), dim=-1)
+
+    def served(picks):  # where gains are nearly equal, rounding may choose between them
+        return (exact @ exact.take_along_dim(picks[..., None], 1).mT).amax(2).sum(1)
+
+    assert relative(served(got[0].cpu()), served(soft_assignment.portable(given, budget, 50.0)[0])) < 1e-4
+    want = soft_assignment.portable(given, budget, 50.0, got[0].cpu())
     for ours, theirs in zip(got[1:], want[1:], strict=True):
         assert relative(ours.cpu(), theirs) < tolerance
     for picks in (None, got[0]):
