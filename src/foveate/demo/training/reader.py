@@ -63,7 +63,7 @@ class ReaderRecipe:
 
     layers: int = 6
     width: int = 256
-    steps: int = 8000
+    steps: int = 6000
     batch: int = 256
     questions: int = 8
     labelled: float = 0.2
