@@ -46,7 +46,8 @@ def check(q, k, v, extras, real, options):
 
 
 @pytest.mark.parametrize(
-    ("tokens", "levels", "top_k"), [(1, 1, 8), (17, 1, 3), (257, 2, 1), (1000, 1, 5), (1999, 2, 8), (1999, 3, 13)]
+    ("tokens", "levels", "top_k"),
+    [(1, 1, 8), (17, 1, 3), (257, 2, 1), (1000, 1, 5), (1024, 1, 8), (1999, 2, 8), (1999, 3, 13)],
 )
 @pytest.mark.parametrize("dim", [40, 64, 96, 128])
 @pytest.mark.parametrize("dtype", TOLERANCES)

@@ -39,7 +39,9 @@ USAGE = {"registers": "REG", "stack": "STACK"}
 DTYPES = {"fp16": float16, "bf16": bfloat16}
 KINDS = dict.fromkeys(("p_tiles", "p_steps", "p_work", "p_bounds", "p_at"), "*i32")
 KINDS["p_order"] = "*i64"
-KINDS |= dict.fromkeys(("p_lse", "p_dlse", "p_delta"), "*fp32") | dict.fromkeys(("p_given", "p_picks"), "*i64")
+KINDS |= dict.fromkeys(("p_lse", "p_dlse", "p_binary", "p_delta"), "*fp32") | dict.fromkeys(
+    ("p_given", "p_picks"), "*i64"
+)
 KINDS |= dict.fromkeys(("p_s", "p_logs", "p_sums", "p_dmk", "p_dmv"), "*fp32") | {"p_real": "*u8", "p_weight": "*i32"}
 KINDS |= dict.fromkeys(
     ("p_counts", "p_above", "p_list", "p_offsets", "p_readers", "p_own", "p_ends", "p_tile"), "*i32"
@@ -165,25 +167,27 @@ for dim, half in ((64, "fp16"), (128, "bf16")):
     for name in ("forward", "backward_queries"):
         shape, constants, *rest = log_linear(dim, getattr(log_linear_queries, name.upper()), LEVELS=2)
         constants |= {"M": shape.rows, "BN": shape.step, "BK": shape.small // 16}
-        constants |= {"SMALL_STAGES": shape.small_stages}
+        constants |= {"SMALL_STAGES": shape.small_stages, "EVEN": dim == 64, "EXTRA": dim == 128}
         result = compiled(getattr(triton_log_linear, name), constants, half, *rest)
         report(f"log-linear {name}", dim, half, result)
     kernel, sums = triton_log_linear_keys.backward_keys, {"p_dk": "*fp32", "p_dv": "*fp32"}
     shape, constants, *rest = log_linear(
         dim, log_linear_keys.BACKWARD_KEYS, LISTED=True, NODES=False, FOLD=True, PARTS=False
     )
-    result = compiled(kernel, constants | {"BT": 16, "BM": shape.small, "G": shape.step // shape.small}, half, *rest)
+    result = compiled(kernel, constants | {"BT": 16, "BM": shape.step}, half, *rest)
     report("log-linear keys of a block", 16, half, result)
     shape, constants, *rest = log_linear(
         dim, log_linear_keys.BACKWARD_SHARED, LISTED=False, NODES=True, FOLD=False, PARTS=True
     )
-    result = compiled(kernel, constants | {"BT": shape.rows, "BM": shape.step, "G": 1}, half, *rest, **sums)
+    result = compiled(kernel, constants | {"BT": shape.rows, "BM": shape.step}, half, *rest, **sums)
     report("log-linear shared keys", shape.rows, half, result)
     constants = {"FOLD": True, "ENRICHED": 2, "MASKED": False, "B": 16, "BT": 64, "BR": 16, "D": dim, "BD": dim}
     report(
         "parts", dim, half, compiled(triton_log_linear_keys.add_parts, constants, half, 4, p_xk="*fp32", p_xv="*fp32")
     )
-    constants = {"TOP": dim == 64, "B": 16, "K": 8, "BN": selection.CANDIDATES, "D": dim, "BD": dim}
-    report("select", 16, half, compiled(selection._select, constants, half, 1))
+    constants = {"TOP": dim == 64, "B": 16, "K": 8, "D": dim, "BD": dim}
+    at_once = selection.AT_TOP if dim == 64 else selection.CANDIDATES
+    warps = at_once // selection.CANDIDATES
+    report("select", 16, half, compiled(selection._select, constants | {"BN": at_once}, half, warps))
     constants = {"WEIGHTED": dim == 128, "UPPER": True, "SUMS": True, "B": 16, "D": dim, "BD": dim}
     report("pool", 16, half, compiled(pyramid._pool, constants, half, pyramid._pool_warps(16, dim)))

@@ -84,10 +84,10 @@ def run(tokens, levels, top_k, *, block=16, dim=32, dtype=torch.float32, batch=1
         *given[1:], *extras, means, lists, real if masked else None, block=block, top_k=top_k, **options
     )
     out, lse = kernels.forward(given[0], keys)
-    dq, delta = kernels.backward_queries(given[0], keys, out, lse, dout, dlse)
+    dq, binary, delta = kernels.backward_queries(given[0], keys, out, lse, dout, dlse)
     chosen = Selection(tuple(lists), (), tokens, block, top_k)
     readers = [chosen.transpose(level) for level in range(1, levels + 1)]
-    grads = dq, *log_linear_keys.backward_keys(given[0], keys, lse, delta, dout, readers)
+    grads = dq, *log_linear_keys.backward_keys(given[0], keys, binary, delta, dout, readers)
     inputs = q, k, v, *extras
     for x in inputs:
         x.requires_grad_()
@@ -143,6 +143,22 @@ def test_other_blocks_and_heads_of_any_size(block, dim, levels):
 @pytest.mark.usefixtures("large_shapes")
 def test_options(options, levels):
     run(400, levels, 3, extra=3, **options)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "levels", "options"),
+    [(4096, 2, {}), (768, 1, {}), (768, 1, {"reweight": False, "extra": 3, "dtype": torch.float16}),
+     (768, 2, {"enriched": 1})],
+)  # fmt: skip
+def test_where_all_is_full_nothing_is_looked_at(monkeypatch, tokens, levels, options):
+    even, found = kernels._even, []
+    monkeypatch.setattr(kernels, "_even", lambda *given: found.append(even(*given)) or found[-1])
+    for name in ("FORWARD", "BACKWARD_QUERIES"):
+        monkeypatch.setattr(kernels, name, {256: kernels.Shape(256, 16, 32, 4, 1, None)})
+    monkeypatch.setattr(log_linear_keys, "BACKWARD_KEYS", {256: kernels.Shape(16, 256, 16, 2, 1, None)})
+    monkeypatch.setattr(log_linear_keys, "BACKWARD_SHARED", {256: kernels.Shape(128, 256, 16, 2, 1, None)})
+    run(tokens, levels, 2, **options)
+    assert found == [True, True]
 
 
 @pytest.mark.usefixtures("large_shapes")

@@ -110,9 +110,9 @@ def _backward(
     keys = Keys(k, v, extra_k, extra_v, pyramid.Means(means, counts, logs), lists, real, block, top_k, enriched,
                 reweight, exclude, scale)  # fmt: skip
     grad_out = side_by_side(grad_out)
-    dq, delta = log_linear_queries.backward_queries(q, keys, out, lse, grad_out, grad_lse.contiguous())
+    dq, *numbers = log_linear_queries.backward_queries(q, keys, out, lse, grad_out, grad_lse.contiguous())
     readers = [selection.readers_of(chosen) for chosen in lists[: enriched + 1]]
-    return dq, *backward_keys(q, keys, lse, delta, grad_out, readers)
+    return dq, *backward_keys(q, keys, *numbers, grad_out, readers)
 
 
 @_backward.register_fake

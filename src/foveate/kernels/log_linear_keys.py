@@ -10,7 +10,6 @@ from torch import Tensor
 from foveate.kernels import triton_log_linear_keys
 from foveate.kernels.block_attention import like
 from foveate.kernels.log_linear_queries import (
-    SMALLEST_DOT,
     Keys,
     Shape,
     at_most,
@@ -24,15 +23,10 @@ from foveate.kernels.pyramid import level_starts
 
 __all__ = ["backward_keys"]
 
-# As in `log_linear_queries`, but that rows are those of a tile of keys, steps are of queries, and a wide step is made
-# of small ones side by side, each to a warp.
-BACKWARD_KEYS = {
-    64: Shape(16, 64, 32, 2, 2, None),
-    128: Shape(16, 64, 64, 2, 2, None),
-    256: Shape(16, 16, 16, 4, 2, None),
-}
+# As in `log_linear_queries`; rows are those of a tile of keys that everyone reads, steps are of queries.
+BACKWARD_KEYS = {128: Shape(16, 64, 32, 2, 2, None), 256: Shape(16, 16, 16, 4, 2, None)}
 BACKWARD_SHARED = {
-    64: Shape(32, 64, 64, 4, 2, None),
+    64: Shape(32, 64, 32, 4, 2, None),
     128: Shape(64, 32, 32, 4, 2, None),
     256: Shape(64, 16, 16, 8, 2, None),
 }
@@ -42,22 +36,22 @@ PROGRAMS = 2048  # to make of the tiles that everyone reads: those are few, and 
 
 
 def backward_keys(
-    q: Tensor, keys: Keys, lse: Tensor, delta: Tensor, grad_out: Tensor, readers: list[tuple[Tensor, Tensor]]
+    q: Tensor, keys: Keys, binary: Tensor, delta: Tensor, grad_out: Tensor, readers: list[tuple[Tensor, Tensor]]
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gradients of keys, values, extra keys and extra values.
 
     Args:
         q: Queries.
         keys: What they read.
-        lse: As `forward` returns it.
-        delta: As `backward_queries` returns it.
+        binary: LSE in base 2, as `backward_queries` returns it.
+        delta: Likewise.
         grad_out: Gradient of the output.
         readers: Of each level, the finest first, who picked each node, in compressed rows: offsets
             [batch, heads, nodes + 1] and numbers of nodes, ascending [batch, heads, picks of all nodes], both int32.
     """
     means = [_empty_sums(x, *x.shape) for x in keys.means.of[-2:]]
     starts = level_starts(q.shape[2], keys.block, len(keys.lists))
-    given = q, grad_out, lse, delta
+    given = q, grad_out, binary, delta
     for level in range(keys.enriched):
         part = slice(starts[level], starts[level + 1])
         pooled, grads = ([x[:, :, part] for x in xs] for xs in (keys.means.of[-2:], means))
@@ -77,7 +71,7 @@ class _Tiles:
 
     Args:
         keys: All that there is.
-        given: Queries, gradient of the output, LSE and delta.
+        given: Queries, gradient of the output, binary and delta.
         read: Keys and values of these tiles.
         grads: Where their gradients go.
         readers: Who picked each tile; None if all queries read all of them.
@@ -137,21 +131,20 @@ class _Tiles:
     def _walk(
         self, grads: list[Tensor], means: list[Tensor], ends: Tensor, tile: Tensor, *, parts: int, fold: bool
     ) -> None:
-        keys, (q, g, lse, delta), logs = self.keys, self.given, self.keys.means.logs
+        keys, (q, g, binary, delta), logs = self.keys, self.given, self.keys.means.logs
         tokens, dim = q.shape[2:]
         start = level_starts(tokens, keys.block, self.level)[-1] if self.level > 0 else 0
         offsets, numbers = self.readers or (ends, ends)
         strided = *self.read, *grads, q, g
-        runs = self.shape.step // self.shape.small if self.rows == SMALLEST_DOT else 1  # registers hold no more
         triton_log_linear_keys.backward_keys[(self.samples * (parts or self.tiles),)](
-            *strided, lse, delta, real(keys), logs[:, start:], keys.means.counts, offsets, numbers,
+            *strided, binary, delta, real(keys), logs[:, start:], keys.means.counts, offsets, numbers,
             keys.lists[max(self.level, 0)], *means, ends, tile, keys.scale / math.log(2), keys.scale, q.shape[1],
             tokens, self.read[0].shape[2], logs.shape[1], self.span.bit_length() - 1, self.below, keys.top_k,
             self.chunk, parts, batch_stride(keys.real), batch_stride(logs),
             *(stride for x in strided for stride in x.stride()[:3]),
             LISTED=self.readers is not None, PARTS=parts > 0, NODES=self.level >= 0, FOLD=fold,
             ENRICHED=keys.enriched, REWEIGHT=keys.reweight, EXCLUDE=keys.exclude, MASKED=keys.real is not None,
-            B=keys.block, BT=self.rows, BM=self.shape.step // runs, G=runs, D=dim, BD=padded(dim), FAR=far(strided),
+            B=keys.block, BT=self.rows, BM=self.shape.step, D=dim, BD=padded(dim), FAR=far(strided),
             STAGES=self.shape.stages, num_warps=max(self.shape.warps, min(self.rows // 8, 4)), **at_most(self.shape),
         )  # fmt: skip
 

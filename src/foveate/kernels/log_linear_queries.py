@@ -99,14 +99,17 @@ def forward(q: Tensor, keys: Keys) -> tuple[Tensor, Tensor]:
 
 def backward_queries(
     q: Tensor, keys: Keys, out: Tensor, lse: Tensor, grad_out: Tensor, grad_lse: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Gradient of the queries, and of each query sum(out * grad_out) - grad_lse."""
-    dq, delta = like(q), _numbers_of(q)
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradient of the queries, and of each query its LSE in base 2 and sum(out * grad_out) - grad_lse.
+
+    The LSE is infinite where a query gives no weight.
+    """
+    dq, binary, delta = like(q), _numbers_of(q), _numbers_of(q)
     strided = {"q": q, "k": keys.k, "v": keys.v, "ek": keys.extra_k, "ev": keys.extra_v}
     strided |= {"o": out, "g": grad_out, "d": dq}
-    vectors = {"p_lse": lse, "p_dlse": grad_lse, "p_delta": delta}
+    vectors = {"p_lse": lse, "p_dlse": grad_lse, "p_binary": binary, "p_delta": delta}
     _launch(triton_log_linear.backward_queries, BACKWARD_QUERIES, strided, keys, **vectors, factor=keys.scale)
-    return dq, delta
+    return dq, binary, delta
 
 
 def real(keys: Keys) -> Tensor:
@@ -156,10 +159,12 @@ def _launch(kernel: Any, shapes: dict[int, Shape], strided: dict[str, Tensor], k
         REWEIGHT=keys.reweight,
         EXCLUDE=keys.exclude,
         MASKED=keys.real is not None,
+        EVEN=_even(keys, tokens, shape),
+        EXTRA=keys.extra_k.shape[2] > 0,
         B=keys.block,
         M=shape.rows,
-        BN=max(shape.step, keys.block),
-        BK=max(shape.small // keys.block, 1),
+        BN=_wide(keys, shape),
+        BK=_small(keys, shape),
         D=dim,
         BD=padded(dim),
         FAR=far(strided.values()),
@@ -168,6 +173,28 @@ def _launch(kernel: Any, shapes: dict[int, Shape], strided: dict[str, Tensor], k
         num_warps=shape.warps,
         **at_most(shape),
     )
+
+
+def _wide(keys: Keys, shape: Shape) -> int:
+    """Keys of a wide step."""
+    return max(shape.step, keys.block)
+
+
+def _small(keys: Keys, shape: Shape) -> int:
+    """Blocks of a small step."""
+    return max(shape.small // keys.block, 1)
+
+
+def _even(keys: Keys, tokens: int, shape: Shape) -> bool:
+    """Whether all nodes, lists and steps are full, so that nothing needs to be looked at for being there."""
+    levels, wide = len(keys.lists), _wide(keys, shape)
+    whole = keys.real is None and not keys.exclude and tokens % keys.block**levels == 0 and tokens % shape.rows == 0
+    top, picks = tokens // keys.block**levels, [chosen.shape[3] for chosen in keys.lists]
+    steps = [picks[0] * keys.block % (_small(keys, shape) * keys.block)]
+    if keys.enriched == levels:
+        steps.append(top % wide)
+    steps += [above * keys.block % wide for above in picks[1 : keys.enriched + 1]]
+    return whole and not any(steps)
 
 
 def _numbers_of(q: Tensor) -> Tensor:

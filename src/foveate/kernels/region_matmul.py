@@ -11,7 +11,7 @@ from torch import Tensor
 __all__ = ["BACKENDS", "region_matmul"]
 
 LARGEST, SMALLEST_DOT = 64, 16  # tokens of a region; a side of a matrix product
-CHANNELS, WARPS = 256, 4
+CHANNELS, WARPS = 128, 4
 
 
 @triton.jit

@@ -16,7 +16,7 @@ from foveate.kernels.region_matmul import SMALLEST_DOT, region_matmul, takes
 
 __all__ = ["BACKENDS", "region_update"]
 
-CHANNELS, WARPS = 128, 4
+CHANNELS, WARPS = 64, 4
 
 
 @triton.jit

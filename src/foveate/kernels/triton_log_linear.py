@@ -84,23 +84,30 @@ def less_picked(bias, p_list, o_l, picks, o_n):
 @triton.jit
 def _step(
     m, norm, acc, q, g, p_k, p_v, s_k, s_v, o_n, bias, scale,
-    GRADIENT: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, FAR: tl.constexpr, MASK: tl.constexpr = False,
+    GRADIENT: tl.constexpr, EVEN: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, FAR: tl.constexpr,
+    MASK: tl.constexpr = False,
 ):  # fmt: skip
-    """Keys o_n and their values more: a step of online softmax, or, where m and norm are LSE and delta, of dq."""
+    """Keys o_n and their values more: a step of online softmax, or, where m and norm are LSE and delta, of dq.
+
+    The bias of EVEN steps is one number, which goes with the maximum into one multiply-add.
+    """
     LAST: tl.constexpr = len(q.shape) - 1  # pyright: ignore[reportAssignmentType]
     k = rows_of(p_k, s_k, o_n, D, BD, FAR, MASK)
-    scores = tl.dot(q, transposed(k), input_precision="ieee") * scale + bias  # [.., M, BN]
+    scores = tl.dot(q, transposed(k), input_precision="ieee")  # [.., M, BN]
+    if not EVEN:
+        scores = scores * scale + bias
+    if not GRADIENT:
+        m_new = tl.max(scores, LAST)
+        m_new = tl.maximum(m, m_new * scale + bias if EVEN else m_new)
+        shrink = tl.math.exp2(m - m_new)
+        norm, acc, m = norm * shrink, acc * tl.expand_dims(shrink, LAST), m_new
+    p = tl.math.exp2(scores * scale + tl.expand_dims(bias - m, LAST) if EVEN else scores - tl.expand_dims(m, LAST))
+    v = rows_of(p_v, s_v, o_n, D, BD, FAR, MASK)  # not before: it would take registers
     if GRADIENT:
-        p = tl.math.exp2(scores - tl.expand_dims(m, LAST))
-        v = rows_of(p_v, s_v, o_n, D, BD, FAR, MASK)
         ds = p * (tl.dot(g, transposed(v), input_precision="ieee") - tl.expand_dims(norm, LAST))
         acc = tl.dot(ds.to(k.dtype), k, acc, input_precision="ieee")
     else:
-        m_new = tl.maximum(m, tl.max(scores, LAST))
-        p = tl.math.exp2(scores - tl.expand_dims(m_new, LAST))
-        shrink = tl.math.exp2(m - m_new)
-        m, norm, acc = m_new, norm * shrink + tl.sum(p, LAST), acc * tl.expand_dims(shrink, LAST)
-        v = rows_of(p_v, s_v, o_n, D, BD, FAR, MASK)  # not before: it would take registers
+        norm += tl.sum(p, LAST)
         acc = tl.dot(p.to(v.dtype), v, acc, input_precision="ieee")
     return m, norm, acc
 
@@ -109,7 +116,7 @@ def _step(
 def _see_means(
     m, norm, acc, q, g, p_mk, p_mv, p_logs, lists, sample, row, tokens, top_k, scale,
     LEVELS: tl.constexpr, ENRICHED: tl.constexpr, REWEIGHT: tl.constexpr, EXCLUDE: tl.constexpr,
-    MASKED: tl.constexpr, GRADIENT: tl.constexpr, STAGES: tl.constexpr,
+    MASKED: tl.constexpr, GRADIENT: tl.constexpr, EVEN: tl.constexpr, STAGES: tl.constexpr,
     B: tl.constexpr, M: tl.constexpr, BN: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, FAR: tl.constexpr,
 ):  # fmt: skip
     """The means in sight of all rows."""
@@ -123,18 +130,21 @@ def _see_means(
             end = picks * B
             p_above = lists[level + 1] + (sample * above + parent) * picks
         for start in tl.range(0, end, BN, num_stages=STAGES):
-            if level < LEVELS - 1:
-                o_j = start // B + tl.arange(0, BN // B)
-                pick = tl.load(p_above + o_j, mask=o_j < picks, other=-1)
-                o_n = children(tl.where(pick >= 0, pick, above), B)  # [BN], beyond the last one where there is none
-            else:
+            if level == LEVELS - 1:
                 o_n = start + tl.arange(0, BN)
-            bias = node_bias(p_logs, o_n, nodes, span, tokens, REWEIGHT, MASKED)[None, :]
-            if EXCLUDE:
-                own = (sample * nodes + o_m)[:, None]
-                bias = less_picked(bias, lists[level], own, tl.minimum(top_k, nodes), o_n[None, :])
-            o_n = tl.minimum(o_n, nodes - 1)
-            m, norm, acc = _step(m, norm, acc, q, g, p_mk, p_mv, D, D, o_n, bias, scale, GRADIENT, D, BD, FAR)
+            else:
+                o_j = start // B + tl.arange(0, BN // B)
+                pick = tl.load(p_above + o_j) if EVEN else tl.load(p_above + o_j, mask=o_j < picks, other=-1)
+                o_n = children(pick if EVEN else tl.where(pick >= 0, pick, above), B)  # beyond the last where none is
+            if EVEN:
+                bias = tl.math.log2(span.to(tl.float32)) if REWEIGHT else 0.0
+            else:
+                bias = node_bias(p_logs, o_n, nodes, span, tokens, REWEIGHT, MASKED)[None, :]
+                if EXCLUDE:
+                    own = (sample * nodes + o_m)[:, None]
+                    bias = less_picked(bias, lists[level], own, tl.minimum(top_k, nodes), o_n[None, :])
+                o_n = tl.minimum(o_n, nodes - 1)
+            m, norm, acc = _step(m, norm, acc, q, g, p_mk, p_mv, D, D, o_n, bias, scale, GRADIENT, EVEN, D, BD, FAR)
         p_mk += nodes.to(tl.int64) * D
         p_mv += nodes.to(tl.int64) * D
         p_logs += nodes
@@ -153,14 +163,14 @@ def _see_extra(
         o_n = start + tl.arange(0, BN)
         bias = tl.where(o_n < extra, 0.0, NEVER)[None, :]
         o_n = tl.minimum(o_n, extra - 1)
-        m, norm, acc = _step(m, norm, acc, q, g, p_ek, p_ev, s_ek, s_ev, o_n, bias, scale, GRADIENT, D, BD, FAR)
+        m, norm, acc = _step(m, norm, acc, q, g, p_ek, p_ev, s_ek, s_ev, o_n, bias, scale, GRADIENT, False, D, BD, FAR)
     return m, norm, acc
 
 
 @triton.jit
 def _see_tokens(
     m, norm, acc, q, g, p_q, p_g, s_q, s_g, o_r, p_k, p_v, p_real, p_list, s_k, s_v, sample, row, tokens, top_k, scale,
-    MASKED: tl.constexpr, GRADIENT: tl.constexpr, STAGES: tl.constexpr,
+    MASKED: tl.constexpr, GRADIENT: tl.constexpr, EVEN: tl.constexpr, STAGES: tl.constexpr,
     B: tl.constexpr, M: tl.constexpr, BK: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, FAR: tl.constexpr,
 ):  # fmt: skip
     """The tokens of the blocks that each block of rows picked, BK blocks at a time."""
@@ -178,16 +188,24 @@ def _see_tokens(
             g = rows_of(p_g, s_g, o_r, D, BD, FAR)
     for start in tl.range(0, picks, BK, num_stages=STAGES):
         o_j = start + tl.arange(0, BK)
-        pick = tl.load(p_list + o_j[None, :], mask=(o_g < blocks)[:, None] & (o_j < picks)[None, :], other=-1)
-        o_n = children(tl.where(pick >= 0, pick, blocks), B)  # [G, BN], beyond the last one where there is none
+        if EVEN:
+            pick = tl.load(p_list + o_j[None, :])
+        else:
+            pick = tl.load(p_list + o_j[None, :], mask=(o_g < blocks)[:, None] & (o_j < picks)[None, :], other=-1)
+            pick = tl.where(pick >= 0, pick, blocks)  # beyond the last one where there is none
+        o_n = children(pick, B)  # [G, BN]
         if G == 1:
             o_n = tl.reshape(o_n, [BN])
-        real = o_n < tokens
-        if MASKED:
-            real = tl.load(p_real + o_n, mask=real, other=0) != 0
-        bias = tl.expand_dims(tl.where(real, 0.0, NEVER), len(o_n.shape) - 1)
-        o_n = tl.where(real, o_n, -1) if MASKED else tl.minimum(o_n, tokens - 1)
-        m, norm, acc = _step(m, norm, acc, q, g, p_k, p_v, s_k, s_v, o_n, bias, scale, GRADIENT, D, BD, FAR, MASKED)
+        bias = 0.0
+        if not EVEN:
+            real = o_n < tokens
+            if MASKED:
+                real = tl.load(p_real + o_n, mask=real, other=0) != 0
+            bias = tl.expand_dims(tl.where(real, 0.0, NEVER), len(o_n.shape) - 1)
+            o_n = tl.where(real, o_n, -1) if MASKED else tl.minimum(o_n, tokens - 1)
+        m, norm, acc = _step(
+            m, norm, acc, q, g, p_k, p_v, s_k, s_v, o_n, bias, scale, GRADIENT, EVEN, D, BD, FAR, MASKED
+        )
     if G > 1:
         m, norm, acc = tl.reshape(m, [M]), tl.reshape(norm, [M]), tl.reshape(acc, [M, BD])
     return m, norm, acc
@@ -224,10 +242,13 @@ def forward(
     scale, heads, tokens, extra, nodes, top_k, s_log, s_real,
     s_qb, s_qh, s_q, s_kb, s_kh, s_k, s_vb, s_vh, s_v, s_ekb, s_ekh, s_ek, s_evb, s_evh, s_ev, s_ob, s_oh, s_o,
     LEVELS: tl.constexpr, ENRICHED: tl.constexpr, REWEIGHT: tl.constexpr, EXCLUDE: tl.constexpr, MASKED: tl.constexpr,
-    B: tl.constexpr, M: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, D: tl.constexpr, BD: tl.constexpr,
-    FAR: tl.constexpr, STAGES: tl.constexpr, SMALL_STAGES: tl.constexpr,
+    EVEN: tl.constexpr, EXTRA: tl.constexpr, B: tl.constexpr, M: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    D: tl.constexpr, BD: tl.constexpr, FAR: tl.constexpr, STAGES: tl.constexpr, SMALL_STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Output and LSE; zeros and -inf for rows that see nothing, or are none."""
+    """Output and LSE; zeros and -inf for rows that see nothing, or are none.
+
+    EVEN: all nodes are full, all lists and steps too. EXTRA: there are extra keys.
+    """
     batch, head, sample, row = _place(tokens, heads, M)
     p_real += batch * s_real
     o_m = _real_rows(p_real, row, tokens, MASKED, M)
@@ -241,16 +262,17 @@ def forward(
         m, norm, acc = _see_means(
             m, norm, acc, q, q, p_mk + sample * nodes * D, p_mv + sample * nodes * D, p_logs + batch * s_log,
             (p_list1, p_list2, p_list3, p_list4), sample, row, tokens, top_k, scale,
-            LEVELS, ENRICHED, REWEIGHT, EXCLUDE, MASKED, False, STAGES, B, M, BN, D, BD, FAR,
+            LEVELS, ENRICHED, REWEIGHT, EXCLUDE, MASKED, False, EVEN, STAGES, B, M, BN, D, BD, FAR,
         )  # fmt: skip
-    m, norm, acc = _see_extra(
-        m, norm, acc, q, q, p_ek + batch * s_ekb + head * s_ekh, p_ev + batch * s_evb + head * s_evh, s_ek, s_ev,
-        extra, scale, False, STAGES, BN, D, BD, FAR,
-    )  # fmt: skip
+    if EXTRA:
+        m, norm, acc = _see_extra(
+            m, norm, acc, q, q, p_ek + batch * s_ekb + head * s_ekh, p_ev + batch * s_evb + head * s_evh, s_ek, s_ev,
+            extra, scale, False, STAGES, BN, D, BD, FAR,
+        )  # fmt: skip
     m, norm, acc = _see_tokens(
         m, norm, acc, q, q, p_q, p_q, s_q, s_q, o_r,
         p_k + batch * s_kb + head * s_kh, p_v + batch * s_vb + head * s_vh, p_real, p_list1, s_k, s_v,
-        sample, row, tokens, top_k, scale, MASKED, False, SMALL_STAGES, B, M, BK, D, BD, FAR,
+        sample, row, tokens, top_k, scale, MASKED, False, EVEN, SMALL_STAGES, B, M, BK, D, BD, FAR,
     )  # fmt: skip
     norm = tl.where(o_m >= 0, norm, 0.0)
     acc = tl.where((norm > 0)[:, None], acc / norm[:, None], 0.0)
@@ -262,14 +284,17 @@ def forward(
 @triton.jit(do_not_specialize=NUMBERS)
 def backward_queries(
     p_q, p_k, p_v, p_ek, p_ev, p_out, p_g, p_dq, p_mk, p_mv, p_logs, p_real, p_list1, p_list2, p_list3, p_list4,
-    p_lse, p_dlse, p_delta, scale, factor, heads, tokens, extra, nodes, top_k, s_log, s_real,
+    p_lse, p_dlse, p_binary, p_delta, scale, factor, heads, tokens, extra, nodes, top_k, s_log, s_real,
     s_qb, s_qh, s_q, s_kb, s_kh, s_k, s_vb, s_vh, s_v, s_ekb, s_ekh, s_ek, s_evb, s_evh, s_ev, s_ob, s_oh, s_o,
     s_gb, s_gh, s_g, s_db, s_dh, s_d,
     LEVELS: tl.constexpr, ENRICHED: tl.constexpr, REWEIGHT: tl.constexpr, EXCLUDE: tl.constexpr, MASKED: tl.constexpr,
-    B: tl.constexpr, M: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, D: tl.constexpr, BD: tl.constexpr,
-    FAR: tl.constexpr, STAGES: tl.constexpr, SMALL_STAGES: tl.constexpr,
+    EVEN: tl.constexpr, EXTRA: tl.constexpr, B: tl.constexpr, M: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    D: tl.constexpr, BD: tl.constexpr, FAR: tl.constexpr, STAGES: tl.constexpr, SMALL_STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Gradient of the queries, and of each query sum(out * dout) - dlse, which that of keys and values needs."""
+    """Gradient of the queries, and what those of keys and values need of each query.
+
+    That is its LSE in base 2, infinite where it gives no weight, and sum(out * dout) - dlse.
+    """
     batch, head, sample, row = _place(tokens, heads, M)
     p_real += batch * s_real
     o_m = _real_rows(p_real, row, tokens, MASKED, M)
@@ -288,18 +313,20 @@ def backward_queries(
         lse, delta, acc = _see_means(
             lse, delta, acc, q, g, p_mk + sample * nodes * D, p_mv + sample * nodes * D, p_logs + batch * s_log,
             (p_list1, p_list2, p_list3, p_list4), sample, row, tokens, top_k, scale,
-            LEVELS, ENRICHED, REWEIGHT, EXCLUDE, MASKED, True, STAGES, B, M, BN, D, BD, FAR,
+            LEVELS, ENRICHED, REWEIGHT, EXCLUDE, MASKED, True, EVEN, STAGES, B, M, BN, D, BD, FAR,
         )  # fmt: skip
-    lse, delta, acc = _see_extra(
-        lse, delta, acc, q, g, p_ek + batch * s_ekb + head * s_ekh, p_ev + batch * s_evb + head * s_evh, s_ek, s_ev,
-        extra, scale, True, STAGES, BN, D, BD, FAR,
-    )  # fmt: skip
+    if EXTRA:
+        lse, delta, acc = _see_extra(
+            lse, delta, acc, q, g, p_ek + batch * s_ekb + head * s_ekh, p_ev + batch * s_evb + head * s_evh,
+            s_ek, s_ev, extra, scale, True, STAGES, BN, D, BD, FAR,
+        )  # fmt: skip
     lse, delta, acc = _see_tokens(
         lse, delta, acc, q, g, p_q, p_g, s_q, s_g, o_r,
         p_k + batch * s_kb + head * s_kh, p_v + batch * s_vb + head * s_vh, p_real, p_list1, s_k, s_v,
-        sample, row, tokens, top_k, scale, MASKED, True, SMALL_STAGES, B, M, BK, D, BD, FAR,
+        sample, row, tokens, top_k, scale, MASKED, True, EVEN, SMALL_STAGES, B, M, BK, D, BD, FAR,
     )  # fmt: skip
     acc = tl.where((o_m >= 0)[:, None], acc * factor, 0.0)
     _store(p_dq + batch * s_db + head * s_dh, s_d, row, tokens, acc, M, D, BD)
     o_m = row + tl.arange(0, M)
+    tl.store(p_binary + sample * tokens + o_m, lse, mask=o_m < tokens)
     tl.store(p_delta + sample * tokens + o_m, delta, mask=o_m < tokens)

@@ -10,7 +10,7 @@ chunk of queries read are left to one program for each chunk, and their parts ar
 import triton
 import triton.language as tl
 
-from foveate.kernels.triton_log_linear import LN2, NEVER, less_picked, rows_of, transposed
+from foveate.kernels.triton_log_linear import NEVER, less_picked, rows_of
 
 NUMBERS = ("heads", "tokens", "limit", "all_nodes", "shift", "picks", "chunk", "parts")  # 1 is no constant of theirs
 
@@ -32,21 +32,18 @@ def _queries(p_readers, p_real, at, end, shift, tokens, LISTED: tl.constexpr, MA
 
 @triton.jit
 def _key_step(
-    dk, dv, k, v, p_q, p_g, p_lse, p_delta, s_q, s_g, o_q, bias, scale,
+    dk, dv, k, v, p_q, p_g, p_binary, p_delta, s_q, s_g, o_q, bias, scale,
     MASKED: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, FAR: tl.constexpr,
 ):  # fmt: skip
-    """What queries o_q [BM] give to BT keys more; or [G, BM], to each of G copies of the keys its own."""
-    KEYS: tl.constexpr = len(o_q.shape) - 1  # the dimension  # pyright: ignore[reportAssignmentType]
     o_r = o_q if MASKED else tl.maximum(o_q, 0)
-    q = rows_of(p_q, s_q, o_r, D, BD, FAR, MASKED)  # [.., BM, BD]
-    lse = tl.load(p_lse + o_q, mask=o_q >= 0, other=NEVER) / LN2
-    lse = tl.where(lse > NEVER, lse, float("inf"))  # no weight where there is no query, or it sees nothing
-    scores = tl.dot(k, transposed(q), input_precision="ieee") * scale + bias  # [.., BT, BM]
-    p = tl.math.exp2(scores - tl.expand_dims(lse, KEYS))
+    q = rows_of(p_q, s_q, o_r, D, BD, FAR, MASKED)  # [BM, BD]
+    binary = tl.load(p_binary + o_q, mask=o_q >= 0, other=float("inf"))
+    scores = tl.dot(k, tl.trans(q), input_precision="ieee") * scale + bias  # [BT, BM]
+    p = tl.math.exp2(scores - binary[None, :])
     g = rows_of(p_g, s_g, o_r, D, BD, FAR, MASKED)
     dv = tl.dot(p.to(g.dtype), g, dv, input_precision="ieee")
     delta = tl.load(p_delta + o_q, mask=o_q >= 0, other=0.0)
-    ds = p * (tl.dot(v, transposed(g), input_precision="ieee") - tl.expand_dims(delta, KEYS))
+    ds = p * (tl.dot(v, tl.trans(g), input_precision="ieee") - delta[None, :])
     return tl.dot(ds.to(q.dtype), q, dk, input_precision="ieee"), dv
 
 
@@ -93,18 +90,15 @@ def _real(p_real, o_t, limit, MASKED: tl.constexpr):
 
 @triton.jit(do_not_specialize=NUMBERS)
 def backward_keys(
-    p_k, p_v, p_dk, p_dv, p_q, p_g, p_lse, p_delta, p_real, p_logs, p_counts, p_offsets, p_readers, p_own,
+    p_k, p_v, p_dk, p_dv, p_q, p_g, p_binary, p_delta, p_real, p_logs, p_counts, p_offsets, p_readers, p_own,
     p_dmk, p_dmv, p_ends, p_tile, scale, factor, heads, tokens, limit, all_nodes, shift, below, picks, chunk, parts,
     s_real, s_log,
     s_kb, s_kh, s_k, s_vb, s_vh, s_v, s_dkb, s_dkh, s_dk, s_dvb, s_dvh, s_dv, s_qb, s_qh, s_q, s_gb, s_gh, s_g,
     LISTED: tl.constexpr, PARTS: tl.constexpr, NODES: tl.constexpr, FOLD: tl.constexpr, ENRICHED: tl.constexpr,
     REWEIGHT: tl.constexpr, EXCLUDE: tl.constexpr, MASKED: tl.constexpr, B: tl.constexpr, BT: tl.constexpr,
-    BM: tl.constexpr, G: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, FAR: tl.constexpr, STAGES: tl.constexpr,
+    BM: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, FAR: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """A tile of keys: of `limit` tokens, nodes of one level or extra keys; with PARTS one chunk of a tile's queries.
-
-    A step has G runs of BM queries, each with gradients of its own, which are added up at the end: for a run to a warp
-    nothing is exchanged between warps before.
 
     LISTED ones are read by nodes of 2**shift queries each, others by all. NODES have logs of counts, and stand for
     `below` queries each where those EXCLUDE what they picked.
@@ -131,32 +125,23 @@ def backward_keys(
         o_t = tile * BT + tl.arange(0, BT)
         real = _real(p_real, o_t, limit, MASKED and FOLD)
         o_k = tl.where(real, o_t, -1) if MASKED else tl.minimum(o_t, limit - 1)
+        k = rows_of(p_k + batch * s_kb + head * s_kh, s_k, o_k, D, BD, FAR, MASKED)  # [BT, BD]
+        v = rows_of(p_v + batch * s_vb + head * s_vh, s_v, o_k, D, BD, FAR, MASKED)
         bias = tl.where(real, 0.0, NEVER)
         if NODES:
             logs = tl.load(p_logs + batch * s_log + o_k, mask=real, other=NEVER)
             bias = logs if REWEIGHT else tl.where(logs > NEVER, 0.0, NEVER)
         dk, dv = tl.zeros([BT, BD], tl.float32), tl.zeros([BT, BD], tl.float32)
-        if G > 1:
-            o_k = o_k[None, :] + tl.zeros([G, 1], tl.int32)
-            dk, dv = tl.zeros([G, BT, BD], tl.float32), tl.zeros([G, BT, BD], tl.float32)
-        k = rows_of(p_k + batch * s_kb + head * s_kh, s_k, o_k, D, BD, FAR, MASKED)  # [.., BT, BD]
-        v = rows_of(p_v + batch * s_vb + head * s_vh, s_v, o_k, D, BD, FAR, MASKED)
-        for place in tl.range(at.to(tl.int32), end.to(tl.int32), G * BM, num_stages=STAGES):
-            o_q = _queries(p_readers, p_real, place, end, shift, tokens, LISTED, MASKED, G * BM)
+        for place in tl.range(at.to(tl.int32), end.to(tl.int32), BM, num_stages=STAGES):
+            o_q = _queries(p_readers, p_real, place, end, shift, tokens, LISTED, MASKED, BM)
             seen = bias[:, None]
             if EXCLUDE and NODES:
                 own = sample * limit + tl.maximum(o_q, 0) // below
                 seen = less_picked(seen, p_own, own[None, :], tl.minimum(picks, limit), o_t[:, None])
-                if G > 1:
-                    seen = tl.permute(tl.reshape(seen, [BT, G, BM]), (1, 0, 2))
-            if G > 1:
-                o_q = tl.reshape(o_q, [G, BM])
             dk, dv = _key_step(
                 dk, dv, k, v, p_q + batch * s_qb + head * s_qh, p_g + batch * s_gb + head * s_gh,
-                p_lse + sample * tokens, p_delta + sample * tokens, s_q, s_g, o_q, seen, scale, MASKED, D, BD, FAR,
+                p_binary + sample * tokens, p_delta + sample * tokens, s_q, s_g, o_q, seen, scale, MASKED, D, BD, FAR,
             )  # fmt: skip
-        if G > 1:
-            dk, dv = tl.sum(dk, 0), tl.sum(dv, 0)
         if PARTS:
             o_t = part * BT + tl.arange(0, BT)
             limit = parts * BT
