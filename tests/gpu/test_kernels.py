@@ -199,16 +199,16 @@ def test_region_updates_and_their_gradients_equal_float64(groups, plans, ordered
 @torch.no_grad()
 @pytest.mark.parametrize("size", [(16, 16), (18, 26)])
 def test_a_unet_that_merges_whole_blocks_does_what_it_does_by_the_portable_path(monkeypatch, size):
-    model = tiny.unet(dtype=torch.bfloat16).cuda()
-    x = tiny.unet_inputs(*size, batch=2, dtype=torch.bfloat16)
+    model = tiny.unet(dtype=torch.float16).cuda()
+    x = tiny.unet_inputs(*size, batch=2, dtype=torch.float16)
     x = {name: value.cuda() if torch.is_tensor(value) else value for name, value in x.items()}
     x["added_cond_kwargs"] = {name: value.cuda() for name, value in x["added_cond_kwargs"].items()}
 
-    def forward():
-        with foveate.apply(model, ToMA(tile=(4, 4))):
+    def forward():  # with picks that rounding cannot change
+        with foveate.apply(model, ToMA(tile=(4, 4), select="grid")):
             return model(**x)[0]
 
     got = forward()
     for op in ("region_matmul", "region_update"):
-        only(monkeypatch, op, "portable", torch.bfloat16, 16)
-    assert relative(got, forward()) < 3e-2
+        only(monkeypatch, op, "portable", torch.float16, 16)
+    assert relative(got, forward()) < 1e-2
