@@ -39,6 +39,7 @@ __all__ = ["Lesson", "ReaderRecipe", "ReaderTraining", "lesson", "train_reader",
 START = WORDS.index("<s>")
 EXAM = 10**9  # seeds from here on are never learned from
 EASY: dict[str, Any] = {"begun": 1.0, "numbers": 0.5}
+ALL_BY_ID: dict[str, Any] = {"by_id": (1.0, 1.0), "ids_first": 1.0}  # a reader that can go by names never learns ids
 USUAL: dict[str, Any] = {"begun": 0.2, "nouns": 0.3, "numbers": 0.4}
 
 
@@ -55,7 +56,8 @@ class ReaderRecipe:
         labelled: Part of the texts that are labelled examples.
         sentences: How many a text may have; a step draws one of them. All are multiples of 6.
         letters: Most letters between a question and a name.
-        easy: Part of the steps, at the beginning, with the shortest two texts and sentences to be completed.
+        easy: Part of the steps, at the beginning, with the shortest two texts, all facts by id, and sentences to be
+            completed.
         rate: Of AdamW: rises over the first 2 % of the steps, falls to 0 over the last half.
         knowing: Weight of knowing whom facts and questions are about.
         seed: Of weights and texts.
@@ -69,7 +71,7 @@ class ReaderRecipe:
     labelled: float = 0.2
     sentences: tuple[int, ...] = (6, 12, 18, 24, 30, 36)
     letters: int = 3
-    easy: float = 0.25
+    easy: float = 0.4
     rate: float = 1.5e-3
     knowing: float = 1.0
     seed: int = 0
@@ -126,10 +128,10 @@ class Lesson(NamedTuple):
 
 
 def lesson(recipe: ReaderRecipe, seed: int, sentences: int, *, easy: bool = False) -> Lesson:
-    """The texts of one step; easy ones have nothing but sentences to be completed."""
+    """The texts of one step; easy ones have all facts by id and nothing but sentences to be completed."""
     generator = torch.Generator().manual_seed(seed)
     labelled = round(recipe.labelled * recipe.batch)
-    facts = draw_facts(recipe.batch - labelled, sentences, generator)
+    facts = draw_facts(recipe.batch - labelled, sentences, generator, **(ALL_BY_ID if easy else {}))
     places = torch.multinomial((facts.owner != BLANK).float(), recipe.questions, replacement=True, generator=generator)
     asked = ask(facts, places, generator, **(EASY if easy else {**USUAL, "letters": (0, recipe.letters)}))
     examples = draw_labelled(labelled, sentences * SENTENCE // EXAMPLE, recipe.questions, generator)
