@@ -22,7 +22,8 @@ ROUNDING = 1e-6  # a dot product of unit rows that is larger by less than this i
 AT_ONCE = 2**24  # similarities that are in memory together
 PARTS = 32  # of the first gains, whose progress is shown
 LOOKS = 32  # gains that a round makes anew
-WARM = 3  # rounds before one is recorded
+WARM = 3  # rounds before one is recorded, which takes as long as some dozens of them
+FEW = 64  # picks for which none is
 REPLAYS = 16  # rounds between two looks at how many picks there are
 
 
@@ -130,7 +131,7 @@ class _Picking:
             self.round()
             yield (done := int(self.turn))
         kernels = _backend(self.candidates).name != "portable"
-        recorded = self.candidates.device.type == "cuda" and kernels and done < len(self.turns)
+        recorded = self.candidates.device.type == "cuda" and kernels and done + FEW < len(self.turns)
         again, times = (_recorded(self.round), REPLAYS) if recorded else (self.round, 1)
         while done < len(self.turns):
             for _ in range(times):
