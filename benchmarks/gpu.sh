@@ -85,7 +85,7 @@ pixel_dit() { # [12]
     --prompts 200 --compile --out out/pixel_dit "${commit[@]}"
 }
 
-prefill() { timed $foveate bench context "${results[@]}"; } # [6]
+prefill() { timed $foveate bench context "${results[@]}"; } # [4]
 
 pools() { timed $foveate bench examples "${results[@]}"; } # [2; apricot-select, if installed, 1 more]
 
