@@ -63,9 +63,9 @@ class Facts(NamedTuple):
 
     @property
     def owners(self) -> Int[Tensor, "batch tokens"]:
-        """At the value of each fact its person's name, BLANK elsewhere."""
+        """At the subject and the value of each fact its person's name, BLANK elsewhere."""
         spread = torch.full((*self.owner.shape, SENTENCE), BLANK)
-        spread[..., VALUE] = self.owner
+        spread[..., [0, VALUE]] = self.owner[..., None]
         return spread.flatten(1)
 
 
