@@ -81,7 +81,7 @@ def reader(
     out: Annotated[Path, typer.Option(help="Folder of the run; one that is found there is gone on with.")] = Path(
         "reader-run"
     ),
-    steps: Annotated[int, typer.Option(min=1, help="Of training.")] = 4000,
+    steps: Annotated[int, typer.Option(min=1, help="Of training.")] = 3000,
     batch: Annotated[int, typer.Option(min=8, help="Texts of a step: 32 suit a CPU.")] = 256,
     layers: Annotated[int, typer.Option(min=2, help="Of the model.")] = 6,
     width: Annotated[int, typer.Option(min=64, help="Of the model, a multiple of 64.")] = 256,

@@ -67,7 +67,7 @@ class ReaderRecipe:
 
     layers: int = 6
     width: int = 256
-    steps: int = 4000
+    steps: int = 3000
     batch: int = 256
     questions: int = 8
     labelled: float = 0.2
