@@ -316,12 +316,12 @@ def stages(qkv: tuple[Tensor, ...], options: Options, backward: bool) -> dict[st
         return calls
     out, lse = forward()
     queries = partial(log_linear_queries.backward_queries, q, keys, out, lse, q, torch.zeros_like(lse))
-    _, delta = queries()
+    _, *numbers = queries()
     readers = [selection.readers_of(chosen) for chosen in lists]
     return calls | {
         "lists of readers": lambda: [selection.readers_of(chosen) for chosen in lists],
         "gradient of q": queries,
-        "gradients of k, v": partial(backward_keys, q, keys, lse, delta, q, readers),
+        "gradients of k, v": partial(backward_keys, q, keys, *numbers, q, readers),
     }
 
 
