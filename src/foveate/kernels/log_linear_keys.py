@@ -24,7 +24,11 @@ from foveate.kernels.pyramid import level_starts
 __all__ = ["backward_keys"]
 
 # As in `log_linear_queries`; rows are those of a tile of keys that everyone reads, steps are of queries.
-BACKWARD_KEYS = {128: Shape(16, 64, 32, 2, 2, None), 256: Shape(16, 16, 16, 4, 2, None)}
+BACKWARD_KEYS = {
+    64: Shape(16, 64, 32, 2, 2, 128),
+    128: Shape(16, 64, 32, 2, 2, None),
+    256: Shape(16, 16, 16, 4, 2, None),
+}
 BACKWARD_SHARED = {
     64: Shape(32, 64, 32, 4, 2, None),
     128: Shape(64, 32, 32, 4, 2, None),

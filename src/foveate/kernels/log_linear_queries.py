@@ -41,8 +41,8 @@ class Shape(NamedTuple):
 
 
 # By the size of a head, up to which they serve: the fastest that hardly spill.
-FORWARD = {64: Shape(64, 64, 32, 4, 2, 128), 128: Shape(64, 32, 16, 4, 2, None), 256: Shape(64, 32, 16, 8, 2, None)}
-BACKWARD_QUERIES = FORWARD | {64: Shape(64, 32, 32, 4, 3, 128, 3)}
+FORWARD = {64: Shape(64, 64, 32, 4, 2, 96), 128: Shape(64, 32, 16, 4, 2, None), 256: Shape(64, 32, 16, 8, 2, None)}
+BACKWARD_QUERIES = FORWARD | {64: Shape(64, 64, 32, 4, 2, 128)}
 
 
 def shape_of(shapes: dict[int, Shape], dim: int) -> Shape:
