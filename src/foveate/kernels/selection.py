@@ -13,7 +13,7 @@ __all__ = ["readers_of", "select"]
 
 SMALLEST_DOT = 16  # a side of a matrix product
 CANDIDATES = 64  # scored at once
-AT_TOP = 256  # likewise, where all nodes are candidates and programs are few: by more warps
+AT_TOP = 256  # where no more nodes are candidates all are, by more warps: of a top there are few programs
 NOTHING = tl.constexpr(-(2**63))  # below the keys of all scores, and below the places of a list that are still free
 NOBODY = tl.constexpr(2**31 - 1)
 NUMBERS = ("heads", "nodes", "all_nodes", "first", "s_count", "above", "picks")  # which 1 must not turn into constants
@@ -88,7 +88,8 @@ def select(q: Tensor, k: Tensor, counts: Tensor, tokens: int, block: int, levels
         nodes = starts[level + 1] - starts[level]
         picks = min(top_k, nodes)
         above = lists[0] if lists else counts
-        at_once = CANDIDATES if lists else min(AT_TOP, max(CANDIDATES, triton.next_power_of_2(nodes)))
+        few = not lists and CANDIDATES < nodes <= AT_TOP
+        at_once = triton.next_power_of_2(nodes) if few else CANDIDATES
         lists.insert(0, _empty(q, batch, heads, nodes, picks))
         _select[(batch * heads * triton.cdiv(nodes, block),)](
             q, k, counts, above, lists[0], heads, nodes, all_nodes, starts[level],
