@@ -62,7 +62,7 @@ def relative(got, want):
 
 
 def run(tokens, levels, top_k, *, block=16, dim=32, dtype=torch.float32, batch=1, heads=1, extra=0, masked=False,
-        enriched=None, reweight=True, exclude=False):  # fmt: skip
+        enriched=None, reweight=True, exclude=False, full=True):  # fmt: skip
     """Everything from pooling to the gradient of the queries, compared with the oracle."""
     q, k, v = (heads_of(tokens, dim, dtype, batch, heads) for _ in range(3))
     dout, extras = (
@@ -79,6 +79,7 @@ def run(tokens, levels, top_k, *, block=16, dim=32, dtype=torch.float32, batch=1
         "reweight": reweight,
         "exclude": exclude,
         "scale": dim**-0.5,
+        "full": full,
     }
     keys = kernels.Keys(
         *given[1:], *extras, means, lists, real if masked else None, block=block, top_k=top_k, **options
@@ -161,6 +162,16 @@ def test_where_all_is_full_nothing_is_looked_at(monkeypatch, tokens, levels, opt
     assert found == [True, True]
 
 
+def test_a_selection_with_gaps_is_looked_at_where_all_else_is_full(monkeypatch):
+    monkeypatch.setattr(kernels, "FORWARD", {256: kernels.Shape(256, 16, 32, 4, 1, None)})
+    q, k, v = (torch.randn(1, 2, 768, 32) for _ in range(3))
+    options = Options(2, 16, 1, 1, True, 0.2, False, False, True)
+    lists = portable(q, k, v, None, None, None, None, options)[2]
+    lists[0][:, :, ::3, 1] = -1
+    want, got = (run(q, k, v, None, None, None, lists, options) for run in (portable, glue.log_linear_attention))
+    assert relative(got[0], want[0].double()) < 2e-6
+
+
 @pytest.mark.usefixtures("large_shapes")
 def test_keys_that_many_read_are_split(monkeypatch):
     monkeypatch.setattr(log_linear_keys, "CHUNK", 64)
@@ -208,7 +219,7 @@ def test_all_blocks_and_no_means_are_dense_attention():
     for levels in (1, 2):
         means = pyramid.pool((q, k, v), None, 16, levels)
         lists = selection.select(*means.of[:2], means.counts, 300, 16, levels, 19)
-        keys = kernels.Keys(k, v, k[:, :, :0], v[:, :, :0], means, lists, None, 16, 19, 0, True, False, 0.3)
+        keys = kernels.Keys(k, v, k[:, :, :0], v[:, :, :0], means, lists, None, 16, 19, 0, True, False, 0.3, True)
         out, lse = kernels.forward(q, keys)
         scores = 0.3 * q.double() @ k.double().mT
         assert relative(out, scores.softmax(-1) @ v.double()) < 2e-6
@@ -257,7 +268,7 @@ def test_every_custom_op_passes_opcheck():
     torch.library.opcheck(select_blocks.pick_nodes, (means, counts, 300, 16, 2, 3))
     lists = select_blocks.pick_nodes(means, counts, 300, 16, 2, 3)
     leaves = [x.requires_grad_() for x in (q, k, v, torch.randn(1, 2, 4, 32), torch.randn(1, 2, 4, 32))]
-    torch.library.opcheck(glue._attend, (*leaves, means, counts, logs, lists, None, 16, 3, 2, True, False, 0.2))
+    torch.library.opcheck(glue._attend, (*leaves, means, counts, logs, lists, None, 16, 3, 2, True, False, 0.2, True))
 
 
 class Makers(TorchDispatchMode):

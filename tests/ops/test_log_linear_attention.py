@@ -346,6 +346,8 @@ def test_a_selection_given_back_is_read_again_and_levels_follow_it():
 def test_a_selection_may_be_given_to_a_call_with_other_padding(enrich):
     inputs = qkv(19, 300, batch=2)
     selection = select_blocks(*inputs[:2], top_k=2, levels=2, key_padding_mask=padding(1, 2, 300))
+    assert not selection.full  # there may be gaps, which kernels look for only where they may be
+    assert select_blocks(*inputs[:2], top_k=2, levels=2).full
     for real in (padding(2, 2, 300, 0.03), None):
         got = log_linear_attention(*inputs, top_k=2, selection=selection, enrich=enrich, key_padding_mask=real)
         compare(got, log_linear(*inputs, selection, enrich=2 * enrich, real=real), inputs)

@@ -90,7 +90,9 @@ class Case(NamedTuple):
             raise ValueError(f"unknown inputs {self.inputs!r}: choose from {', '.join(INPUTS)}")
         like = torch.empty(1, self.heads, self.tokens, self.head_dim, device="meta")
         levels = check({"q": like}, self.top_k, self.block_size, self.levels)
-        return Options(self.top_k, self.block_size, levels, levels, True, self.head_dim**-0.5, False, False, True)
+        return Options(
+            self.top_k, self.block_size, levels, levels, True, self.head_dim**-0.5, False, False, True, True
+        )
 
     def tensors(self, how: How) -> tuple[Tensor, ...]:
         """q, k and v."""
@@ -308,7 +310,7 @@ def stages(qkv: tuple[Tensor, ...], options: Options, backward: bool) -> dict[st
     lists = pick()
     keys = log_linear_queries.Keys(
         k, v, k[:, :, :0], v[:, :, :0], means, lists, None, block, options.top_k, options.enriched,
-        options.reweight, options.exclude_selected, options.scale,
+        options.reweight, options.exclude_selected, options.scale, options.full,
     )  # fmt: skip
     forward = partial(log_linear_queries.forward, q, keys)
     calls: dict[str, Callable[[], object]] = {"pooling": pool, "picking": pick, "attention": forward}

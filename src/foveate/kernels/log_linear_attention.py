@@ -50,6 +50,7 @@ def log_linear_attention(
         options.reweight,
         options.exclude_selected,
         options.scale,
+        options.full,
     )
     return out, lse, chosen, by_level(counts, tokens, block, levels)
 
@@ -72,10 +73,11 @@ def _attend(
     reweight: bool,
     exclude: bool,
     scale: float,
+    full: bool,
 ) -> tuple[Tensor, Tensor]:
     """Output and LSE. The last of the means are those of k and v, which get their gradients."""
     keys = Keys(k, v, extra_k, extra_v, pyramid.Means(means, counts, logs), lists, real, block, top_k, enriched,
-                reweight, exclude, scale)  # fmt: skip
+                reweight, exclude, scale, full)  # fmt: skip
     return log_linear_queries.forward(q, keys)
 
 
@@ -106,9 +108,10 @@ def _backward(
     reweight: bool,
     exclude: bool,
     scale: float,
+    full: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     keys = Keys(k, v, extra_k, extra_v, pyramid.Means(means, counts, logs), lists, real, block, top_k, enriched,
-                reweight, exclude, scale)  # fmt: skip
+                reweight, exclude, scale, full)  # fmt: skip
     grad_out = side_by_side(grad_out)
     dq, *numbers = log_linear_queries.backward_queries(q, keys, out, lse, grad_out, grad_lse.contiguous())
     readers = [selection.readers_of(chosen) for chosen in lists[: enriched + 1]]
@@ -121,8 +124,8 @@ def _(grad_out: Tensor, grad_lse: Tensor, out: Tensor, lse: Tensor, *inputs: Any
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    *tensors, lists, real, block, top_k, enriched, reweight, exclude, scale = inputs
-    ctx.options = block, top_k, enriched, reweight, exclude, scale
+    *tensors, lists, real, block, top_k, enriched, reweight, exclude, scale, full = inputs
+    ctx.options = block, top_k, enriched, reweight, exclude, scale, full
     ctx.save_for_backward(*output, *tensors, real, *lists)
 
 

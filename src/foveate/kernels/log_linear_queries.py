@@ -72,6 +72,7 @@ class Keys(NamedTuple):
         reweight: Whether a mean counts as often as it has tokens.
         exclude: Leave out means of what a query's own ancestors picked.
         scale: Factor on q·k, above 0.
+        full: Whether lists are known to have no gaps.
     """
 
     k: Tensor
@@ -87,6 +88,7 @@ class Keys(NamedTuple):
     reweight: bool
     exclude: bool
     scale: float
+    full: bool
 
 
 def forward(q: Tensor, keys: Keys) -> tuple[Tensor, Tensor]:
@@ -188,7 +190,13 @@ def _small(keys: Keys, shape: Shape) -> int:
 def _even(keys: Keys, tokens: int, shape: Shape) -> bool:
     """Whether all nodes, lists and steps are full, so that nothing needs to be looked at for being there."""
     levels, wide = len(keys.lists), _wide(keys, shape)
-    whole = keys.real is None and not keys.exclude and tokens % keys.block**levels == 0 and tokens % shape.rows == 0
+    whole = (
+        keys.full
+        and keys.real is None
+        and not keys.exclude
+        and tokens % keys.block**levels == 0
+        and tokens % shape.rows == 0
+    )
     top, picks = tokens // keys.block**levels, [chosen.shape[3] for chosen in keys.lists]
     steps = [picks[0] * keys.block % (_small(keys, shape) * keys.block)]
     if keys.enriched == levels:

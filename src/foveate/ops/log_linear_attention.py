@@ -47,6 +47,7 @@ class Options(NamedTuple):
         exclude_selected: Leave out means of what is read in finer form.
         log_mass: Raise means by what their tokens differ.
         deterministic: The same bits in every backward pass.
+        full: As of `Selection`; of lists that are yet to be chosen, too.
     """
 
     top_k: int
@@ -58,6 +59,7 @@ class Options(NamedTuple):
     exclude_selected: bool
     log_mass: bool
     deterministic: bool
+    full: bool = False
 
 
 def log_linear_attention(
@@ -138,12 +140,15 @@ def log_linear_attention(
     _check_extra(q, extra_k, extra_v)
     if selection is not None:
         _check_selection(q, selection, top_k, block_size, levels)
-    options = Options(top_k, block_size, levels, enriched, reweight, scale, exclude_selected, log_mass, deterministic)
+    full = key_padding_mask is None if selection is None else selection.full
+    options = Options(
+        top_k, block_size, levels, enriched, reweight, scale, exclude_selected, log_mass, deterministic, full
+    )
     run = choose_backend(q.device, q.dtype, q.shape[3], top_k, log_mass).run
     lists = None if selection is None else list(selection.lists)
     out, lse, lists, counts = run(q, k, v, extra_k, extra_v, key_padding_mask, lists, options)
     if selection is None:
-        selection = Selection(tuple(lists), tuple(counts), q.shape[2], block_size, top_k)
+        selection = Selection(tuple(lists), tuple(counts), q.shape[2], block_size, top_k, full)
     return LogLinearOutput(out, lse, selection)
 
 

@@ -75,7 +75,8 @@ def select_blocks(
     levels = check({"q": q, "k": k}, top_k, block_size, levels, key_padding_mask)
     run = able("select_blocks", q.device, q.dtype, q.shape[3], top_k)[-1].run
     lists, counts = run(q.detach(), k.detach(), key_padding_mask, top_k, block_size, levels)
-    return Selection(tuple(lists), tuple(counts), q.shape[2], block_size, top_k)
+    full = key_padding_mask is None
+    return Selection(tuple(lists), tuple(counts), q.shape[2], block_size, top_k, full)
 
 
 def able(op: str, device: torch.device, dtype: torch.dtype, head_dim: int, top_k: int) -> list[dispatch.Backend]:

@@ -31,6 +31,7 @@ class Selection(NamedTuple):
         tokens: Length of the sequence.
         block_size: Tokens of a block, and children of a node.
         top_k: How many nodes each was to pick.
+        full: Whether each is known to have as many, or as many as there are: where no token was padding.
     """
 
     lists: tuple[Tensor, ...]
@@ -38,6 +39,7 @@ class Selection(NamedTuple):
     tokens: int
     block_size: int
     top_k: int
+    full: bool = False
 
     @property
     def levels(self) -> int:
