@@ -93,7 +93,7 @@ examples() { # [12]
   timed python3 evals/examples.py --reader learner --out out/examples "${commit[@]}"
 }
 
-readers() { # [6 on three GPUs, one seed each; GPUS=1 trains all three on one]
+readers() { # [3 on three GPUs, one seed each; GPUS=1 trains all three on one in 6]
   local seed
   mkdir -p out/readers
   for seed in 0 1 2; do
