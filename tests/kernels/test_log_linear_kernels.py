@@ -230,7 +230,7 @@ def test_large_scores_do_not_overflow():
     q, k, v = (30 * heads_of(300, 32, torch.float16) for _ in range(3))
     means = pyramid.pool((q, k, v), None, 16, 2)
     lists = selection.select(*means.of[:2], means.counts, 300, 16, 2, 3)
-    keys = kernels.Keys(k, v, k[:, :, :0], v[:, :, :0], means, lists, None, 16, 3, 2, True, False, 1.0)
+    keys = kernels.Keys(k, v, k[:, :, :0], v[:, :, :0], means, lists, None, 16, 3, 2, True, False, 1.0, True)
     assert kernels.forward(q, keys)[0].isfinite().all()
 
 

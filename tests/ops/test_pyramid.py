@@ -93,7 +93,7 @@ def test_picks_are_those_of_a_search_node_by_node(seed, tokens, top_k, block, le
     real = None if share is None else padding(seed, 2, tokens, share)
     levels = min(level, most_levels(tokens, block))
     selection = select_blocks(q, k, top_k=top_k, block_size=block, levels=levels, key_padding_mask=real)
-    assert selection[2:] == (tokens, block, top_k)
+    assert selection[2:] == (tokens, block, top_k, real is None)
     assert selection.levels == levels
     check(q, k, selection, real)
 
