@@ -53,7 +53,7 @@ def check(q, k, v, extras, real, options):
 @pytest.mark.parametrize("dtype", TOLERANCES)
 def test_output_lse_and_every_gradient_equal_float64(tokens, levels, top_k, dim, dtype):
     q, k, v, *extras = (heads_of(n, dim, dtype) for n in (tokens, tokens, tokens, 77, 77))
-    check(q, k, v, extras, None, Options(top_k, 16, levels, levels, True, dim**-0.5, False, False, True))
+    check(q, k, v, extras, None, Options(top_k, 16, levels, levels, True, dim**-0.5, False, False, True, True))
 
 
 @pytest.mark.parametrize("block", [16, 32, 64])
