@@ -96,6 +96,13 @@ class Waits(TorchDispatchMode):
 
 
 @pytest.mark.usefixtures("as_a_user")
+def test_a_block_without_room_is_refused():
+    embeddings, room = rows(0, 200), torch.tensor([[1], [2]])
+    with pytest.raises(ValueError, match="block 0 has no room for any candidate that is left in turn 3"):
+        pick_in_turns(embeddings, embeddings, [0, 1, 1, 0], classes=torch.zeros(200, dtype=torch.long), room=room)
+
+
+@pytest.mark.usefixtures("as_a_user")
 def test_more_turns_than_candidates_are_refused():
     with pytest.raises(ValueError, match="1 to 3 turns for 3 candidates: 4"):
         pick_in_turns(torch.eye(3), torch.eye(3), [0, 1, 0, 1])

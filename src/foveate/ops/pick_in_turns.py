@@ -69,7 +69,8 @@ def pick_in_turns(
         track: Shows progress.
 
     Raises:
-        ValueError: If there are more turns than candidates.
+        ValueError: If there are more turns than candidates, or no candidate is left that the block of a turn has room
+            for.
 
     Examples:
         >>> rows = torch.nn.functional.normalize(torch.tensor([[1.0, 0.1], [1.0, 0.0], [0.1, 1.0], [0.0, 1.0]]))
@@ -88,6 +89,12 @@ def pick_in_turns(
         for _ in range(done - seen):
             advance()
         seen = done
+    if len(empty := (picking.gains == -torch.inf).nonzero()):
+        turn = int(empty[0])
+        raise ValueError(
+            f"block {turns[turn]} has no room for any candidate that is left in turn {turn}: give blocks room for as "
+            "many of each class as they have turns, and no more of a class than there are"
+        )
     return Picked(picking.picks, picking.gains, picking.covered)
 
 
@@ -153,7 +160,7 @@ class _Picking:
         best = total.max()
         near = total >= best - NEARLY * best.abs()
         pick = near.int().argmax(0, keepdim=True)
-        knows = (self.turn < len(self.turns)) & ~(near & ~fresh).any()
+        knows = (self.turn < len(self.turns)) & ~(near & ~fresh & (best > -torch.inf)).any()
         self._take(turn, block, pick, total[pick], knows)
 
         served = torch.maximum(covered, self.represented @ self.candidates[pick][0]).where(knows, covered)

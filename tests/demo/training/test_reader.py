@@ -8,7 +8,7 @@ import torch
 from accelerate.state import AcceleratorState
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from foveate.demo.facts import BLANK
+from foveate.demo.facts import BLANK, SENTENCE, VALUE
 from foveate.demo.lexicon import WORDS
 from foveate.demo.training import reader
 from foveate.demo.training.reader import KINDS, ReaderRecipe, lesson, train_reader, untrained_reader
@@ -35,6 +35,32 @@ def test_each_question_is_read_as_if_it_were_the_only_one():
             alone = model(input_ids=torch.cat([taught.ids[:, : taught.text], taught.ids[:, part]], 1)).logits
             torch.testing.assert_close(together[:, part], alone[:, taught.text :])
             torch.testing.assert_close(together[:, : taught.text], alone[:, : taught.text])
+
+
+def test_before_it_learns_every_other_head_finds_a_word_where_it_stood_before():
+    recipe = ReaderRecipe(width=128, layers=2)
+    attention = untrained_reader(recipe).model.layers[1].self_attn
+    words = torch.nn.functional.normalize(torch.randn(200, 128), dim=-1) * 128**0.5  # as a norm leaves them
+    with torch.no_grad():
+        queries = attention.q_proj(words).unflatten(1, (-1, 2, reader.HEAD))
+        keys = attention.k_proj(words).unflatten(1, (-1, reader.HEAD))
+        scores = torch.einsum("qghd,kgd->ghqk", queries, keys) / reader.HEAD**0.5
+    alike = scores.diagonal(dim1=2, dim2=3).mean(-1)  # of each group its two heads
+    torch.testing.assert_close(alike[:, 0], torch.full((2,), reader.LIKENESS), rtol=0.2, atol=0)
+    assert (alike[:, 1].abs() < 0.5).all()
+    assert (scores.mean((2, 3)).abs() < 0.2).all()
+
+
+def test_easy_texts_name_nobody_but_where_they_tell_ids():
+    taught = lesson(TINY, seed=3, sentences=6, easy=True)
+    texts = len(taught.ids) - round(TINY.labelled * TINY.batch)
+    facts = taught.ids[:texts, 1 : taught.text].unflatten(1, (-1, SENTENCE))
+    owners = taught.owners[:texts, 1 : taught.text].unflatten(1, (-1, SENTENCE))
+    assert torch.equal(owners[..., 0], owners[..., VALUE])
+    named = (facts[..., 0] == owners[..., 0]) & (owners[..., 0] != BLANK)
+    assert (facts[named][:, 2] == WORDS.index("id")).all()
+    told = owners[..., 0] != BLANK
+    assert (told & ~named).sum() > named.sum()
 
 
 def test_what_is_to_be_learned_is_what_comes_next_and_whom_a_fact_is_about():
