@@ -5,7 +5,7 @@ import torch
 from log_linear_oracle import log_linear, pooled, select_nodes
 
 from foveate.kernels import log_linear_attention as kernels
-from foveate.kernels import log_linear_keys, select_blocks
+from foveate.kernels import log_linear_keys, select_blocks, selection
 from foveate.ops.log_linear_attention import Options
 from foveate.ops.selection import Selection
 
@@ -72,6 +72,17 @@ def test_keys_that_all_queries_pick_are_split_and_added_up_in_one_order(monkeypa
         k[:, :, 160:176] += 3
     monkeypatch.setattr(log_linear_keys, "CHUNK", 256)
     check(q, k, v, (None, None), None, Options(2, 16, 2, 2, True, 0.125, False, False, True))
+
+
+@pytest.mark.parametrize(("nodes", "picks"), [(5000, 8), (300, 128), (70_000, 3)])
+def test_readers_are_those_of_a_selection(nodes, picks):
+    skewed = torch.rand(2, 2, nodes, picks, device="cuda").pow(4) * (nodes + 1) - 1
+    lists = [skewed.floor().int(), skewed[:, :, ::16].div(16).floor().int()]
+    chosen = Selection(tuple(lists), (), 16 * nodes, 16, picks)
+    for level, (offsets, rows) in enumerate(selection.readers_of(lists), 1):
+        want = chosen.transpose(level)
+        assert torch.equal(offsets, want.offsets)
+        assert torch.equal(rows.where(want.rows >= 0, -1), want.rows)
 
 
 def test_picks_are_those_of_brute_force_over_the_rounded_means():

@@ -170,24 +170,22 @@ for dim, half in ((64, "fp16"), (128, "bf16")):
         constants |= {"SMALL_STAGES": shape.small_stages, "EVEN": dim == 64, "EXTRA": dim == 128}
         result = compiled(getattr(triton_log_linear, name), constants, half, *rest)
         report(f"log-linear {name}", dim, half, result)
-    kernel, sums = triton_log_linear_keys.backward_keys, {"p_dk": "*fp32", "p_dv": "*fp32"}
-    shape, constants, *rest = log_linear(
-        dim, log_linear_keys.BACKWARD_KEYS, LISTED=True, NODES=False, FOLD=True, PARTS=False
-    )
-    result = compiled(kernel, constants | {"BT": 16, "BM": shape.step}, half, *rest)
+    kernel, sums = triton_log_linear_keys.backward_keys, {"p_xk": "*fp32", "p_xv": "*fp32"}
+    shape, constants, *rest = log_linear(dim, log_linear_keys.BACKWARD_KEYS, LISTED=True, NODES=False, FOLD=True)
+    result = compiled(kernel, constants | {"BT": 16, "BM": shape.step}, half, *rest, **sums)
     report("log-linear keys of a block", 16, half, result)
-    shape, constants, *rest = log_linear(
-        dim, log_linear_keys.BACKWARD_SHARED, LISTED=False, NODES=True, FOLD=False, PARTS=True
-    )
+    shape, constants, *rest = log_linear(dim, log_linear_keys.BACKWARD_SHARED, LISTED=False, NODES=True, FOLD=False)
     result = compiled(kernel, constants | {"BT": shape.rows, "BM": shape.step}, half, *rest, **sums)
     report("log-linear shared keys", shape.rows, half, result)
-    constants = {"FOLD": True, "ENRICHED": 2, "MASKED": False, "B": 16, "BT": 64, "BR": 16, "D": dim, "BD": dim}
-    report(
-        "parts", dim, half, compiled(triton_log_linear_keys.add_parts, constants, half, 4, p_xk="*fp32", p_xv="*fp32")
-    )
+    constants = {"LISTED": True, "FOLD": True, "ENRICHED": 2, "MASKED": False, "B": 16, "BT": 64, "D": dim, "BD": dim}
+    constants["BR"] = log_linear_keys.ADDED
+    report("parts", dim, half, compiled(triton_log_linear_keys.add_parts, constants, half, 4, **sums))
+    report("cut", 1024, half, compiled(triton_log_linear_keys.cut, {"BT": 1024}, half, 4))
     constants = {"TOP": dim == 64, "B": 16, "K": 8, "D": dim, "BD": dim}
     at_once = selection.AT_TOP if dim == 64 else selection.CANDIDATES
     warps = at_once // selection.CANDIDATES
     report("select", 16, half, compiled(selection._select, constants | {"BN": at_once}, half, warps))
+    constants = {"K": 8, "E": selection.AT_ONCE, "WRITE": dim == 64}
+    report("place", 8, half, compiled(selection._place, constants, half, 4, p_cells="*i32", p_rows="*i32"))
     constants = {"WEIGHTED": dim == 128, "UPPER": True, "SUMS": True, "B": 16, "D": dim, "BD": dim}
     report("pool", 16, half, compiled(pyramid._pool, constants, half, pyramid._pool_warps(16, dim)))

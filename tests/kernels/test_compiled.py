@@ -15,6 +15,7 @@ SPILLED = {
     "soft_assignment": 160,
     "log-linear forward": 64,
     "log-linear backward_queries": 136,
+    "log-linear keys of a block": 24,
 }  # bytes of a thread: what spills nothing was slower
 
 
@@ -24,9 +25,9 @@ def test_kernels_use_the_matrix_units_of_sm_90_and_hardly_spill():
     run = subprocess.run([sys.executable, script], capture_output=True, text=True, env=environment)
     assert run.returncode == 0, run.stderr
     facts = [json.loads(line) for line in run.stdout.splitlines()]
-    assert len(facts) == 51
+    assert len(facts) == 55
     for fact in facts:
         products = fact["wgmma"] + (fact["size"] < 64) * fact["mma"]  # the larger units take 64 rows
-        assert products > 0 or fact["kernel"] in ("pool", "parts", "facility_location"), fact
+        assert products > 0 or fact["kernel"] in ("pool", "parts", "cut", "place", "facility_location"), fact
         assert fact["stack"] <= SPILLED.get(fact["kernel"], 0), fact
         assert fact["shared"] <= 227 * 1024, fact

@@ -39,7 +39,8 @@ def poison(monkeypatch):
 
     monkeypatch.setattr(pyramid, "_empty", poisoned)
     monkeypatch.setattr(selection, "_empty", lambda x, *shape: poisoned(x, *shape, dtype=torch.int32))
-    monkeypatch.setattr(log_linear_keys, "_empty_sums", lambda x, *shape: torch.full(shape, torch.nan))
+    sums = {"dtype": torch.float32}
+    monkeypatch.setattr(log_linear_keys, "_empty", lambda x, *shape, **kind: poisoned(x, *shape, **sums | kind))
     monkeypatch.setattr(kernels, "like", lambda x: torch.full_like(x, torch.nan))
     monkeypatch.setattr(log_linear_keys, "like", kernels.like)
     monkeypatch.setattr(kernels, "_numbers_of", lambda q: torch.full(q.shape[:3], torch.nan))
@@ -305,11 +306,13 @@ def test_the_kernels_take_half_precision_on_nvidia_gpus(monkeypatch):
     assert not select_blocks.takes(torch.device("cpu"), torch.float16, 64)
 
 
-@pytest.mark.parametrize("picks", [1, 4])
-def test_readers_are_those_of_a_selection(picks):
-    lists = torch.randint(-2, 11, (2, 3, 11, picks), dtype=torch.int32).clamp(min=-1)
-    offsets, rows = selection.readers_of(lists)
-    want = Selection((lists,), (), 11 * 16, 16, picks).transpose()
-    assert offsets.dtype == rows.dtype == torch.int32
-    assert torch.equal(offsets, want.offsets)
-    assert torch.equal(rows.where(want.rows >= 0, -1), want.rows)
+def test_readers_are_those_of_a_selection(monkeypatch):
+    monkeypatch.setattr(selection, "RUN", 3)
+    monkeypatch.setattr(selection, "RUNS", 5)
+    sizes = [(41, 1), (11, 4), (2, 2)]
+    lists = [torch.randint(-2, nodes, (2, 3, nodes, picks), dtype=torch.int32).clamp(min=-1) for nodes, picks in sizes]
+    for level, (offsets, rows) in enumerate(selection.readers_of(lists)):
+        want = Selection(tuple(lists), (), 41 * 16, 16, 4).transpose(level + 1)
+        assert offsets.dtype == rows.dtype == torch.int32
+        assert torch.equal(offsets, want.offsets)
+        assert torch.equal(rows.where(want.rows >= 0, -1), want.rows)

@@ -319,9 +319,9 @@ def stages(qkv: tuple[Tensor, ...], options: Options, backward: bool) -> dict[st
     out, lse = forward()
     queries = partial(log_linear_queries.backward_queries, q, keys, out, lse, q, torch.zeros_like(lse))
     _, *numbers = queries()
-    readers = [selection.readers_of(chosen) for chosen in lists]
+    readers = selection.readers_of(lists)
     return calls | {
-        "lists of readers": lambda: [selection.readers_of(chosen) for chosen in lists],
+        "lists of readers": partial(selection.readers_of, lists),
         "gradient of q": queries,
         "gradients of k, v": partial(backward_keys, q, keys, *numbers, q, readers),
     }

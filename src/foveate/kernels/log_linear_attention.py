@@ -114,8 +114,7 @@ def _backward(
                 reweight, exclude, scale, full)  # fmt: skip
     grad_out = side_by_side(grad_out)
     dq, *numbers = log_linear_queries.backward_queries(q, keys, out, lse, grad_out, grad_lse.contiguous())
-    readers = [selection.readers_of(chosen) for chosen in lists[: enriched + 1]]
-    return dq, *backward_keys(q, keys, *numbers, grad_out, readers)
+    return dq, *backward_keys(q, keys, *numbers, grad_out, selection.readers_of(lists[: enriched + 1]))
 
 
 @_backward.register_fake

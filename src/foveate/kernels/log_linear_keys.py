@@ -53,7 +53,7 @@ def backward_keys(
         readers: Of each level, the finest first, who picked each node, in compressed rows: offsets
             [batch, heads, nodes + 1] and numbers of nodes, ascending [batch, heads, picks of all nodes], both int32.
     """
-    means = [_empty_sums(x, *x.shape) for x in keys.means.of[-2:]]
+    means = [_empty(x, *x.shape) for x in keys.means.of[-2:]]
     starts = level_starts(q.shape[2], keys.block, len(keys.lists))
     given = q, grad_out, binary, delta
     for level in range(keys.enriched):
@@ -94,64 +94,63 @@ class _Tiles:
         self.rows = keys.block if readers else self.shape.rows
         self.samples, self.tiles = math.prod(read[0].shape[:2]), triton.cdiv(read[0].shape[2], self.rows)
         work = self.samples * self.tiles * given[0].shape[2]
-        self.chunk = CHUNK if readers else max(CHUNK // 4, triton.cdiv(work, PROGRAMS))
+        if readers:
+            self.chunk, lengths = CHUNK, readers[1].shape[2] * self.span
+            self.parts = 2 * lengths // CHUNK  # at most: a tile of more than a chunk has fewer than twice as many
+        else:
+            work = self.samples * self.tiles * given[0].shape[2]
+            self.chunk = max(CHUNK // 4, triton.cdiv(work, PROGRAMS))
+            self.parts = self.tiles * triton.cdiv(given[0].shape[2], self.chunk)
 
     def launch(self, means: list[Tensor], *, fold: bool = False) -> None:
         """Compute the gradients; `fold` those of all means into those of the tokens."""
-        if self.readers:
-            self._walk(self.grads, means, *2 * [self.keys.lists[0]], parts=0, fold=fold)
-        ends, tile, parts = self._parts()
-        if not parts:
-            return
+        listed, keys = self.readers is not None, self.keys
         batch, heads, _, dim = self.read[0].shape
-        sums = [_empty_sums(x, batch, heads, parts * self.rows, dim) for x in self.grads]
-        self._walk(sums, means, ends, tile, parts=parts, fold=False)
-        keys, counts, tokens = self.keys, self.keys.means.counts, self.given[0].shape[2]
-        triton_log_linear_keys.add_parts[(self.samples * self.tiles * (self.rows // ADDED),)](
-            *sums, *self.grads, real(keys), counts, *means, ends, heads, tokens, self.read[0].shape[2],
-            counts.shape[1], parts, batch_stride(keys.real), batch_stride(counts),
-            *(stride for x in self.grads for stride in x.stride()[:3]),
-            FOLD=fold, ENRICHED=keys.enriched, MASKED=keys.real is not None, B=keys.block, BT=self.rows,
-            BR=ADDED, D=dim, BD=padded(dim),
+        ends, tile = self._cut()
+        sums = [_empty(x, batch, heads, self.parts * self.rows, dim) for x in self.grads]
+        self._walk(sums, means, ends, tile, fold=fold)
+        if not self.parts:
+            return
+        counts, items = keys.means.counts, self.parts if listed else self.tiles
+        triton_log_linear_keys.add_parts[(self.samples * items * (self.rows // ADDED),)](
+            *sums, *self.grads, real(keys), counts, *means, ends, tile, heads, self.given[0].shape[2],
+            self.read[0].shape[2], counts.shape[1], self.chunk, self.parts, batch_stride(keys.real),
+            batch_stride(counts), *(stride for x in self.grads for stride in x.stride()[:3]),
+            LISTED=listed, FOLD=fold, ENRICHED=keys.enriched, MASKED=keys.real is not None, B=keys.block,
+            BT=self.rows, BR=ADDED, D=dim, BD=padded(dim),
         )  # fmt: skip
 
-    def _parts(self) -> tuple[Tensor, Tensor, int]:
-        """Of each tile the end of its parts, of each part its tile, and how many parts there may be."""
-        device = self.read[0].device
-        if self.readers is None:
-            ends = torch.arange(1, self.tiles + 1, device=device) * triton.cdiv(self.given[0].shape[2], self.chunk)
-            ends, parts = ends.expand(self.samples, -1), self.tiles * triton.cdiv(self.given[0].shape[2], self.chunk)
-        else:
-            offsets, numbers = self.readers
-            lengths = offsets.flatten(0, 1).diff() * self.span
-            ends = ((lengths + self.chunk - 1) // self.chunk).where(lengths > self.chunk, 0).cumsum(-1)
-            parts = (
-                2 * numbers.shape[2] * self.span // self.chunk
-            )  # a tile of two chunks or more has less than twice as many
-        slots = torch.arange(parts, device=device).expand(self.samples, -1).contiguous()
-        tile = torch.searchsorted(ends.contiguous(), slots, right=True)
-        return ends.int().contiguous(), tile.int(), parts
+    def _cut(self) -> tuple[Tensor, Tensor]:
+        """Of each tile the end of its parts, and of each part its tile; anything where the kernels need none."""
+        if not self.readers or not self.parts:
+            return self.keys.lists[0], self.keys.lists[0]
+        offsets = self.readers[0]
+        ends = _empty(offsets, self.samples, self.tiles, dtype=torch.int32)
+        tile = _empty(offsets, self.samples, self.parts, dtype=torch.int32)
+        shift = self.span.bit_length() - 1
+        triton_log_linear_keys.cut[(self.samples,)](
+            offsets, ends, tile, self.tiles, shift, self.chunk, self.parts, BT=1024
+        )
+        return ends, tile
 
-    def _walk(
-        self, grads: list[Tensor], means: list[Tensor], ends: Tensor, tile: Tensor, *, parts: int, fold: bool
-    ) -> None:
+    def _walk(self, sums: list[Tensor], means: list[Tensor], ends: Tensor, tile: Tensor, *, fold: bool) -> None:
         keys, (q, g, binary, delta), logs = self.keys, self.given, self.keys.means.logs
         tokens, dim = q.shape[2:]
         start = level_starts(tokens, keys.block, self.level)[-1] if self.level > 0 else 0
         offsets, numbers = self.readers or (ends, ends)
-        strided = *self.read, *grads, q, g
-        triton_log_linear_keys.backward_keys[(self.samples * (parts or self.tiles),)](
-            *strided, binary, delta, real(keys), logs[:, start:], keys.means.counts, offsets, numbers,
+        strided = *self.read, *self.grads, q, g
+        triton_log_linear_keys.backward_keys[(self.samples * (self.parts + bool(self.readers) * self.tiles),)](
+            *strided, *sums, binary, delta, real(keys), logs[:, start:], keys.means.counts, offsets, numbers,
             keys.lists[max(self.level, 0)], *means, ends, tile, keys.scale / math.log(2), keys.scale, q.shape[1],
             tokens, self.read[0].shape[2], logs.shape[1], self.span.bit_length() - 1, self.below, keys.top_k,
-            self.chunk, parts, batch_stride(keys.real), batch_stride(logs),
+            self.chunk, self.parts, batch_stride(keys.real), batch_stride(logs),
             *(stride for x in strided for stride in x.stride()[:3]),
-            LISTED=self.readers is not None, PARTS=parts > 0, NODES=self.level >= 0, FOLD=fold,
+            LISTED=self.readers is not None, NODES=self.level >= 0, FOLD=fold,
             ENRICHED=keys.enriched, REWEIGHT=keys.reweight, EXCLUDE=keys.exclude, MASKED=keys.real is not None,
             B=keys.block, BT=self.rows, BM=self.shape.step, D=dim, BD=padded(dim), FAR=far(strided),
             STAGES=self.shape.stages, num_warps=max(self.shape.warps, min(self.rows // 8, 4)), **at_most(self.shape),
         )  # fmt: skip
 
 
-def _empty_sums(like: Tensor, *shape: int) -> Tensor:
-    return like.new_empty(shape, dtype=torch.float32)
+def _empty(like: Tensor, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return like.new_empty(shape, dtype=dtype)

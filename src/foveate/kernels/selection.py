@@ -2,6 +2,9 @@
 # pyright: reportOperatorIssue=false, reportAttributeAccessIssue=false
 """Which nodes every node of a sequence picks, from coarse to fine: scores never leave the registers."""
 
+from collections.abc import Sequence
+from itertools import accumulate
+
 import torch
 import triton
 import triton.language as tl
@@ -13,6 +16,8 @@ __all__ = ["readers_of", "select"]
 
 SMALLEST_DOT = 16  # a side of a matrix product
 CANDIDATES = 64  # scored at once
+RUN, RUNS = 128, 64  # nodes whose picks a program counts, and how many runs at most: memory grows with them
+AT_ONCE = 128  # picks that are counted
 AT_TOP = 256  # where no more nodes are candidates all are, by more warps: of a top there are few programs
 NOTHING = tl.constexpr(-(2**63))  # below the keys of all scores, and below the places of a list that are still free
 NOBODY = tl.constexpr(2**31 - 1)
@@ -100,19 +105,63 @@ def select(q: Tensor, k: Tensor, counts: Tensor, tokens: int, block: int, levels
     return lists
 
 
-def readers_of(lists: Tensor) -> tuple[Tensor, Tensor]:
-    """Who picked each node of a level, as `Selection.transpose` of `foveate.ops.selection` defines it.
+@triton.jit(do_not_specialize=("nodes", "picks", "runs", "run", "first"))
+def _place(p_list, p_cells, p_rows, nodes, picks, runs, run, first, K: tl.constexpr, E: tl.constexpr,
+           WRITE: tl.constexpr):  # fmt: skip
+    """Count who picked what, by node and by run of rows: cells [samples, nodes + 1, runs], the last node for no pick.
 
-    One sort for all heads: their picks are numbered one head behind the other, so that short numbers do.
+    With WRITE cells hold places in p_rows, from `first` on, where rows go. A program does a run, E picks at a time.
     """
-    nodes, entries = lists.shape[2], lists[0, 0].numel()
-    sample = torch.arange(lists[:, :, 0, 0].numel(), dtype=torch.int32, device=lists.device)[:, None]
-    picked = lists.reshape(-1, entries)
-    picked, order = (picked.where(picked >= 0, nodes) + sample * (nodes + 1)).flatten().sort(stable=True)
-    starts = torch.arange(len(sample) * (nodes + 1), dtype=torch.int32, device=lists.device).view(-1, nodes + 1)
-    offsets = torch.searchsorted(picked, starts, out_int32=True) - sample * entries
-    rows = order % entries // lists.shape[3]
-    return offsets.view(*lists.shape[:2], -1), rows.int().view(*lists.shape[:2], -1)
+    mine, sample = tl.program_id(0) % runs, (tl.program_id(0) // runs).to(tl.int64)
+    o_e = tl.arange(0, E)
+    end = tl.minimum(mine * run + run, nodes)
+    for start in range(mine * run, end, E // K):
+        row, pick = start + o_e // K, o_e % K
+        m_e = (row < end) & (pick < picks)
+        node = tl.load(p_list + (sample * nodes + row) * picks + pick, mask=m_e, other=0)
+        node = tl.where(m_e, tl.where(node >= 0, node, nodes), -1)
+        p_cell = p_cells + (sample * (nodes + 1) + node) * runs + mine
+        if WRITE:
+            earlier = (node[None, :] == node[:, None]) & (o_e[None, :] < o_e[:, None])
+            place = tl.load(p_cell, mask=m_e, cache_modifier=".cg") - first  # written since: not from the first cache
+            tl.store(p_rows + place + tl.sum(earlier.to(tl.int32), 1), row, mask=m_e)
+            tl.debug_barrier()
+        tl.atomic_add(p_cell, 1, mask=m_e, sem="relaxed")
+        if WRITE:
+            tl.debug_barrier()
+
+
+def readers_of(levels: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
+    """Who picked each node of some levels, as `Selection.transpose` of `foveate.ops.selection` defines it.
+
+    Nothing is sorted: picks are counted, and the counts of all levels, added up, say where each belongs.
+    """
+    samples, sizes = levels[0][:, :, 0, 0].numel(), [lists.shape[2:] for lists in levels]
+    runs = [min(RUNS, triton.cdiv(nodes, RUN)) for nodes, _ in sizes]
+    cells = [samples * (nodes + 1) * count for (nodes, _), count in zip(sizes, runs, strict=True)]
+    counts = levels[0].new_zeros(1 + sum(cells))
+
+    def each(numbers: Tensor, rows: Sequence[Tensor], write: bool) -> None:
+        firsts = accumulate((lists.numel() for lists in levels), initial=0)
+        parts = numbers[: sum(cells)].split(cells)
+        for lists, cell, row, count, first in zip(levels, parts, rows, runs, firsts, strict=False):
+            nodes, picks = lists.shape[2:]
+            most = triton.next_power_of_2(picks)
+            _place[(samples * count,)](
+                lists, cell, row, nodes, picks, count, triton.cdiv(nodes, count), first, K=most, E=max(most, AT_ONCE),
+                WRITE=write,
+            )  # fmt: skip
+
+    each(counts[1:], levels, write=False)
+    starts = counts.cumsum(0, dtype=torch.int32)
+    offsets, first = [], 0
+    for lists, cell, count in zip(levels, starts[: sum(cells)].split(cells), runs, strict=True):
+        base = torch.arange(first, first + lists.numel(), lists[0, 0].numel(), dtype=torch.int32, device=lists.device)
+        offsets.append((cell.view(samples, -1, count)[..., 0] - base[:, None]).view(*lists.shape[:2], -1))
+        first += lists.numel()
+    rows = [_empty(lists, *lists.shape[:2], lists[0, 0].numel()) for lists in levels]
+    each(starts, rows, write=True)
+    return list(zip(offsets, rows, strict=True))
 
 
 def _empty(like: Tensor, *shape: int) -> Tensor:

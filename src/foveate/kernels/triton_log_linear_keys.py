@@ -3,8 +3,8 @@
 """Gradients of keys and values of log-linear attention in Triton, by who reads them.
 
 A program has a tile of keys that the same queries read: a block of tokens, the children of a node, or some of those
-that everyone reads. It walks through runs of queries, those of the nodes that picked the tile. Tiles that more than a
-chunk of queries read are left to one program for each chunk, and their parts are added up in their order.
+that everyone reads. It walks through runs of queries, those of the nodes that picked the tile. A tile that more than a
+chunk of queries read is cut into parts, a program for each chunk, which are added up in their order.
 """
 
 import triton
@@ -69,15 +69,21 @@ def _finish(
     FOLD: tl.constexpr, ENRICHED: tl.constexpr, B: tl.constexpr, D: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
     """Store gradients of the keys o_t; those of tokens with what they get by their means."""
-    o_d = tl.arange(0, BD)
     if FOLD:
         dk += _of_means(p_dmk, p_counts, tile, tokens, B, ENRICHED, D, BD)[None, :]
         dv += _of_means(p_dmv, p_counts, tile, tokens, B, ENRICHED, D, BD)[None, :]
         dk, dv = tl.where(real[:, None], dk, 0.0), tl.where(real[:, None], dv, 0.0)
-    m_x = (o_t < limit)[:, None] & (o_d < D)[None, :]
-    o_t = o_t[:, None].to(tl.int64)
-    tl.store(p_dk + o_t * s_dk + o_d[None, :], dk.to(p_dk.dtype.element_ty), mask=m_x)
-    tl.store(p_dv + o_t * s_dv + o_d[None, :], dv.to(p_dv.dtype.element_ty), mask=m_x)
+    o_t = tl.where(o_t < limit, o_t, -1)
+    _store(p_dk, s_dk, o_t, dk, D, BD)
+    _store(p_dv, s_dv, o_t, dv, D, BD)
+
+
+@triton.jit
+def _store(p, stride, o_n, x, D: tl.constexpr, BD: tl.constexpr):
+    """Rows of these numbers; none below 0."""
+    o_d = tl.arange(0, BD)
+    m_x = (o_n >= 0)[:, None] & (o_d < D)[None, :]
+    tl.store(p + o_n[:, None].to(tl.int64) * stride + o_d[None, :], x.to(p.dtype.element_ty), mask=m_x)
 
 
 @triton.jit
@@ -88,40 +94,87 @@ def _real(p_real, o_t, limit, MASKED: tl.constexpr):
     return real
 
 
+@triton.jit(do_not_specialize=("tiles", "shift", "chunk", "parts"))
+def cut(p_offsets, p_ends, p_tile, tiles, shift, chunk, parts, BT: tl.constexpr):
+    """Cut the tiles that more than a chunk of queries read: of each tile the end of its parts, of each part its tile.
+
+    A program does all tiles of a head, BT at a time.
+    """
+    sample = tl.program_id(0).to(tl.int64)
+    end = 0
+    for start in range(0, tiles, BT):
+        o_t = start + tl.arange(0, BT)
+        m_t = o_t < tiles
+        p_t = p_offsets + sample * (tiles + 1) + o_t
+        first, last = tl.load(p_t, mask=m_t, other=0), tl.load(p_t + 1, mask=m_t, other=0)
+        length = (last - first).to(tl.int64) << shift
+        mine = tl.where(length > chunk, (length + chunk - 1) // chunk, 0).to(tl.int32)
+        ends = end + tl.cumsum(mine, 0)
+        tl.store(p_ends + sample * tiles + o_t, ends, mask=m_t)
+        for part in range(0, tl.max(mine, 0)):
+            tl.store(p_tile + sample * parts + ends - mine + part, o_t, mask=part < mine)
+        end += tl.sum(mine, 0)
+
+
+@triton.jit
+def _begin(p_ends, tile, wanted):
+    """The first part of a tile."""
+    return tl.load(p_ends + tile - 1, mask=wanted & (tile > 0), other=0)
+
+
+@triton.jit
+def _work(p_offsets, p_ends, p_tile, tiles, shift, chunk, parts, tokens, LISTED: tl.constexpr):
+    """What a program does: sample, tile, part, whether that is the whole tile, and from which query to which.
+
+    Parts come first: they take longest. Of a part that does not exist the last query is before the first.
+    """
+    number = tl.program_id(0)
+    if LISTED:
+        cut_ones = tl.num_programs(0) // (parts + tiles) * parts
+        whole = number >= cut_ones
+        number = tl.where(whole, number - cut_ones, number)
+        programs = tl.where(whole, tiles, parts)
+        sample, part = (number // programs).to(tl.int64), number % programs
+        p_ends += sample * tiles
+        exists = ~whole & (part < tl.load(p_ends + tiles - 1))
+        tile = tl.where(whole, part, tl.load(p_tile + sample * parts + part, mask=exists, other=0))
+        p_offsets += sample * (tiles + 1) + tile
+        length = (tl.load(p_offsets + 1) - tl.load(p_offsets)).to(tl.int64) << shift
+        at = (part - _begin(p_ends, tile, exists)).to(tl.int64) * tl.where(whole, 0, chunk)
+        end = tl.where(whole, length, tl.minimum(length, at + chunk))
+        end = tl.where(tl.where(whole, length <= chunk, exists), end, -1)
+    else:
+        sample, part, whole = (number // parts).to(tl.int64), number % parts, False
+        each = tl.cdiv(tokens, chunk)
+        tile, at = part // each, (part % each).to(tl.int64) * chunk
+        end = tl.minimum(tokens.to(tl.int64), at + chunk)
+    return sample, tile, part, whole, at, end
+
+
 @triton.jit(do_not_specialize=NUMBERS)
 def backward_keys(
-    p_k, p_v, p_dk, p_dv, p_q, p_g, p_binary, p_delta, p_real, p_logs, p_counts, p_offsets, p_readers, p_own,
-    p_dmk, p_dmv, p_ends, p_tile, scale, factor, heads, tokens, limit, all_nodes, shift, below, picks, chunk, parts,
-    s_real, s_log,
+    p_k, p_v, p_dk, p_dv, p_q, p_g, p_xk, p_xv, p_binary, p_delta, p_real, p_logs, p_counts, p_offsets, p_readers,
+    p_own, p_dmk, p_dmv, p_ends, p_tile, scale, factor, heads, tokens, limit, all_nodes, shift, below, picks, chunk,
+    parts, s_real, s_log,
     s_kb, s_kh, s_k, s_vb, s_vh, s_v, s_dkb, s_dkh, s_dk, s_dvb, s_dvh, s_dv, s_qb, s_qh, s_q, s_gb, s_gh, s_g,
-    LISTED: tl.constexpr, PARTS: tl.constexpr, NODES: tl.constexpr, FOLD: tl.constexpr, ENRICHED: tl.constexpr,
+    LISTED: tl.constexpr, NODES: tl.constexpr, FOLD: tl.constexpr, ENRICHED: tl.constexpr,
     REWEIGHT: tl.constexpr, EXCLUDE: tl.constexpr, MASKED: tl.constexpr, B: tl.constexpr, BT: tl.constexpr,
     BM: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, FAR: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """A tile of keys: of `limit` tokens, nodes of one level or extra keys; with PARTS one chunk of a tile's queries.
+    """A tile of keys, of `limit` tokens, nodes of one level or extra keys; or a part of one, one chunk of its queries.
 
-    LISTED ones are read by nodes of 2**shift queries each, others by all. NODES have logs of counts, and stand for
-    `below` queries each where those EXCLUDE what they picked.
+    LISTED ones are read by nodes of 2**shift queries each, others, which are all cut, by all. NODES have logs of
+    counts, and stand for `below` queries each where those EXCLUDE what they picked. Parts go to p_xk and p_xv.
     """
     tiles = tl.cdiv(limit, BT)
-    programs = parts if PARTS else tiles
-    part, sample = tl.program_id(0) % programs, (tl.program_id(0) // programs).to(tl.int64)
-    tile = tl.load(p_tile + sample * parts + part) if PARTS else part
-    wanted = tile < tiles
-    tile = tl.minimum(tile, tiles - 1)
-    at, end = sample * 0, tokens.to(tl.int64)
-    if LISTED:
-        p_offsets += sample * (tiles + 1) + tile
-        first = tl.load(p_offsets).to(tl.int64)
-        end = (tl.load(p_offsets + 1) - first) << shift
-        p_readers += sample * tiles * tl.minimum(picks, tiles) + first
-        wanted = wanted & ((end > chunk) == PARTS)
-    if PARTS:
-        at += (part - tl.load(p_ends + sample * tiles + tile - 1, mask=tile > 0, other=0)) * chunk
-        end = tl.minimum(end, at + chunk)
-    if wanted:
+    sample, tile, part, whole, at, end = _work(
+        p_offsets, p_ends, p_tile, tiles, shift, chunk, parts, tokens, LISTED
+    )  # fmt: skip
+    if end >= at:
         batch, head = sample // heads, sample % heads
         p_real += batch * s_real
+        if LISTED:
+            p_readers += sample * tiles * tl.minimum(picks, tiles) + tl.load(p_offsets + sample * (tiles + 1) + tile)
         o_t = tile * BT + tl.arange(0, BT)
         real = _real(p_real, o_t, limit, MASKED and FOLD)
         o_k = tl.where(real, o_t, -1) if MASKED else tl.minimum(o_t, limit - 1)
@@ -142,29 +195,40 @@ def backward_keys(
                 dk, dv, k, v, p_q + batch * s_qb + head * s_qh, p_g + batch * s_gb + head * s_gh,
                 p_binary + sample * tokens, p_delta + sample * tokens, s_q, s_g, o_q, seen, scale, MASKED, D, BD, FAR,
             )  # fmt: skip
-        if PARTS:
-            o_t = part * BT + tl.arange(0, BT)
-            limit = parts * BT
-        _finish(
-            p_dk + batch * s_dkb + head * s_dkh, p_dv + batch * s_dvb + head * s_dvh, s_dk, s_dv, dk * factor, dv,
-            p_dmk + sample * all_nodes * D, p_dmv + sample * all_nodes * D, p_counts + batch * s_log,
-            o_t, limit, real, tile, tokens, FOLD and not PARTS, ENRICHED, B, D, BD,
-        )  # fmt: skip
+        dk *= factor
+        if whole:
+            _finish(
+                p_dk + batch * s_dkb + head * s_dkh, p_dv + batch * s_dvb + head * s_dvh, s_dk, s_dv, dk, dv,
+                p_dmk + sample * all_nodes * D, p_dmv + sample * all_nodes * D, p_counts + batch * s_log,
+                o_t, limit, real, tile, tokens, FOLD, ENRICHED, B, D, BD,
+            )  # fmt: skip
+        else:
+            o_x = part * BT + tl.arange(0, BT)
+            _store(p_xk + sample * parts * BT * D, D, o_x, dk, D, BD)
+            _store(p_xv + sample * parts * BT * D, D, o_x, dv, D, BD)
 
 
 @triton.jit(do_not_specialize=NUMBERS)
 def add_parts(
-    p_xk, p_xv, p_dk, p_dv, p_real, p_counts, p_dmk, p_dmv, p_ends, heads, tokens, limit, all_nodes, parts, s_real,
-    s_log, s_dkb, s_dkh, s_dk, s_dvb, s_dvh, s_dv,
-    FOLD: tl.constexpr, ENRICHED: tl.constexpr, MASKED: tl.constexpr, B: tl.constexpr, BT: tl.constexpr,
-    BR: tl.constexpr, D: tl.constexpr, BD: tl.constexpr,
+    p_xk, p_xv, p_dk, p_dv, p_real, p_counts, p_dmk, p_dmv, p_ends, p_tile, heads, tokens, limit, all_nodes, chunk,
+    parts, s_real, s_log, s_dkb, s_dkh, s_dk, s_dvb, s_dvh, s_dv,
+    LISTED: tl.constexpr, FOLD: tl.constexpr, ENRICHED: tl.constexpr, MASKED: tl.constexpr, B: tl.constexpr,
+    BT: tl.constexpr, BR: tl.constexpr, D: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
-    """BR rows of tiles of keys whose parts [parts * BT, D] have been computed apart."""
+    """BR rows of a tile of keys whose parts [parts * BT, D] have been computed apart: of the first part's tile."""
     tiles = tl.cdiv(limit, BT)
-    tile = tl.program_id(0) // (BT // BR)
-    tile, sample = tile % tiles, (tile // tiles).to(tl.int64)
-    p_ends += sample * tiles + tile
-    first, end = tl.load(p_ends - 1, mask=tile > 0, other=0), tl.load(p_ends)
+    first = tl.program_id(0) // (BT // BR)
+    if LISTED:
+        sample, first = (first // parts).to(tl.int64), first % parts
+        p_ends += sample * tiles
+        exists = first < tl.load(p_ends + tiles - 1)
+        tile = tl.load(p_tile + sample * parts + first, mask=exists, other=0)
+        leads = exists & (first == _begin(p_ends, tile, exists))
+        end = tl.where(leads, tl.load(p_ends + tile), first)
+    else:
+        sample, tile = (first // tiles).to(tl.int64), first % tiles
+        each = tl.cdiv(tokens, chunk)
+        first, end = tile * each, tile * each + each
     if end > first:
         batch, head = sample // heads, sample % heads
         o_r = tl.program_id(0) % (BT // BR) * BR + tl.arange(0, BR)
