@@ -44,7 +44,8 @@ KINDS |= dict.fromkeys(("p_lse", "p_dlse", "p_binary", "p_delta"), "*fp32") | di
 )
 KINDS |= dict.fromkeys(("p_s", "p_logs", "p_sums", "p_dmk", "p_dmv"), "*fp32") | {"p_real": "*u8", "p_weight": "*i32"}
 KINDS |= dict.fromkeys(
-    ("p_counts", "p_above", "p_list", "p_offsets", "p_readers", "p_own", "p_ends", "p_tile"), "*i32"
+    ("p_counts", "p_above", "p_list", "p_offsets", "p_readers", "p_own", "p_used", "p_first", "p_end", "p_tile"),
+    "*i32",
 )
 KINDS |= {f"p_list{level}": "*i32" for level in range(1, 5)}
 KERNELS = {
@@ -180,7 +181,7 @@ for dim, half in ((64, "fp16"), (128, "bf16")):
     constants = {"LISTED": True, "FOLD": True, "ENRICHED": 2, "MASKED": False, "B": 16, "BT": 64, "D": dim, "BD": dim}
     constants["BR"] = log_linear_keys.ADDED
     report("parts", dim, half, compiled(triton_log_linear_keys.add_parts, constants, half, 4, **sums))
-    report("cut", 1024, half, compiled(triton_log_linear_keys.cut, {"BT": 1024}, half, 4))
+    report("cut", 1024, half, compiled(triton_log_linear_keys.cut, {"BT": log_linear_keys.CUT}, half, 4))
     constants = {"TOP": dim == 64, "B": 16, "K": 8, "D": dim, "BD": dim}
     at_once = selection.AT_TOP if dim == 64 else selection.CANDIDATES
     warps = at_once // selection.CANDIDATES

@@ -30,13 +30,14 @@ BACKWARD_KEYS = {
     256: Shape(16, 16, 16, 4, 2, None),
 }
 BACKWARD_SHARED = {
-    64: Shape(32, 64, 32, 4, 2, None),
+    64: Shape(64, 32, 32, 4, 3, None),
     128: Shape(64, 32, 32, 4, 2, None),
     256: Shape(64, 16, 16, 8, 2, None),
 }
 CHUNK = 4096  # queries that one program goes through for a tile of keys
-ADDED = 16  # rows of a tile whose parts one program adds up
-PROGRAMS = 2048  # to make of the tiles that everyone reads: those are few, and short chunks must keep the GPU busy
+CUT = 1024  # tiles that one program cuts
+ADDED = 8  # rows of a tile whose parts one program adds up
+PROGRAMS = 1024  # to make of the tiles that everyone reads: those are few, and short chunks must keep the GPU busy
 
 
 def backward_keys(
@@ -93,7 +94,6 @@ class _Tiles:
         self.shape = shape_of(BACKWARD_KEYS if readers else BACKWARD_SHARED, read[0].shape[3])
         self.rows = keys.block if readers else self.shape.rows
         self.samples, self.tiles = math.prod(read[0].shape[:2]), triton.cdiv(read[0].shape[2], self.rows)
-        work = self.samples * self.tiles * given[0].shape[2]
         if readers:
             self.chunk, lengths = CHUNK, readers[1].shape[2] * self.span
             self.parts = 2 * lengths // CHUNK  # at most: a tile of more than a chunk has fewer than twice as many
@@ -106,42 +106,47 @@ class _Tiles:
         """Compute the gradients; `fold` those of all means into those of the tokens."""
         listed, keys = self.readers is not None, self.keys
         batch, heads, _, dim = self.read[0].shape
-        ends, tile = self._cut()
+        used, first, end, tile = self._cut()
         sums = [_empty(x, batch, heads, self.parts * self.rows, dim) for x in self.grads]
-        self._walk(sums, means, ends, tile, fold=fold)
+        self._walk(sums, means, used, first, tile, fold=fold)
         if not self.parts:
             return
         counts, items = keys.means.counts, self.parts if listed else self.tiles
         triton_log_linear_keys.add_parts[(self.samples * items * (self.rows // ADDED),)](
-            *sums, *self.grads, real(keys), counts, *means, ends, tile, heads, self.given[0].shape[2],
+            *sums, *self.grads, real(keys), counts, *means, used, first, end, tile, heads, self.given[0].shape[2],
             self.read[0].shape[2], counts.shape[1], self.chunk, self.parts, batch_stride(keys.real),
             batch_stride(counts), *(stride for x in self.grads for stride in x.stride()[:3]),
             LISTED=listed, FOLD=fold, ENRICHED=keys.enriched, MASKED=keys.real is not None, B=keys.block,
             BT=self.rows, BR=ADDED, D=dim, BD=padded(dim),
         )  # fmt: skip
 
-    def _cut(self) -> tuple[Tensor, Tensor]:
-        """Of each tile the end of its parts, and of each part its tile; anything where the kernels need none."""
-        if not self.readers or not self.parts:
-            return self.keys.lists[0], self.keys.lists[0]
-        offsets = self.readers[0]
-        ends = _empty(offsets, self.samples, self.tiles, dtype=torch.int32)
-        tile = _empty(offsets, self.samples, self.parts, dtype=torch.int32)
-        shift = self.span.bit_length() - 1
-        triton_log_linear_keys.cut[(self.samples,)](
-            offsets, ends, tile, self.tiles, shift, self.chunk, self.parts, BT=1024
-        )
-        return ends, tile
+    def _cut(self) -> list[Tensor]:
+        """How many parts there are, of each tile the first and the one behind the last, of each part its tile.
 
-    def _walk(self, sums: list[Tensor], means: list[Tensor], ends: Tensor, tile: Tensor, *, fold: bool) -> None:
+        Anything where there are none, or where all tiles are cut alike.
+        """
+        if not self.readers or not self.parts:
+            return 4 * [self.keys.lists[0]]
+        offsets, shift = self.readers[0], self.span.bit_length() - 1
+        used = offsets.new_zeros(self.samples)
+        sizes = self.tiles, self.tiles, self.parts
+        first, end, tile = (_empty(offsets, self.samples, size, dtype=torch.int32) for size in sizes)
+        triton_log_linear_keys.cut[(self.samples * triton.cdiv(self.tiles, CUT),)](
+            offsets, used, first, end, tile, self.tiles, shift, self.chunk, self.parts, BT=CUT
+        )
+        return [used, first, end, tile]
+
+    def _walk(
+        self, sums: list[Tensor], means: list[Tensor], used: Tensor, first: Tensor, tile: Tensor, *, fold: bool
+    ) -> None:
         keys, (q, g, binary, delta), logs = self.keys, self.given, self.keys.means.logs
         tokens, dim = q.shape[2:]
         start = level_starts(tokens, keys.block, self.level)[-1] if self.level > 0 else 0
-        offsets, numbers = self.readers or (ends, ends)
+        offsets, numbers = self.readers or (used, used)
         strided = *self.read, *self.grads, q, g
         triton_log_linear_keys.backward_keys[(self.samples * (self.parts + bool(self.readers) * self.tiles),)](
             *strided, *sums, binary, delta, real(keys), logs[:, start:], keys.means.counts, offsets, numbers,
-            keys.lists[max(self.level, 0)], *means, ends, tile, keys.scale / math.log(2), keys.scale, q.shape[1],
+            keys.lists[max(self.level, 0)], *means, used, first, tile, keys.scale / math.log(2), keys.scale, q.shape[1],
             tokens, self.read[0].shape[2], logs.shape[1], self.span.bit_length() - 1, self.below, keys.top_k,
             self.chunk, self.parts, batch_stride(keys.real), batch_stride(logs),
             *(stride for x in strided for stride in x.stride()[:3]),

@@ -95,35 +95,27 @@ def _real(p_real, o_t, limit, MASKED: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=("tiles", "shift", "chunk", "parts"))
-def cut(p_offsets, p_ends, p_tile, tiles, shift, chunk, parts, BT: tl.constexpr):
-    """Cut the tiles that more than a chunk of queries read: of each tile the end of its parts, of each part its tile.
+def cut(p_offsets, p_used, p_first, p_end, p_tile, tiles, shift, chunk, parts, BT: tl.constexpr):
+    """Cut the tiles that more than a chunk of queries read: their first part, the one behind the last, whose each is.
 
-    A program does all tiles of a head, BT at a time.
+    A program does BT tiles. Which parts they get is the order of arrival; how many of all are used is counted.
     """
-    sample = tl.program_id(0).to(tl.int64)
-    end = 0
-    for start in range(0, tiles, BT):
-        o_t = start + tl.arange(0, BT)
-        m_t = o_t < tiles
-        p_t = p_offsets + sample * (tiles + 1) + o_t
-        first, last = tl.load(p_t, mask=m_t, other=0), tl.load(p_t + 1, mask=m_t, other=0)
-        length = (last - first).to(tl.int64) << shift
-        mine = tl.where(length > chunk, (length + chunk - 1) // chunk, 0).to(tl.int32)
-        ends = end + tl.cumsum(mine, 0)
-        tl.store(p_ends + sample * tiles + o_t, ends, mask=m_t)
-        for part in range(0, tl.max(mine, 0)):
-            tl.store(p_tile + sample * parts + ends - mine + part, o_t, mask=part < mine)
-        end += tl.sum(mine, 0)
+    blocks = tl.cdiv(tiles, BT)
+    sample = (tl.program_id(0) // blocks).to(tl.int64)
+    o_t = tl.program_id(0) % blocks * BT + tl.arange(0, BT)
+    m_t = o_t < tiles
+    p_t = p_offsets + sample * (tiles + 1) + o_t
+    length = (tl.load(p_t + 1, mask=m_t, other=0) - tl.load(p_t, mask=m_t, other=0)).to(tl.int64) << shift
+    mine = tl.where(length > chunk, (length + chunk - 1) // chunk, 0).to(tl.int32)
+    end = tl.cumsum(mine, 0) + tl.atomic_add(p_used + sample, tl.sum(mine, 0))
+    tl.store(p_first + sample * tiles + o_t, end - mine, mask=m_t)
+    tl.store(p_end + sample * tiles + o_t, end, mask=m_t)
+    for part in range(0, tl.max(mine, 0)):
+        tl.store(p_tile + sample * parts + end - mine + part, o_t, mask=part < mine)
 
 
 @triton.jit
-def _begin(p_ends, tile, wanted):
-    """The first part of a tile."""
-    return tl.load(p_ends + tile - 1, mask=wanted & (tile > 0), other=0)
-
-
-@triton.jit
-def _work(p_offsets, p_ends, p_tile, tiles, shift, chunk, parts, tokens, LISTED: tl.constexpr):
+def _work(p_offsets, p_used, p_first, p_tile, tiles, shift, chunk, parts, tokens, LISTED: tl.constexpr):
     """What a program does: sample, tile, part, whether that is the whole tile, and from which query to which.
 
     Parts come first: they take longest. Of a part that does not exist the last query is before the first.
@@ -135,12 +127,12 @@ def _work(p_offsets, p_ends, p_tile, tiles, shift, chunk, parts, tokens, LISTED:
         number = tl.where(whole, number - cut_ones, number)
         programs = tl.where(whole, tiles, parts)
         sample, part = (number // programs).to(tl.int64), number % programs
-        p_ends += sample * tiles
-        exists = ~whole & (part < tl.load(p_ends + tiles - 1))
+        exists = ~whole & (part < tl.load(p_used + sample, mask=~whole, other=0))
         tile = tl.where(whole, part, tl.load(p_tile + sample * parts + part, mask=exists, other=0))
         p_offsets += sample * (tiles + 1) + tile
         length = (tl.load(p_offsets + 1) - tl.load(p_offsets)).to(tl.int64) << shift
-        at = (part - _begin(p_ends, tile, exists)).to(tl.int64) * tl.where(whole, 0, chunk)
+        first = tl.load(p_first + sample * tiles + tile, mask=exists, other=0)
+        at = (part - first).to(tl.int64) * tl.where(whole, 0, chunk)
         end = tl.where(whole, length, tl.minimum(length, at + chunk))
         end = tl.where(tl.where(whole, length <= chunk, exists), end, -1)
     else:
@@ -154,8 +146,8 @@ def _work(p_offsets, p_ends, p_tile, tiles, shift, chunk, parts, tokens, LISTED:
 @triton.jit(do_not_specialize=NUMBERS)
 def backward_keys(
     p_k, p_v, p_dk, p_dv, p_q, p_g, p_xk, p_xv, p_binary, p_delta, p_real, p_logs, p_counts, p_offsets, p_readers,
-    p_own, p_dmk, p_dmv, p_ends, p_tile, scale, factor, heads, tokens, limit, all_nodes, shift, below, picks, chunk,
-    parts, s_real, s_log,
+    p_own, p_dmk, p_dmv, p_used, p_first, p_tile, scale, factor, heads, tokens, limit, all_nodes, shift, below, picks,
+    chunk, parts, s_real, s_log,
     s_kb, s_kh, s_k, s_vb, s_vh, s_v, s_dkb, s_dkh, s_dk, s_dvb, s_dvh, s_dv, s_qb, s_qh, s_q, s_gb, s_gh, s_g,
     LISTED: tl.constexpr, NODES: tl.constexpr, FOLD: tl.constexpr, ENRICHED: tl.constexpr,
     REWEIGHT: tl.constexpr, EXCLUDE: tl.constexpr, MASKED: tl.constexpr, B: tl.constexpr, BT: tl.constexpr,
@@ -168,7 +160,7 @@ def backward_keys(
     """
     tiles = tl.cdiv(limit, BT)
     sample, tile, part, whole, at, end = _work(
-        p_offsets, p_ends, p_tile, tiles, shift, chunk, parts, tokens, LISTED
+        p_offsets, p_used, p_first, p_tile, tiles, shift, chunk, parts, tokens, LISTED
     )  # fmt: skip
     if end >= at:
         batch, head = sample // heads, sample % heads
@@ -210,8 +202,8 @@ def backward_keys(
 
 @triton.jit(do_not_specialize=NUMBERS)
 def add_parts(
-    p_xk, p_xv, p_dk, p_dv, p_real, p_counts, p_dmk, p_dmv, p_ends, p_tile, heads, tokens, limit, all_nodes, chunk,
-    parts, s_real, s_log, s_dkb, s_dkh, s_dk, s_dvb, s_dvh, s_dv,
+    p_xk, p_xv, p_dk, p_dv, p_real, p_counts, p_dmk, p_dmv, p_used, p_first, p_end, p_tile, heads, tokens, limit,
+    all_nodes, chunk, parts, s_real, s_log, s_dkb, s_dkh, s_dk, s_dvb, s_dvh, s_dv,
     LISTED: tl.constexpr, FOLD: tl.constexpr, ENRICHED: tl.constexpr, MASKED: tl.constexpr, B: tl.constexpr,
     BT: tl.constexpr, BR: tl.constexpr, D: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
@@ -220,11 +212,10 @@ def add_parts(
     first = tl.program_id(0) // (BT // BR)
     if LISTED:
         sample, first = (first // parts).to(tl.int64), first % parts
-        p_ends += sample * tiles
-        exists = first < tl.load(p_ends + tiles - 1)
+        exists = first < tl.load(p_used + sample)
         tile = tl.load(p_tile + sample * parts + first, mask=exists, other=0)
-        leads = exists & (first == _begin(p_ends, tile, exists))
-        end = tl.where(leads, tl.load(p_ends + tile), first)
+        leads = exists & (first == tl.load(p_first + sample * tiles + tile, mask=exists, other=-1))
+        end = tl.load(p_end + sample * tiles + tile, mask=leads, other=0)
     else:
         sample, tile = (first // tiles).to(tl.int64), first % tiles
         each = tl.cdiv(tokens, chunk)
