@@ -56,11 +56,13 @@ def test_easy_texts_name_nobody_but_where_they_tell_ids():
     texts = len(taught.ids) - round(TINY.labelled * TINY.batch)
     facts = taught.ids[:texts, 1 : taught.text].unflatten(1, (-1, SENTENCE))
     owners = taught.owners[:texts, 1 : taught.text].unflatten(1, (-1, SENTENCE))
-    assert torch.equal(owners[..., 0], owners[..., VALUE])
-    named = (facts[..., 0] == owners[..., 0]) & (owners[..., 0] != BLANK)
+    told = owners[..., VALUE] != BLANK
+    named = told & (facts == owners[..., [VALUE]]).any(-1)
     assert (facts[named][:, 2] == WORDS.index("id")).all()
-    told = owners[..., 0] != BLANK
     assert (told & ~named).sum() > named.sum()
+    last = told & (owners[..., 0] == BLANK)
+    assert (facts[last][:, 2] == WORDS.index("of")).all()
+    assert 0.3 < last.sum() / (told & ~named).sum() < 0.7
 
 
 def test_what_is_to_be_learned_is_what_comes_next_and_whom_a_fact_is_about():
