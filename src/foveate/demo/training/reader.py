@@ -57,10 +57,10 @@ class ReaderRecipe:
         questions: About each text.
         labelled: Part of the texts that are labelled examples.
         sentences: How many a text may have; a step draws one of them. All are multiples of 6.
-        subject_last: Part of the facts that are told that way.
+        subject_last: Part of the facts that are told that way; all of them while texts are easy.
         letters: Most letters between a question and a name.
-        easy: Part of the steps, at the beginning, with the shortest two texts, all facts by id, and sentences to be
-            completed.
+        easy: Part of the steps, at the beginning, with the shortest two texts, all facts by id and subject last, and
+            sentences to be completed.
         rate: Of AdamW: rises over the first 2 % of the steps, falls to 0 over the last half.
         knowing: Weight of knowing whom facts and questions are about.
         seed: Of weights and texts.
@@ -124,7 +124,7 @@ class Lesson(NamedTuple):
     Attributes:
         ids: Tokens.
         next: What comes next, where that is to be learned, BLANK elsewhere.
-        owners: Whom it is about, at a fact's subject, at a value behind it, and at a question's last token, BLANK elsewhere.
+        owners: Whom it is about, at a fact's subject, a value behind it, and a question's last token, BLANK elsewhere.
         text: Tokens of the text.
         question: Tokens that each question takes.
     """
@@ -144,11 +144,12 @@ class Lesson(NamedTuple):
 
 
 def lesson(recipe: ReaderRecipe, seed: int, sentences: int, *, easy: bool = False) -> Lesson:
-    """The texts of one step; easy ones have all facts by id and nothing but sentences to be completed."""
+    """The texts of one step; easy ones have all facts by id, subject last, and only sentences to be completed."""
     generator = torch.Generator().manual_seed(seed)
     labelled = round(recipe.labelled * recipe.batch)
     facts = draw_facts(recipe.batch - labelled, sentences, generator, **(ALL_BY_ID if easy else {}))
-    facts = facts.turn(torch.rand(facts.owner.shape, generator=generator) < recipe.subject_last)
+    subject_last = 1.0 if easy else recipe.subject_last
+    facts = facts.turn(torch.rand(facts.owner.shape, generator=generator) < subject_last)
     places = torch.multinomial((facts.owner != BLANK).float(), recipe.questions, replacement=True, generator=generator)
     asked = ask(facts, places, generator, **(EASY if easy else {**USUAL, "letters": (0, recipe.letters)}))
     examples = draw_labelled(labelled, sentences * SENTENCE // EXAMPLE, recipe.questions, generator)
