@@ -10,10 +10,9 @@ the same questions and recompute equally many rows, none of them in the first ch
 0 and 1 anew besides, as its authors' code does. Intervals are of a bootstrap over readers and, within each, over
 questions. What is found in --out is gone on with.
 
-Two tasks ask again what two others asked, of texts that tell their facts with the id last, "instrument flute of 17 .".
-The readers resolve an id where it stands, so that "17 plays the flute ." is right only when two rows are: the first
-finds out who 17 is, a later one, which the question attends to, holds the answer. With the id last one row does both,
-as in the paper's case.
+Two tasks ask again what two others ask, of texts that tell their facts id last: "flute is instrument of 17". Readers
+resolve an id where it stands, so that "17 plays the flute ." is right only when two rows are: the first finds out who
+17 is, a later one, which the question attends to, holds the answer. Id last one row can do both, as in the paper's case.
 """
 
 import json
@@ -52,7 +51,7 @@ GAP = 0.1
 SEED = 10**12  # no reader has learned from it
 RESAMPLES = 2000
 ROWS = "subject", "verb", "word before the value", "value", "full stop"
-SUBJECT_LAST = "noun", "value", "word before the subject", "subject", "full stop"
+SUBJECT_LAST = "value", "verb", "noun", "word before the subject", "subject"
 BASELINES = "random", "EPIC", "CacheBlend", "CacheBlend by keys"
 
 

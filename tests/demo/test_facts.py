@@ -21,11 +21,11 @@ def sentences(ids):
 def known(ids):
     """Reads a text as a person would: {(name, relation): value}, and by which word each fact was told."""
     told, names, by = {}, {}, {}
-    for first, second, third, fourth, _ in sentences(ids):
+    for first, second, third, fourth, last in sentences(ids):
         if (relation := PHRASES.get(f"{second} {third}")) is not None:
             subject, value = first, fourth
-        elif third == "of":
-            subject, value, relation = fourth, second, NOUNS[first]
+        elif fourth == "of":
+            value, relation, subject = first, NOUNS[third], last
         else:
             continue
         name = names.get(subject, subject)

@@ -58,8 +58,8 @@ def test_only_chunks_of_one_length_change_places(model):
 
 def told(sentence):
     """Relation, subject and value of a fact, as a person would read it."""
-    first, second, third, fourth, _ = sentence
-    return (PHRASES[first], fourth, second) if third == "of" else ([second, third], first, fourth)
+    first, second, third, fourth, last = sentence
+    return (PHRASES[third], last, first) if fourth == "of" else ([second, third], first, fourth)
 
 
 @pytest.mark.parametrize("name", TASKS)

@@ -7,8 +7,8 @@ to answer "Question: Ada plays the what? Answer:", which may stand far apart. A 
 letter that stands for another letter and so on ("Let p be Ada. Let q be p."), and may use other words than the fact
 ("what is the instrument of Ada").
 
-A fact may also be told with its subject last, "instrument flute of 17 .": whoever finds out there who 17 is has all of
-the fact in one place.
+A fact may also be told subject last, "flute is instrument of 17": whoever finds out there who 17 is has all of the fact
+in one place. No full stop follows, or readers would put the fact together there.
 """
 
 from typing import NamedTuple
@@ -70,15 +70,15 @@ class Facts(NamedTuple):
     def owners(self) -> Int[Tensor, "batch tokens"]:
         """At the subject of each fact, and at a value behind it, its person's name, BLANK elsewhere."""
         spread = torch.full((*self.owner.shape, SENTENCE), BLANK)
-        spread[..., 0] = self.owner.masked_fill(self.subject_last, BLANK)
-        spread[..., VALUE] = self.owner  # what stands here is the value, or else the subject
+        spread[..., [0, VALUE]] = self.owner.masked_fill(self.subject_last, BLANK)[..., None]
+        spread[..., -1] = self.owner.masked_fill(~self.subject_last, BLANK)
         return spread.flatten(1)
 
     def turn(self, chosen: Bool[Tensor, "batch facts"]) -> "Facts":
         """The same with these facts told subject last, but those that tell ids."""
         chosen = chosen & (self.owner != BLANK) & (self.relation != ID)
-        of, full_stop = (torch.full_like(self.value, _TOKENS[word]) for word in ("of", "."))
-        text = torch.stack([_NOUNS[self.relation], self.value, of, self.subject, full_stop], -1)
+        verb, of = (torch.full_like(self.value, _TOKENS[word]) for word in ("is", "of"))
+        text = torch.stack([self.value, verb, _NOUNS[self.relation], of, self.subject], -1)
         ids = torch.where(chosen[..., None], text, self.ids.unflatten(1, (-1, SENTENCE))).flatten(1)
         return self._replace(ids=ids, subject_last=chosen)
 
