@@ -12,7 +12,8 @@ questions. What is found in --out is gone on with.
 
 Two tasks ask again what two others ask, of texts that tell their facts id last: "flute is instrument of 17". Readers
 resolve an id where it stands, so that "17 plays the flute ." is right only when two rows are: the first finds out who
-17 is, a later one, which the question attends to, holds the answer. Id last one row can do both, as in the paper's case.
+17 is, a later one, which the question attends to, holds the answer. Id last one row can do both, as in the paper's
+case.
 """
 
 import json

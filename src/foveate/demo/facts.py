@@ -7,8 +7,8 @@ to answer "Question: Ada plays the what? Answer:", which may stand far apart. A 
 letter that stands for another letter and so on ("Let p be Ada. Let q be p."), and may use other words than the fact
 ("what is the instrument of Ada").
 
-A fact may also be told subject last, "flute is instrument of 17": whoever finds out there who 17 is has all of the fact
-in one place. No full stop follows, or readers would put the fact together there.
+A fact may also be told subject last, "flute is instrument of 17": whoever finds out there who 17 is has all of the
+fact in one place. No full stop follows, or readers would put the fact together there.
 """
 
 from typing import NamedTuple
