@@ -146,9 +146,9 @@ class _Tiles:
         strided = *self.read, *self.grads, q, g
         triton_log_linear_keys.backward_keys[(self.samples * (self.parts + bool(self.readers) * self.tiles),)](
             *strided, *sums, binary, delta, real(keys), logs[:, start:], keys.means.counts, offsets, numbers,
-            keys.lists[max(self.level, 0)], *means, used, first, tile, keys.scale / math.log(2), keys.scale, q.shape[1],
-            tokens, self.read[0].shape[2], logs.shape[1], self.span.bit_length() - 1, self.below, keys.top_k,
-            self.chunk, self.parts, batch_stride(keys.real), batch_stride(logs),
+            keys.lists[max(self.level, 0)], *means, used, first, tile, keys.scale / math.log(2), keys.scale,
+            q.shape[1], tokens, self.read[0].shape[2], logs.shape[1], self.span.bit_length() - 1, self.below,
+            keys.top_k, self.chunk, self.parts, batch_stride(keys.real), batch_stride(logs),
             *(stride for x in strided for stride in x.stride()[:3]),
             LISTED=self.readers is not None, NODES=self.level >= 0, FOLD=fold,
             ENRICHED=keys.enriched, REWEIGHT=keys.reweight, EXCLUDE=keys.exclude, MASKED=keys.real is not None,
