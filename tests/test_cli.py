@@ -523,6 +523,17 @@ def test_train_leaves_a_folder_that_generate_draws_with(tmp_path):
     assert "PixelDiT" in result.output
 
 
+def test_train_begins_with_the_weights_of_another_run():
+    assert run("train", "--sizes", "16:1:1", *TRAIN).exit_code == 0
+    again = ["--seed", 1, "--rate", 1e-9, "--start", "trained", "--out", "again"]
+    assert run("train", "--sizes", "32:1:1", *TRAIN, *again).exit_code == 0
+    before, after = (PixelPipeline.from_pretrained(name).transformer.state_dict() for name in ("trained", "again"))
+    torch.testing.assert_close(after, before)
+    result = run("train", "--sizes", "32:1:1", *TRAIN, "--patch", 8, *again)
+    assert result.exit_code == 2
+    assert "--start trained does not fit: give the --dit and --patch" in " ".join(result.output.split())
+
+
 def test_train_learns_from_a_folder_with_or_without_captions(tmp_path):
     (tmp_path / "mine").mkdir()
     Image.effect_noise((40, 40), 50).save(tmp_path / "mine" / "one.png")
@@ -555,6 +566,7 @@ def test_train_learns_from_a_folder_with_or_without_captions(tmp_path):
         (["--dtype", "float16"], "unknown dtype 'float16'"),
         (["--device", "cuda:1"], "CUDA_VISIBLE_DEVICES says which GPUs"),
         (["--data", "."], "holds no pictures"),
+        (["--start", "nowhere"], "--start nowhere is no folder of a run: there is no nowhere"),
         (["--data", "nowhere"], "pip install datasets, or name a folder"),
     ],
 )

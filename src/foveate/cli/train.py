@@ -41,6 +41,9 @@ def train(
     enrich: Annotated[bool, typer.Option(help="Log-linear: read the means of what was not picked.")] = True,
     reweight: Annotated[bool, typer.Option(help="Log-linear: let a mean count for all its tokens.")] = True,
     order: Annotated[str, typer.Option(help="Curve along which tokens are lined up.")] = "morton",
+    start: Annotated[
+        Path | None, typer.Option(help="Folder of an earlier run whose weights to begin with: of the same model.")
+    ] = None,
     batch: Annotated[int, typer.Option(min=1, help="Pictures a step, over all devices, unless --sizes says.")] = 64,
     at_once: Annotated[int, typer.Option(min=1, help="Pictures that a device sees together at most.")] = 64,
     rate: Annotated[float, typer.Option(min=0, help="Learning rate of AdamW.")] = 1e-4,
@@ -103,6 +106,8 @@ def train(
         enrich=enrich,
         reweight=reweight,
     )
+    if start:
+        _begin_with(model, start)
     pipeline = PixelPipeline(model, FlowMatchEulerDiscreteScheduler(), tokenizer, text_encoder).to(where)
     with progress() as track:
         done = train_pixels(
@@ -152,6 +157,21 @@ def built_in_reader() -> tuple[Any, Any]:
     logging.disable_progress_bar()
     encoder = T5EncoderModel.from_pretrained(PIPELINE, subfolder="text_encoder_2").eval().requires_grad_(False)
     return encoder, AutoTokenizer.from_pretrained(PIPELINE / "tokenizer_2")
+
+
+def _begin_with(model: Any, start: Path) -> None:
+    from diffusers.utils import SAFETENSORS_WEIGHTS_NAME
+    from safetensors.torch import load_file
+
+    weights = start / "transformer" / SAFETENSORS_WEIGHTS_NAME
+    if not weights.is_file():
+        raise ValueError(f"--start {start} is no folder of a run: there is no {weights}")
+    try:
+        model.load_state_dict(load_file(weights))
+    except RuntimeError as error:
+        raise ValueError(
+            f"--start {start} does not fit: give the --dit and --patch that it was trained with"
+        ) from error
 
 
 def _captions(pictures: Any, data: str, seed: int) -> list[str]:
