@@ -125,7 +125,6 @@ class Lesson(NamedTuple):
         ids: Tokens.
         next: What comes next, where that is to be learned, BLANK elsewhere.
         owners: Whom it is about, at a fact's subject, a value behind it, and a question's last token, BLANK elsewhere.
-        hidden: What no question sees of its text.
         text: Tokens of the text.
         question: Tokens that each question takes.
     """
@@ -133,25 +132,19 @@ class Lesson(NamedTuple):
     ids: Int[Tensor, "batch tokens"]
     next: Int[Tensor, "batch tokens"]
     owners: Int[Tensor, "batch tokens"]
-    hidden: Bool[Tensor, "batch tokens"]
     text: int
     question: int
 
-    def places(self) -> tuple[Int[Tensor, "tokens"], Bool[Tensor, "batch tokens tokens"]]:
+    def places(self) -> tuple[Int[Tensor, "tokens"], Bool[Tensor, "tokens tokens"]]:
         """Where each token stands, every question right behind the text; and which tokens it sees."""
         at = torch.arange(self.ids.shape[1], device=self.ids.device)
         part = (at - self.text).div(self.question, rounding_mode="floor").clamp(min=-1)  # -1 is the text
         seen = (part == -1)[None] | (part[:, None] == part)
-        seen = seen & (at[:, None] >= at) & ~((part >= 0)[:, None] & self.hidden[:, None])
-        return at - part.clamp(min=0) * self.question, seen
+        return at - part.clamp(min=0) * self.question, seen & (at[:, None] >= at)
 
 
 def lesson(recipe: ReaderRecipe, seed: int, sentences: int, *, easy: bool = False) -> Lesson:
-    """The texts of one step; easy ones have all facts by id, subject last, and only sentences to be completed.
-
-    Of an easy text a question sees only the rows that are told whom a fact is about: elsewhere readers would put facts
-    together, at any word that tells nothing itself.
-    """
+    """The texts of one step; easy ones have all facts by id, subject last, and only sentences to be completed."""
     generator = torch.Generator().manual_seed(seed)
     labelled = round(recipe.labelled * recipe.batch)
     facts = draw_facts(recipe.batch - labelled, sentences, generator, **(ALL_BY_ID if easy else {}))
@@ -171,14 +164,11 @@ def lesson(recipe: ReaderRecipe, seed: int, sentences: int, *, easy: bool = Fals
     following = torch.cat([torch.full_like(facts.ids, BLANK), examples.labels])
     following = behind(following, asked.answers, examples.questions.answers)
     owners = torch.cat([facts.owners, torch.full_like(examples.ids, BLANK)])
-    hidden = torch.cat([(facts.owners == BLANK) & easy, torch.zeros_like(examples.ids, dtype=torch.bool)])
-    hidden = F.pad(hidden, (1, recipe.questions * length))
     owners = behind(owners, asked.owners, examples.questions.owners)
     return Lesson(
         torch.cat([first.clamp(min=START), ids.clamp(min=START)], 1),
         torch.cat([first, following], 1),
         torch.cat([first, owners], 1),
-        hidden,
         1 + facts.ids.shape[1],
         length,
     )
@@ -234,7 +224,7 @@ class ReaderTraining(Run):
             states = model.model(
                 input_ids=lesson.ids,
                 position_ids=at[None],
-                attention_mask=seen[:, None],
+                attention_mask=seen[None, None],
                 use_cache=False,
                 output_hidden_states=True,
             ).hidden_states
