@@ -104,7 +104,7 @@ readers() { # [3 on three GPUs, one seed each; GPUS=1 trains all three on one in
   tail -n 12 out/readers/*.log
 }
 
-recomputed() { # [7]
+recomputed() { # [5]
   timed python3 evals/context.py --out out/context "${commit[@]}" \
     --readers out/readers/0/reader,out/readers/1/reader,out/readers/2/reader
 }

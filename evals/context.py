@@ -9,11 +9,6 @@ the best guess: elsewhere there is no gap that a method could close, or closing 
 the same questions and recompute equally many rows, none of them in the first chunk. CacheBlend has all rows of layers
 0 and 1 anew besides, as its authors' code does. Intervals are of a bootstrap over readers and, within each, over
 questions. What is found in --out is gone on with.
-
-Two tasks ask again what two others ask, of texts that tell their facts id last: "flute is instrument of 17". Readers
-resolve an id where it stands, so that "17 plays the flute ." is right only when two rows are: the first finds out who
-17 is, a later one, which the question attends to, holds the answer. Id last one row can do both, as in the paper's
-case.
 """
 
 import json
@@ -52,7 +47,6 @@ GAP = 0.1
 SEED = 10**12  # no reader has learned from it
 RESAMPLES = 2000
 ROWS = "subject", "verb", "word before the value", "value", "full stop"
-SUBJECT_LAST = "value", "verb", "noun", "word before the subject", "subject"
 BASELINES = "random", "EPIC", "CacheBlend", "CacheBlend by keys"
 
 
@@ -66,12 +60,10 @@ class Task:
         draw: Options of `draw_facts`.
         ask: Options of `ask`.
         fits: Which facts may be asked about.
-        subject_last: Whether facts are told that way.
     """
 
     about: str
     chunk: int = CHUNK
-    subject_last: bool = False
     draw: dict[str, Any] = field(default_factory=lambda: {"by_id": (1.0, 1.0), "ids_first": 1.0})
     ask: dict[str, Any] = field(default_factory=dict)
     fits: Callable[[Facts], Bool[Tensor, "batch facts"]] = lambda facts: facts.by_id
@@ -79,10 +71,6 @@ class Task:
     def spans(self) -> Spans:
         """Of the chunks."""
         return tuple(pairwise(range(PREFIX, PREFIX + SENTENCES * SENTENCE + 1, self.chunk)))
-
-    def words(self) -> tuple[str, ...]:
-        """What stands at the places of a fact."""
-        return SUBJECT_LAST if self.subject_last else ROWS
 
 
 def _told_elsewhere(facts: Facts) -> Bool[Tensor, "batch facts"]:
@@ -108,10 +96,6 @@ TASKS = {
     ),
     "other words": Task(about="two hops, no word of the fact in the question", ask={"nouns": 1.0}),
     "cut facts": Task(about="facts that name the person, cut before the value", chunk=CUT, draw=NAMED, fits=_cut),
-    "id last": Task(about="two hops, the facts told with the id last", subject_last=True),
-    "starved id last": Task(
-        about="starved two hops, the facts told with the id last", ask={"letters": (3, 3)}, subject_last=True
-    ),
 }
 
 
@@ -175,7 +159,6 @@ def questions(task: Task, count: int) -> Asked:
     """So many, each about a text of its own; the same ones every time."""
     generator = torch.Generator().manual_seed(SEED)
     facts = draw_facts(2 * count, SENTENCES, generator, people=(PEOPLE, PEOPLE), **task.draw)
-    facts = facts.turn(torch.full_like(facts.by_id, task.subject_last))
     fits = task.fits(facts)
     kept = fits.any(1).nonzero()[:count, 0]
     facts = Facts(*(part[kept] for part in facts))
@@ -224,7 +207,7 @@ def measure(
         "the fact": lambda i: Known(some.fact[i]),
         "facts alike": lambda i: Known(some.alike[i]),
     }
-    for at, word in enumerate(task.words()):
+    for at, word in enumerate(ROWS):
         ends[f"its {word}"] = lambda i, at=at: Known(some.fact[i, at : at + 1])
     trials = ends | {f"{name} {budget}": way for budget in budgets for name, way in ways(budget).items()}
     found: dict[str, list[Tensor]] = {name: [] for name in trials}

@@ -14,7 +14,6 @@ STYLES = {
     "random": {"color": "#9AA5B1", "marker": "."},
 }
 """What the picture shows, and how."""
-COLUMNS = 4
 
 
 def markdown(tasks: dict[str, Any]) -> str:
@@ -66,14 +65,9 @@ def draw_tasks(tasks: dict[str, Any]) -> Figure:
     """
     shown = {name: task["cells"] for name, task in tasks.items() if task["separates"]}
     left_out = [f"{name}: {task['objection']}" for name, task in tasks.items() if not task["separates"]]
-    count = max(1, len(shown))
-    columns, rows = min(count, COLUMNS), -(-count // COLUMNS)
-    size = 3.2 * max(2, columns), 0.6 + 2.8 * rows + 0.16 * len(left_out)
-    figure = Figure(figsize=size, layout="constrained")
+    figure = Figure(figsize=(3.2 * max(2, len(shown)), 3.4 + 0.16 * len(left_out)), layout="constrained")
     figure.suptitle("\n".join(left_out), fontsize="small", color="#444444")
-    panels = figure.subplots(rows, columns, sharey=True, squeeze=False).ravel()
-    for axes in panels[count:]:
-        axes.remove()
+    panels = figure.subplots(1, max(1, len(shown)), sharey=True, squeeze=False)[0]
     for axes, (name, cells) in zip(panels, shown.items(), strict=False):
         for method, style in STYLES.items():
             budgets = sorted(float(cell.rsplit(" ", 1)[1]) for cell in cells if cell.rsplit(" ", 1)[0] == method)
@@ -85,6 +79,6 @@ def draw_tasks(tasks: dict[str, Any]) -> Figure:
             axes.axhline(cells[end]["accuracy"]["value"], color="#444444", linestyle=line, linewidth=0.8, label=end)
         axes.axhline(tasks[name]["guess"], color="#9AA5B1", linestyle="-.", linewidth=0.8, label="a guess")
         axes.set(title=f"{name}\n{_passed(tasks[name])}", xlabel="part of the rows recomputed", ylim=(0, 1.02))
-    figure.supylabel("questions answered rightly", fontsize="medium")
+    figure.axes[0].set_ylabel("questions answered rightly")
     figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=4, frameon=False)
     return figure

@@ -8,13 +8,12 @@ from context import BASELINES, TASKS, measure, questions, summarise
 from context_report import draw_tasks, markdown
 
 from foveate import InfoFlowKV
-from foveate.demo.facts import SENTENCE
-from foveate.demo.lexicon import RELATIONS, WORDS, reader_tokenizer
+from foveate.demo.facts import SENTENCE, VALUE
+from foveate.demo.lexicon import WORDS, reader_tokenizer
 from foveate.demo.training.reader import ReaderRecipe, untrained_reader
 from foveate.integrations.transformers import ChunkEncoder
 from foveate.methods.kv_baselines import EPIC, CacheBlend, FullPrefill, NoRecompute, RandomRows
 
-PHRASES = {relation.noun: relation.phrase for relation in RELATIONS}
 SPANS = (1, 7), (7, 13), (13, 19)
 METHODS = [
     FullPrefill(), NoRecompute(), RandomRows(recompute=0.3, seed=5), EPIC(recompute=0.3), CacheBlend(recompute=0.3),
@@ -56,50 +55,33 @@ def test_only_chunks_of_one_length_change_places(model):
         Batch(model, torch.zeros(1, 6, dtype=torch.long), ((1, 3), (3, 6)), torch.ones(1, 2)).reordered(torch.eye(2))
 
 
-def told(sentence):
-    """Relation, subject and value of a fact, as a person would read it."""
-    first, second, third, fourth, last = sentence
-    return (PHRASES[third], last, first) if fourth == "of" else ([second, third], first, fourth)
-
-
 @pytest.mark.parametrize("name", TASKS)
 def test_the_fact_holds_the_answer_and_the_question_is_of_its_kind(name):
     task = TASKS[name]
     asked, again = questions(task, 40), questions(task, 40)
     assert all(torch.equal(a, b) for a, b in zip(asked, again, strict=True))
+    values = asked.fact[:, VALUE]
+    assert torch.equal(asked.ids.gather(1, values[:, None])[:, 0], asked.answers)
     starts = torch.tensor([start for start, _ in task.spans()])
-    parts = asked.ids, asked.prompts, asked.answers, asked.fact.tolist(), asked.alike, asked.guess
-    for ids, prompt, answer, rows, alike, guess in zip(*parts, strict=True):
+    parts = asked.ids, asked.prompts, values.tolist(), asked.alike, asked.guess
+    for ids, prompt, gold, alike, guess in zip(*parts, strict=True):
         words = [WORDS[token] for token in ids.tolist()]
-        facts = {i: told(words[i : i + SENTENCE]) for i in range(1, len(words), SENTENCE)}
-        relation, subject, value = facts[rows[0]]
-        assert value == WORDS[answer]
-        named = dict(zip(task.words(), rows, strict=True))
-        assert [words[named["subject"]], words[named["value"]]] == [subject, value]
-        assert (named["subject"] > named["value"]) == ("id last" in name)
-        of_relation = [i for i, fact in facts.items() if fact[0] == relation]
+        relation, subject = words[gold - 2], words[gold - 3]
+        of_relation = [i for i in range(1, len(words), SENTENCE) if words[i + 1 : i + 3] == words[gold - 2 : gold]]
         assert sorted(set(alike.tolist())) == [row for i in of_relation for row in range(i, i + SENTENCE)]
-        begins = int(starts[starts <= named["value"]].max())
+        begins = int(starts[starts <= gold].max())
         asks = [WORDS[token] for token in prompt.tolist()]
-        assert (relation[0] in asks) == (name != "other words")
+        assert (relation in asks) == (name != "other words")
         assert asks.count("Let") == (3 if "starved" in name else 0)
         if name == "cut facts":
-            assert rows[0] < begins <= named["value"]
+            assert gold - 3 < begins <= gold
         elif name != "one hop":
-            home = words.index(subject, 0, rows[0])  # where the id is told, in a chunk before
+            home = words.index(subject, 0, gold - 3)  # where the id is told, in a chunk before
             assert words[home - 2 : home] == ["has", "id"]
             assert home < begins
-            of_relation = [i for i in of_relation if facts[i][1].isdigit() and i > home]
-        said = [facts[i][2] for i in of_relation]  # by those that can be meant
+            of_relation = [i for i in of_relation if words[i].isdigit() and i > home]
+        said = [words[i + VALUE] for i in of_relation]  # by those that can be meant
         assert guess == pytest.approx(max(map(said.count, said)) / len(said))
-
-
-def test_with_the_id_last_the_same_is_asked_of_the_same_facts():
-    for name in ("two hops", "starved two hops"):
-        usual, last = questions(TASKS[name], 40), questions(TASKS[name.replace("two hops", "id last")], 40)
-        for part in ("prompts", "answers", "fact", "alike", "guess"):
-            assert torch.equal(getattr(usual, part), getattr(last, part))
-        assert not torch.equal(usual.ids, last.ids)
 
 
 def test_methods_recompute_equally_many_rows_and_all_of_them_is_the_full_prefill(model):

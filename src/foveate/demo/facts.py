@@ -6,9 +6,6 @@ A person has an id; some facts name the person, others only the id, which was to
 to answer "Question: Ada plays the what? Answer:", which may stand far apart. A question may speak of a person by a
 letter that stands for another letter and so on ("Let p be Ada. Let q be p."), and may use other words than the fact
 ("what is the instrument of Ada").
-
-A fact may also be told subject last, "flute is instrument of 17": whoever finds out there who 17 is has all of the
-fact in one place. No full stop follows, or readers would put the fact together there.
 """
 
 from typing import NamedTuple
@@ -50,7 +47,6 @@ class Facts(NamedTuple):
         relation: Which one, the last is that to the id.
         value: What it says.
         defined: The place of the fact that tells the person's id.
-        subject_last: Whether it is told that way.
     """
 
     ids: Int[Tensor, "batch tokens"]
@@ -59,7 +55,6 @@ class Facts(NamedTuple):
     relation: Int[Tensor, "batch facts"]
     value: Int[Tensor, "batch facts"]
     defined: Int[Tensor, "batch facts"]
-    subject_last: Bool[Tensor, "batch facts"]
 
     @property
     def by_id(self) -> Bool[Tensor, "batch facts"]:
@@ -68,19 +63,10 @@ class Facts(NamedTuple):
 
     @property
     def owners(self) -> Int[Tensor, "batch tokens"]:
-        """At the subject of each fact, and at a value behind it, its person's name, BLANK elsewhere."""
+        """At the subject and the value of each fact its person's name, BLANK elsewhere."""
         spread = torch.full((*self.owner.shape, SENTENCE), BLANK)
-        spread[..., [0, VALUE]] = self.owner.masked_fill(self.subject_last, BLANK)[..., None]
-        spread[..., -1] = self.owner.masked_fill(~self.subject_last, BLANK)
+        spread[..., [0, VALUE]] = self.owner[..., None]
         return spread.flatten(1)
-
-    def turn(self, chosen: Bool[Tensor, "batch facts"]) -> "Facts":
-        """The same with these facts told subject last, but those that tell ids."""
-        chosen = chosen & (self.owner != BLANK) & (self.relation != ID)
-        verb, of = (torch.full_like(self.value, _TOKENS[word]) for word in ("is", "of"))
-        text = torch.stack([self.value, verb, _NOUNS[self.relation], of, self.subject], -1)
-        ids = torch.where(chosen[..., None], text, self.ids.unflatten(1, (-1, SENTENCE))).flatten(1)
-        return self._replace(ids=ids, subject_last=chosen)
 
 
 def _distinct(batch: int, kinds: int, count: int, generator: torch.Generator) -> Tensor:
@@ -141,7 +127,7 @@ def draw_facts(
     idle = _FILLERS[torch.randint(len(_FILLERS), (batch, facts), generator=generator)]
     ids = torch.where(told[..., None], text, idle).flatten(1)
     owner, subject = (x.masked_fill(~told, BLANK) for x in (owner, subject))
-    return Facts(ids, owner, subject, relation, value, place, torch.zeros_like(told))
+    return Facts(ids, owner, subject, relation, value, place)
 
 
 class Questions(NamedTuple):

@@ -57,10 +57,9 @@ class ReaderRecipe:
         questions: About each text.
         labelled: Part of the texts that are labelled examples.
         sentences: How many a text may have; a step draws one of them. All are multiples of 6.
-        subject_last: Part of the facts that are told that way; all of them while texts are easy.
         letters: Most letters between a question and a name.
-        easy: Part of the steps, at the beginning, with the shortest two texts, all facts by id and subject last, and
-            sentences to be completed.
+        easy: Part of the steps, at the beginning, with the shortest two texts, all facts by id, and sentences to be
+            completed.
         rate: Of AdamW: rises over the first 2 % of the steps, falls to 0 over the last half.
         knowing: Weight of knowing whom facts and questions are about.
         seed: Of weights and texts.
@@ -73,7 +72,6 @@ class ReaderRecipe:
     questions: int = 8
     labelled: float = 0.2
     sentences: tuple[int, ...] = (6, 12, 18, 24, 30, 36)
-    subject_last: float = 0.5
     letters: int = 3
     easy: float = 0.4
     rate: float = 1.5e-3
@@ -124,7 +122,7 @@ class Lesson(NamedTuple):
     Attributes:
         ids: Tokens.
         next: What comes next, where that is to be learned, BLANK elsewhere.
-        owners: Whom it is about, at a fact's subject, a value behind it, and a question's last token, BLANK elsewhere.
+        owners: Whom it is about, at a fact's subject and value and at a question's last token, BLANK elsewhere.
         text: Tokens of the text.
         question: Tokens that each question takes.
     """
@@ -144,12 +142,10 @@ class Lesson(NamedTuple):
 
 
 def lesson(recipe: ReaderRecipe, seed: int, sentences: int, *, easy: bool = False) -> Lesson:
-    """The texts of one step; easy ones have all facts by id, subject last, and only sentences to be completed."""
+    """The texts of one step; easy ones have all facts by id and nothing but sentences to be completed."""
     generator = torch.Generator().manual_seed(seed)
     labelled = round(recipe.labelled * recipe.batch)
     facts = draw_facts(recipe.batch - labelled, sentences, generator, **(ALL_BY_ID if easy else {}))
-    subject_last = 1.0 if easy else recipe.subject_last
-    facts = facts.turn(torch.rand(facts.owner.shape, generator=generator) < subject_last)
     places = torch.multinomial((facts.owner != BLANK).float(), recipe.questions, replacement=True, generator=generator)
     asked = ask(facts, places, generator, **(EASY if easy else {**USUAL, "letters": (0, recipe.letters)}))
     examples = draw_labelled(labelled, sentences * SENTENCE // EXAMPLE, recipe.questions, generator)
@@ -256,19 +252,17 @@ class ReaderTraining(Run):
         write_whole(path, file.getvalue().encode())
 
 
-KINDS: dict[str, tuple[bool, bool, dict[str, Any]]] = {
-    "begun": (False, False, {"begun": 1.0}),
-    "begun by id": (True, False, {"begun": 1.0}),
-    "named": (False, False, {}),
-    "by id": (True, False, {}),
-    "1 letter": (True, False, {"letters": (1, 1)}),
-    "2 letters": (True, False, {"letters": (2, 2)}),
-    "3 letters": (True, False, {"letters": (3, 3)}),
-    "other words": (True, False, {"nouns": 1.0}),
-    "id last": (True, True, {}),
-    "id last by 3 letters": (True, True, {"letters": (3, 3)}),
+KINDS: dict[str, tuple[bool, dict[str, Any]]] = {
+    "begun": (False, {"begun": 1.0}),
+    "begun by id": (True, {"begun": 1.0}),
+    "named": (False, {}),
+    "by id": (True, {}),
+    "1 letter": (True, {"letters": (1, 1)}),
+    "2 letters": (True, {"letters": (2, 2)}),
+    "3 letters": (True, {"letters": (3, 3)}),
+    "other words": (True, {"nouns": 1.0}),
 }
-"""By name whether the fact names an id, whether its subject is last, and how it is asked about."""
+"""By name whether the fact names an id, and how it is asked about."""
 
 
 @torch.no_grad()
@@ -283,10 +277,9 @@ def accuracy(model: Any, sentences: int = 30, texts: int = 256) -> dict[str, flo
         return float((logits.argmax(-1).cpu() == rows[:, -1]).float().mean())
 
     found = {}
-    for name, (by_id, subject_last, options) in KINDS.items():
+    for name, (by_id, options) in KINDS.items():
         generator = torch.Generator().manual_seed(EXAM)
         facts = draw_facts(texts, sentences, generator, by_id=(0.5, 0.5), ids_first=1.0)
-        facts = facts.turn(torch.full_like(facts.by_id, subject_last))
         chosen = torch.where(facts.by_id, 1.0, 0.01) if by_id else (facts.owner == facts.subject).float()
         chosen = chosen * (facts.owner != BLANK)
         found[name] = right(
