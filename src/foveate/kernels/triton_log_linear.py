@@ -18,10 +18,7 @@ NUMBERS = ("heads", "tokens", "extra", "nodes", "top_k")  # which 1 must not tur
 
 
 @triton.jit
-def rows_of(
-    p, stride, o_n, D: tl.constexpr, BD: tl.constexpr, FAR: tl.constexpr, MASK: tl.constexpr = False,
-    CACHE: tl.constexpr = ".ca",  # through the first cache: siblings read the same rows
-):  # fmt: skip
+def rows_of(p, stride, o_n, D: tl.constexpr, BD: tl.constexpr, FAR: tl.constexpr, MASK: tl.constexpr = False):
     """Rows of these numbers as [*numbers, BD], zeros beyond the D that exist.
 
     All must exist, but with MASK: then those below 0 give zeros.
@@ -31,10 +28,11 @@ def rows_of(
     if MASK:
         o_n = tl.maximum(o_n, 0)
     p_n = p + (o_n.to(tl.int64 if FAR else tl.int32) * stride + o_d)
+    # through the first cache: siblings read the same rows
     if MASK or D < BD:
-        x = tl.load(p_n, mask=m_x, other=0.0, cache_modifier=CACHE)
+        x = tl.load(p_n, mask=m_x, other=0.0, cache_modifier=".ca")
     else:
-        x = tl.load(p_n, cache_modifier=CACHE)
+        x = tl.load(p_n, cache_modifier=".ca")
     return x
 
 

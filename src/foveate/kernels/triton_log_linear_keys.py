@@ -12,7 +12,6 @@ import triton.language as tl
 
 from foveate.kernels.triton_log_linear import NEVER, less_picked, rows_of
 
-CACHE = tl.constexpr(".cg")  # not through the first one: who reads the same queries runs elsewhere
 NUMBERS = ("heads", "tokens", "limit", "all_nodes", "shift", "picks", "chunk", "parts")  # 1 is no constant of theirs
 
 
@@ -37,11 +36,11 @@ def _key_step(
     MASKED: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, FAR: tl.constexpr,
 ):  # fmt: skip
     o_r = o_q if MASKED else tl.maximum(o_q, 0)
-    q = rows_of(p_q, s_q, o_r, D, BD, FAR, MASKED, CACHE)  # [BM, BD]
+    q = rows_of(p_q, s_q, o_r, D, BD, FAR, MASKED)  # [BM, BD]
     binary = tl.load(p_binary + o_q, mask=o_q >= 0, other=float("inf"))
     scores = tl.dot(k, tl.trans(q), input_precision="ieee") * scale + bias  # [BT, BM]
     p = tl.math.exp2(scores - binary[None, :])
-    g = rows_of(p_g, s_g, o_r, D, BD, FAR, MASKED, CACHE)
+    g = rows_of(p_g, s_g, o_r, D, BD, FAR, MASKED)
     dv = tl.dot(p.to(g.dtype), g, dv, input_precision="ieee")
     delta = tl.load(p_delta + o_q, mask=o_q >= 0, other=0.0)
     ds = p * (tl.dot(v, tl.trans(g), input_precision="ieee") - delta[None, :])
