@@ -71,6 +71,7 @@ def test_keys_that_all_queries_pick_are_split_and_added_up_in_one_order(monkeypa
         q += 1
         k[:, :, 160:176] += 3
     monkeypatch.setattr(log_linear_keys, "CHUNK", 256)
+    monkeypatch.setattr(log_linear_keys, "CUT", 16)
     check(q, k, v, (None, None), None, Options(2, 16, 2, 2, True, 0.125, False, False, True))
 
 

@@ -176,6 +176,7 @@ def test_a_selection_with_gaps_is_looked_at_where_all_else_is_full(monkeypatch):
 @pytest.mark.usefixtures("large_shapes")
 def test_keys_that_many_read_are_split(monkeypatch):
     monkeypatch.setattr(log_linear_keys, "CHUNK", 64)
+    monkeypatch.setattr(log_linear_keys, "CUT", 4)
     run(700, 2, 3, extra=3, masked=True)
     run(300, 1, 3, block=32)
 
