@@ -173,6 +173,17 @@ def test_a_selection_with_gaps_is_looked_at_where_all_else_is_full(monkeypatch):
     assert relative(got[0], want[0].double()) < 2e-6
 
 
+def test_lists_may_lie_in_memory_as_they_like():
+    q, k, v = (torch.randn(2, 3, 300, 16).requires_grad_() for _ in range(3))
+    options = Options(2, 16, 2, 2, True, 0.2, False, False, True)
+    results = []
+    lists = portable(q, k, v, None, None, None, None, options)[2]
+    for chosen in (lists, [x.transpose(0, 1).contiguous().transpose(0, 1) for x in lists]):
+        out = glue.log_linear_attention(q, k, v, None, None, None, chosen, options)[0]
+        results.append((out, *torch.autograd.grad(out.square().sum(), (q, k, v))))
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
 @pytest.mark.usefixtures("large_shapes")
 def test_keys_that_many_read_are_split(monkeypatch):
     monkeypatch.setattr(log_linear_keys, "CHUNK", 64)

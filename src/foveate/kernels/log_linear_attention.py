@@ -32,7 +32,7 @@ def log_linear_attention(
     tokens, block, levels = q.shape[2], options.block_size, options.levels
     given = [x.detach() for x in ((k, v) if lists else (q, k, v))]
     means, counts, logs = pool_levels(given, real, block, levels)
-    chosen = lists or pick_nodes(means, counts, tokens, block, levels, options.top_k)
+    chosen = [x.contiguous() for x in lists or pick_nodes(means, counts, tokens, block, levels, options.top_k)]
     out, lse = _attend(
         q,
         k,
