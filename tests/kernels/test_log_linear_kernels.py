@@ -321,6 +321,7 @@ def test_the_kernels_take_half_precision_on_nvidia_gpus(monkeypatch):
 def test_readers_are_those_of_a_selection(monkeypatch):
     monkeypatch.setattr(selection, "RUN", 3)
     monkeypatch.setattr(selection, "RUNS", 5)
+    monkeypatch.setattr(selection, "AT_ONCE", 4)  # so that a run takes several steps
     sizes = [(41, 1), (11, 4), (2, 2)]
     lists = [torch.randint(-2, nodes, (2, 3, nodes, picks), dtype=torch.int32).clamp(min=-1) for nodes, picks in sizes]
     for level, (offsets, rows) in enumerate(selection.readers_of(lists)):
