@@ -523,15 +523,22 @@ def test_train_leaves_a_folder_that_generate_draws_with(tmp_path):
     assert "PixelDiT" in result.output
 
 
-def test_train_begins_with_the_weights_of_another_run():
+def test_train_begins_with_the_weights_of_another_run(tmp_path):
     assert run("train", "--sizes", "16:1:1", *TRAIN).exit_code == 0
     again = ["--seed", 1, "--rate", 1e-9, "--start", "trained", "--out", "again"]
     assert run("train", "--sizes", "32:1:1", *TRAIN, *again).exit_code == 0
     before, after = (PixelPipeline.from_pretrained(name).transformer.state_dict() for name in ("trained", "again"))
     torch.testing.assert_close(after, before)
+    again[-1] = "others"
     result = run("train", "--sizes", "32:1:1", *TRAIN, "--patch", 8, *again)
     assert result.exit_code == 2
     assert "--start trained does not fit: give the --dit and --patch" in " ".join(result.output.split())
+    weights = tmp_path / "trained/transformer/diffusion_pytorch_model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    result = run("train", "--sizes", "32:1:1", *TRAIN, *again)
+    assert result.exit_code == 2
+    assert "cannot load trained" in result.output
+    assert not (tmp_path / "others").exists()
 
 
 def test_train_learns_from_a_folder_with_or_without_captions(tmp_path):
@@ -566,7 +573,8 @@ def test_train_learns_from_a_folder_with_or_without_captions(tmp_path):
         (["--dtype", "float16"], "unknown dtype 'float16'"),
         (["--device", "cuda:1"], "CUDA_VISIBLE_DEVICES says which GPUs"),
         (["--data", "."], "holds no pictures"),
-        (["--start", "nowhere"], "--start nowhere is no folder of a run: there is no nowhere"),
+        (["--start", "."], ". is no pipeline folder: name one that holds a model_index.json"),
+        (["--start", "nowhere"], "cannot load nowhere"),
         (["--data", "nowhere"], "pip install datasets, or name a folder"),
     ],
 )

@@ -42,8 +42,9 @@ def train(
     reweight: Annotated[bool, typer.Option(help="Log-linear: let a mean count for all its tokens.")] = True,
     order: Annotated[str, typer.Option(help="Curve along which tokens are lined up.")] = "morton",
     start: Annotated[
-        Path | None, typer.Option(help="Folder of an earlier run whose weights to begin with: of the same model.")
-    ] = None,
+        str,
+        typer.Option(help="Folder of an earlier run with whose weights a new one begins: the same --dit and --patch."),
+    ] = "",
     batch: Annotated[int, typer.Option(min=1, help="Pictures a step, over all devices, unless --sizes says.")] = 64,
     at_once: Annotated[int, typer.Option(min=1, help="Pictures that a device sees together at most.")] = 64,
     rate: Annotated[float, typer.Option(min=0, help="Learning rate of AdamW.")] = 1e-4,
@@ -159,18 +160,16 @@ def built_in_reader() -> tuple[Any, Any]:
     return encoder, AutoTokenizer.from_pretrained(PIPELINE / "tokenizer_2")
 
 
-def _begin_with(model: Any, start: Path) -> None:
-    from diffusers.utils import SAFETENSORS_WEIGHTS_NAME
-    from safetensors.torch import load_file
+def _begin_with(model: Any, start: str) -> None:
+    from foveate.integrations.diffusers.pipelines import load
 
-    weights = start / "transformer" / SAFETENSORS_WEIGHTS_NAME
-    if not weights.is_file():
-        raise ValueError(f"--start {start} is no folder of a run: there is no {weights}")
+    trained: Any = load(start, "cpu", "float32")
     try:
-        model.load_state_dict(load_file(weights))
-    except RuntimeError as error:
+        model.load_state_dict(trained.transformer.state_dict())
+    except (AttributeError, RuntimeError) as error:
         raise ValueError(
-            f"--start {start} does not fit: give the --dit and --patch that it was trained with"
+            f"--start {start} does not fit: give the --dit and --patch that it was trained with, and pictures with "
+            "captions if it had them, or without"
         ) from error
 
 
