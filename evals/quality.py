@@ -21,7 +21,7 @@ from foveate.evaluate import evaluate, score_table
 from foveate.files import write_whole
 from foveate.integrations.diffusers.lora import Way, find_lora, load_lora
 from foveate.integrations.diffusers.pipelines import Request, load
-from foveate.methods import Method, Together
+from foveate.methods import Method, ToDo, ToFu, Together, ToMA, ToMeSD
 
 RESULTS, SHEETS = Path("evals/results"), Path("docs/images")
 
@@ -45,7 +45,7 @@ def main(
     """Draw, judge and write."""
     judge(
         f"quality-{Path(lora).name}" if lora else "quality",
-        [] if lora else showcase(),
+        [] if lora else [*showcase(), ToMA(keep=0.75), ToMeSD(), ToFu(), ToDo()],
         size=size,
         prompts=prompts,
         batch=batch,
