@@ -186,12 +186,13 @@ def _rows(places: Int[Tensor, "questions facts"]) -> Int[Tensor, "questions rows
     return (PREFIX + places[..., None] * SENTENCE + torch.arange(SENTENCE)).flatten(1).sort().values
 
 
+Track = Callable[[str, int], Callable[[], None]]
 Cells = dict[str, Float[Tensor, "measures questions"]]
 
 
 def measure(
     model: Any,
-    task: Task,
+    spans: Spans,
     asked: Asked,
     budgets: list[float],
     batch: int,
@@ -199,25 +200,26 @@ def measure(
 ) -> Cells:
     """For each "method budget" four measures: rightness, KL divergence, the part of the fact chosen, how many rows.
 
-    The divergence, in nats, is that of the answer's distribution from a full prefill's.
+    The divergence, in nats, is that of the answer's distribution from a full prefill's. All chunks have one length.
     """
+    chunk = spans[0][1] - spans[0][0]
     ends: dict[str, Callable[[int], Recomputation]] = {
         "full": lambda i: FullPrefill(),
         "none": lambda i: NoRecompute(),
         "the fact": lambda i: Known(some.fact[i]),
         "facts alike": lambda i: Known(some.alike[i]),
     }
-    for at, word in enumerate(ROWS):
+    for at, word in enumerate(ROWS if asked.fact.shape[1] == SENTENCE else ()):
         ends[f"its {word}"] = lambda i, at=at: Known(some.fact[i, at : at + 1])
     trials = ends | {f"{name} {budget}": way for budget in budgets for name, way in ways(budget).items()}
     found: dict[str, list[Tensor]] = {name: [] for name in trials}
     batches = list(zip(*(part.split(batch) for part in asked), strict=True))
     advance = track(len(batches) * len(trials))
     for some in map(Asked._make, batches):
-        contexts = Batch(model, some.ids.to(model.device), task.spans(), some.prompts.to(model.device))
+        contexts = Batch(model, some.ids.to(model.device), spans, some.prompts.to(model.device))
         full = contexts.patch([FullPrefill()] * len(some.ids)).logits.log_softmax(-1)
         for name, way in trials.items():
-            found[name].append(_score(contexts.patch([way(i) for i in range(len(full))]), full, some, task.chunk))
+            found[name].append(_score(contexts.patch([way(i) for i in range(len(full))]), full, some, chunk))
             advance()
     return {name: torch.cat(parts, 1) for name, parts in found.items()}
 
@@ -306,6 +308,55 @@ def summarise(
     return result
 
 
+def report(
+    title: str,
+    readers: dict[str, Callable[[Track], Any]],
+    tasks: dict[str, tuple[str, Spans, Asked]],
+    budgets: list[float],
+    batch: int,
+    out: Path,
+    about: dict[str, Any],
+    commit: str,
+) -> None:
+    """Measure every task with every reader, and write what `summarise` says as JSON, a table and a picture.
+
+    Args:
+        title: Name of the files.
+        readers: What brings each; it is given what shows progress.
+        tasks: By name what it is about, its chunks, and its questions.
+        budgets: Parts of the rows to recompute.
+        batch: Questions that are answered together.
+        out: Folder of what is measured; what is found there is not measured again.
+        about: What else the JSON says.
+        commit: That is measured, where git cannot tell.
+    """
+    found: dict[str, Any] = {}
+    with progress() as track:
+        for name, (kind, spans, asked) in tasks.items():
+            files = [out / f"{i}-{name}.safetensors" for i in range(len(readers))]
+            for (reader, bring), path in zip(readers.items(), files, strict=True):
+                if not path.exists():
+                    advance = partial(track, f"{name}, {reader}")
+                    write_whole(path, save(measure(bring(track), spans, asked, budgets, batch, advance)))
+            read = [load_file(path) for path in files]
+            cells = {cell: torch.stack([one[cell] for one in read], 1).numpy() for cell in read[0]}
+            found[name] = {"about": kind, **summarise(cells, asked.guess.numpy())}
+    about = {"versions": versions(), **about, "tasks": found}
+    if commit:
+        about["versions"]["commit"] = commit
+    path = RESULTS / f"{title}-{fastest()}.json"
+    write_whole(path, json.dumps(about, indent=2).encode() + b"\n")
+    write_whole(path.with_suffix(".md"), markdown(found).encode() + b"\n")
+    write_whole(SHEETS / f"{title}-{fastest()}.png", figure_png(draw_tasks(found)))
+    print(markdown(found))
+    print(path)
+
+
+def fastest() -> str:
+    """The device for readers."""
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
 def main(
     readers: Annotated[str, typer.Option(help="Folders of readers, separated by commas.")],
     count: Annotated[int, typer.Option(help="Questions of a task.")] = 1024,
@@ -323,31 +374,15 @@ def main(
         raise ValueError(f"unknown task {unknown[0]!r}: choose from {', '.join(TASKS)}")
     settings = {"readers": readers, "questions": str(count), "budgets": budgets}
     claim(out, settings)
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    tasks: dict[str, Any] = {}
-    with progress() as track:
-        for name in names:
-            files = [out / f"{i}-{name}.safetensors" for i in range(len(folders))]
-            for folder, path in zip(folders, files, strict=True):
-                if not path.exists():
-                    model: Any = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
-                    model = model.to(device).eval()
-                    asked = questions(TASKS[name], count)
-                    cells = measure(model, TASKS[name], asked, parts, batch, partial(track, f"{name}, {folder}"))
-                    write_whole(path, save(cells))
-            read = [load_file(path) for path in files]
-            cells = {cell: torch.stack([one[cell] for one in read], 1).numpy() for cell in read[0]}
-            guess = questions(TASKS[name], count).guess.numpy()
-            tasks[name] = {"about": TASKS[name].about, **summarise(cells, guess)}
-    about = {"versions": versions(), **settings, "sentences": SENTENCES, "tasks": tasks}
-    if commit:
-        about["versions"]["commit"] = commit
-    path = RESULTS / f"context-{device}.json"
-    write_whole(path, json.dumps(about, indent=2).encode() + b"\n")
-    write_whole(path.with_suffix(".md"), markdown(tasks).encode() + b"\n")
-    write_whole(SHEETS / f"context-{device}.png", figure_png(draw_tasks(tasks)))
-    print(markdown(tasks))
-    print(path)
+    tasks = {name: (TASKS[name].about, TASKS[name].spans(), questions(TASKS[name], count)) for name in names}
+    about = {**settings, "sentences": SENTENCES}
+    report("context", {folder: partial(_load, folder) for folder in folders}, tasks, parts, batch, out, about, commit)
+
+
+def _load(folder: str, track: Track) -> Any:
+    """The reader of a folder, where it is fastest."""
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
+    return model.to(fastest()).eval()
 
 
 if __name__ == "__main__":

@@ -8,22 +8,19 @@ labels mean is drawn anew for every sequence that it learns from, so what it kno
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from example_pools import DIM, Task
 from jaxtyping import Bool, Float, Int
+from small_training import trained
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, normalize, one_hot
 from transformers import LlamaConfig, LlamaModel
-
-from foveate.training.checkpoints import resume, write_checkpoint
 
 __all__ = ["Learner", "Recipe", "Vote", "learned", "lesson"]
 
 LABELS = 8
 TEMPERATURE = 0.15  # of the vote
-KEPT_EVERY = 250  # steps of training
 DOUBT = 0.01  # of the vote: this much goes to all labels alike, so that a product of votes is not 0
 
 Ids = list[list[int]]
@@ -165,26 +162,14 @@ def learned(recipe: Recipe, folder: Path, device: str, track: Callable[[str, int
     """The learner after its training, which goes on where it was broken off."""
     learner = Learner(recipe).to(device)
     optimizer = torch.optim.AdamW(learner.parameters(), lr=recipe.rate)
-    parts: dict[str, Any] = {"learner": learner, "optimizer": optimizer}
-    settings = asdict(recipe)
-    done = resume(folder, parts, settings)
-    advance = track(f"learner {recipe.seed}", recipe.steps)
-    for _ in range(done):
-        advance()
-    for step in range(done, recipe.steps):
-        for group in optimizer.param_groups:
-            group["lr"] = recipe.rate * min(1, 20 * (step + 1) / recipe.steps, 1.02 - step / recipe.steps)
+
+    def loss(step: int) -> Tensor:
         examples, labels, questions, answers = (part.to(device) for part in lesson(recipe, step))
-        with torch.autocast(device, torch.bfloat16, enabled=device == "cuda"):
-            said = learner(examples, labels, questions)
-        loss = cross_entropy(said.float().flatten(0, 1), answers.flatten())
-        optimizer.zero_grad()
-        loss.backward()
-        nn.utils.clip_grad_norm_(learner.parameters(), 1.0)
-        optimizer.step()
-        advance()
-        if (step + 1) % KEPT_EVERY == 0 or step + 1 == recipe.steps:
-            write_checkpoint(folder, step + 1, parts, settings)
-            with (folder / "log.csv").open("a") as log:
-                log.write(f"{step + 1},{loss.item():.4f}\n")
+        return cross_entropy(learner(examples, labels, questions).float().flatten(0, 1), answers.flatten())
+
+    def rate(step: int) -> float:
+        return recipe.rate * min(1, 20 * (step + 1) / recipe.steps, 1.02 - step / recipe.steps)
+
+    advance = track(f"learner {recipe.seed}", recipe.steps)
+    trained(learner, optimizer, loss, rate, recipe.steps, folder, asdict(recipe), advance)
     return learner.eval()

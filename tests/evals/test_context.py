@@ -87,7 +87,7 @@ def test_the_fact_holds_the_answer_and_the_question_is_of_its_kind(name):
 def test_methods_recompute_equally_many_rows_and_all_of_them_is_the_full_prefill(model):
     task = TASKS["two hops"]
     asked = questions(task, 4)
-    cells = measure(model.double(), task, asked, [0.1, 1.0], batch=3)
+    cells = measure(model.double(), task.spans(), asked, [0.1, 1.0], batch=3)
     for name, (_, divergence, chosen, rows) in cells.items():
         if name.endswith("0.1"):
             assert rows.tolist() == [18.0] * 4

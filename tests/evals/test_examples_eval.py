@@ -117,7 +117,7 @@ def test_labels_of_a_lesson_are_in_the_examples_only():
 
 
 def test_a_training_that_was_broken_off_ends_as_the_whole_one(tmp_path, monkeypatch):
-    monkeypatch.setattr("example_readers.KEPT_EVERY", 2)
+    monkeypatch.setattr("small_training.KEPT_EVERY", 2)
 
     class Stop(Exception):
         pass
