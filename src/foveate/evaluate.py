@@ -4,6 +4,7 @@
 import json
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
 from pathlib import Path
 from statistics import mean, median
@@ -20,7 +21,7 @@ from torch.nn.functional import cosine_similarity
 from foveate.compare import Track
 from foveate.demo import PIPELINE
 from foveate.demo.atlas import load_atlas
-from foveate.demo.recogniser import Recogniser, frechet_distance, judge, load_recogniser, recognise
+from foveate.demo.recogniser import FrechetDistance, Recogniser, judge, load_recogniser, recognise
 from foveate.demo.scenes import Scene, Scenes, render, scenes
 from foveate.files import claim, slug, write_picture, write_whole
 from foveate.integrations.diffusers.lora import Way, using
@@ -238,7 +239,6 @@ def _scores(
         verdicts = [judge(detections, scene) for detections, scene in zip(found, wanted, strict=True)]
         relations = [verdict.relations for verdict in verdicts]
         near = one is not real and one is not dense
-        pairs = list(zip(one.pictures, dense.pictures, strict=True)) if near else []
         scores.append(
             Score(
                 one.label,
@@ -246,8 +246,8 @@ def _scores(
                 average([v.relations_held for v in verdicts], relations) if any(relations) else None,
                 average([v.extra for v in verdicts]),
                 _frechet(features.cpu(), reference.cpu(), resampled),
-                average([psnr(ours, theirs) for ours, theirs in pairs]) if near else None,
-                average([ssim(ours, theirs) for ours, theirs in pairs]) if near else None,
+                average(_each(psnr, one, dense)) if near else None,
+                average(_each(ssim, one, dense)) if near else None,
                 average((1 - cosine_similarity(described, of_dense)).tolist()) if near else None,
                 median(one.seconds) if one.seconds else None,
                 one.flop_bound,
@@ -257,9 +257,16 @@ def _scores(
     return scores
 
 
+def _each(measure: Callable[[Image.Image, Image.Image], float], one: _Drawn, other: _Drawn) -> list[float]:
+    """Of every picture and the other's; SSIM takes longest of all scores."""
+    with ThreadPoolExecutor() as pool:
+        return list(pool.map(measure, one.pictures, other.pictures))
+
+
 def _frechet(ours: Tensor, real: Tensor, resampled: np.ndarray) -> Interval:
     few = torch.from_numpy(resampled[:FRECHET_RESAMPLES])
-    spread = _interval(frechet_distance(ours, real), np.array([frechet_distance(ours[i], real) for i in few]))
+    distance = FrechetDistance(real)
+    spread = _interval(distance(ours), np.array([distance(ours[i]) for i in few]))
     return Interval(*(max(0.0, end) for end in spread))
 
 

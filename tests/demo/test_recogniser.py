@@ -12,12 +12,12 @@ from safetensors.torch import save_file
 from foveate.demo.atlas import NAMES, load_atlas
 from foveate.demo.recogniser import (
     Detection,
+    FrechetDistance,
     Recogniser,
     Seen,
     Verdict,
     accuracy,
     detect,
-    frechet_distance,
     judge,
     load_recogniser,
     recognise,
@@ -173,18 +173,18 @@ def test_the_frechet_distance_is_the_closed_form_of_two_gaussians():
     expected = np.square(means[0] - means[1]).sum() + np.trace(first + second)
     expected -= 2 * np.trace(scipy.linalg.sqrtm(first @ second).real)
     a, b = samples(means[0], first), samples(means[1], second, number=300, seed=2)
-    assert frechet_distance(a, b) == pytest.approx(expected, rel=1e-9)
-    assert frechet_distance(b, a) == pytest.approx(expected, rel=1e-9)
+    assert FrechetDistance(b)(a) == pytest.approx(expected, rel=1e-9)
+    assert FrechetDistance(a)(b) == pytest.approx(expected, rel=1e-9)
 
 
 def test_the_frechet_distance_is_near_zero_for_one_distribution_and_grows_with_noise():
     a, b = torch.randn(2, 4000, 16, generator=torch.Generator().manual_seed(0))
     noise = torch.randn(4000, 16, generator=torch.Generator().manual_seed(1))
-    distances = [frechet_distance(a, b + amount * noise) for amount in (0, 0.3, 0.6, 1, 2)]
+    distances = [FrechetDistance(b + amount * noise)(a) for amount in (0, 0.3, 0.6, 1, 2)]
     assert 0 <= distances[0] < 0.1
     assert distances == sorted(distances)
     assert distances[-1] > 10
-    assert frechet_distance(a[:10], a[:10]) == pytest.approx(0, abs=1e-6)  # fewer points than dimensions
+    assert FrechetDistance(a[:10])(a[:10]) == pytest.approx(0, abs=1e-6)  # fewer points than dimensions
 
 
 def test_a_missing_or_damaged_file_is_named_with_the_command_that_makes_it(tmp_path):

@@ -26,12 +26,12 @@ from foveate.demo.scenes import scenes as random_scenes
 __all__ = [
     "WEIGHTS",
     "Detection",
+    "FrechetDistance",
     "Recogniser",
     "Seen",
     "Verdict",
     "accuracy",
     "detect",
-    "frechet_distance",
     "judge",
     "load_recogniser",
     "recognise",
@@ -231,18 +231,26 @@ def accuracy(model: Recogniser, *, scenes: int, seed: int, side: int = SIDE) -> 
     return found_in_all / in_all, sum(verdict.all_right for verdict in verdicts) / scenes
 
 
-def frechet_distance(a: Float[Tensor, "n dim"], b: Float[Tensor, "m dim"]) -> float:
-    """How far two sets of features lie apart, each taken for a Gaussian; 0 for the same mean and covariance.
+class FrechetDistance:
+    """How far sets of features lie from these, each taken for a Gaussian; 0 for the same mean and covariance.
 
-    |mean a - mean b|² + tr(A + B - 2 (A^½ B A^½)^½) with their covariances A and B (Heusel et al. 2017, "FID"), in
-    float64. It is biased upwards for few samples: compare only numbers of the same n and m.
+    |mean a - mean b|² + tr(A + B - 2 (B^½ A B^½)^½) with their covariances A and B (Heusel et al. 2017, "FID"), in
+    float64. It is biased upwards for few samples: compare only numbers of as many.
+
+    Args:
+        real: The features to compare with.
     """
-    a, b = a.double(), b.double()
-    first, second = torch.cov(a.mT), torch.cov(b.mT)
-    values, vectors = torch.linalg.eigh(first)
-    root = vectors * values.clamp(min=0).sqrt() @ vectors.mT
-    shared = torch.linalg.eigvalsh(root @ second @ root).clamp(min=0).sqrt().sum()
-    return float((a.mean(0) - b.mean(0)).square().sum() + first.trace() + second.trace() - 2 * shared)
+
+    def __init__(self, real: Float[Tensor, "m dim"]) -> None:
+        self.mean, covariance = real.double().mean(0), torch.cov(real.double().mT)
+        values, vectors = torch.linalg.eigh(covariance)
+        self.trace, self.root = covariance.trace(), vectors * values.clamp(min=0).sqrt() @ vectors.mT
+
+    def __call__(self, features: Float[Tensor, "n dim"]) -> float:
+        """The distance of these."""
+        mean, covariance = features.double().mean(0), torch.cov(features.double().mT)
+        shared = torch.linalg.eigvalsh(self.root @ covariance @ self.root).clamp(min=0).sqrt().sum()
+        return float((mean - self.mean).square().sum() + covariance.trace() + self.trace - 2 * shared)
 
 
 def load_recogniser(path: Path = WEIGHTS, device: torch.device | str = "cpu") -> Recogniser:
