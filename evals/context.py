@@ -38,6 +38,7 @@ from foveate.files import claim, write_whole
 from foveate.machine import versions
 from foveate.methods.kv_baselines import EPIC, CacheBlend, FullPrefill, NoRecompute, RandomRows
 from foveate.methods.recomputation import Recomputation, Spans, Stale
+from foveate.progress import Track
 from foveate.report import figure_png
 
 PEOPLE, SENTENCES = 6, 36  # of a text: 6 ids and 30 facts, of 5 or 6 relations
@@ -186,7 +187,6 @@ def _rows(places: Int[Tensor, "questions facts"]) -> Int[Tensor, "questions rows
     return (PREFIX + places[..., None] * SENTENCE + torch.arange(SENTENCE)).flatten(1).sort().values
 
 
-Track = Callable[[str, int], Callable[[], None]]
 Cells = dict[str, Float[Tensor, "measures questions"]]
 
 

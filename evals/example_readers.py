@@ -5,7 +5,6 @@ embedding and its label together, then the questions, each of which sees the sta
 labels mean is drawn anew for every sequence that it learns from, so what it knows of them it has from the examples.
 """
 
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -16,6 +15,8 @@ from small_training import trained
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, normalize, one_hot
 from transformers import LlamaConfig, LlamaModel
+
+from foveate.progress import Track
 
 __all__ = ["Learner", "Recipe", "Vote", "learned", "lesson"]
 
@@ -158,7 +159,7 @@ def lesson(recipe: Recipe, step: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return seen[:, :examples], labels[:, :examples], seen[:, examples:], labels[:, examples:]
 
 
-def learned(recipe: Recipe, folder: Path, device: str, track: Callable[[str, int], Callable[[], None]]) -> Learner:
+def learned(recipe: Recipe, folder: Path, device: str, track: Track) -> Learner:
     """The learner after its training, which goes on where it was broken off."""
     learner = Learner(recipe).to(device)
     optimizer = torch.optim.AdamW(learner.parameters(), lr=recipe.rate)

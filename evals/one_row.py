@@ -1,7 +1,7 @@
 # pyright: basic, reportArgumentType=false
 """What it is worth to recompute some rows of cached chunks where every fact is a single token: the starved task.
 
-python evals/one_row.py --out out/one-row        # trains three readers, 40 minutes on two CPU cores
+python evals/one_row.py --out out/one-row        # trains three readers, 15 minutes on two CPU cores
 
 A text tells four ids ("name has id"), and in four chunks behind them 16 facts ("id, relation, value"), each with one
 token. A question lets a letter stand for a name, and another for a second name, and asks for the letter's relation: so
@@ -172,7 +172,7 @@ class Recipe(NamedTuple):
 
     layers: int = 6
     width: int = 128
-    steps: int = 2000
+    steps: int = 1000
     batch: int = 128
     questions: int = 6
     rate: float = 1.5e-3

@@ -14,24 +14,25 @@ ROOMS = {
     "cache": set(),
     "files": set(),
     "machine": set(),
+    "progress": set(),
     "documents": set(),
-    "examples": set(),
+    "examples": {"progress"},
     "saved_blocks": {"files", "methods", "ops"},
     "kernels": {"cache", "ops.block_table"},
-    "ops": {"cache"},
-    "methods": {"cache", "ops"},
+    "ops": {"cache", "progress"},
+    "methods": {"cache", "ops", "progress"},
     "nn": {"ops"},
     "report": {"ops"},
-    "integrations": {"cache", "files", "machine", "documents", "ops", "methods", "nn"},
-    "demo": {"ops", "methods", "integrations", "report", "files", "machine", "training"},
-    "training": {"ops", "methods", "integrations", "report", "files", "machine"},
-    "compare": {"ops", "methods", "integrations", "report", "files", "machine"},
-    "evaluate": {"ops", "methods", "integrations", "report", "files", "machine", "compare", "demo"},
+    "integrations": {"cache", "files", "machine", "progress", "documents", "ops", "methods", "nn"},
+    "demo": {"ops", "methods", "integrations", "report", "files", "machine", "progress", "training"},
+    "training": {"ops", "methods", "integrations", "report", "files", "machine", "progress"},
+    "compare": {"ops", "methods", "integrations", "report", "files", "machine", "progress"},
+    "evaluate": {"ops", "methods", "integrations", "report", "files", "machine", "progress", "compare", "demo"},
     "bench": {"kernels", "ops", "methods", "integrations", "training", "report", "files", "machine", "compare"}
-    | {"demo"},
+    | {"demo", "progress"},
     "rag": {"methods", "integrations", "report", "machine", "documents"},
     "cli": {"ops", "methods", "integrations", "report", "files", "compare", "evaluate", "bench", "demo", "training"}
-    | {"examples", "saved_blocks", "machine", "documents", "rag"},
+    | {"examples", "saved_blocks", "machine", "progress", "documents", "rag"},
     "__init__": {"methods", "integrations"},
     "__main__": {"cli"},
 }
@@ -87,3 +88,13 @@ def test_importing_foveate_is_light():
     script = f"import foveate, sys; print([name for name in {heavy} if name in sys.modules])"
     printed = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout
     assert printed.strip() == "[]"
+
+
+def test_kernels_and_picks_are_timed_without_the_libraries_of_models():
+    script = """
+import sys
+for name in ("diffusers", "transformers", "accelerate", "peft"):
+    sys.modules[name] = None
+import foveate.bench.attention, foveate.bench.examples, foveate.bench.log_linear
+"""
+    subprocess.run([sys.executable, "-c", script], check=True)

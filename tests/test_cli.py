@@ -599,3 +599,21 @@ def test_help_teaches(command):
     result = run(*above, last, "--help")
     assert result.exit_code == 0
     assert last in run(*above, "--help").output
+
+
+@pytest.mark.parametrize(
+    ("missing", "extra", "command"),
+    [
+        ("diffusers", "diffusers", ["generate", "an owl"]),
+        ("transformers", "transformers", ["bench", "context", "--model", "small", "--tokens", 256, "--chunk", 64]),
+        ("tokenizers", "transformers", ["demo", "texts"]),
+        ("accelerate", "diffusers,train", ["train", "--sizes", "16:1"]),
+    ],
+)
+def test_a_package_that_is_missing_is_named_with_what_installs_it(monkeypatch, missing, extra, command):
+    for name in [name for name in sys.modules if name.startswith((f"{missing}.", "foveate.demo.lexicon"))]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, missing, None)
+    result = run(*command)
+    assert result.exit_code == 2
+    assert f"error: this needs {missing}: pip install 'foveate[{extra}]'" in result.output

@@ -12,11 +12,11 @@ from foveate.integrations.diffusers.pipelines import Request, draw, record_step,
 from foveate.machine import versions
 from foveate.methods import METHODS, HilbertA, Method, Together, ToMA
 from foveate.ops.block_table import BlockTable
+from foveate.progress import Track, silent
 from foveate.report import Comparison, Variant, comparison_page, psnr, ssim
 
 __all__ = ["compare", "showcase"]
 
-Track = Callable[[str, int], Callable[[], None]]
 """Starts a progress bar of that name and length; the function it returns advances it by one."""
 
 
@@ -35,7 +35,7 @@ def compare(
     settings: dict[str, str],
     notice: str = "",
     rounds: int = 3,
-    track: Track = lambda name, length: lambda: None,
+    track: Track = silent,
 ) -> Path:
     """Draw a prompt dense and with each method, time the denoiser, and write the page.
 

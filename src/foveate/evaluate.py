@@ -18,7 +18,6 @@ from rich.table import Table
 from torch import Tensor
 from torch.nn.functional import cosine_similarity
 
-from foveate.compare import Track
 from foveate.demo import PIPELINE
 from foveate.demo.atlas import load_atlas
 from foveate.demo.recogniser import FrechetDistance, Recogniser, judge, load_recogniser, recognise
@@ -28,6 +27,7 @@ from foveate.integrations.diffusers.lora import Way, using
 from foveate.integrations.diffusers.pipelines import Request, denoiser, draw_batch, fingerprint
 from foveate.integrations.dino import load_dino
 from foveate.machine import versions
+from foveate.progress import Track, silent
 from foveate.report import draw_sheet, figure_png, psnr, ssim
 
 __all__ = ["Interval", "Score", "evaluate", "score_table"]
@@ -84,7 +84,7 @@ def evaluate(
     request: Request,
     batch: int = 1,
     dino: str = "",
-    track: Track = lambda name, length: lambda: None,
+    track: Track = silent,
 ) -> list[Score]:
     """Draw held-out captions dense and with every method, and score them; scores.json and sheet.png go into `out`.
 

@@ -3,7 +3,7 @@
 import csv
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 from zlib import crc32
@@ -14,10 +14,11 @@ from jaxtyping import Float
 from safetensors.torch import load_file
 from torch import Tensor
 
+from foveate.progress import Track, silent
+
 __all__ = ["column", "hashed_ngrams", "read_embeddings", "read_examples", "sentence_embeddings"]
 
 DIMS = 512
-Track = Callable[[str, int], Callable[[], None]]
 
 
 def read_examples(path: Path) -> list[dict[str, Any]]:
@@ -67,9 +68,7 @@ def read_embeddings(path: Path) -> Tensor:
     return next(iter(tensors.values()))
 
 
-def hashed_ngrams(
-    texts: Sequence[str], track: Track = lambda name, length: lambda: None
-) -> Float[Tensor, "texts dims"]:
+def hashed_ngrams(texts: Sequence[str], track: Track = silent) -> Float[Tensor, "texts dims"]:
     """Embeddings without a model: words and runs of three letters, each hashed to a place and a sign.
 
     A word or run that occurs n times counts 1 + log n. Texts are alike if they share words and spelling; what they
@@ -93,9 +92,7 @@ def hashed_ngrams(
     return embeddings
 
 
-def sentence_embeddings(
-    texts: Sequence[str], model: str, track: Track = lambda name, length: lambda: None
-) -> Float[Tensor, "texts dims"]:
+def sentence_embeddings(texts: Sequence[str], model: str, track: Track = silent) -> Float[Tensor, "texts dims"]:
     """Embeddings by a model of sentence-transformers, which is downloaded if it is not there.
 
     Raises:

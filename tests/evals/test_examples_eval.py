@@ -14,6 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from foveate import SubCP
 from foveate.integrations.transformers.in_context import ensemble, parallel_windows
+from foveate.progress import silent
 
 TINY = Recipe(width=32, layers=1, steps=3, batch=4)
 BLOCKS = [[0, 5, 2], [7, 1, 3]]
@@ -131,12 +132,11 @@ def test_a_training_that_was_broken_off_ends_as_the_whole_one(tmp_path, monkeypa
 
         return advance
 
-    quiet = lambda name, length: lambda: None  # noqa: E731
-    whole = learned(TINY, tmp_path / "whole", "cpu", quiet)
+    whole = learned(TINY, tmp_path / "whole", "cpu", silent)
     with pytest.raises(Stop):
         learned(TINY, tmp_path / "broken", "cpu", track)
     assert (tmp_path / "broken" / "000000002.pt").exists()
-    resumed = learned(TINY, tmp_path / "broken", "cpu", quiet)
+    resumed = learned(TINY, tmp_path / "broken", "cpu", silent)
     for name, weight in whole.state_dict().items():
         assert torch.equal(resumed.state_dict()[name], weight)
 

@@ -21,6 +21,8 @@ from one_row import (
     token,
 )
 
+from foveate.progress import silent
+
 
 def said(code):
     """What a token is, and says."""
@@ -80,12 +82,12 @@ def test_the_finished_reader_knows_tokens_as_it_learned_them():
 
 def test_a_reader_is_trained_once_and_a_folder_of_another_is_refused(tmp_path):
     recipe = Recipe(layers=2, width=32, steps=2, batch=8)
-    first, again = (reader(recipe, tmp_path, lambda name, length: lambda: None) for _ in range(2))
+    first, again = (reader(recipe, tmp_path, silent) for _ in range(2))
     assert len((tmp_path / "log.csv").read_text().splitlines()) == 1
     for ours, theirs in zip(again.parameters(), first.parameters(), strict=True):
         assert torch.equal(ours, theirs)
     with pytest.raises(ValueError, match="seed"):
-        reader(recipe._replace(seed=1), tmp_path, lambda name, length: lambda: None)
+        reader(recipe._replace(seed=1), tmp_path, silent)
 
 
 def test_methods_recompute_equally_many_rows_of_20():

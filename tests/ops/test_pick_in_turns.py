@@ -9,6 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from foveate.ops import pick_in_turns as module
 from foveate.ops.facility_location import facility_location
 from foveate.ops.pick_in_turns import best_similarity, pick_in_turns
+from foveate.progress import silent
 
 
 def rows(seed, items, dim=6):
@@ -70,7 +71,7 @@ def test_a_round_waits_for_nothing(monkeypatch):
 
     monkeypatch.setattr(module, "_drops", drops)
     embeddings, classes, room = rows(0, 500, 64), torch.arange(500) % 3, torch.full((2, 3), 2)
-    worth, gains = torch.rand(500), module._first_gains(embeddings, embeddings, lambda name, length: lambda: None)
+    worth, gains = torch.rand(500), module._first_gains(embeddings, embeddings, silent)
     picking = module._Picking(embeddings, embeddings, 5 * [0, 1], gains, worth.clone(), classes, room)
     with Waits() as waits:
         for _ in range(40):

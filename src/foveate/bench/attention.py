@@ -15,11 +15,11 @@ from torch import Tensor
 
 from foveate.bench.peers import Attention, peers
 from foveate.bench.timing import captured, peak_memory, time_calls
-from foveate.compare import Track
 from foveate.machine import versions
 from foveate.methods import HilbertA
 from foveate.ops.block_attention import portable
 from foveate.ops.block_table import BlockTable
+from foveate.progress import Track, silent
 from foveate.report import INK
 from foveate.report import TILE_COLOURS as COLOURS
 
@@ -66,7 +66,7 @@ def bench_attention(
     text: int = 512,
     backward: bool = False,
     rounds: int = 15,
-    track: Track = lambda name, length: lambda: None,
+    track: Track = silent,
 ) -> Iterator[dict[str, Any]]:
     """After every case the measurements of every peer so far, ready for JSON.
 

@@ -18,13 +18,13 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from foveate.bench.models import random_model
 from foveate.bench.timing import Marks, peak_memory
-from foveate.compare import Track
 from foveate.integrations.transformers import ChunkCache, ChunkEncoder, Patched
 from foveate.integrations.transformers.context import Asked
 from foveate.machine import Stopwatch, versions
 from foveate.methods import InfoFlowKV
 from foveate.methods.kv_baselines import EPIC, CacheBlend, FullPrefill, NoRecompute
 from foveate.methods.recomputation import Recomputation
+from foveate.progress import Track, silent
 from foveate.report import TILE_COLOURS as COLOURS
 
 __all__ = ["MODELS", "How", "bench_context", "draw_context", "table_of"]
@@ -104,9 +104,7 @@ class Work(NamedTuple):
 
 
 @torch.no_grad()
-def bench_context(
-    tokens: Sequence[int], how: How, track: Track = lambda name, length: lambda: None
-) -> Iterator[dict[str, Any]]:
+def bench_context(tokens: Sequence[int], how: How, track: Track = silent) -> Iterator[dict[str, Any]]:
     """After every length the times so far to the first token behind a context, ready for JSON.
 
     First a small model with large random weights answers in the same dtype from a context that was computed again

@@ -14,7 +14,6 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from foveate.bench.timing import peak_memory
-from foveate.compare import Track
 from foveate.machine import now, versions
 from foveate.methods import SubCP
 from foveate.methods.sub_cp import Selection
@@ -22,6 +21,7 @@ from foveate.ops import dispatch
 from foveate.ops.example_blocks import Blocks
 from foveate.ops.facility_location import facility_location
 from foveate.ops.pick_in_turns import best_similarity
+from foveate.progress import Track, silent
 from foveate.report import TILE_COLOURS as COLOURS
 
 __all__ = ["How", "bench_examples", "draw_examples", "table_of"]
@@ -50,9 +50,7 @@ class How(NamedTuple):
     rounds: int = 3
 
 
-def bench_examples(
-    pools: Sequence[int], how: How, track: Track = lambda name, length: lambda: None
-) -> Iterator[dict[str, Any]]:
+def bench_examples(pools: Sequence[int], how: How, track: Track = silent) -> Iterator[dict[str, Any]]:
     """After every pool the times so far of choosing examples and of dealing them to blocks, ready for JSON.
 
     First, from a small pool, the examples are those of the greedy choice from the whole matrix of similarities in

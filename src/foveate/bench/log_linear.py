@@ -18,10 +18,10 @@ from foveate.bench.attention import TOLERANCE
 from foveate.bench.by_hand import Call, key_gradient_error, pick_error, query_error
 from foveate.bench.peers import dense
 from foveate.bench.timing import LONG_ENOUGH, captured, peak_memory, time_calls
-from foveate.compare import Track
 from foveate.machine import now, versions
 from foveate.ops.log_linear_attention import Options, portable
 from foveate.ops.pyramid import MOST_PICKS, check
+from foveate.progress import Track, silent
 from foveate.report import INK
 from foveate.report import TILE_COLOURS as COLOURS
 
@@ -163,9 +163,7 @@ def _by(run: Callable[..., Any], options: Options) -> Callable[..., tuple[Tensor
 # --- check, then time ---
 
 
-def bench_log_linear(
-    cases: Sequence[Case], how: How, track: Track = lambda name, length: lambda: None
-) -> Iterator[dict[str, Any]]:
+def bench_log_linear(cases: Sequence[Case], how: How, track: Track = silent) -> Iterator[dict[str, Any]]:
     """After every case the measurements of every peer so far, ready for JSON.
 
     Outputs and gradients of q are first compared with float64 for some queries, given what they read; what was picked,

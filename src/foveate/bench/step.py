@@ -15,7 +15,6 @@ from torch.nn.functional import scaled_dot_product_attention
 from foveate.bench.models import MODELS, Model
 from foveate.bench.reconstruction import FEATURES, reconstruction_error
 from foveate.bench.timing import captured, peak_memory, time_calls, time_shares
-from foveate.compare import Track
 from foveate.integrations.diffusers.apply import apply
 from foveate.integrations.diffusers.lora import using
 from foveate.integrations.diffusers.pipelines import Call, denoiser, time_steps
@@ -23,6 +22,7 @@ from foveate.machine import choose_device, choose_dtype, now, versions
 from foveate.methods import LLSA, HilbertA, Method, Together, ToMA
 from foveate.methods.method import TokenMerging
 from foveate.ops.joint_attention import joint_attention
+from foveate.progress import Track, silent
 
 __all__ = ["bench_step", "table_of"]
 
@@ -45,7 +45,7 @@ def bench_step(
     rounds: int = 9,
     device: str = "auto",
     dtype: str = "auto",
-    track: Track = lambda name, length: lambda: None,
+    track: Track = silent,
 ) -> Iterator[dict[str, Any]]:
     """With every row more the times so far of one forward of a denoiser with random weights, ready for JSON.
 

@@ -21,11 +21,11 @@ from torch.utils.data import default_collate
 from foveate.bench.log_linear import first_line
 from foveate.bench.step import TOLERANCE
 from foveate.bench.timing import peak_memory, time_calls
-from foveate.compare import Track
 from foveate.integrations.diffusers.pixel_dit import MODELS, PixelDiT
 from foveate.machine import now, versions
 from foveate.ops import dispatch
 from foveate.ops.pyramid import automatic_levels
+from foveate.progress import Track, silent
 from foveate.report import TILE_COLOURS as COLOURS
 from foveate.training.pictures import NoisyPicture, NoisyPictures
 from foveate.training.pixel import MIXED, PixelRecipe, prepare, velocity_loss
@@ -132,7 +132,7 @@ class How(NamedTuple):
 
 
 def bench_train(
-    sides: Sequence[int], variants: Sequence[str], how: How, track: Track = lambda name, length: lambda: None
+    sides: Sequence[int], variants: Sequence[str], how: How, track: Track = silent
 ) -> Iterator[dict[str, Any]]:
     """With every row more the times so far of one step of `foveate train`, ready for JSON.
 

@@ -14,6 +14,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from foveate.demo import PIPELINE, READER
 from foveate.methods import Method, Together, method_from_text
+from foveate.progress import Track
 
 __all__ = [
     "Device",
@@ -41,6 +42,10 @@ __all__ = [
 ]
 
 console = Console(stderr=True, highlight=False)
+
+EXTRAS = {"diffusers": "diffusers", "accelerate": "diffusers,train", "peft": "diffusers,train"}
+EXTRAS |= {"transformers": "transformers", "tokenizers": "transformers"}
+"""What to install for packages that not all commands need."""
 
 Model = Annotated[
     str,
@@ -79,13 +84,20 @@ def clear_errors(command: Callable[..., None]) -> Callable[..., None]:
             console.print("stopped; what was finished is in place")
             raise typer.Exit(130) from None
         except (ValueError, ImportError, OSError) as error:
-            _fail(str(error).strip())
+            _fail(_missing(error) or str(error).strip())
         except (RuntimeError, MemoryError) as error:
             if not _out_of_memory(error):
                 raise
             _fail("out of memory: use a smaller --size (or --top), --dtype bfloat16, or a device with more memory")
 
     return run
+
+
+def _missing(error: Exception) -> str:
+    """What to install, if it is that."""
+    package = (error.name or "").split(".")[0] if isinstance(error, ModuleNotFoundError) else ""
+    extra = EXTRAS.get(package)
+    return f"this needs {package}: pip install 'foveate[{extra}]'" if extra else ""
 
 
 def _fail(message: str) -> None:
@@ -102,13 +114,11 @@ def _out_of_memory(error: Exception) -> bool:
 def open_model(model: str, device: str, dtype: str) -> Any:
     """The pipeline that `--model` names, or the built-in one."""
     console.print(f"loading {model or 'the built-in model'}")
-    try:
-        from diffusers.utils import logging as diffusers_says
-        from transformers.utils import logging as transformers_says
+    from diffusers.utils import logging as diffusers_says
+    from transformers.utils import logging as transformers_says
 
-        from foveate.integrations.diffusers.pipelines import load
-    except ImportError as error:
-        raise ValueError(f"drawing needs diffusers ({error}): pip install 'foveate[diffusers]'") from error
+    from foveate.integrations.diffusers.pipelines import load
+
     diffusers_says.set_verbosity_error()
     diffusers_says.disable_progress_bar()
     transformers_says.disable_progress_bar()
@@ -125,14 +135,10 @@ def open_reader(model: str, device: str, dtype: str) -> tuple[Any, Any]:
     if not model and not READER.is_dir():
         raise ValueError("no language model comes with this version: name one with --model, a folder or a hub id")
     console.print(f"loading {model or 'the built-in reader'}")
-    try:
-        from transformers.utils import logging as transformers_says
+    from transformers.utils import logging as transformers_says
 
-        from foveate.integrations.transformers.loading import load
-    except ImportError as error:
-        raise ValueError(
-            f"language models need transformers ({error}): pip install 'foveate[transformers]'"
-        ) from error
+    from foveate.integrations.transformers.loading import load
+
     transformers_says.set_verbosity_error()
     transformers_says.disable_progress_bar()
     return load(model or str(READER), device, dtype)
@@ -153,10 +159,8 @@ def training_device(name: str) -> str:
     """Where this process trains; processes but the first are silent."""
     if name not in ("auto", "cpu"):
         raise ValueError(f"--device is auto or cpu here, not {name}: CUDA_VISIBLE_DEVICES says which GPUs there are")
-    try:
-        from accelerate import PartialState
-    except ImportError as error:
-        raise ValueError(f"training needs accelerate ({error}): pip install 'foveate[diffusers,train]'") from error
+    from accelerate import PartialState
+
     state = PartialState(cpu=name == "cpu")
     console.quiet = not state.is_main_process
     if state.num_processes > 1:
@@ -236,7 +240,7 @@ def read_size(text: str) -> tuple[int, int]:
 
 
 @contextmanager
-def progress() -> Generator[Callable[[str, int], Callable[[], None]]]:
+def progress() -> Generator[Track]:
     """Starts progress bars: called with a name and a length, what it yields returns what advances the bar by one."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, TimeRemainingColumn(), console=console) as bars:

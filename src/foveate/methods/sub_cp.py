@@ -10,7 +10,7 @@ objective (facility location) and four strategies; what the strategies compute i
    local ones cut the pool into regions around anchors, and fill a block from each.
 """
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -22,17 +22,13 @@ from foveate.ops.example_blocks import ALIKE, Blocks, Embeddings, unit_rows
 from foveate.ops.example_labels import Classes, classes_of
 from foveate.ops.kept_apart import keep_apart
 from foveate.ops.pick_in_turns import Picked, best_similarity, pick_in_turns
+from foveate.progress import Track, silent
 
 __all__ = ["STRATEGIES", "Selection", "SubCP"]
 
-Track = Callable[[str, int], Callable[[], None]]
 
 STRATEGIES = "global_diverse", "global_local", "local_diverse", "local_coherent"
 CHOICES = {"strategy": STRATEGIES, "order": ("picked", "central_last"), "balance": (None, "proportional", "equal")}
-
-
-def _silent(name: str, length: int) -> Callable[[], None]:
-    return lambda: None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,7 +95,7 @@ class SubCP:
         labels: Sequence[Hashable] | None = None,
         queries: Embeddings | None = None,
         represent: Embeddings | None = None,
-        track: Track = _silent,
+        track: Track = silent,
     ) -> "Selection":
         """The `n` examples that cover the pool best, greedily: within 1 - 1/e of the best set.
 
@@ -133,7 +129,7 @@ class SubCP:
         *,
         labels: Sequence[Hashable] | None = None,
         queries: Embeddings | None = None,
-        track: Track = _silent,
+        track: Track = silent,
     ) -> Blocks:
         """Blocks of examples.
 

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from foveate.ops import dispatch
 from foveate.ops.facility_location import NEARLY
+from foveate.progress import Track, silent
 
 __all__ = ["Picked", "best_similarity", "pick_in_turns"]
 
@@ -49,7 +50,7 @@ def pick_in_turns(
     bonus: Float[Tensor, "candidates"] | None = None,
     classes: Int[Tensor, "candidates"] | None = None,
     room: Int[Tensor, "blocks classes"] | None = None,
-    track: Callable[[str, int], Callable[[], None]] = lambda name, length: lambda: None,
+    track: Track = silent,
 ) -> Picked:
     """Picks of blocks that take turns, each taking the free candidate that adds most to the block's own objective.
 
@@ -198,7 +199,7 @@ def _recorded(call: Callable[[], None]) -> Callable[[], None]:
 def _first_gains(
     represented: Float[Tensor, "represented dim"],
     candidates: Float[Tensor, "candidates dim"],
-    track: Callable[[str, int], Callable[[], None]],
+    track: Track,
 ) -> Float[Tensor, "candidates"]:
     """What each candidate adds to an empty block."""
     parts = represented.split(-(-len(represented) // PARTS))

@@ -4,7 +4,7 @@
 
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from zlib import crc32
@@ -19,6 +19,7 @@ from foveate.files import write_whole
 from foveate.integrations.diffusers.lora import LORA_FILE
 from foveate.integrations.diffusers.pipelines import Request, draw_batch, fingerprint, noise_shift
 from foveate.methods import HilbertA
+from foveate.progress import Track, silent
 from foveate.report import draw_sheet, figure_png
 from foveate.training.pairs import Noisy, NoisyPairs, make_pairs
 from foveate.training.run import Run, Stretch, shares
@@ -45,7 +46,7 @@ def distill(
     compile: bool = False,
     minutes: float = math.inf,
     sample_every: int = 0,
-    track: Callable[[str, int], Callable[[], None]] = lambda name, length: lambda: None,
+    track: Track = silent,
 ) -> bool:
     """Make the pictures, then train the LoRA; whether all steps were made. The pipeline keeps the LoRA.
 

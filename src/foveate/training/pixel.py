@@ -5,7 +5,7 @@
 import copy
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,6 +24,7 @@ from foveate.files import write_whole
 from foveate.integrations.diffusers.pipelines import Request, draw
 from foveate.integrations.diffusers.pixel_dit import PixelDiT
 from foveate.integrations.diffusers.pixel_pipeline import PixelPipeline
+from foveate.progress import Track, silent
 from foveate.report import draw_sheet, figure_png
 from foveate.training.pictures import NoisyPicture, NoisyPictures, Pictures
 from foveate.training.run import Run, Stretch, shares
@@ -94,7 +95,7 @@ def train(
     compile: bool = False,
     minutes: float = math.inf,
     sample_every: int = 0,
-    track: Callable[[str, int], Callable[[], None]] = lambda name, length: lambda: None,
+    track: Track = silent,
 ) -> bool:
     """Train the pipeline's transformer; whether all steps were made. `out` becomes the folder of the pipeline.
 

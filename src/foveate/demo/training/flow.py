@@ -7,7 +7,7 @@ import itertools
 import math
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ from foveate.demo.training.painter import Latents, Painter, flow_loss
 from foveate.demo.training.stages import RECIPE, Batches, Stage
 from foveate.files import write_picture
 from foveate.integrations.diffusers.pipelines import fingerprint
+from foveate.progress import Track, silent
 from foveate.training.checkpoints import resume, write_checkpoint
 
 __all__ = ["FlowTraining", "sample_grid"]
@@ -91,7 +92,7 @@ class FlowTraining:
         checkpoint_minutes: float = 5,
         sample_every: int = 2000,
         workers: int | None = None,
-        track: Callable[[str, int], Callable[[], None]] = lambda name, length: lambda: None,
+        track: Track = silent,
     ) -> bool:
         """Train until the recipe is done or the time is up; whether it is done.
 

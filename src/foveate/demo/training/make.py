@@ -4,7 +4,6 @@
 import copy
 import json
 import math
-from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -20,16 +19,12 @@ from foveate.demo.training.vae import train_vae
 from foveate.demo.untrained import untrained_pipeline
 from foveate.files import write_whole
 from foveate.integrations.diffusers.pipelines import load
+from foveate.progress import Track, silent
 
 __all__ = ["PARTS", "export", "make"]
 
 PARTS = ("recogniser", "vae", "flow")
 RECOGNISER_STEPS, VAE_STEPS = 5000, 1500
-
-
-def silent(name: str, length: int) -> Callable[[], None]:
-    """Shows no progress."""
-    return lambda: None
 
 
 def make(
@@ -43,7 +38,7 @@ def make(
     batch: float = 1.0,
     sample_every: int = 1000,
     compile: bool = False,
-    track: Callable[[str, int], Callable[[], None]] = silent,
+    track: Track = silent,
 ) -> bool:
     """Train one part of the built-in model, or all of them; whether the recipe is done.
 
@@ -111,7 +106,7 @@ def _flow(
     minutes: float,
     sample_every: int,
     compile: bool,
-    track: Callable[[str, int], Callable[[], None]],
+    track: Track,
 ) -> bool:
     pipeline, before = _beginning(out, start, seed)
     training = FlowTraining(out / "flow", pipeline, afresh=start is None, recipe=recipe, seed=seed, compile=compile)

@@ -13,7 +13,7 @@ import json
 import math
 import random
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -31,6 +31,7 @@ from foveate.demo.facts import BLANK, SENTENCE, ask, draw_facts
 from foveate.demo.labels import EXAMPLE, draw_labelled
 from foveate.demo.lexicon import WORDS, reader_tokenizer
 from foveate.files import write_whole
+from foveate.progress import Track, silent
 from foveate.training.run import Run, Stretch
 from foveate.training.trained import Trained
 
@@ -296,7 +297,7 @@ def train_reader(
     *,
     minutes: float = math.inf,
     sample_every: int = 1000,
-    track: Callable[[str, int], Callable[[], None]] = lambda name, length: lambda: None,
+    track: Track = silent,
 ) -> bool:
     """Train a reader; whether all steps were made. What is found in `out` is gone on with.
 

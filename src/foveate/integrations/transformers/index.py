@@ -1,7 +1,7 @@
 """Cached chunks of passages in a folder: computed once, read when they are needed."""
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -9,10 +9,9 @@ from foveate.documents import Passage
 from foveate.integrations.transformers.chunk import ChunkCache, opened
 from foveate.integrations.transformers.encoder import ChunkEncoder
 from foveate.integrations.transformers.fingerprint import digest
+from foveate.progress import Track, silent
 
 __all__ = ["Built", "ChunkIndex"]
-
-Track = Callable[[str, int], Callable[[], None]]
 
 
 class Built(NamedTuple):
@@ -59,7 +58,7 @@ class ChunkIndex:
         """The file of a passage; passages of equal tokens share one."""
         return self.folder / f"{digest(self.ids[passage])}.safetensors"
 
-    def build(self, track: Track = lambda name, length: lambda: None) -> Built:
+    def build(self, track: Track = silent) -> Built:
         """Compute what is missing, and remove files of passages that are gone. What is there is not read yet.
 
         Each file appears when it is complete: whoever stops it loses the passage at hand, and calls it again.
