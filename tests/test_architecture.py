@@ -27,9 +27,9 @@ ROOMS = {
     "demo": {"ops", "methods", "integrations", "report", "files", "machine", "progress", "training"},
     "training": {"ops", "methods", "integrations", "report", "files", "machine", "progress"},
     "compare": {"ops", "methods", "integrations", "report", "files", "machine", "progress"},
-    "evaluate": {"ops", "methods", "integrations", "report", "files", "machine", "progress", "compare", "demo"},
-    "bench": {"kernels", "ops", "methods", "integrations", "training", "report", "files", "machine", "compare"}
-    | {"demo", "progress"},
+    "evaluate": {"ops", "methods", "integrations", "report", "files", "machine", "progress", "demo"},
+    "bench": {"kernels", "ops", "methods", "integrations", "training", "report", "files", "machine", "progress"}
+    | {"demo"},
     "rag": {"methods", "integrations", "report", "machine", "documents"},
     "cli": {"ops", "methods", "integrations", "report", "files", "compare", "evaluate", "bench", "demo", "training"}
     | {"examples", "saved_blocks", "machine", "progress", "documents", "rag"},

@@ -43,8 +43,13 @@ __all__ = [
 
 console = Console(stderr=True, highlight=False)
 
-EXTRAS = {"diffusers": "diffusers", "accelerate": "diffusers,train", "peft": "diffusers,train"}
-EXTRAS |= {"transformers": "transformers", "tokenizers": "transformers"}
+EXTRAS = {
+    "diffusers": "diffusers",
+    "transformers": "transformers",
+    "tokenizers": "transformers",
+    "accelerate": "diffusers,train",
+    "peft": "diffusers,train",
+}
 """What to install for packages that not all commands need."""
 
 Model = Annotated[
