@@ -8,6 +8,7 @@ import multiprocessing
 import os
 import subprocess
 import sys
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -103,9 +104,29 @@ def test_the_average_is_that_of_the_weights_after_every_step(run, monkeypatch):
         torch.testing.assert_close(weights(out)[name].double(), mean, atol=1e-6, rtol=1e-4)
 
 
-@pytest.mark.parametrize("attention", ["dense", "log-linear"])
-def test_a_run_that_was_broken_off_goes_on_as_if_it_had_not_been(run, attention, monkeypatch):
-    whole, _ = run("whole", pipe=pipeline(attention=attention), at_once=2)
+def test_muon_turns_the_matrices_of_blocks_and_adamw_all_else_at_one_rate_that_cools_down(run, monkeypatch):
+    seen = []
+    for kind in (torch.optim.Muon, torch.optim.AdamW):
+        step = kind.step
+
+        def noting(optimizer, *args, kind=kind, step=step):
+            (group,) = optimizer.param_groups
+            seen.append((kind.__name__, group["lr"], sum(weight.numel() for weight in group["params"])))
+            step(optimizer, *args)
+
+        monkeypatch.setattr(kind, "step", noting)
+    run("out", [Stage((16, 16), 4, 1)], recipe=replace(QUICK, optimizer="muon", cool_down=0.5))
+    named = list(pipeline().transformer.named_parameters())
+    inside = sum(weight.numel() for name, weight in named if name.startswith("blocks.") and weight.ndim == 2)
+    outside = sum(weight.numel() for _, weight in named) - inside
+    rates = [3e-3, 3e-3, 3e-3, 1.5e-3]
+    assert seen == [entry for rate in rates for entry in (("Muon", rate, inside), ("AdamW", rate, outside))]
+
+
+@pytest.mark.parametrize(("attention", "optimizer"), [("dense", "muon"), ("log-linear", "adamw")])
+def test_a_run_that_was_broken_off_goes_on_as_if_it_had_not_been(run, attention, optimizer, monkeypatch):
+    recipe = replace(QUICK, optimizer=optimizer, cool_down=0.5)
+    whole, _ = run("whole", recipe=recipe, pipe=pipeline(attention=attention), at_once=2)
     calls, loss, often = itertools.count(1), PixelTraining.loss, PixelTraining.run
 
     def lights_out(*arguments):
@@ -119,7 +140,7 @@ def test_a_run_that_was_broken_off_goes_on_as_if_it_had_not_been(run, attention,
     while not done:
         attempts += 1
         with contextlib.suppress(SystemError):
-            broken, done = run("broken", pipe=pipeline(attention=attention), at_once=2)
+            broken, done = run("broken", recipe=recipe, pipe=pipeline(attention=attention), at_once=2)
     assert attempts > 2
     assert losses(broken) == losses(whole)
     assert [step for step, _ in losses(whole)] == [1, 2, 3, 4, 5, 6, 7]
@@ -282,8 +303,10 @@ def test_two_devices_learn_what_one_learns(photos, tmp_path):
     [
         ({"rate": 0.0}, "the learning rate must be above 0"),
         ({"weight_decay": -1.0}, "the weight decay must be 0 or more, not -1"),
-        ({"average": 1.0}, "are fractions, from 0 to 1: not 1.0 and 0.1"),
-        ({"uncaptioned": 1.5}, "are fractions, from 0 to 1: not 0.9999 and 1.5"),
+        ({"average": 1.0}, "are fractions, from 0 to 1: not 1.0, 0.1 and 0.0"),
+        ({"uncaptioned": 1.5}, "are fractions, from 0 to 1: not 0.9999, 1.5 and 0.0"),
+        ({"cool_down": -0.5}, "are fractions, from 0 to 1: not 0.9999, 0.1 and -0.5"),
+        ({"optimizer": "sgd"}, "unknown optimizer .sgd.: choose adamw or muon"),
         ({"dtype": "float16"}, "unknown dtype 'float16': train in float32 or bfloat16"),
     ],
 )

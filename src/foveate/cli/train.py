@@ -47,7 +47,13 @@ def train(
     ] = "",
     batch: Annotated[int, typer.Option(min=1, help="Pictures a step, over all devices, unless --sizes says.")] = 64,
     at_once: Annotated[int, typer.Option(min=1, help="Pictures that a device sees together at most.")] = 64,
-    rate: Annotated[float, typer.Option(min=0, help="Learning rate of AdamW.")] = 1e-4,
+    rate: Annotated[float, typer.Option(min=0, help="Learning rate.")] = 1e-4,
+    cool_down: Annotated[
+        float, typer.Option(min=0, max=1, help="Last fraction of the steps, in which the rate falls to 0.")
+    ] = 0.0,
+    optimizer: Annotated[
+        str, typer.Option(help="adamw, or muon for the matrices of blocks: about the same rates.")
+    ] = "adamw",
     average: Annotated[
         float, typer.Option(min=0, max=1, help="What the average of the weights, which draws, keeps at each step.")
     ] = 0.9999,
@@ -91,7 +97,7 @@ def train(
         raise ValueError(f"unknown size {dit!r} of the model: choose {', '.join(MODELS)}")
     if dtype == "auto":
         dtype = "bfloat16" if where.startswith("cuda") else "float32"
-    recipe = PixelRecipe(rate=rate, average=average, dtype=dtype, seed=seed)
+    recipe = PixelRecipe(rate=rate, cool_down=cool_down, optimizer=optimizer, average=average, dtype=dtype, seed=seed)
     pictures = _pictures(data, seed)
     text_encoder, tokenizer = built_in_reader() if pictures.captioned else (None, None)
     torch.manual_seed(seed)

@@ -166,7 +166,7 @@ class Distillation(Run):
         }
         optimizer = student.recipe.optimizer_of(student.trained)
         model, optimizer = accelerator.prepare(pipeline.transformer, optimizer)
-        super().__init__(out, accelerator, model, Trained(student.trained, optimizer), settings)
+        super().__init__(out, accelerator, model, Trained(student.trained, [optimizer]), settings)
 
     def parts(self) -> dict[str, Trained]:
         """The LoRA and its optimizer."""

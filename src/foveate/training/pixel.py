@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from accelerate import Accelerator
+from accelerate import Accelerator, DistributedType
 from accelerate.utils import DataLoaderConfiguration
 from diffusers.training_utils import EMAModel
 from diffusers.utils import SAFETENSORS_WEIGHTS_NAME
@@ -27,12 +27,13 @@ from foveate.integrations.diffusers.pixel_pipeline import PixelPipeline
 from foveate.progress import Track, silent
 from foveate.report import draw_sheet, figure_png
 from foveate.training.pictures import NoisyPicture, NoisyPictures, Pictures
-from foveate.training.run import Run, Stretch, shares
-from foveate.training.trained import Trained, whole
+from foveate.training.run import Run, Stretch, cooled, shares
+from foveate.training.trained import Trained, whole, with_muon
 
 __all__ = ["MIXED", "PixelRecipe", "PixelTraining", "Stage", "prepare", "train", "velocity_loss"]
 
 MIXED = {"float32": "no", "bfloat16": "bf16"}
+OPTIMIZERS = "adamw", "muon"
 
 
 class Stage(NamedTuple):
@@ -54,8 +55,10 @@ class PixelRecipe:
     """How a pixel model is trained. The defaults are those of the paper, arXiv 2512.16615.
 
     Attributes:
-        rate: Learning rate of AdamW.
-        weight_decay: Likewise.
+        rate: Learning rate.
+        cool_down: Over this last fraction of the steps the rate falls to 0, linearly.
+        optimizer: "adamw", or "muon" for the matrices of blocks: about the same rates.
+        weight_decay: Of all weights, or of those matrices.
         average: What the moving average of the weights, which draws, keeps at a step, once there were many.
         uncaptioned: Fraction of the pictures whose caption is left empty, as a guidance scale needs it.
         dtype: "float32", or "bfloat16" for all but the weights.
@@ -63,6 +66,8 @@ class PixelRecipe:
     """
 
     rate: float = 1e-4
+    cool_down: float = 0.0
+    optimizer: str = "adamw"
     weight_decay: float = 1e-2
     average: float = 0.9999
     uncaptioned: float = 0.1
@@ -72,11 +77,14 @@ class PixelRecipe:
     def __post_init__(self) -> None:
         if self.rate <= 0:
             raise ValueError(f"the learning rate must be above 0, not {self.rate}")
+        if self.optimizer not in OPTIMIZERS:
+            raise ValueError(f"unknown optimizer {self.optimizer!r}: choose {' or '.join(OPTIMIZERS)}")
         if self.weight_decay < 0:
             raise ValueError(f"the weight decay must be 0 or more, not {self.weight_decay}")
-        if not (0 <= self.average < 1 and 0 <= self.uncaptioned <= 1):
+        if not (0 <= self.average < 1 and 0 <= self.uncaptioned <= 1 and 0 <= self.cool_down <= 1):
             raise ValueError(
-                f"average and uncaptioned are fractions, from 0 to 1: not {self.average} and {self.uncaptioned}"
+                "average, uncaptioned and cool_down are fractions, from 0 to 1: "
+                f"not {self.average}, {self.uncaptioned} and {self.cool_down}"
             )
         if self.dtype not in MIXED:
             raise ValueError(f"unknown dtype {self.dtype!r}: train in {' or '.join(MIXED)}")
@@ -122,6 +130,8 @@ def train(
         mixed_precision=MIXED[recipe.dtype],
         dataloader_config=DataLoaderConfiguration(non_blocking=True),
     )
+    if accelerator.distributed_type == DistributedType.FSDP and recipe.optimizer != "adamw":
+        raise ValueError("Muon cannot turn matrices that FSDP has spread over devices: use --optimizer adamw")
     _check(pipeline, pictures, stages, accelerator.num_processes, at_once)
     training = PixelTraining(
         out, pipeline, pictures, stages, recipe, accelerator, captions, at_once, checkpointing, compile
@@ -160,10 +170,17 @@ def prepare(
         model.enable_gradient_checkpointing()
     if compile:
         model.compile_repeated_blocks(dynamic=False)
-    optimizer = torch.optim.AdamW(model.parameters(), recipe.rate, weight_decay=recipe.weight_decay)
-    prepared, optimizer = accelerator.prepare(model, optimizer)
+    prepared, *optimizers = accelerator.prepare(model, *_optimizers(model, recipe))
     weights = list(prepared.parameters())
-    return prepared, Trained(weights, optimizer, EMAModel(weights, decay=recipe.average))
+    return prepared, Trained(weights, optimizers, EMAModel(weights, decay=recipe.average))
+
+
+def _optimizers(model: PixelDiT, recipe: PixelRecipe) -> list[torch.optim.Optimizer]:
+    if recipe.optimizer == "adamw":
+        return [torch.optim.AdamW(model.parameters(), recipe.rate, weight_decay=recipe.weight_decay)]
+    return with_muon(
+        model.named_parameters(), lambda name: name.startswith("blocks."), recipe.rate, recipe.weight_decay
+    )
 
 
 def velocity_loss(
@@ -265,8 +282,8 @@ class PixelTraining(Run):
         return velocity_loss(self.model, batch, text)
 
     def rate(self, done: float) -> float:
-        """Constant."""
-        return self.recipe.rate
+        """Constant, and down to 0 at the end if the recipe says so."""
+        return cooled(self.recipe.rate, done, self.recipe.cool_down)
 
     def export(self) -> None:
         """The pipeline's folder."""

@@ -22,7 +22,7 @@ from foveate.report import draw_losses, figure_png
 from foveate.training.checkpoints import resume, write_checkpoint
 from foveate.training.trained import Trained
 
-__all__ = ["Run", "Stretch", "learn", "shares"]
+__all__ = ["Run", "Stretch", "cooled", "learn", "shares"]
 
 WORKERS = min(4, os.cpu_count() or 1)  # processes that read pictures and add noise while a GPU computes
 
@@ -58,6 +58,11 @@ def shares(batch: int, devices: int, at_once: int) -> tuple[int, int]:
     return at_once, batch // together
 
 
+def cooled(rate: float, done: float, cool_down: float) -> float:
+    """The learning rate when a fraction of the steps is done: over the last part of them it falls to 0, linearly."""
+    return rate * min(1.0, (1 - done) / cool_down) if cool_down else rate
+
+
 def learn(accelerator: Accelerator, model: nn.Module, trained: Trained, loss: Callable[[], Tensor]) -> Tensor:
     """The loss, from which the weights have learned: its gradients are clipped at 1 and the average follows.
 
@@ -68,8 +73,9 @@ def learn(accelerator: Accelerator, model: nn.Module, trained: Trained, loss: Ca
         accelerator.backward(value)
         if accelerator.sync_gradients:
             accelerator.clip_grad_norm_(trained.weights, 1.0)
-        trained.optimizer.step()
-        trained.optimizer.zero_grad()
+        for optimizer in trained.optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
     if accelerator.sync_gradients:
         trained.follow()
     return value.detach()
@@ -171,8 +177,9 @@ class Run(ABC):
             self.accelerator.gradient_accumulation_steps = times
             losses: list[Tensor] = []
             for batch in self.accelerator.prepare(loader):
-                for group in self.trained.optimizer.param_groups:
-                    group["lr"] = self.rate(self.step / steps)
+                for optimizer in self.trained.optimizers:
+                    for group in optimizer.param_groups:
+                        group["lr"] = self.rate(self.step / steps)
                 losses.append(learn(self.accelerator, self.model, self.trained, partial(self.loss, batch)))
                 if self.accelerator.sync_gradients:
                     self.step += 1

@@ -22,6 +22,7 @@ from foveate.integrations.diffusers.apply import apply
 from foveate.integrations.diffusers.lora import pack_lora
 from foveate.methods import Method
 from foveate.training.pairs import Noisy
+from foveate.training.run import cooled
 from foveate.training.trained import whole
 
 __all__ = ["Recipe", "Student"]
@@ -85,8 +86,7 @@ class Recipe:
 
     def rate_at(self, done: float) -> float:
         """Learning rate when this fraction of the steps is done."""
-        whole = self.rate or RATES[self.optimizer]
-        return whole * min(1.0, (1 - done) / self.cool_down) if self.cool_down else whole
+        return cooled(self.rate or RATES[self.optimizer], done, self.cool_down)
 
     def optimizer_of(self, parameters: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
         """The optimizer of these parameters."""

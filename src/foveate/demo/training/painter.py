@@ -13,6 +13,7 @@ from foveate.demo.atlas import load_atlas
 from foveate.demo.scenes import render
 from foveate.demo.training.stages import Batch
 from foveate.integrations.diffusers.pipelines import noise_shift
+from foveate.training.trained import with_muon
 
 __all__ = ["Latents", "Painter", "flow_loss"]
 
@@ -51,15 +52,12 @@ class Painter(nn.Module):
 
     def optimizers(self) -> list[torch.optim.Optimizer]:
         """Muon for the matrices inside blocks, AdamW for everything else."""
-        inside, others = [], []
-        for name, parameter in self.named_parameters():
+
+        def inside(name: str) -> bool:
             block = any(words in name for words in ("transformer_blocks.", ".layers.", ".block."))
-            matrix = parameter.ndim == 2 and not name.endswith("relative_attention_bias.weight")
-            (inside if block and matrix else others).append(parameter)
-        return [
-            torch.optim.Muon(inside, weight_decay=0.01, adjust_lr_fn="match_rms_adamw"),
-            torch.optim.AdamW(others, weight_decay=0.0, betas=(0.9, 0.98)),
-        ]
+            return block and not name.endswith("relative_attention_bias.weight")
+
+        return with_muon(self.named_parameters(), inside, rate=1e-3, weight_decay=0.01)
 
 
 class Latents:
