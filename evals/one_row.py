@@ -1,15 +1,14 @@
 # pyright: basic, reportArgumentType=false
 """What it is worth to recompute some rows of cached chunks where every fact is a single token: the starved task.
 
-python evals/one_row.py --out out/one-row        # trains three readers, 15 minutes on two CPU cores
+python evals/one_row.py --out out/one-row        # trains three readers, about 20 minutes on two CPU cores
 
 A text tells four ids ("name has id"), and in four chunks behind them 16 facts ("id, relation, value"), each with one
 token. A question lets a letter stand for a name, and another for a second name, and asks for the letter's relation: so
 a prompt that has found out who is meant looks for a fact that knows its owner, which only a fact that was read behind
-the ids does. Right is what one row can make right, and nothing else can: evals/context.py asks readers of words, whose
-facts take six.
+the ids does. One row can make all right; evals/context.py asks readers of words, whose facts take six.
 
-Reconstructed from a pilot of ours, with six layers instead of two: with two, CacheBlend has all of them anew.
+With two layers, as in the pilot of this task, CacheBlend would have all of them anew: here are six.
 """
 
 from functools import cache, partial
