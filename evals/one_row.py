@@ -19,7 +19,7 @@ from typing import Annotated, Any, NamedTuple
 
 import torch
 import typer
-from context import Asked, Track, fastest, report
+from context import Asked, fastest, report
 from jaxtyping import Float, Int
 from quality import Commit
 from small_training import trained
@@ -28,6 +28,7 @@ from torch.nn.functional import cross_entropy, embedding
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from foveate.files import claim
+from foveate.progress import Track
 
 PEOPLE = RELATIONS = 4  # of a text
 FACTS = PEOPLE * RELATIONS
@@ -101,11 +102,8 @@ def draw(count: int, generator: torch.Generator) -> Text:
     def some(kinds: int, of: int) -> Tensor:
         return torch.rand(count, of, generator=generator).argsort(1)[:, :kinds]
 
-    names, numbers, relations = (
-        some(PEOPLE, SIZES["name"]),
-        some(PEOPLE, SIZES["id"]),
-        some(RELATIONS, SIZES["relation"]),
-    )
+    names, numbers = some(PEOPLE, SIZES["name"]), some(PEOPLE, SIZES["id"])
+    relations = some(RELATIONS, SIZES["relation"])
     values = torch.randint(SIZES["value"], (count, FACTS), generator=generator)
     order = some(FACTS, FACTS)
     facts = token("fact", numbers.repeat_interleave(RELATIONS, 1), relations.repeat(1, PEOPLE), values)
@@ -142,7 +140,9 @@ def ask(text: Text, kind: Int[Tensor, "texts questions"], generator: torch.Gener
     relation = text.relations.gather(1, fact % RELATIONS)
     lets = token("let", letters, torch.stack([name, text.names.gather(1, other)], -1))
     turned = torch.rand(kind.shape, generator=generator) < 0.5
-    lets = torch.where(turned[..., None], lets.flip(-1), lets) * (kind == 0)[..., None]  # else starts
+    lets = (
+        torch.where(turned[..., None], lets.flip(-1), lets) * (kind == ASKS.index("asks by letter"))[..., None]
+    )  # else starts
     last = torch.stack(
         [
             token("asks by letter", letters[..., 0], relation),
@@ -151,7 +151,9 @@ def ask(text: Text, kind: Int[Tensor, "texts questions"], generator: torch.Gener
             token("asks id", name),
         ]
     ).gather(0, kind[None])[0]
-    answers = torch.where(kind == 3, token("id", number), token("value", text.values.gather(1, fact)))
+    answers = torch.where(
+        kind == ASKS.index("asks id"), token("id", number), token("value", text.values.gather(1, fact))
+    )
     return Questions(torch.cat([lets, last[..., None]], -1), answers, fact, kind)
 
 

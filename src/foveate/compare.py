@@ -17,8 +17,6 @@ from foveate.report import Comparison, Variant, comparison_page, psnr, ssim
 
 __all__ = ["compare", "showcase"]
 
-"""Starts a progress bar of that name and length; the function it returns advances it by one."""
-
 
 def showcase() -> list[Method | Together]:
     """The settings of every registered method that are worth a look, and what goes together."""

@@ -26,7 +26,6 @@ from foveate.progress import Track, silent
 
 __all__ = ["STRATEGIES", "Selection", "SubCP"]
 
-
 STRATEGIES = "global_diverse", "global_local", "local_diverse", "local_coherent"
 CHOICES = {"strategy": STRATEGIES, "order": ("picked", "central_last"), "balance": (None, "proportional", "equal")}
 
