@@ -33,9 +33,9 @@ log_linear() { # [8]
 
 train() { timed $foveate bench train --compile "${results[@]}"; } # [4]
 
-flux() { # [6]
+flux() { # [8]
   step flux-dev 64,128,256 --compile --rounds 7
-  step flux-dev 64,128 --rounds 5
+  step flux-dev 64,128,256 --rounds 5
 }
 
 flux_options() { # [4]
@@ -48,12 +48,12 @@ flux_options() { # [4]
   mv out/options/step-flux-dev-compiled-cuda.json benchmarks/results/step-flux-dev-options-cuda.json
 }
 
-sdxl() { # [4]
+sdxl() { # [6]
   local methods=() keep
   for keep in 0.75 0.5 0.25; do methods+=(--method "toma:keep=$keep"); done
   methods+=(--method toma:granularity=module --method tomesd --method tofu --method todo)
   step sdxl 64,128 --compile "${methods[@]}"
-  step sdxl 64 "${methods[@]}"
+  step sdxl 64,128 "${methods[@]}"
 }
 
 built_in() { # [2]
@@ -73,6 +73,16 @@ merging() { # [8]
 distilled() { # [20 on two GPUs, GPUS=1 takes one]
   timed python3 -m accelerate.commands.launch --num_processes "${GPUS:-2}" evals/distilled.py --out out/distilled --only t16,t4 \
     --steps 8000 --compile --at-once $((32 / ${GPUS:-2})) "${commit[@]}"
+}
+
+distilled_512() { # [15; begins with what distilled left]
+  local name start
+  for name in t16 t4; do
+    start=out/$name-8000-steps.safetensors
+    cp "out/distilled/$name-8000-steps/pytorch_lora_weights.safetensors" "$start"
+    timed python3 evals/distilled.py --out out/distilled-512 --only "$name" --start "$start" --size 512 --pictures 400 \
+      --steps 400 --rate 5e-4 --at-once 8 --batch 8 --prompts 128 --compile "${commit[@]}"
+  done
 }
 
 ablations() { # [25]
@@ -110,8 +120,8 @@ recomputed() { # [5]
 }
 
 parts=(
-  tests attention log_linear train flux flux_options sdxl built_in quality merging distilled ablations pixel_dit prefill
-  pools examples readers recomputed
+  tests attention log_linear train flux flux_options sdxl built_in quality merging distilled distilled_512 ablations pixel_dit
+  prefill pools examples readers recomputed
 )
 for part in "${@:-${parts[@]}}"; do
   [[ " ${parts[*]} " == *" $part "* ]] || { echo "unknown part $part: choose from ${parts[*]}" && exit 2; }
