@@ -12,7 +12,6 @@ from typing import NamedTuple
 import torch
 from jaxtyping import Int
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from foveate.cache import PerTensors
@@ -25,9 +24,6 @@ from foveate.ops.curves import raster_order
 __all__ = ["Clear", "radius_for", "register"]
 
 Grid = tuple[int, int]
-
-FASTEST = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
-"""Under a mask: on its own PyTorch takes the third on a GPU, and the second on a CPU."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,5 +126,4 @@ def _masked(
         known = dispatch.backends("block_attention", q.device, q.dtype, q.shape[3])
         return [one.run for one in known if one.run is not _masked][-1](q, k, v, table, scale, with_lse)
     mask = _MASKS.get(table, q.device, lambda: table.to_dense().to(q.device))
-    with sdpa_kernel(FASTEST, set_priority=True):
-        return scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale), None
+    return scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale), None
