@@ -522,6 +522,9 @@ def test_train_leaves_a_folder_that_generate_draws_with(tmp_path):
     result = run("generate", "a cat", "--model", "trained", "--steps", 1, "--method", "hilberta", "--device", "cpu")
     assert result.exit_code == 2
     assert "PixelDiT" in result.output
+    result = run("compare", "a cat", "--model", "trained", "--steps", 1, "--rounds", 1, "--device", "cpu")
+    assert result.exit_code == 0, result.output
+    assert sorted(path.name for path in (tmp_path / "compare").glob("*.png")) == ["dense.png", "llsa-k-8.png"]
 
 
 def test_train_begins_with_the_weights_of_another_run(tmp_path):

@@ -4,8 +4,13 @@ import copy
 
 import pytest
 import torch
+from diffusers import FlowMatchEulerDiscreteScheduler
 
+import foveate
+from foveate import LLSA, HilbertA
+from foveate.integrations.diffusers.pixel import as_method
 from foveate.integrations.diffusers.pixel_dit import PixelDiT
+from foveate.integrations.diffusers.pixel_pipeline import PixelPipeline
 from foveate.ops.curves import CURVES
 
 
@@ -200,3 +205,61 @@ def test_pictures_and_words_that_do_not_fit_are_refused():
         model(text_dim=7)(*inputs())
     with pytest.raises(ValueError, match="levels=3 is too many for 256 tokens"):
         model(levels=3)(*inputs(16, 16))
+
+
+def test_llsa_applied_to_a_dense_model_is_the_model_that_was_made_with_it():
+    dense, x = model(attention="dense", order="hilbert", text_dim=7), inputs(text_dim=7)
+    sparse = like(dense, attention="log-linear", top_k=2, enrich=False, reweight=False)
+    before, want = velocity(dense, x), velocity(sparse, x)
+    method = LLSA(top_k=2, enrich=False, reweight=False, curve="hilbert", min_tokens=0)
+    with foveate.apply(dense, method) as run:
+        assert torch.equal(velocity(dense, x), want)
+        summary = run.summary()
+        with run.paused():
+            assert torch.equal(velocity(dense, x), before)
+    assert torch.equal(velocity(dense, x), before)
+    assert [layer.layer for layer in summary.layers] == ["blocks.0.attn", "blocks.1.attn"]
+    assert {layer.backend for layer in summary.layers} == {"portable"}
+    left_out = 720 - 2 * 16
+    assert {layer.true for layer in summary.layers} == {left_out / (720 + 5)}
+    assert {layer.saved for layer in summary.layers} == {4 * 2 * 720 * left_out * 64}
+
+
+def test_where_llsa_is_not_at_work_a_pixel_model_is_dense():
+    dense, x = model(attention="dense"), inputs()
+    own = like(dense, attention="log-linear", top_k=1)
+    before = velocity(own, x)
+    with foveate.apply(own, LLSA(min_tokens=1000)) as run:
+        assert torch.equal(velocity(own, x), velocity(dense, x))
+        assert "720 image tokens are fewer" in str(run.summary())
+    with foveate.apply(own, LLSA(top_k=1, min_tokens=0, dense_layers="0-1")) as run:
+        assert torch.equal(velocity(own, x), velocity(dense, x))
+        assert "named in dense_layers" in str(run.summary())
+    with foveate.apply(own, LLSA(top_k=1, min_tokens=0)) as run:
+        assert torch.equal(velocity(own, x), before)
+        assert "1 of 1 forwards sparse" in str(run.summary())
+    assert torch.equal(velocity(own, x), before)
+
+
+def test_a_pixel_model_takes_no_other_method_and_no_other_order():
+    made = model()
+    for methods, why in (
+        ([HilbertA()], "not HilbertA"),
+        ([LLSA(), HilbertA()], r"not LLSA \+ HilbertA"),
+        ([LLSA(curve="hilbert")], "use curve=morton"),
+        ([LLSA(dense_layers="2")], "layers 0 to 1"),
+    ):
+        with pytest.raises(ValueError, match=why):
+            foveate.apply(made, *methods)
+    assert not made._forward_pre_hooks
+
+
+def test_the_attention_that_a_model_was_trained_with_comes_out_as_a_method():
+    made, x = model(top_k=1, enrich=False, order="hilbert"), inputs()
+    pipe = PixelPipeline(made, FlowMatchEulerDiscreteScheduler())
+    want = velocity(made, x)
+    method = as_method(pipe)
+    assert method == LLSA(top_k=1, enrich=False, curve="hilbert", min_tokens=0)
+    assert torch.equal(velocity(pipe.transformer, x), velocity(like(made, attention="dense"), x))
+    with foveate.apply(pipe, method):
+        assert torch.equal(velocity(pipe.transformer, x), want)

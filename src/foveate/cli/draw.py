@@ -108,6 +108,8 @@ def compare(
 
     With --lora also distilled, which is slower than the method alone: its LoRA is kept apart from the weights.
 
+    A model of foveate train is shown dense and with the attention that it was trained with.
+
     foveate compare "a red apple above a blue car"
     """
     if out.exists() and not out.is_dir():
@@ -116,7 +118,7 @@ def compare(
     request = request_of(pipe, model, prompt, size, steps, guidance, seed)
     from foveate import compare as side_by_side
 
-    methods = _and_distilled(pipe, lora, side_by_side.showcase())
+    methods = _and_distilled(pipe, lora, _own(pipe) or side_by_side.showcase())
     with progress() as track:
         page = side_by_side.compare(
             pipe,
@@ -179,7 +181,8 @@ def evaluate(
     from foveate.compare import showcase
     from foveate.evaluate import evaluate, score_table
 
-    ways = _and_distilled(pipe, lora, methods or ([] if lora else showcase()))
+    own = _own(pipe)
+    ways = _and_distilled(pipe, lora, methods or own or ([] if lora else showcase()))
     with progress() as track:
         scores = evaluate(pipe, ways, out, prompts=prompts, request=request, batch=batch, dino=dino, track=track)
     Console().print(score_table(scores))
@@ -210,6 +213,14 @@ def _method_with(distilled: Any, name: str | None, options: dict[str, str]) -> M
     if name is None:
         name = next(name for name, cls in METHODS.items() if isinstance(distilled.method, cls))
     return adapted(distilled, _method(name, options), set(options)).method
+
+
+def _own(pipe: Any) -> list[Method]:
+    """The attention that a pixel model was trained with, which is dense without it; nothing of other models."""
+    from foveate.integrations.diffusers.pixel import as_method
+    from foveate.integrations.diffusers.pixel_pipeline import PixelPipeline
+
+    return [as_method(pipe)] if isinstance(pipe, PixelPipeline) else []
 
 
 def _and_distilled(pipe: Any, lora: str, methods: Sequence[Method | Together]) -> list[Any]:

@@ -21,7 +21,7 @@ from foveate.ops.joint_attention import LogLinear
 from foveate.ops.log_linear_attention import enriched_levels
 from foveate.ops.pyramid import MOST_LEVELS, check_head_dim, check_options
 
-__all__ = ["LLSA", "LLSAPlan"]
+__all__ = ["LLSA", "OPTIONS", "LLSAPlan"]
 
 OPTIONS = "top_k", "block_size", "levels", "enrich", "reweight", "exclude_selected", "log_mass"  # of the op
 

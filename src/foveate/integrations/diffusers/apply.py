@@ -27,6 +27,7 @@ FAMILIES = {
     "SD3Transformer2DModel": "foveate.integrations.diffusers.blocks:SD3",
     "PixArtTransformer2DModel": "foveate.integrations.diffusers.blocks:PixArt",
     "DiTTransformer2DModel": "foveate.integrations.diffusers.blocks:DiT",
+    "PixelDiT": "foveate.integrations.diffusers.pixel:Pixel",
 }
 """Which class serves which diffusers model, both by name: nothing is imported before it is needed."""
 

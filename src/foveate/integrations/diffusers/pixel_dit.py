@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from foveate.nn import LogLinearAttention
 from foveate.ops.curves import CURVES, grid_order, inverse_order
 
-__all__ = ["MODELS", "PixelDiT"]
+__all__ = ["MODELS", "PixelDiT", "attend_densely"]
 
 MODELS: dict[str, dict[str, int]] = {
     "DiT-XS": {"num_layers": 6, "num_attention_heads": 3},
@@ -189,12 +189,13 @@ class DenseAttention(LogLinearAttention):
 
     def __init__(self, dim: int, heads: int, **options: Any) -> None:
         super().__init__(dim, heads, **options)
-        self.attend = _attend_densely
+        self.attend = attend_densely
 
 
-def _attend_densely(
+def attend_densely(
     q: Tensor, k: Tensor, v: Tensor, *, extra_k: Tensor | None, extra_v: Tensor | None, **nothing: None
 ) -> tuple[Tensor, None, None]:
+    """Every token reads every other and all that is extra; what `LogLinearAttention.attend` is called with."""
     if extra_k is not None and extra_v is not None:
         k, v = torch.cat([k, extra_k], 2), torch.cat([v, extra_v], 2)
     return F.scaled_dot_product_attention(q, k, v), None, None
