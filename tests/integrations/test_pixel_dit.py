@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 from diffusers import FlowMatchEulerDiscreteScheduler
+from torch._dynamo.utils import counters
 
 import foveate
 from foveate import LLSA, HilbertA
@@ -239,6 +240,23 @@ def test_where_llsa_is_not_at_work_a_pixel_model_is_dense():
         assert torch.equal(velocity(own, x), before)
         assert "1 of 1 forwards sparse" in str(run.summary())
     assert torch.equal(velocity(own, x), before)
+
+
+@pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache`:UserWarning")
+def test_compiled_blocks_follow_what_is_applied(as_a_user):
+    torch.compiler.reset()
+    made, x, method = model(attention="dense", num_layers=3), inputs(), LLSA(top_k=1, min_tokens=0)
+    dense = velocity(made, x)
+    with foveate.apply(made, method):
+        sparse = velocity(made, x)
+    made.compile_repeated_blocks(backend="eager", fullgraph=True)
+    counters.clear()
+    for _ in range(2):
+        torch.testing.assert_close(velocity(made, x), dense)
+        with foveate.apply(made, method):
+            torch.testing.assert_close(velocity(made, x), sparse)
+    assert counters["stats"]["unique_graphs"] == 2  # not one for each layer, nor anew each time
+    torch.compiler.reset()
 
 
 def test_a_pixel_model_takes_no_other_method_and_no_other_order():

@@ -35,8 +35,6 @@ class _Ran(NamedTuple):
 class Pixel(Family):
     """One `PixelDiT` with LLSA in it. Where the method is not at work the model is dense, however it was trained."""
 
-    hooks_inside = True
-
     def __init__(self, model: PixelDiT, methods: tuple[Method, ...], pipeline: Any) -> None:
         if len(methods) != 1 or not isinstance(methods[0], LLSA):
             given = " + ".join(type(method).__name__ for method in methods)
