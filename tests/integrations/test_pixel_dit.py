@@ -242,6 +242,21 @@ def test_where_llsa_is_not_at_work_a_pixel_model_is_dense():
     assert torch.equal(velocity(own, x), before)
 
 
+def test_a_handle_gives_back_once_and_a_copy_has_its_own():
+    made, x = model(attention="dense"), inputs()
+    dense, method = velocity(made, x), LLSA(top_k=1, min_tokens=0)
+    run = foveate.apply(made, method)
+    copied, sparse = copy.deepcopy(made), velocity(made, x)
+    run.remove()
+    assert torch.equal(velocity(made, x), dense)
+    assert torch.equal(velocity(copied, x), sparse)
+    foveate.remove(copied)
+    assert torch.equal(velocity(copied, x), dense)
+    with foveate.apply(made, method):
+        run.remove()
+        assert torch.equal(velocity(made, x), sparse)
+
+
 @pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache`:UserWarning")
 def test_compiled_blocks_follow_what_is_applied(as_a_user):
     torch.compiler.reset()

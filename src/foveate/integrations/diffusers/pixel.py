@@ -45,15 +45,16 @@ class Pixel(Family):
         super().__init__(model, methods, pipeline)
         self.check_layers(len(model.blocks))
         self.sparse = partial(log_linear_attention, **{name: getattr(self.method, name) for name in OPTIONS})
-        self.own = [block.attn.attend for block in model.blocks]
+        self.own = [(block.attn, block.attn.attend) for block in model.blocks]
         self.ran = self.shown = _Ran()
         self._hook = model.register_forward_pre_hook(self.enter, with_kwargs=True)
 
     def remove(self) -> None:
         """Give every block its own attention back."""
         self._hook.remove()
-        for block, own in zip(self.model.blocks, self.own, strict=True):
-            block.attn.attend = own
+        for attn, own in self.own:
+            attn.attend = own
+        self.own = []
 
     @property
     def plan(self) -> LLSAPlan | None:
