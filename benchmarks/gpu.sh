@@ -33,7 +33,7 @@ log_linear() { # [8]
 
 train() { timed $foveate bench train --compile "${results[@]}"; } # [4]
 
-flux() { # [8]
+flux() { # [22]
   step flux-dev 64,128,256 --compile --rounds 7
   step flux-dev 64,128,256 --rounds 5
 }
@@ -48,7 +48,7 @@ flux_options() { # [4]
   mv out/options/step-flux-dev-compiled-cuda.json benchmarks/results/step-flux-dev-options-cuda.json
 }
 
-sdxl() { # [6]
+sdxl() { # [7]
   local methods=() keep
   for keep in 0.75 0.5 0.25; do methods+=(--method "toma:keep=$keep"); done
   methods+=(--method toma:granularity=module --method tomesd --method tofu --method todo)

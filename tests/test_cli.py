@@ -522,6 +522,11 @@ def test_train_leaves_a_folder_that_generate_draws_with(tmp_path):
     result = run("generate", "a cat", "--model", "trained", "--steps", 1, "--method", "hilberta", "--device", "cpu")
     assert result.exit_code == 2
     assert "PixelDiT" in result.output
+    for method, said in ([], "log-linear"), (["--method", "dense"], "dense"):
+        drawn = "cat", "--model", "trained", "--steps", 1, "--size", 128, "--device", "cpu", "--out", f"{said}.png"
+        assert run("generate", *drawn, *method).exit_code == 0
+        with Image.open(f"{said}.png") as picture:
+            assert picture.text["method"] == said
     result = run("compare", "a cat", "--model", "trained", "--steps", 1, "--rounds", 1, "--device", "cpu")
     assert result.exit_code == 0, result.output
     assert sorted(path.name for path in (tmp_path / "compare").glob("*.png")) == ["dense.png", "llsa-k-8.png"]

@@ -69,19 +69,22 @@ def generate(
     pipe = open_model(model, device, dtype)
     request = request_of(pipe, model, prompt, size, steps, guidance, seed)
     chosen = _method_with(lora_of(pipe, lora), method, options) if lora else chosen
+    if method == "dense":
+        _own(pipe)
     from foveate.files import slug, write_picture
     from foveate.integrations.diffusers.apply import apply
-    from foveate.integrations.diffusers.pipelines import draw
+    from foveate.integrations.diffusers.pipelines import denoiser, draw
 
     path = out or Path(f"{slug(prompt)}-{seed}.png")
+    plain = denoiser(pipe).config.get("attention", "dense")  # a pixel model has one of its own
     if not model and (remark := remark_on(prompt)):
         console.print(remark)
     with progress() as track:
-        advance, began = track(chosen.title if chosen else "dense", request.steps), time.perf_counter()
+        advance, began = track(chosen.title if chosen else plain, request.steps), time.perf_counter()
         with apply(pipe, *chosen.parts) if chosen else nullcontext() as run:
             image = draw(pipe, request, advance)
             summary = run.summary() if run else None
-        about = {"method": repr(chosen) if chosen else "dense", "seconds": f"{time.perf_counter() - began:.1f}"}
+        about = {"method": repr(chosen) if chosen else plain, "seconds": f"{time.perf_counter() - began:.1f}"}
         about |= {"lora": lora} if lora else {}
         write_picture(path, image, {**settings_of(pipe, model, request), **about})
     if summary is not None:
@@ -108,7 +111,7 @@ def compare(
 
     With --lora also distilled, which is slower than the method alone: its LoRA is kept apart from the weights.
 
-    A model of foveate train is shown dense and with the attention that it was trained with.
+    A model of foveate train is shown dense and with log-linear attention as it was made.
 
     foveate compare "a red apple above a blue car"
     """
@@ -216,7 +219,7 @@ def _method_with(distilled: Any, name: str | None, options: dict[str, str]) -> M
 
 
 def _own(pipe: Any) -> list[Method]:
-    """The attention that a pixel model was trained with, which is dense without it; nothing of other models."""
+    """The log-linear attention of a pixel model, which is dense from now on without it; nothing of other models."""
     from foveate.integrations.diffusers.pixel import as_method
     from foveate.integrations.diffusers.pixel_pipeline import PixelPipeline
 

@@ -25,6 +25,7 @@ from foveate.machine import choose_device, choose_dtype, now
 __all__ = [
     "Request",
     "check_request",
+    "denoiser",
     "draw",
     "draw_batch",
     "fingerprint",

@@ -20,7 +20,7 @@ from foveate.ops.log_linear_attention import log_linear_attention
 
 __all__ = ["Pixel", "as_method"]
 
-TRAINED_WITH = "top_k", "block_size", "levels", "enrich", "reweight"
+OF_A_MODEL = "top_k", "block_size", "levels", "enrich", "reweight"
 
 
 class _Ran(NamedTuple):
@@ -29,7 +29,9 @@ class _Ran(NamedTuple):
     plan: LLSAPlan | None = None
     why: str = "no forward yet"  # it was dense
     words: int = 0
-    x: Tensor = torch.empty(0)  # nothing of every picture
+    batch: int = 0
+    device: torch.device = torch.device("cpu")
+    dtype: torch.dtype = torch.float32
 
 
 class Pixel(Family):
@@ -66,7 +68,7 @@ class Pixel(Family):
         return [self._report(i) for i in range(len(self.model.blocks))]
 
     def _report(self, block: int) -> LayerReport:
-        (plan, why, words, x), name = self.shown, f"blocks.{block}.attn"
+        (plan, why, words, batch, device, dtype), name = self.shown, f"blocks.{block}.attn"
         if plan is None or block in self.method.dense_layer_set():
             return LayerReport(name, "dense", why=why or "named in dense_layers")
         table, tokens, heads = plan.tables[0], len(plan.order), self.model.config.num_attention_heads
@@ -74,10 +76,10 @@ class Pixel(Family):
         return LayerReport(
             name,
             plan.title,
-            backend_of(table, x.device, x.dtype, head_dim),
+            backend_of(table, device, dtype, head_dim),
             plan.nominal_sparsity,
             left_out / (tokens + words),
-            4 * len(x) * tokens * left_out * heads * head_dim,
+            4 * batch * tokens * left_out * heads * head_dim,
         )
 
     @outside_compiled_code
@@ -86,7 +88,7 @@ class Pixel(Family):
         inputs = by_name(model, args, kwargs)
         x, text = inputs["hidden_states"], inputs.get("encoder_hidden_states")
         plan, why = self.ask(self.method, lambda: self._plan(x))
-        self.ran = _Ran(plan, why, 0 if text is None else text.shape[1], x[..., :0].detach())
+        self.ran = _Ran(plan, why, 0 if text is None else text.shape[1], len(x), x.device, x.dtype)
         self.outcomes[why] += 1
         if not why or not self.outcomes[""]:
             self.shown = self.ran
@@ -97,16 +99,15 @@ class Pixel(Family):
     def _plan(self, x: Tensor) -> LLSAPlan:
         rows, columns = (side // self.model.config.patch_size for side in x.shape[2:])
         self.check_step(self.method, rows * columns)
-        self.method.check_head_dim(self.model.config.attention_head_dim)
         return self.method.plan(((rows, columns),), 0, device=str(x.device))
 
 
 def as_method(pipeline: PixelPipeline) -> LLSA:
-    """Take out of a pipeline the attention that its model was trained with: the model is dense without this method."""
+    """The log-linear attention of a pipeline's model, taken out of it: without this method the model is dense."""
     model = pipeline.transformer
     config = {name: value for name, value in model.config.items() if not name.startswith("_")}
     dense = PixelDiT(**{**config, "attention": "dense"}).to(model.device, model.dtype)
     dense.load_state_dict(model.state_dict())
     pipeline.register_modules(transformer=dense.eval())
-    options = {name: config[name] for name in TRAINED_WITH}
+    options = {name: config[name] for name in OF_A_MODEL}
     return LLSA(**options, curve=config["order"], min_tokens=0)
