@@ -242,7 +242,7 @@ def test_where_llsa_is_not_at_work_a_pixel_model_is_dense():
     assert torch.equal(velocity(own, x), before)
 
 
-def test_a_handle_gives_back_once_and_a_copy_has_its_own():
+def test_a_handle_may_be_removed_twice_and_a_copy_has_its_own():
     made, x = model(attention="dense"), inputs()
     dense, method = velocity(made, x), LLSA(top_k=1, min_tokens=0)
     run = foveate.apply(made, method)

@@ -76,7 +76,8 @@ def generate(
     from foveate.integrations.diffusers.pipelines import denoiser, draw
 
     path = out or Path(f"{slug(prompt)}-{seed}.png")
-    plain = denoiser(pipe).config.get("attention", "dense")  # a pixel model has one of its own
+    config: Any = denoiser(pipe).config
+    plain = config.get("attention", "dense")  # a pixel model has one of its own
     if not model and (remark := remark_on(prompt)):
         console.print(remark)
     with progress() as track:

@@ -56,7 +56,6 @@ class Pixel(Family):
         self._hook.remove()
         for attn, own in self.own:
             attn.attend = own
-        self.own = []
 
     @property
     def plan(self) -> LLSAPlan | None:
