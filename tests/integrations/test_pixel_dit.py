@@ -10,7 +10,7 @@ from torch._dynamo.utils import counters
 import foveate
 from foveate import LLSA, HilbertA
 from foveate.integrations.diffusers.pixel import as_method
-from foveate.integrations.diffusers.pixel_dit import PixelDiT
+from foveate.integrations.diffusers.pixel_dit import PixelDiT, layout
 from foveate.integrations.diffusers.pixel_pipeline import PixelPipeline
 from foveate.ops.curves import CURVES
 
@@ -69,7 +69,8 @@ def reference(made, x, time, text):
     """The dense model in raster order written anew: every pair of pixels turned by the angle between them."""
     batch, _, height, width = x.shape
     angle = 10000 ** -(torch.arange(8).double() / 8)
-    row, column = torch.meshgrid(torch.arange(height).double(), torch.arange(width).double(), indexing="ij")
+    rows, columns = ((torch.arange(side).double() + 0.5) * 64 / (height * width) ** 0.5 for side in (height, width))
+    row, column = torch.meshgrid(rows, columns, indexing="ij")
     angles = torch.cat([row.reshape(-1, 1) * angle, column.reshape(-1, 1) * angle], 1)
     turn = torch.polar(torch.ones_like(angles), angles)
     wave = 10000 ** -(torch.arange(128).double() / 128)
@@ -109,6 +110,14 @@ def test_a_token_is_turned_by_its_own_row_and_column_whatever_the_order(order):
     with torch.no_grad():
         want = reference(made, *x)
     torch.testing.assert_close(velocity(made, x), want, rtol=1e-4, atol=1e-4)  # angles are in float32
+
+
+def test_the_same_place_of_a_larger_picture_is_turned_alike():
+    *_, cos, sin = layout("raster", 4, 6, 32, torch.device("cpu"))
+    *_, larger_cos, larger_sin = layout("raster", 12, 18, 32, torch.device("cpu"))
+    for turn, larger in ((cos, larger_cos), (sin, larger_sin)):
+        middles = larger.view(12, 18, 32)[1::3, 1::3].flatten(0, 1)
+        torch.testing.assert_close(middles, turn, rtol=0, atol=1e-5)
 
 
 def test_a_patch_of_pixels_is_a_token():

@@ -2,6 +2,7 @@
 # pyright: reportAttributeAccessIssue=false, reportOptionalCall=false
 """A diffusion transformer in pixel space: no autoencoder, a token for every pixel, dense or log-linear attention."""
 
+import math
 from typing import Any
 
 import torch
@@ -28,13 +29,15 @@ MODELS: dict[str, dict[str, int]] = {
 """Depth and width by name; a head has 64 channels."""
 ATTENTIONS = "log-linear", "dense"
 FREQUENCIES = 256  # that a noise level is told by
+SPAN = 64  # rows and columns of a square picture, however many tokens it has
 
 
 class PixelDiT(ModelMixin, ConfigMixin):
     """Velocity of noisy pictures, whose pixels, or patches of pixels, are the tokens.
 
     Blocks are modulated by the noise level (adaLN-zero), queries and keys are normalised and turned by the row and the
-    column of their token (RoPE, half of the channels each). Tokens are brought into an order in which neighbours stay
+    column of their token (RoPE, half of the channels each), as parts of the picture: a small picture teaches a large
+    one where things belong. Tokens are brought into an order in which neighbours stay
     together, once at the entry, and back at the exit. Words are keys that every token of every block reads besides.
 
     Both attentions have the same weights, and with every block picked and ``enrich=False`` give the same velocities.
@@ -207,11 +210,13 @@ def layout(
 ) -> tuple[Int[Tensor, "tokens"], Int[Tensor, "tokens"], Float[Tensor, "tokens dim"], Float[Tensor, "tokens dim"]]:
     """How the tokens of a grid are ordered, how they come back, and (cos, sin) to turn those in order by.
 
-    The first half of a head's channels turns by the row of a token, the second by its column.
+    The first half of a head's channels turns by the row of a token's middle, the second by its column, both in units
+    of which a square picture has `SPAN`.
     """
-    order = grid_order(curve, height, width, device)
+    order, step = grid_order(curve, height, width, device), SPAN / math.sqrt(height * width)
     by_row, by_column = (
-        get_1d_rotary_pos_embed(head_dim // 2, places, use_real=True) for places in (order // width, order % width)
+        get_1d_rotary_pos_embed(head_dim // 2, step * (places + 0.5), use_real=True)
+        for places in (order // width, order % width)
     )
     cos, sin = (torch.cat(halves, 1) for halves in zip(by_row, by_column, strict=True))
     return order, inverse_order(order), cos, sin
