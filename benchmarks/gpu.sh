@@ -70,16 +70,15 @@ merging() { # [8]
   timed python3 evals/merging.py --size 256 --prompts 500 --batch 32 --pictures out/merging "${commit[@]}"
 }
 
-distilled() { # [20 on two GPUs, GPUS=1 takes one]
-  timed python3 -m accelerate.commands.launch --num_processes "${GPUS:-2}" evals/distilled.py --out out/distilled --only t16,t4 \
-    --steps 8000 --compile --at-once $((32 / ${GPUS:-2})) "${commit[@]}"
+distilled() { # [7 a variant]
+  timed python3 evals/distilled.py --out out/distilled --only "${ONLY:-t16,t4-rank32}" --steps 3000 --compile "${commit[@]}"
 }
 
-distilled_512() { # [15; begins with what distilled left]
+distilled_512() { # [9 a variant; begins with what distilled left]
   local name start
-  for name in t16 t4; do
-    start=out/$name-8000-steps.safetensors
-    cp "out/distilled/$name-8000-steps/pytorch_lora_weights.safetensors" "$start"
+  for name in $(tr , ' ' <<<"${ONLY:-t16,t4-rank32}"); do
+    start=out/$name-3000-steps.safetensors
+    cp "out/distilled/$name-3000-steps/pytorch_lora_weights.safetensors" "$start"
     timed python3 evals/distilled.py --out out/distilled-512 --only "$name" --start "$start" --size 512 --pictures 400 \
       --steps 400 --rate 5e-4 --at-once 8 --batch 8 --prompts 128 --compile "${commit[@]}"
   done
@@ -87,7 +86,7 @@ distilled_512() { # [15; begins with what distilled left]
 
 ablations() { # [25]
   timed python3 evals/distilled.py --out out/distilled --steps 500 --compile "${commit[@]}" \
-    --only t16,t16-paper,t16-uniform,t16-rank4,t16-rank16,t16-still,t16-bare,t16-moore,t16-raster,clear
+    --only "${ONLY:-t16,t16-paper,t16-uniform,t16-rank4,t16-rank16,t16-still,t16-bare,t16-moore,t16-raster,clear}"
 }
 
 pixel_dit() { # [12]

@@ -90,7 +90,6 @@ class Trial:
         """Train until there were so many steps that count."""
         if len(self.log()) >= steps:
             return
-        torch.compiler.reset()  # a process keeps few graphs, and every variant has its own
         first, last = self.stages
         train(
             self.folder,
@@ -123,7 +122,8 @@ def main(
     at_once: Annotated[int, typer.Option(help="Pictures that the GPU sees together at most.")] = 64,
     dit: Annotated[str, typer.Option(help="Depth and width.")] = "DiT-S",
     patch: Annotated[int, typer.Option(help="Pixels along each side of a token.")] = 1,
-    rate: Annotated[float, typer.Option(help="Of AdamW.")] = 1e-4,
+    rate: Annotated[float, typer.Option(help="Of learning.")] = 1e-4,
+    optimizer: Annotated[str, typer.Option(help="adamw or muon.")] = "adamw",
     average: Annotated[float, typer.Option(help="What the average of the weights keeps at each step.")] = 0.9999,
     prompts: Prompts = 500,
     drawn: Batch = 32,
@@ -135,11 +135,12 @@ def main(
     """Train and judge one variant after another."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     dtype = "bfloat16" if device == "cuda" else "float32"
-    recipe = PixelRecipe(rate=rate, average=average, dtype=dtype, seed=SEED)
+    recipe = PixelRecipe(rate=rate, optimizer=optimizer, average=average, dtype=dtype, seed=SEED)
     stages = Stage((SMALL, SMALL), before, 64), Stage((size, size), steps, batch)
     results, dense_seconds, probe = {}, 0.0, min(PROBE, steps)
     with progress() as track:
         for name in only.split(","):
+            torch.compiler.reset()  # a process keeps few graphs, and every variant has its own
             trial = Trial(name, out / name, dit, patch, stages, recipe, at_once, compiled, prompts, drawn, track)
             trial.go_on(probe)
             seconds = trial.seconds()

@@ -24,7 +24,7 @@ from foveate.training.trained import Trained
 
 __all__ = ["Run", "Stretch", "cooled", "learn", "shares"]
 
-WORKERS = min(4, os.cpu_count() or 1)  # processes that read pictures and add noise while a GPU computes
+WORKERS = min(8, os.cpu_count() or 1)  # processes that read pictures and add noise while a GPU computes
 
 
 class Stretch(NamedTuple):
