@@ -448,6 +448,29 @@ def test_compare_and_eval_show_what_was_distilled_beside_the_rest(folder, lora, 
         result = run(*arguments, "--model", folder, *SMALL, "--lora", "nowhere")
         assert result.exit_code == 2
         assert "nowhere is no LoRA" in result.output
+    result = run("generate", "a cat", "--model", folder, *SMALL, "--lora", "built-in")
+    assert result.exit_code == 2
+    assert "does not fit this model" in result.output
+
+
+def test_a_lora_brings_the_size_that_it_was_distilled_with(folder, lora):
+    result = run(
+        "generate", "a cat", "--model", folder, "--steps", 1, "--device", "cpu", "--lora", lora, "--out", "a.png"
+    )
+    assert result.exit_code == 0, result.output
+    assert pixels("a.png").shape == (64, 64, 3)
+    assert "other sizes may be worse" not in result.output
+    result = run("generate", "a cat", "--model", folder, *SMALL[2:], "--size", 96, "--lora", lora, "--out", "b.png")
+    assert "distilled with 64 x 64 px: other sizes may be worse than without it" in " ".join(result.output.split())
+    assert pixels("b.png").shape == (96, 96, 3)
+
+
+def test_the_built_in_model_draws_with_its_lora():
+    result = run("generate", "an owl", *SMALL, "--lora", "built-in")
+    assert result.exit_code == 0, result.output
+    assert "HilbertA T=4" in result.output
+    with Image.open("an-owl-0.png") as picture:
+        assert picture.text["lora"] == "built-in"
 
 
 def test_distill_learns_from_pictures_that_are_given(folder, tmp_path):

@@ -7,9 +7,12 @@ import pytest
 import torch
 from diffusers import FluxPipeline
 
-from foveate.demo import DATA, PIPELINE
+from foveate import HilbertA
+from foveate.demo import DATA, LORA, PIPELINE
+from foveate.demo.atlas import load_atlas
 from foveate.demo.recogniser import judge, load_recogniser, recognise
-from foveate.demo.scenes import scenes
+from foveate.demo.scenes import Scenes, render, scenes
+from foveate.integrations.diffusers.lora import find_lora, load_lora, using
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +35,7 @@ def draw(pipeline, *prompts, size=64, steps=2, seed=0):
 def test_what_is_shipped_is_small_and_holds_no_code():
     files = [path for path in DATA.rglob("*") if path.is_file()]
     assert {path.suffix for path in files} <= {".safetensors", ".json", ".txt", ".png"}
-    assert sum(path.stat().st_size for path in files) < 55e6
+    assert sum(path.stat().st_size for path in files) < 60e6
     assert "SIL OPEN FONT LICENSE" in (DATA / "OFL.txt").read_text()
 
 
@@ -68,10 +71,32 @@ def test_it_draws_what_held_out_captions_ask_for(pipe):
     assert sum(v.objects_found for v in verdicts) >= 0.7 * sum(v.objects for v in verdicts)
 
 
-def test_the_autoencoder_gives_back_what_it_is_given(pipe):
-    from foveate.demo.atlas import load_atlas
-    from foveate.demo.scenes import Scenes, render
+@torch.no_grad()
+def test_its_lora_brings_four_tiles_back_to_what_the_dense_model_says():
+    pipe, scene = load(PIPELINE), next(scenes(3, evaluation=True))
+    picture = render(load_atlas(), Scenes.of([scene]), 256) * 2 - 1
+    clean = (pipe.vae.encode(picture).latent_dist.mean - pipe.vae.config.shift_factor) * pipe.vae.config.scaling_factor
+    noisy = 0.4 * clean + 0.6 * torch.randn(clean.shape, generator=torch.Generator().manual_seed(0))
+    words, pooled, text_ids = pipe.encode_prompt(scene.caption, None, max_sequence_length=64)
+    inputs = {
+        "hidden_states": pipe._pack_latents(noisy, *noisy.shape),
+        "timestep": torch.tensor([0.6]),
+        "encoder_hidden_states": words,
+        "pooled_projections": pooled,
+        "txt_ids": text_ids,
+        "img_ids": pipe._prepare_latent_image_ids(1, 64, 64, "cpu", words.dtype),
+    }
+    dense, sparse, distilled = None, HilbertA(tiles=4), load_lora(pipe, find_lora(str(LORA)))
+    assert distilled[:2] == (sparse, (256, 256))
+    said = []
+    for way in (dense, sparse, distilled):
+        with using(pipe, way):
+            said.append(pipe.transformer(**inputs)[0])
+    off = [(velocity - said[0]).square().mean() for velocity in said]
+    assert off[2] < off[1] / 2
 
+
+def test_the_autoencoder_gives_back_what_it_is_given(pipe):
     pictures = render(load_atlas(), Scenes.of(list(itertools.islice(scenes(1, evaluation=True), 4))), 128)
     with torch.no_grad():
         latents = pipe.vae.encode(pictures * 2 - 1).latent_dist.mean

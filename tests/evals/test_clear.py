@@ -8,7 +8,7 @@ from oracle import dense_attention
 
 import foveate
 from foveate import HilbertA
-from foveate.integrations.diffusers.lora import method_of, pack_lora
+from foveate.integrations.diffusers.lora import pack_lora, read_lora
 from foveate.methods import METHODS
 from foveate.methods.method import AttentionPlan, StaysDense
 from foveate.ops import dispatch
@@ -81,5 +81,5 @@ def test_once_registered_attention_and_its_gradients_stay_what_they_were(request
 
 @pytest.mark.usefixtures("registered")
 def test_once_registered_a_lora_may_be_distilled_for_it(tmp_path):
-    (tmp_path / "lora").write_bytes(pack_lora({"layer.lora_A.weight": torch.ones(2, 2)}, Clear(radius=2.5)))
-    assert method_of(tmp_path / "lora") == Clear(radius=2.5)
+    (tmp_path / "lora").write_bytes(pack_lora({"layer.lora_A.weight": torch.ones(2, 2)}, Clear(radius=2.5), (64, 64)))
+    assert read_lora(tmp_path / "lora").method == Clear(radius=2.5)

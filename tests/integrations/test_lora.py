@@ -16,8 +16,8 @@ from foveate.integrations.diffusers.lora import (
     adapted,
     find_lora,
     load_lora,
-    method_of,
     pack_lora,
+    read_lora,
     using,
 )
 from foveate.integrations.diffusers.pipelines import draw_batch
@@ -35,13 +35,13 @@ def layers():
 @pytest.fixture
 def file(tmp_path):
     path = tmp_path / LORA_FILE
-    path.write_bytes(pack_lora(layers(), METHOD))
+    path.write_bytes(pack_lora(layers(), METHOD, (64, 96)))
     return path
 
 
 def test_settings_come_back_from_file_or_folder(file):
     assert find_lora(str(file)) == find_lora(str(file.parent)) == file
-    assert method_of(file) == METHOD
+    assert read_lora(file)[:2] == (METHOD, (64, 96))
 
 
 def test_using_draws_dense_sparse_and_distilled_with_one_pipeline(file):
@@ -62,7 +62,7 @@ def test_using_draws_dense_sparse_and_distilled_with_one_pipeline(file):
 
 def test_two_loras_of_one_method_are_told_apart(file):
     ours = load_lora(tiny.pipeline(), file)
-    file.write_bytes(pack_lora({name: 2 * weight for name, weight in layers().items()}, METHOD))
+    file.write_bytes(pack_lora({name: 2 * weight for name, weight in layers().items()}, METHOD, (64, 96)))
     assert load_lora(tiny.pipeline(), file) != ours
 
 
@@ -86,13 +86,13 @@ def test_files_that_are_no_such_lora_are_named(file, tmp_path):
     whole = file.read_bytes()
     file.write_bytes(whole[:50])
     with pytest.raises(ValueError, match="cannot read"):
-        method_of(file)
+        read_lora(file)
     later = json.dumps({"method": "hilberta", "options": {"colour": "blue"}})
     file.write_bytes(save(layers(), {"foveate": later}))
     with pytest.raises(ValueError, match=r"of another version of foveate, which knew .*colour"):
-        method_of(file)
+        read_lora(file)
     wide = {name: torch.zeros(2 * weight.shape[0], 2 * weight.shape[1]) for name, weight in layers().items()}
-    file.write_bytes(pack_lora(wide, METHOD))
+    file.write_bytes(pack_lora(wide, METHOD, (64, 96)))
     with pytest.raises(ValueError, match="does not fit this model"):
         load_lora(tiny.pipeline(), file)
 

@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, default_collate
 import foveate
 from foveate import HilbertA
 from foveate.integrations.diffusers.family import Family
-from foveate.integrations.diffusers.lora import LORA_FILE, method_of
+from foveate.integrations.diffusers.lora import LORA_FILE, read_lora
 from foveate.integrations.diffusers.pipelines import noise_shift
 from foveate.training.distill import Distillation, distill
 from foveate.training.pairs import NoisyPairs
@@ -213,7 +213,7 @@ def test_a_run_leaves_lora_curve_and_samples(run):
     auto = Recipe(method=HilbertA(tiles=2, centre=0.5), optimizer="adamw", batch=1)
     out, _ = run("out", auto, steps=3, captions=["a cat", "a dog"], sample_every=2, track=track)
     assert bars == {"pictures": len(tiny.PROMPTS), "distilling": 3}
-    assert method_of(out / LORA_FILE) == auto.method
+    assert read_lora(out / LORA_FILE).method == auto.method
     assert {path.name for path in out.glob("*.png")} == {"loss.png", "samples-000002.png", "samples-000003.png"}
 
 
@@ -221,7 +221,7 @@ def test_auto_tiles_become_the_number_that_was_trained(pipe, tmp_path):
     recipe = Recipe(method=HilbertA(), optimizer="adamw", batch=1)
     request = tiny.REQUEST._replace(size=(128, 64), steps=1)
     distill(tmp_path, pipe, recipe, request, ["a cat"], steps=1)
-    assert method_of(tmp_path / LORA_FILE) == HilbertA(tiles=2)
+    assert read_lora(tmp_path / LORA_FILE)[:2] == (HilbertA(tiles=2), (128, 64))
     with pytest.raises(ValueError, match="16 x 16 image tokens are too few"):
         distill(tmp_path, tiny.pipeline(), recipe, tiny.REQUEST, tiny.PROMPTS, steps=1)
 

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from foveate.demo import PIPELINE, READER
+from foveate.demo import LORA, PIPELINE, READER
 from foveate.methods import Method, Together, method_from_text
 from foveate.progress import Track
 
@@ -38,6 +38,7 @@ __all__ = [
     "request_of",
     "say_unknown",
     "settings_of",
+    "size_with",
     "training_device",
 ]
 
@@ -72,7 +73,10 @@ Guidance = Annotated[
 Seed = Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Of the first noise: the same seed, the same picture.")]
 Lora = Annotated[
     str,
-    typer.Option(help="LoRA of [bold]foveate distill[/]: file, folder or hub id. Its method comes with it."),
+    typer.Option(
+        help="LoRA of [bold]foveate distill[/]: file, folder or hub id; built-in is the one of the built-in model. "
+        "Its method comes with it."
+    ),
 ]
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, mps.")]
 Dtype = Annotated[str, typer.Option(help="auto, float32, bfloat16, float16.")]
@@ -175,9 +179,21 @@ def training_device(name: str) -> str:
 
 def lora_of(pipe: Any, lora: str) -> Any:
     """Put the LoRA into the pipeline; with the method it was distilled for, or None if it is of another make."""
+    if not lora:
+        return None
     from foveate.integrations.diffusers.lora import find_lora, load_lora
 
-    return load_lora(pipe, find_lora(lora))
+    return load_lora(pipe, find_lora(str(LORA) if lora == "built-in" else lora))
+
+
+def size_with(distilled: Any, size: str | None) -> str | None:
+    """The size that was asked for, else that of the pictures that a LoRA was distilled with; says if they differ."""
+    if distilled is None or distilled.size is None:
+        return size
+    height, width = distilled.size
+    if size and read_size(size) != (height, width):
+        console.print(f"the LoRA was distilled with {width} x {height} px: other sizes may be worse than without it")
+    return size or f"{width}x{height}"
 
 
 def request_of(

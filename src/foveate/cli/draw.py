@@ -28,6 +28,7 @@ from foveate.cli.common import (
     remark_on,
     request_of,
     settings_of,
+    size_with,
 )
 from foveate.methods import METHODS, Method, Together, method_from_text
 
@@ -67,8 +68,9 @@ def generate(
     if out and (out.suffix.lower() != ".png" or out.is_dir()):
         raise ValueError(f"--out names the PNG file to write, not {out}: end it with .png")
     pipe = open_model(model, device, dtype)
-    request = request_of(pipe, model, prompt, size, steps, guidance, seed)
-    chosen = _method_with(lora_of(pipe, lora), method, options) if lora else chosen
+    distilled = lora_of(pipe, lora)
+    request = request_of(pipe, model, prompt, size_with(distilled, size), steps, guidance, seed)
+    chosen = _method_with(distilled, method, options) if lora else chosen
     if method == "dense":
         _own(pipe)
     from foveate.files import slug, write_picture
@@ -119,10 +121,11 @@ def compare(
     if out.exists() and not out.is_dir():
         raise ValueError(f"--out names a folder for the page, but {out} is a file: name another")
     pipe = open_model(model, device, dtype)
-    request = request_of(pipe, model, prompt, size, steps, guidance, seed)
+    distilled = lora_of(pipe, lora)
+    request = request_of(pipe, model, prompt, size_with(distilled, size), steps, guidance, seed)
     from foveate import compare as side_by_side
 
-    methods = _and_distilled(pipe, lora, _own(pipe) or side_by_side.showcase())
+    methods = _and_distilled(distilled, lora, _own(pipe) or side_by_side.showcase())
     with progress() as track:
         page = side_by_side.compare(
             pipe,
@@ -181,12 +184,13 @@ def evaluate(
         raise ValueError(f"--out names a folder for the results, but {out} is a file: name another")
     methods = [read_method(text) for text in method or []]
     pipe = open_model(model, device, dtype)
-    request = request_of(pipe, model, "", size, steps, guidance, seed)
+    distilled = lora_of(pipe, lora)
+    request = request_of(pipe, model, "", size_with(distilled, size), steps, guidance, seed)
     from foveate.compare import showcase
     from foveate.evaluate import evaluate, score_table
 
     own = _own(pipe)
-    ways = _and_distilled(pipe, lora, methods or own or ([] if lora else showcase()))
+    ways = _and_distilled(distilled, lora, methods or own or ([] if lora else showcase()))
     with progress() as track:
         scores = evaluate(pipe, ways, out, prompts=prompts, request=request, batch=batch, dino=dino, track=track)
     Console().print(score_table(scores))
@@ -227,11 +231,11 @@ def _own(pipe: Any) -> list[Method]:
     return [as_method(pipe)] if isinstance(pipe, PixelPipeline) else []
 
 
-def _and_distilled(pipe: Any, lora: str, methods: Sequence[Method | Together]) -> list[Any]:
+def _and_distilled(distilled: Any, lora: str, methods: Sequence[Method | Together]) -> list[Any]:
     """The methods, then what the LoRA was distilled for: without it and with it."""
     if not lora:
         return [*methods]
-    if (distilled := lora_of(pipe, lora)) is None:
+    if distilled is None:
         raise ValueError(f"{lora} does not say what it was distilled for: only generate takes LoRAs of another make")
     alone = [] if distilled.method in methods else [distilled.method]
     return [*methods, *alone, distilled]

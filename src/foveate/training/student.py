@@ -113,7 +113,7 @@ class Student:
     """
 
     def __init__(self, pipeline: FluxPipeline, recipe: Recipe, size: tuple[int, int], start: Path | None = None):
-        self.transformer, self.recipe, self.start = pipeline.transformer, recipe, start
+        self.transformer, self.recipe, self.size, self.start = pipeline.transformer, recipe, size, start
         self.dtype = self.transformer.dtype
         if self.dtype == torch.float16:
             raise ValueError("gradients are too small for float16: use --dtype bfloat16 or float32")
@@ -150,7 +150,7 @@ class Student:
 
     def packed(self) -> bytes:
         """The LoRA as a file; all devices must ask together."""
-        return pack_lora(whole(get_peft_model_state_dict(self.transformer)), self.recipe.method)
+        return pack_lora(whole(get_peft_model_state_dict(self.transformer)), self.recipe.method, self.size)
 
     def finish(self) -> None:
         """Take the method out; the LoRA stays."""

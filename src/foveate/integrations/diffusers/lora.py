@@ -19,21 +19,23 @@ from torch import Tensor
 from foveate.integrations.diffusers.apply import Handle, apply
 from foveate.methods import METHODS, Method, Together
 
-__all__ = ["LORA_FILE", "Distilled", "Way", "adapted", "find_lora", "load_lora", "method_of", "pack_lora", "using"]
+__all__ = ["LORA_FILE", "Distilled", "Way", "adapted", "find_lora", "load_lora", "pack_lora", "read_lora", "using"]
 
 LORA_FILE = "pytorch_lora_weights.safetensors"
 ANYWHERE = ("dense_layers", "start_percent", "end_percent", "min_tokens")  # where a method works, not what it does
 
 
 class Distilled(NamedTuple):
-    """A method together with the LoRA that was distilled for it and lies in the pipeline.
+    """A method together with the LoRA that was distilled for it.
 
     Attributes:
         method: Its settings.
+        size: (height, width) in pixels of the pictures that it was distilled with, if its file says so.
         weights: Checksum of the LoRA's file: two LoRAs of one method are not the same.
     """
 
     method: Method
+    size: tuple[int, int] | None = None
     weights: str = ""
 
     @property
@@ -47,15 +49,16 @@ class Distilled(NamedTuple):
         return (self.method,)
 
 
-def pack_lora(layers: Mapping[str, Tensor], method: Method) -> bytes:
+def pack_lora(layers: Mapping[str, Tensor], method: Method, size: tuple[int, int]) -> bytes:
     """The safetensors file that `pipe.load_lora_weights` takes.
 
     Args:
         layers: The weights by their name in the transformer; their alpha is their rank.
         method: What they were distilled for.
+        size: (height, width) in pixels of the pictures that they were distilled with.
     """
     name = next(name for name, cls in METHODS.items() if type(method) is cls)
-    about = json.dumps({"method": name, "options": asdict(method)})
+    about = json.dumps({"method": name, "options": asdict(method), "size": size})
     weights = {name: weight.contiguous() for name, weight in FluxPipeline.pack_weights(layers, "transformer").items()}
     return save(weights, {"format": "pt", "foveate": about})
 
@@ -76,7 +79,7 @@ def find_lora(lora: str) -> Path:
         raise ValueError(f"{lora} is no LoRA: name a file, or a folder or hub id that holds {LORA_FILE}") from error
 
 
-def method_of(file: Path) -> Method | None:
+def read_lora(file: Path) -> Distilled | None:
     """What a LoRA was distilled for; None if it is one of another make.
 
     Raises:
@@ -88,7 +91,8 @@ def method_of(file: Path) -> Method | None:
         if about is None:
             return None
         about = json.loads(about)
-        return METHODS[about["method"]](**about["options"])
+        method, size = METHODS[about["method"]](**about["options"]), about.get("size")
+        return Distilled(method, tuple(size) if size else None, f"{crc32(file.read_bytes()):08x}")
     except SafetensorError as error:
         raise ValueError(f"cannot read {file}: {error}") from error
     except (KeyError, TypeError) as error:
@@ -101,12 +105,12 @@ def load_lora(pipeline: Any, file: Path) -> Distilled | None:
     Raises:
         ValueError: If the file is damaged, of another version of foveate, or does not fit the model.
     """
-    method = method_of(file)
+    distilled = read_lora(file)
     try:
         pipeline.load_lora_weights(str(file.parent), weight_name=file.name)
     except (RuntimeError, ValueError, KeyError) as error:
         raise ValueError(f"{file} does not fit this model: {str(error).strip().splitlines()[0]}") from error
-    return None if method is None else Distilled(method, f"{crc32(file.read_bytes()):08x}")
+    return distilled
 
 
 def adapted(distilled: Distilled, asked: Method | Together | None, options: set[str]) -> Distilled:
