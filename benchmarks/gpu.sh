@@ -89,9 +89,19 @@ ablations() { # [25]
     --only "${ONLY:-t16,t16-paper,t16-uniform,t16-rank4,t16-rank16,t16-still,t16-bare,t16-moore,t16-raster,clear}"
 }
 
-pixel_dit() { # [12]
-  timed python3 evals/pixel_dit.py --size 64 --before 500 --steps 500 --batch 16 --rate 5e-4 --average 0.99 \
-    --prompts 200 --compile --out out/pixel_dit "${commit[@]}"
+pixel_dit() { # [20 at 64 px, 25 at 128 px; SIZE=64 takes one of them]
+  local size
+  for size in ${SIZE:-64 128}; do
+    timed python3 evals/pixel_dit.py --size "$size" --before 1000 --steps 1000 --batch $((1024 / size)) --optimizer muon \
+      --rate 2e-3 --average 0.995 --prompts 200 --compile --out "out/pixel_dit-$size" "${commit[@]}"
+  done
+}
+
+pixel_model() { # [25]
+  timed $foveate train --sizes 32:4000:128,64:2500:32,128:3000:8 --at-once 128 --optimizer muon --rate 2e-3 --average 0.998 \
+    --compile --minutes 23 --sample-every 500 --out out/pixel
+  timed python3 evals/quality.py --model out/pixel --guidance 3 --size 128 --prompts 200 --batch 50 --pictures out/pixel-quality \
+    "${commit[@]}"
 }
 
 prefill() { timed $foveate bench context "${results[@]}"; } # [4]
@@ -120,7 +130,7 @@ recomputed() { # [5]
 
 parts=(
   tests attention log_linear train flux flux_options sdxl built_in quality merging distilled distilled_512 ablations pixel_dit
-  prefill pools examples readers recomputed
+  pixel_model prefill pools examples readers recomputed
 )
 for part in "${@:-${parts[@]}}"; do
   [[ " ${parts[*]} " == *" $part "* ]] || { echo "unknown part $part: choose from ${parts[*]}" && exit 2; }

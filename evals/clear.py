@@ -126,4 +126,6 @@ def _masked(
         known = dispatch.backends("block_attention", q.device, q.dtype, q.shape[3])
         return [one.run for one in known if one.run is not _masked][-1](q, k, v, table, scale, with_lse)
     mask = _MASKS.get(table, q.device, lambda: table.to_dense().to(q.device))
-    return scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale), None
+    # one by one: gradients under a mask over 2^31 pairs of tokens and more fail (pytorch#150054)
+    parts = zip(q.split(1), k.split(1), v.split(1), strict=True)
+    return torch.cat([scaled_dot_product_attention(*part, attn_mask=mask, scale=scale) for part in parts]), None

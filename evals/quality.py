@@ -2,6 +2,7 @@
 
 python evals/quality.py --size 256 --prompts 500 --batch 32                          # as docs/results.md shows them
 python evals/quality.py --size 256 --prompts 500 --batch 32 --lora distilled-16      # with a LoRA of foveate distill
+python evals/quality.py --size 128 --prompts 500 --batch 32 --model trained --guidance 3  # a model of foveate train
 """
 
 import json
@@ -21,6 +22,7 @@ from foveate.evaluate import evaluate, score_table
 from foveate.files import write_whole
 from foveate.integrations.diffusers.lora import Way, find_lora, load_lora
 from foveate.integrations.diffusers.pipelines import Request, load
+from foveate.integrations.diffusers.pixel import as_method
 from foveate.methods import Method, ToDo, ToFu, Together, ToMA, ToMeSD
 
 RESULTS, SHEETS = Path("evals/results"), Path("docs/images")
@@ -37,6 +39,8 @@ def main(
     prompts: Prompts = 500,
     batch: Batch = 1,
     lora: Annotated[str, typer.Option(help="Judge this LoRA and its method instead of the usual ones.")] = "",
+    model: Annotated[str, typer.Option(help="Judge this model of foveate train, as trained and dense.")] = "",
+    guidance: Annotated[float | None, typer.Option(help="Guidance scale.")] = None,
     device: str = "auto",
     dtype: str = "auto",
     pictures: Pictures = "eval",
@@ -44,12 +48,14 @@ def main(
 ) -> None:
     """Draw, judge and write."""
     judge(
-        f"quality-{Path(lora).name}" if lora else "quality",
-        [] if lora else [*showcase(), ToMA(keep=0.75), ToMeSD(), ToFu(), ToDo()],
+        f"quality-{Path(lora or model).name}" if lora or model else "quality",
+        [] if lora or model else [*showcase(), ToMA(keep=0.75), ToMeSD(), ToFu(), ToDo()],
         size=size,
         prompts=prompts,
         batch=batch,
         lora=lora,
+        model=model,
+        guidance=guidance,
         device=device,
         dtype=dtype,
         pictures=pictures,
@@ -67,6 +73,8 @@ def judge(
     pictures: str,
     commit: str,
     lora: str = "",
+    model: str = "",
+    guidance: float | None = None,
     device: str = "auto",
     dtype: str = "auto",
     about: dict[str, Any] | None = None,
@@ -76,15 +84,17 @@ def judge(
 
     The LoRA is judged twice if its method can begin late: throughout, and after a dense first tenth of the steps.
     """
-    pipe, out = load(str(PIPELINE), device, dtype), Path(pictures) / f"{size}px"
-    ways: list[Way] = [*methods]
+    pipe: Any = load(model or str(PIPELINE), device, dtype)
+    out, ways = Path(pictures) / f"{size}px", list[Way](methods)
+    if model:
+        ways.append(as_method(pipe))
     if lora:
         if (distilled := load_lora(pipe, find_lora(lora))) is None:
             raise ValueError(f"{lora} does not say what it was distilled for: make one with foveate distill")
         ways += [distilled.method, distilled]
         if isinstance(distilled.method, HilbertA):
             ways.append(distilled._replace(method=replace(distilled.method, start_percent=0.1)))
-    request = Request("", (size, size), 20, None, 0)
+    request = Request("", (size, size), 20, guidance, 0)
     with progress() as track:
         scores = evaluate(pipe, ways, out, prompts=prompts, request=request, batch=batch, track=track)
     result = json.loads((out / "scores.json").read_text()) | (about or {})
