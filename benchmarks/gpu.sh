@@ -89,11 +89,11 @@ ablations() { # [25]
     --only "${ONLY:-t16,t16-paper,t16-uniform,t16-rank4,t16-rank16,t16-still,t16-bare,t16-moore,t16-raster,clear}"
 }
 
-pixel_dit() { # [20 at 64 px, 25 at 128 px; SIZE=64 takes one of them]
+pixel_dit() { # [15 at 64 px, 23 at 128 px; SIZE=64 takes one of them]
   local size
   for size in ${SIZE:-64 128}; do
-    timed python3 evals/pixel_dit.py --size "$size" --before 1000 --steps 1000 --batch $((1024 / size)) --optimizer muon \
-      --rate 2e-3 --average 0.995 --prompts 200 --compile --out "out/pixel_dit-$size" "${commit[@]}"
+    timed python3 evals/pixel_dit.py --size "$size" --before 1000 --steps $((64000 / size)) --batch $((1024 / size)) \
+      --optimizer muon --rate 2e-3 --average 0.995 --prompts 100 --compile --out "out/pixel_dit-$size" "${commit[@]}"
   done
 }
 

@@ -16,10 +16,12 @@ from pathlib import Path
 from statistics import mean, median
 from typing import Annotated, Any
 
+import numpy as np
 import torch
 import typer
 from diffusers import FlowMatchEulerDiscreteScheduler
-from quality import RESULTS, Batch, Commit, Prompts
+from matplotlib.figure import Figure
+from quality import RESULTS, SHEETS, Batch, Commit, Prompts
 
 from foveate.cli.common import progress
 from foveate.cli.train import built_in_reader
@@ -30,6 +32,7 @@ from foveate.integrations.diffusers.pipelines import Request, load
 from foveate.integrations.diffusers.pixel_dit import MODELS, PixelDiT
 from foveate.integrations.diffusers.pixel_pipeline import PixelPipeline
 from foveate.machine import versions
+from foveate.report import figure_png
 from foveate.training.pixel import PixelRecipe, Stage, train
 
 SMALL = 32  # px of the first stage
@@ -156,6 +159,7 @@ def main(
         content["versions"]["commit"] = commit
     path = RESULTS / f"pixel-dit-{device}-{size}px.json"
     write_whole(path, json.dumps(content, indent=2).encode() + b"\n")
+    write_whole(SHEETS / f"{path.stem}.png", figure_png(draw_variants(results), dpi=100))
     print(path)
 
 
@@ -187,6 +191,24 @@ def curve(steps: list[tuple[float, float]]) -> list[dict[str, float]]:
         {"step": end, "seconds": round(end * usual, 2), "loss": mean(loss for loss, _ in part)}
         for end, part in zip(ends, parts, strict=True)
     ]
+
+
+def draw_variants(variants: dict[str, Any]) -> Figure:
+    """A figure of losses over steps and over time, and of the Frechet distances at equal steps and at equal time."""
+    figure = Figure(figsize=(9, 3.2), layout="constrained")
+    by_steps, by_time, distances = figure.subplots(1, 3)
+    for panel, unit, said in ((by_steps, "step", "steps with large pictures"), (by_time, "seconds", "seconds")):
+        panel.set(xlabel=said, ylabel="loss", yscale="log")
+        for name, variant in variants.items():
+            panel.plot(*zip(*((point[unit], point["loss"]) for point in variant["curve"]), strict=True), label=name)
+    for i, variant in enumerate(variants.values()):
+        scores = [variant[label]["frechet"] for label in ("equal steps", "equal time")]
+        values, *ends = (np.array([score[name] for score in scores]) for name in ("value", "low", "high"))
+        places = np.arange(2) + 0.8 * (i + 0.5) / len(variants) - 0.4
+        distances.bar(places, values, 0.7 / len(variants), yerr=np.abs(np.stack(ends) - values))
+    distances.set(ylabel="Fréchet distance", xticks=range(2), xticklabels=["equal steps", "equal time"])
+    figure.legend(*by_steps.get_legend_handles_labels(), loc="outside lower center", ncols=4, frameon=False)
+    return figure
 
 
 if __name__ == "__main__":
