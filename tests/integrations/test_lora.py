@@ -1,6 +1,7 @@
 """Laws of LoRAs that carry the method they were distilled for."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import tiny
@@ -58,6 +59,30 @@ def test_using_draws_dense_sparse_and_distilled_with_one_pipeline(file):
     assert torch.equal(pixels(pipe, METHOD), sparse)
     assert not torch.equal(pixels(pipe, distilled), sparse)
     assert torch.equal(pixels(pipe, distilled), pixels(pipe, distilled))
+
+
+def test_a_lora_is_out_of_steps_in_which_its_method_is_not_at_work(file):
+    def velocities(pipe, way):
+        said = []
+        hook = pipe.transformer.register_forward_hook(lambda _module, _args, output: said.append(output[0]))
+        with using(pipe, way):
+            draw_batch(pipe, [tiny.REQUEST._replace(steps=6)])
+        hook.remove()
+        return said
+
+    pipe = tiny.pipeline()
+    distilled = load_lora(pipe, file)
+    late = distilled._replace(method=replace(METHOD, start_percent=0.5))
+    early = distilled._replace(method=replace(METHOD, end_percent=0.5))
+    never = distilled._replace(method=replace(METHOD, min_tokens=10**6))
+    dense, sparse = velocities(pipe, None), velocities(pipe, distilled)
+    same = lambda ours, theirs: [torch.equal(a, b) for a, b in zip(ours, theirs, strict=True)]  # noqa: E731
+    assert same(velocities(pipe, never), dense) == 6 * [True]
+    # pictures are alike until the first step that is not
+    assert same(velocities(pipe, late), dense) == [True, True, True, False, False, False]
+    assert same(velocities(pipe, early), sparse) == [True, True, True, True, False, False]
+    assert same(velocities(pipe, distilled), sparse) == 6 * [True]
+    assert same(velocities(pipe, None), dense) == 6 * [True]
 
 
 def test_two_loras_of_one_method_are_told_apart(file):

@@ -64,17 +64,18 @@ def generate(
     foveate generate "a lighthouse" --model black-forest-labs/FLUX.1-dev --size 2048 --method hilberta --tiles 16
     """
     options = options_of(option, tiles)
-    chosen = None if lora else _method(method, options)
+    chosen: Any = None if lora else _method(method, options)
     if out and (out.suffix.lower() != ".png" or out.is_dir()):
         raise ValueError(f"--out names the PNG file to write, not {out}: end it with .png")
     pipe = open_model(model, device, dtype)
     distilled = lora_of(pipe, lora)
     request = request_of(pipe, model, prompt, size_with(distilled, size), steps, guidance, seed)
-    chosen = _method_with(distilled, method, options) if lora else chosen
+    chosen = _way_with(distilled, method, options) if lora else chosen
     if method == "dense":
         _own(pipe)
     from foveate.files import slug, write_picture
     from foveate.integrations.diffusers.apply import apply
+    from foveate.integrations.diffusers.lora import using
     from foveate.integrations.diffusers.pipelines import denoiser, draw
 
     path = out or Path(f"{slug(prompt)}-{seed}.png")
@@ -84,11 +85,11 @@ def generate(
         console.print(remark)
     with progress() as track:
         advance, began = track(chosen.title if chosen else plain, request.steps), time.perf_counter()
-        with apply(pipe, *chosen.parts) if chosen else nullcontext() as run:
+        with using(pipe, chosen) if distilled else apply(pipe, *chosen.parts) if chosen else nullcontext() as run:
             image = draw(pipe, request, advance)
             summary = run.summary() if run else None
-        about = {"method": repr(chosen) if chosen else plain, "seconds": f"{time.perf_counter() - began:.1f}"}
-        about |= {"lora": lora} if lora else {}
+        ran = repr(chosen.method if distilled else chosen) if chosen else plain
+        about = {"method": ran, "seconds": f"{time.perf_counter() - began:.1f}"} | ({"lora": lora} if lora else {})
         write_picture(path, image, {**settings_of(pipe, model, request), **about})
     if summary is not None:
         print(summary)
@@ -212,15 +213,15 @@ def _method(name: str | None, options: dict[str, str]) -> Method | Together | No
     return None
 
 
-def _method_with(distilled: Any, name: str | None, options: dict[str, str]) -> Method | Together | None:
-    """What to draw with a LoRA: the method it was distilled for, unless it is of another make."""
+def _way_with(distilled: Any, name: str | None, options: dict[str, str]) -> Any:
+    """What to draw with a LoRA: what it was distilled for, unless it is of another make."""
     if distilled is None:
         return _method(name, options)
     from foveate.integrations.diffusers.lora import adapted
 
     if name is None:
         name = next(name for name, cls in METHODS.items() if isinstance(distilled.method, cls))
-    return adapted(distilled, _method(name, options), set(options)).method
+    return adapted(distilled, _method(name, options), set(options))
 
 
 def _own(pipe: Any) -> list[Method]:

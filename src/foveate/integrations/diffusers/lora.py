@@ -17,6 +17,7 @@ from safetensors.torch import save
 from torch import Tensor
 
 from foveate.integrations.diffusers.apply import Handle, apply
+from foveate.integrations.diffusers.borrowed import outside_compiled_code
 from foveate.methods import METHODS, Method, Together
 
 __all__ = ["LORA_FILE", "Distilled", "Way", "adapted", "find_lora", "load_lora", "pack_lora", "read_lora", "using"]
@@ -143,13 +144,38 @@ Way = Method | Together | Distilled
 
 @contextmanager
 def using(pipeline: Any, way: Way | None) -> Generator[Handle | None]:
-    """The pipeline with a method or several; dense if it is None. A LoRA in it works for what was distilled alone."""
-    off = bool(getattr(pipeline, "get_list_adapters", dict)()) and not isinstance(way, Distilled)
-    if off:
+    """The pipeline with a method or several; dense if it is None.
+
+    A LoRA in it works for what was distilled alone, and in those steps alone in which the method is at work.
+    """
+    lora, distilled = bool(getattr(pipeline, "get_list_adapters", dict)()), isinstance(way, Distilled)
+    if lora and not distilled:
         pipeline.disable_lora()
     try:
-        with apply(pipeline, *way.parts) if way else nullcontext() as run:
+        with (
+            apply(pipeline, *way.parts) if way else nullcontext() as run,
+            _where_sparse(pipeline, run) if lora and distilled else nullcontext(),
+        ):
             yield run
     finally:
-        if off:
+        if lora:
             pipeline.enable_lora()
+
+
+@contextmanager
+def _where_sparse(pipeline: Any, run: Handle) -> Generator[None]:
+    """Take the LoRA out of dense steps: it makes up for the pattern."""
+    on = True
+
+    @outside_compiled_code
+    def follow(*_: Any) -> None:
+        nonlocal on
+        if on != bool(run.plans()):
+            on = not on
+            (pipeline.enable_lora if on else pipeline.disable_lora)()
+
+    hook = pipeline.transformer.register_forward_pre_hook(follow)
+    try:
+        yield
+    finally:
+        hook.remove()
