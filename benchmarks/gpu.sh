@@ -98,9 +98,9 @@ pixel_dit() { # [15 at 64 px, 23 at 128 px; SIZE=64 takes one of them]
 }
 
 pixel_model() { # [25]
-  timed $foveate train --sizes 32:4000:128,64:2500:32,128:3000:8 --at-once 128 --optimizer muon --rate 2e-3 --average 0.998 \
-    --compile --minutes 23 --sample-every 500 --out out/pixel
-  timed python3 evals/quality.py --model out/pixel --guidance 3 --size 128 --prompts 200 --batch 50 --pictures out/pixel-quality \
+  timed $foveate train --sizes 32:6000:128,64:1500:32,128:2500:8 --at-once 128 --optimizer muon --rate 2e-3 --cool-down 0.25 \
+    --average 0.998 --compile --minutes 23 --sample-every 2500 --out out/pixel
+  timed python3 evals/quality.py --model out/pixel --guidance 3 --size 128 --prompts 100 --batch 50 --pictures out/pixel-quality \
     "${commit[@]}"
 }
 

@@ -149,8 +149,8 @@ def using(pipeline: Any, way: Way | None) -> Generator[Handle | None]:
     A LoRA in it works for what was distilled alone, and in those steps alone in which the method is at work.
     """
     lora, distilled = bool(getattr(pipeline, "get_list_adapters", dict)()), isinstance(way, Distilled)
-    if lora and not distilled:
-        pipeline.disable_lora()
+    if lora:
+        (pipeline.enable_lora if distilled else pipeline.disable_lora)()
     try:
         with (
             apply(pipeline, *way.parts) if way else nullcontext() as run,
