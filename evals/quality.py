@@ -14,7 +14,6 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from foveate import HilbertA
 from foveate.cli.common import progress
 from foveate.compare import showcase
 from foveate.demo import PIPELINE
@@ -82,7 +81,7 @@ def judge(
 ) -> None:
     """Draw with the methods, then without and with the LoRA; write scores, `about`, and the sheet under the name.
 
-    The LoRA is judged twice if its method can begin late: throughout, and after a dense first tenth of the steps.
+    With the LoRA throughout, and after a first tenth and fifth of the steps with neither method nor LoRA.
     """
     pipe: Any = load(model or str(PIPELINE), device, dtype)
     out, ways = Path(pictures) / f"{size}px", list[Way](methods)
@@ -91,9 +90,8 @@ def judge(
     if lora:
         if (distilled := load_lora(pipe, find_lora(lora))) is None:
             raise ValueError(f"{lora} does not say what it was distilled for: make one with foveate distill")
-        ways += [distilled.method, distilled]
-        if isinstance(distilled.method, HilbertA):
-            ways.append(distilled._replace(method=replace(distilled.method, start_percent=0.1)))
+        late = [distilled._replace(method=replace(distilled.method, start_percent=start)) for start in (0.0, 0.1, 0.2)]
+        ways += [late[0].method, *late]
     request = Request("", (size, size), 20, guidance, 0)
     with progress() as track:
         scores = evaluate(pipe, ways, out, prompts=prompts, request=request, batch=batch, track=track)
