@@ -22,6 +22,7 @@ from foveate.cli import app
 from foveate.demo.scenes import scenes
 from foveate.demo.training import reader
 from foveate.demo.untrained import untrained_pipeline
+from foveate.integrations.diffusers.pipelines import Request, load
 from foveate.integrations.diffusers.pixel_pipeline import PixelPipeline
 
 SMALL = ["--size", "64", "--steps", "2", "--device", "cpu"]  # 16 x 16 tokens
@@ -463,6 +464,13 @@ def test_a_lora_brings_the_size_that_it_was_distilled_with(folder, lora):
     result = run("generate", "a cat", "--model", folder, *SMALL[2:], "--size", 96, "--lora", lora, "--out", "b.png")
     assert "distilled with 64 x 64 px: other sizes may be worse than without it" in " ".join(result.output.split())
     assert pixels("b.png").shape == (96, 96, 3)
+
+
+def test_a_page_says_what_works_in_a_part_of_the_steps(folder, tmp_path):
+    pipe, request = load(str(folder), "cpu", "float32"), Request("a cat", (64, 64), 2, None, 0)
+    late = foveate.HilbertA(tiles=2, start_percent=0.5)
+    page = side_by_side.compare(pipe, request, [late], tmp_path, settings={}, rounds=1).read_text()
+    assert "HilbertA T=2 start_percent=0.5 works in a part of the steps: its time is that of a step in" in page
 
 
 def test_the_built_in_model_draws_with_its_lora():

@@ -55,6 +55,11 @@ def compare(
     page, variants, notices = out / "index.html", list[Variant](), [notice] if notice else []
     methods, refused = _taken(pipeline, methods)
     notices += refused
+    notices += [
+        f"{method.title} works in a part of the steps: its time is that of a step in which it does."
+        for method in methods
+        if not all(part.always for part in method.parts)
+    ]
     ran: list[Way | None] = []
     try:
         for method in (None, *methods):

@@ -10,7 +10,8 @@ from peft import LoraConfig
 from peft.utils import get_peft_model_state_dict
 from safetensors.torch import save
 
-from foveate import HilbertA
+from foveate import HilbertA, ToMA
+from foveate.integrations.diffusers import pipelines
 from foveate.integrations.diffusers.lora import (
     LORA_FILE,
     Distilled,
@@ -22,6 +23,7 @@ from foveate.integrations.diffusers.lora import (
     using,
 )
 from foveate.integrations.diffusers.pipelines import draw_batch
+from foveate.methods import Together
 
 METHOD = HilbertA(tiles=4, centre=0.5, dense_layers="1")
 
@@ -83,6 +85,15 @@ def test_a_lora_is_out_of_steps_in_which_its_method_is_not_at_work(file):
     assert same(velocities(pipe, early), sparse) == [True, True, True, True, False, False]
     assert same(velocities(pipe, distilled), sparse) == 6 * [True]
     assert same(velocities(pipe, None), dense) == 6 * [True]
+
+
+def test_what_works_in_a_part_of_the_steps_is_timed_at_work(monkeypatch):
+    pipe, seen = tiny.pipeline(), []
+    monkeypatch.setattr(pipelines, "using", lambda pipe, way: seen.append(way) or using(pipe, way))
+    late, toma = replace(METHOD, start_percent=0.5), ToMA(end_percent=0.5)
+    step = pipelines.record_step(pipe, tiny.REQUEST)
+    list(pipelines.time_steps(pipe, step, [None, late, Together((late, toma)), Distilled(late)], rounds=1))
+    assert seen == 2 * [None, METHOD, Together((METHOD, ToMA())), Distilled(METHOD)]
 
 
 def test_two_loras_of_one_method_are_told_apart(file):

@@ -20,7 +20,18 @@ from foveate.integrations.diffusers.apply import Handle, apply
 from foveate.integrations.diffusers.borrowed import outside_compiled_code
 from foveate.methods import METHODS, Method, Together
 
-__all__ = ["LORA_FILE", "Distilled", "Way", "adapted", "find_lora", "load_lora", "pack_lora", "read_lora", "using"]
+__all__ = [
+    "LORA_FILE",
+    "Distilled",
+    "Way",
+    "adapted",
+    "find_lora",
+    "load_lora",
+    "pack_lora",
+    "read_lora",
+    "throughout",
+    "using",
+]
 
 LORA_FILE = "pytorch_lora_weights.safetensors"
 ANYWHERE = ("dense_layers", "start_percent", "end_percent", "min_tokens")  # where a method works, not what it does
@@ -140,6 +151,15 @@ def adapted(distilled: Distilled, asked: Method | Together | None, options: set[
 
 Way = Method | Together | Distilled
 """What a pipeline can run with."""
+
+
+def throughout(way: Way) -> Way:
+    """The same at work in every step, from the first to the last."""
+    if isinstance(way, Distilled):
+        return way._replace(method=replace(way.method, start_percent=0.0, end_percent=1.0))
+    if isinstance(way, Together):
+        return Together(tuple(replace(part, start_percent=0.0, end_percent=1.0) for part in way.parts))
+    return replace(way, start_percent=0.0, end_percent=1.0)
 
 
 @contextmanager

@@ -18,7 +18,7 @@ from PIL import Image
 from safetensors import SafetensorError
 
 from foveate.integrations.diffusers.apply import DENOISERS
-from foveate.integrations.diffusers.lora import Way, using
+from foveate.integrations.diffusers.lora import Way, throughout, using
 from foveate.integrations.diffusers.pixel_pipeline import PixelPipeline
 from foveate.machine import choose_device, choose_dtype, now
 
@@ -219,6 +219,8 @@ def time_steps(
 ) -> Iterator[list[float]]:
     """Round by round the seconds of one denoiser forward of every variant, after a round that warms up.
 
+    Whatever works in a part of the steps is timed at work.
+
     Args:
         pipeline: What to time.
         step: Arguments of the forward, from `record_step`.
@@ -229,7 +231,7 @@ def time_steps(
     for round_ in range(rounds + 1):
         seconds: list[float] = []
         for way in variants:
-            with using(pipeline, way):
+            with using(pipeline, way and throughout(way)):
                 start = now(pipeline.device)
                 denoiser(pipeline)(
                     *step.args, **{k: copy(v) if isinstance(v, dict) else v for k, v in step.kwargs.items()}

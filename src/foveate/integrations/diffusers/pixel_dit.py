@@ -37,8 +37,8 @@ class PixelDiT(ModelMixin, ConfigMixin):
 
     Blocks are modulated by the noise level (adaLN-zero), queries and keys are normalised and turned by the row and the
     column of their token (RoPE, half of the channels each), as parts of the picture: a small picture teaches a large
-    one where things belong. Tokens are brought into an order in which neighbours stay
-    together, once at the entry, and back at the exit. Words are keys that every token of every block reads besides.
+    one where things belong. Tokens are brought into an order in which neighbours stay together, once at the entry, and
+    back at the exit. Words are keys that every token of every block reads besides.
 
     Both attentions have the same weights, and with every block picked and ``enrich=False`` give the same velocities.
 
