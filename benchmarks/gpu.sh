@@ -89,7 +89,7 @@ ablations() { # [25]
     --only "${ONLY:-t16,t16-paper,t16-uniform,t16-rank4,t16-rank16,t16-still,t16-bare,t16-moore,t16-raster,clear}"
 }
 
-pixel_dit() { # [15 at 64 px, 23 at 128 px; SIZE=64 takes one of them]
+pixel_dit() { # [15 at 64 px, 23 at 128 px by estimate; SIZE=64 takes one of them]
   local size
   for size in ${SIZE:-64 128}; do
     timed python3 evals/pixel_dit.py --size "$size" --before 1000 --steps $((64000 / size)) --batch $((1024 / size)) \
@@ -97,7 +97,7 @@ pixel_dit() { # [15 at 64 px, 23 at 128 px; SIZE=64 takes one of them]
   done
 }
 
-pixel_model() { # [25]
+pixel_model() { # [25 by estimate]
   timed $foveate train --sizes 32:6000:128,64:1500:32,128:2500:8 --at-once 128 --optimizer muon --rate 2e-3 --cool-down 0.25 \
     --average 0.998 --compile --minutes 23 --sample-every 2500 --out out/pixel
   timed python3 evals/quality.py --model out/pixel --guidance 3 --size 128 --prompts 100 --batch 50 --pictures out/pixel-quality \
