@@ -75,7 +75,7 @@ Lora = Annotated[
     str,
     typer.Option(
         help="LoRA of [bold]foveate distill[/]: file, folder or hub id; built-in is the one of the built-in model. "
-        "Its method comes with it."
+        "Its method and its size come with it."
     ),
 ]
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, mps.")]
