@@ -167,6 +167,16 @@ def test_a_run_stops_in_time_and_more_steps_may_follow(run):
     assert [step for step, _ in losses(out)] == [1, 2, 3]
 
 
+def test_a_run_that_blows_up_stops_and_keeps_what_was_good(run):
+    wild = replace(ADAMW, rate=1e30)
+    out, _ = run("out", wild, steps=1, minutes=0)
+    good = (out / LORA_FILE).read_bytes()
+    with pytest.raises(ValueError, match=r"the loss of step 2 is (nan|inf): begin anew with a lower --rate"):
+        run("out", wild, steps=3)
+    assert (out / LORA_FILE).read_bytes() == good
+    assert [step for step, _ in losses(out)] == [1]
+
+
 @forks
 def test_worker_processes_change_no_loss_and_end_with_the_run(run, monkeypatch):
     alone, _ = run("alone", steps=3)

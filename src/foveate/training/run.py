@@ -149,11 +149,16 @@ class Run(ABC):
             checkpoint_minutes: Time between checkpoints.
             sample_every: Steps between sheets of samples; 0 draws one at the end alone.
             advance: Called after every step, first for those of earlier runs.
+
+        Raises:
+            ValueError: If the loss is not finite; the checkpoints stay as they were before.
         """
         for _ in range(min(self.step, steps)):
             advance()
         saved = began = time.monotonic()
         for loss in self._steps(steps):
+            if not math.isfinite(loss):
+                raise ValueError(f"the loss of step {self.step} is {loss}: begin anew with a lower --rate")
             now = time.monotonic()
             late, due = self._anywhere(now > until), self._anywhere(now > saved + 60 * checkpoint_minutes)
             last = late or self.step == steps
