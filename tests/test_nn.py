@@ -98,9 +98,25 @@ def test_options_and_sizes_that_cannot_be_used_are_refused():
         LogLinearAttention(64, 2, block_size=8)
     with pytest.raises(ValueError, match="not 7"):
         LogLinearAttention(64, 2, levels=7)
+    with pytest.raises(ValueError, match="a number of levels up to 1, not 2"):
+        LogLinearAttention(64, 2, levels=1, enrich=2)
+    with pytest.raises(ValueError, match="use enrich=True or log_mass=False"):
+        LogLinearAttention(64, 2, enrich=False, log_mass=True)
+
+
+def test_every_option_reaches_attention():
+    torch.manual_seed(0)
+    x, module = torch.randn(1, 700, 64), LogLinearAttention(64, 2, top_k=2, levels=2)
+    changed = {"top_k": 3, "block_size": 32, "levels": 1, "enrich": 1, "reweight": False, "exclude_selected": True}
+    for name, value in (changed | {"log_mass": True}).items():
+        other = LogLinearAttention(64, 2, **{"top_k": 2, "levels": 2} | {name: value})
+        other.load_state_dict(module.state_dict())
+        assert not torch.equal(other(x), module(x)), name
 
 
 @pytest.mark.usefixtures("as_a_user")
 def test_rope_for_other_tokens_is_refused():
     with pytest.raises(ValueError, match=r"two of \[50, 32\], not \[40, 32\]"):
         LogLinearAttention(64, 2)(torch.randn(1, 50, 64), rope=(torch.ones(40, 32), torch.ones(40, 32)))
+    with pytest.raises(ValueError, match="pairs of channels, and heads have 33"):
+        LogLinearAttention(66, 2)(torch.randn(1, 50, 66), rope=(torch.ones(50, 33), torch.ones(50, 33)))

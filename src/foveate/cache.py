@@ -1,14 +1,31 @@
-"""Remember what was worked out from tensors, for as long as they live."""
+"""Remember what was worked out from tensors, for as long as they live; make tensors that live long."""
 
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any, Generic, TypeVar
+from functools import wraps
+from typing import Any, Generic, ParamSpec, TypeVar
 
+import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-__all__ = ["PerTensors"]
+__all__ = ["PerTensors", "lasting"]
 
+P = ParamSpec("P")
 T = TypeVar("T")
+
+
+def lasting(make: Callable[P, T]) -> Callable[P, T]:
+    """Decorator of what makes tensors that outlive the call, the same ones wherever it is called.
+
+    They are made on the CPU under any default device, and may be trained with though inference mode is on.
+    """
+
+    @wraps(make)
+    def anywhere(*args: P.args, **kwargs: P.kwargs) -> T:
+        with torch.inference_mode(False), torch.device("cpu"):
+            return make(*args, **kwargs)
+
+    return anywhere
 
 
 class PerTensors(Generic[T]):

@@ -6,8 +6,8 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
-from foveate.ops.log_linear_attention import log_linear_attention
-from foveate.ops.pyramid import check_head_dim, check_options
+from foveate.ops.log_linear_attention import enriched_levels, log_linear_attention
+from foveate.ops.pyramid import MOST_LEVELS, check_head_dim, check_options
 from foveate.ops.selection import Selection
 
 __all__ = ["LogLinearAttention"]
@@ -62,6 +62,7 @@ class LogLinearAttention(nn.Module):
             raise ValueError(f"{dim} channels cannot be shared among {heads} heads: use a divisor of {dim}")
         check_head_dim(dim // heads)
         check_options(top_k, block_size, levels)
+        enriched_levels(levels or MOST_LEVELS, enrich, log_mass)
         self.heads = heads
         self.attend = partial(
             log_linear_attention,
@@ -126,6 +127,8 @@ class LogLinearAttention(nn.Module):
 
 
 def _turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    if x.shape[3] % 2:
+        raise ValueError(f"rope turns pairs of channels, and heads have {x.shape[3]}: use an even number")
     if cos.shape != x.shape[2:] or sin.shape != x.shape[2:]:
         raise ValueError(f"rope must be two of {list(x.shape[2:])}, not {list(cos.shape)} and {list(sin.shape)}")
     ahead = torch.stack([-x[..., 1::2], x[..., ::2]], -1).flatten(3)

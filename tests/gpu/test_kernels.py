@@ -212,3 +212,16 @@ def test_a_unet_that_merges_whole_blocks_does_what_it_does_by_the_portable_path(
     for op in ("region_matmul", "region_update"):
         only(monkeypatch, op, "portable", torch.float16, 16)
     assert relative(got, forward()) < 1e-2
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_kernels_run_where_their_tensors_are():
+    table = random_table(3, (500,))
+    here = qkv(500, 64)
+    there = [x.detach().to("cuda:1").requires_grad_() for x in here]
+    assert torch.cuda.current_device() == 0
+    (want, wanted), (got, grads) = (
+        (out := block_attention(*x, table), torch.autograd.grad(out.square().sum(), x)) for x in (here, there)
+    )
+    assert torch.equal(got.to("cuda:0"), want)
+    assert all(torch.equal(a.to("cuda:0"), b) for a, b in zip(grads, wanted, strict=True))

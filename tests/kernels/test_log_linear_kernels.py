@@ -65,7 +65,8 @@ def relative(got, want):
 def run(tokens, levels, top_k, *, block=16, dim=32, dtype=torch.float32, batch=1, heads=1, extra=0, masked=False,
         enriched=None, reweight=True, exclude=False, full=True):  # fmt: skip
     """Everything from pooling to the gradient of the queries, compared with the oracle."""
-    q, k, v = (heads_of(tokens, dim, dtype, batch, heads) for _ in range(3))
+    q, k = (heads_of(tokens, dim, dtype, batch, heads) for _ in range(2))
+    v = torch.randn(batch, heads, tokens, dim, dtype=dtype)  # in another layout than k
     dout, extras = (
         heads_of(tokens, dim, dtype, batch, heads),
         [heads_of(extra, dim, dtype, batch, heads) for _ in "kv"],
@@ -161,6 +162,8 @@ def test_where_all_is_full_nothing_is_looked_at(monkeypatch, tokens, levels, opt
     monkeypatch.setattr(log_linear_keys, "BACKWARD_SHARED", {256: kernels.Shape(128, 256, 16, 2, 1, None)})
     run(tokens, levels, 2, **options)
     assert found == [True, True]
+    run(tokens, levels, 2, exclude=True)
+    assert found[2:] == [False, False]
 
 
 def test_a_selection_with_gaps_is_looked_at_where_all_else_is_full(monkeypatch):
@@ -245,6 +248,35 @@ def test_large_scores_do_not_overflow():
     lists = selection.select(*means.of[:2], means.counts, 300, 16, 2, 3)
     keys = kernels.Keys(k, v, k[:, :, :0], v[:, :, :0], means, lists, None, 16, 3, 2, True, False, 1.0, True)
     assert kernels.forward(q, keys)[0].isfinite().all()
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+@pytest.mark.parametrize("where", [0, 1])  # of queries, of keys
+def test_what_is_no_number_shows_as_it_does_on_the_portable_path(where, value):
+    inputs = [torch.randn(1, 1, 64, 32) for _ in range(3)]
+    inputs[where][0, 0, 5, 3] = value
+    inputs = [x.requires_grad_() for x in inputs]
+    options = Options(4, 16, 1, 1, True, 0.2, False, False, True, True)
+    found = []
+    for run in (portable, glue.log_linear_attention):
+        out, lse, *_ = run(*inputs, None, None, None, None, options)
+        grads = torch.autograd.grad(out.square().sum(), inputs)
+        found.append([x.isfinite().flatten(3).all(-1) for x in (out, lse[..., None], *grads)])
+    assert not found[0][0].all()
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(*found, strict=True))
+
+
+def test_rows_that_are_not_real_get_no_lse_whatever_they_hold():
+    q, k, v = (torch.randn(1, 1, 40, 32) for _ in range(3))
+    real = torch.arange(40)[None] > 2
+    for value in (torch.inf, -torch.inf, torch.nan, 3e38):
+        q[0, 0, 0, 5] = value
+        out, lse, *_ = glue.log_linear_attention(
+            q, k, v, None, None, real, None, Options(2, 16, 1, 1, True, 0.2, False, False, True, False)
+        )
+        assert (lse[0, 0, :3] == -torch.inf).all()
+        assert not out[0, 0, :3].any()
+        assert lse[0, 0, 3:].isfinite().all()
 
 
 @pytest.mark.parametrize(("extra", "masked", "again"), [(0, False, False), (5, True, False), (3, False, True)])

@@ -41,6 +41,14 @@ def test_every_option_reaches_attention():
     assert same == ["enrich"]  # of one level, 1 is all
 
 
+def test_means_of_one_level_are_not_those_of_all():
+    plans = [LLSA(levels=2, enrich=enrich).plan(((32, 32),), 0) for enrich in (True, 1, False)]
+    assert [plan.tables[0].keys() for plan in plans] == [196, 192, 128]
+    assert [plan.title for plan in plans] == [
+        "LLSA K=8 levels=2", "LLSA K=8 levels=2, enrich=1", "LLSA K=8 levels=2, enrich=False"
+    ]  # fmt: skip
+
+
 def test_levels_are_those_of_the_rule_unless_told():
     for side in (64, 128, 512):
         tokens = side * side
@@ -73,8 +81,10 @@ def test_heads_that_it_has_no_attention_for_stay_dense():
     ("options", "message"),
     [
         ({"top_k": 0}, "top_k counts blocks, 1 or more, not 0"),
-        ({"top_k": 2.5}, "top_k counts blocks, 1 or more, not 2.5"),
+        ({"top_k": 2.5}, "top_k must be a whole number, not 2.5"),
         ({"block_size": 8}, "block_size must be one of 16, 32, 64, not 8"),
+        ({"block_size": 16.0}, "block_size must be a whole number, not 16.0"),
+        ({"levels": 2.0}, "levels must be a whole number, not 2.0"),
         ({"levels": 5}, "levels must be 1 to 4, or None for automatic, not 5"),
         ({"levels": 1, "enrich": 2}, "a number of levels up to 1, not 2"),
         ({"enrich": "no"}, "enrich must be True, False, or a number of levels up to 4, not 'no'"),

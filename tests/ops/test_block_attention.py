@@ -120,6 +120,34 @@ def test_sizes_that_do_not_fit_are_refused_with_their_values():
         block_attention(q, k[..., :8], v[..., :8], table)
     with pytest.raises(ValueError, match=r"float64 on cpu, torch.float32"):
         block_attention(q, k.float(), v, table)
+    with pytest.raises(ValueError, match=r"got \[2, 3, 99, 0\]"):
+        block_attention(q[..., :0], k[..., :0], v[..., :0], table)
+    for scale in (0, float("nan"), float("inf")):
+        with pytest.raises(ValueError, match=f"scale must be finite and not 0, not {scale}"):
+            block_attention(k, k, v, table, scale=scale)
+
+
+def test_nothing_gives_nothing():
+    table = random_table(0, (100,))
+    q = torch.randn(2, 3, 100, 16)
+    for empty in (q[:0], q[:, :0]):
+        out, lse = block_attention(empty, empty, empty, table, return_lse=True)
+        assert (out.shape, lse.shape) == (empty.shape, empty.shape[:3])
+
+
+def test_autocast_changes_no_bit():
+    table = block_table([[0], [1], [0], [1]], block_starts(256))
+    inputs = [x.float().detach().requires_grad_() for x in qkv(256, 256)]
+
+    def run():
+        out, lse = block_attention(*inputs, table, return_lse=True)
+        alone = block_attention(*inputs, table)
+        return out, lse, alone, *torch.autograd.grad((out + alone).sum() + lse.sum(), inputs)
+
+    want = run()
+    with torch.autocast("cpu", torch.bfloat16):
+        got = run()
+    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
 
 
 MEMORY = """

@@ -71,3 +71,12 @@ def test_pairs_are_those_that_the_definition_sees(image, options):
     assert pattern.keys() == seen
     assert pattern.pairs() == 5 * (5 + image) + image * (5 + seen)
     assert pattern.sparsity() == pytest.approx(1 - pattern.pairs() / (5 + image) ** 2)
+
+
+@pytest.mark.parametrize("pattern", [log_linear(7, 100), block_table([[0, 1], [1]], block_starts(107))])
+def test_under_autocast_it_takes_what_torch_takes(pattern):
+    q, k, v = (x.detach().float() for x in qkv(107))  # a norm leaves float32 where a projection does not
+    low = [x.bfloat16() for x in (q, k, v)]
+    with torch.autocast("cpu", torch.bfloat16):
+        got = joint_attention(q, k, low[2], pattern)
+    assert torch.equal(got, joint_attention(*low, pattern))

@@ -403,16 +403,17 @@ from foveate.ops import log_linear_attention
 torch.manual_seed(0)
 q, k, v, text = (torch.randn(2, 2, n, 32, requires_grad=True) for n in (700, 700, 700, 9))
 real = torch.rand(2, 700) < 0.9
-def attend(q, k, v, text):
+def attend(q, k, v, text, scale):
     more = {"extra_k": text, "extra_v": text, "key_padding_mask": real, "exclude_selected": True, "log_mass": True}
-    return log_linear_attention(q, k, v, levels=2, top_k=3, **more)
+    return log_linear_attention(q, k, v, levels=2, top_k=3, scale=scale, **more)
 compiled = torch.compile(attend, fullgraph=True, backend="aot_eager")
-results = []
-for run in (attend, compiled):
-    out, lse, selection = run(q, k, v, text)
-    results.append([out, lse, *selection.lists, *torch.autograd.grad(out.square().sum(), (q, k, v, text))])
-for got, want in zip(*results, strict=True):
-    torch.testing.assert_close(got, want, rtol=0, atol=0)
+for scale in (0.2, 0.3):  # a number that changes becomes a symbol
+    results = []
+    for run in (attend, compiled):
+        out, lse, selection = run(q, k, v, text, scale)
+        results.append([out, lse, *selection.lists, *torch.autograd.grad(out.square().sum(), (q, k, v, text))])
+    for got, want in zip(*results, strict=True):
+        torch.testing.assert_close(got, want, rtol=0, atol=0)
 """
 
 

@@ -39,3 +39,14 @@ def test_heads_that_do_not_share_evenly_are_refused():
     k = torch.zeros(1, 3, 5, 8)
     with pytest.raises(ValueError, match="4 heads cannot share 3 groups"):
         row_attention(torch.zeros(1, 4, 2, 8), k, k, torch.arange(2))
+
+
+@pytest.mark.usefixtures("as_a_user")
+def test_rows_and_shapes_that_do_not_fit_are_refused_with_their_values():
+    q, k = torch.zeros(1, 3, 2, 8), torch.zeros(1, 3, 5, 8)
+    for rows in ([1, 0], [-1, 0], [4, 5]):
+        with pytest.raises(ValueError, match=rf"rows must ascend from 0 to 4 at most, not \[{rows[0]}, {rows[1]}\]"):
+            row_attention(q, k, k, torch.tensor(rows))
+    for others in ((q, k, k[:, :, :4], 2), (q, k, k, 3), (q, k.expand(2, 3, 5, 8), k.expand(2, 3, 5, 8), 2)):
+        with pytest.raises(ValueError, match="q must be"):
+            row_attention(*others[:3], torch.arange(others[3]))

@@ -14,7 +14,7 @@ from rich.table import Table
 from torch import Tensor
 
 from foveate.bench.peers import Attention, peers
-from foveate.bench.timing import captured, peak_memory, time_calls
+from foveate.bench.timing import captured, first_line, peak_memory, time_calls
 from foveate.machine import versions
 from foveate.methods import HilbertA
 from foveate.ops.block_attention import portable
@@ -124,8 +124,8 @@ def _case(
                 raise ValueError(f"wrong by {error:.1e}: not timed")
             row["peak_bytes"] = peak_memory(call, device)
             calls.append(captured(call, device))
-        except (RuntimeError, ValueError) as error:
-            row["failed"] = str(error).strip().splitlines()[0]
+        except Exception as error:  # of any peer, which must not end the others
+            row["failed"] = first_line(error)
         rows.append(row)
         advance()
     timed = [row for row in rows if "failed" not in row]

@@ -5,7 +5,7 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache, partial
-from itertools import groupby, pairwise
+from itertools import groupby
 from statistics import linear_regression, median
 from typing import Any, NamedTuple
 
@@ -17,15 +17,15 @@ from torch import Tensor
 from foveate.bench.attention import TOLERANCE
 from foveate.bench.by_hand import Call, key_gradient_error, pick_error, query_error
 from foveate.bench.peers import dense
-from foveate.bench.timing import LONG_ENOUGH, captured, peak_memory, time_calls
+from foveate.bench.timing import LONG_ENOUGH, captured, first_line, peak_memory, time_calls
 from foveate.machine import now, versions
 from foveate.ops.log_linear_attention import Options, portable
-from foveate.ops.pyramid import MOST_PICKS, check
+from foveate.ops.pyramid import MOST_PICKS, check, keys_in_sight
 from foveate.progress import Track, silent
 from foveate.report import INK
 from foveate.report import TILE_COLOURS as COLOURS
 
-__all__ = ["INPUTS", "Case", "How", "bench_log_linear", "draw_log_linear", "first_line", "growth", "table_of"]
+__all__ = ["INPUTS", "Case", "How", "bench_log_linear", "draw_log_linear", "growth", "table_of"]
 
 INPUTS = "balanced", "skewed"
 GRADIENTS_UP_TO = 2**16  # tokens: float64 takes seconds beyond
@@ -124,9 +124,7 @@ class Contestant(NamedTuple):
     def keys(self, tokens: int) -> int:
         """In sight of a query."""
         options = self.options
-        nodes = [-(-tokens // options.block_size**level) for level in range(options.levels + 1)]
-        picked = [min(n, options.block_size * min(options.top_k, above)) for n, above in pairwise(nodes)]
-        return sum([*picked, nodes[-1]][: options.enriched + 1])
+        return keys_in_sight(tokens, options.top_k, options.block_size, options.levels, options.enriched)
 
     def seconds_at(self, tokens: int, fewer: int, seconds: float) -> float:
         """Of a call, by those of one with fewer tokens."""
@@ -215,7 +213,7 @@ def _case(case: Case, peers: list[Contestant], wait: dict[str, float], how: How,
             row["call_s"] = now(how.device) - began
             _in_time(row["call_s"], how, "measured")
             calls.append(captured(call, how.device) if peer.graph else call)
-        except (RuntimeError, ValueError) as error:
+        except Exception as error:  # of any peer, which must not end the others
             row["failed"] = first_line(error)
         rows.append(row)
         advance()
@@ -237,13 +235,6 @@ def _case(case: Case, peers: list[Contestant], wait: dict[str, float], how: How,
 def _in_time(seconds: float, how: How, source: str) -> None:
     if seconds > how.longest:
         raise ValueError(f"skipped: about {seconds:.2g} s a call, {source}; more than {how.longest:g} s")
-
-
-def first_line(error: Exception) -> str:
-    """What a table says of what could not be measured."""
-    if isinstance(error, torch.OutOfMemoryError):
-        return "skipped: out of memory"
-    return str(error).strip().splitlines()[0]
 
 
 def _rounds(seconds: Sequence[float], most: int) -> int:

@@ -10,10 +10,17 @@ import torch
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
-__all__ = ["LONG_ENOUGH", "Marks", "captured", "peak_memory", "time_calls", "time_shares"]
+__all__ = ["LONG_ENOUGH", "Marks", "captured", "first_line", "peak_memory", "time_calls", "time_shares"]
 
 Call = Callable[[], object]
 LONG_ENOUGH = 0.005  # seconds of one measurement
+
+
+def first_line(error: Exception) -> str:
+    """What a table says of what could not be measured."""
+    if isinstance(error, torch.OutOfMemoryError):
+        return "skipped: out of memory"
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 def time_calls(calls: Sequence[Call], rounds: int, device: torch.device) -> list[list[float]]:
@@ -60,14 +67,15 @@ def captured(call: Call, device: torch.device) -> Call:
     """The call as it is timed: on a GPU a CUDA graph of it, so that the time to launch it does not count."""
     if device.type != "cuda":
         return call
-    side = torch.cuda.Stream()  # warm up on a stream of its own, as capturing a backward pass asks for
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        call()
-    torch.cuda.current_stream().wait_stream(side)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        call()
+    with torch.cuda.device(device):
+        side = torch.cuda.Stream()  # warm up on a stream of its own, as capturing a backward pass asks for
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            call()
+        torch.cuda.current_stream().wait_stream(side)
+        with torch.cuda.graph(graph):
+            call()
 
     def replay() -> None:
         graph.replay()
@@ -92,7 +100,7 @@ class Marks:
             self._marks.append((stage, time.perf_counter()))
             return
         event = torch.cuda.Event(enable_timing=True)
-        event.record()
+        event.record(torch.cuda.current_stream(self.device))
         self._marks.append((stage, event))
 
     def seconds(self) -> dict[str, float]:
@@ -143,9 +151,10 @@ def _seconds(call: Call, repeats: int, device: torch.device) -> float:
             call()
         return (time.perf_counter() - began) / repeats
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    start.record()
+    stream = torch.cuda.current_stream(device)
+    start.record(stream)
     for _ in range(repeats):
         call()
-    end.record()
+    end.record(stream)
     end.synchronize()
     return start.elapsed_time(end) / 1000 / repeats

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from foveate.cache import PerTensors
 from foveate.kernels import hopper_attention, hopper_backward, triton_attention
+from foveate.kernels.gpu_op import gpu_op
 from foveate.kernels.schedule import Schedule, Shares, schedule, shares
 from foveate.ops.block_table import BlockTable
 
@@ -78,7 +79,7 @@ def block_attention(
 BACKENDS = {"triton": (takes, block_attention), "hopper": (takes_hopper, partial(block_attention, hopper=True))}
 
 
-@torch.library.custom_op("foveate::block_attention", mutates_args=())
+@gpu_op("foveate::block_attention")
 def _forward(
     q: Tensor,
     k: Tensor,
@@ -107,7 +108,7 @@ def _(q: Tensor, *args: object) -> tuple[Tensor, Tensor]:
     return like(q), _lse_of(q)
 
 
-@torch.library.custom_op("foveate::block_attention_backward", mutates_args=())
+@gpu_op("foveate::block_attention_backward")
 def _backward(
     grad_out: Tensor,
     grad_lse: Tensor | None,
@@ -135,7 +136,8 @@ def _backward(
     scales = scale / math.log(2), scale
     over_queries = _Pass(q, k, table, BACKWARD_QUERIES, tile_operands=2)
     over_queries(triton_attention.backward_queries, (q, k, v, grad_out, dq), (lse, delta), scales)
-    over_keys = _Pass(q, k, table, BACKWARD_KEYS, tile_operands=2, transposed=True)
+    shapes = BACKWARD_KEYS[q.shape[3] > 128 :]  # the first spills with wide heads, and is too large for Blackwell
+    over_keys = _Pass(q, k, table, shapes, tile_operands=2, transposed=True)
     over_keys(triton_attention.backward_keys, (q, k, v, grad_out, dk, dv), (lse, delta), scales)
     return dq, dk, dv
 
@@ -190,7 +192,7 @@ def _deltas(out: Tensor, grad_out: Tensor, grad_lse: Tensor) -> Tensor:
     batch, heads, queries, head_dim = out.shape
     delta = torch.empty_like(grad_lse)
     if delta.numel():
-        triton_attention.deltas[(triton.cdiv(queries, DELTA_ROWS), batch * heads)](
+        triton_attention.deltas[(batch * heads, triton.cdiv(queries, DELTA_ROWS))](
             out, grad_out, grad_lse, delta, heads, queries, *out.stride()[:3], *grad_out.stride()[:3],
             D=head_dim, BD=max(SMALLEST_DOT, triton.next_power_of_2(head_dim)), BM=DELTA_ROWS,
         )  # fmt: skip
@@ -211,7 +213,8 @@ def side_by_side(x: Tensor) -> Tensor:
 
 def like(x: Tensor) -> Tensor:
     """Room for a tensor of that shape, in the same layout if that has the entries of a row side by side."""
-    return torch.empty_like(x) if x.stride(-1) == 1 else x.new_empty(x.shape)
+    room = torch.empty_like(x)  # of overlapping tensors the layout is not kept
+    return room if room.stride(-1) == 1 else x.new_empty(x.shape)
 
 
 class _Pass:

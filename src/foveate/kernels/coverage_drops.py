@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from foveate.cache import PerTensors
+from foveate.kernels.gpu_op import gpu_op
 
 __all__ = ["BACKENDS", "coverage_drops"]
 
@@ -70,7 +71,7 @@ def takes(device: torch.device, dtype: torch.dtype, size: int) -> bool:
     return device.type == "cuda" and dtype == torch.float32 and torch.cuda.get_device_capability(device)[0] >= AMPERE
 
 
-@torch.library.custom_op("foveate::coverage_drops", mutates_args=())
+@gpu_op("foveate::coverage_drops")
 def coverage_drops(items: Tensor, candidates: Tensor, before: Tensor, after: Tensor) -> Tensor:
     """What `foveate.ops.facility_location` defines."""
     drops = _like(items, candidates, before, after)

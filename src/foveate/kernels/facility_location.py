@@ -7,6 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from foveate.kernels.gpu_op import gpu_op
+
 __all__ = ["BACKENDS", "facility_location"]
 
 LARGEST, SMALLEST = 1024, 16  # tokens of a set
@@ -45,7 +47,7 @@ def takes(device: torch.device, dtype: torch.dtype, size: int) -> bool:
     return device.type == "cuda" and dtype == torch.float32 and size <= LARGEST
 
 
-@torch.library.custom_op("foveate::facility_location", mutates_args=())
+@gpu_op("foveate::facility_location")
 def facility_location(similarity: Tensor, budget: int) -> Tensor:
     """What `foveate.ops.facility_location` defines, of [sets, tokens, tokens]."""
     similarity = similarity.contiguous()

@@ -32,7 +32,7 @@ from foveate.kernels.schedule import Schedule, Shares
 
 __all__ = ["CUT", "described", "forward", "launch", "matrix_of", "takes", "tile_of"]
 
-load_block = getattr(tma, "async_load", tma.async_copy_global_to_shared)  # Triton's name for it changed
+load_block = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared  # renamed by Triton
 ROWS = STEP = 128
 STAGES = {64: 3, 128: 2}
 CUT = {"rows": ROWS, "step": STEP, "short": STEP}  # by `schedule`
@@ -309,4 +309,6 @@ def matrix_of(x: Tensor) -> _Matrix | None:
     if width > s_n:
         return None
     rows = (batch - 1) * (s_b // s_n) + (heads - 1) * head + tokens
+    if rows > tokens * (batch if s_b else 1) * (heads if head else 1):
+        return None  # a step may end in what lies between heads, and 0 * NaN is NaN
     return _Matrix(x.as_strided((rows, width), (s_n, 1)), s_b // s_n, head, column)

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from foveate.kernels import log_linear_queries, pyramid, selection
 from foveate.kernels.block_attention import side_by_side
+from foveate.kernels.gpu_op import gpu_op
 from foveate.kernels.log_linear_keys import backward_keys
 from foveate.kernels.log_linear_queries import Keys
 from foveate.kernels.select_blocks import by_level, packed, pick_nodes, pool_levels, takes
@@ -55,7 +56,7 @@ def log_linear_attention(
     return out, lse, chosen, by_level(counts, tokens, block, levels)
 
 
-@torch.library.custom_op("foveate::log_linear_attention", mutates_args=())
+@gpu_op("foveate::log_linear_attention")
 def _attend(
     q: Tensor,
     k: Tensor,
@@ -86,7 +87,7 @@ def _(q: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     return torch.empty_like(q), q.new_empty(q.shape[:3], dtype=torch.float32)
 
 
-@torch.library.custom_op("foveate::log_linear_attention_backward", mutates_args=())
+@gpu_op("foveate::log_linear_attention_backward")
 def _backward(
     grad_out: Tensor,
     grad_lse: Tensor,

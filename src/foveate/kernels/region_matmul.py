@@ -8,6 +8,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from foveate.kernels.gpu_op import gpu_op
+
 __all__ = ["BACKENDS", "region_matmul"]
 
 LARGEST, SMALLEST_DOT = 64, 16  # tokens of a region; a side of a matrix product
@@ -50,7 +52,7 @@ def takes(device: torch.device, dtype: torch.dtype, size: int) -> bool:
     return device.type == "cuda" and dtype in (torch.bfloat16, torch.float16) and size <= LARGEST
 
 
-@torch.library.custom_op("foveate::region_matmul", mutates_args=())
+@gpu_op("foveate::region_matmul")
 def region_matmul(weights: Tensor, x: Tensor, ahead: int, order: Tensor | None = None) -> Tensor:
     """What `foveate.ops.region_matmul` defines."""
     x = x if x.stride(-1) == 1 else x.contiguous()

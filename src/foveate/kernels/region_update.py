@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from foveate.kernels.gpu_op import gpu_op
 from foveate.kernels.region_matmul import SMALLEST_DOT, region_matmul, takes
 
 __all__ = ["BACKENDS", "region_update"]
@@ -46,7 +47,7 @@ def _update(
     tl.store(p_y + sample * s_yb + o_n * s_y + o_c[None, :], y.to(p_y.dtype.element_ty), mask=m_m)
 
 
-@torch.library.custom_op("foveate::region_update", mutates_args=())
+@gpu_op("foveate::region_update")
 def region_update(weights: Sequence[Tensor], x: Tensor, before: Tensor, after: Tensor, order: Tensor | None) -> Tensor:
     """What `foveate.ops.region_update` defines."""
     x, before, after = (part if part.stride(-1) == 1 else part.contiguous() for part in (x, before, after))

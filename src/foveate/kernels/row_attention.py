@@ -34,6 +34,7 @@ from foveate.kernels.block_attention import (
     takes,
     takes_hopper,
 )
+from foveate.kernels.gpu_op import gpu_op
 from foveate.kernels.schedule import Schedule, Shares
 from foveate.kernels.triton_attention import LN2, _rows, _store
 
@@ -101,7 +102,7 @@ def attend_rows(
     tl.store(p_lse + o_m, (m + tl.math.log2(norm)) * LN2, mask=m_m)
 
 
-@torch.library.custom_op("foveate::row_attention", mutates_args=())
+@gpu_op("foveate::row_attention")
 def row_attention(q: Tensor, k: Tensor, v: Tensor, rows: Tensor, scale: float, hopper: bool = False) -> Tensor:
     """What `foveate.ops.row_attention` defines; on Hopper's own kernel, if asked for and it takes the work."""
     out = like(q)
@@ -167,7 +168,7 @@ def _numbered(q: Tensor, k: Tensor, rows: Tensor) -> _Numbered | None:
 
 def _number(rows: Tensor, samples: int, tokens: int) -> _Numbered:
     """Made on the device: nobody waits for it."""
-    short = rows.int()
+    short = rows.to(torch.int32, copy=True)  # the cache, whose key `rows` is, must not hold it
     starts = torch.arange(0, len(rows), hopper_attention.ROWS, dtype=torch.int32, device=rows.device)
     ends = (starts + hopper_attention.ROWS).clamp(max=len(rows))
     full, done = (short[starts] + 1) // hopper_attention.STEP, short[ends - 1] // hopper_attention.STEP + 1

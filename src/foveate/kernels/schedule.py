@@ -137,4 +137,4 @@ def _cut(runs: Iterable[Run], step: int, short: int, aligned: int) -> tuple[list
 
 
 def _int32(rows: Sequence[tuple[int, ...]], width: int, device: torch.device) -> Tensor:
-    return torch.tensor(rows, dtype=torch.int32).view(-1, width).to(device)
+    return torch.tensor(rows, dtype=torch.int32, device="cpu").view(-1, width).to(device)

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from foveate.kernels import pyramid, selection
 from foveate.kernels.block_attention import side_by_side
+from foveate.kernels.gpu_op import gpu_op
 
 __all__ = ["by_level", "packed", "pick_nodes", "pool_levels", "select_blocks", "takes"]
 
@@ -40,7 +41,7 @@ def by_level(counts: Tensor, tokens: int, block: int, levels: int) -> tuple[Tens
     return counts.split([b - a for a, b in pairwise(pyramid.level_starts(tokens, block, levels))], 1)
 
 
-@torch.library.custom_op("foveate::pool_levels", mutates_args=())
+@gpu_op("foveate::pool_levels")
 def pool_levels(tensors: list[Tensor], real: Tensor | None, block: int, levels: int) -> tuple[Tensor, Tensor, Tensor]:
     """`pyramid.pool` as a custom op."""
     return pyramid.pool(tensors, real, block, levels)
@@ -55,7 +56,7 @@ def _(tensors: list[Tensor], real: Tensor | None, block: int, levels: int) -> tu
     return means, counts, torch.empty_like(counts, dtype=torch.float32)
 
 
-@torch.library.custom_op("foveate::pick_nodes", mutates_args=())
+@gpu_op("foveate::pick_nodes")
 def pick_nodes(means: Tensor, counts: Tensor, tokens: int, block: int, levels: int, top_k: int) -> list[Tensor]:
     """`selection.select` as a custom op."""
     return selection.select(means[0], means[1], counts, tokens, block, levels, top_k)

@@ -7,6 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from foveate.kernels.gpu_op import gpu_op
+
 __all__ = ["BACKENDS", "soft_assignment"]
 
 SHAPES = {16: (128, 1), 32: (128, 2), 64: (128, 4), 128: (32, 8)}
@@ -80,7 +82,7 @@ def takes(device: torch.device, dtype: torch.dtype, size: int) -> bool:
     return device.type == "cuda" and dtype != torch.float64 and size <= max(SHAPES)
 
 
-@torch.library.custom_op("foveate::soft_assignment", mutates_args=())
+@gpu_op("foveate::soft_assignment")
 def soft_assignment(
     sets: Tensor, budget: int, scale: float, destinations: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:

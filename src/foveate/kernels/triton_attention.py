@@ -101,7 +101,7 @@ def deltas(
     D: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr,
 ):  # fmt: skip
     """Of every query sum(out * dout) - dlse, which both backward passes need."""
-    row, sample = tl.program_id(0) * BM, tl.program_id(1).to(tl.int64)
+    row, sample = tl.program_id(1) * BM, tl.program_id(0).to(tl.int64)
     batch, head = sample // heads, sample % heads
     out = _rows(p_out + batch * s_ob + head * s_oh, s_o, row, queries, BM, D, BD, True)  # [BM, BD]
     dout = _rows(p_dout + batch * s_gb + head * s_gh, s_g, row, queries, BM, D, BD, True)

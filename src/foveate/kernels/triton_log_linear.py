@@ -275,10 +275,11 @@ def forward(
         sample, row, tokens, top_k, scale, MASKED, False, EVEN, SMALL_STAGES, B, M, BK, D, BD, FAR,
     )  # fmt: skip
     norm = tl.where(o_m >= 0, norm, 0.0)
-    acc = tl.where((norm > 0)[:, None], acc / norm[:, None], 0.0)
+    acc = tl.where((norm != 0)[:, None], acc / norm[:, None], 0.0)  # a NaN must show
+    lse = tl.where(norm != 0, (m + tl.math.log2(norm)) * LN2, NEVER)
     _store(p_out + batch * s_ob + head * s_oh, s_o, row, tokens, acc, M, D, BD)
     o_m = row + tl.arange(0, M)
-    tl.store(p_lse + sample * tokens + o_m, (m + tl.math.log2(norm)) * LN2, mask=o_m < tokens)
+    tl.store(p_lse + sample * tokens + o_m, lse, mask=o_m < tokens)
 
 
 @triton.jit(do_not_specialize=NUMBERS)
@@ -305,7 +306,7 @@ def backward_queries(
     g = rows_of(p_g, s_g, o_r, D, BD, FAR)
     out = rows_of(p_out + batch * s_ob + head * s_oh, s_o, o_r, D, BD, FAR)
     lse = tl.load(p_lse + sample * tokens + o_m, mask=o_m >= 0, other=NEVER) / LN2
-    lse = tl.where(lse > NEVER, lse, float("inf"))  # rows that see nothing give no weight
+    lse = tl.where(lse == NEVER, float("inf"), lse)  # rows that see nothing give no weight
     delta = tl.sum(out.to(tl.float32) * g.to(tl.float32), 1)
     delta -= tl.load(p_dlse + sample * tokens + o_m, mask=o_m >= 0, other=0.0)
     acc = tl.zeros([M, BD], tl.float32)

@@ -19,6 +19,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn.functional import normalize
 
+from foveate.cache import lasting
 from foveate.methods.method import TokenMerging
 from foveate.ops.merging import Grid, Group, Picked, Regions
 
@@ -121,6 +122,7 @@ class ToFu(ToMeSD):
         return Picked(places, goes_to, pruned=pruned, longest=not pruned)
 
 
+@lasting
 def _destinations(grid: Grid, cell: tuple[int, int], random: bool) -> Tensor:
     """Whether each token is the destination of its cell, in raster order; cells at the far edges may be smaller."""
     rows, columns = (torch.arange(side) % size == 0 for side, size in zip(grid, cell, strict=True))

@@ -15,6 +15,7 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
+from foveate.cache import lasting
 from foveate.methods.method import SparseAttention, StaysDense
 from foveate.ops.block_table import BlockTable, block_starts, block_table
 from foveate.ops.curves import CURVES, grid_order, inverse_order
@@ -89,8 +90,10 @@ class HilbertA(SparseAttention):
 
         Raises:
             StaysDense: If `tiles="auto"` and the image is too small.
-            ValueError: If an explicit number of tiles leaves fewer than 32 tokens to a tile.
+            ValueError: If an explicit number of tiles leaves fewer than 32 tokens to a tile; if `text` is below 0.
         """
+        if text < 0:
+            raise ValueError(f"there cannot be {text} text tokens: give 0 or more")
         return _plan(self, grids, text, block, device)
 
     def tiles_for(self, grid: Grid) -> int:
@@ -197,7 +200,7 @@ def _table(curves: list[_Curve], phase: int, prefix: int, block: int) -> BlockTa
 
 
 @lru_cache(maxsize=64)
-@torch.inference_mode(False)  # a plan outlives the call that made it, and may be trained with
+@lasting
 def _plan(method: HilbertA, grids: tuple[Grid, ...], text: int, block: int, device: str) -> HilbertPlan:
     tiles = method.tiles_for(grids[0])
     prefix: list[tuple[int, Tensor]] = []  # (image, tokens)

@@ -15,6 +15,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
+from foveate.cache import lasting
 from foveate.methods.method import Grid, SparseAttention, StaysDense
 from foveate.ops.curves import CURVES, grid_order, inverse_order
 from foveate.ops.joint_attention import LogLinear
@@ -60,9 +61,7 @@ class LLSA(SparseAttention):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_options(self.top_k, self.block_size, self.levels)
-        enriched_levels(self.levels or MOST_LEVELS, self.enrich)
-        if self.log_mass and not self.enrich:
-            raise ValueError("log_mass raises means, and enrich=False reads none: use enrich=True or log_mass=False")
+        enriched_levels(self.levels or MOST_LEVELS, self.enrich, self.log_mass)
         if self.curve not in CURVES:
             raise ValueError(f"unknown curve {self.curve!r}: choose one of {', '.join(CURVES)}")
 
@@ -89,7 +88,7 @@ class LLSA(SparseAttention):
         Raises:
             ValueError: If `levels` or `enrich` are more than so many tokens have use for.
         """
-        return _plan(self, grids, text, device)
+        return _plan(self, self.enrich is True, grids, text, device)
 
 
 class LLSAPlan(NamedTuple):
@@ -105,8 +104,9 @@ class LLSAPlan(NamedTuple):
 
 
 @lru_cache(maxsize=64)
-@torch.inference_mode(False)
-def _plan(method: LLSA, grids: tuple[Grid, ...], text: int, device: str) -> LLSAPlan:
+@lasting
+def _plan(method: LLSA, every_level: bool, grids: tuple[Grid, ...], text: int, device: str) -> LLSAPlan:
+    """For the cache enrich=True and enrich=1 are one method: `every_level` tells them apart."""
     cells = [rows * columns for rows, columns in grids]
     orders = [grid_order(method.curve, *grid) + sum(cells[:i]) for i, grid in enumerate(grids)]
     order = torch.cat(orders).to(device)

@@ -50,9 +50,8 @@ class Method:
 
     def unusual(self, names: Iterable[str]) -> str:
         """Those of the options that differ from their defaults, to go into a title."""
-        return ",".join(
-            f" {name}={value}" for name in names if (value := getattr(self, name)) != getattr(type(self), name)
-        )
+        values = ((name, getattr(self, name), getattr(type(self), name)) for name in names)
+        return ",".join(f" {name}={value}" for name, value, usual in values if repr(value) != repr(usual))  # True == 1
 
     @property
     def parts(self) -> tuple["Method", ...]:

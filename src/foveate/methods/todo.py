@@ -13,6 +13,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
+from foveate.cache import lasting
 from foveate.methods.method import SparseAttention, StaysDense
 from foveate.ops.block_table import BlockTable, block_starts, block_table
 from foveate.ops.curves import inverse_order
@@ -71,7 +72,7 @@ class Downsampled(NamedTuple):
 
 
 @lru_cache(maxsize=64)
-@torch.inference_mode(False)
+@lasting
 def _plan(method: ToDo, grids: tuple[Grid, ...], text: int, device: str) -> Downsampled:
     (height, width), *others = grids
     rows, columns = (_nearest(side, method.factor) for side in (height, width))

@@ -21,7 +21,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn.functional import normalize, one_hot
 
-from foveate.cache import PerTensors
+from foveate.cache import PerTensors, lasting
 from foveate.methods.method import AttentionPlan, StaysDense, TokenMerging
 from foveate.ops.curves import inverse_order
 from foveate.ops.facility_location import facility_location
@@ -252,6 +252,7 @@ def _pseudo_inverse(weights: Float[Tensor, "plans count kept tokens"]) -> Float[
     return back + (1 - back.sum(-1, keepdim=True)) * weights.mT
 
 
+@lasting
 def _checkerboard(group: Group) -> Int[Tensor, "kept"]:
     """Evenly spread cells of a region: the black ones first."""
     cells = torch.cartesian_prod(torch.arange(group.rows), torch.arange(group.columns)).sum(1)
@@ -269,7 +270,7 @@ def _cuts(length: int, size: int) -> list[tuple[int, int]]:
 
 
 @lru_cache(maxsize=64)
-@torch.inference_mode(False)
+@lasting
 def _regions(method: ToMA, grids: tuple[Grid, ...], device: str) -> Regions:
     places: list[Tensor] = []
     groups: list[Group] = []

@@ -7,6 +7,7 @@ half of the keys at most, unless one group reads more: memory stays linear in th
 
 from collections import defaultdict
 from collections.abc import Iterator
+from math import inf
 from typing import Any, Literal, NamedTuple, overload
 
 import torch
@@ -14,7 +15,7 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from foveate.cache import PerTensors
+from foveate.cache import PerTensors, lasting
 from foveate.ops import dispatch
 from foveate.ops.block_table import BlockTable
 
@@ -63,7 +64,8 @@ def block_attention(
         The output, in q's dtype and layout, and the LSE if asked for. Queries of an empty list get zeros and -inf.
 
     Raises:
-        ValueError: If shapes, dtypes or devices of q, k and v do not fit each other, or their token counts the table.
+        ValueError: If shapes, dtypes or devices of q, k and v do not fit each other, or their token counts the table;
+            if the scale is 0 or not finite.
 
     Examples:
         >>> from foveate.ops.block_table import block_starts, block_table
@@ -73,7 +75,7 @@ def block_attention(
         >>> block_attention(q, k, v, local).shape
         torch.Size([1, 4, 1000, 64])
     """
-    if k.shape != v.shape or q.ndim != 4 or q.shape[:2] != k.shape[:2] or q.shape[3:] != k.shape[3:]:
+    if k.shape != v.shape or q.ndim != 4 or q.shape[:2] != k.shape[:2] or q.shape[3:] != k.shape[3:] or not q.shape[3]:
         raise ValueError(
             "q, k, v must be [batch, heads, tokens, head_dim], alike but for the tokens of q: "
             f"got {list(q.shape)}, {list(k.shape)}, {list(v.shape)}"
@@ -84,6 +86,8 @@ def block_attention(
             f"got {q.dtype} on {q.device}, {k.dtype} on {k.device}, {v.dtype} on {v.device}"
         )
     scale = q.shape[-1] ** -0.5 if scale is None else scale
+    if not -inf < scale < inf or not scale:
+        raise ValueError(f"scale must be finite and not 0, not {scale}: None is head_dim ** -0.5")
     out, lse = dispatch.choose("block_attention", q.device, q.dtype, q.shape[3]).run(q, k, v, table, scale, return_lse)
     return (out, lse) if return_lse else out
 
@@ -121,18 +125,20 @@ def _forward(
 ) -> tuple[Tensor, Tensor]:
     out, lse = torch.zeros_like(q), _lse_like(q, with_lse).fill_(-torch.inf)
     q, k, v = q.contiguous(), k.contiguous(), v.contiguous()  # one copy; strided heads cost more in every call
-    for rows, columns, groups in _calls(BlockTable(query_starts, key_starts, offsets, keys), q, k):
-        q_part, k_part, v_part = _take(q, rows, groups), _take(k, columns, groups), _take(v, columns, groups)
-        if not with_lse:
-            _put(out, rows, scaled_dot_product_attention(q_part, k_part, v_part, scale=scale))
-            continue
-        out_part, lse_part = torch.empty_like(q_part), _lse_like(q_part)
-        for piece in _pieces(q_part, k_part, q):
-            scores = _scores(q_part[:, :, piece], k_part, scale)
-            lse_part[:, :, piece] = scores.logsumexp(-1)
-            out_part[:, :, piece] = (scores.softmax(-1) @ v_part.to(scores.dtype)).to(q.dtype)
-        _put(out, rows, out_part)
-        _put(lse[..., None], rows, lse_part[..., None])
+    calls = _calls(BlockTable(query_starts, key_starts, offsets, keys), q, k)
+    with torch.autocast(q.device.type, enabled=False):
+        for rows, columns, groups in calls:
+            q_part, k_part, v_part = _take(q, rows, groups), _take(k, columns, groups), _take(v, columns, groups)
+            if not with_lse:
+                _put(out, rows, scaled_dot_product_attention(q_part, k_part, v_part, scale=scale))
+                continue
+            out_part, lse_part = torch.empty_like(q_part), _lse_like(q_part)
+            for piece in _pieces(q_part, k_part, q):
+                scores = _scores(q_part[:, :, piece], k_part, scale)
+                lse_part[:, :, piece] = scores.logsumexp(-1)
+                out_part[:, :, piece] = (scores.softmax(-1) @ v_part.to(scores.dtype)).to(q.dtype)
+            _put(out, rows, out_part)
+            _put(lse[..., None], rows, lse_part[..., None])
     return out, lse
 
 
@@ -156,23 +162,25 @@ def _backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     dq = torch.zeros_like(q)
     dk, dv = (torch.zeros_like(x, dtype=_accumulator(x)) for x in (k, v))
-    for rows, columns, groups in _calls(BlockTable(query_starts, key_starts, offsets, keys), q, k):
-        q_part, g_part = (_take(x, rows, groups).to(dk.dtype) for x in (q, grad_out))
-        k_part, v_part = (_take(x, columns, groups).to(dk.dtype) for x in (k, v))
-        dq_part, dk_part, dv_part = (torch.zeros_like(x) for x in (q_part, k_part, v_part))
-        for piece in _pieces(q_part, k_part, q):
-            p = _scores(q_part[:, :, piece], k_part, scale).softmax(-1)
-            ds = g_part[:, :, piece] @ v_part.mT
-            ds -= (ds * p).sum(-1, keepdim=True)
-            if grad_lse is not None:
-                ds += _take(grad_lse[..., None], rows, groups)[:, :, piece]
-            ds *= p * scale
-            dq_part[:, :, piece] = ds @ k_part
-            dk_part += ds.mT @ q_part[:, :, piece]
-            dv_part += p.mT @ g_part[:, :, piece]
-        _put(dq, rows, dq_part.to(dq.dtype))
-        _add(dk, columns, dk_part)
-        _add(dv, columns, dv_part)
+    calls = _calls(BlockTable(query_starts, key_starts, offsets, keys), q, k)
+    with torch.autocast(q.device.type, enabled=False):
+        for rows, columns, groups in calls:
+            q_part, g_part = (_take(x, rows, groups).to(dk.dtype) for x in (q, grad_out))
+            k_part, v_part = (_take(x, columns, groups).to(dk.dtype) for x in (k, v))
+            dq_part, dk_part, dv_part = (torch.zeros_like(x) for x in (q_part, k_part, v_part))
+            for piece in _pieces(q_part, k_part, q):
+                p = _scores(q_part[:, :, piece], k_part, scale).softmax(-1)
+                ds = g_part[:, :, piece] @ v_part.mT
+                ds -= (ds * p).sum(-1, keepdim=True)
+                if grad_lse is not None:
+                    ds += _take(grad_lse[..., None], rows, groups)[:, :, piece]
+                ds *= p * scale
+                dq_part[:, :, piece] = ds @ k_part
+                dk_part += ds.mT @ q_part[:, :, piece]
+                dv_part += p.mT @ g_part[:, :, piece]
+            _put(dq, rows, dq_part.to(dq.dtype))
+            _add(dk, columns, dk_part)
+            _add(dv, columns, dv_part)
     return dq, dk.to(k.dtype), dv.to(v.dtype)
 
 
@@ -242,9 +250,12 @@ _CALLS: PerTensors[list[_Call]] = PerTensors()  # reading the lists takes longer
 def _calls(table: BlockTable, q: Tensor, k: Tensor) -> list[_Call]:
     """The packed calls that cover the table."""
     table.check(q, k)
+    if not q.numel():
+        return []
     return _CALLS.get(table, q.device, lambda: _plan_calls(table, q.device))
 
 
+@lasting
 def _plan_calls(table: BlockTable, device: torch.device) -> list[_Call]:
     queries_of: dict[tuple[int, ...], list[int]] = defaultdict(list)
     for query, keys in enumerate(table.lists()):

@@ -11,6 +11,8 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
+from foveate.cache import lasting
+
 __all__ = ["BlockTable", "block_starts", "block_table"]
 
 
@@ -121,6 +123,7 @@ class BlockTable(NamedTuple):
         return BlockTable(*(tensor.to(device) for tensor in self))
 
 
+@lasting
 def block_table(
     lists: Sequence[Iterable[int]],
     query_starts: Int[Tensor, "queries_plus_1"],
@@ -153,7 +156,8 @@ def block_table(
     rows = [torch.as_tensor(sorted(keys), dtype=torch.int32) for keys in lists]
     for i, row in enumerate(rows):
         if len(row) and (row[0] < 0 or row[-1] >= len(key_starts) - 1):
-            raise ValueError(f"query block {i} reads key block {row[-1]}, but there are {len(key_starts) - 1} of them")
+            wrong = row[0] if row[0] < 0 else row[-1]
+            raise ValueError(f"query block {i} reads key block {wrong}, but there are {len(key_starts) - 1} of them")
         if (row.diff() == 0).any():
             raise ValueError(f"query block {i} lists a key block twice, which would count it twice: {row.tolist()}")
     counts = torch.tensor([len(row) for row in rows])
@@ -161,6 +165,7 @@ def block_table(
     return BlockTable(query_starts.int(), key_starts.int(), _cumulative(counts), keys)
 
 
+@lasting
 def block_starts(*runs: int, block: int = 64) -> Int[Tensor, "blocks_plus_1"]:
     """First token of every block when each run of tokens is cut into blocks of `block`, and the total behind them.
 

@@ -17,6 +17,8 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
+from foveate.cache import lasting
+
 __all__ = [
     "CURVES",
     "edge_average_stretch",
@@ -122,14 +124,14 @@ def _order(make: Callable[..., npt.NDArray[np.int64]]) -> Callable[..., Tensor]:
     """Check the sizes, cache by size and device."""
 
     @lru_cache(maxsize=64)
-    @torch.inference_mode(False)  # orders outlive the call that made them, and may be trained with
+    @lasting
     def cached(*sizes: int, device: torch.device) -> Tensor:
         return torch.from_numpy(make(*sizes)).to(device)
 
     def order(*sizes: int, device: torch.device | str | None = None) -> Tensor:
         if min(sizes) < 1:
             raise ValueError(f"a grid needs at least one cell along every side, not {' x '.join(map(str, sizes))}")
-        return cached(*sizes, device=torch.device(device or "cpu"))
+        return cached(*sizes, device=torch.empty(0, device=device or "cpu").device)
 
     return order
 

@@ -87,6 +87,9 @@ def joint_attention(
         >>> joint_attention(q, k, v, LogLinear(torch.empty(10), torch.empty(1024), options)).shape
         torch.Size([1, 2, 1034, 64])
     """
+    if torch.is_autocast_enabled(q.device.type):  # PyTorch's own attention does so too
+        dtype = torch.get_autocast_dtype(q.device.type)
+        q, k, v = (x if x.dtype == torch.float64 else x.to(dtype) for x in (q, k, v))
     if isinstance(pattern, BlockTable):
         return block_attention(q, k, v, pattern)
     text = len(pattern.text)

@@ -4,7 +4,7 @@ The portable path below is the definition of the op and runs on any device, in m
 tokens.
 """
 
-from math import isfinite
+from math import inf
 from typing import NamedTuple
 
 import torch
@@ -131,12 +131,10 @@ def log_linear_attention(
     if levels is None and selection is not None:
         levels = selection.levels
     levels = check({"q": q, "k": k, "v": v}, top_k, block_size, levels, key_padding_mask)
-    enriched = enriched_levels(levels, enrich)
+    enriched = enriched_levels(levels, enrich, log_mass)
     scale = float(q.shape[3] ** -0.5 if scale is None else scale)
-    if not (isfinite(scale) and scale > 0):
+    if not 0 < scale < inf:
         raise ValueError(f"scale must be finite and above 0, not {scale}: None takes head_dim ** -0.5")
-    if log_mass and not enriched:
-        raise ValueError("log_mass raises means, and enrich=False reads none: use enrich=True or log_mass=False")
     _check_extra(q, extra_k, extra_v)
     if selection is not None:
         _check_selection(q, selection, top_k, block_size, levels)
@@ -152,14 +150,16 @@ def log_linear_attention(
     return LogLinearOutput(out, lse, selection)
 
 
-def enriched_levels(levels: int, enrich: bool | int) -> int:
+def enriched_levels(levels: int, enrich: bool | int, log_mass: bool = False) -> int:
     """Of how many levels means are read.
 
     Raises:
-        ValueError: If they are more than there are.
+        ValueError: If they are more than there are, or none though `log_mass` is to raise them.
     """
     if not isinstance(enrich, int) or not 0 <= enrich <= levels:
         raise ValueError(f"enrich must be True, False, or a number of levels up to {levels}, not {enrich!r}")
+    if log_mass and not enrich:
+        raise ValueError("log_mass raises means, and enrich=False reads none: use enrich=True or log_mass=False")
     return levels if enrich is True else int(enrich)
 
 

@@ -8,6 +8,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from foveate.cache import lasting
 from foveate.ops.block_table import BlockTable
 from foveate.ops.region_matmul import region_matmul
 from foveate.ops.region_update import plus, region_update
@@ -74,6 +75,7 @@ class Regions(NamedTuple):
         return ()
 
     @property
+    @lasting
     def tile_maps(self) -> tuple[Int[Tensor, "rows columns"], ...]:
         """The region of every token of the picture, to draw."""
         number = torch.arange(sum(group.number for group in self.groups))
@@ -81,6 +83,7 @@ class Regions(NamedTuple):
         regions = number.repeat_interleave(sizes)[self.inverse.cpu()]
         return (regions[: self.grid[0] * self.grid[1]].view(self.grid),)
 
+    @lasting
     def merged(self, table: BlockTable, text: int) -> BlockTable:
         """A table over [text | image in this order] for the merged tokens: the same blocks with fewer tokens each.
 

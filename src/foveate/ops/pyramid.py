@@ -141,7 +141,10 @@ def check_options(top_k: int, block_size: int, levels: int | None) -> None:
     Raises:
         ValueError: If one is out of its range.
     """
-    if top_k < 1 or top_k % 1:
+    for name, value in (("top_k", top_k), ("block_size", block_size), ("levels", levels)):
+        if isinstance(value, float):
+            raise ValueError(f"{name} must be a whole number, not {value}")
+    if top_k < 1:
         raise ValueError(f"top_k counts blocks, 1 or more, not {top_k}")
     if block_size not in BLOCK_SIZES:
         raise ValueError(f"block_size must be one of {', '.join(map(str, BLOCK_SIZES))}, not {block_size}")

@@ -30,11 +30,11 @@ def row_attention(
         q: Queries of the rows.
         k: Keys of all tokens, those of the rows among them.
         v: Values likewise.
-        rows: Numbers of the rows, ascending.
+        rows: Numbers of the rows, ascending; never changed in place. On a GPU they are not checked.
         scale: On q·k; dim^-0.5 if None.
 
     Raises:
-        ValueError: If the heads cannot share the groups evenly.
+        ValueError: If shapes do not fit, the heads cannot share the groups evenly, or rows are not as they must be.
 
     Examples:
         >>> x = torch.randn(1, 2, 9, 8)
@@ -43,8 +43,16 @@ def row_attention(
         >>> torch.allclose(row_attention(x[:, :, some], x, x, some), every[:, :, some], atol=1e-6)
         True
     """
-    if q.shape[1] % k.shape[1]:
+    if k.shape != v.shape or q.shape[::3] != k.shape[::3] or len(rows) != q.shape[2]:
+        raise ValueError(
+            "q must be [batch, heads, rows, dim], k and v [batch, groups, tokens, dim]: "
+            f"got {list(q.shape)}, {list(k.shape)}, {list(v.shape)} and the numbers of {len(rows)} rows"
+        )
+    if not k.shape[1] or q.shape[1] % k.shape[1]:
         raise ValueError(f"{q.shape[1]} heads cannot share {k.shape[1]} groups of keys: give each group as many")
+    known = rows.device.type == "cpu" and len(rows)  # those on a GPU would have to be waited for
+    if known and (rows[0] < 0 or rows[-1] >= k.shape[2] or (rows.diff() < 0).any()):
+        raise ValueError(f"rows must ascend from 0 to {k.shape[2] - 1} at most, not {rows.tolist()[:8]}...: sort them")
     backend = dispatch.choose("row_attention", q.device, q.dtype, q.shape[3])
     return backend.run(q, k, v, rows, q.shape[3] ** -0.5 if scale is None else scale)
 
