@@ -57,8 +57,8 @@ sdxl() { # [7]
 }
 
 built_in() { # [2]
-  step built-in 64,128
-  step built-in 64,128 --compile
+  step built-in 64,128 --text 64
+  step built-in 64,128 --text 64 --compile
 }
 
 quality() { # [8]

@@ -98,6 +98,9 @@ class LogLinearAttention(nn.Module):
             selection: Of another call, layer or step, to read the same blocks.
             return_selection: Return the selection too.
 
+        Returns:
+            [batch, tokens, dim]; with `return_selection` beside it the selection.
+
         Raises:
             ValueError: If `rope` is not for these tokens, or as `log_linear_attention` says.
         """

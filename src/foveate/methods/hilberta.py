@@ -45,6 +45,11 @@ class HilbertA(SparseAttention):
         >>> plan = HilbertA(tiles=16).plan(grids=((64, 64),), text=512)
         >>> f"{plan.tables[0].sparsity():.3f}"
         '0.650'
+
+    Raises:
+        ValueError: If an option is out of its range.
+
+    Source: arXiv 2509.26538.
     """
 
     tiles: int | Literal["auto"] = "auto"

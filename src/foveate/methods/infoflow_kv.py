@@ -51,6 +51,11 @@ class InfoFlowKV(Part):
         (17, 18, 19, 20, 21, 22, 23, 24)
         >>> InfoFlowKV(scoring_layers=(22, 23, 24, 25)).layers(40)
         (22, 23, 24, 25)
+
+    Raises:
+        ValueError: If an option is out of its range.
+
+    Source: arXiv 2603.05353.
     """
 
     scoring_layers: str | tuple[int, ...] = "55%-78%"

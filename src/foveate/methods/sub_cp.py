@@ -59,6 +59,11 @@ class SubCP:
         [0, 1, 2, 3]
         >>> sub.partition(embeddings).ids
         [[0, 3], [1, 2]]
+
+    Raises:
+        ValueError: If an option is out of its range, or `balance` is asked of a local strategy.
+
+    Source: arXiv 2510.05130.
     """
 
     blocks: int = 8

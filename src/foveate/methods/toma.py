@@ -60,6 +60,11 @@ class ToMA(TokenMerging):
         >>> merge = toma.plan(tokens[:, regions.order], regions)
         >>> merge.merge(tokens[:, regions.order]).shape
         torch.Size([1, 32, 32])
+
+    Raises:
+        ValueError: If an option is out of its range, or the transpose is to undo a soft merge of small `scale`.
+
+    Source: arXiv 2509.10918.
     """
 
     mode: Literal["tile", "stripe", "global"] = "tile"

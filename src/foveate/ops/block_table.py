@@ -97,7 +97,7 @@ class BlockTable(NamedTuple):
     def padded(self, query_blocks: int, key_blocks: int, entries: int) -> "BlockTable":
         """The same pattern with empty blocks and unused entries behind it, so that several tables share one shape.
 
-        Equal shapes let compiled code and CUDA graphs take one table or another without being built again.
+        Equal shapes let compiled code take one table or another without being built again.
         """
         return BlockTable(
             _extend(self.query_starts, query_blocks + 1, self.query_starts[-1]),

@@ -206,8 +206,9 @@ def hilbert_order(height: int, width: int, device: torch.device | str | None = N
 
     The curve starts bottom-left and runs along the longer side: it ends bottom-right, or top-left when the grid is
     taller than wide. On squares of side 2^n it is the classical Hilbert curve. Every step goes to one of the four
-    neighbours, but for one diagonal step when the longer side is odd and the shorter even (and above 2): there no walk
-    over all cells connects these two corners (colour the cells as a chessboard to see it).
+    neighbours, but for one diagonal step when the longer side is odd and the shorter even and above 2: there no walk
+    over all cells connects these two corners (colour the cells as a chessboard to see it). Where the shorter side is 2
+    and the longer odd, the curve ends beside that corner instead (2 x 7: in row 1, column 5).
 
     Examples:
         >>> hilbert_order(2, 2).tolist()  # up, right, down
@@ -240,7 +241,8 @@ def hilbert_order_3d(
 def moore_order(height: int, width: int, device: torch.device | str | None = None) -> Int[Tensor, "cells"]:
     """Raster indices along a Moore curve: two Hilbert curves, up one half of the grid and down the other.
 
-    With an even side the curve is closed (its ends are neighbours), so a run that wraps around stays in one piece.
+    With an even side, and none of 1, the curve is closed: its ends are neighbours, diagonally so where one side is 4
+    and the other odd. So a run that wraps around stays in one piece.
     With both sides even and halves that are even too every step goes to a neighbour; otherwise each half may take the
     one diagonal step of `hilbert_order`.
 
