@@ -3,6 +3,7 @@
 import pytest
 import torch
 from tiny_lm import DOCUMENTS, FAMILIES, PROMPTS, ROPES, cached_logits, encoder, full_logits
+from transformers import GenerationConfig
 
 import foveate.integrations.transformers.context as context_module
 from foveate import InfoFlowKV
@@ -53,6 +54,40 @@ def test_the_full_prefill_gives_the_answer_of_the_model_alone():
     alone = ours.model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=12, do_sample=False)
     with context.patch(InfoFlowKV(recompute=1.0), PROMPTS[1]) as patched:
         assert patched.generate(max_new_tokens=12) == ours.tokenizer.decode(alone[0, ids.shape[1] :])
+
+
+@pytest.mark.parametrize("own", [{}, {"use_cache": False}, {"return_dict_in_generate": True}], ids=repr)
+@pytest.mark.parametrize("asked", [{}, {"use_cache": False}], ids=repr)
+def test_the_answer_is_that_of_the_full_prefill_whatever_the_model_says_of_its_cache(own, asked):
+    ours = encoder()
+    context = composed(ours)
+    full = ours.generate(torch.cat([context.ids, ours.tokens(PROMPTS[1])]), max_new_tokens=12)
+    ours.model.generation_config.update(**own)
+    with context.patch(InfoFlowKV(recompute=1.0), PROMPTS[1]) as patched:
+        assert patched.generate(max_new_tokens=12, **asked) == full
+    assert ours.generate(torch.cat([context.ids, ours.tokens(PROMPTS[1])]), max_new_tokens=12, **asked) == full
+
+
+def test_what_would_not_be_one_answer_behind_one_context_is_refused():
+    ours = encoder()
+    context = composed(ours)
+    ids = torch.cat([context.ids, ours.tokens(PROMPTS[1])])
+    with context.patch(NoRecompute(), PROMPTS[1]) as patched:
+        for option in ({"num_beams": 3}, {"num_return_sequences": 2, "do_sample": True}, {"assistant_model": ours.model},
+                       {"prompt_lookup_num_tokens": 3}, {"cache_implementation": "static"}):  # fmt: skip
+            with pytest.raises(ValueError, match=f"behind one context: give {next(iter(option))}=(1|None), not "):
+                patched.generate(**option)
+        for option in ({"generation_config": GenerationConfig(max_new_tokens=3)}, {"return_dict_in_generate": True}):
+            for generate in (patched.generate, lambda **options: ours.generate(ids, **options)):
+                with pytest.raises(ValueError, match="leave out generation_config and return_dict_in_generate"):
+                    generate(**option)
+        ours.model.generation_config.num_beams = 2
+        with pytest.raises(ValueError, match="give num_beams=1, not 2"):
+            patched.generate()
+        assert patched.generate(max_new_tokens=4, num_beams=1)
+    with pytest.raises(ValueError, match="give num_return_sequences=1, not 2"):
+        ours.generate(ids, num_return_sequences=2, do_sample=True)
+    assert ours.generate(ids, max_new_tokens=4, num_beams=3)  # the model alone may search
 
 
 @pytest.mark.parametrize("prefix", ["<s> w60", ""])

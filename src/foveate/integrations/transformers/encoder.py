@@ -19,6 +19,8 @@ from foveate.ops.rotary import rotate
 __all__ = ["ChunkEncoder"]
 
 Text = str | Sequence[int]
+ONE_ANSWER = {"num_beams": 1, "num_return_sequences": 1, "prompt_lookup_num_tokens": None, "assistant_model": None,
+              "cache_implementation": None}  # fmt: skip
 AT_ONCE = 2048  # rows that are turned at once
 
 
@@ -116,12 +118,14 @@ class ChunkEncoder:
             cache: Of the first of them. Without one the model reads them all: the full prefill.
             max_new_tokens: Most tokens of the answer.
             do_sample: Draw tokens at random.
-            **options: Whatever else `model.generate` takes.
+            **options: Whatever else `model.generate` takes, by name. With a cache there are neither beams nor guesses.
 
         Raises:
-            ValueError: If tokens and answer may become too long for the model.
+            ValueError: If tokens and answer may become too long for the model, or an option asks for more than one
+                text, or for what a cache of one context cannot do.
         """
         self.check_length(len(ids) + max_new_tokens, "context, prompt and answer", "compose fewer chunks")
+        options = self._options(options, cached=cache is not None)
         output = self.model.generate(
             input_ids=ids[None],
             attention_mask=torch.ones_like(ids)[None],
@@ -131,6 +135,22 @@ class ChunkEncoder:
             **options,
         )
         return self.tokenizer.decode(output[0, len(ids) :], skip_special_tokens=True)
+
+    def _options(self, options: dict[str, Any], cached: bool) -> dict[str, Any]:
+        """What `model.generate` is told, those of the model itself considered; without a cache it may use beams."""
+        if options.get("generation_config") is not None or options.get("return_dict_in_generate"):
+            raise ValueError(
+                "what comes out is one text: leave out generation_config and return_dict_in_generate, and give options "
+                "by name, such as max_new_tokens=3"
+            )
+        usual = self.model.generation_config
+        for name in ONE_ANSWER if cached else ("num_return_sequences",):
+            value, only = options.get(name, getattr(usual, name, None)), ONE_ANSWER[name]
+            if value not in (None, only):
+                raise ValueError(f"one answer is written, behind one context: give {name}={only}, not {value!r:.40}")
+        fixed = {"return_dict_in_generate": False}
+        # without use_cache the model would read all tokens again, behind the cache
+        return options | fixed | ({"use_cache": True} if cached else {})
 
     @torch.no_grad()
     def _encode(self, ids: Int[Tensor, "tokens"]) -> ChunkCache:
