@@ -1,6 +1,7 @@
 """Laws of `foveate icl`: through files it does what the library does."""
 
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -118,6 +119,18 @@ def test_a_file_of_embeddings_has_none_of_the_question(model, words):
     assert "blocks count the same" in result.output
 
 
+@pytest.mark.parametrize("out", ["pool.jsonl", "./pool.jsonl", "link.jsonl", "blocks.png", "blocks", "a.jsonl"])
+def test_what_is_written_is_neither_the_examples_nor_a_picture_nor_a_folder(out, tmp_path):
+    (tmp_path / "link.jsonl").symlink_to("pool.jsonl")
+    (tmp_path / "a.jsonl").mkdir()
+    before = sorted(tmp_path.iterdir())
+    result = run("--blocks", 2, "--size", 2, "--out", out, "--text", "none")  # which would fail at the first work
+    assert result.exit_code == 2
+    assert f"--out names the blocks to write, not {Path(out)}: end it with .jsonl" in " ".join(result.output.split())
+    assert [json.loads(line) for line in (tmp_path / "pool.jsonl").read_text().splitlines()] == ROWS
+    assert sorted(tmp_path.iterdir()) == before
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -132,6 +145,7 @@ def test_a_file_of_embeddings_has_none_of_the_question(model, words):
         (["--host", "all"], "--host is one of concatenate, ensemble, parallel_windows, not all"),
         (["--mix", "mean"], "--mix is one of moe, poe, max, not mean"),
         (["--ask", "good", "--label", "label", "--model", "nowhere"], "cannot load nowhere"),
+        (["--ask", " ", "--label", "label"], "--ask is empty"),
     ],
 )
 def test_errors_name_the_value_and_the_remedy(arguments, message):
