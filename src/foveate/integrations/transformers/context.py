@@ -183,6 +183,8 @@ class Context:
 
     def answers(self, method: Recomputation, prompts: Sequence[str | Sequence[int]], **options: Any) -> list[str]:
         """What the model generates for each prompt, one after another; the options are those of `Patched.generate`."""
+        if isinstance(prompts, str):
+            raise ValueError(f"give a list of prompts, not one text: [{prompts[:20]!r}]")
         texts: list[str] = []
         for prompt in prompts:
             with self.patch(method, prompt) as patched:
