@@ -12,9 +12,10 @@ from typer.testing import CliRunner
 
 from foveate import SubCP
 from foveate.cli import app
-from foveate.cli.icl import HOSTS
+from foveate.cli.icl import DRAWS, HOSTS, _compared
 from foveate.examples import hashed_ngrams
 from foveate.integrations.transformers.asking import read_examples
+from foveate.progress import silent
 
 WORDS = ["good", "bad", "film", "plot", "acting", "great", "poor", "music", "fun", "dull"]
 ROWS = [{"text": f"{WORDS[i % 10]} {WORDS[i * i % 7]} {WORDS[i * 3 % 8]}", "label": i % 3} for i in range(40)]
@@ -75,6 +76,17 @@ def test_blocks_of_the_same_embeddings_and_settings_are_read_again_and_stale_one
         assert "holds the blocks of these" not in result.output
         assert blocks() != made
         run(*small)
+
+
+def test_random_deals_are_of_the_chosen_examples_and_random_choices_of_the_pool():
+    pool = torch.randn(60, 5, generator=torch.Generator().manual_seed(0))
+    blocks = SubCP(blocks=3, block_size=4).partition(pool)
+    reports = _compared("ours", blocks, None, silent)
+    (ours,) = reports["ours"]
+    assert [report.union_coverage for report in reports["random deal"]] == pytest.approx([ours.union_coverage] * DRAWS)
+    assert max(report.union_coverage for report in reports["random choice"]) < ours.union_coverage
+    for kind in ("random deal", "random choice"):
+        assert len({round(report.mean_coverage, 5) for report in reports[kind]}) == DRAWS
 
 
 @pytest.fixture(scope="module")
