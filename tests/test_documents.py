@@ -40,6 +40,15 @@ def test_passages_carry_the_name_of_their_document_and_end_with_an_empty_line():
     assert whole == [("a.txt", "one two. three four.\n\n")]
 
 
+@given(st.text(st.sampled_from("ab. \n?"), max_size=60), st.integers(3, 12))
+def test_a_passage_is_as_short_as_asked_with_its_empty_line(text, most):
+    passages = passages_of({"a.txt": text}, most, len)
+    assert all(len(passage.text) <= most for passage in passages)
+    assert "".join("".join(passage.text.split()) for passage in passages) == "".join(text.split())
+    with pytest.raises(ValueError, match=r"passages of 2 tokens have no room .*: use 3 or more"):
+        passages_of({"a.txt": text}, 2, len)
+
+
 def test_a_folder_is_read_with_its_subfolders_but_without_what_is_hidden(tmp_path):
     for name, content in {"b.md": b"two", "a.txt": b"\xef\xbb\xbfone", "in/c.RST": b"three", "d.png": b"\xff",
                           ".git/e.txt": b"x", "in/.f.txt": b"x"}.items():  # fmt: skip

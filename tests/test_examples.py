@@ -18,6 +18,15 @@ def test_csv_and_jsonl_hold_the_same_examples(tmp_path):
     assert column(rows, "label", tmp_path) == ["x", "y"]
 
 
+@pytest.mark.parametrize("mark", ["\u2028", "\u2029", "\x85", "\f", "\v"])
+def test_only_an_end_of_line_ends_an_example(mark, tmp_path):
+    rows = [{"text": f"before{mark}after", "label": "x"}, {"text": "b", "label": "y"}]
+    lines = [json.dumps(row, ensure_ascii=False) for row in rows]
+    (tmp_path / "a.jsonl").write_text("\r\n".join(lines), encoding="utf-8", newline="")
+    (tmp_path / "a.csv").write_text(f"text,label\r\nbefore{mark}after,x\r\nb,y\r\n", encoding="utf-8", newline="")
+    assert read_examples(tmp_path / "a.csv") == read_examples(tmp_path / "a.jsonl") == rows
+
+
 def test_embeddings_come_back_from_both_kinds_of_file(tmp_path):
     embeddings = torch.randn(3, 4)
     np.save(tmp_path / "a.npy", embeddings.numpy())
@@ -48,10 +57,12 @@ def test_texts_that_share_words_or_spelling_are_nearer():
         ("a.csv", "text,label\n", "has no examples"),
         ("a.jsonl", '{"text": "a"}\n{', "line 2 is no JSON"),
         ("a.jsonl", "[1]", "line 1 is no JSON object"),
+        ("a.csv", "text,label\na,b\ngood, really,pos\n", r"example 1 of .* more fields .*: put texts with commas"),
+        ("a.csv", "text,label\né,b\n".encode("latin-1"), "a.csv is no UTF-8 text: save it as such"),
     ],
 )
 def test_files_that_hold_no_examples_are_refused(name, content, message, tmp_path):
-    (tmp_path / name).write_text(content)
+    (tmp_path / name).write_bytes(content if isinstance(content, bytes) else content.encode())
     with pytest.raises(ValueError, match=message):
         read_examples(tmp_path / name)
 
@@ -64,6 +75,16 @@ def test_what_cannot_be_embedded_is_refused(tmp_path):
     save_file({"a": torch.ones(1), "b": torch.ones(1)}, tmp_path / "a.safetensors")
     with pytest.raises(ValueError, match=r"holds 2 tensors \(a, b\): give a file with one"):
         read_embeddings(tmp_path / "a.safetensors")
+    (tmp_path / "cut.safetensors").write_bytes((tmp_path / "a.safetensors").read_bytes()[:20])
+    (tmp_path / "cut.npy").write_bytes(b"")
+    np.save(tmp_path / "objects.npy", np.array([{}, None]), allow_pickle=True)
+    np.save(tmp_path / "words.npy", np.array([["a", "b"]]))
+    np.save(tmp_path / "number.npy", np.float32(1))
+    for name in ("cut.safetensors", "cut.npy", "objects.npy", "words.npy"):
+        with pytest.raises(ValueError, match=rf"{name} holds no embeddings that can be read \(.*: write it again"):
+            read_embeddings(tmp_path / name)
+    with pytest.raises(ValueError, match=r"number.npy holds numbers of shape \[\]: give one row for each example"):
+        read_embeddings(tmp_path / "number.npy")
     with pytest.raises(ValueError, match=r"example 1 of .* has no 'text': name one of its columns, label"):
         column([{"text": "a"}, {"label": "b"}], "text", tmp_path)
 

@@ -1,5 +1,9 @@
 """Laws of results on disk."""
 
+import os
+from pathlib import Path
+from threading import Thread
+
 import pytest
 
 from foveate.files import claim, slug, write_whole
@@ -18,6 +22,25 @@ def test_an_interrupted_write_leaves_what_was_there_and_nothing_half_written(tmp
         write_whole(path, b"new")
     monkeypatch.undo()
     assert path.read_bytes() == b"old"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_two_writers_of_a_file_do_not_meet(tmp_path, monkeypatch):
+    path, inner = tmp_path / "chunk", {}
+    original = os.replace
+
+    def meanwhile(part, target):
+        monkeypatch.setattr("os.replace", original)
+        other = Thread(target=write_whole, args=(path, b"other"))
+        other.start()
+        other.join()
+        inner["read"] = Path(part).read_bytes()
+        original(part, target)
+
+    monkeypatch.setattr("os.replace", meanwhile)
+    write_whole(path, b"ours")
+    assert inner["read"] == b"ours"
+    assert path.read_bytes() == b"ours"
     assert list(tmp_path.iterdir()) == [path]
 
 

@@ -1,6 +1,7 @@
 """Laws of `foveate icl`: through files it does what the library does."""
 
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,9 +12,10 @@ from typer.testing import CliRunner
 
 from foveate import SubCP
 from foveate.cli import app
-from foveate.cli.icl import HOSTS
+from foveate.cli.icl import DRAWS, HOSTS, _compared
 from foveate.examples import hashed_ngrams
 from foveate.integrations.transformers.asking import read_examples
+from foveate.progress import silent
 
 WORDS = ["good", "bad", "film", "plot", "acting", "great", "poor", "music", "fun", "dull"]
 ROWS = [{"text": f"{WORDS[i % 10]} {WORDS[i * i % 7]} {WORDS[i * 3 % 8]}", "label": i % 3} for i in range(40)]
@@ -76,6 +78,17 @@ def test_blocks_of_the_same_embeddings_and_settings_are_read_again_and_stale_one
         run(*small)
 
 
+def test_random_deals_are_of_the_chosen_examples_and_random_choices_of_the_pool():
+    pool = torch.randn(60, 5, generator=torch.Generator().manual_seed(0))
+    blocks = SubCP(blocks=3, block_size=4).partition(pool)
+    reports = _compared("ours", blocks, None, silent)
+    (ours,) = reports["ours"]
+    assert [report.union_coverage for report in reports["random deal"]] == pytest.approx([ours.union_coverage] * DRAWS)
+    assert max(report.union_coverage for report in reports["random choice"]) < ours.union_coverage
+    for kind in ("random deal", "random choice"):
+        assert len({round(report.mean_coverage, 5) for report in reports[kind]}) == DRAWS
+
+
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
     folder = tmp_path_factory.mktemp("model")
@@ -118,6 +131,18 @@ def test_a_file_of_embeddings_has_none_of_the_question(model, words):
     assert "blocks count the same" in result.output
 
 
+@pytest.mark.parametrize("out", ["pool.jsonl", "./pool.jsonl", "link.jsonl", "blocks.png", "blocks", "a.jsonl"])
+def test_what_is_written_is_neither_the_examples_nor_a_picture_nor_a_folder(out, tmp_path):
+    (tmp_path / "link.jsonl").symlink_to("pool.jsonl")
+    (tmp_path / "a.jsonl").mkdir()
+    before = sorted(tmp_path.iterdir())
+    result = run("--blocks", 2, "--size", 2, "--out", out, "--text", "none")  # which would fail at the first work
+    assert result.exit_code == 2
+    assert f"--out names the blocks to write, not {Path(out)}: end it with .jsonl" in " ".join(result.output.split())
+    assert [json.loads(line) for line in (tmp_path / "pool.jsonl").read_text().splitlines()] == ROWS
+    assert sorted(tmp_path.iterdir()) == before
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -132,6 +157,7 @@ def test_a_file_of_embeddings_has_none_of_the_question(model, words):
         (["--host", "all"], "--host is one of concatenate, ensemble, parallel_windows, not all"),
         (["--mix", "mean"], "--mix is one of moe, poe, max, not mean"),
         (["--ask", "good", "--label", "label", "--model", "nowhere"], "cannot load nowhere"),
+        (["--ask", " ", "--label", "label"], "--ask is empty"),
     ],
 )
 def test_errors_name_the_value_and_the_remedy(arguments, message):

@@ -23,6 +23,18 @@ def test_blocks_come_back_as_they_were(tmp_path):
     assert [line["examples"] for line in lines] == [["abcdefghijkl"[i] for i in ids] for ids in blocks.ids]
 
 
+@pytest.mark.usefixtures("as_a_user")
+def test_it_does_not_matter_what_embeddings_and_labels_come_in(tmp_path):
+    path, labels = tmp_path / "blocks.jsonl", torch.arange(12) % 3
+    sub = replace(SUB, balance="equal")
+    learned = POOL.clone().requires_grad_()
+    blocks = sub.partition(learned, labels=labels)
+    assert not blocks.pool.requires_grad
+    assert blocks.ids == sub.partition(POOL, labels=labels.tolist()).ids
+    write_blocks(path, blocks, learned, sub, labels=labels, examples=["a\u2028b\x85c"] * 12)
+    assert read_blocks(path, POOL.tolist(), sub, labels=labels.tolist()).ids == blocks.ids
+
+
 @pytest.mark.parametrize(
     ("embeddings", "sub", "labels"),
     [

@@ -10,6 +10,7 @@ from typing import NamedTuple
 __all__ = ["KINDS", "Passage", "cut", "passages_of", "read_documents", "shared_words"]
 
 KINDS = ".txt", ".md", ".rst"
+END = "\n\n"
 BORDERS = (r"(?<=\n\n)(?!\n)", r"(?<=[.!?]\s)(?!\s)|(?<=[。\uff01\uff1f\n])", r"(?<=\s)(?!\s)", r"")
 """Where a text is cut at best: behind a paragraph; a sentence or line; a word; anywhere."""
 
@@ -56,15 +57,26 @@ def passages_of(documents: Mapping[str, str], most: int, count: Callable[[str], 
 
     Args:
         documents: Texts by name.
-        most: Tokens of a passage. 0 leaves documents whole.
+        most: Tokens of a passage, the empty line counted. 0 leaves documents whole.
         count: Tells how many tokens a text has.
+
+    Raises:
+        ValueError: If the empty line alone takes so many.
     """
+    if most and (line := count(END)) >= most:
+        raise ValueError(
+            f"passages of {most} tokens have no room for words beside an empty line: use {line + 1} or more"
+        )
+
+    def placed(part: str) -> int:
+        return count(part.strip() + END)
+
     passages: list[Passage] = []
     for name, text in documents.items():
-        parts = [part.strip() for part in cut(text, most, count)] if most else [text.strip()]
+        parts = [part.strip() for part in cut(text, most, placed)] if most else [text.strip()]
         parts = [part for part in parts if part]
         names = [name] if len(parts) == 1 else [f"{name}, part {i}" for i in range(1, len(parts) + 1)]
-        passages += [Passage(title, part + "\n\n") for title, part in zip(names, parts, strict=True)]
+        passages += [Passage(title, part + END) for title, part in zip(names, parts, strict=True)]
     return passages
 
 

@@ -1,6 +1,7 @@
 """Examples for in-context learning: read from files, and turned into embeddings."""
 
 import csv
+import io
 import json
 import re
 from collections.abc import Sequence
@@ -11,6 +12,7 @@ from zlib import crc32
 import numpy as np
 import torch
 from jaxtyping import Float
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -25,13 +27,16 @@ def read_examples(path: Path) -> list[dict[str, Any]]:
     """The rows of a .csv file, whose first line names the columns, or of a .jsonl file.
 
     Raises:
-        ValueError: If the file is of another kind, empty, or a line cannot be read.
+        ValueError: If the file is of another kind, empty, or no UTF-8, or a line cannot be read.
     """
-    text = path.read_text(encoding="utf-8-sig")
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError:
+        raise ValueError(f"{path} is no UTF-8 text: save it as such") from None
     if path.suffix == ".csv":
-        rows = list(csv.DictReader(text.splitlines(keepends=True), restkey="more"))
+        rows = _table(text, path)
     elif path.suffix == ".jsonl":
-        rows = [_row(line, f"{path}, line {i}") for i, line in enumerate(text.splitlines(), 1) if line.strip()]
+        rows = [_row(line, f"{path}, line {i}") for i, line in enumerate(text.split("\n"), 1) if line.strip()]
     else:
         raise ValueError(f"cannot read {path}: give a .csv file with a line of names, or a .jsonl file")
     if not rows:
@@ -56,16 +61,20 @@ def read_embeddings(path: Path) -> Tensor:
     """What a .npy file holds, or the one tensor of a .safetensors file.
 
     Raises:
-        ValueError: If the file is of another kind or holds several tensors.
+        ValueError: If the file is of another kind, damaged, or holds several tensors, or one without rows.
     """
-    if path.suffix == ".npy":
-        return torch.from_numpy(np.load(path))
-    if path.suffix != ".safetensors":
+    if path.suffix not in (".npy", ".safetensors"):
         raise ValueError(f"cannot read {path}: give a .npy or a .safetensors file")
-    tensors = load_file(path)
+    try:
+        tensors = load_file(path) if path.suffix == ".safetensors" else {"": torch.from_numpy(np.load(path))}
+    except (SafetensorError, ValueError, TypeError, EOFError) as error:
+        raise ValueError(f"{path} holds no embeddings that can be read ({error}): write it again") from None
     if len(tensors) != 1:
         raise ValueError(f"{path} holds {len(tensors)} tensors ({', '.join(tensors)}): give a file with one")
-    return next(iter(tensors.values()))
+    (embeddings,) = tensors.values()
+    if embeddings.ndim != 2:
+        raise ValueError(f"{path} holds numbers of shape {list(embeddings.shape)}: give one row for each example")
+    return embeddings
 
 
 def hashed_ngrams(texts: Sequence[str], track: Track = silent) -> Float[Tensor, "texts dims"]:
@@ -111,6 +120,16 @@ def sentence_embeddings(texts: Sequence[str], model: str, track: Track = silent)
         embeddings.append(encoder.encode(list(part), convert_to_tensor=True, show_progress_bar=False).cpu())
         advance()
     return torch.cat(embeddings)
+
+
+def _table(text: str, path: Path) -> list[dict[str, Any]]:
+    rows: list[dict[Any, Any]] = list(csv.DictReader(io.StringIO(text, newline="")))
+    for index, row in enumerate(rows):
+        if None in row:  # what is left of it
+            raise ValueError(
+                f"example {index} of {path} has more fields than the first line names: put texts with commas in quotes"
+            )
+    return rows
 
 
 def _row(line: str, where: str) -> dict[str, Any]:

@@ -5,6 +5,7 @@ import json
 import os
 import re
 from pathlib import Path
+from threading import get_ident
 
 from PIL import Image
 from PIL.PngImagePlugin import PngInfo
@@ -15,7 +16,7 @@ __all__ = ["claim", "slug", "write_picture", "write_whole"]
 def write_whole(path: Path, content: bytes) -> None:
     """Write a file under another name and rename it when it is complete."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(path.name + ".part")
+    part = path.with_name(f"{path.name}.{os.getpid()}-{get_ident()}.part")  # another writer has another
     try:
         part.write_bytes(content)
         os.replace(part, path)

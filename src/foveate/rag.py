@@ -116,8 +116,10 @@ def ask(
         advance: Called behind each answer.
 
     Raises:
-        ValueError: If not even one passage fits into the model's context.
+        ValueError: If there are no passages, or not even one fits into the model's context.
     """
+    if not index.passages:
+        raise ValueError("the index has no passages: give it one at least")
     encoder, compared = index.encoder, len(methods) > 1
     watch = Stopwatch(encoder.device)
     tokens = encoder.tokens(prompt.replace("{question}", question)).tolist()

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from foveate.files import write_whole
 from foveate.methods.sub_cp import SubCP
@@ -51,7 +52,7 @@ def read_blocks(path: Path, embeddings: Embeddings, sub: SubCP, *, labels: Seque
         ValueError: If they were made from others, or the file is not whole.
     """
     try:
-        lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+        lines = [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n") if line]
         ids = [[int(i) for i in line["ids"]] for line in lines]
         known = {line["fingerprint"] for line in lines}
     except (ValueError, KeyError, TypeError) as error:
@@ -62,6 +63,7 @@ def read_blocks(path: Path, embeddings: Embeddings, sub: SubCP, *, labels: Seque
 
 
 def _fingerprint(embeddings: Embeddings, sub: SubCP, labels: Sequence[Hashable] | None) -> str:
-    rows = torch.as_tensor(embeddings).float().cpu().contiguous()
-    about = [list(rows.shape), repr(sub), None if labels is None else list(map(str, labels))]
+    rows = torch.as_tensor(embeddings).detach().float().cpu().contiguous()
+    given = labels.tolist() if isinstance(labels, Tensor) else labels
+    about = [list(rows.shape), repr(sub), None if given is None else list(map(str, given))]
     return sha256(json.dumps(about).encode() + rows.numpy().tobytes()).hexdigest()[:32]

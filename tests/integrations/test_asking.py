@@ -44,6 +44,35 @@ def test_one_block_writes_what_the_model_generates_until_it_ends(host, seed):
     assert (want[0] == 1) == (seed == 0)
 
 
+@pytest.mark.parametrize("ends", ["one", "list"])
+def test_an_answer_ends_at_each_end_of_the_models(ends):
+    model = language_model(seed=2)
+    reader = read_examples(model, tokenizer(), [["w1 w2", "w3"]], "concatenate")
+    whole = reader.write(QUESTION, 5).split()
+    (end,) = tokenizer()(whole[1], add_special_tokens=False).input_ids
+    model.generation_config.eos_token_id = end if ends == "one" else [1, end]
+    assert reader.write(QUESTION, 5).split() == whole[:1]
+
+
+class Lines:
+    """A tokenizer whose every second token is the end of a line."""
+
+    bos_token_id = eos_token_id = None
+
+    def __call__(self, text, add_special_tokens):
+        return tokenizer()(text, add_special_tokens=False)
+
+    def decode(self, tokens, skip_special_tokens=False):
+        return "".join("\n" if i % 2 == 1 else f"{token}" for i, token in enumerate(tokens))
+
+
+def test_an_answer_is_a_line():
+    reader = read_examples(language_model(seed=2), tokenizer(), [["w1 w2"]], "concatenate")
+    assert len(reader.write(QUESTION, 5).split()) == 5
+    answer = reader._replace(tokenizer=Lines()).write(QUESTION, 5)
+    assert answer.isdigit()
+
+
 def test_what_does_not_fit_the_model_is_refused():
     model, many = language_model(max_position_embeddings=8), [["w1 w2 w3"]] * 3
     with pytest.raises(ValueError, match="10 tokens are more than the 8 that the model's context holds"):

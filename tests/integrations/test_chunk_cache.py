@@ -119,6 +119,24 @@ def test_a_switched_adapter_is_noticed():
     assert ChunkEncoder(ours.model, ours.tokenizer).fingerprint["adapters"] != on.fingerprint["adapters"]
 
 
+def test_how_strongly_an_adapter_acts_is_noticed():
+    from peft import LoraConfig
+
+    def made(alpha):
+        ours = encoder()
+        ours.model.add_adapter(LoraConfig(r=2, lora_alpha=alpha, target_modules=["k_proj"], init_lora_weights=False))
+        for name, weight in ours.model.named_parameters():
+            if "lora" in name:
+                torch.nn.init.constant_(weight, 0.1)
+        return ChunkEncoder(ours.model.eval(), ours.tokenizer)
+
+    weak, strong = made(4), made(16)
+    (chunk,) = weak.encode([DOCUMENTS[0]])
+    assert not torch.equal(chunk.keys, strong.encode([DOCUMENTS[0]])[0].keys)
+    with pytest.raises(ValueError, match="made with another adapters"):
+        strong.compose([chunk])
+
+
 def test_what_changes_no_number_is_no_other_model(tmp_path):
     first = encoder(attn_implementation="sdpa")
     first.model.save_pretrained(tmp_path)
@@ -167,6 +185,8 @@ def damaged(path, kind):
         save_file({**tensors, "keys": tensors["keys"][:, :, 1:].contiguous()}, path, about)
     elif kind == "other ids":
         save_file({**tensors, "ids": tensors["ids"].flip(0).contiguous()}, path, about)
+    elif kind == "one id":
+        save_file({**tensors, "ids": torch.tensor(3)}, path, about)
     elif kind == "rounded":
         save_file({**tensors, "values": tensors["values"].half()}, path, about)
     elif kind == "NaN":
@@ -177,7 +197,7 @@ def damaged(path, kind):
 @pytest.mark.parametrize(
     "kind",
     ["truncated", "header only", "empty", "pickle", "torch file", "of nobody", "of another version",
-     "without text", "without values", "short", "other ids", "rounded", "NaN"],
+     "without text", "without values", "short", "other ids", "one id", "rounded", "NaN"],
 )  # fmt: skip
 def test_a_damaged_or_foreign_file_is_refused(kind, tmp_path):
     ours, path = encoder(), tmp_path / "chunk.safetensors"
@@ -216,6 +236,38 @@ def test_bad_documents_are_refused_before_anything_is_computed():
     assert torch.equal(kept.keys, keys)
 
 
+@pytest.mark.usefixtures("as_a_user")
+def test_what_is_no_list_of_documents_or_no_token_is_refused():
+    ours = encoder()
+    context = ours.compose(ours.encode([DOCUMENTS[0]]))
+    with pytest.raises(ValueError, match=r"give a list of documents, not one text: \['w1 w2'\]"):
+        ours.encode("w1 w2")
+    with pytest.raises(ValueError, match=r"give a list of prompts, not one text: \['w1'\]"):
+        context.answers(InfoFlowKV(), "w1")
+    with pytest.raises(ValueError, match=r"a list of token ids, not the number 5: \[5\]"):
+        ours.encode([5, 6])
+    for token in (64, -1):
+        for attempt in (lambda ids: ours.encode([ids]), lambda ids: context.patch(InfoFlowKV(), ids)):
+            with pytest.raises(ValueError, match=f"token {token} is none of the model's, 0 to 63: use its own"):
+                attempt([5, token])
+
+
+def test_a_document_that_overflows_is_refused():
+    ours = encoder(dtype=torch.float16)
+    with torch.no_grad():
+        ours.model.model.layers[2].self_attn.v_proj.weight.fill_(6e4)
+    with pytest.raises(ValueError, match="document 0 overflows float16: load the model in bfloat16 or float32"):
+        ours.encode([DOCUMENTS[0]])
+
+
+def test_positions_that_reach_further_than_the_model_takes_name_the_field():
+    ours = encoder("qwen3", "yarn", max_position_embeddings=40)
+    with pytest.raises(ValueError, match=r"takes 40; cut it into several, or load .* max_position_embeddings=128, as"):
+        ours.encode([[5] * 40])
+    with pytest.raises(ValueError, match=r"takes 40; cut it into several$"):
+        encoder("qwen3", max_position_embeddings=40).encode([[5] * 40])
+
+
 def gpt2():
     return GPT2LMHeadModel(GPT2Config(n_embd=8, n_layer=1, n_head=2, vocab_size=64)).eval()
 
@@ -224,6 +276,15 @@ REFUSED = {
     "not GPT2Config: it has no rotary positions": gpt2,
     "'dynamic' turns keys by angles that change": lambda: language_model(
         rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 100.0}
+    ),
+    "'longrope' turns keys by angles that change": lambda: language_model(
+        rope_parameters={
+            "rope_type": "longrope",
+            "rope_theta": 100.0,
+            "long_factor": [2.0] * 4,
+            "short_factor": [1.0] * 4,
+            "original_max_position_embeddings": 32,
+        }
     ),
     "sliding window of 8 tokens .* sliding_window=None": lambda: language_model("mistral", sliding_window=8),
     "sliding window of 6 tokens .* use_sliding_window=False": lambda: language_model(

@@ -1,5 +1,8 @@
 """Laws of an index: each passage is computed once, and what was computed is never lost."""
 
+import os
+from time import time
+
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -55,6 +58,16 @@ def test_only_what_has_changed_is_computed_again_and_what_is_gone_is_removed(tmp
     assert after.pop("model.safetensors") == b"not ours"
     assert len(after.keys() & before.keys()) == 3
     assert all(after[name] == before[name] for name in after.keys() & before.keys())
+
+
+def test_what_a_killed_run_left_half_written_is_removed_and_what_another_writes_is_not(tmp_path):
+    index = ChunkIndex(tmp_path, encoder(), PASSAGES)
+    name = index.path(0).name
+    for left, age in ((f"{name}.1-2.part", 7200), (f"{name}.3-4.part", 5), ("notes.part", 7200)):
+        (tmp_path / left).write_bytes(b"half")
+        os.utime(tmp_path / left, (time() - age,) * 2)
+    assert index.build() == Built(encoded=4, found=0, removed=0)
+    assert {path.name for path in tmp_path.glob("*.part")} == {f"{name}.3-4.part", "notes.part"}
 
 
 def test_an_interruption_loses_only_the_passage_at_hand(tmp_path, encoded, monkeypatch):
@@ -122,7 +135,7 @@ def test_tensors_that_turn_out_damaged_are_computed_again_with_a_word(tmp_path):
 
 
 def test_each_token_has_its_text(tmp_path):
-    ours = encoder()
+    ours = encoder(vocab_size=256)
     assert ChunkIndex(tmp_path, ours, [Passage("a", "  w1 w2,w3\n\nw4 ")]).words(0) == [
         "  w1",
         " w2",

@@ -2,22 +2,35 @@
 
 import pytest
 import torch
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
+from transformers import (
+    BloomConfig,
+    BloomForCausalLM,
+    FalconConfig,
+    FalconForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    GPTNeoConfig,
+    GPTNeoForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+)
 
 from foveate.integrations.transformers.in_context import concatenate, ensemble, parallel_windows
 
 START = [1]
 BLOCKS = [[[5, 6, 7], [8, 9]], [[10, 11, 12, 13]], [[14, 15], [16, 17, 18]]]
+SMALL = {"vocab_size": 40, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+         "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64}  # fmt: skip
 QUESTION, ANSWERS = [20, 21], [[30], [31, 32], [33]]
 
 
 def llama():
     torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=40, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=64,
-    )  # fmt: skip
-    return LlamaForCausalLM(config).double().eval()
+    return LlamaForCausalLM(LlamaConfig(**SMALL)).double().eval()
 
 
 def gpt2():
@@ -103,6 +116,54 @@ def test_mixes_follow_their_formulas():
     assert torch.allclose(ensemble(list(p.log())), p.mean(0))
 
 
+def test_answers_are_told_apart_in_half_precision():
+    """Their logits are: a hundredth between log-probabilities near 12, where bfloat16 steps by 1/16."""
+    model = llama().to(torch.bfloat16)
+    context = concatenate(model, BLOCKS, START)
+    logits = context.logits(torch.tensor([[*QUESTION, answer] for answer in range(30, 38)]))[0, len(QUESTION) - 1]
+    want = logits.double()[30:38].log_softmax(0)
+    found = context.score(QUESTION, [[answer] for answer in range(30, 38)])
+    torch.testing.assert_close(found.double(), want, rtol=0, atol=1e-5)
+
+
+def longrope():
+    rope = {"rope_type": "longrope", "rope_theta": 100.0, "long_factor": [2.0] * 4, "short_factor": [1.0] * 4,
+            "original_max_position_embeddings": 32}  # fmt: skip
+    return LlamaForCausalLM(LlamaConfig(**SMALL, rope_parameters=rope)).eval()
+
+
+def local_layers():
+    size = {"vocab_size": 40, "hidden_size": 32, "num_layers": 2, "num_heads": 4}
+    return GPTNeoForCausalLM(GPTNeoConfig(**size, attention_types=[[["global", "local"], 1]]))
+
+
+def alibi():
+    return FalconForCausalLM(
+        FalconConfig(vocab_size=40, hidden_size=32, num_hidden_layers=1, num_attention_heads=4, alibi=True)
+    )
+
+
+def own_positions():
+    return BloomForCausalLM(BloomConfig(vocab_size=40, hidden_size=32, n_layer=1, n_head=4))
+
+
+def some_sliding():
+    kinds = ["full_attention", "sliding_attention"]
+    config = Qwen2Config(**SMALL, use_sliding_window=True, sliding_window=8, layer_types=kinds)
+    config.sliding_window = None  # the kinds of its layers say it too
+    return Qwen2ForCausalLM(config)
+
+
+@pytest.mark.parametrize(
+    ("make", "has"),
+    [(longrope, "longrope"), (local_layers, "local"), (alibi, "alibi"), (own_positions, ""),
+     (some_sliding, "sliding_attention")],
+)  # fmt: skip
+def test_models_whose_layers_do_not_see_all_before_them_are_refused(make, has):
+    with pytest.raises(ValueError, match=f"does not take blocks: .* takes position_ids{has and f' .it has {has}.'}$"):
+        concatenate(make().eval(), BLOCKS)
+
+
 @pytest.mark.usefixtures("as_a_user")
 def test_what_cannot_be_read_or_mixed_is_refused():
     model = llama()
@@ -112,6 +173,8 @@ def test_what_cannot_be_read_or_mixed_is_refused():
     )  # fmt: skip
     with pytest.raises(ValueError, match="MistralForCausalLM does not take blocks: use a model"):
         concatenate(MistralForCausalLM(config), BLOCKS)
+    with pytest.raises(ValueError, match=r"in training mode, .* call model\.eval"):
+        concatenate(llama().train(), BLOCKS)
     for blocks in ([BLOCKS[0], []], [BLOCKS[0], [[]]]):
         with pytest.raises(ValueError, match="block 1 is empty"):
             parallel_windows(model, blocks)

@@ -1,11 +1,15 @@
 """Laws of patched contexts: exact at both ends, causal, undone bit for bit, and scored as defined."""
 
+from threading import Event, Thread
+
 import pytest
 import torch
-from tiny_lm import DOCUMENTS, FAMILIES, PROMPTS, ROPES, cached_logits, encoder, full_logits
+from tiny_lm import DOCUMENTS, FAMILIES, PROMPTS, ROPES, cached_logits, encoder, full_logits, language_model
+from transformers import GenerationConfig
 
 import foveate.integrations.transformers.context as context_module
 from foveate import InfoFlowKV
+from foveate.integrations.transformers.layers import by_rows, unrotated
 from foveate.methods.kv_baselines import EPIC, CacheBlend, FullPrefill, NoRecompute, RandomRows
 from foveate.methods.recomputation import places
 
@@ -53,6 +57,40 @@ def test_the_full_prefill_gives_the_answer_of_the_model_alone():
     alone = ours.model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=12, do_sample=False)
     with context.patch(InfoFlowKV(recompute=1.0), PROMPTS[1]) as patched:
         assert patched.generate(max_new_tokens=12) == ours.tokenizer.decode(alone[0, ids.shape[1] :])
+
+
+@pytest.mark.parametrize("own", [{}, {"use_cache": False}, {"return_dict_in_generate": True}], ids=repr)
+@pytest.mark.parametrize("asked", [{}, {"use_cache": False}], ids=repr)
+def test_the_answer_is_that_of_the_full_prefill_whatever_the_model_says_of_its_cache(own, asked):
+    ours = encoder()
+    context = composed(ours)
+    full = ours.generate(torch.cat([context.ids, ours.tokens(PROMPTS[1])]), max_new_tokens=12)
+    ours.model.generation_config.update(**own)
+    with context.patch(InfoFlowKV(recompute=1.0), PROMPTS[1]) as patched:
+        assert patched.generate(max_new_tokens=12, **asked) == full
+    assert ours.generate(torch.cat([context.ids, ours.tokens(PROMPTS[1])]), max_new_tokens=12, **asked) == full
+
+
+def test_what_would_not_be_one_answer_behind_one_context_is_refused():
+    ours = encoder()
+    context = composed(ours)
+    ids = torch.cat([context.ids, ours.tokens(PROMPTS[1])])
+    with context.patch(NoRecompute(), PROMPTS[1]) as patched:
+        for option in ({"num_beams": 3}, {"num_return_sequences": 2}, {"cache_implementation": "static"},
+                       {"prompt_lookup_num_tokens": 3}, {"assistant_model": ours.model}):  # fmt: skip
+            with pytest.raises(ValueError, match=f"behind one context: give {next(iter(option))}=(1|None), not "):
+                patched.generate(**option)
+        for option in ({"generation_config": GenerationConfig(max_new_tokens=3)}, {"return_dict_in_generate": True}):
+            for generate in (patched.generate, lambda **options: ours.generate(ids, **options)):
+                with pytest.raises(ValueError, match="leave out generation_config and return_dict_in_generate"):
+                    generate(**option)
+        ours.model.generation_config.num_beams = 2
+        with pytest.raises(ValueError, match="give num_beams=1, not 2"):
+            patched.generate()
+        assert patched.generate(max_new_tokens=4, num_beams=1)
+    with pytest.raises(ValueError, match="give num_return_sequences=1, not 2"):
+        ours.generate(ids, num_return_sequences=2, do_sample=True)
+    assert ours.generate(ids, max_new_tokens=4, num_beams=3)  # the model alone may search
 
 
 @pytest.mark.parametrize("prefix", ["<s> w60", ""])
@@ -233,6 +271,99 @@ def test_a_context_holds_one_patch_at_a_time():
         context.patch(InfoFlowKV(), PROMPTS[1])
 
 
+def test_a_patch_answers_only_while_its_rows_are_there():
+    context = composed(encoder())
+    first = context.patch(FullPrefill(), PROMPTS[0])
+    context.restore()
+    with pytest.raises(ValueError, match="has been undone"):
+        first.logits()
+    with context.patch(FullPrefill(), PROMPTS[1]) as second:
+        rows = copies(context)
+        first.undo()
+        first.undo()
+        assert all(torch.equal(a, b) for a, b in zip(copies(context), rows, strict=True))
+        assert abs(second.fidelity()) < 1e-5
+    first.undo()
+    context.recompute(torch.tensor([12]))  # by hand: no patch's to undo
+    rows = copies(context)
+    second.undo()
+    assert all(torch.equal(a, b) for a, b in zip(copies(context), rows, strict=True))
+
+
+def left_behind(model):
+    return model.config._attn_implementation, sum(len(module._forward_hooks) for module in model.modules())
+
+
+@pytest.mark.parametrize("step", ["encode", "score", "recompute", "generate"])
+def test_an_error_leaves_the_model_as_it_was(step):
+    context = composed(encoder())
+    model = context.encoder.model
+    before = left_behind(model)
+    assert before == ("sdpa", 0)
+    patched = context.patch(NoRecompute(), PROMPTS[0])
+    hook = model.model.layers[1].mlp.register_forward_pre_hook(lambda *_: 1 / 0)
+    attempt = {
+        "encode": lambda: context.encoder.encode(["w1"]),
+        "score": lambda: context.score("w20", [2]),
+        "recompute": lambda: context.recompute(torch.tensor([12])),
+        "generate": patched.generate,
+    }[step]
+    with pytest.raises(ZeroDivisionError):
+        attempt()
+    hook.remove()
+    assert left_behind(model) == before
+
+
+def test_a_hook_that_cannot_be_set_leaves_none_behind():
+    model = language_model()
+    with pytest.raises(IndexError), unrotated(model, "q", [0, 99]):
+        pass
+    assert left_behind(model) == ("sdpa", 0)
+
+
+def test_threads_take_turns_with_a_model_and_do_not_hear_each_other():
+    model = language_model()
+    entered, leave, order = Event(), Event(), []
+
+    def first():
+        with by_rows(model):
+            entered.set()
+            leave.wait(20)
+            order.append("first leaves")
+
+    def second():
+        with by_rows(model):
+            order.append("second enters")
+
+    threads = [Thread(target=first), Thread(target=second)]
+    threads[0].start()
+    assert entered.wait(20)
+    threads[1].start()
+    threads[1].join(0.2)
+    with by_rows(language_model()):  # another model waits for nobody
+        leave.set()
+    for thread in threads:
+        thread.join()
+    assert order == ["first leaves", "second enters"]
+    assert left_behind(model) == ("sdpa", 0)
+    with unrotated(model, "k", [0]) as taken, torch.no_grad():
+        other = Thread(target=lambda: model.model(torch.full((1, 9), 7)))
+        model.model(torch.full((1, 3), 5))
+        other.start()
+        other.join()
+    assert taken[0].shape[1] == 3
+
+
+def test_fidelity_is_the_divergence_from_the_full_prefill_of_every_token_of_the_prompt():
+    context = composed(encoder("qwen2"))
+    with context.patch(InfoFlowKV(recompute=0.2), PROMPTS[1]) as patched:
+        p = full_logits(context.encoder, context, PROMPTS[1]).softmax(-1)
+        q = cached_logits(context.encoder, context, PROMPTS[1]).softmax(-1)
+        divergence = [sum(a * (a / b).log() for a, b in zip(*rows, strict=True)) for rows in zip(p, q, strict=True)]
+        assert len(divergence) == 4
+        assert patched.fidelity() == pytest.approx(float(sum(divergence) / 4), rel=1e-4)
+
+
 def test_a_patch_that_fails_leaves_the_context_as_it_was(monkeypatch):
     context = composed(encoder())
     before = copies(context)
@@ -264,5 +395,14 @@ def test_bad_requests_are_refused_with_the_value(as_a_user):
         pytest.raises(ValueError, match="context, prompt and answer: 130 tokens, where the model takes 128"),
     ):
         patched.generate(max_new_tokens=100)
+    for options, message in (
+        ({"layers": [1, 4]}, r"layers must be some of 0 to 3, not \[1, 4\]"),
+        ({"layers": []}, r"not \[\]"),
+        ({"layers": [-1]}, r"not \[-1\]"),
+        ({"layers": [1], "norm": "max"}, "norm must be one of l2, l1, not 'max'"),
+        ({"layers": [1], "geometry": "locl"}, "geometry must be one of global, hl-hp, tl-tp, hl-tp, not 'locl'"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            context.score(PROMPTS[0], **options)
     with pytest.raises(ValueError, match="layer 0 alone"):
         composed(encoder(num_hidden_layers=1)).patch(CacheBlend(), PROMPTS[0])

@@ -224,6 +224,32 @@ def test_queries_draw_the_selection_towards_them():
     assert 17 in flat(SubCP(query_bonus=1e4).partition(pool(3, 70), queries=pool(3, 70)[17:18]).ids)
 
 
+def test_queries_draw_examples_inside_their_region():
+    """By the definition: in each region greedily, what the region gains and what the example is worth to the query."""
+    embeddings = pool(3, 30)
+    regions = SubCP(blocks=3, block_size=None, strategy="local_diverse").partition(embeddings).ids
+    similar = matrix(embeddings)
+    ids = SubCP(blocks=3, block_size=3, strategy="local_diverse", query_bonus=2.0).partition(
+        embeddings, queries=embeddings[17:18]).ids  # fmt: skip
+    for region, block in zip(map(sorted, regions), ids, strict=True):
+        picks = []
+        for _ in range(3):
+            total = lambda some: value(similar[region], some) + 2 * similar[17, some].sum().item()  # noqa: B023, E731
+            picks.append(max((i for i in region if i not in picks), key=lambda i: total([*picks, i])))
+        assert block == picks
+    assert ids != SubCP(blocks=3, block_size=3, strategy="local_diverse").partition(embeddings).ids
+
+
+def test_what_nothing_of_the_pool_serves_is_not_covered():
+    assert SubCP().select(torch.eye(4)[:2], 2, represent=torch.eye(4)[2:]).coverage == 0
+
+
+def test_blocks_of_one_have_no_pairs():
+    for seed in range(20):  # of some the squares of unit rows do not add up to 1
+        assert SubCP(blocks=3, block_size=1).partition(pool(seed, 30)).report().inside == 0
+    assert SubCP(blocks=1, block_size=3).partition(pool(0, 30)).report().between == 0
+
+
 def test_others_than_the_pool_can_be_represented():
     embeddings, others = pool(4, 30), pool(5, 10)
     rows, seen = (torch.nn.functional.normalize(x, dim=1) for x in (embeddings, others))
@@ -277,6 +303,8 @@ def test_weights_of_blocks_are_a_softmax_of_the_best_cosine():
     want = torch.tensor([1.0, far]).div(0.1).softmax(0)[0].item()
     assert blocks.weights([5.0, 0.0])[home].item() == pytest.approx(want)
     assert blocks.weights(torch.tensor([5.0, 0.0])).sum().item() == pytest.approx(1)
+    warm = torch.tensor([1.0, far]).div(0.5).softmax(0)[0].item()
+    assert blocks.weights([5.0, 0.0], temperature=0.5)[home].item() == pytest.approx(warm)
 
 
 def with_row(row):
@@ -306,13 +334,21 @@ def with_row(row):
         (lambda: SubCP().select(with_row([1, float("nan"), 0]), 2), "example 4 is NaN or infinite"),
         (lambda: SubCP().select(with_row([1, float("inf"), 0]), 2), "example 4 is NaN or infinite"),
         (lambda: SubCP().select(with_row([0, 0, 0]), 2), "example 4 is 0"),
-        (lambda: SubCP().select(torch.ones(4), 2), r"\[examples, dim\] .*, not \[4\]"),
+        (lambda: SubCP().select(torch.ones(4), 2), r"\[rows, dim\], a row for each example .*, not \[4\]"),
         (lambda: SubCP().select(torch.ones(0, 4), 2), r"not \[0, 4\]"),
         (lambda: SubCP(balance="equal").select(pool(0, 9), 2), "needs the labels"),
         (lambda: SubCP(balance="equal").select(pool(0, 9), 2, labels=[1]), "1 labels for 9 examples"),
         (lambda: SubCP(balance="equal").select(pool(0, 9), 6, labels=["x"] + 8 * ["y"]),
          "class 'x' has 1 examples, and 3 are needed"),
         (lambda: SubCP(strategy="local_coherent").partition(pool(0, 99), queries=pool(0, 1)), "leave out ids"),
+        (lambda: SubCP(block_size=None).partition(pool(0, 99), queries=pool(0, 1)), "give a block_size"),
+        (lambda: SubCP(query_bonus=float("nan")), "finite and 0 or more, not nan"),
+        (lambda: SubCP(query_bonus=float("inf")), "finite and 0 or more, not inf"),
+        (lambda: SubCP().select(pool(0, 9), 2, queries=pool(0, 1)[0]), r"a row for each query .*, not \[5\]"),
+        (lambda: SubCP().select(pool(0, 9), 2, queries=pool(0, 1, 4)),
+         "embedding of a query has 4 dims and that of an example 5: make both with the same model"),
+        (lambda: SubCP().select(pool(0, 9), 2, represent=pool(0, 3, 4)), "embedding of a represented item has 4 dims"),
+        (lambda: SubCP(blocks=2).partition(pool(0, 99)).weights(torch.ones(4)), "embedding of a query has 4 dims"),
     ],
 )  # fmt: skip
 def test_bad_input_is_refused_with_the_value_and_the_remedy(call, message):

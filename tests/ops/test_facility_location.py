@@ -67,6 +67,17 @@ def test_the_first_of_equals_is_taken(lazy_from, monkeypatch):
     assert facility_location(torch.ones(5, 5), 5).tolist() == [0, 1, 2, 3, 4]
 
 
+def test_where_nothing_is_left_to_gain_tokens_come_by_index_and_at_once(monkeypatch):
+    similarity = similarities(2, 9).clamp(min=0).repeat_interleave(12, 0).repeat_interleave(12, 1)
+    want = facility_location(similarity, 100)
+    monkeypatch.setattr(module, "LAZY_FROM", 1)
+    assert torch.equal(facility_location(similarity, 100), want)
+    looks, maximum = [], torch.maximum
+    monkeypatch.setattr(torch, "maximum", lambda *pair: (looks.append(1), maximum(*pair))[1])
+    facility_location(similarity, 100)
+    assert len(looks) == 9  # of 100 picks
+
+
 def test_similarity_need_not_be_symmetric():
     serves = torch.tensor([[0.0, 1.0, 0.0], [0.0, 1.0, 0.0], [0.0, 0.0, 0.9]])  # token 1 serves 0 and itself
     assert facility_location(serves, 2).tolist() == [1, 2]

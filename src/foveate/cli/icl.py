@@ -134,6 +134,12 @@ def icl(
         raise ValueError(
             f"--template has {{text}} and then {{label}} in it, such as 'Q: {{text}} A: {{label}}', not {template!r}"
         )
+    if out.suffix.lower() != ".jsonl" or out.is_dir() or out.resolve() == examples.resolve():
+        raise ValueError(
+            f"--out names the blocks to write, not {out}: end it with .jsonl, and leave the examples alone"
+        )
+    if not all(question.strip() for question in ask or ()):
+        raise ValueError("--ask is empty: write the text whose label you want to know")
     reader = open_reader(model, device, dtype) if ask else None
     choice: Any = {"strategy": strategy, "order": order, "balance": balance or None}
     sub = SubCP(blocks=blocks, block_size=size or None, max_similarity=max_similarity or None, **choice)

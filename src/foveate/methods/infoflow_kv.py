@@ -17,13 +17,12 @@ A token that matters only because of what stood before it, in another chunk, loo
 import re
 from dataclasses import dataclass, replace
 from math import ceil, floor
-from typing import get_args
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from foveate.methods.recomputation import Geometry, Norm, Part, Spans, Stale
+from foveate.methods.recomputation import Geometry, Norm, Part, Spans, Stale, check_choice
 
 __all__ = ["InfoFlowKV"]
 
@@ -68,11 +67,14 @@ class InfoFlowKV(Part):
         super().__post_init__()
         if isinstance(self.scoring_layers, str):
             _band(self.scoring_layers)
-        if self.boundary < 0:
+        elif not isinstance(self.scoring_layers, tuple) or not all(isinstance(i, int) for i in self.scoring_layers):
+            raise ValueError(
+                f'scoring_layers is a band such as "55%-78%", or numbers such as (22, 23), not {self.scoring_layers!r}'
+            )
+        if not isinstance(self.boundary, int) or self.boundary < 0:
             raise ValueError(f"boundary is a number of rows of each chunk, 0 or more, not {self.boundary}")
-        for name, choices in (("norm", get_args(Norm)), ("geometry", get_args(Geometry))):
-            if getattr(self, name) not in choices:
-                raise ValueError(f"{name} must be one of {', '.join(choices)}, not {getattr(self, name)!r}")
+        check_choice("norm", self.norm, Norm)
+        check_choice("geometry", self.geometry, Geometry)
 
     def layers(self, number: int) -> tuple[int, ...]:
         """The scoring layers of a model of so many layers.

@@ -3,17 +3,27 @@
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from math import floor
-from typing import Literal, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol, get_args, runtime_checkable
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-__all__ = ["Geometry", "Norm", "Part", "Recomputation", "Spans", "Stale", "places"]
+__all__ = ["Geometry", "Norm", "Part", "Recomputation", "Spans", "Stale", "check_choice", "places"]
 
 Norm = Literal["l2", "l1"]
 Geometry = Literal["global", "hl-hp", "tl-tp", "hl-tp"]
 Spans = tuple[tuple[int, int], ...]
+
+
+def check_choice(name: str, value: object, choices: Any) -> None:
+    """Refuse a value that is none of a Literal's.
+
+    Raises:
+        ValueError: With the choices.
+    """
+    if value not in get_args(choices):
+        raise ValueError(f"{name} must be one of {', '.join(get_args(choices))}, not {value!r}")
 
 
 def places(geometry: Geometry, spans: Spans) -> tuple[Int[Tensor, "rows"], int]:

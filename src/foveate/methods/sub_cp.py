@@ -12,13 +12,14 @@ objective (facility location) and four strategies; what the strategies compute i
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
+from math import inf
 from typing import Literal, NamedTuple
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from foveate.ops.example_blocks import ALIKE, Blocks, Embeddings, unit_rows
+from foveate.ops.example_blocks import ALIKE, Blocks, Embeddings, like, unit_rows
 from foveate.ops.example_labels import Classes, classes_of
 from foveate.ops.kept_apart import keep_apart
 from foveate.ops.pick_in_turns import Picked, best_similarity, pick_in_turns
@@ -88,8 +89,8 @@ class SubCP:
             )
         if self.max_similarity is not None and not 0 < self.max_similarity < 1:
             raise ValueError(f"max_similarity must be a cosine between 0 and 1, not {self.max_similarity}")
-        if self.query_bonus < 0:
-            raise ValueError(f"query_bonus must be 0 or more, not {self.query_bonus}")
+        if not 0 <= self.query_bonus < inf:
+            raise ValueError(f"query_bonus must be finite and 0 or more, not {self.query_bonus}")
 
     def select(
         self,
@@ -119,12 +120,12 @@ class SubCP:
         pool = unit_rows(embeddings)
         if not 1 <= n <= len(pool):
             raise ValueError(f"cannot select {n} of {len(pool)} examples: use n=1 to n={len(pool)}")
-        others = None if represent is None else unit_rows(represent, "what is represented").to(pool)
+        others = None if represent is None else like(represent, pool, "represented item")
         picked = self._pick(pool, n, self._classes(labels, pool), self._bonus(pool, queries), others, track)
         covered, most = picked.covered.sum(), len(pool)
         if others is not None:
             most = best_similarity(others, pool).sum()
-        return Selection(picked.picks, picked.gains, min(1.0, float(covered / most)))
+        return Selection(picked.picks, picked.gains, min(1.0, float(covered / most) if most > 0 else 0.0))
 
     def partition(
         self,
@@ -141,7 +142,7 @@ class SubCP:
             embeddings: [examples, dim] of the pool.
             ids: Examples that are to be dealt, all of them. None lets the strategy choose from the pool.
             labels: Of the pool, for `balance`.
-            queries: [queries, dim], as in `select`; not with ids, nor for "local_coherent".
+            queries: [queries, dim], as in `select`; not with ids, without a block size, nor for "local_coherent".
             track: Shows progress.
 
         Raises:
@@ -149,9 +150,11 @@ class SubCP:
         """
         pool = unit_rows(embeddings)
         classes = self._classes(labels, pool)
-        if queries is not None and (ids is not None or self.strategy == "local_coherent"):
+        settled = ids is not None or self.block_size is None or self.strategy == "local_coherent"
+        if queries is not None and settled:
             raise ValueError(
-                "queries change what is chosen: leave out ids, and use another strategy than local_coherent"
+                "queries change what is chosen: leave out ids, give a block_size, and use another strategy than "
+                "local_coherent"
             )
         chosen = torch.arange(len(pool)) if ids is None else _distinct(ids, len(pool))
         chosen = chosen.to(pool.device)
@@ -159,7 +162,7 @@ class SubCP:
         bonus = self._bonus(pool, queries)
         if self._local:
             rows = pool[chosen]
-            parts = [chosen[part] for part in self._regional(rows, n, bonus, track)]
+            parts = [chosen[part] for part in self._regional(rows, bonus, track)]
         else:
             if self.strategy == "global_local" and n < len(chosen):
                 chosen = self._pick(pool, n, classes, bonus, None, track).picks.sort().values
@@ -203,7 +206,7 @@ class SubCP:
     def _bonus(self, pool: Float[Tensor, "examples dim"], queries: Embeddings | None) -> Tensor | None:
         if queries is None:
             return None
-        return self.query_bonus * best_similarity(pool, unit_rows(queries, "query").to(pool))
+        return self.query_bonus * best_similarity(pool, like(queries, pool, "query"))
 
     def _pick(
         self,
@@ -241,9 +244,7 @@ class SubCP:
         served = torch.tensor(turns, device=rows.device)
         return [picked.picks[served == block] for block in range(self.blocks)]
 
-    def _regional(
-        self, rows: Float[Tensor, "examples dim"], n: int, bonus: Tensor | None, track: Track
-    ) -> list[Tensor]:
+    def _regional(self, rows: Float[Tensor, "examples dim"], bonus: Tensor | None, track: Track) -> list[Tensor]:
         """Blocks that each come from a region."""
         anchors = pick_in_turns(rows, rows, self.blocks * [0], track=track).picks
         similar = (rows @ rows[anchors].T * ALIKE).clamp(min=0).round()
@@ -265,7 +266,7 @@ class Selection(NamedTuple):
     """Examples that cover a pool.
 
     Attributes:
-        ids: In the order of their picking; the first k are the selection of k.
+        ids: In the order of their picking; the first k are the selection of k, without balance.
         gains: What each added: the coverage that it added times the number of examples, and its query bonus.
         coverage: From 0 to 1: the mean similarity of each example to the nearest chosen one, and where others than the
             pool are represented, the part of it that the whole pool would reach.

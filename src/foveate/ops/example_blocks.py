@@ -13,7 +13,7 @@ from torch.nn.functional import normalize
 from foveate.ops.example_labels import classes_of
 from foveate.ops.pick_in_turns import best_similarity
 
-__all__ = ["ALIKE", "Blocks", "Embeddings", "Report", "unit_rows"]
+__all__ = ["ALIKE", "Blocks", "Embeddings", "Report", "like", "unit_rows"]
 
 Embeddings = Tensor | npt.NDArray[np.number] | Sequence[Sequence[float]]
 ALIKE = 1e5  # similarities and embeddings are equal if they are after rounding to so many parts of 1
@@ -72,8 +72,8 @@ class Blocks(NamedTuple):
             float(coverage.min()),
             float(coverage.mean()),
             float(served.amax(0).mean()),
-            within / max(pairs, 1),
-            across / max(others, 1),
+            within / pairs if pairs else 0.0,
+            across / others if others else 0.0,
             len(chosen) - distinct,
             distance,
             missing,
@@ -82,9 +82,13 @@ class Blocks(NamedTuple):
     def weights(
         self, query: Sequence[float] | Float[Tensor, "*queries dim"], temperature: float = 0.1
     ) -> Float[Tensor, "blocks *queries"]:
-        """What each block is to count for a query, in all 1: softmax of its best cosine over the temperature."""
+        """What each block is to count for a query, in all 1: softmax of its best cosine over the temperature.
+
+        Raises:
+            ValueError: If a query is NaN, infinite or 0, or of other dims than the pool.
+        """
         asked = torch.as_tensor(query)
-        near = unit_rows(torch.atleast_2d(asked), "query").to(self.pool) @ self.pool.T
+        near = like(torch.atleast_2d(asked), self.pool, "query") @ self.pool.T
         best = torch.stack([near[:, block].amax(1) for block in self.ids])
         return (best / temperature).softmax(0).view(-1, *asked.shape[:-1])
 
@@ -102,11 +106,28 @@ def unit_rows(embeddings: Embeddings, what: str = "example") -> Float[Tensor, "r
     Raises:
         ValueError: If they are not [rows, dim], or one is NaN, infinite or 0; it names the first.
     """
-    rows = torch.as_tensor(embeddings)
+    rows = torch.as_tensor(embeddings).detach()
     if rows.ndim != 2 or not rows.numel():
-        raise ValueError(f"embeddings must be [examples, dim] with one of each at least, not {list(rows.shape)}")
+        raise ValueError(
+            f"embeddings must be [rows, dim], a row for each {what} and one at least, not {list(rows.shape)}"
+        )
     rows = rows.to(torch.promote_types(rows.dtype, torch.float32))
     for wrong, name in ((~rows.isfinite().all(1), "NaN or infinite"), ((rows == 0).all(1), "0")):
         if wrong.any():
             raise ValueError(f"the embedding of {what} {int(wrong.int().argmax())} is {name}: leave it out or mend it")
     return normalize(rows / rows.abs().amax(1, keepdim=True), dim=1)
+
+
+def like(embeddings: Embeddings, pool: Float[Tensor, "examples dim"], what: str) -> Float[Tensor, "rows dim"]:
+    """`unit_rows` of the pool's dims, dtype and device.
+
+    Raises:
+        ValueError: As `unit_rows` does, and if they have other dims.
+    """
+    rows = unit_rows(embeddings, what)
+    if rows.shape[1] != pool.shape[1]:
+        raise ValueError(
+            f"the embedding of a {what} has {rows.shape[1]} dims and that of an example {pool.shape[1]}: "
+            "make both with the same model"
+        )
+    return rows.to(pool)

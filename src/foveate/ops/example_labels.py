@@ -45,6 +45,8 @@ def classes_of(labels: Sequence[Hashable], pool: Float[Tensor, "examples dim"]) 
     """
     if len(labels) != len(pool):
         raise ValueError(f"there are {len(labels)} labels for {len(pool)} examples: give one for each")
+    if isinstance(labels, Tensor):
+        labels = labels.tolist()  # tensors are equal to themselves alone
     names = sorted(set(labels), key=str)
     place = {name: index for index, name in enumerate(names)}
     return Classes(torch.tensor([place[label] for label in labels], device=pool.device), names)

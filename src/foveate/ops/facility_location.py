@@ -90,6 +90,8 @@ def _lazily(similarity: Float[Tensor, "tokens tokens"], budget: int) -> Int[Tens
     bounds = [(-gain, index) for index, gain in enumerate(gains.tolist()) if index != pick]
     heapq.heapify(bounds)
     while len(picks) < budget:
+        if bounds[0][0] == 0:  # nothing is left to gain: by index
+            return torch.tensor([*picks, *sorted(index for _, index in bounds)[: budget - len(picks)]])
         seen: list[tuple[float, int]] = []  # -gain and token, as they are now
         while bounds and (not seen or bounds[0][0] <= min(seen)[0] * (1 - NEARLY)):
             _, index = heapq.heappop(bounds)

@@ -42,11 +42,13 @@ class Asked(NamedTuple):
     def write(self, question: str, most: int, weights: Weights = None, mix: Mix = "moe") -> str:
         """The answer, token by token the most probable one: so many tokens, or as far as the end of the line."""
         asked, said = _ids(self.tokenizer, question), list[int]()
+        theirs: Any = getattr(self.contexts[0].model.generation_config, "eos_token_id", None)
+        ends = {self.tokenizer.eos_token_id, *(theirs if isinstance(theirs, list) else [theirs])}
         while len(said) < most:
             text = torch.tensor([[*asked, *said]])
             scores = [context.logits(text)[0, -1].float().log_softmax(-1) for context in self.contexts]
             token = int(ensemble(scores, self._weights(weights), mix).argmax())
-            if token == self.tokenizer.eos_token_id:
+            if token in ends:
                 break
             said.append(token)
             if "\n" in self.tokenizer.decode(said).lstrip("\n"):

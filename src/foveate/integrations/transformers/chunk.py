@@ -63,8 +63,8 @@ class ChunkCache:
             text_digest = file.metadata().get("text")
             # copies: the file's own pages would crash the process if somebody cut it short later
             ids, keys, values = (file.get_tensor(name).clone() for name in ("ids", "keys", "values"))
-        shape = encoder.shape(len(ids))
-        fits = all(part.shape == shape and part.dtype == encoder.dtype for part in (keys, values))
+        shape = encoder.shape(len(ids) if ids.ndim == 1 else 0)
+        fits = ids.ndim == 1 and all(part.shape == shape and part.dtype == encoder.dtype for part in (keys, values))
         if not fits or digest(ids.tolist()) != text_digest or not (keys.isfinite() & values.isfinite()).all():
             raise ValueError(f"{path} holds other tensors than it says: encode the document again")
         if text is not None and encoder.tokens(text).tolist() != ids.tolist():

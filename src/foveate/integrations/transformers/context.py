@@ -16,7 +16,7 @@ from foveate.integrations.transformers.chunk import ChunkCache
 from foveate.integrations.transformers.layers import Enough, Reading, Rows, borrowed, by_rows, dynamic, unrotated
 from foveate.integrations.transformers.patched import Patched
 from foveate.machine import Stopwatch
-from foveate.methods.recomputation import Geometry, Norm, Recomputation, Spans, places
+from foveate.methods.recomputation import Geometry, Norm, Recomputation, Spans, check_choice, places
 from foveate.ops.attention_received import attention_received
 from foveate.ops.rotary import rotate
 
@@ -48,7 +48,7 @@ class Context:
         self.keys = encoder.keys_at(chunks, torch.arange(len(self), device=encoder.device))
         self.values = encoder.values_of(chunks)
         self._before: list[tuple[Tensor, Tensor, Tensor]] = []  # tensor, rows, what they were
-        self._patched = False
+        self._ticket: object = None  # of the patch that its rows are of
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -70,9 +70,14 @@ class Context:
             geometry: Where the chunks stand meanwhile; see `InfoFlowKV`.
 
         Raises:
-            ValueError: If the prompt is empty, or too long for the model's context.
+            ValueError: If the prompt is empty, or too long for the model's context, the model has not these layers, or
+                norm or geometry are unknown.
         """
         ids, encoder = self._prompt(prompt), self.encoder
+        if not layers or not all(0 <= layer < len(self.keys) for layer in layers):
+            raise ValueError(f"layers must be some of 0 to {len(self.keys) - 1}, not {list(layers)}")
+        check_choice("norm", norm, Norm)
+        check_choice("geometry", geometry, Geometry)
         positions, start = places(geometry, self.spans)
         at = torch.arange(start, start + len(ids), device=encoder.device)
         keys = self.keys if geometry == "global" else encoder.keys_at(self.chunks, positions.to(encoder.device))
@@ -143,7 +148,7 @@ class Context:
         while self._before:
             tensor, rows, before = self._before.pop()
             tensor[:, :, rows] = before
-        self._patched = False
+        self._ticket = None
 
     def patch(
         self, method: Recomputation, prompt: str | Sequence[int], question: str | Sequence[int] | None = None
@@ -159,7 +164,7 @@ class Context:
         Raises:
             ValueError: If the context is patched already, or the prompt is empty or too long.
         """
-        if self._patched or self._before:
+        if self._ticket or self._before:
             raise ValueError("the context is patched already: call undo() on what patch returned, or restore() here")
         ids, context, watch = self._prompt(prompt), self, Stopwatch(self.encoder.device)
         asked = ids.tolist() if question is None else self._prompt(question).tolist()
@@ -174,11 +179,12 @@ class Context:
         except BaseException:
             context.restore()
             raise
-        context._patched = True
         return Patched(context, ids, order, rows, watch)
 
     def answers(self, method: Recomputation, prompts: Sequence[str | Sequence[int]], **options: Any) -> list[str]:
         """What the model generates for each prompt, one after another; the options are those of `Patched.generate`."""
+        if isinstance(prompts, str):
+            raise ValueError(f"give a list of prompts, not one text: [{prompts[:20]!r}]")
         texts: list[str] = []
         for prompt in prompts:
             with self.patch(method, prompt) as patched:

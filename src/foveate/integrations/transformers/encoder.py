@@ -19,6 +19,8 @@ from foveate.ops.rotary import rotate
 __all__ = ["ChunkEncoder"]
 
 Text = str | Sequence[int]
+ONE_ANSWER = {"num_beams": 1, "num_return_sequences": 1, "prompt_lookup_num_tokens": None, "assistant_model": None,
+              "cache_implementation": None}  # fmt: skip
 AT_ONCE = 2048  # rows that are turned at once
 
 
@@ -70,9 +72,18 @@ class ChunkEncoder:
         return config.num_hidden_layers, config.num_key_value_heads, len(self.prefix) + tokens, dim
 
     def tokens(self, text: Text) -> Int[Tensor, "tokens"]:
-        """The token ids of a text, without special tokens; ids stay as they are."""
+        """The token ids of a text, without special tokens; ids stay as they are.
+
+        Raises:
+            ValueError: If it is neither a text nor ids of the model's vocabulary.
+        """
+        if isinstance(text, int):
+            raise ValueError(f"give a text, or a list of token ids, not the number {text}: [{text}]")
         ids = self.tokenizer(text, add_special_tokens=False).input_ids if isinstance(text, str) else list(text)
-        return torch.tensor(ids, dtype=torch.long, device=self.device)
+        tokens, size = torch.tensor(ids, dtype=torch.long), self.model.config.vocab_size
+        if len(wrong := tokens[(tokens < 0) | (tokens >= size)]):
+            raise ValueError(f"token {wrong[0]} is none of the model's, 0 to {size - 1}: use its own tokenizer")
+        return tokens.to(self.device)
 
     def check_length(self, tokens: int, what: str, remedy: str) -> None:
         """Refuse what is longer than the model's context.
@@ -81,7 +92,14 @@ class ChunkEncoder:
             ValueError: With both lengths and the remedy.
         """
         if tokens > (most := self.model.config.max_position_embeddings):
-            raise ValueError(f"{what}: {tokens} tokens, where the model takes {most}; {remedy}")
+            raise ValueError(f"{what}: {tokens} tokens, where the model takes {most}; {remedy}{self._stretch(most)}")
+
+    def _stretch(self, most: int) -> str:
+        """What to say of a model whose positions reach further than it takes."""
+        rope = self.model.config.rope_parameters
+        if (far := int(rope.get("factor", 1) * (rope.get("original_max_position_embeddings") or 0))) > most:
+            return f", or load the model with max_position_embeddings={far}, as far as its {rope['rope_type']} goes"
+        return ""
 
     def encode(self, texts: Sequence[Text]) -> list[ChunkCache]:
         """The cache of each document. All are checked before the first is computed.
@@ -90,14 +108,22 @@ class ChunkEncoder:
             texts: Documents, as text or as token ids.
 
         Raises:
-            ValueError: If a document is empty, or longer than the model's context.
+            ValueError: If a document is empty, longer than the model's context, or too much for the model's float16.
         """
+        if isinstance(texts, str):
+            raise ValueError(f"give a list of documents, not one text: [{texts[:20]!r}]")
         documents = [self.tokens(text) for text in texts]
         for i, ids in enumerate(documents):
             if not len(ids):
                 raise ValueError(f"document {i} is empty: leave it out")
             self.check_length(len(self.prefix) + len(ids), f"document {i} with its prefix", "cut it into several")
-        return [self._encode(ids) for ids in documents]
+        chunks: list[ChunkCache] = []
+        for i, ids in enumerate(documents):
+            chunks.append(chunk := self._encode(ids))
+            if not (chunk.keys.isfinite() & chunk.values.isfinite()).all():
+                name = str(self.dtype).removeprefix("torch.")
+                raise ValueError(f"document {i} overflows {name}: load the model in bfloat16 or float32")
+        return chunks
 
     @torch.no_grad()
     def generate(
@@ -116,12 +142,14 @@ class ChunkEncoder:
             cache: Of the first of them. Without one the model reads them all: the full prefill.
             max_new_tokens: Most tokens of the answer.
             do_sample: Draw tokens at random.
-            **options: Whatever else `model.generate` takes.
+            **options: Whatever else `model.generate` takes, by name. With a cache there are neither beams nor guesses.
 
         Raises:
-            ValueError: If tokens and answer may become too long for the model.
+            ValueError: If tokens and answer may become too long for the model, or an option asks for more than one
+                text, or for what a cache of one context cannot do.
         """
         self.check_length(len(ids) + max_new_tokens, "context, prompt and answer", "compose fewer chunks")
+        options = self._options(options, cached=cache is not None)
         output = self.model.generate(
             input_ids=ids[None],
             attention_mask=torch.ones_like(ids)[None],
@@ -131,6 +159,22 @@ class ChunkEncoder:
             **options,
         )
         return self.tokenizer.decode(output[0, len(ids) :], skip_special_tokens=True)
+
+    def _options(self, options: dict[str, Any], cached: bool) -> dict[str, Any]:
+        """What `model.generate` is told, those of the model itself considered; without a cache it may use beams."""
+        if options.get("generation_config") is not None or options.get("return_dict_in_generate"):
+            raise ValueError(
+                "what comes out is one text: leave out generation_config and return_dict_in_generate, and give "
+                "options by name, such as max_new_tokens=3"
+            )
+        usual = self.model.generation_config
+        for name in ONE_ANSWER if cached else ("num_return_sequences",):
+            value, only = options.get(name, getattr(usual, name, None)), ONE_ANSWER[name]
+            if value not in (None, only):
+                raise ValueError(f"one answer is written, behind one context: give {name}={only}, not {value!r:.40}")
+        fixed = {"return_dict_in_generate": False}
+        # without use_cache the model would read all tokens again, behind the cache
+        return options | fixed | ({"use_cache": True} if cached else {})
 
     @torch.no_grad()
     def _encode(self, ids: Int[Tensor, "tokens"]) -> ChunkCache:

@@ -19,7 +19,7 @@ def fingerprint(model: PreTrainedModel, tokenizer: Any, prefix: tuple[int, ...])
     """What must be equal for a cached chunk to be of use, by name.
 
     Args:
-        model: All of its weights and buffers count, its config, and which adapters are active.
+        model: All of its weights and buffers count, its config, and which adapters are active, how strongly.
         tokenizer: Its rules and its special tokens.
         prefix: Token ids in front of every chunk.
     """
@@ -27,7 +27,7 @@ def fingerprint(model: PreTrainedModel, tokenizer: Any, prefix: tuple[int, ...])
     tensors = model.state_dict() | dict(model.named_buffers())  # with those that no checkpoint holds: the frequencies
     weights = [(name, str(tensor.dtype), checksum(tensor)) for name, tensor in sorted(tensors.items())]
     adapters = [
-        (name, module.active_adapters, module.disable_adapters)  # type: ignore[union-attr]
+        (name, module.active_adapters, module.disable_adapters, getattr(module, "scaling", None))  # type: ignore[union-attr]
         for name, module in model.named_modules()
         if isinstance(getattr(module, "active_adapters", None), list)
     ]

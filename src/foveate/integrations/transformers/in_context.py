@@ -71,7 +71,9 @@ class Context(NamedTuple):
             raise ValueError("a question and each of its answers need one token at least: give their token ids")
         longest = max(map(len, answers))
         padded = [[*question, *answer] + [0] * (longest - len(answer)) for answer in answers]
-        said = self.logits(torch.tensor(padded)).log_softmax(-1)
+        logits = self.logits(torch.tensor(padded))
+        wide = torch.promote_types(logits.dtype, torch.float32)  # half precision cannot tell answers apart
+        said = logits.to(wide).log_softmax(-1)
         scores = [
             said[index, range(len(question) - 1, len(question) - 1 + len(answer)), list(answer)].sum()
             for index, answer in enumerate(answers)
@@ -101,11 +103,12 @@ def parallel_windows(model: PreTrainedModel, blocks: Sequence[Block], start: Seq
     windows = [_read(model, [*start, *_tokens(block, i)]) for i, block in enumerate(blocks)]
     if not windows:
         raise ValueError("there is nothing to read: give one block at least")
-    first, *others = windows
-    layers = first.layers
-    for other in others:
-        news = [(keys[:, :, len(start) :], values[:, :, len(start) :]) for keys, values in other.layers]
-        layers = [(torch.cat([a, c], 2), torch.cat([b, d], 2)) for (a, b), (c, d) in zip(layers, news, strict=True)]
+    starts = [0] + [len(start)] * (len(windows) - 1)  # the first brings it
+
+    def joined(layer: int, part: int) -> Tensor:
+        return torch.cat([w.layers[layer][part][:, :, s:] for w, s in zip(windows, starts, strict=True)], 2)
+
+    layers = [(joined(layer, 0), joined(layer, 1)) for layer in range(len(windows[0].layers))]
     return Context(model, layers, max(window.position for window in windows))
 
 
@@ -153,12 +156,19 @@ def _tokens(block: Block, index: int) -> list[int]:
 @torch.no_grad()
 def _read(model: PreTrainedModel, tokens: list[int]) -> Context:
     config = model.config.get_text_config()
-    kinds = set(getattr(config, "layer_types", None) or ()) - {"full_attention"}
+    named = "layer_types", "attention_layers"  # the second of GPT-Neo
+    kinds = {kind for name in named for kind in getattr(config, name, None) or ()} - {"full_attention", "global"}
+    if (getattr(config, "rope_parameters", None) or {}).get("rope_type") == "longrope":
+        kinds.add("longrope")  # angles that change with the total length
+    if getattr(config, "alibi", False):
+        kinds.add("alibi")  # counts positions itself
     if kinds or getattr(config, "sliding_window", None) or "position_ids" not in signature(model.forward).parameters:
         raise ValueError(
             f"{type(model).__name__} does not take blocks: use a model whose layers all attend to everything before "
             f"and that takes position_ids{' (it has ' + ', '.join(sorted(kinds)) + ')' if kinds else ''}"
         )
+    if model.training:
+        raise ValueError("the model is in training mode, where dropout changes what it says: call model.eval()")
     if not tokens:
         raise ValueError("there is nothing to read: give a block of one example, or a start")
     _check_length(model, len(tokens))

@@ -2,7 +2,9 @@
 
 import re
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
+from time import time
 from typing import NamedTuple
 
 from foveate.documents import Passage
@@ -12,6 +14,9 @@ from foveate.integrations.transformers.fingerprint import digest
 from foveate.progress import Track, silent
 
 __all__ = ["Built", "ChunkIndex"]
+
+ABANDONED = 3600
+"""Seconds after which nobody is still writing a file."""
 
 
 class Built(NamedTuple):
@@ -84,7 +89,8 @@ class ChunkIndex:
                 advance()
         gone = [path for path in self._files() if path not in paths]
         for path in gone:
-            path.unlink()
+            path.unlink(missing_ok=True)  # another run may be at it too
+        self._sweep()
         return Built(len(missing), len(paths) - len(missing), len(gone))
 
     def load(self, passages: Sequence[int]) -> list[ChunkCache]:
@@ -129,3 +135,10 @@ class ChunkIndex:
     def _files(self) -> list[Path]:
         """Those that are ours by their names."""
         return [path for path in self.folder.glob("*.safetensors") if re.fullmatch("[0-9a-f]{32}", path.stem)]
+
+    def _sweep(self) -> None:
+        """Remove what a run that was killed left half written; what is younger another run may be writing."""
+        for path in self.folder.glob("*.part"):
+            with suppress(FileNotFoundError):
+                if re.match(r"[0-9a-f]{32}\.safetensors\.", path.name) and path.stat().st_mtime < time() - ABANDONED:
+                    path.unlink()

@@ -2,8 +2,10 @@
 """Ways into a model's own forward: cache layers that read or overwrite, attention by rows, queries before rotation."""
 
 from collections.abc import Generator, Iterable, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from threading import RLock, get_ident
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -15,6 +17,7 @@ from foveate.ops.row_attention import row_attention
 __all__ = ["Enough", "Reading", "Rows", "borrowed", "by_rows", "dynamic", "unrotated"]
 
 BY_ROWS = "foveate_rows"
+TURNS: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()  # the implementation is the model's: threads take turns
 
 
 class Enough(Exception):
@@ -101,31 +104,33 @@ AttentionInterface.register(BY_ROWS, _attend)
 @contextmanager
 def by_rows(model: Any) -> Generator[None]:
     """The model attends by `row_attention` meanwhile: to all keys up to the rows that its forward is told, or is."""
-    before = model.config._attn_implementation
-    model.config._attn_implementation = BY_ROWS
-    try:
-        yield
-    finally:
-        model.config._attn_implementation = before
+    with TURNS.setdefault(model, RLock()):
+        before = model.config._attn_implementation
+        model.config._attn_implementation = BY_ROWS
+        try:
+            yield
+        finally:
+            model.config._attn_implementation = before
 
 
 @contextmanager
 def unrotated(model: Any, kind: str, layers: Iterable[int]) -> Generator[dict[int, Tensor]]:
     """The queries ("q") or keys ("k") [heads, tokens, dim] of these layers in the next forward, before rotation."""
     taken: dict[int, Tensor] = {}
+    ours = get_ident()
 
     def listen(layer: int) -> Any:
         attention = model.model.layers[layer].self_attn
 
         def keep(module: Any, inputs: Any, output: Tensor) -> None:
+            if get_ident() != ours:  # another thread runs the model
+                return
             taken[layer] = output.view(*output.shape[:2], -1, attention.head_dim)[0].transpose(0, 1)
 
         normed = getattr(attention, f"{kind}_norm", None)
         return (normed or getattr(attention, f"{kind}_proj")).register_forward_hook(keep)
 
-    hooks = [listen(layer) for layer in layers]
-    try:
+    with ExitStack() as hooks:
+        for layer in layers:
+            hooks.callback(listen(layer).remove)
         yield taken
-    finally:
-        for hook in hooks:
-            hook.remove()

@@ -37,7 +37,7 @@ class Patched:
         watch: Stopwatch,
     ) -> None:
         self.context, self.prompt, self.order, self.rows, self.watch = context, prompt, order, rows, watch
-        self._undone = False
+        self._ticket = context._ticket = object()
 
     def __enter__(self) -> "Patched":
         return self
@@ -49,9 +49,8 @@ class Patched:
 
     def undo(self) -> None:
         """Put the rows back, bit for bit. Nothing can be generated afterwards."""
-        if not self._undone:
+        if self.context._ticket is self._ticket:
             self.context.restore()
-        self._undone = True
 
     def generate(self, max_new_tokens: int = 32, do_sample: bool = False, **options: Any) -> str:
         """The model's answer, by `model.generate` over the patched cache: greedy unless asked otherwise.
@@ -93,7 +92,7 @@ class Patched:
         """
         model = self._open().model
         ids = torch.cat([self.context.ids, self.prompt])[None]
-        full = model(input_ids=ids, logits_to_keep=len(self.prompt)).logits[0]
+        full = model(input_ids=ids, logits_to_keep=len(self.prompt), use_cache=False).logits[0]
         p, q = (logits.float().log_softmax(-1) for logits in (full, self.logits()))
         return float((p.exp() * (p - q)).sum(-1).mean())
 
@@ -107,6 +106,6 @@ class Patched:
         return "\n".join(lines)
 
     def _open(self) -> Any:
-        if self._undone:
+        if self.context._ticket is not self._ticket:
             raise ValueError("the patch has been undone: patch the context again")
         return self.context.encoder
