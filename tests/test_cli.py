@@ -66,7 +66,7 @@ def test_a_picture_carries_its_settings_and_a_summary_is_printed(folder):
         "generate", "An  Ox!", "--model", folder, *SMALL, "--method", "hilberta", "--tiles", 2, "-o", "centre=0.5"
     )
     assert result.exit_code == 0, result.output
-    with Image.open("an-ox-0.png") as picture:
+    with Image.open("an-ox-0-hilberta-t-2-centre-0-5.png") as picture:
         settings = picture.text
     assert settings["prompt"] == "An  Ox!"
     assert settings["size"] == "64 x 64 px"
@@ -92,6 +92,9 @@ def test_without_a_model_the_built_in_one_draws_and_names_the_words_it_does_not_
     output = " ".join(result.output.split())
     assert "never taught 'elefant' (known: elephant," in output
     assert "'cat'" not in output
+    output = " ".join(run("generate", "3 cats 🍎", "--size", "32", "--steps", 1, "--device", "cpu").output.split())
+    assert "never taught '3', 'cats' (known: cat" in output
+    assert "'🍎'" in output
     assert pixels("a-cat-on-an-elefant-0.png").shape == (32, 32, 3)
     assert "never taught" not in run("generate", "a cat", "--size", "32", "--steps", 1, "--device", "cpu").output
 
@@ -178,13 +181,19 @@ def test_ctrl_c_while_drawing_leaves_no_half_picture(folder, tmp_path, monkeypat
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--method", "hilbert"], "unknown method 'hilbert': choose one of hilberta"),
-        (["--method", "hilberta", "-o", "tile=3"], "HilbertA has no option 'tile'"),
+        (["--method", "hilbert"], "unknown method 'hilbert' (did you mean hilberta?): choose one of"),
+        (["--method", "hilberta", "-o", "tile=3"], "HilbertA has no option 'tile' (did you mean tiles?)"),
+        (["--method", "hilberta", "-o", "centre"], "option centre has no value: write -o centre=VALUE"),
         (["--method", "hilberta", "-o", "align=wide"], "cannot use align=wide"),
         (["--method", "hilberta", "--tiles", "-2"], "not -2"),
         (["--method", "hilberta", "--tiles", "9"], "use tiles<=8"),
         (["--tiles", "4"], "dense takes no options (tiles)"),
         (["--size", "66"], "66 x 66 px does not fit"),
+        (
+            ["--size", "9998x65"],
+            "9998 x 65 px does not fit: this model packs 16 x 16 px into a token; use multiples of "
+            "16, for example 10000x64",
+        ),
         (["--size", "0"], "cannot read the size '0'"),
         (["--size", "big"], "cannot read the size 'big'"),
         (["--size", "99996"], "624,950,001 tokens"),
@@ -193,6 +202,7 @@ def test_ctrl_c_while_drawing_leaves_no_half_picture(folder, tmp_path, monkeypat
         (["--dtype", "int4"], "unknown dtype 'int4'"),
         (["--out", "picture.jpg"], "not picture.jpg: end it with .png"),
         (["--out", "."], "not .: end it with .png"),
+        (["--out", f"{__file__}/a.png"], "name another --out"),
         (["--steps", "0"], "--steps"),
         (["--guidance", "-1"], "--guidance"),
         (["--seed", "-1"], "--seed"),
@@ -323,7 +333,7 @@ def test_eval_judges_and_goes_on_where_it_was(folder, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--method", "hilbert"], "unknown method 'hilbert': choose one of hilberta"),
+        (["--method", "hilbert"], "unknown method 'hilbert' (did you mean hilberta?): choose one of"),
         (["--method", "hilberta:tile=3"], "HilbertA has no option 'tile'"),
         (["--method", "hilberta:tiles=9"], "use tiles<=8"),
         (["--size", "64x32"], "knows square pictures, not 64 x 32 px"),
@@ -448,7 +458,7 @@ def test_compare_and_eval_show_what_was_distilled_beside_the_rest(folder, lora, 
     for arguments in (["compare", "a cat"], ["eval"], ["generate", "a cat"]):
         result = run(*arguments, "--model", folder, *SMALL, "--lora", "nowhere")
         assert result.exit_code == 2
-        assert "nowhere is no LoRA" in result.output
+        assert "cannot find the LoRA nowhere: there is no such file" in result.output
     result = run("generate", "a cat", "--model", folder, *SMALL, "--lora", "built-in")
     assert result.exit_code == 2
     assert "does not fit this model" in result.output
@@ -477,7 +487,7 @@ def test_the_built_in_model_draws_with_its_lora():
     result = run("generate", "an owl", *SMALL, "--lora", "built-in")
     assert result.exit_code == 0, result.output
     assert "HilbertA T=4" in result.output
-    with Image.open("an-owl-0.png") as picture:
+    with Image.open("an-owl-0-hilberta-t-4-start-percent-0-2-distilled.png") as picture:
         assert picture.text["lora"] == "built-in"
 
 
@@ -521,7 +531,10 @@ def test_distill_invents_captions_for_the_built_in_model_and_none_that_are_judge
         ),
         (["--prompts", "one.txt", "--device", "cuda:1"], "CUDA_VISIBLE_DEVICES says which GPUs"),
         (["--prompts", "one.txt", "--tiles", 9], "use tiles<=8"),
-        (["--prompts", "one.txt", "--start", "nowhere"], "nowhere is no LoRA"),
+        (
+            ["--prompts", "one.txt", "--start", "nowhere"],
+            "cannot find the LoRA nowhere: there is no such file",
+        ),
         (["--prompts", "one.txt", "--guidance", 3], "takes no guidance scale"),
     ],
 )

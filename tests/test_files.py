@@ -46,7 +46,8 @@ def test_two_writers_of_a_file_do_not_meet(tmp_path, monkeypatch):
 
 def test_any_prompt_gives_a_file_name():
     assert slug("A red  apple, above/../a car!") == "a-red-apple-above-a-car"
-    assert slug("苹果") == "picture"
+    assert slug("红 苹果") == "红-苹果"
+    assert slug("🍎") == "picture"
     assert len(slug("long " * 100)) <= 60
 
 

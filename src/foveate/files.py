@@ -35,8 +35,8 @@ def write_picture(path: Path, image: Image.Image, settings: dict[str, str]) -> N
 
 
 def slug(text: str) -> str:
-    """The text as a file name: lower-case words and dashes, 60 characters at most."""
-    return re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")[:60] or "picture"
+    """The text as a file name: lower-case words of any language and dashes, 60 characters at most."""
+    return re.sub(r"[\W_]+", "-", text.lower()).strip("-")[:60] or "picture"
 
 
 def claim(folder: Path, settings: dict[str, str]) -> None:

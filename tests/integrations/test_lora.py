@@ -117,7 +117,7 @@ def test_where_a_method_works_may_be_chosen_what_it_does_may_not():
 
 
 def test_files_that_are_no_such_lora_are_named(file, tmp_path):
-    with pytest.raises(ValueError, match="nowhere is no LoRA: name a file, or a folder"):
+    with pytest.raises(ValueError, match="cannot find the LoRA nowhere: there is no such file or folder"):
         find_lora("nowhere")
     whole = file.read_bytes()
     file.write_bytes(whole[:50])

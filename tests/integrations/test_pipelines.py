@@ -1,5 +1,7 @@
 """Laws of `apply` on real diffusers pipelines, built tiny and offline."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from diffusers import (
@@ -15,6 +17,7 @@ from PIL import Image
 import foveate
 from foveate import HilbertA
 from foveate.demo.untrained import untrained_pipeline
+from foveate.integrations.diffusers.pipelines import text_tokens, unread
 
 SIZE = {"height": 64, "width": 96}  # 16 x 24 tokens
 FAST = {"num_inference_steps": 4, "output_type": "latent", "max_sequence_length": 32}
@@ -143,3 +146,25 @@ def test_pipelines_that_share_a_model_share_its_methods(pipe):
         assert len(foveate.summary(other).layers) == 3
         with pytest.raises(ValueError, match="already applied to transformer"):
             foveate.apply(other, HilbertA())
+
+
+def test_text_is_padded_as_the_pipeline_does_unless_its_tokenizer_holds_less(pipe):
+    def sized(tokens):
+        return SimpleNamespace(model_max_length=tokens)
+
+    def signed(default, **tokenizers):
+        return type("Pipeline", (), {"__call__": lambda self, max_sequence_length=default: None} | tokenizers)()
+
+    assert text_tokens(signed(512, tokenizer=sized(77), tokenizer_2=sized(512))) == 512  # FLUX
+    assert text_tokens(signed(256, tokenizer=sized(77), tokenizer_2=sized(77), tokenizer_3=sized(512))) == 256  # SD3
+    assert text_tokens(signed(120, tokenizer=sized(512))) == 120  # PixArt
+    assert text_tokens(pipe) == pipe.tokenizer_2.model_max_length < 512
+    assert text_tokens(type("SDXL", (), {"__call__": lambda self: None})()) is None
+
+
+def test_the_end_of_a_prompt_that_nobody_reads_is_named(pipe):
+    prompt = " ".join(20 * ["a red apple above a blue car"])
+    ids = pipe.tokenizer_2(prompt, truncation=True, max_length=text_tokens(pipe)).input_ids
+    read = pipe.tokenizer_2.decode(ids, skip_special_tokens=True)
+    assert f"{read} {unread(pipe, prompt)}" == prompt
+    assert unread(pipe, "a red apple above a blue car") == ""

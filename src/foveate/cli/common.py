@@ -1,9 +1,12 @@
 """What the commands share: progress and clear errors out, options that mean the same everywhere."""
 
 import functools
+import inspect
+import os
 import re
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Annotated, Any
 
 import torch
@@ -25,6 +28,8 @@ __all__ = [
     "Seed",
     "Size",
     "Steps",
+    "check_size",
+    "check_writable",
     "clear_errors",
     "console",
     "lora_of",
@@ -99,6 +104,7 @@ def clear_errors(command: Callable[..., None]) -> Callable[..., None]:
                 raise
             _fail("out of memory: use a smaller --size (or --top), --dtype bfloat16, or a device with more memory")
 
+    run.__doc__ = re.sub(r"(?<!\n)\n(?!\n)", " ", inspect.getdoc(command) or "")  # paragraphs fill any terminal
     return run
 
 
@@ -181,6 +187,8 @@ def lora_of(pipe: Any, lora: str) -> Any:
     """Put the LoRA into the pipeline; with the method it was distilled for, or None if it is of another make."""
     if not lora:
         return None
+    import peft  # noqa: F401 - diffusers would not say what to install
+
     from foveate.integrations.diffusers.lora import find_lora, load_lora
 
     return load_lora(pipe, find_lora(str(LORA) if lora == "built-in" else lora))
@@ -227,6 +235,8 @@ def settings_of(pipe: Any, model: str, request: Any) -> dict[str, str]:
 
 def options_of(option: list[str] | None, tiles: str | None = None) -> dict[str, str]:
     """The options of a method: of "centre=0" and the like, and its tiles."""
+    if bare := [text for text in option or [] if "=" not in text]:
+        raise ValueError(f"option {bare[0]} has no value: write -o {bare[0]}=VALUE")
     pairs = {name: value for name, _, value in (text.partition("=") for text in option or [])}
     return pairs if tiles is None else {**pairs, "tiles": tiles}
 
@@ -241,15 +251,32 @@ def read_method(text: str) -> Method | Together:
     return methods[0] if len(methods) == 1 else Together(methods)
 
 
-def remark_on(prompt: str) -> str:
-    """Which words of a prompt the built-in model was never taught, and which known ones look most like them."""
+def remark_on(pipe: Any, model: str, prompt: str) -> str:
+    """What of a prompt the model does not read, and which of its words the built-in model was never taught."""
     from foveate.demo.text import unknown_words
+    from foveate.integrations.diffusers.pipelines import unread
 
-    remarks = [
+    remarks = [f"The model does not read the end of the prompt: {end!r}."] if (end := unread(pipe, prompt)) else []
+    words = [
         f"{word!r} (known: {', '.join(nearest)})" if nearest else repr(word)
-        for word, nearest in unknown_words(prompt).items()
+        for word, nearest in (unknown_words(prompt) if not model else {}).items()
     ]
-    return f"The built-in model was never taught {', '.join(remarks)} and spells it out." if remarks else ""
+    if words:
+        remarks.append(f"The built-in model was never taught {', '.join(words)}, and can only guess.")
+    return " ".join(remarks)
+
+
+def check_size(size: str | None) -> None:
+    """Refuse what cannot be read, before a model is loaded."""
+    if size:
+        read_size(size)
+
+
+def check_writable(folder: Path) -> None:
+    """Refuse a folder that nothing can be written into, before hours of work."""
+    there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    if not there.is_dir() or not os.access(there, os.W_OK):
+        raise ValueError(f"cannot write into {folder}: name another --out")
 
 
 def read_size(text: str) -> tuple[int, int]:

@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 
 from foveate.cli.common import (
     Device,
@@ -18,6 +19,8 @@ from foveate.cli.common import (
     Seed,
     Size,
     Steps,
+    check_size,
+    check_writable,
     clear_errors,
     console,
     lora_of,
@@ -59,7 +62,7 @@ def generate(
     device: Device = "auto",
     dtype: Dtype = "auto",
 ) -> None:
-    """Draw one picture. The PNG carries its settings.
+    """Draw one picture. The PNG carries its settings, and is named after prompt, seed and method.
 
     foveate generate "a lighthouse" --model black-forest-labs/FLUX.1-dev --size 2048 --method hilberta --tiles 16
     """
@@ -67,6 +70,8 @@ def generate(
     chosen: Any = None if lora else _method(method, options)
     if out and (out.suffix.lower() != ".png" or out.is_dir()):
         raise ValueError(f"--out names the PNG file to write, not {out}: end it with .png")
+    check_size(size)
+    check_writable(out.parent if out else Path())
     pipe = open_model(model, device, dtype)
     distilled = lora_of(pipe, lora)
     request = request_of(pipe, model, prompt, size_with(distilled, size), steps, guidance, seed)
@@ -78,11 +83,11 @@ def generate(
     from foveate.integrations.diffusers.lora import using
     from foveate.integrations.diffusers.pipelines import denoiser, draw
 
-    path = out or Path(f"{slug(prompt)}-{seed}.png")
+    path = out or Path(f"{slug(prompt)}-{seed}{'-' + slug(chosen.title) if chosen else ''}.png")
     config: Any = denoiser(pipe).config
     plain = config.get("attention", "dense")  # a pixel model has one of its own
-    if not model and (remark := remark_on(prompt)):
-        console.print(remark)
+    if remark := remark_on(pipe, model, prompt):
+        console.print(escape(remark))
     with progress() as track:
         advance, began = track(chosen.title if chosen else plain, request.steps), time.perf_counter()
         with using(pipe, chosen) if distilled else apply(pipe, *chosen.parts) if chosen else nullcontext() as run:
@@ -90,6 +95,8 @@ def generate(
             summary = run.summary() if run else None
         ran = repr(chosen.method if distilled else chosen) if chosen else plain
         about = {"method": ran, "seconds": f"{time.perf_counter() - began:.1f}"} | ({"lora": lora} if lora else {})
+        if summary and all(layer.why for layer in summary.layers):
+            about["stayed dense"] = summary.layers[0].why
         write_picture(path, image, {**settings_of(pipe, model, request), **about})
     if summary is not None:
         print(summary)
@@ -121,6 +128,8 @@ def compare(
     """
     if out.exists() and not out.is_dir():
         raise ValueError(f"--out names a folder for the page, but {out} is a file: name another")
+    check_size(size)
+    check_writable(out)
     pipe = open_model(model, device, dtype)
     distilled = lora_of(pipe, lora)
     request = request_of(pipe, model, prompt, size_with(distilled, size), steps, guidance, seed)
@@ -133,8 +142,8 @@ def compare(
             request,
             methods,
             out,
-            settings=settings_of(pipe, model, request),
-            notice="" if model else remark_on(prompt),
+            settings=settings_of(pipe, model, request) | ({"LoRA": lora} if lora else {}),
+            notice=remark_on(pipe, model, prompt),
             rounds=rounds,
             track=track,
         )
@@ -183,6 +192,8 @@ def evaluate(
     """
     if out.exists() and not out.is_dir():
         raise ValueError(f"--out names a folder for the results, but {out} is a file: name another")
+    check_size(size)
+    check_writable(out)
     methods = [read_method(text) for text in method or []]
     pipe = open_model(model, device, dtype)
     distilled = lora_of(pipe, lora)

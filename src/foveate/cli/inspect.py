@@ -30,6 +30,8 @@ def curves(
     from foveate.ops.curves import edge_average_stretch, geometric_distortion_error, grid_order
     from foveate.report import draw_order, figure_png
 
+    if out and out.suffix.lower() != ".png":
+        raise ValueError(f"--out names the PNG file to write, not {out}: end it with .png")
     height, width = read_size(size)
     if height * width > 256 * 256:
         raise ValueError(f"{size} cells are too many to draw: use at most 256 x 256")

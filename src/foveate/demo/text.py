@@ -16,7 +16,7 @@ __all__ = ["TEXT_TOKENS", "WORDS", "clip_tokenizer", "t5_tokenizer", "unknown_wo
 
 TEXT_TOKENS = 64
 _END = "</w>"
-_WORD = re.compile(r"[^\W\d_]+")
+_WORD = re.compile(r"[^\W_]+|[^\x00-\x7f\s]")  # an emoji is one
 WORDS = tuple(
     sorted(
         {

@@ -1,7 +1,9 @@
 """The methods, one paper per file; each a frozen dataclass."""
 
 from ast import literal_eval
+from collections.abc import Iterable
 from dataclasses import fields
+from difflib import get_close_matches
 from typing import Any
 
 from foveate.methods.best_match import ToFu, ToMeSD
@@ -75,13 +77,14 @@ def recomputation_from_text(name: str, options: dict[str, str]) -> Recomputation
 
 def _from_text(methods: dict[str, Any], name: str, options: dict[str, str]) -> Any:
     if name not in methods:
-        raise ValueError(f"unknown method {name!r}: choose one of {', '.join(methods)}")
+        raise ValueError(f"unknown method {name!r}{_near(name, methods)}: choose one of {', '.join(methods)}")
     cls = methods[name]
     types = {field.name: field.type for field in fields(cls)}
     values: dict[str, object] = {}
     for option, text in options.items():
         if option not in types:
-            raise ValueError(f"{cls.__name__} has no option {option!r}: choose from {', '.join(types) or 'none'}")
+            known = ", ".join(types) or "none"
+            raise ValueError(f"{cls.__name__} has no option {option!r}{_near(option, types)}: choose from {known}")
         try:
             values[option] = text if types[option] is str else literal_eval(SPELLED.get(text, text))
         except (ValueError, SyntaxError):
@@ -93,3 +96,9 @@ def _from_text(methods: dict[str, Any], name: str, options: dict[str, str]) -> A
     except TypeError:
         shown = ", ".join(f"{option}={text}" for option, text in options.items())
         raise ValueError(f"{cls.__name__} cannot use {shown}: a value has the wrong type") from None
+
+
+def _near(name: str, known: Iterable[str]) -> str:
+    """What may have been meant."""
+    near = get_close_matches(name.lower(), list(known), 1)
+    return f" (did you mean {near[0]}?)" if near else ""

@@ -10,14 +10,13 @@ from typing import Any, NamedTuple
 from zlib import crc32
 
 from diffusers import FluxPipeline
-from huggingface_hub import hf_hub_download
-from huggingface_hub.errors import HFValidationError
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
 from foveate.integrations.diffusers.apply import Handle, apply
 from foveate.integrations.diffusers.borrowed import outside_compiled_code
+from foveate.integrations.diffusers.hub import fetch
 from foveate.methods import METHODS, Method, Together
 
 __all__ = [
@@ -86,9 +85,9 @@ def find_lora(lora: str) -> Path:
     if path.is_file():
         return path
     try:
-        return Path(hf_hub_download(lora, LORA_FILE))
-    except (OSError, HFValidationError) as error:
-        raise ValueError(f"{lora} is no LoRA: name a file, or a folder or hub id that holds {LORA_FILE}") from error
+        return fetch(lora, LORA_FILE)
+    except ValueError as error:
+        raise ValueError(f"cannot find the LoRA {lora}: {error}") from error
 
 
 def read_lora(file: Path) -> Distilled | None:
@@ -120,7 +119,7 @@ def load_lora(pipeline: Any, file: Path) -> Distilled | None:
     distilled = read_lora(file)
     try:
         pipeline.load_lora_weights(str(file.parent), weight_name=file.name)
-    except (RuntimeError, ValueError, KeyError) as error:
+    except (RuntimeError, ValueError, KeyError, AttributeError) as error:
         raise ValueError(f"{file} does not fit this model: {str(error).strip().splitlines()[0]}") from error
     return distilled
 

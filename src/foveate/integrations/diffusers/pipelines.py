@@ -13,11 +13,11 @@ from zlib import crc32
 import torch
 from diffusers import DiffusionPipeline
 from diffusers.pipelines.flux.pipeline_flux import calculate_shift
-from huggingface_hub import hf_hub_download
 from PIL import Image
 from safetensors import SafetensorError
 
 from foveate.integrations.diffusers.apply import DENOISERS
+from foveate.integrations.diffusers.hub import fetch
 from foveate.integrations.diffusers.lora import Way, throughout, using
 from foveate.integrations.diffusers.pixel_pipeline import PixelPipeline
 from foveate.machine import choose_device, choose_dtype, now
@@ -35,6 +35,7 @@ __all__ = [
     "record_step",
     "text_tokens",
     "time_steps",
+    "unread",
 ]
 
 INDEX = DiffusionPipeline.config_name
@@ -57,7 +58,7 @@ def load(model: str, device: str = "auto", dtype: str = "auto") -> DiffusionPipe
     if folder.is_dir() and not (folder / INDEX).is_file():
         raise ValueError(f"{model} is no pipeline folder: name one that holds a {INDEX}")
     try:
-        index = folder / INDEX if folder.is_dir() else Path(hf_hub_download(model, INDEX))
+        index = folder / INDEX if folder.is_dir() else fetch(model, INDEX)
         own = json.loads(index.read_text()).get("_class_name") == PixelPipeline.__name__
         kind = PixelPipeline if own else DiffusionPipeline
         pipeline = kind.from_pretrained(folder if folder.is_dir() else model, dtype=precision)
@@ -124,14 +125,14 @@ def check_request(pipeline: DiffusionPipeline, request: Request) -> None:
     else:
         multiple = 2 * getattr(pipeline, "vae_scale_factor", 8)
     if any(side < multiple or side % multiple for side in size):
-        nearest = " x ".join(str(max(multiple, round(side / multiple) * multiple)) for side in size)
+        nearest = "x".join(str(max(multiple, round(side / multiple) * multiple)) for side in size[::-1])
         raise ValueError(
-            f"{size[0]} x {size[1]} px does not fit: this model packs {multiple} x {multiple} px into a token; "
+            f"{size[1]} x {size[0]} px does not fit: this model packs {multiple} x {multiple} px into a token; "
             f"use multiples of {multiple}, for example {nearest}"
         )
     if (tokens := size[0] * size[1] // multiple**2) > MOST_TOKENS:
         raise ValueError(
-            f"{size[0]} x {size[1]} px are {tokens:,} tokens, more than {MOST_TOKENS:,}: use a smaller size"
+            f"{size[1]} x {size[0]} px are {tokens:,} tokens, more than {MOST_TOKENS:,}: use a smaller size"
         )
 
 
@@ -163,10 +164,23 @@ def draw_batch(
 
 
 def text_tokens(pipeline: DiffusionPipeline) -> int | None:
-    """How many text tokens to pad to: FLUX's second tokenizer may hold fewer than the 512 that are the default."""
-    if "max_sequence_length" not in signature(pipeline.__call__).parameters:
-        return None
-    return min(512, getattr(getattr(pipeline, "tokenizer_2", None), "model_max_length", 512))
+    """How many text tokens to pad to: the pipeline's default, or fewer if its last tokenizer holds fewer."""
+    asked = signature(pipeline.__call__).parameters.get("max_sequence_length")
+    return None if asked is None else min(asked.default, _tokenizers(pipeline)[-1].model_max_length)
+
+
+def unread(pipeline: DiffusionPipeline, prompt: str) -> str:
+    """The end of a prompt that no text encoder reads; empty if all is read."""
+    if not (tokenizers := _tokenizers(pipeline)):
+        return ""
+    most = text_tokens(pipeline) or tokenizers[-1].model_max_length
+    return tokenizers[-1].decode(tokenizers[-1](prompt).input_ids[most - 1 :], skip_special_tokens=True)
+
+
+def _tokenizers(pipeline: DiffusionPipeline) -> list[Any]:
+    """Those of the pipeline; the last one holds the longest text."""
+    names = "tokenizer", "tokenizer_2", "tokenizer_3"
+    return [tokenizer for name in names if (tokenizer := getattr(pipeline, name, None)) is not None]
 
 
 def noise_shift(scheduler: Any, tokens: int) -> float:
