@@ -148,6 +148,7 @@ def test_pipelines_that_share_a_model_share_its_methods(pipe):
             foveate.apply(other, HilbertA())
 
 
+@pytest.mark.usefixtures("as_a_user")
 def test_text_is_padded_as_the_pipeline_does_unless_its_tokenizer_holds_less(pipe):
     def sized(tokens):
         return SimpleNamespace(model_max_length=tokens)

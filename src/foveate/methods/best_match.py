@@ -46,6 +46,7 @@ class ToMeSD(TokenMerging):
         super().__post_init__()
         if len(self.cell) != 2 or any(int(side) != side or side < 1 for side in self.cell):
             raise ValueError(f"cell must be two positive whole numbers such as (2, 2), not {self.cell!r}")
+        object.__setattr__(self, "cell", (int(self.cell[0]), int(self.cell[1])))  # of JSON it is a list
         least = 1 / (self.cell[0] * self.cell[1])
         if self.keep < least:
             raise ValueError(

@@ -61,9 +61,9 @@ class HilbertA(SparseAttention):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.tiles != "auto" and (isinstance(self.tiles, str) or self.tiles < 1):
+        if self.tiles != "auto" and (not isinstance(self.tiles, int) or self.tiles < 1):
             raise ValueError(f'tiles must be "auto" or a count of 1 or more, not {self.tiles!r}')
-        if self.period < 1:
+        if not isinstance(self.period, int) or self.period < 1:
             raise ValueError(f"period must be 1 layer or more, not {self.period}; period=1 switches sliding off")
         if not 0 <= self.centre <= 1:
             raise ValueError(f"centre is a fraction of each side from 0 (off) to 1 (everything), not {self.centre}")
@@ -71,7 +71,7 @@ class HilbertA(SparseAttention):
             raise ValueError(f"unknown curve {self.curve!r}: choose one of {', '.join(CURVES)}")
         if self.reference not in ("global", "tiled"):
             raise ValueError(f'reference must be "global" or "tiled", not {self.reference!r}')
-        if self.align is not None and self.align < 1:
+        if self.align is not None and (not isinstance(self.align, int) or self.align < 1):
             raise ValueError(f"align must be 1 token or more, not {self.align}")
 
     @property
@@ -124,7 +124,6 @@ class HilbertPlan(NamedTuple):
         order: Raster index of the image token at each packed position. Packed: [global references | centre | rest],
             with the text in front of it all.
         inverse: Packed position of each raster token.
-        grids: (rows, columns) of the image and its references.
         tiles: Number of tiles.
         prefix: Number of global tokens: text, references, centre.
         segments: (image, tokens) of the parts of `order` in turn.
@@ -134,7 +133,6 @@ class HilbertPlan(NamedTuple):
 
     order: Int[Tensor, "image"]
     inverse: Int[Tensor, "image"]
-    grids: tuple[Grid, ...]
     tiles: int
     prefix: int
     segments: tuple[tuple[int, int], ...]
@@ -228,7 +226,6 @@ def _plan(method: HilbertA, grids: tuple[Grid, ...], text: int, block: int, devi
     return HilbertPlan(
         order=order.to(device),
         inverse=inverse_order(order).to(device),
-        grids=grids,
         tiles=tiles,
         prefix=n_prefix,
         segments=tuple((image, len(tokens)) for image, tokens in parts if len(tokens)),

@@ -13,7 +13,7 @@ from bisect import bisect
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise, product
-from math import gcd
+from math import gcd, inf
 from typing import Literal
 
 import torch
@@ -83,11 +83,12 @@ class ToMA(TokenMerging):
         super().__post_init__()
         if len(self.tile) != 2 or any(int(side) != side or side < 1 for side in self.tile):
             raise ValueError(f"tile must be two positive whole numbers such as (4, 4), not {self.tile!r}")
+        object.__setattr__(self, "tile", (int(self.tile[0]), int(self.tile[1])))  # of JSON it is a list
         for name, known in CHOICES.items():
             if getattr(self, name) not in known:
                 raise ValueError(f"{name} must be one of {', '.join(known)}, not {getattr(self, name)!r}")
-        if self.scale <= 0:
-            raise ValueError(f"scale must be above 0, not {self.scale}")
+        if not 0 < self.scale < inf:
+            raise ValueError(f"scale must be above 0 and finite, not {self.scale}")
         if self.unmerge == "transpose" and self.weights == "soft" and self.scale < SOFT_ENOUGH:
             raise ValueError(
                 f"the transpose does not undo a merge of scale={self.scale}: "
@@ -124,7 +125,8 @@ class ToMA(TokenMerging):
             raise ValueError(
                 f'beside sparse attention ToMA merges along its order: use mode="tile", not {self.mode!r}'
             )
-        return _RUNS.get([plan.order], (self, plan.segments), lambda: self._runs(plan, grid))
+        groups = _RUNS.get([plan.order], (self, plan.segments), lambda: self._runs(plan))
+        return Regions(plan.order, plan.inverse, groups, grid)  # what is kept of an order must not hold it
 
     def plan(
         self,
@@ -148,7 +150,7 @@ class ToMA(TokenMerging):
         chosen, gather, spread = zip(*assigned, strict=True)
         return Merge(regions.lengths, gather, spread, chosen, places_of(regions, chosen))
 
-    def _runs(self, plan: AttentionPlan, grid: Grid) -> Regions:
+    def _runs(self, plan: AttentionPlan) -> tuple[Group, ...]:
         size = _between_borders(plan, self.tile[0] * self.tile[1])
         groups: list[Group] = []
         for image, length in plan.segments:
@@ -157,7 +159,7 @@ class ToMA(TokenMerging):
                 continue
             full, rest = divmod(length, size)
             groups += [self._group(1, size)] * full + [self._group(1, rest)] * (rest > 0)
-        return Regions(plan.order, plan.inverse, together(groups), grid)
+        return together(groups)
 
     def _group(self, rows: int, columns: int) -> Group:
         return Group(1, rows, columns, min(max(1, int(self.keep * rows * columns + 0.5)), rows * columns))
@@ -225,7 +227,7 @@ CHOICES = {
 }
 
 
-_RUNS: PerTensors[Regions] = PerTensors()
+_RUNS: PerTensors[tuple[Group, ...]] = PerTensors()
 
 
 def _between_borders(plan: AttentionPlan, size: int) -> int:

@@ -35,7 +35,7 @@ def soft_assignment(
 ) -> Assignment:
     """Pick the tokens that serve their set best, by facility location, and assign every token to them softly.
 
-    Tokens are compared by their cosine; picks, scores and softmax are computed in float32 at least.
+    Tokens are compared by their cosine; picks, scores and softmax are computed in float32 at least, but for autocast.
 
     Args:
         tokens: Feature vectors.

@@ -64,13 +64,14 @@ class Handle:
     @contextmanager
     def paused(self) -> Generator[None]:
         """Within it every forward is dense, with the methods still in place: the teacher of a distillation."""
-        for family in self._families.values():
+        before = {family: family.paused for family in self._families.values()}
+        for family in before:
             family.paused = True
         try:
             yield
         finally:
-            for family in self._families.values():
-                family.paused = False
+            for family, paused in before.items():
+                family.paused = paused
 
     def __enter__(self) -> "Handle":
         return self
@@ -177,7 +178,7 @@ def _take_out(family: Family) -> None:
 
 def _reset_compiled(family: Family) -> None:
     """Hooks that come or go inside a region that is already compiled are ignored: have it compiled again."""
-    hooked = family.model.modules() if family.hooks_inside else [family.model]
-    if any(module._compiled_call_impl is not None for module in hooked):
+    anything = bool(torch._dynamo.convert_frame.input_codes.seen)  # torch.compile(model) leaves no mark on the model
+    if anything if family.hooks_inside else family.model._compiled_call_impl is not None:
         log.warning("hooks changed in a compiled model: torch._dynamo is reset, this process compiles anew")
         torch._dynamo.reset()

@@ -17,8 +17,10 @@ from diffusers import (
     UNet2DConditionModel,
 )
 from diffusers.models.attention import BasicTransformerBlock, JointTransformerBlock
+from diffusers.models.attention_processor import AttnProcessor, AttnProcessor2_0
 from torch import Tensor, nn
 
+from foveate.integrations.diffusers.borrowed import replaced
 from foveate.integrations.diffusers.clock import Step
 from foveate.integrations.diffusers.family import Family
 from foveate.integrations.diffusers.merging import Site
@@ -101,6 +103,8 @@ class Blocks(Family):
         except BaseException:
             self.remove()
             raise
+        modules = (module for layer in self.layers for module in layer.block.modules())
+        self._kinds = {module: type(module.processor) for module in modules if hasattr(module, "processor")}
         self._hooks.append(model.register_forward_hook(self.leave))
         self.why, self.reasons = "no forward yet", dict[int, str]()  # of the whole forward; of single sites
         self.ran, self.shown = dict[int, Regions](), dict[int, Regions]()  # by site
@@ -204,7 +208,10 @@ class Blocks(Family):
         extra = self.inputs.get("cross_attention_kwargs") or self.inputs.get("joint_attention_kwargs") or {}
         if extra.get("ip_adapter_masks") is not None:
             raise StaysDense("ip_adapter_masks are laid over a raster of all tokens")
-        if torch.is_grad_enabled() and getattr(self.model, "gradient_checkpointing", False):
+        for attn, kind in self._kinds.items():
+            if type(attn.processor) not in (kind, AttnProcessor, AttnProcessor2_0):  # it may keep maps of all tokens
+                raise StaysDense(replaced(attn))
+        if self.model.is_gradient_checkpointing:  # also without gradients: a backward pass may come after this forward
             raise StaysDense("gradient checkpointing runs blocks again when their plan may be another one")
         return self.merging_step(self.merging, self.inputs["timestep"], x)
 

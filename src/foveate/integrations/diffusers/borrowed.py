@@ -8,16 +8,19 @@ import torch
 from torch import nn
 
 from foveate.integrations.diffusers.order import Reorder
+from foveate.methods.method import StaysDense
 from foveate.ops.joint_attention import Pattern
 
 __all__ = [
     "Borrowed",
     "KeepTables",
     "check_processor",
+    "check_strangers",
     "give_back",
     "of_original",
     "outside_compiled_code",
     "replaced",
+    "strangers",
 ]
 
 outside_compiled_code = torch.compiler.disable(
@@ -65,6 +68,24 @@ def check_processor(name: str, attn: nn.Module, number: int, known: Collection[t
 def replaced(attn: nn.Module) -> str:
     """Why a layer whose processor is no longer ours is dense."""
     return f"a {type(attn.processor).__name__} was set after apply: remove and apply again"
+
+
+def strangers(layers: Iterable[Any]) -> dict[str, nn.Module]:
+    """Layers, by name, whose processor someone has replaced since `apply`."""
+    return {
+        layer.name: layer.attn for layer in layers if layer.processor and layer.attn.processor is not layer.processor
+    }
+
+
+def check_strangers(layers: Iterable[Any], known: Collection[type]) -> None:
+    """Stay dense where a new processor may care for the order of the tokens or their number, as one that keeps maps.
+
+    Raises:
+        StaysDense: If there is one of another type than these.
+    """
+    for attn in strangers(layers).values():
+        if type(attn.processor) not in known and not isinstance(attn.processor, Borrowed):
+            raise StaysDense(replaced(attn))
 
 
 def give_back(model: Any, attns: Iterable[Any]) -> None:

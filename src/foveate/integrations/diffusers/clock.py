@@ -5,6 +5,7 @@ import weakref
 from collections.abc import Hashable
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 __all__ = ["Clock", "Step"]
@@ -44,9 +45,13 @@ class Clock:
         Args:
             timestep: What the denoiser is given. Reading it means waiting for the device.
         """
+        if torch.is_grad_enabled():  # training: every forward is of other pictures
+            self._run += 1
+            return self._run, 0
+        timesteps = getattr(self._any_scheduler(), "timesteps", None)
+        if timesteps is not self._timesteps:
+            self._run, self._step, self._timesteps, self._timestep = self._run + 1, 0, timesteps, math.inf
         if scheduler := self._scheduler():
-            if scheduler.timesteps is not self._timesteps:
-                self._run, self._timesteps = self._run + 1, scheduler.timesteps
             return self._run, _index(scheduler)
         now = timestep.flatten()[0].item()
         if now > self._timestep:
@@ -58,8 +63,12 @@ class Clock:
 
     def _scheduler(self) -> Any:
         """The pipeline's, if it tells the step."""
-        scheduler: Any = getattr(self._pipeline() if self._pipeline else None, "scheduler", None)
+        scheduler = self._any_scheduler()
         return scheduler if hasattr(scheduler, "step_index") and len(scheduler.timesteps) else None
+
+    def _any_scheduler(self) -> Any:
+        """The pipeline's, whether or not it tells the step."""
+        return getattr(self._pipeline() if self._pipeline else None, "scheduler", None)
 
     def __reduce__(self) -> tuple[type["Clock"], tuple[None]]:
         return Clock, (None,)  # a copied or saved model has no pipeline

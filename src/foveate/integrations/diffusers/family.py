@@ -21,6 +21,12 @@ log = logging.getLogger("foveate")
 T = TypeVar("T")
 
 
+def _remembers(model: torch.nn.Module) -> bool:
+    """Whether one of diffusers' caches (First Block Cache, TaylorSeer, ...) is in the model."""
+    registries = (vars(module).get("_diffusers_hook") for module in model.modules())
+    return any(hook._is_stateful for registry in registries if registry for hook in registry.hooks.values())
+
+
 class Family(ABC):
     """One model with methods in it, from construction to `remove`.
 
@@ -81,6 +87,8 @@ class Family(ABC):
         """Raise why a method stays dense in this forward, whatever the model is."""
         if self.paused:
             raise StaysDense("paused")
+        if (isinstance(method, TokenMerging) or not method.always) and _remembers(self.model):
+            raise StaysDense("a cache keeps tokens from step to step, which must not change their order or number")
         if not method.always:
             if (progress := self.clock()) is None:
                 raise StaysDense("no scheduler tells the step, and start_percent to end_percent is part of the run")

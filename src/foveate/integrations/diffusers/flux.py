@@ -8,7 +8,7 @@ with every forward the table of their phase; dense layers keep the processor the
 see `merging`: double blocks merge for their attention, single blocks from their norm to their last layer.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -21,14 +21,17 @@ from diffusers.models.transformers.transformer_flux import (
     FluxTransformerBlock,
 )
 from torch import Tensor
+from torch.utils.hooks import RemovableHandle
 
-from foveate.cache import PerTensors
+from foveate.cache import PerTensors, lasting
 from foveate.integrations.diffusers.borrowed import (
     KeepTables,
     check_processor,
+    check_strangers,
     give_back,
     outside_compiled_code,
     replaced,
+    strangers,
 )
 from foveate.integrations.diffusers.clock import Step
 from foveate.integrations.diffusers.family import Family
@@ -44,6 +47,7 @@ from foveate.ops.merging import Regions
 
 __all__ = ["Flux"]
 
+KNOWN = FluxAttnProcessor, FluxIPAdapterAttnProcessor
 CONTROL = ("controlnet_block_samples", "controlnet_single_block_samples")
 
 
@@ -66,6 +70,7 @@ class _Ran(NamedTuple):
     batch: int = 0
     device: str = "cpu"
     dtype: torch.dtype = torch.float32
+    strangers: Mapping[str, str] = {}  # layers that are dense by a processor that was set after apply, and why
 
 
 class Flux(Family):
@@ -83,10 +88,17 @@ class Flux(Family):
         self.hooks_inside = self.merging is not None
         self.sites: list[Site] = []
         self.idle = Site(self.merging, None) if self.merging else None  # of blocks that never merge
-        self.layers = list(self._borrow())
+        self.layers: list[_Layer] = []
+        self._hooks: list[RemovableHandle] = []
+        try:
+            for layer in self._borrow():
+                self.layers.append(layer)
+        except BaseException:
+            self.remove()
+            raise
         self.ran = self.shown = _Ran()
         self._step: Step | None = None
-        self._hooks = [
+        self._hooks += [
             model.register_forward_pre_hook(self.enter, with_kwargs=True),
             model.register_forward_hook(self.leave),
         ]
@@ -170,7 +182,7 @@ class Flux(Family):
     def _report(self, layer: _Layer) -> LayerReport:
         plan = self.shown.plan if layer.sparse else None
         regions = self.shown.regions if layer.site else None
-        if (plan is None and regions is None) or layer.attn.processor is not layer.processor:
+        if (plan is None and regions is None) or layer.name in self.shown.strangers:
             return LayerReport(layer.name, "dense", why=self._why_dense(layer))
         shown = self.shown
         image = len((plan or regions).order)
@@ -210,9 +222,7 @@ class Flux(Family):
                 if self._skipped(layer)
                 else "named in dense_layers"
             )
-        if layer.attn.processor is not layer.processor:
-            return replaced(layer.attn)
-        return self.shown.why
+        return self.shown.strangers.get(layer.name, self.shown.why)
 
     def _skipped(self, layer: _Layer) -> bool:
         return self.merging is not None and self.layers.index(layer) not in self.merging.dense_layer_set()
@@ -227,7 +237,8 @@ class Flux(Family):
         plan, why_not_sparse = self.ask(self.sparse, lambda: self._plan(inputs))
         regions, why_not_merged = self.ask(self.merging, lambda: self._regions(inputs, plan))
         why = "" if plan or regions else why_not_sparse or why_not_merged
-        self.ran = _Ran(plan, regions, why, text.shape[1], image.shape[0], str(image.device), image.dtype)
+        others = {name: replaced(attn) for name, attn in strangers(self.layers).items()}
+        self.ran = _Ran(plan, regions, why, text.shape[1], image.shape[0], str(image.device), image.dtype, others)
         self.outcomes[why] += 1
         if not why or not self.outcomes[""]:
             self.shown = self.ran
@@ -281,7 +292,7 @@ class Flux(Family):
         if self.merging.keep == 1:
             raise StaysDense("keep=1.0 is the dense model")
         self._check(self.merging, inputs)
-        if torch.is_grad_enabled() and self.model.gradient_checkpointing:
+        if self.model.gradient_checkpointing:  # also without gradients: a backward pass may come after this forward
             raise StaysDense("gradient checkpointing runs blocks again when their plan may be another one")
         self._step = self.merging_step(self.merging, inputs["timestep"], inputs["hidden_states"])
         grids = grids_of(inputs["img_ids"])
@@ -296,17 +307,19 @@ class Flux(Family):
             raise StaysDense("an attention mask was passed")
         if any(layer.processor and layer.processor._parallel_config is not None for layer in self.layers):
             raise StaysDense("context parallelism splits the tokens over devices")
+        check_strangers(self.layers, () if isinstance(method, TokenMerging) else KNOWN)
 
 
 # Tables of merged tokens, by the tables that they come from.
-_MERGED: PerTensors[BlockTable] = PerTensors()
+_MERGED: PerTensors[tuple[Tensor, ...]] = PerTensors()
 
 
 def _merged(table: Pattern, regions: Regions, text: int) -> Pattern:
     """Who attends to whom of merged tokens."""
     if isinstance(table, LogLinear):
         return table.merged(regions.kept)
-    return _MERGED.get([*table], (regions.groups, text), lambda: regions.merged(table, text))
+    starts = _MERGED.get([*table], (regions.groups, text), lambda: regions.merged(table, text)[:2])
+    return BlockTable(*starts, *table[2:])  # what is kept of a table must not hold it
 
 
 # Grids by their ids: reading ids means waiting for the device, and a pipeline keeps its ids through all steps.
@@ -327,6 +340,7 @@ def grids_of(ids: Tensor) -> tuple[tuple[int, int], ...]:
     return _GRIDS.get([ids], version, lambda: _read_grids(ids.detach().cpu()))
 
 
+@lasting
 def _read_grids(ids: Tensor) -> tuple[tuple[int, int], ...]:
     if ids.ndim == 3:
         if (ids != ids[:1]).any():

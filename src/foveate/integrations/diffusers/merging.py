@@ -181,7 +181,8 @@ class Site:
             x = _tokens(args, kwargs).detach()
             with torch.no_grad(), record_function("foveate::plan"):
                 features = along(self._regions.order, x) if self._raster else x
-                self.merge = self._plan = self.method.plan(features, self._regions, chosen)
+                with torch.autocast(x.device.type, enabled=False):  # which tokens are alike is no matter of bfloat16
+                    self.merge = self._plan = self.method.plan(features, self._regions, chosen)
 
     @torch.compiler.disable
     def _see_outside(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

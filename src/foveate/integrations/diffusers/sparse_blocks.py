@@ -8,12 +8,19 @@ enter it, image tokens are put in the order of the method, and back where they l
 processor of ours and with every forward the table of their phase; dense layers keep theirs.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
 from diffusers.models.attention import JointTransformerBlock
-from diffusers.models.attention_processor import Attention, AttnProcessor2_0, JointAttnProcessor2_0
+from diffusers.models.attention_processor import (
+    Attention,
+    AttnProcessor,
+    AttnProcessor2_0,
+    FusedAttnProcessor2_0,
+    FusedJointAttnProcessor2_0,
+    JointAttnProcessor2_0,
+)
 from torch import Tensor, nn
 
 from foveate.integrations.diffusers.blocks import CONTROL, stacks_of
@@ -21,9 +28,11 @@ from foveate.integrations.diffusers.borrowed import (
     Borrowed,
     KeepTables,
     check_processor,
+    check_strangers,
     give_back,
     outside_compiled_code,
     replaced,
+    strangers,
 )
 from foveate.integrations.diffusers.family import Family
 from foveate.integrations.diffusers.order import Reorder, along, by_name
@@ -35,6 +44,7 @@ from foveate.ops.joint_attention import backend_of, joint_attention
 __all__ = ["SparseBlocks", "SparseUNet"]
 
 KNOWN = AttnProcessor2_0, JointAttnProcessor2_0
+HARMLESS = *KNOWN, AttnProcessor, FusedAttnProcessor2_0, FusedJointAttnProcessor2_0  # blind to the order of tokens
 
 
 class SparseProcessor(Borrowed):
@@ -72,7 +82,7 @@ class SparseProcessor(Borrowed):
 def _heads(attn: Attention, x: Tensor, projections: tuple[Any, ...], norms: tuple[Any, ...]) -> list[Tensor]:
     """Queries, keys and values [batch, heads, tokens, head_dim]."""
     qkv = (project(x).unflatten(2, (attn.heads, -1)).transpose(1, 2) for project in projections)
-    return [x if norm is None else norm(x) for x, norm in zip(qkv, norms, strict=True)]
+    return [x if norm is None else norm(x).to(x.dtype) for x, norm in zip(qkv, norms, strict=True)]  # as in autocast
 
 
 class Layer(NamedTuple):
@@ -106,6 +116,7 @@ class Ran(NamedTuple):
     batch: int = 0
     device: torch.device = torch.device("cpu")
     dtype: torch.dtype = torch.float32
+    strangers: Mapping[str, str] = {}
 
 
 class Section(Reorder):
@@ -137,8 +148,8 @@ class Section(Reorder):
         shown, attn = self.shown, layer.attn
         if layer.processor is None:
             return LayerReport(layer.name, "dense", why="named in dense_layers")
-        if attn.processor is not layer.processor:
-            return LayerReport(layer.name, "dense", why=replaced(attn))
+        if layer.name in shown.strangers:
+            return LayerReport(layer.name, "dense", why=shown.strangers[layer.name])
         if shown.plans is None:
             return LayerReport(layer.name, "dense", why=shown.why)
         plan = shown.plans[layer.joint]
@@ -159,7 +170,8 @@ class Section(Reorder):
         x = inputs["hidden_states"]
         plans, why = self.family.ask(method, lambda: self._plans(inputs))
         self.family.outcomes[why] += 0  # said once
-        self.ran = Ran(plans, why, x.shape[0], x.device, x.dtype)
+        others = {name: replaced(attn) for name, attn in strangers(self.layers).items()}
+        self.ran = Ran(plans, why, x.shape[0], x.device, x.dtype, others)
         self.way = plans and plans[True]
         KeepTables.on(holder, self)
         for layer in self.layers:
@@ -178,6 +190,7 @@ class Section(Reorder):
             raise StaysDense("an attention mask was passed")
         if (inputs.get("cross_attention_kwargs") or {}).get("ip_adapter_masks") is not None:
             raise StaysDense("ip_adapter_masks are laid over a raster of all tokens")
+        check_strangers(self.layers, HARMLESS)
         joint = any(layer.joint for layer in self.layers)
         text = inputs["encoder_hidden_states"].shape[1] if joint else 0
         alone, with_text = (family.plan_for((height, width), tokens, str(x.device)) for tokens in (0, text))
