@@ -119,6 +119,27 @@ def test_a_method_that_stays_dense_is_not_scored_as_sparse(pipe, tmp_path):
         evaluate.evaluate(pipe, [HilbertA(tiles=4, min_tokens=1000)], tmp_path, prompts=2, request=REQUEST)
 
 
+def test_no_set_is_drawn_if_a_later_method_cannot_be_judged(pipe, tmp_path):
+    good, dense, many = HilbertA(tiles=4), HilbertA(tiles=2, min_tokens=1000), HilbertA(tiles=16)
+    for method in (dense, many):
+        with pytest.raises(ValueError, match=r"only repeat dense here|cannot make 16 tiles"):
+            evaluate.evaluate(pipe, [good, method], tmp_path / "out", prompts=2, request=REQUEST)
+        assert not (tmp_path / "out").exists()
+    told = []
+    scores = evaluate.evaluate(
+        pipe, [dense, good, many], tmp_path / "out", prompts=2, request=REQUEST, left_out=told.append
+    )
+    assert [score.label for score in scores] == ["real", "dense", "HilbertA T=4"]
+    assert [line.split(" is left out: ")[0] for line in told] == [dense.title, many.title]
+
+
+def test_the_flop_bound_counts_the_steps_in_which_nothing_is_saved(pipe, tmp_path):
+    request = REQUEST._replace(steps=4)
+    methods = [HilbertA(tiles=4), HilbertA(tiles=4, start_percent=0.75)]
+    *_, whole, last = evaluate.evaluate(pipe, methods, tmp_path, prompts=2, request=request)
+    assert 1 - 1 / last.flop_bound == pytest.approx((1 - 1 / whole.flop_bound) / 4, abs=1e-3)
+
+
 def test_results_are_written_with_versions(pipe, tmp_path):
     scores = evaluate.evaluate(pipe, [], tmp_path, prompts=2, request=REQUEST)
     written = json.loads((tmp_path / "scores.json").read_text())

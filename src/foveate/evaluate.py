@@ -3,6 +3,7 @@
 
 import json
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
@@ -23,8 +24,10 @@ from foveate.demo.atlas import load_atlas
 from foveate.demo.recogniser import FrechetDistance, Recogniser, judge, load_recogniser, recognise
 from foveate.demo.scenes import Scene, Scenes, render, scenes
 from foveate.files import claim, slug, write_picture, write_whole
-from foveate.integrations.diffusers.lora import Way, using
-from foveate.integrations.diffusers.pipelines import Request, denoiser, draw_batch, fingerprint
+from foveate.integrations.diffusers.apply import Handle
+from foveate.integrations.diffusers.lora import Way, throughout, using
+from foveate.integrations.diffusers.pipelines import Request, denoiser, draw, draw_batch, fingerprint
+from foveate.integrations.diffusers.summary import Summary
 from foveate.integrations.dino import load_dino
 from foveate.machine import versions
 from foveate.progress import Track, silent
@@ -84,6 +87,7 @@ def evaluate(
     request: Request,
     batch: int = 1,
     dino: str = "",
+    left_out: Callable[[str], None] | None = None,
     track: Track = silent,
 ) -> list[Score]:
     """Draw held-out captions dense and with every method, and score them; scores.json and sheet.png go into `out`.
@@ -98,11 +102,12 @@ def evaluate(
         request: Size, steps, guidance and the first seed; its prompt is not used.
         batch: Pictures drawn together.
         dino: Hub id or folder of a DINO model, for the distance to dense pictures. Empty takes the recogniser.
+        left_out: Told of every method that cannot run at this size or stays dense; without it that is an error.
         track: Shows progress.
 
     Raises:
-        ValueError: If `out` holds pictures of other settings, a method cannot run at this size, or there is no such
-            DINO model.
+        ValueError: If `out` holds pictures of other settings, a method cannot run at this size or stays dense, or there
+            is no such DINO model.
     """
     if request.size[0] != request.size[1]:
         raise ValueError(f"the yardstick knows square pictures, not {request.size[1]} x {request.size[0]} px")
@@ -116,12 +121,13 @@ def evaluate(
         "seed": request.seed,
         "dtype": str(pipeline.dtype).removeprefix("torch."),
     }
-    claim(out, {name: str(value) for name, value in settings.items()})
-    describe = load_dino(dino, pipeline.device) if dino else None
     wanted = list(islice(scenes(request.seed, evaluation=True), prompts))
     requests = [request._replace(prompt=scene.caption, seed=request.seed + i) for i, scene in enumerate(wanted)]
+    judged = [way for way in methods if not _refused(pipeline, way, requests[0], left_out)]
+    claim(out, {name: str(value) for name, value in settings.items()})
+    describe = load_dino(dino, pipeline.device) if dino else None
     drawn = [_Drawn("real", _renderings(wanted, request.size[0]), [], 1.0)]
-    for method in (None, *methods):
+    for method in (None, *judged):
         label = method.title if method else "dense"
         folder = out / (f"{slug(label)}-{crc32(repr(method).encode()):08x}" if method else label)
         _draw_missing(pipeline, method, requests, folder, batch, track(label, prompts))
@@ -150,6 +156,26 @@ def score_table(scores: Sequence[Score]) -> Table:
         cells = (score[row] for score in scores)
         table.add_row(name, *("" if c is None else str(c) if isinstance(c, Interval) else f"{c:.3g}" for c in cells))
     return table
+
+
+def _refused(pipeline: Any, way: Way, request: Request, left_out: Callable[[str], None] | None) -> bool:
+    """Whether a method is left out; one step tells, before hours go into the pictures of the others."""
+    try:
+        with using(pipeline, throughout(way)) as run:
+            draw(pipeline, request._replace(steps=1))
+            _check_sparse(way, run)
+    except ValueError as error:
+        if left_out is None:
+            raise
+        left_out(f"{way.title} is left out: {error}")
+        return True
+    return False
+
+
+def _check_sparse(way: Way, run: Handle) -> None:
+    layers = run.summary().layers
+    if all(layer.why for layer in layers):
+        raise ValueError(f"{layers[0].why}: {way.title} would only repeat dense here, leave it out")
 
 
 def _plain(score: Score) -> dict[str, Any]:
@@ -196,14 +222,19 @@ def _draw_missing(
             part, began = missing[start : start + batch], time.perf_counter()
             images = draw_batch(pipeline, [requests[index] for index in part])
             seconds = (time.perf_counter() - began) / len(part)
-            layers = run.summary().layers if run else []
-            if method and all(layer.why for layer in layers):
-                raise ValueError(f"{layers[0].why}: {method.title} would only repeat dense here, leave it out")
-            sparsity = mean(layer.true for layer in layers) if layers else 0.0
+            if method:
+                _check_sparse(method, run)  # with few steps, none may lie where the method works
+            sparsity = _sparsity(run.summary()) if run else 0.0
             about = {"seconds": f"{seconds:.4f}", "flop bound": f"{1 / (1 - sparsity):.3f}"}
             for index, image in zip(part, images, strict=True):
                 write_picture(_path(folder, index), image, {"prompt": requests[index].prompt, **about})
                 advance()
+
+
+def _sparsity(summary: Summary) -> float:
+    """Fraction of the query-key pairs left out, mean over layers and steps: also those in which nothing is."""
+    forwards = sum(summary.outcomes.values(), Counter[str]())
+    return mean(layer.true for layer in summary.layers) * forwards[""] / forwards.total()
 
 
 def _renderings(wanted: Sequence[Scene], side: int) -> list[Image.Image]:
