@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
+from math import inf
 from pathlib import Path
 from statistics import mean, median
 from typing import Any, NamedTuple
@@ -15,6 +16,7 @@ from zlib import crc32
 import numpy as np
 import torch
 from PIL import Image
+from rich.box import SIMPLE
 from rich.table import Table
 from torch import Tensor
 from torch.nn.functional import cosine_similarity
@@ -37,6 +39,17 @@ __all__ = ["Interval", "Score", "evaluate", "score_table"]
 
 RESAMPLES, FRECHET_RESAMPLES = 1000, 100
 SHOWN = 8  # prompts on the sheet
+HEADINGS = {
+    "objects": "objects",
+    "relations": "relations",
+    "extra": "extra objects",
+    "frechet": "Fréchet",
+    "psnr": "PSNR, dB",
+    "ssim": "SSIM",
+    "distance": "distance",
+    "seconds": "s a picture",
+    "flop_bound": "FLOP bound",
+}
 
 
 class Interval(NamedTuple):
@@ -48,6 +61,10 @@ class Interval(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.value:.3g} [{self.low:.3g}, {self.high:.3g}]"
+
+    def within(self, least: float, most: float) -> "Interval":
+        """What of it lies in the range of what was measured."""
+        return Interval(*(min(max(end, least), most) for end in self))
 
 
 class Score(NamedTuple):
@@ -106,8 +123,8 @@ def evaluate(
         track: Shows progress.
 
     Raises:
-        ValueError: If `out` holds pictures of other settings, a method cannot run at this size or stays dense, or there
-            is no such DINO model.
+        ValueError: If `out` holds pictures of other settings, a method cannot run at this size or stays dense, or
+            there is no such DINO model.
     """
     if request.size[0] != request.size[1]:
         raise ValueError(f"the yardstick knows square pictures, not {request.size[1]} x {request.size[0]} px")
@@ -141,19 +158,19 @@ def evaluate(
         "versions": versions(),
         "scores": [_plain(score) for score in scores],
     }
-    write_whole(out / "scores.json", json.dumps(content, indent=2).encode() + b"\n")
+    write_whole(out / "scores.json", json.dumps(content, indent=2, allow_nan=False).encode() + b"\n")
     sheet = draw_sheet({one.label: one.pictures[:SHOWN] for one in drawn}, [r.prompt for r in requests[:SHOWN]])
     write_whole(out / "sheet.png", figure_png(sheet, dpi=80))
     return scores
 
 
 def score_table(scores: Sequence[Score]) -> Table:
-    """The scores, to print: a column for each way to draw."""
-    table = Table("", *(score.label for score in scores))
-    judged = "objects", "relations", "extra objects", "Fréchet", "PSNR, dB", "SSIM", "distance"
-    names = *judged, "s a picture", "FLOP bound"
-    for row, name in enumerate(names, start=1):
-        cells = (score[row] for score in scores)
+    """The scores, to print: a column for each way to draw. Where room is scarce cells take more lines, all digits."""
+    table = Table(box=SIMPLE, show_edge=False, padding=0)
+    for label in ("", *(score.label for score in scores)):
+        table.add_column(label, overflow="fold")
+    for field, name in HEADINGS.items():
+        cells = (getattr(score, field) for score in scores)
         table.add_row(name, *("" if c is None else str(c) if isinstance(c, Interval) else f"{c:.3g}" for c in cells))
     return table
 
@@ -178,8 +195,11 @@ def _check_sparse(way: Way, run: Handle) -> None:
         raise ValueError(f"{layers[0].why}: {way.title} would only repeat dense here, leave it out")
 
 
-def _plain(score: Score) -> dict[str, Any]:
-    return {name: cell._asdict() if isinstance(cell, Interval) else cell for name, cell in score._asdict().items()}
+def _plain(cell: Any) -> Any:
+    """For JSON, which has no infinity: the PSNR of pictures that are identical is null."""
+    if isinstance(cell, Score | Interval):
+        return {name: _plain(value) for name, value in cell._asdict().items()}
+    return None if cell == inf else cell
 
 
 class _Drawn(NamedTuple):
@@ -273,13 +293,13 @@ def _scores(
         scores.append(
             Score(
                 one.label,
-                average([v.objects_found for v in verdicts], [v.objects for v in verdicts]),
-                average([v.relations_held for v in verdicts], relations) if any(relations) else None,
-                average([v.extra for v in verdicts]),
+                average([v.objects_found for v in verdicts], [v.objects for v in verdicts]).within(0, 1),
+                average([v.relations_held for v in verdicts], relations).within(0, 1) if any(relations) else None,
+                average([v.extra for v in verdicts]).within(0, inf),
                 _frechet(features.cpu(), reference.cpu(), resampled),
                 average(_each(psnr, one, dense)) if near else None,
-                average(_each(ssim, one, dense)) if near else None,
-                average((1 - cosine_similarity(described, of_dense)).tolist()) if near else None,
+                average(_each(ssim, one, dense)).within(-1, 1) if near else None,
+                average((1 - cosine_similarity(described, of_dense)).tolist()).within(0, 2) if near else None,
                 median(one.seconds) if one.seconds else None,
                 one.flop_bound,
             )
@@ -297,8 +317,7 @@ def _each(measure: Callable[[Image.Image, Image.Image], float], one: _Drawn, oth
 def _frechet(ours: Tensor, real: Tensor, resampled: np.ndarray) -> Interval:
     few = torch.from_numpy(resampled[:FRECHET_RESAMPLES])
     distance = FrechetDistance(real)
-    spread = _interval(distance(ours), np.array([distance(ours[i]) for i in few]))
-    return Interval(*(max(0.0, end) for end in spread))
+    return _interval(distance(ours), np.array([distance(ours[i]) for i in few])).within(0, inf)
 
 
 def _interval(value: float, resamples: np.ndarray) -> Interval:
