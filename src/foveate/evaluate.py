@@ -29,7 +29,6 @@ from foveate.files import claim, slug, write_picture, write_whole
 from foveate.integrations.diffusers.apply import Handle
 from foveate.integrations.diffusers.lora import Way, throughout, using
 from foveate.integrations.diffusers.pipelines import Request, denoiser, draw, draw_batch, fingerprint
-from foveate.integrations.diffusers.summary import Summary
 from foveate.integrations.dino import load_dino
 from foveate.machine import versions
 from foveate.progress import Track, silent
@@ -180,19 +179,13 @@ def _refused(pipeline: Any, way: Way, request: Request, left_out: Callable[[str]
     try:
         with using(pipeline, throughout(way)) as run:
             draw(pipeline, request._replace(steps=1))
-            _check_sparse(way, run)
+            _sparsity(way, run)
     except ValueError as error:
         if left_out is None:
             raise
         left_out(f"{way.title} is left out: {error}")
         return True
     return False
-
-
-def _check_sparse(way: Way, run: Handle) -> None:
-    layers = run.summary().layers
-    if all(layer.why for layer in layers):
-        raise ValueError(f"{layers[0].why}: {way.title} would only repeat dense here, leave it out")
 
 
 def _plain(cell: Any) -> Any:
@@ -242,19 +235,25 @@ def _draw_missing(
             part, began = missing[start : start + batch], time.perf_counter()
             images = draw_batch(pipeline, [requests[index] for index in part])
             seconds = (time.perf_counter() - began) / len(part)
-            if method:
-                _check_sparse(method, run)  # with few steps, none may lie where the method works
-            sparsity = _sparsity(run.summary()) if run else 0.0
-            about = {"seconds": f"{seconds:.4f}", "flop bound": f"{1 / (1 - sparsity):.3f}"}
+            about = {"seconds": f"{seconds:.4f}", "flop bound": f"{1 / (1 - _sparsity(method, run)):.3f}"}
             for index, image in zip(part, images, strict=True):
                 write_picture(_path(folder, index), image, {"prompt": requests[index].prompt, **about})
                 advance()
 
 
-def _sparsity(summary: Summary) -> float:
-    """Fraction of the query-key pairs left out, mean over layers and steps: also those in which nothing is."""
-    forwards = sum(summary.outcomes.values(), Counter[str]())
-    return mean(layer.true for layer in summary.layers) * forwards[""] / forwards.total()
+def _sparsity(way: Way | None, run: Handle | None) -> float:
+    """Fraction of the query-key pairs left out, mean over layers and steps: also those in which nothing is.
+
+    Raises:
+        ValueError: If nothing is in any step.
+    """
+    if way is None or run is None:
+        return 0.0
+    summary = run.summary()
+    layers, forwards = summary.layers, sum(summary.outcomes.values(), Counter[str]())
+    if all(layer.why for layer in layers):
+        raise ValueError(f"{layers[0].why}: {way.title} would only repeat dense here, leave it out")
+    return mean(layer.true for layer in layers) * forwards[""] / forwards.total()
 
 
 def _renderings(wanted: Sequence[Scene], side: int) -> list[Image.Image]:
