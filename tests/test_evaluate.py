@@ -1,16 +1,21 @@
 """Laws of the evaluation: it resumes, refuses to mix, and its intervals are what they say."""
 
+import io
 import json
 import math
+from itertools import islice
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from PIL import Image
+from rich.console import Console
 from transformers import BitImageProcessor, Dinov2Config, Dinov2Model
 
 from foveate import HilbertA, evaluate
+from foveate.demo.scenes import scenes
 from foveate.demo.untrained import untrained_pipeline
-from foveate.evaluate import Interval, _interval
+from foveate.evaluate import Interval, Score, _interval
 from foveate.integrations.diffusers.pipelines import Request
 from foveate.integrations.dino import load_dino
 
@@ -41,6 +46,9 @@ def test_real_renderings_are_right_and_noise_is_not(pipe, tmp_path):
         for cell in score:
             if isinstance(cell, Interval):
                 assert cell.low <= cell.value <= cell.high
+        for cell in (score.objects, score.relations):
+            assert 0 <= cell.low <= cell.high <= 1
+        assert score.extra.low >= 0
 
 
 def test_one_tile_scores_as_dense(pipe, tmp_path):
@@ -119,6 +127,27 @@ def test_a_method_that_stays_dense_is_not_scored_as_sparse(pipe, tmp_path):
         evaluate.evaluate(pipe, [HilbertA(tiles=4, min_tokens=1000)], tmp_path, prompts=2, request=REQUEST)
 
 
+def test_no_set_is_drawn_if_a_later_method_cannot_be_judged(pipe, tmp_path):
+    good, dense, many = HilbertA(tiles=4), HilbertA(tiles=2, min_tokens=1000), HilbertA(tiles=16)
+    for method in (dense, many):
+        with pytest.raises(ValueError, match=r"only repeat dense here|cannot make 16 tiles"):
+            evaluate.evaluate(pipe, [good, method], tmp_path / "out", prompts=2, request=REQUEST)
+        assert not (tmp_path / "out").exists()
+    told = []
+    scores = evaluate.evaluate(
+        pipe, [dense, good, many], tmp_path / "out", prompts=2, request=REQUEST, left_out=told.append
+    )
+    assert [score.label for score in scores] == ["real", "dense", "HilbertA T=4"]
+    assert [line.split(" is left out: ")[0] for line in told] == [dense.title, many.title]
+
+
+def test_the_flop_bound_counts_the_steps_in_which_nothing_is_saved(pipe, tmp_path):
+    request = REQUEST._replace(steps=4)
+    methods = [HilbertA(tiles=4), HilbertA(tiles=4, start_percent=0.75)]
+    *_, whole, last = evaluate.evaluate(pipe, methods, tmp_path, prompts=2, request=request)
+    assert 1 - 1 / last.flop_bound == pytest.approx((1 - 1 / whole.flop_bound) / 4, abs=1e-3)
+
+
 def test_results_are_written_with_versions(pipe, tmp_path):
     scores = evaluate.evaluate(pipe, [], tmp_path, prompts=2, request=REQUEST)
     written = json.loads((tmp_path / "scores.json").read_text())
@@ -127,6 +156,55 @@ def test_results_are_written_with_versions(pipe, tmp_path):
     assert written["scores"][1]["objects"]["value"] == scores[1].objects.value
     assert (tmp_path / "sheet.png").stat().st_size > 1000
     assert [column.header for column in evaluate.score_table(scores).columns] == ["", "real", "dense"]
+
+
+def test_identical_pictures_are_null_in_a_file_that_any_reader_of_json_takes(pipe, tmp_path, monkeypatch):
+    monkeypatch.setattr(evaluate, "psnr", lambda *_: math.inf)
+    *_, same = evaluate.evaluate(pipe, [HilbertA(tiles=4)], tmp_path, prompts=2, request=REQUEST)
+    assert same.psnr.value == math.inf
+    written = json.loads((tmp_path / "scores.json").read_text(), parse_constant=pytest.fail)
+    assert written["scores"][2]["psnr"] == {"value": None, "low": None, "high": None}
+
+
+def test_the_time_of_a_batch_is_shared_by_its_pictures(pipe, tmp_path, monkeypatch):
+    monkeypatch.setattr(evaluate, "time", SimpleNamespace(perf_counter=iter([10.0, 13.0]).__next__))
+    _, dense = evaluate.evaluate(pipe, [], tmp_path, prompts=2, request=REQUEST, batch=2)
+    assert dense.seconds == 1.5
+
+
+def test_the_sheet_shows_every_way_to_draw_under_its_captions(pipe, tmp_path, monkeypatch):
+    sheets, draw_sheet = [], evaluate.draw_sheet
+    monkeypatch.setattr(evaluate, "draw_sheet", lambda *sheet: sheets.append(sheet) or draw_sheet(*sheet))
+    evaluate.evaluate(pipe, [], tmp_path, prompts=3, request=REQUEST)
+    ((rows, captions),) = sheets
+    assert list(rows) == ["real", "dense"]
+    assert captions == [scene.caption for scene in islice(scenes(REQUEST.seed, evaluation=True), 3)]
+    for index, (caption, shown) in enumerate(zip(captions, rows["dense"], strict=True)):
+        with Image.open(tmp_path / "dense" / f"{index:05}.png") as picture:
+            assert picture.text["prompt"] == caption
+            assert np.array_equal(np.asarray(picture), np.asarray(shown))
+
+
+def test_the_table_names_each_number_and_loses_no_digit_where_room_is_scarce():
+    numbers = [Interval(i / 80, i / 90, i / 70) for i in range(1, 8)]
+    ways = ["real", "dense", "HilbertA T=4", "HilbertA T=16", "ToMA keep=0.5", "ToMA keep=0.25", "LLSA K=8"]
+    table = evaluate.score_table([Score(way, *numbers, 8.12, 9.34) for way in ways])
+    names, *columns = (list(column.cells) for column in table.columns)
+    want = {"objects": 1, "relations": 2, "extra objects": 3, "Fréchet": 4, "PSNR, dB": 5, "SSIM": 6, "distance": 7}
+    told = {name: str(numbers[place - 1]) for name, place in want.items()}
+    for column in columns:
+        assert dict(zip(names, column, strict=True)) == {**told, "s a picture": "8.12", "FLOP bound": "9.34"}
+    console = Console(file=io.StringIO(), width=80)
+    console.print(table)
+    printed = console.file.getvalue()
+    assert max(map(len, printed.splitlines())) <= 80
+    for part in " ".join([*told.values(), "8.12", "9.34"]).split():
+        assert printed.count(part) >= len(ways)
+
+
+def test_intervals_stay_where_a_fraction_can_be():
+    assert Interval(0.9, 0.7, 1.1).within(0, 1) == (0.9, 0.7, 1)
+    assert Interval(0.1, -0.1, 0.3).within(0, math.inf) == (0.1, 0, 0.3)
 
 
 def test_intervals_cover_the_truth_as_often_as_they_say():

@@ -5,7 +5,7 @@ import time
 import pytest
 import torch
 
-from foveate.machine import Stopwatch
+from foveate.machine import Stopwatch, versions
 
 
 def test_steps_add_up_to_what_passed_meanwhile():
@@ -24,3 +24,15 @@ def test_a_step_that_failed_has_no_time():
     with pytest.raises(ValueError, match="x"), watch.step("bad"):
         raise ValueError("x")
     assert watch.seconds == {}
+
+
+@pytest.mark.parametrize("git", ["missing", "exit 128"])
+def test_versions_can_be_told_where_git_cannot(git, tmp_path, monkeypatch):
+    (tmp_path / ".git").mkdir()
+    (tmp_path / "src" / "foveate").mkdir(parents=True)
+    if git != "missing":
+        (tmp_path / "git").write_text(f"#!/bin/sh\n{git}\n")
+        (tmp_path / "git").chmod(0o755)
+    monkeypatch.setattr("foveate.__file__", str(tmp_path / "src" / "foveate" / "__init__.py"))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert versions()["commit"] == "unknown"

@@ -23,6 +23,7 @@ from foveate.report import (
     comparison_page,
     draw_losses,
     draw_order,
+    draw_sheet,
     draw_table,
     draw_tiles,
     draw_times,
@@ -335,6 +336,19 @@ def test_caption_speaks_of_a_centre_only_if_there_is_one():
     without = sparse(tile_map=plan.tile_maps[0], table=plan.tables[0])
     assert "centre" in Page(comparison_page(comparison(variant(), sparse()))).text
     assert "centre" not in Page(comparison_page(comparison(variant(), without))).text
+
+
+def test_a_sheet_has_a_row_for_each_name_and_a_column_for_each_caption():
+    rows = {name: [picture(9, 9, seed=10 * i + j) for j in range(3)] for i, name in enumerate(("real", "dense"))}
+    captions = ["a cat", "an owl", "a car"]
+    axes = draw_sheet(rows, captions).axes
+    assert [one.get_title() for one in axes] == [*captions, "", "", ""]
+    assert [one.get_ylabel() for one in axes] == ["real", "", "", "dense", "", ""]
+    places = [one.get_position() for one in axes]
+    assert all(above.y0 > below.y1 for above, below in zip(places[:3], places[3:], strict=True))
+    assert places[0].x1 < places[1].x0
+    for one, shown in zip(axes, [*rows["real"], *rows["dense"]], strict=True):
+        assert np.array_equal(one.images[0].get_array(), np.asarray(shown))
 
 
 def test_losses_are_drawn_as_they_are_with_a_mean_over_a_twentieth_of_them():

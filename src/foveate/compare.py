@@ -5,6 +5,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import mean
 from typing import Any
+from zlib import crc32
+
+from PIL import Image
 
 from foveate.files import slug, write_picture, write_whole
 from foveate.integrations.diffusers.lora import Way, using
@@ -16,6 +19,8 @@ from foveate.progress import Track, silent
 from foveate.report import Comparison, Variant, comparison_page, psnr, ssim
 
 __all__ = ["compare", "showcase"]
+
+PAGE = "index.html"
 
 
 def showcase() -> list[Method | Together]:
@@ -37,7 +42,8 @@ def compare(
 ) -> Path:
     """Draw a prompt dense and with each method, time the denoiser, and write the page.
 
-    Every picture is written as soon as it is there. If the run is broken off, the page shows what was finished.
+    Every picture is written as soon as it is there. If the run is broken off, the page shows what was finished. The
+    pictures of an older page in the folder are removed: they may be of another prompt or size.
 
     Args:
         pipeline: A diffusers pipeline.
@@ -52,7 +58,7 @@ def compare(
     Returns:
         Path of the page.
     """
-    page, variants, notices = out / "index.html", list[Variant](), [notice] if notice else []
+    page, variants, notices = out / PAGE, list[Variant](), [notice] if notice else []
     methods, refused = _taken(pipeline, methods)
     notices += refused
     notices += [
@@ -60,6 +66,14 @@ def compare(
         for method in methods
         if not all(part.always for part in method.parts)
     ]
+    notices += [
+        f"{method.title} keeps what it decided for up to {most} steps: its time is that of a step in which it decides "
+        "anew, the dearest."
+        for method in methods
+        if (most := max(getattr(part, "dst_every", 1) for part in method.parts)) > 1
+    ]
+    _remove_pictures(out)
+    files: set[str] = set()
     ran: list[Way | None] = []
     try:
         for method in (None, *methods):
@@ -72,7 +86,10 @@ def compare(
                 notices.append(f"{method.title} is left out: {error}.")
                 continue
             about = {**settings, "method": repr(method) if method else "dense"}
-            write_picture(out / f"{slug(variant.label)}.png", variant.image, about)
+            name = slug(variant.label)
+            name += f"-{crc32(about['method'].encode()):08x}" if name in files else ""  # slugs are cut
+            files.add(name)
+            write_picture(out / f"{name}.png", variant.image, {**about, "page": PAGE})
             variants.append(variant)
             ran.append(method)
         step = record_step(pipeline, request)
@@ -84,6 +101,18 @@ def compare(
             comparison = Comparison(request.prompt, variants, settings, versions(), " ".join(notices))
             write_whole(page, comparison_page(comparison).encode())
     return page
+
+
+def _remove_pictures(out: Path) -> None:
+    """Those that a page was made of, and no others."""
+    for path in out.glob("*.png"):
+        try:
+            with Image.open(path) as picture:
+                ours = picture.info.get("page") == PAGE
+        except (OSError, Image.DecompressionBombError):  # whatever it is, it is not ours
+            continue
+        if ours:
+            path.unlink()
 
 
 def _taken(pipeline: Any, methods: Sequence[Way]) -> tuple[list[Way], list[str]]:

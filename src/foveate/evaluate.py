@@ -3,9 +3,11 @@
 
 import json
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
+from math import inf
 from pathlib import Path
 from statistics import mean, median
 from typing import Any, NamedTuple
@@ -14,6 +16,7 @@ from zlib import crc32
 import numpy as np
 import torch
 from PIL import Image
+from rich.box import SIMPLE
 from rich.table import Table
 from torch import Tensor
 from torch.nn.functional import cosine_similarity
@@ -23,8 +26,9 @@ from foveate.demo.atlas import load_atlas
 from foveate.demo.recogniser import FrechetDistance, Recogniser, judge, load_recogniser, recognise
 from foveate.demo.scenes import Scene, Scenes, render, scenes
 from foveate.files import claim, slug, write_picture, write_whole
-from foveate.integrations.diffusers.lora import Way, using
-from foveate.integrations.diffusers.pipelines import Request, denoiser, draw_batch, fingerprint
+from foveate.integrations.diffusers.apply import Handle
+from foveate.integrations.diffusers.lora import Way, throughout, using
+from foveate.integrations.diffusers.pipelines import Request, denoiser, draw, draw_batch, fingerprint
 from foveate.integrations.dino import load_dino
 from foveate.machine import versions
 from foveate.progress import Track, silent
@@ -34,6 +38,17 @@ __all__ = ["Interval", "Score", "evaluate", "score_table"]
 
 RESAMPLES, FRECHET_RESAMPLES = 1000, 100
 SHOWN = 8  # prompts on the sheet
+HEADINGS = {
+    "objects": "objects",
+    "relations": "relations",
+    "extra": "extra objects",
+    "frechet": "Fréchet",
+    "psnr": "PSNR, dB",
+    "ssim": "SSIM",
+    "distance": "distance",
+    "seconds": "s a picture",
+    "flop_bound": "FLOP bound",
+}
 
 
 class Interval(NamedTuple):
@@ -45,6 +60,10 @@ class Interval(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.value:.3g} [{self.low:.3g}, {self.high:.3g}]"
+
+    def within(self, least: float, most: float) -> "Interval":
+        """What of it lies in the range of what was measured."""
+        return Interval(*(min(max(end, least), most) for end in self))
 
 
 class Score(NamedTuple):
@@ -84,6 +103,7 @@ def evaluate(
     request: Request,
     batch: int = 1,
     dino: str = "",
+    left_out: Callable[[str], None] | None = None,
     track: Track = silent,
 ) -> list[Score]:
     """Draw held-out captions dense and with every method, and score them; scores.json and sheet.png go into `out`.
@@ -98,11 +118,12 @@ def evaluate(
         request: Size, steps, guidance and the first seed; its prompt is not used.
         batch: Pictures drawn together.
         dino: Hub id or folder of a DINO model, for the distance to dense pictures. Empty takes the recogniser.
+        left_out: Told of every method that cannot run at this size or stays dense; without it that is an error.
         track: Shows progress.
 
     Raises:
-        ValueError: If `out` holds pictures of other settings, a method cannot run at this size, or there is no such
-            DINO model.
+        ValueError: If `out` holds pictures of other settings, a method cannot run at this size or stays dense, or
+            there is no such DINO model.
     """
     if request.size[0] != request.size[1]:
         raise ValueError(f"the yardstick knows square pictures, not {request.size[1]} x {request.size[0]} px")
@@ -116,12 +137,13 @@ def evaluate(
         "seed": request.seed,
         "dtype": str(pipeline.dtype).removeprefix("torch."),
     }
-    claim(out, {name: str(value) for name, value in settings.items()})
-    describe = load_dino(dino, pipeline.device) if dino else None
     wanted = list(islice(scenes(request.seed, evaluation=True), prompts))
     requests = [request._replace(prompt=scene.caption, seed=request.seed + i) for i, scene in enumerate(wanted)]
+    judged = [way for way in methods if not _refused(pipeline, way, requests[0], left_out)]
+    claim(out, {name: str(value) for name, value in settings.items()})
+    describe = load_dino(dino, pipeline.device) if dino else None
     drawn = [_Drawn("real", _renderings(wanted, request.size[0]), [], 1.0)]
-    for method in (None, *methods):
+    for method in (None, *judged):
         label = method.title if method else "dense"
         folder = out / (f"{slug(label)}-{crc32(repr(method).encode()):08x}" if method else label)
         _draw_missing(pipeline, method, requests, folder, batch, track(label, prompts))
@@ -135,25 +157,42 @@ def evaluate(
         "versions": versions(),
         "scores": [_plain(score) for score in scores],
     }
-    write_whole(out / "scores.json", json.dumps(content, indent=2).encode() + b"\n")
+    write_whole(out / "scores.json", json.dumps(content, indent=2, allow_nan=False).encode() + b"\n")
     sheet = draw_sheet({one.label: one.pictures[:SHOWN] for one in drawn}, [r.prompt for r in requests[:SHOWN]])
     write_whole(out / "sheet.png", figure_png(sheet, dpi=80))
     return scores
 
 
 def score_table(scores: Sequence[Score]) -> Table:
-    """The scores, to print: a column for each way to draw."""
-    table = Table("", *(score.label for score in scores))
-    judged = "objects", "relations", "extra objects", "Fréchet", "PSNR, dB", "SSIM", "distance"
-    names = *judged, "s a picture", "FLOP bound"
-    for row, name in enumerate(names, start=1):
-        cells = (score[row] for score in scores)
+    """The scores, to print: a column for each way to draw. Where room is scarce cells take more lines, all digits."""
+    table = Table(box=SIMPLE, show_edge=False, padding=0)
+    for label in ("", *(score.label for score in scores)):
+        table.add_column(label, overflow="fold")
+    for field, name in HEADINGS.items():
+        cells = (getattr(score, field) for score in scores)
         table.add_row(name, *("" if c is None else str(c) if isinstance(c, Interval) else f"{c:.3g}" for c in cells))
     return table
 
 
-def _plain(score: Score) -> dict[str, Any]:
-    return {name: cell._asdict() if isinstance(cell, Interval) else cell for name, cell in score._asdict().items()}
+def _refused(pipeline: Any, way: Way, request: Request, left_out: Callable[[str], None] | None) -> bool:
+    """Whether a method is left out; one step tells, before hours go into the pictures of the others."""
+    try:
+        with using(pipeline, throughout(way)) as run:
+            draw(pipeline, request._replace(steps=1))
+            _sparsity(way, run)
+    except ValueError as error:
+        if left_out is None:
+            raise
+        left_out(f"{way.title} is left out: {error}")
+        return True
+    return False
+
+
+def _plain(cell: Any) -> Any:
+    """For JSON, which has no infinity: the PSNR of pictures that are identical is null."""
+    if isinstance(cell, Score | Interval):
+        return {name: _plain(value) for name, value in cell._asdict().items()}
+    return None if cell == inf else cell
 
 
 class _Drawn(NamedTuple):
@@ -196,14 +235,25 @@ def _draw_missing(
             part, began = missing[start : start + batch], time.perf_counter()
             images = draw_batch(pipeline, [requests[index] for index in part])
             seconds = (time.perf_counter() - began) / len(part)
-            layers = run.summary().layers if run else []
-            if method and all(layer.why for layer in layers):
-                raise ValueError(f"{layers[0].why}: {method.title} would only repeat dense here, leave it out")
-            sparsity = mean(layer.true for layer in layers) if layers else 0.0
-            about = {"seconds": f"{seconds:.4f}", "flop bound": f"{1 / (1 - sparsity):.3f}"}
+            about = {"seconds": f"{seconds:.4f}", "flop bound": f"{1 / (1 - _sparsity(method, run)):.3f}"}
             for index, image in zip(part, images, strict=True):
                 write_picture(_path(folder, index), image, {"prompt": requests[index].prompt, **about})
                 advance()
+
+
+def _sparsity(way: Way | None, run: Handle | None) -> float:
+    """Fraction of the query-key pairs left out, mean over layers and steps: also those in which nothing is.
+
+    Raises:
+        ValueError: If nothing is in any step.
+    """
+    if way is None or run is None:
+        return 0.0
+    summary = run.summary()
+    layers, forwards = summary.layers, sum(summary.outcomes.values(), Counter[str]())
+    if all(layer.why for layer in layers):
+        raise ValueError(f"{layers[0].why}: {way.title} would only repeat dense here, leave it out")
+    return mean(layer.true for layer in layers) * forwards[""] / forwards.total()
 
 
 def _renderings(wanted: Sequence[Scene], side: int) -> list[Image.Image]:
@@ -242,13 +292,13 @@ def _scores(
         scores.append(
             Score(
                 one.label,
-                average([v.objects_found for v in verdicts], [v.objects for v in verdicts]),
-                average([v.relations_held for v in verdicts], relations) if any(relations) else None,
-                average([v.extra for v in verdicts]),
+                average([v.objects_found for v in verdicts], [v.objects for v in verdicts]).within(0, 1),
+                average([v.relations_held for v in verdicts], relations).within(0, 1) if any(relations) else None,
+                average([v.extra for v in verdicts]).within(0, inf),
                 _frechet(features.cpu(), reference.cpu(), resampled),
                 average(_each(psnr, one, dense)) if near else None,
-                average(_each(ssim, one, dense)) if near else None,
-                average((1 - cosine_similarity(described, of_dense)).tolist()) if near else None,
+                average(_each(ssim, one, dense)).within(-1, 1) if near else None,
+                average((1 - cosine_similarity(described, of_dense)).tolist()).within(0, 2) if near else None,
                 median(one.seconds) if one.seconds else None,
                 one.flop_bound,
             )
@@ -266,8 +316,7 @@ def _each(measure: Callable[[Image.Image, Image.Image], float], one: _Drawn, oth
 def _frechet(ours: Tensor, real: Tensor, resampled: np.ndarray) -> Interval:
     few = torch.from_numpy(resampled[:FRECHET_RESAMPLES])
     distance = FrechetDistance(real)
-    spread = _interval(distance(ours), np.array([distance(ours[i]) for i in few]))
-    return Interval(*(max(0.0, end) for end in spread))
+    return _interval(distance(ours), np.array([distance(ours[i]) for i in few])).within(0, inf)
 
 
 def _interval(value: float, resamples: np.ndarray) -> Interval:

@@ -120,7 +120,10 @@ def _commit() -> str:
     if not (root / ".git").exists():
         return "unknown"
     command = ["git", "describe", "--always", "--dirty", "--abbrev=12"]
-    return subprocess.run(command, capture_output=True, text=True, cwd=root, check=False).stdout.strip() or "unknown"
+    try:
+        return subprocess.check_output(command, text=True, cwd=root, stderr=subprocess.DEVNULL).strip()
+    except (OSError, subprocess.CalledProcessError):  # no git, or a repository that is not ours to read
+        return "unknown"
 
 
 def _processor() -> str:

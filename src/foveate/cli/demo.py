@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 from foveate.cli.common import Seed, clear_errors, console, progress
 
@@ -23,7 +23,7 @@ def info() -> None:
     from foveate.demo.about import facts, reader_facts
 
     for title, told in (("draws pictures", facts()), ("reads texts of facts", reader_facts())):
-        table = Table("what", "value", title=title)
+        table = Table("what", Column("value", overflow="fold"), title=title)
         for name, value in told.items():
             table.add_row(name, value)
         Console().print(table)

@@ -1,6 +1,7 @@
 """What ran, layer by layer."""
 
 import io
+import shutil
 from collections import Counter
 from typing import NamedTuple
 
@@ -49,12 +50,13 @@ class Summary(NamedTuple):
         return [layer for layers in self.models.values() for layer in layers]
 
     def __str__(self) -> str:
-        console = Console(file=io.StringIO(), width=140, force_terminal=False)
+        width = shutil.get_terminal_size((140, 24)).columns
+        console = Console(file=io.StringIO(), width=width, force_terminal=False)
         for name, layers in self.models.items():
-            table = Table("layer", "method", "backend", title=f"{name}: {self._forwards(name)}", title_justify="left")
-            for column in ("nominal", "true", "GFLOP saved"):
-                table.add_column(column, justify="right")
-            table.add_column("why dense", overflow="fold")
+            table = Table(title=f"{name}: {self._forwards(name)}", title_justify="left")
+            for column in ("layer", "method", "backend", "nominal", "true", "GFLOP saved", "why dense"):
+                number = column in ("nominal", "true", "GFLOP saved")
+                table.add_column(column, justify="right" if number else "left", overflow="fold")
             for r in layers:
                 numbers = [f"{r.nominal:.1%}", f"{r.true:.1%}", f"{r.saved / 1e9:.2f}"] if not r.why else [""] * 3
                 table.add_row(r.layer, r.method, r.backend, *numbers, r.why)
