@@ -21,7 +21,7 @@ lint: .venv/dev
 	$(BIN)/pyright
 
 bench: .venv/foveate
-	$(BIN)/foveate bench step --out benchmarks/results
+	$(BIN)/foveate bench step
 
 docs: .venv/docs
 	$(BIN)/mkdocs build --strict

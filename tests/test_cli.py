@@ -191,7 +191,8 @@ def test_ctrl_c_while_drawing_leaves_no_half_picture(folder, tmp_path, monkeypat
         (["--size", "66"], "66 x 66 px does not fit"),
         (
             ["--size", "9998x65"],
-            "9998 x 65 px does not fit: this model packs 4 x 4 px into a token; use multiples of 4, for example 10000x64",
+            "9998 x 65 px does not fit: this model packs 4 x 4 px into a token; "
+            "use multiples of 4, for example 10000x64",
         ),
         (["--size", "0"], "cannot read the size '0'"),
         (["--size", "big"], "cannot read the size 'big'"),

@@ -6,6 +6,7 @@ import os
 import re
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
+from importlib import import_module
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -187,7 +188,7 @@ def lora_of(pipe: Any, lora: str) -> Any:
     """Put the LoRA into the pipeline; with the method it was distilled for, or None if it is of another make."""
     if not lora:
         return None
-    import peft  # noqa: F401 - diffusers would not say what to install
+    import_module("peft")  # diffusers would not say what to install
 
     from foveate.integrations.diffusers.lora import find_lora, load_lora
 

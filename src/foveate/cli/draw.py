@@ -1,5 +1,6 @@
 """Commands that draw: one picture, one prompt side by side, many prompts judged."""
 
+import sys
 import time
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -204,8 +205,18 @@ def evaluate(
     own = _own(pipe)
     ways = _and_distilled(distilled, lora, methods or own or ([] if lora else showcase()))
     with progress() as track:
-        scores = evaluate(pipe, ways, out, prompts=prompts, request=request, batch=batch, dino=dino, track=track)
-    Console().print(score_table(scores))
+        scores = evaluate(
+            pipe,
+            ways,
+            out,
+            prompts=prompts,
+            request=request,
+            batch=batch,
+            dino=dino,
+            track=track,
+            left_out=None if method or own or lora else console.print,
+        )
+    Console(width=None if sys.stdout.isatty() else 1000).print(score_table(scores))
     for name in ("scores.json", "sheet.png"):
         print(out / name)
 

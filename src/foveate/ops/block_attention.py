@@ -85,7 +85,7 @@ def block_attention(
             "q, k, v must share one dtype and device: "
             f"got {q.dtype} on {q.device}, {k.dtype} on {k.device}, {v.dtype} on {v.device}"
         )
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    scale = float(q.shape[-1] ** -0.5 if scale is None else scale)
     if not -inf < scale < inf or not scale:
         raise ValueError(f"scale must be finite and not 0, not {scale}: None is head_dim ** -0.5")
     out, lse = dispatch.choose("block_attention", q.device, q.dtype, q.shape[3]).run(q, k, v, table, scale, return_lse)

@@ -311,15 +311,15 @@ class Flux(Family):
 
 
 # Tables of merged tokens, by the tables that they come from.
-_MERGED: PerTensors[tuple[Tensor, ...]] = PerTensors()
+_MERGED: PerTensors[tuple[Tensor, Tensor]] = PerTensors()
 
 
 def _merged(table: Pattern, regions: Regions, text: int) -> Pattern:
     """Who attends to whom of merged tokens."""
     if isinstance(table, LogLinear):
         return table.merged(regions.kept)
-    starts = _MERGED.get([*table], (regions.groups, text), lambda: regions.merged(table, text)[:2])
-    return BlockTable(*starts, *table[2:])  # what is kept of a table must not hold it
+    queries, keys = _MERGED.get([*table], (regions.groups, text), lambda: regions.merged(table, text)[:2])
+    return BlockTable(queries, keys, *table[2:])  # what is kept of a table must not hold it
 
 
 # Grids by their ids: reading ids means waiting for the device, and a pipeline keeps its ids through all steps.
