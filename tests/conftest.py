@@ -27,6 +27,14 @@ if find_spec("triton") is None:  # there is none for macOS
     collect_ignore += ["kernels", "gpu/test_kernels.py"]
 
 
+@pytest.fixture(autouse=True, scope="module")
+def _poison(request):
+    """In the tests of ops and kernels, floats that nobody writes are NaN and integers out of range."""
+    torch.use_deterministic_algorithms(request.path.parent.name in ("ops", "kernels"))
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
 @pytest.fixture
 def as_a_user():
     """Without the checks of the tests, which would refuse a wrong argument before foveate can."""

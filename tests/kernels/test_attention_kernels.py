@@ -91,10 +91,9 @@ def test_gradients_reach_the_inputs_through_the_lse_alone():
         assert relative(grad, other) < 1e-5
 
 
-def test_nothing_is_left_unwritten(monkeypatch):
-    monkeypatch.setattr(kernels, "like", lambda x: torch.full_like(x, torch.nan))
-    monkeypatch.setattr(kernels, "_lse_of", lambda q: torch.full(q.shape[:3], torch.nan))
+def test_nothing_is_left_unwritten():
     q, k, v = qkv(150, 150, torch.float32, 16)
+    assert torch.empty_like(q).isnan().all()
     table = block_table([[0], [], [0, 2]], block_starts(150))  # block 1 is read by nobody
     out, lse = block_attention(q, k, v, table, 0.25, True)
     grads = torch.autograd.grad(out.sum(), (q, k, v))

@@ -29,23 +29,6 @@ def large_shapes(monkeypatch):
     monkeypatch.setattr(log_linear_keys, "BACKWARD_SHARED", {256: kernels.Shape(128, 256, 16, 2, 1, None)})
 
 
-@pytest.fixture(autouse=True)
-def poison(monkeypatch):
-    """What nobody writes is not a number, or one that is out of every range."""
-
-    def poisoned(like, *shape, dtype=None):
-        x = like.new_empty(shape, dtype=dtype)
-        return x.fill_(torch.nan if x.is_floating_point() else 2**30)
-
-    monkeypatch.setattr(pyramid, "_empty", poisoned)
-    monkeypatch.setattr(selection, "_empty", lambda x, *shape: poisoned(x, *shape, dtype=torch.int32))
-    sums = {"dtype": torch.float32}
-    monkeypatch.setattr(log_linear_keys, "_empty", lambda x, *shape, **kind: poisoned(x, *shape, **sums | kind))
-    monkeypatch.setattr(kernels, "like", lambda x: torch.full_like(x, torch.nan))
-    monkeypatch.setattr(log_linear_keys, "like", kernels.like)
-    monkeypatch.setattr(kernels, "_numbers_of", lambda q: torch.full(q.shape[:3], torch.nan))
-
-
 def heads_of(tokens, dim, dtype, batch=1, heads=1):
     """Heads of a token lie side by side, as models have them."""
     return torch.randn(batch, tokens, heads, dim, dtype=dtype).transpose(1, 2)
