@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from far import far_apart
 from oracle import dense_attention, random_table
 
 from foveate import HilbertA
@@ -99,6 +100,19 @@ def test_nothing_is_left_unwritten():
     grads = torch.autograd.grad(out.sum(), (q, k, v))
     assert not any(x.isnan().any() for x in (out, lse, *grads))
     assert not any(grad[:, :, 64:128].any() for grad in grads)
+
+
+@pytest.mark.parametrize("dimension", ["batch", "heads", "tokens"])
+def test_entries_may_lie_farther_apart_than_32_bits_count(dimension):
+    table = block_table([[0, 1], [1]], block_starts(65))
+    *inputs, grad = far_apart(dimension)
+    inputs = [x.requires_grad_() for x in inputs]
+    want, _ = dense_attention(*inputs, table.to_dense())
+    got, _ = block_attention(*inputs, table, 0.25, False)
+    assert relative(got, want) < 3e-3
+    expected = torch.autograd.grad(want, inputs, grad.double())
+    for ours, theirs in zip(torch.autograd.grad(got, inputs, grad), expected, strict=True):
+        assert relative(ours, theirs) < 3e-3
 
 
 def test_the_ops_pass_opcheck():

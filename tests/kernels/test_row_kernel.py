@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from far import far_apart
 from oracle import dense_attention
 
 from foveate.kernels import row_attention as kernel
@@ -50,6 +51,14 @@ def test_keys_behind_the_rows_are_never_read():
     want = row_attention(q, k, v, rows, 0.25)
     k[:, :, 100:], v[:, :, 100:] = torch.nan, torch.nan
     assert torch.equal(row_attention(q, k, v, rows, 0.25), want)
+
+
+@pytest.mark.parametrize("dimension", ["batch", "heads", "tokens"])
+def test_entries_may_lie_farther_apart_than_32_bits_count(dimension):
+    q, k, v, _ = far_apart(dimension)
+    rows = torch.arange(65)
+    want, _ = dense_attention(q, k, v, rows[:, None] >= rows)
+    torch.testing.assert_close(row_attention(q, k, v, rows, 0.25).double(), want, rtol=3e-3, atol=3e-3)
 
 
 def test_it_passes_opcheck_and_says_what_it_takes():
