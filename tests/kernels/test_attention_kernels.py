@@ -102,6 +102,20 @@ def test_nothing_is_left_unwritten():
     assert not any(grad[:, :, 64:128].any() for grad in grads)
 
 
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter's, of what is masked out
+def test_scores_far_below_zero_weigh_as_much_as_any_others():
+    table = random_table(7, (150,))
+    q, k, v = qkv(150, 150, torch.float32, 64)
+    q, k = 0.1 * q + 6, 0.1 * k - 6
+    want, lse = dense_attention(q, k, v, table.to_dense())
+    assert lse[lse.isfinite()].max() < -88  # where exp(-LSE) is none of float32
+    got, _ = block_attention(q, k, v, table, 0.125, False)
+    weight = torch.randn_like(want)
+    expected = torch.autograd.grad((want * weight).sum(), (q, k, v))
+    for ours, theirs in zip(torch.autograd.grad((got * weight).sum(), (q, k, v)), expected, strict=True):
+        assert relative(ours, theirs) < 3e-3  # sums of float32 that all but cancel
+
+
 @pytest.mark.parametrize("dimension", ["batch", "heads", "tokens"])
 def test_entries_may_lie_farther_apart_than_32_bits_count(dimension):
     table = block_table([[0, 1], [1]], block_starts(65))
