@@ -134,10 +134,11 @@ def test_the_ops_pass_opcheck():
     torch.library.opcheck(torch.ops.foveate.block_attention.default, (q, k, v, *random_table(1, (70,)), 0.25, False))
 
 
-def test_a_table_for_other_tokens_is_refused():
-    q, k, v = qkv(70, 70, torch.float32, 16)
+@pytest.mark.parametrize("hopper", [False, True])
+def test_a_table_for_other_tokens_is_refused(hopper):
+    q, k, v = qkv(70, 70, torch.float32, 64)
     with pytest.raises(ValueError, match="for 71 queries and 71 keys, but q has 70"):
-        block_attention(q, k, v, random_table(1, (71,)), 0.25, False)
+        block_attention(q, k, v, random_table(1, (71,)), 0.25, False, hopper=hopper)
 
 
 def test_what_the_kernels_take():

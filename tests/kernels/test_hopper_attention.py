@@ -29,6 +29,7 @@ TABLES = [
     random_table(2, (5,), (1000,)),
     HilbertA(tiles=4).plan(((20, 24),), 33).tables[1],
     HilbertA(tiles=1).plan(((16, 20),), 0).tables[0],
+    block_table([[i] for i in range(6)], block_starts(768, block=128)),  # one step a tile: copies run far ahead
 ]
 
 
@@ -58,6 +59,11 @@ def test_layouts_that_the_copy_engine_can_address():
     assert not hopper.takes(*[tokens_first[:, :, :0]] * 3)
     assert not hopper.takes(*[heads_first.mT.contiguous().mT] * 3)
     assert not hopper.takes(*[torch.randn(1, 1, 10, 65)[..., :64]] * 3)
+    # beside 16 bytes; samples, then heads, that are no whole tokens apart; every other channel
+    assert not hopper.takes(torch.randn(115201)[1:].view(2, 3, 300, 64))
+    assert not hopper.takes(torch.randn(2, 57604)[:, :57600].view(2, 300, 3, 64).transpose(1, 2))
+    assert not hopper.takes(torch.randn(1, 3, 19204)[..., :19200].view(1, 3, 300, 64))
+    assert not hopper.takes(torch.randn(1, 1, 300, 128)[..., ::2])
 
 
 @pytest.mark.parametrize("programs", [1, 5])
@@ -98,12 +104,38 @@ def test_rows_that_see_the_keys_up_to_their_own_equal_the_dense_mask(monkeypatch
     torch.testing.assert_close(got.double(), want, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu runs the real one")
-@pytest.mark.parametrize("keyless", [False, True])
-def test_the_op_hands_everything_to_the_kernels(monkeypatch, keyless):
+def test_rows_are_shared_out_anew_for_other_samples_and_tokens(monkeypatch):
+    monkeypatch.setattr(rows_ops, "hopper_attention", hopper)
+    rows = torch.arange(100, 260)
+    for batch, tokens in ((1, 260), (2, 260), (2, 500)):
+        q, k, v = (torch.randn(batch, 2, n, 64) for n in (160, tokens, tokens))
+        want, _ = dense_attention(q, k, v, rows[:, None] >= torch.arange(tokens), 0.2)
+        got = rows_ops.row_attention(q, k, v, rows, 0.2, hopper=True)
+        torch.testing.assert_close(got.double(), want, rtol=1e-4, atol=1e-5)
+
+
+@pytest.fixture
+def emulated(monkeypatch):
+    """The op runs the emulated kernels, as on a GPU of three multiprocessors."""
     monkeypatch.setattr(ops, "hopper_attention", hopper)
     monkeypatch.setattr(ops, "hopper_backward", backward)
     monkeypatch.setattr(ops, "multiprocessors", lambda device: 3)
+
+
+@pytest.mark.usefixtures("emulated")
+def test_a_table_is_shared_out_anew_for_every_number_of_samples():
+    table = random_table(7, (150,))
+    for batch in (1, 2):
+        q, k, v = torch.randn(3, batch, 2, 150, 64)
+        want, _ = dense_attention(q, k, v, table.to_dense())
+        got, _ = ops.block_attention(q, k, v, table, 0.125, False, hopper=True)
+        torch.testing.assert_close(got.double(), want, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu runs the real one")
+@pytest.mark.parametrize("keyless", [False, True])
+@pytest.mark.usefixtures("emulated")
+def test_the_op_hands_everything_to_the_kernels(keyless):
     table = block_table([[0], [], [0, 2]], block_starts(150)) if keyless else random_table(7, (150,))
     q, k, v = (torch.randn(1, 150, 2, 64).transpose(1, 2).requires_grad_() for _ in range(3))
     want, want_lse = dense_attention(q, k, v, table.to_dense())
