@@ -88,6 +88,7 @@ def report(name, size, half, result):
         "dtype": half,
         "wgmma": result.asm["ptx"].count("wgmma.mma_async"),
         "mma": result.asm["ptx"].count("mma.sync"),
+        "atomics": len(re.findall(r"\b(?:atom|red)\.", result.asm["ptx"])),
         **usage(result.asm["cubin"]),
         "shared": result.metadata.shared,
     }

@@ -1,4 +1,4 @@
-"""Laws of the kernels as compiled for sm_90: they use its matrix units, and next to nothing spills. Needs no GPU."""
+"""Laws of the kernels as compiled for sm_90: they use its matrix units, hardly spill, and add nothing atomically."""
 
 import json
 import os
@@ -19,7 +19,7 @@ SPILLED = {
 }  # bytes of a thread: what spills nothing was slower
 
 
-def test_kernels_use_the_matrix_units_of_sm_90_and_hardly_spill():
+def test_kernels_use_the_matrix_units_of_sm_90_hardly_spill_and_add_nothing_atomically():
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     script = Path(__file__).with_name("compile_sm90.py")
     run = subprocess.run([sys.executable, script], capture_output=True, text=True, env=environment)
@@ -31,3 +31,4 @@ def test_kernels_use_the_matrix_units_of_sm_90_and_hardly_spill():
         assert products > 0 or fact["kernel"] in ("pool", "parts", "cut", "place", "facility_location"), fact
         assert fact["stack"] <= SPILLED.get(fact["kernel"], 0), fact
         assert fact["shared"] <= 227 * 1024, fact
+        assert bool(fact["atomics"]) == (fact["kernel"] in ("cut", "place")), fact  # those count
