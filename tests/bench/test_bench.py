@@ -199,6 +199,7 @@ def test_a_reconstruction_counts_early_and_late_blocks():
         (ToMeSD(), 10, 10),
     ],
 )
+@torch.no_grad()  # which the checks of the tests keep from a generator
 def test_a_plan_counts_as_often_as_the_schedule_makes_one(monkeypatch, method, forwards, plans):
     made, plan = [], type(method).plan
     monkeypatch.setattr(type(method), "plan", lambda *given: made.append(0) or plan(*given))
