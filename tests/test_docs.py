@@ -1,6 +1,5 @@
 """Laws of the documentation: what it shows runs."""
 
-import os
 import re
 import subprocess
 import sys
@@ -25,7 +24,6 @@ def run(folder, *arguments):
         capture_output=True,
         text=True,
         cwd=folder,
-        env={**os.environ, "COLUMNS": "140"},
     )
     assert result.returncode == 0, result.stdout + result.stderr
     return result.stdout

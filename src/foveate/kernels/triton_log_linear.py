@@ -276,9 +276,9 @@ def forward(
     )  # fmt: skip
     norm = tl.where(o_m >= 0, norm, 0.0)
     acc = tl.where((norm != 0)[:, None], acc / norm[:, None], 0.0)  # a NaN must show
-    lse = tl.where(norm != 0, (m + tl.math.log2(norm)) * LN2, NEVER)
     _store(p_out + batch * s_ob + head * s_oh, s_o, row, tokens, acc, M, D, BD)
     o_m = row + tl.arange(0, M)
+    lse = tl.where(norm != 0, (m + tl.math.log2(norm)) * LN2, NEVER)
     tl.store(p_lse + sample * tokens + o_m, lse, mask=o_m < tokens)
 
 

@@ -1,7 +1,6 @@
 """What ran, layer by layer."""
 
 import io
-import shutil
 from collections import Counter
 from typing import NamedTuple
 
@@ -50,8 +49,7 @@ class Summary(NamedTuple):
         return [layer for layers in self.models.values() for layer in layers]
 
     def __str__(self) -> str:
-        width = shutil.get_terminal_size((140, 24)).columns
-        console = Console(file=io.StringIO(), width=width, force_terminal=False)
+        console = Console(file=io.StringIO(), width=140, force_terminal=False)
         for name, layers in self.models.items():
             table = Table(title=f"{name}: {self._forwards(name)}", title_justify="left")
             for column in ("layer", "method", "backend", "nominal", "true", "GFLOP saved", "why dense"):
