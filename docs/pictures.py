@@ -11,13 +11,13 @@ from torch.nn.functional import normalize
 import foveate
 from foveate import HilbertA, SubCP, ToMA
 from foveate.demo import PIPELINE
-from foveate.files import write_whole
-from foveate.integrations.diffusers.pipelines import Request, draw, load
+from foveate.diffusers.pipelines import Request, draw, load
 from foveate.methods.hilberta import HilbertPlan
 from foveate.methods.sub_cp import STRATEGIES
 from foveate.ops.block_table import block_starts, block_table
 from foveate.ops.curves import grid_order
-from foveate.report import draw_order, draw_table, draw_tiles, figure_png
+from foveate.utils.files import write_whole
+from foveate.web.report import draw_order, draw_table, draw_tiles, figure_png
 
 COLOURS = "#0072B2", "#E69F00", "#009E73", "#CC79A7"
 IMAGES = Path("docs/images")

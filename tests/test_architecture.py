@@ -11,34 +11,23 @@ SOURCE = Path(__file__).parent.parent / "src" / "foveate"
 
 # Imports run one way. A room may import itself and what stands here, and nothing else of foveate.
 ROOMS = {
-    "cache": set(),
-    "files": set(),
-    "machine": set(),
-    "progress": set(),
-    "documents": set(),
-    "examples": {"progress"},
-    "saved_blocks": {"files", "methods", "ops"},
-    "kernels": {"cache", "ops.block_table"},
-    "ops": {"cache", "progress"},
-    "methods": {"cache", "ops", "progress"},
+    "utils": set(),
+    "kernels": {"utils", "ops.block_table"},
+    "ops": {"utils"},
     "nn": {"ops"},
-    "report": {"ops"},
-    "integrations": {"cache", "files", "machine", "progress", "documents", "ops", "methods", "nn"},
-    "demo": {"ops", "methods", "integrations", "report", "files", "machine", "progress", "training"},
-    "training": {"ops", "methods", "integrations", "report", "files", "machine", "progress"},
-    "compare": {"ops", "methods", "integrations", "report", "files", "machine", "progress"},
-    "evaluate": {"ops", "methods", "integrations", "report", "files", "machine", "progress", "demo"},
-    "bench": {"kernels", "ops", "methods", "integrations", "training", "report", "files", "machine", "progress"}
-    | {"demo"},
-    "rag": {"methods", "integrations", "report", "machine", "documents"},
-    "cli": {"ops", "methods", "integrations", "report", "files", "compare", "evaluate", "bench", "demo", "training"}
-    | {"examples", "saved_blocks", "machine", "progress", "documents", "rag"},
-    "__init__": {"methods", "integrations"},
+    "methods": {"utils", "ops"},
+    "diffusers": {"utils", "ops", "nn", "methods"},
+    "transformers": {"utils", "ops", "methods"},
+    "web": {"utils", "ops", "methods", "diffusers", "transformers"},
+    "training": {"utils", "ops", "methods", "diffusers", "web"},
+    "demo": {"utils", "ops", "methods", "diffusers", "transformers", "web", "training"},
+    "cli": {"utils", "ops", "methods", "diffusers", "transformers", "web", "training", "demo"},
+    "__init__": {"methods", "diffusers"},
     "__main__": {"cli"},
 }
 LIBRARIES = {
-    "diffusers": {"integrations", "demo", "training", "bench", "cli"},
-    "transformers": {"integrations", "demo", "training", "bench", "cli"},
+    "diffusers": {"diffusers", "training", "demo", "cli"},
+    "transformers": {"diffusers", "transformers", "training", "demo", "cli"},
 }
 FILES = sorted(SOURCE.rglob("*.py"))
 
@@ -95,6 +84,6 @@ def test_kernels_and_picks_are_timed_without_the_libraries_of_models():
 import sys
 for name in ("diffusers", "transformers", "accelerate", "peft"):
     sys.modules[name] = None
-import foveate.bench.attention, foveate.bench.examples, foveate.bench.log_linear
+import lab.bench.attention, lab.bench.examples, lab.bench.log_linear
 """
     subprocess.run([sys.executable, "-c", script], check=True)

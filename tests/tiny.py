@@ -14,7 +14,7 @@ from diffusers import (
 )
 
 from foveate.demo.untrained import untrained_pipeline
-from foveate.integrations.diffusers.pipelines import Request
+from foveate.diffusers.pipelines import Request
 
 PROMPTS = ["a cat", "a dog", "an owl", "a car", "a red apple"]
 REQUEST = Request("", (64, 64), 2, None, 0)  # 16 x 16 tokens

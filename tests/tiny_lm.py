@@ -16,7 +16,7 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from foveate.integrations.transformers import ChunkEncoder
+from foveate.transformers import ChunkEncoder
 
 FAMILIES = {
     "llama": (LlamaConfig, LlamaForCausalLM),

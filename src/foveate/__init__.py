@@ -6,7 +6,7 @@ Examples:
     >>> print(run.summary())
 """
 
-from foveate.integrations.diffusers.apply import Handle, apply, remove, summary
+from foveate.diffusers.apply import Handle, apply, remove, summary
 from foveate.methods import LLSA, HilbertA, InfoFlowKV, SubCP, ToMA
 
 __all__ = ["LLSA", "Handle", "HilbertA", "InfoFlowKV", "SubCP", "ToMA", "__version__", "apply", "remove", "summary"]

@@ -12,7 +12,7 @@ from foveate.demo import DATA, LORA, PIPELINE
 from foveate.demo.atlas import load_atlas
 from foveate.demo.recogniser import judge, load_recogniser, recognise
 from foveate.demo.scenes import Scenes, render, scenes
-from foveate.integrations.diffusers.lora import find_lora, load_lora, using
+from foveate.diffusers.lora import find_lora, load_lora, using
 
 
 @pytest.fixture(scope="module")

@@ -6,16 +6,16 @@ import numpy as np
 import pytest
 import torch
 from diffusers import FluxPipeline
+from lab.training.flow import FlowTraining
+from lab.training.recogniser import train_recogniser
+from lab.training.stages import Stage
+from lab.training.vae import train_vae
 
 from foveate.demo import PIPELINE
 from foveate.demo.recogniser import accuracy, judge, load_recogniser, recognise
 from foveate.demo.scenes import scenes
-from foveate.demo.training.flow import FlowTraining
-from foveate.demo.training.recogniser import train_recogniser
-from foveate.demo.training.stages import Stage
-from foveate.demo.training.vae import train_vae
 from foveate.demo.untrained import untrained_pipeline
-from foveate.integrations.diffusers.pipelines import Request, draw_batch
+from foveate.diffusers.pipelines import Request, draw_batch
 
 pytestmark = pytest.mark.gpu
 

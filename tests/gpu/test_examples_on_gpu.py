@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from foveate import SubCP
-from foveate.kernels.coverage_drops import BACKENDS, coverage_drops
+from foveate.kernels.merging.coverage_drops import BACKENDS, coverage_drops
 from foveate.ops import dispatch
 from foveate.ops.pick_in_turns import pick_in_turns
 

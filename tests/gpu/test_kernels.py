@@ -7,8 +7,8 @@ from oracle import dense_attention, random_table
 
 import foveate
 from foveate import HilbertA, ToMA
-from foveate.kernels.facility_location import facility_location as pick
-from foveate.kernels.soft_assignment import soft_assignment as assign
+from foveate.kernels.merging.facility_location import facility_location as pick
+from foveate.kernels.merging.soft_assignment import soft_assignment as assign
 from foveate.ops import dispatch, facility_location, region_matmul, region_update, soft_assignment
 from foveate.ops.block_attention import block_attention
 

@@ -4,8 +4,8 @@ import pytest
 import torch
 from log_linear_oracle import log_linear, pooled, select_nodes
 
-from foveate.kernels import log_linear_attention as kernels
-from foveate.kernels import log_linear_keys, select_blocks, selection
+from foveate.kernels.log_linear import log_linear_attention as kernels
+from foveate.kernels.log_linear import log_linear_keys, select_blocks, selection
 from foveate.ops.log_linear_attention import Options
 from foveate.ops.selection import Selection
 

@@ -5,12 +5,12 @@ import torch
 from tiny_lm import DOCUMENTS, language_model, tokenizer
 
 from foveate import InfoFlowKV
-from foveate.documents import Passage
-from foveate.integrations.transformers import ChunkEncoder
-from foveate.integrations.transformers.index import ChunkIndex
-from foveate.machine import Stopwatch
-from foveate.methods.kv_baselines import EPIC, FullPrefill
-from foveate.rag import STEPS, ask, reply_page
+from foveate.methods.baselines.kv_baselines import EPIC, FullPrefill
+from foveate.transformers import ChunkEncoder
+from foveate.transformers.documents import Passage
+from foveate.transformers.index import ChunkIndex
+from foveate.utils.device import Stopwatch
+from foveate.web.rag import STEPS, ask, reply_page
 
 pytestmark = pytest.mark.gpu
 

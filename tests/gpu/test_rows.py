@@ -6,7 +6,7 @@ from oracle import dense_attention
 from tiny_lm import DOCUMENTS, PROMPTS, encoder
 
 from foveate import InfoFlowKV
-from foveate.kernels.row_attention import BACKENDS
+from foveate.kernels.rows.row_attention import BACKENDS
 from foveate.ops import dispatch
 from foveate.ops.row_attention import portable
 

@@ -15,24 +15,18 @@ from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
 from triton.experimental.gluon.language import NVMMASharedLayout, bfloat16, float16, float32
 
-from foveate.kernels import block_attention as ops
-from foveate.kernels import (
-    coverage_drops,
-    facility_location,
-    hopper_attention,
-    hopper_backward,
+from foveate.kernels.block import block_attention as ops
+from foveate.kernels.block import hopper_attention, hopper_backward, triton_attention
+from foveate.kernels.log_linear import (
     log_linear_keys,
     log_linear_queries,
     pyramid,
-    region_matmul,
-    region_update,
-    row_attention,
     selection,
-    soft_assignment,
-    triton_attention,
     triton_log_linear,
     triton_log_linear_keys,
 )
+from foveate.kernels.merging import coverage_drops, facility_location, region_matmul, region_update, soft_assignment
+from foveate.kernels.rows import row_attention
 
 SHARED_MEMORY = 227 * 1024
 USAGE = {"registers": "REG", "stack": "STACK"}

@@ -6,8 +6,8 @@ from far import far_apart
 from oracle import dense_attention, random_table
 
 from foveate import HilbertA
-from foveate.kernels import block_attention as kernels
-from foveate.kernels.block_attention import Shape, block_attention
+from foveate.kernels.block import block_attention as kernels
+from foveate.kernels.block.block_attention import Shape, block_attention
 from foveate.ops.block_table import block_starts, block_table
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu checks the compiled kernels")

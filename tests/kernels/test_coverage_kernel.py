@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from foveate.kernels import coverage_drops as kernel
-from foveate.kernels.coverage_drops import coverage_drops
+from foveate.kernels.merging import coverage_drops as kernel
+from foveate.kernels.merging.coverage_drops import coverage_drops
 from foveate.ops import dispatch
 from foveate.ops.pick_in_turns import pick_in_turns
 

@@ -6,12 +6,14 @@ import torch
 from oracle import dense_attention, random_table
 
 from foveate import HilbertA
-from foveate.kernels import block_attention as ops
-from foveate.kernels import row_attention as rows_ops
-from foveate.kernels.schedule import schedule, shares
+from foveate.kernels.block import block_attention as ops
+from foveate.kernels.block.schedule import schedule, shares
+from foveate.kernels.rows import row_attention as rows_ops
 from foveate.ops.block_table import block_starts, block_table
 
-hopper, backward = gluon_emulator.load("foveate.kernels.hopper_attention", "foveate.kernels.hopper_backward")
+hopper, backward = gluon_emulator.load(
+    "foveate.kernels.block.hopper_attention", "foveate.kernels.block.hopper_backward"
+)
 
 
 def attention(q, k, v, table, scale, programs):

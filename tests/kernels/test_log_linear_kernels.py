@@ -7,9 +7,9 @@ import torch
 from log_linear_oracle import log_linear, pooled, select_nodes
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from foveate.kernels import log_linear_attention as glue
-from foveate.kernels import log_linear_keys, pyramid, select_blocks, selection
-from foveate.kernels import log_linear_queries as kernels
+from foveate.kernels.log_linear import log_linear_attention as glue
+from foveate.kernels.log_linear import log_linear_keys, pyramid, select_blocks, selection
+from foveate.kernels.log_linear import log_linear_queries as kernels
 from foveate.ops.log_linear_attention import Options, portable
 from foveate.ops.selection import Selection
 

@@ -3,13 +3,13 @@
 import pytest
 import torch
 
-from foveate.kernels import facility_location as picking_kernel
-from foveate.kernels import region_matmul as matmul_kernel
-from foveate.kernels import soft_assignment as assignment_kernel
-from foveate.kernels.facility_location import facility_location
-from foveate.kernels.region_matmul import region_matmul
-from foveate.kernels.region_update import region_update
-from foveate.kernels.soft_assignment import soft_assignment
+from foveate.kernels.merging import facility_location as picking_kernel
+from foveate.kernels.merging import region_matmul as matmul_kernel
+from foveate.kernels.merging import soft_assignment as assignment_kernel
+from foveate.kernels.merging.facility_location import facility_location
+from foveate.kernels.merging.region_matmul import region_matmul
+from foveate.kernels.merging.region_update import region_update
+from foveate.kernels.merging.soft_assignment import soft_assignment
 from foveate.methods import ToMA
 from foveate.ops import dispatch
 from foveate.ops import facility_location as picking_op

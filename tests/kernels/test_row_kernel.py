@@ -5,9 +5,9 @@ import torch
 from far import far_apart
 from oracle import dense_attention
 
-from foveate.kernels import row_attention as kernel
-from foveate.kernels.block_attention import Shape
-from foveate.kernels.row_attention import row_attention
+from foveate.kernels.block.block_attention import Shape
+from foveate.kernels.rows import row_attention as kernel
+from foveate.kernels.rows.row_attention import row_attention
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu checks the compiled kernel")
 

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from oracle import random_table
 
 from foveate import HilbertA
-from foveate.kernels.schedule import OVERHEAD, schedule, shares
+from foveate.kernels.block.schedule import OVERHEAD, schedule, shares
 
 
 def covered(run, rows, columns):

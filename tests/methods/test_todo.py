@@ -5,8 +5,8 @@ import torch
 from oracle import dense_attention
 from torch.nn.functional import interpolate
 
+from foveate.methods.baselines.todo import ToDo
 from foveate.methods.method import StaysDense
-from foveate.methods.todo import ToDo
 from foveate.ops.block_attention import block_attention
 
 

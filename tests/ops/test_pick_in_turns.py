@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from foveate.ops import pick_in_turns as module
 from foveate.ops.facility_location import facility_location
 from foveate.ops.pick_in_turns import best_similarity, pick_in_turns
-from foveate.progress import silent
+from foveate.utils.progress import silent
 
 
 def rows(seed, items, dim=6):

@@ -19,9 +19,9 @@ from torch.utils.data import DataLoader, default_collate
 
 import foveate
 from foveate import HilbertA
-from foveate.integrations.diffusers.family import Family
-from foveate.integrations.diffusers.lora import LORA_FILE, read_lora
-from foveate.integrations.diffusers.pipelines import noise_shift
+from foveate.diffusers.family import Family
+from foveate.diffusers.lora import LORA_FILE, read_lora
+from foveate.diffusers.pipelines import noise_shift
 from foveate.training.distill import Distillation, distill
 from foveate.training.pairs import NoisyPairs
 from foveate.training.student import Recipe, Student

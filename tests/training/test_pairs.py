@@ -7,7 +7,7 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file
 
-from foveate.integrations.diffusers.pipelines import draw, noise_shift
+from foveate.diffusers.pipelines import draw, noise_shift
 from foveate.training import pairs
 from foveate.training.pairs import NoisyPairs, captioned, make_pairs
 

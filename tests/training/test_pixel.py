@@ -20,8 +20,8 @@ from PIL import Image
 from safetensors.torch import load_file
 
 from foveate.demo.pictures import ScenePictures
-from foveate.integrations.diffusers.pixel_dit import PixelDiT
-from foveate.integrations.diffusers.pixel_pipeline import PixelPipeline, noise_scale
+from foveate.diffusers.pixel_dit import PixelDiT
+from foveate.diffusers.pixel_pipeline import PixelPipeline, noise_scale
 from foveate.training.pictures import FolderPictures, NoisyPictures
 from foveate.training.pixel import PixelRecipe, PixelTraining, Stage, train
 

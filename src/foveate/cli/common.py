@@ -18,7 +18,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from foveate.demo import LORA, PIPELINE, READER
 from foveate.methods import Method, Together, method_from_text
-from foveate.progress import Track
+from foveate.utils.progress import Track
 
 __all__ = [
     "Device",
@@ -133,7 +133,7 @@ def open_model(model: str, device: str, dtype: str) -> Any:
     from diffusers.utils import logging as diffusers_says
     from transformers.utils import logging as transformers_says
 
-    from foveate.integrations.diffusers.pipelines import load
+    from foveate.diffusers.pipelines import load
 
     diffusers_says.set_verbosity_error()
     diffusers_says.disable_progress_bar()
@@ -153,7 +153,7 @@ def open_reader(model: str, device: str, dtype: str) -> tuple[Any, Any]:
     console.print(f"loading {model or 'the built-in reader'}")
     from transformers.utils import logging as transformers_says
 
-    from foveate.integrations.transformers.loading import load
+    from foveate.transformers.loading import load
 
     transformers_says.set_verbosity_error()
     transformers_says.disable_progress_bar()
@@ -162,7 +162,7 @@ def open_reader(model: str, device: str, dtype: str) -> tuple[Any, Any]:
 
 def say_unknown(model: str, tokenizer: Any, text: str) -> None:
     """Name the words that the language model cannot know: its answer is a guess then."""
-    from foveate.integrations.transformers.loading import unknown_words
+    from foveate.transformers.loading import unknown_words
 
     if not (words := unknown_words(tokenizer, text)):
         return
@@ -190,7 +190,7 @@ def lora_of(pipe: Any, lora: str) -> Any:
         return None
     import_module("peft")  # diffusers would not say what to install
 
-    from foveate.integrations.diffusers.lora import find_lora, load_lora
+    from foveate.diffusers.lora import find_lora, load_lora
 
     return load_lora(pipe, find_lora(str(LORA) if lora == "built-in" else lora))
 
@@ -209,7 +209,7 @@ def request_of(
     pipe: Any, model: str, prompt: str, size: str | None, steps: int | None, guidance: float | None, seed: int
 ) -> Any:
     """What to draw, checked, with the model's own defaults for what was left out."""
-    from foveate.integrations.diffusers.pipelines import Request, check_request
+    from foveate.diffusers.pipelines import Request, check_request
 
     usual = ("128" if pipe.device.type == "cpu" else "256") if not model else "1024"
     if "width" in pipe.config:  # of a pixel model
@@ -255,7 +255,7 @@ def read_method(text: str) -> Method | Together:
 def remark_on(pipe: Any, model: str, prompt: str) -> str:
     """What of a prompt the model does not read, and which of its words the built-in model was never taught."""
     from foveate.demo.text import unknown_words
-    from foveate.integrations.diffusers.pipelines import unread
+    from foveate.diffusers.pipelines import unread
 
     remarks = [f"The model does not read the end of the prompt: {end!r}."] if (end := unread(pipe, prompt)) else []
     words = [

@@ -114,7 +114,7 @@ def distill(
     where = training_device(device)
     pipe = open_model(model, where, dtype)
     request = request_of(pipe, model, "", size, draw_steps, guidance, seed)
-    from foveate.integrations.diffusers.lora import find_lora
+    from foveate.diffusers.lora import find_lora
     from foveate.training.distill import distill
     from foveate.training.pairs import captioned
     from foveate.training.student import Recipe

@@ -79,10 +79,10 @@ def generate(
     chosen = _way_with(distilled, method, options) if lora else chosen
     if method == "dense":
         _own(pipe)
-    from foveate.files import slug, write_picture
-    from foveate.integrations.diffusers.apply import apply
-    from foveate.integrations.diffusers.lora import using
-    from foveate.integrations.diffusers.pipelines import denoiser, draw
+    from foveate.diffusers.apply import apply
+    from foveate.diffusers.lora import using
+    from foveate.diffusers.pipelines import denoiser, draw
+    from foveate.utils.files import slug, write_picture
 
     path = out or Path(f"{slug(prompt)}-{seed}{'-' + slug(chosen.title) if chosen else ''}.png")
     config: Any = denoiser(pipe).config
@@ -134,7 +134,7 @@ def compare(
     pipe = open_model(model, device, dtype)
     distilled = lora_of(pipe, lora)
     request = request_of(pipe, model, prompt, size_with(distilled, size), steps, guidance, seed)
-    from foveate import compare as side_by_side
+    from foveate.web import compare as side_by_side
 
     methods = _and_distilled(distilled, lora, _own(pipe) or side_by_side.showcase())
     with progress() as track:
@@ -199,8 +199,8 @@ def evaluate(
     pipe = open_model(model, device, dtype)
     distilled = lora_of(pipe, lora)
     request = request_of(pipe, model, "", size_with(distilled, size), steps, guidance, seed)
-    from foveate.compare import showcase
-    from foveate.evaluate import evaluate, score_table
+    from foveate.demo.evaluate import evaluate, score_table
+    from foveate.web.compare import showcase
 
     own = _own(pipe)
     ways = _and_distilled(distilled, lora, methods or own or ([] if lora else showcase()))
@@ -239,7 +239,7 @@ def _way_with(distilled: Any, name: str | None, options: dict[str, str]) -> Any:
     """What to draw with a LoRA: what it was distilled for, unless it is of another make."""
     if distilled is None:
         return _method(name, options)
-    from foveate.integrations.diffusers.lora import adapted
+    from foveate.diffusers.lora import adapted
 
     if name is None:
         name = next(name for name, cls in METHODS.items() if isinstance(distilled.method, cls))
@@ -248,8 +248,8 @@ def _way_with(distilled: Any, name: str | None, options: dict[str, str]) -> Any:
 
 def _own(pipe: Any) -> list[Method]:
     """The log-linear attention of a pixel model, which is dense from now on without it; nothing of other models."""
-    from foveate.integrations.diffusers.pixel import as_method
-    from foveate.integrations.diffusers.pixel_pipeline import PixelPipeline
+    from foveate.diffusers.pixel import as_method
+    from foveate.diffusers.pixel_pipeline import PixelPipeline
 
     return [as_method(pipe)] if isinstance(pipe, PixelPipeline) else []
 

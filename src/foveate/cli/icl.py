@@ -92,7 +92,7 @@ def icl(
 ) -> None:
     """Put examples for in-context learning into blocks that cover a pool of examples (Sub-CP).
 
-    With --ask a language model reads them and answers; foveate.integrations.transformers.in_context has the hosts.
+    With --ask a language model reads them and answers; foveate.transformers.in_context has the hosts.
     The method is reconstructed from the abstract of its paper.
 
     The table compares with 10 random choices, and with 10 random deals of the same examples: what is gained over the
@@ -115,10 +115,16 @@ def icl(
     Each line of --out has "block", "ids" (lines of the pool, from 0), "examples", and a fingerprint: blocks of
     the same embeddings and settings are read from there, not made again.
     """
-    from foveate.examples import column, hashed_ngrams, read_embeddings, read_examples, sentence_embeddings
-    from foveate.files import write_whole
-    from foveate.report import draw_coverage, figure_png
-    from foveate.saved_blocks import write_blocks
+    from foveate.transformers.examples import (
+        column,
+        hashed_ngrams,
+        read_embeddings,
+        read_examples,
+        sentence_embeddings,
+    )
+    from foveate.transformers.saved_blocks import write_blocks
+    from foveate.utils.files import write_whole
+    from foveate.web.report import draw_coverage, figure_png
 
     if strategy not in STRATEGIES:
         raise ValueError(f"unknown strategy {strategy!r}: choose one of {', '.join(STRATEGIES)}")
@@ -169,7 +175,7 @@ def icl(
     print(out)
     print(out.with_suffix(".png"))
     if reader and ask and labels:
-        from foveate.integrations.transformers.asking import read_examples as read_texts
+        from foveate.transformers.asking import read_examples as read_texts
 
         if host == "ensemble" and embeddings:
             local = strategy.startswith("local")
@@ -193,7 +199,7 @@ def icl(
 
 def _read_or_make(out: Path, sub: SubCP, pool: Any, labels: Sequence[str] | None, track: Any) -> Any:
     """The blocks of an earlier run with the same embeddings and settings, or new ones."""
-    from foveate.saved_blocks import read_blocks
+    from foveate.transformers.saved_blocks import read_blocks
 
     if out.exists():
         try:

@@ -25,10 +25,10 @@ def curves(
     out: Annotated[Path | None, typer.Option(help="PNG to write. [dim]default: CURVE-SIZE.png[/]")] = None,
 ) -> None:
     """Draw an order of a grid and its tiles as a picture, and print how local it is."""
-    from foveate.files import write_whole
     from foveate.methods.hilberta import HilbertA
     from foveate.ops.curves import edge_average_stretch, geometric_distortion_error, grid_order
-    from foveate.report import draw_order, figure_png
+    from foveate.utils.files import write_whole
+    from foveate.web.report import draw_order, figure_png
 
     if out and out.suffix.lower() != ".png":
         raise ValueError(f"--out names the PNG file to write, not {out}: end it with .png")
@@ -50,8 +50,8 @@ def curves(
 @clear_errors
 def info() -> None:
     """Print versions, devices, and which backend runs each op where."""
-    from foveate.machine import versions
     from foveate.ops import block_attention, dispatch, facility_location
+    from foveate.utils.device import versions
 
     del block_attention, facility_location  # imported to register their backends
     table = Table("what", "value")

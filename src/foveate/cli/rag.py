@@ -12,9 +12,9 @@ from rich.markup import escape
 from rich.table import Table
 
 from foveate.cli.common import Device, Dtype, clear_errors, console, open_reader, options_of, progress, say_unknown
-from foveate.documents import KINDS, read_documents
-from foveate.files import slug, write_whole
 from foveate.methods import RECOMPUTATIONS, recomputation_from_text
+from foveate.transformers.documents import KINDS, read_documents
+from foveate.utils.files import slug, write_whole
 
 __all__ = ["rag"]
 
@@ -108,9 +108,9 @@ def rag(
         raise ValueError(f"--out names the HTML page to write, not {out}: end it with .html")
     documents = read_documents(folder)
     language_model, tokenizer = open_reader(model, device, dtype)
-    from foveate.integrations.transformers import ChunkEncoder
-    from foveate.integrations.transformers.loading import frame
-    from foveate.rag import ask, index_of, reply_page
+    from foveate.transformers import ChunkEncoder
+    from foveate.transformers.loading import frame
+    from foveate.web.rag import ask, index_of, reply_page
 
     before, behind = frame(tokenizer, chat)
     encoder = ChunkEncoder(language_model, tokenizer, before + prefix)
@@ -187,8 +187,8 @@ def _asked(questions: Sequence[str] | None) -> Iterator[str]:
 
 def _print(reply: Any, chunks: Any) -> None:
     """The answer, where its time went, and where tokens were computed again."""
-    from foveate.rag import STEPS
-    from foveate.report import duration
+    from foveate.web.rag import STEPS
+    from foveate.web.report import duration
 
     terminal, (first, *others) = Console(highlight=False), reply.answers
     print(f"{reply.question}\n{first.text.strip()}")

@@ -88,8 +88,8 @@ def train(
     import torch
     from diffusers import FlowMatchEulerDiscreteScheduler
 
-    from foveate.integrations.diffusers.pixel_dit import MODELS, PixelDiT
-    from foveate.integrations.diffusers.pixel_pipeline import PixelPipeline
+    from foveate.diffusers.pixel_dit import MODELS, PixelDiT
+    from foveate.diffusers.pixel_pipeline import PixelPipeline
     from foveate.training.pixel import PixelRecipe, Stage
     from foveate.training.pixel import train as train_pixels
 
@@ -167,7 +167,7 @@ def built_in_reader() -> tuple[Any, Any]:
 
 
 def _begin_with(model: Any, start: str) -> None:
-    from foveate.integrations.diffusers.pipelines import load
+    from foveate.diffusers.pipelines import load
 
     trained: Any = load(start, "cpu", "float32")
     try:

@@ -9,7 +9,7 @@ from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor
 
 from foveate.demo import DATA
-from foveate.files import write_picture
+from foveate.utils.files import write_picture
 
 __all__ = ["ATLAS", "EMOJI", "NAMES", "draw_atlas", "load_atlas", "write_atlas"]
 

@@ -9,7 +9,7 @@ import torch
 from foveate.demo.facts import ID, SENTENCE, VALUE, draw_facts
 from foveate.demo.labels import EXAMPLE, draw_labelled
 from foveate.demo.lexicon import WORDS
-from foveate.files import write_whole
+from foveate.utils.files import write_whole
 
 __all__ = ["write_examples"]
 

@@ -6,15 +6,15 @@ from dataclasses import fields
 from difflib import get_close_matches
 from typing import Any
 
-from foveate.methods.best_match import ToFu, ToMeSD
+from foveate.methods.baselines.best_match import ToFu, ToMeSD
+from foveate.methods.baselines.kv_baselines import EPIC, CacheBlend, FullPrefill, NoRecompute, RandomRows
+from foveate.methods.baselines.todo import ToDo
 from foveate.methods.hilberta import HilbertA
 from foveate.methods.infoflow_kv import InfoFlowKV
-from foveate.methods.kv_baselines import EPIC, CacheBlend, FullPrefill, NoRecompute, RandomRows
 from foveate.methods.llsa import LLSA
 from foveate.methods.method import Method, Together
 from foveate.methods.recomputation import Recomputation
 from foveate.methods.sub_cp import SubCP
-from foveate.methods.todo import ToDo
 from foveate.methods.toma import ToMA
 
 __all__ = [

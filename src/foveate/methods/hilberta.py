@@ -15,10 +15,10 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
-from foveate.cache import lasting
 from foveate.methods.method import SparseAttention, StaysDense
 from foveate.ops.block_table import BlockTable, block_starts, block_table
 from foveate.ops.curves import CURVES, grid_order, inverse_order
+from foveate.utils.cache import lasting
 
 __all__ = ["HilbertA", "HilbertPlan"]
 

@@ -15,12 +15,12 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from foveate.cache import lasting
 from foveate.methods.method import Grid, SparseAttention, StaysDense
 from foveate.ops.curves import CURVES, grid_order, inverse_order
 from foveate.ops.joint_attention import LogLinear
 from foveate.ops.log_linear_attention import enriched_levels
 from foveate.ops.pyramid import MOST_LEVELS, check_head_dim, check_options
+from foveate.utils.cache import lasting
 
 __all__ = ["LLSA", "OPTIONS", "LLSAPlan"]
 

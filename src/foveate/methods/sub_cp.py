@@ -23,7 +23,7 @@ from foveate.ops.example_blocks import ALIKE, Blocks, Embeddings, like, unit_row
 from foveate.ops.example_labels import Classes, classes_of
 from foveate.ops.kept_apart import keep_apart
 from foveate.ops.pick_in_turns import Picked, best_similarity, pick_in_turns
-from foveate.progress import Track, silent
+from foveate.utils.progress import Track, silent
 
 __all__ = ["STRATEGIES", "Selection", "SubCP"]
 

@@ -21,12 +21,12 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn.functional import normalize, one_hot
 
-from foveate.cache import PerTensors, lasting
 from foveate.methods.method import AttentionPlan, StaysDense, TokenMerging
 from foveate.ops.curves import inverse_order
 from foveate.ops.facility_location import facility_location
 from foveate.ops.merging import Grid, Group, Merge, Regions, places_of, together
 from foveate.ops.soft_assignment import soft_assignment
+from foveate.utils.cache import PerTensors, lasting
 
 __all__ = ["ToMA"]
 

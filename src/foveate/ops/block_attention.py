@@ -15,9 +15,9 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from foveate.cache import PerTensors, lasting
 from foveate.ops import dispatch
 from foveate.ops.block_table import BlockTable
+from foveate.utils.cache import PerTensors, lasting
 
 __all__ = ["block_attention"]
 
@@ -280,4 +280,4 @@ def _where(tokens: Tensor, device: torch.device) -> slice | Tensor:
     return slice(int(tokens[0]), int(tokens[-1]) + 1) if (tokens.diff() == 1).all() else tokens.to(device)
 
 
-dispatch.register_kernels("block_attention")
+dispatch.register_kernels("block_attention", "block")

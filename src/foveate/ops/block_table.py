@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
-from foveate.cache import lasting
+from foveate.utils.cache import lasting
 
 __all__ = ["BlockTable", "block_starts", "block_table"]
 

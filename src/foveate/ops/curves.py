@@ -17,7 +17,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from foveate.cache import lasting
+from foveate.utils.cache import lasting
 
 __all__ = [
     "CURVES",

@@ -43,10 +43,10 @@ def register(op: str, name: str, takes: Takes) -> Callable[..., Any]:
     return add
 
 
-def register_kernels(op: str) -> None:
-    """Let the kernels of `op` take what they can, on machines that have an NVIDIA GPU and Triton."""
+def register_kernels(op: str, package: str) -> None:
+    """Register the kernels of `op` from `foveate.kernels.<package>`, on machines with an NVIDIA GPU and Triton."""
     if torch.cuda.is_available() and torch.version.hip is None and find_spec("triton"):
-        kernels = import_module(f"foveate.kernels.{op}")
+        kernels = import_module(f"foveate.kernels.{package}.{op}")
         for name, (takes, run) in kernels.BACKENDS.items():
             register(op, name, takes)(run)
 

@@ -106,4 +106,4 @@ def _lazily(similarity: Float[Tensor, "tokens tokens"], budget: int) -> Int[Tens
     return torch.tensor(picks)
 
 
-dispatch.register_kernels("facility_location")
+dispatch.register_kernels("facility_location", "merging")

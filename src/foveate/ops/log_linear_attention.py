@@ -257,4 +257,4 @@ def _with_spread(
     return q, pad(k.to(wide), (0, 1)), [*means, pad(extra, (0, 1))]
 
 
-dispatch.register_kernels("log_linear_attention")
+dispatch.register_kernels("log_linear_attention", "log_linear")

@@ -8,10 +8,10 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from foveate.cache import lasting
 from foveate.ops.block_table import BlockTable
 from foveate.ops.region_matmul import region_matmul
 from foveate.ops.region_update import plus, region_update
+from foveate.utils.cache import lasting
 
 __all__ = ["Group", "Grouped", "Merge", "Picked", "Regions", "places_of", "together"]
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from foveate.ops import dispatch
 from foveate.ops.facility_location import NEARLY
-from foveate.progress import Track, silent
+from foveate.utils.progress import Track, silent
 
 __all__ = ["Picked", "best_similarity", "pick_in_turns"]
 
@@ -249,4 +249,4 @@ def portable_drops(represented: Tensor, candidates: Tensor, before: Tensor, afte
     return torch.cat(drops)
 
 
-dispatch.register_kernels("coverage_drops")
+dispatch.register_kernels("coverage_drops", "merging")

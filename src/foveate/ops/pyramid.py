@@ -323,4 +323,4 @@ def _best(scores: Tensor, alive: Tensor, top_k: int) -> Tensor:
     return places.topk(top_k, largest=False).values
 
 
-dispatch.register_kernels("select_blocks")
+dispatch.register_kernels("select_blocks", "log_linear")

@@ -41,4 +41,4 @@ def portable(weights: Tensor, x: Tensor, ahead: int, order: Tensor | None = None
     return torch.cat([x[:, :ahead], y], 1) if ahead else y
 
 
-dispatch.register_kernels("region_matmul")
+dispatch.register_kernels("region_matmul", "merging")

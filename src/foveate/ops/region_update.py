@@ -57,4 +57,4 @@ def plus(
     return x.to(dtype).index_add(1, order, added.to(dtype))
 
 
-dispatch.register_kernels("region_update")
+dispatch.register_kernels("region_update", "merging")

@@ -68,4 +68,4 @@ def portable(
     return picks, gather.to(tokens.dtype), spread.to(tokens.dtype)
 
 
-dispatch.register_kernels("soft_assignment")
+dispatch.register_kernels("soft_assignment", "merging")

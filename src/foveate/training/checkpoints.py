@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from foveate.files import write_whole
+from foveate.utils.files import write_whole
 
 __all__ = ["resume", "write_checkpoint"]
 

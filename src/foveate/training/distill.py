@@ -15,16 +15,16 @@ from diffusers import FluxPipeline
 from PIL import Image
 from torch import Tensor
 
-from foveate.files import write_whole
-from foveate.integrations.diffusers.lora import LORA_FILE
-from foveate.integrations.diffusers.pipelines import Request, draw_batch, fingerprint, noise_shift
+from foveate.diffusers.lora import LORA_FILE
+from foveate.diffusers.pipelines import Request, draw_batch, fingerprint, noise_shift
 from foveate.methods import HilbertA
-from foveate.progress import Track, silent
-from foveate.report import draw_sheet, figure_png
 from foveate.training.pairs import Noisy, NoisyPairs, make_pairs
 from foveate.training.run import Run, Stretch, shares
 from foveate.training.student import Recipe, Student
 from foveate.training.trained import Trained
+from foveate.utils.files import write_whole
+from foveate.utils.progress import Track, silent
+from foveate.web.report import draw_sheet, figure_png
 
 __all__ = ["Distillation", "distill"]
 

@@ -24,8 +24,8 @@ from safetensors.torch import load_file, save
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from foveate.files import claim, write_whole
-from foveate.integrations.diffusers.pipelines import Request, fingerprint, text_tokens
+from foveate.diffusers.pipelines import Request, fingerprint, text_tokens
+from foveate.utils.files import claim, write_whole
 
 __all__ = ["PICTURES", "Noisy", "NoisyPairs", "captioned", "chance", "make_pairs"]
 

@@ -15,7 +15,7 @@ from PIL import Image
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from foveate.integrations.diffusers.pixel_pipeline import noise_scale
+from foveate.diffusers.pixel_pipeline import noise_scale
 from foveate.training.pairs import PICTURES, chance
 
 __all__ = ["FolderPictures", "HubPictures", "NoisyPicture", "NoisyPictures", "Pictures"]

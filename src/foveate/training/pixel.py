@@ -20,15 +20,15 @@ from jaxtyping import Float
 from safetensors.torch import save
 from torch import Tensor, nn
 
-from foveate.files import write_whole
-from foveate.integrations.diffusers.pipelines import Request, draw
-from foveate.integrations.diffusers.pixel_dit import PixelDiT
-from foveate.integrations.diffusers.pixel_pipeline import PixelPipeline
-from foveate.progress import Track, silent
-from foveate.report import draw_sheet, figure_png
+from foveate.diffusers.pipelines import Request, draw
+from foveate.diffusers.pixel_dit import PixelDiT
+from foveate.diffusers.pixel_pipeline import PixelPipeline
 from foveate.training.pictures import NoisyPicture, NoisyPictures, Pictures
 from foveate.training.run import Run, Stretch, cooled, shares
 from foveate.training.trained import Trained, whole, with_muon
+from foveate.utils.files import write_whole
+from foveate.utils.progress import Track, silent
+from foveate.web.report import draw_sheet, figure_png
 
 __all__ = ["MIXED", "PixelRecipe", "PixelTraining", "Stage", "prepare", "train", "velocity_loss"]
 

@@ -17,10 +17,10 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
-from foveate.files import write_whole
-from foveate.report import draw_losses, figure_png
 from foveate.training.checkpoints import resume, write_checkpoint
 from foveate.training.trained import Trained
+from foveate.utils.files import write_whole
+from foveate.web.report import draw_losses, figure_png
 
 __all__ = ["Run", "Stretch", "cooled", "learn", "shares"]
 

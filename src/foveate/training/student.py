@@ -18,8 +18,8 @@ from peft import LoraConfig
 from peft.utils import get_peft_model_state_dict, set_peft_model_state_dict
 from torch import Tensor, nn
 
-from foveate.integrations.diffusers.apply import apply
-from foveate.integrations.diffusers.lora import pack_lora
+from foveate.diffusers.apply import apply
+from foveate.diffusers.lora import pack_lora
 from foveate.methods import Method
 from foveate.training.pairs import Noisy
 from foveate.training.run import cooled

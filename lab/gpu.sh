@@ -1,0 +1,139 @@
+#!/usr/bin/env bash
+# The numbers of docs/results.md that need a GPU, part by part; minutes on an H200 in brackets.
+#
+#   bash lab/gpu.sh                     # all of them, one after another
+#   CUDA_VISIBLE_DEVICES=1 COMMIT=abc1234 bash lab/gpu.sh sdxl merging
+#
+# Results go to lab/results and lab/results. What a part leaves in out/ is gone on with, so a part that was
+# broken off may be run again. COMMIT names the code where git cannot tell.
+set -u
+cd "$(dirname "$0")/.."
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-8} # parts that run side by side would fight for the cores
+commit=(--commit "${COMMIT:-}")
+results=(--out lab/results "${commit[@]}")
+foveate=${FOVEATE:-foveate}
+
+timed() { echo "== $(date +%T) $*" && "$@"; }
+step() { timed $foveate bench step --model "$1" --sides "$2" "${results[@]}" "${@:3}"; }
+
+tests() { timed python3 -m pytest -p no:benchmark -n 8 -m gpu -rf --tb=short tests; } # [3]
+
+attention() { # [3]
+  timed $foveate bench attention --pixels 1024,1536,2048,4096 "${results[@]}"
+  timed $foveate bench attention --pixels 1024,1536,2048 --centre 0.25 --backward "${results[@]}"
+}
+
+log_linear() { # [8]
+  timed $foveate bench log-linear --head-dim 64,128 "${results[@]}"
+  timed $foveate bench log-linear --backward "${results[@]}"
+  # a folder of their own: the files have the same names
+  timed $foveate bench log-linear --heads 8 --levels auto,2,3 --top-k 8,16 --inputs balanced,skewed --longest 0.1 \
+    "${results[@]}" --out lab/results/log-linear-options
+}
+
+train() { timed $foveate bench train --compile "${results[@]}"; } # [4]
+
+flux() { # [22]
+  step flux-dev 64,128,256 --compile --rounds 7
+  step flux-dev 64,128,256 --rounds 5
+}
+
+flux_options() { # [4]
+  local methods=() method
+  for method in todo tomesd tofu toma:keep=0.75 toma:dst_every=1,weights_every=1 toma:dst_every=50,weights_every=50 \
+    toma:granularity=module "toma:granularity=module,tile=(4,4)" "toma:tile=(4,4)" "toma:tile=(16,16)" toma:size_bias=true; do
+    methods+=(--method "$method")
+  done
+  step flux-dev 64 --compile --rounds 5 "${methods[@]}" --out out/options
+  mv out/options/step-flux-dev-compiled-cuda.json lab/results/step-flux-dev-options-cuda.json
+}
+
+sdxl() { # [7]
+  local methods=() keep
+  for keep in 0.75 0.5 0.25; do methods+=(--method "toma:keep=$keep"); done
+  methods+=(--method toma:granularity=module --method tomesd --method tofu --method todo)
+  step sdxl 64,128 --compile "${methods[@]}"
+  step sdxl 64,128 "${methods[@]}"
+}
+
+built_in() { # [2]
+  step built-in 64,128 --text 64
+  step built-in 64,128 --text 64 --compile
+}
+
+quality() { # [8]
+  timed python3 -m lab.quality.quality --size 256 --prompts 500 --batch 32 --pictures out/quality "${commit[@]}"
+  timed python3 -m lab.quality.quality --size 512 --prompts 128 --batch 8 --pictures out/quality "${commit[@]}"
+}
+
+merging() { # [8]
+  timed python3 -m lab.quality.merging --size 256 --prompts 500 --batch 32 --pictures out/merging "${commit[@]}"
+}
+
+distilled() { # [7 a variant]
+  timed python3 -m lab.quality.distilled --out out/distilled --only "${ONLY:-t16,t4-rank32}" --steps 3000 --compile "${commit[@]}"
+}
+
+distilled_512() { # [9 a variant; begins with what distilled left]
+  local name start
+  for name in $(tr , ' ' <<<"${ONLY:-t16,t4-rank32}"); do
+    start=out/$name-3000-steps.safetensors
+    cp "out/distilled/$name-3000-steps/pytorch_lora_weights.safetensors" "$start"
+    timed python3 -m lab.quality.distilled --out out/distilled-512 --only "$name" --start "$start" --size 512 --pictures 400 \
+      --steps 400 --rate 5e-4 --at-once 8 --batch 8 --prompts 128 --compile "${commit[@]}"
+  done
+}
+
+ablations() { # [25]
+  timed python3 -m lab.quality.distilled --out out/distilled --steps 500 --compile "${commit[@]}" \
+    --only "${ONLY:-t16,t16-paper,t16-uniform,t16-rank4,t16-rank16,t16-still,t16-bare,t16-moore,t16-raster,clear}"
+}
+
+pixel_dit() { # [15 at 64 px, 23 at 128 px by estimate; SIZE=64 takes one of them]
+  local size
+  for size in ${SIZE:-64 128}; do
+    timed python3 -m lab.quality.pixel_dit --size "$size" --before 1000 --steps $((64000 / size)) --batch $((1024 / size)) \
+      --optimizer muon --rate 2e-3 --average 0.995 --prompts 100 --compile --out "out/pixel_dit-$size" "${commit[@]}"
+  done
+}
+
+pixel_model() { # [25 by estimate]
+  timed $foveate train --sizes 32:6000:128,64:1500:32,128:2500:8 --at-once 128 --optimizer muon --rate 2e-3 --cool-down 0.25 \
+    --average 0.998 --compile --minutes 23 --sample-every 2500 --out out/pixel
+  timed python3 -m lab.quality.quality --model out/pixel --guidance 3 --size 128 --prompts 100 --batch 50 --pictures out/pixel-quality \
+    "${commit[@]}"
+}
+
+prefill() { timed $foveate bench context "${results[@]}"; } # [4]
+
+pools() { timed $foveate bench examples "${results[@]}"; } # [2; apricot-select, if installed, 1 more]
+
+examples() { # [12]
+  timed python3 -m lab.quality.examples --reader learner --out out/examples "${commit[@]}"
+}
+
+readers() { # [3 on three GPUs, one seed each; GPUS=1 trains all three on one in 6]
+  local seed
+  mkdir -p out/readers
+  for seed in 0 1 2; do
+    CUDA_VISIBLE_DEVICES=$((seed % ${GPUS:-3})) timed $foveate demo reader --out "out/readers/$seed" --seed "$seed" \
+      >"out/readers/$seed.log" 2>&1 &
+  done
+  wait
+  tail -n 12 out/readers/*.log
+}
+
+recomputed() { # [5]
+  timed python3 -m lab.quality.context --out out/context "${commit[@]}" \
+    --readers out/readers/0/reader,out/readers/1/reader,out/readers/2/reader
+}
+
+parts=(
+  tests attention log_linear train flux flux_options sdxl built_in quality merging distilled distilled_512 ablations pixel_dit
+  pixel_model prefill pools examples readers recomputed
+)
+for part in "${@:-${parts[@]}}"; do
+  [[ " ${parts[*]} " == *" $part "* ]] || { echo "unknown part $part: choose from ${parts[*]}" && exit 2; }
+done
+for part in "${@:-${parts[@]}}"; do "$part" || echo "== $part failed"; done
+echo "== $(date +%T) done"

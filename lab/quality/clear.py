@@ -1,0 +1,131 @@
+"""CLEAR's pattern, to compare with: an image token sees a disc around itself (Liu et al., arXiv 2412.16112).
+
+Text sees all and is seen by all; an image token sees the image tokens less than `radius` away. The paper's second,
+down-sampled level is left out. Every block of its tables is a single token, which takes the usual kernels very long:
+after `register()` attention is dense under a mask instead.
+"""
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Int
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from foveate.methods import METHODS
+from foveate.methods.method import SparseAttention, StaysDense
+from foveate.ops import dispatch
+from foveate.ops.block_table import BlockTable, block_starts
+from foveate.ops.curves import raster_order
+from foveate.utils.cache import PerTensors
+
+__all__ = ["Clear", "radius_for", "register"]
+
+Grid = tuple[int, int]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Clear(SparseAttention):
+    """Attention within a disc. A `radius` beyond the diagonal is exactly the dense model.
+
+    Attributes:
+        radius: In tokens; those nearer than that are seen.
+    """
+
+    radius: float = 8.0
+
+    @property
+    def title(self) -> str:
+        """CLEAR and its radius."""
+        return f"CLEAR r={self.radius:g}"
+
+    def plan(self, grids: tuple[Grid, ...], text: int, *, device: str = "cpu") -> "ClearPlan":
+        """Discs over one image, in raster order.
+
+        Raises:
+            StaysDense: If there are reference images.
+        """
+        grid, *references = grids
+        if references:
+            raise StaysDense("CLEAR does not take reference images")
+        return _plan(self, grid, text, device)
+
+
+class Discs(BlockTable):
+    """The table of CLEAR, to be told from others."""
+
+
+class ClearPlan(NamedTuple):
+    """What CLEAR decided for one size."""
+
+    order: Int[Tensor, "image"]
+    inverse: Int[Tensor, "image"]
+    tables: tuple[BlockTable, ...]
+    title: str
+    nominal_sparsity: float
+    tile_maps: tuple[None, ...] = (None,)
+
+    @property
+    def segments(self) -> tuple[tuple[int, int], ...]:
+        """Every token sees others than its neighbours do, so none may merge."""
+        return len(self.order) * ((0, 1),)
+
+
+@lru_cache(maxsize=8)
+@torch.inference_mode(False)
+def _plan(method: Clear, grid: Grid, text: int, device: str) -> ClearPlan:
+    """Blocks of one image token each, behind those of the text."""
+    texts, cells = block_starts(text)[:-1], grid[0] * grid[1]
+    rows, columns = torch.cartesian_prod(torch.arange(grid[0]), torch.arange(grid[1])).unbind(1)
+    near = (rows[:, None] - rows).square() + (columns[:, None] - columns).square() < method.radius**2
+    seen = torch.ones(len(texts) + cells, len(texts) + cells, dtype=torch.bool)
+    seen[len(texts) :, len(texts) :] = near
+    starts = torch.cat([texts, text + torch.arange(cells + 1)]).int()
+    offsets = torch.nn.functional.pad(seen.sum(1).cumsum(0), (1, 0)).int()
+    table = Discs(starts, starts, offsets, seen.nonzero()[:, 1].int())
+    order = raster_order(*grid, device=device)
+    return ClearPlan(order, order, (table,), method.title, 1 - near.double().mean().item())
+
+
+def radius_for(sparsity: float, grid: Grid, text: int) -> float:
+    """The radius at which the table leaves out as large a part of all pairs as can be had to `sparsity`.
+
+    Args:
+        sparsity: From 0 to 1, of all pairs of tokens.
+        grid: (rows, columns) of image tokens.
+        text: Text tokens.
+    """
+    tokens = text + grid[0] * grid[1]
+    wanted = (1 - sparsity) * tokens**2 - text * (2 * tokens - text)  # pairs of image tokens
+    down, right = (torch.arange(1 - side, side) for side in grid)
+    squares = (down.square()[:, None] + right.square()).flatten()
+    pairs = ((grid[0] - down.abs())[:, None] * (grid[1] - right.abs())).flatten()
+    squares, order = squares.sort(stable=True)
+    within = pairs[order].cumsum(0)
+    last = torch.cat([squares[1:] != squares[:-1], torch.tensor([True])])  # a disc holds all of one distance
+    best = (within[last] - wanted).abs().argmin()
+    return (squares[last][best].item() + 0.5) ** 0.5
+
+
+def register() -> None:
+    """Let the files of LoRAs name CLEAR, and compute its attention under a mask, for as long as the process lives."""
+    METHODS["clear"] = Clear
+    dispatch.register("block_attention", "masked", takes=lambda *work: True)(_masked)
+
+
+_MASKS: PerTensors[Tensor] = PerTensors()
+
+
+def _masked(
+    q: Tensor, k: Tensor, v: Tensor, table: BlockTable, scale: float, with_lse: bool
+) -> tuple[Tensor, Tensor | None]:
+    """`block_attention` of discs, without the LSE; all other work is left to the backend that does it anyway."""
+    if not isinstance(table, Discs):
+        known = dispatch.backends("block_attention", q.device, q.dtype, q.shape[3])
+        return [one.run for one in known if one.run is not _masked][-1](q, k, v, table, scale, with_lse)
+    mask = _MASKS.get(table, q.device, lambda: table.to_dense().to(q.device))
+    # one by one: gradients under a mask over 2^31 pairs of tokens and more fail (pytorch#150054)
+    parts = zip(q.split(1), k.split(1), v.split(1), strict=True)
+    return torch.cat([scaled_dot_product_attention(*part, attn_mask=mask, scale=scale) for part in parts]), None

@@ -1,0 +1,154 @@
+"""Distil a LoRA for HilbertA, for each of its parts left out and for CLEAR, and judge what it gains.
+
+python -m lab.quality.distilled --out run-0 --only t16,t4           # on one GPU; results as quality.py leaves them
+python -m lab.quality.distilled --out run-1 --only t16-still,clear  # on another, in a folder of its own
+accelerate launch --num_processes 2 -m lab.quality.distilled --at-once 16 --only t16  # on both together
+
+Every variant is judged without and with its LoRA. All have 16 tiles and rank 64, in all layers, and levels of noise as
+drawing meets them, unless their name says otherwise; and all learn from the same pictures. CLEAR's discs leave out as
+many pairs of tokens as 16 tiles do; they are computed under a mask, which cannot be compiled, so that their time says
+nothing about CLEAR. What is found in --out is gone on with.
+"""
+
+import csv
+import math
+from dataclasses import asdict
+from itertools import islice
+from pathlib import Path
+from statistics import mean
+from typing import Annotated, Any
+
+import torch
+import typer
+from accelerate import PartialState
+
+from foveate import HilbertA
+from foveate.cli.common import progress
+from foveate.demo import PIPELINE
+from foveate.demo.scenes import scenes
+from foveate.demo.text import TEXT_TOKENS
+from foveate.diffusers.pipelines import Request, load
+from foveate.methods import Method
+from foveate.training.distill import distill
+from foveate.training.pairs import make_pairs
+from foveate.training.student import Recipe
+from lab.quality.clear import Clear, radius_for, register
+from lab.quality.quality import Batch, Commit, Prompts, Size, judge
+
+PIXELS = 4  # along each side of a token
+SEED = 10_000  # of the first picture to learn from; those that are judged begin at 0
+LAST = 100  # steps whose mean loss is the final one
+SHOWN = "t16", "t4-rank32"  # variants whose pictures go into docs/images
+
+USUAL: dict[str, Any] = {"rank": 64, "layers": "all", "levels": "shifted", "optimizer": "adamw"}
+
+VARIANTS: dict[str, tuple[Method | None, dict[str, Any]]] = {
+    "t16": (HilbertA(tiles=16), {}),
+    "t4": (HilbertA(tiles=4), {}),
+    "t4-rank32": (HilbertA(tiles=4), {"rank": 32}),
+    "t16-paper": (HilbertA(tiles=16), {"layers": "paper"}),
+    "t16-uniform": (HilbertA(tiles=16), {"levels": "uniform"}),
+    "t16-rank4": (HilbertA(tiles=16), {"rank": 4}),
+    "t16-rank16": (HilbertA(tiles=16), {"rank": 16}),
+    "t16-rank256": (HilbertA(tiles=16), {"rank": 256}),
+    "t16-still": (HilbertA(tiles=16, period=1), {}),
+    "t16-bare": (HilbertA(tiles=16, centre=0), {}),
+    "t16-moore": (HilbertA(tiles=16, curve="moore"), {}),
+    "t16-raster": (HilbertA(tiles=16, curve="raster"), {}),
+    "clear": (None, {}),
+}
+"""By name the method, and what of the recipe is not as in the others; CLEAR's radius depends on the size."""
+
+
+def variant(name: str, size: int) -> tuple[Method, dict[str, Any]]:
+    """Method and options of the recipe of that name, for pictures of so many pixels a side.
+
+    Raises:
+        ValueError: If there is none of that name, or the size is too small for 16 tiles to compare CLEAR with.
+    """
+    if name not in VARIANTS:
+        raise ValueError(f"unknown variant {name!r}: choose from {', '.join(VARIANTS)}")
+    method, options = VARIANTS[name]
+    return method or _as_sparse(HilbertA(tiles=16), size), options
+
+
+def _as_sparse(method: HilbertA, size: int) -> Clear:
+    grid = (size // PIXELS, size // PIXELS)
+    sparsity = mean(table.sparsity() for table in method.plan((grid,), TEXT_TOKENS).tables)
+    return Clear(radius=round(radius_for(sparsity, grid, TEXT_TOKENS), 2))
+
+
+def main(
+    size: Size = 256,
+    prompts: Prompts = 500,
+    batch: Batch = 32,
+    steps: Annotated[int, typer.Option(help="Of training, 32 pictures each.")] = 1000,
+    pictures: Annotated[int, typer.Option(help="To learn from.")] = 2000,
+    rate: Annotated[float, typer.Option(help="Of AdamW.")] = 1e-3,
+    cool_down: Annotated[float, typer.Option(help="Last fraction of the steps, in which the rate falls to 0.")] = 1.0,
+    at_once: Annotated[int, typer.Option(help="Pictures to learn from that are drawn, and seen, together.")] = 32,
+    only: Annotated[str, typer.Option(help="Variants, separated by commas.")] = ",".join(VARIANTS),
+    minutes: Annotated[float, typer.Option(help="Time to train a variant; it is judged as it is then.")] = math.inf,
+    start: Annotated[Path | None, typer.Option(help="LoRA to begin with, named after how it was trained.")] = None,
+    compile: Annotated[bool, typer.Option("--compile", help="Compile the blocks for the training.")] = False,
+    out: Annotated[Path, typer.Option(help="Folder of pictures and LoRAs.")] = Path("eval-distilled"),
+    commit: Commit = "",
+) -> None:
+    """Draw what to learn from, then distil and judge one variant after another."""
+    register()
+    request = Request("", (size, size), 20, None, SEED)
+    captions = [scene.caption for scene in islice(scenes(SEED), pictures)]
+    for name, (method, options) in {name: variant(name, size) for name in only.split(",")}.items():
+        chosen: dict[str, Any] = USUAL | {"rate": rate, "cool_down": cool_down} | options
+        recipe = Recipe(method=method, **chosen)
+        pipe: Any = load(str(PIPELINE))
+        with progress() as track:
+            advance = track("pictures", pictures)
+            make_pairs(out / "pairs", pipe, captions, request, at_once=at_once, advance=advance)
+            torch.compiler.reset()  # a process keeps few graphs, and every variant has its own
+            folder = out / f"{name}-{steps}-steps"
+            distill(
+                folder,
+                pipe,
+                recipe,
+                request,
+                captions,
+                pairs=out / "pairs",
+                steps=steps,
+                start=start,
+                at_once=at_once,
+                compile=compile and not isinstance(method, Clear),
+                minutes=minutes,
+                track=track,
+            )
+        with PartialState().main_process_first():
+            if PartialState().is_main_process:
+                judge(
+                    f"distilled-{folder.name}",
+                    size=size,
+                    prompts=prompts,
+                    batch=batch,
+                    lora=str(folder),
+                    pictures=str(out / "judged"),
+                    commit=commit,
+                    about={"training": training(folder, recipe, pictures, start)},
+                    sheet=name in SHOWN,
+                )
+
+
+def training(folder: Path, recipe: Recipe, pictures: int, start: Path | None = None) -> dict[str, Any]:
+    """How a LoRA was distilled, and how far that went; the steps of what it began with do not count."""
+    rows = csv.reader((folder / "log.csv").read_text().splitlines())
+    losses, seconds = zip(*((float(loss), float(seconds)) for _, loss, seconds in rows), strict=True)
+    settings = {name: value for name, value in asdict(recipe).items() if name != "method"}
+    done = {
+        "pictures": pictures,
+        "steps": len(losses),
+        "loss": mean(losses[-LAST:]),
+        "seconds": round(sum(seconds), 1),
+    }
+    return {"method": repr(recipe.method), **settings, **done, **({"start": start.stem} if start else {})}
+
+
+if __name__ == "__main__":
+    typer.run(main)

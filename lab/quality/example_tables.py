@@ -1,0 +1,137 @@
+"""What lab/quality/examples.py shows of its rows: tables in Markdown, and a picture."""
+
+from collections.abc import Iterable
+from typing import Any
+
+from matplotlib.figure import Figure
+
+from foveate.methods.sub_cp import STRATEGIES
+from lab.quality.example_deals import CONTROLS
+
+__all__ = ["draw_gains", "has_gap", "tables", "usual", "verdict"]
+
+Row = dict[str, Any]
+SHOWN = {"blocks": 8, "size": 8, "examples": 600}
+COLOURS = "#1F2933", "#0072B2", "#E69F00", "#009E73"
+
+
+def verdict(gain: list[float]) -> int:
+    """1 or -1 where the whole interval is above or below 0; else 0: nothing may be claimed."""
+    _, low, high = gain
+    return (low > 0) - (high < 0)
+
+
+def has_gap(row: Row) -> bool:
+    """Whether one text of all examples beat one random block."""
+    return verdict(row["gap"]) > 0
+
+
+def usual(rows: list[Row]) -> list[Row]:
+    """The rows of the setting that is shown in full."""
+    return [row for row in rows if SHOWN.items() <= row.items()]
+
+
+def tables(rows: list[Row]) -> str:
+    """Accuracies in the usual setting, how often each way beat random blocks, and what the deal alone was worth."""
+    shown = usual(rows)
+    parts = [_accuracies(shown, data) for data in _distinct(row["data"] for row in shown)]
+    return "\n\n".join([*parts, _other_scores(shown), _wins(rows), _deals(rows)])
+
+
+def _accuracies(rows: list[Row], data: str) -> str:
+    """Accuracies; behind them the gain over random blocks, where its interval leaves 0 out."""
+    some = [row for row in rows if row["data"] == data]
+    hosts = _distinct(row["host"] for row in some)
+    gap = "" if has_gap(some[0]) else " (no gap: nothing may be claimed)"
+    head = [f"{data}{gap}", *hosts]
+    body = [
+        [way, *(_shown(row) for row in some if row["way"] == way)] for way in _distinct(row["way"] for row in some)
+    ]
+    return _markdown(head, body)
+
+
+def _shown(row: Row) -> str:
+    gain = row["over random"]
+    return f"{row['accuracy']:.3f}" + (f" ({gain[0]:+.3f})" if verdict(gain) else "")
+
+
+def _other_scores(rows: list[Row]) -> str:
+    """Calibration error and accuracy of the worst label, where blocks count by how near they are."""
+    rows = [row for row in rows if row["host"] == "moe, weighted"]
+    body = [
+        [way, *(f"{row['calibration error']:.3f}, {row['worst class']:.3f}" for row in rows if row["way"] == way)]
+        for way in _distinct(row["way"] for row in rows)
+    ]
+    data = _distinct(row["data"] for row in rows)
+    return _markdown(["moe, weighted: calibration error, worst label", *data], body)
+
+
+def _wins(rows: list[Row]) -> str:
+    """For each way and host: settings in which it beat random blocks, lost to them, and neither."""
+    rows = [row for row in rows if has_gap(row) and row["way"] != "random"]
+    hosts = _distinct(row["host"] for row in rows)
+    body = []
+    for way in _distinct(row["way"] for row in rows):
+        cells = []
+        for host in hosts:
+            found = [verdict(row["over random"]) for row in rows if row["way"] == way and row["host"] == host]
+            cells.append(f"{found.count(1)} / {found.count(-1)} / {found.count(0)}")
+        body.append([way, *cells])
+    return _markdown(["won / lost / neither", *hosts], body)
+
+
+def _deals(rows: list[Row]) -> str:
+    """What global_local's deal gains over deals of the same examples, where all blocks count the same."""
+    body = [
+        [
+            f"{row['data']}, {row['blocks']} x {row['size']} of {row['examples']}",
+            *(_interval(row[f"over {against}"]) for against in ("random", *CONTROLS)),
+        ]
+        for row in rows
+        if row["way"] == "global_local" and row["host"] == "moe" and has_gap(row)
+    ]
+    return _markdown(["global_local, moe", "over random", "over a random deal", "over a deal in order"], body)
+
+
+def _interval(gain: list[float]) -> str:
+    text = "{:+.3f} [{:+.3f}, {:+.3f}]".format(*gain)
+    return f"**{text}**" if verdict(gain) else text
+
+
+def draw_gains(rows: list[Row]) -> Figure:
+    """A figure of what each strategy gains over random blocks with intervals."""
+    hosts = [
+        host
+        for host in ("one text", "moe", "moe, weighted", "parallel windows")
+        if host in _distinct(row["host"] for row in rows)
+    ]
+    data = _distinct(row["data"] for row in rows)
+    figure = Figure(figsize=(9, 3.2), layout="constrained")
+    for panel, kind in zip(figure.subplots(1, len(data), sharey=True, squeeze=False)[0], data, strict=True):
+        for h, host in enumerate(hosts):
+            gains = [
+                row["over random"]
+                for way in STRATEGIES
+                for row in rows
+                if (row["way"], row["host"], row["data"]) == (way, host, kind)
+            ]
+            places = [-w - 0.7 * ((h + 0.5) / len(hosts) - 0.5) for w in range(len(gains))]
+            means = [mean for mean, _, _ in gains]
+            spread = [[mean - low for mean, low, _ in gains], [high - mean for mean, _, high in gains]]
+            panel.errorbar(means, places, xerr=spread, fmt="o", markersize=4, color=COLOURS[h], label=host)
+        panel.axvline(0, color="#9AA5B1", linewidth=1, zorder=0)
+        panel.set(title=kind, xlabel="accuracy over random blocks", yticks=range(0, -len(STRATEGIES), -1))
+        panel.set_yticklabels(STRATEGIES)
+    figure.legend(
+        *figure.axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=len(hosts), frameon=False
+    )
+    return figure
+
+
+def _distinct(values: Iterable[str]) -> list[str]:
+    return list(dict.fromkeys(values))
+
+
+def _markdown(head: list[str], body: list[list[str]]) -> str:
+    lines = [head, ["---"] * len(head), *body]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)

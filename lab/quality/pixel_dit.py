@@ -1,0 +1,215 @@
+"""Train the same pixel model with dense and with sparse attention, and judge it at equal steps and at equal time.
+
+python -m lab.quality.pixel_dit --size 64 --out pixels-64 --compile              # on one GPU
+python -m lab.quality.pixel_dit --size 128 --batch 16 --out pixels-128 --compile
+
+Every variant sees the same scenes under the same noise, from the same first weights: first small pictures, then those
+of --size, whose steps and seconds count. At equal time a variant has had as many steps as fit into the time of the
+dense one, by the median of their seconds. Judged are pictures of held-out captions. What is found in --out is gone on
+with.
+"""
+
+import csv
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import mean, median
+from typing import Annotated, Any
+
+import numpy as np
+import torch
+import typer
+from diffusers import FlowMatchEulerDiscreteScheduler
+from matplotlib.figure import Figure
+
+from foveate.cli.common import progress
+from foveate.cli.train import built_in_reader
+from foveate.demo.evaluate import evaluate
+from foveate.demo.pictures import ScenePictures
+from foveate.diffusers.pipelines import Request, load
+from foveate.diffusers.pixel_dit import MODELS, PixelDiT
+from foveate.diffusers.pixel_pipeline import PixelPipeline
+from foveate.training.pixel import PixelRecipe, Stage, train
+from foveate.utils.device import versions
+from foveate.utils.files import write_whole
+from foveate.web.report import figure_png
+from lab.quality.quality import RESULTS, SHEETS, Batch, Commit, Prompts
+
+SMALL = 32  # px of the first stage
+PROBE = 50  # steps of --size, whose median time tells how many fit into that of dense
+BIN = 100  # steps of a point of the curve
+SEED = 0
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "dense": {"attention": "dense"},
+    "top-k": {"levels": 1, "enrich": False},
+    "llsa-bare": {"enrich": False},
+    "llsa": {},
+}
+"""By name what of the model is not as in the others."""
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One variant, and how all of them are trained and judged.
+
+    Attributes:
+        name: Of `VARIANTS`.
+        folder: Of the run.
+        dit: Of `MODELS`.
+        patch: Pixels along each side of a token.
+        stages: Of small pictures, then of those whose steps count.
+        recipe: How it learns.
+        at_once: Pictures that the GPU sees together at most.
+        compiled: Compile the blocks.
+        prompts: Held-out captions.
+        drawn: Pictures drawn together.
+        track: Shows progress.
+    """
+
+    name: str
+    folder: Path
+    dit: str
+    patch: int
+    stages: tuple[Stage, Stage]
+    recipe: PixelRecipe
+    at_once: int
+    compiled: bool
+    prompts: int
+    drawn: int
+    track: Any
+
+    def log(self) -> list[tuple[float, float]]:
+        """Loss and seconds of every step that counts."""
+        path = self.folder / "log.csv"
+        rows = csv.reader(path.read_text().splitlines()) if path.exists() else []
+        return [(float(loss), float(seconds)) for _, loss, seconds in rows][self.stages[0].steps :]
+
+    def seconds(self) -> float:
+        """Median time of the first steps that count."""
+        return median(seconds for _, seconds in self.log()[:PROBE])
+
+    def go_on(self, steps: int) -> None:
+        """Train until there were so many steps that count."""
+        if len(self.log()) >= steps:
+            return
+        first, last = self.stages
+        train(
+            self.folder,
+            untrained(self.name, self.dit, self.patch).to("cuda" if torch.cuda.is_available() else "cpu"),
+            ScenePictures(SEED),
+            [first, last._replace(steps=steps)],
+            self.recipe,
+            at_once=self.at_once,
+            compile=self.compiled,
+            track=self.track,
+        )
+
+    def judged(self, steps: int) -> dict[str, Any]:
+        """Scores after so many steps that count."""
+        out = self.folder / f"judged-{steps}"
+        if not (out / "scores.json").exists():
+            self.go_on(steps)
+            request = Request("", self.stages[1].size, 20, None, SEED)
+            pipe = load(str(self.folder))
+            evaluate(pipe, [], out, prompts=self.prompts, request=request, batch=self.drawn, track=self.track)
+        _real, score = json.loads((out / "scores.json").read_text())["scores"]
+        return {"steps": steps, **score}
+
+
+def main(
+    size: Annotated[int, typer.Option(help="Side of the pictures in pixels.")] = 64,
+    steps: Annotated[int, typer.Option(help="With pictures of that size.")] = 10_000,
+    batch: Annotated[int, typer.Option(help="Pictures a step.")] = 64,
+    before: Annotated[int, typer.Option(help=f"Steps with {SMALL} px that come first.")] = 5000,
+    at_once: Annotated[int, typer.Option(help="Pictures that the GPU sees together at most.")] = 64,
+    dit: Annotated[str, typer.Option(help="Depth and width.")] = "DiT-S",
+    patch: Annotated[int, typer.Option(help="Pixels along each side of a token.")] = 1,
+    rate: Annotated[float, typer.Option(help="Of learning.")] = 1e-4,
+    optimizer: Annotated[str, typer.Option(help="adamw or muon.")] = "adamw",
+    average: Annotated[float, typer.Option(help="What the average of the weights keeps at each step.")] = 0.9999,
+    prompts: Prompts = 500,
+    drawn: Batch = 32,
+    only: Annotated[str, typer.Option(help="Variants, separated by commas, dense first.")] = ",".join(VARIANTS),
+    compiled: Annotated[bool, typer.Option("--compile", help="Compile the blocks.")] = False,
+    out: Annotated[Path, typer.Option(help="Folder of the runs and pictures.")] = Path("eval-pixels"),
+    commit: Commit = "",
+) -> None:
+    """Train and judge one variant after another."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    dtype = "bfloat16" if device == "cuda" else "float32"
+    recipe = PixelRecipe(rate=rate, optimizer=optimizer, average=average, dtype=dtype, seed=SEED)
+    stages = Stage((SMALL, SMALL), before, 64), Stage((size, size), steps, batch)
+    results, dense_seconds, probe = {}, 0.0, min(PROBE, steps)
+    with progress() as track:
+        for name in only.split(","):
+            torch.compiler.reset()  # a process keeps few graphs, and every variant has its own
+            trial = Trial(name, out / name, dit, patch, stages, recipe, at_once, compiled, prompts, drawn, track)
+            trial.go_on(probe)
+            seconds = trial.seconds()
+            dense_seconds = seconds if name == "dense" else dense_seconds
+            at = {"equal steps": steps, "equal time": max(probe, equal_time(steps, dense_seconds, seconds))}
+            judged = {label: trial.judged(count) for label, count in sorted(at.items(), key=lambda item: item[1])}
+            results[name] = {**judged, "seconds a step": trial.seconds(), "curve": curve(trial.log())}
+    content: dict[str, Any] = {
+        **{"size": size, "dit": dit, "patch": patch, "batch": batch, "steps": steps, "steps before": before},
+        **{"recipe": asdict(recipe), "prompts": prompts, "versions": versions(), "variants": results},
+    }
+    if commit:
+        content["versions"]["commit"] = commit
+    path = RESULTS / f"pixel-dit-{device}-{size}px.json"
+    write_whole(path, json.dumps(content, indent=2).encode() + b"\n")
+    write_whole(SHEETS / f"{path.stem}.png", figure_png(draw_variants(results), dpi=100))
+    print(path)
+
+
+def untrained(name: str, dit: str, patch: int) -> PixelPipeline:
+    """The pipeline of a variant, with the first weights that all of them have.
+
+    Raises:
+        ValueError: If there is none of that name.
+    """
+    if name not in VARIANTS:
+        raise ValueError(f"unknown variant {name!r}: choose from {', '.join(VARIANTS)}")
+    text_encoder, tokenizer = built_in_reader()
+    torch.manual_seed(SEED)
+    model = PixelDiT(**MODELS[dit], patch_size=patch, text_dim=text_encoder.config.d_model, **VARIANTS[name])
+    return PixelPipeline(model, FlowMatchEulerDiscreteScheduler(), tokenizer, text_encoder)
+
+
+def equal_time(steps: int, dense_seconds: float, seconds: float) -> int:
+    """How many steps of `seconds` fit into so many of `dense_seconds`; as many where dense was not timed."""
+    return max(1, round(steps * dense_seconds / seconds)) if dense_seconds else steps
+
+
+def curve(steps: list[tuple[float, float]]) -> list[dict[str, float]]:
+    """Mean losses of runs of steps, and how long they had taken by then at the median speed."""
+    usual = median(seconds for _, seconds in steps)
+    parts = [steps[start : start + BIN] for start in range(0, len(steps), BIN)]
+    ends = [start + len(part) for start, part in zip(range(0, len(steps), BIN), parts, strict=True)]
+    return [
+        {"step": end, "seconds": round(end * usual, 2), "loss": mean(loss for loss, _ in part)}
+        for end, part in zip(ends, parts, strict=True)
+    ]
+
+
+def draw_variants(variants: dict[str, Any]) -> Figure:
+    """A figure of losses over steps and over time, and of the Frechet distances at equal steps and at equal time."""
+    figure = Figure(figsize=(9, 3.2), layout="constrained")
+    by_steps, by_time, distances = figure.subplots(1, 3)
+    for panel, unit, said in ((by_steps, "step", "steps with large pictures"), (by_time, "seconds", "seconds")):
+        panel.set(xlabel=said, ylabel="loss", yscale="log")
+        for name, variant in variants.items():
+            panel.plot(*zip(*((point[unit], point["loss"]) for point in variant["curve"]), strict=True), label=name)
+    for i, variant in enumerate(variants.values()):
+        scores = [variant[label]["frechet"] for label in ("equal steps", "equal time")]
+        values, *ends = (np.array([score[name] for score in scores]) for name in ("value", "low", "high"))
+        places = np.arange(2) + 0.8 * (i + 0.5) / len(variants) - 0.4
+        distances.bar(places, values, 0.7 / len(variants), yerr=np.abs(np.stack(ends) - values))
+    distances.set(ylabel="Fréchet distance", xticks=range(2), xticklabels=["equal steps", "equal time"])
+    figure.legend(*by_steps.get_legend_handles_labels(), loc="outside lower center", ncols=4, frameon=False)
+    return figure
+
+
+if __name__ == "__main__":
+    typer.run(main)

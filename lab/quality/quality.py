@@ -1,0 +1,108 @@
+"""Judge dense and sparse drawing with the built-in model: scores to lab/results, pictures to docs/images.
+
+python -m lab.quality.quality --size 256 --prompts 500 --batch 32             # as docs/results.md shows them
+python -m lab.quality.quality --size 256 --prompts 500 --batch 32 --lora distilled-16  # a LoRA of foveate distill
+python -m lab.quality.quality --size 128 --prompts 500 --batch 32 --model trained --guidance 3
+"""
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from foveate.cli.common import progress
+from foveate.demo import PIPELINE
+from foveate.demo.evaluate import evaluate, score_table
+from foveate.diffusers.lora import Way, find_lora, load_lora
+from foveate.diffusers.pipelines import Request, load
+from foveate.diffusers.pixel import as_method
+from foveate.methods import Method, ToDo, ToFu, Together, ToMA, ToMeSD
+from foveate.utils.files import write_whole
+from foveate.web.compare import showcase
+
+RESULTS, SHEETS = Path("lab/results"), Path("docs/images")
+
+Size = Annotated[int, typer.Option(help="Side of the pictures in pixels.")]
+Prompts = Annotated[int, typer.Option(help="Held-out captions.")]
+Batch = Annotated[int, typer.Option(help="Pictures drawn together.")]
+Pictures = Annotated[str, typer.Option(help="Folder of the pictures; a run found there is gone on with.")]
+Commit = Annotated[str, typer.Option(help="The commit that is judged, where git cannot tell.")]
+
+
+def main(
+    size: Size = 256,
+    prompts: Prompts = 500,
+    batch: Batch = 1,
+    lora: Annotated[str, typer.Option(help="Judge this LoRA and its method instead of the usual ones.")] = "",
+    model: Annotated[str, typer.Option(help="Judge this model of foveate train, as trained and dense.")] = "",
+    guidance: Annotated[float | None, typer.Option(help="Guidance scale.")] = None,
+    device: str = "auto",
+    dtype: str = "auto",
+    pictures: Pictures = "eval",
+    commit: Commit = "",
+) -> None:
+    """Draw, judge and write."""
+    judge(
+        f"quality-{Path(lora or model).name}" if lora or model else "quality",
+        [] if lora or model else [*showcase(), ToMA(keep=0.75), ToMeSD(), ToFu(), ToDo()],
+        size=size,
+        prompts=prompts,
+        batch=batch,
+        lora=lora,
+        model=model,
+        guidance=guidance,
+        device=device,
+        dtype=dtype,
+        pictures=pictures,
+        commit=commit,
+    )
+
+
+def judge(
+    name: str,
+    methods: Sequence[Method | Together] = (),
+    *,
+    size: int,
+    prompts: int,
+    batch: int,
+    pictures: str,
+    commit: str,
+    lora: str = "",
+    model: str = "",
+    guidance: float | None = None,
+    device: str = "auto",
+    dtype: str = "auto",
+    about: dict[str, Any] | None = None,
+    sheet: bool = True,
+) -> None:
+    """Draw with the methods, then without and with the LoRA; write scores, `about`, and the sheet under the name.
+
+    With the LoRA throughout, and after a first tenth and fifth of the steps with neither method nor LoRA.
+    """
+    pipe: Any = load(model or str(PIPELINE), device, dtype)
+    out, ways = Path(pictures) / f"{size}px", list[Way](methods)
+    if model:
+        ways.append(as_method(pipe))
+    if lora:
+        if (distilled := load_lora(pipe, find_lora(lora))) is None:
+            raise ValueError(f"{lora} does not say what it was distilled for: make one with foveate distill")
+        late = [distilled._replace(method=replace(distilled.method, start_percent=start)) for start in (0.0, 0.1, 0.2)]
+        ways += [late[0].method, *late]
+    request = Request("", (size, size), 20, guidance, 0)
+    with progress() as track:
+        scores = evaluate(pipe, ways, out, prompts=prompts, request=request, batch=batch, track=track)
+    result = json.loads((out / "scores.json").read_text()) | (about or {})
+    if commit:
+        result["versions"]["commit"] = commit
+    write_whole(RESULTS / f"{name}-{pipe.device.type}-{size}px.json", json.dumps(result, indent=2).encode() + b"\n")
+    if sheet:
+        write_whole(SHEETS / f"{name}-{size}px.png", (out / "sheet.png").read_bytes())
+    Console().print(score_table(scores))
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,206 @@
+# pyright: basic, reportPrivateImportUsage=false, reportArgumentType=false, reportCallIssue=false
+# pyright: reportAttributeAccessIssue=false
+"""How the built-in model learned to draw: a run of the stages that can be broken off and gone on with."""
+
+import csv
+import itertools
+import math
+import os
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from diffusers import FluxPipeline
+from PIL import Image
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from torch.utils.data import DataLoader
+
+from foveate.demo.scenes import scenes
+from foveate.demo.text import TEXT_TOKENS
+from foveate.diffusers.pipelines import fingerprint
+from foveate.training.checkpoints import resume, write_checkpoint
+from foveate.utils.files import write_picture
+from foveate.utils.progress import Track, silent
+from lab.training.painter import Latents, Painter, flow_loss
+from lab.training.stages import RECIPE, Batches, Stage
+
+__all__ = ["FlowTraining", "sample_grid"]
+
+EMA_DECAY = 0.999
+SDPA = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]  # not cuDNN: see Painter
+WORKERS = 8
+LOG_EVERY = 50  # steps
+CLOCK_EVERY = 10  # steps: the devices agree on what the clock says
+STAGE = 10**6  # more steps than any stage has: stage and step as one number
+
+
+class FlowTraining:
+    """A run of a recipe: what it trains, where it stands, and its folder.
+
+    Args:
+        out: Folder of checkpoints, sample grids and log.csv. A run that is found there is gone on with.
+        pipeline: Its autoencoder is trained; transformer and text encoders are trained in place.
+        afresh: Begin with new weights, not with the pipeline's.
+        recipe: The stages.
+        seed: The same seed, recipe and number of devices give the same run.
+        compile: Compile the transformer, once for every size.
+    """
+
+    def __init__(
+        self,
+        out: Path,
+        pipeline: FluxPipeline,
+        *,
+        afresh: bool = True,
+        recipe: Sequence[Stage] = RECIPE,
+        seed: int = 0,
+        compile: bool = False,
+    ):
+        self.out, self.recipe, self.seed, self.compile = out, tuple(recipe), seed, compile
+        self.accelerator = Accelerator(mixed_precision="bf16" if torch.cuda.is_available() else "no")
+        self.device = self.accelerator.device
+        self.painter = Painter(pipeline).to(self.device)
+        torch.manual_seed(seed)
+        if afresh:
+            self.painter.start_afresh()
+        self.average = AveragedModel(self.painter, multi_avg_fn=get_ema_multi_avg_fn(EMA_DECAY))
+        self.optimizers = self.painter.optimizers()
+        self.latents = Latents(pipeline, self.device)
+        mean: Any = self.average.module
+        self.pipeline = FluxPipeline(
+            pipeline.scheduler, pipeline.vae, mean.clip, pipeline.tokenizer, mean.t5, pipeline.tokenizer_2,
+            mean.transformer,
+        )  # fmt: skip
+        self.pipeline.set_progress_bar_config(disable=True)
+        self._parts = {"painter": self.painter, "average": self.average}
+        self._parts |= {f"optimizer {i}": optimizer for i, optimizer in enumerate(self.optimizers)}
+        self._settings = {"recipe": repr(self.recipe), "seed": seed, "devices": self.accelerator.num_processes}
+        if not afresh:
+            self._settings["start"] = fingerprint(pipeline.transformer)
+        self.stage, self.step = divmod(resume(out, self._parts, self._settings), STAGE)
+        self.average.module.eval()
+
+    def run(
+        self,
+        *,
+        minutes: float = math.inf,
+        checkpoint_minutes: float = 5,
+        sample_every: int = 2000,
+        workers: int | None = None,
+        track: Track = silent,
+    ) -> bool:
+        """Train until the recipe is done or the time is up; whether it is done.
+
+        Args:
+            minutes: When to write a checkpoint and stop.
+            checkpoint_minutes: Time between checkpoints.
+            sample_every: Steps between sample grids; 0 draws none.
+            workers: Processes that invent scenes; eight, or as many as there are cores.
+            track: Shows progress, stage by stage.
+        """
+        began = saved = time.monotonic()
+        workers = min(WORKERS, os.cpu_count() or 0) if workers is None else workers
+        if self.compile:
+            self.painter.transformer.compile(dynamic=False)
+        model = self.accelerator.prepare(self.painter).train()
+        for stage in self.recipe[self.stage :]:
+            steps = stage.steps(self.accelerator.num_processes)
+            advance = track(stage.name, steps)
+            for _ in range(self.step):
+                advance()
+            self._losses, self._began = [], time.monotonic()
+            for loss in self._steps(stage, model, workers):
+                advance()
+                now, asked = time.monotonic(), self.step % CLOCK_EVERY == 0
+                late = asked and self._anywhere(now > began + 60 * minutes)
+                due = asked and self._anywhere(now > saved + 60 * checkpoint_minutes)
+                last = late or self.step == steps
+                self._log(stage, loss, last)
+                if sample_every and (last or self.step % sample_every == 0):
+                    self._sample(stage)
+                if self.step == steps:
+                    self.stage, self.step = self.stage + 1, 0
+                if last or due:
+                    self._save()
+                    saved = now
+                if late:
+                    return self.stage == len(self.recipe)
+        return True
+
+    def minutes(self) -> float:
+        """How long all steps took so far, by the log."""
+        total, before = 0.0, 0
+        for _, step, _, seconds in csv.reader((self.out / "log.csv").read_text().splitlines()):
+            total += (int(step) - before if int(step) > before else int(step)) * float(seconds)
+            before = int(step)
+        return total / 60
+
+    def _steps(self, stage: Stage, model: nn.Module, workers: int) -> Iterator[Tensor]:
+        """The losses of the steps that are left of a stage."""
+        index, devices = self.accelerator.process_index, self.accelerator.num_processes
+        batches = Batches(stage, self.pipeline, self.seed, index, devices)
+        left = range(self.step, len(batches))
+        loader = DataLoader(
+            batches, batch_size=None, sampler=left, num_workers=workers, prefetch_factor=4 if workers else None
+        )
+        generator = torch.Generator(self.device)
+        for step, batch in zip(left, loader, strict=True):
+            generator.manual_seed(hash((self.seed, self.stage, step, index)) % 2**62)
+            rare = batch.t5_ids.shape[1] > TEXT_TOKENS  # not worth compiling for
+            with torch.compiler.set_stance("force_eager" if rare else "default"), sdpa_kernel(SDPA):
+                loss = flow_loss(model, self.latents, batch.to(self.device), generator)
+                self.accelerator.backward(loss)
+            nn.utils.clip_grad_norm_(self.painter.parameters(), 1.0)
+            for optimizer in self.optimizers:
+                for group in optimizer.param_groups:
+                    group["lr"] = stage.rate(step, len(batches))
+                optimizer.step()
+                optimizer.zero_grad()
+            self.average.update_parameters(self.painter)
+            self.step = step + 1
+            yield loss.detach()
+
+    def _anywhere(self, here: bool) -> bool:
+        flag = torch.tensor(float(here), device=self.device)
+        return bool(self.accelerator.reduce(flag).item())
+
+    def _log(self, stage: Stage, loss: Tensor, last: bool) -> None:
+        """Add a line to log.csv now and then: stage, step, mean loss and mean seconds of the steps since the last."""
+        self._losses.append(loss)
+        if self.accelerator.is_main_process and (last or len(self._losses) == LOG_EVERY):
+            mean = torch.stack(self._losses).mean().item()
+            seconds = (time.monotonic() - self._began) / len(self._losses)
+            self.out.mkdir(parents=True, exist_ok=True)
+            with (self.out / "log.csv").open("a", newline="") as file:
+                csv.writer(file).writerow([stage.name, self.step, f"{mean:.5f}", f"{seconds:.4f}"])
+        if last or len(self._losses) == LOG_EVERY:
+            self._losses, self._began = [], time.monotonic()
+
+    def _sample(self, stage: Stage) -> None:
+        if self.accelerator.is_main_process:
+            with torch.compiler.set_stance("force_eager"):
+                grid = sample_grid(self.pipeline, max(stage.batches))
+            write_picture(self.out / f"{self.stage}-{stage.name}-{self.step:06}.png", grid, {})
+
+    def _save(self) -> None:
+        if self.accelerator.is_main_process:
+            write_checkpoint(self.out, self.stage * STAGE + self.step, self._parts, self._settings)
+        self.accelerator.wait_for_everyone()
+
+
+@torch.no_grad()
+def sample_grid(pipeline: FluxPipeline, side: int, count: int = 16, steps: int = 20, seed: int = 0) -> Image.Image:
+    """Pictures of held-out captions, four in a row."""
+    captions = [scene.caption for scene in itertools.islice(scenes(seed, evaluation=True), count)]
+    generators = [torch.Generator("cpu").manual_seed(seed + index) for index in range(count)]
+    size = {"height": side, "width": side, "max_sequence_length": TEXT_TOKENS}
+    pictures = pipeline(captions, generator=generators, num_inference_steps=steps, **size).images
+    grid = Image.new("RGB", (4 * side, -(-count // 4) * side))
+    for index, picture in enumerate(pictures):
+        grid.paste(picture, (index % 4 * side, index // 4 * side))
+    return grid

@@ -1,0 +1,158 @@
+# pyright: basic, reportPrivateImportUsage=false, reportArgumentType=false
+"""The built-in model made from nothing: recogniser, autoencoder, transformer, then the folder that diffusers loads."""
+
+import copy
+import json
+import math
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import PartialState
+from diffusers import AutoencoderKL, FluxPipeline
+
+from foveate.demo.untrained import untrained_pipeline
+from foveate.diffusers.pipelines import load
+from foveate.utils.files import write_whole
+from foveate.utils.progress import Track, silent
+from lab.training.flow import FlowTraining
+from lab.training.recogniser import train_recogniser
+from lab.training.stages import RECIPE, Stage
+from lab.training.vae import train_vae
+
+__all__ = ["PARTS", "export", "make"]
+
+PARTS = ("recogniser", "vae", "flow")
+RECOGNISER_STEPS, VAE_STEPS = 5000, 1500
+
+
+def make(
+    out: Path,
+    *,
+    part: str = "all",
+    start: Path | None = None,
+    seed: int = 0,
+    minutes: float = math.inf,
+    scale: float = 1.0,
+    batch: float = 1.0,
+    sample_every: int = 1000,
+    compile: bool = False,
+    track: Track = silent,
+) -> bool:
+    """Train one part of the built-in model, or all of them; whether the recipe is done.
+
+    `out` gets the layout of the package's data: pipeline/, recogniser.safetensors and recipe.json.
+
+    Args:
+        out: Folder of the run. What is found there is gone on with.
+        part: "recogniser", "vae", "flow" or "all".
+        start: A pipeline folder: train its weights further with the flow's last stage, and make no other part.
+        seed: Of weights, scenes and noise.
+        minutes: When the flow stops and writes a checkpoint.
+        scale: Of the recipe's pictures and steps.
+        batch: Of the flow's batches: less for a device with less memory.
+        sample_every: Steps of the flow between grids of sample pictures; 0 draws none.
+        compile: Compile the transformer.
+        track: Shows progress.
+
+    Raises:
+        ValueError: If there is no such part, the flow has no autoencoder to work with, or `start` is no such folder.
+    """
+    if part not in (*PARTS, "all"):
+        raise ValueError(f"unknown part {part!r}: choose {', '.join(PARTS)} or all")
+    if start and part not in ("flow", "all"):
+        raise ValueError(f"--start trains the flow further and makes no {part}: leave --part out")
+    if start:
+        part = "flow"
+    state = PartialState()
+    if not state.is_main_process:
+        track = silent
+    device, vae = str(state.device), out / "pipeline" / "vae"
+    if part in ("recogniser", "all"):
+        with state.main_process_first():
+            if not (out / "recogniser.safetensors").exists():
+                steps = max(1, round(RECOGNISER_STEPS * scale))
+                advance = track("recogniser", steps)
+                train_recogniser(
+                    out / "recogniser.safetensors", steps=steps, seed=seed, device=device, advance=advance
+                )
+    if part in ("vae", "all"):
+        with state.main_process_first():
+            if not (vae / "config.json").exists():
+                steps = max(1, round(VAE_STEPS * scale))
+                advance = track("vae", steps)
+                model = untrained_pipeline(seed=seed).vae
+                train_vae(out / "vae", model, steps=steps, seed=seed, device=device, advance=advance)
+                model.save_pretrained(vae)
+    if part in ("flow", "all"):
+        recipe = [
+            replace(
+                stage,
+                images=math.ceil(stage.images * scale),
+                batches={side: max(1, round(count * batch)) for side, count in stage.batches.items()},
+            )
+            for stage in RECIPE[-1 if start else 0 :]
+        ]
+        return _flow(out, start, recipe, seed, minutes, sample_every, compile, track)
+    return True
+
+
+def _flow(
+    out: Path,
+    start: Path | None,
+    recipe: list[Stage],
+    seed: int,
+    minutes: float,
+    sample_every: int,
+    compile: bool,
+    track: Track,
+) -> bool:
+    pipeline, before = _beginning(out, start, seed)
+    training = FlowTraining(out / "flow", pipeline, afresh=start is None, recipe=recipe, seed=seed, compile=compile)
+    done = training.run(minutes=minutes, sample_every=sample_every, track=track)
+    if training.accelerator.is_main_process:
+        export(training.pipeline, out / "pipeline")
+        devices = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
+        about = {
+            "stages": [asdict(stage) for stage in recipe],
+            "seed": seed,
+            "devices": f"{training.accelerator.num_processes} x {devices}",
+            "minutes": training.minutes(),
+            "before": before,
+        }
+        write_whole(out / "recipe.json", json.dumps(about, indent=2).encode() + b"\n")
+    return done
+
+
+def _beginning(out: Path, start: Path | None, seed: int) -> tuple[Any, dict | None]:
+    """What the flow begins with, and the recipe by which that was made."""
+    if start is None:
+        vae = out / "pipeline" / "vae"
+        if not (vae / "config.json").exists():
+            raise ValueError(f"{vae} holds no autoencoder: make it first with --part vae")
+        pipeline = untrained_pipeline(seed=seed)
+        pipeline.vae = AutoencoderKL.from_pretrained(vae).eval()
+        return pipeline, None
+    recipe = start.parent / "recipe.json"
+    return load(str(start), "cpu"), json.loads(recipe.read_text()) if recipe.exists() else None
+
+
+def export(pipeline: FluxPipeline, folder: Path) -> None:
+    """Write the folder that `FluxPipeline.from_pretrained` loads, in half the bytes.
+
+    diffusers loads in float32 whatever the file holds, transformers in what the config names: so it names float32.
+    """
+    pipeline = copy.deepcopy(pipeline).to(torch.bfloat16)
+    for tokenizer in (pipeline.tokenizer, pipeline.tokenizer_2):
+        tokenizer.backend_tokenizer.no_padding()  # it remembers that of the last captions
+    pipeline.save_pretrained(folder)
+    for part, changes in (
+        ("text_encoder", {"dtype": "float32"}),
+        ("text_encoder_2", {"dtype": "float32"}),
+        ("vae", {}),
+    ):
+        path = folder / part / "config.json"
+        config = json.loads(path.read_text()) | changes
+        config.pop("_name_or_path", None)  # a path of the machine that it was made on
+        write_whole(path, json.dumps(config, indent=2).encode() + b"\n")

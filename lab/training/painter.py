@@ -1,0 +1,90 @@
+# pyright: basic, reportPrivateImportUsage=false, reportArgumentType=false, reportCallIssue=false
+# pyright: reportAttributeAccessIssue=false
+"""What of the built-in model is trained by flow matching, and on what: the velocity of noisy latents."""
+
+import math
+
+import torch
+import torch.nn.functional as F
+from diffusers import FluxPipeline
+from torch import Tensor, nn
+
+from foveate.demo.atlas import load_atlas
+from foveate.demo.scenes import render
+from foveate.diffusers.pipelines import noise_shift
+from foveate.training.trained import with_muon
+from lab.training.stages import Batch
+
+__all__ = ["Latents", "Painter", "flow_loss"]
+
+
+class Painter(nn.Module):
+    """The trained parts of a pipeline as one module: words and noisy latents in, velocities out."""
+
+    def __init__(self, pipeline: FluxPipeline):
+        super().__init__()
+        self.transformer, self.clip, self.t5 = pipeline.transformer, pipeline.text_encoder, pipeline.text_encoder_2
+        # torch 2.11 on an H200: the fused backwards of a learned bias, and cuDNN's of these shapes, read stray memory
+        self.t5.set_attn_implementation("eager")
+
+    def forward(self, noisy: Tensor, sigma: Tensor, clip_ids: Tensor, t5_ids: Tensor) -> Tensor:
+        """Velocity of packed latents [batch, tokens, channels] at noise levels [batch]."""
+        side = math.isqrt(noisy.shape[1])
+        return self.transformer(
+            hidden_states=noisy,
+            timestep=sigma,
+            pooled_projections=self.clip(clip_ids).pooler_output,
+            encoder_hidden_states=self.t5(t5_ids).last_hidden_state,
+            img_ids=FluxPipeline._prepare_latent_image_ids(1, side, side, noisy.device, torch.float32),
+            txt_ids=torch.zeros(t5_ids.shape[1], 3, device=noisy.device),
+            return_dict=False,
+        )[0]
+
+    def start_afresh(self) -> None:
+        """Weights to train from: every block begins as the identity, the velocity as zero."""
+        for name, module in self.transformer.named_modules():
+            if isinstance(module, nn.Linear):
+                nn.init.xavier_uniform_(module.weight)
+                if module.bias is not None:
+                    nn.init.zeros_(module.bias)
+                if name == "proj_out" or name.endswith("norm.linear") or ".norm1" in name or name == "norm_out.linear":
+                    nn.init.zeros_(module.weight)
+
+    def optimizers(self) -> list[torch.optim.Optimizer]:
+        """Muon for the matrices inside blocks, AdamW for everything else."""
+
+        def inside(name: str) -> bool:
+            block = any(words in name for words in ("transformer_blocks.", ".layers.", ".block."))
+            return block and not name.endswith("relative_attention_bias.weight")
+
+        return with_muon(self.named_parameters(), inside, rate=1e-3, weight_decay=0.01)
+
+
+class Latents:
+    """Pictures of scenes, and noise levels, as the transformer sees them."""
+
+    def __init__(self, pipeline: FluxPipeline, device: torch.device):
+        self.vae, self.scheduler, self.atlas = pipeline.vae.to(device), pipeline.scheduler, load_atlas().to(device)
+
+    @torch.no_grad()
+    def __call__(self, batch: Batch) -> Tensor:
+        """Packed latents [batch, tokens, channels]."""
+        pictures = render(self.atlas, batch.scenes, batch.side) * 2 - 1
+        latents = torch.cat([self.vae.encode(part).latent_dist.mean for part in pictures.split(64)])
+        latents = (latents - self.vae.config.shift_factor) * self.vae.config.scaling_factor
+        return FluxPipeline._pack_latents(latents, *latents.shape)
+
+    def noise_levels(self, count: int, tokens: int, generator: torch.Generator) -> Tensor:
+        """Random noise levels, moved for the size as the scheduler moves them when it draws."""
+        levels = torch.randn(count, device=generator.device, generator=generator)
+        return torch.sigmoid(levels + noise_shift(self.scheduler, tokens))
+
+
+def flow_loss(painter: nn.Module, latents_of: Latents, batch: Batch, generator: torch.Generator) -> Tensor:
+    """Mean squared error of the velocity, of scenes at random noise levels."""
+    latents = latents_of(batch)
+    sigma = latents_of.noise_levels(len(latents), latents.shape[1], generator)
+    noise = torch.randn(latents.shape, device=latents.device, generator=generator)
+    level = sigma[:, None, None]
+    velocity = painter((1 - level) * latents + level * noise, sigma, batch.clip_ids, batch.t5_ids)
+    return F.mse_loss(velocity.float(), noise - latents)

@@ -1,0 +1,314 @@
+# pyright: basic, reportPrivateImportUsage=false, reportArgumentType=false, reportCallIssue=false
+"""How the built-in reader learns to read: texts of facts and of labelled examples, several questions about each.
+
+A question sees the text and itself, not the other questions. Besides answering, the reader learns to know, in the
+middle of its layers, whom each fact and each question is about: so an id is resolved where it is read, not when
+somebody asks.
+"""
+
+import copy
+import csv
+import io
+import json
+import math
+import random
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from accelerate import Accelerator
+from jaxtyping import Bool, Int
+from torch import Tensor
+from torch.utils.data import Dataset
+from transformers import LlamaConfig, LlamaForCausalLM
+from transformers.utils import logging
+
+from foveate.demo.facts import BLANK, SENTENCE, ask, draw_facts
+from foveate.demo.labels import EXAMPLE, draw_labelled
+from foveate.demo.lexicon import WORDS, reader_tokenizer
+from foveate.training.run import Run, Stretch
+from foveate.training.trained import Trained
+from foveate.utils.files import write_whole
+from foveate.utils.progress import Track, silent
+
+__all__ = ["Lesson", "ReaderRecipe", "ReaderTraining", "lesson", "train_reader", "untrained_reader"]
+
+START = WORDS.index("<s>")
+HEAD = 32  # channels
+LIKENESS = 2.5  # score of a token with one like it, before training
+EXAM = 10**9  # seeds from here on are never learned from
+EASY: dict[str, Any] = {"begun": 1.0, "numbers": 0.5}
+ALL_BY_ID: dict[str, Any] = {"by_id": (1.0, 1.0), "ids_first": 1.0}  # a reader that can go by names never learns ids
+USUAL: dict[str, Any] = {"begun": 0.2, "nouns": 0.3, "numbers": 0.4}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReaderRecipe:
+    """What the reader is, and how it learns.
+
+    Attributes:
+        layers: Of the model.
+        width: Of its hidden states; a head has 32 channels, and two heads share keys and values.
+        steps: Of training.
+        batch: Texts of a step.
+        questions: About each text.
+        labelled: Part of the texts that are labelled examples.
+        sentences: How many a text may have; a step draws one of them. All are multiples of 6.
+        letters: Most letters between a question and a name.
+        easy: Part of the steps, at the beginning, with the shortest two texts, all facts by id, and sentences to be
+            completed.
+        rate: Of AdamW: rises over the first 2 % of the steps, falls to 0 over the last half.
+        knowing: Weight of knowing whom facts and questions are about.
+        seed: Of weights and texts.
+    """
+
+    layers: int = 6
+    width: int = 256
+    steps: int = 3000
+    batch: int = 256
+    questions: int = 8
+    labelled: float = 0.2
+    sentences: tuple[int, ...] = (6, 12, 18, 24, 30, 36)
+    letters: int = 3
+    easy: float = 0.4
+    rate: float = 1.5e-3
+    knowing: float = 1.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.width % 64 or self.width < 64:
+            raise ValueError(f"width must be a multiple of 64, not {self.width}: two heads share keys and values")
+
+
+def untrained_reader(recipe: ReaderRecipe) -> LlamaForCausalLM:
+    """A Llama with random weights, but that a query of every other head finds the keys of tokens like its own.
+
+    A head that looks where the same word stood before is what resolves an id, and what takes longest to learn: from
+    weights of no such kind most readers never did.
+    """
+    torch.manual_seed(recipe.seed)
+    heads = recipe.width // HEAD
+    model = LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=-(-len(WORDS) // 8) * 8,
+            hidden_size=recipe.width,
+            intermediate_size=2 * recipe.width,
+            num_hidden_layers=recipe.layers,
+            num_attention_heads=heads,
+            num_key_value_heads=heads // 2,
+            max_position_embeddings=256,  # the longest lesson has 210 tokens: beyond that nothing was learned
+            tie_word_embeddings=True,
+            bos_token_id=START,
+            eos_token_id=WORDS.index("</s>"),
+            pad_token_id=None,
+        )
+    )
+    usual = model.config.initializer_range**2 * recipe.width * HEAD**0.5  # of the score of a token with its like
+    with torch.no_grad():
+        for layer in model.model.layers:
+            attention: Any = layer.self_attn
+            queries, keys = attention.q_proj.weight, attention.k_proj.weight
+            queries *= (LIKENESS / usual) ** 0.5
+            keys.copy_(queries.unflatten(0, (-1, 2, HEAD))[:, 0].flatten(0, 1))
+    return model
+
+
+class Lesson(NamedTuple):
+    """Texts, and behind each its questions, one after the other.
+
+    Attributes:
+        ids: Tokens.
+        next: What comes next, where that is to be learned, BLANK elsewhere.
+        owners: Whom it is about, at a fact's subject and value and at a question's last token, BLANK elsewhere.
+        text: Tokens of the text.
+        question: Tokens that each question takes.
+    """
+
+    ids: Int[Tensor, "batch tokens"]
+    next: Int[Tensor, "batch tokens"]
+    owners: Int[Tensor, "batch tokens"]
+    text: int
+    question: int
+
+    def places(self) -> tuple[Int[Tensor, "tokens"], Bool[Tensor, "tokens tokens"]]:
+        """Where each token stands, every question right behind the text; and which tokens it sees."""
+        at = torch.arange(self.ids.shape[1], device=self.ids.device)
+        part = (at - self.text).div(self.question, rounding_mode="floor").clamp(min=-1)  # -1 is the text
+        seen = (part == -1)[None] | (part[:, None] == part)
+        return at - part.clamp(min=0) * self.question, seen & (at[:, None] >= at)
+
+
+def lesson(recipe: ReaderRecipe, seed: int, sentences: int, *, easy: bool = False) -> Lesson:
+    """The texts of one step; easy ones have all facts by id and nothing but sentences to be completed."""
+    generator = torch.Generator().manual_seed(seed)
+    labelled = round(recipe.labelled * recipe.batch)
+    facts = draw_facts(recipe.batch - labelled, sentences, generator, **(ALL_BY_ID if easy else {}))
+    places = torch.multinomial((facts.owner != BLANK).float(), recipe.questions, replacement=True, generator=generator)
+    asked = ask(facts, places, generator, **(EASY if easy else {**USUAL, "letters": (0, recipe.letters)}))
+    examples = draw_labelled(labelled, sentences * SENTENCE // EXAMPLE, recipe.questions, generator)
+    length = max(part.shape[-1] for part in (asked.ids, examples.questions.ids))
+
+    def behind(texts: Tensor, *questions: Tensor) -> Tensor:
+        rows = [F.pad(part, (0, length - part.shape[-1]), value=BLANK).flatten(1) for part in questions]
+        return torch.cat([texts, torch.cat(rows)], 1)
+
+    first = torch.full((recipe.batch, 1), BLANK)
+    ids = behind(torch.cat([facts.ids, examples.ids]), asked.ids, examples.questions.ids)
+    following = torch.cat([torch.full_like(facts.ids, BLANK), examples.labels])
+    following = behind(following, asked.answers, examples.questions.answers)
+    owners = torch.cat([facts.owners, torch.full_like(examples.ids, BLANK)])
+    owners = behind(owners, asked.owners, examples.questions.owners)
+    return Lesson(
+        torch.cat([first.clamp(min=START), ids.clamp(min=START)], 1),
+        torch.cat([first, following], 1),
+        torch.cat([first, owners], 1),
+        1 + facts.ids.shape[1],
+        length,
+    )
+
+
+class Lessons(Dataset[Lesson]):
+    """The lessons of a run by the number of their step."""
+
+    def __init__(self, recipe: ReaderRecipe):
+        self.recipe = recipe
+
+    def __getitem__(self, step: int) -> Lesson:
+        easy = step < self.recipe.easy * self.recipe.steps
+        chance = random.Random(f"{self.recipe.seed} {step}")
+        sentences = chance.choice(self.recipe.sentences[: 2 if easy else None])
+        return lesson(self.recipe, chance.randrange(EXAM), sentences, easy=easy)
+
+
+class ReaderTraining(Run):
+    """A run of the recipe, on one device.
+
+    Args:
+        out: Folder of the run; the reader is its folder "reader".
+        recipe: What is trained, and how.
+        accelerator: Its device.
+    """
+
+    def __init__(self, out: Path, recipe: ReaderRecipe, accelerator: Accelerator):
+        self.recipe = recipe
+        model = untrained_reader(recipe).to(accelerator.device)
+        optimizer = torch.optim.AdamW(
+            model.parameters(), recipe.rate, (0.9, 0.98), weight_decay=0.01, fused=accelerator.device.type == "cuda"
+        )
+        trained = Trained(list(model.parameters()), [accelerator.prepare(optimizer)])
+        super().__init__(out, accelerator, model, trained, {"recipe": repr(recipe)})
+
+    def parts(self) -> dict[str, Any]:
+        """Weights and optimizer."""
+        return {"model": self.trained}
+
+    def stretches(self, steps: int) -> Iterator[Stretch]:
+        """What is left of the steps, a lesson each."""
+        if self.step < steps:
+            yield Stretch(Lessons(self.recipe), range(self.step, steps), 1, 1)
+
+    def loss(self, batch: Any) -> Tensor:
+        """Of what comes next, and of whom it is about."""
+        *tensors, text, question = batch
+        lesson = Lesson(*(tensor[0] for tensor in tensors), int(text), int(question))
+        model: Any = self.model
+        at, seen = lesson.places()
+        with self.accelerator.autocast():
+            states = model.model(
+                input_ids=lesson.ids,
+                position_ids=at[None],
+                attention_mask=seen[None, None],
+                use_cache=False,
+                output_hidden_states=True,
+            ).hidden_states
+            known, told = lesson.next != BLANK, lesson.owners != BLANK
+            answers = F.cross_entropy(model.lm_head(states[-1][known]).float(), lesson.next[known])
+            middle = model.model.norm(states[self.recipe.layers // 2][told])
+            owners = F.cross_entropy(model.lm_head(middle).float(), lesson.owners[told])
+        return answers + self.recipe.knowing * owners
+
+    def rate(self, done: float) -> float:
+        """Up, along, and down to 0."""
+        return self.recipe.rate * min(1.0, done / 0.02, (1 - done) / 0.5)
+
+    def export(self) -> None:
+        """The folder that `AutoModelForCausalLM` and `AutoTokenizer` load: half the bytes, but float32 when loaded."""
+        logging.disable_progress_bar()
+        copy.deepcopy(self.model).half().save_pretrained(self.out / "reader")
+        reader_tokenizer().save_pretrained(self.out / "reader")
+        path = self.out / "reader" / "config.json"
+        write_whole(path, json.dumps(json.loads(path.read_text()) | {"dtype": "float32"}, indent=2).encode() + b"\n")
+
+    @torch.no_grad()
+    def sample(self) -> None:
+        """A line of accuracy.csv: the part of questions of each kind that are answered rightly."""
+        path, kinds = self.out / "accuracy.csv", accuracy(self.model)
+        file = io.StringIO()
+        file.write(path.read_text() if path.exists() else ",".join(["step", *kinds]) + "\n")
+        csv.writer(file, lineterminator="\n").writerow([self.step, *(f"{value:.4f}" for value in kinds.values())])
+        write_whole(path, file.getvalue().encode())
+
+
+KINDS: dict[str, tuple[bool, dict[str, Any]]] = {
+    "begun": (False, {"begun": 1.0}),
+    "begun by id": (True, {"begun": 1.0}),
+    "named": (False, {}),
+    "by id": (True, {}),
+    "1 letter": (True, {"letters": (1, 1)}),
+    "2 letters": (True, {"letters": (2, 2)}),
+    "3 letters": (True, {"letters": (3, 3)}),
+    "other words": (True, {"nouns": 1.0}),
+}
+"""By name whether the fact names an id, and how it is asked about."""
+
+
+@torch.no_grad()
+def accuracy(model: Any, sentences: int = 30, texts: int = 256) -> dict[str, float]:
+    """The part of questions of each kind that are answered rightly, on texts that nobody learned from."""
+
+    def right(ids: Tensor, questions: Any) -> float:
+        longest = int(questions.length.max())
+        rows = torch.cat([torch.full((len(ids), 1), START), ids, questions.ids[:, 0, : longest + 1]], 1)
+        last = ids.shape[1] + longest
+        logits = model(input_ids=rows[:, :-1].to(model.device)).logits[:, last]
+        return float((logits.argmax(-1).cpu() == rows[:, -1]).float().mean())
+
+    found = {}
+    for name, (by_id, options) in KINDS.items():
+        generator = torch.Generator().manual_seed(EXAM)
+        facts = draw_facts(texts, sentences, generator, by_id=(0.5, 0.5), ids_first=1.0)
+        chosen = torch.where(facts.by_id, 1.0, 0.01) if by_id else (facts.owner == facts.subject).float()
+        chosen = chosen * (facts.owner != BLANK)
+        found[name] = right(
+            facts.ids, ask(facts, torch.multinomial(chosen, 1, generator=generator), generator, **options)
+        )
+    generator = torch.Generator().manual_seed(EXAM)
+    labelled = draw_labelled(texts, sentences * SENTENCE // EXAMPLE, 1, generator)
+    return {**found, "labels": right(labelled.ids, labelled.questions)}
+
+
+def train_reader(
+    out: Path,
+    recipe: ReaderRecipe,
+    *,
+    minutes: float = math.inf,
+    sample_every: int = 1000,
+    track: Track = silent,
+) -> bool:
+    """Train a reader; whether all steps were made. What is found in `out` is gone on with.
+
+    Args:
+        out: Folder of the run.
+        recipe: What is trained, and how.
+        minutes: When to write a checkpoint and stop.
+        sample_every: Steps between lines of accuracy.csv.
+        track: Shows progress.
+    """
+    until = time.monotonic() + 60 * minutes
+    accelerator = Accelerator(mixed_precision="bf16" if torch.cuda.is_available() else "no")
+    training = ReaderTraining(out, recipe, accelerator)
+    return training.run(recipe.steps, until=until, sample_every=sample_every, advance=track("reader", recipe.steps))

@@ -1,0 +1,156 @@
+"""How the recogniser was made: random renderings, spoilt as a model might spoil them."""
+
+from collections.abc import Callable
+from itertools import islice
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Bool, Float, Int
+from safetensors.torch import save
+from torch import Tensor
+
+from foveate.demo.atlas import load_atlas
+from foveate.demo.recogniser import NOTHING, OPEN, SIDE, Recogniser, load_recogniser, targets, to_side
+from foveate.demo.scenes import Scenes, render
+from foveate.demo.scenes import scenes as random_scenes
+from foveate.training.checkpoints import resume, write_checkpoint
+from foveate.utils.files import write_whole
+
+__all__ = ["train_recogniser"]
+
+NOTHING_WEIGHT = 0.15  # most cells are background
+SIDES = (64, 96, 128, 192, 256)  # of the renderings it learns from
+RUINED = 1 / 8  # of them show mush in the right colours, which is nothing
+CHECKPOINT_STEPS = 1000
+
+
+def train_recogniser(
+    out: Path,
+    *,
+    steps: int = 6000,
+    batch: int = 256,
+    learning_rate: float = 2e-3,
+    seed: int = 0,
+    device: str,
+    advance: Callable[[], None] = lambda: None,
+) -> Recogniser:
+    """A recogniser trained on random renderings, as `load_recogniser` gives it from `out`, where it is written.
+
+    A run that was cut off goes on from its last checkpoint, a file beside `out`, and ends as it would have ended.
+
+    Args:
+        out: Where the weights go, in half precision.
+        steps: Batches to learn from.
+        batch: Pictures in a batch.
+        learning_rate: At its highest.
+        seed: The same seed gives the same first weights, scenes and pictures.
+        device: Where to train.
+        advance: Called once for each step, also for those of a run that was cut off.
+
+    Raises:
+        ValueError: if the checkpoint is of a run with other settings.
+    """
+    settings = {"steps": steps, "batch": batch, "learning_rate": learning_rate, "seed": seed}
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(seed)
+        model = Recogniser().to(device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, learning_rate, total_steps=steps)
+    parts = {"model": model, "optimizer": optimizer, "schedule": schedule}
+    checkpoints = out.with_name(out.stem + "-checkpoints")
+    done = resume(checkpoints, parts, settings)
+    for _ in range(done):
+        advance()
+    atlas = load_atlas().to(device)
+    for step in range(done, steps):
+        pictures, target, objects = _lesson(atlas, batch, (seed << 24) + step)
+        with torch.autocast(atlas.device.type, torch.bfloat16, enabled=atlas.is_cuda):
+            seen = model(pictures.contiguous(memory_format=torch.channels_last))
+        loss = _loss(seen.logits.float(), target, objects)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        schedule.step()
+        if (step + 1) % CHECKPOINT_STEPS == 0:
+            write_checkpoint(checkpoints, step + 1, parts, settings)
+        advance()
+    half = {name: part.half() if part.is_floating_point() else part for name, part in model.state_dict().items()}
+    write_whole(out, save(half))
+    return load_recogniser(out, device)
+
+
+def _loss(
+    logits: Float[Tensor, "batch classes 16 16"],
+    target: Int[Tensor, "batch 16 16"],
+    objects: Int[Tensor, "batch slots"],
+) -> Float[Tensor, ""]:
+    """Cross entropy; where the target is open, "nothing" and every object of the picture are equally right."""
+    weight = torch.ones(NOTHING + 1, device=logits.device)
+    weight[NOTHING] = NOTHING_WEIGHT
+    log_chance = logits.log_softmax(1)
+    right = F.pad(objects, (0, 1), value=-1) % (NOTHING + 1)  # -1, no object, is the last class
+    allowed = torch.zeros_like(log_chance[:, :, 0, 0]).scatter(1, right, 1.0)
+    somehow_right = (log_chance + allowed.log()[:, :, None, None]).logsumexp(1)
+    open_loss = -somehow_right.where(target == OPEN, 0.0).mean()
+    return F.nll_loss(log_chance, target, weight, ignore_index=OPEN) + open_loss
+
+
+def _lesson(
+    atlas: Tensor, batch: int, moment: int
+) -> tuple[Float[Tensor, "batch 3 128 128"], Int[Tensor, "batch 16 16"], Int[Tensor, "batch slots"]]:
+    """Pictures, targets and objects of one step, the same whenever that step is taken."""
+    chance = torch.Generator(atlas.device).manual_seed(moment)
+    scenes = _scatter(Scenes.of(list(islice(random_scenes(moment), batch))).to(atlas.device), chance)
+    ruined = torch.rand(batch, 1, 1, generator=chance, device=chance.device) < RUINED
+    pictures = _paint(atlas, scenes, SIDES[moment % len(SIDES)], ruined, chance)
+    return pictures, targets(scenes).masked_fill(ruined, NOTHING), scenes.objects
+
+
+def _scatter(scenes: Scenes, chance: torch.Generator) -> Scenes:
+    """Half of the scenes with their objects anywhere, rather small than large, less those that would cover others."""
+    batch, slots = scenes.objects.shape
+    draws = torch.rand(batch, slots, 4, generator=chance, device=chance.device)
+    size = 0.2 + 0.55 * draws[..., :1].square()
+    centre = size / 2 + (1 - size) * draws[..., 1:3]
+    apart = (centre[:, :, None] - centre[:, None]).abs().amax(-1) / (size + size.mT)  # 1/2: side by side
+    covers = (apart < 0.4).tril(-1).any(-1)
+    moved = draws[:, :1, 3] < 0.5
+    return scenes._replace(
+        objects=scenes.objects.masked_fill(moved & covers, -1),
+        boxes=torch.where(moved[..., None], torch.cat([centre, size], -1), scenes.boxes),
+    )
+
+
+def _paint(
+    atlas: Tensor, scenes: Scenes, side: int, ruined: Bool[Tensor, "batch 1 1"], chance: torch.Generator
+) -> Float[Tensor, "batch 3 128 128"]:
+    """Pictures as a model may generate them: on other backgrounds, colours a little off, crooked, soft, noisy."""
+
+    def rand(*shape: int) -> Tensor:
+        return torch.rand(len(scenes.objects), *shape, generator=chance, device=chance.device)
+
+    colour = torch.where(rand(1) < 0.5, scenes.background, rand(3))
+    slope = rand(1, 1) * (rand(3, 2) - 0.5)  # of a gradient, across and down
+    place = (torch.arange(side, device=chance.device) + 0.5) / side - 0.5
+    x, y = slope[..., :1, None] * place, slope[..., 1:, None] * place[:, None]
+    background = (colour[..., None, None] + x + y).clamp(0, 1)
+    on_black, on_white = (
+        render(atlas, scenes._replace(background=torch.full_like(scenes.background, shade)), side)
+        for shade in (0.0, 1.0)
+    )
+    picture = to_side(on_black + (on_white - on_black) * background)
+
+    crooked = torch.where(ruined, 8 + 8 * rand(1, 1), rand(1, 1)) * 2 / SIDE  # from about so many pixels away
+    field = torch.randn(len(picture), 2, 12, 12, generator=chance, device=chance.device) * crooked[..., None]
+    still = F.affine_grid(torch.eye(2, 3, device=chance.device).expand(len(picture), 2, 3), list(picture.shape), False)
+    grid = still + F.interpolate(field, (SIDE, SIDE), mode="bicubic").movedim(1, -1)
+    picture = F.grid_sample(picture, grid, padding_mode="border", align_corners=False)
+
+    mixing = torch.eye(3, device=chance.device) * (0.85 + 0.3 * rand(1, 1)) + 0.12 * (rand(3, 3) - 0.5)
+    picture = (mixing @ picture.flatten(2) + 0.2 * (rand(3, 1) - 0.5)).unflatten(-1, (SIDE, SIDE))
+
+    pixels, sigma = torch.arange(SIDE, device=chance.device), 0.3 + torch.where(ruined, 4.0, 1.2) * rand(1, 1).square()
+    blur = (-((pixels[:, None] - pixels) / sigma).square() / 2).softmax(-1)[:, None]
+    noise = torch.randn(picture.shape, generator=chance, device=chance.device)
+    return (blur @ picture @ blur.mT + 0.1 * rand(1, 1, 1).square() * noise).clamp(0, 1)

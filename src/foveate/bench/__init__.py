@@ -1,1 +1,0 @@
-"""Benchmarks that check before they time, ours and its peers taking turns in one process."""

@@ -1,1 +1,0 @@
-"""How the built-in model and its recogniser were made."""

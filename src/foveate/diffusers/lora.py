@@ -1,0 +1,200 @@
+# pyright: basic, reportPrivateImportUsage=false, reportArgumentType=false
+"""LoRAs that were distilled for a method: ordinary files of diffusers that carry the method's settings."""
+
+import json
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager, nullcontext
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+from zlib import crc32
+
+from diffusers import FluxPipeline
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
+from torch import Tensor
+
+from foveate.diffusers.apply import Handle, apply
+from foveate.diffusers.borrowed import outside_compiled_code
+from foveate.diffusers.hub import fetch
+from foveate.methods import METHODS, Method, Together
+
+__all__ = [
+    "LORA_FILE",
+    "Distilled",
+    "Way",
+    "adapted",
+    "find_lora",
+    "load_lora",
+    "pack_lora",
+    "read_lora",
+    "throughout",
+    "using",
+]
+
+LORA_FILE = "pytorch_lora_weights.safetensors"
+ANYWHERE = ("dense_layers", "start_percent", "end_percent", "min_tokens")  # where a method works, not what it does
+
+
+class Distilled(NamedTuple):
+    """A method together with the LoRA that was distilled for it.
+
+    Attributes:
+        method: Its settings.
+        size: (height, width) in pixels of the pictures that it was distilled with, if its file says so.
+        weights: Checksum of the LoRA's file: two LoRAs of one method are not the same.
+    """
+
+    method: Method
+    size: tuple[int, int] | None = None
+    weights: str = ""
+
+    @property
+    def title(self) -> str:
+        """The method's, and that it is distilled."""
+        return f"{self.method.title}, distilled"
+
+    @property
+    def parts(self) -> tuple[Method, ...]:
+        """The method."""
+        return (self.method,)
+
+
+def pack_lora(layers: Mapping[str, Tensor], method: Method, size: tuple[int, int]) -> bytes:
+    """The safetensors file that `pipe.load_lora_weights` takes.
+
+    Args:
+        layers: The weights by their name in the transformer; their alpha is their rank.
+        method: What they were distilled for.
+        size: (height, width) in pixels of the pictures that they were distilled with.
+    """
+    name = next(name for name, cls in METHODS.items() if type(method) is cls)
+    about = json.dumps({"method": name, "options": asdict(method), "size": size})
+    weights = {name: weight.contiguous() for name, weight in FluxPipeline.pack_weights(layers, "transformer").items()}
+    return save(weights, {"format": "pt", "foveate": about})
+
+
+def find_lora(lora: str) -> Path:
+    """The file that a path, a folder or a hub id names.
+
+    Raises:
+        ValueError: If there is none.
+    """
+    path = Path(lora).expanduser()
+    path = path / LORA_FILE if path.is_dir() else path
+    if path.is_file():
+        return path
+    try:
+        return fetch(lora, LORA_FILE)
+    except ValueError as error:
+        raise ValueError(f"cannot find the LoRA {lora}: {error}") from error
+
+
+def read_lora(file: Path) -> Distilled | None:
+    """What a LoRA was distilled for; None if it is one of another make.
+
+    Raises:
+        ValueError: If the file is damaged, or of another version of foveate.
+    """
+    try:
+        with safe_open(file, "pt") as opened:
+            about = (opened.metadata() or {}).get("foveate")
+        if about is None:
+            return None
+        about = json.loads(about)
+        method, size = METHODS[about["method"]](**about["options"]), about.get("size")
+        return Distilled(method, tuple(size) if size else None, f"{crc32(file.read_bytes()):08x}")
+    except SafetensorError as error:
+        raise ValueError(f"cannot read {file}: {error}") from error
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"{file} is of another version of foveate, which knew {about}: update foveate") from error
+
+
+def load_lora(pipeline: Any, file: Path) -> Distilled | None:
+    """Put a LoRA into a pipeline: with the method that it was distilled for, or None if it is one of another make.
+
+    Raises:
+        ValueError: If the file is damaged, of another version of foveate, or does not fit the model.
+    """
+    distilled = read_lora(file)
+    try:
+        pipeline.load_lora_weights(str(file.parent), weight_name=file.name)
+    except (RuntimeError, ValueError, KeyError, AttributeError) as error:
+        raise ValueError(f"{file} does not fit this model: {str(error).strip().splitlines()[0]}") from error
+    return distilled
+
+
+def adapted(distilled: Distilled, asked: Method | Together | None, options: set[str]) -> Distilled:
+    """The distilled method, working where `asked` does.
+
+    Args:
+        distilled: What the LoRA was made for.
+        asked: What the user wants; None is dense.
+        options: The options that the user named.
+
+    Raises:
+        ValueError: If the two contradict each other.
+    """
+    if type(asked) is not type(distilled.method):
+        other = asked.title if asked else "dense"
+        raise ValueError(f"the LoRA was distilled for {distilled.method.title}, not {other}: leave one of them out")
+    for name in sorted(options):
+        if name not in ANYWHERE and (made := getattr(distilled.method, name)) != getattr(asked, name):
+            raise ValueError(
+                f"the LoRA was distilled for {name}={made}, not {getattr(asked, name)}: leave {name} out, "
+                "or take another LoRA"
+            )
+    named = {name: getattr(asked, name) for name in options if name in ANYWHERE}
+    return distilled._replace(method=replace(distilled.method, **named))
+
+
+Way = Method | Together | Distilled
+"""What a pipeline can run with."""
+
+
+def throughout(way: Way) -> Way:
+    """The same at work in every step, from the first to the last."""
+    if isinstance(way, Distilled):
+        return way._replace(method=replace(way.method, start_percent=0.0, end_percent=1.0))
+    if isinstance(way, Together):
+        return Together(tuple(replace(part, start_percent=0.0, end_percent=1.0) for part in way.parts))
+    return replace(way, start_percent=0.0, end_percent=1.0)
+
+
+@contextmanager
+def using(pipeline: Any, way: Way | None) -> Generator[Handle | None]:
+    """The pipeline with a method or several; dense if it is None.
+
+    A LoRA in it works for what was distilled alone, and in those steps alone in which the method is at work.
+    """
+    lora, distilled = bool(getattr(pipeline, "get_list_adapters", dict)()), isinstance(way, Distilled)
+    if lora:
+        (pipeline.enable_lora if distilled else pipeline.disable_lora)()
+    try:
+        with (
+            apply(pipeline, *way.parts) if way else nullcontext() as run,
+            _where_sparse(pipeline, run) if lora and distilled else nullcontext(),
+        ):
+            yield run
+    finally:
+        if lora:
+            pipeline.enable_lora()
+
+
+@contextmanager
+def _where_sparse(pipeline: Any, run: Handle) -> Generator[None]:
+    """Take the LoRA out of dense steps: it makes up for the pattern."""
+    on = True
+
+    @outside_compiled_code
+    def follow(*_: Any) -> None:
+        nonlocal on
+        if on != bool(run.plans()):
+            on = not on
+            (pipeline.enable_lora if on else pipeline.disable_lora)()
+
+    hook = pipeline.transformer.register_forward_pre_hook(follow)
+    try:
+        yield
+    finally:
+        hook.remove()

@@ -1,0 +1,353 @@
+# pyright: basic, reportArgumentType=false, reportGeneralTypeIssues=false, reportCallIssue=false
+# pyright: reportAssignmentType=false, reportOperatorIssue=false, reportOptionalMemberAccess=false
+# pyright: reportOptionalSubscript=false
+"""Gradients of attention over a schedule on Hopper, in Gluon.
+
+Two passes, each as the forward: a producer warp fills buffers, two warpgroups take 64 rows of a tile each, in turns.
+`backward_queries` goes through the keys of each tile of queries, `backward_keys` through the queries that read a tile
+of keys. Nothing is added up in memory, so two runs give the same bits.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+from torch.nn.functional import pad
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from foveate.kernels.block.hopper_attention import HALF, ROWS, described, load_block, matrix_of, tile_of
+from foveate.kernels.block.schedule import Schedule, Shares
+
+__all__ = ["CUT", "backward_keys", "backward_queries", "launch_keys", "launch_queries"]
+
+STEP, STAGES = 64, 4
+LOG2E = gl.constexpr(1.4426950408889634)
+ALIGNED = gl.constexpr(4)  # the copy engine reads float32 vectors from every fourth number on
+CUT = {"rows": ROWS, "step": STEP, "short": STEP, "aligned": 4}  # by `schedule`
+
+
+@gluon.jit
+def _produce(
+    d_a, d_b, d_x, d_y, d_lse, d_delta, b_a, b_b, b_x, b_y, b_lse, b_delta, tile_full, tile_empty, full, empty,
+    p_work, p_tiles, p_steps, begin, end, heads, queries,
+    a_batch, a_head, a_column, b_batch, b_head, b_column, x_batch, x_head, x_column, y_batch, y_head, y_column,
+    STAGES: gl.constexpr, VECTORS: gl.constexpr,
+):  # fmt: skip
+    """Copy a and b, which a tile keeps, and x and y step by step, with LSE and delta if the steps are of queries."""
+    ring = 0
+    for work in range(begin, end):
+        batch, head, row, _, first_step, _, done = tile_of(p_work, p_tiles, work, heads)
+        mbarrier.wait(tile_empty.index(0), ((work - begin) & 1) ^ 1)
+        mbarrier.expect(tile_full.index(0), 2 * d_a.block_type.nbytes + 2 * d_b.block_type.nbytes)
+        a_row, b_row = batch * a_batch + head * a_head + row, batch * b_batch + head * b_head + row
+        for half in gl.static_range(2):
+            load_block(d_a, [a_row + half * HALF, head * a_column], tile_full.index(0), b_a.index(half))
+            load_block(d_b, [b_row + half * HALF, head * b_column], tile_full.index(0), b_b.index(half))
+        x_row, y_row = batch * x_batch + head * x_head, batch * y_batch + head * y_head
+        sample = (batch * heads + head) * queries
+        for step in range(first_step, done):
+            first = gl.load(p_steps + 2 * step) // ALIGNED * ALIGNED
+            stage, phase = ring % STAGES, (ring // STAGES) & 1
+            mbarrier.wait(empty.index(stage), phase ^ 1)
+            size: gl.constexpr = d_x.block_type.nbytes + d_y.block_type.nbytes
+            if VECTORS:
+                mbarrier.expect(full.index(stage), size + d_lse.block_type.nbytes + d_delta.block_type.nbytes)
+                load_block(d_lse, [sample + first], full.index(stage), b_lse.index(stage))
+                load_block(d_delta, [sample + first], full.index(stage), b_delta.index(stage))
+            else:
+                mbarrier.expect(full.index(stage), size)
+            load_block(d_x, [x_row + first, head * x_column], full.index(stage), b_x.index(stage))
+            load_block(d_y, [y_row + first, head * y_column], full.index(stage), b_y.index(stage))
+            ring += 1
+
+
+@gluon.jit
+def _inside(p_steps, step, BN: gl.constexpr, LAYOUT: gl.constexpr):
+    """Which columns lie inside the step."""
+    first, end = gl.load(p_steps + 2 * step), gl.load(p_steps + 2 * step + 1)
+    column = first // ALIGNED * ALIGNED + gl.arange(0, BN, gl.SliceLayout(0, LAYOUT))
+    return gl.expand_dims((first <= column) & (column < end), 0)
+
+
+@gluon.jit
+def _store(p_x, x, rows_end, batch, head, row, s_b, s_h, s_n, D: gl.constexpr, dtype: gl.constexpr, OUT: gl.constexpr):
+    o_m = row + gl.arange(0, HALF, gl.SliceLayout(1, OUT))
+    p_m = p_x + batch.to(gl.int64) * s_b + head.to(gl.int64) * s_h + gl.expand_dims(o_m.to(gl.int64) * s_n, 1)
+    p_m = p_m + gl.expand_dims(gl.arange(0, D, gl.SliceLayout(0, OUT)), 0)
+    gl.store(p_m, x.to(dtype), mask=gl.expand_dims(o_m < rows_end, 1))
+
+
+@gluon.jit
+def _key_step(
+    dq, ds, q, g, lse, delta, b_k, b_v, full, empty, turns, p_steps, step, ring, turn, scale,
+    WHO: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, SCORES: gl.constexpr, OUT: gl.constexpr,
+    FIRST: gl.constexpr, MASK: gl.constexpr,
+):  # fmt: skip
+    """Scores of one step of keys, while those of the step before go into dq."""
+    stage, before = ring % STAGES, (ring - 1) % STAGES
+    left = gl.convert_layout(ds.to(b_k.dtype), gl.DotOperandLayout(operand_index=0, parent=OUT, k_width=2))
+    zero = gl.zeros([HALF, BN], gl.float32, SCORES)
+    mbarrier.wait(full.index(stage), (ring // STAGES) & 1)
+    mbarrier.wait(turns.index(WHO), (turn & 1) ^ (1 - WHO))
+    if not FIRST:
+        dq = warpgroup_mma(left, b_k.index(before), dq, is_async=True)
+    scores = warpgroup_mma(q, b_k.index(stage).permute((1, 0)), zero, use_acc=False, is_async=True)
+    dp = warpgroup_mma(g, b_v.index(stage).permute((1, 0)), zero, use_acc=False, is_async=True)
+    mbarrier.arrive(turns.index(1 - WHO), count=1)
+    if FIRST:
+        scores = warpgroup_mma_wait(1, deps=(scores,))
+    else:
+        scores, dq = warpgroup_mma_wait(1, deps=(scores, dq))
+        mbarrier.arrive(empty.index(before), count=1)
+    p = gl.exp2(scores * scale - lse)
+    if MASK:
+        p = gl.where(_inside(p_steps, step, BN, SCORES), p, 0.0)
+    dp = warpgroup_mma_wait(0, deps=(dp,))
+    return dq, p * (dp - delta)
+
+
+@gluon.jit
+def _consume_keys(
+    WHO: gl.constexpr, b_q, b_g, b_k, b_v, tile_full, tile_empty, full, empty, turns,
+    p_lse, p_delta, p_dq, p_work, p_tiles, p_steps, begin, end, heads, queries, scale, factor, s_b, s_h, s_n,
+    D: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """Gradient of half of each tile of queries."""
+    SCORES: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BN, 16])
+    OUT: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, 16])
+    ring, turn = 0, 0
+    for work in range(begin, end):
+        batch, head, row, row_end, first, short, done = tile_of(p_work, p_tiles, work, heads)
+        o_m = row + WHO * HALF + gl.arange(0, HALF, gl.SliceLayout(1, SCORES))
+        p_m = (batch * heads + head).to(gl.int64) * queries + o_m
+        lse = gl.expand_dims(gl.load(p_lse + p_m, mask=o_m < row_end, other=0.0) * LOG2E, 1)
+        delta = gl.expand_dims(gl.load(p_delta + p_m, mask=o_m < row_end, other=0.0), 1)
+        mbarrier.wait(tile_full.index(0), (work - begin) & 1)
+        q, g = b_q.index(WHO), b_g.index(WHO)
+        dq = gl.zeros([HALF, D], gl.float32, OUT)
+        ds = gl.zeros([HALF, BN], gl.float32, SCORES)
+        dq, ds = _key_step(
+            dq, ds, q, g, lse, delta, b_k, b_v, full, empty, turns, p_steps, first, ring, turn, scale,
+            WHO, BN, STAGES, SCORES, OUT, True, True,
+        )  # fmt: skip
+        middle = gl.maximum(short, first + 1)
+        for step in range(first + 1, middle):
+            dq, ds = _key_step(
+                dq, ds, q, g, lse, delta, b_k, b_v, full, empty, turns, p_steps, step, ring + step - first,
+                turn + step - first, scale, WHO, BN, STAGES, SCORES, OUT, False, False,
+            )  # fmt: skip
+        for step in range(middle, done):
+            dq, ds = _key_step(
+                dq, ds, q, g, lse, delta, b_k, b_v, full, empty, turns, p_steps, step, ring + step - first,
+                turn + step - first, scale, WHO, BN, STAGES, SCORES, OUT, False, True,
+            )  # fmt: skip
+        ring += done - first
+        turn += done - first
+        last = (ring - 1) % STAGES
+        left = gl.convert_layout(ds.to(b_k.dtype), gl.DotOperandLayout(operand_index=0, parent=OUT, k_width=2))
+        dq = warpgroup_mma(left, b_k.index(last), dq, is_async=True)
+        dq = warpgroup_mma_wait(0, deps=(dq,))
+        mbarrier.arrive(empty.index(last), count=1)
+        mbarrier.arrive(tile_empty.index(0), count=1)
+        _store(p_dq, dq * factor, row_end, batch, head, row + WHO * HALF, s_b, s_h, s_n, D, b_k.dtype, OUT)
+
+
+@gluon.jit
+def _query_step(
+    dk, dv, k, v, b_q, b_g, b_lse, b_delta, full, empty, turns, p_steps, step, ring, scale,
+    WHO: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, SCORES: gl.constexpr, OUT: gl.constexpr,
+    MASK: gl.constexpr,
+):  # fmt: skip
+    """What one step of queries adds to dk and dv."""
+    LEFT: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=OUT, k_width=2)
+    COLUMNS: gl.constexpr = gl.SliceLayout(0, SCORES)
+    stage = ring % STAGES
+    q, g = b_q.index(stage), b_g.index(stage)
+    zero = gl.zeros([HALF, BN], gl.float32, SCORES)
+    mbarrier.wait(full.index(stage), (ring // STAGES) & 1)
+    mbarrier.wait(turns.index(WHO), (ring & 1) ^ (1 - WHO))
+    scores = warpgroup_mma(k, q.permute((1, 0)), zero, use_acc=False, is_async=True)
+    dp = warpgroup_mma(v, g.permute((1, 0)), zero, use_acc=False, is_async=True)
+    mbarrier.arrive(turns.index(1 - WHO), count=1)
+    scores = warpgroup_mma_wait(1, deps=(scores,))
+    p = gl.exp2(scores * scale - gl.expand_dims(b_lse.index(stage).load(COLUMNS) * LOG2E, 0))
+    if MASK:
+        p = gl.where(_inside(p_steps, step, BN, SCORES), p, 0.0)
+    dv = warpgroup_mma(gl.convert_layout(p.to(b_q.dtype), LEFT), g, dv, is_async=True)
+    dp = warpgroup_mma_wait(1, deps=(dp,))
+    ds = p * (dp - gl.expand_dims(b_delta.index(stage).load(COLUMNS), 0))
+    dk = warpgroup_mma(gl.convert_layout(ds.to(b_q.dtype), LEFT), q, dk, is_async=True)
+    dk, dv = warpgroup_mma_wait(0, deps=(dk, dv))
+    mbarrier.arrive(empty.index(stage), count=1)
+    return dk, dv
+
+
+@gluon.jit
+def _consume_queries(
+    WHO: gl.constexpr, b_k, b_v, b_q, b_g, b_lse, b_delta, tile_full, tile_empty, full, empty, turns,
+    p_dk, p_dv, p_work, p_tiles, p_steps, begin, end, heads, scale, factor, k_b, k_h, k_n, v_b, v_h, v_n,
+    D: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """Gradients of half of each tile of keys and values."""
+    SCORES: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BN, 16])
+    OUT: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, 16])
+    ring = 0
+    for work in range(begin, end):
+        batch, head, row, row_end, first, short, done = tile_of(p_work, p_tiles, work, heads)
+        mbarrier.wait(tile_full.index(0), (work - begin) & 1)
+        k, v = b_k.index(WHO), b_v.index(WHO)
+        dk, dv = gl.zeros([HALF, D], gl.float32, OUT), gl.zeros([HALF, D], gl.float32, OUT)
+        for step in range(first, short):
+            dk, dv = _query_step(
+                dk, dv, k, v, b_q, b_g, b_lse, b_delta, full, empty, turns, p_steps, step, ring, scale,
+                WHO, BN, STAGES, SCORES, OUT, False,
+            )  # fmt: skip
+            ring += 1
+        for step in range(short, done):
+            dk, dv = _query_step(
+                dk, dv, k, v, b_q, b_g, b_lse, b_delta, full, empty, turns, p_steps, step, ring, scale,
+                WHO, BN, STAGES, SCORES, OUT, True,
+            )  # fmt: skip
+            ring += 1
+        mbarrier.arrive(tile_empty.index(0), count=1)
+        _store(p_dk, dk * factor, row_end, batch, head, row + WHO * HALF, k_b, k_h, k_n, D, b_q.dtype, OUT)
+        _store(p_dv, dv, row_end, batch, head, row + WHO * HALF, v_b, v_h, v_n, D, b_q.dtype, OUT)
+
+
+@gluon.jit
+def _barriers(STAGES: gl.constexpr):
+    tile_full = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
+    tile_empty = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
+    turns = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    mbarrier.init(tile_full.index(0), count=1)
+    mbarrier.init(tile_empty.index(0), count=2)
+    for i in gl.static_range(2):
+        mbarrier.init(turns.index(i), count=1)
+    for i in gl.static_range(STAGES):
+        mbarrier.init(full.index(i), count=1)
+        mbarrier.init(empty.index(i), count=2)
+    fence_async_shared()
+    return tile_full, tile_empty, full, empty, turns
+
+
+@gluon.jit
+def backward_queries(
+    d_q, d_g, d_k, d_v, p_lse, p_delta, p_dq, p_tiles, p_steps, p_work, p_bounds, scale, factor, heads, queries,
+    q_batch, q_head, q_column, g_batch, g_head, g_column, k_batch, k_head, k_column, v_batch, v_head, v_column,
+    s_b, s_h, s_n, D: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """Gradient of the queries."""
+    begin, end = gl.load(p_bounds + gl.program_id(0)), gl.load(p_bounds + gl.program_id(0) + 1)
+    b_q = gl.allocate_shared_memory(d_q.dtype, [2, HALF, D], d_q.layout)
+    b_g = gl.allocate_shared_memory(d_q.dtype, [2, HALF, D], d_q.layout)
+    b_k = gl.allocate_shared_memory(d_q.dtype, [STAGES, BN, D], d_k.layout)
+    b_v = gl.allocate_shared_memory(d_q.dtype, [STAGES, BN, D], d_k.layout)
+    tile_full, tile_empty, full, empty, turns = _barriers(STAGES)
+    gl.warp_specialize([
+        (_consume_keys, (
+            0, b_q, b_g, b_k, b_v, tile_full, tile_empty, full, empty, turns, p_lse, p_delta, p_dq,
+            p_work, p_tiles, p_steps, begin, end, heads, queries, scale, factor, s_b, s_h, s_n, D, BN, STAGES,
+        )),
+        (_consume_keys, (
+            1, b_q, b_g, b_k, b_v, tile_full, tile_empty, full, empty, turns, p_lse, p_delta, p_dq,
+            p_work, p_tiles, p_steps, begin, end, heads, queries, scale, factor, s_b, s_h, s_n, D, BN, STAGES,
+        )),
+        (_produce, (
+            d_q, d_g, d_k, d_v, d_k, d_k, b_q, b_g, b_k, b_v, b_k, b_k, tile_full, tile_empty, full, empty,
+            p_work, p_tiles, p_steps, begin, end, heads, queries, q_batch, q_head, q_column, g_batch, g_head, g_column,
+            k_batch, k_head, k_column, v_batch, v_head, v_column, STAGES, False,
+        )),
+    ], [4, 1], [240, 24])  # fmt: skip
+
+
+@gluon.jit
+def backward_keys(
+    d_k, d_v, d_q, d_g, d_lse, d_delta, p_dk, p_dv, p_tiles, p_steps, p_work, p_bounds, scale, factor, heads, queries,
+    k_batch, k_head, k_column, v_batch, v_head, v_column, q_batch, q_head, q_column, g_batch, g_head, g_column,
+    k_b, k_h, k_n, v_b, v_h, v_n, D: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """Gradients of keys and values."""
+    begin, end = gl.load(p_bounds + gl.program_id(0)), gl.load(p_bounds + gl.program_id(0) + 1)
+    b_k = gl.allocate_shared_memory(d_k.dtype, [2, HALF, D], d_k.layout)
+    b_v = gl.allocate_shared_memory(d_k.dtype, [2, HALF, D], d_k.layout)
+    b_q = gl.allocate_shared_memory(d_k.dtype, [STAGES, BN, D], d_q.layout)
+    b_g = gl.allocate_shared_memory(d_k.dtype, [STAGES, BN, D], d_q.layout)
+    b_lse = gl.allocate_shared_memory(gl.float32, [STAGES, BN], d_lse.layout)
+    b_delta = gl.allocate_shared_memory(gl.float32, [STAGES, BN], d_lse.layout)
+    tile_full, tile_empty, full, empty, turns = _barriers(STAGES)
+    gl.warp_specialize([
+        (_consume_queries, (
+            0, b_k, b_v, b_q, b_g, b_lse, b_delta, tile_full, tile_empty, full, empty, turns, p_dk, p_dv,
+            p_work, p_tiles, p_steps, begin, end, heads, scale, factor, k_b, k_h, k_n, v_b, v_h, v_n, D, BN, STAGES,
+        )),
+        (_consume_queries, (
+            1, b_k, b_v, b_q, b_g, b_lse, b_delta, tile_full, tile_empty, full, empty, turns, p_dk, p_dv,
+            p_work, p_tiles, p_steps, begin, end, heads, scale, factor, k_b, k_h, k_n, v_b, v_h, v_n, D, BN, STAGES,
+        )),
+        (_produce, (
+            d_k, d_v, d_q, d_g, d_lse, d_delta, b_k, b_v, b_q, b_g, b_lse, b_delta, tile_full, tile_empty, full, empty,
+            p_work, p_tiles, p_steps, begin, end, heads, queries, k_batch, k_head, k_column, v_batch, v_head, v_column,
+            q_batch, q_head, q_column, g_batch, g_head, g_column, STAGES, True,
+        )),
+    ], [4, 1], [240, 24])  # fmt: skip
+
+
+# --- launch ----------------------------------------------------------------------------------------------------------
+
+
+def launch_queries(
+    q: Tensor, k: Tensor, v: Tensor, grad_out: Tensor, lse: Tensor, delta: Tensor, dq: Tensor,
+    run: Schedule, sharing: Shares, scale: float,
+) -> None:  # fmt: skip
+    """Fill `dq` wherever there are keys to read.
+
+    Args:
+        q: Queries [batch, heads, queries, D], which `hopper_attention.takes`; so are k, v and grad_out.
+        k: Keys.
+        v: Values.
+        grad_out: Of the output.
+        lse: float32 [batch, heads, queries], contiguous.
+        delta: Of every query sum(out * grad_out), less the gradient of its LSE; as lse.
+        dq: Of q's shape.
+        run: The table, `CUT`.
+        sharing: Of the tiles among programs.
+        scale: Of q·k.
+    """
+    _launch(backward_queries, (q, grad_out), (k, v), (), (lse, delta), (dq,), run, sharing, scale)
+
+
+def launch_keys(
+    q: Tensor, k: Tensor, v: Tensor, grad_out: Tensor, lse: Tensor, delta: Tensor, dk: Tensor, dv: Tensor,
+    run: Schedule, sharing: Shares, scale: float,
+) -> None:  # fmt: skip
+    """Fill `dk` and `dv` wherever there are queries that read them: `launch_queries` over the transposed table."""
+    vectors = [pad(x, (0, -x.shape[2] % CUT["aligned"])) for x in (lse, delta)]
+    _launch(backward_keys, (k, v), (q, grad_out), vectors, (), (dk, dv), run, sharing, scale)
+
+
+def _launch(
+    kernel: Any, tile: tuple[Tensor, ...], steps: tuple[Tensor, ...], vectors: Sequence[Tensor],
+    flat: Sequence[Tensor], grads: tuple[Tensor, ...], run: Schedule, sharing: Shares, scale: float,
+) -> None:  # fmt: skip
+    """Launch a pass whose tiles keep `tile` while it copies `steps`, and `vectors` of an entry a query, bit by bit."""
+    head_dim, heads, queries = tile[0].shape[3], tile[0].shape[1], (flat or vectors)[0].shape[2]
+    kept, moving = [matrix_of(x) for x in tile], [matrix_of(x) for x in steps]
+    kernel[(len(sharing.bounds) - 1,)](
+        *(described(x.view, [64, head_dim]) for x in kept),
+        *(described(x.view, [STEP, head_dim]) for x in moving),
+        *(described(x.flatten(), [STEP]) for x in vectors),
+        *flat, *grads, run.tiles, run.steps, *sharing, scale / math.log(2), scale, heads, queries,
+        *(number for x in (*kept, *moving) for number in x[1:]),
+        *(stride for x in grads for stride in x.stride()[:3]),
+        D=head_dim, BN=STEP, STAGES=STAGES, num_warps=4,
+    )  # fmt: skip

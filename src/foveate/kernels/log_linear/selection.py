@@ -1,0 +1,168 @@
+# pyright: basic, reportArgumentType=false, reportGeneralTypeIssues=false, reportCallIssue=false, reportIndexIssue=false
+# pyright: reportOperatorIssue=false, reportAttributeAccessIssue=false
+"""Which nodes every node of a sequence picks, from coarse to fine: scores never leave the registers."""
+
+from collections.abc import Sequence
+from itertools import accumulate
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from foveate.kernels.log_linear.pyramid import level_starts
+
+__all__ = ["readers_of", "select"]
+
+SMALLEST_DOT = 16  # a side of a matrix product
+CANDIDATES = 64  # scored at once
+RUN, RUNS = 128, 64  # nodes whose picks a program counts, and how many runs at most: memory grows with them
+AT_ONCE = 128  # picks that are counted
+AT_TOP = 256  # where no more nodes are candidates all are, by more warps: of a top there are few programs
+NOTHING = tl.constexpr(-(2**63))  # below the keys of all scores, and below the places of a list that are still free
+NOBODY = tl.constexpr(2**31 - 1)
+NUMBERS = ("heads", "nodes", "all_nodes", "first", "s_count", "above", "picks")  # which 1 must not turn into constants
+
+
+@triton.jit
+def _keys(scores, nodes):
+    """Whole numbers in the order of scores, of equal ones the smaller node first; a nan counts as infinite."""
+    scores = tl.where(scores == scores, scores, float("inf"))
+    bits = tl.where(scores == 0, 0.0, scores).to(tl.int32, bitcast=True)
+    bits = bits ^ ((bits >> 31) & 0x7FFFFFFF)
+    return (bits.to(tl.int64) << 32) | (nodes ^ NOBODY).to(tl.int64)[None, :]
+
+
+@triton.jit(do_not_specialize=NUMBERS)
+def _select(
+    p_q, p_k, p_counts, p_above, p_list, heads, nodes, all_nodes, first, s_count, above, picks,
+    TOP: tl.constexpr, B: tl.constexpr, K: tl.constexpr, BN: tl.constexpr, D: tl.constexpr, BD: tl.constexpr,
+):  # fmt: skip
+    """The picks of B siblings: among all nodes of the top, or among the children of what their parent picked."""
+    parents = tl.cdiv(nodes, B)
+    parent, sample = tl.program_id(0) % parents, (tl.program_id(0) // parents).to(tl.int64)
+    p_q += (sample * all_nodes + first) * D
+    p_k += (sample * all_nodes + first) * D
+    p_counts += (sample // heads) * s_count + first
+    p_above += (sample * parents + parent) * above
+    o_b, o_n, o_d, o_k = parent * B + tl.arange(0, B), tl.arange(0, BN), tl.arange(0, BD), tl.arange(0, K)
+    m_b, m_d = o_b < nodes, (o_d < D)[None, :]
+    q = tl.load(p_q + o_b[:, None].to(tl.int64) * D + o_d[None, :], mask=m_b[:, None] & m_d, other=0.0)  # [B, BD]
+    # what is kept: free places hold numbers of their own, those beyond `picks` one that nothing replaces
+    kept = tl.where(o_k < picks, NOTHING + 1 + o_k.to(tl.int64), 2**63 - 1)[None, :]
+    kept += tl.zeros([B, 1], tl.int64)
+    for start in range(0, nodes if TOP else above * B, BN):
+        o_c = start + o_n
+        if TOP:
+            o_c = tl.where(o_c < nodes, o_c, -1)
+        else:
+            pick = tl.load(p_above + o_c // B, mask=o_c < above * B, other=-1)
+            o_c = tl.where(pick >= 0, pick * B + o_c % B, -1)
+            o_c = tl.where(o_c < nodes, o_c, -1)
+        alive = tl.load(p_counts + o_c, mask=o_c >= 0, other=0) > 0  # [BN]
+        k = tl.load(p_k + o_c[:, None].to(tl.int64) * D + o_d[None, :], mask=alive[:, None] & m_d, other=0.0)
+        keys = _keys(tl.dot(q, tl.trans(k), input_precision="ieee"), o_c)  # [B, BN]
+        keys = tl.where(alive[None, :] & m_b[:, None], keys, NOTHING)
+        best, worst = tl.max(keys, 1), tl.min(kept, 1)
+        while tl.max((best > worst).to(tl.int32), 0) > 0:
+            kept = tl.where((kept == worst[:, None]) & (best > worst)[:, None], best[:, None], kept)
+            keys = tl.where(keys == best[:, None], NOTHING, keys)
+            best, worst = tl.max(keys, 1), tl.min(kept, 1)
+    numbers = ((kept & NOBODY) ^ NOBODY).to(tl.int32)
+    numbers = tl.sort(tl.where((kept > NOTHING + NOBODY) & (o_k < picks)[None, :], numbers, NOBODY), 1)  # [B, K]
+    p_list += (sample * nodes + o_b[:, None]) * picks + o_k[None, :]
+    tl.store(p_list, tl.where(numbers < NOBODY, numbers, -1), mask=m_b[:, None] & (o_k < picks)[None, :])
+
+
+def select(q: Tensor, k: Tensor, counts: Tensor, tokens: int, block: int, levels: int, top_k: int) -> list[Tensor]:
+    """The nodes that every node picks: for each level, the finest first, int32 [batch, heads, nodes, picks].
+
+    Args:
+        q: Means of queries, as `pool` returns them.
+        k: Means of keys, likewise.
+        counts: Those of the nodes; empty nodes are never picked.
+        tokens: Length of the sequence.
+        block: Children of a node.
+        levels: 1 to 4.
+        top_k: How many nodes each picks at most, up to 128: registers hold the lists of all siblings.
+    """
+    batch, heads, all_nodes, dim = q.shape
+    starts = level_starts(tokens, block, levels)
+    lists: list[Tensor] = []
+    for level in reversed(range(levels)):
+        nodes = starts[level + 1] - starts[level]
+        picks = min(top_k, nodes)
+        above = lists[0] if lists else counts
+        few = not lists and CANDIDATES < nodes <= AT_TOP
+        at_once = triton.next_power_of_2(nodes) if few else CANDIDATES
+        lists.insert(0, _empty(q, batch, heads, nodes, picks))
+        _select[(batch * heads * triton.cdiv(nodes, block),)](
+            q, k, counts, above, lists[0], heads, nodes, all_nodes, starts[level],
+            0 if len(counts) == 1 else counts.stride(0), above.shape[-1], picks,
+            TOP=len(lists) == 1, B=block, K=triton.next_power_of_2(max(picks, 2)), BN=at_once, D=dim,
+            BD=max(SMALLEST_DOT, triton.next_power_of_2(dim)), num_warps=block // 16 * at_once // CANDIDATES,
+        )  # fmt: skip
+    return lists
+
+
+@triton.jit(do_not_specialize=("nodes", "picks", "runs", "run", "first"))
+def _place(p_list, p_cells, p_rows, nodes, picks, runs, run, first, K: tl.constexpr, E: tl.constexpr,
+           WRITE: tl.constexpr):  # fmt: skip
+    """Count who picked what, by node and by run of rows: cells [samples, nodes + 1, runs], the last node for no pick.
+
+    With WRITE cells hold places in p_rows, from `first` on, where rows go. A program does a run, E picks at a time.
+    """
+    mine, sample = tl.program_id(0) % runs, (tl.program_id(0) // runs).to(tl.int64)
+    o_e = tl.arange(0, E)
+    end = tl.minimum(mine * run + run, nodes)
+    for start in range(mine * run, end, E // K):
+        row, pick = start + o_e // K, o_e % K
+        m_e = (row < end) & (pick < picks)
+        node = tl.load(p_list + (sample * nodes + row) * picks + pick, mask=m_e, other=0)
+        node = tl.where(m_e, tl.where(node >= 0, node, nodes), -1)
+        p_cell = p_cells + (sample * (nodes + 1) + node) * runs + mine
+        if WRITE:
+            earlier = (node[None, :] == node[:, None]) & (o_e[None, :] < o_e[:, None])
+            place = tl.load(p_cell, mask=m_e, cache_modifier=".cg") - first  # written since: not from the first cache
+            tl.store(p_rows + place + tl.sum(earlier.to(tl.int32), 1), row, mask=m_e)
+            tl.debug_barrier()
+        tl.atomic_add(p_cell, 1, mask=m_e, sem="relaxed")
+        if WRITE:
+            tl.debug_barrier()
+
+
+def readers_of(levels: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
+    """Who picked each node of some levels, as `Selection.transpose` of `foveate.ops.selection` defines it.
+
+    Nothing is sorted: picks are counted, and the counts of all levels, added up, say where each belongs.
+    """
+    samples, sizes = levels[0][:, :, 0, 0].numel(), [lists.shape[2:] for lists in levels]
+    runs = [min(RUNS, triton.cdiv(nodes, RUN)) for nodes, _ in sizes]
+    cells = [samples * (nodes + 1) * count for (nodes, _), count in zip(sizes, runs, strict=True)]
+    counts = levels[0].new_zeros(1 + sum(cells))
+
+    def each(numbers: Tensor, rows: Sequence[Tensor], write: bool) -> None:
+        firsts = accumulate((lists.numel() for lists in levels), initial=0)
+        parts = numbers[: sum(cells)].split(cells)
+        for lists, cell, row, count, first in zip(levels, parts, rows, runs, firsts, strict=False):
+            nodes, picks = lists.shape[2:]
+            most = triton.next_power_of_2(picks)
+            _place[(samples * count,)](
+                lists, cell, row, nodes, picks, count, triton.cdiv(nodes, count), first, K=most, E=max(most, AT_ONCE),
+                WRITE=write,
+            )  # fmt: skip
+
+    each(counts[1:], levels, write=False)
+    starts = counts.cumsum(0, dtype=torch.int32)
+    offsets, first = [], 0
+    for lists, cell, count in zip(levels, starts[: sum(cells)].split(cells), runs, strict=True):
+        base = torch.arange(first, first + lists.numel(), lists[0, 0].numel(), dtype=torch.int32, device=lists.device)
+        offsets.append((cell.view(samples, -1, count)[..., 0] - base[:, None]).view(*lists.shape[:2], -1))
+        first += lists.numel()
+    rows = [_empty(lists, *lists.shape[:2], lists[0, 0].numel()) for lists in levels]
+    each(starts, rows, write=True)
+    return list(zip(offsets, rows, strict=True))
+
+
+def _empty(like: Tensor, *shape: int) -> Tensor:
+    return like.new_empty(shape, dtype=torch.int32)

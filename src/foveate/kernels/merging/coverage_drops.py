@@ -1,0 +1,107 @@
+# pyright: basic, reportArgumentType=false, reportGeneralTypeIssues=false, reportCallIssue=false
+"""What better served items take from the gains of all candidates, with similarities in registers.
+
+The matrix units take no float32. A number is split into two of bfloat16, its rounding and what that leaves, and three
+products of the four make a similarity as exact as float32 does, to about 1e-6. Picking 1,024 of N items takes about
+8 N² similarities: 61 TFLOP for 100,000 of 384 channels, 184 in three products, or 0.3 s at 600 TFLOP/s; nothing of
+size N² is written. Items that are served as before take no time: a list on the GPU says which are not.
+"""
+
+from functools import partial
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch.nn.functional import pad
+
+from foveate.kernels.gpu_op import gpu_op
+from foveate.utils.cache import PerTensors
+
+__all__ = ["BACKENDS", "coverage_drops"]
+
+CANDIDATES = ITEMS = 128  # of a tile of similarities
+CHANNELS, WARPS, STAGES = 64, 8, 3
+AMPERE = 8
+HALF = torch.bfloat16  # float16 would lose small channels
+NUMBERS = ("items", "candidates")  # which 1 must not turn into constants
+_HALVES: PerTensors[Tensor] = PerTensors()
+
+
+@triton.jit
+def _load(p, o_n, m_n, s_n, o_c):
+    return tl.load(p + o_n[:, None].to(tl.int64) * s_n + o_c[None, :], mask=m_n[:, None], other=0.0)
+
+
+@triton.jit(do_not_specialize=NUMBERS)
+def sum_drops(
+    p_items, p_candidates, p_before, p_after, p_changed, p_number, p_drops, items, candidates, s_n,
+    BM: tl.constexpr, BN: tl.constexpr, BC: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Of a tile of candidates the sum over the changed items of clamp(similarity, before, after) - before."""
+    o_m = tl.program_id(0) * BM + tl.arange(0, BM)
+    m_m = o_m < candidates
+    p_small_items, p_small_candidates = (
+        p_items + items.to(tl.int64) * s_n,
+        p_candidates + candidates.to(tl.int64) * s_n,
+    )
+    changed = tl.load(p_number)
+    drops = tl.zeros([BM], tl.float32)
+    for tile in range(0, tl.cdiv(changed, BN)):
+        o_n = tile * BN + tl.arange(0, BN)
+        m_n = o_n < changed
+        o_n = tl.load(p_changed + o_n, mask=m_n, other=0)
+        similar = tl.zeros([BM, BN], tl.float32)
+        for chunk in tl.range(0, s_n // BC, num_stages=STAGES):
+            o_c = chunk * BC + tl.arange(0, BC)
+            large = _load(p_candidates, o_m, m_m, s_n, o_c)  # [BM, BC]
+            small = _load(p_small_candidates, o_m, m_m, s_n, o_c)
+            item = tl.trans(_load(p_items, o_n, m_n, s_n, o_c))  # [BC, BN]
+            similar = tl.dot(small, item, similar)
+            similar = tl.dot(large, tl.trans(_load(p_small_items, o_n, m_n, s_n, o_c)), similar)
+            similar = tl.dot(large, item, similar)
+        before = tl.load(p_before + o_n, mask=m_n, other=0.0)[None, :]
+        after = tl.load(p_after + o_n, mask=m_n, other=0.0)[None, :]
+        drops += tl.sum(tl.minimum(tl.maximum(similar, before), after) - before, 1)
+    tl.store(p_drops + o_m, drops, mask=m_m)
+
+
+def takes(device: torch.device, dtype: torch.dtype, size: int) -> bool:
+    """Whether the kernel runs there: NVIDIA's Ampere or newer, float32."""
+    return device.type == "cuda" and dtype == torch.float32 and torch.cuda.get_device_capability(device)[0] >= AMPERE
+
+
+@gpu_op("foveate::coverage_drops")
+def coverage_drops(items: Tensor, candidates: Tensor, before: Tensor, after: Tensor) -> Tensor:
+    """What `foveate.ops.pick_in_turns.portable_drops` defines."""
+    drops = _like(items, candidates, before, after)
+    if not len(items):
+        return drops.zero_()
+    if len(candidates):
+        changed = after > before
+        place = changed.cumsum(0, dtype=torch.int32)
+        places = torch.where(changed, place - 1, len(items)).long()
+        listed = place.new_empty(len(items) + 1)  # their numbers; the last entry takes those of all others
+        listed.scatter_(0, places, torch.arange(len(items), dtype=torch.int32, device=items.device))
+        halves = [_HALVES.get([x], HALF, partial(_halves, x)) for x in (items, candidates)]
+        sum_drops[(triton.cdiv(len(candidates), CANDIDATES),)](
+            *halves, before.contiguous(), after.contiguous(), listed, place[-1:], drops,
+            len(items), len(candidates), halves[0].shape[2],
+            BM=CANDIDATES, BN=ITEMS, BC=CHANNELS, STAGES=STAGES, num_warps=WARPS,
+        )  # fmt: skip
+    return drops
+
+
+@coverage_drops.register_fake
+def _like(items: Tensor, candidates: Tensor, before: Tensor, after: Tensor) -> Tensor:
+    return candidates.new_empty(len(candidates))
+
+
+def _halves(x: Tensor) -> Tensor:
+    """[2, rows, channels]: numbers rounded, and what that leaves. Zeros fill up the last step of channels."""
+    x = pad(x, (0, -x.shape[1] % CHANNELS))
+    large = x.to(HALF)
+    return torch.stack([large, (x - large).to(HALF)])
+
+
+BACKENDS = {"triton": (takes, coverage_drops)}

@@ -1,0 +1,155 @@
+# pyright: basic
+"""One prompt drawn by several methods, side by side on one page."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from statistics import mean
+from typing import Any
+from zlib import crc32
+
+from PIL import Image
+
+from foveate.diffusers.lora import Way, using
+from foveate.diffusers.pipelines import Request, draw, record_step, time_steps
+from foveate.methods import METHODS, HilbertA, Method, Together, ToMA
+from foveate.ops.block_table import BlockTable
+from foveate.utils.device import versions
+from foveate.utils.files import slug, write_picture, write_whole
+from foveate.utils.progress import Track, silent
+from foveate.web.report import Comparison, Variant, comparison_page, psnr, ssim
+
+__all__ = ["compare", "showcase"]
+
+PAGE = "index.html"
+
+
+def showcase() -> list[Method | Together]:
+    """The settings of every registered method that are worth a look, and what goes together."""
+    alone = [method for cls in METHODS.values() for method in cls.showcase()]
+    return [*alone, Together((HilbertA(tiles=16), ToMA(keep=0.5)))]
+
+
+def compare(
+    pipeline: Any,
+    request: Request,
+    methods: Sequence[Way],
+    out: Path,
+    *,
+    settings: dict[str, str],
+    notice: str = "",
+    rounds: int = 3,
+    track: Track = silent,
+) -> Path:
+    """Draw a prompt dense and with each method, time the denoiser, and write the page.
+
+    Every picture is written as soon as it is there. If the run is broken off, the page shows what was finished. The
+    pictures of an older page in the folder are removed: they may be of another prompt or size.
+
+    Args:
+        pipeline: A diffusers pipeline.
+        request: What to draw.
+        methods: Each one alone makes a variant. One that the size does not allow is left out, with a notice.
+        out: Folder of the page and its pictures.
+        settings: What the page and the pictures say about the run.
+        notice: What a reader of the page must know first.
+        rounds: How often to time each variant.
+        track: Shows progress.
+
+    Returns:
+        Path of the page.
+    """
+    page, variants, notices = out / PAGE, list[Variant](), [notice] if notice else []
+    methods, refused = _taken(pipeline, methods)
+    notices += refused
+    notices += [
+        f"{method.title} works in a part of the steps: its time is that of a step in which it does."
+        for method in methods
+        if not all(part.always for part in method.parts)
+    ]
+    notices += [
+        f"{method.title} keeps what it decided for up to {most} steps: its time is that of a step in which it decides "
+        "anew, the dearest."
+        for method in methods
+        if (most := max(getattr(part, "dst_every", 1) for part in method.parts)) > 1
+    ]
+    _remove_pictures(out)
+    files: set[str] = set()
+    ran: list[Way | None] = []
+    try:
+        for method in (None, *methods):
+            advance = track(method.title if method else "dense", request.steps)
+            try:
+                variant = _draw_variant(pipeline, request, method, variants[0].image if variants else None, advance)
+            except ValueError as error:
+                if method is None:
+                    raise
+                notices.append(f"{method.title} is left out: {error}.")
+                continue
+            about = {**settings, "method": repr(method) if method else "dense"}
+            name = slug(variant.label)
+            name += f"-{crc32(about['method'].encode()):08x}" if name in files else ""  # slugs are cut
+            files.add(name)
+            write_picture(out / f"{name}.png", variant.image, {**about, "page": PAGE})
+            variants.append(variant)
+            ran.append(method)
+        step = record_step(pipeline, request)
+        for taken in time_steps(pipeline, step, ran, rounds, track("timing", len(ran) * (rounds + 1))):
+            timed = zip(variants, taken, strict=True)
+            variants = [v._replace(step_seconds=[*v.step_seconds, seconds]) for v, seconds in timed]
+    finally:
+        if variants:
+            comparison = Comparison(request.prompt, variants, settings, versions(), " ".join(notices))
+            write_whole(page, comparison_page(comparison).encode())
+    return page
+
+
+def _remove_pictures(out: Path) -> None:
+    """Those that a page was made of, and no others."""
+    for path in out.glob("*.png"):
+        try:
+            with Image.open(path) as picture:
+                ours = picture.info.get("page") == PAGE
+        except (OSError, Image.DecompressionBombError):  # whatever it is, it is not ours
+            continue
+        if ours:
+            path.unlink()
+
+
+def _taken(pipeline: Any, methods: Sequence[Way]) -> tuple[list[Way], list[str]]:
+    """The methods that the model takes at all, and a notice for each of the others."""
+    taken: list[Way] = []
+    notices: list[str] = []
+    for method in methods:
+        try:
+            with using(pipeline, method):
+                taken.append(method)
+        except ValueError as error:
+            notices.append(f"{method.title} is left out: {error}.")
+    if notices and not taken:
+        raise ValueError(" ".join(notices))
+    return taken, notices
+
+
+def _draw_variant(
+    pipeline: Any, request: Request, method: Way | None, dense: Any, advance: Callable[[], None]
+) -> Variant:
+    with using(pipeline, method) as run:
+        image = draw(pipeline, request, advance)
+        if method is None or run is None:
+            return Variant("dense", image, [], None, None, 0.0, 0.0, 1.0, None, None, "")
+        layers, plan = run.summary().layers, next(iter(run.plans().values()), None)
+    sparsity = mean(layer.true for layer in layers)
+    return Variant(
+        label=method.title,
+        image=image,
+        step_seconds=[],
+        psnr=psnr(image, dense),
+        ssim=ssim(image, dense),
+        nominal=mean(layer.nominal for layer in layers),
+        true=sparsity,
+        flop_bound=1 / (1 - sparsity),
+        tile_map=plan.tile_maps[0] if plan else None,
+        table=next((table for table in plan.tables if isinstance(table, BlockTable)), None) if plan else None,
+        why_dense="" if plan else layers[0].why,
+        picked=getattr(plan, "picked", None),
+    )

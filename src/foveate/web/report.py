@@ -1,0 +1,399 @@
+"""Pictures, plots and the HTML page: what a method does, what it saves, and what it costs in quality."""
+
+import base64
+import io
+from collections.abc import Sequence
+from statistics import median
+from textwrap import fill
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+from jaxtyping import Int
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from matplotlib.axes import Axes
+from matplotlib.collections import PolyCollection
+from matplotlib.colors import ListedColormap
+from matplotlib.figure import Figure
+from PIL import Image, ImageDraw, ImageFilter
+from skimage.metrics import peak_signal_noise_ratio, structural_similarity
+from torch import Tensor
+
+from foveate.ops.block_table import BlockTable
+from foveate.ops.example_blocks import Report
+
+__all__ = [
+    "Comparison",
+    "Variant",
+    "comparison_page",
+    "draw_coverage",
+    "draw_losses",
+    "draw_order",
+    "draw_sheet",
+    "draw_table",
+    "draw_tiles",
+    "draw_times",
+    "duration",
+    "figure_png",
+    "psnr",
+    "render",
+    "ssim",
+]
+
+# Paul Tol's "light" scheme: fills that stay apart for colour-blind eyes and under a dark line. Grey is the centre's.
+TILE_COLOURS = ("#77AADD", "#EEDD88", "#44BB99", "#EE8866", "#99DDFF", "#BBCC33", "#FFAABB", "#AAAA00")
+CENTRE_GREY = "#DDDDDD"
+INK, PAPER, BLUE, ORANGE = "#1F2933", "#FFFFFF", "#0072B2", "#E69F00"
+
+
+class Variant(NamedTuple):
+    """One way to make the picture, and what was measured of it.
+
+    Attributes:
+        label: Its name on the page, e.g. "HilbertA, 16 tiles".
+        image: The picture.
+        step_seconds: Time of one forward of the denoiser, one entry per measuring round; empty if not timed.
+        psnr: Against dense, in dB; None for dense itself.
+        ssim: Against dense; None for dense itself.
+        nominal: Sparsity as papers quote it, mean over layers; 0 for dense.
+        true: Fraction of all query-key pairs left out, mean over layers; 0 for dense.
+        flop_bound: FLOPs of dense attention over those of this one: no speed-up of attention can be larger.
+        tile_map: Tile of each image token, -1 in the global centre; None without tiles.
+        table: Which key blocks each query block reads; None if dense.
+        why_dense: Why the method stayed dense; empty if it did not.
+        picked: Raster indices of the tokens that others merge into; None if nothing merges.
+    """
+
+    label: str
+    image: Image.Image
+    step_seconds: list[float]
+    psnr: float | None
+    ssim: float | None
+    nominal: float
+    true: float
+    flop_bound: float
+    tile_map: Int[Tensor, "rows columns"] | None
+    table: BlockTable | None
+    why_dense: str
+    picked: Int[Tensor, "picked"] | None = None
+
+
+class Comparison(NamedTuple):
+    """Several variants of one picture, for `comparison_page`.
+
+    Attributes:
+        prompt: What the picture shows.
+        variants: The first is dense, the others are compared with it.
+        settings: What was run: name and value.
+        versions: On what it was run: name and version.
+        notice: What a reader must know first, e.g. that the weights are random; may be empty.
+    """
+
+    prompt: str
+    variants: list[Variant]
+    settings: dict[str, str]
+    versions: dict[str, str]
+    notice: str
+
+
+# --- pictures --------------------------------------------------------------------------------------------------------
+
+
+def draw_order(
+    order: Int[Tensor, "cells"], height: int, width: int, tile_map: Int[Tensor, "rows columns"] | None = None
+) -> Figure:
+    """A figure of the curve through the cells of a grid, row 0 on top, over its tiles if they are given.
+
+    Args:
+        order: Raster index of the cell at each step of the curve.
+        height: Rows of the grid.
+        width: Columns of the grid.
+        tile_map: Tile of each cell, -1 in the global centre.
+
+    Raises:
+        ValueError: If the order or the tile map is of another grid.
+    """
+    if len(order) != height * width:
+        raise ValueError(f"an order of {len(order)} cells does not fill a {height} x {width} grid: give its own sides")
+    if tile_map is not None and tuple(tile_map.shape) != (height, width):
+        raise ValueError(f"the tile map is {tuple(tile_map.shape)}: give one of the order's ({height}, {width}) grid")
+    cell = 6.0 / max(height, width)  # inches
+    figure = Figure(figsize=(max(width * cell, 2.6), max(height * cell, 0.6) + 0.4), layout="constrained")
+    axes = figure.add_subplot(
+        aspect="equal", xlim=(-0.5, width - 0.5), ylim=(height - 0.5, -0.5), xticks=[], yticks=[]
+    )
+    axes.spines[:].set_color("#9AA5B1")
+    if tile_map is not None:
+        _fill_tiles(axes, tile_map.cpu().numpy())
+    rows, columns = np.divmod(order.cpu().numpy(), width)
+    points = 72 * cell
+    axes.plot(columns, rows, color=INK, linewidth=np.clip(0.14 * points, 0.5, 2.6), solid_joinstyle="round")
+    marker: dict[str, Any] = {
+        "markersize": np.clip(0.45 * points, 6, 14),
+        "markeredgecolor": PAPER,
+        "linestyle": "",
+        "clip_on": False,
+    }
+    axes.plot(columns[0], rows[0], "o", color=BLUE, label="start", zorder=3, **marker)
+    axes.plot(columns[-1], rows[-1], "s", color="#D55E00", label="end", zorder=3, **marker)
+    figure.legend(loc="outside lower center", ncols=3, frameon=False, handletextpad=0.3, columnspacing=1.4)
+    return figure
+
+
+def draw_tiles(
+    image: Image.Image, tile_map: Int[Tensor, "rows columns"], picked: Int[Tensor, "picked"] | None = None
+) -> Image.Image:
+    """The picture with the borders of its tiles in white and its global centre outlined in orange.
+
+    Pictures narrower than 384 pixels are first enlarged by a whole factor; the others keep their size.
+
+    Args:
+        image: The picture.
+        tile_map: The tile of every token.
+        picked: Raster indices of tokens to mark with a dot.
+    """
+    picture = image.convert("RGB")
+    grow = -(-384 // picture.width) if picture.width < 384 else 1
+    picture = picture.resize((picture.width * grow, picture.height * grow), Image.Resampling.NEAREST)
+    height, width = tile_map.shape
+    rows = np.arange(picture.height) * height // picture.height
+    columns = np.arange(picture.width) * width // picture.width
+    tiles = tile_map.cpu().numpy()[np.ix_(rows, columns)]
+    pen = max(1, picture.width // 512)
+    _outline(picture, tiles, PAPER, pen)
+    _outline(picture, tiles == -1, ORANGE, 2 * pen)
+    pencil, radius = ImageDraw.Draw(picture), max(1.0, picture.width / width / 6)
+    for cell in [] if picked is None else picked.tolist():
+        y, x = (cell // width + 0.5) * picture.height / height, (cell % width + 0.5) * picture.width / width
+        pencil.ellipse((x - radius, y - radius, x + radius, y + radius), fill=ORANGE, outline=INK)
+    return picture
+
+
+def draw_table(table: BlockTable, limit: int = 512) -> Image.Image:
+    """A picture of the table: rows are query blocks, columns key blocks, and blue is what attention reads.
+
+    Empty blocks at the end of a padded table are left out.
+
+    Args:
+        table: The table.
+        limit: Most squares along a side. Of a larger table several blocks share a square: blue if any of them is read.
+            Squares of smaller tables are several pixels wide.
+    """
+    rows, columns = _used(table.query_starts), _used(table.key_starts)
+    blocks = max(rows, columns)
+    shrink, grow = -(-blocks // limit), max(1, limit // blocks)
+    read = np.zeros((-(-rows // shrink), -(-columns // shrink)), dtype=bool)
+    for i, keys in enumerate(table.lists()[:rows]):
+        read[i // shrink, np.asarray(keys, dtype=int) // shrink] = True
+    colours = np.array([(238, 241, 244), (0, 114, 178)], dtype=np.uint8)  # pale grey, BLUE
+    picture = Image.fromarray(colours[read.astype(int)].repeat(grow, 0).repeat(grow, 1))
+    framed = Image.new("RGB", (picture.width + 2, picture.height + 2), "#9AA5B1")
+    framed.paste(picture, (1, 1))
+    return framed
+
+
+def draw_sheet(rows: dict[str, list[Image.Image]], captions: list[str]) -> Figure:
+    """A figure of pictures in a grid: one row a name, one column a caption."""
+    height, width = len(rows), len(captions)
+    figure = Figure(figsize=(1.6 * width + 0.5, 1.6 * height + 0.8), layout="constrained")
+    grid = figure.subplots(height, width, squeeze=False)
+    for axes_row, (name, pictures) in zip(grid, rows.items(), strict=True):
+        axes_row[0].set_ylabel(fill(name, 20), fontsize=9)
+        for axes, picture in zip(axes_row, pictures, strict=True):
+            axes.imshow(picture)
+            axes.set(xticks=[], yticks=[])
+            axes.spines[:].set_visible(False)
+    for axes, caption in zip(grid[0], captions, strict=True):
+        axes.set_title(fill(caption, 22), fontsize=7)
+    return figure
+
+
+def draw_losses(losses: Sequence[float]) -> Figure:
+    """A figure of the loss of every step of a training, with a running mean over a twentieth of the steps."""
+    figure = Figure(figsize=(7, 3), layout="constrained")
+    axes = figure.add_subplot(xlabel="step", ylabel="loss", yscale="log")
+    axes.plot(range(1, len(losses) + 1), losses, color=BLUE, linewidth=0.8, alpha=0.4)
+    window = max(1, len(losses) // 20)
+    means = np.convolve(losses, np.full(window, 1 / window), mode="valid")
+    axes.plot(range(window, len(losses) + 1), means, color=BLUE)
+    return figure
+
+
+def draw_coverage(reports: dict[str, list[Report]]) -> Figure:
+    """A figure of how well blocks cover their pool: the worst, the mean and all together; means over the reports."""
+    figure = Figure(figsize=(7, 3), layout="constrained")
+    axes = figure.add_subplot(ylabel="coverage of the pool", ylim=(0, 1), xticks=range(3))
+    axes.set_xticklabels(["worst block", "mean block", "all blocks"])
+    for i, (name, drawn) in enumerate(reports.items()):
+        values = np.array([report[:3] for report in drawn])
+        places = np.arange(3) + 0.8 * (i + 0.5) / len(reports) - 0.4
+        spread = np.abs(np.stack([values.min(0), values.max(0)]) - values.mean(0))
+        colour = (BLUE, ORANGE, "#9AA5B1")[i % 3]
+        axes.bar(places, values.mean(0), 0.7 / len(reports), yerr=spread, label=name, color=colour, ecolor=INK)
+    figure.legend(loc="outside lower center", ncols=len(reports), frameon=False)
+    return figure
+
+
+def _fill_tiles(axes: Axes, tiles: npt.NDArray[np.integer]) -> None:
+    """Colour the cells by their tile and hatch the centre."""
+    colours, last = ListedColormap(TILE_COLOURS), len(TILE_COLOURS) - 1
+    axes.imshow(tiles % len(TILE_COLOURS), cmap=colours, vmin=0, vmax=last, alpha=0.75, interpolation="nearest")
+    rows, columns = np.nonzero(tiles == -1)
+    if len(rows):
+        corners = np.array([(-0.5, -0.5), (0.5, -0.5), (0.5, 0.5), (-0.5, 0.5)])
+        cells = np.stack([columns, rows], axis=1)[:, None] + corners
+        style: dict[str, Any] = {"facecolor": CENTRE_GREY, "edgecolor": "#8A8F98", "hatch": "////", "linewidth": 0}
+        axes.add_collection(PolyCollection(list(cells), label="global centre", **style), autolim=False)
+
+
+def _outline(picture: Image.Image, labels: npt.NDArray[np.generic], colour: str, pen: int) -> None:
+    """Draw a line of 2 `pen` pixels between different labels, with a dark rim that shows it on any picture."""
+    border = np.zeros(labels.shape, dtype=bool)
+    across, down = labels[:, 1:] != labels[:, :-1], labels[1:] != labels[:-1]
+    border[:, 1:] |= across
+    border[:, :-1] |= across
+    border[1:] |= down
+    border[:-1] |= down
+    line = Image.fromarray(border).convert("L")
+    for reach, ink in ((pen, INK), (pen - 1, colour)):
+        # some releases of Pillow crash on a filter of one pixel
+        picture.paste(ink, mask=line.filter(ImageFilter.MaxFilter(2 * reach + 1)) if reach else line)
+
+
+def _used(starts: Int[Tensor, "blocks_plus_1"]) -> int:
+    """Number of blocks before the padding, whose blocks all start where the tokens end."""
+    return int((starts < starts[-1]).sum())
+
+
+# --- numbers ---------------------------------------------------------------------------------------------------------
+
+
+def psnr(image: Image.Image, reference: Image.Image) -> float:
+    """Peak signal-to-noise ratio in dB of 8-bit RGB pictures; infinite if they are identical.
+
+    Raises:
+        ValueError: If the pictures differ in size.
+    """
+    ours, theirs = _pixels(image, reference)
+    with np.errstate(divide="ignore"):
+        return float(peak_signal_noise_ratio(theirs, ours, data_range=255))
+
+
+def ssim(image: Image.Image, reference: Image.Image) -> float:
+    """Structural similarity of 8-bit RGB pictures, mean over channels: 1 if they are identical.
+
+    The window is 7 pixels wide, or the largest odd number of pixels that fits into a smaller picture.
+
+    Raises:
+        ValueError: If the pictures differ in size, or a side is below 3 pixels.
+    """
+    ours, theirs = _pixels(image, reference)
+    side = min(image.size)
+    if side < 3:
+        raise ValueError(f"SSIM looks at windows of 3 pixels or more: use larger pictures than {_size(image)}")
+    window = min(7, side - 1 + side % 2)
+    mean = structural_similarity(theirs, ours, win_size=window, channel_axis=-1, data_range=255)
+    return float(mean)  # type: ignore[arg-type]  # a tuple only if more than the mean is asked for
+
+
+def _pixels(image: Image.Image, reference: Image.Image) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.uint8]]:
+    if image.size != reference.size:
+        raise ValueError(f"pictures of {_size(image)} and {_size(reference)} cannot be compared: resize one of them")
+    return np.asarray(image.convert("RGB")), np.asarray(reference.convert("RGB"))
+
+
+def _size(image: Image.Image) -> str:
+    return f"{image.width} x {image.height} pixels"
+
+
+# --- the page --------------------------------------------------------------------------------------------------------
+
+
+def comparison_page(comparison: Comparison) -> str:
+    """One HTML page that shows and explains the comparison; it needs no other file, no script and no network."""
+    return render(
+        "compare.html.j2",
+        comparison=comparison,
+        speedups=[_speedup(variant, comparison.variants[0]) for variant in comparison.variants],
+        times_light=draw_times(comparison.variants, ink=INK, bar=BLUE),
+        times_dark=draw_times(comparison.variants, ink="#D5DAE1", bar="#56B4E9"),
+    )
+
+
+def render(template: str, **values: Any) -> str:
+    """A template of ours with these values, escaped, as one HTML page."""
+    environment = Environment(
+        loader=PackageLoader("foveate.web"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    filters: dict[str, Any] = {
+        "png": _data_uri,
+        "time": duration,
+        "median": median,
+        "tiles": draw_tiles,
+        "blocks": draw_table,
+    }
+    environment.filters.update(filters)
+    return environment.get_template(template).render(**values)
+
+
+def draw_times(variants: list[Variant], *, ink: str = INK, bar: str = BLUE) -> Figure:
+    """A figure of the median step time of each timed variant, whiskers from fastest to slowest round.
+
+    The ground is transparent: `ink` colours text and whiskers, `bar` the bars; that of the first variant is grey.
+    """
+    timed = [variant for variant in variants if variant.step_seconds]
+    figure = Figure(figsize=(4.2, 0.3 + 0.36 * len(timed)), layout="constrained", facecolor="none")
+    axes = figure.add_subplot(facecolor="none", xticks=[], yticks=range(len(timed)))
+    axes.spines[["top", "right", "bottom"]].set_visible(False)
+    axes.spines["left"].set_color(ink)
+    axes.set_yticklabels([variant.label for variant in timed], color=ink, parse_math=False)
+    axes.tick_params(length=0)
+    axes.invert_yaxis()
+    axes.margins(x=0.02)
+    for row, variant in enumerate(timed):
+        middle, low, high = (f(variant.step_seconds) for f in (median, min, max))
+        axes.barh(row, middle, height=0.62, color="#9AA5B1" if variant is variants[0] else bar)
+        axes.errorbar(middle, row, xerr=[[middle - low], [high - middle]], color=ink, capsize=3, linewidth=1.2)
+        axes.annotate(
+            duration(middle),
+            (high, row),
+            xytext=(6, 0),
+            textcoords="offset points",
+            color=ink,
+            verticalalignment="center",
+        )
+    return figure
+
+
+def figure_png(figure: Figure, dpi: int = 150) -> bytes:
+    """The figure as a PNG file of `dpi` pixels per inch."""
+    file = io.BytesIO()
+    figure.savefig(file, format="png", dpi=dpi)
+    return file.getvalue()
+
+
+def _data_uri(picture: Image.Image | Figure) -> str:
+    """The picture as a PNG inside an address, so that the page needs no other file."""
+    if isinstance(picture, Figure):
+        png = figure_png(picture, dpi=200)
+    else:
+        file = io.BytesIO()
+        picture.save(file, format="png")
+        png = file.getvalue()
+    return "data:image/png;base64," + base64.b64encode(png).decode()
+
+
+def _speedup(variant: Variant, dense: Variant) -> float | None:
+    """Median step time of dense over that of the variant; None unless both were timed."""
+    if not variant.step_seconds or not dense.step_seconds:
+        return None
+    return median(dense.step_seconds) / median(variant.step_seconds)
+
+
+def duration(seconds: float) -> str:
+    """In seconds from one on, else in milliseconds."""
+    return f"{seconds:.2f} s" if seconds >= 1 else f"{1e3 * seconds:.1f} ms"

@@ -1,0 +1,182 @@
+"""Laws of `foveate rag`, tried as a user would."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from tiny_lm import DOCUMENTS, language_model, tokenizer
+from typer.testing import CliRunner
+
+from foveate import InfoFlowKV
+from foveate.cli import app, common
+from foveate.cli import rag as rag_command
+from foveate.transformers import ChunkEncoder
+from foveate.transformers.index import ChunkIndex
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    path = tmp_path_factory.mktemp("models") / "tiny"
+    language_model("qwen3", dtype=torch.float32).save_pretrained(path)
+    tokenizer().save_pretrained(path)
+    return path
+
+
+@pytest.fixture(autouse=True)
+def in_a_folder_with_notes(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "notes").mkdir()
+    for i, text in enumerate(DOCUMENTS):
+        (tmp_path / "notes" / f"{i}.txt").write_text(text)
+
+
+def run(model, *arguments, input=None):
+    always = ["rag", "notes", "--model", model, "--device", "cpu", "--max-new-tokens", 5]
+    return CliRunner().invoke(app, [str(argument) for argument in (*always, *arguments)], input=input)
+
+
+def said(result):
+    return " ".join(result.output.split())
+
+
+def test_a_question_is_answered_as_by_the_library_and_the_next_run_reads_nothing(model, tmp_path):
+    result = run(model, "w3", "--recompute", 0.4, "--prompt", "w21 {question} w23", "-o", "norm=l1")
+    assert result.exit_code == 0, result.output
+    assert "4 passages, 27 tokens: 4 read, 0 found, 0 removed" in said(result)
+    ours = ChunkEncoder(language_model("qwen3", dtype=torch.float32), tokenizer())
+    context = ours.compose(ours.encode(DOCUMENTS))
+    with context.patch(InfoFlowKV(recompute=0.4, norm="l1"), "w21 w3 w23") as patched:
+        assert f"w3 {patched.generate(max_new_tokens=5)}" in said(result)
+        page = (tmp_path / "rag.html").read_text()
+        assert page.count('title="row ') >= len(patched.rows)
+        assert page.count("<mark class") == len(patched.rows) == 11
+    assert "0 read, 4 found, 0 removed" in said(run(model, "w3"))
+
+
+def test_changed_documents_are_read_again_and_removed_ones_forgotten(model, tmp_path):
+    run(model)
+    (tmp_path / "notes" / "0.txt").write_text("w1 w2")
+    (tmp_path / "notes" / "1.txt").unlink()
+    assert "3 passages, 17 tokens: 1 read, 2 found, 2 removed" in said(run(model))
+    assert len(list((tmp_path / "notes" / ".foveate" / "tiny").iterdir())) == 3
+    assert "3 read, 0 found" in said(run(model, "--index", "elsewhere"))
+    assert len(list((tmp_path / "elsewhere").iterdir())) == 3
+
+
+def test_ctrl_c_keeps_what_was_read(model, monkeypatch):
+    original = ChunkIndex._encode
+
+    def interrupted(self, passage):
+        if passage == 3:
+            raise KeyboardInterrupt
+        return original(self, passage)
+
+    monkeypatch.setattr(ChunkIndex, "_encode", interrupted)
+    assert run(model, "w3").exit_code == 130
+    monkeypatch.setattr(ChunkIndex, "_encode", original)
+    assert "1 read, 3 found" in said(run(model, "w3"))
+
+
+def test_questions_come_from_arguments_or_line_by_line_and_share_a_page(model, tmp_path):
+    result = run(model, "w3", "w5", "--out", "two.html")
+    piped = run(model, "--out", "piped.html", input="w3\n\n w5 \n")
+    assert result.exit_code == piped.exit_code == 0
+    for page in ("two.html", "piped.html"):
+        text = (tmp_path / page).read_text()
+        assert "<h1>w3</h1>" in text
+        assert "<h1>w5</h1>" in text
+    nothing = run(model, "--out", "none.html", input="")
+    assert nothing.exit_code == 0
+    assert not (tmp_path / "none.html").exists()
+
+
+def test_a_terminal_is_asked_until_nothing_is_typed(monkeypatch):
+    typed = iter(["w3 ", "w5", "", "w7"])
+    monkeypatch.setattr(rag_command.console, "input", lambda _: next(typed))
+    monkeypatch.setattr(rag_command.sys, "stdin", SimpleNamespace(isatty=lambda: True))
+    assert list(rag_command._asked(None)) == ["w3", "w5"]
+
+
+def test_compare_answers_by_every_method(model, tmp_path):
+    result = run(model, "w3", "--compare", "--method", "epic", "--chunk", 4)
+    assert result.exit_code == 0, result.output
+    for name in ("epic", "infoflow_kv", "cacheblend", "random", "none", "full"):
+        assert name in said(result)
+        assert f"<td>{name}</td>" in (tmp_path / "rag.html").read_text()
+    assert "0.txt, part 2" in said(result)
+
+
+def test_a_chat_template_frames_documents_and_question(model, tmp_path):
+    words = tokenizer()
+    words.chat_template = "<s> w40 {% for m in messages %}{{ m['content'] }}{% endfor %} w41"
+    chat = tmp_path / "chat"
+    language_model("qwen3", dtype=torch.float32).save_pretrained(chat)
+    words.save_pretrained(chat)
+    framed = run(chat, "w3", "--prompt", "{question}", "--prefix", "w42")
+    by_hand = run(model, "w3", "--prompt", "{question} w41", "--prefix", " w40 w42")
+    plain = run(chat, "w3", "--prompt", "{question} w41", "--prefix", " w40 w42", "--no-chat")
+    assert framed.exit_code == 0, framed.output
+    answers = [result.stdout.splitlines()[1] for result in (framed, by_hand, plain)]
+    assert answers[0] == answers[1] == answers[2]
+    assert run(model, "w3", "--chat").exit_code == 2
+
+
+@pytest.mark.usefixtures("as_a_user")
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            ["--method", "info"],
+            "unknown method 'info': choose one of infoflow_kv, epic, cacheblend, random, none, full",
+        ),
+        (["--recompute", 15], "recompute is the fraction of rows to compute again, 0 to 1, not 15.0"),
+        (["--method", "none", "--recompute", 0.5], "NoRecompute has no option 'recompute': choose from none"),
+        (["-o", "norm=l3"], "norm must be one of l2, l1, not 'l3'"),
+        (["-o", "depth=3"], "InfoFlowKV has no option 'depth'"),
+        (["--prompt", "what?"], "--prompt says where the question goes"),
+        (["--out", "page.txt"], "--out names the HTML page to write, not page.txt"),
+        (["--chunk", 0, "--prefix", "w1 " * 120], "2.txt with its prefix: 130 tokens, where the model takes 128"),
+        (["--top", -1], "--top"),
+        (["--device", "quantum"], "unknown device 'quantum'"),
+    ],
+)
+def test_bad_input_is_one_clear_line_and_exit_code_2(model, tmp_path, arguments, message):
+    result = run(model, "w3", *arguments)
+    assert result.exit_code == 2, result.output
+    assert message in " ".join(result.output.replace("│", " ").split())
+    assert not list(tmp_path.glob("*.html"))
+
+
+def test_bad_documents_are_named_and_what_was_read_is_kept(model, tmp_path):
+    run(model)
+    kept = {path: path.read_bytes() for path in (tmp_path / "notes" / ".foveate" / "tiny").iterdir()}
+    for content, message in (("  ", "bad.txt is empty"), ("w1 " * 128, "bad.txt with its prefix: 129 tokens")):
+        (tmp_path / "notes" / "bad.txt").write_text(content)
+        result = run(model, "w3", "--chunk", 0)
+        assert result.exit_code == 2
+        assert message in said(result)
+        assert {path: path.read_bytes() for path in kept} == kept
+
+
+def test_folders_that_are_none_and_models_that_cannot_be_served_are_named(model, tmp_path, monkeypatch):
+    def fails(*arguments):
+        result = CliRunner().invoke(app, ["rag", *map(str, arguments)])
+        assert result.exit_code == 2, result.output
+        return said(result)
+
+    assert "nowhere is no folder" in fails("nowhere", "w3", "--model", model)
+    (tmp_path / "empty").mkdir()
+    assert "empty holds no .txt, .md, .rst files" in fails("empty", "w3", "--model", model)
+    assert "cannot load nobody/nothing" in fails("notes", "w3", "--model", "nobody/nothing")
+    monkeypatch.setattr(common, "READER", tmp_path / "none")
+    assert "name one with --model" in fails("notes", "w3")
+
+
+def test_a_model_without_rotary_positions_is_refused(tmp_path):
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    GPT2LMHeadModel(GPT2Config(vocab_size=64, n_embd=8, n_layer=1, n_head=1)).save_pretrained(tmp_path / "gpt2")
+    tokenizer().save_pretrained(tmp_path / "gpt2")
+    result = run(tmp_path / "gpt2", "w3")
+    assert result.exit_code == 2
+    assert "it has no rotary positions" in said(result)

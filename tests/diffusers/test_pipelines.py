@@ -1,0 +1,171 @@
+"""Laws of `apply` on real diffusers pipelines, built tiny and offline."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from diffusers import (
+    FluxControlNetModel,
+    FluxControlNetPipeline,
+    FluxFillPipeline,
+    FluxImg2ImgPipeline,
+    FluxKontextPipeline,
+    FluxTransformer2DModel,
+)
+from PIL import Image
+
+import foveate
+from foveate import HilbertA
+from foveate.demo.untrained import untrained_pipeline
+from foveate.diffusers.pipelines import text_tokens, unread
+
+SIZE = {"height": 64, "width": 96}  # 16 x 24 tokens
+FAST = {"num_inference_steps": 4, "output_type": "latent", "max_sequence_length": 32}
+
+
+@pytest.fixture(scope="module")
+def pipe():
+    pipeline = untrained_pipeline(layers=1, single_layers=2, heads=2, rope=(4, 4, 8))
+    pipeline.transformer.double()
+    pipeline.text_encoder.double()
+    pipeline.text_encoder_2.double()
+    pipeline.vae.double()
+    return pipeline
+
+
+def draw(pipeline, **options):
+    seed = torch.Generator().manual_seed(0)
+    return pipeline(**{"prompt": "a cat", **SIZE, **FAST, "generator": seed, **options}).images
+
+
+def picture(mode="RGB"):
+    return Image.effect_noise((SIZE["width"], SIZE["height"]), 50).convert(mode)
+
+
+def variant(kind, pipe):
+    """A pipeline of that class on the parts of `pipe`, and the arguments that it needs besides a prompt."""
+    parts = {name: part for name, part in pipe.components.items() if part is not None}
+    if kind == "kontext":
+        return FluxKontextPipeline(**parts), {"image": picture(), "_auto_resize": False, "max_area": 64 * 96}
+    if kind == "img2img":
+        parts = {name: part for name, part in parts.items() if name not in ("image_encoder", "feature_extractor")}
+        return FluxImg2ImgPipeline(**parts), {"image": picture(), "strength": 0.5}
+    names = ("attention_head_dim", "num_attention_heads", "joint_attention_dim", "pooled_projection_dim")
+    config = {name: pipe.transformer.config[name] for name in (*names, "axes_dims_rope")}
+    config |= {"num_layers": 1, "num_single_layers": 2}
+    torch.manual_seed(0)
+    if kind == "controlnet":
+        control = FluxControlNetModel(in_channels=16, **config)
+        for block in (*control.controlnet_blocks, *control.controlnet_single_blocks):
+            torch.nn.init.normal_(block.weight, std=0.1)  # they start at zero
+        return FluxControlNetPipeline(**parts, controlnet=control.double()), {"control_image": picture()}
+    # fill: latents, masked latents, mask
+    model = FluxTransformer2DModel(in_channels=16 + 16 + 4 * 4, out_channels=16, **config).double()
+    keep = ("scheduler", "vae", "text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2")
+    fill = FluxFillPipeline(**{name: parts[name] for name in keep}, transformer=model.eval())
+    return fill, {"image": picture(), "mask_image": picture("L")}
+
+
+@pytest.mark.filterwarnings("ignore:.FluxPosEmbed. is deprecated:FutureWarning")  # diffusers' own ControlNet
+@pytest.mark.parametrize("kind", ["kontext", "img2img", "controlnet", "fill"])
+def test_pipelines_of_the_family_run_sparse_and_equal_dense_with_one_tile(pipe, kind):
+    pipeline, options = variant(kind, pipe)
+    pipeline.set_progress_bar_config(disable=True)
+    want = draw(pipeline, **options)
+    with foveate.apply(pipeline, HilbertA(tiles=1)):
+        torch.testing.assert_close(draw(pipeline, **options), want, rtol=1e-9, atol=1e-9)
+    with foveate.apply(pipeline, HilbertA(tiles=4)) as run:
+        assert (draw(pipeline, **options) - want).abs().max() > 1e-6
+        rows = run.summary().layers
+    assert all(row.method == "HilbertA T=4" for row in rows)
+    assert torch.equal(draw(pipeline, **options), want)
+    assert all((row.true < 0.5) == (kind == "kontext") for row in rows)  # global references leave less to leave out
+
+
+@pytest.mark.parametrize(
+    "window", [{}, {"start_percent": 0.5}, {"end_percent": 0.25}, {"start_percent": 0.25, "end_percent": 0.6}]
+)
+def test_one_tile_equals_dense_in_every_position_of_the_schedule(pipe, window):
+    want = draw(pipe)
+    with foveate.apply(pipe, HilbertA(tiles=1, **window)):
+        torch.testing.assert_close(draw(pipe), want, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("guidance", [{}, {"true_cfg_scale": 2.0, "negative_prompt": "a dog"}], ids=["plain", "cfg"])
+@pytest.mark.parametrize(
+    ("window", "sparse"),
+    [
+        ({}, [True] * 4),
+        ({"start_percent": 0.5}, [False, False, True, True]),
+        ({"end_percent": 0.25}, [True, True, False, False]),
+        ({"start_percent": 0.25, "end_percent": 0.6}, [False, True, True, False]),
+    ],
+)
+def test_steps_inside_the_window_are_sparse_however_many_calls_a_step_takes(pipe, guidance, window, sparse):
+    seen = []
+
+    def look(_pipe, step, _time, tensors):
+        seen.append(bool(run.plans()))
+        return tensors
+
+    with foveate.apply(pipe, HilbertA(tiles=4, **window)) as run:
+        draw(pipe, callback_on_step_end=look, **guidance)
+        assert seen == sparse
+        draw(pipe, callback_on_step_end=look, **guidance)  # a second run starts anew
+        assert run.summary().outcomes["transformer"].total() == 8 * (1 + len(guidance) // 2)
+        text = str(run.summary())
+    assert seen == sparse * 2
+    assert ("outside start_percent" in text) == (False in sparse)
+
+
+def test_a_window_is_of_the_whole_schedule_when_a_run_starts_in_the_middle(pipe):
+    pipeline, options = variant("img2img", pipe)
+    pipeline.set_progress_bar_config(disable=True)
+    seen = []
+
+    def look(_pipe, step, _time, tensors):
+        seen.append(bool(run.plans()))
+        return tensors
+
+    with foveate.apply(pipeline, HilbertA(tiles=4, start_percent=0.7)) as run:
+        draw(pipeline, callback_on_step_end=look, **options)
+    assert seen == [False, True]  # strength 0.5 of 4 steps: steps 2 and 3
+
+
+def test_size_and_prompt_length_may_change_from_call_to_call(pipe):
+    with foveate.apply(pipe, HilbertA(tiles=4)):
+        wide = draw(pipe)
+        draw(pipe, height=96, width=64, max_sequence_length=16)
+        assert torch.equal(draw(pipe), wide)
+        draw(pipe, height=48, width=64, num_images_per_prompt=2)
+
+
+def test_pipelines_that_share_a_model_share_its_methods(pipe):
+    other = FluxImg2ImgPipeline.from_pipe(pipe)
+    with foveate.apply(pipe, HilbertA(tiles=4)):
+        assert len(foveate.summary(other).layers) == 3
+        with pytest.raises(ValueError, match="already applied to transformer"):
+            foveate.apply(other, HilbertA())
+
+
+@pytest.mark.usefixtures("as_a_user")
+def test_text_is_padded_as_the_pipeline_does_unless_its_tokenizer_holds_less(pipe):
+    def sized(tokens):
+        return SimpleNamespace(model_max_length=tokens)
+
+    def signed(default, **tokenizers):
+        return type("Pipeline", (), {"__call__": lambda self, max_sequence_length=default: None} | tokenizers)()
+
+    assert text_tokens(signed(512, tokenizer=sized(77), tokenizer_2=sized(512))) == 512  # FLUX
+    assert text_tokens(signed(256, tokenizer=sized(77), tokenizer_2=sized(77), tokenizer_3=sized(512))) == 256  # SD3
+    assert text_tokens(signed(120, tokenizer=sized(512))) == 120  # PixArt
+    assert text_tokens(pipe) == pipe.tokenizer_2.model_max_length < 512
+    assert text_tokens(type("SDXL", (), {"__call__": lambda self: None})()) is None
+
+
+def test_the_end_of_a_prompt_that_nobody_reads_is_named(pipe):
+    prompt = " ".join(20 * ["a red apple above a blue car"])
+    ids = pipe.tokenizer_2(prompt, truncation=True, max_length=text_tokens(pipe)).input_ids
+    read = pipe.tokenizer_2.decode(ids, skip_special_tokens=True)
+    assert f"{read} {unread(pipe, prompt)}" == prompt
+    assert unread(pipe, "a red apple above a blue car") == ""

@@ -1,0 +1,85 @@
+"""Laws of CLEAR's pattern: it is the disc of the paper, and can be as sparse as HilbertA."""
+
+import pytest
+import tiny
+import torch
+from lab.quality.clear import Clear, radius_for, register
+from oracle import dense_attention
+
+import foveate
+from foveate import HilbertA
+from foveate.diffusers.lora import pack_lora, read_lora
+from foveate.methods import METHODS
+from foveate.methods.method import AttentionPlan, StaysDense
+from foveate.ops import dispatch
+from foveate.ops.block_attention import block_attention
+
+GRID, TEXT = (9, 12), 15
+
+
+@pytest.fixture
+def registered(monkeypatch):
+    monkeypatch.setattr(dispatch, "_BACKENDS", {op: [*known] for op, known in dispatch._BACKENDS.items()})
+    monkeypatch.setitem(METHODS, "clear", Clear)  # is taken out again
+    register()
+
+
+@pytest.mark.parametrize("radius", [1, 2.5, 4])
+def test_attention_is_masked_attention_under_the_disc(radius):
+    plan = Clear(radius=radius).plan((GRID,), TEXT)
+    assert isinstance(plan, AttentionPlan)
+    place = torch.tensor([(row, column) for row in range(9) for column in range(12)]).double()
+    mask = torch.ones(123, 123, dtype=torch.bool)
+    mask[TEXT:, TEXT:] = torch.cdist(place, place) < radius
+    q, k, v = (torch.randn(1, 2, 123, 8, dtype=torch.float64) for _ in range(3))
+    got = block_attention(q, k, v, plan.tables[0])
+    torch.testing.assert_close(got, dense_attention(q, k, v, mask)[0])
+
+
+def test_a_radius_beyond_the_diagonal_is_the_dense_model():
+    model, x = tiny.flux(), tiny.inputs(GRID)
+    want = model(**x)[0]
+    with foveate.apply(model, Clear(radius=16)) as run:
+        torch.testing.assert_close(model(**x)[0], want)
+        assert {row.method for row in run.summary().layers} == {"CLEAR r=16"}
+    assert Clear(radius=16).plan((GRID,), TEXT).tables[0].sparsity() == 0
+
+
+@pytest.mark.parametrize("grid", [(64, 64), (24, 40)])
+def test_the_radius_for_a_sparsity_comes_as_near_to_it_as_a_disc_can(grid):
+    wanted = HilbertA(tiles=16, centre=0.25).plan((grid,), 64).tables[0].sparsity()
+    radius = radius_for(wanted, grid, 64)
+    found, smaller, larger = (
+        Clear(radius=r).plan((grid,), 64).tables[0].sparsity()
+        for r in (radius, (radius**2 - 1) ** 0.5, (radius**2 + 2) ** 0.5)
+    )
+    assert smaller >= found >= larger
+    assert abs(found - wanted) < 0.01
+
+
+def test_reference_images_stay_dense_with_the_reason():
+    with pytest.raises(StaysDense, match="reference images"):
+        Clear().plan((GRID, GRID), TEXT)
+
+
+def attention_of(table):
+    """Output and gradients on fixed inputs."""
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(2, 2, 123, 8, dtype=torch.float64, requires_grad=True) for _ in range(3))
+    out = block_attention(q, k, v, table)
+    return out, *torch.autograd.grad(out.square().sum(), (q, k, v))
+
+
+@pytest.mark.parametrize("method", [Clear(radius=3), HilbertA(tiles=2)], ids=["clear", "hilberta"])
+def test_once_registered_attention_and_its_gradients_stay_what_they_were(request, method):
+    table = method.plan((GRID,), TEXT).tables[0]
+    before = attention_of(table)
+    request.getfixturevalue("registered")
+    for ours, theirs in zip(attention_of(table), before, strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+@pytest.mark.usefixtures("registered")
+def test_once_registered_a_lora_may_be_distilled_for_it(tmp_path):
+    (tmp_path / "lora").write_bytes(pack_lora({"layer.lora_A.weight": torch.ones(2, 2)}, Clear(radius=2.5), (64, 64)))
+    assert read_lora(tmp_path / "lora").method == Clear(radius=2.5)

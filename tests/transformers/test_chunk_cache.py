@@ -1,0 +1,307 @@
+"""Laws of cached chunks: keys that can stand anywhere, files that come back bit for bit, and what is refused."""
+
+import pickle
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from tiny_lm import DOCUMENTS, FAMILIES, ROPES, encoder, language_model, tokenizer
+from transformers import DynamicCache, GPT2Config, GPT2LMHeadModel, LlamaForCausalLM
+
+from foveate import InfoFlowKV
+from foveate.ops.rotary import rotate
+from foveate.transformers import ChunkCache, ChunkEncoder
+from foveate.transformers.fingerprint import checksum
+
+
+@pytest.mark.parametrize("rope", ROPES)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_keys_turned_to_a_place_are_those_computed_there(family, rope):
+    """To the precision of the models' angles, which are float32 in every dtype."""
+    ours = encoder(family, rope)
+    chunks = ours.encode([DOCUMENTS[1], DOCUMENTS[2]])
+    positions = torch.cat([torch.arange(7), torch.arange(30, 39)])  # prefix and first chunk; second chunk, far away
+    keys, values = ours.keys_at(chunks, positions), ours.values_of(chunks)
+    for chunk, place, rows in ((chunks[0], 0, slice(0, 7)), (chunks[1], 28, slice(5, 16))):
+        cache = DynamicCache()
+        ids = torch.cat([ours.prefix, chunk.ids])
+        ours.model.model(input_ids=ids[None], position_ids=torch.arange(place, place + len(ids))[None],
+                         past_key_values=cache)  # fmt: skip
+        skip = 0 if place == 0 else len(ours.prefix)
+        rows = slice(rows.start + skip, rows.stop)
+        for layer, key, value in zip(cache.layers, keys, values, strict=True):
+            torch.testing.assert_close(key[0, :, rows], layer.keys[0, :, skip:].detach(), rtol=1e-5, atol=1e-5)
+            torch.testing.assert_close(value[0, :, rows], layer.values[0, :, skip:].detach(), rtol=1e-5, atol=1e-5)
+
+
+def test_keys_are_rounded_once():
+    ours = encoder(dtype=torch.bfloat16)
+    (chunk,) = ours.encode([DOCUMENTS[0]])
+    positions = torch.arange(80, 80 + chunk.keys.shape[2])
+    tables = ours.model.model.rotary_emb(torch.empty(0, dtype=torch.float64), positions[None])
+    exact = rotate(chunk.keys.double(), *(table[0] for table in tables))
+    for layer, keys in enumerate(ours.keys_at([chunk], positions)):
+        assert keys.dtype == torch.bfloat16
+        torch.testing.assert_close(keys[0].double(), exact[layer], rtol=2**-8, atol=1e-5)
+
+
+def test_frequencies_that_were_rounded_are_other_weights():
+    first, second = language_model(dtype=torch.float32), language_model(dtype=torch.float32)
+    second.model.rotary_emb.bfloat16().float()
+    assert len({ChunkEncoder(model, tokenizer()).fingerprint["weights"] for model in (first, second)}) == 2
+
+
+def test_encoding_and_composing_leave_the_model_and_the_chunks_as_they_were():
+    ours = encoder("qwen3")
+    before = {name: weight.clone() for name, weight in ours.model.state_dict().items()}
+    (chunk,) = ours.encode([DOCUMENTS[0]])
+    keys, values = chunk.keys.clone(), chunk.values.clone()
+    with ours.compose([chunk]).patch(InfoFlowKV(exclude_first=False), "w20"):
+        pass
+    assert torch.equal(chunk.keys, keys)
+    assert torch.equal(chunk.values, values)
+    assert all(torch.equal(weight, before[name]) for name, weight in ours.model.state_dict().items())
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in ours.model.modules())
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_a_file_comes_back_bit_for_bit(dtype, tmp_path):
+    ours = encoder("qwen2", dtype=dtype)
+    (chunk,) = ours.encode([DOCUMENTS[0]])
+    assert chunk.keys.dtype == chunk.values.dtype == dtype
+    chunk.save(tmp_path / "rules.safetensors")
+    loaded = ChunkCache.load(tmp_path / "rules.safetensors", encoder("qwen2", dtype=dtype), text=DOCUMENTS[0])
+    for name in ("ids", "keys", "values"):
+        assert torch.equal(getattr(loaded, name), getattr(chunk, name))
+        assert getattr(loaded, name).device == getattr(chunk, name).device
+    assert loaded.fingerprint == chunk.fingerprint
+    assert [path.name for path in tmp_path.iterdir()] == ["rules.safetensors"]
+    (tmp_path / "rules.safetensors").write_bytes(b"")  # what was loaded does not hang on the file
+    torch.testing.assert_close(ours.compose([loaded]).keys, ours.compose([chunk]).keys, rtol=0, atol=0)
+
+
+OTHERS = {
+    "weights": lambda: encoder(seed=1),
+    "config": lambda: encoder(rope_parameters={"rope_type": "default", "rope_theta": 200.0}),
+    "dtype": lambda: encoder(dtype=torch.float32),
+    "prefix": lambda: encoder(prefix="w60"),
+    "tokenizer": lambda: ChunkEncoder(language_model(), tokenizer(bos="w5"), "<s> w60"),
+}
+
+
+@pytest.mark.parametrize("field", OTHERS)
+def test_a_chunk_of_something_else_is_refused_by_name(field, tmp_path):
+    (chunk,) = encoder().encode([DOCUMENTS[0]])
+    chunk.save(tmp_path / "chunk.safetensors")
+    other = OTHERS[field]()
+    for attempt in (lambda: ChunkCache.load(tmp_path / "chunk.safetensors", other), lambda: other.compose([chunk])):
+        with pytest.raises(ValueError, match=rf"made with another .*{field}.*encode the document again"):
+            attempt()
+
+
+def test_one_changed_weight_is_noticed_wherever_it_is():
+    ours = encoder()
+    with torch.no_grad():
+        ours.model.model.layers[2].mlp.up_proj.weight[3, 5] += 1e-9
+    assert ChunkEncoder(ours.model, ours.tokenizer, "<s> w60").fingerprint["weights"] != ours.fingerprint["weights"]
+    swapped = torch.arange(6.0)[[0, 1, 2, 4, 3, 5]]
+    assert checksum(swapped) != checksum(torch.arange(6.0))
+
+
+def test_a_switched_adapter_is_noticed():
+    from peft import LoraConfig
+
+    ours = encoder()
+    ours.model.add_adapter(LoraConfig(r=2, target_modules=["q_proj"]))
+    on = ChunkEncoder(ours.model, ours.tokenizer)
+    ours.model.disable_adapters()
+    assert ChunkEncoder(ours.model, ours.tokenizer).fingerprint["adapters"] != on.fingerprint["adapters"]
+
+
+def test_how_strongly_an_adapter_acts_is_noticed():
+    from peft import LoraConfig
+
+    def made(alpha):
+        ours = encoder()
+        ours.model.add_adapter(LoraConfig(r=2, lora_alpha=alpha, target_modules=["k_proj"], init_lora_weights=False))
+        for name, weight in ours.model.named_parameters():
+            if "lora" in name:
+                torch.nn.init.constant_(weight, 0.1)
+        return ChunkEncoder(ours.model.eval(), ours.tokenizer)
+
+    weak, strong = made(4), made(16)
+    (chunk,) = weak.encode([DOCUMENTS[0]])
+    assert not torch.equal(chunk.keys, strong.encode([DOCUMENTS[0]])[0].keys)
+    with pytest.raises(ValueError, match="made with another adapters"):
+        strong.compose([chunk])
+
+
+def test_what_changes_no_number_is_no_other_model(tmp_path):
+    first = encoder(attn_implementation="sdpa")
+    first.model.save_pretrained(tmp_path)
+    second = LlamaForCausalLM.from_pretrained(tmp_path, dtype=torch.float64, attn_implementation="eager").eval()
+    second.model.rotary_emb.double()  # as `language_model` casts it
+    assert ChunkEncoder(second, first.tokenizer, "<s> w60").fingerprint == first.fingerprint
+
+
+def test_padding_by_the_tokenizer_is_no_other_tokenizer():
+    ours = encoder()
+    ours.tokenizer.pad_token = "</s>"
+    before = ChunkEncoder(ours.model, ours.tokenizer).fingerprint
+    ours.tokenizer(DOCUMENTS, padding=True, truncation=True, max_length=4)
+    assert ChunkEncoder(ours.model, ours.tokenizer).fingerprint == before
+
+
+def test_another_text_is_refused(tmp_path):
+    ours = encoder()
+    ours.encode([DOCUMENTS[0]])[0].save(tmp_path / "chunk.safetensors")
+    with pytest.raises(ValueError, match="made of another text"):
+        ChunkCache.load(tmp_path / "chunk.safetensors", ours, text=DOCUMENTS[1])
+
+
+def damaged(path, kind):
+    with safe_open(path, "pt") as file:
+        about, tensors = file.metadata(), {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
+    if kind == "truncated":
+        path.write_bytes(path.read_bytes()[:-100])
+    elif kind == "header only":
+        path.write_bytes(path.read_bytes()[:50])
+    elif kind == "empty":
+        path.write_bytes(b"")
+    elif kind == "pickle":
+        path.write_bytes(pickle.dumps(tensors))
+    elif kind == "torch file":
+        torch.save(tensors, path)
+    elif kind == "of nobody":
+        save_file(tensors, path)
+    elif kind == "of another version":
+        save_file(tensors, path, about | {"format": "foveate-chunk-0"})
+    elif kind == "without text":
+        save_file(tensors, path, {name: value for name, value in about.items() if name != "text"})
+    elif kind == "without values":
+        save_file({name: tensors[name] for name in ("ids", "keys")}, path, about)
+    elif kind == "short":
+        save_file({**tensors, "keys": tensors["keys"][:, :, 1:].contiguous()}, path, about)
+    elif kind == "other ids":
+        save_file({**tensors, "ids": tensors["ids"].flip(0).contiguous()}, path, about)
+    elif kind == "one id":
+        save_file({**tensors, "ids": torch.tensor(3)}, path, about)
+    elif kind == "rounded":
+        save_file({**tensors, "values": tensors["values"].half()}, path, about)
+    elif kind == "NaN":
+        tensors["values"][0, 0, 0, 0] = torch.nan
+        save_file(tensors, path, about)
+
+
+@pytest.mark.parametrize(
+    "kind",
+    ["truncated", "header only", "empty", "pickle", "torch file", "of nobody", "of another version",
+     "without text", "without values", "short", "other ids", "one id", "rounded", "NaN"],
+)  # fmt: skip
+def test_a_damaged_or_foreign_file_is_refused(kind, tmp_path):
+    ours, path = encoder(), tmp_path / "chunk.safetensors"
+    ours.encode([DOCUMENTS[0]])[0].save(path)
+    damaged(path, kind)
+    with pytest.raises(ValueError, match=r"chunk\.safetensors .*encode the document again"):
+        ChunkCache.load(path, ours)
+
+
+def test_a_missing_file_is_a_missing_file(tmp_path):
+    with pytest.raises(FileNotFoundError):
+        ChunkCache.load(tmp_path / "none.safetensors", encoder())
+
+
+def test_bad_documents_are_refused_before_anything_is_computed():
+    ours = encoder(max_position_embeddings=20)
+    (kept,) = ours.encode([DOCUMENTS[0]])
+    keys = kept.keys.clone()
+    calls = []
+    hook = ours.model.model.register_forward_pre_hook(lambda *_: calls.append(1))
+    with pytest.raises(ValueError, match="document 1 is empty"):
+        ours.encode([DOCUMENTS[0], ""])
+    with pytest.raises(ValueError, match="document 1 with its prefix: 21 tokens, where the model takes 20; cut it"):
+        ours.encode([DOCUMENTS[0], [5] * 19])
+    with pytest.raises(ValueError, match=r"3 chunks with their prefix: 23 tokens, .* compose fewer"):
+        ours.compose([kept] * 3)
+    with pytest.raises(ValueError, match="one chunk or more"):
+        ours.compose([])
+    context = ours.compose([kept, kept])
+    with pytest.raises(ValueError, match="context and prompt: 21 tokens, where the model takes 20"):
+        context.score([3] * 5, [1])
+    with pytest.raises(ValueError, match="the prompt is empty"):
+        context.score("", [1])
+    hook.remove()
+    assert not calls
+    assert torch.equal(kept.keys, keys)
+
+
+@pytest.mark.usefixtures("as_a_user")
+def test_what_is_no_list_of_documents_or_no_token_is_refused():
+    ours = encoder()
+    context = ours.compose(ours.encode([DOCUMENTS[0]]))
+    with pytest.raises(ValueError, match=r"give a list of documents, not one text: \['w1 w2'\]"):
+        ours.encode("w1 w2")
+    with pytest.raises(ValueError, match=r"give a list of prompts, not one text: \['w1'\]"):
+        context.answers(InfoFlowKV(), "w1")
+    with pytest.raises(ValueError, match=r"a list of token ids, not the number 5: \[5\]"):
+        ours.encode([5, 6])
+    for token in (64, -1):
+        for attempt in (lambda ids: ours.encode([ids]), lambda ids: context.patch(InfoFlowKV(), ids)):
+            with pytest.raises(ValueError, match=f"token {token} is none of the model's, 0 to 63: use its own"):
+                attempt([5, token])
+
+
+def test_a_document_that_overflows_is_refused():
+    ours = encoder(dtype=torch.float16)
+    with torch.no_grad():
+        ours.model.model.layers[2].self_attn.v_proj.weight.fill_(6e4)
+    with pytest.raises(ValueError, match="document 0 overflows float16: load the model in bfloat16 or float32"):
+        ours.encode([DOCUMENTS[0]])
+
+
+def test_positions_that_reach_further_than_the_model_takes_name_the_field():
+    ours = encoder("qwen3", "yarn", max_position_embeddings=40)
+    with pytest.raises(ValueError, match=r"takes 40; cut it into several, or load .* max_position_embeddings=128, as"):
+        ours.encode([[5] * 40])
+    with pytest.raises(ValueError, match=r"takes 40; cut it into several$"):
+        encoder("qwen3", max_position_embeddings=40).encode([[5] * 40])
+
+
+def gpt2():
+    return GPT2LMHeadModel(GPT2Config(n_embd=8, n_layer=1, n_head=2, vocab_size=64)).eval()
+
+
+REFUSED = {
+    "not GPT2Config: it has no rotary positions": gpt2,
+    "'dynamic' turns keys by angles that change": lambda: language_model(
+        rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 100.0}
+    ),
+    "'longrope' turns keys by angles that change": lambda: language_model(
+        rope_parameters={
+            "rope_type": "longrope",
+            "rope_theta": 100.0,
+            "long_factor": [2.0] * 4,
+            "short_factor": [1.0] * 4,
+            "original_max_position_embeddings": 32,
+        }
+    ),
+    "sliding window of 8 tokens .* sliding_window=None": lambda: language_model("mistral", sliding_window=8),
+    "sliding window of 6 tokens .* use_sliding_window=False": lambda: language_model(
+        "qwen2", use_sliding_window=True, sliding_window=6, max_window_layers=2
+    ),
+    "partial_rotary_factor=0.5": lambda: language_model(
+        rope_parameters={"rope_type": "default", "rope_theta": 100.0, "partial_rotary_factor": 0.5}
+    ),
+    "'flex_attention' attention takes no mask": lambda: language_model(attn_implementation="flex_attention"),
+    "give the LlamaForCausalLM itself, not LlamaModel": lambda: language_model().model,
+    r"call model\.eval": lambda: language_model().train(),
+    "on one device, not on meta": lambda: language_model().to("meta"),
+}
+
+
+@pytest.mark.parametrize("message", REFUSED)
+def test_models_that_cannot_be_served_are_refused_with_the_reason(message):
+    model = REFUSED[message]()
+    with pytest.raises(ValueError, match=message):
+        ChunkEncoder(model, tokenizer())

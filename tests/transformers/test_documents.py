@@ -1,0 +1,84 @@
+"""Laws of documents and their passages: nothing is lost, nothing is too long, and cuts fall where they hurt least."""
+
+from itertools import pairwise
+from math import log
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from foveate.transformers.documents import cut, passages_of, read_documents, shared_words
+
+TEXTS = st.text(st.sampled_from("ab. \n?"), max_size=80)
+
+
+def words(text):
+    return len(text.split())
+
+
+@given(TEXTS, st.integers(1, 9), st.sampled_from([len, words]))
+def test_parts_are_the_text_and_as_long_as_they_may_be(text, most, count):
+    parts = cut(text, most, count)
+    assert "".join(parts) == text
+    assert all(count(part) <= most for part in parts)
+    assert all(count(one + other) > most for one, other in pairwise(parts))
+
+
+def test_cuts_fall_behind_paragraphs_then_sentences_then_words():
+    text = "One two three. Four five.\n\nSix seven. Eight nine ten eleven twelve thirteen. End."
+    assert cut(text, 5, words) == [
+        "One two three. Four five.\n\n", "Six seven. ", "Eight nine ten eleven twelve ", "thirteen. End."
+    ]  # fmt: skip
+    assert cut("One two three. Four five six.", 4, words) == ["One two three. ", "Four five six."]
+    assert cut("abcdefgh", 3, len) == ["abc", "def", "gh"]
+
+
+def test_passages_carry_the_name_of_their_document_and_end_with_an_empty_line():
+    passages = passages_of({"a.txt": "one two. three four.", "b.txt": "five\n"}, 2, words)
+    assert passages == [("a.txt, part 1", "one two.\n\n"), ("a.txt, part 2", "three four.\n\n"), ("b.txt", "five\n\n")]
+    whole = passages_of({"a.txt": "one two. three four."}, 0, words)
+    assert whole == [("a.txt", "one two. three four.\n\n")]
+
+
+@given(st.text(st.sampled_from("ab. \n?"), max_size=60), st.integers(3, 12))
+def test_a_passage_is_as_short_as_asked_with_its_empty_line(text, most):
+    passages = passages_of({"a.txt": text}, most, len)
+    assert all(len(passage.text) <= most for passage in passages)
+    assert "".join("".join(passage.text.split()) for passage in passages) == "".join(text.split())
+    with pytest.raises(ValueError, match=r"passages of 2 tokens have no room .*: use 3 or more"):
+        passages_of({"a.txt": text}, 2, len)
+
+
+def test_a_folder_is_read_with_its_subfolders_but_without_what_is_hidden(tmp_path):
+    for name, content in {"b.md": b"two", "a.txt": b"\xef\xbb\xbfone", "in/c.RST": b"three", "d.png": b"\xff",
+                          ".git/e.txt": b"x", "in/.f.txt": b"x"}.items():  # fmt: skip
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_bytes(content)
+    assert read_documents(tmp_path) == {"a.txt": "one", "b.md": "two", "in/c.RST": "three"}
+
+
+@pytest.mark.parametrize(
+    ("content", "message"), [(b" \n", "a.txt is empty"), (b"\xff\xfe", "a.txt is no UTF-8 text"), (None, "holds no")]
+)
+def test_what_cannot_be_read_is_named(tmp_path, content, message):
+    if content is not None:
+        (tmp_path / "a.txt").write_bytes(content)
+    with pytest.raises(ValueError, match=message):
+        read_documents(tmp_path)
+    with pytest.raises(ValueError, match=r"none is no folder"):
+        read_documents(tmp_path / "none")
+
+
+def test_shared_words_are_okapi_bm25():
+    texts = ["the cat sat on the mat", "The dog!", "a cat and a dog and a cat"]
+    found = shared_words("the CAT", texts)
+    lengths, mean = [6, 2, 8], 16 / 3
+    times = {"the": [2, 1, 0], "cat": [1, 0, 2]}  # both in two texts of three
+    for i in range(3):
+        want = sum(
+            log(1 + 1.5 / 2.5) * f[i] * 2.5 / (f[i] + 1.5 * (1 - 0.75 + 0.75 * lengths[i] / mean))
+            for f in times.values()
+        )
+        assert found[i] == pytest.approx(want)
+    assert shared_words("bird", texts) == [0, 0, 0]
+    assert shared_words("x", ["!"]) == [0]

@@ -1,0 +1,95 @@
+"""Laws of reading examples and of embeddings without a model."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from foveate.transformers.examples import column, hashed_ngrams, read_embeddings, read_examples, sentence_embeddings
+
+
+def test_csv_and_jsonl_hold_the_same_examples(tmp_path):
+    rows = [{"text": "a, b\nc", "label": "x"}, {"text": "é", "label": "y"}]
+    (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, rows)) + "\n\n")
+    (tmp_path / "a.csv").write_text('text,label\n"a, b\nc",x\né,y\n')
+    assert read_examples(tmp_path / "a.jsonl") == read_examples(tmp_path / "a.csv") == rows
+    assert column(rows, "label", tmp_path) == ["x", "y"]
+
+
+@pytest.mark.parametrize("mark", ["\u2028", "\u2029", "\x85", "\f", "\v"])
+def test_only_an_end_of_line_ends_an_example(mark, tmp_path):
+    rows = [{"text": f"before{mark}after", "label": "x"}, {"text": "b", "label": "y"}]
+    lines = [json.dumps(row, ensure_ascii=False) for row in rows]
+    (tmp_path / "a.jsonl").write_text("\r\n".join(lines), encoding="utf-8", newline="")
+    (tmp_path / "a.csv").write_text(f"text,label\r\nbefore{mark}after,x\r\nb,y\r\n", encoding="utf-8", newline="")
+    assert read_examples(tmp_path / "a.csv") == read_examples(tmp_path / "a.jsonl") == rows
+
+
+def test_embeddings_come_back_from_both_kinds_of_file(tmp_path):
+    embeddings = torch.randn(3, 4)
+    np.save(tmp_path / "a.npy", embeddings.numpy())
+    save_file({"embeddings": embeddings}, tmp_path / "a.safetensors")
+    assert torch.equal(read_embeddings(tmp_path / "a.npy"), embeddings)
+    assert torch.equal(read_embeddings(tmp_path / "a.safetensors"), embeddings)
+
+
+def test_texts_that_share_words_or_spelling_are_nearer():
+    texts = [
+        "the film was great",
+        "A great film!",
+        "films were greatest",
+        "invoice due on monday",
+        "the film was great",
+    ]
+    rows = torch.nn.functional.normalize(hashed_ngrams(texts), dim=1)
+    same, near, spelled, far = (rows[0] @ rows[i] for i in (4, 1, 2, 3))
+    assert same.item() == pytest.approx(1)
+    assert same > near > spelled > far
+    assert torch.equal(hashed_ngrams(texts), hashed_ngrams(texts))
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.txt", "x", "give a .csv file with a line of names, or a .jsonl file"),
+        ("a.csv", "text,label\n", "has no examples"),
+        ("a.jsonl", '{"text": "a"}\n{', "line 2 is no JSON"),
+        ("a.jsonl", "[1]", "line 1 is no JSON object"),
+        ("a.csv", "text,label\na,b\ngood, really,pos\n", r"example 1 of .* more fields .*: put texts with commas"),
+        ("a.csv", "text,label\né,b\n".encode("latin-1"), "a.csv is no UTF-8 text: save it as such"),
+    ],
+)
+def test_files_that_hold_no_examples_are_refused(name, content, message, tmp_path):
+    (tmp_path / name).write_bytes(content if isinstance(content, bytes) else content.encode())
+    with pytest.raises(ValueError, match=message):
+        read_examples(tmp_path / name)
+
+
+def test_what_cannot_be_embedded_is_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"example 1 has no words: '\?!'"):
+        hashed_ngrams(["a", "?!"])
+    with pytest.raises(ValueError, match=r"give a \.npy or a \.safetensors file"):
+        read_embeddings(tmp_path / "a.txt")
+    save_file({"a": torch.ones(1), "b": torch.ones(1)}, tmp_path / "a.safetensors")
+    with pytest.raises(ValueError, match=r"holds 2 tensors \(a, b\): give a file with one"):
+        read_embeddings(tmp_path / "a.safetensors")
+    (tmp_path / "cut.safetensors").write_bytes((tmp_path / "a.safetensors").read_bytes()[:20])
+    (tmp_path / "cut.npy").write_bytes(b"")
+    np.save(tmp_path / "objects.npy", np.array([{}, None]), allow_pickle=True)
+    np.save(tmp_path / "words.npy", np.array([["a", "b"]]))
+    np.save(tmp_path / "number.npy", np.float32(1))
+    for name in ("cut.safetensors", "cut.npy", "objects.npy", "words.npy"):
+        with pytest.raises(ValueError, match=rf"{name} holds no embeddings that can be read \(.*: write it again"):
+            read_embeddings(tmp_path / name)
+    with pytest.raises(ValueError, match=r"number.npy holds numbers of shape \[\]: give one row for each example"):
+        read_embeddings(tmp_path / "number.npy")
+    with pytest.raises(ValueError, match=r"example 1 of .* has no 'text': name one of its columns, label"):
+        column([{"text": "a"}, {"label": "b"}], "text", tmp_path)
+
+
+def test_a_missing_library_is_named_with_the_remedy(monkeypatch):
+    monkeypatch.setitem(__import__("sys").modules, "sentence_transformers", None)
+    with pytest.raises(ImportError, match=r"pip install 'foveate\[sentence-transformers\]'"):
+        sentence_embeddings(["a"], "all-MiniLM-L6-v2")

@@ -1,0 +1,194 @@
+"""Laws of the hosts of blocks: with one block they all are plain concatenation; more follow their formulas."""
+
+import pytest
+import torch
+from transformers import (
+    BloomConfig,
+    BloomForCausalLM,
+    FalconConfig,
+    FalconForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    GPTNeoConfig,
+    GPTNeoForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+)
+
+from foveate.transformers.in_context import concatenate, ensemble, parallel_windows
+
+START = [1]
+BLOCKS = [[[5, 6, 7], [8, 9]], [[10, 11, 12, 13]], [[14, 15], [16, 17, 18]]]
+SMALL = {"vocab_size": 40, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+         "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64}  # fmt: skip
+QUESTION, ANSWERS = [20, 21], [[30], [31, 32], [33]]
+
+
+def llama():
+    torch.manual_seed(0)
+    return LlamaForCausalLM(LlamaConfig(**SMALL)).double().eval()
+
+
+def gpt2():
+    torch.manual_seed(0)
+    config = GPT2Config(vocab_size=40, n_embd=32, n_layer=2, n_head=4, n_positions=64, bos_token_id=1, eos_token_id=1)
+    return GPT2LMHeadModel(config).double().eval()
+
+
+def tokens(blocks):
+    return [token for block in blocks for example in block for token in example]
+
+
+def plain(model, blocks, question=QUESTION):
+    """Log-probabilities of the answers by one forward for each, of all tokens."""
+    scores = []
+    for answer in ANSWERS:
+        text = [*START, *tokens(blocks), *question, *answer]
+        with torch.no_grad():
+            said = model(torch.tensor([text])).logits[0].log_softmax(-1)
+        scores.append(sum(said[len(text) - len(answer) - 1 + i, token] for i, token in enumerate(answer)))
+    return torch.stack(scores).log_softmax(0)
+
+
+@pytest.mark.parametrize("make", [llama, gpt2])
+def test_concatenation_is_one_text(make):
+    model = make()
+    context = concatenate(model, BLOCKS, START)
+    with torch.no_grad():
+        want = model(torch.tensor([[*START, *tokens(BLOCKS), *QUESTION]])).logits[:, -2:]
+    assert torch.allclose(context.logits(torch.tensor([QUESTION])), want)
+    assert torch.allclose(context.score(QUESTION, ANSWERS), plain(model, BLOCKS))
+    assert torch.allclose(context.score(QUESTION, ANSWERS), plain(model, BLOCKS))  # asking leaves the context alone
+    assert torch.allclose(context.score([22], ANSWERS), plain(model, BLOCKS, [22]))
+
+
+@pytest.mark.parametrize("make", [llama, gpt2])
+@pytest.mark.parametrize("start", [START, []])
+def test_one_window_is_concatenation(make, start):
+    model, one = make(), [[example for block in BLOCKS for example in block]]
+    for question in (QUESTION, [22]):
+        text = torch.tensor([question])
+        want = concatenate(model, BLOCKS, start).logits(text)
+        assert torch.equal(parallel_windows(model, one, start).logits(text), want)
+
+
+@pytest.mark.parametrize("make", [llama, gpt2])
+def test_windows_see_themselves_and_the_start_and_the_question_sees_all(make):
+    """One forward of all tokens under a mask and with positions of its own."""
+    model = make()
+    model.set_attn_implementation("eager")
+    parts = [START, *(tokens([block]) for block in BLOCKS), QUESTION]
+    window = torch.tensor([i for i, part in enumerate(parts) for _ in part])
+    longest = max(map(len, parts[1:-1]))
+    firsts = [0, 1, 1, 1, 1 + longest]
+    positions = torch.tensor([first + i for first, part in zip(firsts, parts, strict=True) for i in range(len(part))])
+    sees = (window[:, None] == window) | (window == 0) | (window[:, None] == len(parts) - 1)
+    mask = torch.zeros(len(window), len(window), dtype=torch.float64)
+    mask.masked_fill_(~(sees & torch.ones_like(sees).tril()), torch.finfo(torch.float64).min)
+    with torch.no_grad():
+        want = model(
+            torch.tensor([[token for part in parts for token in part]]),
+            attention_mask=mask[None, None],
+            position_ids=positions[None],
+        ).logits[:, -2:]
+    assert torch.allclose(parallel_windows(model, BLOCKS, START).logits(torch.tensor([QUESTION])), want)
+
+
+def test_an_ensemble_of_one_block_is_concatenation():
+    model = llama()
+    scores = [concatenate(model, BLOCKS, START).score(QUESTION, ANSWERS)]
+    for mix in ("moe", "poe", "max"):
+        assert torch.allclose(ensemble(scores, [1.0], mix), plain(model, BLOCKS).exp())
+
+
+def test_mixes_follow_their_formulas():
+    p = torch.tensor([[0.5, 0.3, 0.2], [0.1, 0.1, 0.8]], dtype=torch.float64)
+    w = torch.tensor([0.25, 0.75], dtype=torch.float64)
+    product = (p[0] ** 0.25) * (p[1] ** 0.75)
+    assert torch.allclose(ensemble(list(p.log()), w), 0.25 * p[0] + 0.75 * p[1])
+    assert torch.allclose(ensemble(list(p.log()), [1, 3], "poe"), product / product.sum())
+    largest = torch.maximum(0.25 * p[0], 0.75 * p[1])
+    assert torch.allclose(ensemble(list(p.log()), w, "max"), largest / largest.sum())
+    assert torch.allclose(ensemble(list(p.log())), p.mean(0))
+
+
+def test_answers_are_told_apart_in_half_precision():
+    """Their logits are: a hundredth between log-probabilities near 12, where bfloat16 steps by 1/16."""
+    model = llama().to(torch.bfloat16)
+    context = concatenate(model, BLOCKS, START)
+    logits = context.logits(torch.tensor([[*QUESTION, answer] for answer in range(30, 38)]))[0, len(QUESTION) - 1]
+    want = logits.double()[30:38].log_softmax(0)
+    found = context.score(QUESTION, [[answer] for answer in range(30, 38)])
+    torch.testing.assert_close(found.double(), want, rtol=0, atol=1e-5)
+
+
+def longrope():
+    rope = {"rope_type": "longrope", "rope_theta": 100.0, "long_factor": [2.0] * 4, "short_factor": [1.0] * 4,
+            "original_max_position_embeddings": 32}  # fmt: skip
+    return LlamaForCausalLM(LlamaConfig(**SMALL, rope_parameters=rope)).eval()
+
+
+def local_layers():
+    size = {"vocab_size": 40, "hidden_size": 32, "num_layers": 2, "num_heads": 4}
+    return GPTNeoForCausalLM(GPTNeoConfig(**size, attention_types=[[["global", "local"], 1]]))
+
+
+def alibi():
+    return FalconForCausalLM(
+        FalconConfig(vocab_size=40, hidden_size=32, num_hidden_layers=1, num_attention_heads=4, alibi=True)
+    )
+
+
+def own_positions():
+    return BloomForCausalLM(BloomConfig(vocab_size=40, hidden_size=32, n_layer=1, n_head=4))
+
+
+def some_sliding():
+    kinds = ["full_attention", "sliding_attention"]
+    config = Qwen2Config(**SMALL, use_sliding_window=True, sliding_window=8, layer_types=kinds)
+    config.sliding_window = None  # the kinds of its layers say it too
+    return Qwen2ForCausalLM(config)
+
+
+@pytest.mark.parametrize(
+    ("make", "has"),
+    [(longrope, "longrope"), (local_layers, "local"), (alibi, "alibi"), (own_positions, ""),
+     (some_sliding, "sliding_attention")],
+)  # fmt: skip
+def test_models_whose_layers_do_not_see_all_before_them_are_refused(make, has):
+    with pytest.raises(ValueError, match=f"does not take blocks: .* takes position_ids{has and f' .it has {has}.'}$"):
+        concatenate(make().eval(), BLOCKS)
+
+
+@pytest.mark.usefixtures("as_a_user")
+def test_what_cannot_be_read_or_mixed_is_refused():
+    model = llama()
+    config = MistralConfig(
+        vocab_size=40, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4,
+        num_key_value_heads=2, sliding_window=8,
+    )  # fmt: skip
+    with pytest.raises(ValueError, match="MistralForCausalLM does not take blocks: use a model"):
+        concatenate(MistralForCausalLM(config), BLOCKS)
+    with pytest.raises(ValueError, match=r"in training mode, .* call model\.eval"):
+        concatenate(llama().train(), BLOCKS)
+    for blocks in ([BLOCKS[0], []], [BLOCKS[0], [[]]]):
+        with pytest.raises(ValueError, match="block 1 is empty"):
+            parallel_windows(model, blocks)
+    with pytest.raises(ValueError, match="nothing to read"):
+        concatenate(model, [])
+    with pytest.raises(ValueError, match="nothing to read"):
+        parallel_windows(model, [])
+    with pytest.raises(ValueError, match="one token at least"):
+        concatenate(model, BLOCKS).score([], ANSWERS)
+    scores = list(torch.zeros(2, 3))
+    for weights in ([1.0], [1.0, -1.0], [0.0, 0.0], [1.0, float("nan")]):
+        with pytest.raises(ValueError, match="2 blocks need as many weights of 0 or more"):
+            ensemble(scores, weights)
+    with pytest.raises(ValueError, match="one of moe, poe, max, not 'mean'"):
+        ensemble(scores, None, "mean")
+    with pytest.raises(ValueError, match="one block at least"):
+        ensemble([])

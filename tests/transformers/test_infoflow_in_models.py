@@ -1,0 +1,408 @@
+"""Laws of patched contexts: exact at both ends, causal, undone bit for bit, and scored as defined."""
+
+from threading import Event, Thread
+
+import pytest
+import torch
+from tiny_lm import DOCUMENTS, FAMILIES, PROMPTS, ROPES, cached_logits, encoder, full_logits, language_model
+from transformers import GenerationConfig
+
+import foveate.transformers.context as context_module
+from foveate import InfoFlowKV
+from foveate.methods.baselines.kv_baselines import EPIC, CacheBlend, FullPrefill, NoRecompute, RandomRows
+from foveate.methods.recomputation import places
+from foveate.transformers.layers import by_rows, unrotated
+
+METHODS = [InfoFlowKV(), InfoFlowKV(reorder=True, recompute=0.4), InfoFlowKV(norm="l1", geometry="hl-hp"),
+           RandomRows(), EPIC(), CacheBlend(), CacheBlend(rank="k"), FullPrefill(), NoRecompute()]  # fmt: skip
+
+
+def composed(ours, documents=DOCUMENTS):
+    return ours.compose(ours.encode(documents))
+
+
+def copies(context):
+    return [tensor.clone() for tensor in context.keys + context.values]
+
+
+@pytest.mark.parametrize("rope", ROPES)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_everything_recomputed_is_the_full_prefill(family, rope):
+    context = composed(encoder(family, rope))
+    for method in (InfoFlowKV(recompute=1.0), InfoFlowKV(recompute=1.0, exclude_first=False), FullPrefill()):
+        with context.patch(method, PROMPTS[1]) as patched:
+            ours = cached_logits(context.encoder, context, PROMPTS[1])
+            torch.testing.assert_close(ours, full_logits(context.encoder, context, PROMPTS[1]), rtol=0, atol=1e-12)
+            assert abs(patched.fidelity()) < 1e-5
+    assert (cached_logits(context.encoder, context, PROMPTS[1]) - full_logits(context.encoder, context, PROMPTS[1])
+            ).abs().max() > 0.01  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.float16, 0.01), (torch.bfloat16, 0.06)]
+)
+def test_other_dtypes_are_exact_to_their_rounding(dtype, tolerance):
+    context = composed(encoder("qwen3", "yarn", dtype=dtype))
+    with context.patch(InfoFlowKV(recompute=1.0), PROMPTS[1]):
+        ours = cached_logits(context.encoder, context, PROMPTS[1])
+        full = full_logits(context.encoder, context, PROMPTS[1])
+        assert ours.dtype == dtype
+        assert (ours - full).abs().max() < tolerance * full.abs().max()
+
+
+def test_the_full_prefill_gives_the_answer_of_the_model_alone():
+    ours = encoder("qwen2", "llama3")
+    context = composed(ours)
+    ids = torch.cat([context.ids, ours.tokens(PROMPTS[1])])[None]
+    alone = ours.model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=12, do_sample=False)
+    with context.patch(InfoFlowKV(recompute=1.0), PROMPTS[1]) as patched:
+        assert patched.generate(max_new_tokens=12) == ours.tokenizer.decode(alone[0, ids.shape[1] :])
+
+
+@pytest.mark.parametrize("own", [{}, {"use_cache": False}, {"return_dict_in_generate": True}], ids=repr)
+@pytest.mark.parametrize("asked", [{}, {"use_cache": False}], ids=repr)
+def test_the_answer_is_that_of_the_full_prefill_whatever_the_model_says_of_its_cache(own, asked):
+    ours = encoder()
+    context = composed(ours)
+    full = ours.generate(torch.cat([context.ids, ours.tokens(PROMPTS[1])]), max_new_tokens=12)
+    ours.model.generation_config.update(**own)
+    with context.patch(InfoFlowKV(recompute=1.0), PROMPTS[1]) as patched:
+        assert patched.generate(max_new_tokens=12, **asked) == full
+    assert ours.generate(torch.cat([context.ids, ours.tokens(PROMPTS[1])]), max_new_tokens=12, **asked) == full
+
+
+def test_what_would_not_be_one_answer_behind_one_context_is_refused():
+    ours = encoder()
+    context = composed(ours)
+    ids = torch.cat([context.ids, ours.tokens(PROMPTS[1])])
+    with context.patch(NoRecompute(), PROMPTS[1]) as patched:
+        for option in ({"num_beams": 3}, {"num_return_sequences": 2}, {"cache_implementation": "static"},
+                       {"prompt_lookup_num_tokens": 3}, {"assistant_model": ours.model}):  # fmt: skip
+            with pytest.raises(ValueError, match=f"behind one context: give {next(iter(option))}=(1|None), not "):
+                patched.generate(**option)
+        for option in ({"generation_config": GenerationConfig(max_new_tokens=3)}, {"return_dict_in_generate": True}):
+            for generate in (patched.generate, lambda **options: ours.generate(ids, **options)):
+                with pytest.raises(ValueError, match="leave out generation_config and return_dict_in_generate"):
+                    generate(**option)
+        ours.model.generation_config.num_beams = 2
+        with pytest.raises(ValueError, match="give num_beams=1, not 2"):
+            patched.generate()
+        assert patched.generate(max_new_tokens=4, num_beams=1)
+    with pytest.raises(ValueError, match="give num_return_sequences=1, not 2"):
+        ours.generate(ids, num_return_sequences=2, do_sample=True)
+    assert ours.generate(ids, max_new_tokens=4, num_beams=3)  # the model alone may search
+
+
+@pytest.mark.parametrize("prefix", ["<s> w60", ""])
+def test_nothing_recomputed_is_plain_concatenation(prefix):
+    ours = encoder(prefix=prefix)
+    context = composed(ours)
+    before = copies(context)
+    with context.patch(InfoFlowKV(recompute=0.0), PROMPTS[0]) as patched:
+        assert not len(patched.rows)
+        assert all(torch.equal(a, b) for a, b in zip(copies(context), before, strict=True))
+    skip = len(ours.prefix)
+    values = [chunk.values[:, :, 0 if i == 0 else skip :] for i, chunk in enumerate(context.chunks)]
+    for layer, value in enumerate(torch.cat(values, dim=2)):
+        assert torch.equal(context.values[layer][0], value)
+    for keys, expected in zip(context.keys, ours.keys_at(context.chunks, torch.arange(len(context))), strict=True):
+        assert torch.equal(keys, expected)
+
+
+def test_layer_0_is_right_from_the_start_and_layer_1_where_it_was_recomputed():
+    context = composed(encoder("mistral"))
+    stale = copies(context)
+    layers = len(context.keys)
+    rows = torch.tensor([11, 14, 20, 25])
+    context.recompute(rows)
+    ours = copies(context)
+    context.restore()
+    context.recompute(torch.arange(len(context)))
+    full = copies(context)
+    for kind in (0, layers):  # keys, values
+        torch.testing.assert_close(stale[kind], full[kind], rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(ours[kind + 1][:, :, rows], full[kind + 1][:, :, rows], rtol=1e-12, atol=1e-12)
+        assert (stale[kind + 1] - full[kind + 1])[:, :, rows].abs().max() > 0.01
+
+
+def test_recomputing_the_first_chunk_changes_nothing():
+    context = composed(encoder("qwen3"))
+    before = copies(context)
+    context.recompute(torch.arange(*context.spans[0]))
+    for ours, stale in zip(copies(context), before, strict=True):
+        torch.testing.assert_close(ours, stale, rtol=1e-12, atol=1e-12)
+
+
+def test_no_row_sees_what_stands_behind_it():
+    context = composed(encoder())
+    rows, place = torch.tensor([10, 13, 17, 21, 27]), 17
+    context.recompute(rows)
+    ours = copies(context)
+    context.restore()
+    context.ids[place + 1 :] = 5
+    for tensor in context.keys + context.values:
+        tensor[:, :, place + 1 :] = 7.0
+    context.recompute(rows)
+    for now, before in zip(copies(context), ours, strict=True):
+        assert torch.equal(now[:, :, : place + 1], before[:, :, : place + 1])
+        assert not torch.equal(now[:, :, 21], before[:, :, 21])
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+def test_rows_may_come_in_any_order_and_in_any_slices(implementation, monkeypatch):
+    context = composed(encoder(attn_implementation=implementation))
+    rows = torch.tensor([10, 13, 17, 21, 27])
+    context.recompute(rows)
+    ours = copies(context)
+    context.restore()
+    monkeypatch.setattr(context_module, "ROWS", 2)
+    context.recompute(rows.flip(0))
+    for now, before in zip(copies(context), ours, strict=True):
+        torch.testing.assert_close(now, before, rtol=1e-5, atol=1e-6)
+
+
+def test_eager_and_sdpa_attention_agree():
+    first, second = (composed(encoder("qwen3", attn_implementation=name)) for name in ("sdpa", "eager"))
+    scores = [context.score(PROMPTS[1], [1, 2]) for context in (first, second)]
+    torch.testing.assert_close(*scores, rtol=1e-5, atol=1e-6)
+    for context in (first, second):
+        context.recompute(torch.tensor([12, 20]))
+    for ours, theirs in zip(copies(first), copies(second), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("geometry", ["global", "hl-hp", "tl-tp", "hl-tp"])
+@pytest.mark.parametrize("norm", ["l2", "l1"])
+def test_scores_are_the_attention_that_the_model_gives(norm, geometry):
+    """The model's own attention weights, of a forward whose context is the composed cache at these positions."""
+    ours = encoder("qwen3", "yarn", attn_implementation="eager")
+    context, layers = composed(ours), (1, 2)
+    before = copies(context)
+    scores = context.score(PROMPTS[1], layers, norm, geometry)
+    assert all(torch.equal(a, b) for a, b in zip(copies(context), before, strict=True))
+    positions, start = places(geometry, context.spans)
+    context.keys = ours.keys_at(context.chunks, positions)
+    prompt = ours.tokens(PROMPTS[1])
+    at = torch.arange(start, start + len(prompt))[None]
+    with torch.no_grad():
+        output = ours.model(input_ids=prompt[None], position_ids=at, past_key_values=context.cache(),
+                            output_attentions=True)  # fmt: skip
+    attention = torch.stack([output.attentions[layer][0].mean(0)[:, : len(context)] for layer in layers])
+    expected = attention.norm(dim=1).mean(0) if norm == "l2" else attention.sum(1).mean(0)
+    torch.testing.assert_close(scores, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_drift_is_how_far_layer_1_was_from_the_full_prefill():
+    context = composed(encoder("llama", "llama3"))
+    layers = len(context.keys)
+    stale = copies(context)
+    context.recompute(torch.arange(len(context)))
+    full = copies(context)
+    context.restore()
+    for rank, layer in (("k", 1), ("v", layers + 1)):
+        expected = (full[layer] - stale[layer]).square().mean((0, 1, 3)).float()
+        torch.testing.assert_close(context.drift(rank), expected, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(copies(context)[layer], full[layer])
+        assert torch.equal(copies(context)[2], stale[2])
+        context.restore()
+
+
+@pytest.mark.parametrize("method", METHODS, ids=repr)
+def test_a_patch_is_undone_bit_for_bit_and_does_what_it_says(method):
+    context = composed(encoder())
+    before, ids = copies(context), context.ids.clone()
+    with context.patch(method, PROMPTS[1]) as patched:
+        text = patched.generate(max_new_tokens=4)
+        assert patched.generate(max_new_tokens=4) == text
+        assert f"{len(patched.rows)} of {len(context)} rows computed again" in patched.summary()
+        spans = zip(patched.order, patched.context.spans, strict=True)
+        for chunk, (start, stop) in spans:
+            assert torch.equal(patched.context.ids[start:stop], context.chunks[chunk].ids)
+    assert torch.equal(context.ids, ids)
+    assert all(torch.equal(a, b) for a, b in zip(copies(context), before, strict=True))
+    with pytest.raises(ValueError, match="has been undone"):
+        patched.generate()
+
+
+def test_more_rows_bring_it_nearer_to_the_full_prefill():
+    context = composed(encoder("qwen2"))
+    kl = []
+    for recompute in (0.0, 0.5, 0.7, 1.0):
+        with context.patch(InfoFlowKV(recompute=recompute), PROMPTS[1]) as patched:
+            kl.append(patched.fidelity())
+    assert kl[0] > max(kl[1:3]) > kl[3]
+
+
+@pytest.mark.parametrize("method", METHODS[:2], ids=repr)
+def test_a_batch_of_questions_gets_the_answers_of_one_by_one(method):
+    ours = encoder("mistral", "linear")
+    context = composed(ours)
+    together = context.answers(method, PROMPTS, max_new_tokens=5)
+    alone = []
+    for prompt in PROMPTS:
+        with composed(ours).patch(method, prompt) as patched:
+            alone.append(patched.generate(max_new_tokens=5))
+    assert together == alone
+    assert len(set(together)) > 1
+
+
+def test_rows_may_be_chosen_by_a_bare_question_and_generated_from_for_another_prompt():
+    context = composed(encoder())
+    method = InfoFlowKV(recompute=0.3)
+    rows = []
+    for prompt in (PROMPTS[2], PROMPTS[1]):
+        with context.patch(method, prompt) as patched:
+            rows.append(patched.rows.tolist())
+    with context.patch(method, PROMPTS[1], question=PROMPTS[2]) as patched:
+        assert patched.rows.tolist() == rows[0] != rows[1]
+        assert torch.equal(patched.prompt, context.encoder.tokens(PROMPTS[1]))
+    with pytest.raises(ValueError, match="prompt is empty"):
+        context.patch(method, PROMPTS[1], question="")
+
+
+def test_a_context_holds_one_patch_at_a_time():
+    context = composed(encoder())
+    patched = context.patch(NoRecompute(), PROMPTS[0])
+    with pytest.raises(ValueError, match=r"patched already: call undo\(\)"):
+        context.patch(InfoFlowKV(), PROMPTS[1])
+    patched.undo()
+    context.recompute(torch.tensor([12]))
+    with pytest.raises(ValueError, match=r"or restore\(\) here"):
+        context.patch(InfoFlowKV(), PROMPTS[1])
+
+
+def test_a_patch_answers_only_while_its_rows_are_there():
+    context = composed(encoder())
+    first = context.patch(FullPrefill(), PROMPTS[0])
+    context.restore()
+    with pytest.raises(ValueError, match="has been undone"):
+        first.logits()
+    with context.patch(FullPrefill(), PROMPTS[1]) as second:
+        rows = copies(context)
+        first.undo()
+        first.undo()
+        assert all(torch.equal(a, b) for a, b in zip(copies(context), rows, strict=True))
+        assert abs(second.fidelity()) < 1e-5
+    first.undo()
+    context.recompute(torch.tensor([12]))  # by hand: no patch's to undo
+    rows = copies(context)
+    second.undo()
+    assert all(torch.equal(a, b) for a, b in zip(copies(context), rows, strict=True))
+
+
+def left_behind(model):
+    return model.config._attn_implementation, sum(len(module._forward_hooks) for module in model.modules())
+
+
+@pytest.mark.parametrize("step", ["encode", "score", "recompute", "generate"])
+def test_an_error_leaves_the_model_as_it_was(step):
+    context = composed(encoder())
+    model = context.encoder.model
+    before = left_behind(model)
+    assert before == ("sdpa", 0)
+    patched = context.patch(NoRecompute(), PROMPTS[0])
+    hook = model.model.layers[1].mlp.register_forward_pre_hook(lambda *_: 1 / 0)
+    attempt = {
+        "encode": lambda: context.encoder.encode(["w1"]),
+        "score": lambda: context.score("w20", [2]),
+        "recompute": lambda: context.recompute(torch.tensor([12])),
+        "generate": patched.generate,
+    }[step]
+    with pytest.raises(ZeroDivisionError):
+        attempt()
+    hook.remove()
+    assert left_behind(model) == before
+
+
+def test_a_hook_that_cannot_be_set_leaves_none_behind():
+    model = language_model()
+    with pytest.raises(IndexError), unrotated(model, "q", [0, 99]):
+        pass
+    assert left_behind(model) == ("sdpa", 0)
+
+
+def test_threads_take_turns_with_a_model_and_do_not_hear_each_other():
+    model = language_model()
+    entered, leave, order = Event(), Event(), []
+
+    def first():
+        with by_rows(model):
+            entered.set()
+            leave.wait(20)
+            order.append("first leaves")
+
+    def second():
+        with by_rows(model):
+            order.append("second enters")
+
+    threads = [Thread(target=first), Thread(target=second)]
+    threads[0].start()
+    assert entered.wait(20)
+    threads[1].start()
+    threads[1].join(0.2)
+    with by_rows(language_model()):  # another model waits for nobody
+        leave.set()
+    for thread in threads:
+        thread.join()
+    assert order == ["first leaves", "second enters"]
+    assert left_behind(model) == ("sdpa", 0)
+    with unrotated(model, "k", [0]) as taken, torch.no_grad():
+        other = Thread(target=lambda: model.model(torch.full((1, 9), 7)))
+        model.model(torch.full((1, 3), 5))
+        other.start()
+        other.join()
+    assert taken[0].shape[1] == 3
+
+
+def test_fidelity_is_the_divergence_from_the_full_prefill_of_every_token_of_the_prompt():
+    context = composed(encoder("qwen2"))
+    with context.patch(InfoFlowKV(recompute=0.2), PROMPTS[1]) as patched:
+        p = full_logits(context.encoder, context, PROMPTS[1]).softmax(-1)
+        q = cached_logits(context.encoder, context, PROMPTS[1]).softmax(-1)
+        divergence = [sum(a * (a / b).log() for a, b in zip(*rows, strict=True)) for rows in zip(p, q, strict=True)]
+        assert len(divergence) == 4
+        assert patched.fidelity() == pytest.approx(float(sum(divergence) / 4), rel=1e-4)
+
+
+def test_a_patch_that_fails_leaves_the_context_as_it_was(monkeypatch):
+    context = composed(encoder())
+    before = copies(context)
+    layer = context.encoder.model.model.layers[2]
+    hook = layer.register_forward_hook(lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        context.patch(FullPrefill(), PROMPTS[0])
+    hook.remove()
+    assert all(torch.equal(a, b) for a, b in zip(copies(context), before, strict=True))
+    context.patch(FullPrefill(), PROMPTS[0])
+
+
+def test_a_document_may_come_twice_and_alone():
+    ours = encoder()
+    (chunk,) = ours.encode([DOCUMENTS[0]])
+    twice, alone = ours.compose([chunk, chunk]), ours.compose([chunk])
+    assert torch.equal(twice.ids, torch.cat([ours.prefix, chunk.ids, chunk.ids]))
+    with alone.patch(InfoFlowKV(), PROMPTS[0]) as patched:  # nothing to repair
+        assert not len(patched.rows)
+        assert abs(patched.fidelity()) < 1e-6
+
+
+def test_bad_requests_are_refused_with_the_value(as_a_user):
+    context = composed(encoder())
+    with pytest.raises(ValueError, match="numbered from 0 to 28, not 3 to 29"):
+        context.recompute(torch.tensor([3, 29]))
+    with (
+        context.patch(NoRecompute(), PROMPTS[0]) as patched,
+        pytest.raises(ValueError, match="context, prompt and answer: 130 tokens, where the model takes 128"),
+    ):
+        patched.generate(max_new_tokens=100)
+    for options, message in (
+        ({"layers": [1, 4]}, r"layers must be some of 0 to 3, not \[1, 4\]"),
+        ({"layers": []}, r"not \[\]"),
+        ({"layers": [-1]}, r"not \[-1\]"),
+        ({"layers": [1], "norm": "max"}, "norm must be one of l2, l1, not 'max'"),
+        ({"layers": [1], "geometry": "locl"}, "geometry must be one of global, hl-hp, tl-tp, hl-tp, not 'locl'"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            context.score(PROMPTS[0], **options)
+    with pytest.raises(ValueError, match="layer 0 alone"):
+        composed(encoder(num_hidden_layers=1)).patch(CacheBlend(), PROMPTS[0])

@@ -1,0 +1,66 @@
+"""Laws of loading language models: the model's own dtype where it is fast, and clear words where there is none."""
+
+import pytest
+import torch
+from tiny_lm import language_model, tokenizer
+
+from foveate.transformers.loading import frame, load
+
+CHAT = (
+    "{{ bos_token }}{% for m in messages %}[{{ m['role'] }}]{{ m['content'] | trim }}[end]{% endfor %}"
+    "{% if add_generation_prompt %}[assistant]{% endif %}"
+)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    path = tmp_path_factory.mktemp("model")
+    language_model("mistral", dtype=torch.bfloat16).save_pretrained(path)
+    tokenizer().save_pretrained(path)
+    return path
+
+
+def test_a_model_comes_in_float32_on_a_cpu_and_else_as_asked(folder):
+    for dtype, want in (("auto", torch.float32), ("bfloat16", torch.bfloat16)):
+        model, words = load(folder, "cpu", dtype)
+        assert model.dtype == want
+        assert not model.training
+        assert words("w1 w2").input_ids == tokenizer()("w1 w2").input_ids
+    expected = language_model("mistral", dtype=torch.bfloat16).state_dict()
+    assert all(torch.equal(weight, expected[name]) for name, weight in model.state_dict().items())
+
+
+def test_what_cannot_be_loaded_is_one_clear_line(folder, tmp_path):
+    with pytest.raises(ValueError, match="cannot load nobody/nothing: "):
+        load("nobody/nothing", "cpu")
+    with pytest.raises(ValueError, match="cannot load "):
+        load(tmp_path, "cpu")
+    with pytest.raises(ValueError, match="unknown dtype 'int4'"):
+        load(folder, "cpu", "int4")
+
+
+def test_a_chat_is_cut_where_the_user_speaks():
+    words = tokenizer()
+    words.chat_template = CHAT
+    before, behind = frame(words)
+    assert before + "w1 w2" + behind == words.apply_chat_template(
+        [{"role": "user", "content": "w1 w2"}], tokenize=False, add_generation_prompt=True
+    )
+    assert before == "<s>[user]"
+    assert frame(words, chat=False) == frame(tokenizer()) == ("<s>", "")
+    assert frame(tokenizer(bos=None)) == ("", "")
+
+
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        (None, "no chat template: leave --chat out"),
+        (CHAT.replace("trim", "upper"), "changes what users say"),
+        (CHAT.replace("[end]", "{{ m['content'] }}"), "changes what users say"),
+    ],
+)
+def test_chats_that_cannot_be_cut_are_refused(template, message):
+    words = tokenizer()
+    words.chat_template = template
+    with pytest.raises(ValueError, match=message):
+        frame(words, chat=True)

@@ -1,0 +1,54 @@
+"""Laws of what is remembered of tensors."""
+
+import gc
+import weakref
+
+import torch
+
+from foveate import LLSA, HilbertA, ToMA
+from foveate.methods import hilberta, llsa, toma
+from foveate.ops.block_table import block_starts, block_table
+from foveate.ops.curves import hilbert_order
+from foveate.utils.cache import PerTensors
+
+
+def test_what_was_made_is_remembered_by_every_tensor_and_the_key():
+    cache, made = PerTensors[int](), list[int]()
+
+    def of(tensors, key):
+        return cache.get(tensors, key, lambda: made.append(len(made)) or made[-1])
+
+    a, b, shared = torch.zeros(1), torch.zeros(1), torch.zeros(1)
+    assert [of([a, shared], 0), of([b, shared], 0), of([a, shared], 1), of([shared], 0)] == [0, 1, 2, 3]
+    assert [of([a, shared], 0), of([b, shared], 0), of([a, shared], 1), of([shared], 0)] == [0, 1, 2, 3]
+
+
+def test_an_entry_dies_with_the_last_tensor():
+    cache, last = PerTensors[torch.Tensor](), torch.zeros(1)
+    value = weakref.ref(cache.get([torch.zeros(1), last], 0, lambda: torch.zeros(1)))
+    gc.collect()
+    assert value() is not None
+    del last
+    gc.collect()
+    assert value() is None
+
+
+def test_plans_are_the_same_under_any_default_device_and_may_be_trained_with():
+    def made():
+        plan, regions = HilbertA(tiles=2).plan(((24, 33),), 7), ToMA(keep=0.5).regions(((24, 33),))
+        merged = regions.merged(block_table([[0]], block_starts(799, block=799)), 7)
+        orders = plan.order, plan.inverse, regions.order, LLSA().plan(((24, 33),), 7).order, hilbert_order(5, 9)
+        tables = (tensor for table in (*plan.tables, merged) for tensor in table)
+        return [*tables, *orders, *plan.tile_maps, *regions.tile_maps]
+
+    def forget():
+        for cached in (hilberta._plan, llsa._plan, toma._regions):
+            cached.cache_clear()
+
+    forget()
+    want = made()
+    forget()
+    with torch.device("meta"), torch.inference_mode():
+        got = made()
+    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+    assert not any(tensor.is_inference() for tensor in got)

@@ -1,0 +1,58 @@
+"""Laws of results on disk."""
+
+import os
+from pathlib import Path
+from threading import Thread
+
+import pytest
+
+from foveate.utils.files import claim, slug, write_whole
+
+
+@pytest.mark.parametrize("step", ["pathlib.Path.write_bytes", "os.replace"])
+def test_an_interrupted_write_leaves_what_was_there_and_nothing_half_written(tmp_path, monkeypatch, step):
+    path = tmp_path / "page.html"
+    write_whole(path, b"old")
+
+    def interrupted(*_args):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(step, interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        write_whole(path, b"new")
+    monkeypatch.undo()
+    assert path.read_bytes() == b"old"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_two_writers_of_a_file_do_not_meet(tmp_path, monkeypatch):
+    path, inner = tmp_path / "chunk", {}
+    original = os.replace
+
+    def meanwhile(part, target):
+        monkeypatch.setattr("os.replace", original)
+        other = Thread(target=write_whole, args=(path, b"other"))
+        other.start()
+        other.join()
+        inner["read"] = Path(part).read_bytes()
+        original(part, target)
+
+    monkeypatch.setattr("os.replace", meanwhile)
+    write_whole(path, b"ours")
+    assert inner["read"] == b"ours"
+    assert path.read_bytes() == b"ours"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_any_prompt_gives_a_file_name():
+    assert slug("A red  apple, above/../a car!") == "a-red-apple-above-a-car"
+    assert slug("红 苹果") == "红-苹果"
+    assert slug("🍎") == "picture"
+    assert len(slug("long " * 100)) <= 60
+
+
+def test_a_folder_belongs_to_the_settings_that_claimed_it(tmp_path):
+    claim(tmp_path / "run", {"steps": "2"})
+    claim(tmp_path / "run", {"steps": "2"})
+    with pytest.raises(ValueError, match="holds pictures drawn with steps=2: name another folder with --out"):
+        claim(tmp_path / "run", {"steps": "3"})

@@ -1,0 +1,77 @@
+"""Laws of the comparison: its page tells what the pictures beside it are, and they are of one run."""
+
+import base64
+import io
+import re
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from foveate import HilbertA, ToMA, apply
+from foveate.demo.untrained import untrained_pipeline
+from foveate.diffusers.pipelines import Request, draw
+from foveate.web.compare import compare
+from foveate.web.report import draw_tiles, psnr, ssim
+
+REQUEST = Request("a cat", (64, 64), 2, None, 0)
+
+
+@pytest.fixture(scope="module")
+def pipe():
+    return untrained_pipeline(layers=1, single_layers=2, heads=2, rope=(4, 4, 8), text_dim=32, text_layers=1)
+
+
+def names(folder):
+    return {path.name for path in folder.glob("*.png")}
+
+
+def test_the_page_tells_what_can_be_read_off_the_pictures_and_the_summary(pipe, tmp_path):
+    method = HilbertA(tiles=4)
+    page = compare(pipe, REQUEST, [method], tmp_path, settings={}, rounds=2).read_text()
+    with Image.open(tmp_path / "dense.png") as dense, Image.open(tmp_path / "hilberta-t-4.png") as sparse:
+        assert re.findall(r"PSNR to dense</dt><dd>([0-9.]+) dB", page) == [f"{psnr(sparse, dense):.1f}"]
+        assert re.findall(r"SSIM to dense</dt><dd>([0-9.]+)", page) == [f"{ssim(sparse, dense):.3f}"]
+        with apply(pipe, method) as run:
+            assert np.array_equal(np.asarray(draw(pipe, REQUEST)), np.asarray(sparse))
+            (plan,), layers = run.plans().values(), run.summary().layers
+        first = draw_tiles(sparse, plan.tile_maps[0])
+    kept = 1 - sum(layer.true for layer in layers) / len(layers)
+    assert re.findall(r"<strong>([0-9.]+).</strong> FLOP bound", page) == ["1.00", f"{1 / kept:.2f}"]
+    shown = [Image.open(io.BytesIO(base64.b64decode(one))) for one in re.findall(r'base64,([^"]+)" alt="Tiles', page)]
+    assert len(shown) == 1
+    assert np.array_equal(np.asarray(shown[0]), np.asarray(first))
+    assert not np.array_equal(np.asarray(first), np.asarray(draw_tiles(sparse, plan.tile_maps[-1])))
+    told = " ".join(page.split())
+    assert "one step each, in 2 rounds, so that" in told
+    assert "in the first layer each part of the picture attends to its own tile" in told
+
+
+def test_a_folder_holds_the_pictures_of_one_run_and_what_the_user_put_there(pipe, tmp_path):
+    Image.new("RGB", (8, 8)).save(tmp_path / "mine.png")
+    (tmp_path / "broken.png").write_bytes(b"no picture")
+    compare(pipe, REQUEST, [HilbertA(tiles=4), ToMA(keep=0.25, tile=(2, 2))], tmp_path, settings={}, rounds=1)
+    assert len(names(tmp_path)) == 3 + 2
+    compare(pipe, REQUEST._replace(size=(48, 48)), [HilbertA(tiles=2)], tmp_path, settings={}, rounds=1)
+    assert names(tmp_path) == {"mine.png", "broken.png", "dense.png", "hilberta-t-2.png"}
+    for name in ("dense.png", "hilberta-t-2.png"):
+        with Image.open(tmp_path / name) as picture:
+            assert picture.size == (48, 48)
+
+
+def test_every_variant_has_a_file_of_its_own(pipe, tmp_path):
+    methods = [HilbertA(tiles=4), HilbertA(tiles=4, dense_layers="0")]
+    assert methods[0].title == methods[1].title
+    compare(pipe, REQUEST, methods, tmp_path, settings={}, rounds=1)
+    made = []
+    for path in tmp_path.glob("*.png"):
+        with Image.open(path) as picture:
+            made.append(picture.text["method"])
+    assert sorted(made) == sorted(["dense", *map(repr, methods)])
+
+
+def test_a_page_says_that_the_time_is_that_of_a_step_in_which_the_method_decides_anew(pipe, tmp_path):
+    methods = [ToMA(keep=0.5, tile=(2, 2)), HilbertA(tiles=4)]
+    page = compare(pipe, REQUEST, methods, tmp_path, settings={}, rounds=1).read_text()
+    assert f"{methods[0].title} keeps what it decided for up to 10 steps: its time is that of a step" in page
+    assert page.count("keeps what it decided") == 1

@@ -1,0 +1,146 @@
+"""Laws of questions about documents: answers are the library's, and the page shows the rows that were computed."""
+
+import re
+from html.parser import HTMLParser
+
+import pytest
+import torch
+from tiny_lm import DOCUMENTS, encoder
+
+from foveate import InfoFlowKV
+from foveate.methods.baselines.kv_baselines import EPIC, CacheBlend, FullPrefill, NoRecompute
+from foveate.transformers.documents import Passage
+from foveate.transformers.index import ChunkIndex
+from foveate.web.rag import STEPS, ask, reply_page
+
+PROMPT = "w21 {question} w23"
+SHORT = {"prompt": PROMPT, "max_new_tokens": 6}
+
+
+class Marks(HTMLParser):
+    """Text and row of every token that the page marks, all of its text, and its tags."""
+
+    def __init__(self, html):
+        super().__init__()
+        self.marked, self.text, self.tags, self._row = {}, "", set(), None
+        self.feed(html)
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.add(tag)
+        if tag == "mark" and "title" in dict(attrs):
+            self._row = int(re.match(r"row (\d+),", dict(attrs)["title"])[1])
+            self.marked[self._row] = ""
+
+    def handle_endtag(self, tag):
+        self._row = None
+
+    def handle_data(self, data):
+        self.text += data
+        if self._row is not None:
+            self.marked[self._row] += data.strip()
+
+
+@pytest.fixture
+def index(tmp_path):
+    passages = [Passage(f"{i}.txt", text) for i, text in enumerate(DOCUMENTS)]
+    index = ChunkIndex(tmp_path, encoder("qwen3"), passages)
+    index.build()
+    return index
+
+
+def alone(index, question, tokens=6):
+    """What the model generates from the same tokens without foveate."""
+    ours = index.encoder
+    ids = torch.cat([ours.prefix, *map(ours.tokens, DOCUMENTS), ours.tokens(PROMPT.replace("{question}", question))])
+    output = ours.model.generate(
+        input_ids=ids[None], attention_mask=torch.ones_like(ids)[None], max_new_tokens=tokens, do_sample=False
+    )
+    return ours.tokenizer.decode(output[0, len(ids) :])
+
+
+def test_everything_recomputed_and_full_prefill_answer_as_the_model_alone(index):
+    for method in (InfoFlowKV(recompute=1.0), FullPrefill()):
+        assert ask(index, "w3 w5", {"all": method}, **SHORT).answers[0].text == alone(index, "w3 w5")
+
+
+def test_answers_side_by_side_are_those_of_the_library(index):
+    methods = {"ours": InfoFlowKV(recompute=0.4), "epic": EPIC(), "blend": CacheBlend(), "none": NoRecompute(),
+               "full": FullPrefill()}  # fmt: skip
+    advances = []
+    reply = ask(index, "w3", methods, **SHORT, advance=lambda: advances.append(1))
+    assert len(advances) == 2 * len(methods)
+    assert [answer.method for answer in reply.answers] == list(methods)
+    context = index.encoder.compose(index.encoder.encode(DOCUMENTS))
+    assert reply.spans == context.spans
+    for answer in reply.answers:
+        with context.patch(methods[answer.method], "w21 w3 w23") as patched:
+            assert answer.rows.tolist() == patched.rows.tolist()
+            assert answer.text == patched.generate(max_new_tokens=6)
+            assert answer.divergence == pytest.approx(patched.fidelity(), abs=1e-6)
+    torch.testing.assert_close(reply.scores, context.score("w21 w3 w23", InfoFlowKV().layers(4)))
+    single = ask(index, "w3", {"ours": methods["ours"]}, **SHORT).answers[0]
+    assert (single.text, single.divergence) == (reply.answers[0].text, None)
+
+
+def test_rows_of_moved_passages_are_counted_where_they_stand_on_the_page(index):
+    method = InfoFlowKV(reorder=True, recompute=0.4)
+    answer = ask(index, "w3 w5", {"ours": method}, **SHORT).answers[0]
+    context = index.encoder.compose(index.load(range(4)))
+    with context.patch(method, "w21 w3 w5 w23") as patched:
+        assert answer.order == patched.order != (0, 1, 2, 3)
+        for chunk, moved in zip(patched.order, patched.context.spans, strict=True):
+            inside = [row - moved[0] for row in patched.rows.tolist() if moved[0] <= row < moved[1]]
+            start, stop = context.spans[chunk]
+            assert [row - start for row in answer.rows.tolist() if start <= row < stop] == inside
+
+
+def test_times_name_every_step_and_add_up(index):
+    reply = ask(index, "w3", {"ours": InfoFlowKV(), "full": FullPrefill()}, **SHORT)
+    ours, full = reply.answers
+    assert tuple(ours.seconds) == STEPS
+    assert tuple(full.seconds) == ("prompt", "decode")
+    for answer in reply.answers:
+        assert min(answer.seconds.values()) > 0
+        assert answer.first_token == pytest.approx(sum(answer.seconds.values()) - answer.seconds["decode"])
+
+
+def test_passages_are_taken_by_shared_words_as_many_as_fit_and_stay_in_order(index):
+    reply = ask(index, "w19 w7", {"none": NoRecompute()}, **SHORT, top=2)  # document 3 has both words, 0 has one
+    assert reply.passages == [0, 3]
+    # prefix 2, question and prompt 3, documents 7, 5, 9, 6
+    room = 128 - 2 - 3
+    for answer, want in ((room - 27, [0, 1, 2, 3]), (room - 26, [0, 1, 3]), (room - 13, [0, 3]), (room - 12, [3])):
+        reply = ask(index, "w30 w7", {"none": NoRecompute()}, prompt="{question} w1", max_new_tokens=answer)
+        assert reply.passages == want
+    with pytest.raises(ValueError, match="the index has no passages: give it one at least"):
+        ask(ChunkIndex(index.folder, index.encoder, []), "w3", {"none": NoRecompute()}, **SHORT)
+    with pytest.raises(ValueError, match=r"3.txt with prompt and answer takes 129 tokens, where the model takes 128"):
+        ask(index, "w30 w7", {"none": NoRecompute()}, prompt="{question} w1", max_new_tokens=room - 5)
+
+
+@pytest.mark.parametrize(
+    "method", [InfoFlowKV(recompute=0.4), CacheBlend(recompute=0.3), NoRecompute(), FullPrefill()]
+)
+def test_the_page_marks_the_rows_of_the_patch_and_nothing_else(index, method):
+    reply = ask(index, "w3 w5", {"ours": method, "other": EPIC(recompute=0.2)}, **SHORT)
+    marked = Marks(reply_page(index, [reply], {"model": "tiny"})).marked
+    context = index.encoder.compose(index.load(range(4)))
+    with context.patch(method, "w21 w3 w5 w23") as patched:
+        rows = patched.rows.tolist()
+    assert marked == {row: index.encoder.tokenizer.decode([context.ids[row]]) for row in rows}
+
+
+def test_the_page_shows_what_it_was_given_and_escapes_it(tmp_path):
+    attack = "<script>alert('&')</script>"
+    index = ChunkIndex(tmp_path, encoder(), [Passage(f"{attack}.txt", f"w1 {attack} w2"), Passage("b", "w3 w4")])
+    index.build()
+    replies = [ask(index, f"w3 {attack}", {attack: EPIC(), "full": FullPrefill()}, **SHORT) for _ in range(2)]
+    html = reply_page(index, replies, {attack: attack})
+    page = Marks(html)
+    assert "script" not in page.tags
+    assert "<script" not in html
+    assert page.text.count(f"w3 {attack}") == 1 + 2  # title, headings
+    assert page.text.count(f"w1 {attack} w2") == 2
+    assert f"{attack}.txt" in page.text
+    assert replies[0].answers[1].text in page.text
+    assert not re.search(r"https?:|url\(|@import|<link|<iframe", html)
