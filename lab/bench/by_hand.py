@@ -6,8 +6,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from foveate.ops.hierarchical_pooling import children
 from foveate.ops.log_linear_attention import Options, portable
-from foveate.ops.pyramid import children
 
 __all__ = ["Call", "key_gradient_error", "pick_error", "query_error"]
 

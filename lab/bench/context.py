@@ -19,7 +19,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from foveate.demo.random_models import random_model
 from foveate.methods import InfoFlowKV
 from foveate.methods.baselines.kv_baselines import EPIC, CacheBlend, FullPrefill, NoRecompute
-from foveate.methods.recomputation import Recomputation
+from foveate.methods.recompute_policy import RecomputePolicy
 from foveate.transformers import ChunkCache, ChunkEncoder, Patched
 from foveate.transformers.context import Asked
 from foveate.utils.device import Stopwatch, versions
@@ -67,7 +67,7 @@ class How(NamedTuple):
     rounds: int = 5
 
 
-class Way(NamedTuple):
+class MethodLike(NamedTuple):
     """One way to the first token.
 
     Attributes:
@@ -78,7 +78,7 @@ class Way(NamedTuple):
     """
 
     name: str
-    method: Recomputation | None
+    method: RecomputePolicy | None
     cached: bool = True
     attention: Callable[[], Any] = nullcontext
 
@@ -155,9 +155,9 @@ def bench_context(tokens: Sequence[int], how: How, track: Track = silent) -> Ite
         yield result
 
 
-def ways(how: How) -> list[Way]:
+def ways(how: How) -> list[MethodLike]:
     """What is timed: full prefills first."""
-    full = [Way("full prefill", None)]
+    full = [MethodLike("full prefill", None)]
     if how.device.type == "cuda":
         flash, cudnn = SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION  # flash takes what cuDNN does not
         for name, backends in (
@@ -165,20 +165,20 @@ def ways(how: How) -> list[Way]:
             ("FA2", [flash]),
         ):
             attention = partial(sdpa_kernel, backends, set_priority=True)
-            full.append(Way(f"full prefill, {name}", None, attention=attention))
+            full.append(MethodLike(f"full prefill, {name}", None, attention=attention))
     part = f"{how.recompute:.0%}"
     ours = InfoFlowKV(recompute=how.recompute)
     return [
         *full,
-        Way("no recompute", NoRecompute()),
-        Way(f"InfoFlow {part}", ours),
-        Way(f"CacheBlend {part}", CacheBlend(recompute=how.recompute)),
-        Way(f"EPIC {part}", EPIC(recompute=how.recompute)),
-        Way(f"InfoFlow {part}, encoded on the fly", ours, cached=False),
+        MethodLike("no recompute", NoRecompute()),
+        MethodLike(f"InfoFlow {part}", ours),
+        MethodLike(f"CacheBlend {part}", CacheBlend(recompute=how.recompute)),
+        MethodLike(f"EPIC {part}", EPIC(recompute=how.recompute)),
+        MethodLike(f"InfoFlow {part}, encoded on the fly", ours, cached=False),
     ]
 
 
-def first_token(way: Way, work: Work, mark: Callable[[str], None] = lambda stage: None) -> tuple[Tensor, int]:
+def first_token(way: MethodLike, work: Work, mark: Callable[[str], None] = lambda stage: None) -> tuple[Tensor, int]:
     """The logits of the first token, and how many rows were computed again."""
     if way.method is None:
         with way.attention():
@@ -218,9 +218,9 @@ def _check(how: How) -> dict[str, float]:
     return errors
 
 
-def _error(work: Work, method: Recomputation) -> float:
+def _error(work: Work, method: RecomputePolicy) -> float:
     """Relative difference to the full prefill."""
-    full, ours = (first_token(Way("", kind), work)[0].float() for kind in (None, method))
+    full, ours = (first_token(MethodLike("", kind), work)[0].float() for kind in (None, method))
     return ((ours - full).norm() / full.norm()).item()
 
 
@@ -257,7 +257,7 @@ def _timed(work: Work, length: int, how: How, track: Track) -> list[dict[str, An
     return rows
 
 
-def _flops(work: Work, way: Way | None, rows: int) -> float:
+def _flops(work: Work, way: MethodLike | None, rows: int) -> float:
     """Of products alone. Rows that are computed again lie evenly, or, all of them, one behind the other."""
     config, model = work.encoder.model.config, work.encoder.model.model
     linear = 2 * sum(weight.numel() for weight in model.layers.parameters()) / config.num_hidden_layers

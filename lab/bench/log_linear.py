@@ -14,8 +14,8 @@ from matplotlib.figure import Figure
 from rich.table import Table
 from torch import Tensor
 
+from foveate.ops.hierarchical_pooling import MOST_PICKS, check, keys_in_sight
 from foveate.ops.log_linear_attention import Options, portable
-from foveate.ops.pyramid import MOST_PICKS, check, keys_in_sight
 from foveate.utils.device import now, versions
 from foveate.utils.progress import Track, silent
 from foveate.utils.timing import LONG_ENOUGH, captured, first_line, peak_memory, time_calls
@@ -288,12 +288,12 @@ def _split(peer: Contestant, qkv: tuple[Tensor, ...], rounds: int, how: How) -> 
 
 def stages(qkv: tuple[Tensor, ...], options: Options, backward: bool) -> dict[str, Callable[[], object]]:
     """What the Triton kernels do one after another, each to be called by itself."""
-    from foveate.kernels.log_linear import log_linear_queries, pyramid, selection
+    from foveate.kernels.log_linear import hierarchical_pooling, log_linear_queries, selection
     from foveate.kernels.log_linear.log_linear_keys import backward_keys
 
     q, k, v = qkv
     tokens, block, levels = q.shape[2], options.block_size, options.levels
-    pool = partial(pyramid.pool, qkv, None, block, levels)
+    pool = partial(hierarchical_pooling.pool, qkv, None, block, levels)
     means = pool()
     pick = partial(selection.select, *means.of[:2], means.counts, tokens, block, levels, options.top_k)
     lists = pick()

@@ -8,7 +8,7 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.nn.functional import interpolate
 
-from foveate.methods.method import TokenMerging
+from foveate.methods.base import TokenMerging
 
 __all__ = ["FEATURES", "reconstruction_error"]
 

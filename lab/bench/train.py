@@ -21,7 +21,7 @@ from torch.utils.data import default_collate
 from foveate.demo.bench import TOLERANCE
 from foveate.diffusers.pixel_dit import MODELS, PixelDiT
 from foveate.ops import dispatch
-from foveate.ops.pyramid import automatic_levels
+from foveate.ops.hierarchical_pooling import automatic_levels
 from foveate.training.pictures import NoisyPicture, NoisyPictures
 from foveate.training.pixel import MIXED, PixelRecipe, prepare, velocity_loss
 from foveate.training.run import learn

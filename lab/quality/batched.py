@@ -14,7 +14,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from transformers.cache_utils import Cache, DynamicLayer
 
-from foveate.methods.recomputation import Geometry, Norm, Recomputation, Spans, places
+from foveate.methods.recompute_policy import Geometry, Norm, RecomputePolicy, Spans, places
 from foveate.transformers.layers import borrowed
 
 __all__ = ["Batch", "Rows"]
@@ -94,7 +94,7 @@ class Batch:
         """The attention that each row receives from its prompt."""
         return self._once(self._received, layers, norm, geometry)
 
-    def drift(self, rank: Literal["v", "k"]) -> Float[Tensor, "batch rows"]:
+    def kv_deviation(self, rank: Literal["v", "k"]) -> Float[Tensor, "batch rows"]:
         """Mean square change of each row in layer 1."""
         return self._once(self._drift, rank)
 
@@ -132,7 +132,7 @@ class Batch:
         return (self.full()[1][kind] - self.stale()[1][kind]).square().mean((1, 3)).cpu()
 
     @torch.no_grad()
-    def patch(self, methods: Sequence[Recomputation]) -> Rows:
+    def patch(self, methods: Sequence[RecomputePolicy]) -> Rows:
         """What the methods, one for each context, choose and bring about."""
         asked = [Asked(self, i) for i in range(len(self.ids))]
         order = torch.tensor([method.arrange(one) for method, one in zip(methods, asked, strict=True)])
@@ -206,7 +206,7 @@ class Batch:
 
 
 class Asked:
-    """What a method sees of one context; see `foveate.methods.recomputation.Stale`."""
+    """What a method sees of one context; see `foveate.methods.recompute_policy.ComposedCache`."""
 
     def __init__(self, batch: Batch, index: int) -> None:
         self.batch, self.index, self.drifted = batch, index, False
@@ -225,7 +225,7 @@ class Asked:
         """Attention from the prompt."""
         return self.batch.received(layers, norm, geometry)[self.index]
 
-    def drift(self, rank: Literal["v", "k"]) -> Tensor:
+    def kv_deviation(self, rank: Literal["v", "k"]) -> Tensor:
         """Change in layer 1."""
         self.drifted = True
-        return self.batch.drift(rank)[self.index]
+        return self.batch.kv_deviation(rank)[self.index]

@@ -15,11 +15,11 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from foveate.methods import METHODS
-from foveate.methods.method import SparseAttention, StaysDense
+from foveate.methods.base import DenseFallback, SparseAttention
 from foveate.ops import dispatch
 from foveate.ops.block_table import BlockTable, block_starts
 from foveate.ops.curves import raster_order
-from foveate.utils.cache import PerTensors
+from foveate.utils.cache import WeakTensorCache
 
 __all__ = ["Clear", "radius_for", "register"]
 
@@ -45,11 +45,11 @@ class Clear(SparseAttention):
         """Discs over one image, in raster order.
 
         Raises:
-            StaysDense: If there are reference images.
+            DenseFallback: If there are reference images.
         """
         grid, *references = grids
         if references:
-            raise StaysDense("CLEAR does not take reference images")
+            raise DenseFallback("CLEAR does not take reference images")
         return _plan(self, grid, text, device)
 
 
@@ -115,7 +115,7 @@ def register() -> None:
     dispatch.register("block_attention", "masked", takes=lambda *work: True)(_masked)
 
 
-_MASKS: PerTensors[Tensor] = PerTensors()
+_MASKS: WeakTensorCache[Tensor] = WeakTensorCache()
 
 
 def _masked(

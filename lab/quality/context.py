@@ -32,7 +32,7 @@ from foveate.cli.common import progress
 from foveate.demo.facts import BLANK, ID, SENTENCE, VALUE, Facts, ask, draw_facts
 from foveate.demo.lexicon import WORDS
 from foveate.methods.baselines.kv_baselines import EPIC, CacheBlend, FullPrefill, NoRecompute, RandomRows
-from foveate.methods.recomputation import Recomputation, Spans, Stale
+from foveate.methods.recompute_policy import ComposedCache, RecomputePolicy, Spans
 from foveate.utils.device import versions
 from foveate.utils.files import claim, write_whole
 from foveate.utils.progress import Track
@@ -100,21 +100,21 @@ TASKS = {
 }
 
 
-class Known(Recomputation):
+class Known(RecomputePolicy):
     """Rows that are known beforehand."""
 
     def __init__(self, rows: Int[Tensor, "rows"]):
         self.known = rows
 
-    def rows(self, stale: Stale) -> Int[Tensor, "rows"]:
+    def rows(self, stale: ComposedCache) -> Int[Tensor, "rows"]:
         """They alone."""
         return self.known
 
 
-def ways(budget: float) -> dict[str, Callable[[int], Recomputation]]:
+def ways(budget: float) -> dict[str, Callable[[int], RecomputePolicy]]:
     """By name the methods of a budget; each is given the number of the question."""
     infoflow = partial(InfoFlowKV, recompute=budget)
-    same: dict[str, Recomputation] = {
+    same: dict[str, RecomputePolicy] = {
         "EPIC": EPIC(recompute=budget),
         "CacheBlend": CacheBlend(recompute=budget, exclude_first=True),
         "CacheBlend by keys": CacheBlend(recompute=budget, exclude_first=True, rank="k"),
@@ -203,7 +203,7 @@ def measure(
     The divergence, in nats, is that of the answer's distribution from a full prefill's. All chunks have one length.
     """
     chunk = spans[0][1] - spans[0][0]
-    ends: dict[str, Callable[[int], Recomputation]] = {
+    ends: dict[str, Callable[[int], RecomputePolicy]] = {
         "full": lambda i: FullPrefill(),
         "none": lambda i: NoRecompute(),
         "the fact": lambda i: Known(some.fact[i]),

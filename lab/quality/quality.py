@@ -17,10 +17,10 @@ from rich.console import Console
 from foveate.cli.common import progress
 from foveate.demo import PIPELINE
 from foveate.demo.evaluate import evaluate, score_table
-from foveate.diffusers.lora import Way, find_lora, load_lora
+from foveate.diffusers.lora import MethodLike, find_lora, load_lora
 from foveate.diffusers.pipelines import Request, load
 from foveate.diffusers.pixel import as_method
-from foveate.methods import Method, ToDo, ToFu, Together, ToMA, ToMeSD
+from foveate.methods import ComposedMethod, Method, ToDo, ToFu, ToMA, ToMeSD
 from foveate.utils.files import write_whole
 from foveate.web.compare import showcase
 
@@ -64,7 +64,7 @@ def main(
 
 def judge(
     name: str,
-    methods: Sequence[Method | Together] = (),
+    methods: Sequence[Method | ComposedMethod] = (),
     *,
     size: int,
     prompts: int,
@@ -84,7 +84,7 @@ def judge(
     With the LoRA throughout, and after a first tenth and fifth of the steps with neither method nor LoRA.
     """
     pipe: Any = load(model or str(PIPELINE), device, dtype)
-    out, ways = Path(pictures) / f"{size}px", list[Way](methods)
+    out, ways = Path(pictures) / f"{size}px", list[MethodLike](methods)
     if model:
         ways.append(as_method(pipe))
     if lora:

@@ -15,7 +15,7 @@ from foveate import HilbertA, ToMA
 from foveate.diffusers.blocks import CONTROL
 from foveate.diffusers.merging import Site
 from foveate.diffusers.pipelines import Request
-from foveate.methods import Together, ToMeSD
+from foveate.methods import ComposedMethod, ToMeSD
 from foveate.ops.merging import Merge, Picked
 from foveate.web.compare import compare
 
@@ -343,7 +343,7 @@ def test_a_pipeline_with_batched_guidance_shares_plans_between_the_pair(stable_d
 
 
 def test_compare_leaves_out_what_a_unet_cannot_take(stable_diffusion, tmp_path):
-    request, both = Request("a cat", (16, 16), 2, None, 0), Together((HilbertA(tiles=2), ToMA()))
+    request, both = Request("a cat", (16, 16), 2, None, 0), ComposedMethod((HilbertA(tiles=2), ToMA()))
     with torch.enable_grad():
         page = compare(stable_diffusion, request, [both, ToMA(tile=(4, 4))], tmp_path, settings={}, rounds=1)
     assert "ToMA keep=0.5 is left out: UNet2DConditionModel takes one method of token merging" in page.read_text()

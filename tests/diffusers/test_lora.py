@@ -23,7 +23,7 @@ from foveate.diffusers.lora import (
     using,
 )
 from foveate.diffusers.pipelines import draw_batch
-from foveate.methods import Together
+from foveate.methods import ComposedMethod
 
 METHOD = HilbertA(tiles=4, centre=0.5, dense_layers="1")
 
@@ -92,8 +92,8 @@ def test_what_works_in_a_part_of_the_steps_is_timed_at_work(monkeypatch):
     monkeypatch.setattr(pipelines, "using", lambda pipe, way: seen.append(way) or using(pipe, way))
     late, toma = replace(METHOD, start_percent=0.5), ToMA(end_percent=0.5)
     step = pipelines.record_step(pipe, tiny.REQUEST)
-    list(pipelines.time_steps(pipe, step, [None, late, Together((late, toma)), Distilled(late)], rounds=1))
-    assert seen == 2 * [None, METHOD, Together((METHOD, ToMA())), Distilled(METHOD)]
+    list(pipelines.time_steps(pipe, step, [None, late, ComposedMethod((late, toma)), Distilled(late)], rounds=1))
+    assert seen == 2 * [None, METHOD, ComposedMethod((METHOD, ToMA())), Distilled(METHOD)]
 
 
 def test_two_loras_of_one_method_are_told_apart(file):

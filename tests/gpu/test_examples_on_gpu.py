@@ -6,7 +6,7 @@ import torch
 from foveate import SubCP
 from foveate.kernels.merging.coverage_drops import BACKENDS, coverage_drops
 from foveate.ops import dispatch
-from foveate.ops.pick_in_turns import pick_in_turns
+from foveate.ops.round_robin_greedy import round_robin_greedy
 
 pytestmark = pytest.mark.gpu
 CUDA = torch.device("cuda")
@@ -48,7 +48,7 @@ def test_picks_are_those_of_a_cpu(clusters):
     rows = unit(6000, 96, clusters=clusters)
     rows = torch.cat([rows, rows[:100]])  # and twins
     turns = 60 * [0, 1, 1, 0]
-    want, got = (pick_in_turns(x, x, turns) for x in (rows, rows.to(CUDA)))
+    want, got = (round_robin_greedy(x, x, turns) for x in (rows, rows.to(CUDA)))
     assert torch.equal(got.picks.cpu(), want.picks)
     torch.testing.assert_close(got.gains.cpu(), want.gains, rtol=1e-4, atol=1e-4)
 
@@ -66,7 +66,7 @@ def test_memory_grows_with_the_pool_and_not_with_its_square():
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
-        pick_in_turns(rows, rows, 20 * [0])
+        round_robin_greedy(rows, rows, 20 * [0])
         return torch.cuda.max_memory_allocated() - before
 
     assert peak(80000) < 3 * max(peak(40000), 2**28)  # a matrix of similarities would take 26 GB

@@ -18,9 +18,9 @@ from triton.experimental.gluon.language import NVMMASharedLayout, bfloat16, floa
 from foveate.kernels.block import block_attention as ops
 from foveate.kernels.block import hopper_attention, hopper_backward, triton_attention
 from foveate.kernels.log_linear import (
+    hierarchical_pooling,
     log_linear_keys,
     log_linear_queries,
-    pyramid,
     selection,
     triton_log_linear,
     triton_log_linear_keys,
@@ -184,4 +184,9 @@ for dim, half in ((64, "fp16"), (128, "bf16")):
     constants = {"K": 8, "E": selection.AT_ONCE, "WRITE": dim == 64}
     report("place", 8, half, compiled(selection._place, constants, half, 4, p_cells="*i32", p_rows="*i32"))
     constants = {"WEIGHTED": dim == 128, "UPPER": True, "SUMS": True, "B": 16, "D": dim, "BD": dim}
-    report("pool", 16, half, compiled(pyramid._pool, constants, half, pyramid._pool_warps(16, dim)))
+    report(
+        "pool",
+        16,
+        half,
+        compiled(hierarchical_pooling._pool, constants, half, hierarchical_pooling._pool_warps(16, dim)),
+    )

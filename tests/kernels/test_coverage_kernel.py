@@ -6,7 +6,7 @@ import torch
 from foveate.kernels.merging import coverage_drops as kernel
 from foveate.kernels.merging.coverage_drops import coverage_drops
 from foveate.ops import dispatch
-from foveate.ops.pick_in_turns import pick_in_turns
+from foveate.ops.round_robin_greedy import round_robin_greedy
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu checks the compiled kernel")
 
@@ -34,10 +34,10 @@ def test_drops_are_those_of_the_definition(items, candidates, dim, first):
 
 def test_picks_are_those_without_it(monkeypatch):
     rows = torch.cat([unit(150, 24), unit(10, 24)] * 2)  # and twins
-    want = pick_in_turns(rows, rows, 20 * [0, 1])
+    want = round_robin_greedy(rows, rows, 20 * [0, 1])
     here = [*dispatch._BACKENDS["coverage_drops"], dispatch.Backend("triton", lambda *work: True, coverage_drops)]
     monkeypatch.setitem(dispatch._BACKENDS, "coverage_drops", here)
-    got = pick_in_turns(rows, rows, 20 * [0, 1])
+    got = round_robin_greedy(rows, rows, 20 * [0, 1])
     assert torch.equal(got.picks, want.picks)
     torch.testing.assert_close(got.gains, want.gains, rtol=1e-5, atol=1e-5)
 

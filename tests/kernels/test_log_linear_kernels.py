@@ -7,8 +7,8 @@ import torch
 from log_linear_oracle import log_linear, pooled, select_nodes
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from foveate.kernels.log_linear import hierarchical_pooling, log_linear_keys, select_blocks, selection
 from foveate.kernels.log_linear import log_linear_attention as glue
-from foveate.kernels.log_linear import log_linear_keys, pyramid, select_blocks, selection
 from foveate.kernels.log_linear import log_linear_queries as kernels
 from foveate.ops.log_linear_attention import Options, portable
 from foveate.ops.selection import Selection
@@ -57,7 +57,7 @@ def run(tokens, levels, top_k, *, block=16, dim=32, dtype=torch.float32, batch=1
     dlse = torch.randn(q.shape[:3])
     real = padding(batch, tokens) if masked else torch.ones(batch, tokens, dtype=torch.bool)
     given = [x.masked_fill(~real[:, None, :, None], torch.nan) for x in (q, k, v)]
-    means = pyramid.pool(given, real if masked else None, block, levels)
+    means = hierarchical_pooling.pool(given, real if masked else None, block, levels)
     lists = selection.select(*means.of[:2], means.counts, tokens, block, levels, top_k)
     options = {
         "enriched": levels if enriched is None else enriched,
@@ -188,8 +188,8 @@ def test_means_are_rounded_once_and_picks_are_those_of_brute_force(tokens, level
     q, k = (heads_of(tokens, 32, torch.float16) for _ in range(2))
     real = padding(1, tokens) if masked else torch.ones(1, tokens, dtype=torch.bool)
     given = [x.masked_fill(~real[:, None, :, None], torch.inf) for x in (q, k)]
-    means = pyramid.pool(given, real if masked else None, block, levels)
-    ends = pyramid.level_starts(tokens, block, levels)
+    means = hierarchical_pooling.pool(given, real if masked else None, block, levels)
+    ends = hierarchical_pooling.level_starts(tokens, block, levels)
     for x, got in zip((q, k), means.of, strict=True):
         want, counts = zip(*(pooled(x.double(), real, block, level) for level in range(1, levels + 1)), strict=True)
         assert torch.equal(torch.cat(counts, 1).int(), means.counts)
@@ -204,7 +204,7 @@ def test_means_are_rounded_once_and_picks_are_those_of_brute_force(tokens, level
 
 def test_the_smaller_of_equal_nodes_is_picked():
     x = torch.zeros(1, 1, 2000, 32)
-    means = pyramid.pool((x, x), None, 16, 1)
+    means = hierarchical_pooling.pool((x, x), None, 16, 1)
     lists = selection.select(*means.of, means.counts, 2000, 16, 1, 5)
     assert (lists[0] == torch.arange(5)).all()
     x = torch.randint(-1, 2, (1, 1, 125, 32)).float()
@@ -216,7 +216,7 @@ def test_the_smaller_of_equal_nodes_is_picked():
 def test_all_blocks_and_no_means_are_dense_attention():
     q, k, v = (heads_of(300, 32, torch.float32, heads=2) for _ in range(3))
     for levels in (1, 2):
-        means = pyramid.pool((q, k, v), None, 16, levels)
+        means = hierarchical_pooling.pool((q, k, v), None, 16, levels)
         lists = selection.select(*means.of[:2], means.counts, 300, 16, levels, 19)
         keys = kernels.Keys(k, v, k[:, :, :0], v[:, :, :0], means, lists, None, 16, 19, 0, True, False, 0.3, True)
         out, lse = kernels.forward(q, keys)
@@ -227,7 +227,7 @@ def test_all_blocks_and_no_means_are_dense_attention():
 
 def test_large_scores_do_not_overflow():
     q, k, v = (30 * heads_of(300, 32, torch.float16) for _ in range(3))
-    means = pyramid.pool((q, k, v), None, 16, 2)
+    means = hierarchical_pooling.pool((q, k, v), None, 16, 2)
     lists = selection.select(*means.of[:2], means.counts, 300, 16, 2, 3)
     keys = kernels.Keys(k, v, k[:, :, :0], v[:, :, :0], means, lists, None, 16, 3, 2, True, False, 1.0, True)
     assert kernels.forward(q, keys)[0].isfinite().all()

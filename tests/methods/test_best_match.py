@@ -14,7 +14,7 @@ def planned(method, x, grids=(GRID,)):
 
 
 def by_hand(x, method, grid=GRID):
-    """(places, goes_to as raster tokens) of one sample, token by token."""
+    """(places, dst_index as raster tokens) of one sample, token by token."""
     rows, columns = grid
     here = [i for i in range(rows * columns) if not i // columns % 2 and not i % columns % 2]
     there = [i for i in range(rows * columns) if i not in here]
@@ -29,10 +29,10 @@ def by_hand(x, method, grid=GRID):
 def test_matches_are_those_of_the_papers_text(keep):
     x = torch.randn(2, 130, 8, dtype=torch.float64)
     plan = planned(method := ToMeSD(keep=keep), x)
-    for sample, places, goes_to in zip(x, plan.places, plan.goes_to, strict=True):
+    for sample, places, dst_index in zip(x, plan.places, plan.dst_index, strict=True):
         want_places, want_goes = by_hand(sample, method)
         assert sorted(places.tolist()) == want_places
-        assert places[goes_to].tolist() == want_goes
+        assert places[dst_index].tolist() == want_goes
 
 
 def test_tokens_become_the_mean_of_what_goes_to_them():
@@ -40,10 +40,10 @@ def test_tokens_become_the_mean_of_what_goes_to_them():
     plan = planned(ToMeSD(), x)
     merged = plan.merge(x)
     for i in range(merged.shape[1]):
-        torch.testing.assert_close(merged[1, i], x[1, plan.goes_to[1] == i].mean(0))
-    torch.testing.assert_close(plan.unmerge(merged)[1], merged[1, plan.goes_to[1]])
-    for sizes, goes_to in zip(plan.log_sizes(), plan.goes_to, strict=True):
-        torch.testing.assert_close(sizes.exp(), goes_to.bincount().float())
+        torch.testing.assert_close(merged[1, i], x[1, plan.dst_index[1] == i].mean(0))
+    torch.testing.assert_close(plan.unmerge(merged)[1], merged[1, plan.dst_index[1]])
+    for sizes, dst_index in zip(plan.log_sizes(), plan.dst_index, strict=True):
+        torch.testing.assert_close(sizes.exp(), dst_index.bincount().float())
 
 
 def test_fusion_prunes_first_and_keeps_lengths_later():
@@ -52,7 +52,7 @@ def test_fusion_prunes_first_and_keeps_lengths_later():
     assert torch.equal(early.merge(x), x.take_along_dim(early.places[..., None], 1))
     merged = late.merge(x)
     for i in range(merged.shape[1]):
-        mine = x[0, late.goes_to[0] == i]
+        mine = x[0, late.dst_index[0] == i]
         want = torch.nn.functional.normalize(mine.mean(0), dim=0) * mine.norm(dim=-1).max()
         torch.testing.assert_close(merged[0, i], want)
 

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from oracle import dense_attention
 
 from foveate import HilbertA
-from foveate.methods.method import StaysDense
+from foveate.methods.base import DenseFallback
 from foveate.ops.block_attention import block_attention
 from foveate.ops.curves import hilbert_order, inverse_order
 
@@ -163,7 +163,7 @@ def test_auto_takes_the_most_tiles_with_256_tokens_each(grid, tiles):
 
 
 def test_auto_leaves_small_images_dense_with_the_reason():
-    with pytest.raises(StaysDense, match="16 x 31 image tokens are too few"):
+    with pytest.raises(DenseFallback, match="16 x 31 image tokens are too few"):
         HilbertA().plan(((16, 31),), 0)
 
 

@@ -9,12 +9,12 @@ from hypothesis import strategies as st
 
 from foveate import InfoFlowKV
 from foveate.methods.baselines.kv_baselines import EPIC, CacheBlend, FullPrefill, NoRecompute, RandomRows
-from foveate.methods.recomputation import places
+from foveate.methods.recompute_policy import places
 
 SPANS = (2, 6), (6, 9), (9, 20)
 
 
-class Stale:
+class ComposedCache:
     """Scores that a test makes up."""
 
     layers = 10
@@ -26,7 +26,7 @@ class Stale:
         self.asked.append((layers, norm, geometry))
         return self.scores
 
-    def drift(self, rank):
+    def kv_deviation(self, rank):
         self.asked.append(rank)
         return self.scores
 
@@ -39,7 +39,7 @@ class Stale:
 )
 def test_the_rows_are_the_best_of_the_eligible(scores, recompute, exclude_first, method):
     method = method(recompute=recompute, exclude_first=exclude_first)
-    rows = method.rows(Stale(torch.tensor(scores).double())).tolist()
+    rows = method.rows(ComposedCache(torch.tensor(scores).double())).tolist()
     eligible = range(6 if exclude_first else 0, 20)
     count = min(max(1, math.floor(recompute * 20 + 1e-9)), len(eligible)) if recompute else 0
     assert rows == sorted(sorted(eligible, key=lambda row: (-scores[row], row))[:count])
@@ -53,7 +53,7 @@ def test_the_rows_are_the_best_of_the_eligible(scores, recompute, exclude_first,
 )
 def test_rows_at_the_beginning_of_later_chunks_come_before_all_others(scores, recompute, boundary, exclude_first):
     method = InfoFlowKV(recompute=recompute, boundary=boundary, exclude_first=exclude_first)
-    rows = method.rows(Stale(torch.tensor(scores).double())).tolist()
+    rows = method.rows(ComposedCache(torch.tensor(scores).double())).tolist()
     reserved = {row for start, stop in SPANS[1:] for row in range(start, stop) if row < start + boundary}
     eligible = range(6 if exclude_first else 0, 20)
     best = sorted(eligible, key=lambda row: (row not in reserved, -scores[row], row))
@@ -61,13 +61,13 @@ def test_rows_at_the_beginning_of_later_chunks_come_before_all_others(scores, re
 
 
 def test_no_budget_asks_for_no_scores():
-    stale = Stale(None)
+    stale = ComposedCache(None)
     assert all(method(recompute=0).rows(stale).numel() == 0 for method in (InfoFlowKV, CacheBlend, RandomRows, EPIC))
     assert not stale.asked
 
 
 def test_infoflow_scores_with_its_layers_norm_and_geometry():
-    stale = Stale(torch.rand(20))
+    stale = ComposedCache(torch.rand(20))
     InfoFlowKV(scoring_layers=(3, 7), norm="l1", geometry="tl-tp").rows(stale)
     assert stale.asked == [((3, 7), "l1", "tl-tp")]
 
@@ -85,7 +85,7 @@ def test_a_band_of_depths_is_never_empty_and_within_the_model(layers, low, width
 def test_reordered_chunks_end_with_the_richest():
     scores = torch.zeros(20)
     scores[[2, 3, 4, 6, 9, 10]] = 1.0  # three of four, one of three, two of eleven
-    stale = Stale(scores)
+    stale = ComposedCache(scores)
     assert InfoFlowKV(recompute=0.3, reorder=True).arrange(stale) == (2, 1, 0)
     assert stale.asked == [((5, 6, 7), "l2", "hl-tp")]
     assert InfoFlowKV(recompute=0.3, reorder=True, boundary=2).arrange(stale) == (2, 1, 0)
@@ -93,21 +93,23 @@ def test_reordered_chunks_end_with_the_richest():
 
 
 def test_epic_takes_the_first_rows_of_every_chunk_but_the_first():
-    assert EPIC(recompute=0.25).rows(Stale(None)).tolist() == [6, 7, 8, 9, 10]
-    assert EPIC(recompute=0.2).rows(Stale(None)).tolist() == [6, 7, 9, 10]
-    assert EPIC(recompute=0.15, exclude_first=False).rows(Stale(None)).tolist() == [0, 6, 9]
+    assert EPIC(recompute=0.25).rows(ComposedCache(None)).tolist() == [6, 7, 8, 9, 10]
+    assert EPIC(recompute=0.2).rows(ComposedCache(None)).tolist() == [6, 7, 9, 10]
+    assert EPIC(recompute=0.15, exclude_first=False).rows(ComposedCache(None)).tolist() == [0, 6, 9]
 
 
 def test_random_rows_are_those_of_their_seed():
-    first, again, other = (RandomRows(recompute=0.3, seed=seed).rows(Stale(None)).tolist() for seed in (1, 1, 2))
+    first, again, other = (
+        RandomRows(recompute=0.3, seed=seed).rows(ComposedCache(None)).tolist() for seed in (1, 1, 2)
+    )
     assert first == again != other
     assert len(first) == 6
     assert min(first) >= 6
 
 
 def test_the_ends_of_the_scale():
-    assert FullPrefill().rows(Stale(None)).tolist() == list(range(20))
-    assert NoRecompute().rows(Stale(None)).tolist() == []
+    assert FullPrefill().rows(ComposedCache(None)).tolist() == list(range(20))
+    assert NoRecompute().rows(ComposedCache(None)).tolist() == []
 
 
 def test_geometries_keep_the_order_within_a_chunk_and_the_prefix_in_front():

@@ -4,10 +4,10 @@ import pytest
 import torch
 
 from foveate.methods import LLSA, method_from_text
-from foveate.methods.method import StaysDense
+from foveate.methods.base import DenseFallback
 from foveate.ops.curves import grid_order
+from foveate.ops.hierarchical_pooling import automatic_levels
 from foveate.ops.joint_attention import joint_attention
-from foveate.ops.pyramid import automatic_levels
 
 
 @pytest.mark.parametrize("grid", [(16, 20), (9, 31), (64, 64)])
@@ -72,7 +72,7 @@ def test_heads_that_it_has_no_attention_for_stay_dense():
     LLSA().check_head_dim(32)
     LLSA().check_head_dim(256)
     for head_dim in (31, 257):
-        with pytest.raises(StaysDense, match=f"head_dim must be 32 to 256, not {head_dim}"):
+        with pytest.raises(DenseFallback, match=f"head_dim must be 32 to 256, not {head_dim}"):
             LLSA().check_head_dim(head_dim)
 
 

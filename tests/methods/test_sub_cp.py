@@ -102,7 +102,7 @@ def test_only_directions_matter_and_names_follow_the_pool(seed, strategy):
 @pytest.fixture
 def exact(monkeypatch):
     """Gains that differ by more than rounding are not equal: of thousands of pools, some hold two within NEARLY."""
-    monkeypatch.setattr("foveate.ops.pick_in_turns.NEARLY", 1e-12)
+    monkeypatch.setattr("foveate.ops.round_robin_greedy.NEARLY", 1e-12)
 
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], derandomize=True)  # of 3,000 pools one ties

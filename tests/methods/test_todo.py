@@ -5,8 +5,8 @@ import torch
 from oracle import dense_attention
 from torch.nn.functional import interpolate
 
+from foveate.methods.base import DenseFallback
 from foveate.methods.baselines.todo import ToDo
-from foveate.methods.method import StaysDense
 from foveate.ops.block_attention import block_attention
 
 
@@ -39,5 +39,5 @@ def test_a_factor_of_one_is_dense_and_reference_images_answer_whole():
 def test_bad_factors_are_refused():
     with pytest.raises(ValueError, match="not 0"):
         ToDo(factor=0)
-    with pytest.raises(StaysDense, match="too few for a factor of 4"):
+    with pytest.raises(DenseFallback, match="too few for a factor of 4"):
         ToDo(factor=4).plan(((3, 9),), 0)

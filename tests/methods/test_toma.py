@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from foveate import HilbertA, ToMA
 from foveate.methods import method_from_text
-from foveate.methods.method import StaysDense
+from foveate.methods.base import DenseFallback
 
 GRIDS = [(64, 64), (45, 80), (52, 76), (47, 53), (13, 7), (4, 4)]
 
@@ -199,7 +199,7 @@ def test_bad_settings_name_the_value_and_the_remedy(options, says):
 
 
 def test_an_image_smaller_than_a_tile_stays_dense():
-    with pytest.raises(StaysDense, match="less than a tile"):
+    with pytest.raises(DenseFallback, match="less than a tile"):
         ToMA().regions(((3, 9),))
 
 

@@ -10,7 +10,7 @@ from transformers import GenerationConfig
 import foveate.transformers.context as context_module
 from foveate import InfoFlowKV
 from foveate.methods.baselines.kv_baselines import EPIC, CacheBlend, FullPrefill, NoRecompute, RandomRows
-from foveate.methods.recomputation import places
+from foveate.methods.recompute_policy import places
 from foveate.transformers.layers import by_rows, unrotated
 
 METHODS = [InfoFlowKV(), InfoFlowKV(reorder=True, recompute=0.4), InfoFlowKV(norm="l1", geometry="hl-hp"),
@@ -201,7 +201,7 @@ def test_drift_is_how_far_layer_1_was_from_the_full_prefill():
     context.restore()
     for rank, layer in (("k", 1), ("v", layers + 1)):
         expected = (full[layer] - stale[layer]).square().mean((0, 1, 3)).float()
-        torch.testing.assert_close(context.drift(rank), expected, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(context.kv_deviation(rank), expected, rtol=1e-5, atol=1e-6)
         torch.testing.assert_close(copies(context)[layer], full[layer])
         assert torch.equal(copies(context)[2], stale[2])
         context.restore()

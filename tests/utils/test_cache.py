@@ -9,11 +9,11 @@ from foveate import LLSA, HilbertA, ToMA
 from foveate.methods import hilberta, llsa, toma
 from foveate.ops.block_table import block_starts, block_table
 from foveate.ops.curves import hilbert_order
-from foveate.utils.cache import PerTensors
+from foveate.utils.cache import WeakTensorCache
 
 
 def test_what_was_made_is_remembered_by_every_tensor_and_the_key():
-    cache, made = PerTensors[int](), list[int]()
+    cache, made = WeakTensorCache[int](), list[int]()
 
     def of(tensors, key):
         return cache.get(tensors, key, lambda: made.append(len(made)) or made[-1])
@@ -24,7 +24,7 @@ def test_what_was_made_is_remembered_by_every_tensor_and_the_key():
 
 
 def test_an_entry_dies_with_the_last_tensor():
-    cache, last = PerTensors[torch.Tensor](), torch.zeros(1)
+    cache, last = WeakTensorCache[torch.Tensor](), torch.zeros(1)
     value = weakref.ref(cache.get([torch.zeros(1), last], 0, lambda: torch.zeros(1)))
     gc.collect()
     assert value() is not None

@@ -17,7 +17,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from foveate.demo import LORA, PIPELINE, READER
-from foveate.methods import Method, Together, method_from_text
+from foveate.methods import ComposedMethod, Method, method_from_text
 from foveate.utils.progress import Track
 
 __all__ = [
@@ -242,14 +242,14 @@ def options_of(option: list[str] | None, tiles: str | None = None) -> dict[str, 
     return pairs if tiles is None else {**pairs, "tiles": tiles}
 
 
-def read_method(text: str) -> Method | Together:
+def read_method(text: str) -> Method | ComposedMethod:
     """The method of "hilberta:tiles=16,centre=0", or the methods of "hilberta:tiles=16+toma:keep=0.5,tile=(8,8)"."""
     comma = r",(?![^(]*\))"  # not one within parentheses
     methods = tuple(
         method_from_text(name, options_of(re.split(comma, options) if options else None))
         for name, _, options in (part.partition(":") for part in text.split("+"))
     )
-    return methods[0] if len(methods) == 1 else Together(methods)
+    return methods[0] if len(methods) == 1 else ComposedMethod(methods)
 
 
 def remark_on(pipe: Any, model: str, prompt: str) -> str:

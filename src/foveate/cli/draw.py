@@ -34,7 +34,7 @@ from foveate.cli.common import (
     settings_of,
     size_with,
 )
-from foveate.methods import METHODS, Method, Together, method_from_text
+from foveate.methods import METHODS, ComposedMethod, Method, method_from_text
 
 __all__ = ["compare", "evaluate", "generate"]
 
@@ -221,7 +221,7 @@ def evaluate(
         print(out / name)
 
 
-def _method(name: str | None, options: dict[str, str]) -> Method | Together | None:
+def _method(name: str | None, options: dict[str, str]) -> Method | ComposedMethod | None:
     if name and set(name) & set("+:"):
         if options:
             raise ValueError(f"write all options into --method {name}, such as hilberta:tiles=16+toma:keep=0.5")
@@ -254,7 +254,7 @@ def _own(pipe: Any) -> list[Method]:
     return [as_method(pipe)] if isinstance(pipe, PixelPipeline) else []
 
 
-def _and_distilled(distilled: Any, lora: str, methods: Sequence[Method | Together]) -> list[Any]:
+def _and_distilled(distilled: Any, lora: str, methods: Sequence[Method | ComposedMethod]) -> list[Any]:
     """The methods, then what the LoRA was distilled for: without it and with it."""
     if not lora:
         return [*methods]

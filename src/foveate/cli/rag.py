@@ -12,7 +12,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from foveate.cli.common import Device, Dtype, clear_errors, console, open_reader, options_of, progress, say_unknown
-from foveate.methods import RECOMPUTATIONS, recomputation_from_text
+from foveate.methods import RECOMPUTE_POLICIES, recompute_policy_from_text
 from foveate.transformers.documents import KINDS, read_documents
 from foveate.utils.files import slug, write_whole
 
@@ -33,7 +33,7 @@ def rag(
         ),
     ] = "",
     method: Annotated[
-        str, typer.Option(help=f"What is computed again for a question: {', '.join(RECOMPUTATIONS)}.")
+        str, typer.Option(help=f"What is computed again for a question: {', '.join(RECOMPUTE_POLICIES)}.")
     ] = "infoflow_kv",
     recompute: Annotated[
         float | None, typer.Option(help="Fraction of the tokens to compute again, 0 to 1. [dim]default: 0.15[/]")
@@ -154,10 +154,10 @@ def rag(
 def _methods(name: str, recompute: float | None, options: dict[str, str], compare: bool) -> dict[str, Any]:
     """The method, and all others at the same budget if they are compared."""
     chosen = options if recompute is None else {**options, "recompute": str(recompute)}
-    methods = {name: recomputation_from_text(name, chosen)}
+    methods = {name: recompute_policy_from_text(name, chosen)}
     budget = {"recompute": str(getattr(methods[name], "recompute", 0.15))}
-    for other in RECOMPUTATIONS if compare else ():
-        methods[other] = methods.get(other) or recomputation_from_text(
+    for other in RECOMPUTE_POLICIES if compare else ():
+        methods[other] = methods.get(other) or recompute_policy_from_text(
             other, {} if other in ("none", "full") else budget
         )
     return methods

@@ -17,8 +17,8 @@ from foveate.demo.random_models import MODELS, Model
 from foveate.diffusers.apply import apply
 from foveate.diffusers.lora import using
 from foveate.diffusers.pipelines import Call, denoiser, time_steps
-from foveate.methods import LLSA, HilbertA, Method, Together, ToMA
-from foveate.methods.method import TokenMerging
+from foveate.methods import LLSA, ComposedMethod, HilbertA, Method, ToMA
+from foveate.methods.base import TokenMerging
 from foveate.ops.joint_attention import joint_attention
 from foveate.utils.device import choose_device, choose_dtype, now, versions
 from foveate.utils.progress import Track, silent
@@ -26,7 +26,7 @@ from foveate.utils.timing import captured, peak_memory, time_calls, time_shares
 
 __all__ = ["bench_step", "table_of"]
 
-Way = Method | Together
+MethodLike = Method | ComposedMethod
 STEPS = 10  # of a run that merges, at least
 ONE_TILE, ALL_KEPT = HilbertA(tiles=1), ToMA(keep=0.999, weights="hard", skip=0)  # must be dense
 EVERY_BLOCK = LLSA(top_k=2**20, enrich=False, min_tokens=0)  # likewise
@@ -39,7 +39,7 @@ def bench_step(
     sides: Sequence[int],
     *,
     model: str = "built-in",
-    methods: Sequence[Way] = (),
+    methods: Sequence[MethodLike] = (),
     text: int | None = None,
     compile: bool = False,
     rounds: int = 9,
@@ -104,7 +104,7 @@ def bench_step(
 
 
 def _rows(
-    pipe: Any, model: Model, side: int, text: int, ways: Sequence[Way], rounds: int, track: Track
+    pipe: Any, model: Model, side: int, text: int, ways: Sequence[MethodLike], rounds: int, track: Track
 ) -> Iterator[dict[str, Any]]:
     step = model.step(denoiser(pipe), side, text)
     about = {"image_tokens": side * side, "batch": len(next(iter(step.values())))}
@@ -119,7 +119,7 @@ def _rows(
 
 
 def _measured(
-    pipe: Any, step: dict[str, Any], side: int, text: int, ways: Sequence[Way], rounds: int, track: Track
+    pipe: Any, step: dict[str, Any], side: int, text: int, ways: Sequence[MethodLike], rounds: int, track: Track
 ) -> Iterator[dict[str, Any]]:
     merging = [way for way in ways if _merging(way)]
     in_turns = [None, *(way for way in ways if not _merging(way))]
@@ -137,12 +137,12 @@ def _is_flux(pipe: Any) -> bool:
     return isinstance(denoiser(pipe), FluxTransformer2DModel)
 
 
-def _merging(way: Way) -> list[TokenMerging]:
+def _merging(way: MethodLike) -> list[TokenMerging]:
     return [part for part in way.parts if isinstance(part, TokenMerging)]
 
 
 def _row(
-    way: Way | None, seconds: float, taken: Sequence[float], peak: int | None, graph: float | None
+    way: MethodLike | None, seconds: float, taken: Sequence[float], peak: int | None, graph: float | None
 ) -> dict[str, Any]:
     return {
         "variant": way.title if way else "dense",
@@ -157,7 +157,7 @@ def _row(
     }
 
 
-def _reconstruction(way: Way, side: int, device: torch.device) -> dict[str, float]:
+def _reconstruction(way: MethodLike, side: int, device: torch.device) -> dict[str, float]:
     (merging,) = _merging(way)
     return {
         f"reconstruction_{features}": reconstruction_error(merging, features, side, device) for features in FEATURES
@@ -167,7 +167,7 @@ def _reconstruction(way: Way, side: int, device: torch.device) -> dict[str, floa
 # --- check ---
 
 
-def _check(pipe: Any, step: dict[str, Any], ways: Sequence[Way], size: str) -> dict[str, float]:
+def _check(pipe: Any, step: dict[str, Any], ways: Sequence[MethodLike], size: str) -> dict[str, float]:
     """The errors of what must be dense.
 
     Raises:
@@ -202,7 +202,7 @@ def _difference(pipe: Any, step: dict[str, Any], method: Method) -> float:
 
 
 def _in_turns(
-    pipe: Any, step: dict[str, Any], ways: Sequence[Way | None], rounds: int, advance: Callable[[], None]
+    pipe: Any, step: dict[str, Any], ways: Sequence[MethodLike | None], rounds: int, advance: Callable[[], None]
 ) -> list[dict[str, Any]]:
     """Rows of what does the same in every step."""
     alone: list[tuple[int | None, float | None]] = []
@@ -226,7 +226,7 @@ def _graph_seconds(forward: Callable[[], object], rounds: int, device: torch.dev
     return median(time_calls([replay], rounds, device)[0])
 
 
-def _scheduled(pipe: Any, step: dict[str, Any], way: Way, rounds: int, track: Track) -> dict[str, Any]:
+def _scheduled(pipe: Any, step: dict[str, Any], way: MethodLike, rounds: int, track: Track) -> dict[str, Any]:
     """The row of a run that merges: whole cycles of its schedule, each plan made when its time comes."""
     (merging,) = _merging(way)
     cycle = lcm(merging.dst_every, merging.merge_every)

@@ -27,7 +27,7 @@ from foveate.demo.dino import load_dino
 from foveate.demo.recogniser import FrechetDistance, Recogniser, judge, load_recogniser, recognise
 from foveate.demo.scenes import Scene, Scenes, render, scenes
 from foveate.diffusers.apply import Handle
-from foveate.diffusers.lora import Way, throughout, using
+from foveate.diffusers.lora import MethodLike, throughout, using
 from foveate.diffusers.pipelines import Request, denoiser, draw, draw_batch, fingerprint
 from foveate.utils.device import versions
 from foveate.utils.files import claim, slug, write_picture, write_whole
@@ -96,7 +96,7 @@ class Score(NamedTuple):
 
 def evaluate(
     pipeline: Any,
-    methods: Sequence[Way],
+    methods: Sequence[MethodLike],
     out: Path,
     *,
     prompts: int,
@@ -174,7 +174,7 @@ def score_table(scores: Sequence[Score]) -> Table:
     return table
 
 
-def _refused(pipeline: Any, way: Way, request: Request, left_out: Callable[[str], None] | None) -> bool:
+def _refused(pipeline: Any, way: MethodLike, request: Request, left_out: Callable[[str], None] | None) -> bool:
     """Whether a method is left out; one step tells, before hours go into the pictures of the others."""
     try:
         with using(pipeline, throughout(way)) as run:
@@ -220,7 +220,7 @@ def _path(folder: Path, index: int) -> Path:
 
 def _draw_missing(
     pipeline: Any,
-    method: Way | None,
+    method: MethodLike | None,
     requests: list[Request],
     folder: Path,
     batch: int,
@@ -241,7 +241,7 @@ def _draw_missing(
                 advance()
 
 
-def _sparsity(way: Way | None, run: Handle | None) -> float:
+def _sparsity(way: MethodLike | None, run: Handle | None) -> float:
     """Fraction of the query-key pairs left out, mean over layers and steps: also those in which nothing is.
 
     Raises:

@@ -16,7 +16,7 @@ from diffusers import (
 from torch import nn
 
 from foveate.demo.untrained import untrained_pipeline
-from foveate.methods import HilbertA, Method, ToDo, ToFu, Together, ToMA, ToMeSD
+from foveate.methods import ComposedMethod, HilbertA, Method, ToDo, ToFu, ToMA, ToMeSD
 
 __all__ = ["MODELS", "Model", "random_model"]
 
@@ -37,7 +37,7 @@ class Model(NamedTuple):
     build: Callable[[torch.device, torch.dtype], Any]
     step: Callable[[Any, int, int], dict[str, Any]]
     text: int
-    methods: tuple[Method | Together, ...]
+    methods: tuple[Method | ComposedMethod, ...]
 
 
 def _built_in(device: torch.device, dtype: torch.dtype) -> FluxPipeline:
@@ -115,7 +115,7 @@ def _sdxl_step(unet: UNet2DConditionModel, side: int, text: int) -> dict[str, An
 
 FLUX = (
     *(HilbertA(tiles=1), HilbertA(tiles=4), HilbertA(tiles=16)),
-    *(ToMA(keep=0.5), ToMA(keep=0.25), Together((HilbertA(tiles=16), ToMA(keep=0.5)))),
+    *(ToMA(keep=0.5), ToMA(keep=0.25), ComposedMethod((HilbertA(tiles=16), ToMA(keep=0.5)))),
 )
 SDXL = *(ToMA(keep=keep) for keep in (0.75, 0.5, 0.25)), ToMeSD(keep=0.5), ToFu(keep=0.5), ToDo()
 

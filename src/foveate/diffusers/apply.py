@@ -15,7 +15,7 @@ import torch
 from foveate.diffusers.family import Family
 from foveate.diffusers.summary import Summary
 from foveate.methods import Method
-from foveate.methods.method import SparseAttention
+from foveate.methods.base import SparseAttention
 
 __all__ = ["FAMILIES", "Handle", "apply", "remove", "summary"]
 

@@ -27,7 +27,7 @@ from foveate.diffusers.merging import Site
 from foveate.diffusers.order import Reorder, along, by_name
 from foveate.diffusers.summary import LayerReport
 from foveate.methods import Method
-from foveate.methods.method import StaysDense, TokenMerging
+from foveate.methods.base import DenseFallback, TokenMerging
 from foveate.ops.merging import Regions
 
 __all__ = ["SD3", "DiT", "PixArt", "UNet", "stacks_of"]
@@ -201,18 +201,18 @@ class Blocks(Family):
 
     def _allowed(self, x: Tensor) -> Step:
         if self.merging.keep == 1:
-            raise StaysDense("keep=1.0 is the dense model")
+            raise DenseFallback("keep=1.0 is the dense model")
         self.check_step(self.merging, 2**62)
         if self.inputs.get("attention_mask") is not None:
-            raise StaysDense("an attention mask was passed")
+            raise DenseFallback("an attention mask was passed")
         extra = self.inputs.get("cross_attention_kwargs") or self.inputs.get("joint_attention_kwargs") or {}
         if extra.get("ip_adapter_masks") is not None:
-            raise StaysDense("ip_adapter_masks are laid over a raster of all tokens")
+            raise DenseFallback("ip_adapter_masks are laid over a raster of all tokens")
         for attn, kind in self._kinds.items():
             if type(attn.processor) not in (kind, AttnProcessor, AttnProcessor2_0):  # it may keep maps of all tokens
-                raise StaysDense(replaced(attn))
+                raise DenseFallback(replaced(attn))
         if self.model.is_gradient_checkpointing:  # also without gradients: a backward pass may come after this forward
-            raise StaysDense("gradient checkpointing runs blocks again when their plan may be another one")
+            raise DenseFallback("gradient checkpointing runs blocks again when their plan may be another one")
         return self.merging_step(self.merging, self.inputs["timestep"], x)
 
     def decide(self, sites: list[Site], grid: tuple[int, int]) -> Regions | None:

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from foveate.diffusers.order import Reorder
-from foveate.methods.method import StaysDense
+from foveate.methods.base import DenseFallback
 from foveate.ops.joint_attention import Pattern
 
 __all__ = [
@@ -81,11 +81,11 @@ def check_strangers(layers: Iterable[Any], known: Collection[type]) -> None:
     """Stay dense where a new processor may care for the order of the tokens or their number, as one that keeps maps.
 
     Raises:
-        StaysDense: If there is one of another type than these.
+        DenseFallback: If there is one of another type than these.
     """
     for attn in strangers(layers).values():
         if type(attn.processor) not in known and not isinstance(attn.processor, Borrowed):
-            raise StaysDense(replaced(attn))
+            raise DenseFallback(replaced(attn))
 
 
 def give_back(model: Any, attns: Iterable[Any]) -> None:

@@ -12,7 +12,7 @@ import torch
 from foveate.diffusers.clock import Clock, Step
 from foveate.diffusers.summary import LayerReport
 from foveate.methods import Method
-from foveate.methods.method import StaysDense, TokenMerging
+from foveate.methods.base import DenseFallback, TokenMerging
 
 __all__ = ["Family"]
 
@@ -86,26 +86,26 @@ class Family(ABC):
     def check_step(self, method: Method, tokens: int) -> None:
         """Raise why a method stays dense in this forward, whatever the model is."""
         if self.paused:
-            raise StaysDense("paused")
+            raise DenseFallback("paused")
         if (isinstance(method, TokenMerging) or not method.always) and _remembers(self.model):
-            raise StaysDense("a cache keeps tokens from step to step, which must not change their order or number")
+            raise DenseFallback("a cache keeps tokens from step to step, which must not change their order or number")
         if not method.always:
             if (progress := self.clock()) is None:
-                raise StaysDense("no scheduler tells the step, and start_percent to end_percent is part of the run")
+                raise DenseFallback("no scheduler tells the step, and start_percent to end_percent is part of the run")
             if not method.covers(progress):
-                raise StaysDense("this step lies outside start_percent to end_percent")
+                raise DenseFallback("this step lies outside start_percent to end_percent")
         if tokens < method.min_tokens:
-            raise StaysDense(f"{tokens} image tokens are fewer than min_tokens={method.min_tokens}")
+            raise DenseFallback(f"{tokens} image tokens are fewer than min_tokens={method.min_tokens}")
 
     def merging_step(self, method: TokenMerging, timestep: Any, x: torch.Tensor) -> Step:
         """Where in the run the forward of these samples stands.
 
         Raises:
-            StaysDense: If nothing merges in this step.
+            DenseFallback: If nothing merges in this step.
         """
         run, number = self.clock.step(torch.as_tensor(timestep))
         if number % method.merge_every:
-            raise StaysDense(f"this is no step that merges: merge_every={method.merge_every}")
+            raise DenseFallback(f"this is no step that merges: merge_every={method.merge_every}")
         return Step(number, (run, x.shape[0], x.dtype, x.device))
 
     def ask(self, method: Method | None, decide: Callable[[], T]) -> tuple[T | None, str]:
@@ -114,7 +114,7 @@ class Family(ABC):
             return None, ""
         try:
             return decide(), ""
-        except StaysDense as reason:
+        except DenseFallback as reason:
             if not self.paused and str(reason) not in self.outcomes:
                 log.warning("%s stays dense: %s", type(method).__name__, reason)
             return None, str(reason)

@@ -39,11 +39,11 @@ from foveate.diffusers.merging import Site
 from foveate.diffusers.order import along, by_name
 from foveate.diffusers.summary import LayerReport
 from foveate.methods import Method
-from foveate.methods.method import AttentionPlan, SparseAttention, StaysDense, TokenMerging
+from foveate.methods.base import AttentionPlan, DenseFallback, SparseAttention, TokenMerging
 from foveate.ops.block_table import BlockTable
 from foveate.ops.joint_attention import LogLinear, Pattern, backend_of
 from foveate.ops.merging import Regions
-from foveate.utils.cache import PerTensors, lasting
+from foveate.utils.cache import WeakTensorCache, persistent
 
 __all__ = ["Flux"]
 
@@ -290,10 +290,10 @@ class Flux(Family):
 
     def _regions(self, inputs: dict[str, Any], plan: AttentionPlan | None) -> Regions:
         if self.merging.keep == 1:
-            raise StaysDense("keep=1.0 is the dense model")
+            raise DenseFallback("keep=1.0 is the dense model")
         self._check(self.merging, inputs)
         if self.model.gradient_checkpointing:  # also without gradients: a backward pass may come after this forward
-            raise StaysDense("gradient checkpointing runs blocks again when their plan may be another one")
+            raise DenseFallback("gradient checkpointing runs blocks again when their plan may be another one")
         self._step = self.merging_step(self.merging, inputs["timestep"], inputs["hidden_states"])
         grids = grids_of(inputs["img_ids"])
         if plan:
@@ -304,14 +304,14 @@ class Flux(Family):
         """Raise what keeps any method from working in this forward."""
         self.check_step(method, inputs["hidden_states"].shape[1])
         if (inputs.get("joint_attention_kwargs") or {}).get("attention_mask") is not None:
-            raise StaysDense("an attention mask was passed")
+            raise DenseFallback("an attention mask was passed")
         if any(layer.processor and layer.processor._parallel_config is not None for layer in self.layers):
-            raise StaysDense("context parallelism splits the tokens over devices")
+            raise DenseFallback("context parallelism splits the tokens over devices")
         check_strangers(self.layers, () if isinstance(method, TokenMerging) else KNOWN)
 
 
 # Tables of merged tokens, by the tables that they come from.
-_MERGED: PerTensors[tuple[Tensor, Tensor]] = PerTensors()
+_MERGED: WeakTensorCache[tuple[Tensor, Tensor]] = WeakTensorCache()
 
 
 def _merged(table: Pattern, regions: Regions, text: int) -> Pattern:
@@ -323,7 +323,7 @@ def _merged(table: Pattern, regions: Regions, text: int) -> Pattern:
 
 
 # Grids by their ids: reading ids means waiting for the device, and a pipeline keeps its ids through all steps.
-_GRIDS: PerTensors[tuple[tuple[int, int], ...]] = PerTensors()
+_GRIDS: WeakTensorCache[tuple[tuple[int, int], ...]] = WeakTensorCache()
 
 
 def grids_of(ids: Tensor) -> tuple[tuple[int, int], ...]:
@@ -333,14 +333,14 @@ def grids_of(ids: Tensor) -> tuple[tuple[int, int], ...]:
         ids: [tokens, 3] or [batch, tokens, 3]: (image, row, column) of each token.
 
     Raises:
-        StaysDense: If an image is not a complete raster of unit steps.
+        DenseFallback: If an image is not a complete raster of unit steps.
         ValueError: If samples of a batch differ.
     """
     version = None if ids.is_inference() else ids._version
     return _GRIDS.get([ids], version, lambda: _read_grids(ids.detach().cpu()))
 
 
-@lasting
+@persistent
 def _read_grids(ids: Tensor) -> tuple[tuple[int, int], ...]:
     if ids.ndim == 3:
         if (ids != ids[:1]).any():
@@ -358,5 +358,7 @@ def _read_grid(cells: Tensor) -> tuple[int, int]:
     height = len(cells) // width
     raster = torch.cartesian_prod(torch.arange(height), torch.arange(width)) + cells[0].double()
     if not torch.equal(raster.to(cells.dtype), cells):  # half-precision ids are rounded; then so is the raster
-        raise StaysDense(f"img_ids are no complete raster of unit steps ({len(cells)} ids, {width} in the first row)")
+        raise DenseFallback(
+            f"img_ids are no complete raster of unit steps ({len(cells)} ids, {width} in the first row)"
+        )
     return height, width

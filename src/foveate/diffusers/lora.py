@@ -17,12 +17,12 @@ from torch import Tensor
 from foveate.diffusers.apply import Handle, apply
 from foveate.diffusers.borrowed import outside_compiled_code
 from foveate.diffusers.hub import fetch
-from foveate.methods import METHODS, Method, Together
+from foveate.methods import METHODS, ComposedMethod, Method
 
 __all__ = [
     "LORA_FILE",
     "Distilled",
-    "Way",
+    "MethodLike",
     "adapted",
     "find_lora",
     "load_lora",
@@ -124,7 +124,7 @@ def load_lora(pipeline: Any, file: Path) -> Distilled | None:
     return distilled
 
 
-def adapted(distilled: Distilled, asked: Method | Together | None, options: set[str]) -> Distilled:
+def adapted(distilled: Distilled, asked: Method | ComposedMethod | None, options: set[str]) -> Distilled:
     """The distilled method, working where `asked` does.
 
     Args:
@@ -148,21 +148,21 @@ def adapted(distilled: Distilled, asked: Method | Together | None, options: set[
     return distilled._replace(method=replace(distilled.method, **named))
 
 
-Way = Method | Together | Distilled
+MethodLike = Method | ComposedMethod | Distilled
 """What a pipeline can run with."""
 
 
-def throughout(way: Way) -> Way:
+def throughout(way: MethodLike) -> MethodLike:
     """The same at work in every step, from the first to the last."""
     if isinstance(way, Distilled):
         return way._replace(method=replace(way.method, start_percent=0.0, end_percent=1.0))
-    if isinstance(way, Together):
-        return Together(tuple(replace(part, start_percent=0.0, end_percent=1.0) for part in way.parts))
+    if isinstance(way, ComposedMethod):
+        return ComposedMethod(tuple(replace(part, start_percent=0.0, end_percent=1.0) for part in way.parts))
     return replace(way, start_percent=0.0, end_percent=1.0)
 
 
 @contextmanager
-def using(pipeline: Any, way: Way | None) -> Generator[Handle | None]:
+def using(pipeline: Any, way: MethodLike | None) -> Generator[Handle | None]:
     """The pipeline with a method or several; dense if it is None.
 
     A LoRA in it works for what was distilled alone, and in those steps alone in which the method is at work.

@@ -16,7 +16,7 @@ from torch.utils.hooks import RemovableHandle
 
 from foveate.diffusers.clock import Step
 from foveate.diffusers.order import along
-from foveate.methods.method import TokenMerging
+from foveate.methods.base import TokenMerging
 from foveate.ops.merging import Group, Grouped, Regions
 
 __all__ = ["Site"]

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from foveate.methods.method import AttentionPlan
+from foveate.methods.base import AttentionPlan
 from foveate.ops.merging import Regions
 
 __all__ = ["Reorder", "along", "by_name"]

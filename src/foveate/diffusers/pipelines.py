@@ -18,7 +18,7 @@ from safetensors import SafetensorError
 
 from foveate.diffusers.apply import DENOISERS
 from foveate.diffusers.hub import fetch
-from foveate.diffusers.lora import Way, throughout, using
+from foveate.diffusers.lora import MethodLike, throughout, using
 from foveate.diffusers.pixel_pipeline import PixelPipeline
 from foveate.utils.device import choose_device, choose_dtype, now
 
@@ -227,7 +227,7 @@ def record_step(pipeline: DiffusionPipeline, request: Request) -> Call:
 def time_steps(
     pipeline: DiffusionPipeline,
     step: Call,
-    variants: Sequence[Way | None],
+    variants: Sequence[MethodLike | None],
     rounds: int,
     on_forward: Callable[[], None] = lambda: None,
 ) -> Iterator[list[float]]:

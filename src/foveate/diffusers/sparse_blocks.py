@@ -38,7 +38,7 @@ from foveate.diffusers.family import Family
 from foveate.diffusers.order import Reorder, along, by_name
 from foveate.diffusers.summary import LayerReport
 from foveate.methods import Method
-from foveate.methods.method import AttentionPlan, StaysDense
+from foveate.methods.base import AttentionPlan, DenseFallback
 from foveate.ops.joint_attention import backend_of, joint_attention
 
 __all__ = ["SparseBlocks", "SparseUNet"]
@@ -187,9 +187,9 @@ class Section(Reorder):
         family.check_step(family.sparse, height * width)
         family.sparse.check_head_dim(attn.inner_dim // attn.heads)
         if inputs.get("attention_mask") is not None:
-            raise StaysDense("an attention mask was passed")
+            raise DenseFallback("an attention mask was passed")
         if (inputs.get("cross_attention_kwargs") or {}).get("ip_adapter_masks") is not None:
-            raise StaysDense("ip_adapter_masks are laid over a raster of all tokens")
+            raise DenseFallback("ip_adapter_masks are laid over a raster of all tokens")
         check_strangers(self.layers, HARMLESS)
         joint = any(layer.joint for layer in self.layers)
         text = inputs["encoder_hidden_states"].shape[1] if joint else 0
@@ -297,4 +297,4 @@ class SparseUNet(SparseBlocks):
         try:
             return super().plan_for(grid, text, device)
         except ValueError as reason:
-            raise StaysDense(str(reason)) from None
+            raise DenseFallback(str(reason)) from None

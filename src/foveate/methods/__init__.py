@@ -6,21 +6,22 @@ from dataclasses import fields
 from difflib import get_close_matches
 from typing import Any
 
+from foveate.methods.base import ComposedMethod, Method
 from foveate.methods.baselines.best_match import ToFu, ToMeSD
 from foveate.methods.baselines.kv_baselines import EPIC, CacheBlend, FullPrefill, NoRecompute, RandomRows
 from foveate.methods.baselines.todo import ToDo
 from foveate.methods.hilberta import HilbertA
 from foveate.methods.infoflow_kv import InfoFlowKV
 from foveate.methods.llsa import LLSA
-from foveate.methods.method import Method, Together
-from foveate.methods.recomputation import Recomputation
+from foveate.methods.recompute_policy import RecomputePolicy
 from foveate.methods.sub_cp import SubCP
 from foveate.methods.toma import ToMA
 
 __all__ = [
     "LLSA",
     "METHODS",
-    "RECOMPUTATIONS",
+    "RECOMPUTE_POLICIES",
+    "ComposedMethod",
     "HilbertA",
     "InfoFlowKV",
     "Method",
@@ -29,9 +30,8 @@ __all__ = [
     "ToFu",
     "ToMA",
     "ToMeSD",
-    "Together",
     "method_from_text",
-    "recomputation_from_text",
+    "recompute_policy_from_text",
 ]
 
 METHODS: dict[str, type[Method]] = {
@@ -44,7 +44,7 @@ METHODS: dict[str, type[Method]] = {
 }
 """Every method for denoisers by the name it has on the command line."""
 
-RECOMPUTATIONS: dict[str, type[Recomputation]] = {
+RECOMPUTE_POLICIES: dict[str, type[RecomputePolicy]] = {
     "infoflow_kv": InfoFlowKV,
     "epic": EPIC,
     "cacheblend": CacheBlend,
@@ -66,13 +66,13 @@ def method_from_text(name: str, options: dict[str, str]) -> Method:
     return _from_text(METHODS, name, options)
 
 
-def recomputation_from_text(name: str, options: dict[str, str]) -> Recomputation:
-    """The choice of rows of that name: ``recomputation_from_text("infoflow_kv", {"recompute": "0.3"})``.
+def recompute_policy_from_text(name: str, options: dict[str, str]) -> RecomputePolicy:
+    """The choice of rows of that name: ``recompute_policy_from_text("infoflow_kv", {"recompute": "0.3"})``.
 
     Raises:
         ValueError: If the name or an option is unknown, or a value does not fit its option.
     """
-    return _from_text(RECOMPUTATIONS, name, options)
+    return _from_text(RECOMPUTE_POLICIES, name, options)
 
 
 def _from_text(methods: dict[str, Any], name: str, options: dict[str, str]) -> Any:

@@ -15,10 +15,10 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
-from foveate.methods.method import SparseAttention, StaysDense
+from foveate.methods.base import DenseFallback, SparseAttention
 from foveate.ops.block_table import BlockTable, block_starts, block_table
 from foveate.ops.curves import CURVES, grid_order, inverse_order
-from foveate.utils.cache import lasting
+from foveate.utils.cache import persistent
 
 __all__ = ["HilbertA", "HilbertPlan"]
 
@@ -94,7 +94,7 @@ class HilbertA(SparseAttention):
             device: Where `order` and `inverse` live.
 
         Raises:
-            StaysDense: If `tiles="auto"` and the image is too small.
+            DenseFallback: If `tiles="auto"` and the image is too small.
             ValueError: If an explicit number of tiles leaves fewer than 32 tokens to a tile; if `text` is below 0.
         """
         if text < 0:
@@ -107,7 +107,9 @@ class HilbertA(SparseAttention):
         if self.tiles == "auto":
             fitting = [tiles for tiles in (16, 8, 4, 2) if cells // tiles >= 256]
             if not fitting:
-                raise StaysDense(f"{grid[0]} x {grid[1]} image tokens are too few: 512 or more make tiles worth while")
+                raise DenseFallback(
+                    f"{grid[0]} x {grid[1]} image tokens are too few: 512 or more make tiles worth while"
+                )
             return fitting[0]
         if self.tiles > 1 and cells // self.tiles < 32:
             raise ValueError(
@@ -203,7 +205,7 @@ def _table(curves: list[_Curve], phase: int, prefix: int, block: int) -> BlockTa
 
 
 @lru_cache(maxsize=64)
-@lasting
+@persistent
 def _plan(method: HilbertA, grids: tuple[Grid, ...], text: int, block: int, device: str) -> HilbertPlan:
     tiles = method.tiles_for(grids[0])
     prefix: list[tuple[int, Tensor]] = []  # (image, tokens)

@@ -22,13 +22,13 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from foveate.methods.recomputation import Geometry, Norm, Part, Spans, Stale, check_choice
+from foveate.methods.recompute_policy import ComposedCache, Geometry, Norm, PartialRecompute, Spans, check_choice
 
 __all__ = ["InfoFlowKV"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class InfoFlowKV(Part):
+class InfoFlowKV(PartialRecompute):
     """Recompute the rows that the prompt attends to most. `recompute=1.0` is exactly the full prefill.
 
     Attributes:
@@ -89,7 +89,7 @@ class InfoFlowKV(Part):
             raise ValueError(f"scoring_layers must be some of 0 to {number - 1}, not {self.scoring_layers}")
         return self.scoring_layers
 
-    def arrange(self, stale: Stale) -> tuple[int, ...]:
+    def arrange(self, stale: ComposedCache) -> tuple[int, ...]:
         """The order of the chunks, with `reorder` by the fraction of their rows that would be selected.
 
         As released: chunks are scored as they were computed, all from the beginning, and the first one too.
@@ -101,7 +101,7 @@ class InfoFlowKV(Part):
         hits = [int(((rows >= start) & (rows < stop)).sum()) / (stop - start) for start, stop in stale.spans]
         return tuple(sorted(range(len(hits)), key=lambda chunk: hits[chunk]))
 
-    def rows(self, stale: Stale) -> Int[Tensor, "rows"]:
+    def rows(self, stale: ComposedCache) -> Int[Tensor, "rows"]:
         """The rows that receive most attention from the prompt."""
         if not self.budget(stale.spans):
             return torch.empty(0, dtype=torch.long)

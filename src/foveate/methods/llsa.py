@@ -15,12 +15,12 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from foveate.methods.method import Grid, SparseAttention, StaysDense
+from foveate.methods.base import DenseFallback, Grid, SparseAttention
 from foveate.ops.curves import CURVES, grid_order, inverse_order
+from foveate.ops.hierarchical_pooling import MOST_LEVELS, check_head_dim, check_options
 from foveate.ops.joint_attention import LogLinear
 from foveate.ops.log_linear_attention import enriched_levels
-from foveate.ops.pyramid import MOST_LEVELS, check_head_dim, check_options
-from foveate.utils.cache import lasting
+from foveate.utils.cache import persistent
 
 __all__ = ["LLSA", "OPTIONS", "LLSAPlan"]
 
@@ -80,7 +80,7 @@ class LLSA(SparseAttention):
         try:
             check_head_dim(head_dim)
         except ValueError as reason:
-            raise StaysDense(f"log-linear attention takes no such heads: {reason}") from None
+            raise DenseFallback(f"log-linear attention takes no such heads: {reason}") from None
 
     def plan(self, grids: tuple[Grid, ...], text: int, *, device: str = "cpu") -> "LLSAPlan":
         """The order of the tokens, and how they attend. Cached by all arguments.
@@ -97,7 +97,7 @@ class LLSA(SparseAttention):
 
 
 class LLSAPlan(NamedTuple):
-    """What LLSA decided for one size; see `foveate.methods.method.AttentionPlan`."""
+    """What LLSA decided for one size; see `foveate.methods.base.AttentionPlan`."""
 
     order: Int[Tensor, "image"]
     inverse: Int[Tensor, "image"]
@@ -109,7 +109,7 @@ class LLSAPlan(NamedTuple):
 
 
 @lru_cache(maxsize=64)
-@lasting
+@persistent
 def _plan(method: LLSA, every_level: bool, grids: tuple[Grid, ...], text: int, device: str) -> LLSAPlan:
     """For the cache enrich=True and enrich=1 are one method: `every_level` tells them apart."""
     cells = [rows * columns for rows, columns in grids]

@@ -19,10 +19,10 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from foveate.ops.deduplicate import keep_apart
 from foveate.ops.example_blocks import ALIKE, Blocks, Embeddings, like, unit_rows
 from foveate.ops.example_labels import Classes, classes_of
-from foveate.ops.kept_apart import keep_apart
-from foveate.ops.pick_in_turns import Picked, best_similarity, pick_in_turns
+from foveate.ops.round_robin_greedy import Picked, best_similarity, round_robin_greedy
 from foveate.utils.progress import Track, silent
 
 __all__ = ["STRATEGIES", "Selection", "SubCP"]
@@ -221,7 +221,7 @@ class SubCP:
         room = None if classes is None else classes.quotas(n, self.balance == "equal")[None]
         codes = None if classes is None else classes.codes
         represented = pool if others is None else others
-        return pick_in_turns(represented, pool, n * [0], bonus=bonus, classes=codes, room=room, track=track)
+        return round_robin_greedy(represented, pool, n * [0], bonus=bonus, classes=codes, room=room, track=track)
 
     def _in_turns(
         self,
@@ -240,13 +240,13 @@ class SubCP:
             cards = torch.arange(len(quotas), device=rows.device).repeat_interleave(quotas)
             cells = torch.arange(n, device=rows.device) % self.blocks * len(quotas) + cards
             room = cells.bincount(minlength=self.blocks * len(quotas)).view(self.blocks, -1)
-        picked = pick_in_turns(rows, rows, turns, bonus=bonus, classes=codes, room=room, track=track)
+        picked = round_robin_greedy(rows, rows, turns, bonus=bonus, classes=codes, room=room, track=track)
         served = torch.tensor(turns, device=rows.device)
         return [picked.picks[served == block] for block in range(self.blocks)]
 
     def _regional(self, rows: Float[Tensor, "examples dim"], bonus: Tensor | None, track: Track) -> list[Tensor]:
         """Blocks that each come from a region."""
-        anchors = pick_in_turns(rows, rows, self.blocks * [0], track=track).picks
+        anchors = round_robin_greedy(rows, rows, self.blocks * [0], track=track).picks
         similar = (rows @ rows[anchors].T * ALIKE).clamp(min=0).round()
         blocks: list[Tensor] = []
         for b, region in enumerate(_regions(similar, anchors.tolist())):
@@ -254,7 +254,7 @@ class SubCP:
             inside = torch.tensor(region, device=rows.device)
             if self.strategy == "local_diverse":
                 worth = None if bonus is None else bonus[inside]
-                best = pick_in_turns(rows[inside], rows[inside], size * [0], bonus=worth).picks
+                best = round_robin_greedy(rows[inside], rows[inside], size * [0], bonus=worth).picks
             else:
                 closeness = similar[inside, b].masked_fill(inside == anchors[b], torch.inf)
                 best = closeness.sort(descending=True, stable=True).indices[:size]

@@ -21,12 +21,12 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn.functional import normalize, one_hot
 
-from foveate.methods.method import AttentionPlan, StaysDense, TokenMerging
+from foveate.methods.base import AttentionPlan, DenseFallback, TokenMerging
 from foveate.ops.curves import inverse_order
 from foveate.ops.facility_location import facility_location
 from foveate.ops.merging import Grid, Group, Merge, Regions, places_of, together
 from foveate.ops.soft_assignment import soft_assignment
-from foveate.utils.cache import PerTensors, lasting
+from foveate.utils.cache import WeakTensorCache, persistent
 
 __all__ = ["ToMA"]
 
@@ -104,11 +104,13 @@ class ToMA(TokenMerging):
         """Tiles side by side, those of one shape together: see `TokenMerging`. Cached by all arguments.
 
         Raises:
-            StaysDense: If the image is smaller than a tile.
+            DenseFallback: If the image is smaller than a tile.
         """
         rows, columns = self.tile
         if self.mode == "tile" and (grids[0][0] < rows or grids[0][1] < columns):
-            raise StaysDense(f"{grids[0][0]} x {grids[0][1]} image tokens are less than a tile of {rows} x {columns}")
+            raise DenseFallback(
+                f"{grids[0][0]} x {grids[0][1]} image tokens are less than a tile of {rows} x {columns}"
+            )
         return _regions(self, grids, device)
 
     def regions_along(self, plan: AttentionPlan, grid: Grid) -> Regions:
@@ -227,7 +229,7 @@ CHOICES = {
 }
 
 
-_RUNS: PerTensors[tuple[Group, ...]] = PerTensors()
+_RUNS: WeakTensorCache[tuple[Group, ...]] = WeakTensorCache()
 
 
 def _between_borders(plan: AttentionPlan, size: int) -> int:
@@ -259,7 +261,7 @@ def _pseudo_inverse(weights: Float[Tensor, "plans count kept tokens"]) -> Float[
     return back + (1 - back.sum(-1, keepdim=True)) * weights.mT
 
 
-@lasting
+@persistent
 def _checkerboard(group: Group) -> Int[Tensor, "kept"]:
     """Evenly spread cells of a region: the black ones first."""
     cells = torch.cartesian_prod(torch.arange(group.rows), torch.arange(group.columns)).sum(1)
@@ -277,7 +279,7 @@ def _cuts(length: int, size: int) -> list[tuple[int, int]]:
 
 
 @lru_cache(maxsize=64)
-@lasting
+@persistent
 def _regions(method: ToMA, grids: tuple[Grid, ...], device: str) -> Regions:
     places: list[Tensor] = []
     groups: list[Group] = []

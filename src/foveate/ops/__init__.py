@@ -1,7 +1,7 @@
 """Pure functions of tensors in plain PyTorch; this text is the definition that every kernel is held to."""
 
+from foveate.ops.hierarchical_pooling import select_blocks
 from foveate.ops.log_linear_attention import LogLinearOutput, log_linear_attention
-from foveate.ops.pyramid import select_blocks
 from foveate.ops.selection import Selection
 
 __all__ = ["LogLinearOutput", "Selection", "log_linear_attention", "select_blocks"]

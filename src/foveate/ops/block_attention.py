@@ -17,7 +17,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from foveate.ops import dispatch
 from foveate.ops.block_table import BlockTable
-from foveate.utils.cache import PerTensors, lasting
+from foveate.utils.cache import WeakTensorCache, persistent
 
 __all__ = ["block_attention"]
 
@@ -244,7 +244,7 @@ def _add(x: Tensor, where: slice | Tensor, part: Tensor) -> None:
         x.index_add_(2, where, part)
 
 
-_CALLS: PerTensors[list[_Call]] = PerTensors()  # reading the lists takes longer than a short attention call
+_CALLS: WeakTensorCache[list[_Call]] = WeakTensorCache()  # reading the lists takes longer than a short attention call
 
 
 def _calls(table: BlockTable, q: Tensor, k: Tensor) -> list[_Call]:
@@ -255,7 +255,7 @@ def _calls(table: BlockTable, q: Tensor, k: Tensor) -> list[_Call]:
     return _CALLS.get(table, q.device, lambda: _plan_calls(table, q.device))
 
 
-@lasting
+@persistent
 def _plan_calls(table: BlockTable, device: torch.device) -> list[_Call]:
     queries_of: dict[tuple[int, ...], list[int]] = defaultdict(list)
     for query, keys in enumerate(table.lists()):

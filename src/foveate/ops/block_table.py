@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
-from foveate.utils.cache import lasting
+from foveate.utils.cache import persistent
 
 __all__ = ["BlockTable", "block_starts", "block_table"]
 
@@ -123,7 +123,7 @@ class BlockTable(NamedTuple):
         return BlockTable(*(tensor.to(device) for tensor in self))
 
 
-@lasting
+@persistent
 def block_table(
     lists: Sequence[Iterable[int]],
     query_starts: Int[Tensor, "queries_plus_1"],
@@ -165,7 +165,7 @@ def block_table(
     return BlockTable(query_starts.int(), key_starts.int(), _cumulative(counts), keys)
 
 
-@lasting
+@persistent
 def block_starts(*runs: int, block: int = 64) -> Int[Tensor, "blocks_plus_1"]:
     """First token of every block when each run of tokens is cut into blocks of `block`, and the total behind them.
 

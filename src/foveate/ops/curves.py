@@ -17,7 +17,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from foveate.utils.cache import lasting
+from foveate.utils.cache import persistent
 
 __all__ = [
     "CURVES",
@@ -124,7 +124,7 @@ def _order(make: Callable[..., npt.NDArray[np.int64]]) -> Callable[..., Tensor]:
     """Check the sizes, cache by size and device."""
 
     @lru_cache(maxsize=64)
-    @lasting
+    @persistent
     def cached(*sizes: int, device: torch.device) -> Tensor:
         return torch.from_numpy(make(*sizes)).to(device)
 

@@ -2,7 +2,7 @@
 
 The objective is f(D) = sum over i of max over j in D of S_ij: every token i is served by the pick most like it. The
 greedy choice is within 1 - 1/e of the best one where similarities are not negative (Nemhauser et al. 1978).
-From embeddings, without that matrix, `foveate.ops.pick_in_turns` picks.
+From embeddings, without that matrix, `foveate.ops.round_robin_greedy` picks.
 """
 
 import heapq

@@ -10,8 +10,8 @@ from torch.nn.functional import scaled_dot_product_attention
 from foveate.ops import dispatch
 from foveate.ops.block_attention import block_attention
 from foveate.ops.block_table import BlockTable
+from foveate.ops.hierarchical_pooling import keys_in_sight, levels_for
 from foveate.ops.log_linear_attention import choose_backend, enriched_levels, log_linear_attention
-from foveate.ops.pyramid import keys_in_sight, levels_for
 
 __all__ = ["LogLinear", "Pattern", "backend_of", "joint_attention"]
 

@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from foveate.ops import dispatch
+from foveate.ops.hierarchical_pooling import able, check, choose_blocks, count_tokens, pool, spread
 from foveate.ops.picked_attention import picked_attention
-from foveate.ops.pyramid import able, check, choose_blocks, count_tokens, pool, spread
 from foveate.ops.selection import Selection
 
 __all__ = ["LogLinearOutput", "Options", "log_linear_attention"]

@@ -11,7 +11,7 @@ from torch import Tensor
 from foveate.ops.block_table import BlockTable
 from foveate.ops.region_matmul import region_matmul
 from foveate.ops.region_update import plus, region_update
-from foveate.utils.cache import lasting
+from foveate.utils.cache import persistent
 
 __all__ = ["Group", "Grouped", "Merge", "Picked", "Regions", "places_of", "together"]
 
@@ -75,7 +75,7 @@ class Regions(NamedTuple):
         return ()
 
     @property
-    @lasting
+    @persistent
     def tile_maps(self) -> tuple[Int[Tensor, "rows columns"], ...]:
         """The region of every token of the picture, to draw."""
         number = torch.arange(sum(group.number for group in self.groups))
@@ -83,7 +83,7 @@ class Regions(NamedTuple):
         regions = number.repeat_interleave(sizes)[self.inverse.cpu()]
         return (regions[: self.grid[0] * self.grid[1]].view(self.grid),)
 
-    @lasting
+    @persistent
     def merged(self, table: BlockTable, text: int) -> BlockTable:
         """A table over [text | image in this order] for the merged tokens: the same blocks with fewer tokens each.
 
@@ -187,13 +187,13 @@ class Picked(NamedTuple):
 
     Attributes:
         places: The picked tokens [plans, merged].
-        goes_to: Which of them each token goes to [plans, image].
+        dst_index: Which of them each token goes to [plans, image].
         pruned: A picked token stays as it is; what goes to it is left out. Otherwise it becomes their mean.
         longest: Make a mean as long as the longest of its tokens.
     """
 
     places: Int[Tensor, "plans merged"]
-    goes_to: Int[Tensor, "plans image"]
+    dst_index: Int[Tensor, "plans image"]
     pruned: bool = False
     longest: bool = False
 
@@ -212,7 +212,7 @@ class Picked(NamedTuple):
         if self.pruned:
             return x.take_along_dim(self.places[..., None], 1)
         exact = x.to(torch.promote_types(x.dtype, torch.float32))
-        index = self.goes_to[..., None].expand_as(x)
+        index = self.dst_index[..., None].expand_as(x)
         mean = exact.new_zeros(len(x), self.places.shape[1], x.shape[2])
         mean = mean.scatter_reduce(1, index, exact, "mean", include_self=False)
         if self.longest:
@@ -225,7 +225,7 @@ class Picked(NamedTuple):
         """Every token takes that of the one it went to."""
         if ahead:
             return torch.cat([y[:, :ahead], self.unmerge(y[:, ahead:])], 1)
-        return y.take_along_dim(self.goes_to[..., None], 1)
+        return y.take_along_dim(self.dst_index[..., None], 1)
 
     def update(
         self,
@@ -244,7 +244,7 @@ class Picked(NamedTuple):
     def log_sizes(self) -> Float[Tensor, "plans merged"]:
         """The logarithm of how many tokens went to each pick."""
         sizes = torch.zeros_like(self.places, dtype=torch.float32)
-        return sizes.scatter_add(1, self.goes_to, torch.ones_like(self.goes_to, dtype=torch.float32)).log()
+        return sizes.scatter_add(1, self.dst_index, torch.ones_like(self.dst_index, dtype=torch.float32)).log()
 
 
 Grouped = Merge | Picked

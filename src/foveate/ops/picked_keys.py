@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from foveate.ops.pyramid import children
+from foveate.ops.hierarchical_pooling import children
 
 __all__ = ["Layout", "Read", "Table", "layout_of", "pieces", "tables_of"]
 

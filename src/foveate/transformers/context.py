@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import DynamicCache
 from transformers.cache_utils import Cache
 
-from foveate.methods.recomputation import Geometry, Norm, Recomputation, Spans, check_choice, places
+from foveate.methods.recompute_policy import Geometry, Norm, RecomputePolicy, Spans, check_choice, places
 from foveate.ops.attention_received import attention_received
 from foveate.ops.rotary import rotate
 from foveate.transformers.chunk import ChunkCache
@@ -98,7 +98,7 @@ class Context:
         return torch.stack(scores).mean(0)
 
     @torch.no_grad()
-    def drift(self, rank: Literal["v", "k"] = "v") -> Float[Tensor, "rows"]:
+    def kv_deviation(self, rank: Literal["v", "k"] = "v") -> Float[Tensor, "rows"]:
         """How much each row's values or keys of layer 1 change when layers 0 and 1 are computed anew: mean square.
 
         All rows of these two layers are overwritten, until `restore`.
@@ -151,7 +151,7 @@ class Context:
         self._ticket = None
 
     def patch(
-        self, method: Recomputation, prompt: str | Sequence[int], question: str | Sequence[int] | None = None
+        self, method: RecomputePolicy, prompt: str | Sequence[int], question: str | Sequence[int] | None = None
     ) -> "Patched":
         """Compute again what the method chooses for this prompt.
 
@@ -181,7 +181,7 @@ class Context:
             raise
         return Patched(context, ids, order, rows, watch)
 
-    def answers(self, method: Recomputation, prompts: Sequence[str | Sequence[int]], **options: Any) -> list[str]:
+    def answers(self, method: RecomputePolicy, prompts: Sequence[str | Sequence[int]], **options: Any) -> list[str]:
         """What the model generates for each prompt, one after another; the options are those of `Patched.generate`."""
         if isinstance(prompts, str):
             raise ValueError(f"give a list of prompts, not one text: [{prompts[:20]!r}]")
@@ -200,25 +200,25 @@ class Context:
 
 
 class Asked(NamedTuple):
-    """What a method sees of a context and a prompt; see `foveate.methods.recomputation.Stale`."""
+    """What a method sees of a context and a prompt; see `foveate.methods.recompute_policy.ComposedCache`."""
 
     context: Context
     prompt: list[int]
 
     @property
     def spans(self) -> Spans:
-        """See `Stale`."""
+        """See `ComposedCache`."""
         return self.context.spans
 
     @property
     def layers(self) -> int:
-        """See `Stale`."""
+        """See `ComposedCache`."""
         return len(self.context.keys)
 
     def received(self, layers: tuple[int, ...], norm: Norm, geometry: Geometry) -> Tensor:
-        """See `Stale`."""
+        """See `ComposedCache`."""
         return self.context.score(self.prompt, layers, norm, geometry)
 
-    def drift(self, rank: Literal["v", "k"]) -> Tensor:
-        """See `Stale`."""
-        return self.context.drift(rank)
+    def kv_deviation(self, rank: Literal["v", "k"]) -> Tensor:
+        """See `ComposedCache`."""
+        return self.context.kv_deviation(rank)

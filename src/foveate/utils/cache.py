@@ -8,13 +8,13 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-__all__ = ["PerTensors", "lasting"]
+__all__ = ["WeakTensorCache", "persistent"]
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
 
-def lasting(make: Callable[P, T]) -> Callable[P, T]:
+def persistent(make: Callable[P, T]) -> Callable[P, T]:
     """Decorator of what makes tensors that outlive the call, the same ones wherever it is called.
 
     They are made on the CPU under any default device, and may be trained with though inference mode is on.
@@ -28,7 +28,7 @@ def lasting(make: Callable[P, T]) -> Callable[P, T]:
     return anywhere
 
 
-class PerTensors(Generic[T]):
+class WeakTensorCache(Generic[T]):
     """A cache by the identity of tensors that are never changed in place; an entry dies with the last of them.
 
     Tensors that share their last one, such as tables with the same lists, do not drive each other out.

@@ -9,9 +9,9 @@ from zlib import crc32
 
 from PIL import Image
 
-from foveate.diffusers.lora import Way, using
+from foveate.diffusers.lora import MethodLike, using
 from foveate.diffusers.pipelines import Request, draw, record_step, time_steps
-from foveate.methods import METHODS, HilbertA, Method, Together, ToMA
+from foveate.methods import METHODS, ComposedMethod, HilbertA, Method, ToMA
 from foveate.ops.block_table import BlockTable
 from foveate.utils.device import versions
 from foveate.utils.files import slug, write_picture, write_whole
@@ -23,16 +23,16 @@ __all__ = ["compare", "showcase"]
 PAGE = "index.html"
 
 
-def showcase() -> list[Method | Together]:
+def showcase() -> list[Method | ComposedMethod]:
     """The settings of every registered method that are worth a look, and what goes together."""
     alone = [method for cls in METHODS.values() for method in cls.showcase()]
-    return [*alone, Together((HilbertA(tiles=16), ToMA(keep=0.5)))]
+    return [*alone, ComposedMethod((HilbertA(tiles=16), ToMA(keep=0.5)))]
 
 
 def compare(
     pipeline: Any,
     request: Request,
-    methods: Sequence[Way],
+    methods: Sequence[MethodLike],
     out: Path,
     *,
     settings: dict[str, str],
@@ -74,7 +74,7 @@ def compare(
     ]
     _remove_pictures(out)
     files: set[str] = set()
-    ran: list[Way | None] = []
+    ran: list[MethodLike | None] = []
     try:
         for method in (None, *methods):
             advance = track(method.title if method else "dense", request.steps)
@@ -115,9 +115,9 @@ def _remove_pictures(out: Path) -> None:
             path.unlink()
 
 
-def _taken(pipeline: Any, methods: Sequence[Way]) -> tuple[list[Way], list[str]]:
+def _taken(pipeline: Any, methods: Sequence[MethodLike]) -> tuple[list[MethodLike], list[str]]:
     """The methods that the model takes at all, and a notice for each of the others."""
-    taken: list[Way] = []
+    taken: list[MethodLike] = []
     notices: list[str] = []
     for method in methods:
         try:
@@ -131,7 +131,7 @@ def _taken(pipeline: Any, methods: Sequence[Way]) -> tuple[list[Way], list[str]]
 
 
 def _draw_variant(
-    pipeline: Any, request: Request, method: Way | None, dense: Any, advance: Callable[[], None]
+    pipeline: Any, request: Request, method: MethodLike | None, dense: Any, advance: Callable[[], None]
 ) -> Variant:
     with using(pipeline, method) as run:
         image = draw(pipeline, request, advance)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from foveate.methods import InfoFlowKV
 from foveate.methods.baselines.kv_baselines import FullPrefill
-from foveate.methods.recomputation import Recomputation, Spans
+from foveate.methods.recompute_policy import RecomputePolicy, Spans
 from foveate.transformers.context import Context
 from foveate.transformers.documents import passages_of, shared_words
 from foveate.transformers.encoder import ChunkEncoder
@@ -95,7 +95,7 @@ def index_of(folder: Path, encoder: ChunkEncoder, documents: Mapping[str, str], 
 def ask(
     index: ChunkIndex,
     question: str,
-    methods: Mapping[str, Recomputation],
+    methods: Mapping[str, RecomputePolicy],
     *,
     prompt: str,
     top: int = 0,
@@ -207,7 +207,7 @@ def _answer(
     context: Context,
     tokens: list[int],
     name: str,
-    method: Recomputation,
+    method: RecomputePolicy,
     before: dict[str, float],
     max_new_tokens: int,
     compared: bool = False,

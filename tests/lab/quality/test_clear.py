@@ -10,7 +10,7 @@ import foveate
 from foveate import HilbertA
 from foveate.diffusers.lora import pack_lora, read_lora
 from foveate.methods import METHODS
-from foveate.methods.method import AttentionPlan, StaysDense
+from foveate.methods.base import AttentionPlan, DenseFallback
 from foveate.ops import dispatch
 from foveate.ops.block_attention import block_attention
 
@@ -58,7 +58,7 @@ def test_the_radius_for_a_sparsity_comes_as_near_to_it_as_a_disc_can(grid):
 
 
 def test_reference_images_stay_dense_with_the_reason():
-    with pytest.raises(StaysDense, match="reference images"):
+    with pytest.raises(DenseFallback, match="reference images"):
         Clear().plan((GRID, GRID), TEXT)
 
 

@@ -13,15 +13,15 @@ from foveate.kernels.block import hopper_attention, hopper_backward, triton_atte
 from foveate.kernels.block.schedule import Schedule, Shares, schedule, shares
 from foveate.kernels.gpu_op import gpu_op
 from foveate.ops.block_table import BlockTable
-from foveate.utils.cache import PerTensors
+from foveate.utils.cache import WeakTensorCache
 
 __all__ = ["BACKENDS", "block_attention"]
 
 AMPERE, HOPPER, LARGEST_HEAD = 80, 90, 256
 GLUON = tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 6)
 SMALLEST_DOT, DELTA_ROWS = 16, 64  # a side of a matrix product; rows of a program
-_SCHEDULES: PerTensors[Schedule] = PerTensors()
-_SHARES: PerTensors[Shares] = PerTensors()
+_SCHEDULES: WeakTensorCache[Schedule] = WeakTensorCache()
+_SHARES: WeakTensorCache[Shares] = WeakTensorCache()
 
 
 class Shape(NamedTuple):

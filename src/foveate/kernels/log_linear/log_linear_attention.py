@@ -8,7 +8,8 @@ from torch import Tensor
 
 from foveate.kernels.block.block_attention import side_by_side
 from foveate.kernels.gpu_op import gpu_op
-from foveate.kernels.log_linear import log_linear_queries, pyramid, selection
+from foveate.kernels.log_linear import log_linear_queries, selection
+from foveate.kernels.log_linear.hierarchical_pooling import Means
 from foveate.kernels.log_linear.log_linear_keys import backward_keys
 from foveate.kernels.log_linear.log_linear_queries import Keys
 from foveate.kernels.log_linear.select_blocks import by_level, packed, pick_nodes, pool_levels, takes
@@ -77,7 +78,7 @@ def _attend(
     full: bool,
 ) -> tuple[Tensor, Tensor]:
     """Output and LSE. The last of the means are those of k and v, which get their gradients."""
-    keys = Keys(k, v, extra_k, extra_v, pyramid.Means(means, counts, logs), lists, real, block, top_k, enriched,
+    keys = Keys(k, v, extra_k, extra_v, Means(means, counts, logs), lists, real, block, top_k, enriched,
                 reweight, exclude, scale, full)  # fmt: skip
     return log_linear_queries.forward(q, keys)
 
@@ -111,7 +112,7 @@ def _backward(
     scale: float,
     full: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    keys = Keys(k, v, extra_k, extra_v, pyramid.Means(means, counts, logs), lists, real, block, top_k, enriched,
+    keys = Keys(k, v, extra_k, extra_v, Means(means, counts, logs), lists, real, block, top_k, enriched,
                 reweight, exclude, scale, full)  # fmt: skip
     grad_out = side_by_side(grad_out)
     dq, *numbers = log_linear_queries.backward_queries(q, keys, out, lse, grad_out, grad_lse.contiguous())

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from foveate.kernels.block.block_attention import like
 from foveate.kernels.log_linear import triton_log_linear_keys
+from foveate.kernels.log_linear.hierarchical_pooling import level_starts
 from foveate.kernels.log_linear.log_linear_queries import (
     Keys,
     Shape,
@@ -19,7 +20,6 @@ from foveate.kernels.log_linear.log_linear_queries import (
     real,
     shape_of,
 )
-from foveate.kernels.log_linear.pyramid import level_starts
 
 __all__ = ["backward_keys"]
 

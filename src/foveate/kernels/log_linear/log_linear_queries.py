@@ -11,7 +11,7 @@ from torch import Tensor
 
 from foveate.kernels.block.block_attention import like
 from foveate.kernels.log_linear import triton_log_linear
-from foveate.kernels.log_linear.pyramid import Means
+from foveate.kernels.log_linear.hierarchical_pooling import Means
 
 __all__ = ["Keys", "Shape", "at_most", "backward_queries", "forward", "shape_of"]
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from foveate.kernels.block.block_attention import side_by_side
 from foveate.kernels.gpu_op import gpu_op
-from foveate.kernels.log_linear import pyramid, selection
+from foveate.kernels.log_linear import hierarchical_pooling, selection
 
 __all__ = ["by_level", "packed", "pick_nodes", "pool_levels", "select_blocks", "takes"]
 
@@ -38,19 +38,19 @@ def packed(real: Tensor | None) -> Tensor | None:
 
 def by_level(counts: Tensor, tokens: int, block: int, levels: int) -> tuple[Tensor, ...]:
     """Counts of the nodes of each level."""
-    return counts.split([b - a for a, b in pairwise(pyramid.level_starts(tokens, block, levels))], 1)
+    return counts.split([b - a for a, b in pairwise(hierarchical_pooling.level_starts(tokens, block, levels))], 1)
 
 
 @gpu_op("foveate::pool_levels")
 def pool_levels(tensors: list[Tensor], real: Tensor | None, block: int, levels: int) -> tuple[Tensor, Tensor, Tensor]:
-    """`pyramid.pool` as a custom op."""
-    return pyramid.pool(tensors, real, block, levels)
+    """`hierarchical_pooling.pool` as a custom op."""
+    return hierarchical_pooling.pool(tensors, real, block, levels)
 
 
 @pool_levels.register_fake
 def _(tensors: list[Tensor], real: Tensor | None, block: int, levels: int) -> tuple[Tensor, Tensor, Tensor]:
     batch, heads, tokens, dim = tensors[0].shape
-    nodes = pyramid.level_starts(tokens, block, levels)[-1]
+    nodes = hierarchical_pooling.level_starts(tokens, block, levels)[-1]
     counts = tensors[0].new_empty(1 if real is None else batch, nodes, dtype=torch.int32)
     means = tensors[0].new_empty(len(tensors), batch, heads, nodes, dim)
     return means, counts, torch.empty_like(counts, dtype=torch.float32)
@@ -64,7 +64,7 @@ def pick_nodes(means: Tensor, counts: Tensor, tokens: int, block: int, levels: i
 
 @pick_nodes.register_fake
 def _(means: Tensor, counts: Tensor, tokens: int, block: int, levels: int, top_k: int) -> list[Tensor]:
-    sizes = [b - a for a, b in pairwise(pyramid.level_starts(tokens, block, levels))]
+    sizes = [b - a for a, b in pairwise(hierarchical_pooling.level_starts(tokens, block, levels))]
     return [means.new_empty(*means.shape[1:3], nodes, min(top_k, nodes), dtype=torch.int32) for nodes in sizes]
 
 

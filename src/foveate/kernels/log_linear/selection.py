@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from foveate.kernels.log_linear.pyramid import level_starts
+from foveate.kernels.log_linear.hierarchical_pooling import level_starts
 
 __all__ = ["readers_of", "select"]
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from foveate.kernels.gpu_op import gpu_op
-from foveate.utils.cache import PerTensors
+from foveate.utils.cache import WeakTensorCache
 
 __all__ = ["BACKENDS", "coverage_drops"]
 
@@ -25,7 +25,7 @@ CHANNELS, WARPS, STAGES = 64, 8, 3
 AMPERE = 8
 HALF = torch.bfloat16  # float16 would lose small channels
 NUMBERS = ("items", "candidates")  # which 1 must not turn into constants
-_HALVES: PerTensors[Tensor] = PerTensors()
+_HALVES: WeakTensorCache[Tensor] = WeakTensorCache()
 
 
 @triton.jit
@@ -73,7 +73,7 @@ def takes(device: torch.device, dtype: torch.dtype, size: int) -> bool:
 
 @gpu_op("foveate::coverage_drops")
 def coverage_drops(items: Tensor, candidates: Tensor, before: Tensor, after: Tensor) -> Tensor:
-    """What `foveate.ops.pick_in_turns.portable_drops` defines."""
+    """What `foveate.ops.round_robin_greedy.portable_drops` defines."""
     drops = _like(items, candidates, before, after)
     if not len(items):
         return drops.zero_()

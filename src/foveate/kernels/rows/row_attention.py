@@ -36,14 +36,14 @@ from foveate.kernels.block.block_attention import (
 from foveate.kernels.block.schedule import Schedule, Shares
 from foveate.kernels.block.triton_attention import LN2, _rows, _store
 from foveate.kernels.gpu_op import gpu_op
-from foveate.utils.cache import PerTensors
+from foveate.utils.cache import WeakTensorCache
 
 __all__ = ["BACKENDS", "row_attention"]
 
 FEW = Shape(64, 64, 4, 3), *FORWARD[-2:]  # for tiles of a few rows
 LEAST_KEYS = 512  # of a program that shares its tile
 PROGRAMS = 2  # on a multiprocessor, at least, where they share tiles
-_NUMBERED: PerTensors["_Numbered"] = PerTensors()
+_NUMBERED: WeakTensorCache["_Numbered"] = WeakTensorCache()
 
 
 @triton.jit

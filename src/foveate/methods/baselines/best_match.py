@@ -19,9 +19,9 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from foveate.methods.method import TokenMerging
+from foveate.methods.base import TokenMerging
 from foveate.ops.merging import Grid, Group, Picked, Regions
-from foveate.utils.cache import lasting
+from foveate.utils.cache import persistent
 
 __all__ = ["ToFu", "ToMeSD"]
 
@@ -85,16 +85,16 @@ class ToMeSD(TokenMerging):
         alone = group.kept - len(here)  # sources that are kept
         ranked = likeness.argsort(dim=1, stable=True)  # the least alike first
         sources = there[ranked]
-        goes_to = torch.empty(len(z), group.tokens, dtype=torch.long, device=z.device)
-        goes_to[:, here] = alone + torch.arange(len(here), device=z.device)
+        dst_index = torch.empty(len(z), group.tokens, dtype=torch.long, device=z.device)
+        dst_index[:, here] = alone + torch.arange(len(here), device=z.device)
         slots = torch.arange(alone, device=z.device).expand(len(z), -1)
-        goes_to.scatter_(1, sources, torch.cat([slots, alone + match.gather(1, ranked[:, alone:])], 1))
+        dst_index.scatter_(1, sources, torch.cat([slots, alone + match.gather(1, ranked[:, alone:])], 1))
         places = torch.cat([sources[:, :alone], here.expand(len(z), -1)], 1)
         rest = torch.arange(sum(other.tokens for other in others), device=z.device).expand(len(z), -1)
-        return self._picked(torch.cat([places, group.tokens + rest], 1), torch.cat([goes_to, group.kept + rest], 1))
+        return self._picked(torch.cat([places, group.tokens + rest], 1), torch.cat([dst_index, group.kept + rest], 1))
 
-    def _picked(self, places: Int[Tensor, "batch merged"], goes_to: Int[Tensor, "batch image"]) -> Picked:
-        return Picked(places, goes_to)
+    def _picked(self, places: Int[Tensor, "batch merged"], dst_index: Int[Tensor, "batch image"]) -> Picked:
+        return Picked(places, dst_index)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,12 +118,12 @@ class ToFu(ToMeSD):
         """The method for a block that so much of the model comes before."""
         return replace(self, depth=float(depth >= self.separation))  # two kinds of blocks: a graph each when compiled
 
-    def _picked(self, places: Tensor, goes_to: Tensor) -> Picked:
+    def _picked(self, places: Tensor, dst_index: Tensor) -> Picked:
         pruned = self.depth < self.separation
-        return Picked(places, goes_to, pruned=pruned, longest=not pruned)
+        return Picked(places, dst_index, pruned=pruned, longest=not pruned)
 
 
-@lasting
+@persistent
 def _destinations(grid: Grid, cell: tuple[int, int], random: bool) -> Tensor:
     """Whether each token is the destination of its cell, in raster order; cells at the far edges may be smaller."""
     rows, columns = (torch.arange(side) % size == 0 for side, size in zip(grid, cell, strict=True))

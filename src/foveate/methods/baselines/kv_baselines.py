@@ -7,31 +7,31 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from foveate.methods.recomputation import Part, Recomputation, Stale
+from foveate.methods.recompute_policy import ComposedCache, PartialRecompute, RecomputePolicy
 
 __all__ = ["EPIC", "CacheBlend", "FullPrefill", "NoRecompute", "RandomRows"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class FullPrefill(Recomputation):
+class FullPrefill(RecomputePolicy):
     """All rows: what the model computes without cached chunks."""
 
-    def rows(self, stale: Stale) -> Int[Tensor, "rows"]:
+    def rows(self, stale: ComposedCache) -> Int[Tensor, "rows"]:
         """All of them."""
         return torch.arange(stale.spans[-1][1])
 
 
 @dataclass(frozen=True, kw_only=True)
-class NoRecompute(Recomputation):
+class NoRecompute(RecomputePolicy):
     """No rows: the chunks side by side, their keys turned to their places."""
 
-    def rows(self, stale: Stale) -> Int[Tensor, "rows"]:
+    def rows(self, stale: ComposedCache) -> Int[Tensor, "rows"]:
         """None of them."""
         return torch.empty(0, dtype=torch.long)
 
 
 @dataclass(frozen=True, kw_only=True)
-class RandomRows(Part):
+class RandomRows(PartialRecompute):
     """Rows drawn at random.
 
     Attributes:
@@ -42,20 +42,20 @@ class RandomRows(Part):
 
     seed: int = 0
 
-    def rows(self, stale: Stale) -> Int[Tensor, "rows"]:
+    def rows(self, stale: ComposedCache) -> Int[Tensor, "rows"]:
         """Each eligible row with equal chance."""
         generator = torch.Generator().manual_seed(self.seed)
         return self.select(torch.rand(stale.spans[-1][1], generator=generator), stale.spans)
 
 
 @dataclass(frozen=True, kw_only=True)
-class EPIC(Part):
+class EPIC(PartialRecompute):
     """The first rows of every chunk, equally many of each (LegoLink of "EPIC", Hu et al. 2024, arXiv 2410.15332).
 
     The paper takes a fixed number of each chunk. This takes `recompute` of all rows, to compare at equal cost.
     """
 
-    def rows(self, stale: Stale) -> Int[Tensor, "rows"]:
+    def rows(self, stale: ComposedCache) -> Int[Tensor, "rows"]:
         """The first row of every chunk, then the second, until there are enough."""
         starts = (0, *(start for start, _ in stale.spans[1:]))
         depths = [torch.arange(stop - start) for start, (_, stop) in zip(starts, stale.spans, strict=True)]
@@ -63,7 +63,7 @@ class EPIC(Part):
 
 
 @dataclass(frozen=True, kw_only=True)
-class CacheBlend(Part):
+class CacheBlend(PartialRecompute):
     """The rows that change most in layer 1 when it is computed anew ("CacheBlend", Yao et al. 2024, arXiv 2405.16444).
 
     As InfoFlow's authors coded it: layer 0 is computed for all tokens, keys and values of layer 1 too, and stay so;
@@ -83,8 +83,8 @@ class CacheBlend(Part):
         if self.rank not in ("v", "k"):
             raise ValueError(f"rank must be v or k, not {self.rank!r}")
 
-    def rows(self, stale: Stale) -> Int[Tensor, "rows"]:
+    def rows(self, stale: ComposedCache) -> Int[Tensor, "rows"]:
         """The rows that change most."""
         if not self.budget(stale.spans):
             return torch.empty(0, dtype=torch.long)
-        return self.select(stale.drift(self.rank), stale.spans)
+        return self.select(stale.kv_deviation(self.rank), stale.spans)

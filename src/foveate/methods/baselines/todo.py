@@ -13,10 +13,10 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from foveate.methods.method import SparseAttention, StaysDense
+from foveate.methods.base import DenseFallback, SparseAttention
 from foveate.ops.block_table import BlockTable, block_starts, block_table
 from foveate.ops.curves import inverse_order
-from foveate.utils.cache import lasting
+from foveate.utils.cache import persistent
 
 __all__ = ["ToDo"]
 
@@ -52,15 +52,17 @@ class ToDo(SparseAttention):
         """The tokens that answer, reference images among them, then the others.
 
         Raises:
-            StaysDense: If the image has fewer rows or columns than the factor.
+            DenseFallback: If the image has fewer rows or columns than the factor.
         """
         if min(grids[0]) < self.factor:
-            raise StaysDense(f"{grids[0][0]} x {grids[0][1]} image tokens are too few for a factor of {self.factor}")
+            raise DenseFallback(
+                f"{grids[0][0]} x {grids[0][1]} image tokens are too few for a factor of {self.factor}"
+            )
         return _plan(self, grids, text, device)
 
 
 class Downsampled(NamedTuple):
-    """What ToDo decided for one size; see `foveate.methods.method.AttentionPlan`."""
+    """What ToDo decided for one size; see `foveate.methods.base.AttentionPlan`."""
 
     order: Int[Tensor, "image"]
     inverse: Int[Tensor, "image"]
@@ -72,7 +74,7 @@ class Downsampled(NamedTuple):
 
 
 @lru_cache(maxsize=64)
-@lasting
+@persistent
 def _plan(method: ToDo, grids: tuple[Grid, ...], text: int, device: str) -> Downsampled:
     (height, width), *others = grids
     rows, columns = (_nearest(side, method.factor) for side in (height, width))

@@ -9,7 +9,16 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-__all__ = ["Geometry", "Norm", "Part", "Recomputation", "Spans", "Stale", "check_choice", "places"]
+__all__ = [
+    "ComposedCache",
+    "Geometry",
+    "Norm",
+    "PartialRecompute",
+    "RecomputePolicy",
+    "Spans",
+    "check_choice",
+    "places",
+]
 
 Norm = Literal["l2", "l1"]
 Geometry = Literal["global", "hl-hp", "tl-tp", "hl-tp"]
@@ -32,7 +41,7 @@ def places(geometry: Geometry, spans: Spans) -> tuple[Int[Tensor, "rows"], int]:
     Args:
         geometry: Chunks one behind the other ("global"); all from the beginning with the prompt behind the longest
             ("hl-hp") or behind as many tokens as there are ("hl-tp"); or all right before such a prompt ("tl-tp").
-        spans: As of `Stale`.
+        spans: As of `ComposedCache`.
 
     Examples:
         >>> for geometry in ("global", "hl-hp", "tl-tp", "hl-tp"):
@@ -54,7 +63,7 @@ def places(geometry: Geometry, spans: Spans) -> tuple[Int[Tensor, "rows"], int]:
 
 
 @runtime_checkable
-class Stale(Protocol):
+class ComposedCache(Protocol):
     """A prompt, and before it a cache composed of chunks that were computed apart. Rows are numbered from 0."""
 
     @property
@@ -71,7 +80,7 @@ class Stale(Protocol):
         """The attention that each row receives from the prompt, mean over these layers."""
         ...
 
-    def drift(self, rank: Literal["v", "k"]) -> Float[Tensor, "context"]:
+    def kv_deviation(self, rank: Literal["v", "k"]) -> Float[Tensor, "context"]:
         """Mean square change of each row's values ("v") or keys ("k") in layer 1 when computed anew.
 
         All rows of layers 0 and 1 are overwritten.
@@ -79,20 +88,20 @@ class Stale(Protocol):
         ...
 
 
-class Recomputation(ABC):
+class RecomputePolicy(ABC):
     """A choice of rows to compute again."""
 
-    def arrange(self, stale: Stale) -> tuple[int, ...]:
+    def arrange(self, stale: ComposedCache) -> tuple[int, ...]:
         """The order to put the chunks in first; as they are, unless a method says otherwise."""
         return tuple(range(len(stale.spans)))
 
     @abstractmethod
-    def rows(self, stale: Stale) -> Int[Tensor, "rows"]:
+    def rows(self, stale: ComposedCache) -> Int[Tensor, "rows"]:
         """The rows to compute again, ascending."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Part(Recomputation):
+class PartialRecompute(RecomputePolicy):
     """A choice of so many rows.
 
     Attributes:
@@ -125,7 +134,7 @@ class Part(Recomputation):
 
         Args:
             scores: One per row.
-            spans: As of `Stale`.
+            spans: As of `ComposedCache`.
         """
         eligible = self.eligible(spans).to(scores.device)
         best = scores.masked_fill(~eligible, -torch.inf).sort(descending=True, stable=True).indices

@@ -17,7 +17,7 @@ from foveate.ops import dispatch
 from foveate.ops.facility_location import NEARLY
 from foveate.utils.progress import Track, silent
 
-__all__ = ["Picked", "best_similarity", "pick_in_turns"]
+__all__ = ["Picked", "best_similarity", "round_robin_greedy"]
 
 ROUNDING = 1e-6  # a dot product of unit rows that is larger by less than this is no larger
 AT_ONCE = 2**24  # similarities that are in memory together
@@ -29,7 +29,7 @@ REPLAYS = 16  # rounds between two looks at how many picks there are
 
 
 class Picked(NamedTuple):
-    """What `pick_in_turns` picked.
+    """What `round_robin_greedy` picked.
 
     Attributes:
         picks: The candidate picked in each turn.
@@ -42,7 +42,7 @@ class Picked(NamedTuple):
     covered: Float[Tensor, "blocks represented"]
 
 
-def pick_in_turns(
+def round_robin_greedy(
     represented: Float[Tensor, "represented dim"],
     candidates: Float[Tensor, "candidates dim"],
     turns: Sequence[int],
@@ -75,9 +75,9 @@ def pick_in_turns(
 
     Examples:
         >>> rows = torch.nn.functional.normalize(torch.tensor([[1.0, 0.1], [1.0, 0.0], [0.1, 1.0], [0.0, 1.0]]))
-        >>> pick_in_turns(rows, rows, [0, 0]).picks.tolist()
+        >>> round_robin_greedy(rows, rows, [0, 0]).picks.tolist()
         [0, 2]
-        >>> pick_in_turns(rows, rows, [0, 1, 1, 0]).picks.tolist()
+        >>> round_robin_greedy(rows, rows, [0, 1, 1, 0]).picks.tolist()
         [0, 2, 1, 3]
     """
     if not 1 <= len(turns) <= len(candidates):

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from foveate import SubCP
 from foveate.methods.sub_cp import STRATEGIES
+from foveate.ops.deduplicate import keep_apart
 from foveate.ops.example_blocks import unit_rows
-from foveate.ops.kept_apart import keep_apart
 
 
 def copies(seed, kinds=20, times=3):

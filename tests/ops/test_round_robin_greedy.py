@@ -6,9 +6,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from foveate.ops import pick_in_turns as module
+from foveate.ops import round_robin_greedy as module
 from foveate.ops.facility_location import facility_location
-from foveate.ops.pick_in_turns import best_similarity, pick_in_turns
+from foveate.ops.round_robin_greedy import best_similarity, round_robin_greedy
 from foveate.utils.progress import silent
 
 
@@ -24,7 +24,7 @@ def test_from_embeddings_the_picks_are_those_from_the_matrix(seed, items, looks)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "LOOKS", looks)
         patch.setattr(module, "AT_ONCE", 500)  # in parts
-        picked = pick_in_turns(embeddings, embeddings, items * [0])
+        picked = round_robin_greedy(embeddings, embeddings, items * [0])
         served = best_similarity(embeddings, embeddings[picked.picks[:3]])
     assert torch.equal(picked.picks, facility_location(similarity, items))
     assert picked.gains.sum().item() == pytest.approx(similarity[:, picked.picks].amax(1).sum().item(), rel=1e-4)
@@ -46,7 +46,7 @@ def test_few_similarities_are_made_and_never_many_at_once(monkeypatch):
         module, "_drops", lambda *given: made.append(int((given[3] > given[2]).sum())) or drops(*given)
     )
     with Peak() as peak:
-        pick_in_turns(embeddings, embeddings, 100 * [0])
+        round_robin_greedy(embeddings, embeddings, 100 * [0])
     assert sum(made) < 9 * 2000  # all columns once, and about 1 + 1/2 + ... + 1/100 of the rows
     assert peak.numbers <= 2000 * 64
 
@@ -77,7 +77,7 @@ def test_a_round_waits_for_nothing(monkeypatch):
         for _ in range(40):
             picking.round()
     assert waits.number == 0
-    want = pick_in_turns(embeddings, embeddings, 5 * [0, 1], bonus=worth, classes=classes, room=room)
+    want = round_robin_greedy(embeddings, embeddings, 5 * [0, 1], bonus=worth, classes=classes, room=room)
     assert int(picking.turn) == 10  # and rounds beyond the last change nothing
     assert torch.equal(picking.picks, want.picks)
     assert torch.equal(picking.covered, want.covered)
@@ -100,10 +100,10 @@ class Waits(TorchDispatchMode):
 def test_a_block_without_room_is_refused():
     embeddings, room = rows(0, 200), torch.tensor([[1], [2]])
     with pytest.raises(ValueError, match="block 0 has no room for any candidate that is left in turn 3"):
-        pick_in_turns(embeddings, embeddings, [0, 1, 1, 0], classes=torch.zeros(200, dtype=torch.long), room=room)
+        round_robin_greedy(embeddings, embeddings, [0, 1, 1, 0], classes=torch.zeros(200, dtype=torch.long), room=room)
 
 
 @pytest.mark.usefixtures("as_a_user")
 def test_more_turns_than_candidates_are_refused():
     with pytest.raises(ValueError, match="1 to 3 turns for 3 candidates: 4"):
-        pick_in_turns(torch.eye(3), torch.eye(3), [0, 1, 0, 1])
+        round_robin_greedy(torch.eye(3), torch.eye(3), [0, 1, 0, 1])

@@ -10,10 +10,10 @@ from torch import Tensor
 from foveate.ops.joint_attention import Pattern
 from foveate.ops.merging import Grid, Grouped, Regions
 
-__all__ = ["AttentionPlan", "Grid", "Method", "SparseAttention", "StaysDense", "Together", "TokenMerging"]
+__all__ = ["AttentionPlan", "ComposedMethod", "DenseFallback", "Grid", "Method", "SparseAttention", "TokenMerging"]
 
 
-class StaysDense(ValueError):
+class DenseFallback(ValueError):
     """Why a method leaves an input dense. Integrations note the reason and go on; a direct caller gets an error."""
 
 
@@ -55,7 +55,7 @@ class Method:
 
     @property
     def parts(self) -> tuple["Method", ...]:
-        """Itself: `Together` has several."""
+        """Itself: `ComposedMethod` has several."""
         return (self,)
 
     @classmethod
@@ -86,7 +86,7 @@ class Method:
         return self.start_percent <= progress <= self.end_percent
 
 
-class Together(NamedTuple):
+class ComposedMethod(NamedTuple):
     """Several methods at once.
 
     Attributes:
@@ -155,7 +155,7 @@ class SparseAttention(Method):
         """Refuse heads of so many channels where the method has no attention for them.
 
         Raises:
-            StaysDense: If it has none.
+            DenseFallback: If it has none.
         """
 
     @abstractmethod
@@ -163,7 +163,7 @@ class SparseAttention(Method):
         """Order and tables for images of these (rows, columns) of tokens behind so many text tokens.
 
         Raises:
-            StaysDense: If the method leaves such an input dense.
+            DenseFallback: If the method leaves such an input dense.
         """
 
 
@@ -249,7 +249,7 @@ class TokenMerging(Method):
             device: Where the order lives.
 
         Raises:
-            StaysDense: If the method leaves such an image dense.
+            DenseFallback: If the method leaves such an image dense.
         """
 
     def regions_along(self, plan: AttentionPlan, grid: Grid) -> Regions:

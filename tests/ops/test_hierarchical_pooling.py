@@ -1,4 +1,4 @@
-"""Laws of the pyramid: means by true counts, and picks equal to a search node by node."""
+"""Laws of hierarchical pooling: means by true counts, and picks equal to a search node by node."""
 
 import pytest
 import torch
@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from log_linear_oracle import members, pooled, select
 
 from foveate.ops import select_blocks
-from foveate.ops.pyramid import automatic_levels, count_tokens, pool, spread
+from foveate.ops.hierarchical_pooling import automatic_levels, count_tokens, pool, spread
 
 
 def qk(seed, *shape, dtype=torch.float64):
@@ -184,7 +184,7 @@ def test_a_key_that_is_nan_is_picked_and_so_shows():
 def test_pieces_of_any_size_pick_the_same(monkeypatch):
     q, k = qk(11, 2, 2, 1500, 32)
     want = select_blocks(q, k, levels=2)
-    monkeypatch.setattr("foveate.ops.pyramid.AT_ONCE", 1)
+    monkeypatch.setattr("foveate.ops.hierarchical_pooling.AT_ONCE", 1)
     got = select_blocks(q, k, levels=2)
     assert all(torch.equal(a, b) for a, b in zip(got.lists, want.lists, strict=True))
 
