@@ -1,19 +1,22 @@
 # make demo   pictures side by side on this machine, one HTML page      make lint    ruff and pyright
-# make test   lint, then every test that needs no GPU                   make bench   time a Flux step, dense and sparse
-# make docs   the documentation as a site in site/
+# make test   lint, types and the fast tests                            make bench   time a Flux step, dense and sparse
+# make docs   the documentation as a site in site/                      make test-all   the same and the slow tests
 #
 # Each makes .venv first if it is missing. PYTHON= picks the interpreter (3.11 or newer), TORCH= the torch requirement.
 PYTHON ?= python3
 TORCH ?= torch
 BIN := .venv/bin
 
-.PHONY: demo test lint bench docs
+.PHONY: demo test test-all lint bench docs
 
 demo: .venv/foveate
 	$(BIN)/foveate compare "a red apple above a blue car on a green background" --out demo
 
 test: lint
 	$(BIN)/pytest -n 2
+
+test-all: test
+	$(BIN)/pytest -n 2 -m "slow and not gpu"
 
 lint: .venv/dev
 	$(BIN)/ruff check .
