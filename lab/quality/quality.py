@@ -19,7 +19,7 @@ from foveate.demo import PIPELINE
 from foveate.demo.evaluate import evaluate, score_table
 from foveate.diffusers.lora import MethodLike, find_lora, load_lora
 from foveate.diffusers.pipelines import Request, load
-from foveate.diffusers.pixel import as_method
+from foveate.diffusers.pixel_pipeline import as_method
 from foveate.methods import ComposedMethod, Method, ToDo, ToFu, ToMA, ToMeSD
 from foveate.utils.files import write_whole
 from foveate.web.compare import showcase

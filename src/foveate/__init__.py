@@ -7,8 +7,23 @@ Examples:
 """
 
 from foveate.diffusers.apply import Handle, apply, remove, summary
+from foveate.diffusers.card import Card, register_card
 from foveate.methods import LLSA, HilbertA, InfoFlowKV, SubCP, ToMA
 
-__all__ = ["LLSA", "Handle", "HilbertA", "InfoFlowKV", "SubCP", "ToMA", "__version__", "apply", "remove", "summary"]
+__all__ = [
+    "LLSA",
+    "Card",
+    "Handle",
+    "HilbertA",
+    "InfoFlowKV",
+    "SubCP",
+    "ToMA",
+    "__version__",
+    "apply",
+    "register_card",
+    "remove",
+    "summary",
+]
+
 
 __version__ = "0.1.0"

@@ -2,7 +2,6 @@
 
 import contextlib
 import copy
-from dataclasses import replace
 
 import pytest
 import tiny
@@ -11,10 +10,13 @@ from diffusers import Transformer2DModel
 from diffusers.models.attention import BasicTransformerBlock, JointTransformerBlock
 
 import foveate
-from foveate import HilbertA, ToMA
-from foveate.diffusers.blocks import CONTROL
-from foveate.diffusers.merging import Site
+from foveate import ToMA
+from foveate.diffusers.backend import LayerPlan, attach
+from foveate.diffusers.card import Card
+from foveate.diffusers.clock import Step
+from foveate.diffusers.merging import MergedBlock, MergeGroup
 from foveate.diffusers.pipelines import Request
+from foveate.diffusers.processors import DispatchedProcessor
 from foveate.methods import ComposedMethod, ToMeSD
 from foveate.ops.merging import Merge, Picked
 from foveate.web.compare import compare
@@ -155,8 +157,9 @@ def test_the_first_blocks_of_transformers_are_skipped():
     model, x = built("sd3")
     with foveate.apply(model, ToMA()) as run:
         model(**copy.copy(x))
-        whys = [layer.why for layer in run.summary().layers]
-    assert whys == ["one of the first blocks, which ToMA skips", "", ""]
+        whys = {layer.layer: layer.why for layer in run.summary().layers}
+    for block, why in enumerate(("one of the first blocks, which ToMA skips", "", "")):
+        assert whys[f"transformer_blocks.{block}.attn"] == why
 
 
 def test_plans_are_shared_by_blocks_and_steps(monkeypatch):
@@ -185,23 +188,23 @@ def test_plans_are_made_from_what_the_first_block_is_given(name, granularity, mo
         model.transformer_blocks[1].register_forward_pre_hook(note, with_kwargs=True, prepend=True)
         model(**copy.copy(x))
     ((features, order),), (x,) = seen, given
-    assert torch.equal(features, x[:, order] if granularity == "block" else x)
+    assert torch.equal(features, x[:, order])
 
 
 @every_model
 def test_blocks_that_stay_merged_compute_what_each_on_its_own_does(name, monkeypatch):
     """Merging undoes unmerging where weights are hard."""
     model, x = built(name)
-    x.pop(CONTROL, None)
-    merges, merge, begin = [], Merge.merge, Site.begin
+    x.pop("block_controlnet_hidden_states", None)
+    merges, merge = [], Merge.merge
     monkeypatch.setattr(Merge, "merge", lambda *args: merges.append(1) or merge(*args))
     stacks = sum(isinstance(module, Transformer2DModel) for module in model.modules()) or 1
     with foveate.apply(model, ToMA(skip=0, tile=(4, 4), granularity="block", weights="hard")) as run:
         together = model(**copy.copy(x))[0]
         assert len(merges) == stacks
-        monkeypatch.setattr(Site, "begin", lambda *args, apart: begin(*args, apart=True))
+        monkeypatch.setattr(Card, "residuals_between_blocks", lambda card, inputs: True)
         torch.testing.assert_close(model(**copy.copy(x))[0], together)
-        assert len(merges) == stacks + len(run.summary().layers)
+        assert len(merges) == stacks + len({row.layer.rpartition(".")[0] for row in run.summary().layers})
 
 
 @every_model
@@ -215,8 +218,6 @@ def test_blocks_that_stay_merged_compute_what_each_on_its_own_does(name, monkeyp
     ],
 )
 def test_whole_blocks_compute_what_they_do_on_tokens_in_the_order_of_regions(name, size, method, monkeypatch):
-    if name == "sd3":
-        method = replace(method, size_bias=False)
     shape = {} if name == "dit" else {"height": size[0], "width": size[1]}
     model, x = built(name, batch=2, **shape)
     with foveate.apply(model, method) as run:
@@ -226,9 +227,10 @@ def test_whole_blocks_compute_what_they_do_on_tokens_in_the_order_of_regions(nam
         merge, unmerge = kind.merge, kind.unmerge
 
         def in_order(plan, x, ahead, order, merge=merge):
-            return merge(plan, x[:, order])
+            return merge(plan, x if order is None else x[:, order])
 
         def and_back(plan, x, before, after, order, unmerge=unmerge):
+            order = torch.arange(x.shape[1]) if order is None else order
             return (x[:, order] + unmerge(plan, after - before))[:, order.argsort()]
 
         monkeypatch.setattr(kind, "merge", in_order)
@@ -252,7 +254,7 @@ def test_autocast_is_near_full_precision(name, granularity):
 @pytest.mark.parametrize("skipped", [0, 1, 2])
 def test_a_block_that_is_skipped_leaves_no_tokens_merged(skipped):
     model, x = built("sd3")
-    del x[CONTROL]
+    del x["block_controlnet_hidden_states"]
     want = model(**copy.copy(x), skip_layers=[skipped])[0]
     with foveate.apply(model, ToMA(**PLUMBING | {"granularity": "block"})):
         torch.testing.assert_close(model(**copy.copy(x), skip_layers=[skipped])[0], want)
@@ -285,37 +287,35 @@ def test_blocks_whose_plan_was_not_made_say_so_and_it_is_made_the_next_time(monk
 def test_identical_tokens_are_exact_where_there_is_no_text(size_bias):
     attn = tiny.unet().mid_block.attentions[0].transformer_blocks[0].attn1
     x = torch.randn(2, 4, 4, 16).double().repeat_interleave(2, 1).repeat_interleave(2, 2).flatten(1, 2)
-    method = ToMA(keep=0.25, size_bias=size_bias)
-    regions = method.regions(((8, 8),))
-    want = attn(x)
-    site = Site(method, None)
-    site.self_attention(attn)
-    site.merge = method.plan(x[:, regions.order], regions)
-    got = attn(x[:, regions.order])[:, regions.inverse]
-    site.remove()
-    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
+    method, want = ToMA(keep=0.25, size_bias=size_bias), attn(x)
+    attn.processor, layer_plan = DispatchedProcessor(attn.processor), LayerPlan(torch.arange(16))
+    attach(attn.processor, layer_plan)
+    group = MergeGroup(method)
+    MergedBlock(group, attn, [attn], joined=False).merge_module(attn)
+    group.begin(method.regions(((8, 8),)), Step(0, 0), torch.empty(0))
+    group.layer_plans.append(layer_plan)
+    group.plan(x, None)
+    torch.testing.assert_close(attn(x), want, rtol=1e-5, atol=1e-6)
 
 
-def test_what_cannot_be_merged_says_so():
+def test_what_cannot_be_merged_says_so(caplog):
     model, x = built("unet")
     dense = model(**copy.copy(x))[0]
-    with foveate.apply(model, ToMA(tile=(4, 4))) as run:
+    with foveate.apply(model, ToMA(tile=(4, 4))):
         for extra, says in (
-            ({"attention_mask": torch.ones(1, 256)}, "an attention mask"),
+            ({"attention_mask": torch.ones(1, 256)}, "an attention mask was passed"),
             ({"cross_attention_kwargs": {"ip_adapter_masks": []}}, "ip_adapter_masks"),
         ):
             with contextlib.suppress(Exception):  # a stock processor may not take it
                 model(**copy.copy(x), **extra)
-            assert says in run.summary().layers[0].why
+            assert f"ToMA stays dense: {says}" in caplog.text
     for methods, says in (
-        ((HilbertA(), ToMA()), "takes one method of token merging or of sparse attention"),
+        ((ToMeSD(), ToMA()), "takes one method of sparse attention, one of token merging, or both"),
         ((ToMA(dense_layers="99"),), "layer 99"),
         ((ToMA(skip=9),), "skip fewer"),
     ):
         with pytest.raises(ValueError, match=says):
             foveate.apply(model, *methods)
-    with pytest.raises(ValueError, match="size_bias off"):
-        foveate.apply(tiny.sd3(), ToMA(size_bias=True))
     assert torch.equal(model(**copy.copy(x))[0], dense)
 
 
@@ -343,10 +343,12 @@ def test_a_pipeline_with_batched_guidance_shares_plans_between_the_pair(stable_d
 
 
 def test_compare_leaves_out_what_a_unet_cannot_take(stable_diffusion, tmp_path):
-    request, both = Request("a cat", (16, 16), 2, None, 0), ComposedMethod((HilbertA(tiles=2), ToMA()))
+    request, both = Request("a cat", (16, 16), 2, None, 0), ComposedMethod((ToMeSD(), ToMA()))
     with torch.enable_grad():
         page = compare(stable_diffusion, request, [both, ToMA(tile=(4, 4))], tmp_path, settings={}, rounds=1)
-    assert "ToMA keep=0.5 is left out: UNet2DConditionModel takes one method of token merging" in page.read_text()
+    assert (
+        "ToMeSD keep=0.5 + ToMA keep=0.5 is left out: apply takes one method of sparse attention" in page.read_text()
+    )
     assert {path.name for path in tmp_path.glob("*.png")} == {"dense.png", "toma-keep-0-5-tile-4-4.png"}
-    with pytest.raises(ValueError, match="takes one method of token merging"):
+    with pytest.raises(ValueError, match="takes one method of sparse attention"):
         compare(stable_diffusion, request, [both], tmp_path, settings={})

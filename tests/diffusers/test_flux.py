@@ -16,9 +16,9 @@ from peft import LoraConfig
 
 import foveate
 from foveate import HilbertA
-from foveate.diffusers.family import Family
-from foveate.diffusers.flux import grids_of
-from foveate.diffusers.flux_processors import SparseProcessor
+from foveate.diffusers.adapter import ModelAdapter
+from foveate.diffusers.backend import plan_of
+from foveate.diffusers.cards.flux import grids_of
 from foveate.ops.block_table import BlockTable
 
 GRID = (16, 20)
@@ -283,9 +283,13 @@ def test_a_pause_is_the_dense_model_and_ends_also_after_an_exception(model, capl
 
 def test_split_tokens_stay_dense(model):
     run = foveate.apply(model, HilbertA(tiles=4))
-    model.transformer_blocks[0].attn.processor._parallel_config = object()  # as enable_parallelism sets it
-    Family.of(model).enter(model, (), tiny.inputs(GRID))  # the forward itself needs several processes
-    assert all("context parallelism" in row.why for row in run.summary().layers)
+    context = SimpleNamespace(ulysses_degree=1, ring_degree=2)
+    for attn in attentions(model):  # as enable_parallelism sets it
+        attn.processor._parallel_config = SimpleNamespace(context_parallel_config=context)
+    adapter = ModelAdapter.of(model)
+    adapter.before_model(model, (), tiny.inputs(GRID))  # the forward itself needs several processes
+    adapter.after_model(model, (), None)
+    assert all("ring attention" in row.why for row in run.summary().layers)
     assert run.plans() == {}
     run.remove()
 
@@ -459,26 +463,43 @@ def test_offloading_before_or_after(when, how):
     torch.testing.assert_close(model(**x)[0], dense)
 
 
-def test_a_processor_set_after_apply_stays_dense_and_is_named(model):
+def test_a_processor_set_after_apply_runs_sparse_if_it_can_and_is_named_if_not(model):
     x = tiny.inputs(GRID)
+    unknown = Masked(FluxAttnProcessor(), None)
     with foveate.apply(model, HilbertA(tiles=4)) as run:
         model.transformer_blocks[0].attn.set_processor(FluxAttnProcessor())
-        model.single_transformer_blocks[0].attn.set_processor(SparseProcessor())  # as load_ip_adapter makes them
+        model.single_transformer_blocks[0].attn.set_processor(unknown)
         got = model(**x)[0]
         rows = run.summary().layers
-    assert "FluxAttnProcessor was set after apply" in rows[0].why
-    assert "SparseProcessor was set after apply" in rows[2].why
-    assert all(row.why == "" for row in (rows[1], rows[3], rows[4]))
-    assert all(type(attn.processor) is FluxAttnProcessor for attn in attentions(model))
-    torch.testing.assert_close(got, masked(model, HilbertA(tiles=4, dense_layers="0, 2"), [GRID], 15)(**x)[0])
+    assert "a Masked was set after apply" in rows[2].why
+    assert all(row.why == "" for row in (rows[0], rows[1], rows[3], rows[4]))
+    assert model.single_transformer_blocks[0].attn.processor is unknown
+    torch.testing.assert_close(got, masked(model, HilbertA(tiles=4, dense_layers="2"), [GRID], 15)(**x)[0])
 
 
 def test_a_backend_chosen_by_the_user_reaches_the_dense_steps_and_stays(model):
-    attn = model.transformer_blocks[0].attn
-    with foveate.apply(model, HilbertA(tiles=4)):
+    attn, x = model.transformer_blocks[0].attn, tiny.inputs(GRID)
+    with foveate.apply(model, HilbertA(tiles=4)) as run:
+        model(**x)
         attn.set_attention_backend("_native_math")
-        assert attn.processor.original._attention_backend == "_native_math"
+        assert plan_of(attn.processor) is not None
+        with run.paused():
+            model(**x)
+            assert attn.processor._attention_backend == "_native_math"
     assert attn.processor._attention_backend == "_native_math"
+    assert attn.processor._parallel_config is None
+
+
+def test_layers_that_share_a_processor_have_plans_of_their_own(model):
+    x = tiny.inputs(GRID)
+    with foveate.apply(model, HilbertA(tiles=4)):
+        want = model(**x)[0]
+    shared = FluxAttnProcessor()
+    model.set_attn_processor(shared)
+    with foveate.apply(model, HilbertA(tiles=4)):
+        assert torch.equal(model(**x)[0], want)
+    assert all(attn.processor is shared for attn in attentions(model))
+    assert vars(shared) == {}
 
 
 # --- bad input ---
@@ -515,7 +536,7 @@ def test_things_that_are_no_pipeline_or_method_are_refused(model):
 def test_layers_share_tables_by_phase_and_nothing_depends_on_the_layer_number(model):
     with foveate.apply(model, HilbertA(tiles=4)):
         model(**tiny.inputs(GRID))
-        tables = [attn.processor.table for attn in attentions(model)]
+        tables = [plan_of(attn.processor).pattern for attn in attentions(model)]
     assert all(isinstance(table, BlockTable) for table in tables)
     assert tables[0] is tables[4]
     assert len({tuple(map(len, table)) for table in tables}) == 1

@@ -13,7 +13,10 @@ from test_flux import image_prompt, with_ip_adapter
 
 import foveate
 from foveate import HilbertA, ToMA
-from foveate.diffusers.merging import Site
+from foveate.diffusers.backend import LayerPlan, attach, detach
+from foveate.diffusers.card import Card
+from foveate.diffusers.clock import Step
+from foveate.diffusers.merging import MergedBlock, MergeGroup
 from foveate.methods import ToFu, ToMeSD
 from foveate.ops.merging import Merge
 
@@ -132,13 +135,13 @@ def test_blocks_that_add_nothing_lose_nothing(model, granularity):
 @pytest.mark.parametrize("others", [(), (HilbertA(tiles=2),)])
 def test_blocks_that_stay_merged_compute_what_each_on_its_own_does(model, monkeypatch, dense_layers, others):
     """Merging undoes unmerging where weights are hard."""
-    x, merges, merge, begin = tiny.inputs(GRID, batch=2), [], Merge.merge, Site.begin
+    x, merges, merge = tiny.inputs(GRID, batch=2), [], Merge.merge
     monkeypatch.setattr(Merge, "merge", lambda *args: merges.append(1) or merge(*args))
     method = ToMA(skip=0, granularity="block", weights="hard", dense_layers=dense_layers)
     with foveate.apply(model, *others, method):
         together = model(**x)[0]
         assert len(merges) == (3 if dense_layers else 2)  # before blocks 0 and 2, and 4 if 3 is dense
-        monkeypatch.setattr(Site, "begin", lambda site, *args: begin(site, *args[:3], True))
+        monkeypatch.setattr(Card, "residuals_between_blocks", lambda card, inputs: True)
         torch.testing.assert_close(model(**x)[0], together)
         assert len(merges) == 7
 
@@ -165,39 +168,48 @@ def test_a_forward_that_broke_off_between_blocks_leaves_nothing_behind(model):
         assert torch.equal(model(**x)[0], want)
 
 
+def merged_attention(attn, image, text, method, rope=None):
+    """The output of one attention layer on merged tokens of an 8 x 8 image, and the plan of merging."""
+    group, layer_plan = MergeGroup(method, "image_rotary_emb"), LayerPlan(torch.arange(5 + round(64 * method.keep)))
+    block = MergedBlock(group, attn, [attn], joined=False)
+    block.merge_module(attn)
+    attach(attn.processor, layer_plan)
+    group.begin(method.regions(((8, 8),)), Step(0, 0), torch.empty(5))
+    group.layer_plans.append(layer_plan)
+    group.plan(image, rope)
+    out = attn(hidden_states=image, encoder_hidden_states=text, image_rotary_emb=rope)
+    block.remove()
+    detach(attn.processor)
+    return out, group.merge
+
+
 @pytest.mark.parametrize("size_bias", [False, True])
 def test_identical_tokens_beside_text_are_exact_only_with_their_size(model, size_bias):
-    attn = model.transformer_blocks[0].attn
-    image = torch.randn(1, 4, 4, 32).repeat_interleave(2, 1).repeat_interleave(2, 2).flatten(1, 2).double()
-    given = {"encoder_hidden_states": torch.randn(1, 5, 32).double(), "image_rotary_emb": None}
-    method = ToMA(keep=0.25, size_bias=size_bias)
-    regions = method.regions(((8, 8),))
-    want = attn(hidden_states=image, **given)
-    site = Site(method, None)
-    site.joint_attention(attn)
-    site.text, site.merge = given["encoder_hidden_states"], method.plan(image[:, regions.order], regions)
-    got = attn(hidden_states=image[:, regions.order], **given)
-    site.remove()
-    errors = [(got[0][:, regions.inverse] - want[0]).abs().max(), (got[1] - want[1]).abs().max()]
+    attn, text = model.transformer_blocks[0].attn, torch.randn(2, 5, 32).double()
+    image = torch.randn(2, 4, 4, 32).repeat_interleave(2, 1).repeat_interleave(2, 2).flatten(1, 2).double()
+    want = attn(hidden_states=image, encoder_hidden_states=text, image_rotary_emb=None)
+    got, _ = merged_attention(attn, image, text, ToMA(keep=0.25, size_bias=size_bias))
+    errors = [(a - b).abs().max() for a, b in zip(got, want, strict=True)]
     assert all(error < 1e-6 for error in errors) if size_bias else all(error > 1e-4 for error in errors)
 
 
-def test_merged_tokens_stand_where_their_destinations_stand(model):
-    attn, text = model.transformer_blocks[0].attn, torch.randn(1, 5, 32).double()
-    image, angles = torch.randn(1, 64, 32).double(), torch.randn(69, 8).double().repeat_interleave(2, 1)
-    rope = angles.cos(), angles.sin()
-    method = ToMA()
-    plan = method.plan(image, method.regions(((8, 8),)))
-    rows = torch.cat([torch.arange(5), 5 + plan.places[0]])
-    moved = tuple(x[rows] for x in rope)
-    want = attn(hidden_states=plan.merge(image), encoder_hidden_states=text, image_rotary_emb=moved)
-    site = Site(method, None)
-    site.joint_attention(attn)
-    site.text, site.merge = text, plan
-    got = attn(hidden_states=image, encoder_hidden_states=text, image_rotary_emb=rope)
-    site.remove()
-    torch.testing.assert_close(got[0], plan.unmerge(want[0]))
-    torch.testing.assert_close(got[1], want[1])
+@pytest.mark.parametrize("batch", [1, 2])
+def test_merged_tokens_stand_where_their_destinations_stand(model, batch):
+    attn, text = model.transformer_blocks[0].attn, torch.randn(batch, 5, 32).double()
+    image, angles = torch.randn(batch, 64, 32).double(), torch.randn(69, 8).double().repeat_interleave(2, 1)
+    rope, method = (angles.cos(), angles.sin()), ToMA()
+    got, plan = merged_attention(attn, image, text, method, rope)
+    regions = method.regions(((8, 8),))
+    for i in range(batch):
+        one = slice(i, i + 1)
+        rows = torch.cat([torch.arange(5), 5 + regions.order[plan.places[i]]])
+        moved = tuple(x[rows] for x in rope)
+        merged = plan.merge(image[:, regions.order])[one]
+        want = attn(hidden_states=merged, encoder_hidden_states=text[one], image_rotary_emb=moved)
+        weights = plan.spread[0][one].mT  # [1, regions, tokens, kept]
+        spread = (weights @ want[0].unflatten(1, (weights.shape[1], -1))).flatten(1, 2)
+        torch.testing.assert_close(got[0][one, regions.order], spread)
+        torch.testing.assert_close(got[1][one], want[1])
 
 
 @pytest.mark.parametrize("options", [{"merge_attn": False}, {"merge_attn": False, "merge_mlp": True}])
@@ -352,7 +364,7 @@ def test_a_step_between_is_what_it_is_without_merging_and_says_so(model, others)
 @pytest.mark.parametrize("options", [{}, {"granularity": "module"}, {"granularity": "module", "merge_attn": False}])
 def test_plans_are_made_from_what_the_first_block_is_given(model, monkeypatch, options):
     seen, given, make = [], [], ToMA.plan
-    monkeypatch.setattr(ToMA, "plan", lambda *args: seen.append(args[1]) or make(*args))
+    monkeypatch.setattr(ToMA, "plan", lambda *args: seen.append(args[1:3]) or make(*args))
     firsts = model.transformer_blocks[1], model.single_transformer_blocks[1]
     for block in firsts:
         block.register_forward_pre_hook(
@@ -361,7 +373,8 @@ def test_plans_are_made_from_what_the_first_block_is_given(model, monkeypatch, o
     with foveate.apply(model, ToMA(skip=1, **options)):
         model(**tiny.inputs(GRID))
     assert len(seen) == 2
-    assert all(torch.equal(a, b) for a, b in zip(seen, given, strict=True))
+    for (features, regions), tokens in zip(seen, given, strict=True):
+        assert torch.equal(features, tokens[:, regions.order])
 
 
 def test_without_a_pipeline_steps_are_timesteps(model, plans):

@@ -60,12 +60,11 @@ def test_a_section_with_a_processor_that_may_keep_maps_stays_dense(method):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("method", [ToMA(skip=0), HilbertA(tiles=4, start_percent=0.3)])
-def test_where_a_cache_keeps_tokens_their_order_and_number_stay(method):
+def test_where_a_cache_keeps_tokens_their_number_stays():
     pipe, x = tiny.pipeline(), tiny.inputs(GRID)
     pipe.transformer = tiny.flux()
     pipe.transformer.enable_cache(FirstBlockCacheConfig(threshold=0.0))
-    with foveate.apply(pipe, method) as run, pipe.transformer.cache_context("cond"):
+    with foveate.apply(pipe, ToMA(skip=0)) as run, pipe.transformer.cache_context("cond"):
         pipe.transformer(**x)
         assert all("a cache keeps tokens from step to step" in why for _, why in ways(run))
 

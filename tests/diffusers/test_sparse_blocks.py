@@ -14,7 +14,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 import foveate
 from foveate import HilbertA
-from foveate.diffusers.sparse_blocks import SparseProcessor
+from foveate.diffusers.processors import DispatchedProcessor as SparseProcessor
 from foveate.methods import ToDo
 
 MODELS = {

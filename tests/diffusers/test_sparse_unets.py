@@ -12,7 +12,7 @@ from oracle import dense_attention
 from peft import LoraConfig
 
 import foveate
-from foveate import LLSA, HilbertA, ToMA
+from foveate import LLSA, HilbertA
 from foveate.methods import ToDo
 from foveate.ops import select_blocks
 from foveate.ops.curves import grid_order
@@ -280,22 +280,16 @@ def test_sections_of_narrow_heads_stay_dense_and_the_others_do_not():
 
 
 @every_model
-def test_what_stays_dense_as_a_whole_is_the_model_and_says_why(name):
+def test_what_stays_dense_as_a_whole_is_the_model_and_says_why(name, caplog):
     model, x = built(name)
     dense = run(model, x)
     with foveate.apply(model, HilbertA(min_tokens=2000)) as handle:
         assert torch.equal(run(model, x), dense)
         assert all("are fewer than min_tokens=2000" in row.why for row in handle.summary().layers)
         assert handle.plans() == {}
-    for extra, says in (
-        ({"attention_mask": torch.ones(1, 1024)}, "an attention mask was passed"),
-        ({"cross_attention_kwargs": {"ip_adapter_masks": []}}, "ip_adapter_masks are laid over a raster"),
-    ):
-        with foveate.apply(model, METHOD) as handle:
-            with contextlib.suppress(RuntimeError):  # a stock processor may not take it
-                run(model, x, **extra)
-            run(model, x, cross_attention_kwargs={"ip_adapter_masks": []})
-            assert says in handle.summary().layers[0].why or "attention_mask" in extra
+    with foveate.apply(model, METHOD), contextlib.suppress(RuntimeError):  # a stock processor may not take it
+        run(model, x, attention_mask=torch.ones(1, 1024))
+    assert "HilbertA stays dense: an attention mask was passed" in caplog.text
 
 
 def test_attention_to_the_text_alone_is_left_alone():
@@ -326,13 +320,6 @@ def test_processors_that_come_after_are_named_and_stay():
         assert "2_0 was set after apply" in handle.summary().layers[0].why
         assert not handle.summary().layers[1].why
     assert first.processor is stock
-
-
-def test_token_merging_beside_it_is_refused():
-    model = tiny.unet()
-    with pytest.raises(ValueError, match=r"of token merging or of sparse attention .*, not HilbertA \+ ToMA"):
-        foveate.apply(model, HilbertA(), ToMA())
-    assert not model._forward_pre_hooks
 
 
 # --- neighbours ---

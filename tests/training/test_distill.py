@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, default_collate
 
 import foveate
 from foveate import HilbertA
-from foveate.diffusers.family import Family
+from foveate.diffusers.adapter import ModelAdapter
 from foveate.diffusers.lora import LORA_FILE, read_lora
 from foveate.diffusers.pipelines import noise_shift
 from foveate.training.distill import Distillation, distill
@@ -70,7 +70,9 @@ def test_the_sparse_model_comes_nearer_to_the_dense_one(run, pipe, pairs_folder,
 
 def test_blocks_are_compiled_before_the_method_is_applied(run, monkeypatch):
     seen = []
-    monkeypatch.setattr(FluxTransformer2DModel, "compile_repeated_blocks", lambda model: seen.append(Family.of(model)))
+    monkeypatch.setattr(
+        FluxTransformer2DModel, "compile_repeated_blocks", lambda model: seen.append(ModelAdapter.of(model))
+    )
     run("out", steps=1, compile=True)
     assert seen == [None]
 

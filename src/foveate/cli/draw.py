@@ -248,8 +248,7 @@ def _way_with(distilled: Any, name: str | None, options: dict[str, str]) -> Any:
 
 def _own(pipe: Any) -> list[Method]:
     """The log-linear attention of a pixel model, which is dense from now on without it; nothing of other models."""
-    from foveate.diffusers.pixel import as_method
-    from foveate.diffusers.pixel_pipeline import PixelPipeline
+    from foveate.diffusers.pixel_pipeline import PixelPipeline, as_method
 
     return [as_method(pipe)] if isinstance(pipe, PixelPipeline) else []
 

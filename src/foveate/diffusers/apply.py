@@ -1,77 +1,57 @@
-"""Put methods into a pipeline and take them out again.
+"""Apply methods to a diffusers pipeline and remove them again."""
 
-What is specific to a model family lives in a file of its own (`flux.py`); `FAMILIES` says which one.
-"""
-
-import importlib
 import logging
 from collections.abc import Generator
 from contextlib import contextmanager
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from foveate.diffusers.family import Family
+from foveate.diffusers.card import card_of
 from foveate.diffusers.summary import Summary
 from foveate.methods import Method
-from foveate.methods.base import SparseAttention
 
-__all__ = ["FAMILIES", "Handle", "apply", "remove", "summary"]
+if TYPE_CHECKING:  # importing foveate does not import diffusers
+    from foveate.diffusers.adapter import ModelAdapter
+
+__all__ = ["DENOISERS", "Handle", "apply", "remove", "summary"]
 
 log = logging.getLogger("foveate")
-
-FAMILIES = {
-    "FluxTransformer2DModel": "foveate.diffusers.flux:Flux",
-    "UNet2DConditionModel": "foveate.diffusers.blocks:UNet",
-    "SD3Transformer2DModel": "foveate.diffusers.blocks:SD3",
-    "PixArtTransformer2DModel": "foveate.diffusers.blocks:PixArt",
-    "DiTTransformer2DModel": "foveate.diffusers.blocks:DiT",
-    "PixelDiT": "foveate.diffusers.pixel:Pixel",
-}
-"""Which class serves which diffusers model, both by name: nothing is imported before it is needed."""
-
-SPARSE = {
-    "UNet2DConditionModel": "foveate.diffusers.sparse_blocks:SparseUNet",
-    "SD3Transformer2DModel": "foveate.diffusers.sparse_blocks:SparseBlocks",
-    "PixArtTransformer2DModel": "foveate.diffusers.sparse_blocks:SparseBlocks",
-    "DiTTransformer2DModel": "foveate.diffusers.sparse_blocks:SparseBlocks",
-}
-"""The same for models that another class serves where a method of sparse attention is applied."""
 
 DENOISERS = ("transformer", "transformer_2", "unet")
 
 
 class Handle:
-    """Methods at work in a model; as a context manager it removes them at the end, also after an exception."""
+    """Methods at work in one or several models; as a context manager it removes them at the end, also on errors."""
 
-    def __init__(self, families: dict[str, Family]) -> None:
-        self._families = families
+    def __init__(self, adapters: dict[str, "ModelAdapter"]) -> None:
+        self._adapters = adapters
 
     def remove(self) -> None:
-        """Take the methods out: original processors back, every hook gone. Doing it twice is fine."""
-        for family in self._families.values():
-            _take_out(family)
+        """Remove the methods: the models are exactly as before. Calling it twice is fine."""
+        for adapter in self._adapters.values():
+            _remove(adapter)
 
     def summary(self) -> Summary:
-        """What each layer did in the last sparse forward, or why there was none. Print it for a table."""
-        return _summary(self._families)
+        """What each layer did in the last forward pass with a method at work, or why there was none. Print it."""
+        return _summary(self._adapters)
 
     def plans(self) -> dict[str, Any]:
-        """What the methods decided for the last forward of each denoiser; without those that were dense."""
-        return {name: family.plan for name, family in self._families.items() if family.plan is not None}
+        """The plans of the methods in the last forward pass of each denoiser, without those that stayed dense."""
+        return {name: adapter.plan for name, adapter in self._adapters.items() if adapter.plan is not None}
 
     @contextmanager
     def paused(self) -> Generator[None]:
-        """Within it every forward is dense, with the methods still in place: the teacher of a distillation."""
-        before = {family: family.paused for family in self._families.values()}
-        for family in before:
-            family.paused = True
+        """Context in which every forward pass is dense, for example that of the teacher in a distillation."""
+        before = {adapter: adapter.paused for adapter in self._adapters.values()}
+        for adapter in before:
+            adapter.paused = True
         try:
             yield
         finally:
-            for family, paused in before.items():
-                family.paused = paused
+            for adapter, paused in before.items():
+                adapter.paused = paused
 
     def __enter__(self) -> "Handle":
         return self
@@ -83,7 +63,7 @@ class Handle:
 
 
 def apply(target: Any, *methods: Method) -> Handle:
-    """Make a diffusers pipeline, or a bare denoiser, run with these methods until the handle is removed.
+    """Run a diffusers pipeline or model with these methods until the returned handle is removed.
 
     Examples:
         >>> with foveate.apply(pipe, foveate.HilbertA(tiles=16)) as run:
@@ -92,11 +72,11 @@ def apply(target: Any, *methods: Method) -> Handle:
 
     Args:
         target: A pipeline with a `transformer`, `transformer_2` or `unet`, or such a model itself.
-        *methods: What to apply, at least one.
+        *methods: One method of sparse attention, one of token merging, or both.
 
     Raises:
-        ValueError: If there is nothing to apply or nothing to apply it to, the model's family is not supported,
-            methods are already applied, or a setting does not fit the model.
+        ValueError: If no method is given, the target has no denoiser, its model class has no card, methods are
+            already applied, or an option does not fit the model.
     """
     if not methods:
         raise ValueError("nothing to apply: name a method, for example foveate.apply(pipe, foveate.HilbertA())")
@@ -104,81 +84,75 @@ def apply(target: Any, *methods: Method) -> Handle:
         if not isinstance(method, Method):
             raise ValueError(f"not a method: {method!r}; pass an instance such as foveate.HilbertA()")
     models = _denoisers(target)
+    cards = {name: card_of(model) for name, model in models.items()}
+
+    from foveate.diffusers.adapter import ModelAdapter
+
     for name, model in models.items():
-        if Family.of(model):
+        if ModelAdapter.of(model):
             raise ValueError(
-                f"methods are already applied to {name}: they never stack; pass all of them to one "
-                "foveate.apply(...), or call foveate.remove(...) first"
+                f"methods are already applied to {name}: pass all of them to one foveate.apply(...), or call "
+                "foveate.remove(...) first"
             )
     pipeline = None if isinstance(target, torch.nn.Module) else target
-    families: dict[str, Family] = {}
+    adapters: dict[str, ModelAdapter] = {}
     try:
         for name, model in models.items():
-            families[name] = _family(model, methods)(model, methods, pipeline)
-            _reset_compiled(families[name])
+            adapters[name] = ModelAdapter(model, cards[name], methods, pipeline)
+            _reset_compiled(adapters[name])
     except BaseException:
-        Handle(families).remove()
+        Handle(adapters).remove()
         raise
-    return Handle(families)
+    return Handle(adapters)
 
 
 def remove(target: Any) -> None:
-    """Take all methods out of a pipeline or model, with or without its handle; a deep copy is cleaned just so."""
-    for model in _denoisers(target).values():
-        if family := Family.of(model):
-            _take_out(family)
+    """Remove all methods from a pipeline or model, with or without its handle; also from a deep copy of one."""
+    for adapter in _applied(target).values():
+        _remove(adapter)
 
 
 def summary(target: Any) -> Summary:
     """What the methods in a pipeline or model did: see `Handle.summary`."""
-    applied = {name: Family.of(model) for name, model in _denoisers(target).items()}
-    return _summary({name: family for name, family in applied.items() if family})
+    return _summary(_applied(target))
 
 
-def _summary(families: dict[str, Family]) -> Summary:
+def _applied(target: Any) -> dict[str, "ModelAdapter"]:
+    from foveate.diffusers.adapter import ModelAdapter
+
+    adapters = {name: ModelAdapter.of(model) for name, model in _denoisers(target).items()}
+    return {name: adapter for name, adapter in adapters.items() if adapter}
+
+
+def _summary(adapters: dict[str, "ModelAdapter"]) -> Summary:
     return Summary(
-        {name: family.report() for name, family in families.items()},
-        {name: family.outcomes for name, family in families.items()},
+        {name: adapter.report() for name, adapter in adapters.items()},
+        {name: adapter.outcomes for name, adapter in adapters.items()},
     )
 
 
 def _denoisers(target: Any) -> dict[str, torch.nn.Module]:
+    """The denoisers of a pipeline by name, without the wrapper of `torch.compile`."""
     if isinstance(target, torch.nn.Module):
-        found = {type(_unwrapped(target)).__name__: target}
-    else:
-        found = {name: model for name in DENOISERS if (model := getattr(target, name, None)) is not None}
+        model = getattr(target, "_orig_mod", target)
+        return {type(model).__name__: model}
+    found = {name: model for name in DENOISERS if (model := getattr(target, name, None)) is not None}
     if not found:
         raise ValueError(
             f"{type(target).__name__} has no {', '.join(DENOISERS)}: pass a diffusers pipeline with a denoiser, "
             "or the denoiser itself"
         )
-    return {name: _unwrapped(model) for name, model in found.items()}
+    return {name: getattr(model, "_orig_mod", model) for name, model in found.items()}
 
 
-def _unwrapped(model: torch.nn.Module) -> torch.nn.Module:
-    """The model inside `torch.compile(model)`."""
-    return getattr(model, "_orig_mod", model)
+def _remove(adapter: "ModelAdapter") -> None:
+    adapter.remove()
+    _reset_compiled(adapter)
 
 
-def _family(model: torch.nn.Module, methods: tuple[Method, ...]) -> type[Family]:
-    if type(model).__name__ not in FAMILIES:
-        raise ValueError(
-            f"{type(model).__name__} is not supported: foveate knows {', '.join(FAMILIES)}; "
-            "docs/add-a-model.md shows how to add one"
-        )
-    sparse = SPARSE if len(methods) == 1 and isinstance(methods[0], SparseAttention) else {}
-    module, name = (FAMILIES | sparse)[type(model).__name__].split(":")
-    return getattr(importlib.import_module(module), name)
-
-
-def _take_out(family: Family) -> None:
-    family.remove()
-    _reset_compiled(family)
-
-
-def _reset_compiled(family: Family) -> None:
-    """Hooks that come or go inside a region that is already compiled are ignored: have it compiled again."""
+def _reset_compiled(adapter: "ModelAdapter") -> None:
+    """Have compiled code compiled anew: it ignores hooks that were added or removed inside of it."""
     anything = bool(torch._dynamo.convert_frame.input_codes.seen)  # torch.compile(model) leaves no mark on the model
-    if anything if family.hooks_inside else family.model._compiled_call_impl is not None:
+    if anything if adapter.hooks_inside else adapter.model._compiled_call_impl is not None:
         log.warning("hooks changed in a compiled model: torch._dynamo is reset, this process compiles anew")
         torch._dynamo.reset()

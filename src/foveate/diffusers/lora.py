@@ -14,8 +14,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
+from foveate.diffusers.adapter import outside_compiled_code
 from foveate.diffusers.apply import Handle, apply
-from foveate.diffusers.borrowed import outside_compiled_code
 from foveate.diffusers.hub import fetch
 from foveate.methods import METHODS, ComposedMethod, Method
 

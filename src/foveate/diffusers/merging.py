@@ -1,9 +1,9 @@
 # pyright: basic, reportArgumentType=false, reportAttributeAccessIssue=false, reportOptionalMemberAccess=false
-"""Token merging by hooks: blocks that share a plan, when the plan is made anew, and what their hooks do.
+"""Token merging by hooks on blocks: groups of blocks that share a plan, and what their hooks do.
 
-A plan is made from what the first of its blocks is given. Plans that blocks share are made outside of compiled code,
-which sees plans, not how they are made, and hooks around a whole block run outside of it too. A hook reads tensors of
-its site and never a number that changes from step to step.
+A plan is made from the input of the first block of its group. Outside of merged modules all tokens stay in raster
+order. Plans that blocks share are made outside of compiled code, and so are the hooks around whole blocks; hooks
+around single modules are compiled with their block, and read tensors only, never a number that changes between steps.
 """
 
 from collections.abc import Hashable
@@ -14,63 +14,71 @@ from torch import Tensor, nn
 from torch.profiler import record_function
 from torch.utils.hooks import RemovableHandle
 
+from foveate.diffusers.backend import LayerPlan
 from foveate.diffusers.clock import Step
-from foveate.diffusers.order import along
 from foveate.methods.base import TokenMerging
 from foveate.ops.merging import Group, Grouped, Regions
 
-__all__ = ["Site"]
+__all__ = ["MergeGroup", "MergedBlock"]
 
 
-class Site:
-    """Blocks that share a plan.
+class MergeGroup:
+    """Blocks that share a plan of token merging.
 
     Args:
         method: How to merge.
-        first: The block from whose input the plan is made; None where nothing ever merges.
-        raster: The blocks are given tokens in raster order, not in that of the regions.
+        rope: Name of the blocks' argument with the rotary embedding, if they have one.
 
     Attributes:
         method: How to merge.
-        merge: The plan of the current forward; None leaves the blocks dense.
-        text: The text tokens of the current forward [batch, text, dim]: in single-stream blocks they stand in front.
+        merge: The plan of the current forward pass; None leaves the blocks dense.
+        text: As long as the text in front of the image, padding included, where a tensor holds both.
+        order: Position of the image token at each place of the regions; None if they follow the raster.
+        inverse: Place of each image token.
+        layer_plans: Plans of the attention layers of the group in the current forward pass.
+        skip_unmerge: Leave tokens merged between the blocks of the group.
     """
 
-    def __init__(self, method: TokenMerging, first: nn.Module | None, *, raster: bool = False) -> None:
-        self.method, self._raster = method, raster
+    def __init__(self, method: TokenMerging, rope: str | None = None) -> None:
+        self.method, self.rope = method, rope
         self.merge: Grouped | None = None
-        self.text: Tensor | None = None
+        self.text = torch.empty(0)
+        self.order: Tensor | None = None
+        self.inverse: Tensor | None = None
+        self.layer_plans: list[LayerPlan] = []
+        self.skip_unmerge = True
         self._regions: Regions | None = None
         self._plan: Grouped | None = None
-        self._made: tuple[int, int] | None = None  # the periods of destinations and weights that the plan is of
+        self._made: tuple[int, int] | None = None  # periods of the destinations and the weights of the plan
         self._key: Hashable = None
         self._groups: tuple[Group, ...] = ()
         self._order: Tensor | None = None
-        self._last, self._due, self._apart = -1, False, False
-        self._whole: tuple[Tensor, Tensor] | None = None  # what whole blocks were given, and those tokens merged
-        self._handles: list[RemovableHandle] = []
-        self._outs: list[tuple[nn.Module, str, nn.Module, RemovableHandle]] = []
-        if first is not None:
-            see = self._see if method.per_block else self._see_outside
-            self._handles.append(first.register_forward_pre_hook(see, with_kwargs=True))
-
-    # --- one forward ---
+        self._last, self._due = -1, False
+        self.whole: tuple[Tensor, Tensor] | None = None  # tokens before a run of merged blocks, and the same merged
 
     def begin(
-        self, regions: Regions | None, step: Step | None, text: Tensor | None = None, apart: bool = False
+        self,
+        regions: Regions | None = None,
+        step: Step | None = None,
+        text: Tensor | None = None,
+        skip_unmerge: bool = True,
     ) -> None:
-        """Say what the next forward does.
+        """Prepare the next forward pass.
 
         Args:
-            regions: Within these tokens are merged; None merges nothing.
-            step: Where in a run the forward stands.
-            text: See `Site.text`.
-            apart: Something is done with the tokens between whole blocks: have all of them there.
+            regions: Regions within which tokens merge; None merges nothing.
+            step: Step of the denoising run.
+            text: See `MergeGroup.text`.
+            skip_unmerge: See `MergeGroup.skip_unmerge`.
         """
         self.end()
-        self.text, self._regions, self._apart, self.merge, self._whole = text, regions, apart, None, None
-        if regions is None or step is None:
+        self._regions, self.merge, self.whole = regions, None, None
+        self.layer_plans, self.skip_unmerge = [], skip_unmerge
+        if regions is None or step is None or text is None:
             return
+        self.text = text
+        raster = regions.order is regions.inverse
+        self.order, self.inverse = (None, None) if raster else (regions.order, regions.inverse)
         same = step.key == self._key and regions.groups == self._groups and regions.order is self._order
         if not same or step.number < self._last:  # another picture
             self._key, self._groups, self._order = step.key, regions.groups, regions.order
@@ -84,192 +92,220 @@ class Site:
         else:
             self.merge = self._plan
 
+    @property
+    def begun(self) -> bool:
+        """Whether it merges in the current forward pass."""
+        return self._regions is not None
+
     def end(self) -> bool:
-        """After the forward: whether a plan was due and not made."""
+        """Whether a plan was due in the forward pass that ended, and was not made."""
         missed, self._due = self._due, False
         if missed:
             self._made = None
         return missed
 
-    def shown(self, regions: Regions) -> Regions:
-        """The regions with what was picked in them, to draw."""
+    def with_picks(self, regions: Regions) -> Regions:
+        """The regions with the destinations of the first sample, to draw."""
         if self._plan is None:
             return regions
         picked = regions.order.cpu()[self._plan.places[0].cpu()]
         return regions._replace(picked=picked[picked < regions.grid[0] * regions.grid[1]])
 
-    # --- hooks ---
-
-    def whole(self, block: nn.Module, *, last: bool) -> None:
-        """Run a block on merged image tokens, and the next one too unless it is the last.
-
-        What the blocks add to the merged tokens is spread over all tokens behind the last. That is what merging and
-        unmerging around each would give, wherever merging undoes unmerging: with hard weights exactly.
-        """
-        unmerge = self._unmerge_block if last else self._unmerge_between
-        self._handles += [
-            block.register_forward_pre_hook(self._merge_block, with_kwargs=True),
-            block.register_forward_hook(unmerge),
-        ]
-
-    def positions(self, attn: nn.Module) -> None:
-        """Tell attention, whose tokens are merged already, where they stand and how large they are."""
-        self._handles.append(attn.register_forward_pre_hook(self._move_rope, with_kwargs=True))
-
-    def sizes(self, attn: nn.Module) -> None:
-        """Tell self-attention, whose tokens are merged already, how large they are."""
-        self._handles.append(attn.register_forward_pre_hook(self._weigh, with_kwargs=True))
-
-    def per_token(self, module: nn.Module) -> None:
-        """Run a module of one argument, such as a feed-forward, on merged tokens."""
-        self._handles += [
-            module.register_forward_pre_hook(self._merge_first),
-            module.register_forward_hook(self._unmerge_output),
-        ]
-
-    def self_attention(self, attn: nn.Module) -> None:
-        """Run attention that takes the tokens first, and a mask over keys by keyword, on merged tokens."""
-        self.per_token(attn)
-        self.sizes(attn)
-
-    def keyword_attention(self, attn: nn.Module) -> None:
-        """Run attention of one keyword argument on merged tokens."""
-        self._handles += [
-            attn.register_forward_pre_hook(self._merge_keyword, with_kwargs=True),
-            attn.register_forward_hook(self._unmerge_output),
-        ]
-
-    def joint_attention(self, attn: nn.Module) -> None:
-        """Run attention over image and text, by keyword, on merged image tokens."""
-        self._handles += [
-            attn.register_forward_pre_hook(self._merge_image, with_kwargs=True),
-            attn.register_forward_hook(self._unmerge_image),
-        ]
-
-    def single_stream(self, norm: nn.Module, attn: nn.Module, block: nn.Module, out: str) -> None:
-        """Run a block over [text | image] on merged tokens from its norm to its last linear layer.
+    def plan(self, tokens: Tensor, rope: tuple[Tensor, Tensor] | None) -> None:
+        """Make the plan from the image tokens of the first block if it is due, and complete the layers' plans.
 
         Args:
-            norm: Returns (tokens, ...).
-            attn: Takes the rotary embedding by keyword.
-            block: Has the last layer.
-            out: The name of that. A LoRA may wrap or unwrap it at any time: see `follow`.
+            tokens: Image tokens in raster order [batch, image, dim].
+            rope: Rotary embedding (cos, sin) of [text | image in raster order], each [tokens, head_dim].
         """
-        self._handles.append(norm.register_forward_hook(self._merge_normed))
-        self.positions(attn)
-        layer = getattr(block, out)
-        self._outs.append((block, out, layer, layer.register_forward_hook(self._unmerge_stream)))
-
-    def follow(self) -> None:
-        """Move hooks to layers that took the place of those that had them."""
-        for i, (block, name, hooked, handle) in enumerate(self._outs):
-            if (layer := getattr(block, name)) is not hooked:
-                handle.remove()
-                self._outs[i] = block, name, layer, layer.register_forward_hook(self._unmerge_stream)
-
-    def remove(self) -> None:
-        """Take all hooks away."""
-        self.end()
-        for handle in (*self._handles, *(handle for *_, handle in self._outs)):
-            handle.remove()
-
-    def _see(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Make the plan, if it is time."""
+        if self._regions is None:
+            return
         if self._due:
             self._due = False
             chosen = self._plan.chosen if self._plan else None
-            x = _tokens(args, kwargs).detach()
-            with torch.no_grad(), record_function("foveate::plan"):
-                features = along(self._regions.order, x) if self._raster else x
-                with torch.autocast(x.device.type, enabled=False):  # which tokens are alike is no matter of bfloat16
-                    self.merge = self._plan = self.method.plan(features, self._regions, chosen)
+            x = tokens.detach() if self.order is None else tokens.detach().index_select(1, self.order)
+            exact = torch.autocast(x.device.type, enabled=False)  # similarities need more than bfloat16
+            with torch.no_grad(), record_function("foveate::plan"), exact:
+                self.merge = self._plan = self.method.plan(x, self._regions, chosen)
+        rows = None if rope is None else tuple(map(self._rows, rope))
+        bias = self._bias() if self.method.size_bias else None
+        for layer in self.layer_plans:
+            layer.bias = bias if bias is None or layer.inverse is None else bias.index_select(1, layer.inverse)
+            layer.rope = rows
+
+    def _rows(self, rows: Tensor) -> Tensor:
+        """The rows of [text | merged tokens]: a merged token has the position of its destination."""
+        text, image = rows.tensor_split([len(self.text)])
+        image = self.merge.rope(image if self.order is None else image.index_select(0, self.order))
+        rows = torch.cat([text.expand(len(image), -1, -1), image], 1)
+        return rows[0] if len(rows) == 1 else rows
+
+    def _bias(self) -> Tensor:
+        """Logarithm of the number of tokens that each of [text | merged tokens] stands for."""
+        sizes = self.merge.log_sizes()
+        return torch.cat([sizes.new_zeros(len(sizes), len(self.text)), sizes], 1)
+
+    def merged(self, x: Tensor, ahead: int = 0) -> Tensor:
+        """Tokens [batch, ahead + image, dim] with the image merged."""
+        return self.merge.merge(x, ahead, self._with_text(self.order, ahead))
+
+    def unmerged(self, y: Tensor, ahead: int = 0) -> Tensor:
+        """Tokens [batch, ahead + merged, dim] with the image unmerged, in raster order."""
+        x = self.merge.unmerge(y, ahead)
+        return x if self.inverse is None else x.index_select(1, self._with_text(self.inverse, ahead))
+
+    def _with_text(self, order: Tensor | None, ahead: int) -> Tensor | None:
+        if order is None or not ahead:
+            return order
+        return torch.cat([torch.arange(ahead, device=order.device), order + ahead])
+
+    def updated(self, x: Tensor, before: Tensor, after: Tensor, ahead: int) -> Tensor:
+        """`x` plus the unmerged difference of its merged tokens before and after a run of blocks; text as after it."""
+        image = self.merge.update(x[:, ahead:], before[:, ahead:], after[:, ahead:], self.order)
+        return torch.cat([after[:, :ahead], image], 1) if ahead else image
+
+
+class MergedBlock:
+    """The hooks of one block.
+
+    Args:
+        group: The group of the block.
+        block: The block.
+        attentions: Its self-attention modules.
+        joined: Whether it is given text and image in one tensor, text first.
+    """
+
+    def __init__(self, group: MergeGroup, block: nn.Module, attentions: list[nn.Module], joined: bool) -> None:
+        self.group, self.block, self.attentions, self.joined = group, block, attentions, joined
+        self.handles: list[RemovableHandle] = []
+        self._last: tuple[str, nn.Module, RemovableHandle] | None = None
+
+    def remove(self) -> None:
+        """Remove all hooks."""
+        for handle in (*self.handles, *(self._last or ())[2:]):
+            handle.remove()
+
+    # --- the hook that makes the plan ---
+
+    def plan_here(self) -> None:
+        """Make the plan of the group from this block's input."""
+        hook = self.plan if self.group.method.per_block else self.plan_outside
+        self.handles.append(self.block.register_forward_pre_hook(hook, with_kwargs=True))
+
+    def plan(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Hook before the block."""
+        x = args[0] if args else kwargs["hidden_states"]
+        rope = kwargs.get(self.group.rope) if self.group.rope else None
+        self.group.plan(x[:, len(self.group.text) :] if self.joined else x, rope)
 
     @torch.compiler.disable
-    def _see_outside(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self._see(block, args, kwargs)
+    def plan_outside(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """`plan`, outside of compiled code."""
+        self.plan(block, args, kwargs)
+
+    # --- hooks around the whole block ---
+
+    def merge_block(self, *, last: bool) -> None:
+        """Run the block on merged tokens, and the next block of the group too unless this is the last one.
+
+        What the blocks add to the merged tokens is added to all tokens after the last. That is what merging and
+        unmerging around each block gives wherever merging undoes unmerging: with hard weights exactly.
+        """
+        self.handles += [
+            self.block.register_forward_pre_hook(self.enter, with_kwargs=True),
+            self.block.register_forward_hook(self.leave if last else self.leave_between),
+        ]
 
     @torch.compiler.disable
-    def _merge_block(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if self.merge is None or self._whole:
+    def enter(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Hook before the block: merge its tokens unless they are merged already."""
+        group = self.group
+        if group.merge is None:
             return args, kwargs
-        x = _tokens(args, kwargs)
-        self._whole = x, self.merge.merge(x, 0, self._way(x))
-        return (self._whole[1], *args[1:]), {name: value for name, value in kwargs.items() if name != "hidden_states"}
+        if group.whole is None:
+            x = args[0] if args else kwargs["hidden_states"]
+            merged = group.merged(x, self._ahead())
+            group.whole = x, merged
+            args = (merged, *args[1:]) if args else args
+            kwargs = kwargs if args else {**kwargs, "hidden_states": merged}
+        return args, self._without_rope(kwargs)
 
     @torch.compiler.disable
-    def _unmerge_block(self, block: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-        if self._whole is None:
+    def leave(self, block: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        """Hook after the last block of a run."""
+        group = self.group
+        if group.whole is None:
             return output
-        (x, merged), self._whole = self._whole, None
+        (x, merged), group.whole = group.whole, None
         *text, image = output if isinstance(output, tuple) else (output,)
-        image = self.merge.update(x, merged, image, self._way(x))
+        image = group.updated(x, merged, image, self._ahead())
         return (*text, image) if isinstance(output, tuple) else image
 
     @torch.compiler.disable
-    def _unmerge_between(self, block: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-        return self._unmerge_block(block, args, output) if self._apart else output
+    def leave_between(self, block: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        """Hook after a block that is not the last one."""
+        return output if self.group.skip_unmerge else self.leave(block, args, output)
 
-    def _way(self, x: Tensor) -> Tensor | None:
-        """The order of the regions, unless these tokens are in it."""
-        return self._regions.order.to(x.device) if self._raster else None
+    def _ahead(self) -> int:
+        return len(self.group.text) if self.joined else 0
 
-    def _weigh(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if self.merge is None or not self.method.size_bias:
+    def _without_rope(self, kwargs: dict[str, Any]) -> dict[str, Any]:
+        """The arguments for merged tokens, whose rotary embedding travels in the plan of the layer."""
+        plans, rope = self.group.layer_plans, self.group.rope
+        return kwargs if rope is None or not plans or plans[0].rope is None else {**kwargs, rope: None}
+
+    # --- hooks around single modules ---
+
+    def merge_module(self, module: nn.Module) -> None:
+        """Run an attention or feed-forward module on merged tokens."""
+        self.handles += [
+            module.register_forward_pre_hook(self.merge_input, with_kwargs=True),
+            module.register_forward_hook(self.unmerge_output),
+        ]
+
+    def merge_input(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Hook before a module: its first argument holds image tokens."""
+        if self.group.merge is None:
             return args, kwargs
-        sizes = self.merge.log_sizes().to(args[0].dtype)
-        return args, {**kwargs, "attention_mask": sizes[:, None].expand(len(args[0]), 1, -1)}
+        if args:
+            return (self.group.merged(args[0]), *args[1:]), kwargs
+        return args, self._without_rope({**kwargs, "hidden_states": self.group.merged(kwargs["hidden_states"])})
 
-    def _merge_keyword(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if self.merge is None:
-            return args, kwargs
-        return args, {**kwargs, "hidden_states": self.merge.merge(kwargs["hidden_states"])}
-
-    def _merge_first(self, module: nn.Module, args: tuple[Any, ...]) -> Any:
-        return args if self.merge is None else (self.merge.merge(args[0]), *args[1:])
-
-    def _unmerge_output(self, module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
-        return output if self.merge is None else self.merge.unmerge(output)
-
-    def _merge_image(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if self.merge is None:
-            return args, kwargs
-        kwargs = {**kwargs, "hidden_states": self.merge.merge(kwargs["hidden_states"])}
-        return args, self._positions(kwargs)
-
-    def _unmerge_image(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-        if self.merge is None:
+    def unmerge_output(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        """Hook after a module that returns image tokens, or (image, text, and what an image prompt adds)."""
+        if self.group.merge is None:
             return output
-        image, text, *prompt = output  # with an IP-Adapter, what the image prompt adds to the image
-        return self.merge.unmerge(image), text, *map(self.merge.unmerge, prompt)
+        if not isinstance(output, tuple):
+            return self.group.unmerged(output)
+        image, text, *prompt = output
+        return self.group.unmerged(image), text, *map(self.group.unmerged, prompt)
 
-    def _merge_normed(self, module: nn.Module, args: tuple[Any, ...], output: tuple[Tensor, ...]) -> Any:
-        return output if self.merge is None else (self.merge.merge(output[0], self.text.shape[1]), *output[1:])
+    def merge_stream(self, first: str, last: str) -> None:
+        """Run a single-stream block on merged tokens from its norm `first` to its linear layer `last`."""
+        norm, (attn,) = getattr(self.block, first), self.attentions
+        self.handles += [
+            norm.register_forward_hook(self.merge_normed),
+            attn.register_forward_pre_hook(self.take_rope, with_kwargs=True),
+        ]
+        layer = getattr(self.block, last)
+        self._last = last, layer, layer.register_forward_hook(self.unmerge_stream)
 
-    def _move_rope(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return (args, kwargs) if self.merge is None else (args, self._positions(kwargs))
+    def follow(self) -> None:
+        """Move the last hook of `merge_stream` to a layer that replaced the hooked one, as LoRA adapters do."""
+        if self._last is not None and (layer := getattr(self.block, self._last[0])) is not self._last[1]:
+            self._last[2].remove()
+            self._last = self._last[0], layer, layer.register_forward_hook(self.unmerge_stream)
 
-    def _unmerge_stream(self, module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
-        return output if self.merge is None else self.merge.unmerge(output, self.text.shape[1])
+    def merge_normed(self, module: nn.Module, args: tuple[Any, ...], output: tuple[Tensor, ...]) -> Any:
+        """Hook after the norm: it returns (text and image tokens, ...)."""
+        if self.group.merge is None:
+            return output
+        return self.group.merged(output[0], len(self.group.text)), *output[1:]
 
-    def _positions(self, kwargs: dict[str, Any]) -> dict[str, Any]:
-        """Rotary embedding of the destinations, and the bias of large tokens."""
-        if (rope := kwargs.get("image_rotary_emb")) is not None:
-            kwargs = {**kwargs, "image_rotary_emb": tuple(map(self._rows, rope))}
-        if self.method.size_bias:
-            sizes = self.merge.log_sizes()
-            bias = torch.cat([sizes.new_zeros(len(sizes), self.text.shape[1]), sizes], 1).to(self.text.dtype)
-            kwargs = {**kwargs, "attention_mask": bias[:, None, None]}
-        return kwargs
+    def take_rope(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Hook before the attention of a single-stream block."""
+        return args, kwargs if self.group.merge is None else self._without_rope(kwargs)
 
-    def _rows(self, rows: Tensor) -> Tensor:
-        """Of [text | image] positions those that are left: [tokens, dim], or with the batch in front."""
-        text = rows[: self.text.shape[1]]
-        image = self.merge.rope(rows[self.text.shape[1] :])
-        if len(image) == 1:
-            return torch.cat([text, image[0]])
-        return torch.cat([text.expand(len(image), -1, -1), image], 1)
-
-
-def _tokens(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    """Image tokens that a block is given."""
-    return args[0] if args else kwargs["hidden_states"]
+    def unmerge_stream(self, module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
+        """Hook after the last layer: it returns text and merged tokens."""
+        return output if self.group.merge is None else self.group.unmerged(output, len(self.group.text))

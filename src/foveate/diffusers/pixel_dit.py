@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from foveate.nn import LogLinearAttention
 from foveate.ops.curves import CURVES, grid_order, inverse_order
+from foveate.ops.log_linear_attention import log_linear_attention
 
 __all__ = ["MODELS", "PixelDiT", "attend_densely"]
 
@@ -111,6 +112,9 @@ class PixelDiT(ModelMixin, ConfigMixin):
         )
         self.norm_out = AdaLayerNormContinuous(dim, dim, elementwise_affine=False, eps=1e-6)
         self.proj_out = nn.Linear(dim, pixels)
+        for block in self.blocks:
+            block.attn.attend = block.attn.processor = PixelAttnProcessor(block.attn.attend)
+            block.attn.inner_dim, block.attn.head_dim = dim, attention_head_dim
         self.gradient_checkpointing = False
         self._start()
 
@@ -185,6 +189,29 @@ class PixelBlock(nn.Module):
         x = x + gate[:, None] * self.attn(seen, rope=rope, context=text)
         seen = self.norm2(x) * (1 + scale[:, None]) + shift[:, None]
         return x + ff_gate[:, None] * self.ff(seen)
+
+
+class PixelAttnProcessor:
+    """The attention of one layer: the model's own, or by the plan that `foveate.apply` attaches.
+
+    Args:
+        own: What the model was made with.
+    """
+
+    _attention_backend = None
+    _parallel_config = None
+
+    def __init__(self, own: Any) -> None:
+        self.own = own
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Any:
+        """(output, ...) as `foveate.ops.log_linear_attention` returns it."""
+        plan: Any = self._parallel_config
+        if plan is None:
+            return self.own(q, k, v, **options)
+        if plan.pattern is None:
+            return attend_densely(q, k, v, **options)
+        return log_linear_attention(q, k, v, **options, **plan.pattern.options)
 
 
 class DenseAttention(LogLinearAttention):

@@ -16,8 +16,9 @@ from jaxtyping import Float
 from torch import Tensor
 
 from foveate.diffusers.pixel_dit import PixelDiT
+from foveate.methods import LLSA
 
-__all__ = ["PixelPipeline", "noise_scale"]
+__all__ = ["PixelPipeline", "as_method", "noise_scale"]
 
 
 def noise_scale(height: int, width: int) -> float:
@@ -129,3 +130,14 @@ class PixelPipeline(DiffusionPipeline):
     def _velocity(self, x: Tensor, time: Tensor, text: Tensor | None) -> Float[Tensor, "batch channels height width"]:
         dtype = self.transformer.dtype
         return self.transformer(x.to(dtype), time.expand(len(x)), text, return_dict=False)[0].float()
+
+
+def as_method(pipeline: PixelPipeline) -> LLSA:
+    """The log-linear attention of a pipeline's model as a method. The model itself becomes dense."""
+    model = pipeline.transformer
+    config = {name: value for name, value in model.config.items() if not name.startswith("_")}
+    dense = PixelDiT(**{**config, "attention": "dense"}).to(model.device, model.dtype)
+    dense.load_state_dict(model.state_dict())
+    pipeline.register_modules(transformer=dense.eval())
+    options = {name: config[name] for name in ("top_k", "block_size", "levels", "enrich", "reweight")}
+    return LLSA(**options, curve=config["order"], min_tokens=0)

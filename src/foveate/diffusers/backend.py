@@ -1,0 +1,166 @@
+# pyright: basic, reportPrivateUsage=false, reportAttributeAccessIssue=false, reportCallIssue=false
+"""Foveate as an attention backend of diffusers; the only file that uses private names of diffusers' dispatcher.
+
+A processor of diffusers calls ``dispatch_attention_fn(q, k, v, ..., backend=self._attention_backend,
+parallel_config=self._parallel_config)``. `attach` sets both on one processor: the backend is `FOVEATE`, and the
+`LayerPlan` of the layer travels as the parallel config, which diffusers hands to the backend untouched.
+"""
+
+from typing import Any
+
+from diffusers.models import attention_dispatch
+from diffusers.models.attention_dispatch import AttentionBackendName, SeqAllToAllDim, dispatch_attention_fn
+from torch import Tensor
+
+from foveate.ops.joint_attention import Pattern, joint_attention
+from foveate.ops.permute_tokens import permute_tokens
+
+__all__ = ["FOVEATE", "LayerPlan", "attach", "detach", "dispatches", "foveate_attention", "plan_of"]
+
+
+class LayerPlan:
+    """How one attention layer attends in one forward; passed in the place of a `ParallelConfig`, and wraps one.
+
+    Attributes:
+        order: Positions in the attention sequence in the order of the pattern, text first; padding is left out.
+        inverse: Place of each position in `order`; None where `order` is ascending and complete.
+        pattern: Which tokens attend to which; None if all attend to all.
+        mask_is_padding: Whether an attention mask only hides the padding, which `order` leaves out.
+        rope: (cos, sin), [tokens, head_dim] or [batch, tokens, head_dim], to rotate queries and keys by; None if the
+            processor has done so.
+        bias: Added to the attention logits of each key [batch or 1, tokens].
+        backend: The backend of the processor before `attach`.
+        parallel: The parallel config of the processor before `attach`.
+    """
+
+    def __init__(
+        self,
+        order: Tensor,
+        inverse: Tensor | None = None,
+        pattern: Pattern | None = None,
+        mask_is_padding: bool = False,
+    ) -> None:
+        self.order, self.inverse, self.pattern = order, inverse, pattern
+        self.mask_is_padding = mask_is_padding
+        self.bias: Tensor | None = None
+        self.rope: tuple[Tensor, Tensor] | None = None
+        self.backend: Any = None
+        self.parallel: Any = None
+
+    @property
+    def context_parallel_config(self) -> Any:
+        """That of the wrapped config."""
+        return getattr(self.parallel, "context_parallel_config", None)
+
+    @property
+    def tensor_parallel_config(self) -> Any:
+        """That of the wrapped config."""
+        return getattr(self.parallel, "tensor_parallel_config", None)
+
+
+def _add_backend(name: str) -> AttentionBackendName:
+    """A member of diffusers' enum of backends, added at run time."""
+    if name not in AttentionBackendName._value2member_map_:
+        member = str.__new__(AttentionBackendName, name)
+        member._name_, member._value_ = name.upper(), name
+        AttentionBackendName._member_names_.append(member._name_)
+        AttentionBackendName._member_map_[member._name_] = member
+        AttentionBackendName._value2member_map_[name] = member
+    return AttentionBackendName(name)
+
+
+FOVEATE = _add_backend("foveate")
+
+
+def dispatches(processor: Any) -> bool:
+    """Whether a processor attends through diffusers' dispatcher, so that a backend can be chosen for it."""
+    return hasattr(processor, "_attention_backend") and hasattr(processor, "_parallel_config")
+
+
+def plan_of(processor: Any) -> LayerPlan | None:
+    """The plan attached to a processor, if any."""
+    config = getattr(processor, "_parallel_config", None)
+    return config if isinstance(config, LayerPlan) else None
+
+
+def ulysses_ranks(plan: LayerPlan) -> int:
+    """Number of processes over which Ulysses context parallelism splits the sequence."""
+    context = plan.context_parallel_config
+    return 1 if context is None else context._ulysses_mesh.size()
+
+
+def attach(processor: Any, plan: LayerPlan) -> None:
+    """Let a processor attend by this plan. Its own backend and parallel config are kept in the plan."""
+    former = plan_of(processor)
+    own = processor._attention_backend
+    plan.backend = former.backend if former and own is FOVEATE else own
+    plan.parallel = former.parallel if former else processor._parallel_config
+    processor._attention_backend, processor._parallel_config = FOVEATE, plan
+
+
+def detach(processor: Any) -> None:
+    """Give a processor its own backend and parallel config back, unless something else has set them since."""
+    if (plan := plan_of(processor)) is None:
+        return
+    _restore(processor, "_parallel_config", plan.parallel)
+    if processor._attention_backend is FOVEATE:
+        _restore(processor, "_attention_backend", plan.backend)
+
+
+def _restore(processor: Any, name: str, value: Any) -> None:
+    setattr(processor, name, value)
+    if getattr(type(processor), name, ...) is value:
+        vars(processor).pop(name)  # it was never set on this processor
+
+
+@attention_dispatch._AttentionBackendRegistry.register(FOVEATE, supports_context_parallel=True)
+def foveate_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    _parallel_config: Any = None,
+) -> Tensor:
+    """Attention by the `LayerPlan` in `_parallel_config`, [batch, tokens, heads, head_dim] as diffusers has it.
+
+    Calls that the plan is not for (other lengths, as those of an image prompt, or a mask) go to the processor's own
+    backend.
+    """
+    plan: LayerPlan = _parallel_config
+    ranks = ulysses_ranks(plan)
+    tokens = plan.order.shape[0] if plan.inverse is None else plan.inverse.shape[0]
+    rope = plan.rope
+    masked = attn_mask is not None and not plan.mask_is_padding
+    if query.shape[1] * ranks != tokens or key.shape[1] * ranks != tokens or masked:
+        if rope is not None and query.shape[1] == key.shape[1] == rope[0].shape[-2]:
+            query, key, value = permute_tokens(query, key, value, rope=rope)
+        return dispatch_attention_fn(
+            query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa,
+            backend=plan.backend, parallel_config=plan.parallel,
+        )  # fmt: skip
+    if plan.pattern is None:
+        query, key, value = permute_tokens(query, key, value, rope=rope)
+        mask = None if plan.bias is None else plan.bias.to(query.dtype)[:, None, None]
+        return dispatch_attention_fn(query, key, value, mask, scale=scale, backend=plan.backend)
+    if ranks > 1:  # each process gets all tokens of some heads
+        group = plan.context_parallel_config._ulysses_mesh.get_group()
+        query, key, value = (SeqAllToAllDim.apply(group, x.contiguous(), 2, 1) for x in (query, key, value))
+        out = _attend(query, key, value, plan)
+        return SeqAllToAllDim.apply(group, out.contiguous(), 1, 2)
+    return _attend(query, key, value, plan)
+
+
+def _attend(query: Tensor, key: Tensor, value: Tensor, plan: LayerPlan) -> Tensor:
+    """Gather the sequence into the order of the plan, attend by its pattern, and scatter the result back."""
+    order = None if plan.inverse is None else plan.order.to(query.device)
+    query, key, value = permute_tokens(query, key, value, order=order, rope=plan.rope)
+    out = joint_attention(*(x.transpose(1, 2) for x in (query, key, value)), plan.pattern).transpose(1, 2)
+    if order is None or plan.inverse is None:
+        return out
+    if len(order) < len(plan.inverse):  # padding gets zeros
+        return out.new_zeros(out.shape[0], len(plan.inverse), *out.shape[2:]).index_copy(1, order, out)
+    return permute_tokens(out, order=plan.inverse.to(out.device))[0]

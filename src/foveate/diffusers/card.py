@@ -1,0 +1,211 @@
+# pyright: basic, reportAttributeAccessIssue=false
+"""What Foveate has to know about a model class of diffusers: a card. docs/add-a-model.md adds one step by step."""
+
+from collections.abc import Callable, Hashable, Iterator
+from importlib import import_module
+from itertools import groupby
+from typing import Any, ClassVar, Literal, NamedTuple
+
+import torch
+from jaxtyping import Int
+from torch import Tensor, nn
+
+__all__ = ["Card", "Layout", "Segment", "Stack", "card_of", "image", "padding", "register_card", "text"]
+
+CARDS: dict[str, str | type["Card"]] = {
+    "FluxTransformer2DModel": "foveate.diffusers.cards.flux:FluxCard",
+    "ChromaTransformer2DModel": "foveate.diffusers.cards.flux:ChromaCard",
+    "SD3Transformer2DModel": "foveate.diffusers.cards.blocks:SD3Card",
+    "PixArtTransformer2DModel": "foveate.diffusers.cards.blocks:PixArtCard",
+    "DiTTransformer2DModel": "foveate.diffusers.cards.blocks:DiTCard",
+    "UNet2DConditionModel": "foveate.diffusers.cards.blocks:UNetCard",
+    "PixelDiT": "foveate.diffusers.cards.pixel_dit:PixelDiTCard",
+}
+"""Card of each model class, by name; nothing is imported before it is needed."""
+
+
+def register_card(model_class: str) -> Callable[[type["Card"]], type["Card"]]:
+    """Decorator that makes a class the card of a model class, given by name.
+
+    Examples:
+        >>> @foveate.register_card("BriaTransformer2DModel")
+        ... class BriaCard(foveate.Card): ...
+    """
+
+    def register(card: type[Card]) -> type[Card]:
+        CARDS[model_class] = card
+        return card
+
+    return register
+
+
+def card_of(model: nn.Module) -> "Card":
+    """The card of a model.
+
+    Raises:
+        ValueError: If its class has none.
+    """
+    card = CARDS.get(type(model).__name__)
+    if card is None:
+        raise ValueError(
+            f"{type(model).__name__} is not supported: foveate knows {', '.join(CARDS)}; "
+            "docs/add-a-model.md shows how to add a model with foveate.register_card"
+        )
+    if isinstance(card, str):
+        module, name = card.split(":")
+        card = getattr(import_module(module), name)
+    return card()
+
+
+class Segment(NamedTuple):
+    """Consecutive tokens of one kind in an attention sequence.
+
+    Attributes:
+        kind: "text", "image" (the picture or a reference image), or "padding", which nothing attends to.
+        shape: (tokens,) of text and padding, (rows, columns) of an image.
+    """
+
+    kind: Literal["text", "image", "padding"]
+    shape: tuple[int, ...]
+
+    @property
+    def tokens(self) -> int:
+        """Number of tokens."""
+        return torch.Size(self.shape).numel()
+
+
+def text(tokens: int) -> Segment:
+    """Text tokens: they attend to all tokens, and all attend to them."""
+    return Segment("text", (tokens,))
+
+
+def image(rows: int, columns: int) -> Segment:
+    """Tokens of an image, row by row. The first image is the picture, others are references."""
+    return Segment("image", (rows, columns))
+
+
+def padding(tokens: int) -> Segment:
+    """Tokens that no token attends to; their own output is zero."""
+    return Segment("padding", (tokens,))
+
+
+class Layout(NamedTuple):
+    """The attention sequence of a forward pass.
+
+    Attributes:
+        segments: Its tokens, in order.
+    """
+
+    segments: tuple[Segment, ...]
+
+    @property
+    def text(self) -> int:
+        """Number of text tokens."""
+        return sum(segment.tokens for segment in self.segments if segment.kind == "text")
+
+    @property
+    def grids(self) -> tuple[tuple[int, int], ...]:
+        """(rows, columns) of the picture, then of each reference image."""
+        return tuple(segment.shape for segment in self.segments if segment.kind == "image")  # type: ignore[misc]
+
+    @property
+    def tokens(self) -> int:
+        """Number of tokens, padding included."""
+        return sum(segment.tokens for segment in self.segments)
+
+    def streams(self) -> list[int]:
+        """Lengths of the consecutive parts that belong to one input tensor of the model: text or images."""
+        runs = groupby(self.segments, key=lambda segment: segment.kind == "image")
+        return [sum(segment.tokens for segment in run) for _, run in runs]
+
+    def only_images(self) -> "Layout":
+        """The sequence of attention among image tokens alone."""
+        return Layout(tuple(segment for segment in self.segments if segment.kind == "image"))
+
+    def merged(self, kept: int) -> "Layout":
+        """The sequence when the image tokens are merged into `kept` tokens, in the place of the first image."""
+        first = next(i for i, segment in enumerate(self.segments) if segment.kind == "image")
+        others = [(i, segment) for i, segment in enumerate(self.segments) if segment.kind != "image"]
+        before = [segment for i, segment in others if i < first]
+        return Layout((*before, image(1, kept), *(segment for i, segment in others if i > first)))
+
+    def positions(self, kind: str) -> Int[Tensor, "tokens"]:
+        """Positions of all tokens of a kind."""
+        ends = torch.tensor([segment.tokens for segment in self.segments]).cumsum(0).tolist()
+        parts = [
+            torch.arange(end - s.tokens, end) for s, end in zip(self.segments, ends, strict=True) if s.kind == kind
+        ]
+        return torch.cat([torch.empty(0, dtype=torch.long), *parts])
+
+
+class Stack(NamedTuple):
+    """Consecutive blocks of a model that have the same token grid.
+
+    Attributes:
+        name: Name of the list of blocks in the model.
+        blocks: The blocks.
+        holder: The module whose forward arguments tell the layout: the model itself, or a part of a UNet.
+        group: Stacks with an equal value may share one plan of token merging.
+        skip: Number of first blocks that token merging leaves dense unless told otherwise.
+        joined: Whether the blocks are given text and image in one tensor, text first.
+    """
+
+    name: str
+    blocks: nn.ModuleList
+    holder: nn.Module
+    group: Hashable
+    skip: int
+    joined: bool = False
+
+
+class Card:
+    """What Foveate has to know about a model class. Subclasses implement `layout`, and `stacks` for other block lists.
+
+    Attributes:
+        attention: Self-attention modules of a block by name, and whether text and image attend to each other there.
+        rope: Name of the argument with the rotary embedding (cos, sin) of the attention sequence; None if there is
+            none, or if it has another form.
+        merged_modules: Modules that token merging with granularity="module" runs on merged tokens, by the option of
+            the method that turns them on: "attn", "cross" or "mlp".
+        merge_mlp: Whether the "mlp" modules merge where the method does not say.
+        stream: First and last module of the part of a single-stream block that runs on merged tokens.
+        wrapper: Processor class to put around processors that attend without diffusers' dispatcher.
+        padding_mask: Name of the argument with an attention mask that only hides padding, for which `layout` has
+            `padding` segments.
+    """
+
+    attention: ClassVar[dict[str, bool]] = {"attn": True}
+    rope: ClassVar[str | None] = None
+    merged_modules: ClassVar[dict[str, str]] = {"attn": "attn", "ff": "mlp"}
+    merge_mlp: ClassVar[bool] = True
+    stream: ClassVar[tuple[str, str]] = ("norm", "proj_out")
+    wrapper: ClassVar[Any] = None
+    padding_mask: ClassVar[str | None] = None
+
+    def layout(self, holder: nn.Module, inputs: dict[str, Any]) -> Layout:
+        """The attention sequence of a forward pass.
+
+        Args:
+            holder: `Stack.holder`.
+            inputs: Its forward arguments by name. Arguments may be replaced in place.
+
+        Raises:
+            DenseFallback: If this forward pass has to stay dense.
+        """
+        raise NotImplementedError
+
+    def stacks(self, model: nn.Module) -> Iterator[Stack]:
+        """The stacks of blocks, in running order."""
+        blocks: Any = model.transformer_blocks
+        yield Stack("transformer_blocks", blocks, model, None, min(5, len(blocks) // 3))
+
+    def check(self, model: nn.Module, methods: tuple[Any, ...]) -> None:
+        """Raise a ValueError if the methods do not fit this kind of model."""
+
+    def dense_plan(self) -> Any:
+        """Plan of the layers that stay dense; None where the model's own attention is dense."""
+        return None
+
+    def residuals_between_blocks(self, inputs: dict[str, Any]) -> bool:
+        """Whether this forward pass adds something to all image tokens between blocks, as a ControlNet does."""
+        return any(inputs.get(name) is not None for name in inputs if "controlnet" in name or name == "skip_layers")

@@ -1,0 +1,116 @@
+# pyright: basic, reportIncompatibleMethodOverride=false
+"""FLUX.1 (dev, schnell, Fill, Kontext) and Chroma: [text, image, references], positions in `img_ids`."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from foveate.diffusers.card import Card, Layout, Segment, Stack, image, padding, text
+from foveate.methods.base import DenseFallback
+from foveate.utils.cache import WeakTensorCache, persistent
+
+__all__ = ["ChromaCard", "FluxCard", "grids_of"]
+
+
+class FluxCard(Card):
+    """`FluxTransformer2DModel`."""
+
+    rope = "image_rotary_emb"
+    merge_mlp = False
+    joined = False  # single-stream blocks of FLUX join text and image themselves
+
+    def layout(self, holder: nn.Module, inputs: dict[str, Any]) -> Layout:
+        """[text, image, references]; the grids are read from `img_ids`."""
+        return Layout((*self.text(inputs), *(image(*grid) for grid in grids_of(inputs["img_ids"]))))
+
+    def text(self, inputs: dict[str, Any]) -> tuple[Segment, ...]:
+        """The text in front of the image."""
+        return (text(inputs["encoder_hidden_states"].shape[1]),)
+
+    def stacks(self, model: nn.Module) -> Iterator[Stack]:
+        """Double-stream blocks, then single-stream blocks."""
+        double: Any = model.transformer_blocks
+        single: Any = model.single_transformer_blocks
+        yield Stack("transformer_blocks", double, model, "double", min(5, len(double)))
+        yield Stack("single_transformer_blocks", single, model, "single", min(5, len(single) // 3), self.joined)
+
+
+class ChromaCard(FluxCard):
+    """`ChromaTransformer2DModel`: FLUX.1 with a mask over the padded text."""
+
+    joined = True
+    padding_mask = "attention_mask"
+
+    def text(self, inputs: dict[str, Any]) -> tuple[Segment, ...]:
+        """The text in front of the image; its padding, the same in all samples, is left out of attention."""
+        tokens, mask = inputs["encoder_hidden_states"].shape[1], inputs.get("attention_mask")
+        if mask is None:
+            return (text(tokens),)
+        if mask.dtype is not torch.bool:
+            raise DenseFallback(
+                "the attention mask is additive: pass prompt_embeds and a boolean prompt_attention_mask, as "
+                "pipe.encode_prompt makes them with .bool()"
+            )
+        real = _real_tokens(mask)
+        return (text(real), padding(tokens - real)) if real < tokens else (text(tokens),)
+
+
+_LENGTHS: WeakTensorCache[int] = WeakTensorCache()
+
+
+def _real_tokens(mask: Tensor) -> int:
+    """Number of text tokens in front of the padding."""
+
+    def read() -> int:
+        rows = mask.detach().cpu()
+        masked = int((~rows[0]).sum())
+        real = int((~rows[0]).int().argmax()) if masked else rows.shape[1]
+        if (rows != rows[:1]).any() or rows[0, real : real + masked].any():
+            raise DenseFallback("the text is padded differently in the samples of the batch")
+        return real
+
+    return _LENGTHS.get([mask], None if mask.is_inference() else mask._version, read)
+
+
+# Reading ids waits for the device, and a pipeline keeps its ids through all steps.
+_GRIDS: WeakTensorCache[tuple[tuple[int, int], ...]] = WeakTensorCache()
+
+
+def grids_of(ids: Tensor) -> tuple[tuple[int, int], ...]:
+    """(rows, columns) of every image in `img_ids`: of the picture, then of its references.
+
+    Args:
+        ids: [tokens, 3] or [batch, tokens, 3]: (image, row, column) of each token.
+
+    Raises:
+        DenseFallback: If an image is not a complete raster of unit steps.
+        ValueError: If the samples of a batch differ.
+    """
+    version = None if ids.is_inference() else ids._version
+    return _GRIDS.get([ids], version, lambda: _read_grids(ids.detach().cpu()))
+
+
+@persistent
+def _read_grids(ids: Tensor) -> tuple[tuple[int, int], ...]:
+    if ids.ndim == 3:
+        if (ids != ids[:1]).any():
+            raise ValueError(
+                "img_ids differ between the samples of a batch: run samples with different layouts one by one"
+            )
+        ids = ids[0]
+    borders = (ids[:, 0].diff() != 0).nonzero().flatten() + 1
+    return tuple(_read_grid(cells[:, 1:]) for cells in ids.tensor_split(borders))
+
+
+def _read_grid(cells: Tensor) -> tuple[int, int]:
+    later_rows = (cells[:, 0] != cells[0, 0]).nonzero()
+    width = int(later_rows[0]) if len(later_rows) else len(cells)
+    height = len(cells) // width
+    raster = torch.cartesian_prod(torch.arange(height), torch.arange(width)) + cells[0].double()
+    if not torch.equal(raster.to(cells.dtype), cells):  # compare in the precision of the ids: bfloat16 rounds them
+        raise DenseFallback(
+            f"img_ids are no complete raster of unit steps ({len(cells)} ids, {width} in the first row)"
+        )
+    return height, width

@@ -1,0 +1,40 @@
+# pyright: basic, reportAttributeAccessIssue=false, reportIncompatibleMethodOverride=false
+"""`PixelDiT`, the model of `foveate train`: it puts its tokens in order itself, and reads words as extra keys."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from foveate.diffusers.backend import LayerPlan
+from foveate.diffusers.card import Card, Layout, Stack, image
+from foveate.methods import LLSA
+
+__all__ = ["PixelDiTCard"]
+
+
+class PixelDiTCard(Card):
+    """`PixelDiT`. Where LLSA is not at work the model is dense, whatever attention it was trained with."""
+
+    def check(self, model: nn.Module, methods: tuple[Any, ...]) -> None:
+        """Refuse all methods but an LLSA along the model's own curve."""
+        if len(methods) != 1 or not isinstance(methods[0], LLSA):
+            given = " + ".join(type(method).__name__ for method in methods)
+            raise ValueError(f"PixelDiT takes one LLSA and nothing else, not {given}")
+        if methods[0].curve != (order := model.config.order):
+            raise ValueError(f"this model's tokens are in {order} order: use curve={order}, not {methods[0].curve}")
+
+    def layout(self, holder: nn.Module, inputs: dict[str, Any]) -> Layout:
+        """The patches of the picture."""
+        rows, columns = (side // holder.config.patch_size for side in inputs["hidden_states"].shape[2:])
+        return Layout((image(rows, columns),))
+
+    def stacks(self, model: nn.Module) -> Iterator[Stack]:
+        """All blocks."""
+        blocks: Any = model.blocks
+        yield Stack("blocks", blocks, model, None, 0)
+
+    def dense_plan(self) -> LayerPlan:
+        """Dense attention for layers without a pattern."""
+        return LayerPlan(torch.empty(0))

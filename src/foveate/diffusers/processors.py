@@ -1,0 +1,58 @@
+# pyright: basic, reportArgumentType=false, reportCallIssue=false, reportOptionalSubscript=false
+# pyright: reportOptionalCall=false
+"""A processor for models that attend without diffusers' dispatcher: SD3, PixArt, DiT and UNets."""
+
+from typing import Any
+
+import torch
+from diffusers.models.attention_processor import Attention, AttnProcessor2_0, JointAttnProcessor2_0
+from torch import Tensor
+
+from foveate.diffusers.backend import foveate_attention, plan_of
+
+__all__ = ["DispatchedProcessor"]
+
+
+class DispatchedProcessor:
+    """Runs the wrapped processor, or Foveate's attention when a `LayerPlan` is attached.
+
+    Args:
+        original: The processor to wrap: `AttnProcessor2_0`, or `JointAttnProcessor2_0` for [image, text].
+    """
+
+    known = AttnProcessor2_0, JointAttnProcessor2_0
+    _attention_backend = None
+    _parallel_config = None
+
+    def __init__(self, original: Any = None) -> None:
+        if original is None:  # diffusers makes new processors without arguments when an IP-Adapter comes or goes
+            raise ValueError("an IP-Adapter cannot come or go under sparse attention: call foveate.remove(...) first")
+        self.original = original
+
+    def __call__(
+        self,
+        attn: Attention,
+        hidden_states: Tensor,
+        encoder_hidden_states: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+    ) -> Any:
+        """What the wrapped processor returns; arguments as diffusers passes them."""
+        if plan_of(self) is None:
+            return self.original(attn, hidden_states, encoder_hidden_states, attention_mask)
+        image = _heads(attn, hidden_states, (attn.to_q, attn.to_k, attn.to_v), (attn.norm_q, attn.norm_k, None))
+        if encoder_hidden_states is None:
+            out = foveate_attention(*image, attention_mask, _parallel_config=self._parallel_config).flatten(2)
+            return attn.to_out[1](attn.to_out[0](out))
+        projections = attn.add_q_proj, attn.add_k_proj, attn.add_v_proj
+        text = _heads(attn, encoder_hidden_states, projections, (attn.norm_added_q, attn.norm_added_k, None))
+        qkv = (torch.cat(both, 1) for both in zip(image, text, strict=True))
+        out = foveate_attention(*qkv, _parallel_config=self._parallel_config).flatten(2)
+        image_out, text_out = out.tensor_split([hidden_states.shape[1]], 1)
+        image_out = attn.to_out[1](attn.to_out[0](image_out))
+        return image_out, text_out if attn.context_pre_only else attn.to_add_out(text_out)
+
+
+def _heads(attn: Attention, x: Tensor, projections: tuple[Any, ...], norms: tuple[Any, ...]) -> list[Tensor]:
+    """Queries, keys and values [batch, tokens, heads, head_dim]."""
+    qkv = (project(x).unflatten(2, (attn.heads, -1)) for project in projections)
+    return [x if norm is None else norm(x).to(x.dtype) for x, norm in zip(qkv, norms, strict=True)]  # for autocast

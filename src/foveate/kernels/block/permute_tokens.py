@@ -1,0 +1,65 @@
+# pyright: basic, reportArgumentType=false, reportCallIssue=false
+"""Rotate queries and keys and put queries, keys and values in another order: one launch, one read, one write."""
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+__all__ = ["BACKENDS"]
+
+
+@triton.jit
+def _permute(p_q, p_k, p_v, p_out_q, p_out_k, p_out_v, p_order, p_cos, p_sin, sb_q, st_q, sh_q, sb_k, st_k, sh_k, sb_v,
+             st_v, sh_v, tokens, taken, ORDER: tl.constexpr, ROPE: tl.constexpr, ROPE_BATCH: tl.constexpr,
+             H: tl.constexpr, BH: tl.constexpr, D: tl.constexpr, BD: tl.constexpr):  # fmt: skip
+    """One token of one sample; program axis 2 chooses queries, keys or values."""
+    row, b, which = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2)
+    source = (tl.load(p_order + row) if ORDER else row).to(tl.int64)
+    heads, dims = tl.arange(0, BH)[:, None], tl.arange(0, BD)[None]
+    mask = (heads < H) & (dims < D)  # [BH, BD]
+    o_out = ((b * taken + row) * H + heads) * D + dims
+    if which == 2:
+        tl.store(p_out_v + o_out, tl.load(p_v + b * sb_v + source * st_v + heads * sh_v + dims, mask), mask)
+    else:
+        p_row = p_q + b * sb_q + source * st_q + heads * sh_q
+        if which == 1:
+            p_row = p_k + b * sb_k + source * st_k + heads * sh_k
+        x = tl.load(p_row + dims, mask)  # [BH, BD]
+        if ROPE:
+            o_angle = ((b * tokens if ROPE_BATCH else 0) + source) * D + dims
+            cos_even, cos_odd = tl.split(tl.reshape(tl.load(p_cos + o_angle, dims < D), [1, BD // 2, 2]))
+            sin_even, sin_odd = tl.split(tl.reshape(tl.load(p_sin + o_angle, dims < D), [1, BD // 2, 2]))
+            even, odd = tl.split(tl.reshape(x.to(tl.float32), [BH, BD // 2, 2]))  # [BH, BD / 2]
+            turned = tl.join(even * cos_even - odd * sin_even, odd * cos_odd + even * sin_odd)
+            x = tl.reshape(turned, [BH, BD]).to(x.dtype)
+        tl.store((p_out_k if which == 1 else p_out_q) + o_out, x, mask)
+
+
+def permute_tokens(
+    tensors: tuple[Tensor, ...], order: Tensor | None, rope: tuple[Tensor, Tensor] | None
+) -> tuple[Tensor, ...]:
+    """`foveate.ops.permute_tokens`."""
+    tensors = tuple(x if x.stride(3) == 1 else x.contiguous() for x in tensors)
+    batch, tokens, heads, dim = tensors[0].shape
+    taken = tokens if order is None else len(order)
+    outs = tuple(x.new_empty(batch, taken, heads, dim) for x in tensors)
+    ins, three = (xs + (3 - len(xs)) * xs[-1:] for xs in (tensors, outs))  # unused places repeat the last tensor
+    cos, sin = (x.float().contiguous() for x in rope) if rope else (outs[0], outs[0])
+    strides = [stride for x in ins for stride in x.stride()[:3]]
+    with torch.cuda.device_of(tensors[0]):
+        _permute[(taken, batch, len(tensors))](
+            *ins, *three, outs[0] if order is None else order, cos, sin, *strides, tokens, taken, order is not None,
+            rope is not None, cos.ndim == 3, heads, triton.next_power_of_2(heads), dim, triton.next_power_of_2(dim),
+        )  # fmt: skip
+    return outs
+
+
+def takes(device: torch.device, dtype: torch.dtype, size: int) -> bool:
+    """16-bit and 32-bit tensors on an NVIDIA GPU; pairs need an even number of channels."""
+    return device.type == "cuda" and dtype in (torch.float16, torch.bfloat16, torch.float32) and size % 2 == 0
+
+
+BACKENDS: dict[str, tuple[Any, Any]] = {"triton": (takes, permute_tokens)}
