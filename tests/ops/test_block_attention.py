@@ -1,4 +1,4 @@
-"""Laws of attention over a block table: equal to float64 attention under the dense mask."""
+"""Laws of attention over a block table: equal to masked float64 attention."""
 
 import subprocess
 import sys
@@ -96,7 +96,7 @@ def test_padded_and_moved_tables_give_the_same_output():
     assert torch.equal(block_attention(q, k, v, table.to("cpu")), want)
 
 
-def test_tables_that_share_a_tensor_are_told_apart():
+def test_tables_that_share_a_tensor_do_not_share_a_cache_entry():
     table = random_table(5, (320,))
     other = table._replace(query_starts=torch.tensor([0, 40, 100, 164, 228, 320], dtype=torch.int32))
     q, k, v = qkv(320, 320)
@@ -111,7 +111,7 @@ def test_the_op_passes_opcheck():
 
 
 @pytest.mark.usefixtures("as_a_user")
-def test_sizes_that_do_not_fit_are_refused_with_their_values():
+def test_mismatched_inputs_are_refused_with_their_values():
     table = random_table(0, (100,))
     q, k, v = qkv(99, 100)
     with pytest.raises(ValueError, match="for 100 queries and 100 keys, but q has 99"):
@@ -127,7 +127,7 @@ def test_sizes_that_do_not_fit_are_refused_with_their_values():
             block_attention(k, k, v, table, scale=scale)
 
 
-def test_nothing_gives_nothing():
+def test_empty_batches_and_no_heads_give_empty_outputs():
     table = random_table(0, (100,))
     q = torch.randn(2, 3, 100, 16)
     for empty in (q[:0], q[:, :0]):
@@ -158,7 +158,7 @@ from foveate.ops.block_attention import block_attention
 def peak():
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
-for side in (32, 128):  # the first loads what PyTorch loads when it is used
+for side in (32, 128):  # the first loads libraries
     table = HilbertA(tiles=16).plan(((side, side),), 512).tables[1]
     q, k, v = (torch.randn(1, side**2 + 512, 2, 128).transpose(1, 2).requires_grad_() for _ in range(3))
     before = peak()
@@ -173,9 +173,10 @@ print(*((each - before) / q.nbytes for each in peaks))
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="ru_maxrss is in kilobytes on Linux only")
-def test_memory_at_16896_tokens_stays_under_twice_that_of_what_goes_in_and_out():
+@pytest.mark.slow
+def test_memory_at_16896_tokens_stays_below_twice_that_of_inputs_and_outputs():
     printed = subprocess.run([sys.executable, "-c", MEMORY], capture_output=True, text=True, check=True).stdout
     forward, with_lse, backward = map(float, printed.split())
-    assert forward - 1 < 2 * 4  # q, k, v and out; one for out itself
+    assert forward - 1 < 2 * 4  # q, k, v and out; subtract out itself
     assert with_lse - 1 < 2 * 4
-    assert backward - 5 < 2 * 8  # and the gradients of these; five of the eight are new
+    assert backward - 5 < 2 * 8  # also their gradients; five of the eight are new
