@@ -161,7 +161,7 @@ for dim, half in ((64, "fp16"), (128, "bf16")):
     for name in ("forward", "backward_queries"):
         config, constants, *rest = log_linear(dim, getattr(log_linear_queries, name.upper()), LEVELS=2)
         constants |= {"M": config.rows, "BN": config.step, "BK": config.small // 16}
-        constants |= {"SMALL_STAGES": config.small_stages, "EVEN": dim == 64, "EXTRA": dim == 128}
+        constants |= {"SMALL_STAGES": log_linear_queries.SMALL_STAGES, "EVEN": dim == 64, "EXTRA": dim == 128}
         report(f"log-linear {name}", dim, half, getattr(triton_log_linear, name), constants, *rest)
     kernel, sums = triton_log_linear_keys.backward_keys, {"p_xk": "*fp32", "p_xv": "*fp32"}
     config, constants, *rest = log_linear(dim, log_linear_keys.BACKWARD_KEYS, LISTED=True, NODES=False, FOLD=True)

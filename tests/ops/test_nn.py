@@ -46,12 +46,8 @@ def test_every_block_picked_and_no_means_is_dense_attention(tokens, qk_norm, ext
         got, want = module(x, rope=rope, context=context), dense(module, x, rope, context)
         torch.testing.assert_close(got, want)
         inputs = x, *module.parameters()
-        for one, other in zip(
-            torch.autograd.grad(got.square().sum(), inputs),
-            torch.autograd.grad(want.square().sum(), inputs),
-            strict=True,
-        ):
-            torch.testing.assert_close(one, other)
+        grads = (torch.autograd.grad(each.square().sum(), inputs) for each in (got, want))
+        torch.testing.assert_close(*grads)
 
 
 def test_constant_blocks_excluding_selected_ones_are_dense_attention():

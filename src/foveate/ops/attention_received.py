@@ -8,7 +8,7 @@ from torch import Tensor
 
 __all__ = ["attention_received"]
 
-MOST_SCORES = 2**25
+MAX_SCORES = 2**25
 """Attention scores held in memory at once: 128 MiB of float32."""
 
 
@@ -17,7 +17,7 @@ def attention_received(
     keys: Float[Tensor, "groups tokens dim"],
     scale: float,
     norm: Literal["l2", "l1"] = "l2",
-    most: int = MOST_SCORES,
+    most: int = MAX_SCORES,
 ) -> Float[Tensor, "context"]:
     """The attention that each context token receives from all prompt tokens.
 

@@ -15,6 +15,8 @@ from foveate.kernels.log_linear.hierarchical_pooling import Means
 
 __all__ = ["KernelConfig", "Keys", "backward_queries", "config_for", "forward", "register_limit"]
 
+SMALL_STAGES = 2  # pipeline stages of small steps
+
 
 class KernelConfig(NamedTuple):
     """Tile sizes and launch options of a kernel of log-linear attention.
@@ -26,7 +28,6 @@ class KernelConfig(NamedTuple):
         warps: Warps of a program.
         stages: Pipeline stages of wide steps.
         registers: Most registers of a thread, so that more programs are resident; None lets the compiler choose.
-        small_stages: Pipeline stages of small steps.
     """
 
     rows: int
@@ -35,7 +36,6 @@ class KernelConfig(NamedTuple):
     warps: int
     stages: int
     registers: int | None
-    small_stages: int = 2
 
 
 # By the largest head_dim that they are for: the fastest that hardly spill registers.
@@ -174,7 +174,7 @@ def _launch(
         BD=padded_size(dim),
         FAR=far(strided.values()),
         STAGES=config.stages,
-        SMALL_STAGES=config.small_stages,
+        SMALL_STAGES=SMALL_STAGES,
         num_warps=config.warps,
         **register_limit(config),
     )
