@@ -1,23 +1,23 @@
-"""Log-linear attention and its selection as their definitions say: float64, sets of tokens, masks over everything."""
+"""Log-linear attention and its selection by their definitions: in float64, with sets of tokens and dense masks."""
 
 import torch
 
 
 def members(tokens, block, level):
-    """[nodes, tokens]: which tokens each node of a level stands for."""
+    """Mask [nodes, tokens] of the tokens of each node of a level."""
     nodes = torch.arange(-(-tokens // block**level))
     return nodes[:, None] == torch.arange(tokens) // block**level
 
 
 def pooled(x, real, block, level):
-    """(means of the real tokens of each node, how many they are), for x [batch, heads, tokens, dim]."""
+    """Means and counts of the real tokens of each node, for x [batch, heads, tokens, dim]."""
     member = (members(x.shape[2], block, level) & real[:, None]).double()
     count = member.sum(-1)
     return member[:, None] @ x / count.clamp(min=1)[:, None, :, None], count
 
 
 def picks(lists):
-    """[batch, heads, nodes, nodes]: which nodes each node of a level picked."""
+    """Mask [batch, heads, nodes, nodes] of the nodes that each node of a level picked."""
     table = torch.zeros(*lists.shape[:3], lists.shape[2], dtype=torch.bool)
     for row, numbers in zip(table.flatten(0, 2), lists.flatten(0, 2).tolist(), strict=True):
         row[[number for number in numbers if number >= 0]] = True
@@ -25,7 +25,7 @@ def picks(lists):
 
 
 def visible(selection, level):
-    """[batch, heads, tokens, nodes]: which nodes of a level each query has in sight; level 0 are the tokens."""
+    """Mask [batch, heads, tokens, nodes] of the nodes of a level that each query reads; level 0 is the tokens."""
     block, tokens = selection.block_size, torch.arange(selection.tokens)
     nodes = torch.arange(-(-selection.tokens // block**level))
     if level == selection.levels:
@@ -48,7 +48,7 @@ def log_linear(
     exclude_selected=False,
     log_mass=False,
 ):
-    """(output, LSE) over the keys that a selection puts in sight; rows that see nothing give zeros and -inf."""
+    """Output and LSE over the keys that a selection makes visible; rows that see nothing give zeros and -inf."""
     q, k, v = q.double(), k.double(), v.double()
     scale = scale or q.shape[3] ** -0.5
     real = torch.ones(q.shape[0], q.shape[2], dtype=torch.bool) if real is None else real
@@ -76,15 +76,15 @@ def log_linear(
 
 
 def softmax(scores, values):
-    """(output, LSE); without a nan where all scores are -inf, in gradients neither."""
-    dark = (scores == -torch.inf).all(-1)
-    lit = scores.masked_fill(dark[..., None], 0)
-    out = (lit.softmax(-1) @ values).masked_fill(dark[..., None], 0)
-    return out, lit.logsumexp(-1).masked_fill(dark, -torch.inf)
+    """Output and LSE, without NaN in values or gradients of rows whose scores are all -inf."""
+    hidden = (scores == -torch.inf).all(-1)
+    visible_scores = scores.masked_fill(hidden[..., None], 0)
+    out = (visible_scores.softmax(-1) @ values).masked_fill(hidden[..., None], 0)
+    return out, visible_scores.logsumexp(-1).masked_fill(hidden, -torch.inf)
 
 
 def select(q, k, top_k, block, levels, real=None):
-    """The lists of one head [tokens, dim] for every level, the finest first, found node by node."""
+    """The lists of one head [tokens, dim] for each level, the finest first, by a search node by node."""
     real = torch.ones(1, len(q), dtype=torch.bool) if real is None else real[None]
     both = [[pooled(x[None, None].double(), real, block, level) for level in range(1, levels + 1)] for x in (q, k)]
     queries, keys = ([means[0, 0] for means, _ in parts] for parts in both)
@@ -92,7 +92,7 @@ def select(q, k, top_k, block, levels, real=None):
 
 
 def select_nodes(queries, keys, counts, top_k, block):
-    """The same of one head's means, for each level [nodes, dim], and how many tokens each node has."""
+    """The lists of one head from the means [nodes, dim] and the counts of each level."""
     lists = []
     for level in reversed(range(len(queries))):
         scores = (queries[level].double() @ keys[level].double().mT).tolist()
@@ -103,10 +103,10 @@ def select_nodes(queries, keys, counts, top_k, block):
 
 
 def candidates(parents, block, count):
-    """Nodes with a real token among the children of `parents`, or all of them at the top."""
+    """Nodes with a real token among the children of `parents`, or among all nodes if None."""
     return [i for i in range(len(count)) if count[i] > 0 and (parents is None or i // block in parents)]
 
 
 def best(scores, numbers, top_k):
-    """The numbers with the largest scores, of equals the smaller, ascending."""
+    """The `top_k` numbers with the largest scores, ascending; ties go to the smaller number."""
     return sorted(sorted(numbers, key=lambda i: (-scores[i], i))[:top_k])

@@ -1,4 +1,4 @@
-"""Independent routes that the tests compare with: float64 and a dense mask."""
+"""Reference implementations for tests: float64 attention under a dense mask, and random tables."""
 
 import torch
 
@@ -6,7 +6,7 @@ from foveate.ops.block_table import block_starts, block_table
 
 
 def random_table(seed, queries, keys=None, block=64):
-    """Every query block reads a random set of key blocks, a few of them none at all."""
+    """A table in which every query block reads a random set of key blocks, which may be empty."""
     generator = torch.Generator().manual_seed(seed)
     query_starts = block_starts(*queries, block=block)
     key_starts = block_starts(*(keys or queries), block=block)
@@ -19,7 +19,7 @@ def random_table(seed, queries, keys=None, block=64):
 
 
 def dense_attention(q, k, v, mask, scale=None):
-    """(output, LSE) of masked softmax attention in float64; rows without keys give zeros and -inf."""
+    """Output and LSE of masked softmax attention in float64; rows without keys give zeros and -inf."""
     q, k, v = q.double(), k.double(), v.double()
     scores = (scale or q.shape[-1] ** -0.5) * q @ k.mT
     scores = scores.masked_fill(~mask, -torch.inf)

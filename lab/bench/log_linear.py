@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 from rich.table import Table
 from torch import Tensor
 
-from foveate.ops.hierarchical_pooling import MOST_PICKS, check, keys_in_sight
+from foveate.ops.hierarchical_pooling import MAX_KERNEL_TOP_K, check_inputs, keys_per_query
 from foveate.ops.log_linear_attention import Options, portable
 from foveate.utils.device import now, versions
 from foveate.utils.progress import Track, silent
@@ -22,8 +22,8 @@ from foveate.utils.timing import LONG_ENOUGH, captured, first_line, peak_memory,
 from foveate.web.report import INK
 from foveate.web.report import TILE_COLOURS as COLOURS
 from lab.bench.attention import TOLERANCE
-from lab.bench.by_hand import Call, key_gradient_error, pick_error, query_error
 from lab.bench.peers import dense
+from lab.bench.reference import Call, key_gradient_error, pick_error, query_error
 
 __all__ = ["INPUTS", "Case", "How", "bench_log_linear", "draw_log_linear", "growth", "table_of"]
 
@@ -89,7 +89,7 @@ class Case(NamedTuple):
         if self.inputs not in INPUTS:
             raise ValueError(f"unknown inputs {self.inputs!r}: choose from {', '.join(INPUTS)}")
         like = torch.empty(1, self.heads, self.tokens, self.head_dim, device="meta")
-        levels = check({"q": like}, self.top_k, self.block_size, self.levels)
+        levels = check_inputs({"q": like}, self.top_k, self.block_size, self.levels)
         return Options(
             self.top_k, self.block_size, levels, levels, True, self.head_dim**-0.5, False, False, True, True
         )
@@ -124,7 +124,7 @@ class Contestant(NamedTuple):
     def keys(self, tokens: int) -> int:
         """In sight of a query."""
         options = self.options
-        return keys_in_sight(tokens, options.top_k, options.block_size, options.levels, options.enriched)
+        return keys_per_query(tokens, options.top_k, options.block_size, options.levels, options.enriched)
 
     def seconds_at(self, tokens: int, fewer: int, seconds: float) -> float:
         """Of a call, by those of one with fewer tokens."""
@@ -135,10 +135,11 @@ class Contestant(NamedTuple):
 def contestants(case: Case, how: How) -> list[Contestant]:
     """Who can compute a case: dense attention first, ours last."""
     options, known = case.options(), {"portable": portable}
-    if how.device.type == "cuda" and case.top_k <= MOST_PICKS:
+    if how.device.type == "cuda" and case.top_k <= MAX_KERNEL_TOP_K:
         from foveate.kernels.log_linear.log_linear_attention import BACKENDS
 
-        known |= {name: run for name, (takes, run) in BACKENDS.items() if takes(how.device, how.dtype, case.head_dim)}
+        call = how.device, how.dtype, case.head_dim
+        known |= {name: run for name, (supports, run) in BACKENDS.items() if supports(*call)}
     *_, (best, fastest) = known.items()
     one_level = options._replace(levels=1, enriched=0)
     return [
@@ -295,7 +296,7 @@ def stages(qkv: tuple[Tensor, ...], options: Options, backward: bool) -> dict[st
     tokens, block, levels = q.shape[2], options.block_size, options.levels
     pool = partial(hierarchical_pooling.pool, qkv, None, block, levels)
     means = pool()
-    pick = partial(selection.select, *means.of[:2], means.counts, tokens, block, levels, options.top_k)
+    pick = partial(selection.select, *means.values[:2], means.counts, tokens, block, levels, options.top_k)
     lists = pick()
     keys = log_linear_queries.Keys(
         k, v, k[:, :, :0], v[:, :, :0], means, lists, None, block, options.top_k, options.enriched,

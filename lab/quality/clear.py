@@ -112,7 +112,7 @@ def radius_for(sparsity: float, grid: Grid, text: int) -> float:
 def register() -> None:
     """Let the files of LoRAs name CLEAR, and compute its attention under a mask, for as long as the process lives."""
     METHODS["clear"] = Clear
-    dispatch.register("block_attention", "masked", takes=lambda *work: True)(_masked)
+    dispatch.register("block_attention", "masked")(_masked)
 
 
 _MASKS: WeakTensorCache[Tensor] = WeakTensorCache()

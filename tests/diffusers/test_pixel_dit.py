@@ -195,7 +195,7 @@ def test_in_bfloat16_it_says_nearly_the_same():
         ({"attention_head_dim": 34}, "use a multiple of 4, not 34"),
         ({"attention_head_dim": 16}, "head_dim must be 32 to 256, not 16"),
         ({"patch_size": 0}, "patch_size and num_layers must be 1 or more, not 0 and 12"),
-        ({"top_k": 0}, "top_k counts blocks"),
+        ({"top_k": 0}, "top_k must be 1 or more"),
         ({"block_size": 8}, "block_size must be one of 16, 32, 64, not 8"),
         ({"levels": 5}, "levels must be 1 to 4"),
     ],

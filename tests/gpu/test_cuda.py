@@ -1,4 +1,4 @@
-"""Laws on a CUDA device: the portable path and pipelines around it."""
+"""Laws of the portable path, and of models and pipelines, on a CUDA device."""
 
 import pytest
 import tiny
@@ -40,7 +40,7 @@ def test_output_and_every_gradient_equal_the_dense_mask(runs, dtype, tolerance, 
         assert (got_grad - grad).norm() <= tolerance * grad.norm()
 
 
-def test_memory_at_16896_tokens_stays_under_twice_that_of_q_k_v_and_out():
+def test_memory_at_16896_tokens_stays_below_twice_that_of_q_k_v_and_out():
     table = HilbertA(tiles=16).plan(((128, 128),), 512).tables[1]
     q, k, v = (torch.randn(1, 16896, 24, 128, device="cuda", dtype=torch.bfloat16).transpose(1, 2) for _ in range(3))
     before = torch.cuda.memory_allocated()
@@ -64,7 +64,7 @@ def test_a_model_moved_to_the_device_after_apply_runs_sparse():
     "offload", ["enable_model_cpu_offload", "enable_sequential_cpu_offload", "enable_group_offload"]
 )
 @pytest.mark.parametrize("when", ["before", "after"])
-def test_offloaded_pipelines_draw_the_same(offload, when):
+def test_offloaded_pipelines_give_the_same_images(offload, when):
     pipe = untrained_pipeline(layers=1, single_layers=2, heads=2, rope=(4, 4, 8))
 
     def draw(pipeline):
@@ -95,7 +95,7 @@ def test_offloaded_pipelines_draw_the_same(offload, when):
 
 @pytest.mark.parametrize("others", [(), (HilbertA(tiles=4),)])
 @torch.no_grad()
-def test_merging_on_a_gpu_is_merging_on_a_cpu(others):
+def test_merging_on_a_gpu_equals_merging_on_a_cpu(others):
     model, x = tiny.flux(dtype=torch.float32), tiny.inputs(GRID, dtype=torch.float32)
     steps = [x | {"timestep": torch.full((1,), t)} for t in (1.0, 0.8, 0.6)]
     toma = ToMA(weights_every=1, dst_every=2)

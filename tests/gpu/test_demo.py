@@ -1,4 +1,4 @@
-"""Laws of the built-in model on a CUDA device: it draws what is asked for, and its training runs."""
+"""Laws of the built-in model on a CUDA device: it draws what captions ask for, and its training runs."""
 
 import itertools
 

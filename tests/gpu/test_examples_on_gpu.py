@@ -1,4 +1,4 @@
-"""Laws of picking from embeddings on a GPU: gains by the definition in float64, the picks of a CPU, linear memory."""
+"""Laws of greedy selection from embeddings on a GPU: float64 gains, the picks of a CPU, linear memory."""
 
 import pytest
 import torch
@@ -31,10 +31,10 @@ def _backend(request, monkeypatch):
     ("items", "candidates", "dim"), [(1, 1, 5), (129, 1000, 64), (5000, 3001, 100), (777, 4096, 384), (40, 20000, 768)]
 )
 @pytest.mark.parametrize("first", [True, False])
-def test_drops_are_those_of_the_definition(items, candidates, dim, first):
+def test_drops_equal_the_definition(items, candidates, dim, first):
     x, y = unit(items, dim).to(CUDA), unit(candidates, dim).to(CUDA)
     before = torch.zeros(items, device=CUDA) if first else 0.1 * torch.rand(items, device=CUDA)
-    more = 0.1 * torch.rand(items, device=CUDA) * (torch.arange(items, device=CUDA) % 3 > 0)  # none for some
+    more = 0.1 * torch.rand(items, device=CUDA) * (torch.arange(items, device=CUDA) % 3 > 0)  # some unchanged
     after = torch.full_like(before, torch.inf) if first else before + more
     want = ((y.double() @ x.double().T).clamp(before.double(), after.double()) - before.double()).sum(1)
     got = coverage_drops(x, y, before, after)
@@ -44,9 +44,9 @@ def test_drops_are_those_of_the_definition(items, candidates, dim, first):
 
 @pytest.mark.usefixtures("_backend")
 @pytest.mark.parametrize("clusters", [0, 50])
-def test_picks_are_those_of_a_cpu(clusters):
+def test_picks_equal_those_of_a_cpu(clusters):
     rows = unit(6000, 96, clusters=clusters)
-    rows = torch.cat([rows, rows[:100]])  # and twins
+    rows = torch.cat([rows, rows[:100]])  # with duplicates
     turns = 60 * [0, 1, 1, 0]
     want, got = (round_robin_greedy(x, x, turns) for x in (rows, rows.to(CUDA)))
     assert torch.equal(got.picks.cpu(), want.picks)
@@ -54,7 +54,7 @@ def test_picks_are_those_of_a_cpu(clusters):
 
 
 @pytest.mark.usefixtures("_backend")
-def test_blocks_are_those_of_a_cpu():
+def test_blocks_equal_those_of_a_cpu():
     rows, sub = unit(3000, 64, clusters=30), SubCP(blocks=8, block_size=16)
     assert sub.partition(rows.to(CUDA)).ids == sub.partition(rows).ids
 
@@ -69,4 +69,4 @@ def test_memory_grows_with_the_pool_and_not_with_its_square():
         round_robin_greedy(rows, rows, 20 * [0])
         return torch.cuda.max_memory_allocated() - before
 
-    assert peak(80000) < 3 * max(peak(40000), 2**28)  # a matrix of similarities would take 26 GB
+    assert peak(80000) < 3 * max(peak(40000), 2**28)  # a similarity matrix would take 26 GB

@@ -1,4 +1,4 @@
-"""Laws of the compiled kernels: equal to float64 attention under the dense mask, deterministic, capturable."""
+"""Laws of the compiled kernels: equal to float64 references, deterministic, capturable in CUDA graphs."""
 
 import pytest
 import tiny
@@ -28,10 +28,10 @@ def relative(got, want):
 
 
 def only(monkeypatch, op, name, dtype, size):
-    """Leave an op one backend, if it runs here."""
+    """Leave an op with only one backend, or skip the test if that does not run here."""
     here = [backend for backend in dispatch.backends(op, torch.device("cuda"), dtype, size) if backend.name == name]
     if not here:
-        pytest.skip(f"{name} does not run {dtype} of {size} on this GPU")
+        pytest.skip(f"{name} does not support {dtype} and size {size} on this GPU")
     monkeypatch.setitem(dispatch._BACKENDS, op, here)
 
 
@@ -58,17 +58,17 @@ def test_output_lse_and_every_gradient_equal_the_dense_mask(monkeypatch, runs, d
         assert torch.equal(grad, again)
 
 
-def test_the_paper_s_table_at_1024_px():
+def test_the_table_of_1024_px_equals_the_dense_mask():
     table = HilbertA(tiles=16).plan(((64, 64),), 512).tables[3]
     q, k, v = qkv(4608, 128, batch=1, heads=2)
     want, _ = dense_attention(q, k, v, table.to_dense().cuda())
     assert relative(block_attention(q, k, v, table), want) < 1e-2
 
 
-def test_it_is_captured_in_a_cuda_graph():
+def test_block_attention_can_be_captured_in_a_cuda_graph():
     table = HilbertA(tiles=4).plan(((32, 32),), 77).tables[1]
     q, k, v = (x.detach() for x in qkv(32 * 32 + 77, 128))
-    block_attention(q, k, v, table)  # makes the schedule and compiles
+    block_attention(q, k, v, table)  # computes the schedule and compiles
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         out = block_attention(q, k, v, table)
@@ -110,12 +110,12 @@ def test_gradients_of_a_flux_equal_those_of_the_portable_path(monkeypatch):
 @pytest.mark.parametrize(
     ("dtype", "tolerance"), [(torch.float32, 1e-4), (torch.float16, 5e-4), (torch.bfloat16, 2e-3)]
 )
-def test_assignment_is_that_of_the_portable_path(tokens, dim, budget, dtype, tolerance):
+def test_assignment_equals_the_portable_path(tokens, dim, budget, dtype, tolerance):
     sets = torch.randn(5, tokens, dim, device="cuda", dtype=dtype)
     got = assign(sets, budget, 50.0)
     given, exact = sets.cpu().float(), torch.nn.functional.normalize(sets.cpu().double(), dim=-1)
 
-    def served(picks):  # where gains are nearly equal, rounding may choose between them
+    def served(picks):  # rounding may decide between nearly equal gains
         return (exact @ exact.take_along_dim(picks[..., None], 1).mT).amax(2).sum(1)
 
     assert relative(served(got[0].cpu()), served(soft_assignment.portable(given, budget, 50.0)[0])) < 1e-4
@@ -128,8 +128,8 @@ def test_assignment_is_that_of_the_portable_path(tokens, dim, budget, dtype, tol
 
 
 @pytest.mark.parametrize(("tokens", "dim", "budget"), [(16, 3072, 8), (64, 640, 32), (128, 640, 64)])
-def test_assignment_of_many_sets_is_the_same_bits_every_time(tokens, dim, budget):
-    sets = torch.randn(256, tokens, dim, device="cuda", dtype=torch.bfloat16)  # as many as race if any do
+def test_assignment_of_many_sets_is_deterministic(tokens, dim, budget):
+    sets = torch.randn(256, tokens, dim, device="cuda", dtype=torch.bfloat16)  # enough programs to expose races
     got = assign(sets, budget, 50.0)
     for picks in (*5 * [None], got[0]):
         again = assign(sets, budget, 50.0, picks)
@@ -137,8 +137,8 @@ def test_assignment_of_many_sets_is_the_same_bits_every_time(tokens, dim, budget
 
 
 @pytest.mark.parametrize(("tokens", "budget"), [(1, 1), (30, 7), (200, 31), (256, 128), (300, 300), (1024, 100)])
-def test_picks_are_those_of_the_portable_path_every_time(tokens, budget):
-    similarity = torch.randint(-99, 99, (70, tokens, tokens), device="cuda").float()  # sums are exact, ties many
+def test_picks_equal_the_portable_path_every_time(tokens, budget):
+    similarity = torch.randint(-99, 99, (70, tokens, tokens), device="cuda").float()  # exact sums and many ties
     picks = pick(similarity, budget)
     assert torch.equal(picks.cpu(), facility_location.portable(similarity.cpu(), budget))
     assert all(torch.equal(pick(similarity, budget), picks) for _ in range(3))
@@ -163,7 +163,7 @@ def test_region_products_and_their_gradients_equal_float64(plans, batch, rows, t
 @pytest.mark.parametrize("plans", [1, 2])
 @pytest.mark.parametrize(("rows", "tokens"), [(8, 16), (3, 5), (32, 64)])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_region_products_of_tokens_in_another_order_and_their_gradients_equal_float64(plans, rows, tokens, dtype):
+def test_region_products_of_reordered_tokens_and_their_gradients_equal_float64(plans, rows, tokens, dtype):
     options = {"device": "cuda", "dtype": dtype, "requires_grad": True}
     weights, x = torch.rand(plans, 7, rows, tokens, **options), torch.randn(2, 9 + 7 * tokens, 648, **options)
     order = torch.randperm(x.shape[1], device="cuda")[2:]
@@ -198,13 +198,13 @@ def test_region_updates_and_their_gradients_equal_float64(groups, plans, ordered
 
 @torch.no_grad()
 @pytest.mark.parametrize("size", [(16, 16), (18, 26)])
-def test_a_unet_that_merges_whole_blocks_does_what_it_does_by_the_portable_path(monkeypatch, size):
+def test_a_unet_that_merges_whole_blocks_equals_the_portable_path(monkeypatch, size):
     model = tiny.unet(dtype=torch.float16).cuda()
     x = tiny.unet_inputs(*size, batch=2, dtype=torch.float16)
     x = {name: value.cuda() if torch.is_tensor(value) else value for name, value in x.items()}
     x["added_cond_kwargs"] = {name: value.cuda() for name, value in x["added_cond_kwargs"].items()}
 
-    def forward():  # with picks that rounding cannot change
+    def forward():  # select="grid": rounding cannot change the destinations
         with foveate.apply(model, ToMA(tile=(4, 4), select="grid")):
             return model(**x)[0]
 
@@ -215,7 +215,7 @@ def test_a_unet_that_merges_whole_blocks_does_what_it_does_by_the_portable_path(
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-def test_kernels_run_where_their_tensors_are():
+def test_kernels_run_on_the_gpu_of_their_tensors():
     table = random_table(3, (500,))
     here = qkv(500, 64)
     there = [x.detach().to("cuda:1").requires_grad_() for x in here]

@@ -1,4 +1,4 @@
-"""Laws of the compiled kernels of log-linear attention: float64 over everything, with the kernels' own picks."""
+"""Laws of the compiled log-linear kernels: equal to masked float64 attention with the same picks."""
 
 import pytest
 import torch
@@ -10,11 +10,11 @@ from foveate.ops.log_linear_attention import Options
 from foveate.ops.selection import Selection
 
 pytestmark = pytest.mark.gpu
-TOLERANCES = {torch.float16: (2e-3, 4e-3), torch.bfloat16: (8e-3, 1.5e-2)}  # of the output, of gradients
+TOLERANCES = {torch.float16: (2e-3, 4e-3), torch.bfloat16: (8e-3, 1.5e-2)}  # output, gradients
 
 
 def heads_of(tokens, dim, dtype, batch=2, heads=2):
-    """Heads of a token lie side by side, as models have them."""
+    """Tensors in the layout of models, with the heads of a token next to each other."""
     return torch.randn(batch, tokens, heads, dim, device="cuda", dtype=dtype).transpose(1, 2).requires_grad_()
 
 
@@ -59,13 +59,13 @@ def test_output_lse_and_every_gradient_equal_float64(tokens, levels, top_k, dim,
 @pytest.mark.parametrize("block", [16, 32, 64])
 @pytest.mark.parametrize("exclude", [False, True])
 @pytest.mark.parametrize("masked", [False, True])
-def test_blocks_of_any_size_padding_and_exclusion(block, exclude, masked):
+def test_other_block_sizes_padding_and_exclusion_equal_float64(block, exclude, masked):
     real = torch.rand(2, 1500, device="cuda") > 0.3 if masked else None
     q, k, v = (heads_of(1500, 64, torch.bfloat16) for _ in range(3))
     check(q, k, v, (None, None), real, Options(3, block, 2, 2, True, 0.2, exclude, False, True))
 
 
-def test_keys_that_all_queries_pick_are_split_and_added_up_in_one_order(monkeypatch):
+def test_keys_that_all_queries_pick_are_split_and_deterministic(monkeypatch):
     q, k, v = (heads_of(1999, 64, torch.bfloat16) for _ in range(3))
     with torch.no_grad():
         q += 1
@@ -76,7 +76,7 @@ def test_keys_that_all_queries_pick_are_split_and_added_up_in_one_order(monkeypa
 
 
 @pytest.mark.parametrize(("nodes", "picks"), [(5000, 8), (300, 128), (70_000, 3)])
-def test_readers_are_those_of_a_selection(nodes, picks):
+def test_readers_equal_the_transposed_selection(nodes, picks):
     skewed = torch.rand(2, 2, nodes, picks, device="cuda").pow(4) * (nodes + 1) - 1
     lists = [skewed.floor().int(), skewed[:, :, ::16].div(16).floor().int()]
     chosen = Selection(tuple(lists), (), 16 * nodes, 16, picks)
@@ -86,7 +86,7 @@ def test_readers_are_those_of_a_selection(nodes, picks):
         assert torch.equal(rows.where(want.rows >= 0, -1), want.rows)
 
 
-def test_picks_are_those_of_brute_force_over_the_rounded_means():
+def test_picks_equal_brute_force_over_the_rounded_means():
     q, k = (heads_of(4000, 64, torch.float16, batch=1, heads=1).detach() for _ in range(2))
     lists, counts = select_blocks.select_blocks(q, k, None, 8, 16, 2)
     real = torch.ones(1, 4000, dtype=torch.bool)
@@ -94,10 +94,10 @@ def test_picks_are_those_of_brute_force_over_the_rounded_means():
     want = select_nodes(queries, keys, [count[0].cpu() for count in counts], 8, 16)
     same = [set(a) == set(b) for got, those in zip(lists, want, strict=True)
             for a, b in zip(got[0, 0].tolist(), those, strict=True)]  # fmt: skip
-    assert sum(same) > 0.98 * len(same)  # sums of products are rounded in another order
+    assert sum(same) > 0.98 * len(same)  # products are summed in another order
 
 
-def test_compiled_calls_are_the_same_bits():
+def test_compiled_calls_give_the_same_bits():
     q, k, v = (heads_of(3000, 64, torch.bfloat16) for _ in range(3))
     options = Options(8, 16, 2, 2, True, 0.125, False, False, True)
     call = lambda q, k, v: kernels.log_linear_attention(q, k, v, None, None, None, None, options)[:2]  # noqa: E731

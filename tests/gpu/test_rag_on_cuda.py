@@ -1,4 +1,4 @@
-"""Laws of cached passages on a CUDA device: exact at one end, loaded bit for bit, and timed by the device's clock."""
+"""Laws of cached passages on a CUDA device: full recomputation is exact, loading keeps every bit, times are real."""
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ from foveate.web.rag import STEPS, ask, reply_page
 pytestmark = pytest.mark.gpu
 
 
-def test_everything_recomputed_answers_as_full_prefill_and_every_step_is_timed(tmp_path):
+def test_full_recomputation_answers_as_full_prefill_and_every_step_is_timed(tmp_path):
     encoder = ChunkEncoder(language_model("qwen3", dtype=torch.float32).cuda(), tokenizer())
     index = ChunkIndex(tmp_path, encoder, [Passage(f"{i}.txt", text) for i, text in enumerate(DOCUMENTS)])
     index.build()
@@ -34,7 +34,7 @@ def test_everything_recomputed_answers_as_full_prefill_and_every_step_is_timed(t
     assert reply_page(index, [reply], {}).count("<mark class") == len(ours.rows)
 
 
-def test_the_stopwatch_counts_the_work_that_was_only_asked_for():
+def test_the_stopwatch_includes_work_that_is_still_queued():
     watch = Stopwatch(torch.device("cuda"))
     with watch.step("launch"):
         torch.cuda._sleep(1_000_000_000)  # cycles

@@ -1,4 +1,4 @@
-"""Laws of attention by rows on a GPU: float64 attention under the dense mask; patched models as on a CPU."""
+"""Laws of row attention on a GPU: equal to masked float64 attention; patched models equal full prefill."""
 
 import pytest
 import torch
@@ -24,7 +24,7 @@ def qkv(tokens, chosen, heads, groups, dim, dtype, batch=1):
 
 
 def error(got, q, k, v, rows, scale):
-    """Against float64, head by head."""
+    """Relative error against float64, computed head by head."""
     share, mask = q.shape[1] // k.shape[1], rows[:, None] >= torch.arange(k.shape[2], device=CUDA)
     wrong, right = 0.0, 0.0
     for head in range(q.shape[1]):
@@ -36,9 +36,9 @@ def error(got, q, k, v, rows, scale):
 
 
 def run(name, q, k, v, rows, scale):
-    takes, kernel = BACKENDS[name]
-    if not takes(CUDA, q.dtype, q.shape[3]):
-        pytest.skip(f"{name} does not take heads of {q.shape[3]} on this GPU")
+    supports, kernel = BACKENDS[name]
+    if not supports(CUDA, q.dtype, q.shape[3]):
+        pytest.skip(f"{name} does not support head_dim {q.shape[3]} on this GPU")
     return kernel(q, k, v, rows, scale)
 
 
@@ -59,7 +59,7 @@ def test_rows_equal_the_dense_mask(name, tokens, chosen, heads, groups, dim, dty
 
 @pytest.mark.parametrize("name", BACKENDS)
 @pytest.mark.parametrize("rows", [[0], [4096], [0, 4096], list(range(4033, 4097)), list(range(3000, 4097))])
-def test_first_rows_last_rows_and_a_prompt(name, rows):
+def test_first_rows_last_rows_and_a_prompt_equal_the_dense_mask(name, rows):
     rows = torch.tensor(rows, device=CUDA)
     q, k, v = qkv(4097, len(rows), 32, 8, 128, torch.bfloat16)
     assert error(run(name, q, k, v, rows, 0.1), q, k, v, rows, 0.1) < 1e-2
@@ -67,7 +67,7 @@ def test_first_rows_last_rows_and_a_prompt(name, rows):
 
 
 @pytest.mark.parametrize("name", BACKENDS)
-def test_layouts_of_models_and_caches(name):
+def test_layouts_of_models_and_caches_give_the_same(name):
     tokens, chosen = 3000, 900
     rows = some(tokens, chosen)
     q, k, v = qkv(tokens, chosen, 16, 4, 128, torch.bfloat16)
@@ -77,12 +77,12 @@ def test_layouts_of_models_and_caches(name):
     want = run(name, q, k, v, rows, 0.1)
     for layout in (q, q.contiguous()):
         assert torch.equal(run(name, layout, k, token_major, rows, 0.1), want)
-        got = run(name, layout, roomy[:, :, :tokens], token_major, rows, 0.1)  # which Hopper's kernel does not take
+        got = run(name, layout, roomy[:, :, :tokens], token_major, rows, 0.1)  # not addressable by the Hopper kernel
         assert error(got, q, k, v, rows, 0.1) < 1e-2
 
 
 @pytest.mark.parametrize("name", BACKENDS)
-def test_15_percent_of_32768_rows_are_those_of_the_portable_path(name):
+def test_15_percent_of_32768_rows_equal_the_portable_path(name):
     rows = some(32768, 4915)
     q, k, v = qkv(32768, 4915, 32, 8, 128, torch.bfloat16)
     got = run(name, q, k, v, rows, 128**-0.5)
@@ -99,8 +99,8 @@ def test_the_op_passes_opcheck():
 
 
 @pytest.mark.parametrize("backend", ["portable", *BACKENDS])
-def test_a_patched_model_on_a_gpu_is_the_full_prefill_on_a_cpu(monkeypatch, backend):
-    """In bfloat16, and with heads that the kernels take."""
+def test_a_patched_model_on_a_gpu_equals_full_prefill_on_a_cpu(monkeypatch, backend):
+    """In bfloat16, with a head_dim that the kernels support."""
     ours = encoder("llama", dtype=torch.bfloat16, hidden_size=256, initializer_range=0.1)
     ids = torch.cat([ours.prefix, *(ours.tokens(document) for document in DOCUMENTS), ours.tokens(PROMPTS[1])])
     with torch.no_grad():

@@ -1,11 +1,12 @@
-"""Compile every kernel for sm_90 without a GPU, and print as JSON what became of it.
+"""Compile every kernel for sm_90 without a GPU and print facts about the binaries as JSON lines.
 
-A process of its own: here Triton must compile what it interprets in the other tests.
+This runs as its own process, because the other tests run with TRITON_INTERPRET=1.
 """
 
 import json
 import re
 import subprocess
+import sys
 import tempfile
 from pathlib import Path
 
@@ -31,18 +32,15 @@ from foveate.kernels.rows import row_attention
 SHARED_MEMORY = 227 * 1024
 USAGE = {"registers": "REG", "stack": "STACK"}
 DTYPES = {"fp16": float16, "bf16": bfloat16}
-KINDS = dict.fromkeys(("p_tiles", "p_steps", "p_work", "p_bounds", "p_at"), "*i32")
-KINDS["p_order"] = "*i64"
-KINDS |= dict.fromkeys(("p_lse", "p_dlse", "p_binary", "p_delta"), "*fp32") | dict.fromkeys(
-    ("p_given", "p_picks"), "*i64"
-)
-KINDS |= dict.fromkeys(("p_s", "p_logs", "p_sums", "p_dmk", "p_dmv"), "*fp32") | {"p_real": "*u8", "p_weight": "*i32"}
-KINDS |= dict.fromkeys(
-    ("p_counts", "p_above", "p_list", "p_offsets", "p_readers", "p_own", "p_used", "p_first", "p_end", "p_tile"),
-    "*i32",
-)
-KINDS |= {f"p_list{level}": "*i32" for level in range(1, 5)}
-KERNELS = {
+POINTERS = {
+    "*i32": "p_tiles p_steps p_work p_bounds p_at p_weight p_counts p_above p_list p_list1 p_list2 p_list3 p_list4 "
+    "p_offsets p_readers p_own p_used p_first p_end p_tile",
+    "*i64": "p_order p_given p_picks",
+    "*fp32": "p_lse p_dlse p_binary p_delta p_s p_logs p_sums p_dmk p_dmv",
+    "*u8": "p_real",
+}
+KINDS = {name: kind for kind, names in POINTERS.items() for name in names.split()}
+BLOCK_KERNELS = {
     "forward": (ops.FORWARD, 1),
     "backward_queries": (ops.BACKWARD_QUERIES, 2),
     "backward_keys": (ops.BACKWARD_KEYS, 2),
@@ -62,12 +60,12 @@ def compiled(kernel, constants, half, warps, registers=None, **more_kinds):
 
 
 def made_constant(kernel, sizes):
-    """Of sizes that are 1, those that Triton compiles in as constants: all for which the kernel does not forbid it."""
+    """The sizes that Triton compiles in as constants when they are 1, which `do_not_specialize` forbids."""
     return {param.name: 1 for param in kernel.params if param.name in sizes and not param.do_not_specialize}
 
 
 def usage(cubin):
-    """Of a thread: its registers, and the bytes that do not fit into them."""
+    """Registers of a thread, and bytes of its stack (spilled registers)."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         Path(file.name).write_bytes(cubin)
         tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
@@ -75,7 +73,11 @@ def usage(cubin):
     return {name: int(re.search(rf"{kind}:(\d+)", text).group(1)) for name, kind in USAGE.items()}
 
 
-def report(name, size, half, result):
+def report(name, size, half, kernel, constants, warps, registers=None, **more_kinds):
+    """Compile a kernel and print facts about it, unless other kernels are named on the command line."""
+    if sys.argv[1:] and name not in sys.argv[1:]:
+        return
+    result = compiled(kernel, constants, half, warps, registers, **more_kinds)
     facts = {
         "kernel": name,
         "size": size,
@@ -89,16 +91,16 @@ def report(name, size, half, result):
     print(json.dumps(facts))
 
 
-for name, (shapes, operands) in KERNELS.items():
+for name, (configs, operands) in BLOCK_KERNELS.items():
     for dim, half in ((64, "fp16"), (128, "bf16"), (96, "bf16")):
         padded = triton.next_power_of_2(dim)
-        shape = ops.fitting(shapes, operands, 2 * padded, SHARED_MEMORY)
-        constants = {"D": dim, "BD": padded, "BM": shape.rows, "BN": shape.step, "STAGES": shape.stages}
-        report(name, dim, half, compiled(getattr(triton_attention, name), constants, half, shape.warps))
+        config = ops.first_that_fits(configs, operands, 2 * padded, SHARED_MEMORY)
+        constants = {"D": dim, "BD": padded, "BM": config.rows, "BN": config.step, "STAGES": config.stages}
+        report(name, dim, half, getattr(triton_attention, name), constants, config.warps)
 
 
-def compile_gluon(kernel, dim, half, step, stages, kept, **constants):
-    """Of its descriptors, those named in `kept` are of the 64 rows that a warpgroup keeps, the others of a step."""
+def report_gluon(kernel, dim, half, step, stages, kept, **constants):
+    """A Gluon kernel; descriptors in `kept` are of blocks of 64 rows, which a warpgroup keeps, others of a step."""
     kinds = {}
     for name in [name for name in kernel.arg_names if name.startswith("d_")]:
         vector = name in ("d_lse", "d_delta")
@@ -107,7 +109,7 @@ def compile_gluon(kernel, dim, half, step, stages, kept, **constants):
         layout = NVMMASharedLayout.get_default_for(block, dtype)
         kinds[name] = f"tensordesc<{'fp32' if vector else half}{block},{layout!r}>"
     constants |= {"D": dim, "BN": step, "STAGES": stages}
-    return compiled(kernel, constants, half, 4, **kinds)
+    report(f"hopper {kernel.__name__}", dim, half, kernel, constants, 4, **kinds)
 
 
 for dim, half in ((64, "fp16"), (128, "bf16")):
@@ -117,76 +119,66 @@ for dim, half in ((64, "fp16"), (128, "bf16")):
     steps = hopper_attention.STEP, hopper_backward.STEP, hopper_backward.STEP
     given = {"NUMBERED": False, "share": 1}, {}, {}  # 1 is a constant to Triton
     for kernel, step, depth, tile, more in zip(kernels, steps, stages, kept, given, strict=True):
-        result = compile_gluon(kernel, dim, half, step, depth, tile, **more)
-        report(f"hopper {kernel.__name__}", dim, half, result)
-    numbered = compile_gluon(hopper_attention.forward, dim, half, steps[0], stages[0], kept[0], NUMBERED=True)
-    report("hopper forward", dim, half, numbered)
+        report_gluon(kernel, dim, half, step, depth, tile, **more)
+    report_gluon(hopper_attention.forward, dim, half, steps[0], stages[0], kept[0], NUMBERED=True)
 
 for dim, half in ((64, "fp16"), (128, "bf16"), (96, "bf16")):
     padded = triton.next_power_of_2(dim)
-    for shapes in (row_attention.FEW, ops.FORWARD):
-        shape = ops.fitting(shapes, 1, 2 * padded, SHARED_MEMORY)
-        constants = {"D": dim, "BD": padded, "BM": shape.rows, "BN": shape.step, "STAGES": shape.stages}
-        result = compiled(row_attention.attend_rows, constants, half, shape.warps, p_at="*i64")
-        report(f"row_attention, {shape.rows} rows", dim, half, result)
+    for configs in (row_attention.FEW, ops.FORWARD):
+        config = ops.first_that_fits(configs, 1, 2 * padded, SHARED_MEMORY)
+        constants = {"D": dim, "BD": padded, "BM": config.rows, "BN": config.step, "STAGES": config.stages}
+        name = f"row_attention, {config.rows} rows"
+        report(name, dim, half, row_attention.attend_rows, constants, config.warps, p_at="*i64")
 
-for size, (channels, warps) in soft_assignment.SHAPES.items():
+for size, (channels, warps) in soft_assignment.CONFIGS.items():
     constants = {"GIVEN": False, "T": size, "BC": channels}
-    report("soft_assignment", size, "bf16", compiled(soft_assignment._assign, constants, "bf16", warps))
+    report("soft_assignment", size, "bf16", soft_assignment._assign, constants, warps)
 for size in (256, 1024):
     constants = {"T": size, "BC": facility_location.AT_ONCE // size}
-    result = compiled(facility_location._pick, constants, "fp32", facility_location.WARPS)
-    report("facility_location", size, "fp32", result)
+    report("facility_location", size, "fp32", facility_location._pick, constants, facility_location.WARPS)
 constants = {"BM": coverage_drops.CANDIDATES, "BN": coverage_drops.ITEMS, "BC": coverage_drops.CHANNELS}
 constants |= {"STAGES": coverage_drops.STAGES}
 sums = dict.fromkeys(("p_before", "p_after", "p_drops"), "*fp32") | {"p_changed": "*i32", "p_number": "*i32"}
 for rows, sizes in ((128, ()), (1, ("items", "candidates"))):
     ones = made_constant(coverage_drops.sum_drops, sizes)
-    result = compiled(coverage_drops.sum_drops, constants | ones, "bf16", coverage_drops.WARPS, **sums)
-    report("coverage_drops", rows, "bf16", result)
+    report("coverage_drops", rows, "bf16", coverage_drops.sum_drops, constants | ones, coverage_drops.WARPS, **sums)
 for module, kernel in ((region_matmul, region_matmul._multiply), (region_update, region_update._update)):
     name = module.__name__.rpartition(".")[2]
     for rows, tokens, more in ((16, 64, {"p_order": None}), (64, 32, {}), (64, 64, {})):
         constants = {"M": rows, "T": tokens, "BC": module.CHANNELS} | more
-        report(name, rows, "bf16", compiled(kernel, constants, "bf16", module.WARPS))
+        report(name, rows, "bf16", kernel, constants, module.WARPS)
 
 
-def log_linear(dim, shapes, **more):
-    """Constants of a kernel of log-linear attention, its warps and its registers."""
-    shape = log_linear_queries.shape_of(shapes, dim)
+def log_linear(dim, configs, **more):
+    """Configuration, constants, warps and registers of a kernel of log-linear attention."""
+    config = log_linear_queries.config_for(configs, dim)
     same = {"ENRICHED": 2, "REWEIGHT": True, "EXCLUDE": False, "MASKED": False, "FAR": False, "B": 16}
-    constants = same | {"D": dim, "BD": triton.next_power_of_2(dim), "STAGES": shape.stages} | more
-    return shape, constants, shape.warps, shape.registers
+    constants = same | {"D": dim, "BD": triton.next_power_of_2(dim), "STAGES": config.stages} | more
+    return config, constants, config.warps, config.registers
 
 
 for dim, half in ((64, "fp16"), (128, "bf16")):
     for name in ("forward", "backward_queries"):
-        shape, constants, *rest = log_linear(dim, getattr(log_linear_queries, name.upper()), LEVELS=2)
-        constants |= {"M": shape.rows, "BN": shape.step, "BK": shape.small // 16}
-        constants |= {"SMALL_STAGES": shape.small_stages, "EVEN": dim == 64, "EXTRA": dim == 128}
-        result = compiled(getattr(triton_log_linear, name), constants, half, *rest)
-        report(f"log-linear {name}", dim, half, result)
+        config, constants, *rest = log_linear(dim, getattr(log_linear_queries, name.upper()), LEVELS=2)
+        constants |= {"M": config.rows, "BN": config.step, "BK": config.small // 16}
+        constants |= {"SMALL_STAGES": log_linear_queries.SMALL_STAGES, "EVEN": dim == 64, "EXTRA": dim == 128}
+        report(f"log-linear {name}", dim, half, getattr(triton_log_linear, name), constants, *rest)
     kernel, sums = triton_log_linear_keys.backward_keys, {"p_xk": "*fp32", "p_xv": "*fp32"}
-    shape, constants, *rest = log_linear(dim, log_linear_keys.BACKWARD_KEYS, LISTED=True, NODES=False, FOLD=True)
-    result = compiled(kernel, constants | {"BT": 16, "BM": shape.step}, half, *rest, **sums)
-    report("log-linear keys of a block", 16, half, result)
-    shape, constants, *rest = log_linear(dim, log_linear_keys.BACKWARD_SHARED, LISTED=False, NODES=True, FOLD=False)
-    result = compiled(kernel, constants | {"BT": shape.rows, "BM": shape.step}, half, *rest, **sums)
-    report("log-linear shared keys", shape.rows, half, result)
+    config, constants, *rest = log_linear(dim, log_linear_keys.BACKWARD_KEYS, LISTED=True, NODES=False, FOLD=True)
+    constants |= {"BT": 16, "BM": config.step}
+    report("log-linear keys of a block", 16, half, kernel, constants, *rest, **sums)
+    config, constants, *rest = log_linear(dim, log_linear_keys.BACKWARD_SHARED, LISTED=False, NODES=True, FOLD=False)
+    constants |= {"BT": config.rows, "BM": config.step}
+    report("log-linear shared keys", config.rows, half, kernel, constants, *rest, **sums)
     constants = {"LISTED": True, "FOLD": True, "ENRICHED": 2, "MASKED": False, "B": 16, "BT": 64, "D": dim, "BD": dim}
     constants["BR"] = log_linear_keys.ADDED
-    report("parts", dim, half, compiled(triton_log_linear_keys.add_parts, constants, half, 4, **sums))
-    report("cut", 1024, half, compiled(triton_log_linear_keys.cut, {"BT": log_linear_keys.CUT}, half, 4))
+    report("parts", dim, half, triton_log_linear_keys.add_parts, constants, 4, **sums)
+    report("cut", 1024, half, triton_log_linear_keys.cut, {"BT": log_linear_keys.CUT}, 4)
     constants = {"TOP": dim == 64, "B": 16, "K": 8, "D": dim, "BD": dim}
     at_once = selection.AT_TOP if dim == 64 else selection.CANDIDATES
     warps = at_once // selection.CANDIDATES
-    report("select", 16, half, compiled(selection._select, constants | {"BN": at_once}, half, warps))
+    report("select", 16, half, selection._select, constants | {"BN": at_once}, warps)
     constants = {"K": 8, "E": selection.AT_ONCE, "WRITE": dim == 64}
-    report("place", 8, half, compiled(selection._place, constants, half, 4, p_cells="*i32", p_rows="*i32"))
+    report("place", 8, half, selection._place, constants, 4, p_cells="*i32", p_rows="*i32")
     constants = {"WEIGHTED": dim == 128, "UPPER": True, "SUMS": True, "B": 16, "D": dim, "BD": dim}
-    report(
-        "pool",
-        16,
-        half,
-        compiled(hierarchical_pooling._pool, constants, half, hierarchical_pooling._pool_warps(16, dim)),
-    )
+    report("pool", 16, half, hierarchical_pooling._pool, constants, hierarchical_pooling._pool_warps(16, dim))

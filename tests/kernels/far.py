@@ -1,4 +1,4 @@
-"""Tensors whose last entries lie 2**31 places behind the first, in memory that nobody touches in between."""
+"""Tensors with offsets beyond 2**31 elements, in sparse memory."""
 
 from mmap import mmap
 
@@ -12,7 +12,7 @@ LAYOUTS = {
 
 
 def far_apart(dimension):
-    """Four tensors [batch, heads, tokens, 16] in float16 with a great stride along that dimension."""
+    """Four float16 tensors [batch, heads, tokens, 16] with a very large stride along one dimension."""
     memory = torch.frombuffer(mmap(-1, 2**33 + 2**20), dtype=torch.float16)
-    start = 2**31  # what 32 bits make of the last place is this far in front of the first
+    start = 2**31  # an offset that wraps around in 32 bits points this far before the tensor
     return [memory.as_strided(*LAYOUTS[dimension], start + 4096 * i).normal_() for i in range(4)]

@@ -1,8 +1,8 @@
-"""Runs Gluon kernels on a CPU, which has no interpreter for them: every warp group of a program is a thread.
+"""An emulator of Gluon kernels on a CPU: every warp group of a program is a thread.
 
-It knows what the kernels here use. Barriers have phases and count arrivals and bytes as the hardware does; copies and
-products take a random while, and products are computed when they are waited for. So a buffer that is read before it is
-full, or given back too early, makes the output wrong, and a barrier that never completes is reported as a deadlock.
+It supports what Foveate's kernels use. Barriers have phases and count arrivals and bytes as the hardware does. Copies
+and products take a random time, and products are computed when they are waited for. A buffer that is read before it is
+full or released too early gives wrong output, and a barrier that never completes is reported as a deadlock.
 """
 
 import importlib
@@ -15,8 +15,8 @@ from types import ModuleType, SimpleNamespace
 
 import torch
 
-PATIENCE = 20  # seconds until a wait counts as a deadlock
-LONGEST = 0.005  # seconds of a copy or a product
+PATIENCE = 20  # seconds after which a wait counts as a deadlock
+LONGEST = 0.005  # longest time of a copy or product, in seconds
 
 
 class Barrier:
@@ -39,7 +39,7 @@ class Barrier:
 
 
 class Shared:
-    """Buffers in shared memory, poisoned until something is copied there."""
+    """Buffers in shared memory, filled with NaN until something is copied into them."""
 
     def __init__(self, dtype, shape, layout):
         self.dtype, self.layout = dtype, layout
@@ -62,7 +62,7 @@ class Buffer(torch.Tensor):
 
 
 class Pointer:
-    """A tensor's memory and a place in it, or many."""
+    """Offsets into the memory of a tensor."""
 
     def __init__(self, memory, place):
         self.memory, self.place = memory, place
@@ -72,7 +72,7 @@ class Pointer:
 
 
 class Product:
-    """A matrix product that was started."""
+    """An asynchronous matrix product."""
 
     def __init__(self, a, b, acc):
         self.inputs, self.value = (a, b, acc), None
@@ -85,7 +85,7 @@ class Product:
 
 
 class Descriptor:
-    """What the copy engine knows of a matrix."""
+    """A descriptor of a matrix for the copy engine."""
 
     def __init__(self, view, block, layout):
         self.view, self.block, self.dtype, self.layout = view, block, view.dtype, layout
@@ -97,7 +97,7 @@ class Descriptor:
 
 
 class Kernel:
-    """A function of the device, or a kernel to launch."""
+    """A device function or a kernel."""
 
     def __init__(self, function):
         self.function, self.arg_names = function, list(function.__code__.co_varnames[: function.__code__.co_argcount])

@@ -1,4 +1,4 @@
-"""Laws of schedules: they cover the table, every pair once, and the longest tiles come first."""
+"""Laws of schedules: they cover every pair of the table once, and the longest tiles come first."""
 
 import torch
 from hypothesis import given
@@ -6,11 +6,11 @@ from hypothesis import strategies as st
 from oracle import random_table
 
 from foveate import HilbertA
-from foveate.kernels.block.schedule import OVERHEAD, schedule, shares
+from foveate.kernels.block.schedule import OVERHEAD, partition, schedule
 
 
 def covered(run, rows, columns):
-    """How often each pair of tokens is worked on."""
+    """How often the schedule covers each pair of tokens."""
     count = torch.zeros(rows, columns, dtype=torch.long)
     for first, end, full, _, done in run.tiles.tolist():
         for left, right in run.steps[full:done].tolist():
@@ -29,7 +29,7 @@ def test_every_pair_of_the_table_is_covered_once(seed, queries, keys, block, row
     run = schedule(table, rows=rows, step=step, aligned=aligned, device=torch.device("cpu"))
     assert torch.equal(covered(run, table.query_tokens, table.key_tokens), table.to_dense().long())
     tiles = run.tiles
-    assert tiles[:, :2].sort(0).values.flatten()[1:-1].view(-1, 2).diff().eq(0).all()  # every row in one tile
+    assert tiles[:, :2].sort(0).values.flatten()[1:-1].view(-1, 2).diff().eq(0).all()  # one tile per row
     assert (tiles[:, 1] - tiles[:, 0] <= rows).all()
     for _, _, full, short, done in tiles.tolist():
         starts, ends = run.steps.T
@@ -39,7 +39,7 @@ def test_every_pair_of_the_table_is_covered_once(seed, queries, keys, block, row
         assert (lengths[short:done] <= step // 2).all()
 
 
-def test_the_paper_s_grids_need_no_short_steps_at_2048_px_and_start_with_the_prefix():
+def test_the_grid_of_2048_px_needs_no_short_steps_and_starts_with_the_prefix():
     table = HilbertA(tiles=16).plan(((128, 128),), 512).tables[1]
     run = schedule(table, rows=128, step=128, device=torch.device("cpu"))
     assert (run.steps.diff(dim=1) == 128).all()
@@ -49,17 +49,17 @@ def test_the_paper_s_grids_need_no_short_steps_at_2048_px_and_start_with_the_pre
     assert (lengths.diff() <= 0).all()
 
 
-def test_rows_of_one_list_are_merged_whatever_their_blocks():
+def test_blocks_that_read_the_same_keys_share_tiles():
     table = HilbertA(tiles=1).plan(((16, 16),), 77).tables[0].padded(20, 20, 500)
     run = schedule(table, rows=128, step=128, device=torch.device("cpu"))
     assert run.tiles[:, :2].tolist() == [[0, 128], [128, 256], [256, 333]]
 
 
 @given(seed=st.integers(0, 2**31), samples=st.integers(1, 9), programs=st.integers(1, 40))
-def test_programs_share_every_tile_that_has_steps_and_finish_about_together(seed, samples, programs):
+def test_every_tile_that_has_steps_is_assigned_once_and_loads_are_balanced(seed, samples, programs):
     table = random_table(seed, (700,), (900,))
     run = schedule(table, rows=128, step=64, short=64, device=torch.device("cpu"))
-    work, bounds = shares(run, samples, programs)
+    work, bounds = partition(run, samples, programs)
     costs = run.tiles[:, 4] - run.tiles[:, 2]
     busy = costs.nonzero().flatten().tolist()
     assert sorted(map(tuple, work.tolist())) == [(tile, sample) for tile in busy for sample in range(samples)]

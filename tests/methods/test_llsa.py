@@ -80,7 +80,7 @@ def test_heads_that_it_has_no_attention_for_stay_dense():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"top_k": 0}, "top_k counts blocks, 1 or more, not 0"),
+        ({"top_k": 0}, "top_k must be 1 or more, not 0"),
         ({"top_k": 2.5}, "top_k must be a whole number, not 2.5"),
         ({"block_size": 8}, "block_size must be one of 16, 32, 64, not 8"),
         ({"block_size": 16.0}, "block_size must be a whole number, not 16.0"),

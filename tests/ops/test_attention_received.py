@@ -1,4 +1,4 @@
-"""Laws of received attention: equal to the definition in float64, whatever the slices; nobody gives more than 1."""
+"""Laws of received attention: equal to the definition in float64 for any slices; no token gives more than 1."""
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ from foveate.ops.attention_received import attention_received
 
 
 def definition(queries, keys, scale, norm):
-    """One head and one prompt token at a time."""
+    """The definition, one head and one prompt token at a time."""
     (heads, prompt, _), (groups, tokens, _) = queries.shape, keys.shape
     context = tokens - prompt
     attention = torch.zeros(prompt, context, dtype=torch.float64)
@@ -30,7 +30,7 @@ def definition(queries, keys, scale, norm):
     most=st.sampled_from([1, 60, 10**9]),
     seed=st.integers(0, 99),
 )
-def test_scores_equal_the_definition_whatever_the_slices(groups, shared, prompt, context, norm, most, seed):
+def test_scores_equal_the_definition_for_any_slices(groups, shared, prompt, context, norm, most, seed):
     torch.manual_seed(seed)
     queries = torch.randn(groups * shared, prompt, 8, dtype=torch.float64)
     keys = torch.randn(groups, context + prompt, 8, dtype=torch.float64)
@@ -39,7 +39,7 @@ def test_scores_equal_the_definition_whatever_the_slices(groups, shared, prompt,
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_scores_are_summed_in_float32_and_near_the_definition(dtype):
+def test_half_precision_scores_are_summed_in_float32(dtype):
     torch.manual_seed(0)
     queries, keys = torch.randn(4, 33, 8).to(dtype), torch.randn(2, 97, 8).to(dtype)
     scores = attention_received(queries, keys, 0.35)
@@ -48,7 +48,7 @@ def test_scores_are_summed_in_float32_and_near_the_definition(dtype):
 
 
 class Largest(TorchDispatchMode):
-    """The most elements that any result has."""
+    """Records the largest number of elements of any result."""
 
     elements = 0
 
@@ -59,14 +59,14 @@ class Largest(TorchDispatchMode):
         return result
 
 
-def test_memory_is_that_of_a_slice():
+def test_memory_is_bounded_by_a_slice():
     queries, keys = torch.randn(8, 64, 4), torch.randn(2, 1064, 4)
     with Largest() as largest:
         attention_received(queries, keys, 1.0, most=3 * 8 * 1064)
     assert largest.elements == 3 * 8 * 1064
 
 
-def test_a_prompt_token_gives_one_at_most():
+def test_a_prompt_token_gives_at_most_one():
     torch.manual_seed(0)
     scores = attention_received(torch.randn(4, 1, 8), torch.randn(2, 12, 8), 1.0, "l1")
     assert 0 < float(scores.sum()) < 1

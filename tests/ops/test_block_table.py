@@ -31,7 +31,7 @@ def test_transpose_is_the_transposed_mask_and_its_own_inverse(seed):
 
 
 @given(seed=seeds)
-def test_padding_changes_the_shape_and_nothing_else(seed):
+def test_padding_changes_only_the_shape(seed):
     table = random_table(seed, queries=(200,), keys=(130,))
     padded = table.padded(40, 50, 999)
     assert [len(tensor) for tensor in padded] == [41, 51, 41, 999]

@@ -1,4 +1,4 @@
-"""Laws of hierarchical pooling: means by true counts, and picks equal to a search node by node."""
+"""Laws of hierarchical pooling and selection: means by true counts, picks equal to a search node by node."""
 
 import pytest
 import torch
@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from log_linear_oracle import members, pooled, select
 
 from foveate.ops import select_blocks
-from foveate.ops.hierarchical_pooling import automatic_levels, count_tokens, pool, spread
+from foveate.ops.hierarchical_pooling import automatic_levels, count_tokens, pool, variances
 
 
 def qk(seed, *shape, dtype=torch.float64):
@@ -21,12 +21,12 @@ def most_levels(tokens, block):
 
 
 def plain(lists):
-    """Without what stands past the end."""
+    """Lists without the -1 at their end."""
     return [[number for number in row if number >= 0] for row in lists.tolist()]
 
 
 def check(q, k, selection, real=None):
-    """Every list is the one that a search finds."""
+    """Assert that every list equals that of a search."""
     for b in range(q.shape[0]):
         for h in range(q.shape[1]):
             want = select(
@@ -42,7 +42,7 @@ def padding(seed, batch, tokens, share):
 
 @pytest.mark.parametrize("tokens", [1, 15, 16, 17, 255, 257, 1000, 4097])
 @pytest.mark.parametrize("masked", [False, True])
-def test_means_are_those_of_the_real_tokens_of_each_node(tokens, masked):
+def test_means_are_of_the_real_tokens_of_each_node(tokens, masked):
     levels = most_levels(tokens, 16)
     x, _ = qk(tokens, 2, 3, tokens, 4)
     real = padding(tokens, 2, tokens, 0.5) if masked else None
@@ -64,14 +64,14 @@ def test_half_precision_is_summed_in_float32():
 
 
 @pytest.mark.parametrize("masked", [False, True])
-def test_spread_is_the_mean_squared_distance_from_the_mean(masked):
+def test_variances_are_mean_squared_distances_from_the_mean(masked):
     x, _ = qk(1, 2, 3, 1000, 4)
     real = padding(1, 2, 1000, 0.3) if masked else None
     everyone = torch.ones(2, 1000, dtype=torch.bool) if real is None else real
     x = x * everyone[:, None, :, None] + 5 * everyone[:, None, :, None]
     counts = count_tokens(x, real, 16, 3)
     means = pool(x, counts, 16)
-    for level, got in enumerate(spread(x, real, means, counts, 16), start=1):
+    for level, got in enumerate(variances(x, real, means, counts, 16), start=1):
         member = members(1000, 16, level)
         for b in range(2):
             for node in range(len(member)):
@@ -88,7 +88,7 @@ def test_spread_is_the_mean_squared_distance_from_the_mean(masked):
     level=st.integers(1, 4),
     share=st.sampled_from([None, 0.9, 0.05]),
 )
-def test_picks_are_those_of_a_search_node_by_node(seed, tokens, top_k, block, level, share):
+def test_picks_equal_a_search_node_by_node(seed, tokens, top_k, block, level, share):
     q, k = qk(seed, 2, 1, tokens, 32)
     real = None if share is None else padding(seed, 2, tokens, share)
     levels = min(level, most_levels(tokens, block))
@@ -99,19 +99,19 @@ def test_picks_are_those_of_a_search_node_by_node(seed, tokens, top_k, block, le
 
 
 @pytest.mark.parametrize("top_k", [1, 3, 8])
-def test_picks_of_four_levels(top_k):
+def test_picks_on_four_levels_equal_a_search(top_k):
     q, k = qk(top_k, 1, 1, 4500, 32)
     check(q, k, select_blocks(q, k, top_k=top_k, levels=4))
 
 
 @given(seed=st.integers(0, 2**31), tokens=st.integers(1, 400), top_k=st.integers(1, 8))
-def test_of_equal_scores_the_first_are_picked(seed, tokens, top_k):
-    q, k = (x.sign() * (x.abs() > 1) for x in qk(seed, 1, 1, -(-tokens // 16), 32))  # few values, and sums of them
+def test_ties_go_to_the_first(seed, tokens, top_k):
+    q, k = (x.sign() * (x.abs() > 1) for x in qk(seed, 1, 1, -(-tokens // 16), 32))  # many ties
     q, k = (x.repeat_interleave(16, 2)[:, :, :tokens].float() for x in (q, k))
     check(q, k, select_blocks(q, k, top_k=top_k, levels=most_levels(tokens, 16)))
 
 
-def test_where_all_scores_tie_the_first_nodes_are_picked():
+def test_if_all_scores_tie_the_first_nodes_are_picked():
     same = torch.ones(1, 1, 1000, 32)
     for lists in select_blocks(same, same, top_k=3, levels=2).lists:
         assert torch.equal(lists, torch.arange(3, dtype=torch.int32).expand_as(lists))
@@ -134,20 +134,20 @@ def test_no_candidate_scores_higher_than_a_pick(dtype):
         assert (picked.amin(-1) >= others.amax(-1) - 0.02 * (dtype != torch.float32) - 1e-5).all()
 
 
-def test_lists_ascend_and_name_nobody_twice():
+def test_lists_ascend_without_repetition():
     q, k = qk(5, 2, 2, 2000, 32)
     for lists in select_blocks(q, k, top_k=13, levels=2).lists:
         assert (lists.diff() > 0).all()
         assert lists.dtype == torch.int32
 
 
-def test_more_picks_than_nodes_are_all_nodes():
+def test_more_picks_than_nodes_give_all_nodes():
     q, k = qk(6, 1, 1, 100, 32)
     (lists,) = select_blocks(q, k, top_k=1000).lists
     assert torch.equal(lists, torch.arange(7, dtype=torch.int32).expand_as(lists))
 
 
-def test_heads_and_samples_are_picked_for_one_by_one():
+def test_heads_and_samples_are_independent():
     q, k = qk(7, 3, 2, 600, 32)
     whole = select_blocks(q, k, levels=2)
     for b in range(3):
@@ -174,7 +174,7 @@ def test_contents_of_padding_change_no_pick():
     assert all(torch.equal(a, b) for a, b in zip(got.lists, want.lists, strict=True))
 
 
-def test_a_key_that_is_nan_is_picked_and_so_shows():
+def test_a_nan_key_is_picked_so_that_it_propagates():
     q, k = qk(10, 1, 1, 640, 32)
     k[:, :, 333] = torch.nan
     (lists,) = select_blocks(q, k, top_k=2, levels=1).lists
@@ -191,20 +191,9 @@ def test_pieces_of_any_size_pick_the_same(monkeypatch):
 
 @pytest.mark.parametrize(
     ("tokens", "levels"),
-    [
-        (1, 1),
-        (4096, 1),
-        (8192, 1),
-        (8193, 2),
-        (65536, 2),
-        (131072, 2),
-        (131073, 3),
-        (2**20, 3),
-        (2**22, 4),
-        (2**30, 4),
-    ],
+    [(1, 1), (8192, 1), (8193, 2), (131072, 2), (131073, 3), (2**20, 3), (2**22, 4), (2**30, 4)],
 )
-def test_automatic_levels_are_those_of_the_rule(tokens, levels):
+def test_automatic_levels_follow_the_rule(tokens, levels):
     assert automatic_levels(tokens) == levels
     assert levels == 4 or -(-tokens // 16**levels) <= 4 * 8 * 16
     assert levels == 1 or -(-tokens // 16 ** (levels - 1)) > 4 * 8 * 16
@@ -212,7 +201,7 @@ def test_automatic_levels_are_those_of_the_rule(tokens, levels):
 
 @pytest.mark.parametrize("level", [1, 2])
 @pytest.mark.parametrize("masked", [False, True])
-def test_the_transpose_lists_who_picked_each_node(level, masked):
+def test_the_transpose_lists_the_nodes_that_picked_each_node(level, masked):
     q, k = qk(12, 2, 2, 900, 32)
     real = padding(12, 2, 900, 0.01) if masked else None
     selection = select_blocks(q, k, top_k=4, levels=2, key_padding_mask=real)
@@ -233,7 +222,7 @@ def test_equal_inputs_give_equal_picks():
     assert all(torch.equal(a, b) for a, b in zip(first.lists, second.lists, strict=True))
 
 
-def test_a_selection_says_how_many_real_tokens_its_nodes_have():
+def test_counts_are_of_the_real_tokens_of_each_node():
     q, k = qk(14, 2, 1, 40, 32)
     assert select_blocks(q, k).counts[0].tolist() == [[16, 16, 8]]
     real = torch.arange(40) < torch.tensor([[40], [20]])
@@ -261,7 +250,7 @@ def test_a_selection_says_how_many_real_tokens_its_nodes_have():
         ({"key_padding_mask": torch.ones(1, 100)}, "must be bool.* got torch.float32"),
     ],
 )
-def test_what_cannot_be_selected_from_is_refused(change, message):
+def test_mismatched_inputs_are_refused(change, message):
     inputs = {"q": torch.zeros(1, 2, 100, 32), "k": torch.zeros(1, 2, 100, 32)}
     with pytest.raises(ValueError, match=message):
         select_blocks(**(inputs | change))

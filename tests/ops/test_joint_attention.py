@@ -1,4 +1,4 @@
-"""Laws of attention over a text and an image."""
+"""Laws of attention over [text | image] by a pattern."""
 
 import log_linear_oracle
 import pytest
@@ -25,7 +25,7 @@ def log_linear(text, image, **options):
 
 @pytest.mark.parametrize("text", [0, 1, 7])
 @pytest.mark.parametrize("image", [1, 100, 256, 300])
-def test_with_every_block_and_no_means_it_is_dense(text, image):
+def test_every_block_picked_and_no_means_is_dense_attention(text, image):
     q, k, v = qkv(text + image)
     got = joint_attention(q, k, v, log_linear(text, image, top_k=99, enrich=False))
     want = scaled_dot_product_attention(q, k, v)
@@ -36,7 +36,7 @@ def test_with_every_block_and_no_means_it_is_dense(text, image):
 
 @pytest.mark.parametrize("text", [0, 7])
 @pytest.mark.parametrize("options", [{}, {"levels": 2}, {"enrich": False}, {"exclude_selected": True}])
-def test_text_reads_all_and_the_image_reads_text_beside_what_it_picks(text, options):
+def test_text_reads_everything_and_the_image_reads_text_and_what_it_picks(text, options):
     q, k, v = qkv(text + 300)
     got = joint_attention(q, k, v, log_linear(text, 300, **options))
     words, _ = dense_attention(q[:, :, :text], k, v, torch.ones(text, text + 300, dtype=torch.bool))
@@ -61,7 +61,7 @@ def test_a_block_table_is_block_attention():
 
 @pytest.mark.parametrize("image", [256, 4096])
 @pytest.mark.parametrize("options", [{}, {"levels": 2}, {"levels": 2, "enrich": 1}, {"enrich": False}, {"top_k": 99}])
-def test_pairs_are_those_that_the_definition_sees(image, options):
+def test_pairs_count_the_visible_keys_of_the_definition(image, options):
     pattern = log_linear(5, image, **options)
     q = torch.randn(1, 1, image, 32)
     chosen = OPTIONS | options
@@ -74,8 +74,8 @@ def test_pairs_are_those_that_the_definition_sees(image, options):
 
 
 @pytest.mark.parametrize("pattern", [log_linear(7, 100), block_table([[0, 1], [1]], block_starts(107))])
-def test_under_autocast_it_takes_what_torch_takes(pattern):
-    q, k, v = (x.detach().float() for x in qkv(107))  # a norm leaves float32 where a projection does not
+def test_autocast_casts_as_in_pytorch(pattern):
+    q, k, v = (x.detach().float() for x in qkv(107))  # under autocast, norms return float32 and projections do not
     low = [x.bfloat16() for x in (q, k, v)]
     with torch.autocast("cpu", torch.bfloat16):
         got = joint_attention(q, k, low[2], pattern)

@@ -1,4 +1,4 @@
-"""Laws of the modules: dense attention where everything is read, the op with projections around it elsewhere."""
+"""Laws of the attention modules: dense attention if everything is read, the op with projections otherwise."""
 
 import pytest
 import torch
@@ -19,7 +19,7 @@ def rope_of(tokens, dim):
 
 
 def dense(module, x, rope=None, context=None):
-    """The same projections around dense attention, turned pair by pair as complex numbers."""
+    """Dense attention with the same projections, and with RoPE as products of complex numbers."""
     everyone = x if context is None else torch.cat([x, context], 1)
     q, k, v = (
         part(everyone).unflatten(2, (module.heads, -1)).transpose(1, 2) for part in (module.q, module.k, module.v)
@@ -46,21 +46,17 @@ def test_every_block_picked_and_no_means_is_dense_attention(tokens, qk_norm, ext
         got, want = module(x, rope=rope, context=context), dense(module, x, rope, context)
         torch.testing.assert_close(got, want)
         inputs = x, *module.parameters()
-        for one, other in zip(
-            torch.autograd.grad(got.square().sum(), inputs),
-            torch.autograd.grad(want.square().sum(), inputs),
-            strict=True,
-        ):
-            torch.testing.assert_close(one, other)
+        grads = (torch.autograd.grad(each.square().sum(), inputs) for each in (got, want))
+        torch.testing.assert_close(*grads)
 
 
-def test_alike_neighbours_without_what_is_selected_are_dense_attention():
+def test_constant_blocks_excluding_selected_ones_are_dense_attention():
     module = double(64, 2, top_k=2, exclude_selected=True)
     x = torch.randn(1, 64, 64, dtype=torch.float64).repeat_interleave(16, 1)
     torch.testing.assert_close(module(x), dense(module, x))
 
 
-def test_a_selection_of_one_layer_is_read_by_another():
+def test_a_selection_can_be_shared_between_layers():
     first, second = double(64, 2), double(64, 2)
     x = torch.randn(1, 5000, 64, dtype=torch.float64)
     out, selection = first(x, return_selection=True)
@@ -87,8 +83,8 @@ def test_it_trains_under_autocast():
     assert all(parameter.grad.isfinite().all() and parameter.grad.any() for parameter in module.parameters())
 
 
-def test_options_and_sizes_that_cannot_be_used_are_refused():
-    with pytest.raises(ValueError, match="100 channels cannot be shared among 3 heads"):
+def test_bad_options_and_sizes_are_refused():
+    with pytest.raises(ValueError, match="100 channels cannot be split into 3 heads"):
         LogLinearAttention(100, 3)
     with pytest.raises(ValueError, match="32 to 256, not 16"):
         LogLinearAttention(64, 4)
@@ -116,7 +112,7 @@ def test_every_option_reaches_attention():
 
 @pytest.mark.usefixtures("as_a_user")
 def test_rope_for_other_tokens_is_refused():
-    with pytest.raises(ValueError, match=r"two of \[50, 32\], not \[40, 32\]"):
+    with pytest.raises(ValueError, match=r"must be \[50, 32\], not \[40, 32\]"):
         LogLinearAttention(64, 2)(torch.randn(1, 50, 64), rope=(torch.ones(40, 32), torch.ones(40, 32)))
-    with pytest.raises(ValueError, match="pairs of channels, and heads have 33"):
+    with pytest.raises(ValueError, match="pairs of channels, but heads have 33"):
         LogLinearAttention(66, 2)(torch.randn(1, 50, 66), rope=(torch.ones(50, 33), torch.ones(50, 33)))

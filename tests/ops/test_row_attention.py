@@ -1,4 +1,4 @@
-"""Laws of attention by rows: each row is that of the whole causal attention, in float64 under the dense mask."""
+"""Laws of row attention: each row equals that of causal float64 attention under a dense mask."""
 
 import pytest
 import torch
@@ -24,7 +24,7 @@ def definition(q, k, v, rows, scale):
     at_once=st.integers(1, 70),
     seed=st.integers(0, 99),
 )
-def test_rows_are_those_of_the_dense_mask_in_any_slices(tokens, part, groups, share, at_once, seed):
+def test_rows_equal_the_dense_mask_in_any_slices(tokens, part, groups, share, at_once, seed):
     torch.manual_seed(seed)
     rows = torch.randperm(tokens)[: round(part * tokens)].sort().values
     q = torch.randn(2, len(rows), groups * share, 8, dtype=torch.float64).transpose(1, 2)
@@ -35,17 +35,17 @@ def test_rows_are_those_of_the_dense_mask_in_any_slices(tokens, part, groups, sh
     torch.testing.assert_close(got, definition(q, k, v, rows, 0.3), rtol=1e-12, atol=1e-12)
 
 
-def test_heads_that_do_not_share_evenly_are_refused():
+def test_heads_that_are_no_multiple_of_groups_are_refused():
     k = torch.zeros(1, 3, 5, 8)
     with pytest.raises(ValueError, match="4 heads cannot share 3 groups"):
         row_attention(torch.zeros(1, 4, 2, 8), k, k, torch.arange(2))
 
 
 @pytest.mark.usefixtures("as_a_user")
-def test_rows_and_shapes_that_do_not_fit_are_refused_with_their_values():
+def test_bad_rows_and_shapes_are_refused_with_their_values():
     q, k = torch.zeros(1, 3, 2, 8), torch.zeros(1, 3, 5, 8)
     for rows in ([1, 0], [-1, 0], [4, 5]):
-        with pytest.raises(ValueError, match=rf"rows must ascend from 0 to 4 at most, not \[{rows[0]}, {rows[1]}\]"):
+        with pytest.raises(ValueError, match=rf"rows must ascend within 0 to 4, not \[{rows[0]}, {rows[1]}\]"):
             row_attention(q, k, k, torch.tensor(rows))
     for others in ((q, k, k[:, :, :4], 2), (q, k, k, 3), (q, k.expand(2, 3, 5, 8), k.expand(2, 3, 5, 8), 2)):
         with pytest.raises(ValueError, match="q must be"):

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from foveate.methods.base import DenseFallback, Grid, SparseAttention
 from foveate.ops.curves import CURVES, grid_order, inverse_order
-from foveate.ops.hierarchical_pooling import MOST_LEVELS, check_head_dim, check_options
+from foveate.ops.hierarchical_pooling import MAX_LEVELS, check_head_dim, check_options
 from foveate.ops.joint_attention import LogLinear
 from foveate.ops.log_linear_attention import enriched_levels
 from foveate.utils.cache import persistent
@@ -66,7 +66,7 @@ class LLSA(SparseAttention):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_options(self.top_k, self.block_size, self.levels)
-        enriched_levels(self.levels or MOST_LEVELS, self.enrich, self.log_mass)
+        enriched_levels(self.levels or MAX_LEVELS, self.enrich, self.log_mass)
         if self.curve not in CURVES:
             raise ValueError(f"unknown curve {self.curve!r}: choose one of {', '.join(CURVES)}")
 

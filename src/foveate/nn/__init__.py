@@ -1,4 +1,4 @@
-"""Modules for models of your own, to build and to train."""
+"""Attention modules for your own models."""
 
 from functools import partial
 
@@ -6,7 +6,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
-from foveate.ops.hierarchical_pooling import MOST_LEVELS, check_head_dim, check_options
+from foveate.ops.hierarchical_pooling import MAX_LEVELS, check_head_dim, check_options
 from foveate.ops.log_linear_attention import enriched_levels, log_linear_attention
 from foveate.ops.selection import Selection
 
@@ -14,27 +14,27 @@ __all__ = ["LogLinearAttention"]
 
 
 class LogLinearAttention(nn.Module):
-    """Self-attention of many tokens by `foveate.ops.log_linear_attention`, with its projections.
+    """Self-attention with projections, by `foveate.ops.log_linear_attention`.
 
-    With ``enrich=False`` and as many picks as there are blocks it is exactly dense attention. Neighbours in the
-    sequence should be neighbours in the picture: bring tokens into an order of `foveate.ops.curves` once, where the
-    model begins, and back where it ends.
+    With ``enrich=False`` and `top_k` at least the number of blocks, it is exactly dense attention. Neighbours in the
+    sequence should be neighbours in the image: reorder tokens by `foveate.ops.curves` once, at the start of the model,
+    and restore the order at its end.
 
     Args:
         dim: Channels of a token.
-        heads: How many heads share them; 32 to 256 channels each.
-        top_k: Nodes that each node picks.
+        heads: Number of heads, of 32 to 256 channels each.
+        top_k: Number of nodes that each node picks.
         block_size: Tokens of a block: 16, 32 or 64.
-        levels: Pooled levels, 1 to 4; None decides by the number of tokens.
-        enrich: Read the means of nodes too; a number reads those of so many levels.
-        reweight: Let a mean count as often as it has tokens.
-        exclude_selected: Leave out the means of what is read in finer form.
-        log_mass: Raise means by what their tokens differ.
-        qk_norm: Normalise queries and keys of each head by their root mean square.
-        bias: Give the projections one.
+        levels: Number of pooled levels, 1 to 4; None chooses by the number of tokens.
+        enrich: Whether to read the means of nodes. An integer n reads only those of levels 1 to n.
+        reweight: Whether a mean counts once for each of its tokens.
+        exclude_selected: Whether to skip the means of nodes that are read in finer form.
+        log_mass: Whether to raise the scores of means by the variance of their tokens.
+        qk_norm: Whether to apply RMSNorm to queries and keys, per head.
+        bias: Whether the projections have a bias.
 
     Raises:
-        ValueError: If `dim` cannot be shared among the heads, or an option is out of its range.
+        ValueError: If `dim` is not a multiple of `heads`, or an option is out of range.
 
     Examples:
         >>> attention = LogLinearAttention(128, heads=2)
@@ -59,10 +59,10 @@ class LogLinearAttention(nn.Module):
     ) -> None:
         super().__init__()
         if heads < 1 or dim % heads:
-            raise ValueError(f"{dim} channels cannot be shared among {heads} heads: use a divisor of {dim}")
+            raise ValueError(f"{dim} channels cannot be split into {heads} heads: use a divisor of {dim}")
         check_head_dim(dim // heads)
         check_options(top_k, block_size, levels)
-        enriched_levels(levels or MOST_LEVELS, enrich, log_mass)
+        enriched_levels(levels or MAX_LEVELS, enrich, log_mass)
         self.heads = heads
         self.attend = partial(
             log_linear_attention,
@@ -87,27 +87,24 @@ class LogLinearAttention(nn.Module):
         selection: Selection | None = None,
         return_selection: bool = False,
     ) -> Float[Tensor, "batch tokens dim"] | tuple[Float[Tensor, "batch tokens dim"], Selection]:
-        """What each token takes from the others.
+        """The output of attention [batch, tokens, dim], and with `return_selection` the selection.
 
         Args:
             x: Tokens.
-            rope: (cos, sin) to turn queries and keys by. Channels 2i and 2i + 1 are a pair, whose angle stands in both
-                of their columns.
-            context: More tokens that every token reads, such as those of a text; they are not turned.
+            rope: (cos, sin) of the rotary embedding of queries and keys. Channels 2i and 2i + 1 are a pair; both of
+                their columns hold the angle of the pair.
+            context: Additional tokens that every token reads, such as those of a text, without rotary embedding.
             key_padding_mask: True where a token is real.
-            selection: Of another call, layer or step, to read the same blocks.
-            return_selection: Return the selection too.
-
-        Returns:
-            [batch, tokens, dim]; with `return_selection` beside it the selection.
+            selection: Selection of another call, layer or step, to read the same blocks.
+            return_selection: Whether to return the selection.
 
         Raises:
-            ValueError: If `rope` is not for these tokens, or as `log_linear_attention` says.
+            ValueError: If `rope` does not match the tokens or heads, or `log_linear_attention` refuses the arguments.
         """
         q, k, v = self._split(self.q(x)), self._split(self.k(x)), self._split(self.v(x))
         q, k = self._norm(self.q_norm, q), self._norm(self.k_norm, k)
         if rope is not None:
-            q, k = _turn(q, *rope), _turn(k, *rope)
+            q, k = _rotate(q, *rope), _rotate(k, *rope)
         extra_k = extra_v = None
         if context is not None:
             extra_v = self._split(self.v(context))
@@ -129,10 +126,10 @@ class LogLinearAttention(nn.Module):
         return norm(x.to(self.q.weight.dtype))  # under autocast x is narrower than the weights
 
 
-def _turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     if x.shape[3] % 2:
-        raise ValueError(f"rope turns pairs of channels, and heads have {x.shape[3]}: use an even number")
+        raise ValueError(f"rope rotates pairs of channels, but heads have {x.shape[3]}: use an even head_dim")
     if cos.shape != x.shape[2:] or sin.shape != x.shape[2:]:
-        raise ValueError(f"rope must be two of {list(x.shape[2:])}, not {list(cos.shape)} and {list(sin.shape)}")
-    ahead = torch.stack([-x[..., 1::2], x[..., ::2]], -1).flatten(3)
-    return x * cos + ahead * sin
+        raise ValueError(f"cos and sin must be {list(x.shape[2:])}, not {list(cos.shape)} and {list(sin.shape)}")
+    quarter_turn = torch.stack([-x[..., 1::2], x[..., ::2]], -1).flatten(3)
+    return x * cos + quarter_turn * sin

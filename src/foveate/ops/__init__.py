@@ -1,4 +1,4 @@
-"""Pure functions of tensors in plain PyTorch; this text is the definition that every kernel is held to."""
+"""Ops as pure functions of tensors in plain PyTorch: the definitions that the GPU kernels are tested against."""
 
 from foveate.ops.hierarchical_pooling import select_blocks
 from foveate.ops.log_linear_attention import LogLinearOutput, log_linear_attention

@@ -1,8 +1,8 @@
 """Attention over a block table.
 
-The portable path below is the definition of the op and runs on any device. Query blocks that read the same keys are
-merged into groups, and groups of equal shape are packed into one call of `scaled_dot_product_attention`. A call packs
-half of the keys at most, unless one group reads more: memory stays linear in the number of tokens.
+The portable path below is the definition of the op and runs on any device. Query blocks that read the same keys form a
+group, and groups of equal shape are packed into one call of `scaled_dot_product_attention`. A call packs at most half
+of the keys, unless a single group reads more, so that memory stays linear in the number of tokens.
 """
 
 from collections import defaultdict
@@ -48,24 +48,24 @@ def block_attention(
 ):
     """Softmax attention in which every query block sees only the key blocks that the table lists for it.
 
-    Differentiable once in q, k, v, through the LSE too. Works inside `torch.compile(fullgraph=True)`: the table is
+    Differentiable once in q, k and v, also through the LSE. Works with `torch.compile(fullgraph=True)`: the table is
     data, so layers with tables of one shape share one graph.
 
     Args:
         q: Queries.
         k: Keys.
         v: Values.
-        table: Which key blocks each query block reads; `block_table` builds one.
+        table: The key blocks that each query block reads, from `block_table`.
         scale: Factor on q·k; ``head_dim ** -0.5`` if None.
-        return_lse: Also return log(sum(exp(scale * q·k))) over each query's keys, as float32 (float64 for float64).
-            The portable path then writes scores to memory, in bounded pieces.
+        return_lse: Also return the per-query log-sum-exp, log(sum(exp(scale * q·k))), as float32 (float64 for
+            float64). The portable path then writes scores to memory, in bounded pieces.
 
     Returns:
-        The output, in q's dtype and layout, and the LSE if asked for. Queries of an empty list get zeros and -inf.
+        Output, in q's dtype and layout, and with `return_lse` the LSE. Queries of an empty list get zeros and -inf.
 
     Raises:
-        ValueError: If shapes, dtypes or devices of q, k and v do not fit each other, or their token counts the table;
-            if the scale is 0 or not finite.
+        ValueError: If shapes, dtypes or devices of q, k and v do not match, if their numbers of tokens do not match
+            the table, or if the scale is 0 or not finite.
 
     Examples:
         >>> from foveate.ops.block_table import block_starts, block_table
@@ -77,7 +77,7 @@ def block_attention(
     """
     if k.shape != v.shape or q.ndim != 4 or q.shape[:2] != k.shape[:2] or q.shape[3:] != k.shape[3:] or not q.shape[3]:
         raise ValueError(
-            "q, k, v must be [batch, heads, tokens, head_dim], alike but for the tokens of q: "
+            "q, k, v must be [batch, heads, tokens, head_dim] and may differ only in the tokens of q: "
             f"got {list(q.shape)}, {list(k.shape)}, {list(v.shape)}"
         )
     if not (q.dtype == k.dtype == v.dtype and q.device == k.device == v.device):
@@ -95,16 +95,16 @@ def block_attention(
 # --- the portable path -----------------------------------------------------------------------------------------------
 
 
-@dispatch.register("block_attention", "portable", takes=lambda *work: True)
+@dispatch.register("block_attention", "portable")
 def portable(
     q: Tensor, k: Tensor, v: Tensor, table: BlockTable, scale: float, with_lse: bool
 ) -> tuple[Tensor, Tensor]:
-    """`block_attention` by packed calls of PyTorch's own attention. Without `with_lse` the LSE is empty."""
+    """`block_attention` by packed calls of PyTorch's attention. Without `with_lse` the returned LSE is empty."""
     return _forward(q, k, v, *table, scale, with_lse)
 
 
 class _Call(NamedTuple):
-    """One packed call: `groups` groups of queries (`rows`), each with as many keys (`columns`) as the next."""
+    """One packed call: `groups` groups of equally many queries (`rows`) and equally many keys (`columns`)."""
 
     rows: slice | Tensor
     columns: slice | Tensor
@@ -124,7 +124,7 @@ def _forward(
     with_lse: bool,
 ) -> tuple[Tensor, Tensor]:
     out, lse = torch.zeros_like(q), _lse_like(q, with_lse).fill_(-torch.inf)
-    q, k, v = q.contiguous(), k.contiguous(), v.contiguous()  # one copy; strided heads cost more in every call
+    q, k, v = q.contiguous(), k.contiguous(), v.contiguous()  # copy once: strided heads slow down every call
     calls = _calls(BlockTable(query_starts, key_starts, offsets, keys), q, k)
     with torch.autocast(q.device.type, enabled=False):
         for rows, columns, groups in calls:
@@ -215,19 +215,19 @@ def _scores(q: Tensor, k: Tensor, scale: float) -> Tensor:
 
 
 def _pieces(q_part: Tensor, k_part: Tensor, q: Tensor) -> Iterator[slice]:
-    """Runs of rows whose scores take at most a quarter of the memory of `q`, so that memory stays linear."""
+    """Slices of rows whose scores take at most a quarter of the memory of `q`, so that memory stays linear."""
     step = max(1, q.numel() // (4 * q_part.shape[0] * q_part.shape[1] * k_part.shape[2]))
     return (slice(start, start + step) for start in range(0, q_part.shape[2], step))
 
 
 def _take(x: Tensor, where: slice | Tensor, groups: int) -> Tensor:
-    """[batch, heads, tokens, dim] -> [batch, heads * groups, tokens of a group, dim]; a view if possible."""
+    """Some tokens of x as [batch, heads * groups, tokens of a group, dim]; a view if possible."""
     part = x[:, :, where] if isinstance(where, slice) else x.index_select(2, where)
     return part.reshape(x.shape[0], x.shape[1] * groups, -1, x.shape[3])
 
 
 def _put(x: Tensor, where: slice | Tensor, part: Tensor) -> None:
-    """Write what `_take` would read."""
+    """Write to the tokens that `_take` reads."""
     part = part.reshape(*x.shape[:2], -1, x.shape[3])
     if isinstance(where, slice):
         x[:, :, where] = part
@@ -236,7 +236,7 @@ def _put(x: Tensor, where: slice | Tensor, part: Tensor) -> None:
 
 
 def _add(x: Tensor, where: slice | Tensor, part: Tensor) -> None:
-    """Add to what `_take` would read; positions may repeat."""
+    """Add to the tokens that `_take` reads; tokens may repeat."""
     part = part.reshape(*x.shape[:2], -1, x.shape[3])
     if isinstance(where, slice):
         x[:, :, where] += part
@@ -244,11 +244,11 @@ def _add(x: Tensor, where: slice | Tensor, part: Tensor) -> None:
         x.index_add_(2, where, part)
 
 
-_CALLS: WeakTensorCache[list[_Call]] = WeakTensorCache()  # reading the lists takes longer than a short attention call
+_CALLS: WeakTensorCache[list[_Call]] = WeakTensorCache()  # reading the lists takes longer than a short call
 
 
 def _calls(table: BlockTable, q: Tensor, k: Tensor) -> list[_Call]:
-    """The packed calls that cover the table."""
+    """The packed calls that cover the table, cached."""
     table.check(q, k)
     if not q.numel():
         return []

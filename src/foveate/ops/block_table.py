@@ -1,6 +1,6 @@
-"""Which key blocks each query block reads: the one data structure behind every sparse pattern.
+"""The block table, which lists the key blocks that each query block reads: the data structure of all static patterns.
 
-A *block* is a run of consecutive tokens, usually 64 or 128, and shorter where text, a tile or the sequence ends.
+A *block* is a run of consecutive tokens, usually 64 or 128; it is shorter where text, a tile or the sequence ends.
 """
 
 from collections.abc import Iterable, Sequence
@@ -17,16 +17,16 @@ __all__ = ["BlockTable", "block_starts", "block_table"]
 
 
 class BlockTable(NamedTuple):
-    """For each query block the list of key blocks it attends to, in compressed rows.
+    """The key blocks that each query block attends to, in compressed rows.
 
-    All tensors are int32, live on the CPU unless moved, and are never changed in place. A table may carry unused space
-    behind its last block and list entry (see `padded`); a block may be empty.
+    All tensors are int32, live on the CPU unless moved, and are never changed in place. A table may have unused space
+    after its last block and list entry (see `padded`); a block may be empty.
 
     Attributes:
         query_starts: Query block i holds the tokens ``query_starts[i] : query_starts[i + 1]``.
-        key_starts: The same for key blocks.
+        key_starts: Key block i holds the tokens ``key_starts[i] : key_starts[i + 1]``.
         offsets: Query block i reads the key blocks ``keys[offsets[i] : offsets[i + 1]]``.
-        keys: Key block numbers, ascending within a list.
+        keys: Indices of key blocks, ascending within a list.
     """
 
     query_starts: Int[Tensor, "queries_plus_1"]
@@ -50,7 +50,7 @@ class BlockTable(NamedTuple):
         return [keys[a:b] for a, b in pairwise(offsets)]
 
     def pairs(self) -> int:
-        """Exact number of (query token, key token) pairs, counting short blocks by their true length."""
+        """Exact number of (query token, key token) pairs."""
         key_lengths = torch.cat([self.key_starts.diff(), self.key_starts.new_zeros(1)]).long()
         used = self.keys[: int(self.offsets[-1])].long()
         summed = torch.cat([key_lengths.new_zeros(1), key_lengths[used].cumsum(0)])
@@ -58,18 +58,18 @@ class BlockTable(NamedTuple):
         return int((per_row * self.query_starts.diff()).sum())
 
     def sparsity(self) -> float:
-        """Fraction of all query-key pairs that is left out: 0 is dense."""
+        """Fraction of all query-key pairs that is skipped: 0 is dense."""
         return 1 - self.pairs() / max(1, self.query_tokens * self.key_tokens)
 
     def flops(self, heads: int, head_dim: int, *, backward: bool = False) -> int:
         """Floating-point operations of attention over this table for one sample, 2 for each multiply-add.
 
-        Forward multiplies twice per pair (q·k and p·v); with `backward` five more products are counted.
+        The forward pass has two products per pair (q·k and p·v), the backward pass five more.
         """
         return (14 if backward else 4) * self.pairs() * heads * head_dim
 
     def transpose(self) -> "BlockTable":
-        """For each key block the query blocks that read it: the table of the backward pass."""
+        """The table of the query blocks that read each key block, which backward passes over keys use."""
         used = int(self.offsets[-1])
         rows = torch.repeat_interleave(
             torch.arange(len(self.offsets) - 1, dtype=torch.int32, device=self.keys.device), self.offsets.diff()
@@ -79,7 +79,7 @@ class BlockTable(NamedTuple):
         return BlockTable(self.key_starts, self.query_starts, _cumulative(counts), rows[by_key])
 
     def borders(self) -> list[int]:
-        """Tokens that read others, or are read by others, than the token before them; those of queries and keys."""
+        """Positions of queries and keys where the attention pattern changes from the token before."""
         found: set[int] = set()
         for side in (self, self.transpose()):
             lists, starts = side.lists(), side.query_starts.tolist()
@@ -87,7 +87,7 @@ class BlockTable(NamedTuple):
         return sorted(found)
 
     def to_dense(self) -> Bool[Tensor, "queries keys"]:
-        """The pattern as a mask over tokens. Quadratic: for tests and pictures only."""
+        """The pattern as a mask over tokens. Quadratic in the number of tokens: for tests and plots only."""
         blocks = torch.zeros(len(self.offsets) - 1, len(self.key_starts) - 1, dtype=torch.bool)
         for row, keys in zip(blocks, self.lists(), strict=True):
             row[keys] = True
@@ -95,9 +95,9 @@ class BlockTable(NamedTuple):
         return by_token.repeat_interleave(self.key_starts.diff().cpu(), 1)
 
     def padded(self, query_blocks: int, key_blocks: int, entries: int) -> "BlockTable":
-        """The same pattern with empty blocks and unused entries behind it, so that several tables share one shape.
+        """The same pattern padded with empty blocks and unused entries, so that several tables share one shape.
 
-        Equal shapes let compiled code take one table or another without being built again.
+        Compiled code takes tables of one shape without recompilation.
         """
         return BlockTable(
             _extend(self.query_starts, query_blocks + 1, self.query_starts[-1]),
@@ -107,10 +107,10 @@ class BlockTable(NamedTuple):
         )
 
     def check(self, q: Tensor, k: Tensor) -> None:
-        """Refuse queries and keys [batch, heads, tokens, head_dim] that the table is not for.
+        """Check that queries and keys [batch, heads, tokens, head_dim] match the table.
 
         Raises:
-            ValueError: If their numbers of tokens differ from the table's.
+            ValueError: If their numbers of tokens differ from those of the table.
         """
         if (self.query_tokens, self.key_tokens) != (q.shape[2], k.shape[2]):
             raise ValueError(
@@ -132,10 +132,10 @@ def block_table(
     """The table in which query block i reads the key blocks ``lists[i]``.
 
     Args:
-        lists: Key block numbers for every query block, in any order, each at most once. A list may be empty: its
-            queries get zeros.
-        query_starts: First token of every query block, and behind them the number of tokens: see `block_starts`.
-        key_starts: The same for key blocks; those of the queries if left out.
+        lists: Indices of the key blocks that each query block reads, in any order, each at most once. Queries of an
+            empty list get zeros.
+        query_starts: First token of every query block, followed by the number of tokens, as from `block_starts`.
+        key_starts: The same for key blocks; `query_starts` if None.
 
     Examples:
         >>> starts = block_starts(1000)  # 15 blocks of 64 and one of 40
@@ -144,8 +144,8 @@ def block_table(
         182848
 
     Raises:
-        ValueError: If the starts do not ascend from 0, if a list names a block twice or one that does not exist, or if
-            there are more or fewer lists than query blocks.
+        ValueError: If starts do not ascend from 0, if a list contains a block twice or one that does not exist, or if
+            the number of lists is not the number of query blocks.
     """
     key_starts = query_starts if key_starts is None else key_starts
     for starts in (query_starts, key_starts):
@@ -167,9 +167,9 @@ def block_table(
 
 @persistent
 def block_starts(*runs: int, block: int = 64) -> Int[Tensor, "blocks_plus_1"]:
-    """First token of every block when each run of tokens is cut into blocks of `block`, and the total behind them.
+    """First token of every block, followed by the number of tokens, for runs of tokens cut into blocks of `block`.
 
-    The last block of each run may be shorter; runs never share a block; an empty run has none.
+    The last block of a run may be shorter. No block spans two runs, and an empty run has no block.
 
     Examples:
         >>> block_starts(100, 128).tolist()
@@ -179,7 +179,7 @@ def block_starts(*runs: int, block: int = 64) -> Int[Tensor, "blocks_plus_1"]:
         ValueError: If a run is negative or `block` is below 1.
     """
     if block < 1 or min(runs, default=0) < 0:
-        raise ValueError(f"cannot cut runs of {runs} tokens into blocks of {block}: use counts >= 0 and a block >= 1")
+        raise ValueError(f"cannot cut runs of {runs} tokens into blocks of {block}: use runs >= 0 and a block >= 1")
     ends = torch.tensor([0, *runs]).cumsum(0).tolist()
     starts = [start for a, b in pairwise(ends) for start in range(a, b, block)]
     return torch.tensor([*starts, ends[-1]], dtype=torch.int32)

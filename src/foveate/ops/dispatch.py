@@ -1,7 +1,7 @@
-"""Which implementation of an op runs where: the one place where that is decided.
+"""Registry of the implementations of each op: which backend runs on which device, dtype and size.
 
-Every op registers its portable definition here, and behind it the kernels that are faster where they run. The last one
-registered that takes the work wins.
+Every op registers its portable definition here first, then the faster kernels. The last registered backend that
+supports a call runs it.
 """
 
 from collections.abc import Callable
@@ -13,52 +13,58 @@ import torch
 
 __all__ = ["Backend", "backends", "choose", "ops", "register", "register_kernels"]
 
-Takes = Callable[[torch.device, torch.dtype, int], bool]
+Supports = Callable[[torch.device, torch.dtype, int], bool]
 
 
 class Backend(NamedTuple):
-    """One implementation of an op."""
+    """One implementation of an op.
+
+    Attributes:
+        name: Name of the backend, which `summary` shows.
+        supports: Whether it runs on a device, in a dtype, at a size (head_dim, or tokens of a set).
+        run: The implementation.
+    """
 
     name: str
-    takes: Takes
+    supports: Supports
     run: Callable[..., Any]
 
 
 _BACKENDS: dict[str, list[Backend]] = {}
 
 
-def register(op: str, name: str, takes: Takes) -> Callable[..., Any]:
-    """Decorator that makes a function the backend `name` of `op`, wherever `takes` is true.
+def register(op: str, name: str, supports: Supports = lambda *call: True) -> Callable[..., Any]:
+    """Decorator that registers a function as the backend `name` of `op`.
 
     Args:
         op: Name of the op.
-        name: Of the backend, as `summary` shows it.
-        takes: Whether it runs on a device, in a dtype, at a size: channels of a head, or tokens of a set.
+        name: Name of the backend.
+        supports: Whether the backend runs on a device, in a dtype, at a size; by default it always does.
     """
 
     def add(run: Callable[..., Any]) -> Callable[..., Any]:
-        _BACKENDS.setdefault(op, []).append(Backend(name, takes, run))
+        _BACKENDS.setdefault(op, []).append(Backend(name, supports, run))
         return run
 
     return add
 
 
 def register_kernels(op: str, package: str) -> None:
-    """Register the kernels of `op` from `foveate.kernels.<package>`, on machines with an NVIDIA GPU and Triton."""
+    """Register ``BACKENDS`` of ``foveate.kernels.<package>.<op>`` if there are an NVIDIA GPU and Triton."""
     if torch.cuda.is_available() and torch.version.hip is None and find_spec("triton"):
         kernels = import_module(f"foveate.kernels.{package}.{op}")
-        for name, (takes, run) in kernels.BACKENDS.items():
-            register(op, name, takes)(run)
+        for name, (supports, run) in kernels.BACKENDS.items():
+            register(op, name, supports)(run)
 
 
 def backends(op: str, device: torch.device, dtype: torch.dtype, size: int) -> list[Backend]:
-    """All backends that could run `op` there; the last one does."""
-    return [backend for backend in _BACKENDS[op] if backend.takes(device, dtype, size)]
+    """The backends that support a call of `op`, in the order of registration; the last one runs it."""
+    return [backend for backend in _BACKENDS[op] if backend.supports(device, dtype, size)]
 
 
-def choose(op: str, device: torch.device, dtype: torch.dtype, size: int) -> Backend:
-    """The backend that runs `op` there."""
-    return backends(op, device, dtype, size)[-1]
+def choose(op: str, device: torch.device, dtype: torch.dtype, size: int, *, portable: bool = False) -> Backend:
+    """The backend that runs a call of `op`; with `portable`, its portable definition."""
+    return backends(op, device, dtype, size)[0 if portable else -1]
 
 
 def ops() -> list[str]:

@@ -48,7 +48,7 @@ def facility_location(similarity: Float[Tensor, "*batch tokens tokens"], budget:
     return picks.view(*similarity.shape[:-2], budget)
 
 
-@dispatch.register("facility_location", "portable", takes=lambda *work: True)
+@dispatch.register("facility_location", "portable")
 def portable(similarity: Float[Tensor, "sets tokens tokens"], budget: int) -> Int[Tensor, "sets budget"]:
     """`facility_location` in plain PyTorch."""
     if similarity.device.type == "cpu" and similarity.shape[1] >= LAZY_FROM:

@@ -1,7 +1,6 @@
-"""Log-linear attention: every query reads a few blocks of tokens, and means of ever larger nodes for all the rest.
+"""Log-linear attention: every query reads a few blocks of tokens, and means of ever larger nodes for the rest.
 
-The portable path below is the definition of the op and runs on any device, in memory that is linear in the number of
-tokens.
+The portable path below is the definition of the op. It runs on any device, in memory linear in the number of tokens.
 """
 
 from math import inf
@@ -13,20 +12,27 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from foveate.ops import dispatch
-from foveate.ops.hierarchical_pooling import able, check, choose_blocks, count_tokens, pool, spread
+from foveate.ops.hierarchical_pooling import (
+    MAX_KERNEL_TOP_K,
+    check_inputs,
+    choose_blocks,
+    count_tokens,
+    pool,
+    variances,
+)
 from foveate.ops.picked_attention import picked_attention
 from foveate.ops.selection import Selection
 
-__all__ = ["LogLinearOutput", "Options", "log_linear_attention"]
+__all__ = ["LogLinearOutput", "Options", "choose_backend", "enriched_levels", "log_linear_attention"]
 
 
 class LogLinearOutput(NamedTuple):
-    """What `log_linear_attention` returns.
+    """The result of `log_linear_attention`.
 
     Attributes:
         out: Output [batch, heads, tokens, head_dim], in the dtype of q.
-        lse: Log of the sum of all weights of each query [batch, heads, tokens], float32 (float64 for float64).
-        selection: Which blocks were read; give it to another call to read the same.
+        lse: Per-query log-sum-exp [batch, heads, tokens], float32 (float64 for float64).
+        selection: The blocks that were read; pass it to another call to read the same.
     """
 
     out: Tensor
@@ -35,19 +41,19 @@ class LogLinearOutput(NamedTuple):
 
 
 class Options(NamedTuple):
-    """Options of `log_linear_attention` as its backends get them, with nothing left to be decided.
+    """The options of `log_linear_attention` with all defaults resolved, as its backends take them.
 
     Attributes:
-        top_k: Nodes that each node picks.
+        top_k: Number of nodes that each node picks.
         block_size: Tokens of a block, and children of a node.
-        levels: Pooled levels.
-        enriched: How many of them, from the finest on, have their means read.
-        reweight: Count a mean as often as it has tokens.
+        levels: Number of pooled levels.
+        enriched: Number of levels, from the finest, whose means are read.
+        reweight: Whether a mean counts once for each of its tokens.
         scale: Factor on q·k.
-        exclude_selected: Leave out means of what is read in finer form.
-        log_mass: Raise means by what their tokens differ.
-        deterministic: The same bits in every backward pass.
-        full: As of `Selection`; of lists that are yet to be chosen, too.
+        exclude_selected: Whether to skip means of nodes that are read in finer form.
+        log_mass: Whether to raise the scores of means by the variance of their tokens.
+        deterministic: Whether gradients have the same bits in every run.
+        full: `Selection.full` of the lists, including lists that are still to be chosen.
     """
 
     top_k: int
@@ -81,41 +87,37 @@ def log_linear_attention(
     log_mass: bool = False,
     deterministic: bool = True,
 ) -> LogLinearOutput:
-    """Attention of every query over the blocks it picked, and over means of coarser nodes, in one softmax.
+    """Attention of every query over the blocks that it picked and over means of coarser nodes, in one softmax.
 
-    Which nodes are picked is found by `select_blocks`. A query reads the tokens of the blocks that its block picked;
-    at each level between, the means of all nodes that its ancestor could choose among; and the means of all nodes of
-    the top. A mean counts as often as it has tokens: log(count) is added to its score.
+    `select_blocks` picks the nodes. A query reads the tokens of the blocks that its block picked; on each level in
+    between, the means of all nodes that its ancestor could pick from; and the means of all nodes of the top level. A
+    mean counts once for each of its tokens: log(count) is added to its score.
 
-    Differentiable once in q, k, v, extra_k and extra_v, through the LSE too; what is picked is not differentiated.
-    Works inside `torch.compile(fullgraph=True)`.
+    Differentiable once in q, k, v, extra_k and extra_v, also through the LSE, but not through the picks. Works with
+    `torch.compile(fullgraph=True)`.
 
     Args:
-        q: Queries, after normalisation and RoPE.
-        k: Keys, likewise.
+        q: Queries, after normalization and RoPE.
+        k: Keys, after normalization and RoPE.
         v: Values.
-        top_k: How many nodes each node picks; all of them where there are fewer.
+        top_k: Number of nodes that each node picks; all of them if there are fewer.
         block_size: Tokens of a block, and children of a node: 16, 32 or 64.
-        levels: Pooled levels, 1 to 4; None takes those of `selection` or else of `automatic_levels`.
-        selection: Of an earlier call or of `select_blocks`, to read the same blocks again.
-        enrich: Read means too. A number n reads those of levels 1 to n only.
-        reweight: Let a mean count as often as it has tokens, not once.
+        levels: Number of pooled levels, 1 to 4; None uses those of `selection`, or else `automatic_levels`.
+        selection: Selection of an earlier call or of `select_blocks`, to read the same blocks again.
+        enrich: Whether to read means. An integer n reads only those of levels 1 to n.
+        reweight: Whether a mean counts once for each of its tokens; otherwise it counts as one key.
         scale: Factor on q·k; ``head_dim ** -0.5`` if None.
-        extra_k: Keys that every query reads besides, such as those of a text.
-        extra_v: Their values.
-        key_padding_mask: True where a token is real. The others are in no mean and nobody reads them; their own output
-            is 0 and their LSE -inf.
-        exclude_selected: Leave out the means of nodes that a query's own ancestors picked, so that no token counts
-            twice.
-        log_mass: Add to the score of a mean what it underestimates its tokens by, to second order:
-            ``scale² |q|² / (2 head_dim)`` times the mean squared distance of its tokens' keys from it.
-        deterministic: Add up gradients in one order in every run. False lets a GPU add them up as they come.
-
-    Returns:
-        Output, LSE and the selection.
+        extra_k: Additional keys that every query reads, such as those of a text.
+        extra_v: Values of the additional keys.
+        key_padding_mask: True where a token is real. Padding is in no mean and is never read; its output is 0 and its
+            LSE -inf.
+        exclude_selected: Skip the means of nodes that a query's own ancestors picked, so that no token counts twice.
+        log_mass: Add to the score of a mean the second-order estimate of what it lacks compared with its tokens:
+            ``scale² |q|² / (2 head_dim)`` times the mean squared distance of its tokens' keys from their mean.
+        deterministic: Add gradients in a fixed order. False lets a GPU add them in any order.
 
     Raises:
-        ValueError: If tensors do not fit each other or the selection, or an option is out of its range.
+        ValueError: If the tensors do not match each other or the selection, or an option is out of range.
 
     Examples:
         >>> q = k = v = torch.randn(1, 2, 9000, 64)
@@ -126,16 +128,17 @@ def log_linear_attention(
         >>> torch.equal(again.out, out)
         True
 
-    Source: arXiv 2512.16615. Weights are true counts, so any number of tokens is exact.
+    Source: arXiv 2512.16615. A shorter last node counts by its true number of tokens.
     """
     if levels is None and selection is not None:
         levels = selection.levels
-    levels = check({"q": q, "k": k, "v": v}, top_k, block_size, levels, key_padding_mask)
+    levels = check_inputs({"q": q, "k": k, "v": v}, top_k, block_size, levels, key_padding_mask)
     enriched = enriched_levels(levels, enrich, log_mass)
     scale = float(q.shape[3] ** -0.5 if scale is None else scale)
     if not 0 < scale < inf:
         raise ValueError(f"scale must be finite and above 0, not {scale}: None takes head_dim ** -0.5")
-    _check_extra(q, extra_k, extra_v)
+    if extra_k is not None or extra_v is not None:
+        _check_extra(q, extra_k, extra_v)
     if selection is not None:
         _check_selection(q, selection, top_k, block_size, levels)
     full = key_padding_mask is None if selection is None else selection.full
@@ -151,33 +154,29 @@ def log_linear_attention(
 
 
 def enriched_levels(levels: int, enrich: bool | int, log_mass: bool = False) -> int:
-    """Of how many levels means are read.
+    """The number of levels whose means are read.
 
     Raises:
-        ValueError: If they are more than there are, or none though `log_mass` is to raise them.
+        ValueError: If `enrich` is more than the number of levels, or False together with `log_mass`.
     """
     if not isinstance(enrich, int) or not 0 <= enrich <= levels:
         raise ValueError(f"enrich must be True, False, or a number of levels up to {levels}, not {enrich!r}")
     if log_mass and not enrich:
-        raise ValueError("log_mass raises means, and enrich=False reads none: use enrich=True or log_mass=False")
+        raise ValueError("log_mass adjusts means, but enrich=False reads none: use enrich=True or log_mass=False")
     return levels if enrich is True else int(enrich)
 
 
 def choose_backend(
     device: torch.device, dtype: torch.dtype, head_dim: int, top_k: int, log_mass: bool
 ) -> dispatch.Backend:
-    """What runs a call of these options: some only the portable path has."""
-    known = able("log_linear_attention", device, dtype, head_dim, top_k)
-    return known[0] if log_mass else known[-1]  # the first is portable
+    """The backend for a call with these options; kernels have no `log_mass` and a limited `top_k`."""
+    portable = log_mass or top_k > MAX_KERNEL_TOP_K
+    return dispatch.choose("log_linear_attention", device, dtype, head_dim, portable=portable)
 
 
 def _check_extra(q: Tensor, extra_k: Tensor | None, extra_v: Tensor | None) -> None:
-    if extra_k is None and extra_v is None:
-        return
     if extra_k is None or extra_v is None:
-        raise ValueError(
-            f"give both extra_k and extra_v, or neither: {'extra_k' if extra_k is None else 'extra_v'} is None"
-        )
+        raise ValueError(f"pass both extra_k and extra_v, or neither: extra_{'v' if extra_v is None else 'k'} is None")
     fits = extra_k.ndim == 4 and (*extra_k.shape[:2], extra_k.shape[3]) == (*q.shape[:2], q.shape[3])
     if extra_v.shape != extra_k.shape or not fits:
         raise ValueError(
@@ -198,13 +197,13 @@ def _check_selection(q: Tensor, selection: Selection, top_k: int, block_size: in
     if made != asked:
         names = "batch", "heads", "tokens", "block_size", "top_k", "levels", "device"
         wrong = ", ".join(f"{n}={a} not {b}" for n, a, b in zip(names, made, asked, strict=True) if a != b)
-        raise ValueError(f"the selection was made for {wrong}: give it such a call, or select blocks anew")
+        raise ValueError(f"the selection was made for {wrong}: pass it to a matching call, or select blocks again")
 
 
 # --- the portable path -----------------------------------------------------------------------------------------------
 
 
-@dispatch.register("log_linear_attention", "portable", takes=lambda *work: True)
+@dispatch.register("log_linear_attention", "portable")
 def portable(
     q: Tensor,
     k: Tensor,
@@ -223,13 +222,13 @@ def portable(
     means = pool(k, counts, block)
     if lists is None:
         lists = choose_blocks(q, [mean.to(k.dtype) for mean in means], counts, options.top_k, block)
-    means_v = pool(v, counts[:enriched], block)
-    shared_k = [*(mean.to(k.dtype) for mean in means[:enriched]), k[:, :, :0] if extra_k is None else extra_k]
-    shared_v = [*(mean.to(v.dtype) for mean in means_v), v[:, :, :0] if extra_v is None else extra_v]
-    bias = _bias(counts, shared_k[-1].shape[2], options, means[0].dtype)
+    extra_k, extra_v = (x[:, :, :0] if extra is None else extra for x, extra in ((k, extra_k), (v, extra_v)))
+    shared_k = [*(mean.to(k.dtype) for mean in means[:enriched]), extra_k]
+    shared_v = [*(mean.to(v.dtype) for mean in pool(v, counts[:enriched], block)), extra_v]
+    bias = _bias(counts, extra_k.shape[2], options, means[0].dtype)
     if options.log_mass:
-        spreads = spread(k, real, means[:enriched], counts[:enriched], block)
-        q, k, shared_k = _with_spread(q, k, shared_k, spreads, options.scale)
+        spread = variances(k, real, means[:enriched], counts[:enriched], block)
+        q, k, shared_k = _with_variances(q, k, shared_k, spread, options.scale)
     out, lse = picked_attention(
         *(q, k, v, torch.cat(shared_k, 2), torch.cat(shared_v, 2), bias, real, lists, block, enriched),
         *(options.exclude_selected, options.scale, options.deterministic),
@@ -240,20 +239,20 @@ def portable(
 
 
 def _bias(counts: tuple[Tensor, ...], ones: int, options: Options, dtype: torch.dtype) -> Tensor:
-    """Logs of the weights of means, and those of extra keys [sets, shared]; the mean of nothing has -inf."""
+    """Log-weights of means and extra keys [sets, shared]; the mean of an empty node gets -inf."""
     weights = torch.cat([*counts[: options.enriched], counts[0].new_ones(len(counts[0]), ones)], 1)
     return (weights if options.reweight else weights.clamp(max=1)).to(dtype).log()
 
 
-def _with_spread(
-    q: Tensor, k: Tensor, shared_k: list[Tensor], spreads: list[Tensor], scale: float
+def _with_variances(
+    q: Tensor, k: Tensor, shared_k: list[Tensor], spread: list[Tensor], scale: float
 ) -> tuple[Tensor, Tensor, list[Tensor]]:
-    """Queries and keys with one more channel, which adds the half variance of a mean's scores to its own."""
-    wide = spreads[0].dtype
+    """Queries and keys with one more channel, which adds half the variance of its tokens' scores to a mean's score."""
+    wide = spread[0].dtype
     q = q.to(wide)
     *means, extra = (x.to(wide) for x in shared_k)
     q = torch.cat([q, q.square().sum(-1, keepdim=True) * (scale / (2 * q.shape[3]))], 3)
-    means = [torch.cat([mean, x[..., None]], 3) for mean, x in zip(means, spreads, strict=True)]
+    means = [torch.cat([mean, x[..., None]], 3) for mean, x in zip(means, spread, strict=True)]
     return q, pad(k.to(wide), (0, 1)), [*means, pad(extra, (0, 1))]
 
 

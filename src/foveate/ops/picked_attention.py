@@ -1,6 +1,6 @@
-"""One softmax over the blocks that queries picked and the shared keys in their sight: the core of the portable path.
+"""One softmax over picked blocks and shared keys: the core of the portable path of log-linear attention.
 
-Scores are written for a few runs of queries at a time, forward and backward; the backward pass computes them anew.
+Scores are computed for a few runs of queries at a time; the backward pass recomputes them.
 """
 
 from collections.abc import Iterable
@@ -32,22 +32,22 @@ def picked_attention(
 ) -> tuple[Tensor, Tensor]:
     """Output and LSE of every query. Differentiable once in q, k, v, shared_k and shared_v.
 
-    Values may have fewer channels than keys. A query that sees nothing gets zeros and -inf.
+    Values may have fewer channels than keys. A query that sees no key gets zeros and an LSE of -inf.
 
     Args:
         q: Queries [batch, heads, tokens, dim].
         k: Keys.
         v: Values.
-        shared_k: Means of `enriched` levels, the finest first, and keys that everyone sees.
-        shared_v: Their values.
-        shared_bias: What is added to their scores [1 or batch, shared], float32 at least; -inf hides one from all.
-        real: [batch, tokens], False for keys that nobody sees.
-        lists: Those of a `Selection`.
+        shared_k: Means of `enriched` levels, the finest first, then extra keys that all queries see.
+        shared_v: Values of the shared keys.
+        shared_bias: Bias of their scores [1 or batch, shared], float32 or wider; -inf hides a key from all queries.
+        real: Bool [batch, tokens], False for padding, which no query sees.
+        lists: Lists of a `Selection`.
         block: Tokens of a block.
-        enriched: Of how many levels there are means.
-        exclude: Hide from queries the means of nodes that their ancestors picked.
+        enriched: Number of levels whose means are among the shared keys.
+        exclude: Whether to hide from queries the means of nodes that their ancestors picked.
         scale: Factor on q·k.
-        deterministic: Add up gradients of keys in one order in every run.
+        deterministic: Whether to add gradients of keys in a fixed order.
     """
     layout = layout_of(q, shared_k, lists, block, enriched)
     tables = tables_of(k, v, shared_k, shared_v, shared_bias, real, layout)
@@ -58,14 +58,14 @@ def picked_attention(
         for piece, reads in pieces(tables, lists, layout, exclude):
             q_part = queries[piece].to(lse.dtype)
             scores = [read.scores(q_part, scale) for read in reads]
-            top = _each((part.amax(-1) for part in scores), q_part).amax(0)
-            top = top.clamp(min=torch.finfo(top.dtype).min)  # finite where nothing is seen
+            top = _per_run((part.amax(-1) for part in scores), q_part).amax(0)
+            top = top.clamp(min=torch.finfo(top.dtype).min)  # finite even where no key is seen
             weights = [part.sub_(read.cut(top)).exp_() for part, read in zip(scores, reads, strict=True)]
-            total = _each((part.sum(-1) for part in weights), q_part).sum(0)
-            mixed = _each((part @ read.v for part, read in zip(weights, reads, strict=True)), q_part).sum(0)
+            total = _per_run((part.sum(-1) for part in weights), q_part).sum(0)
+            mixed = _per_run((part @ read.v for part, read in zip(weights, reads, strict=True)), q_part).sum(0)
             out[piece] = mixed / total.clamp(min=torch.finfo(total.dtype).tiny)
             lse[piece] = top + total.log()
-    return _tokens(out, v), lse.view(*q.shape[:2], -1)[:, :, : q.shape[2]].contiguous()
+    return _to_tokens(out, v), lse.view(*q.shape[:2], -1)[:, :, : q.shape[2]].contiguous()
 
 
 @picked_attention.register_fake
@@ -96,7 +96,7 @@ def _backward(
     tables = tables_of(k, v, shared_k, shared_v, shared_bias, real, layout)
     sums = [[torch.zeros_like(x, dtype=lse.dtype).flatten(1) for x in (table.k, table.v)] for table in tables]
     queries, grads = layout.runs_of(q), layout.runs_of(grad_out)
-    lse = lse.where(lse.isfinite(), 0)  # where nothing is seen all weights are 0
+    lse = lse.where(lse.isfinite(), 0)  # where no key is seen, all weights are 0
     lse, grad_lse = (layout.runs_of(x[..., None]) for x in (lse, grad_lse))
     dq = torch.empty_like(queries)
     with torch.autocast(q.device.type, enabled=False):
@@ -104,14 +104,16 @@ def _backward(
             q_part, g_part = queries[piece].to(lse.dtype), grads[piece].to(lse.dtype)
             weights = [read.scores(q_part, scale).sub_(read.cut(lse[piece])).exp_() for read in reads]
             ds = [read.cut(g_part) @ read.v.mT for read in reads]
-            mean = _each(((p * d).sum(-1) for p, d in zip(weights, ds, strict=True)), q_part).sum(0) - grad_lse[piece]
+            mean = _per_run(((p * d).sum(-1) for p, d in zip(weights, ds, strict=True)), q_part).sum(0)
+            mean -= grad_lse[piece]
             for p, d, read, (dk, dv) in zip(weights, ds, reads, sums, strict=True):
                 d.sub_(read.cut(mean)).mul_(p).mul_(scale)
                 _add(dk, read.rows, d.mT @ read.cut(q_part), deterministic)
                 _add(dv, read.rows, p.mT @ read.cut(g_part), deterministic)
-            dq[piece] = _each((d @ read.k for d, read in zip(ds, reads, strict=True)), q_part).sum(0)
+            dq[piece] = _per_run((d @ read.k for d, read in zip(ds, reads, strict=True)), q_part).sum(0)
     (dk, dv), (dshared_k, dshared_v) = sums
-    return _tokens(dq, q), _tokens(dk, k), _tokens(dv, v), _tokens(dshared_k, shared_k), _tokens(dshared_v, shared_v)
+    pairs = (dq, q), (dk, k), (dv, v), (dshared_k, shared_k), (dshared_v, shared_v)
+    return tuple(_to_tokens(grad, x) for grad, x in pairs)  # pyright: ignore[reportReturnType]
 
 
 @_backward.register_fake
@@ -134,20 +136,20 @@ def _differentiate(ctx: Any, grad_out: Tensor, grad_lse: Tensor) -> tuple[Any, .
 picked_attention.register_autograd(_differentiate, setup_context=_save)
 
 
-def _each(parts: Iterable[Tensor], q: Tensor) -> Tensor:
-    """[2, runs, queries, channels]: what was computed for lists of blocks and of shared keys, run by run."""
+def _per_run(parts: Iterable[Tensor], q: Tensor) -> Tensor:
+    """Results for picked blocks and for shared keys, stacked per run: [2, runs, queries, channels]."""
     return torch.stack([part.reshape(*q.shape[:2], -1) for part in parts])
 
 
-def _tokens(x: Tensor, like: Tensor) -> Tensor:
-    """Runs or rows of tables -> [batch, heads, tokens, dim], without what is padding."""
+def _to_tokens(x: Tensor, like: Tensor) -> Tensor:
+    """Runs, or rows of a table, as [batch, heads, tokens, dim] without padding."""
     return torch.empty_like(like).copy_(x.view(*like.shape[:2], -1, like.shape[3])[:, :, : like.shape[2]])
 
 
 def _add(table: Tensor, rows: Tensor, part: Tensor, deterministic: bool) -> None:
-    """Add to rows of a table, which may repeat."""
+    """Add to rows of a table; row indices may repeat."""
     part = part.reshape(-1, table.shape[1])
     if deterministic and table.is_cuda:
-        table.index_put_((rows.flatten(),), part, accumulate=True)  # sorts; index_add_ adds as it comes
+        table.index_put_((rows.flatten(),), part, accumulate=True)  # sorts first; index_add_ adds in any order
     else:
         table.index_add_(0, rows.flatten(), part)

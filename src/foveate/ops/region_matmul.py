@@ -32,7 +32,7 @@ def region_matmul(
     return backend.run(weights, x, ahead, order)
 
 
-@dispatch.register("region_matmul", "portable", takes=lambda *work: True)
+@dispatch.register("region_matmul", "portable")
 def portable(weights: Tensor, x: Tensor, ahead: int, order: Tensor | None = None) -> Tensor:
     """`region_matmul` in plain PyTorch."""
     x = x if order is None else x.index_select(1, order)

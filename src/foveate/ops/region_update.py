@@ -39,7 +39,7 @@ def region_update(
     return backend.run(weights, x, before, after, order)
 
 
-@dispatch.register("region_update", "portable", takes=lambda *work: True)
+@dispatch.register("region_update", "portable")
 def portable(weights: Sequence[Tensor], x: Tensor, before: Tensor, after: Tensor, order: Tensor | None) -> Tensor:
     """`region_update` in plain PyTorch."""
     parts = (after - before).split([matrices.shape[1] * matrices.shape[3] for matrices in weights], 1)

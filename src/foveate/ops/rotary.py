@@ -1,4 +1,4 @@
-"""Rotary positions: turn queries and keys to where they stand."""
+"""Rotary position embedding."""
 
 from jaxtyping import Float
 from torch import Tensor
@@ -9,9 +9,9 @@ __all__ = ["rotate"]
 def rotate(
     x: Float[Tensor, "*heads tokens dim"], cos: Float[Tensor, "tokens dim"], sin: Float[Tensor, "tokens dim"]
 ) -> Float[Tensor, "*heads tokens dim"]:
-    """`x` turned to the positions that `cos` and `sin` stand for; channel i forms a pair with channel i + dim / 2.
+    """`x` rotated by the angles of `cos` and `sin`; channel i is paired with channel i + dim / 2.
 
-    Source: "RoFormer", arXiv 2104.09864, with the pairs as `transformers` lays them out.
+    Source: "RoFormer", arXiv 2104.09864, with the channel pairs of `transformers`.
 
     Examples:
         >>> import torch
@@ -20,7 +20,7 @@ def rotate(
         tensor([[0., 1.]])
     """
     first, second = x.chunk(2, dim=-1)
-    turned = x * cos
-    turned[..., : first.shape[-1]].addcmul_(second, sin[..., : first.shape[-1]], value=-1)
-    turned[..., first.shape[-1] :].addcmul_(first, sin[..., first.shape[-1] :])
-    return turned
+    rotated = x * cos
+    rotated[..., : first.shape[-1]].addcmul_(second, sin[..., : first.shape[-1]], value=-1)
+    rotated[..., first.shape[-1] :].addcmul_(first, sin[..., first.shape[-1] :])
+    return rotated

@@ -235,7 +235,7 @@ def _drops(
     return _backend(candidates).run(represented, candidates, before, after)
 
 
-@dispatch.register("coverage_drops", "portable", takes=lambda *work: True)
+@dispatch.register("coverage_drops", "portable")
 def portable_drops(represented: Tensor, candidates: Tensor, before: Tensor, after: Tensor) -> Tensor:
     """For each candidate the sum over items of clamp(similarity, before, after) - before, in plain PyTorch."""
     changed = (after > before).nonzero()[:, 0]

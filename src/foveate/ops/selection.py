@@ -1,4 +1,4 @@
-"""Which blocks every block of queries picked, level by level: what `select_blocks` returns."""
+"""The result of `select_blocks`: the blocks that each block of queries picked, level by level."""
 
 from typing import NamedTuple
 
@@ -9,11 +9,11 @@ __all__ = ["Readers", "Selection"]
 
 
 class Readers(NamedTuple):
-    """For each node of a level the nodes that picked it, in compressed rows.
+    """The nodes that picked each node of a level, in compressed rows.
 
     Attributes:
-        offsets: [batch, heads, nodes + 1], int32: node j was picked by ``rows[offsets[j] : offsets[j + 1]]``.
-        rows: [batch, heads, entries], int32: numbers of nodes, ascending for each j; -1 behind the last offset.
+        offsets: Int32 [batch, heads, nodes + 1]: node j was picked by ``rows[offsets[j] : offsets[j + 1]]``.
+        rows: Int32 [batch, heads, entries]: indices of nodes, ascending for each j; -1 after the last offset.
     """
 
     offsets: Tensor
@@ -21,17 +21,17 @@ class Readers(NamedTuple):
 
 
 class Selection(NamedTuple):
-    """The picks of a sequence, for use in one call of `log_linear_attention` or in several.
+    """The nodes that each node of a sequence picked, for one or more calls of `log_linear_attention`.
 
     Attributes:
-        lists: For each level, the finest first, which nodes each node picked: [batch, heads, nodes, picks], int32,
-            ascending, -1 past the end. ``lists[0]`` are the blocks of tokens that each block of queries reads.
-        counts: For each level how many real tokens each node stands for: [batch, nodes], int32; one row for the whole
-            batch where no token is padding.
+        lists: Picks for each level, the finest first: int32 [batch, heads, nodes, picks], ascending, filled up with
+            -1. ``lists[0]`` holds the blocks of tokens that each block of queries reads.
+        counts: Number of real tokens in each node, for each level: int32 [batch, nodes], or one row for the whole
+            batch if no token is padding.
         tokens: Length of the sequence.
         block_size: Tokens of a block, and children of a node.
-        top_k: How many nodes each was to pick.
-        full: Whether each is known to have as many, or as many as there are: where no token was padding.
+        top_k: Number of nodes that each node was asked to pick.
+        full: Whether lists are known to have no -1, because no token was padding.
     """
 
     lists: tuple[Tensor, ...]
@@ -43,11 +43,11 @@ class Selection(NamedTuple):
 
     @property
     def levels(self) -> int:
-        """How many pooled levels there are."""
+        """Number of pooled levels."""
         return len(self.lists)
 
     def transpose(self, level: int = 1) -> Readers:
-        """Who picked each node of a level: what a backward pass by keys walks through.
+        """The nodes that picked each node of a level, as a backward pass over keys needs them.
 
         Examples:
             >>> picks = torch.tensor([[1, 2], [2, 3], [0, 3], [1, 3]], dtype=torch.int32)

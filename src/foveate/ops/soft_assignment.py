@@ -55,7 +55,7 @@ def soft_assignment(
     return Assignment(*(part.view(*sets, *part.shape[1:]) for part in parts))
 
 
-@dispatch.register("soft_assignment", "portable", takes=lambda *work: True)
+@dispatch.register("soft_assignment", "portable")
 def portable(
     tokens: Tensor, budget: int, scale: float, destinations: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:

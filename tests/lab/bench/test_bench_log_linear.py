@@ -6,7 +6,6 @@ from itertools import pairwise
 import pytest
 import torch
 from lab.bench import log_linear
-from lab.bench.by_hand import Call, key_gradient_error, pick_error, query_error
 from lab.bench.log_linear import (
     Case,
     Contestant,
@@ -18,6 +17,7 @@ from lab.bench.log_linear import (
     stages,
     table_of,
 )
+from lab.bench.reference import Call, key_gradient_error, pick_error, query_error
 from typer.testing import CliRunner
 
 from foveate.cli import app
@@ -61,14 +61,14 @@ def test_every_case_has_dense_one_level_and_ours_checked_and_timed(backward):
 
 @pytest.mark.parametrize("levels", [1, 2, 3])
 @pytest.mark.parametrize("inputs", log_linear.INPUTS)
-def test_what_is_right_passes_by_hand(levels, inputs):
+def test_right_results_pass_the_reference(levels, inputs):
     call = called(Case(1000, 3, 32, levels, 3, 16, inputs))
     assert query_error(call) < 1e-5
     assert key_gradient_error(call) < 1e-5
     assert pick_error(call) < 1e-6
 
 
-def test_one_wrong_key_or_channel_or_pick_does_not_pass():
+def test_one_wrong_key_channel_or_pick_fails():
     call = called(CASES[1])
     spoiled = call.out.clone()
     spoiled[:, -1, -1] += 1  # the last token is always looked at
@@ -228,7 +228,7 @@ def test_cases_that_were_measured_outlive_an_interruption(tmp_path, monkeypatch)
         (["--levels", "deep"], "'deep' is no list of whole numbers"),
         (["--tokens", "100", "--levels", "3"], "levels=3 is too many for 100 tokens"),
         (["--inputs", "smooth"], "unknown inputs 'smooth': choose from balanced, skewed"),
-        (["--top-k", "0"], "top_k counts blocks, 1 or more, not 0"),
+        (["--top-k", "0"], "top_k must be 1 or more, not 0"),
     ],
 )
 def test_bad_input_is_one_clear_line(options, message):

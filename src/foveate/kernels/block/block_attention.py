@@ -1,5 +1,5 @@
 # pyright: basic, reportArgumentType=false
-"""Attention over a block table on NVIDIA GPUs: custom ops around the Triton kernels."""
+"""Attention over a block table on NVIDIA GPUs: custom ops around the Triton and Hopper kernels."""
 
 import math
 from functools import partial
@@ -10,8 +10,17 @@ import triton
 from torch import Tensor
 
 from foveate.kernels.block import hopper_attention, hopper_backward, triton_attention
-from foveate.kernels.block.schedule import Schedule, Shares, schedule, shares
-from foveate.kernels.gpu_op import gpu_op
+from foveate.kernels.block.schedule import Schedule, WorkPartition, partition, schedule
+from foveate.kernels.launch import (
+    empty_like,
+    empty_lse,
+    gpu_op,
+    half_precision,
+    multiprocessors,
+    padded_size,
+    row_contiguous,
+    shared_memory,
+)
 from foveate.ops.block_table import BlockTable
 from foveate.utils.cache import WeakTensorCache
 
@@ -19,13 +28,20 @@ __all__ = ["BACKENDS", "block_attention"]
 
 AMPERE, HOPPER, LARGEST_HEAD = 80, 90, 256
 GLUON = tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 6)
-SMALLEST_DOT, DELTA_ROWS = 16, 64  # a side of a matrix product; rows of a program
+DELTA_ROWS = 64  # rows that one program of `deltas` computes
 _SCHEDULES: WeakTensorCache[Schedule] = WeakTensorCache()
-_SHARES: WeakTensorCache[Shares] = WeakTensorCache()
+_PARTITIONS: WeakTensorCache[WorkPartition] = WeakTensorCache()
 
 
-class Shape(NamedTuple):
-    """Of a kernel: rows of a tile, columns of a step, warps of a program, stages of its pipeline."""
+class KernelConfig(NamedTuple):
+    """Tile sizes and launch options of an attention kernel.
+
+    Attributes:
+        rows: Rows of a tile.
+        step: Columns of a full step.
+        warps: Warps of a program.
+        stages: Pipeline stages of the loop over full steps.
+    """
 
     rows: int
     step: int
@@ -33,35 +49,46 @@ class Shape(NamedTuple):
     stages: int
 
 
-# The fastest first; what does not fit into shared memory is passed over.
-FORWARD = Shape(128, 128, 8, 3), Shape(128, 64, 8, 3), Shape(128, 64, 8, 2), Shape(64, 64, 4, 2), Shape(64, 32, 4, 2)
-BACKWARD_QUERIES = Shape(64, 64, 4, 3), Shape(64, 64, 4, 2), Shape(64, 32, 8, 2), Shape(32, 32, 4, 2)
-BACKWARD_KEYS = Shape(64, 64, 4, 2), Shape(64, 32, 8, 2), Shape(32, 32, 4, 2)
+# The fastest first; a launch takes the first that fits into shared memory.
+FORWARD = (
+    KernelConfig(128, 128, 8, 3),
+    KernelConfig(128, 64, 8, 3),
+    KernelConfig(128, 64, 8, 2),
+    KernelConfig(64, 64, 4, 2),
+    KernelConfig(64, 32, 4, 2),
+)
+BACKWARD_QUERIES = (
+    KernelConfig(64, 64, 4, 3),
+    KernelConfig(64, 64, 4, 2),
+    KernelConfig(64, 32, 8, 2),
+    KernelConfig(32, 32, 4, 2),
+)
+BACKWARD_KEYS = KernelConfig(64, 64, 4, 2), KernelConfig(64, 32, 8, 2), KernelConfig(32, 32, 4, 2)
 
 
-def takes(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
-    """Whether the kernels run there: half precision, NVIDIA's Ampere or newer, heads of at most 256."""
+def supports(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
+    """Whether the Triton kernels run: NVIDIA Ampere or newer, half precision, head_dim at most 256."""
     return (
         device.type == "cuda"
-        and _architecture(device.index or 0) >= AMPERE
-        and dtype in (torch.bfloat16, torch.float16)
+        and _compute_capability(device.index or 0) >= AMPERE
+        and half_precision(dtype)
         and head_dim <= LARGEST_HEAD
     )
 
 
-def takes_hopper(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
-    """Whether the kernels in Gluon run there: a Hopper GPU, heads of 64 or 128, Triton 3.6 or newer."""
+def supports_hopper(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
+    """Whether the Gluon kernels run: a Hopper GPU, half precision, head_dim 64 or 128, Triton 3.6 or newer."""
     return (
-        takes(device, dtype, head_dim)
-        and _architecture(device.index or 0) == HOPPER
+        supports(device, dtype, head_dim)
+        and _compute_capability(device.index or 0) == HOPPER
         and head_dim in (64, 128)
         and GLUON
     )
 
 
 @torch.compiler.assume_constant_result
-def _architecture(index: int) -> int:
-    """80 of sm_80; a number, since Dynamo of PyTorch 2.11 cannot compare constant tuples."""
+def _compute_capability(index: int) -> int:
+    """80 for sm_80. One number, because Dynamo of PyTorch 2.11 cannot compare constant tuples."""
     major, minor = torch.cuda.get_device_capability(index)
     return 10 * major + minor
 
@@ -69,14 +96,13 @@ def _architecture(index: int) -> int:
 def block_attention(
     q: Tensor, k: Tensor, v: Tensor, table: BlockTable, scale: float, with_lse: bool, *, hopper: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """What `foveate.ops.block_attention` defines. The LSE comes at no cost, asked for or not."""
-    if scale < 0:  # the running maximum is taken before scaling
+    """Output and LSE of `foveate.ops.block_attention`. The LSE is always computed: it costs nothing."""
+    if scale < 0:  # kernels take the running maximum of unscaled scores
         q, scale = -q, -scale
     return _forward(q, k, v, *table, scale, hopper)
 
 
-# By name: where it runs, and what runs. The last that takes the work is chosen.
-BACKENDS = {"triton": (takes, block_attention), "hopper": (takes_hopper, partial(block_attention, hopper=True))}
+BACKENDS = {"triton": (supports, block_attention), "hopper": (supports_hopper, partial(block_attention, hopper=True))}
 
 
 @gpu_op("foveate::block_attention")
@@ -91,21 +117,21 @@ def _forward(
     scale: float,
     hopper: bool,
 ) -> tuple[Tensor, Tensor]:
-    out, lse = like(q), _lse_of(q)
+    out, lse = empty_like(q), empty_lse(q)
     table = BlockTable(query_starts, key_starts, offsets, keys)
-    if hopper and hopper_attention.takes(q, k, v):
-        written = out, lse
-        _on_hopper(hopper_attention.launch, table, (q, k, v), written, (0.0, -math.inf), scale, hopper_attention.CUT)
+    if hopper and hopper_attention.addressable(q, k, v):
+        outputs, empty = (out, lse), (0.0, -math.inf)
+        _on_hopper(hopper_attention.launch, table, (q, k, v), outputs, empty, scale, hopper_attention.CUT)
         return out, lse
-    run = _Pass(q, k, table, FORWARD, tile_operands=1)
-    q, k, v = map(side_by_side, (q, k, v))
-    run(triton_attention.forward, (q, k, v, out), (lse,), (scale / math.log(2),))
+    forward = _Pass(q, k, table, FORWARD, tile_operands=1)
+    q, k, v = map(row_contiguous, (q, k, v))
+    forward(triton_attention.forward, (q, k, v, out), (lse,), (scale / math.log(2),))
     return out, lse
 
 
 @_forward.register_fake
 def _(q: Tensor, *args: object) -> tuple[Tensor, Tensor]:
-    return like(q), _lse_of(q)
+    return empty_like(q), empty_lse(q)
 
 
 @gpu_op("foveate::block_attention_backward")
@@ -124,27 +150,27 @@ def _backward(
     scale: float,
     hopper: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    dq, dk, dv = map(like, (q, k, v))
+    dq, dk, dv = map(empty_like, (q, k, v))
     table = BlockTable(query_starts, key_starts, offsets, keys)
-    q, k, v, out, grad_out = map(side_by_side, (q, k, v, out, grad_out))
+    q, k, v, out, grad_out = map(row_contiguous, (q, k, v, out, grad_out))
     delta = _deltas(out, grad_out, torch.zeros_like(lse) if grad_lse is None else grad_lse.contiguous())
-    if hopper and hopper_attention.takes(q, k, v, grad_out):
-        given = q, k, v, grad_out, lse, delta
-        _on_hopper(hopper_backward.launch_queries, table, given, (dq,), (0.0,), scale, hopper_backward.CUT)
-        _on_hopper(hopper_backward.launch_keys, table, given, (dk, dv), (0.0, 0.0), scale, hopper_backward.CUT)
+    if hopper and hopper_attention.addressable(q, k, v, grad_out):
+        inputs = q, k, v, grad_out, lse, delta
+        _on_hopper(hopper_backward.launch_queries, table, inputs, (dq,), (0.0,), scale, hopper_backward.CUT)
+        _on_hopper(hopper_backward.launch_keys, table, inputs, (dk, dv), (0.0, 0.0), scale, hopper_backward.CUT)
         return dq, dk, dv
     scales = scale / math.log(2), scale
     over_queries = _Pass(q, k, table, BACKWARD_QUERIES, tile_operands=2)
     over_queries(triton_attention.backward_queries, (q, k, v, grad_out, dq), (lse, delta), scales)
-    shapes = BACKWARD_KEYS[q.shape[3] > 128 :]  # the first spills with wide heads, and is too large for Blackwell
-    over_keys = _Pass(q, k, table, shapes, tile_operands=2, transposed=True)
+    configs = BACKWARD_KEYS[q.shape[3] > 128 :]  # the first spills registers with wide heads, and exceeds Blackwell
+    over_keys = _Pass(q, k, table, configs, tile_operands=2, transposed=True)
     over_keys(triton_attention.backward_keys, (q, k, v, grad_out, dk, dv), (lse, delta), scales)
     return dq, dk, dv
 
 
 @_backward.register_fake
 def _(grad_out: Tensor, grad_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, *args: object) -> tuple[Tensor, ...]:
-    return like(q), like(k), like(v)
+    return empty_like(q), empty_like(k), empty_like(v)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -164,89 +190,74 @@ _forward.register_autograd(_differentiate, setup_context=_save)
 def _on_hopper(
     launch: Any,
     table: BlockTable,
-    given: tuple[Tensor, ...],
-    written: tuple[Tensor, ...],
-    nothing: tuple[float, ...],
+    inputs: tuple[Tensor, ...],
+    outputs: tuple[Tensor, ...],
+    empty_values: tuple[float, ...],
     scale: float,
     cut: dict[str, int],
 ) -> None:
-    """Launch a kernel for Hopper; what it leaves out of `written` for want of anything to read becomes `nothing`."""
-    q, k, *_ = given
+    """Launch a Hopper kernel.
+
+    It skips tiles that have nothing to read, so `outputs` are filled with `empty_values` first where there are any.
+    """
+    q, k, *_ = inputs
+    plan = _schedule_of(q, k, table, cut, transposed=launch is hopper_backward.launch_keys)
+    samples, programs = q.shape[0] * q.shape[1], multiprocessors(q.device)
+    work = _PARTITIONS.get([plan.tiles], (samples, programs), lambda: partition(plan, samples, programs))
+    if len(work.items) < samples * len(plan.tiles):
+        for x, value in zip(outputs, empty_values, strict=True):
+            x.fill_(value)
+    launch(*inputs, *outputs, plan, work, scale)
+
+
+def _schedule_of(q: Tensor, k: Tensor, table: BlockTable, cut: dict[str, int], *, transposed: bool) -> Schedule:
+    """The cached schedule of a table for these queries and keys, cut as `schedule` takes it."""
     table.check(q, k)
-    transposed = launch is hopper_backward.launch_keys
-    run = _SCHEDULES.get(
+    return _SCHEDULES.get(
         table,
         (*cut.items(), transposed, q.device),
         lambda: schedule(table.transpose() if transposed else table, **cut, device=q.device),
     )
-    samples, programs = q.shape[0] * q.shape[1], multiprocessors(q.device)
-    sharing = _SHARES.get([run.tiles], (samples, programs), lambda: shares(run, samples, programs))
-    if len(sharing.work) < samples * len(run.tiles):
-        for x, value in zip(written, nothing, strict=True):
-            x.fill_(value)
-    launch(*given, *written, run, sharing, scale)
 
 
 def _deltas(out: Tensor, grad_out: Tensor, grad_lse: Tensor) -> Tensor:
-    """Of every query sum(out * grad_out) - grad_lse."""
+    """sum(out * grad_out) - grad_lse for every query: float32 [batch, heads, queries]."""
     batch, heads, queries, head_dim = out.shape
     delta = torch.empty_like(grad_lse)
     if delta.numel():
         triton_attention.deltas[(batch * heads, triton.cdiv(queries, DELTA_ROWS))](
             out, grad_out, grad_lse, delta, heads, queries, *out.stride()[:3], *grad_out.stride()[:3],
-            D=head_dim, BD=max(SMALLEST_DOT, triton.next_power_of_2(head_dim)), BM=DELTA_ROWS,
+            D=head_dim, BD=padded_size(head_dim), BM=DELTA_ROWS,
         )  # fmt: skip
     return delta
 
 
-def _lse_of(q: Tensor) -> Tensor:
-    return q.new_empty(q.shape[:3], dtype=torch.float32)
-
-
-# Kernels step from token to token by any stride, but the entries of a token lie side by side.
-
-
-def side_by_side(x: Tensor) -> Tensor:
-    """The tensor with the entries of a row side by side."""
-    return x if x.stride(-1) == 1 else x.contiguous()
-
-
-def like(x: Tensor) -> Tensor:
-    """Room for a tensor of that shape, in the same layout if that has the entries of a row side by side."""
-    room = torch.empty_like(x)  # of overlapping tensors the layout is not kept
-    return room if room.stride(-1) == 1 else x.new_empty(x.shape)
-
-
 class _Pass:
-    """One pass over a table: the kernel's shape on this device, and its schedule.
+    """A launch of a Triton kernel over a table, with the configuration that fits this device.
 
     Args:
         q: Queries.
         k: Keys.
-        table: Who reads what.
-        shapes: To choose from.
-        tile_operands: How many operands of a tile's size a program keeps in shared memory.
-        transposed: Over the keys instead of the queries.
+        table: Which key blocks each query block reads.
+        configs: Configurations to choose from, the fastest first.
+        tile_operands: Number of operands of the size of a tile that a program keeps in shared memory.
+        transposed: Whether tiles are of keys and steps of queries, not the other way round.
     """
 
     def __init__(
-        self, q: Tensor, k: Tensor, table: BlockTable, shapes: tuple[Shape, ...], *, tile_operands: int,
+        self, q: Tensor, k: Tensor, table: BlockTable, configs: tuple[KernelConfig, ...], *, tile_operands: int,
         transposed: bool = False,
     ):  # fmt: skip
-        table.check(q, k)
-        self.head_dim = max(SMALLEST_DOT, triton.next_power_of_2(q.shape[3]))
-        self.shape = fitting(shapes, tile_operands, self.head_dim * q.element_size(), shared_memory(q.device))
-        rows, step = self.shape[:2]
-        self.schedule = _SCHEDULES.get(
-            table,
-            (rows, step, transposed, q.device),
-            lambda: schedule(table.transpose() if transposed else table, rows=rows, step=step, device=q.device),
-        )
+        self.head_dim = padded_size(q.shape[3])
+        row_bytes = self.head_dim * q.element_size()
+        self.config = first_that_fits(configs, tile_operands, row_bytes, shared_memory(q.device))
+        cut = {"rows": self.config.rows, "step": self.config.step}
+        self.schedule = _schedule_of(q, k, table, cut, transposed=transposed)
 
     def __call__(
         self, kernel: Any, strided: tuple[Tensor, ...], flat: tuple[Tensor, ...], scales: tuple[float, ...]
     ) -> None:
-        """Launch a kernel over [batch, heads, tokens, head_dim] and over contiguous [batch, heads, queries]."""
+        """Launch with tensors [batch, heads, tokens, head_dim] and contiguous ones [batch, heads, queries]."""
         batch, heads, queries, head_dim = strided[0].shape
         tiles, steps, long = self.schedule
         if not (batch * heads * len(tiles)):
@@ -254,28 +265,23 @@ class _Pass:
         kernel[(batch * heads * len(tiles),)](
             *strided, *flat, tiles, steps, *scales, len(tiles), long, heads, queries,
             *(stride for x in strided for stride in x.stride()[:3]),
-            D=head_dim, BD=self.head_dim, BM=self.shape.rows, BN=self.shape.step, STAGES=self.shape.stages,
-            num_warps=self.shape.warps,
+            D=head_dim, BD=self.head_dim, BM=self.config.rows, BN=self.config.step, STAGES=self.config.stages,
+            num_warps=self.config.warps,
         )  # fmt: skip
 
 
-def fitting(shapes: tuple[Shape, ...], tile_operands: int, row: int, memory: int) -> Shape:
-    """The first shape whose operands fit into so many bytes of shared memory; a row of an operand has `row` bytes."""
-    for shape in shapes[:-1]:
-        if (tile_operands * shape.rows + 2 * shape.stages * shape.step) * row <= memory:
-            return shape
-    return shapes[-1]
+def first_that_fits(
+    configs: tuple[KernelConfig, ...], tile_operands: int, row_bytes: int, memory: int
+) -> KernelConfig:
+    """The first configuration whose operands fit into `memory` bytes of shared memory, or else the last.
 
-
-def multiprocessors(device: torch.device) -> int:
-    """How many there are; the interpreter is one."""
-    if device.type != "cuda":
-        return 1
-    return torch.cuda.get_device_properties(device).multi_processor_count
-
-
-def shared_memory(device: torch.device) -> int:
-    """Bytes of shared memory that a program may have; the interpreter has any amount."""
-    if device.type != "cuda":
-        return 2**20
-    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin
+    Args:
+        configs: Configurations to choose from, the fastest first.
+        tile_operands: Number of operands of `rows` rows; the two operands of a step are held once per stage.
+        row_bytes: Bytes of one row of an operand.
+        memory: Bytes of shared memory of a program.
+    """
+    for config in configs[:-1]:
+        if (tile_operands * config.rows + 2 * config.stages * config.step) * row_bytes <= memory:
+            return config
+    return configs[-1]

@@ -3,13 +3,13 @@
 # pyright: reportOptionalSubscript=false
 """Forward attention over a schedule on Hopper, in Gluon.
 
-One program runs on each multiprocessor and works off a list of tiles, 128 rows each. A producer warp copies queries
-and, step by step, 128 keys and values into a ring of buffers. Two warpgroups take 64 rows each: they start the scores
-of step i before the values of step i - 1 are weighted, and take turns in starting, so that one's softmax hides behind
-the other's products.
+Persistent programs, one per multiprocessor, each work through a list of tiles of 128 rows. A producer warp copies
+queries and, step by step, 128 keys and values into a ring of buffers. Two consumer warpgroups compute 64 rows each:
+they start the scores of step i before they multiply the values of step i - 1, and they alternate, so that the softmax
+of one overlaps with the matrix products of the other.
 
-Heads may share keys. Where queries are numbered rows of a sequence, each sees the keys up to its own number, and the
-full steps of a tile are those that all its rows see.
+Heads may share keys (grouped-query attention). With NUMBERED, each query has a position and attends causally to the
+keys up to it; full steps of a tile are then those that all its rows see.
 """
 
 import math
@@ -28,23 +28,23 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from foveate.kernels.block.schedule import Schedule, Shares
+from foveate.kernels.block.schedule import Schedule, WorkPartition
 
-__all__ = ["CUT", "described", "forward", "launch", "matrix_of", "takes", "tile_of"]
+__all__ = ["CUT", "addressable", "descriptor", "forward", "launch", "matrix_of", "tile_of"]
 
 load_block = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared  # renamed by Triton
 ROWS = STEP = 128
 STAGES = {64: 3, 128: 2}
-CUT = {"rows": ROWS, "step": STEP, "short": STEP}  # by `schedule`
+CUT = {"rows": ROWS, "step": STEP, "short": STEP}  # arguments of `schedule`
 DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32: gl.float32}
 
 LN2 = gl.constexpr(0.6931471805599453)
-HALF = gl.constexpr(64)  # rows of a warpgroup
+HALF = gl.constexpr(64)  # rows of one warpgroup: half of a tile
 
 
 @gluon.jit
 def tile_of(p_work, p_tiles, work, heads):
-    """(batch, head, first row, row behind the last, first full step, first short step, step behind the last)."""
+    """Batch, head, first row, end row, first full step, first short step and end step of a work item."""
     tile, sample = gl.load(p_work + 2 * work), gl.load(p_work + 2 * work + 1)
     p_tile = p_tiles + 5 * tile
     return (
@@ -59,7 +59,7 @@ def _produce(
     p_work, p_tiles, p_steps, begin, end, heads, share,
     q_batch, q_head, q_column, k_batch, k_head, k_column, v_batch, v_head, v_column, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """Copy what tiles need as buffers become free. Token n of head (b, h) stands in row b * batch + h * head + n."""
+    """Copy queries, keys and values into buffers as these become free; rows and columns are those of `_Matrix`."""
     ring = 0
     for work in range(begin, end):
         batch, head, row, _, full, _, done = tile_of(p_work, p_tiles, work, heads)
@@ -85,7 +85,7 @@ def _produce(
 
 @gluon.jit
 def _masked(scores, p_steps, step, at, BN: gl.constexpr, LAYOUT: gl.constexpr, NUMBERED: gl.constexpr):
-    """Scores without those beyond the end of the step, or beyond the row's own."""
+    """Scores with -inf beyond the end of the step or, if NUMBERED, beyond the row's own position."""
     first, end = gl.load(p_steps + 2 * step), gl.load(p_steps + 2 * step + 1)
     column = gl.arange(0, BN, gl.SliceLayout(0, LAYOUT))
     if NUMBERED:
@@ -100,7 +100,7 @@ def _attend(
     scale, WHO: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, SCORES: gl.constexpr, OUT: gl.constexpr,
     MASK: gl.constexpr, NUMBERED: gl.constexpr,
 ):  # fmt: skip
-    """Scores of one step, while the values of the step before are weighted by `p`."""
+    """One step of online softmax, overlapped with the product of the previous weights `p` and values."""
     weights: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=OUT, k_width=2)
     stage, phase = ring % STAGES, (ring // STAGES) & 1
     before, before_phase = (ring - 1) % STAGES, ((ring - 1) // STAGES) & 1
@@ -132,7 +132,7 @@ def _consume(
     p_out, p_lse, p_at, p_work, p_tiles, p_steps, begin, end, heads, queries, scale, s_ob, s_oh, s_o,
     D: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, NUMBERED: gl.constexpr,
 ):  # fmt: skip
-    """Output and LSE of half of each tile."""
+    """Output and LSE of one warpgroup's half of each tile."""
     SCORES: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BN, 16])
     OUT: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, 16])
     weights: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=OUT, k_width=2)
@@ -146,7 +146,7 @@ def _consume(
         if NUMBERED:
             o_at = row + WHO * HALF + gl.arange(0, HALF, gl.SliceLayout(1, SCORES))
             at = gl.load(p_at + o_at, mask=o_at < row_end, other=0)
-        # first step: nothing to weigh yet
+        # first step: there are no values to multiply yet
         mbarrier.wait(q_full.index(slot), ((work - begin) // 2) & 1)
         mbarrier.wait(k_full.index(ring % STAGES), (ring // STAGES) & 1)
         zero = gl.zeros([HALF, BN], gl.float32, SCORES)
@@ -175,7 +175,7 @@ def _consume(
             ring += 1
             turn += 1
         mbarrier.arrive(q_empty.index(slot), count=1)
-        # last values
+        # values of the last step
         before, before_phase = (ring - 1) % STAGES, ((ring - 1) // STAGES) & 1
         p = gl.convert_layout(p.to(b_v.dtype), weights)
         mbarrier.wait(v_full.index(before), before_phase)
@@ -199,7 +199,7 @@ def forward(
     q_batch, q_head, q_column, k_batch, k_head, k_column, v_batch, v_head, v_column, s_ob, s_oh, s_o,
     D: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, NUMBERED: gl.constexpr,
 ):  # fmt: skip
-    """Output and LSE of the tiles that this program works off."""
+    """Output and LSE of the tiles of this program."""
     begin, end = gl.load(p_bounds + gl.program_id(0)), gl.load(p_bounds + gl.program_id(0) + 1)
     b_q = gl.allocate_shared_memory(d_q.dtype, [4, HALF, D], d_q.layout)
     b_k = gl.allocate_shared_memory(d_k.dtype, [STAGES, BN, D], d_k.layout)
@@ -244,7 +244,10 @@ def forward(
 
 
 class _Matrix(NamedTuple):
-    """[batch, heads, tokens, D] as a matrix: token n of head (b, h) begins at b * batch + h * head + n, h * column."""
+    """[batch, heads, tokens, D] as a matrix for the copy engine.
+
+    Token n of head (b, h) begins in row ``b * batch + h * head + n``, column ``h * column``.
+    """
 
     view: Tensor
     batch: int
@@ -252,8 +255,8 @@ class _Matrix(NamedTuple):
     column: int
 
 
-def takes(*tensors: Tensor) -> bool:
-    """Whether the kernels can read these [batch, heads, tokens, D]: 64 or 128 channels, every token on 16 bytes."""
+def addressable(*tensors: Tensor) -> bool:
+    """Whether the copy engine can read [batch, heads, tokens, D]: D is 64 or 128, every token on 16 bytes."""
     return all(x.shape[3] in STAGES and matrix_of(x) is not None for x in tensors)
 
 
@@ -263,43 +266,43 @@ def launch(
     v: Tensor,
     out: Tensor,
     lse: Tensor,
-    run: Schedule,
-    sharing: Shares,
+    plan: Schedule,
+    work: WorkPartition,
     scale: float,
-    rows: Tensor | None = None,
+    positions: Tensor | None = None,
 ) -> None:
-    """Fill `out` and `lse` [batch, heads, queries] wherever there are keys to read.
+    """Write `out` and `lse` of every query that has keys to read.
 
     Args:
-        q: Queries [batch, heads, queries, D], which the kernel `takes`; so are k and v.
-        k: Keys [batch, groups, keys, D]: head h reads those of group h // (heads / groups).
-        v: Values.
-        out: Of q's shape.
-        lse: float32, contiguous.
-        run: The table, `CUT`.
-        sharing: Of the tiles among programs.
-        scale: Of q·k.
-        rows: Of each query the last key that it sees, int32. Without them short steps end where the table says.
+        q: Queries [batch, heads, queries, D]; q, k and v must be `addressable`.
+        k: Keys [batch, groups, keys, D]; head h reads those of group h // (heads / groups).
+        v: Values, shaped like k.
+        out: Output, shaped like q.
+        lse: Per-query log-sum-exp, contiguous float32 [batch, heads, queries].
+        plan: Schedule of the table, made with `CUT`.
+        work: Tiles of each program.
+        scale: Factor on q·k.
+        positions: Last key that each query sees, int32. Without it, short steps end where the schedule says.
     """
     head_dim = q.shape[3]
     matrices = [matrix_of(x) for x in (q, k, v)]
     blocks = [ROWS // 2, head_dim], [STEP, head_dim], [STEP, head_dim]
-    descriptors = [described(x.view, block) for x, block in zip(matrices, blocks, strict=True)]
-    forward[(len(sharing.bounds) - 1,)](
-        *descriptors, out, lse, lse if rows is None else rows, run.tiles, run.steps, *sharing,
+    descriptors = [descriptor(x.view, block) for x, block in zip(matrices, blocks, strict=True)]
+    forward[(len(work.bounds) - 1,)](
+        *descriptors, out, lse, lse if positions is None else positions, plan.tiles, plan.steps, *work,
         scale / math.log(2), q.shape[1], q.shape[1] // k.shape[1], q.shape[2],
         *(number for x in matrices for number in x[1:]), *out.stride()[:3],
-        D=head_dim, BN=STEP, STAGES=STAGES[head_dim], NUMBERED=rows is not None, num_warps=4,
+        D=head_dim, BN=STEP, STAGES=STAGES[head_dim], NUMBERED=positions is not None, num_warps=4,
     )  # fmt: skip
 
 
-def described(x: Tensor, block: list[int]) -> TensorDescriptor:
-    """What the copy engine must know to copy such blocks of a matrix or a vector."""
+def descriptor(x: Tensor, block: list[int]) -> TensorDescriptor:
+    """The copy engine's description of a matrix or vector and of the blocks to copy."""
     return TensorDescriptor.from_tensor(x, block, gl.NVMMASharedLayout.get_default_for(block, DTYPES[x.dtype]))
 
 
 def matrix_of(x: Tensor) -> _Matrix | None:
-    """A view of [batch, heads, tokens, D] that the copy engine can address; None if there is none."""
+    """The view of [batch, heads, tokens, D] as a matrix that the copy engine can address, or None if there is none."""
     (batch, heads, tokens, dim), (s_b, s_h, s_n, s_d) = x.shape, x.stride()
     s_b, s_h = s_b if batch > 1 else 0, s_h if heads > 1 else 0
     if not x.numel() or s_d != 1 or not s_n or s_n * x.element_size() % 16 or x.data_ptr() % 16 or s_b % s_n:
@@ -310,5 +313,5 @@ def matrix_of(x: Tensor) -> _Matrix | None:
         return None
     rows = (batch - 1) * (s_b // s_n) + (heads - 1) * head + tokens
     if rows > tokens * (batch if s_b else 1) * (heads if head else 1):
-        return None  # a step may end in what lies between heads, and 0 * NaN is NaN
+        return None  # a step may reach into memory between heads, and 0 * NaN is NaN
     return _Matrix(x.as_strided((rows, width), (s_n, 1)), s_b // s_n, head, column)

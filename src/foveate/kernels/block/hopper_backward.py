@@ -3,9 +3,9 @@
 # pyright: reportOptionalSubscript=false
 """Gradients of attention over a schedule on Hopper, in Gluon.
 
-Two passes, each as the forward: a producer warp fills buffers, two warpgroups take 64 rows of a tile each, in turns.
-`backward_queries` goes through the keys of each tile of queries, `backward_keys` through the queries that read a tile
-of keys. Nothing is added up in memory, so two runs give the same bits.
+Two passes, each built like the forward kernel: a producer warp fills buffers, two warpgroups compute 64 rows of a tile
+each and alternate. `backward_queries` walks through the keys of each tile of queries, `backward_keys` through the
+queries that read each tile of keys. There are no atomic additions, so results are deterministic.
 """
 
 import math
@@ -23,15 +23,15 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from foveate.kernels.block.hopper_attention import HALF, ROWS, described, load_block, matrix_of, tile_of
-from foveate.kernels.block.schedule import Schedule, Shares
+from foveate.kernels.block.hopper_attention import HALF, ROWS, descriptor, load_block, matrix_of, tile_of
+from foveate.kernels.block.schedule import Schedule, WorkPartition
 
 __all__ = ["CUT", "backward_keys", "backward_queries", "launch_keys", "launch_queries"]
 
 STEP, STAGES = 64, 4
 LOG2E = gl.constexpr(1.4426950408889634)
-ALIGNED = gl.constexpr(4)  # the copy engine reads float32 vectors from every fourth number on
-CUT = {"rows": ROWS, "step": STEP, "short": STEP, "aligned": 4}  # by `schedule`
+ALIGNED = gl.constexpr(4)  # the copy engine reads float32 vectors from multiples of 4
+CUT = {"rows": ROWS, "step": STEP, "short": STEP, "aligned": 4}  # arguments of `schedule`
 
 
 @gluon.jit
@@ -41,7 +41,7 @@ def _produce(
     a_batch, a_head, a_column, b_batch, b_head, b_column, x_batch, x_head, x_column, y_batch, y_head, y_column,
     STAGES: gl.constexpr, VECTORS: gl.constexpr,
 ):  # fmt: skip
-    """Copy a and b, which a tile keeps, and x and y step by step, with LSE and delta if the steps are of queries."""
+    """Copy a and b once per tile and x and y once per step; with VECTORS, LSE and delta once per step too."""
     ring = 0
     for work in range(begin, end):
         batch, head, row, _, first_step, _, done = tile_of(p_work, p_tiles, work, heads)
@@ -71,7 +71,7 @@ def _produce(
 
 @gluon.jit
 def _inside(p_steps, step, BN: gl.constexpr, LAYOUT: gl.constexpr):
-    """Which columns lie inside the step."""
+    """Mask of the columns inside the step."""
     first, end = gl.load(p_steps + 2 * step), gl.load(p_steps + 2 * step + 1)
     column = first // ALIGNED * ALIGNED + gl.arange(0, BN, gl.SliceLayout(0, LAYOUT))
     return gl.expand_dims((first <= column) & (column < end), 0)
@@ -91,7 +91,7 @@ def _key_step(
     WHO: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, SCORES: gl.constexpr, OUT: gl.constexpr,
     FIRST: gl.constexpr, MASK: gl.constexpr,
 ):  # fmt: skip
-    """Scores of one step of keys, while those of the step before go into dq."""
+    """Scores and their gradient of one step of keys, overlapped with the previous step's product into dq."""
     stage, before = ring % STAGES, (ring - 1) % STAGES
     left = gl.convert_layout(ds.to(b_k.dtype), gl.DotOperandLayout(operand_index=0, parent=OUT, k_width=2))
     zero = gl.zeros([HALF, BN], gl.float32, SCORES)
@@ -120,7 +120,7 @@ def _consume_keys(
     p_lse, p_delta, p_dq, p_work, p_tiles, p_steps, begin, end, heads, queries, scale, factor, s_b, s_h, s_n,
     D: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """Gradient of half of each tile of queries."""
+    """Gradient of one warpgroup's half of each tile of queries."""
     SCORES: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BN, 16])
     OUT: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, 16])
     ring, turn = 0, 0
@@ -166,7 +166,7 @@ def _query_step(
     WHO: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, SCORES: gl.constexpr, OUT: gl.constexpr,
     MASK: gl.constexpr,
 ):  # fmt: skip
-    """What one step of queries adds to dk and dv."""
+    """Add one step of queries to dk and dv."""
     LEFT: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=OUT, k_width=2)
     COLUMNS: gl.constexpr = gl.SliceLayout(0, SCORES)
     stage = ring % STAGES
@@ -196,7 +196,7 @@ def _consume_queries(
     p_dk, p_dv, p_work, p_tiles, p_steps, begin, end, heads, scale, factor, k_b, k_h, k_n, v_b, v_h, v_n,
     D: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """Gradients of half of each tile of keys and values."""
+    """Gradients of one warpgroup's half of each tile of keys and values."""
     SCORES: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BN, 16])
     OUT: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, 16])
     ring = 0
@@ -307,46 +307,58 @@ def backward_keys(
 
 def launch_queries(
     q: Tensor, k: Tensor, v: Tensor, grad_out: Tensor, lse: Tensor, delta: Tensor, dq: Tensor,
-    run: Schedule, sharing: Shares, scale: float,
+    plan: Schedule, work: WorkPartition, scale: float,
 ) -> None:  # fmt: skip
-    """Fill `dq` wherever there are keys to read.
+    """Write `dq` of every query that has keys to read.
 
     Args:
-        q: Queries [batch, heads, queries, D], which `hopper_attention.takes`; so are k, v and grad_out.
+        q: Queries [batch, heads, queries, D]; q, k, v and grad_out must be `hopper_attention.addressable`.
         k: Keys.
         v: Values.
-        grad_out: Of the output.
-        lse: float32 [batch, heads, queries], contiguous.
-        delta: Of every query sum(out * grad_out), less the gradient of its LSE; as lse.
-        dq: Of q's shape.
-        run: The table, `CUT`.
-        sharing: Of the tiles among programs.
-        scale: Of q·k.
+        grad_out: Gradient of the output.
+        lse: Per-query log-sum-exp, contiguous float32 [batch, heads, queries].
+        delta: sum(out * grad_out) less the gradient of the LSE, shaped like lse.
+        dq: Gradient of the queries, shaped like q.
+        plan: Schedule of the table, made with `CUT`.
+        work: Tiles of each program.
+        scale: Factor on q·k.
     """
-    _launch(backward_queries, (q, grad_out), (k, v), (), (lse, delta), (dq,), run, sharing, scale)
+    _launch(backward_queries, (q, grad_out), (k, v), (), (lse, delta), (dq,), plan, work, scale)
 
 
 def launch_keys(
     q: Tensor, k: Tensor, v: Tensor, grad_out: Tensor, lse: Tensor, delta: Tensor, dk: Tensor, dv: Tensor,
-    run: Schedule, sharing: Shares, scale: float,
+    plan: Schedule, work: WorkPartition, scale: float,
 ) -> None:  # fmt: skip
-    """Fill `dk` and `dv` wherever there are queries that read them: `launch_queries` over the transposed table."""
+    """Write `dk` and `dv` of every key that queries read: like `launch_queries`, over the transposed table."""
     vectors = [pad(x, (0, -x.shape[2] % CUT["aligned"])) for x in (lse, delta)]
-    _launch(backward_keys, (k, v), (q, grad_out), vectors, (), (dk, dv), run, sharing, scale)
+    _launch(backward_keys, (k, v), (q, grad_out), vectors, (), (dk, dv), plan, work, scale)
 
 
 def _launch(
     kernel: Any, tile: tuple[Tensor, ...], steps: tuple[Tensor, ...], vectors: Sequence[Tensor],
-    flat: Sequence[Tensor], grads: tuple[Tensor, ...], run: Schedule, sharing: Shares, scale: float,
+    flat: Sequence[Tensor], grads: tuple[Tensor, ...], plan: Schedule, work: WorkPartition, scale: float,
 ) -> None:  # fmt: skip
-    """Launch a pass whose tiles keep `tile` while it copies `steps`, and `vectors` of an entry a query, bit by bit."""
+    """Launch one pass.
+
+    Args:
+        kernel: Kernel of the pass.
+        tile: Tensors that are copied once per tile.
+        steps: Tensors that are copied once per step.
+        vectors: One number per query, copied once per step.
+        flat: One number per query, loaded directly.
+        grads: Outputs.
+        plan: Schedule of the table.
+        work: Tiles of each program.
+        scale: Factor on q·k.
+    """
     head_dim, heads, queries = tile[0].shape[3], tile[0].shape[1], (flat or vectors)[0].shape[2]
     kept, moving = [matrix_of(x) for x in tile], [matrix_of(x) for x in steps]
-    kernel[(len(sharing.bounds) - 1,)](
-        *(described(x.view, [64, head_dim]) for x in kept),
-        *(described(x.view, [STEP, head_dim]) for x in moving),
-        *(described(x.flatten(), [STEP]) for x in vectors),
-        *flat, *grads, run.tiles, run.steps, *sharing, scale / math.log(2), scale, heads, queries,
+    kernel[(len(work.bounds) - 1,)](
+        *(descriptor(x.view, [64, head_dim]) for x in kept),
+        *(descriptor(x.view, [STEP, head_dim]) for x in moving),
+        *(descriptor(x.flatten(), [STEP]) for x in vectors),
+        *flat, *grads, plan.tiles, plan.steps, *work, scale / math.log(2), scale, heads, queries,
         *(number for x in (*kept, *moving) for number in x[1:]),
         *(stride for x in grads for stride in x.stride()[:3]),
         D=head_dim, BN=STEP, STAGES=STAGES, num_warps=4,

@@ -1,4 +1,4 @@
-"""What a kernel does for a block table: tiles of rows, longest first, and the columns that each goes through."""
+"""The schedule of a kernel over a block table: tiles of rows, the longest first, and the columns each tile reads."""
 
 from collections.abc import Iterable, Sequence
 from heapq import heapreplace
@@ -10,20 +10,19 @@ from torch import Tensor
 
 from foveate.ops.block_table import BlockTable
 
-__all__ = ["Schedule", "Shares", "schedule", "shares"]
+__all__ = ["Schedule", "WorkPartition", "partition", "schedule"]
 
-Run = tuple[int, int]  # first token, and the one behind the last
-OVERHEAD = 1.0  # of starting and ending a tile, in steps
+Run = tuple[int, int]  # [first token, end)
+OVERHEAD = 1.0  # cost of starting and ending a tile, in steps
 
 
 class Schedule(NamedTuple):
-    """One pass over a table, for kernels: int32 tensors.
+    """One pass of a kernel over a table; int32 tensors.
 
     Attributes:
-        tiles: [tiles, 5]: of each tile of rows the first token, the token behind its last, its first full step, its
-            first short step, and the step behind its last. Longest first.
-        steps: [steps, 2]: the first token of a run of columns, and the token behind its last.
-        long: The first so many tiles take far longer than the rest: they come first in every head.
+        tiles: [tiles, 5], the longest first: first row, end row, first full step, first short step, end step.
+        steps: [steps, 2]: first column and end column of each step.
+        long: Number of leading tiles that take far longer than the rest. Kernels start those of all heads first.
     """
 
     tiles: Tensor
@@ -31,30 +30,30 @@ class Schedule(NamedTuple):
     long: int
 
 
-class Shares(NamedTuple):
-    """Which tiles each program works off, where a program takes many: int32 tensors.
+class WorkPartition(NamedTuple):
+    """The tiles that each of a fixed number of programs works through; int32 tensors.
 
     Attributes:
-        work: [work, 2]: tile and sample, program by program.
-        bounds: [programs + 1]: program i has ``work[bounds[i] : bounds[i + 1]]``.
+        items: [items, 2]: tile and sample (batch * heads + head), grouped by program.
+        bounds: [programs + 1]: program i has ``items[bounds[i] : bounds[i + 1]]``.
     """
 
-    work: Tensor
+    items: Tensor
     bounds: Tensor
 
 
 def schedule(
     table: BlockTable, *, rows: int, step: int, device: torch.device, short: int = 0, aligned: int = 1
 ) -> Schedule:
-    """Cut a table into tiles of at most `rows` query tokens that share one list, and the lists into steps of keys.
+    """The tiles of a table, of at most `rows` query tokens that read the same keys, and the steps through those keys.
 
     Args:
-        table: Who reads what; its transpose makes tiles of keys, and steps of the queries that read them.
-        rows: Tokens of a tile at most.
-        step: Tokens of a full step.
-        device: Where the kernel will run.
-        short: Tokens of a short step at most, into which the rest of a run is cut; half a full step if 0.
-        aligned: Full steps begin at multiples of this, and short ones are as short counted from the multiple before.
+        table: Which key blocks each query block reads. Its transpose gives tiles of keys and steps of queries.
+        rows: Largest number of tokens in a tile.
+        step: Number of tokens in a full step.
+        device: Device of the returned tensors.
+        short: Largest number of tokens in a short step, which covers the remainder of a run; 0 is half a full step.
+        aligned: Full steps begin at multiples of this. A short step counts its tokens from the last multiple.
     """
     tiles: list[tuple[int, int, int, int, int]] = []
     steps: list[Run] = []
@@ -71,33 +70,33 @@ def schedule(
     return Schedule(_int32(tiles, 5, device), _int32(steps, 2, device), long)
 
 
-def shares(run: Schedule, samples: int, programs: int) -> Shares:
-    """Share the tiles of all samples out evenly: the longest first, each to the program that is free first.
+def partition(plan: Schedule, samples: int, programs: int) -> WorkPartition:
+    """The tiles of all samples, distributed greedily: the longest next, to the program that is free first.
 
     Tiles without steps are left out.
 
     Args:
-        run: The tiles, longest first.
-        samples: Batch times heads.
-        programs: How many programs there are.
+        plan: The schedule.
+        samples: Batch size times number of heads.
+        programs: Number of programs.
     """
-    costs = (run.tiles[:, 4] - run.tiles[:, 2]).tolist()
+    costs = (plan.tiles[:, 4] - plan.tiles[:, 2]).tolist()
     tiles = range(sum(cost > 0 for cost in costs))
-    order = [(tile, sample) for sample in range(samples) for tile in tiles[: run.long]]
-    order += [(tile, sample) for sample in range(samples) for tile in tiles[run.long :]]
+    order = [(tile, sample) for sample in range(samples) for tile in tiles[: plan.long]]
+    order += [(tile, sample) for sample in range(samples) for tile in tiles[plan.long :]]
     free = [(0.0, program) for program in range(programs)]
-    mine: list[list[tuple[int, int]]] = [[] for _ in free]
+    assigned: list[list[tuple[int, int]]] = [[] for _ in free]
     for tile, sample in order:
         busy, program = free[0]
-        mine[program].append((tile, sample))
+        assigned[program].append((tile, sample))
         heapreplace(free, (busy + costs[tile] + OVERHEAD, program))
-    device = run.tiles.device
-    bounds = [(0,), *((end,) for end in accumulate(map(len, mine)))]
-    return Shares(_int32([item for items in mine for item in items], 2, device), _int32(bounds, 1, device))
+    device = plan.tiles.device
+    bounds = [(0,), *((end,) for end in accumulate(map(len, assigned)))]
+    return WorkPartition(_int32([item for items in assigned for item in items], 2, device), _int32(bounds, 1, device))
 
 
 def _merged_rows(table: BlockTable) -> list[tuple[Run, tuple[Run, ...]]]:
-    """Runs of query tokens that read the same keys, and those."""
+    """Maximal runs of query tokens that read the same keys, each with the runs of keys it reads."""
     keys = list(pairwise(table.key_starts.tolist()))
     merged: list[tuple[Run, tuple[Run, ...]]] = []
     for (first, end), blocks in zip(pairwise(table.query_starts.tolist()), table.lists(), strict=True):
@@ -111,7 +110,7 @@ def _merged_rows(table: BlockTable) -> list[tuple[Run, tuple[Run, ...]]]:
 
 
 def _merged(runs: Iterable[Run]) -> tuple[Run, ...]:
-    """Adjacent runs as one, empty ones left out."""
+    """The runs without empty ones, adjacent ones joined."""
     merged: list[Run] = []
     for first, end in runs:
         if first == end:
@@ -123,7 +122,7 @@ def _merged(runs: Iterable[Run]) -> tuple[Run, ...]:
 
 
 def _cut(runs: Iterable[Run], step: int, short: int, aligned: int) -> tuple[list[Run], list[Run]]:
-    """Full steps, and short ones."""
+    """The full and the short steps that cover runs of columns."""
     full: list[Run] = []
     rests: list[Run] = []
     for first, end in runs:

@@ -1,8 +1,8 @@
 # pyright: basic, reportArgumentType=false, reportGeneralTypeIssues=false
 """Attention over a schedule in Triton: forward, gradient of the queries, gradients of keys and values.
 
-A program works on one tile of rows of one head and walks a list of runs of columns: first the full ones, then the
-short ones behind a mask. Scores live in base 2: ``scale`` comes times log2(e), the LSE that is stored is natural.
+One program computes one tile of rows of one head. It walks through the steps of columns of its tile: first the full
+ones, then the short ones under a mask. Scores are in base 2 (``scale`` includes log2(e)); the stored LSE is natural.
 """
 
 import triton
@@ -13,9 +13,9 @@ LN2 = tl.constexpr(0.6931471805599453)
 
 @triton.jit
 def _program(p_tiles, n_tiles, n_long, heads):
-    """Batch, head, both as one number, and the tile: first row, row behind the last, and its steps by their kinds.
+    """Batch, head, sample (batch * heads + head), first row, end row, first full step, first short step, end step.
 
-    The long tiles of all heads come first, then the others head by head.
+    The long tiles of all heads come first, then the other tiles head by head.
     """
     program = tl.program_id(0)
     samples = tl.num_programs(0) // n_tiles
@@ -33,9 +33,9 @@ def _program(p_tiles, n_tiles, n_long, heads):
 
 @triton.jit
 def _rows(p, stride, first, end, N: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, MASK: tl.constexpr):
-    """Rows ``first : first + N`` as [N, BD]; zeros from `end` on and beyond the D that exist."""
+    """Rows ``first : first + N`` as [N, BD]; zeros from row `end` and from column D."""
     o_n, o_d = tl.arange(0, N), tl.arange(0, BD)
-    p_n = p + first.to(tl.int64) * stride + o_n[:, None] * stride + o_d[None, :]  # all but one product in 32 bits
+    p_n = p + first.to(tl.int64) * stride + o_n[:, None] * stride + o_d[None, :]  # one 64-bit product is enough
     if MASK:
         return tl.load(p_n, mask=(o_n < end - first)[:, None] & (o_d < D)[None, :], other=0.0)
     if D < BD:
@@ -46,7 +46,7 @@ def _rows(p, stride, first, end, N: tl.constexpr, D: tl.constexpr, BD: tl.conste
 @triton.jit
 def _store(p, stride, first, end, x, N: tl.constexpr, D: tl.constexpr, BD: tl.constexpr):
     o_n, o_d = tl.arange(0, N), tl.arange(0, BD)
-    p_n = p + first.to(tl.int64) * stride + o_n[:, None] * stride + o_d[None, :]  # all but one product in 32 bits
+    p_n = p + first.to(tl.int64) * stride + o_n[:, None] * stride + o_d[None, :]  # one 64-bit product is enough
     tl.store(p_n, x.to(p.dtype.element_ty), mask=(o_n < end - first)[:, None] & (o_d < D)[None, :])
 
 
@@ -55,7 +55,7 @@ def _attend(
     m, norm, out, q, p_k, p_v, s_k, s_v, first, end, scale,
     BN: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, MASK: tl.constexpr,
 ):  # fmt: skip
-    """One step of online softmax."""
+    """Running maximum, sum and output after one more step of online softmax."""
     k = _rows(p_k, s_k, first, end, BN, D, BD, MASK)
     scores = tl.dot(q, tl.trans(k))  # [BM, BN]
     if MASK:
@@ -88,7 +88,7 @@ def forward(
     for step in tl.range(short, done, num_stages=1):
         first, end = tl.load(p_steps + 2 * step), tl.load(p_steps + 2 * step + 1)
         m, norm, out = _attend(m, norm, out, q, p_k, p_v, s_k, s_v, first, end, scale, BN // 2, D, BD, True)
-    norm = tl.where(norm > 0, norm, 1.0)  # without keys: zeros, and an LSE of -inf
+    norm = tl.where(norm > 0, norm, 1.0)  # rows without keys: zeros and an LSE of -inf
     out = out / norm[:, None]
     _store(p_out + batch * s_ob + head * s_oh, s_o, row, row_end, out, BM, D, BD)
     o_m = row + tl.arange(0, BM)
@@ -100,7 +100,7 @@ def deltas(
     p_out, p_dout, p_dlse, p_delta, heads, queries, s_ob, s_oh, s_o, s_gb, s_gh, s_g,
     D: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr,
 ):  # fmt: skip
-    """Of every query sum(out * dout) - dlse, which both backward passes need."""
+    """sum(out * dout) - dlse of every query, which both backward passes need."""
     row, sample = tl.program_id(1) * BM, tl.program_id(0).to(tl.int64)
     batch, head = sample // heads, sample % heads
     out = _rows(p_out + batch * s_ob + head * s_oh, s_o, row, queries, BM, D, BD, True)  # [BM, BD]
@@ -160,7 +160,7 @@ def _key_step(
     q = _rows(p_q, s_q, first, end, BN, D, BD, MASK)
     o_n = first + tl.arange(0, BN)
     if MASK:
-        lse = tl.load(p_lse + o_n, mask=o_n < end, other=float("inf")) / LN2  # no weight where there is no query
+        lse = tl.load(p_lse + o_n, mask=o_n < end, other=float("inf")) / LN2  # rows that do not exist get weight 0
         delta = tl.load(p_delta + o_n, mask=o_n < end, other=0.0)
     else:
         lse, delta = tl.load(p_lse + o_n) / LN2, tl.load(p_delta + o_n)
@@ -179,7 +179,7 @@ def backward_keys(
     s_dkb, s_dkh, s_dk, s_dvb, s_dvh, s_dv,
     D: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of keys and values: by the transposed table, each tile of keys walks its queries."""
+    """Gradients of keys and values over the transposed table: each tile of keys walks through its queries."""
     batch, head, sample, row, row_end, full, short, done = _program(p_tiles, n_tiles, n_long, heads)
     p_q += batch * s_qb + head * s_qh
     p_dout += batch * s_gb + head * s_gh

@@ -1,8 +1,8 @@
 # pyright: basic, reportArgumentType=false, reportGeneralTypeIssues=false, reportCallIssue=false, reportIndexIssue=false
 # pyright: reportOperatorIssue=false, reportAttributeAccessIssue=false
-"""Means of all levels of a sequence, in one launch for two levels of all tensors.
+"""Means of the nodes of all levels of a sequence: one launch computes two levels of up to three tensors.
 
-All levels of a tensor lie in one buffer behind each other, the finest first: a kernel takes one pointer for all.
+The levels of a tensor follow one another in one buffer, the finest first, so that kernels need only one pointer.
 """
 
 from collections.abc import Sequence
@@ -13,28 +13,30 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from foveate.kernels.launch import padded_size
+
 __all__ = ["Means", "level_starts", "pool"]
 
-NUMBERS = ("rows", "heads", "first", "nodes", "s_weight", "s_count")  # which 1 must not turn into constants
+NUMBERS = ("rows", "heads", "first", "nodes", "s_weight", "s_count")  # not specialized when they equal 1
 
 
 class Means(NamedTuple):
-    """Means of one or more tensors over the nodes of all levels.
+    """Means of one or more tensors over the nodes of all levels, the finest level first.
 
     Attributes:
-        of: [tensors, batch, heads, nodes of all levels, dim], the finest level first.
-        counts: How many real tokens each node stands for: int32 [batch, nodes of all levels], one row for the whole
-            batch where no token is padding.
-        logs: Their binary logarithms, float32.
+        values: Means [tensors, batch, heads, nodes of all levels, dim].
+        counts: Number of real tokens in each node: int32 [batch, nodes of all levels], or one row for the whole batch
+            if no token is padding.
+        logs: Binary logarithms of the counts, float32.
     """
 
-    of: Tensor
+    values: Tensor
     counts: Tensor
     logs: Tensor
 
 
 def level_starts(tokens: int, block: int, levels: int) -> list[int]:
-    """Where each level begins among the nodes of all levels, and where the last one ends.
+    """Index of the first node of each level among the nodes of all levels, and the total number of nodes.
 
     Examples:
         >>> level_starts(1000, 16, 2)
@@ -53,12 +55,12 @@ def _pool_node(
     WEIGHTED: tl.constexpr, UPPER: tl.constexpr, SUMS: tl.constexpr, B: tl.constexpr, D: tl.constexpr,
     BD: tl.constexpr,
 ):  # fmt: skip
-    """A node of the upper level: means of its B children and its own, from B * B rows."""
+    """Means of one node of the upper level and of its B children, from B * B rows."""
     o_b, o_d = node * B + tl.arange(0, B), tl.arange(0, BD)
     m_d = (o_d < D)[None, :]
     total = tl.zeros([B, BD], tl.float32)
     count = tl.zeros([B], tl.int32)
-    for t in tl.range(0, B, loop_unroll_factor=4):  # a thread adds up what it loads: nothing is exchanged
+    for t in tl.range(0, B, loop_unroll_factor=4):  # each thread sums what it loads, so nothing is exchanged
         o_x = o_b * B + t
         weight = (o_x < rows).to(tl.int32)  # [B]
         if WEIGHTED:
@@ -96,7 +98,7 @@ def _pool(
     WEIGHTED: tl.constexpr, UPPER: tl.constexpr, SUMS: tl.constexpr, B: tl.constexpr, D: tl.constexpr,
     BD: tl.constexpr,
 ):  # fmt: skip
-    """Two levels, of one tensor and one head: the lower begins at node `first` of all `nodes`."""
+    """Two levels of one head of one tensor; the lower level begins at node `first` of all `nodes`."""
     lower = tl.cdiv(rows, B)
     upper = tl.cdiv(lower, B)
     node, sample = tl.program_id(0) % upper, tl.program_id(0) // upper
@@ -127,15 +129,15 @@ def _pool(
 
 
 def pool(tensors: Sequence[Tensor], real: Tensor | None, block: int, levels: int) -> Means:
-    """Means of one to three tensors over the nodes of all levels, in one launch for two levels of all of them.
+    """Means of one to three tensors over the nodes of all levels.
 
-    Sums and counts are exact, whatever rows that are not real hold; each mean is rounded once.
+    Sums are kept in float32 from level to level, so each mean is rounded once. Padding is never read.
 
     Args:
-        tensors: [batch, heads, tokens, dim] each, entries of a token side by side.
-        real: [batch, tokens], False where a token is padding.
-        block: Children of a node.
-        levels: 1 to 4.
+        tensors: Tensors [batch, heads, tokens, dim] whose last dimension has stride 1.
+        real: Bool [batch, tokens], False where a token is padding.
+        block: Number of children of a node.
+        levels: Number of levels, 1 to 4.
     """
     batch, heads, tokens, dim = tensors[0].shape
     starts = level_starts(tokens, block, levels)
@@ -155,18 +157,14 @@ def pool(tensors: Sequence[Tensor], real: Tensor | None, block: int, levels: int
             0 if len(weight) == 1 else weight.stride(0), 0 if real is None else counts.stride(0),
             *(stride for x in strided for stride in x.stride()[:3]),
             WEIGHTED=real is not None or level > 0, UPPER=levels > level + 1, SUMS=further, B=block, D=dim,
-            BD=_padded(dim), num_warps=_pool_warps(block, dim),
+            BD=padded_size(dim), num_warps=_pool_warps(block, dim),
         )  # fmt: skip
         rows, given, weight = upper, list(sums.unbind(0)), counts[:, starts[level + 1] :] if further else counts
     return Means(means, counts, logs)
 
 
 def _pool_warps(block: int, dim: int) -> int:
-    return max(1, min(8, block * _padded(dim) // 1024))
-
-
-def _padded(dim: int) -> int:
-    return max(16, triton.next_power_of_2(dim))
+    return max(1, min(8, block * padded_size(dim) // 1024))
 
 
 def _empty(like: Tensor, *shape: int, dtype: torch.dtype | None = None) -> Tensor:

@@ -1,20 +1,19 @@
 # pyright: basic, reportArgumentType=false, reportCallIssue=false
-"""Log-linear attention on NVIDIA GPUs as custom ops: forward and backward."""
+"""Log-linear attention on NVIDIA GPUs: custom ops for forward and backward."""
 
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from foveate.kernels.block.block_attention import side_by_side
-from foveate.kernels.gpu_op import gpu_op
+from foveate.kernels.launch import empty_lse, gpu_op, row_contiguous
 from foveate.kernels.log_linear import log_linear_queries, selection
 from foveate.kernels.log_linear.hierarchical_pooling import Means
 from foveate.kernels.log_linear.log_linear_keys import backward_keys
 from foveate.kernels.log_linear.log_linear_queries import Keys
-from foveate.kernels.log_linear.select_blocks import by_level, packed, pick_nodes, pool_levels, takes
+from foveate.kernels.log_linear.select_blocks import pick_nodes, pool_levels, split_levels, supports
 
-__all__ = ["log_linear_attention"]
+__all__ = ["BACKENDS", "log_linear_attention"]
 
 
 def log_linear_attention(
@@ -27,34 +26,18 @@ def log_linear_attention(
     lists: list[Tensor] | None,
     options: Any,
 ) -> tuple[Tensor, Tensor, list[Tensor], tuple[Tensor, ...]]:
-    """What `foveate.ops.log_linear_attention` defines: output, LSE, lists and counts."""
-    q, k, v, real = side_by_side(q), side_by_side(k), side_by_side(v), packed(real)
-    nothing = k.new_empty(*k.shape[:2], 0, k.shape[3])  # not a part of k: it would send k a gradient of zeros
-    extra_k, extra_v = (nothing if x is None else side_by_side(x) for x in (extra_k, extra_v))
-    tokens, block, levels = q.shape[2], options.block_size, options.levels
-    given = [x.detach() for x in ((k, v) if lists else (q, k, v))]
-    means, counts, logs = pool_levels(given, real, block, levels)
-    chosen = [x.contiguous() for x in lists or pick_nodes(means, counts, tokens, block, levels, options.top_k)]
-    out, lse = _attend(
-        q,
-        k,
-        v,
-        extra_k,
-        extra_v,
-        means,
-        counts,
-        logs,
-        chosen,
-        real,
-        block,
-        options.top_k,
-        options.enriched,
-        options.reweight,
-        options.exclude_selected,
-        options.scale,
-        options.full,
-    )
-    return out, lse, chosen, by_level(counts, tokens, block, levels)
+    """Output, LSE, lists and counts of `foveate.ops.log_linear_attention`."""
+    q, k, v = map(row_contiguous, (q, k, v))
+    real = None if real is None else real.contiguous()
+    nothing = k.new_empty(*k.shape[:2], 0, k.shape[3])  # a slice of k would send k a gradient of zeros
+    extra_k, extra_v = (nothing if x is None else row_contiguous(x) for x in (extra_k, extra_v))
+    tokens, block, levels, top_k = q.shape[2], options.block_size, options.levels, options.top_k
+    pooled = [x.detach() for x in ((k, v) if lists else (q, k, v))]
+    means, counts, logs = pool_levels(pooled, real, block, levels)
+    lists = [x.contiguous() for x in lists or pick_nodes(means, counts, tokens, block, levels, top_k)]
+    settings = options.enriched, options.reweight, options.exclude_selected, options.scale, options.full
+    out, lse = _attend(q, k, v, extra_k, extra_v, means, counts, logs, lists, real, block, top_k, *settings)
+    return out, lse, lists, split_levels(counts, tokens, block, levels)
 
 
 @gpu_op("foveate::log_linear_attention")
@@ -77,7 +60,7 @@ def _attend(
     scale: float,
     full: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Output and LSE. The last of the means are those of k and v, which get their gradients."""
+    """Output and LSE. The last two tensors of `means` are the means of k and v; their gradients go to k and v."""
     keys = Keys(k, v, extra_k, extra_v, Means(means, counts, logs), lists, real, block, top_k, enriched,
                 reweight, exclude, scale, full)  # fmt: skip
     return log_linear_queries.forward(q, keys)
@@ -85,7 +68,7 @@ def _attend(
 
 @_attend.register_fake
 def _(q: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(q), q.new_empty(q.shape[:3], dtype=torch.float32)
+    return torch.empty_like(q), empty_lse(q)
 
 
 @gpu_op("foveate::log_linear_attention_backward")
@@ -114,9 +97,9 @@ def _backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     keys = Keys(k, v, extra_k, extra_v, Means(means, counts, logs), lists, real, block, top_k, enriched,
                 reweight, exclude, scale, full)  # fmt: skip
-    grad_out = side_by_side(grad_out)
-    dq, *numbers = log_linear_queries.backward_queries(q, keys, out, lse, grad_out, grad_lse.contiguous())
-    return dq, *backward_keys(q, keys, *numbers, grad_out, selection.readers_of(lists[: enriched + 1]))
+    grad_out = row_contiguous(grad_out)
+    dq, *per_query = log_linear_queries.backward_queries(q, keys, out, lse, grad_out, grad_lse.contiguous())
+    return dq, *backward_keys(q, keys, *per_query, grad_out, selection.readers_of(lists[: enriched + 1]))
 
 
 @_backward.register_fake
@@ -132,12 +115,12 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
 
 def _differentiate(ctx: Any, grad_out: Tensor, grad_lse: Tensor) -> tuple[Any, ...]:
     out, lse, *tensors = ctx.saved_tensors
-    given, real, lists = tensors[:8], tensors[8], tensors[9:]
-    grads = _backward(grad_out, grad_lse, out, lse, *given, lists, real, *ctx.options)
+    inputs, real, lists = tensors[:8], tensors[8], tensors[9:]
+    grads = _backward(grad_out, grad_lse, out, lse, *inputs, lists, real, *ctx.options)
     return *grads, None, None, None, [None] * len(lists), None, *[None] * len(ctx.options)
 
 
 _attend.register_autograd(_differentiate, setup_context=_save)
 
 
-BACKENDS = {"triton": (takes, log_linear_attention)}
+BACKENDS = {"triton": (supports, log_linear_attention)}

@@ -1,5 +1,5 @@
 # pyright: basic, reportArgumentType=false, reportCallIssue=false
-"""Gradients of keys and values of log-linear attention on NVIDIA GPUs: launches of the Triton kernels."""
+"""Launches of the Triton kernels of log-linear attention: gradients of keys and values."""
 
 import math
 
@@ -7,37 +7,36 @@ import torch
 import triton
 from torch import Tensor
 
-from foveate.kernels.block.block_attention import like
+from foveate.kernels.launch import empty_like, padded_size
 from foveate.kernels.log_linear import triton_log_linear_keys
 from foveate.kernels.log_linear.hierarchical_pooling import level_starts
 from foveate.kernels.log_linear.log_linear_queries import (
+    KernelConfig,
     Keys,
-    Shape,
-    at_most,
     batch_stride,
+    config_for,
     far,
-    padded,
     real,
-    shape_of,
+    register_limit,
 )
 
 __all__ = ["backward_keys"]
 
-# As in `log_linear_queries`; rows are those of a tile of keys that everyone reads, steps are of queries.
+# By the largest head_dim, as in `log_linear_queries`. Steps are of queries; only tiles of shared keys use `rows`.
 BACKWARD_KEYS = {
-    64: Shape(16, 64, 32, 2, 2, 128),
-    128: Shape(16, 64, 32, 2, 2, None),
-    256: Shape(16, 16, 16, 4, 2, None),
+    64: KernelConfig(16, 64, 32, 2, 2, 128),
+    128: KernelConfig(16, 64, 32, 2, 2, None),
+    256: KernelConfig(16, 16, 16, 4, 2, None),
 }
 BACKWARD_SHARED = {
-    64: Shape(64, 32, 32, 4, 3, None),
-    128: Shape(64, 32, 32, 4, 2, None),
-    256: Shape(64, 16, 16, 8, 2, None),
+    64: KernelConfig(64, 32, 32, 4, 3, None),
+    128: KernelConfig(64, 32, 32, 4, 2, None),
+    256: KernelConfig(64, 16, 16, 8, 2, None),
 }
-CHUNK = 4096  # queries that one program goes through for a tile of keys
-CUT = 1024  # tiles that one program cuts
-ADDED = 8  # rows of a tile whose parts one program adds up
-PROGRAMS = 1024  # to make of the tiles that everyone reads: those are few, and short chunks must keep the GPU busy
+CHUNK = 4096  # most queries that one program walks through for a tile of keys
+CUT = 1024  # tiles that one program of `cut` handles
+ADDED = 8  # rows of a tile that one program of `add_parts` sums
+PROGRAMS = 1024  # target number of programs for shared keys: few tiles, so only short chunks keep the GPU busy
 
 
 def backward_keys(
@@ -47,63 +46,63 @@ def backward_keys(
 
     Args:
         q: Queries.
-        keys: What they read.
-        binary: LSE in base 2, as `backward_queries` returns it.
-        delta: Likewise.
+        keys: Everything that the queries may read.
+        binary: LSE in base 2, from `backward_queries`.
+        delta: sum(out * grad_out) - grad_lse, from `backward_queries`.
         grad_out: Gradient of the output.
-        readers: Of each level, the finest first, who picked each node, in compressed rows: offsets
-            [batch, heads, nodes + 1] and numbers of nodes, ascending [batch, heads, picks of all nodes], both int32.
+        readers: Nodes that picked each node, for each level, the finest first, in compressed rows: offsets
+            [batch, heads, nodes + 1] and ascending indices [batch, heads, picks of all nodes], both int32.
     """
-    means = [_empty(x, *x.shape) for x in keys.means.of[-2:]]
+    means = [_empty(x, *x.shape) for x in keys.means.values[-2:]]
     starts = level_starts(q.shape[2], keys.block, len(keys.lists))
-    given = q, grad_out, binary, delta
+    queries = q, grad_out, binary, delta
     for level in range(keys.enriched):
         part = slice(starts[level], starts[level + 1])
-        pooled, grads = ([x[:, :, part] for x in xs] for xs in (keys.means.of[-2:], means))
+        pooled, grads = ([x[:, :, part] for x in xs] for xs in (keys.means.values[-2:], means))
         above = readers[level + 1] if level < len(keys.lists) - 1 else None
-        _Tiles(keys, given, pooled, grads, above, level=level).launch(means)
+        _Tiles(keys, queries, pooled, grads, above, level=level).launch(means)
     extra = [keys.extra_k, keys.extra_v]
-    d_extra = [like(x) for x in extra]
+    d_extra = [empty_like(x) for x in extra]
     if extra[0].shape[2]:
-        _Tiles(keys, given, extra, d_extra, None).launch(means)
-    grads = [like(keys.k), like(keys.v)]
-    _Tiles(keys, given, [keys.k, keys.v], grads, readers[0], span=keys.block).launch(means, fold=True)
+        _Tiles(keys, queries, extra, d_extra, None).launch(means)
+    grads = [empty_like(keys.k), empty_like(keys.v)]
+    _Tiles(keys, queries, [keys.k, keys.v], grads, readers[0], span=keys.block).launch(means, fold=True)
     return grads[0], grads[1], d_extra[0], d_extra[1]
 
 
 class _Tiles:
-    """Tiles of keys: of tokens, of the nodes of one level (0 is the finest), or of extra keys.
+    """Tiles of one kind of keys: tokens, nodes of one level, or extra keys.
 
     Args:
-        keys: All that there is.
-        given: Queries, gradient of the output, binary and delta.
+        keys: Everything that the queries may read.
+        queries: Queries, gradient of the output, binary and delta.
         read: Keys and values of these tiles.
-        grads: Where their gradients go.
-        readers: Who picked each tile; None if all queries read all of them.
-        level: Of nodes.
-        span: Queries of a reader; those of a node that picked the parent of nodes if None.
+        grads: Outputs: gradients of `read`.
+        readers: Nodes that picked each tile; None if all queries read all tiles.
+        level: Level of the nodes, 0 for the finest; -1 for tokens and extra keys.
+        span: Number of queries of a reader; by default those of a node one level up.
     """
 
     def __init__(
-        self, keys: Keys, given: tuple[Tensor, ...], read: list[Tensor], grads: list[Tensor],
+        self, keys: Keys, queries: tuple[Tensor, ...], read: list[Tensor], grads: list[Tensor],
         readers: tuple[Tensor, Tensor] | None, *, level: int = -1, span: int | None = None,
     ):  # fmt: skip
-        self.keys, self.given, self.read, self.grads, self.readers = keys, given, read, grads, readers
+        self.keys, self.queries, self.read, self.grads, self.readers = keys, queries, read, grads, readers
         self.level, self.below = level, keys.block ** (level + 1)
         self.span = self.below * keys.block if span is None else span
-        self.shape = shape_of(BACKWARD_KEYS if readers else BACKWARD_SHARED, read[0].shape[3])
-        self.rows = keys.block if readers else self.shape.rows
+        self.config = config_for(BACKWARD_KEYS if readers else BACKWARD_SHARED, read[0].shape[3])
+        self.rows = keys.block if readers else self.config.rows
         self.samples, self.tiles = math.prod(read[0].shape[:2]), triton.cdiv(read[0].shape[2], self.rows)
         if readers:
             self.chunk, lengths = CHUNK, readers[1].shape[2] * self.span
-            self.parts = 2 * lengths // CHUNK  # at most: a tile of more than a chunk has fewer than twice as many
+            self.parts = 2 * lengths // CHUNK  # at most: rounding up less than doubles the chunks of a tile
         else:
-            work = self.samples * self.tiles * given[0].shape[2]
+            work = self.samples * self.tiles * queries[0].shape[2]
             self.chunk = max(CHUNK // 4, triton.cdiv(work, PROGRAMS))
-            self.parts = self.tiles * triton.cdiv(given[0].shape[2], self.chunk)
+            self.parts = self.tiles * triton.cdiv(queries[0].shape[2], self.chunk)
 
     def launch(self, means: list[Tensor], *, fold: bool = False) -> None:
-        """Compute the gradients; `fold` those of all means into those of the tokens."""
+        """Compute the gradients; with `fold`, add those of the means to those of the tokens."""
         listed, keys = self.readers is not None, self.keys
         batch, heads, _, dim = self.read[0].shape
         used, first, end, tile = self._cut()
@@ -113,17 +112,17 @@ class _Tiles:
             return
         counts, items = keys.means.counts, self.parts if listed else self.tiles
         triton_log_linear_keys.add_parts[(self.samples * items * (self.rows // ADDED),)](
-            *sums, *self.grads, real(keys), counts, *means, used, first, end, tile, heads, self.given[0].shape[2],
+            *sums, *self.grads, real(keys), counts, *means, used, first, end, tile, heads, self.queries[0].shape[2],
             self.read[0].shape[2], counts.shape[1], self.chunk, self.parts, batch_stride(keys.real),
             batch_stride(counts), *(stride for x in self.grads for stride in x.stride()[:3]),
             LISTED=listed, FOLD=fold, ENRICHED=keys.enriched, MASKED=keys.real is not None, B=keys.block,
-            BT=self.rows, BR=ADDED, D=dim, BD=padded(dim),
+            BT=self.rows, BR=ADDED, D=dim, BD=padded_size(dim),
         )  # fmt: skip
 
     def _cut(self) -> list[Tensor]:
-        """How many parts there are, of each tile the first and the one behind the last, of each part its tile.
+        """Number of parts in use, first and end part of each tile, and tile of each part.
 
-        Anything where there are none, or where all tiles are cut alike.
+        Any tensors if there are no parts or if all tiles are split alike.
         """
         if not self.readers or not self.parts:
             return 4 * [self.keys.lists[0]]
@@ -139,7 +138,7 @@ class _Tiles:
     def _walk(
         self, sums: list[Tensor], means: list[Tensor], used: Tensor, first: Tensor, tile: Tensor, *, fold: bool
     ) -> None:
-        keys, (q, g, binary, delta), logs = self.keys, self.given, self.keys.means.logs
+        keys, (q, g, binary, delta), logs = self.keys, self.queries, self.keys.means.logs
         tokens, dim = q.shape[2:]
         start = level_starts(tokens, keys.block, self.level)[-1] if self.level > 0 else 0
         offsets, numbers = self.readers or (used, used)
@@ -152,8 +151,9 @@ class _Tiles:
             *(stride for x in strided for stride in x.stride()[:3]),
             LISTED=self.readers is not None, NODES=self.level >= 0, FOLD=fold,
             ENRICHED=keys.enriched, REWEIGHT=keys.reweight, EXCLUDE=keys.exclude, MASKED=keys.real is not None,
-            B=keys.block, BT=self.rows, BM=self.shape.step, D=dim, BD=padded(dim), FAR=far(strided),
-            STAGES=self.shape.stages, num_warps=max(self.shape.warps, min(self.rows // 8, 4)), **at_most(self.shape),
+            B=keys.block, BT=self.rows, BM=self.config.step, D=dim, BD=padded_size(dim), FAR=far(strided),
+            STAGES=self.config.stages, num_warps=max(self.config.warps, min(self.rows // 8, 4)),
+            **register_limit(self.config),
         )  # fmt: skip
 
 

@@ -1,5 +1,5 @@
 # pyright: basic, reportArgumentType=false, reportCallIssue=false
-"""Output of log-linear attention and gradient of its queries on NVIDIA GPUs: launches of the Triton kernels."""
+"""Launches of the Triton kernels of log-linear attention: output, LSE and gradient of the queries."""
 
 import math
 from collections.abc import Iterable
@@ -9,26 +9,25 @@ import torch
 import triton
 from torch import Tensor
 
-from foveate.kernels.block.block_attention import like
+from foveate.kernels.launch import empty_like, empty_lse, padded_size
 from foveate.kernels.log_linear import triton_log_linear
 from foveate.kernels.log_linear.hierarchical_pooling import Means
 
-__all__ = ["Keys", "Shape", "at_most", "backward_queries", "forward", "shape_of"]
+__all__ = ["KernelConfig", "Keys", "backward_queries", "config_for", "forward", "register_limit"]
 
-SMALLEST_DOT = 16  # a side of a matrix product
+SMALL_STAGES = 2  # pipeline stages of small steps
 
 
-class Shape(NamedTuple):
-    """Of a kernel.
+class KernelConfig(NamedTuple):
+    """Tile sizes and launch options of a kernel of log-linear attention.
 
     Attributes:
-        rows: Of a program.
-        step: Keys of a wide step.
-        small: Keys of a small step, of one block of queries.
-        warps: Of a program.
-        stages: Of its pipeline.
-        registers: Of a thread at most, so that more programs fit side by side; None lets the compiler choose.
-        small_stages: Of the pipeline of small steps.
+        rows: Queries of a program.
+        step: Keys of a wide step, which all queries of the program read.
+        small: Keys of a small step, which one block of queries reads.
+        warps: Warps of a program.
+        stages: Pipeline stages of wide steps.
+        registers: Most registers of a thread, so that more programs are resident; None lets the compiler choose.
     """
 
     rows: int
@@ -37,40 +36,45 @@ class Shape(NamedTuple):
     warps: int
     stages: int
     registers: int | None
-    small_stages: int = 2
 
 
-# By the size of a head, up to which they serve: the fastest that hardly spill.
-FORWARD = {64: Shape(64, 64, 32, 4, 2, 96), 128: Shape(64, 32, 16, 4, 2, None), 256: Shape(64, 32, 16, 8, 2, None)}
-BACKWARD_QUERIES = FORWARD | {64: Shape(64, 64, 32, 4, 2, 128)}
+# By the largest head_dim that they are for: the fastest that hardly spill registers.
+FORWARD = {
+    64: KernelConfig(64, 64, 32, 4, 2, 96),
+    128: KernelConfig(64, 32, 16, 4, 2, None),
+    256: KernelConfig(64, 32, 16, 8, 2, None),
+}
+BACKWARD_QUERIES = FORWARD | {64: KernelConfig(64, 64, 32, 4, 2, 128)}
 
 
-def shape_of(shapes: dict[int, Shape], dim: int) -> Shape:
-    """Of a kernel for heads of that size."""
-    return next(shape for largest, shape in shapes.items() if dim <= largest)
+def config_for(configs: dict[int, KernelConfig], head_dim: int) -> KernelConfig:
+    """The configuration for a head_dim, from configurations by the largest head_dim they are for."""
+    return next(config for largest, config in configs.items() if head_dim <= largest)
 
 
-def at_most(shape: Shape) -> dict[str, int]:
-    """So many registers: an option of a launch."""
-    return {} if shape.registers is None else {"maxnreg": shape.registers}
+def register_limit(config: KernelConfig) -> dict[str, int]:
+    """The launch option that limits the registers of a thread."""
+    return {} if config.registers is None else {"maxnreg": config.registers}
 
 
 class Keys(NamedTuple):
-    """All that queries may read, and what says which of it they do.
+    """Everything that queries may read, and the options that say what they do read.
+
+    The last dimension of all tensors [batch, heads, tokens, dim] has stride 1.
 
     Attributes:
-        k: Keys [batch, heads, tokens, dim], like all tensors here with the entries of a token side by side.
+        k: Keys [batch, heads, tokens, dim].
         v: Values.
-        extra_k: Keys that every query reads [batch, heads, extra, dim]; of no tokens where there are none.
-        extra_v: Their values.
-        means: Of keys and values, the last two of its tensors.
-        lists: For each level, the finest first, which nodes each node picked: int32 [batch, heads, nodes, picks].
-        real: [batch, tokens], False where a token is padding.
+        extra_k: Keys that every query reads [batch, heads, extra, dim]; extra may be 0.
+        extra_v: Values of the extra keys.
+        means: Means whose last two tensors are those of k and v.
+        lists: Nodes that each node picked, for each level, the finest first: int32 [batch, heads, nodes, picks].
+        real: Contiguous bool [batch, tokens], False where a token is padding.
         block: Tokens of a block.
-        top_k: Picks of a node, where there are as many.
-        enriched: Of how many levels means are read, from the finest on.
-        reweight: Whether a mean counts as often as it has tokens.
-        exclude: Leave out means of what a query's own ancestors picked.
+        top_k: Picks of a node, if there are that many nodes.
+        enriched: Number of levels, from the finest, whose means are read.
+        reweight: Whether a mean counts once for each of its tokens.
+        exclude: Whether queries skip the means of nodes that their own ancestors picked.
         scale: Factor on q·k, above 0.
         full: Whether lists are known to have no gaps.
     """
@@ -93,7 +97,7 @@ class Keys(NamedTuple):
 
 def forward(q: Tensor, keys: Keys) -> tuple[Tensor, Tensor]:
     """Output, in q's layout, and natural LSE, float32 [batch, heads, tokens]."""
-    out, lse = like(q), _numbers_of(q)
+    out, lse = empty_like(q), empty_lse(q)
     strided = {"q": q, "k": keys.k, "v": keys.v, "ek": keys.extra_k, "ev": keys.extra_v, "o": out}
     _launch(triton_log_linear.forward, FORWARD, strided, keys, p_lse=lse)
     return out, lse
@@ -102,11 +106,11 @@ def forward(q: Tensor, keys: Keys) -> tuple[Tensor, Tensor]:
 def backward_queries(
     q: Tensor, keys: Keys, out: Tensor, lse: Tensor, grad_out: Tensor, grad_lse: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradient of the queries, and of each query its LSE in base 2 and sum(out * grad_out) - grad_lse.
+    """Gradient of the queries, their LSE in base 2, and sum(out * grad_out) - grad_lse of each.
 
-    The LSE is infinite where a query gives no weight.
+    The LSE in base 2 is infinite where a query sees nothing, so that its weights are 0.
     """
-    dq, binary, delta = like(q), _numbers_of(q), _numbers_of(q)
+    dq, binary, delta = empty_like(q), empty_lse(q), empty_lse(q)
     strided = {"q": q, "k": keys.k, "v": keys.v, "ek": keys.extra_k, "ev": keys.extra_v}
     strided |= {"o": out, "g": grad_out, "d": dq}
     vectors = {"p_lse": lse, "p_dlse": grad_lse, "p_binary": binary, "p_delta": delta}
@@ -115,37 +119,36 @@ def backward_queries(
 
 
 def real(keys: Keys) -> Tensor:
-    """Which tokens are real, or where all are, anything."""
+    """The mask of real tokens for a kernel, or any tensor if there is none."""
     return keys.means.counts if keys.real is None else keys.real.view(torch.uint8)
 
 
 def batch_stride(x: Tensor | None) -> int:
+    """Stride of the first dimension; 0 for one row that serves the whole batch."""
     return 0 if x is None or len(x) == 1 else x.stride(0)
 
 
 def far(tensors: Iterable[Tensor]) -> bool:
-    """Whether an entry of a head may be further than 32 bits from its first."""
+    """Whether offsets within one head may exceed 32 bits."""
     return any(x.stride(2) * x.shape[2] >= 2**31 for x in tensors)
 
 
-def padded(dim: int) -> int:
-    return max(SMALLEST_DOT, triton.next_power_of_2(dim))
-
-
-def _launch(kernel: Any, shapes: dict[int, Shape], strided: dict[str, Tensor], keys: Keys, **more: Any) -> None:
-    """Launch a kernel over groups of queries; pointers and strides are named as the kernel names them."""
+def _launch(
+    kernel: Any, configs: dict[int, KernelConfig], strided: dict[str, Tensor], keys: Keys, **more: Any
+) -> None:
+    """Launch a kernel over groups of queries; arguments have the names of the kernel's parameters."""
     batch, heads, tokens, dim = strided["q"].shape
-    shape = shape_of(shapes, dim)
+    config = config_for(configs, dim)
     logs, lists = keys.means.logs, keys.lists + keys.lists[:1] * (4 - len(keys.lists))
     strides = {f"s_{name}{axis}": x.stride(i) for name, x in strided.items() for i, axis in enumerate(("b", "h", ""))}
     names = {"o": "p_out", "d": "p_dq"}
-    kernel[(batch * heads * triton.cdiv(tokens, shape.rows),)](
+    kernel[(batch * heads * triton.cdiv(tokens, config.rows),)](
         **{names.get(name, f"p_{name}"): x for name, x in strided.items()},
         **strides,
         **{f"p_list{i + 1}": x for i, x in enumerate(lists)},
         **more,
-        p_mk=keys.means.of[-2],
-        p_mv=keys.means.of[-1],
+        p_mk=keys.means.values[-2],
+        p_mv=keys.means.values[-1],
         p_logs=logs,
         p_real=real(keys),
         scale=keys.scale / math.log(2),
@@ -161,49 +164,45 @@ def _launch(kernel: Any, shapes: dict[int, Shape], strided: dict[str, Tensor], k
         REWEIGHT=keys.reweight,
         EXCLUDE=keys.exclude,
         MASKED=keys.real is not None,
-        EVEN=_even(keys, tokens, shape),
+        EVEN=_even(keys, tokens, config),
         EXTRA=keys.extra_k.shape[2] > 0,
         B=keys.block,
-        M=shape.rows,
-        BN=_wide(keys, shape),
-        BK=_small(keys, shape),
+        M=config.rows,
+        BN=_wide(keys, config),
+        BK=_small(keys, config),
         D=dim,
-        BD=padded(dim),
+        BD=padded_size(dim),
         FAR=far(strided.values()),
-        STAGES=shape.stages,
-        SMALL_STAGES=shape.small_stages,
-        num_warps=shape.warps,
-        **at_most(shape),
+        STAGES=config.stages,
+        SMALL_STAGES=SMALL_STAGES,
+        num_warps=config.warps,
+        **register_limit(config),
     )
 
 
-def _wide(keys: Keys, shape: Shape) -> int:
-    """Keys of a wide step."""
-    return max(shape.step, keys.block)
+def _wide(keys: Keys, config: KernelConfig) -> int:
+    """Keys of a wide step: whole blocks."""
+    return max(config.step, keys.block)
 
 
-def _small(keys: Keys, shape: Shape) -> int:
-    """Blocks of a small step."""
-    return max(shape.small // keys.block, 1)
+def _small(keys: Keys, config: KernelConfig) -> int:
+    """Blocks of a small step, at least one."""
+    return max(config.small // keys.block, 1)
 
 
-def _even(keys: Keys, tokens: int, shape: Shape) -> bool:
-    """Whether all nodes, lists and steps are full, so that nothing needs to be looked at for being there."""
-    levels, wide = len(keys.lists), _wide(keys, shape)
+def _even(keys: Keys, tokens: int, config: KernelConfig) -> bool:
+    """Whether all nodes, lists and steps are full, so that the kernel needs no masks."""
+    levels, wide = len(keys.lists), _wide(keys, config)
     whole = (
         keys.full
         and keys.real is None
         and not keys.exclude
         and tokens % keys.block**levels == 0
-        and tokens % shape.rows == 0
+        and tokens % config.rows == 0
     )
     top, picks = tokens // keys.block**levels, [chosen.shape[3] for chosen in keys.lists]
-    steps = [picks[0] * keys.block % (_small(keys, shape) * keys.block)]
+    steps = [picks[0] * keys.block % (_small(keys, config) * keys.block)]
     if keys.enriched == levels:
         steps.append(top % wide)
     steps += [above * keys.block % wide for above in picks[1 : keys.enriched + 1]]
     return whole and not any(steps)
-
-
-def _numbers_of(q: Tensor) -> Tensor:
-    return q.new_empty(q.shape[:3], dtype=torch.float32)

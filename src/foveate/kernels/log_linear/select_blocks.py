@@ -1,43 +1,39 @@
 # pyright: basic
-"""Pooling and picking of log-linear attention on NVIDIA GPUs as custom ops, and `select_blocks` made of them."""
+"""Hierarchical block selection on NVIDIA GPUs: custom ops for pooling and picking, and `select_blocks`."""
 
 from itertools import pairwise
 
 import torch
 from torch import Tensor
 
-from foveate.kernels.block.block_attention import side_by_side
-from foveate.kernels.gpu_op import gpu_op
+from foveate.kernels.launch import gpu_op, half_precision, row_contiguous
 from foveate.kernels.log_linear import hierarchical_pooling, selection
 
-__all__ = ["by_level", "packed", "pick_nodes", "pool_levels", "select_blocks", "takes"]
+__all__ = ["BACKENDS", "pick_nodes", "pool_levels", "select_blocks", "split_levels", "supports"]
 
-LARGEST_HEAD = 128  # those of 256 spill
+LARGEST_HEAD = 128  # wider heads spill registers
 
 
-def takes(device: torch.device, dtype: torch.dtype, size: int) -> bool:
-    """Whether the kernels run there: an NVIDIA GPU of sm_80 or later, half precision, heads of at most 128."""
-    half = dtype in (torch.bfloat16, torch.float16)
+def supports(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
+    """Whether the kernels run: NVIDIA Ampere or newer, half precision, head_dim at most 128."""
     return (
-        device.type == "cuda" and half and size <= LARGEST_HEAD and torch.cuda.get_device_capability(device) >= (8, 0)
+        device.type == "cuda"
+        and half_precision(dtype)
+        and head_dim <= LARGEST_HEAD
+        and torch.cuda.get_device_capability(device) >= (8, 0)
     )
 
 
 def select_blocks(
     q: Tensor, k: Tensor, real: Tensor | None, top_k: int, block: int, levels: int
 ) -> tuple[list[Tensor], tuple[Tensor, ...]]:
-    """What `foveate.ops.select_blocks` defines: lists and counts."""
-    means, counts, _ = pool_levels([side_by_side(q), side_by_side(k)], packed(real), block, levels)
-    return pick_nodes(means, counts, q.shape[2], block, levels, top_k), by_level(counts, q.shape[2], block, levels)
+    """Lists and counts of `foveate.ops.select_blocks`."""
+    means, counts, _ = pool_levels([row_contiguous(q), row_contiguous(k)], real, block, levels)
+    return pick_nodes(means, counts, q.shape[2], block, levels, top_k), split_levels(counts, q.shape[2], block, levels)
 
 
-def packed(real: Tensor | None) -> Tensor | None:
-    """The mask, if there is one, without gaps."""
-    return None if real is None else real.contiguous()
-
-
-def by_level(counts: Tensor, tokens: int, block: int, levels: int) -> tuple[Tensor, ...]:
-    """Counts of the nodes of each level."""
+def split_levels(counts: Tensor, tokens: int, block: int, levels: int) -> tuple[Tensor, ...]:
+    """The counts of each level, from those of all levels."""
     return counts.split([b - a for a, b in pairwise(hierarchical_pooling.level_starts(tokens, block, levels))], 1)
 
 
@@ -68,4 +64,4 @@ def _(means: Tensor, counts: Tensor, tokens: int, block: int, levels: int, top_k
     return [means.new_empty(*means.shape[1:3], nodes, min(top_k, nodes), dtype=torch.int32) for nodes in sizes]
 
 
-BACKENDS = {"triton": (takes, select_blocks)}
+BACKENDS = {"triton": (supports, select_blocks)}

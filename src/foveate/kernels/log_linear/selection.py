@@ -1,6 +1,6 @@
 # pyright: basic, reportArgumentType=false, reportGeneralTypeIssues=false, reportCallIssue=false, reportIndexIssue=false
 # pyright: reportOperatorIssue=false, reportAttributeAccessIssue=false
-"""Which nodes every node of a sequence picks, from coarse to fine: scores never leave the registers."""
+"""Top-k selection of nodes from the coarsest level to the finest; scores never leave the registers."""
 
 from collections.abc import Sequence
 from itertools import accumulate
@@ -10,23 +10,23 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from foveate.kernels.launch import padded_size
 from foveate.kernels.log_linear.hierarchical_pooling import level_starts
 
 __all__ = ["readers_of", "select"]
 
-SMALLEST_DOT = 16  # a side of a matrix product
-CANDIDATES = 64  # scored at once
-RUN, RUNS = 128, 64  # nodes whose picks a program counts, and how many runs at most: memory grows with them
-AT_ONCE = 128  # picks that are counted
-AT_TOP = 256  # where no more nodes are candidates all are, by more warps: of a top there are few programs
-NOTHING = tl.constexpr(-(2**63))  # below the keys of all scores, and below the places of a list that are still free
+CANDIDATES = 64  # candidates scored at once
+AT_TOP = 256  # a top level of at most this many nodes is scored at once, by more warps: it has few programs
+RUN, RUNS = 128, 64  # nodes whose picks one program counts, and the largest number of such runs (memory grows with it)
+AT_ONCE = 128  # picks counted at once
+NOTHING = tl.constexpr(-(2**63))  # less than the sort key of any score and of any free place in a list
 NOBODY = tl.constexpr(2**31 - 1)
-NUMBERS = ("heads", "nodes", "all_nodes", "first", "s_count", "above", "picks")  # which 1 must not turn into constants
+NUMBERS = ("heads", "nodes", "all_nodes", "first", "s_count", "above", "picks")  # not specialized when they equal 1
 
 
 @triton.jit
 def _keys(scores, nodes):
-    """Whole numbers in the order of scores, of equal ones the smaller node first; a nan counts as infinite."""
+    """Sort keys, int64, in the order of the scores; ties go to the smaller node, and NaN counts as infinity."""
     scores = tl.where(scores == scores, scores, float("inf"))
     bits = tl.where(scores == 0, 0.0, scores).to(tl.int32, bitcast=True)
     bits = bits ^ ((bits >> 31) & 0x7FFFFFFF)
@@ -38,7 +38,7 @@ def _select(
     p_q, p_k, p_counts, p_above, p_list, heads, nodes, all_nodes, first, s_count, above, picks,
     TOP: tl.constexpr, B: tl.constexpr, K: tl.constexpr, BN: tl.constexpr, D: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
-    """The picks of B siblings: among all nodes of the top, or among the children of what their parent picked."""
+    """The picks of B siblings, among all nodes of the top level or among the children of their parent's picks."""
     parents = tl.cdiv(nodes, B)
     parent, sample = tl.program_id(0) % parents, (tl.program_id(0) // parents).to(tl.int64)
     p_q += (sample * all_nodes + first) * D
@@ -48,7 +48,7 @@ def _select(
     o_b, o_n, o_d, o_k = parent * B + tl.arange(0, B), tl.arange(0, BN), tl.arange(0, BD), tl.arange(0, K)
     m_b, m_d = o_b < nodes, (o_d < D)[None, :]
     q = tl.load(p_q + o_b[:, None].to(tl.int64) * D + o_d[None, :], mask=m_b[:, None] & m_d, other=0.0)  # [B, BD]
-    # what is kept: free places hold numbers of their own, those beyond `picks` one that nothing replaces
+    # best keys so far: free places hold distinct small keys, places from `picks` on a key that nothing replaces
     kept = tl.where(o_k < picks, NOTHING + 1 + o_k.to(tl.int64), 2**63 - 1)[None, :]
     kept += tl.zeros([B, 1], tl.int64)
     for start in range(0, nodes if TOP else above * B, BN):
@@ -75,16 +75,16 @@ def _select(
 
 
 def select(q: Tensor, k: Tensor, counts: Tensor, tokens: int, block: int, levels: int, top_k: int) -> list[Tensor]:
-    """The nodes that every node picks: for each level, the finest first, int32 [batch, heads, nodes, picks].
+    """The nodes that each node picks: for each level, the finest first, int32 [batch, heads, nodes, picks].
 
     Args:
-        q: Means of queries, as `pool` returns them.
-        k: Means of keys, likewise.
-        counts: Those of the nodes; empty nodes are never picked.
+        q: Means of the queries, as `pool` returns them.
+        k: Means of the keys.
+        counts: Number of real tokens in each node; empty nodes are never picked.
         tokens: Length of the sequence.
-        block: Children of a node.
-        levels: 1 to 4.
-        top_k: How many nodes each picks at most, up to 128: registers hold the lists of all siblings.
+        block: Number of children of a node.
+        levels: Number of levels, 1 to 4.
+        top_k: Largest number of picks of a node, at most 128: registers hold the lists of all siblings.
     """
     batch, heads, all_nodes, dim = q.shape
     starts = level_starts(tokens, block, levels)
@@ -100,7 +100,7 @@ def select(q: Tensor, k: Tensor, counts: Tensor, tokens: int, block: int, levels
             q, k, counts, above, lists[0], heads, nodes, all_nodes, starts[level],
             0 if len(counts) == 1 else counts.stride(0), above.shape[-1], picks,
             TOP=len(lists) == 1, B=block, K=triton.next_power_of_2(max(picks, 2)), BN=at_once, D=dim,
-            BD=max(SMALLEST_DOT, triton.next_power_of_2(dim)), num_warps=block // 16 * at_once // CANDIDATES,
+            BD=padded_size(dim), num_warps=block // 16 * at_once // CANDIDATES,
         )  # fmt: skip
     return lists
 
@@ -108,9 +108,10 @@ def select(q: Tensor, k: Tensor, counts: Tensor, tokens: int, block: int, levels
 @triton.jit(do_not_specialize=("nodes", "picks", "runs", "run", "first"))
 def _place(p_list, p_cells, p_rows, nodes, picks, runs, run, first, K: tl.constexpr, E: tl.constexpr,
            WRITE: tl.constexpr):  # fmt: skip
-    """Count who picked what, by node and by run of rows: cells [samples, nodes + 1, runs], the last node for no pick.
+    """Count the picks of each node in each run of rows, or with WRITE, store the rows that picked each node.
 
-    With WRITE cells hold places in p_rows, from `first` on, where rows go. A program does a run, E picks at a time.
+    Cells are [samples, nodes + 1, runs]; the last node stands for missing picks. They hold counts or, with WRITE, the
+    next free place in p_rows, counted from `first`. A program handles one run, E picks at a time.
     """
     mine, sample = tl.program_id(0) % runs, (tl.program_id(0) // runs).to(tl.int64)
     o_e = tl.arange(0, E)
@@ -123,7 +124,7 @@ def _place(p_list, p_cells, p_rows, nodes, picks, runs, run, first, K: tl.conste
         p_cell = p_cells + (sample * (nodes + 1) + node) * runs + mine
         if WRITE:
             earlier = (node[None, :] == node[:, None]) & (o_e[None, :] < o_e[:, None])
-            place = tl.load(p_cell, mask=m_e, cache_modifier=".cg") - first  # written since: not from the first cache
+            place = tl.load(p_cell, mask=m_e, cache_modifier=".cg") - first  # L1 may be outdated
             tl.store(p_rows + place + tl.sum(earlier.to(tl.int32), 1), row, mask=m_e)
             tl.debug_barrier()
         tl.atomic_add(p_cell, 1, mask=m_e, sem="relaxed")
@@ -132,16 +133,16 @@ def _place(p_list, p_cells, p_rows, nodes, picks, runs, run, first, K: tl.conste
 
 
 def readers_of(levels: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
-    """Who picked each node of some levels, as `Selection.transpose` of `foveate.ops.selection` defines it.
+    """The nodes that picked each node, for several levels: `foveate.ops.selection.Selection.transpose` of each.
 
-    Nothing is sorted: picks are counted, and the counts of all levels, added up, say where each belongs.
+    This is a counting sort: the cumulative counts of all levels give the place of every entry.
     """
     samples, sizes = levels[0][:, :, 0, 0].numel(), [lists.shape[2:] for lists in levels]
     runs = [min(RUNS, triton.cdiv(nodes, RUN)) for nodes, _ in sizes]
     cells = [samples * (nodes + 1) * count for (nodes, _), count in zip(sizes, runs, strict=True)]
     counts = levels[0].new_zeros(1 + sum(cells))
 
-    def each(numbers: Tensor, rows: Sequence[Tensor], write: bool) -> None:
+    def place(numbers: Tensor, rows: Sequence[Tensor], write: bool) -> None:
         firsts = accumulate((lists.numel() for lists in levels), initial=0)
         parts = numbers[: sum(cells)].split(cells)
         for lists, cell, row, count, first in zip(levels, parts, rows, runs, firsts, strict=False):
@@ -152,7 +153,7 @@ def readers_of(levels: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
                 WRITE=write,
             )  # fmt: skip
 
-    each(counts[1:], levels, write=False)
+    place(counts[1:], levels, write=False)
     starts = counts.cumsum(0, dtype=torch.int32)
     offsets, first = [], 0
     for lists, cell, count in zip(levels, starts[: sum(cells)].split(cells), runs, strict=True):
@@ -160,7 +161,7 @@ def readers_of(levels: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
         offsets.append((cell.view(samples, -1, count)[..., 0] - base[:, None]).view(*lists.shape[:2], -1))
         first += lists.numel()
     rows = [_empty(lists, *lists.shape[:2], lists[0, 0].numel()) for lists in levels]
-    each(starts, rows, write=True)
+    place(starts, rows, write=True)
     return list(zip(offsets, rows, strict=True))
 
 

@@ -2,33 +2,30 @@
 # pyright: reportOperatorIssue=false, reportAttributeAccessIssue=false
 """Log-linear attention in Triton: forward, and the gradient of the queries.
 
-A program has a few blocks of queries with one parent. What they share it reads in wide tiles: the means of all levels,
-by the lists of their ancestors and at the top all of them, and the extra keys. The tokens that each block picked go
-through small products, one batch of them for all blocks. One softmax runs through everything. Scores live in base 2:
-``scale`` comes times log2(e), weights are added as their binary logarithms, the LSE that is stored is natural.
+One program computes a few blocks of queries that have the same parent. It reads the keys they share in wide tiles: the
+means that their ancestors' lists make visible, all means of the top level, and the extra keys. The tokens that each
+block picked are read in small tiles, as one batched product over the blocks. One online softmax runs over all of them.
+Scores are in base 2: ``scale`` includes log2(e), and counts are added as binary logarithms; the stored LSE is natural.
 """
 
 import triton
 import triton.language as tl
 
 LN2 = tl.constexpr(0.6931471805599453)
-LOWEST = tl.constexpr(-3.4028234e38)  # finite, so that no difference of maxima is undefined
+LOWEST = tl.constexpr(-3.4028234e38)  # finite, so that differences of maxima are never NaN
 NEVER = tl.constexpr(float("-inf"))
-NUMBERS = ("heads", "tokens", "extra", "nodes", "top_k")  # which 1 must not turn into constants
+NUMBERS = ("heads", "tokens", "extra", "nodes", "top_k")  # not specialized when they equal 1
 
 
 @triton.jit
 def rows_of(p, stride, o_n, D: tl.constexpr, BD: tl.constexpr, FAR: tl.constexpr, MASK: tl.constexpr = False):
-    """Rows of these numbers as [*numbers, BD], zeros beyond the D that exist.
-
-    All must exist, but with MASK: then those below 0 give zeros.
-    """
+    """The rows with indices o_n as [*o_n.shape, BD]; zeros from column D. With MASK, negative indices give zeros."""
     o_n, o_d = tl.expand_dims(o_n, len(o_n.shape)), tl.arange(0, BD)
     m_x = (o_d < D) & (o_n >= 0 if MASK else True)
     if MASK:
         o_n = tl.maximum(o_n, 0)
     p_n = p + (o_n.to(tl.int64 if FAR else tl.int32) * stride + o_d)
-    # through the first cache: siblings read the same rows
+    # cached in L1, because siblings read the same rows
     if MASK or D < BD:
         x = tl.load(p_n, mask=m_x, other=0.0, cache_modifier=".ca")
     else:
@@ -38,13 +35,13 @@ def rows_of(p, stride, o_n, D: tl.constexpr, BD: tl.constexpr, FAR: tl.constexpr
 
 @triton.jit
 def transposed(x):
-    """The last two dimensions swapped."""
+    """Swap the last two dimensions."""
     return tl.permute(x, (0, 2, 1)) if len(x.shape) == 3 else tl.trans(x)
 
 
 @triton.jit
 def children(pick, B: tl.constexpr):
-    """Numbers of the children of nodes [.., picks] as [.., picks * B]."""
+    """Indices [.., picks * B] of the children of nodes [.., picks]."""
     o_n = tl.expand_dims(pick, len(pick.shape)) * B + tl.arange(0, B)
     if len(pick.shape) == 2:
         o_n = tl.reshape(o_n, [pick.shape[0], pick.shape[1] * B])
@@ -55,7 +52,7 @@ def children(pick, B: tl.constexpr):
 
 @triton.jit
 def node_bias(p_logs, o_n, nodes, span, tokens, REWEIGHT: tl.constexpr, MASKED: tl.constexpr):
-    """What is added to scores of nodes of `span` tokens each: a node counts as many times as it has tokens."""
+    """Bias of the scores of nodes of `span` tokens: log2 of their number of tokens, or 0 without REWEIGHT."""
     if MASKED:
         bias = tl.load(p_logs + o_n, mask=o_n < nodes, other=NEVER)
         if not REWEIGHT:
@@ -71,9 +68,10 @@ def node_bias(p_logs, o_n, nodes, span, tokens, REWEIGHT: tl.constexpr, MASKED: 
 
 @triton.jit
 def less_picked(bias, p_list, o_l, picks, o_n):
-    """The bias of every query and node, without the nodes o_n in the query's own list, that of number o_l.
+    """The bias with -inf where list o_l contains node o_n.
 
-    One of both runs along the first dimension, the other along the second: [M, 1] and [1, N], or [1, M] and [N, 1].
+    One of o_l and o_n runs along the first dimension, the other along the second: [M, 1] and [1, N], or [1, M] and
+    [N, 1].
     """
     bias += tl.zeros_like(o_l).to(tl.float32)
     for j in range(0, picks):
@@ -87,9 +85,9 @@ def _step(
     GRADIENT: tl.constexpr, EVEN: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, FAR: tl.constexpr,
     MASK: tl.constexpr = False,
 ):  # fmt: skip
-    """Keys o_n and their values more: a step of online softmax, or, where m and norm are LSE and delta, of dq.
+    """One more step over the keys o_n: of online softmax, or with GRADIENT of dq, where m is the LSE and norm delta.
 
-    The bias of EVEN steps is one number, which goes with the maximum into one multiply-add.
+    The bias of EVEN steps is a scalar, which is fused with the maximum into one multiply-add.
     """
     LAST: tl.constexpr = len(q.shape) - 1  # pyright: ignore[reportAssignmentType]
     k = rows_of(p_k, s_k, o_n, D, BD, FAR, MASK)
@@ -102,7 +100,7 @@ def _step(
         shrink = tl.math.exp2(m - m_new)
         norm, acc, m = norm * shrink, acc * tl.expand_dims(shrink, LAST), m_new
     p = tl.math.exp2(scores * scale + tl.expand_dims(bias - m, LAST) if EVEN else scores - tl.expand_dims(m, LAST))
-    v = rows_of(p_v, s_v, o_n, D, BD, FAR, MASK)  # not before: it would take registers
+    v = rows_of(p_v, s_v, o_n, D, BD, FAR, MASK)  # loaded late to save registers
     if GRADIENT:
         ds = p * (tl.dot(g, transposed(v), input_precision="ieee") - tl.expand_dims(norm, LAST))
         acc = tl.dot(ds.to(k.dtype), k, acc, input_precision="ieee")
@@ -119,9 +117,9 @@ def _see_means(
     MASKED: tl.constexpr, GRADIENT: tl.constexpr, EVEN: tl.constexpr, STAGES: tl.constexpr,
     B: tl.constexpr, M: tl.constexpr, BN: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, FAR: tl.constexpr,
 ):  # fmt: skip
-    """The means in sight of all rows."""
-    nodes, ancestor, span = tl.cdiv(tokens, B), row // B, tokens * 0 + B  # a number that changes
-    o_m = tl.minimum(row + tl.arange(0, M), tokens - 1) // B  # the ancestor of each row
+    """Attend to the means that are visible to all rows."""
+    nodes, ancestor, span = tl.cdiv(tokens, B), row // B, tokens * 0 + B  # not a constant: it changes in the loop
+    o_m = tl.minimum(row + tl.arange(0, M), tokens - 1) // B  # ancestor of each row
     for level in tl.static_range(ENRICHED):
         above, parent = tl.cdiv(nodes, B), ancestor // B
         picks = tl.minimum(top_k, above)
@@ -135,7 +133,7 @@ def _see_means(
             else:
                 o_j = start // B + tl.arange(0, BN // B)
                 pick = tl.load(p_above + o_j) if EVEN else tl.load(p_above + o_j, mask=o_j < picks, other=-1)
-                o_n = children(pick if EVEN else tl.where(pick >= 0, pick, above), B)  # beyond the last where none is
+                o_n = children(pick if EVEN else tl.where(pick >= 0, pick, above), B)  # no pick: past the end
             if EVEN:
                 bias = tl.math.log2(span.to(tl.float32)) if REWEIGHT else 0.0
             else:
@@ -158,7 +156,7 @@ def _see_extra(
     GRADIENT: tl.constexpr, STAGES: tl.constexpr, BN: tl.constexpr, D: tl.constexpr, BD: tl.constexpr,
     FAR: tl.constexpr,
 ):  # fmt: skip
-    """The keys in everyone's sight."""
+    """Attend to the extra keys, which all rows see."""
     for start in tl.range(0, extra, BN, num_stages=STAGES):
         o_n = start + tl.arange(0, BN)
         bias = tl.where(o_n < extra, 0.0, NEVER)[None, :]
@@ -173,7 +171,7 @@ def _see_tokens(
     MASKED: tl.constexpr, GRADIENT: tl.constexpr, EVEN: tl.constexpr, STAGES: tl.constexpr,
     B: tl.constexpr, M: tl.constexpr, BK: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, FAR: tl.constexpr,
 ):  # fmt: skip
-    """The tokens of the blocks that each block of rows picked, BK blocks at a time."""
+    """Attend to the tokens of the blocks that each block of rows picked, BK blocks at a time."""
     G: tl.constexpr = M // B
     BN: tl.constexpr = BK * B
     blocks = tl.cdiv(tokens, B)
@@ -182,7 +180,7 @@ def _see_tokens(
     p_list += (sample * blocks + o_g[:, None]) * picks
     if G > 1:
         m, norm, acc = tl.reshape(m, [G, B]), tl.reshape(norm, [G, B]), tl.reshape(acc, [G, B, BD])
-        o_r = tl.reshape(o_r, [G, B])  # read anew: of a reshaped tile all rows would begin in the same bank of memory
+        o_r = tl.reshape(o_r, [G, B])  # loaded again: the rows of a reshaped tile would share one memory bank
         q = rows_of(p_q, s_q, o_r, D, BD, FAR)
         if GRADIENT:
             g = rows_of(p_g, s_g, o_r, D, BD, FAR)
@@ -192,7 +190,7 @@ def _see_tokens(
             pick = tl.load(p_list + o_j[None, :])
         else:
             pick = tl.load(p_list + o_j[None, :], mask=(o_g < blocks)[:, None] & (o_j < picks)[None, :], other=-1)
-            pick = tl.where(pick >= 0, pick, blocks)  # beyond the last one where there is none
+            pick = tl.where(pick >= 0, pick, blocks)  # no pick: past the end
         o_n = children(pick, B)  # [G, BN]
         if G == 1:
             o_n = tl.reshape(o_n, [BN])
@@ -213,7 +211,7 @@ def _see_tokens(
 
 @triton.jit
 def _place(tokens, heads, M: tl.constexpr):
-    """Batch, head, both as one number, and the first row: head by head, so that few heads share the cache."""
+    """Batch, head, sample (batch * heads + head) and first row; head by head, so that few heads share the cache."""
     groups = tl.cdiv(tokens, M)
     sample = (tl.program_id(0) // groups).to(tl.int64)
     return sample // heads, sample % heads, sample, tl.program_id(0) % groups * M
@@ -221,7 +219,7 @@ def _place(tokens, heads, M: tl.constexpr):
 
 @triton.jit
 def _real_rows(p_real, row, tokens, MASKED: tl.constexpr, M: tl.constexpr):
-    """Numbers of rows [M]; -1 where there is none."""
+    """Indices of the rows [M]; -1 for rows that do not exist or are padding."""
     o_m = row + tl.arange(0, M)
     m_m = o_m < tokens
     if MASKED:
@@ -245,9 +243,9 @@ def forward(
     EVEN: tl.constexpr, EXTRA: tl.constexpr, B: tl.constexpr, M: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
     D: tl.constexpr, BD: tl.constexpr, FAR: tl.constexpr, STAGES: tl.constexpr, SMALL_STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Output and LSE; zeros and -inf for rows that see nothing, or are none.
+    """Output and LSE; zeros and -inf for padding and for rows that see nothing.
 
-    EVEN: all nodes are full, all lists and steps too. EXTRA: there are extra keys.
+    EVEN: all nodes, lists and steps are full, so that nothing needs a mask. EXTRA: there are extra keys.
     """
     batch, head, sample, row = _place(tokens, heads, M)
     p_real += batch * s_real
@@ -275,7 +273,7 @@ def forward(
         sample, row, tokens, top_k, scale, MASKED, False, EVEN, SMALL_STAGES, B, M, BK, D, BD, FAR,
     )  # fmt: skip
     norm = tl.where(o_m >= 0, norm, 0.0)
-    acc = tl.where((norm != 0)[:, None], acc / norm[:, None], 0.0)  # a NaN must show
+    acc = tl.where((norm != 0)[:, None], acc / norm[:, None], 0.0)  # NaN must propagate
     _store(p_out + batch * s_ob + head * s_oh, s_o, row, tokens, acc, M, D, BD)
     o_m = row + tl.arange(0, M)
     lse = tl.where(norm != 0, (m + tl.math.log2(norm)) * LN2, NEVER)
@@ -292,9 +290,9 @@ def backward_queries(
     EVEN: tl.constexpr, EXTRA: tl.constexpr, B: tl.constexpr, M: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
     D: tl.constexpr, BD: tl.constexpr, FAR: tl.constexpr, STAGES: tl.constexpr, SMALL_STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Gradient of the queries, and what those of keys and values need of each query.
+    """Gradient of the queries, and two numbers per query that `backward_keys` needs.
 
-    That is its LSE in base 2, infinite where it gives no weight, and sum(out * dout) - dlse.
+    p_binary: LSE in base 2, infinite for rows that see nothing. p_delta: sum(out * dout) - dlse.
     """
     batch, head, sample, row = _place(tokens, heads, M)
     p_real += batch * s_real
@@ -306,7 +304,7 @@ def backward_queries(
     g = rows_of(p_g, s_g, o_r, D, BD, FAR)
     out = rows_of(p_out + batch * s_ob + head * s_oh, s_o, o_r, D, BD, FAR)
     lse = tl.load(p_lse + sample * tokens + o_m, mask=o_m >= 0, other=NEVER) / LN2
-    lse = tl.where(lse == NEVER, float("inf"), lse)  # rows that see nothing give no weight
+    lse = tl.where(lse == NEVER, float("inf"), lse)  # rows that see nothing have weight 0
     delta = tl.sum(out.to(tl.float32) * g.to(tl.float32), 1)
     delta -= tl.load(p_dlse + sample * tokens + o_m, mask=o_m >= 0, other=0.0)
     acc = tl.zeros([M, BD], tl.float32)

@@ -1,10 +1,10 @@
 # pyright: basic, reportArgumentType=false, reportGeneralTypeIssues=false, reportCallIssue=false, reportIndexIssue=false
 # pyright: reportOperatorIssue=false, reportAttributeAccessIssue=false
-"""Gradients of keys and values of log-linear attention in Triton, by who reads them.
+"""Gradients of keys and values of log-linear attention in Triton.
 
-A program has a tile of keys that the same queries read: a block of tokens, the children of a node, or some of those
-that everyone reads. It walks through runs of queries, those of the nodes that picked the tile. A tile that more than a
-chunk of queries read is cut into parts, a program for each chunk, which are added up in their order.
+One program computes a tile of keys that the same queries read: a block of tokens, the children of a node, or a tile of
+keys that all queries read. It walks through the queries of the nodes that picked the tile. A tile that more than one
+chunk of queries reads is split into parts, one program per chunk, and the parts are added up in a fixed order.
 """
 
 import triton
@@ -12,13 +12,13 @@ import triton.language as tl
 
 from foveate.kernels.log_linear.triton_log_linear import NEVER, less_picked, rows_of
 
-NUMBERS = ("heads", "tokens", "limit", "all_nodes", "shift", "picks", "chunk", "parts")  # 1 is no constant of theirs
+NUMBERS = ("heads", "tokens", "limit", "all_nodes", "shift", "picks", "chunk", "parts")  # not specialized at 1
 
 
 @triton.jit
 def _queries(p_readers, p_real, at, end, shift, tokens, LISTED: tl.constexpr, MASKED: tl.constexpr,
              BM: tl.constexpr):  # fmt: skip
-    """Numbers of BM queries from place `at` on: place by place through the runs of all readers; -1 where none is."""
+    """Indices of BM queries from place `at` in the concatenated runs of all readers; -1 where there is none."""
     o_q = at + tl.arange(0, BM)
     m_q = o_q < end
     if LISTED:
@@ -50,7 +50,7 @@ def _key_step(
 @triton.jit
 def _of_means(p_means, p_counts, tile, tokens, B: tl.constexpr, ENRICHED: tl.constexpr, D: tl.constexpr,
               BD: tl.constexpr):  # fmt: skip
-    """What gradients of the means of a block's ancestors give to each of its tokens [BD]."""
+    """Gradient [BD] that each token of a block receives from the means of its ancestors."""
     o_d = tl.arange(0, BD)
     total = tl.zeros([BD], tl.float32)
     nodes, node = tl.cdiv(tokens, B), tile
@@ -68,7 +68,7 @@ def _finish(
     p_dk, p_dv, s_dk, s_dv, dk, dv, p_dmk, p_dmv, p_counts, o_t, limit, real, tile, tokens,
     FOLD: tl.constexpr, ENRICHED: tl.constexpr, B: tl.constexpr, D: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
-    """Store gradients of the keys o_t; those of tokens with what they get by their means."""
+    """Store the gradients of the keys o_t; with FOLD (tokens), add what they receive from the means."""
     if FOLD:
         dk += _of_means(p_dmk, p_counts, tile, tokens, B, ENRICHED, D, BD)[None, :]
         dv += _of_means(p_dmv, p_counts, tile, tokens, B, ENRICHED, D, BD)[None, :]
@@ -80,7 +80,7 @@ def _finish(
 
 @triton.jit
 def _store(p, stride, o_n, x, D: tl.constexpr, BD: tl.constexpr):
-    """Rows of these numbers; none below 0."""
+    """Store the rows with indices o_n, except negative ones."""
     o_d = tl.arange(0, BD)
     m_x = (o_n >= 0)[:, None] & (o_d < D)[None, :]
     tl.store(p + o_n[:, None].to(tl.int64) * stride + o_d[None, :], x.to(p.dtype.element_ty), mask=m_x)
@@ -96,9 +96,10 @@ def _real(p_real, o_t, limit, MASKED: tl.constexpr):
 
 @triton.jit(do_not_specialize=("tiles", "shift", "chunk", "parts"))
 def cut(p_offsets, p_used, p_first, p_end, p_tile, tiles, shift, chunk, parts, BT: tl.constexpr):
-    """Cut the tiles that more than a chunk of queries read: their first part, the one behind the last, whose each is.
+    """Allocate parts to the tiles that more than one chunk of queries reads.
 
-    A program does BT tiles. Which parts they get is the order of arrival; how many of all are used is counted.
+    Stores the first and end part of each tile and the tile of each part. A program handles BT tiles. Tiles get parts
+    in the order of arrival; p_used counts the parts in use.
     """
     blocks = tl.cdiv(tiles, BT)
     sample = (tl.program_id(0) // blocks).to(tl.int64)
@@ -116,9 +117,9 @@ def cut(p_offsets, p_used, p_first, p_end, p_tile, tiles, shift, chunk, parts, B
 
 @triton.jit
 def _work(p_offsets, p_used, p_first, p_tile, tiles, shift, chunk, parts, tokens, LISTED: tl.constexpr):
-    """What a program does: sample, tile, part, whether that is the whole tile, and from which query to which.
+    """Sample, tile, part, whether the part is the whole tile, and the range of queries of a program.
 
-    Parts come first: they take longest. Of a part that does not exist the last query is before the first.
+    Parts come first, because they take longest. The range of a part that is not in use ends before it begins.
     """
     number = tl.program_id(0)
     if LISTED:
@@ -153,10 +154,11 @@ def backward_keys(
     REWEIGHT: tl.constexpr, EXCLUDE: tl.constexpr, MASKED: tl.constexpr, B: tl.constexpr, BT: tl.constexpr,
     BM: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, FAR: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """A tile of keys, of `limit` tokens, nodes of one level or extra keys; or a part of one, one chunk of its queries.
+    """Gradients of a tile of keys, or of a part of it, which is one chunk of its queries.
 
-    LISTED ones are read by nodes of 2**shift queries each, others, which are all cut, by all. NODES have logs of
-    counts, and stand for `below` queries each where those EXCLUDE what they picked. Parts go to p_xk and p_xv.
+    The `limit` keys are tokens, extra keys, or with NODES the nodes of one level, each of `below` tokens. LISTED tiles
+    are read by nodes of 2**shift queries each; other tiles are read by all queries and always split. Parts are written
+    to p_xk and p_xv.
     """
     tiles = tl.cdiv(limit, BT)
     sample, tile, part, whole, at, end = _work(
@@ -207,7 +209,7 @@ def add_parts(
     LISTED: tl.constexpr, FOLD: tl.constexpr, ENRICHED: tl.constexpr, MASKED: tl.constexpr, B: tl.constexpr,
     BT: tl.constexpr, BR: tl.constexpr, D: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
-    """BR rows of a tile of keys whose parts [parts * BT, D] have been computed apart: of the first part's tile."""
+    """Sum BR rows of all parts of a tile; the program of the tile's first part does it. Parts are [parts * BT, D]."""
     tiles = tl.cdiv(limit, BT)
     first = tl.program_id(0) // (BT // BR)
     if LISTED:
@@ -224,7 +226,7 @@ def add_parts(
         batch, head = sample // heads, sample % heads
         o_r = tl.program_id(0) % (BT // BR) * BR + tl.arange(0, BR)
         dk, dv = tl.zeros([BR, BD], tl.float32), tl.zeros([BR, BD], tl.float32)
-        for part in tl.range(first, end, loop_unroll_factor=8):  # loads of many parts at once
+        for part in tl.range(first, end, loop_unroll_factor=8):  # loads many parts at once
             o_x = part * BT + o_r
             dk += rows_of(p_xk + sample * parts * BT * D, D, o_x, D, BD, True)
             dv += rows_of(p_xv + sample * parts * BT * D, D, o_x, D, BD, True)

@@ -1,10 +1,10 @@
 # pyright: basic, reportArgumentType=false, reportGeneralTypeIssues=false, reportCallIssue=false
-"""What better served items take from the gains of all candidates, with similarities in registers.
+"""How much the gains of all candidates drop when items become better covered, with similarities in registers.
 
-The matrix units take no float32. A number is split into two of bfloat16, its rounding and what that leaves, and three
-products of the four make a similarity as exact as float32 does, to about 1e-6. Picking 1,024 of N items takes about
-8 N² similarities: 61 TFLOP for 100,000 of 384 channels, 184 in three products, or 0.3 s at 600 TFLOP/s; nothing of
-size N² is written. Items that are served as before take no time: a list on the GPU says which are not.
+Tensor cores have no float32 products. Each number is split into two bfloat16 numbers, its rounded value and the
+remainder, and three of the four products give a similarity about as exact as float32, to 1e-6. Selecting 1,024 of N
+items takes about 8 N² similarities: for 100,000 items of 384 channels 61 TFLOP, or 184 TFLOP in three products, which
+is 0.3 s at 600 TFLOP/s. Nothing of size N² is written. Items whose coverage did not change are skipped.
 """
 
 from functools import partial
@@ -15,16 +15,16 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn.functional import pad
 
-from foveate.kernels.gpu_op import gpu_op
+from foveate.kernels.launch import gpu_op
 from foveate.utils.cache import WeakTensorCache
 
 __all__ = ["BACKENDS", "coverage_drops"]
 
-CANDIDATES = ITEMS = 128  # of a tile of similarities
+CANDIDATES = ITEMS = 128  # sides of a tile of similarities
 CHANNELS, WARPS, STAGES = 64, 8, 3
 AMPERE = 8
-HALF = torch.bfloat16  # float16 would lose small channels
-NUMBERS = ("items", "candidates")  # which 1 must not turn into constants
+HALF = torch.bfloat16  # float16 would flush small channels to zero
+NUMBERS = ("items", "candidates")  # not specialized when they equal 1
 _HALVES: WeakTensorCache[Tensor] = WeakTensorCache()
 
 
@@ -38,7 +38,7 @@ def sum_drops(
     p_items, p_candidates, p_before, p_after, p_changed, p_number, p_drops, items, candidates, s_n,
     BM: tl.constexpr, BN: tl.constexpr, BC: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Of a tile of candidates the sum over the changed items of clamp(similarity, before, after) - before."""
+    """Sum over the changed items of clamp(similarity, before, after) - before, for a tile of candidates."""
     o_m = tl.program_id(0) * BM + tl.arange(0, BM)
     m_m = o_m < candidates
     p_small_items, p_small_candidates = (
@@ -66,14 +66,14 @@ def sum_drops(
     tl.store(p_drops + o_m, drops, mask=m_m)
 
 
-def takes(device: torch.device, dtype: torch.dtype, size: int) -> bool:
-    """Whether the kernel runs there: NVIDIA's Ampere or newer, float32."""
+def supports(device: torch.device, dtype: torch.dtype, dim: int) -> bool:
+    """Whether the kernel runs: NVIDIA Ampere or newer, float32."""
     return device.type == "cuda" and dtype == torch.float32 and torch.cuda.get_device_capability(device)[0] >= AMPERE
 
 
 @gpu_op("foveate::coverage_drops")
 def coverage_drops(items: Tensor, candidates: Tensor, before: Tensor, after: Tensor) -> Tensor:
-    """What `foveate.ops.round_robin_greedy.portable_drops` defines."""
+    """The drops that `foveate.ops.round_robin_greedy.portable_drops` defines."""
     drops = _like(items, candidates, before, after)
     if not len(items):
         return drops.zero_()
@@ -81,7 +81,7 @@ def coverage_drops(items: Tensor, candidates: Tensor, before: Tensor, after: Ten
         changed = after > before
         place = changed.cumsum(0, dtype=torch.int32)
         places = torch.where(changed, place - 1, len(items)).long()
-        listed = place.new_empty(len(items) + 1)  # their numbers; the last entry takes those of all others
+        listed = place.new_empty(len(items) + 1)  # indices of changed items; the last entry collects all others
         listed.scatter_(0, places, torch.arange(len(items), dtype=torch.int32, device=items.device))
         halves = [_HALVES.get([x], HALF, partial(_halves, x)) for x in (items, candidates)]
         sum_drops[(triton.cdiv(len(candidates), CANDIDATES),)](
@@ -98,10 +98,10 @@ def _like(items: Tensor, candidates: Tensor, before: Tensor, after: Tensor) -> T
 
 
 def _halves(x: Tensor) -> Tensor:
-    """[2, rows, channels]: numbers rounded, and what that leaves. Zeros fill up the last step of channels."""
+    """Rounded values and remainders [2, rows, channels], padded with zeros to whole steps of channels."""
     x = pad(x, (0, -x.shape[1] % CHANNELS))
     large = x.to(HALF)
     return torch.stack([large, (x - large).to(HALF)])
 
 
-BACKENDS = {"triton": (takes, coverage_drops)}
+BACKENDS = {"triton": (supports, coverage_drops)}

@@ -1,24 +1,24 @@
 # pyright: basic, reportArgumentType=false, reportGeneralTypeIssues=false, reportCallIssue=false
 # pyright: reportOperatorIssue=false
-"""Facility location in one launch: a program picks from a set, whose similarities it reads anew for every pick."""
+"""Facility location in one launch: one program selects from one set and rereads its similarities for every pick."""
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from foveate.kernels.gpu_op import gpu_op
+from foveate.kernels.launch import gpu_op, padded_size
 
 __all__ = ["BACKENDS", "facility_location"]
 
-LARGEST, SMALLEST = 1024, 16  # tokens of a set
-AT_ONCE, WARPS = 8192, 16  # similarities that a program holds, and the warps that do
+LARGEST = 1024  # tokens of a set
+AT_ONCE, WARPS = 8192, 16  # similarities that a program holds at once; its warps
 NEARLY = tl.constexpr(1e-5)  # as in the portable path
 
 
 @triton.jit
 def _pick(p_s, p_picks, tokens, budget, T: tl.constexpr, BC: tl.constexpr):
-    """The picks of one set, in their order."""
+    """The picks of one set, in the order of selection."""
     index = tl.program_id(0).to(tl.int64)
     p_s += index * tokens * tokens
     o_t, o_c, o_k = tl.arange(0, T), tl.arange(0, BC), tl.arange(0, T // BC)
@@ -42,18 +42,18 @@ def _pick(p_s, p_picks, tokens, budget, T: tl.constexpr, BC: tl.constexpr):
         served = tl.where(number == 0, by_pick, tl.maximum(served, by_pick))
 
 
-def takes(device: torch.device, dtype: torch.dtype, size: int) -> bool:
-    """Whether the kernel runs there: an NVIDIA GPU, sets of at most 1,024 tokens in float32."""
-    return device.type == "cuda" and dtype == torch.float32 and size <= LARGEST
+def supports(device: torch.device, dtype: torch.dtype, tokens: int) -> bool:
+    """Whether the kernel runs: an NVIDIA GPU, float32, sets of at most 1,024 tokens."""
+    return device.type == "cuda" and dtype == torch.float32 and tokens <= LARGEST
 
 
 @gpu_op("foveate::facility_location")
 def facility_location(similarity: Tensor, budget: int) -> Tensor:
-    """What `foveate.ops.facility_location` defines, of [sets, tokens, tokens]."""
+    """The picks of `foveate.ops.facility_location` from similarities [sets, tokens, tokens]."""
     similarity = similarity.contiguous()
     picks = _like(similarity, budget)
     number, tokens, _ = similarity.shape
-    padded = max(SMALLEST, triton.next_power_of_2(tokens))
+    padded = padded_size(tokens)
     if number:
         _pick[(number,)](
             similarity, picks, tokens, budget, T=padded, BC=min(padded, AT_ONCE // padded), num_warps=WARPS
@@ -66,4 +66,4 @@ def _like(similarity: Tensor, budget: int) -> Tensor:
     return similarity.new_empty((similarity.shape[0], budget), dtype=torch.long)
 
 
-BACKENDS = {"triton": (takes, facility_location)}
+BACKENDS = {"triton": (supports, facility_location)}

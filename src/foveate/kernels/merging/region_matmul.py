@@ -1,5 +1,5 @@
 # pyright: basic, reportArgumentType=false, reportGeneralTypeIssues=false, reportCallIssue=false
-"""Small matrices times their regions of tokens, in one launch: every token is read once and written once."""
+"""Products of small matrices with their regions of tokens in one launch: each token is read and written once."""
 
 from typing import Any
 
@@ -8,11 +8,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from foveate.kernels.gpu_op import gpu_op
+from foveate.kernels.launch import gpu_op, half_precision, padded_size, row_contiguous
 
 __all__ = ["BACKENDS", "region_matmul"]
 
-LARGEST, SMALLEST_DOT = 64, 16  # tokens of a region; a side of a matrix product
+LARGEST = 64  # tokens of a region
 CHANNELS, WARPS = 128, 4
 
 
@@ -21,7 +21,7 @@ def _multiply(
     p_w, p_x, p_order, p_y, regions, rows, tokens, dim, ahead, s_wp, s_wr, s_wm, s_wt, s_xb, s_x, s_yb, s_y,
     M: tl.constexpr, T: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
-    """A program multiplies one region, or copies M of the tokens in front, in BC channels."""
+    """Multiply one region, or copy M of the tokens ahead of the regions, in BC channels."""
     copies = tl.cdiv(ahead, M)
     place, sample = tl.program_id(0) % (copies + regions), tl.program_id(0) // (copies + regions)
     o_m, o_t, o_c = tl.arange(0, M), tl.arange(0, T), tl.program_id(1) * BC + tl.arange(0, BC)
@@ -47,22 +47,22 @@ def _multiply(
         tl.store(p_y + o_y * s_y, y.to(p_y.dtype.element_ty), mask=m_m & m_c)
 
 
-def takes(device: torch.device, dtype: torch.dtype, size: int) -> bool:
-    """Whether the kernel runs there: an NVIDIA GPU, half precision, regions of at most 64 tokens."""
-    return device.type == "cuda" and dtype in (torch.bfloat16, torch.float16) and size <= LARGEST
+def supports(device: torch.device, dtype: torch.dtype, tokens: int) -> bool:
+    """Whether the kernel runs: an NVIDIA GPU, half precision, regions of at most 64 tokens."""
+    return device.type == "cuda" and half_precision(dtype) and tokens <= LARGEST
 
 
 @gpu_op("foveate::region_matmul")
 def region_matmul(weights: Tensor, x: Tensor, ahead: int, order: Tensor | None = None) -> Tensor:
-    """What `foveate.ops.region_matmul` defines."""
-    x = x if x.stride(-1) == 1 else x.contiguous()
+    """The products that `foveate.ops.region_matmul` defines."""
+    x = row_contiguous(x)
     plans, regions, rows, tokens = weights.shape
     batch, length, dim = x.shape
     length = length if order is None else len(order)
     if length != ahead + regions * tokens:
-        raise ValueError(f"{regions} regions of {tokens} tokens behind {ahead} are not the {length} of x")
+        raise ValueError(f"{ahead} tokens and {regions} regions of {tokens} do not add up to the {length} tokens of x")
     y = _like(weights, x, ahead)
-    m, t = (max(SMALLEST_DOT, triton.next_power_of_2(side)) for side in (rows, tokens))
+    m, t = padded_size(rows), padded_size(tokens)
     programs = batch * (triton.cdiv(ahead, m) + regions)
     if programs and dim:
         w_strides = 0 if plans == 1 else weights.stride(0), *weights.stride()[1:]
@@ -87,8 +87,8 @@ def _differentiate(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     weights, x, order = ctx.saved_tensors
     dw = dx = None
     if ctx.needs_input_grad[0]:
-        taken = x if order is None else x.index_select(1, order)
-        dy, regions = (part[:, ctx.ahead :].unflatten(1, (weights.shape[1], -1)) for part in (grad, taken))
+        ordered = x if order is None else x.index_select(1, order)
+        dy, regions = (part[:, ctx.ahead :].unflatten(1, (weights.shape[1], -1)) for part in (grad, ordered))
         dw = (dy @ regions.mT).sum_to_size(weights.shape)
     if ctx.needs_input_grad[1]:
         dx = region_matmul(weights.mT, grad, ctx.ahead)
@@ -99,4 +99,4 @@ def _differentiate(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
 region_matmul.register_autograd(_differentiate, setup_context=_save)
 
 
-BACKENDS = {"triton": (takes, region_matmul)}
+BACKENDS = {"triton": (supports, region_matmul)}

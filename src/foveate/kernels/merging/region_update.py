@@ -1,7 +1,7 @@
 # pyright: basic, reportArgumentType=false, reportGeneralTypeIssues=false, reportCallIssue=false
-"""What became of merged tokens, spread over all of them in one launch for each group of regions of one shape.
+"""Unmerged changes added to all tokens, in one launch for each group of regions of one shape.
 
-Every token is read once and written once, wherever it stands. What is added is rounded with the sum, not before it.
+Each token is read and written once, whatever the order of the tokens. Only the sum is rounded, not the change.
 """
 
 from collections.abc import Sequence
@@ -12,8 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from foveate.kernels.gpu_op import gpu_op
-from foveate.kernels.merging.region_matmul import SMALLEST_DOT, region_matmul, takes
+from foveate.kernels.launch import gpu_op, padded_size, row_contiguous
+from foveate.kernels.merging.region_matmul import region_matmul, supports
 
 __all__ = ["BACKENDS", "region_update"]
 
@@ -26,7 +26,7 @@ def _update(
     s_wp, s_wr, s_wm, s_wt, s_xb, s_x, s_bb, s_b, s_ab, s_a, s_yb, s_y,
     M: tl.constexpr, T: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
-    """A program updates one region in BC channels: `first` merged tokens and `place` tokens come before the group."""
+    """Update one region in BC channels; `first` merged tokens and `place` tokens come before its group."""
     region, sample = tl.program_id(0) % regions, (tl.program_id(0) // regions).to(tl.int64)
     o_m, o_t, o_c = tl.arange(0, M), tl.arange(0, T), tl.program_id(1) * BC + tl.arange(0, BC)
     m_c = (o_c < dim)[None, :]
@@ -49,20 +49,20 @@ def _update(
 
 @gpu_op("foveate::region_update")
 def region_update(weights: Sequence[Tensor], x: Tensor, before: Tensor, after: Tensor, order: Tensor | None) -> Tensor:
-    """What `foveate.ops.region_update` defines."""
-    x, before, after = (part if part.stride(-1) == 1 else part.contiguous() for part in (x, before, after))
+    """The update that `foveate.ops.region_update` defines."""
+    x, before, after = map(row_contiguous, (x, before, after))
     batch, length, dim = x.shape
     first, place = (sum(part.shape[1] * part.shape[side] for part in weights) for side in (3, 2))
     if (length, before.shape[1], after.shape[1]) != (place, first, first):
         raise ValueError(
-            f"regions of {place} tokens, {first} merged, are not the {length} of x, {before.shape[1]} before and "
-            f"{after.shape[1]} after"
+            f"the weights are for {place} tokens, {first} of them merged: got {length} tokens in x, "
+            f"{before.shape[1]} in before and {after.shape[1]} in after"
         )
     y = _like(weights, x, before, after, order)
     first = place = 0
     for matrices in weights:
         plans, regions, rows, tokens = matrices.shape
-        m, t = (max(SMALLEST_DOT, triton.next_power_of_2(side)) for side in (rows, tokens))
+        m, t = padded_size(rows), padded_size(tokens)
         w_strides = 0 if plans == 1 else matrices.stride(0), *matrices.stride()[1:]
         if batch * regions * dim:
             _update[(batch * regions, triton.cdiv(dim, CHANNELS))](
@@ -101,4 +101,4 @@ def _differentiate(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
 region_update.register_autograd(_differentiate, setup_context=_save)
 
 
-BACKENDS = {"triton": (takes, region_update)}
+BACKENDS = {"triton": (supports, region_update)}

@@ -1,27 +1,27 @@
 # pyright: basic, reportArgumentType=false, reportGeneralTypeIssues=false, reportCallIssue=false
 # pyright: reportOperatorIssue=false
-"""Facility location and soft assignment in one launch: a program for each set, similarities in registers."""
+"""Facility location and soft assignment in one launch: one program per set, with similarities in registers."""
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from foveate.kernels.gpu_op import gpu_op
+from foveate.kernels.launch import gpu_op, padded_size, row_contiguous
 
 __all__ = ["BACKENDS", "soft_assignment"]
 
-SHAPES = {16: (128, 1), 32: (128, 2), 64: (128, 4), 128: (32, 8)}
-"""By the size of a set, channels of a step and the warps that hold the set's similarities in registers.
+CONFIGS = {16: (128, 1), 32: (128, 2), 64: (128, 4), 128: (32, 8)}
+"""Channels of a step and warps of a program, by the padded size of a set.
 
-Those of 256 tokens would take all registers that a multiprocessor has."""
-STAGES = 1  # with more, Triton 3.6 loads the next channels over those that a product of 64 tokens still reads
+The similarities of 256 tokens would fill the registers of a multiprocessor."""
+STAGES = 1  # with more, Triton 3.6 overwrites channels that a product of 64 tokens still reads
 NEARLY = tl.constexpr(1e-5)  # as in the portable path
 
 
 @triton.jit
 def _similarities(p_x, tokens, dim, s_token, T: tl.constexpr, BC: tl.constexpr):
-    """Cosines of all pairs of tokens [T, T]; 0 where there are no tokens."""
+    """Cosine similarities of all pairs of tokens [T, T]; 0 for padding."""
     o_t, o_c = tl.arange(0, T), tl.arange(0, BC)
     similar = tl.zeros([T, T], tl.float32)
     length = tl.zeros([T], tl.float32)
@@ -36,7 +36,7 @@ def _similarities(p_x, tokens, dim, s_token, T: tl.constexpr, BC: tl.constexpr):
 
 @triton.jit
 def _greedy(similar, tokens, budget, T: tl.constexpr):
-    """Which tokens are picked [T]: row i of the similarities is served by column j."""
+    """Mask of the selected tokens [T]; column j of the similarities says how well token j covers each row."""
     o_t = tl.arange(0, T)
     exists = o_t < tokens
     gains = tl.sum(similar, 0)
@@ -56,7 +56,7 @@ def _assign(
     p_x, p_given, p_picks, p_gather, p_spread, tokens, dim, budget, scale, s_set, s_token,
     GIVEN: tl.constexpr, T: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
-    """Picks, or those that are given, and the weights of all tokens over them."""
+    """Select destinations, unless they are GIVEN, and compute the weights of all tokens over them."""
     index = tl.program_id(0).to(tl.int64)
     o_t = tl.arange(0, T)
     similar = _similarities(p_x + index * s_set, tokens, dim, s_token, T, BC)
@@ -77,21 +77,21 @@ def _assign(
     tl.store(p_gather + o_w, mean.to(p_gather.dtype.element_ty), mask=m_w)
 
 
-def takes(device: torch.device, dtype: torch.dtype, size: int) -> bool:
-    """Whether the kernel runs there: an NVIDIA GPU, sets of at most 128 tokens."""
-    return device.type == "cuda" and dtype != torch.float64 and size <= max(SHAPES)
+def supports(device: torch.device, dtype: torch.dtype, tokens: int) -> bool:
+    """Whether the kernel runs: an NVIDIA GPU, any dtype but float64, sets of at most 128 tokens."""
+    return device.type == "cuda" and dtype != torch.float64 and tokens <= max(CONFIGS)
 
 
 @gpu_op("foveate::soft_assignment")
 def soft_assignment(
     sets: Tensor, budget: int, scale: float, destinations: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """What `foveate.ops.soft_assignment` defines, of [sets, tokens, dim]."""
-    sets = sets if sets.stride(-1) == 1 else sets.contiguous()
+    """Picks and weights of `foveate.ops.soft_assignment` for sets [sets, tokens, dim]."""
+    sets = row_contiguous(sets)
     number, tokens, dim = sets.shape
     picks, gather, spread = _like(sets, budget, scale, destinations)
-    padded = max(min(SHAPES), triton.next_power_of_2(tokens))
-    channels, warps = SHAPES[padded]
+    padded = padded_size(tokens)
+    channels, warps = CONFIGS[padded]
     if number:
         given = picks if destinations is None else destinations.contiguous()
         _assign[(number,)](
@@ -110,4 +110,4 @@ def _like(
     return picks, sets.new_empty(weights), sets.new_empty(weights)
 
 
-BACKENDS = {"triton": (takes, soft_assignment)}
+BACKENDS = {"triton": (supports, soft_assignment)}

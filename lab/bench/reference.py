@@ -1,4 +1,4 @@
-"""Log-linear attention of some queries, node by node in float64: what its benchmark holds everybody to."""
+"""Float64 reference for the benchmark of log-linear attention: sampled queries, computed node by node."""
 
 from math import nan
 from typing import NamedTuple
@@ -11,20 +11,20 @@ from foveate.ops.log_linear_attention import Options, portable
 
 __all__ = ["Call", "key_gradient_error", "pick_error", "query_error"]
 
-SAMPLED = 100  # queries of a head
+SAMPLED = 100  # queries per head
 
 
 class Call(NamedTuple):
-    """What a call of attention was given and what it returned, tensors [batch, heads, tokens, head_dim].
+    """Inputs and results of a call of attention; tensors [batch, heads, tokens, head_dim].
 
     Attributes:
         q: Queries.
         k: Keys.
         v: Values.
         out: Output.
-        lists: Those of a `Selection`: what was read. None of them where that is everything.
-        options: Of log-linear attention; with no levels it is dense.
-        grads: Of q, k and v, where that of the output is q; empty if they were not asked for.
+        lists: Lists of the `Selection` that was read; empty for dense attention.
+        options: Options of log-linear attention; 0 levels mean dense attention.
+        grads: Gradients of q, k and v for an output gradient of q; empty for a forward pass.
     """
 
     q: Tensor
@@ -47,15 +47,15 @@ class Call(NamedTuple):
 
 
 def query_error(call: Call) -> float:
-    """The largest relative error of the output, or of the gradient of q; NaN if there is one anywhere in those heads.
+    """The largest relative error of the output and of the gradient of q; NaN if a checked head contains one.
 
-    Of some queries of two heads, the first and the last token among them, given what they read.
+    Checks sampled queries of two heads, always including the first and the last token.
     """
     errors: list[float] = []
     for head in call.heads():
         spans = _spans(head.options)[: head.options.enriched + 1]
         means = [(_means(head.k, span), _means(head.v, span)) for span in spans]
-        rows = _some(head.q)
+        rows = _sample(head.q)
         wanted = [_query(head, means, row) for row in rows.tolist()]
         for got, want in zip((head.out, *head.grads[:1]), zip(*wanted, strict=True), strict=False):
             errors.append(_relative(got[rows], torch.stack(want)) if got.isfinite().all() else nan)
@@ -63,7 +63,7 @@ def query_error(call: Call) -> float:
 
 
 def key_gradient_error(call: Call) -> float:
-    """The largest relative error of the gradients of two heads of k and v, against the portable path in float64."""
+    """The largest relative error of the gradients of two heads of k and v, compared with the portable float64 path."""
     some = [x[-1:, [0, -1]] for x in (call.q, call.k, call.v)]
     leaves = [x.double().requires_grad_() for x in some]
     lists = [x[-1:, [0, -1]] for x in call.lists]
@@ -74,17 +74,17 @@ def key_gradient_error(call: Call) -> float:
 
 
 def pick_error(call: Call) -> float:
-    """By how much a node left out beats one that was picked, of the largest score; infinite for what no list may be.
+    """How far the best node left out exceeds the worst node picked, relative to the largest score.
 
-    Of the nodes of some queries of two heads.
+    Infinite for invalid lists. Checks the nodes of sampled queries of two heads.
     """
     worst = 0.0
     for head in call.heads():
         options, spans = head.options, _spans(head.options)
         means = [(_means(head.q, span), _means(head.k, span)) for span in spans[1:]]
-        for row in _some(head.q).tolist():
+        for row in _sample(head.q).tolist():
             for level, (mean_q, mean_k) in enumerate(means, start=1):
-                candidates = _in_sight(head, level, row, len(mean_k))
+                candidates = _visible(head, level, row, len(mean_k))
                 picks = head.lists[level - 1][row // spans[level]].long()
                 picks = picks[picks >= 0]
                 if len(picks) != min(options.top_k, len(candidates)) or not torch.isin(picks, candidates).all():
@@ -99,9 +99,9 @@ def pick_error(call: Call) -> float:
 
 
 def _query(head: Call, means: list[tuple[Tensor, Tensor]], row: int) -> tuple[Tensor, Tensor]:
-    """Output of one query, and its gradient where that of the output is the query."""
+    """Output of one query, and its gradient for an output gradient of the query itself."""
     options, q = head.options, head.q[row].double()
-    seen = [_in_sight(head, level, row, len(keys)) for level, (keys, _) in enumerate(means)]
+    seen = [_visible(head, level, row, len(keys)) for level, (keys, _) in enumerate(means)]
     keys, values = (
         torch.cat([x[numbers] for x, numbers in zip(xs, seen, strict=True)]) for xs in zip(*means, strict=True)
     )
@@ -112,8 +112,8 @@ def _query(head: Call, means: list[tuple[Tensor, Tensor]], row: int) -> tuple[Te
     return out, options.scale * (weights * (values @ q - out @ q)) @ keys
 
 
-def _in_sight(head: Call, level: int, row: int, nodes: int) -> Tensor:
-    """Numbers of the nodes of a level that a query reads, or may pick; level 0 are the tokens."""
+def _visible(head: Call, level: int, row: int, nodes: int) -> Tensor:
+    """Indices of the nodes of a level that a query reads or may pick from; level 0 is the tokens."""
     if level == head.options.levels:
         return torch.arange(nodes, device=head.q.device)
     block = head.options.block_size
@@ -122,18 +122,18 @@ def _in_sight(head: Call, level: int, row: int, nodes: int) -> Tensor:
 
 
 def _spans(options: Options) -> list[int]:
-    """Tokens of a node of each level."""
+    """Number of tokens of a node on each level."""
     return [options.block_size**level for level in range(options.levels + 1)]
 
 
 def _means(x: Tensor, span: int) -> Tensor:
-    """Of each run of `span` tokens."""
+    """Mean of each run of `span` tokens."""
     whole = len(x) // span * span
     means = x[:whole].double().unflatten(0, (-1, span)).mean(1)
     return means if whole == len(x) else torch.cat([means, x[whole:].double().mean(0, keepdim=True)])
 
 
-def _some(x: Tensor) -> Tensor:
+def _sample(x: Tensor) -> Tensor:
     ends = torch.tensor([0, len(x) - 1], device=x.device)
     return torch.cat([ends, torch.randint(len(x), (SAMPLED - 2,), device=x.device)])
 
