@@ -22,7 +22,7 @@ from torch import Tensor
 from foveate.ops.deduplicate import keep_apart
 from foveate.ops.example_blocks import ALIKE, Blocks, Embeddings, like, unit_rows
 from foveate.ops.example_labels import Classes, classes_of
-from foveate.ops.round_robin_greedy import Picked, best_similarity, round_robin_greedy
+from foveate.ops.facility_location import GreedyPicks, best_similarity, round_robin_greedy
 from foveate.utils.progress import Track, silent
 
 __all__ = ["STRATEGIES", "Selection", "SubCP"]
@@ -216,7 +216,7 @@ class SubCP:
         bonus: Tensor | None,
         others: Tensor | None,
         track: Track,
-    ) -> Picked:
+    ) -> GreedyPicks:
         """One set that covers all."""
         room = None if classes is None else classes.quotas(n, self.balance == "equal")[None]
         codes = None if classes is None else classes.codes

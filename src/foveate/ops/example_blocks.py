@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from foveate.ops.example_labels import classes_of
-from foveate.ops.round_robin_greedy import best_similarity
+from foveate.ops.facility_location import best_similarity
 
 __all__ = ["ALIKE", "Blocks", "Embeddings", "Report", "like", "unit_rows"]
 
