@@ -17,7 +17,7 @@ from torch.utils.hooks import RemovableHandle
 from foveate.diffusers.clock import Step
 from foveate.diffusers.order import along
 from foveate.methods.base import TokenMerging
-from foveate.ops.merging import Group, Grouped, Regions
+from foveate.ops.merging import AnyMerge, Group, Regions
 
 __all__ = ["Site"]
 
@@ -38,10 +38,10 @@ class Site:
 
     def __init__(self, method: TokenMerging, first: nn.Module | None, *, raster: bool = False) -> None:
         self.method, self._raster = method, raster
-        self.merge: Grouped | None = None
+        self.merge: AnyMerge | None = None
         self.text: Tensor | None = None
         self._regions: Regions | None = None
-        self._plan: Grouped | None = None
+        self._plan: AnyMerge | None = None
         self._made: tuple[int, int] | None = None  # the periods of destinations and weights that the plan is of
         self._key: Hashable = None
         self._groups: tuple[Group, ...] = ()

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from foveate.methods import ToFu, ToMeSD
-from foveate.ops.merging import Picked
+from foveate.ops.merging import IndexMerge
 
 GRID = (10, 13)
 
@@ -70,7 +70,7 @@ def test_constants_survive_and_references_are_left_alone(method):
 def test_half_precision_means_are_taken_in_single():
     x = 1000 + torch.randn(1, 130, 8)
     plan = planned(ToMeSD(keep=0.3), x)
-    assert isinstance(plan, Picked)
+    assert isinstance(plan, IndexMerge)
     torch.testing.assert_close(plan.merge(x.half()).float(), plan.merge(x), rtol=1e-3, atol=1)
 
 
