@@ -87,6 +87,7 @@ def test_every_chosen_example_is_in_exactly_one_block_again_and_again(seed, stra
     assert sub.partition(pool(seed, examples)).ids == ids
 
 
+@settings(max_examples=30)
 @given(seed=st.integers(0, 2**31), strategy=st.sampled_from(STRATEGIES))
 def test_only_directions_matter_and_names_follow_the_pool(seed, strategy):
     embeddings = pool(seed, 30).double()
@@ -153,6 +154,7 @@ def test_local_blocks_are_those_of_the_definition(seed, examples):
     assert SubCP(blocks=3, block_size=4, strategy="local_diverse").partition(embeddings).ids == diverse
 
 
+@settings(max_examples=20)
 @given(seed=st.integers(0, 2**31))
 def test_the_union_of_global_local_is_the_selection_and_four_names_are_two_partitions_of_it(seed):
     embeddings = pool(seed, 40)
