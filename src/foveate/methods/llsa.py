@@ -25,7 +25,7 @@ from foveate.utils.cache import persistent
 __all__ = ["LLSA", "OPTIONS", "LLSAPlan"]
 
 # options of `foveate.ops.log_linear_attention`
-OPTIONS = "top_k", "block_size", "levels", "enrich", "reweight", "exclude_selected", "log_mass"
+OPTIONS = "top_k", "block_size", "levels", "enrich", "reweight"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,8 +39,6 @@ class LLSA(SparseAttention):
         curve: Token order, one of `foveate.ops.curves.CURVES`.
         enrich: Read pooled keys too. A number reads only that many levels, from the finest.
         reweight: Weight a pooled key by its number of tokens.
-        exclude_selected: Leave out pooled keys whose tokens are read at a finer level. Not in the paper.
-        log_mass: Raise the score of a pooled key by the second-order effect of its tokens' variance. Not in the paper.
         min_tokens: Images with fewer tokens stay dense. On a CPU dense is faster below 1,024 to 2,048 tokens.
 
     Examples:
@@ -49,7 +47,7 @@ class LLSA(SparseAttention):
         (384, '0.716')
 
     Raises:
-        ValueError: If an option is out of its range, or `log_mass` is used without `enrich`.
+        ValueError: If an option is out of its range.
 
     Source: arXiv 2512.16615.
     """
@@ -60,14 +58,12 @@ class LLSA(SparseAttention):
     curve: str = "morton"
     enrich: bool | int = True
     reweight: bool = True
-    exclude_selected: bool = False
-    log_mass: bool = False
     min_tokens: int = 1024
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_options(self.top_k, self.block_size, self.levels)
-        enriched_levels(self.levels or MOST_LEVELS, self.enrich, self.log_mass)
+        enriched_levels(self.levels or MOST_LEVELS, self.enrich)
         if self.curve not in CURVES:
             raise ValueError(f"unknown curve {self.curve!r}: choose one of {', '.join(CURVES)}")
 
