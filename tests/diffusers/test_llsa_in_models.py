@@ -211,9 +211,8 @@ def test_small_images_stay_dense(name):
     ],
 )
 def test_narrow_heads_stay_dense(model, inputs):
-    dense_because(
-        model(), inputs(), LLSA(min_tokens=0), "does not support these heads: head_dim must be 32 to 256, not "
-    )
+    why = "does not support these heads: head_dim must be 32 to 256, not "
+    dense_because(model(), inputs(), LLSA(min_tokens=0), why)
 
 
 def test_masks_stay_dense():
