@@ -17,8 +17,7 @@ from foveate.methods import SubCP
 from foveate.methods.sub_cp import Selection
 from foveate.ops import dispatch
 from foveate.ops.example_blocks import Blocks
-from foveate.ops.facility_location import facility_location
-from foveate.ops.round_robin_greedy import best_similarity
+from foveate.ops.facility_location import best_similarity, facility_location
 from foveate.utils.device import now, versions
 from foveate.utils.progress import Track, silent
 from foveate.utils.timing import peak_memory

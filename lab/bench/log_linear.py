@@ -18,7 +18,7 @@ from foveate.ops.hierarchical_pooling import MAX_KERNEL_TOP_K, check_inputs, key
 from foveate.ops.log_linear_attention import Options, portable
 from foveate.utils.device import now, versions
 from foveate.utils.progress import Track, silent
-from foveate.utils.timing import LONG_ENOUGH, captured, first_line, peak_memory, time_calls
+from foveate.utils.timing import MIN_SECONDS, captured, first_line, peak_memory, time_calls
 from foveate.web.report import INK
 from foveate.web.report import TILE_COLOURS as COLOURS
 from lab.bench.attention import TOLERANCE
@@ -240,7 +240,7 @@ def _in_time(seconds: float, how: How, source: str) -> None:
 
 def _rounds(seconds: Sequence[float], most: int) -> int:
     """How often to measure each of some calls."""
-    turn = sum(max(LONG_ENOUGH, s) for s in seconds) or LONG_ENOUGH
+    turn = sum(max(MIN_SECONDS, s) for s in seconds) or MIN_SECONDS
     return min(most, max(3, int(ENOUGH / turn)))
 
 

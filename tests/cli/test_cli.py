@@ -197,7 +197,7 @@ def test_ctrl_c_while_drawing_leaves_no_half_picture(folder, tmp_path, monkeypat
         (["--size", "0"], "cannot read the size '0'"),
         (["--size", "big"], "cannot read the size 'big'"),
         (["--size", "99996"], "624,950,001 tokens"),
-        (["--device", "cuda:63"], "there is no cuda:63 on this machine: use --device cpu"),
+        (["--device", "cuda:63"], "this machine has no cuda:63: use --device cpu"),
         (["--device", "quantum"], "unknown device 'quantum'"),
         (["--dtype", "int4"], "unknown dtype 'int4'"),
         (["--out", "picture.jpg"], "not picture.jpg: end it with .png"),

@@ -129,7 +129,7 @@ def test_a_chat_template_frames_documents_and_question(model, tmp_path):
             ["--method", "info"],
             "unknown method 'info': choose one of infoflow_kv, epic, cacheblend, random, none, full",
         ),
-        (["--recompute", 15], "recompute is the fraction of rows to compute again, 0 to 1, not 15.0"),
+        (["--recompute", 15], "recompute is the fraction of rows to recompute, 0 to 1, not 15.0"),
         (["--method", "none", "--recompute", 0.5], "NoRecompute has no option 'recompute': choose from none"),
         (["-o", "norm=l3"], "norm must be one of l2, l1, not 'l3'"),
         (["-o", "depth=3"], "InfoFlowKV has no option 'depth'"),

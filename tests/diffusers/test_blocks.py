@@ -18,7 +18,7 @@ from foveate.diffusers.merging import MergedBlock, MergeGroup
 from foveate.diffusers.pipelines import Request
 from foveate.diffusers.processors import DispatchedProcessor
 from foveate.methods import ComposedMethod, ToMeSD
-from foveate.ops.merging import Merge, Picked
+from foveate.ops.merging import IndexMerge, Merge
 from foveate.web.compare import compare
 
 # every hook at work, and nothing is lost
@@ -150,7 +150,7 @@ def test_sections_of_a_unet_have_plans_of_their_own_and_small_ones_stay_dense():
         seen = seen_tokens(model, x)
         whys = {layer.layer.split(".")[0]: layer.why for layer in run.summary().layers if layer.why}
     assert seen["down_blocks.0.attentions.0.transformer_blocks.0.attn1"] == 128
-    assert whys["mid_block"] == "8 x 8 image tokens are less than a tile of 16 x 16"
+    assert whys["mid_block"] == "8 x 8 image tokens are fewer than a tile of 16 x 16"
 
 
 def test_the_first_blocks_of_transformers_are_skipped():
@@ -223,7 +223,7 @@ def test_whole_blocks_compute_what_they_do_on_tokens_in_the_order_of_regions(nam
     with foveate.apply(model, method) as run:
         got = model(**copy.copy(x))[0]
         assert any(layer.method != "dense" for layer in run.summary().layers)
-    for kind in (Merge, Picked):
+    for kind in (Merge, IndexMerge):
         merge, unmerge = kind.merge, kind.unmerge
 
         def in_order(plan, x, ahead, order, merge=merge):

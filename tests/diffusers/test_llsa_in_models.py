@@ -81,7 +81,7 @@ class Reference:
         iq, ik, iv = (x[:, :, self.order] for x in (iq, ik, iv))
         m = self.method
         selection = select_blocks(iq, ik, top_k=m.top_k, block_size=m.block_size, levels=m.levels)
-        options = {name: getattr(m, name) for name in ("reweight", "exclude_selected", "log_mass")}
+        options = {"reweight": m.reweight}
         enrich = None if m.enrich is True else int(m.enrich)
         image, _ = log_linear_oracle.log_linear(iq, ik, iv, selection, enrich, extra_k=tk, extra_v=tv, **options)
         raster = torch.empty_like(image)
@@ -135,7 +135,7 @@ def test_so_it_is_in_other_dtypes(name, dtype, tolerance):
     "method",
     [
         LLSA(top_k=2, min_tokens=0),
-        LLSA(top_k=1, levels=2, curve="hilbert", exclude_selected=True, min_tokens=0),
+        LLSA(top_k=1, levels=2, curve="hilbert", reweight=False, min_tokens=0),
         LLSA(top_k=3, enrich=False, min_tokens=0),
         LLSA(top_k=2, block_size=32, levels=1, reweight=False, min_tokens=0),
     ],
@@ -211,7 +211,8 @@ def test_small_images_stay_dense(name):
     ],
 )
 def test_narrow_heads_stay_dense(model, inputs):
-    dense_because(model(), inputs(), LLSA(min_tokens=0), "no such heads: head_dim must be 32 to 256, not ")
+    why = "does not support these heads: head_dim must be 32 to 256, not "
+    dense_because(model(), inputs(), LLSA(min_tokens=0), why)
 
 
 def test_masks_stay_dense():

@@ -275,7 +275,7 @@ def test_sections_of_narrow_heads_stay_dense_and_the_others_do_not():
     with foveate.apply(model, LLSA(top_k=2, min_tokens=0)) as handle:
         run(model, x)
         rows = handle.summary().layers
-    assert "no such heads: head_dim must be 32 to 256, not 16" in rows[0].why
+    assert "does not support these heads: head_dim must be 32 to 256, not 16" in rows[0].why
     assert {row.why for row in rows[1:-2]} == {""}
 
 

@@ -6,7 +6,7 @@ import torch
 from foveate import SubCP
 from foveate.kernels.merging.coverage_drops import BACKENDS, coverage_drops
 from foveate.ops import dispatch
-from foveate.ops.round_robin_greedy import round_robin_greedy
+from foveate.ops.facility_location import round_robin_greedy
 
 pytestmark = pytest.mark.gpu
 CUDA = torch.device("cuda")

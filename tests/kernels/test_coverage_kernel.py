@@ -6,7 +6,7 @@ import torch
 from foveate.kernels.merging import coverage_drops as kernel
 from foveate.kernels.merging.coverage_drops import coverage_drops
 from foveate.ops import dispatch
-from foveate.ops.round_robin_greedy import round_robin_greedy
+from foveate.ops.facility_location import round_robin_greedy
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu checks the compiled kernel")
 

@@ -147,5 +147,5 @@ def test_layers_that_the_model_lacks_are_refused(as_a_user):
     for layers in ((22, 40), (), (-1,)):
         with pytest.raises(ValueError, match="some of 0 to 39"):
             InfoFlowKV(scoring_layers=layers).layers(40)
-    with pytest.raises(ValueError, match="v or k"):
+    with pytest.raises(ValueError, match="one of v, k, not"):
         CacheBlend(rank="q")

@@ -27,10 +27,7 @@ def test_a_block_of_morton_is_a_square_patch():
 
 
 def test_every_option_reaches_attention():
-    changed = {
-        "top_k": 3, "block_size": 32, "levels": 2, "enrich": 1, "reweight": False, "exclude_selected": True,
-        "log_mass": True,
-    }  # fmt: skip
+    changed = {"top_k": 3, "block_size": 32, "levels": 2, "enrich": 1, "reweight": False}
     torch.manual_seed(0)
     q, k, v = torch.randn(3, 1, 1, 700, 32)
     usual = {"top_k": 2, "levels": 1}
@@ -88,7 +85,6 @@ def test_heads_that_it_has_no_attention_for_stay_dense():
         ({"levels": 5}, "levels must be 1 to 4, or None for automatic, not 5"),
         ({"levels": 1, "enrich": 2}, "a number of levels up to 1, not 2"),
         ({"enrich": "no"}, "enrich must be True, False, or a number of levels up to 4, not 'no'"),
-        ({"enrich": False, "log_mass": True}, "use enrich=True or log_mass=False"),
         ({"curve": "zigzag"}, "unknown curve 'zigzag': choose one of hilbert, moore, morton"),
         ({"min_tokens": -1}, "min_tokens must be 0 or more, not -1"),
     ],

@@ -190,7 +190,8 @@ def test_along_a_curve_the_longest_runs_merge_that_cross_no_border(side, tiles, 
     ({"tile": (4,)}, "two positive"), ({"mode": "cell"}, "tile, stripe, global"), ({"dst_every": 0}, "1 or more"),
     ({"dst_every": 10, "weights_every": 4}, "does not divide"), ({"scale": 10.0}, 'unmerge="pinv"'),
     ({"scale": -1.0, "unmerge": "pinv"}, "above 0"), ({"skip": -1}, "0 or more"), ({"share": "all"}, "share must be"),
-    ({"granularity": "layer"}, "module or block"), ({"granularity": "block", "merge_mlp": False}, "all of a block"),
+    ({"granularity": "layer"}, "one of module, block"),
+    ({"granularity": "block", "merge_mlp": False}, "merges whole blocks"),
 ])  # fmt: skip
 @pytest.mark.usefixtures("as_a_user")
 def test_bad_settings_name_the_value_and_the_remedy(options, says):
@@ -199,7 +200,7 @@ def test_bad_settings_name_the_value_and_the_remedy(options, says):
 
 
 def test_an_image_smaller_than_a_tile_stays_dense():
-    with pytest.raises(DenseFallback, match="less than a tile"):
+    with pytest.raises(DenseFallback, match="fewer than a tile"):
         ToMA().regions(((3, 9),))
 
 
@@ -208,5 +209,5 @@ def test_yes_and_no_are_read_as_people_write_them():
     for text, want in {"true": True, "False": False, "false": False}.items():
         assert method_from_text("toma", {"size_bias": text}) == ToMA(size_bias=want)
     assert method_from_text("toma", {"granularity": "module", "merge_mlp": "none"}) == ToMA(granularity="module")
-    with pytest.raises(ValueError, match="size_bias is true or false, not 'maybe'"):
+    with pytest.raises(ValueError, match="size_bias must be true or false, not 'maybe'"):
         method_from_text("toma", {"size_bias": "maybe"})

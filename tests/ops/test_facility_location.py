@@ -4,22 +4,31 @@ from itertools import combinations
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from foveate.ops import facility_location as module
-from foveate.ops.facility_location import facility_location
+from foveate.ops.facility_location import best_similarity, facility_location, round_robin_greedy
+from foveate.utils.progress import silent
 
 
-def similarities(seed, *shape, dim=6):
-    z = torch.randn(*shape, dim, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-    z = torch.nn.functional.normalize(z, dim=-1)
+def unit_rows(seed, *shape, dim=6, dtype=torch.float32):
+    z = torch.randn(*shape, dim, generator=torch.Generator().manual_seed(seed), dtype=dtype)
+    return torch.nn.functional.normalize(z, dim=-1)
+
+
+def similarities(seed, *shape):
+    z = unit_rows(seed, *shape, dtype=torch.float64)
     return z @ z.mT
 
 
 def value(similarity, picks):
     """The objective, as its formula says."""
     return similarity[:, list(picks)].max(1).values.sum().item()
+
+
+# --- from matrices ---------------------------------------------------------------------------------------------------
 
 
 @given(seed=st.integers(0, 2**31), tokens=st.integers(1, 30), share=st.floats(0, 1))
@@ -40,7 +49,7 @@ def test_greedy_is_within_its_guarantee_of_the_best_subset(seed, budget):
     assert value(similarity, facility_location(similarity, budget).tolist()) >= (1 - 1 / 2.718281828) * best
 
 
-def test_sets_are_picked_from_one_by_one_and_order_of_a_smaller_budget_comes_first():
+def test_sets_of_a_batch_are_independent_and_a_smaller_budget_is_a_prefix():
     similarity = similarities(0, 3, 5, 40)
     picks = facility_location(similarity, 17)
     assert picks.shape == (3, 5, 17)
@@ -51,7 +60,7 @@ def test_sets_are_picked_from_one_by_one_and_order_of_a_smaller_budget_comes_fir
 
 
 @pytest.mark.parametrize("tokens", [2, 50, 300])
-def test_a_lazy_look_picks_the_same(tokens, monkeypatch):
+def test_lazy_picks_are_the_same(tokens, monkeypatch):
     similarity = similarities(tokens, 2, tokens)
     want = facility_location(similarity, tokens // 2)
     monkeypatch.setattr(module, "LAZY_FROM", 1)
@@ -59,7 +68,7 @@ def test_a_lazy_look_picks_the_same(tokens, monkeypatch):
 
 
 @pytest.mark.parametrize("lazy_from", [1, 1000])
-def test_the_first_of_equals_is_taken(lazy_from, monkeypatch):
+def test_of_equal_gains_the_first_is_taken(lazy_from, monkeypatch):
     monkeypatch.setattr(module, "LAZY_FROM", lazy_from)
     twins = similarities(1, 6).repeat_interleave(2, 0).repeat_interleave(2, 1)
     picks = facility_location(twins, 6)
@@ -67,20 +76,26 @@ def test_the_first_of_equals_is_taken(lazy_from, monkeypatch):
     assert facility_location(torch.ones(5, 5), 5).tolist() == [0, 1, 2, 3, 4]
 
 
-def test_where_nothing_is_left_to_gain_tokens_come_by_index_and_at_once(monkeypatch):
+def test_where_nothing_is_left_to_gain_tokens_come_by_index_and_few_gains_are_computed(monkeypatch):
     similarity = similarities(2, 9).clamp(min=0).repeat_interleave(12, 0).repeat_interleave(12, 1)
     want = facility_location(similarity, 100)
     monkeypatch.setattr(module, "LAZY_FROM", 1)
+    computed, gains = [], module._Matrix.gains
+
+    def counted(matrix, some, covered):
+        computed.append(len(matrix.columns[some]))
+        return gains(matrix, some, covered)
+
+    monkeypatch.setattr(module._Matrix, "gains", counted)
+    monkeypatch.setattr(module, "REFRESHED", 8)
     assert torch.equal(facility_location(similarity, 100), want)
-    looks, maximum = [], torch.maximum
-    monkeypatch.setattr(torch, "maximum", lambda *pair: (looks.append(1), maximum(*pair))[1])
-    facility_location(similarity, 100)
-    assert len(looks) == 9  # of 100 picks
+    assert torch.equal(want[9:], torch.tensor([i for i in range(108) if i not in want[:9]])[:91])
+    assert sum(computed) < 100 * 108 / 8
 
 
 def test_similarity_need_not_be_symmetric():
-    serves = torch.tensor([[0.0, 1.0, 0.0], [0.0, 1.0, 0.0], [0.0, 0.0, 0.9]])  # token 1 serves 0 and itself
-    assert facility_location(serves, 2).tolist() == [1, 2]
+    represents = torch.tensor([[0.0, 1.0, 0.0], [0.0, 1.0, 0.0], [0.0, 0.0, 0.9]])  # token 1 represents 0 and itself
+    assert facility_location(represents, 2).tolist() == [1, 2]
 
 
 def test_half_precision_is_compared_in_float32():
@@ -93,6 +108,103 @@ def test_half_precision_is_compared_in_float32():
     ("shape", "budget", "message"),
     [((4, 4), 0, "1 to 4 of 4 tokens, not 0"), ((4, 4), 5, "not 5"), ((3, 4), 2, r"got \[3, 4\]")],
 )
-def test_what_cannot_be_picked_is_refused(shape, budget, message):
+def test_impossible_budgets_and_shapes_are_refused(shape, budget, message):
     with pytest.raises(ValueError, match=message):
         facility_location(torch.zeros(shape), budget)
+
+
+# --- from embeddings, in turns ---------------------------------------------------------------------------------------
+
+
+@settings(derandomize=True)  # of some thousand sets one has two gains at the edge of a tie
+@given(seed=st.integers(0, 2**31), items=st.integers(1, 120), refreshed=st.sampled_from((1, 4, 32)))
+def test_picks_from_embeddings_are_those_from_the_matrix(seed, items, refreshed):
+    embeddings = unit_rows(seed, items)
+    similarity = (embeddings.double() @ embeddings.double().mT).clamp(min=0)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "REFRESHED", refreshed)
+        patch.setattr(module, "CHUNK", 500)
+        picked = round_robin_greedy(embeddings, embeddings, items * [0])
+        best = best_similarity(embeddings, embeddings[picked.picks[:3]])
+    assert torch.equal(picked.picks, facility_location(similarity, items))
+    assert picked.gains.sum().item() == pytest.approx(similarity[:, picked.picks].amax(1).sum().item(), rel=1e-4)
+    assert torch.allclose(best.double(), similarity[:, picked.picks[:3]].amax(1), atol=1e-5)
+
+
+def test_few_similarities_are_computed_and_never_many_at_a_time(monkeypatch):
+    """The matrix of all pairs has 2,000 columns; computing all gains for each pick makes it 100 times."""
+    embeddings = torch.nn.functional.normalize(
+        unit_rows(0, 40, dim=32).repeat(50, 1) + 0.5 * unit_rows(1, 2000, dim=32), dim=1
+    )
+    computed, gains, drops = [], module._Embeddings.gains, module._Embeddings.drops
+
+    def counted_gains(similarity, some, covered):
+        computed.append(len(some))
+        return gains(similarity, some, covered)
+
+    def counted_drops(similarity, before, after):
+        computed.append(int((after > before).sum()))
+        return drops(similarity, before, after)
+
+    monkeypatch.setattr(module, "CHUNK", 2000 * 64)
+    monkeypatch.setattr(module._Embeddings, "gains", counted_gains)
+    monkeypatch.setattr(module._Embeddings, "drops", counted_drops)
+    with Peak() as peak:
+        round_robin_greedy(embeddings, embeddings, 100 * [0])
+    assert sum(computed) < 9 * 2000  # all columns once, and about 1 + 1/2 + ... + 1/100 of the rows
+    assert peak.numbers <= 2000 * 64
+
+
+class Peak(TorchDispatchMode):
+    """The number of elements of the largest tensor that is made."""
+
+    numbers = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        made = func(*args, **(kwargs or {}))
+        if isinstance(made, torch.Tensor):
+            self.numbers = max(self.numbers, made.numel())
+        return made
+
+
+def test_a_round_never_waits_for_the_device(monkeypatch):
+    """A CUDA graph replays it."""
+
+    def drops(similarity, before, after):
+        return ((similarity.candidates @ similarity.represented.T).clamp(before, after) - before).sum(1)
+
+    monkeypatch.setattr(module._Embeddings, "drops", drops)
+    embeddings, classes, room = unit_rows(0, 500, dim=64), torch.arange(500) % 3, torch.full((2, 3), 2)
+    bonus, gains = torch.rand(500), module._first_gains(embeddings, embeddings, silent)
+    similarity = module._Embeddings(embeddings, embeddings)
+    greedy = module._LazyGreedy(similarity, 5 * [0, 1], torch.zeros(2, 500), gains, bonus.clone(), classes, room)
+    with Waits() as waits:
+        for _ in range(40):
+            greedy.round()
+    assert waits.number == 0
+    want = round_robin_greedy(embeddings, embeddings, 5 * [0, 1], bonus=bonus, classes=classes, room=room)
+    assert int(greedy.turn) == 10  # and rounds beyond the last change nothing
+    assert torch.equal(greedy.picks, want.picks)
+    assert torch.equal(greedy.covered, want.covered)
+
+
+class Waits(TorchDispatchMode):
+    """How often the CPU would need what a device computes: for a number, or for the shape of a result."""
+
+    number = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = str(func)
+        if name.startswith(("aten.index.", "aten.index_put")):
+            self.number += any(x is not None and x.dtype == torch.bool for x in args[1])
+        self.number += name in ("aten._local_scalar_dense.default", "aten.nonzero.default")
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.usefixtures("as_a_user")
+def test_impossible_turns_are_refused():
+    embeddings, room = unit_rows(0, 200), torch.tensor([[1], [2]])
+    with pytest.raises(ValueError, match="block 0 has no room for any candidate that is left in turn 3"):
+        round_robin_greedy(embeddings, embeddings, [0, 1, 1, 0], classes=torch.zeros(200, dtype=torch.long), room=room)
+    with pytest.raises(ValueError, match="1 to 3 turns for 3 candidates: 4"):
+        round_robin_greedy(torch.eye(3), torch.eye(3), [0, 1, 0, 1])

@@ -17,7 +17,7 @@ from torch.utils.hooks import RemovableHandle
 from foveate.diffusers.backend import LayerPlan
 from foveate.diffusers.clock import Step
 from foveate.methods.base import TokenMerging
-from foveate.ops.merging import Group, Grouped, Regions
+from foveate.ops.merging import AnyMerge, Group, Regions
 
 __all__ = ["MergeGroup", "MergedBlock"]
 
@@ -41,14 +41,14 @@ class MergeGroup:
 
     def __init__(self, method: TokenMerging, rope: str | None = None) -> None:
         self.method, self.rope = method, rope
-        self.merge: Grouped | None = None
+        self.merge: AnyMerge | None = None
         self.text = torch.empty(0)
         self.order: Tensor | None = None
         self.inverse: Tensor | None = None
         self.layer_plans: list[LayerPlan] = []
         self.skip_unmerge = True
         self._regions: Regions | None = None
-        self._plan: Grouped | None = None
+        self._plan: AnyMerge | None = None
         self._made: tuple[int, int] | None = None  # periods of the destinations and the weights of the plan
         self._key: Hashable = None
         self._groups: tuple[Group, ...] = ()

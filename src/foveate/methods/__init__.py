@@ -1,4 +1,4 @@
-"""The methods, one paper per file; each a frozen dataclass."""
+"""The methods, one paper per file; each is a frozen dataclass of options."""
 
 from ast import literal_eval
 from collections.abc import Iterable
@@ -7,9 +7,9 @@ from difflib import get_close_matches
 from typing import Any
 
 from foveate.methods.base import ComposedMethod, Method
-from foveate.methods.baselines.best_match import ToFu, ToMeSD
 from foveate.methods.baselines.kv_baselines import EPIC, CacheBlend, FullPrefill, NoRecompute, RandomRows
 from foveate.methods.baselines.todo import ToDo
+from foveate.methods.baselines.tomesd import ToFu, ToMeSD
 from foveate.methods.hilberta import HilbertA
 from foveate.methods.infoflow_kv import InfoFlowKV
 from foveate.methods.llsa import LLSA
@@ -42,7 +42,7 @@ METHODS: dict[str, type[Method]] = {
     "tofu": ToFu,
     "todo": ToDo,
 }
-"""Every method for denoisers by the name it has on the command line."""
+"""Methods for denoisers, by their names on the command line."""
 
 RECOMPUTE_POLICIES: dict[str, type[RecomputePolicy]] = {
     "infoflow_kv": InfoFlowKV,
@@ -52,45 +52,47 @@ RECOMPUTE_POLICIES: dict[str, type[RecomputePolicy]] = {
     "none": NoRecompute,
     "full": FullPrefill,
 }
-"""Every choice of rows to compute again by the name it has on the command line."""
+"""Policies that choose the rows of a composed KV cache to recompute, by their names on the command line."""
 
-SPELLED = {"true": "True", "false": "False", "none": "None"}
+LITERALS = {"true": "True", "false": "False", "none": "None"}
 
 
 def method_from_text(name: str, options: dict[str, str]) -> Method:
-    """The method of that name, its options read from text: ``method_from_text("hilberta", {"tiles": "16"})``.
+    """A method from its name and options as text, such as ``method_from_text("hilberta", {"tiles": "16"})``.
 
     Raises:
-        ValueError: If the method or an option is unknown, or a value does not fit its option.
+        ValueError: If the method or an option is unknown, or the value of an option is invalid.
     """
     return _from_text(METHODS, name, options)
 
 
 def recompute_policy_from_text(name: str, options: dict[str, str]) -> RecomputePolicy:
-    """The choice of rows of that name: ``recompute_policy_from_text("infoflow_kv", {"recompute": "0.3"})``.
+    """A policy from its name and options as text: ``recompute_policy_from_text("infoflow_kv", {"recompute": "0.3"})``.
 
     Raises:
-        ValueError: If the name or an option is unknown, or a value does not fit its option.
+        ValueError: If the policy or an option is unknown, or the value of an option is invalid.
     """
     return _from_text(RECOMPUTE_POLICIES, name, options)
 
 
 def _from_text(methods: dict[str, Any], name: str, options: dict[str, str]) -> Any:
     if name not in methods:
-        raise ValueError(f"unknown method {name!r}{_near(name, methods)}: choose one of {', '.join(methods)}")
+        raise ValueError(f"unknown method {name!r}{_suggestion(name, methods)}: choose one of {', '.join(methods)}")
     cls = methods[name]
     types = {field.name: field.type for field in fields(cls)}
     values: dict[str, object] = {}
     for option, text in options.items():
         if option not in types:
             known = ", ".join(types) or "none"
-            raise ValueError(f"{cls.__name__} has no option {option!r}{_near(option, types)}: choose from {known}")
+            raise ValueError(
+                f"{cls.__name__} has no option {option!r}{_suggestion(option, types)}: choose from {known}"
+            )
         try:
-            values[option] = text if types[option] is str else literal_eval(SPELLED.get(text, text))
+            values[option] = text if types[option] is str else literal_eval(LITERALS.get(text, text))
         except (ValueError, SyntaxError):
             values[option] = text
         if types[option] is bool and not isinstance(values[option], bool):
-            raise ValueError(f"{option} is true or false, not {text!r}")
+            raise ValueError(f"{option} must be true or false, not {text!r}")
     try:
         return cls(**values)
     except TypeError:
@@ -98,7 +100,6 @@ def _from_text(methods: dict[str, Any], name: str, options: dict[str, str]) -> A
         raise ValueError(f"{cls.__name__} cannot use {shown}: a value has the wrong type") from None
 
 
-def _near(name: str, known: Iterable[str]) -> str:
-    """What may have been meant."""
-    near = get_close_matches(name.lower(), list(known), 1)
-    return f" (did you mean {near[0]}?)" if near else ""
+def _suggestion(name: str, known: Iterable[str]) -> str:
+    close = get_close_matches(name.lower(), list(known), 1)
+    return f" (did you mean {close[0]}?)" if close else ""

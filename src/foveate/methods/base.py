@@ -1,4 +1,4 @@
-"""What all methods share: in which layers, and in which part of the denoising run, they work at all."""
+"""The interfaces of methods for denoisers: sparse attention and token merging, with the options that all share."""
 
 from abc import abstractmethod
 from collections.abc import Iterable, Sequence
@@ -8,23 +8,27 @@ from typing import ClassVar, Literal, NamedTuple, Protocol, runtime_checkable
 from torch import Tensor
 
 from foveate.ops.joint_attention import Pattern
-from foveate.ops.merging import Grid, Grouped, Regions
+from foveate.ops.merging import AnyMerge, Grid, Regions
+from foveate.utils.choices import check_choices
 
 __all__ = ["AttentionPlan", "ComposedMethod", "DenseFallback", "Grid", "Method", "SparseAttention", "TokenMerging"]
 
 
 class DenseFallback(ValueError):
-    """Why a method leaves an input dense. Integrations note the reason and go on; a direct caller gets an error."""
+    """A method cannot handle an input, for the stated reason.
+
+    `foveate.apply` runs such an input densely and `summary()` shows the reason; direct callers get the error.
+    """
 
 
 @dataclass(frozen=True, kw_only=True)
 class Method:
-    """Options that every method takes.
+    """Options that all methods share.
 
     Attributes:
-        dense_layers: Attention layers that stay dense, counted from 0 through the whole model: "0-1, 56".
-        start_percent: Steps before this fraction of the run (0 to 1) stay dense.
-        end_percent: Steps after this fraction of the run stay dense.
+        dense_layers: Attention layers that stay dense, counted from 0 through the whole model, such as "0-1, 56".
+        start_percent: Fraction of the denoising steps, 0 to 1, before which steps stay dense.
+        end_percent: Fraction of the denoising steps, 0 to 1, after which steps stay dense.
         min_tokens: Images with fewer tokens stay dense.
     """
 
@@ -34,6 +38,7 @@ class Method:
     min_tokens: int = 0
 
     def __post_init__(self) -> None:
+        check_choices(self)
         self.dense_layer_set()
         if not 0 <= self.start_percent <= self.end_percent <= 1:
             raise ValueError(
@@ -45,26 +50,27 @@ class Method:
 
     @property
     def title(self) -> str:
-        """A short name for pages and tables."""
+        """Short name for pages and tables."""
         return type(self).__name__
 
-    def unusual(self, names: Iterable[str]) -> str:
-        """Those of the options that differ from their defaults, to go into a title."""
+    def non_defaults(self, names: Iterable[str]) -> str:
+        """The named options that differ from their defaults, as a suffix for titles."""
         values = ((name, getattr(self, name), getattr(type(self), name)) for name in names)
-        return ",".join(f" {name}={value}" for name, value, usual in values if repr(value) != repr(usual))  # True == 1
+        # by repr, since True == 1
+        return ",".join(f" {name}={value}" for name, value, default in values if repr(value) != repr(default))
 
     @property
     def parts(self) -> tuple["Method", ...]:
-        """Itself: `ComposedMethod` has several."""
+        """The methods to apply: this one. `ComposedMethod` has several."""
         return (self,)
 
     @classmethod
     def showcase(cls) -> tuple["Method", ...]:
-        """The settings that `foveate compare` shows."""
+        """The settings that `foveate compare` shows; none for baselines."""
         return (cls(),)
 
     def dense_layer_set(self) -> frozenset[int]:
-        """The layers named by `dense_layers`."""
+        """Layer numbers of `dense_layers`."""
         layers: set[int] = set()
         for part in filter(None, (part.strip() for part in self.dense_layers.split(","))):
             first, _, last = part.partition("-")
@@ -78,115 +84,133 @@ class Method:
 
     @property
     def always(self) -> bool:
-        """Whether the method works in every step, so that nobody needs to know which one it is."""
+        """Whether the method is active in every step, so that the current step need not be known."""
         return (self.start_percent, self.end_percent) == (0, 1)
 
     def covers(self, progress: float) -> bool:
-        """Whether the method works at this fraction of the denoising run."""
+        """Whether the method is active at this fraction of the denoising steps, 0 to 1."""
         return self.start_percent <= progress <= self.end_percent
 
 
 class ComposedMethod(NamedTuple):
-    """Several methods at once.
+    """Several methods that are applied together.
 
     Attributes:
-        parts: What is applied.
+        parts: The methods.
     """
 
     parts: tuple[Method, ...]
 
     @property
     def title(self) -> str:
-        """All of theirs."""
+        """The titles of the methods."""
         return " + ".join(method.title for method in self.parts)
 
 
 @runtime_checkable
 class AttentionPlan(Protocol):
-    """What a `SparseAttention` decided for one size."""
+    """The result of `SparseAttention.plan`: token order and attention pattern for one image size."""
 
     @property
     def order(self) -> Tensor:
-        """Raster index of the image token at each place behind the text."""
+        """Raster index of the image token at each position after the text."""
         ...
 
     @property
     def inverse(self) -> Tensor:
-        """Place of each raster token."""
+        """Position of each raster token: the inverse permutation of `order`."""
         ...
 
     @property
     def segments(self) -> tuple[tuple[int, int], ...]:
-        """(image, tokens) of the parts of `order` in turn: the picture is image 0; nothing may merge across parts."""
+        """(image, tokens) of the consecutive parts of `order`. Image 0 is generated, others are references.
+
+        Token merging never crosses the border of a part.
+        """
         ...
 
     @property
     def tables(self) -> tuple[Pattern, ...]:
-        """Who attends to whom, text in front: layer l of a model takes ``tables[l % period]``. All have one shape."""
+        """Attention patterns over [text | image in this order], of one shape; layer l uses ``tables[l % period]``."""
         ...
 
     @property
     def title(self) -> str:
-        """What `summary` and pages call it."""
+        """Name in `summary()` and on pages."""
         ...
 
     @property
     def nominal_sparsity(self) -> float:
-        """Part of image-to-image attention that is left out, as papers count it."""
+        """Fraction of image-to-image attention that is skipped, as papers count it."""
         ...
 
     @property
     def tile_maps(self) -> Tensor | Sequence[Tensor | None]:
-        """For each table the tile of every image token, to draw; None where there are no tiles."""
+        """For each table the tile of every image token, for drawing; None where there are no tiles."""
         ...
 
 
 @dataclass(frozen=True, kw_only=True)
 class SparseAttention(Method):
-    """A method that puts image tokens in an order and restricts attention to block tables, or to what queries pick.
+    """A method that reorders the image tokens and restricts attention, by block tables or by what queries select.
 
-    Any model family that reorders its tokens can run any of them.
+    Attributes:
+        period: Number of layers after which the attention patterns repeat.
     """
 
     period: int = 1
-    """Layers after which the tables come round again."""
 
     def check_head_dim(self, head_dim: int) -> None:
-        """Refuse heads of so many channels where the method has no attention for them.
+        """Checks that the method supports heads of `head_dim` channels.
 
         Raises:
-            DenseFallback: If it has none.
+            DenseFallback: If it does not.
         """
 
     @abstractmethod
     def plan(self, grids: tuple[tuple[int, int], ...], text: int, *, device: str = "cpu") -> AttentionPlan:
-        """Order and tables for images of these (rows, columns) of tokens behind so many text tokens.
+        """The token order and the attention patterns for one image size.
+
+        Args:
+            grids: (rows, columns) of the generated image, then of each reference image, in tokens.
+            text: Number of text tokens, which come before the image.
+            device: Device of the returned order.
 
         Raises:
-            DenseFallback: If the method leaves such an input dense.
+            DenseFallback: If the method leaves this input dense.
         """
+
+
+def two_sides(name: str, value: Sequence[float]) -> tuple[int, int]:
+    """An option that gives (rows, columns), as a tuple.
+
+    Raises:
+        ValueError: If it is not two positive whole numbers.
+    """
+    if len(value) != 2 or any(int(side) != side or side < 1 for side in value):
+        raise ValueError(f"{name} must be two positive whole numbers such as (4, 4), not {value!r}")
+    return int(value[0]), int(value[1])
 
 
 @dataclass(frozen=True, kw_only=True)
 class TokenMerging(Method):
     """A method that runs layers on fewer image tokens.
 
-    Any model family whose blocks can be merged around can run any of them.
-
     Attributes:
-        keep: Fraction of the image tokens that is kept, above 0 and up to 1. Papers' ratios say what is removed.
-        granularity: Merge around each "module" of a block, or around whole "block"s: tokens stay merged from block to
-            block, and what all of them added is spread over every token behind the last.
-        skip: So many blocks at the beginning of each kind stay dense. None takes the first five double blocks of
-            FLUX; of all other transformers' blocks a third, five at most; and none in UNets.
-        merge_attn: Merge for self-attention (and for what runs beside it in single-stream blocks). This and the next
-            two choose among modules.
-        merge_cross: Merge the queries of cross-attention.
-        merge_mlp: Merge for the feed-forward of blocks that have one of their own. None: everywhere but in FLUX.
-        size_bias: Let a merged token count for as many as it stands for: adds log(size) to its attention logits.
-        dst_every: Steps for which destinations are kept.
-        weights_every: Steps for which weights are kept; a divisor of `dst_every`.
-        merge_every: One step in so many merges, the others are dense.
+        keep: Fraction of the image tokens that is kept, above 0 and up to 1. Papers give the fraction removed.
+        granularity: "module" merges and unmerges around each module of a block. "block" merges before the first of
+            several blocks and unmerges the change that they made after the last.
+        skip: Number of leading blocks of each kind that stay dense. None: the first five double blocks of FLUX; a
+            third of the blocks of other kinds, at most five; no block in UNets.
+        merge_attn: With granularity="module", merge for self-attention (in single-stream blocks also for the
+            feed-forward that runs in parallel).
+        merge_cross: With granularity="module", merge the queries of cross-attention.
+        merge_mlp: With granularity="module", merge for the feed-forward. None: everywhere except in FLUX.
+        size_bias: Add log(size) to the attention logits of a merged token, so that it counts as the tokens it stands
+            for.
+        dst_every: Number of steps that share destinations.
+        weights_every: Number of steps that share weights; a divisor of `dst_every`.
+        merge_every: Merge in one of this many steps; the others are dense.
     """
 
     keep: float = 0.5
@@ -201,71 +225,73 @@ class TokenMerging(Method):
     merge_every: int = 1
 
     per_block: ClassVar[bool] = False
-    """Whether every block has a plan of its own."""
+    """Whether every block makes its own plan. Otherwise blocks of a kind share one."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if not 0 < self.keep <= 1:
             raise ValueError(
-                f"keep is the fraction of tokens kept, above 0 and up to 1, not {self.keep}; papers give the ratio "
-                "that is removed: 0.75 there is keep=0.25"
+                f"keep is the fraction of tokens kept, above 0 and up to 1, not {self.keep}; papers give the fraction "
+                "removed: 0.75 there is keep=0.25"
             )
         for name in ("dst_every", "weights_every", "merge_every"):
             if getattr(self, name) < 1:
-                raise ValueError(f"{name} counts steps, 1 or more, not {getattr(self, name)}")
+                raise ValueError(f"{name} is a number of steps, 1 or more, not {getattr(self, name)}")
         if self.dst_every % self.weights_every:
             raise ValueError(
                 f"weights_every must divide dst_every, since new destinations need new weights: {self.weights_every} "
                 f"does not divide {self.dst_every}"
             )
-        if self.granularity not in ("module", "block"):
-            raise ValueError(f"granularity must be module or block, not {self.granularity!r}")
         if self.granularity == "block" and not (
             self.merge_attn and self.merge_cross and self.merge_mlp in (None, True)
         ):
             raise ValueError(
-                'granularity="block" merges all of a block: leave merge_attn, merge_cross and merge_mlp out, or use '
+                'granularity="block" merges whole blocks: leave out merge_attn, merge_cross and merge_mlp, or use '
                 'granularity="module"'
             )
         if self.skip is not None and self.skip < 0:
-            raise ValueError(f"skip counts blocks, 0 or more, not {self.skip}")
+            raise ValueError(f"skip is a number of blocks, 0 or more, not {self.skip}")
 
     @property
     def title(self) -> str:
-        """The method, the fraction it keeps, and what else is not as usual."""
+        """Name, `keep`, and the options that differ from their defaults."""
         others = (field.name for field in fields(self) if field.name != "keep")
-        return f"{type(self).__name__} keep={self.keep:g}{self.unusual(others)}"
+        return f"{type(self).__name__} keep={self.keep:g}{self.non_defaults(others)}"
 
     def at(self, depth: float) -> "TokenMerging":
-        """The method for a block that so much of the model, a fraction, comes before."""
+        """The method for a block at this relative depth in the model, 0 to 1."""
         return self
 
     @abstractmethod
     def regions(self, grids: tuple[Grid, ...], *, device: str = "cpu") -> Regions:
-        """The order of the tokens and the regions within which they merge.
+        """The order of the image tokens and the regions within which they merge.
 
         Args:
-            grids: (rows, columns) of the image, then of each reference image, in tokens.
-            device: Where the order lives.
+            grids: (rows, columns) of the generated image, then of each reference image, in tokens.
+            device: Device of the returned order.
 
         Raises:
-            DenseFallback: If the method leaves such an image dense.
+            DenseFallback: If the method leaves this image dense.
         """
 
     def regions_along(self, plan: AttentionPlan, grid: Grid) -> Regions:
-        """Regions along the order of sparse attention, none of which crosses a border of its tiles.
-
-        Raises:
-            ValueError: If the method knows no such regions.
-        """
-        raise ValueError(f"{type(self).__name__} does not go together with sparse attention: use ToMA")
-
-    @abstractmethod
-    def plan(self, features: Tensor, regions: Regions, destinations: tuple[Tensor, ...] | None = None) -> Grouped:
-        """How the tokens of each region become fewer, and many again.
+        """Merge regions in the order of a sparse attention plan, within the borders of its tiles.
 
         Args:
-            features: What similarity is measured by [batch, image, dim], in the order of the regions.
-            regions: Of this image.
-            destinations: Of an earlier plan, to make new weights for. None picks new ones.
+            plan: Plan of the sparse attention that is applied together with this method.
+            grid: (rows, columns) of the generated image, in tokens.
+
+        Raises:
+            ValueError: If the method cannot be combined with sparse attention.
+        """
+        raise ValueError(f"{type(self).__name__} cannot be combined with sparse attention: use ToMA")
+
+    @abstractmethod
+    def plan(self, features: Tensor, regions: Regions, destinations: tuple[Tensor, ...] | None = None) -> AnyMerge:
+        """How the tokens of each region are merged and unmerged.
+
+        Args:
+            features: Token features whose similarity decides [batch, image, dim], in the order of the regions.
+            regions: Merge regions of this image.
+            destinations: Destinations of an earlier plan (`Merge.chosen`), which get new weights. None picks new ones.
         """

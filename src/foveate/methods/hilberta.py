@@ -1,9 +1,9 @@
 """HilbertA: sparse attention in tiles of a Hilbert curve (Zheng et al., arXiv 2509.26538).
 
-1. Image tokens are put along a Hilbert curve, once per forward: an aligned run of them is a patch of the image.
+1. Image tokens are put along a Hilbert curve: an aligned run of them is a patch of the image.
 2. The curve is cut into equal runs, the tiles; a token attends within its tile: one contiguous range of keys.
 3. The tiles slide along the curve from layer to layer, so that information crosses their borders.
-4. Text and a central square of the image are global: they see all tokens and all tokens see them.
+4. Text and a central region of the image are global: they see all tokens and all tokens see them.
 """
 
 from dataclasses import dataclass
@@ -23,7 +23,7 @@ from foveate.utils.cache import persistent
 __all__ = ["HilbertA", "HilbertPlan"]
 
 Grid = tuple[int, int]
-ALSO = "period", "centre", "curve", "reference", "start_percent", "end_percent"  # what a title says where unusual
+IN_TITLE = "period", "centre", "curve", "reference", "start_percent", "end_percent"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,15 +31,15 @@ class HilbertA(SparseAttention):
     """Sparse attention along a Hilbert curve. `tiles=1` or `centre=1.0` is exactly the dense model.
 
     Attributes:
-        tiles: Into how many tiles the curve is cut. "auto" takes the most of 16, 8, 4 and 2 that leave 256 image
-            tokens to a tile, and stays dense where none does.
-        period: Layers after which the tiles have slid by one whole tile. 1 switches sliding off.
-        centre: Side of the global central region as a fraction of each side of the image. 0 switches it off.
-        curve: Name of the order, one of `foveate.ops.curves.CURVES`.
-        reference: What becomes of reference images (Kontext): "global" adds their tokens to the text, safe and less
-            sparse; "tiled" cuts each along its own curve, and tile j of every image sees tile j of the others.
-        align: Tile borders are snapped to multiples of this many tokens. None takes 64, or 16 for tiles below 128
-            tokens: no change on grids of 64 x 64 and 128 x 128.
+        tiles: Number of tiles. "auto" takes the largest of 16, 8, 4 and 2 that leaves 256 image tokens to a tile, and
+            stays dense if none does.
+        period: Number of layers in which the tiles slide by one whole tile. 1 switches sliding off.
+        centre: Side of the global central region, as a fraction of each side of the image. 0 switches it off.
+        curve: Token order, one of `foveate.ops.curves.CURVES`.
+        reference: Treatment of reference images (Kontext). "global" makes their tokens global, like text. "tiled"
+            cuts each image along its own curve, and tile j of every image sees tile j of the others: sparser.
+        align: Tile borders are rounded to multiples of this number of tokens. None takes 64, or 16 for tiles of fewer
+            than 128 tokens; that moves no border on grids of 64 x 64 and 128 x 128.
 
     Examples:
         >>> plan = HilbertA(tiles=16).plan(grids=((64, 64),), text=512)
@@ -69,15 +69,13 @@ class HilbertA(SparseAttention):
             raise ValueError(f"centre is a fraction of each side from 0 (off) to 1 (everything), not {self.centre}")
         if self.curve not in CURVES:
             raise ValueError(f"unknown curve {self.curve!r}: choose one of {', '.join(CURVES)}")
-        if self.reference not in ("global", "tiled"):
-            raise ValueError(f'reference must be "global" or "tiled", not {self.reference!r}')
         if self.align is not None and (not isinstance(self.align, int) or self.align < 1):
             raise ValueError(f"align must be 1 token or more, not {self.align}")
 
     @property
     def title(self) -> str:
-        """HilbertA, its tiles, and what else is not as usual."""
-        return f"HilbertA T={self.tiles}{self.unusual(ALSO)}"
+        """Name, number of tiles, and the options that differ from their defaults."""
+        return f"HilbertA T={self.tiles}{self.non_defaults(IN_TITLE)}"
 
     @classmethod
     def showcase(cls) -> tuple["HilbertA", ...]:
@@ -85,30 +83,30 @@ class HilbertA(SparseAttention):
         return cls(tiles=4), cls(tiles=16)
 
     def plan(self, grids: tuple[Grid, ...], text: int, *, block: int = 64, device: str = "cpu") -> "HilbertPlan":
-        """The order of the tokens and who attends to whom in each layer. Cached by all arguments.
+        """The token order and the block tables of the layers. Cached by all arguments.
 
         Args:
-            grids: (rows, columns) of the image, then of each reference image, in tokens.
-            text: Number of text tokens; they stay in front.
-            block: Tokens in a block of the tables.
-            device: Where `order` and `inverse` live.
+            grids: (rows, columns) of the generated image, then of each reference image, in tokens.
+            text: Number of text tokens, which come before the image.
+            block: Number of tokens in a block of the tables.
+            device: Device of `order` and `inverse`.
 
         Raises:
             DenseFallback: If `tiles="auto"` and the image is too small.
-            ValueError: If an explicit number of tiles leaves fewer than 32 tokens to a tile; if `text` is below 0.
+            ValueError: If an explicit number of tiles leaves fewer than 32 tokens to a tile, or `text` is negative.
         """
         if text < 0:
-            raise ValueError(f"there cannot be {text} text tokens: give 0 or more")
+            raise ValueError(f"the number of text tokens must be 0 or more, not {text}")
         return _plan(self, grids, text, block, device)
 
     def tiles_for(self, grid: Grid) -> int:
-        """How many tiles an image of that many (rows, columns) of tokens is cut into."""
+        """Number of tiles of an image with this (rows, columns) of tokens; errors as of `plan`."""
         cells = grid[0] * grid[1]
         if self.tiles == "auto":
             fitting = [tiles for tiles in (16, 8, 4, 2) if cells // tiles >= 256]
             if not fitting:
                 raise DenseFallback(
-                    f"{grid[0]} x {grid[1]} image tokens are too few: 512 or more make tiles worth while"
+                    f"{grid[0]} x {grid[1]} image tokens are too few: tiles are used from 512 tokens on"
                 )
             return fitting[0]
         if self.tiles > 1 and cells // self.tiles < 32:
@@ -120,17 +118,16 @@ class HilbertA(SparseAttention):
 
 
 class HilbertPlan(NamedTuple):
-    """What HilbertA decided for one size.
+    """Result of `HilbertA.plan`. The packed sequence is [text | global references | centre | rest of the curve].
 
     Attributes:
-        order: Raster index of the image token at each packed position. Packed: [global references | centre | rest],
-            with the text in front of it all.
+        order: Raster index of the image token at each packed position after the text.
         inverse: Packed position of each raster token.
         tiles: Number of tiles.
-        prefix: Number of global tokens: text, references, centre.
-        segments: (image, tokens) of the parts of `order` in turn.
+        prefix: Number of global tokens: text, references and centre.
+        segments: (image, tokens) of the consecutive parts of `order`.
         tables: One table for each phase of the slide, all of one shape; layer l uses ``tables[l % period]``.
-        tile_maps: For each phase the tile of every token of the image, -1 in the centre; for pictures and tests.
+        tile_maps: For each phase the tile of every token of the generated image; -1 in the centre.
     """
 
     order: Int[Tensor, "image"]
@@ -143,31 +140,31 @@ class HilbertPlan(NamedTuple):
 
     @property
     def title(self) -> str:
-        """HilbertA and how many tiles it took."""
+        """Name and number of tiles."""
         return f"HilbertA T={self.tiles}"
 
     @property
     def nominal_sparsity(self) -> float:
-        """What papers quote: the part of image-to-image attention that tiles alone leave out."""
+        """Fraction of image-to-image attention that tiles alone skip, as papers quote it."""
         return 1 - 1 / self.tiles
 
 
 class _Curve(NamedTuple):
-    """One image along its curve: which of its tokens are global, and where its tiles begin among the others."""
+    """The tokens of one image along its curve, and the borders of its tiles."""
 
     centre: Int[Tensor, "centre"]
-    local: Int[Tensor, "local"]
-    bounds: list[list[int]]  # [phase][tile]: first local token of the tile; the last tile wraps around
+    local: Int[Tensor, "local"]  # outside the centre
+    borders: list[list[int]]  # [phase][tile]: index in `local` where a tile begins; the last tile wraps around
 
     def runs(self, phase: int) -> list[tuple[int, int]]:
         """(tile, length) of each contiguous run of local tokens."""
-        cuts = [0, *self.bounds[phase], len(self.local)]
-        tiles = len(self.bounds[phase])
+        cuts = [0, *self.borders[phase], len(self.local)]
+        tiles = len(self.borders[phase])
         return [((i - 1) % tiles, b - a) for i, (a, b) in enumerate(pairwise(cuts))]
 
 
 def in_centre(grid: Grid, centre: float) -> Bool[Tensor, "cells"]:
-    """Which raster cells lie in the central region whose sides are `centre` of the grid's."""
+    """Mask of the raster cells in the central region, whose sides are the fraction `centre` of the grid's."""
     inside = torch.zeros(grid, dtype=torch.bool)
     if centre:
         height, width = (max(1, round(side * centre)) for side in grid)
@@ -184,16 +181,16 @@ def _along_curve(method: HilbertA, grid: Grid, tiles: int) -> _Curve:
     rank = torch.cat([torch.zeros(1, dtype=torch.long), (~centre).cumsum(0)])
     n_local = int(rank[-1])
     g = method.align or (64 if cells // tiles >= 128 else 16)
-    bounds: list[list[int]] = []
+    borders: list[list[int]] = []
     for phase in range(method.period):
         cuts = (torch.arange(tiles) * cells // tiles + phase * cells // (tiles * method.period)) % cells
         snapped = (2 * rank[cuts].sort().values + g) // (2 * g) * g
-        bounds.append(snapped.clamp(max=n_local).tolist())
-    return _Curve(order[centre], order[~centre], bounds)
+        borders.append(snapped.clamp(max=n_local).tolist())
+    return _Curve(order[centre], order[~centre], borders)
 
 
 def _table(curves: list[_Curve], phase: int, prefix: int, block: int) -> BlockTable:
-    """Global blocks read everything; a tile's blocks read the global ones and the tile."""
+    """The block table in which global blocks read everything, and a tile's blocks the global blocks and the tile."""
     runs = [(-1, prefix), *(run for curve in curves for run in curve.runs(phase))]
     blocks = [tile for tile, length in runs for _ in range(0, length, block)]
     of_tile: dict[int, list[int]] = {}
@@ -208,8 +205,8 @@ def _table(curves: list[_Curve], phase: int, prefix: int, block: int) -> BlockTa
 @persistent
 def _plan(method: HilbertA, grids: tuple[Grid, ...], text: int, block: int, device: str) -> HilbertPlan:
     tiles = method.tiles_for(grids[0])
-    prefix: list[tuple[int, Tensor]] = []  # (image, tokens)
-    curves: dict[int, _Curve] = {}  # of each image that has tiles
+    prefix: list[tuple[int, Tensor]] = []  # (image, its global tokens)
+    curves: dict[int, _Curve] = {}  # by image; only images with tiles
     first = 0
     for i, grid in enumerate(grids):
         cells = grid[0] * grid[1]

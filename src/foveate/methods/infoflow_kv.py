@@ -1,17 +1,18 @@
 """InfoFlow KV: recompute the cached tokens through which information reaches the answer (arXiv 2603.05353).
 
-Chunks of a long context were computed apart, each from position 0. Side by side their keys stand in the wrong places,
-and no chunk has seen another.
+The chunks of a long context were computed separately, each from position 0. Put together, their keys have the wrong
+positions, and no chunk has seen another.
 
-1. Keys are turned to where they stand in the whole context; values stay.
-2. A context token's score is the attention that it receives from the prompt, over this stale cache.
-3. The tokens of the highest scores run through all layers again, under the true causal mask over the whole cache, and
+1. Keys are rotated to their positions in the whole context; values stay.
+2. The score of a context token is the attention that it receives from the prompt over this stale cache.
+3. The tokens with the highest scores run through all layers again, under the causal mask over the whole cache, and
    overwrite their rows.
 
-With `reorder`, chunks are first ranked by how many of their tokens score high: the richest comes next to the prompt.
+With `reorder`, chunks are first sorted by their fraction of high-scoring tokens: the richest comes last, next to the
+prompt.
 
-A token that matters only because of what stood before it, in another chunk, looks unimportant in the stale cache.
-`boundary` is our own answer to that: the first tokens of every chunk, which lost most, come before all others.
+A token that matters only because of an earlier chunk looks unimportant in the stale cache. `boundary`, which is not in
+the paper, addresses that: the first tokens of every chunk, which lack most context, are recomputed before all others.
 """
 
 import re
@@ -22,7 +23,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from foveate.methods.recompute_policy import ComposedCache, Geometry, Norm, PartialRecompute, Spans, check_choice
+from foveate.methods.recompute_policy import ComposedCache, Geometry, Norm, PartialRecompute, Spans
 
 __all__ = ["InfoFlowKV"]
 
@@ -32,18 +33,18 @@ class InfoFlowKV(PartialRecompute):
     """Recompute the rows that the prompt attends to most. `recompute=1.0` is exactly the full prefill.
 
     Attributes:
-        recompute: Fraction of all rows, prefix included, to compute again: 0 to 1. The paper's tables are at 0.15.
-        scoring_layers: A band of depths, "55%-78%", or layer numbers. The release scores with layers 22 to 25, of
-            models of 32 and of 40 layers: 69 to 78 % and 55 to 63 % of the depth.
-        norm: Of a token's attention over the prompt: "l2" as released, or "l1", the sum, as in the paper's eq. 7.
-        geometry: Where chunks stand while they are scored: at their places in the context ("global"); or, to compare
-            with the paper, all from the beginning with the prompt behind the longest ("hl-hp") or behind them all
-            ("hl-tp"), or all right before the prompt ("tl-tp").
-        reorder: Move chunks that score high to the end, next to the prompt. For chunks that are no continuous text.
-        exclude_first: Leave out the prefix and the first chunk, which are as they should be. The release does not
-            with `reorder`.
-        boundary: So many rows at the beginning of every chunk but the first come before all others, the best scored
-            of them if the budget is small. 0 is the paper's method.
+        recompute: Fraction of all rows, prefix included, to recompute: 0 to 1. The paper's tables use 0.15.
+        scoring_layers: Layers that score: a band of relative depths such as "55%-78%", or layer numbers. The authors'
+            code uses layers 22 to 25 of models with 32 and 40 layers: 69 to 78 % and 55 to 63 % of the depth.
+        norm: Norm of a token's attention over the prompt: "l2" as in the authors' code, or "l1", the sum, as in eq. 7
+            of the paper.
+        geometry: Positions of the chunks during scoring: those in the context ("global"), or, for comparison with the
+            paper, "hl-hp", "hl-tp" or "tl-tp"; see `foveate.methods.recompute_policy.places`.
+        reorder: Move high-scoring chunks to the end, next to the prompt. For chunks that are not one continuous text.
+        exclude_first: Never recompute the prefix and the first chunk: their cache is exact. The authors' code
+            recomputes them with `reorder`.
+        boundary: Number of rows at the start of every chunk but the first that are recomputed before all others,
+            highest scores first. 0 is the paper's method.
 
     Examples:
         >>> InfoFlowKV().layers(32)
@@ -73,14 +74,12 @@ class InfoFlowKV(PartialRecompute):
             )
         if not isinstance(self.boundary, int) or self.boundary < 0:
             raise ValueError(f"boundary is a number of rows of each chunk, 0 or more, not {self.boundary}")
-        check_choice("norm", self.norm, Norm)
-        check_choice("geometry", self.geometry, Geometry)
 
     def layers(self, number: int) -> tuple[int, ...]:
-        """The scoring layers of a model of so many layers.
+        """The scoring layers of a model with `number` layers.
 
         Raises:
-            ValueError: If `scoring_layers` is neither a band nor layers that the model has.
+            ValueError: If the model lacks one of the layers.
         """
         if isinstance(self.scoring_layers, str):
             low, high = _band(self.scoring_layers)
@@ -90,9 +89,9 @@ class InfoFlowKV(PartialRecompute):
         return self.scoring_layers
 
     def arrange(self, stale: ComposedCache) -> tuple[int, ...]:
-        """The order of the chunks, with `reorder` by the fraction of their rows that would be selected.
+        """The order of the chunks; with `reorder`, ascending by the fraction of their rows that would be selected.
 
-        As released: chunks are scored as they were computed, all from the beginning, and the first one too.
+        As in the authors' code, chunks are scored at the positions where they were computed, the first one too.
         """
         if not (self.reorder and self.recompute):
             return super().arrange(stale)
@@ -108,7 +107,7 @@ class InfoFlowKV(PartialRecompute):
         return self.select(stale.received(self.layers(stale.layers), self.norm, self.geometry), stale.spans)
 
     def select(self, scores: Float[Tensor, "context"], spans: Spans) -> Int[Tensor, "rows"]:
-        """The rows of the highest scores, ascending, those of `boundary` before all others."""
+        """The rows with the highest scores, ascending; rows of `boundary` come before all others."""
         if not self.boundary:
             return super().select(scores, spans)
         rank = scores.argsort(stable=True, descending=True).argsort().neg().float()

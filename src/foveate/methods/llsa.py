@@ -1,10 +1,10 @@
 """LLSA: trainable log-linear sparse attention (Zhou et al., arXiv 2512.16615).
 
-1. Image tokens are put along a curve, once per forward: an aligned run of them is a compact patch of the image.
-2. Queries and keys are averaged over nodes of ever more tokens. From the top down, each node picks the nodes below
-   whose mean keys fit its mean query best, among the children of what its parent picked.
-3. A query reads the tokens of the blocks that its block picked, and means for all the rest, each as often as it has
-   tokens, in one softmax. The text is read by, and reads, everything.
+1. Image tokens are put along a curve: an aligned run of them is a compact patch of the image.
+2. Queries and keys are mean-pooled into a hierarchy of nodes. From the top down, each node selects the top-k nodes of
+   its level by mean query times mean key, among the children of the nodes that its parent selected.
+3. One softmax covers the tokens of the selected blocks and the pooled keys of the coarser levels, each weighted by its
+   number of tokens. Text attends to everything and everything attends to text.
 """
 
 from dataclasses import dataclass
@@ -24,7 +24,8 @@ from foveate.utils.cache import persistent
 
 __all__ = ["LLSA", "OPTIONS", "LLSAPlan"]
 
-OPTIONS = "top_k", "block_size", "levels", "enrich", "reweight", "exclude_selected", "log_mass"  # of the op
+# options of `foveate.ops.log_linear_attention`
+OPTIONS = "top_k", "block_size", "levels", "enrich", "reweight"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,15 +33,13 @@ class LLSA(SparseAttention):
     """Log-linear sparse attention. `enrich=False` with a `top_k` of all blocks is exactly the dense model.
 
     Attributes:
-        top_k: Nodes that each node picks; of blocks, so many are read token by token. All where there are fewer.
-        block_size: Tokens of a block, and children of a node: 16, 32 or 64.
-        levels: Pooled levels, 1 to 4; None decides by the number of tokens.
-        curve: Name of the order, one of `foveate.ops.curves.CURVES`.
-        enrich: Read the means of nodes too; a number reads those of so many levels.
-        reweight: Let a mean count as often as it has tokens.
-        exclude_selected: Leave out the means of what is read in finer form. Beyond the paper.
-        log_mass: Raise means by what their tokens differ. Beyond the paper.
-        min_tokens: Images with fewer tokens stay dense. Both take equally long on a CPU between 1,024 and 2,048.
+        top_k: Number of nodes that each node selects, and so of blocks that are read token by token.
+        block_size: Number of tokens of a block and of children of a node: 16, 32 or 64.
+        levels: Number of pooled levels, 1 to 4. None decides by the number of tokens.
+        curve: Token order, one of `foveate.ops.curves.CURVES`.
+        enrich: Read pooled keys too. A number reads only that many levels, from the finest.
+        reweight: Weight a pooled key by its number of tokens.
+        min_tokens: Images with fewer tokens stay dense. On a CPU dense is faster below 1,024 to 2,048 tokens.
 
     Examples:
         >>> plan = LLSA().plan(grids=((64, 64),), text=512)
@@ -48,7 +47,7 @@ class LLSA(SparseAttention):
         (384, '0.716')
 
     Raises:
-        ValueError: If an option is out of its range, or `log_mass` is to raise means that `enrich` leaves out.
+        ValueError: If an option is out of its range.
 
     Source: arXiv 2512.16615.
     """
@@ -59,45 +58,48 @@ class LLSA(SparseAttention):
     curve: str = "morton"
     enrich: bool | int = True
     reweight: bool = True
-    exclude_selected: bool = False
-    log_mass: bool = False
     min_tokens: int = 1024
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_options(self.top_k, self.block_size, self.levels)
-        enriched_levels(self.levels or MAX_LEVELS, self.enrich, self.log_mass)
+        enriched_levels(self.levels or MAX_LEVELS, self.enrich)
         if self.curve not in CURVES:
             raise ValueError(f"unknown curve {self.curve!r}: choose one of {', '.join(CURVES)}")
 
     @property
     def title(self) -> str:
-        """LLSA, how many blocks it picks, and what else is not as usual."""
-        return f"LLSA K={self.top_k}{self.unusual((*OPTIONS[1:], 'curve'))}"
+        """Name, `top_k`, and the options that differ from their defaults."""
+        return f"LLSA K={self.top_k}{self.non_defaults((*OPTIONS[1:], 'curve'))}"
 
     def check_head_dim(self, head_dim: int) -> None:
-        """Stay dense where heads have too few or too many channels."""
+        """Checks that heads have 32 to 256 channels.
+
+        Raises:
+            DenseFallback: If they do not.
+        """
         try:
             check_head_dim(head_dim)
         except ValueError as reason:
-            raise DenseFallback(f"log-linear attention takes no such heads: {reason}") from None
+            raise DenseFallback(f"log-linear attention does not support these heads: {reason}") from None
 
     def plan(self, grids: tuple[Grid, ...], text: int, *, device: str = "cpu") -> "LLSAPlan":
-        """The order of the tokens, and how they attend. Cached by all arguments.
+        """The token order and the attention pattern. Cached by all arguments.
 
         Args:
-            grids: (rows, columns) of the image, then of each reference image, in tokens: each along its own curve.
-            text: Number of text tokens; they stay in front.
-            device: Where `order` and `inverse` live.
+            grids: (rows, columns) of the generated image, then of each reference image, in tokens. Each image has its
+                own curve.
+            text: Number of text tokens, which come before the image.
+            device: Device of `order` and `inverse`.
 
         Raises:
-            ValueError: If `levels` or `enrich` are more than so many tokens have use for.
+            ValueError: If `levels` or `enrich` is too large for this number of tokens.
         """
         return _plan(self, self.enrich is True, grids, text, device)
 
 
 class LLSAPlan(NamedTuple):
-    """What LLSA decided for one size; see `foveate.methods.base.AttentionPlan`."""
+    """Result of `LLSA.plan`; see `foveate.methods.base.AttentionPlan`."""
 
     order: Int[Tensor, "image"]
     inverse: Int[Tensor, "image"]
@@ -111,7 +113,7 @@ class LLSAPlan(NamedTuple):
 @lru_cache(maxsize=64)
 @persistent
 def _plan(method: LLSA, every_level: bool, grids: tuple[Grid, ...], text: int, device: str) -> LLSAPlan:
-    """For the cache enrich=True and enrich=1 are one method: `every_level` tells them apart."""
+    """`every_level` keeps enrich=True and enrich=1, which are equal, apart in the cache."""
     cells = [rows * columns for rows, columns in grids]
     orders = [grid_order(method.curve, *grid) + sum(cells[:i]) for i, grid in enumerate(grids)]
     order = torch.cat(orders).to(device)

@@ -1,13 +1,15 @@
-"""What methods share that patch a composed KV cache: which of its rows are computed again."""
+"""The interface of policies that choose which rows of a composed KV cache to recompute."""
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from math import floor
-from typing import Any, Literal, Protocol, get_args, runtime_checkable
+from typing import Literal, Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
+
+from foveate.utils.choices import check_choices
 
 __all__ = [
     "ComposedCache",
@@ -16,7 +18,6 @@ __all__ = [
     "PartialRecompute",
     "RecomputePolicy",
     "Spans",
-    "check_choice",
     "places",
 ]
 
@@ -25,23 +26,14 @@ Geometry = Literal["global", "hl-hp", "tl-tp", "hl-tp"]
 Spans = tuple[tuple[int, int], ...]
 
 
-def check_choice(name: str, value: object, choices: Any) -> None:
-    """Refuse a value that is none of a Literal's.
-
-    Raises:
-        ValueError: With the choices.
-    """
-    if value not in get_args(choices):
-        raise ValueError(f"{name} must be one of {', '.join(get_args(choices))}, not {value!r}")
-
-
 def places(geometry: Geometry, spans: Spans) -> tuple[Int[Tensor, "rows"], int]:
-    """Where each row stands while it is scored, and where the prompt begins. The prefix stays in front.
+    """Position of each row during scoring, and position of the first prompt token. The prefix keeps its positions.
 
     Args:
-        geometry: Chunks one behind the other ("global"); all from the beginning with the prompt behind the longest
-            ("hl-hp") or behind as many tokens as there are ("hl-tp"); or all right before such a prompt ("tl-tp").
-        spans: As of `ComposedCache`.
+        geometry: "global": chunks one after the other. "hl-hp": all chunks start after the prefix, and the prompt
+            follows the longest. "hl-tp": the same, but the prompt starts where it does in "global". "tl-tp": all
+            chunks end right before that prompt.
+        spans: Row ranges of the chunks; see `ComposedCache.spans`.
 
     Examples:
         >>> for geometry in ("global", "hl-hp", "tl-tp", "hl-tp"):
@@ -64,77 +56,78 @@ def places(geometry: Geometry, spans: Spans) -> tuple[Int[Tensor, "rows"], int]:
 
 @runtime_checkable
 class ComposedCache(Protocol):
-    """A prompt, and before it a cache composed of chunks that were computed apart. Rows are numbered from 0."""
+    """A prompt and the KV cache before it, composed of chunks that were computed separately. Rows count from 0."""
 
     @property
     def spans(self) -> Spans:
-        """First row of each chunk and the row behind its last. Rows before the first chunk are the prefix."""
+        """(first row, last row + 1) of each chunk. Rows before the first chunk are the prefix."""
         ...
 
     @property
     def layers(self) -> int:
-        """How many the model has."""
+        """Number of layers of the model."""
         ...
 
     def received(self, layers: tuple[int, ...], norm: Norm, geometry: Geometry) -> Float[Tensor, "context"]:
-        """The attention that each row receives from the prompt, mean over these layers."""
+        """Attention that each row receives from the prompt, averaged over these layers."""
         ...
 
     def kv_deviation(self, rank: Literal["v", "k"]) -> Float[Tensor, "context"]:
-        """Mean square change of each row's values ("v") or keys ("k") in layer 1 when computed anew.
+        """Mean squared change of each row's values ("v") or keys ("k") in layer 1 when recomputed.
 
-        All rows of layers 0 and 1 are overwritten.
+        Overwrites all rows of layers 0 and 1.
         """
         ...
 
 
 class RecomputePolicy(ABC):
-    """A choice of rows to compute again."""
+    """A policy that chooses the rows to recompute."""
 
     def arrange(self, stale: ComposedCache) -> tuple[int, ...]:
-        """The order to put the chunks in first; as they are, unless a method says otherwise."""
+        """The order in which to put the chunks before recomputation. By default their own."""
         return tuple(range(len(stale.spans)))
 
     @abstractmethod
     def rows(self, stale: ComposedCache) -> Int[Tensor, "rows"]:
-        """The rows to compute again, ascending."""
+        """The rows to recompute, ascending."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PartialRecompute(RecomputePolicy):
-    """A choice of so many rows.
+    """A policy that recomputes a fixed fraction of the rows.
 
     Attributes:
-        recompute: Fraction of all rows, prefix included, to compute again: 0 to 1. Above 0 it is one row at least.
-        exclude_first: Leave out the prefix and the first chunk, which are as they should be.
+        recompute: Fraction of all rows, prefix included, to recompute: 0 to 1. Above 0 it is at least one row.
+        exclude_first: Never recompute the prefix and the first chunk: their cache is exact.
     """
 
     recompute: float = 0.15
     exclude_first: bool = True
 
     def __post_init__(self) -> None:
+        check_choices(self)
         if not 0 <= self.recompute <= 1:
             raise ValueError(
-                f"recompute is the fraction of rows to compute again, 0 to 1, not {self.recompute}; 15 % is 0.15"
+                f"recompute is the fraction of rows to recompute, 0 to 1, not {self.recompute}; 15 % is 0.15"
             )
 
     def eligible(self, spans: Spans) -> Bool[Tensor, "context"]:
-        """Which rows may be chosen at all."""
+        """Mask of the rows that may be chosen."""
         rows = torch.ones(spans[-1][1], dtype=torch.bool)
         rows[: spans[0][1] if self.exclude_first else 0] = False
         return rows
 
     def budget(self, spans: Spans) -> int:
-        """How many rows are chosen."""
+        """Number of rows that are chosen."""
         wanted = max(1, floor(self.recompute * spans[-1][1] + 1e-9)) if self.recompute else 0
         return min(wanted, int(self.eligible(spans).sum()))
 
     def select(self, scores: Float[Tensor, "context"], spans: Spans) -> Int[Tensor, "rows"]:
-        """The rows of the highest scores, ascending; among equals the first ones.
+        """The rows with the highest scores, ascending. Of equal scores the first rows are taken.
 
         Args:
-            scores: One per row.
-            spans: As of `ComposedCache`.
+            scores: Score of each row.
+            spans: Row ranges of the chunks; see `ComposedCache.spans`.
         """
         eligible = self.eligible(spans).to(scores.device)
         best = scores.masked_fill(~eligible, -torch.inf).sort(descending=True, stable=True).indices

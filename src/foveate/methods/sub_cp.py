@@ -3,55 +3,56 @@
 Reconstructed from the abstract and summaries; no code or numbers of the authors were available. The paper names the
 objective (facility location) and four strategies; what the strategies compute is defined here:
 
-1. An example serves another as well as max(0, cosine) of their embeddings says. A set covers the pool as well as each
-   example of the pool is served by the nearest of the set, in the mean.
-2. Selection picks the examples that cover the pool best, greedily.
-3. Partition deals examples to blocks. In global strategies blocks take turns, each taking what covers most for itself;
-   local ones cut the pool into regions around anchors, and fill a block from each.
+1. Similarity is max(0, cosine) of embeddings. The coverage of a set is the mean, over the examples of the pool, of
+   the similarity to the most similar example of the set.
+2. `select` picks the examples that cover the pool best, greedily.
+3. `partition` assigns examples to blocks. In global strategies the blocks take turns, each picking what adds most to
+   its own coverage. Local strategies divide the pool into regions around anchors and fill each block from one region.
 """
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from math import inf
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from foveate.ops.deduplicate import keep_apart
-from foveate.ops.example_blocks import ALIKE, Blocks, Embeddings, like, unit_rows
+from foveate.ops.deduplicate import deduplicate
+from foveate.ops.example_blocks import Blocks, Embeddings, rounded, unit_rows, unit_rows_like
 from foveate.ops.example_labels import Classes, classes_of
-from foveate.ops.round_robin_greedy import Picked, best_similarity, round_robin_greedy
+from foveate.ops.facility_location import GreedyPicks, best_similarity, round_robin_greedy
+from foveate.utils.choices import check_choices
 from foveate.utils.progress import Track, silent
 
 __all__ = ["STRATEGIES", "Selection", "SubCP"]
 
-STRATEGIES = "global_diverse", "global_local", "local_diverse", "local_coherent"
-CHOICES = {"strategy": STRATEGIES, "order": ("picked", "central_last"), "balance": (None, "proportional", "equal")}
+Strategy = Literal["global_diverse", "global_local", "local_diverse", "local_coherent"]
+STRATEGIES: tuple[str, ...] = get_args(Strategy)
 
 
 @dataclass(frozen=True, kw_only=True)
 class SubCP:
     """Blocks of examples for in-context learning. `blocks=1` is plain concatenation of the selected examples.
 
-    Reconstructed from the abstract and summaries; no code or numbers of the authors were available. There is no seed:
-    the same embeddings give the same blocks, and of equal examples the first is taken.
+    Reconstructed from the abstract and summaries; no code or numbers of the authors were available. Results are
+    deterministic: of equal examples the first is taken.
 
     Attributes:
-        blocks: How many blocks.
-        block_size: Examples of each block. None uses every example; sizes then differ by 1 at most.
-        strategy: "global_diverse": every block alone covers the pool. "global_local": all blocks together cover it,
-            and each covers what they hold. "local_diverse": each block covers a region of its own. "local_coherent":
-            each block is the middle of a region. When every example is used the first two give the same blocks, and so
-            do the last two, but for the order inside.
-        order: Inside a block: as "picked", or "central_last", the example nearest to the mean of the block at the end.
-        balance: Labels of the chosen examples, dealt evenly to the blocks: "proportional" to the pool, or "equal".
-            None does not look at labels. Not for local strategies: a region has the labels that it has.
-        max_similarity: Examples whose cosine is larger never share a block: they are exchanged with what is most like
-            them elsewhere. None allows copies.
-        query_bonus: With queries, what an example equal to one of them is worth: as much as to serve so many examples
-            perfectly.
+        blocks: Number of blocks.
+        block_size: Number of examples in each block. None uses every example; block sizes then differ by at most 1.
+        strategy: "global_diverse": every block by itself covers the pool. "global_local": all blocks together cover
+            the pool, and every block covers their union. "local_diverse": every block covers a region of its own.
+            "local_coherent": every block is the centre of a region. If every example is used, the first two
+            strategies give the same blocks, and so do the last two, except for the order inside.
+        order: Order inside a block: "picked", or "central_last", which moves the example nearest to the mean of the
+            block to the end.
+        balance: Labels of the selected examples, spread evenly over the blocks: "proportional" to the pool, or
+            "equal". None ignores labels. Not for local strategies: regions have the labels that they have.
+        max_similarity: Largest cosine of two examples of a block; see `foveate.ops.deduplicate`. None sets no limit.
+        query_bonus: With queries, the bonus of an example that equals a query, in units of perfectly represented
+            examples.
 
     Examples:
         >>> embeddings = torch.eye(4).repeat(2, 1)  # four kinds of examples, twice
@@ -62,30 +63,28 @@ class SubCP:
         [[0, 3], [1, 2]]
 
     Raises:
-        ValueError: If an option is out of its range, or `balance` is asked of a local strategy.
+        ValueError: If an option is out of its range, or `balance` is combined with a local strategy.
 
     Source: arXiv 2510.05130.
     """
 
     blocks: int = 8
     block_size: int | None = 8
-    strategy: Literal["global_diverse", "global_local", "local_diverse", "local_coherent"] = "global_local"
+    strategy: Strategy = "global_local"
     order: Literal["picked", "central_last"] = "picked"
-    balance: Literal["proportional", "equal"] | None = None
+    balance: Literal["proportional", "equal", None] = None
     max_similarity: float | None = None
     query_bonus: float = 1.0
 
     def __post_init__(self) -> None:
-        for name, known in CHOICES.items():
-            if getattr(self, name) not in known:
-                raise ValueError(f"{name} must be one of {', '.join(map(str, known))}, not {getattr(self, name)!r}")
+        check_choices(self)
         for name in ("blocks", "block_size"):
             if (value := getattr(self, name)) is not None and value < 1:
                 raise ValueError(f"{name} must be 1 or more, not {value}")
         if self.balance and self._local:
             raise ValueError(
-                f"a region has the labels that it has: {self.strategy} takes no balance={self.balance!r}; "
-                "use global_local or global_diverse"
+                f"{self.strategy} cannot be combined with balance={self.balance!r}, whose regions have their own "
+                "labels: use global_local or global_diverse"
             )
         if self.max_similarity is not None and not 0 < self.max_similarity < 1:
             raise ValueError(f"max_similarity must be a cosine between 0 and 1, not {self.max_similarity}")
@@ -102,25 +101,26 @@ class SubCP:
         represent: Embeddings | None = None,
         track: Track = silent,
     ) -> "Selection":
-        """The `n` examples that cover the pool best, greedily: within 1 - 1/e of the best set.
+        """The `n` examples that cover the pool best, picked greedily: within 1 - 1/e of the best set.
 
-        Memory grows with the pool, not with its square.
+        Memory grows linearly with the pool.
 
         Args:
-            embeddings: [examples, dim], of any length but 0.
-            n: How many.
-            labels: Of the examples, for `balance`.
-            queries: [queries, dim]. Examples get a bonus for similarity to the nearest of them.
-            represent: [others, dim], what is to be covered instead of the pool, e.g. a validation set.
-            track: Shows progress.
+            embeddings: Embeddings of the pool [examples, dim], of any length except 0.
+            n: Number of examples to select.
+            labels: Label of each example, for `balance`.
+            queries: Embeddings [queries, dim]. Examples get a bonus for their similarity to the nearest query.
+            represent: Embeddings [items, dim] to cover instead of the pool, such as a validation set.
+            track: Progress callback.
 
         Raises:
-            ValueError: If an embedding is NaN, infinite or 0, if there are fewer than `n`, or labels do not fit.
+            ValueError: If an embedding is NaN, infinite or 0, the pool has fewer than `n` examples, or the labels do
+                not fit.
         """
         pool = unit_rows(embeddings)
         if not 1 <= n <= len(pool):
             raise ValueError(f"cannot select {n} of {len(pool)} examples: use n=1 to n={len(pool)}")
-        others = None if represent is None else like(represent, pool, "represented item")
+        others = None if represent is None else unit_rows_like(represent, pool, "represented item")
         picked = self._pick(pool, n, self._classes(labels, pool), self._bonus(pool, queries), others, track)
         covered, most = picked.covered.sum(), len(pool)
         if others is not None:
@@ -139,22 +139,23 @@ class SubCP:
         """Blocks of examples.
 
         Args:
-            embeddings: [examples, dim] of the pool.
-            ids: Examples that are to be dealt, all of them. None lets the strategy choose from the pool.
-            labels: Of the pool, for `balance`.
-            queries: [queries, dim], as in `select`; not with ids, without a block size, nor for "local_coherent".
-            track: Shows progress.
+            embeddings: Embeddings of the pool [examples, dim], of any length except 0.
+            ids: Indices of examples that are all assigned to blocks. None lets the strategy select from the pool.
+            labels: Label of each example of the pool, for `balance`.
+            queries: Embeddings [queries, dim], as in `select`. Not together with `ids`, with `block_size=None`, or
+                with "local_coherent".
+            track: Progress callback.
 
         Raises:
-            ValueError: As `select` does, and if the examples cannot fill the blocks, or not with `max_similarity`.
+            ValueError: As `select`, and if the examples cannot fill the blocks or cannot meet `max_similarity`.
         """
         pool = unit_rows(embeddings)
         classes = self._classes(labels, pool)
-        settled = ids is not None or self.block_size is None or self.strategy == "local_coherent"
-        if queries is not None and settled:
+        no_choice = ids is not None or self.block_size is None or self.strategy == "local_coherent"
+        if queries is not None and no_choice:
             raise ValueError(
-                "queries change what is chosen: leave out ids, give a block_size, and use another strategy than "
-                "local_coherent"
+                "queries change which examples are selected: leave out ids, give a block_size, and use another "
+                "strategy than local_coherent"
             )
         chosen = torch.arange(len(pool)) if ids is None else _distinct(ids, len(pool))
         chosen = chosen.to(pool.device)
@@ -162,16 +163,16 @@ class SubCP:
         bonus = self._bonus(pool, queries)
         if self._local:
             rows = pool[chosen]
-            parts = [chosen[part] for part in self._regional(rows, bonus, track)]
+            parts = [chosen[part] for part in self._from_regions(rows, bonus, track)]
         else:
             if self.strategy == "global_local" and n < len(chosen):
                 chosen = self._pick(pool, n, classes, bonus, None, track).picks.sort().values
                 bonus = None
             rows, kinds = pool[chosen], None if classes is None else classes.of(chosen)
-            parts = [chosen[part] for part in self._in_turns(rows, n, kinds, bonus, track)]
+            parts = [chosen[part] for part in self._round_robin(rows, n, kinds, bonus, track)]
         if self.max_similarity is not None:
             spare = _rest(parts, len(pool)) if ids is None else []
-            parts = keep_apart(parts, spare, pool, self.max_similarity, None if classes is None else classes.codes)
+            parts = deduplicate(parts, spare, pool, self.max_similarity, None if classes is None else classes.codes)
         if self.order == "central_last":
             parts = [_central_last(part, pool[part]) for part in parts]
         return Blocks([part.tolist() for part in parts], pool)
@@ -181,7 +182,7 @@ class SubCP:
         return self.strategy.startswith("local")
 
     def _number(self, available: int, given: bool) -> int:
-        """How many examples go into blocks."""
+        """Number of examples that go into blocks."""
         size = self.block_size or 1
         if available < self.blocks * size:
             most = available // size
@@ -206,7 +207,7 @@ class SubCP:
     def _bonus(self, pool: Float[Tensor, "examples dim"], queries: Embeddings | None) -> Tensor | None:
         if queries is None:
             return None
-        return self.query_bonus * best_similarity(pool, like(queries, pool, "query"))
+        return self.query_bonus * best_similarity(pool, unit_rows_like(queries, pool, "query"))
 
     def _pick(
         self,
@@ -216,14 +217,14 @@ class SubCP:
         bonus: Tensor | None,
         others: Tensor | None,
         track: Track,
-    ) -> Picked:
-        """One set that covers all."""
+    ) -> GreedyPicks:
+        """One set that covers the represented items."""
         room = None if classes is None else classes.quotas(n, self.balance == "equal")[None]
         codes = None if classes is None else classes.codes
         represented = pool if others is None else others
         return round_robin_greedy(represented, pool, n * [0], bonus=bonus, classes=codes, room=room, track=track)
 
-    def _in_turns(
+    def _round_robin(
         self,
         rows: Float[Tensor, "examples dim"],
         n: int,
@@ -231,45 +232,45 @@ class SubCP:
         bonus: Tensor | None,
         track: Track,
     ) -> list[Tensor]:
-        """Blocks that each cover all rows. The order of turns goes back and forth: nobody is always last."""
+        """Blocks that each cover all rows. The order of turns alternates, so that no block is always last."""
         rounds = [range(self.blocks)[:: 1 if r % 2 == 0 else -1] for r in range(n // self.blocks)]
         turns = [block for order in rounds for block in order] + list(range(n % self.blocks))
         room = codes = None
-        if classes is not None:  # dealt like cards, class by class: of each class the blocks get the same, within 1
+        if classes is not None:  # the room of blocks for a class differs by at most 1
             quotas, codes = classes.quotas(n, self.balance == "equal"), classes.codes
-            cards = torch.arange(len(quotas), device=rows.device).repeat_interleave(quotas)
-            cells = torch.arange(n, device=rows.device) % self.blocks * len(quotas) + cards
+            kinds = torch.arange(len(quotas), device=rows.device).repeat_interleave(quotas)
+            cells = torch.arange(n, device=rows.device) % self.blocks * len(quotas) + kinds
             room = cells.bincount(minlength=self.blocks * len(quotas)).view(self.blocks, -1)
         picked = round_robin_greedy(rows, rows, turns, bonus=bonus, classes=codes, room=room, track=track)
-        served = torch.tensor(turns, device=rows.device)
-        return [picked.picks[served == block] for block in range(self.blocks)]
+        block_of = torch.tensor(turns, device=rows.device)
+        return [picked.picks[block_of == block] for block in range(self.blocks)]
 
-    def _regional(self, rows: Float[Tensor, "examples dim"], bonus: Tensor | None, track: Track) -> list[Tensor]:
-        """Blocks that each come from a region."""
+    def _from_regions(self, rows: Float[Tensor, "examples dim"], bonus: Tensor | None, track: Track) -> list[Tensor]:
+        """Blocks that are each taken from one region."""
         anchors = round_robin_greedy(rows, rows, self.blocks * [0], track=track).picks
-        similar = (rows @ rows[anchors].T * ALIKE).clamp(min=0).round()
+        similarity = rounded(rows @ rows[anchors].T).clamp(min=0)
         blocks: list[Tensor] = []
-        for b, region in enumerate(_regions(similar, anchors.tolist())):
+        for b, region in enumerate(_regions(similarity, anchors.tolist())):
             size = self.block_size or len(region)
             inside = torch.tensor(region, device=rows.device)
             if self.strategy == "local_diverse":
-                worth = None if bonus is None else bonus[inside]
-                best = round_robin_greedy(rows[inside], rows[inside], size * [0], bonus=worth).picks
+                own_bonus = None if bonus is None else bonus[inside]
+                best = round_robin_greedy(rows[inside], rows[inside], size * [0], bonus=own_bonus).picks
             else:
-                closeness = similar[inside, b].masked_fill(inside == anchors[b], torch.inf)
-                best = closeness.sort(descending=True, stable=True).indices[:size]
+                nearest = similarity[inside, b].masked_fill(inside == anchors[b], torch.inf)
+                best = nearest.sort(descending=True, stable=True).indices[:size]
             blocks.append(inside[best])
         return blocks
 
 
 class Selection(NamedTuple):
-    """Examples that cover a pool.
+    """Result of `SubCP.select`.
 
     Attributes:
-        ids: In the order of their picking; the first k are the selection of k, without balance.
-        gains: What each added: the coverage that it added times the number of examples, and its query bonus.
-        coverage: From 0 to 1: the mean similarity of each example to the nearest chosen one, and where others than the
-            pool are represented, the part of it that the whole pool would reach.
+        ids: Selected examples in the order of picking. Without `balance`, the first k are the selection of k.
+        gains: Gain of each pick: the increase of coverage times the number of examples, plus its query bonus.
+        coverage: Mean similarity of the pool's examples to the nearest selected one, 0 to 1. With `represent`, the
+            fraction of the represented items' similarity that the whole pool would reach.
     """
 
     ids: Int[Tensor, "n"]
@@ -278,40 +279,40 @@ class Selection(NamedTuple):
 
     @property
     def saturated_at(self) -> int:
-        """After so many picks nothing could be gained: all others went by their index."""
+        """Number of picks with a gain; later picks are the first free examples."""
         return int((self.gains > 0).sum())
 
 
 def _distinct(ids: Sequence[int] | Tensor, examples: int) -> Int[Tensor, "chosen"]:
-    """The ids, ascending: ties go to the smaller index."""
+    """The ids in ascending order, so that ties go to the smaller index."""
     chosen = torch.as_tensor(ids).sort().values
     if chosen.ndim != 1 or not len(chosen) or chosen[0] < 0 or chosen[-1] >= examples:
         raise ValueError(f"ids must be a list of numbers from 0 to {examples - 1}, not {chosen.tolist()}")
     if len(twice := chosen[1:][chosen[1:] == chosen[:-1]]):
-        raise ValueError(f"example {int(twice[0])} is among the ids twice: an example goes into one block")
+        raise ValueError(f"example {int(twice[0])} is in ids twice: give each example once")
     return chosen
 
 
 def _rest(parts: Sequence[Tensor], examples: int) -> list[int]:
-    """The examples that are in none of the parts."""
+    """The examples in none of the parts."""
     left = torch.ones(examples, dtype=torch.bool)
     left[torch.cat(list(parts)).cpu()] = False
     return left.nonzero()[:, 0].tolist()
 
 
 def _central_last(part: Int[Tensor, "block"], rows: Float[Tensor, "block dim"]) -> Int[Tensor, "block"]:
-    central = (rows @ rows.mean(0) * ALIKE).round().argmax()
+    central = rounded(rows @ rows.mean(0)).argmax()
     return torch.cat([part[torch.arange(len(part), device=part.device) != central], part[central][None]])
 
 
-def _regions(similar: Float[Tensor, "examples blocks"], anchors: list[int]) -> list[list[int]]:
-    """The examples of each anchor. Surest first, each goes to its nearest anchor that has room; ties by index.
+def _regions(similarity: Float[Tensor, "examples blocks"], anchors: list[int]) -> list[list[int]]:
+    """The examples of each anchor's region: each example joins its nearest anchor that has room, most similar first.
 
-    All have the same room; where it does not come out even, the first that are full take one more.
+    Regions are of equal size; if the number of examples is no multiple, the first full ones take one more.
     """
-    preferred = similar.sort(dim=1, descending=True, stable=True).indices.tolist()
-    surest = similar.amax(1).sort(descending=True, stable=True).indices.tolist()
-    room, more = divmod(len(similar), len(anchors))
+    preferred = similarity.sort(dim=1, descending=True, stable=True).indices.tolist()
+    surest = similarity.amax(1).sort(descending=True, stable=True).indices.tolist()
+    room, more = divmod(len(similarity), len(anchors))
     regions = [[anchor] for anchor in anchors]
     placed = set(anchors)
     for example in (example for example in surest if example not in placed):

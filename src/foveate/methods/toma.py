@@ -1,11 +1,11 @@
 """ToMA: token merging by attention-like matrices (arXiv 2509.10918).
 
-1. The image is cut into small windows, the tiles, and its tokens are put in the order of the tiles, once per forward.
-2. In every tile some tokens become destinations: those that best cover the others, picked greedily.
-3. Merge: every token spreads itself over the destinations of its tile, by a sharp softmax of cosine similarity; a
-   destination becomes the mean of what it was given.
-4. What is merged goes through the layer. Unmerge: every token takes back from the destinations as it gave.
-5. Destinations and weights are kept for several layers and steps.
+1. The image is cut into small windows, the tiles.
+2. In every tile the tokens that represent the tile best become destinations (greedy facility location).
+3. Merge: every token spreads itself over the destinations of its tile, by a sharp softmax A of cosine similarity; a
+   destination becomes the weighted mean of what it receives.
+4. The merged tokens go through the layer. Unmerge: every token takes back from the destinations by the transpose of A.
+5. Destinations and weights are reused for several layers and steps.
 """
 
 import logging
@@ -21,10 +21,10 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn.functional import normalize, one_hot
 
-from foveate.methods.base import AttentionPlan, DenseFallback, TokenMerging
+from foveate.methods.base import AttentionPlan, DenseFallback, TokenMerging, two_sides
 from foveate.ops.curves import inverse_order
 from foveate.ops.facility_location import facility_location
-from foveate.ops.merging import Grid, Group, Merge, Regions, places_of, together
+from foveate.ops.merging import Grid, Group, Merge, Regions, merge_adjacent
 from foveate.ops.soft_assignment import soft_assignment
 from foveate.utils.cache import WeakTensorCache, persistent
 
@@ -32,10 +32,10 @@ __all__ = ["ToMA"]
 
 log = logging.getLogger("foveate")
 
-SOFT_ENOUGH = 50.0  # below this scale the transpose is no good inverse of the merge
+MIN_TRANSPOSE_SCALE = 50.0  # at smaller scales the transpose is far from the inverse of the merge
 RIDGE = 1e-4
-MANY_ROUNDS = 256  # picks of one region, one after the other
-FEWEST = 4  # tokens of a region that are worth merging
+SLOW_PICKS = 256  # sequential picks in one region from which on a warning is logged
+MIN_RUN = 4  # tokens of a region along the order of sparse attention
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,15 +43,16 @@ class ToMA(TokenMerging):
     """Token merging. `keep=1.0` is exactly the dense model.
 
     Attributes:
-        mode: Within what tokens merge: "tile" windows, "stripe" bands of whole rows, or "global", the whole image.
-        tile: (rows, columns) of tokens in a tile; rows of a stripe. The paper has 4 x 4.
-        scale: Sharpness of the softmax.
-        weights: "soft", or "hard": each token goes to one destination.
-        unmerge: "transpose" of the merge, or its regularised pseudo-inverse "pinv".
-        select: How destinations are picked: "greedy" by facility location, a fixed "grid", or "random" ones.
-        granularity: Merge around whole "block"s, or around each "module" of a block, which the paper does.
-        merge_reference: Merge the tokens of reference images too, each image within itself.
-        share: One plan for each "sample", for each pair of guidance ("cfg"), or for the whole "batch".
+        mode: Regions within which tokens merge: "tile" for windows, "stripe" for bands of whole rows, "global" for the
+            whole image.
+        tile: (rows, columns) of a tile in tokens; a stripe has this number of rows. The paper uses (4, 4).
+        scale: Factor of the cosines in the softmax: its sharpness.
+        weights: "soft" for the softmax; "hard" assigns each token to its most similar destination.
+        unmerge: "transpose" of the merge weights, or their regularized pseudo-inverse "pinv".
+        select: Choice of destinations: "greedy" facility location, a fixed checkerboard "grid", or "random".
+        granularity: Merge around whole "block"s, or around each "module" of a block as the paper does.
+        merge_reference: Merge the tokens of reference images too, each image separately.
+        share: Samples that share a plan: none ("sample"), the two of a guidance pair ("cfg"), or the whole "batch".
 
     Examples:
         >>> toma = ToMA(keep=0.5)
@@ -62,7 +63,7 @@ class ToMA(TokenMerging):
         torch.Size([1, 32, 32])
 
     Raises:
-        ValueError: If an option is out of its range, or the transpose is to undo a soft merge of small `scale`.
+        ValueError: If an option is out of its range, or `scale` is too small for unmerge="transpose".
 
     Source: arXiv 2509.10918.
     """
@@ -81,18 +82,13 @@ class ToMA(TokenMerging):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if len(self.tile) != 2 or any(int(side) != side or side < 1 for side in self.tile):
-            raise ValueError(f"tile must be two positive whole numbers such as (4, 4), not {self.tile!r}")
-        object.__setattr__(self, "tile", (int(self.tile[0]), int(self.tile[1])))  # of JSON it is a list
-        for name, known in CHOICES.items():
-            if getattr(self, name) not in known:
-                raise ValueError(f"{name} must be one of {', '.join(known)}, not {getattr(self, name)!r}")
+        object.__setattr__(self, "tile", two_sides("tile", self.tile))  # JSON gives a list
         if not 0 < self.scale < inf:
             raise ValueError(f"scale must be above 0 and finite, not {self.scale}")
-        if self.unmerge == "transpose" and self.weights == "soft" and self.scale < SOFT_ENOUGH:
+        if self.unmerge == "transpose" and self.weights == "soft" and self.scale < MIN_TRANSPOSE_SCALE:
             raise ValueError(
-                f"the transpose does not undo a merge of scale={self.scale}: "
-                f'use unmerge="pinv", or a scale of {SOFT_ENOUGH:g} and more'
+                f"the transpose does not undo a merge with scale={self.scale}: "
+                f'use unmerge="pinv", or a scale of {MIN_TRANSPOSE_SCALE:g} or more'
             )
 
     @classmethod
@@ -101,7 +97,7 @@ class ToMA(TokenMerging):
         return cls(keep=0.5), cls(keep=0.25)
 
     def regions(self, grids: tuple[Grid, ...], *, device: str = "cpu") -> Regions:
-        """Tiles side by side, those of one shape together: see `TokenMerging`. Cached by all arguments.
+        """Tiles in order, those of one shape together; see `TokenMerging.regions`. Cached by all arguments.
 
         Raises:
             DenseFallback: If the image is smaller than a tile.
@@ -109,26 +105,29 @@ class ToMA(TokenMerging):
         rows, columns = self.tile
         if self.mode == "tile" and (grids[0][0] < rows or grids[0][1] < columns):
             raise DenseFallback(
-                f"{grids[0][0]} x {grids[0][1]} image tokens are less than a tile of {rows} x {columns}"
+                f"{grids[0][0]} x {grids[0][1]} image tokens are fewer than a tile of {rows} x {columns}"
             )
         return _regions(self, grids, device)
 
     def regions_along(self, plan: AttentionPlan, grid: Grid) -> Regions:
-        """Runs of as many tokens as a tile has, or a part of that, along the order of sparse attention.
+        """Runs of consecutive tokens in the order of a sparse attention plan.
+
+        A run has the tokens of a tile, or the largest divisor of that number that crosses no border.
 
         Args:
-            plan: Of the sparse attention; nothing merges across its segments, nor across a border of its tiles.
-            grid: (rows, columns) of the picture.
+            plan: Plan of the sparse attention; a run crosses no border of its segments or tiles.
+            grid: (rows, columns) of the generated image, in tokens.
 
         Raises:
-            ValueError: If the mode is not "tile", or the tiles of both do not fit together.
+            ValueError: If the mode is not "tile", or no run of 4 tokens or more fits between the borders.
         """
         if self.mode != "tile":
             raise ValueError(
-                f'beside sparse attention ToMA merges along its order: use mode="tile", not {self.mode!r}'
+                f'together with sparse attention ToMA merges runs of its order: use mode="tile", not {self.mode!r}'
             )
+        # the cache entry must not hold the order, or the order would never be freed
         groups = _RUNS.get([plan.order], (self, plan.segments), lambda: self._runs(plan))
-        return Regions(plan.order, plan.inverse, groups, grid)  # what is kept of an order must not hold it
+        return Regions(plan.order, plan.inverse, groups, grid)
 
     def plan(
         self,
@@ -139,9 +138,9 @@ class ToMA(TokenMerging):
         """How the tokens of each region collapse onto its destinations, and back.
 
         Args:
-            features: What similarity is measured by, in the order of the regions.
-            regions: Of this image.
-            destinations: Of an earlier plan, to make new weights for. None picks new ones.
+            features: Token features whose cosine similarity decides, in the order of the regions.
+            regions: Merge regions of this image.
+            destinations: Destinations of an earlier plan (`Merge.chosen`), which get new weights. None picks new ones.
 
         Raises:
             ValueError: If `share="cfg"` and the batch is odd.
@@ -150,10 +149,10 @@ class ToMA(TokenMerging):
         given = destinations or len(groups) * (None,)
         assigned = [self._assign(part, group, picks) for part, group, picks in zip(parts, groups, given, strict=True)]
         chosen, gather, spread = zip(*assigned, strict=True)
-        return Merge(regions.lengths, gather, spread, chosen, places_of(regions, chosen))
+        return Merge(regions.lengths, gather, spread, chosen, regions.positions_of(chosen))
 
     def _runs(self, plan: AttentionPlan) -> tuple[Group, ...]:
-        size = _between_borders(plan, self.tile[0] * self.tile[1])
+        size = _run_length(plan, self.tile[0] * self.tile[1])
         groups: list[Group] = []
         for image, length in plan.segments:
             if image > 0 and not self.merge_reference:
@@ -161,7 +160,7 @@ class ToMA(TokenMerging):
                 continue
             full, rest = divmod(length, size)
             groups += [self._group(1, size)] * full + [self._group(1, rest)] * (rest > 0)
-        return together(groups)
+        return merge_adjacent(groups)
 
     def _group(self, rows: int, columns: int) -> Group:
         return Group(1, rows, columns, min(max(1, int(self.keep * rows * columns + 0.5)), rows * columns))
@@ -169,9 +168,9 @@ class ToMA(TokenMerging):
     def _assign(
         self, features: Float[Tensor, "batch image dim"], group: Group, picks: Tensor | None
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Of a group: destinations [plans, count, kept], and the weights of the merge and of its way back.
+        """Destinations [plans, number, kept] of a group, and its merge and unmerge weights.
 
-        The weights are [plans, count, kept, tokens], or None where nothing merges.
+        Weights are [plans, number, kept, tokens], or None where nothing merges.
         """
         plans = 1 if self.share == "batch" else len(features)
         if not group.merges:
@@ -182,15 +181,15 @@ class ToMA(TokenMerging):
         if self.share == "sample" and self.weights == "soft" and self.unmerge == "transpose":
             return soft_assignment(tokens, group.kept, self.scale, picks)
         z = normalize(tokens.to(torch.promote_types(tokens.dtype, torch.float32)), dim=-1)
-        similarity = self._shared(z @ z.mT)
+        similarity = self._shared_mean(z @ z.mT)
         if picks is None:
             picks = facility_location(similarity, group.kept).sort(-1).values
         weights = self._weights(similarity.take_along_dim(picks[..., None], 2), picks)
         back = weights if self.unmerge == "transpose" else _pseudo_inverse(weights).mT
-        return picks, _mean(weights).to(tokens.dtype), back.to(tokens.dtype)
+        return picks, _normalize_rows(weights).to(tokens.dtype), back.to(tokens.dtype)
 
     def _fixed(self, group: Group) -> Int[Tensor, "count kept"]:
-        """Destinations that do not depend on the tokens, ascending."""
+        """Destinations that do not depend on the features, ascending."""
         if self.select == "grid":
             return _checkerboard(group).sort().values.expand(group.number, -1)
         scores = torch.rand(group.number, group.tokens, generator=torch.Generator().manual_seed(0))
@@ -199,15 +198,15 @@ class ToMA(TokenMerging):
     def _weights(
         self, scores: Float[Tensor, "plans count kept tokens"], picks: Int[Tensor, "plans count kept"]
     ) -> Float[Tensor, "plans count kept tokens"]:
-        """How much of each token every destination is given; over destinations it is 1."""
+        """Share of each token that every destination receives; the shares of a token sum to 1."""
         if self.weights == "soft":
             return (self.scale * scores).softmax(2)
         number = torch.arange(picks.shape[2], device=picks.device).expand_as(picks)
-        best = scores.argmax(2).scatter(2, picks, number)  # a destination keeps itself, whatever twins it has
+        best = scores.argmax(2).scatter(2, picks, number)  # a destination keeps itself, even beside an identical token
         return one_hot(best, picks.shape[2]).mT.to(scores.dtype)
 
-    def _shared(self, x: Tensor) -> Tensor:
-        """The mean over those samples that share a plan, for each of them; one for all of a whole batch."""
+    def _shared_mean(self, x: Tensor) -> Tensor:
+        """The mean over the samples that share a plan; with share="batch" a batch of 1."""
         if self.share == "sample":
             return x
         if self.share == "batch":
@@ -220,41 +219,32 @@ class ToMA(TokenMerging):
         return x.unflatten(0, (2, -1)).mean(0).repeat(2, *[1] * (x.ndim - 1))
 
 
-CHOICES = {
-    "mode": ("tile", "stripe", "global"),
-    "weights": ("soft", "hard"),
-    "unmerge": ("transpose", "pinv"),
-    "select": ("greedy", "grid", "random"),
-    "share": ("sample", "cfg", "batch"),
-}
-
-
 _RUNS: WeakTensorCache[tuple[Group, ...]] = WeakTensorCache()
 
 
-def _between_borders(plan: AttentionPlan, size: int) -> int:
-    """The longest run that divides `size` and crosses no border of the tiles of sparse attention."""
+def _run_length(plan: AttentionPlan, size: int) -> int:
+    """The largest divisor of `size` whose runs cross no border of the tiles of sparse attention."""
     lengths = [length for _, length in plan.segments]
     tokens = plan.tables[0].query_tokens
     starts = [tokens - sum(lengths[i:]) for i in range(len(lengths))]
     borders = {border for table in plan.tables for border in table.borders() if starts[0] < border < tokens}
     run = gcd(size, *(border - starts[bisect(starts, border) - 1] for border in borders))
-    if run < min(size, FEWEST):
+    if run < min(size, MIN_RUN):
         raise ValueError(
-            f"between the borders of the sparse tiles are runs of {run} tokens, and a tile of ToMA has {size}: give "
-            "HilbertA an align of 16 or more, and ToMA a tile of 4 x 4, or of 8 x 8"
+            f"the borders of the sparse attention tiles leave runs of {run} tokens, too short for a ToMA tile of "
+            f"{size} tokens: give HilbertA an align of 16 or more, and ToMA a tile of (4, 4) or (8, 8)"
         )
     return run
 
 
-def _mean(weights: Float[Tensor, "plans count kept tokens"]) -> Float[Tensor, "plans count kept tokens"]:
-    """Weights whose rows sum to 1."""
+def _normalize_rows(weights: Float[Tensor, "plans count kept tokens"]) -> Float[Tensor, "plans count kept tokens"]:
+    """The weights with rows scaled to sum to 1."""
     return weights / weights.sum(-1, keepdim=True)
 
 
 def _pseudo_inverse(weights: Float[Tensor, "plans count kept tokens"]) -> Float[Tensor, "plans count tokens kept"]:
-    """What undoes a merge as well as anything can, by a ridge solve; constant tokens stay constant."""
-    gather = _mean(weights)
+    """Regularized pseudo-inverse of a merge, by a ridge solve. Constant tokens stay constant."""
+    gather = _normalize_rows(weights)
     gram = gather @ gather.mT
     ridge = RIDGE * gram.diagonal(dim1=-2, dim2=-1).mean(-1)[..., None, None]
     back = torch.linalg.solve(gram + ridge * torch.eye(gram.shape[-1]).to(gram), gather).mT
@@ -263,7 +253,7 @@ def _pseudo_inverse(weights: Float[Tensor, "plans count kept tokens"]) -> Float[
 
 @persistent
 def _checkerboard(group: Group) -> Int[Tensor, "kept"]:
-    """Evenly spread cells of a region: the black ones first."""
+    """Evenly spread cells of a region: black cells of a checkerboard first."""
     cells = torch.cartesian_prod(torch.arange(group.rows), torch.arange(group.columns)).sum(1)
     black_first = (cells % 2).argsort(stable=True)
     black = int((cells % 2 == 0).sum())
@@ -273,7 +263,7 @@ def _checkerboard(group: Group) -> Int[Tensor, "kept"]:
 
 
 def _cuts(length: int, size: int) -> list[tuple[int, int]]:
-    """Parts of a side that are as equal as can be, and about `size` long."""
+    """(start, end) of parts of a side that are about `size` long and differ by 1 at most."""
     parts = max(1, round(length / size))
     return list(pairwise(length * i // parts for i in range(parts + 1)))
 
@@ -294,11 +284,11 @@ def _regions(method: ToMA, grids: tuple[Grid, ...], device: str) -> Regions:
         shapes = {"tile": method.tile, "stripe": (method.tile[0], width), "global": (height, width)}
         rows, columns = shapes[method.mode]
         windows = [raster[a:b, c:d] for (a, b), (c, d) in product(_cuts(height, rows), _cuts(width, columns))]
-        windows.sort(key=lambda window: window.shape)  # at most four shapes, those of one shape side by side
+        windows.sort(key=lambda window: window.shape)  # at most four shapes; equal shapes become adjacent
         places += [window.flatten() for window in windows]
         groups += [method._group(*window.shape) for window in windows]
-    if (most := max(group.kept for group in groups if group.merges)) > MANY_ROUNDS:
-        log.warning("%s picks %d tokens of a region one after another, which takes long: smaller regions "
-                    'are as good, mode="tile" above all', method.title, most)  # fmt: skip
+    if (most := max(group.kept for group in groups if group.merges)) > SLOW_PICKS:
+        log.warning('%s picks %d tokens of a region one after another, which is slow: use mode="tile"',
+                    method.title, most)  # fmt: skip
     order = torch.cat(places)
-    return Regions(order.to(device), inverse_order(order).to(device), together(groups), grids[0])
+    return Regions(order.to(device), inverse_order(order).to(device), merge_adjacent(groups), grids[0])

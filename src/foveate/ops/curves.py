@@ -1,11 +1,11 @@
-"""Orders of a grid: in which sequence a curve visits the cells of a rectangle or a box.
+"""Space-filling curves: orders in which to visit the cells of a rectangle or a box.
 
 An *order* is a permutation: ``order[i]`` is the raster index ``row * width + column`` of the cell at curve step ``i``.
 ``tokens[order]`` puts raster tokens on the curve and ``tokens[inverse_order(order)]`` puts curve tokens back. Orders
 are computed once per size and device and shared by all callers: treat them as read-only.
 
-The Hilbert curves are the generalised ones of Jakub Červený ("gilbert", BSD-2-Clause idea, own implementation): they
-fill any rectangle or box, and are the classical Hilbert curve on squares whose side is a power of two.
+The Hilbert curves are the generalised ones of Jakub Červený ("gilbert", own implementation): they fill any rectangle
+or box, and are the classical Hilbert curve on squares whose side is a power of two.
 """
 
 from collections.abc import Callable
@@ -33,14 +33,14 @@ __all__ = [
     "serpentine_order",
 ]
 
-Steps = npt.NDArray[np.integer]  # [axes, cells]: where each curve step lies along every axis
-Piece = tuple[Steps, tuple[int, ...], str]  # a curve, the corner it starts from, what its axes become
+Steps = npt.NDArray[np.integer]  # [axes, cells]: coordinates of each curve step
+Piece = tuple[Steps, tuple[int, ...], str]  # a curve, the corner it starts from, the directions of its axes
 
 
 # --- the generalised Hilbert curve -----------------------------------------------------------------------------------
-# A curve lives in a frame of its own: it starts in the corner at the origin and ends at the far end of its first axis.
-# It is glued together from smaller curves, each placed at a corner with its axes turned: "+y-x" says that its first
-# axis points up and its second to the left. Few shapes occur, so `cache` makes the work linear in the number of cells.
+# A curve starts at the origin of its own frame and ends at the far end of its first axis. It is joined from smaller
+# curves, each placed at a corner with its axes turned: "+y-x" says that its first axis points up and its second to the
+# left. Few shapes occur, so `cache` makes the work linear in the number of cells.
 
 
 def _half(length: int) -> int:
@@ -121,7 +121,7 @@ def _hilbert_3d() -> Callable[[int, int, int], Steps]:
 
 
 def _order(make: Callable[..., npt.NDArray[np.int64]]) -> Callable[..., Tensor]:
-    """Check the sizes, cache by size and device."""
+    """Decorator that checks the sizes and caches the order by size and device."""
 
     @lru_cache(maxsize=64)
     @persistent
@@ -204,11 +204,11 @@ def _raster(height: int, width: int) -> npt.NDArray[np.int64]:
 def hilbert_order(height: int, width: int, device: torch.device | str | None = None) -> Int[Tensor, "cells"]:
     """Raster indices of a `height` x `width` grid along a generalised Hilbert curve, for any rectangle.
 
-    The curve starts bottom-left and runs along the longer side: it ends bottom-right, or top-left when the grid is
-    taller than wide. On squares of side 2^n it is the classical Hilbert curve. Every step goes to one of the four
-    neighbours, but for one diagonal step when the longer side is odd and the shorter even and above 2: there no walk
-    over all cells connects these two corners (colour the cells as a chessboard to see it). Where the shorter side is 2
-    and the longer odd, the curve ends beside that corner instead (2 x 7: in row 1, column 5).
+    The curve starts at the bottom left and runs along the longer side: it ends at the bottom right, or at the top left
+    if the grid is taller than wide. On squares of side 2^n it is the classical Hilbert curve. Every step goes to one
+    of the four neighbours, except for one diagonal step if the longer side is odd and the shorter one even and above
+    2: then no path over all cells connects these corners (colour the cells like a chessboard to see why). If the
+    shorter side is 2 and the longer one odd, the curve ends beside the corner instead (2 x 7: in row 1, column 5).
 
     Examples:
         >>> hilbert_order(2, 2).tolist()  # up, right, down
@@ -227,13 +227,13 @@ def hilbert_order_3d(
 ) -> Int[Tensor, "cells"]:
     """Raster indices ``(frame * height + row) * width + column`` of a box along a generalised 3-D Hilbert curve.
 
-    With even sides every step goes to a neighbouring cell. An odd side forces some diagonal steps that change two
+    With even sides every step goes to a neighbouring cell. An odd side causes some diagonal steps, which change two
     coordinates by one (21 x 45 x 80: 552 of 75,599 steps).
 
     Raises:
         ValueError: If a side is below 1.
 
-    Source: as `hilbert_order`.
+    Source: J. Červený, "gilbert".
     """
     return _hilbert_box(frames, height, width, device=device)
 
@@ -241,10 +241,9 @@ def hilbert_order_3d(
 def moore_order(height: int, width: int, device: torch.device | str | None = None) -> Int[Tensor, "cells"]:
     """Raster indices along a Moore curve: two Hilbert curves, up one half of the grid and down the other.
 
-    With an even side, and none of 1, the curve is closed: its ends are neighbours, diagonally so where one side is 4
-    and the other odd. So a run that wraps around stays in one piece.
-    With both sides even and halves that are even too every step goes to a neighbour; otherwise each half may take the
-    one diagonal step of `hilbert_order`.
+    If a side is even and none is 1, the curve is closed: its ends are neighbours (diagonal ones if one side is 4 and
+    the other odd), so that a run that wraps around stays in one piece. If both sides and their halves are even, every
+    step goes to a neighbour; otherwise each half may take the one diagonal step of `hilbert_order`.
 
     Raises:
         ValueError: If a side is below 1.
@@ -271,7 +270,7 @@ def serpentine_order(height: int, width: int, device: torch.device | str | None 
 
 
 def raster_order(height: int, width: int, device: torch.device | str | None = None) -> Int[Tensor, "cells"]:
-    """Raster indices row by row: the order in which models keep their tokens.
+    """Raster indices row by row: the order of tokens in models.
 
     Raises:
         ValueError: If a side is below 1.
@@ -286,14 +285,14 @@ CURVES = {
     "serpentine": serpentine_order,
     "raster": raster_order,
 }
-"""Every curve by its name."""
+"""Curves by name."""
 
 
 def grid_order(curve: str, height: int, width: int, device: torch.device | str | None = None) -> Int[Tensor, "cells"]:
-    """Raster indices of a `height` x `width` grid along the curve of that name.
+    """Raster indices of a `height` x `width` grid along the named curve.
 
     Raises:
-        ValueError: If the name is not one of `CURVES`, or a side is below 1.
+        ValueError: If the name is not in `CURVES`, or a side is below 1.
     """
     if curve not in CURVES:
         raise ValueError(f"unknown curve {curve!r}: choose one of {', '.join(CURVES)}")
@@ -301,7 +300,7 @@ def grid_order(curve: str, height: int, width: int, device: torch.device | str |
 
 
 def inverse_order(order: Int[Tensor, "cells"]) -> Int[Tensor, "cells"]:
-    """At which curve step each raster cell is visited: ``order[inverse_order(order)]`` counts up from 0."""
+    """The inverse permutation: the curve step of each raster cell."""
     inverse = torch.empty_like(order)
     return inverse.scatter_(0, order, torch.arange(len(order), dtype=order.dtype, device=order.device))
 
@@ -312,18 +311,18 @@ def inverse_order(order: Int[Tensor, "cells"]) -> Int[Tensor, "cells"]:
 def edge_average_stretch(
     order: Int[Tensor, "cells"], height: int, width: int, *, cyclic: bool = False, within: int | None = None
 ) -> float:
-    """Mean number of curve steps between two cells that are neighbours in the grid (EAS of the HilbertA paper).
+    """Mean number of curve steps between two neighbouring cells of the grid (EAS of the HilbertA paper).
 
     Args:
         order: An order of the `height` x `width` grid.
         height: Rows of the grid.
         width: Columns of the grid.
-        cyclic: Count steps around the end of the curve, as tiles that wrap around do.
-        within: Count only neighbours at most that many steps apart, e.g. those that can share a tile.
-            None is the literal formula.
+        cyclic: Join the ends of the curve, as tiles that wrap around do.
+        within: Largest number of steps between the neighbours that are counted, such as the size of a tile. None
+            counts all, as the paper's formula.
 
     Returns:
-        The mean in curve steps; NaN if no two neighbours are `within` reach.
+        The mean in curve steps; NaN if no neighbours are counted.
     """
     step = inverse_order(order).view(height, width)
     stretch = torch.cat([step.diff(dim=0).abs().flatten(), step.diff(dim=1).abs().flatten()]).double()
@@ -350,9 +349,9 @@ def geometric_distortion_error(
         order: An order of the `height` x `width` grid.
         height: Rows of the grid.
         width: Columns of the grid.
-        within: Count only pairs at most that many steps apart, e.g. those that can share a tile. None is the literal
-            formula, over all pairs.
-        samples: Draw that many pairs at random where there are more.
+        within: Largest number of steps between the pairs that are counted, such as the size of a tile. None counts
+            all, as the paper's formula.
+        samples: Number of pairs to draw at random if there are more.
         seed: Seed of the draw.
 
     Raises:
@@ -361,18 +360,18 @@ def geometric_distortion_error(
     cells, reach = height * width, height * width - 1 if within is None else min(within, height * width - 1)
     if reach < 1:
         raise ValueError(f"no pairs to compare in a {height} x {width} grid within {within} steps: use within >= 1")
-    # Pairs (i, i + d) counted through: distance d has cells - d of them.
+    # pairs (i, i + d) are numbered by distance: there are cells - d of distance d
     ends = torch.cumsum(cells - torch.arange(1, reach + 1), 0)
     total = int(ends[-1])
     if total > samples:
         pair = torch.randint(total, (samples,), generator=torch.Generator().manual_seed(seed))
     else:
         pair = torch.arange(total)
-    which = torch.searchsorted(ends, pair, right=True)
-    i = ends[which] - 1 - pair
+    shorter = torch.searchsorted(ends, pair, right=True)  # distance - 1
+    i = ends[shorter] - 1 - pair
     order = order.cpu()
-    first, second = order[i], order[i + which + 1]
-    d1 = (which + 1).double()
+    first, second = order[i], order[i + shorter + 1]
+    d1 = (shorter + 1).double()
     d2 = torch.hypot((first // width - second // width).double(), (first % width - second % width).double())
     alpha = (d1 @ d2) / (d1 @ d1)
     return (alpha * d1 - d2).square().mean().item()

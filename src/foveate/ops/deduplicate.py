@@ -1,4 +1,4 @@
-"""Blocks without copies: examples that are too much alike are exchanged until no block holds two of them."""
+"""Exchange of near-duplicate examples between blocks, until no block holds two examples that are too similar."""
 
 from collections.abc import Sequence
 
@@ -6,86 +6,94 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from foveate.ops.example_blocks import ALIKE
+from foveate.ops.example_blocks import rounded
 
-__all__ = ["keep_apart"]
+__all__ = ["deduplicate"]
 
 
-def keep_apart(
+def deduplicate(
     blocks: Sequence[Int[Tensor, "block"]],
     spare: Sequence[int],
     pool: Float[Tensor, "examples dim"],
-    most: float,
+    max_similarity: float,
     classes: Int[Tensor, "examples"] | None = None,
 ) -> list[Int[Tensor, "block"]]:
-    """The blocks after exchanges, so that the cosine of no two examples of one is above `most`.
+    """The blocks after exchanges that leave no two examples of a block with a cosine above `max_similarity`.
 
-    An example that is too much like another of its block changes places with the one most like it for which that
-    leaves fewer such pairs in all; later examples of a block go before earlier ones.
+    An example that is too similar to another one of its block changes places with the most similar example elsewhere
+    that reduces the number of such pairs. Later examples of a block are exchanged first. Exchanges are made one at a
+    time while each helps, so that a solution may be missed.
 
     Args:
-        blocks: Examples of each.
-        spare: Examples of no block, which may come in.
-        pool: Unit rows.
-        most: The largest cosine within a block.
-        classes: Of the examples; only those of the same change places.
+        blocks: Indices of the examples of each block.
+        spare: Indices of examples in no block, which may be exchanged into one.
+        pool: Embeddings of unit length.
+        max_similarity: Largest cosine allowed within a block.
+        classes: Class of each example. Only examples of the same class change places. None allows all.
 
     Raises:
         ValueError: If such pairs remain.
     """
-    seats = _Seats([*(block.tolist() for block in blocks), list(spare)], pool, most)
-    kinds = torch.zeros_like(seats.home) if classes is None else classes
+    state = _Exchange([*(block.tolist() for block in blocks), list(spare)], pool, max_similarity, classes)
     exchanged = True
     while exchanged:
         exchanged = False
-        for part in seats.parts[:-1]:
-            for here in reversed(part[:]):
-                exchanged |= bool(seats.pairs[here] > 0) and seats.exchange(here, kinds)
-    if left := int(seats.pairs.sum()) // 2:
+        for part in state.parts[:-1]:
+            for example in reversed(part[:]):
+                exchanged |= bool(state.pairs[example] > 0) and state.exchange(example)
+    if left := int(state.pairs.sum()) // 2:
         raise ValueError(
-            f"max_similarity={most} cannot be met: pairs of a block that are more alike, and that no exchange parts: "
-            f"{left}; use more blocks, fewer examples or a larger max_similarity"
+            f"max_similarity={max_similarity} cannot be met: pairs of a block that are more similar, and that no "
+            f"exchange separates: {left}; use more blocks, fewer examples or a larger max_similarity"
         )
-    return [torch.tensor(part, device=pool.device) for part in seats.parts[:-1]]
+    return [torch.tensor(part, device=pool.device) for part in state.parts[:-1]]
 
 
-class _Seats:
-    """Who is where: blocks, and last the examples of none, among whom nobody is too much like another."""
+class _Exchange:
+    """Examples in parts: the blocks and, last, the spare examples, which may be as similar as they like."""
 
-    def __init__(self, parts: list[list[int]], pool: Float[Tensor, "examples dim"], most: float) -> None:
-        self.parts, self.pool, self.limit = parts, pool, round(most * ALIKE)
-        self.home = torch.full((len(pool),), -1, device=pool.device)  # -1: takes no part
-        self.pairs = torch.zeros_like(self.home)  # of each example with others of its block
+    def __init__(
+        self,
+        parts: list[list[int]],
+        pool: Float[Tensor, "examples dim"],
+        max_similarity: float,
+        classes: Int[Tensor, "examples"] | None,
+    ) -> None:
+        self.parts, self.pool = parts, pool
+        self.limit = rounded(torch.tensor(max_similarity, dtype=torch.float64)).item()
+        self.part_of = torch.full((len(pool),), -1, device=pool.device)  # -1: takes no part
+        self.classes = torch.zeros_like(self.part_of) if classes is None else classes
+        self.pairs = torch.zeros_like(self.part_of)  # number of too similar examples in the same block
         for number, part in enumerate(parts):
-            self.home[part] = number
+            self.part_of[part] = number
             self._count(number)
 
-    def exchange(self, here: int, kinds: Int[Tensor, "examples"]) -> bool:
-        """Let it change places with the example most like it that leaves fewer pairs, if there is one."""
-        number, none = int(self.home[here]), len(self.parts) - 1
-        similar = (self.pool @ self.pool[here] * ALIKE).round()
-        like = (similar > self.limit).long()
-        others = [example for example in self.parts[number] if example != here]
-        theirs = self._too_like(self.pool, others).sum(1)
-        crowd = torch.zeros(none + 1, dtype=torch.long, device=like.device).index_add(0, self.home.clamp(min=0), like)
-        mine = torch.where(self.home == none, 0, crowd[self.home] - like)
-        may = (theirs + mine < self.pairs + self.pairs[here]) & (kinds == kinds[here])
-        may &= (self.home >= 0) & (self.home != number)
-        if not may.any():
+    def exchange(self, example: int) -> bool:
+        """Exchanges it with the most similar example that leaves fewer pairs. False if there is none."""
+        number, spare = int(self.part_of[example]), len(self.parts) - 1
+        similarity = rounded(self.pool @ self.pool[example])
+        too_similar = (similarity > self.limit).long()
+        # pairs of every other example in this block, and of this example in every other block
+        theirs = self._too_similar(self.pool, [other for other in self.parts[number] if other != example]).sum(1)
+        by_part = too_similar.new_zeros(spare + 1).index_add(0, self.part_of.clamp(min=0), too_similar)
+        ours = torch.where(self.part_of == spare, 0, by_part[self.part_of] - too_similar)
+        allowed = (theirs + ours < self.pairs + self.pairs[example]) & (self.classes == self.classes[example])
+        allowed &= (self.part_of >= 0) & (self.part_of != number)
+        if not allowed.any():
             return False
-        there = int(similar.masked_fill(~may, -torch.inf).argmax())
-        other = int(self.home[there])
-        for part, old, new in ((self.parts[number], here, there), (self.parts[other], there, here)):
+        other = int(similarity.masked_fill(~allowed, -torch.inf).argmax())
+        target = int(self.part_of[other])
+        for part, old, new in ((self.parts[number], example, other), (self.parts[target], other, example)):
             part[part.index(old)] = new
-        self.home[[here, there]] = self.home[[there, here]]
+        self.part_of[[example, other]] = self.part_of[[other, example]]
         self._count(number)
-        self._count(other)
+        self._count(target)
         return True
 
     def _count(self, number: int) -> None:
         part = self.parts[number]
-        apart = number == len(self.parts) - 1
-        self.pairs[part] = 0 if apart else self._too_like(self.pool[part], part).sum(1) - 1
+        is_spare = number == len(self.parts) - 1
+        self.pairs[part] = 0 if is_spare else self._too_similar(self.pool[part], part).sum(1) - 1
 
-    def _too_like(self, rows: Float[Tensor, "rows dim"], others: list[int]) -> Int[Tensor, "rows others"]:
-        return ((rows @ self.pool[others].T * ALIKE).round() > self.limit).long()
+    def _too_similar(self, rows: Float[Tensor, "rows dim"], others: list[int]) -> Int[Tensor, "rows others"]:
+        return (rounded(rows @ self.pool[others].T) > self.limit).long()

@@ -1,4 +1,4 @@
-"""Blocks of examples for in-context learning, and what they are like."""
+"""Blocks of examples for in-context learning, with statistics and per-query weights."""
 
 from collections.abc import Hashable, Sequence
 from typing import NamedTuple
@@ -11,26 +11,29 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from foveate.ops.example_labels import classes_of
-from foveate.ops.round_robin_greedy import best_similarity
+from foveate.ops.facility_location import best_similarity
 
-__all__ = ["ALIKE", "Blocks", "Embeddings", "Report", "like", "unit_rows"]
+__all__ = ["Blocks", "Embeddings", "Report", "rounded", "unit_rows", "unit_rows_like"]
 
 Embeddings = Tensor | npt.NDArray[np.number] | Sequence[Sequence[float]]
-ALIKE = 1e5  # similarities and embeddings are equal if they are after rounding to so many parts of 1
 
 
 class Report(NamedTuple):
-    """What blocks are like. Coverage is of the pool, from 0 to 1; similarities are mean cosines, 0 without a pair.
+    """Statistics of blocks.
+
+    The coverage of a set is the mean, over the examples of the pool, of the largest max(0, cosine) with an example of
+    the set: 0 to 1.
 
     Attributes:
-        worst_coverage: Of the block that covers the pool least.
-        mean_coverage: Of a block.
-        union_coverage: Of all blocks together.
-        inside: Similarity of two examples of one block.
-        between: Similarity of two examples of different blocks.
-        duplicates: Chosen examples that equal one before them.
-        label_distance: Total variation between the labels of a block and those of the pool, mean; None without labels.
-        missing: Labels of the pool that a block does not have, mean; None without labels.
+        worst_coverage: Smallest coverage of a block.
+        mean_coverage: Mean coverage of the blocks.
+        union_coverage: Coverage of all blocks together.
+        inside: Mean cosine of two examples of the same block; 0 without a pair.
+        between: Mean cosine of two examples of different blocks; 0 without a pair.
+        duplicates: Number of chosen examples that equal an earlier one.
+        label_distance: Mean total variation distance between the labels of a block and those of the pool; None without
+            labels.
+        missing: Mean number of labels of the pool that are missing in a block; None without labels.
     """
 
     worst_coverage: float
@@ -44,27 +47,27 @@ class Report(NamedTuple):
 
 
 class Blocks(NamedTuple):
-    """A partition.
+    """Disjoint blocks of examples.
 
     Attributes:
-        ids: Indices into the pool, a list for each block, in the order in which they are to be read.
-        pool: Unit embeddings of the pool.
+        ids: Indices into the pool, one list for each block, in reading order.
+        pool: Embeddings of the pool, scaled to unit length.
     """
 
     ids: list[list[int]]
     pool: Float[Tensor, "examples dim"]
 
     def report(self, labels: Sequence[Hashable] | None = None) -> Report:
-        """What the blocks are like; with the labels of the pool, how balanced they are."""
+        """Statistics of the blocks; with the labels of the pool, also of their balance."""
         rows = [self.pool[block] for block in self.ids]
         served = torch.stack([best_similarity(self.pool, block) for block in rows])
         coverage, chosen = served.mean(1), torch.cat(rows)
         sums = torch.stack([block.sum(0) for block in rows])
-        within = float(sums.square().sum()) - len(chosen)  # of all ordered pairs
+        within = float(sums.square().sum()) - len(chosen)  # sum over ordered pairs
         pairs = sum(len(block) * (len(block) - 1) for block in rows)
         across = float(sums.sum(0).square().sum() - sums.square().sum())
         others = len(chosen) ** 2 - len(chosen) - pairs
-        distinct = len((chosen * ALIKE).round().unique(dim=0))
+        distinct = len(rounded(chosen).unique(dim=0))
         distance = missing = None
         if labels is not None:
             distance, missing = self._balance(labels)
@@ -82,13 +85,13 @@ class Blocks(NamedTuple):
     def weights(
         self, query: Sequence[float] | Float[Tensor, "*queries dim"], temperature: float = 0.1
     ) -> Float[Tensor, "blocks *queries"]:
-        """What each block is to count for a query, in all 1: softmax of its best cosine over the temperature.
+        """Weight of each block for each query: softmax over blocks of the largest cosine / temperature.
 
         Raises:
-            ValueError: If a query is NaN, infinite or 0, or of other dims than the pool.
+            ValueError: If a query is NaN, infinite or 0, or its dim is not that of the pool.
         """
         asked = torch.as_tensor(query)
-        near = like(torch.atleast_2d(asked), self.pool, "query") @ self.pool.T
+        near = unit_rows_like(torch.atleast_2d(asked), self.pool, "query") @ self.pool.T
         best = torch.stack([near[:, block].amax(1) for block in self.ids])
         return (best / temperature).softmax(0).view(-1, *asked.shape[:-1])
 
@@ -101,28 +104,32 @@ class Blocks(NamedTuple):
 
 
 def unit_rows(embeddings: Embeddings, what: str = "example") -> Float[Tensor, "rows dim"]:
-    """Embeddings of length 1, in float32 or float64.
+    """Embeddings scaled to unit length, in float32 or float64.
 
     Raises:
-        ValueError: If they are not [rows, dim], or one is NaN, infinite or 0; it names the first.
+        ValueError: If they are not [rows, dim], or one is NaN, infinite or 0.
     """
     rows = torch.as_tensor(embeddings).detach()
     if rows.ndim != 2 or not rows.numel():
         raise ValueError(
-            f"embeddings must be [rows, dim], a row for each {what} and one at least, not {list(rows.shape)}"
+            f"embeddings must be [rows, dim], a row for each {what} and at least one, not {list(rows.shape)}"
         )
     rows = rows.to(torch.promote_types(rows.dtype, torch.float32))
     for wrong, name in ((~rows.isfinite().all(1), "NaN or infinite"), ((rows == 0).all(1), "0")):
         if wrong.any():
-            raise ValueError(f"the embedding of {what} {int(wrong.int().argmax())} is {name}: leave it out or mend it")
+            raise ValueError(
+                f"the embedding of {what} {int(wrong.int().argmax())} is {name}: leave it out or correct it"
+            )
     return normalize(rows / rows.abs().amax(1, keepdim=True), dim=1)
 
 
-def like(embeddings: Embeddings, pool: Float[Tensor, "examples dim"], what: str) -> Float[Tensor, "rows dim"]:
-    """`unit_rows` of the pool's dims, dtype and device.
+def unit_rows_like(
+    embeddings: Embeddings, pool: Float[Tensor, "examples dim"], what: str
+) -> Float[Tensor, "rows dim"]:
+    """`unit_rows` in the pool's dtype and on its device.
 
     Raises:
-        ValueError: As `unit_rows` does, and if they have other dims.
+        ValueError: As `unit_rows`, and if the dim is not that of the pool.
     """
     rows = unit_rows(embeddings, what)
     if rows.shape[1] != pool.shape[1]:
@@ -131,3 +138,8 @@ def like(embeddings: Embeddings, pool: Float[Tensor, "examples dim"], what: str)
             "make both with the same model"
         )
     return rows.to(pool)
+
+
+def rounded(similarity: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
+    """Similarities in steps of 1e-5, which makes comparisons independent of rounding errors."""
+    return (similarity * 1e5).round()

@@ -1,4 +1,4 @@
-"""Labels of examples as numbers, and how many of each go into a choice."""
+"""Labels of examples as class numbers, and quotas of each class."""
 
 from collections.abc import Hashable, Sequence
 from typing import NamedTuple
@@ -11,17 +11,30 @@ __all__ = ["Classes", "classes_of"]
 
 
 class Classes(NamedTuple):
-    """Labels as numbers: `codes` of the examples, and the `names` that the codes count."""
+    """Labels as numbers.
+
+    Attributes:
+        codes: Class of each example, an index into `names`.
+        names: Distinct labels.
+    """
 
     codes: Int[Tensor, "examples"]
     names: list[Hashable]
 
     def of(self, chosen: Int[Tensor, "chosen"]) -> "Classes":
-        """Those of some examples."""
+        """The classes of some of the examples."""
         return self._replace(codes=self.codes[chosen])
 
     def quotas(self, n: int, equal: bool) -> Int[Tensor, "classes"]:
-        """How many of each class go into a choice of n, by largest remainder."""
+        """Number of examples of each class in a selection of `n`, by largest remainder.
+
+        Args:
+            n: Number of examples to select.
+            equal: Equally many of each class, instead of the proportions of the pool.
+
+        Raises:
+            ValueError: If a class has too few examples.
+        """
         counts = self.codes.bincount(minlength=len(self.names))
         if n == len(self.codes):
             return counts
@@ -32,7 +45,7 @@ class Classes(NamedTuple):
             if has < needed:
                 raise ValueError(
                     f"class {name!r} has {has} examples, and {needed} are needed: "
-                    'choose fewer in all, or use balance="proportional"'
+                    'select fewer examples, or use balance="proportional"'
                 )
         return quotas
 
@@ -41,12 +54,12 @@ def classes_of(labels: Sequence[Hashable], pool: Float[Tensor, "examples dim"]) 
     """The labels of a pool as numbers, on its device.
 
     Raises:
-        ValueError: If there is not one for each example.
+        ValueError: If their number is not that of the examples.
     """
     if len(labels) != len(pool):
         raise ValueError(f"there are {len(labels)} labels for {len(pool)} examples: give one for each")
     if isinstance(labels, Tensor):
-        labels = labels.tolist()  # tensors are equal to themselves alone
+        labels = labels.tolist()  # tensors hash by identity
     names = sorted(set(labels), key=str)
-    place = {name: index for index, name in enumerate(names)}
-    return Classes(torch.tensor([place[label] for label in labels], device=pool.device), names)
+    code = {name: index for index, name in enumerate(names)}
+    return Classes(torch.tensor([code[label] for label in labels], device=pool.device), names)

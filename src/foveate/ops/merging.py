@@ -1,4 +1,4 @@
-"""Fewer tokens, and all of them again: regions within which tokens merge, and merges by weights or by picks."""
+"""Token merging: the regions within which tokens merge, and merges by weights (`Merge`) or by index (`IndexMerge`)."""
 
 from collections.abc import Sequence
 from itertools import groupby
@@ -10,23 +10,23 @@ from torch import Tensor
 
 from foveate.ops.block_table import BlockTable
 from foveate.ops.region_matmul import region_matmul
-from foveate.ops.region_update import plus, region_update
+from foveate.ops.region_update import add_tokens, region_update
 from foveate.utils.cache import persistent
 
-__all__ = ["Group", "Grouped", "Merge", "Picked", "Regions", "places_of", "together"]
+__all__ = ["AnyMerge", "Group", "IndexMerge", "Merge", "Regions", "merge_adjacent"]
 
 Grid = tuple[int, int]
 
 
 class Group(NamedTuple):
-    """Neighbouring regions of one shape.
+    """Consecutive regions of one shape.
 
     Attributes:
-        number: How many there are.
-        rows: Tokens along the first side of each.
-        columns: Tokens along the second.
-        kept: How many tokens of each are kept.
-        merges: Whether they are merged at all.
+        number: Number of regions.
+        rows: Height of each region in tokens.
+        columns: Width of each region in tokens.
+        kept: Number of tokens that each region is merged into.
+        merges: Whether the regions are merged at all.
     """
 
     number: int
@@ -37,20 +37,20 @@ class Group(NamedTuple):
 
     @property
     def tokens(self) -> int:
-        """Of each region."""
+        """Number of tokens of each region."""
         return self.rows * self.columns
 
 
 class Regions(NamedTuple):
-    """Within what tokens merge, for one size.
+    """The regions within which image tokens merge, for one image size.
 
     Attributes:
-        order: Raster index of the image token at each place; regions follow one another.
-        inverse: Place of each raster token.
-        groups: The regions in that order, neighbours of one shape together.
-        grid: (rows, columns) of the picture.
-        picked: Raster indices of the picture's tokens that others merge into, as the first sample has them at the last
-            site of a model; None until there is a plan.
+        order: Raster index of the image token at each position; the tokens of a region are consecutive.
+        inverse: Position of each raster token.
+        groups: The regions in this order; consecutive regions of one shape form a group.
+        grid: (rows, columns) of the generated image, in tokens.
+        picked: Raster indices of the destinations in the generated image, for drawing: those of the first sample in
+            the model's last group of blocks. None before there is a plan.
     """
 
     order: Int[Tensor, "image"]
@@ -61,23 +61,23 @@ class Regions(NamedTuple):
 
     @property
     def lengths(self) -> tuple[int, ...]:
-        """Tokens of each group."""
+        """Number of tokens of each group."""
         return tuple(group.number * group.tokens for group in self.groups)
 
     @property
     def kept(self) -> int:
-        """How many tokens are left of all."""
+        """Number of tokens after merging."""
         return sum(group.number * group.kept for group in self.groups)
 
     @property
     def tables(self) -> tuple[BlockTable, ...]:
-        """None: everyone attends to everyone who is left."""
+        """No tables: merged tokens attend to all merged tokens."""
         return ()
 
     @property
     @persistent
     def tile_maps(self) -> tuple[Int[Tensor, "rows columns"], ...]:
-        """The region of every token of the picture, to draw."""
+        """The region of every token of the generated image, for drawing."""
         number = torch.arange(sum(group.number for group in self.groups))
         sizes = torch.tensor([group.tokens for group in self.groups for _ in range(group.number)])
         regions = number.repeat_interleave(sizes)[self.inverse.cpu()]
@@ -85,44 +85,56 @@ class Regions(NamedTuple):
 
     @persistent
     def merged(self, table: BlockTable, text: int) -> BlockTable:
-        """A table over [text | image in this order] for the merged tokens: the same blocks with fewer tokens each.
+        """The block table of the merged tokens: the same blocks with fewer tokens each.
 
-        Borders of blocks that read and are read alike may lie within a region.
+        Args:
+            table: Block table over [text | image in this order].
+            text: Number of text tokens.
 
         Raises:
-            ValueError: If tokens of one region read, or are read by, different ones.
+            ValueError: If the tokens of a region differ in what they read or in what reads them.
         """
         self._check_borders(table, text)
-        left = [torch.ones(text, dtype=torch.long)]
+        kept = [torch.ones(text, dtype=torch.long)]
         for group in self.groups:
             region = torch.ones(group.tokens, dtype=torch.long)
             if group.merges:
                 region[0], region[1:] = group.kept, 0
-            left.append(region.repeat(group.number))
-        starts = torch.cat([torch.zeros(1, dtype=torch.long), torch.cat(left).cumsum(0)]).int()  # of each token
+            kept.append(region.repeat(group.number))
+        starts = torch.cat([torch.zeros(1, dtype=torch.long), torch.cat(kept).cumsum(0)]).int()
         queries, keys = (starts[x.long().cpu()].to(x.device) for x in table[:2])
         return BlockTable(queries, keys, *table[2:])
 
     def _check_borders(self, table: BlockTable, text: int) -> None:
-        begins, place = {0, *range(text + 1)}, text
+        allowed, position = {0, *range(text + 1)}, text
         for group in self.groups:
             step = group.tokens if group.merges else 1
-            begins |= set(range(place, place + group.number * group.tokens, step))
-            place += group.number * group.tokens
-        if across := [border for border in table.borders() if border < place and border not in begins]:
-            raise ValueError(f"tokens that would merge lie on both sides of a border of the sparse tiles, at {across}")
+            allowed |= set(range(position, position + group.number * group.tokens, step))
+            position += group.number * group.tokens
+        if across := [border for border in table.borders() if border < position and border not in allowed]:
+            raise ValueError(f"a merge region crosses a border of the sparse attention tiles, at tokens {across}")
+
+    def positions_of(self, chosen: Sequence[Tensor]) -> Int[Tensor, "plans merged"]:
+        """Positions in `order` of tokens that are numbered within their regions [plans, number, kept]."""
+        first, positions = 0, list[Tensor]()
+        for group, picks in zip(self.groups, chosen, strict=True):
+            starts = first + group.tokens * torch.arange(group.number, device=picks.device)
+            positions.append((picks + starts[:, None]).flatten(1))
+            first += group.number * group.tokens
+        return torch.cat(positions, 1)
 
 
 class Merge(NamedTuple):
-    """How image tokens, in the order of their regions, become fewer, and many again.
+    """A merge of image tokens into destinations by weight matrices, one matrix for each region.
+
+    Tokens are in the order of their regions. `plans` is the batch size, or 1 where the samples share a plan.
 
     Attributes:
-        lengths: Tokens of each group of regions.
-        gather: For each group [plans, count, kept, tokens], rows that sum to 1; None where nothing merges. There is a
-            plan for each sample, or one for all.
-        spread: The same, columns that sum to 1.
-        chosen: For each group the destinations within their regions [plans, count, kept], ascending.
-        places: Of the destinations in the order of the tokens, [plans, merged].
+        lengths: Number of tokens of each group of regions.
+        gather: Merge weights of each group [plans, number, kept, tokens]; rows sum to 1. None where nothing merges.
+        spread: Unmerge weights of each group [plans, number, kept, tokens]; columns sum to 1.
+        chosen: Destinations of each group, numbered within their region [plans, number, kept], ascending.
+        places: Positions of the destinations in the order of the tokens [plans, merged].
     """
 
     lengths: tuple[int, ...]
@@ -134,17 +146,17 @@ class Merge(NamedTuple):
     def merge(
         self, x: Float[Tensor, "batch all dim"], ahead: int = 0, order: Int[Tensor, "all"] | None = None
     ) -> Float[Tensor, "batch fewer dim"]:
-        """Every destination becomes the mean of what it is given; `ahead` tokens of text in front stay.
+        """The merged tokens: each destination is a weighted mean of the tokens of its region.
 
         Args:
-            x: Tokens, in the order of their regions.
-            ahead: Tokens of text in front.
-            order: Of the regions: x is in raster order.
+            x: Text tokens, which stay, and image tokens.
+            ahead: Number of text tokens.
+            order: Permutation that takes x into the order of the regions. None: x is in that order.
         """
         return _each(self.gather, x, self.lengths, ahead, order)
 
     def unmerge(self, y: Float[Tensor, "batch fewer dim"], ahead: int = 0) -> Float[Tensor, "batch all dim"]:
-        """Every token takes from the destinations what it gave them a part of."""
+        """All tokens again: each is the weighted sum of the destinations it was merged into."""
         lengths = [chosen.shape[1] * chosen.shape[2] for chosen in self.chosen]
         return _each([weights if weights is None else weights.mT for weights in self.spread], y, lengths, ahead)
 
@@ -155,25 +167,25 @@ class Merge(NamedTuple):
         after: Float[Tensor, "batch fewer dim"],
         order: Int[Tensor, "all"] | None = None,
     ) -> Float[Tensor, "batch all dim"]:
-        """x, with what became of its merged tokens spread over all: ``x + unmerge(after - before)``.
+        """All tokens after layers that ran on merged tokens: ``x + unmerge(after - before)``.
 
         Args:
-            x: Tokens, in the order of their regions.
-            before: The same merged.
-            after: What became of those.
-            order: See `merge`.
+            x: Tokens before merging.
+            before: Merged tokens before the layers.
+            after: Merged tokens after the layers.
+            order: Permutation that takes x into the order of the regions. None: x is in that order.
         """
         weights = [weights.mT for weights in self.spread if weights is not None]
         if len(weights) == len(self.spread):
             return region_update(weights, x, before, after, order)
-        return plus(x, self.unmerge(after - before), order)
+        return add_tokens(x, self.unmerge(after - before), order)
 
     def rope(self, rows: Float[Tensor, "image dim"]) -> Float[Tensor, "plans merged dim"]:
-        """The rows of the destinations: a merged token stands where its destination stands."""
+        """Rotary embedding rows of the merged tokens: those of their destinations."""
         return rows[self.places]
 
     def log_sizes(self) -> Float[Tensor, "1 merged"]:
-        """The logarithm of how many tokens each merged token stands for, on average over its region."""
+        """Logarithm of the mean number of tokens that a merged token of each region stands for."""
         sizes = [
             chosen.new_ones(1, chosen.shape[1] * chosen.shape[2], dtype=torch.float32)
             * (1 if weights is None else weights.shape[3] / weights.shape[2])
@@ -182,14 +194,14 @@ class Merge(NamedTuple):
         return torch.cat(sizes, 1).log()
 
 
-class Picked(NamedTuple):
-    """Every token goes to one of the picked ones and takes what becomes of that one.
+class IndexMerge(NamedTuple):
+    """A merge in which every token belongs to exactly one destination.
 
     Attributes:
-        places: The picked tokens [plans, merged].
-        dst_index: Which of them each token goes to [plans, image].
-        pruned: A picked token stays as it is; what goes to it is left out. Otherwise it becomes their mean.
-        longest: Make a mean as long as the longest of its tokens.
+        places: Positions of the destinations [plans, merged].
+        dst_index: Number of the destination of each token [plans, image].
+        pruned: Drop the tokens that are not destinations. Otherwise a destination becomes the mean of its tokens.
+        longest: Scale each mean to the norm of its longest token (MLERP of ToFu).
     """
 
     places: Int[Tensor, "plans merged"]
@@ -199,13 +211,13 @@ class Picked(NamedTuple):
 
     @property
     def chosen(self) -> tuple[Tensor, ...]:
-        """Nothing that a later plan could begin with."""
+        """Empty: destinations are not reused by later plans."""
         return ()
 
     def merge(
         self, x: Float[Tensor, "batch all dim"], ahead: int = 0, order: Int[Tensor, "all"] | None = None
     ) -> Float[Tensor, "batch fewer dim"]:
-        """The picked tokens, with what goes to them; see `Merge.merge`."""
+        """The merged tokens; see `Merge.merge`."""
         x = x if order is None else x.index_select(1, order)
         if ahead:
             return torch.cat([x[:, :ahead], self.merge(x[:, ahead:])], 1)
@@ -222,7 +234,7 @@ class Picked(NamedTuple):
         return mean.to(x.dtype)
 
     def unmerge(self, y: Float[Tensor, "batch fewer dim"], ahead: int = 0) -> Float[Tensor, "batch all dim"]:
-        """Every token takes that of the one it went to."""
+        """All tokens again: each is a copy of its destination."""
         if ahead:
             return torch.cat([y[:, :ahead], self.unmerge(y[:, ahead:])], 1)
         return y.take_along_dim(self.dst_index[..., None], 1)
@@ -234,27 +246,27 @@ class Picked(NamedTuple):
         after: Float[Tensor, "batch fewer dim"],
         order: Int[Tensor, "all"] | None = None,
     ) -> Float[Tensor, "batch all dim"]:
-        """Every token with what became of the one it went to; see `Merge.update`."""
-        return plus(x, self.unmerge(after - before), order)
+        """All tokens after layers that ran on merged tokens; see `Merge.update`."""
+        return add_tokens(x, self.unmerge(after - before), order)
 
     def rope(self, rows: Float[Tensor, "image dim"]) -> Float[Tensor, "plans merged dim"]:
-        """The rows of the picked tokens."""
+        """Rotary embedding rows of the merged tokens: those of their destinations."""
         return rows[self.places]
 
     def log_sizes(self) -> Float[Tensor, "plans merged"]:
-        """The logarithm of how many tokens went to each pick."""
+        """Logarithm of the number of tokens of each destination."""
         sizes = torch.zeros_like(self.places, dtype=torch.float32)
         return sizes.scatter_add(1, self.dst_index, torch.ones_like(self.dst_index, dtype=torch.float32)).log()
 
 
-Grouped = Merge | Picked
-"""How tokens become fewer: `merge`, `unmerge`, `update`, `rope`."""
+AnyMerge = Merge | IndexMerge
+"""Both have `merge`, `unmerge`, `update`, `rope` and `log_sizes`."""
 
 
 def _each(
     weights: Sequence[Tensor | None], x: Tensor, lengths: Sequence[int], ahead: int, order: Tensor | None = None
 ) -> Tensor:
-    """Every group of regions times its matrices, behind what is ahead of them."""
+    """The leading text tokens, then every group of regions times its matrices."""
     if len(weights) == 1 and weights[0] is not None:
         return region_matmul(weights[0], x, ahead, order)
     if order is not None:
@@ -268,16 +280,6 @@ def _each(
     )
 
 
-def places_of(regions: Regions, chosen: Sequence[Tensor]) -> Int[Tensor, "plans merged"]:
-    """Of picks within regions [plans, number, kept], their places in the order of the tokens."""
-    first, places = 0, list[Tensor]()
-    for group, picks in zip(regions.groups, chosen, strict=True):
-        starts = first + group.tokens * torch.arange(group.number, device=picks.device)
-        places.append((picks + starts[:, None]).flatten(1))
-        first += group.number * group.tokens
-    return torch.cat(places, 1)
-
-
-def together(groups: Sequence[Group]) -> tuple[Group, ...]:
-    """Neighbours of one shape as one group."""
+def merge_adjacent(groups: Sequence[Group]) -> tuple[Group, ...]:
+    """Groups of one region each, with adjacent equal ones joined."""
     return tuple(group._replace(number=len(list(same))) for group, same in groupby(groups))

@@ -35,11 +35,10 @@ def permute_tokens(
         return tensors
     plain = torch.compiler.is_compiling() or (torch.is_grad_enabled() and any(x.requires_grad for x in tensors))
     x = tensors[0]
-    run = portable if plain else dispatch.choose("permute_tokens", x.device, x.dtype, x.shape[3]).run
-    return run(tensors, order, rope)
+    return dispatch.choose("permute_tokens", x.device, x.dtype, x.shape[3], portable=plain).run(tensors, order, rope)
 
 
-@dispatch.register("permute_tokens", "portable", takes=lambda *work: True)
+@dispatch.register("permute_tokens", "portable")
 def portable(tensors: tuple[Tensor, ...], order: Tensor | None, rope: Rope | None) -> tuple[Tensor, ...]:
     """`permute_tokens` in plain PyTorch."""
     rotated = tensors if rope is None else (*(_rotate(x, *rope) for x in tensors[:2]), *tensors[2:])

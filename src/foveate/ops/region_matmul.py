@@ -1,4 +1,4 @@
-"""Many small matrices, one for each region of tokens that lie side by side: merging and unmerging."""
+"""One small matrix product for each region of consecutive tokens: merging and unmerging."""
 
 import torch
 from jaxtyping import Float, Int
@@ -15,13 +15,16 @@ def region_matmul(
     ahead: int = 0,
     order: Int[Tensor, "taken"] | None = None,
 ) -> Float[Tensor, "batch fewer dim"]:
-    """Every region of x times its matrix: [batch, ahead + regions * tokens, dim] with `rows` in place of `tokens`.
+    """Every region of x times its matrix, which turns its `tokens` tokens into `rows` tokens.
 
     Args:
-        weights: One set of matrices for each sample, or one for all.
-        x: Tokens, those of a region side by side.
-        ahead: So many tokens in front stay as they are.
-        order: Take ``x[:, order]`` in place of x.
+        weights: Matrices of each region; `plans` is the batch size, or 1 for matrices that all samples share.
+        x: Tokens [batch, ahead + regions * tokens, dim]; those of a region are consecutive.
+        ahead: Number of leading tokens that are copied unchanged.
+        order: Permutation that is applied first: ``x[:, order]`` takes the place of x.
+
+    Returns:
+        Tokens [batch, ahead + regions * rows, dim].
 
     Examples:
         >>> means = torch.full((1, 3, 1, 2), 0.5)  # of pairs

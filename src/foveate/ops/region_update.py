@@ -1,4 +1,4 @@
-"""What became of merged tokens, spread over all tokens: the end of a run of merged blocks."""
+"""Unmerging the change of merged tokens: the end of a run of layers that worked on merged tokens."""
 
 from collections.abc import Sequence
 
@@ -8,7 +8,7 @@ from torch import Tensor
 
 from foveate.ops import dispatch, region_matmul
 
-__all__ = ["plus", "region_update"]
+__all__ = ["add_tokens", "region_update"]
 
 
 def region_update(
@@ -18,20 +18,20 @@ def region_update(
     after: Float[Tensor, "batch fewer dim"],
     order: Int[Tensor, "all"] | None = None,
 ) -> Float[Tensor, "batch all dim"]:
-    """x, to which every region of ``after - before`` is added, times its matrix.
+    """X plus, for every region, its matrix times ``after - before``.
 
     Args:
-        weights: For each group of regions of one shape [plans, regions, rows, tokens]: one set of matrices for each
-            sample, or one for all.
-        x: All tokens; of a region there are `rows`.
-        before: Merged tokens, `tokens` of a region side by side.
-        after: What became of them.
-        order: Which token of x each row of the products is added to. None: they stand as those of x do.
+        weights: Matrices of each group of regions of one shape [plans, regions, rows, tokens]; `plans` is the batch
+            size or 1.
+        x: All tokens; a region has `rows` of them.
+        before: Merged tokens before the layers; a region has `tokens` consecutive ones.
+        after: Merged tokens after the layers.
+        order: Token of x to which each row of the products is added. None adds row i to token i.
 
     Examples:
-        >>> twice = [torch.ones(1, 2, 2, 1)]  # to both tokens of a pair
+        >>> both = [torch.ones(1, 2, 2, 1)]  # both tokens of a pair take the change of its merged token
         >>> x, before, after = torch.zeros(1, 4, 1), torch.zeros(1, 2, 1), torch.tensor([[[1.0], [2.0]]])
-        >>> region_update(twice, x, before, after, torch.tensor([0, 2, 1, 3])).flatten().tolist()
+        >>> region_update(both, x, before, after, torch.tensor([0, 2, 1, 3])).flatten().tolist()
         [1.0, 2.0, 1.0, 2.0]
     """
     size = max(side for matrices in weights for side in matrices.shape[2:])
@@ -44,13 +44,13 @@ def portable(weights: Sequence[Tensor], x: Tensor, before: Tensor, after: Tensor
     """`region_update` in plain PyTorch."""
     parts = (after - before).split([matrices.shape[1] * matrices.shape[3] for matrices in weights], 1)
     added = [region_matmul.portable(*both, 0) for both in zip(weights, parts, strict=True)]
-    return plus(x, added[0] if len(added) == 1 else torch.cat(added, 1), order)
+    return add_tokens(x, added[0] if len(added) == 1 else torch.cat(added, 1), order)
 
 
-def plus(
+def add_tokens(
     x: Float[Tensor, "batch all dim"], added: Float[Tensor, "batch all dim"], order: Int[Tensor, "all"] | None
 ) -> Float[Tensor, "batch all dim"]:
-    """x, to whose token ``order[i]`` the token i of the other is added."""
+    """X with row i of `added` added to its token ``order[i]``, or to token i if the order is None."""
     if order is None:
         return x + added
     dtype = torch.promote_types(x.dtype, added.dtype)  # they differ under autocast

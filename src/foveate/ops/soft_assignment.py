@@ -1,4 +1,4 @@
-"""Which tokens of a set stand for all of it, and how much of every token each of them is given."""
+"""Soft assignment of tokens to destinations: the matrices by which ToMA merges and unmerges (arXiv 2509.10918)."""
 
 from typing import NamedTuple
 
@@ -14,12 +14,13 @@ __all__ = ["Assignment", "soft_assignment"]
 
 
 class Assignment(NamedTuple):
-    """Sets of tokens, assigned to some of them.
+    """Result of `soft_assignment`.
 
     Attributes:
-        picks: Which tokens they are assigned to [*sets, budget], ascending.
-        gather: [*sets, budget, tokens], rows that sum to 1: a merged token is the mean of what it is given.
-        spread: The same before that, columns that sum to 1: how much of a token each pick is given.
+        picks: Destinations of each set [*sets, budget], ascending.
+        gather: Merge weights [*sets, budget, tokens]; rows sum to 1, so that a merged token is a weighted mean.
+        spread: Unmerge weights [*sets, budget, tokens]; columns sum to 1: the share of a token that each destination
+            receives.
     """
 
     picks: Tensor
@@ -33,15 +34,15 @@ def soft_assignment(
     scale: float,
     destinations: Int[Tensor, "*sets budget"] | None = None,
 ) -> Assignment:
-    """Pick the tokens that serve their set best, by facility location, and assign every token to them softly.
+    """Destinations of each set, picked by facility location, and the softmax weights of all tokens over them.
 
-    Tokens are compared by their cosine; picks, scores and softmax are computed in float32 at least, but for autocast.
+    Similarity is cosine. Picks, scores and softmax are computed in float32 or better, except under autocast.
 
     Args:
         tokens: Feature vectors.
-        budget: How many tokens of a set to pick.
-        scale: Of the cosines in the softmax over the picks: how sharp it is.
-        destinations: Assign to these tokens, ascending, and pick none.
+        budget: Number of destinations of each set.
+        scale: Factor of the cosines in the softmax over destinations.
+        destinations: Destinations to use instead of picking new ones, ascending.
 
     Raises:
         ValueError: If the budget is not between 1 and the number of tokens.

@@ -12,12 +12,13 @@ from torch import Tensor
 from transformers import DynamicCache
 from transformers.cache_utils import Cache
 
-from foveate.methods.recompute_policy import Geometry, Norm, RecomputePolicy, Spans, check_choice, places
+from foveate.methods.recompute_policy import Geometry, Norm, RecomputePolicy, Spans, places
 from foveate.ops.attention_received import attention_received
 from foveate.ops.rotary import rotate
 from foveate.transformers.chunk import ChunkCache
 from foveate.transformers.layers import Enough, Reading, Rows, borrowed, by_rows, dynamic, unrotated
 from foveate.transformers.patched import Patched
+from foveate.utils.choices import check_choice
 from foveate.utils.device import Stopwatch
 
 if TYPE_CHECKING:

@@ -1,4 +1,4 @@
-"""Remember what was worked out from tensors, for as long as they live; make tensors that live long."""
+"""Caching of tensors, and of results that depend on tensors."""
 
 from collections.abc import Callable, Hashable, Sequence
 from functools import wraps
@@ -15,33 +15,34 @@ T = TypeVar("T")
 
 
 def persistent(make: Callable[P, T]) -> Callable[P, T]:
-    """Decorator of what makes tensors that outlive the call, the same ones wherever it is called.
+    """Decorator for functions whose tensors are cached: their result does not depend on the caller's context.
 
-    They are made on the CPU under any default device, and may be trained with though inference mode is on.
+    The function runs on the CPU whatever the default device is, and outside inference mode, so that its tensors can be
+    used in training later.
     """
 
     @wraps(make)
-    def anywhere(*args: P.args, **kwargs: P.kwargs) -> T:
+    def wrapper(*args: P.args, **kwargs: P.kwargs) -> T:
         with torch.inference_mode(False), torch.device("cpu"):
             return make(*args, **kwargs)
 
-    return anywhere
+    return wrapper
 
 
 class WeakTensorCache(Generic[T]):
-    """A cache by the identity of tensors that are never changed in place; an entry dies with the last of them.
+    """A cache keyed by the identity of tensors, which must not be changed in place.
 
-    Tensors that share their last one, such as tables with the same lists, do not drive each other out.
+    An entry is freed together with the last tensor of its key. Several keys may share that tensor.
     """
 
     def __init__(self) -> None:
         self._entries: Any = WeakTensorKeyDictionary()
 
     def get(self, tensors: Sequence[Tensor], key: Hashable, make: Callable[[], T]) -> T:
-        """What `make` returned for these tensors and this key; it is called once."""
+        """The result of `make()` for these tensors and this key, computed once."""
         *others, last = tensors
         entries = self._entries.setdefault(last, {})
-        place = *map(id, others), key
-        if place not in entries:
-            entries[place] = others, make()  # the others are held: no new tensor gets the id of one of them
-        return entries[place][1]
+        entry = *map(id, others), key
+        if entry not in entries:
+            entries[entry] = others, make()  # holds the others, so that no new tensor gets one of their ids
+        return entries[entry][1]

@@ -1,5 +1,5 @@
 # pyright: basic
-"""The machine that a run is on: its devices, their clock, and the versions of what runs."""
+"""The machine of a run: device and dtype choice, timing of steps, and versions."""
 
 import platform
 import re
@@ -21,10 +21,10 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 
 def choose_device(device: str) -> torch.device:
-    """The device of that name; "auto" takes a GPU if there is one.
+    """The named device; "auto" takes a GPU if there is one.
 
     Raises:
-        ValueError: If there is no such device here.
+        ValueError: If this machine has no such device.
     """
     mps = torch.backends.mps.is_available()
     if device == "auto":
@@ -35,12 +35,16 @@ def choose_device(device: str) -> torch.device:
         raise ValueError(f"unknown device {device!r}: use auto, cpu, cuda, cuda:1 or mps") from None
     missing = chosen.type == "cuda" and (chosen.index or 0) >= torch.cuda.device_count()
     if missing or (chosen.type == "mps" and not mps):
-        raise ValueError(f"there is no {device} on this machine: use --device cpu, or leave --device out")
+        raise ValueError(f"this machine has no {device}: use --device cpu, or leave out --device")
     return chosen
 
 
 def choose_dtype(dtype: str, device: torch.device) -> torch.dtype:
-    """The dtype of that name; "auto" takes bfloat16 on a GPU and float32 on a CPU."""
+    """The named dtype; "auto" takes bfloat16 on a GPU and float32 on a CPU.
+
+    Raises:
+        ValueError: If the name is unknown.
+    """
     if dtype == "auto":
         return torch.float32 if device.type == "cpu" else torch.bfloat16
     if dtype not in DTYPES:
@@ -49,14 +53,14 @@ def choose_dtype(dtype: str, device: torch.device) -> torch.dtype:
 
 
 def now(device: torch.device) -> float:
-    """Seconds, after all that was asked of the device is done."""
+    """Clock time in seconds, after all work of the device is done."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter()
 
 
 class Stopwatch:
-    """How long steps take on a device. On a GPU its own clock tells, so that no step waits for the one before.
+    """Durations of steps on a device. A GPU is timed by its own events, so that steps do not wait for each other.
 
     Examples:
         >>> watch = Stopwatch(torch.device("cpu"))
@@ -72,14 +76,14 @@ class Stopwatch:
 
     @contextmanager
     def step(self, name: str) -> Generator[None]:
-        """Measures a block of code."""
+        """Times a `with` block."""
         began = self._mark()
         yield
         self._laps[name] = began, self._mark()
 
     @property
     def seconds(self) -> dict[str, float]:
-        """Of each step that is done; waits for the device."""
+        """Seconds of each finished step. Waits for the device."""
         return {name: _between(*lap) for name, lap in self._laps.items()}
 
     def _mark(self) -> Any:
@@ -98,7 +102,7 @@ def _between(began: Any, ended: Any) -> float:
 
 
 def versions() -> dict[str, str]:
-    """What ran it: packages, Python, system, processor or GPU; the commit too, where that can be told."""
+    """Versions of packages and Python, the system, its CPU and GPU, and the commit where it is known."""
     found = {"foveate": foveate.__version__, "commit": _commit()}
     for package in ("torch", "triton", "diffusers", "transformers"):
         try:
@@ -122,7 +126,7 @@ def _commit() -> str:
     command = ["git", "describe", "--always", "--dirty", "--abbrev=12"]
     try:
         return subprocess.check_output(command, text=True, cwd=root, stderr=subprocess.DEVNULL).strip()
-    except (OSError, subprocess.CalledProcessError):  # no git, or a repository that is not ours to read
+    except (OSError, subprocess.CalledProcessError):  # no git, or a repository of another user
         return "unknown"
 
 

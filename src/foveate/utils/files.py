@@ -1,4 +1,4 @@
-"""Results on disk: written whole or not at all, pictures with their settings inside."""
+"""Results on disk: atomic writes, pictures that carry their settings, folders that belong to one setting."""
 
 import io
 import json
@@ -14,9 +14,9 @@ __all__ = ["claim", "slug", "write_picture", "write_whole"]
 
 
 def write_whole(path: Path, content: bytes) -> None:
-    """Write a file under another name and rename it when it is complete."""
+    """Write a file atomically: under a temporary name that is renamed when the file is complete."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(f"{path.name}.{os.getpid()}-{get_ident()}.part")  # another writer has another
+    part = path.with_name(f"{path.name}.{os.getpid()}-{get_ident()}.part")  # unique to this writer
     try:
         part.write_bytes(content)
         os.replace(part, path)
@@ -40,10 +40,10 @@ def slug(text: str) -> str:
 
 
 def claim(folder: Path, settings: dict[str, str]) -> None:
-    """Make a folder one of results with these settings; settings.json says so.
+    """Reserve a folder for results with these settings, in its settings.json.
 
     Raises:
-        ValueError: If it holds results of others.
+        ValueError: If the folder holds results of other settings.
     """
     path = folder / "settings.json"
     before = json.loads(path.read_text()) if path.exists() else settings

@@ -1,13 +1,13 @@
-"""How long work says how far it is."""
+"""Progress callbacks of long-running functions."""
 
 from collections.abc import Callable
 
 __all__ = ["Track", "silent"]
 
 Track = Callable[[str, int], Callable[[], None]]
-"""Given a name and a length, returns what is to be called after every step."""
+"""Called with a name and a number of steps; returns a function to call after each step."""
 
 
 def silent(name: str, length: int) -> Callable[[], None]:
-    """Shows nothing."""
+    """A `Track` that shows nothing."""
     return lambda: None

@@ -1,5 +1,5 @@
 # pyright: basic, reportPrivateImportUsage=false
-"""How long calls take, and how much memory."""
+"""Benchmark timers: time, memory and profile of calls."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -10,30 +10,30 @@ import torch
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
-__all__ = ["LONG_ENOUGH", "Marks", "captured", "first_line", "peak_memory", "time_calls", "time_shares"]
+__all__ = ["MIN_SECONDS", "Marks", "captured", "first_line", "peak_memory", "time_calls", "time_shares"]
 
 Call = Callable[[], object]
-LONG_ENOUGH = 0.005  # seconds of one measurement
+MIN_SECONDS = 0.005  # of one measurement
 
 
 def first_line(error: Exception) -> str:
-    """What a table says of what could not be measured."""
+    """One-line description of an error, for tables of results."""
     if isinstance(error, torch.OutOfMemoryError):
         return "skipped: out of memory"
     return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 def time_calls(calls: Sequence[Call], rounds: int, device: torch.device) -> list[list[float]]:
-    """Seconds of one call, [call][round]: in every round each is measured once, so that all meet the same moments.
+    """Seconds per call, [call][round]. Calls are interleaved: every round measures each call once.
 
-    A measurement repeats the call for 5 ms at least.
+    A measurement repeats its call for at least 5 ms.
 
     Args:
-        calls: What to time, as `captured` gives them.
-        rounds: How often to measure each.
-        device: Where they run.
+        calls: Functions to time; see `captured`.
+        rounds: Number of measurements of each call.
+        device: Device on which the calls run.
     """
-    repeats = [max(1, round(LONG_ENOUGH / _seconds(call, 1, device))) for call in calls]
+    repeats = [max(1, round(MIN_SECONDS / _seconds(call, 1, device))) for call in calls]
     return [
         list(times)
         for times in zip(
@@ -47,12 +47,12 @@ def time_calls(calls: Sequence[Call], rounds: int, device: torch.device) -> list
 
 
 def peak_memory(call: Call, device: torch.device, *, beyond: bool = True) -> int | None:
-    """Bytes that a call has allocated at most; None where nobody counts.
+    """Peak memory in bytes during a call on a GPU; None on other devices.
 
     Args:
-        call: What to measure.
-        device: Where it runs.
-        beyond: Leave out what was there before.
+        call: Function to measure.
+        device: Device on which it runs.
+        beyond: Subtract the memory that was allocated before the call.
     """
     if device.type != "cuda":
         return None
@@ -64,12 +64,12 @@ def peak_memory(call: Call, device: torch.device, *, beyond: bool = True) -> int
 
 
 def captured(call: Call, device: torch.device) -> Call:
-    """The call as it is timed: on a GPU a CUDA graph of it, so that the time to launch it does not count."""
+    """The call to time: on a GPU its CUDA graph, which leaves out the launch overhead."""
     if device.type != "cuda":
         return call
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.device(device):
-        side = torch.cuda.Stream()  # warm up on a stream of its own, as capturing a backward pass asks for
+        side = torch.cuda.Stream()  # capturing a backward pass requires a warm-up on a side stream
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
             call()
@@ -79,13 +79,13 @@ def captured(call: Call, device: torch.device) -> Call:
 
     def replay() -> None:
         graph.replay()
-        _ = call  # holds what the graph reads: tables, and what was derived from them
+        _ = call  # keeps the tensors alive that the graph reads
 
     return replay
 
 
 class Marks:
-    """A clock that is told when a stage of the work has been asked for; nothing waits for the device meanwhile."""
+    """Durations of consecutive stages on a device, without waiting for the device in between."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -95,7 +95,7 @@ class Marks:
         self("")
 
     def __call__(self, stage: str) -> None:
-        """End a stage."""
+        """Mark the end of a stage."""
         if self.device.type != "cuda":
             self._marks.append((stage, time.perf_counter()))
             return
@@ -104,7 +104,7 @@ class Marks:
         self._marks.append((stage, event))
 
     def seconds(self) -> dict[str, float]:
-        """What each stage took, on the device where there is one."""
+        """Seconds of each stage."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
             return {stage: a.elapsed_time(b) / 1000 for (_, a), (stage, b) in pairwise(self._marks)}
@@ -112,15 +112,14 @@ class Marks:
 
 
 def time_shares(call: Call, names: Sequence[str], device: torch.device) -> list[float]:
-    """Which fraction of a call's time goes into each of these ops and `record_function` ranges; 0 where it never runs.
+    """Fraction of a call's time spent in each of the named ops and `record_function` ranges; 0 if it never runs.
 
-    On a GPU the time is that of kernels, wherever they were launched; else that of ops on the CPU. What lies within
-    another one of the names counts for the outer one alone.
+    On a GPU this is kernel time, otherwise CPU time of ops. Nested names count for the outermost one only.
 
     Args:
-        call: What to profile.
-        names: Of the ops and ranges.
-        device: Where it runs.
+        call: Function to profile.
+        names: Names of the ops and ranges.
+        device: Device on which the call runs.
     """
     on_gpu = device.type == "cuda"
     with profile(activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]) as profiler:
@@ -139,7 +138,7 @@ def time_shares(call: Call, names: Sequence[str], device: torch.device) -> list[
 
 
 def _within(event: Any, names: Sequence[str]) -> bool:
-    """Whether an event lies in one of these names."""
+    """Whether an event is nested in one of these names."""
     outer = event.cpu_parent
     return outer is not None and (outer.name in names or _within(outer, names))
 

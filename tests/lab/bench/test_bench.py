@@ -93,7 +93,7 @@ def test_a_result_is_shown_as_table_and_plot():
 
 
 def test_calls_take_turns(monkeypatch):
-    monkeypatch.setattr(timing, "LONG_ENOUGH", 0)
+    monkeypatch.setattr(timing, "MIN_SECONDS", 0)
     order = []
     times = timing.time_calls([lambda: order.append("a"), lambda: order.append("b")], 3, CPU)
     assert order == ["a", "b"] * 4  # one to see how long it takes

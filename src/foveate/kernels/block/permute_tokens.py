@@ -57,9 +57,9 @@ def permute_tokens(
     return outs
 
 
-def takes(device: torch.device, dtype: torch.dtype, size: int) -> bool:
+def supports(device: torch.device, dtype: torch.dtype, size: int) -> bool:
     """16-bit and 32-bit tensors on an NVIDIA GPU; pairs need an even number of channels."""
     return device.type == "cuda" and dtype in (torch.float16, torch.bfloat16, torch.float32) and size % 2 == 0
 
 
-BACKENDS: dict[str, tuple[Any, Any]] = {"triton": (takes, permute_tokens)}
+BACKENDS: dict[str, tuple[Any, Any]] = {"triton": (supports, permute_tokens)}

@@ -73,7 +73,7 @@ def supports(device: torch.device, dtype: torch.dtype, dim: int) -> bool:
 
 @gpu_op("foveate::coverage_drops")
 def coverage_drops(items: Tensor, candidates: Tensor, before: Tensor, after: Tensor) -> Tensor:
-    """The drops that `foveate.ops.round_robin_greedy.portable_drops` defines."""
+    """`foveate.ops.facility_location.portable_drops` on a GPU."""
     drops = _like(items, candidates, before, after)
     if not len(items):
         return drops.zero_()

@@ -1,4 +1,4 @@
-"""What InfoFlow KV is compared with: other choices of the rows to compute again, each from its description."""
+"""Baselines of InfoFlow KV: other policies that choose the rows of a composed cache to recompute."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -17,16 +17,16 @@ class FullPrefill(RecomputePolicy):
     """All rows: what the model computes without cached chunks."""
 
     def rows(self, stale: ComposedCache) -> Int[Tensor, "rows"]:
-        """All of them."""
+        """All rows."""
         return torch.arange(stale.spans[-1][1])
 
 
 @dataclass(frozen=True, kw_only=True)
 class NoRecompute(RecomputePolicy):
-    """No rows: the chunks side by side, their keys turned to their places."""
+    """No rows: cached chunks one after the other, with keys rotated to their positions."""
 
     def rows(self, stale: ComposedCache) -> Int[Tensor, "rows"]:
-        """None of them."""
+        """No rows."""
         return torch.empty(0, dtype=torch.long)
 
 
@@ -35,28 +35,27 @@ class RandomRows(PartialRecompute):
     """Rows drawn at random.
 
     Attributes:
-        recompute: Fraction of all rows, prefix included, to compute again: 0 to 1.
-        exclude_first: Leave out the prefix and the first chunk, which are as they should be.
-        seed: Of the draw.
+        seed: Seed of the draw.
     """
 
     seed: int = 0
 
     def rows(self, stale: ComposedCache) -> Int[Tensor, "rows"]:
-        """Each eligible row with equal chance."""
+        """Eligible rows, each with equal probability."""
         generator = torch.Generator().manual_seed(self.seed)
         return self.select(torch.rand(stale.spans[-1][1], generator=generator), stale.spans)
 
 
 @dataclass(frozen=True, kw_only=True)
 class EPIC(PartialRecompute):
-    """The first rows of every chunk, equally many of each (LegoLink of "EPIC", Hu et al. 2024, arXiv 2410.15332).
+    """The first rows of every chunk (LegoLink of "EPIC", Hu et al. 2024, arXiv 2410.15332).
 
-    The paper takes a fixed number of each chunk. This takes `recompute` of all rows, to compare at equal cost.
+    The paper takes a fixed number of rows of each chunk; this takes the fraction `recompute` of all rows, to compare
+    at equal cost.
     """
 
     def rows(self, stale: ComposedCache) -> Int[Tensor, "rows"]:
-        """The first row of every chunk, then the second, until there are enough."""
+        """The first row of every chunk, then the second, and so on until the budget is spent."""
         starts = (0, *(start for start, _ in stale.spans[1:]))
         depths = [torch.arange(stop - start) for start, (_, stop) in zip(starts, stale.spans, strict=True)]
         return self.select(-torch.cat(depths).float(), stale.spans)
@@ -64,24 +63,17 @@ class EPIC(PartialRecompute):
 
 @dataclass(frozen=True, kw_only=True)
 class CacheBlend(PartialRecompute):
-    """The rows that change most in layer 1 when it is computed anew ("CacheBlend", Yao et al. 2024, arXiv 2405.16444).
+    """The rows whose layer-1 cache changes most when recomputed ("CacheBlend", Yao et al. 2024, arXiv 2405.16444).
 
-    As InfoFlow's authors coded it: layer 0 is computed for all tokens, keys and values of layer 1 too, and stay so;
-    deeper layers are computed again for the chosen rows alone. The paper chooses anew from layer to layer.
+    Follows the code of InfoFlow's authors: layer 0 and the keys and values of layer 1 are recomputed for all rows and
+    kept; deeper layers are recomputed for the chosen rows only. The paper chooses again at every layer.
 
     Attributes:
-        recompute: Fraction of all rows, prefix included, to compute again: 0 to 1.
-        exclude_first: Leave out the prefix and the first chunk, which are as they should be.
         rank: Compare values ("v"), or keys ("k") as LMCache does.
     """
 
     exclude_first: bool = False
     rank: Literal["v", "k"] = "v"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.rank not in ("v", "k"):
-            raise ValueError(f"rank must be v or k, not {self.rank!r}")
 
     def rows(self, stale: ComposedCache) -> Int[Tensor, "rows"]:
         """The rows that change most."""

@@ -1,8 +1,7 @@
 """ToDo: token downsampling (Smith et al. 2024, arXiv 2402.13573), a baseline.
 
-Every token asks, but only those on a coarser grid, and the text, answer: keys and values are those of every other row
-and column. Written from the paper. Here it is a block table: the tokens that answer stand in front, and nobody reads
-others.
+All tokens are queries, but only the text and the image tokens on a coarser grid are keys and values. Here this is a
+block table: the tokens that are read come first, and no block reads the others. Written from the paper.
 """
 
 from dataclasses import dataclass
@@ -25,10 +24,12 @@ Grid = tuple[int, int]
 
 @dataclass(frozen=True, kw_only=True)
 class ToDo(SparseAttention):
-    """Attention to a coarser grid of the image. `factor=1` is exactly the dense model.
+    """Attention to a coarser grid of image tokens. `factor=1` is exactly the dense model.
 
     Attributes:
-        factor: One row and one column in so many answer. The paper takes 2 at 1024 px, 3 at 1536 px, 4 at 2048 px.
+        factor: Reduction of the rows and columns that are keys. The paper uses 2 at 1024 px, 3 at 1536 px, 4 at 2048.
+
+    Source: arXiv 2402.13573.
     """
 
     factor: int = 2
@@ -40,7 +41,7 @@ class ToDo(SparseAttention):
 
     @property
     def title(self) -> str:
-        """ToDo and its factor."""
+        """Name and factor."""
         return f"ToDo f={self.factor}"
 
     @classmethod
@@ -49,7 +50,7 @@ class ToDo(SparseAttention):
         return ()
 
     def plan(self, grids: tuple[Grid, ...], text: int, *, device: str = "cpu") -> "Downsampled":
-        """The tokens that answer, reference images among them, then the others.
+        """Order and table: reference images and sampled tokens, which are read, then the others.
 
         Raises:
             DenseFallback: If the image has fewer rows or columns than the factor.
@@ -62,7 +63,7 @@ class ToDo(SparseAttention):
 
 
 class Downsampled(NamedTuple):
-    """What ToDo decided for one size; see `foveate.methods.base.AttentionPlan`."""
+    """Result of `ToDo.plan`; see `foveate.methods.base.AttentionPlan`."""
 
     order: Int[Tensor, "image"]
     inverse: Int[Tensor, "image"]
@@ -78,9 +79,9 @@ class Downsampled(NamedTuple):
 def _plan(method: ToDo, grids: tuple[Grid, ...], text: int, device: str) -> Downsampled:
     (height, width), *others = grids
     rows, columns = (_nearest(side, method.factor) for side in (height, width))
-    answers = torch.zeros(height, width, dtype=torch.bool)
-    answers[rows[:, None], columns] = True
-    sampled, rest = answers.flatten().nonzero()[:, 0], (~answers).flatten().nonzero()[:, 0]
+    is_key = torch.zeros(height, width, dtype=torch.bool)
+    is_key[rows[:, None], columns] = True
+    sampled, rest = is_key.flatten().nonzero()[:, 0], (~is_key).flatten().nonzero()[:, 0]
     references = torch.arange(height * width, height * width + sum(a * b for a, b in others))
     order = torch.cat([references, sampled, rest])
     front = text + len(references) + len(sampled)
@@ -98,6 +99,6 @@ def _plan(method: ToDo, grids: tuple[Grid, ...], text: int, device: str) -> Down
 
 
 def _nearest(side: int, factor: int) -> Int[Tensor, "kept"]:
-    """The rows or columns whose middles lie nearest to those of a grid that is coarser by the factor."""
+    """The rows or columns whose centres are nearest to those of a grid that is coarser by the factor."""
     kept = side // factor
     return ((torch.arange(kept) + 0.5) * side / kept).long()

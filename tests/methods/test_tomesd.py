@@ -1,10 +1,10 @@
-"""Laws of the baselines that merge by best match: what is kept, what goes where, and what becomes of it."""
+"""Laws of ToMeSD and ToFu: which tokens are kept, where the others are merged, and how."""
 
 import pytest
 import torch
 
 from foveate.methods import ToFu, ToMeSD
-from foveate.ops.merging import Picked
+from foveate.ops.merging import IndexMerge
 
 GRID = (10, 13)
 
@@ -13,7 +13,7 @@ def planned(method, x, grids=(GRID,)):
     return method.plan(x, method.regions(grids))
 
 
-def by_hand(x, method, grid=GRID):
+def reference(x, method, grid=GRID):
     """(places, dst_index as raster tokens) of one sample, token by token."""
     rows, columns = grid
     here = [i for i in range(rows * columns) if not i // columns % 2 and not i % columns % 2]
@@ -30,7 +30,7 @@ def test_matches_are_those_of_the_papers_text(keep):
     x = torch.randn(2, 130, 8, dtype=torch.float64)
     plan = planned(method := ToMeSD(keep=keep), x)
     for sample, places, dst_index in zip(x, plan.places, plan.dst_index, strict=True):
-        want_places, want_goes = by_hand(sample, method)
+        want_places, want_goes = reference(sample, method)
         assert sorted(places.tolist()) == want_places
         assert places[dst_index].tolist() == want_goes
 
@@ -70,7 +70,7 @@ def test_constants_survive_and_references_are_left_alone(method):
 def test_half_precision_means_are_taken_in_single():
     x = 1000 + torch.randn(1, 130, 8)
     plan = planned(ToMeSD(keep=0.3), x)
-    assert isinstance(plan, Picked)
+    assert isinstance(plan, IndexMerge)
     torch.testing.assert_close(plan.merge(x.half()).float(), plan.merge(x), rtol=1e-3, atol=1)
 
 

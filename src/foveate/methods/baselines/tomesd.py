@@ -1,13 +1,13 @@
-"""Token merging by best match: ToMeSD (arXiv 2303.17604) and ToFu (arXiv 2312.01026), baselines.
+"""Baselines that merge tokens by best match: ToMeSD (arXiv 2303.17604) and ToFu (arXiv 2312.01026).
 
-1. Of every 2 x 2 cells of tokens one is a destination, the others are sources.
-2. Each source has a best match among the destinations, by cosine similarity.
-3. The sources with the best matches go to their destinations; the others are kept.
-4. Afterwards a source that went takes what its destination became.
+1. One token of every 2 x 2 cell is a destination, the others are sources.
+2. Each source is matched with its most similar destination, by cosine similarity.
+3. The sources with the best matches are merged into their destinations; the others are kept.
+4. After the layer every merged source takes a copy of its destination.
 
-In ToMeSD a destination becomes the mean of what went to it. In ToFu what goes is left out in the first blocks, where
-the model is far from linear; in the later ones the mean is made as long as the longest of its tokens. Every block does
-so anew in every step. Written from the papers; the authors' code is not used.
+In ToMeSD a destination becomes the mean of its tokens. ToFu drops merged sources in the first blocks, where the model
+is far from linear; in later blocks it scales the mean to the norm of its longest token. Every block matches anew in
+every step. Written from the papers; the authors' code is not used.
 """
 
 from dataclasses import dataclass, replace
@@ -19,8 +19,8 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from foveate.methods.base import TokenMerging
-from foveate.ops.merging import Grid, Group, Picked, Regions
+from foveate.methods.base import TokenMerging, two_sides
+from foveate.ops.merging import Grid, Group, IndexMerge, Regions
 from foveate.utils.cache import persistent
 
 __all__ = ["ToFu", "ToMeSD"]
@@ -31,8 +31,10 @@ class ToMeSD(TokenMerging):
     """Token merging by best match. `keep=1.0` is exactly the dense model.
 
     Attributes:
-        cell: (rows, columns) of tokens, one of which is a destination: that fraction is the least that can be kept.
-        random: Draw the destination of each cell by lot, the same ones in every block. Else it is the first.
+        cell: (rows, columns) of a cell in tokens. Each cell has one destination, which bounds `keep` from below.
+        random: Draw the destination of each cell at random, the same in every block. Otherwise take the first token.
+
+    Source: arXiv 2303.17604.
     """
 
     merge_cross: bool = False
@@ -44,13 +46,11 @@ class ToMeSD(TokenMerging):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if len(self.cell) != 2 or any(int(side) != side or side < 1 for side in self.cell):
-            raise ValueError(f"cell must be two positive whole numbers such as (2, 2), not {self.cell!r}")
-        object.__setattr__(self, "cell", (int(self.cell[0]), int(self.cell[1])))  # of JSON it is a list
+        object.__setattr__(self, "cell", two_sides("cell", self.cell))  # JSON gives a list
         least = 1 / (self.cell[0] * self.cell[1])
         if self.keep < least:
             raise ValueError(
-                f"of cells of {self.cell[0]} x {self.cell[1]} tokens {least:.0%} are destinations and are kept: "
+                f"with cells of {self.cell[0]} x {self.cell[1]} tokens {least:.0%} are destinations and are kept: "
                 f"use keep>={least:g} or larger cells, not keep={self.keep:g}"
             )
 
@@ -60,7 +60,7 @@ class ToMeSD(TokenMerging):
         return ()
 
     def regions(self, grids: tuple[Grid, ...], *, device: str = "cpu") -> Regions:
-        """The image in raster order as one region; reference images are left alone."""
+        """The generated image in raster order as one region. Reference images are not merged."""
         (height, width), *others = grids
         kept = max(round(self.keep * height * width), int(_destinations(grids[0], self.cell, False).sum()))
         groups = [Group(1, height, width, kept), *(Group(1, *grid, grid[0] * grid[1], False) for grid in others)]
@@ -72,18 +72,18 @@ class ToMeSD(TokenMerging):
         features: Float[Tensor, "batch image dim"],
         regions: Regions,
         destinations: tuple[Tensor, ...] | None = None,
-    ) -> Picked:
-        """Which tokens are kept, and which of those every token becomes a part of."""
+    ) -> IndexMerge:
+        """The tokens that are kept, and the one of them that every token is merged into."""
         group, *others = regions.groups
         chosen = _destinations(regions.grid, self.cell, self.random).to(features.device)
         cells = ceil(regions.grid[0] / self.cell[0]) * ceil(regions.grid[1] / self.cell[1])
-        # sources, then destinations; not by nonzero, whose length compiled code does not know
+        # sources, then destinations; nonzero() would have a length that compiled code does not know
         there, here = chosen.int().argsort(stable=True).split([len(chosen) - cells, cells])
         exact = features[:, : group.tokens].to(torch.promote_types(features.dtype, torch.float32))
         z = normalize(exact, dim=-1)
-        likeness, match = (z[:, there] @ z[:, here].mT).max(-1)  # [batch, sources]
-        alone = group.kept - len(here)  # sources that are kept
-        ranked = likeness.argsort(dim=1, stable=True)  # the least alike first
+        similarity, match = (z[:, there] @ z[:, here].mT).max(-1)  # [batch, sources]
+        alone = group.kept - len(here)  # number of sources that are kept
+        ranked = similarity.argsort(dim=1, stable=True)  # least similar first
         sources = there[ranked]
         dst_index = torch.empty(len(z), group.tokens, dtype=torch.long, device=z.device)
         dst_index[:, here] = alone + torch.arange(len(here), device=z.device)
@@ -91,10 +91,10 @@ class ToMeSD(TokenMerging):
         dst_index.scatter_(1, sources, torch.cat([slots, alone + match.gather(1, ranked[:, alone:])], 1))
         places = torch.cat([sources[:, :alone], here.expand(len(z), -1)], 1)
         rest = torch.arange(sum(other.tokens for other in others), device=z.device).expand(len(z), -1)
-        return self._picked(torch.cat([places, group.tokens + rest], 1), torch.cat([dst_index, group.kept + rest], 1))
+        return self._merge(torch.cat([places, group.tokens + rest], 1), torch.cat([dst_index, group.kept + rest], 1))
 
-    def _picked(self, places: Int[Tensor, "batch merged"], dst_index: Int[Tensor, "batch image"]) -> Picked:
-        return Picked(places, dst_index)
+    def _merge(self, places: Int[Tensor, "batch merged"], dst_index: Int[Tensor, "batch image"]) -> IndexMerge:
+        return IndexMerge(places, dst_index)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,8 +102,10 @@ class ToFu(ToMeSD):
     """Token fusion. `keep=1.0` is exactly the dense model.
 
     Attributes:
-        separation: Blocks that come before this fraction of the model prune, the others merge.
-        depth: Where a block is; set where the method is applied.
+        separation: Relative depth, 0 to 1, before which blocks drop merged sources; later blocks average.
+        depth: Relative depth of a block, 0 to 1; set by `at`.
+
+    Source: arXiv 2312.01026.
     """
 
     separation: float = 0.5
@@ -112,27 +114,27 @@ class ToFu(ToMeSD):
     def __post_init__(self) -> None:
         super().__post_init__()
         if not 0 <= self.separation <= 1:
-            raise ValueError(f"separation is a fraction of the model, 0 to 1, not {self.separation}")
+            raise ValueError(f"separation is a relative depth in the model, 0 to 1, not {self.separation}")
 
     def at(self, depth: float) -> TokenMerging:
-        """The method for a block that so much of the model comes before."""
-        return replace(self, depth=float(depth >= self.separation))  # two kinds of blocks: a graph each when compiled
+        """The method for a block at this relative depth in the model, 0 to 1."""
+        return replace(self, depth=float(depth >= self.separation))  # two values: compiled code has two graphs
 
-    def _picked(self, places: Tensor, dst_index: Tensor) -> Picked:
+    def _merge(self, places: Tensor, dst_index: Tensor) -> IndexMerge:
         pruned = self.depth < self.separation
-        return Picked(places, dst_index, pruned=pruned, longest=not pruned)
+        return IndexMerge(places, dst_index, pruned=pruned, longest=not pruned)
 
 
 @persistent
 def _destinations(grid: Grid, cell: tuple[int, int], random: bool) -> Tensor:
-    """Whether each token is the destination of its cell, in raster order; cells at the far edges may be smaller."""
+    """Mask of the destinations in raster order. Cells at the bottom and right edges may be smaller."""
     rows, columns = (torch.arange(side) % size == 0 for side, size in zip(grid, cell, strict=True))
     first = rows[:, None] & columns
     if not random:
         return first.flatten()
     tops, lefts = first.nonzero().unbind(1)
-    lot = torch.rand(2, len(tops), generator=torch.Generator().manual_seed(0))
+    draw = torch.rand(2, len(tops), generator=torch.Generator().manual_seed(0))
     heights, widths = (grid[0] - tops).clamp(max=cell[0]), (grid[1] - lefts).clamp(max=cell[1])
     drawn = torch.zeros_like(first)
-    drawn[tops + (lot[0] * heights).long(), lefts + (lot[1] * widths).long()] = True
+    drawn[tops + (draw[0] * heights).long(), lefts + (draw[1] * widths).long()] = True
     return drawn.flatten()
