@@ -12,6 +12,7 @@ from transformers import DynamicCache, GPT2Config, GPT2LMHeadModel, LlamaForCaus
 from foveate import InfoFlowKV
 from foveate.ops.rotary import rotate
 from foveate.transformers import ChunkCache, ChunkEncoder
+from foveate.transformers import encoder as encoder_module
 from foveate.transformers.fingerprint import checksum
 
 
@@ -22,7 +23,8 @@ def test_keys_turned_to_a_place_are_those_computed_there(family, rope):
     ours = encoder(family, rope)
     chunks = ours.encode([DOCUMENTS[1], DOCUMENTS[2]])
     positions = torch.cat([torch.arange(7), torch.arange(30, 39)])  # prefix and first chunk; second chunk, far away
-    keys, values = ours.keys_at(chunks, positions), ours.values_of(chunks)
+    batch = ours.compose(chunks).batch
+    keys, values = batch.keys_at(positions), batch.values
     for chunk, place, rows in ((chunks[0], 0, slice(0, 7)), (chunks[1], 28, slice(5, 16))):
         cache = DynamicCache()
         ids = torch.cat([ours.prefix, chunk.ids])
@@ -35,13 +37,27 @@ def test_keys_turned_to_a_place_are_those_computed_there(family, rope):
             torch.testing.assert_close(value[0, :, rows], layer.values[0, :, skip:].detach(), rtol=1e-5, atol=1e-5)
 
 
+def test_documents_of_equal_length_are_encoded_together_as_each_alone(monkeypatch):
+    monkeypatch.setattr(encoder_module, "ENCODE_ROWS", 16)
+    ours, texts = encoder(), ["w1 w2 w3 w4 w5", "w6 w7 w8 w9 w1", "w2 w2 w3 w3 w4", "w5 w6", "w7 w8 w9 w2 w1"]
+    passes = []
+    ours.model.model.register_forward_pre_hook(lambda *_: passes.append(1))
+    chunks = ours.encode(texts)
+    assert len(passes) == 3
+    for chunk, text in zip(chunks, texts, strict=True):
+        (alone,) = ours.encode([text])
+        assert torch.equal(chunk.ids, alone.ids)
+        torch.testing.assert_close(chunk.keys, alone.keys, rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(chunk.values, alone.values, rtol=1e-12, atol=1e-12)
+
+
 def test_keys_are_rounded_once():
     ours = encoder(dtype=torch.bfloat16)
     (chunk,) = ours.encode([DOCUMENTS[0]])
     positions = torch.arange(80, 80 + chunk.keys.shape[2])
     tables = ours.model.model.rotary_emb(torch.empty(0, dtype=torch.float64), positions[None])
     exact = rotate(chunk.keys.double(), *(table[0] for table in tables))
-    for layer, keys in enumerate(ours.keys_at([chunk], positions)):
+    for layer, keys in enumerate(ours.compose([chunk]).batch.keys_at(positions)):
         assert keys.dtype == torch.bfloat16
         torch.testing.assert_close(keys[0].double(), exact[layer], rtol=2**-8, atol=1e-5)
 
@@ -156,7 +172,7 @@ def test_padding_by_the_tokenizer_is_no_other_tokenizer():
 def test_another_text_is_refused(tmp_path):
     ours = encoder()
     ours.encode([DOCUMENTS[0]])[0].save(tmp_path / "chunk.safetensors")
-    with pytest.raises(ValueError, match="made of another text"):
+    with pytest.raises(ValueError, match="made from another text"):
         ChunkCache.load(tmp_path / "chunk.safetensors", ours, text=DOCUMENTS[1])
 
 
@@ -220,14 +236,16 @@ def test_bad_documents_are_refused_before_anything_is_computed():
     hook = ours.model.model.register_forward_pre_hook(lambda *_: calls.append(1))
     with pytest.raises(ValueError, match="document 1 is empty"):
         ours.encode([DOCUMENTS[0], ""])
-    with pytest.raises(ValueError, match="document 1 with its prefix: 21 tokens, where the model takes 20; cut it"):
+    with pytest.raises(
+        ValueError, match="document 1 with its prefix: 21 tokens, but the model takes at most 20; split it"
+    ):
         ours.encode([DOCUMENTS[0], [5] * 19])
     with pytest.raises(ValueError, match=r"3 chunks with their prefix: 23 tokens, .* compose fewer"):
         ours.compose([kept] * 3)
-    with pytest.raises(ValueError, match="one chunk or more"):
+    with pytest.raises(ValueError, match="at least one chunk"):
         ours.compose([])
     context = ours.compose([kept, kept])
-    with pytest.raises(ValueError, match="context and prompt: 21 tokens, where the model takes 20"):
+    with pytest.raises(ValueError, match="context and prompt: 21 tokens, but the model takes at most 20"):
         context.score([3] * 5, [1])
     with pytest.raises(ValueError, match="the prompt is empty"):
         context.score("", [1])
@@ -240,15 +258,17 @@ def test_bad_documents_are_refused_before_anything_is_computed():
 def test_what_is_no_list_of_documents_or_no_token_is_refused():
     ours = encoder()
     context = ours.compose(ours.encode([DOCUMENTS[0]]))
-    with pytest.raises(ValueError, match=r"give a list of documents, not one text: \['w1 w2'\]"):
+    with pytest.raises(ValueError, match=r"pass a list of documents, not one text: \['w1 w2'\]"):
         ours.encode("w1 w2")
-    with pytest.raises(ValueError, match=r"give a list of prompts, not one text: \['w1'\]"):
+    with pytest.raises(ValueError, match=r"pass a list of prompts, not one text: \['w1'\]"):
         context.answers(InfoFlowKV(), "w1")
     with pytest.raises(ValueError, match=r"a list of token ids, not the number 5: \[5\]"):
         ours.encode([5, 6])
     for token in (64, -1):
         for attempt in (lambda ids: ours.encode([ids]), lambda ids: context.patch(InfoFlowKV(), ids)):
-            with pytest.raises(ValueError, match=f"token {token} is none of the model's, 0 to 63: use its own"):
+            with pytest.raises(
+                ValueError, match=f"token id {token} is outside the model's vocabulary, 0 to 63: use its own"
+            ):
                 attempt([5, token])
 
 
@@ -262,9 +282,11 @@ def test_a_document_that_overflows_is_refused():
 
 def test_positions_that_reach_further_than_the_model_takes_name_the_field():
     ours = encoder("qwen3", "yarn", max_position_embeddings=40)
-    with pytest.raises(ValueError, match=r"takes 40; cut it into several, or load .* max_position_embeddings=128, as"):
+    with pytest.raises(
+        ValueError, match=r"at most 40; split it, or load .* max_position_embeddings=128, the reach of yarn"
+    ):
         ours.encode([[5] * 40])
-    with pytest.raises(ValueError, match=r"takes 40; cut it into several$"):
+    with pytest.raises(ValueError, match=r"at most 40; split it$"):
         encoder("qwen3", max_position_embeddings=40).encode([[5] * 40])
 
 
@@ -274,10 +296,10 @@ def gpt2():
 
 REFUSED = {
     "not GPT2Config: it has no rotary positions": gpt2,
-    "'dynamic' turns keys by angles that change": lambda: language_model(
+    "'dynamic' rotates keys by angles that change": lambda: language_model(
         rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 100.0}
     ),
-    "'longrope' turns keys by angles that change": lambda: language_model(
+    "'longrope' rotates keys by angles that change": lambda: language_model(
         rope_parameters={
             "rope_type": "longrope",
             "rope_theta": 100.0,
@@ -293,10 +315,10 @@ REFUSED = {
     "partial_rotary_factor=0.5": lambda: language_model(
         rope_parameters={"rope_type": "default", "rope_theta": 100.0, "partial_rotary_factor": 0.5}
     ),
-    "'flex_attention' attention takes no mask": lambda: language_model(attn_implementation="flex_attention"),
-    "give the LlamaForCausalLM itself, not LlamaModel": lambda: language_model().model,
+    "'flex_attention' attention cannot attend by rows": lambda: language_model(attn_implementation="flex_attention"),
+    "pass the LlamaForCausalLM itself, not LlamaModel": lambda: language_model().model,
     r"call model\.eval": lambda: language_model().train(),
-    "on one device, not on meta": lambda: language_model().to("meta"),
+    "must be on one device, not on meta": lambda: language_model().to("meta"),
 }
 
 
