@@ -221,7 +221,8 @@ def measure(
     advance = track(len(batches) * len(trials))
     encoder = encoder_of_ids(model)
     for some in map(Questions._make, batches):
-        texts = [encoder.encode([ids[start:stop].tolist() for start, stop in spans]) for ids in some.ids]
+        chunks = encoder.encode([ids[start:stop].tolist() for ids in some.ids for start, stop in spans])
+        texts = [chunks[i : i + len(spans)] for i in range(0, len(chunks), len(spans))]
         prompted = PromptedBatch(CacheBatch(model, encoder.prefix, texts), some.prompts.to(model.device))
         full = torch.empty(0)
         for name, policy in trials.items():

@@ -1,4 +1,4 @@
-"""Laws of cached chunks: keys that can stand anywhere, files that come back bit for bit, and what is refused."""
+"""Laws of cached chunks: keys move to any position, files are read back bit for bit, wrong input is refused."""
 
 import pickle
 
@@ -18,7 +18,7 @@ from foveate.transformers.fingerprint import checksum
 
 @pytest.mark.parametrize("rope", ROPES)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_keys_turned_to_a_place_are_those_computed_there(family, rope):
+def test_rotated_keys_equal_keys_computed_at_the_position(family, rope):
     """To the precision of the models' angles, which are float32 in every dtype."""
     ours = encoder(family, rope)
     chunks = ours.encode([DOCUMENTS[1], DOCUMENTS[2]])
@@ -82,7 +82,7 @@ def test_encoding_and_composing_leave_the_model_and_the_chunks_as_they_were():
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
-def test_a_file_comes_back_bit_for_bit(dtype, tmp_path):
+def test_a_file_is_read_back_bit_for_bit(dtype, tmp_path):
     ours = encoder("qwen2", dtype=dtype)
     (chunk,) = ours.encode([DOCUMENTS[0]])
     assert chunk.keys.dtype == chunk.values.dtype == dtype
@@ -107,7 +107,7 @@ OTHERS = {
 
 
 @pytest.mark.parametrize("field", OTHERS)
-def test_a_chunk_of_something_else_is_refused_by_name(field, tmp_path):
+def test_a_chunk_with_another_fingerprint_is_refused_by_name(field, tmp_path):
     (chunk,) = encoder().encode([DOCUMENTS[0]])
     chunk.save(tmp_path / "chunk.safetensors")
     other = OTHERS[field]()
@@ -153,7 +153,7 @@ def test_how_strongly_an_adapter_acts_is_noticed():
         strong.compose([chunk])
 
 
-def test_what_changes_no_number_is_no_other_model(tmp_path):
+def test_settings_without_effect_keep_the_fingerprint(tmp_path):
     first = encoder(attn_implementation="sdpa")
     first.model.save_pretrained(tmp_path)
     second = LlamaForCausalLM.from_pretrained(tmp_path, dtype=torch.float64, attn_implementation="eager").eval()
@@ -161,7 +161,7 @@ def test_what_changes_no_number_is_no_other_model(tmp_path):
     assert ChunkEncoder(second, first.tokenizer, "<s> w60").fingerprint == first.fingerprint
 
 
-def test_padding_by_the_tokenizer_is_no_other_tokenizer():
+def test_padding_keeps_the_fingerprint():
     ours = encoder()
     ours.tokenizer.pad_token = "</s>"
     before = ChunkEncoder(ours.model, ours.tokenizer).fingerprint
@@ -255,7 +255,7 @@ def test_bad_documents_are_refused_before_anything_is_computed():
 
 
 @pytest.mark.usefixtures("as_a_user")
-def test_what_is_no_list_of_documents_or_no_token_is_refused():
+def test_arguments_of_another_kind_are_refused():
     ours = encoder()
     context = ours.compose(ours.encode([DOCUMENTS[0]]))
     with pytest.raises(ValueError, match=r"pass a list of documents, not one text: \['w1 w2'\]"):
@@ -280,7 +280,7 @@ def test_a_document_that_overflows_is_refused():
         ours.encode([DOCUMENTS[0]])
 
 
-def test_positions_that_reach_further_than_the_model_takes_name_the_field():
+def test_the_error_names_the_field_that_extends_the_context():
     ours = encoder("qwen3", "yarn", max_position_embeddings=40)
     with pytest.raises(
         ValueError, match=r"at most 40; split it, or load .* max_position_embeddings=128, the reach of yarn"

@@ -1,4 +1,4 @@
-"""Laws of documents and their passages: nothing is lost, nothing is too long, and cuts fall where they hurt least."""
+"""Laws of documents and passages: nothing is lost or too long, and texts are split at the best boundary."""
 
 from itertools import pairwise
 from math import log
@@ -24,7 +24,7 @@ def test_parts_are_the_text_and_as_long_as_they_may_be(text, most, count):
     assert all(count(one + other) > most for one, other in pairwise(parts))
 
 
-def test_cuts_fall_behind_paragraphs_then_sentences_then_words():
+def test_texts_are_split_after_paragraphs_then_sentences_then_words():
     text = "One two three. Four five.\n\nSix seven. Eight nine ten eleven twelve thirteen. End."
     assert split_text(text, 5, words) == [
         "One two three. Four five.\n\n", "Six seven. ", "Eight nine ten eleven twelve ", "thirteen. End."
@@ -70,7 +70,7 @@ def test_what_cannot_be_read_is_named(tmp_path, content, message):
         read_documents(tmp_path / "none")
 
 
-def test_shared_words_are_okapi_bm25():
+def test_scores_are_okapi_bm25():
     texts = ["the cat sat on the mat", "The dog!", "a cat and a dog and a cat"]
     found = bm25_scores("the CAT", texts)
     lengths, mean = [6, 2, 8], 16 / 3

@@ -222,7 +222,7 @@ def test_answers_are_scored_as_by_one_forward_and_blocks_are_weighted():
 
 @pytest.mark.parametrize("seed", [0, 1, 2])
 @pytest.mark.parametrize("host", ["concatenate", "ensemble", "parallel_windows"])
-def test_one_block_writes_what_the_model_generates_until_it_ends(host, seed):
+def test_one_block_generates_the_text_of_the_model(host, seed):
     model = language_model(seed=seed)
     model.generation_config.eos_token_id = 1  # what the model of the first seed says at once
     reader = prompt_with(model, tokenizer(), [["w1 w2", "w3"]], host)
@@ -233,7 +233,7 @@ def test_one_block_writes_what_the_model_generates_until_it_ends(host, seed):
 
 
 @pytest.mark.parametrize("ends", ["one", "list"])
-def test_an_answer_ends_at_each_end_of_the_models(ends):
+def test_an_answer_ends_at_every_end_token_of_the_model(ends):
     model = language_model(seed=2)
     reader = prompt_with(model, tokenizer(), [["w1 w2", "w3"]], "concatenate")
     whole = reader.generate(ASKED, 5).split()

@@ -42,7 +42,7 @@ def test_what_is_loaded_is_what_was_computed(tmp_path):
     assert index.load([2])[0] is index.load([0, 2])[1]
 
 
-def test_only_what_has_changed_is_computed_again_and_what_is_gone_is_removed(tmp_path, encoded):
+def test_only_changed_passages_are_encoded_and_unused_files_removed(tmp_path, encoded):
     ours = encoder()
     ChunkIndex(tmp_path, ours, PASSAGES).build()
     before = contents(tmp_path)
@@ -60,7 +60,7 @@ def test_only_what_has_changed_is_computed_again_and_what_is_gone_is_removed(tmp
     assert all(after[name] == before[name] for name in after.keys() & before.keys())
 
 
-def test_what_a_killed_run_left_half_written_is_removed_and_what_another_writes_is_not(tmp_path):
+def test_incomplete_files_are_removed_unless_they_are_new(tmp_path):
     index = ChunkIndex(tmp_path, encoder(), PASSAGES)
     name = index.path(0).name
     for left, age in ((f"{name}.1-2.part", 7200), (f"{name}.3-4.part", 5), ("notes.part", 7200)):
@@ -105,7 +105,7 @@ def test_bad_passages_are_named_and_what_was_computed_stays(tmp_path, text, mess
     assert contents(tmp_path) == before
 
 
-def test_files_of_another_model_and_files_cut_short_are_computed_again_with_a_word(tmp_path):
+def test_files_of_another_model_and_truncated_files_are_encoded_again(tmp_path):
     ChunkIndex(tmp_path, encoder(seed=1), PASSAGES).build()
     ours = encoder()
     index = ChunkIndex(tmp_path, ours, PASSAGES)
@@ -119,7 +119,7 @@ def test_files_of_another_model_and_files_cut_short_are_computed_again_with_a_wo
     assert torch.equal(again.load([1])[0].keys, ours.encode([DOCUMENTS[1]])[0].keys)
 
 
-def test_tensors_that_turn_out_damaged_are_computed_again_with_a_word(tmp_path):
+def test_damaged_tensors_are_encoded_again(tmp_path):
     ours = encoder()
     index = ChunkIndex(tmp_path, ours, PASSAGES)
     index.build()

@@ -1,4 +1,4 @@
-"""Laws of loading language models: the model's own dtype where it is fast, and clear words where there is none."""
+"""Laws of loading language models: the right dtype, and clear errors."""
 
 import pytest
 import torch
@@ -39,7 +39,7 @@ def test_what_cannot_be_loaded_is_one_clear_line(folder, tmp_path):
         load(folder, "cpu", "int4")
 
 
-def test_a_chat_is_cut_where_the_user_speaks():
+def test_a_chat_frame_surrounds_the_message_of_the_user():
     words = tokenizer()
     words.chat_template = CHAT
     before, behind = chat_frame(words)
@@ -59,7 +59,7 @@ def test_a_chat_is_cut_where_the_user_speaks():
         (CHAT.replace("[end]", "{{ m['content'] }}"), "changes the user's message"),
     ],
 )
-def test_chats_that_cannot_be_cut_are_refused(template, message):
+def test_chat_templates_that_change_the_message_are_refused(template, message):
     words = tokenizer()
     words.chat_template = template
     with pytest.raises(ValueError, match=message):

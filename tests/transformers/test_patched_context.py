@@ -1,4 +1,4 @@
-"""Laws of patched contexts: exact at both ends, causal, undone bit for bit, and scored as defined."""
+"""Laws of patched contexts: exact at both ends, causal, restored bit for bit, and scored as defined."""
 
 from threading import Event, Thread
 
@@ -62,7 +62,7 @@ def test_the_full_prefill_gives_the_answer_of_the_model_alone():
 
 @pytest.mark.parametrize("own", [{}, {"use_cache": False}, {"return_dict_in_generate": True}], ids=repr)
 @pytest.mark.parametrize("asked", [{}, {"use_cache": False}], ids=repr)
-def test_the_answer_is_that_of_the_full_prefill_whatever_the_model_says_of_its_cache(own, asked):
+def test_generation_configs_about_the_cache_do_not_change_the_answer(own, asked):
     ours = encoder()
     context = composed(ours)
     full = ours.generate(torch.cat([context.ids, ours.tokens(PROMPTS[1])]), max_new_tokens=12)
@@ -72,7 +72,7 @@ def test_the_answer_is_that_of_the_full_prefill_whatever_the_model_says_of_its_c
     assert ours.generate(torch.cat([context.ids, ours.tokens(PROMPTS[1])]), max_new_tokens=12, **asked) == full
 
 
-def test_what_would_not_be_one_answer_behind_one_context_is_refused():
+def test_options_for_several_texts_are_refused():
     ours = encoder()
     context = composed(ours)
     ids = torch.cat([context.ids, ours.tokens(PROMPTS[1])])
@@ -134,7 +134,7 @@ def test_recomputing_the_first_chunk_changes_nothing():
         torch.testing.assert_close(ours, stale, rtol=1e-12, atol=1e-12)
 
 
-def test_no_row_sees_what_stands_behind_it():
+def test_no_row_depends_on_later_rows():
     context = composed(encoder())
     rows, place = torch.tensor([10, 13, 17, 21, 27]), 17
     context.recompute(rows)
@@ -174,8 +174,8 @@ def test_eager_and_sdpa_attention_agree():
 
 @pytest.mark.parametrize("geometry", ["global", "hl-hp", "tl-tp", "hl-tp"])
 @pytest.mark.parametrize("norm", ["l2", "l1"])
-def test_scores_are_the_attention_that_the_model_gives(norm, geometry):
-    """The model's own attention weights, of a forward whose context is the composed cache at these positions."""
+def test_scores_are_the_attention_weights_of_the_model(norm, geometry):
+    """The model's own attention weights, of a forward whose context is the composed cache."""
     ours = encoder("qwen3", "yarn", attn_implementation="eager")
     context, layers = composed(ours), (1, 2)
     before = copies(context)
@@ -193,7 +193,7 @@ def test_scores_are_the_attention_that_the_model_gives(norm, geometry):
     torch.testing.assert_close(scores, expected, rtol=1e-5, atol=1e-6)
 
 
-def test_drift_is_how_far_layer_1_was_from_the_full_prefill():
+def test_kv_deviation_is_the_change_of_layer_1_in_a_full_prefill():
     context = composed(encoder("llama", "llama3"))
     layers = len(context.keys)
     stale = copies(context)
@@ -209,7 +209,7 @@ def test_drift_is_how_far_layer_1_was_from_the_full_prefill():
 
 
 @pytest.mark.parametrize("method", METHODS, ids=repr)
-def test_a_patch_is_undone_bit_for_bit_and_does_what_it_says(method):
+def test_a_patch_is_restored_bit_for_bit(method):
     context = composed(encoder())
     before, ids = copies(context), context.ids.clone()
     with context.patch(method, PROMPTS[1]) as patched:
@@ -225,7 +225,7 @@ def test_a_patch_is_undone_bit_for_bit_and_does_what_it_says(method):
         patched.generate()
 
 
-def test_more_rows_bring_it_nearer_to_the_full_prefill():
+def test_more_rows_lower_the_divergence_from_the_full_prefill():
     context = composed(encoder("qwen2"))
     kl = []
     for recompute in (0.0, 0.5, 0.7, 1.0):
@@ -235,7 +235,7 @@ def test_more_rows_bring_it_nearer_to_the_full_prefill():
 
 
 @pytest.mark.parametrize("method", METHODS[:2], ids=repr)
-def test_a_batch_of_questions_gets_the_answers_of_one_by_one(method):
+def test_answers_equal_those_of_single_questions(method):
     ours = encoder("mistral", "linear")
     context = composed(ours)
     together = context.answers(method, PROMPTS, max_new_tokens=5)
@@ -247,7 +247,7 @@ def test_a_batch_of_questions_gets_the_answers_of_one_by_one(method):
     assert len(set(together)) > 1
 
 
-def test_rows_may_be_chosen_by_a_bare_question_and_generated_from_for_another_prompt():
+def test_a_bare_question_may_choose_the_rows():
     context = composed(encoder())
     method = InfoFlowKV(recompute=0.3)
     rows = []
@@ -285,7 +285,7 @@ def test_a_patch_answers_only_while_its_rows_are_there():
         assert all(torch.equal(a, b) for a, b in zip(copies(context), rows, strict=True))
         assert abs(second.fidelity()) < 1e-5
     first.undo()
-    context.recompute(torch.tensor([12]))  # by hand: no patch's to undo
+    context.recompute(torch.tensor([12]))  # not part of a patch
     rows = copies(context)
     second.undo()
     assert all(torch.equal(a, b) for a, b in zip(copies(context), rows, strict=True))
@@ -353,7 +353,7 @@ def test_a_hook_that_cannot_be_set_leaves_none_behind():
     assert left_behind(model) == ("sdpa", 0)
 
 
-def test_threads_take_turns_with_a_model_and_do_not_hear_each_other():
+def test_threads_take_turns_and_capture_only_their_own_forward_pass():
     model = language_model()
     entered, leave, order = Event(), Event(), []
 
