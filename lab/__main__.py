@@ -177,12 +177,12 @@ def context(
     python -m lab context --model small --tokens 2048 --chunk 512             # a CPU
     """
     from foveate.utils.device import choose_device, choose_dtype
-    from lab.bench.context import How, bench_context, draw_context, table_of
+    from lab.bench.context import Settings, bench_context, draw_context, table_of
 
     where = choose_device(device)
-    how = How(model, where, choose_dtype(dtype, where), chunk, prompt, recompute, rounds)
+    settings = Settings(model, where, choose_dtype(dtype, where), chunk, prompt, recompute, rounds)
     path = out / f"context-{model}-{where.type}.json"
-    run_and_save(path, commit, partial(bench_context, numbers(tokens), how), table_of, draw_context)
+    run_and_save(path, commit, partial(bench_context, numbers(tokens), settings), table_of, draw_context)
 
 
 @app.command()
@@ -206,14 +206,14 @@ def examples(
     python -m lab examples --pool 1000,4000 --picks 256 --blocks 16           # a CPU
     """
     from foveate.utils.device import choose_device
-    from lab.bench.examples import How, bench_examples, draw_examples, table_of
+    from lab.bench.examples import Settings, bench_examples, draw_examples, table_of
 
     if picks % blocks:
         raise ValueError(
             f"{picks} examples do not fill {blocks} blocks evenly: use --picks {picks // blocks * blocks}"
         )
     where = choose_device(device)
-    run = partial(bench_examples, numbers(pool), How(where, picks, blocks, dim, rounds))
+    run = partial(bench_examples, numbers(pool), Settings(where, picks, blocks, dim, rounds))
     run_and_save(out / f"examples-{where.type}.json", commit, run, table_of, draw_examples)
 
 

@@ -56,7 +56,7 @@ def test_the_page_of_infoflow_runs_with_a_tiny_model(tmp_path):
     assert "from_pretrained" in loading
     tiny = "from tiny_lm import language_model, tokenizer\nmodel, tokenizer = language_model('qwen3'), tokenizer()\n"
     (tmp_path / "page.py").write_text(tiny + "\n".join(rest))
-    assert "rows computed again" in run(tmp_path, "page")
+    assert "rows recomputed" in run(tmp_path, "page")
 
 
 def test_the_page_of_the_pixel_model_runs_as_far_as_a_cpu_goes(tmp_path):

@@ -1,5 +1,5 @@
 # pyright: basic, reportPrivateImportUsage=false
-"""The time to the first token behind a long context: full prefill, and cached chunks with some rows computed again."""
+"""Time to the first token after a long context: full prefill, and cached chunks with some rows recomputed."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
@@ -20,14 +20,14 @@ from foveate.demo.random_models import random_model
 from foveate.methods import InfoFlowKV
 from foveate.methods.baselines.kv_baselines import EPIC, CacheBlend, FullPrefill, NoRecompute
 from foveate.methods.recompute_policy import RecomputePolicy
-from foveate.transformers import ChunkCache, ChunkEncoder, Patched
-from foveate.transformers.context import Asked
-from foveate.utils.device import Stopwatch, versions
+from foveate.transformers import ChunkCache, ChunkEncoder
+from foveate.transformers.cache import PromptedBatch
+from foveate.utils.device import versions
 from foveate.utils.progress import Track, silent
 from foveate.utils.timing import Marks, peak_memory
 from foveate.web.report import TILE_COLOURS as COLOURS
 
-__all__ = ["MODELS", "How", "bench_context", "draw_context", "table_of"]
+__all__ = ["MODELS", "Settings", "bench_context", "draw_context", "encoder_of_ids", "table_of"]
 
 LLAMA_8B: dict[str, Any] = {
     "vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
@@ -38,24 +38,23 @@ LLAMA_8B: dict[str, Any] = {
 SMALL = LLAMA_8B | {"vocab_size": 1000, "hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 4,
                     "num_attention_heads": 4, "num_key_value_heads": 2, "initializer_range": 0.1}  # fmt: skip
 MODELS = {"llama-8b": LLAMA_8B, "small": SMALL}
-"""By name: the shape of Llama-3.1-8B, and that of the model that is checked: heads of one size, attention far from
-even."""
-CHECKED = 2000, 2000, 2100  # tokens of chunks: enough rows for every kernel
+"""Model configs by name: that of Llama-3.1-8B, and a small one with equal head size and very uneven attention."""
+CHECKED = 2000, 2000, 2100  # chunk lengths of the check: enough rows for every kernel
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 0.1}
 STAGES = "encode", "compose", "score", "recompute", "prompt"
 
 
-class How(NamedTuple):
-    """What is timed.
+class Settings(NamedTuple):
+    """Settings of the benchmark.
 
     Attributes:
         model: One of `MODELS`.
-        device: Where.
-        dtype: Of weights and caches.
-        chunk: Tokens of a chunk.
-        prompt: Tokens of the prompt.
-        recompute: Fraction of rows.
-        rounds: How often each is timed; all take turns.
+        device: Device of the model.
+        dtype: Dtype of weights and caches.
+        chunk: Tokens in a chunk.
+        prompt: Tokens in the prompt.
+        recompute: Fraction of rows to recompute.
+        rounds: Number of timings of each variant, interleaved.
     """
 
     model: str
@@ -67,14 +66,14 @@ class How(NamedTuple):
     rounds: int = 5
 
 
-class MethodLike(NamedTuple):
-    """One way to the first token.
+class Variant(NamedTuple):
+    """One way to compute the first token.
 
     Attributes:
-        name: In tables and plots.
-        method: What chooses the rows; None is a full prefill by the model alone.
-        cached: Whether the chunks are there, or are encoded first.
-        attention: Context in which the model prefills.
+        name: Name in tables and plots.
+        method: Policy that chooses the rows. None is a full prefill by the model alone.
+        cached: Whether the chunks are in memory, or encoded first.
+        attention: Context manager that selects the attention of a full prefill.
     """
 
     name: str
@@ -84,7 +83,15 @@ class MethodLike(NamedTuple):
 
 
 class Work(NamedTuple):
-    """A context to answer from."""
+    """A context and a prompt.
+
+    Attributes:
+        encoder: Encoder of the documents.
+        documents: Token ids of each document.
+        chunks: Cached documents.
+        ids: Token ids of prefix, documents and prompt.
+        prompt: Token ids of the prompt.
+    """
 
     encoder: ChunkEncoder
     documents: list[list[int]]
@@ -94,7 +101,7 @@ class Work(NamedTuple):
 
     @classmethod
     def of(cls, encoder: ChunkEncoder, lengths: Sequence[int], prompt: int) -> "Work":
-        """Random tokens behind the encoder's prefix."""
+        """Random documents of these lengths and a random prompt."""
         config, draw = encoder.model.config, torch.Generator().manual_seed(0)
         ids = torch.randint(1, config.vocab_size, (sum(lengths) + prompt,), generator=draw)
         *documents, question = ids.split([*lengths, prompt])
@@ -104,144 +111,151 @@ class Work(NamedTuple):
 
 
 @torch.no_grad()
-def bench_context(tokens: Sequence[int], how: How, track: Track = silent) -> Iterator[dict[str, Any]]:
-    """After every length the times so far to the first token behind a context, ready for JSON.
+def bench_context(tokens: Sequence[int], settings: Settings, track: Track = silent) -> Iterator[dict[str, Any]]:
+    """Times to the first token after a context, ready for JSON; yields all results so far after each length.
 
-    First a small model with large random weights answers in the same dtype from a context that was computed again
-    throughout: the answer must be that of its full prefill, and that from the stale context must not. At each length
-    the same is asked of the model that is timed.
+    Before timing, a small model with large random weights checks in the same dtype that recomputing all rows gives the
+    logits of the full prefill, and that the stale context does not. The timed model is checked at each length.
 
-    The model has random weights, so nothing is said about answers. Rows with `cached` take chunks that lie in memory;
-    the others encode them first. Peak memory is beyond the weights and the chunks.
+    Weights are random, so that only times are meaningful. Variants with `cached` use chunks in memory; the others
+    encode them first. Peak memory excludes the weights and the chunks.
 
     Args:
         tokens: Lengths of the context, prefix included.
-        how: What is timed.
-        track: Shows progress.
+        settings: Settings of the benchmark.
+        track: Progress bar.
 
     Raises:
-        ValueError: If there is no such model or it is too large for the device, a length is shorter than two chunks,
-            or a check fails.
+        ValueError: If the model is unknown or too large for the device, a length is shorter than two chunks, or a
+            check fails.
     """
-    if how.model not in MODELS:
-        raise ValueError(f"unknown model {how.model!r}: choose one of {', '.join(MODELS)}")
-    if how.model == "llama-8b" and how.device.type == "cpu":
+    if settings.model not in MODELS:
+        raise ValueError(f"unknown model {settings.model!r}: choose one of {', '.join(MODELS)}")
+    if settings.model == "llama-8b" and settings.device.type == "cpu":
         raise ValueError("llama-8b has 8 billion parameters, too many for a CPU: use --model small, or a GPU")
-    if short := [length for length in tokens if length < 2 * how.chunk]:
+    if short := [length for length in tokens if length < 2 * settings.chunk]:
         raise ValueError(
-            f"a context of {short[0]} tokens has not two chunks of {how.chunk}: use --chunk {short[0] // 2}"
+            f"a context of {short[0]} tokens has less than two chunks of {settings.chunk}: use --chunk {short[0] // 2}"
         )
-    checked = _check(how)
-    encoder = _encoder(MODELS[how.model], how)
+    checked = _check(settings)
+    encoder = _encoder(MODELS[settings.model], settings)
     rows: list[dict[str, Any]] = []
     result = {
         "what": "time to the first token, timing only: random weights",
-        "model": how.model,
+        "model": settings.model,
         "parameters": sum(p.numel() for p in encoder.model.parameters()),
-        "chunk": how.chunk,
-        "prompt": how.prompt,
-        "recompute": how.recompute,
-        "device": how.device.type,
-        "dtype": str(how.dtype).removeprefix("torch."),
-        "rounds": how.rounds,
+        "chunk": settings.chunk,
+        "prompt": settings.prompt,
+        "recompute": settings.recompute,
+        "device": settings.device.type,
+        "dtype": str(settings.dtype).removeprefix("torch."),
+        "rounds": settings.rounds,
         "small_model": checked,
         "rows": rows,
         "versions": versions(),
     }
     for length in tokens:
-        whole, rest = divmod(length - len(encoder.prefix), how.chunk)
-        work = Work.of(encoder, [how.chunk] * whole + [rest] * (rest > 0), how.prompt)
-        rows += _timed(work, length, how, track)
+        whole, rest = divmod(length - len(encoder.prefix), settings.chunk)
+        work = Work.of(encoder, [settings.chunk] * whole + [rest] * (rest > 0), settings.prompt)
+        rows += _timed(work, length, settings, track)
         yield result
 
 
-def ways(how: How) -> list[MethodLike]:
-    """What is timed: full prefills first."""
-    full = [MethodLike("full prefill", None)]
-    if how.device.type == "cuda":
-        flash, cudnn = SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION  # flash takes what cuDNN does not
+def variants(settings: Settings) -> list[Variant]:
+    """The variants to time, full prefills first."""
+    full = [Variant("full prefill", None)]
+    if settings.device.type == "cuda":
+        flash, cudnn = (
+            SDPBackend.FLASH_ATTENTION,
+            SDPBackend.CUDNN_ATTENTION,
+        )  # flash where cuDNN has none
         for name, backends in (
             ("cuDNN", [cudnn, flash]),
             ("FA2", [flash]),
         ):
             attention = partial(sdpa_kernel, backends, set_priority=True)
-            full.append(MethodLike(f"full prefill, {name}", None, attention=attention))
-    part = f"{how.recompute:.0%}"
-    ours = InfoFlowKV(recompute=how.recompute)
+            full.append(Variant(f"full prefill, {name}", None, attention=attention))
+    part = f"{settings.recompute:.0%}"
+    ours = InfoFlowKV(recompute=settings.recompute)
     return [
         *full,
-        MethodLike("no recompute", NoRecompute()),
-        MethodLike(f"InfoFlow {part}", ours),
-        MethodLike(f"CacheBlend {part}", CacheBlend(recompute=how.recompute)),
-        MethodLike(f"EPIC {part}", EPIC(recompute=how.recompute)),
-        MethodLike(f"InfoFlow {part}, encoded on the fly", ours, cached=False),
+        Variant("no recompute", NoRecompute()),
+        Variant(f"InfoFlow {part}", ours),
+        Variant(f"CacheBlend {part}", CacheBlend(recompute=settings.recompute)),
+        Variant(f"EPIC {part}", EPIC(recompute=settings.recompute)),
+        Variant(f"InfoFlow {part}, encoded on the fly", ours, cached=False),
     ]
 
 
-def first_token(way: MethodLike, work: Work, mark: Callable[[str], None] = lambda stage: None) -> tuple[Tensor, int]:
-    """The logits of the first token, and how many rows were computed again."""
-    if way.method is None:
-        with way.attention():
+def first_token(variant: Variant, work: Work, mark: Callable[[str], None] = lambda stage: None) -> tuple[Tensor, int]:
+    """The logits of the first token, and the number of recomputed rows."""
+    if variant.method is None:
+        with variant.attention():
             logits = work.encoder.model(input_ids=work.ids[None], logits_to_keep=1).logits[0]
         mark("prompt")
         return logits, 0
     chunks = work.chunks
-    if not way.cached:
+    if not variant.cached:
         chunks = work.encoder.encode(work.documents)
         mark("encode")
     context = work.encoder.compose(chunks)
     mark("compose")
-    rows = way.method.rows(Asked(context, work.prompt)).cpu()
+    prompts = work.ids[None, -len(work.prompt) :]
+    choice = PromptedBatch(context.batch, prompts).choose([variant.method])
     mark("score")
-    context.recompute(rows)
+    choice.batch.recompute(choice.rows)
     mark("recompute")
-    order = tuple(range(len(chunks)))
-    patched = Patched(context, work.ids[-len(work.prompt) :], order, rows, Stopwatch(work.encoder.device))
-    logits = patched.logits(last=1)
+    logits = choice.batch.logits(prompts, last=1)[0]
     mark("prompt")
-    return logits, len(rows)
+    return logits, choice.rows.shape[1]
 
 
-def _encoder(shape: dict[str, Any], how: How) -> ChunkEncoder:
+def encoder_of_ids(model: Any) -> ChunkEncoder:
+    """An encoder without a tokenizer, for documents and prompts that are token ids. Token 0 is the prefix."""
+    tokenizer: Any = SimpleNamespace(bos_token_id=0, get_vocab=dict, special_tokens_map={})
+    return ChunkEncoder(model, tokenizer)
+
+
+def _encoder(shape: dict[str, Any], settings: Settings) -> ChunkEncoder:
     torch.manual_seed(0)
-    model = random_model(lambda: LlamaForCausalLM(LlamaConfig(**shape)), how.device, how.dtype)
-    nobody: Any = SimpleNamespace(bos_token_id=0, get_vocab=dict, special_tokens_map={})  # all is token ids
-    return ChunkEncoder(model, nobody)
+    model = random_model(lambda: LlamaForCausalLM(LlamaConfig(**shape)), settings.device, settings.dtype)
+    return encoder_of_ids(model)
 
 
-def _check(how: How) -> dict[str, float]:
-    """The small model's errors, everything recomputed and nothing."""
-    work = Work.of(_encoder(SMALL, how), CHECKED, how.prompt)
+def _check(settings: Settings) -> dict[str, float]:
+    """Errors of the small model with all rows recomputed, and with none."""
+    work = Work.of(_encoder(SMALL, settings), CHECKED, settings.prompt)
     errors = {"all_recomputed_error": _error(work, FullPrefill()), "stale_error": _error(work, NoRecompute())}
-    if not errors["all_recomputed_error"] <= TOLERANCE[how.dtype] < errors["stale_error"]:  # NaN is wrong too
-        raise ValueError(f"everything recomputed is not the full prefill of a small model, {errors}: not timing it")
+    if not errors["all_recomputed_error"] <= TOLERANCE[settings.dtype] < errors["stale_error"]:  # NaN is wrong too
+        raise ValueError(f"recomputing all rows is not the full prefill of a small model ({errors}): not timing it")
     return errors
 
 
 def _error(work: Work, method: RecomputePolicy) -> float:
-    """Relative difference to the full prefill."""
-    full, ours = (first_token(MethodLike("", kind), work)[0].float() for kind in (None, method))
+    """Relative error of the logits against the full prefill."""
+    full, ours = (first_token(Variant("", kind), work)[0].float() for kind in (None, method))
     return ((ours - full).norm() / full.norm()).item()
 
 
-def _timed(work: Work, length: int, how: How, track: Track) -> list[dict[str, Any]]:
-    everyone = ways(how)
-    advance = track(f"{length:,} tokens", len(everyone) * (how.rounds + 1) + 1)
+def _timed(work: Work, length: int, settings: Settings, track: Track) -> list[dict[str, Any]]:
+    timed = variants(settings)
+    advance = track(f"{length:,} tokens", len(timed) * (settings.rounds + 1) + 1)
     error = _error(work, FullPrefill())
-    if not error <= TOLERANCE[how.dtype]:
-        raise ValueError(f"everything recomputed differs from the full prefill by {error:.1e} at {length} tokens")
+    if not error <= TOLERANCE[settings.dtype]:
+        raise ValueError(f"recomputing all rows differs from the full prefill by {error:.1e} at {length} tokens")
     advance()
     rows: list[dict[str, Any]] = []
-    for way in everyone:
-        peak, computed = peak_memory(partial(first_token, way, work), how.device), first_token(way, work)[1]
-        rows.append({"tokens": length, "variant": way.name, "cached": way.cached and way.method is not None,
-                     "rows": computed, "all_recomputed_error": error, "peak_bytes": peak})  # fmt: skip
+    for variant in timed:
+        peak = peak_memory(partial(first_token, variant, work), settings.device)
+        cached, count = variant.cached and variant.method is not None, first_token(variant, work)[1]
+        rows.append({"tokens": length, "variant": variant.name, "cached": cached, "rows": count,
+                     "all_recomputed_error": error, "peak_bytes": peak})  # fmt: skip
         advance()
-    taken: list[list[dict[str, float]]] = [[] for _ in everyone]
-    for _ in range(how.rounds):
-        for way, times in zip(everyone, taken, strict=True):
-            marks = Marks(how.device)
-            first_token(way, work, marks)
+    taken: list[list[dict[str, float]]] = [[] for _ in timed]
+    for _ in range(settings.rounds):
+        for variant, times in zip(timed, taken, strict=True):
+            marks = Marks(settings.device)
+            first_token(variant, work, marks)
             times.append(marks.seconds())
             advance()
     for row, times in zip(rows, taken, strict=True):
@@ -249,34 +263,34 @@ def _timed(work: Work, length: int, how: How, track: Track) -> list[dict[str, An
         row |= {"first_token_s": median(totals), "fastest_s": min(totals), "slowest_s": max(totals)}
         row |= {f"{stage}_s": median(parts[stage] for parts in times) for stage in STAGES if stage in times[0]}
         row["score_share"] = row.get("score_s", 0.0) / row["first_token_s"]
-    full = [row for row, way in zip(rows, everyone, strict=True) if way.method is None]
+    full = [row for row, variant in zip(rows, timed, strict=True) if variant.method is None]
     best = min(row["first_token_s"] for row in full)
-    for row, way in zip(rows, everyone, strict=True):
+    for row, variant in zip(rows, timed, strict=True):
         row["speed_up"] = best / row["first_token_s"]
-        row["flop_bound"] = _flops(work, None, 0) / _flops(work, way, row["rows"])
+        row["flop_bound"] = _flops(work, None, 0) / _flops(work, variant, row["rows"])
     return rows
 
 
-def _flops(work: Work, way: MethodLike | None, rows: int) -> float:
-    """Of products alone. Rows that are computed again lie evenly, or, all of them, one behind the other."""
+def _flops(work: Work, variant: Variant | None, rows: int) -> float:
+    """Floating-point operations of matrix products, for recomputed rows that are spread evenly over the context."""
     config, model = work.encoder.model.config, work.encoder.model.model
     linear = 2 * sum(weight.numel() for weight in model.layers.parameters()) / config.num_hidden_layers
     pair = 4 * config.num_attention_heads * model.layers[0].self_attn.head_dim
     prompt, tokens = len(work.prompt), len(work.ids)
     context = tokens - prompt
 
-    def layer(some: int, behind: float) -> float:
-        return some * (linear + pair * behind)
+    def layer(queries: int, keys: float) -> float:
+        return queries * (linear + pair * keys)
 
-    if way is None or way.method is None:
+    if variant is None or variant.method is None:
         return config.num_hidden_layers * layer(tokens, tokens / 2)
     read = layer(prompt, context + prompt / 2)
     total = config.num_hidden_layers * (layer(rows, context / 2) + read)
-    if isinstance(way.method, InfoFlowKV):
-        total += (max(way.method.layers(config.num_hidden_layers)) + 1) * read
-    if isinstance(way.method, CacheBlend):
-        total += layer(context, context / 2)  # layer 0 whole; of layer 1 keys and values alone
-    if not way.cached:
+    if isinstance(variant.method, InfoFlowKV):
+        total += (max(variant.method.layers(config.num_hidden_layers)) + 1) * read
+    if isinstance(variant.method, CacheBlend):
+        total += layer(context, context / 2)  # all of layer 0; only keys and values of layer 1
+    if not variant.cached:
         total += config.num_hidden_layers * sum(layer(len(ids), len(ids) / 2) for ids in work.documents)
     return total
 
@@ -288,13 +302,13 @@ COLUMNS: list[tuple[str, str, Callable[[Any], str]]] = [
     ("speed-up", "speed_up", "{:.2f}x".format),
     ("FLOP bound", "flop_bound", "{:.2f}x".format),
     *((stage, f"{stage}_s", lambda seconds: f"{1e3 * seconds:.3g}") for stage in STAGES),
-    ("its share", "score_share", "{:.1%}".format),
+    ("score's share", "score_share", "{:.1%}".format),
     ("GB", "peak_bytes", lambda count: f"{count / 1e9:.2f}"),
 ]
 
 
 def table_of(result: dict[str, Any]) -> Table:
-    """The measurements, to print: the columns that there are numbers for."""
+    """A table of the measurements, without empty columns."""
     shown = [column for column in COLUMNS if any(row.get(column[1]) for row in result["rows"])]
     table = Table(*(Column(title, overflow="fold") for title, _, _ in shown))
     for length, rows in groupby(result["rows"], lambda row: row["tokens"]):
@@ -306,7 +320,7 @@ def table_of(result: dict[str, Any]) -> Table:
 
 
 def draw_context(result: dict[str, Any]) -> Figure:
-    """For each length a bar of every variant, cut into its stages."""
+    """A figure with a bar for each variant and length, divided into stages."""
     lengths = list(dict.fromkeys(row["tokens"] for row in result["rows"]))
     variants = len(result["rows"]) // len(lengths)
     figure = Figure(figsize=(9, (0.8 + 0.28 * variants) * len(lengths)), layout="constrained")

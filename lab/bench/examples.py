@@ -1,8 +1,9 @@
 # pyright: basic, reportMissingImports=false
-"""Examples for in-context learning picked from large pools: check, then time."""
+"""Benchmark of Sub-CP: examples for in-context learning selected from large pools, checked and then timed."""
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from importlib.util import find_spec
 from itertools import groupby
 from statistics import median
 from typing import Any, NamedTuple
@@ -23,23 +24,23 @@ from foveate.utils.progress import Track, silent
 from foveate.utils.timing import peak_memory
 from foveate.web.report import TILE_COLOURS as COLOURS
 
-__all__ = ["How", "bench_examples", "draw_examples", "table_of"]
+__all__ = ["Settings", "bench_examples", "draw_examples", "table_of"]
 
 INPUTS = "random", "clusters"
 CLUSTERS = 200
-CHECKED = 2000  # of a pool whose matrix of similarities is looked at
-PEER_UP_TO = 5000  # of a pool for a peer that builds that matrix
+CHECKED = 2000  # pool size of the check against the full similarity matrix
+PEER_LIMIT = 5000  # largest pool for apricot-select, which builds that matrix
 
 
-class How(NamedTuple):
-    """What is timed.
+class Settings(NamedTuple):
+    """Settings of the benchmark.
 
     Attributes:
-        device: Where.
-        picks: Examples to choose.
-        blocks: To deal them to.
-        dim: Numbers of an embedding.
-        rounds: How often each is timed.
+        device: Device of the embeddings.
+        picks: Number of examples to select.
+        blocks: Number of blocks to partition them into.
+        dim: Dimension of an embedding.
+        rounds: Number of timings of each variant, interleaved.
     """
 
     device: torch.device
@@ -49,73 +50,73 @@ class How(NamedTuple):
     rounds: int = 3
 
 
-def bench_examples(pools: Sequence[int], how: How, track: Track = silent) -> Iterator[dict[str, Any]]:
-    """After every pool the times so far of choosing examples and of dealing them to blocks, ready for JSON.
+def bench_examples(pools: Sequence[int], settings: Settings, track: Track = silent) -> Iterator[dict[str, Any]]:
+    """Times of selecting and partitioning examples, ready for JSON; yields all results so far after each pool.
 
-    First, from a small pool, the examples are those of the greedy choice from the whole matrix of similarities in
-    float64 on the CPU. Of each timed choice what its gains add up to must be what the pool is served.
+    Before timing, examples selected from a small pool must equal those of the greedy algorithm on the full similarity
+    matrix in float64 on the CPU. The gains of each timed selection must add up to its coverage of the pool.
 
-    Embeddings are random directions, and 200 clusters of them. apricot-select, if it is installed, chooses from
-    pools of up to 5,000 on the CPU: it needs the matrix, whose making counts.
+    Embeddings are random directions, and 200 clusters of them. If apricot-select is installed, it selects from pools
+    of up to 5,000 on the CPU, including the time to build the similarity matrix that it needs.
 
     Args:
-        pools: Numbers of examples to choose from.
-        how: What is timed.
-        track: Shows progress.
+        pools: Numbers of examples to select from.
+        settings: Settings of the benchmark.
+        track: Progress bar.
 
     Raises:
         ValueError: If a pool is too small, or a check fails.
     """
-    if small := [pool for pool in pools if pool < how.picks]:
-        raise ValueError(f"cannot choose {how.picks} of {small[0]} examples: use --picks {small[0]}")
+    if small := [pool for pool in pools if pool < settings.picks]:
+        raise ValueError(f"cannot choose {settings.picks} of {small[0]} examples: use --picks {small[0]}")
     for inputs in INPUTS:
-        _check(inputs, how)
+        _check(inputs, settings)
     rows: list[dict[str, Any]] = []
     result = {
         "what": "examples for in-context learning",
-        "picks": how.picks,
-        "blocks": how.blocks,
-        "dim": how.dim,
-        "device": how.device.type,
-        "backend": dispatch.choose("coverage_drops", how.device, torch.float32, how.dim).name,
-        "rounds": how.rounds,
+        "picks": settings.picks,
+        "blocks": settings.blocks,
+        "dim": settings.dim,
+        "device": settings.device.type,
+        "backend": dispatch.choose("coverage_drops", settings.device, torch.float32, settings.dim).name,
+        "rounds": settings.rounds,
         "rows": rows,
         "versions": versions(),
     }
     for size in pools:
         for inputs in INPUTS:
-            rows += _timed(inputs, size, how, track)
+            rows += _timed(inputs, size, settings, track)
             yield result
 
 
-def embeddings(inputs: str, size: int, how: How) -> Tensor:
-    """Unit rows [size, dim], the same in every run."""
+def embeddings(inputs: str, size: int, settings: Settings) -> Tensor:
+    """Random unit vectors [size, dim], the same in every run."""
     draw = torch.Generator().manual_seed(0)
-    rows = torch.randn(size, how.dim, generator=draw)
+    rows = torch.randn(size, settings.dim, generator=draw)
     if inputs == "clusters":
-        centres = torch.randn(CLUSTERS, how.dim, generator=draw)
+        centres = torch.randn(CLUSTERS, settings.dim, generator=draw)
         rows = centres[torch.randint(CLUSTERS, (size,), generator=draw)] + 0.7 * rows
-    return normalize(rows, dim=1).to(how.device)
+    return normalize(rows, dim=1).to(settings.device)
 
 
-def _check(inputs: str, how: How) -> None:
-    size, picks = max(CHECKED, how.picks), min(how.picks, CHECKED // 4)
-    pool = embeddings(inputs, size, how)
+def _check(inputs: str, settings: Settings) -> None:
+    size, picks = max(CHECKED, settings.picks), min(settings.picks, CHECKED // 4)
+    pool = embeddings(inputs, size, settings)
     want = facility_location((pool.cpu().double() @ pool.cpu().double().T).clamp(min=0), picks)
     if not torch.equal(SubCP().select(pool, picks).ids.cpu(), want):
-        raise ValueError(f"other examples than the greedy choice from all similarities ({inputs}): not timing it")
+        raise ValueError(f"the selection differs from greedy on the full similarity matrix ({inputs}): not timing it")
 
 
-def _timed(inputs: str, size: int, how: How, track: Track) -> list[dict[str, Any]]:
-    pool = embeddings(inputs, size, how)
-    dealing = SubCP(blocks=how.blocks, block_size=how.picks // how.blocks)
+def _timed(inputs: str, size: int, settings: Settings, track: Track) -> list[dict[str, Any]]:
+    pool = embeddings(inputs, size, settings)
+    dealing = SubCP(blocks=settings.blocks, block_size=settings.picks // settings.blocks)
     calls: dict[str, Callable[[], Any]] = {
-        f"select {how.picks:,}": partial(SubCP().select, pool, how.picks),
-        f"partition into {how.blocks} blocks": partial(dealing.partition, pool),
+        f"select {settings.picks:,}": partial(SubCP().select, pool, settings.picks),
+        f"partition into {settings.blocks} blocks": partial(dealing.partition, pool),
     }
-    if size <= PEER_UP_TO and _apricot_is_there():
-        calls[f"apricot-select, CPU: select {how.picks:,}"] = partial(_apricot, pool.cpu(), how.picks)
-    advance = track(f"{size:,} examples, {inputs}", len(calls) * (how.rounds + 1))
+    if size <= PEER_LIMIT and find_spec("apricot"):
+        calls[f"apricot-select, CPU: select {settings.picks:,}"] = partial(_apricot, pool.cpu(), settings.picks)
+    advance = track(f"{size:,} examples, {inputs}", len(calls) * (settings.rounds + 1))
     rows: list[dict[str, Any]] = []
     first = None
     for name, call in calls.items():
@@ -127,14 +128,14 @@ def _timed(inputs: str, size: int, how: How, track: Track) -> list[dict[str, Any
         rows.append({"pool": size, "inputs": inputs, "variant": name, "error": error})
         if isinstance(chosen, Selection):
             rows[-1]["picks_as_ours"] = int((chosen.ids.cpu() == first.ids.cpu()).sum())
-        rows[-1]["peak_bytes"] = peak_memory(call, how.device) if "apricot" not in name else None
+        rows[-1]["peak_bytes"] = peak_memory(call, settings.device) if "apricot" not in name else None
         advance()
     taken: list[list[float]] = [[] for _ in calls]
-    for _ in range(how.rounds):
+    for _ in range(settings.rounds):
         for call, seconds in zip(calls.values(), taken, strict=True):
-            began = now(how.device)
+            began = now(settings.device)
             call()
-            seconds.append(now(how.device) - began)
+            seconds.append(now(settings.device) - began)
             advance()
     for row, seconds in zip(rows, taken, strict=True):
         row |= {"median_s": median(seconds), "fastest_s": min(seconds), "slowest_s": max(seconds)}
@@ -142,7 +143,7 @@ def _timed(inputs: str, size: int, how: How, track: Track) -> list[dict[str, Any
 
 
 def _error(pool: Tensor, chosen: Any) -> float:
-    """How far what a choice says of its worth is from how well the pool is served by it."""
+    """Relative difference between the reported coverage of a choice and its coverage computed here."""
     if isinstance(chosen, Blocks):
         ids = torch.tensor([i for block in chosen.ids for i in block])
         said = chosen.report().union_coverage * len(pool)
@@ -150,14 +151,6 @@ def _error(pool: Tensor, chosen: Any) -> float:
         ids, said = chosen.ids, chosen.gains.double().sum().item()
     served = best_similarity(pool, pool[ids.to(pool.device)]).double().sum().item()
     return abs(said - served) / served
-
-
-def _apricot_is_there() -> bool:
-    try:
-        import apricot  # noqa: F401
-    except ImportError:
-        return False
-    return True
 
 
 def _apricot(pool: Tensor, picks: int) -> Selection:
@@ -170,7 +163,7 @@ def _apricot(pool: Tensor, picks: int) -> Selection:
 
 
 def table_of(result: dict[str, Any]) -> Table:
-    """The measurements, to print: a block of rows for each pool."""
+    """A table of the measurements, with a section for each pool."""
     table = Table("", "s", "fastest", "slowest", "MB")
     for (size, inputs), rows in groupby(result["rows"], lambda row: (row["pool"], row["inputs"])):
         table.add_row(f"[bold]{size:,} examples, {inputs}")
@@ -183,7 +176,7 @@ def table_of(result: dict[str, Any]) -> Table:
 
 
 def draw_examples(result: dict[str, Any]) -> Figure:
-    """Seconds over the size of the pool: a line for each thing that is computed, dashed for clusters."""
+    """A figure of seconds over pool size, with a line for each variant, dashed for clusters."""
     figure = Figure(figsize=(7, 4), layout="constrained")
     axes = figure.add_subplot(xlabel="examples in the pool", ylabel="seconds", xscale="log", yscale="log")
     axes.spines[["top", "right"]].set_visible(False)

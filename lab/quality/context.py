@@ -1,14 +1,15 @@
 # pyright: basic
-"""What it is worth to recompute some rows of cached chunks, with readers trained from scratch (foveate demo reader).
+"""Quality of methods that recompute rows of cached chunks, measured with readers trained from scratch.
 
 python -m lab.quality.context --readers out/readers/0/reader,out/readers/1/reader,out/readers/2/reader
 
-Each task is texts of facts, cut into chunks that are encoded alone, and a question about each. A task is reported
-where the full prefill answers at least 10 % more of the questions than the chunks side by side, and 10 % more than
-the best guess: elsewhere there is no gap that a method could close, or closing it takes no reading. All methods see
-the same questions and recompute equally many rows, none of them in the first chunk. CacheBlend has all rows of layers
-0 and 1 anew besides, as its authors' code does. Intervals are of a bootstrap over readers and, within each, over
-questions. What is found in --out is gone on with.
+`python -m lab reader` trains a reader. Each task consists of texts of facts, split into chunks that are encoded alone,
+and one question about each text. A task is reported only if the full prefill answers at least 10 % more questions than
+the composed chunks without recomputation, and 10 % more than the best guess: otherwise there is no gap that a method
+could close, or closing it takes no reading. All methods get the same questions and recompute the same number of rows,
+none of them in the first chunk. CacheBlend also recomputes all rows of layers 0 and 1, as its authors' code does.
+Intervals are from a bootstrap over readers and, within each reader, over questions. Measurements found in --out are
+reused.
 """
 
 import json
@@ -33,19 +34,21 @@ from foveate.demo.facts import BLANK, ID, SENTENCE, VALUE, Facts, ask, draw_fact
 from foveate.demo.lexicon import WORDS
 from foveate.methods.baselines.kv_baselines import EPIC, CacheBlend, FullPrefill, NoRecompute, RandomRows
 from foveate.methods.recompute_policy import ComposedCache, RecomputePolicy, Spans
+from foveate.transformers.cache import CacheBatch, Choice, PromptedBatch
 from foveate.utils.device import versions
 from foveate.utils.files import claim, write_whole
 from foveate.utils.progress import Track
 from foveate.web.report import figure_png
-from lab.quality.batched import PREFIX, Batch, Rows
+from lab.bench.context import encoder_of_ids
 from lab.quality.context_report import draw_tasks, markdown
 from lab.quality.quality import RESULTS, SHEETS, Commit
 
-PEOPLE, SENTENCES = 6, 36  # of a text: 6 ids and 30 facts, of 5 or 6 relations
-CHUNK = PEOPLE * SENTENCE  # tokens: the ids are a chunk, whatever else is six sentences each
-CUT = 18  # tokens, no multiple of a sentence
+PREFIX = 1  # tokens before every context
+PEOPLE, SENTENCES = 6, 36  # of a text: 6 ids and 30 facts, with 5 or 6 relations
+CHUNK = PEOPLE * SENTENCE  # tokens: the first chunk has all ids, every other chunk has six sentences
+CUT = 18  # tokens, not a multiple of a sentence
 GAP = 0.1
-SEED = 10**12  # no reader has learned from it
+SEED = 10**12  # not used in training
 RESAMPLES = 2000
 ROWS = "subject", "verb", "word before the value", "value", "full stop"
 BASELINES = "random", "EPIC", "CacheBlend", "CacheBlend by keys"
@@ -56,11 +59,11 @@ class Task:
     """Texts and questions of one kind.
 
     Attributes:
-        about: In words.
-        chunk: Tokens of a chunk.
+        about: Description.
+        chunk: Tokens in a chunk.
         draw: Options of `draw_facts`.
         ask: Options of `ask`.
-        fits: Which facts may be asked about.
+        fits: Selects the facts that may be asked about.
     """
 
     about: str
@@ -70,17 +73,17 @@ class Task:
     fits: Callable[[Facts], Bool[Tensor, "batch facts"]] = lambda facts: facts.by_id
 
     def spans(self) -> Spans:
-        """Of the chunks."""
+        """First row of each chunk, and the row after its last."""
         return tuple(pairwise(range(PREFIX, PREFIX + SENTENCES * SENTENCE + 1, self.chunk)))
 
 
-def _told_elsewhere(facts: Facts) -> Bool[Tensor, "batch facts"]:
+def _id_in_earlier_chunk(facts: Facts) -> Bool[Tensor, "batch facts"]:
     place = torch.arange(SENTENCES)
     return facts.by_id & (facts.defined // PEOPLE < place // PEOPLE)
 
 
 def _cut(facts: Facts) -> Bool[Tensor, "batch facts"]:
-    """Between the name and the value."""
+    """Facts with a chunk boundary between name and value."""
     begin = torch.arange(SENTENCES) * SENTENCE
     return ((begin // CUT) < (begin + VALUE) // CUT) & (facts.relation != ID)
 
@@ -88,31 +91,31 @@ def _cut(facts: Facts) -> Bool[Tensor, "batch facts"]:
 NAMED: dict[str, Any] = {"by_id": (0.0, 0.0)}
 TASKS = {
     "one hop": Task(about="facts that name the person", draw=NAMED, fits=lambda facts: facts.relation != ID),
-    "two hops": Task(about="facts that name an id, which the first chunk tells"),
-    "starved two hops": Task(about="the same, the person behind three letters", ask={"letters": (3, 3)}),
+    "two hops": Task(about="facts that name an id, which is told in the first chunk"),
+    "starved two hops": Task(about="the same, with the person reached through three letters", ask={"letters": (3, 3)}),
     "passages": Task(
-        about="ids told in any chunk before",
+        about="ids told in any earlier chunk",
         draw={"by_id": (1.0, 1.0), "ids_first": 0.0},
-        fits=_told_elsewhere,
+        fits=_id_in_earlier_chunk,
     ),
-    "other words": Task(about="two hops, no word of the fact in the question", ask={"nouns": 1.0}),
+    "other words": Task(about="two hops, and the question has no word of the fact", ask={"nouns": 1.0}),
     "cut facts": Task(about="facts that name the person, cut before the value", chunk=CUT, draw=NAMED, fits=_cut),
 }
 
 
-class Known(RecomputePolicy):
-    """Rows that are known beforehand."""
+class FixedRows(RecomputePolicy):
+    """A policy that recomputes given rows."""
 
     def __init__(self, rows: Int[Tensor, "rows"]):
-        self.known = rows
+        self.fixed = rows
 
     def rows(self, stale: ComposedCache) -> Int[Tensor, "rows"]:
-        """They alone."""
-        return self.known
+        """The given rows."""
+        return self.fixed
 
 
-def ways(budget: float) -> dict[str, Callable[[int], RecomputePolicy]]:
-    """By name the methods of a budget; each is given the number of the question."""
+def policies(budget: float) -> dict[str, Callable[[int], RecomputePolicy]]:
+    """The methods at one budget, by name. Each takes the number of the question, which seeds random rows."""
     infoflow = partial(InfoFlowKV, recompute=budget)
     same: dict[str, RecomputePolicy] = {
         "EPIC": EPIC(recompute=budget),
@@ -134,18 +137,18 @@ def ways(budget: float) -> dict[str, Callable[[int], RecomputePolicy]]:
     }
 
 
-class Asked(NamedTuple):
-    """The questions of a task.
+class Questions(NamedTuple):
+    """Texts, and one question about each.
 
     Attributes:
-        ids: Of prefix and text.
-        prompts: Questions, all of one length.
-        answers: One token each.
-        fact: The rows of the fact that is asked about.
-        alike: The rows of all facts of its relation, the last repeated where there are fewer.
-        guess: How probable the answer is to one who does not know whose ids are whose, and says what most of the facts
-            say that can be meant: those of the relation; where the fact names an id, others that do, behind the place
-            that tells it.
+        ids: Token ids of prefix and text.
+        prompts: Token ids of the questions, all of one length.
+        answers: Token id of each answer.
+        fact: Rows of the fact that is asked about.
+        alike: Rows of all facts with the same relation. If there are fewer than in other texts, the last repeats.
+        guess: Probability of the answer for a guesser that does not know which id belongs to whom. It guesses the most
+            frequent value among the possible facts: those with the relation and, if the fact names an id, those that
+            name an id and come after the place where the id is told.
     """
 
     ids: Int[Tensor, "questions rows"]
@@ -156,8 +159,8 @@ class Asked(NamedTuple):
     guess: Float[Tensor, "questions"]
 
 
-def questions(task: Task, count: int) -> Asked:
-    """So many, each about a text of its own; the same ones every time."""
+def draw_questions(task: Task, count: int) -> Questions:
+    """Questions of a task, each about a text of its own, the same in every run."""
     generator = torch.Generator().manual_seed(SEED)
     facts = draw_facts(2 * count, SENTENCES, generator, people=(PEOPLE, PEOPLE), **task.draw)
     fits = task.fits(facts)
@@ -168,22 +171,22 @@ def questions(task: Task, count: int) -> Asked:
     length = int(asked.length[0, 0])
     start = torch.full((len(kept), 1), WORDS.index("<s>"))
     alike = (facts.relation == facts.relation.gather(1, place)) & (facts.owner != BLANK)
-    meant = alike & (facts.by_id == facts.by_id.gather(1, place))
-    meant &= ~facts.by_id | (torch.arange(SENTENCES) > facts.defined.gather(1, place))
-    said = torch.zeros(len(kept), len(WORDS)).scatter_add(1, facts.value, meant.float())  # by how many, each word
+    possible = alike & (facts.by_id == facts.by_id.gather(1, place))
+    possible &= ~facts.by_id | (torch.arange(SENTENCES) > facts.defined.gather(1, place))
+    counts = torch.zeros(len(kept), len(WORDS)).scatter_add(1, facts.value, possible.float())  # of each value
     others = torch.where(alike, torch.arange(SENTENCES), -1).sort(descending=True).values[:, :PEOPLE]
-    return Asked(
+    return Questions(
         torch.cat([start, facts.ids], 1),
         asked.ids[:, 0, :length],
         asked.ids[:, 0, length],
         _rows(place),
         _rows(torch.where(others < 0, others[:, :1], others)),
-        said.amax(1) / said.sum(1),
+        counts.amax(1) / counts.sum(1),
     )
 
 
 def _rows(places: Int[Tensor, "questions facts"]) -> Int[Tensor, "questions rows"]:
-    """Of facts at these places."""
+    """The rows of the facts at these places."""
     return (PREFIX + places[..., None] * SENTENCE + torch.arange(SENTENCE)).flatten(1).sort().values
 
 
@@ -193,55 +196,65 @@ Cells = dict[str, Float[Tensor, "measures questions"]]
 def measure(
     model: Any,
     spans: Spans,
-    asked: Asked,
+    questions: Questions,
     budgets: list[float],
     batch: int,
     track: Callable[[int], Callable[[], None]] = lambda length: lambda: None,
 ) -> Cells:
-    """For each "method budget" four measures: rightness, KL divergence, the part of the fact chosen, how many rows.
+    """Four measures for each "method budget": correctness, KL divergence, fraction of the fact chosen, number of rows.
 
-    The divergence, in nats, is that of the answer's distribution from a full prefill's. All chunks have one length.
+    The divergence, in nats, is that of the answer's distribution from the full prefill's. All chunks have one length.
     """
     chunk = spans[0][1] - spans[0][0]
-    ends: dict[str, Callable[[int], RecomputePolicy]] = {
+    trials: dict[str, Callable[[int], RecomputePolicy]] = {
         "full": lambda i: FullPrefill(),
         "none": lambda i: NoRecompute(),
-        "the fact": lambda i: Known(some.fact[i]),
-        "facts alike": lambda i: Known(some.alike[i]),
+        "the fact": lambda i: FixedRows(some.fact[i]),
+        "facts alike": lambda i: FixedRows(some.alike[i]),
     }
-    for at, word in enumerate(ROWS if asked.fact.shape[1] == SENTENCE else ()):
-        ends[f"its {word}"] = lambda i, at=at: Known(some.fact[i, at : at + 1])
-    trials = ends | {f"{name} {budget}": way for budget in budgets for name, way in ways(budget).items()}
+    for at, word in enumerate(ROWS if questions.fact.shape[1] == SENTENCE else ()):
+        trials[f"its {word}"] = lambda i, at=at: FixedRows(some.fact[i, at : at + 1])
+    for budget in budgets:
+        trials |= {f"{name} {budget}": policy for name, policy in policies(budget).items()}
     found: dict[str, list[Tensor]] = {name: [] for name in trials}
-    batches = list(zip(*(part.split(batch) for part in asked), strict=True))
+    batches = list(zip(*(part.split(batch) for part in questions), strict=True))
     advance = track(len(batches) * len(trials))
-    for some in map(Asked._make, batches):
-        contexts = Batch(model, some.ids.to(model.device), spans, some.prompts.to(model.device))
-        full = contexts.patch([FullPrefill()] * len(some.ids)).logits.log_softmax(-1)
-        for name, way in trials.items():
-            found[name].append(_score(contexts.patch([way(i) for i in range(len(full))]), full, some, chunk))
+    encoder = encoder_of_ids(model)
+    for some in map(Questions._make, batches):
+        chunks = encoder.encode([ids[start:stop].tolist() for ids in some.ids for start, stop in spans])
+        texts = [chunks[i : i + len(spans)] for i in range(0, len(chunks), len(spans))]
+        prompted = PromptedBatch(CacheBatch(model, encoder.prefix, texts), some.prompts.to(model.device))
+        full = torch.empty(0)
+        for name, policy in trials.items():
+            choice = prompted.choose([policy(i) for i in range(len(some.ids))])
+            choice.batch.recompute(choice.rows)
+            answers = choice.batch.logits(prompted.prompts, last=1)[:, 0].float().log_softmax(-1)
+            choice.batch.restore()
+            full = answers if name == "full" else full
+            found[name].append(_score(choice, answers, full, some, chunk))
             advance()
     return {name: torch.cat(parts, 1) for name, parts in found.items()}
 
 
-def _score(patched: Rows, full: Tensor, asked: Asked, chunk: int) -> Float[Tensor, "measures questions"]:
-    """What `measure` says of one method; `full` are the log-probabilities of a full prefill."""
-    home = (asked.fact - PREFIX) // chunk
-    moved = (patched.order[:, None] == home[..., None]).long().argmax(-1)
-    rows = asked.fact + (moved - home) * chunk
-    ours = patched.logits.log_softmax(-1)
-    right = ours.argmax(-1).cpu() == asked.answers
-    divergence = (full.exp() * (full - ours)).sum(-1).cpu()
-    chosen = (patched.rows[:, :, None] == rows[:, None]).any(1).float().mean(1)
-    return torch.stack([right, divergence, chosen, torch.full_like(divergence, patched.rows.shape[1])]).float()
+def _score(
+    choice: Choice, answers: Tensor, full: Tensor, questions: Questions, chunk: int
+) -> Float[Tensor, "measures questions"]:
+    """The measures of one method, from its log-probabilities of the answers and those of the full prefill."""
+    place = (questions.fact - PREFIX) // chunk  # of the fact's rows, as an index of their chunk
+    moved = (torch.tensor(choice.orders)[:, None] == place[..., None]).long().argmax(-1)
+    rows = questions.fact + (moved - place) * chunk
+    right = answers.argmax(-1).cpu() == questions.answers
+    divergence = (full.exp() * (full - answers)).sum(-1).cpu()
+    chosen = (choice.rows[:, :, None] == rows[:, None]).any(1).float().mean(1)
+    return torch.stack([right, divergence, chosen, torch.full_like(divergence, choice.rows.shape[1])]).float()
 
 
 def objection(gap: float, lead: float) -> str:
-    """Why nothing can be said of methods on a task; empty if something can.
+    """The reason why a task cannot compare methods, or an empty string if it can.
 
     Args:
-        gap: What the full prefill gets right above the chunks side by side.
-        lead: And above a guess.
+        gap: Accuracy of the full prefill minus that of the composed chunks without recomputation.
+        lead: Accuracy of the full prefill minus that of a guess.
     """
     reasons = {"no gap": gap, "the full prefill is no better than a guess": lead}
     return " and ".join(reason for reason, above in reasons.items() if above < GAP)
@@ -250,7 +263,7 @@ def objection(gap: float, lead: float) -> str:
 def summarise(
     cells: dict[str, Float[np.ndarray, "measures readers questions"]], guess: Float[np.ndarray, "questions"]
 ) -> dict[str, Any]:
-    """Means and 95 % intervals of each method and budget; where there is an objection only what shows it."""
+    """Means and 95 % intervals of each method and budget. If there is an objection, only the full prefill and none."""
     readers, count = next(iter(cells.values())).shape[1:]
     draws = np.random.default_rng(0)
     weights = np.zeros((RESAMPLES, readers, count), np.float32)
@@ -311,36 +324,36 @@ def summarise(
 def report(
     title: str,
     readers: dict[str, Callable[[Track], Any]],
-    tasks: dict[str, tuple[str, Spans, Asked]],
+    tasks: dict[str, tuple[str, Spans, Questions]],
     budgets: list[float],
     batch: int,
     out: Path,
     about: dict[str, Any],
     commit: str,
 ) -> None:
-    """Measure every task with every reader, and write what `summarise` says as JSON, a table and a picture.
+    """Measure every task with every reader, and write the summary as JSON, as a table and as a figure.
 
     Args:
         title: Name of the files.
-        readers: What brings each; it is given what shows progress.
-        tasks: By name what it is about, its chunks, and its questions.
-        budgets: Parts of the rows to recompute.
-        batch: Questions that are answered together.
-        out: Folder of what is measured; what is found there is not measured again.
-        about: What else the JSON says.
-        commit: That is measured, where git cannot tell.
+        readers: Loader of each reader, called with a progress bar.
+        tasks: Description, chunks and questions of each task, by name.
+        budgets: Fractions of the rows to recompute.
+        batch: Questions in a batch.
+        out: Folder of measurements. Those found there are reused.
+        about: Further entries of the JSON file.
+        commit: Measured commit, if git cannot tell.
     """
     found: dict[str, Any] = {}
     with progress() as track:
-        for name, (kind, spans, asked) in tasks.items():
+        for name, (kind, spans, questions) in tasks.items():
             files = [out / f"{i}-{name}.safetensors" for i in range(len(readers))]
-            for (reader, bring), path in zip(readers.items(), files, strict=True):
+            for (reader, load), path in zip(readers.items(), files, strict=True):
                 if not path.exists():
                     advance = partial(track, f"{name}, {reader}")
-                    write_whole(path, save(measure(bring(track), spans, asked, budgets, batch, advance)))
+                    write_whole(path, save(measure(load(track), spans, questions, budgets, batch, advance)))
             read = [load_file(path) for path in files]
             cells = {cell: torch.stack([one[cell] for one in read], 1).numpy() for cell in read[0]}
-            found[name] = {"about": kind, **summarise(cells, asked.guess.numpy())}
+            found[name] = {"about": kind, **summarise(cells, questions.guess.numpy())}
     about = {"versions": versions(), **about, "tasks": found}
     if commit:
         about["versions"]["commit"] = commit
@@ -353,19 +366,19 @@ def report(
 
 
 def fastest() -> str:
-    """The device for readers."""
+    """Device type of the readers."""
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def main(
     readers: Annotated[str, typer.Option(help="Folders of readers, separated by commas.")],
-    count: Annotated[int, typer.Option(help="Questions of a task.")] = 1024,
-    batch: Annotated[int, typer.Option(help="Questions that are answered together.")] = 256,
+    count: Annotated[int, typer.Option(help="Questions per task.")] = 1024,
+    batch: Annotated[int, typer.Option(help="Questions in a batch.")] = 256,
     budgets: Annotated[
-        str, typer.Option(help="Parts of the rows to recompute; '' leaves the methods out.")
+        str, typer.Option(help="Fractions of the rows to recompute, separated by commas; '' skips the methods.")
     ] = "0.05,0.15,0.3,0.5",
     only: Annotated[str, typer.Option(help="Tasks, separated by commas.")] = ",".join(TASKS),
-    out: Annotated[Path, typer.Option(help="Folder of what is measured.")] = Path("eval-context"),
+    out: Annotated[Path, typer.Option(help="Folder of measurements.")] = Path("eval-context"),
     commit: Commit = "",
 ) -> None:
     """Measure, summarise and write."""
@@ -374,14 +387,13 @@ def main(
         raise ValueError(f"unknown task {unknown[0]!r}: choose from {', '.join(TASKS)}")
     settings = {"readers": readers, "questions": str(count), "budgets": budgets}
     claim(out, settings)
-    tasks = {name: (TASKS[name].about, TASKS[name].spans(), questions(TASKS[name], count)) for name in names}
+    tasks = {name: (TASKS[name].about, TASKS[name].spans(), draw_questions(TASKS[name], count)) for name in names}
     about = {**settings, "sentences": SENTENCES}
     report("context", {folder: partial(_load, folder) for folder in folders}, tasks, parts, batch, out, about, commit)
 
 
 def _load(folder: str, track: Track) -> Any:
-    """The reader of a folder, where it is fastest."""
-    model: Any = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
+    model: Any = AutoModelForCausalLM.from_pretrained(folder)
     return model.to(fastest()).eval()
 
 

@@ -1,4 +1,4 @@
-"""What lab/quality/context.py has measured, as a table and as a picture."""
+"""Tables and figures of the measurements of lab/quality/context.py."""
 
 from typing import Any
 
@@ -13,11 +13,11 @@ STYLES = {
     "EPIC": {"color": "#3D9970", "marker": "v"},
     "random": {"color": "#9AA5B1", "marker": "."},
 }
-"""What the picture shows, and how."""
+"""Methods in the figure, and their line styles."""
 
 
 def markdown(tasks: dict[str, Any]) -> str:
-    """A table for each task that separates, if methods were measured, and one line for the others, which says why."""
+    """A table for each task that can compare methods, and one line with the reason for each other task."""
     parts = []
     for name, task in tasks.items():
         cells = task["cells"]
@@ -33,8 +33,8 @@ def markdown(tasks: dict[str, Any]) -> str:
         rows += [
             f"| {method} | {' | '.join(_recovered(cells[f'{method} {b}']) for b in budgets)} |" for method in methods
         ]
-        parts_alone = [name for name in cells if name in ("the fact", "facts alike") or name.startswith("its ")]
-        known = (f"{part} alone recovers {_recovered(cells[part])}" for part in parts_alone)
+        known_rows = [name for name in cells if name in ("the fact", "facts alike") or name.startswith("its ")]
+        known = (f"{part} alone recovers {_recovered(cells[part])}" for part in known_rows)
         parts.append(
             f"**{name}** ({task['about']}): {ends}; {', '.join(known)}."
             + ("\n\n" + "\n".join(rows) if budgets else "")
@@ -43,7 +43,7 @@ def markdown(tasks: dict[str, Any]) -> str:
 
 
 def _passed(task: dict[str, Any]) -> str:
-    """The numbers of the readers with which alone the task would separate."""
+    """The readers with which the task could compare methods if they were the only one."""
     passed = (str(i) for i, passes in enumerate(task["readers"]) if passes)
     return f"readers that pass: {', '.join(passed) or 'none'} (of {len(task['readers'])})"
 
@@ -59,9 +59,9 @@ def _recovered(cell: dict[str, Any]) -> str:
 
 
 def draw_tasks(tasks: dict[str, Any]) -> Figure:
-    """Accuracy against the part of the rows that is computed again, a panel for each task that separates.
+    """A figure of accuracy over the fraction of recomputed rows, with a panel for each task that can compare methods.
 
-    Above them stands which tasks do not, and why.
+    The title lists the other tasks with the reasons.
     """
     shown = {name: task["cells"] for name, task in tasks.items() if task["separates"]}
     left_out = [f"{name}: {task['objection']}" for name, task in tasks.items() if not task["separates"]]
@@ -78,7 +78,7 @@ def draw_tasks(tasks: dict[str, Any]) -> Figure:
         for end, line in (("full", "-"), ("none", ":")):
             axes.axhline(cells[end]["accuracy"]["value"], color="#444444", linestyle=line, linewidth=0.8, label=end)
         axes.axhline(tasks[name]["guess"], color="#9AA5B1", linestyle="-.", linewidth=0.8, label="a guess")
-        axes.set(title=f"{name}\n{_passed(tasks[name])}", xlabel="part of the rows recomputed", ylim=(0, 1.02))
-    figure.axes[0].set_ylabel("questions answered rightly")
+        axes.set(title=name, xlabel="fraction of rows recomputed", ylim=(0, 1.02))
+    figure.axes[0].set_ylabel("accuracy")
     figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=4, frameon=False)
     return figure

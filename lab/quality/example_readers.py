@@ -1,8 +1,8 @@
-"""Who answers questions from examples, for the study `examples`: a vote that is never trained, and a learner that is.
+"""Readers for lab/quality/examples.py, which answer questions from examples: a vote, and a trained in-context learner.
 
-The learner is a small Llama that reads vectors instead of words: a start, then for each example one vector of its
-embedding and its label together, then the questions, each of which sees the start, the examples and itself. What the
-labels mean is drawn anew for every sequence that it learns from, so what it knows of them it has from the examples.
+The learner is a small Llama that reads vectors instead of words: a start, one vector for the embedding and label of
+each example, then the questions, each of which attends to the start, the examples and itself. The meaning of labels is
+random in every training sequence, so the learner can know it only from the examples.
 """
 
 from dataclasses import asdict, dataclass
@@ -16,42 +16,42 @@ from transformers import LlamaConfig, LlamaModel
 
 from foveate.utils.progress import Track
 from lab.quality.example_pools import DIM, Task
-from lab.quality.small_training import trained
+from lab.quality.small_training import train
 
-__all__ = ["Learner", "Recipe", "Vote", "learned", "lesson"]
+__all__ = ["Learner", "Recipe", "Vote", "trained_learner", "training_batch"]
 
 LABELS = 8
 TEMPERATURE = 0.15  # of the vote
-DOUBT = 0.01  # of the vote: this much goes to all labels alike, so that a product of votes is not 0
+SMOOTHING = 0.01  # of the vote: shared by all labels equally, so that a product of votes is not 0
 
 Ids = list[list[int]]
 
 
 class Vote:
-    """Every example votes for its label, with the softmax of its cosine to the question."""
+    """A reader without training: examples vote for their labels, weighted by a softmax of cosines to the question."""
 
-    def apart(self, task: Task, ids: Ids) -> Float[Tensor, "blocks questions labels"]:
-        """Log-probabilities of the labels by each block alone."""
+    def by_block(self, task: Task, ids: Ids) -> Float[Tensor, "blocks questions labels"]:
+        """Log-probabilities of the labels from each block alone."""
         near = task.queries @ task.embeddings.T / TEMPERATURE
         label = one_hot(task.labels, task.classes).float()
         said = torch.stack([near[:, block].softmax(1) @ label[block] for block in ids])
-        return ((1 - DOUBT) * said + DOUBT / task.classes).log()
+        return ((1 - SMOOTHING) * said + SMOOTHING / task.classes).log()
 
-    def windows(self, task: Task, deals: list[Ids]) -> None:
-        """Not for the vote: without positions, windows are one text."""
+    def windows(self, task: Task, partitions: list[Ids]) -> None:
+        """None: a vote has no positions, so that windows are the same as one text."""
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """The learner and how it learns.
+    """Size and training of a learner.
 
     Attributes:
-        width: Of its vectors.
-        layers: How many.
-        steps: Of training.
-        batch: Sequences a step.
-        rate: Of AdamW; rises for the first twentieth of the steps and falls to 0.
-        seed: Of the first weights and of all sequences.
+        width: Hidden size.
+        layers: Number of layers.
+        steps: Training steps.
+        batch: Sequences per step.
+        rate: Learning rate of AdamW, which rises for the first twentieth of the steps and then falls to 0.
+        seed: Seed of initial weights and sequences.
     """
 
     width: int = 128
@@ -63,7 +63,7 @@ class Recipe:
 
 
 class Learner(nn.Module):
-    """An in-context classifier."""
+    """An in-context classifier of vectors."""
 
     def __init__(self, recipe: Recipe) -> None:
         super().__init__()
@@ -78,9 +78,9 @@ class Learner(nn.Module):
             eos_token_id=None,
         )
         self.llama = LlamaModel(config)
-        self.reads = nn.Linear(DIM, recipe.width)
+        self.embedding = nn.Linear(DIM, recipe.width)
         self.label = nn.Embedding(LABELS + 2, recipe.width)  # the last two: a question, and the start
-        self.says = nn.Linear(recipe.width, LABELS)
+        self.head = nn.Linear(recipe.width, LABELS)
 
     def forward(
         self,
@@ -89,11 +89,13 @@ class Learner(nn.Module):
         questions: Float[Tensor, "rows questions dim"],
         windows: int = 1,
     ) -> Float[Tensor, "rows questions labels"]:
-        """Logits of the labels. The examples are read in so many windows of equal length, side by side."""
+        """Logits of the labels. The examples are read in parallel windows of equal length."""
         rows, count = questions.shape[:2]
         asked = torch.full((rows, count), LABELS, device=labels.device)
         start = self.label.weight[-1].expand(rows, 1, -1)
-        seen = self.reads(DIM**0.5 * torch.cat([examples, questions], 1)) + self.label(torch.cat([labels, asked], 1))
+        seen = self.embedding(DIM**0.5 * torch.cat([examples, questions], 1)) + self.label(
+            torch.cat([labels, asked], 1)
+        )
         mask, positions = layout(examples.shape[1], count, windows)
         hidden = self.llama(
             inputs_embeds=torch.cat([start, seen], 1),
@@ -101,30 +103,32 @@ class Learner(nn.Module):
             position_ids=positions.to(labels.device)[None],
             use_cache=False,
         ).last_hidden_state
-        return self.says(hidden[:, -count:])
+        return self.head(hidden[:, -count:])
 
     @torch.no_grad()
-    def apart(self, task: Task, ids: Ids) -> Float[Tensor, "blocks questions labels"]:
-        """Log-probabilities of the labels by each block alone."""
-        return self._asked(task, torch.tensor(ids), 1)
+    def by_block(self, task: Task, ids: Ids) -> Float[Tensor, "blocks questions labels"]:
+        """Log-probabilities of the labels from each block alone."""
+        return self._ask(task, torch.tensor(ids), 1)
 
     @torch.no_grad()
-    def windows(self, task: Task, deals: list[Ids]) -> Float[Tensor, "deals questions labels"]:
-        """Log-probabilities of the labels where each block is read apart, and the questions see all."""
-        return self._asked(task, torch.tensor(deals).flatten(1), len(deals[0]))
+    def windows(self, task: Task, partitions: list[Ids]) -> Float[Tensor, "partitions questions labels"]:
+        """Log-probabilities of the labels with each block as a parallel window."""
+        return self._ask(task, torch.tensor(partitions).flatten(1), len(partitions[0]))
 
-    def _asked(
+    def _ask(
         self, task: Task, ids: Int[Tensor, "rows examples"], windows: int
     ) -> Float[Tensor, "rows questions labels"]:
-        device = self.says.weight.device
+        device = self.head.weight.device
         name = torch.randperm(LABELS, generator=torch.Generator().manual_seed(len(task.labels)))[: task.classes]
         questions = task.queries.expand(len(ids), -1, -1)
-        said = self(task.embeddings[ids].to(device), name[task.labels[ids]].to(device), questions.to(device), windows)
-        return said.float().cpu()[..., name].log_softmax(-1)
+        logits = self(
+            task.embeddings[ids].to(device), name[task.labels[ids]].to(device), questions.to(device), windows
+        )
+        return logits.float().cpu()[..., name].log_softmax(-1)
 
 
 def layout(examples: int, questions: int, windows: int) -> tuple[Bool[Tensor, "1 1 all all"], Int[Tensor, "all"]]:
-    """Who sees whom, and positions, of a start, windows of examples and questions."""
+    """Attention mask and positions of a start, windows of examples, and questions."""
     length = examples // windows
     window = torch.arange(examples) // length
     one = torch.ones(1, dtype=torch.long)
@@ -137,40 +141,40 @@ def layout(examples: int, questions: int, windows: int) -> tuple[Bool[Tensor, "1
     return mask[None, None], positions
 
 
-def lesson(recipe: Recipe, step: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Examples, their labels, questions and their answers of one step: clusters of every kind, labels drawn anew."""
+def training_batch(recipe: Recipe, step: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Examples, labels, questions and answers of a training step: random clusters with random labels."""
     generator = torch.Generator().manual_seed(recipe.seed * 10**6 + step)
 
-    def chance(*shape: int) -> Tensor:
+    def uniform(*shape: int) -> Tensor:
         return torch.rand(shape, generator=generator)
 
     rows, questions = recipe.batch, 32
-    examples = int(2 ** (1 + 6 * chance(1)))  # 2 to 128
-    liked = 1.5 * chance(rows, 1) * torch.randn(rows, LABELS, generator=generator)
-    few = torch.arange(LABELS) >= torch.randint(2, LABELS + 1, (rows, 1), generator=generator)
-    shares = liked.masked_fill(few, -torch.inf).softmax(1).gather(1, chance(rows, LABELS).argsort(1))
+    examples = int(2 ** (1 + 6 * uniform(1)))  # 2 to 128
+    preference = 1.5 * uniform(rows, 1) * torch.randn(rows, LABELS, generator=generator)
+    unused = torch.arange(LABELS) >= torch.randint(2, LABELS + 1, (rows, 1), generator=generator)
+    shares = preference.masked_fill(unused, -torch.inf).softmax(1).gather(1, uniform(rows, LABELS).argsort(1))
     labels = torch.multinomial(shares, examples + questions, replacement=True, generator=generator)
     clusters = torch.randint(1, 5, (rows, 1), generator=generator)
-    cluster = labels * 4 + (clusters * chance(rows, examples + questions)).long()
-    middles = normalize(torch.randn(rows, LABELS * 4, DIM, generator=generator), dim=2)
-    spread = (0.3 + 1.5 * chance(rows, 1, 1)) / DIM**0.5
-    seen = middles.gather(1, cluster[..., None].expand(-1, -1, DIM))
+    cluster = labels * 4 + (clusters * uniform(rows, examples + questions)).long()
+    centres = normalize(torch.randn(rows, LABELS * 4, DIM, generator=generator), dim=2)
+    spread = (0.3 + 1.5 * uniform(rows, 1, 1)) / DIM**0.5
+    seen = centres.gather(1, cluster[..., None].expand(-1, -1, DIM))
     seen = normalize(seen + spread * torch.randn(seen.shape, generator=generator), dim=2)
     return seen[:, :examples], labels[:, :examples], seen[:, examples:], labels[:, examples:]
 
 
-def learned(recipe: Recipe, folder: Path, device: str, track: Track) -> Learner:
-    """The learner after its training, which goes on where it was broken off."""
+def trained_learner(recipe: Recipe, folder: Path, device: str, track: Track) -> Learner:
+    """A trained learner. An interrupted training is resumed."""
     learner = Learner(recipe).to(device)
     optimizer = torch.optim.AdamW(learner.parameters(), lr=recipe.rate)
 
     def loss(step: int) -> Tensor:
-        examples, labels, questions, answers = (part.to(device) for part in lesson(recipe, step))
+        examples, labels, questions, answers = (part.to(device) for part in training_batch(recipe, step))
         return cross_entropy(learner(examples, labels, questions).float().flatten(0, 1), answers.flatten())
 
     def rate(step: int) -> float:
         return recipe.rate * min(1, 20 * (step + 1) / recipe.steps, 1.02 - step / recipe.steps)
 
     advance = track(f"learner {recipe.seed}", recipe.steps)
-    trained(learner, optimizer, loss, rate, recipe.steps, folder, asdict(recipe), advance)
+    train(learner, optimizer, loss, rate, recipe.steps, folder, asdict(recipe), advance)
     return learner.eval()

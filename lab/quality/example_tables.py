@@ -1,4 +1,4 @@
-"""What lab/quality/examples.py shows of its rows: tables in Markdown, and a picture."""
+"""Markdown tables and a figure of the results of lab/quality/examples.py."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -6,9 +6,9 @@ from typing import Any
 from matplotlib.figure import Figure
 
 from foveate.methods.sub_cp import STRATEGIES
-from lab.quality.example_deals import CONTROLS
+from lab.quality.example_partitions import CONTROLS
 
-__all__ = ["draw_gains", "has_gap", "tables", "usual", "verdict"]
+__all__ = ["draw_gains", "has_gap", "shown_in_full", "tables", "verdict"]
 
 Row = dict[str, Any]
 SHOWN = {"blocks": 8, "size": 8, "examples": 600}
@@ -16,36 +16,37 @@ COLOURS = "#1F2933", "#0072B2", "#E69F00", "#009E73"
 
 
 def verdict(gain: list[float]) -> int:
-    """1 or -1 where the whole interval is above or below 0; else 0: nothing may be claimed."""
+    """1 or -1 if the whole interval is above or below 0, otherwise 0, which allows no claim."""
     _, low, high = gain
     return (low > 0) - (high < 0)
 
 
 def has_gap(row: Row) -> bool:
-    """Whether one text of all examples beat one random block."""
+    """Whether one text of all examples is more accurate than one random block."""
     return verdict(row["gap"]) > 0
 
 
-def usual(rows: list[Row]) -> list[Row]:
-    """The rows of the setting that is shown in full."""
+def shown_in_full(rows: list[Row]) -> list[Row]:
+    """The rows of the setting that tables show in full."""
     return [row for row in rows if SHOWN.items() <= row.items()]
 
 
 def tables(rows: list[Row]) -> str:
-    """Accuracies in the usual setting, how often each way beat random blocks, and what the deal alone was worth."""
-    shown = usual(rows)
+    """Accuracies in one setting, wins of each method over random blocks, and the gain of the partition alone."""
+    shown = shown_in_full(rows)
     parts = [_accuracies(shown, data) for data in _distinct(row["data"] for row in shown)]
-    return "\n\n".join([*parts, _other_scores(shown), _wins(rows), _deals(rows)])
+    return "\n\n".join([*parts, _other_scores(shown), _wins(rows), _partition_gains(rows)])
 
 
 def _accuracies(rows: list[Row], data: str) -> str:
-    """Accuracies; behind them the gain over random blocks, where its interval leaves 0 out."""
+    """Accuracies, followed by the gain over random blocks if its interval excludes 0."""
     some = [row for row in rows if row["data"] == data]
     hosts = _distinct(row["host"] for row in some)
-    gap = "" if has_gap(some[0]) else " (no gap: nothing may be claimed)"
+    gap = "" if has_gap(some[0]) else " (no gap: no claim possible)"
     head = [f"{data}{gap}", *hosts]
     body = [
-        [way, *(_shown(row) for row in some if row["way"] == way)] for way in _distinct(row["way"] for row in some)
+        [method, *(_shown(row) for row in some if row["method"] == method)]
+        for method in _distinct(row["method"] for row in some)
     ]
     return _markdown(head, body)
 
@@ -56,41 +57,46 @@ def _shown(row: Row) -> str:
 
 
 def _other_scores(rows: list[Row]) -> str:
-    """Calibration error and accuracy of the worst label, where blocks count by how near they are."""
+    """Calibration error and accuracy of the worst class, with weighted blocks."""
     rows = [row for row in rows if row["host"] == "moe, weighted"]
     body = [
-        [way, *(f"{row['calibration error']:.3f}, {row['worst class']:.3f}" for row in rows if row["way"] == way)]
-        for way in _distinct(row["way"] for row in rows)
+        [
+            method,
+            *(f"{row['calibration error']:.3f}, {row['worst class']:.3f}" for row in rows if row["method"] == method),
+        ]
+        for method in _distinct(row["method"] for row in rows)
     ]
     data = _distinct(row["data"] for row in rows)
-    return _markdown(["moe, weighted: calibration error, worst label", *data], body)
+    return _markdown(["moe, weighted: calibration error, worst class", *data], body)
 
 
 def _wins(rows: list[Row]) -> str:
-    """For each way and host: settings in which it beat random blocks, lost to them, and neither."""
-    rows = [row for row in rows if has_gap(row) and row["way"] != "random"]
+    """For each method and host, the number of settings with a gain over random blocks, a loss, and neither."""
+    rows = [row for row in rows if has_gap(row) and row["method"] != "random"]
     hosts = _distinct(row["host"] for row in rows)
     body = []
-    for way in _distinct(row["way"] for row in rows):
+    for method in _distinct(row["method"] for row in rows):
         cells = []
         for host in hosts:
-            found = [verdict(row["over random"]) for row in rows if row["way"] == way and row["host"] == host]
+            found = [verdict(row["over random"]) for row in rows if row["method"] == method and row["host"] == host]
             cells.append(f"{found.count(1)} / {found.count(-1)} / {found.count(0)}")
-        body.append([way, *cells])
+        body.append([method, *cells])
     return _markdown(["won / lost / neither", *hosts], body)
 
 
-def _deals(rows: list[Row]) -> str:
-    """What global_local's deal gains over deals of the same examples, where all blocks count the same."""
+def _partition_gains(rows: list[Row]) -> str:
+    """Gain of global_local over other partitions of the same examples, with equal weights."""
     body = [
         [
             f"{row['data']}, {row['blocks']} x {row['size']} of {row['examples']}",
             *(_interval(row[f"over {against}"]) for against in ("random", *CONTROLS)),
         ]
         for row in rows
-        if row["way"] == "global_local" and row["host"] == "moe" and has_gap(row)
+        if row["method"] == "global_local" and row["host"] == "moe" and has_gap(row)
     ]
-    return _markdown(["global_local, moe", "over random", "over a random deal", "over a deal in order"], body)
+    return _markdown(
+        ["global_local, moe", "over random", "over a random partition", "over a partition in order"], body
+    )
 
 
 def _interval(gain: list[float]) -> str:
@@ -99,7 +105,7 @@ def _interval(gain: list[float]) -> str:
 
 
 def draw_gains(rows: list[Row]) -> Figure:
-    """A figure of what each strategy gains over random blocks with intervals."""
+    """A figure of the gain of each strategy over random blocks, with intervals."""
     hosts = [
         host
         for host in ("one text", "moe", "moe, weighted", "parallel windows")
@@ -111,9 +117,9 @@ def draw_gains(rows: list[Row]) -> Figure:
         for h, host in enumerate(hosts):
             gains = [
                 row["over random"]
-                for way in STRATEGIES
+                for method in STRATEGIES
                 for row in rows
-                if (row["way"], row["host"], row["data"]) == (way, host, kind)
+                if (row["method"], row["host"], row["data"]) == (method, host, kind)
             ]
             places = [-w - 0.7 * ((h + 0.5) / len(hosts) - 0.5) for w in range(len(gains))]
             means = [mean for mean, _, _ in gains]

@@ -1,14 +1,14 @@
-"""Whether blocks of Sub-CP get more answers right than random ones: paired over pools, beside controls.
+"""Accuracy of in-context learning with blocks of Sub-CP, random blocks, baselines and controls, paired over pools.
 
-python -m lab.quality.examples --reader vote                          # minutes on a CPU: as docs/results.md shows it
+python -m lab.quality.examples --reader vote                          # minutes on a CPU, as docs/results.md shows it
 python -m lab.quality.examples --reader learner                       # three learners; minutes on a GPU
 python -m lab.quality.examples --reader learner --width 64 --layers 3 --batch 64 --cells 8x8  # an hour on two cores
 
-Every pool of examples is put into blocks in every way, and the same questions are asked by every host. A way's gain is
-what it gets right more than random blocks of the same pool, in the mean, with the 95 % interval of a bootstrap over
-the pools; ways that draw by chance are drawn several times. Where one text of all examples gets no more right than one
-random block, there is no gap that a choice could close: those settings are marked, and nothing may be said of them.
-What is found in --out is gone on with; code that asks otherwise needs another folder.
+Every method partitions every pool of examples, and every host is asked the same questions. The gain of a method is its
+accuracy minus that of random blocks of the same pool, averaged over pools, with the 95 % interval of a bootstrap over
+pools. Random methods are drawn several times. If one text of all examples is no more accurate than one random block,
+there is no gap that a choice of examples could close: such settings are marked, and allow no claim. Answers found in
+--out are reused; after a change of the code, use another folder.
 """
 
 import json
@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from functools import cache
 from itertools import product
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple, get_args
+from typing import Annotated, Any, NamedTuple, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -27,28 +27,28 @@ from torch import Tensor
 
 from foveate.cli.common import progress
 from foveate.ops.example_blocks import Blocks
-from foveate.transformers.in_context import ensemble
+from foveate.transformers.in_context import Mix, ensemble
 from foveate.utils.device import versions
 from foveate.utils.files import write_whole
 from foveate.web.report import figure_png
-from lab.quality.example_deals import CHANCE, CONTROLS, DEALS, deal
+from lab.quality.example_partitions import CONTROLS, PARTITIONS, RANDOM, partition
 from lab.quality.example_pools import KINDS, Task, draw
-from lab.quality.example_readers import Learner, Recipe, Vote, learned
-from lab.quality.example_tables import draw_gains, tables, usual
+from lab.quality.example_readers import Learner, Recipe, Vote, trained_learner
+from lab.quality.example_tables import draw_gains, shown_in_full, tables
 from lab.quality.quality import RESULTS, SHEETS, Commit
 
 CELLS = "8x4,8x8,8x16,5x2"
-LARGE = 600  # examples of a pool of which most are left out
-DRAWS = 5  # of the ways that draw by chance, for every pool
-BINS = 15  # of the calibration error
+LARGE = 600  # examples of a pool from which most are not chosen
+DRAWS = 5  # of each random method, for every pool
+BINS = 15  # bins of the calibration error
 RESAMPLES = 2000
-BIG, SMALL = "one text", "first block alone"
+ONE_TEXT, ONE_BLOCK = "one text", "first block alone"
+MIXES: tuple[Mix, ...] = get_args(Mix)
 METRICS = "accuracy", "calibration error", "worst class"
-Mix = Literal["moe", "poe", "max"]
 
 
 class Cell(NamedTuple):
-    """One setting: which data, how many examples there are, how many blocks of which size."""
+    """A setting: kind of data, number of examples, number and size of blocks."""
 
     data: str
     examples: int
@@ -60,56 +60,56 @@ class Cell(NamedTuple):
 
 
 def hosts(
-    reader: Vote | Learner, task: Task, deals: list[list[list[int]]]
+    reader: Vote | Learner, task: Task, partitions: list[list[list[int]]]
 ) -> Iterator[dict[str, Float[Tensor, "questions labels"]]]:
-    """For each way to make blocks the probabilities of the labels by each host. All are read together."""
-    apart = reader.apart(task, [block for ids in deals for block in ids]).split(len(deals[0]))
-    whole = reader.apart(task, [[example for block in ids for example in block] for ids in deals]).exp()
-    windows = reader.windows(task, deals)
-    for i, ids in enumerate(deals):
+    """For each partition, the probabilities of the labels by each host. All partitions are read in one batch."""
+    by_block = reader.by_block(task, [block for ids in partitions for block in ids]).split(len(partitions[0]))
+    whole = reader.by_block(task, [[example for block in ids for example in block] for ids in partitions]).exp()
+    windows = reader.windows(task, partitions)
+    for i, ids in enumerate(partitions):
         weights = Blocks(ids, task.embeddings).weights(task.queries)
-        said = {BIG: whole[i], SMALL: apart[i][0].exp()}
-        for mix in get_args(Mix):
-            said[mix] = ensemble(list(apart[i]), None, mix)
-            said[f"{mix}, weighted"] = ensemble(list(apart[i]), weights, mix)
-        yield said if windows is None else {**said, "parallel windows": windows[i].exp()}
+        found = {ONE_TEXT: whole[i], ONE_BLOCK: by_block[i][0].exp()}
+        for mix in MIXES:
+            found[mix] = ensemble(list(by_block[i]), None, mix)
+            found[f"{mix}, weighted"] = ensemble(list(by_block[i]), weights, mix)
+        yield found if windows is None else {**found, "parallel windows": windows[i].exp()}
 
 
-def scores(said: Float[Tensor, "questions labels"], task: Task) -> list[float]:
-    """The `METRICS`: how many answers are right, expected calibration error, accuracy of the worst label."""
-    sure, label = said.max(1)
+def scores(probabilities: Float[Tensor, "questions labels"], task: Task) -> list[float]:
+    """The `METRICS`: accuracy, expected calibration error, accuracy of the worst class."""
+    confidence, label = probabilities.max(1)
     right = (label == task.answers).float()
-    place = (sure * BINS).long().clamp(max=BINS - 1)
-    error = torch.zeros(BINS).index_add(0, place, sure - right).abs().sum() / len(right)
+    place = (confidence * BINS).long().clamp(max=BINS - 1)
+    error = torch.zeros(BINS).index_add(0, place, confidence - right).abs().sum() / len(right)
     asked = task.answers.bincount(minlength=task.classes)
     each = torch.zeros(task.classes).index_add(0, task.answers, right)[asked > 0] / asked[asked > 0]
     return [float(right.mean()), float(error), float(each.min())]
 
 
 @cache
-def dealt(cell: Cell, pool: int) -> tuple[Task, list[str], list[list[list[int]]]]:
-    """A pool, and by the names of the ways their blocks of it: the same for every reader."""
+def partitioned(cell: Cell, pool: int) -> tuple[Task, list[str], list[list[list[int]]]]:
+    """A pool, the method of each partition, and the partitions. They are the same for every reader."""
     task = draw(cell.data, cell.examples, pool)
-    ways = [(way, seed) for way in DEALS for seed in range(DRAWS if way in CHANCE else 1)]
+    draws = [(method, seed) for method in PARTITIONS for seed in range(DRAWS if method in RANDOM else 1)]
     shape = cell.blocks, cell.size
-    deals = [deal(way, task.embeddings, task.labels, *shape, 1000 * pool + seed) for way, seed in ways]
-    return task, [way for way, _ in ways], deals
+    ids = [partition(method, task.embeddings, task.labels, *shape, 1000 * pool + seed) for method, seed in draws]
+    return task, [method for method, _ in draws], ids
 
 
 def answer(reader: Vote | Learner, cell: Cell, pool: int) -> dict[str, dict[str, list[float]]]:
-    """Scores for one pool, by way and host; means over the draws."""
-    task, ways, deals = dealt(cell, pool)
-    drawn: dict[str, list[dict[str, list[float]]]] = {way: [] for way in DEALS}
-    for way, said in zip(ways, hosts(reader, task, deals), strict=True):
-        drawn[way].append({host: scores(each, task) for host, each in said.items()})
+    """Scores for one pool, by method and host, averaged over draws."""
+    task, methods, partitions = partitioned(cell, pool)
+    drawn: dict[str, list[dict[str, list[float]]]] = {method: [] for method in PARTITIONS}
+    for method, found in zip(methods, hosts(reader, task, partitions), strict=True):
+        drawn[method].append({host: scores(probabilities, task) for host, probabilities in found.items()})
     return {
-        way: {host: np.mean([draw[host] for draw in found], axis=0).tolist() for host in found[0]}
-        for way, found in drawn.items()
+        method: {host: np.mean([draw[host] for draw in draws], axis=0).tolist() for host in draws[0]}
+        for method, draws in drawn.items()
     }
 
 
 def interval(differences: npt.NDArray[np.floating]) -> list[float]:
-    """The mean, and the middle 95 % of its bootstrap over the pools."""
+    """The mean, and its 95 % interval from a bootstrap over pools."""
     chosen = np.random.default_rng(0).integers(len(differences), size=(RESAMPLES, len(differences)))
     return [
         round(float(x), 4) for x in (differences.mean(), *np.quantile(differences[chosen].mean(1), (0.025, 0.975)))
@@ -117,48 +117,48 @@ def interval(differences: npt.NDArray[np.floating]) -> list[float]:
 
 
 def rows_of(cell: Cell, pools: Sequence[Sequence[dict[str, Any]]]) -> list[dict[str, Any]]:
-    """What a setting showed, a row for each host and way.
+    """Result rows of a setting, one for each host and method, averaged over learners.
 
     Args:
-        cell: The setting.
-        pools: What `answer` found, for each learner and pool; the mean over learners is taken.
+        cell: Setting.
+        pools: Result of `answer` for each learner and pool.
     """
     found: dict[tuple[str, str], npt.NDArray[np.floating]] = {}
-    for way, host in product(DEALS, pools[0][0]["random"]):
-        found[way, host] = np.mean([[pool[way][host] for pool in learner] for learner in pools], axis=0)
-    gate = interval(found["random", BIG][:, 0] - found["random", SMALL][:, 0])
+    for method, host in product(PARTITIONS, pools[0][0]["random"]):
+        found[method, host] = np.mean([[pool[method][host] for pool in learner] for learner in pools], axis=0)
+    gate = interval(found["random", ONE_TEXT][:, 0] - found["random", ONE_BLOCK][:, 0])
     rows = []
-    for (way, host), values in found.items():
-        if host == SMALL:
+    for (method, host), values in found.items():
+        if host == ONE_BLOCK:
             continue
-        row = {**cell._asdict(), "host": host, "way": way, "gap": gate}
+        row = {**cell._asdict(), "host": host, "method": method, "gap": gate}
         row |= {name: round(float(mean), 4) for name, mean in zip(METRICS, values.mean(0), strict=True)}
         for against in ("random", *CONTROLS):
             row[f"over {against}"] = interval(values[:, 0] - found[against, host][:, 0])
         if len(pools) > 1:
-            each = [[pool[way][host][0] - pool["random"][host][0] for pool in learner] for learner in pools]
+            each = [[pool[method][host][0] - pool["random"][host][0] for pool in learner] for learner in pools]
             row["over random, each learner"] = np.mean(each, axis=1).round(4).tolist()
         rows.append(row)
     return rows
 
 
 def as_json(about: dict[str, Any], rows: list[dict[str, Any]]) -> str:
-    """A line for each row, and the names of its values once."""
+    """JSON with one line for each row, and the column names once."""
     lines = ",\n".join(json.dumps(list(row.values())) for row in rows)
     return f'{{"about": {json.dumps(about)},\n"columns": {json.dumps(list(rows[0]))},\n"rows": [\n{lines}\n]}}\n'
 
 
 def main(
-    reader: Annotated[str, typer.Option(help="vote, or learner.")] = "vote",
-    pools: Annotated[int, typer.Option(help="Pools of each setting. 0: 30 for the vote, 10 for the learner.")] = 0,
-    seeds: Annotated[int, typer.Option(help="Learners.")] = 3,
+    reader: Annotated[str, typer.Option(help="Reader: vote or learner.")] = "vote",
+    pools: Annotated[int, typer.Option(help="Pools per setting. 0: 30 for the vote, 10 for the learner.")] = 0,
+    seeds: Annotated[int, typer.Option(help="Number of learners.")] = 3,
     cells: Annotated[str, typer.Option(help="Blocks x size, separated by commas.")] = CELLS,
-    width: Annotated[int, typer.Option(help="Of the learner.")] = Recipe.width,
-    layers: Annotated[int, typer.Option(help="Of the learner.")] = Recipe.layers,
-    steps: Annotated[int, typer.Option(help="Of the learner's training.")] = Recipe.steps,
-    batch: Annotated[int, typer.Option(help="Sequences a step.")] = Recipe.batch,
-    rate: Annotated[float, typer.Option(help="Of AdamW.")] = Recipe.rate,
-    out: Annotated[Path, typer.Option(help="Folder of learners and of what they answered.")] = Path("out/examples"),
+    width: Annotated[int, typer.Option(help="Hidden size of the learner.")] = Recipe.width,
+    layers: Annotated[int, typer.Option(help="Layers of the learner.")] = Recipe.layers,
+    steps: Annotated[int, typer.Option(help="Training steps of the learner.")] = Recipe.steps,
+    batch: Annotated[int, typer.Option(help="Sequences per step.")] = Recipe.batch,
+    rate: Annotated[float, typer.Option(help="Learning rate.")] = Recipe.rate,
+    out: Annotated[Path, typer.Option(help="Folder of learners and answers.")] = Path("out/examples"),
     commit: Commit = "",
 ) -> None:
     """Train, ask and write."""
@@ -179,12 +179,12 @@ def main(
             folder = out / (
                 f"learner-{width}x{layers}-{steps}x{batch}-{recipe.seed}" if reader == "learner" else reader
             )
-            who = learned(recipe, folder, device, track) if reader == "learner" else Vote()
+            model = trained_learner(recipe, folder, device, track) if reader == "learner" else Vote()
             advance = track(f"pools {recipe.seed}", len(grid) * pools)
             for cell in grid:
                 answers[cell].append([])
                 for pool in range(pools):
-                    answers[cell][-1].append(_kept(folder / f"{cell}-{pool}.json", who, cell, pool))
+                    answers[cell][-1].append(_cached_answer(folder / f"{cell}-{pool}.json", model, cell, pool))
                     advance()
     rows = [row for cell, found in answers.items() for row in rows_of(cell, found)]
     about: dict[str, Any] = {"reader": reader, "pools": pools, "draws": DRAWS, "versions": versions()}
@@ -194,14 +194,14 @@ def main(
         about["versions"]["commit"] = commit
     name = f"examples-{reader}-{device}"
     write_whole(RESULTS / f"{name}.json", as_json(about, rows).encode())
-    if shown := usual(rows):
+    if shown := shown_in_full(rows):
         write_whole(SHEETS / f"{name}.png", figure_png(draw_gains(shown)))
     print(tables(rows))
     print(RESULTS / f"{name}.json")
 
 
-def _kept(path: Path, reader: Vote | Learner, cell: Cell, pool: int) -> dict[str, Any]:
-    """What was answered for a pool; asked only if it was not before."""
+def _cached_answer(path: Path, reader: Vote | Learner, cell: Cell, pool: int) -> dict[str, Any]:
+    """The scores for one pool, computed unless the file exists."""
     if not path.exists():
         write_whole(path, json.dumps(answer(reader, cell, pool)).encode())
     return json.loads(path.read_text())

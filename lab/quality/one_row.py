@@ -1,14 +1,15 @@
 # pyright: basic, reportArgumentType=false
-"""What it is worth to recompute some rows of cached chunks where every fact is a single token: the starved task.
+"""Quality of methods that recompute rows of cached chunks, on texts in which every fact is a single token.
 
 python -m lab.quality.one_row --out out/one-row        # trains three readers, about 20 minutes on two CPU cores
 
-A text tells four ids ("name has id"), and in four chunks behind them 16 facts ("id, relation, value"), each with one
-token. A question lets a letter stand for a name, and another for a second name, and asks for the letter's relation: so
-a prompt that has found out who is meant looks for a fact that knows its owner, which only a fact that was read behind
-the ids does. One row can make all right; lab/quality/context.py asks readers of words, whose facts take six.
+A text tells four ids ("name has id"), followed by four chunks with 16 facts ("id, relation, value"). Each of these is
+one token. A question defines a letter as a name, and another letter as a second name, and asks for a relation of the
+first letter. When the prompt has resolved who is meant, it looks for a fact that knows its owner, and only facts that
+were read after the ids do. So a single recomputed row can be enough. lab/quality/context.py measures readers of words,
+whose facts take six tokens.
 
-With two layers, as in the pilot of this task, CacheBlend would have all of them anew: here are six.
+With two layers, CacheBlend would recompute the whole model, so these readers have six.
 """
 
 from functools import cache, partial
@@ -26,15 +27,15 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from foveate.utils.files import claim
 from foveate.utils.progress import Track
-from lab.quality.context import Asked, fastest, report
+from lab.quality.context import Questions, fastest, report
 from lab.quality.quality import Commit
-from lab.quality.small_training import trained
+from lab.quality.small_training import train
 
-PEOPLE = RELATIONS = 4  # of a text
+PEOPLE = RELATIONS = 4  # per text
 FACTS = PEOPLE * RELATIONS
-SPANS = tuple(pairwise(range(1, 2 + PEOPLE + FACTS, PEOPLE)))  # a chunk of ids, and four of facts
-PROMPT = 3  # tokens
-EXAM = 10**12  # seeds from here on are never learned from
+SPANS = tuple(pairwise(range(1, 2 + PEOPLE + FACTS, PEOPLE)))  # one chunk of ids, and four chunks of facts
+PROMPT = 3  # tokens in a question
+SEED = 10**12  # not used in training
 
 SIZES = {"name": 16, "id": 8, "relation": 8, "value": 16, "letter": 6}
 KINDS = {
@@ -49,15 +50,15 @@ KINDS = {
     "asks by id": ("id", "relation"),
     "asks id": ("name",),
 }
-"""What a token of each kind says: there is one for every combination."""
+"""Kinds of tokens, and what they consist of. There is one token for every combination."""
 FIRST = dict(
     zip(KINDS, accumulate((prod(SIZES[part] for part in parts) for parts in KINDS.values()), initial=0), strict=False)
 )
-"""The first token of each kind."""
+"""First token id of each kind."""
 
 
 def token(kind: str, *parts: Int[Tensor, "*any"]) -> Int[Tensor, "*any"]:
-    """The token of a kind that says this."""
+    """The token id of this kind with these parts."""
     code = torch.zeros((), dtype=torch.long)
     for size, part in zip((SIZES[part] for part in KINDS[kind]), parts, strict=True):
         code = code * size + part
@@ -66,26 +67,26 @@ def token(kind: str, *parts: Int[Tensor, "*any"]) -> Int[Tensor, "*any"]:
 
 @cache
 def composition() -> Float[Tensor, "tokens parts"]:
-    """Of which parts each token is made: its kind, and what it says."""
+    """Multi-hot matrix of the kind and the parts of each token."""
     columns = [("kind", kind) for kind in KINDS] + [(part, i) for part, size in SIZES.items() for i in range(size)]
     rows = []
     for kind, parts in KINDS.items():
-        for said in product(*(range(SIZES[part]) for part in parts)):
-            made_of = {("kind", kind), *zip(parts, said, strict=True)}
+        for values in product(*(range(SIZES[part]) for part in parts)):
+            made_of = {("kind", kind), *zip(parts, values, strict=True)}
             rows.append([float(column in made_of) for column in columns])
     return torch.tensor(rows)
 
 
-class Text(NamedTuple):
-    """Texts, and what they tell.
+class Texts(NamedTuple):
+    """Texts and their content.
 
     Attributes:
-        ids: Tokens: who has which id, then the facts.
-        names: Of the people.
-        numbers: Their ids.
-        relations: That are told of everybody.
-        values: Of each person's relations.
-        order: Which fact, by person and relation, stands at each place.
+        ids: Token ids: first who has which id, then the facts.
+        names: Name of each person.
+        numbers: Id of each person.
+        relations: Relations that the facts of all persons have.
+        values: Value of each fact, ordered by person and relation.
+        order: Fact at each place of the text, as an index into `values`.
     """
 
     ids: Int[Tensor, "texts tokens"]
@@ -96,29 +97,29 @@ class Text(NamedTuple):
     order: Int[Tensor, "texts facts"]
 
 
-def draw(count: int, generator: torch.Generator) -> Text:
-    """So many texts."""
+def draw(count: int, generator: torch.Generator) -> Texts:
+    """Random texts."""
 
-    def some(kinds: int, of: int) -> Tensor:
-        return torch.rand(count, of, generator=generator).argsort(1)[:, :kinds]
+    def distinct(picked: int, among: int) -> Tensor:
+        return torch.rand(count, among, generator=generator).argsort(1)[:, :picked]
 
-    names, numbers = some(PEOPLE, SIZES["name"]), some(PEOPLE, SIZES["id"])
-    relations = some(RELATIONS, SIZES["relation"])
+    names, numbers = distinct(PEOPLE, SIZES["name"]), distinct(PEOPLE, SIZES["id"])
+    relations = distinct(RELATIONS, SIZES["relation"])
     values = torch.randint(SIZES["value"], (count, FACTS), generator=generator)
-    order = some(FACTS, FACTS)
+    order = distinct(FACTS, FACTS)
     facts = token("fact", numbers.repeat_interleave(RELATIONS, 1), relations.repeat(1, PEOPLE), values)
-    told = token("has", names, numbers).gather(1, some(PEOPLE, PEOPLE))
-    return Text(torch.cat([told, facts.gather(1, order)], 1), names, numbers, relations, values, order)
+    told = token("has", names, numbers).gather(1, distinct(PEOPLE, PEOPLE))
+    return Texts(torch.cat([told, facts.gather(1, order)], 1), names, numbers, relations, values, order)
 
 
-class Questions(NamedTuple):
-    """Some about each text.
+class TextQuestions(NamedTuple):
+    """Several questions about each text.
 
     Attributes:
-        ids: Their tokens.
-        answers: A token each.
-        fact: Of person and relation, that is asked for.
-        kind: What its last token is.
+        ids: Token ids of the questions.
+        answers: Token id of each answer.
+        fact: Fact that is asked for, as an index into `Texts.values`.
+        kind: Kind of the question, as an index into `QUESTION_KINDS`.
     """
 
     ids: Int[Tensor, "texts questions prompt"]
@@ -127,11 +128,11 @@ class Questions(NamedTuple):
     kind: Int[Tensor, "texts questions"]
 
 
-ASKS = "asks by letter", "asks by name", "asks by id", "asks id"
+QUESTION_KINDS = "asks by letter", "asks by name", "asks by id", "asks id"
 
 
-def ask(text: Text, kind: Int[Tensor, "texts questions"], generator: torch.Generator) -> Questions:
-    """Questions of these kinds, which count the `ASKS`."""
+def ask(text: Texts, kind: Int[Tensor, "texts questions"], generator: torch.Generator) -> TextQuestions:
+    """Random questions of these kinds."""
     fact = torch.randint(FACTS, kind.shape, generator=generator)
     who = fact // RELATIONS
     other = (who + torch.randint(1, PEOPLE, kind.shape, generator=generator)) % PEOPLE
@@ -139,10 +140,9 @@ def ask(text: Text, kind: Int[Tensor, "texts questions"], generator: torch.Gener
     name, number = text.names.gather(1, who), text.numbers.gather(1, who)
     relation = text.relations.gather(1, fact % RELATIONS)
     lets = token("let", letters, torch.stack([name, text.names.gather(1, other)], -1))
-    turned = torch.rand(kind.shape, generator=generator) < 0.5
-    lets = (
-        torch.where(turned[..., None], lets.flip(-1), lets) * (kind == ASKS.index("asks by letter"))[..., None]
-    )  # else starts
+    flipped = torch.rand(kind.shape, generator=generator) < 0.5
+    by_letter = kind == QUESTION_KINDS.index("asks by letter")  # others have start tokens instead
+    lets = torch.where(flipped[..., None], lets.flip(-1), lets) * by_letter[..., None]
     last = torch.stack(
         [
             token("asks by letter", letters[..., 0], relation),
@@ -152,23 +152,24 @@ def ask(text: Text, kind: Int[Tensor, "texts questions"], generator: torch.Gener
         ]
     ).gather(0, kind[None])[0]
     answers = torch.where(
-        kind == ASKS.index("asks id"), token("id", number), token("value", text.values.gather(1, fact))
+        kind == QUESTION_KINDS.index("asks id"), token("id", number), token("value", text.values.gather(1, fact))
     )
-    return Questions(torch.cat([lets, last[..., None]], -1), answers, fact, kind)
+    return TextQuestions(torch.cat([lets, last[..., None]], -1), answers, fact, kind)
 
 
 class Recipe(NamedTuple):
-    """A reader and how it learns.
+    """Size and training of a reader.
 
     Attributes:
-        layers: Of the model.
-        width: Of its hidden states, in heads of 32 channels.
-        steps: Of training.
-        batch: Texts of a step.
-        questions: About each.
-        rate: Of AdamW: rises over 200 steps, falls to 0 over the last half.
-        knowing: Weight of knowing whom facts, behind the first layer, and questions, behind half of them, are about.
-        seed: Of weights and texts.
+        layers: Number of layers.
+        width: Hidden size, divided into heads of 32 channels.
+        steps: Training steps.
+        batch: Texts per step.
+        questions: Questions per text.
+        rate: Learning rate of AdamW, which rises over 200 steps and falls to 0 over the last half.
+        owner_weight: Weight of a second loss: to know the owner of each fact after the first layer, and the person
+            that each question is about after half of the layers.
+        seed: Seed of weights and texts.
     """
 
     layers: int = 6
@@ -177,12 +178,12 @@ class Recipe(NamedTuple):
     batch: int = 128
     questions: int = 6
     rate: float = 1.5e-3
-    knowing: float = 0.5
+    owner_weight: float = 0.5
     seed: int = 0
 
 
 class Reader(nn.Module):
-    """A Llama whose tokens are the sums of their parts while it learns."""
+    """A Llama whose token embeddings are sums of embeddings of their parts while it is trained."""
 
     made_of: Tensor
 
@@ -209,7 +210,7 @@ class Reader(nn.Module):
         self.register_buffer("made_of", made_of, persistent=False)
 
     def loss(self, step: int) -> Tensor:
-        """Of the answers, and of whom facts and questions are about."""
+        """Training loss: cross entropy of the answers, and of the persons that facts and questions are about."""
         recipe, device = self.recipe, self.parts.device
         generator = torch.Generator().manual_seed(10**6 * recipe.seed + step)
         text = draw(recipe.batch, generator)
@@ -219,7 +220,7 @@ class Reader(nn.Module):
         read = 1 + text.ids.shape[1]
         ids = torch.cat([torch.zeros(recipe.batch, 1).long(), text.ids, asked.ids.flatten(1)], 1)
         at = torch.arange(ids.shape[1])
-        part = torch.where(at < read, -1, (at - read) // PROMPT)  # -1 is the text, which all questions see
+        part = torch.where(at < read, -1, (at - read) // PROMPT)  # -1 is the text, which all questions attend to
         seen = ((part == -1) | (part[:, None] == part)) & (at[:, None] >= at)
         states = self.llama.model(
             inputs_embeds=embedding(ids.to(device), self.made_of @ self.parts),
@@ -229,28 +230,26 @@ class Reader(nn.Module):
             output_hidden_states=True,
         ).hidden_states
         last = read - 1 + PROMPT * torch.arange(1, 1 + recipe.questions)
-        said = self.llama.lm_head(states[-1][:, last])
-        answers = cross_entropy(said.flatten(0, 1).float(), asked.answers.flatten().to(device))
+        logits = self.llama.lm_head(states[-1][:, last])
+        answers = cross_entropy(logits.flatten(0, 1).float(), asked.answers.flatten().to(device))
         facts, questions = states[1][:, 1 + PEOPLE : read], states[recipe.layers // 2][:, last]
         owners = text.names.gather(1, text.order // RELATIONS), text.names.gather(1, asked.fact // RELATIONS)
-        meant = (asked.kind != ASKS.index("asks by id")).to(device)
-        known = self._known(facts.flatten(0, 1), owners[0].flatten()) + self._known(
-            questions[meant], owners[1][meant.cpu()]
-        )
-        return answers + recipe.knowing * known
+        named = (asked.kind != QUESTION_KINDS.index("asks by id")).to(device)
+        owner_loss = self._owner_loss(facts.flatten(0, 1), owners[0].flatten())
+        owner_loss += self._owner_loss(questions[named], owners[1][named.cpu()])
+        return answers + recipe.owner_weight * owner_loss
 
-    def _known(self, states: Float[Tensor, "places width"], names: Int[Tensor, "places"]) -> Tensor:
+    def _owner_loss(self, states: Float[Tensor, "places width"], names: Int[Tensor, "places"]) -> Tensor:
         return cross_entropy(self.who(self.llama.model.norm(states)).float(), names.to(states.device))
 
     def finished(self) -> LlamaForCausalLM:
-        """The language model alone."""
+        """The trained language model, with ordinary token embeddings."""
         self.llama.model.embed_tokens.weight.data = (self.made_of @ self.parts).detach()
-        self.llama.set_attn_implementation("eager")
         return self.llama.eval()
 
 
 def reader(recipe: Recipe, folder: Path, track: Track) -> Any:
-    """It after its training, which goes on where it was broken off."""
+    """A trained reader. An interrupted training is resumed."""
     model = Reader(recipe).to(fastest())
     weights = [weight for weight in model.parameters() if weight.requires_grad]
     optimizer = torch.optim.AdamW(weights, recipe.rate, (0.9, 0.98), weight_decay=0.01)
@@ -259,47 +258,49 @@ def reader(recipe: Recipe, folder: Path, track: Track) -> Any:
         return recipe.rate * min(1.0, (step + 1) / 200, 2 - 2 * step / recipe.steps)
 
     advance = track(f"reader {recipe.seed}", recipe.steps)
-    trained(model, optimizer, model.loss, rate, recipe.steps, folder, recipe._asdict(), advance)
+    train(model, optimizer, model.loss, rate, recipe.steps, folder, recipe._asdict(), advance)
     return model.finished()
 
 
 TASKS = {
-    "starved": ("asks by letter", "facts of one token that name an id, the person behind a letter"),
-    "by name": ("asks by name", "the same, and the question names the person"),
+    "starved": ("asks by letter", "facts of one token that name an id, with the person reached through a letter"),
+    "by name": ("asks by name", "the same, with the person named in the question"),
 }
 
 
-def questions(kind: str, count: int) -> Asked:
-    """So many, each about a text of its own; the same ones every time."""
-    generator = torch.Generator().manual_seed(EXAM)
+def draw_questions(kind: str, count: int) -> Questions:
+    """Questions of one kind, each about a text of its own, the same in every run."""
+    generator = torch.Generator().manual_seed(SEED)
     text = draw(count, generator)
-    asked = ask(text, torch.full((count, 1), ASKS.index(kind)), generator)
+    asked = ask(text, torch.full((count, 1), QUESTION_KINDS.index(kind)), generator)
     alike = text.order % RELATIONS == asked.fact % RELATIONS
     values = text.values.gather(1, text.order)[alike].view(count, PEOPLE)
-    told = torch.zeros(count, SIZES["value"]).scatter_add(1, values, torch.ones(values.shape))
-    return Asked(
+    counts = torch.zeros(count, SIZES["value"]).scatter_add(1, values, torch.ones(values.shape))
+    return Questions(
         torch.cat([torch.zeros(count, 1).long(), text.ids], 1),
         asked.ids[:, 0],
         asked.answers[:, 0],
         1 + PEOPLE + (text.order == asked.fact).nonzero()[:, 1:],
         1 + PEOPLE + alike.nonzero()[:, 1].view(count, PEOPLE),
-        told.amax(1) / PEOPLE,
+        counts.amax(1) / PEOPLE,
     )
 
 
 def main(
-    seeds: Annotated[str, typer.Option(help="Of the readers, separated by commas.")] = "0,1,2",
-    steps: Annotated[int, typer.Option(help="Of training.")] = Recipe().steps,
-    count: Annotated[int, typer.Option(help="Questions of a task.")] = 1024,
-    batch: Annotated[int, typer.Option(help="Questions that are answered together.")] = 256,
-    budgets: Annotated[str, typer.Option(help="Parts of the rows to recompute.")] = "0.05,0.15,0.3,0.5",
-    out: Annotated[Path, typer.Option(help="Folder of readers and what is measured.")] = Path("eval-one-row"),
+    seeds: Annotated[str, typer.Option(help="Seeds of the readers, separated by commas.")] = "0,1,2",
+    steps: Annotated[int, typer.Option(help="Training steps.")] = Recipe().steps,
+    count: Annotated[int, typer.Option(help="Questions per task.")] = 1024,
+    batch: Annotated[int, typer.Option(help="Questions in a batch.")] = 256,
+    budgets: Annotated[
+        str, typer.Option(help="Fractions of the rows to recompute, separated by commas.")
+    ] = "0.05,0.15,0.3,0.5",
+    out: Annotated[Path, typer.Option(help="Folder of readers and measurements.")] = Path("eval-one-row"),
     commit: Commit = "",
 ) -> None:
     """Train, measure, summarise and write."""
     settings = {"seeds": seeds, "steps": str(steps), "questions": str(count), "budgets": budgets}
     claim(out, settings)
-    tasks = {name: (about, SPANS, questions(kind, count)) for name, (kind, about) in TASKS.items()}
+    tasks = {name: (about, SPANS, draw_questions(kind, count)) for name, (kind, about) in TASKS.items()}
     recipes = [Recipe(steps=steps, seed=int(seed)) for seed in seeds.split(",")]
     readers = {f"reader {one.seed}": cache(partial(reader, one, out / f"reader-{one.seed}")) for one in recipes}
     parts = [float(part) for part in budgets.split(",")]

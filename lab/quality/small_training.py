@@ -1,4 +1,4 @@
-"""Training of what is small enough for a plain loop: readers of lab/quality/examples.py and lab/quality/one_row.py."""
+"""Training loop of the small models in lab/quality/examples.py and lab/quality/one_row.py."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -9,12 +9,12 @@ from torch import Tensor, nn
 
 from foveate.training.checkpoints import resume, write_checkpoint
 
-__all__ = ["trained"]
+__all__ = ["train"]
 
-KEPT_EVERY = 250  # steps
+CHECKPOINT_STEPS = 250
 
 
-def trained(
+def train(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
     loss: Callable[[int], Tensor],
@@ -24,17 +24,17 @@ def trained(
     settings: dict[str, Any],
     advance: Callable[[], None],
 ) -> None:
-    """Train so many steps, from where a run of these settings was broken off; its folder gets checkpoints and log.csv.
+    """Train a model, in bfloat16 on a GPU. An interrupted run with the same settings is resumed.
 
     Args:
-        model: Is trained, in bfloat16 where it is on a GPU.
-        optimizer: Of its weights.
-        loss: Of a step.
+        model: Model to train.
+        optimizer: Optimizer of its weights.
+        loss: Loss of a step.
         rate: Learning rate of a step.
-        steps: How many.
-        folder: Of the run.
-        settings: What makes the run the run it is.
-        advance: Is called after every step, first for those of earlier runs.
+        steps: Number of steps.
+        folder: Folder of checkpoints and log.csv.
+        settings: Settings that identify the run.
+        advance: Called after every step, including those of an earlier run.
 
     Raises:
         ValueError: If the folder holds another run.
@@ -54,7 +54,7 @@ def trained(
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         advance()
-        if (step + 1) % KEPT_EVERY == 0 or step + 1 == steps:
+        if (step + 1) % CHECKPOINT_STEPS == 0 or step + 1 == steps:
             write_checkpoint(folder, step + 1, parts, settings)
             with (folder / "log.csv").open("a") as log:
                 log.write(f"{step + 1},{value.item():.4f}\n")

@@ -13,8 +13,8 @@ from typer.testing import CliRunner
 from foveate import SubCP
 from foveate.cli import app
 from foveate.cli.icl import DRAWS, HOSTS, _compared
-from foveate.transformers.asking import read_examples
 from foveate.transformers.examples import hashed_ngrams
+from foveate.transformers.in_context import prompt_with
 from foveate.utils.progress import silent
 
 WORDS = ["good", "bad", "film", "plot", "acting", "great", "poor", "music", "fun", "dull"]
@@ -47,7 +47,7 @@ def test_blocks_are_those_of_the_library_and_carry_their_examples(strategy):
     assert all(line["examples"] == [ROWS[i] for i in line["ids"]] for line in blocks())
     with Image.open("blocks.png") as picture:
         assert picture.size[0] > 500
-    for words in ("union coverage", "random choice", "random deal"):
+    for words in ("union coverage", "random choice", "random partition"):
         assert words in " ".join(result.output.split())
 
 
@@ -78,14 +78,16 @@ def test_blocks_of_the_same_embeddings_and_settings_are_read_again_and_stale_one
         run(*small)
 
 
-def test_random_deals_are_of_the_chosen_examples_and_random_choices_of_the_pool():
+def test_random_partitions_are_of_the_chosen_examples_and_random_choices_of_the_pool():
     pool = torch.randn(60, 5, generator=torch.Generator().manual_seed(0))
     blocks = SubCP(blocks=3, block_size=4).partition(pool)
     reports = _compared("ours", blocks, None, silent)
     (ours,) = reports["ours"]
-    assert [report.union_coverage for report in reports["random deal"]] == pytest.approx([ours.union_coverage] * DRAWS)
+    assert [report.union_coverage for report in reports["random partition"]] == pytest.approx(
+        [ours.union_coverage] * DRAWS
+    )
     assert max(report.union_coverage for report in reports["random choice"]) < ours.union_coverage
-    for kind in ("random deal", "random choice"):
+    for kind in ("random partition", "random choice"):
         assert len({round(report.mean_coverage, 5) for report in reports[kind]}) == DRAWS
 
 
@@ -115,20 +117,20 @@ def test_a_question_is_answered_by_the_host_with_the_blocks_in_front(model, word
     ours = sub.partition(hashed_ngrams([row["text"] for row in words]))
     told = [[f"text: {words[i]['text']}\nlabel: {words[i]['label']}\n\n" for i in block] for block in ours.ids]
     lm, tokenizer = tiny_lm.language_model(dtype=torch.float32, max_position_embeddings=512), tiny_lm.tokenizer()
-    reader = read_examples(lm, tokenizer, told, host)
+    reader = prompt_with(lm, tokenizer, told, host)
     weights = ours.weights(hashed_ngrams(["w3 w1"])[0])
-    want = reader.choose("text: w3 w1\nlabel:", [" w20", " w21", " w22"], weights, "poe")
+    want = reader.probabilities("text: w3 w1\nlabel:", [" w20", " w21", " w22"], weights, "poe")
     for probability in want.tolist():
         assert f"{probability:.3f}" in result.output
     written = run(*asked, "--mix", "poe", "--tokens", 3)
-    assert reader.write("text: w3 w1\nlabel:", 3, weights, "poe") in written.output
+    assert reader.generate("text: w3 w1\nlabel:", 3, weights, "poe") in written.output
 
 
 def test_a_file_of_embeddings_has_none_of_the_question(model, words):
     np.save("few.npy", np.random.default_rng(0).normal(size=(24, 6)))
     result = run("--size", 2, "--label", "label", "--embeddings", "few.npy", "--ask", "w3", "--model", model)
     assert result.exit_code == 0, result.output
-    assert "blocks count the same" in result.output
+    assert "all blocks weigh the same" in result.output
 
 
 @pytest.mark.parametrize("out", ["pool.jsonl", "./pool.jsonl", "link.jsonl", "blocks.png", "blocks", "a.jsonl"])
@@ -138,7 +140,7 @@ def test_what_is_written_is_neither_the_examples_nor_a_picture_nor_a_folder(out,
     before = sorted(tmp_path.iterdir())
     result = run("--blocks", 2, "--size", 2, "--out", out, "--text", "none")  # which would fail at the first work
     assert result.exit_code == 2
-    assert f"--out names the blocks to write, not {Path(out)}: end it with .jsonl" in " ".join(result.output.split())
+    assert f"--out must name a file of blocks, not {Path(out)}: end it with .jsonl" in " ".join(result.output.split())
     assert [json.loads(line) for line in (tmp_path / "pool.jsonl").read_text().splitlines()] == ROWS
     assert sorted(tmp_path.iterdir()) == before
 
@@ -154,8 +156,8 @@ def test_what_is_written_is_neither_the_examples_nor_a_picture_nor_a_folder(out,
         (["--balance", "equal"], "needs the labels"),
         (["--max-similarity", 2], "must be a cosine between 0 and 1, not 2.0"),
         (["--ask", "good"], "--ask needs --label"),
-        (["--host", "all"], "--host is one of concatenate, ensemble, parallel_windows, not all"),
-        (["--mix", "mean"], "--mix is one of moe, poe, max, not mean"),
+        (["--host", "all"], "--host must be one of concatenate, ensemble, parallel_windows, not all"),
+        (["--mix", "mean"], "--mix must be one of moe, poe, max, not mean"),
         (["--ask", "good", "--label", "label", "--model", "nowhere"], "cannot load nowhere"),
         (["--ask", " ", "--label", "label"], "--ask is empty"),
     ],

@@ -42,7 +42,7 @@ def said(result):
 def test_a_question_is_answered_as_by_the_library_and_the_next_run_reads_nothing(model, tmp_path):
     result = run(model, "w3", "--recompute", 0.4, "--prompt", "w21 {question} w23", "-o", "norm=l1")
     assert result.exit_code == 0, result.output
-    assert "4 passages, 27 tokens: 4 read, 0 found, 0 removed" in said(result)
+    assert "4 passages, 27 tokens: 4 encoded, 0 found, 0 removed" in said(result)
     ours = ChunkEncoder(language_model("qwen3", dtype=torch.float32), tokenizer())
     context = ours.compose(ours.encode(DOCUMENTS))
     with context.patch(InfoFlowKV(recompute=0.4, norm="l1"), "w21 w3 w23") as patched:
@@ -50,16 +50,16 @@ def test_a_question_is_answered_as_by_the_library_and_the_next_run_reads_nothing
         page = (tmp_path / "rag.html").read_text()
         assert page.count('title="row ') >= len(patched.rows)
         assert page.count("<mark class") == len(patched.rows) == 11
-    assert "0 read, 4 found, 0 removed" in said(run(model, "w3"))
+    assert "0 encoded, 4 found, 0 removed" in said(run(model, "w3"))
 
 
 def test_changed_documents_are_read_again_and_removed_ones_forgotten(model, tmp_path):
     run(model)
     (tmp_path / "notes" / "0.txt").write_text("w1 w2")
     (tmp_path / "notes" / "1.txt").unlink()
-    assert "3 passages, 17 tokens: 1 read, 2 found, 2 removed" in said(run(model))
+    assert "3 passages, 17 tokens: 1 encoded, 2 found, 2 removed" in said(run(model))
     assert len(list((tmp_path / "notes" / ".foveate" / "tiny").iterdir())) == 3
-    assert "3 read, 0 found" in said(run(model, "--index", "elsewhere"))
+    assert "3 encoded, 0 found" in said(run(model, "--index", "elsewhere"))
     assert len(list((tmp_path / "elsewhere").iterdir())) == 3
 
 
@@ -74,7 +74,7 @@ def test_ctrl_c_keeps_what_was_read(model, monkeypatch):
     monkeypatch.setattr(ChunkIndex, "_encode", interrupted)
     assert run(model, "w3").exit_code == 130
     monkeypatch.setattr(ChunkIndex, "_encode", original)
-    assert "1 read, 3 found" in said(run(model, "w3"))
+    assert "1 encoded, 3 found" in said(run(model, "w3"))
 
 
 def test_questions_come_from_arguments_or_line_by_line_and_share_a_page(model, tmp_path):
@@ -94,7 +94,7 @@ def test_a_terminal_is_asked_until_nothing_is_typed(monkeypatch):
     typed = iter(["w3 ", "w5", "", "w7"])
     monkeypatch.setattr(rag_command.console, "input", lambda _: next(typed))
     monkeypatch.setattr(rag_command.sys, "stdin", SimpleNamespace(isatty=lambda: True))
-    assert list(rag_command._asked(None)) == ["w3", "w5"]
+    assert list(rag_command._questions(None)) == ["w3", "w5"]
 
 
 def test_compare_answers_by_every_method(model, tmp_path):
@@ -133,9 +133,12 @@ def test_a_chat_template_frames_documents_and_question(model, tmp_path):
         (["--method", "none", "--recompute", 0.5], "NoRecompute has no option 'recompute': choose from none"),
         (["-o", "norm=l3"], "norm must be one of l2, l1, not 'l3'"),
         (["-o", "depth=3"], "InfoFlowKV has no option 'depth'"),
-        (["--prompt", "what?"], "--prompt says where the question goes"),
-        (["--out", "page.txt"], "--out names the HTML page to write, not page.txt"),
-        (["--chunk", 0, "--prefix", "w1 " * 120], "2.txt with its prefix: 130 tokens, where the model takes 128"),
+        (["--prompt", "what?"], "--prompt must contain {question}"),
+        (["--out", "page.txt"], "--out must name an HTML page, not page.txt"),
+        (
+            ["--chunk", 0, "--prefix", "w1 " * 120],
+            "2.txt with its prefix: 130 tokens, but the model takes at most 128",
+        ),
         (["--top", -1], "--top"),
         (["--device", "quantum"], "unknown device 'quantum'"),
     ],
@@ -164,9 +167,9 @@ def test_folders_that_are_none_and_models_that_cannot_be_served_are_named(model,
         assert result.exit_code == 2, result.output
         return said(result)
 
-    assert "nowhere is no folder" in fails("nowhere", "w3", "--model", model)
+    assert "nowhere is not a folder" in fails("nowhere", "w3", "--model", model)
     (tmp_path / "empty").mkdir()
-    assert "empty holds no .txt, .md, .rst files" in fails("empty", "w3", "--model", model)
+    assert "empty has no .txt, .md, .rst files" in fails("empty", "w3", "--model", model)
     assert "cannot load nobody/nothing" in fails("notes", "w3", "--model", "nobody/nothing")
     monkeypatch.setattr(common, "READER", tmp_path / "none")
     assert "name one with --model" in fails("notes", "w3")

@@ -11,7 +11,7 @@ from foveate.cli import app
 from foveate.demo import READER
 from foveate.demo.examples import write_examples
 from foveate.demo.lexicon import WORDS
-from foveate.transformers.loading import unknown_words
+from foveate.transformers.model import unknown_words
 
 FACTS = (
     "Ada has id 17. Bo keeps a goat. Ada plays the flute. 17 drinks only tea. Bo plays the drum. Bo works as baker."

@@ -9,8 +9,9 @@ from foveate.methods.baselines.kv_baselines import EPIC, FullPrefill
 from foveate.transformers import ChunkEncoder
 from foveate.transformers.documents import Passage
 from foveate.transformers.index import ChunkIndex
+from foveate.transformers.rag import STEPS, ask
 from foveate.utils.device import Stopwatch
-from foveate.web.rag import STEPS, ask, reply_page
+from foveate.web.rag import reply_page
 
 pytestmark = pytest.mark.gpu
 

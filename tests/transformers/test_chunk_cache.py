@@ -1,4 +1,4 @@
-"""Laws of cached chunks: keys that can stand anywhere, files that come back bit for bit, and what is refused."""
+"""Laws of cached chunks: keys move to any position, files are read back bit for bit, wrong input is refused."""
 
 import pickle
 
@@ -12,17 +12,19 @@ from transformers import DynamicCache, GPT2Config, GPT2LMHeadModel, LlamaForCaus
 from foveate import InfoFlowKV
 from foveate.ops.rotary import rotate
 from foveate.transformers import ChunkCache, ChunkEncoder
+from foveate.transformers import encoder as encoder_module
 from foveate.transformers.fingerprint import checksum
 
 
 @pytest.mark.parametrize("rope", ROPES)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_keys_turned_to_a_place_are_those_computed_there(family, rope):
+def test_rotated_keys_equal_keys_computed_at_the_position(family, rope):
     """To the precision of the models' angles, which are float32 in every dtype."""
     ours = encoder(family, rope)
     chunks = ours.encode([DOCUMENTS[1], DOCUMENTS[2]])
     positions = torch.cat([torch.arange(7), torch.arange(30, 39)])  # prefix and first chunk; second chunk, far away
-    keys, values = ours.keys_at(chunks, positions), ours.values_of(chunks)
+    batch = ours.compose(chunks).batch
+    keys, values = batch.keys_at(positions), batch.values
     for chunk, place, rows in ((chunks[0], 0, slice(0, 7)), (chunks[1], 28, slice(5, 16))):
         cache = DynamicCache()
         ids = torch.cat([ours.prefix, chunk.ids])
@@ -35,13 +37,27 @@ def test_keys_turned_to_a_place_are_those_computed_there(family, rope):
             torch.testing.assert_close(value[0, :, rows], layer.values[0, :, skip:].detach(), rtol=1e-5, atol=1e-5)
 
 
+def test_documents_of_equal_length_are_encoded_together_as_each_alone(monkeypatch):
+    monkeypatch.setattr(encoder_module, "ENCODE_ROWS", 16)
+    ours, texts = encoder(), ["w1 w2 w3 w4 w5", "w6 w7 w8 w9 w1", "w2 w2 w3 w3 w4", "w5 w6", "w7 w8 w9 w2 w1"]
+    passes = []
+    ours.model.model.register_forward_pre_hook(lambda *_: passes.append(1))
+    chunks = ours.encode(texts)
+    assert len(passes) == 3
+    for chunk, text in zip(chunks, texts, strict=True):
+        (alone,) = ours.encode([text])
+        assert torch.equal(chunk.ids, alone.ids)
+        torch.testing.assert_close(chunk.keys, alone.keys, rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(chunk.values, alone.values, rtol=1e-12, atol=1e-12)
+
+
 def test_keys_are_rounded_once():
     ours = encoder(dtype=torch.bfloat16)
     (chunk,) = ours.encode([DOCUMENTS[0]])
     positions = torch.arange(80, 80 + chunk.keys.shape[2])
     tables = ours.model.model.rotary_emb(torch.empty(0, dtype=torch.float64), positions[None])
     exact = rotate(chunk.keys.double(), *(table[0] for table in tables))
-    for layer, keys in enumerate(ours.keys_at([chunk], positions)):
+    for layer, keys in enumerate(ours.compose([chunk]).batch.keys_at(positions)):
         assert keys.dtype == torch.bfloat16
         torch.testing.assert_close(keys[0].double(), exact[layer], rtol=2**-8, atol=1e-5)
 
@@ -66,7 +82,7 @@ def test_encoding_and_composing_leave_the_model_and_the_chunks_as_they_were():
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
-def test_a_file_comes_back_bit_for_bit(dtype, tmp_path):
+def test_a_file_is_read_back_bit_for_bit(dtype, tmp_path):
     ours = encoder("qwen2", dtype=dtype)
     (chunk,) = ours.encode([DOCUMENTS[0]])
     assert chunk.keys.dtype == chunk.values.dtype == dtype
@@ -91,7 +107,7 @@ OTHERS = {
 
 
 @pytest.mark.parametrize("field", OTHERS)
-def test_a_chunk_of_something_else_is_refused_by_name(field, tmp_path):
+def test_a_chunk_with_another_fingerprint_is_refused_by_name(field, tmp_path):
     (chunk,) = encoder().encode([DOCUMENTS[0]])
     chunk.save(tmp_path / "chunk.safetensors")
     other = OTHERS[field]()
@@ -137,7 +153,7 @@ def test_how_strongly_an_adapter_acts_is_noticed():
         strong.compose([chunk])
 
 
-def test_what_changes_no_number_is_no_other_model(tmp_path):
+def test_settings_without_effect_keep_the_fingerprint(tmp_path):
     first = encoder(attn_implementation="sdpa")
     first.model.save_pretrained(tmp_path)
     second = LlamaForCausalLM.from_pretrained(tmp_path, dtype=torch.float64, attn_implementation="eager").eval()
@@ -145,7 +161,7 @@ def test_what_changes_no_number_is_no_other_model(tmp_path):
     assert ChunkEncoder(second, first.tokenizer, "<s> w60").fingerprint == first.fingerprint
 
 
-def test_padding_by_the_tokenizer_is_no_other_tokenizer():
+def test_padding_keeps_the_fingerprint():
     ours = encoder()
     ours.tokenizer.pad_token = "</s>"
     before = ChunkEncoder(ours.model, ours.tokenizer).fingerprint
@@ -156,7 +172,7 @@ def test_padding_by_the_tokenizer_is_no_other_tokenizer():
 def test_another_text_is_refused(tmp_path):
     ours = encoder()
     ours.encode([DOCUMENTS[0]])[0].save(tmp_path / "chunk.safetensors")
-    with pytest.raises(ValueError, match="made of another text"):
+    with pytest.raises(ValueError, match="made from another text"):
         ChunkCache.load(tmp_path / "chunk.safetensors", ours, text=DOCUMENTS[1])
 
 
@@ -220,14 +236,16 @@ def test_bad_documents_are_refused_before_anything_is_computed():
     hook = ours.model.model.register_forward_pre_hook(lambda *_: calls.append(1))
     with pytest.raises(ValueError, match="document 1 is empty"):
         ours.encode([DOCUMENTS[0], ""])
-    with pytest.raises(ValueError, match="document 1 with its prefix: 21 tokens, where the model takes 20; cut it"):
+    with pytest.raises(
+        ValueError, match="document 1 with its prefix: 21 tokens, but the model takes at most 20; split it"
+    ):
         ours.encode([DOCUMENTS[0], [5] * 19])
     with pytest.raises(ValueError, match=r"3 chunks with their prefix: 23 tokens, .* compose fewer"):
         ours.compose([kept] * 3)
-    with pytest.raises(ValueError, match="one chunk or more"):
+    with pytest.raises(ValueError, match="at least one chunk"):
         ours.compose([])
     context = ours.compose([kept, kept])
-    with pytest.raises(ValueError, match="context and prompt: 21 tokens, where the model takes 20"):
+    with pytest.raises(ValueError, match="context and prompt: 21 tokens, but the model takes at most 20"):
         context.score([3] * 5, [1])
     with pytest.raises(ValueError, match="the prompt is empty"):
         context.score("", [1])
@@ -237,18 +255,20 @@ def test_bad_documents_are_refused_before_anything_is_computed():
 
 
 @pytest.mark.usefixtures("as_a_user")
-def test_what_is_no_list_of_documents_or_no_token_is_refused():
+def test_arguments_of_another_kind_are_refused():
     ours = encoder()
     context = ours.compose(ours.encode([DOCUMENTS[0]]))
-    with pytest.raises(ValueError, match=r"give a list of documents, not one text: \['w1 w2'\]"):
+    with pytest.raises(ValueError, match=r"pass a list of documents, not one text: \['w1 w2'\]"):
         ours.encode("w1 w2")
-    with pytest.raises(ValueError, match=r"give a list of prompts, not one text: \['w1'\]"):
+    with pytest.raises(ValueError, match=r"pass a list of prompts, not one text: \['w1'\]"):
         context.answers(InfoFlowKV(), "w1")
     with pytest.raises(ValueError, match=r"a list of token ids, not the number 5: \[5\]"):
         ours.encode([5, 6])
     for token in (64, -1):
         for attempt in (lambda ids: ours.encode([ids]), lambda ids: context.patch(InfoFlowKV(), ids)):
-            with pytest.raises(ValueError, match=f"token {token} is none of the model's, 0 to 63: use its own"):
+            with pytest.raises(
+                ValueError, match=f"token id {token} is outside the model's vocabulary, 0 to 63: use its own"
+            ):
                 attempt([5, token])
 
 
@@ -260,11 +280,13 @@ def test_a_document_that_overflows_is_refused():
         ours.encode([DOCUMENTS[0]])
 
 
-def test_positions_that_reach_further_than_the_model_takes_name_the_field():
+def test_the_error_names_the_field_that_extends_the_context():
     ours = encoder("qwen3", "yarn", max_position_embeddings=40)
-    with pytest.raises(ValueError, match=r"takes 40; cut it into several, or load .* max_position_embeddings=128, as"):
+    with pytest.raises(
+        ValueError, match=r"at most 40; split it, or load .* max_position_embeddings=128, the reach of yarn"
+    ):
         ours.encode([[5] * 40])
-    with pytest.raises(ValueError, match=r"takes 40; cut it into several$"):
+    with pytest.raises(ValueError, match=r"at most 40; split it$"):
         encoder("qwen3", max_position_embeddings=40).encode([[5] * 40])
 
 
@@ -274,10 +296,10 @@ def gpt2():
 
 REFUSED = {
     "not GPT2Config: it has no rotary positions": gpt2,
-    "'dynamic' turns keys by angles that change": lambda: language_model(
+    "'dynamic' rotates keys by angles that change": lambda: language_model(
         rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 100.0}
     ),
-    "'longrope' turns keys by angles that change": lambda: language_model(
+    "'longrope' rotates keys by angles that change": lambda: language_model(
         rope_parameters={
             "rope_type": "longrope",
             "rope_theta": 100.0,
@@ -293,10 +315,10 @@ REFUSED = {
     "partial_rotary_factor=0.5": lambda: language_model(
         rope_parameters={"rope_type": "default", "rope_theta": 100.0, "partial_rotary_factor": 0.5}
     ),
-    "'flex_attention' attention takes no mask": lambda: language_model(attn_implementation="flex_attention"),
-    "give the LlamaForCausalLM itself, not LlamaModel": lambda: language_model().model,
+    "'flex_attention' attention cannot attend by rows": lambda: language_model(attn_implementation="flex_attention"),
+    "pass the LlamaForCausalLM itself, not LlamaModel": lambda: language_model().model,
     r"call model\.eval": lambda: language_model().train(),
-    "on one device, not on meta": lambda: language_model().to("meta"),
+    "must be on one device, not on meta": lambda: language_model().to("meta"),
 }
 
 

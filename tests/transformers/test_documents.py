@@ -1,4 +1,4 @@
-"""Laws of documents and their passages: nothing is lost, nothing is too long, and cuts fall where they hurt least."""
+"""Laws of documents and passages: nothing is lost or too long, and texts are split at the best boundary."""
 
 from itertools import pairwise
 from math import log
@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from foveate.transformers.documents import cut, passages_of, read_documents, shared_words
+from foveate.transformers.documents import bm25_scores, read_documents, split_documents, split_text
 
 TEXTS = st.text(st.sampled_from("ab. \n?"), max_size=80)
 
@@ -18,35 +18,35 @@ def words(text):
 
 @given(TEXTS, st.integers(1, 9), st.sampled_from([len, words]))
 def test_parts_are_the_text_and_as_long_as_they_may_be(text, most, count):
-    parts = cut(text, most, count)
+    parts = split_text(text, most, count)
     assert "".join(parts) == text
     assert all(count(part) <= most for part in parts)
     assert all(count(one + other) > most for one, other in pairwise(parts))
 
 
-def test_cuts_fall_behind_paragraphs_then_sentences_then_words():
+def test_texts_are_split_after_paragraphs_then_sentences_then_words():
     text = "One two three. Four five.\n\nSix seven. Eight nine ten eleven twelve thirteen. End."
-    assert cut(text, 5, words) == [
+    assert split_text(text, 5, words) == [
         "One two three. Four five.\n\n", "Six seven. ", "Eight nine ten eleven twelve ", "thirteen. End."
     ]  # fmt: skip
-    assert cut("One two three. Four five six.", 4, words) == ["One two three. ", "Four five six."]
-    assert cut("abcdefgh", 3, len) == ["abc", "def", "gh"]
+    assert split_text("One two three. Four five six.", 4, words) == ["One two three. ", "Four five six."]
+    assert split_text("abcdefgh", 3, len) == ["abc", "def", "gh"]
 
 
 def test_passages_carry_the_name_of_their_document_and_end_with_an_empty_line():
-    passages = passages_of({"a.txt": "one two. three four.", "b.txt": "five\n"}, 2, words)
+    passages = split_documents({"a.txt": "one two. three four.", "b.txt": "five\n"}, 2, words)
     assert passages == [("a.txt, part 1", "one two.\n\n"), ("a.txt, part 2", "three four.\n\n"), ("b.txt", "five\n\n")]
-    whole = passages_of({"a.txt": "one two. three four."}, 0, words)
+    whole = split_documents({"a.txt": "one two. three four."}, 0, words)
     assert whole == [("a.txt", "one two. three four.\n\n")]
 
 
 @given(st.text(st.sampled_from("ab. \n?"), max_size=60), st.integers(3, 12))
 def test_a_passage_is_as_short_as_asked_with_its_empty_line(text, most):
-    passages = passages_of({"a.txt": text}, most, len)
+    passages = split_documents({"a.txt": text}, most, len)
     assert all(len(passage.text) <= most for passage in passages)
     assert "".join("".join(passage.text.split()) for passage in passages) == "".join(text.split())
     with pytest.raises(ValueError, match=r"passages of 2 tokens have no room .*: use 3 or more"):
-        passages_of({"a.txt": text}, 2, len)
+        split_documents({"a.txt": text}, 2, len)
 
 
 def test_a_folder_is_read_with_its_subfolders_but_without_what_is_hidden(tmp_path):
@@ -58,20 +58,21 @@ def test_a_folder_is_read_with_its_subfolders_but_without_what_is_hidden(tmp_pat
 
 
 @pytest.mark.parametrize(
-    ("content", "message"), [(b" \n", "a.txt is empty"), (b"\xff\xfe", "a.txt is no UTF-8 text"), (None, "holds no")]
+    ("content", "message"),
+    [(b" \n", "a.txt is empty"), (b"\xff\xfe", "a.txt is not UTF-8 text"), (None, "has no .txt")],
 )
 def test_what_cannot_be_read_is_named(tmp_path, content, message):
     if content is not None:
         (tmp_path / "a.txt").write_bytes(content)
     with pytest.raises(ValueError, match=message):
         read_documents(tmp_path)
-    with pytest.raises(ValueError, match=r"none is no folder"):
+    with pytest.raises(ValueError, match=r"none is not a folder"):
         read_documents(tmp_path / "none")
 
 
-def test_shared_words_are_okapi_bm25():
+def test_scores_are_okapi_bm25():
     texts = ["the cat sat on the mat", "The dog!", "a cat and a dog and a cat"]
-    found = shared_words("the CAT", texts)
+    found = bm25_scores("the CAT", texts)
     lengths, mean = [6, 2, 8], 16 / 3
     times = {"the": [2, 1, 0], "cat": [1, 0, 2]}  # both in two texts of three
     for i in range(3):
@@ -80,5 +81,5 @@ def test_shared_words_are_okapi_bm25():
             for f in times.values()
         )
         assert found[i] == pytest.approx(want)
-    assert shared_words("bird", texts) == [0, 0, 0]
-    assert shared_words("x", ["!"]) == [0]
+    assert bm25_scores("bird", texts) == [0, 0, 0]
+    assert bm25_scores("x", ["!"]) == [0]

@@ -1,13 +1,23 @@
 """Laws of reading examples and of embeddings without a model."""
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
 
-from foveate.transformers.examples import column, hashed_ngrams, read_embeddings, read_examples, sentence_embeddings
+from foveate import SubCP
+from foveate.transformers.examples import (
+    column,
+    hashed_ngrams,
+    read_blocks,
+    read_embeddings,
+    read_examples,
+    sentence_embeddings,
+    write_blocks,
+)
 
 
 def test_csv_and_jsonl_hold_the_same_examples(tmp_path):
@@ -53,12 +63,12 @@ def test_texts_that_share_words_or_spelling_are_nearer():
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("a.txt", "x", "give a .csv file with a line of names, or a .jsonl file"),
+        ("a.txt", "x", "pass a .csv file with column names"),
         ("a.csv", "text,label\n", "has no examples"),
-        ("a.jsonl", '{"text": "a"}\n{', "line 2 is no JSON"),
-        ("a.jsonl", "[1]", "line 1 is no JSON object"),
+        ("a.jsonl", '{"text": "a"}\n{', "line 2 is not JSON"),
+        ("a.jsonl", "[1]", "line 1 is not a JSON object"),
         ("a.csv", "text,label\na,b\ngood, really,pos\n", r"example 1 of .* more fields .*: put texts with commas"),
-        ("a.csv", "text,label\né,b\n".encode("latin-1"), "a.csv is no UTF-8 text: save it as such"),
+        ("a.csv", "text,label\né,b\n".encode("latin-1"), "a.csv is not UTF-8 text: save it as UTF-8"),
     ],
 )
 def test_files_that_hold_no_examples_are_refused(name, content, message, tmp_path):
@@ -70,10 +80,10 @@ def test_files_that_hold_no_examples_are_refused(name, content, message, tmp_pat
 def test_what_cannot_be_embedded_is_refused(tmp_path):
     with pytest.raises(ValueError, match=r"example 1 has no words: '\?!'"):
         hashed_ngrams(["a", "?!"])
-    with pytest.raises(ValueError, match=r"give a \.npy or a \.safetensors file"):
+    with pytest.raises(ValueError, match=r"pass a \.npy or a \.safetensors file"):
         read_embeddings(tmp_path / "a.txt")
     save_file({"a": torch.ones(1), "b": torch.ones(1)}, tmp_path / "a.safetensors")
-    with pytest.raises(ValueError, match=r"holds 2 tensors \(a, b\): give a file with one"):
+    with pytest.raises(ValueError, match=r"holds 2 tensors \(a, b\): pass a file with one"):
         read_embeddings(tmp_path / "a.safetensors")
     (tmp_path / "cut.safetensors").write_bytes((tmp_path / "a.safetensors").read_bytes()[:20])
     (tmp_path / "cut.npy").write_bytes(b"")
@@ -83,7 +93,9 @@ def test_what_cannot_be_embedded_is_refused(tmp_path):
     for name in ("cut.safetensors", "cut.npy", "objects.npy", "words.npy"):
         with pytest.raises(ValueError, match=rf"{name} holds no embeddings that can be read \(.*: write it again"):
             read_embeddings(tmp_path / name)
-    with pytest.raises(ValueError, match=r"number.npy holds numbers of shape \[\]: give one row for each example"):
+    with pytest.raises(
+        ValueError, match=r"number.npy holds an array of shape \[\]: it needs one row for each example"
+    ):
         read_embeddings(tmp_path / "number.npy")
     with pytest.raises(ValueError, match=r"example 1 of .* has no 'text': name one of its columns, label"):
         column([{"text": "a"}, {"label": "b"}], "text", tmp_path)
@@ -93,3 +105,62 @@ def test_a_missing_library_is_named_with_the_remedy(monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "sentence_transformers", None)
     with pytest.raises(ImportError, match=r"pip install 'foveate\[sentence-transformers\]'"):
         sentence_embeddings(["a"], "all-MiniLM-L6-v2")
+
+
+SUB = SubCP(blocks=3, block_size=2)
+POOL = torch.randn(12, 4, generator=torch.Generator().manual_seed(0))
+
+
+def test_blocks_come_back_as_they_were(tmp_path):
+    path, blocks = tmp_path / "blocks.jsonl", SUB.partition(POOL)
+    write_blocks(path, blocks, POOL, SUB, examples=list("abcdefghijkl"))
+    found = read_blocks(path, POOL.numpy(), SUB)
+    assert found.ids == blocks.ids
+    assert torch.equal(found.pool, blocks.pool)
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [line["examples"] for line in lines] == [["abcdefghijkl"[i] for i in ids] for ids in blocks.ids]
+
+
+@pytest.mark.usefixtures("as_a_user")
+def test_it_does_not_matter_what_embeddings_and_labels_come_in(tmp_path):
+    path, labels = tmp_path / "blocks.jsonl", torch.arange(12) % 3
+    sub = replace(SUB, balance="equal")
+    learned = POOL.clone().requires_grad_()
+    blocks = sub.partition(learned, labels=labels)
+    assert not blocks.pool.requires_grad
+    assert blocks.ids == sub.partition(POOL, labels=labels.tolist()).ids
+    write_blocks(path, blocks, learned, sub, labels=labels, examples=["a\u2028b\x85c"] * 12)
+    assert read_blocks(path, POOL.tolist(), sub, labels=labels.tolist()).ids == blocks.ids
+
+
+@pytest.mark.parametrize(
+    ("embeddings", "sub", "labels"),
+    [
+        (POOL + 1e-6, SUB, "aabb"),
+        (POOL[:11], SUB, "aabb"),
+        (POOL[:, :3], SUB, "aabb"),
+        (POOL, replace(SUB, order="central_last"), "aabb"),
+        (POOL, SUB, "abab"),
+        (POOL, SUB, None),
+    ],
+)
+def test_stale_blocks_are_refused(embeddings, sub, labels, tmp_path):
+    path = tmp_path / "blocks.jsonl"
+    write_blocks(path, SUB.partition(POOL), POOL, SUB, labels="aabb")
+    assert read_blocks(path, POOL, SUB, labels="aabb")
+    with pytest.raises(ValueError, match="blocks of other embeddings, labels or settings than SubCP"):
+        read_blocks(path, embeddings, sub, labels=labels)
+
+
+def test_half_a_file_is_refused(tmp_path):
+    path = tmp_path / "blocks.jsonl"
+    write_blocks(path, SUB.partition(POOL), POOL, SUB)
+    lines = path.read_text().splitlines(keepends=True)
+    for content, message in (
+        ("".join(lines[:2]), "make them again"),
+        (lines[0][:-9], "holds no blocks"),
+        ("1", "holds no"),
+    ):
+        path.write_text(content)
+        with pytest.raises(ValueError, match=message):
+            read_blocks(path, POOL, SUB)

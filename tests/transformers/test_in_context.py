@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from tiny_lm import language_model, tokenizer
 from transformers import (
     BloomConfig,
     BloomForCausalLM,
@@ -19,7 +20,7 @@ from transformers import (
     Qwen2ForCausalLM,
 )
 
-from foveate.transformers.in_context import concatenate, ensemble, parallel_windows
+from foveate.transformers.in_context import concatenate, ensemble, parallel_windows, prompt_with
 
 START = [1]
 BLOCKS = [[[5, 6, 7], [8, 9]], [[10, 11, 12, 13]], [[14, 15], [16, 17, 18]]]
@@ -182,13 +183,91 @@ def test_what_cannot_be_read_or_mixed_is_refused():
         concatenate(model, [])
     with pytest.raises(ValueError, match="nothing to read"):
         parallel_windows(model, [])
-    with pytest.raises(ValueError, match="one token at least"):
+    with pytest.raises(ValueError, match="at least one token"):
         concatenate(model, BLOCKS).score([], ANSWERS)
     scores = list(torch.zeros(2, 3))
     for weights in ([1.0], [1.0, -1.0], [0.0, 0.0], [1.0, float("nan")]):
-        with pytest.raises(ValueError, match="2 blocks need as many weights of 0 or more"):
+        with pytest.raises(ValueError, match="2 blocks need 2 weights of 0 or more"):
             ensemble(scores, weights)
     with pytest.raises(ValueError, match="one of moe, poe, max, not 'mean'"):
         ensemble(scores, None, "mean")
-    with pytest.raises(ValueError, match="one block at least"):
+    with pytest.raises(ValueError, match="at least one block"):
         ensemble([])
+
+
+TEXTS = [["w1 w2", "w3"], ["w4 w5 w6"]]
+ASKED, CHOICES = "w7 w8", ["w9", "w10 w11", "w12"]
+
+
+def scores(model, words, tokens):
+    """By one forward of all tokens: log-probabilities of what comes next, and of the answers."""
+    ids = [0, *tokens(" ".join(words)), *tokens(ASKED)]
+    found = []
+    for answer in map(tokens, CHOICES):
+        with torch.no_grad():
+            said = model(torch.tensor([ids + answer])).logits[0].log_softmax(-1)
+        found.append(sum(said[len(ids) - 1 + i, token] for i, token in enumerate(answer)))
+    return torch.stack(found).log_softmax(0)
+
+
+def test_answers_are_scored_as_by_one_forward_and_blocks_are_weighted():
+    model, tokens = language_model(), lambda text: tokenizer()(text, add_special_tokens=False).input_ids
+    texts = [text for block in TEXTS for text in block]
+    whole = prompt_with(model, tokenizer(), TEXTS, "concatenate").probabilities(ASKED, CHOICES, torch.ones(2))
+    assert torch.allclose(whole, scores(model, texts, tokens).exp())
+    mixed = prompt_with(model, tokenizer(), TEXTS, "ensemble").probabilities(ASKED, CHOICES, torch.tensor([1.0, 3.0]))
+    apart = [scores(model, block, tokens).exp() for block in TEXTS]
+    assert torch.allclose(mixed, 0.25 * apart[0] + 0.75 * apart[1])
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2])
+@pytest.mark.parametrize("host", ["concatenate", "ensemble", "parallel_windows"])
+def test_one_block_generates_the_text_of_the_model(host, seed):
+    model = language_model(seed=seed)
+    model.generation_config.eos_token_id = 1  # what the model of the first seed says at once
+    reader = prompt_with(model, tokenizer(), [["w1 w2", "w3"]], host)
+    ids = torch.tensor([[0, *tokenizer()("w1 w2 w3 w7 w8", add_special_tokens=False).input_ids]])
+    want = model.generate(ids, max_new_tokens=5, do_sample=False, pad_token_id=1)[0, ids.shape[1] :]
+    assert reader.generate(ASKED, 5) == tokenizer().decode(want, skip_special_tokens=True).strip()
+    assert (want[0] == 1) == (seed == 0)
+
+
+@pytest.mark.parametrize("ends", ["one", "list"])
+def test_an_answer_ends_at_every_end_token_of_the_model(ends):
+    model = language_model(seed=2)
+    reader = prompt_with(model, tokenizer(), [["w1 w2", "w3"]], "concatenate")
+    whole = reader.generate(ASKED, 5).split()
+    (end,) = tokenizer()(whole[1], add_special_tokens=False).input_ids
+    model.generation_config.eos_token_id = end if ends == "one" else [1, end]
+    assert reader.generate(ASKED, 5).split() == whole[:1]
+
+
+class Lines:
+    """A tokenizer whose every second token is the end of a line."""
+
+    bos_token_id = eos_token_id = None
+
+    def __call__(self, text, add_special_tokens):
+        return tokenizer()(text, add_special_tokens=False)
+
+    def decode(self, tokens, skip_special_tokens=False):
+        return "".join("\n" if i % 2 == 1 else f"{token}" for i, token in enumerate(tokens))
+
+
+def test_an_answer_is_a_line():
+    reader = prompt_with(language_model(seed=2), tokenizer(), [["w1 w2"]], "concatenate")
+    assert len(reader.generate(ASKED, 5).split()) == 5
+    answer = reader._replace(tokenizer=Lines()).generate(ASKED, 5)
+    assert answer.isdigit()
+
+
+def test_what_does_not_fit_the_model_is_refused():
+    model, many = language_model(max_position_embeddings=8), [["w1 w2 w3"]] * 3
+    with pytest.raises(ValueError, match="10 tokens are more than the 8 that the model's context holds"):
+        prompt_with(model, tokenizer(), many, "concatenate")
+    reader = prompt_with(model, tokenizer(), many, "parallel_windows")
+    with pytest.raises(ValueError, match="9 tokens are more than the 8"):
+        reader.probabilities("w1 w2 w3 w4", ["w5"])
+    with pytest.raises(ValueError, match="unknown host 'all': choose one of concatenate, ensemble, parallel_windows"):
+        prompt_with(model, tokenizer(), many, "all")
+    assert concatenate(model, [[[5, 6, 7]]]).position == 3

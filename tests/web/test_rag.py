@@ -11,7 +11,8 @@ from foveate import InfoFlowKV
 from foveate.methods.baselines.kv_baselines import EPIC, CacheBlend, FullPrefill, NoRecompute
 from foveate.transformers.documents import Passage
 from foveate.transformers.index import ChunkIndex
-from foveate.web.rag import STEPS, ask, reply_page
+from foveate.transformers.rag import STEPS, ask
+from foveate.web.rag import reply_page
 
 PROMPT = "w21 {question} w23"
 SHORT = {"prompt": PROMPT, "max_new_tokens": 6}
@@ -112,9 +113,11 @@ def test_passages_are_taken_by_shared_words_as_many_as_fit_and_stay_in_order(ind
     for answer, want in ((room - 27, [0, 1, 2, 3]), (room - 26, [0, 1, 3]), (room - 13, [0, 3]), (room - 12, [3])):
         reply = ask(index, "w30 w7", {"none": NoRecompute()}, prompt="{question} w1", max_new_tokens=answer)
         assert reply.passages == want
-    with pytest.raises(ValueError, match="the index has no passages: give it one at least"):
+    with pytest.raises(ValueError, match="the index has no passages: add at least one"):
         ask(ChunkIndex(index.folder, index.encoder, []), "w3", {"none": NoRecompute()}, **SHORT)
-    with pytest.raises(ValueError, match=r"3.txt with prompt and answer takes 129 tokens, where the model takes 128"):
+    with pytest.raises(
+        ValueError, match=r"3.txt with prompt and answer takes 129 tokens, but the model takes at most 128"
+    ):
         ask(index, "w30 w7", {"none": NoRecompute()}, prompt="{question} w1", max_new_tokens=room - 5)
 
 

@@ -153,7 +153,7 @@ def open_reader(model: str, device: str, dtype: str) -> tuple[Any, Any]:
     console.print(f"loading {model or 'the built-in reader'}")
     from transformers.utils import logging as transformers_says
 
-    from foveate.transformers.loading import load
+    from foveate.transformers.model import load
 
     transformers_says.set_verbosity_error()
     transformers_says.disable_progress_bar()
@@ -162,7 +162,7 @@ def open_reader(model: str, device: str, dtype: str) -> tuple[Any, Any]:
 
 def say_unknown(model: str, tokenizer: Any, text: str) -> None:
     """Name the words that the language model cannot know: its answer is a guess then."""
-    from foveate.transformers.loading import unknown_words
+    from foveate.transformers.model import unknown_words
 
     if not (words := unknown_words(tokenizer, text)):
         return

@@ -1,4 +1,4 @@
-"""The command that puts examples for in-context learning into blocks, and asks a language model with them."""
+"""`foveate icl`: split examples for in-context learning into blocks, and ask a language model with them."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,61 +15,69 @@ from foveate.methods.sub_cp import STRATEGIES, SubCP
 __all__ = ["icl"]
 
 DRAWS = 10
-HOSTS, MIXES = ("concatenate", "ensemble", "parallel_windows"), ("moe", "poe", "max")
+HOSTS, MIXES = ("concatenate", "ensemble", "parallel_windows"), ("moe", "poe", "max")  # known without transformers
 
 
 @clear_errors
 def icl(
-    examples: Annotated[Path, typer.Argument(help=".csv with a line of names, or .jsonl: an example a line.")],
-    text: Annotated[str, typer.Option(help="Column of the input text, which is embedded.")] = "text",
+    examples: Annotated[
+        Path,
+        typer.Argument(
+            help="Examples: a .csv file with column names in its first line, or .jsonl with an object per line."
+        ),
+    ],
+    text: Annotated[str, typer.Option(help="Column with the input text, which is embedded.")] = "text",
     label: Annotated[
-        str, typer.Option(help="Column of the label or answer: for --balance, the table and --ask.")
+        str, typer.Option(help="Column with the label or answer, used by --balance, --ask and the table.")
     ] = "",
     embeddings: Annotated[
         Path | None,
         typer.Option(
-            help=".npy or .safetensors file with a row for each example. [dim]default: words and runs of three "
-            "letters of the text, hashed to 512 numbers: offline, knows spelling and no meaning[/]"
+            help=".npy or .safetensors file with one row for each example. [dim]default: words and letter trigrams of "
+            "the text, hashed to 512 dimensions: offline, compares spelling and not meaning[/]"
         ),
     ] = None,
     embed: Annotated[
         str,
         typer.Option(
-            help="Embed with this model of sentence-transformers, e.g. all-MiniLM-L6-v2. Needs "
+            help="Model of sentence-transformers to embed with, such as all-MiniLM-L6-v2. Needs "
             "foveate\\[sentence-transformers]."
         ),
     ] = "",
-    blocks: Annotated[int, typer.Option(help="How many blocks.")] = 8,
-    size: Annotated[int, typer.Option(help="Examples of a block. 0 uses every example.")] = 8,
+    blocks: Annotated[int, typer.Option(help="Number of blocks.")] = 8,
+    size: Annotated[int, typer.Option(help="Examples in a block. 0 uses all examples.")] = 8,
     strategy: Annotated[
         str,
         typer.Option(
-            help="global_diverse: each block covers the pool. global_local: all together do. local_diverse: each "
-            "covers a region. local_coherent: each is the middle of a region."
+            help="global_diverse: each block covers the pool. global_local: all blocks together cover it. "
+            "local_diverse: each block covers one region. local_coherent: each block is the centre of one region."
         ),
     ] = "global_local",
-    order: Annotated[str, typer.Option(help="Inside a block: picked, or central_last.")] = "picked",
+    order: Annotated[str, typer.Option(help="Order inside a block: picked, or central_last.")] = "picked",
     balance: Annotated[
-        str, typer.Option(help="Deal labels evenly: proportional to the pool, or equal. [dim]default: neither[/]")
+        str, typer.Option(help="Balance the labels: proportional to the pool, or equal. [dim]default: no balance[/]")
     ] = "",
     max_similarity: Annotated[
-        float, typer.Option(help="Examples whose cosine is larger never share a block. 0: copies may.")
+        float, typer.Option(help="Examples with a larger cosine similarity never share a block. 0 sets no limit.")
     ] = 0.0,
-    out: Annotated[Path, typer.Option(help="Blocks to write, a line each; the plot goes beside it.")] = Path(
-        "blocks.jsonl"
-    ),
+    out: Annotated[
+        Path, typer.Option(help="File of blocks to write, one per line; the plot is written beside it.")
+    ] = Path("blocks.jsonl"),
     ask: Annotated[
-        list[str] | None, typer.Option(help="Ask a language model this, with the examples in front. Again for more.")
+        list[str] | None,
+        typer.Option(help="Question for a language model that has read the examples. May be repeated."),
     ] = None,
     model: Annotated[
         str,
-        typer.Option(help="For --ask: folder or hub id of a causal language model. Left out: the built-in reader."),
+        typer.Option(
+            help="For --ask: hub id or folder of a causal language model. [dim]default: the built-in reader[/]"
+        ),
     ] = "",
     template: Annotated[
         str,
         typer.Option(
-            help="For --ask: how an example is read, with {text} and then {label} in it. [dim]default: on two lines, "
-            "'text: {text}' and 'label: {label}', by the columns' names; for the built-in reader "
+            help="For --ask: text of an example, with {text} and then {label} in it. [dim]default: two lines, "
+            "'text: {text}' and 'label: {label}', with the columns' names; for the built-in reader "
             "'{text} -> {label}. '[/]",
             show_default=False,
         ),
@@ -77,27 +85,30 @@ def icl(
     host: Annotated[
         str,
         typer.Option(
-            help="For --ask: concatenate reads all blocks as one text, ensemble each by itself with the question, "
-            "parallel_windows each by itself at the same positions."
+            help="For --ask: concatenate reads all blocks as one text, ensemble asks each block separately, "
+            "parallel_windows reads the blocks separately at the same positions."
         ),
     ] = "ensemble",
     mix: Annotated[
-        str, typer.Option(help="Of an ensemble: moe is the weighted mean of probabilities; poe, max.")
+        str,
+        typer.Option(
+            help="Mix of an ensemble: weighted mean of probabilities (moe), weighted product (poe), or largest (max)."
+        ),
     ] = "moe",
     tokens: Annotated[
-        int, typer.Option(min=0, help="For --ask: write so many tokens at most. 0 chooses among the labels.")
+        int, typer.Option(min=0, help="For --ask: generate at most this many tokens. 0 chooses among the labels.")
     ] = 0,
     device: Device = "auto",
     dtype: Dtype = "auto",
 ) -> None:
-    """Put examples for in-context learning into blocks that cover a pool of examples (Sub-CP).
+    """Split examples for in-context learning into blocks that cover a pool of examples (Sub-CP).
 
-    With --ask a language model reads them and answers; foveate.transformers.in_context has the hosts.
-    The method is reconstructed from the abstract of its paper.
+    With --ask, a language model reads the blocks and answers. The method is reconstructed from the abstract of its
+    paper.
 
-    The table compares with 10 random choices, and with 10 random deals of the same examples: what is gained over the
-    first but not over the second is due to the choice, not to the blocks. Coverage is no accuracy: docs/results.md has
-    what was measured of that.
+    The table compares with 10 random choices of examples, and with 10 random partitions of the same examples. A gain
+    over the first but not over the second is due to the choice of examples, not to the blocks. Coverage is not
+    accuracy; docs/sub-cp.md has measured accuracies.
 
     foveate icl reviews.csv --text review --label stars --blocks 8 --size 8
 
@@ -109,11 +120,11 @@ def icl(
 
     foveate icl texts/examples.csv --label label --blocks 4 --ask "goat tiger hen"
 
-    The last asks the built-in reader about examples in its words, which `foveate demo texts` writes. The blocks of an
-    ensemble count by how near their best example is to the question, unless embeddings are of a file.
+    The last asks the built-in reader about examples in its own words, which `foveate demo texts` writes. The blocks of
+    an ensemble are weighted by the similarity of their nearest example to the question, except with --embeddings.
 
-    Each line of --out has "block", "ids" (lines of the pool, from 0), "examples", and a fingerprint: blocks of
-    the same embeddings and settings are read from there, not made again.
+    Each line of --out has "block", "ids" (lines of the pool, from 0), "examples", and a fingerprint. Blocks of
+    the same embeddings and settings are read from there instead of being made again.
     """
     from foveate.transformers.examples import (
         column,
@@ -121,31 +132,31 @@ def icl(
         read_embeddings,
         read_examples,
         sentence_embeddings,
+        write_blocks,
     )
-    from foveate.transformers.saved_blocks import write_blocks
     from foveate.utils.files import write_whole
     from foveate.web.report import draw_coverage, figure_png
 
     if strategy not in STRATEGIES:
         raise ValueError(f"unknown strategy {strategy!r}: choose one of {', '.join(STRATEGIES)}")
     if embeddings and embed:
-        raise ValueError("--embeddings and --embed both say where embeddings come from: give one of them")
+        raise ValueError("--embeddings and --embed exclude each other: give one of them")
     if ask and not label:
-        raise ValueError("--ask needs --label, the column of the answers")
+        raise ValueError("--ask needs --label, the column with the answers")
     for name, value, known in (("--host", host, HOSTS), ("--mix", mix, MIXES)):
         if value not in known:
-            raise ValueError(f"{name} is one of {', '.join(known)}, not {value}")
+            raise ValueError(f"{name} must be one of {', '.join(known)}, not {value}")
     template = template or (f"{text}: {{text}}\n{label}: {{label}}\n\n" if model else "{text} -> {label}. ")
     if "{text}" not in template.partition("{label}")[0] or "{label}" not in template:
         raise ValueError(
-            f"--template has {{text}} and then {{label}} in it, such as 'Q: {{text}} A: {{label}}', not {template!r}"
+            f"--template must have {{text}} and then {{label}}, such as 'Q: {{text}} A: {{label}}', not {template!r}"
         )
     if out.suffix.lower() != ".jsonl" or out.is_dir() or out.resolve() == examples.resolve():
         raise ValueError(
-            f"--out names the blocks to write, not {out}: end it with .jsonl, and leave the examples alone"
+            f"--out must name a file of blocks, not {out}: end it with .jsonl, and do not overwrite the examples"
         )
     if not all(question.strip() for question in ask or ()):
-        raise ValueError("--ask is empty: write the text whose label you want to know")
+        raise ValueError("--ask is empty: give the text whose label you want to know")
     reader = open_reader(model, device, dtype) if ask else None
     choice: Any = {"strategy": strategy, "order": order, "balance": balance or None}
     sub = SubCP(blocks=blocks, block_size=size or None, max_similarity=max_similarity or None, **choice)
@@ -159,7 +170,7 @@ def icl(
         if embeddings:
             pool = read_embeddings(embeddings)
             if len(pool) != len(rows):
-                raise ValueError(f"{embeddings} has {len(pool)} rows for {len(rows)} examples: it is of another file")
+                raise ValueError(f"{embeddings} has {len(pool)} rows for {len(rows)} examples: embed these examples")
         else:
             pool = embedded(column(rows, text, examples))
         ours = _read_or_make(out, sub, pool, labels, track)
@@ -171,35 +182,37 @@ def icl(
     write_whole(out.with_suffix(".png"), figure_png(draw_coverage(reports)))
     Console().print(_table(reports))
     if repeated := reports[f"Sub-CP {strategy}"][0].duplicates:
-        console.print(f"{repeated} chosen examples equal another one: blocks gain nothing by them")
+        console.print(f"{repeated} chosen examples are copies of another one, which adds nothing to the blocks")
     print(out)
     print(out.with_suffix(".png"))
     if reader and ask and labels:
-        from foveate.transformers.asking import read_examples as read_texts
+        from foveate.transformers.in_context import prompt_with
 
         if host == "ensemble" and embeddings:
             local = strategy.startswith("local")
             console.print(
-                "blocks count the same: --embeddings has none of the question"
-                + (f"; {strategy} needs blocks that count by how near they are" if local else "")
+                "all blocks weigh the same, because --embeddings has no embedding of the question"
+                + (f"; {strategy} needs weights that depend on the question" if local else "")
             )
         told = [
             template.replace("{text}", shown).replace("{label}", answer)
             for shown, answer in zip(column(rows, text, examples), labels, strict=True)
         ]
         say_unknown(model, reader[1], "\n".join([*told, *ask]))
-        asked = read_texts(*reader, [[told[i] for i in block] for block in ours.ids], host)
+        prompted = prompt_with(*reader, [[told[i] for i in block] for block in ours.ids], host)
         before = template.partition("{label}")[0]
-        space = before[len(before.rstrip()) :]  # belongs to the answer's first token
+        space = before[len(before.rstrip()) :]  # part of the answer's first token
         for question, weight in zip(ask, weights, strict=True):
             print(question)
             shown = before.rstrip().replace("{text}", question)
-            _answer(asked, shown, {space + answer: answer for answer in sorted(set(labels))}, tokens, weight, mix)
+            _print_answer(
+                prompted, shown, {space + answer: answer for answer in sorted(set(labels))}, tokens, weight, mix
+            )
 
 
 def _read_or_make(out: Path, sub: SubCP, pool: Any, labels: Sequence[str] | None, track: Any) -> Any:
     """The blocks of an earlier run with the same embeddings and settings, or new ones."""
-    from foveate.transformers.saved_blocks import read_blocks
+    from foveate.transformers.examples import read_blocks
 
     if out.exists():
         try:
@@ -212,34 +225,34 @@ def _read_or_make(out: Path, sub: SubCP, pool: Any, labels: Sequence[str] | None
 
 
 def _compared(name: str, ours: Any, labels: Sequence[str] | None, track: Any) -> dict[str, list[Any]]:
-    """What the blocks are like, and random ones and random deals of the same examples."""
+    """Reports of our blocks, of random choices of examples, and of random partitions of the same examples."""
     chosen = torch.tensor([example for block in ours.ids for example in block])
     sizes, generator = [len(block) for block in ours.ids], torch.Generator().manual_seed(0)
     reports, advance = {name: [ours.report(labels)]}, track("random blocks", 2 * DRAWS)
-    for kind, among in (("random choice", torch.arange(len(ours.pool))), ("random deal", chosen)):
+    for kind, among in (("random choice", torch.arange(len(ours.pool))), ("random partition", chosen)):
         for _ in range(DRAWS):
             drawn = among[torch.randperm(len(among), generator=generator)[: len(chosen)]]
-            dealt = ours._replace(ids=[part.tolist() for part in drawn.split(sizes)])
-            reports.setdefault(kind, []).append(dealt.report(labels))
+            blocks = ours._replace(ids=[part.tolist() for part in drawn.split(sizes)])
+            reports.setdefault(kind, []).append(blocks.report(labels))
             advance()
     return reports
 
 
-def _answer(reader: Any, question: str, labels: dict[str, str], tokens: int, weights: Any, mix: Any) -> None:
-    """Print what the model writes, or how probable each label is as it is written there, the likeliest first."""
+def _print_answer(prompted: Any, question: str, labels: dict[str, str], tokens: int, weights: Any, mix: Any) -> None:
+    """Print the generated text, or the probability of each label, highest first. Keys of `labels` are their texts."""
     if tokens:
-        print(reader.write(question, tokens, weights, mix))
+        print(prompted.generate(question, tokens, weights, mix))
         return
-    said = reader.choose(question, list(labels), weights, mix).tolist()
+    probabilities = prompted.probabilities(question, list(labels), weights, mix).tolist()
     table = Table("answer", "probability")
-    for probability, label in sorted(zip(said, labels.values(), strict=True), reverse=True):
+    for probability, label in sorted(zip(probabilities, labels.values(), strict=True), reverse=True):
         table.add_row(label, f"{probability:.3f}")
     Console().print(table)
 
 
 def _table(reports: dict[str, list[Any]]) -> Table:
-    """Means over the draws."""
-    table = Table("what", *reports)
+    """A table of the reports, averaged over random draws."""
+    table = Table("", *reports)
     for field in next(iter(reports.values()))[0]._fields:
         values = [[getattr(report, field) for report in drawn] for drawn in reports.values()]
         if values[0][0] is not None:

@@ -1,4 +1,4 @@
-"""The command that answers questions about a folder of documents."""
+"""`foveate rag`: answer questions about a folder of documents."""
 
 import sys
 from collections.abc import Iterator, Sequence
@@ -13,7 +13,6 @@ from rich.table import Table
 
 from foveate.cli.common import Device, Dtype, clear_errors, console, open_reader, options_of, progress, say_unknown
 from foveate.methods import RECOMPUTE_POLICIES, recompute_policy_from_text
-from foveate.transformers.documents import KINDS, read_documents
 from foveate.utils.files import slug, write_whole
 
 __all__ = ["rag"]
@@ -21,61 +20,62 @@ __all__ = ["rag"]
 
 @clear_errors
 def rag(
-    folder: Annotated[Path, typer.Argument(help=f"Folder of {', '.join(KINDS)} files; subfolders count.")],
+    folder: Annotated[Path, typer.Argument(help="Folder of .txt, .md and .rst files, including its subfolders.")],
     questions: Annotated[
-        list[str] | None, typer.Argument(help="What to ask. [dim]default: asks you, or reads lines from a pipe[/]")
+        list[str] | None,
+        typer.Argument(help="Questions. [dim]default: typed at a prompt, or read as lines from a pipe[/]"),
     ] = None,
     model: Annotated[
         str,
         typer.Option(
-            help="Hub id or folder of a Llama, Qwen2, Qwen3 or Mistral model. Left out: the built-in reader, which "
-            "knows a few hundred words."
+            help="Hub id or folder of a Llama, Qwen2, Qwen3 or Mistral model. [dim]default: the built-in reader, "
+            "which knows a few hundred words[/]"
         ),
     ] = "",
     method: Annotated[
-        str, typer.Option(help=f"What is computed again for a question: {', '.join(RECOMPUTE_POLICIES)}.")
+        str, typer.Option(help=f"Method that chooses the tokens to recompute: {', '.join(RECOMPUTE_POLICIES)}.")
     ] = "infoflow_kv",
     recompute: Annotated[
-        float | None, typer.Option(help="Fraction of the tokens to compute again, 0 to 1. [dim]default: 0.15[/]")
+        float | None, typer.Option(help="Fraction of the tokens to recompute, 0 to 1. [dim]default: 0.15[/]")
     ] = None,
     option: Annotated[
-        list[str] | None, typer.Option("--option", "-o", help="Any option of the method: -o norm=l1 -o reorder=true.")
+        list[str] | None, typer.Option("--option", "-o", help="Option of the method: -o norm=l1 -o reorder=true.")
     ] = None,
     compare: Annotated[
-        bool, typer.Option("--compare", help="Answer by every method and by full prefill too, with times.")
+        bool, typer.Option("--compare", help="Answer with every method and with full prefill, and compare times.")
     ] = False,
     chunk: Annotated[
         int | None,
         typer.Option(
             min=0,
-            help="Documents are cut into passages of so many tokens at most, behind paragraphs or sentences if it "
-            "is possible. 0: not at all. [dim]default: 512, or a quarter of the model's context[/]",
+            help="Largest number of tokens in a passage. Documents are split after paragraphs or sentences where "
+            "possible. 0 keeps them whole. [dim]default: 512, or a quarter of the model's context if that is less[/]",
         ),
     ] = None,
     top: Annotated[
         int,
         typer.Option(
             min=0,
-            help="Take at most so many passages. Those that share most words with the question (BM25) come first; "
-            "meaning plays no part. [dim]default: as many as the model's context holds[/]",
+            help="Largest number of passages. Those that share most words with the question (BM25) are used; meaning "
+            "plays no part. [dim]default: as many as fit into the model's context[/]",
             show_default=False,
         ),
     ] = 0,
     prompt: Annotated[
         str,
         typer.Option(
-            help="What stands behind the passages. [dim]default: 'Question: {question}', 'Answer:' on two lines[/]",
+            help="Text after the passages. [dim]default: 'Question: {question}' and 'Answer:' on two lines[/]",
             show_default=False,
         ),
     ] = "Question: {question}\nAnswer:",
     prefix: Annotated[
-        str, typer.Option(help="What stands in front of them, behind the start-of-text token or the chat's opening.")
+        str, typer.Option(help="Text before the passages, after the start-of-text token or the chat's opening.")
     ] = "",
     chat: Annotated[
         bool | None,
-        typer.Option(help="Put all of it into the tokenizer's chat template. [dim]default: if it has one[/]"),
+        typer.Option(help="Use the tokenizer's chat template. [dim]default: if it has one[/]"),
     ] = None,
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="Most tokens of an answer.")] = 64,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Largest number of tokens in an answer.")] = 64,
     index: Annotated[
         Path | None,
         typer.Option(help="Folder of the cached passages. [dim]default: FOLDER/.foveate/ and the model's name[/]"),
@@ -84,10 +84,10 @@ def rag(
     device: Device = "auto",
     dtype: Dtype = "auto",
 ) -> None:
-    """Ask questions about a folder of documents that the model reads only once (InfoFlow KV).
+    """Answer questions about a folder of documents that the model encodes only once (InfoFlow KV).
 
-    Each passage is run through the model alone, and its keys and values are kept on disk. A question takes them from
-    there; only the tokens that it attends to most are computed again. The page shows which.
+    Each passage runs through the model alone, and its keys and values are kept on disk. A question loads them, and
+    recomputes only the tokens that it attends to most. The page shows which.
 
     foveate rag notes --model Qwen/Qwen3-8B "Where was the keeper from?"
 
@@ -95,56 +95,51 @@ def rag(
 
     foveate rag texts/facts < texts/questions.txt
 
-    The last asks the built-in reader about texts in its words, which `foveate demo texts` writes.
+    The last asks the built-in reader about texts in its own words, which `foveate demo texts` writes.
 
-    Passages that have not changed are not read again; a run that was stopped goes on where it was. An index belongs to
-    one folder, model and --chunk: what they no longer ask for is removed from it. It takes much room: for each token
-    128 KiB with a model like Llama-3.1-8B.
+    Unchanged passages are never encoded again, and an interrupted run continues where it stopped. An index belongs to
+    one folder, model and --chunk; files that these no longer need are removed. It is large: 128 KiB for each token
+    with a model like Llama-3.1-8B.
     """
     methods = _methods(method, recompute, options_of(option), compare)
     if "{question}" not in prompt:
-        raise ValueError(f"--prompt says where the question goes, such as 'Q: {{question}} A:', not {prompt!r}")
+        raise ValueError(f"--prompt must contain {{question}}, such as 'Q: {{question}} A:', not {prompt!r}")
     if out.suffix.lower() != ".html" or out.is_dir():
-        raise ValueError(f"--out names the HTML page to write, not {out}: end it with .html")
+        raise ValueError(f"--out must name an HTML page, not {out}: end it with .html")
+    from foveate.transformers import ChunkEncoder
+    from foveate.transformers.documents import read_documents
+    from foveate.transformers.index import index_documents
+    from foveate.transformers.model import chat_frame
+    from foveate.transformers.rag import ask
+    from foveate.web.rag import reply_page
+
     documents = read_documents(folder)
     language_model, tokenizer = open_reader(model, device, dtype)
-    from foveate.transformers import ChunkEncoder
-    from foveate.transformers.loading import frame
-    from foveate.web.rag import ask, index_of, reply_page
-
-    before, behind = frame(tokenizer, chat)
+    before, after = chat_frame(tokenizer, chat)
     encoder = ChunkEncoder(language_model, tokenizer, before + prefix)
     where = index or folder / ".foveate" / slug(Path(model).resolve().name if model else "built-in")
-    chunks = index_of(where, encoder, documents, chunk)
+    chunks = index_documents(where, encoder, documents, chunk)
     _build(chunks)
     say_unknown(model, tokenizer, "\n".join([*documents.values(), prompt.replace("{question}", "")]))
     settings = {
         "model": model or "the built-in reader",
         "method": repr(methods[method]),
         "documents": str(len(documents)),
-        "passages": f"{len(chunks.passages)}, of {max(map(len, chunks.ids))} tokens at most",
+        "passages": f"{len(chunks.passages)}, of at most {max(map(len, chunks.ids))} tokens",
         "prefix": before + prefix,
-        "prompt": prompt + behind,
+        "prompt": prompt + after,
         "device": str(encoder.device),
         "dtype": str(encoder.dtype).removeprefix("torch."),
     }
+    request: Any = {"prompt": prompt + after, "top": top, "max_new_tokens": max_new_tokens}
     replies: list[Any] = []
-    for question in _asked(questions):
+    for question in _questions(questions):
         say_unknown(model, tokenizer, question)
         with progress() as track:
             advance = track("answering", len(methods) * (2 if compare else 1))
-            reply = ask(
-                chunks,
-                question,
-                methods,
-                prompt=prompt + behind,
-                top=top,
-                max_new_tokens=max_new_tokens,
-                advance=advance,
-            )
-        replies.append(reply)
-        _say_refused(chunks)
-        _print(reply, chunks)
+            replies.append(ask(chunks, question, methods, **request, advance=advance))
+        _print_refused(chunks)
+        _print_reply(replies[-1], chunks)
         write_whole(out, reply_page(chunks, replies, settings).encode())
     if replies:
         console.print("open the page in a browser:")
@@ -152,7 +147,7 @@ def rag(
 
 
 def _methods(name: str, recompute: float | None, options: dict[str, str], compare: bool) -> dict[str, Any]:
-    """The method, and all others at the same budget if they are compared."""
+    """The method, and with `compare` all others at the same budget."""
     chosen = options if recompute is None else {**options, "recompute": str(recompute)}
     methods = {name: recompute_policy_from_text(name, chosen)}
     budget = {"recompute": str(getattr(methods[name], "recompute", 0.15))}
@@ -164,30 +159,29 @@ def _methods(name: str, recompute: float | None, options: dict[str, str], compar
 
 
 def _build(chunks: Any) -> None:
-    """Compute what is missing, and say what was there."""
     with progress() as track:
         built = chunks.build(track)
-    _say_refused(chunks)
+    _print_refused(chunks)
     console.print(
-        f"{len(chunks.passages)} passages, {sum(map(len, chunks.ids))} tokens: {built.encoded} read, {built.found} "
-        f"found, {built.removed} removed; {chunks.nbytes / 2**20:.1f} MiB in {chunks.folder}"
+        f"{len(chunks.passages)} passages, {sum(map(len, chunks.ids))} tokens: {built.encoded} encoded, "
+        f"{built.found} found, {built.removed} removed; {chunks.nbytes / 2**20:.1f} MiB in {chunks.folder}"
     )
 
 
-def _asked(questions: Sequence[str] | None) -> Iterator[str]:
-    """The questions, or what is typed, or the lines of a pipe."""
+def _questions(questions: Sequence[str] | None) -> Iterator[str]:
+    """The questions given as arguments, typed at a prompt, or read as lines from a pipe."""
     if questions:
         yield from questions
     elif sys.stdin.isatty():
-        while question := console.input("question, or nothing to end: ").strip():
+        while question := console.input("question (empty to quit): ").strip():
             yield question
     else:
         yield from filter(None, map(str.strip, sys.stdin))
 
 
-def _print(reply: Any, chunks: Any) -> None:
-    """The answer, where its time went, and where tokens were computed again."""
-    from foveate.web.rag import STEPS
+def _print_reply(reply: Any, chunks: Any) -> None:
+    """Print the answers, the time of each step, and the number of recomputed tokens in each passage."""
+    from foveate.transformers.rag import STEPS
     from foveate.web.report import duration
 
     terminal, (first, *others) = Console(highlight=False), reply.answers
@@ -203,17 +197,17 @@ def _print(reply: Any, chunks: Any) -> None:
     terminal.print(table)
     for answer in others:
         print(f"{answer.method}: {answer.text.strip()}")
-    places = Table("passage", "tokens", "computed again", box=SIMPLE, pad_edge=False)
+    places = Table("passage", "tokens", "recomputed", box=SIMPLE, pad_edge=False)
     for passage, (start, stop) in zip(reply.passages, reply.spans, strict=True):
-        again = int(((first.rows >= start) & (first.rows < stop)).sum())
-        places.add_row(escape(chunks.passages[passage].name), str(stop - start), str(again))
+        count = int(((first.rows >= start) & (first.rows < stop)).sum())
+        places.add_row(escape(chunks.passages[passage].name), str(stop - start), str(count))
     terminal.print(places)
     if left := len(chunks.passages) - len(reply.passages):
-        console.print(f"{left} passages that share fewer words with the question were left out")
+        console.print(f"left out {left} passages that share fewer words with the question")
 
 
-def _say_refused(chunks: Any) -> None:
-    """Why files of the index were of no use."""
+def _print_refused(chunks: Any) -> None:
+    """Print why files of the index could not be used, once."""
     for reason in chunks.refused:
-        console.print(f"read again: {escape(reason)}", soft_wrap=True)
+        console.print(f"encoded again: {escape(reason)}", soft_wrap=True)
     chunks.refused.clear()

@@ -331,7 +331,7 @@ def _first_gains(
     return gains
 
 
-@dispatch.register("coverage_drops", "portable", supports=lambda *call: True)
+@dispatch.register("coverage_drops", "portable")
 def portable_drops(represented: Tensor, candidates: Tensor, before: Tensor, after: Tensor) -> Tensor:
     """For each candidate the sum over items of clamp(similarity, before, after) - before, in plain PyTorch."""
     changed = (after > before).nonzero()[:, 0]

@@ -1,8 +1,7 @@
-"""Cached chunks of long contexts for causal language models of `transformers`."""
+"""Cached contexts and in-context examples for causal language models of `transformers`."""
 
-from foveate.transformers.chunk import ChunkCache
-from foveate.transformers.context import Context
+from foveate.transformers.cache import ChunkCache
+from foveate.transformers.context import Context, Patched
 from foveate.transformers.encoder import ChunkEncoder
-from foveate.transformers.patched import Patched
 
 __all__ = ["ChunkCache", "ChunkEncoder", "Context", "Patched"]

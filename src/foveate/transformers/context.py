@@ -1,225 +1,253 @@
 # pyright: basic, reportPrivateImportUsage=false
-"""A context composed of cached chunks: scored, patched, generated from, and put back."""
+"""A context composed of cached chunks: scored, patched for a prompt, generated from, and restored."""
 
 from collections.abc import Sequence
-from contextlib import suppress
-from itertools import accumulate, pairwise
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from types import TracebackType
+from typing import Any, Literal
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 from transformers import DynamicCache
-from transformers.cache_utils import Cache
 
-from foveate.methods.recompute_policy import Geometry, Norm, RecomputePolicy, Spans, places
-from foveate.ops.attention_received import attention_received
-from foveate.ops.rotary import rotate
-from foveate.transformers.chunk import ChunkCache
-from foveate.transformers.layers import Enough, Reading, Rows, borrowed, by_rows, dynamic, unrotated
-from foveate.transformers.patched import Patched
+from foveate.methods.recompute_policy import Geometry, Norm, RecomputePolicy, Spans
+from foveate.transformers.attention import attend_by_rows
+from foveate.transformers.cache import CacheBatch, ChunkCache, PromptedBatch
+from foveate.transformers.model import LanguageModel, Text
 from foveate.utils.choices import check_choice
 from foveate.utils.device import Stopwatch
 
-if TYPE_CHECKING:
-    from foveate.transformers.encoder import ChunkEncoder
-
-__all__ = ["Asked", "Context"]
-
-ROWS = 8192
-"""Rows that are computed at once: enough for products of full speed, few enough to bound what they take."""
+__all__ = ["Context", "Patched"]
 
 
 class Context:
-    """Chunks side by side, their keys turned to where they stand now; made by `ChunkEncoder.compose`.
+    """Chunks side by side, their keys rotated to their positions in the context; made by `ChunkEncoder.compose`.
 
     Attributes:
-        chunks: In order.
-        ids: Tokens of all rows, prefix first.
-        spans: First row of each chunk and the row behind its last.
-        keys: For each layer [1, groups, rows, dim].
-        values: For each layer [1, groups, rows, dim].
+        lm: Language model and tokenizer.
+        batch: Keys and values, a batch of this one context.
     """
 
-    def __init__(self, encoder: "ChunkEncoder", chunks: tuple[ChunkCache, ...]) -> None:
-        self.encoder, self.chunks = encoder, chunks
-        self.ids = torch.cat([encoder.prefix, *(chunk.ids for chunk in chunks)])
-        borders = accumulate((len(chunk.ids) for chunk in chunks), initial=len(encoder.prefix))
-        self.spans = tuple(pairwise(borders))
-        self.keys = encoder.keys_at(chunks, torch.arange(len(self), device=encoder.device))
-        self.values = encoder.values_of(chunks)
-        self._before: list[tuple[Tensor, Tensor, Tensor]] = []  # tensor, rows, what they were
-        self._ticket: object = None  # of the patch that its rows are of
+    def __init__(self, lm: LanguageModel, batch: CacheBatch) -> None:
+        self.lm, self.batch = lm, batch
+        self._ticket: object = None  # of the patch that the rows hold now; a reference to it would be a cycle
 
     def __len__(self) -> int:
-        return len(self.ids)
+        return self.batch.ids.shape[1]
+
+    @property
+    def chunks(self) -> tuple[ChunkCache, ...]:
+        """Chunks, in order."""
+        return self.batch.chunks[0]
+
+    @property
+    def ids(self) -> Int[Tensor, "rows"]:
+        """Token ids of all rows, prefix first."""
+        return self.batch.ids[0]
+
+    @property
+    def spans(self) -> Spans:
+        """First row of each chunk, and the row after its last."""
+        return self.batch.spans
+
+    @property
+    def keys(self) -> list[Float[Tensor, "1 groups rows dim"]]:
+        """Keys of each layer."""
+        return self.batch.keys
+
+    @property
+    def values(self) -> list[Float[Tensor, "1 groups rows dim"]]:
+        """Values of each layer."""
+        return self.batch.values
 
     def cache(self) -> DynamicCache:
-        """All rows as the library's own cache, for a forward or `model.generate`, which leave the rows as they are."""
-        return dynamic(self.encoder.model, self.keys, self.values)
+        """All rows as a `DynamicCache`, for a forward pass or `model.generate`, which leave the rows unchanged."""
+        return self.batch.dynamic_cache()
 
-    @torch.no_grad()
     def score(
-        self, prompt: str | Sequence[int], layers: Sequence[int], norm: Norm = "l2", geometry: Geometry = "global"
+        self, prompt: Text, layers: Sequence[int], norm: Norm = "l2", geometry: Geometry = "global"
     ) -> Float[Tensor, "rows"]:
-        """The attention that each row receives from a prompt behind the context, mean over these layers.
+        """Attention that each row receives from a prompt after the context, averaged over these layers.
 
         Args:
-            prompt: Text, or token ids.
+            prompt: Text or token ids.
             layers: Layer numbers.
-            norm: Over the tokens of the prompt.
-            geometry: Where the chunks stand meanwhile; see `InfoFlowKV`.
+            norm: Norm over the tokens of the prompt.
+            geometry: Positions of chunks and prompt while they are scored; see `InfoFlowKV`.
 
         Raises:
-            ValueError: If the prompt is empty, or too long for the model's context, the model has not these layers, or
-                norm or geometry are unknown.
+            ValueError: If the prompt is empty, or too long for the model's context, or the model does not have these
+                layers, or norm or geometry are unknown.
         """
-        ids, encoder = self._prompt(prompt), self.encoder
+        ids = self._prompt(prompt)
         if not layers or not all(0 <= layer < len(self.keys) for layer in layers):
             raise ValueError(f"layers must be some of 0 to {len(self.keys) - 1}, not {list(layers)}")
         check_choice("norm", norm, Norm)
         check_choice("geometry", geometry, Geometry)
-        positions, start = places(geometry, self.spans)
-        at = torch.arange(start, start + len(ids), device=encoder.device)
-        keys = self.keys if geometry == "global" else encoder.keys_at(self.chunks, positions.to(encoder.device))
-        reading = [Reading(layer == max(layers)) for layer in range(len(keys))]
-        cache = borrowed(Cache(layers=[*reading]), keys, self.values)
-        with by_rows(encoder.model), unrotated(encoder.model, "q", layers) as queries, suppress(Enough):
-            encoder.model.model(input_ids=ids[None], position_ids=at[None], past_key_values=cache)
-        cos, sin = (table[0] for table in encoder.model.model.rotary_emb(queries[layers[0]], at[None]))
-        scores = [
-            attention_received(
-                rotate(queries[layer], cos, sin),
-                torch.cat([keys[layer][0], reading[layer].new[0]], dim=1),
-                encoder.model.model.layers[layer].self_attn.scaling,
-                norm,
-            )
-            for layer in layers
-        ]
-        return torch.stack(scores).mean(0)
+        return self.batch.score(ids[None], layers, norm, geometry)[0]
 
-    @torch.no_grad()
     def kv_deviation(self, rank: Literal["v", "k"] = "v") -> Float[Tensor, "rows"]:
-        """How much each row's values or keys of layer 1 change when layers 0 and 1 are computed anew: mean square.
+        """Mean square change of each row's values or keys in layer 1 when layers 0 and 1 are recomputed.
 
-        All rows of these two layers are overwritten, until `restore`.
+        All rows of these two layers stay overwritten until `restore`.
 
         Raises:
-            ValueError: If the model has one layer only.
+            ValueError: If the model has only one layer.
         """
-        if len(self.keys) < 2:
-            raise ValueError("CacheBlend ranks by layer 1, and the model has layer 0 alone: use InfoFlowKV")
-        layer = {"v": self.values, "k": self.keys}[rank][1]
-        stale = layer.clone()
-        self._compute(torch.arange(len(self)), layers=2)
-        return (layer - stale).float().square().mean((0, 1, 3))
+        return self.batch.kv_deviation(rank)[0]
 
     def recompute(self, rows: Int[Tensor, "chosen"]) -> None:
-        """Run these rows through all layers, each over all that stands before it, and overwrite them until `restore`.
+        """Run these rows through all layers, each over all rows before it, and overwrite them until `restore`.
 
         Args:
             rows: Row numbers, in any order.
 
         Raises:
-            ValueError: If the context has no such row.
+            ValueError: If the context does not have one of the rows.
         """
-        rows = rows.cpu()
         if len(rows) and not 0 <= int(rows.min()) <= int(rows.max()) < len(self):
             raise ValueError(
                 f"rows are numbered from 0 to {len(self) - 1}, not {int(rows.min())} to {int(rows.max())}"
             )
-        self._compute(rows, layers=len(self.keys))
-
-    @torch.no_grad()
-    def _compute(self, rows: Int[Tensor, "chosen"], layers: int) -> None:
-        if not len(rows):
-            return
-        rows = rows.unique().to(self.encoder.device)
-        self._before += [(part, rows, part[:, :, rows]) for part in self.keys[:layers] + self.values[:layers]]
-        for part in rows.split(ROWS):
-            overwriting = [Rows(part, layer == layers - 1) for layer in range(len(self.keys))]
-            cache = borrowed(Cache(layers=[*overwriting]), self.keys, self.values)
-            with by_rows(self.encoder.model), suppress(Enough):
-                self.encoder.model.model(
-                    input_ids=self.ids[None, part], position_ids=part[None], past_key_values=cache, rows=part
-                )
+        self.batch.recompute(rows.unique()[None])
 
     def restore(self) -> None:
-        """Put all rows back, bit for bit."""
-        while self._before:
-            tensor, rows, before = self._before.pop()
-            tensor[:, :, rows] = before
+        """Put all overwritten rows back, bit for bit."""
+        self.batch.restore()
         self._ticket = None
 
-    def patch(
-        self, method: RecomputePolicy, prompt: str | Sequence[int], question: str | Sequence[int] | None = None
-    ) -> "Patched":
-        """Compute again what the method chooses for this prompt.
+    def patch(self, method: RecomputePolicy, prompt: Text, question: Text | None = None) -> "Patched":
+        """Recompute the rows that the method chooses for this prompt.
 
         Args:
             method: `InfoFlowKV`, or one of `foveate.methods.baselines.kv_baselines`.
-            prompt: Text or token ids; what is generated from later.
-            question: What to choose by, in place of the prompt. The authors' release chooses by the bare question
-                and generates from a prompt with instructions around it.
+            prompt: Text or token ids to generate from.
+            question: Text or token ids to choose rows by, instead of the prompt. The authors' release chooses by the
+                bare question, and generates from a prompt with instructions around it.
 
         Raises:
             ValueError: If the context is patched already, or the prompt is empty or too long.
         """
-        if self._ticket or self._before:
-            raise ValueError("the context is patched already: call undo() on what patch returned, or restore() here")
-        ids, context, watch = self._prompt(prompt), self, Stopwatch(self.encoder.device)
-        asked = ids.tolist() if question is None else self._prompt(question).tolist()
+        if self._ticket or self.batch.changed:
+            raise ValueError("the context is patched already: call undo() on that patch, or restore() on the context")
+        ids, watch, context = self._prompt(prompt), Stopwatch(self.lm.device), self
+        asked = ids if question is None else self._prompt(question)
         try:
             with watch.step("score"):
-                order = method.arrange(Asked(self, asked))
-                if order != tuple(range(len(self.chunks))):
-                    context = Context(self.encoder, tuple(self.chunks[chunk] for chunk in order))
-                rows = method.rows(Asked(context, asked)).cpu()  # before the long work: nothing waits for it
+                batch, (order,), rows = PromptedBatch(self.batch, asked[None]).choose([method])
+                if batch is not self.batch:
+                    context = Context(self.lm, batch)
             with watch.step("recompute"):
-                context.recompute(rows)
+                batch.recompute(rows)
         except BaseException:
-            context.restore()
+            self.restore()
             raise
-        return Patched(context, ids, order, rows, watch)
+        return Patched(context, ids, order, rows[0], watch)
 
-    def answers(self, method: RecomputePolicy, prompts: Sequence[str | Sequence[int]], **options: Any) -> list[str]:
-        """What the model generates for each prompt, one after another; the options are those of `Patched.generate`."""
+    def answers(self, method: RecomputePolicy, prompts: Sequence[Text], **options: Any) -> list[str]:
+        """The generated text for each prompt, one after another. Options are those of `Patched.generate`."""
         if isinstance(prompts, str):
-            raise ValueError(f"give a list of prompts, not one text: [{prompts[:20]!r}]")
+            raise ValueError(f"pass a list of prompts, not one text: [{prompts[:20]!r}]")
         texts: list[str] = []
         for prompt in prompts:
             with self.patch(method, prompt) as patched:
                 texts.append(patched.generate(**options))
         return texts
 
-    def _prompt(self, prompt: str | Sequence[int]) -> Int[Tensor, "prompt"]:
-        ids = self.encoder.tokens(prompt)
+    def _prompt(self, prompt: Text) -> Int[Tensor, "prompt"]:
+        ids = self.lm.tokens(prompt)
         if not len(ids):
-            raise ValueError("the prompt is empty: ask something")
-        self.encoder.check_length(len(self) + len(ids), "context and prompt", "compose fewer chunks")
+            raise ValueError("the prompt is empty: pass a question")
+        self.lm.check_length(len(self) + len(ids), "context and prompt", "compose fewer chunks")
         return ids
 
 
-class Asked(NamedTuple):
-    """What a method sees of a context and a prompt; see `foveate.methods.recompute_policy.ComposedCache`."""
+class Patched:
+    """A context with recomputed rows, from `Context.patch`. `undo`, or the end of a `with` block, restores them.
 
-    context: Context
-    prompt: list[int]
+    Attributes:
+        context: The context, or a new one with its chunks reordered if the method asked for that.
+        prompt: Token ids of the prompt.
+        order: Chunk at each place.
+        rows: Rows that were recomputed, ascending.
+        watch: Stopwatch with the steps "score" (choice and reordering), "recompute" and "generate".
+    """
 
-    @property
-    def spans(self) -> Spans:
-        """See `ComposedCache`."""
-        return self.context.spans
+    def __init__(
+        self,
+        context: Context,
+        prompt: Int[Tensor, "prompt"],
+        order: tuple[int, ...],
+        rows: Int[Tensor, "rows"],
+        watch: Stopwatch,
+    ) -> None:
+        self.context, self.prompt, self.order, self.rows, self.watch = context, prompt, order, rows, watch
+        self._ticket = context._ticket = object()
 
-    @property
-    def layers(self) -> int:
-        """See `ComposedCache`."""
-        return len(self.context.keys)
+    def __enter__(self) -> "Patched":
+        return self
 
-    def received(self, layers: tuple[int, ...], norm: Norm, geometry: Geometry) -> Tensor:
-        """See `ComposedCache`."""
-        return self.context.score(self.prompt, layers, norm, geometry)
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.undo()
 
-    def kv_deviation(self, rank: Literal["v", "k"]) -> Tensor:
-        """See `ComposedCache`."""
-        return self.context.kv_deviation(rank)
+    def undo(self) -> None:
+        """Restore the rows, bit for bit. Nothing can be generated afterwards."""
+        if self.context._ticket is self._ticket:
+            self.context.restore()
+
+    def generate(self, max_new_tokens: int = 32, do_sample: bool = False, **options: Any) -> str:
+        """The text that `model.generate` continues with from the patched cache, greedy by default.
+
+        Args:
+            max_new_tokens: Largest number of tokens to generate.
+            do_sample: Whether to sample tokens.
+            **options: Other options of `model.generate`.
+
+        Raises:
+            ValueError: If the patch has been undone, or context, prompt and answer may become too long for the model.
+        """
+        context = self._open()
+        with self.watch.step("generate"), attend_by_rows(context.lm.model):
+            ids = torch.cat([context.ids, self.prompt])
+            return context.lm.generate(
+                ids, context.cache(), max_new_tokens=max_new_tokens, do_sample=do_sample, **options
+            )
+
+    def logits(self, last: int = 0) -> Float[Tensor, "last vocabulary"]:
+        """Next-token logits after each of the last tokens of the prompt, or after all of them if `last` is 0.
+
+        Raises:
+            ValueError: If the patch has been undone.
+        """
+        return self._open().batch.logits(self.prompt[None], last)[0]
+
+    @torch.no_grad()
+    def fidelity(self) -> float:
+        """KL divergence in nats of the next token's distribution from that of a full prefill, which this computes.
+
+        The mean over the tokens of the prompt; 0 means equal.
+
+        Raises:
+            ValueError: If the patch has been undone.
+        """
+        context = self._open()
+        ids = torch.cat([context.ids, self.prompt])[None]
+        full = context.lm.model(input_ids=ids, logits_to_keep=len(self.prompt), use_cache=False).logits[0]
+        p, q = (logits.float().log_softmax(-1) for logits in (full, self.logits()))
+        return float((p.exp() * (p - q)).sum(-1).mean())
+
+    def summary(self) -> str:
+        """Number of recomputed rows of each chunk, and the time of each step."""
+        times = ", ".join(f"{step} {1000 * taken:.1f} ms" for step, taken in self.watch.seconds.items())
+        lines = [f"{len(self.rows)} of {len(self.context)} rows recomputed: {times}"]
+        for chunk, (start, stop) in zip(self.order, self.context.spans, strict=True):
+            rows = int(((self.rows >= start) & (self.rows < stop)).sum())
+            lines.append(f"chunk {chunk}: {rows} of {stop - start}")
+        return "\n".join(lines)
+
+    def _open(self) -> Context:
+        if self.context._ticket is not self._ticket:
+            raise ValueError("the patch has been undone: patch the context again")
+        return self.context

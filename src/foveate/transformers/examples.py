@@ -1,10 +1,11 @@
-"""Examples for in-context learning: read from files, and turned into embeddings."""
+"""Files of in-context learning: pools of examples, their embeddings, and blocks that were made of them."""
 
 import csv
 import io
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 from zlib import crc32
@@ -16,93 +17,130 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
+from foveate.methods.sub_cp import SubCP
+from foveate.ops.example_blocks import Blocks, Embeddings, unit_rows
+from foveate.utils.files import write_whole
 from foveate.utils.progress import Track, silent
 
-__all__ = ["column", "hashed_ngrams", "read_embeddings", "read_examples", "sentence_embeddings"]
+__all__ = [
+    "column",
+    "hashed_ngrams",
+    "read_blocks",
+    "read_embeddings",
+    "read_examples",
+    "sentence_embeddings",
+    "write_blocks",
+]
 
-DIMS = 512
+DIM = 512
+ENCODED_AT_ONCE = 256
 
 
 def read_examples(path: Path) -> list[dict[str, Any]]:
     """The rows of a .csv file, whose first line names the columns, or of a .jsonl file.
 
     Raises:
-        ValueError: If the file is of another kind, empty, or no UTF-8, or a line cannot be read.
+        ValueError: If the file is of another kind, empty or not UTF-8, or a line cannot be read.
     """
     try:
         text = path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError:
-        raise ValueError(f"{path} is no UTF-8 text: save it as such") from None
+        raise ValueError(f"{path} is not UTF-8 text: save it as UTF-8") from None
     if path.suffix == ".csv":
-        rows = _table(text, path)
+        rows = _csv_rows(text, path)
     elif path.suffix == ".jsonl":
-        rows = [_row(line, f"{path}, line {i}") for i, line in enumerate(text.split("\n"), 1) if line.strip()]
+        rows = [_json_row(line, f"{path}, line {i}") for i, line in enumerate(text.split("\n"), 1) if line.strip()]
     else:
-        raise ValueError(f"cannot read {path}: give a .csv file with a line of names, or a .jsonl file")
+        raise ValueError(f"cannot read {path}: pass a .csv file with column names in its first line, or a .jsonl file")
     if not rows:
-        raise ValueError(f"{path} has no examples: a .csv file needs a line of names and one line more")
+        raise ValueError(
+            f"{path} has no examples: a .csv file needs a line of column names and at least one more line"
+        )
     return rows
 
 
+def _csv_rows(text: str, path: Path) -> list[dict[str, Any]]:
+    rows: list[dict[Any, Any]] = list(csv.DictReader(io.StringIO(text, newline="")))
+    for index, row in enumerate(rows):
+        if None in row:  # where DictReader puts surplus fields
+            raise ValueError(
+                f"example {index} of {path} has more fields than the first line names: put texts with commas in quotes"
+            )
+    return rows
+
+
+def _json_row(line: str, where: str) -> dict[str, Any]:
+    try:
+        row = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{where} is not JSON ({error.msg}): write one object per line") from None
+    if not isinstance(row, dict):
+        raise ValueError(f"{where} is not a JSON object: write one object per line")
+    return row
+
+
 def column(rows: Sequence[dict[str, Any]], name: str, path: Path) -> list[str]:
-    """One column, as text.
+    """One column of the examples, as text.
 
     Raises:
-        ValueError: If an example does not have it.
+        ValueError: If an example does not have the column.
     """
     for index, row in enumerate(rows):
         if row.get(name) is None:
-            have = ", ".join(row)
-            raise ValueError(f"example {index} of {path} has no {name!r}: name one of its columns, {have}")
+            raise ValueError(f"example {index} of {path} has no {name!r}: name one of its columns, {', '.join(row)}")
     return [str(row[name]) for row in rows]
 
 
 def read_embeddings(path: Path) -> Tensor:
-    """What a .npy file holds, or the one tensor of a .safetensors file.
+    """The array of a .npy file, or the single tensor of a .safetensors file, [examples, dim].
 
     Raises:
-        ValueError: If the file is of another kind, damaged, or holds several tensors, or one without rows.
+        ValueError: If the file is of another kind or damaged, or holds several tensors or one of another shape.
     """
     if path.suffix not in (".npy", ".safetensors"):
-        raise ValueError(f"cannot read {path}: give a .npy or a .safetensors file")
+        raise ValueError(f"cannot read {path}: pass a .npy or a .safetensors file")
     try:
         tensors = load_file(path) if path.suffix == ".safetensors" else {"": torch.from_numpy(np.load(path))}
     except (SafetensorError, ValueError, TypeError, EOFError) as error:
         raise ValueError(f"{path} holds no embeddings that can be read ({error}): write it again") from None
     if len(tensors) != 1:
-        raise ValueError(f"{path} holds {len(tensors)} tensors ({', '.join(tensors)}): give a file with one")
+        raise ValueError(f"{path} holds {len(tensors)} tensors ({', '.join(tensors)}): pass a file with one")
     (embeddings,) = tensors.values()
     if embeddings.ndim != 2:
-        raise ValueError(f"{path} holds numbers of shape {list(embeddings.shape)}: give one row for each example")
+        raise ValueError(f"{path} holds an array of shape {list(embeddings.shape)}: it needs one row for each example")
     return embeddings
 
 
-def hashed_ngrams(texts: Sequence[str], track: Track = silent) -> Float[Tensor, "texts dims"]:
-    """Embeddings without a model: words and runs of three letters, each hashed to a place and a sign.
+def hashed_ngrams(texts: Sequence[str], track: Track = silent) -> Float[Tensor, "texts dim"]:
+    """Embeddings without a model: words and letter trigrams, each hashed to a dimension and a sign.
 
-    A word or run that occurs n times counts 1 + log n. Texts are alike if they share words and spelling; what they
-    mean plays no part.
+    A word or trigram that occurs n times counts 1 + log n. Texts are similar if they share words and spelling,
+    whatever they mean.
 
     Raises:
         ValueError: If a text has neither letters nor digits.
     """
-    embeddings, advance = torch.zeros(len(texts), DIMS), track("embeddings", len(texts))
+    embeddings, advance = torch.zeros(len(texts), DIM), track("embeddings", len(texts))
     for index, text in enumerate(texts):
         words = re.findall(r"\w+", text.lower())
         if not words:
             raise ValueError(f"example {index} has no words: {text!r}; leave it out")
         counts: dict[str, int] = {}
-        for gram in (gram for word in words for gram in (word, *_threes(f"<{word}>"))):
+        for gram in (gram for word in words for gram in (word, *_trigrams(f"<{word}>"))):
             counts[gram] = counts.get(gram, 0) + 1
         for gram, count in counts.items():
             code = crc32(gram.encode())
-            embeddings[index, code % DIMS] += (1 + np.log(count)) * (1 if code >> 31 else -1)
+            embeddings[index, code % DIM] += (1 + np.log(count)) * (1 if code >> 31 else -1)
         advance()
     return embeddings
 
 
-def sentence_embeddings(texts: Sequence[str], model: str, track: Track = silent) -> Float[Tensor, "texts dims"]:
-    """Embeddings by a model of sentence-transformers, which is downloaded if it is not there.
+def _trigrams(word: str) -> list[str]:
+    return [word[i : i + 3] for i in range(len(word) - 2)]
+
+
+def sentence_embeddings(texts: Sequence[str], model: str, track: Track = silent) -> Float[Tensor, "texts dim"]:
+    """Embeddings by a model of sentence-transformers, which is downloaded if necessary.
 
     Raises:
         ImportError: If sentence-transformers is not installed.
@@ -114,7 +152,8 @@ def sentence_embeddings(texts: Sequence[str], model: str, track: Track = silent)
             f"embeddings by {model} need sentence-transformers: pip install 'foveate[sentence-transformers]', "
             "or leave the model out"
         ) from error
-    encoder, parts = SentenceTransformer(model), [texts[i : i + 256] for i in range(0, len(texts), 256)]
+    encoder = SentenceTransformer(model)
+    parts = [texts[i : i + ENCODED_AT_ONCE] for i in range(0, len(texts), ENCODED_AT_ONCE)]
     advance, embeddings = track("embeddings", len(parts)), list[Tensor]()
     for part in parts:
         embeddings.append(encoder.encode(list(part), convert_to_tensor=True, show_progress_bar=False).cpu())
@@ -122,25 +161,54 @@ def sentence_embeddings(texts: Sequence[str], model: str, track: Track = silent)
     return torch.cat(embeddings)
 
 
-def _table(text: str, path: Path) -> list[dict[str, Any]]:
-    rows: list[dict[Any, Any]] = list(csv.DictReader(io.StringIO(text, newline="")))
-    for index, row in enumerate(rows):
-        if None in row:  # what is left of it
-            raise ValueError(
-                f"example {index} of {path} has more fields than the first line names: put texts with commas in quotes"
-            )
-    return rows
+def write_blocks(
+    path: Path,
+    blocks: Blocks,
+    embeddings: Embeddings,
+    sub: SubCP,
+    *,
+    labels: Sequence[Hashable] | None = None,
+    examples: Sequence[Any] | None = None,
+) -> None:
+    """Write one line of JSON for each block: its number, ids, examples if given, and a fingerprint of what made it.
+
+    Args:
+        path: File to write.
+        blocks: Result of `sub.partition(embeddings, labels=labels)`.
+        embeddings: Embeddings of the pool.
+        sub: Settings of the partition.
+        labels: Labels of the pool, if they were given.
+        examples: Examples of the pool, as values that JSON can represent.
+    """
+    fingerprint = _fingerprint(embeddings, sub, labels)
+    lines: list[str] = []
+    for number, ids in enumerate(blocks.ids):
+        content = {"block": number, "ids": ids}
+        if examples is not None:
+            content["examples"] = [examples[i] for i in ids]
+        lines.append(json.dumps(content | {"fingerprint": fingerprint}, ensure_ascii=False) + "\n")
+    write_whole(path, "".join(lines).encode())
 
 
-def _row(line: str, where: str) -> dict[str, Any]:
+def read_blocks(path: Path, embeddings: Embeddings, sub: SubCP, *, labels: Sequence[Hashable] | None = None) -> Blocks:
+    """The blocks that `write_blocks` wrote for the same embeddings, settings and labels.
+
+    Raises:
+        ValueError: If they were made from others, or the file is not complete.
+    """
     try:
-        row = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{where} is no JSON ({error.msg}): write one object a line") from None
-    if not isinstance(row, dict):
-        raise ValueError(f"{where} is no JSON object: write one object a line")
-    return row
+        lines = [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n") if line]
+        ids = [[int(i) for i in line["ids"]] for line in lines]
+        fingerprints = {line["fingerprint"] for line in lines}
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{path} holds no blocks that can be read ({error}): make them again") from None
+    if len(ids) != sub.blocks or fingerprints != {_fingerprint(embeddings, sub, labels)}:
+        raise ValueError(f"{path} holds blocks of other embeddings, labels or settings than {sub}: make them again")
+    return Blocks(ids, unit_rows(embeddings))
 
 
-def _threes(word: str) -> list[str]:
-    return [word[i : i + 3] for i in range(len(word) - 2)]
+def _fingerprint(embeddings: Embeddings, sub: SubCP, labels: Sequence[Hashable] | None) -> str:
+    rows = torch.as_tensor(embeddings).detach().float().cpu().contiguous()
+    given = labels.tolist() if isinstance(labels, Tensor) else labels
+    about = [list(rows.shape), repr(sub), None if given is None else list(map(str, given))]
+    return sha256(json.dumps(about).encode() + rows.numpy().tobytes()).hexdigest()[:32]

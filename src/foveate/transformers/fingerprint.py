@@ -1,4 +1,4 @@
-"""What a cached chunk depends on besides its text. It guards against mistakes, not against malice."""
+"""Hashes of everything that a cached chunk depends on. They guard against mistakes, not against forgery."""
 
 import json
 from hashlib import sha256
@@ -10,21 +10,22 @@ from transformers import PreTrainedModel
 
 __all__ = ["checksum", "digest", "fingerprint"]
 
-BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-PIECE = 2**24
-PASSING = "_name_or_path", "architectures", "dtype", "transformers_version", "use_cache"  # say nothing of the numbers
+INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+PART = 2**24  # elements of a sum, which bounds its memory
+# config entries that do not change any number
+IGNORED = "_name_or_path", "architectures", "dtype", "transformers_version", "use_cache"
 
 
 def fingerprint(model: PreTrainedModel, tokenizer: Any, prefix: tuple[int, ...]) -> dict[str, str]:
-    """What must be equal for a cached chunk to be of use, by name.
+    """Hashes of what must be equal for a cached chunk to be usable, by name.
 
     Args:
-        model: All of its weights and buffers count, its config, and which adapters are active, how strongly.
-        tokenizer: Its rules and its special tokens.
-        prefix: Token ids in front of every chunk.
+        model: Language model: its weights, buffers, config, and active adapters with their scaling.
+        tokenizer: Tokenizer: its rules and special tokens.
+        prefix: Token ids before every chunk.
     """
-    config = {name: value for name, value in model.config.to_dict().items() if name not in PASSING}
-    tensors = model.state_dict() | dict(model.named_buffers())  # with those that no checkpoint holds: the frequencies
+    config = {name: value for name, value in model.config.to_dict().items() if name not in IGNORED}
+    tensors = model.state_dict() | dict(model.named_buffers())  # rotary frequencies are in no state dict
     weights = [(name, str(tensor.dtype), checksum(tensor)) for name, tensor in sorted(tensors.items())]
     adapters = [
         (name, module.active_adapters, module.disable_adapters, getattr(module, "scaling", None))  # type: ignore[union-attr]
@@ -43,22 +44,22 @@ def fingerprint(model: PreTrainedModel, tokenizer: Any, prefix: tuple[int, ...])
 
 
 def digest(value: Any) -> str:
-    """A short hash of anything that JSON can hold."""
+    """A short hash of a value that JSON can represent."""
     return sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()[:32]
 
 
 def checksum(tensor: Tensor) -> int:
-    """A sum of all bits, weighted by position: whole numbers, so it is the same on every device and in every order."""
-    bits = tensor.detach().contiguous().flatten().view(BITS[tensor.element_size()])
+    """The sum of a tensor's bits, weighted by position. It is an integer, hence equal on every device."""
+    bits = tensor.detach().contiguous().flatten().view(INTEGERS[tensor.element_size()])
     total = torch.zeros((), dtype=torch.int64, device=bits.device)
-    for start in range(0, len(bits), PIECE):
-        piece = bits[start : start + PIECE].long()
-        total += (piece * (2 * torch.arange(start, start + len(piece), device=bits.device) + 1)).sum()
+    for start in range(0, len(bits), PART):
+        part = bits[start : start + PART].long()
+        total += (part * (2 * torch.arange(start, start + len(part), device=bits.device) + 1)).sum()
     return int(total)
 
 
 def _rules(tokenizer: Any) -> Any:
-    """The tokenizer in its serialised form, without the padding and truncation that its last call left in it."""
+    """The serialised tokenizer, without the padding and truncation that its last call left in it."""
     if not hasattr(tokenizer, "backend_tokenizer"):
         return tokenizer.get_vocab()
     rules = json.loads(tokenizer.backend_tokenizer.to_str())

@@ -1,38 +1,40 @@
-"""How a causal language model uses blocks of examples: as one text, as an ensemble, or in parallel windows.
+"""Hosts for blocks of examples: ways in which a causal language model reads them and answers questions.
 
-A block is a list of examples, an example a list of token ids. The examples are read once into a `Context`; questions
-are asked of it as often as one likes.
+A block is a list of examples, and an example a list of token ids. The model reads the examples once, and then answers
+any number of questions.
 
-    one text          concatenate(model, blocks)
+    concatenate       concatenate(model, blocks): all blocks as one text
     ensemble          ensemble([concatenate(model, [block]).score(...) for block in blocks], weights)
     parallel windows  parallel_windows(model, blocks)
 
-The ensemble is that of DENSE (arXiv 2308.08780), the windows are those of PCW (arXiv 2212.10947); both are written
-from descriptions.
+The ensemble is that of DENSE (arXiv 2308.08780), parallel windows are those of PCW (arXiv 2212.10947). Both are
+written from descriptions. `prompt_with` does the same with texts and a tokenizer.
 """
 
 from collections.abc import Sequence
 from inspect import signature
 from itertools import chain
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
-__all__ = ["Context", "concatenate", "ensemble", "parallel_windows"]
+__all__ = ["HOSTS", "PrefilledContext", "PromptedModel", "concatenate", "ensemble", "parallel_windows", "prompt_with"]
 
 Block = Sequence[Sequence[int]]
+Mix = Literal["moe", "poe", "max"]
+HOSTS = "concatenate", "ensemble", "parallel_windows"
 
 
-class Context(NamedTuple):
-    """What a model has read.
+class PrefilledContext(NamedTuple):
+    """Examples that a model has read.
 
     Attributes:
-        model: That has read it.
+        model: Causal language model.
         layers: Keys and values of each layer, [1, heads, tokens, head_dim].
-        position: Of the token that comes next.
+        position: Position of the next token.
     """
 
     model: PreTrainedModel
@@ -41,10 +43,10 @@ class Context(NamedTuple):
 
     @torch.no_grad()
     def logits(self, text: Int[Tensor, "batch tokens"]) -> Float[Tensor, "batch tokens vocabulary"]:
-        """Logits of the token behind each token of a text that goes on after the context, which stays as it is.
+        """Next-token logits after each token of a text that follows the context, which stays unchanged.
 
         Raises:
-            ValueError: If that is more than the model's context holds.
+            ValueError: If context and text exceed the model's context length.
         """
         batch, tokens = text.shape
         _check_length(self.model, self.position + tokens)
@@ -58,93 +60,167 @@ class Context(NamedTuple):
         ).logits
 
     def score(self, question: Sequence[int], answers: Sequence[Sequence[int]]) -> Float[Tensor, "answers"]:
-        """Log-probabilities of answers to a question, as if there were no others: their exponentials sum to 1.
+        """Log-probabilities of the answers to a question, normalised over these answers.
 
         Args:
             question: Token ids.
-            answers: Token ids of each; of several tokens the probabilities are multiplied.
+            answers: Token ids of each answer. The probabilities of an answer's tokens are multiplied.
 
         Raises:
             ValueError: If the question or an answer has no tokens.
         """
         if not question or not answers or not all(answers):
-            raise ValueError("a question and each of its answers need one token at least: give their token ids")
+            raise ValueError("the question and each answer need at least one token: pass their token ids")
         longest = max(map(len, answers))
         padded = [[*question, *answer] + [0] * (longest - len(answer)) for answer in answers]
         logits = self.logits(torch.tensor(padded))
         wide = torch.promote_types(logits.dtype, torch.float32)  # half precision cannot tell answers apart
-        said = logits.to(wide).log_softmax(-1)
+        log_probabilities = logits.to(wide).log_softmax(-1)
         scores = [
-            said[index, range(len(question) - 1, len(question) - 1 + len(answer)), list(answer)].sum()
+            log_probabilities[index, range(len(question) - 1, len(question) - 1 + len(answer)), list(answer)].sum()
             for index, answer in enumerate(answers)
         ]
         return torch.stack(scores).log_softmax(0)
 
 
-def concatenate(model: PreTrainedModel, blocks: Sequence[Block], start: Sequence[int] = ()) -> Context:
-    """The examples of all blocks read as one text.
+def concatenate(model: PreTrainedModel, blocks: Sequence[Block], start: Sequence[int] = ()) -> PrefilledContext:
+    """The context of all blocks read as one text.
 
     Args:
-        model: Any causal language model whose layers attend to all that comes before.
-        blocks: In the order in which they are read.
-        start: What comes first, usually the token that begins a text.
+        model: Causal language model whose layers attend to all previous tokens.
+        blocks: Blocks, in reading order.
+        start: Token ids before the first block, usually the start-of-text token.
 
     Raises:
-        ValueError: If a block or an example is empty, the model cannot be used so, or its context is too short.
+        ValueError: If a block or an example is empty, the model is not supported, or its context is too short.
     """
-    return _read(model, [*start, *chain.from_iterable(_tokens(block, i) for i, block in enumerate(blocks))])
+    return _prefill(model, [*start, *chain.from_iterable(_tokens(block, i) for i, block in enumerate(blocks))])
 
 
-def parallel_windows(model: PreTrainedModel, blocks: Sequence[Block], start: Sequence[int] = ()) -> Context:
-    """Every block read apart, all at the same positions; what follows sees all and comes after the longest.
+def parallel_windows(model: PreTrainedModel, blocks: Sequence[Block], start: Sequence[int] = ()) -> PrefilledContext:
+    """The context of blocks that are read separately, all at the same positions, after one common start.
 
-    With one block this is `concatenate`. Arguments and errors are those of `concatenate`; the start is kept once.
+    The question attends to all blocks, and its positions follow those of the longest. With one block this equals
+    `concatenate`, which documents the arguments and errors.
     """
-    windows = [_read(model, [*start, *_tokens(block, i)]) for i, block in enumerate(blocks)]
+    windows = [_prefill(model, [*start, *_tokens(block, i)]) for i, block in enumerate(blocks)]
     if not windows:
-        raise ValueError("there is nothing to read: give one block at least")
-    starts = [0] + [len(start)] * (len(windows) - 1)  # the first brings it
+        raise ValueError("there is nothing to read: pass at least one block")
+    skipped = [0] + [len(start)] * (len(windows) - 1)  # the first window keeps the start
 
     def joined(layer: int, part: int) -> Tensor:
-        return torch.cat([w.layers[layer][part][:, :, s:] for w, s in zip(windows, starts, strict=True)], 2)
+        return torch.cat([w.layers[layer][part][:, :, s:] for w, s in zip(windows, skipped, strict=True)], 2)
 
     layers = [(joined(layer, 0), joined(layer, 1)) for layer in range(len(windows[0].layers))]
-    return Context(model, layers, max(window.position for window in windows))
+    return PrefilledContext(model, layers, max(window.position for window in windows))
 
 
 def ensemble(
     scores: Sequence[Float[Tensor, "*questions answers"]],
     weights: Float[Tensor, "blocks *#questions"] | Sequence[float] | None = None,
-    mix: Literal["moe", "poe", "max"] = "moe",
+    mix: Mix = "moe",
 ) -> Float[Tensor, "*questions answers"]:
-    """Probabilities of the answers when each block is asked by itself; in all 1.
+    """Probabilities of the answers, mixed from blocks that are asked separately.
 
     Args:
-        scores: Log-probabilities that each block gives to the answers: `Context.score`, or many of them stacked.
-        weights: What each block counts for, 0 or more; they are divided by their sum. None: all the same. Blocks of
-            local strategies need weights that follow the question: `Blocks.weights`.
-        mix: "moe": the weighted mean of probabilities. "poe": their product, weights as exponents. "max": the largest
-            weighted one. The last two are divided by their sum.
+        scores: Log-probabilities of the answers for each block: `PrefilledContext.score`, or a stack of them.
+        weights: Weight of each block, 0 or more, normalised to sum 1. None weighs all blocks equally. Blocks of local
+            strategies need weights that depend on the question: `Blocks.weights`.
+        mix: "moe": weighted mean of probabilities. "poe": product of probabilities with weights as exponents. "max":
+            largest weighted probability. The last two are normalised.
 
     Raises:
         ValueError: If there are no blocks, the weights do not fit them, or the mix is unknown.
     """
     if not len(scores):
-        raise ValueError("an ensemble needs the scores of one block at least")
-    said = torch.stack(list(scores))
-    w = torch.as_tensor([1.0] * len(said) if weights is None else weights).to(said)
-    fits = w.shape in ((len(said),), said.shape[:-1])
+        raise ValueError("an ensemble needs the scores of at least one block")
+    p = torch.stack(list(scores))
+    w = torch.as_tensor([1.0] * len(p) if weights is None else weights).to(p)
+    fits = w.shape in ((len(p),), p.shape[:-1])
     if not fits or not w.isfinite().all() or (w < 0).any() or (w.sum(0) == 0).any():
-        raise ValueError(f"{len(said)} blocks need as many weights of 0 or more, one above 0: not {w.tolist()}")
-    w = (w / w.sum(0)).reshape(*w.shape, *(1,) * (said.ndim - w.ndim))
+        raise ValueError(f"{len(p)} blocks need {len(p)} weights of 0 or more, not all 0: not {w.tolist()}")
+    w = (w / w.sum(0)).reshape(*w.shape, *(1,) * (p.ndim - w.ndim))
     if mix == "moe":
-        return (w * said.exp()).sum(0)
+        return (w * p.exp()).sum(0)
     if mix == "poe":
-        return (w * said).sum(0).softmax(-1)
+        return (w * p).sum(0).softmax(-1)
     if mix == "max":
-        most = (w * said.exp()).amax(0)
-        return most / most.sum(-1, keepdim=True)
+        largest = (w * p.exp()).amax(0)
+        return largest / largest.sum(-1, keepdim=True)
     raise ValueError(f"mix must be one of moe, poe, max, not {mix!r}")
+
+
+class PromptedModel(NamedTuple):
+    """A model that has read blocks of examples, asked in text; made by `prompt_with`.
+
+    Attributes:
+        tokenizer: Tokenizer of the model.
+        contexts: Context of each block for an ensemble, otherwise a single context.
+    """
+
+    tokenizer: Any
+    contexts: list[PrefilledContext]
+
+    def probabilities(
+        self, question: str, answers: Sequence[str], weights: Float[Tensor, "blocks"] | None = None, mix: Mix = "moe"
+    ) -> Float[Tensor, "answers"]:
+        """Probabilities of the answers, with sum 1. Weights and mix are those of `ensemble`, and unused otherwise."""
+        prompt = _ids(self.tokenizer, question)
+        endings: list[list[int]] = []
+        for answer in answers:
+            both = _ids(self.tokenizer, question + answer)
+            # a tokenizer may merge the question's end with the answer's beginning: then tokenize the answer alone
+            joined = both[: len(prompt)] == prompt
+            endings.append(both[len(prompt) :] if joined else _ids(self.tokenizer, answer))
+        return ensemble([context.score(prompt, endings) for context in self.contexts], self._weights(weights), mix)
+
+    def generate(
+        self, question: str, max_new_tokens: int, weights: Float[Tensor, "blocks"] | None = None, mix: Mix = "moe"
+    ) -> str:
+        """The greedy answer, up to the end of its line. Weights and mix are those of `ensemble`, applied per token."""
+        prompt, generated = _ids(self.tokenizer, question), list[int]()
+        eos: Any = getattr(self.contexts[0].model.generation_config, "eos_token_id", None)
+        ends = {self.tokenizer.eos_token_id, *(eos if isinstance(eos, list) else [eos])}
+        while len(generated) < max_new_tokens:
+            text = torch.tensor([[*prompt, *generated]])
+            scores = [context.logits(text)[0, -1].float().log_softmax(-1) for context in self.contexts]
+            token = int(ensemble(scores, self._weights(weights), mix).argmax())
+            if token in ends:
+                break
+            generated.append(token)
+            if "\n" in self.tokenizer.decode(generated).lstrip("\n"):
+                break
+        return self.tokenizer.decode(generated, skip_special_tokens=True).strip()
+
+    def _weights(self, weights: Float[Tensor, "blocks"] | None) -> Float[Tensor, "blocks"] | None:
+        return weights if len(self.contexts) > 1 else None
+
+
+def prompt_with(model: PreTrainedModel, tokenizer: Any, blocks: Sequence[Sequence[str]], host: str) -> PromptedModel:
+    """The model after it has read blocks of texts, each after the tokenizer's start-of-text token.
+
+    Args:
+        model: Causal language model whose layers attend to all previous tokens.
+        tokenizer: Tokenizer of the model.
+        blocks: Texts of the examples of each block.
+        host: One of `HOSTS`.
+
+    Raises:
+        ValueError: If the host is unknown, or the model cannot read the blocks.
+    """
+    tokens = [[_ids(tokenizer, text) for text in block] for block in blocks]
+    start = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
+    if host == "concatenate":
+        return PromptedModel(tokenizer, [concatenate(model, tokens, start)])
+    if host == "parallel_windows":
+        return PromptedModel(tokenizer, [parallel_windows(model, tokens, start)])
+    if host == "ensemble":
+        return PromptedModel(tokenizer, [concatenate(model, [block], start) for block in tokens])
+    raise ValueError(f"unknown host {host!r}: choose one of {', '.join(HOSTS)}")
+
+
+def _ids(tokenizer: Any, text: str) -> list[int]:
+    return tokenizer(text, add_special_tokens=False).input_ids
 
 
 def _tokens(block: Block, index: int) -> list[int]:
@@ -154,33 +230,33 @@ def _tokens(block: Block, index: int) -> list[int]:
 
 
 @torch.no_grad()
-def _read(model: PreTrainedModel, tokens: list[int]) -> Context:
+def _prefill(model: PreTrainedModel, tokens: list[int]) -> PrefilledContext:
     config = model.config.get_text_config()
-    named = "layer_types", "attention_layers"  # the second of GPT-Neo
+    named = "layer_types", "attention_layers"  # the second is GPT-Neo's
     kinds = {kind for name in named for kind in getattr(config, name, None) or ()} - {"full_attention", "global"}
     if (getattr(config, "rope_parameters", None) or {}).get("rope_type") == "longrope":
-        kinds.add("longrope")  # angles that change with the total length
+        kinds.add("longrope")  # its angles change with the total length
     if getattr(config, "alibi", False):
-        kinds.add("alibi")  # counts positions itself
+        kinds.add("alibi")  # it ignores position_ids
     if kinds or getattr(config, "sliding_window", None) or "position_ids" not in signature(model.forward).parameters:
         raise ValueError(
-            f"{type(model).__name__} does not take blocks: use a model whose layers all attend to everything before "
+            f"{type(model).__name__} does not take blocks: use a model whose layers all attend to all previous tokens "
             f"and that takes position_ids{' (it has ' + ', '.join(sorted(kinds)) + ')' if kinds else ''}"
         )
     if model.training:
-        raise ValueError("the model is in training mode, where dropout changes what it says: call model.eval()")
+        raise ValueError("the model is in training mode, where dropout changes its answers: call model.eval()")
     if not tokens:
-        raise ValueError("there is nothing to read: give a block of one example, or a start")
+        raise ValueError("there is nothing to read: pass a block with one example, or a start")
     _check_length(model, len(tokens))
     text = torch.tensor([tokens], device=model.device)
     cache = model(text, past_key_values=DynamicCache(), use_cache=True).past_key_values
-    return Context(model, [(layer.keys, layer.values) for layer in cache.layers], len(tokens))
+    return PrefilledContext(model, [(layer.keys, layer.values) for layer in cache.layers], len(tokens))
 
 
 def _check_length(model: PreTrainedModel, tokens: int) -> None:
-    most = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    if most and tokens > most:
+    limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    if limit and tokens > limit:
         raise ValueError(
-            f"{tokens} tokens are more than the {most} that the model's context holds: use fewer or smaller blocks, "
-            "or a host that reads each by itself"
+            f"{tokens} tokens are more than the {limit} that the model's context holds: use fewer or smaller blocks, "
+            "or a host that reads each block separately"
         )

@@ -1,31 +1,31 @@
-"""Cached chunks of passages in a folder: computed once, read when they are needed."""
+"""Cached chunks of passages in a folder: encoded once, read when they are needed."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from time import time
 from typing import NamedTuple
 
-from foveate.transformers.chunk import ChunkCache, opened
-from foveate.transformers.documents import Passage
+from foveate.transformers.cache import ChunkCache, open_chunk
+from foveate.transformers.documents import Passage, split_documents
 from foveate.transformers.encoder import ChunkEncoder
 from foveate.transformers.fingerprint import digest
 from foveate.utils.progress import Track, silent
 
-__all__ = ["Built", "ChunkIndex"]
+__all__ = ["BuildReport", "ChunkIndex", "index_documents"]
 
 ABANDONED = 3600
-"""Seconds after which nobody is still writing a file."""
+"""Age in seconds after which an incomplete file is no longer being written."""
 
 
-class Built(NamedTuple):
-    """What building an index has done.
+class BuildReport(NamedTuple):
+    """What `ChunkIndex.build` has done.
 
     Attributes:
-        encoded: Chunks that were computed.
-        found: Chunks that were there.
-        removed: Files of passages that are gone.
+        encoded: Number of chunks that were encoded.
+        found: Number of chunks that existed already.
+        removed: Number of removed files, whose passages no longer exist.
     """
 
     encoded: int
@@ -34,17 +34,19 @@ class Built(NamedTuple):
 
 
 class ChunkIndex:
-    """The cached chunks of passages, a safetensors file each, named by a hash of its tokens.
+    """The cached chunks of passages, one safetensors file each, named by a hash of its tokens.
+
+    Args:
+        folder: Folder of the files. Other files in it are left alone.
+        encoder: Encoder of the passages.
+        passages: Passages, in order.
 
     Attributes:
-        folder: Of the files. Files of other kinds are left alone.
-        encoder: Of the model.
-        passages: In order.
         ids: Token ids of each passage.
-        refused: Why files could not be used, whose chunks were computed again.
+        refused: Reasons why files could not be used, so that their chunks were encoded again.
 
     Raises:
-        ValueError: If a passage has no tokens, or is longer than the model's context. Files stay as they are.
+        ValueError: If a passage has no tokens, or is longer than the model's context. Files stay unchanged.
     """
 
     def __init__(self, folder: Path, encoder: ChunkEncoder, passages: Sequence[Passage]) -> None:
@@ -53,29 +55,28 @@ class ChunkIndex:
         for passage, ids in zip(passages, self.ids, strict=True):
             if not ids:
                 raise ValueError(f"{passage.name} has no tokens: leave it out")
-            encoder.check_length(
-                len(encoder.prefix) + len(ids), f"{passage.name} with its prefix", "cut it into parts"
-            )
+            encoder.check_length(len(encoder.prefix) + len(ids), f"{passage.name} with its prefix", "split it")
         self.refused: list[str] = []
         self._loaded: dict[int, ChunkCache] = {}
 
     def path(self, passage: int) -> Path:
-        """The file of a passage; passages of equal tokens share one."""
+        """File of a passage. Passages with equal tokens share a file."""
         return self.folder / f"{digest(self.ids[passage])}.safetensors"
 
-    def build(self, track: Track = silent) -> Built:
-        """Compute what is missing, and remove files of passages that are gone. What is there is not read yet.
+    def build(self, track: Track = silent) -> BuildReport:
+        """Encode the missing chunks, then remove files of passages that no longer exist.
 
-        Each file appears when it is complete: whoever stops it loses the passage at hand, and calls it again.
+        Each file appears only when it is complete. After an interruption, call `build` again: only the passage that
+        was being encoded is lost. Tensors of existing files are not read yet.
 
         Args:
-            track: Shows progress.
+            track: Progress bar.
         """
         missing: list[int] = []
         paths = {self.path(passage): passage for passage in range(len(self.passages))}
         for path, passage in paths.items():
             try:
-                with opened(path, self.encoder):
+                with open_chunk(path, self.encoder):
                     pass
             except FileNotFoundError:
                 missing.append(passage)
@@ -83,33 +84,33 @@ class ChunkIndex:
                 self.refused.append(str(error))
                 missing.append(passage)
         if missing:
-            advance = track("reading passages", len(missing))
+            advance = track("encoding passages", len(missing))
             for passage in missing:
                 self._encode(passage)
                 advance()
-        gone = [path for path in self._files() if path not in paths]
-        for path in gone:
-            path.unlink(missing_ok=True)  # another run may be at it too
-        self._sweep()
-        return Built(len(missing), len(paths) - len(missing), len(gone))
+        unused = [path for path in self._files() if path not in paths]
+        for path in unused:
+            path.unlink(missing_ok=True)  # another process may remove it too
+        self._remove_incomplete()
+        return BuildReport(len(missing), len(paths) - len(missing), len(unused))
 
     def load(self, passages: Sequence[int]) -> list[ChunkCache]:
-        """The chunks of these passages; they stay in memory until others are asked for.
+        """The chunks of these passages, which stay in memory until others are loaded.
 
-        A file whose tensors turn out to be damaged is computed again.
+        A file with damaged tensors is encoded again.
         """
         self._loaded = {passage: self._loaded.get(passage) or self._read(passage) for passage in passages}
         return [self._loaded[passage] for passage in passages]
 
     @property
     def nbytes(self) -> int:
-        """Bytes of its files."""
+        """Size of the files in bytes."""
         return sum(path.stat().st_size for path in self._files())
 
     def words(self, passage: int) -> list[str]:
-        """The text of each token of a passage, with what stands between it and the one before.
+        """The text of each token of a passage, including the whitespace before it.
 
-        Where a character is made of several tokens, the first one has it and the others are empty.
+        If a character consists of several tokens, the first one has its text and the others are empty.
         """
         tokenizer, text = self.encoder.tokenizer, self.passages[passage].text
         if not tokenizer.is_fast:
@@ -133,12 +134,34 @@ class ChunkIndex:
         return chunk
 
     def _files(self) -> list[Path]:
-        """Those that are ours by their names."""
         return [path for path in self.folder.glob("*.safetensors") if re.fullmatch("[0-9a-f]{32}", path.stem)]
 
-    def _sweep(self) -> None:
-        """Remove what a run that was killed left half written; what is younger another run may be writing."""
+    def _remove_incomplete(self) -> None:
+        """Remove incomplete files of killed processes. Younger ones may still be being written."""
         for path in self.folder.glob("*.part"):
             with suppress(FileNotFoundError):
                 if re.match(r"[0-9a-f]{32}\.safetensors\.", path.name) and path.stat().st_mtime < time() - ABANDONED:
                     path.unlink()
+
+
+def index_documents(
+    folder: Path, encoder: ChunkEncoder, documents: Mapping[str, str], max_tokens: int | None = None
+) -> ChunkIndex:
+    """The index of documents that are split into passages. Call `build` to encode them.
+
+    Args:
+        folder: Folder of the index.
+        encoder: Encoder of the passages.
+        documents: Texts by name.
+        max_tokens: Largest number of tokens in a passage. 0 keeps documents whole; None is 512, or a quarter of the
+            model's context if that is less.
+
+    Raises:
+        ValueError: If a passage has no tokens, or is longer than the model's context.
+    """
+    if max_tokens is None:
+        max_tokens = min(512, encoder.model.config.max_position_embeddings // 4)
+    passages = split_documents(
+        documents, max_tokens, lambda text: len(encoder.tokenizer(text, add_special_tokens=False).input_ids)
+    )
+    return ChunkIndex(folder, encoder, passages)

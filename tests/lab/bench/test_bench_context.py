@@ -1,20 +1,20 @@
-"""Laws of the benchmarks of long contexts and of examples: they check before they time, and their parts add up."""
+"""Laws of the benchmarks of contexts and examples: they check before they time, and stages add up."""
 
 import json
 
 import pytest
 import torch
+from lab.__main__ import app
 from lab.bench import context, examples
-from lab.bench.context import How, bench_context, draw_context, first_token, table_of
+from lab.bench.context import Settings, bench_context, draw_context, first_token, table_of
 from typer.testing import CliRunner
 
-from foveate.cli import app
-from foveate.transformers.context import Context
+from foveate.transformers.cache import CacheBatch
 from foveate.web.report import figure_png
 
 CPU = torch.device("cpu")
-HOW = How("small", CPU, torch.float32, chunk=40, prompt=6, recompute=0.25, rounds=1)
-EXAMPLES = examples.How(CPU, picks=12, blocks=3, dim=8, rounds=1)
+SETTINGS = Settings("small", CPU, torch.float32, chunk=40, prompt=6, recompute=0.25, rounds=1)
+EXAMPLES = examples.Settings(CPU, picks=12, blocks=3, dim=8, rounds=1)
 
 
 @pytest.fixture(autouse=True)
@@ -28,11 +28,11 @@ def _small(monkeypatch):
 
 @pytest.fixture
 def result():
-    *_, result = bench_context([120], HOW)
+    *_, result = bench_context([120], SETTINGS)
     return result
 
 
-def test_every_way_is_timed_in_its_stages(result):
+def test_every_variant_is_timed_in_its_stages(result):
     full, none, ours, blend, epic, fly = rows = result["rows"]
     assert [row["cached"] for row in rows] == [False, True, True, True, True, False]
     assert [row["rows"] for row in rows] == [0, 0, 30, 30, 30, 30]
@@ -54,27 +54,27 @@ def test_a_result_is_shown_as_table_and_plot(result):
     assert figure_png(draw_context(result)).startswith(b"\x89PNG")
 
 
-def test_a_way_gives_the_answer_of_the_context_it_patches():
-    work = context.Work.of(context._encoder(context.SMALL, HOW), [30, 30], 6)
-    (way,) = (way for way in context.ways(HOW) if way.name == "InfoFlow 25%")
-    logits, rows = first_token(way, work)
-    with work.encoder.compose(work.chunks).patch(way.method, work.prompt) as patched:
+def test_a_variant_gives_the_answer_of_the_context_it_patches():
+    work = context.Work.of(context._encoder(context.SMALL, SETTINGS), [30, 30], 6)
+    (variant,) = (variant for variant in context.variants(SETTINGS) if variant.name == "InfoFlow 25%")
+    logits, rows = first_token(variant, work)
+    with work.encoder.compose(work.chunks).patch(variant.method, work.prompt) as patched:
         assert len(patched.rows) == rows
         torch.testing.assert_close(logits, patched.logits(last=1))
 
 
 def test_what_is_wrong_is_not_timed(monkeypatch):
-    monkeypatch.setattr(Context, "recompute", lambda *_: None)
+    monkeypatch.setattr(CacheBatch, "recompute", lambda *_: None)
     with pytest.raises(ValueError, match="is not the full prefill of a small model"):
-        next(bench_context([120], HOW))
+        next(bench_context([120], SETTINGS))
 
 
 @pytest.mark.usefixtures("as_a_user")
 @pytest.mark.parametrize(
     ("lengths", "how", "message"),
-    [([120, 60], HOW, "60 tokens has not two chunks of 40: use --chunk 30"),
-     ([120], HOW._replace(model="tiny"), "unknown model 'tiny': choose one of llama-8b, small"),
-     ([120], HOW._replace(model="llama-8b"), "too many for a CPU: use --model small, or a GPU")],
+    [([120, 60], SETTINGS, "60 tokens has less than two chunks of 40: use --chunk 30"),
+     ([120], SETTINGS._replace(model="tiny"), "unknown model 'tiny': choose one of llama-8b, small"),
+     ([120], SETTINGS._replace(model="llama-8b"), "too many for a CPU: use --model small, or a GPU")],
 )  # fmt: skip
 def test_what_cannot_be_timed_is_refused(lengths, how, message):
     with pytest.raises(ValueError, match=message):
@@ -96,16 +96,16 @@ def test_choices_of_examples_are_checked_and_timed():
 def test_a_wrong_choice_of_examples_is_not_timed(monkeypatch):
     select = examples.SubCP.select
     monkeypatch.setattr(examples.SubCP, "select", lambda self, pool, n: select(self, pool.flip(0), n))
-    with pytest.raises(ValueError, match="other examples than the greedy choice"):
+    with pytest.raises(ValueError, match="differs from greedy on the full"):
         next(examples.bench_examples([60], EXAMPLES))
 
 
 def test_the_commands_write_json_and_a_plot(tmp_path):
     common = ["--rounds", "1", "--device", "cpu", "--commit", "abc", "--out", str(tmp_path)]
     given = ["context", "--model", "small", "--tokens", "120", "--chunk", "40", "--prompt", "6"]
-    done = CliRunner().invoke(app, ["bench", *given, *common])
+    done = CliRunner().invoke(app, [*given, *common])
     assert done.exit_code == 0, done.output
-    done = CliRunner().invoke(app, ["bench", "examples", "--pool", "60", "--picks", "12", "--blocks", "3", *common])
+    done = CliRunner().invoke(app, ["examples", "--pool", "60", "--picks", "12", "--blocks", "3", *common])
     assert done.exit_code == 0, done.output
     for name in ("context-small-cpu", "examples-cpu"):
         assert json.loads((tmp_path / f"{name}.json").read_text())["versions"]["commit"] == "abc"
@@ -119,6 +119,6 @@ def test_the_commands_write_json_and_a_plot(tmp_path):
      (["--picks", "100"], "100 examples do not fill 64 blocks evenly: use --picks 64")],
 )  # fmt: skip
 def test_bad_sizes_are_one_clear_line(arguments, message):
-    done = CliRunner().invoke(app, ["bench", "examples", *arguments])
+    done = CliRunner().invoke(app, ["examples", *arguments])
     assert done.exit_code == 2
     assert message in " ".join(done.output.split())

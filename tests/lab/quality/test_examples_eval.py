@@ -5,11 +5,11 @@ import json
 import numpy as np
 import pytest
 import torch
-from lab.quality.example_deals import CONTROLS, DEALS, deal
+from lab.quality.example_partitions import CONTROLS, PARTITIONS, partition
 from lab.quality.example_pools import KINDS, draw
-from lab.quality.example_readers import LABELS, Learner, Recipe, Vote, layout, learned, lesson
+from lab.quality.example_readers import LABELS, Learner, Recipe, Vote, layout, trained_learner, training_batch
 from lab.quality.example_tables import has_gap, tables, verdict
-from lab.quality.examples import BIG, SMALL, Cell, answer, dealt, hosts, interval, main, rows_of, scores
+from lab.quality.examples import ONE_BLOCK, ONE_TEXT, Cell, answer, hosts, interval, main, partitioned, rows_of, scores
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from foveate import SubCP
@@ -23,7 +23,7 @@ BLOCKS = [[0, 5, 2], [7, 1, 3]]
 @pytest.fixture(autouse=True)
 def of_its_own():
     """Pools that are kept were drawn as often as the test before wanted."""
-    dealt.cache_clear()
+    partitioned.cache_clear()
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -40,31 +40,31 @@ def test_the_skewed_pool_alone_holds_near_copies():
         similar = (task := draw(kind, 400, 0)).embeddings @ task.embeddings.T
         copied = (similar.fill_diagonal_(0) > 0.99).any(1).float().mean()
         assert share <= copied <= 2 * share
-    with pytest.raises(ValueError, match="unknown data 'news': choose from skewed, balanced, docstrings"):
+    with pytest.raises(ValueError, match="unknown data 'news': choose one of skewed, balanced, docstrings"):
         draw("news", 10, 0)
 
 
-@pytest.mark.parametrize("way", DEALS)
+@pytest.mark.parametrize("method", PARTITIONS)
 @pytest.mark.parametrize("examples", [12, 80])
-def test_every_way_fills_all_blocks_with_different_examples(way, examples):
+def test_every_way_fills_all_blocks_with_different_examples(method, examples):
     task = draw("skewed", examples, 3)
-    ids = deal(way, task.embeddings, task.labels, 4, 3, 7)
+    ids = partition(method, task.embeddings, task.labels, 4, 3, 7)
     assert [len(block) for block in ids] == [3] * 4
     assert len({example for block in ids for example in block}) == 12
-    assert deal(way, task.embeddings, task.labels, 4, 3, 7) == ids
+    assert partition(method, task.embeddings, task.labels, 4, 3, 7) == ids
 
 
 def test_controls_deal_the_examples_of_global_local():
     task = draw("skewed", 80, 3)
     union = set(SubCP().select(task.embeddings, 12).ids.tolist())
-    for way in ("global_local", *CONTROLS):
-        ids = deal(way, task.embeddings, task.labels, 4, 3, 7)
+    for method in ("global_local", *CONTROLS):
+        ids = partition(method, task.embeddings, task.labels, 4, 3, 7)
         assert {example for block in ids for example in block} == union
 
 
 def test_a_vote_is_the_softmax_of_cosines_by_label():
     task = draw("skewed", 20, 0)
-    said = Vote().apart(task, BLOCKS)[1, 4].exp()
+    said = Vote().by_block(task, BLOCKS)[1, 4].exp()
     near = (task.embeddings[BLOCKS[1]] @ task.queries[4] / 0.15).exp()
     for label in range(task.classes):
         share = sum(n for n, i in zip(near, BLOCKS[1], strict=True) if task.labels[i] == label) / near.sum()
@@ -74,17 +74,17 @@ def test_a_vote_is_the_softmax_of_cosines_by_label():
 def test_hosts_follow_the_library():
     task = draw("skewed", 20, 0)
     (said,) = hosts(Vote(), task, [BLOCKS])
-    apart = Vote().apart(task, BLOCKS)
+    apart = Vote().by_block(task, BLOCKS)
     for question in (0, 17):
         near = torch.stack([(task.embeddings[block] @ task.queries[question]).max() for block in BLOCKS])
         for mix in ("moe", "poe", "max"):
             want = ensemble(list(apart[:, question]), (near / 0.1).softmax(0), mix)
             assert torch.allclose(said[f"{mix}, weighted"][question], want, atol=1e-6)
-    assert torch.allclose(said[SMALL], apart[0].exp())
-    assert torch.allclose(said[BIG], Vote().apart(task, [BLOCKS[0] + BLOCKS[1]])[0].exp())
+    assert torch.allclose(said[ONE_BLOCK], apart[0].exp())
+    assert torch.allclose(said[ONE_TEXT], Vote().by_block(task, [BLOCKS[0] + BLOCKS[1]])[0].exp())
     (read,) = hosts(Learner(TINY).eval(), task, [[BLOCKS[0]]])
     for host in ("moe", "poe", "max, weighted", "parallel windows"):
-        assert torch.allclose(read[host], read[BIG], atol=1e-5)
+        assert torch.allclose(read[host], read[ONE_TEXT], atol=1e-5)
 
 
 def test_the_masks_of_windows_are_the_windows_of_the_library():
@@ -110,15 +110,15 @@ def test_scores_are_those_of_a_count_by_hand():
 
 
 def test_labels_of_a_lesson_are_in_the_examples_only():
-    first, again = lesson(TINY, 3), lesson(TINY, 3)
+    first, again = training_batch(TINY, 3), training_batch(TINY, 3)
     assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
-    assert not torch.equal(first[3], lesson(TINY, 4)[3])
-    answers = torch.cat([lesson(TINY, step)[3].flatten() for step in range(200)])
+    assert not torch.equal(first[3], training_batch(TINY, 4)[3])
+    answers = torch.cat([training_batch(TINY, step)[3].flatten() for step in range(200)])
     assert (answers.bincount(minlength=LABELS) / len(answers) - 1 / LABELS).abs().max() < 0.02
 
 
 def test_a_training_that_was_broken_off_ends_as_the_whole_one(tmp_path, monkeypatch):
-    monkeypatch.setattr("small_training.KEPT_EVERY", 2)
+    monkeypatch.setattr("lab.quality.small_training.CHECKPOINT_STEPS", 2)
 
     class Stop(Exception):
         pass
@@ -132,11 +132,11 @@ def test_a_training_that_was_broken_off_ends_as_the_whole_one(tmp_path, monkeypa
 
         return advance
 
-    whole = learned(TINY, tmp_path / "whole", "cpu", silent)
+    whole = trained_learner(TINY, tmp_path / "whole", "cpu", silent)
     with pytest.raises(Stop):
-        learned(TINY, tmp_path / "broken", "cpu", track)
+        trained_learner(TINY, tmp_path / "broken", "cpu", track)
     assert (tmp_path / "broken" / "000000002.pt").exists()
-    resumed = learned(TINY, tmp_path / "broken", "cpu", silent)
+    resumed = trained_learner(TINY, tmp_path / "broken", "cpu", silent)
     for name, weight in whole.state_dict().items():
         assert torch.equal(resumed.state_dict()[name], weight)
 
@@ -151,19 +151,24 @@ def test_an_interval_is_of_pairs_and_a_claim_needs_one_without_0():
 
 
 def test_rows_are_means_over_pools_and_learners_and_gains_are_paired(monkeypatch):
-    monkeypatch.setattr("examples.DRAWS", 1)
+    monkeypatch.setattr("lab.quality.examples.DRAWS", 1)
     cell = Cell("skewed", 30, 2, 3)
     pools = [[answer(reader, cell, pool) for pool in range(3)] for reader in (Vote(), Learner(TINY).eval())]
-    pools = [[{way: {h: of[h] for h in (BIG, SMALL)} for way, of in pool.items()} for pool in one] for one in pools]
+    pools = [
+        [{method: {h: of[h] for h in (ONE_TEXT, ONE_BLOCK)} for method, of in pool.items()} for pool in one]
+        for one in pools
+    ]
     rows = rows_of(cell, pools)
-    row = next(row for row in rows if row["way"] == "local_diverse")
-    by_hand = np.array([[pool["local_diverse"][BIG][0] - pool["random"][BIG][0] for pool in one] for one in pools])
+    row = next(row for row in rows if row["method"] == "local_diverse")
+    by_hand = np.array(
+        [[pool["local_diverse"][ONE_TEXT][0] - pool["random"][ONE_TEXT][0] for pool in one] for one in pools]
+    )
     assert row["over random"][0] == pytest.approx(by_hand.mean(), abs=1e-4)
     assert row["over random, each learner"] == pytest.approx(by_hand.mean(1).tolist(), abs=1e-4)
     assert row["accuracy"] == pytest.approx(
-        np.mean([p["local_diverse"][BIG][0] for one in pools for p in one]), abs=1e-4
+        np.mean([p["local_diverse"][ONE_TEXT][0] for one in pools for p in one]), abs=1e-4
     )
-    assert next(row for row in rows if row["way"] == "random")["over random"] == [0, 0, 0]
+    assert next(row for row in rows if row["method"] == "random")["over random"] == [0, 0, 0]
 
 
 def test_nothing_is_said_of_settings_without_a_gap():
@@ -177,15 +182,15 @@ def test_nothing_is_said_of_settings_without_a_gap():
 
 def test_the_command_writes_what_it_found_and_goes_on(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("examples.KINDS", ("skewed",))
-    monkeypatch.setattr("examples.DRAWS", 1)
+    monkeypatch.setattr("lab.quality.examples.KINDS", ("skewed",))
+    monkeypatch.setattr("lab.quality.examples.DRAWS", 1)
     options = {"pools": 2, "seeds": 1, "cells": "2x3", "width": 32, "layers": 1, "steps": 2, "batch": 2, "rate": 1e-3}
     main("learner", **options, out=tmp_path / "out", commit="abc")
-    path = next((tmp_path / "evals" / "results").glob("examples-learner-*.json"))
+    path = next((tmp_path / "lab" / "results").glob("examples-learner-*.json"))
     written = json.loads(path.read_text())
     assert written["about"]["versions"]["commit"] == "abc"
     assert {row[written["columns"].index("examples")] for row in written["rows"]} == {600, 6}
-    monkeypatch.setattr("examples.answer", None)  # all is there
+    monkeypatch.setattr("lab.quality.examples.answer", None)  # all is there
     main("learner", **options, out=tmp_path / "out", commit="abc")
     assert json.loads(path.read_text()) == written
     with pytest.raises(ValueError, match="unknown reader 'me': choose vote or learner"):

@@ -16,7 +16,7 @@ from lab.quality.one_row import (
     Reader,
     Recipe,
     composition,
-    questions,
+    draw_questions,
     reader,
     token,
 )
@@ -48,8 +48,8 @@ def test_every_combination_has_a_token_made_of_its_kind_and_its_parts():
 
 @pytest.mark.parametrize("name", TASKS)
 def test_one_fact_holds_the_answer_and_the_chunk_of_ids_whose_it_is(name):
-    asked = questions(TASKS[name][0], 50)
-    assert all(torch.equal(a, b) for a, b in zip(asked, questions(TASKS[name][0], 50), strict=True))
+    asked = draw_questions(TASKS[name][0], 50)
+    assert all(torch.equal(a, b) for a, b in zip(asked, draw_questions(TASKS[name][0], 50), strict=True))
     assert asked.ids.shape[1] == SPANS[-1][1]
     for ids, prompt, answer, fact, alike, guess in zip(*(part.tolist() for part in asked), strict=True):
         text = [said(code) for code in ids]
@@ -92,7 +92,7 @@ def test_a_reader_is_trained_once_and_a_folder_of_another_is_refused(tmp_path):
 
 def test_methods_recompute_equally_many_rows_of_20():
     model = Reader(Recipe(layers=3, width=32)).finished().double()
-    cells = measure(model, SPANS, questions("asks by letter", 4), [0.15, 1.0], batch=3)
+    cells = measure(model, SPANS, draw_questions("asks by letter", 4), [0.15, 1.0], batch=3)
     assert not any(name.startswith("its ") for name in cells)
     for name, (_, divergence, chosen, rows) in cells.items():
         if name.endswith("0.15"):

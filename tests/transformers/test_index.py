@@ -11,7 +11,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from foveate.transformers.documents import Passage
-from foveate.transformers.index import Built, ChunkIndex
+from foveate.transformers.index import BuildReport, ChunkIndex
 
 PASSAGES = [Passage(f"{i}.txt", text) for i, text in enumerate(DOCUMENTS)]
 
@@ -22,7 +22,7 @@ def encoded(monkeypatch):
     from foveate.transformers import ChunkEncoder
 
     seen, original = [], ChunkEncoder._encode
-    monkeypatch.setattr(ChunkEncoder, "_encode", lambda self, ids: (seen.append(len(ids)), original(self, ids))[1])
+    monkeypatch.setattr(ChunkEncoder, "_encode", lambda self, ids: (seen.append(ids.shape[1]), original(self, ids))[1])
     return seen
 
 
@@ -33,7 +33,7 @@ def contents(folder):
 def test_what_is_loaded_is_what_was_computed(tmp_path):
     ours = encoder("qwen3", "yarn")
     index = ChunkIndex(tmp_path / "new" / "index", ours, PASSAGES)
-    assert index.build() == Built(encoded=4, found=0, removed=0)
+    assert index.build() == BuildReport(encoded=4, found=0, removed=0)
     assert index.nbytes == sum(map(len, contents(index.folder).values()))
     for passage, (chunk, loaded) in enumerate(zip(ours.encode(DOCUMENTS), index.load(range(4)), strict=True)):
         assert index.ids[passage] == loaded.ids.tolist()
@@ -42,17 +42,17 @@ def test_what_is_loaded_is_what_was_computed(tmp_path):
     assert index.load([2])[0] is index.load([0, 2])[1]
 
 
-def test_only_what_has_changed_is_computed_again_and_what_is_gone_is_removed(tmp_path, encoded):
+def test_only_changed_passages_are_encoded_and_unused_files_removed(tmp_path, encoded):
     ours = encoder()
     ChunkIndex(tmp_path, ours, PASSAGES).build()
     before = contents(tmp_path)
     (tmp_path / "model.safetensors").write_bytes(b"not ours")
     encoded.clear()
     same = ChunkIndex(tmp_path, encoder(), [*PASSAGES[::-1], Passage("copy.txt", DOCUMENTS[0])])
-    assert same.build() == Built(encoded=0, found=4, removed=0)
+    assert same.build() == BuildReport(encoded=0, found=4, removed=0)
     assert encoded == []
     changed = ChunkIndex(tmp_path, ours, [*PASSAGES[1:], Passage("0.txt", DOCUMENTS[0] + " w1")])
-    assert changed.build() == Built(encoded=1, found=3, removed=1)
+    assert changed.build() == BuildReport(encoded=1, found=3, removed=1)
     assert encoded == [8]
     after = contents(tmp_path)
     assert after.pop("model.safetensors") == b"not ours"
@@ -60,13 +60,13 @@ def test_only_what_has_changed_is_computed_again_and_what_is_gone_is_removed(tmp
     assert all(after[name] == before[name] for name in after.keys() & before.keys())
 
 
-def test_what_a_killed_run_left_half_written_is_removed_and_what_another_writes_is_not(tmp_path):
+def test_incomplete_files_are_removed_unless_they_are_new(tmp_path):
     index = ChunkIndex(tmp_path, encoder(), PASSAGES)
     name = index.path(0).name
     for left, age in ((f"{name}.1-2.part", 7200), (f"{name}.3-4.part", 5), ("notes.part", 7200)):
         (tmp_path / left).write_bytes(b"half")
         os.utime(tmp_path / left, (time() - age,) * 2)
-    assert index.build() == Built(encoded=4, found=0, removed=0)
+    assert index.build() == BuildReport(encoded=4, found=0, removed=0)
     assert {path.name for path in tmp_path.glob("*.part")} == {f"{name}.3-4.part", "notes.part"}
 
 
@@ -84,7 +84,7 @@ def test_an_interruption_loses_only_the_passage_at_hand(tmp_path, encoded, monke
     monkeypatch.setattr(ChunkIndex, "_encode", original)
     advances = []
     built = ChunkIndex(tmp_path, ours, PASSAGES).build(lambda name, length: lambda: advances.append(length))
-    assert built == Built(encoded=2, found=2, removed=0)
+    assert built == BuildReport(encoded=2, found=2, removed=0)
     assert advances == [2, 2]
     assert encoded == [7, 5, 9, 6]
 
@@ -93,7 +93,7 @@ def test_an_interruption_loses_only_the_passage_at_hand(tmp_path, encoded, monke
     ("text", "message"),
     [
         ("", "bad.txt has no tokens: leave it out"),
-        ("w1 " * 127, r"bad.txt with its prefix: 129 tokens, where .* takes 128"),
+        ("w1 " * 127, r"bad.txt with its prefix: 129 tokens, but .* at most 128"),
     ],
 )
 def test_bad_passages_are_named_and_what_was_computed_stays(tmp_path, text, message):
@@ -105,21 +105,21 @@ def test_bad_passages_are_named_and_what_was_computed_stays(tmp_path, text, mess
     assert contents(tmp_path) == before
 
 
-def test_files_of_another_model_and_files_cut_short_are_computed_again_with_a_word(tmp_path):
+def test_files_of_another_model_and_truncated_files_are_encoded_again(tmp_path):
     ChunkIndex(tmp_path, encoder(seed=1), PASSAGES).build()
     ours = encoder()
     index = ChunkIndex(tmp_path, ours, PASSAGES)
-    assert index.build() == Built(encoded=4, found=0, removed=0)
+    assert index.build() == BuildReport(encoded=4, found=0, removed=0)
     assert len(index.refused) == 4
     assert all("was made with another weights" in reason for reason in index.refused)
     index.path(1).write_bytes(index.path(1).read_bytes()[:-9])
     again = ChunkIndex(tmp_path, ours, PASSAGES)
     assert again.build().encoded == 1
-    assert "no whole file" in again.refused[0]
+    assert "not a complete chunk file" in again.refused[0]
     assert torch.equal(again.load([1])[0].keys, ours.encode([DOCUMENTS[1]])[0].keys)
 
 
-def test_tensors_that_turn_out_damaged_are_computed_again_with_a_word(tmp_path):
+def test_damaged_tensors_are_encoded_again(tmp_path):
     ours = encoder()
     index = ChunkIndex(tmp_path, ours, PASSAGES)
     index.build()
@@ -130,7 +130,7 @@ def test_tensors_that_turn_out_damaged_are_computed_again_with_a_word(tmp_path):
     save_file(tensors, path, about)
     assert index.build().encoded == 0
     assert torch.equal(index.load([3])[0].keys, chunk.keys)
-    assert "holds other tensors than it says" in index.refused[0]
+    assert "holds other tensors than its header says" in index.refused[0]
     assert torch.equal(load_file(path)["keys"], chunk.keys)
 
 

@@ -1,10 +1,10 @@
-"""Laws of loading language models: the model's own dtype where it is fast, and clear words where there is none."""
+"""Laws of loading language models: the right dtype, and clear errors."""
 
 import pytest
 import torch
 from tiny_lm import language_model, tokenizer
 
-from foveate.transformers.loading import frame, load
+from foveate.transformers.model import chat_frame, load
 
 CHAT = (
     "{{ bos_token }}{% for m in messages %}[{{ m['role'] }}]{{ m['content'] | trim }}[end]{% endfor %}"
@@ -39,28 +39,28 @@ def test_what_cannot_be_loaded_is_one_clear_line(folder, tmp_path):
         load(folder, "cpu", "int4")
 
 
-def test_a_chat_is_cut_where_the_user_speaks():
+def test_a_chat_frame_surrounds_the_message_of_the_user():
     words = tokenizer()
     words.chat_template = CHAT
-    before, behind = frame(words)
+    before, behind = chat_frame(words)
     assert before + "w1 w2" + behind == words.apply_chat_template(
         [{"role": "user", "content": "w1 w2"}], tokenize=False, add_generation_prompt=True
     )
     assert before == "<s>[user]"
-    assert frame(words, chat=False) == frame(tokenizer()) == ("<s>", "")
-    assert frame(tokenizer(bos=None)) == ("", "")
+    assert chat_frame(words, chat=False) == chat_frame(tokenizer()) == ("<s>", "")
+    assert chat_frame(tokenizer(bos=None)) == ("", "")
 
 
 @pytest.mark.parametrize(
     ("template", "message"),
     [
         (None, "no chat template: leave --chat out"),
-        (CHAT.replace("trim", "upper"), "changes what users say"),
-        (CHAT.replace("[end]", "{{ m['content'] }}"), "changes what users say"),
+        (CHAT.replace("trim", "upper"), "changes the user's message"),
+        (CHAT.replace("[end]", "{{ m['content'] }}"), "changes the user's message"),
     ],
 )
-def test_chats_that_cannot_be_cut_are_refused(template, message):
+def test_chat_templates_that_change_the_message_are_refused(template, message):
     words = tokenizer()
     words.chat_template = template
     with pytest.raises(ValueError, match=message):
-        frame(words, chat=True)
+        chat_frame(words, chat=True)
