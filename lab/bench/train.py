@@ -18,13 +18,13 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.data import default_collate
 
-from foveate.demo.bench import TOLERANCE
+from foveate.bench.step import TOLERANCE
 from foveate.diffusers.pixel_dit import MODELS, PixelDiT
 from foveate.ops import dispatch
 from foveate.ops.hierarchical_pooling import automatic_levels
-from foveate.training.pictures import NoisyPicture, NoisyPictures
+from foveate.training.data import NoisyPicture, NoisyPictures
 from foveate.training.pixel import MIXED, PixelRecipe, prepare, velocity_loss
-from foveate.training.run import learn
+from foveate.training.run import train_step
 from foveate.training.trained import Trained
 from foveate.utils.device import now, versions
 from foveate.utils.progress import Track, silent
@@ -275,7 +275,9 @@ def _gradients(variant: Variant, batch: NoisyPicture, how: How) -> tuple[Tensor,
 def _timed(variant: Variant, side: int, how: How) -> dict[str, Any]:
     torch.compiler.reset()  # a process keeps few graphs, and every variant has its own
     accelerator, model, trained = _begun(variant, how, how.compile)
-    step = partial(learn, accelerator, model, trained, partial(velocity_loss, model, _batch(side, how.batch, how)))
+    step = partial(
+        train_step, accelerator, model, trained, partial(velocity_loss, model, _batch(side, how.batch, how))
+    )
     taken: list[float] = []
 
     def timed_step() -> None:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from foveate.demo.atlas import load_atlas
 from foveate.demo.scenes import render
 from foveate.diffusers.pipelines import noise_shift
-from foveate.training.trained import with_muon
+from foveate.training.trained import muon_and_adamw
 from lab.training.stages import Batch
 
 __all__ = ["Latents", "Painter", "flow_loss"]
@@ -57,7 +57,7 @@ class Painter(nn.Module):
             block = any(words in name for words in ("transformer_blocks.", ".layers.", ".block."))
             return block and not name.endswith("relative_attention_bias.weight")
 
-        return with_muon(self.named_parameters(), inside, rate=1e-3, weight_decay=0.01)
+        return muon_and_adamw(self.named_parameters(), inside, rate=1e-3, weight_decay=0.01)
 
 
 class Latents:

@@ -30,7 +30,7 @@ from transformers.utils import logging
 from foveate.demo.facts import BLANK, SENTENCE, ask, draw_facts
 from foveate.demo.labels import EXAMPLE, draw_labelled
 from foveate.demo.lexicon import WORDS, reader_tokenizer
-from foveate.training.run import Run, Stretch
+from foveate.training.run import Phase, Run
 from foveate.training.trained import Trained
 from foveate.utils.files import write_whole
 from foveate.utils.progress import Track, silent
@@ -206,10 +206,10 @@ class ReaderTraining(Run):
         """Weights and optimizer."""
         return {"model": self.trained}
 
-    def stretches(self, steps: int) -> Iterator[Stretch]:
+    def phases(self, steps: int) -> Iterator[Phase]:
         """What is left of the steps, a lesson each."""
         if self.step < steps:
-            yield Stretch(Lessons(self.recipe), range(self.step, steps), 1, 1)
+            yield Phase(Lessons(self.recipe), range(self.step, steps), 1, 1)
 
     def loss(self, batch: Any) -> Tensor:
         """Of what comes next, and of whom it is about."""

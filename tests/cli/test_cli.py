@@ -11,10 +11,8 @@ import numpy as np
 import pytest
 import torch
 from diffusers import DDPMPipeline, DDPMScheduler, UNet2DModel
-from lab.training import reader
 from PIL import Image
 from safetensors import safe_open
-from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
 
 import foveate
@@ -230,7 +228,7 @@ def test_an_error_without_a_message_is_still_one_line(folder, monkeypatch):
     monkeypatch.setattr("foveate.diffusers.pipelines.draw", silent)
     result = run("generate", "a cat", "--model", folder, *SMALL)
     assert result.exit_code == 2
-    assert "without saying what" in result.output
+    assert "something failed without a message" in result.output
 
 
 def test_folders_that_hold_no_usable_pipeline_are_named(folder, tmp_path):
@@ -360,36 +358,6 @@ def test_demo_info_tells_size_recipe_vocabulary_and_licence():
         "pictures of",
     ):
         assert words in output
-
-
-def test_demo_atlas_names_a_missing_font(tmp_path):
-    result = run("demo", "atlas", "--font", "nowhere.ttf")
-    assert result.exit_code == 2
-    assert "no Noto Color Emoji in nowhere.ttf" in result.output
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_demo_reader_makes_the_folder_that_transformers_loads(monkeypatch):
-    monkeypatch.setattr(reader, "accuracy", lambda model: {"named": 0.25})
-    result = run("demo", "reader", "--steps", 2, "--batch", 8, "--layers", 2, "--width", 64, "--out", "here")
-    assert result.exit_code == 0, result.output
-    assert "2,0.2500" in result.output
-    config = AutoModelForCausalLM.from_pretrained("here/reader").config
-    assert (config.num_hidden_layers, config.hidden_size) == (2, 64)
-    assert len(AutoTokenizer.from_pretrained("here/reader")) <= config.vocab_size
-    result = run("demo", "reader", "--width", 100)
-    assert result.exit_code == 2
-    assert "multiple of 64, not 100" in result.output
-
-
-def test_demo_train_names_what_is_missing(tmp_path):
-    for arguments, message in (
-        (["--part", "clip"], "unknown part 'clip': choose recogniser, vae, flow or all"),
-        (["--part", "flow"], "holds no autoencoder: make it first with --part vae"),
-    ):
-        result = run("demo", "train", *arguments)
-        assert result.exit_code == 2, result.output
-        assert message in " ".join(result.output.split())
 
 
 DISTIL = ["--tiles", 2, "-o", "centre=0.5", "--optimizer", "adamw", "--rate", 0.05, "--batch", 1, "--size", "64"]
@@ -642,9 +610,8 @@ def test_bad_input_of_train_is_one_clear_line(tmp_path, monkeypatch, arguments, 
 @pytest.mark.parametrize(
     "command",
     [
-        "generate", "compare", "eval", "distill", "train", "icl", "rag", "curves", "info", "demo", "demo train",
-        "demo info", "demo atlas", "demo reader", "demo texts", "bench", "bench attention", "bench step",
-        "bench train", "bench context", "bench examples",
+        "generate", "compare", "eval", "distill", "train", "icl", "rag", "curves", "info", "demo",
+        "demo info", "demo texts", "bench", "bench step",
     ],
 )  # fmt: skip
 def test_help_teaches(command):
@@ -658,7 +625,7 @@ def test_help_teaches(command):
     ("missing", "extra", "command"),
     [
         ("diffusers", "diffusers", "generate an-owl"),
-        ("transformers", "transformers", "bench context --model small --tokens 256 --chunk 64"),
+        ("transformers", "transformers", "rag . anything"),
         ("tokenizers", "transformers", "demo texts"),
         ("accelerate", "diffusers,train", "train --sizes 16:1"),
     ],

@@ -22,8 +22,8 @@ from foveate import HilbertA
 from foveate.diffusers.family import Family
 from foveate.diffusers.lora import LORA_FILE, read_lora
 from foveate.diffusers.pipelines import noise_shift
+from foveate.training.data import NoisyPairs
 from foveate.training.distill import Distillation, distill
-from foveate.training.pairs import NoisyPairs
 from foveate.training.student import Recipe, Student
 
 forks = pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")

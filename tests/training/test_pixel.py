@@ -22,7 +22,7 @@ from safetensors.torch import load_file
 from foveate.demo.pictures import ScenePictures
 from foveate.diffusers.pixel_dit import PixelDiT
 from foveate.diffusers.pixel_pipeline import PixelPipeline, noise_scale
-from foveate.training.pictures import FolderPictures, NoisyPictures
+from foveate.training.data import FolderPictures, NoisyPictures
 from foveate.training.pixel import PixelRecipe, PixelTraining, Stage, train
 
 QUICK = PixelRecipe(rate=3e-3, average=0.9)

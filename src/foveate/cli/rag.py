@@ -13,7 +13,6 @@ from rich.table import Table
 
 from foveate.cli.common import Device, Dtype, clear_errors, console, open_reader, options_of, progress, say_unknown
 from foveate.methods import RECOMPUTE_POLICIES, recompute_policy_from_text
-from foveate.transformers.documents import KINDS, read_documents
 from foveate.utils.files import slug, write_whole
 
 __all__ = ["rag"]
@@ -21,7 +20,7 @@ __all__ = ["rag"]
 
 @clear_errors
 def rag(
-    folder: Annotated[Path, typer.Argument(help=f"Folder of {', '.join(KINDS)} files; subfolders count.")],
+    folder: Annotated[Path, typer.Argument(help="Folder of .txt, .md, .rst files; subfolders count.")],
     questions: Annotated[
         list[str] | None, typer.Argument(help="What to ask. [dim]default: asks you, or reads lines from a pipe[/]")
     ] = None,
@@ -106,6 +105,8 @@ def rag(
         raise ValueError(f"--prompt says where the question goes, such as 'Q: {{question}} A:', not {prompt!r}")
     if out.suffix.lower() != ".html" or out.is_dir():
         raise ValueError(f"--out names the HTML page to write, not {out}: end it with .html")
+    from foveate.transformers.documents import read_documents
+
     documents = read_documents(folder)
     language_model, tokenizer = open_reader(model, device, dtype)
     from foveate.transformers import ChunkEncoder

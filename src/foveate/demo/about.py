@@ -22,7 +22,9 @@ def facts() -> dict[str, str]:
     """
     files = sorted(PIPELINE.rglob("*.safetensors"))
     if not files:
-        raise ValueError(f"{PIPELINE} holds no weights: install foveate again, or make them with `foveate demo train`")
+        raise ValueError(
+            f"{PIPELINE} holds no weights: install foveate again, or make them with `python -m lab built-in`"
+        )
     recipe = json.loads((DATA / "recipe.json").read_text())
     parts = {path.parent.name: f"{_parameters(path) / 1e6:.2f} M parameters" for path in files}
     size = sum(path.stat().st_size for path in PIPELINE.rglob("*") if path.is_file())
@@ -58,7 +60,7 @@ def reader_facts() -> dict[str, str]:
         ValueError: If its files are not there.
     """
     if not (READER / "model.safetensors").exists():
-        raise ValueError(f"{READER} holds no weights: install foveate again, or make them with `foveate demo reader`")
+        raise ValueError(f"{READER} holds no weights: install foveate again, or make them with `python -m lab reader`")
     recipe = json.loads((READER / "recipe.json").read_text())
     config = json.loads((READER / "config.json").read_text())
     size = sum(path.stat().st_size for path in READER.iterdir())

@@ -267,7 +267,7 @@ def load_recogniser(path: Path = WEIGHTS, device: torch.device | str = "cpu") ->
         state = "is damaged" if path.exists() else "is missing"
         raise ValueError(
             f"the recogniser's file {path} {state}: "
-            "install foveate again, or make it with `foveate demo train --part recogniser`"
+            "install foveate again, or make it with `python -m lab built-in --part recogniser`"
         ) from error
     return model.to(device, torch.float32).eval()
 

@@ -4,11 +4,11 @@ import json
 
 import pytest
 import torch
+from lab.__main__ import app
 from lab.bench import context, examples
 from lab.bench.context import How, bench_context, draw_context, first_token, table_of
 from typer.testing import CliRunner
 
-from foveate.cli import app
 from foveate.transformers.context import Context
 from foveate.web.report import figure_png
 
@@ -103,9 +103,9 @@ def test_a_wrong_choice_of_examples_is_not_timed(monkeypatch):
 def test_the_commands_write_json_and_a_plot(tmp_path):
     common = ["--rounds", "1", "--device", "cpu", "--commit", "abc", "--out", str(tmp_path)]
     given = ["context", "--model", "small", "--tokens", "120", "--chunk", "40", "--prompt", "6"]
-    done = CliRunner().invoke(app, ["bench", *given, *common])
+    done = CliRunner().invoke(app, [*given, *common])
     assert done.exit_code == 0, done.output
-    done = CliRunner().invoke(app, ["bench", "examples", "--pool", "60", "--picks", "12", "--blocks", "3", *common])
+    done = CliRunner().invoke(app, ["examples", "--pool", "60", "--picks", "12", "--blocks", "3", *common])
     assert done.exit_code == 0, done.output
     for name in ("context-small-cpu", "examples-cpu"):
         assert json.loads((tmp_path / f"{name}.json").read_text())["versions"]["commit"] == "abc"
@@ -119,6 +119,6 @@ def test_the_commands_write_json_and_a_plot(tmp_path):
      (["--picks", "100"], "100 examples do not fill 64 blocks evenly: use --picks 64")],
 )  # fmt: skip
 def test_bad_sizes_are_one_clear_line(arguments, message):
-    done = CliRunner().invoke(app, ["bench", "examples", *arguments])
+    done = CliRunner().invoke(app, ["examples", *arguments])
     assert done.exit_code == 2
     assert message in " ".join(done.output.split())
