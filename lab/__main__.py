@@ -334,7 +334,7 @@ def atlas(
     ] = None,
 ) -> None:
     """Draw the emoji of the scenes from the font. Only a new vocabulary needs this; the package holds the result."""
-    from foveate.demo.atlas import write_atlas
+    from lab.training.atlas import write_atlas
 
     write_atlas(out, font)
     print(out)

@@ -9,11 +9,12 @@ from typing import Any
 
 import torch
 from diffusers import FluxTransformer2DModel
-from rich.table import Column, Table
+from rich.table import Table
 from torch.nn.functional import scaled_dot_product_attention
 
 from foveate.bench.models import find_model
 from foveate.bench.step import Step, merging_part
+from foveate.bench.step import table_of as table_with
 from foveate.diffusers.apply import apply
 from foveate.diffusers.lora import using
 from foveate.diffusers.pipelines import denoiser, time_steps
@@ -131,9 +132,5 @@ COLUMNS: list[tuple[str, str, Callable[[Any], str]]] = [
 
 
 def table_of(result: dict[str, Any]) -> Table:
-    """The result as a table for the terminal, without columns that have no values."""
-    shown = [column for column in COLUMNS if any(column[1] in row for row in result["rows"])]
-    table = Table(*(Column(title, overflow="fold") for title, _, _ in shown))
-    for row in result["rows"]:
-        table.add_row(*(show(row[field]) if field in row else "" for _, field, show in shown))
-    return table
+    """The result as a table for the terminal."""
+    return table_with(result, COLUMNS)

@@ -1,5 +1,5 @@
 # pyright: basic
-"""What it is worth to recompute some rows of cached chunks, with readers trained from scratch (foveate demo reader).
+"""What it is worth to recompute some rows of cached chunks, with readers trained from scratch (python -m lab reader).
 
 python -m lab.quality.context --readers out/readers/0/reader,out/readers/1/reader,out/readers/2/reader
 

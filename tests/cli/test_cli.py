@@ -145,7 +145,7 @@ def test_compare_makes_one_page_with_every_picture_and_names_what_it_left_out(fo
     assert "HilbertA T=4" in page
     assert "HilbertA T=16 is left out" in page
     assert "256 image tokens cannot make 16 tiles" in page
-    assert "What merges with what" in page
+    assert "Token merging" in page
     assert "Stayed dense: 256 image tokens are fewer than min_tokens=1024" in page
     shown = re.findall(r'src="data:image/png;base64,([^"]+)"', page)
     dense = (tmp_path / "out" / "dense.png").read_bytes()
@@ -518,6 +518,13 @@ def test_bad_input_of_distill_is_one_clear_line(folder, tmp_path, arguments, mes
 TRAIN = ["--dit", "DiT-XS", "--patch", 4, "--device", "cpu"]
 
 
+@pytest.fixture
+def one_sample(monkeypatch):
+    """Draw one picture on a sheet of samples, which takes most of the time of these runs."""
+    monkeypatch.setattr("foveate.cli.train.SHOWN", 1)
+
+
+@pytest.mark.usefixtures("one_sample")
 def test_train_leaves_a_folder_that_generate_draws_with(tmp_path):
     result = run("train", "--sizes", "16:1:2,32:1", "--batch", 2, *TRAIN)
     assert result.exit_code == 0, result.output
@@ -544,6 +551,7 @@ def test_train_leaves_a_folder_that_generate_draws_with(tmp_path):
     assert sorted(path.name for path in (tmp_path / "compare").glob("*.png")) == ["dense.png", "llsa-k-8.png"]
 
 
+@pytest.mark.usefixtures("one_sample")
 def test_train_begins_with_the_weights_of_another_run(tmp_path):
     assert run("train", "--sizes", "16:1:1", *TRAIN).exit_code == 0
     again = ["--seed", 1, "--rate", 1e-9, "--start", "trained", "--out", "again"]
@@ -626,8 +634,8 @@ def test_help_teaches(command):
     [
         ("diffusers", "diffusers", "generate an-owl"),
         ("transformers", "transformers", "rag . anything"),
-        ("tokenizers", "transformers", "demo texts"),
-        ("accelerate", "diffusers,train", "train --sizes 16:1"),
+        pytest.param("tokenizers", "transformers", "demo texts", marks=pytest.mark.slow),
+        pytest.param("accelerate", "diffusers,train", "train --sizes 16:1", marks=pytest.mark.slow),
     ],
 )
 def test_a_package_that_is_missing_is_named_with_what_installs_it(missing, extra, command):

@@ -9,8 +9,8 @@ from safetensors.torch import load_file
 
 from foveate.diffusers.pipelines import draw, noise_shift
 from foveate.training import pairs
-from foveate.training.data import NoisyPairs, captioned
 from foveate.training.pairs import make_pairs
+from foveate.training.pictures import NoisyPairs, captioned
 
 
 @torch.no_grad()

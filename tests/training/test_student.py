@@ -13,7 +13,7 @@ import foveate
 from foveate import HilbertA
 from foveate.diffusers.lora import LORA_FILE, load_lora
 from foveate.diffusers.pipelines import fingerprint
-from foveate.training.data import NoisyPairs
+from foveate.training.pictures import NoisyPairs
 from foveate.training.student import LAYERS, Recipe, Student
 
 

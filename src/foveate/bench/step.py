@@ -282,10 +282,12 @@ COLUMNS: list[tuple[str, str, Callable[[Any], str]]] = [
 ]
 
 
-def table_of(result: dict[str, Any]) -> Table:
-    """The result as a table for the terminal, without columns that have no values."""
-    shown = [column for column in COLUMNS if any(row.get(column[1]) for row in result["rows"])]
+def table_of(
+    result: dict[str, Any], columns: Sequence[tuple[str, str, Callable[[Any], str]]] = tuple(COLUMNS)
+) -> Table:
+    """The result as a table for the terminal; columns, as (title, field, format), are left out if they are empty."""
+    shown = [column for column in columns if any(row.get(column[1]) is not None for row in result["rows"])]
     table = Table(*(Column(title, overflow="fold") for title, _, _ in shown))
     for row in result["rows"]:
-        table.add_row(*(show(row[field]) if row.get(field) else "" for _, field, show in shown))
+        table.add_row(*("" if row.get(field) is None else show(row[field]) for _, field, show in shown))
     return table

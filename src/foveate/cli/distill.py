@@ -123,8 +123,8 @@ def distill(
     pipe = open_model(model, where, dtype)
     request = request_of(pipe, model, "", size, draw_steps, guidance, seed)
     from foveate.diffusers.lora import find_lora
-    from foveate.training.data import captioned
     from foveate.training.distill import distill
+    from foveate.training.pictures import captioned
     from foveate.training.student import Recipe
 
     recipe = Recipe(

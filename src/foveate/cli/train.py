@@ -148,7 +148,7 @@ def read_stage(text: str, batch: int) -> tuple[tuple[int, int], int, int]:
 
 def _pictures(data: str, seed: int) -> Any:
     from foveate.demo.pictures import ScenePictures
-    from foveate.training.data import FolderPictures, HubPictures
+    from foveate.training.pictures import FolderPictures, HubPictures
 
     if not data:
         return ScenePictures(seed)

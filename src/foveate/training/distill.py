@@ -18,8 +18,8 @@ from torch import Tensor
 from foveate.diffusers.lora import LORA_FILE
 from foveate.diffusers.pipelines import Request, draw_batch, fingerprint, noise_shift
 from foveate.methods import HilbertA
-from foveate.training.data import NoisyLatents, NoisyPairs
 from foveate.training.pairs import make_pairs
+from foveate.training.pictures import NoisyLatents, NoisyPairs
 from foveate.training.run import Phase, Run, cooled_rate, split_batch
 from foveate.training.student import Recipe, Student, token_grid
 from foveate.training.trained import Trained

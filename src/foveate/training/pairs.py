@@ -16,7 +16,7 @@ from safetensors.torch import save
 from torch import Tensor
 
 from foveate.diffusers.pipelines import Request, fingerprint, text_tokens
-from foveate.training.data import fitted, pair_path
+from foveate.training.pictures import fitted, pair_path
 from foveate.utils.files import claim, write_whole
 
 __all__ = ["make_pairs"]

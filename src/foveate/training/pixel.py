@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from foveate.diffusers.pipelines import Request, draw
 from foveate.diffusers.pixel_dit import PixelDiT
 from foveate.diffusers.pixel_pipeline import PixelPipeline
-from foveate.training.data import NoisyPicture, NoisyPictures, Pictures
+from foveate.training.pictures import NoisyPicture, NoisyPictures, Pictures
 from foveate.training.run import Phase, Run, cooled_rate, split_batch
 from foveate.training.trained import Trained, muon_and_adamw, unsharded
 from foveate.utils.files import write_whole

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from foveate.diffusers.apply import apply
 from foveate.diffusers.lora import pack_lora
 from foveate.methods import Method
-from foveate.training.data import NoisyLatents
+from foveate.training.pictures import NoisyLatents
 from foveate.training.trained import unsharded
 
 __all__ = ["Recipe", "Student", "token_grid"]

@@ -122,7 +122,7 @@ def test_who_takes_too_long_is_skipped_and_says_so(monkeypatch):
     rows = measure(how=CPU._replace(longest=3))["rows"]
     assert [row.get("failed") for row in rows[:3]] == [None] * 3
     assert [row.get("failed") for row in rows[3:]] == [
-        "skipped: about 4 s a call, by what fewer tokens took; more than 3 s"  # all tokens with all others
+        "skipped: about 4 s a call, predicted from fewer tokens; more than 3 s"  # all tokens with all others
     ] * 2 + [None]
     rows = measure(how=CPU._replace(longest=0.5))["rows"]
     assert rows[0]["failed"] == "skipped: about 1 s a call, measured; more than 0.5 s"

@@ -104,7 +104,7 @@ def test_a_step_that_fewer_tokens_say_is_slow_is_not_begun(monkeypatch):
     monkeypatch.setattr(train, "now", lambda device: next(clock))  # every step takes a second
     small, large = measure((32, 16), ["dense"], CPU._replace(longest=2))["rows"]
     assert (small["pixels"], small["step_s"]) == (16, 1)
-    assert "by what fewer tokens took; more than 2 s" in large["failed"]
+    assert "predicted from fewer tokens; more than 2 s" in large["failed"]
 
 
 def test_slow_steps_are_timed_less_often(monkeypatch):

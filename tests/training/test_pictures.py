@@ -11,7 +11,7 @@ from PIL import Image
 from foveate.demo.atlas import load_atlas
 from foveate.demo.pictures import ScenePictures
 from foveate.demo.scenes import Scenes, render, scenes
-from foveate.training.data import FolderPictures, HubPictures
+from foveate.training.pictures import FolderPictures, HubPictures
 
 
 def gray(folder, name, shade, size=(8, 8)):
