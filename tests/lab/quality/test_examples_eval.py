@@ -181,7 +181,7 @@ def test_the_command_writes_what_it_found_and_goes_on(tmp_path, monkeypatch):
     monkeypatch.setattr("examples.DRAWS", 1)
     options = {"pools": 2, "seeds": 1, "cells": "2x3", "width": 32, "layers": 1, "steps": 2, "batch": 2, "rate": 1e-3}
     main("learner", **options, out=tmp_path / "out", commit="abc")
-    path = next((tmp_path / "evals" / "results").glob("examples-learner-*.json"))
+    path = next((tmp_path / "lab" / "results").glob("examples-learner-*.json"))
     written = json.loads(path.read_text())
     assert written["about"]["versions"]["commit"] == "abc"
     assert {row[written["columns"].index("examples")] for row in written["rows"]} == {600, 6}
