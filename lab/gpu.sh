@@ -1,41 +1,44 @@
 #!/usr/bin/env bash
-# The numbers of docs/results.md that need a GPU, part by part; minutes on an H200 in brackets.
+# Measures the numbers of the docs that need a GPU, part by part; minutes on an H200 in brackets.
 #
 #   bash lab/gpu.sh                     # all of them, one after another
 #   CUDA_VISIBLE_DEVICES=1 COMMIT=abc1234 bash lab/gpu.sh sdxl merging
 #
-# Results go to lab/results and lab/results. What a part leaves in out/ is gone on with, so a part that was
-# broken off may be run again. COMMIT names the code where git cannot tell.
+# Results go to lab/results. A part that was interrupted resumes from what it left in out/. COMMIT names the commit
+# where git cannot tell it.
 set -u
 cd "$(dirname "$0")/.."
-export OMP_NUM_THREADS=${OMP_NUM_THREADS:-8} # parts that run side by side would fight for the cores
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-8} # parts may run side by side
 commit=(--commit "${COMMIT:-}")
 results=(--out lab/results "${commit[@]}")
 foveate=${FOVEATE:-foveate}
+lab="python3 -m lab"
 
 timed() { echo "== $(date +%T) $*" && "$@"; }
 step() { timed $foveate bench step --model "$1" --sides "$2" "${results[@]}" "${@:3}"; }
+profile() { timed $lab step-profile --model "$1" --sides "$2" "${results[@]}" "${@:3}"; }
 
 tests() { timed python3 -m pytest -p no:benchmark -n 8 -m gpu -rf --tb=short tests; } # [3]
 
 attention() { # [3]
-  timed $foveate bench attention --pixels 1024,1536,2048,4096 "${results[@]}"
-  timed $foveate bench attention --pixels 1024,1536,2048 --centre 0.25 --backward "${results[@]}"
+  timed $lab attention --pixels 1024,1536,2048,4096 "${results[@]}"
+  timed $lab attention --pixels 1024,1536,2048 --centre 0.25 --backward "${results[@]}"
 }
 
 log_linear() { # [8]
-  timed $foveate bench log-linear --head-dim 64,128 "${results[@]}"
-  timed $foveate bench log-linear --backward "${results[@]}"
-  # a folder of their own: the files have the same names
-  timed $foveate bench log-linear --heads 8 --levels auto,2,3 --top-k 8,16 --inputs balanced,skewed --longest 0.1 \
+  timed $lab log-linear --head-dim 64,128 "${results[@]}"
+  timed $lab log-linear --backward "${results[@]}"
+  # a folder of its own, because the files have the same names
+  timed $lab log-linear --heads 8 --levels auto,2,3 --top-k 8,16 --inputs balanced,skewed --longest 0.1 \
     "${results[@]}" --out lab/results/log-linear-options
 }
 
-train() { timed $foveate bench train --compile "${results[@]}"; } # [4]
+train() { timed $lab train --compile "${results[@]}"; } # [4]
 
 flux() { # [22]
   step flux-dev 64,128,256 --compile --rounds 7
   step flux-dev 64,128,256 --rounds 5
+  profile flux-dev 64,128 --compile
 }
 
 flux_options() { # [4]
@@ -54,6 +57,7 @@ sdxl() { # [7]
   methods+=(--method toma:granularity=module --method tomesd --method tofu --method todo)
   step sdxl 64,128 --compile "${methods[@]}"
   step sdxl 64,128 "${methods[@]}"
+  profile sdxl 64,128 "${methods[@]}"
 }
 
 built_in() { # [2]
@@ -74,7 +78,7 @@ distilled() { # [7 a variant]
   timed python3 -m lab.quality.distilled --out out/distilled --only "${ONLY:-t16,t4-rank32}" --steps 3000 --compile "${commit[@]}"
 }
 
-distilled_512() { # [9 a variant; begins with what distilled left]
+distilled_512() { # [9 a variant; starts from the LoRAs of distilled]
   local name start
   for name in $(tr , ' ' <<<"${ONLY:-t16,t4-rank32}"); do
     start=out/$name-3000-steps.safetensors
@@ -89,7 +93,7 @@ ablations() { # [25]
     --only "${ONLY:-t16,t16-paper,t16-uniform,t16-rank4,t16-rank16,t16-still,t16-bare,t16-moore,t16-raster,clear}"
 }
 
-pixel_dit() { # [15 at 64 px, 23 at 128 px by estimate; SIZE=64 takes one of them]
+pixel_dit() { # [15 at 64 px, 23 at 128 px, estimated; SIZE=64 runs one of them]
   local size
   for size in ${SIZE:-64 128}; do
     timed python3 -m lab.quality.pixel_dit --size "$size" --before 1000 --steps $((64000 / size)) --batch $((1024 / size)) \
@@ -97,16 +101,16 @@ pixel_dit() { # [15 at 64 px, 23 at 128 px by estimate; SIZE=64 takes one of the
   done
 }
 
-pixel_model() { # [25 by estimate]
+pixel_model() { # [25, estimated]
   timed $foveate train --sizes 32:6000:128,64:1500:32,128:2500:8 --at-once 128 --optimizer muon --rate 2e-3 --cool-down 0.25 \
     --average 0.998 --compile --minutes 23 --sample-every 2500 --out out/pixel
   timed python3 -m lab.quality.quality --model out/pixel --guidance 3 --size 128 --prompts 100 --batch 50 --pictures out/pixel-quality \
     "${commit[@]}"
 }
 
-prefill() { timed $foveate bench context "${results[@]}"; } # [4]
+prefill() { timed $lab context "${results[@]}"; } # [4]
 
-pools() { timed $foveate bench examples "${results[@]}"; } # [2; apricot-select, if installed, 1 more]
+pools() { timed $lab examples "${results[@]}"; } # [2; apricot-select, if installed, 1 more]
 
 examples() { # [12]
   timed python3 -m lab.quality.examples --reader learner --out out/examples "${commit[@]}"
@@ -116,7 +120,7 @@ readers() { # [3 on three GPUs, one seed each; GPUS=1 trains all three on one in
   local seed
   mkdir -p out/readers
   for seed in 0 1 2; do
-    CUDA_VISIBLE_DEVICES=$((seed % ${GPUS:-3})) timed $foveate demo reader --out "out/readers/$seed" --seed "$seed" \
+    CUDA_VISIBLE_DEVICES=$((seed % ${GPUS:-3})) timed $lab reader --out "out/readers/$seed" --seed "$seed" \
       >"out/readers/$seed.log" 2>&1 &
   done
   wait

@@ -21,12 +21,13 @@ ROOMS = {
     "web": {"utils", "ops", "methods", "diffusers", "transformers"},
     "training": {"utils", "ops", "methods", "diffusers", "web"},
     "demo": {"utils", "ops", "methods", "diffusers", "transformers", "web", "training"},
-    "cli": {"utils", "ops", "methods", "diffusers", "transformers", "web", "training", "demo"},
+    "bench": {"utils", "methods", "diffusers", "demo"},
+    "cli": {"utils", "ops", "methods", "diffusers", "transformers", "web", "training", "demo", "bench"},
     "__init__": {"methods", "diffusers"},
     "__main__": {"cli"},
 }
 LIBRARIES = {
-    "diffusers": {"diffusers", "training", "demo", "cli"},
+    "diffusers": {"diffusers", "training", "demo", "bench", "cli"},
     "transformers": {"diffusers", "transformers", "training", "demo", "cli"},
 }
 FILES = sorted(SOURCE.rglob("*.py"))

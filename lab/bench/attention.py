@@ -1,5 +1,5 @@
 # pyright: basic
-"""One call of attention in the shapes of FLUX.1: check, then time, ours and its peers side by side."""
+"""Benchmark of block-sparse attention in the shapes of FLUX.1, checked and timed beside its peers."""
 
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -30,16 +30,16 @@ TOLERANCE = {torch.float32: 1e-4, torch.float16: 5e-3, torch.bfloat16: 2e-2}
 
 
 class Case(NamedTuple):
-    """Whose attention, at which size."""
+    """A picture size and the method whose block table is timed."""
 
     pixels: int
     method: HilbertA
 
     def table(self, text: int) -> BlockTable:
-        """Of a layer in the middle of the slide.
+        """The block table of a layer in which the tiles have slid.
 
         Raises:
-            ValueError: If the side is no multiple of a token's.
+            ValueError: If the side is not a multiple of a token's.
         """
         if self.pixels < PIXELS or self.pixels % PIXELS:
             raise ValueError(
@@ -68,24 +68,24 @@ def bench_attention(
     rounds: int = 15,
     track: Track = silent,
 ) -> Iterator[dict[str, Any]]:
-    """After every case the measurements of every peer so far, ready for JSON.
+    """The measurements of every peer so far, after every case, ready for JSON.
 
-    Each peer's output, or its gradients, are first compared with those of the portable path in float64, on the first
-    and the last head of the last sample; what is wrong is not timed, and what cannot run says why.
+    The output or the gradients of each peer are first compared with the portable path in float64, on the first and the
+    last head of the last sample. A wrong result is not timed, and a peer that cannot run is listed with the reason.
 
     Args:
-        cases: What to compute.
-        device: Where.
-        dtype: Of q, k and v, which are random numbers.
-        batch: Samples.
-        heads: Attention heads.
+        cases: Cases to measure.
+        device: Device to run on.
+        dtype: Dtype of the random q, k and v.
+        batch: Batch size.
+        heads: Number of heads.
         head_dim: Channels of a head.
-        text: Text tokens in front of the image.
+        text: Number of text tokens before the image.
         backward: Time forward and backward together.
-        rounds: How often each peer is measured; all take turns.
+        rounds: Measurements of each peer; they take turns.
         track: Shows progress.
     """
-    tables = [case.table(text) for case in cases]  # what does not fit fails before anything is timed
+    tables = [case.table(text) for case in cases]  # raises before anything is timed
     rows: list[dict[str, Any]] = []
     result = {
         "what": "attention, " + ("forward and backward" if backward else "forward"),
@@ -124,7 +124,7 @@ def _case(
                 raise ValueError(f"wrong by {error:.1e}: not timed")
             row["peak_bytes"] = peak_memory(call, device)
             calls.append(captured(call, device))
-        except Exception as error:  # of any peer, which must not end the others
+        except Exception as error:  # a failing peer must not end the benchmark
             row["failed"] = first_line(error)
         rows.append(row)
         advance()
@@ -149,25 +149,25 @@ def _call(attention: Attention, qkv: tuple[Tensor, ...], backward: bool) -> Call
 
 
 def _reference(qkv: tuple[Tensor, ...], table: BlockTable, backward: bool) -> tuple[Tensor, ...]:
-    """The same of `_some`, by the portable path in float64, which never holds many scores at once."""
-    some = tuple(_some(x).double() for x in qkv)
+    """Reference for `_checked_part`: the portable path in float64, which needs little memory."""
+    some = tuple(_checked_part(x).double() for x in qkv)
     scale = some[0].shape[3] ** -0.5
     return _call(lambda q, k, v: portable(q, k, v, table, scale, True)[0], some, backward)()
 
 
-def _some(x: Tensor) -> Tensor:
-    """What is compared: the first and the last head of the last sample."""
+def _checked_part(x: Tensor) -> Tensor:
+    """The part that is compared: the first and the last head of the last sample."""
     return x[-1:, [0, -1]]
 
 
 def _error(results: tuple[Tensor, ...], references: tuple[Tensor, ...]) -> float:
-    """The largest relative error; NaN if there is one anywhere in what is compared."""
+    """The largest relative error; NaN if either side has a NaN."""
     pairs = zip(results, references, strict=True)
-    return torch.stack([(_some(got) - want).norm() / want.norm() for got, want in pairs]).max().item()
+    return torch.stack([(_checked_part(got) - want).norm() / want.norm() for got, want in pairs]).max().item()
 
 
 def table_of(result: dict[str, Any]) -> Table:
-    """The measurements, to print: a block of rows for each case."""
+    """The result as a table for the terminal, grouped by case."""
     table = Table("", "ms", "speed-up", "of bound", "TFLOP/s", "MB", "error")
     for case, rows in groupby(result["rows"], lambda row: row["case"]):
         table.add_row(f"[bold]{case}")
@@ -185,7 +185,7 @@ def table_of(result: dict[str, Any]) -> Table:
 
 
 def draw_attention(result: dict[str, Any]) -> Figure:
-    """Of each case the speed-up of every peer over the best dense attention, and the FLOP bound as a line."""
+    """A figure of the speed-up of every peer over the best dense attention, with the FLOP bound as a line."""
     rows = [row for row in result["rows"] if "failed" not in row]
     cases = list(dict.fromkeys(row["case"] for row in rows))
     names = list(dict.fromkeys(row["peer"] for row in rows))

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from foveate.demo.random_models import random_model
+from foveate.bench.models import random_model
 from foveate.methods import InfoFlowKV
 from foveate.methods.baselines.kv_baselines import EPIC, CacheBlend, FullPrefill, NoRecompute
 from foveate.methods.recompute_policy import RecomputePolicy

@@ -1,5 +1,5 @@
 # pyright: basic
-"""One call of log-linear attention, from short sequences to very long ones: check, then time, beside its peers."""
+"""Benchmark of log-linear attention over sequence lengths, checked and timed beside its peers."""
 
 import math
 from collections import defaultdict
@@ -28,21 +28,21 @@ from lab.bench.reference import Call, key_gradient_error, pick_error, query_erro
 __all__ = ["INPUTS", "Case", "How", "bench_log_linear", "draw_log_linear", "growth", "table_of"]
 
 INPUTS = "balanced", "skewed"
-GRADIENTS_UP_TO = 2**16  # tokens: float64 takes seconds beyond
-GROWS_FROM = 2**16  # tokens: below, launches and half empty GPUs hide how time grows
-ENOUGH = 3.0  # seconds of measuring a case, after which there are no more rounds than three
+GRADIENTS_UP_TO = 2**16  # tokens; the check in float64 takes seconds for more
+GROWS_FROM = 2**16  # tokens; below, launch times and partly idle GPUs hide the growth
+ENOUGH = 3.0  # seconds of measuring a case, after which there are only three rounds
 
 
 class How(NamedTuple):
-    """How to measure.
+    """Settings of the measurement.
 
     Attributes:
-        device: Where.
-        dtype: Of q, k and v.
+        device: Device to run on.
+        dtype: Dtype of q, k and v.
         backward: Time forward and backward together.
-        contiguous: Let the tokens of a head lie side by side, not, as models have them, the heads of a token.
-        longest: Seconds that a call may take; slower peers are skipped.
-        rounds: How often to measure each peer at most; all take turns. Slow cases have fewer rounds, three at least.
+        contiguous: Memory layout [heads, tokens] instead of [tokens, heads], which models have.
+        longest: Longest call in seconds; slower peers are skipped.
+        rounds: Most measurements of each peer; they take turns. Slow cases have fewer, but at least three.
     """
 
     device: torch.device
@@ -54,17 +54,16 @@ class How(NamedTuple):
 
 
 class Case(NamedTuple):
-    """Whose attention, at which size.
+    """Shape and options of one call.
 
     Attributes:
-        tokens: Of a head.
-        heads: Of the one sample.
+        tokens: Sequence length.
+        heads: Number of heads; the batch size is 1.
         head_dim: Channels of a head.
-        levels: None for automatic.
-        top_k: See `log_linear_attention`, like `block_size`.
+        levels: Pooled levels; None for automatic.
+        top_k: Blocks that each block of queries selects.
         block_size: Tokens of a block.
-        inputs: "balanced" for random numbers; "skewed" where a run of blocks, half as many as are picked, has keys
-            that all queries prefer, so that all pick them.
+        inputs: "balanced" for random inputs; "skewed" if all queries prefer the same `top_k / 2` blocks.
     """
 
     tokens: int
@@ -76,15 +75,15 @@ class Case(NamedTuple):
     inputs: str
 
     def series(self) -> str:
-        """What the cases of other lengths have in common with this one."""
+        """Description of the case without its length."""
         levels = "auto" if self.levels is None else self.levels
         return f"{self.heads} heads of {self.head_dim}, B={self.block_size} K={self.top_k} L={levels}, {self.inputs}"
 
     def options(self) -> Options:
-        """Of the op.
+        """Options of the op.
 
         Raises:
-            ValueError: If it does not take them.
+            ValueError: If the op does not support them.
         """
         if self.inputs not in INPUTS:
             raise ValueError(f"unknown inputs {self.inputs!r}: choose from {', '.join(INPUTS)}")
@@ -107,13 +106,13 @@ class Case(NamedTuple):
 
 
 class Contestant(NamedTuple):
-    """One way to compute attention.
+    """An implementation of attention.
 
     Attributes:
-        name: In tables and plots.
-        options: What it computes; dense attention is that without levels.
-        attend: Output, and the lists of a selection.
-        graph: Whether to time a CUDA graph of it. Not where there are thousands of small launches: they are the time.
+        name: Name in tables and plots.
+        options: Options of the op; dense attention has no levels.
+        attend: Returns the output and the lists of selected blocks.
+        graph: Whether to time it as a CUDA graph; not useful with thousands of small launches.
     """
 
     name: str
@@ -122,18 +121,18 @@ class Contestant(NamedTuple):
     graph: bool = True
 
     def keys(self, tokens: int) -> int:
-        """In sight of a query."""
+        """Number of keys that a query attends to."""
         options = self.options
         return keys_per_query(tokens, options.top_k, options.block_size, options.levels, options.enriched)
 
     def seconds_at(self, tokens: int, fewer: int, seconds: float) -> float:
-        """Of a call, by those of one with fewer tokens."""
-        power = 2 if self.options.levels < 2 else 1  # a single level is scored all against all
+        """Predicted seconds of a call, extrapolated from a shorter one."""
+        power = 2 if self.options.levels < 2 else 1  # with a single level all blocks are scored against all
         return seconds * (tokens / fewer) ** power
 
 
 def contestants(case: Case, how: How) -> list[Contestant]:
-    """Who can compute a case: dense attention first, ours last."""
+    """The implementations that support a case: dense attention first, Foveate last."""
     options, known = case.options(), {"portable": portable}
     if how.device.type == "cuda" and case.top_k <= MAX_KERNEL_TOP_K:
         from foveate.kernels.log_linear.log_linear_attention import BACKENDS
@@ -163,18 +162,18 @@ def _by(run: Callable[..., Any], options: Options) -> Callable[..., tuple[Tensor
 
 
 def bench_log_linear(cases: Sequence[Case], how: How, track: Track = silent) -> Iterator[dict[str, Any]]:
-    """After every case the measurements of every peer so far, ready for JSON.
+    """The measurements of every peer so far, after every case, ready for JSON.
 
-    Outputs and gradients of q are first compared with float64 for some queries, given what they read; what was picked,
-    and gradients of k and v of `GRADIENTS_UP_TO` tokens at most, apart. What is wrong is not timed, and what cannot
-    run or would take too long says so.
+    Before timing, three things are compared with float64: outputs and gradients of q for some queries, given the
+    selected blocks; the selection itself; and gradients of k and v, up to `GRADIENTS_UP_TO` tokens. A wrong result is
+    not timed, and a peer that cannot run or would take too long is listed with the reason.
 
     Args:
-        cases: What to compute. Of a series give shorter ones first: they tell how long others take.
-        how: How to measure.
+        cases: Cases to measure, in each series the shorter ones first: they predict the time of the longer ones.
+        how: Settings of the measurement.
         track: Shows progress.
     """
-    everyone = [contestants(case, how) for case in cases]  # what does not fit fails before anything is timed
+    everyone = [contestants(case, how) for case in cases]  # raises before anything is timed
     rows: list[dict[str, Any]] = []
     result: dict[str, Any] = {
         "what": "log-linear attention, " + ("forward and backward" if how.backward else "forward"),
@@ -198,7 +197,7 @@ def bench_log_linear(cases: Sequence[Case], how: How, track: Track = silent) -> 
 
 
 def _case(case: Case, peers: list[Contestant], wait: dict[str, float], how: How, track: Track) -> list[dict[str, Any]]:
-    inputs = cache(partial(case.tensors, how))  # made when the first is not skipped
+    inputs = cache(partial(case.tensors, how))  # made on first use: all peers may be skipped
     advance = track(f"{case.tokens:,} tokens, {case.series()}", len(peers) + 1)
     rows: list[dict[str, Any]] = []
     calls: list[Callable[[], object]] = []
@@ -206,7 +205,7 @@ def _case(case: Case, peers: list[Contestant], wait: dict[str, float], how: How,
         row = case._asdict() | {"series": case.series(), "levels": peers[-1].options.levels, "peer": peer.name}
         row |= {"dense": not peer.options.levels, "keys": peer.keys(case.tokens)}
         try:
-            _in_time(wait[peer.name], how, "by what fewer tokens took")
+            _in_time(wait[peer.name], how, "predicted from fewer tokens")
             row |= _checked(peer, inputs(), how.backward)
             call = _call(peer, inputs(), how.backward)
             began = now(how.device)
@@ -214,7 +213,7 @@ def _case(case: Case, peers: list[Contestant], wait: dict[str, float], how: How,
             row["call_s"] = now(how.device) - began
             _in_time(row["call_s"], how, "measured")
             calls.append(captured(call, how.device) if peer.graph else call)
-        except Exception as error:  # of any peer, which must not end the others
+        except Exception as error:  # a failing peer must not end the benchmark
             row["failed"] = first_line(error)
         rows.append(row)
         advance()
@@ -222,7 +221,7 @@ def _case(case: Case, peers: list[Contestant], wait: dict[str, float], how: How,
     rounds = _rounds([row["call_s"] for row in timed], how.rounds)
     for row, taken in zip(timed, time_calls(calls, rounds, how.device), strict=True):
         row |= {"rounds": rounds, "median_s": median(taken), "fastest_s": min(taken), "slowest_s": max(taken)}
-    calls.clear()  # and with them the memory of their graphs
+    calls.clear()  # frees the memory of their graphs
     best = min((row["median_s"] for row in timed if row["dense"]), default=None)
     for row in timed:
         flops = (14 if how.backward else 4) * case.tokens * row["keys"] * case.heads * case.head_dim
@@ -239,7 +238,7 @@ def _in_time(seconds: float, how: How, source: str) -> None:
 
 
 def _rounds(seconds: Sequence[float], most: int) -> int:
-    """How often to measure each of some calls."""
+    """Number of measurements of each call, given the seconds of all of them."""
     turn = sum(max(MIN_SECONDS, s) for s in seconds) or MIN_SECONDS
     return min(most, max(3, int(ENOUGH / turn)))
 
@@ -253,7 +252,7 @@ def _call(peer: Contestant, qkv: tuple[Tensor, ...], backward: bool) -> Callable
 
 
 def _checked(peer: Contestant, qkv: tuple[Tensor, ...], backward: bool) -> dict[str, float]:
-    """The errors of a call.
+    """The errors of a call, by name.
 
     Raises:
         ValueError: If one is too large.
@@ -278,7 +277,7 @@ def _checked(peer: Contestant, qkv: tuple[Tensor, ...], backward: bool) -> dict[
 
 
 def _split(peer: Contestant, qkv: tuple[Tensor, ...], rounds: int, how: How) -> dict[str, Any]:
-    """Seconds of every stage of the Triton kernels."""
+    """Median seconds of every stage of the Triton kernels."""
     try:
         parts = {name: captured(call, how.device) for name, call in stages(qkv, peer.options, how.backward).items()}
     except torch.OutOfMemoryError:
@@ -288,7 +287,7 @@ def _split(peer: Contestant, qkv: tuple[Tensor, ...], rounds: int, how: How) -> 
 
 
 def stages(qkv: tuple[Tensor, ...], options: Options, backward: bool) -> dict[str, Callable[[], object]]:
-    """What the Triton kernels do one after another, each to be called by itself."""
+    """The stages of the Triton kernels in order, each as a call of its own."""
     from foveate.kernels.log_linear import hierarchical_pooling, log_linear_queries, selection
     from foveate.kernels.log_linear.log_linear_keys import backward_keys
 
@@ -318,9 +317,9 @@ def stages(qkv: tuple[Tensor, ...], options: Options, backward: bool) -> dict[st
 
 
 def growth(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
-    """Of each series the power of the number of tokens that the time of ours grows with, from `GROWS_FROM` on.
+    """The exponent p of time ~ tokens^p of Foveate in each series, from `GROWS_FROM` tokens on.
 
-    Least squares of log time over log tokens; ours is the last peer of a case.
+    Fitted by least squares in log-log space; Foveate is the last peer of a case.
     """
     ours = {(row["series"], row["tokens"]): row for row in rows}.values()
     found: dict[str, float] = {}
@@ -339,7 +338,7 @@ def growth(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
 
 
 def table_of(result: dict[str, Any]) -> Table:
-    """The measurements, to print: a block of rows for each case, with the parts of the time of ours."""
+    """The result as a table for the terminal, grouped by case, with the stages of Foveate."""
     table = Table("", "ms", "speed-up", "keys", "TFLOP/s", "MB", "error")
     for (series, tokens), rows in groupby(result["rows"], lambda row: (row["series"], row["tokens"])):
         table.add_row(f"[bold]{tokens:,} tokens, {series}")
@@ -357,12 +356,12 @@ def table_of(result: dict[str, Any]) -> Table:
                 table.add_row(f"  {name}", f"{1e3 * seconds:.4g}")
         table.add_section()
     for series, power in result["growth"].items():
-        table.add_row(series, f"time of ours grows with tokens^{power:.2f} from {GROWS_FROM:,} on")
+        table.add_row(series, f"time of foveate grows as tokens^{power:.2f} from {GROWS_FROM:,} tokens on")
     return table
 
 
 def draw_log_linear(result: dict[str, Any]) -> Figure:
-    """For each series time against tokens, every peer a line, and where lines of N and N^2 would go."""
+    """A figure of time over tokens for each series, a line for each peer, with guides for N and N^2."""
     rows = [row for row in result["rows"] if "failed" not in row]
     names, series = (list(dict.fromkeys(row[key] for row in rows)) for key in ("peer", "series"))
     figure = Figure(figsize=(6.4, 0.4 + 3.6 * max(1, len(series))), layout="constrained")
@@ -384,7 +383,7 @@ def draw_log_linear(result: dict[str, Any]) -> Figure:
 
 
 def _guides(axes: Any, rows: list[dict[str, Any]], sizes: list[int]) -> None:
-    """Lines of N and N^2 from where the fastest peer begins."""
+    """Draw lines of N and N^2 from the first point of the fastest peer."""
     start = 1e3 * min(row["median_s"] for row in rows if row["tokens"] == sizes[0])
     top = max(1e3 * row["median_s"] for row in rows)
     for power, name in ((1, "N"), (2, "N²")):

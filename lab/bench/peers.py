@@ -1,5 +1,5 @@
 # pyright: basic, reportPrivateImportUsage=false
-"""Other ways to compute attention over a block table, or all of it: what ours has to beat."""
+"""Implementations of attention, dense and over a block table, that Foveate is compared with."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -21,12 +21,12 @@ Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 class Peer(NamedTuple):
-    """One way to compute attention.
+    """An implementation of attention.
 
     Attributes:
-        name: In tables and plots.
-        sparse: Whether it leaves out what the table leaves out; dense attention does not.
-        prepare: The attention over a table on a device. What it does beforehand is not timed.
+        name: Name in tables and plots.
+        sparse: Whether it follows the block table; dense attention does not.
+        prepare: Returns the attention over a table on a device. The preparation is not timed.
     """
 
     name: str
@@ -35,7 +35,7 @@ class Peer(NamedTuple):
 
 
 def peers(device: torch.device, dtype: torch.dtype, head_dim: int) -> list[Peer]:
-    """What there is on a device: the fastest dense attention first, ours last, every backend by itself."""
+    """The implementations on a device: dense ones first, then FlexAttention, then every backend of Foveate."""
     ours = [_ours(backend) for backend in dispatch.backends("block_attention", device, dtype, head_dim)]
     everything = [
         Peer(name, False, lambda *_, attention=attention: attention) for name, attention in dense(device).items()
@@ -45,7 +45,7 @@ def peers(device: torch.device, dtype: torch.dtype, head_dim: int) -> list[Peer]
 
 
 def dense(device: torch.device) -> dict[str, Attention]:
-    """Attention over everything by name, the fastest first."""
+    """Dense attention by name, the fastest first."""
     if device.type != "cuda":
         return {"dense": scaled_dot_product_attention}
     return {

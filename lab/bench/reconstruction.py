@@ -1,4 +1,4 @@
-"""What merging loses of features, whatever a model makes of them."""
+"""Error of token merging on features, without a model."""
 
 from collections.abc import Callable
 from statistics import mean
@@ -12,7 +12,7 @@ from foveate.methods.base import TokenMerging
 
 __all__ = ["FEATURES", "reconstruction_error"]
 
-CHANNELS = 640  # of SDXL's largest maps with attention
+CHANNELS = 640  # as in SDXL's largest feature maps with attention
 
 Features = Float[Tensor, "1 channels rows columns"]
 
@@ -22,7 +22,7 @@ def _random(side: int, lots: torch.Generator) -> Features:
 
 
 def _smooth(side: int, lots: torch.Generator) -> Features:
-    """Noise of a quarter of the side, up-sampled, with a tenth of fresh noise."""
+    """Noise, up-sampled by a factor of 4, plus a tenth of full-resolution noise."""
     coarse = torch.randn(1, CHANNELS, side // 4, side // 4, generator=lots)
     return interpolate(coarse, (side, side), mode="bilinear") + 0.1 * _random(side, lots)
 
@@ -31,15 +31,16 @@ FEATURES: dict[str, Callable[[int, torch.Generator], Features]] = {"random": _ra
 
 
 def reconstruction_error(method: TokenMerging, features: str, side: int, device: torch.device) -> float:
-    """||unmerge(merge(x)) - x|| / ||x||, the mean over an early and a late block, which may merge differently.
+    """Mean of ||unmerge(merge(x)) - x|| / ||x|| over an early and a late block, which may merge differently.
 
-    This is no picture's quality: nothing comes between merge and unmerge, and the features are no model's.
+    This does not measure picture quality: the features are not those of a model, and no layer lies between merge and
+    unmerge.
 
     Args:
-        method: How to merge.
-        features: "random" or "smooth": see `FEATURES`.
+        method: Token merging method.
+        features: "random" or "smooth", see `FEATURES`.
         side: Tokens along each side.
-        device: Where it is worked out, in float32.
+        device: Device to compute on, in float32.
     """
     regions = method.regions(((side, side),), device=str(device))
     x = FEATURES[features](side, torch.Generator().manual_seed(0)).flatten(2).mT.to(device)[:, regions.order]

@@ -1,6 +1,6 @@
 # pyright: basic, reportPrivateImportUsage=false, reportArgumentType=false, reportCallIssue=false
 # pyright: reportAttributeAccessIssue=false, reportIndexIssue=false, reportReturnType=false
-"""One step of training a pixel model, with dense and with sparse attention: check, then time."""
+"""Benchmark of one training step of a pixel model, with dense and with log-linear attention."""
 
 import gc
 from collections.abc import Callable, Generator, Iterator, Sequence
@@ -18,13 +18,13 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.data import default_collate
 
-from foveate.demo.bench import TOLERANCE
+from foveate.bench.step import TOLERANCE
 from foveate.diffusers.pixel_dit import MODELS, PixelDiT
 from foveate.ops import dispatch
 from foveate.ops.hierarchical_pooling import automatic_levels
 from foveate.training.pictures import NoisyPicture, NoisyPictures
 from foveate.training.pixel import MIXED, PixelRecipe, prepare, velocity_loss
-from foveate.training.run import learn
+from foveate.training.run import train_step
 from foveate.training.trained import Trained
 from foveate.utils.device import now, versions
 from foveate.utils.progress import Track, silent
@@ -33,20 +33,20 @@ from foveate.web.report import TILE_COLOURS as COLOURS
 
 __all__ = ["VARIANTS", "How", "Variant", "bench_train", "draw_train", "table_of", "usual_variants"]
 
-CHECKED = 32  # tokens along each side of the pictures that a step is checked with
+CHECKED = 32  # tokens along each side of the pictures in the check
 ALL_BLOCKS = CHECKED**2 // 16
-CHECKED_LEVELS = 3  # so few tokens have no more
-ENOUGH = 8.0  # seconds of measuring, after which there are no more rounds
+CHECKED_LEVELS = 3  # maximum for so few tokens
+ENOUGH = 8.0  # seconds of measuring, after which it stops
 
 
 class Variant(NamedTuple):
-    """One kind of attention.
+    """A kind of attention.
 
     Attributes:
-        attention: Of `PixelDiT`, like `levels` and `enrich`.
-        kernel: That of PyTorch which dense attention must run in; None leaves the choice to PyTorch.
-        levels: None for automatic.
-        enrich: Read means.
+        attention: Option of `PixelDiT`: "dense" or "log-linear".
+        kernel: Kernel for dense attention; None leaves the choice to PyTorch.
+        levels: Option of `PixelDiT`: pooled levels, None for automatic.
+        enrich: Option of `PixelDiT`: attend to means.
     """
 
     attention: str = "log-linear"
@@ -55,15 +55,15 @@ class Variant(NamedTuple):
     enrich: bool = True
 
     def at(self, tokens: int) -> "Variant":
-        """With as many levels as so many tokens have."""
+        """The variant with the number of levels for this many tokens."""
         return self if self.dense() else self._replace(levels=self.levels or automatic_levels(tokens))
 
     def dense(self) -> bool:
-        """Whether every token reads every other."""
+        """Whether the attention is dense."""
         return self.attention == "dense"
 
     def title(self) -> str:
-        """In tables and plots."""
+        """Name in tables and plots."""
         if self.dense():
             return f"dense, {KERNELS[self.kernel]}"
         levels = f"{self.levels} level" + "s" * (self.levels != 1)
@@ -71,15 +71,15 @@ class Variant(NamedTuple):
 
     @contextmanager
     def chosen(self) -> Generator[None]:
-        """Where dense attention runs in that kernel, compiled too: PyTorch's caches do not ask which it was."""
+        """Context in which dense attention runs in `kernel`; compile caches, which ignore it, are off."""
         kernel = nullcontext() if self.kernel is None else sdpa_kernel(self.kernel)
         with torch.compiler.config.patch(force_disable_caches=True), kernel:
             yield
 
     def seconds_at(self, tokens: int, fewer: dict[str, Any]) -> float:
-        """Of a step, by those of one with fewer tokens."""
+        """Predicted seconds of a step, extrapolated from one with fewer tokens."""
         more, attention = tokens / fewer["tokens"], fewer["attention_share"]
-        power = 2 if (self.levels or 0) < 2 else 1  # a single level is scored all against all
+        power = 2 if (self.levels or 0) < 2 else 1  # with a single level all blocks are scored against all
         return fewer["step_s"] * (attention * more**power + (1 - attention) * more)
 
 
@@ -97,27 +97,27 @@ VARIANTS = {
     "llsa": Variant(),
     "llsa-2": Variant(levels=2),
 }
-"""By name: what it says, top-k of one level without means, and log-linear attention."""
+"""Variants by name: dense attention, one-level top-k without means, and log-linear attention."""
 
 
 def usual_variants(device: torch.device) -> list[str]:
-    """What is timed where nobody says."""
+    """The variants that are timed by default on a device."""
     return [*(("cudnn", "fa2") if device.type == "cuda" else ("dense",)), "top-k", "llsa", "llsa-2"]
 
 
 class How(NamedTuple):
-    """What to train, and how to measure it.
+    """Settings of the model and of the measurement.
 
     Attributes:
-        device: Where.
-        dtype: "float32", or "bfloat16" for all but the weights.
-        dit: Of `MODELS`.
+        device: Device to run on.
+        dtype: "float32", or "bfloat16" for everything but the weights.
+        dit: Name in `MODELS`.
         patch: Pixels along each side of a token.
-        batch: Pictures a step.
+        batch: Batch size.
         compile: Compile the blocks.
-        checkpointing: Run blocks again in the backward pass.
-        longest: Seconds that a step may take; slower ones are skipped.
-        rounds: How often to measure a step at most; slow ones less.
+        checkpointing: Use gradient checkpointing.
+        longest: Longest step in seconds; slower variants are skipped.
+        rounds: Most measurements of a variant; slow ones have fewer.
     """
 
     device: torch.device
@@ -134,22 +134,22 @@ class How(NamedTuple):
 def bench_train(
     sides: Sequence[int], variants: Sequence[str], how: How, track: Track = silent
 ) -> Iterator[dict[str, Any]]:
-    """With every row more the times so far of one step of `foveate train`, ready for JSON.
+    """The times of one step of `foveate train` so far, after every new row, ready for JSON.
 
-    A step is forward, loss, backward, clipping, AdamW and the moving average. Weights and pictures are random. Each
-    variant is timed by itself, so that it has the memory for itself; then attention alone, forward and backward, in
-    the same shapes. Before, a step with small pictures is compared with one whose dense attention holds all scores:
-    every block is picked and no means are read, so that loss and gradients must be the same. What is wrong is not
-    timed, and what cannot run or would take too long says so.
+    A step is forward, loss, backward, clipping, AdamW and the moving average. Weights and pictures are random. The
+    variants are timed one after the other, so that each has all the memory; then attention alone, forward and
+    backward, in the same shapes. Before that, loss and gradients of a step on small pictures, with every block
+    selected and no means, are compared with those of plain dense attention. A wrong variant is not timed, and a
+    variant that cannot run or would take too long is listed with the reason.
 
     Args:
-        sides: Of the pictures in pixels.
-        variants: Names of `VARIANTS`. Speed-ups are over the first that is dense.
-        how: What to train, and how to measure it.
+        sides: Sides of the pictures in pixels.
+        variants: Names in `VARIANTS`. Speed-ups are over the first dense one.
+        how: Settings of the model and of the measurement.
         track: Shows progress.
 
     Raises:
-        ValueError: If there is no such variant or model, or patches do not fill a picture.
+        ValueError: If a variant or the model is unknown, or patches do not fill a picture.
     """
     recipe = PixelRecipe(dtype=how.dtype)
     if how.dit not in MODELS:
@@ -173,7 +173,7 @@ def bench_train(
     timed: dict[Variant, dict[str, Any]] = {}
     for side in sorted(sides):
         tokens = (side // how.patch) ** 2
-        everyone = list(dict.fromkeys(VARIANTS[name].at(tokens) for name in variants))  # some are alike at a size
+        everyone = list(dict.fromkeys(VARIANTS[name].at(tokens) for name in variants))  # without duplicates
         advance, dense_s = track(f"{side} px, {tokens:,} tokens", len(everyone)), None
         for variant in everyone:
             wait = variant.seconds_at(tokens, timed[variant]) if variant in timed else 0.0
@@ -190,12 +190,12 @@ def bench_train(
 def _measured(variant: Variant, side: int, wait: float, how: How) -> dict[str, Any]:
     row: dict[str, Any] = {}
     try:
-        _in_time(wait, how, "by what fewer tokens took")
+        _in_time(wait, how, "predicted from fewer tokens")
         row |= _checked(variant, how)
         row |= _timed(variant, side, how)
-    except Exception as error:  # of any variant, which must not end the others
+    except Exception as error:  # a failing variant must not end the benchmark
         row["failed"] = first_line(error)
-    gc.collect()  # the next variant is to have all the memory
+    gc.collect()  # frees the memory for the next variant
     torch.cuda.empty_cache()
     return row
 
@@ -209,7 +209,7 @@ def _in_time(seconds: float, how: How, source: str) -> None:
 
 
 class RandomPictures:
-    """Pictures in which no pixel knows of another."""
+    """Pictures of independent random pixels."""
 
     count, captioned, checksum = None, False, "random"
 
@@ -219,13 +219,13 @@ class RandomPictures:
 
 
 def _begun(variant: Variant, how: How, compile: bool, **picked: Any) -> tuple[Accelerator, nn.Module, Trained]:
-    """A model with random weights, and what trains it."""
+    """A model with random weights, prepared for training."""
     torch.manual_seed(0)
     options = {"attention": variant.attention, "levels": variant.levels, "enrich": variant.enrich, **picked}
     model = PixelDiT(**MODELS[how.dit], patch_size=how.patch, **options)
     for module in model.modules():
         if isinstance(module, nn.Linear):
-            module.reset_parameters()  # those that begin as zero would hold back all gradients
+            module.reset_parameters()  # zero weights would block all gradients
     accelerator = Accelerator(cpu=how.device.type == "cpu", mixed_precision=MIXED[how.dtype])
     return accelerator, *prepare(model, PixelRecipe(dtype=how.dtype), accelerator, how.checkpointing, compile)
 
@@ -240,10 +240,10 @@ def _batch(side: int, count: int, how: How) -> NoisyPicture:
 
 
 def _checked(variant: Variant, how: How) -> dict[str, float]:
-    """How far loss and gradients are from those of dense attention where they must be the same.
+    """Relative errors of loss and gradients to dense attention, with every block selected.
 
     Raises:
-        ValueError: If it is too far.
+        ValueError: If one is too large.
     """
     batch = _batch(CHECKED * how.patch, 2, how)
     loss, grads = _gradients(variant, batch, how)
@@ -260,7 +260,7 @@ def _checked(variant: Variant, how: How) -> dict[str, float]:
 
 
 def _gradients(variant: Variant, batch: NoisyPicture, how: How) -> tuple[Tensor, list[Tensor]]:
-    """The loss with every block picked, and its gradient of every weight; no more levels than so few tokens have."""
+    """The loss with every block selected, and the gradients of all weights."""
     variant = variant._replace(levels=variant.levels and min(variant.levels, CHECKED_LEVELS))
     accelerator, model, trained = _begun(variant, how, False, top_k=ALL_BLOCKS, enrich=False)
     with variant.chosen():
@@ -273,9 +273,11 @@ def _gradients(variant: Variant, batch: NoisyPicture, how: How) -> tuple[Tensor,
 
 
 def _timed(variant: Variant, side: int, how: How) -> dict[str, Any]:
-    torch.compiler.reset()  # a process keeps few graphs, and every variant has its own
+    torch.compiler.reset()  # each variant compiles graphs of its own, and their number is limited
     accelerator, model, trained = _begun(variant, how, how.compile)
-    step = partial(learn, accelerator, model, trained, partial(velocity_loss, model, _batch(side, how.batch, how)))
+    step = partial(
+        train_step, accelerator, model, trained, partial(velocity_loss, model, _batch(side, how.batch, how))
+    )
     taken: list[float] = []
 
     def timed_step() -> None:
@@ -308,7 +310,7 @@ def _timed(variant: Variant, side: int, how: How) -> dict[str, Any]:
 
 
 def _attention(model: Any, side: int, how: How) -> Callable[[], object]:
-    """Attention of one block alone, forward and backward, on random numbers."""
+    """A call of the attention of one block, forward and backward, on random inputs."""
     config, attend = model.config, model.blocks[0].attn.attend
     shape = how.batch, (side // how.patch) ** 2, config.num_attention_heads, config.attention_head_dim
     like: dict[str, Any] = {"device": how.device, "dtype": getattr(torch, how.dtype)}
@@ -316,7 +318,7 @@ def _attention(model: Any, side: int, how: How) -> Callable[[], object]:
 
     def call() -> object:
         out = attend(*qkv, extra_k=None, extra_v=None)[0]
-        if how.checkpointing:  # forward once more
+        if how.checkpointing:  # it runs forward twice
             out = attend(*qkv, extra_k=None, extra_v=None)[0]
         return torch.autograd.grad(out, qkv, qkv[0].detach())
 
@@ -324,7 +326,7 @@ def _attention(model: Any, side: int, how: How) -> Callable[[], object]:
 
 
 def _kernel(model: Any, how: How) -> str:
-    """What log-linear attention ran in."""
+    """Name of the backend of log-linear attention."""
     work = how.device, getattr(torch, how.dtype), model.config.attention_head_dim
     return dispatch.choose("log_linear_attention", *work).name
 
@@ -343,7 +345,7 @@ COLUMNS: list[tuple[str, str, Callable[[Any], str]]] = [
 
 
 def table_of(result: dict[str, Any]) -> Table:
-    """The measurements, to print: a block of rows for each size."""
+    """The result as a table for the terminal, grouped by size."""
     table = Table("", *(title for title, _, _ in COLUMNS))
     for (side, tokens), rows in groupby(result["rows"], lambda row: (row["pixels"], row["tokens"])):
         table.add_row(f"[bold]{side} px, {tokens:,} tokens")
@@ -356,7 +358,7 @@ def table_of(result: dict[str, Any]) -> Table:
 
 
 def draw_train(result: dict[str, Any]) -> Figure:
-    """Of each size the pictures that every variant learns from in a second."""
+    """A figure of the pictures per second of every variant, for each size."""
     rows = [row for row in result["rows"] if "failed" not in row]
     names, sides = (list(dict.fromkeys(row[key] for row in rows)) for key in ("variant", "pixels"))
     figure = Figure(figsize=(6.4, 0.8 + 0.25 * len(rows) + 0.7 * len(sides)), layout="constrained")

@@ -1,8 +1,8 @@
-"""CLEAR's pattern, to compare with: an image token sees a disc around itself (Liu et al., arXiv 2412.16112).
+"""The attention pattern of CLEAR (Liu et al., arXiv 2412.16112), for comparison.
 
-Text sees all and is seen by all; an image token sees the image tokens less than `radius` away. The paper's second,
-down-sampled level is left out. Every block of its tables is a single token, which takes the usual kernels very long:
-after `register()` attention is dense under a mask instead.
+An image token attends to text and to the image tokens less than `radius` away; text attends to everything. The
+down-sampled level of the paper is left out. The blocks of the table are single tokens, for which the usual kernels are
+very slow, so after `register()` attention is dense with a mask.
 """
 
 from dataclasses import dataclass
@@ -28,21 +28,21 @@ Grid = tuple[int, int]
 
 @dataclass(frozen=True, kw_only=True)
 class Clear(SparseAttention):
-    """Attention within a disc. A `radius` beyond the diagonal is exactly the dense model.
+    """Attention within a disc. With a `radius` beyond the diagonal it is exactly the dense model.
 
     Attributes:
-        radius: In tokens; those nearer than that are seen.
+        radius: Radius of the disc in tokens, exclusive.
     """
 
     radius: float = 8.0
 
     @property
     def title(self) -> str:
-        """CLEAR and its radius."""
+        """Name with the radius."""
         return f"CLEAR r={self.radius:g}"
 
     def plan(self, grids: tuple[Grid, ...], text: int, *, device: str = "cpu") -> "ClearPlan":
-        """Discs over one image, in raster order.
+        """The discs of one image, in raster order.
 
         Raises:
             DenseFallback: If there are reference images.
@@ -54,11 +54,11 @@ class Clear(SparseAttention):
 
 
 class Discs(BlockTable):
-    """The table of CLEAR, to be told from others."""
+    """A block table of CLEAR, which `_masked` recognises by its type."""
 
 
 class ClearPlan(NamedTuple):
-    """What CLEAR decided for one size."""
+    """The plan of CLEAR for one size."""
 
     order: Int[Tensor, "image"]
     inverse: Int[Tensor, "image"]
@@ -69,14 +69,14 @@ class ClearPlan(NamedTuple):
 
     @property
     def segments(self) -> tuple[tuple[int, int], ...]:
-        """Every token sees others than its neighbours do, so none may merge."""
+        """Every token is a segment of its own, so that none may merge."""
         return len(self.order) * ((0, 1),)
 
 
 @lru_cache(maxsize=8)
 @torch.inference_mode(False)
 def _plan(method: Clear, grid: Grid, text: int, device: str) -> ClearPlan:
-    """Blocks of one image token each, behind those of the text."""
+    """Text blocks, then a block for each image token."""
     texts, cells = block_starts(text)[:-1], grid[0] * grid[1]
     rows, columns = torch.cartesian_prod(torch.arange(grid[0]), torch.arange(grid[1])).unbind(1)
     near = (rows[:, None] - rows).square() + (columns[:, None] - columns).square() < method.radius**2
@@ -90,12 +90,12 @@ def _plan(method: Clear, grid: Grid, text: int, device: str) -> ClearPlan:
 
 
 def radius_for(sparsity: float, grid: Grid, text: int) -> float:
-    """The radius at which the table leaves out as large a part of all pairs as can be had to `sparsity`.
+    """The radius whose table has a sparsity as close as possible to the given one.
 
     Args:
-        sparsity: From 0 to 1, of all pairs of tokens.
+        sparsity: Fraction of all pairs of tokens that are skipped.
         grid: (rows, columns) of image tokens.
-        text: Text tokens.
+        text: Number of text tokens.
     """
     tokens = text + grid[0] * grid[1]
     wanted = (1 - sparsity) * tokens**2 - text * (2 * tokens - text)  # pairs of image tokens
@@ -104,13 +104,15 @@ def radius_for(sparsity: float, grid: Grid, text: int) -> float:
     pairs = ((grid[0] - down.abs())[:, None] * (grid[1] - right.abs())).flatten()
     squares, order = squares.sort(stable=True)
     within = pairs[order].cumsum(0)
-    last = torch.cat([squares[1:] != squares[:-1], torch.tensor([True])])  # a disc holds all of one distance
+    last = torch.cat(
+        [squares[1:] != squares[:-1], torch.tensor([True])]
+    )  # a disc contains all tokens of the same distance
     best = (within[last] - wanted).abs().argmin()
     return (squares[last][best].item() + 0.5) ** 0.5
 
 
 def register() -> None:
-    """Let the files of LoRAs name CLEAR, and compute its attention under a mask, for as long as the process lives."""
+    """Register CLEAR as a method, and its masked attention as a backend, in this process."""
     METHODS["clear"] = Clear
     dispatch.register("block_attention", "masked")(_masked)
 
@@ -121,11 +123,11 @@ _MASKS: WeakTensorCache[Tensor] = WeakTensorCache()
 def _masked(
     q: Tensor, k: Tensor, v: Tensor, table: BlockTable, scale: float, with_lse: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """`block_attention` of discs, without the LSE; all other work is left to the backend that does it anyway."""
+    """`block_attention` of discs, without the LSE; other tables go to the usual backend."""
     if not isinstance(table, Discs):
         known = dispatch.backends("block_attention", q.device, q.dtype, q.shape[3])
         return [one.run for one in known if one.run is not _masked][-1](q, k, v, table, scale, with_lse)
     mask = _MASKS.get(table, q.device, lambda: table.to_dense().to(q.device))
-    # one by one: gradients under a mask over 2^31 pairs of tokens and more fail (pytorch#150054)
+    # one sample at a time: masked gradients fail from 2^31 pairs of tokens on (pytorch#150054)
     parts = zip(q.split(1), k.split(1), v.split(1), strict=True)
     return torch.cat([scaled_dot_product_attention(*part, attn_mask=mask, scale=scale) for part in parts]), None

@@ -1,13 +1,13 @@
-"""Distil a LoRA for HilbertA, for each of its parts left out and for CLEAR, and judge what it gains.
+"""Distil LoRAs for HilbertA, for its ablations and for CLEAR, and score them.
 
-python -m lab.quality.distilled --out run-0 --only t16,t4           # on one GPU; results as quality.py leaves them
-python -m lab.quality.distilled --out run-1 --only t16-still,clear  # on another, in a folder of its own
-accelerate launch --num_processes 2 -m lab.quality.distilled --at-once 16 --only t16  # on both together
+python -m lab.quality.distilled --out run-0 --only t16,t4           # on one GPU
+python -m lab.quality.distilled --out run-1 --only t16-still,clear  # on another GPU
+accelerate launch --num_processes 2 -m lab.quality.distilled --at-once 16 --only t16  # on both GPUs together
 
-Every variant is judged without and with its LoRA. All have 16 tiles and rank 64, in all layers, and levels of noise as
-drawing meets them, unless their name says otherwise; and all learn from the same pictures. CLEAR's discs leave out as
-many pairs of tokens as 16 tiles do; they are computed under a mask, which cannot be compiled, so that their time says
-nothing about CLEAR. What is found in --out is gone on with.
+Every variant is scored without and with its LoRA. All have 16 tiles, rank 64 in all layers and shifted noise levels,
+unless their name says otherwise, and are trained on the same pictures. CLEAR has the sparsity of 16 tiles; it is
+computed with a mask, which cannot be compiled, so its time says nothing about CLEAR. An existing run in --out is
+resumed.
 """
 
 import csv
@@ -36,8 +36,8 @@ from lab.quality.clear import Clear, radius_for, register
 from lab.quality.quality import Batch, Commit, Prompts, Size, judge
 
 PIXELS = 4  # along each side of a token
-SEED = 10_000  # of the first picture to learn from; those that are judged begin at 0
-LAST = 100  # steps whose mean loss is the final one
+SEED = 10_000  # of the first training picture; the seeds of the scored pictures begin at 0
+LAST = 100  # steps whose mean loss is reported as the final loss
 SHOWN = "t16", "t4-rank32"  # variants whose pictures go into docs/images
 
 USUAL: dict[str, Any] = {"rank": 64, "layers": "all", "levels": "shifted", "optimizer": "adamw"}
@@ -57,14 +57,14 @@ VARIANTS: dict[str, tuple[Method | None, dict[str, Any]]] = {
     "t16-raster": (HilbertA(tiles=16, curve="raster"), {}),
     "clear": (None, {}),
 }
-"""By name the method, and what of the recipe is not as in the others; CLEAR's radius depends on the size."""
+"""Method and changed options of the recipe, by name; None is CLEAR, whose radius depends on the size."""
 
 
 def variant(name: str, size: int) -> tuple[Method, dict[str, Any]]:
-    """Method and options of the recipe of that name, for pictures of so many pixels a side.
+    """Method and options of the recipe of that name, for square pictures of `size` pixels.
 
     Raises:
-        ValueError: If there is none of that name, or the size is too small for 16 tiles to compare CLEAR with.
+        ValueError: If the name is unknown, or the size is too small for 16 tiles.
     """
     if name not in VARIANTS:
         raise ValueError(f"unknown variant {name!r}: choose from {', '.join(VARIANTS)}")
@@ -82,19 +82,21 @@ def main(
     size: Size = 256,
     prompts: Prompts = 500,
     batch: Batch = 32,
-    steps: Annotated[int, typer.Option(help="Of training, 32 pictures each.")] = 1000,
-    pictures: Annotated[int, typer.Option(help="To learn from.")] = 2000,
-    rate: Annotated[float, typer.Option(help="Of AdamW.")] = 1e-3,
-    cool_down: Annotated[float, typer.Option(help="Last fraction of the steps, in which the rate falls to 0.")] = 1.0,
-    at_once: Annotated[int, typer.Option(help="Pictures to learn from that are drawn, and seen, together.")] = 32,
+    steps: Annotated[int, typer.Option(help="Training steps, with a batch of 32.")] = 1000,
+    pictures: Annotated[int, typer.Option(help="Number of training pictures.")] = 2000,
+    rate: Annotated[float, typer.Option(help="Learning rate of AdamW.")] = 1e-3,
+    cool_down: Annotated[
+        float, typer.Option(help="Last fraction of the steps, over which the rate falls to 0.")
+    ] = 1.0,
+    at_once: Annotated[int, typer.Option(help="Batch size on a device.")] = 32,
     only: Annotated[str, typer.Option(help="Variants, separated by commas.")] = ",".join(VARIANTS),
-    minutes: Annotated[float, typer.Option(help="Time to train a variant; it is judged as it is then.")] = math.inf,
-    start: Annotated[Path | None, typer.Option(help="LoRA to begin with, named after how it was trained.")] = None,
+    minutes: Annotated[float, typer.Option(help="Time to train a variant, which is scored as it is then.")] = math.inf,
+    start: Annotated[Path | None, typer.Option(help="LoRA to start from; its file name is recorded.")] = None,
     compile: Annotated[bool, typer.Option("--compile", help="Compile the blocks for the training.")] = False,
     out: Annotated[Path, typer.Option(help="Folder of pictures and LoRAs.")] = Path("eval-distilled"),
     commit: Commit = "",
 ) -> None:
-    """Draw what to learn from, then distil and judge one variant after another."""
+    """Draw the training pictures, then distil and score one variant after the other."""
     register()
     request = Request("", (size, size), 20, None, SEED)
     captions = [scene.caption for scene in islice(scenes(SEED), pictures)]
@@ -105,7 +107,7 @@ def main(
         with progress() as track:
             advance = track("pictures", pictures)
             make_pairs(out / "pairs", pipe, captions, request, at_once=at_once, advance=advance)
-            torch.compiler.reset()  # a process keeps few graphs, and every variant has its own
+            torch.compiler.reset()  # each variant compiles graphs of its own, and their number is limited
             folder = out / f"{name}-{steps}-steps"
             distill(
                 folder,
@@ -137,7 +139,7 @@ def main(
 
 
 def training(folder: Path, recipe: Recipe, pictures: int, start: Path | None = None) -> dict[str, Any]:
-    """How a LoRA was distilled, and how far that went; the steps of what it began with do not count."""
+    """The recipe of a LoRA and the outcome of its training, not counting the steps of `start`."""
     rows = csv.reader((folder / "log.csv").read_text().splitlines())
     losses, seconds = zip(*((float(loss), float(seconds)) for _, loss, seconds in rows), strict=True)
     settings = {name: value for name, value in asdict(recipe).items() if name != "method"}

@@ -1,6 +1,6 @@
-"""What the options of ToMA are worth, with the built-in model, one change at a time.
+"""Ablation of the options of ToMA on the built-in model, one change at a time.
 
-python -m lab.quality.merging --size 256 --prompts 500 --batch 32          # as docs/results.md shows it
+python -m lab.quality.merging --size 256 --prompts 500 --batch 32
 """
 
 import typer
@@ -38,7 +38,7 @@ def main(
     pictures: Pictures = "eval-merging",
     commit: Commit = "",
 ) -> None:
-    """Draw, judge and write."""
+    """Draw, score and write the results."""
     judge("merging", VARIANTS, size=size, prompts=prompts, batch=batch, lora="", device=device, dtype=dtype,
           pictures=pictures, commit=commit, sheet=False)  # fmt: skip
 

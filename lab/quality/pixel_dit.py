@@ -1,12 +1,11 @@
-"""Train the same pixel model with dense and with sparse attention, and judge it at equal steps and at equal time.
+"""Train a pixel model with dense and with sparse attention, and score both at equal steps and at equal time.
 
 python -m lab.quality.pixel_dit --size 64 --out pixels-64 --compile              # on one GPU
 python -m lab.quality.pixel_dit --size 128 --batch 16 --out pixels-128 --compile
 
-Every variant sees the same scenes under the same noise, from the same first weights: first small pictures, then those
-of --size, whose steps and seconds count. At equal time a variant has had as many steps as fit into the time of the
-dense one, by the median of their seconds. Judged are pictures of held-out captions. What is found in --out is gone on
-with.
+Every variant has the same initial weights, scenes and noise: first small pictures, then those of --size, whose steps
+and seconds count. At equal time a variant has had as many steps as fit into the time of the dense one, by median step
+times. Pictures of held-out captions are scored. An existing run in --out is resumed.
 """
 
 import csv
@@ -35,9 +34,9 @@ from foveate.utils.files import write_whole
 from foveate.web.report import figure_png
 from lab.quality.quality import RESULTS, SHEETS, Batch, Commit, Prompts
 
-SMALL = 32  # px of the first stage
-PROBE = 50  # steps of --size, whose median time tells how many fit into that of dense
-BIN = 100  # steps of a point of the curve
+SMALL = 32  # pixels of the first stage
+PROBE = 50  # steps of --size that give the median step time
+BIN = 100  # steps averaged into a point of the loss curve
 SEED = 0
 
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -46,24 +45,24 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "llsa-bare": {"enrich": False},
     "llsa": {},
 }
-"""By name what of the model is not as in the others."""
+"""Options of the model, by variant."""
 
 
 @dataclass(frozen=True)
 class Trial:
-    """One variant, and how all of them are trained and judged.
+    """A variant with its settings of training and scoring.
 
     Attributes:
-        name: Of `VARIANTS`.
-        folder: Of the run.
-        dit: Of `MODELS`.
+        name: Name in `VARIANTS`.
+        folder: Folder of the run.
+        dit: Name in `MODELS`.
         patch: Pixels along each side of a token.
-        stages: Of small pictures, then of those whose steps count.
-        recipe: How it learns.
-        at_once: Pictures that the GPU sees together at most.
+        stages: Stage of small pictures, and the stage whose steps count.
+        recipe: Hyperparameters.
+        at_once: Largest batch on the GPU.
         compiled: Compile the blocks.
-        prompts: Held-out captions.
-        drawn: Pictures drawn together.
+        prompts: Number of held-out captions.
+        drawn: Batch size of drawing.
         track: Shows progress.
     """
 
@@ -86,11 +85,11 @@ class Trial:
         return [(float(loss), float(seconds)) for _, loss, seconds in rows][self.stages[0].steps :]
 
     def seconds(self) -> float:
-        """Median time of the first steps that count."""
+        """Median seconds of the first steps that count."""
         return median(seconds for _, seconds in self.log()[:PROBE])
 
-    def go_on(self, steps: int) -> None:
-        """Train until there were so many steps that count."""
+    def train(self, steps: int) -> None:
+        """Train up to this number of steps that count."""
         if len(self.log()) >= steps:
             return
         first, last = self.stages
@@ -106,10 +105,10 @@ class Trial:
         )
 
     def judged(self, steps: int) -> dict[str, Any]:
-        """Scores after so many steps that count."""
+        """Scores after this number of steps that count."""
         out = self.folder / f"judged-{steps}"
         if not (out / "scores.json").exists():
-            self.go_on(steps)
+            self.train(steps)
             request = Request("", self.stages[1].size, 20, None, SEED)
             pipe = load(str(self.folder))
             evaluate(pipe, [], out, prompts=self.prompts, request=request, batch=self.drawn, track=self.track)
@@ -119,15 +118,15 @@ class Trial:
 
 def main(
     size: Annotated[int, typer.Option(help="Side of the pictures in pixels.")] = 64,
-    steps: Annotated[int, typer.Option(help="With pictures of that size.")] = 10_000,
-    batch: Annotated[int, typer.Option(help="Pictures a step.")] = 64,
-    before: Annotated[int, typer.Option(help=f"Steps with {SMALL} px that come first.")] = 5000,
-    at_once: Annotated[int, typer.Option(help="Pictures that the GPU sees together at most.")] = 64,
+    steps: Annotated[int, typer.Option(help="Steps with pictures of that size.")] = 10_000,
+    batch: Annotated[int, typer.Option(help="Batch size.")] = 64,
+    before: Annotated[int, typer.Option(help=f"Steps with {SMALL} px before.")] = 5000,
+    at_once: Annotated[int, typer.Option(help="Largest batch on the GPU.")] = 64,
     dit: Annotated[str, typer.Option(help="Depth and width.")] = "DiT-S",
     patch: Annotated[int, typer.Option(help="Pixels along each side of a token.")] = 1,
-    rate: Annotated[float, typer.Option(help="Of learning.")] = 1e-4,
+    rate: Annotated[float, typer.Option(help="Learning rate.")] = 1e-4,
     optimizer: Annotated[str, typer.Option(help="adamw or muon.")] = "adamw",
-    average: Annotated[float, typer.Option(help="What the average of the weights keeps at each step.")] = 0.9999,
+    average: Annotated[float, typer.Option(help="Decay of the average of the weights.")] = 0.9999,
     prompts: Prompts = 500,
     drawn: Batch = 32,
     only: Annotated[str, typer.Option(help="Variants, separated by commas, dense first.")] = ",".join(VARIANTS),
@@ -135,7 +134,7 @@ def main(
     out: Annotated[Path, typer.Option(help="Folder of the runs and pictures.")] = Path("eval-pixels"),
     commit: Commit = "",
 ) -> None:
-    """Train and judge one variant after another."""
+    """Train and score one variant after the other."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     dtype = "bfloat16" if device == "cuda" else "float32"
     recipe = PixelRecipe(rate=rate, optimizer=optimizer, average=average, dtype=dtype, seed=SEED)
@@ -143,9 +142,9 @@ def main(
     results, dense_seconds, probe = {}, 0.0, min(PROBE, steps)
     with progress() as track:
         for name in only.split(","):
-            torch.compiler.reset()  # a process keeps few graphs, and every variant has its own
+            torch.compiler.reset()  # each variant compiles graphs of its own, and their number is limited
             trial = Trial(name, out / name, dit, patch, stages, recipe, at_once, compiled, prompts, drawn, track)
-            trial.go_on(probe)
+            trial.train(probe)
             seconds = trial.seconds()
             dense_seconds = seconds if name == "dense" else dense_seconds
             at = {"equal steps": steps, "equal time": max(probe, equal_time(steps, dense_seconds, seconds))}
@@ -164,10 +163,10 @@ def main(
 
 
 def untrained(name: str, dit: str, patch: int) -> PixelPipeline:
-    """The pipeline of a variant, with the first weights that all of them have.
+    """The pipeline of a variant with its initial weights.
 
     Raises:
-        ValueError: If there is none of that name.
+        ValueError: If the name is unknown.
     """
     if name not in VARIANTS:
         raise ValueError(f"unknown variant {name!r}: choose from {', '.join(VARIANTS)}")
@@ -178,12 +177,12 @@ def untrained(name: str, dit: str, patch: int) -> PixelPipeline:
 
 
 def equal_time(steps: int, dense_seconds: float, seconds: float) -> int:
-    """How many steps of `seconds` fit into so many of `dense_seconds`; as many where dense was not timed."""
+    """Number of steps of `seconds` in the time of `steps` dense ones; `steps` if dense was not timed."""
     return max(1, round(steps * dense_seconds / seconds)) if dense_seconds else steps
 
 
 def curve(steps: list[tuple[float, float]]) -> list[dict[str, float]]:
-    """Mean losses of runs of steps, and how long they had taken by then at the median speed."""
+    """Loss curve: mean losses over `BIN` steps, with the seconds so far at the median step time."""
     usual = median(seconds for _, seconds in steps)
     parts = [steps[start : start + BIN] for start in range(0, len(steps), BIN)]
     ends = [start + len(part) for start, part in zip(range(0, len(steps), BIN), parts, strict=True)]
@@ -194,7 +193,7 @@ def curve(steps: list[tuple[float, float]]) -> list[dict[str, float]]:
 
 
 def draw_variants(variants: dict[str, Any]) -> Figure:
-    """A figure of losses over steps and over time, and of the Frechet distances at equal steps and at equal time."""
+    """A figure of losses over steps and time, and of Frechet distances at equal steps and equal time."""
     figure = Figure(figsize=(9, 3.2), layout="constrained")
     by_steps, by_time, distances = figure.subplots(1, 3)
     for panel, unit, said in ((by_steps, "step", "steps with large pictures"), (by_time, "seconds", "seconds")):

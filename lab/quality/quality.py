@@ -1,6 +1,6 @@
-"""Judge dense and sparse drawing with the built-in model: scores to lab/results, pictures to docs/images.
+"""Score dense and sparse drawing with the built-in model: scores to lab/results, pictures to docs/images.
 
-python -m lab.quality.quality --size 256 --prompts 500 --batch 32             # as docs/results.md shows them
+python -m lab.quality.quality --size 256 --prompts 500 --batch 32
 python -m lab.quality.quality --size 256 --prompts 500 --batch 32 --lora distilled-16  # a LoRA of foveate distill
 python -m lab.quality.quality --size 128 --prompts 500 --batch 32 --model trained --guidance 3
 """
@@ -28,24 +28,26 @@ RESULTS, SHEETS = Path("lab/results"), Path("docs/images")
 
 Size = Annotated[int, typer.Option(help="Side of the pictures in pixels.")]
 Prompts = Annotated[int, typer.Option(help="Held-out captions.")]
-Batch = Annotated[int, typer.Option(help="Pictures drawn together.")]
-Pictures = Annotated[str, typer.Option(help="Folder of the pictures; a run found there is gone on with.")]
-Commit = Annotated[str, typer.Option(help="The commit that is judged, where git cannot tell.")]
+Batch = Annotated[int, typer.Option(help="Batch size.")]
+Pictures = Annotated[str, typer.Option(help="Folder of the pictures; an existing run is resumed.")]
+Commit = Annotated[str, typer.Option(help="Commit to record, if git cannot tell it.")]
 
 
 def main(
     size: Size = 256,
     prompts: Prompts = 500,
     batch: Batch = 1,
-    lora: Annotated[str, typer.Option(help="Judge this LoRA and its method instead of the usual ones.")] = "",
-    model: Annotated[str, typer.Option(help="Judge this model of foveate train, as trained and dense.")] = "",
+    lora: Annotated[str, typer.Option(help="Score this LoRA and its method instead of the default methods.")] = "",
+    model: Annotated[
+        str, typer.Option(help="Score this model of foveate train, with its own attention and dense.")
+    ] = "",
     guidance: Annotated[float | None, typer.Option(help="Guidance scale.")] = None,
     device: str = "auto",
     dtype: str = "auto",
     pictures: Pictures = "eval",
     commit: Commit = "",
 ) -> None:
-    """Draw, judge and write."""
+    """Draw, score and write the results."""
     judge(
         f"quality-{Path(lora or model).name}" if lora or model else "quality",
         [] if lora or model else [*showcase(), ToMA(keep=0.75), ToMeSD(), ToFu(), ToDo()],
@@ -79,22 +81,22 @@ def judge(
     about: dict[str, Any] | None = None,
     sheet: bool = True,
 ) -> None:
-    """Draw with the methods, then without and with the LoRA; write scores, `about`, and the sheet under the name.
+    """Draw and score; write the scores with `about`, and the sheet of samples, under `name`.
 
-    With the LoRA throughout, and after a first tenth and fifth of the steps with neither method nor LoRA.
+    A LoRA is scored without it, with it throughout, and with method and LoRA only after a tenth or fifth of the steps.
     """
     pipe: Any = load(model or str(PIPELINE), device, dtype)
-    out, ways = Path(pictures) / f"{size}px", list[MethodLike](methods)
+    out, scored = Path(pictures) / f"{size}px", list[MethodLike](methods)
     if model:
-        ways.append(as_method(pipe))
+        scored.append(as_method(pipe))
     if lora:
         if (distilled := load_lora(pipe, find_lora(lora))) is None:
             raise ValueError(f"{lora} does not say what it was distilled for: make one with foveate distill")
         late = [distilled._replace(method=replace(distilled.method, start_percent=start)) for start in (0.0, 0.1, 0.2)]
-        ways += [late[0].method, *late]
+        scored += [late[0].method, *late]
     request = Request("", (size, size), 20, guidance, 0)
     with progress() as track:
-        scores = evaluate(pipe, ways, out, prompts=prompts, request=request, batch=batch, track=track)
+        scores = evaluate(pipe, scored, out, prompts=prompts, request=request, batch=batch, track=track)
     result = json.loads((out / "scores.json").read_text()) | (about or {})
     if commit:
         result["versions"]["commit"] = commit

@@ -1,6 +1,6 @@
 # pyright: basic, reportPrivateImportUsage=false, reportArgumentType=false, reportCallIssue=false
 # pyright: reportAttributeAccessIssue=false
-"""How the built-in model learned to draw: a run of the stages that can be broken off and gone on with."""
+"""Training of the transformer and text encoders of the built-in model by flow matching; it can be resumed."""
 
 import csv
 import itertools
@@ -35,17 +35,17 @@ EMA_DECAY = 0.999
 SDPA = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]  # not cuDNN: see Painter
 WORKERS = 8
 LOG_EVERY = 50  # steps
-CLOCK_EVERY = 10  # steps: the devices agree on what the clock says
-STAGE = 10**6  # more steps than any stage has: stage and step as one number
+CLOCK_EVERY = 10  # steps between checks of the time, which need communication
+STAGE = 10**6  # more steps than any stage has, to store stage and step in one number
 
 
 class FlowTraining:
-    """A run of a recipe: what it trains, where it stands, and its folder.
+    """A training run.
 
     Args:
-        out: Folder of checkpoints, sample grids and log.csv. A run that is found there is gone on with.
-        pipeline: Its autoencoder is trained; transformer and text encoders are trained in place.
-        afresh: Begin with new weights, not with the pipeline's.
+        out: Folder of checkpoints, sample grids and log.csv. An existing run is resumed.
+        pipeline: Pipeline with a trained autoencoder; transformer and text encoders are trained in place.
+        afresh: Start from new weights instead of the pipeline's.
         recipe: The stages.
         seed: The same seed, recipe and number of devices give the same run.
         compile: Compile the transformer, once for every size.
@@ -94,13 +94,13 @@ class FlowTraining:
         workers: int | None = None,
         track: Track = silent,
     ) -> bool:
-        """Train until the recipe is done or the time is up; whether it is done.
+        """Train until the recipe is done or the time is up. Returns whether the recipe is done.
 
         Args:
-            minutes: When to write a checkpoint and stop.
-            checkpoint_minutes: Time between checkpoints.
+            minutes: Time after which to write a checkpoint and stop.
+            checkpoint_minutes: Minutes between checkpoints.
             sample_every: Steps between sample grids; 0 draws none.
-            workers: Processes that invent scenes; eight, or as many as there are cores.
+            workers: Processes that generate scenes; None is eight, or the number of cores if that is less.
             track: Shows progress, stage by stage.
         """
         began = saved = time.monotonic()
@@ -133,7 +133,7 @@ class FlowTraining:
         return True
 
     def minutes(self) -> float:
-        """How long all steps took so far, by the log."""
+        """Minutes of all steps so far, from the log."""
         total, before = 0.0, 0
         for _, step, _, seconds in csv.reader((self.out / "log.csv").read_text().splitlines()):
             total += (int(step) - before if int(step) > before else int(step)) * float(seconds)
@@ -141,7 +141,7 @@ class FlowTraining:
         return total / 60
 
     def _steps(self, stage: Stage, model: nn.Module, workers: int) -> Iterator[Tensor]:
-        """The losses of the steps that are left of a stage."""
+        """The losses of the remaining steps of a stage."""
         index, devices = self.accelerator.process_index, self.accelerator.num_processes
         batches = Batches(stage, self.pipeline, self.seed, index, devices)
         left = range(self.step, len(batches))
@@ -151,7 +151,7 @@ class FlowTraining:
         generator = torch.Generator(self.device)
         for step, batch in zip(left, loader, strict=True):
             generator.manual_seed(hash((self.seed, self.stage, step, index)) % 2**62)
-            rare = batch.t5_ids.shape[1] > TEXT_TOKENS  # not worth compiling for
+            rare = batch.t5_ids.shape[1] > TEXT_TOKENS  # not worth compiling
             with torch.compiler.set_stance("force_eager" if rare else "default"), sdpa_kernel(SDPA):
                 loss = flow_loss(model, self.latents, batch.to(self.device), generator)
                 self.accelerator.backward(loss)
@@ -170,7 +170,7 @@ class FlowTraining:
         return bool(self.accelerator.reduce(flag).item())
 
     def _log(self, stage: Stage, loss: Tensor, last: bool) -> None:
-        """Add a line to log.csv now and then: stage, step, mean loss and mean seconds of the steps since the last."""
+        """Write stage, step, mean loss and mean seconds to log.csv every `LOG_EVERY` steps."""
         self._losses.append(loss)
         if self.accelerator.is_main_process and (last or len(self._losses) == LOG_EVERY):
             mean = torch.stack(self._losses).mean().item()
@@ -195,7 +195,7 @@ class FlowTraining:
 
 @torch.no_grad()
 def sample_grid(pipeline: FluxPipeline, side: int, count: int = 16, steps: int = 20, seed: int = 0) -> Image.Image:
-    """Pictures of held-out captions, four in a row."""
+    """Pictures of held-out captions in a grid of four columns."""
     captions = [scene.caption for scene in itertools.islice(scenes(seed, evaluation=True), count)]
     generators = [torch.Generator("cpu").manual_seed(seed + index) for index in range(count)]
     size = {"height": side, "width": side, "max_sequence_length": TEXT_TOKENS}

@@ -1,5 +1,5 @@
 # pyright: basic, reportPrivateImportUsage=false, reportArgumentType=false
-"""The built-in model made from nothing: recogniser, autoencoder, transformer, then the folder that diffusers loads."""
+"""Training of the built-in model from scratch: recogniser, autoencoder, transformer, then the pipeline folder."""
 
 import copy
 import json
@@ -40,24 +40,24 @@ def make(
     compile: bool = False,
     track: Track = silent,
 ) -> bool:
-    """Train one part of the built-in model, or all of them; whether the recipe is done.
+    """Train one part of the built-in model, or all parts. Returns whether the recipe is done.
 
-    `out` gets the layout of the package's data: pipeline/, recogniser.safetensors and recipe.json.
+    `out` has the layout of the package's data: pipeline/, recogniser.safetensors and recipe.json.
 
     Args:
-        out: Folder of the run. What is found there is gone on with.
+        out: Folder of the run; an existing run is resumed.
         part: "recogniser", "vae", "flow" or "all".
-        start: A pipeline folder: train its weights further with the flow's last stage, and make no other part.
-        seed: Of weights, scenes and noise.
-        minutes: When the flow stops and writes a checkpoint.
-        scale: Of the recipe's pictures and steps.
-        batch: Of the flow's batches: less for a device with less memory.
-        sample_every: Steps of the flow between grids of sample pictures; 0 draws none.
+        start: Pipeline folder to fine-tune with the last stage of the flow; no other part is trained.
+        seed: Seed of weights, scenes and noise.
+        minutes: Time after which the flow writes a checkpoint and stops.
+        scale: Factor on the recipe's pictures and steps.
+        batch: Factor on the flow's batch sizes.
+        sample_every: Steps of the flow between sample grids; 0 draws none.
         compile: Compile the transformer.
         track: Shows progress.
 
     Raises:
-        ValueError: If there is no such part, the flow has no autoencoder to work with, or `start` is no such folder.
+        ValueError: If the part is unknown, the flow has no autoencoder, or `start` cannot be loaded.
     """
     if part not in (*PARTS, "all"):
         raise ValueError(f"unknown part {part!r}: choose {', '.join(PARTS)} or all")
@@ -126,7 +126,7 @@ def _flow(
 
 
 def _beginning(out: Path, start: Path | None, seed: int) -> tuple[Any, dict | None]:
-    """What the flow begins with, and the recipe by which that was made."""
+    """The pipeline that the flow starts from, and the recipe that trained it."""
     if start is None:
         vae = out / "pipeline" / "vae"
         if not (vae / "config.json").exists():
@@ -139,13 +139,13 @@ def _beginning(out: Path, start: Path | None, seed: int) -> tuple[Any, dict | No
 
 
 def export(pipeline: FluxPipeline, folder: Path) -> None:
-    """Write the folder that `FluxPipeline.from_pretrained` loads, in half the bytes.
+    """Write a pipeline folder in bfloat16 that loads in float32.
 
-    diffusers loads in float32 whatever the file holds, transformers in what the config names: so it names float32.
+    diffusers loads in float32 by default; transformers loads in the dtype of the config, which is set to float32.
     """
     pipeline = copy.deepcopy(pipeline).to(torch.bfloat16)
     for tokenizer in (pipeline.tokenizer, pipeline.tokenizer_2):
-        tokenizer.backend_tokenizer.no_padding()  # it remembers that of the last captions
+        tokenizer.backend_tokenizer.no_padding()  # the backend keeps the padding of its last call
     pipeline.save_pretrained(folder)
     for part, changes in (
         ("text_encoder", {"dtype": "float32"}),
@@ -154,5 +154,5 @@ def export(pipeline: FluxPipeline, folder: Path) -> None:
     ):
         path = folder / part / "config.json"
         config = json.loads(path.read_text()) | changes
-        config.pop("_name_or_path", None)  # a path of the machine that it was made on
+        config.pop("_name_or_path", None)  # a path on this machine
         write_whole(path, json.dumps(config, indent=2).encode() + b"\n")

@@ -1,6 +1,6 @@
 # pyright: basic, reportPrivateImportUsage=false, reportArgumentType=false, reportCallIssue=false
 # pyright: reportAttributeAccessIssue=false
-"""What of the built-in model is trained by flow matching, and on what: the velocity of noisy latents."""
+"""The flow matching loss of the built-in model, and the modules that it trains."""
 
 import math
 
@@ -12,19 +12,19 @@ from torch import Tensor, nn
 from foveate.demo.atlas import load_atlas
 from foveate.demo.scenes import render
 from foveate.diffusers.pipelines import noise_shift
-from foveate.training.trained import with_muon
+from foveate.training.trained import muon_and_adamw
 from lab.training.stages import Batch
 
 __all__ = ["Latents", "Painter", "flow_loss"]
 
 
 class Painter(nn.Module):
-    """The trained parts of a pipeline as one module: words and noisy latents in, velocities out."""
+    """The trained parts of a pipeline as one module, from token ids and noisy latents to velocities."""
 
     def __init__(self, pipeline: FluxPipeline):
         super().__init__()
         self.transformer, self.clip, self.t5 = pipeline.transformer, pipeline.text_encoder, pipeline.text_encoder_2
-        # torch 2.11 on an H200: the fused backwards of a learned bias, and cuDNN's of these shapes, read stray memory
+        # torch 2.11, H200: the fused backward of a learned bias, and cuDNN's of these shapes, read invalid memory
         self.t5.set_attn_implementation("eager")
 
     def forward(self, noisy: Tensor, sigma: Tensor, clip_ids: Tensor, t5_ids: Tensor) -> Tensor:
@@ -41,7 +41,7 @@ class Painter(nn.Module):
         )[0]
 
     def start_afresh(self) -> None:
-        """Weights to train from: every block begins as the identity, the velocity as zero."""
+        """Initialise the weights: every block starts as the identity, the velocity as zero."""
         for name, module in self.transformer.named_modules():
             if isinstance(module, nn.Linear):
                 nn.init.xavier_uniform_(module.weight)
@@ -57,11 +57,11 @@ class Painter(nn.Module):
             block = any(words in name for words in ("transformer_blocks.", ".layers.", ".block."))
             return block and not name.endswith("relative_attention_bias.weight")
 
-        return with_muon(self.named_parameters(), inside, rate=1e-3, weight_decay=0.01)
+        return muon_and_adamw(self.named_parameters(), inside, rate=1e-3, weight_decay=0.01)
 
 
 class Latents:
-    """Pictures of scenes, and noise levels, as the transformer sees them."""
+    """Computes latents of scenes, and random noise levels."""
 
     def __init__(self, pipeline: FluxPipeline, device: torch.device):
         self.vae, self.scheduler, self.atlas = pipeline.vae.to(device), pipeline.scheduler, load_atlas().to(device)
@@ -75,13 +75,13 @@ class Latents:
         return FluxPipeline._pack_latents(latents, *latents.shape)
 
     def noise_levels(self, count: int, tokens: int, generator: torch.Generator) -> Tensor:
-        """Random noise levels, moved for the size as the scheduler moves them when it draws."""
+        """Random noise levels, shifted for the size as the scheduler shifts them."""
         levels = torch.randn(count, device=generator.device, generator=generator)
         return torch.sigmoid(levels + noise_shift(self.scheduler, tokens))
 
 
 def flow_loss(painter: nn.Module, latents_of: Latents, batch: Batch, generator: torch.Generator) -> Tensor:
-    """Mean squared error of the velocity, of scenes at random noise levels."""
+    """Mean squared error of the velocity on scenes at random noise levels."""
     latents = latents_of(batch)
     sigma = latents_of.noise_levels(len(latents), latents.shape[1], generator)
     noise = torch.randn(latents.shape, device=latents.device, generator=generator)

@@ -1,9 +1,9 @@
 # pyright: basic, reportPrivateImportUsage=false, reportArgumentType=false, reportCallIssue=false
-"""How the built-in reader learns to read: texts of facts and of labelled examples, several questions about each.
+"""Training of the built-in reader on texts of facts and of labelled examples, with several questions about each.
 
-A question sees the text and itself, not the other questions. Besides answering, the reader learns to know, in the
-middle of its layers, whom each fact and each question is about: so an id is resolved where it is read, not when
-somebody asks.
+A question attends to the text and to itself, not to other questions. An auxiliary loss at the middle layer predicts
+the person that each fact and each question is about, so that an id is resolved where it is read and not only when a
+question needs it.
 """
 
 import copy
@@ -30,7 +30,7 @@ from transformers.utils import logging
 from foveate.demo.facts import BLANK, SENTENCE, ask, draw_facts
 from foveate.demo.labels import EXAMPLE, draw_labelled
 from foveate.demo.lexicon import WORDS, reader_tokenizer
-from foveate.training.run import Run, Stretch
+from foveate.training.run import Phase, Run
 from foveate.training.trained import Trained
 from foveate.utils.files import write_whole
 from foveate.utils.progress import Track, silent
@@ -39,31 +39,30 @@ __all__ = ["Lesson", "ReaderRecipe", "ReaderTraining", "lesson", "train_reader",
 
 START = WORDS.index("<s>")
 HEAD = 32  # channels
-LIKENESS = 2.5  # score of a token with one like it, before training
-EXAM = 10**9  # seeds from here on are never learned from
+LIKENESS = 2.5  # initial attention score between equal tokens
+EXAM = 10**9  # seeds from here on are held out
 EASY: dict[str, Any] = {"begun": 1.0, "numbers": 0.5}
-ALL_BY_ID: dict[str, Any] = {"by_id": (1.0, 1.0), "ids_first": 1.0}  # a reader that can go by names never learns ids
+ALL_BY_ID: dict[str, Any] = {"by_id": (1.0, 1.0), "ids_first": 1.0}  # while names suffice, a reader never learns ids
 USUAL: dict[str, Any] = {"begun": 0.2, "nouns": 0.3, "numbers": 0.4}
 
 
 @dataclass(frozen=True, kw_only=True)
 class ReaderRecipe:
-    """What the reader is, and how it learns.
+    """Model size and hyperparameters.
 
     Attributes:
-        layers: Of the model.
-        width: Of its hidden states; a head has 32 channels, and two heads share keys and values.
-        steps: Of training.
-        batch: Texts of a step.
-        questions: About each text.
-        labelled: Part of the texts that are labelled examples.
-        sentences: How many a text may have; a step draws one of them. All are multiples of 6.
-        letters: Most letters between a question and a name.
-        easy: Part of the steps, at the beginning, with the shortest two texts, all facts by id, and sentences to be
-            completed.
-        rate: Of AdamW: rises over the first 2 % of the steps, falls to 0 over the last half.
-        knowing: Weight of knowing whom facts and questions are about.
-        seed: Of weights and texts.
+        layers: Number of layers.
+        width: Width of the hidden states; a head has 32 channels, and two heads share keys and values.
+        steps: Training steps.
+        batch: Texts in a step.
+        questions: Questions about each text.
+        labelled: Fraction of the texts that are labelled examples.
+        sentences: Possible numbers of sentences, one of which a step draws; multiples of 6.
+        letters: Maximum length of the chain of letters between a question and a name.
+        easy: First fraction of the steps, with the two shortest texts, all facts by id, and sentences to complete.
+        rate: Learning rate of AdamW: warms up over the first 2 % of the steps, falls to 0 over the last half.
+        knowing: Weight of the auxiliary loss at the middle layer.
+        seed: Seed of weights and texts.
     """
 
     layers: int = 6
@@ -85,10 +84,10 @@ class ReaderRecipe:
 
 
 def untrained_reader(recipe: ReaderRecipe) -> LlamaForCausalLM:
-    """A Llama with random weights, but that a query of every other head finds the keys of tokens like its own.
+    """A Llama with random weights in which every other head attends to equal tokens.
 
-    A head that looks where the same word stood before is what resolves an id, and what takes longest to learn: from
-    weights of no such kind most readers never did.
+    A head that attends to earlier occurrences of the same word resolves ids. It takes longest to learn; from plain
+    random weights most readers never learned it.
     """
     torch.manual_seed(recipe.seed)
     heads = recipe.width // HEAD
@@ -100,14 +99,14 @@ def untrained_reader(recipe: ReaderRecipe) -> LlamaForCausalLM:
             num_hidden_layers=recipe.layers,
             num_attention_heads=heads,
             num_key_value_heads=heads // 2,
-            max_position_embeddings=256,  # the longest lesson has 210 tokens: beyond that nothing was learned
+            max_position_embeddings=256,  # the longest lesson has 210 tokens
             tie_word_embeddings=True,
             bos_token_id=START,
             eos_token_id=WORDS.index("</s>"),
             pad_token_id=None,
         )
     )
-    usual = model.config.initializer_range**2 * recipe.width * HEAD**0.5  # of the score of a token with its like
+    usual = model.config.initializer_range**2 * recipe.width * HEAD**0.5  # of the score between equal tokens
     with torch.no_grad():
         for layer in model.model.layers:
             attention: Any = layer.self_attn
@@ -118,14 +117,15 @@ def untrained_reader(recipe: ReaderRecipe) -> LlamaForCausalLM:
 
 
 class Lesson(NamedTuple):
-    """Texts, and behind each its questions, one after the other.
+    """A batch of texts, each followed by its questions.
 
     Attributes:
         ids: Tokens.
-        next: What comes next, where that is to be learned, BLANK elsewhere.
-        owners: Whom it is about, at a fact's subject and value and at a question's last token, BLANK elsewhere.
-        text: Tokens of the text.
-        question: Tokens that each question takes.
+        next: Target of the next token, BLANK where there is none.
+        owners: Target of the auxiliary loss: the person at the subject and value of a fact and at the last token of a
+            question, BLANK elsewhere.
+        text: Number of tokens of the text.
+        question: Number of tokens of each question, with padding.
     """
 
     ids: Int[Tensor, "batch tokens"]
@@ -135,7 +135,7 @@ class Lesson(NamedTuple):
     question: int
 
     def places(self) -> tuple[Int[Tensor, "tokens"], Bool[Tensor, "tokens tokens"]]:
-        """Where each token stands, every question right behind the text; and which tokens it sees."""
+        """Position of each token, with every question directly after the text, and the attention mask."""
         at = torch.arange(self.ids.shape[1], device=self.ids.device)
         part = (at - self.text).div(self.question, rounding_mode="floor").clamp(min=-1)  # -1 is the text
         seen = (part == -1)[None] | (part[:, None] == part)
@@ -143,7 +143,7 @@ class Lesson(NamedTuple):
 
 
 def lesson(recipe: ReaderRecipe, seed: int, sentences: int, *, easy: bool = False) -> Lesson:
-    """The texts of one step; easy ones have all facts by id and nothing but sentences to be completed."""
+    """The texts of one step; easy ones have all facts by id and only sentences to complete."""
     generator = torch.Generator().manual_seed(seed)
     labelled = round(recipe.labelled * recipe.batch)
     facts = draw_facts(recipe.batch - labelled, sentences, generator, **(ALL_BY_ID if easy else {}))
@@ -152,16 +152,16 @@ def lesson(recipe: ReaderRecipe, seed: int, sentences: int, *, easy: bool = Fals
     examples = draw_labelled(labelled, sentences * SENTENCE // EXAMPLE, recipe.questions, generator)
     length = max(part.shape[-1] for part in (asked.ids, examples.questions.ids))
 
-    def behind(texts: Tensor, *questions: Tensor) -> Tensor:
+    def with_questions(texts: Tensor, *questions: Tensor) -> Tensor:
         rows = [F.pad(part, (0, length - part.shape[-1]), value=BLANK).flatten(1) for part in questions]
         return torch.cat([texts, torch.cat(rows)], 1)
 
     first = torch.full((recipe.batch, 1), BLANK)
-    ids = behind(torch.cat([facts.ids, examples.ids]), asked.ids, examples.questions.ids)
+    ids = with_questions(torch.cat([facts.ids, examples.ids]), asked.ids, examples.questions.ids)
     following = torch.cat([torch.full_like(facts.ids, BLANK), examples.labels])
-    following = behind(following, asked.answers, examples.questions.answers)
+    following = with_questions(following, asked.answers, examples.questions.answers)
     owners = torch.cat([facts.owners, torch.full_like(examples.ids, BLANK)])
-    owners = behind(owners, asked.owners, examples.questions.owners)
+    owners = with_questions(owners, asked.owners, examples.questions.owners)
     return Lesson(
         torch.cat([first.clamp(min=START), ids.clamp(min=START)], 1),
         torch.cat([first, following], 1),
@@ -172,7 +172,7 @@ def lesson(recipe: ReaderRecipe, seed: int, sentences: int, *, easy: bool = Fals
 
 
 class Lessons(Dataset[Lesson]):
-    """The lessons of a run by the number of their step."""
+    """The lessons of a run, by step."""
 
     def __init__(self, recipe: ReaderRecipe):
         self.recipe = recipe
@@ -185,12 +185,12 @@ class Lessons(Dataset[Lesson]):
 
 
 class ReaderTraining(Run):
-    """A run of the recipe, on one device.
+    """A training run on one device.
 
     Args:
-        out: Folder of the run; the reader is its folder "reader".
-        recipe: What is trained, and how.
-        accelerator: Its device.
+        out: Folder of the run; the reader is in its folder "reader".
+        recipe: Model size and hyperparameters.
+        accelerator: Determines the device.
     """
 
     def __init__(self, out: Path, recipe: ReaderRecipe, accelerator: Accelerator):
@@ -206,13 +206,13 @@ class ReaderTraining(Run):
         """Weights and optimizer."""
         return {"model": self.trained}
 
-    def stretches(self, steps: int) -> Iterator[Stretch]:
-        """What is left of the steps, a lesson each."""
+    def phases(self, steps: int) -> Iterator[Phase]:
+        """The remaining steps, with a lesson each."""
         if self.step < steps:
-            yield Stretch(Lessons(self.recipe), range(self.step, steps), 1, 1)
+            yield Phase(Lessons(self.recipe), range(self.step, steps), 1, 1)
 
     def loss(self, batch: Any) -> Tensor:
-        """Of what comes next, and of whom it is about."""
+        """Cross entropy of the next token, plus the auxiliary loss."""
         *tensors, text, question = batch
         lesson = Lesson(*(tensor[0] for tensor in tensors), int(text), int(question))
         model: Any = self.model
@@ -232,11 +232,11 @@ class ReaderTraining(Run):
         return answers + self.recipe.knowing * owners
 
     def rate(self, done: float) -> float:
-        """Up, along, and down to 0."""
+        """Warm-up, constant, decay to 0."""
         return self.recipe.rate * min(1.0, done / 0.02, (1 - done) / 0.5)
 
     def export(self) -> None:
-        """The folder that `AutoModelForCausalLM` and `AutoTokenizer` load: half the bytes, but float32 when loaded."""
+        """Write the folder of the reader in float16; it loads in float32."""
         logging.disable_progress_bar()
         copy.deepcopy(self.model).half().save_pretrained(self.out / "reader")
         reader_tokenizer().save_pretrained(self.out / "reader")
@@ -245,7 +245,7 @@ class ReaderTraining(Run):
 
     @torch.no_grad()
     def sample(self) -> None:
-        """A line of accuracy.csv: the part of questions of each kind that are answered rightly."""
+        """Append a line to accuracy.csv: the accuracy on each kind of question."""
         path, kinds = self.out / "accuracy.csv", accuracy(self.model)
         file = io.StringIO()
         file.write(path.read_text() if path.exists() else ",".join(["step", *kinds]) + "\n")
@@ -263,12 +263,12 @@ KINDS: dict[str, tuple[bool, dict[str, Any]]] = {
     "3 letters": (True, {"letters": (3, 3)}),
     "other words": (True, {"nouns": 1.0}),
 }
-"""By name whether the fact names an id, and how it is asked about."""
+"""Kinds of questions by name: whether the fact mentions the id, and the options of `ask`."""
 
 
 @torch.no_grad()
 def accuracy(model: Any, sentences: int = 30, texts: int = 256) -> dict[str, float]:
-    """The part of questions of each kind that are answered rightly, on texts that nobody learned from."""
+    """Accuracy on each kind of question, on held-out texts."""
 
     def right(ids: Tensor, questions: Any) -> float:
         longest = int(questions.length.max())
@@ -299,12 +299,12 @@ def train_reader(
     sample_every: int = 1000,
     track: Track = silent,
 ) -> bool:
-    """Train a reader; whether all steps were made. What is found in `out` is gone on with.
+    """Train a reader. Returns whether all steps are done. An existing run in `out` is resumed.
 
     Args:
         out: Folder of the run.
-        recipe: What is trained, and how.
-        minutes: When to write a checkpoint and stop.
+        recipe: Model size and hyperparameters.
+        minutes: Time after which to write a checkpoint and stop.
         sample_every: Steps between lines of accuracy.csv.
         track: Shows progress.
     """

@@ -1,4 +1,4 @@
-"""How the recogniser was made: random renderings, spoilt as a model might spoil them."""
+"""Training of the recogniser, on random renderings with the defects of generated pictures."""
 
 from collections.abc import Callable
 from itertools import islice
@@ -11,17 +11,19 @@ from safetensors.torch import save
 from torch import Tensor
 
 from foveate.demo.atlas import load_atlas
-from foveate.demo.recogniser import NOTHING, OPEN, SIDE, Recogniser, load_recogniser, targets, to_side
+from foveate.demo.recogniser import GRID, NOTHING, SIDE, Recogniser, cell_centres, load_recogniser, to_side
 from foveate.demo.scenes import Scenes, render
 from foveate.demo.scenes import scenes as random_scenes
 from foveate.training.checkpoints import resume, write_checkpoint
 from foveate.utils.files import write_whole
 
-__all__ = ["train_recogniser"]
+__all__ = ["targets", "train_recogniser"]
+
+OPEN = -100  # target of cells that may show an object or the background
 
 NOTHING_WEIGHT = 0.15  # most cells are background
-SIDES = (64, 96, 128, 192, 256)  # of the renderings it learns from
-RUINED = 1 / 8  # of them show mush in the right colours, which is nothing
+SIDES = (64, 96, 128, 192, 256)  # pixels of the training renderings
+RUINED = 1 / 8  # fraction of pictures distorted beyond recognition, whose target is "nothing"
 CHECKPOINT_STEPS = 1000
 
 
@@ -35,21 +37,21 @@ def train_recogniser(
     device: str,
     advance: Callable[[], None] = lambda: None,
 ) -> Recogniser:
-    """A recogniser trained on random renderings, as `load_recogniser` gives it from `out`, where it is written.
+    """Train a recogniser on random renderings, write it to `out`, and return it.
 
-    A run that was cut off goes on from its last checkpoint, a file beside `out`, and ends as it would have ended.
+    An interrupted run resumes from its last checkpoint, beside `out`, and ends with the same weights.
 
     Args:
-        out: Where the weights go, in half precision.
-        steps: Batches to learn from.
-        batch: Pictures in a batch.
-        learning_rate: At its highest.
-        seed: The same seed gives the same first weights, scenes and pictures.
-        device: Where to train.
-        advance: Called once for each step, also for those of a run that was cut off.
+        out: File of the weights, in half precision.
+        steps: Training steps.
+        batch: Batch size.
+        learning_rate: Highest learning rate.
+        seed: Seed of initial weights, scenes and pictures.
+        device: Device to train on.
+        advance: Called once for each step, including those of earlier runs.
 
     Raises:
-        ValueError: if the checkpoint is of a run with other settings.
+        ValueError: If the checkpoint belongs to a run with other settings.
     """
     settings = {"steps": steps, "batch": batch, "learning_rate": learning_rate, "seed": seed}
     with torch.random.fork_rng(devices=[]):
@@ -80,12 +82,30 @@ def train_recogniser(
     return load_recogniser(out, device)
 
 
+def targets(scenes: Scenes) -> Int[Tensor, "batch 16 16"]:
+    """The target class of each cell of a scene's picture.
+
+    An object where the centre of the cell is in the middle half of its box, "nothing" outside every box, and -100
+    (undetermined) in between. Later objects are in front.
+    """
+    cells = cell_centres(scenes.boxes.device)
+    target = torch.full((len(scenes.objects), GRID, GRID), NOTHING, device=cells.device)
+    for slot in range(scenes.objects.shape[1]):
+        index = scenes.objects[:, slot, None, None]
+        x, y, size = scenes.boxes[:, slot, :, None].unbind(1)
+        across, down = (cells - x).abs() / size, (cells - y).abs() / size
+        distance = torch.maximum(across[:, None, :], down[:, :, None])  # in units of the box side
+        target = torch.where((index >= 0) & (distance < 1 / 2), OPEN, target)
+        target = torch.where((index >= 0) & (distance < 1 / 4), index, target)
+    return target
+
+
 def _loss(
     logits: Float[Tensor, "batch classes 16 16"],
     target: Int[Tensor, "batch 16 16"],
     objects: Int[Tensor, "batch slots"],
 ) -> Float[Tensor, ""]:
-    """Cross entropy; where the target is open, "nothing" and every object of the picture are equally right."""
+    """Cross entropy; where the target is undetermined, "nothing" and every object of the picture are right."""
     weight = torch.ones(NOTHING + 1, device=logits.device)
     weight[NOTHING] = NOTHING_WEIGHT
     log_chance = logits.log_softmax(1)
@@ -99,7 +119,7 @@ def _loss(
 def _lesson(
     atlas: Tensor, batch: int, moment: int
 ) -> tuple[Float[Tensor, "batch 3 128 128"], Int[Tensor, "batch 16 16"], Int[Tensor, "batch slots"]]:
-    """Pictures, targets and objects of one step, the same whenever that step is taken."""
+    """Pictures, targets and objects of a step, which depend on its number only."""
     chance = torch.Generator(atlas.device).manual_seed(moment)
     scenes = _scatter(Scenes.of(list(islice(random_scenes(moment), batch))).to(atlas.device), chance)
     ruined = torch.rand(batch, 1, 1, generator=chance, device=chance.device) < RUINED
@@ -108,7 +128,7 @@ def _lesson(
 
 
 def _scatter(scenes: Scenes, chance: torch.Generator) -> Scenes:
-    """Half of the scenes with their objects anywhere, rather small than large, less those that would cover others."""
+    """The scenes; in half of them the objects are moved and resized at random, and dropped where they overlap."""
     batch, slots = scenes.objects.shape
     draws = torch.rand(batch, slots, 4, generator=chance, device=chance.device)
     size = 0.2 + 0.55 * draws[..., :1].square()
@@ -125,7 +145,7 @@ def _scatter(scenes: Scenes, chance: torch.Generator) -> Scenes:
 def _paint(
     atlas: Tensor, scenes: Scenes, side: int, ruined: Bool[Tensor, "batch 1 1"], chance: torch.Generator
 ) -> Float[Tensor, "batch 3 128 128"]:
-    """Pictures as a model may generate them: on other backgrounds, colours a little off, crooked, soft, noisy."""
+    """Pictures with the defects of generated ones: other backgrounds and colours, distortion, blur and noise."""
 
     def rand(*shape: int) -> Tensor:
         return torch.rand(len(scenes.objects), *shape, generator=chance, device=chance.device)

@@ -1,8 +1,8 @@
 # pyright: basic, reportPrivateImportUsage=false, reportArgumentType=false, reportCallIssue=false
 # pyright: reportAttributeAccessIssue=false
-"""What the built-in model learns from: random scenes in stages, small pictures first, then larger ones.
+"""Training data of the built-in model: random scenes in stages, small pictures first.
 
-What step n of a stage sees depends on n and the seed alone: a run that was broken off goes on as if it had not been.
+The data of step n of a stage depends on n and the seed only, so a resumed run sees what an uninterrupted one would.
 """
 
 import itertools
@@ -22,20 +22,20 @@ from foveate.demo.text import TEXT_TOKENS
 
 __all__ = ["RECIPE", "Batch", "Batches", "Stage"]
 
-UNCAPTIONED = 0.1  # of the pictures are seen without their caption
-LONG_TEXT, LONG_TEXT_EACH = 512, 32  # FLUX pads a prompt to 512 tokens unless told otherwise: one step in 32 does too
+UNCAPTIONED = 0.1  # fraction of the pictures without a caption
+LONG_TEXT, LONG_TEXT_EACH = 512, 32  # one step in 32 pads to FLUX's default of 512 text tokens
 WARM_UP = 200  # steps
 
 
 @dataclass(frozen=True, kw_only=True)
 class Stage:
-    """One stretch of the training.
+    """A stage of the training.
 
     Attributes:
-        name: What the log calls it.
-        images: How many pictures it sees, over all devices.
-        batches: {side in px: pictures a step and device}; every step takes one of the sides.
-        rates: Learning rate at its start and at its end, along a straight line.
+        name: Name in the log.
+        images: Number of pictures over all devices.
+        batches: {side in px: batch size on a device}; every step uses one of the sides.
+        rates: Learning rate at the start and at the end of the stage, interpolated linearly.
     """
 
     name: str
@@ -44,7 +44,7 @@ class Stage:
     rates: tuple[float, float]
 
     def steps(self, devices: int) -> int:
-        """How many steps see that many pictures when every size comes up equally often."""
+        """Number of steps for `images` pictures when every side is equally frequent."""
         a_step = devices * sum(self.batches.values()) / len(self.batches)
         return math.ceil(self.images / a_step)
 
@@ -63,7 +63,7 @@ RECIPE = (  # batches are for four H200s
 
 
 class Batch(NamedTuple):
-    """What one step sees."""
+    """Scenes and captions of one step."""
 
     side: int
     scenes: Scenes
@@ -76,7 +76,7 @@ class Batch(NamedTuple):
 
 
 class Batches(Dataset[Batch]):
-    """The batches of a stage by the number of their step."""
+    """The batches of a stage, by step."""
 
     def __init__(self, stage: Stage, pipeline: FluxPipeline, seed: int, device: int, devices: int):
         self.stage, self.seed, self.device, self.devices = stage, seed, device, devices
@@ -86,7 +86,7 @@ class Batches(Dataset[Batch]):
         return self.stage.steps(self.devices)
 
     def __getitem__(self, step: int) -> Batch:
-        everywhere = random.Random(f"{self.stage.name} {self.seed} {step}")  # all devices draw pictures of one size
+        everywhere = random.Random(f"{self.stage.name} {self.seed} {step}")  # all devices draw the same size
         side = everywhere.choice(list(self.stage.batches))
         long = len(self.stage.batches) > 1 and everywhere.randrange(LONG_TEXT_EACH) == 0
         number = everywhere.randrange(2**40) + self.device
@@ -100,6 +100,6 @@ class Batches(Dataset[Batch]):
 
 
 def token_ids(tokenizer: Callable, captions: list[str], length: int) -> Tensor:
-    """[captions, length], as the pipeline reads them."""
+    """Token ids [captions, length], padded as the pipeline pads them."""
     padded = {"padding": "max_length", "max_length": length, "truncation": True}
     return tokenizer(captions, **padded, return_tensors="pt").input_ids

@@ -1,5 +1,5 @@
 # pyright: basic, reportPrivateImportUsage=false, reportArgumentType=false, reportAttributeAccessIssue=false
-"""How the built-in model's autoencoder was made: sharp pictures from smooth latents."""
+"""Training of the autoencoder of the built-in model: sharp pictures from smooth latents."""
 
 import itertools
 from collections.abc import Callable
@@ -18,7 +18,7 @@ __all__ = ["train_vae", "vae_loss"]
 
 SIDES = (64, 96, 128, 192)
 KL_WEIGHT = 1e-3
-NOISE = 0.1  # of the latents' spread: the decoder forgives what the transformer will get wrong
+NOISE = 0.1  # relative to the standard deviation of the latents; makes the decoder tolerate errors
 CHECKPOINT_EVERY = 1000
 
 
@@ -33,17 +33,17 @@ def train_vae(
     device: str = "cpu",
     advance: Callable[[], None] = lambda: None,
 ) -> None:
-    """Train `vae` in place on renderings of random scenes; shift and scale of its latents go into its config.
+    """Train an autoencoder in place on renderings of random scenes, and set shift and scale of its latents.
 
     Args:
-        out: Folder of checkpoints; what lies there is gone on with.
-        vae: Straight from its config.
-        steps: Of training.
-        pixels: In one step's pictures together.
+        out: Folder of checkpoints; an existing run is resumed.
+        vae: Autoencoder with random weights.
+        steps: Training steps.
+        pixels: Pixels of a batch.
         rate: Highest learning rate.
-        seed: Of scenes and noise.
-        device: Where to train.
-        advance: Called once for each step, also for those of a run that was broken off.
+        seed: Seed of scenes and noise.
+        device: Device to train on.
+        advance: Called once for each step, including those of earlier runs.
     """
     vae, atlas = vae.to(device).train(), load_atlas().to(device)
     optimizer = torch.optim.AdamW(vae.parameters(), lr=rate, weight_decay=0.0, betas=(0.9, 0.99))
@@ -72,10 +72,10 @@ def train_vae(
 
 
 def vae_loss(vae: AutoencoderKL, pictures: Tensor) -> Tensor:
-    """Difference of pictures [batch, 3, side, side] in -1..1 and their reconstruction, plus what keeps latents smooth.
+    """Reconstruction loss of pictures [batch, 3, side, side] in -1..1, plus terms that keep the latents smooth.
 
-    A latent made smaller must decode to the picture made smaller (EQ-VAE, arXiv 2502.09509): that forbids latents that
-    hide detail in a code of their own, which a small transformer would not learn.
+    Down-sampled latents must decode to the down-sampled picture (EQ-VAE, arXiv 2502.09509). This keeps detail from
+    being hidden in a code that a small transformer could not learn.
     """
     posterior = vae.encode(pictures).latent_dist
     latents = posterior.sample()
@@ -91,7 +91,7 @@ def vae_loss(vae: AutoencoderKL, pictures: Tensor) -> Tensor:
 
 @torch.no_grad()
 def _normalise(vae: AutoencoderKL, atlas: Tensor, seed: int, device: str) -> None:
-    """Write the mean and the inverse spread of latents into the config, as FLUX's autoencoder has them."""
+    """Write mean and inverse standard deviation of the latents into the config, as FLUX's autoencoder has them."""
     batch = list(itertools.islice(scenes(seed), 64))
     latents = vae.encode(render(atlas, Scenes.of(batch).to(device), 64) * 2 - 1).latent_dist.mean
     vae.register_to_config(shift_factor=latents.mean().item(), scaling_factor=1 / latents.std().item())

@@ -7,6 +7,7 @@ import pytest
 import scipy.linalg
 import torch
 import torch.nn.functional as F
+from lab.training.recogniser import targets
 from safetensors.torch import save_file
 
 from foveate.demo.atlas import NAMES, load_atlas
@@ -16,14 +17,13 @@ from foveate.demo.recogniser import (
     Recogniser,
     Seen,
     Verdict,
-    accuracy,
     detect,
     judge,
     load_recogniser,
     recognise,
-    targets,
 )
 from foveate.demo.scenes import Relation, Scene, Scenes, render, scenes
+from foveate.demo.scenes import scenes as random_scenes
 
 NOTHING = len(NAMES)
 SOME = [*islice(scenes(0), 100), *islice(scenes(0, evaluation=True), 100)]
@@ -44,6 +44,16 @@ def two(kind, first, second):
     """The verdict on one relation between objects 3 and 5 found at these places."""
     scene = Scene("", (3, 5), ((0.5, 0.5, 0.3),) * 2, "white", (Relation(0, kind, 1),))
     return judge([Detection(5, *second, 0.9), Detection(3, *first, 0.9)], scene)
+
+
+def accuracy(model, *, scenes: int, seed: int, side: int = 128):
+    """On renderings of evaluation scenes: the fraction of objects found, and of scenes without any mistake."""
+    some = list(islice(random_scenes(seed, evaluation=True), scenes))
+    found, _ = recognise(model, render(load_atlas(), Scenes.of(some), side))
+    verdicts = list(map(judge, found, some))
+    return sum(v.objects_found for v in verdicts) / sum(v.objects for v in verdicts), (
+        sum(v.all_right for v in verdicts) / scenes
+    )
 
 
 # ---- targets and detections
@@ -189,7 +199,7 @@ def test_the_frechet_distance_is_near_zero_for_one_distribution_and_grows_with_n
 
 def test_a_missing_or_damaged_file_is_named_with_the_command_that_makes_it(tmp_path):
     path = tmp_path / "weights.safetensors"
-    remedy = "foveate demo train --part recogniser"
+    remedy = "python -m lab built-in --part recogniser"
     with pytest.raises(ValueError, match=f"weights.safetensors is missing.*{remedy}"):
         load_recogniser(path)
     weights = Recogniser().state_dict()

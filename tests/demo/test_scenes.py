@@ -8,7 +8,7 @@ import pytest
 import torch
 from PIL import Image
 
-from foveate.demo.atlas import NAMES, draw_atlas, load_atlas
+from foveate.demo.atlas import NAMES, load_atlas
 from foveate.demo.scenes import BACKGROUNDS, LAYOUTS, Scene, Scenes, render, scenes
 
 NAME = re.compile(rf"\b(?:{'|'.join(map(re.escape, sorted(NAMES, key=len, reverse=True)))})(?= |,|$)")
@@ -112,11 +112,3 @@ def test_an_empty_slot_draws_nothing():
     assert (pictures[1] == pictures[1, :, :1, :1]).all()
     assert (pictures[0, :, 0] == pictures[1, :, 0]).all()
     assert (pictures[0, :, 32, 32] != pictures[1, :, 32, 32]).any()
-
-
-def test_a_missing_or_wrong_font_is_named_with_the_remedy(tmp_path):
-    with pytest.raises(ValueError, match=r"no Noto Color Emoji in .*nowhere.ttf: install it .* --font"):
-        draw_atlas(tmp_path / "nowhere.ttf")
-    (tmp_path / "wrong.ttf").write_bytes(b"no font")
-    with pytest.raises(ValueError, match=r"wrong.ttf does not hold bitmaps"):
-        draw_atlas(tmp_path / "wrong.ttf")

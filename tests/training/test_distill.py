@@ -23,7 +23,7 @@ from foveate.diffusers.adapter import ModelAdapter
 from foveate.diffusers.lora import LORA_FILE, read_lora
 from foveate.diffusers.pipelines import noise_shift
 from foveate.training.distill import Distillation, distill
-from foveate.training.pairs import NoisyPairs
+from foveate.training.pictures import NoisyPairs
 from foveate.training.student import Recipe, Student
 
 forks = pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
@@ -58,7 +58,10 @@ def gap(pipe, batch):
 
 @pytest.mark.parametrize(
     ("optimizer", "rate", "part"),
-    [("adamw", 1e-2, 0.2), ("prodigy", None, 0.99)],  # Prodigy begins with tiny steps
+    [
+        ("adamw", 1e-2, 0.2),
+        pytest.param("prodigy", None, 0.99, marks=pytest.mark.slow),  # Prodigy begins with tiny steps
+    ],
 )
 def test_the_sparse_model_comes_nearer_to_the_dense_one(run, pipe, pairs_folder, optimizer, rate, part):
     pairs = NoisyPairs(pairs_folder, tiny.PROMPTS, seed=9)
@@ -112,32 +115,32 @@ def test_all_other_weights_stay_bit_for_bit(run, pipe):
     assert all("lora" in name for name in set(after) - set(before))
 
 
-def test_a_run_that_was_broken_off_goes_on_as_if_it_had_not_been(run, monkeypatch):
-    for optimizer in ("adamw", "prodigy"):
-        recipe = Recipe(method=HilbertA(tiles=4), optimizer=optimizer, batch=4)
-        whole, _ = run(f"{optimizer} whole", recipe, steps=7, at_once=2)
-        calls, loss = itertools.count(1), Student.loss
+@pytest.mark.parametrize("optimizer", ["adamw", pytest.param("prodigy", marks=pytest.mark.slow)])
+def test_a_run_that_was_broken_off_goes_on_as_if_it_had_not_been(run, monkeypatch, optimizer):
+    recipe = Recipe(method=HilbertA(tiles=4), optimizer=optimizer, batch=4)
+    whole, _ = run(f"{optimizer} whole", recipe, steps=7, at_once=2)
+    calls, loss = itertools.count(1), Student.loss
 
-        def lights_out(*arguments, calls=calls, loss=loss):
-            if next(calls) % 6 == 0:  # in the middle of a batch
-                raise SystemError
-            return loss(*arguments)
+    def lights_out(*arguments):
+        if next(calls) % 6 == 0:  # in the middle of a batch
+            raise SystemError
+        return loss(*arguments)
 
-        checkpoint_at_every_step = Distillation.run
-        with monkeypatch.context() as patch:
-            patch.setattr(Student, "loss", lights_out)
-            patch.setattr(
-                Distillation, "run", lambda *a, f=checkpoint_at_every_step, **o: f(*a, checkpoint_minutes=0, **o)
-            )
-            attempts, done = 0, False
-            while not done:
-                attempts += 1
-                with contextlib.suppress(SystemError):
-                    broken, done = run(f"{optimizer} broken", recipe, steps=7, at_once=2)
-        assert attempts > 2
-        assert losses(broken) == losses(whole)
-        ours, theirs = (load_file(out / LORA_FILE) for out in (broken, whole))
-        assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    checkpoint_at_every_step = Distillation.run
+    with monkeypatch.context() as patch:
+        patch.setattr(Student, "loss", lights_out)
+        patch.setattr(
+            Distillation, "run", lambda *a, f=checkpoint_at_every_step, **o: f(*a, checkpoint_minutes=0, **o)
+        )
+        attempts, done = 0, False
+        while not done:
+            attempts += 1
+            with contextlib.suppress(SystemError):
+                broken, done = run(f"{optimizer} broken", recipe, steps=7, at_once=2)
+    assert attempts > 2
+    assert losses(broken) == losses(whole)
+    ours, theirs = (load_file(out / LORA_FILE) for out in (broken, whole))
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
 def test_steps_after_the_last_checkpoint_are_made_and_logged_once(run, monkeypatch):
@@ -238,6 +241,7 @@ def test_auto_tiles_become_the_number_that_was_trained(pipe, tmp_path):
         distill(tmp_path, tiny.pipeline(), recipe, tiny.REQUEST, tiny.PROMPTS, steps=1)
 
 
+@pytest.mark.slow
 def test_two_devices_learn_what_one_learns(run, tmp_path):
     alone, _ = run("alone", replace(ADAMW, seed=0), steps=3)
     tiny.pipeline().save_pretrained(tmp_path / "model")

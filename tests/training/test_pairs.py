@@ -9,7 +9,8 @@ from safetensors.torch import load_file
 
 from foveate.diffusers.pipelines import draw, noise_shift
 from foveate.training import pairs
-from foveate.training.pairs import NoisyPairs, captioned, make_pairs
+from foveate.training.pairs import make_pairs
+from foveate.training.pictures import NoisyPairs, captioned
 
 
 @torch.no_grad()

@@ -66,8 +66,15 @@ def run(photos, tmp_path):
     return run
 
 
-@pytest.mark.parametrize("attention", ["dense", "log-linear"])
-@pytest.mark.parametrize("captioned", [False, True])
+@pytest.mark.parametrize(
+    ("attention", "captioned"),
+    [
+        ("log-linear", False),
+        pytest.param("dense", False, marks=pytest.mark.slow),
+        pytest.param("dense", True, marks=pytest.mark.slow),
+        pytest.param("log-linear", True, marks=pytest.mark.slow),
+    ],
+)
 def test_the_loss_falls_and_the_average_draws_nearer_to_the_pictures(run, photos, attention, captioned):
     pictures = ScenePictures(0) if captioned else FolderPictures(photos)
     pipe = pipeline(captioned, attention=attention)
@@ -123,7 +130,9 @@ def test_muon_turns_the_matrices_of_blocks_and_adamw_all_else_at_one_rate_that_c
     assert seen == [entry for rate in rates for entry in (("Muon", rate, inside), ("AdamW", rate, outside))]
 
 
-@pytest.mark.parametrize(("attention", "optimizer"), [("dense", "muon"), ("log-linear", "adamw")])
+@pytest.mark.parametrize(
+    ("attention", "optimizer"), [("dense", "muon"), pytest.param("log-linear", "adamw", marks=pytest.mark.slow)]
+)
 def test_a_run_that_was_broken_off_goes_on_as_if_it_had_not_been(run, attention, optimizer, monkeypatch):
     recipe = replace(QUICK, optimizer=optimizer, cool_down=0.5)
     whole, _ = run("whole", recipe=recipe, pipe=pipeline(attention=attention), at_once=2)
@@ -277,6 +286,7 @@ def test_a_gpu_learns_what_a_cpu_learns(run, attention):
     assert not multiprocessing.active_children()
 
 
+@pytest.mark.slow
 def test_two_devices_learn_what_one_learns(photos, tmp_path):
     options = f"--data {photos} --dit DiT-XS --patch 8 --sizes 16:3:4,32x16:2:2 --rate 0.003 --device cpu"
     outs = []

@@ -13,7 +13,7 @@ import foveate
 from foveate import HilbertA
 from foveate.diffusers.lora import LORA_FILE, load_lora
 from foveate.diffusers.pipelines import fingerprint
-from foveate.training.pairs import NoisyPairs
+from foveate.training.pictures import NoisyPairs
 from foveate.training.student import LAYERS, Recipe, Student
 
 
@@ -73,7 +73,7 @@ def test_the_loss_is_the_mean_squared_difference_to_the_dense_model(pipe, batch)
     unlearn(student)
     with torch.no_grad(), student.teacher():
         assert torch.equal(velocity(pipe, batch), dense)
-    with torch.no_grad(), student.untaught():
+    with torch.no_grad(), student.without_lora():
         assert torch.equal(velocity(pipe, batch), sparse)
     taught = velocity(pipe, batch)
     assert student.loss(pipe.transformer, batch).item() == pytest.approx(F.mse_loss(taught, dense).item(), rel=1e-5)
@@ -134,7 +134,7 @@ def test_the_file_gives_any_pipeline_the_same_velocities_and_the_method(pipe, ba
     other = copy.deepcopy(pipe)
     student = student_of(pipe, layers=layers)
     unlearn(student)
-    (tmp_path / LORA_FILE).write_bytes(student.packed())
+    (tmp_path / LORA_FILE).write_bytes(student.lora_file())
     loaded = load_lora(other, tmp_path / LORA_FILE)
     assert loaded is not None
     assert loaded.method == HilbertA(tiles=4)
@@ -149,7 +149,7 @@ def test_a_student_may_start_from_a_lora(pipe, batch, tmp_path):
     student = student_of(pipe)
     unlearn(student)
     path = tmp_path / LORA_FILE
-    path.write_bytes(student.packed())
+    path.write_bytes(student.lora_file())
     again = Student(fresh, recipe(2), tiny.REQUEST.size, path)
     for ours, theirs in zip(again.trained, student.trained, strict=True):
         assert torch.equal(ours, theirs)

@@ -44,7 +44,7 @@ def test_the_page_tells_what_can_be_read_off_the_pictures_and_the_summary(pipe, 
     assert not np.array_equal(np.asarray(first), np.asarray(draw_tiles(sparse, plan.tile_maps[-1])))
     told = " ".join(page.split())
     assert "one step each, in 2 rounds, so that" in told
-    assert "in the first layer each part of the picture attends to its own tile" in told
+    assert "In the first layer an image token attends to its own tile" in told
 
 
 def test_a_folder_holds_the_pictures_of_one_run_and_what_the_user_put_there(pipe, tmp_path):
@@ -73,5 +73,5 @@ def test_every_variant_has_a_file_of_its_own(pipe, tmp_path):
 def test_a_page_says_that_the_time_is_that_of_a_step_in_which_the_method_decides_anew(pipe, tmp_path):
     methods = [ToMA(keep=0.5, tile=(2, 2)), HilbertA(tiles=4)]
     page = compare(pipe, REQUEST, methods, tmp_path, settings={}, rounds=1).read_text()
-    assert f"{methods[0].title} keeps what it decided for up to 10 steps: its time is that of a step" in page
-    assert page.count("keeps what it decided") == 1
+    assert f"{methods[0].title} reuses its plan for up to 10 steps: its time is that of a step" in page
+    assert page.count("reuses its plan") == 1

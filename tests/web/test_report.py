@@ -334,8 +334,8 @@ def test_only_small_pictures_are_shown_pixelated():
 def test_caption_speaks_of_a_centre_only_if_there_is_one():
     plan = HilbertA(tiles=4, centre=0.0).plan(((32, 32),), 16)
     without = sparse(tile_map=plan.tile_maps[0], table=plan.tables[0])
-    assert "centre" in Page(comparison_page(comparison(variant(), sparse()))).text
-    assert "centre" not in Page(comparison_page(comparison(variant(), without))).text
+    assert "central region" in Page(comparison_page(comparison(variant(), sparse()))).text
+    assert "central region" not in Page(comparison_page(comparison(variant(), without))).text
 
 
 def test_a_sheet_has_a_row_for_each_name_and_a_column_for_each_caption():

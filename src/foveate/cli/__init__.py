@@ -1,4 +1,4 @@
-"""The command line: arguments in, progress and clear errors out. All work is done elsewhere."""
+"""The command line: reads the arguments, shows progress and clear errors. The work is done elsewhere."""
 
 import os
 
@@ -12,23 +12,28 @@ app = typer.Typer(
     no_args_is_help=True,
     rich_markup_mode="rich",
     pretty_exceptions_enable=False,
-    help="Cheaper transformers that attend only where it matters: pictures with sparse attention and merged tokens, "
-    "training, long contexts.",
+    help="Make transformers cheaper by spending attention only where it matters.\n\n"
+    "Pictures: sparse attention (HilbertA, LLSA) and token merging (ToMA) for diffusion models.\n\n"
+    "Text: cached long contexts (InfoFlow KV) and blocks of in-context examples (Sub-CP).\n\n"
+    'Start with:  foveate compare "a red apple above a blue car"',
 )
-app.command()(draw.generate)
-app.command()(draw.compare)
-app.command("eval")(draw.evaluate)
-app.command()(distill.distill)
-app.command()(train.train)
-app.command()(icl.icl)
-app.command()(rag.rag)
-app.command()(inspect.curves)
-app.command()(inspect.info)
-app.add_typer(bench.app, name="bench")
-app.add_typer(demo.app, name="demo")
+for command, name, panel in (
+    (draw.generate, "generate", "Pictures"),
+    (draw.compare, "compare", "Pictures"),
+    (draw.evaluate, "eval", "Pictures"),
+    (rag.rag, "rag", "Text"),
+    (icl.icl, "icl", "Text"),
+    (distill.distill, "distill", "Training"),
+    (train.train, "train", "Training"),
+    (inspect.curves, "curves", "Look inside"),
+    (inspect.info, "info", "Look inside"),
+):
+    app.command(name, rich_help_panel=panel)(command)
+app.add_typer(bench.app, name="bench", rich_help_panel="Look inside")
+app.add_typer(demo.app, name="demo", rich_help_panel="Look inside")
 
 
 def main() -> None:
-    """Entry point of the `foveate` command."""
+    """Run the `foveate` command."""
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # read when transformers is imported
     app()

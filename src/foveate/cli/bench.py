@@ -1,7 +1,6 @@
-"""Commands that measure speed: of attention, of one step of denoising or training, of contexts and of examples."""
+"""The command that measures what methods gain on a model at a size."""
 
 import json
-import os
 from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
@@ -12,81 +11,91 @@ from rich.console import Console
 
 from foveate.cli.common import Device, Dtype, clear_errors, progress, read_method
 
-__all__ = ["Commit", "Out", "Rounds", "app", "numbers", "run_and_save"]
+__all__ = ["Commit", "Methods", "Out", "Rounds", "Sides", "StepModel", "StepText", "app", "numbers", "run_and_save"]
 
 app = typer.Typer(
-    no_args_is_help=True, rich_markup_mode="rich", help="Check, then time: ours and its peers in one process."
+    no_args_is_help=True,
+    rich_markup_mode="rich",
+    help="Measure what a method gains on a model, at a size, on this machine.",
 )
 
-Rounds = Annotated[int, typer.Option(min=1, help="How often each is measured; all take turns.")]
-Out = Annotated[Path, typer.Option(help="Folder of the JSON and the plot.")]
-Commit = Annotated[str, typer.Option(help="The commit that is timed, where git cannot tell.")]
+StepModel = Annotated[
+    str,
+    typer.Option(
+        help="A size with random weights: built-in (17 M parameters), flux-dev (FLUX.1-dev, 12 B), sdxl (2.6 B, two "
+        "samples for classifier-free guidance). Or your own pipeline: a hub id or a folder, with --method."
+    ),
+]
+Sides = Annotated[
+    str,
+    typer.Option(
+        help="Image tokens along each side, separated by commas. 64 is 1024 px for FLUX.1, 256 px for the built-in "
+        "model, and 1024 px for SDXL, where it counts the largest feature maps with attention."
+    ),
+]
+Methods = Annotated[
+    list[str] | None,
+    typer.Option(
+        help="Method to time besides dense: hilberta; with options, toma:keep=0.25,dst_every=20; combined, "
+        "hilberta:tiles=16+toma. Repeat the option for more. "
+        "[dim]default: HilbertA and ToMA; for sdxl ToMA, ToMeSD, ToFu and ToDo[/]"
+    ),
+]
+StepText = Annotated[int | None, typer.Option(min=0, help="Number of text tokens. [dim]default: 512; for sdxl 77[/]")]
+Rounds = Annotated[int, typer.Option(min=1, help="Measurements of each candidate; the candidates take turns.")]
+Out = Annotated[Path, typer.Option(help="Folder for the JSON file and the plot.")]
+Commit = Annotated[str, typer.Option(help="Commit to record, if git cannot tell it.")]
+
+
+@app.callback()
+def _group() -> None:
+    """Keep `step` a subcommand although it is the only one."""
 
 
 @app.command()
 @clear_errors
 def step(
-    model: Annotated[
-        str,
-        typer.Option(
-            help="Whose size, with random weights: built-in (17 M parameters), flux-dev (FLUX.1-dev, 12 B), "
-            "sdxl (2.6 B; two samples, as guidance has them)."
-        ),
-    ] = "built-in",
-    sides: Annotated[
-        str,
-        typer.Option(
-            help="Image tokens along each side. 64 is 1024 px of FLUX.1, and of SDXL, whose largest maps with "
-            "attention are counted; 256 px of the built-in model."
-        ),
-    ] = "64",
-    method: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="What to time besides dense: hilberta, with options toma:keep=0.25,dst_every=20, several at once "
-            "hilberta:tiles=16+toma. Repeat it for more. "
-            "[dim]default: HilbertA and ToMA; of sdxl ToMA, ToMeSD, ToFu and ToDo[/]"
-        ),
-    ] = None,
+    model: StepModel = "built-in",
+    sides: Sides = "64",
+    method: Methods = None,
     compile: Annotated[bool, typer.Option("--compile", help="Compile the repeated blocks.")] = False,
-    text: Annotated[
-        int | None, typer.Option(min=0, help="Text tokens. [dim]default: 512, of sdxl 77, as the models have[/]")
-    ] = None,
+    text: StepText = None,
     rounds: Annotated[
-        int, typer.Option(min=1, help="How often each is timed; those that merge for whole cycles of their schedule.")
+        int,
+        typer.Option(min=1, help="Measurements of each method; token merging runs whole cycles of its schedule."),
     ] = 9,
     out: Out = Path("bench"),
     device: Device = "auto",
     dtype: Dtype = "auto",
     commit: Commit = "",
 ) -> None:
-    """Time one denoising step of a model with random weights, dense and with methods, reorder and plans included.
+    """Time one denoising step of a model, dense and with methods.
 
-    A profile tells which parts of a run that merges go into merging and into plans.
-    Of SDXL it also prints what merging and unmerging lose of random and of smooth features: there are no pictures.
+    Before anything is timed, settings that must equal the dense model are compared with it. The time of a step
+    includes the reordering of tokens and, averaged over the schedule, the plans of token merging. On a GPU the step
+    is also timed as one CUDA graph, without the cost of launching kernels. The bound is that of attention, in FLOPs.
 
     foveate bench step --method toma --method toma:dst_every=20,weights_every=10      # any machine
 
     foveate bench step --model flux-dev --compile --sides 64,128                      # a GPU with 40 GB or more
 
-    foveate bench step --model sdxl --compile                                         # a GPU with 16 GB or more
+    foveate bench step --model black-forest-labs/FLUX.1-schnell --method hilberta:tiles=16
     """
-    from foveate.demo.bench import bench_step, table_of
+    from foveate.bench.step import bench_step, table_of
     from foveate.utils.device import choose_device
 
-    os.environ.setdefault("KINETO_LOG_LEVEL", "5")  # else the profiler says when it begins and ends
     methods = [read_method(text) for text in method or []]
-    name = f"step-{model}-{'compiled' if compile else 'eager'}"
     run = partial(
         bench_step,
         numbers(sides), model=model, methods=methods, compile=compile, text=text, rounds=rounds, device=device,
         dtype=dtype,
     )  # fmt: skip
-    run_and_save(out / f"{name}-{choose_device(device).type}.json", commit, run, table_of)
+    name = f"step-{Path(model).name}-{'compiled' if compile else 'eager'}-{choose_device(device).type}"
+    run_and_save(out / f"{name}.json", commit, run, table_of)
 
 
 def numbers(text: str, kind: type = int) -> list[Any]:
-    """The numbers of a comma-separated list."""
+    """The numbers in a comma-separated list."""
     try:
         return [kind(number) for number in text.split(",")]
     except ValueError:
@@ -101,7 +110,15 @@ def run_and_save(
     table: Callable[[dict[str, Any]], Any],
     draw: Callable[[dict[str, Any]], Any] | None = None,
 ) -> None:
-    """Write every result as it comes, with its plot if there is one, and print the last."""
+    """Write the JSON, and the plot if there is one, after every result that `run` yields; print the last as a table.
+
+    Args:
+        path: The JSON file; the plot has the same name and ends in .png.
+        commit: Commit to record; empty keeps what git says.
+        run: Called with `track`, yields the results so far.
+        table: Makes the table to print.
+        draw: Makes the figure.
+    """
     from foveate.utils.files import write_whole
     from foveate.web.report import figure_png
 

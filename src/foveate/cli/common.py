@@ -1,4 +1,4 @@
-"""What the commands share: progress and clear errors out, options that mean the same everywhere."""
+"""What several commands share: options, progress bars, error messages, and how models are opened."""
 
 import functools
 import inspect
@@ -6,7 +6,6 @@ import os
 import re
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
-from importlib import import_module
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -16,35 +15,34 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from foveate.demo import LORA, PIPELINE, READER
+from foveate.demo import PIPELINE, READER
 from foveate.methods import ComposedMethod, Method, method_from_text
 from foveate.utils.progress import Track
 
 __all__ = [
+    "Checkpointing",
     "Device",
     "Dtype",
-    "Guidance",
-    "Lora",
+    "Minutes",
     "Model",
+    "Option",
+    "SampleEvery",
     "Seed",
     "Size",
-    "Steps",
-    "check_size",
+    "Tiles",
+    "TrainingDevice",
     "check_writable",
     "clear_errors",
     "console",
-    "lora_of",
     "open_model",
     "open_reader",
     "options_of",
     "progress",
     "read_method",
     "read_size",
-    "remark_on",
     "request_of",
     "say_unknown",
-    "settings_of",
-    "size_with",
+    "say_whether_done",
     "training_device",
 ]
 
@@ -57,46 +55,51 @@ EXTRAS = {
     "accelerate": "diffusers,train",
     "peft": "diffusers,train",
 }
-"""What to install for packages that not all commands need."""
+"""Extras of foveate that install optional packages, by package."""
 
 Model = Annotated[
     str,
-    typer.Option(help="Hub id or folder of a diffusers pipeline. Left out: the built-in model, which draws emoji."),
+    typer.Option(
+        help="Hub id or folder of a diffusers pipeline. [dim]default: the built-in model, which draws emoji[/]"
+    ),
 ]
 Size = Annotated[
     str | None,
     typer.Option(
-        help="Pixels: 1024, or WIDTHxHEIGHT. [dim]default: built-in 128 on a CPU, 256 on a GPU; else 1024[/]"
+        help="Size in pixels: 1024, or WIDTHxHEIGHT. "
+        "[dim]default: 1024; for the built-in model 128 on a CPU, 256 on a GPU[/]"
     ),
 ]
-Steps = Annotated[
-    int | None,
-    typer.Option(min=1, max=1000, help="Denoising steps. [dim]default: 20 for the built-in model, else 28[/]"),
+Tiles = Annotated[str | None, typer.Option(help="Number of tiles of the method, or auto.")]
+Option = Annotated[
+    list[str] | None,
+    typer.Option("--option", "-o", help="An option of the method, as NAME=VALUE: -o centre=0. Repeat it for more."),
 ]
-Guidance = Annotated[
-    float | None, typer.Option(min=0, max=1000, help="Guidance scale. [dim]default: the pipeline's[/]")
-]
-Seed = Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Of the first noise: the same seed, the same picture.")]
-Lora = Annotated[
-    str,
-    typer.Option(
-        help="LoRA of [bold]foveate distill[/]: file, folder or hub id; built-in is the one of the built-in model. "
-        "Its method and its size come with it."
-    ),
-]
+Seed = Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Random seed: the same seed gives the same result.")]
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, mps.")]
 Dtype = Annotated[str, typer.Option(help="auto, float32, bfloat16, float16.")]
+TrainingDevice = Annotated[str, typer.Option(help="auto or cpu. accelerate launch chooses the GPUs.")]
+Checkpointing = Annotated[
+    bool, typer.Option("--checkpointing", help="Use gradient checkpointing: slower, much less memory.")
+]
+Minutes = Annotated[
+    float,
+    typer.Option(
+        min=0, help="Write a checkpoint and stop after this time. [dim]default: no limit[/]", show_default=False
+    ),
+]
+SampleEvery = Annotated[int, typer.Option(min=0, help="Steps between sheets of samples; 0: only at the end.")]
 
 
 def clear_errors(command: Callable[..., None]) -> Callable[..., None]:
-    """One line and exit code 2 for what a user can mend; 130 for Ctrl-C."""
+    """Decorator: errors that a user can fix become one line and exit code 2, Ctrl-C becomes exit code 130."""
 
     @functools.wraps(command)
     def run(*args: Any, **kwargs: Any) -> None:
         try:
             command(*args, **kwargs)
         except KeyboardInterrupt:
-            console.print("stopped; what was finished is in place")
+            console.print("stopped; everything that was finished is saved")
             raise typer.Exit(130) from None
         except (ValueError, ImportError, OSError) as error:
             _fail(_missing(error) or str(error).strip())
@@ -110,34 +113,34 @@ def clear_errors(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def _missing(error: Exception) -> str:
-    """What to install, if it is that."""
+    """How to install the missing package; empty for other errors."""
     package = (error.name or "").split(".")[0] if isinstance(error, ModuleNotFoundError) else ""
     extra = EXTRAS.get(package)
     return f"this needs {package}: pip install 'foveate[{extra}]'" if extra else ""
 
 
 def _fail(message: str) -> None:
-    first_line = message.splitlines()[0] if message else "something failed without saying what"
+    first_line = message.splitlines()[0] if message else "something failed without a message"
     console.print(f"[bold red]error:[/] {escape(first_line)}", soft_wrap=True)
     raise typer.Exit(2)
 
 
 def _out_of_memory(error: Exception) -> bool:
-    known = "can't allocate memory", "not enough memory"  # what the CPU allocators say
+    known = "can't allocate memory", "not enough memory"  # messages of the CPU allocators
     return isinstance(error, torch.OutOfMemoryError | MemoryError) or any(words in str(error) for words in known)
 
 
 def open_model(model: str, device: str, dtype: str) -> Any:
     """The pipeline that `--model` names, or the built-in one."""
     console.print(f"loading {model or 'the built-in model'}")
-    from diffusers.utils import logging as diffusers_says
-    from transformers.utils import logging as transformers_says
+    from diffusers.utils import logging as diffusers_logging
+    from transformers.utils import logging as transformers_logging
 
     from foveate.diffusers.pipelines import load
 
-    diffusers_says.set_verbosity_error()
-    diffusers_says.disable_progress_bar()
-    transformers_says.disable_progress_bar()
+    diffusers_logging.set_verbosity_error()
+    diffusers_logging.disable_progress_bar()
+    transformers_logging.disable_progress_bar()
     try:
         return load(model or str(PIPELINE), device, dtype)
     except ValueError as error:
@@ -151,17 +154,17 @@ def open_reader(model: str, device: str, dtype: str) -> tuple[Any, Any]:
     if not model and not READER.is_dir():
         raise ValueError("no language model comes with this version: name one with --model, a folder or a hub id")
     console.print(f"loading {model or 'the built-in reader'}")
-    from transformers.utils import logging as transformers_says
+    from transformers.utils import logging as transformers_logging
 
     from foveate.transformers.model import load
 
-    transformers_says.set_verbosity_error()
-    transformers_says.disable_progress_bar()
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
     return load(model or str(READER), device, dtype)
 
 
 def say_unknown(model: str, tokenizer: Any, text: str) -> None:
-    """Name the words that the language model cannot know: its answer is a guess then."""
+    """Print the words of a text that the language model cannot know."""
     from foveate.transformers.model import unknown_words
 
     if not (words := unknown_words(tokenizer, text)):
@@ -171,8 +174,15 @@ def say_unknown(model: str, tokenizer: Any, text: str) -> None:
     console.print(f"the model does not know the words {escape(', '.join(words[:8]))}{more}: it will guess{remedy}")
 
 
+def say_whether_done(done: bool, result: Path) -> None:
+    """Print how a training run ended and where its result is; only the first process prints."""
+    console.print("done" if done else "stopped in time; the same command resumes the run")
+    if not console.quiet:
+        print(result)
+
+
 def training_device(name: str) -> str:
-    """Where this process trains; processes but the first are silent."""
+    """The device that this process trains on; only the first process prints."""
     if name not in ("auto", "cpu"):
         raise ValueError(f"--device is auto or cpu here, not {name}: CUDA_VISIBLE_DEVICES says which GPUs there are")
     from accelerate import PartialState
@@ -184,58 +194,22 @@ def training_device(name: str) -> str:
     return str(state.device)
 
 
-def lora_of(pipe: Any, lora: str) -> Any:
-    """Put the LoRA into the pipeline; with the method it was distilled for, or None if it is of another make."""
-    if not lora:
-        return None
-    import_module("peft")  # diffusers would not say what to install
-
-    from foveate.diffusers.lora import find_lora, load_lora
-
-    return load_lora(pipe, find_lora(str(LORA) if lora == "built-in" else lora))
-
-
-def size_with(distilled: Any, size: str | None) -> str | None:
-    """The size that was asked for, else that of the pictures that a LoRA was distilled with; says if they differ."""
-    if distilled is None or distilled.size is None:
-        return size
-    height, width = distilled.size
-    if size and read_size(size) != (height, width):
-        console.print(f"the LoRA was distilled with {width} x {height} px: other sizes may be worse than without it")
-    return size or f"{width}x{height}"
-
-
 def request_of(
     pipe: Any, model: str, prompt: str, size: str | None, steps: int | None, guidance: float | None, seed: int
 ) -> Any:
-    """What to draw, checked, with the model's own defaults for what was left out."""
+    """The validated request, with the model's defaults for everything that is None."""
     from foveate.diffusers.pipelines import Request, check_request
 
     usual = ("128" if pipe.device.type == "cpu" else "256") if not model else "1024"
-    if "width" in pipe.config:  # of a pixel model
+    if "width" in pipe.config:  # a pixel model
         usual = f"{pipe.config.width}x{pipe.config.height}"
-    pixels = read_size(size or usual)
-    request = Request(prompt, pixels, steps or (28 if model else 20), guidance, seed)
+    request = Request(prompt, read_size(size or usual), steps or (28 if model else 20), guidance, seed)
     check_request(pipe, request)
     return request
 
 
-def settings_of(pipe: Any, model: str, request: Any) -> dict[str, str]:
-    """What pictures and pages say about how they were drawn."""
-    return {
-        "prompt": request.prompt,
-        "model": model or "foveate's built-in model",
-        "size": f"{request.size[1]} x {request.size[0]} px",
-        "steps": str(request.steps),
-        "guidance": "the pipeline's own" if request.guidance is None else str(request.guidance),
-        "seed": str(request.seed),
-        "device": str(pipe.device),
-        "dtype": str(pipe.dtype).removeprefix("torch."),
-    }
-
-
 def options_of(option: list[str] | None, tiles: str | None = None) -> dict[str, str]:
-    """The options of a method: of "centre=0" and the like, and its tiles."""
+    """The options of a method as a dictionary, from a list of "NAME=VALUE" and the value of `--tiles`."""
     if bare := [text for text in option or [] if "=" not in text]:
         raise ValueError(f"option {bare[0]} has no value: write -o {bare[0]}=VALUE")
     pairs = {name: value for name, _, value in (text.partition("=") for text in option or [])}
@@ -252,31 +226,10 @@ def read_method(text: str) -> Method | ComposedMethod:
     return methods[0] if len(methods) == 1 else ComposedMethod(methods)
 
 
-def remark_on(pipe: Any, model: str, prompt: str) -> str:
-    """What of a prompt the model does not read, and which of its words the built-in model was never taught."""
-    from foveate.demo.text import unknown_words
-    from foveate.diffusers.pipelines import unread
-
-    remarks = [f"The model does not read the end of the prompt: {end!r}."] if (end := unread(pipe, prompt)) else []
-    words = [
-        f"{word!r} (known: {', '.join(nearest)})" if nearest else repr(word)
-        for word, nearest in (unknown_words(prompt) if not model else {}).items()
-    ]
-    if words:
-        remarks.append(f"The built-in model was never taught {', '.join(words)}, and can only guess.")
-    return " ".join(remarks)
-
-
-def check_size(size: str | None) -> None:
-    """Refuse what cannot be read, before a model is loaded."""
-    if size:
-        read_size(size)
-
-
 def check_writable(folder: Path) -> None:
-    """Refuse a folder that nothing can be written into, before hours of work."""
-    there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
-    if not there.is_dir() or not os.access(there, os.W_OK):
+    """Raise a ValueError if nothing can be written into the folder."""
+    existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    if not existing.is_dir() or not os.access(existing, os.W_OK):
         raise ValueError(f"cannot write into {folder}: name another --out")
 
 
@@ -290,7 +243,7 @@ def read_size(text: str) -> tuple[int, int]:
 
 @contextmanager
 def progress() -> Generator[Track]:
-    """Starts progress bars: called with a name and a length, what it yields returns what advances the bar by one."""
+    """Context that yields a function for progress bars: (name, length) starts one and returns what advances it."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, TimeRemainingColumn(), console=console) as bars:
 

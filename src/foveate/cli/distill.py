@@ -1,4 +1,4 @@
-"""The command that distils: a LoRA with which a sparse model draws as its dense self."""
+"""The command that distils a LoRA for a sparse model."""
 
 from itertools import cycle, islice
 from pathlib import Path
@@ -7,15 +7,21 @@ from typing import Annotated
 import typer
 
 from foveate.cli.common import (
+    Checkpointing,
     Dtype,
+    Minutes,
     Model,
+    Option,
+    SampleEvery,
     Size,
+    Tiles,
+    TrainingDevice,
     clear_errors,
-    console,
     open_model,
     options_of,
     progress,
     request_of,
+    say_whether_done,
     training_device,
 )
 from foveate.methods import METHODS, method_from_text
@@ -23,83 +29,85 @@ from foveate.methods import METHODS, method_from_text
 __all__ = ["distill"]
 
 BUILT_IN_PICTURES, BUILT_IN_STEPS, STEPS = 200, 300, 2800
-SHOWN = 4  # captions of a sheet of samples
+SHOWN = 4  # captions on a sheet of samples
 
 
 @clear_errors
 def distill(
     model: Model = "",
     size: Size = None,
-    method: Annotated[str, typer.Option(help=f"{', '.join(METHODS)}.")] = "hilberta",
-    tiles: Annotated[str | None, typer.Option(help="Tiles of the method: a number, or auto.")] = None,
-    option: Annotated[
-        list[str] | None, typer.Option("--option", "-o", help="Any option of the method: -o centre=0 -o period=2.")
-    ] = None,
+    method: Annotated[str, typer.Option(help=f"Method to distil for: {', '.join(METHODS)}.")] = "hilberta",
+    tiles: Tiles = None,
+    option: Option = None,
     prompts: Annotated[
-        Path | None, typer.Option(help="Text file, a prompt a line. [dim]default: training scenes of the built-in[/]")
+        Path | None,
+        typer.Option(help="Text file with one prompt a line. [dim]default: scenes of the built-in model[/]"),
     ] = None,
     images: Annotated[
         Path | None,
-        typer.Option(help="Folder of pictures to learn from, captions in .txt files beside them or in --prompts."),
+        typer.Option(help="Folder of training pictures, with captions in .txt files beside them or in --prompts."),
     ] = None,
     pictures: Annotated[
         int | None,
-        typer.Option(min=1, help="Pictures to learn from. [dim]default: 200 for the built-in, else one a prompt[/]"),
+        typer.Option(
+            min=1, help="Number of training pictures. [dim]default: one a prompt; for the built-in model 200[/]"
+        ),
     ] = None,
     draw_steps: Annotated[
         int | None,
-        typer.Option(min=1, max=1000, help="Denoising steps of a picture. [dim]default: 20, or 28 with --model[/]"),
+        typer.Option(
+            min=1, max=1000, help="Denoising steps of a training picture. [dim]default: 20; with --model 28[/]"
+        ),
     ] = None,
     guidance: Annotated[
         float | None,
-        typer.Option(min=0, max=1000, help="Guidance scale of pictures. [dim]default: the pipeline's[/]"),
+        typer.Option(min=0, max=1000, help="Guidance scale of training pictures. [dim]default: the pipeline's[/]"),
     ] = None,
     steps: Annotated[
-        int | None, typer.Option(min=1, help="Training steps. [dim]default: 300 for the built-in, else 2800[/]")
+        int | None, typer.Option(min=1, help="Training steps. [dim]default: 2800; for the built-in model 300[/]")
     ] = None,
-    batch: Annotated[int, typer.Option(min=1, help="Pictures a step, over all devices.")] = 32,
-    at_once: Annotated[int, typer.Option(min=1, help="Pictures that a device draws, or sees, together.")] = 1,
-    rank: Annotated[int, typer.Option(min=1, help="Of the LoRA.")] = 4,
+    batch: Annotated[int, typer.Option(min=1, help="Batch size over all devices.")] = 32,
+    at_once: Annotated[int, typer.Option(min=1, help="Batch size on a device, for drawing and training.")] = 1,
+    rank: Annotated[int, typer.Option(min=1, help="Rank of the LoRA.")] = 4,
     layers: Annotated[
-        str, typer.Option(help="paper, or all: feed-forward and output of single blocks too, and the last layer.")
+        str,
+        typer.Option(
+            help="Layers with a LoRA: paper; or all, which adds the feed-forward and output layers of single blocks "
+            "and the last layer."
+        ),
     ] = "paper",
-    optimizer: Annotated[str, typer.Option(help="prodigy, which finds its own rate, or adamw.")] = "prodigy",
+    optimizer: Annotated[str, typer.Option(help="prodigy, which finds its own learning rate, or adamw.")] = "prodigy",
     rate: Annotated[
         float | None, typer.Option(min=0, help="Learning rate. [dim]default: 1 for prodigy, 1e-4 for adamw[/]")
     ] = None,
     levels: Annotated[
-        str, typer.Option(help="How noisy: uniform, or shifted towards noise, as drawing meets the levels.")
+        str, typer.Option(help="Noise levels: uniform, or shifted towards noise as the scheduler shifts them.")
     ] = "uniform",
     cool_down: Annotated[
-        float, typer.Option(min=0, max=1, help="Last fraction of the steps, over which the rate falls to 0.")
+        float, typer.Option(min=0, max=1, help="Last fraction of the steps, over which the learning rate falls to 0.")
     ] = 0.0,
     guidance_input: Annotated[
-        float, typer.Option(min=0, help="Guidance scale that teacher and student are told.")
+        float, typer.Option(min=0, help="Guidance scale given to teacher and student during training.")
     ] = 1.0,
-    checkpointing: Annotated[
-        bool, typer.Option("--checkpointing", help="Gradient checkpointing: slower, much less memory.")
-    ] = False,
+    checkpointing: Checkpointing = False,
     compile: Annotated[
-        bool,
-        typer.Option("--compile", help="Compile the repeated blocks: a minute, then about twice as fast."),
+        bool, typer.Option("--compile", help="Compile the repeated blocks: takes a minute, then about twice as fast.")
     ] = False,
-    start: Annotated[str, typer.Option(help="LoRA to begin with: of a smaller size, say.")] = "",
-    minutes: Annotated[float, typer.Option(min=0, help="Write a checkpoint and stop after so long.")] = float("inf"),
-    sample_every: Annotated[int, typer.Option(min=0, help="Steps between sheets of samples; 0: at the end.")] = 100,
+    start: Annotated[str, typer.Option(help="LoRA to start from, for example one of a smaller size.")] = "",
+    minutes: Minutes = float("inf"),
+    sample_every: SampleEvery = 100,
     seed: Annotated[
-        int, typer.Option(min=0, max=2**63 - 1, help="Of pictures, their order and noise, and of the LoRA.")
+        int, typer.Option(min=0, max=2**63 - 1, help="Random seed of pictures, order, noise and LoRA.")
     ] = 42,
-    out: Annotated[Path, typer.Option(help="Folder of the run; one that is found there is gone on with.")] = Path(
-        "distilled"
-    ),
-    device: Annotated[str, typer.Option(help="auto or cpu. accelerate launch picks the GPUs.")] = "auto",
+    out: Annotated[Path, typer.Option(help="Folder of the run; an existing run is resumed.")] = Path("distilled"),
+    device: TrainingDevice = "auto",
     dtype: Dtype = "auto",
 ) -> None:
-    """Distil a LoRA: the dense model teaches its sparse self to predict what it predicts.
+    """Distil a LoRA that teaches the sparse model to predict what the dense model predicts.
 
-    First the dense model draws the pictures to learn from; then the LoRA is trained. Stop it when you like, Ctrl-C or
-    worse: the same command goes on where it was. The LoRA lies in --out, which is what --lora of generate, compare and
-    eval takes; so does pipe.load_lora_weights of diffusers.
+    First the dense model draws the training pictures, then the LoRA is trained. You may stop it at any time; the same
+    command resumes the run. generate, compare and eval take the result as --lora, and diffusers as
+    pipe.load_lora_weights(...).
 
     foveate distill --tiles 16 --size 256
 
@@ -116,7 +124,7 @@ def distill(
     request = request_of(pipe, model, "", size, draw_steps, guidance, seed)
     from foveate.diffusers.lora import find_lora
     from foveate.training.distill import distill
-    from foveate.training.pairs import captioned
+    from foveate.training.pictures import captioned
     from foveate.training.student import Recipe
 
     recipe = Recipe(
@@ -129,28 +137,14 @@ def distill(
         files, texts = list(both), list(both.values())
     else:
         texts = list(islice(cycle(lines), pictures or len(lines))) if lines else _scenes(seed, pictures)
-    shown = texts[:SHOWN] if model else _scenes(seed, SHOWN, evaluation=True)
     with progress() as track:
         done = distill(
-            out,
-            pipe,
-            recipe,
-            request,
-            texts,
-            pictures=files,
-            captions=shown,
-            steps=steps or (STEPS if model else BUILT_IN_STEPS),
-            start=find_lora(start) if start else None,
-            at_once=at_once,
-            checkpointing=checkpointing,
-            compile=compile,
-            minutes=minutes,
-            sample_every=sample_every,
-            track=track,
-        )
-    console.print("done" if done else "stopped in time; the same command goes on from here")
-    if not console.quiet:
-        print(out)
+            out, pipe, recipe, request, texts, pictures=files, steps=steps or (STEPS if model else BUILT_IN_STEPS),
+            captions=texts[:SHOWN] if model else _scenes(seed, SHOWN, evaluation=True),
+            start=find_lora(start) if start else None, at_once=at_once, checkpointing=checkpointing, compile=compile,
+            minutes=minutes, sample_every=sample_every, track=track,
+        )  # fmt: skip
+    say_whether_done(done, out)
 
 
 def _lines(path: Path) -> list[str]:
@@ -161,7 +155,7 @@ def _lines(path: Path) -> list[str]:
 
 
 def _scenes(seed: int, count: int | None, *, evaluation: bool = False) -> list[str]:
-    """Captions that the built-in model knows."""
+    """Captions in the vocabulary of the built-in model."""
     from foveate.demo.scenes import scenes
 
     return [scene.caption for scene in islice(scenes(seed, evaluation=evaluation), count or BUILT_IN_PICTURES)]

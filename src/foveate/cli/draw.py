@@ -1,9 +1,10 @@
-"""Commands that draw: one picture, one prompt side by side, many prompts judged."""
+"""The commands that draw: one picture, one prompt side by side, many prompts with scores."""
 
 import sys
 import time
 from collections.abc import Sequence
 from contextlib import nullcontext
+from importlib import import_module
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -14,29 +15,40 @@ from rich.markup import escape
 from foveate.cli.common import (
     Device,
     Dtype,
-    Guidance,
-    Lora,
     Model,
+    Option,
     Seed,
     Size,
-    Steps,
-    check_size,
+    Tiles,
     check_writable,
     clear_errors,
     console,
-    lora_of,
     open_model,
     options_of,
     progress,
     read_method,
-    remark_on,
+    read_size,
     request_of,
-    settings_of,
-    size_with,
 )
+from foveate.demo import LORA
 from foveate.methods import METHODS, ComposedMethod, Method, method_from_text
 
 __all__ = ["compare", "evaluate", "generate"]
+
+Lora = Annotated[
+    str,
+    typer.Option(
+        help="LoRA of [bold]foveate distill[/]: a file, folder or hub id, or built-in for that of the built-in model. "
+        "It brings its method and its size."
+    ),
+]
+Steps = Annotated[
+    int | None,
+    typer.Option(min=1, max=1000, help="Denoising steps. [dim]default: 28; for the built-in model 20[/]"),
+]
+Guidance = Annotated[
+    float | None, typer.Option(min=0, max=1000, help="Guidance scale. [dim]default: the pipeline's[/]")
+]
 
 
 @clear_errors
@@ -48,22 +60,22 @@ def generate(
         str | None,
         typer.Option(
             help=f"dense, {', '.join(METHODS)}, or several: hilberta:tiles=16+toma. "
-            "[dim]default: what the LoRA was distilled for, else dense[/]"
+            "[dim]default: the method of the LoRA, else dense[/]"
         ),
     ] = None,
-    tiles: Annotated[str | None, typer.Option(help="Tiles of the method: a number, or auto.")] = None,
-    option: Annotated[
-        list[str] | None, typer.Option("--option", "-o", help="Any option of the method: -o centre=0 -o period=2.")
-    ] = None,
+    tiles: Tiles = None,
+    option: Option = None,
     lora: Lora = "",
     steps: Steps = None,
     guidance: Guidance = None,
     seed: Seed = 0,
-    out: Annotated[Path | None, typer.Option(help="PNG to write. [dim]default: named after the prompt[/]")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="PNG file to write. [dim]default: named after prompt, seed and method[/]")
+    ] = None,
     device: Device = "auto",
     dtype: Dtype = "auto",
 ) -> None:
-    """Draw one picture. The PNG carries its settings, and is named after prompt, seed and method.
+    """Draw one picture, and print what each attention layer did. The PNG file contains the settings.
 
     foveate generate "a lighthouse" --model black-forest-labs/FLUX.1-dev --size 2048 --method hilberta --tiles 16
     """
@@ -71,14 +83,12 @@ def generate(
     chosen: Any = None if lora else _method(method, options)
     if out and (out.suffix.lower() != ".png" or out.is_dir()):
         raise ValueError(f"--out names the PNG file to write, not {out}: end it with .png")
-    check_size(size)
-    check_writable(out.parent if out else Path())
-    pipe = open_model(model, device, dtype)
-    distilled = lora_of(pipe, lora)
-    request = request_of(pipe, model, prompt, size_with(distilled, size), steps, guidance, seed)
-    chosen = _way_with(distilled, method, options) if lora else chosen
+    pipe, distilled, request = _opened(
+        model, lora, prompt, size, steps, guidance, seed, out.parent if out else Path(), device, dtype
+    )
+    chosen = _method_with_lora(distilled, method, options) if lora else chosen
     if method == "dense":
-        _own(pipe)
+        _own_attention(pipe)
     from foveate.diffusers.apply import apply
     from foveate.diffusers.lora import using
     from foveate.diffusers.pipelines import denoiser, draw
@@ -86,8 +96,8 @@ def generate(
 
     path = out or Path(f"{slug(prompt)}-{seed}{'-' + slug(chosen.title) if chosen else ''}.png")
     config: Any = denoiser(pipe).config
-    plain = config.get("attention", "dense")  # a pixel model has one of its own
-    if remark := remark_on(pipe, model, prompt):
+    plain = config.get("attention", "dense")  # pixel models have an attention of their own
+    if remark := _remark_on(pipe, model, prompt):
         console.print(escape(remark))
     with progress() as track:
         advance, began = track(chosen.title if chosen else plain, request.steps), time.perf_counter()
@@ -98,7 +108,7 @@ def generate(
         about = {"method": ran, "seconds": f"{time.perf_counter() - began:.1f}"} | ({"lora": lora} if lora else {})
         if summary and all(layer.why for layer in summary.layers):
             about["stayed dense"] = summary.layers[0].why
-        write_picture(path, image, {**settings_of(pipe, model, request), **about})
+        write_picture(path, image, {**_settings_of(pipe, model, request), **about})
     if summary is not None:
         print(summary)
     console.print(f"drawn in {about['seconds']} s")
@@ -114,37 +124,32 @@ def compare(
     steps: Steps = None,
     guidance: Guidance = None,
     seed: Seed = 0,
-    rounds: Annotated[int, typer.Option(min=1, max=1000, help="How often each variant's step is timed.")] = 3,
-    out: Annotated[Path, typer.Option(help="Folder of the page and its pictures.")] = Path("compare"),
+    rounds: Annotated[int, typer.Option(min=1, max=1000, help="Timed steps of each variant.")] = 3,
+    out: Annotated[Path, typer.Option(help="Folder for the page and its pictures.")] = Path("compare"),
     device: Device = "auto",
     dtype: Dtype = "auto",
 ) -> None:
-    """Draw one prompt dense and with every method: pictures, times and patterns on one HTML page.
+    """Draw one prompt dense and with every method, on one HTML page with pictures, times and attention patterns.
 
-    With --lora also distilled, which is slower than the method alone: its LoRA is kept apart from the weights.
-
-    A model of foveate train is shown dense and with log-linear attention as it was made.
+    With --lora the page also shows the distilled method. It is slower than the method alone, because the LoRA is not
+    merged into the weights. A model of foveate train is shown with dense and with its own log-linear attention.
 
     foveate compare "a red apple above a blue car"
     """
     if out.exists() and not out.is_dir():
         raise ValueError(f"--out names a folder for the page, but {out} is a file: name another")
-    check_size(size)
-    check_writable(out)
-    pipe = open_model(model, device, dtype)
-    distilled = lora_of(pipe, lora)
-    request = request_of(pipe, model, prompt, size_with(distilled, size), steps, guidance, seed)
+    pipe, distilled, request = _opened(model, lora, prompt, size, steps, guidance, seed, out, device, dtype)
     from foveate.web import compare as side_by_side
 
-    methods = _and_distilled(distilled, lora, _own(pipe) or side_by_side.showcase())
+    methods = _with_distilled(distilled, lora, _own_attention(pipe) or side_by_side.showcase())
     with progress() as track:
         page = side_by_side.compare(
             pipe,
             request,
             methods,
             out,
-            settings=settings_of(pipe, model, request) | ({"LoRA": lora} if lora else {}),
-            notice=remark_on(pipe, model, prompt),
+            settings=_settings_of(pipe, model, request) | ({"LoRA": lora} if lora else {}),
+            notice=_remark_on(pipe, model, prompt),
             rounds=rounds,
             track=track,
         )
@@ -157,68 +162,126 @@ def evaluate(
     method: Annotated[
         list[str] | None,
         typer.Option(
-            help="hilberta, with options hilberta:tiles=16,centre=0, several at once hilberta+toma. Repeat it for "
-            "more. [dim]default: the settings that compare shows[/]"
+            help="Method to score: hilberta; with options, hilberta:tiles=16,centre=0; combined, hilberta+toma. "
+            "Repeat the option for more. [dim]default: the methods of compare[/]"
         ),
     ] = None,
     model: Model = "",
     lora: Lora = "",
-    prompts: Annotated[int, typer.Option(min=2, max=100_000, help="Held-out captions to draw.")] = 100,
+    prompts: Annotated[int, typer.Option(min=2, max=100_000, help="Number of held-out captions to draw.")] = 100,
     size: Size = None,
     steps: Steps = None,
     guidance: Guidance = None,
     seed: Seed = 0,
-    batch: Annotated[int, typer.Option(min=1, max=4096, help="Pictures drawn together.")] = 1,
+    batch: Annotated[int, typer.Option(min=1, max=4096, help="Batch size.")] = 1,
     dino: Annotated[
         str,
         typer.Option(
-            help="Hub id or folder of a DINO model, such as facebook/dino-vits16, by whose features the distance to "
-            "dense pictures is taken. [dim]default: the recogniser's[/]"
+            help="Hub id or folder of a DINO model, such as facebook/dino-vits16, whose features give the distance to "
+            "the dense pictures. [dim]default: the features of the recogniser[/]"
         ),
     ] = "",
-    out: Annotated[
-        Path, typer.Option(help="Folder of pictures and scores; a run found there is gone on with.")
-    ] = Path("eval"),
+    out: Annotated[Path, typer.Option(help="Folder for pictures and scores; an existing run is resumed.")] = Path(
+        "eval"
+    ),
     device: Device = "auto",
     dtype: Dtype = "auto",
 ) -> None:
-    """Judge methods by many pictures: are the requested objects there, do they stand as asked, how near to dense.
+    """Score methods on many pictures: requested objects and relations that are there, and distance to dense.
 
-    The captions are ones that the built-in model was never trained on. A recogniser, trained on real renderings, looks
-    at every picture. Numbers come with 95 % intervals. Ctrl-C loses nothing: run the same command again.
+    The captions are scenes that the built-in model was never trained on. A recogniser, trained on real renderings,
+    judges every picture. Scores have 95 % confidence intervals. After Ctrl-C the same command resumes.
 
     foveate eval --method hilberta:tiles=4 --method hilberta:tiles=16 --prompts 100 --seed 0
 
-    With --lora a method is judged as it is and distilled: foveate eval --lora distilled --prompts 100
+    With --lora the method is scored with and without the LoRA: foveate eval --lora distilled --prompts 100
     """
     if out.exists() and not out.is_dir():
         raise ValueError(f"--out names a folder for the results, but {out} is a file: name another")
-    check_size(size)
-    check_writable(out)
-    methods = [read_method(text) for text in method or []]
-    pipe = open_model(model, device, dtype)
-    distilled = lora_of(pipe, lora)
-    request = request_of(pipe, model, "", size_with(distilled, size), steps, guidance, seed)
+    asked = [read_method(text) for text in method or []]
+    pipe, distilled, request = _opened(model, lora, "", size, steps, guidance, seed, out, device, dtype)
     from foveate.demo.evaluate import evaluate, score_table
     from foveate.web.compare import showcase
 
-    own = _own(pipe)
-    ways = _and_distilled(distilled, lora, methods or own or ([] if lora else showcase()))
+    own = _own_attention(pipe)
+    methods = _with_distilled(distilled, lora, asked or own or ([] if lora else showcase()))
     with progress() as track:
         scores = evaluate(
             pipe,
-            ways,
+            methods,
             out,
             prompts=prompts,
             request=request,
             batch=batch,
             dino=dino,
             track=track,
-            left_out=None if method or own or lora else console.print,
+            left_out=None if asked or own or lora else console.print,
         )
     Console(width=None if sys.stdout.isatty() else 1000).print(score_table(scores))
     for name in ("scores.json", "sheet.png"):
         print(out / name)
+
+
+def _opened(
+    model: str,
+    lora: str,
+    prompt: str,
+    size: str | None,
+    steps: int | None,
+    guidance: float | None,
+    seed: int,
+    folder: Path,
+    device: str,
+    dtype: str,
+) -> tuple[Any, Any, Any]:
+    """Pipeline, distilled method (None without a LoRA of foveate) and request, after the options are checked."""
+    if size:
+        read_size(size)
+    check_writable(folder)
+    pipe = open_model(model, device, dtype)
+    distilled = None
+    if lora:
+        import_module("peft")  # fails with what to install, which diffusers would not say
+        from foveate.diffusers.lora import find_lora, load_lora
+
+        distilled = load_lora(pipe, find_lora(str(LORA) if lora == "built-in" else lora))
+    if distilled and distilled.size:
+        height, width = distilled.size
+        if size and read_size(size) != (height, width):
+            console.print(
+                f"the LoRA was distilled with {width} x {height} px: other sizes may be worse than without it"
+            )
+        size = size or f"{width}x{height}"
+    return pipe, distilled, request_of(pipe, model, prompt, size, steps, guidance, seed)
+
+
+def _settings_of(pipe: Any, model: str, request: Any) -> dict[str, str]:
+    """The settings that pictures and pages report."""
+    return {
+        "prompt": request.prompt,
+        "model": model or "foveate's built-in model",
+        "size": f"{request.size[1]} x {request.size[0]} px",
+        "steps": str(request.steps),
+        "guidance": "the pipeline's own" if request.guidance is None else str(request.guidance),
+        "seed": str(request.seed),
+        "device": str(pipe.device),
+        "dtype": str(pipe.dtype).removeprefix("torch."),
+    }
+
+
+def _remark_on(pipe: Any, model: str, prompt: str) -> str:
+    """The part of a prompt that the model does not read, and the words that the built-in model does not know."""
+    from foveate.demo.text import unknown_words
+    from foveate.diffusers.pipelines import unread
+
+    remarks = [f"The model does not read the end of the prompt: {end!r}."] if (end := unread(pipe, prompt)) else []
+    words = [
+        f"{word!r} (known: {', '.join(nearest)})" if nearest else repr(word)
+        for word, nearest in (unknown_words(prompt) if not model else {}).items()
+    ]
+    if words:
+        remarks.append(f"The built-in model was never taught {', '.join(words)}, and can only guess.")
+    return " ".join(remarks)
 
 
 def _method(name: str | None, options: dict[str, str]) -> Method | ComposedMethod | None:
@@ -235,8 +298,8 @@ def _method(name: str | None, options: dict[str, str]) -> Method | ComposedMetho
     return None
 
 
-def _way_with(distilled: Any, name: str | None, options: dict[str, str]) -> Any:
-    """What to draw with a LoRA: what it was distilled for, unless it is of another make."""
+def _method_with_lora(distilled: Any, name: str | None, options: dict[str, str]) -> Any:
+    """The method to draw with: that of the LoRA, if it is one of foveate."""
     if distilled is None:
         return _method(name, options)
     from foveate.diffusers.lora import adapted
@@ -246,15 +309,15 @@ def _way_with(distilled: Any, name: str | None, options: dict[str, str]) -> Any:
     return adapted(distilled, _method(name, options), set(options))
 
 
-def _own(pipe: Any) -> list[Method]:
-    """The log-linear attention of a pixel model, which is dense from now on without it; nothing of other models."""
+def _own_attention(pipe: Any) -> list[Method]:
+    """The log-linear attention of a pixel model as a method; the model itself becomes dense. Empty for others."""
     from foveate.diffusers.pixel_pipeline import PixelPipeline, as_method
 
     return [as_method(pipe)] if isinstance(pipe, PixelPipeline) else []
 
 
-def _and_distilled(distilled: Any, lora: str, methods: Sequence[Method | ComposedMethod]) -> list[Any]:
-    """The methods, then what the LoRA was distilled for: without it and with it."""
+def _with_distilled(distilled: Any, lora: str, methods: Sequence[Method | ComposedMethod]) -> list[Any]:
+    """The methods, then the method of the LoRA without and with it."""
     if not lora:
         return [*methods]
     if distilled is None:

@@ -1,4 +1,4 @@
-"""Commands that look at things: orders of a grid, this machine."""
+"""The commands that show orders of a grid, and what is installed on this machine."""
 
 from pathlib import Path
 from typing import Annotated
@@ -17,14 +17,16 @@ __all__ = ["curves", "info"]
 
 @clear_errors
 def curves(
-    curve: Annotated[str, typer.Argument(help=f"One of {', '.join(CURVES)}.")] = "hilbert",
-    size: Annotated[str, typer.Option(help="Cells of the grid: 64, or WIDTHxHEIGHT.")] = "32",
-    tiles: Annotated[int, typer.Option(min=1, help="Tiles to colour.")] = 16,
-    centre: Annotated[float, typer.Option(min=0, max=1, help="Side of the global centre; 0 is none.")] = 0.25,
-    phase: Annotated[int, typer.Option(min=0, max=3, help="By how many quarters of a tile the tiles have slid.")] = 0,
+    curve: Annotated[str, typer.Argument(help=f"Curve: {', '.join(CURVES)}.")] = "hilbert",
+    size: Annotated[str, typer.Option(help="Size of the grid: 64, or WIDTHxHEIGHT.")] = "32",
+    tiles: Annotated[int, typer.Option(min=1, help="Number of HilbertA tiles to colour.")] = 16,
+    centre: Annotated[
+        float, typer.Option(min=0, max=1, help="Side of the central region, as a fraction; 0: none.")
+    ] = 0.25,
+    phase: Annotated[int, typer.Option(min=0, max=3, help="Slide of the tiles, in quarters of a tile.")] = 0,
     out: Annotated[Path | None, typer.Option(help="PNG to write. [dim]default: CURVE-SIZE.png[/]")] = None,
 ) -> None:
-    """Draw an order of a grid and its tiles as a picture, and print how local it is."""
+    """Draw a space-filling curve and HilbertA's tiles along it, and print how local the order is."""
     from foveate.methods.hilberta import HilbertA
     from foveate.ops.curves import edge_average_stretch, geometric_distortion_error, grid_order
     from foveate.utils.files import write_whole
@@ -49,12 +51,12 @@ def curves(
 
 @clear_errors
 def info() -> None:
-    """Print versions, devices, and which backend runs each op where."""
+    """Print versions, devices, and the backend of each op on each device."""
     from foveate.ops import block_attention, dispatch, facility_location
     from foveate.utils.device import versions
 
     del block_attention, facility_location  # imported to register their backends
-    table = Table("what", "value")
+    table = Table("property", "value")
     for name, value in versions().items():
         table.add_row(name, value)
     for op in dispatch.ops():

@@ -1,4 +1,4 @@
-"""The command that trains: a pixel model from nothing."""
+"""The command that trains a pixel diffusion transformer from scratch."""
 
 import re
 from itertools import islice
@@ -7,11 +7,21 @@ from typing import Annotated, Any
 
 import typer
 
-from foveate.cli.common import clear_errors, console, progress, read_size, training_device
+from foveate.cli.common import (
+    Checkpointing,
+    Minutes,
+    SampleEvery,
+    TrainingDevice,
+    clear_errors,
+    progress,
+    read_size,
+    say_whether_done,
+    training_device,
+)
 
 __all__ = ["built_in_reader", "train"]
 
-SHOWN = 8  # pictures of a sheet of samples
+SHOWN = 8  # pictures on a sheet of samples
 
 
 @clear_errors
@@ -19,67 +29,69 @@ def train(
     data: Annotated[
         str,
         typer.Option(
-            help="Folder of pictures, with captions in .txt files beside them if you like, or the hub id of a data "
-            "set. [dim]default: scenes of emoji, invented on the way[/]"
+            help="Folder of pictures, with or without captions in .txt files beside them; or a data set's hub id. "
+            "[dim]default: random scenes of emoji[/]"
         ),
     ] = "",
     sizes: Annotated[
         str,
         typer.Option(
-            help="SIZE:STEPS or SIZE:STEPS:BATCH, small pictures first. A size is 64, or WIDTHxHEIGHT. More may be "
-            "added later."
+            help="Stages, separated by commas: SIZE:STEPS or SIZE:STEPS:BATCH, small pictures first. SIZE is 64, or "
+            "WIDTHxHEIGHT. A resumed run may add stages."
         ),
     ] = "32:5000,64:5000,128:2000",
     dit: Annotated[str, typer.Option(help="Depth and width: DiT-XS, DiT-S, DiT-B.")] = "DiT-S",
     patch: Annotated[int, typer.Option(min=1, help="Pixels along each side of a token.")] = 1,
-    attention: Annotated[str, typer.Option(help="log-linear or dense.")] = "log-linear",
-    top_k: Annotated[int, typer.Option(min=1, help="Log-linear: nodes that each node picks.")] = 8,
-    block_size: Annotated[int, typer.Option(help="Log-linear: tokens of a block, 16, 32 or 64.")] = 16,
+    attention: Annotated[str, typer.Option(help="Kind of attention: log-linear or dense.")] = "log-linear",
+    top_k: Annotated[int, typer.Option(min=1, help="Log-linear: blocks that each block selects.")] = 8,
+    block_size: Annotated[int, typer.Option(help="Log-linear: tokens of a block: 16, 32 or 64.")] = 16,
     levels: Annotated[
-        int | None, typer.Option(help="Log-linear: pooled levels, 1 to 4. [dim]default: by the number of tokens[/]")
+        int | None, typer.Option(help="Log-linear: pooled levels, 1 to 4. [dim]default: from the number of tokens[/]")
     ] = None,
-    enrich: Annotated[bool, typer.Option(help="Log-linear: read the means of what was not picked.")] = True,
-    reweight: Annotated[bool, typer.Option(help="Log-linear: let a mean count for all its tokens.")] = True,
-    order: Annotated[str, typer.Option(help="Curve along which tokens are lined up.")] = "morton",
+    enrich: Annotated[
+        bool, typer.Option(help="Log-linear: also attend to the means of blocks that are not selected.")
+    ] = True,
+    reweight: Annotated[bool, typer.Option(help="Log-linear: weight a mean by the number of its tokens.")] = True,
+    order: Annotated[str, typer.Option(help="Curve that orders the tokens.")] = "morton",
     start: Annotated[
         str,
-        typer.Option(help="Folder of an earlier run with whose weights a new one begins: the same --dit and --patch."),
+        typer.Option(help="Folder of an earlier run to take the initial weights from; --dit and --patch must agree."),
     ] = "",
-    batch: Annotated[int, typer.Option(min=1, help="Pictures a step, over all devices, unless --sizes says.")] = 64,
-    at_once: Annotated[int, typer.Option(min=1, help="Pictures that a device sees together at most.")] = 64,
+    batch: Annotated[int, typer.Option(min=1, help="Batch size over all devices, unless --sizes gives one.")] = 64,
+    at_once: Annotated[int, typer.Option(min=1, help="Largest batch on a device.")] = 64,
     rate: Annotated[float, typer.Option(min=0, help="Learning rate.")] = 1e-4,
     cool_down: Annotated[
-        float, typer.Option(min=0, max=1, help="Last fraction of the steps, in which the rate falls to 0.")
+        float, typer.Option(min=0, max=1, help="Last fraction of the steps, over which the learning rate falls to 0.")
     ] = 0.0,
     optimizer: Annotated[
-        str, typer.Option(help="adamw, or muon for the matrices of blocks: about the same rates.")
+        str, typer.Option(help="adamw; or muon for the matrices inside blocks, at about the same learning rates.")
     ] = "adamw",
     average: Annotated[
-        float, typer.Option(min=0, max=1, help="What the average of the weights, which draws, keeps at each step.")
+        float, typer.Option(min=0, max=1, help="Decay of the average of the weights, which draws the pictures.")
     ] = 0.9999,
-    checkpointing: Annotated[
-        bool, typer.Option("--checkpointing", help="Gradient checkpointing: slower, much less memory.")
+    checkpointing: Checkpointing = False,
+    compile: Annotated[
+        bool, typer.Option("--compile", help="Compile the blocks; takes a minute for each size.")
     ] = False,
-    compile: Annotated[bool, typer.Option("--compile", help="Compile the blocks: a minute for each size.")] = False,
-    minutes: Annotated[float, typer.Option(min=0, help="Write a checkpoint and stop after so long.")] = float("inf"),
-    sample_every: Annotated[int, typer.Option(min=0, help="Steps between sheets of samples; 0: at the end.")] = 1000,
-    seed: Annotated[int, typer.Option(min=0, max=2**40, help="Of weights, pictures, their order and noise.")] = 0,
-    out: Annotated[Path, typer.Option(help="Folder of the run; one that is found there is gone on with.")] = Path(
-        "trained"
-    ),
-    device: Annotated[str, typer.Option(help="auto or cpu. accelerate launch picks the GPUs.")] = "auto",
+    minutes: Minutes = float("inf"),
+    sample_every: SampleEvery = 1000,
+    seed: Annotated[
+        int, typer.Option(min=0, max=2**40, help="Random seed of weights, pictures, order and noise.")
+    ] = 0,
+    out: Annotated[Path, typer.Option(help="Folder of the run; an existing run is resumed.")] = Path("trained"),
+    device: TrainingDevice = "auto",
     dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16: the weights stay in float32.")] = "auto",
 ) -> None:
-    """Train a diffusion transformer on pixels, from nothing, with log-linear or dense attention.
+    """Train a pixel diffusion transformer from scratch, with log-linear or dense attention.
 
-    Small pictures come first: they teach what things look like, large ones how sharp they are. Stop it when you like,
-    Ctrl-C or worse: the same command goes on where it was. --out is a pipeline folder, which generate --model takes.
+    Small pictures come first: they teach shapes, large ones detail. You may stop it at any time; the same command
+    resumes the run. --out becomes a pipeline folder, which generate takes as --model.
 
     foveate train --sizes 32:5000,64:5000 --compile
 
     foveate train --data faces --sizes 32:40000:64,128:80000:16 --out faces-128
 
-    foveate train --dit DiT-XS --sizes 16:200:16 --rate 1e-3 --average 0.99 --device cpu   # a quick look
+    foveate train --dit DiT-XS --sizes 16:200:16 --rate 1e-3 --average 0.99 --device cpu   # a quick test
 
     On several GPUs: accelerate launch --num_processes 4 -m foveate train ...
     """
@@ -114,30 +126,19 @@ def train(
         reweight=reweight,
     )
     if start:
-        _begin_with(model, start)
+        _load_weights(model, start)
     pipeline = PixelPipeline(model, FlowMatchEulerDiscreteScheduler(), tokenizer, text_encoder).to(where)
     with progress() as track:
         done = train_pixels(
-            out,
-            pipeline,
-            pictures,
-            [Stage(*stage) for stage in stages],
-            recipe,
-            captions=_captions(pictures, data, seed),
-            at_once=at_once,
-            checkpointing=checkpointing,
-            compile=compile,
-            minutes=minutes,
-            sample_every=sample_every,
-            track=track,
-        )
-    console.print("done" if done else "stopped in time; the same command goes on from here")
-    if not console.quiet:
-        print(out)
+            out, pipeline, pictures, [Stage(*stage) for stage in stages], recipe,
+            captions=_captions(pictures, data, seed), at_once=at_once, checkpointing=checkpointing, compile=compile,
+            minutes=minutes, sample_every=sample_every, track=track,
+        )  # fmt: skip
+    say_whether_done(done, out)
 
 
 def read_stage(text: str, batch: int) -> tuple[tuple[int, int], int, int]:
-    """(height, width), steps and batch of "64:5000" or "128x64:2000:16"."""
+    """(height, width), steps and batch size of "64:5000" or "128x64:2000:16"."""
     size, *numbers = text.split(":")
     if len(numbers) not in (1, 2) or not all(re.fullmatch(r"[1-9]\d{0,8}", number) for number in numbers):
         raise ValueError(f"cannot read the stage {text!r}: write SIZE:STEPS or SIZE:STEPS:BATCH, such as 64:5000:32")
@@ -155,7 +156,7 @@ def _pictures(data: str, seed: int) -> Any:
 
 
 def built_in_reader() -> tuple[Any, Any]:
-    """The second text encoder of the built-in model, and its tokenizer."""
+    """The T5 encoder of the built-in model, and its tokenizer."""
     from transformers import AutoTokenizer, T5EncoderModel
     from transformers.utils import logging
 
@@ -166,7 +167,7 @@ def built_in_reader() -> tuple[Any, Any]:
     return encoder, AutoTokenizer.from_pretrained(PIPELINE / "tokenizer_2")
 
 
-def _begin_with(model: Any, start: str) -> None:
+def _load_weights(model: Any, start: str) -> None:
     from foveate.diffusers.pipelines import load
 
     trained: Any = load(start, "cpu", "float32")
@@ -180,7 +181,7 @@ def _begin_with(model: Any, start: str) -> None:
 
 
 def _captions(pictures: Any, data: str, seed: int) -> list[str]:
-    """Of the samples: scenes that are never trained on, or those of the first pictures."""
+    """Captions of the samples: held-out scenes, or those of the first pictures."""
     from foveate.demo.scenes import scenes
 
     if not data:

@@ -1,4 +1,4 @@
-"""The models that Foveate brings along, how they were made, and how pictures are judged."""
+"""The built-in models as data, the scenes and texts they know, and the recogniser that judges pictures."""
 
 from pathlib import Path
 
@@ -6,8 +6,8 @@ __all__ = ["DATA", "LORA", "PIPELINE", "READER"]
 
 DATA = Path(__file__).parent / "data"
 PIPELINE = DATA / "pipeline"
-"""Draws pictures: what `FluxPipeline.from_pretrained` loads."""
+"""Folder of the model that draws, for `FluxPipeline.from_pretrained`."""
 LORA = DATA / "lora"
-"""Distilled for HilbertA with 4 tiles: what `load_lora_weights` puts into that pipeline."""
+"""Folder of its LoRA, distilled for HilbertA with 4 tiles, for `load_lora_weights`."""
 READER = DATA / "reader"
-"""Answers questions about texts: what `AutoModelForCausalLM.from_pretrained` and `AutoTokenizer` load."""
+"""Folder of the model that reads, for `AutoModelForCausalLM` and `AutoTokenizer`."""

@@ -1,4 +1,4 @@
-"""What the built-in models are, read from their own files."""
+"""Facts about the built-in models, read from their files."""
 
 import json
 from math import prod
@@ -15,14 +15,14 @@ __all__ = ["facts", "reader_facts"]
 
 
 def facts() -> dict[str, str]:
-    """Size, recipe, vocabulary and licences, each in words.
+    """Size, training recipe, vocabulary and licences of the model that draws, as text by name.
 
     Raises:
-        ValueError: If the model's files are not there.
+        ValueError: If the files of the model are missing.
     """
     files = sorted(PIPELINE.rglob("*.safetensors"))
     if not files:
-        raise ValueError(f"{PIPELINE} holds no weights: install foveate again, or make them with `foveate demo train`")
+        raise ValueError(f"{PIPELINE} holds no weights: install foveate again")
     recipe = json.loads((DATA / "recipe.json").read_text())
     parts = {path.parent.name: f"{_parameters(path) / 1e6:.2f} M parameters" for path in files}
     size = sum(path.stat().st_size for path in PIPELINE.rglob("*") if path.is_file())
@@ -38,27 +38,27 @@ def facts() -> dict[str, str]:
         "folder": str(PIPELINE),
         "size": f"{size / 1e6:.1f} MB",
         **parts,
-        "geometry": "4 px a token: 128 px are 1,024 image tokens, 256 px 4,096, 512 px 16,384",
+        "geometry": "4 px a token: 128 px are 1,024 image tokens, 256 px are 4,096, 512 px are 16,384",
         "trained": ", then ".join(f"{run['minutes']:.0f} minutes on {run['devices']}" for run in runs),
         "recipe": "\n".join(stages),
         "objects": f"{len(NAMES)}: {', '.join(NAMES)}",
         "backgrounds": ", ".join(BACKGROUNDS),
         "sentences": "\n".join(layout.sentence.format("A", "B", "C") for layout in LAYOUTS)
         + "\n... on a COLOUR background",
-        "words": f"{len(WORDS)}; others are spelled out",
-        "licence": "the weights, as the code: Apache-2.0. The emoji they were taught are Noto Color Emoji, "
+        "words": f"{len(WORDS)}; other words are spelled letter by letter",
+        "licence": "weights and code: Apache-2.0. The emoji of the training pictures are Noto Color Emoji, "
         "SIL Open Font License 1.1 (OFL.txt beside them)",
     }
 
 
 def reader_facts() -> dict[str, str]:
-    """Size, training and accuracy of the built-in reader, each in words.
+    """Size, training and accuracy of the model that reads, as text by name.
 
     Raises:
-        ValueError: If its files are not there.
+        ValueError: If the files of the model are missing.
     """
     if not (READER / "model.safetensors").exists():
-        raise ValueError(f"{READER} holds no weights: install foveate again, or make them with `foveate demo reader`")
+        raise ValueError(f"{READER} holds no weights: install foveate again")
     recipe = json.loads((READER / "recipe.json").read_text())
     config = json.loads((READER / "config.json").read_text())
     size = sum(path.stat().st_size for path in READER.iterdir())
@@ -67,11 +67,11 @@ def reader_facts() -> dict[str, str]:
         "folder": str(READER),
         "size": f"{size / 1e6:.1f} MB",
         "model": f"{_parameters(READER / 'model.safetensors') / 1e6:.2f} M parameters, {config['num_hidden_layers']} "
-        f"layers; takes {config['max_position_embeddings']} tokens, each a word",
+        f"layers, context of {config['max_position_embeddings']} tokens of a word each",
         "trained": f"{recipe['minutes']} minutes on {recipe['devices']}: {recipe['steps']:,} of "
         f"{recipe['planned steps']:,} planned steps, seed {recipe['seed']}",
         "answers": "\n".join(answered),
-        "licence": "Apache-2.0, as the code",
+        "licence": "Apache-2.0",
     }
 
 

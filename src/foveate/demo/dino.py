@@ -1,5 +1,5 @@
 # pyright: basic
-"""DINO's features of pictures: how papers measure what merging changes."""
+"""Features of pictures by a DINO model, in which papers measure the effect of token merging."""
 
 from collections.abc import Callable, Sequence
 
@@ -14,14 +14,14 @@ BATCH = 32
 
 
 def load_dino(model: str, device: torch.device) -> Callable[[Sequence[Image.Image]], Tensor]:
-    """What gives the class token of each picture [pictures, dim], by a DINO or DINOv2 model.
+    """A function that returns the class tokens [pictures, dim] of a DINO or DINOv2 model.
 
     Args:
-        model: Hub id or folder, "facebook/dino-vits16" for instance.
-        device: Where it runs, in float32.
+        model: Hub id or folder, for example "facebook/dino-vits16".
+        device: Device to run on, in float32.
 
     Raises:
-        ValueError: If there is no such model.
+        ValueError: If the model cannot be loaded.
     """
     try:
         processor = AutoImageProcessor.from_pretrained(model, use_fast=False)

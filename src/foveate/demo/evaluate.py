@@ -1,5 +1,5 @@
 # pyright: basic
-"""How good a method's pictures are: held-out captions drawn, and judged by the built-in model's own yardstick."""
+"""Scores of methods: held-out captions are drawn, and the recogniser judges the pictures."""
 
 import json
 import time
@@ -37,7 +37,7 @@ from foveate.web.report import draw_sheet, figure_png, psnr, ssim
 __all__ = ["Interval", "Score", "evaluate", "score_table"]
 
 RESAMPLES, FRECHET_RESAMPLES = 1000, 100
-SHOWN = 8  # prompts on the sheet
+SHOWN = 8  # prompts on the sheet of samples
 HEADINGS = {
     "objects": "objects",
     "relations": "relations",
@@ -52,7 +52,7 @@ HEADINGS = {
 
 
 class Interval(NamedTuple):
-    """A number and the 95 % interval that a bootstrap over the prompts gives it."""
+    """A mean and its 95 % interval, by bootstrap over the prompts."""
 
     value: float
     low: float
@@ -62,24 +62,24 @@ class Interval(NamedTuple):
         return f"{self.value:.3g} [{self.low:.3g}, {self.high:.3g}]"
 
     def within(self, least: float, most: float) -> "Interval":
-        """What of it lies in the range of what was measured."""
+        """The interval, clipped to a range."""
         return Interval(*(min(max(end, least), most) for end in self))
 
 
 class Score(NamedTuple):
-    """What was measured of one way to draw.
+    """Measurements of one set of pictures.
 
     Attributes:
-        label: "real" renderings of the captions, "dense", or the method.
+        label: "real" for renderings of the captions, "dense", or the method.
         objects: Fraction of the requested objects that the recogniser finds.
-        relations: Fraction of the requested relations that hold between objects found; None if none was requested.
-        extra: Objects a picture shows beyond those: nobody asked for them, or they are repeated.
+        relations: Fraction of the requested relations that hold; None if none was requested.
+        extra: Objects per picture that were not requested, or are repeated.
         frechet: Frechet distance of the recogniser's features to those of the real renderings.
-        psnr: Against the dense picture of the same seed, in dB; None where that says nothing.
-        ssim: Likewise.
-        distance: 1 - cosine between its features and the dense picture's.
+        psnr: PSNR to the dense picture of the same seed, in dB; None for real and dense pictures.
+        ssim: SSIM to the dense picture; None for real and dense pictures.
+        distance: 1 - cosine similarity of the features to those of the dense picture; None for real and dense ones.
         seconds: Median time of a picture; None for real ones.
-        flop_bound: FLOPs of dense attention over those of this one.
+        flop_bound: FLOPs of dense attention over those of this method.
     """
 
     label: str
@@ -106,32 +106,33 @@ def evaluate(
     left_out: Callable[[str], None] | None = None,
     track: Track = silent,
 ) -> list[Score]:
-    """Draw held-out captions dense and with every method, and score them; scores.json and sheet.png go into `out`.
+    """Draw held-out captions dense and with every method, and score the pictures.
 
-    Pictures that lie in `out` are not drawn again, so a run that was broken off goes on where it was.
+    Writes scores.json and sheet.png into `out`. Pictures that already exist there are not drawn again.
 
     Args:
-        pipeline: The built-in model, or one that knows its captions.
-        methods: Each one alone is compared with dense.
+        pipeline: The built-in model, or one that was trained on its captions.
+        methods: Methods, each compared with dense.
         out: Folder of the pictures and the results.
-        prompts: How many captions.
-        request: Size, steps, guidance and the first seed; its prompt is not used.
-        batch: Pictures drawn together.
-        dino: Hub id or folder of a DINO model, for the distance to dense pictures. Empty takes the recogniser.
-        left_out: Told of every method that cannot run at this size or stays dense; without it that is an error.
+        prompts: Number of captions.
+        request: Size, steps, guidance scale and first seed; its prompt is not used.
+        batch: Batch size.
+        dino: Hub id or folder of a DINO model for the distance to dense pictures; empty takes the recogniser.
+        left_out: Called with a message for every method that does not fit or stays dense; None makes it an error.
         track: Shows progress.
 
     Raises:
-        ValueError: If `out` holds pictures of other settings, a method cannot run at this size or stays dense, or
-            there is no such DINO model.
+        ValueError: If `out` holds pictures of other settings, a method does not fit or stays dense, or the DINO model
+            cannot be loaded.
     """
-    if request.size[0] != request.size[1]:
-        raise ValueError(f"the yardstick knows square pictures, not {request.size[1]} x {request.size[0]} px")
+    side = request.size[0]
+    if request.size[1] != side:
+        raise ValueError(f"the recogniser knows square pictures, not {request.size[1]} x {request.size[0]} px")
     model = str(pipeline.config.get("_name_or_path", ""))
     settings = {
         "model": "built-in" if model == str(PIPELINE) else model,
         "weights": fingerprint(denoiser(pipeline)),
-        "size": request.size[0],
+        "size": side,
         "steps": request.steps,
         "guidance": request.guidance,
         "seed": request.seed,
@@ -139,32 +140,34 @@ def evaluate(
     }
     wanted = list(islice(scenes(request.seed, evaluation=True), prompts))
     requests = [request._replace(prompt=scene.caption, seed=request.seed + i) for i, scene in enumerate(wanted)]
-    judged = [way for way in methods if not _refused(pipeline, way, requests[0], left_out)]
+    scored = [method for method in methods if _fits(pipeline, method, requests[0], left_out)]
     claim(out, {name: str(value) for name, value in settings.items()})
     describe = load_dino(dino, pipeline.device) if dino else None
-    drawn = [_Drawn("real", _renderings(wanted, request.size[0]), [], 1.0)]
-    for method in (None, *judged):
+    atlas = load_atlas()
+    pictures = (render(atlas, Scenes.of([scene]), side)[0].permute(1, 2, 0) * 255 for scene in wanted)
+    sets = [_Pictures("real", [Image.fromarray(picture.round().byte().numpy()) for picture in pictures], [], 1.0)]
+    for method in (None, *scored):
         label = method.title if method else "dense"
         folder = out / (f"{slug(label)}-{crc32(repr(method).encode()):08x}" if method else label)
-        _draw_missing(pipeline, method, requests, folder, batch, track(label, prompts))
-        drawn.append(_Drawn.of(label, folder, prompts))
-    recogniser = load_recogniser(device=pipeline.device)
-    scores = _scores(drawn, wanted, recogniser, describe, track("scoring", len(drawn)))
+        paths = [folder / f"{index:05}.png" for index in range(prompts)]
+        _draw_missing(pipeline, method, requests, paths, batch, track(label, prompts))
+        sets.append(_read(label, paths))
+    scores = _scores(sets, wanted, load_recogniser(device=pipeline.device), describe, track("scoring", len(sets)))
     content = {
         "settings": settings,
         "prompts": prompts,
         "distance": dino or "recogniser",
         "versions": versions(),
-        "scores": [_plain(score) for score in scores],
+        "scores": [_for_json(score) for score in scores],
     }
     write_whole(out / "scores.json", json.dumps(content, indent=2, allow_nan=False).encode() + b"\n")
-    sheet = draw_sheet({one.label: one.pictures[:SHOWN] for one in drawn}, [r.prompt for r in requests[:SHOWN]])
+    sheet = draw_sheet({one.label: one.pictures[:SHOWN] for one in sets}, [r.prompt for r in requests[:SHOWN]])
     write_whole(out / "sheet.png", figure_png(sheet, dpi=80))
     return scores
 
 
 def score_table(scores: Sequence[Score]) -> Table:
-    """The scores, to print: a column for each way to draw. Where room is scarce cells take more lines, all digits."""
+    """The scores as a table for the terminal, with a column for each set of pictures."""
     table = Table(box=SIMPLE, show_edge=False, padding=0)
     for label in ("", *(score.label for score in scores)):
         table.add_column(label, overflow="fold")
@@ -174,131 +177,131 @@ def score_table(scores: Sequence[Score]) -> Table:
     return table
 
 
-def _refused(pipeline: Any, way: MethodLike, request: Request, left_out: Callable[[str], None] | None) -> bool:
-    """Whether a method is left out; one step tells, before hours go into the pictures of the others."""
-    try:
-        with using(pipeline, throughout(way)) as run:
-            draw(pipeline, request._replace(steps=1))
-            _sparsity(way, run)
-    except ValueError as error:
-        if left_out is None:
-            raise
-        left_out(f"{way.title} is left out: {error}")
-        return True
-    return False
-
-
-def _plain(cell: Any) -> Any:
-    """For JSON, which has no infinity: the PSNR of pictures that are identical is null."""
+def _for_json(cell: Any) -> Any:
+    """A score as a dictionary; infinity, which JSON lacks, becomes None: the PSNR of identical pictures."""
     if isinstance(cell, Score | Interval):
-        return {name: _plain(value) for name, value in cell._asdict().items()}
+        return {name: _for_json(value) for name, value in cell._asdict().items()}
     return None if cell == inf else cell
 
 
-class _Drawn(NamedTuple):
-    """The pictures of one way to draw."""
+# --- draw ---
 
+
+class _Pictures(NamedTuple):
     label: str
     pictures: list[Image.Image]
     seconds: list[float]
     flop_bound: float
 
-    @classmethod
-    def of(cls, label: str, folder: Path, prompts: int) -> "_Drawn":
-        pictures: list[Image.Image] = []
-        about: list[dict[Any, Any]] = []
-        for index in range(prompts):
-            with Image.open(_path(folder, index)) as picture:
-                about.append(dict(picture.info))
-                pictures.append(picture.convert("RGB"))
-        return cls(label, pictures, [float(one["seconds"]) for one in about], float(about[0]["flop bound"]))
+
+def _read(label: str, paths: Sequence[Path]) -> _Pictures:
+    pictures: list[Image.Image] = []
+    about: list[dict[Any, Any]] = []
+    for path in paths:
+        with Image.open(path) as picture:
+            about.append(dict(picture.info))
+            pictures.append(picture.convert("RGB"))
+    return _Pictures(label, pictures, [float(one["seconds"]) for one in about], float(about[0]["flop bound"]))
 
 
-def _path(folder: Path, index: int) -> Path:
-    return folder / f"{index:05}.png"
+def _fits(pipeline: Any, method: MethodLike, request: Request, left_out: Callable[[str], None] | None) -> bool:
+    """Whether a method works at this size, found out in one step before anything else is drawn."""
+    try:
+        with using(pipeline, throughout(method)) as run:
+            draw(pipeline, request._replace(steps=1))
+            _sparsity(method, run)
+    except ValueError as error:
+        if left_out is None:
+            raise
+        left_out(f"{method.title} is left out: {error}")
+        return False
+    return True
 
 
 def _draw_missing(
     pipeline: Any,
     method: MethodLike | None,
-    requests: list[Request],
-    folder: Path,
+    requests: Sequence[Request],
+    paths: Sequence[Path],
     batch: int,
     advance: Callable[[], None],
 ) -> None:
-    """Write the pictures that are not there yet; each carries its time, that of a batch shared evenly."""
-    missing = [index for index in range(len(requests)) if not _path(folder, index).exists()]
+    """Draw the pictures that do not exist yet; each file has an equal share of its batch's time."""
+    missing = [index for index, path in enumerate(paths) if not path.exists()]
     for _ in range(len(requests) - len(missing)):
         advance()
     with using(pipeline, method) as run:
         for start in range(0, len(missing), batch):
-            part, began = missing[start : start + batch], time.perf_counter()
+            part = missing[start : start + batch]
+            began = time.perf_counter()
             images = draw_batch(pipeline, [requests[index] for index in part])
             seconds = (time.perf_counter() - began) / len(part)
             about = {"seconds": f"{seconds:.4f}", "flop bound": f"{1 / (1 - _sparsity(method, run)):.3f}"}
             for index, image in zip(part, images, strict=True):
-                write_picture(_path(folder, index), image, {"prompt": requests[index].prompt, **about})
+                write_picture(paths[index], image, {"prompt": requests[index].prompt, **about})
                 advance()
 
 
-def _sparsity(way: MethodLike | None, run: Handle | None) -> float:
-    """Fraction of the query-key pairs left out, mean over layers and steps: also those in which nothing is.
+def _sparsity(method: MethodLike | None, run: Handle | None) -> float:
+    """Fraction of the query-key pairs that are skipped, mean over all layers and steps, dense ones included.
 
     Raises:
-        ValueError: If nothing is in any step.
+        ValueError: If the method stays dense in every step.
     """
-    if way is None or run is None:
+    if method is None or run is None:
         return 0.0
     summary = run.summary()
     layers, forwards = summary.layers, sum(summary.outcomes.values(), Counter[str]())
     if all(layer.why for layer in layers):
-        raise ValueError(f"{layers[0].why}: {way.title} would only repeat dense here, leave it out")
+        raise ValueError(f"{layers[0].why}: {method.title} would only repeat dense here, leave it out")
     return mean(layer.true for layer in layers) * forwards[""] / forwards.total()
 
 
-def _renderings(wanted: Sequence[Scene], side: int) -> list[Image.Image]:
-    atlas = load_atlas()
-    pictures = (render(atlas, Scenes.of([scene]), side)[0] for scene in wanted)
-    return [Image.fromarray((picture.permute(1, 2, 0) * 255).round().byte().numpy()) for picture in pictures]
+# --- score ---
 
 
 def _scores(
-    drawn: list[_Drawn],
+    sets: list[_Pictures],
     wanted: Sequence[Scene],
     recogniser: Recogniser,
     describe: Callable[[Sequence[Image.Image]], Tensor] | None,
     advance: Callable[[], None],
 ) -> list[Score]:
-    real, dense = drawn[:2]
-    chance = np.random.default_rng(0)
-    resampled = chance.integers(len(wanted), size=(RESAMPLES, len(wanted)))
+    """The scores of every set; the first set is real, the second dense."""
+    resampled = np.random.default_rng(0).integers(len(wanted), size=(RESAMPLES, len(wanted)))
 
     def average(values: Sequence[float], weights: Sequence[int] | None = None) -> Interval:
         number, weight = np.array(values, float), np.array(weights or [1] * len(values))
         totals = weight[resampled].sum(1)
         return _interval(number.sum() / weight.sum(), number[resampled].sum(1)[totals > 0] / totals[totals > 0])
 
-    reference = of_dense = torch.empty(0)
+    def to_dense(measure: Callable[[Image.Image, Image.Image], float], pictures: list[Image.Image]) -> Interval:
+        with ThreadPoolExecutor() as pool:  # SSIM takes longer than all other scores
+            return average(list(pool.map(measure, pictures, sets[1].pictures)))
+
     scores: list[Score] = []
-    for one in drawn:
+    of_real = of_dense = torch.empty(0)
+    for number, one in enumerate(sets):
         pixels = torch.stack([torch.from_numpy(np.array(picture)) for picture in one.pictures]).permute(0, 3, 1, 2)
         found, features = recognise(recogniser, pixels)
-        reference = features if one is real else reference
         described = describe(one.pictures) if describe else features
-        of_dense = described if one is dense else of_dense
+        if number == 0:
+            of_real = features.cpu()
+        if number == 1:
+            of_dense = described
         verdicts = [judge(detections, scene) for detections, scene in zip(found, wanted, strict=True)]
         relations = [verdict.relations for verdict in verdicts]
-        near = one is not real and one is not dense
+        compared = number > 1
         scores.append(
             Score(
                 one.label,
                 average([v.objects_found for v in verdicts], [v.objects for v in verdicts]).within(0, 1),
                 average([v.relations_held for v in verdicts], relations).within(0, 1) if any(relations) else None,
                 average([v.extra for v in verdicts]).within(0, inf),
-                _frechet(features.cpu(), reference.cpu(), resampled),
-                average(_each(psnr, one, dense)) if near else None,
-                average(_each(ssim, one, dense)).within(-1, 1) if near else None,
-                average((1 - cosine_similarity(described, of_dense)).tolist()).within(0, 2) if near else None,
+                _frechet(features.cpu(), of_real, resampled),
+                to_dense(psnr, one.pictures) if compared else None,
+                to_dense(ssim, one.pictures).within(-1, 1) if compared else None,
+                average((1 - cosine_similarity(described, of_dense)).tolist()).within(0, 2) if compared else None,
                 median(one.seconds) if one.seconds else None,
                 one.flop_bound,
             )
@@ -307,21 +310,15 @@ def _scores(
     return scores
 
 
-def _each(measure: Callable[[Image.Image, Image.Image], float], one: _Drawn, other: _Drawn) -> list[float]:
-    """Of every picture and the other's; SSIM takes longest of all scores."""
-    with ThreadPoolExecutor() as pool:
-        return list(pool.map(measure, one.pictures, other.pictures))
-
-
-def _frechet(ours: Tensor, real: Tensor, resampled: np.ndarray) -> Interval:
+def _frechet(features: Tensor, real: Tensor, resampled: np.ndarray) -> Interval:
     few = torch.from_numpy(resampled[:FRECHET_RESAMPLES])
     distance = FrechetDistance(real)
-    return _interval(distance(ours), np.array([distance(ours[i]) for i in few])).within(0, inf)
+    return _interval(distance(features), np.array([distance(features[i]) for i in few])).within(0, inf)
 
 
 def _interval(value: float, resamples: np.ndarray) -> Interval:
-    """The middle 95 % of the resamples, moved so that they lie around the value: resampling adds a bias of its own."""
-    if not np.isfinite(resamples).all():  # the PSNR of pictures that are identical
+    """The middle 95 % of the resamples, shifted to be centred on the value because resampling adds a bias."""
+    if not np.isfinite(resamples).all():  # the PSNR of identical pictures
         return Interval(value, value, value)
     low, high = np.quantile(resamples - resamples.mean(), (0.025, 0.975))
     return Interval(float(value), float(value + low), float(value + high))

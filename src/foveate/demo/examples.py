@@ -1,4 +1,4 @@
-"""A small folder in the built-in reader's words: texts of facts, questions about them, and labelled examples."""
+"""Example texts in the vocabulary of the built-in reader: facts, questions about them, and labelled examples."""
 
 import csv
 import io
@@ -18,11 +18,11 @@ EXAMPLES, LABELS = 96, 4
 
 
 def write_examples(out: Path, seed: int = 0) -> tuple[dict[str, str], dict[str, str]]:
-    """Questions about texts, and inputs without a label, with their right answers; all of it is in files of `out`.
+    """Write texts, questions and labelled examples. Returns questions and unlabelled inputs with the right answers.
 
     Args:
         out: Folder to write: facts/1.txt and so on, questions.txt, examples.csv.
-        seed: Of all draws.
+        seed: Random seed.
     """
     generator = torch.Generator().manual_seed(seed)
     facts = draw_facts(1, FILES * SENTENCES, generator, people=(PEOPLE, PEOPLE), by_id=(0.0, 0.0), ids_first=0.0)

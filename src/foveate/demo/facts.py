@@ -1,11 +1,11 @@
-"""Texts of short facts about people, and questions about them, as tokens and without end.
+"""Random texts of short facts about people, and questions about them, as tokens.
 
     Ada has id 17 .     17 plays the flute .     Bo keeps a goat .     The sky is clear .
 
-A person has an id; some facts name the person, others only the id, which was told before. So it takes two sentences
-to answer "Question: Ada plays the what? Answer:", which may stand far apart. A question may speak of a person by a
-letter that stands for another letter and so on ("Let p be Ada. Let q be p."), and may use other words than the fact
-("what is the instrument of Ada").
+A person has an id. Some facts name the person, others only the id, which an earlier fact defines. Answering "Question:
+Ada plays the what? Answer:" therefore takes two sentences, which may be far apart. A question may refer to a person by
+a chain of letters ("Let p be Ada. Let q be p."), and may use other words than the fact ("what is the instrument of
+Ada").
 """
 
 from typing import NamedTuple
@@ -19,8 +19,8 @@ from foveate.demo.lexicon import FILLERS, IDS, LETTERS, NAMES, RELATIONS, WORDS
 __all__ = ["BLANK", "SENTENCE", "Facts", "Questions", "ask", "draw_facts"]
 
 SENTENCE = 5  # tokens of a fact
-PEOPLE = 8  # of a text at most
-VALUE = 3  # place of a fact's value in its sentence
+PEOPLE = 8  # most people in a text
+VALUE = 3  # index of the value in a sentence
 BLANK = -1
 
 _TOKENS = {word: i for i, word in enumerate(WORDS)}
@@ -38,15 +38,15 @@ _FILLERS = torch.stack([_tokens(*sentence) for sentence in FILLERS])
 
 
 class Facts(NamedTuple):
-    """Texts of as many facts each.
+    """A batch of texts with the same number of facts.
 
     Attributes:
-        ids: Their tokens.
-        owner: Name of the person that each fact is about; BLANK for a sentence that is about nobody.
-        subject: Name or id that the fact says it of.
-        relation: Which one, the last is that to the id.
-        value: What it says.
-        defined: The place of the fact that tells the person's id.
+        ids: Tokens of the texts.
+        owner: Name of the person that each fact is about; BLANK for a filler sentence.
+        subject: Name or id that the fact mentions.
+        relation: Index of the relation; the last one is "has id".
+        value: Value of the fact.
+        defined: Index of the fact that defines the person's id.
     """
 
     ids: Int[Tensor, "batch tokens"]
@@ -58,12 +58,12 @@ class Facts(NamedTuple):
 
     @property
     def by_id(self) -> Bool[Tensor, "batch facts"]:
-        """Which facts do not name their person."""
+        """Which facts mention the id instead of the name."""
         return self.subject != self.owner
 
     @property
     def owners(self) -> Int[Tensor, "batch tokens"]:
-        """At the subject and the value of each fact its person's name, BLANK elsewhere."""
+        """The person's name at the subject and at the value of each fact, BLANK elsewhere."""
         spread = torch.full((*self.owner.shape, SENTENCE), BLANK)
         spread[..., [0, VALUE]] = self.owner[..., None]
         return spread.flatten(1)
@@ -82,15 +82,15 @@ def draw_facts(
     ids_first: float = 0.5,
     by_id: tuple[float, float] = (0.5, 1.0),
 ) -> Facts:
-    """Texts, drawn at random; of few relations, so that of most of them something is told of almost everybody.
+    """Random texts. Each uses few relations, so that most relations are told of almost every person.
 
     Args:
-        batch: How many.
-        facts: Sentences of each.
-        generator: Of all draws, on the CPU.
-        people: Fewest and most of a text; a third of its sentences at most tells ids.
-        ids_first: Part of the texts in which all ids are told before all else; elsewhere before they are used.
-        by_id: Least and largest part of a text's facts that name an id, where it has been told.
+        batch: Number of texts.
+        facts: Sentences of each text.
+        generator: Random generator on the CPU.
+        people: Minimum and maximum number of people; at most a third of the sentences define ids.
+        ids_first: Fraction of the texts that begin with all ids; in the others an id is defined before its use.
+        by_id: Minimum and maximum fraction of the facts of a text that mention the id, once it is defined.
     """
     most = max(2, min(people[1], facts // 3))
 
@@ -107,13 +107,13 @@ def draw_facts(
     used = chance(len(RELATIONS)).argsort() < (facts - most + several - 1) // several + whole(0, 1)
     pairs = (chance(most, len(RELATIONS)) * here[..., None] * used[:, None]).flatten(1).topk(facts - most)
 
-    # first those that tell ids, one a person, then the others
+    # first the facts that define ids, one for each person, then the others
     person = torch.cat([torch.arange(most).expand(batch, -1), pairs.indices // len(RELATIONS)], 1)
     relation = torch.cat([torch.full((batch, most), ID), pairs.indices % len(RELATIONS)], 1)
     told = torch.cat([here, pairs.values > 0], 1)
     late = (torch.arange(facts) >= most) * (chance(1) < ids_first)
     order = (chance(facts) + late).argsort()
-    place = order.argsort()[:, :most].gather(1, person.gather(1, order))  # where the person's id is told
+    place = order.argsort()[:, :most].gather(1, person.gather(1, order))  # fact that defines the id
     person, relation, told = (x.gather(1, order) for x in (person, relation, told))
 
     owner, number = names.gather(1, person), numbers.gather(1, person)
@@ -131,12 +131,12 @@ def draw_facts(
 
 
 class Questions(NamedTuple):
-    """Questions with their answers and the end of the text behind them, then BLANK.
+    """Questions, each followed by its answer, the end-of-text token, and BLANK as padding.
 
     Attributes:
-        ids: Tokens.
-        length: Tokens of the question alone.
-        about: Name of the person that is asked about, BLANK if there is none.
+        ids: Tokens of question and answer.
+        length: Number of tokens of the question.
+        about: Name of the person in question, BLANK if there is none.
     """
 
     ids: Int[Tensor, "*batch tokens"]
@@ -145,13 +145,13 @@ class Questions(NamedTuple):
 
     @property
     def answers(self) -> Int[Tensor, "*batch tokens"]:
-        """At the question's last token and at the answer what comes next, BLANK elsewhere."""
+        """The next token at the last token of the question and at the answer, BLANK elsewhere."""
         place = torch.arange(self.ids.shape[-1]) - self.length[..., None]
         return self.ids.roll(-1, -1).masked_fill((place != -1) & (place != 0), BLANK)
 
     @property
     def owners(self) -> Int[Tensor, "*batch tokens"]:
-        """At the question's last token whom it is about, BLANK elsewhere."""
+        """The person's name at the last token of the question, BLANK elsewhere."""
         last = torch.arange(self.ids.shape[-1]) == self.length[..., None] - 1
         return torch.where(last, self.about[..., None], BLANK)
 
@@ -166,16 +166,16 @@ def ask(
     numbers: float = 0.0,
     begun: float = 0.0,
 ) -> Questions:
-    """Questions about some of the facts.
+    """Questions about facts.
 
     Args:
         facts: The texts.
-        places: Of the facts, in each text.
-        generator: Of all draws, on the CPU.
-        letters: Fewest and most letters that stand between the question and the name.
-        nouns: Part of the questions with other words than the fact's.
-        numbers: Part of the questions that name the person by id, where the fact does.
-        begun: Part of the questions that are no questions but a sentence to be completed.
+        places: Indices of the facts to ask about, in each text.
+        generator: Random generator on the CPU.
+        letters: Minimum and maximum length of the chain of letters between the question and the name.
+        nouns: Fraction of the questions that use other words than the fact.
+        numbers: Fraction of the questions that mention the id, if the fact does.
+        begun: Fraction of the questions that are instead the beginning of a sentence.
     """
     shape = places.shape
     owner, subject, relation, value = (x.gather(1, places) for x in facts[1:5])

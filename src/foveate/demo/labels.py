@@ -1,8 +1,8 @@
-"""Texts of labelled examples, and inputs whose label is asked for, as tokens and without end.
+"""Random texts of labelled examples, and inputs whose label is to be predicted, as tokens.
 
     goat tiger hen -> sigma .     flute harp lute -> beta .     horse cow crow -> sigma .
 
-The words of an example are of one kind; which label belongs to which kind is another in every text.
+The words of an example are of one kind; every text assigns labels to kinds anew.
 """
 
 from typing import NamedTuple
@@ -17,19 +17,19 @@ from foveate.demo.lexicon import LABELS, RELATIONS, WORDS
 __all__ = ["EXAMPLE", "Labelled", "draw_labelled"]
 
 INPUT = 3  # words of an example
-EXAMPLE = INPUT + 3  # its tokens: with the arrow, the label and the full stop
+EXAMPLE = INPUT + 3  # tokens of an example: words, arrow, label, full stop
 
 _TOKENS = {word: i for i, word in enumerate(WORDS)}
 _KINDS = torch.tensor([[_TOKENS[value] for value in relation.values] for relation in RELATIONS])
 
 
 class Labelled(NamedTuple):
-    """Texts of as many examples each, and questions about them.
+    """A batch of texts with the same number of examples, and questions about them.
 
     Attributes:
-        ids: Their tokens.
-        labels: At each arrow the label of a kind of words that came before, BLANK elsewhere.
-        questions: Inputs of kinds that the text has, with their labels.
+        ids: Tokens of the texts.
+        labels: The label at the arrow of every example whose kind has occurred before, BLANK elsewhere.
+        questions: Inputs of kinds that occur in the text, with their labels.
     """
 
     ids: Int[Tensor, "batch tokens"]
@@ -40,14 +40,14 @@ class Labelled(NamedTuple):
 def draw_labelled(
     batch: int, examples: int, questions: int, generator: torch.Generator, kinds: tuple[int, int] = (2, 6)
 ) -> Labelled:
-    """Texts, drawn at random.
+    """Random texts of labelled examples.
 
     Args:
-        batch: How many.
-        examples: Of each.
-        questions: About each.
-        generator: Of all draws, on the CPU.
-        kinds: Fewest and most kinds of words, each with a label of its own.
+        batch: Number of texts.
+        examples: Examples of each text.
+        questions: Questions about each text.
+        generator: Random generator on the CPU.
+        kinds: Minimum and maximum number of kinds, each with a label of its own.
     """
 
     def distinct(number: int) -> Tensor:

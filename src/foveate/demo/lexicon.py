@@ -1,5 +1,5 @@
 # pyright: basic, reportPrivateImportUsage=false
-"""The words that the built-in reader knows, and its tokenizer: every word is a token."""
+"""The vocabulary of the built-in reader, and its tokenizer, in which every word is a token."""
 
 from typing import NamedTuple
 
@@ -12,12 +12,12 @@ __all__ = ["FILLERS", "IDS", "LABELS", "LETTERS", "NAMES", "RELATIONS", "WORDS",
 
 
 class Relation(NamedTuple):
-    """What can be said of a person.
+    """A relation between a person and a value.
 
     Attributes:
-        noun: What a question may call it.
-        phrase: The two words that a fact says it with.
-        values: What it may be.
+        noun: Noun for the relation in a question.
+        phrase: Two words for the relation in a fact.
+        values: Possible values.
     """
 
     noun: str
@@ -26,7 +26,7 @@ class Relation(NamedTuple):
 
 
 def _read() -> tuple[list[str], list[Relation]]:
-    """The people, and what can be said of them: "noun, two words: values"."""
+    """Names and relations from words.txt, whose lines are "noun, two words: values"."""
     people, *others = (line.split(": ") for line in (DATA / "words.txt").read_text("utf-8").splitlines())
     said = [(about.split(", "), values.split()) for about, values in others]
     return people[1].split(), [Relation(noun, phrase.split(), values) for (noun, phrase), values in said]
@@ -46,18 +46,18 @@ FILLERS = [
     ["The", "river", "runs", "slowly", "."],
     ["Everybody", "went", "to", "sleep", "."],
 ]
-"""Sentences that nobody asks about, as long as a fact."""
+"""Filler sentences, as long as a fact."""
 
 SPECIAL = ["<s>", "</s>", "<unk>"]
 ASKING = ["has", "id", "Let", "be", "Question", ":", "what", "is", "the", "of", "?", "Answer", "->", "."]
 _ALL = [SPECIAL, ASKING, NAMES, IDS, LABELS, LETTERS, *FILLERS]
 _ALL += [[relation.noun, *relation.phrase, *relation.values] for relation in RELATIONS]
 WORDS = list(dict.fromkeys(word for words in _ALL for word in words))
-"""All of them; a word's place is its token."""
+"""The whole vocabulary; the index of a word is its token id."""
 
 
 def reader_tokenizer() -> PreTrainedTokenizerFast:
-    """Words and marks, one token each; words that are not known are all the same. Texts begin with `<s>`."""
+    """The tokenizer: a token for each word or punctuation mark, `<unk>` for unknown words, `<s>` at the beginning."""
     words = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="<unk>"))
     words.pre_tokenizer = pre_tokenizers.Whitespace()
     words.add_special_tokens([AddedToken(word, special=True) for word in SPECIAL])

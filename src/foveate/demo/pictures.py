@@ -1,4 +1,4 @@
-"""Scenes of emoji as pictures to learn from, without end."""
+"""Random scenes of emoji as training pictures."""
 
 from functools import cached_property
 
@@ -12,7 +12,7 @@ __all__ = ["ScenePictures"]
 
 
 class ScenePictures:
-    """Training scenes by number: none of those that are kept for evaluation. For `foveate.training.pictures`.
+    """Endless training scenes by number, without the held-out ones: a `foveate.training.pictures.Pictures`.
 
     Args:
         seed: The same seed gives the same scenes.

@@ -1,4 +1,4 @@
-"""Scenes of emoji: what a caption says and where everything stands, drawn from a seed, without end."""
+"""Random scenes of emoji: their captions, the positions of the objects, and their pictures."""
 
 import random
 import zlib
@@ -28,13 +28,13 @@ BACKGROUNDS = {
     "brown": (146, 106, 78),
     "turquoise": (112, 212, 208),
 }
-SLOTS = 3  # objects in a picture at most
-HELD_OUT_EACH = 20  # one combination of objects and background in 20 is never trained on
-UNSAID = 0.15  # of the captions leave the background to the painter
+SLOTS = 3  # most objects in a picture
+HELD_OUT_EACH = 20  # one of 20 combinations of objects and background is held out from training
+UNSAID = 0.15  # fraction of the captions without the background
 
 
 class Relation(NamedTuple):
-    """Object number `first` is "above", "left of" or "beside" object number `second`."""
+    """A requirement: object number `first` is "above", "left of" or "beside" object number `second`."""
 
     first: int
     kind: str
@@ -43,7 +43,7 @@ class Relation(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """What a sentence means: where its objects stand (x, y of a unit square), how large, how freely."""
+    """The meaning of a sentence: places of its objects (x, y in the unit square), sizes, jitter and relations."""
 
     sentence: str
     places: tuple[tuple[float, float], ...]
@@ -92,29 +92,29 @@ LAYOUTS = (
 
 @dataclass(frozen=True)
 class Scene:
-    """One picture to be: its caption and the truth behind it."""
+    """A caption and the scene that it describes."""
 
     caption: str
     objects: tuple[int, ...]
     """Indices into `NAMES`, in the order of the sentence."""
     boxes: tuple[tuple[float, float, float], ...]
-    """Of each object: x and y of the centre and the side, as fractions of the picture's side."""
+    """(x, y, side) of each object: centre and size as fractions of the picture's side."""
     background: str
     relations: tuple[Relation, ...]
 
     @property
     def held_out(self) -> bool:
-        """Whether scenes of these objects, in any order and relation, on this background are kept for evaluation."""
+        """Whether this combination of objects and background is held out for evaluation."""
         words = ",".join([*sorted(NAMES[index] for index in self.objects), self.background])
         return zlib.crc32(words.encode()) % HELD_OUT_EACH == 0
 
 
 def scenes(seed: int, *, evaluation: bool = False) -> Iterator[Scene]:
-    """Random scenes without end: for training, or those that training never sees.
+    """An endless stream of random scenes, for training or held out.
 
     Args:
         seed: The same seed gives the same scenes.
-        evaluation: Only held-out combinations instead of only the others; their captions say everything.
+        evaluation: Yield held-out combinations, whose captions always name the background, instead of the others.
     """
     chance = random.Random(f"{'evaluation' if evaluation else 'training'} {seed}")
     while True:
@@ -140,7 +140,7 @@ def _scene(chance: random.Random, unsaid: float) -> Scene:
 
 
 class Scenes(NamedTuple):
-    """A batch of scenes as tensors; an object slot that is not used holds -1."""
+    """A batch of scenes as tensors; unused object slots are -1."""
 
     objects: Int[Tensor, "batch slots"]
     boxes: Float[Tensor, "batch slots 3"]
@@ -148,7 +148,7 @@ class Scenes(NamedTuple):
 
     @classmethod
     def of(cls, batch: Sequence[Scene]) -> "Scenes":
-        """The batch, without its captions."""
+        """The scenes as tensors, without captions."""
         empty = SLOTS * (-1,), SLOTS * ((0.5, 0.5, 1.0),)
         return cls(
             torch.tensor([(*scene.objects, *empty[0])[:SLOTS] for scene in batch]),
@@ -162,7 +162,7 @@ class Scenes(NamedTuple):
 
 
 def render(atlas: Float[Tensor, "emoji 4 cell cell"], scenes: Scenes, side: int) -> Float[Tensor, "batch 3 side side"]:
-    """The pictures of scenes, from 0 to 1, on the atlas's device. Later objects stand in front."""
+    """The pictures of scenes, from 0 to 1, on the device of the atlas. Later objects are in front."""
     picture = scenes.background[:, :, None, None].expand(-1, -1, side, side).to(atlas)
     for slot in range(scenes.objects.shape[1]):
         index, (x, y, size) = scenes.objects[:, slot], scenes.boxes[:, slot].to(atlas).unbind(-1)
@@ -177,15 +177,12 @@ def render(atlas: Float[Tensor, "emoji 4 cell cell"], scenes: Scenes, side: int)
 def _resample(
     centre: Float[Tensor, " batch"], size: Float[Tensor, " batch"], side: int, cell: int
 ) -> Float[Tensor, "batch side cell"]:
-    """How much each of `cell` source pixels gives to each of `side` target pixels: a triangle, as wide as the coarser.
-
-    As an antialiased bilinear resize does; what lies outside the source gives nothing.
-    """
+    """Weights of an antialiased bilinear resize from `cell` source pixels to `side` target pixels, 0 outside."""
     pixels = (torch.arange(side, device=centre.device) + 0.5) / side
-    scale = size * side / cell  # target pixels to a source pixel
+    scale = size * side / cell  # target pixels per source pixel
     position = ((pixels - centre[:, None]) / size[:, None] + 0.5) * cell - 0.5  # in source pixels
     distance = (position[:, :, None] - torch.arange(cell, device=centre.device)).abs()
     width = (1 / scale).clamp(min=1)[:, None, None]
     weights = (1 - distance / width).clamp(min=0)
-    inside = weights.sum(-1, keepdim=True)  # of the triangle, whose whole area is its width
+    inside = weights.sum(-1, keepdim=True)  # part of the filter inside the source; its whole area is its width
     return weights / torch.where(inside > 0.5 * width, inside, width)

@@ -1,5 +1,5 @@
 # pyright: basic, reportPrivateImportUsage=false, reportArgumentType=false
-"""The words that the built-in model knows, as the two tokenizers that FLUX reads a prompt with."""
+"""The vocabulary of the built-in model, and its two tokenizers, CLIP and T5 as in FLUX."""
 
 import difflib
 import json
@@ -16,7 +16,7 @@ __all__ = ["TEXT_TOKENS", "WORDS", "clip_tokenizer", "t5_tokenizer", "unknown_wo
 
 TEXT_TOKENS = 64
 _END = "</w>"
-_WORD = re.compile(r"[^\W_]+|[^\x00-\x7f\s]")  # an emoji is one
+_WORD = re.compile(r"[^\W_]+|[^\x00-\x7f\s]")  # an emoji is a word
 WORDS = tuple(
     sorted(
         {
@@ -29,13 +29,13 @@ WORDS = tuple(
 
 
 def unknown_words(prompt: str, nearest: int = 3) -> dict[str, list[str]]:
-    """The words of a prompt that the model was never taught, each with the known words that look most like it."""
+    """The words of a prompt that are not in the vocabulary, each with the known words most similar in spelling."""
     words = dict.fromkeys(_WORD.findall(prompt.lower()))
     return {word: difflib.get_close_matches(word, WORDS, nearest, cutoff=0.5) for word in words if word not in WORDS}
 
 
 def t5_tokenizer() -> PreTrainedTokenizerFast:
-    """Known words whole, all others letter by letter, as WordPiece does."""
+    """The T5 tokenizer: WordPiece with a token for each known word; other words are spelled letter by letter."""
     letters = [chr(code) for code in range(33, 127) if not chr(code).isupper()]
     pieces = ["<pad>", "</s>", "<unk>", *letters, *("##" + letter for letter in letters)]
     pieces += [word for word in WORDS if len(word) > 1]
@@ -49,7 +49,7 @@ def t5_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def clip_tokenizer() -> CLIPTokenizer:
-    """Byte pairs, merged until every known word is one token."""
+    """The CLIP tokenizer: byte pairs, merged until every known word is one token."""
     letters = list(bytes_to_unicode().values())
     tokens = dict.fromkeys([*letters, *(letter + _END for letter in letters)])
     merges = _merges()
@@ -61,8 +61,8 @@ def clip_tokenizer() -> CLIPTokenizer:
 def _merges() -> list[tuple[str, str]]:
     """The merges that make the known words, the same in every process.
 
-    Letters that end a word are trained as letters of their own, far away in Unicode: the trainer's own suffix numbers
-    them in the order of a hash table, which differs from process to process.
+    The last letter of a word is replaced by a private-use character during training. The trainer's own suffix would
+    number these letters in the order of a hash table, which differs between processes.
     """
     far = 0xE000
 

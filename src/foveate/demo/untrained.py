@@ -1,5 +1,5 @@
 # pyright: basic, reportPrivateImportUsage=false, reportArgumentType=false
-"""The parts of the built-in model before training: real diffusers and transformers classes, all of them small."""
+"""The architecture of the built-in model with random weights."""
 
 import torch
 from diffusers import AutoencoderKL, FlowMatchEulerDiscreteScheduler, FluxPipeline, FluxTransformer2DModel
@@ -20,15 +20,13 @@ def untrained_pipeline(
     text_layers: int = 2,
     seed: int = 0,
 ) -> FluxPipeline:
-    """A `FluxPipeline` with random weights: 17 M parameters by default, 4 px a token, so 256 px are 64 x 64 tokens.
-
-    Its pictures are noise; speed and plumbing are real.
+    """A `FluxPipeline` with random weights: 17 M parameters by default; a token is 4 px, so 256 px are 64 x 64 tokens.
 
     Args:
-        layers: Double-stream blocks.
-        single_layers: Single-stream blocks.
-        heads: Attention heads.
-        rope: RoPE channels of (image, row, column); their sum is the size of a head.
+        layers: Number of double-stream blocks.
+        single_layers: Number of single-stream blocks.
+        heads: Number of attention heads.
+        rope: RoPE channels of (image, row, column); their sum is the head dimension.
         text_dim: Width of both text encoders.
         text_layers: Layers of both text encoders.
         seed: The same seed gives the same weights.
@@ -86,7 +84,7 @@ def untrained_pipeline(
                 dropout_rate=0.0,
             )
         )
-    # more noise for larger pictures, as their neighbouring pixels tell more about each other
+    # more noise for larger pictures, whose neighbouring pixels are more redundant
     scheduler = FlowMatchEulerDiscreteScheduler(
         use_dynamic_shifting=True, base_image_seq_len=1024, max_image_seq_len=16384, base_shift=0.5, max_shift=2.0
     )

@@ -1,1 +1,1 @@
-"""LoRA distillation: a model teaches its sparse self. Runs that can be broken off and gone on with."""
+"""Training: LoRA distillation of sparse attention, and pixel diffusion transformers from scratch."""

@@ -1,4 +1,4 @@
-"""Checkpoints: written under another name and renamed when whole; the newest whole one is found again."""
+"""Checkpoints: written atomically, and found again by the newest that is complete."""
 
 import io
 import pickle
@@ -15,13 +15,13 @@ KEPT = 2
 
 
 def write_checkpoint(folder: Path, step: int, parts: dict[str, Any], settings: dict[str, Any]) -> None:
-    """Keep the state of all parts after a step; all but the two newest checkpoints are deleted.
+    """Write the state of all parts after a step, and delete all but the two newest checkpoints.
 
     Args:
-        folder: Of the run.
-        step: How far the run is.
-        parts: Modules, optimizers and the like, by name.
-        settings: What makes the run the run it is; `resume` refuses others.
+        folder: Folder of the run.
+        step: Number of steps so far.
+        parts: Modules, optimizers and other objects with a `state_dict`, by name.
+        settings: Settings that identify the run; `resume` refuses to load a checkpoint with others.
     """
     file = io.BytesIO()
     states = {name: part.state_dict() for name, part in parts.items()}
@@ -32,16 +32,16 @@ def write_checkpoint(folder: Path, step: int, parts: dict[str, Any], settings: d
 
 
 def resume(folder: Path, parts: dict[str, Any], settings: dict[str, Any]) -> int:
-    """Bring all parts to where the newest whole checkpoint left them: after how many steps; 0 if there is none.
+    """Load the newest complete checkpoint into all parts. Returns its step, or 0 if there is none.
 
     Raises:
-        ValueError: If the checkpoint is of a run with other settings.
+        ValueError: If the checkpoint is that of a run with other settings.
     """
     for path in _newest_first(folder):
         try:
             state = torch.load(path, map_location="cpu", weights_only=True)
         except (RuntimeError, OSError, EOFError, pickle.UnpicklingError):
-            continue  # cut off while it was written
+            continue  # incomplete
         if state["settings"] != settings:
             raise ValueError(f"{path} is of a run with {state['settings']}, not {settings}: name another folder")
         for name, part in parts.items():

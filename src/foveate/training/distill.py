@@ -1,6 +1,6 @@
 # pyright: basic, reportPrivateImportUsage=false, reportArgumentType=false, reportCallIssue=false
 # pyright: reportAttributeAccessIssue=false
-"""LoRA distillation: the dense model teaches its sparse self, from its own pictures."""
+"""LoRA distillation: the dense model teaches its sparse version, on its own pictures."""
 
 import math
 import time
@@ -18,13 +18,13 @@ from torch import Tensor
 from foveate.diffusers.lora import LORA_FILE
 from foveate.diffusers.pipelines import Request, draw_batch, fingerprint, noise_shift
 from foveate.methods import HilbertA
-from foveate.training.pairs import Noisy, NoisyPairs, make_pairs
-from foveate.training.run import Run, Stretch, shares
-from foveate.training.student import Recipe, Student
+from foveate.training.pairs import make_pairs
+from foveate.training.pictures import NoisyLatents, NoisyPairs
+from foveate.training.run import Phase, Run, cooled_rate, split_batch
+from foveate.training.student import Recipe, Student, token_grid
 from foveate.training.trained import Trained
 from foveate.utils.files import write_whole
 from foveate.utils.progress import Track, silent
-from foveate.web.report import draw_sheet, figure_png
 
 __all__ = ["Distillation", "distill"]
 
@@ -48,29 +48,32 @@ def distill(
     sample_every: int = 0,
     track: Track = silent,
 ) -> bool:
-    """Make the pictures, then train the LoRA; whether all steps were made. The pipeline keeps the LoRA.
+    """Make the training pictures, then train the LoRA. Returns whether all steps are done.
+
+    The pipeline keeps the LoRA. An existing run in `out` is resumed.
 
     Args:
-        out: Folder of the run. What is found there is gone on with.
+        out: Folder of the run.
         pipeline: Teacher and student.
-        recipe: How the student learns.
-        request: Size, denoising steps, guidance and first seed of the teacher's pictures; its prompt is not used.
-        prompts: One for each picture.
-        pictures: Files to learn from; without any, the teacher draws.
-        pairs: Folder of their latents and text embeddings, which other runs may share once all are there; None is one
-            in `out`.
-        captions: Of the samples.
-        steps: How many there are to be, with those of earlier runs.
-        start: The LoRA to begin with.
-        at_once: Pictures that a device draws, encodes or sees together.
-        checkpointing: Run layers again in the backward pass, to save memory.
-        compile: Compile the repeated blocks: the first step takes a minute longer, all others half the time.
-        minutes: When to write a checkpoint and stop.
-        sample_every: Steps between sheets of samples; 0 draws one at the end alone.
+        recipe: Hyperparameters.
+        request: Size, denoising steps, guidance scale and first seed of the teacher's pictures; its prompt is not
+            used.
+        prompts: Captions, one for each picture.
+        pictures: Files of the training pictures; if empty, the teacher draws them.
+        pairs: Folder of the latents and text embeddings, which runs may share; None is a folder inside `out`.
+        captions: Captions of the samples.
+        steps: Number of training steps, including those of earlier runs.
+        start: LoRA file to start from.
+        at_once: Batch size on a device, for drawing, encoding and training.
+        checkpointing: Use gradient checkpointing.
+        compile: Compile the repeated blocks: the first step takes a minute longer, the others half the time.
+        minutes: Time after which to write a checkpoint and stop.
+        sample_every: Steps between sheets of samples; 0 draws one at the end only.
         track: Shows progress.
 
     Raises:
-        ValueError: If the pipeline is no FLUX.1 text-to-image one, or recipe, pictures and folder do not fit together.
+        ValueError: If the pipeline is not a FLUX.1 text-to-image pipeline, or recipe, pictures and folder do not fit
+            together.
     """
     until = time.monotonic() + 60 * minutes
     if not isinstance(pipeline, FluxPipeline):
@@ -78,23 +81,19 @@ def distill(
     accelerator = _accelerator(recipe, at_once, pipeline)
     if compile:
         pipeline.transformer.compile_repeated_blocks()
-    student = Student(pipeline, _settled(recipe, pipeline, request), request.size, start)
+    rows, columns = token_grid(pipeline, request.size)
+    if isinstance(recipe.method, HilbertA):  # replaces tiles="auto": the LoRA belongs to that number at any size
+        recipe = replace(recipe, method=replace(recipe.method, tiles=recipe.method.tiles_for((rows, columns))))
+    student = Student(pipeline, recipe, request.size, start)
     try:
-        rows, columns = _grid(pipeline, request)
         shift = noise_shift(pipeline.scheduler, rows * columns) if recipe.levels == "shifted" else 0.0
         noisy = NoisyPairs(pairs or out / "pairs", prompts, recipe.seed, shift)
         with student.teacher():
-            made = make_pairs(
-                noisy.folder,
-                pipeline,
-                prompts,
-                request,
-                pictures=pictures,
-                at_once=at_once,
-                until=until,
+            complete = make_pairs(
+                noisy.folder, pipeline, prompts, request, pictures=pictures, at_once=at_once, until=until,
                 advance=track("pictures", len(prompts)),
-            )
-        if not made:
+            )  # fmt: skip
+        if not complete:
             return False
         if checkpointing:
             pipeline.transformer.enable_gradient_checkpointing()
@@ -105,40 +104,26 @@ def distill(
 
 
 def _accelerator(recipe: Recipe, at_once: int, pipeline: FluxPipeline) -> Accelerator:
-    """What shares the work among devices: each takes its part of a batch, `at_once` pictures together."""
     cpu = pipeline.device.type == "cpu"
-    shares(recipe.batch, PartialState(cpu=cpu).num_processes, at_once)
+    split_batch(recipe.batch, PartialState(cpu=cpu).num_processes, at_once)
     accelerator = Accelerator(cpu=cpu, dataloader_config=DataLoaderConfiguration(non_blocking=True))
     if accelerator.distributed_type == DistributedType.FSDP and recipe.optimizer != "adamw":
-        raise ValueError("Prodigy cannot measure weights that FSDP has spread over devices: use --optimizer adamw")
+        raise ValueError("Prodigy cannot measure weights that FSDP has sharded: use --optimizer adamw")
     return accelerator
 
 
-def _settled(recipe: Recipe, pipeline: FluxPipeline, request: Request) -> Recipe:
-    """The recipe with a number in place of tiles="auto": the LoRA belongs to it at any size."""
-    if not isinstance(recipe.method, HilbertA):
-        return recipe
-    return replace(recipe, method=replace(recipe.method, tiles=recipe.method.tiles_for(_grid(pipeline, request))))
-
-
-def _grid(pipeline: FluxPipeline, request: Request) -> tuple[int, int]:
-    """(rows, columns) of image tokens."""
-    rows, columns = (side // (2 * pipeline.vae_scale_factor) for side in request.size)
-    return rows, columns
-
-
 class Distillation(Run):
-    """A run of a recipe.
+    """A distillation run.
 
     Args:
         out: Folder of the LoRA, checkpoints, samples and log.csv.
         pipeline: Draws the samples.
-        student: Is trained.
-        pairs: What it sees.
-        accelerator: Shares the work among devices.
-        request: How samples are drawn; its size is that of the pairs.
-        captions: Of the samples.
-        at_once: Pictures that a device sees, or draws, together.
+        student: The student and its recipe.
+        pairs: Training samples.
+        accelerator: Distributes the work.
+        request: Settings of the samples; its size is that of the pairs.
+        captions: Captions of the samples.
+        at_once: Batch size on a device.
 
     Raises:
         ValueError: If `out` holds another run.
@@ -172,45 +157,43 @@ class Distillation(Run):
         """The LoRA and its optimizer."""
         return {"lora": self.trained}
 
-    def stretches(self, steps: int) -> Iterator[Stretch]:
-        """All samples that are left."""
+    def phases(self, steps: int) -> Iterator[Phase]:
+        """The remaining samples."""
         batch = self.student.recipe.batch
         samples = range(self.step * batch, steps * batch)
         if samples:
-            yield Stretch(self.pairs, samples, *shares(batch, self.accelerator.num_processes, self.at_once))
+            yield Phase(self.pairs, samples, *split_batch(batch, self.accelerator.num_processes, self.at_once))
 
-    def loss(self, batch: Noisy) -> Tensor:
-        """The student's."""
+    def loss(self, batch: NoisyLatents) -> Tensor:
+        """The loss of the student."""
         return self.student.loss(self.model, batch)
 
     def rate(self, done: float) -> float:
-        """The recipe's."""
-        return self.student.recipe.rate_at(done)
+        """The learning rate of the recipe."""
+        recipe = self.student.recipe
+        return cooled_rate(recipe.first_rate, done, recipe.cool_down)
 
     def export(self) -> None:
-        """The LoRA."""
-        lora = self.student.packed()
+        """Write the LoRA."""
+        lora = self.student.lora_file()
         if self.accelerator.is_main_process:
             write_whole(self.out / LORA_FILE, lora)
 
     def sample(self) -> None:
-        """The captions drawn dense, with the method alone, and distilled. All devices draw, one writes."""
+        """Draw the captions dense, with the method alone, and distilled. All devices draw, one writes."""
         if not self.captions:
             return
         if not self._references:
             with self.student.teacher():
                 self._references["dense"] = self._draw()
-            with self.student.untaught():
+            with self.student.without_lora():
                 self._references["not distilled"] = self._draw()
         rows = {**self._references, f"{self.step} steps": self._draw()}
         if self.accelerator.is_main_process:
-            sheet = draw_sheet(rows, list(self.captions))
-            write_whole(self.out / f"samples-{self.step:06}.png", figure_png(sheet, dpi=100))
+            self.write_sheet(rows, self.captions)
 
     def _draw(self) -> list[Image.Image]:
-        first = self.request.seed + self.pairs.count  # noise that no picture of the training began with
-        requests = [
-            self.request._replace(prompt=caption, seed=first + index) for index, caption in enumerate(self.captions)
-        ]
+        first = self.request.seed + (self.pairs.count or 0)  # seeds that no training picture has used
+        requests = [self.request._replace(prompt=c, seed=first + index) for index, c in enumerate(self.captions)]
         parts = [requests[start : start + self.at_once] for start in range(0, len(requests), self.at_once)]
         return [picture for part in parts for picture in draw_batch(self.pipeline, part)]

@@ -1,61 +1,25 @@
 # pyright: basic, reportPrivateImportUsage=false, reportArgumentType=false, reportCallIssue=false
-# pyright: reportAttributeAccessIssue=false
-"""What a distillation sees: latents of pictures with the embeddings of their captions, kept on disk.
+# pyright: reportAttributeAccessIssue=false, reportReturnType=false
+"""The training data of a distillation: latents of pictures with the text embeddings of their captions, on disk."""
 
-Each pair is a file of its own, written whole: what is there is never made again.
-"""
-
-import json
 import math
-import random
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
-from zlib import crc32
 
 import torch
 from accelerate import PartialState
 from diffusers import FluxPipeline
-from jaxtyping import Float
 from PIL import Image
 from safetensors import safe_open
-from safetensors.torch import load_file, save
+from safetensors.torch import save
 from torch import Tensor
-from torch.utils.data import Dataset
 
 from foveate.diffusers.pipelines import Request, fingerprint, text_tokens
+from foveate.training.pictures import fitted, pair_path
 from foveate.utils.files import claim, write_whole
 
-__all__ = ["PICTURES", "Noisy", "NoisyPairs", "captioned", "chance", "make_pairs"]
-
-PICTURES = (".png", ".jpg", ".jpeg", ".webp")
-
-
-def chance(kind: str, seed: int, number: int) -> torch.Generator:
-    """Random numbers of a kind that follow from a seed and a number alone."""
-    return torch.Generator().manual_seed(random.Random(f"{kind} {seed} {number}").getrandbits(63))
-
-
-def captioned(folder: Path, prompts: Sequence[str] | None) -> dict[Path, str]:
-    """The pictures of a folder by name, each with its caption: from the .txt beside it, or the prompts in order.
-
-    Raises:
-        ValueError: If there is no picture, a caption is missing, or there are fewer prompts than pictures.
-    """
-    pictures = sorted(path for path in folder.glob("*") if path.suffix.lower() in PICTURES)
-    if not pictures:
-        raise ValueError(f"{folder} holds no pictures: name a folder of {', '.join(PICTURES)} files")
-    if prompts is None:
-        without = [path.name for path in pictures if not path.with_suffix(".txt").is_file()]
-        if without:
-            raise ValueError(
-                f"{without[0]} has no caption: put one into {Path(without[0]).stem}.txt, or use --prompts"
-            )
-        return {path: path.with_suffix(".txt").read_text().strip() for path in pictures}
-    if len(prompts) < len(pictures):
-        raise ValueError(f"{len(pictures)} pictures in {folder}, but {len(prompts)} prompts: give one for each")
-    return dict(zip(pictures, prompts, strict=False))
+__all__ = ["make_pairs"]
 
 
 def make_pairs(
@@ -69,22 +33,23 @@ def make_pairs(
     until: float = math.inf,
     advance: Callable[[], None] = lambda: None,
 ) -> bool:
-    """Make the pairs that are not there yet, each device its share; whether all are there now.
+    """Write the missing pairs of a folder, each device its share. Returns whether all pairs exist.
 
-    But for rounding, a pair is the same whatever is made together with it.
+    Every pair is written atomically to a file of its own, and does not depend on the others in its batch, except for
+    rounding.
 
     Args:
-        folder: Gets one file for each prompt.
-        pipeline: Draws the pictures, or encodes those that are there.
+        folder: Folder of the pairs, one file for each prompt.
+        pipeline: Draws the pictures, or encodes the given ones.
         prompts: The captions.
-        request: Size, denoising steps, guidance and first seed; its prompt is not used.
-        pictures: Of the prompts, in their order; without any, the pipeline draws them.
-        at_once: Pictures that a device draws or encodes together.
-        until: When to stop, by `time.monotonic`.
-        advance: Called for every pair that is there.
+        request: Size, denoising steps, guidance scale and first seed; its prompt is not used.
+        pictures: Files of the pictures in the order of the prompts; if empty, the pipeline draws them.
+        at_once: Batch size on a device.
+        until: Time at which to stop, as given by `time.monotonic`.
+        advance: Called for every existing pair.
 
     Raises:
-        ValueError: If the folder holds pairs of other settings.
+        ValueError: If the folder holds pairs of other settings or other prompts.
     """
     state = PartialState()
     with state.main_process_first():
@@ -93,7 +58,7 @@ def make_pairs(
     sources = [name + prompt for name, prompt in zip(names, prompts, strict=True)]
     missing: list[int] = []
     for index, source in enumerate(sources):
-        if (path := _path(folder, index)).exists():
+        if (path := pair_path(folder, index)).exists():
             _check(path, source)
             advance()
         elif index % state.num_processes == state.process_index:
@@ -106,14 +71,10 @@ def make_pairs(
         given = [pictures[index] for index in part] if pictures else []
         pairs = _encoded(pipeline, requests, given) if given else _drawn(pipeline, requests)
         for index, pair in zip(part, pairs, strict=True):
-            write_whole(_path(folder, index), save(pair, {"source": sources[index]}))
+            write_whole(pair_path(folder, index), save(pair, {"source": sources[index]}))
             advance()
     state.wait_for_everyone()
-    return all(_path(folder, index).exists() for index in range(len(prompts)))
-
-
-def _path(folder: Path, index: int) -> Path:
-    return folder / f"{index:06}.safetensors"
+    return all(pair_path(folder, index).exists() for index in range(len(prompts)))
 
 
 def _settings(pipeline: FluxPipeline, request: Request, given: bool) -> dict[str, str]:
@@ -134,17 +95,17 @@ def _check(path: Path, source: str) -> None:
 
 
 @torch.no_grad()
-def _text(pipeline: FluxPipeline, requests: Sequence[Request]) -> dict[str, Any]:
+def _embeddings(pipeline: FluxPipeline, requests: Sequence[Request]) -> dict[str, Tensor]:
     prompts = [request.prompt for request in requests]
     text, pooled, _ = pipeline.encode_prompt(prompts, None, max_sequence_length=text_tokens(pipeline))
     return {"prompt_embeds": text, "pooled_prompt_embeds": pooled}
 
 
 def _drawn(pipeline: FluxPipeline, requests: Sequence[Request]) -> list[dict[str, Tensor]]:
-    words, shared = _text(pipeline, requests), requests[0]
+    embeddings, shared = _embeddings(pipeline, requests), requests[0]
     guidance = {} if shared.guidance is None else {"guidance_scale": shared.guidance}
     latents = pipeline(
-        **words,
+        **embeddings,
         **guidance,
         height=shared.size[0],
         width=shared.size[1],
@@ -152,60 +113,22 @@ def _drawn(pipeline: FluxPipeline, requests: Sequence[Request]) -> list[dict[str
         generator=[torch.Generator("cpu").manual_seed(request.seed) for request in requests],
         output_type="latent",
     ).images
-    return _pairs(latents, words)
+    return _unbatched({"latents": latents, **embeddings})
 
 
 @torch.no_grad()
 def _encoded(pipeline: FluxPipeline, requests: Sequence[Request], pictures: Sequence[Path]) -> list[dict[str, Tensor]]:
-    opened = [_opened(picture) for picture in pictures]
-    pixels = pipeline.image_processor.preprocess(opened, *requests[0].size, resize_mode="crop")
+    pixels: list[Tensor] = []
+    for picture in pictures:
+        with Image.open(picture) as file:
+            pixels.append(fitted(file, requests[0].size))
     vae = pipeline.vae
-    latents = vae.encode(pixels.to(vae.device, vae.dtype)).latent_dist.mode()
+    latents = vae.encode(torch.stack(pixels).to(vae.device, vae.dtype)).latent_dist.mode()
     latents = (latents - vae.config.shift_factor) * vae.config.scaling_factor
-    return _pairs(pipeline._pack_latents(latents, *latents.shape), _text(pipeline, requests))
+    latents = pipeline._pack_latents(latents, *latents.shape)
+    return _unbatched({"latents": latents, **_embeddings(pipeline, requests)})
 
 
-def _opened(picture: Path) -> Image.Image:
-    with Image.open(picture) as file:
-        return file.convert("RGB")
-
-
-def _pairs(latents: Tensor, words: dict[str, Tensor]) -> list[dict[str, Tensor]]:
-    """One for each sample of the batch."""
-    together = {"latents": latents, **words}
-    each = zip(*(tensor.cpu().contiguous() for tensor in together.values()), strict=True)
-    return [dict(zip(together, tensors, strict=True)) for tensors in each]
-
-
-class Noisy(NamedTuple):
-    """Noisy packed latents, their noise levels from 0 (clean) to 1, and the words; one, or a batch of them."""
-
-    latents: Float[Tensor, "*batch tokens channels"]
-    level: Float[Tensor, "*batch"]
-    text: Float[Tensor, "*batch words text_dim"]
-    pooled: Float[Tensor, "*batch pooled_dim"]
-
-
-class NoisyPairs(Dataset[Noisy]):
-    """Pairs under random noise, epoch after epoch: sample n follows from n and the seed alone.
-
-    Args:
-        folder: Of the pairs.
-        prompts: Their captions.
-        seed: Of order and noise.
-        shift: By how much the logarithm of signal to noise is moved towards noise; at 0 the levels are uniform.
-    """
-
-    def __init__(self, folder: Path, prompts: Sequence[str], seed: int, shift: float = 0.0):
-        self.folder, self.count, self.seed, self.shift = folder, len(prompts), seed, shift
-        self.checksum = f"{crc32(json.dumps(list(prompts)).encode()):08x}"
-
-    def __getitem__(self, number: int) -> Noisy:
-        epoch, place = divmod(number, self.count)
-        shuffled = torch.randperm(self.count, generator=chance("epoch", self.seed, epoch))
-        pair = load_file(_path(self.folder, int(shuffled[place])))
-        own = chance("sample", self.seed, number)
-        level = torch.sigmoid(torch.logit(torch.rand((), generator=own)) + self.shift)
-        clean = pair["latents"].float()
-        latents = (1 - level) * clean + level * torch.randn(clean.shape, generator=own)
-        return Noisy(latents, level, pair["prompt_embeds"], pair["pooled_prompt_embeds"])
+def _unbatched(batch: dict[str, Tensor]) -> list[dict[str, Tensor]]:
+    samples = zip(*(tensor.cpu().contiguous() for tensor in batch.values()), strict=True)
+    return [dict(zip(batch, tensors, strict=True)) for tensors in samples]

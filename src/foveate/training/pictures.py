@@ -1,46 +1,78 @@
 # pyright: basic, reportPrivateImportUsage=false, reportArgumentType=false, reportAttributeAccessIssue=false
 # pyright: reportMissingImports=false
-"""What a pixel model learns from: pictures and captions of a folder or a data set, under noise."""
+"""Training samples: pictures with captions, and latents with text embeddings, under noise.
+
+Sample n follows from n and the seed alone, so a resumed run sees what an uninterrupted one would have seen.
+"""
 
 import json
+import random
+from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, TypeVar, runtime_checkable
 from zlib import crc32
 
 import torch
 from diffusers.image_processor import VaeImageProcessor
 from jaxtyping import Float, Int
 from PIL import Image
+from safetensors.torch import load_file
 from torch import Tensor
 from torch.utils.data import Dataset
 
 from foveate.diffusers.pixel_pipeline import noise_scale
-from foveate.training.pairs import PICTURES, chance
 
-__all__ = ["FolderPictures", "HubPictures", "NoisyPicture", "NoisyPictures", "Pictures"]
+__all__ = [
+    "FolderPictures",
+    "HubPictures",
+    "NoisyLatents",
+    "NoisyPairs",
+    "NoisyPicture",
+    "NoisyPictures",
+    "Pictures",
+    "captioned",
+    "fitted",
+    "pair_path",
+    "seeded",
+]
 
-LEVELS = 1000  # of noise
-CAPTIONS = ("text", "caption", "prompt", "label")  # columns of a data set, the first that there is
+SUFFIXES = (".png", ".jpg", ".jpeg", ".webp")
+LEVELS = 1000  # noise levels of a pixel model
+CAPTIONS = ("text", "caption", "prompt", "label")  # columns of a data set; the first that exists is used
+Sample = TypeVar("Sample", covariant=True)
+
+
+def seeded(kind: str, seed: int, number: int) -> torch.Generator:
+    """A random generator that depends on these three values alone."""
+    return torch.Generator().manual_seed(random.Random(f"{kind} {seed} {number}").getrandbits(63))
+
+
+def fitted(picture: Image.Image, size: tuple[int, int]) -> Float[Tensor, "3 height width"]:
+    """The picture as pixels from -1 to 1, resized and centre-cropped to (height, width)."""
+    return VaeImageProcessor(vae_scale_factor=1).preprocess(picture.convert("RGB"), *size, resize_mode="crop")[0]
+
+
+# --- pictures --------------------------------------------------------------------------------------------------------
 
 
 @runtime_checkable
 class Pictures(Protocol):
-    """Pictures by number."""
+    """Numbered pictures with captions."""
 
     @property
     def count(self) -> int | None:
-        """How many there are; None if they never end."""
+        """Number of pictures; None if there is no end."""
         ...
 
     @property
     def captioned(self) -> bool:
-        """Whether they have captions."""
+        """Whether the pictures have captions."""
         ...
 
     @property
     def checksum(self) -> str:
-        """Tells them apart from others."""
+        """Identifies this collection of pictures."""
         ...
 
     def picture(self, index: int, size: tuple[int, int]) -> tuple[Float[Tensor, "3 height width"], str]:
@@ -49,16 +81,14 @@ class Pictures(Protocol):
 
 
 class FolderPictures:
-    """The pictures of a folder and its subfolders by name, with captions if there are .txt files beside them.
+    """The pictures of a folder and its subfolders, sorted by name, with captions from .txt files beside them.
 
     Raises:
-        ValueError: If there is no picture, or only some have captions.
+        ValueError: If there is no picture, or only some of them have captions.
     """
 
     def __init__(self, folder: Path):
-        self.files = sorted(path for path in folder.rglob("*") if path.suffix.lower() in PICTURES)
-        if not self.files:
-            raise ValueError(f"{folder} holds no pictures: name a folder of {', '.join(PICTURES)} files")
+        self.files = _picture_files(folder, "**/*")
         without = [path for path in self.files if not path.with_suffix(".txt").is_file()]
         self.count, self.captioned = len(self.files), len(without) < len(self.files)
         if without and self.captioned:
@@ -67,18 +97,17 @@ class FolderPictures:
         self.checksum = f"{crc32(json.dumps([names, self.captioned]).encode()):08x}"
 
     def picture(self, index: int, size: tuple[int, int]) -> tuple[Float[Tensor, "3 height width"], str]:
-        """The middle of a picture, as large as its shape allows, and its caption."""
+        """The picture, centre-cropped to (height, width), and its caption."""
         path = self.files[index]
         with Image.open(path) as file:
-            pixels = _fitted(file, size)
-        return pixels, path.with_suffix(".txt").read_text().strip() if self.captioned else ""
+            return fitted(file, size), _caption(path) if self.captioned else ""
 
 
 class HubPictures:
-    """The pictures of a data set of the Hugging Face Hub, with its captions or the names of its classes.
+    """The pictures of a Hugging Face data set, with its captions or class names.
 
     Raises:
-        ValueError: If the library `datasets` is missing, or there are no pictures in the data set.
+        ValueError: If the library `datasets` is missing, or the data set has no pictures.
     """
 
     def __init__(self, name: str, split: str = "train"):
@@ -98,19 +127,116 @@ class HubPictures:
         self.checksum = f"{name} {split} {self.count}"
 
     def picture(self, index: int, size: tuple[int, int]) -> tuple[Float[Tensor, "3 height width"], str]:
-        """The middle of a picture, as large as its shape allows, and its caption."""
+        """The picture, centre-cropped to (height, width), and its caption."""
         row = self.data[index]
-        return _fitted(row[self.column], size), self._said(row)
+        return fitted(row[self.column], size), self._caption_of(row)
 
-    def _said(self, row: dict[str, Any]) -> str:
+    def _caption_of(self, row: dict[str, Any]) -> str:
         if self.caption is None:
             return ""
-        names = getattr(self.data.features[self.caption], "names", None)  # of classes
-        return names[row[self.caption]] if names else str(row[self.caption])
+        classes = getattr(self.data.features[self.caption], "names", None)
+        return classes[row[self.caption]] if classes else str(row[self.caption])
 
 
-def _fitted(picture: Image.Image, size: tuple[int, int]) -> Float[Tensor, "3 height width"]:
-    return VaeImageProcessor(vae_scale_factor=1).preprocess(picture.convert("RGB"), *size, resize_mode="crop")[0]
+def captioned(folder: Path, prompts: Sequence[str] | None) -> dict[Path, str]:
+    """The pictures of a folder, sorted by name, each with its caption.
+
+    Args:
+        folder: The folder; subfolders are not searched.
+        prompts: Captions in the order of the pictures; None takes them from the .txt files beside the pictures.
+
+    Raises:
+        ValueError: If there is no picture, a caption is missing, or there are fewer prompts than pictures.
+    """
+    pictures = _picture_files(folder, "*")
+    if prompts is None:
+        if without := [path for path in pictures if not path.with_suffix(".txt").is_file()]:
+            raise ValueError(f"{without[0].name} has no caption: put one into {without[0].stem}.txt, or use --prompts")
+        return {path: _caption(path) for path in pictures}
+    if len(prompts) < len(pictures):
+        raise ValueError(f"{len(pictures)} pictures in {folder}, but {len(prompts)} prompts: give one for each")
+    return dict(zip(pictures, prompts, strict=False))
+
+
+def _picture_files(folder: Path, pattern: str) -> list[Path]:
+    files = sorted(path for path in folder.glob(pattern) if path.suffix.lower() in SUFFIXES)
+    if not files:
+        raise ValueError(f"{folder} holds no pictures: name a folder of {', '.join(SUFFIXES)} files")
+    return files
+
+
+def _caption(picture: Path) -> str:
+    return picture.with_suffix(".txt").read_text().strip()
+
+
+# --- samples under noise ---------------------------------------------------------------------------------------------
+
+
+class Epochs(Dataset[Sample]):
+    """Samples without end: every epoch sees each of `count` items once, in an order of its own.
+
+    Attributes:
+        count: Number of items; None if there is no end, then sample n is item n.
+        seed: Seed of the order and of the noise.
+    """
+
+    count: int | None
+    seed: int
+
+    def item(self, number: int) -> int:
+        """The item of sample `number`."""
+        if self.count is None:
+            return number
+        epoch, place = divmod(number, self.count)
+        return int(_shuffled(self.count, self.seed, epoch)[place])
+
+
+@lru_cache(maxsize=2)
+def _shuffled(count: int, seed: int, epoch: int) -> Int[Tensor, "count"]:
+    return torch.randperm(count, generator=seeded("epoch", seed, epoch))
+
+
+class NoisyLatents(NamedTuple):
+    """Packed latents under noise with their text embeddings: one sample, or a batch.
+
+    Attributes:
+        latents: (1 - level) latents + level noise.
+        level: Noise level from 0 (clean) to 1 (noise).
+        text: Embeddings of the caption's tokens.
+        pooled: Pooled embedding of the caption.
+    """
+
+    latents: Float[Tensor, "*batch tokens channels"]
+    level: Float[Tensor, "*batch"]
+    text: Float[Tensor, "*batch words text_dim"]
+    pooled: Float[Tensor, "*batch pooled_dim"]
+
+
+class NoisyPairs(Epochs[NoisyLatents]):
+    """Pairs of latents and text embeddings, as `make_pairs` writes them, under random noise.
+
+    Args:
+        folder: Folder of the pairs.
+        prompts: Their captions.
+        seed: Seed of the order and of the noise.
+        shift: Added to the logit of the noise level, which is uniform at 0; positive values add noise.
+    """
+
+    def __init__(self, folder: Path, prompts: Sequence[str], seed: int, shift: float = 0.0):
+        self.folder, self.count, self.seed, self.shift = folder, len(prompts), seed, shift
+        self.checksum = f"{crc32(json.dumps(list(prompts)).encode()):08x}"
+
+    def __getitem__(self, number: int) -> NoisyLatents:
+        pair, generator = load_file(pair_path(self.folder, self.item(number))), seeded("sample", self.seed, number)
+        level = torch.sigmoid(torch.logit(torch.rand((), generator=generator)) + self.shift)
+        clean = pair["latents"].float()
+        latents = (1 - level) * clean + level * torch.randn(clean.shape, generator=generator)
+        return NoisyLatents(latents, level, pair["prompt_embeds"], pair["pooled_prompt_embeds"])
+
+
+def pair_path(folder: Path, index: int) -> Path:
+    """The file of a pair."""
+    return folder / f"{index:06}.safetensors"
 
 
 class NoisyPicture(NamedTuple):
@@ -118,9 +244,9 @@ class NoisyPicture(NamedTuple):
 
     Attributes:
         pixels: (1 - level) picture + level scale noise.
-        velocity: What the model is to say: scale noise - picture.
-        level: From 0 (picture) to 1 (noise).
-        words: Numbers of the caption's tokens; none without captions.
+        velocity: The target of the model, scale noise - picture.
+        level: Noise level from 0 (picture) to 1 (noise).
+        words: Token ids of the caption; empty without captions.
     """
 
     pixels: Float[Tensor, "*batch 3 height width"]
@@ -129,45 +255,34 @@ class NoisyPicture(NamedTuple):
     words: Int[Tensor, "*batch words"]
 
 
-class NoisyPictures(Dataset[NoisyPicture]):
-    """Pictures of one size under random noise, epoch after epoch: sample n follows from n and the seed alone.
+class NoisyPictures(Epochs[NoisyPicture]):
+    """Pictures of one size under random noise.
 
     Args:
-        pictures: What they are made of.
+        pictures: The pictures.
         size: (height, width) in pixels.
-        seed: Of order, noise and empty captions.
-        tokenizer: Reads the captions, if the model takes any.
-        uncaptioned: Fraction of the pictures whose caption is left empty.
+        seed: Seed of the order, the noise and the dropped captions.
+        tokenizer: Tokenizer of the captions; None if the model takes none.
+        uncaptioned: Fraction of the samples with an empty caption.
     """
 
     def __init__(
         self, pictures: Pictures, size: tuple[int, int], seed: int, tokenizer: Any = None, uncaptioned: float = 0.0
     ):
-        self.pictures, self.size, self.seed = pictures, size, seed
+        self.pictures, self.count, self.size, self.seed = pictures, pictures.count, size, seed
         self.tokenizer, self.uncaptioned = tokenizer, uncaptioned
 
     def __getitem__(self, number: int) -> NoisyPicture:
-        clean, caption = self.pictures.picture(self._index(number), self.size)
-        own = chance("picture", self.seed, number)
-        level = torch.randint(1, LEVELS + 1, (), generator=own) / LEVELS
-        noise = noise_scale(*self.size) * torch.randn(clean.shape, generator=own)
-        said = torch.rand((), generator=own) >= self.uncaptioned
-        pixels = (1 - level) * clean + level * noise
-        return NoisyPicture(pixels, noise - clean, level, self._words(caption if said else ""))
-
-    def _index(self, number: int) -> int:
-        if self.pictures.count is None:
-            return number
-        epoch, place = divmod(number, self.pictures.count)
-        return int(_shuffled(self.pictures.count, self.seed, epoch)[place])
+        clean, caption = self.pictures.picture(self.item(number), self.size)
+        generator = seeded("picture", self.seed, number)
+        level = torch.randint(1, LEVELS + 1, (), generator=generator) / LEVELS
+        noise = noise_scale(*self.size) * torch.randn(clean.shape, generator=generator)
+        if torch.rand((), generator=generator) < self.uncaptioned:
+            caption = ""
+        return NoisyPicture((1 - level) * clean + level * noise, noise - clean, level, self._words(caption))
 
     def _words(self, caption: str) -> Int[Tensor, "words"]:
         if self.tokenizer is None:
             return torch.zeros(0, dtype=torch.long)
         padded = {"padding": "max_length", "max_length": self.tokenizer.model_max_length, "truncation": True}
         return self.tokenizer(caption, **padded, return_tensors="pt").input_ids[0]
-
-
-@lru_cache(maxsize=2)
-def _shuffled(count: int, seed: int, epoch: int) -> Int[Tensor, "count"]:
-    return torch.randperm(count, generator=chance("epoch", seed, epoch))

@@ -1,6 +1,6 @@
 # pyright: basic, reportPrivateImportUsage=false, reportArgumentType=false, reportCallIssue=false
 # pyright: reportAttributeAccessIssue=false, reportOptionalMemberAccess=false
-"""A pixel model trained from nothing: flow matching, from small pictures to large ones."""
+"""Training of a pixel diffusion transformer from scratch: flow matching, on small pictures first."""
 
 import copy
 import math
@@ -24,11 +24,10 @@ from foveate.diffusers.pipelines import Request, draw
 from foveate.diffusers.pixel_dit import PixelDiT
 from foveate.diffusers.pixel_pipeline import PixelPipeline
 from foveate.training.pictures import NoisyPicture, NoisyPictures, Pictures
-from foveate.training.run import Run, Stretch, cooled, shares
-from foveate.training.trained import Trained, whole, with_muon
+from foveate.training.run import Phase, Run, cooled_rate, split_batch
+from foveate.training.trained import Trained, muon_and_adamw, unsharded
 from foveate.utils.files import write_whole
 from foveate.utils.progress import Track, silent
-from foveate.web.report import draw_sheet, figure_png
 
 __all__ = ["MIXED", "PixelRecipe", "PixelTraining", "Stage", "prepare", "train", "velocity_loss"]
 
@@ -37,12 +36,12 @@ OPTIMIZERS = "adamw", "muon"
 
 
 class Stage(NamedTuple):
-    """Steps with pictures of one size.
+    """Training steps on pictures of one size.
 
     Attributes:
         size: (height, width) in pixels.
-        steps: How many.
-        batch: Pictures a step, over all devices.
+        steps: Number of steps.
+        batch: Batch size over all devices.
     """
 
     size: tuple[int, int]
@@ -52,17 +51,17 @@ class Stage(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class PixelRecipe:
-    """How a pixel model is trained. The defaults are those of the paper, arXiv 2512.16615.
+    """Hyperparameters of a pixel model. The defaults are those of the LLSA paper, arXiv 2512.16615.
 
     Attributes:
         rate: Learning rate.
-        cool_down: Over this last fraction of the steps the rate falls to 0, linearly.
-        optimizer: "adamw", or "muon" for the matrices of blocks: about the same rates.
-        weight_decay: Of all weights, or of those matrices.
-        average: What the moving average of the weights, which draws, keeps at a step, once there were many.
-        uncaptioned: Fraction of the pictures whose caption is left empty, as a guidance scale needs it.
-        dtype: "float32", or "bfloat16" for all but the weights.
-        seed: Of the order of the pictures and their noise.
+        cool_down: Last fraction of the steps, over which the rate falls linearly to 0.
+        optimizer: "adamw", or "muon" for the matrices inside blocks, at about the same rates.
+        weight_decay: Weight decay: of all weights with AdamW, of the matrices with Muon.
+        average: Decay of the moving average of the weights, which draws the pictures, after a warm-up.
+        uncaptioned: Fraction of the samples with an empty caption, which classifier-free guidance needs.
+        dtype: "float32", or "bfloat16" for everything but the weights.
+        seed: Seed of the order of the pictures and of the noise.
     """
 
     rate: float = 1e-4
@@ -105,20 +104,22 @@ def train(
     sample_every: int = 0,
     track: Track = silent,
 ) -> bool:
-    """Train the pipeline's transformer; whether all steps were made. `out` becomes the folder of the pipeline.
+    """Train the transformer of a pipeline. Returns whether all steps are done.
+
+    `out` becomes the folder of the pipeline. An existing run in it is resumed.
 
     Args:
-        out: Folder of the run. What is found there is gone on with.
-        pipeline: With the weights to begin with, on the CPU or the device of this process. It ends with the average.
-        pictures: What it sees.
-        stages: One after the other, the small pictures first. More may be added when the run is gone on with.
-        recipe: How it learns.
-        captions: Of the samples; "" for each without captions.
-        at_once: Pictures that a device sees together at most.
-        checkpointing: Run blocks again in the backward pass, to save memory.
+        out: Folder of the run.
+        pipeline: Pipeline with the initial weights, on the CPU or this process's device. It ends with the average.
+        pictures: Training pictures.
+        stages: Stages in turn, small pictures first. A resumed run may have more of them.
+        recipe: Hyperparameters.
+        captions: Captions of the samples; "" for each sample of a model without captions.
+        at_once: Largest batch on a device.
+        checkpointing: Use gradient checkpointing.
         compile: Compile the blocks, once for each size.
-        minutes: When to write a checkpoint and stop.
-        sample_every: Steps between sheets of samples; 0 draws one at the end alone.
+        minutes: Time after which to write a checkpoint and stop.
+        sample_every: Steps between sheets of samples; 0 draws one at the end only.
         track: Shows progress.
 
     Raises:
@@ -131,7 +132,7 @@ def train(
         dataloader_config=DataLoaderConfiguration(non_blocking=True),
     )
     if accelerator.distributed_type == DistributedType.FSDP and recipe.optimizer != "adamw":
-        raise ValueError("Muon cannot turn matrices that FSDP has spread over devices: use --optimizer adamw")
+        raise ValueError("Muon needs whole matrices, but FSDP has sharded them: use --optimizer adamw")
     _check(pipeline, pictures, stages, accelerator.num_processes, at_once)
     training = PixelTraining(
         out, pipeline, pictures, stages, recipe, accelerator, captions, at_once, checkpointing, compile
@@ -142,27 +143,31 @@ def train(
 
 def _check(pipeline: PixelPipeline, pictures: Pictures, stages: Sequence[Stage], devices: int, at_once: int) -> None:
     if not stages or any(stage.steps < 1 or stage.batch < 1 for stage in stages):
-        raise ValueError(f"a stage has one step and one picture a step at least: not {list(map(tuple, stages))}")
+        raise ValueError(f"a stage has one step and one picture a step at least, not {list(map(tuple, stages))}")
     if pipeline.text_encoder and not pictures.captioned:
         raise ValueError("these pictures have no captions: train a model without words")
     patch = pipeline.transformer.config.patch_size
     for stage in stages:
         if any(side % patch for side in stage.size):
             raise ValueError(f"patches of {patch} px do not fill {stage.size[1]} x {stage.size[0]} px: use multiples")
-        shares(stage.batch, devices, min(at_once, max(1, stage.batch // devices)))
+        _split(stage.batch, devices, at_once)
         pictures.picture(0, stage.size)
+
+
+def _split(batch: int, devices: int, at_once: int) -> tuple[int, int]:
+    return split_batch(batch, devices, min(at_once, max(1, batch // devices)))
 
 
 def prepare(
     model: PixelDiT, recipe: PixelRecipe, accelerator: Accelerator, checkpointing: bool, compile: bool
 ) -> tuple[nn.Module, Trained]:
-    """The model as the accelerator runs it, and its weights with their optimizer and average.
+    """The model as the accelerator prepares it, and its weights with their optimizers and average.
 
     Args:
-        model: Becomes the one that is trained.
-        recipe: How it learns.
-        accelerator: Shares the work among devices.
-        checkpointing: Run blocks again in the backward pass.
+        model: Model to train; changed in place.
+        recipe: Hyperparameters.
+        accelerator: Distributes the work.
+        checkpointing: Use gradient checkpointing.
         compile: Compile the blocks.
     """
     model.train()
@@ -178,9 +183,8 @@ def prepare(
 def _optimizers(model: PixelDiT, recipe: PixelRecipe) -> list[torch.optim.Optimizer]:
     if recipe.optimizer == "adamw":
         return [torch.optim.AdamW(model.parameters(), recipe.rate, weight_decay=recipe.weight_decay)]
-    return with_muon(
-        model.named_parameters(), lambda name: name.startswith("blocks."), recipe.rate, recipe.weight_decay
-    )
+    inside_blocks = lambda name: name.startswith("blocks.")  # noqa: E731
+    return muon_and_adamw(model.named_parameters(), inside_blocks, recipe.rate, recipe.weight_decay)
 
 
 def velocity_loss(
@@ -191,14 +195,14 @@ def velocity_loss(
     return F.mse_loss(velocity.float(), batch.velocity)
 
 
-class Seen(NamedTuple):
-    """What stages a run has seen, as a part of its checkpoints: it is gone on with by those and more."""
+class StageHistory(NamedTuple):
+    """The stages that a run has seen, as a part of its checkpoints: a resumed run must begin with the same ones."""
 
     stages: Sequence[Stage]
     step: int
 
     def state_dict(self) -> dict[str, list[list[int]]]:
-        """Height, width, steps and batch of the stages so far."""
+        """[height, width, steps, batch] of every stage so far."""
         seen, left = [], self.step
         for (height, width), steps, batch in self.stages:
             if left > 0:
@@ -207,26 +211,26 @@ class Seen(NamedTuple):
         return {"seen": seen}
 
     def load_state_dict(self, state: dict[str, list[list[int]]]) -> None:
-        """Refuse to go on with others."""
+        """Raise a ValueError unless the stages begin with those of the checkpoint."""
         step = sum(steps for *_, steps, _ in state["seen"])
-        if Seen(self.stages, step).state_dict() != state:
+        if StageHistory(self.stages, step).state_dict() != state:
             before = ",".join(f"{width}x{height}:{steps}:{batch}" for height, width, steps, batch in state["seen"])
             raise ValueError(f"the run has seen --sizes {before}: begin with these and add more, or use another --out")
 
 
 class PixelTraining(Run):
-    """A run of a recipe.
+    """A training run of a pixel model; see `train` for the arguments.
 
     Args:
         out: Folder of the pipeline, checkpoints, samples and log.csv.
-        pipeline: Its transformer is where the weights begin, then their average.
-        pictures: What it sees.
-        stages: One after the other.
-        recipe: How it learns.
-        accelerator: Shares the work among devices.
-        captions: Of the samples.
-        at_once: Pictures that a device sees together at most.
-        checkpointing: Run blocks again in the backward pass.
+        pipeline: Pipeline whose transformer has the initial weights and later their average.
+        pictures: Training pictures.
+        stages: Stages in turn.
+        recipe: Hyperparameters.
+        accelerator: Distributes the work.
+        captions: Captions of the samples.
+        at_once: Largest batch on a device.
+        checkpointing: Use gradient checkpointing.
         compile: Compile the blocks.
 
     Raises:
@@ -256,21 +260,20 @@ class PixelTraining(Run):
         super().__init__(out, accelerator, model, trained, settings)
 
     def parts(self) -> dict[str, Any]:
-        """Weights, optimizer and average, and the stages so far."""
-        return {"stages": Seen(self.stages, self.step), "model": self.trained}
+        """Weights, optimizers and average, and the stages so far."""
+        return {"stages": StageHistory(self.stages, self.step), "model": self.trained}
 
-    def stretches(self, steps: int) -> Iterator[Stretch]:
-        """What is left of every stage."""
+    def phases(self, steps: int) -> Iterator[Phase]:
+        """The remaining part of every stage."""
         first_step = first_sample = 0
         for size, length, batch in self.stages:
             done = min(max(self.step - first_step, 0), length)
             samples = range(first_sample + done * batch, first_sample + length * batch)
             if samples:
-                devices = self.accelerator.num_processes
                 data = NoisyPictures(
                     self.pictures, size, self.recipe.seed, self.pipeline.tokenizer, self.recipe.uncaptioned
                 )
-                yield Stretch(data, samples, *shares(batch, devices, min(self.at_once, max(1, batch // devices))))
+                yield Phase(data, samples, *_split(batch, self.accelerator.num_processes, self.at_once))
             first_step, first_sample = first_step + length, first_sample + length * batch
 
     def loss(self, batch: NoisyPicture) -> Tensor:
@@ -282,12 +285,12 @@ class PixelTraining(Run):
         return velocity_loss(self.model, batch, text)
 
     def rate(self, done: float) -> float:
-        """Constant, and down to 0 at the end if the recipe says so."""
-        return cooled(self.recipe.rate, done, self.recipe.cool_down)
+        """Constant, but for the cool-down."""
+        return cooled_rate(self.recipe.rate, done, self.recipe.cool_down)
 
     def export(self) -> None:
-        """The pipeline's folder."""
-        self._follow()
+        """Write the folder of the pipeline."""
+        self._copy_average()
         if not self.accelerator.is_main_process:
             return
         height, width = self._size()
@@ -299,24 +302,23 @@ class PixelTraining(Run):
         self.pipeline.save_config(self.out)
 
     def sample(self) -> None:
-        """A picture for every caption; one device draws."""
-        self._follow()
+        """Draw a picture for every caption; one device draws."""
+        self._copy_average()
         if self.captions and self.accelerator.is_main_process:
             requests = [Request(words, self._size(), 20, None, seed) for seed, words in enumerate(self.captions)]
             with self.accelerator.autocast():
                 pictures = [draw(self.pipeline, request) for request in requests]
-            sheet = draw_sheet({f"{self.step} steps": pictures}, list(self.captions))
-            write_whole(self.out / f"samples-{self.step:06}.png", figure_png(sheet, dpi=100))
+            self.write_sheet({f"{self.step} steps": pictures}, self.captions)
         self.accelerator.wait_for_everyone()
 
     def _size(self) -> tuple[int, int]:
-        """Of the pictures seen last."""
-        (height, width, *_) = Seen(self.stages, self.step).state_dict()["seen"][-1]
+        """(height, width) of the current stage."""
+        (height, width, *_) = StageHistory(self.stages, self.step).state_dict()["seen"][-1]
         return height, width
 
     @torch.no_grad()
-    def _follow(self) -> None:
-        """Bring the average into the pipeline."""
-        means = whole(self.trained.average.shadow_params)
+    def _copy_average(self) -> None:
+        """Copy the average into the pipeline."""
+        means = unsharded(self.trained.average.shadow_params)
         for weight, mean in zip(self.pipeline.transformer.parameters(), means, strict=True):
             weight.copy_(mean)

@@ -1,53 +1,54 @@
 # pyright: basic, reportPrivateImportUsage=false, reportArgumentType=false, reportCallIssue=false
 # pyright: reportAttributeAccessIssue=false
-"""A training under way: its steps, and what it leaves in its folder to be gone on with."""
+"""A training run that can be resumed: its steps, checkpoints, log and samples."""
 
 import csv
 import math
 import os
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from accelerate import Accelerator
+from PIL import Image
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 from foveate.training.checkpoints import resume, write_checkpoint
 from foveate.training.trained import Trained
 from foveate.utils.files import write_whole
-from foveate.web.report import draw_losses, figure_png
+from foveate.web.report import draw_losses, draw_sheet, figure_png
 
-__all__ = ["Run", "Stretch", "cooled", "learn", "shares"]
+__all__ = ["Phase", "Run", "cooled_rate", "split_batch", "train_step"]
 
-WORKERS = min(8, os.cpu_count() or 1)  # processes that read pictures and add noise while a GPU computes
+WORKERS = min(8, os.cpu_count() or 1)  # processes that prepare samples while a GPU computes
 
 
-class Stretch(NamedTuple):
-    """Steps that see samples of one shape.
+class Phase(NamedTuple):
+    """Consecutive steps whose samples have one shape.
 
     Attributes:
-        data: The samples by their number.
-        samples: Numbers of those that are left to see.
-        together: How many a device sees at once.
-        times: How often all devices do so for one step.
+        data: The samples by number.
+        samples: Numbers of the remaining samples.
+        micro_batch: Samples that a device processes at once.
+        accumulation: Micro-batches of each device in a step.
     """
 
     data: Dataset[Any]
     samples: range
-    together: int
-    times: int
+    micro_batch: int
+    accumulation: int
 
 
-def shares(batch: int, devices: int, at_once: int) -> tuple[int, int]:
-    """How many samples a device sees at once, and how often, for a batch over all devices.
+def split_batch(batch: int, devices: int, at_once: int) -> tuple[int, int]:
+    """The micro-batch of a device, and the number of micro-batches it accumulates, for a batch over all devices.
 
     Raises:
-        ValueError: If they cannot be shared evenly.
+        ValueError: If the batch cannot be split evenly.
     """
     together = devices * at_once
     if batch % together:
@@ -58,15 +59,15 @@ def shares(batch: int, devices: int, at_once: int) -> tuple[int, int]:
     return at_once, batch // together
 
 
-def cooled(rate: float, done: float, cool_down: float) -> float:
-    """The learning rate when a fraction of the steps is done: over the last part of them it falls to 0, linearly."""
+def cooled_rate(rate: float, done: float, cool_down: float) -> float:
+    """The learning rate after a fraction `done` of the steps; it falls linearly to 0 over the last `cool_down`."""
     return rate * min(1.0, (1 - done) / cool_down) if cool_down else rate
 
 
-def learn(accelerator: Accelerator, model: nn.Module, trained: Trained, loss: Callable[[], Tensor]) -> Tensor:
-    """The loss, from which the weights have learned: its gradients are clipped at 1 and the average follows.
+def train_step(accelerator: Accelerator, model: nn.Module, trained: Trained, loss: Callable[[], Tensor]) -> Tensor:
+    """The loss, after an optimizer step on it with gradients clipped to norm 1 and an update of the average.
 
-    While the accelerator accumulates gradients, weights and average wait for the last of them.
+    While the accelerator accumulates gradients, weights and average wait for the last micro-batch.
     """
     with accelerator.accumulate(model):
         value = loss()
@@ -77,19 +78,19 @@ def learn(accelerator: Accelerator, model: nn.Module, trained: Trained, loss: Ca
             optimizer.step()
             optimizer.zero_grad()
     if accelerator.sync_gradients:
-        trained.follow()
+        trained.update_average()
     return value.detach()
 
 
 class Run(ABC):
-    """A training: what it trains, where it stands, and its folder. A run that is found there is gone on with.
+    """A training run in a folder. If the folder holds checkpoints of the same run, they are resumed.
 
     Args:
         out: Folder of checkpoints, samples, loss.png and log.csv.
-        accelerator: Shares the work among devices.
-        model: As the accelerator prepared it.
-        trained: Its weights, their optimizer and their average.
-        settings: What makes the run the run it is.
+        accelerator: Distributes the work.
+        model: The model as the accelerator prepared it.
+        trained: Its weights, with their optimizers and their average.
+        settings: Settings that identify the run.
 
     Raises:
         ValueError: If `out` holds another run.
@@ -104,31 +105,31 @@ class Run(ABC):
         self.step = resume(out, self.parts(), settings)
         self._losses = self._read_log()
 
-    # --- what differs from training to training ---
+    # --- what a subclass defines ---
 
     @abstractmethod
     def parts(self) -> dict[str, Any]:
-        """What goes into a checkpoint, by name."""
+        """The parts of a checkpoint, by name."""
 
     @abstractmethod
-    def stretches(self, steps: int) -> Iterator[Stretch]:
-        """What is left to see, until there were so many steps."""
+    def phases(self, steps: int) -> Iterator[Phase]:
+        """The remaining phases of a run of this many steps."""
 
     @abstractmethod
     def loss(self, batch: Any) -> Tensor:
-        """What is to become smaller."""
+        """The loss of a micro-batch."""
 
     @abstractmethod
     def rate(self, done: float) -> float:
-        """Learning rate when this fraction of the steps is done."""
+        """The learning rate after this fraction of the steps."""
 
     @abstractmethod
     def export(self) -> None:
-        """Write the result as it is now into `out`; all devices call it together."""
+        """Write the current result into `out`; called on all devices together."""
 
     @abstractmethod
     def sample(self) -> None:
-        """Write a sheet of samples into `out`; all devices call it together."""
+        """Write a sheet of samples into `out`; called on all devices together."""
 
     # --- steps ---
 
@@ -141,17 +142,17 @@ class Run(ABC):
         sample_every: int = 0,
         advance: Callable[[], None] = lambda: None,
     ) -> bool:
-        """Train until there were so many steps or the time is up; whether all were made.
+        """Train up to a number of steps or until the time is up. Returns whether all steps are done.
 
         Args:
-            steps: How many there are to be, with those of earlier runs.
-            until: When to write a checkpoint and stop, by `time.monotonic`.
-            checkpoint_minutes: Time between checkpoints.
-            sample_every: Steps between sheets of samples; 0 draws one at the end alone.
-            advance: Called after every step, first for those of earlier runs.
+            steps: Number of steps, including those of earlier runs.
+            until: Time at which to write a checkpoint and stop, as given by `time.monotonic`.
+            checkpoint_minutes: Minutes between checkpoints.
+            sample_every: Steps between sheets of samples; 0 draws one at the end only.
+            advance: Called once for every step, including those of earlier runs.
 
         Raises:
-            ValueError: If the loss is not finite; the checkpoints stay as they were before.
+            ValueError: If the loss is not finite; the checkpoints keep the state before.
         """
         for _ in range(min(self.step, steps)):
             advance()
@@ -160,7 +161,7 @@ class Run(ABC):
             if not math.isfinite(loss):
                 raise ValueError(f"the loss of step {self.step} is {loss}: begin anew with a lower --rate")
             now = time.monotonic()
-            late, due = self._anywhere(now > until), self._anywhere(now > saved + 60 * checkpoint_minutes)
+            late, due = self._on_any_device(now > until), self._on_any_device(now > saved + 60 * checkpoint_minutes)
             last = late or self.step == steps
             self._write_log(loss, now - began)
             advance()
@@ -175,30 +176,35 @@ class Run(ABC):
         return self.step >= steps
 
     def _steps(self, steps: int) -> Iterator[float]:
-        """The losses of the steps that are left."""
+        """The losses of the remaining steps."""
         gpu = self.accelerator.device.type == "cuda"
-        for data, samples, together, times in self.stretches(steps):
-            loader = DataLoader(data, together, sampler=samples, num_workers=WORKERS if gpu else 0, pin_memory=gpu)
-            self.accelerator.gradient_accumulation_steps = times
+        for data, samples, micro_batch, accumulation in self.phases(steps):
+            loader = DataLoader(data, micro_batch, sampler=samples, num_workers=WORKERS if gpu else 0, pin_memory=gpu)
+            self.accelerator.gradient_accumulation_steps = accumulation
             losses: list[Tensor] = []
             for batch in self.accelerator.prepare(loader):
                 for optimizer in self.trained.optimizers:
                     for group in optimizer.param_groups:
                         group["lr"] = self.rate(self.step / steps)
-                losses.append(learn(self.accelerator, self.model, self.trained, partial(self.loss, batch)))
+                losses.append(train_step(self.accelerator, self.model, self.trained, partial(self.loss, batch)))
                 if self.accelerator.sync_gradients:
                     self.step += 1
                     yield self.accelerator.reduce(torch.stack(losses).mean(), "mean").item()
                     losses = []
 
-    def _anywhere(self, here: bool) -> bool:
+    def _on_any_device(self, here: bool) -> bool:
         flag = torch.tensor(float(here), device=self.accelerator.device)
         return bool(self.accelerator.reduce(flag).item())
 
-    # --- what a run leaves behind ---
+    # --- files ---
+
+    def write_sheet(self, rows: dict[str, list[Image.Image]], captions: Sequence[str]) -> None:
+        """Write a sheet of samples, named after the current step: a row for each name, a column for each caption."""
+        sheet = figure_png(draw_sheet(rows, list(captions)), dpi=100)
+        write_whole(self.out / f"samples-{self.step:06}.png", sheet)
 
     def _read_log(self) -> list[float]:
-        """The losses up to the checkpoint: the steps after it are made, and logged, again."""
+        """The losses up to the checkpoint; later lines are removed, because their steps are repeated."""
         path = self.out / "log.csv"
         if not path.exists():
             return []
@@ -209,7 +215,7 @@ class Run(ABC):
         return [float(loss) for _, loss, _ in csv.reader(lines)]
 
     def _write_log(self, loss: float, seconds: float) -> None:
-        """Step, loss and seconds of every step."""
+        """Append step, loss and seconds."""
         self._losses.append(loss)
         if self.accelerator.is_main_process:
             self.out.mkdir(parents=True, exist_ok=True)

@@ -1,6 +1,6 @@
 # pyright: basic, reportPrivateImportUsage=false, reportArgumentType=false, reportCallIssue=false
 # pyright: reportAttributeAccessIssue=false
-"""Teacher and student in one model: with pattern and LoRA it is the student, without both it is the teacher."""
+"""Teacher and student in one model: with method and LoRA it is the student, without them the teacher."""
 
 import io
 from collections.abc import Generator, Sequence
@@ -21,14 +21,13 @@ from torch import Tensor, nn
 from foveate.diffusers.apply import apply
 from foveate.diffusers.lora import pack_lora
 from foveate.methods import Method
-from foveate.training.pairs import Noisy
-from foveate.training.run import cooled
-from foveate.training.trained import whole
+from foveate.training.pictures import NoisyLatents
+from foveate.training.trained import unsharded
 
-__all__ = ["Recipe", "Student"]
+__all__ = ["Recipe", "Student", "token_grid"]
 
 PAPER = [
-    *("attn.to_q", "attn.to_k", "attn.to_v", "attn.to_out.0"),  # of these, single blocks have the first three
+    *("attn.to_q", "attn.to_k", "attn.to_v", "attn.to_out.0"),  # single blocks have the first three of these
     *("attn.add_q_proj", "attn.add_k_proj", "attn.add_v_proj", "attn.to_add_out"),
     *("ff.net.0.proj", "ff.net.2", "ff_context.net.0.proj", "ff_context.net.2"),
 ]
@@ -39,20 +38,21 @@ RATES = {"prodigy": 1.0, "adamw": 1e-4}
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """How a LoRA is distilled. The defaults are those of HilbertA's authors.
+    """Hyperparameters of a distillation. The defaults are those of the HilbertA paper.
 
     Attributes:
-        method: What the student runs with.
-        rank: Of the LoRA; its alpha is the same.
-        layers: "paper", or "all": of single blocks the feed-forward and output layers too, and the last layer.
+        method: The method that the student runs with.
+        rank: Rank of the LoRA, and its alpha.
+        layers: Layers with a LoRA: "paper", or "all", which adds the feed-forward and output layers of single blocks
+            and the last layer of the model.
         optimizer: "prodigy", which finds its own step size, or "adamw".
         rate: Learning rate; None is 1 for Prodigy and 1e-4 for AdamW.
-        levels: How noisy the pictures are: "uniform" from clean to noise, or "shifted", as often as drawing meets a
-            level: nearer to noise, where the layout is decided, the larger the picture.
-        cool_down: Over this last fraction of the steps the rate falls to 0, linearly.
-        batch: Pictures a step, over all devices.
-        guidance: What both are told as guidance scale, if they take one.
-        seed: Of the LoRA's first weights, the order of the pictures and their noise.
+        levels: Distribution of the noise levels: "uniform", or "shifted" towards noise as the scheduler shifts them
+            when it draws, the more the larger the picture.
+        cool_down: Last fraction of the steps, over which the rate falls linearly to 0.
+        batch: Batch size over all devices.
+        guidance: Guidance scale that teacher and student are given, if the model takes one.
+        seed: Seed of the initial LoRA, the order of the pictures and the noise.
     """
 
     method: Method
@@ -84,29 +84,36 @@ class Recipe:
         if not self.method.always:
             raise ValueError("a LoRA is distilled for every noise level: leave start_percent and end_percent out")
 
-    def rate_at(self, done: float) -> float:
-        """Learning rate when this fraction of the steps is done."""
-        return cooled(self.rate or RATES[self.optimizer], done, self.cool_down)
+    @property
+    def first_rate(self) -> float:
+        """Learning rate before the cool-down."""
+        return self.rate or RATES[self.optimizer]
 
     def optimizer_of(self, parameters: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
-        """The optimizer of these parameters."""
-        options = {"lr": self.rate_at(0), "betas": (0.9, 0.999), "weight_decay": 1e-4}
+        """The optimizer for these parameters."""
+        options = {"lr": self.first_rate, "betas": (0.9, 0.999), "weight_decay": 1e-4}
         if self.optimizer == "adamw":
             return torch.optim.AdamW(parameters, **options)
         from prodigyopt import Prodigy
 
-        with redirect_stdout(io.StringIO()):  # it says that its weight decay is decoupled
+        with redirect_stdout(io.StringIO()):  # it prints that its weight decay is decoupled
             return Prodigy(parameters, use_bias_correction=True, safeguard_warmup=True, **options)
 
 
+def token_grid(pipeline: FluxPipeline, size: tuple[int, int]) -> tuple[int, int]:
+    """(rows, columns) of image tokens of pictures of (height, width) pixels."""
+    rows, columns = (side // (2 * pipeline.vae_scale_factor) for side in size)
+    return rows, columns
+
+
 class Student:
-    """A pipeline that runs with a method and a LoRA, and whose dense self is the teacher.
+    """A pipeline with a method and a LoRA; without both it is the teacher.
 
     Args:
-        pipeline: Keeps the LoRA, and the method until `finish`; all its other weights are frozen.
+        pipeline: The pipeline. It keeps the LoRA, and until `finish` the method; all other weights are frozen.
         recipe: Method and LoRA.
         size: (height, width) of the pictures in pixels.
-        start: The LoRA to begin with.
+        start: LoRA file to start from.
 
     Raises:
         ValueError: If the dtype cannot be trained in, or `start` or the method do not fit the model.
@@ -117,8 +124,7 @@ class Student:
         self.dtype = self.transformer.dtype
         if self.dtype == torch.float16:
             raise ValueError("gradients are too small for float16: use --dtype bfloat16 or float32")
-        rows, columns = (side // (2 * pipeline.vae_scale_factor) for side in size)
-        self._ids = pipeline._prepare_latent_image_ids(1, rows, columns, pipeline.device, self.dtype)
+        self._ids = pipeline._prepare_latent_image_ids(1, *token_grid(pipeline, size), pipeline.device, self.dtype)
         self._add_lora()
         self._handle = apply(pipeline, recipe.method)
 
@@ -137,58 +143,58 @@ class Student:
         layers = FluxPipeline.lora_state_dict(str(start.parent), weight_name=start.name)
         layers = {name.removeprefix("transformer."): weight for name, weight in layers.items()}
         try:
-            strangers = set_peft_model_state_dict(self.transformer, layers).unexpected_keys
+            unknown = set_peft_model_state_dict(self.transformer, layers).unexpected_keys
         except RuntimeError as error:
             raise ValueError(f"{start} does not fit: it needs the model and --rank it was made with") from error
-        if strangers:
-            raise ValueError(f"{start} does not fit this model, which has no {strangers[0]}")
+        if unknown:
+            raise ValueError(f"{start} does not fit this model, which has no {unknown[0]}")
 
     @property
     def trained(self) -> list[nn.Parameter]:
-        """The weights of the LoRA."""
+        """Weights of the LoRA."""
         return [parameter for parameter in self.transformer.parameters() if parameter.requires_grad]
 
-    def packed(self) -> bytes:
-        """The LoRA as a file; all devices must ask together."""
-        return pack_lora(whole(get_peft_model_state_dict(self.transformer)), self.recipe.method, self.size)
+    def lora_file(self) -> bytes:
+        """The LoRA as the content of a file; all devices must call it together."""
+        return pack_lora(unsharded(get_peft_model_state_dict(self.transformer)), self.recipe.method, self.size)
 
     def finish(self) -> None:
-        """Take the method out; the LoRA stays."""
+        """Remove the method; the LoRA stays."""
         self._handle.remove()
 
     @contextmanager
     def teacher(self) -> Generator[None]:
-        """Within it the model is the teacher: dense, without the LoRA."""
-        with self._handle.paused(), self.untaught():
+        """Context in which the model is the teacher: dense, without the LoRA."""
+        with self._handle.paused(), self.without_lora():
             yield
 
     @contextmanager
-    def untaught(self) -> Generator[None]:
-        """Within it the model runs with the method, without the LoRA."""
+    def without_lora(self) -> Generator[None]:
+        """Context in which the model runs with the method but without the LoRA."""
         self.transformer.disable_adapters()
         try:
             yield
         finally:
             self.transformer.enable_adapters()
 
-    def loss(self, model: nn.Module, batch: Noisy) -> Float[Tensor, ""]:
+    def loss(self, model: nn.Module, batch: NoisyLatents) -> Float[Tensor, ""]:
         """Mean squared difference between the velocities of student and teacher.
 
         Args:
-            model: The transformer, as wrapped for training.
-            batch: What both see.
+            model: The transformer as the accelerator prepared it.
+            batch: Input of both.
 
         Raises:
-            ValueError: If the method leaves these pictures dense.
+            ValueError: If the method stays dense at this size.
         """
-        velocity = self._velocity(model, batch)  # first: FSDP trains what it first saw to be trainable
+        velocity = self._velocity(model, batch)  # before the teacher: FSDP needs the LoRA in its first forward
         if not self._handle.plans():
             raise ValueError(f"{self._handle.summary().layers[0].why}: there is nothing to distil at this size")
         with torch.no_grad(), self.teacher():
             goal = self._velocity(model, batch)
         return F.mse_loss(velocity.float(), goal.float())
 
-    def _velocity(self, model: nn.Module, batch: Noisy) -> Float[Tensor, "batch tokens channels"]:
+    def _velocity(self, model: nn.Module, batch: NoisyLatents) -> Float[Tensor, "batch tokens channels"]:
         guided = self.transformer.config.guidance_embeds
         with torch.autocast(self._ids.device.type, self.dtype, enabled=self.dtype == torch.bfloat16):
             return model(

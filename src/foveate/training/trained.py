@@ -1,5 +1,5 @@
 # pyright: basic
-"""What a run trains, and with which optimizers; as a part of its checkpoints whole, even where FSDP has spread it."""
+"""The trained weights with their optimizers and average; in checkpoints complete, even where FSDP has sharded them."""
 
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -10,33 +10,33 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils._pytree import tree_map
 
-__all__ = ["Trained", "whole", "with_muon"]
+__all__ = ["Trained", "muon_and_adamw", "unsharded"]
 
 
-def whole(state: Any) -> Any:
-    """A nest of lists and dicts with every tensor whole, on every device; all devices must ask together."""
+def unsharded(state: Any) -> Any:
+    """A nested state with every sharded tensor gathered, on every device; all devices must call it together."""
     return tree_map(lambda leaf: leaf.full_tensor() if isinstance(leaf, DTensor) else leaf, state)
 
 
-def spread_as(parameter: Tensor, tensor: Any) -> Any:
-    """The tensor, spread over devices as the parameter of its shape is."""
+def _sharded_like(parameter: Tensor, tensor: Any) -> Any:
+    """The tensor, sharded as the parameter is if their shapes agree."""
     if not isinstance(parameter, DTensor) or getattr(tensor, "shape", None) != parameter.shape:
         return tensor
     return distribute_tensor(tensor.to(parameter.device), parameter.device_mesh, parameter.placements)
 
 
-def with_muon(
+def muon_and_adamw(
     parameters: Iterable[tuple[str, nn.Parameter]], inside: Callable[[str], bool], rate: float, weight_decay: float
 ) -> list[torch.optim.Optimizer]:
-    """Muon for the matrices of blocks, AdamW for everything else; one rate fits both.
+    """Muon for the matrices inside blocks, AdamW for everything else; both take the same learning rate.
 
     Args:
-        parameters: By name.
-        inside: Whether a name is one of a block's.
-        rate: Of learning.
-        weight_decay: Of the matrices.
+        parameters: Named parameters.
+        inside: Whether a parameter of this name is inside a block.
+        rate: Learning rate.
+        weight_decay: Weight decay of the matrices.
 
-    Source: Muon is Jordan et al. 2024; that it takes AdamW's rates, arXiv 2502.16982.
+    Source: Muon is Jordan et al. 2024; the rates of AdamW fit it with the scaling of arXiv 2502.16982.
     """
     matrices, others = [], []
     for name, parameter in parameters:
@@ -48,45 +48,45 @@ def with_muon(
 
 
 class Trained:
-    """Weights, their optimizers, and a moving average of them if there is one.
+    """Trained weights, their optimizers, and a moving average of the weights if there is one.
 
     Args:
-        weights: All of them.
-        optimizers: Of one part of the weights each.
-        average: Of all.
+        weights: All trained weights.
+        optimizers: Optimizers, each for a part of the weights.
+        average: Moving average of all weights.
     """
 
     def __init__(self, weights: Sequence[nn.Parameter], optimizers: Sequence[Any], average: EMAModel | None = None):
         self.weights, self.optimizers, self.average = weights, optimizers, average
         self._state: dict[str, Any] = {}
 
-    def follow(self) -> None:
-        """Let the average follow the weights, after a step of the optimizer."""
+    def update_average(self) -> None:
+        """Update the moving average after a step of the optimizer."""
         if self.average:
             self.average.step(self.weights)
 
     def gather(self) -> None:
-        """Bring everything together; all devices do so before one of them writes."""
+        """Collect the complete state for `state_dict`; all devices must call it together."""
         state = {"weights": list(self.weights), "optimizers": [one.state_dict() for one in self.optimizers]}
-        self._state = whole(state | ({"average": self.average.state_dict()} if self.average else {}))
+        self._state = unsharded(state | ({"average": self.average.state_dict()} if self.average else {}))
 
     def state_dict(self) -> dict[str, Any]:
-        """What was gathered."""
+        """The state that `gather` collected."""
         return self._state
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go back to what `state_dict` gave."""
+        """Restore what `state_dict` returned."""
         for weight, saved in zip(self.weights, state["weights"], strict=True):
-            weight.copy_(spread_as(weight, saved))
+            weight.copy_(_sharded_like(weight, saved))
         for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
             weights = [weight for group in optimizer.param_groups for weight in group["params"]]
             moments = {
-                index: {name: spread_as(weights[index], value) for name, value in entry.items()}
+                index: {name: _sharded_like(weights[index], value) for name, value in entry.items()}
                 for index, entry in saved["state"].items()
             }
             optimizer.load_state_dict({**saved, "state": moments})
         if self.average:
             means = state["average"]["shadow_params"]
-            means = [spread_as(*pair).to(pair[0].device) for pair in zip(self.weights, means, strict=True)]
+            means = [_sharded_like(*pair).to(pair[0].device) for pair in zip(self.weights, means, strict=True)]
             self.average.load_state_dict({**state["average"], "shadow_params": means})

@@ -1,5 +1,5 @@
 # pyright: basic
-"""One prompt drawn by several methods, side by side on one page."""
+"""One prompt drawn with several methods, side by side on one HTML page."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -24,7 +24,7 @@ PAGE = "index.html"
 
 
 def showcase() -> list[Method | ComposedMethod]:
-    """The settings of every registered method that are worth a look, and what goes together."""
+    """The settings of every method that `compare` shows by default, and a combination."""
     alone = [method for cls in METHODS.values() for method in cls.showcase()]
     return [*alone, ComposedMethod((HilbertA(tiles=16), ToMA(keep=0.5)))]
 
@@ -40,35 +40,32 @@ def compare(
     rounds: int = 3,
     track: Track = silent,
 ) -> Path:
-    """Draw a prompt dense and with each method, time the denoiser, and write the page.
+    """Draw a prompt dense and with each method, time the denoiser, and write the page. Returns its path.
 
-    Every picture is written as soon as it is there. If the run is broken off, the page shows what was finished. The
-    pictures of an older page in the folder are removed: they may be of another prompt or size.
+    Every picture is written as soon as it is drawn, and an interrupted run leaves a page of what is finished. Pictures
+    of an older page in the folder are removed.
 
     Args:
         pipeline: A diffusers pipeline.
-        request: What to draw.
-        methods: Each one alone makes a variant. One that the size does not allow is left out, with a notice.
+        request: Prompt, size, steps, guidance scale and seed.
+        methods: Methods, one variant each. A method that does not fit is left out, with a notice on the page.
         out: Folder of the page and its pictures.
-        settings: What the page and the pictures say about the run.
-        notice: What a reader of the page must know first.
-        rounds: How often to time each variant.
+        settings: Settings that the page and the pictures report.
+        notice: Notice at the top of the page.
+        rounds: Timed steps of each variant.
         track: Shows progress.
-
-    Returns:
-        Path of the page.
     """
     page, variants, notices = out / PAGE, list[Variant](), [notice] if notice else []
-    methods, refused = _taken(pipeline, methods)
+    methods, refused = _supported(pipeline, methods)
     notices += refused
     notices += [
-        f"{method.title} works in a part of the steps: its time is that of a step in which it does."
+        f"{method.title} works in a part of the steps: its time is that of a step in which it works."
         for method in methods
         if not all(part.always for part in method.parts)
     ]
     notices += [
-        f"{method.title} keeps what it decided for up to {most} steps: its time is that of a step in which it decides "
-        "anew, the dearest."
+        f"{method.title} reuses its plan for up to {most} steps: its time is that of a step that makes a new "
+        "plan, the slowest."
         for method in methods
         if (most := max(getattr(part, "dst_every", 1) for part in method.parts)) > 1
     ]
@@ -104,30 +101,30 @@ def compare(
 
 
 def _remove_pictures(out: Path) -> None:
-    """Those that a page was made of, and no others."""
+    """Remove the pictures that a page was made of, and no others."""
     for path in out.glob("*.png"):
         try:
             with Image.open(path) as picture:
                 ours = picture.info.get("page") == PAGE
-        except (OSError, Image.DecompressionBombError):  # whatever it is, it is not ours
+        except (OSError, Image.DecompressionBombError):  # not a picture of a page
             continue
         if ours:
             path.unlink()
 
 
-def _taken(pipeline: Any, methods: Sequence[MethodLike]) -> tuple[list[MethodLike], list[str]]:
-    """The methods that the model takes at all, and a notice for each of the others."""
-    taken: list[MethodLike] = []
+def _supported(pipeline: Any, methods: Sequence[MethodLike]) -> tuple[list[MethodLike], list[str]]:
+    """The methods that the model supports, and a notice for each of the others."""
+    supported: list[MethodLike] = []
     notices: list[str] = []
     for method in methods:
         try:
             with using(pipeline, method):
-                taken.append(method)
+                supported.append(method)
         except ValueError as error:
             notices.append(f"{method.title} is left out: {error}.")
-    if notices and not taken:
+    if notices and not supported:
         raise ValueError(" ".join(notices))
-    return taken, notices
+    return supported, notices
 
 
 def _draw_variant(

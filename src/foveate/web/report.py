@@ -1,4 +1,4 @@
-"""Pictures, plots and the HTML page: what a method does, what it saves, and what it costs in quality."""
+"""Pictures, plots and the HTML page of a comparison."""
 
 import base64
 import io
@@ -40,28 +40,28 @@ __all__ = [
     "ssim",
 ]
 
-# Paul Tol's "light" scheme: fills that stay apart for colour-blind eyes and under a dark line. Grey is the centre's.
+# Paul Tol's "light" scheme, distinguishable with colour blindness and under a dark line. The centre is grey.
 TILE_COLOURS = ("#77AADD", "#EEDD88", "#44BB99", "#EE8866", "#99DDFF", "#BBCC33", "#FFAABB", "#AAAA00")
 CENTRE_GREY = "#DDDDDD"
 INK, PAPER, BLUE, ORANGE = "#1F2933", "#FFFFFF", "#0072B2", "#E69F00"
 
 
 class Variant(NamedTuple):
-    """One way to make the picture, and what was measured of it.
+    """A picture and its measurements.
 
     Attributes:
-        label: Its name on the page, e.g. "HilbertA, 16 tiles".
+        label: Name on the page, for example "HilbertA T=16".
         image: The picture.
-        step_seconds: Time of one forward of the denoiser, one entry per measuring round; empty if not timed.
-        psnr: Against dense, in dB; None for dense itself.
-        ssim: Against dense; None for dense itself.
+        step_seconds: Seconds of one forward pass of the denoiser, one entry per round; empty if not timed.
+        psnr: PSNR to the dense picture in dB; None for dense.
+        ssim: SSIM to the dense picture; None for dense.
         nominal: Sparsity as papers quote it, mean over layers; 0 for dense.
-        true: Fraction of all query-key pairs left out, mean over layers; 0 for dense.
-        flop_bound: FLOPs of dense attention over those of this one: no speed-up of attention can be larger.
-        tile_map: Tile of each image token, -1 in the global centre; None without tiles.
-        table: Which key blocks each query block reads; None if dense.
-        why_dense: Why the method stayed dense; empty if it did not.
-        picked: Raster indices of the tokens that others merge into; None if nothing merges.
+        true: Fraction of all query-key pairs that are skipped, mean over layers; 0 for dense.
+        flop_bound: FLOPs of dense attention over those of this variant, an upper bound of attention's speed-up.
+        tile_map: Tile of each image token, -1 in the central region; None without tiles.
+        table: Key blocks that each query block reads; None if dense.
+        why_dense: Reason why the method stayed dense; empty if it did not.
+        picked: Raster indices of the tokens that others merge into; None without merging.
     """
 
     label: str
@@ -79,14 +79,14 @@ class Variant(NamedTuple):
 
 
 class Comparison(NamedTuple):
-    """Several variants of one picture, for `comparison_page`.
+    """Variants of one picture, for `comparison_page`.
 
     Attributes:
-        prompt: What the picture shows.
-        variants: The first is dense, the others are compared with it.
-        settings: What was run: name and value.
-        versions: On what it was run: name and version.
-        notice: What a reader must know first, e.g. that the weights are random; may be empty.
+        prompt: The prompt.
+        variants: The variants; the first one is dense, and the others are compared with it.
+        settings: Settings of the run, by name.
+        versions: Versions of hardware and software, by name.
+        notice: Notice at the top of the page; may be empty.
     """
 
     prompt: str
@@ -102,16 +102,16 @@ class Comparison(NamedTuple):
 def draw_order(
     order: Int[Tensor, "cells"], height: int, width: int, tile_map: Int[Tensor, "rows columns"] | None = None
 ) -> Figure:
-    """A figure of the curve through the cells of a grid, row 0 on top, over its tiles if they are given.
+    """A figure of a curve through the cells of a grid, row 0 on top, over its tiles.
 
     Args:
         order: Raster index of the cell at each step of the curve.
         height: Rows of the grid.
         width: Columns of the grid.
-        tile_map: Tile of each cell, -1 in the global centre.
+        tile_map: Tile of each cell, -1 in the central region; None draws no tiles.
 
     Raises:
-        ValueError: If the order or the tile map is of another grid.
+        ValueError: If the order or the tile map does not fit the grid.
     """
     if len(order) != height * width:
         raise ValueError(f"an order of {len(order)} cells does not fill a {height} x {width} grid: give its own sides")
@@ -143,14 +143,14 @@ def draw_order(
 def draw_tiles(
     image: Image.Image, tile_map: Int[Tensor, "rows columns"], picked: Int[Tensor, "picked"] | None = None
 ) -> Image.Image:
-    """The picture with the borders of its tiles in white and its global centre outlined in orange.
+    """The picture with the borders of tiles in white and the central region outlined in orange.
 
-    Pictures narrower than 384 pixels are first enlarged by a whole factor; the others keep their size.
+    A picture narrower than 384 pixels is first enlarged by a whole factor.
 
     Args:
         image: The picture.
-        tile_map: The tile of every token.
-        picked: Raster indices of tokens to mark with a dot.
+        tile_map: Tile of each token, -1 in the central region.
+        picked: Raster indices of the tokens to mark with a dot.
     """
     picture = image.convert("RGB")
     grow = -(-384 // picture.width) if picture.width < 384 else 1
@@ -170,14 +170,14 @@ def draw_tiles(
 
 
 def draw_table(table: BlockTable, limit: int = 512) -> Image.Image:
-    """A picture of the table: rows are query blocks, columns key blocks, and blue is what attention reads.
+    """A picture of a block table: rows are query blocks, columns key blocks; blue blocks are read.
 
-    Empty blocks at the end of a padded table are left out.
+    The empty blocks of a padded table are left out.
 
     Args:
         table: The table.
-        limit: Most squares along a side. Of a larger table several blocks share a square: blue if any of them is read.
-            Squares of smaller tables are several pixels wide.
+        limit: Maximum side in pixels. In a larger table a pixel is several blocks, blue if any of them is read; in a
+            smaller one a block is several pixels.
     """
     rows, columns = _used(table.query_starts), _used(table.key_starts)
     blocks = max(rows, columns)
@@ -193,7 +193,7 @@ def draw_table(table: BlockTable, limit: int = 512) -> Image.Image:
 
 
 def draw_sheet(rows: dict[str, list[Image.Image]], captions: list[str]) -> Figure:
-    """A figure of pictures in a grid: one row a name, one column a caption."""
+    """A figure of pictures in a grid: a row for each name, a column for each caption."""
     height, width = len(rows), len(captions)
     figure = Figure(figsize=(1.6 * width + 0.5, 1.6 * height + 0.8), layout="constrained")
     grid = figure.subplots(height, width, squeeze=False)
@@ -209,7 +209,7 @@ def draw_sheet(rows: dict[str, list[Image.Image]], captions: list[str]) -> Figur
 
 
 def draw_losses(losses: Sequence[float]) -> Figure:
-    """A figure of the loss of every step of a training, with a running mean over a twentieth of the steps."""
+    """A figure of the loss of every training step, with a running mean over a twentieth of the steps."""
     figure = Figure(figsize=(7, 3), layout="constrained")
     axes = figure.add_subplot(xlabel="step", ylabel="loss", yscale="log")
     axes.plot(range(1, len(losses) + 1), losses, color=BLUE, linewidth=0.8, alpha=0.4)
@@ -220,7 +220,7 @@ def draw_losses(losses: Sequence[float]) -> Figure:
 
 
 def draw_coverage(reports: dict[str, list[Report]]) -> Figure:
-    """A figure of how well blocks cover their pool: the worst, the mean and all together; means over the reports."""
+    """A figure of the coverage of a pool: worst block, mean block, all blocks together; averaged over the reports."""
     figure = Figure(figsize=(7, 3), layout="constrained")
     axes = figure.add_subplot(ylabel="coverage of the pool", ylim=(0, 1), xticks=range(3))
     axes.set_xticklabels(["worst block", "mean block", "all blocks"])
@@ -235,7 +235,7 @@ def draw_coverage(reports: dict[str, list[Report]]) -> Figure:
 
 
 def _fill_tiles(axes: Axes, tiles: npt.NDArray[np.integer]) -> None:
-    """Colour the cells by their tile and hatch the centre."""
+    """Colour the cells by tile and hatch the central region."""
     colours, last = ListedColormap(TILE_COLOURS), len(TILE_COLOURS) - 1
     axes.imshow(tiles % len(TILE_COLOURS), cmap=colours, vmin=0, vmax=last, alpha=0.75, interpolation="nearest")
     rows, columns = np.nonzero(tiles == -1)
@@ -243,11 +243,11 @@ def _fill_tiles(axes: Axes, tiles: npt.NDArray[np.integer]) -> None:
         corners = np.array([(-0.5, -0.5), (0.5, -0.5), (0.5, 0.5), (-0.5, 0.5)])
         cells = np.stack([columns, rows], axis=1)[:, None] + corners
         style: dict[str, Any] = {"facecolor": CENTRE_GREY, "edgecolor": "#8A8F98", "hatch": "////", "linewidth": 0}
-        axes.add_collection(PolyCollection(list(cells), label="global centre", **style), autolim=False)
+        axes.add_collection(PolyCollection(list(cells), label="central region", **style), autolim=False)
 
 
 def _outline(picture: Image.Image, labels: npt.NDArray[np.generic], colour: str, pen: int) -> None:
-    """Draw a line of 2 `pen` pixels between different labels, with a dark rim that shows it on any picture."""
+    """Draw a line of 2 `pen` pixels between different labels, with a dark rim."""
     border = np.zeros(labels.shape, dtype=bool)
     across, down = labels[:, 1:] != labels[:, :-1], labels[1:] != labels[:-1]
     border[:, 1:] |= across
@@ -261,7 +261,7 @@ def _outline(picture: Image.Image, labels: npt.NDArray[np.generic], colour: str,
 
 
 def _used(starts: Int[Tensor, "blocks_plus_1"]) -> int:
-    """Number of blocks before the padding, whose blocks all start where the tokens end."""
+    """Number of blocks before the padding, which consists of empty blocks at the end."""
     return int((starts < starts[-1]).sum())
 
 
@@ -290,7 +290,7 @@ def ssim(image: Image.Image, reference: Image.Image) -> float:
     ours, theirs = _pixels(image, reference)
     side = min(image.size)
     if side < 3:
-        raise ValueError(f"SSIM looks at windows of 3 pixels or more: use larger pictures than {_size(image)}")
+        raise ValueError(f"SSIM needs windows of 3 pixels or more: use larger pictures than {_size(image)}")
     window = min(7, side - 1 + side % 2)
     mean = structural_similarity(theirs, ours, win_size=window, channel_axis=-1, data_range=255)
     return float(mean)  # type: ignore[arg-type]  # a tuple only if more than the mean is asked for
@@ -310,7 +310,7 @@ def _size(image: Image.Image) -> str:
 
 
 def comparison_page(comparison: Comparison) -> str:
-    """One HTML page that shows and explains the comparison; it needs no other file, no script and no network."""
+    """The comparison as one self-contained HTML page, without scripts."""
     return render(
         "compare.html.j2",
         comparison=comparison,
@@ -321,7 +321,7 @@ def comparison_page(comparison: Comparison) -> str:
 
 
 def render(template: str, **values: Any) -> str:
-    """A template of ours with these values, escaped, as one HTML page."""
+    """An HTML page from a template of this package; the values are escaped."""
     environment = Environment(
         loader=PackageLoader("foveate.web"),
         autoescape=True,
@@ -341,9 +341,12 @@ def render(template: str, **values: Any) -> str:
 
 
 def draw_times(variants: list[Variant], *, ink: str = INK, bar: str = BLUE) -> Figure:
-    """A figure of the median step time of each timed variant, whiskers from fastest to slowest round.
+    """A figure of the median step time of each timed variant, with whiskers from fastest to slowest.
 
-    The ground is transparent: `ink` colours text and whiskers, `bar` the bars; that of the first variant is grey.
+    Args:
+        variants: The variants; the bar of the first one is grey.
+        ink: Colour of text and whiskers; the background is transparent.
+        bar: Colour of the bars.
     """
     timed = [variant for variant in variants if variant.step_seconds]
     figure = Figure(figsize=(4.2, 0.3 + 0.36 * len(timed)), layout="constrained", facecolor="none")
@@ -370,14 +373,14 @@ def draw_times(variants: list[Variant], *, ink: str = INK, bar: str = BLUE) -> F
 
 
 def figure_png(figure: Figure, dpi: int = 150) -> bytes:
-    """The figure as a PNG file of `dpi` pixels per inch."""
+    """The figure as the content of a PNG file, with `dpi` pixels per inch."""
     file = io.BytesIO()
     figure.savefig(file, format="png", dpi=dpi)
     return file.getvalue()
 
 
 def _data_uri(picture: Image.Image | Figure) -> str:
-    """The picture as a PNG inside an address, so that the page needs no other file."""
+    """The picture as a data URI with a PNG."""
     if isinstance(picture, Figure):
         png = figure_png(picture, dpi=200)
     else:
@@ -395,5 +398,5 @@ def _speedup(variant: Variant, dense: Variant) -> float | None:
 
 
 def duration(seconds: float) -> str:
-    """In seconds from one on, else in milliseconds."""
+    """A duration in seconds if it is 1 s or more, else in milliseconds."""
     return f"{seconds:.2f} s" if seconds >= 1 else f"{1e3 * seconds:.1f} ms"

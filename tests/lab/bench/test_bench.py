@@ -7,36 +7,25 @@ import pytest
 import tiny
 import torch
 from diffusers import EulerDiscreteScheduler, StableDiffusionXLPipeline
+from lab.__main__ import app
 from lab.bench import attention
 from lab.bench.attention import Case, bench_attention, draw_attention, table_of
 from lab.bench.peers import Peer, peers
 from lab.bench.reconstruction import reconstruction_error
+from lab.bench.step_profile import profile_step
 from torch.profiler import record_function
 from typer.testing import CliRunner
 
-from foveate import LLSA, HilbertA, ToMA
-from foveate.cli import app
-from foveate.demo import bench as step
-from foveate.demo.random_models import MODELS
-from foveate.methods import ToFu, ToMeSD
+from foveate import HilbertA, ToMA
+from foveate.bench.models import MODELS
+from foveate.methods import ToDo, ToFu
 from foveate.ops import merging
 from foveate.utils import timing
 from foveate.web.report import figure_png
 
 CPU = torch.device("cpu")
 CASES = [Case(256, HilbertA(tiles=4, centre=0)), Case(256, HilbertA(tiles=1))]
-
-
-def tiny_sdxl():
-    nothing = dict.fromkeys(("vae", "text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2"))
-    unet = tiny.unet(dtype=torch.float32)
-    return StableDiffusionXLPipeline(scheduler=EulerDiscreteScheduler(), unet=unet, add_watermarker=False, **nothing)
-
-
-@pytest.fixture
-def _tiny_models(monkeypatch):
-    for name, build in (("built-in", tiny.pipeline), ("sdxl", tiny_sdxl)):
-        monkeypatch.setitem(MODELS, name, MODELS[name]._replace(build=lambda *_, build=build: build()))
+ATTENTION = ["attention", "--device", "cpu"]
 
 
 def measure(**options):
@@ -121,58 +110,6 @@ def test_a_profile_counts_what_lies_in_a_name_once():
     assert timing.time_shares(lambda: None, ["outer"], CPU) == [0]
 
 
-def test_a_step_is_timed_dense_and_with_every_method():
-    *_, result = step.bench_step([24], text=8, rounds=1, device="cpu")
-    attending, merging, again = result["rows"][:4], result["rows"][4:-1], result["rows"][-1]
-    assert [row["variant"] for row in attending] == ["dense", "HilbertA T=1", "HilbertA T=4", "HilbertA T=16"]
-    assert [row["variant"] for row in merging] == ["ToMA keep=0.5", "ToMA keep=0.25", "HilbertA T=16 + ToMA keep=0.5"]
-    assert (again["variant"], again["method"]) == ("dense, again", "dense")
-    for row in merging:
-        assert row["all_kept_error"] < 1e-4
-        assert row["fastest_s"] <= row["step_s"] <= row["slowest_s"]
-    for row in attending:
-        assert row["one_tile_error"] < 1e-4
-        assert 0 < row["attention_share"] < 1
-    assert result["rows"][0]["speed_up"] == result["rows"][1]["attention_flop_bound"] == 1
-    assert again["speed_up"] == pytest.approx(attending[0]["step_s"] / again["step_s"])
-    assert step.table_of(result).row_count == len(result["rows"])
-
-
-def test_a_step_of_log_linear_attention_is_checked_and_timed():
-    *_, result = step.bench_step([16], methods=[LLSA(top_k=2, min_tokens=0)], text=8, rounds=1, device="cpu")
-    dense, ours = result["rows"]
-    assert ours["variant"] == "LLSA K=2"
-    assert ours["every_block_error"] < 1e-4
-    assert ours["attention_flop_bound"] == pytest.approx(264**2 / (8 * 264 + 256 * (8 + 2 * 16 + 16)))
-    assert 0 < ours["attention_share"] < 1
-    assert dense["attention_speed_up"] == 1
-
-
-@pytest.mark.usefixtures("_tiny_models")
-def test_a_unet_is_timed_with_guidance_and_judged_by_reconstruction():
-    *_, result = step.bench_step([8], model="sdxl", text=5, rounds=1, device="cpu")
-    dense, todo, *rows, again = result["rows"]
-    assert [row["variant"] for row in (dense, todo, again)] == ["dense", "ToDo f=2", "dense, again"]
-    assert [row["variant"] for row in rows] == [
-        *("ToMA keep=0.75", "ToMA keep=0.5", "ToMA keep=0.25", "ToMeSD keep=0.5", "ToFu keep=0.5")
-    ]
-    for row in rows:
-        assert row["batch"] == 2
-        assert row["all_kept_error"] < 1e-4
-        assert row["one_tile_error"] < 1e-4
-        assert 0 < row["reconstruction_smooth"] < row["reconstruction_random"] < 1
-    assert not {"attention_share", "reconstruction_smooth"} & {*dense, *todo}
-    assert todo["speed_up"] == pytest.approx(dense["step_s"] / todo["step_s"])
-    assert step.table_of(result).row_count == 8
-
-
-def test_sdxl_has_the_size_of_sdxl():
-    unet = MODELS["sdxl"].build(torch.device("meta"), torch.bfloat16).unet
-    assert sum(p.numel() for p in unet.parameters()) == 2_567_463_684
-    assert unet.dtype == torch.bfloat16
-    assert torch.get_default_dtype() == torch.float32
-
-
 @pytest.mark.parametrize("keep", [0.75, 0.5, 0.25])
 def test_merging_random_features_leaves_about_what_is_kept_of_their_energy(keep):
     toma = ToMA(keep=keep, weights="hard")  # a projection on means: sqrt(1 - keep) is lost if groups ignore features
@@ -190,88 +127,59 @@ def test_a_reconstruction_counts_early_and_late_blocks():
     assert both == pytest.approx((early + late) / 2)
 
 
-@pytest.mark.usefixtures("_tiny_models")
-@pytest.mark.parametrize(
-    ("method", "forwards", "plans"),
-    [
-        (ToMA(), 10, 2),
-        (ToMA(dst_every=20, weights_every=10), 20, 2),
-        (ToMA(dst_every=3, weights_every=3), 12, 4),
-        (ToMA(dst_every=3, weights_every=3, merge_every=2), 12, 4),
-        (ToMeSD(), 10, 10),
-    ],
-)
-@torch.no_grad()  # which the checks of the tests keep from a generator
-def test_a_plan_counts_as_often_as_the_schedule_makes_one(monkeypatch, method, forwards, plans):
-    made, plan = [], type(method).plan
-    monkeypatch.setattr(type(method), "plan", lambda *given: made.append(0) or plan(*given))
-    monkeypatch.setattr(step, "now", lambda device: len(made))  # the time is the number of plans
-    *_, result = step.bench_step([16], methods=[method], text=8, rounds=1, device="cpu")
-    _, row, _ = result["rows"]
-    assert row["forwards"] == forwards
-    assert row["step_s"] * forwards == pytest.approx(plans)
+def profile(model, build, methods, monkeypatch):
+    monkeypatch.setitem(MODELS, model, MODELS[model]._replace(build=lambda *_: build()))
+    *_, result = profile_step([16], model=model, methods=methods, text=8, rounds=1, device="cpu")
+    return result["rows"]
 
 
-@pytest.mark.usefixtures("_tiny_models")
-def test_a_merging_run_is_split_into_merging_plans_and_the_rest(monkeypatch):
+def test_a_step_is_split_into_attention_merging_plans_and_the_rest(monkeypatch):
     def as_an_op(plain, *given):  # as it is on a GPU
         with record_function(f"foveate::{plain.__name__}"):
             return plain(*given)
 
     for op in (merging.region_matmul, merging.region_update):
         monkeypatch.setattr(merging, op.__name__, partial(as_an_op, op))
-    *_, result = step.bench_step([16], methods=[ToMA(), HilbertA(tiles=2)], text=8, rounds=1, device="cpu")
-    dense, sparse, row, _ = result["rows"]
-    assert 0 < row["merge_share"] < 1
-    assert 0 < row["plan_share"] < 1 - row["merge_share"]
-    assert "merge_share" not in dense | sparse
+    toma, hilberta = profile("built-in", tiny.pipeline, [ToMA(), HilbertA(tiles=2, centre=0)], monkeypatch)
+    assert 0 < toma["merge_share"] < 1
+    assert 0 < toma["plan_share"] < 1 - toma["merge_share"]
+    assert 0 < hilberta["attention_share"] < 1
+    assert hilberta["attention_flop_bound"] > 1
+    assert "merge_share" not in hilberta
 
 
-@pytest.mark.parametrize(("error", "shown"), [(0.1, "1.0e-01"), (float("nan"), "nan")])
-def test_a_wrong_step_is_not_timed(monkeypatch, error, shown):
-    monkeypatch.setattr(step, "_difference", lambda *_: error)
-    with pytest.raises(
-        ValueError, match=rf"T=1 differs from dense by {shown} at 16 x 16 tokens: not timing a wrong step"
-    ):
-        next(step.bench_step([16], text=8, device="cpu"))
+def test_merging_in_a_unet_is_judged_by_reconstruction(monkeypatch):
+    def sdxl():
+        none = dict.fromkeys(("vae", "text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2"))
+        unet = tiny.unet(dtype=torch.float32)
+        return StableDiffusionXLPipeline(scheduler=EulerDiscreteScheduler(), unet=unet, add_watermarker=False, **none)
+
+    toma, todo = profile("sdxl", sdxl, [ToMA(), ToDo()], monkeypatch)
+    assert 0 < toma["reconstruction_smooth"] < toma["reconstruction_random"] < 1
+    assert "reconstruction_smooth" not in todo
 
 
-@pytest.mark.usefixtures("_tiny_models")
-def test_the_commands_write_json_and_a_plot_and_refuse_what_is_no_number(tmp_path):
-    small = ["--rounds", "1", "--device", "cpu", "--out", str(tmp_path), "--commit", "abc"]
-    attended = ["bench", "attention", "--pixels", "256", "--tiles", "1,4", "--centre", "0", "--heads", "1", *small]
-    stepped = ["bench", "step", "--sides", "24", "--text", "8", *small]
-    for command, name in ((attended, "attention-forward-cpu"), (stepped, "step-built-in-eager-cpu")):
-        result = CliRunner().invoke(app, command)
-        assert result.exit_code == 0, result.output
-        written = json.loads((tmp_path / f"{name}.json").read_text())
-        assert written["versions"]["commit"] == "abc"
-        assert len(written["rows"]) == {"attention-forward-cpu": 4, "step-built-in-eager-cpu": 8}[name]
-    assert (tmp_path / "attention-forward-cpu.png").exists()
-    result = CliRunner().invoke(app, ["bench", "step", "--sides", "64;128"])
-    assert result.exit_code == 2
-    assert "'64;128' is no list of whole numbers: write them as 64,128" in result.output
-
-
-@pytest.mark.usefixtures("_tiny_models")
-def test_the_methods_of_the_command_line_are_timed_and_told_apart(tmp_path):
-    methods = "toma", "todo", "toma:dst_every=20,weights_every=10,size_bias=True", "hilberta:tiles=2+toma:keep=0.25"
-    command = ["bench", "step", "--sides", "16", "--text", "8", "--rounds", "1", "--device", "cpu"]
-    options = [text for method in methods for text in ("--method", method)]
-    result = CliRunner().invoke(app, [*command, *options, "--out", str(tmp_path)])
-    assert result.exit_code == 0, result.output
-    rows = json.loads((tmp_path / "step-built-in-eager-cpu.json").read_text())["rows"]
-    assert [row["variant"] for row in rows] == [
-        "dense",
-        "ToDo f=2",
-        "ToMA keep=0.5",
-        "ToMA keep=0.5 size_bias=True, dst_every=20, weights_every=10",
-        "HilbertA T=2 + ToMA keep=0.25",
-        "dense, again",
+def test_the_command_writes_json_and_a_plot(tmp_path):
+    options = [
+        "--pixels",
+        "256",
+        "--tiles",
+        "1,4",
+        "--centre",
+        "0",
+        "--heads",
+        "1",
+        "--rounds",
+        "1",
+        "--commit",
+        "abc",
     ]
-    assert rows[1]["attention_flop_bound"] == pytest.approx(264 / (8 + 64))  # every token reads text and a quarter
-    assert "dst_every=20" in rows[3]["method"]
-    assert "weights_every=10" in "".join(result.output.split())
+    result = CliRunner().invoke(app, [*ATTENTION, *options, "--commit", "abc", "--out", str(tmp_path)])
+    assert result.exit_code == 0, result.output
+    written = json.loads((tmp_path / "attention-forward-cpu.json").read_text())
+    assert written["versions"]["commit"] == "abc"
+    assert len(written["rows"]) == 4
+    assert (tmp_path / "attention-forward-cpu.png").exists()
 
 
 def test_cases_that_were_measured_outlive_an_interruption(tmp_path, monkeypatch):
@@ -283,42 +191,10 @@ def test_cases_that_were_measured_outlive_an_interruption(tmp_path, monkeypatch)
         raise KeyboardInterrupt
 
     monkeypatch.setattr(attention, "_case", lights_out)
-    command = [
-        "bench",
-        "attention",
-        "--pixels",
-        "256",
-        "--tiles",
-        "1,4",
-        "--centre",
-        "0",
-        "--heads",
-        "1",
-        "--rounds",
-        "1",
-    ]
-    result = CliRunner().invoke(app, [*command, "--device", "cpu", "--out", str(tmp_path)])
+    command = [*ATTENTION, "--pixels", "256", "--tiles", "1,4", "--centre", "0", "--heads", "1", "--rounds", "1"]
+    result = CliRunner().invoke(app, [*command, "--out", str(tmp_path)])
     assert result.exit_code == 130
     assert len(json.loads((tmp_path / "attention-forward-cpu.json").read_text())["rows"]) == 2
-
-
-@pytest.mark.usefixtures("_tiny_models")
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["--model", "flux"], "unknown model 'flux': choose one of built-in, flux-dev, sdxl"),
-        (["--method", "toma:keep=1.0"], "ToMA keep=1 stays dense at 64 x 64 tokens: keep=1.0 is the dense model"),
-        (["--sides", "16", "--method", "hilberta"], "HilbertA T=auto stays dense at 16 x 16 tokens: 16 x 16 image"),
-        (
-            ["--model", "sdxl", "--sides", "8", "--method", "hilberta+toma"],
-            "takes one method of token merging or of sparse attention and nothing else",
-        ),
-    ],
-)
-def test_a_step_that_cannot_be_timed_is_one_clear_line(options, message):
-    result = CliRunner().invoke(app, ["bench", "step", "--device", "cpu", "--text", "8", *options])
-    assert result.exit_code == 2
-    assert message in " ".join(result.output.split())
 
 
 @pytest.mark.parametrize(
@@ -329,6 +205,6 @@ def test_a_step_that_cannot_be_timed_is_one_clear_line(options, message):
     ],
 )
 def test_bad_input_is_one_clear_line(options, message):
-    result = CliRunner().invoke(app, ["bench", "attention", "--device", "cpu", *options])
+    result = CliRunner().invoke(app, [*ATTENTION, *options])
     assert result.exit_code == 2
     assert message in " ".join(result.output.split())

@@ -5,6 +5,7 @@ from itertools import pairwise
 
 import pytest
 import torch
+from lab.__main__ import app
 from lab.bench import log_linear
 from lab.bench.log_linear import (
     Case,
@@ -20,7 +21,6 @@ from lab.bench.log_linear import (
 from lab.bench.reference import Call, key_gradient_error, pick_error, query_error
 from typer.testing import CliRunner
 
-from foveate.cli import app
 from foveate.ops.log_linear_attention import portable
 from foveate.web.report import figure_png
 
@@ -122,7 +122,7 @@ def test_who_takes_too_long_is_skipped_and_says_so(monkeypatch):
     rows = measure(how=CPU._replace(longest=3))["rows"]
     assert [row.get("failed") for row in rows[:3]] == [None] * 3
     assert [row.get("failed") for row in rows[3:]] == [
-        "skipped: about 4 s a call, by what fewer tokens took; more than 3 s"  # all tokens with all others
+        "skipped: about 4 s a call, predicted from fewer tokens; more than 3 s"  # all tokens with all others
     ] * 2 + [None]
     rows = measure(how=CPU._replace(longest=0.5))["rows"]
     assert rows[0]["failed"] == "skipped: about 1 s a call, measured; more than 0.5 s"
@@ -183,7 +183,6 @@ def test_the_kernels_pass_and_their_stages_are_those_of_one_call():
 
 def test_the_command_writes_json_and_a_plot(tmp_path):
     command = [
-        "bench",
         "log-linear",
         "--tokens",
         "600,300",
@@ -216,7 +215,7 @@ def test_cases_that_were_measured_outlive_an_interruption(tmp_path, monkeypatch)
         raise KeyboardInterrupt
 
     monkeypatch.setattr(log_linear, "_case", lights_out)
-    command = ["bench", "log-linear", "--tokens", "300,600", "--heads", "1", "--rounds", "1", "--device", "cpu"]
+    command = ["log-linear", "--tokens", "300,600", "--heads", "1", "--rounds", "1", "--device", "cpu"]
     result = CliRunner().invoke(app, [*command, "--out", str(tmp_path)])
     assert result.exit_code == 130
     assert len(json.loads((tmp_path / "log-linear-forward-cpu.json").read_text())["rows"]) == 3
@@ -232,6 +231,6 @@ def test_cases_that_were_measured_outlive_an_interruption(tmp_path, monkeypatch)
     ],
 )
 def test_bad_input_is_one_clear_line(options, message):
-    result = CliRunner().invoke(app, ["bench", "log-linear", "--device", "cpu", *options])
+    result = CliRunner().invoke(app, ["log-linear", "--device", "cpu", *options])
     assert result.exit_code == 2
     assert message in " ".join(result.output.split())

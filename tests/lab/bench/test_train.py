@@ -5,11 +5,11 @@ import json
 import pytest
 import torch
 from accelerate.state import AcceleratorState
+from lab.__main__ import app
 from lab.bench import train
 from lab.bench.train import How, Variant, bench_train, draw_train, table_of
 from typer.testing import CliRunner
 
-from foveate.cli import app
 from foveate.diffusers.pixel_dit import MODELS
 from foveate.web.report import figure_png
 
@@ -56,9 +56,9 @@ def test_variants_that_are_alike_at_a_size_are_timed_once():
 
 def test_no_variant_meets_what_was_compiled_for_another(monkeypatch):
     """PyTorch's caches of compiled code do not ask which kernel of dense attention was wanted."""
-    off, learn = [], train.learn
+    off, learn = [], train.train_step
     monkeypatch.setattr(
-        train, "learn", lambda *given: off.append(torch.compiler.config.force_disable_caches) or learn(*given)
+        train, "train_step", lambda *given: off.append(torch.compiler.config.force_disable_caches) or learn(*given)
     )
     measure(names=["dense"])
     assert set(off) == {True}
@@ -76,7 +76,7 @@ def test_attention_that_leaves_out_one_block_does_not_pass(monkeypatch):
 
 
 def test_a_loss_that_is_no_number_is_not_timed(monkeypatch):
-    monkeypatch.setattr(train, "learn", lambda *_: torch.tensor(float("nan")))
+    monkeypatch.setattr(train, "train_step", lambda *_: torch.tensor(float("nan")))
     assert measure(names=["llsa"])["rows"][0]["failed"] == "the loss is not finite: not timing a wrong step"
 
 
@@ -91,7 +91,7 @@ def test_who_takes_too_long_or_too_much_memory_is_skipped_and_says_so(monkeypatc
     def greedy(*_):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 TiB")
 
-    monkeypatch.setattr(train, "learn", greedy)
+    monkeypatch.setattr(train, "train_step", greedy)
     assert measure(names=["dense"])["rows"][0]["failed"] == "skipped: out of memory"
 
 
@@ -104,7 +104,7 @@ def test_a_step_that_fewer_tokens_say_is_slow_is_not_begun(monkeypatch):
     monkeypatch.setattr(train, "now", lambda device: next(clock))  # every step takes a second
     small, large = measure((32, 16), ["dense"], CPU._replace(longest=2))["rows"]
     assert (small["pixels"], small["step_s"]) == (16, 1)
-    assert "by what fewer tokens took; more than 2 s" in large["failed"]
+    assert "predicted from fewer tokens; more than 2 s" in large["failed"]
 
 
 def test_slow_steps_are_timed_less_often(monkeypatch):
@@ -116,7 +116,7 @@ def test_slow_steps_are_timed_less_often(monkeypatch):
 
 def test_the_command_writes_json_and_a_plot(tmp_path):
     options = ["--pixels", "32,16", "--dit", "tiny", "--variants", "dense,llsa", "--rounds", "1", "--device", "cpu"]
-    result = CliRunner().invoke(app, ["bench", "train", *options, "--out", str(tmp_path), "--commit", "abc"])
+    result = CliRunner().invoke(app, ["train", *options, "--out", str(tmp_path), "--commit", "abc"])
     assert result.exit_code == 0, result.output
     written = json.loads((tmp_path / "train-cpu.json").read_text())
     assert written["versions"]["commit"] == "abc"
@@ -135,6 +135,6 @@ def test_the_command_writes_json_and_a_plot(tmp_path):
     ],
 )
 def test_bad_input_is_one_clear_line(options, message):
-    result = CliRunner().invoke(app, ["bench", "train", "--device", "cpu", *options])
+    result = CliRunner().invoke(app, ["train", "--device", "cpu", *options])
     assert result.exit_code == 2
     assert message in " ".join(result.output.split())

@@ -45,7 +45,7 @@ def test_every_variant_is_judged_at_equal_steps_and_at_equal_time(tmp_path, monk
     options = {"size": 32, "steps": 2, "batch": 2, "before": 1, "at_once": 64, "dit": "DiT-XS", "patch": 8}
     options |= {"rate": 1e-3, "average": 0.9, "prompts": 3, "drawn": 3, "compiled": False, "commit": "abc"}
     main(**options, only="dense,llsa", out=tmp_path / "runs")
-    path = tmp_path / "evals" / "results" / "pixel-dit-cpu-32px.json"
+    path = tmp_path / "lab" / "results" / "pixel-dit-cpu-32px.json"
     result = json.loads(path.read_text())
     assert result["versions"]["commit"] == "abc"
     for name in ("dense", "llsa"):

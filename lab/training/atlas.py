@@ -1,0 +1,64 @@
+"""Drawing of the atlas, the picture with all emoji of the vocabulary, from the font."""
+
+from pathlib import Path
+
+import numpy as np
+from PIL import Image, ImageDraw, ImageFont
+
+from foveate.demo.atlas import CELL, EMOJI, NAMES
+from foveate.utils.files import write_picture
+
+__all__ = ["draw_atlas", "write_atlas"]
+
+FONT_SIZE = 109  # the only size that the font contains
+FONT_PLACES = (
+    "/usr/share/fonts/truetype/noto/NotoColorEmoji.ttf",
+    "/usr/share/fonts/noto/NotoColorEmoji.ttf",
+    "/usr/share/fonts/google-noto-emoji/NotoColorEmoji.ttf",
+)
+
+
+def draw_atlas(font: Path | None = None) -> Image.Image:
+    """All emoji of the vocabulary in one picture, row by row.
+
+    Args:
+        font: The bitmap version of Noto Color Emoji; None looks where Linux distributions install it.
+
+    Raises:
+        ValueError: If the font is not found or has no bitmaps.
+    """
+    found = next((path for path in map(Path, [font] if font else FONT_PLACES) if path.is_file()), None)
+    if found is None:
+        where = font or "its usual places"
+        raise ValueError(
+            f"no Noto Color Emoji in {where}: install it (Debian: apt install fonts-noto-color-emoji) "
+            "or name NotoColorEmoji.ttf with --font"
+        )
+    try:
+        face = ImageFont.truetype(str(found), FONT_SIZE)
+    except OSError as error:
+        raise ValueError(
+            f"{found} does not hold bitmaps of {FONT_SIZE} px: name the NotoColorEmoji.ttf of fonts-noto-color-emoji"
+        ) from error
+    columns = int(np.ceil(np.sqrt(len(NAMES))))
+    sheet = Image.new("RGBA", (columns * CELL, -(-len(NAMES) // columns) * CELL))
+    for index, name in enumerate(NAMES):
+        row, column = divmod(index, columns)
+        sheet.paste(_glyph(EMOJI[name], face), (column * CELL, row * CELL))
+    return sheet
+
+
+def write_atlas(path: Path, font: Path | None = None) -> None:
+    """Draw the atlas into a PNG file."""
+    write_picture(path, draw_atlas(font), {"source": "Noto Color Emoji, SIL Open Font License 1.1"})
+
+
+def _glyph(character: str, face: ImageFont.FreeTypeFont) -> Image.Image:
+    """One emoji, cropped and centred in a square."""
+    canvas = Image.new("RGBA", (2 * CELL, 2 * CELL))
+    ImageDraw.Draw(canvas).text((CELL // 4, CELL // 4), character, font=face, embedded_color=True)
+    drawn = canvas.crop(canvas.getbbox())
+    drawn.thumbnail((CELL, CELL), Image.Resampling.LANCZOS)
+    square = Image.new("RGBA", (CELL, CELL))
+    square.paste(drawn, ((CELL - drawn.width) // 2, (CELL - drawn.height) // 2))
+    return square

@@ -1,0 +1,168 @@
+# pyright: basic, reportPrivateImportUsage=false, reportArgumentType=false, reportAttributeAccessIssue=false
+# pyright: reportCallIssue=false, reportOperatorIssue=false
+"""The models that `foveate bench step` times, and the inputs of one forward pass."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from diffusers import (
+    EulerDiscreteScheduler,
+    FlowMatchEulerDiscreteScheduler,
+    FluxPipeline,
+    FluxTransformer2DModel,
+    StableDiffusionXLPipeline,
+    UNet2DConditionModel,
+)
+from torch import nn
+
+from foveate.demo.untrained import untrained_pipeline
+from foveate.diffusers.pipelines import Call, Request, denoiser, load, record_step
+from foveate.diffusers.pixel_pipeline import PixelPipeline
+from foveate.methods import ComposedMethod, HilbertA, Method, ToDo, ToFu, ToMA, ToMeSD
+
+__all__ = ["MODELS", "Model", "find_model", "random_model"]
+
+NO_ENCODERS: dict[str, Any] = dict.fromkeys(("vae", "text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2"))
+
+
+class Model(NamedTuple):
+    """A model to time.
+
+    Attributes:
+        build: Makes the pipeline on a device, in a dtype.
+        inputs: Returns the arguments of one forward pass, given the pipeline, the number of image tokens along each
+            side and the number of text tokens.
+        text: Default number of text tokens; None if the pipeline decides.
+        methods: Methods that are timed by default.
+        weights: What the weights are, for the report.
+    """
+
+    build: Callable[[torch.device, torch.dtype], Any]
+    inputs: Callable[[Any, int, int | None], Call]
+    text: int | None
+    methods: tuple[Method | ComposedMethod, ...]
+    weights: str = "random weights"
+
+
+def find_model(name: str) -> Model:
+    """The model of that name in `MODELS`, or the pipeline of that folder or hub id.
+
+    Raises:
+        ValueError: If the name is neither.
+    """
+    if name in MODELS:
+        return MODELS[name]
+    if "/" not in name and not name.startswith("."):
+        raise ValueError(
+            f"unknown model {name!r}: choose one of {', '.join(MODELS)}, "
+            f"or give a pipeline as a hub id or a folder such as ./{name}"
+        )
+    return Model(partial(_load, name), _recorded_inputs, None, (), "its own weights")
+
+
+def random_model(make: Callable[[], nn.Module], device: torch.device, dtype: torch.dtype) -> Any:
+    """The model that `make` returns, its weights created on `device` and in `dtype`."""
+    default = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        with device:
+            return make().eval()
+    finally:
+        torch.set_default_dtype(default)
+
+
+def _built_in(device: torch.device, dtype: torch.dtype) -> FluxPipeline:
+    return untrained_pipeline().to(device, dtype)
+
+
+def _flux_dev(device: torch.device, dtype: torch.dtype) -> FluxPipeline:
+    transformer = random_model(lambda: FluxTransformer2DModel(guidance_embeds=True), device, dtype)
+    return FluxPipeline(scheduler=FlowMatchEulerDiscreteScheduler(), transformer=transformer, **NO_ENCODERS)
+
+
+def _sdxl(device: torch.device, dtype: torch.dtype) -> StableDiffusionXLPipeline:
+    unet = random_model(
+        lambda: UNet2DConditionModel(
+            sample_size=128,
+            down_block_types=("DownBlock2D", "CrossAttnDownBlock2D", "CrossAttnDownBlock2D"),
+            up_block_types=("CrossAttnUpBlock2D", "CrossAttnUpBlock2D", "UpBlock2D"),
+            block_out_channels=(320, 640, 1280),
+            transformer_layers_per_block=(1, 2, 10),
+            attention_head_dim=(5, 10, 20),
+            cross_attention_dim=2048,
+            addition_embed_type="text_time",
+            addition_time_embed_dim=256,
+            projection_class_embeddings_input_dim=2816,
+            use_linear_projection=True,
+        ),
+        device,
+        dtype,
+    )
+    return StableDiffusionXLPipeline(
+        scheduler=EulerDiscreteScheduler(), unet=unet, add_watermarker=False, **NO_ENCODERS
+    )
+
+
+def _load(name: str, device: torch.device, dtype: torch.dtype) -> Any:
+    return load(name, str(device), str(dtype).removeprefix("torch."))
+
+
+def _flux_inputs(pipe: FluxPipeline, side: int, text: int | None) -> Call:
+    config: Any = pipe.transformer.config
+    like: dict[str, Any] = {"device": pipe.transformer.device, "dtype": pipe.transformer.dtype}
+    kwargs = {
+        "hidden_states": torch.randn(1, side * side, config.in_channels, **like),
+        "encoder_hidden_states": torch.randn(1, text, config.joint_attention_dim, **like),
+        "pooled_projections": torch.randn(1, config.pooled_projection_dim, **like),
+        "timestep": torch.full((1,), 0.5, **like),
+        "guidance": torch.full((1,), 3.5, **like) if config.guidance_embeds else None,
+        "img_ids": FluxPipeline._prepare_latent_image_ids(1, side, side, **like),
+        "txt_ids": torch.zeros(text, 3, **like),
+        "return_dict": False,
+    }
+    return Call((), kwargs)
+
+
+def _sdxl_inputs(pipe: StableDiffusionXLPipeline, side: int, text: int | None) -> Call:
+    """Two samples, as classifier-free guidance needs; `side` is that of the largest feature maps with attention."""
+    config: Any = pipe.unet.config
+    like: dict[str, Any] = {"device": pipe.unet.device, "dtype": pipe.unet.dtype}
+    pooled = config.projection_class_embeddings_input_dim - 6 * config.addition_time_embed_dim
+    kwargs = {
+        "sample": torch.randn(2, config.in_channels, 2 * side, 2 * side, **like),
+        "timestep": torch.tensor(500.0, device=pipe.unet.device),
+        "encoder_hidden_states": torch.randn(2, text, config.cross_attention_dim, **like),
+        "added_cond_kwargs": {
+            "text_embeds": torch.randn(2, pooled, **like),
+            "time_ids": torch.zeros(2, 6, **like),
+        },
+        "return_dict": False,
+    }
+    return Call((), kwargs)
+
+
+def _recorded_inputs(pipe: Any, side: int, text: int | None) -> Call:
+    """The inputs of the pipeline's first step, for a picture of `side` x `side` tokens."""
+    if text is not None:
+        raise ValueError("the pipeline decides how many text tokens there are: leave --text out")
+    if isinstance(pipe, PixelPipeline):
+        pixels = side * denoiser(pipe).config.patch_size
+    else:
+        pixels = side * 2 * getattr(pipe, "vae_scale_factor", 8)
+    return record_step(pipe, Request("a lighthouse at dusk", (pixels, pixels), 1000, None, 0))
+
+
+FLUX = (
+    *(HilbertA(tiles=1), HilbertA(tiles=4), HilbertA(tiles=16)),
+    *(ToMA(keep=0.5), ToMA(keep=0.25), ComposedMethod((HilbertA(tiles=16), ToMA(keep=0.5)))),
+)
+SDXL = *(ToMA(keep=keep) for keep in (0.75, 0.5, 0.25)), ToMeSD(keep=0.5), ToFu(keep=0.5), ToDo()
+
+MODELS = {
+    "built-in": Model(_built_in, _flux_inputs, 512, FLUX),
+    "flux-dev": Model(_flux_dev, _flux_inputs, 512, FLUX),
+    "sdxl": Model(_sdxl, _sdxl_inputs, 77, SDXL),
+}
+"""Models by name: the sizes of the built-in model (17 M parameters), FLUX.1-dev (12 B) and SDXL (2.6 B)."""

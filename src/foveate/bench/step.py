@@ -1,0 +1,293 @@
+# pyright: basic, reportPrivateImportUsage=false
+"""The time of one denoising step, dense and with methods, checked against the dense model first."""
+
+from collections.abc import Callable, Iterator, Sequence
+from math import ceil, lcm
+from statistics import mean, median
+from typing import Any, NamedTuple
+
+import torch
+from rich.table import Column, Table
+from torch import Tensor
+
+from foveate.bench.models import find_model
+from foveate.diffusers.apply import apply
+from foveate.diffusers.lora import using
+from foveate.diffusers.pipelines import Call, denoiser, time_steps
+from foveate.methods import LLSA, ComposedMethod, HilbertA, Method, ToMA
+from foveate.methods.base import TokenMerging
+from foveate.utils.device import choose_device, choose_dtype, now, versions
+from foveate.utils.progress import Track, silent
+from foveate.utils.timing import captured, peak_memory, time_calls
+
+__all__ = ["TOLERANCE", "Step", "bench_step", "merging_part", "table_of"]
+
+LEAST_STEPS = 10  # of a method that merges tokens
+ONE_TILE, ALL_KEPT = HilbertA(tiles=1), ToMA(keep=0.999, weights="hard", skip=0)  # both must equal dense
+EVERY_BLOCK = LLSA(top_k=2**20, enrich=False, min_tokens=0)  # so must this
+TOLERANCE = {torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 5e-2}
+
+
+class Step(NamedTuple):
+    """One forward pass of a pipeline's denoiser.
+
+    Attributes:
+        pipe: The pipeline.
+        call: Arguments of the forward pass.
+    """
+
+    pipe: Any
+    call: Call
+
+    def batch(self) -> int:
+        """Number of samples."""
+        return len(next(x for x in (*self.call.args, *self.call.kwargs.values()) if isinstance(x, Tensor) and x.ndim))
+
+    def run(self) -> Any:
+        """The output of the denoiser."""
+        args, kwargs = self.call
+        # some models remove entries from the dictionaries that they are given
+        return denoiser(self.pipe)(*args, **{k: dict(v) if isinstance(v, dict) else v for k, v in kwargs.items()})[0]
+
+    def run_as(self, number: int) -> None:
+        """Run the forward pass as step `number` of a denoising run."""
+        self.pipe.scheduler.set_begin_index(number)
+        self.run()
+
+
+@torch.no_grad()
+def bench_step(
+    sides: Sequence[int],
+    *,
+    model: str = "built-in",
+    methods: Sequence[Method | ComposedMethod] = (),
+    text: int | None = None,
+    compile: bool = False,
+    rounds: int = 9,
+    device: str = "auto",
+    dtype: str = "auto",
+    track: Track = silent,
+) -> Iterator[dict[str, Any]]:
+    """The times of one forward pass of a denoiser, dense and with each method, after every new row.
+
+    The result is ready for JSON. Dense and the methods that merge no tokens take turns; their time (`step_s`) is the
+    median. The methods that merge tokens follow one by one, through whole cycles of their schedule; their time is the
+    mean of these steps, plans included. Then dense is timed again: the difference to the first time is the drift of
+    the machine. On a GPU the forward pass is also timed as one CUDA graph (`graph_s`; for token merging a step that
+    makes no plan), which shows the time without the cost of launching kernels.
+
+    Args:
+        sides: Image tokens along each side, one entry per size. For SDXL: those of the largest feature maps with
+            attention, 64 at 1024 px.
+        model: A name in `MODELS`, or a pipeline's hub id or folder.
+        methods: Methods to time besides dense. Empty: the defaults of the model.
+        text: Number of text tokens. None: the model's usual number.
+        compile: Compile the repeated blocks.
+        rounds: Number of measurements of each method.
+        device: See `choose_device`.
+        dtype: See `choose_dtype`.
+        track: Shows progress.
+
+    Raises:
+        ValueError: If the model is unknown, a method does not fit it or stays dense, or a setting that must equal the
+            dense model does not.
+    """
+    chosen, where = find_model(model), choose_device(device)
+    if not (methods := methods or chosen.methods):
+        raise ValueError(f"name the methods to time on {model}, for example --method hilberta --method toma")
+    pipe = chosen.build(where, choose_dtype(dtype, where))
+    network: Any = denoiser(pipe)
+    if compile:
+        network.compile_repeated_blocks(fullgraph=True)
+    text = chosen.text if text is None else text
+    rows: list[dict[str, Any]] = []
+    result = {
+        "what": f"one forward of {type(network).__name__} with {chosen.weights}",
+        "model": model,
+        "parameters": sum(p.numel() for p in network.parameters()),
+        "text_tokens": text,
+        "device": where.type,
+        "dtype": str(pipe.dtype).removeprefix("torch."),
+        "compiled": compile,
+        "rounds": rounds,
+        "rows": rows,
+        "versions": versions(),
+    }
+    for side in sides:
+        step, size = Step(pipe, chosen.inputs(pipe, side, text)), f"{side} x {side} tokens"
+        errors = _check(step, methods, size)
+        bounds = {repr(method): _flop_bound(step, method, size) for method in methods}
+        dense = None
+        for row in _measured(step, methods, rounds, size, track):
+            dense = dense or row
+            row = {"image_tokens": side * side, "batch": step.batch(), **errors, **row}
+            row["attention_flop_bound"] = bounds.get(row["method"], 1.0)
+            row["speed_up"] = dense["step_s"] / row["step_s"]
+            if dense["graph_s"] and row["graph_s"]:
+                row["graph_speed_up"] = dense["graph_s"] / row["graph_s"]
+            rows.append(row)
+            yield result
+
+
+def merging_part(method: Method | ComposedMethod) -> TokenMerging | None:
+    """The part of a method that merges tokens; None if there is none."""
+    return next((part for part in method.parts if isinstance(part, TokenMerging)), None)
+
+
+# --- check ---
+
+
+def _check(step: Step, methods: Sequence[Method | ComposedMethod], size: str) -> dict[str, float]:
+    """Relative differences to dense of the settings that must equal it, one for each kind of method.
+
+    Raises:
+        ValueError: If one is too large.
+    """
+    errors: dict[str, float] = {}
+    for part in (part for method in methods for part in method.parts):
+        name, exact = (
+            ("every_block_error", EVERY_BLOCK)
+            if isinstance(part, LLSA)
+            else ("all_kept_error", ALL_KEPT)
+            if isinstance(part, TokenMerging)
+            else ("one_tile_error", ONE_TILE)
+        )
+        if name in errors:
+            continue
+        errors[name] = _difference(step, exact)
+        if not errors[name] <= TOLERANCE[step.pipe.dtype]:  # also true of NaN
+            raise ValueError(
+                f"{exact.title} differs from dense by {errors[name]:.1e} at {size}: not timing a wrong step"
+            )
+    return errors
+
+
+def _difference(step: Step, method: Method) -> float:
+    """Relative difference between the dense output and that with a method; neither is compiled."""
+    with torch.compiler.set_stance("force_eager"):
+        dense = step.run()
+        with apply(step.pipe, method):
+            other = step.run()
+    return ((other - dense).float().norm() / dense.float().norm()).item()
+
+
+def _flop_bound(step: Step, method: Method | ComposedMethod, size: str) -> float:
+    """FLOPs of dense attention over those with the method: no speed-up of attention can be larger.
+
+    Raises:
+        ValueError: If the method stays dense.
+    """
+    with torch.compiler.set_stance("force_eager"), apply(step.pipe, *method.parts) as run:
+        step.run()
+        layers = run.summary().layers
+    if all(layer.why for layer in layers):
+        raise ValueError(f"{method.title} stays dense at {size}: {layers[-1].why}")
+    return 1 / (1 - mean(layer.true for layer in layers))
+
+
+# --- time ---
+
+
+def _measured(
+    step: Step, methods: Sequence[Method | ComposedMethod], rounds: int, size: str, track: Track
+) -> Iterator[dict[str, Any]]:
+    in_turns = [None, *(method for method in methods if not merging_part(method))]
+    yield from _in_turns(step, in_turns, rounds, track(size, len(in_turns) * (rounds + 1)))
+    for method in methods:
+        if merging := merging_part(method):
+            yield _scheduled(step, method, merging, rounds, track)
+    if len(in_turns) <= len(methods):
+        (row,) = _in_turns(step, [None], rounds, track("dense, again", rounds + 1))
+        yield row | {"variant": "dense, again"}
+
+
+def _in_turns(
+    step: Step, methods: Sequence[Method | ComposedMethod | None], rounds: int, advance: Callable[[], None]
+) -> list[dict[str, Any]]:
+    """The rows of methods that do the same in every step."""
+    alone: list[tuple[int | None, float | None]] = []
+    for method in methods:
+        with using(step.pipe, method):
+            alone.append((peak_memory(step.run, step.pipe.device), _graph_seconds(step.run, rounds, step.pipe.device)))
+    seconds = zip(*time_steps(step.pipe, step.call, methods, rounds, advance), strict=True)
+    return [
+        _row(method, median(taken), taken, *both) for method, taken, both in zip(methods, seconds, alone, strict=True)
+    ]
+
+
+def _scheduled(
+    step: Step, method: Method | ComposedMethod, merging: TokenMerging, rounds: int, track: Track
+) -> dict[str, Any]:
+    """The row of a method that merges tokens: whole cycles of its schedule, with a plan whenever one is due."""
+    device, cycle = step.pipe.device, lcm(merging.dst_every, merging.merge_every)
+    steps = cycle * ceil(max(rounds, LEAST_STEPS) / cycle)
+    advance = track(method.title, steps)
+    taken: list[float] = []
+    with apply(step.pipe, *method.parts):
+        for number in sorted({0, 1, merging.merge_every, merging.weights_every}):  # compiles whatever a cycle runs
+            step.run_as(number)
+        peak = peak_memory(lambda: step.run_as(0), device)
+        step.run_as(0)
+        for number in range(1, steps + 1):
+            start = now(device)
+            step.run_as(number)
+            taken.append(now(device) - start)
+            advance()
+        graph = _graph_seconds(lambda: step.run_as(steps), rounds, device)
+    step.pipe.scheduler.set_begin_index(0)
+    return _row(method, mean(taken), taken, peak, graph)
+
+
+def _graph_seconds(forward: Callable[[], object], rounds: int, device: torch.device) -> float | None:
+    """Median time of a forward pass as one CUDA graph; None without a GPU, or if it cannot be captured."""
+    if device.type != "cuda":
+        return None
+    try:
+        forward()
+        replay = captured(forward, device)
+    except RuntimeError:  # the host reads a value of the device somewhere in it
+        return None
+    return median(time_calls([replay], rounds, device)[0])
+
+
+def _row(
+    method: Method | ComposedMethod | None,
+    seconds: float,
+    taken: Sequence[float],
+    peak: int | None,
+    graph: float | None,
+) -> dict[str, Any]:
+    return {
+        "variant": method.title if method else "dense",
+        "method": repr(method) if method else "dense",
+        "step_s": seconds,
+        "median_s": median(taken),
+        "fastest_s": min(taken),
+        "slowest_s": max(taken),
+        "forwards": len(taken),
+        "graph_s": graph,
+        "peak_bytes": peak,
+    }
+
+
+COLUMNS: list[tuple[str, str, Callable[[Any], str]]] = [
+    ("tokens", "image_tokens", "{:,}".format),
+    ("variant", "variant", str),
+    ("ms", "step_s", lambda seconds: f"{1e3 * seconds:.4g}"),
+    ("speed-up", "speed_up", "{:.2f}x".format),
+    ("CUDA graph, ms", "graph_s", lambda seconds: f"{1e3 * seconds:.4g}"),
+    ("speed-up", "graph_speed_up", "{:.2f}x".format),
+    ("bound of attention", "attention_flop_bound", "{:.2f}x".format),
+    ("MB", "peak_bytes", lambda count: f"{count / 1e6:,.0f}"),
+]
+
+
+def table_of(
+    result: dict[str, Any], columns: Sequence[tuple[str, str, Callable[[Any], str]]] = tuple(COLUMNS)
+) -> Table:
+    """The result as a table for the terminal; columns, as (title, field, format), are left out if they are empty."""
+    shown = [column for column in columns if any(row.get(column[1]) is not None for row in result["rows"])]
+    table = Table(*(Column(title, overflow="fold") for title, _, _ in shown))
+    for row in result["rows"]:
+        table.add_row(*("" if row.get(field) is None else show(row[field]) for _, field, show in shown))
+    return table

@@ -1,0 +1,156 @@
+"""Laws of `foveate bench step`: it checks before it times, and says what cannot be timed."""
+
+import json
+
+import pytest
+import tiny
+import torch
+from diffusers import EulerDiscreteScheduler, StableDiffusionXLPipeline
+from typer.testing import CliRunner
+
+from foveate import LLSA, HilbertA, ToMA
+from foveate.bench import step
+from foveate.bench.models import MODELS
+from foveate.cli import app
+from foveate.methods import ComposedMethod, ToDo, ToMeSD
+
+
+def tiny_sdxl():
+    nothing = dict.fromkeys(("vae", "text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2"))
+    unet = tiny.unet(dtype=torch.float32)
+    return StableDiffusionXLPipeline(scheduler=EulerDiscreteScheduler(), unet=unet, add_watermarker=False, **nothing)
+
+
+@pytest.fixture(autouse=True)
+def tiny_models(monkeypatch):
+    for name, build in (("built-in", tiny.pipeline), ("sdxl", tiny_sdxl)):
+        monkeypatch.setitem(MODELS, name, MODELS[name]._replace(build=lambda *_, build=build: build()))
+
+
+def bench(sides, **options):
+    *_, result = step.bench_step(sides, **{"text": 8, "rounds": 1, "device": "cpu", **options})
+    return result
+
+
+def run(*arguments):
+    result = CliRunner().invoke(app, ["bench", "step", "--device", "cpu", *map(str, arguments)])
+    return result, " ".join(result.output.split())
+
+
+def test_dense_and_every_method_are_checked_and_timed():
+    methods = [HilbertA(tiles=4), ToMA(keep=0.5), ToDo(), ComposedMethod((HilbertA(tiles=4), ToMA(keep=0.5)))]
+    result = bench([16], methods=methods)
+    dense, hilberta, todo, toma, both, again = result["rows"]
+    assert [row["variant"] for row in (dense, hilberta, todo, toma, both, again)] == [
+        *("dense", "HilbertA T=4", "ToDo f=2", "ToMA keep=0.5", "HilbertA T=4 + ToMA keep=0.5", "dense, again")
+    ]
+    for row in result["rows"]:
+        assert max(row["one_tile_error"], row["all_kept_error"]) < 1e-4
+        assert row["fastest_s"] <= row["step_s"] <= row["slowest_s"]
+        assert row["speed_up"] == pytest.approx(dense["step_s"] / row["step_s"])
+        assert (row["image_tokens"], row["batch"]) == (256, 1)
+    assert dense["attention_flop_bound"] == again["attention_flop_bound"] == 1
+    pairs = sum(table.pairs() for table in methods[0].plan(((16, 16),), 8).tables) / methods[0].period
+    assert hilberta["attention_flop_bound"] == pytest.approx(264**2 / pairs)
+    assert todo["attention_flop_bound"] == pytest.approx(264 / (8 + 64))  # every token reads text and a quarter
+    assert step.table_of(result).row_count == 6
+
+
+def test_log_linear_attention_is_compared_with_every_block_selected(monkeypatch):
+    monkeypatch.undo()  # the heads of the tiny model are too small for it
+    dense, llsa = bench([16], methods=[LLSA(top_k=2, min_tokens=0)])["rows"]
+    assert llsa["every_block_error"] < 1e-4
+    assert llsa["attention_flop_bound"] == pytest.approx(264**2 / (8 * 264 + 256 * (8 + 2 * 16 + 16)))
+    assert dense["variant"] == "dense"
+
+
+def test_a_unet_is_timed_with_guidance():
+    result = bench([8], model="sdxl", methods=[ToDo(), ToMA(keep=0.5)], text=5)
+    assert [row["variant"] for row in result["rows"]] == ["dense", "ToDo f=2", "ToMA keep=0.5", "dense, again"]
+    assert {row["batch"] for row in result["rows"]} == {2}
+    assert all(row["all_kept_error"] < 1e-4 for row in result["rows"])
+
+
+def test_any_pipeline_may_be_timed_with_its_own_inputs(tmp_path):
+    tiny.pipeline().save_pretrained(tmp_path / "mine")
+    result, output = run("--model", tmp_path / "mine", "--sides", 16, "--method", "hilberta:tiles=4", "--rounds", 1,
+                         "--out", tmp_path)  # fmt: skip
+    assert result.exit_code == 0, output
+    written = json.loads((tmp_path / "step-mine-eager-cpu.json").read_text())
+    assert written["what"] == "one forward of FluxTransformer2DModel with its own weights"
+    assert [row["image_tokens"] for row in written["rows"]] == [256, 256]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_every_model_has_methods_to_time(name):
+    assert len(MODELS[name].methods) > 1
+
+
+def test_sdxl_has_the_size_of_sdxl(monkeypatch):
+    monkeypatch.undo()
+    unet = MODELS["sdxl"].build(torch.device("meta"), torch.bfloat16).unet
+    assert sum(p.numel() for p in unet.parameters()) == 2_567_463_684
+    assert unet.dtype == torch.bfloat16
+    assert torch.get_default_dtype() == torch.float32
+
+
+@pytest.mark.parametrize(
+    ("method", "forwards", "plans"),
+    [
+        (ToMA(), 10, 2),
+        (ToMA(dst_every=20, weights_every=10), 20, 2),
+        (ToMA(dst_every=3, weights_every=3, merge_every=2), 12, 4),
+        (ToMeSD(), 10, 10),
+    ],
+)
+@torch.no_grad()  # which the checks of the tests keep from a generator
+def test_a_plan_counts_as_often_as_the_schedule_makes_one(monkeypatch, method, forwards, plans):
+    made, plan = [], type(method).plan
+    monkeypatch.setattr(type(method), "plan", lambda *given: made.append(0) or plan(*given))
+    monkeypatch.setattr(step, "now", lambda device: len(made))  # the time is the number of plans
+    _, row, _ = bench([16], methods=[method])["rows"]
+    assert row["forwards"] == forwards
+    assert row["step_s"] * forwards == pytest.approx(plans)
+
+
+@pytest.mark.parametrize(("error", "shown"), [(0.1, "1.0e-01"), (float("nan"), "nan")])
+def test_a_wrong_step_is_not_timed(monkeypatch, error, shown):
+    monkeypatch.setattr(step, "_difference", lambda *_: error)
+    with pytest.raises(
+        ValueError, match=rf"T=1 differs from dense by {shown} at 16 x 16 tokens: not timing a wrong step"
+    ):
+        bench([16], methods=[HilbertA(tiles=4)])
+
+
+def test_the_command_writes_json_and_prints_a_table(tmp_path):
+    methods = "todo", "toma:dst_every=20,weights_every=10,size_bias=True"
+    options = [text for method in methods for text in ("--method", method)]
+    result, output = run("--sides", 16, "--text", 8, "--rounds", 1, *options, "--out", tmp_path, "--commit", "abc")
+    assert result.exit_code == 0, output
+    written = json.loads((tmp_path / "step-built-in-eager-cpu.json").read_text())
+    assert written["versions"]["commit"] == "abc"
+    toma = "ToMA keep=0.5 size_bias=True, dst_every=20, weights_every=10"
+    assert [row["variant"] for row in written["rows"]] == ["dense", "ToDo f=2", toma, "dense, again"]
+    assert "dst_every=20" in written["rows"][2]["method"]
+    assert "weights_every=10" in "".join(result.output.split())
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--model", "flux"], "unknown model 'flux': choose one of built-in, flux-dev, sdxl"),
+        (["--model", "./nowhere", "--method", "toma"], "cannot load ./nowhere"),
+        (["--model", "me/mine"], "name the methods to time on me/mine"),
+        (["--method", "toma:keep=1.0"], "ToMA keep=1 stays dense at 64 x 64 tokens: keep=1.0 is the dense model"),
+        (["--sides", "16", "--method", "hilberta"], "HilbertA T=auto stays dense at 16 x 16 tokens: 16 x 16 image"),
+        (["--sides", "64;128"], "'64;128' is no list of whole numbers: write them as 64,128"),
+        (
+            ["--model", "sdxl", "--sides", "8", "--method", "hilberta+toma"],
+            "takes one method of token merging or of sparse attention and nothing else",
+        ),
+    ],
+)
+def test_a_step_that_cannot_be_timed_is_one_clear_line(options, message):
+    result, output = run("--text", 8, *options)
+    assert result.exit_code == 2
+    assert message in output
