@@ -2,6 +2,7 @@
 
 import json
 import os
+import pkgutil
 import re
 import runpy
 import subprocess
@@ -118,6 +119,11 @@ def test_each_image_is_shown_by_a_page_and_each_page_is_in_the_navigation():
     shown = "".join(pages.values()) + (ROOT / "README.md").read_text()
     assert [path.name for path in DOCS.glob("images/**/*.png") if path.name not in shown] == []
     assert sorted(re.findall(r": ([\w-]+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)) == sorted(pages)
+
+
+@pytest.mark.parametrize("name", re.findall(r"^::: (.*)$", (DOCS / "api.md").read_text(), flags=re.MULTILINE))
+def test_each_name_of_the_api_page_exists_and_is_documented(name):
+    assert pkgutil.resolve_name(name).__doc__
 
 
 def numbers_of(value):
