@@ -114,10 +114,11 @@ def anchors(path):
     return {re.sub(r"[-\s]+", "-", re.sub(r"[^\w\s-]", "", heading).strip().lower()) for heading in headings}
 
 
-def test_each_image_is_shown_by_a_page_and_each_page_is_in_the_navigation():
+def test_each_image_and_each_result_is_on_a_page_and_each_page_is_in_the_navigation():
     pages = {path.name: path.read_text() for path in DOCS.glob("*.md")}
     shown = "".join(pages.values()) + (ROOT / "README.md").read_text()
-    assert [path.name for path in DOCS.glob("images/**/*.png") if path.name not in shown] == []
+    files = [*DOCS.glob("images/**/*.png"), *RESULTS.glob("*.json")]
+    assert [path.name for path in files if path.name not in shown] == []
     assert sorted(re.findall(r": ([\w-]+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)) == sorted(pages)
 
 
@@ -134,9 +135,15 @@ def numbers_of(value):
     return [value] if isinstance(value, int | float) else []
 
 
-@pytest.mark.parametrize("section", re.split(r"^##+ ", (DOCS / "benchmarks.md").read_text(), flags=re.MULTILINE)[1:])
-def test_each_number_of_the_benchmarks_is_in_the_results_its_section_names(section):
-    names = re.findall(r"`([\w-]+\.json)`", section)
+@pytest.mark.parametrize("page", ["benchmarks.md", "distill.md", "llsa.md", "pixel-dit.md", "toma.md"])
+def test_each_number_of_a_table_is_in_the_results_that_its_section_names(page):
+    sections = re.split(r"^##+ ", (DOCS / page).read_text(), flags=re.MULTILINE)
+    named = [(section, re.findall(r"([\w-]+\.json)`", section)) for section in sections]
+    for section, names in [(section, names) for section, names in named if names]:
+        check_tables(section, names)
+
+
+def check_tables(section, names):
     found = [number for name in names for number in numbers_of(json.loads((RESULTS / name).read_text()))]
     scales = {"ms": 1e3, "%": 100, "GB": 1e-9, "MB": 1e-6}
     bodies = re.findall(r"^\|---.*\n((?:\|.*\n)+)", section, flags=re.MULTILINE)
