@@ -1,4 +1,4 @@
-"""Draw the pictures of the documentation: `python docs/pictures.py`, from the root of the repository."""
+"""Draw the images of the documentation: `python docs/pictures.py`, from the root of the repository."""
 
 import csv
 from pathlib import Path
@@ -26,7 +26,7 @@ SIDE = 32
 
 
 def main() -> None:
-    """Write every picture to docs/images."""
+    """Write the drawn images of the pages to docs/images."""
     plan = HilbertA(tiles=16).plan(((SIDE, SIDE),), 128)
     for phase in (0, 1):
         curve = draw_order(grid_order("hilbert", SIDE, SIDE), SIDE, SIDE, plan.tile_maps[phase])
@@ -41,7 +41,7 @@ def main() -> None:
 
 
 def draw_merging() -> Image.Image:
-    """A picture of the built-in model with the regions in which tokens merged, and those that others merged into."""
+    """A picture of the built-in model with the windows in which tokens merged and the tokens that were kept."""
     pipe = load(str(PIPELINE), "cpu")
     with foveate.apply(pipe, ToMA(keep=0.25)) as run:
         image = draw(pipe, Request("an owl on a purple background", (128, 128), 20, None, 0))
@@ -50,7 +50,7 @@ def draw_merging() -> Image.Image:
 
 
 def draw_query(picture: Image.Image, query: int = 240, scale: int = 3) -> Image.Image:
-    """A picture, and what one query block reads of it: pixels of the blocks it picks, and means of all others."""
+    """A picture, and what one query block of LLSA reads of it: pixels of 8 blocks, and means of the others."""
     side = picture.width
     order = grid_order("morton", side, side)
     colours = torch.tensor(np.array(picture.convert("RGB"))).flatten(0, 1)[order].float()
@@ -76,7 +76,7 @@ def draw_query(picture: Image.Image, query: int = 240, scale: int = 3) -> Image.
 
 
 def draw_blocks() -> Figure:
-    """The blocks of each strategy: directions near one another in skewed clusters, seen from above."""
+    """The blocks that each strategy of Sub-CP makes of clustered embeddings, seen from above."""
     generator = torch.Generator().manual_seed(0)
     middles = torch.randn(7, 2, generator=generator).repeat_interleave(torch.tensor([40, 25, 15, 10, 10, 10, 10]), 0)
     spread = 0.75 * middles + 0.13 * torch.randn(len(middles), 2, generator=generator)
@@ -93,7 +93,7 @@ def draw_blocks() -> Figure:
 
 
 def draw_training(log: Path) -> Figure:
-    """The loss of the built-in model's stages over the time they took, from the log of their training."""
+    """The loss of each stage of the built-in model's training over time."""
     figure = Figure(figsize=(7, 3), layout="constrained")
     axes = figure.add_subplot(xlabel="minutes", ylabel="loss", yscale="log")
     minutes, before, stages = 0.0, dict[str, int](), dict[str, list[tuple[float, float]]]()
