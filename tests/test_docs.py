@@ -35,9 +35,7 @@ def run(tmp_path, monkeypatch, capsys):
     return run_script
 
 
-@pytest.mark.parametrize(
-    "page", ["block-attention.md", *(pytest.param(page, marks=pytest.mark.slow) for page in ("llsa.md", "sub-cp.md"))]
-)
+@pytest.mark.parametrize("page", ["block-attention.md", pytest.param("llsa.md", marks=pytest.mark.slow), "sub-cp.md"])
 def test_a_page_runs_from_top_to_bottom(page, run):
     run("\n".join(samples(page)))
 
@@ -91,7 +89,6 @@ def test_the_page_of_the_built_in_model_draws(run):
     run(sample.replace("num_inference_steps=20", "num_inference_steps=1"))
 
 
-@pytest.mark.slow
 def test_the_page_of_the_built_in_reader_answers(run):
     (sample,) = samples("built-in-reader.md")
     assert run(sample).strip() == "flute"
