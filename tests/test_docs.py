@@ -1,6 +1,10 @@
-"""Laws of the documentation: what it shows runs."""
+"""Laws of the documentation: what it shows runs, and what it claims was measured."""
 
+import json
+import os
+import pkgutil
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -8,7 +12,8 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-DOCS = Path(__file__).parent.parent / "docs"
+ROOT = Path(__file__).parent.parent
+DOCS, RESULTS = ROOT / "docs", ROOT / "lab" / "results"
 
 
 def samples(page):
@@ -16,71 +21,130 @@ def samples(page):
     return re.findall(r"^```python\n(.*?)^```", (DOCS / page).read_text(), flags=re.DOTALL | re.MULTILINE)
 
 
-def run(folder, *arguments):
-    path = [str(folder), str(Path(__file__).parent)]
-    setup = f"import sys, runpy; sys.path[:0] = {path}; sys.argv = {list(arguments)}; "
-    result = subprocess.run(
-        [sys.executable, "-c", setup + "runpy.run_module(sys.argv[0], run_name='__main__', alter_sys=True)"],
-        capture_output=True,
-        text=True,
-        cwd=folder,
-    )
-    assert result.returncode == 0, result.stdout + result.stderr
-    return result.stdout
+@pytest.fixture
+def run(tmp_path, monkeypatch, capsys):
+    """Runs code as a script in an empty folder, and returns what it printed."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+
+    def run_script(code):
+        (tmp_path / "page.py").write_text(code)
+        runpy.run_path("page.py", run_name="__main__")
+        return capsys.readouterr().out
+
+    return run_script
 
 
-def test_the_smallest_family_serves_its_model_and_prints_the_summary_shown(tmp_path):
-    for name, sample in zip(("tiny_dit", "tiny_family", "check"), samples("add-a-model.md"), strict=True):
-        (tmp_path / f"{name}.py").write_text(sample)
-    printed = run(tmp_path, "check")
-    page = (DOCS / "add-a-model.md").read_text()
-    for line in printed.strip().splitlines():
-        assert line.rstrip() in page
+@pytest.mark.parametrize("page", ["block-attention.md", pytest.param("llsa.md", marks=pytest.mark.slow), "sub-cp.md"])
+def test_a_page_runs_from_top_to_bottom(page, run):
+    run("\n".join(samples(page)))
+
+
+def test_the_sample_card_serves_its_model_and_prints_what_the_page_shows(run):
+    card, check = samples("add-a-model.md")
+    printed = run(card + check).strip()
+    assert printed in (DOCS / "add-a-model.md").read_text()
 
 
 def test_the_sample_method_passes_its_sample_tests(tmp_path):
     method, tests, *_ = samples("add-a-method.md")
     (tmp_path / "banded.py").write_text(method)
     (tmp_path / "test_banded.py").write_text(tests.replace("foveate.methods.banded", "banded"))
-    assert "6 passed" in run(tmp_path, "pytest", "test_banded.py")
+    path = os.pathsep.join([str(Path(__file__).parent), *sys.path])
+    command = [sys.executable, "-m", "pytest", "test_banded.py"]
+    result = subprocess.run(
+        command, cwd=tmp_path, env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True
+    )
+    assert "6 passed" in result.stdout, result.stdout + result.stderr
 
 
-@pytest.mark.parametrize("page", ["block-attention.md", "log-linear-attention.md", "llsa.md", "sub-cp.md"])
-def test_the_pages_of_methods_run_from_top_to_bottom(page, tmp_path):
-    (tmp_path / "page.py").write_text("\n".join(samples(page)))
-    run(tmp_path, "page")
-
-
-def test_the_page_of_infoflow_runs_with_a_tiny_model(tmp_path):
+@pytest.mark.slow
+def test_the_page_of_infoflow_runs_with_a_tiny_model(run):
     loading, *rest = samples("infoflow-kv.md")
     assert "from_pretrained" in loading
     tiny = "from tiny_lm import language_model, tokenizer\nmodel, tokenizer = language_model('qwen3'), tokenizer()\n"
-    (tmp_path / "page.py").write_text(tiny + "\n".join(rest))
-    assert "rows recomputed" in run(tmp_path, "page")
+    assert "rows recomputed" in run(tiny + "\n".join(rest))
 
 
-def test_the_page_of_the_pixel_model_runs_as_far_as_a_cpu_goes(tmp_path):
+@pytest.mark.slow
+def test_the_page_of_the_pixel_model_runs_as_far_as_a_cpu_goes(run, tmp_path):
     model, _, training = samples("pixel-dit.md")
-    (tmp_path / "page.py").write_text(model + "assert velocity.shape == noisy.shape\n")
-    run(tmp_path, "page")
+    run(model + "assert velocity.shape == noisy.shape\n")
     (tmp_path / "faces").mkdir()
     Image.new("RGB", (16, 16)).save(tmp_path / "faces" / "one.png")
     small = {'.to("cuda")': "", "DiT-S": "DiT-XS", "5000, 64": "1, 1", "(128, 128), 2000, 16": "(16, 16), 1, 1"}
     for old, new in {**small, 'dtype="bfloat16"': "", "(32, 32)": "(16, 16)"}.items():
         assert old in training
         training = training.replace(old, new)
-    (tmp_path / "page.py").write_text(training)
-    run(tmp_path, "page")
+    run(training)
     assert (tmp_path / "trained" / "model_index.json").exists()
 
 
-def test_the_built_in_model_page_draws(tmp_path):
+@pytest.mark.slow
+def test_the_page_of_the_built_in_model_draws(run):
     (sample,) = samples("built-in-model.md")
-    (tmp_path / "page.py").write_text(sample.replace("num_inference_steps=20", "num_inference_steps=1"))
-    run(tmp_path, "page")
+    run(sample.replace("num_inference_steps=20", "num_inference_steps=1"))
 
 
-def test_the_built_in_reader_page_answers(tmp_path):
+def test_the_page_of_the_built_in_reader_answers(run):
     (sample,) = samples("built-in-reader.md")
-    (tmp_path / "page.py").write_text(sample)
-    assert run(tmp_path, "page").strip() == "flute"
+    assert run(sample).strip() == "flute"
+
+
+@pytest.mark.parametrize("page", sorted(path.relative_to(ROOT) for path in [ROOT / "README.md", *DOCS.glob("*.md")]))
+def test_links_of_a_page_lead_somewhere(page):
+    text = re.sub(r"^```.*?^```", "", (ROOT / page).read_text(), flags=re.DOTALL | re.MULTILINE)
+    links = re.findall(r"\]\((?!https?:)([^)#\s]*)(?:#([^)\s]*))?\)", text) + re.findall(r'src="([^"#]*)(#.*)?"', text)
+    for target, anchor in links:
+        path = (ROOT / page).parent / target if target else ROOT / page
+        assert path.exists(), target
+        if anchor:
+            assert anchor in anchors(path), f"{target}#{anchor}"
+
+
+def anchors(path):
+    """The anchors of a page's headings, as MkDocs makes them."""
+    headings = re.findall(r"^#+ (.*)$", path.read_text(), flags=re.MULTILINE)
+    return {re.sub(r"[-\s]+", "-", re.sub(r"[^\w\s-]", "", heading).strip().lower()) for heading in headings}
+
+
+def test_each_image_and_each_result_is_on_a_page_and_each_page_is_in_the_navigation():
+    pages = {path.name: path.read_text() for path in DOCS.glob("*.md")}
+    shown = "".join(pages.values()) + (ROOT / "README.md").read_text()
+    files = [*DOCS.glob("images/**/*.png"), *RESULTS.glob("*.json")]
+    assert [path.name for path in files if path.name not in shown] == []
+    assert sorted(re.findall(r": ([\w-]+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)) == sorted(pages)
+
+
+@pytest.mark.parametrize("name", re.findall(r"^::: (.*)$", (DOCS / "api.md").read_text(), flags=re.MULTILINE))
+def test_each_name_of_the_api_page_exists_and_is_documented(name):
+    assert pkgutil.resolve_name(name).__doc__
+
+
+def numbers_of(value):
+    """All numbers of a JSON document."""
+    if isinstance(value, dict | list):
+        items = value.values() if isinstance(value, dict) else value
+        return [number for item in items for number in numbers_of(item)]
+    return [value] if isinstance(value, int | float) else []
+
+
+@pytest.mark.parametrize("page", ["benchmarks.md", "distill.md", "llsa.md", "pixel-dit.md", "toma.md"])
+def test_each_number_of_a_table_is_in_the_results_that_its_section_names(page):
+    sections = re.split(r"^##+ ", (DOCS / page).read_text(), flags=re.MULTILINE)
+    named = [(section, re.findall(r"([\w-]+\.json)`", section)) for section in sections]
+    for section, names in [(section, names) for section, names in named if names]:
+        check_tables(section, names)
+
+
+def check_tables(section, names):
+    found = [number for name in names for number in numbers_of(json.loads((RESULTS / name).read_text()))]
+    scales = {"ms": 1e3, "%": 100, "GB": 1e-9, "MB": 1e-6}
+    bodies = re.findall(r"^\|---.*\n((?:\|.*\n)+)", section, flags=re.MULTILINE)
+    cells = [cell.strip() for body in bodies for row in body.splitlines() for cell in row.split("|")[2:]]
+    for cell in filter(re.compile(r"\**[-+\d]").match, cells):
+        for number, unit in re.findall(r"([-+]?\d[\d,]*\.?\d*)( *(?:ms|%|GB|MB))?", cell):
+            shown, digits = float(number.replace(",", "").rstrip(".")), len(number.partition(".")[2])
+            candidates = [scales.get(unit.strip(), 1), 100]  # the interval after a percentage has no unit
+            near = (abs(scale * value - shown) <= 0.5001 * 10**-digits for scale in candidates for value in found)
+            assert any(near), f"{number}{unit} in {cell!r} is in none of {names}"

@@ -1,7 +1,7 @@
 """Accuracy of in-context learning with blocks of Sub-CP, random blocks, baselines and controls, paired over pools.
 
-python -m lab.quality.examples --reader vote                          # minutes on a CPU, as docs/results.md shows it
-python -m lab.quality.examples --reader learner                       # three learners; minutes on a GPU
+python -m lab.quality.examples --reader vote     # minutes on a CPU, as docs/benchmarks.md shows it
+python -m lab.quality.examples --reader learner  # three learners; minutes on a GPU
 python -m lab.quality.examples --reader learner --width 64 --layers 3 --batch 64 --cells 8x8  # an hour on two cores
 
 Every method partitions every pool of examples, and every host is asked the same questions. The gain of a method is its
