@@ -144,10 +144,7 @@ def test_the_command_writes_json_and_prints_a_table(tmp_path):
         (["--method", "toma:keep=1.0"], "ToMA keep=1 stays dense at 64 x 64 tokens: keep=1.0 is the dense model"),
         (["--sides", "16", "--method", "hilberta"], "HilbertA T=auto stays dense at 16 x 16 tokens: 16 x 16 image"),
         (["--sides", "64;128"], "'64;128' is no list of whole numbers: write them as 64,128"),
-        (
-            ["--model", "sdxl", "--sides", "8", "--method", "hilberta+toma"],
-            "takes one method of token merging or of sparse attention and nothing else",
-        ),
+        (["--method", "hilberta+llsa"], "apply takes one method of sparse attention, one of token merging, or both"),
     ],
 )
 def test_a_step_that_cannot_be_timed_is_one_clear_line(options, message):

@@ -63,6 +63,7 @@ def test_a_size_is_so_many_tokens_of_four_pixels(pipe, size):
     assert ids.shape == ((size // 4) ** 2, 3)
 
 
+@pytest.mark.slow
 def test_it_draws_what_held_out_captions_ask_for(pipe):
     asked = list(itertools.islice(scenes(3, evaluation=True), 8))
     pictures = torch.from_numpy(draw(pipe, *(scene.caption for scene in asked), size=128, steps=8))
@@ -71,6 +72,7 @@ def test_it_draws_what_held_out_captions_ask_for(pipe):
     assert sum(v.objects_found for v in verdicts) >= 0.7 * sum(v.objects for v in verdicts)
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_its_lora_brings_four_tiles_back_to_what_the_dense_model_says():
     pipe, scene = load(PIPELINE), next(scenes(3, evaluation=True))

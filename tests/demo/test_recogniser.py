@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from lab.training.recogniser import targets
 from safetensors.torch import save_file
+from scoring import accuracy
 
 from foveate.demo.atlas import NAMES, load_atlas
 from foveate.demo.recogniser import (
@@ -23,7 +24,6 @@ from foveate.demo.recogniser import (
     recognise,
 )
 from foveate.demo.scenes import Relation, Scene, Scenes, render, scenes
-from foveate.demo.scenes import scenes as random_scenes
 
 NOTHING = len(NAMES)
 SOME = [*islice(scenes(0), 100), *islice(scenes(0, evaluation=True), 100)]
@@ -44,16 +44,6 @@ def two(kind, first, second):
     """The verdict on one relation between objects 3 and 5 found at these places."""
     scene = Scene("", (3, 5), ((0.5, 0.5, 0.3),) * 2, "white", (Relation(0, kind, 1),))
     return judge([Detection(5, *second, 0.9), Detection(3, *first, 0.9)], scene)
-
-
-def accuracy(model, *, scenes: int, seed: int, side: int = 128):
-    """On renderings of evaluation scenes: the fraction of objects found, and of scenes without any mistake."""
-    some = list(islice(random_scenes(seed, evaluation=True), scenes))
-    found, _ = recognise(model, render(load_atlas(), Scenes.of(some), side))
-    verdicts = list(map(judge, found, some))
-    return sum(v.objects_found for v in verdicts) / sum(v.objects for v in verdicts), (
-        sum(v.all_right for v in verdicts) / scenes
-    )
 
 
 # ---- targets and detections

@@ -189,19 +189,19 @@ assert graphs() == before + 1, (before, graphs())
     "script",
     [
         REGIONAL,
-        REGIONAL_AFTER,
         MERGED,
-        UNET,
-        SPARSE_UNET,
-        LLSA,
-        WHOLE.format(compile='compiled = model; model.compile(backend="eager")'),
-        WHOLE.format(compile='compiled = torch.compile(model, backend="eager")'),
+        WHOLE.format(compile='compiled = torch.compile(model, backend="eager", fullgraph=True)'),
+        pytest.param(REGIONAL_AFTER, marks=pytest.mark.slow),
+        pytest.param(UNET, marks=pytest.mark.slow),
+        pytest.param(SPARSE_UNET, marks=pytest.mark.slow),
+        pytest.param(LLSA, marks=pytest.mark.slow),
+        pytest.param(WHOLE.format(compile='compiled = model; model.compile(backend="eager")'), marks=pytest.mark.slow),
         pytest.param(INDUCTOR, marks=pytest.mark.gpu),
         pytest.param(TABLES, marks=pytest.mark.gpu),
     ],
     ids=[
-        *("blocks before apply", "blocks after apply", "merged", "unet", "sparse unet", "llsa"),
-        *("model.compile", "torch.compile", "inductor", "any table"),
+        *("blocks before apply", "merged", "torch.compile", "blocks after apply", "unet", "sparse unet", "llsa"),
+        *("model.compile", "inductor", "any table"),
     ],
 )
 def test_compiled_models_run_sparse_without_breaks_or_a_graph_per_layer(script):

@@ -10,9 +10,10 @@ from lab.training.flow import FlowTraining
 from lab.training.recogniser import train_recogniser
 from lab.training.stages import Stage
 from lab.training.vae import train_vae
+from scoring import accuracy
 
 from foveate.demo import PIPELINE
-from foveate.demo.recogniser import accuracy, judge, load_recogniser, recognise
+from foveate.demo.recogniser import judge, load_recogniser, recognise
 from foveate.demo.scenes import scenes
 from foveate.demo.untrained import untrained_pipeline
 from foveate.diffusers.pipelines import Request, draw_batch

@@ -46,7 +46,8 @@ def portable(tensors: tuple[Tensor, ...], order: Tensor | None, rope: Rope | Non
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    turned = torch.stack([-x[..., 1::2], x[..., ::2]], -1).flatten(3)
+    even, odd = x.unflatten(-1, (-1, 2)).unbind(-1)
+    turned = torch.stack([-odd, even], -1).flatten(3)
     return (x.float() * cos.unsqueeze(-2) + turned.float() * sin.unsqueeze(-2)).to(x.dtype)
 
 

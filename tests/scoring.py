@@ -1,0 +1,18 @@
+"""How well the recogniser of the built-in model reads scenes."""
+
+from itertools import islice
+
+from foveate.demo.atlas import load_atlas
+from foveate.demo.recogniser import judge, recognise
+from foveate.demo.scenes import Scenes, render
+from foveate.demo.scenes import scenes as random_scenes
+
+
+def accuracy(model, *, scenes: int, seed: int, side: int = 128):
+    """On renderings of evaluation scenes: the fraction of objects found, and of scenes without any mistake."""
+    some = list(islice(random_scenes(seed, evaluation=True), scenes))
+    found, _ = recognise(model, render(load_atlas(), Scenes.of(some), side))
+    verdicts = list(map(judge, found, some))
+    return sum(v.objects_found for v in verdicts) / sum(v.objects for v in verdicts), (
+        sum(v.all_right for v in verdicts) / scenes
+    )
