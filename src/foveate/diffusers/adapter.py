@@ -136,6 +136,7 @@ class ModelAdapter:
         self._replaced: list[tuple[nn.Module, Any, Any]] = []  # attention modules, original and new processor
         self._hooks: list[Any] = []
         self._inputs: dict[str, Any] = {}
+        self._modules = list(model.modules())  # walking the tree takes milliseconds
         try:
             stacks = list(card.stacks(model))
             self._build(stacks)
@@ -415,9 +416,11 @@ class ModelAdapter:
         layers = [layer for layer in self.layers if layer.holder is holder and layer.group]
         if self._ranks(layers, layout) > 1:
             raise DenseFallback("context parallelism splits the tokens over devices before they could merge")
-        if keeps_state(self.model):
+        if any(keeps_state(module) for module in self._modules):
             raise DenseFallback("a cache keeps tokens from step to step, whose number must not change")
-        if self.model.is_gradient_checkpointing:  # also without gradients: a backward pass may follow
+        if any(
+            vars(module).get("gradient_checkpointing") for module in self._modules
+        ):  # also without gradients: a backward pass may follow
             raise DenseFallback("gradient checkpointing runs blocks again when their plan may be another one")
         extra = (v for k, v in self._inputs.items() if k.endswith("attention_kwargs") and v)
         if any(given.get("ip_adapter_masks") is not None for given in extra):
@@ -605,10 +608,10 @@ def set_later(attn: nn.Module) -> str:
     return f"a {type(attn.processor).__name__} was set after apply: remove and apply again"
 
 
-def keeps_state(model: nn.Module) -> bool:
-    """Whether one of diffusers' caches (First Block Cache, TaylorSeer, ...) is in the model."""
-    registries = (vars(module).get("_diffusers_hook") for module in model.modules())
-    return any(hook._is_stateful for registry in registries if registry for hook in registry.hooks.values())
+def keeps_state(module: nn.Module) -> bool:
+    """Whether one of diffusers' caches (First Block Cache, TaylorSeer, ...) hooks a module."""
+    registry = vars(module).get("_diffusers_hook")
+    return registry is not None and any(hook._is_stateful for hook in registry.hooks.values())
 
 
 def arguments_by_name(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
