@@ -57,6 +57,7 @@ def test_imports_run_one_way(path):
             within = {".".join(inner[: depth + 1]) for depth in range(len(inner))}
             assert within & (ROOMS[here] | {here}), f"{here} must not import {module}"
         assert here in LIBRARIES.get(package, {here}), f"{here} must not import {module}"
+        assert package != "lab", "the library must not import the lab"
 
 
 def test_methods_never_import_each_other():
