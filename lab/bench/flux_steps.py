@@ -1,4 +1,4 @@
-# pyright: basic, reportArgumentType=false, reportCallIssue=false
+# pyright: basic, reportArgumentType=false, reportCallIssue=false, reportPrivateImportUsage=false
 """Denoising steps of FLUX.1-dev's size with random weights, to compare two versions of Foveate on one GPU.
 
 PYTHONPATH=OTHER/src python -P lab/bench/flux_steps.py before.json --mode compiled  # a checkout of another commit
