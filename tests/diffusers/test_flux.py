@@ -165,6 +165,30 @@ def test_checkpointed_layers_run_again_with_the_table_they_had(model):
     model.disable_gradient_checkpointing()
 
 
+def test_a_dense_forward_before_the_backward_pass_changes_nothing(model):
+    x, before = tiny.inputs(GRID), tiny.fingerprint(model)
+    with torch.enable_grad():
+        grads = []
+        for checkpointing in (False, True):
+            with foveate.apply(model, HilbertA(tiles=4)) as run:
+                if checkpointing:
+                    model.enable_gradient_checkpointing()
+                out = model(**x)[0]
+                with run.paused(), torch.no_grad():
+                    dense = model(**x)[0]
+                out.square().sum().backward()
+                with run.paused(), torch.no_grad():
+                    assert torch.equal(model(**x)[0], dense)
+            grads.append([parameter.grad for parameter in model.parameters()])
+            model.zero_grad()
+    torch.testing.assert_close(grads[0], grads[1])
+    model.disable_gradient_checkpointing()
+    assert {name: state[3] for name, state in tiny.fingerprint(model).items()} == {
+        name: state[3] for name, state in before.items()
+    }
+    assert all(vars(attn.processor) == {} for attn in attentions(model))
+
+
 def test_forwards_repeat_and_samples_ignore_their_batch_mates(model):
     x = tiny.inputs(GRID, batch=3)
     with foveate.apply(model, HilbertA(tiles=4)):

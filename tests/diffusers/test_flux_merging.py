@@ -179,7 +179,7 @@ def merged_attention(attn, image, text, method, rope=None):
     group.plan(image, rope)
     out = attn(hidden_states=image, encoder_hidden_states=text, image_rotary_emb=rope)
     block.remove()
-    detach(attn.processor)
+    detach(attn.processor, layer_plan)
     return out, group.merge
 
 

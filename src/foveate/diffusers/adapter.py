@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor, nn
 
-from foveate.diffusers.backend import LayerPlan, attach, detach, dispatches, plan_of
+from foveate.diffusers.backend import LayerPlan, attach, detach, dispatches, plan_of, set_attention
 from foveate.diffusers.card import Card, Layout, Stack
 from foveate.diffusers.clock import Clock, Step
 from foveate.diffusers.merging import MergedBlock, MergeGroup
@@ -135,6 +135,7 @@ class ModelAdapter:
         self.blocks: list[MergedBlock] = []
         self._replaced: list[tuple[nn.Module, Any, Any]] = []  # attention modules, original and new processor
         self._hooks: list[Any] = []
+        self._attached: list[tuple[Any, LayerPlan]] = []  # processors with the plans of the current forward pass
         self._inputs: dict[str, Any] = {}
         self._modules = list(model.modules())  # walking the tree takes milliseconds
         try:
@@ -175,12 +176,16 @@ class ModelAdapter:
         for holder in {layer.holder for layer in self.layers}:
             if isinstance(again := getattr(holder, "_gradient_checkpointing_func", None), RerunWithPlans):
                 holder._gradient_checkpointing_func = again.original
-        for layer in self.layers:
-            detach(layer.attn.processor)
+        self._detach_plans()
         for attn, original, replacement in self._replaced:
             if attn.processor is replacement:  # a processor that was set after apply stays
                 attn.processor = original
         self._replaced = []
+
+    def _detach_plans(self) -> None:
+        for processor, plan in self._attached:
+            detach(processor, plan)
+        self._attached = []
 
     # --- construction ---
 
@@ -282,6 +287,7 @@ class ModelAdapter:
         """Hook before the model: a forward pass begins."""
         self._inputs = arguments_by_name(model, args, kwargs)
         self.ran = dict.fromkeys(self.ran, Forward(why="it did not run"))
+        self._detach_plans()
         for block in self.blocks:
             block.follow()
         for group in self.groups:
@@ -331,9 +337,9 @@ class ModelAdapter:
         if torch.is_grad_enabled() and getattr(holder, "gradient_checkpointing", False):
             RerunWithPlans.in_place_of(holder)
         for layer in layers:
-            detach(layer.attn.processor)
             if dispatches(layer.attn.processor) and (plan := self._layer_plan(layer)):
                 attach(layer.attn.processor, plan)
+                self._attached.append((layer.attn.processor, plan))
         if regions and self._step:
             text = regions.order.new_empty(layout.tokens - layout.only_images().tokens)
             together = not self.card.residuals_between_blocks(self._inputs)
@@ -596,9 +602,14 @@ class RerunWithPlans:
         plans = [(processor, processor._attention_backend, processor._parallel_config) for processor in processors]
 
         def run(*args: Any) -> Any:
-            for processor, backend, config in plans:
-                processor._attention_backend, processor._parallel_config = backend, config
-            return block(*args)
+            now = [(processor, processor._attention_backend, processor._parallel_config) for processor in processors]
+            for plan in plans:
+                set_attention(*plan)
+            try:
+                return block(*args)
+            finally:
+                for plan in now:
+                    set_attention(*plan)
 
         return self.original(run, *args)
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from foveate.ops.joint_attention import Pattern, joint_attention
 from foveate.ops.permute_tokens import permute_tokens
 
-__all__ = ["FOVEATE", "LayerPlan", "attach", "detach", "dispatches", "foveate_attention", "plan_of"]
+__all__ = ["FOVEATE", "LayerPlan", "attach", "detach", "dispatches", "foveate_attention", "plan_of", "set_attention"]
 
 
 class LayerPlan:
@@ -91,26 +91,26 @@ def ulysses_ranks(plan: LayerPlan) -> int:
 
 def attach(processor: Any, plan: LayerPlan) -> None:
     """Let a processor attend by this plan. Its own backend and parallel config are kept in the plan."""
-    former = plan_of(processor)
-    own = processor._attention_backend
-    plan.backend = former.backend if former and own is FOVEATE else own
-    plan.parallel = former.parallel if former else processor._parallel_config
+    plan.backend, plan.parallel = processor._attention_backend, processor._parallel_config
     processor._attention_backend, processor._parallel_config = FOVEATE, plan
 
 
-def detach(processor: Any) -> None:
+def detach(processor: Any, plan: LayerPlan) -> None:
     """Give a processor its own backend and parallel config back, unless something else has set them since."""
-    if (plan := plan_of(processor)) is None:
-        return
-    _restore(processor, "_parallel_config", plan.parallel)
-    if processor._attention_backend is FOVEATE:
-        _restore(processor, "_attention_backend", plan.backend)
+    backend, config = processor._attention_backend, processor._parallel_config
+    set_attention(
+        processor,
+        plan.backend if backend is FOVEATE else backend,
+        config.parallel if isinstance(config, LayerPlan) else config,
+    )
 
 
-def _restore(processor: Any, name: str, value: Any) -> None:
-    setattr(processor, name, value)
-    if getattr(type(processor), name, ...) is value:
-        vars(processor).pop(name)  # it was never set on this processor
+def set_attention(processor: Any, backend: Any, config: Any) -> None:
+    """Set backend and parallel config of a processor; defaults of its class are not stored in the instance."""
+    for name, value in (("_attention_backend", backend), ("_parallel_config", config)):
+        setattr(processor, name, value)
+        if getattr(type(processor), name, ...) is value:
+            vars(processor).pop(name)
 
 
 @attention_dispatch._AttentionBackendRegistry.register(FOVEATE, supports_context_parallel=True)
