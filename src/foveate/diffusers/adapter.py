@@ -573,10 +573,10 @@ class RopeInBackend:
         if torch.compiler.is_compiling():
             return None
         rope, plans = kwargs.get(self.rope), [plan_of(attn.processor) for attn in self.attentions]
-        if rope is None or not all(plan and plan.pattern and not plan.rope and not plan.parallel for plan in plans):
+        if rope is None or not all(plan and plan.pattern and not plan.parallel for plan in plans):
             return None
         for plan in plans:
-            plan.rope = rope
+            plan.rope = plan.rope or rope  # that of merged tokens is set already
         return args, {**kwargs, self.rope: None}
 
 
