@@ -35,7 +35,7 @@ DTYPES = {"fp16": float16, "bf16": bfloat16}
 POINTERS = {
     "*i32": "p_tiles p_steps p_work p_bounds p_at p_weight p_counts p_above p_list p_list1 p_list2 p_list3 p_list4 "
     "p_offsets p_readers p_own p_used p_first p_end p_tile",
-    "*i64": "p_order p_given p_picks",
+    "*i64": "p_order p_place p_given p_picks",
     "*fp32": "p_lse p_dlse p_binary p_delta p_s p_logs p_sums p_dmk p_dmv",
     "*u8": "p_real",
 }
@@ -96,6 +96,7 @@ for name, (configs, operands) in BLOCK_KERNELS.items():
         padded = triton.next_power_of_2(dim)
         config = ops.first_that_fits(configs, operands, 2 * padded, SHARED_MEMORY)
         constants = {"D": dim, "BD": padded, "BM": config.rows, "BN": config.step, "STAGES": config.stages}
+        constants |= {"SCATTER": dim == 64} if name == "forward" else {}
         report(name, dim, half, getattr(triton_attention, name), constants, config.warps)
 
 
@@ -117,10 +118,10 @@ for dim, half in ((64, "fp16"), (128, "bf16")):
     kernels = hopper_attention.forward, hopper_backward.backward_queries, hopper_backward.backward_keys
     kept = {"d_q"}, {"d_q", "d_g"}, {"d_k", "d_v"}
     steps = hopper_attention.STEP, hopper_backward.STEP, hopper_backward.STEP
-    given = {"NUMBERED": False, "share": 1}, {}, {}  # 1 is a constant to Triton
+    given = {"NUMBERED": False, "SCATTER": True, "share": 1}, {}, {}  # 1 is a constant to Triton
     for kernel, step, depth, tile, more in zip(kernels, steps, stages, kept, given, strict=True):
         report_gluon(kernel, dim, half, step, depth, tile, **more)
-    report_gluon(hopper_attention.forward, dim, half, steps[0], stages[0], kept[0], NUMBERED=True)
+    report_gluon(hopper_attention.forward, dim, half, steps[0], stages[0], kept[0], NUMBERED=True, SCATTER=False)
 
 for dim, half in ((64, "fp16"), (128, "bf16"), (96, "bf16")):
     padded = triton.next_power_of_2(dim)

@@ -39,15 +39,18 @@ def relative(got, want):
         *(pytest.param(*case, marks=pytest.mark.slow) for case in (((500,), (300,), 40), ((77, 130), (77, 130), 64))),
     ],
 )
-def test_output_and_every_gradient_equal_the_dense_mask(queries, keys, dim, dtype, tolerance):
+@pytest.mark.parametrize("scattered", [False, True])
+def test_output_and_every_gradient_equal_the_dense_mask(queries, keys, dim, dtype, tolerance, scattered):
     table = random_table(int(torch.randint(2**31, ())), queries, keys)
     q, k, v = qkv(sum(queries), sum(keys), dtype, dim)
     mask = table.to_dense()
     want, want_lse = dense_attention(q, k, v, mask)
-    got, lse = block_attention(q, k, v, table, dim**-0.5, True)
+    place = torch.randperm(sum(queries)) if scattered else None
+    got, lse = block_attention(q, k, v, table, dim**-0.5, True, place)
     seen = want_lse.isfinite()
     assert (got.dtype, got.stride()) == (dtype, q.stride())
     assert torch.equal(lse.isfinite(), seen)
+    got = got if place is None else got[:, :, place]
     assert torch.equal(got[~seen], torch.zeros_like(got[~seen]))
     if not seen.any():
         return
@@ -133,8 +136,8 @@ def test_strides_may_exceed_32_bits(dimension):
 
 
 def test_the_ops_pass_opcheck():
-    q, k, v = qkv(70, 70, torch.float32, 16)
-    torch.library.opcheck(torch.ops.foveate.block_attention.default, (q, k, v, *random_table(1, (70,)), 0.25, False))
+    inputs = *qkv(70, 70, torch.float32, 16), *random_table(1, (70,)), torch.randperm(70), 0.25, False
+    torch.library.opcheck(torch.ops.foveate.block_attention.default, inputs)
 
 
 @pytest.mark.parametrize("hopper", [False, True])

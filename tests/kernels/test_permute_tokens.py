@@ -26,3 +26,9 @@ def test_rotated_and_permuted_tokens_equal_the_definition(shape, permuted, rope,
         torch.testing.assert_close(got, exact.to(dtype))
     (alone,) = kernel((v,), order, None)
     assert torch.equal(alone, v if order is None else v[:, order])
+
+
+def test_the_op_passes_opcheck():
+    tensors, rope = [torch.randn(2, 9, 3, 8) for _ in range(3)], torch.randn(2, 9, 8)
+    torch.library.opcheck(torch.ops.foveate.permute_tokens.default, (tensors, torch.randperm(9)[:7], *rope))
+    torch.library.opcheck(torch.ops.foveate.permute_tokens.default, (tensors, None, *rope))

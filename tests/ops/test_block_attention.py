@@ -73,6 +73,18 @@ def test_every_dtype_stays_near_float64_and_keeps_its_dtype(dtype, tolerance):
         assert (got_grad - grad).norm() < tolerance * grad.norm()
 
 
+def test_scatter_is_a_permutation_of_the_output_and_of_nothing_else():
+    table, place = random_table(4, (130, 200)), torch.randperm(330)
+    q, k, v = qkv(330, 330)
+    want, want_lse = block_attention(q, k, v, table, return_lse=True)
+    got, lse = block_attention(q, k, v, table, return_lse=True, scatter=place)
+    weight = torch.randn_like(want)
+    gradients = torch.autograd.grad((want * weight).sum(), (q, k, v))
+    assert torch.equal(got[:, :, place], want)
+    assert torch.equal(lse, want_lse)
+    assert torch.equal(torch.autograd.grad((got[:, :, place] * weight).sum(), (q, k, v))[0], gradients[0])
+
+
 def test_the_whole_table_is_plain_attention():
     starts = block_starts(300)
     everything = block_table([range(5)] * 5, starts)
@@ -124,6 +136,8 @@ def test_mismatched_inputs_are_refused_with_their_values():
     for scale in (0, float("nan"), float("inf")):
         with pytest.raises(ValueError, match=f"scale must be finite and not 0, not {scale}"):
             block_attention(k, k, v, table, scale=scale)
+    with pytest.raises(ValueError, match="each of 100 queries"):
+        block_attention(k, k, v, table, scatter=torch.arange(99))
 
 
 def test_empty_batches_and_no_heads_give_empty_outputs():

@@ -557,8 +557,7 @@ class ModelAdapter:
 class RopeInBackend:
     """A hook on a block that lets the backend rotate queries and keys while it gathers them, not the processor.
 
-    One kernel then does what many would in eager mode. Compiled code leaves the rotation where it is, since there it
-    is fused anyway; that the hook is bypassed there does no harm.
+    On a GPU one kernel then does what many would.
 
     Args:
         attentions: The attention modules of the block.
@@ -570,8 +569,6 @@ class RopeInBackend:
 
     def take(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Move the rotary embedding from the arguments of the block into the plans of its layers."""
-        if torch.compiler.is_compiling():
-            return None
         rope, plans = kwargs.get(self.rope), [plan_of(attn.processor) for attn in self.attentions]
         if rope is None or not all(plan and plan.pattern and not plan.parallel for plan in plans):
             return None

@@ -1,4 +1,5 @@
 # pyright: basic, reportPrivateUsage=false, reportAttributeAccessIssue=false, reportCallIssue=false
+# pyright: reportArgumentType=false
 """Foveate as an attention backend of diffusers; the only file that uses private names of diffusers' dispatcher.
 
 A processor of diffusers calls ``dispatch_attention_fn(q, k, v, ..., backend=self._attention_backend,
@@ -157,10 +158,9 @@ def foveate_attention(
 def _attend(query: Tensor, key: Tensor, value: Tensor, plan: LayerPlan) -> Tensor:
     """Gather the sequence into the order of the plan, attend by its pattern, and scatter the result back."""
     order = None if plan.inverse is None else plan.order.to(query.device)
-    query, key, value = permute_tokens(query, key, value, order=order, rope=plan.rope)
-    out = joint_attention(*(x.transpose(1, 2) for x in (query, key, value)), plan.pattern).transpose(1, 2)
-    if order is None or plan.inverse is None:
-        return out
-    if len(order) < len(plan.inverse):  # padding gets zeros
-        return out.new_zeros(out.shape[0], len(plan.inverse), *out.shape[2:]).index_copy(1, order, out)
-    return permute_tokens(out, order=plan.inverse.to(out.device))[0]
+    query, key, value = (x.transpose(1, 2) for x in permute_tokens(query, key, value, order=order, rope=plan.rope))
+    if plan.inverse is None or len(plan.order) == len(plan.inverse):
+        return joint_attention(query, key, value, plan.pattern, scatter=order).transpose(1, 2)
+    # padding gets zeros
+    out = joint_attention(query, key, value, plan.pattern).transpose(1, 2)
+    return out.new_zeros(out.shape[0], len(plan.inverse), *out.shape[2:]).index_copy(1, order, out)

@@ -11,7 +11,7 @@ from math import inf
 from typing import Any, Literal, NamedTuple, overload
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -24,13 +24,27 @@ __all__ = ["block_attention"]
 
 @overload
 def block_attention(
-    q: Tensor, k: Tensor, v: Tensor, table: BlockTable, *, scale: float | None = None, return_lse: Literal[False] = ...
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    table: BlockTable,
+    *,
+    scale: float | None = None,
+    return_lse: Literal[False] = ...,
+    scatter: Tensor | None = None,
 ) -> Tensor: ...
 
 
 @overload
 def block_attention(
-    q: Tensor, k: Tensor, v: Tensor, table: BlockTable, *, scale: float | None = None, return_lse: Literal[True]
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    table: BlockTable,
+    *,
+    scale: float | None = None,
+    return_lse: Literal[True],
+    scatter: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]: ...
 
 
@@ -42,6 +56,7 @@ def block_attention(
     *,
     scale: float | None = None,
     return_lse: bool = False,
+    scatter: Int[Tensor, "queries"] | None = None,
 ) -> (
     Float[Tensor, "batch heads queries head_dim"]
     | tuple[Float[Tensor, "batch heads queries head_dim"], Float[Tensor, "batch heads queries"]]
@@ -59,13 +74,15 @@ def block_attention(
         scale: Factor on q·k; ``head_dim ** -0.5`` if None.
         return_lse: Also return the per-query log-sum-exp, log(sum(exp(scale * q·k))), as float32 (float64 for
             float64). The portable path then writes scores to memory, in bounded pieces.
+        scatter: Position of each query in the output: ``out[:, :, scatter[i]]`` is the result of query i. A
+            permutation of the queries; None leaves them where they are. The LSE stays in the order of the queries.
 
     Returns:
         Output, in q's dtype and layout, and with `return_lse` the LSE. Queries of an empty list get zeros and -inf.
 
     Raises:
         ValueError: If shapes, dtypes or devices of q, k and v do not match, if their numbers of tokens do not match
-            the table, or if the scale is 0 or not finite.
+            the table, if the scale is 0 or not finite, or if `scatter` has another number of entries than queries.
 
     Examples:
         >>> from foveate.ops.block_table import block_starts, block_table
@@ -88,7 +105,10 @@ def block_attention(
     scale = float(q.shape[-1] ** -0.5 if scale is None else scale)
     if not -inf < scale < inf or not scale:
         raise ValueError(f"scale must be finite and not 0, not {scale}: None is head_dim ** -0.5")
-    out, lse = dispatch.choose("block_attention", q.device, q.dtype, q.shape[3]).run(q, k, v, table, scale, return_lse)
+    if scatter is not None and scatter.shape != q.shape[2:3]:
+        raise ValueError(f"scatter must name a position for each of {q.shape[2]} queries, not {list(scatter.shape)}")
+    backend = dispatch.choose("block_attention", q.device, q.dtype, q.shape[3])
+    out, lse = backend.run(q, k, v, table, scale, return_lse, scatter)
     return (out, lse) if return_lse else out
 
 
@@ -97,10 +117,11 @@ def block_attention(
 
 @dispatch.register("block_attention", "portable")
 def portable(
-    q: Tensor, k: Tensor, v: Tensor, table: BlockTable, scale: float, with_lse: bool
+    q: Tensor, k: Tensor, v: Tensor, table: BlockTable, scale: float, with_lse: bool, scatter: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """`block_attention` by packed calls of PyTorch's attention. Without `with_lse` the returned LSE is empty."""
-    return _forward(q, k, v, *table, scale, with_lse)
+    out, lse = _forward(q, k, v, *table, scale, with_lse)
+    return out if scatter is None else torch.empty_like(out).index_copy(2, scatter, out), lse
 
 
 class _Call(NamedTuple):

@@ -3,7 +3,7 @@
 from typing import Any, NamedTuple
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -72,6 +72,7 @@ def joint_attention(
     k: Float[Tensor, "batch heads tokens head_dim"],
     v: Float[Tensor, "batch heads tokens head_dim"],
     pattern: Pattern,
+    scatter: Int[Tensor, "tokens"] | None = None,
 ) -> Float[Tensor, "batch heads tokens head_dim"]:
     """Attention over [text | image] by a pattern.
 
@@ -80,6 +81,7 @@ def joint_attention(
         k: Keys, after normalization and RoPE, text first.
         v: Values, text first.
         pattern: Pattern for this number of tokens.
+        scatter: Position of each query in the output, as `block_attention` takes it.
 
     Examples:
         >>> q = k = v = torch.randn(1, 2, 10 + 1024, 64)
@@ -91,7 +93,10 @@ def joint_attention(
         dtype = torch.get_autocast_dtype(q.device.type)
         q, k, v = (x if x.dtype == torch.float64 else x.to(dtype) for x in (q, k, v))
     if isinstance(pattern, BlockTable):
-        return block_attention(q, k, v, pattern)
+        return block_attention(q, k, v, pattern, scatter=scatter)
+    if scatter is not None:
+        out = joint_attention(q, k, v, pattern)
+        return torch.empty_like(out).index_copy(2, scatter, out)
     text = len(pattern.text)
     if not text:
         return log_linear_attention(q, k, v, **pattern.options).out

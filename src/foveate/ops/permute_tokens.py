@@ -18,8 +18,7 @@ def permute_tokens(
 ) -> tuple[Float[Tensor, "batch taken heads dim"], ...]:
     """The tokens ``x[:, order]`` of each tensor; the first two, queries and keys, are rotated before.
 
-    Under `torch.compile` and where gradients are needed it runs as plain PyTorch, which Inductor fuses with what comes
-    before; on an NVIDIA GPU in eager mode one kernel does all of it.
+    On an NVIDIA GPU one kernel does all of it, unless gradients are needed.
 
     Args:
         tensors: One to three tensors.
@@ -33,7 +32,7 @@ def permute_tokens(
     """
     if order is None and rope is None:
         return tensors
-    plain = torch.compiler.is_compiling() or (torch.is_grad_enabled() and any(x.requires_grad for x in tensors))
+    plain = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
     x = tensors[0]
     return dispatch.choose("permute_tokens", x.device, x.dtype, x.shape[3], portable=plain).run(tensors, order, rope)
 

@@ -94,12 +94,20 @@ def _compute_capability(index: int) -> int:
 
 
 def block_attention(
-    q: Tensor, k: Tensor, v: Tensor, table: BlockTable, scale: float, with_lse: bool, *, hopper: bool = False
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    table: BlockTable,
+    scale: float,
+    with_lse: bool,
+    scatter: Tensor | None = None,
+    *,
+    hopper: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Output and LSE of `foveate.ops.block_attention`. The LSE is always computed: it costs nothing."""
     if scale < 0:  # kernels take the running maximum of unscaled scores
         q, scale = -q, -scale
-    return _forward(q, k, v, *table, scale, hopper)
+    return _forward(q, k, v, *table, scatter, scale, hopper)
 
 
 BACKENDS = {"triton": (supports, block_attention), "hopper": (supports_hopper, partial(block_attention, hopper=True))}
@@ -114,6 +122,7 @@ def _forward(
     key_starts: Tensor,
     offsets: Tensor,
     keys: Tensor,
+    scatter: Tensor | None,
     scale: float,
     hopper: bool,
 ) -> tuple[Tensor, Tensor]:
@@ -121,11 +130,15 @@ def _forward(
     table = BlockTable(query_starts, key_starts, offsets, keys)
     if hopper and hopper_attention.addressable(q, k, v):
         outputs, empty = (out, lse), (0.0, -math.inf)
-        _on_hopper(hopper_attention.launch, table, (q, k, v), outputs, empty, scale, hopper_attention.CUT)
+        launch = partial(hopper_attention.launch, scatter=scatter)
+        _on_hopper(launch, table, (q, k, v), outputs, empty, scale, hopper_attention.CUT)
         return out, lse
     forward = _Pass(q, k, table, FORWARD, tile_operands=1)
     q, k, v = map(row_contiguous, (q, k, v))
-    forward(triton_attention.forward, (q, k, v, out), (lse,), (scale / math.log(2),))
+    place = lse if scatter is None else scatter
+    forward(
+        triton_attention.forward, (q, k, v, out), (lse, place), (scale / math.log(2),), SCATTER=scatter is not None
+    )
     return out, lse
 
 
@@ -147,10 +160,13 @@ def _backward(
     key_starts: Tensor,
     offsets: Tensor,
     keys: Tensor,
+    scatter: Tensor | None,
     scale: float,
     hopper: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     dq, dk, dv = map(empty_like, (q, k, v))
+    if scatter is not None:
+        out, grad_out = (x.index_select(2, scatter) for x in (out, grad_out))
     table = BlockTable(query_starts, key_starts, offsets, keys)
     q, k, v, out, grad_out = map(row_contiguous, (q, k, v, out, grad_out))
     delta = _deltas(out, grad_out, torch.zeros_like(lse) if grad_lse is None else grad_lse.contiguous())
@@ -174,14 +190,14 @@ def _(grad_out: Tensor, grad_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    ctx.save_for_backward(*inputs[:3], *output, *inputs[3:7])
-    ctx.scale, ctx.hopper = inputs[7:]
+    ctx.save_for_backward(*inputs[:3], *output, *inputs[3:8])
+    ctx.scale, ctx.hopper = inputs[8:]
     ctx.set_materialize_grads(False)
 
 
 def _differentiate(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
     grad_out = torch.zeros_like(ctx.saved_tensors[3]) if grad_out is None else grad_out
-    return *_backward(grad_out, grad_lse, *ctx.saved_tensors, ctx.scale, ctx.hopper), *6 * [None]
+    return *_backward(grad_out, grad_lse, *ctx.saved_tensors, ctx.scale, ctx.hopper), *7 * [None]
 
 
 _forward.register_autograd(_differentiate, setup_context=_save)
@@ -255,9 +271,14 @@ class _Pass:
         self.schedule = _schedule_of(q, k, table, cut, transposed=transposed)
 
     def __call__(
-        self, kernel: Any, strided: tuple[Tensor, ...], flat: tuple[Tensor, ...], scales: tuple[float, ...]
+        self,
+        kernel: Any,
+        strided: tuple[Tensor, ...],
+        flat: tuple[Tensor, ...],
+        scales: tuple[float, ...],
+        **constants: bool,
     ) -> None:
-        """Launch with tensors [batch, heads, tokens, head_dim] and contiguous ones [batch, heads, queries]."""
+        """Launch with tensors [batch, heads, tokens, head_dim] and contiguous ones of numbers per query."""
         batch, heads, queries, head_dim = strided[0].shape
         tiles, steps, long = self.schedule
         if not (batch * heads * len(tiles)):
@@ -266,7 +287,7 @@ class _Pass:
             *strided, *flat, tiles, steps, *scales, len(tiles), long, heads, queries,
             *(stride for x in strided for stride in x.stride()[:3]),
             D=head_dim, BD=self.head_dim, BM=self.config.rows, BN=self.config.step, STAGES=self.config.stages,
-            num_warps=self.config.warps,
+            num_warps=self.config.warps, **constants,
         )  # fmt: skip
 
 

@@ -129,8 +129,8 @@ def _attend(
 @gluon.jit
 def _consume(
     WHO: gl.constexpr, b_q, b_k, b_v, q_full, q_empty, k_full, k_empty, v_full, v_empty, turns,
-    p_out, p_lse, p_at, p_work, p_tiles, p_steps, begin, end, heads, queries, scale, s_ob, s_oh, s_o,
-    D: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, NUMBERED: gl.constexpr,
+    p_out, p_lse, p_at, p_place, p_work, p_tiles, p_steps, begin, end, heads, queries, scale, s_ob, s_oh, s_o,
+    D: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, NUMBERED: gl.constexpr, SCATTER: gl.constexpr,
 ):  # fmt: skip
     """Output and LSE of one warpgroup's half of each tile."""
     SCORES: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BN, 16])
@@ -188,16 +188,17 @@ def _consume(
         o_d = gl.arange(0, D, gl.SliceLayout(0, OUT))
         sample = (batch * heads + head).to(gl.int64)
         gl.store(p_lse + sample * queries + o_m, lse, mask=o_m < row_end)
+        place = gl.load(p_place + o_m, mask=o_m < row_end, other=0) if SCATTER else o_m
         p_o = p_out + batch.to(gl.int64) * s_ob + head.to(gl.int64) * s_oh
-        p_o = p_o + gl.expand_dims(o_m.to(gl.int64) * s_o, 1) + gl.expand_dims(o_d, 0)
+        p_o = p_o + gl.expand_dims(place.to(gl.int64) * s_o, 1) + gl.expand_dims(o_d, 0)
         gl.store(p_o, out.to(b_v.dtype), mask=gl.expand_dims(o_m < row_end, 1))
 
 
 @gluon.jit
 def forward(
-    d_q, d_k, d_v, p_out, p_lse, p_at, p_tiles, p_steps, p_work, p_bounds, scale, heads, share, queries,
+    d_q, d_k, d_v, p_out, p_lse, p_at, p_place, p_tiles, p_steps, p_work, p_bounds, scale, heads, share, queries,
     q_batch, q_head, q_column, k_batch, k_head, k_column, v_batch, v_head, v_column, s_ob, s_oh, s_o,
-    D: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, NUMBERED: gl.constexpr,
+    D: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, NUMBERED: gl.constexpr, SCATTER: gl.constexpr,
 ):  # fmt: skip
     """Output and LSE of the tiles of this program."""
     begin, end = gl.load(p_bounds + gl.program_id(0)), gl.load(p_bounds + gl.program_id(0) + 1)
@@ -224,13 +225,13 @@ def forward(
     gl.warp_specialize([
         (_consume, (
             0, b_q, b_k, b_v, q_full, q_empty, k_full, k_empty, v_full, v_empty, turns,
-            p_out, p_lse, p_at, p_work, p_tiles, p_steps, begin, end, heads, queries, scale, s_ob, s_oh, s_o,
-            D, BN, STAGES, NUMBERED,
+            p_out, p_lse, p_at, p_place, p_work, p_tiles, p_steps, begin, end, heads, queries, scale, s_ob, s_oh, s_o,
+            D, BN, STAGES, NUMBERED, SCATTER,
         )),
         (_consume, (
             1, b_q, b_k, b_v, q_full, q_empty, k_full, k_empty, v_full, v_empty, turns,
-            p_out, p_lse, p_at, p_work, p_tiles, p_steps, begin, end, heads, queries, scale, s_ob, s_oh, s_o,
-            D, BN, STAGES, NUMBERED,
+            p_out, p_lse, p_at, p_place, p_work, p_tiles, p_steps, begin, end, heads, queries, scale, s_ob, s_oh, s_o,
+            D, BN, STAGES, NUMBERED, SCATTER,
         )),
         (_produce, (
             d_q, d_k, d_v, b_q, b_k, b_v, q_full, q_empty, k_full, k_empty, v_full, v_empty,
@@ -270,6 +271,7 @@ def launch(
     work: WorkPartition,
     scale: float,
     positions: Tensor | None = None,
+    scatter: Tensor | None = None,
 ) -> None:
     """Write `out` and `lse` of every query that has keys to read.
 
@@ -283,16 +285,19 @@ def launch(
         work: Tiles of each program.
         scale: Factor on q·k.
         positions: Last key that each query sees, int32. Without it, short steps end where the schedule says.
+        scatter: Position of each query in `out`. Without it, queries keep their places.
     """
     head_dim = q.shape[3]
     matrices = [matrix_of(x) for x in (q, k, v)]
     blocks = [ROWS // 2, head_dim], [STEP, head_dim], [STEP, head_dim]
     descriptors = [descriptor(x.view, block) for x, block in zip(matrices, blocks, strict=True)]
     forward[(len(work.bounds) - 1,)](
-        *descriptors, out, lse, lse if positions is None else positions, plan.tiles, plan.steps, *work,
+        *descriptors, out, lse, *(lse if x is None else x for x in (positions, scatter)),
+        plan.tiles, plan.steps, *work,
         scale / math.log(2), q.shape[1], q.shape[1] // k.shape[1], q.shape[2],
         *(number for x in matrices for number in x[1:]), *out.stride()[:3],
-        D=head_dim, BN=STEP, STAGES=STAGES[head_dim], NUMBERED=positions is not None, num_warps=4,
+        D=head_dim, BN=STEP, STAGES=STAGES[head_dim], NUMBERED=positions is not None,
+        SCATTER=scatter is not None, num_warps=4,
     )  # fmt: skip
 
 

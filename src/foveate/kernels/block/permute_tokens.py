@@ -8,6 +8,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from foveate.kernels.launch import gpu_op, row_contiguous
+
 __all__ = ["BACKENDS"]
 
 
@@ -42,19 +44,30 @@ def permute_tokens(
     tensors: tuple[Tensor, ...], order: Tensor | None, rope: tuple[Tensor, Tensor] | None
 ) -> tuple[Tensor, ...]:
     """`foveate.ops.permute_tokens`."""
-    tensors = tuple(x if x.stride(3) == 1 else x.contiguous() for x in tensors)
+    return tuple(_permute_tokens(list(tensors), order, *(rope or (None, None))))
+
+
+@gpu_op("foveate::permute_tokens")
+def _permute_tokens(
+    tensors: list[Tensor], order: Tensor | None, cos: Tensor | None, sin: Tensor | None
+) -> list[Tensor]:
+    rope = cos is not None
+    outs, tensors = _outputs(tensors, order), [row_contiguous(x) for x in tensors]
     batch, tokens, heads, dim = tensors[0].shape
-    taken = tokens if order is None else len(order)
-    outs = tuple(x.new_empty(batch, taken, heads, dim) for x in tensors)
+    taken = outs[0].shape[1]
     ins, three = (xs + (3 - len(xs)) * xs[-1:] for xs in (tensors, outs))  # unused places repeat the last tensor
-    cos, sin = (x.float().contiguous() for x in rope) if rope else (outs[0], outs[0])
+    cos, sin = (outs[0] if x is None else x.float().contiguous() for x in (cos, sin))
     strides = [stride for x in ins for stride in x.stride()[:3]]
-    with torch.cuda.device_of(tensors[0]):
-        _permute[(taken, batch, len(tensors))](
-            *ins, *three, outs[0] if order is None else order, cos, sin, *strides, tokens, taken, order is not None,
-            rope is not None, cos.ndim == 3, heads, triton.next_power_of_2(heads), dim, triton.next_power_of_2(dim),
-        )  # fmt: skip
+    _permute[(taken, batch, len(tensors))](
+        *ins, *three, outs[0] if order is None else order, cos, sin, *strides, tokens, taken, order is not None,
+        rope, cos.ndim == 3, heads, triton.next_power_of_2(heads), dim, triton.next_power_of_2(dim),
+    )  # fmt: skip
     return outs
+
+
+@_permute_tokens.register_fake
+def _outputs(tensors: list[Tensor], order: Tensor | None, *rope: Tensor | None) -> list[Tensor]:
+    return [x.new_empty(x.shape[0], x.shape[1] if order is None else order.shape[0], *x.shape[2:]) for x in tensors]
 
 
 def supports(device: torch.device, dtype: torch.dtype, size: int) -> bool:

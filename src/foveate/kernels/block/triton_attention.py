@@ -70,11 +70,12 @@ def _attend(
 
 @triton.jit
 def forward(
-    p_q, p_k, p_v, p_out, p_lse, p_tiles, p_steps, scale, n_tiles, n_long, heads, queries,
+    p_q, p_k, p_v, p_out, p_lse, p_place, p_tiles, p_steps, scale, n_tiles, n_long, heads, queries,
     s_qb, s_qh, s_q, s_kb, s_kh, s_k, s_vb, s_vh, s_v, s_ob, s_oh, s_o,
     D: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr,
+    SCATTER: tl.constexpr,
 ):  # fmt: skip
-    """Output and LSE."""
+    """Output and LSE. With SCATTER, the output of query i goes to row ``p_place[i]``."""
     batch, head, sample, row, row_end, full, short, done = _program(p_tiles, n_tiles, n_long, heads)
     p_k += batch * s_kb + head * s_kh
     p_v += batch * s_vb + head * s_vh
@@ -90,8 +91,15 @@ def forward(
         m, norm, out = _attend(m, norm, out, q, p_k, p_v, s_k, s_v, first, end, scale, BN // 2, D, BD, True)
     norm = tl.where(norm > 0, norm, 1.0)  # rows without keys: zeros and an LSE of -inf
     out = out / norm[:, None]
-    _store(p_out + batch * s_ob + head * s_oh, s_o, row, row_end, out, BM, D, BD)
     o_m = row + tl.arange(0, BM)
+    p_out += batch * s_ob + head * s_oh
+    if SCATTER:
+        place = tl.load(p_place + o_m, mask=o_m < row_end, other=0).to(tl.int64)  # [BM]
+        o_d = tl.arange(0, BD)
+        m_o = (o_m < row_end)[:, None] & (o_d < D)[None, :]
+        tl.store(p_out + place[:, None] * s_o + o_d[None, :], out.to(p_out.dtype.element_ty), mask=m_o)
+    else:
+        _store(p_out, s_o, row, row_end, out, BM, D, BD)
     tl.store(p_lse + sample * queries + o_m, (m + tl.math.log2(norm)) * LN2, mask=o_m < row_end)
 
 
