@@ -16,9 +16,9 @@ RESPONSE = SimpleNamespace(headers={}, request=None)
     ("error", "message"),
     [
         (GatedRepoError("401", response=RESPONSE), "gated: accept its licence at https://huggingface.co/some/model"),
-        (RepositoryNotFoundError("401", response=RESPONSE), "the hub has none of that name, or it is private"),
+        (RepositoryNotFoundError("401", response=RESPONSE), "no repository of that name, or it is private"),
         (LocalEntryNotFoundError("offline"), "the hub cannot be reached"),
-        (EntryNotFoundError("404"), "it holds no "),
+        (EntryNotFoundError("404"), "the repository has no "),
     ],
 )
 def test_what_the_hub_does_not_give_is_said_with_what_to_do(monkeypatch, error, message):

@@ -1,4 +1,4 @@
-"""How far a denoising run is."""
+"""Position in a denoising run."""
 
 import math
 import weakref
@@ -12,11 +12,11 @@ __all__ = ["Clock", "Step"]
 
 
 class Step(NamedTuple):
-    """Where in a run a forward stands.
+    """Position of a forward pass in a denoising run.
 
     Attributes:
-        number: Of the step; the calls of one step have one number.
-        key: What a plan depends on but for the features: batch, dtype, device.
+        number: Number of the step. All calls of the model in one step have the same number.
+        key: Run, batch size, dtype and device: a plan of token merging is valid as long as they stay the same.
     """
 
     number: int
@@ -24,28 +24,32 @@ class Step(NamedTuple):
 
 
 class Clock:
-    """How far a pipeline's denoising run is, without counting calls."""
+    """Progress of a pipeline's denoising run, read from its scheduler.
+
+    Args:
+        pipeline: The pipeline, or None if the model is used alone.
+    """
 
     def __init__(self, pipeline: Any) -> None:
         self._pipeline = None if pipeline is None else weakref.ref(pipeline)
-        self._timesteps: Any = None  # of the run that is going on
-        self._timestep = math.inf  # where no scheduler tells
+        self._timesteps: Any = None  # those of the current run
+        self._timestep = math.inf  # only without a scheduler
         self._run = self._step = 0
 
     def __call__(self) -> float | None:
-        """Fraction of the steps that are done; None where no scheduler tells."""
+        """Fraction of the steps that are done; None without a scheduler that counts steps."""
         scheduler = self._scheduler()
         return scheduler and _index(scheduler) / len(scheduler.timesteps)
 
     def step(self, timestep: Tensor) -> tuple[int, int]:
-        """(run, number of the step in it); the calls of one step have one number.
+        """Number of the run and number of the step in it.
 
-        Where no scheduler tells, a step is a timestep that differs from the last one, and a run begins where it rises.
+        Without a scheduler, a smaller timestep begins a new step and a larger one a new run.
 
         Args:
-            timestep: What the denoiser is given. Reading it means waiting for the device.
+            timestep: Argument of the denoiser. Reading it waits for the device.
         """
-        if torch.is_grad_enabled():  # training: every forward is of other pictures
+        if torch.is_grad_enabled():  # training: every forward pass has other pictures
             self._run += 1
             return self._run, 0
         timesteps = getattr(self._any_scheduler(), "timesteps", None)
@@ -62,12 +66,12 @@ class Clock:
         return self._run, self._step
 
     def _scheduler(self) -> Any:
-        """The pipeline's, if it tells the step."""
+        """The pipeline's scheduler, if it counts steps."""
         scheduler = self._any_scheduler()
         return scheduler if hasattr(scheduler, "step_index") and len(scheduler.timesteps) else None
 
     def _any_scheduler(self) -> Any:
-        """The pipeline's, whether or not it tells the step."""
+        """The pipeline's scheduler, if there is one."""
         return getattr(self._pipeline() if self._pipeline else None, "scheduler", None)
 
     def __reduce__(self) -> tuple[type["Clock"], tuple[None]]:
@@ -75,5 +79,5 @@ class Clock:
 
 
 def _index(scheduler: Any) -> int:
-    """Of the step that a scheduler is at; before the first one it is None."""
+    """Index of the current step of a scheduler, which is None there before the first step."""
     return scheduler.step_index if scheduler.step_index is not None else scheduler.begin_index or 0

@@ -1,4 +1,4 @@
-"""Files of the hub, or what to do about those that cannot be had."""
+"""Files from the Hugging Face hub, with errors that say what to do."""
 
 import re
 from pathlib import Path
@@ -12,10 +12,10 @@ HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
 
 def fetch(repository: str, file: str) -> Path:
-    """A file of a repository, out of the cache if it is there.
+    """A file of a repository, from the cache if it is there.
 
     Raises:
-        ValueError: If it cannot be had.
+        ValueError: If it cannot be downloaded.
     """
     if not HUB_ID.fullmatch(repository):
         raise ValueError("there is no such file or folder, and it is no hub id such as black-forest-labs/FLUX.1-dev")
@@ -25,8 +25,8 @@ def fetch(repository: str, file: str) -> Path:
         page = f"https://huggingface.co/{repository}"
         raise ValueError(f"it is gated: accept its licence at {page}, then run `hf auth login`") from error
     except RepositoryNotFoundError as error:
-        raise ValueError("the hub has none of that name, or it is private: `hf auth login` shows who asks") from error
+        raise ValueError("no repository of that name, or it is private: run `hf auth login` first") from error
     except LocalEntryNotFoundError as error:
-        raise ValueError("the hub cannot be reached, and it was not fetched before: name a folder") from error
+        raise ValueError("the hub cannot be reached and the file is not in the cache: name a folder") from error
     except EntryNotFoundError as error:
-        raise ValueError(f"it holds no {file}") from error
+        raise ValueError(f"the repository has no {file}") from error

@@ -1,5 +1,5 @@
 # pyright: basic, reportPrivateImportUsage=false, reportArgumentType=false
-"""LoRAs that were distilled for a method: ordinary files of diffusers that carry the method's settings."""
+"""LoRAs that were distilled for a method: LoRA files of diffusers with the method's options in their metadata."""
 
 import json
 from collections.abc import Generator, Mapping
@@ -40,9 +40,9 @@ class Distilled(NamedTuple):
     """A method together with the LoRA that was distilled for it.
 
     Attributes:
-        method: Its settings.
-        size: (height, width) in pixels of the pictures that it was distilled with, if its file says so.
-        weights: Checksum of the LoRA's file: two LoRAs of one method are not the same.
+        method: The method with its options.
+        size: (height, width) in pixels of the training pictures; None if the file does not say.
+        weights: Checksum of the LoRA file.
     """
 
     method: Method
@@ -51,7 +51,7 @@ class Distilled(NamedTuple):
 
     @property
     def title(self) -> str:
-        """The method's, and that it is distilled."""
+        """Title of the method, marked as distilled."""
         return f"{self.method.title}, distilled"
 
     @property
@@ -64,9 +64,9 @@ def pack_lora(layers: Mapping[str, Tensor], method: Method, size: tuple[int, int
     """The safetensors file that `pipe.load_lora_weights` takes.
 
     Args:
-        layers: The weights by their name in the transformer; their alpha is their rank.
-        method: What they were distilled for.
-        size: (height, width) in pixels of the pictures that they were distilled with.
+        layers: LoRA weights by their name in the transformer; alpha equals the rank.
+        method: The method that they were distilled for.
+        size: (height, width) in pixels of the training pictures.
     """
     name = next(name for name, cls in METHODS.items() if type(method) is cls)
     about = json.dumps({"method": name, "options": asdict(method), "size": size})
@@ -75,10 +75,10 @@ def pack_lora(layers: Mapping[str, Tensor], method: Method, size: tuple[int, int
 
 
 def find_lora(lora: str) -> Path:
-    """The file that a path, a folder or a hub id names.
+    """The LoRA file of a path, a folder or a hub id.
 
     Raises:
-        ValueError: If there is none.
+        ValueError: If there is no such file.
     """
     path = Path(lora).expanduser()
     path = path / LORA_FILE if path.is_dir() else path
@@ -91,10 +91,10 @@ def find_lora(lora: str) -> Path:
 
 
 def read_lora(file: Path) -> Distilled | None:
-    """What a LoRA was distilled for; None if it is one of another make.
+    """The method that a LoRA was distilled for; None if foveate did not make it.
 
     Raises:
-        ValueError: If the file is damaged, or of another version of foveate.
+        ValueError: If the file is damaged or from another version of foveate.
     """
     try:
         with safe_open(file, "pt") as opened:
@@ -111,10 +111,10 @@ def read_lora(file: Path) -> Distilled | None:
 
 
 def load_lora(pipeline: Any, file: Path) -> Distilled | None:
-    """Put a LoRA into a pipeline: with the method that it was distilled for, or None if it is one of another make.
+    """Load a LoRA into a pipeline; returns the method that it was distilled for, None if foveate did not make it.
 
     Raises:
-        ValueError: If the file is damaged, of another version of foveate, or does not fit the model.
+        ValueError: If the file is damaged, from another version of foveate, or does not fit the model.
     """
     distilled = read_lora(file)
     try:
@@ -125,12 +125,12 @@ def load_lora(pipeline: Any, file: Path) -> Distilled | None:
 
 
 def adapted(distilled: Distilled, asked: Method | ComposedMethod | None, options: set[str]) -> Distilled:
-    """The distilled method, working where `asked` does.
+    """The distilled method in the layers and steps that `asked` names.
 
     Args:
-        distilled: What the LoRA was made for.
-        asked: What the user wants; None is dense.
-        options: The options that the user named.
+        distilled: The method of the LoRA.
+        asked: The method that the user asks for; None is dense.
+        options: Names of the options that the user set.
 
     Raises:
         ValueError: If the two contradict each other.
@@ -149,11 +149,11 @@ def adapted(distilled: Distilled, asked: Method | ComposedMethod | None, options
 
 
 MethodLike = Method | ComposedMethod | Distilled
-"""What a pipeline can run with."""
+"""Anything that a pipeline can run with."""
 
 
 def throughout(way: MethodLike) -> MethodLike:
-    """The same at work in every step, from the first to the last."""
+    """The same method at work in all steps."""
     if isinstance(way, Distilled):
         return way._replace(method=replace(way.method, start_percent=0.0, end_percent=1.0))
     if isinstance(way, ComposedMethod):
@@ -163,9 +163,9 @@ def throughout(way: MethodLike) -> MethodLike:
 
 @contextmanager
 def using(pipeline: Any, way: MethodLike | None) -> Generator[Handle | None]:
-    """The pipeline with a method or several; dense if it is None.
+    """Context in which a pipeline runs with a method; None is dense.
 
-    A LoRA in it works for what was distilled alone, and in those steps alone in which the method is at work.
+    A LoRA in the pipeline is on only with a distilled method, and only in the steps in which that method is at work.
     """
     lora, distilled = bool(getattr(pipeline, "get_list_adapters", dict)()), isinstance(way, Distilled)
     if lora:
@@ -183,7 +183,7 @@ def using(pipeline: Any, way: MethodLike | None) -> Generator[Handle | None]:
 
 @contextmanager
 def _where_sparse(pipeline: Any, run: Handle) -> Generator[None]:
-    """Take the LoRA out of dense steps: it makes up for the pattern."""
+    """Turn the LoRA off in dense steps: it was trained to correct the sparse pattern."""
     on = True
 
     @outside_compiled_code

@@ -86,20 +86,20 @@ def ready(pipeline: DiffusionPipeline, device: str = "auto", dtype: str = "auto"
 
 
 def fingerprint(model: torch.nn.Module) -> str:
-    """Tells weights apart that were trained differently, LoRAs aside: a folder may hold others when it is used."""
+    """Checksum of the last weight without LoRAs, to tell two trainings of one model apart."""
     *_, last = (weight for name, weight in model.named_parameters() if "lora_" not in name)
     return f"{crc32(last.detach().float().cpu().numpy().tobytes()):08x}"
 
 
 class Request(NamedTuple):
-    """What to draw.
+    """One picture to draw.
 
     Attributes:
         prompt: The text.
         size: (height, width) in pixels.
-        steps: Denoising steps.
-        guidance: Guidance scale; None is the pipeline's own.
-        seed: Of the first noise, drawn on the CPU so that every device starts from the same.
+        steps: Number of denoising steps.
+        guidance: Guidance scale; None is the pipeline's default.
+        seed: Seed of the initial noise, which is drawn on the CPU so that all devices start from the same.
     """
 
     prompt: str
@@ -110,11 +110,11 @@ class Request(NamedTuple):
 
 
 def check_request(pipeline: DiffusionPipeline, request: Request) -> None:
-    """Refuse what the pipeline would silently change or ignore, or what no machine can hold.
+    """Refuse a request that the pipeline would silently change, or that is too large.
 
     Raises:
-        ValueError: If a side is not a multiple of the pixels of one token, there are more than 2^20 tokens, or a
-            guidance scale is asked of a model without one.
+        ValueError: If a side is not a multiple of the pixels of one token, there are more than 2^20 tokens, or
+            the model takes no guidance scale.
     """
     config = getattr(getattr(pipeline, "transformer", None), "config", None)
     if request.guidance is not None and not getattr(config, "guidance_embeds", True):
@@ -164,13 +164,13 @@ def draw_batch(
 
 
 def text_tokens(pipeline: DiffusionPipeline) -> int | None:
-    """How many text tokens to pad to: the pipeline's default, or fewer if its last tokenizer holds fewer."""
+    """Number of text tokens to pad to: the pipeline's default, or its last tokenizer's limit if smaller."""
     asked = signature(pipeline.__call__).parameters.get("max_sequence_length")
     return None if asked is None else min(asked.default, _tokenizers(pipeline)[-1].model_max_length)
 
 
 def unread(pipeline: DiffusionPipeline, prompt: str) -> str:
-    """The end of a prompt that no text encoder reads; empty if all is read."""
+    """The end of a prompt that is cut off because it is too long for all text encoders."""
     if not (tokenizers := _tokenizers(pipeline)):
         return ""
     most = text_tokens(pipeline) or tokenizers[-1].model_max_length
@@ -178,13 +178,13 @@ def unread(pipeline: DiffusionPipeline, prompt: str) -> str:
 
 
 def _tokenizers(pipeline: DiffusionPipeline) -> list[Any]:
-    """Those of the pipeline; the last one holds the longest text."""
+    """The tokenizers of a pipeline; the last one takes the longest text."""
     names = "tokenizer", "tokenizer_2", "tokenizer_3"
     return [tokenizer for name in names if (tokenizer := getattr(pipeline, name, None)) is not None]
 
 
 def noise_shift(scheduler: Any, tokens: int) -> float:
-    """By how much a flow-matching scheduler moves the logit of its noise levels for so many image tokens."""
+    """Shift of the logit of a flow-matching scheduler's noise levels for this number of image tokens."""
     config = scheduler.config
     if not config.use_dynamic_shifting:
         return math.log(config.shift)
@@ -193,7 +193,7 @@ def noise_shift(scheduler: Any, tokens: int) -> float:
 
 
 class Call(NamedTuple):
-    """Arguments of one forward."""
+    """Arguments of one forward pass."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
@@ -205,7 +205,7 @@ def denoiser(pipeline: DiffusionPipeline) -> torch.nn.Module:
 
 
 def record_step(pipeline: DiffusionPipeline, request: Request) -> Call:
-    """Arguments of the first denoiser call that `request` makes; the run is broken off there."""
+    """Arguments of the first call of the denoiser for a request; the run stops there."""
 
     class Recorded(Exception):
         pass
@@ -231,16 +231,16 @@ def time_steps(
     rounds: int,
     on_forward: Callable[[], None] = lambda: None,
 ) -> Iterator[list[float]]:
-    """Round by round the seconds of one denoiser forward of every variant, after a round that warms up.
+    """Seconds of one forward pass of the denoiser with each variant, round by round, after a round to warm up.
 
-    Whatever works in a part of the steps is timed at work.
+    Methods with start_percent or end_percent are timed at work.
 
     Args:
-        pipeline: What to time.
-        step: Arguments of the forward, from `record_step`.
-        variants: What each one runs with; None is dense.
-        rounds: How often to time each.
-        on_forward: Called after every forward.
+        pipeline: The pipeline.
+        step: Arguments of the forward pass, from `record_step`.
+        variants: Methods to compare; None is dense.
+        rounds: Number of measurements of each.
+        on_forward: Called after every forward pass.
     """
     for round_ in range(rounds + 1):
         seconds: list[float] = []

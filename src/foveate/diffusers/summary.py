@@ -1,4 +1,4 @@
-"""What ran, layer by layer."""
+"""Report of what ran in each layer."""
 
 import io
 from collections import Counter
@@ -11,16 +11,16 @@ __all__ = ["LayerReport", "Summary"]
 
 
 class LayerReport(NamedTuple):
-    """What one attention layer did in the last sparse forward, or in the last if none was sparse.
+    """What one attention layer did in the last forward pass with a method at work, else in the last one.
 
     Attributes:
-        layer: Its name in the model, e.g. "transformer_blocks.3.attn".
-        method: The method that ran, or "dense".
-        backend: What ran it: "portable", ...; "model" is the model's own attention; empty when dense.
-        nominal: Sparsity as papers quote it, of image-to-image attention (0 dense).
-        true: Fraction of all query-key pairs left out.
-        saved: Floating-point operations left out in one forward, all samples together, of linear layers too.
-        why: Why it is dense; empty when it is not.
+        layer: Name of the attention module, for example "transformer_blocks.3.attn".
+        method: Title of the method, or "dense".
+        backend: "portable", "triton", "hopper", ..., or "model" for the model's own attention; empty when dense.
+        nominal: Sparsity of attention among image tokens, as papers quote it; 0 is dense.
+        true: Fraction of all pairs of a query and a key that is skipped.
+        saved: Floating-point operations skipped in one forward pass of the whole batch, linear layers included.
+        why: Why it is dense; empty otherwise.
     """
 
     layer: str
@@ -33,11 +33,12 @@ class LayerReport(NamedTuple):
 
 
 class Summary(NamedTuple):
-    """One report per layer for every denoiser; `print` shows it as a table.
+    """Reports of all layers of all denoisers; `print` shows them as tables.
 
     Attributes:
         models: Reports of the layers of each denoiser.
-        outcomes: How many forwards each denoiser made since `apply`, by the reason why they were dense ("": sparse).
+        outcomes: Number of forward passes of each denoiser since `apply` by the reason why they were dense; "" counts
+            those with a method at work.
     """
 
     models: dict[str, list[LayerReport]]
@@ -62,7 +63,7 @@ class Summary(NamedTuple):
         return console.file.getvalue().rstrip()  # type: ignore[attr-defined]
 
     def _forwards(self, name: str) -> str:
-        """In words: 14 of 28 forwards sparse; 14 dense: this step lies outside the window."""
+        """Text such as "14 of 28 forwards sparse; 14 dense: this step lies outside start_percent to end_percent"."""
         outcomes = self.outcomes[name]
         dense = [f"{count} dense: {why}" for why, count in outcomes.items() if why and count]
         return "; ".join([f"{outcomes['']} of {outcomes.total()} forwards sparse", *dense])
