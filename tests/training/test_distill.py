@@ -22,12 +22,14 @@ from foveate import HilbertA
 from foveate.diffusers.adapter import ModelAdapter
 from foveate.diffusers.lora import LORA_FILE, read_lora
 from foveate.diffusers.pipelines import noise_shift
-from foveate.training.distill import Distillation, distill
+from foveate.training.distill import distill
 from foveate.training.pictures import NoisyPairs
+from foveate.training.run import RunOptions
 from foveate.training.student import Recipe, Student
 
 forks = pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 ADAMW = Recipe(method=HilbertA(tiles=4), optimizer="adamw", rate=1e-2, batch=2)
+ONE = RunOptions(at_once=1)
 
 
 def losses(out):
@@ -36,14 +38,31 @@ def losses(out):
 
 @pytest.fixture
 def run(pairs_folder, tmp_path):
-    """Distils in a folder whose pictures are drawn already."""
+    """Distils with training pictures that exist already."""
 
-    def run(name, recipe=ADAMW, pipe=None, **options):
-        out = tmp_path / name
-        pipe = pipe or tiny.pipeline()
-        return out, distill(out, pipe, recipe, tiny.REQUEST, tiny.PROMPTS, pairs=pairs_folder, **options)
+    def run(name, recipe=ADAMW, pipe=None, steps=1, at_once=1, **options):
+        out, options = tmp_path / name, RunOptions(at_once=at_once, **options)
+        given = {"pairs": pairs_folder, "steps": steps, "options": options}
+        return out, distill(out, pipe or tiny.pipeline(), recipe, tiny.REQUEST, tiny.PROMPTS, **given)
 
     return run
+
+
+@pytest.fixture
+def power_cut(monkeypatch):
+    """Makes every `number`-th micro-batch of a distillation fail."""
+
+    def power_cut(number):
+        calls, loss = itertools.count(1), Student.loss
+
+        def failing(*arguments):
+            if next(calls) % number == 0:
+                raise SystemError
+            return loss(*arguments)
+
+        monkeypatch.setattr(Student, "loss", failing)
+
+    return power_cut
 
 
 @torch.no_grad()
@@ -116,44 +135,25 @@ def test_all_other_weights_stay_bit_for_bit(run, pipe):
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", pytest.param("prodigy", marks=pytest.mark.slow)])
-def test_a_run_that_was_broken_off_goes_on_as_if_it_had_not_been(run, monkeypatch, optimizer):
+def test_an_interrupted_run_ends_like_an_uninterrupted_one(run, power_cut, optimizer):
     recipe = Recipe(method=HilbertA(tiles=4), optimizer=optimizer, batch=4)
-    whole, _ = run(f"{optimizer} whole", recipe, steps=7, at_once=2)
-    calls, loss = itertools.count(1), Student.loss
-
-    def lights_out(*arguments):
-        if next(calls) % 6 == 0:  # in the middle of a batch
-            raise SystemError
-        return loss(*arguments)
-
-    checkpoint_at_every_step = Distillation.run
-    with monkeypatch.context() as patch:
-        patch.setattr(Student, "loss", lights_out)
-        patch.setattr(
-            Distillation, "run", lambda *a, f=checkpoint_at_every_step, **o: f(*a, checkpoint_minutes=0, **o)
-        )
-        attempts, done = 0, False
-        while not done:
-            attempts += 1
-            with contextlib.suppress(SystemError):
-                broken, done = run(f"{optimizer} broken", recipe, steps=7, at_once=2)
+    whole, _ = run("whole", recipe, steps=7, at_once=2)
+    power_cut(6)  # in the middle of a batch
+    attempts, done = 0, False
+    while not done:
+        attempts += 1
+        with contextlib.suppress(SystemError):
+            broken, done = run("broken", recipe, steps=7, at_once=2, checkpoint_minutes=0)
     assert attempts > 2
     assert losses(broken) == losses(whole)
     ours, theirs = (load_file(out / LORA_FILE) for out in (broken, whole))
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
-def test_steps_after_the_last_checkpoint_are_made_and_logged_once(run, monkeypatch):
+def test_steps_after_the_last_checkpoint_are_repeated_and_logged_once(run, power_cut, monkeypatch):
     whole, _ = run("whole", steps=4)
-    calls, loss = itertools.count(1), Student.loss
-
-    def lights_out(*arguments):
-        if next(calls) == 6:
-            raise SystemError
-        return loss(*arguments)
-
     broken, _ = run("broken", steps=1)
-    monkeypatch.setattr(Student, "loss", lights_out)
+    power_cut(6)
     with pytest.raises(SystemError):
         run("broken", steps=4)
     assert len(losses(broken)) == 3
@@ -211,7 +211,7 @@ def test_a_gpu_learns_what_a_cpu_learns(run):
 
 def test_runs_share_a_folder_of_pictures_or_have_one_of_their_own(run, tmp_path):
     shared, _ = run("shared", steps=2)
-    distill(tmp_path / "own", tiny.pipeline(), ADAMW, tiny.REQUEST, tiny.PROMPTS, steps=2)
+    distill(tmp_path / "own", tiny.pipeline(), ADAMW, tiny.REQUEST, tiny.PROMPTS, steps=2, options=ONE)
     assert [path.parent.name for path in tmp_path.glob("*/pairs")] == ["own"]
     assert losses(tmp_path / "own") == losses(shared)
 
@@ -235,10 +235,10 @@ def test_a_run_leaves_lora_curve_and_samples(run):
 def test_auto_tiles_become_the_number_that_was_trained(pipe, tmp_path):
     recipe = Recipe(method=HilbertA(), optimizer="adamw", batch=1)
     request = tiny.REQUEST._replace(size=(128, 64), steps=1)
-    distill(tmp_path, pipe, recipe, request, ["a cat"], steps=1)
+    distill(tmp_path, pipe, recipe, request, ["a cat"], steps=1, options=ONE)
     assert read_lora(tmp_path / LORA_FILE)[:2] == (HilbertA(tiles=2), (128, 64))
     with pytest.raises(ValueError, match="16 x 16 image tokens are too few"):
-        distill(tmp_path, tiny.pipeline(), recipe, tiny.REQUEST, tiny.PROMPTS, steps=1)
+        distill(tmp_path, tiny.pipeline(), recipe, tiny.REQUEST, tiny.PROMPTS, steps=1, options=ONE)
 
 
 @pytest.mark.slow
@@ -263,12 +263,15 @@ def test_two_devices_learn_what_one_learns(run, tmp_path):
 
 
 def test_what_cannot_be_distilled_is_refused_before_anything_is_drawn(pipe, tmp_path, as_a_user):
-    with pytest.raises(ValueError, match=r"a batch of 2 cannot be shared evenly by 1 x 3 pictures .*: use --batch 3"):
-        distill(tmp_path, pipe, ADAMW, tiny.REQUEST, tiny.PROMPTS, steps=1, at_once=3)
+    def refused(message, pipe, recipe, at_once):
+        with pytest.raises(ValueError, match=message):
+            distill(tmp_path, pipe, recipe, tiny.REQUEST, tiny.PROMPTS, steps=1, options=RunOptions(at_once=at_once))
+        assert list(tmp_path.iterdir()) == []
+
+    four = replace(ADAMW, batch=4)
+    refused(r"a batch of 4 cannot be shared evenly by 1 x 3 pictures .*: use --batch 3", pipe, four, 3)
     fill = FluxFillPipeline(
         pipe.scheduler, pipe.vae, pipe.text_encoder, pipe.tokenizer, pipe.text_encoder_2, pipe.tokenizer_2,
         pipe.transformer,
     )  # fmt: skip
-    with pytest.raises(ValueError, match="needs a FluxPipeline, not a FluxFillPipeline"):
-        distill(tmp_path, fill, ADAMW, tiny.REQUEST, tiny.PROMPTS, steps=1)
-    assert list(tmp_path.iterdir()) == []
+    refused("needs a FluxPipeline, not a FluxFillPipeline", fill, ADAMW, 1)

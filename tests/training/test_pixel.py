@@ -24,6 +24,7 @@ from foveate.diffusers.pixel_dit import PixelDiT
 from foveate.diffusers.pixel_pipeline import PixelPipeline, noise_scale
 from foveate.training.pictures import FolderPictures, NoisyPictures
 from foveate.training.pixel import PixelRecipe, PixelTraining, Stage, train
+from foveate.training.run import RunOptions
 
 QUICK = PixelRecipe(rate=3e-3, average=0.9)
 STAGES = [Stage((16, 16), 4, 4), Stage((24, 16), 3, 2)]
@@ -58,10 +59,9 @@ def photos(tmp_path_factory):
 
 @pytest.fixture
 def run(photos, tmp_path):
-    def run(name, stages=STAGES, recipe=QUICK, pipe=None, pictures=None, **options):
-        out = tmp_path / name
-        done = train(out, pipe or pipeline(), pictures or FolderPictures(photos), stages, recipe, **options)
-        return out, done
+    def run(name, stages=STAGES, recipe=QUICK, pipe=None, pictures=None, at_once=64, **options):
+        out, options = tmp_path / name, RunOptions(at_once=at_once, **options)
+        return out, train(out, pipe or pipeline(), pictures or FolderPictures(photos), stages, recipe, options)
 
     return run
 
@@ -133,23 +133,23 @@ def test_muon_turns_the_matrices_of_blocks_and_adamw_all_else_at_one_rate_that_c
 @pytest.mark.parametrize(
     ("attention", "optimizer"), [("dense", "muon"), pytest.param("log-linear", "adamw", marks=pytest.mark.slow)]
 )
-def test_a_run_that_was_broken_off_goes_on_as_if_it_had_not_been(run, attention, optimizer, monkeypatch):
+def test_an_interrupted_run_ends_like_an_uninterrupted_one(run, attention, optimizer, monkeypatch):
     recipe = replace(QUICK, optimizer=optimizer, cool_down=0.5)
     whole, _ = run("whole", recipe=recipe, pipe=pipeline(attention=attention), at_once=2)
-    calls, loss, often = itertools.count(1), PixelTraining.loss, PixelTraining.run
+    calls, loss = itertools.count(1), PixelTraining.loss
 
-    def lights_out(*arguments):
+    def failing(*arguments):
         if next(calls) % 6 == 0:
             raise SystemError
         return loss(*arguments)
 
-    monkeypatch.setattr(PixelTraining, "loss", lights_out)
-    monkeypatch.setattr(PixelTraining, "run", lambda *a, **o: often(*a, checkpoint_minutes=0, **o))
+    monkeypatch.setattr(PixelTraining, "loss", failing)
     attempts, done = 0, False
     while not done:
         attempts += 1
         with contextlib.suppress(SystemError):
-            broken, done = run("broken", recipe=recipe, pipe=pipeline(attention=attention), at_once=2)
+            model = pipeline(attention=attention)
+            broken, done = run("broken", recipe=recipe, pipe=model, at_once=2, checkpoint_minutes=0)
     assert attempts > 2
     assert losses(broken) == losses(whole)
     assert [step for step, _ in losses(whole)] == [1, 2, 3, 4, 5, 6, 7]
