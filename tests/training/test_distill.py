@@ -1,12 +1,8 @@
-"""Laws of a distillation: it learns, it leaves the model alone, and it goes on as if it had not been broken off."""
+"""Laws of a distillation: it learns, changes only the LoRA, and can be interrupted and resumed."""
 
 import contextlib
-import csv
 import itertools
 import multiprocessing
-import os
-import subprocess
-import sys
 from dataclasses import replace
 
 import pytest
@@ -16,6 +12,7 @@ from accelerate.state import AcceleratorState
 from diffusers import FluxFillPipeline, FluxTransformer2DModel
 from safetensors.torch import load_file
 from torch.utils.data import DataLoader, default_collate
+from training_runs import losses, on_devices
 
 import foveate
 from foveate import HilbertA
@@ -30,10 +27,6 @@ from foveate.training.student import Recipe, Student
 forks = pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 ADAMW = Recipe(method=HilbertA(tiles=4), optimizer="adamw", rate=1e-2, batch=2)
 ONE = RunOptions(at_once=1)
-
-
-def losses(out):
-    return [(int(step), float(loss)) for step, loss, _ in csv.reader((out / "log.csv").read_text().splitlines())]
 
 
 @pytest.fixture
@@ -82,7 +75,7 @@ def gap(pipe, batch):
         pytest.param("prodigy", None, 0.99, marks=pytest.mark.slow),  # Prodigy begins with tiny steps
     ],
 )
-def test_the_sparse_model_comes_nearer_to_the_dense_one(run, pipe, pairs_folder, optimizer, rate, part):
+def test_the_sparse_model_approaches_the_dense_one(run, pipe, pairs_folder, optimizer, rate, part):
     pairs = NoisyPairs(pairs_folder, tiny.PROMPTS, seed=9)
     batch = default_collate([pairs[number] for number in range(10)])
     before = gap(pipe, batch)
@@ -99,7 +92,7 @@ def test_blocks_are_compiled_before_the_method_is_applied(run, monkeypatch):
     assert seen == [None]
 
 
-def test_the_rate_falls_to_nothing_at_the_end(run, monkeypatch):
+def test_the_rate_falls_to_zero_over_the_cool_down(run, monkeypatch):
     rates = []
     step = torch.optim.AdamW.step
     monkeypatch.setattr(
@@ -112,7 +105,7 @@ def test_the_rate_falls_to_nothing_at_the_end(run, monkeypatch):
     assert rates[4:] == pytest.approx([1e-2, 7.5e-3, 5e-3, 2.5e-3])
 
 
-def test_shifted_levels_are_what_is_learnt_from(run, monkeypatch):
+def test_noise_levels_are_shifted_if_the_recipe_says_so(run, monkeypatch):
     shifts, init = [], NoisyPairs.__init__
 
     def noting(pairs, folder, prompts, seed, shift):
@@ -162,17 +155,17 @@ def test_steps_after_the_last_checkpoint_are_repeated_and_logged_once(run, power
     assert losses(broken) == losses(whole)
 
 
-def test_a_run_stops_in_time_and_more_steps_may_follow(run):
+def test_a_run_stops_in_time_and_can_be_extended(run):
     out, done = run("out", steps=2, minutes=0)
     assert not done
     assert [step for step, _ in losses(out)] == [1]
     assert (out / LORA_FILE).exists()
     assert run("out", steps=3)[1]
-    assert run("out", steps=3)[1]  # done before
+    assert run("out", steps=3)[1]  # nothing is left to do
     assert [step for step, _ in losses(out)] == [1, 2, 3]
 
 
-def test_a_run_that_blows_up_stops_and_keeps_what_was_good(run):
+def test_a_run_that_diverges_stops_and_keeps_its_last_good_state(run):
     wild = replace(ADAMW, rate=1e30)
     out, _ = run("out", wild, steps=1, minutes=0)
     good = (out / LORA_FILE).read_bytes()
@@ -209,7 +202,7 @@ def test_a_gpu_learns_what_a_cpu_learns(run):
     assert not multiprocessing.active_children()
 
 
-def test_runs_share_a_folder_of_pictures_or_have_one_of_their_own(run, tmp_path):
+def test_runs_may_share_their_pairs(run, tmp_path):
     shared, _ = run("shared", steps=2)
     distill(tmp_path / "own", tiny.pipeline(), ADAMW, tiny.REQUEST, tiny.PROMPTS, steps=2, options=ONE)
     assert [path.parent.name for path in tmp_path.glob("*/pairs")] == ["own"]
@@ -222,7 +215,7 @@ def test_a_run_of_another_recipe_is_refused(run):
         run("out", Recipe(method=HilbertA(tiles=2), optimizer="adamw", batch=2), steps=1)
 
 
-def test_a_run_leaves_lora_curve_and_samples(run):
+def test_a_run_writes_lora_loss_curve_and_samples(run):
     bars = {}
     track = lambda name, length: lambda: bars.update({name: bars.get(name, 0) + 1})  # noqa: E731
     auto = Recipe(method=HilbertA(tiles=2, centre=0.5), optimizer="adamw", batch=1)
@@ -232,7 +225,7 @@ def test_a_run_leaves_lora_curve_and_samples(run):
     assert {path.name for path in out.glob("*.png")} == {"loss.png", "samples-000002.png", "samples-000003.png"}
 
 
-def test_auto_tiles_become_the_number_that_was_trained(pipe, tmp_path):
+def test_auto_tiles_become_the_trained_number(pipe, tmp_path):
     recipe = Recipe(method=HilbertA(), optimizer="adamw", batch=1)
     request = tiny.REQUEST._replace(size=(128, 64), steps=1)
     distill(tmp_path, pipe, recipe, request, ["a cat"], steps=1, options=ONE)
@@ -247,22 +240,13 @@ def test_two_devices_learn_what_one_learns(run, tmp_path):
     tiny.pipeline().save_pretrained(tmp_path / "model")
     (tmp_path / "prompts").write_text("\n".join(tiny.PROMPTS))
     options = "--size 64 --draw-steps 2 --tiles 4 --optimizer adamw --rate 0.01 --batch 2 --steps 3 --seed 0"
-    launch = "torch.distributed.run --standalone --nproc-per-node 2"  # on a CPU accelerate launches one process
     files = f"--model {tmp_path / 'model'} --prompts {tmp_path / 'prompts'} --out {tmp_path / 'together'}"
-    command = f"-m {launch} -m foveate distill {options} {files} --device cpu"
-    result = subprocess.run(
-        [sys.executable, *command.split()],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
-    assert result.returncode == 0, result.stdout + result.stderr
-    assert "on 2 devices" in result.stderr
+    on_devices(2, f"distill {options} {files}")
     ours, theirs = losses(tmp_path / "together"), losses(alone)
     assert [loss for _, loss in ours] == pytest.approx([loss for _, loss in theirs], rel=1e-4)
 
 
-def test_what_cannot_be_distilled_is_refused_before_anything_is_drawn(pipe, tmp_path, as_a_user):
+def test_bad_arguments_are_refused_before_anything_is_drawn(pipe, tmp_path, as_a_user):
     def refused(message, pipe, recipe, at_once):
         with pytest.raises(ValueError, match=message):
             distill(tmp_path, pipe, recipe, tiny.REQUEST, tiny.PROMPTS, steps=1, options=RunOptions(at_once=at_once))
