@@ -188,16 +188,7 @@ class StageHistory(NamedTuple):
 
 
 class PixelTraining(Run):
-    """A training run of a pixel model; see `train` for the arguments.
-
-    Args:
-        out: Folder of the pipeline, checkpoints, samples and log.csv.
-        pipeline: Pipeline whose transformer has the initial weights and later their average.
-        pictures: Training pictures.
-        stages: Stages in turn.
-        recipe: Hyperparameters.
-        accelerator: Distributes the work.
-        options: Other settings.
+    """A training run of a pixel model. Its arguments are those of `train`, and the accelerator.
 
     Raises:
         ValueError: If `out` holds another run.

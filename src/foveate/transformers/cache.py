@@ -103,14 +103,7 @@ class CacheBatch:
     def score(
         self, prompts: Int[Tensor, "batch prompt"], layers: Sequence[int], norm: Norm, geometry: Geometry
     ) -> Float[Tensor, "batch rows"]:
-        """Attention that each row receives from the prompt after its context, averaged over these layers.
-
-        Args:
-            prompts: Token ids of one prompt for each context.
-            layers: Layer numbers.
-            norm: Norm over the tokens of the prompt.
-            geometry: Positions of chunks and prompt while they are scored; see `InfoFlowKV`.
-        """
+        """`Context.score` of each context, for one prompt each."""
         model = self.model.model
         positions, start = places(geometry, self.spans)
         prompt_positions = torch.arange(start, start + prompts.shape[1], device=prompts.device)[None]
@@ -134,13 +127,7 @@ class CacheBatch:
 
     @torch.no_grad()
     def kv_deviation(self, rank: Literal["v", "k"]) -> Float[Tensor, "batch rows"]:
-        """Mean square change of each row's values or keys in layer 1 when layers 0 and 1 are recomputed.
-
-        All rows of these two layers stay overwritten until `restore`.
-
-        Raises:
-            ValueError: If the model has only one layer.
-        """
+        """`Context.kv_deviation` of each context."""
         if len(self.keys) < 2:
             raise ValueError("CacheBlend ranks rows by layer 1, but the model has only layer 0: use InfoFlowKV")
         layer = {"v": self.values, "k": self.keys}[rank][1]
