@@ -67,13 +67,13 @@ def encoder(*arguments, prefix="<s> w60", **config):
 
 
 def full_logits(encoder, context, prompt):
-    """Of the prompt, behind the ids of the context, in one forward of the model."""
+    """Logits of the prompt after the token ids of the context, in one forward pass."""
     ids = torch.cat([context.ids, encoder.tokens(prompt)])[None]
     with torch.no_grad():
         return encoder.model(input_ids=ids).logits[0, len(context) :]
 
 
 def cached_logits(encoder, context, prompt):
-    """Of the prompt, behind the cache of the context."""
+    """Logits of the prompt after the cache of the context."""
     with torch.no_grad():
         return encoder.model(input_ids=encoder.tokens(prompt)[None], past_key_values=context.cache()).logits[0]

@@ -31,6 +31,7 @@ from foveate.diffusers.pipelines import Request, load
 from foveate.methods import Method
 from foveate.training.distill import distill
 from foveate.training.pairs import make_pairs
+from foveate.training.run import RunOptions
 from foveate.training.student import Recipe
 from lab.quality.clear import Clear, radius_for, register
 from lab.quality.quality import Batch, Commit, Prompts, Size, judge
@@ -118,10 +119,9 @@ def main(
                 pairs=out / "pairs",
                 steps=steps,
                 start=start,
-                at_once=at_once,
-                compile=compile and not isinstance(method, Clear),
-                minutes=minutes,
-                track=track,
+                options=RunOptions(
+                    at_once=at_once, compile=compile and not isinstance(method, Clear), minutes=minutes, track=track
+                ),
             )
         with PartialState().main_process_first():
             if PartialState().is_main_process:

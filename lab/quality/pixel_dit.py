@@ -29,6 +29,7 @@ from foveate.diffusers.pipelines import Request, load
 from foveate.diffusers.pixel_dit import MODELS, PixelDiT
 from foveate.diffusers.pixel_pipeline import PixelPipeline
 from foveate.training.pixel import PixelRecipe, Stage, train
+from foveate.training.run import RunOptions
 from foveate.utils.device import versions
 from foveate.utils.files import write_whole
 from foveate.web.report import figure_png
@@ -99,9 +100,7 @@ class Trial:
             ScenePictures(SEED),
             [first, last._replace(steps=steps)],
             self.recipe,
-            at_once=self.at_once,
-            compile=self.compiled,
-            track=self.track,
+            RunOptions(at_once=self.at_once, compile=self.compiled, track=self.track),
         )
 
     def judged(self, steps: int) -> dict[str, Any]:

@@ -12,7 +12,6 @@ import io
 import json
 import math
 import random
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,7 +29,7 @@ from transformers.utils import logging
 from foveate.demo.facts import BLANK, SENTENCE, ask, draw_facts
 from foveate.demo.labels import EXAMPLE, draw_labelled
 from foveate.demo.lexicon import WORDS, reader_tokenizer
-from foveate.training.run import Phase, Run
+from foveate.training.run import Phase, Run, RunOptions
 from foveate.training.trained import Trained
 from foveate.utils.files import write_whole
 from foveate.utils.progress import Track, silent
@@ -191,16 +190,17 @@ class ReaderTraining(Run):
         out: Folder of the run; the reader is in its folder "reader".
         recipe: Model size and hyperparameters.
         accelerator: Determines the device.
+        options: Other settings.
     """
 
-    def __init__(self, out: Path, recipe: ReaderRecipe, accelerator: Accelerator):
+    def __init__(self, out: Path, recipe: ReaderRecipe, accelerator: Accelerator, options: RunOptions):
         self.recipe = recipe
         model = untrained_reader(recipe).to(accelerator.device)
         optimizer = torch.optim.AdamW(
             model.parameters(), recipe.rate, (0.9, 0.98), weight_decay=0.01, fused=accelerator.device.type == "cuda"
         )
         trained = Trained(list(model.parameters()), [accelerator.prepare(optimizer)])
-        super().__init__(out, accelerator, model, trained, {"recipe": repr(recipe)})
+        super().__init__(out, accelerator, model, trained, {"recipe": repr(recipe)}, options)
 
     def parts(self) -> dict[str, Any]:
         """Weights and optimizer."""
@@ -308,7 +308,6 @@ def train_reader(
         sample_every: Steps between lines of accuracy.csv.
         track: Shows progress.
     """
-    until = time.monotonic() + 60 * minutes
+    options = RunOptions(at_once=1, minutes=minutes, sample_every=sample_every, track=track)
     accelerator = Accelerator(mixed_precision="bf16" if torch.cuda.is_available() else "no")
-    training = ReaderTraining(out, recipe, accelerator)
-    return training.run(recipe.steps, until=until, sample_every=sample_every, advance=track("reader", recipe.steps))
+    return ReaderTraining(out, recipe, accelerator, options).run(recipe.steps, "reader")

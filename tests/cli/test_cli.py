@@ -494,8 +494,8 @@ def test_distill_invents_captions_for_the_built_in_model_and_none_that_are_judge
         (["--prompts", "one.txt", "--method", "dense"], "unknown method 'dense'"),
         (["--prompts", "one.txt", "--optimizer", "sgd"], "unknown optimizer 'sgd'"),
         (
-            ["--prompts", "one.txt", "--at-once", 2],
-            "a batch of 1 cannot be shared evenly by 1 x 2 pictures (devices x --at-once): use --batch 2",
+            ["--prompts", "one.txt", "--batch", 3, "--at-once", 2],
+            "a batch of 3 cannot be shared evenly by 1 x 2 pictures (devices x --at-once): use --batch 4",
         ),
         (["--prompts", "one.txt", "--device", "cuda:1"], "CUDA_VISIBLE_DEVICES says which GPUs"),
         (["--prompts", "one.txt", "--tiles", 9], "use tiles<=8"),

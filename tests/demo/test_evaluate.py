@@ -1,4 +1,4 @@
-"""Laws of the evaluation: it resumes, refuses to mix, and its intervals are what they say."""
+"""Laws of the evaluation: it resumes, never mixes settings, and its intervals have their coverage."""
 
 import io
 import json
@@ -28,7 +28,7 @@ def pipe():
     return untrained_pipeline(layers=1, single_layers=1, heads=2, rope=(4, 4, 8), text_dim=32, text_layers=1)
 
 
-def test_real_renderings_are_right_and_noise_is_not(pipe, tmp_path):
+def test_real_renderings_score_high_and_noise_low(pipe, tmp_path):
     real, dense, sparse = evaluate.evaluate(pipe, [HilbertA(tiles=4)], tmp_path, prompts=6, request=REQUEST)
     assert (real.label, dense.label, sparse.label) == ("real", "dense", "HilbertA T=4")
     assert real.objects.value > 0.9
@@ -60,7 +60,7 @@ def test_one_tile_scores_as_dense(pipe, tmp_path):
     assert tiled.distance.value == pytest.approx(0, abs=1e-3)
 
 
-def test_the_distance_may_be_that_of_dino(pipe, tmp_path):
+def test_distances_may_be_measured_by_dino(pipe, tmp_path):
     config = Dinov2Config(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, image_size=28, patch_size=14)
     Dinov2Model(config).save_pretrained(tmp_path / "dino")
     size = {"size": {"shortest_edge": 28}, "crop_size": {"height": 28, "width": 28}}
@@ -78,16 +78,16 @@ def test_the_distance_may_be_that_of_dino(pipe, tmp_path):
     assert not (tmp_path / "new" / "dense").exists()
 
 
-def test_a_run_that_was_broken_off_goes_on_where_it_was(pipe, tmp_path, monkeypatch):
+def test_an_interrupted_evaluation_is_resumed(pipe, tmp_path, monkeypatch):
     draw, drawn = evaluate.draw_batch, []
 
-    def lights_out(pipeline, requests):
+    def failing(pipeline, requests):
         drawn.extend(request.seed for request in requests)
         if len(drawn) == 5:
             raise KeyboardInterrupt
         return draw(pipeline, requests)
 
-    monkeypatch.setattr(evaluate, "draw_batch", lights_out)
+    monkeypatch.setattr(evaluate, "draw_batch", failing)
     with pytest.raises(KeyboardInterrupt):
         evaluate.evaluate(pipe, [HilbertA(tiles=4)], tmp_path / "broken", prompts=3, request=REQUEST)
     assert drawn == [5, 6, 7, 5, 6]
@@ -110,39 +110,32 @@ def test_pictures_do_not_depend_on_the_batch_and_more_prompts_can_be_added(pipe,
     assert alone[1].frechet.value == pytest.approx(together[1].frechet.value, rel=1e-2)
 
 
-def test_a_folder_of_other_settings_is_refused(pipe, tmp_path):
+def test_a_folder_of_other_settings_or_weights_is_refused(pipe, tmp_path):
     evaluate.evaluate(pipe, [], tmp_path, prompts=2, request=REQUEST)
     with pytest.raises(ValueError, match=r"holds pictures drawn with steps=2: name another folder with --out"):
         evaluate.evaluate(pipe, [], tmp_path, prompts=2, request=REQUEST._replace(steps=3))
-
-
-def test_pictures_of_other_weights_are_not_mixed_in(pipe, tmp_path):
-    evaluate.evaluate(pipe, [], tmp_path, prompts=2, request=REQUEST)
     other = untrained_pipeline(layers=1, single_layers=1, heads=2, rope=(4, 4, 8), text_dim=32, text_layers=1, seed=1)
     with pytest.raises(ValueError, match="holds pictures drawn with weights="):
         evaluate.evaluate(other, [], tmp_path, prompts=2, request=REQUEST)
 
 
-def test_a_method_that_stays_dense_is_not_scored_as_sparse(pipe, tmp_path):
-    with pytest.raises(ValueError, match=r"min_tokens=1000: HilbertA T=4 would only repeat dense"):
-        evaluate.evaluate(pipe, [HilbertA(tiles=4, min_tokens=1000)], tmp_path, prompts=2, request=REQUEST)
-
-
-def test_no_set_is_drawn_if_a_later_method_cannot_be_judged(pipe, tmp_path):
+def test_nothing_is_drawn_if_a_later_method_does_not_fit(pipe, tmp_path):
     good, dense, many = HilbertA(tiles=4), HilbertA(tiles=2, min_tokens=1000), HilbertA(tiles=16)
-    for method in (dense, many):
-        with pytest.raises(ValueError, match=r"only repeat dense here|cannot make 16 tiles"):
+    for method, why in (
+        (dense, "min_tokens=1000: HilbertA T=2 would only repeat dense"),
+        (many, "cannot make 16 tiles"),
+    ):
+        with pytest.raises(ValueError, match=why):
             evaluate.evaluate(pipe, [good, method], tmp_path / "out", prompts=2, request=REQUEST)
         assert not (tmp_path / "out").exists()
-    told = []
-    scores = evaluate.evaluate(
-        pipe, [dense, good, many], tmp_path / "out", prompts=2, request=REQUEST, left_out=told.append
-    )
+    left = []
+    methods = [dense, good, many]
+    scores = evaluate.evaluate(pipe, methods, tmp_path / "out", prompts=2, request=REQUEST, left_out=left.append)
     assert [score.label for score in scores] == ["real", "dense", "HilbertA T=4"]
-    assert [line.split(" is left out: ")[0] for line in told] == [dense.title, many.title]
+    assert [line.split(" is left out: ")[0] for line in left] == [dense.title, many.title]
 
 
-def test_the_flop_bound_counts_the_steps_in_which_nothing_is_saved(pipe, tmp_path):
+def test_the_flop_bound_counts_dense_steps(pipe, tmp_path):
     request = REQUEST._replace(steps=4)
     methods = [HilbertA(tiles=4), HilbertA(tiles=4, start_percent=0.75)]
     *_, whole, last = evaluate.evaluate(pipe, methods, tmp_path, prompts=2, request=request)
@@ -159,7 +152,7 @@ def test_results_are_written_with_versions(pipe, tmp_path):
     assert [column.header for column in evaluate.score_table(scores).columns] == ["", "real", "dense"]
 
 
-def test_identical_pictures_are_null_in_a_file_that_any_reader_of_json_takes(pipe, tmp_path, monkeypatch):
+def test_an_infinite_psnr_is_null_in_json(pipe, tmp_path, monkeypatch):
     monkeypatch.setattr(evaluate, "psnr", lambda *_: math.inf)
     *_, same = evaluate.evaluate(pipe, [HilbertA(tiles=4)], tmp_path, prompts=2, request=REQUEST)
     assert same.psnr.value == math.inf
@@ -173,7 +166,7 @@ def test_the_time_of_a_batch_is_shared_by_its_pictures(pipe, tmp_path, monkeypat
     assert dense.seconds == 1.5
 
 
-def test_the_sheet_shows_every_way_to_draw_under_its_captions(pipe, tmp_path, monkeypatch):
+def test_the_sheet_has_a_row_for_each_set_and_a_column_for_each_caption(pipe, tmp_path, monkeypatch):
     sheets, draw_sheet = [], evaluate.draw_sheet
     monkeypatch.setattr(evaluate, "draw_sheet", lambda *sheet: sheets.append(sheet) or draw_sheet(*sheet))
     evaluate.evaluate(pipe, [], tmp_path, prompts=3, request=REQUEST)
@@ -186,29 +179,29 @@ def test_the_sheet_shows_every_way_to_draw_under_its_captions(pipe, tmp_path, mo
             assert np.array_equal(np.asarray(picture), np.asarray(shown))
 
 
-def test_the_table_names_each_number_and_loses_no_digit_where_room_is_scarce():
+def test_the_table_fits_a_narrow_terminal_with_all_digits():
     numbers = [Interval(i / 80, i / 90, i / 70) for i in range(1, 8)]
-    ways = ["real", "dense", "HilbertA T=4", "HilbertA T=16", "ToMA keep=0.5", "ToMA keep=0.25", "LLSA K=8"]
-    table = evaluate.score_table([Score(way, *numbers, 8.12, 9.34) for way in ways])
+    labels = ["real", "dense", "HilbertA T=4", "HilbertA T=16", "ToMA keep=0.5", "ToMA keep=0.25", "LLSA K=8"]
+    table = evaluate.score_table([Score(label, *numbers, 8.12, 9.34) for label in labels])
     names, *columns = (list(column.cells) for column in table.columns)
     want = {"objects": 1, "relations": 2, "extra objects": 3, "Fréchet": 4, "PSNR, dB": 5, "SSIM": 6, "distance": 7}
-    told = {name: str(numbers[place - 1]) for name, place in want.items()}
+    cells = {name: str(numbers[place - 1]) for name, place in want.items()}
     for column in columns:
-        assert dict(zip(names, column, strict=True)) == {**told, "s a picture": "8.12", "FLOP bound": "9.34"}
+        assert dict(zip(names, column, strict=True)) == {**cells, "s a picture": "8.12", "FLOP bound": "9.34"}
     console = Console(file=io.StringIO(), width=80)
     console.print(table)
     printed = console.file.getvalue()
     assert max(map(len, printed.splitlines())) <= 80
-    for part in " ".join([*told.values(), "8.12", "9.34"]).split():
-        assert printed.count(part) >= len(ways)
+    for part in " ".join([*cells.values(), "8.12", "9.34"]).split():
+        assert printed.count(part) >= len(labels)
 
 
-def test_intervals_stay_where_a_fraction_can_be():
+def test_intervals_are_clipped_to_the_range_of_fractions():
     assert Interval(0.9, 0.7, 1.1).within(0, 1) == (0.9, 0.7, 1)
     assert Interval(0.1, -0.1, 0.3).within(0, math.inf) == (0.1, 0, 0.3)
 
 
-def test_intervals_cover_the_truth_as_often_as_they_say():
+def test_intervals_have_their_coverage():
     chance, covered = np.random.default_rng(0), 0
     for _ in range(400):
         hits = chance.random(80) < 0.7
@@ -216,7 +209,3 @@ def test_intervals_cover_the_truth_as_often_as_they_say():
         _, low, high = _interval(hits.mean(), hits[resampled].mean(1))
         covered += low <= 0.7 <= high
     assert 0.90 < covered / 400 < 0.98
-
-
-def test_an_infinite_mean_stays_infinite():
-    assert _interval(math.inf, np.full(10, math.inf)).value == math.inf

@@ -1,4 +1,4 @@
-"""Laws of the reader's texts: what is asked can be known from what was read before, and from nothing less."""
+"""Laws of the reader's texts: every question can be answered from its text."""
 
 import torch
 
@@ -32,7 +32,7 @@ def known(ids):
     return told, by
 
 
-def test_a_text_tells_each_thing_once_and_an_id_before_it_is_used():
+def test_each_fact_is_told_once_and_ids_are_defined_before_use():
     for ids_first in (0.0, 1.0):
         facts = draw_facts(50, 30, generator(), ids_first=ids_first)
         for ids, owner, relation, value in zip(facts.ids, facts.owner, facts.relation, facts.value, strict=True):
@@ -41,7 +41,7 @@ def test_a_text_tells_each_thing_once_and_an_id_before_it_is_used():
             assert told == {(WORDS[name], r): WORDS[v] for (name, r), v in ours.items() if name != BLANK}
 
 
-def test_the_answer_is_what_the_text_tells_of_the_person_behind_the_letters():
+def test_answers_follow_from_the_text_and_the_chain_of_letters():
     facts = draw_facts(60, 24, generator())
     places = torch.multinomial((facts.owner != BLANK).float(), 3, generator=generator())
     asked = ask(facts, places, generator(), letters=(0, 3), nouns=0.5, numbers=0.3, begun=0.3)
@@ -76,7 +76,7 @@ def test_the_same_seed_gives_the_same_texts():
     assert not torch.equal(first, other)
 
 
-def test_texts_survive_the_tokenizer():
+def test_tokenizing_and_decoding_are_inverse():
     tokenizer = reader_tokenizer()
     ids = draw_facts(20, 30, generator()).ids
     for text, row in zip(tokenizer.batch_decode(ids), ids.tolist(), strict=True):

@@ -9,7 +9,7 @@ from foveate.demo.lexicon import RELATIONS, WORDS
 KIND = {word: relation.noun for relation in RELATIONS for word in relation.values}
 
 
-def test_a_label_is_that_of_the_words_and_is_asked_for_once_it_is_known():
+def test_labels_follow_the_kind_and_only_known_ones_are_asked_for():
     texts = draw_labelled(40, 10, 3, torch.Generator().manual_seed(0))
     maps = set()
     for row, labels, questions in zip(texts.ids, texts.labels, texts.questions.ids, strict=True):

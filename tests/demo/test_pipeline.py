@@ -1,4 +1,4 @@
-"""Laws of the built-in model as it is shipped."""
+"""Laws of the built-in model that draws, as shipped."""
 
 import itertools
 
@@ -32,21 +32,21 @@ def draw(pipeline, *prompts, size=64, steps=2, seed=0):
     return np.stack([np.asarray(image) for image in pipeline(list(prompts), generator=seeds, **options).images])
 
 
-def test_what_is_shipped_is_small_and_holds_no_code():
+def test_shipped_files_are_small_and_hold_no_code():
     files = [path for path in DATA.rglob("*") if path.is_file()]
     assert {path.suffix for path in files} <= {".safetensors", ".json", ".txt", ".png"}
     assert sum(path.stat().st_size for path in files) < 60e6
     assert "SIL OPEN FONT LICENSE" in (DATA / "OFL.txt").read_text()
 
 
-def test_the_same_seed_draws_the_same_picture_and_another_seed_another(pipe):
+def test_the_picture_depends_on_seed_and_prompt_only(pipe):
     first = draw(pipe, "a red apple")
     assert (draw(pipe, "a red apple") == first).all()
     assert (draw(pipe, "a red apple", seed=1) != first).any()
     assert (draw(pipe, "an owl") != first).any()
 
 
-def test_the_folder_survives_a_round_trip(pipe, tmp_path):
+def test_saving_and_loading_changes_no_bit(pipe, tmp_path):
     pipe.save_pretrained(tmp_path)
     again = load(tmp_path)
     for name in ("transformer", "vae", "text_encoder", "text_encoder_2"):
@@ -57,14 +57,14 @@ def test_the_folder_survives_a_round_trip(pipe, tmp_path):
 
 
 @pytest.mark.parametrize("size", [128, 256, 512])
-def test_a_size_is_so_many_tokens_of_four_pixels(pipe, size):
+def test_a_token_has_four_pixels_a_side(pipe, size):
     latents, ids = pipe.prepare_latents(1, 4, size, size, torch.float32, "cpu", torch.Generator())
     assert latents.shape == (1, (size // 4) ** 2, 16)
     assert ids.shape == ((size // 4) ** 2, 3)
 
 
 @pytest.mark.slow
-def test_it_draws_what_held_out_captions_ask_for(pipe):
+def test_held_out_captions_are_drawn(pipe):
     asked = list(itertools.islice(scenes(3, evaluation=True), 8))
     pictures = torch.from_numpy(draw(pipe, *(scene.caption for scene in asked), size=128, steps=8))
     found, _ = recognise(load_recogniser(), pictures.permute(0, 3, 1, 2))
@@ -74,7 +74,7 @@ def test_it_draws_what_held_out_captions_ask_for(pipe):
 
 @pytest.mark.slow
 @torch.no_grad()
-def test_its_lora_brings_four_tiles_back_to_what_the_dense_model_says():
+def test_the_lora_halves_the_error_of_four_tiles():
     pipe, scene = load(PIPELINE), next(scenes(3, evaluation=True))
     picture = render(load_atlas(), Scenes.of([scene]), 256) * 2 - 1
     clean = (pipe.vae.encode(picture).latent_dist.mean - pipe.vae.config.shift_factor) * pipe.vae.config.scaling_factor
@@ -92,15 +92,15 @@ def test_its_lora_brings_four_tiles_back_to_what_the_dense_model_says():
     assert distilled[:2] == (HilbertA(tiles=4, start_percent=0.2), (256, 256))
     dense, sparse = None, HilbertA(tiles=4)
     distilled = distilled._replace(method=sparse)
-    said = []
-    for way in (dense, sparse, distilled):
-        with using(pipe, way):
-            said.append(pipe.transformer(**inputs)[0])
-    off = [(velocity - said[0]).square().mean() for velocity in said]
-    assert off[2] < off[1] / 2
+    velocities = []
+    for method in (dense, sparse, distilled):
+        with using(pipe, method):
+            velocities.append(pipe.transformer(**inputs)[0])
+    errors = [(velocity - velocities[0]).square().mean() for velocity in velocities]
+    assert errors[2] < errors[1] / 2
 
 
-def test_the_autoencoder_gives_back_what_it_is_given(pipe):
+def test_the_autoencoder_reconstructs_pictures(pipe):
     pictures = render(load_atlas(), Scenes.of(list(itertools.islice(scenes(1, evaluation=True), 4))), 128)
     with torch.no_grad():
         latents = pipe.vae.encode(pictures * 2 - 1).latent_dist.mean

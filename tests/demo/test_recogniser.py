@@ -1,4 +1,4 @@
-"""Laws of the recogniser: what it should say, how pictures are judged, how far features lie apart."""
+"""Laws of the recogniser: its targets and detections, its verdicts, and the Fréchet distance of its features."""
 
 from itertools import islice
 
@@ -49,7 +49,7 @@ def two(kind, first, second):
 # ---- targets and detections
 
 
-def test_targets_are_the_objects_in_the_middle_of_their_boxes_and_nothing_outside():
+def test_targets_name_objects_at_the_centres_of_their_boxes_and_nothing_outside():
     batch = SOME[:40]
     for scene, target in zip(batch, targets(Scenes.of(batch)), strict=True):
         for row in range(16):
@@ -62,7 +62,7 @@ def test_targets_are_the_objects_in_the_middle_of_their_boxes_and_nothing_outsid
                 assert target[row, column] == expected
 
 
-def test_what_the_targets_say_is_detected_where_it_stands_and_judged_all_right():
+def test_perfect_logits_give_perfect_detections_and_verdicts():
     target = targets(Scenes.of(SOME))
     logits = 20 * F.one_hot(target.where(target >= 0, NOTHING), NOTHING + 1).movedim(-1, 1).float()
     for scene, found in zip(SOME, detect(Seen(logits, torch.zeros(len(SOME), 1))), strict=True):
@@ -74,7 +74,7 @@ def test_what_the_targets_say_is_detected_where_it_stands_and_judged_all_right()
             assert max(abs(detection.x - x), abs(detection.y - y)) < 1 / 16
 
 
-def test_a_cell_counts_for_its_most_probable_class_only_and_an_unsure_one_for_none():
+def test_a_cell_counts_for_its_most_probable_class_if_that_is_sure():
     chance = torch.full((NOTHING + 1, 16, 16), 1e-6)
     chance[NOTHING] = 1
     chance[:, 4, 4:8] = 1e-6
@@ -86,7 +86,7 @@ def test_a_cell_counts_for_its_most_probable_class_only_and_an_unsure_one_for_no
     assert only == pytest.approx((7, 6 / 16, 4.5 / 16, 0.9, 1), abs=1e-3)
 
 
-def test_what_nobody_asked_for_and_what_is_drawn_twice_is_extra():
+def test_unrequested_and_repeated_objects_are_extra():
     chance = torch.full((NOTHING + 1, 16, 16), 1e-6)
     chance[NOTHING] = 1
     for index, row, column in (
@@ -119,7 +119,7 @@ def test_bytes_and_batches_do_not_matter():
 # ---- verdicts
 
 
-def test_the_truth_gets_full_marks_and_another_scene_next_to_none():
+def test_a_scene_matches_itself_and_hardly_another_one():
     right = [judge(truth(scene), scene) for scene in SOME]
     assert pooled(right) == (1, 1)
     assert all(verdict.all_right for verdict in right)
@@ -142,14 +142,14 @@ def test_a_relation_fails_when_reversed(kind, first, second, reversed_first, rev
     assert two(kind, reversed_first, reversed_second) == Verdict(2, 2, 0, 1, 0)
 
 
-def test_beside_goes_both_ways_and_a_diagonal_is_above_as_well_as_left_of():
+def test_beside_is_symmetric_and_a_diagonal_is_both_above_and_left_of():
     assert two("beside", (0.7, 0.6), (0.2, 0.5)).all_right
     assert two("above", (0.2, 0.2), (0.6, 0.5)).all_right
     assert two("left of", (0.2, 0.2), (0.6, 0.5)).all_right
     assert not two("above", (0.1, 0.4), (0.9, 0.5)).all_right
 
 
-def test_a_missing_object_takes_its_relations_with_it():
+def test_relations_of_missing_objects_do_not_hold():
     scene = next(scene for scene in SOME if len(scene.relations) == 3)
     assert judge(truth(scene)[1:], scene) == Verdict(2, 3, 1, 3, 0)
     assert judge([], scene) == Verdict(0, 3, 0, 3, 0)
@@ -206,14 +206,15 @@ def test_a_missing_or_damaged_file_is_named_with_the_command_that_makes_it(tmp_p
 # ---- the trained weights
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("side", [128, 256])
-def test_it_recognises_what_it_has_never_seen(side):
+def test_held_out_scenes_are_recognised(side):
     objects, all_right = accuracy(load_recogniser(), scenes=200, seed=7, side=side)
     assert objects >= 0.97
     assert all_right >= 0.94
 
 
-def test_renderings_are_judged_near_one_and_those_of_other_captions_near_chance():
+def test_renderings_score_near_one_and_those_of_other_captions_near_chance():
     some = SOME[100:]
     found, _ = recognise(load_recogniser(), render(load_atlas(), Scenes.of(some), 128))
     verdicts = list(map(judge, found, some))

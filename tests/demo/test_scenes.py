@@ -1,4 +1,4 @@
-"""Laws of the scenes: what the caption says is what the picture shows, and evaluation is never trained on."""
+"""Laws of the scenes: pictures show what captions say, and held-out scenes are never trained on."""
 
 import itertools
 import re
@@ -25,7 +25,7 @@ def some(count, seed=0, **options):
     return list(itertools.islice(scenes(seed, **options), count))
 
 
-def test_the_same_seed_gives_the_same_scenes_and_another_one_others():
+def test_scenes_depend_on_the_seed_only():
     assert some(50, seed=3) == some(50, seed=3)
     assert some(50, seed=3) != some(50, seed=4)
 
@@ -65,8 +65,8 @@ def test_objects_stay_inside_the_picture_and_apart():
             assert max(abs(x - u), abs(y - v)) > 0.9 * (a + b) / 2
 
 
-def test_evaluation_is_never_trained_on():
-    training, evaluation = some(20_000), some(2_000, evaluation=True)
+def test_held_out_scenes_are_never_trained_on():
+    training, evaluation = some(10_000), some(1_000, evaluation=True)
     assert not any(scene.held_out for scene in training)
     assert all(scene.held_out for scene in evaluation)
     assert not {scene.caption for scene in training} & {scene.caption for scene in evaluation}
@@ -74,7 +74,7 @@ def test_evaluation_is_never_trained_on():
     assert not set(map(combination, training)) & set(map(combination, evaluation))
 
 
-def test_every_object_background_and_sentence_comes_up():
+def test_every_object_background_and_sentence_occurs():
     training = some(5_000)
     assert {index for scene in training for index in scene.objects} == set(range(len(NAMES)))
     assert {scene.background for scene in training} == set(BACKGROUNDS)

@@ -1,4 +1,4 @@
-"""Laws of the built-in reader as it is shipped: it answers what its page says, and the commands say what it cannot."""
+"""Laws of the built-in reader as shipped: it answers what its page promises, and commands name unknown words."""
 
 import json
 
@@ -42,7 +42,7 @@ def test_facts_that_name_the_person_and_labelled_examples_are_answered(reader, t
     assert tokenizer.decode([said]) == answer
 
 
-def test_it_knows_its_words_and_says_which_it_does_not(reader):
+def test_unknown_words_are_named(reader):
     model, tokenizer = reader
     assert tokenizer.convert_ids_to_tokens(list(range(len(WORDS)))) == WORDS
     assert all(torch.isfinite(weight).all() for weight in model.parameters())
@@ -50,7 +50,7 @@ def test_it_knows_its_words_and_says_which_it_does_not(reader):
     assert unknown_words(tokenizer, "Ada keeps a keeper in a keeper.") == ["keeper"]
 
 
-def test_the_commands_answer_the_examples_and_warn_of_other_words(tmp_path, monkeypatch):
+def test_commands_answer_the_examples_and_warn_about_unknown_words(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     questions, inputs = write_examples(tmp_path / "texts", seed=3)
 
@@ -68,7 +68,7 @@ def test_the_commands_answer_the_examples_and_warn_of_other_words(tmp_path, monk
     assert run("icl", "texts/examples.csv", *options, "--ask", shown).endswith(f"{shown} {label}")
 
 
-def test_what_is_said_of_its_making_is_of_its_own_files():
+def test_its_facts_are_read_from_its_files():
     recipe = json.loads((READER / "recipe.json").read_text())
     said = " ".join(CliRunner().invoke(app, ["demo", "info"]).output.replace("│", " ").split())
     assert f"{recipe['steps']:,} of {recipe['planned steps']:,} planned steps" in said

@@ -1,4 +1,4 @@
-"""Laws of the words: known ones are whole, unknown ones are named and spelled out."""
+"""Laws of the tokenizers: a known word is one token, an unknown one is named and spelled."""
 
 import itertools
 
@@ -21,7 +21,7 @@ def test_captions_fit_and_differ_as_tokens():
         assert len({tuple(one) for one in ids}) == len(captions)
 
 
-def test_an_unknown_word_is_spelled_and_named_with_its_nearest():
+def test_unknown_words_are_spelled_and_named_with_similar_ones():
     assert t5_tokenizer().tokenize("zyx cats") == ["z", "##y", "##x", "cat", "##s"]
     assert "".join(clip_tokenizer().tokenize("zyx")) == "zyx</w>"
     unknown = unknown_words("A red aple above an Elefant, an elefant and a zzyzx!")
@@ -32,7 +32,7 @@ def test_an_unknown_word_is_spelled_and_named_with_its_nearest():
     assert unknown_words("an owl, a red apple and the sun on an orange background") == {}
 
 
-def test_the_tokenizers_survive_their_folder(tmp_path):
+def test_saved_tokenizers_load_again(tmp_path):
     caption = "an owl above a zebra on a pink background"
     clip_tokenizer().save_pretrained(tmp_path / "clip")
     t5_tokenizer().save_pretrained(tmp_path / "t5")

@@ -1,4 +1,4 @@
-"""Laws of choosing rows: how many, which, in what order; what a band of layers means."""
+"""Laws of recompute policies: number and choice of rows, order of chunks, scoring layers."""
 
 import math
 
@@ -15,7 +15,7 @@ SPANS = (2, 6), (6, 9), (9, 20)
 
 
 class ComposedCache:
-    """Scores that a test makes up."""
+    """A composed cache with given scores."""
 
     layers = 10
 
@@ -37,7 +37,7 @@ class ComposedCache:
     exclude_first=st.booleans(),
     method=st.sampled_from([InfoFlowKV, CacheBlend]),
 )
-def test_the_rows_are_the_best_of_the_eligible(scores, recompute, exclude_first, method):
+def test_the_best_eligible_rows_are_chosen(scores, recompute, exclude_first, method):
     method = method(recompute=recompute, exclude_first=exclude_first)
     rows = method.rows(ComposedCache(torch.tensor(scores).double())).tolist()
     eligible = range(6 if exclude_first else 0, 20)
@@ -51,7 +51,7 @@ def test_the_rows_are_the_best_of_the_eligible(scores, recompute, exclude_first,
     boundary=st.integers(0, 12),
     exclude_first=st.booleans(),
 )
-def test_rows_at_the_beginning_of_later_chunks_come_before_all_others(scores, recompute, boundary, exclude_first):
+def test_boundary_rows_come_before_all_others(scores, recompute, boundary, exclude_first):
     method = InfoFlowKV(recompute=recompute, boundary=boundary, exclude_first=exclude_first)
     rows = method.rows(ComposedCache(torch.tensor(scores).double())).tolist()
     reserved = {row for start, stop in SPANS[1:] for row in range(start, stop) if row < start + boundary}
@@ -60,7 +60,7 @@ def test_rows_at_the_beginning_of_later_chunks_come_before_all_others(scores, re
     assert rows == sorted(best[: method.budget(SPANS)])
 
 
-def test_no_budget_asks_for_no_scores():
+def test_without_a_budget_nothing_is_scored():
     stale = ComposedCache(None)
     assert all(method(recompute=0).rows(stale).numel() == 0 for method in (InfoFlowKV, CacheBlend, RandomRows, EPIC))
     assert not stale.asked
@@ -82,7 +82,7 @@ def test_a_band_of_depths_is_never_empty_and_within_the_model(layers, low, width
     )
 
 
-def test_reordered_chunks_end_with_the_richest():
+def test_reordering_puts_the_richest_chunk_last():
     scores = torch.zeros(20)
     scores[[2, 3, 4, 6, 9, 10]] = 1.0  # three of four, one of three, two of eleven
     stale = ComposedCache(scores)
@@ -98,7 +98,7 @@ def test_epic_takes_the_first_rows_of_every_chunk_but_the_first():
     assert EPIC(recompute=0.15, exclude_first=False).rows(ComposedCache(None)).tolist() == [0, 6, 9]
 
 
-def test_random_rows_are_those_of_their_seed():
+def test_random_rows_depend_on_the_seed():
     first, again, other = (
         RandomRows(recompute=0.3, seed=seed).rows(ComposedCache(None)).tolist() for seed in (1, 1, 2)
     )
@@ -107,12 +107,12 @@ def test_random_rows_are_those_of_their_seed():
     assert min(first) >= 6
 
 
-def test_the_ends_of_the_scale():
+def test_full_prefill_takes_all_rows_and_no_recompute_none():
     assert FullPrefill().rows(ComposedCache(None)).tolist() == list(range(20))
     assert NoRecompute().rows(ComposedCache(None)).tolist() == []
 
 
-def test_geometries_keep_the_order_within_a_chunk_and_the_prefix_in_front():
+def test_geometries_keep_chunks_contiguous_and_the_prefix_first():
     for geometry in ("global", "hl-hp", "tl-tp", "hl-tp"):
         positions, prompt = places(geometry, SPANS)
         assert positions[:2].tolist() == [0, 1]
@@ -143,7 +143,7 @@ def test_bad_options_are_refused_with_their_value(options, message, as_a_user):
         InfoFlowKV(**options)
 
 
-def test_layers_that_the_model_lacks_are_refused(as_a_user):
+def test_missing_layers_and_unknown_ranks_are_refused(as_a_user):
     for layers in ((22, 40), (), (-1,)):
         with pytest.raises(ValueError, match="some of 0 to 39"):
             InfoFlowKV(scoring_layers=layers).layers(40)

@@ -1,4 +1,4 @@
-"""Laws of Sub-CP: every example in one block, greedy near the best, only directions of embeddings matter."""
+"""Laws of Sub-CP: disjoint blocks as defined, a near-optimal selection, and independence of lengths and rotations."""
 
 from itertools import combinations
 
@@ -8,8 +8,8 @@ import torch
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-import foveate
-from foveate.methods.sub_cp import STRATEGIES, SubCP
+from foveate import SubCP
+from foveate.methods.sub_cp import STRATEGIES
 from foveate.ops.example_blocks import unit_rows
 from foveate.ops.facility_location import facility_location
 
@@ -33,14 +33,14 @@ def flat(blocks):
 
 
 def serve(similar, blocks, size):
-    """Round robin as its pseudocode says, in float64, of a matrix."""
+    """Round-robin blocks of a similarity matrix, by the pseudocode in float64."""
     state, parts, free = torch.zeros(blocks, len(similar), dtype=torch.float64), [[] for _ in range(blocks)], set()
     free.update(range(len(similar)))
     for turn in range(size):
         for b in range(blocks) if turn % 2 == 0 else reversed(range(blocks)):
             gains = (similar - state[b][:, None]).clamp(min=0).sum(0)
             best = max(gains[j] for j in free)
-            pick = min(j for j in free if gains[j] >= best * (1 - 1e-5))  # pairs that serve each other tie
+            pick = min(j for j in free if gains[j] >= best * (1 - 1e-5))  # pairs that cover each other tie
             free.remove(pick)
             parts[b].append(pick)
             state[b] = torch.maximum(state[b], similar[:, pick])
@@ -48,7 +48,7 @@ def serve(similar, blocks, size):
 
 
 @given(seed=st.integers(0, 2**31), n=st.integers(1, 4))
-def test_a_selection_is_within_its_guarantee_of_the_best_set(seed, n):
+def test_a_selection_is_within_the_greedy_guarantee(seed, n):
     embeddings = pool(seed, 9, 3)
     similar = matrix(embeddings)
     best = max(value(similar, some) for some in combinations(range(9), n))
@@ -57,9 +57,9 @@ def test_a_selection_is_within_its_guarantee_of_the_best_set(seed, n):
     assert chosen.coverage == pytest.approx(value(similar, chosen.ids) / 9, abs=1e-5)
 
 
-@settings(derandomize=True)  # of some thousand pools one has two gains at the edge of a tie
+@settings(derandomize=True)  # one pool in thousands has gains that nearly tie
 @given(seed=st.integers(0, 2**31), examples=st.integers(2, 80))
-def test_a_selection_is_that_from_the_matrix_and_gains_never_grow(seed, examples):
+def test_a_selection_is_the_facility_location_and_gains_never_grow(seed, examples):
     embeddings = pool(seed, examples)
     n = max(1, examples // 2)
     chosen = SubCP().select(embeddings, n)
@@ -76,7 +76,7 @@ def test_a_selection_is_that_from_the_matrix_and_gains_never_grow(seed, examples
     spare=st.integers(0, 9),
     order=st.sampled_from(("picked", "central_last")),
 )
-def test_every_chosen_example_is_in_exactly_one_block_again_and_again(seed, strategy, blocks, size, spare, order):
+def test_every_chosen_example_is_in_one_block_reproducibly(seed, strategy, blocks, size, spare, order):
     examples = blocks * (size or 2) + spare
     sub = SubCP(blocks=blocks, block_size=size, strategy=strategy, order=order)
     ids = sub.partition(pool(seed, examples)).ids
@@ -89,7 +89,7 @@ def test_every_chosen_example_is_in_exactly_one_block_again_and_again(seed, stra
 
 @settings(max_examples=30)
 @given(seed=st.integers(0, 2**31), strategy=st.sampled_from(STRATEGIES))
-def test_only_directions_matter_and_names_follow_the_pool(seed, strategy):
+def test_lengths_rotations_and_containers_do_not_matter(seed, strategy):
     embeddings = pool(seed, 30).double()
     sub = SubCP(blocks=3, block_size=4, strategy=strategy)
     want = sub.partition(embeddings).ids
@@ -103,16 +103,16 @@ def test_only_directions_matter_and_names_follow_the_pool(seed, strategy):
 
 @pytest.fixture
 def exact(monkeypatch):
-    """Gains that differ by more than rounding are not equal: of thousands of pools, some hold two within TIE."""
+    """Treat only gains as tied that differ by rounding: a few pools in thousands have two within TIE."""
     monkeypatch.setattr("foveate.ops.facility_location.TIE", 1e-12)
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], derandomize=True)  # of 3,000 pools one ties
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], derandomize=True)  # one pool in 3,000 ties
 @given(seed=st.integers(0, 2**31), strategy=st.sampled_from(("global_diverse", "local_coherent")))
 @example(seed=2048, strategy="global_diverse")
 @pytest.mark.usefixtures("exact")
-def test_names_follow_the_pool_where_nothing_ties(seed, strategy):
-    embeddings = pool(seed, 30).double().abs()  # all serve all. Where few are left pairs tie: a region may be one pair
+def test_blocks_do_not_depend_on_the_order_of_the_pool_without_ties(seed, strategy):
+    embeddings = pool(seed, 30).double().abs()  # without zeros; where few are left, pairs tie
     sub = SubCP(blocks=3, block_size=2, strategy=strategy)
     order = torch.randperm(30, generator=torch.Generator().manual_seed(seed))
     renamed = sub.partition(embeddings[order]).ids
@@ -121,7 +121,7 @@ def test_names_follow_the_pool_where_nothing_ties(seed, strategy):
 
 
 @given(seed=st.integers(0, 2**31))
-def test_global_blocks_are_those_of_the_definition(seed):
+def test_global_blocks_follow_the_definition(seed):
     embeddings = pool(seed, 24)
     similar = matrix(embeddings)
     assert SubCP(blocks=3, block_size=4, strategy="global_diverse").partition(embeddings).ids == serve(similar, 3, 4)
@@ -131,7 +131,7 @@ def test_global_blocks_are_those_of_the_definition(seed):
 
 
 @given(seed=st.integers(0, 2**31), examples=st.integers(12, 40))
-def test_local_blocks_are_those_of_the_definition(seed, examples):
+def test_local_blocks_follow_the_definition(seed, examples):
     embeddings = pool(seed, examples)
     similar = matrix(embeddings)
     anchors = facility_location(similar, 3).tolist()
@@ -156,7 +156,7 @@ def test_local_blocks_are_those_of_the_definition(seed, examples):
 
 @settings(max_examples=20)
 @given(seed=st.integers(0, 2**31))
-def test_the_union_of_global_local_is_the_selection_and_four_names_are_two_partitions_of_it(seed):
+def test_global_local_partitions_the_selection_and_four_strategies_give_two_partitions(seed):
     embeddings = pool(seed, 40)
     blocks = {s: SubCP(blocks=4, block_size=3, strategy=s) for s in STRATEGIES}
     chosen = blocks["global_local"].select(embeddings, 12)
@@ -174,7 +174,7 @@ def test_one_block_holds_the_selection():
 
 
 @pytest.mark.parametrize("strategy", ["global_diverse", "global_local"])
-def test_twins_are_counted_and_go_to_different_blocks(strategy):
+def test_duplicates_are_counted_and_go_to_different_blocks(strategy):
     embeddings = pool(1, 6).repeat_interleave(2, 0)
     blocks = SubCP(blocks=2, block_size=6, strategy=strategy).partition(embeddings)
     assert all(len({example // 2 for example in block}) == 6 for block in blocks.ids)
@@ -183,10 +183,10 @@ def test_twins_are_counted_and_go_to_different_blocks(strategy):
     assert chosen.saturated_at == 6
     assert chosen.coverage == pytest.approx(1)
     assert (chosen.ids[:6] % 2 == 0).all()
-    assert chosen.ids[6:].tolist() == [1, 3, 5]  # nothing to gain: by index
+    assert chosen.ids[6:].tolist() == [1, 3, 5]  # no gains are left: by index
 
 
-def test_of_equals_the_first_is_taken():
+def test_of_equal_examples_the_first_is_taken():
     assert SubCP().select(torch.ones(7, 3), 7).ids.tolist() == list(range(7))
     for strategy in STRATEGIES:
         ids = SubCP(blocks=3, block_size=None, strategy=strategy).partition(torch.ones(7, 3)).ids
@@ -213,7 +213,7 @@ def test_balance_holds_for_given_examples_too():
     assert all([labels[i] for i in block].count(0) == 1 for block in ids)
 
 
-def test_queries_draw_the_selection_towards_them():
+def test_queries_add_their_bonus_to_gains():
     embeddings = pool(3, 60)
     query = embeddings[17] * 3
     similar = matrix(embeddings)
@@ -227,8 +227,8 @@ def test_queries_draw_the_selection_towards_them():
     assert 17 in flat(SubCP(query_bonus=1e4).partition(pool(3, 70), queries=pool(3, 70)[17:18]).ids)
 
 
-def test_queries_draw_examples_inside_their_region():
-    """By the definition: in each region greedily, what the region gains and what the example is worth to the query."""
+def test_queries_add_their_bonus_inside_regions():
+    """Greedy in each region by coverage of the region plus the bonus."""
     embeddings = pool(3, 30)
     regions = SubCP(blocks=3, block_size=None, strategy="local_diverse").partition(embeddings).ids
     similar = matrix(embeddings)
@@ -243,17 +243,17 @@ def test_queries_draw_examples_inside_their_region():
     assert ids != SubCP(blocks=3, block_size=3, strategy="local_diverse").partition(embeddings).ids
 
 
-def test_what_nothing_of_the_pool_serves_is_not_covered():
+def test_items_unlike_the_whole_pool_are_not_covered():
     assert SubCP().select(torch.eye(4)[:2], 2, represent=torch.eye(4)[2:]).coverage == 0
 
 
 def test_blocks_of_one_have_no_pairs():
-    for seed in range(20):  # of some the squares of unit rows do not add up to 1
+    for seed in range(20):  # the squares of some unit rows do not add up to 1
         assert SubCP(blocks=3, block_size=1).partition(pool(seed, 30)).report().inside == 0
     assert SubCP(blocks=1, block_size=3).partition(pool(0, 30)).report().between == 0
 
 
-def test_others_than_the_pool_can_be_represented():
+def test_other_items_than_the_pool_can_be_represented():
     embeddings, others = pool(4, 30), pool(5, 10)
     rows, seen = (torch.nn.functional.normalize(x, dim=1) for x in (embeddings, others))
     similar = (seen @ rows.T).clamp(min=0)
@@ -357,7 +357,3 @@ def with_row(row):
 def test_bad_input_is_refused_with_the_value_and_the_remedy(call, message):
     with pytest.raises(ValueError, match=message):
         call()
-
-
-def test_it_is_a_public_name():
-    assert foveate.SubCP is SubCP

@@ -1,4 +1,4 @@
-"""Laws of blocks without copies: no pair above the limit, nothing lost, and nothing moved that need not be."""
+"""Laws of deduplication: no pair above the limit, no example lost, and no needless exchange."""
 
 from itertools import combinations, permutations
 
@@ -14,7 +14,7 @@ from foveate.ops.example_blocks import unit_rows
 
 
 def copies(seed, kinds=20, times=3):
-    """Directions, each several times but for a little noise."""
+    """Random directions, each several times with a little noise."""
     generator = torch.Generator().manual_seed(seed)
     rows = torch.randn(kinds, 6, generator=generator).repeat(times, 1)
     return unit_rows(rows + 1e-3 * torch.randn(rows.shape, generator=generator))
@@ -28,7 +28,7 @@ def closest(pool, block):
 @given(
     seed=st.integers(0, 2**31), strategy=st.sampled_from(STRATEGIES), order=st.sampled_from(("picked", "central_last"))
 )
-def test_no_block_of_any_strategy_holds_examples_more_alike_than_allowed(seed, strategy, order):
+def test_no_block_of_any_strategy_has_a_pair_above_the_limit(seed, strategy, order):
     pool = copies(seed)
     sub = SubCP(blocks=5, block_size=6, strategy=strategy, order=order, max_similarity=0.99)
     ids = sub.partition(pool).ids
@@ -39,7 +39,7 @@ def test_no_block_of_any_strategy_holds_examples_more_alike_than_allowed(seed, s
 
 
 @given(seed=st.integers(0, 2**31))
-def test_given_examples_are_exchanged_among_the_blocks_alone(seed):
+def test_given_examples_are_exchanged_only_between_blocks(seed):
     pool, ids = copies(seed), [*range(5), *range(20, 25), *range(40, 45)]
     blocks = SubCP(blocks=3, block_size=None, strategy="local_coherent", max_similarity=0.99).partition(pool, ids).ids
     assert sorted(example for block in blocks for example in block) == sorted(ids)
@@ -47,7 +47,7 @@ def test_given_examples_are_exchanged_among_the_blocks_alone(seed):
 
 
 @given(seed=st.integers(0, 2**31), strategy=st.sampled_from(STRATEGIES))
-def test_blocks_that_hold_no_such_pair_stay_as_they_are(seed, strategy):
+def test_blocks_without_such_pairs_stay_unchanged(seed, strategy):
     pool = torch.randn(30, 5, generator=torch.Generator().manual_seed(seed))
     free, kept = (
         SubCP(blocks=3, block_size=4, strategy=strategy, max_similarity=limit).partition(pool)
@@ -57,7 +57,7 @@ def test_blocks_that_hold_no_such_pair_stay_as_they_are(seed, strategy):
         assert kept.ids == free.ids
 
 
-def test_balance_outlives_the_exchanges():
+def test_exchanges_keep_the_balance():
     pool, labels = copies(0), [i % 2 for i in range(60)]
     sub = SubCP(blocks=5, block_size=6, balance="equal", max_similarity=0.99)
     ids = sub.partition(pool, labels=labels).ids
@@ -66,8 +66,8 @@ def test_balance_outlives_the_exchanges():
 
 
 @given(seed=st.integers(0, 2**31))
-def test_the_exchange_is_the_most_alike_that_helps(seed):
-    """Against all exchanges of the copy, or of what it is a copy of, that leave no pair too much alike."""
+def test_the_most_similar_helpful_example_is_exchanged(seed):
+    """Compared with all exchanges of one of the two copies that leave no pair above the limit."""
     pool = unit_rows(torch.randn(8, 4, generator=torch.Generator().manual_seed(seed)))
     pool[1] = pool[0]
     blocks, spare = [[0, 1, 2], [3, 4, 5]], [6, 7]
@@ -84,7 +84,7 @@ def test_the_exchange_is_the_most_alike_that_helps(seed):
 
 
 @pytest.mark.usefixtures("as_a_user")
-def test_what_cannot_be_parted_is_refused_with_the_count():
+def test_pairs_that_cannot_be_separated_are_counted_in_the_error():
     sub = SubCP(blocks=2, block_size=2, max_similarity=0.9)
     with pytest.raises(ValueError, match=r"=0\.9 cannot be met: .* no exchange separates: 1; use more blocks"):
         sub.partition([[1, 0], [1, 0], [1, 0], [0, 1.0]])
@@ -93,7 +93,7 @@ def test_what_cannot_be_parted_is_refused_with_the_count():
             SubCP(max_similarity=limit)
 
 
-def test_four_examples_are_parted_wherever_that_is_possible():
+def test_four_examples_are_always_separated():
     pool = unit_rows([[1, 0, 0], [1, 0, 0], [0, 1, 0], [0, 0, 1.0]])
     for first in permutations(range(4)):
         blocks = [torch.tensor(first[:2]), torch.tensor(first[2:])]

@@ -35,7 +35,7 @@ def test_rows_equal_the_dense_mask_in_any_slices(tokens, part, groups, share, at
     torch.testing.assert_close(got, definition(q, k, v, rows, 0.3), rtol=1e-12, atol=1e-12)
 
 
-def test_heads_that_are_no_multiple_of_groups_are_refused():
+def test_heads_must_be_a_multiple_of_groups():
     k = torch.zeros(1, 3, 5, 8)
     with pytest.raises(ValueError, match="4 heads cannot share 3 groups"):
         row_attention(torch.zeros(1, 4, 2, 8), k, k, torch.arange(2))

@@ -1,4 +1,4 @@
-"""One tiny pipeline for all tests of the training, and pairs that it drew."""
+"""A tiny pipeline for the tests of training, and pairs that it drew."""
 
 import pytest
 import tiny
@@ -8,8 +8,8 @@ from foveate.training.pairs import make_pairs
 
 
 @pytest.fixture(autouse=True)
-def a_process_of_its_own():
-    """Accelerate keeps its device for as long as the process lives."""
+def fresh_accelerator():
+    """Forget the device that accelerate otherwise keeps for the whole process."""
     AcceleratorState._reset_state(reset_partial_state=True)
     yield
     AcceleratorState._reset_state(reset_partial_state=True)

@@ -1,4 +1,4 @@
-"""Laws of checkpoints: what was finished is never lost, and nothing else is gone on with."""
+"""Laws of checkpoints: the newest complete one is resumed, and never one of another run."""
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ def part(value):
     return layer
 
 
-def test_the_newest_whole_checkpoint_is_found(tmp_path):
+def test_the_newest_complete_checkpoint_is_resumed(tmp_path):
     assert resume(tmp_path / "nowhere", {"layer": part(0)}, {}) == 0
     for step in (1, 2, 3):
         write_checkpoint(tmp_path, step, {"layer": part(step)}, {"seed": 0})

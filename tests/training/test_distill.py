@@ -1,12 +1,8 @@
-"""Laws of a distillation: it learns, it leaves the model alone, and it goes on as if it had not been broken off."""
+"""Laws of a distillation: it learns, changes only the LoRA, and can be interrupted and resumed."""
 
 import contextlib
-import csv
 import itertools
 import multiprocessing
-import os
-import subprocess
-import sys
 from dataclasses import replace
 
 import pytest
@@ -16,34 +12,50 @@ from accelerate.state import AcceleratorState
 from diffusers import FluxFillPipeline, FluxTransformer2DModel
 from safetensors.torch import load_file
 from torch.utils.data import DataLoader, default_collate
+from training_runs import losses, on_devices
 
 import foveate
 from foveate import HilbertA
 from foveate.diffusers.adapter import ModelAdapter
 from foveate.diffusers.lora import LORA_FILE, read_lora
 from foveate.diffusers.pipelines import noise_shift
-from foveate.training.distill import Distillation, distill
+from foveate.training.distill import distill
 from foveate.training.pictures import NoisyPairs
+from foveate.training.run import RunOptions
 from foveate.training.student import Recipe, Student
 
 forks = pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 ADAMW = Recipe(method=HilbertA(tiles=4), optimizer="adamw", rate=1e-2, batch=2)
-
-
-def losses(out):
-    return [(int(step), float(loss)) for step, loss, _ in csv.reader((out / "log.csv").read_text().splitlines())]
+ONE = RunOptions(at_once=1)
 
 
 @pytest.fixture
 def run(pairs_folder, tmp_path):
-    """Distils in a folder whose pictures are drawn already."""
+    """Distils with training pictures that exist already."""
 
-    def run(name, recipe=ADAMW, pipe=None, **options):
-        out = tmp_path / name
-        pipe = pipe or tiny.pipeline()
-        return out, distill(out, pipe, recipe, tiny.REQUEST, tiny.PROMPTS, pairs=pairs_folder, **options)
+    def run(name, recipe=ADAMW, pipe=None, steps=1, at_once=1, **options):
+        out, options = tmp_path / name, RunOptions(at_once=at_once, **options)
+        given = {"pairs": pairs_folder, "steps": steps, "options": options}
+        return out, distill(out, pipe or tiny.pipeline(), recipe, tiny.REQUEST, tiny.PROMPTS, **given)
 
     return run
+
+
+@pytest.fixture
+def power_cut(monkeypatch):
+    """Makes every `number`-th micro-batch of a distillation fail."""
+
+    def power_cut(number):
+        calls, loss = itertools.count(1), Student.loss
+
+        def failing(*arguments):
+            if next(calls) % number == 0:
+                raise SystemError
+            return loss(*arguments)
+
+        monkeypatch.setattr(Student, "loss", failing)
+
+    return power_cut
 
 
 @torch.no_grad()
@@ -63,7 +75,7 @@ def gap(pipe, batch):
         pytest.param("prodigy", None, 0.99, marks=pytest.mark.slow),  # Prodigy begins with tiny steps
     ],
 )
-def test_the_sparse_model_comes_nearer_to_the_dense_one(run, pipe, pairs_folder, optimizer, rate, part):
+def test_the_sparse_model_approaches_the_dense_one(run, pipe, pairs_folder, optimizer, rate, part):
     pairs = NoisyPairs(pairs_folder, tiny.PROMPTS, seed=9)
     batch = default_collate([pairs[number] for number in range(10)])
     before = gap(pipe, batch)
@@ -80,7 +92,7 @@ def test_blocks_are_compiled_before_the_method_is_applied(run, monkeypatch):
     assert seen == [None]
 
 
-def test_the_rate_falls_to_nothing_at_the_end(run, monkeypatch):
+def test_the_rate_falls_to_zero_over_the_cool_down(run, monkeypatch):
     rates = []
     step = torch.optim.AdamW.step
     monkeypatch.setattr(
@@ -93,7 +105,7 @@ def test_the_rate_falls_to_nothing_at_the_end(run, monkeypatch):
     assert rates[4:] == pytest.approx([1e-2, 7.5e-3, 5e-3, 2.5e-3])
 
 
-def test_shifted_levels_are_what_is_learnt_from(run, monkeypatch):
+def test_noise_levels_are_shifted_if_the_recipe_says_so(run, monkeypatch):
     shifts, init = [], NoisyPairs.__init__
 
     def noting(pairs, folder, prompts, seed, shift):
@@ -116,44 +128,25 @@ def test_all_other_weights_stay_bit_for_bit(run, pipe):
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", pytest.param("prodigy", marks=pytest.mark.slow)])
-def test_a_run_that_was_broken_off_goes_on_as_if_it_had_not_been(run, monkeypatch, optimizer):
+def test_an_interrupted_run_ends_like_an_uninterrupted_one(run, power_cut, optimizer):
     recipe = Recipe(method=HilbertA(tiles=4), optimizer=optimizer, batch=4)
-    whole, _ = run(f"{optimizer} whole", recipe, steps=7, at_once=2)
-    calls, loss = itertools.count(1), Student.loss
-
-    def lights_out(*arguments):
-        if next(calls) % 6 == 0:  # in the middle of a batch
-            raise SystemError
-        return loss(*arguments)
-
-    checkpoint_at_every_step = Distillation.run
-    with monkeypatch.context() as patch:
-        patch.setattr(Student, "loss", lights_out)
-        patch.setattr(
-            Distillation, "run", lambda *a, f=checkpoint_at_every_step, **o: f(*a, checkpoint_minutes=0, **o)
-        )
-        attempts, done = 0, False
-        while not done:
-            attempts += 1
-            with contextlib.suppress(SystemError):
-                broken, done = run(f"{optimizer} broken", recipe, steps=7, at_once=2)
+    whole, _ = run("whole", recipe, steps=7, at_once=2)
+    power_cut(6)  # in the middle of a batch
+    attempts, done = 0, False
+    while not done:
+        attempts += 1
+        with contextlib.suppress(SystemError):
+            broken, done = run("broken", recipe, steps=7, at_once=2, checkpoint_minutes=0)
     assert attempts > 2
     assert losses(broken) == losses(whole)
     ours, theirs = (load_file(out / LORA_FILE) for out in (broken, whole))
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
-def test_steps_after_the_last_checkpoint_are_made_and_logged_once(run, monkeypatch):
+def test_steps_after_the_last_checkpoint_are_repeated_and_logged_once(run, power_cut, monkeypatch):
     whole, _ = run("whole", steps=4)
-    calls, loss = itertools.count(1), Student.loss
-
-    def lights_out(*arguments):
-        if next(calls) == 6:
-            raise SystemError
-        return loss(*arguments)
-
     broken, _ = run("broken", steps=1)
-    monkeypatch.setattr(Student, "loss", lights_out)
+    power_cut(6)
     with pytest.raises(SystemError):
         run("broken", steps=4)
     assert len(losses(broken)) == 3
@@ -162,17 +155,17 @@ def test_steps_after_the_last_checkpoint_are_made_and_logged_once(run, monkeypat
     assert losses(broken) == losses(whole)
 
 
-def test_a_run_stops_in_time_and_more_steps_may_follow(run):
+def test_a_run_stops_in_time_and_can_be_extended(run):
     out, done = run("out", steps=2, minutes=0)
     assert not done
     assert [step for step, _ in losses(out)] == [1]
     assert (out / LORA_FILE).exists()
     assert run("out", steps=3)[1]
-    assert run("out", steps=3)[1]  # done before
+    assert run("out", steps=3)[1]  # nothing is left to do
     assert [step for step, _ in losses(out)] == [1, 2, 3]
 
 
-def test_a_run_that_blows_up_stops_and_keeps_what_was_good(run):
+def test_a_run_that_diverges_stops_and_keeps_its_last_good_state(run):
     wild = replace(ADAMW, rate=1e30)
     out, _ = run("out", wild, steps=1, minutes=0)
     good = (out / LORA_FILE).read_bytes()
@@ -209,9 +202,9 @@ def test_a_gpu_learns_what_a_cpu_learns(run):
     assert not multiprocessing.active_children()
 
 
-def test_runs_share_a_folder_of_pictures_or_have_one_of_their_own(run, tmp_path):
+def test_runs_may_share_their_pairs(run, tmp_path):
     shared, _ = run("shared", steps=2)
-    distill(tmp_path / "own", tiny.pipeline(), ADAMW, tiny.REQUEST, tiny.PROMPTS, steps=2)
+    distill(tmp_path / "own", tiny.pipeline(), ADAMW, tiny.REQUEST, tiny.PROMPTS, steps=2, options=ONE)
     assert [path.parent.name for path in tmp_path.glob("*/pairs")] == ["own"]
     assert losses(tmp_path / "own") == losses(shared)
 
@@ -222,7 +215,7 @@ def test_a_run_of_another_recipe_is_refused(run):
         run("out", Recipe(method=HilbertA(tiles=2), optimizer="adamw", batch=2), steps=1)
 
 
-def test_a_run_leaves_lora_curve_and_samples(run):
+def test_a_run_writes_lora_loss_curve_and_samples(run):
     bars = {}
     track = lambda name, length: lambda: bars.update({name: bars.get(name, 0) + 1})  # noqa: E731
     auto = Recipe(method=HilbertA(tiles=2, centre=0.5), optimizer="adamw", batch=1)
@@ -232,13 +225,13 @@ def test_a_run_leaves_lora_curve_and_samples(run):
     assert {path.name for path in out.glob("*.png")} == {"loss.png", "samples-000002.png", "samples-000003.png"}
 
 
-def test_auto_tiles_become_the_number_that_was_trained(pipe, tmp_path):
+def test_auto_tiles_become_the_trained_number(pipe, tmp_path):
     recipe = Recipe(method=HilbertA(), optimizer="adamw", batch=1)
     request = tiny.REQUEST._replace(size=(128, 64), steps=1)
-    distill(tmp_path, pipe, recipe, request, ["a cat"], steps=1)
+    distill(tmp_path, pipe, recipe, request, ["a cat"], steps=1, options=ONE)
     assert read_lora(tmp_path / LORA_FILE)[:2] == (HilbertA(tiles=2), (128, 64))
     with pytest.raises(ValueError, match="16 x 16 image tokens are too few"):
-        distill(tmp_path, tiny.pipeline(), recipe, tiny.REQUEST, tiny.PROMPTS, steps=1)
+        distill(tmp_path, tiny.pipeline(), recipe, tiny.REQUEST, tiny.PROMPTS, steps=1, options=ONE)
 
 
 @pytest.mark.slow
@@ -247,28 +240,22 @@ def test_two_devices_learn_what_one_learns(run, tmp_path):
     tiny.pipeline().save_pretrained(tmp_path / "model")
     (tmp_path / "prompts").write_text("\n".join(tiny.PROMPTS))
     options = "--size 64 --draw-steps 2 --tiles 4 --optimizer adamw --rate 0.01 --batch 2 --steps 3 --seed 0"
-    launch = "torch.distributed.run --standalone --nproc-per-node 2"  # on a CPU accelerate launches one process
     files = f"--model {tmp_path / 'model'} --prompts {tmp_path / 'prompts'} --out {tmp_path / 'together'}"
-    command = f"-m {launch} -m foveate distill {options} {files} --device cpu"
-    result = subprocess.run(
-        [sys.executable, *command.split()],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
-    assert result.returncode == 0, result.stdout + result.stderr
-    assert "on 2 devices" in result.stderr
+    on_devices(2, f"distill {options} {files}")
     ours, theirs = losses(tmp_path / "together"), losses(alone)
     assert [loss for _, loss in ours] == pytest.approx([loss for _, loss in theirs], rel=1e-4)
 
 
-def test_what_cannot_be_distilled_is_refused_before_anything_is_drawn(pipe, tmp_path, as_a_user):
-    with pytest.raises(ValueError, match=r"a batch of 2 cannot be shared evenly by 1 x 3 pictures .*: use --batch 3"):
-        distill(tmp_path, pipe, ADAMW, tiny.REQUEST, tiny.PROMPTS, steps=1, at_once=3)
+def test_bad_arguments_are_refused_before_anything_is_drawn(pipe, tmp_path, as_a_user):
+    def refused(message, pipe, recipe, at_once):
+        with pytest.raises(ValueError, match=message):
+            distill(tmp_path, pipe, recipe, tiny.REQUEST, tiny.PROMPTS, steps=1, options=RunOptions(at_once=at_once))
+        assert list(tmp_path.iterdir()) == []
+
+    four = replace(ADAMW, batch=4)
+    refused(r"a batch of 4 cannot be shared evenly by 1 x 3 pictures .*: use --batch 3", pipe, four, 3)
     fill = FluxFillPipeline(
         pipe.scheduler, pipe.vae, pipe.text_encoder, pipe.tokenizer, pipe.text_encoder_2, pipe.tokenizer_2,
         pipe.transformer,
     )  # fmt: skip
-    with pytest.raises(ValueError, match="needs a FluxPipeline, not a FluxFillPipeline"):
-        distill(tmp_path, fill, ADAMW, tiny.REQUEST, tiny.PROMPTS, steps=1)
-    assert list(tmp_path.iterdir()) == []
+    refused("needs a FluxPipeline, not a FluxFillPipeline", fill, ADAMW, 1)

@@ -1,4 +1,4 @@
-"""Laws of what a distillation sees."""
+"""Laws of the training data of a distillation."""
 
 import numpy as np
 import pytest
@@ -14,7 +14,7 @@ from foveate.training.pictures import NoisyPairs, captioned
 
 
 @torch.no_grad()
-def test_a_pair_is_what_the_pipeline_draws_with_its_words(pipe, pairs_folder):
+def test_a_pair_holds_the_latents_that_the_pipeline_draws_and_the_embeddings(pipe, pairs_folder):
     pair = load_file(pairs_folder / "000001.safetensors")
     drawn = {"height": 64, "width": 64, "num_inference_steps": 2, "max_sequence_length": 64}
     want = pipe(tiny.PROMPTS[1], generator=torch.Generator().manual_seed(1), output_type="latent", **drawn).images[0]
@@ -24,17 +24,17 @@ def test_a_pair_is_what_the_pipeline_draws_with_its_words(pipe, pairs_folder):
     torch.testing.assert_close(pair["pooled_prompt_embeds"], pooled[0])
 
 
-def test_drawing_that_was_broken_off_goes_on_and_nothing_is_drawn_twice(pipe, pairs_folder, tmp_path, monkeypatch):
+def test_interrupted_drawing_is_resumed_and_nothing_is_drawn_twice(pipe, pairs_folder, tmp_path, monkeypatch):
     drawn = []
 
-    def lights_out(pipeline, requests):
+    def failing(pipeline, requests):
         drawn.extend(request.prompt for request in requests)
         if len(drawn) == 3:
             raise SystemError
         return draw(pipeline, requests)
 
     draw = pairs._drawn
-    monkeypatch.setattr(pairs, "_drawn", lights_out)
+    monkeypatch.setattr(pairs, "_drawn", failing)
     with pytest.raises(SystemError):
         make_pairs(tmp_path, pipe, tiny.PROMPTS, tiny.REQUEST)
     assert not make_pairs(tmp_path, pipe, tiny.PROMPTS, tiny.REQUEST, until=0)
@@ -46,7 +46,7 @@ def test_drawing_that_was_broken_off_goes_on_and_nothing_is_drawn_twice(pipe, pa
         assert (tmp_path / path.name).read_bytes() == path.read_bytes()
 
 
-def test_a_pair_does_not_depend_on_what_is_made_with_it(pipe, pairs_folder, tmp_path):
+def test_a_pair_does_not_depend_on_its_batch(pipe, pairs_folder, tmp_path):
     make_pairs(tmp_path, pipe, tiny.PROMPTS[:2], tiny.REQUEST)
     assert make_pairs(tmp_path, pipe, tiny.PROMPTS, tiny.REQUEST, at_once=2)  # 2 are there, then 2 and 1
     for path in pairs_folder.glob("*.safetensors"):
@@ -78,7 +78,7 @@ def test_given_pictures_are_encoded_as_the_pipeline_decodes(pipe, tmp_path):
         torch.testing.assert_close(unpacked, want * pipe.vae.config.scaling_factor, atol=2e-2, rtol=0)
 
 
-def test_captions_stand_beside_the_pictures_or_in_the_prompts(tmp_path):
+def test_captions_come_from_text_files_or_prompts(tmp_path):
     with pytest.raises(ValueError, match="holds no pictures"):
         captioned(tmp_path, None)
     for name in ("b.png", "a.png"):
@@ -93,7 +93,7 @@ def test_captions_stand_beside_the_pictures_or_in_the_prompts(tmp_path):
         captioned(tmp_path, ["one"])
 
 
-def test_every_epoch_sees_every_pair_once_and_a_sample_follows_from_its_number(pairs_folder):
+def test_every_epoch_sees_every_pair_once_and_the_number_determines_a_sample(pairs_folder):
     samples = NoisyPairs(pairs_folder, tiny.PROMPTS, seed=1)
     epochs = [[samples[5 * epoch + place] for place in range(5)] for epoch in range(3)]
     orders = [[sample.pooled.sum().item() for sample in epoch] for epoch in epochs]
@@ -106,7 +106,7 @@ def test_every_epoch_sees_every_pair_once_and_a_sample_follows_from_its_number(p
 
 
 @pytest.mark.parametrize("shift", [0.0, 0.8])
-def test_noise_levels_are_uniform_or_shifted_and_latents_lie_between_picture_and_noise(pairs_folder, shift):
+def test_noise_levels_are_uniform_or_shifted_and_latents_interpolate_to_noise(pairs_folder, shift):
     samples = NoisyPairs(pairs_folder, tiny.PROMPTS[:1], seed=0, shift=shift)
     clean = load_file(pairs_folder / "000000.safetensors")["latents"]
     levels = []
@@ -122,7 +122,7 @@ def test_noise_levels_are_uniform_or_shifted_and_latents_lie_between_picture_and
 
 
 @pytest.mark.parametrize("size", [(64, 64), (256, 256), (512, 384)])
-def test_shifted_levels_are_those_that_drawing_meets(size):
+def test_shifted_levels_are_those_of_the_scheduler(size):
     pipe = tiny.pipeline()
     seen, tokens = [], (size[0] // 4) * (size[1] // 4)
     pipe.transformer.forward = lambda hidden_states, timestep, **rest: (seen.append(timestep.item()) or hidden_states,)

@@ -1,4 +1,4 @@
-"""Laws of the pictures that a pixel model learns from."""
+"""Laws of collections of training pictures."""
 
 import sys
 from types import ModuleType
@@ -19,7 +19,7 @@ def gray(folder, name, shade, size=(8, 8)):
     Image.new("L", size, shade).save(folder / name)
 
 
-def test_a_folder_is_read_with_its_subfolders_by_name(tmp_path):
+def test_folders_are_read_with_subfolders_sorted_by_name(tmp_path):
     gray(tmp_path, "b.png", 255)
     gray(tmp_path, "a/c.png", 0)
     pictures = FolderPictures(tmp_path)
@@ -30,7 +30,7 @@ def test_a_folder_is_read_with_its_subfolders_by_name(tmp_path):
         assert caption == ""
 
 
-def test_a_picture_is_cut_to_the_shape_around_its_middle(tmp_path):
+def test_pictures_are_centre_cropped(tmp_path):
     pixels = np.zeros((20, 60, 3), np.uint8)
     pixels[:, 20:40] = 255
     Image.fromarray(pixels).save(tmp_path / "wide.png")
@@ -40,7 +40,7 @@ def test_a_picture_is_cut_to_the_shape_around_its_middle(tmp_path):
     assert torch.equal(whole, torch.from_numpy(pixels / 127.5 - 1).float().permute(2, 0, 1))
 
 
-def test_captions_stand_beside_all_pictures_or_none(tmp_path):
+def test_all_pictures_or_none_have_captions(tmp_path):
     gray(tmp_path, "a.png", 0)
     gray(tmp_path, "b.png", 0)
     (tmp_path / "a.txt").write_text("an owl\n")
@@ -72,7 +72,7 @@ def hub(monkeypatch, features, rows):
     monkeypatch.setitem(sys.modules, "datasets", module)
 
 
-def test_a_data_set_of_the_hub_gives_pictures_with_captions_or_the_names_of_classes(monkeypatch):
+def test_a_data_set_gives_pictures_with_captions_or_class_names(monkeypatch):
     row = {"image": Image.new("L", (8, 8), 255), "text": "a cat", "label": 1}
     hub(monkeypatch, {"image": ("Image", None), "text": ("Value", None)}, [row])
     pixels, caption = HubPictures("some/cats").picture(0, (4, 4))
@@ -88,13 +88,13 @@ def test_a_data_set_of_the_hub_gives_pictures_with_captions_or_the_names_of_clas
         HubPictures("some/words")
 
 
-def test_without_the_library_a_data_set_is_refused_with_the_remedy(monkeypatch):
+def test_a_missing_library_is_named_with_the_remedy(monkeypatch):
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(ValueError, match=r"some/cats is no folder, .*: pip install datasets, or name a folder"):
         HubPictures("some/cats")
 
 
-def test_scenes_are_those_of_training_each_by_its_number():
+def test_scenes_are_training_scenes_by_number():
     pictures = ScenePictures(3)
     captions = [pictures.picture(index, (16, 16))[1] for index in range(40)]
     assert len(set(captions)) > 35

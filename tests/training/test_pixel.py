@@ -1,13 +1,9 @@
-"""Laws of training on pixels: it learns, its average draws, and it goes on as if it had not been broken off."""
+"""Laws of training on pixels: it learns, its average draws, and it can be interrupted and resumed."""
 
 import contextlib
-import csv
 import itertools
 import json
 import multiprocessing
-import os
-import subprocess
-import sys
 from dataclasses import replace
 
 import numpy as np
@@ -18,12 +14,14 @@ from accelerate.state import AcceleratorState
 from diffusers import FlowMatchEulerDiscreteScheduler
 from PIL import Image
 from safetensors.torch import load_file
+from training_runs import losses, on_devices
 
 from foveate.demo.pictures import ScenePictures
 from foveate.diffusers.pixel_dit import PixelDiT
 from foveate.diffusers.pixel_pipeline import PixelPipeline, noise_scale
 from foveate.training.pictures import FolderPictures, NoisyPictures
 from foveate.training.pixel import PixelRecipe, PixelTraining, Stage, train
+from foveate.training.run import RunOptions
 
 QUICK = PixelRecipe(rate=3e-3, average=0.9)
 STAGES = [Stage((16, 16), 4, 4), Stage((24, 16), 3, 2)]
@@ -35,10 +33,6 @@ def pipeline(captioned=False, **config):
     config = {"num_layers": 1, "num_attention_heads": 1, "attention_head_dim": 32, "top_k": 2, **config}
     words = (tiny.pipeline().tokenizer_2, tiny.pipeline().text_encoder_2) if captioned else ()
     return PixelPipeline(PixelDiT(text_dim=text_dim, **config), FlowMatchEulerDiscreteScheduler(), *words)
-
-
-def losses(out):
-    return [(int(step), float(loss)) for step, loss, _ in csv.reader((out / "log.csv").read_text().splitlines())]
 
 
 def weights(out):
@@ -58,10 +52,9 @@ def photos(tmp_path_factory):
 
 @pytest.fixture
 def run(photos, tmp_path):
-    def run(name, stages=STAGES, recipe=QUICK, pipe=None, pictures=None, **options):
-        out = tmp_path / name
-        done = train(out, pipe or pipeline(), pictures or FolderPictures(photos), stages, recipe, **options)
-        return out, done
+    def run(name, stages=STAGES, recipe=QUICK, pipe=None, pictures=None, at_once=64, **options):
+        out, options = tmp_path / name, RunOptions(at_once=at_once, **options)
+        return out, train(out, pipe or pipeline(), pictures or FolderPictures(photos), stages, recipe, options)
 
     return run
 
@@ -75,7 +68,7 @@ def run(photos, tmp_path):
         pytest.param("log-linear", True, marks=pytest.mark.slow),
     ],
 )
-def test_the_loss_falls_and_the_average_draws_nearer_to_the_pictures(run, photos, attention, captioned):
+def test_the_loss_falls_and_the_average_approaches_the_pictures(run, photos, attention, captioned):
     pictures = ScenePictures(0) if captioned else FolderPictures(photos)
     pipe = pipeline(captioned, attention=attention)
     out, done = run("out", [Stage((16, 16), 60, 8)], pipe=pipe, pictures=pictures)
@@ -111,7 +104,7 @@ def test_the_average_is_that_of_the_weights_after_every_step(run, monkeypatch):
         torch.testing.assert_close(weights(out)[name].double(), mean, atol=1e-6, rtol=1e-4)
 
 
-def test_muon_turns_the_matrices_of_blocks_and_adamw_all_else_at_one_rate_that_cools_down(run, monkeypatch):
+def test_muon_trains_the_matrices_of_blocks_and_adamw_the_rest_at_one_rate(run, monkeypatch):
     seen = []
     for kind in (torch.optim.Muon, torch.optim.AdamW):
         step = kind.step
@@ -133,30 +126,30 @@ def test_muon_turns_the_matrices_of_blocks_and_adamw_all_else_at_one_rate_that_c
 @pytest.mark.parametrize(
     ("attention", "optimizer"), [("dense", "muon"), pytest.param("log-linear", "adamw", marks=pytest.mark.slow)]
 )
-def test_a_run_that_was_broken_off_goes_on_as_if_it_had_not_been(run, attention, optimizer, monkeypatch):
+def test_an_interrupted_run_ends_like_an_uninterrupted_one(run, attention, optimizer, monkeypatch):
     recipe = replace(QUICK, optimizer=optimizer, cool_down=0.5)
     whole, _ = run("whole", recipe=recipe, pipe=pipeline(attention=attention), at_once=2)
-    calls, loss, often = itertools.count(1), PixelTraining.loss, PixelTraining.run
+    calls, loss = itertools.count(1), PixelTraining.loss
 
-    def lights_out(*arguments):
+    def failing(*arguments):
         if next(calls) % 6 == 0:
             raise SystemError
         return loss(*arguments)
 
-    monkeypatch.setattr(PixelTraining, "loss", lights_out)
-    monkeypatch.setattr(PixelTraining, "run", lambda *a, **o: often(*a, checkpoint_minutes=0, **o))
+    monkeypatch.setattr(PixelTraining, "loss", failing)
     attempts, done = 0, False
     while not done:
         attempts += 1
         with contextlib.suppress(SystemError):
-            broken, done = run("broken", recipe=recipe, pipe=pipeline(attention=attention), at_once=2)
+            model = pipeline(attention=attention)
+            broken, done = run("broken", recipe=recipe, pipe=model, at_once=2, checkpoint_minutes=0)
     assert attempts > 2
     assert losses(broken) == losses(whole)
     assert [step for step, _ in losses(whole)] == [1, 2, 3, 4, 5, 6, 7]
     assert all(torch.equal(weights(broken)[name], weight) for name, weight in weights(whole).items())
 
 
-def test_a_run_stops_in_time_and_more_stages_may_follow(run):
+def test_a_run_stops_in_time_and_can_be_extended(run):
     whole, _ = run("whole")
     out, done = run("out", STAGES[:1], minutes=0)
     assert not done
@@ -165,7 +158,7 @@ def test_a_run_stops_in_time_and_more_stages_may_follow(run):
     assert json.loads((out / "model_index.json").read_text())["height"] == 16
     assert run("out")[1]
     assert json.loads((out / "model_index.json").read_text())["height"] == 24
-    assert run("out")[1]  # done before
+    assert run("out")[1]  # nothing is left to do
     assert losses(out) == losses(whole)
     assert all(torch.equal(weights(out)[name], weight) for name, weight in weights(whole).items())
 
@@ -184,7 +177,7 @@ def test_a_run_of_other_stages_recipe_model_or_pictures_is_refused(run):
             run("out", [Stage((16, 16), 4, 4), Stage((16, 16), 3, 2)], **change)
 
 
-def test_a_batch_in_parts_is_learnt_from_as_a_whole(run):
+def test_gradient_accumulation_changes_nothing_but_rounding(run):
     for attention in ("dense", "log-linear"):
         at_once = [run(f"{attention} {n}", pipe=pipeline(attention=attention), at_once=n)[0] for n in (1, 4)]
         ours, theirs = map(losses, at_once)
@@ -200,7 +193,7 @@ def test_checkpointing_and_compiling_change_nothing_but_rounding(run, monkeypatc
     assert [loss for _, loss in losses(other)] == pytest.approx([loss for _, loss in losses(plain)], rel=1e-4)
 
 
-def test_bfloat16_learns_nearly_the_same_in_float32_weights(run):
+def test_bfloat16_trains_float32_weights_nearly_as_well(run):
     plain, _ = run("plain")
     AcceleratorState._reset_state(reset_partial_state=True)
     narrow, _ = run("narrow", recipe=PixelRecipe(rate=3e-3, average=0.9, dtype="bfloat16"))
@@ -210,7 +203,7 @@ def test_bfloat16_learns_nearly_the_same_in_float32_weights(run):
     assert ours == pytest.approx(theirs, rel=0.05)
 
 
-def test_a_run_leaves_a_pipeline_that_draws_what_its_samples_show(run, tmp_path):
+def test_a_run_writes_a_pipeline_that_draws_like_the_trained_one(run, tmp_path):
     bars = []
     pipe = pipeline(captioned=True)
     out, _ = run(
@@ -232,7 +225,7 @@ def test_a_run_leaves_a_pipeline_that_draws_what_its_samples_show(run, tmp_path)
     assert abs(got - want).max() < 1e-5
 
 
-def test_samples_lie_between_picture_and_noise_of_the_size_and_follow_from_their_number(photos):
+def test_samples_interpolate_to_noise_and_depend_on_their_number_only(photos):
     pictures = FolderPictures(photos)
     for size in ((16, 16), (128, 128)):
         samples = NoisyPictures(pictures, size, seed=3)
@@ -288,19 +281,10 @@ def test_a_gpu_learns_what_a_cpu_learns(run, attention):
 
 @pytest.mark.slow
 def test_two_devices_learn_what_one_learns(photos, tmp_path):
-    options = f"--data {photos} --dit DiT-XS --patch 8 --sizes 16:3:4,32x16:2:2 --rate 0.003 --device cpu"
-    outs = []
-    for devices in (1, 2):
-        outs.append(tmp_path / str(devices))
-        launch = f"-m torch.distributed.run --standalone --nproc-per-node {devices} -m foveate train"
-        result = subprocess.run(
-            [sys.executable, *f"{launch} {options} --out {outs[-1]}".split()],
-            capture_output=True,
-            text=True,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-        )
-        assert result.returncode == 0, result.stdout + result.stderr
-    assert "on 2 devices" in result.stderr
+    options = f"--data {photos} --dit DiT-XS --patch 8 --sizes 16:3:4,32x16:2:2 --rate 0.003"
+    outs = tmp_path / "1", tmp_path / "2"
+    for devices, out in enumerate(outs, 1):
+        on_devices(devices, f"train {options} --out {out}")
     one, two = map(losses, outs)
     assert len(one) == 5
     assert [loss for _, loss in two] == pytest.approx([loss for _, loss in one], rel=1e-3)
@@ -320,12 +304,12 @@ def test_two_devices_learn_what_one_learns(photos, tmp_path):
         ({"dtype": "float16"}, "unknown dtype 'float16': train in float32 or bfloat16"),
     ],
 )
-def test_recipes_that_make_no_sense_are_refused(change, message):
+def test_bad_recipes_are_refused_with_the_value(change, message):
     with pytest.raises(ValueError, match=message):
         PixelRecipe(**change)
 
 
-def test_what_cannot_be_trained_is_refused_before_anything_is_written(run, tmp_path):
+def test_bad_arguments_are_refused_before_anything_is_written(run, tmp_path):
     def refused(message, **options):
         with pytest.raises(ValueError, match=message):
             run("out", **options)

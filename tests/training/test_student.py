@@ -32,7 +32,6 @@ def batch(pairs_folder):
 
 
 def velocity(pipe, batch):
-    """As the pipeline asks for it."""
     return pipe.transformer(
         hidden_states=batch.latents,
         timestep=batch.level,
@@ -45,7 +44,7 @@ def velocity(pipe, batch):
 
 
 @pytest.mark.parametrize("layers", LAYERS)
-def test_a_model_is_known_again_with_a_lora_in_it(pipe, layers):
+def test_the_fingerprint_ignores_the_lora(pipe, layers):
     known = fingerprint(pipe.transformer)
     student = student_of(pipe, layers=layers, optimizer="adamw")
     unlearn(student)
@@ -56,7 +55,7 @@ def test_a_model_is_known_again_with_a_lora_in_it(pipe, layers):
 
 
 def unlearn(student, scale=0.1):
-    """A LoRA that changes something: a fresh one does not."""
+    """Change the LoRA, which has no effect at first."""
     torch.manual_seed(1)
     with torch.no_grad():
         for weight in student.trained:
@@ -79,12 +78,12 @@ def test_the_loss_is_the_mean_squared_difference_to_the_dense_model(pipe, batch)
     assert student.loss(pipe.transformer, batch).item() == pytest.approx(F.mse_loss(taught, dense).item(), rel=1e-5)
 
 
-def test_with_one_tile_there_is_nothing_to_learn(pipe, batch):
+def test_the_loss_of_one_tile_is_zero(pipe, batch):
     assert student_of(pipe, 1).loss(pipe.transformer, batch) < 1e-10
 
 
 @pytest.mark.parametrize("layers", ["paper", "all"])
-def test_only_the_lora_has_gradients_and_it_is_where_the_recipe_says(pipe, batch, layers):
+def test_only_the_loras_of_the_chosen_layers_have_gradients(pipe, batch, layers):
     student = student_of(pipe, rank=3, layers=layers)
     student.loss(pipe.transformer, batch).backward()
     trained = {name for name, weight in pipe.transformer.named_parameters() if weight.grad is not None}
@@ -96,7 +95,7 @@ def test_only_the_lora_has_gradients_and_it_is_where_the_recipe_says(pipe, batch
     assert all(min(weight.shape) == 3 for weight in student.trained)
 
 
-def test_both_are_told_the_same_noise_level_and_guidance(pipe, batch):
+def test_teacher_and_student_get_the_same_noise_level_and_guidance(pipe, batch):
     config = {name: value for name, value in pipe.transformer.config.items() if not name.startswith("_")}
     pipe.transformer = FluxTransformer2DModel(**{**config, "guidance_embeds": True})
     told = []
@@ -130,7 +129,7 @@ def test_in_bfloat16_the_lora_is_trained_in_float32(pipe, batch):
 
 
 @pytest.mark.parametrize("layers", ["paper", "all"])
-def test_the_file_gives_any_pipeline_the_same_velocities_and_the_method(pipe, batch, tmp_path, layers):
+def test_the_lora_file_reproduces_velocities_and_method(pipe, batch, tmp_path, layers):
     other = copy.deepcopy(pipe)
     student = student_of(pipe, layers=layers)
     unlearn(student)
@@ -169,12 +168,12 @@ def test_a_student_may_start_from_a_lora(pipe, batch, tmp_path):
         ({"method": HilbertA(start_percent=0.5)}, "leave start_percent and end_percent out"),
     ],
 )
-def test_recipes_that_make_no_sense_are_refused(options, message):
+def test_bad_recipes_are_refused_with_the_value(options, message):
     with pytest.raises(ValueError, match=message):
         Recipe(**{"method": HilbertA(tiles=4), **options})
 
 
-def test_what_cannot_be_trained_is_refused(pipe, batch):
+def test_dense_fallback_and_float16_are_refused(pipe, batch):
     student = Student(pipe, Recipe(method=HilbertA(tiles=4, min_tokens=1000)), tiny.REQUEST.size)
     with pytest.raises(ValueError, match="min_tokens=1000: there is nothing to distil at this size"):
         student.loss(pipe.transformer, batch)

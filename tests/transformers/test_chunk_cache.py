@@ -4,8 +4,9 @@ import pickle
 
 import pytest
 import torch
+from peft import LoraConfig
 from safetensors import safe_open
-from safetensors.torch import save_file
+from safetensors.torch import save
 from tiny_lm import DOCUMENTS, FAMILIES, ROPES, encoder, language_model, tokenizer
 from transformers import DynamicCache, GPT2Config, GPT2LMHeadModel, LlamaForCausalLM
 
@@ -62,13 +63,7 @@ def test_keys_are_rounded_once():
         torch.testing.assert_close(keys[0].double(), exact[layer], rtol=2**-8, atol=1e-5)
 
 
-def test_frequencies_that_were_rounded_are_other_weights():
-    first, second = language_model(dtype=torch.float32), language_model(dtype=torch.float32)
-    second.model.rotary_emb.bfloat16().float()
-    assert len({ChunkEncoder(model, tokenizer()).fingerprint["weights"] for model in (first, second)}) == 2
-
-
-def test_encoding_and_composing_leave_the_model_and_the_chunks_as_they_were():
+def test_encoding_and_composing_leave_the_model_and_the_chunks_unchanged():
     ours = encoder("qwen3")
     before = {name: weight.clone() for name, weight in ours.model.state_dict().items()}
     (chunk,) = ours.encode([DOCUMENTS[0]])
@@ -93,7 +88,7 @@ def test_a_file_is_read_back_bit_for_bit(dtype, tmp_path):
         assert getattr(loaded, name).device == getattr(chunk, name).device
     assert loaded.fingerprint == chunk.fingerprint
     assert [path.name for path in tmp_path.iterdir()] == ["rules.safetensors"]
-    (tmp_path / "rules.safetensors").write_bytes(b"")  # what was loaded does not hang on the file
+    (tmp_path / "rules.safetensors").write_bytes(b"")  # loaded tensors do not depend on the file
     torch.testing.assert_close(ours.compose([loaded]).keys, ours.compose([chunk]).keys, rtol=0, atol=0)
 
 
@@ -116,41 +111,36 @@ def test_a_chunk_with_another_fingerprint_is_refused_by_name(field, tmp_path):
             attempt()
 
 
-def test_one_changed_weight_is_noticed_wherever_it_is():
-    ours = encoder()
-    with torch.no_grad():
-        ours.model.model.layers[2].mlp.up_proj.weight[3, 5] += 1e-9
-    assert ChunkEncoder(ours.model, ours.tokenizer, "<s> w60").fingerprint["weights"] != ours.fingerprint["weights"]
-    swapped = torch.arange(6.0)[[0, 1, 2, 4, 3, 5]]
-    assert checksum(swapped) != checksum(torch.arange(6.0))
+def adapted(model, alpha=4):
+    model.add_adapter(LoraConfig(r=2, lora_alpha=alpha, target_modules=["k_proj"], init_lora_weights="gaussian"))
 
 
-def test_a_switched_adapter_is_noticed():
-    from peft import LoraConfig
-
-    ours = encoder()
-    ours.model.add_adapter(LoraConfig(r=2, target_modules=["q_proj"]))
-    on = ChunkEncoder(ours.model, ours.tokenizer)
-    ours.model.disable_adapters()
-    assert ChunkEncoder(ours.model, ours.tokenizer).fingerprint["adapters"] != on.fingerprint["adapters"]
+def change_one_weight(model):
+    model.model.layers[2].mlp.up_proj.weight[3, 5] += 1e-9
 
 
-def test_how_strongly_an_adapter_acts_is_noticed():
-    from peft import LoraConfig
+# each: the entry of the fingerprint, and two changes of a model that must differ in it
+CHANGES = {
+    "one weight": ("weights", lambda model: None, change_one_weight),
+    "rounded frequencies": ("weights", lambda model: None, lambda model: model.model.rotary_emb.bfloat16().double()),
+    "adapter switched off": ("adapters", adapted, lambda model: (adapted(model), model.disable_adapters())),
+    "adapter scaled": ("adapters", adapted, lambda model: adapted(model, alpha=16)),
+}
 
-    def made(alpha):
-        ours = encoder()
-        ours.model.add_adapter(LoraConfig(r=2, lora_alpha=alpha, target_modules=["k_proj"], init_lora_weights=False))
-        for name, weight in ours.model.named_parameters():
-            if "lora" in name:
-                torch.nn.init.constant_(weight, 0.1)
-        return ChunkEncoder(ours.model.eval(), ours.tokenizer)
 
-    weak, strong = made(4), made(16)
-    (chunk,) = weak.encode([DOCUMENTS[0]])
-    assert not torch.equal(chunk.keys, strong.encode([DOCUMENTS[0]])[0].keys)
-    with pytest.raises(ValueError, match="made with another adapters"):
-        strong.compose([chunk])
+@pytest.mark.parametrize("change", CHANGES)
+@torch.no_grad()
+def test_a_change_of_the_model_changes_its_fingerprint(change):
+    field, *changes = CHANGES[change]
+    models = [language_model(), language_model()]
+    for model, edit in zip(models, changes, strict=True):
+        edit(model)
+    first, second = (ChunkEncoder(model.eval(), tokenizer()).fingerprint[field] for model in models)
+    assert first != second
+
+
+def test_a_checksum_depends_on_the_order():
+    assert checksum(torch.arange(6.0)[[0, 1, 2, 4, 3, 5]]) != checksum(torch.arange(6.0))
 
 
 def test_settings_without_effect_keep_the_fingerprint(tmp_path):
@@ -176,54 +166,36 @@ def test_another_text_is_refused(tmp_path):
         ChunkCache.load(tmp_path / "chunk.safetensors", ours, text=DOCUMENTS[1])
 
 
-def damaged(path, kind):
-    with safe_open(path, "pt") as file:
-        about, tensors = file.metadata(), {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
-    if kind == "truncated":
-        path.write_bytes(path.read_bytes()[:-100])
-    elif kind == "header only":
-        path.write_bytes(path.read_bytes()[:50])
-    elif kind == "empty":
-        path.write_bytes(b"")
-    elif kind == "pickle":
-        path.write_bytes(pickle.dumps(tensors))
-    elif kind == "torch file":
-        torch.save(tensors, path)
-    elif kind == "of nobody":
-        save_file(tensors, path)
-    elif kind == "of another version":
-        save_file(tensors, path, about | {"format": "foveate-chunk-0"})
-    elif kind == "without text":
-        save_file(tensors, path, {name: value for name, value in about.items() if name != "text"})
-    elif kind == "without values":
-        save_file({name: tensors[name] for name in ("ids", "keys")}, path, about)
-    elif kind == "short":
-        save_file({**tensors, "keys": tensors["keys"][:, :, 1:].contiguous()}, path, about)
-    elif kind == "other ids":
-        save_file({**tensors, "ids": tensors["ids"].flip(0).contiguous()}, path, about)
-    elif kind == "one id":
-        save_file({**tensors, "ids": torch.tensor(3)}, path, about)
-    elif kind == "rounded":
-        save_file({**tensors, "values": tensors["values"].half()}, path, about)
-    elif kind == "NaN":
-        tensors["values"][0, 0, 0, 0] = torch.nan
-        save_file(tensors, path, about)
+# each makes the content of a file from that of a chunk's file, its tensors and its header
+DAMAGES = {
+    "truncated": lambda whole, tensors, header: whole[:-100],
+    "header only": lambda whole, tensors, header: whole[:50],
+    "empty": lambda whole, tensors, header: b"",
+    "pickle": lambda whole, tensors, header: pickle.dumps(tensors),
+    "no header": lambda whole, tensors, header: save(tensors),
+    "other version": lambda whole, tensors, header: save(tensors, header | {"format": "foveate-chunk-0"}),
+    "no text": lambda whole, tensors, header: save(tensors, {name: header[name] for name in header if name != "text"}),
+    "no values": lambda whole, tensors, header: save({name: tensors[name] for name in ("ids", "keys")}, header),
+    "short keys": lambda whole, tensors, header: save(tensors | {"keys": tensors["keys"][:, :, 1:].clone()}, header),
+    "other ids": lambda whole, tensors, header: save(tensors | {"ids": tensors["ids"].flip(0)}, header),
+    "one id": lambda whole, tensors, header: save(tensors | {"ids": torch.tensor(3)}, header),
+    "other dtype": lambda whole, tensors, header: save(tensors | {"values": tensors["values"].half()}, header),
+    "NaN": lambda whole, tensors, header: save(tensors | {"values": tensors["values"] * torch.nan}, header),
+}
 
 
-@pytest.mark.parametrize(
-    "kind",
-    ["truncated", "header only", "empty", "pickle", "torch file", "of nobody", "of another version",
-     "without text", "without values", "short", "other ids", "one id", "rounded", "NaN"],
-)  # fmt: skip
-def test_a_damaged_or_foreign_file_is_refused(kind, tmp_path):
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_or_foreign_file_is_refused(damage, tmp_path):
     ours, path = encoder(), tmp_path / "chunk.safetensors"
     ours.encode([DOCUMENTS[0]])[0].save(path)
-    damaged(path, kind)
+    with safe_open(path, "pt") as file:
+        header, tensors = file.metadata(), {name: file.get_tensor(name).clone() for name in ("ids", "keys", "values")}
+    path.write_bytes(DAMAGES[damage](path.read_bytes(), tensors, header))
     with pytest.raises(ValueError, match=r"chunk\.safetensors .*encode the document again"):
         ChunkCache.load(path, ours)
 
 
-def test_a_missing_file_is_a_missing_file(tmp_path):
+def test_a_missing_file_is_an_os_error(tmp_path):
     with pytest.raises(FileNotFoundError):
         ChunkCache.load(tmp_path / "none.safetensors", encoder())
 
@@ -255,7 +227,7 @@ def test_bad_documents_are_refused_before_anything_is_computed():
 
 
 @pytest.mark.usefixtures("as_a_user")
-def test_arguments_of_another_kind_are_refused():
+def test_arguments_of_the_wrong_kind_are_refused():
     ours = encoder()
     context = ours.compose(ours.encode([DOCUMENTS[0]]))
     with pytest.raises(ValueError, match=r"pass a list of documents, not one text: \['w1 w2'\]"):
@@ -323,7 +295,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("message", REFUSED)
-def test_models_that_cannot_be_served_are_refused_with_the_reason(message):
+def test_unsupported_models_are_refused_with_the_reason(message):
     model = REFUSED[message]()
     with pytest.raises(ValueError, match=message):
         ChunkEncoder(model, tokenizer())

@@ -17,7 +17,7 @@ def words(text):
 
 
 @given(TEXTS, st.integers(1, 9), st.sampled_from([len, words]))
-def test_parts_are_the_text_and_as_long_as_they_may_be(text, most, count):
+def test_parts_join_to_the_text_and_are_as_long_as_allowed(text, most, count):
     parts = split_text(text, most, count)
     assert "".join(parts) == text
     assert all(count(part) <= most for part in parts)
@@ -41,7 +41,7 @@ def test_passages_carry_the_name_of_their_document_and_end_with_an_empty_line():
 
 
 @given(st.text(st.sampled_from("ab. \n?"), max_size=60), st.integers(3, 12))
-def test_a_passage_is_as_short_as_asked_with_its_empty_line(text, most):
+def test_passages_with_their_empty_line_are_as_short_as_required(text, most):
     passages = split_documents({"a.txt": text}, most, len)
     assert all(len(passage.text) <= most for passage in passages)
     assert "".join("".join(passage.text.split()) for passage in passages) == "".join(text.split())
@@ -49,7 +49,7 @@ def test_a_passage_is_as_short_as_asked_with_its_empty_line(text, most):
         split_documents({"a.txt": text}, 2, len)
 
 
-def test_a_folder_is_read_with_its_subfolders_but_without_what_is_hidden(tmp_path):
+def test_a_folder_is_read_with_subfolders_and_without_hidden_files(tmp_path):
     for name, content in {"b.md": b"two", "a.txt": b"\xef\xbb\xbfone", "in/c.RST": b"three", "d.png": b"\xff",
                           ".git/e.txt": b"x", "in/.f.txt": b"x"}.items():  # fmt: skip
         (tmp_path / name).parent.mkdir(exist_ok=True)
@@ -61,7 +61,7 @@ def test_a_folder_is_read_with_its_subfolders_but_without_what_is_hidden(tmp_pat
     ("content", "message"),
     [(b" \n", "a.txt is empty"), (b"\xff\xfe", "a.txt is not UTF-8 text"), (None, "has no .txt")],
 )
-def test_what_cannot_be_read_is_named(tmp_path, content, message):
+def test_unreadable_files_are_named(tmp_path, content, message):
     if content is not None:
         (tmp_path / "a.txt").write_bytes(content)
     with pytest.raises(ValueError, match=message):

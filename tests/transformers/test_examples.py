@@ -37,7 +37,7 @@ def test_only_an_end_of_line_ends_an_example(mark, tmp_path):
     assert read_examples(tmp_path / "a.csv") == read_examples(tmp_path / "a.jsonl") == rows
 
 
-def test_embeddings_come_back_from_both_kinds_of_file(tmp_path):
+def test_embeddings_are_read_from_both_kinds_of_file(tmp_path):
     embeddings = torch.randn(3, 4)
     np.save(tmp_path / "a.npy", embeddings.numpy())
     save_file({"embeddings": embeddings}, tmp_path / "a.safetensors")
@@ -45,7 +45,7 @@ def test_embeddings_come_back_from_both_kinds_of_file(tmp_path):
     assert torch.equal(read_embeddings(tmp_path / "a.safetensors"), embeddings)
 
 
-def test_texts_that_share_words_or_spelling_are_nearer():
+def test_texts_that_share_words_or_spelling_are_more_similar():
     texts = [
         "the film was great",
         "A great film!",
@@ -77,7 +77,7 @@ def test_files_that_hold_no_examples_are_refused(name, content, message, tmp_pat
         read_examples(tmp_path / name)
 
 
-def test_what_cannot_be_embedded_is_refused(tmp_path):
+def test_bad_texts_and_embeddings_are_refused(tmp_path):
     with pytest.raises(ValueError, match=r"example 1 has no words: '\?!'"):
         hashed_ngrams(["a", "?!"])
     with pytest.raises(ValueError, match=r"pass a \.npy or a \.safetensors file"):
@@ -111,7 +111,7 @@ SUB = SubCP(blocks=3, block_size=2)
 POOL = torch.randn(12, 4, generator=torch.Generator().manual_seed(0))
 
 
-def test_blocks_come_back_as_they_were(tmp_path):
+def test_written_blocks_are_read_back(tmp_path):
     path, blocks = tmp_path / "blocks.jsonl", SUB.partition(POOL)
     write_blocks(path, blocks, POOL, SUB, examples=list("abcdefghijkl"))
     found = read_blocks(path, POOL.numpy(), SUB)
@@ -122,7 +122,7 @@ def test_blocks_come_back_as_they_were(tmp_path):
 
 
 @pytest.mark.usefixtures("as_a_user")
-def test_it_does_not_matter_what_embeddings_and_labels_come_in(tmp_path):
+def test_tensors_arrays_and_lists_are_equivalent(tmp_path):
     path, labels = tmp_path / "blocks.jsonl", torch.arange(12) % 3
     sub = replace(SUB, balance="equal")
     learned = POOL.clone().requires_grad_()
@@ -152,7 +152,7 @@ def test_stale_blocks_are_refused(embeddings, sub, labels, tmp_path):
         read_blocks(path, embeddings, sub, labels=labels)
 
 
-def test_half_a_file_is_refused(tmp_path):
+def test_incomplete_files_are_refused(tmp_path):
     path = tmp_path / "blocks.jsonl"
     write_blocks(path, SUB.partition(POOL), POOL, SUB)
     lines = path.read_text().splitlines(keepends=True)

@@ -1,4 +1,4 @@
-"""Laws of the hosts of blocks: with one block they all are plain concatenation; more follow their formulas."""
+"""Laws of the hosts of blocks: one block is plain concatenation, several follow the formulas."""
 
 import pytest
 import torch
@@ -12,26 +12,13 @@ from transformers import (
     GPT2LMHeadModel,
     GPTNeoConfig,
     GPTNeoForCausalLM,
-    LlamaConfig,
-    LlamaForCausalLM,
-    MistralConfig,
-    MistralForCausalLM,
-    Qwen2Config,
-    Qwen2ForCausalLM,
 )
 
 from foveate.transformers.in_context import concatenate, ensemble, parallel_windows, prompt_with
 
 START = [1]
 BLOCKS = [[[5, 6, 7], [8, 9]], [[10, 11, 12, 13]], [[14, 15], [16, 17, 18]]]
-SMALL = {"vocab_size": 40, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
-         "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64}  # fmt: skip
 QUESTION, ANSWERS = [20, 21], [[30], [31, 32], [33]]
-
-
-def llama():
-    torch.manual_seed(0)
-    return LlamaForCausalLM(LlamaConfig(**SMALL)).double().eval()
 
 
 def gpt2():
@@ -44,18 +31,18 @@ def tokens(blocks):
     return [token for block in blocks for example in block for token in example]
 
 
-def plain(model, blocks, question=QUESTION):
-    """Log-probabilities of the answers by one forward for each, of all tokens."""
+def plain(model, blocks, question=QUESTION, answers=ANSWERS, start=START):
+    """Log-probabilities of the answers, each by one forward pass of all tokens."""
     scores = []
-    for answer in ANSWERS:
-        text = [*START, *tokens(blocks), *question, *answer]
+    for answer in answers:
+        text = [*start, *tokens(blocks), *question, *answer]
         with torch.no_grad():
             said = model(torch.tensor([text])).logits[0].log_softmax(-1)
         scores.append(sum(said[len(text) - len(answer) - 1 + i, token] for i, token in enumerate(answer)))
     return torch.stack(scores).log_softmax(0)
 
 
-@pytest.mark.parametrize("make", [llama, gpt2])
+@pytest.mark.parametrize("make", [language_model, gpt2])
 def test_concatenation_is_one_text(make):
     model = make()
     context = concatenate(model, BLOCKS, START)
@@ -63,11 +50,11 @@ def test_concatenation_is_one_text(make):
         want = model(torch.tensor([[*START, *tokens(BLOCKS), *QUESTION]])).logits[:, -2:]
     assert torch.allclose(context.logits(torch.tensor([QUESTION])), want)
     assert torch.allclose(context.score(QUESTION, ANSWERS), plain(model, BLOCKS))
-    assert torch.allclose(context.score(QUESTION, ANSWERS), plain(model, BLOCKS))  # asking leaves the context alone
+    assert torch.allclose(context.score(QUESTION, ANSWERS), plain(model, BLOCKS))  # the context is unchanged
     assert torch.allclose(context.score([22], ANSWERS), plain(model, BLOCKS, [22]))
 
 
-@pytest.mark.parametrize("make", [llama, gpt2])
+@pytest.mark.parametrize("make", [language_model, gpt2])
 @pytest.mark.parametrize("start", [START, []])
 def test_one_window_is_concatenation(make, start):
     model, one = make(), [[example for block in BLOCKS for example in block]]
@@ -77,11 +64,10 @@ def test_one_window_is_concatenation(make, start):
         assert torch.equal(parallel_windows(model, one, start).logits(text), want)
 
 
-@pytest.mark.parametrize("make", [llama, gpt2])
-def test_windows_see_themselves_and_the_start_and_the_question_sees_all(make):
-    """One forward of all tokens under a mask and with positions of its own."""
+@pytest.mark.parametrize("make", [language_model, gpt2])
+def test_windows_attend_to_themselves_and_the_start_and_the_question_to_all(make):
+    """Compared with one forward pass of all tokens, with a dense mask and explicit positions."""
     model = make()
-    model.set_attn_implementation("eager")
     parts = [START, *(tokens([block]) for block in BLOCKS), QUESTION]
     window = torch.tensor([i for i, part in enumerate(parts) for _ in part])
     longest = max(map(len, parts[1:-1]))
@@ -100,7 +86,7 @@ def test_windows_see_themselves_and_the_start_and_the_question_sees_all(make):
 
 
 def test_an_ensemble_of_one_block_is_concatenation():
-    model = llama()
+    model = language_model()
     scores = [concatenate(model, BLOCKS, START).score(QUESTION, ANSWERS)]
     for mix in ("moe", "poe", "max"):
         assert torch.allclose(ensemble(scores, [1.0], mix), plain(model, BLOCKS).exp())
@@ -117,9 +103,9 @@ def test_mixes_follow_their_formulas():
     assert torch.allclose(ensemble(list(p.log())), p.mean(0))
 
 
-def test_answers_are_told_apart_in_half_precision():
-    """Their logits are: a hundredth between log-probabilities near 12, where bfloat16 steps by 1/16."""
-    model = llama().to(torch.bfloat16)
+def test_similar_answers_differ_in_half_precision():
+    """Log-probabilities near 12 may differ by a hundredth, but bfloat16 has steps of 1/16 there."""
+    model = language_model().to(torch.bfloat16)
     context = concatenate(model, BLOCKS, START)
     logits = context.logits(torch.tensor([[*QUESTION, answer] for answer in range(30, 38)]))[0, len(QUESTION) - 1]
     want = logits.double()[30:38].log_softmax(0)
@@ -127,55 +113,40 @@ def test_answers_are_told_apart_in_half_precision():
     torch.testing.assert_close(found.double(), want, rtol=0, atol=1e-5)
 
 
-def longrope():
-    rope = {"rope_type": "longrope", "rope_theta": 100.0, "long_factor": [2.0] * 4, "short_factor": [1.0] * 4,
-            "original_max_position_embeddings": 32}  # fmt: skip
-    return LlamaForCausalLM(LlamaConfig(**SMALL, rope_parameters=rope)).eval()
-
-
-def local_layers():
-    size = {"vocab_size": 40, "hidden_size": 32, "num_layers": 2, "num_heads": 4}
-    return GPTNeoForCausalLM(GPTNeoConfig(**size, attention_types=[[["global", "local"], 1]]))
-
-
-def alibi():
-    return FalconForCausalLM(
-        FalconConfig(vocab_size=40, hidden_size=32, num_hidden_layers=1, num_attention_heads=4, alibi=True)
-    )
-
-
-def own_positions():
-    return BloomForCausalLM(BloomConfig(vocab_size=40, hidden_size=32, n_layer=1, n_head=4))
-
-
 def some_sliding():
-    kinds = ["full_attention", "sliding_attention"]
-    config = Qwen2Config(**SMALL, use_sliding_window=True, sliding_window=8, layer_types=kinds)
-    config.sliding_window = None  # the kinds of its layers say it too
-    return Qwen2ForCausalLM(config)
+    kinds = 2 * ["full_attention", "sliding_attention"]
+    model = language_model("qwen2", use_sliding_window=True, sliding_window=8, layer_types=kinds)
+    model.config.sliding_window = None  # layer_types says it too
+    return model
+
+
+ROPE = {"rope_type": "longrope", "rope_theta": 100.0, "long_factor": [2.0] * 4, "short_factor": [1.0] * 4,
+        "original_max_position_embeddings": 32}  # fmt: skip
+LAYERS = {"hidden_size": 32, "num_layers": 2, "num_heads": 4, "attention_types": [[["global", "local"], 1]]}
+FALCON = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "alibi": True}
 
 
 @pytest.mark.parametrize(
     ("make", "has"),
-    [(longrope, "longrope"), (local_layers, "local"), (alibi, "alibi"), (own_positions, ""),
-     (some_sliding, "sliding_attention")],
-)  # fmt: skip
-def test_models_whose_layers_do_not_see_all_before_them_are_refused(make, has):
-    with pytest.raises(ValueError, match=f"does not take blocks: .* takes position_ids{has and f' .it has {has}.'}$"):
+    [
+        (lambda: language_model(rope_parameters=ROPE), " .it has longrope."),
+        (lambda: GPTNeoForCausalLM(GPTNeoConfig(vocab_size=40, **LAYERS)), " .it has local."),
+        (lambda: FalconForCausalLM(FalconConfig(vocab_size=40, **FALCON)), " .it has alibi."),
+        (lambda: BloomForCausalLM(BloomConfig(vocab_size=40, hidden_size=32, n_layer=1, n_head=4)), ""),
+        (some_sliding, " .it has sliding_attention."),
+        (lambda: language_model("mistral", sliding_window=8), ""),
+    ],
+)
+def test_models_with_layers_that_do_not_attend_to_all_previous_tokens_are_refused(make, has):
+    with pytest.raises(ValueError, match=f"does not take blocks: .* takes position_ids{has}$"):
         concatenate(make().eval(), BLOCKS)
 
 
 @pytest.mark.usefixtures("as_a_user")
-def test_what_cannot_be_read_or_mixed_is_refused():
-    model = llama()
-    config = MistralConfig(
-        vocab_size=40, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4,
-        num_key_value_heads=2, sliding_window=8,
-    )  # fmt: skip
-    with pytest.raises(ValueError, match="MistralForCausalLM does not take blocks: use a model"):
-        concatenate(MistralForCausalLM(config), BLOCKS)
+def test_bad_blocks_questions_and_weights_are_refused():
+    model = language_model()
     with pytest.raises(ValueError, match=r"in training mode, .* call model\.eval"):
-        concatenate(llama().train(), BLOCKS)
+        concatenate(language_model().train(), BLOCKS)
     for blocks in ([BLOCKS[0], []], [BLOCKS[0], [[]]]):
         with pytest.raises(ValueError, match="block 1 is empty"):
             parallel_windows(model, blocks)
@@ -199,32 +170,21 @@ TEXTS = [["w1 w2", "w3"], ["w4 w5 w6"]]
 ASKED, CHOICES = "w7 w8", ["w9", "w10 w11", "w12"]
 
 
-def scores(model, words, tokens):
-    """By one forward of all tokens: log-probabilities of what comes next, and of the answers."""
-    ids = [0, *tokens(" ".join(words)), *tokens(ASKED)]
-    found = []
-    for answer in map(tokens, CHOICES):
-        with torch.no_grad():
-            said = model(torch.tensor([ids + answer])).logits[0].log_softmax(-1)
-        found.append(sum(said[len(ids) - 1 + i, token] for i, token in enumerate(answer)))
-    return torch.stack(found).log_softmax(0)
-
-
-def test_answers_are_scored_as_by_one_forward_and_blocks_are_weighted():
-    model, tokens = language_model(), lambda text: tokenizer()(text, add_special_tokens=False).input_ids
-    texts = [text for block in TEXTS for text in block]
+def test_texts_are_scored_as_their_tokens_and_blocks_are_weighted():
+    model, ids = language_model(), lambda text: tokenizer()(text, add_special_tokens=False).input_ids
+    blocks, answers = [[ids(text) for text in block] for block in TEXTS], list(map(ids, CHOICES))
     whole = prompt_with(model, tokenizer(), TEXTS, "concatenate").probabilities(ASKED, CHOICES, torch.ones(2))
-    assert torch.allclose(whole, scores(model, texts, tokens).exp())
+    assert torch.allclose(whole, plain(model, blocks, ids(ASKED), answers, [0]).exp())
     mixed = prompt_with(model, tokenizer(), TEXTS, "ensemble").probabilities(ASKED, CHOICES, torch.tensor([1.0, 3.0]))
-    apart = [scores(model, block, tokens).exp() for block in TEXTS]
-    assert torch.allclose(mixed, 0.25 * apart[0] + 0.75 * apart[1])
+    first, second = (plain(model, [block], ids(ASKED), answers, [0]).exp() for block in blocks)
+    assert torch.allclose(mixed, 0.25 * first + 0.75 * second)
 
 
 @pytest.mark.parametrize("seed", [0, 1, 2])
 @pytest.mark.parametrize("host", ["concatenate", "ensemble", "parallel_windows"])
 def test_one_block_generates_the_text_of_the_model(host, seed):
     model = language_model(seed=seed)
-    model.generation_config.eos_token_id = 1  # what the model of the first seed says at once
+    model.generation_config.eos_token_id = 1  # the first token of the model with seed 0
     reader = prompt_with(model, tokenizer(), [["w1 w2", "w3"]], host)
     ids = torch.tensor([[0, *tokenizer()("w1 w2 w3 w7 w8", add_special_tokens=False).input_ids]])
     want = model.generate(ids, max_new_tokens=5, do_sample=False, pad_token_id=1)[0, ids.shape[1] :]
@@ -254,14 +214,14 @@ class Lines:
         return "".join("\n" if i % 2 == 1 else f"{token}" for i, token in enumerate(tokens))
 
 
-def test_an_answer_is_a_line():
+def test_an_answer_ends_with_its_line():
     reader = prompt_with(language_model(seed=2), tokenizer(), [["w1 w2"]], "concatenate")
     assert len(reader.generate(ASKED, 5).split()) == 5
     answer = reader._replace(tokenizer=Lines()).generate(ASKED, 5)
     assert answer.isdigit()
 
 
-def test_what_does_not_fit_the_model_is_refused():
+def test_texts_longer_than_the_context_of_the_model_are_refused():
     model, many = language_model(max_position_embeddings=8), [["w1 w2 w3"]] * 3
     with pytest.raises(ValueError, match="10 tokens are more than the 8 that the model's context holds"):
         prompt_with(model, tokenizer(), many, "concatenate")

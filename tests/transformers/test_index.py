@@ -1,4 +1,4 @@
-"""Laws of an index: each passage is computed once, and what was computed is never lost."""
+"""Laws of an index: each passage is encoded once, and no encoded passage is lost."""
 
 import os
 from time import time
@@ -18,7 +18,7 @@ PASSAGES = [Passage(f"{i}.txt", text) for i, text in enumerate(DOCUMENTS)]
 
 @pytest.fixture
 def encoded(monkeypatch):
-    """Numbers of tokens of the passages that are computed from now on."""
+    """Number of tokens of each passage that the test encodes."""
     from foveate.transformers import ChunkEncoder
 
     seen, original = [], ChunkEncoder._encode
@@ -30,7 +30,7 @@ def contents(folder):
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
-def test_what_is_loaded_is_what_was_computed(tmp_path):
+def test_loaded_chunks_equal_encoded_ones(tmp_path):
     ours = encoder("qwen3", "yarn")
     index = ChunkIndex(tmp_path / "new" / "index", ours, PASSAGES)
     assert index.build() == BuildReport(encoded=4, found=0, removed=0)
@@ -70,7 +70,7 @@ def test_incomplete_files_are_removed_unless_they_are_new(tmp_path):
     assert {path.name for path in tmp_path.glob("*.part")} == {f"{name}.3-4.part", "notes.part"}
 
 
-def test_an_interruption_loses_only_the_passage_at_hand(tmp_path, encoded, monkeypatch):
+def test_an_interruption_loses_only_the_current_passage(tmp_path, encoded, monkeypatch):
     ours, original = encoder(), ChunkIndex._encode
 
     def interrupted(self, passage):
@@ -96,7 +96,7 @@ def test_an_interruption_loses_only_the_passage_at_hand(tmp_path, encoded, monke
         ("w1 " * 127, r"bad.txt with its prefix: 129 tokens, but .* at most 128"),
     ],
 )
-def test_bad_passages_are_named_and_what_was_computed_stays(tmp_path, text, message):
+def test_bad_passages_are_named_and_files_stay(tmp_path, text, message):
     ours = encoder()
     ChunkIndex(tmp_path, ours, PASSAGES).build()
     before = contents(tmp_path)

@@ -20,7 +20,7 @@ def folder(tmp_path_factory):
     return path
 
 
-def test_a_model_comes_in_float32_on_a_cpu_and_else_as_asked(folder):
+def test_models_load_in_float32_on_a_cpu_or_in_the_given_dtype(folder):
     for dtype, want in (("auto", torch.float32), ("bfloat16", torch.bfloat16)):
         model, words = load(folder, "cpu", dtype)
         assert model.dtype == want
@@ -30,7 +30,7 @@ def test_a_model_comes_in_float32_on_a_cpu_and_else_as_asked(folder):
     assert all(torch.equal(weight, expected[name]) for name, weight in model.state_dict().items())
 
 
-def test_what_cannot_be_loaded_is_one_clear_line(folder, tmp_path):
+def test_loading_errors_are_one_line(folder, tmp_path):
     with pytest.raises(ValueError, match="cannot load nobody/nothing: "):
         load("nobody/nothing", "cpu")
     with pytest.raises(ValueError, match="cannot load "):
@@ -42,8 +42,8 @@ def test_what_cannot_be_loaded_is_one_clear_line(folder, tmp_path):
 def test_a_chat_frame_surrounds_the_message_of_the_user():
     words = tokenizer()
     words.chat_template = CHAT
-    before, behind = chat_frame(words)
-    assert before + "w1 w2" + behind == words.apply_chat_template(
+    before, after = chat_frame(words)
+    assert before + "w1 w2" + after == words.apply_chat_template(
         [{"role": "user", "content": "w1 w2"}], tokenize=False, add_generation_prompt=True
     )
     assert before == "<s>[user]"

@@ -26,9 +26,18 @@ def copies(context):
     return [tensor.clone() for tensor in context.keys + context.values]
 
 
+def same(first, second):
+    return all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+def assert_near(first, second, tolerance):
+    for ours, theirs in zip(first, second, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=tolerance)
+
+
 @pytest.mark.parametrize("rope", ROPES)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_everything_recomputed_is_the_full_prefill(family, rope):
+def test_recomputing_all_rows_is_the_full_prefill(family, rope):
     context = composed(encoder(family, rope))
     for method in (InfoFlowKV(recompute=1.0), InfoFlowKV(recompute=1.0, exclude_first=False), FullPrefill()):
         with context.patch(method, PROMPTS[1]) as patched:
@@ -95,22 +104,20 @@ def test_options_for_several_texts_are_refused():
 
 
 @pytest.mark.parametrize("prefix", ["<s> w60", ""])
-def test_nothing_recomputed_is_plain_concatenation(prefix):
+def test_recomputing_no_rows_is_plain_concatenation(prefix):
     ours = encoder(prefix=prefix)
     context = composed(ours)
     before = copies(context)
     with context.patch(InfoFlowKV(recompute=0.0), PROMPTS[0]) as patched:
         assert not len(patched.rows)
-        assert all(torch.equal(a, b) for a, b in zip(copies(context), before, strict=True))
+        assert same(copies(context), before)
     skip = len(ours.prefix)
     values = [chunk.values[:, :, 0 if i == 0 else skip :] for i, chunk in enumerate(context.chunks)]
-    for layer, value in enumerate(torch.cat(values, dim=2)):
-        assert torch.equal(context.values[layer][0], value)
-    for keys, expected in zip(context.keys, context.batch.keys_at(torch.arange(len(context))), strict=True):
-        assert torch.equal(keys, expected)
+    assert same(context.values, torch.cat(values, dim=2)[:, None])
+    assert same(context.keys, context.batch.keys_at(torch.arange(len(context))))
 
 
-def test_layer_0_is_right_from_the_start_and_layer_1_where_it_was_recomputed():
+def test_layer_0_is_exact_and_layer_1_where_it_was_recomputed():
     context = composed(encoder("mistral"))
     stale = copies(context)
     layers = len(context.keys)
@@ -130,8 +137,7 @@ def test_recomputing_the_first_chunk_changes_nothing():
     context = composed(encoder("qwen3"))
     before = copies(context)
     context.recompute(torch.arange(*context.spans[0]))
-    for ours, stale in zip(copies(context), before, strict=True):
-        torch.testing.assert_close(ours, stale, rtol=1e-12, atol=1e-12)
+    assert_near(copies(context), before, 1e-12)
 
 
 def test_no_row_depends_on_later_rows():
@@ -150,7 +156,7 @@ def test_no_row_depends_on_later_rows():
 
 
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])
-def test_rows_may_come_in_any_order_and_in_any_slices(implementation, monkeypatch):
+def test_the_order_of_rows_and_the_slices_do_not_matter(implementation, monkeypatch):
     context = composed(encoder(attn_implementation=implementation))
     rows = torch.tensor([10, 13, 17, 21, 27])
     context.recompute(rows)
@@ -158,18 +164,7 @@ def test_rows_may_come_in_any_order_and_in_any_slices(implementation, monkeypatc
     context.restore()
     monkeypatch.setattr(cache, "RECOMPUTE_ROWS", 2)
     context.recompute(rows.flip(0))
-    for now, before in zip(copies(context), ours, strict=True):
-        torch.testing.assert_close(now, before, rtol=1e-5, atol=1e-6)
-
-
-def test_eager_and_sdpa_attention_agree():
-    first, second = (composed(encoder("qwen3", attn_implementation=name)) for name in ("sdpa", "eager"))
-    scores = [context.score(PROMPTS[1], [1, 2]) for context in (first, second)]
-    torch.testing.assert_close(*scores, rtol=1e-5, atol=1e-6)
-    for context in (first, second):
-        context.recompute(torch.tensor([12, 20]))
-    for ours, theirs in zip(copies(first), copies(second), strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+    assert_near(copies(context), ours, 1e-6)
 
 
 @pytest.mark.parametrize("geometry", ["global", "hl-hp", "tl-tp", "hl-tp"])
@@ -180,7 +175,7 @@ def test_scores_are_the_attention_weights_of_the_model(norm, geometry):
     context, layers = composed(ours), (1, 2)
     before = copies(context)
     scores = context.score(PROMPTS[1], layers, norm, geometry)
-    assert all(torch.equal(a, b) for a, b in zip(copies(context), before, strict=True))
+    assert same(copies(context), before)
     positions, start = places(geometry, context.spans)
     context.batch.keys = context.batch.keys_at(positions)
     prompt = ours.tokens(PROMPTS[1])
@@ -216,22 +211,12 @@ def test_a_patch_is_restored_bit_for_bit(method):
         text = patched.generate(max_new_tokens=4)
         assert patched.generate(max_new_tokens=4) == text
         assert f"{len(patched.rows)} of {len(context)} rows recomputed" in patched.summary()
-        spans = zip(patched.order, patched.context.spans, strict=True)
-        for chunk, (start, stop) in spans:
+        for chunk, (start, stop) in zip(patched.order, patched.context.spans, strict=True):
             assert torch.equal(patched.context.ids[start:stop], context.chunks[chunk].ids)
     assert torch.equal(context.ids, ids)
-    assert all(torch.equal(a, b) for a, b in zip(copies(context), before, strict=True))
+    assert same(copies(context), before)
     with pytest.raises(ValueError, match="has been undone"):
         patched.generate()
-
-
-def test_more_rows_lower_the_divergence_from_the_full_prefill():
-    context = composed(encoder("qwen2"))
-    kl = []
-    for recompute in (0.0, 0.5, 0.7, 1.0):
-        with context.patch(InfoFlowKV(recompute=recompute), PROMPTS[1]) as patched:
-            kl.append(patched.fidelity())
-    assert kl[0] > max(kl[1:3]) > kl[3]
 
 
 @pytest.mark.parametrize("method", METHODS[:2], ids=repr)
@@ -247,7 +232,7 @@ def test_answers_equal_those_of_single_questions(method):
     assert len(set(together)) > 1
 
 
-def test_a_bare_question_may_choose_the_rows():
+def test_rows_may_be_chosen_by_the_bare_question():
     context = composed(encoder())
     method = InfoFlowKV(recompute=0.3)
     rows = []
@@ -272,7 +257,7 @@ def test_a_context_holds_one_patch_at_a_time():
         context.patch(InfoFlowKV(), PROMPTS[1])
 
 
-def test_a_patch_answers_only_while_its_rows_are_there():
+def test_a_patch_answers_only_until_its_rows_are_restored():
     context = composed(encoder())
     first = context.patch(FullPrefill(), PROMPTS[0])
     context.restore()
@@ -282,13 +267,13 @@ def test_a_patch_answers_only_while_its_rows_are_there():
         rows = copies(context)
         first.undo()
         first.undo()
-        assert all(torch.equal(a, b) for a, b in zip(copies(context), rows, strict=True))
+        assert same(copies(context), rows)
         assert abs(second.fidelity()) < 1e-5
     first.undo()
     context.recompute(torch.tensor([12]))  # not part of a patch
     rows = copies(context)
     second.undo()
-    assert all(torch.equal(a, b) for a, b in zip(copies(context), rows, strict=True))
+    assert same(copies(context), rows)
 
 
 BATCHED = [*(InfoFlowKV(recompute=0.4, geometry=geometry) for geometry in ("global", "hl-hp", "tl-tp", "hl-tp")),
@@ -301,7 +286,7 @@ def test_a_batch_of_contexts_is_patched_as_each_context_alone(method):
     ids, prompts = torch.randint(2, 64, (3, 4, 6)), torch.randint(2, 64, (3, 5))
     chunks = [ours.encode(documents.tolist()) for documents in ids]
     prompted = PromptedBatch(CacheBatch(ours.model, ours.prefix, chunks), prompts)
-    before = [tensor.clone() for tensor in prompted.batch.keys + prompted.batch.values]
+    before = copies(prompted.batch)
     choice = prompted.choose([method] * 3)
     choice.batch.recompute(choice.rows)
     logits = choice.batch.logits(prompts)
@@ -311,8 +296,7 @@ def test_a_batch_of_contexts_is_patched_as_each_context_alone(method):
             assert choice.orders[i] == patched.order
             torch.testing.assert_close(logits[i], patched.logits(), rtol=1e-9, atol=1e-9)
     choice.batch.restore()
-    after = prompted.batch.keys + prompted.batch.values
-    assert all(torch.equal(a, b) for a, b in zip(after, before, strict=True))
+    assert same(copies(prompted.batch), before)
 
 
 def test_contexts_of_a_batch_have_chunks_of_equal_lengths():
@@ -322,15 +306,15 @@ def test_contexts_of_a_batch_have_chunks_of_equal_lengths():
         CacheBatch(ours.model, ours.prefix, [chunks, chunks[::-1]])
 
 
-def left_behind(model):
+def state(model):
     return model.config._attn_implementation, sum(len(module._forward_hooks) for module in model.modules())
 
 
 @pytest.mark.parametrize("step", ["encode", "score", "recompute", "generate"])
-def test_an_error_leaves_the_model_as_it_was(step):
+def test_an_error_leaves_the_model_unchanged(step):
     context = composed(encoder())
     model = context.lm.model
-    before = left_behind(model)
+    before = state(model)
     assert before == ("sdpa", 0)
     patched = context.patch(NoRecompute(), PROMPTS[0])
     hook = model.model.layers[1].mlp.register_forward_pre_hook(lambda *_: 1 / 0)
@@ -343,14 +327,14 @@ def test_an_error_leaves_the_model_as_it_was(step):
     with pytest.raises(ZeroDivisionError):
         attempt()
     hook.remove()
-    assert left_behind(model) == before
+    assert state(model) == before
 
 
 def test_a_hook_that_cannot_be_set_leaves_none_behind():
     model = language_model()
     with pytest.raises(IndexError), capture_unrotated(model, "q", [0, 99]):
         pass
-    assert left_behind(model) == ("sdpa", 0)
+    assert state(model) == ("sdpa", 0)
 
 
 def test_threads_take_turns_and_capture_only_their_own_forward_pass():
@@ -377,7 +361,7 @@ def test_threads_take_turns_and_capture_only_their_own_forward_pass():
     for thread in threads:
         thread.join()
     assert order == ["first leaves", "second enters"]
-    assert left_behind(model) == ("sdpa", 0)
+    assert state(model) == ("sdpa", 0)
     with capture_unrotated(model, "k", [0]) as taken, torch.no_grad():
         other = Thread(target=lambda: model.model(torch.full((1, 9), 7)))
         model.model(torch.full((1, 3), 5))
@@ -396,29 +380,28 @@ def test_fidelity_is_the_divergence_from_the_full_prefill_of_every_token_of_the_
         assert patched.fidelity() == pytest.approx(float(sum(divergence) / 4), rel=1e-4)
 
 
-def test_a_patch_that_fails_leaves_the_context_as_it_was(monkeypatch):
+def test_a_patch_that_fails_leaves_the_context_unchanged():
     context = composed(encoder())
     before = copies(context)
-    layer = context.lm.model.model.layers[2]
-    hook = layer.register_forward_hook(lambda *_: 1 / 0)
+    hook = context.lm.model.model.layers[2].register_forward_hook(lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         context.patch(FullPrefill(), PROMPTS[0])
     hook.remove()
-    assert all(torch.equal(a, b) for a, b in zip(copies(context), before, strict=True))
+    assert same(copies(context), before)
     context.patch(FullPrefill(), PROMPTS[0])
 
 
-def test_a_document_may_come_twice_and_alone():
+def test_a_document_may_occur_twice_or_alone():
     ours = encoder()
     (chunk,) = ours.encode([DOCUMENTS[0]])
     twice, alone = ours.compose([chunk, chunk]), ours.compose([chunk])
     assert torch.equal(twice.ids, torch.cat([ours.prefix, chunk.ids, chunk.ids]))
-    with alone.patch(InfoFlowKV(), PROMPTS[0]) as patched:  # nothing to repair
+    with alone.patch(InfoFlowKV(), PROMPTS[0]) as patched:  # its cache is exact
         assert not len(patched.rows)
         assert abs(patched.fidelity()) < 1e-6
 
 
-def test_bad_requests_are_refused_with_the_value(as_a_user):
+def test_bad_arguments_are_refused_with_the_value(as_a_user):
     context = composed(encoder())
     with pytest.raises(ValueError, match="numbered from 0 to 28, not 3 to 29"):
         context.recompute(torch.tensor([3, 29]))

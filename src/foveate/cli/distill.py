@@ -67,7 +67,7 @@ def distill(
         int | None, typer.Option(min=1, help="Training steps. [dim]default: 2800; for the built-in model 300[/]")
     ] = None,
     batch: Annotated[int, typer.Option(min=1, help="Batch size over all devices.")] = 32,
-    at_once: Annotated[int, typer.Option(min=1, help="Batch size on a device, for drawing and training.")] = 1,
+    at_once: Annotated[int, typer.Option(min=1, help="Largest batch on a device, for drawing and training.")] = 1,
     rank: Annotated[int, typer.Option(min=1, help="Rank of the LoRA.")] = 4,
     layers: Annotated[
         str,
@@ -125,6 +125,7 @@ def distill(
     from foveate.diffusers.lora import find_lora
     from foveate.training.distill import distill
     from foveate.training.pictures import captioned
+    from foveate.training.run import RunOptions
     from foveate.training.student import Recipe
 
     recipe = Recipe(
@@ -140,9 +141,12 @@ def distill(
     with progress() as track:
         done = distill(
             out, pipe, recipe, request, texts, pictures=files, steps=steps or (STEPS if model else BUILT_IN_STEPS),
-            captions=texts[:SHOWN] if model else _scenes(seed, SHOWN, evaluation=True),
-            start=find_lora(start) if start else None, at_once=at_once, checkpointing=checkpointing, compile=compile,
-            minutes=minutes, sample_every=sample_every, track=track,
+            start=find_lora(start) if start else None,
+            options=RunOptions(
+                at_once=at_once, checkpointing=checkpointing, compile=compile, minutes=minutes,
+                captions=texts[:SHOWN] if model else _scenes(seed, SHOWN, evaluation=True),
+                sample_every=sample_every, track=track,
+            ),
         )  # fmt: skip
     say_whether_done(done, out)
 

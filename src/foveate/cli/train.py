@@ -104,6 +104,7 @@ def train(
     from foveate.diffusers.pixel_pipeline import PixelPipeline
     from foveate.training.pixel import PixelRecipe, Stage
     from foveate.training.pixel import train as train_pixels
+    from foveate.training.run import RunOptions
 
     if dit not in MODELS:
         raise ValueError(f"unknown size {dit!r} of the model: choose {', '.join(MODELS)}")
@@ -131,8 +132,10 @@ def train(
     with progress() as track:
         done = train_pixels(
             out, pipeline, pictures, [Stage(*stage) for stage in stages], recipe,
-            captions=_captions(pictures, data, seed), at_once=at_once, checkpointing=checkpointing, compile=compile,
-            minutes=minutes, sample_every=sample_every, track=track,
+            RunOptions(
+                at_once=at_once, checkpointing=checkpointing, compile=compile, minutes=minutes,
+                captions=_captions(pictures, data, seed), sample_every=sample_every, track=track,
+            ),
         )  # fmt: skip
     say_whether_done(done, out)
 

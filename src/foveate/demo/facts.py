@@ -82,7 +82,7 @@ def draw_facts(
     ids_first: float = 0.5,
     by_id: tuple[float, float] = (0.5, 1.0),
 ) -> Facts:
-    """Random texts. Each uses few relations, so that most relations are told of almost every person.
+    """Random texts. Each uses few relations, so that a text states most of them for almost every person.
 
     Args:
         batch: Number of texts.

@@ -120,12 +120,11 @@ class SubCP:
         pool = unit_rows(embeddings)
         if not 1 <= n <= len(pool):
             raise ValueError(f"cannot select {n} of {len(pool)} examples: use n=1 to n={len(pool)}")
-        others = None if represent is None else unit_rows_like(represent, pool, "represented item")
-        picked = self._pick(pool, n, self._classes(labels, pool), self._bonus(pool, queries), others, track)
-        covered, most = picked.covered.sum(), len(pool)
-        if others is not None:
-            most = best_similarity(others, pool).sum()
-        return Selection(picked.picks, picked.gains, min(1.0, float(covered / most) if most > 0 else 0.0))
+        items = pool if represent is None else unit_rows_like(represent, pool, "represented item")
+        picked = self._pick(items, pool, n, self._classes(labels, pool), self._bonus(pool, queries), track)
+        most = len(pool) if represent is None else best_similarity(items, pool).sum()
+        coverage = float(picked.covered.sum() / most) if most > 0 else 0.0
+        return Selection(picked.picks, picked.gains, min(1.0, coverage))
 
     def partition(
         self,
@@ -166,12 +165,12 @@ class SubCP:
             parts = [chosen[part] for part in self._from_regions(rows, bonus, track)]
         else:
             if self.strategy == "global_local" and n < len(chosen):
-                chosen = self._pick(pool, n, classes, bonus, None, track).picks.sort().values
+                chosen = self._pick(pool, pool, n, classes, bonus, track).picks.sort().values
                 bonus = None
             rows, kinds = pool[chosen], None if classes is None else classes.of(chosen)
             parts = [chosen[part] for part in self._round_robin(rows, n, kinds, bonus, track)]
         if self.max_similarity is not None:
-            spare = _rest(parts, len(pool)) if ids is None else []
+            spare = [] if ids is not None else sorted(set(range(len(pool))).difference(*map(Tensor.tolist, parts)))
             parts = deduplicate(parts, spare, pool, self.max_similarity, None if classes is None else classes.codes)
         if self.order == "central_last":
             parts = [_central_last(part, pool[part]) for part in parts]
@@ -211,18 +210,17 @@ class SubCP:
 
     def _pick(
         self,
+        items: Float[Tensor, "items dim"],
         pool: Float[Tensor, "examples dim"],
         n: int,
         classes: Classes | None,
         bonus: Tensor | None,
-        others: Tensor | None,
         track: Track,
     ) -> GreedyPicks:
-        """One set that covers the represented items."""
-        room = None if classes is None else classes.quotas(n, self.balance == "equal")[None]
+        """`n` examples of the pool that cover the items."""
         codes = None if classes is None else classes.codes
-        represented = pool if others is None else others
-        return round_robin_greedy(represented, pool, n * [0], bonus=bonus, classes=codes, room=room, track=track)
+        room = None if classes is None else classes.quotas(n, self.balance == "equal")[None]
+        return round_robin_greedy(items, pool, n * [0], bonus=bonus, classes=codes, room=room, track=track)
 
     def _round_robin(
         self,
@@ -291,13 +289,6 @@ def _distinct(ids: Sequence[int] | Tensor, examples: int) -> Int[Tensor, "chosen
     if len(twice := chosen[1:][chosen[1:] == chosen[:-1]]):
         raise ValueError(f"example {int(twice[0])} is in ids twice: give each example once")
     return chosen
-
-
-def _rest(parts: Sequence[Tensor], examples: int) -> list[int]:
-    """The examples in none of the parts."""
-    left = torch.ones(examples, dtype=torch.bool)
-    left[torch.cat(list(parts)).cpu()] = False
-    return left.nonzero()[:, 0].tolist()
 
 
 def _central_last(part: Int[Tensor, "block"], rows: Float[Tensor, "block dim"]) -> Int[Tensor, "block"]:

@@ -2,15 +2,13 @@
 # pyright: reportAttributeAccessIssue=false
 """LoRA distillation: the dense model teaches its sparse version, on its own pictures."""
 
-import math
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from zlib import crc32
 
-from accelerate import Accelerator, DistributedType, PartialState
-from accelerate.utils import DataLoaderConfiguration
+from accelerate import Accelerator
 from diffusers import FluxPipeline
 from PIL import Image
 from torch import Tensor
@@ -20,11 +18,10 @@ from foveate.diffusers.pipelines import Request, draw_batch, fingerprint, noise_
 from foveate.methods import HilbertA
 from foveate.training.pairs import make_pairs
 from foveate.training.pictures import NoisyLatents, NoisyPairs
-from foveate.training.run import Phase, Run, cooled_rate, split_batch
+from foveate.training.run import Phase, Run, RunOptions, cooled_rate, make_accelerator, split_batch
 from foveate.training.student import Recipe, Student, token_grid
 from foveate.training.trained import Trained
 from foveate.utils.files import write_whole
-from foveate.utils.progress import Track, silent
 
 __all__ = ["Distillation", "distill"]
 
@@ -38,15 +35,9 @@ def distill(
     *,
     pictures: Sequence[Path] = (),
     pairs: Path | None = None,
-    captions: Sequence[str] = (),
     steps: int,
     start: Path | None = None,
-    at_once: int = 1,
-    checkpointing: bool = False,
-    compile: bool = False,
-    minutes: float = math.inf,
-    sample_every: int = 0,
-    track: Track = silent,
+    options: RunOptions,
 ) -> bool:
     """Make the training pictures, then train the LoRA. Returns whether all steps are done.
 
@@ -61,25 +52,20 @@ def distill(
         prompts: Captions, one for each picture.
         pictures: Files of the training pictures; if empty, the teacher draws them.
         pairs: Folder of the latents and text embeddings, which runs may share; None is a folder inside `out`.
-        captions: Captions of the samples.
         steps: Number of training steps, including those of earlier runs.
         start: LoRA file to start from.
-        at_once: Batch size on a device, for drawing, encoding and training.
-        checkpointing: Use gradient checkpointing.
-        compile: Compile the repeated blocks: the first step takes a minute longer, the others half the time.
-        minutes: Time after which to write a checkpoint and stop.
-        sample_every: Steps between sheets of samples; 0 draws one at the end only.
-        track: Shows progress.
+        options: Other settings. `at_once` holds for drawing, encoding and training.
 
     Raises:
         ValueError: If the pipeline is not a FLUX.1 text-to-image pipeline, or recipe, pictures and folder do not fit
             together.
     """
-    until = time.monotonic() + 60 * minutes
+    until = time.monotonic() + 60 * options.minutes
     if not isinstance(pipeline, FluxPipeline):
         raise ValueError(f"distillation needs a FluxPipeline, not a {type(pipeline).__name__}: name its base model")
-    accelerator = _accelerator(recipe, at_once, pipeline)
-    if compile:
+    accelerator = make_accelerator(pipeline.device, recipe.optimizer)
+    split_batch(recipe.batch, accelerator.num_processes, options.at_once)
+    if options.compile:
         pipeline.transformer.compile_repeated_blocks()
     rows, columns = token_grid(pipeline, request.size)
     if isinstance(recipe.method, HilbertA):  # replaces tiles="auto": the LoRA belongs to that number at any size
@@ -90,26 +76,17 @@ def distill(
         noisy = NoisyPairs(pairs or out / "pairs", prompts, recipe.seed, shift)
         with student.teacher():
             complete = make_pairs(
-                noisy.folder, pipeline, prompts, request, pictures=pictures, at_once=at_once, until=until,
-                advance=track("pictures", len(prompts)),
+                noisy.folder, pipeline, prompts, request, pictures=pictures, at_once=options.at_once, until=until,
+                advance=options.track("pictures", len(prompts)),
             )  # fmt: skip
         if not complete:
             return False
-        if checkpointing:
+        if options.checkpointing:
             pipeline.transformer.enable_gradient_checkpointing()
-        training = Distillation(out, pipeline, student, noisy, accelerator, request, captions, at_once)
-        return training.run(steps, until=until, sample_every=sample_every, advance=track("distilling", steps))
+        training = Distillation(out, pipeline, student, noisy, accelerator, request, options)
+        return training.run(steps, "distilling", until)
     finally:
         student.finish()
-
-
-def _accelerator(recipe: Recipe, at_once: int, pipeline: FluxPipeline) -> Accelerator:
-    cpu = pipeline.device.type == "cpu"
-    split_batch(recipe.batch, PartialState(cpu=cpu).num_processes, at_once)
-    accelerator = Accelerator(cpu=cpu, dataloader_config=DataLoaderConfiguration(non_blocking=True))
-    if accelerator.distributed_type == DistributedType.FSDP and recipe.optimizer != "adamw":
-        raise ValueError("Prodigy cannot measure weights that FSDP has sharded: use --optimizer adamw")
-    return accelerator
 
 
 class Distillation(Run):
@@ -122,8 +99,7 @@ class Distillation(Run):
         pairs: Training samples.
         accelerator: Distributes the work.
         request: Settings of the samples; its size is that of the pairs.
-        captions: Captions of the samples.
-        at_once: Batch size on a device.
+        options: Other settings.
 
     Raises:
         ValueError: If `out` holds another run.
@@ -137,11 +113,9 @@ class Distillation(Run):
         pairs: NoisyPairs,
         accelerator: Accelerator,
         request: Request,
-        captions: Sequence[str],
-        at_once: int,
+        options: RunOptions,
     ):
-        self.pipeline, self.student, self.pairs = pipeline, student, pairs
-        self.request, self.captions, self.at_once = request, captions, at_once
+        self.pipeline, self.student, self.pairs, self.request = pipeline, student, pairs, request
         self._references: dict[str, list[Image.Image]] = {}
         settings = {
             "recipe": repr(student.recipe),
@@ -151,7 +125,7 @@ class Distillation(Run):
         }
         optimizer = student.recipe.optimizer_of(student.trained)
         model, optimizer = accelerator.prepare(pipeline.transformer, optimizer)
-        super().__init__(out, accelerator, model, Trained(student.trained, [optimizer]), settings)
+        super().__init__(out, accelerator, model, Trained(student.trained, [optimizer]), settings, options)
 
     def parts(self) -> dict[str, Trained]:
         """The LoRA and its optimizer."""
@@ -162,7 +136,7 @@ class Distillation(Run):
         batch = self.student.recipe.batch
         samples = range(self.step * batch, steps * batch)
         if samples:
-            yield Phase(self.pairs, samples, *split_batch(batch, self.accelerator.num_processes, self.at_once))
+            yield Phase(self.pairs, samples, *split_batch(batch, self.accelerator.num_processes, self.options.at_once))
 
     def loss(self, batch: NoisyLatents) -> Tensor:
         """The loss of the student."""
@@ -181,7 +155,7 @@ class Distillation(Run):
 
     def sample(self) -> None:
         """Draw the captions dense, with the method alone, and distilled. All devices draw, one writes."""
-        if not self.captions:
+        if not self.options.captions:
             return
         if not self._references:
             with self.student.teacher():
@@ -190,10 +164,11 @@ class Distillation(Run):
                 self._references["not distilled"] = self._draw()
         rows = {**self._references, f"{self.step} steps": self._draw()}
         if self.accelerator.is_main_process:
-            self.write_sheet(rows, self.captions)
+            self.write_sheet(rows, self.options.captions)
 
     def _draw(self) -> list[Image.Image]:
         first = self.request.seed + (self.pairs.count or 0)  # seeds that no training picture has used
-        requests = [self.request._replace(prompt=c, seed=first + index) for index, c in enumerate(self.captions)]
-        parts = [requests[start : start + self.at_once] for start in range(0, len(requests), self.at_once)]
+        at_once, captions = self.options.at_once, self.options.captions
+        requests = [self.request._replace(prompt=c, seed=first + index) for index, c in enumerate(captions)]
+        parts = [requests[start : start + at_once] for start in range(0, len(requests), at_once)]
         return [picture for part in parts for picture in draw_batch(self.pipeline, part)]

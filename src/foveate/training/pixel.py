@@ -3,8 +3,6 @@
 """Training of a pixel diffusion transformer from scratch: flow matching, on small pictures first."""
 
 import copy
-import math
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,8 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from accelerate import Accelerator, DistributedType
-from accelerate.utils import DataLoaderConfiguration
+from accelerate import Accelerator
 from diffusers.training_utils import EMAModel
 from diffusers.utils import SAFETENSORS_WEIGHTS_NAME
 from jaxtyping import Float
@@ -24,10 +21,9 @@ from foveate.diffusers.pipelines import Request, draw
 from foveate.diffusers.pixel_dit import PixelDiT
 from foveate.diffusers.pixel_pipeline import PixelPipeline
 from foveate.training.pictures import NoisyPicture, NoisyPictures, Pictures
-from foveate.training.run import Phase, Run, cooled_rate, split_batch
+from foveate.training.run import Phase, Run, RunOptions, cooled_rate, make_accelerator, split_batch
 from foveate.training.trained import Trained, muon_and_adamw, unsharded
 from foveate.utils.files import write_whole
-from foveate.utils.progress import Track, silent
 
 __all__ = ["MIXED", "PixelRecipe", "PixelTraining", "Stage", "prepare", "train", "velocity_loss"]
 
@@ -95,14 +91,7 @@ def train(
     pictures: Pictures,
     stages: Sequence[Stage],
     recipe: PixelRecipe,
-    *,
-    captions: Sequence[str] = (),
-    at_once: int = 64,
-    checkpointing: bool = False,
-    compile: bool = False,
-    minutes: float = math.inf,
-    sample_every: int = 0,
-    track: Track = silent,
+    options: RunOptions,
 ) -> bool:
     """Train the transformer of a pipeline. Returns whether all steps are done.
 
@@ -114,31 +103,15 @@ def train(
         pictures: Training pictures.
         stages: Stages in turn, small pictures first. A resumed run may have more of them.
         recipe: Hyperparameters.
-        captions: Captions of the samples; "" for each sample of a model without captions.
-        at_once: Largest batch on a device.
-        checkpointing: Use gradient checkpointing.
-        compile: Compile the blocks, once for each size.
-        minutes: Time after which to write a checkpoint and stop.
-        sample_every: Steps between sheets of samples; 0 draws one at the end only.
-        track: Shows progress.
+        options: Other settings.
 
     Raises:
         ValueError: If stages, pictures, pipeline and folder do not fit together.
     """
-    until = time.monotonic() + 60 * minutes
-    accelerator = Accelerator(
-        cpu=pipeline.device.type == "cpu",
-        mixed_precision=MIXED[recipe.dtype],
-        dataloader_config=DataLoaderConfiguration(non_blocking=True),
-    )
-    if accelerator.distributed_type == DistributedType.FSDP and recipe.optimizer != "adamw":
-        raise ValueError("Muon needs whole matrices, but FSDP has sharded them: use --optimizer adamw")
-    _check(pipeline, pictures, stages, accelerator.num_processes, at_once)
-    training = PixelTraining(
-        out, pipeline, pictures, stages, recipe, accelerator, captions, at_once, checkpointing, compile
-    )
-    steps = sum(stage.steps for stage in stages)
-    return training.run(steps, until=until, sample_every=sample_every, advance=track("training", steps))
+    accelerator = make_accelerator(pipeline.device, recipe.optimizer, MIXED[recipe.dtype])
+    _check(pipeline, pictures, stages, accelerator.num_processes, options.at_once)
+    training = PixelTraining(out, pipeline, pictures, stages, recipe, accelerator, options)
+    return training.run(sum(stage.steps for stage in stages))
 
 
 def _check(pipeline: PixelPipeline, pictures: Pictures, stages: Sequence[Stage], devices: int, at_once: int) -> None:
@@ -150,12 +123,8 @@ def _check(pipeline: PixelPipeline, pictures: Pictures, stages: Sequence[Stage],
     for stage in stages:
         if any(side % patch for side in stage.size):
             raise ValueError(f"patches of {patch} px do not fill {stage.size[1]} x {stage.size[0]} px: use multiples")
-        _split(stage.batch, devices, at_once)
+        split_batch(stage.batch, devices, at_once)
         pictures.picture(0, stage.size)
-
-
-def _split(batch: int, devices: int, at_once: int) -> tuple[int, int]:
-    return split_batch(batch, devices, min(at_once, max(1, batch // devices)))
 
 
 def prepare(
@@ -219,19 +188,7 @@ class StageHistory(NamedTuple):
 
 
 class PixelTraining(Run):
-    """A training run of a pixel model; see `train` for the arguments.
-
-    Args:
-        out: Folder of the pipeline, checkpoints, samples and log.csv.
-        pipeline: Pipeline whose transformer has the initial weights and later their average.
-        pictures: Training pictures.
-        stages: Stages in turn.
-        recipe: Hyperparameters.
-        accelerator: Distributes the work.
-        captions: Captions of the samples.
-        at_once: Largest batch on a device.
-        checkpointing: Use gradient checkpointing.
-        compile: Compile the blocks.
+    """A training run of a pixel model. Its arguments are those of `train`, and the accelerator.
 
     Raises:
         ValueError: If `out` holds another run.
@@ -245,19 +202,15 @@ class PixelTraining(Run):
         stages: Sequence[Stage],
         recipe: PixelRecipe,
         accelerator: Accelerator,
-        captions: Sequence[str] = (),
-        at_once: int = 64,
-        checkpointing: bool = False,
-        compile: bool = False,
+        options: RunOptions,
     ):
         self.pipeline, self.pictures, self.stages, self.recipe = pipeline, pictures, tuple(stages), recipe
-        self.captions, self.at_once = captions, at_once
         model = copy.deepcopy(pipeline.transformer)
         pipeline.to(accelerator.device).set_progress_bar_config(disable=True)
         config = {name: value for name, value in model.config.items() if not name.startswith("_")}
         settings = {"recipe": repr(recipe), "model": repr(config), "pictures": pictures.checksum}
-        model, trained = prepare(model, recipe, accelerator, checkpointing, compile)
-        super().__init__(out, accelerator, model, trained, settings)
+        model, trained = prepare(model, recipe, accelerator, options.checkpointing, options.compile)
+        super().__init__(out, accelerator, model, trained, settings, options)
 
     def parts(self) -> dict[str, Any]:
         """Weights, optimizers and average, and the stages so far."""
@@ -273,7 +226,7 @@ class PixelTraining(Run):
                 data = NoisyPictures(
                     self.pictures, size, self.recipe.seed, self.pipeline.tokenizer, self.recipe.uncaptioned
                 )
-                yield Phase(data, samples, *_split(batch, self.accelerator.num_processes, self.at_once))
+                yield Phase(data, samples, *split_batch(batch, self.accelerator.num_processes, self.options.at_once))
             first_step, first_sample = first_step + length, first_sample + length * batch
 
     def loss(self, batch: NoisyPicture) -> Tensor:
@@ -304,11 +257,12 @@ class PixelTraining(Run):
     def sample(self) -> None:
         """Draw a picture for every caption; one device draws."""
         self._copy_average()
-        if self.captions and self.accelerator.is_main_process:
-            requests = [Request(words, self._size(), 20, None, seed) for seed, words in enumerate(self.captions)]
+        captions = self.options.captions
+        if captions and self.accelerator.is_main_process:
+            requests = [Request(words, self._size(), 20, None, seed) for seed, words in enumerate(captions)]
             with self.accelerator.autocast():
                 pictures = [draw(self.pipeline, request) for request in requests]
-            self.write_sheet({f"{self.step} steps": pictures}, self.captions)
+            self.write_sheet({f"{self.step} steps": pictures}, captions)
         self.accelerator.wait_for_everyone()
 
     def _size(self) -> tuple[int, int]:

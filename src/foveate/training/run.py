@@ -8,12 +8,14 @@ import os
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from accelerate import Accelerator
+from accelerate import Accelerator, DistributedType
+from accelerate.utils import DataLoaderConfiguration
 from PIL import Image
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
@@ -21,11 +23,37 @@ from torch.utils.data import DataLoader, Dataset
 from foveate.training.checkpoints import resume, write_checkpoint
 from foveate.training.trained import Trained
 from foveate.utils.files import write_whole
+from foveate.utils.progress import Track, silent
 from foveate.web.report import draw_losses, draw_sheet, figure_png
 
-__all__ = ["Phase", "Run", "cooled_rate", "split_batch", "train_step"]
+__all__ = ["Phase", "Run", "RunOptions", "cooled_rate", "make_accelerator", "split_batch", "train_step"]
 
 WORKERS = min(8, os.cpu_count() or 1)  # processes that prepare samples while a GPU computes
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunOptions:
+    """Options of a training run that change nothing about its result but rounding.
+
+    Attributes:
+        at_once: Largest batch on a device.
+        checkpointing: Use gradient checkpointing.
+        compile: Compile the repeated blocks, once for each size.
+        minutes: Time after which to write a checkpoint and stop.
+        checkpoint_minutes: Time between checkpoints.
+        captions: Captions of the samples; "" for each sample of a model without captions.
+        sample_every: Steps between sheets of samples; 0 draws one at the end only.
+        track: Shows progress.
+    """
+
+    at_once: int
+    checkpointing: bool = False
+    compile: bool = False
+    minutes: float = math.inf
+    checkpoint_minutes: float = 5
+    captions: Sequence[str] = ()
+    sample_every: int = 0
+    track: Track = silent
 
 
 class Phase(NamedTuple):
@@ -45,11 +73,17 @@ class Phase(NamedTuple):
 
 
 def split_batch(batch: int, devices: int, at_once: int) -> tuple[int, int]:
-    """The micro-batch of a device, and the number of micro-batches it accumulates, for a batch over all devices.
+    """The micro-batch of a device, and the number of micro-batches it accumulates.
+
+    Args:
+        batch: Batch size over all devices.
+        devices: Number of devices.
+        at_once: Largest micro-batch of a device.
 
     Raises:
         ValueError: If the batch cannot be split evenly.
     """
+    at_once = min(at_once, max(1, batch // devices))
     together = devices * at_once
     if batch % together:
         raise ValueError(
@@ -57,6 +91,22 @@ def split_batch(batch: int, devices: int, at_once: int) -> tuple[int, int]:
             f"(devices x --at-once): use --batch {max(1, round(batch / together)) * together}"
         )
     return at_once, batch // together
+
+
+def make_accelerator(device: torch.device, optimizer: str, mixed_precision: str | None = None) -> Accelerator:
+    """The accelerator of a run on this kind of device.
+
+    Raises:
+        ValueError: If FSDP shards the weights, and the optimizer is not AdamW.
+    """
+    accelerator = Accelerator(
+        cpu=device.type == "cpu",
+        mixed_precision=mixed_precision,
+        dataloader_config=DataLoaderConfiguration(non_blocking=True),
+    )
+    if accelerator.distributed_type == DistributedType.FSDP and optimizer != "adamw":
+        raise ValueError(f"{optimizer} needs whole weights, but FSDP has sharded them: use --optimizer adamw")
+    return accelerator
 
 
 def cooled_rate(rate: float, done: float, cool_down: float) -> float:
@@ -91,16 +141,23 @@ class Run(ABC):
         model: The model as the accelerator prepared it.
         trained: Its weights, with their optimizers and their average.
         settings: Settings that identify the run.
+        options: Other settings.
 
     Raises:
         ValueError: If `out` holds another run.
     """
 
     def __init__(
-        self, out: Path, accelerator: Accelerator, model: nn.Module, trained: Trained, settings: dict[str, Any]
+        self,
+        out: Path,
+        accelerator: Accelerator,
+        model: nn.Module,
+        trained: Trained,
+        settings: dict[str, Any],
+        options: RunOptions,
     ):
         self.out, self.accelerator, self.model, self.trained = out, accelerator, model, trained
-        self._settings = settings
+        self._settings, self.options = settings, options
         self.step = 0
         self.step = resume(out, self.parts(), settings)
         self._losses = self._read_log()
@@ -133,42 +190,36 @@ class Run(ABC):
 
     # --- steps ---
 
-    def run(
-        self,
-        steps: int,
-        *,
-        until: float = math.inf,
-        checkpoint_minutes: float = 5,
-        sample_every: int = 0,
-        advance: Callable[[], None] = lambda: None,
-    ) -> bool:
+    def run(self, steps: int, name: str = "training", until: float | None = None) -> bool:
         """Train up to a number of steps or until the time is up. Returns whether all steps are done.
 
         Args:
             steps: Number of steps, including those of earlier runs.
-            until: Time at which to write a checkpoint and stop, as given by `time.monotonic`.
-            checkpoint_minutes: Minutes between checkpoints.
-            sample_every: Steps between sheets of samples; 0 draws one at the end only.
-            advance: Called once for every step, including those of earlier runs.
+            name: Name of the progress bar.
+            until: Time at which to write a checkpoint and stop, as given by `time.monotonic`. None: `options.minutes`
+                from now.
 
         Raises:
             ValueError: If the loss is not finite; the checkpoints keep the state before.
         """
+        options, advance = self.options, self.options.track(name, steps)
         for _ in range(min(self.step, steps)):
             advance()
         saved = began = time.monotonic()
+        until = began + 60 * options.minutes if until is None else until
         for loss in self._steps(steps):
             if not math.isfinite(loss):
                 raise ValueError(f"the loss of step {self.step} is {loss}: begin anew with a lower --rate")
             now = time.monotonic()
-            late, due = self._on_any_device(now > until), self._on_any_device(now > saved + 60 * checkpoint_minutes)
+            late = self._on_any_device(now > until)
+            due = self._on_any_device(now > saved + 60 * options.checkpoint_minutes)
             last = late or self.step == steps
             self._write_log(loss, now - began)
             advance()
             if last or due:
                 self._save()
                 saved = now
-            if last or (sample_every and self.step % sample_every == 0):
+            if last or (options.sample_every and self.step % options.sample_every == 0):
                 self.sample()
             began = time.monotonic()
             if late:

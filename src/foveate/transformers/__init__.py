@@ -1,6 +1,6 @@
 """Cached contexts and in-context examples for causal language models of `transformers`."""
 
-from foveate.transformers.cache import ChunkCache
+from foveate.transformers.chunk import ChunkCache
 from foveate.transformers.context import Context, Patched
 from foveate.transformers.encoder import ChunkEncoder
 

@@ -1,17 +1,13 @@
 # pyright: basic, reportPrivateImportUsage=false
-"""Key/value caches: of one document, in memory and on disk, and of contexts that are composed of documents."""
+"""Key/value caches of contexts that are composed of chunks: scored, recomputed in part, and restored."""
 
-from collections.abc import Generator, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from collections.abc import Sequence
+from contextlib import suppress
 from itertools import accumulate, pairwise
-from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import torch
 from jaxtyping import Float, Int
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save
 from torch import Tensor
 from transformers import DynamicCache
 from transformers.cache_utils import Cache
@@ -28,94 +24,13 @@ from foveate.transformers.attention import (
     fill,
     row_index,
 )
-from foveate.transformers.fingerprint import digest
-from foveate.transformers.model import LanguageModel
-from foveate.utils.files import write_whole
+from foveate.transformers.chunk import ChunkCache
 
-__all__ = ["CacheBatch", "Choice", "ChunkCache", "PromptedBatch", "check_fingerprint", "open_chunk"]
+__all__ = ["CacheBatch", "Choice", "PromptedBatch"]
 
 RECOMPUTE_ROWS = 8192
 """Rows of a forward pass: enough for full speed, few enough to bound memory."""
 ROTATE_ROWS = 2048
-
-
-@dataclass(frozen=True, eq=False)
-class ChunkCache:
-    """Keys and values of one document that was encoded alone, after the prefix.
-
-    Attributes:
-        ids: Token ids of the document, without the prefix.
-        keys: Keys before rotation, prefix first, in the model's dtype and on its device.
-        values: Values, prefix first.
-        fingerprint: Hashes of model, tokenizer, dtype, prefix and file format, by name.
-    """
-
-    ids: Int[Tensor, "tokens"]
-    keys: Float[Tensor, "layers groups rows dim"]
-    values: Float[Tensor, "layers groups rows dim"]
-    fingerprint: dict[str, str]
-
-    @property
-    def nbytes(self) -> int:
-        """Size of keys and values in bytes."""
-        return self.keys.nbytes + self.values.nbytes
-
-    def save(self, path: str | Path) -> None:
-        """Write a safetensors file, which appears only when it is complete."""
-        tensors = {name: getattr(self, name).contiguous() for name in ("ids", "keys", "values")}
-        write_whole(Path(path), save(tensors, {**self.fingerprint, "text": digest(self.ids.tolist())}))
-
-    @classmethod
-    def load(cls, path: str | Path, encoder: LanguageModel, text: str | None = None) -> "ChunkCache":
-        """Read a file that `save` has written, onto the encoder's device.
-
-        Args:
-            path: File to read.
-            encoder: Encoder with the model, tokenizer and prefix that the chunk was computed with.
-            text: Expected document. None accepts any.
-
-        Raises:
-            ValueError: If the file is damaged or no chunk, or if model, tokenizer, dtype, prefix or text differ.
-            OSError: If the file cannot be read.
-        """
-        with open_chunk(path, encoder) as file:
-            text_digest = file.metadata().get("text")
-            # copies: memory-mapped pages would crash the process if the file were truncated later
-            ids, keys, values = (file.get_tensor(name).clone() for name in ("ids", "keys", "values"))
-        config, rows = encoder.model.config, len(encoder.prefix) + ids.numel()
-        head_dim = encoder.model.model.layers[0].self_attn.head_dim
-        shape = config.num_hidden_layers, config.num_key_value_heads, rows, head_dim
-        fits = ids.ndim == 1 and all(part.shape == shape and part.dtype == encoder.dtype for part in (keys, values))
-        if not fits or digest(ids.tolist()) != text_digest or not (keys.isfinite() & values.isfinite()).all():
-            raise ValueError(f"{path} holds other tensors than its header says: encode the document again")
-        if text is not None and encoder.tokens(text).tolist() != ids.tolist():
-            raise ValueError(f"{path} was made from another text: encode the document again")
-        return cls(ids, keys, values, dict(encoder.fingerprint))
-
-
-@contextmanager
-def open_chunk(path: str | Path, encoder: LanguageModel) -> Generator[Any]:
-    """Open the file of a cached chunk and check its fingerprint, before any tensor is read.
-
-    Raises:
-        ValueError: If the file is truncated or no chunk, or if model, tokenizer, dtype or prefix differ.
-    """
-    try:
-        with safe_open(path, "pt", device=str(encoder.device)) as file:
-            check_fingerprint(f"{path}", file.metadata() or {}, encoder.fingerprint)
-            yield file
-    except SafetensorError as error:
-        raise ValueError(f"{path} is not a complete chunk file ({error}): encode the document again") from None
-
-
-def check_fingerprint(what: str, found: dict[str, str], expected: dict[str, str]) -> None:
-    """Raise an error if a chunk was computed with something else.
-
-    Raises:
-        ValueError: With the names of the entries that differ.
-    """
-    if names := [name for name in expected if found.get(name) != expected[name]]:
-        raise ValueError(f"{what} was made with another {', '.join(names)}: encode the document again")
 
 
 class CacheBatch:
@@ -188,14 +103,7 @@ class CacheBatch:
     def score(
         self, prompts: Int[Tensor, "batch prompt"], layers: Sequence[int], norm: Norm, geometry: Geometry
     ) -> Float[Tensor, "batch rows"]:
-        """Attention that each row receives from the prompt after its context, averaged over these layers.
-
-        Args:
-            prompts: Token ids of one prompt for each context.
-            layers: Layer numbers.
-            norm: Norm over the tokens of the prompt.
-            geometry: Positions of chunks and prompt while they are scored; see `InfoFlowKV`.
-        """
+        """`Context.score` of each context, for one prompt each."""
         model = self.model.model
         positions, start = places(geometry, self.spans)
         prompt_positions = torch.arange(start, start + prompts.shape[1], device=prompts.device)[None]
@@ -219,13 +127,7 @@ class CacheBatch:
 
     @torch.no_grad()
     def kv_deviation(self, rank: Literal["v", "k"]) -> Float[Tensor, "batch rows"]:
-        """Mean square change of each row's values or keys in layer 1 when layers 0 and 1 are recomputed.
-
-        All rows of these two layers stay overwritten until `restore`.
-
-        Raises:
-            ValueError: If the model has only one layer.
-        """
+        """`Context.kv_deviation` of each context."""
         if len(self.keys) < 2:
             raise ValueError("CacheBlend ranks rows by layer 1, but the model has only layer 0: use InfoFlowKV")
         layer = {"v": self.values, "k": self.keys}[rank][1]
@@ -299,49 +201,55 @@ class PromptedBatch:
     def __init__(self, batch: CacheBatch, prompts: Int[Tensor, "batch prompt"]) -> None:
         self.batch, self.prompts = batch, prompts
         self._scores: dict[Any, Tensor] = {}
-        self._deviation: dict[str, Tensor] = {}
 
     def choose(self, policies: Sequence[RecomputePolicy]) -> Choice:
         """What each policy chooses for its context. All of them must choose the same number of rows."""
-        self._deviation.clear()
-        contexts = range(len(self.batch.ids))
-        orders = [policies[i].arrange(_Prompted(self, i)) for i in contexts]
-        prompted = self
+        views = self._views()
+        orders = [policy.arrange(view) for policy, view in zip(policies, views, strict=True)]
+        batch = self.batch
         if any(order != tuple(range(len(order))) for order in orders):
-            prompted = PromptedBatch(self.batch.reordered(orders), self.prompts)
-        rows = torch.stack([policies[i].rows(_Prompted(prompted, i)).cpu() for i in contexts])
-        return Choice(prompted.batch, orders, rows)
+            batch = batch.reordered(orders)
+            views = PromptedBatch(batch, self.prompts)._views()
+        rows = [policy.rows(view).cpu() for policy, view in zip(policies, views, strict=True)]
+        return Choice(batch, orders, torch.stack(rows))
 
-    def received(self, layers: tuple[int, ...], norm: Norm, geometry: Geometry) -> Float[Tensor, "batch rows"]:
-        """`CacheBatch.score` of the prompts, computed once for all contexts and choices."""
-        key = layers, norm, geometry
-        if key not in self._scores:
-            self._scores[key] = self.batch.score(self.prompts, layers, norm, geometry)
-        return self._scores[key]
-
-    def kv_deviation(self, rank: Literal["v", "k"]) -> Float[Tensor, "batch rows"]:
-        """`CacheBatch.kv_deviation`, computed once for all contexts of a choice."""
-        if rank not in self._deviation:
-            self._deviation[rank] = self.batch.kv_deviation(rank)
-        return self._deviation[rank]
+    def _views(self) -> list["_Prompted"]:
+        deviation: dict[str, Tensor] = {}  # not kept: to compute it overwrites rows, which the next choice needs again
+        return [_Prompted(self.batch, self.prompts, self._scores, deviation, i) for i in range(len(self.prompts))]
 
 
 class _Prompted(NamedTuple):
-    """One context of a batch, as a policy sees it: a `foveate.methods.recompute_policy.ComposedCache`."""
+    """One context of a batch, as a policy sees it: a `foveate.methods.recompute_policy.ComposedCache`.
 
-    prompted: PromptedBatch
+    Attributes:
+        batch: Caches.
+        prompts: Token ids of one prompt for each context.
+        scores: Results of `CacheBatch.score` by its arguments, computed once for all contexts and choices.
+        deviation: Results of `CacheBatch.kv_deviation` by its argument, computed once for all contexts of a choice.
+        context: Index of the context.
+    """
+
+    batch: CacheBatch
+    prompts: Int[Tensor, "batch prompt"]
+    scores: dict[Any, Tensor]
+    deviation: dict[str, Tensor]
     context: int
 
     @property
     def spans(self) -> Spans:
-        return self.prompted.batch.spans
+        return self.batch.spans
 
     @property
     def layers(self) -> int:
-        return len(self.prompted.batch.keys)
+        return len(self.batch.keys)
 
     def received(self, layers: tuple[int, ...], norm: Norm, geometry: Geometry) -> Tensor:
-        return self.prompted.received(layers, norm, geometry)[self.context]
+        how = layers, norm, geometry
+        if how not in self.scores:
+            self.scores[how] = self.batch.score(self.prompts, *how)
+        return self.scores[how][self.context]
 
     def kv_deviation(self, rank: Literal["v", "k"]) -> Tensor:
-        return self.prompted.kv_deviation(rank)[self.context]
+        if rank not in self.deviation:
+            self.deviation[rank] = self.batch.kv_deviation(rank)
+        return self.deviation[rank][self.context]

@@ -12,7 +12,8 @@ from transformers import DynamicCache
 
 from foveate.methods.recompute_policy import Geometry, Norm, RecomputePolicy, Spans
 from foveate.transformers.attention import attend_by_rows
-from foveate.transformers.cache import CacheBatch, ChunkCache, PromptedBatch
+from foveate.transformers.cache import CacheBatch, PromptedBatch
+from foveate.transformers.chunk import ChunkCache
 from foveate.transformers.model import LanguageModel, Text
 from foveate.utils.choices import check_choice
 from foveate.utils.device import Stopwatch

@@ -11,7 +11,8 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from foveate.transformers.attention import capture_unrotated
-from foveate.transformers.cache import CacheBatch, ChunkCache, check_fingerprint
+from foveate.transformers.cache import CacheBatch
+from foveate.transformers.chunk import ChunkCache, check_fingerprint
 from foveate.transformers.context import Context
 from foveate.transformers.model import LanguageModel, Text
 

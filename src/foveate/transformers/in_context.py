@@ -21,6 +21,8 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
+from foveate.utils.choices import check_choice
+
 __all__ = ["HOSTS", "PrefilledContext", "PromptedModel", "concatenate", "ensemble", "parallel_windows", "prompt_with"]
 
 Block = Sequence[Sequence[int]]
@@ -132,6 +134,7 @@ def ensemble(
     Raises:
         ValueError: If there are no blocks, the weights do not fit them, or the mix is unknown.
     """
+    check_choice("mix", mix, Mix)
     if not len(scores):
         raise ValueError("an ensemble needs the scores of at least one block")
     p = torch.stack(list(scores))
@@ -144,10 +147,8 @@ def ensemble(
         return (w * p.exp()).sum(0)
     if mix == "poe":
         return (w * p).sum(0).softmax(-1)
-    if mix == "max":
-        largest = (w * p.exp()).amax(0)
-        return largest / largest.sum(-1, keepdim=True)
-    raise ValueError(f"mix must be one of moe, poe, max, not {mix!r}")
+    largest = (w * p.exp()).amax(0)
+    return largest / largest.sum(-1, keepdim=True)
 
 
 class PromptedModel(NamedTuple):

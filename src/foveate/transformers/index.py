@@ -7,7 +7,7 @@ from pathlib import Path
 from time import time
 from typing import NamedTuple
 
-from foveate.transformers.cache import ChunkCache, open_chunk
+from foveate.transformers.chunk import ChunkCache, open_chunk
 from foveate.transformers.documents import Passage, split_documents
 from foveate.transformers.encoder import ChunkEncoder
 from foveate.transformers.fingerprint import digest

@@ -148,20 +148,13 @@ def check_model(model: PreTrainedModel) -> None:
 
 
 class LanguageModel:
-    """A causal language model, its tokenizer, and the prefix of every context.
-
-    Args:
-        model: Llama, Qwen2, Qwen3 or Mistral model for causal language modelling, in evaluation mode. It is never
-            changed.
-        tokenizer: Tokenizer of the model.
-        prefix: Text or token ids before every context, and before each document while it is encoded. None is the
-            tokenizer's start-of-text token, or nothing if it has none.
+    """A causal language model, its tokenizer, and the prefix of every context: the base of `ChunkEncoder`.
 
     Attributes:
+        model: Causal language model of `transformers`.
+        tokenizer: Tokenizer of the model.
+        prefix: Token ids before every context.
         fingerprint: Hashes of everything that cached chunks depend on besides their text, by name.
-
-    Raises:
-        ValueError: If the model is not supported, with the reason.
     """
 
     def __init__(self, model: PreTrainedModel, tokenizer: Any, prefix: Text | None = None) -> None:
