@@ -1,6 +1,6 @@
 # pyright: basic, reportArgumentType=false, reportGeneralTypeIssues=false, reportCallIssue=false, reportIndexIssue=false
 # pyright: reportOperatorIssue=false, reportAttributeAccessIssue=false
-"""Log-linear attention in Triton: forward, and the gradient of the queries.
+"""The forward pass of log-linear attention in Triton, and the steps that it shares with the gradient of the queries.
 
 One program computes a few blocks of queries that have the same parent. It reads the keys they share in wide tiles: the
 means that their ancestors' lists make visible, all means of the top level, and the extra keys. The tokens that each
@@ -8,8 +8,18 @@ block picked are read in small tiles, as one batched product over the blocks. On
 Scores are in base 2: ``scale`` includes log2(e), and counts are added as binary logarithms; the stored LSE is natural.
 """
 
+import math
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
+
+from foveate.kernels.launch import empty_like, empty_lse, padded_size
+
+__all__ = ["KernelConfig", "Keys", "forward", "launch"]
 
 LN2 = tl.constexpr(0.6931471805599453)
 LOWEST = tl.constexpr(-3.4028234e38)  # finite, so that differences of maxima are never NaN
@@ -111,7 +121,7 @@ def _step(
 
 
 @triton.jit
-def _see_means(
+def see_means(
     m, norm, acc, q, g, p_mk, p_mv, p_logs, lists, sample, row, tokens, top_k, scale,
     LEVELS: tl.constexpr, ENRICHED: tl.constexpr, REWEIGHT: tl.constexpr, EXCLUDE: tl.constexpr,
     MASKED: tl.constexpr, GRADIENT: tl.constexpr, EVEN: tl.constexpr, STAGES: tl.constexpr,
@@ -151,7 +161,7 @@ def _see_means(
 
 
 @triton.jit
-def _see_extra(
+def see_extra(
     m, norm, acc, q, g, p_ek, p_ev, s_ek, s_ev, extra, scale,
     GRADIENT: tl.constexpr, STAGES: tl.constexpr, BN: tl.constexpr, D: tl.constexpr, BD: tl.constexpr,
     FAR: tl.constexpr,
@@ -166,7 +176,7 @@ def _see_extra(
 
 
 @triton.jit
-def _see_tokens(
+def see_tokens(
     m, norm, acc, q, g, p_q, p_g, s_q, s_g, o_r, p_k, p_v, p_real, p_list, s_k, s_v, sample, row, tokens, top_k, scale,
     MASKED: tl.constexpr, GRADIENT: tl.constexpr, EVEN: tl.constexpr, STAGES: tl.constexpr,
     B: tl.constexpr, M: tl.constexpr, BK: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, FAR: tl.constexpr,
@@ -210,7 +220,7 @@ def _see_tokens(
 
 
 @triton.jit
-def _place(tokens, heads, M: tl.constexpr):
+def place_of(tokens, heads, M: tl.constexpr):
     """Batch, head, sample (batch * heads + head) and first row; head by head, so that few heads share the cache."""
     groups = tl.cdiv(tokens, M)
     sample = (tl.program_id(0) // groups).to(tl.int64)
@@ -218,7 +228,7 @@ def _place(tokens, heads, M: tl.constexpr):
 
 
 @triton.jit
-def _real_rows(p_real, row, tokens, MASKED: tl.constexpr, M: tl.constexpr):
+def real_rows(p_real, row, tokens, MASKED: tl.constexpr, M: tl.constexpr):
     """Indices of the rows [M]; -1 for rows that do not exist or are padding."""
     o_m = row + tl.arange(0, M)
     m_m = o_m < tokens
@@ -228,17 +238,17 @@ def _real_rows(p_real, row, tokens, MASKED: tl.constexpr, M: tl.constexpr):
 
 
 @triton.jit
-def _store(p, stride, row, tokens, x, M: tl.constexpr, D: tl.constexpr, BD: tl.constexpr):
+def store_rows(p, stride, row, tokens, x, M: tl.constexpr, D: tl.constexpr, BD: tl.constexpr):
     o_m, o_d = row + tl.arange(0, M), tl.arange(0, BD)
     m_x = (o_m < tokens)[:, None] & (o_d < D)[None, :]
     tl.store(p + o_m[:, None].to(tl.int64) * stride + o_d[None, :], x.to(p.dtype.element_ty), mask=m_x)
 
 
 @triton.jit(do_not_specialize=NUMBERS)
-def forward(
+def _forward(
     p_q, p_k, p_v, p_ek, p_ev, p_out, p_mk, p_mv, p_logs, p_real, p_list1, p_list2, p_list3, p_list4, p_lse,
     scale, heads, tokens, extra, nodes, top_k, s_log, s_real,
-    s_qb, s_qh, s_q, s_kb, s_kh, s_k, s_vb, s_vh, s_v, s_ekb, s_ekh, s_ek, s_evb, s_evh, s_ev, s_ob, s_oh, s_o,
+    s_qb, s_qh, s_q, s_kb, s_kh, s_k, s_vb, s_vh, s_v, s_ekb, s_ekh, s_ek, s_evb, s_evh, s_ev, s_outb, s_outh, s_out,
     LEVELS: tl.constexpr, ENRICHED: tl.constexpr, REWEIGHT: tl.constexpr, EXCLUDE: tl.constexpr, MASKED: tl.constexpr,
     EVEN: tl.constexpr, EXTRA: tl.constexpr, B: tl.constexpr, M: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
     D: tl.constexpr, BD: tl.constexpr, FAR: tl.constexpr, STAGES: tl.constexpr, SMALL_STAGES: tl.constexpr,
@@ -247,9 +257,9 @@ def forward(
 
     EVEN: all nodes, lists and steps are full, so that nothing needs a mask. EXTRA: there are extra keys.
     """
-    batch, head, sample, row = _place(tokens, heads, M)
+    batch, head, sample, row = place_of(tokens, heads, M)
     p_real += batch * s_real
-    o_m = _real_rows(p_real, row, tokens, MASKED, M)
+    o_m = real_rows(p_real, row, tokens, MASKED, M)
     o_r = tl.maximum(o_m, 0)
     p_q += batch * s_qb + head * s_qh
     q = rows_of(p_q, s_q, o_r, D, BD, FAR)  # [M, BD]
@@ -257,75 +267,202 @@ def forward(
     norm = tl.zeros([M], tl.float32)
     acc = tl.zeros([M, BD], tl.float32)
     if ENRICHED > 0:
-        m, norm, acc = _see_means(
+        m, norm, acc = see_means(
             m, norm, acc, q, q, p_mk + sample * nodes * D, p_mv + sample * nodes * D, p_logs + batch * s_log,
             (p_list1, p_list2, p_list3, p_list4), sample, row, tokens, top_k, scale,
             LEVELS, ENRICHED, REWEIGHT, EXCLUDE, MASKED, False, EVEN, STAGES, B, M, BN, D, BD, FAR,
         )  # fmt: skip
     if EXTRA:
-        m, norm, acc = _see_extra(
+        m, norm, acc = see_extra(
             m, norm, acc, q, q, p_ek + batch * s_ekb + head * s_ekh, p_ev + batch * s_evb + head * s_evh, s_ek, s_ev,
             extra, scale, False, STAGES, BN, D, BD, FAR,
         )  # fmt: skip
-    m, norm, acc = _see_tokens(
+    m, norm, acc = see_tokens(
         m, norm, acc, q, q, p_q, p_q, s_q, s_q, o_r,
         p_k + batch * s_kb + head * s_kh, p_v + batch * s_vb + head * s_vh, p_real, p_list1, s_k, s_v,
         sample, row, tokens, top_k, scale, MASKED, False, EVEN, SMALL_STAGES, B, M, BK, D, BD, FAR,
     )  # fmt: skip
     norm = tl.where(o_m >= 0, norm, 0.0)
     acc = tl.where((norm != 0)[:, None], acc / norm[:, None], 0.0)  # NaN must propagate
-    _store(p_out + batch * s_ob + head * s_oh, s_o, row, tokens, acc, M, D, BD)
+    store_rows(p_out + batch * s_outb + head * s_outh, s_out, row, tokens, acc, M, D, BD)
     o_m = row + tl.arange(0, M)
     lse = tl.where(norm != 0, (m + tl.math.log2(norm)) * LN2, NEVER)
     tl.store(p_lse + sample * tokens + o_m, lse, mask=o_m < tokens)
 
 
-@triton.jit(do_not_specialize=NUMBERS)
-def backward_queries(
-    p_q, p_k, p_v, p_ek, p_ev, p_out, p_g, p_dq, p_mk, p_mv, p_logs, p_real, p_list1, p_list2, p_list3, p_list4,
-    p_lse, p_dlse, p_binary, p_delta, scale, factor, heads, tokens, extra, nodes, top_k, s_log, s_real,
-    s_qb, s_qh, s_q, s_kb, s_kh, s_k, s_vb, s_vh, s_v, s_ekb, s_ekh, s_ek, s_evb, s_evh, s_ev, s_ob, s_oh, s_o,
-    s_gb, s_gh, s_g, s_db, s_dh, s_d,
-    LEVELS: tl.constexpr, ENRICHED: tl.constexpr, REWEIGHT: tl.constexpr, EXCLUDE: tl.constexpr, MASKED: tl.constexpr,
-    EVEN: tl.constexpr, EXTRA: tl.constexpr, B: tl.constexpr, M: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
-    D: tl.constexpr, BD: tl.constexpr, FAR: tl.constexpr, STAGES: tl.constexpr, SMALL_STAGES: tl.constexpr,
-):  # fmt: skip
-    """Gradient of the queries, and two numbers per query that `backward_keys` needs.
+SMALL_STAGES = 2  # pipeline stages of small steps
 
-    p_binary: LSE in base 2, infinite for rows that see nothing. p_delta: sum(out * dout) - dlse.
+
+class KernelConfig(NamedTuple):
+    """Tile sizes and launch options of a kernel of log-linear attention.
+
+    Attributes:
+        rows: Queries of a program.
+        step: Keys of a wide step, which all queries of the program read.
+        small: Keys of a small step, which one block of queries reads.
+        warps: Warps of a program.
+        stages: Pipeline stages of wide steps.
+        registers: Most registers of a thread, so that more programs are resident; None lets the compiler choose.
     """
-    batch, head, sample, row = _place(tokens, heads, M)
-    p_real += batch * s_real
-    o_m = _real_rows(p_real, row, tokens, MASKED, M)
-    o_r = tl.maximum(o_m, 0)
-    p_q += batch * s_qb + head * s_qh
-    q = rows_of(p_q, s_q, o_r, D, BD, FAR)  # [M, BD]
-    p_g += batch * s_gb + head * s_gh
-    g = rows_of(p_g, s_g, o_r, D, BD, FAR)
-    out = rows_of(p_out + batch * s_ob + head * s_oh, s_o, o_r, D, BD, FAR)
-    lse = tl.load(p_lse + sample * tokens + o_m, mask=o_m >= 0, other=NEVER) / LN2
-    lse = tl.where(lse == NEVER, float("inf"), lse)  # rows that see nothing have weight 0
-    delta = tl.sum(out.to(tl.float32) * g.to(tl.float32), 1)
-    delta -= tl.load(p_dlse + sample * tokens + o_m, mask=o_m >= 0, other=0.0)
-    acc = tl.zeros([M, BD], tl.float32)
-    if ENRICHED > 0:
-        lse, delta, acc = _see_means(
-            lse, delta, acc, q, g, p_mk + sample * nodes * D, p_mv + sample * nodes * D, p_logs + batch * s_log,
-            (p_list1, p_list2, p_list3, p_list4), sample, row, tokens, top_k, scale,
-            LEVELS, ENRICHED, REWEIGHT, EXCLUDE, MASKED, True, EVEN, STAGES, B, M, BN, D, BD, FAR,
-        )  # fmt: skip
-    if EXTRA:
-        lse, delta, acc = _see_extra(
-            lse, delta, acc, q, g, p_ek + batch * s_ekb + head * s_ekh, p_ev + batch * s_evb + head * s_evh,
-            s_ek, s_ev, extra, scale, True, STAGES, BN, D, BD, FAR,
-        )  # fmt: skip
-    lse, delta, acc = _see_tokens(
-        lse, delta, acc, q, g, p_q, p_g, s_q, s_g, o_r,
-        p_k + batch * s_kb + head * s_kh, p_v + batch * s_vb + head * s_vh, p_real, p_list1, s_k, s_v,
-        sample, row, tokens, top_k, scale, MASKED, True, EVEN, SMALL_STAGES, B, M, BK, D, BD, FAR,
-    )  # fmt: skip
-    acc = tl.where((o_m >= 0)[:, None], acc * factor, 0.0)
-    _store(p_dq + batch * s_db + head * s_dh, s_d, row, tokens, acc, M, D, BD)
-    o_m = row + tl.arange(0, M)
-    tl.store(p_binary + sample * tokens + o_m, lse, mask=o_m < tokens)
-    tl.store(p_delta + sample * tokens + o_m, delta, mask=o_m < tokens)
+
+    rows: int
+    step: int
+    small: int
+    warps: int
+    stages: int
+    registers: int | None
+
+
+# By the largest head_dim that they are for: the fastest that hardly spill registers.
+FORWARD = {
+    64: KernelConfig(64, 64, 32, 4, 2, 96),
+    128: KernelConfig(64, 32, 16, 4, 2, None),
+    256: KernelConfig(64, 32, 16, 8, 2, None),
+}
+
+
+def config_for(configs: dict[int, KernelConfig], head_dim: int) -> KernelConfig:
+    """The configuration for a head_dim, from configurations by the largest head_dim they are for."""
+    return next(config for largest, config in configs.items() if head_dim <= largest)
+
+
+def register_limit(config: KernelConfig) -> dict[str, int]:
+    """The launch option that limits the registers of a thread."""
+    return {} if config.registers is None else {"maxnreg": config.registers}
+
+
+class Keys(NamedTuple):
+    """Everything that queries may read, and the options that say what they do read.
+
+    The last dimension of all tensors [batch, heads, tokens, dim] has stride 1.
+
+    Attributes:
+        k: Keys [batch, heads, tokens, dim].
+        v: Values.
+        extra_k: Keys that every query reads [batch, heads, extra, dim]; extra may be 0.
+        extra_v: Values of the extra keys.
+        means: Means [tensors, batch, heads, nodes of all levels, dim]; the last two tensors are those of k and v.
+        counts: Number of real tokens in each node: int32 [1 or batch, nodes of all levels].
+        logs: Binary logarithms of the counts.
+        lists: Nodes that each node picked, for each level, the finest first: int32 [batch, heads, nodes, picks].
+        real: Contiguous bool [batch, tokens], False where a token is padding.
+        block: Tokens of a block.
+        top_k: Picks of a node, if there are that many nodes.
+        enriched: Number of levels, from the finest, whose means are read.
+        reweight: Whether a mean counts once for each of its tokens.
+        exclude: Whether queries skip the means of nodes that their own ancestors picked.
+        full: Whether lists are known to have no gaps.
+        scale: Factor on q·k, above 0.
+    """
+
+    k: Tensor
+    v: Tensor
+    extra_k: Tensor
+    extra_v: Tensor
+    means: Tensor
+    counts: Tensor
+    logs: Tensor
+    lists: list[Tensor]
+    real: Tensor | None
+    block: int
+    top_k: int
+    enriched: int
+    reweight: bool
+    exclude: bool
+    full: bool
+    scale: float
+
+
+def forward(q: Tensor, keys: Keys) -> tuple[Tensor, Tensor]:
+    """Output, in q's layout, and natural LSE, float32 [batch, heads, tokens]."""
+    out, lse = empty_like(q), empty_lse(q)
+    strided = {"q": q, "k": keys.k, "v": keys.v, "ek": keys.extra_k, "ev": keys.extra_v, "out": out}
+    launch(_forward, FORWARD, strided, keys, p_lse=lse)
+    return out, lse
+
+
+def mask_of(keys: Keys) -> Tensor:
+    """The mask of real tokens for a kernel, or any tensor if there is none."""
+    return keys.counts if keys.real is None else keys.real.view(torch.uint8)
+
+
+def batch_stride(x: Tensor | None) -> int:
+    """Stride of the first dimension; 0 for one row that serves the whole batch."""
+    return 0 if x is None or len(x) == 1 else x.stride(0)
+
+
+def far(tensors: Iterable[Tensor]) -> bool:
+    """Whether offsets within one head may exceed 32 bits."""
+    return any(x.stride(2) * x.shape[2] >= 2**31 for x in tensors)
+
+
+def launch(kernel: Any, configs: dict[int, KernelConfig], strided: dict[str, Tensor], keys: Keys, **more: Any) -> None:
+    """Launch a kernel over groups of queries; arguments have the names of the kernel's parameters."""
+    batch, heads, tokens, dim = strided["q"].shape
+    config = config_for(configs, dim)
+    logs, lists = keys.logs, keys.lists + keys.lists[:1] * (4 - len(keys.lists))
+    strides = {f"s_{name}{axis}": x.stride(i) for name, x in strided.items() for i, axis in enumerate(("b", "h", ""))}
+    kernel[(batch * heads * triton.cdiv(tokens, config.rows),)](
+        **{f"p_{name}": x for name, x in strided.items()},
+        **strides,
+        **{f"p_list{i + 1}": x for i, x in enumerate(lists)},
+        **more,
+        p_mk=keys.means[-2],
+        p_mv=keys.means[-1],
+        p_logs=logs,
+        p_real=mask_of(keys),
+        scale=keys.scale / math.log(2),
+        heads=heads,
+        tokens=tokens,
+        extra=keys.extra_k.shape[2],
+        nodes=logs.shape[1],
+        top_k=keys.top_k,
+        s_log=batch_stride(logs),
+        s_real=batch_stride(keys.real),
+        LEVELS=len(keys.lists),
+        ENRICHED=keys.enriched,
+        REWEIGHT=keys.reweight,
+        EXCLUDE=keys.exclude,
+        MASKED=keys.real is not None,
+        EVEN=_even(keys, tokens, config),
+        EXTRA=keys.extra_k.shape[2] > 0,
+        B=keys.block,
+        M=config.rows,
+        BN=_wide(keys, config),
+        BK=_small(keys, config),
+        D=dim,
+        BD=padded_size(dim),
+        FAR=far(strided.values()),
+        STAGES=config.stages,
+        SMALL_STAGES=SMALL_STAGES,
+        num_warps=config.warps,
+        **register_limit(config),
+    )
+
+
+def _wide(keys: Keys, config: KernelConfig) -> int:
+    """Keys of a wide step: whole blocks."""
+    return max(config.step, keys.block)
+
+
+def _small(keys: Keys, config: KernelConfig) -> int:
+    """Blocks of a small step, at least one."""
+    return max(config.small // keys.block, 1)
+
+
+def _even(keys: Keys, tokens: int, config: KernelConfig) -> bool:
+    """Whether all nodes, lists and steps are full, so that the kernel needs no masks."""
+    levels, wide = len(keys.lists), _wide(keys, config)
+    whole = (
+        keys.full
+        and keys.real is None
+        and not keys.exclude
+        and tokens % keys.block**levels == 0
+        and tokens % config.rows == 0
+    )
+    top, picks = tokens // keys.block**levels, [chosen.shape[3] for chosen in keys.lists]
+    steps = [picks[0] * keys.block % (_small(keys, config) * keys.block)]
+    if keys.enriched == levels:
+        steps.append(top % wide)
+    steps += [above * keys.block % wide for above in picks[1 : keys.enriched + 1]]
+    return whole and not any(steps)
