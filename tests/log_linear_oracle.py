@@ -15,7 +15,7 @@ def pooled(x, real, block, level):
     """Means and counts of the real tokens of each node, for x [batch, heads, tokens, dim]."""
     member = (members(x.shape[2], block, level) & real[:, None]).double()
     count = member.sum(-1)
-    return member[:, None] @ x / count.clamp(min=1)[:, None, :, None], count
+    return member[:, None] @ x.double() / count.clamp(min=1)[:, None, :, None], count
 
 
 def picks(lists):
