@@ -145,7 +145,7 @@ for module, kernel in ((region_matmul, region_matmul._multiply), (region_update,
 def log_linear(dim, configs, **more):
     """Configuration, constants, warps and registers of a kernel of log-linear attention."""
     config = forward.config_for(configs, dim)
-    same = {"ENRICHED": 2, "REWEIGHT": True, "EXCLUDE": False, "MASKED": False, "FAR": False, "B": 16}
+    same = {"ENRICHED": 2, "REWEIGHT": True, "EXCLUDE": False, "MASKED": False, "INT64": False, "B": 16}
     constants = same | {"D": dim, "BD": triton.next_power_of_2(dim), "STAGES": config.stages} | more
     return config, constants, config.warps, config.registers
 

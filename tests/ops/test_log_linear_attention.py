@@ -286,7 +286,7 @@ def test_a_block_that_every_block_picks_is_right():
 def test_pieces_of_any_size_give_the_same(at_once, monkeypatch):
     inputs = qkv(21, 1500, batch=2)
     want = log_linear_attention(*inputs, levels=2)
-    monkeypatch.setattr("foveate.ops.picked_keys.AT_ONCE", at_once)
+    monkeypatch.setattr("foveate.ops.picked_attention.AT_ONCE", at_once)
     got = log_linear_attention(*inputs, levels=2)
     compare(got, want, inputs)
 

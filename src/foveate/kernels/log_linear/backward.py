@@ -19,23 +19,23 @@ from foveate.kernels.launch import empty_like, empty_lse, padded_size
 from foveate.kernels.log_linear.forward import (
     FORWARD,
     LN2,
-    NEVER,
+    MINUS_INF,
     NUMBERS,
     KernelConfig,
     Keys,
+    attend_extra,
+    attend_means,
+    attend_tokens,
     batch_stride,
     config_for,
-    far,
     launch,
-    less_picked,
+    locate,
     mask_of,
-    place_of,
+    mask_picked,
+    needs_int64,
     real_rows,
     register_limit,
     rows_of,
-    see_extra,
-    see_means,
-    see_tokens,
     store_rows,
 )
 from foveate.kernels.log_linear.pooling import level_starts
@@ -72,41 +72,41 @@ def _backward_queries(
     s_gb, s_gh, s_g, s_dqb, s_dqh, s_dq,
     LEVELS: tl.constexpr, ENRICHED: tl.constexpr, REWEIGHT: tl.constexpr, EXCLUDE: tl.constexpr, MASKED: tl.constexpr,
     EVEN: tl.constexpr, EXTRA: tl.constexpr, B: tl.constexpr, M: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
-    D: tl.constexpr, BD: tl.constexpr, FAR: tl.constexpr, STAGES: tl.constexpr, SMALL_STAGES: tl.constexpr,
+    D: tl.constexpr, BD: tl.constexpr, INT64: tl.constexpr, STAGES: tl.constexpr, SMALL_STAGES: tl.constexpr,
 ):  # fmt: skip
     """Gradient of the queries, and two numbers per query that `backward_keys` needs.
 
     p_binary: LSE in base 2, infinite for rows that see nothing. p_delta: sum(out * dout) - dlse.
     """
-    batch, head, sample, row = place_of(tokens, heads, M)
+    batch, head, sample, row = locate(tokens, heads, M)
     p_real += batch * s_real
     o_m = real_rows(p_real, row, tokens, MASKED, M)
     o_r = tl.maximum(o_m, 0)
     p_q += batch * s_qb + head * s_qh
-    q = rows_of(p_q, s_q, o_r, D, BD, FAR)  # [M, BD]
+    q = rows_of(p_q, s_q, o_r, D, BD, INT64)  # [M, BD]
     p_g += batch * s_gb + head * s_gh
-    g = rows_of(p_g, s_g, o_r, D, BD, FAR)
-    out = rows_of(p_out + batch * s_outb + head * s_outh, s_out, o_r, D, BD, FAR)
-    lse = tl.load(p_lse + sample * tokens + o_m, mask=o_m >= 0, other=NEVER) / LN2
-    lse = tl.where(lse == NEVER, float("inf"), lse)  # rows that see nothing have weight 0
+    g = rows_of(p_g, s_g, o_r, D, BD, INT64)
+    out = rows_of(p_out + batch * s_outb + head * s_outh, s_out, o_r, D, BD, INT64)
+    lse = tl.load(p_lse + sample * tokens + o_m, mask=o_m >= 0, other=MINUS_INF) / LN2
+    lse = tl.where(lse == MINUS_INF, float("inf"), lse)  # rows that see nothing have weight 0
     delta = tl.sum(out.to(tl.float32) * g.to(tl.float32), 1)
     delta -= tl.load(p_dlse + sample * tokens + o_m, mask=o_m >= 0, other=0.0)
     acc = tl.zeros([M, BD], tl.float32)
     if ENRICHED > 0:
-        lse, delta, acc = see_means(
+        lse, delta, acc = attend_means(
             lse, delta, acc, q, g, p_mk + sample * nodes * D, p_mv + sample * nodes * D, p_logs + batch * s_log,
             (p_list1, p_list2, p_list3, p_list4), sample, row, tokens, top_k, scale,
-            LEVELS, ENRICHED, REWEIGHT, EXCLUDE, MASKED, True, EVEN, STAGES, B, M, BN, D, BD, FAR,
+            LEVELS, ENRICHED, REWEIGHT, EXCLUDE, MASKED, True, EVEN, STAGES, B, M, BN, D, BD, INT64,
         )  # fmt: skip
     if EXTRA:
-        lse, delta, acc = see_extra(
+        lse, delta, acc = attend_extra(
             lse, delta, acc, q, g, p_ek + batch * s_ekb + head * s_ekh, p_ev + batch * s_evb + head * s_evh,
-            s_ek, s_ev, extra, scale, True, STAGES, BN, D, BD, FAR,
+            s_ek, s_ev, extra, scale, True, STAGES, BN, D, BD, INT64,
         )  # fmt: skip
-    lse, delta, acc = see_tokens(
+    lse, delta, acc = attend_tokens(
         lse, delta, acc, q, g, p_q, p_g, s_q, s_g, o_r,
         p_k + batch * s_kb + head * s_kh, p_v + batch * s_vb + head * s_vh, p_real, p_list1, s_k, s_v,
-        sample, row, tokens, top_k, scale, MASKED, True, EVEN, SMALL_STAGES, B, M, BK, D, BD, FAR,
+        sample, row, tokens, top_k, scale, MASKED, True, EVEN, SMALL_STAGES, B, M, BK, D, BD, INT64,
     )  # fmt: skip
     acc = tl.where((o_m >= 0)[:, None], acc * factor, 0.0)
     store_rows(p_dq + batch * s_dqb + head * s_dqh, s_dq, row, tokens, acc, M, D, BD)
@@ -151,14 +151,14 @@ def _queries(p_readers, p_real, at, end, shift, tokens, LISTED: tl.constexpr, MA
 @triton.jit
 def _key_step(
     dk, dv, k, v, p_q, p_g, p_binary, p_delta, s_q, s_g, o_q, bias, scale,
-    MASKED: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, FAR: tl.constexpr,
+    MASKED: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, INT64: tl.constexpr,
 ):  # fmt: skip
     o_r = o_q if MASKED else tl.maximum(o_q, 0)
-    q = rows_of(p_q, s_q, o_r, D, BD, FAR, MASKED)  # [BM, BD]
+    q = rows_of(p_q, s_q, o_r, D, BD, INT64, MASKED)  # [BM, BD]
     binary = tl.load(p_binary + o_q, mask=o_q >= 0, other=float("inf"))
     scores = tl.dot(k, tl.trans(q), input_precision="ieee") * scale + bias  # [BT, BM]
     p = tl.math.exp2(scores - binary[None, :])
-    g = rows_of(p_g, s_g, o_r, D, BD, FAR, MASKED)
+    g = rows_of(p_g, s_g, o_r, D, BD, INT64, MASKED)
     dv = tl.dot(p.to(g.dtype), g, dv, input_precision="ieee")
     delta = tl.load(p_delta + o_q, mask=o_q >= 0, other=0.0)
     ds = p * (tl.dot(v, tl.trans(g), input_precision="ieee") - delta[None, :])
@@ -270,7 +270,7 @@ def _backward_keys(
     s_kb, s_kh, s_k, s_vb, s_vh, s_v, s_dkb, s_dkh, s_dk, s_dvb, s_dvh, s_dv, s_qb, s_qh, s_q, s_gb, s_gh, s_g,
     LISTED: tl.constexpr, NODES: tl.constexpr, FOLD: tl.constexpr, ENRICHED: tl.constexpr,
     REWEIGHT: tl.constexpr, EXCLUDE: tl.constexpr, MASKED: tl.constexpr, B: tl.constexpr, BT: tl.constexpr,
-    BM: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, FAR: tl.constexpr, STAGES: tl.constexpr,
+    BM: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, INT64: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Gradients of a tile of keys, or of a part of it, which is one chunk of its queries.
 
@@ -290,22 +290,23 @@ def _backward_keys(
         o_t = tile * BT + tl.arange(0, BT)
         real = _real(p_real, o_t, limit, MASKED and FOLD)
         o_k = tl.where(real, o_t, -1) if MASKED else tl.minimum(o_t, limit - 1)
-        k = rows_of(p_k + batch * s_kb + head * s_kh, s_k, o_k, D, BD, FAR, MASKED)  # [BT, BD]
-        v = rows_of(p_v + batch * s_vb + head * s_vh, s_v, o_k, D, BD, FAR, MASKED)
-        bias = tl.where(real, 0.0, NEVER)
+        k = rows_of(p_k + batch * s_kb + head * s_kh, s_k, o_k, D, BD, INT64, MASKED)  # [BT, BD]
+        v = rows_of(p_v + batch * s_vb + head * s_vh, s_v, o_k, D, BD, INT64, MASKED)
+        bias = tl.where(real, 0.0, MINUS_INF)
         if NODES:
-            logs = tl.load(p_logs + batch * s_log + o_k, mask=real, other=NEVER)
-            bias = logs if REWEIGHT else tl.where(logs > NEVER, 0.0, NEVER)
+            logs = tl.load(p_logs + batch * s_log + o_k, mask=real, other=MINUS_INF)
+            bias = logs if REWEIGHT else tl.where(logs > MINUS_INF, 0.0, MINUS_INF)
         dk, dv = tl.zeros([BT, BD], tl.float32), tl.zeros([BT, BD], tl.float32)
         for place in tl.range(at.to(tl.int32), end.to(tl.int32), BM, num_stages=STAGES):
             o_q = _queries(p_readers, p_real, place, end, shift, tokens, LISTED, MASKED, BM)
             seen = bias[:, None]
             if EXCLUDE and NODES:
                 own = sample * limit + tl.maximum(o_q, 0) // below
-                seen = less_picked(seen, p_own, own[None, :], tl.minimum(picks, limit), o_t[:, None])
+                seen = mask_picked(seen, p_own, own[None, :], tl.minimum(picks, limit), o_t[:, None])
             dk, dv = _key_step(
                 dk, dv, k, v, p_q + batch * s_qb + head * s_qh, p_g + batch * s_gb + head * s_gh,
-                p_binary + sample * tokens, p_delta + sample * tokens, s_q, s_g, o_q, seen, scale, MASKED, D, BD, FAR,
+                p_binary + sample * tokens, p_delta + sample * tokens, s_q, s_g, o_q, seen, scale,
+                MASKED, D, BD, INT64,
             )  # fmt: skip
         dk *= factor
         if whole:
@@ -439,8 +440,8 @@ class _Tiles:
             self.parts, batch_stride(keys.real), batch_stride(keys.logs),
             *(stride for x in strided for stride in x.stride()[:3]),
             NODES=self.level >= 0, REWEIGHT=keys.reweight, EXCLUDE=keys.exclude, BM=self.config.step,
-            FAR=far(strided), STAGES=self.config.stages, num_warps=max(self.config.warps, min(self.rows // 8, 4)),
-            **same, **register_limit(self.config),
+            INT64=needs_int64(strided), STAGES=self.config.stages,
+            num_warps=max(self.config.warps, min(self.rows // 8, 4)), **same, **register_limit(self.config),
         )  # fmt: skip
         if self.parts:
             items = self.parts if listed else self.tiles

@@ -23,18 +23,21 @@ __all__ = ["KernelConfig", "Keys", "forward", "launch"]
 
 LN2 = tl.constexpr(0.6931471805599453)
 LOWEST = tl.constexpr(-3.4028234e38)  # finite, so that differences of maxima are never NaN
-NEVER = tl.constexpr(float("-inf"))
+MINUS_INF = tl.constexpr(float("-inf"))
 NUMBERS = ("heads", "tokens", "extra", "nodes", "top_k")  # not specialized when they equal 1
 
 
 @triton.jit
-def rows_of(p, stride, o_n, D: tl.constexpr, BD: tl.constexpr, FAR: tl.constexpr, MASK: tl.constexpr = False):
-    """The rows with indices o_n as [*o_n.shape, BD]; zeros from column D. With MASK, negative indices give zeros."""
+def rows_of(p, stride, o_n, D: tl.constexpr, BD: tl.constexpr, INT64: tl.constexpr, MASK: tl.constexpr = False):
+    """The rows with indices o_n as [*o_n.shape, BD], padded with zero columns from D to BD.
+
+    INT64: offsets may exceed 32 bits. MASK: negative indices give rows of zeros.
+    """
     o_n, o_d = tl.expand_dims(o_n, len(o_n.shape)), tl.arange(0, BD)
     m_x = (o_d < D) & (o_n >= 0 if MASK else True)
     if MASK:
         o_n = tl.maximum(o_n, 0)
-    p_n = p + (o_n.to(tl.int64 if FAR else tl.int32) * stride + o_d)
+    p_n = p + (o_n.to(tl.int64 if INT64 else tl.int32) * stride + o_d)
     # cached in L1, because siblings read the same rows
     if MASK or D < BD:
         x = tl.load(p_n, mask=m_x, other=0.0, cache_modifier=".ca")
@@ -64,20 +67,20 @@ def children(pick, B: tl.constexpr):
 def node_bias(p_logs, o_n, nodes, span, tokens, REWEIGHT: tl.constexpr, MASKED: tl.constexpr):
     """Bias of the scores of nodes of `span` tokens: log2 of their number of tokens, or 0 without REWEIGHT."""
     if MASKED:
-        bias = tl.load(p_logs + o_n, mask=o_n < nodes, other=NEVER)
+        bias = tl.load(p_logs + o_n, mask=o_n < nodes, other=MINUS_INF)
         if not REWEIGHT:
-            bias = tl.where(bias > NEVER, 0.0, NEVER)
+            bias = tl.where(bias > MINUS_INF, 0.0, MINUS_INF)
     else:
         full, last = 0.0, 0.0
         if REWEIGHT:
             full = tl.math.log2(span.to(tl.float32))
             last = tl.math.log2((tokens - (nodes - 1) * span).to(tl.float32))
-        bias = tl.where(o_n < nodes - 1, full, tl.where(o_n < nodes, last, NEVER))
+        bias = tl.where(o_n < nodes - 1, full, tl.where(o_n < nodes, last, MINUS_INF))
     return bias
 
 
 @triton.jit
-def less_picked(bias, p_list, o_l, picks, o_n):
+def mask_picked(bias, p_list, o_l, picks, o_n):
     """The bias with -inf where list o_l contains node o_n.
 
     One of o_l and o_n runs along the first dimension, the other along the second: [M, 1] and [1, N], or [1, M] and
@@ -85,22 +88,22 @@ def less_picked(bias, p_list, o_l, picks, o_n):
     """
     bias += tl.zeros_like(o_l).to(tl.float32)
     for j in range(0, picks):
-        bias = tl.where(tl.load(p_list + o_l * picks + j) == o_n, NEVER, bias)
+        bias = tl.where(tl.load(p_list + o_l * picks + j) == o_n, MINUS_INF, bias)
     return bias
 
 
 @triton.jit
 def _step(
     m, norm, acc, q, g, p_k, p_v, s_k, s_v, o_n, bias, scale,
-    GRADIENT: tl.constexpr, EVEN: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, FAR: tl.constexpr,
+    GRADIENT: tl.constexpr, EVEN: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, INT64: tl.constexpr,
     MASK: tl.constexpr = False,
 ):  # fmt: skip
-    """One more step over the keys o_n: of online softmax, or with GRADIENT of dq, where m is the LSE and norm delta.
+    """One step over the keys o_n: of online softmax, or with GRADIENT of dq, where m is the LSE and norm is delta.
 
     The bias of EVEN steps is a scalar, which is fused with the maximum into one multiply-add.
     """
     LAST: tl.constexpr = len(q.shape) - 1  # pyright: ignore[reportAssignmentType]
-    k = rows_of(p_k, s_k, o_n, D, BD, FAR, MASK)
+    k = rows_of(p_k, s_k, o_n, D, BD, INT64, MASK)
     scores = tl.dot(q, transposed(k), input_precision="ieee")  # [.., M, BN]
     if not EVEN:
         scores = scores * scale + bias
@@ -110,7 +113,7 @@ def _step(
         shrink = tl.math.exp2(m - m_new)
         norm, acc, m = norm * shrink, acc * tl.expand_dims(shrink, LAST), m_new
     p = tl.math.exp2(scores * scale + tl.expand_dims(bias - m, LAST) if EVEN else scores - tl.expand_dims(m, LAST))
-    v = rows_of(p_v, s_v, o_n, D, BD, FAR, MASK)  # loaded late to save registers
+    v = rows_of(p_v, s_v, o_n, D, BD, INT64, MASK)  # loaded late to save registers
     if GRADIENT:
         ds = p * (tl.dot(g, transposed(v), input_precision="ieee") - tl.expand_dims(norm, LAST))
         acc = tl.dot(ds.to(k.dtype), k, acc, input_precision="ieee")
@@ -121,11 +124,11 @@ def _step(
 
 
 @triton.jit
-def see_means(
+def attend_means(
     m, norm, acc, q, g, p_mk, p_mv, p_logs, lists, sample, row, tokens, top_k, scale,
     LEVELS: tl.constexpr, ENRICHED: tl.constexpr, REWEIGHT: tl.constexpr, EXCLUDE: tl.constexpr,
     MASKED: tl.constexpr, GRADIENT: tl.constexpr, EVEN: tl.constexpr, STAGES: tl.constexpr,
-    B: tl.constexpr, M: tl.constexpr, BN: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, FAR: tl.constexpr,
+    B: tl.constexpr, M: tl.constexpr, BN: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, INT64: tl.constexpr,
 ):  # fmt: skip
     """Attend to the means that are visible to all rows."""
     nodes, ancestor, span = tl.cdiv(tokens, B), row // B, tokens * 0 + B  # not a constant: it changes in the loop
@@ -150,9 +153,9 @@ def see_means(
                 bias = node_bias(p_logs, o_n, nodes, span, tokens, REWEIGHT, MASKED)[None, :]
                 if EXCLUDE:
                     own = (sample * nodes + o_m)[:, None]
-                    bias = less_picked(bias, lists[level], own, tl.minimum(top_k, nodes), o_n[None, :])
+                    bias = mask_picked(bias, lists[level], own, tl.minimum(top_k, nodes), o_n[None, :])
                 o_n = tl.minimum(o_n, nodes - 1)
-            m, norm, acc = _step(m, norm, acc, q, g, p_mk, p_mv, D, D, o_n, bias, scale, GRADIENT, EVEN, D, BD, FAR)
+            m, norm, acc = _step(m, norm, acc, q, g, p_mk, p_mv, D, D, o_n, bias, scale, GRADIENT, EVEN, D, BD, INT64)
         p_mk += nodes.to(tl.int64) * D
         p_mv += nodes.to(tl.int64) * D
         p_logs += nodes
@@ -161,25 +164,27 @@ def see_means(
 
 
 @triton.jit
-def see_extra(
+def attend_extra(
     m, norm, acc, q, g, p_ek, p_ev, s_ek, s_ev, extra, scale,
     GRADIENT: tl.constexpr, STAGES: tl.constexpr, BN: tl.constexpr, D: tl.constexpr, BD: tl.constexpr,
-    FAR: tl.constexpr,
+    INT64: tl.constexpr,
 ):  # fmt: skip
     """Attend to the extra keys, which all rows see."""
     for start in tl.range(0, extra, BN, num_stages=STAGES):
         o_n = start + tl.arange(0, BN)
-        bias = tl.where(o_n < extra, 0.0, NEVER)[None, :]
+        bias = tl.where(o_n < extra, 0.0, MINUS_INF)[None, :]
         o_n = tl.minimum(o_n, extra - 1)
-        m, norm, acc = _step(m, norm, acc, q, g, p_ek, p_ev, s_ek, s_ev, o_n, bias, scale, GRADIENT, False, D, BD, FAR)
+        m, norm, acc = _step(
+            m, norm, acc, q, g, p_ek, p_ev, s_ek, s_ev, o_n, bias, scale, GRADIENT, False, D, BD, INT64
+        )
     return m, norm, acc
 
 
 @triton.jit
-def see_tokens(
+def attend_tokens(
     m, norm, acc, q, g, p_q, p_g, s_q, s_g, o_r, p_k, p_v, p_real, p_list, s_k, s_v, sample, row, tokens, top_k, scale,
     MASKED: tl.constexpr, GRADIENT: tl.constexpr, EVEN: tl.constexpr, STAGES: tl.constexpr,
-    B: tl.constexpr, M: tl.constexpr, BK: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, FAR: tl.constexpr,
+    B: tl.constexpr, M: tl.constexpr, BK: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, INT64: tl.constexpr,
 ):  # fmt: skip
     """Attend to the tokens of the blocks that each block of rows picked, BK blocks at a time."""
     G: tl.constexpr = M // B
@@ -191,9 +196,9 @@ def see_tokens(
     if G > 1:
         m, norm, acc = tl.reshape(m, [G, B]), tl.reshape(norm, [G, B]), tl.reshape(acc, [G, B, BD])
         o_r = tl.reshape(o_r, [G, B])  # loaded again: the rows of a reshaped tile would share one memory bank
-        q = rows_of(p_q, s_q, o_r, D, BD, FAR)
+        q = rows_of(p_q, s_q, o_r, D, BD, INT64)
         if GRADIENT:
-            g = rows_of(p_g, s_g, o_r, D, BD, FAR)
+            g = rows_of(p_g, s_g, o_r, D, BD, INT64)
     for start in tl.range(0, picks, BK, num_stages=STAGES):
         o_j = start + tl.arange(0, BK)
         if EVEN:
@@ -209,10 +214,10 @@ def see_tokens(
             real = o_n < tokens
             if MASKED:
                 real = tl.load(p_real + o_n, mask=real, other=0) != 0
-            bias = tl.expand_dims(tl.where(real, 0.0, NEVER), len(o_n.shape) - 1)
+            bias = tl.expand_dims(tl.where(real, 0.0, MINUS_INF), len(o_n.shape) - 1)
             o_n = tl.where(real, o_n, -1) if MASKED else tl.minimum(o_n, tokens - 1)
         m, norm, acc = _step(
-            m, norm, acc, q, g, p_k, p_v, s_k, s_v, o_n, bias, scale, GRADIENT, EVEN, D, BD, FAR, MASKED
+            m, norm, acc, q, g, p_k, p_v, s_k, s_v, o_n, bias, scale, GRADIENT, EVEN, D, BD, INT64, MASKED
         )
     if G > 1:
         m, norm, acc = tl.reshape(m, [M]), tl.reshape(norm, [M]), tl.reshape(acc, [M, BD])
@@ -220,7 +225,7 @@ def see_tokens(
 
 
 @triton.jit
-def place_of(tokens, heads, M: tl.constexpr):
+def locate(tokens, heads, M: tl.constexpr):
     """Batch, head, sample (batch * heads + head) and first row; head by head, so that few heads share the cache."""
     groups = tl.cdiv(tokens, M)
     sample = (tl.program_id(0) // groups).to(tl.int64)
@@ -251,42 +256,42 @@ def _forward(
     s_qb, s_qh, s_q, s_kb, s_kh, s_k, s_vb, s_vh, s_v, s_ekb, s_ekh, s_ek, s_evb, s_evh, s_ev, s_outb, s_outh, s_out,
     LEVELS: tl.constexpr, ENRICHED: tl.constexpr, REWEIGHT: tl.constexpr, EXCLUDE: tl.constexpr, MASKED: tl.constexpr,
     EVEN: tl.constexpr, EXTRA: tl.constexpr, B: tl.constexpr, M: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
-    D: tl.constexpr, BD: tl.constexpr, FAR: tl.constexpr, STAGES: tl.constexpr, SMALL_STAGES: tl.constexpr,
+    D: tl.constexpr, BD: tl.constexpr, INT64: tl.constexpr, STAGES: tl.constexpr, SMALL_STAGES: tl.constexpr,
 ):  # fmt: skip
     """Output and LSE; zeros and -inf for padding and for rows that see nothing.
 
     EVEN: all nodes, lists and steps are full, so that nothing needs a mask. EXTRA: there are extra keys.
     """
-    batch, head, sample, row = place_of(tokens, heads, M)
+    batch, head, sample, row = locate(tokens, heads, M)
     p_real += batch * s_real
     o_m = real_rows(p_real, row, tokens, MASKED, M)
     o_r = tl.maximum(o_m, 0)
     p_q += batch * s_qb + head * s_qh
-    q = rows_of(p_q, s_q, o_r, D, BD, FAR)  # [M, BD]
+    q = rows_of(p_q, s_q, o_r, D, BD, INT64)  # [M, BD]
     m = tl.full([M], LOWEST, tl.float32)
     norm = tl.zeros([M], tl.float32)
     acc = tl.zeros([M, BD], tl.float32)
     if ENRICHED > 0:
-        m, norm, acc = see_means(
+        m, norm, acc = attend_means(
             m, norm, acc, q, q, p_mk + sample * nodes * D, p_mv + sample * nodes * D, p_logs + batch * s_log,
             (p_list1, p_list2, p_list3, p_list4), sample, row, tokens, top_k, scale,
-            LEVELS, ENRICHED, REWEIGHT, EXCLUDE, MASKED, False, EVEN, STAGES, B, M, BN, D, BD, FAR,
+            LEVELS, ENRICHED, REWEIGHT, EXCLUDE, MASKED, False, EVEN, STAGES, B, M, BN, D, BD, INT64,
         )  # fmt: skip
     if EXTRA:
-        m, norm, acc = see_extra(
+        m, norm, acc = attend_extra(
             m, norm, acc, q, q, p_ek + batch * s_ekb + head * s_ekh, p_ev + batch * s_evb + head * s_evh, s_ek, s_ev,
-            extra, scale, False, STAGES, BN, D, BD, FAR,
+            extra, scale, False, STAGES, BN, D, BD, INT64,
         )  # fmt: skip
-    m, norm, acc = see_tokens(
+    m, norm, acc = attend_tokens(
         m, norm, acc, q, q, p_q, p_q, s_q, s_q, o_r,
         p_k + batch * s_kb + head * s_kh, p_v + batch * s_vb + head * s_vh, p_real, p_list1, s_k, s_v,
-        sample, row, tokens, top_k, scale, MASKED, False, EVEN, SMALL_STAGES, B, M, BK, D, BD, FAR,
+        sample, row, tokens, top_k, scale, MASKED, False, EVEN, SMALL_STAGES, B, M, BK, D, BD, INT64,
     )  # fmt: skip
     norm = tl.where(o_m >= 0, norm, 0.0)
     acc = tl.where((norm != 0)[:, None], acc / norm[:, None], 0.0)  # NaN must propagate
     store_rows(p_out + batch * s_outb + head * s_outh, s_out, row, tokens, acc, M, D, BD)
     o_m = row + tl.arange(0, M)
-    lse = tl.where(norm != 0, (m + tl.math.log2(norm)) * LN2, NEVER)
+    lse = tl.where(norm != 0, (m + tl.math.log2(norm)) * LN2, MINUS_INF)
     tl.store(p_lse + sample * tokens + o_m, lse, mask=o_m < tokens)
 
 
@@ -313,7 +318,7 @@ class KernelConfig(NamedTuple):
     registers: int | None
 
 
-# By the largest head_dim that they are for: the fastest that hardly spill registers.
+# By the largest head_dim that each is for: the fastest configurations that hardly spill registers.
 FORWARD = {
     64: KernelConfig(64, 64, 32, 4, 2, 96),
     128: KernelConfig(64, 32, 16, 4, 2, None),
@@ -322,7 +327,7 @@ FORWARD = {
 
 
 def config_for(configs: dict[int, KernelConfig], head_dim: int) -> KernelConfig:
-    """The configuration for a head_dim, from configurations by the largest head_dim they are for."""
+    """The configuration for a head_dim; `configs` is indexed by the largest head_dim that each is for."""
     return next(config for largest, config in configs.items() if head_dim <= largest)
 
 
@@ -332,7 +337,7 @@ def register_limit(config: KernelConfig) -> dict[str, int]:
 
 
 class Keys(NamedTuple):
-    """Everything that queries may read, and the options that say what they do read.
+    """The keys and values that queries may read, and the options that decide what they read.
 
     The last dimension of all tensors [batch, heads, tokens, dim] has stride 1.
 
@@ -391,7 +396,7 @@ def batch_stride(x: Tensor | None) -> int:
     return 0 if x is None or len(x) == 1 else x.stride(0)
 
 
-def far(tensors: Iterable[Tensor]) -> bool:
+def needs_int64(tensors: Iterable[Tensor]) -> bool:
     """Whether offsets within one head may exceed 32 bits."""
     return any(x.stride(2) * x.shape[2] >= 2**31 for x in tensors)
 
@@ -432,7 +437,7 @@ def launch(kernel: Any, configs: dict[int, KernelConfig], strided: dict[str, Ten
         BK=_small(keys, config),
         D=dim,
         BD=padded_size(dim),
-        FAR=far(strided.values()),
+        INT64=needs_int64(strided.values()),
         STAGES=config.stages,
         SMALL_STAGES=SMALL_STAGES,
         num_warps=config.warps,

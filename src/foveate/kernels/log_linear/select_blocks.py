@@ -24,8 +24,8 @@ CANDIDATES = 64  # candidates scored at once
 AT_TOP = 256  # a top level of at most this many nodes is scored at once, by more warps: it has few programs
 RUN, RUNS = 128, 64  # nodes whose picks one program counts, and the largest number of such runs (memory grows with it)
 AT_ONCE = 128  # picks counted at once
-NOTHING = tl.constexpr(-(2**63))  # less than the sort key of any score and of any free place in a list
-NOBODY = tl.constexpr(2**31 - 1)
+LOWEST_KEY = tl.constexpr(-(2**63))  # less than the sort key of any score and of any free place in a list
+NO_NODE = tl.constexpr(2**31 - 1)
 NUMBERS = ("heads", "nodes", "all_nodes", "first", "s_count", "above", "picks")  # not specialized when they equal 1
 
 
@@ -35,7 +35,7 @@ def _keys(scores, nodes):
     scores = tl.where(scores == scores, scores, float("inf"))
     bits = tl.where(scores == 0, 0.0, scores).to(tl.int32, bitcast=True)
     bits = bits ^ ((bits >> 31) & 0x7FFFFFFF)
-    return (bits.to(tl.int64) << 32) | (nodes ^ NOBODY).to(tl.int64)[None, :]
+    return (bits.to(tl.int64) << 32) | (nodes ^ NO_NODE).to(tl.int64)[None, :]
 
 
 @triton.jit(do_not_specialize=NUMBERS)
@@ -54,7 +54,7 @@ def _select(
     m_b, m_d = o_b < nodes, (o_d < D)[None, :]
     q = tl.load(p_q + o_b[:, None].to(tl.int64) * D + o_d[None, :], mask=m_b[:, None] & m_d, other=0.0)  # [B, BD]
     # best keys so far: free places hold distinct small keys, places from `picks` on a key that nothing replaces
-    kept = tl.where(o_k < picks, NOTHING + 1 + o_k.to(tl.int64), 2**63 - 1)[None, :]
+    kept = tl.where(o_k < picks, LOWEST_KEY + 1 + o_k.to(tl.int64), 2**63 - 1)[None, :]
     kept += tl.zeros([B, 1], tl.int64)
     for start in range(0, nodes if TOP else above * B, BN):
         o_c = start + o_n
@@ -67,16 +67,16 @@ def _select(
         alive = tl.load(p_counts + o_c, mask=o_c >= 0, other=0) > 0  # [BN]
         k = tl.load(p_k + o_c[:, None].to(tl.int64) * D + o_d[None, :], mask=alive[:, None] & m_d, other=0.0)
         keys = _keys(tl.dot(q, tl.trans(k), input_precision="ieee"), o_c)  # [B, BN]
-        keys = tl.where(alive[None, :] & m_b[:, None], keys, NOTHING)
+        keys = tl.where(alive[None, :] & m_b[:, None], keys, LOWEST_KEY)
         best, worst = tl.max(keys, 1), tl.min(kept, 1)
         while tl.max((best > worst).to(tl.int32), 0) > 0:
             kept = tl.where((kept == worst[:, None]) & (best > worst)[:, None], best[:, None], kept)
-            keys = tl.where(keys == best[:, None], NOTHING, keys)
+            keys = tl.where(keys == best[:, None], LOWEST_KEY, keys)
             best, worst = tl.max(keys, 1), tl.min(kept, 1)
-    numbers = ((kept & NOBODY) ^ NOBODY).to(tl.int32)
-    numbers = tl.sort(tl.where((kept > NOTHING + NOBODY) & (o_k < picks)[None, :], numbers, NOBODY), 1)  # [B, K]
+    numbers = ((kept & NO_NODE) ^ NO_NODE).to(tl.int32)
+    numbers = tl.sort(tl.where((kept > LOWEST_KEY + NO_NODE) & (o_k < picks)[None, :], numbers, NO_NODE), 1)  # [B, K]
     p_list += (sample * nodes + o_b[:, None]) * picks + o_k[None, :]
-    tl.store(p_list, tl.where(numbers < NOBODY, numbers, -1), mask=m_b[:, None] & (o_k < picks)[None, :])
+    tl.store(p_list, tl.where(numbers < NO_NODE, numbers, -1), mask=m_b[:, None] & (o_k < picks)[None, :])
 
 
 def supports(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
