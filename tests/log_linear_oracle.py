@@ -2,6 +2,8 @@
 
 import torch
 
+from foveate.ops.selection import Selection
+
 
 def members(tokens, block, level):
     """Mask [nodes, tokens] of the tokens of each node of a level."""
@@ -13,7 +15,7 @@ def pooled(x, real, block, level):
     """Means and counts of the real tokens of each node, for x [batch, heads, tokens, dim]."""
     member = (members(x.shape[2], block, level) & real[:, None]).double()
     count = member.sum(-1)
-    return member[:, None] @ x / count.clamp(min=1)[:, None, :, None], count
+    return member[:, None] @ x.double() / count.clamp(min=1)[:, None, :, None], count
 
 
 def picks(lists):
@@ -110,3 +112,42 @@ def candidates(parents, block, count):
 def best(scores, numbers, top_k):
     """The `top_k` numbers with the largest scores, ascending; ties go to the smaller number."""
     return sorted(sorted(numbers, key=lambda i: (-scores[i], i))[:top_k])
+
+
+def relative(got, want):
+    """Norm of the difference, relative to the norm of `want`."""
+    return ((got.double().cpu() - want).norm() / want.norm().clamp(min=1e-9)).item()
+
+
+def check(run, qkv, extras, real, options, forward, backward):
+    """Assert that a backend equals float64 attention over its own picks: output, LSE, and every gradient.
+
+    Its padding holds NaN and infinities. `forward` and `backward` are tolerances of results and of gradients.
+    """
+    poison = torch.tensor([torch.nan, torch.inf, -torch.inf, 6e4], device=qkv[0].device).repeat(qkv[0].shape[2])
+    poison = poison[: qkv[0].shape[2], None].to(qkv[0].dtype)
+    given = qkv if real is None else [x.where(real[:, None, :, None], poison) for x in qkv]
+    given = [x.detach().requires_grad_() for x in (*given, *extras)]
+    exact = [x.detach().double().cpu().requires_grad_() for x in (*qkv, *extras)]
+    out, lse, lists, _ = run(*given[:3], *(given[3:] or (None, None)), real, None, options)
+    chosen = Selection(tuple(x.cpu() for x in lists), (), out.shape[2], options.block_size, options.top_k)
+    want, want_lse = log_linear(
+        *exact[:3], chosen, options.enriched, options.reweight, options.scale, *(exact[3:] or (None, None)),
+        None if real is None else real.cpu(), options.exclude_selected,
+    )  # fmt: skip
+    seen = want_lse.isfinite()
+    assert (out.dtype, lse.dtype) == (qkv[0].dtype, torch.float32)
+    assert torch.equal(lse.cpu().isfinite(), seen)
+    assert (lse.cpu()[~seen] == -torch.inf).all()
+    assert not out.cpu()[~seen].any()
+    assert relative(out, want) < forward
+    assert relative(lse.cpu()[seen], want_lse[seen]) < min(forward, 1e-3)
+    grad, grad_lse = torch.randn_like(out), torch.randn_like(lse).masked_fill(~seen.to(lse.device), 0)
+    got = torch.autograd.grad([out, lse], given, [grad, grad_lse], retain_graph=True)
+    goal = (want * grad.double().cpu()).sum() + (want_lse * grad_lse.double().cpu())[seen].sum()
+    for ours, theirs in zip(got, torch.autograd.grad(goal, exact), strict=True):
+        assert ours.dtype == out.dtype
+        assert relative(ours, theirs) < backward
+    if out.is_cuda:  # gradients are added in a fixed order
+        again = torch.autograd.grad([out, lse], given, [grad, grad_lse])
+        assert all(torch.equal(a, b) for a, b in zip(got, again, strict=True))

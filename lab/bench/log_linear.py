@@ -288,29 +288,30 @@ def _split(peer: Contestant, qkv: tuple[Tensor, ...], rounds: int, how: How) -> 
 
 def stages(qkv: tuple[Tensor, ...], options: Options, backward: bool) -> dict[str, Callable[[], object]]:
     """The stages of the Triton kernels in order, each as a call of its own."""
-    from foveate.kernels.log_linear import hierarchical_pooling, log_linear_queries, selection
-    from foveate.kernels.log_linear.log_linear_keys import backward_keys
+    from foveate.kernels.log_linear.backward import backward_keys, backward_queries
+    from foveate.kernels.log_linear.forward import Keys, forward
+    from foveate.kernels.log_linear.pooling import pool
+    from foveate.kernels.log_linear.select_blocks import pick_nodes, readers_of
 
     q, k, v = qkv
     tokens, block, levels = q.shape[2], options.block_size, options.levels
-    pool = partial(hierarchical_pooling.pool, qkv, None, block, levels)
-    means = pool()
-    pick = partial(selection.select, *means.values[:2], means.counts, tokens, block, levels, options.top_k)
+    means, counts, logs = pool([*qkv], None, block, levels)
+    pick = partial(pick_nodes, means, counts, tokens, block, levels, options.top_k)
     lists = pick()
-    keys = log_linear_queries.Keys(
-        k, v, k[:, :, :0], v[:, :, :0], means, lists, None, block, options.top_k, options.enriched,
-        options.reweight, options.exclude_selected, options.scale, options.full,
+    keys = Keys(
+        k, v, k[:, :, :0], v[:, :, :0], means, counts, logs, lists, None, block, options.top_k, options.enriched,
+        options.reweight, options.exclude_selected, options.full, options.scale,
     )  # fmt: skip
-    forward = partial(log_linear_queries.forward, q, keys)
-    calls: dict[str, Callable[[], object]] = {"pooling": pool, "picking": pick, "attention": forward}
+    attend = partial(forward, q, keys)
+    calls = {"pooling": partial(pool, [*qkv], None, block, levels), "picking": pick, "attention": attend}
     if not backward:
         return calls
-    out, lse = forward()
-    queries = partial(log_linear_queries.backward_queries, q, keys, out, lse, q, torch.zeros_like(lse))
+    out, lse = attend()
+    queries = partial(backward_queries, q, keys, out, lse, q, torch.zeros_like(lse))
     _, *numbers = queries()
-    readers = selection.readers_of(lists)
+    readers = readers_of(lists)
     return calls | {
-        "lists of readers": partial(selection.readers_of, lists),
+        "lists of readers": partial(readers_of, lists),
         "gradient of q": queries,
         "gradients of k, v": partial(backward_keys, q, keys, *numbers, q, readers),
     }

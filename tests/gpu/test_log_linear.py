@@ -2,47 +2,21 @@
 
 import pytest
 import torch
-from log_linear_oracle import log_linear, pooled, select_nodes
+from log_linear_oracle import check, pooled, select_nodes
 
-from foveate.kernels.log_linear import log_linear_attention as kernels
-from foveate.kernels.log_linear import log_linear_keys, select_blocks, selection
+from foveate.kernels.log_linear import backward, select_blocks
+from foveate.kernels.log_linear.log_linear_attention import log_linear_attention
 from foveate.ops.log_linear_attention import Options
 from foveate.ops.selection import Selection
 
 pytestmark = pytest.mark.gpu
 TOLERANCES = {torch.float16: (2e-3, 4e-3), torch.bfloat16: (8e-3, 1.5e-2)}  # output, gradients
+OPTIONS = Options(8, 16, 2, 2, True, 0.125, False, False, True, True)
 
 
 def heads_of(tokens, dim, dtype, batch=2, heads=2):
     """Tensors in the layout of models, with the heads of a token next to each other."""
-    return torch.randn(batch, tokens, heads, dim, device="cuda", dtype=dtype).transpose(1, 2).requires_grad_()
-
-
-def relative(got, want):
-    return ((got.double().cpu() - want).norm() / want.norm().clamp(min=1e-9)).item()
-
-
-def check(q, k, v, extras, real, options):
-    dtype, inputs = q.dtype, [x for x in (q, k, v, *extras) if x is not None]
-    out, lse, lists, counts = kernels.log_linear_attention(q, k, v, *extras, real, None, options)
-    exact = [x.detach().double().cpu().requires_grad_() for x in inputs]
-    mask = None if real is None else real.cpu()
-    chosen = Selection(tuple(x.cpu() for x in lists), counts, q.shape[2], options.block_size, options.top_k)
-    want, want_lse = log_linear(
-        *exact[:3], chosen, options.enriched, options.reweight, options.scale, *(exact[3:] or (None, None)), mask,
-        options.exclude_selected,
-    )  # fmt: skip
-    seen = want_lse.isfinite()
-    assert torch.equal(lse.cpu().isfinite(), seen)
-    assert relative(out, want.detach()) < TOLERANCES[dtype][0]
-    assert relative(lse.cpu()[seen], want_lse[seen].detach()) < 1e-3
-    grad, grad_lse = torch.randn_like(out), torch.randn_like(lse).masked_fill(~seen.cuda(), 0)
-    got = torch.autograd.grad([out, lse], inputs, [grad, grad_lse], retain_graph=True)
-    same = torch.autograd.grad([out, lse], inputs, [grad, grad_lse])
-    assert all(torch.equal(a, b) for a, b in zip(got, same, strict=True))
-    goal = (want * grad.cpu().double()).sum() + (want_lse * grad_lse.cpu().double())[seen].sum()
-    for ours, theirs in zip(got, torch.autograd.grad(goal, exact), strict=True):
-        assert relative(ours, theirs) < TOLERANCES[dtype][1]
+    return torch.randn(batch, tokens, heads, dim, device="cuda", dtype=dtype).transpose(1, 2)
 
 
 @pytest.mark.parametrize(
@@ -53,7 +27,8 @@ def check(q, k, v, extras, real, options):
 @pytest.mark.parametrize("dtype", TOLERANCES)
 def test_output_lse_and_every_gradient_equal_float64(tokens, levels, top_k, dim, dtype):
     q, k, v, *extras = (heads_of(n, dim, dtype) for n in (tokens, tokens, tokens, 77, 77))
-    check(q, k, v, extras, None, Options(top_k, 16, levels, levels, True, dim**-0.5, False, False, True, True))
+    options = OPTIONS._replace(top_k=top_k, levels=levels, enriched=levels, scale=dim**-0.5)
+    check(log_linear_attention, (q, k, v), extras, None, options, *TOLERANCES[dtype])
 
 
 @pytest.mark.parametrize("block", [16, 32, 64])
@@ -61,18 +36,19 @@ def test_output_lse_and_every_gradient_equal_float64(tokens, levels, top_k, dim,
 @pytest.mark.parametrize("masked", [False, True])
 def test_other_block_sizes_padding_and_exclusion_equal_float64(block, exclude, masked):
     real = torch.rand(2, 1500, device="cuda") > 0.3 if masked else None
-    q, k, v = (heads_of(1500, 64, torch.bfloat16) for _ in range(3))
-    check(q, k, v, (None, None), real, Options(3, block, 2, 2, True, 0.2, exclude, False, True))
+    qkv = [heads_of(1500, 64, torch.bfloat16) for _ in range(3)]
+    options = OPTIONS._replace(top_k=3, block_size=block, scale=0.2, exclude_selected=exclude, full=False)
+    check(log_linear_attention, qkv, (), real, options, *TOLERANCES[torch.bfloat16])
 
 
 def test_keys_that_all_queries_pick_are_split_and_deterministic(monkeypatch):
     q, k, v = (heads_of(1999, 64, torch.bfloat16) for _ in range(3))
-    with torch.no_grad():
-        q += 1
-        k[:, :, 160:176] += 3
-    monkeypatch.setattr(log_linear_keys, "CHUNK", 256)
-    monkeypatch.setattr(log_linear_keys, "CUT", 16)
-    check(q, k, v, (None, None), None, Options(2, 16, 2, 2, True, 0.125, False, False, True))
+    q += 1
+    k[:, :, 160:176] += 3
+    monkeypatch.setattr(backward, "CHUNK", 256)
+    monkeypatch.setattr(backward, "CUT", 16)
+    options = OPTIONS._replace(top_k=2, full=False)
+    check(log_linear_attention, (q, k, v), (), None, options, *TOLERANCES[torch.bfloat16])
 
 
 @pytest.mark.parametrize(("nodes", "picks"), [(5000, 8), (300, 128), (70_000, 3)])
@@ -80,14 +56,14 @@ def test_readers_equal_the_transposed_selection(nodes, picks):
     skewed = torch.rand(2, 2, nodes, picks, device="cuda").pow(4) * (nodes + 1) - 1
     lists = [skewed.floor().int(), skewed[:, :, ::16].div(16).floor().int()]
     chosen = Selection(tuple(lists), (), 16 * nodes, 16, picks)
-    for level, (offsets, rows) in enumerate(selection.readers_of(lists), 1):
+    for level, (offsets, rows) in enumerate(select_blocks.readers_of(lists), 1):
         want = chosen.transpose(level)
         assert torch.equal(offsets, want.offsets)
         assert torch.equal(rows.where(want.rows >= 0, -1), want.rows)
 
 
 def test_picks_equal_brute_force_over_the_rounded_means():
-    q, k = (heads_of(4000, 64, torch.float16, batch=1, heads=1).detach() for _ in range(2))
+    q, k = (heads_of(4000, 64, torch.float16, batch=1, heads=1) for _ in range(2))
     lists, counts = select_blocks.select_blocks(q, k, None, 8, 16, 2)
     real = torch.ones(1, 4000, dtype=torch.bool)
     queries, keys = ([pooled(x.cpu().double(), real, 16, level)[0][0, 0].half() for level in (1, 2)] for x in (q, k))
@@ -98,9 +74,9 @@ def test_picks_equal_brute_force_over_the_rounded_means():
 
 
 def test_compiled_calls_give_the_same_bits():
-    q, k, v = (heads_of(3000, 64, torch.bfloat16) for _ in range(3))
-    options = Options(8, 16, 2, 2, True, 0.125, False, False, True)
-    call = lambda q, k, v: kernels.log_linear_attention(q, k, v, None, None, None, None, options)[:2]  # noqa: E731
+    q, k, v = (heads_of(3000, 64, torch.bfloat16).requires_grad_() for _ in range(3))
+    options = OPTIONS._replace(full=False)
+    call = lambda q, k, v: log_linear_attention(q, k, v, None, None, None, None, options)[:2]  # noqa: E731
     results = []
     for run in (call, torch.compile(call, fullgraph=True)):
         out, lse = run(q, k, v)

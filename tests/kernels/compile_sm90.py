@@ -18,14 +18,7 @@ from triton.experimental.gluon.language import NVMMASharedLayout, bfloat16, floa
 
 from foveate.kernels.block import block_attention as ops
 from foveate.kernels.block import hopper_attention, hopper_backward, triton_attention
-from foveate.kernels.log_linear import (
-    hierarchical_pooling,
-    log_linear_keys,
-    log_linear_queries,
-    selection,
-    triton_log_linear,
-    triton_log_linear_keys,
-)
+from foveate.kernels.log_linear import backward, forward, pooling, select_blocks
 from foveate.kernels.merging import coverage_drops, facility_location, region_matmul, region_update, soft_assignment
 from foveate.kernels.rows import row_attention
 
@@ -152,34 +145,37 @@ for module, kernel in ((region_matmul, region_matmul._multiply), (region_update,
 
 def log_linear(dim, configs, **more):
     """Configuration, constants, warps and registers of a kernel of log-linear attention."""
-    config = log_linear_queries.config_for(configs, dim)
-    same = {"ENRICHED": 2, "REWEIGHT": True, "EXCLUDE": False, "MASKED": False, "FAR": False, "B": 16}
+    config = forward.config_for(configs, dim)
+    same = {"ENRICHED": 2, "REWEIGHT": True, "EXCLUDE": False, "MASKED": False, "INT64": False, "B": 16}
     constants = same | {"D": dim, "BD": triton.next_power_of_2(dim), "STAGES": config.stages} | more
     return config, constants, config.warps, config.registers
 
 
 for dim, half in ((64, "fp16"), (128, "bf16")):
-    for name in ("forward", "backward_queries"):
-        config, constants, *rest = log_linear(dim, getattr(log_linear_queries, name.upper()), LEVELS=2)
+    for kernel, configs in (
+        (forward._forward, forward.FORWARD),
+        (backward._backward_queries, backward.BACKWARD_QUERIES),
+    ):
+        config, constants, *rest = log_linear(dim, configs, LEVELS=2)
         constants |= {"M": config.rows, "BN": config.step, "BK": config.small // 16}
-        constants |= {"SMALL_STAGES": log_linear_queries.SMALL_STAGES, "EVEN": dim == 64, "EXTRA": dim == 128}
-        report(f"log-linear {name}", dim, half, getattr(triton_log_linear, name), constants, *rest)
-    kernel, sums = triton_log_linear_keys.backward_keys, {"p_xk": "*fp32", "p_xv": "*fp32"}
-    config, constants, *rest = log_linear(dim, log_linear_keys.BACKWARD_KEYS, LISTED=True, NODES=False, FOLD=True)
+        constants |= {"SMALL_STAGES": forward.SMALL_STAGES, "EVEN": dim == 64, "EXTRA": dim == 128}
+        report(f"log-linear {kernel.__name__[1:]}", dim, half, kernel, constants, *rest)
+    kernel, sums = backward._backward_keys, {"p_xk": "*fp32", "p_xv": "*fp32"}
+    config, constants, *rest = log_linear(dim, backward.BACKWARD_KEYS, LISTED=True, NODES=False, FOLD=True)
     constants |= {"BT": 16, "BM": config.step}
     report("log-linear keys of a block", 16, half, kernel, constants, *rest, **sums)
-    config, constants, *rest = log_linear(dim, log_linear_keys.BACKWARD_SHARED, LISTED=False, NODES=True, FOLD=False)
+    config, constants, *rest = log_linear(dim, backward.BACKWARD_SHARED, LISTED=False, NODES=True, FOLD=False)
     constants |= {"BT": config.rows, "BM": config.step}
     report("log-linear shared keys", config.rows, half, kernel, constants, *rest, **sums)
     constants = {"LISTED": True, "FOLD": True, "ENRICHED": 2, "MASKED": False, "B": 16, "BT": 64, "D": dim, "BD": dim}
-    constants["BR"] = log_linear_keys.ADDED
-    report("parts", dim, half, triton_log_linear_keys.add_parts, constants, 4, **sums)
-    report("cut", 1024, half, triton_log_linear_keys.cut, {"BT": log_linear_keys.CUT}, 4)
+    constants["BR"] = backward.ADDED
+    report("parts", dim, half, backward._add_parts, constants, 4, **sums)
+    report("cut", 1024, half, backward._cut, {"BT": backward.CUT}, 4)
     constants = {"TOP": dim == 64, "B": 16, "K": 8, "D": dim, "BD": dim}
-    at_once = selection.AT_TOP if dim == 64 else selection.CANDIDATES
-    warps = at_once // selection.CANDIDATES
-    report("select", 16, half, selection._select, constants | {"BN": at_once}, warps)
-    constants = {"K": 8, "E": selection.AT_ONCE, "WRITE": dim == 64}
-    report("place", 8, half, selection._place, constants, 4, p_cells="*i32", p_rows="*i32")
+    at_once = select_blocks.AT_TOP if dim == 64 else select_blocks.CANDIDATES
+    warps = at_once // select_blocks.CANDIDATES
+    report("select", 16, half, select_blocks._select, constants | {"BN": at_once}, warps)
+    constants = {"K": 8, "E": select_blocks.AT_ONCE, "WRITE": dim == 64}
+    report("place", 8, half, select_blocks._place, constants, 4, p_cells="*i32", p_rows="*i32")
     constants = {"WEIGHTED": dim == 128, "UPPER": True, "SUMS": True, "B": 16, "D": dim, "BD": dim}
-    report("pool", 16, half, hierarchical_pooling._pool, constants, hierarchical_pooling._pool_warps(16, dim))
+    report("pool", 16, half, pooling._pool, constants, pooling._pool_warps(16, dim))

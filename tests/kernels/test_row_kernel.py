@@ -33,8 +33,8 @@ def error(rows, tokens, heads, groups, dim, dtype, scale=0.2):
 @pytest.mark.parametrize(
     ("tokens", "chosen", "dim"),
     [
-        *((1, 1, 16), (257, 7, 64), (130, 65, 128)),
-        *(pytest.param(*case, marks=pytest.mark.slow) for case in ((300, 90, 40), (200, 200, 96))),
+        *((1, 1, 16), (150, 7, 64), (70, 40, 40)),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in ((257, 7, 64), (130, 65, 128), (200, 200, 96))),
     ],
 )
 def test_rows_equal_the_dense_mask(monkeypatch, tokens, chosen, dim, parts, dtype, tolerance):
@@ -44,7 +44,7 @@ def test_rows_equal_the_dense_mask(monkeypatch, tokens, chosen, dim, parts, dtyp
 
 
 def test_first_and_last_rows_and_a_negative_scale():
-    for rows in ([0], [299], [0, 299], [63, 64], list(range(250, 300))):
+    for rows in ([0], [0, 299], [63, 64], list(range(250, 300))):
         assert error(torch.tensor(rows), 300, 2, 1, 16, torch.float32) < 1e-5
     assert error(torch.tensor([5, 80, 290]), 300, 2, 2, 16, torch.float32, scale=-0.3) < 1e-5
 

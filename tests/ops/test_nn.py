@@ -83,21 +83,21 @@ def test_it_trains_under_autocast():
     assert all(parameter.grad.isfinite().all() and parameter.grad.any() for parameter in module.parameters())
 
 
-def test_bad_options_and_sizes_are_refused():
-    with pytest.raises(ValueError, match="100 channels cannot be split into 3 heads"):
-        LogLinearAttention(100, 3)
-    with pytest.raises(ValueError, match="32 to 256, not 16"):
-        LogLinearAttention(64, 4)
-    with pytest.raises(ValueError, match="1 or more, not 0"):
-        LogLinearAttention(64, 2, top_k=0)
-    with pytest.raises(ValueError, match="16, 32, 64, not 8"):
-        LogLinearAttention(64, 2, block_size=8)
-    with pytest.raises(ValueError, match="not 7"):
-        LogLinearAttention(64, 2, levels=7)
-    with pytest.raises(ValueError, match="a number of levels up to 1, not 2"):
-        LogLinearAttention(64, 2, levels=1, enrich=2)
-    with pytest.raises(ValueError, match="use enrich=True or log_mass=False"):
-        LogLinearAttention(64, 2, enrich=False, log_mass=True)
+@pytest.mark.parametrize(
+    ("dim", "heads", "options", "message"),
+    [
+        (100, 3, {}, "100 channels cannot be split into 3 heads"),
+        (64, 4, {}, "32 to 256, not 16"),
+        (64, 2, {"top_k": 0}, "1 or more, not 0"),
+        (64, 2, {"block_size": 8}, "16, 32, 64, not 8"),
+        (64, 2, {"levels": 7}, "not 7"),
+        (64, 2, {"levels": 1, "enrich": 2}, "a number of levels up to 1, not 2"),
+        (64, 2, {"enrich": False, "log_mass": True}, "use enrich=True or log_mass=False"),
+    ],
+)
+def test_bad_options_and_sizes_are_refused(dim, heads, options, message):
+    with pytest.raises(ValueError, match=message):
+        LogLinearAttention(dim, heads, **options)
 
 
 def test_every_option_reaches_attention():

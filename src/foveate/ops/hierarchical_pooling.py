@@ -108,7 +108,7 @@ def check_inputs(
         )
     if q.dtype not in DTYPES or any(x.dtype != q.dtype or x.device != q.device for x in others):
         raise ValueError(
-            f"{names} must share one device and one dtype of float32, bfloat16, float16 and float64: got "
+            f"{names} must share one device and one dtype, which may be float32, bfloat16, float16 or float64: got "
             f"{', '.join(f'{x.dtype} on {x.device}' for x in tensors.values())}"
         )
     check_head_dim(q.shape[3])

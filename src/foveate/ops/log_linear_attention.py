@@ -1,4 +1,4 @@
-"""Log-linear attention: every query reads a few blocks of tokens, and means of ever larger nodes for the rest.
+"""Log-linear attention: each query reads a few blocks of tokens in full, and the other tokens as means.
 
 The portable path below is the definition of the op. It runs on any device, in memory linear in the number of tokens.
 """
@@ -32,7 +32,7 @@ class LogLinearOutput(NamedTuple):
     Attributes:
         out: Output [batch, heads, tokens, head_dim], in the dtype of q.
         lse: Per-query log-sum-exp [batch, heads, tokens], float32 (float64 for float64).
-        selection: The blocks that were read; pass it to another call to read the same.
+        selection: The blocks that were read; pass it to another call to read the same blocks.
     """
 
     out: Tensor
@@ -53,7 +53,7 @@ class Options(NamedTuple):
         exclude_selected: Whether to skip means of nodes that are read in finer form.
         log_mass: Whether to raise the scores of means by the variance of their tokens.
         deterministic: Whether gradients have the same bits in every run.
-        full: `Selection.full` of the lists, including lists that are still to be chosen.
+        full: Whether lists are known to have no -1, also if the call has yet to choose them.
     """
 
     top_k: int
@@ -87,11 +87,11 @@ def log_linear_attention(
     log_mass: bool = False,
     deterministic: bool = True,
 ) -> LogLinearOutput:
-    """Attention of every query over the blocks that it picked and over means of coarser nodes, in one softmax.
+    """Attention of every query over the blocks that it picked and over the means of coarser nodes, in one softmax.
 
-    `select_blocks` picks the nodes. A query reads the tokens of the blocks that its block picked; on each level in
-    between, the means of all nodes that its ancestor could pick from; and the means of all nodes of the top level. A
-    mean counts once for each of its tokens: log(count) is added to its score.
+    `select_blocks` picks the nodes. A query reads the tokens of the blocks that its block picked, the means of all
+    nodes of the top level, and on each level below, the means of all candidates from which its ancestor picked. A mean
+    counts once for each of its tokens: log(count) is added to its score.
 
     Differentiable once in q, k, v, extra_k and extra_v, also through the LSE, but not through the picks. Works with
     `torch.compile(fullgraph=True)`.
@@ -102,7 +102,7 @@ def log_linear_attention(
         v: Values.
         top_k: Number of nodes that each node picks; all of them if there are fewer.
         block_size: Tokens of a block, and children of a node: 16, 32 or 64.
-        levels: Number of pooled levels, 1 to 4; None uses those of `selection`, or else `automatic_levels`.
+        levels: Number of pooled levels, 1 to 4. None takes it from `selection`, or from `automatic_levels`.
         selection: Selection of an earlier call or of `select_blocks`, to read the same blocks again.
         enrich: Whether to read means. An integer n reads only those of levels 1 to n.
         reweight: Whether a mean counts once for each of its tokens; otherwise it counts as one key.

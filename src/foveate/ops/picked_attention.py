@@ -1,17 +1,23 @@
 """One softmax over picked blocks and shared keys: the core of the portable path of log-linear attention.
 
-Scores are computed for a few runs of queries at a time; the backward pass recomputes them.
+*Shared keys* are the means of all levels, the finest first, followed by extra keys. All queries of a *run*, up to 256,
+see the same shared keys; picked blocks of tokens differ from block to block of queries. Both are gathered from tables
+for a few runs at a time, so that memory stays linear in the number of tokens. The backward pass recomputes the scores.
 """
 
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
-from foveate.ops.picked_keys import layout_of, pieces, tables_of
+from foveate.ops.hierarchical_pooling import children
 
 __all__ = ["picked_attention"]
+
+LONGEST_RUN = 256  # whole blocks of any size, and never more than one node of level 2
+AT_ONCE = 2**20  # entries gathered and scored at once, unless a single block needs more
 
 
 @torch.library.custom_op("foveate::picked_attention", mutates_args=())
@@ -75,23 +81,11 @@ def _(q: Tensor, k: Tensor, v: Tensor, shared_k: Tensor, shared_v: Tensor, bias:
 
 @torch.library.custom_op("foveate::picked_attention_backward", mutates_args=())
 def _backward(
-    grad_out: Tensor,
-    grad_lse: Tensor,
-    lse: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    shared_k: Tensor,
-    shared_v: Tensor,
-    shared_bias: Tensor,
-    real: Tensor | None,
-    lists: list[Tensor],
-    block: int,
-    enriched: int,
-    exclude: bool,
-    scale: float,
-    deterministic: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    grad_out: Tensor, grad_lse: Tensor, lse: Tensor, tensors: list[Tensor], real: Tensor | None, lists: list[Tensor],
+    block: int, enriched: int, exclude: bool, scale: float, deterministic: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Gradients of q, k, v, shared_k and shared_v. `tensors` are the first arguments of `picked_attention`."""
+    q, k, v, shared_k, shared_v, shared_bias = tensors
     layout = layout_of(q, shared_k, lists, block, enriched)
     tables = tables_of(k, v, shared_k, shared_v, shared_bias, real, layout)
     sums = [[torch.zeros_like(x, dtype=lse.dtype).flatten(1) for x in (table.k, table.v)] for table in tables]
@@ -117,20 +111,21 @@ def _backward(
 
 
 @_backward.register_fake
-def _(grad_out: Tensor, grad_lse: Tensor, lse: Tensor, *args: Any) -> Any:
-    return tuple(torch.empty_like(x) for x in args[:5])
+def _(grad_out: Tensor, grad_lse: Tensor, lse: Tensor, tensors: list[Tensor], *args: Any) -> Any:
+    return tuple(torch.empty_like(x) for x in tensors[:5])
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    *tensors, lists, ctx.block, ctx.enriched, ctx.exclude, ctx.scale, ctx.deterministic = inputs
+    *tensors, lists = inputs[:8]
+    ctx.options = inputs[8:]
     ctx.save_for_backward(output[1], *tensors, *lists)
 
 
 def _differentiate(ctx: Any, grad_out: Tensor, grad_lse: Tensor) -> tuple[Any, ...]:
-    lse, q, k, v, shared_k, shared_v, bias, real, *lists = ctx.saved_tensors
-    options = ctx.block, ctx.enriched, ctx.exclude, ctx.scale, ctx.deterministic
-    grads = _backward(grad_out, grad_lse, lse, q, k, v, shared_k, shared_v, bias, real, lists, *options)
-    return *grads, None, None, [None] * len(lists), *[None] * len(options)
+    lse, *saved = ctx.saved_tensors
+    tensors, real, lists = saved[:6], saved[6], saved[7:]
+    grads = _backward(grad_out, grad_lse, lse, tensors, real, lists, *ctx.options)
+    return *grads, None, None, [None] * len(lists), *[None] * len(ctx.options)
 
 
 picked_attention.register_autograd(_differentiate, setup_context=_save)
@@ -153,3 +148,170 @@ def _add(table: Tensor, rows: Tensor, part: Tensor, deterministic: bool) -> None
         table.index_put_((rows.flatten(),), part, accumulate=True)  # sorts first; index_add_ adds in any order
     else:
         table.index_add_(0, rows.flatten(), part)
+
+
+# --- the keys that queries read ---
+
+
+class Layout(NamedTuple):
+    """How queries are split into runs, and the sizes of what they read.
+
+    Attributes:
+        block: Tokens of a block.
+        blocks: Number of blocks of a head.
+        means: Number of means among the shared keys, for each level that is read.
+        shared: Number of shared keys.
+        run: Queries of a run.
+        runs: Number of runs of a head.
+        heads: Batch size times number of heads.
+        at_once: Number of runs in one piece.
+    """
+
+    block: int
+    blocks: int
+    means: tuple[int, ...]
+    shared: int
+    run: int
+    runs: int
+    heads: int
+    at_once: int
+
+    def runs_of(self, x: Tensor) -> Tensor:
+        """X [batch, heads, tokens, dim] as [runs of all heads, queries, dim], padded."""
+        padded = pad(x, (0, 0, 0, self.runs * self.run - x.shape[2]))
+        return padded.reshape(-1, self.run, x.shape[3])
+
+
+class Table(NamedTuple):
+    """Keys in rows of equal length. The last row of each head is hidden, and an index of -1 refers to it.
+
+    Attributes:
+        k: Keys [rows, keys, dim].
+        v: Values.
+        bias: Bias of scores [rows, keys].
+        rows: Number of rows of one head.
+    """
+
+    k: Tensor
+    v: Tensor
+    bias: Tensor
+    rows: int
+
+    def read(self, numbers: Tensor, heads: Tensor) -> "Read":
+        """The rows with these indices [lists, entries], where each list belongs to one of `heads`."""
+        rows = numbers.where(numbers >= 0, self.rows - 1) + heads[:, None] * self.rows
+        k, v = (x.flatten(1).index_select(0, rows.flatten()).view(len(rows), -1, x.shape[2]) for x in (self.k, self.v))
+        bias = self.bias[rows].view(len(rows), 1, -1)
+        return Read(rows, k.to(bias.dtype), v.to(bias.dtype), bias)
+
+
+class Read(NamedTuple):
+    """The keys that lists gather from a table; the queries of a list are a run, or a block of a run.
+
+    Attributes:
+        rows: Rows of the table [lists, entries].
+        k: Keys [lists, keys, dim].
+        v: Values.
+        bias: Bias of scores [lists, 1 or queries, keys].
+    """
+
+    rows: Tensor
+    k: Tensor
+    v: Tensor
+    bias: Tensor
+
+    def cut(self, x: Tensor) -> Tensor:
+        """X [runs, queries, dim] as [lists, queries of a list, dim]."""
+        return x.reshape(len(self.rows), -1, x.shape[2])
+
+    def scores(self, q: Tensor, scale: float) -> Tensor:
+        """Scores [lists, queries of a list, keys] of queries [runs, queries, dim]."""
+        q = self.cut(q)
+        return torch.baddbmm(self.bias.expand(-1, q.shape[1], -1), q, self.k.mT, alpha=scale)
+
+
+def layout_of(q: Tensor, shared_k: Tensor, lists: list[Tensor], block: int, enriched: int) -> Layout:
+    """The longest runs that fit into a piece, and as many of them at once as fit."""
+    batch, heads, tokens, dim = q.shape
+    means = tuple(x.shape[2] for x in lists[:enriched])
+    picked = lists[0].shape[3] * block
+    visible = [x.shape[3] * block for x in lists[1 : enriched + 1]] + list(means[len(lists) - 1 :])
+    seen = sum(visible) + shared_k.shape[2] - sum(means)
+
+    def entries(run: int) -> int:
+        return run // block * picked * dim + seen * dim + run * (picked + seen)
+
+    run = block
+    while run < min(tokens, LONGEST_RUN) and entries(2 * run) <= AT_ONCE:
+        run *= 2
+    at_once = max(1, AT_ONCE // entries(run))
+    return Layout(block, lists[0].shape[2], means, shared_k.shape[2], run, -(-tokens // run), batch * heads, at_once)
+
+
+def tables_of(
+    k: Tensor, v: Tensor, shared_k: Tensor, shared_v: Tensor, shared_bias: Tensor, real: Tensor | None, layout: Layout
+) -> tuple[Table, Table]:
+    """The table of blocks of tokens, and the table of shared keys, one key per row."""
+    real = torch.ones(1, k.shape[2], dtype=torch.bool, device=k.device) if real is None else real
+    bias = torch.zeros(real.shape, dtype=shared_bias.dtype, device=k.device).masked_fill_(~real, -torch.inf)
+    blocks = _table(k, v, bias, layout.blocks + 1, layout.block)
+    return blocks, _table(shared_k, shared_v, shared_bias, layout.shared + 1, 1)
+
+
+def _table(k: Tensor, v: Tensor, bias: Tensor, rows: int, keys: int) -> Table:
+    room = rows * keys - k.shape[2]
+    bias = pad(bias, (0, room), value=-torch.inf)[:, None].expand(*k.shape[:2], -1)
+    k, v = (pad(x, (0, 0, 0, room)).reshape(-1, keys, x.shape[3]) for x in (k, v))
+    return Table(k, v, bias.reshape(-1, keys), rows)
+
+
+def pieces(
+    tables: tuple[Table, Table], lists: list[Tensor], layout: Layout, exclude: bool
+) -> Iterator[tuple[slice, tuple[Read, Read]]]:
+    """Pieces of the runs of all heads, with what they read: picked blocks, and shared keys."""
+    numbers = torch.arange(layout.heads * layout.runs, device=lists[0].device)
+    starts = torch.arange(0, layout.run, layout.block, device=numbers.device)
+    for start in range(0, len(numbers), layout.at_once):
+        piece = slice(start, start + layout.at_once)
+        heads, first = numbers[piece] // layout.runs, numbers[piece] % layout.runs * layout.run
+        # blocks past the last one are padding of the last run
+        blocks = ((first[:, None] + starts) // layout.block).clamp(max=layout.blocks - 1)
+        picks = _of(lists[0], heads[:, None], blocks).flatten(0, 1)
+        seen = _visible(lists, heads, first, layout)
+        reads = tables[0].read(picks, heads.repeat_interleave(len(starts))), tables[1].read(seen, heads)
+        if exclude and layout.means:
+            hidden = _picked_means(lists, heads, blocks, layout, seen).repeat_interleave(layout.block, 1)
+            reads = reads[0], reads[1]._replace(bias=reads[1].bias.masked_fill(hidden, -torch.inf))
+        yield piece, reads
+
+
+def _of(lists: Tensor, heads: Tensor, nodes: Tensor) -> Tensor:
+    """The lists [..., picks] of nodes; heads are counted over the whole batch."""
+    return lists.flatten(0, 2)[heads * lists.shape[2] + nodes].long()
+
+
+def _visible(lists: list[Tensor], heads: Tensor, first: Tensor, layout: Layout) -> Tensor:
+    """Indices of the shared keys [runs, seen] of the runs that begin at tokens `first`; -1 where there is none."""
+    seen, start = [], 0
+    for level, nodes in enumerate(layout.means, start=1):
+        if level < len(lists):
+            found = children(_of(lists[level], heads, first // layout.block ** (level + 1)), nodes, layout.block)
+            seen.append(found.where(found < 0, found + start))
+            start += nodes
+    # all queries see the top level and the extra keys
+    seen = torch.cat([*seen, torch.arange(start, layout.shared, device=heads.device).expand(len(heads), -1)], 1)
+    return seen if seen.shape[1] else heads.new_full((len(heads), 1), -1)
+
+
+def _picked_means(lists: list[Tensor], heads: Tensor, blocks: Tensor, layout: Layout, seen: Tensor) -> Tensor:
+    """Mask [runs, blocks, seen] of the means whose nodes the block or one of its ancestors picked."""
+    picked, start = [], 0
+    for level, nodes in enumerate(layout.means):
+        picks = _of(lists[level], heads[:, None], blocks // layout.block**level)
+        picked.append(picks.where(picks < 0, picks + start))
+        start += nodes
+    picked = torch.cat(picked, -1)
+    picked = picked.where(picked >= 0, layout.shared).sort(-1).values
+    seen = seen[:, None].expand(-1, blocks.shape[1], -1).contiguous()
+    places = torch.searchsorted(picked, seen).clamp(max=picked.shape[2] - 1)
+    return picked.take_along_dim(places, 2) == seen

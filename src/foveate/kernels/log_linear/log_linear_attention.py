@@ -1,5 +1,5 @@
 # pyright: basic, reportArgumentType=false, reportCallIssue=false
-"""Log-linear attention on NVIDIA GPUs: custom ops for forward and backward."""
+"""Log-linear attention on NVIDIA GPUs: pooling, selection, and attention as a differentiable custom op."""
 
 from typing import Any
 
@@ -7,11 +7,10 @@ import torch
 from torch import Tensor
 
 from foveate.kernels.launch import empty_lse, gpu_op, row_contiguous
-from foveate.kernels.log_linear import log_linear_queries, selection
-from foveate.kernels.log_linear.hierarchical_pooling import Means
-from foveate.kernels.log_linear.log_linear_keys import backward_keys
-from foveate.kernels.log_linear.log_linear_queries import Keys
-from foveate.kernels.log_linear.select_blocks import pick_nodes, pool_levels, split_levels, supports
+from foveate.kernels.log_linear.backward import backward_keys, backward_queries
+from foveate.kernels.log_linear.forward import Keys, forward
+from foveate.kernels.log_linear.pooling import level_sizes, pool
+from foveate.kernels.log_linear.select_blocks import pick_nodes, readers_of, supports
 
 __all__ = ["BACKENDS", "log_linear_attention"]
 
@@ -32,38 +31,25 @@ def log_linear_attention(
     nothing = k.new_empty(*k.shape[:2], 0, k.shape[3])  # a slice of k would send k a gradient of zeros
     extra_k, extra_v = (nothing if x is None else row_contiguous(x) for x in (extra_k, extra_v))
     tokens, block, levels, top_k = q.shape[2], options.block_size, options.levels, options.top_k
-    pooled = [x.detach() for x in ((k, v) if lists else (q, k, v))]
-    means, counts, logs = pool_levels(pooled, real, block, levels)
+    means, counts, logs = pool([x.detach() for x in ((k, v) if lists else (q, k, v))], real, block, levels)
     lists = [x.contiguous() for x in lists or pick_nodes(means, counts, tokens, block, levels, top_k)]
-    settings = options.enriched, options.reweight, options.exclude_selected, options.scale, options.full
+    settings = options.enriched, options.reweight, options.exclude_selected, options.full, options.scale
     out, lse = _attend(q, k, v, extra_k, extra_v, means, counts, logs, lists, real, block, top_k, *settings)
-    return out, lse, lists, split_levels(counts, tokens, block, levels)
+    return out, lse, lists, counts.split(level_sizes(tokens, block, levels), 1)
 
 
 @gpu_op("foveate::log_linear_attention")
 def _attend(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    extra_k: Tensor,
-    extra_v: Tensor,
-    means: Tensor,
-    counts: Tensor,
-    logs: Tensor,
-    lists: list[Tensor],
-    real: Tensor | None,
-    block: int,
-    top_k: int,
-    enriched: int,
-    reweight: bool,
-    exclude: bool,
-    scale: float,
-    full: bool,
-) -> tuple[Tensor, Tensor]:
+    q: Tensor, k: Tensor, v: Tensor, extra_k: Tensor, extra_v: Tensor, means: Tensor, counts: Tensor, logs: Tensor,
+    lists: list[Tensor], real: Tensor | None,
+    block: int, top_k: int, enriched: int, reweight: bool, exclude: bool, full: bool, scale: float,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Output and LSE. The last two tensors of `means` are the means of k and v; their gradients go to k and v."""
-    keys = Keys(k, v, extra_k, extra_v, Means(means, counts, logs), lists, real, block, top_k, enriched,
-                reweight, exclude, scale, full)  # fmt: skip
-    return log_linear_queries.forward(q, keys)
+    keys = Keys(
+        k, v, extra_k, extra_v, means, counts, logs, lists, real,
+        block, top_k, enriched, reweight, exclude, full, scale,
+    )  # fmt: skip
+    return forward(q, keys)
 
 
 @_attend.register_fake
@@ -73,51 +59,33 @@ def _(q: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
 
 @gpu_op("foveate::log_linear_attention_backward")
 def _backward(
-    grad_out: Tensor,
-    grad_lse: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    extra_k: Tensor,
-    extra_v: Tensor,
-    means: Tensor,
-    counts: Tensor,
-    logs: Tensor,
-    lists: list[Tensor],
-    real: Tensor | None,
-    block: int,
-    top_k: int,
-    enriched: int,
-    reweight: bool,
-    exclude: bool,
-    scale: float,
-    full: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    keys = Keys(k, v, extra_k, extra_v, Means(means, counts, logs), lists, real, block, top_k, enriched,
-                reweight, exclude, scale, full)  # fmt: skip
-    grad_out = row_contiguous(grad_out)
-    dq, *per_query = log_linear_queries.backward_queries(q, keys, out, lse, grad_out, grad_lse.contiguous())
-    return dq, *backward_keys(q, keys, *per_query, grad_out, selection.readers_of(lists[: enriched + 1]))
+    grads: list[Tensor], results: list[Tensor], tensors: list[Tensor], lists: list[Tensor], real: Tensor | None,
+    block: int, top_k: int, enriched: int, reweight: bool, exclude: bool, full: bool, scale: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Gradients of q, k, v, extra_k and extra_v. `tensors` are the first arguments of `_attend`."""
+    q, *tensors = tensors
+    keys = Keys(*tensors, lists, real, block, top_k, enriched, reweight, exclude, full, scale)
+    grad_out, grad_lse = row_contiguous(grads[0]), grads[1].contiguous()
+    dq, binary, delta = backward_queries(q, keys, *results, grad_out, grad_lse)
+    return dq, *backward_keys(q, keys, binary, delta, grad_out, readers_of(lists[: enriched + 1]))
 
 
 @_backward.register_fake
-def _(grad_out: Tensor, grad_lse: Tensor, out: Tensor, lse: Tensor, *inputs: Any) -> tuple[Tensor, ...]:
-    return tuple(torch.empty_like(x) for x in inputs[:5])
+def _(grads: list[Tensor], results: list[Tensor], tensors: list[Tensor], *rest: Any) -> tuple[Tensor, ...]:
+    return tuple(torch.empty_like(x) for x in tensors[:5])
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    *tensors, lists, real, block, top_k, enriched, reweight, exclude, scale, full = inputs
-    ctx.options = block, top_k, enriched, reweight, exclude, scale, full
+    *tensors, lists, real = inputs[:10]
+    ctx.options = inputs[10:]
     ctx.save_for_backward(*output, *tensors, real, *lists)
 
 
-def _differentiate(ctx: Any, grad_out: Tensor, grad_lse: Tensor) -> tuple[Any, ...]:
-    out, lse, *tensors = ctx.saved_tensors
-    inputs, real, lists = tensors[:8], tensors[8], tensors[9:]
-    grads = _backward(grad_out, grad_lse, out, lse, *inputs, lists, real, *ctx.options)
-    return *grads, None, None, None, [None] * len(lists), None, *[None] * len(ctx.options)
+def _differentiate(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+    out, lse, *saved = ctx.saved_tensors
+    tensors, real, lists = saved[:8], saved[8], saved[9:]
+    found = _backward(list(grads), [out, lse], tensors, lists, real, *ctx.options)
+    return *found, None, None, None, [None] * len(lists), None, *[None] * len(ctx.options)
 
 
 _attend.register_autograd(_differentiate, setup_context=_save)

@@ -1,38 +1,22 @@
 # pyright: basic, reportArgumentType=false, reportGeneralTypeIssues=false, reportCallIssue=false, reportIndexIssue=false
 # pyright: reportOperatorIssue=false, reportAttributeAccessIssue=false
-"""Means of the nodes of all levels of a sequence: one launch computes two levels of up to three tensors.
+"""Hierarchical pooling in Triton: one launch computes two levels of up to three tensors.
 
 The levels of a tensor follow one another in one buffer, the finest first, so that kernels need only one pointer.
 """
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from itertools import pairwise
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from foveate.kernels.launch import padded_size
+from foveate.kernels.launch import gpu_op, padded_size
 
-__all__ = ["Means", "level_starts", "pool"]
+__all__ = ["level_sizes", "level_starts", "pool"]
 
 NUMBERS = ("rows", "heads", "first", "nodes", "s_weight", "s_count")  # not specialized when they equal 1
-
-
-class Means(NamedTuple):
-    """Means of one or more tensors over the nodes of all levels, the finest level first.
-
-    Attributes:
-        values: Means [tensors, batch, heads, nodes of all levels, dim].
-        counts: Number of real tokens in each node: int32 [batch, nodes of all levels], or one row for the whole batch
-            if no token is padding.
-        logs: Binary logarithms of the counts, float32.
-    """
-
-    values: Tensor
-    counts: Tensor
-    logs: Tensor
 
 
 def level_starts(tokens: int, block: int, levels: int) -> list[int]:
@@ -47,6 +31,11 @@ def level_starts(tokens: int, block: int, levels: int) -> list[int]:
         tokens = -(-tokens // block)
         starts.append(starts[-1] + tokens)
     return starts
+
+
+def level_sizes(tokens: int, block: int, levels: int) -> list[int]:
+    """Number of nodes of each level, the finest first."""
+    return [end - start for start, end in pairwise(level_starts(tokens, block, levels))]
 
 
 @triton.jit
@@ -128,10 +117,13 @@ def _pool(
         )  # fmt: skip
 
 
-def pool(tensors: Sequence[Tensor], real: Tensor | None, block: int, levels: int) -> Means:
-    """Means of one to three tensors over the nodes of all levels.
+@gpu_op("foveate::pool_levels")
+def pool(tensors: list[Tensor], real: Tensor | None, block: int, levels: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Means, counts and binary logarithms of the counts of the nodes of all levels, the finest level first.
 
-    Sums are kept in float32 from level to level, so each mean is rounded once. Padding is never read.
+    Means are [tensors, batch, heads, nodes of all levels, dim]. Counts are int32 [batch, nodes of all levels], or one
+    row for the whole batch if no token is padding; logarithms are float32. Sums are kept in float32 from level to
+    level, so each mean is rounded once. Padding is never read.
 
     Args:
         tensors: Tensors [batch, heads, tokens, dim] whose last dimension has stride 1.
@@ -141,16 +133,13 @@ def pool(tensors: Sequence[Tensor], real: Tensor | None, block: int, levels: int
     """
     batch, heads, tokens, dim = tensors[0].shape
     starts = level_starts(tokens, block, levels)
-    means = _empty(tensors[0], len(tensors), batch, heads, starts[-1], dim)
-    counts = _empty(tensors[0], 1 if real is None else batch, starts[-1], dtype=torch.int32)
+    means, counts, logs = _empty_means(tensors, real, starts[-1])
     weight = counts if real is None else real.contiguous().view(torch.uint8)
-    logs = torch.empty_like(counts, dtype=torch.float32)
-    rows, given = tokens, list(tensors)
+    rows, given = tokens, tensors
     for level in range(0, levels, 2):
-        lower, upper = level_starts(rows, block, 2)[1:]
-        upper -= lower
+        _, upper = level_sizes(rows, block, 2)
         further = levels > level + 2
-        sums = _empty(means, len(given), batch, heads, upper if further else 0, dim, dtype=torch.float32)
+        sums = means.new_empty((len(given), batch, heads, upper if further else 0, dim), dtype=torch.float32)
         strided = given + [given[0]] * (3 - len(given))
         _pool[(batch * heads * upper, len(given))](
             *strided, means, sums, weight, counts, logs, rows, heads, starts[level], starts[-1],
@@ -160,12 +149,20 @@ def pool(tensors: Sequence[Tensor], real: Tensor | None, block: int, levels: int
             BD=padded_size(dim), num_warps=_pool_warps(block, dim),
         )  # fmt: skip
         rows, given, weight = upper, list(sums.unbind(0)), counts[:, starts[level + 1] :] if further else counts
-    return Means(means, counts, logs)
+    return means, counts, logs
+
+
+@pool.register_fake
+def _(tensors: list[Tensor], real: Tensor | None, block: int, levels: int) -> tuple[Tensor, Tensor, Tensor]:
+    return _empty_means(tensors, real, level_starts(tensors[0].shape[2], block, levels)[-1])
+
+
+def _empty_means(tensors: list[Tensor], real: Tensor | None, nodes: int) -> tuple[Tensor, Tensor, Tensor]:
+    batch, heads, _, dim = tensors[0].shape
+    means = tensors[0].new_empty(len(tensors), batch, heads, nodes, dim)
+    counts = means.new_empty(1 if real is None else batch, nodes, dtype=torch.int32)
+    return means, counts, torch.empty_like(counts, dtype=torch.float32)
 
 
 def _pool_warps(block: int, dim: int) -> int:
     return max(1, min(8, block * padded_size(dim) // 1024))
-
-
-def _empty(like: Tensor, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
-    return like.new_empty(shape, dtype=dtype)

@@ -1,0 +1,467 @@
+# pyright: basic, reportArgumentType=false, reportGeneralTypeIssues=false, reportCallIssue=false, reportIndexIssue=false
+# pyright: reportOperatorIssue=false, reportAttributeAccessIssue=false
+"""The backward pass of log-linear attention in Triton: gradients of the queries, and of the keys and values.
+
+The gradient of the queries takes the steps of the forward pass. For keys and values, one program computes a tile of
+keys that the same queries read: a block of tokens, the children of a node, or a tile of keys that all queries read. It
+walks through the queries of the nodes that picked the tile. A tile that more than one chunk of queries reads is split
+into parts, one program per chunk, and the parts are added up in a fixed order.
+"""
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from foveate.kernels.launch import empty_like, empty_lse, padded_size
+from foveate.kernels.log_linear.forward import (
+    FORWARD,
+    LN2,
+    MINUS_INF,
+    NUMBERS,
+    KernelConfig,
+    Keys,
+    attend_extra,
+    attend_means,
+    attend_tokens,
+    batch_stride,
+    config_for,
+    launch,
+    locate,
+    mask_of,
+    mask_picked,
+    needs_int64,
+    real_rows,
+    register_limit,
+    rows_of,
+    store_rows,
+)
+from foveate.kernels.log_linear.pooling import level_starts
+
+__all__ = ["backward_keys", "backward_queries"]
+
+BACKWARD_QUERIES = FORWARD | {64: KernelConfig(64, 64, 32, 4, 2, 128)}
+# Steps are of queries; only tiles of keys that all queries read use `rows`.
+BACKWARD_KEYS = {
+    64: KernelConfig(16, 64, 32, 2, 2, 128),
+    128: KernelConfig(16, 64, 32, 2, 2, None),
+    256: KernelConfig(16, 16, 16, 4, 2, None),
+}
+BACKWARD_SHARED = {
+    64: KernelConfig(64, 32, 32, 4, 3, None),
+    128: KernelConfig(64, 32, 32, 4, 2, None),
+    256: KernelConfig(64, 16, 16, 8, 2, None),
+}
+CHUNK = 4096  # most queries that one program walks through for a tile of keys
+CUT = 1024  # tiles that one program of `_cut` handles
+ADDED = 8  # rows of a tile that one program of `_add_parts` sums
+PROGRAMS = 1024  # target number of programs for shared keys: few tiles, so only short chunks keep the GPU busy
+KEY_NUMBERS = ("heads", "tokens", "limit", "all_nodes", "shift", "picks", "chunk", "parts")  # not specialized at 1
+
+
+# --- the gradient of the queries -------------------------------------------------------------------------------------
+
+
+@triton.jit(do_not_specialize=NUMBERS)
+def _backward_queries(
+    p_q, p_k, p_v, p_ek, p_ev, p_out, p_g, p_dq, p_mk, p_mv, p_logs, p_real, p_list1, p_list2, p_list3, p_list4,
+    p_lse, p_dlse, p_binary, p_delta, scale, factor, heads, tokens, extra, nodes, top_k, s_log, s_real,
+    s_qb, s_qh, s_q, s_kb, s_kh, s_k, s_vb, s_vh, s_v, s_ekb, s_ekh, s_ek, s_evb, s_evh, s_ev, s_outb, s_outh, s_out,
+    s_gb, s_gh, s_g, s_dqb, s_dqh, s_dq,
+    LEVELS: tl.constexpr, ENRICHED: tl.constexpr, REWEIGHT: tl.constexpr, EXCLUDE: tl.constexpr, MASKED: tl.constexpr,
+    EVEN: tl.constexpr, EXTRA: tl.constexpr, B: tl.constexpr, M: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    D: tl.constexpr, BD: tl.constexpr, INT64: tl.constexpr, STAGES: tl.constexpr, SMALL_STAGES: tl.constexpr,
+):  # fmt: skip
+    """Gradient of the queries, and two numbers per query that `backward_keys` needs.
+
+    p_binary: LSE in base 2, infinite for rows that see nothing. p_delta: sum(out * dout) - dlse.
+    """
+    batch, head, sample, row = locate(tokens, heads, M)
+    p_real += batch * s_real
+    o_m = real_rows(p_real, row, tokens, MASKED, M)
+    o_r = tl.maximum(o_m, 0)
+    p_q += batch * s_qb + head * s_qh
+    q = rows_of(p_q, s_q, o_r, D, BD, INT64)  # [M, BD]
+    p_g += batch * s_gb + head * s_gh
+    g = rows_of(p_g, s_g, o_r, D, BD, INT64)
+    out = rows_of(p_out + batch * s_outb + head * s_outh, s_out, o_r, D, BD, INT64)
+    lse = tl.load(p_lse + sample * tokens + o_m, mask=o_m >= 0, other=MINUS_INF) / LN2
+    lse = tl.where(lse == MINUS_INF, float("inf"), lse)  # rows that see nothing have weight 0
+    delta = tl.sum(out.to(tl.float32) * g.to(tl.float32), 1)
+    delta -= tl.load(p_dlse + sample * tokens + o_m, mask=o_m >= 0, other=0.0)
+    acc = tl.zeros([M, BD], tl.float32)
+    if ENRICHED > 0:
+        lse, delta, acc = attend_means(
+            lse, delta, acc, q, g, p_mk + sample * nodes * D, p_mv + sample * nodes * D, p_logs + batch * s_log,
+            (p_list1, p_list2, p_list3, p_list4), sample, row, tokens, top_k, scale,
+            LEVELS, ENRICHED, REWEIGHT, EXCLUDE, MASKED, True, EVEN, STAGES, B, M, BN, D, BD, INT64,
+        )  # fmt: skip
+    if EXTRA:
+        lse, delta, acc = attend_extra(
+            lse, delta, acc, q, g, p_ek + batch * s_ekb + head * s_ekh, p_ev + batch * s_evb + head * s_evh,
+            s_ek, s_ev, extra, scale, True, STAGES, BN, D, BD, INT64,
+        )  # fmt: skip
+    lse, delta, acc = attend_tokens(
+        lse, delta, acc, q, g, p_q, p_g, s_q, s_g, o_r,
+        p_k + batch * s_kb + head * s_kh, p_v + batch * s_vb + head * s_vh, p_real, p_list1, s_k, s_v,
+        sample, row, tokens, top_k, scale, MASKED, True, EVEN, SMALL_STAGES, B, M, BK, D, BD, INT64,
+    )  # fmt: skip
+    acc = tl.where((o_m >= 0)[:, None], acc * factor, 0.0)
+    store_rows(p_dq + batch * s_dqb + head * s_dqh, s_dq, row, tokens, acc, M, D, BD)
+    o_m = row + tl.arange(0, M)
+    tl.store(p_binary + sample * tokens + o_m, lse, mask=o_m < tokens)
+    tl.store(p_delta + sample * tokens + o_m, delta, mask=o_m < tokens)
+
+
+def backward_queries(
+    q: Tensor, keys: Keys, out: Tensor, lse: Tensor, grad_out: Tensor, grad_lse: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradient of the queries, their LSE in base 2, and sum(out * grad_out) - grad_lse of each.
+
+    The LSE in base 2 is infinite where a query sees nothing, so that its weights are 0.
+    """
+    dq, binary, delta = empty_like(q), empty_lse(q), empty_lse(q)
+    strided = {"q": q, "k": keys.k, "v": keys.v, "ek": keys.extra_k, "ev": keys.extra_v}
+    strided |= {"out": out, "g": grad_out, "dq": dq}
+    vectors = {"p_lse": lse, "p_dlse": grad_lse, "p_binary": binary, "p_delta": delta}
+    launch(_backward_queries, BACKWARD_QUERIES, strided, keys, **vectors, factor=keys.scale)
+    return dq, binary, delta
+
+
+# --- the gradients of keys and values --------------------------------------------------------------------------------
+
+
+@triton.jit
+def _queries(p_readers, p_real, at, end, shift, tokens, LISTED: tl.constexpr, MASKED: tl.constexpr,
+             BM: tl.constexpr):  # fmt: skip
+    """Indices of BM queries from place `at` in the concatenated runs of all readers; -1 where there is none."""
+    o_q = at + tl.arange(0, BM)
+    m_q = o_q < end
+    if LISTED:
+        first = tl.load(p_readers + (o_q >> shift), mask=m_q, other=0) << shift
+        o_q = first + (o_q & ((1 << shift) - 1))
+    m_q = m_q & (o_q < tokens)
+    if MASKED:
+        m_q = m_q & (tl.load(p_real + o_q, mask=m_q, other=0) != 0)
+    return tl.where(m_q, o_q, -1)
+
+
+@triton.jit
+def _key_step(
+    dk, dv, k, v, p_q, p_g, p_binary, p_delta, s_q, s_g, o_q, bias, scale,
+    MASKED: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, INT64: tl.constexpr,
+):  # fmt: skip
+    o_r = o_q if MASKED else tl.maximum(o_q, 0)
+    q = rows_of(p_q, s_q, o_r, D, BD, INT64, MASKED)  # [BM, BD]
+    binary = tl.load(p_binary + o_q, mask=o_q >= 0, other=float("inf"))
+    scores = tl.dot(k, tl.trans(q), input_precision="ieee") * scale + bias  # [BT, BM]
+    p = tl.math.exp2(scores - binary[None, :])
+    g = rows_of(p_g, s_g, o_r, D, BD, INT64, MASKED)
+    dv = tl.dot(p.to(g.dtype), g, dv, input_precision="ieee")
+    delta = tl.load(p_delta + o_q, mask=o_q >= 0, other=0.0)
+    ds = p * (tl.dot(v, tl.trans(g), input_precision="ieee") - delta[None, :])
+    return tl.dot(ds.to(q.dtype), q, dk, input_precision="ieee"), dv
+
+
+@triton.jit
+def _of_means(p_means, p_counts, tile, tokens, B: tl.constexpr, ENRICHED: tl.constexpr, D: tl.constexpr,
+              BD: tl.constexpr):  # fmt: skip
+    """Gradient [BD] that each token of a block receives from the means of its ancestors."""
+    o_d = tl.arange(0, BD)
+    total = tl.zeros([BD], tl.float32)
+    nodes, node = tl.cdiv(tokens, B), tile
+    for _ in tl.static_range(ENRICHED):
+        count = tl.maximum(tl.load(p_counts + node), 1)
+        total += tl.load(p_means + node.to(tl.int64) * D + o_d, mask=o_d < D, other=0.0) / count
+        p_means += nodes.to(tl.int64) * D
+        p_counts += nodes
+        nodes, node = tl.cdiv(nodes, B), node // B
+    return total
+
+
+@triton.jit
+def _finish(
+    p_dk, p_dv, s_dk, s_dv, dk, dv, p_dmk, p_dmv, p_counts, o_t, limit, real, tile, tokens,
+    FOLD: tl.constexpr, ENRICHED: tl.constexpr, B: tl.constexpr, D: tl.constexpr, BD: tl.constexpr,
+):  # fmt: skip
+    """Store the gradients of the keys o_t; with FOLD (tokens), add what they receive from the means."""
+    if FOLD:
+        dk += _of_means(p_dmk, p_counts, tile, tokens, B, ENRICHED, D, BD)[None, :]
+        dv += _of_means(p_dmv, p_counts, tile, tokens, B, ENRICHED, D, BD)[None, :]
+        dk, dv = tl.where(real[:, None], dk, 0.0), tl.where(real[:, None], dv, 0.0)
+    o_t = tl.where(o_t < limit, o_t, -1)
+    _store(p_dk, s_dk, o_t, dk, D, BD)
+    _store(p_dv, s_dv, o_t, dv, D, BD)
+
+
+@triton.jit
+def _store(p, stride, o_n, x, D: tl.constexpr, BD: tl.constexpr):
+    """Store the rows with indices o_n, except negative ones."""
+    o_d = tl.arange(0, BD)
+    m_x = (o_n >= 0)[:, None] & (o_d < D)[None, :]
+    tl.store(p + o_n[:, None].to(tl.int64) * stride + o_d[None, :], x.to(p.dtype.element_ty), mask=m_x)
+
+
+@triton.jit
+def _real(p_real, o_t, limit, MASKED: tl.constexpr):
+    real = o_t < limit
+    if MASKED:
+        real = real & (tl.load(p_real + o_t, mask=real, other=0) != 0)
+    return real
+
+
+@triton.jit(do_not_specialize=("tiles", "shift", "chunk", "parts"))
+def _cut(p_offsets, p_used, p_first, p_end, p_tile, tiles, shift, chunk, parts, BT: tl.constexpr):
+    """Allocate parts to the tiles that more than one chunk of queries reads.
+
+    Stores the first and end part of each tile and the tile of each part. A program handles BT tiles. Tiles get parts
+    in the order of arrival; p_used counts the parts in use.
+    """
+    blocks = tl.cdiv(tiles, BT)
+    sample = (tl.program_id(0) // blocks).to(tl.int64)
+    o_t = tl.program_id(0) % blocks * BT + tl.arange(0, BT)
+    m_t = o_t < tiles
+    p_t = p_offsets + sample * (tiles + 1) + o_t
+    length = (tl.load(p_t + 1, mask=m_t, other=0) - tl.load(p_t, mask=m_t, other=0)).to(tl.int64) << shift
+    mine = tl.where(length > chunk, (length + chunk - 1) // chunk, 0).to(tl.int32)
+    end = tl.cumsum(mine, 0) + tl.atomic_add(p_used + sample, tl.sum(mine, 0))
+    tl.store(p_first + sample * tiles + o_t, end - mine, mask=m_t)
+    tl.store(p_end + sample * tiles + o_t, end, mask=m_t)
+    for part in range(0, tl.max(mine, 0)):
+        tl.store(p_tile + sample * parts + end - mine + part, o_t, mask=part < mine)
+
+
+@triton.jit
+def _work(p_offsets, p_used, p_first, p_tile, tiles, shift, chunk, parts, tokens, LISTED: tl.constexpr):
+    """Sample, tile, part, whether the part is the whole tile, and the range of queries of a program.
+
+    Parts come first, because they take longest. The range of a part that is not in use ends before it begins.
+    """
+    number = tl.program_id(0)
+    if LISTED:
+        cut_ones = tl.num_programs(0) // (parts + tiles) * parts
+        whole = number >= cut_ones
+        number = tl.where(whole, number - cut_ones, number)
+        programs = tl.where(whole, tiles, parts)
+        sample, part = (number // programs).to(tl.int64), number % programs
+        exists = ~whole & (part < tl.load(p_used + sample, mask=~whole, other=0))
+        tile = tl.where(whole, part, tl.load(p_tile + sample * parts + part, mask=exists, other=0))
+        p_offsets += sample * (tiles + 1) + tile
+        length = (tl.load(p_offsets + 1) - tl.load(p_offsets)).to(tl.int64) << shift
+        first = tl.load(p_first + sample * tiles + tile, mask=exists, other=0)
+        at = (part - first).to(tl.int64) * tl.where(whole, 0, chunk)
+        end = tl.where(whole, length, tl.minimum(length, at + chunk))
+        end = tl.where(tl.where(whole, length <= chunk, exists), end, -1)
+    else:
+        sample, part, whole = (number // parts).to(tl.int64), number % parts, False
+        each = tl.cdiv(tokens, chunk)
+        tile, at = part // each, (part % each).to(tl.int64) * chunk
+        end = tl.minimum(tokens.to(tl.int64), at + chunk)
+    return sample, tile, part, whole, at, end
+
+
+@triton.jit(do_not_specialize=KEY_NUMBERS)
+def _backward_keys(
+    p_k, p_v, p_dk, p_dv, p_q, p_g, p_xk, p_xv, p_binary, p_delta, p_real, p_logs, p_counts, p_offsets, p_readers,
+    p_own, p_dmk, p_dmv, p_used, p_first, p_tile, scale, factor, heads, tokens, limit, all_nodes, shift, below, picks,
+    chunk, parts, s_real, s_log,
+    s_kb, s_kh, s_k, s_vb, s_vh, s_v, s_dkb, s_dkh, s_dk, s_dvb, s_dvh, s_dv, s_qb, s_qh, s_q, s_gb, s_gh, s_g,
+    LISTED: tl.constexpr, NODES: tl.constexpr, FOLD: tl.constexpr, ENRICHED: tl.constexpr,
+    REWEIGHT: tl.constexpr, EXCLUDE: tl.constexpr, MASKED: tl.constexpr, B: tl.constexpr, BT: tl.constexpr,
+    BM: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, INT64: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Gradients of a tile of keys, or of a part of it, which is one chunk of its queries.
+
+    The `limit` keys are tokens, extra keys, or with NODES the nodes of one level, each of `below` tokens. LISTED tiles
+    are read by nodes of 2**shift queries each; other tiles are read by all queries and always split. Parts are written
+    to p_xk and p_xv.
+    """
+    tiles = tl.cdiv(limit, BT)
+    sample, tile, part, whole, at, end = _work(
+        p_offsets, p_used, p_first, p_tile, tiles, shift, chunk, parts, tokens, LISTED
+    )  # fmt: skip
+    if end >= at:
+        batch, head = sample // heads, sample % heads
+        p_real += batch * s_real
+        if LISTED:
+            p_readers += sample * tiles * tl.minimum(picks, tiles) + tl.load(p_offsets + sample * (tiles + 1) + tile)
+        o_t = tile * BT + tl.arange(0, BT)
+        real = _real(p_real, o_t, limit, MASKED and FOLD)
+        o_k = tl.where(real, o_t, -1) if MASKED else tl.minimum(o_t, limit - 1)
+        k = rows_of(p_k + batch * s_kb + head * s_kh, s_k, o_k, D, BD, INT64, MASKED)  # [BT, BD]
+        v = rows_of(p_v + batch * s_vb + head * s_vh, s_v, o_k, D, BD, INT64, MASKED)
+        bias = tl.where(real, 0.0, MINUS_INF)
+        if NODES:
+            logs = tl.load(p_logs + batch * s_log + o_k, mask=real, other=MINUS_INF)
+            bias = logs if REWEIGHT else tl.where(logs > MINUS_INF, 0.0, MINUS_INF)
+        dk, dv = tl.zeros([BT, BD], tl.float32), tl.zeros([BT, BD], tl.float32)
+        for place in tl.range(at.to(tl.int32), end.to(tl.int32), BM, num_stages=STAGES):
+            o_q = _queries(p_readers, p_real, place, end, shift, tokens, LISTED, MASKED, BM)
+            seen = bias[:, None]
+            if EXCLUDE and NODES:
+                own = sample * limit + tl.maximum(o_q, 0) // below
+                seen = mask_picked(seen, p_own, own[None, :], tl.minimum(picks, limit), o_t[:, None])
+            dk, dv = _key_step(
+                dk, dv, k, v, p_q + batch * s_qb + head * s_qh, p_g + batch * s_gb + head * s_gh,
+                p_binary + sample * tokens, p_delta + sample * tokens, s_q, s_g, o_q, seen, scale,
+                MASKED, D, BD, INT64,
+            )  # fmt: skip
+        dk *= factor
+        if whole:
+            _finish(
+                p_dk + batch * s_dkb + head * s_dkh, p_dv + batch * s_dvb + head * s_dvh, s_dk, s_dv, dk, dv,
+                p_dmk + sample * all_nodes * D, p_dmv + sample * all_nodes * D, p_counts + batch * s_log,
+                o_t, limit, real, tile, tokens, FOLD, ENRICHED, B, D, BD,
+            )  # fmt: skip
+        else:
+            o_x = part * BT + tl.arange(0, BT)
+            _store(p_xk + sample * parts * BT * D, D, o_x, dk, D, BD)
+            _store(p_xv + sample * parts * BT * D, D, o_x, dv, D, BD)
+
+
+@triton.jit(do_not_specialize=KEY_NUMBERS)
+def _add_parts(
+    p_xk, p_xv, p_dk, p_dv, p_real, p_counts, p_dmk, p_dmv, p_used, p_first, p_end, p_tile, heads, tokens, limit,
+    all_nodes, chunk, parts, s_real, s_log, s_dkb, s_dkh, s_dk, s_dvb, s_dvh, s_dv,
+    LISTED: tl.constexpr, FOLD: tl.constexpr, ENRICHED: tl.constexpr, MASKED: tl.constexpr, B: tl.constexpr,
+    BT: tl.constexpr, BR: tl.constexpr, D: tl.constexpr, BD: tl.constexpr,
+):  # fmt: skip
+    """Sum BR rows of all parts of a tile; the program of the tile's first part does it. Parts are [parts * BT, D]."""
+    tiles = tl.cdiv(limit, BT)
+    first = tl.program_id(0) // (BT // BR)
+    if LISTED:
+        sample, first = (first // parts).to(tl.int64), first % parts
+        exists = first < tl.load(p_used + sample)
+        tile = tl.load(p_tile + sample * parts + first, mask=exists, other=0)
+        leads = exists & (first == tl.load(p_first + sample * tiles + tile, mask=exists, other=-1))
+        end = tl.load(p_end + sample * tiles + tile, mask=leads, other=0)
+    else:
+        sample, tile = (first // tiles).to(tl.int64), first % tiles
+        each = tl.cdiv(tokens, chunk)
+        first, end = tile * each, tile * each + each
+    if end > first:
+        batch, head = sample // heads, sample % heads
+        o_r = tl.program_id(0) % (BT // BR) * BR + tl.arange(0, BR)
+        dk, dv = tl.zeros([BR, BD], tl.float32), tl.zeros([BR, BD], tl.float32)
+        for part in tl.range(first, end, loop_unroll_factor=8):  # loads many parts at once
+            o_x = part * BT + o_r
+            dk += rows_of(p_xk + sample * parts * BT * D, D, o_x, D, BD, True)
+            dv += rows_of(p_xv + sample * parts * BT * D, D, o_x, D, BD, True)
+        o_t = tile * BT + o_r
+        _finish(
+            p_dk + batch * s_dkb + head * s_dkh, p_dv + batch * s_dvb + head * s_dvh, s_dk, s_dv, dk, dv,
+            p_dmk + sample * all_nodes * D, p_dmv + sample * all_nodes * D, p_counts + batch * s_log,
+            o_t, limit, _real(p_real + batch * s_real, o_t, limit, MASKED and FOLD), tile, tokens,
+            FOLD, ENRICHED, B, D, BD,
+        )  # fmt: skip
+
+
+def backward_keys(
+    q: Tensor, keys: Keys, binary: Tensor, delta: Tensor, grad_out: Tensor, readers: list[tuple[Tensor, Tensor]]
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of keys, values, extra keys and extra values.
+
+    Args:
+        q: Queries.
+        keys: Everything that the queries may read.
+        binary: LSE in base 2, from `backward_queries`.
+        delta: sum(out * grad_out) - grad_lse, from `backward_queries`.
+        grad_out: Gradient of the output.
+        readers: Nodes that picked each node, for each level, the finest first, in compressed rows: offsets
+            [batch, heads, nodes + 1] and ascending indices [batch, heads, picks of all nodes], both int32.
+    """
+    queries = q, grad_out, binary, delta
+    d_means = [torch.empty_like(x, dtype=torch.float32) for x in keys.means[-2:]]
+    starts = level_starts(q.shape[2], keys.block, len(keys.lists))
+    for level in range(keys.enriched):
+        part = slice(starts[level], starts[level + 1])
+        means, grads = ([x[:, :, part] for x in xs] for xs in (keys.means[-2:], d_means))
+        above = readers[level + 1] if level < len(keys.lists) - 1 else None
+        _Tiles(keys, queries, means, grads, above, d_means, level).launch()
+    tokens, extra = [keys.k, keys.v], [keys.extra_k, keys.extra_v]
+    d_tokens, d_extra = ([empty_like(x) for x in xs] for xs in (tokens, extra))
+    if keys.extra_k.shape[2]:
+        _Tiles(keys, queries, extra, d_extra, None, d_means).launch()
+    _Tiles(keys, queries, tokens, d_tokens, readers[0], d_means).launch()
+    return d_tokens[0], d_tokens[1], d_extra[0], d_extra[1]
+
+
+class _Tiles:
+    """Tiles of one kind of keys: tokens, nodes of one level, or extra keys.
+
+    Args:
+        keys: Everything that the queries may read.
+        queries: Queries, gradient of the output, LSE in base 2, and delta.
+        read: Keys and values of these tiles.
+        grads: Gradients of `read`, which `launch` computes.
+        readers: Nodes that picked each tile; None if all queries read all tiles.
+        d_means: Gradients of the means of keys and values of all levels, which are added to those of the tokens.
+        level: Level of the nodes, 0 for the finest; -1 for tokens and extra keys.
+    """
+
+    def __init__(
+        self, keys: Keys, queries: tuple[Tensor, ...], read: list[Tensor], grads: list[Tensor],
+        readers: tuple[Tensor, Tensor] | None, d_means: list[Tensor], level: int = -1,
+    ):  # fmt: skip
+        self.keys, self.queries, self.read, self.grads, self.readers = keys, queries, read, grads, readers
+        self.d_means, self.level, self.fold = d_means, level, readers is not None and level < 0
+        self.config = config_for(BACKWARD_KEYS if readers else BACKWARD_SHARED, read[0].shape[3])
+        self.rows = keys.block if readers else self.config.rows
+        self.samples, self.tiles = math.prod(read[0].shape[:2]), triton.cdiv(read[0].shape[2], self.rows)
+        self.shift = (keys.block ** (level + 2)).bit_length() - 1  # a reader is one level up: 2**shift queries
+        tokens = queries[0].shape[2]
+        if readers:
+            self.chunk = CHUNK
+            self.parts = (2 * readers[1].shape[2] << self.shift) // CHUNK  # rounding up less than doubles the chunks
+        else:
+            self.chunk = max(CHUNK // 4, triton.cdiv(self.samples * self.tiles * tokens, PROGRAMS))
+            self.parts = self.tiles * triton.cdiv(tokens, self.chunk)
+
+    def launch(self) -> None:
+        """Compute the gradients: of whole tiles and of parts, and then the sums of the parts."""
+        keys, (q, g, binary, delta), listed = self.keys, self.queries, self.readers is not None
+        batch, heads, limit, dim = self.read[0].shape
+        tokens, nodes = q.shape[2], keys.logs.shape[1]
+        used, first, end, tile = self._cut()
+        offsets, numbers = self.readers or (used, used)
+        start = level_starts(tokens, keys.block, self.level)[-1] if self.level > 0 else 0
+        sums = [x.new_empty((batch, heads, self.parts * self.rows, dim), dtype=torch.float32) for x in self.grads]
+        strided = *self.read, *self.grads, q, g
+        same = {
+            "LISTED": listed, "FOLD": self.fold, "ENRICHED": keys.enriched, "MASKED": keys.real is not None,
+            "B": keys.block, "BT": self.rows, "D": dim, "BD": padded_size(dim),
+        }  # fmt: skip
+        _backward_keys[(self.samples * (self.parts + listed * self.tiles),)](
+            *strided, *sums, binary, delta, mask_of(keys), keys.logs[:, start:], keys.counts, offsets, numbers,
+            keys.lists[max(self.level, 0)], *self.d_means, used, first, tile, keys.scale / math.log(2), keys.scale,
+            heads, tokens, limit, nodes, self.shift, keys.block ** (self.level + 1), keys.top_k, self.chunk,
+            self.parts, batch_stride(keys.real), batch_stride(keys.logs),
+            *(stride for x in strided for stride in x.stride()[:3]),
+            NODES=self.level >= 0, REWEIGHT=keys.reweight, EXCLUDE=keys.exclude, BM=self.config.step,
+            INT64=needs_int64(strided), STAGES=self.config.stages,
+            num_warps=max(self.config.warps, min(self.rows // 8, 4)), **same, **register_limit(self.config),
+        )  # fmt: skip
+        if self.parts:
+            items = self.parts if listed else self.tiles
+            _add_parts[(self.samples * items * (self.rows // ADDED),)](
+                *sums, *self.grads, mask_of(keys), keys.counts, *self.d_means, used, first, end, tile, heads, tokens,
+                limit, nodes, self.chunk, self.parts, batch_stride(keys.real), batch_stride(keys.counts),
+                *(stride for x in self.grads for stride in x.stride()[:3]), BR=ADDED, **same,
+            )  # fmt: skip
+
+    def _cut(self) -> list[Tensor]:
+        """Number of parts in use, first and end part of each tile, and tile of each part.
+
+        Any tensors if there are no parts or if all tiles are split alike.
+        """
+        if not self.readers or not self.parts:
+            return 4 * [self.keys.lists[0]]
+        offsets = self.readers[0]
+        used = offsets.new_zeros(self.samples)
+        first, end, tile = (offsets.new_empty(self.samples, size) for size in (self.tiles, self.tiles, self.parts))
+        _cut[(self.samples * triton.cdiv(self.tiles, CUT),)](
+            offsets, used, first, end, tile, self.tiles, self.shift, self.chunk, self.parts, BT=CUT
+        )
+        return [used, first, end, tile]
