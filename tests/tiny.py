@@ -288,13 +288,11 @@ def sample(x, i):
 
 
 def fingerprint(model):
-    """Everything that could be left behind on a module."""
-    return {
-        name: (
-            sorted(module.__dict__),
-            len(module._forward_hooks),
-            len(module._forward_pre_hooks),
-            id(module.__dict__.get("processor", module._modules.get("processor"))),
-        )
-        for name, module in model.named_modules()
-    }
+    """Everything that could be left behind on a module or its processor."""
+
+    def of(module):
+        processor = module.__dict__.get("processor", module._modules.get("processor"))
+        hooks = len(module._forward_hooks), len(module._forward_pre_hooks)
+        return sorted(module.__dict__), *hooks, id(processor), sorted(getattr(processor, "__dict__", ()))
+
+    return {name: of(module) for name, module in model.named_modules()}

@@ -436,6 +436,14 @@ def test_attention_masks_stay_dense(method, caplog):
     assert f"{type(method).__name__} stays dense: an attention mask was passed" in caplog.text
 
 
+def test_layers_named_in_dense_layers_stay_dense():
+    model, x = tiny.flux(), tiny.inputs()
+    dense = call(model, x)
+    with foveate.apply(model, HilbertA(dense_layers="0-4")) as run:
+        torch.testing.assert_close(call(model, x), dense, rtol=1e-10, atol=1e-10)
+        assert set(whys(run)) == {"named in dense_layers"}
+
+
 def test_a_window_of_steps_stays_dense_where_no_scheduler_tells_the_step():
     class Pipeline:
         transformer = tiny.flux()

@@ -89,15 +89,6 @@ def test_pipelines_of_the_family_run_sparse_and_equal_dense_with_one_tile(pipe, 
     assert all((row.true < 0.5) == (kind == "kontext") for row in rows)  # global references leave less to leave out
 
 
-@pytest.mark.parametrize(
-    "window", [{}, {"start_percent": 0.5}, {"end_percent": 0.25}, {"start_percent": 0.25, "end_percent": 0.6}]
-)
-def test_one_tile_equals_dense_in_every_position_of_the_schedule(pipe, window):
-    want = draw(pipe)
-    with foveate.apply(pipe, HilbertA(tiles=1, **window)):
-        torch.testing.assert_close(draw(pipe), want, rtol=1e-9, atol=1e-9)
-
-
 @pytest.mark.parametrize("guidance", [{}, {"true_cfg_scale": 2.0, "negative_prompt": "a dog"}], ids=["plain", "cfg"])
 @pytest.mark.parametrize(
     ("window", "sparse"),
