@@ -48,9 +48,9 @@ def whys(run):
         HilbertA(tiles=3, curve="moore", centre=0.0, period=2, dense_layers="1"),
         ToDo(),
         LLSA(top_k=2, min_tokens=0),
-        LLSA(top_k=1, levels=2, curve="hilbert", reweight=False, min_tokens=0),
+        pytest.param(LLSA(top_k=1, levels=2, curve="hilbert", reweight=False, min_tokens=0), marks=pytest.mark.slow),
         LLSA(top_k=3, enrich=False, min_tokens=0),
-        LLSA(top_k=2, block_size=32, levels=1, reweight=False, min_tokens=0),
+        pytest.param(LLSA(top_k=2, block_size=32, levels=1, reweight=False, min_tokens=0), marks=pytest.mark.slow),
     ],
     ids=title,
 )

@@ -221,7 +221,7 @@ def test_identical_tokens_are_exact_without_text_and_beside_text_only_with_their
 def test_merged_tokens_stand_where_their_destinations_stand(batch):
     attn, text = tiny.flux().transformer_blocks[0].attn, torch.randn(batch, 5, 32).double()
     image, angles = torch.randn(batch, 64, 32).double(), torch.randn(69, 8).double().repeat_interleave(2, 1)
-    rope, method = (angles.cos(), angles.sin()), ToMA()
+    rope, method = (angles.cos(), angles.sin()), ToMA(tile=(4, 4))
     got, plan = merged_attention(attn, image, text, method, rope)
     regions = method.regions(((8, 8),))
     for i in range(batch):
