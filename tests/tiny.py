@@ -1,8 +1,12 @@
 """Tiny models with random weights, and inputs for them; a tiny pipeline, and what it is asked to draw."""
 
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
 import torch
 from diffusers import (
     AutoencoderKL,
+    ChromaTransformer2DModel,
     DDIMScheduler,
     DiTTransformer2DModel,
     FluxPipeline,
@@ -13,8 +17,11 @@ from diffusers import (
     UNet2DConditionModel,
 )
 
+from foveate import LLSA, HilbertA
 from foveate.demo.untrained import untrained_pipeline
 from foveate.diffusers.pipelines import Request
+from foveate.diffusers.pixel_dit import PixelDiT
+from foveate.methods import Method
 
 PROMPTS = ["a cat", "a dog", "an owl", "a car", "a red apple"]
 REQUEST = Request("", (64, 64), 2, None, 0)  # 16 x 16 tokens
@@ -64,6 +71,14 @@ def residuals(x, *counts, dim=32):
     shape = (*x["hidden_states"].shape[:2], dim)
     dtype = x["hidden_states"].dtype
     return {name: [torch.randn(shape, dtype=dtype) for _ in range(n)] for name, n in zip(names, counts, strict=True)}
+
+
+def chroma(dtype=torch.float64, **config):
+    torch.manual_seed(0)
+    usual = {"in_channels": 4, "num_layers": 2, "num_single_layers": 3, "attention_head_dim": 16,
+             "num_attention_heads": 2, "joint_attention_dim": 32, "axes_dims_rope": (4, 4, 8),
+             "approximator_num_channels": 8, "approximator_hidden_dim": 16, "approximator_layers": 1}  # fmt: skip
+    return ChromaTransformer2DModel(**usual | config).to(dtype).eval()
 
 
 def unet(dtype=torch.float64, **config):
@@ -180,14 +195,104 @@ def dit_inputs(height=32, width=32, batch=1, dtype=torch.float64):
     }
 
 
+def pixel(dtype=torch.float64, **config):
+    """Without a weight that is zero."""
+    torch.manual_seed(0)
+    usual = {"num_layers": 2, "num_attention_heads": 2, "attention_head_dim": 32, "attention": "dense"}
+    model = PixelDiT(**usual | config)
+    for weight in model.parameters():
+        torch.nn.init.normal_(weight, std=0.2)
+    return model.to(dtype).eval()
+
+
+class Family(NamedTuple):
+    """A model class with what tests of all families need to know.
+
+    Attributes:
+        make: Builds the model from a dtype and configuration.
+        inputs: Keyword arguments of one forward pass of a model, for a token grid and a batch size.
+        grids: Token grids; the first is the usual one.
+        wide: Configuration with attention heads of 32 channels, as LLSA needs them.
+        numbers: Number of the block of each self-attention layer, in running order; None if each block has one.
+        text_first: Whether the text precedes the image in the attention sequence.
+        method: A method that works at the first grid.
+    """
+
+    make: Callable[..., Any]
+    inputs: Callable[..., dict[str, Any]]
+    grids: tuple[tuple[int, int], ...]
+    wide: dict[str, Any] = {}  # noqa: RUF012
+    numbers: tuple[int, ...] | None = None
+    text_first: bool = True
+    method: Method = HilbertA(tiles=4, align=1)
+
+
+def _flux_inputs(model, grid, batch=1):
+    x = inputs(grid, batch=batch, dtype=model.dtype)
+    if isinstance(model, ChromaTransformer2DModel):
+        del x["pooled_projections"]
+    return x | residuals(x, 1, 3, dim=model.inner_dim)
+
+
+def _latent_inputs(make, patch=1):
+    """Inputs of a model whose tokens are patches of a latent."""
+    return lambda model, grid, batch=1: make(patch * grid[0], patch * grid[1], batch=batch, dtype=model.dtype)
+
+
+def _sd3_inputs(model, grid, batch=1):
+    return sd3_inputs(*grid, batch=batch, dtype=model.dtype, dim=model.inner_dim)
+
+
+def _pixel_inputs(model, grid, batch=1):
+    pictures = torch.randn(batch, 3, *grid, dtype=model.dtype)
+    return {"hidden_states": pictures, "timestep": torch.full((batch,), 700.0), "return_dict": False}
+
+
+_HEADS = {"attention_head_dim": 32, "num_attention_heads": 2}
+_ROPE = {"axes_dims_rope": (8, 12, 12), **_HEADS}
+_SIZES = ((16, 20), (9, 31))
+_LATENTS = ((19, 27), (16, 24))
+FAMILIES = {
+    "flux": Family(flux, _flux_inputs, _SIZES, _ROPE),
+    "chroma": Family(chroma, _flux_inputs, _SIZES, _ROPE),
+    "sd3": Family(sd3, _sd3_inputs, _SIZES, {"caption_projection_dim": 64, **_HEADS}, (0, 0, 1, 2), text_first=False),
+    "pixart": Family(pixart, _latent_inputs(pixart_inputs, 2), _SIZES, {"cross_attention_dim": 64, **_HEADS}),
+    "dit": Family(dit, _latent_inputs(dit_inputs, 2), ((16, 16), (20, 20)), _HEADS),
+    "sdxl": Family(unet, _latent_inputs(unet_inputs), _LATENTS, {"block_out_channels": (32, 64),
+                   "attention_head_dim": (1, 2)}),
+    "sd15": Family(sd15, _latent_inputs(unet_inputs), _LATENTS, {"block_out_channels": (32, 32, 32),
+                   "attention_head_dim": 1}),
+}  # fmt: skip
+LLSA_ONLY = {"pixel": Family(pixel, _pixel_inputs, _SIZES, method=LLSA(top_k=1, min_tokens=0))}
+
+
+def built(name, grid=None, batch=1, **config):
+    """A model of a family, and keyword arguments of one forward pass."""
+    family = (FAMILIES | LLSA_ONLY)[name]
+    model = family.make(**config)
+    return model, family.inputs(model, grid or family.grids[0], batch)
+
+
+def call(model, x, **more):
+    """The output of a forward pass, which may change the dictionaries that it is given."""
+    return model(**{name: dict(value) if isinstance(value, dict) else value for name, value in x.items()}, **more)[0]
+
+
+def sample(x, i):
+    """The inputs of one sample of a batch."""
+    if isinstance(x, dict):
+        return {name: value if name in ("img_ids", "txt_ids") else sample(value, i) for name, value in x.items()}
+    if isinstance(x, list):
+        return [sample(value, i) for value in x]
+    return x[i : i + 1] if isinstance(x, torch.Tensor) and x.ndim else x
+
+
 def fingerprint(model):
-    """Everything that could be left behind on a module."""
-    return {
-        name: (
-            sorted(module.__dict__),
-            len(module._forward_hooks),
-            len(module._forward_pre_hooks),
-            id(module.__dict__.get("processor", module._modules.get("processor"))),
-        )
-        for name, module in model.named_modules()
-    }
+    """Everything that could be left behind on a module or its processor."""
+
+    def of(module):
+        processor = module.__dict__.get("processor", module._modules.get("processor"))
+        hooks = len(module._forward_hooks), len(module._forward_pre_hooks)
+        return sorted(module.__dict__), *hooks, id(processor), sorted(getattr(processor, "__dict__", ()))
+
+    return {name: of(module) for name, module in model.named_modules()}

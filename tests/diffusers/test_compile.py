@@ -21,120 +21,66 @@ with foveate.apply(model, foveate.HilbertA(tiles=4)):
 near = lambda a, b: torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
 """
 
-REGIONAL = """
-model.compile_repeated_blocks(fullgraph=True, backend="eager")
-near(model(**x)[0], dense)
-stock = graphs()
-with foveate.apply(model, foveate.HilbertA(tiles=4)):
-    near(model(**x)[0], sparse)
-    assert graphs() == stock + 2, (stock, graphs())  # one for each class of blocks, not one for each layer
-    model(**tiny.inputs((20, 16), dtype=torch.float32))
-    model(**tiny.inputs((24, 16), dtype=torch.float32))
-    sizes = graphs()
-    model(**tiny.inputs((16, 28), dtype=torch.float32))
-    assert graphs() == sizes, (sizes, graphs())  # further sizes are free
-near(model(**x)[0], dense)
+FAMILY = """
+name, config, methods, (first, total) = {case}
+family = tiny.FAMILIES[name]
+model = family.make(dtype=torch.float32, **config)
+grids = [(16, 20), (20, 16), (24, 16), (16, 28)] if name != "sd3" else [(16, 16)]
+x = family.inputs(model, grids[0])
+inputs = [x, *(x | {{"timestep": x["timestep"] * factor}} for factor in (0.8, 0.6, 0.4))]
+if all(isinstance(method, foveate.methods.base.SparseAttention) for method in methods):
+    inputs = [family.inputs(model, grid) for grid in grids]
+outputs = lambda: [tiny.call(model, x) for x in inputs]
+dense = outputs()
+with foveate.apply(model, *methods):
+    wanted = outputs()
+names = model._repeated_blocks or ["JointTransformerBlock"]
+for block in model.modules():
+    if type(block).__name__ in names:
+        block.compile(fullgraph=True, backend="eager")
+near(tiny.call(model, inputs[0]), dense[0])
+counters.clear()
+with foveate.apply(model, *methods):
+    near(tiny.call(model, inputs[0]), wanted[0])
+    assert graphs() <= first, graphs()
+    for x, want in zip(inputs[:3], wanted, strict=False):
+        near(tiny.call(model, x), want)
+    seen = graphs()
+    assert seen <= total, seen
+    for got, want in zip(outputs(), wanted, strict=True):  # further sizes and steps are free
+        near(got, want)
+    assert graphs() == seen, (graphs(), seen)
+near(tiny.call(model, inputs[0]), dense[0])
 """
 
-MERGED = """
-steps = [x | {"timestep": torch.full((1,), t)} for t in (1.0, 0.8, 0.6, 0.4)]
-toma, whole = foveate.ToMA(weights_every=1, dst_every=2), foveate.ToMA(granularity="block", skip=1)
-for methods in (toma,), (whole,), (foveate.HilbertA(tiles=4), foveate.ToMA()):
-    model = tiny.flux(layers=2, single_layers=10, dtype=torch.float32)
-    with foveate.apply(model, *methods):
-        merged = [model(**step)[0] for step in steps]
-    dense = model(**x)[0]
-    model.compile_repeated_blocks(fullgraph=True, backend="eager")
-    near(model(**x)[0], dense)
-    counters.clear()
-    with foveate.apply(model, *methods):
-        for step, want in zip(steps, merged, strict=True):
-            near(model(**step)[0], want)
-        assert graphs() <= 5, graphs()  # of each class those that are skipped and those that merge; stock has 3
-        for step, want in zip(steps, merged, strict=True):
-            near(model(**step)[0], want)
-        assert graphs() <= 5, graphs()
-    near(model(**x)[0], dense)
-"""
-
-UNET = """
-import copy
-model = tiny.unet(dtype=torch.float32)
-steps = [tiny.unet_inputs(dtype=torch.float32) | {"timestep": torch.tensor(t)} for t in (900.0, 700.0, 500.0)]
-dense = [model(**copy.copy(step))[0] for step in steps]
-toma = foveate.ToMA(tile=(4, 4), weights_every=1, dst_every=2)
-with foveate.apply(model, toma):
-    merged = [model(**copy.copy(step))[0] for step in steps]
-model.compile_repeated_blocks(fullgraph=True, backend="eager")
-for step, want in zip(steps, dense, strict=True):
-    near(model(**copy.copy(step))[0], want)
-with foveate.apply(model, toma):
-    for step, want in zip(2 * steps, 2 * merged, strict=True):
-        near(model(**copy.copy(step))[0], want)
-near(model(**copy.copy(steps[0]))[0], dense[0])
-"""
-
-SPARSE_UNET = """
-import copy
-wide = dict(dtype=torch.float32, attention_head_dim=2)
-sdxl = tiny.unet(block_out_channels=(64, 64), transformer_layers_per_block=(1, 6), **wide)
-sd15 = tiny.sd15(block_out_channels=(64, 128, 128), **wide)
-todo = foveate.methods.ToDo()
-inputs = [tiny.unet_inputs(*size, dtype=torch.float32) for size in ((32, 32), (24, 40), (40, 24), (36, 28))]
-call = lambda x: model(**copy.copy(x))[0]
-methods = foveate.HilbertA(tiles=4), todo, foveate.LLSA(top_k=2, min_tokens=0), foveate.HilbertA(dense_layers="0")
-for model in sdxl, sd15:
-    dense = [call(x) for x in inputs]
-    wanted = []
-    for method in methods:
-        with foveate.apply(model, method):
-            wanted.append([call(x) for x in inputs])
-    model.compile_repeated_blocks(fullgraph=True, backend="eager")
-    near(call(inputs[0]), dense[0])
-    for method, sparse in zip(methods, wanted, strict=True):
-        with foveate.apply(model, method):
-            counters.clear()
-            for x, want in zip(inputs, sparse, strict=True):
-                near(call(x), want)
-            assert graphs() <= 5, (method, graphs())  # with dense sections, and sizes that change
-    near(call(inputs[1]), dense[1])
-"""
-
-LLSA = """
-wide = dict(dtype=torch.float32, attention_head_dim=32, num_attention_heads=2)
-model = tiny.flux(layers=1, single_layers=10, axes_dims_rope=(8, 12, 12), **wide)
-method = foveate.LLSA(top_k=2, min_tokens=0)
-sizes = ((16, 20), 15), ((20, 16), 9), ((24, 16), 7)
-inputs = [tiny.inputs(grid, text=text, dtype=torch.float32) for grid, text in sizes]
-with foveate.apply(model, method):
-    wanted = [model(**x)[0] for x in inputs]
-dense = model(**inputs[0])[0]
-model.compile_repeated_blocks(fullgraph=True, backend="eager")
-near(model(**inputs[0])[0], dense)
-stock = graphs()
-with foveate.apply(model, method):
-    near(model(**inputs[0])[0], wanted[0])
-    assert graphs() == stock + 2, (stock, graphs())  # one for each class of blocks
-    for x, want in zip(inputs, wanted, strict=True):
-        near(model(**x)[0], want)
-    sizes = graphs()
-    model(**tiny.inputs((28, 16), text=11, dtype=torch.float32))
-    assert graphs() == sizes, (sizes, graphs())  # further sizes and texts are free
-near(model(**inputs[0])[0], dense)
-
-model, x = tiny.sd3(caption_projection_dim=64, num_layers=12, **wide), tiny.sd3_inputs(dim=64, dtype=torch.float32)
-dense = model(**x)[0]
-with foveate.apply(model, method):
-    sparse = model(**x)[0]
-for block in model.transformer_blocks:
-    block.compile(fullgraph=True, backend="eager")
-near(model(**x)[0], dense)
-stock = graphs()
-with foveate.apply(model, method):
-    near(model(**x)[0], sparse)
-    assert graphs() == stock + 3, (stock, graphs())  # blocks of two attentions, of one, and the last
-near(model(**x)[0], dense)
-"""
+# family, configuration with more layers than Dynamo's limit of 8 recompiles, methods,
+# most graphs (for one size, for three sizes or steps): one for each class of blocks, not one for each layer
+DEEP = "dict(layers=1, single_layers=10)"
+WIDE = "dict(layers=1, single_layers=10, **tiny.FAMILIES['flux'].wide)"
+UNET = "dict(block_out_channels=(64, 64), transformer_layers_per_block=(1, 6), attention_head_dim=2)"
+SD15 = "dict(block_out_channels=(64, 128, 128), attention_head_dim=2)"
+TOMA = "foveate.ToMA(skip=0, tile=(4, 4), weights_every=1, dst_every=2)"
+CASES = {
+    "flux": f"'flux', {DEEP}, [foveate.HilbertA(tiles=4)], (2, 6)",
+    "flux merged": f"'flux', {DEEP}, [{TOMA}], (5, 5)",
+    "flux both": f"'flux', {DEEP}, [foveate.HilbertA(tiles=4), foveate.ToMA()], (5, 5)",
+    "flux merged blocks": f"'flux', {DEEP}, [foveate.ToMA(granularity='block', skip=1)], (5, 5)",
+    "flux llsa": f"'flux', {WIDE}, [foveate.LLSA(top_k=2, min_tokens=0)], (2, 6)",
+    "sd3 llsa": "'sd3', dict(caption_projection_dim=64, num_layers=12, attention_head_dim=32, num_attention_heads=2), "
+    "[foveate.LLSA(top_k=2, min_tokens=0)], (3, 6)",
+    "sdxl merged": f"'sdxl', {{}}, [{TOMA}], (5, 5)",
+    **{
+        f"{name} {method}": f"{name!r}, {config}, [{method}], (5, 5)"
+        for name, config in (("sdxl", UNET), ("sd15", SD15))
+        for method in (
+            "foveate.HilbertA(tiles=4)",
+            "foveate.methods.ToDo()",
+            "foveate.LLSA(top_k=2, min_tokens=0)",
+            "foveate.HilbertA(dense_layers='0')",
+        )
+    },
+}
+FAST = "flux", "flux both"
 
 REGIONAL_AFTER = """
 run = foveate.apply(model, foveate.HilbertA(tiles=4, dense_layers="0"))
@@ -185,25 +131,24 @@ assert graphs() == before + 1, (before, graphs())
 """
 
 
-@pytest.mark.parametrize(
-    "script",
-    [
-        REGIONAL,
-        MERGED,
-        WHOLE.format(compile='compiled = torch.compile(model, backend="eager", fullgraph=True)'),
-        pytest.param(REGIONAL_AFTER, marks=pytest.mark.slow),
-        pytest.param(UNET, marks=pytest.mark.slow),
-        pytest.param(SPARSE_UNET, marks=pytest.mark.slow),
-        pytest.param(LLSA, marks=pytest.mark.slow),
-        pytest.param(WHOLE.format(compile='compiled = model; model.compile(backend="eager")'), marks=pytest.mark.slow),
-        pytest.param(INDUCTOR, marks=pytest.mark.gpu),
-        pytest.param(TABLES, marks=pytest.mark.gpu),
-    ],
-    ids=[
-        *("blocks before apply", "merged", "torch.compile", "blocks after apply", "unet", "sparse unet", "llsa"),
-        *("model.compile", "inductor", "any table"),
-    ],
-)
+def slow(script):
+    return pytest.param(script, marks=pytest.mark.slow)
+
+
+SCRIPTS = {
+    **{
+        name: FAMILY.format(case=case) if name in FAST else slow(FAMILY.format(case=case))
+        for name, case in CASES.items()
+    },
+    "blocks after apply": slow(REGIONAL_AFTER),
+    "torch.compile": WHOLE.format(compile='compiled = torch.compile(model, backend="eager", fullgraph=True)'),
+    "model.compile": slow(WHOLE.format(compile='compiled = model; model.compile(backend="eager")')),
+    "inductor": pytest.param(INDUCTOR, marks=pytest.mark.gpu),
+    "any table": pytest.param(TABLES, marks=pytest.mark.gpu),
+}
+
+
+@pytest.mark.parametrize("script", SCRIPTS.values(), ids=SCRIPTS)
 def test_compiled_models_run_sparse_without_breaks_or_a_graph_per_layer(script):
     here = Path(__file__).parent.parent
     result = subprocess.run([sys.executable, "-c", SETUP + script], capture_output=True, text=True, cwd=here)

@@ -1,10 +1,14 @@
 """Laws of `apply` on real diffusers pipelines, built tiny and offline."""
 
+from contextlib import nullcontext
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
+import tiny
 import torch
 from diffusers import (
+    EulerDiscreteScheduler,
     FluxControlNetModel,
     FluxControlNetPipeline,
     FluxFillPipeline,
@@ -13,11 +17,14 @@ from diffusers import (
     FluxTransformer2DModel,
 )
 from PIL import Image
+from reference import reference
 
 import foveate
-from foveate import HilbertA
+from foveate import HilbertA, ToMA
 from foveate.demo.untrained import untrained_pipeline
-from foveate.diffusers.pipelines import text_tokens, unread
+from foveate.diffusers.pipelines import Request, text_tokens, unread
+from foveate.methods import ComposedMethod, ToMeSD
+from foveate.web.compare import compare
 
 SIZE = {"height": 64, "width": 96}  # 16 x 24 tokens
 FAST = {"num_inference_steps": 4, "output_type": "latent", "max_sequence_length": 32}
@@ -82,15 +89,6 @@ def test_pipelines_of_the_family_run_sparse_and_equal_dense_with_one_tile(pipe, 
     assert all((row.true < 0.5) == (kind == "kontext") for row in rows)  # global references leave less to leave out
 
 
-@pytest.mark.parametrize(
-    "window", [{}, {"start_percent": 0.5}, {"end_percent": 0.25}, {"start_percent": 0.25, "end_percent": 0.6}]
-)
-def test_one_tile_equals_dense_in_every_position_of_the_schedule(pipe, window):
-    want = draw(pipe)
-    with foveate.apply(pipe, HilbertA(tiles=1, **window)):
-        torch.testing.assert_close(draw(pipe), want, rtol=1e-9, atol=1e-9)
-
-
 @pytest.mark.parametrize("guidance", [{}, {"true_cfg_scale": 2.0, "negative_prompt": "a dog"}], ids=["plain", "cfg"])
 @pytest.mark.parametrize(
     ("window", "sparse"),
@@ -132,6 +130,41 @@ def test_a_window_is_of_the_whole_schedule_when_a_run_starts_in_the_middle(pipe)
     assert seen == [False, True]  # strength 0.5 of 4 steps: steps 2 and 3
 
 
+@pytest.fixture
+def plans(monkeypatch):
+    """The plans of ToMA that are made, and whether each picks new destinations."""
+    made, make = [], ToMA.plan
+
+    def plan(method, features, regions, destinations=None):
+        made.append((make(method, features, regions, destinations), destinations is None))
+        return made[-1][0]
+
+    monkeypatch.setattr(ToMA, "plan", plan)
+    return made
+
+
+@pytest.mark.parametrize("guidance", [{}, {"true_cfg_scale": 2.0, "negative_prompt": "a dog"}], ids=["plain", "cfg"])
+def test_plans_of_merging_are_made_by_the_step_whatever_calls_it_takes(pipe, guidance, plans):
+    stacks = 2  # double-stream and single-stream blocks
+    with foveate.apply(pipe, ToMA(skip=0)):
+        first = draw(pipe, num_inference_steps=12, **guidance)
+        assert [new for _, new in plans] == [new for new in (True, False, True) for _ in range(stacks)]  # 0, 5 and 10
+        plans.clear()
+        assert torch.equal(draw(pipe, num_inference_steps=12, **guidance), first)  # another run begins anew
+        assert len(plans) == 3 * stacks
+        plans.clear()
+        for _ in range(2):
+            draw(pipe, num_inference_steps=1, **guidance)
+        assert [new for _, new in plans] == 2 * stacks * [True]
+    plans.clear()
+    dense = draw(pipe, num_inference_steps=3, **guidance)
+    with foveate.apply(pipe, ToMA(skip=0, merge_every=3, dst_every=1, weights_every=1)):
+        assert not torch.equal(draw(pipe, num_inference_steps=3, **guidance), dense)
+        assert len(plans) == stacks
+        draw(pipe, num_inference_steps=4, **guidance)
+        assert len(plans) == 3 * stacks
+
+
 def test_size_and_prompt_length_may_change_from_call_to_call(pipe):
     with foveate.apply(pipe, HilbertA(tiles=4)):
         wide = draw(pipe)
@@ -169,3 +202,59 @@ def test_the_end_of_a_prompt_that_nobody_reads_is_named(pipe):
     read = pipe.tokenizer_2.decode(ids, skip_special_tokens=True)
     assert f"{read} {unread(pipe, prompt)}" == prompt
     assert unread(pipe, "a red apple above a blue car") == ""
+
+
+# --- Stable Diffusion ---
+
+
+@pytest.fixture
+def stable_diffusion():
+    return tiny.stable_diffusion()
+
+
+@pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")  # of the scheduler
+def test_a_unet_with_guidance_runs_sparse_in_a_part_of_the_run(stable_diffusion):
+    pipe = stable_diffusion
+    pipe.scheduler = EulerDiscreteScheduler.from_config(pipe.scheduler.config)  # tells the step
+    options = {"height": 16, "width": 24, "num_inference_steps": 4, "output_type": "latent"}
+
+    def run(*methods):
+        with foveate.apply(pipe, *methods) if methods else nullcontext() as handle:
+            latents = pipe("a cat", generator=torch.Generator().manual_seed(0), **options).images
+            return latents, handle and handle.summary().outcomes["unet"][""]
+
+    dense, _ = run()
+    sparse, steps = run(method := HilbertA(tiles=4, align=1))
+    assert steps == 4
+    assert torch.equal(run()[0], dense)
+    own = pipe.unet.forward
+
+    def forward(*args, **kwargs):
+        with reference(tiny.FAMILIES["sd15"], method, (16, 24)):
+            return own(*args, **kwargs)
+
+    with mock.patch.object(pipe.unet, "forward", forward):
+        torch.testing.assert_close(run()[0], sparse, rtol=1e-3, atol=1e-3)
+    half, steps = run(HilbertA(tiles=4, align=1, end_percent=0.25))
+    assert steps == 2
+    assert all((half - other).abs().max() > 1e-4 for other in (dense, sparse))
+
+
+def test_the_pair_of_a_batched_guidance_shares_plans(stable_diffusion, plans):
+    size = {"height": 16, "width": 24, "num_inference_steps": 6, "output_type": "latent"}
+    with foveate.apply(stable_diffusion, ToMA(tile=(4, 4), share="cfg", dst_every=5)) as run:
+        stable_diffusion("a cat", generator=torch.Generator().manual_seed(0), **size)
+        assert run.summary().outcomes["unet"] == {"": 6}
+    sections = 3  # down, middle, up
+    assert len(plans) == 2 * sections  # steps 0 and 5
+    assert all(len(merge.places) == 2 and torch.equal(*merge.places) for merge, _ in plans)
+
+
+def test_a_comparison_leaves_out_what_cannot_be_applied(stable_diffusion, tmp_path):
+    request, both = Request("a cat", (16, 16), 2, None, 0), ComposedMethod((ToMeSD(), ToMA()))
+    page = compare(stable_diffusion, request, [both, ToMA(tile=(4, 4))], tmp_path, settings={}, rounds=1)
+    why = "apply takes one method of sparse attention"
+    assert f"ToMeSD keep=0.5 + ToMA keep=0.5 is left out: {why}" in page.read_text()
+    assert {path.name for path in tmp_path.glob("*.png")} == {"dense.png", "toma-keep-0-5-tile-4-4.png"}
+    with pytest.raises(ValueError, match=why):
+        compare(stable_diffusion, request, [both], tmp_path, settings={})

@@ -202,6 +202,9 @@ def test_attention_through_the_plan_is_masked_attention_in_raster_order():
     [
         ({"tiles": 0}, "not 0"),
         ({"tiles": "many"}, "not 'many'"),
+        ({"tiles": 2.5}, "not 2.5"),
+        ({"period": 2.0}, "not 2.0"),
+        ({"align": 2.5}, "not 2.5"),
         ({"period": 0}, "period=1 switches sliding off"),
         ({"centre": 1.5}, "not 1.5"),
         ({"curve": "peano"}, "hilbert, moore"),

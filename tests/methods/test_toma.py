@@ -209,5 +209,7 @@ def test_yes_and_no_are_read_as_people_write_them():
     for text, want in {"true": True, "False": False, "false": False}.items():
         assert method_from_text("toma", {"size_bias": text}) == ToMA(size_bias=want)
     assert method_from_text("toma", {"granularity": "module", "merge_mlp": "none"}) == ToMA(granularity="module")
+    assert ToMA(tile=[4, 4]) == ToMA(tile=(4, 4)), "lists come from JSON"
+    assert hash(ToMA(tile=[4, 4]))
     with pytest.raises(ValueError, match="size_bias must be true or false, not 'maybe'"):
         method_from_text("toma", {"size_bias": "maybe"})

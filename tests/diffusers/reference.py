@@ -1,0 +1,86 @@
+"""The independent route: a model whose own attention is replaced by a definition, in raster order."""
+
+from contextlib import contextmanager
+from unittest import mock
+
+import log_linear_oracle
+import torch
+from torch.nn import functional as F
+from torch.nn.functional import scaled_dot_product_attention
+
+from foveate import LLSA
+from foveate.ops import select_blocks
+from foveate.ops.curves import grid_order
+
+
+@contextmanager
+def reference(family, method, *grids):
+    """Context in which a model of a family, without Foveate, computes self-attention by the definition of a method.
+
+    Yields (number of the block, tokens) of each layer of self-attention that has run.
+    """
+    layers = []
+
+    def attention(query, key, value, attn_mask=None, **options):
+        if query.shape[2] != key.shape[2] or attn_mask is not None:
+            return scaled_dot_product_attention(query, key, value, attn_mask, **options)
+        number = family.numbers[len(layers)] if family.numbers else len(layers)
+        layers.append((number, query.shape[2]))
+        return attend(query, key, value, method, number, grids or family.grids[:1], family.text_first)
+
+    with mock.patch.object(F, "scaled_dot_product_attention", attention):
+        yield layers
+
+
+def attend(q, k, v, method, number, grids, text_first=True):
+    """Attention of one layer [batch, heads, tokens, head_dim]."""
+    plan = plan_for(method, number, grids, q.shape[2])
+    if plan is None:
+        return scaled_dot_product_attention(q, k, v)
+    if not isinstance(method, LLSA):
+        mask = dense_mask(method, number, grids, q.shape[2], text_first)
+        return scaled_dot_product_attention(q, k, v, mask)
+    cells = len(plan.order)
+    sizes = [q.shape[2] - cells, cells] if text_first else [cells, q.shape[2] - cells]
+    parts = [x.split(sizes, 2) for x in (q, k, v)]
+    (tq, iq), (tk, ik), (tv, iv) = (part if text_first else part[::-1] for part in parts)
+    order = grid_order(method.curve, *section(grids, q.shape[2])[0])
+    iq, ik, iv = (x[:, :, order] for x in (iq, ik, iv))
+    selection = select_blocks(iq, ik, top_k=method.top_k, block_size=method.block_size, levels=method.levels)
+    enrich = None if method.enrich is True else int(method.enrich)
+    text = {"extra_k": tk, "extra_v": tv} if tk.shape[2] else {}
+    image, _ = log_linear_oracle.log_linear(iq, ik, iv, selection, enrich, reweight=method.reweight, **text)
+    image = image[:, :, order.argsort()].to(q.dtype)
+    words = scaled_dot_product_attention(tq, k, v)
+    return torch.cat([words, image] if text_first else [image, words], 2)
+
+
+def section(grids, tokens):
+    """The grids of a layer: parts of a UNet have the picture's grid, or half of it, or a quarter."""
+    (rows, columns), *others = grids
+    while rows * columns > tokens:
+        rows, columns = -(-rows // 2), -(-columns // 2)
+    return ((rows, columns), *others)
+
+
+def plan_for(method, number, grids, tokens):
+    """The plan of a layer; None if the layer, or the part of a UNet that it is in, is dense."""
+    grids = section(grids, tokens)
+    if number in method.dense_layer_set():
+        return None
+    try:
+        return method.plan(grids, tokens - sum(rows * columns for rows, columns in grids))
+    except ValueError:
+        return None
+
+
+def dense_mask(method, number, grids, tokens, text_first=True):
+    """Which of the tokens of a layer attend to which, over its attention sequence in raster order."""
+    plan = plan_for(method, number, grids, tokens)
+    if plan is None:
+        return torch.ones(tokens, tokens, dtype=torch.bool)
+    text = tokens - len(plan.order)
+    image = plan.order + (text if text_first else 0)
+    words = torch.arange(text) + (0 if text_first else len(plan.order))
+    place = torch.cat([words, image]).argsort()
+    return plan.tables[number % len(plan.tables)].to_dense()[place][:, place]

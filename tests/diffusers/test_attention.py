@@ -1,0 +1,485 @@
+"""Sparse attention in all families: a model computes what it would with the attention of the method's definition."""
+
+import contextlib
+from types import SimpleNamespace
+
+import pytest
+import tiny
+import torch
+from reference import dense_mask, reference
+from tiny import FAMILIES, built, call
+from torch.utils._pytree import tree_map
+
+import foveate
+from foveate import LLSA, HilbertA, ToMA
+from foveate.diffusers.adapter import ModelAdapter, sequence_order
+from foveate.diffusers.backend import plan_of
+from foveate.diffusers.card import Layout, image, padding, text
+from foveate.diffusers.cards.flux import grids_of
+from foveate.methods import ToDo, ToMeSD
+from foveate.ops.curves import grid_order
+
+pytestmark = pytest.mark.usefixtures("no_grad")
+ALL_BLOCKS = LLSA(top_k=99, enrich=False, min_tokens=0)  # picks every block: the dense model
+every_family = pytest.mark.parametrize("name", FAMILIES)
+every_grid = pytest.mark.parametrize(("name", "grid"), [(n, grid) for n in FAMILIES for grid in FAMILIES[n].grids])
+
+
+def title(case):
+    return getattr(case, "title", None)
+
+
+def heads_for(name, method):
+    return FAMILIES[name].wide if isinstance(method, LLSA) else {}
+
+
+def whys(run):
+    return [row.why for row in run.summary().layers]
+
+
+# --- what it computes ---
+
+
+@every_grid
+@pytest.mark.parametrize(
+    "method",
+    [
+        HilbertA(tiles=4, align=1),
+        HilbertA(tiles=3, curve="moore", centre=0.0, period=2, dense_layers="1"),
+        ToDo(),
+        LLSA(top_k=2, min_tokens=0),
+        pytest.param(LLSA(top_k=1, levels=2, curve="hilbert", reweight=False, min_tokens=0), marks=pytest.mark.slow),
+        LLSA(top_k=3, enrich=False, min_tokens=0),
+        pytest.param(LLSA(top_k=2, block_size=32, levels=1, reweight=False, min_tokens=0), marks=pytest.mark.slow),
+    ],
+    ids=title,
+)
+def test_a_model_is_the_one_whose_attention_is_the_definition_of_the_method(name, grid, method):
+    model, x = built(name, grid, 2, **heads_for(name, method))
+    with reference(FAMILIES[name], method, grid) as layers:
+        want = call(model, x)
+    dense = call(model, x)
+    with foveate.apply(model, method) as run:
+        torch.testing.assert_close(call(model, x), want)
+        rows = run.summary().layers
+    assert (want - dense).abs().max() > 1e-6
+    assert torch.equal(call(model, x), dense)
+    for row, (number, tokens) in zip(rows, layers, strict=True):
+        assert bool(row.why) == (row.method == "dense")
+        if number in method.dense_layer_set():
+            assert row.why == "named in dense_layers"
+        elif not isinstance(method, LLSA):
+            mask = dense_mask(method, number, (grid,), tokens, FAMILIES[name].text_first)
+            assert row.true == pytest.approx(1 - mask.double().mean().item())
+
+
+@every_grid
+@pytest.mark.parametrize(
+    "method", [HilbertA(tiles=1), HilbertA(tiles=4, align=1, centre=1.0), ToDo(factor=1), ALL_BLOCKS], ids=title
+)
+def test_dense_settings_are_the_dense_model(name, grid, method):
+    model, x = built(name, grid, 2, **heads_for(name, method))
+    dense = call(model, x)
+    with foveate.apply(model, method) as run:
+        torch.testing.assert_close(call(model, x), dense, rtol=1e-10, atol=1e-10)
+        rows = run.summary().layers
+    parts_of_a_unet = name in ("sdxl", "sd15")  # some are too small
+    assert all((row.method != "dense" or parts_of_a_unet) and row.saved == 0 for row in rows)
+    if method is ALL_BLOCKS:
+        assert rows[0].method == f"LLSA K=99 enrich=False (all {-(-grid[0] * grid[1] // 16)} blocks)"
+        assert (rows[0].backend, rows[0].nominal) == ("portable", 0)
+
+
+@every_family
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 0.05), (torch.float16, 0.01)]
+)
+def test_every_dtype_works(name, dtype, tolerance):
+    def cast(value):
+        return value.to(dtype) if isinstance(value, torch.Tensor) and value.dtype == torch.float64 else value
+
+    model, x = built(name)
+    with foveate.apply(model, HilbertA(tiles=4, align=1)):
+        want = call(model, x)
+    with foveate.apply(model.to(dtype), HilbertA(tiles=4, align=1)):
+        got = call(model, tree_map(cast, x))
+    assert got.dtype == dtype
+    assert (got - want).norm() < tolerance * want.norm()
+    model, x = built(name, dtype=dtype, **FAMILIES[name].wide)
+    dense, tolerance = call(model, x), min(tolerance, 0.03)
+    with foveate.apply(model, ALL_BLOCKS):
+        torch.testing.assert_close(call(model, x), dense, rtol=tolerance, atol=tolerance)
+
+
+def test_todo_reads_the_keys_of_every_other_row_and_column():
+    model, x = built("sdxl", (32, 32))
+
+    def downsampled(q, k, v, *_, **__):
+        if q.shape[2] != k.shape[2]:
+            return own(q, k, v)
+        side = round(q.shape[2] ** 0.5)
+        k, v = (y.unflatten(2, (side, side))[:, :, 1::2, 1::2].flatten(2, 3) for y in (k, v))
+        return own(q, k, v)
+
+    own = torch.nn.functional.scaled_dot_product_attention
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.nn.functional, "scaled_dot_product_attention", downsampled)
+        want = call(model, x)
+    with foveate.apply(model, ToDo()) as run:
+        torch.testing.assert_close(call(model, x), want)
+        assert {row.true for row in run.summary().layers} == {0.75}
+
+
+@every_family
+@pytest.mark.parametrize(
+    "methods",
+    [
+        (HilbertA(tiles=4, align=1),),
+        (LLSA(top_k=2, min_tokens=0),),
+        (ToMA(skip=0, tile=(4, 4)),),
+        (HilbertA(tiles=2), ToMA(skip=0)),
+        (ToMeSD(skip=0),),
+    ],
+)
+def test_a_sample_does_not_depend_on_its_batch_mates(name, methods):
+    model, x = built(name, batch=3, **heads_for(name, methods[0]))
+    with foveate.apply(model, *methods) as run:
+        batch = call(model, x)
+        assert any(row.method != "dense" for row in run.summary().layers)
+        assert torch.equal(call(model, x), batch)
+        torch.testing.assert_close(call(model, tiny.sample(x, 1)), batch[1:2])
+
+
+@every_family
+@pytest.mark.parametrize("method", [HilbertA(tiles=4, align=1), LLSA(top_k=2, min_tokens=0)], ids=title)
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_gradients_are_those_of_the_definition_whatever_runs_before_the_backward_pass(name, method, checkpointing):
+    family = FAMILIES[name]
+    model, x = built(name, **heads_for(name, method))
+    other = family.inputs(model, family.grids[1])
+    dense = call(model, x)
+    with torch.enable_grad():
+        with reference(family, method):
+            call(model, x).square().sum().backward()
+        want = [parameter.grad for parameter in model.parameters()]
+        model.zero_grad()
+        if checkpointing:
+            model.enable_gradient_checkpointing()
+        before = tiny.fingerprint(model)
+        with foveate.apply(model, method) as run:
+            out = call(model, x)
+            call(model, other)
+            with run.paused(), torch.no_grad():
+                assert torch.equal(call(model, x), dense)
+            out.square().sum().backward()
+            with run.paused(), torch.no_grad():
+                assert torch.equal(call(model, x), dense)
+    for parameter, gradient in zip(model.parameters(), want, strict=True):
+        torch.testing.assert_close(parameter.grad, gradient)
+    assert tiny.fingerprint(model) == before
+
+
+def test_checkpointed_blocks_run_again_with_their_own_plan_after_another_forward_pass_of_as_many_tokens():
+    model = tiny.flux()
+    inputs = tiny.inputs((16, 20)), tiny.inputs((20, 16))
+    grads = []
+    for checkpointing in (False, True):
+        if checkpointing:
+            model.enable_gradient_checkpointing()
+        with torch.enable_grad(), foveate.apply(model, HilbertA(tiles=4)):
+            for out in [call(model, x) for x in inputs]:
+                out.square().sum().backward()
+        grads.append([parameter.grad for parameter in model.parameters()])
+        model.zero_grad()
+    torch.testing.assert_close(*grads)
+
+
+def test_a_block_that_runs_twice_rotates_queries_and_keys_once_in_each_run():
+    model, x, runs = tiny.flux(), tiny.inputs(), []
+    block = model.single_transformer_blocks[1]
+
+    def note(block, args, kwargs):
+        runs.append(kwargs)
+
+    def again(block, args, output):
+        if len(runs) % 2:  # the first run
+            words, picture = output
+            output = block(**runs[-1] | {"hidden_states": picture, "encoder_hidden_states": words})
+        return output
+
+    block.register_forward_pre_hook(note, with_kwargs=True)
+    block.register_forward_hook(again)
+    want = call(model, x)
+    with foveate.apply(model, HilbertA(tiles=1)):
+        torch.testing.assert_close(call(model, x), want)
+    assert len(runs) == 4
+    assert all(run["image_rotary_emb"] is not None for run in runs)
+
+
+def test_reference_images_are_segments_of_their_own():
+    model, grids = tiny.flux(), ((16, 20), (16, 20), (10, 12))
+    x = tiny.inputs(*grids)
+    for method in (HilbertA(tiles=4), HilbertA(tiles=4, reference="tiled")):
+        with reference(FAMILIES["flux"], method, *grids):
+            want = call(model, x)
+        with foveate.apply(model, method):
+            torch.testing.assert_close(call(model, x), want)
+    model = tiny.flux(**FAMILIES["flux"].wide)
+    dense = call(model, x)
+    with foveate.apply(model, ALL_BLOCKS) as run:
+        torch.testing.assert_close(call(model, x), dense)
+        (plan,) = run.plans().values()
+    assert plan.segments == ((0, 320), (1, 320), (2, 120))
+    orders = [grid_order("morton", *grid) for grid in grids]
+    assert plan.order.tolist() == torch.cat([orders[0], 320 + orders[1], 640 + orders[2]]).tolist()
+
+
+def test_no_text_is_no_special_case():
+    model, x, method = tiny.flux(), tiny.inputs(text=0), HilbertA(tiles=4)
+    with reference(FAMILIES["flux"], method):
+        want = call(model, x)
+    with foveate.apply(model, method):
+        torch.testing.assert_close(call(model, x), want)
+
+
+@pytest.mark.parametrize("skipped", [0, 1, 2])
+def test_blocks_of_sd3_may_be_skipped(skipped):
+    model, x = built("sd3")
+    del x["block_controlnet_hidden_states"]
+    method, numbers = HilbertA(tiles=4, align=1), [n for n in (0, 0, 1, 2) if n != skipped]
+    with reference(FAMILIES["sd3"]._replace(numbers=numbers), method):
+        want = call(model, x, skip_layers=[skipped])
+    with foveate.apply(model, method):
+        torch.testing.assert_close(call(model, x, skip_layers=[skipped]), want)
+    want = call(model, x, skip_layers=[skipped])
+    with foveate.apply(model, ToMA(keep=0.999, weights="hard", skip=0, tile=(4, 4))):
+        torch.testing.assert_close(call(model, x, skip_layers=[skipped]), want)
+
+
+@pytest.mark.parametrize("methods", [(HilbertA(tiles=1),), (ToMA(keep=0.999, weights="hard", skip=0, tile=(4, 4)),)])
+@pytest.mark.parametrize("real", [15, 6])
+def test_the_padding_of_chroma_is_left_out(methods, real):
+    model, x = built("chroma", batch=2)
+    mask = torch.ones(2, 15 + 320, dtype=torch.bool)
+    mask[:, real:15] = False
+    want = call(model, x, attention_mask=mask)
+    with foveate.apply(model, *methods) as run:
+        torch.testing.assert_close(call(model, x, attention_mask=mask), want)
+        assert not any(whys(run))
+    shorter = x | {"encoder_hidden_states": x["encoder_hidden_states"][:, :real], "txt_ids": x["txt_ids"][:real]}
+    torch.testing.assert_close(call(model, shorter), want)
+    with foveate.apply(model, HilbertA(tiles=2)) as run:
+        call(model, x, attention_mask=mask.double())
+        assert all("the attention mask is additive" in why for why in whys(run))
+
+
+def test_an_order_undoes_the_interleaving_of_ulysses_and_leaves_padding_out():
+    layout = Layout((text(2), padding(2), image(2, 4)))
+    order, inverse = sequence_order(torch.arange(8).flip(0), layout, ranks=2)
+    gathered = torch.tensor([0, 1, 4, 5, 6, 7, 2, 3, 8, 9, 10, 11])  # process 0: text, image; 1: padding, image
+    assert gathered[order].tolist() == [0, 1, *range(11, 3, -1)]
+    assert order[inverse[:2]].tolist() == [0, 1]
+    assert sorted(inverse.tolist()) == list(range(12))
+
+
+def test_a_plan_made_in_inference_mode_can_be_trained_with():
+    model, x = tiny.flux(), tiny.inputs((13, 27))  # a size that no other test has planned for
+    with foveate.apply(model, HilbertA(tiles=3)), torch.enable_grad():
+        with torch.inference_mode():
+            want = call(model, x).clone()
+        got = call(model, x)
+        got.square().sum().backward()
+    assert torch.equal(got, want)
+
+
+def test_arguments_may_come_by_position_and_outputs_as_objects():
+    model, x = tiny.flux(), tiny.inputs()
+    names = ("hidden_states", "encoder_hidden_states", "pooled_projections", "timestep", "img_ids", "txt_ids")
+    with foveate.apply(model, HilbertA(tiles=4)):
+        want = call(model, x)
+        assert torch.equal(model(*(x[name] for name in names)).sample, want)
+        assert torch.equal(call(model, x | {"img_ids": x["img_ids"].expand(2, -1, -1)}), want)
+
+
+def test_layers_of_a_phase_share_one_table_and_all_tables_have_one_shape():
+    model = tiny.flux()
+    with foveate.apply(model, HilbertA(tiles=4)):
+        call(model, tiny.inputs())
+        tables = [plan_of(processor).pattern for processor in model.attn_processors.values()]
+    assert len({id(table) for table in tables}) == 4
+    assert len({tuple(map(len, table)) for table in tables}) == 1
+
+
+@pytest.mark.parametrize(
+    "method", [HilbertA(tiles=4, dense_layers="1"), LLSA(top_k=2, min_tokens=0, dense_layers="1")]
+)
+def test_a_summary_counts_what_was_left_out(method):
+    model, x = built("flux", batch=2, **FAMILIES["flux"].wide)
+    with foveate.apply(model, method) as run:
+        assert all("no forward yet" in why for i, why in enumerate(whys(run)) if i != 1)
+        call(model, x)
+        rows, printed = run.summary().layers, str(run.summary())
+    assert [row.layer for row in rows] == [
+        *(f"transformer_blocks.{i}.attn" for i in range(2)),
+        *(f"single_transformer_blocks.{i}.attn" for i in range(3)),
+    ]
+    assert rows[1][:2] == ("transformer_blocks.1.attn", "dense")
+    assert all(row.layer in printed for row in rows)
+    assert "named in dense_layers" in printed
+    for i in (0, 2, 3, 4):
+        if isinstance(method, HilbertA):
+            left_out, nominal = int((~method.plan(((16, 20),), 15).tables[i % 4].to_dense()).sum()), 0.75
+        else:
+            keys = 2 * 16 + 20  # of two blocks, and the means
+            left_out, nominal = 320 * (320 - keys), 1 - keys / 320
+        assert rows[i][1:3] == (method.plan(((16, 20),), 15).title, "portable")
+        assert (rows[i].nominal, rows[i].true) == pytest.approx((nominal, left_out / 335**2))
+        assert rows[i].saved == 2 * 4 * 64 * left_out
+
+
+# --- what stays dense, and says so ---
+
+
+def dense_because(model, x, method, why, **more):
+    dense = call(model, x, **more)
+    with foveate.apply(model, method) as run:
+        assert torch.equal(call(model, x, **more), dense)
+        assert all(row.method == "dense" and why in row.why for row in run.summary().layers)
+        assert run.plans() == {}
+
+
+@every_family
+@pytest.mark.parametrize(
+    ("method", "why"),
+    [
+        (HilbertA(), "image tokens are too few"),
+        (HilbertA(min_tokens=401), " image tokens are fewer than min_tokens=401"),
+        (ToDo(factor=17), "image tokens are too few for a factor of 17"),
+        (LLSA(), " image tokens are fewer than min_tokens=1024"),
+        (LLSA(min_tokens=0), "does not support these heads: head_dim must be 32 to 256, not "),
+    ],
+    ids=lambda case: case if isinstance(case, str) else "",
+)
+def test_a_model_stays_dense_and_says_why(name, method, why):
+    dense_because(*built(name, (16, 16)), method, why)
+
+
+@pytest.mark.parametrize("name", ["sdxl", "sd15"])
+@pytest.mark.parametrize(
+    ("method", "why"),
+    [
+        (HilbertA(tiles=16), "tiles need 32 tokens or more: 256 image tokens cannot make 16 tiles; use tiles<=8"),
+        (HilbertA(), "16 x 16 image tokens are too few"),
+        (HilbertA(tiles=4, min_tokens=257), "256 image tokens are fewer than min_tokens=257"),
+        (ToDo(factor=17), "16 x 16 image tokens are too few for a factor of 17"),
+    ],
+)
+def test_parts_of_a_unet_that_are_too_small_stay_dense_and_the_others_do_not(name, method, why, caplog):
+    model, x = built(name, (32, 32))
+    with foveate.apply(model, method) as run:
+        for _ in range(2):
+            call(model, x)
+        rows = run.summary().layers
+        assert run.summary().outcomes[type(model).__name__][""] == 2
+    largest = "down_blocks.0", f"up_blocks.{len(model.up_blocks) - 1}"
+    assert [bool(row.why) for row in rows] == [not row.layer.startswith(largest) for row in rows]
+    assert why in next(row.why for row in rows if row.why)
+    assert sum(why in record.message for record in caplog.records) == 1
+
+
+def test_parts_of_a_unet_with_narrow_heads_or_without_self_attention_stay_dense():
+    model, x = built("sdxl", block_out_channels=(16, 64), attention_head_dim=(1, 2))
+    with foveate.apply(model, LLSA(top_k=2, min_tokens=0)) as run:
+        call(model, x)
+        assert "head_dim must be 32 to 256, not 16" in whys(run)[0]
+        assert set(whys(run)[1:-2]) == {""}
+    model, x = built("sdxl", only_cross_attention=(True, False))
+    with foveate.apply(model, HilbertA(tiles=4, align=1)) as run:
+        call(model, x)
+        sections = {row.layer.split(".attentions")[0] for row in run.summary().layers}
+    assert sections == {"down_blocks.1", "mid_block", "up_blocks.0"}
+    none = {"down_block_types": ("DownBlock2D",) * 2, "up_block_types": ("UpBlock2D",) * 2, "mid_block_type": None}
+    with pytest.raises(ValueError, match="has no self-attention that foveate knows"):
+        foveate.apply(tiny.unet(**none), HilbertA())
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda ids: ids * torch.tensor([1, 2, 2]),
+        lambda ids: ids.flip(0),
+        lambda ids: ids[torch.randperm(len(ids))],
+        lambda ids: torch.cat([ids[:-1], ids[:1]]),
+    ],
+    ids=["scaled", "flipped", "scattered", "repeated"],
+)
+def test_position_ids_that_are_no_raster_stay_dense(change):
+    x = tiny.inputs()
+    dense_because(tiny.flux(), x | {"img_ids": change(x["img_ids"])}, HilbertA(tiles=4), "no complete raster")
+
+
+def test_a_raster_may_start_anywhere_and_is_recognised_in_rounded_position_ids():
+    assert grids_of(tiny.ids((16, 20)) + torch.tensor([0, 7, -3])) == ((16, 20),)
+    rounded = tiny.ids((3, 301), (300, 2)).bfloat16()  # whole numbers above 256 lose their last bit
+    assert grids_of(rounded) == ((3, 301), (300, 2))
+
+
+@pytest.mark.parametrize("method", [HilbertA(tiles=4, align=1), LLSA(min_tokens=0), ToMA(skip=0)], ids=title)
+def test_attention_masks_stay_dense(method, caplog):
+    mask = torch.ones(335, 335, dtype=torch.bool).tril()
+    heads = heads_for("flux", method)
+    dense_because(*built("flux", **heads), method, "mask", joint_attention_kwargs={"attention_mask": mask})
+    dense_because(*built("pixart", **heads_for("pixart", method)), method, "mask", attention_mask=torch.ones(1, 320))
+    model, x = built("sdxl", **heads_for("sdxl", method))
+    with foveate.apply(model, method), contextlib.suppress(RuntimeError):  # the model's own processor cannot take it
+        call(model, x, attention_mask=torch.ones(1, 513))
+    assert f"{type(method).__name__} stays dense: an attention mask was passed" in caplog.text
+
+
+def test_layers_named_in_dense_layers_stay_dense():
+    model, x = tiny.flux(), tiny.inputs()
+    dense = call(model, x)
+    with foveate.apply(model, HilbertA(dense_layers="0-4")) as run:
+        torch.testing.assert_close(call(model, x), dense, rtol=1e-10, atol=1e-10)
+        assert set(whys(run)) == {"named in dense_layers"}
+
+
+def test_a_window_of_steps_stays_dense_where_no_scheduler_tells_the_step():
+    class Pipeline:
+        transformer = tiny.flux()
+        scheduler = SimpleNamespace(timesteps=[1.0, 0.5])
+
+    pipeline = Pipeline()
+    for window, dense in (({"start_percent": 0.5}, True), ({}, False)):
+        with foveate.apply(pipeline, HilbertA(tiles=4, **window)) as run:
+            call(pipeline.transformer, tiny.inputs())
+            assert all(("no scheduler tells the step" in why) == dense for why in whys(run))
+
+
+def test_ring_attention_stays_dense():
+    model = tiny.flux()
+    run = foveate.apply(model, HilbertA(tiles=4))
+    context = SimpleNamespace(ulysses_degree=1, ring_degree=2)
+    for processor in model.attn_processors.values():  # as enable_parallelism sets it
+        processor._parallel_config = SimpleNamespace(context_parallel_config=context)
+    adapter = ModelAdapter.of(model)
+    adapter.before_model(model, (), tiny.inputs())  # the forward pass itself needs several processes
+    adapter.after_model(model, (), None)
+    assert all("ring attention" in why for why in whys(run))
+    assert run.plans() == {}
+    run.remove()
+
+
+# --- what is refused, with the remedy ---
+
+
+def test_inputs_that_do_not_fit_are_refused_with_the_remedy():
+    model, x = tiny.flux(**FAMILIES["flux"].wide), tiny.inputs(batch=2)
+    apart = x | {"img_ids": torch.stack([x["img_ids"], x["img_ids"].flip(0)])}
+    for method, given, remedy in (
+        (HilbertA(tiles=4), apart, "differ between the samples"),
+        (HilbertA(tiles=16), x, "use tiles<=10"),
+        (LLSA(levels=4, min_tokens=0), x, "use levels<=3"),
+    ):
+        with foveate.apply(model, method), pytest.raises(ValueError, match=remedy):
+            call(model, given)
