@@ -16,10 +16,11 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
+import typer
 from accelerate import Accelerator
 from jaxtyping import Bool, Int
 from torch import Tensor
@@ -27,6 +28,7 @@ from torch.utils.data import Dataset
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.utils import logging
 
+from foveate.cli.common import Minutes, Seed, console, progress, say_whether_done
 from foveate.demo.facts import BLANK, SENTENCE, ask, draw_facts
 from foveate.demo.labels import EXAMPLE, draw_labelled
 from foveate.demo.lexicon import WORDS, reader_tokenizer
@@ -35,7 +37,7 @@ from foveate.training.trained import Trained
 from foveate.utils.files import write_whole
 from foveate.utils.progress import Track, silent
 
-__all__ = ["Lesson", "ReaderRecipe", "ReaderTraining", "lesson", "train_reader", "untrained_reader"]
+__all__ = ["Lesson", "ReaderRecipe", "ReaderTraining", "lesson", "main", "train_reader", "untrained_reader"]
 
 START = WORDS.index("<s>")
 HEAD = 32  # channels
@@ -312,3 +314,24 @@ def train_reader(
     accelerator = Accelerator(mixed_precision="bf16" if torch.cuda.is_available() else "no")
     training = ReaderTraining(out, recipe, accelerator)
     return training.run(recipe.steps, until=until, sample_every=sample_every, advance=track("reader", recipe.steps))
+
+
+def main(
+    out: Annotated[Path, typer.Option(help="Folder of the run; an existing run is resumed.")] = Path("reader-run"),
+    steps: Annotated[int, typer.Option(min=1, help="Training steps.")] = ReaderRecipe.steps,
+    batch: Annotated[int, typer.Option(min=8, help="Texts in a step; 32 suits a CPU.")] = ReaderRecipe.batch,
+    layers: Annotated[int, typer.Option(min=2, help="Layers of the model.")] = ReaderRecipe.layers,
+    width: Annotated[int, typer.Option(min=64, help="Width of the model, a multiple of 64.")] = ReaderRecipe.width,
+    minutes: Minutes = math.inf,
+    seed: Seed = 0,
+) -> None:
+    """Train the built-in reader from scratch: a small Llama that answers questions about texts of facts.
+
+    AutoModelForCausalLM and AutoTokenizer load the folder "reader" of the run. accuracy.csv records how many
+    questions of each kind it answers, every 1,000 steps. The same command resumes from the newest checkpoint.
+    """
+    recipe = ReaderRecipe(steps=steps, batch=batch, layers=layers, width=width, seed=seed)
+    with progress() as track:
+        done = train_reader(out, recipe, minutes=minutes, track=track)
+    console.print((out / "accuracy.csv").read_text(), end="")
+    say_whether_done(done, out / "reader")

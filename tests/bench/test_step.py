@@ -28,7 +28,7 @@ def tiny_models(monkeypatch):
 
 
 def bench(sides, **options):
-    *_, result = step.bench_step(sides, **{"text": 8, "rounds": 1, "device": "cpu", **options})
+    *_, result = step.bench_step(step.Setup.of(**{"text": 8, "device": "cpu", **options}), sides, rounds=1)
     return result
 
 

@@ -1,7 +1,7 @@
 """Laws of the lab's command line."""
 
 import pytest
-from lab.__main__ import app
+from lab.__main__ import COMMANDS, app
 from lab.training import reader
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
@@ -46,8 +46,8 @@ def test_built_in_names_what_is_missing(tmp_path):
         assert message in " ".join(result.output.split())
 
 
-@pytest.mark.parametrize("command", [command.callback.__name__ for command in app.registered_commands])
+@pytest.mark.parametrize("command", COMMANDS)
 def test_every_command_has_a_help_text(command):
-    result = run(command.replace("_", "-"), "--help")
+    result = run(command, "--help")
     assert result.exit_code == 0
     assert "--out" in result.output
