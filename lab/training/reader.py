@@ -25,7 +25,7 @@ from accelerate import Accelerator
 from jaxtyping import Bool, Int
 from torch import Tensor
 from torch.utils.data import Dataset
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaForCausalLM
 from transformers.utils import logging
 
 from foveate.cli.common import Minutes, Seed, console, progress, say_whether_done
@@ -36,11 +36,11 @@ from foveate.training.run import Phase, Run
 from foveate.training.trained import Trained
 from foveate.utils.files import write_whole
 from foveate.utils.progress import Track, silent
+from lab.training.small_models import HEAD_DIM, llama_config, parallel_questions
 
 __all__ = ["Lesson", "ReaderRecipe", "ReaderTraining", "lesson", "main", "train_reader", "untrained_reader"]
 
 START = WORDS.index("<s>")
-HEAD = 32  # channels
 LIKENESS = 2.5  # initial attention score between equal tokens
 EXAM = 10**9  # seeds from here on are held out
 EASY: dict[str, Any] = {"begun": 1.0, "numbers": 0.5}
@@ -92,29 +92,25 @@ def untrained_reader(recipe: ReaderRecipe) -> LlamaForCausalLM:
     random weights most readers never learned it.
     """
     torch.manual_seed(recipe.seed)
-    heads = recipe.width // HEAD
-    model = LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=-(-len(WORDS) // 8) * 8,
-            hidden_size=recipe.width,
-            intermediate_size=2 * recipe.width,
-            num_hidden_layers=recipe.layers,
-            num_attention_heads=heads,
-            num_key_value_heads=heads // 2,
-            max_position_embeddings=256,  # the longest lesson has 210 tokens
-            tie_word_embeddings=True,
-            bos_token_id=START,
-            eos_token_id=WORDS.index("</s>"),
-            pad_token_id=None,
-        )
+    config = llama_config(
+        -(-len(WORDS) // 8) * 8,
+        recipe.width,
+        recipe.layers,
+        num_key_value_heads=recipe.width // HEAD_DIM // 2,
+        max_position_embeddings=256,  # the longest lesson has 210 tokens
+        tie_word_embeddings=True,
+        bos_token_id=START,
+        eos_token_id=WORDS.index("</s>"),
+        pad_token_id=None,
     )
-    usual = model.config.initializer_range**2 * recipe.width * HEAD**0.5  # of the score between equal tokens
+    model = LlamaForCausalLM(config)
+    usual = model.config.initializer_range**2 * recipe.width * HEAD_DIM**0.5  # of the score between equal tokens
     with torch.no_grad():
         for layer in model.model.layers:
             attention: Any = layer.self_attn
             queries, keys = attention.q_proj.weight, attention.k_proj.weight
             queries *= (LIKENESS / usual) ** 0.5
-            keys.copy_(queries.unflatten(0, (-1, 2, HEAD))[:, 0].flatten(0, 1))
+            keys.copy_(queries.unflatten(0, (-1, 2, HEAD_DIM))[:, 0].flatten(0, 1))
     return model
 
 
@@ -138,10 +134,8 @@ class Lesson(NamedTuple):
 
     def places(self) -> tuple[Int[Tensor, "tokens"], Bool[Tensor, "tokens tokens"]]:
         """Position of each token, with every question directly after the text, and the attention mask."""
-        at = torch.arange(self.ids.shape[1], device=self.ids.device)
-        part = (at - self.text).div(self.question, rounding_mode="floor").clamp(min=-1)  # -1 is the text
-        seen = (part == -1)[None] | (part[:, None] == part)
-        return at - part.clamp(min=0) * self.question, seen & (at[:, None] >= at)
+        positions, mask = parallel_questions(self.ids.shape[1], self.text, self.question)
+        return positions.to(self.ids.device), mask.to(self.ids.device)
 
 
 def lesson(recipe: ReaderRecipe, seed: int, sentences: int, *, easy: bool = False) -> Lesson:

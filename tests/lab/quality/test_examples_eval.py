@@ -118,7 +118,7 @@ def test_labels_of_a_lesson_are_in_the_examples_only():
 
 
 def test_a_training_that_was_broken_off_ends_as_the_whole_one(tmp_path, monkeypatch):
-    monkeypatch.setattr("lab.quality.small_training.CHECKPOINT_STEPS", 2)
+    monkeypatch.setattr("lab.training.small_models.CHECKPOINT_STEPS", 2)
 
     class Stop(Exception):
         pass

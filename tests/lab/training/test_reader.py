@@ -42,9 +42,9 @@ def test_before_it_learns_every_other_head_finds_a_word_where_it_stood_before():
     attention = untrained_reader(recipe).model.layers[1].self_attn
     words = torch.nn.functional.normalize(torch.randn(200, 128), dim=-1) * 128**0.5  # as a norm leaves them
     with torch.no_grad():
-        queries = attention.q_proj(words).unflatten(1, (-1, 2, reader.HEAD))
-        keys = attention.k_proj(words).unflatten(1, (-1, reader.HEAD))
-        scores = torch.einsum("qghd,kgd->ghqk", queries, keys) / reader.HEAD**0.5
+        queries = attention.q_proj(words).unflatten(1, (-1, 2, reader.HEAD_DIM))
+        keys = attention.k_proj(words).unflatten(1, (-1, reader.HEAD_DIM))
+        scores = torch.einsum("qghd,kgd->ghqk", queries, keys) / reader.HEAD_DIM**0.5
     alike = scores.diagonal(dim1=2, dim2=3).mean(-1)  # of each group its two heads
     torch.testing.assert_close(alike[:, 0], torch.full((2,), reader.LIKENESS), rtol=0.2, atol=0)
     assert (alike[:, 1].abs() < 0.5).all()
