@@ -7,10 +7,9 @@ from functools import partial
 from math import lcm
 from pathlib import Path
 from statistics import mean, median
-from typing import Annotated, Any
+from typing import Any
 
 import torch
-import typer
 from diffusers import FluxTransformer2DModel
 from rich.table import Table
 from torch.nn.functional import scaled_dot_product_attention
@@ -18,7 +17,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from foveate.bench.step import Setup, Step, merging_part
 from foveate.bench.table import TableColumn, results_table
 from foveate.cli.bench import Commit, Methods, Out, Rounds, Sides, StepModel, StepText, numbers, run_and_save
-from foveate.cli.common import Device, Dtype, read_method
+from foveate.cli.common import Compile, Device, Dtype, read_method
 from foveate.diffusers.apply import apply
 from foveate.diffusers.lora import using
 from foveate.diffusers.pipelines import denoiser, time_steps
@@ -128,7 +127,7 @@ def main(
     model: StepModel = "built-in",
     sides: Sides = "64",
     method: Methods = None,
-    compile: Annotated[bool, typer.Option("--compile", help="Compile the repeated blocks.")] = False,
+    compile: Compile = False,
     text: StepText = None,
     rounds: Rounds = 9,
     out: Out = Path("bench"),

@@ -21,7 +21,7 @@ from torch.utils.data import default_collate
 from foveate.bench.step import TOLERANCE
 from foveate.bench.table import TableColumn, results_table
 from foveate.cli.bench import Commit, Out, numbers, run_and_save
-from foveate.cli.common import Checkpointing, training_device
+from foveate.cli.common import Checkpointing, Compile, TrainingDevice, TrainingDtype, training_device
 from foveate.diffusers.pixel_dit import MODELS, PixelDiT
 from foveate.ops import dispatch
 from foveate.ops.hierarchical_pooling import automatic_levels
@@ -350,12 +350,12 @@ def main(
     patch: Annotated[int, typer.Option(min=1, help="Pixels along each side of a token.")] = 1,
     batch: Annotated[int, typer.Option(min=1, help="Batch size.")] = 1,
     checkpointing: Checkpointing = False,
-    compile: Annotated[bool, typer.Option("--compile", help="Compile the blocks.")] = False,
+    compile: Compile = False,
     longest: Annotated[float, typer.Option(min=0, help="Longest step in seconds; slower variants are skipped.")] = 15,
     rounds: Annotated[int, typer.Option(min=1, help="Most measurements of each variant; slow ones get fewer.")] = 7,
     out: Out = Path("bench"),
-    device: Annotated[str, typer.Option(help="auto or cpu.")] = "auto",
-    dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16: the weights stay in float32.")] = "auto",
+    device: TrainingDevice = "auto",
+    dtype: TrainingDtype = "auto",
     commit: Commit = "",
 ) -> None:
     """Time one training step of a pixel model with random weights, with dense and with log-linear attention.

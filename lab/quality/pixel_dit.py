@@ -20,7 +20,7 @@ import typer
 from diffusers import FlowMatchEulerDiscreteScheduler
 
 from foveate.cli.common import progress
-from foveate.cli.train import built_in_reader
+from foveate.cli.train import built_in_text_encoder
 from foveate.demo.evaluate import evaluate
 from foveate.demo.pictures import ScenePictures
 from foveate.diffusers.pipelines import Request, load
@@ -161,7 +161,7 @@ def untrained(name: str, dit: str, patch: int) -> PixelPipeline:
     """
     if name not in VARIANTS:
         raise ValueError(f"unknown variant {name!r}: choose from {', '.join(VARIANTS)}")
-    text_encoder, tokenizer = built_in_reader()
+    text_encoder, tokenizer = built_in_text_encoder()
     torch.manual_seed(SEED)
     model = PixelDiT(**MODELS[dit], patch_size=patch, text_dim=text_encoder.config.d_model, **VARIANTS[name])
     return PixelPipeline(model, FlowMatchEulerDiscreteScheduler(), tokenizer, text_encoder)

@@ -13,7 +13,7 @@ import typer
 from accelerate import PartialState
 from diffusers import AutoencoderKL, FluxPipeline
 
-from foveate.cli.common import Minutes, Seed, progress, say_whether_done
+from foveate.cli.common import Minutes, RunFolder, Seed, print_outcome, progress
 from foveate.demo.untrained import untrained_pipeline
 from foveate.diffusers.pipelines import load
 from foveate.utils.files import write_whole
@@ -162,7 +162,7 @@ def export(pipeline: FluxPipeline, folder: Path) -> None:
 
 def main(
     part: Annotated[str, typer.Option(help="recogniser, vae, flow (which needs the vae), or all.")] = "all",
-    out: Annotated[Path, typer.Option(help="Folder of the run; an existing run is resumed.")] = Path("demo-run"),
+    out: RunFolder = Path("demo-run"),
     start: Annotated[
         Path | None, typer.Option(help="Pipeline folder to fine-tune: runs only the last stage of the flow.")
     ] = None,
@@ -188,4 +188,4 @@ def main(
             out, part=part, start=start, seed=seed, minutes=minutes, scale=scale, batch=batch,
             sample_every=sample_every, compile=compile, track=track,
         )  # fmt: skip
-    say_whether_done(done, out)
+    print_outcome(done, out)

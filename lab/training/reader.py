@@ -28,7 +28,7 @@ from torch.utils.data import Dataset
 from transformers import LlamaForCausalLM
 from transformers.utils import logging
 
-from foveate.cli.common import Minutes, Seed, console, progress, say_whether_done
+from foveate.cli.common import Minutes, RunFolder, Seed, console, print_outcome, progress
 from foveate.demo.facts import BLANK, SENTENCE, ask, draw_facts
 from foveate.demo.labels import EXAMPLE, draw_labelled
 from foveate.demo.lexicon import WORDS, reader_tokenizer
@@ -311,7 +311,7 @@ def train_reader(
 
 
 def main(
-    out: Annotated[Path, typer.Option(help="Folder of the run; an existing run is resumed.")] = Path("reader-run"),
+    out: RunFolder = Path("reader-run"),
     steps: Annotated[int, typer.Option(min=1, help="Training steps.")] = ReaderRecipe.steps,
     batch: Annotated[int, typer.Option(min=8, help="Texts in a step; 32 suits a CPU.")] = ReaderRecipe.batch,
     layers: Annotated[int, typer.Option(min=2, help="Layers of the model.")] = ReaderRecipe.layers,
@@ -328,4 +328,4 @@ def main(
     with progress() as track:
         done = train_reader(out, recipe, minutes=minutes, track=track)
     console.print((out / "accuracy.csv").read_text(), end="")
-    say_whether_done(done, out / "reader")
+    print_outcome(done, out / "reader")

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from foveate.cli.common import Device, Dtype, clear_errors, progress, read_method
+from foveate.cli.common import Compile, Device, Dtype, clear_errors, progress, read_method
 
 __all__ = ["Commit", "Methods", "Out", "Rounds", "Sides", "StepModel", "StepText", "app", "numbers", "run_and_save"]
 
@@ -58,7 +58,7 @@ def step(
     model: StepModel = "built-in",
     sides: Sides = "64",
     method: Methods = None,
-    compile: Annotated[bool, typer.Option("--compile", help="Compile the repeated blocks.")] = False,
+    compile: Compile = False,
     text: StepText = None,
     rounds: Annotated[
         int,
