@@ -20,39 +20,6 @@ from foveate.demo import PIPELINE, READER
 from foveate.methods import ComposedMethod, Method, method_from_text
 from foveate.utils.progress import Track
 
-__all__ = [
-    "Checkpointing",
-    "Compile",
-    "CoolDown",
-    "Device",
-    "Dtype",
-    "Minutes",
-    "Model",
-    "Option",
-    "RunFolder",
-    "SampleEvery",
-    "Seed",
-    "Size",
-    "Tiles",
-    "TrainingDevice",
-    "TrainingDtype",
-    "check_file",
-    "check_writable",
-    "clear_errors",
-    "console",
-    "open_model",
-    "open_reader",
-    "options_of",
-    "print_outcome",
-    "print_table",
-    "progress",
-    "read_method",
-    "read_size",
-    "request_of",
-    "training_device",
-    "warn_unknown_words",
-]
-
 console = Console(stderr=True, highlight=False)
 
 EXTRAS = {

@@ -25,7 +25,6 @@ from foveate.utils import timing
 
 CPU = torch.device("cpu")
 CASES = [Case(256, HilbertA(tiles=4, centre=0)), Case(256, HilbertA(tiles=1))]
-ATTENTION = ["attention", "--device", "cpu"]
 
 
 def measure(**options):
@@ -154,51 +153,28 @@ def test_merging_in_a_unet_is_judged_by_reconstruction(monkeypatch):
     assert "reconstruction_smooth" not in todo
 
 
+def attention_command(out):
+    options = ["--pixels", "256", "--tiles", "1,4", "--centre", "0", "--heads", "1", "--rounds", "1"]
+    common = ["--device", "cpu", "--commit", "abc", "--out", str(out)]
+    return CliRunner().invoke(app, ["attention", *options, *common])
+
+
 def test_the_command_writes_json(tmp_path):
-    options = [
-        "--pixels",
-        "256",
-        "--tiles",
-        "1,4",
-        "--centre",
-        "0",
-        "--heads",
-        "1",
-        "--rounds",
-        "1",
-        "--commit",
-        "abc",
-    ]
-    result = CliRunner().invoke(app, [*ATTENTION, *options, "--commit", "abc", "--out", str(tmp_path)])
+    result = attention_command(tmp_path)
     assert result.exit_code == 0, result.output
     written = json.loads((tmp_path / "attention-forward-cpu.json").read_text())
     assert written["versions"]["commit"] == "abc"
     assert len(written["rows"]) == 4
 
 
-def test_cases_that_were_measured_outlive_an_interruption(tmp_path, monkeypatch):
+def test_measured_cases_outlive_an_interruption(tmp_path, monkeypatch):
     measured = iter([attention._case])
 
-    def lights_out(*arguments):
+    def interrupted(*arguments):
         for once in measured:
             return once(*arguments)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(attention, "_case", lights_out)
-    command = [*ATTENTION, "--pixels", "256", "--tiles", "1,4", "--centre", "0", "--heads", "1", "--rounds", "1"]
-    result = CliRunner().invoke(app, [*command, "--out", str(tmp_path)])
-    assert result.exit_code == 130
+    monkeypatch.setattr(attention, "_case", interrupted)
+    assert attention_command(tmp_path).exit_code == 130
     assert len(json.loads((tmp_path / "attention-forward-cpu.json").read_text())["rows"]) == 2
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["--pixels", "1000"], "1000 px do not fit: a token of FLUX.1 is 16 x 16 px"),
-        (["--pixels", "256", "--centre", "x"], "'x' is no list of numbers: write them as 0.25,0"),
-    ],
-)
-def test_bad_input_is_one_clear_line(options, message):
-    result = CliRunner().invoke(app, [*ATTENTION, *options])
-    assert result.exit_code == 2
-    assert message in " ".join(result.output.split())

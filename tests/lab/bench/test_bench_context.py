@@ -64,18 +64,6 @@ def test_what_is_wrong_is_not_timed(monkeypatch):
         next(bench_context([120], SETTINGS))
 
 
-@pytest.mark.usefixtures("as_a_user")
-@pytest.mark.parametrize(
-    ("lengths", "how", "message"),
-    [([120, 60], SETTINGS, "60 tokens has less than two chunks of 40: use --chunk 30"),
-     ([120], SETTINGS._replace(model="tiny"), "unknown model 'tiny': choose one of llama-8b, small"),
-     ([120], SETTINGS._replace(model="llama-8b"), "too many for a CPU: use --model small, or a GPU")],
-)  # fmt: skip
-def test_what_cannot_be_timed_is_refused(lengths, how, message):
-    with pytest.raises(ValueError, match=message):
-        next(bench_context(lengths, how))
-
-
 def test_choices_of_examples_are_checked_and_timed():
     *_, result = examples.bench_examples([60, 100], EXAMPLES)
     assert {(row["pool"], row["inputs"]) for row in result["rows"]} == {
@@ -103,15 +91,3 @@ def test_the_commands_write_json(tmp_path):
     assert done.exit_code == 0, done.output
     for name in ("context-small-cpu", "examples-cpu"):
         assert json.loads((tmp_path / f"{name}.json").read_text())["versions"]["commit"] == "abc"
-
-
-@pytest.mark.usefixtures("as_a_user")
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [(["--pool", "60", "--picks", "100", "--blocks", "10"], "cannot choose 100 of 60 examples: use --picks 60"),
-     (["--picks", "100"], "100 examples do not fill 64 blocks evenly: use --picks 64")],
-)  # fmt: skip
-def test_bad_sizes_are_one_clear_line(arguments, message):
-    done = CliRunner().invoke(app, ["examples", *arguments])
-    assert done.exit_code == 2
-    assert message in " ".join(done.output.split())

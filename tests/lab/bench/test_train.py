@@ -119,19 +119,3 @@ def test_the_command_writes_json(tmp_path):
     written = json.loads((tmp_path / "train-cpu.json").read_text())
     assert written["versions"]["commit"] == "abc"
     assert [row["pixels"] for row in written["rows"]] == [16, 16, 32, 32]
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["--variants", "llsa,full"], "unknown variant 'full': choose from cudnn, fa2, dense, top-k, llsa, llsa-2"),
-        (["--variants", "cudnn"], "cudnn needs an NVIDIA GPU: use dense on a cpu"),
-        (["--dit", "DiT-L"], "unknown size 'DiT-L' of the model: choose DiT-XS"),
-        (["--pixels", "30", "--patch", "4"], "patches of 4 px do not fill 30 x 30 px"),
-        (["--dtype", "float16"], "unknown dtype 'float16': train in float32 or bfloat16"),
-    ],
-)
-def test_bad_input_is_one_clear_line(options, message):
-    result = CliRunner().invoke(app, ["train", "--device", "cpu", *options])
-    assert result.exit_code == 2
-    assert message in " ".join(result.output.split())
