@@ -47,17 +47,7 @@ STAGES = "encode", "compose", "score", "recompute", "prompt"
 
 
 class Settings(NamedTuple):
-    """Settings of the benchmark.
-
-    Attributes:
-        model: One of `MODELS`.
-        device: Device of the model.
-        dtype: Dtype of weights and caches.
-        chunk: Tokens in a chunk.
-        prompt: Tokens in the prompt.
-        recompute: Fraction of rows to recompute.
-        rounds: Number of timings of each variant, interleaved.
-    """
+    """Settings of the benchmark; the options of `main` describe them."""
 
     model: str
     device: torch.device
@@ -72,7 +62,7 @@ class Variant(NamedTuple):
     """One way to compute the first token.
 
     Attributes:
-        name: Name in tables and plots.
+        name: Name in tables.
         method: Policy that chooses the rows. None is a full prefill by the model alone.
         cached: Whether the chunks are in memory, or encoded first.
         attention: Context manager that selects the attention of a full prefill.
@@ -125,7 +115,7 @@ def bench_context(tokens: Sequence[int], settings: Settings, track: Track = sile
     Args:
         tokens: Lengths of the context, prefix included.
         settings: Settings of the benchmark.
-        track: Progress bar.
+        track: Shows progress.
 
     Raises:
         ValueError: If the model is unknown or too large for the device, a length is shorter than two chunks, or a

@@ -35,15 +35,7 @@ PEER_LIMIT = 5000  # largest pool for apricot-select, which builds that matrix
 
 
 class Settings(NamedTuple):
-    """Settings of the benchmark.
-
-    Attributes:
-        device: Device of the embeddings.
-        picks: Number of examples to select.
-        blocks: Number of blocks to partition them into.
-        dim: Dimension of an embedding.
-        rounds: Number of timings of each variant, interleaved.
-    """
+    """Settings of the benchmark; the options of `main` describe them."""
 
     device: torch.device
     picks: int = 1024
@@ -64,7 +56,7 @@ def bench_examples(pools: Sequence[int], settings: Settings, track: Track = sile
     Args:
         pools: Numbers of examples to select from.
         settings: Settings of the benchmark.
-        track: Progress bar.
+        track: Shows progress.
 
     Raises:
         ValueError: If a pool is too small, or a check fails.

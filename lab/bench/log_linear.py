@@ -26,7 +26,7 @@ from foveate.utils.timing import MIN_SECONDS, captured, peak_memory, time_calls
 from lab.bench.attention import TOLERANCE
 from lab.bench.common import check_errors, check_time, note_failure, output_or_gradients, time_rows
 from lab.bench.peers import dense
-from lab.bench.reference import Call, key_gradient_error, pick_error, query_error
+from lab.bench.reference import Call, key_gradient_error, query_error, selection_error
 
 __all__ = ["INPUTS", "Case", "Settings", "bench_log_linear", "growth", "main", "table_of"]
 
@@ -37,17 +37,7 @@ CASE_SECONDS = 3.0  # time for the measurements of a case; there are at least th
 
 
 class Settings(NamedTuple):
-    """Settings of the measurement.
-
-    Attributes:
-        device: Device to run on.
-        dtype: Dtype of q, k and v.
-        backward: Time forward and backward together.
-        contiguous: Memory layout [heads, tokens] instead of [tokens, heads], which models have.
-        longest: Longest call in seconds; slower candidates are skipped.
-        rounds: Maximum number of measurements of each candidate; they take turns. Slow cases have fewer, but at least
-            three.
-    """
+    """Settings of the measurement; the options of `main` describe them."""
 
     device: torch.device
     dtype: torch.dtype
@@ -113,7 +103,7 @@ class Candidate(NamedTuple):
     """An implementation of attention.
 
     Attributes:
-        name: Name in tables and plots.
+        name: Name in tables.
         options: Options of the op; dense attention has 0 levels.
         attend: Returns the output and the lists of selected blocks.
         graph: Whether to time it as a CUDA graph. The portable path has too many launches for one.
@@ -250,7 +240,7 @@ def _checked(candidate: Candidate, qkv: tuple[Tensor, ...], backward: bool) -> d
     call = Call(q, k, v, out.detach(), lists, candidate.options, grads)
     errors = {"error": query_error(call)}
     if candidate.options.levels:
-        errors["pick_error"] = pick_error(call)
+        errors["selection_error"] = selection_error(call)
         if backward and q.shape[2] <= GRADIENTS_UP_TO:
             errors["key_gradient_error"] = key_gradient_error(call)
     check_errors(errors, TOLERANCE[out.dtype])
@@ -279,14 +269,14 @@ def stages(qkv: tuple[Tensor, ...], options: Options, backward: bool) -> dict[st
     tokens, block, levels = q.shape[2], options.block_size, options.levels
     pool = partial(hierarchical_pooling.pool, qkv, None, block, levels)
     means = pool()
-    pick = partial(selection.select, *means.values[:2], means.counts, tokens, block, levels, options.top_k)
-    lists = pick()
+    select = partial(selection.select, *means.values[:2], means.counts, tokens, block, levels, options.top_k)
+    lists = select()
     keys = log_linear_queries.Keys(
         k, v, k[:, :, :0], v[:, :, :0], means, lists, None, block, options.top_k, options.enriched,
         options.reweight, options.exclude_selected, options.scale, options.full,
     )  # fmt: skip
     forward = partial(log_linear_queries.forward, q, keys)
-    calls: dict[str, Callable[[], object]] = {"pooling": pool, "picking": pick, "attention": forward}
+    calls: dict[str, Callable[[], object]] = {"pooling": pool, "selection": select, "attention": forward}
     if not backward:
         return calls
     out, lse = forward()
@@ -294,7 +284,7 @@ def stages(qkv: tuple[Tensor, ...], options: Options, backward: bool) -> dict[st
     _, *numbers = queries()
     readers = selection.readers_of(lists)
     return calls | {
-        "lists of readers": partial(selection.readers_of, lists),
+        "reader lists": partial(selection.readers_of, lists),
         "gradient of q": queries,
         "gradients of k, v": partial(backward_keys, q, keys, *numbers, q, readers),
     }

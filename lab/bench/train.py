@@ -66,7 +66,7 @@ class Variant(NamedTuple):
         return self.attention == "dense"
 
     def title(self) -> str:
-        """Name in tables and plots."""
+        """Name in tables."""
         if self.dense():
             return f"dense, {KERNELS[self.kernel]}"
         levels = f"{self.levels} level" + "s" * (self.levels != 1)
@@ -104,19 +104,7 @@ VARIANTS = {
 
 
 class Settings(NamedTuple):
-    """Settings of the model and of the measurement.
-
-    Attributes:
-        device: Device to run on.
-        dtype: "float32", or "bfloat16" for everything but the weights.
-        dit: Name in `MODELS`.
-        patch: Pixels along each side of a token.
-        batch: Batch size.
-        compile: Compile the blocks.
-        checkpointing: Use gradient checkpointing.
-        longest: Longest step in seconds; slower variants are skipped.
-        rounds: Most measurements of a variant; slow ones have fewer.
-    """
+    """Settings of the model and of the measurement; the options of `main` describe them."""
 
     device: torch.device
     dtype: str = "float32"
@@ -208,11 +196,11 @@ class RandomPictures:
 
 
 def _prepared(
-    variant: Variant, settings: Settings, compile: bool, **picked: Any
+    variant: Variant, settings: Settings, compile: bool, **changes: Any
 ) -> tuple[Accelerator, nn.Module, Trained]:
     """A model with random weights, prepared for training."""
     torch.manual_seed(0)
-    options = {"attention": variant.attention, "levels": variant.levels, "enrich": variant.enrich, **picked}
+    options = {"attention": variant.attention, "levels": variant.levels, "enrich": variant.enrich, **changes}
     model = PixelDiT(**MODELS[settings.dit], patch_size=settings.patch, **options)
     for module in model.modules():
         if isinstance(module, nn.Linear):

@@ -111,7 +111,9 @@ def _flow(
     track: Track,
 ) -> bool:
     pipeline, before = _beginning(out, start, seed)
-    training = FlowTraining(out / "flow", pipeline, afresh=start is None, recipe=recipe, seed=seed, compile=compile)
+    training = FlowTraining(
+        out / "flow", pipeline, initialise=start is None, recipe=recipe, seed=seed, compile=compile
+    )
     done = training.run(minutes=minutes, sample_every=sample_every, track=track)
     if training.accelerator.is_main_process:
         export(training.pipeline, out / "pipeline")

@@ -17,7 +17,7 @@ from lab.bench.log_linear import (
     stages,
     table_of,
 )
-from lab.bench.reference import Call, key_gradient_error, pick_error, query_error
+from lab.bench.reference import Call, key_gradient_error, query_error, selection_error
 from typer.testing import CliRunner
 
 from foveate.ops.log_linear_attention import portable
@@ -63,7 +63,7 @@ def test_right_results_pass_the_reference(levels, inputs):
     call = called(Case(1000, 3, 32, levels, 3, 16, inputs))
     assert query_error(call) < 1e-5
     assert key_gradient_error(call) < 1e-5
-    assert pick_error(call) < 1e-6
+    assert selection_error(call) < 1e-6
 
 
 def test_one_wrong_key_channel_or_pick_fails():
@@ -77,11 +77,11 @@ def test_one_wrong_key_channel_or_pick_fails():
     assert query_error(call._replace(grads=(2 * dq, dk, dv))) > 0.5
     assert key_gradient_error(call._replace(grads=(dq, dk, dv.roll(1, 2)))) > 0.5
     finest, top = call.lists
-    assert pick_error(call._replace(lists=[finest, top.flip(3)])) < 1e-6  # the order of a list is another law's
+    assert selection_error(call._replace(lists=[finest, top.flip(3)])) < 1e-6  # the order of a list is another law's
     unpicked = torch.tensor([0, 2], dtype=torch.int32).expand_as(top)
-    assert pick_error(call._replace(lists=[finest, unpicked])) > 1e-3
-    assert pick_error(call._replace(lists=[finest[..., :1].expand_as(finest), top])) == torch.inf
-    assert pick_error(call._replace(lists=[finest.roll(1, 2), top])) > 1e-3
+    assert selection_error(call._replace(lists=[finest, unpicked])) > 1e-3
+    assert selection_error(call._replace(lists=[finest[..., :1].expand_as(finest), top])) == torch.inf
+    assert selection_error(call._replace(lists=[finest.roll(1, 2), top])) > 1e-3
 
 
 def test_skewed_inputs_make_every_block_pick_the_same_few():
@@ -147,7 +147,7 @@ def test_growth_is_the_power_of_ours_from_64k_on():
 
 def test_a_table_has_every_row_stage_and_series():
     result = measure()
-    result["rows"][-1]["stages_s"] = {"pooling": 0.001, "picking": 0.002}
+    result["rows"][-1]["stages_s"] = {"pooling": 0.001, "selection": 0.002}
     result["growth"] = {result["rows"][0]["series"]: 1.02}
     assert table_of(result).row_count == 2 * 4 + 2 + 1
 
@@ -160,21 +160,21 @@ def test_the_kernels_pass_and_their_stages_are_those_of_one_call():
     options, qkv = case.options(), case.tensors(CPU)
     ours = Candidate("triton", options, log_linear._by(kernels.log_linear_attention, options))
     errors = log_linear._checked(ours, qkv, True)
-    assert set(errors) == {"error", "pick_error", "key_gradient_error"}
+    assert set(errors) == {"error", "selection_error", "key_gradient_error"}
     assert max(errors.values()) < 1e-5
     calls = stages(qkv, options, True)
     assert list(calls) == [
-        *("pooling", "picking", "attention", "lists of readers", "gradient of q", "gradients of k, v")
+        *("pooling", "selection", "attention", "reader lists", "gradient of q", "gradients of k, v")
     ]
     want = called(case)._replace(q=qkv[0], k=qkv[1], v=qkv[2])
     out, lists = ours.attend(*qkv)
     assert torch.equal(calls["attention"]()[0], out)
-    assert all(torch.equal(a, b) for a, b in zip(calls["picking"](), lists, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(calls["selection"](), lists, strict=True))
     grads = calls["gradient of q"]()[0], *calls["gradients of k, v"]()[:2]
     whole = want._replace(out=out, lists=lists, grads=grads)
     assert max(query_error(whole), key_gradient_error(whole)) < 1e-5
-    assert len(calls["lists of readers"]()) == 2
-    assert list(stages(qkv, options, False)) == ["pooling", "picking", "attention"]
+    assert len(calls["reader lists"]()) == 2
+    assert list(stages(qkv, options, False)) == ["pooling", "selection", "attention"]
 
 
 def test_the_command_writes_json(tmp_path):

@@ -126,7 +126,7 @@ def test_the_loss_of_the_true_velocity_is_zero_and_noise_levels_follow_the_size(
 
 def test_a_fresh_painter_starts_from_velocity_zero(tmp_path):
     painter = Painter(untrained_pipeline(**TINY))
-    painter.start_afresh()
+    painter.initialise()
     ids = torch.randint(3, 50, (2, 64))
     velocity = painter(torch.randn(2, 16, 16), torch.rand(2), ids, ids)
     assert velocity.shape == (2, 16, 16)
