@@ -90,7 +90,7 @@ def test_a_picture_carries_its_settings_and_a_summary_is_printed(folder):
     assert "portable" in output
 
 
-def test_size_may_be_wide(folder):
+def test_a_picture_can_be_wide(folder):
     succeeds("generate", "a cat", "--model", folder, "--size", "96x64", "--steps", 1, "--out", "wide.png")
     assert pixels("wide.png").shape == (64, 96, 3)
 
@@ -179,7 +179,7 @@ def test_ctrl_c_while_drawing_leaves_no_half_picture(folder, tmp_path, monkeypat
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_file_in_the_place_of_the_folder_is_refused_before_anything_is_drawn(folder, tmp_path):
+def test_a_file_as_the_output_folder_is_refused_before_anything_is_drawn(folder, tmp_path):
     (tmp_path / "taken").write_text("mine")
     output = fails("compare", "a cat", "--model", folder, *SMALL, "--out", "taken")
     assert "taken is a file" in output
@@ -195,7 +195,7 @@ def test_an_error_without_a_message_is_still_one_line(folder, monkeypatch):
     assert "something failed without a message" in output
 
 
-def test_folders_that_hold_no_usable_pipeline_are_named(folder, tmp_path):
+def test_folders_without_a_usable_pipeline_are_named(folder, tmp_path):
     (tmp_path / "empty").mkdir()
     headless = tmp_path / "headless"
     pipe = untrained_pipeline(layers=1, single_layers=1, heads=2, rope=(4, 4, 8))
@@ -269,7 +269,7 @@ def test_info_names_versions_devices_and_backends():
         assert word in output
 
 
-def test_eval_judges_and_goes_on_where_it_was(folder, tmp_path):
+def test_eval_scores_pictures_and_resumes(folder, tmp_path):
     command = ["eval", "--method", "hilberta:tiles=2,centre=0.5", "--model", folder, *SMALL, "--prompts", 3]
     output = succeeds(*command)
     for word in ("real", "dense", "HilbertA T=2", "objects", "PSNR"):
@@ -332,7 +332,7 @@ def test_distill_leaves_a_lora_and_generate_applies_its_method(folder, lora):
     assert "1 of 2 forwards sparse" in output
 
 
-def test_compare_and_eval_show_what_was_distilled_beside_the_rest(folder, lora, tmp_path):
+def test_compare_and_eval_show_the_distilled_method_beside_the_others(folder, lora, tmp_path):
     output = succeeds("compare", "a cat", "--model", folder, *SMALL, "--rounds", 1, "--lora", lora, "--out", "out")
     names = {path.stem for path in (tmp_path / "out").glob("*.png")}
     assert names == {
@@ -349,7 +349,7 @@ def test_compare_and_eval_show_what_was_distilled_beside_the_rest(folder, lora, 
     assert "does not fit this model" in output
 
 
-def test_a_lora_brings_the_size_that_it_was_distilled_with(folder, lora):
+def test_a_lora_sets_the_size_that_it_was_distilled_with(folder, lora):
     output = succeeds(
         "generate", "a cat", "--model", folder, "--steps", 1, "--device", "cpu", "--lora", lora, "--out", "a.png"
     )
@@ -362,7 +362,7 @@ def test_a_lora_brings_the_size_that_it_was_distilled_with(folder, lora):
     assert pixels("b.png").shape == (96, 96, 3)
 
 
-def test_a_page_says_what_works_in_a_part_of_the_steps(folder, tmp_path):
+def test_a_page_marks_methods_that_run_in_some_steps_only(folder, tmp_path):
     pipe, request = load(str(folder), "cpu", "float32"), Request("a cat", (64, 64), 2, None, 0)
     late = foveate.HilbertA(tiles=2, start_percent=0.5)
     page = side_by_side.compare(pipe, request, [late], tmp_path, settings={}, rounds=1).read_text()
@@ -376,7 +376,7 @@ def test_the_built_in_model_draws_with_its_lora():
         assert picture.text["lora"] == "built-in"
 
 
-def test_distill_learns_from_pictures_that_are_given(folder, tmp_path):
+def test_distill_learns_from_given_pictures(folder, tmp_path):
     (tmp_path / "mine").mkdir()
     for name, caption in (("one", "a cat"), ("two", "an owl"), ("three", "a car")):
         Image.effect_noise((64, 80), 50).save(tmp_path / "mine" / f"{name}.png")
@@ -389,7 +389,7 @@ def test_distill_learns_from_pictures_that_are_given(folder, tmp_path):
     assert sources == ["one.png: a cat", "three.png: a car"]
 
 
-def test_distill_invents_captions_for_the_built_in_model_and_none_that_are_judged(folder, monkeypatch):
+def test_distill_never_uses_evaluation_captions_of_the_built_in_model(folder, monkeypatch):
     monkeypatch.setattr("foveate.cli.common.PIPELINE", folder)
     some_drawn = lambda _pipe, some: drawn.extend(one.prompt for one in some) or [{}]  # noqa: E731
     monkeypatch.setattr("foveate.training.pairs._drawn", some_drawn)
@@ -433,7 +433,7 @@ def test_train_leaves_a_folder_that_generate_draws_with(tmp_path):
 
 
 @pytest.mark.usefixtures("one_sample")
-def test_train_begins_with_the_weights_of_another_run(tmp_path):
+def test_train_starts_from_the_weights_of_another_run(tmp_path):
     succeeds("train", "--sizes", "16:1:1", *TRAIN)
     again = ["--seed", 1, "--rate", 1e-9, "--start", "trained", "--out", "again"]
     succeeds("train", "--sizes", "32:1:1", *TRAIN, *again)

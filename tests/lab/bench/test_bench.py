@@ -52,7 +52,7 @@ def test_every_case_has_dense_and_ours_checked_and_timed(backward):
     assert sparse["speed_up"] == pytest.approx(dense["median_s"] / sparse["median_s"])
 
 
-def test_what_is_wrong_or_cannot_run_is_listed_and_not_timed(monkeypatch):
+def test_wrong_and_failing_candidates_are_listed_and_not_timed(monkeypatch):
     def missing(table, device):
         raise RuntimeError("no such kernel\nand more")
 
@@ -84,7 +84,7 @@ def test_calls_take_turns(monkeypatch):
     assert timing.peak_memory(order.clear, CPU) is None
 
 
-def test_a_profile_counts_what_lies_in_a_name_once():
+def test_a_profile_counts_nested_ranges_once():
     x = torch.randn(200, 200)
 
     def call():
@@ -105,7 +105,7 @@ def test_a_profile_counts_what_lies_in_a_name_once():
 
 
 @pytest.mark.parametrize("keep", [0.75, 0.5, 0.25])
-def test_merging_random_features_leaves_about_what_is_kept_of_their_energy(keep):
+def test_merging_random_features_loses_the_energy_that_is_not_kept(keep):
     toma = ToMA(keep=keep, weights="hard")  # a projection on means: sqrt(1 - keep) is lost if groups ignore features
     error = reconstruction_error(toma, "random", 32, CPU)
     assert 0.9 * (1 - keep) ** 0.5 < error < (1 - keep) ** 0.5

@@ -58,13 +58,13 @@ def test_a_variant_gives_the_answer_of_the_context_it_patches():
         torch.testing.assert_close(logits, patched.logits(last=1))
 
 
-def test_what_is_wrong_is_not_timed(monkeypatch):
+def test_a_wrong_context_is_not_timed(monkeypatch):
     monkeypatch.setattr(CacheBatch, "recompute", lambda *_: None)
     with pytest.raises(ValueError, match="is not the full prefill of a small model"):
         next(bench_context([120], SETTINGS))
 
 
-def test_choices_of_examples_are_checked_and_timed():
+def test_selections_of_examples_are_checked_and_timed():
     *_, result = examples.bench_examples([60, 100], EXAMPLES)
     assert {(row["pool"], row["inputs"]) for row in result["rows"]} == {
         (pool, inputs) for pool in (60, 100) for inputs in examples.INPUTS
@@ -75,7 +75,7 @@ def test_choices_of_examples_are_checked_and_timed():
     assert examples.table_of(result).row_count == len(result["rows"]) + 4
 
 
-def test_a_wrong_choice_of_examples_is_not_timed(monkeypatch):
+def test_a_wrong_selection_of_examples_is_not_timed(monkeypatch):
     select = examples.SubCP.select
     monkeypatch.setattr(examples.SubCP, "select", lambda self, pool, n: select(self, pool.flip(0), n))
     with pytest.raises(ValueError, match="differs from greedy on the full"):

@@ -66,7 +66,7 @@ def test_right_results_pass_the_reference(levels, inputs):
     assert selection_error(call) < 1e-6
 
 
-def test_one_wrong_key_channel_or_pick_fails():
+def test_one_wrong_key_channel_or_selection_fails_the_check():
     call = called(CASES[1])
     spoiled = call.out.clone()
     spoiled[:, -1, -1] += 1  # the last token is always looked at
@@ -84,14 +84,14 @@ def test_one_wrong_key_channel_or_pick_fails():
     assert selection_error(call._replace(lists=[finest.roll(1, 2), top])) > 1e-3
 
 
-def test_skewed_inputs_make_every_block_pick_the_same_few():
+def test_skewed_inputs_make_every_block_select_the_same_few():
     case = Case(4096, 1, 32, 2, 8, 16, "skewed")
     assert (called(case, backward=False).lists[0] >= 0).all()
     hot = set(range(128, 132))
     assert all(hot <= set(picks) for picks in called(case, backward=False).lists[0][0, 0].tolist())
 
 
-def test_what_is_wrong_or_cannot_run_is_listed_and_not_timed(monkeypatch):
+def test_wrong_and_failing_candidates_are_listed_and_not_timed(monkeypatch):
     def missing(q, k, v):
         raise RuntimeError("no such kernel\nand more")
 
@@ -114,7 +114,7 @@ def test_what_is_wrong_or_cannot_run_is_listed_and_not_timed(monkeypatch):
     assert rows["foveate, portable"]["median_s"] > 0
 
 
-def test_who_takes_too_long_is_skipped_and_says_so(monkeypatch):
+def test_slow_candidates_are_skipped_with_a_reason(monkeypatch):
     clock = iter(range(100))
     monkeypatch.setattr(log_linear, "now", lambda device: next(clock))  # every call takes a second
     rows = measure(settings=CPU._replace(longest=3))["rows"]
@@ -134,7 +134,7 @@ def test_slow_calls_are_measured_less_often():
     assert log_linear._rounds([0.9, 0.9], 2) == 2
 
 
-def test_growth_is_the_power_of_ours_from_64k_on():
+def test_growth_is_the_exponent_of_foveate_from_64k_tokens_on():
     def row(tokens, peer, seconds, series="a"):
         return {"series": series, "tokens": tokens, "peer": peer, "median_s": seconds}
 

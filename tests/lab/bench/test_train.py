@@ -53,7 +53,7 @@ def test_variants_that_are_alike_at_a_size_are_timed_once():
     assert titles == ["LLSA, 1 level", "LLSA, 2 levels", "top-k, 1 level"]
 
 
-def test_no_variant_meets_what_was_compiled_for_another(monkeypatch):
+def test_compile_caches_are_off_while_a_variant_is_timed(monkeypatch):
     """PyTorch's caches of compiled code do not ask which kernel of dense attention was wanted."""
     off, learn = [], train.train_step
     monkeypatch.setattr(
@@ -64,7 +64,7 @@ def test_no_variant_meets_what_was_compiled_for_another(monkeypatch):
     assert not torch.compiler.config.force_disable_caches
 
 
-def test_attention_that_leaves_out_one_block_does_not_pass(monkeypatch):
+def test_attention_without_one_block_fails_the_check(monkeypatch):
     monkeypatch.setattr(train, "ALL_BLOCKS", train.ALL_BLOCKS - 1)
     dense, *sparse = measure()["rows"]
     assert dense["step_s"] > 0
@@ -74,12 +74,12 @@ def test_attention_that_leaves_out_one_block_does_not_pass(monkeypatch):
         assert "step_s" not in row
 
 
-def test_a_loss_that_is_no_number_is_not_timed(monkeypatch):
+def test_a_step_with_a_nan_loss_is_not_timed(monkeypatch):
     monkeypatch.setattr(train, "train_step", lambda *_: torch.tensor(float("nan")))
     assert measure(names=["llsa"])["rows"][0]["failed"] == "the loss is not finite: not timing a wrong step"
 
 
-def test_who_takes_too_long_or_too_much_memory_is_skipped_and_says_so(monkeypatch):
+def test_variants_that_need_too_much_time_or_memory_are_skipped_with_a_reason(monkeypatch):
     result = measure(names=["dense", "llsa"], settings=CPU._replace(longest=0))
     for row in result["rows"]:
         assert row["failed"].startswith("skipped: about ")
@@ -93,7 +93,7 @@ def test_who_takes_too_long_or_too_much_memory_is_skipped_and_says_so(monkeypatc
     assert measure(names=["dense"])["rows"][0]["failed"] == "skipped: out of memory"
 
 
-def test_a_step_that_fewer_tokens_say_is_slow_is_not_begun(monkeypatch):
+def test_a_step_that_is_predicted_to_be_slow_is_skipped(monkeypatch):
     fewer = {"tokens": 100, "step_s": 2.0, "attention_share": 0.75}
     assert Variant("dense").seconds_at(400, fewer) == pytest.approx(1.5 * 16 + 0.5 * 4)
     assert Variant(levels=1).seconds_at(400, fewer) == pytest.approx(1.5 * 16 + 0.5 * 4)
