@@ -1,29 +1,29 @@
 # pyright: basic
 """Benchmark of block-sparse attention in the shapes of FLUX.1, checked and timed beside its peers."""
 
-import math
 from collections.abc import Callable, Iterator, Sequence
-from itertools import groupby
-from statistics import median
-from typing import Any, NamedTuple
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple
 
 import torch
-from matplotlib.figure import Figure
-from matplotlib.patches import Patch
+import typer
 from rich.table import Table
 from torch import Tensor
 
+from foveate.bench.table import TableColumn, megabytes, milliseconds, results_table
+from foveate.cli.bench import Commit, Out, Rounds, numbers, run_and_save
+from foveate.cli.common import Device, Dtype
 from foveate.methods import HilbertA
 from foveate.ops.block_attention import portable
 from foveate.ops.block_table import BlockTable
-from foveate.utils.device import versions
+from foveate.utils.device import choose_device, choose_dtype, versions
 from foveate.utils.progress import Track, silent
-from foveate.utils.timing import captured, first_line, peak_memory, time_calls
-from foveate.web.report import INK
-from foveate.web.report import TILE_COLOURS as COLOURS
-from lab.bench.peers import Attention, peers
+from foveate.utils.timing import captured, peak_memory
+from lab.bench.common import check_errors, note_failure, output_or_gradients, time_rows
+from lab.bench.peers import peers
 
-__all__ = ["Case", "bench_attention", "draw_attention", "table_of"]
+__all__ = ["Case", "bench_attention", "main", "table_of"]
 
 PIXELS = 16  # along each side of a token of FLUX.1
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 5e-3, torch.bfloat16: 2e-2}
@@ -117,42 +117,28 @@ def _case(
     calls: list[Callable[[], object]] = []
     for peer in everyone:
         row: dict[str, Any] = {"case": str(case), "peer": peer.name, "dense": not peer.sparse}
-        try:
-            call = _call(peer.prepare(table, device), qkv, backward)
-            row["error"] = error = _error(call(), references[peer.sparse])
-            if not error <= TOLERANCE[qkv[0].dtype]:  # NaN is wrong too
-                raise ValueError(f"wrong by {error:.1e}: not timed")
+        with note_failure(row):
+            call = output_or_gradients(peer.prepare(table, device), qkv, backward)
+            row["error"] = _error(call(), references[peer.sparse])
+            check_errors({"error": row["error"]}, TOLERANCE[qkv[0].dtype])
             row["peak_bytes"] = peak_memory(call, device)
             calls.append(captured(call, device))
-        except Exception as error:  # a failing peer must not end the benchmark
-            row["failed"] = first_line(error)
         rows.append(row)
         advance()
-    timed = [row for row in rows if "failed" not in row]
-    for row, taken in zip(timed, time_calls(calls, rounds, device), strict=True):
-        row |= {"median_s": median(taken), "fastest_s": min(taken), "slowest_s": max(taken)}
-    best = min((row["median_s"] for row in timed if row["dense"]), default=math.nan)
-    for row in timed:
+    for row in time_rows(rows, calls, rounds, device):
         flops = len(qkv[0]) * (everything if row["dense"] else table).flops(*qkv[0].shape[1::2], backward=backward)
-        row |= {"speed_up": best / row["median_s"], "tflops": flops / row["median_s"] / 1e12}
-        row |= {"flop_bound": 1.0 if row["dense"] else 1 / (1 - table.sparsity())}
+        row["tflops"] = flops / row["median_s"] / 1e12
+        row["flop_bound"] = 1.0 if row["dense"] else 1 / (1 - table.sparsity())
+        row["of_bound"] = row["speed_up"] and row["speed_up"] / row["flop_bound"]
     advance()
     return rows
-
-
-def _call(attention: Attention, qkv: tuple[Tensor, ...], backward: bool) -> Callable[[], tuple[Tensor, ...]]:
-    """The output of attention, or the gradients of q, k and v."""
-    if not backward:
-        return lambda: (attention(*qkv),)
-    leaves = [x.detach().requires_grad_() for x in qkv]
-    return lambda: torch.autograd.grad(attention(*leaves), leaves, qkv[0])
 
 
 def _reference(qkv: tuple[Tensor, ...], table: BlockTable, backward: bool) -> tuple[Tensor, ...]:
     """Reference for `_checked_part`: the portable path in float64, which needs little memory."""
     some = tuple(_checked_part(x).double() for x in qkv)
     scale = some[0].shape[3] ** -0.5
-    return _call(lambda q, k, v: portable(q, k, v, table, scale, True)[0], some, backward)()
+    return output_or_gradients(lambda q, k, v: portable(q, k, v, table, scale, True)[0], some, backward)()
 
 
 def _checked_part(x: Tensor) -> Tensor:
@@ -166,45 +152,54 @@ def _error(results: tuple[Tensor, ...], references: tuple[Tensor, ...]) -> float
     return torch.stack([(_checked_part(got) - want).norm() / want.norm() for got, want in pairs]).max().item()
 
 
+COLUMNS: list[TableColumn] = [
+    ("", "peer", str),
+    ("ms", "median_s", milliseconds),
+    ("speed-up", "speed_up", "{:.2f}x".format),
+    ("of bound", "of_bound", "{:.0%}".format),
+    ("TFLOP/s", "tflops", "{:.3g}".format),
+    ("MB", "peak_bytes", megabytes),
+    ("error", "error", "{:.0e}".format),
+]
+
+
 def table_of(result: dict[str, Any]) -> Table:
     """The result as a table for the terminal, grouped by case."""
-    table = Table("", "ms", "speed-up", "of bound", "TFLOP/s", "MB", "error")
-    for case, rows in groupby(result["rows"], lambda row: row["case"]):
-        table.add_row(f"[bold]{case}")
-        for row in rows:
-            if "failed" in row:
-                table.add_row(row["peer"], row["failed"])
-                continue
-            table.add_row(
-                row["peer"], f"{1e3 * row['median_s']:.4g}", f"{row['speed_up']:.2f}x",
-                f"{row['speed_up'] / row['flop_bound']:.0%}", f"{row['tflops']:.3g}",
-                "" if row["peak_bytes"] is None else f"{row['peak_bytes'] / 1e6:,.0f}", f"{row['error']:.0e}",
-            )  # fmt: skip
-        table.add_section()
-    return table
+    return results_table(result["rows"], COLUMNS, lambda row: row["case"])
 
 
-def draw_attention(result: dict[str, Any]) -> Figure:
-    """A figure of the speed-up of every peer over the best dense attention, with the FLOP bound as a line."""
-    rows = [row for row in result["rows"] if "failed" not in row]
-    cases = list(dict.fromkeys(row["case"] for row in rows))
-    names = list(dict.fromkeys(row["peer"] for row in rows))
-    figure = Figure(figsize=(8, 0.6 + 0.2 * len(rows) + 0.15 * len(cases)), layout="constrained")
-    axes = figure.add_subplot(xlabel="speed-up over the best dense attention; a line is the FLOP bound")
-    axes.spines[["top", "right"]].set_visible(False)
-    place, ticks = 0.0, list[float]()
-    for case in cases:
-        mine = [row for row in rows if row["case"] == case]
-        ticks.append(place + (len(mine) - 1) / 2)
-        bound = max(row["flop_bound"] for row in mine)
-        axes.vlines(bound, place - 0.6, place + len(mine) - 0.4, color=INK, linewidth=1.2)
-        for row in mine:
-            axes.barh(place, row["speed_up"], height=0.9, color=COLOURS[names.index(row["peer"]) % len(COLOURS)])
-            axes.annotate(f"{1e3 * row['median_s']:.3g} ms", (0, place), (4, 0), textcoords="offset points",
-                          fontsize=7, verticalalignment="center_baseline")  # fmt: skip
-            place += 1
-        place += 0.8
-    axes.set_yticks(ticks, cases, parse_math=False)
-    axes.set_ylim(place - 0.5, -1)  # the first on top
-    axes.legend([Patch(color=COLOURS[i % len(COLOURS)]) for i in range(len(names))], names, frameon=False)
-    return figure
+def main(
+    pixels: Annotated[
+        str, typer.Option(help="Sides of FLUX.1 pictures in pixels; a token is 16 x 16.")
+    ] = "1024,1536,2048,4096",
+    tiles: Annotated[str, typer.Option(help="Numbers of HilbertA tiles; 1 is a dense block table.")] = "1,4,16",
+    centre: Annotated[str, typer.Option(help="Sides of HilbertA's central region, as fractions.")] = "0.25,0",
+    backward: Annotated[bool, typer.Option(help="Time forward and backward together.")] = False,
+    batch: Annotated[int, typer.Option(min=1, help="Batch size.")] = 1,
+    heads: Annotated[int, typer.Option(min=1, help="Number of heads.")] = 24,
+    head_dim: Annotated[int, typer.Option(min=1, help="Channels of a head.")] = 128,
+    text: Annotated[int, typer.Option(min=0, help="Number of text tokens; FLUX.1 has 512.")] = 512,
+    rounds: Rounds = 15,
+    out: Out = Path("bench"),
+    device: Device = "auto",
+    dtype: Dtype = "auto",
+    commit: Commit = "",
+) -> None:
+    """Time one call of block-sparse attention in FLUX.1's shapes, against dense attention and FlexAttention.
+
+    python -m lab attention --pixels 1024 --tiles 16                  # a GPU
+
+    python -m lab attention --pixels 512 --heads 2 --head-dim 64      # a CPU
+    """
+    where = choose_device(device)
+    cases = [
+        Case(side, HilbertA(tiles=count, centre=square))
+        for side in numbers(pixels)
+        for count in numbers(tiles)
+        for square in (numbers(centre, float) if count > 1 else [0])
+    ]
+    run = partial(
+        bench_attention, cases, where, choose_dtype(dtype, where), batch=batch, heads=heads, head_dim=head_dim,
+        text=text, backward=backward, rounds=rounds,
+    )  # fmt: skip
+    run_and_save(out / f"attention-{'backward' if backward else 'forward'}-{where.type}.json", commit, run, table_of)

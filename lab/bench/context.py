@@ -4,30 +4,32 @@
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from functools import partial
-from itertools import groupby
+from pathlib import Path
 from statistics import median
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import torch
-from matplotlib.figure import Figure
-from rich.table import Column, Table
+import typer
+from rich.table import Table
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from foveate.bench.models import random_model
+from foveate.bench.table import TableColumn, milliseconds, results_table
+from foveate.cli.bench import Commit, Out, Rounds, numbers, run_and_save
+from foveate.cli.common import Device, Dtype
 from foveate.methods import InfoFlowKV
 from foveate.methods.baselines.kv_baselines import EPIC, CacheBlend, FullPrefill, NoRecompute
 from foveate.methods.recompute_policy import RecomputePolicy
 from foveate.transformers import ChunkCache, ChunkEncoder
 from foveate.transformers.cache import PromptedBatch
-from foveate.utils.device import versions
+from foveate.utils.device import choose_device, choose_dtype, versions
 from foveate.utils.progress import Track, silent
 from foveate.utils.timing import Marks, peak_memory
-from foveate.web.report import TILE_COLOURS as COLOURS
 
-__all__ = ["MODELS", "Settings", "bench_context", "draw_context", "encoder_of_ids", "table_of"]
+__all__ = ["MODELS", "Settings", "bench_context", "encoder_of_ids", "main", "table_of"]
 
 LLAMA_8B: dict[str, Any] = {
     "vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
@@ -45,17 +47,7 @@ STAGES = "encode", "compose", "score", "recompute", "prompt"
 
 
 class Settings(NamedTuple):
-    """Settings of the benchmark.
-
-    Attributes:
-        model: One of `MODELS`.
-        device: Device of the model.
-        dtype: Dtype of weights and caches.
-        chunk: Tokens in a chunk.
-        prompt: Tokens in the prompt.
-        recompute: Fraction of rows to recompute.
-        rounds: Number of timings of each variant, interleaved.
-    """
+    """Settings of the benchmark; the options of `main` describe them."""
 
     model: str
     device: torch.device
@@ -70,7 +62,7 @@ class Variant(NamedTuple):
     """One way to compute the first token.
 
     Attributes:
-        name: Name in tables and plots.
+        name: Name in tables.
         method: Policy that chooses the rows. None is a full prefill by the model alone.
         cached: Whether the chunks are in memory, or encoded first.
         attention: Context manager that selects the attention of a full prefill.
@@ -123,7 +115,7 @@ def bench_context(tokens: Sequence[int], settings: Settings, track: Track = sile
     Args:
         tokens: Lengths of the context, prefix included.
         settings: Settings of the benchmark.
-        track: Progress bar.
+        track: Shows progress.
 
     Raises:
         ValueError: If the model is unknown or too large for the device, a length is shorter than two chunks, or a
@@ -165,14 +157,8 @@ def variants(settings: Settings) -> list[Variant]:
     """The variants to time, full prefills first."""
     full = [Variant("full prefill", None)]
     if settings.device.type == "cuda":
-        flash, cudnn = (
-            SDPBackend.FLASH_ATTENTION,
-            SDPBackend.CUDNN_ATTENTION,
-        )  # flash where cuDNN has none
-        for name, backends in (
-            ("cuDNN", [cudnn, flash]),
-            ("FA2", [flash]),
-        ):
+        flash, cudnn = SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION
+        for name, backends in (("cuDNN", [cudnn, flash]), ("FA2", [flash])):  # flash where cuDNN has no kernel
             attention = partial(sdpa_kernel, backends, set_priority=True)
             full.append(Variant(f"full prefill, {name}", None, attention=attention))
     part = f"{settings.recompute:.0%}"
@@ -295,10 +281,10 @@ def _flops(work: Work, variant: Variant | None, rows: int) -> float:
     return total
 
 
-COLUMNS: list[tuple[str, str, Callable[[Any], str]]] = [
+COLUMNS: list[TableColumn] = [
     ("", "variant", str),
     ("rows", "rows", "{:,}".format),
-    ("ms", "first_token_s", lambda seconds: f"{1e3 * seconds:.4g}"),
+    ("ms", "first_token_s", milliseconds),
     ("speed-up", "speed_up", "{:.2f}x".format),
     ("FLOP bound", "flop_bound", "{:.2f}x".format),
     *((stage, f"{stage}_s", lambda seconds: f"{1e3 * seconds:.3g}") for stage in STAGES),
@@ -308,35 +294,33 @@ COLUMNS: list[tuple[str, str, Callable[[Any], str]]] = [
 
 
 def table_of(result: dict[str, Any]) -> Table:
-    """A table of the measurements, without empty columns."""
-    shown = [column for column in COLUMNS if any(row.get(column[1]) for row in result["rows"])]
-    table = Table(*(Column(title, overflow="fold") for title, _, _ in shown))
-    for length, rows in groupby(result["rows"], lambda row: row["tokens"]):
-        table.add_row(f"[bold]{length:,} tokens")
-        for row in rows:
-            table.add_row(*(show(row[field]) if row.get(field) else "" for _, field, show in shown))
-        table.add_section()
-    return table
+    """The result as a table for the terminal, grouped by length."""
+    return results_table(result["rows"], COLUMNS, lambda row: f"{row['tokens']:,} tokens")
 
 
-def draw_context(result: dict[str, Any]) -> Figure:
-    """A figure with a bar for each variant and length, divided into stages."""
-    lengths = list(dict.fromkeys(row["tokens"] for row in result["rows"]))
-    variants = len(result["rows"]) // len(lengths)
-    figure = Figure(figsize=(9, (0.8 + 0.28 * variants) * len(lengths)), layout="constrained")
-    for index, length in enumerate(lengths):
-        axes = figure.add_subplot(len(lengths), 1, index + 1, title=f"{length:,} tokens", xlabel="ms")
-        axes.spines[["top", "right"]].set_visible(False)
-        mine = [row for row in result["rows"] if row["tokens"] == length]
-        for place, row in enumerate(mine):
-            left = 0.0
-            for stage, colour in zip(STAGES, COLOURS, strict=False):
-                width = 1e3 * row.get(f"{stage}_s", 0.0)
-                axes.barh(place, width, left=left, color=colour, label="" if index or place else stage)
-                left += width
-            axes.annotate(f"{row['speed_up']:.2f}x", (left, place), (4, 0), textcoords="offset points", fontsize=7,
-                          verticalalignment="center_baseline")  # fmt: skip
-        axes.set_yticks(range(len(mine)), [row["variant"] for row in mine], parse_math=False)
-        axes.invert_yaxis()
-    figure.axes[0].legend(frameon=False, ncols=len(STAGES), fontsize=8, loc="lower right")
-    return figure
+def main(
+    tokens: Annotated[str, typer.Option(help="Lengths of the context.")] = "8192,16384,32768,65536",
+    model: Annotated[
+        str, typer.Option(help="Size, with random weights: llama-8b (Llama-3.1-8B) or small (7 M parameters).")
+    ] = "llama-8b",
+    chunk: Annotated[int, typer.Option(min=1, help="Tokens of a chunk.")] = 2048,
+    prompt: Annotated[int, typer.Option(min=1, help="Tokens of the question.")] = 64,
+    recompute: Annotated[float, typer.Option(min=0, max=1, help="Fraction of the tokens to recompute.")] = 0.15,
+    rounds: Rounds = 5,
+    out: Out = Path("bench"),
+    device: Device = "auto",
+    dtype: Dtype = "auto",
+    commit: Commit = "",
+) -> None:
+    """Time the first token after a long context: full prefill against cached chunks with some tokens recomputed.
+
+    The weights are random, so this measures time only. Chunks are in memory; one row of the table encodes them first.
+
+    python -m lab context                                                     # a GPU with 60 GB or more
+
+    python -m lab context --model small --tokens 2048 --chunk 512             # a CPU
+    """
+    where = choose_device(device)
+    settings = Settings(model, where, choose_dtype(dtype, where), chunk, prompt, recompute, rounds)
+    path = out / f"context-{model}-{where.type}.json"
+    run_and_save(path, commit, partial(bench_context, numbers(tokens), settings), table_of)

@@ -4,27 +4,29 @@
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from importlib.util import find_spec
-from itertools import groupby
-from statistics import median
-from typing import Any, NamedTuple
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple
 
 import torch
-from matplotlib.figure import Figure
+import typer
 from rich.table import Table
 from torch import Tensor
 from torch.nn.functional import normalize
 
+from foveate.bench.table import TableColumn, megabytes, results_table
+from foveate.cli.bench import Commit, Out, Rounds, numbers, run_and_save
+from foveate.cli.common import Device
 from foveate.methods import SubCP
 from foveate.methods.sub_cp import Selection
 from foveate.ops import dispatch
 from foveate.ops.example_blocks import Blocks
 from foveate.ops.facility_location import best_similarity, facility_location
-from foveate.utils.device import now, versions
+from foveate.utils.device import choose_device, now, versions
 from foveate.utils.progress import Track, silent
 from foveate.utils.timing import peak_memory
-from foveate.web.report import TILE_COLOURS as COLOURS
+from lab.bench.common import spread
 
-__all__ = ["Settings", "bench_examples", "draw_examples", "table_of"]
+__all__ = ["Settings", "bench_examples", "main", "table_of"]
 
 INPUTS = "random", "clusters"
 CLUSTERS = 200
@@ -33,15 +35,7 @@ PEER_LIMIT = 5000  # largest pool for apricot-select, which builds that matrix
 
 
 class Settings(NamedTuple):
-    """Settings of the benchmark.
-
-    Attributes:
-        device: Device of the embeddings.
-        picks: Number of examples to select.
-        blocks: Number of blocks to partition them into.
-        dim: Dimension of an embedding.
-        rounds: Number of timings of each variant, interleaved.
-    """
+    """Settings of the benchmark; the options of `main` describe them."""
 
     device: torch.device
     picks: int = 1024
@@ -62,7 +56,7 @@ def bench_examples(pools: Sequence[int], settings: Settings, track: Track = sile
     Args:
         pools: Numbers of examples to select from.
         settings: Settings of the benchmark.
-        track: Progress bar.
+        track: Shows progress.
 
     Raises:
         ValueError: If a pool is too small, or a check fails.
@@ -138,7 +132,7 @@ def _timed(inputs: str, size: int, settings: Settings, track: Track) -> list[dic
             seconds.append(now(settings.device) - began)
             advance()
     for row, seconds in zip(rows, taken, strict=True):
-        row |= {"median_s": median(seconds), "fastest_s": min(seconds), "slowest_s": max(seconds)}
+        row |= spread(seconds)
     return rows
 
 
@@ -162,29 +156,43 @@ def _apricot(pool: Tensor, picks: int) -> Selection:
     return Selection(torch.as_tensor(chooser.ranking), gains, float(gains.sum()) / len(pool))
 
 
+COLUMNS: list[TableColumn] = [
+    ("", "variant", str),
+    *(
+        (title, key, "{:.3g}".format)
+        for title, key in (("s", "median_s"), ("fastest", "fastest_s"), ("slowest", "slowest_s"))
+    ),
+    ("MB", "peak_bytes", megabytes),
+]
+
+
 def table_of(result: dict[str, Any]) -> Table:
-    """A table of the measurements, with a section for each pool."""
-    table = Table("", "s", "fastest", "slowest", "MB")
-    for (size, inputs), rows in groupby(result["rows"], lambda row: (row["pool"], row["inputs"])):
-        table.add_row(f"[bold]{size:,} examples, {inputs}")
-        for row in rows:
-            seconds = (f"{row[name]:.3g}" for name in ("median_s", "fastest_s", "slowest_s"))
-            peak = "" if row["peak_bytes"] is None else f"{row['peak_bytes'] / 1e6:,.0f}"
-            table.add_row(row["variant"], *seconds, peak)
-        table.add_section()
-    return table
+    """The result as a table for the terminal, grouped by pool."""
+    return results_table(result["rows"], COLUMNS, lambda row: f"{row['pool']:,} examples, {row['inputs']}")
 
 
-def draw_examples(result: dict[str, Any]) -> Figure:
-    """A figure of seconds over pool size, with a line for each variant, dashed for clusters."""
-    figure = Figure(figsize=(7, 4), layout="constrained")
-    axes = figure.add_subplot(xlabel="examples in the pool", ylabel="seconds", xscale="log", yscale="log")
-    axes.spines[["top", "right"]].set_visible(False)
-    names = list(dict.fromkeys(row["variant"] for row in result["rows"]))
-    for name, colour in zip(names, COLOURS, strict=False):
-        for inputs, style in zip(INPUTS, ("-", "--"), strict=True):
-            mine = [row for row in result["rows"] if (row["variant"], row["inputs"]) == (name, inputs)]
-            axes.plot([row["pool"] for row in mine], [row["median_s"] for row in mine], style, marker="o",
-                      color=colour, label=f"{name}, {inputs}")  # fmt: skip
-    axes.legend(frameon=False, fontsize=7)
-    return figure
+def main(
+    pool: Annotated[str, typer.Option(help="Sizes of the pool of examples.")] = "5000,20000,100000",
+    picks: Annotated[int, typer.Option(min=1, help="Number of examples to select.")] = 1024,
+    blocks: Annotated[int, typer.Option(min=1, help="Number of blocks to split them into.")] = 64,
+    dim: Annotated[int, typer.Option(min=1, help="Dimension of an embedding.")] = 384,
+    rounds: Rounds = 3,
+    out: Out = Path("bench"),
+    device: Device = "auto",
+    commit: Commit = "",
+) -> None:
+    """Time Sub-CP: select examples from large pools and split them into blocks.
+
+    If apricot-select is installed, its selection on the CPU is timed too, for pools of up to 5,000 examples.
+
+    python -m lab examples                                                    # a GPU
+
+    python -m lab examples --pool 1000,4000 --picks 256 --blocks 16           # a CPU
+    """
+    if picks % blocks:
+        raise ValueError(
+            f"{picks} examples do not fill {blocks} blocks evenly: use --picks {picks // blocks * blocks}"
+        )
+    where = choose_device(device)
+    run = partial(bench_examples, numbers(pool), Settings(where, picks, blocks, dim, rounds))
+    run_and_save(out / f"examples-{where.type}.json", commit, run, table_of)

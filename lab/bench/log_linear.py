@@ -5,45 +5,39 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache, partial
-from itertools import groupby
+from itertools import product
+from pathlib import Path
 from statistics import linear_regression, median
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import torch
-from matplotlib.figure import Figure
+import typer
 from rich.table import Table
 from torch import Tensor
 
+from foveate.bench.table import TableColumn, megabytes, milliseconds, results_table
+from foveate.cli.bench import Commit, Out, numbers, run_and_save
+from foveate.cli.common import Device, Dtype
 from foveate.ops.hierarchical_pooling import MAX_KERNEL_TOP_K, check_inputs, keys_per_query
 from foveate.ops.log_linear_attention import Options, portable
-from foveate.utils.device import now, versions
+from foveate.utils.device import choose_device, choose_dtype, now, versions
 from foveate.utils.progress import Track, silent
-from foveate.utils.timing import MIN_SECONDS, captured, first_line, peak_memory, time_calls
-from foveate.web.report import INK
-from foveate.web.report import TILE_COLOURS as COLOURS
+from foveate.utils.timing import MIN_SECONDS, captured, peak_memory, time_calls
 from lab.bench.attention import TOLERANCE
+from lab.bench.common import check_errors, check_time, note_failure, output_or_gradients, time_rows
 from lab.bench.peers import dense
-from lab.bench.reference import Call, key_gradient_error, pick_error, query_error
+from lab.bench.reference import Call, key_gradient_error, query_error, selection_error
 
-__all__ = ["INPUTS", "Case", "How", "bench_log_linear", "draw_log_linear", "growth", "table_of"]
+__all__ = ["INPUTS", "Case", "Settings", "bench_log_linear", "growth", "main", "table_of"]
 
 INPUTS = "balanced", "skewed"
 GRADIENTS_UP_TO = 2**16  # tokens; the check in float64 takes seconds for more
 GROWS_FROM = 2**16  # tokens; below, launch times and partly idle GPUs hide the growth
-ENOUGH = 3.0  # seconds of measuring a case, after which there are only three rounds
+CASE_SECONDS = 3.0  # time for the measurements of a case; there are at least three of each candidate
 
 
-class How(NamedTuple):
-    """Settings of the measurement.
-
-    Attributes:
-        device: Device to run on.
-        dtype: Dtype of q, k and v.
-        backward: Time forward and backward together.
-        contiguous: Memory layout [heads, tokens] instead of [tokens, heads], which models have.
-        longest: Longest call in seconds; slower peers are skipped.
-        rounds: Most measurements of each peer; they take turns. Slow cases have fewer, but at least three.
-    """
+class Settings(NamedTuple):
+    """Settings of the measurement; the options of `main` describe them."""
 
     device: torch.device
     dtype: torch.dtype
@@ -60,9 +54,9 @@ class Case(NamedTuple):
         tokens: Sequence length.
         heads: Number of heads; the batch size is 1.
         head_dim: Channels of a head.
-        levels: Pooled levels; None for automatic.
-        top_k: Blocks that each block of queries selects.
-        block_size: Tokens of a block.
+        levels: Number of pooled levels; None for automatic.
+        top_k: Number of key blocks that each query block selects.
+        block_size: Number of tokens in a block.
         inputs: "balanced" for random inputs; "skewed" if all queries prefer the same `top_k / 2` blocks.
     """
 
@@ -93,26 +87,26 @@ class Case(NamedTuple):
             self.top_k, self.block_size, levels, levels, True, self.head_dim**-0.5, False, False, True, True
         )
 
-    def tensors(self, how: How) -> tuple[Tensor, ...]:
+    def tensors(self, settings: Settings) -> tuple[Tensor, ...]:
         """q, k and v."""
         shape = 1, self.tokens, self.heads, self.head_dim
-        q, k, v = (torch.randn(shape, device=how.device, dtype=how.dtype).transpose(1, 2) for _ in range(3))
+        q, k, v = (torch.randn(shape, device=settings.device, dtype=settings.dtype).transpose(1, 2) for _ in range(3))
         if self.inputs == "skewed":
             hot = max(1, self.top_k // 2) * self.block_size
             start = self.tokens // 2 // self.block_size * self.block_size
             q += 0.5
             k[:, :, start : start + hot] += 1
-        return (q.contiguous(), k.contiguous(), v.contiguous()) if how.contiguous else (q, k, v)
+        return (q.contiguous(), k.contiguous(), v.contiguous()) if settings.contiguous else (q, k, v)
 
 
-class Contestant(NamedTuple):
+class Candidate(NamedTuple):
     """An implementation of attention.
 
     Attributes:
-        name: Name in tables and plots.
-        options: Options of the op; dense attention has no levels.
+        name: Name in tables.
+        options: Options of the op; dense attention has 0 levels.
         attend: Returns the output and the lists of selected blocks.
-        graph: Whether to time it as a CUDA graph; not useful with thousands of small launches.
+        graph: Whether to time it as a CUDA graph. The portable path has too many launches for one.
     """
 
     name: str
@@ -127,28 +121,28 @@ class Contestant(NamedTuple):
 
     def seconds_at(self, tokens: int, fewer: int, seconds: float) -> float:
         """Predicted seconds of a call, extrapolated from a shorter one."""
-        power = 2 if self.options.levels < 2 else 1  # with a single level all blocks are scored against all
+        power = 2 if self.options.levels < 2 else 1  # one level scores every pair of blocks
         return seconds * (tokens / fewer) ** power
 
 
-def contestants(case: Case, how: How) -> list[Contestant]:
-    """The implementations that support a case: dense attention first, Foveate last."""
+def candidates(case: Case, settings: Settings) -> list[Candidate]:
+    """The implementations that support a case: dense attention first, the fastest of Foveate last."""
     options, known = case.options(), {"portable": portable}
-    if how.device.type == "cuda" and case.top_k <= MAX_KERNEL_TOP_K:
+    if settings.device.type == "cuda" and case.top_k <= MAX_KERNEL_TOP_K:
         from foveate.kernels.log_linear.log_linear_attention import BACKENDS
 
-        call = how.device, how.dtype, case.head_dim
+        call = settings.device, settings.dtype, case.head_dim
         known |= {name: run for name, (supports, run) in BACKENDS.items() if supports(*call)}
     *_, (best, fastest) = known.items()
     one_level = options._replace(levels=1, enriched=0)
     return [
         *(
-            Contestant(name, options._replace(levels=0, enriched=0), lambda *qkv, attend=attend: (attend(*qkv), []))
-            for name, attend in dense(how.device).items()
+            Candidate(name, options._replace(levels=0, enriched=0), lambda *qkv, attend=attend: (attend(*qkv), []))
+            for name, attend in dense(settings.device).items()
         ),
-        Contestant(f"top-k of one level, {best}", one_level, _by(fastest, one_level), best != "portable"),
+        Candidate(f"top-k of one level, {best}", one_level, _by(fastest, one_level), best != "portable"),
         *(
-            Contestant(f"foveate, {name}", options, _by(run, options), name != "portable")
+            Candidate(f"foveate, {name}", options, _by(run, options), name != "portable")
             for name, run in known.items()
         ),
     ]
@@ -158,37 +152,34 @@ def _by(run: Callable[..., Any], options: Options) -> Callable[..., tuple[Tensor
     return lambda *qkv: run(*qkv, None, None, None, None, options)[::2]
 
 
-# --- check, then time ---
-
-
-def bench_log_linear(cases: Sequence[Case], how: How, track: Track = silent) -> Iterator[dict[str, Any]]:
-    """The measurements of every peer so far, after every case, ready for JSON.
+def bench_log_linear(cases: Sequence[Case], settings: Settings, track: Track = silent) -> Iterator[dict[str, Any]]:
+    """The measurements of every candidate so far, after every case, ready for JSON.
 
     Before timing, three things are compared with float64: outputs and gradients of q for some queries, given the
     selected blocks; the selection itself; and gradients of k and v, up to `GRADIENTS_UP_TO` tokens. A wrong result is
-    not timed, and a peer that cannot run or would take too long is listed with the reason.
+    not timed, and a candidate that cannot run or would take too long is listed with the reason.
 
     Args:
         cases: Cases to measure, in each series the shorter ones first: they predict the time of the longer ones.
-        how: Settings of the measurement.
+        settings: Settings of the measurement.
         track: Shows progress.
     """
-    everyone = [contestants(case, how) for case in cases]  # raises before anything is timed
+    everyone = [candidates(case, settings) for case in cases]  # raises before anything is timed
     rows: list[dict[str, Any]] = []
     result: dict[str, Any] = {
-        "what": "log-linear attention, " + ("forward and backward" if how.backward else "forward"),
-        "dtype": str(how.dtype).removeprefix("torch."),
-        "layout": "tokens of a head side by side" if how.contiguous else "heads of a token side by side",
-        "gradients_of_keys_checked_up_to_tokens": GRADIENTS_UP_TO if how.backward else None,
+        "what": "log-linear attention, " + ("forward and backward" if settings.backward else "forward"),
+        "dtype": str(settings.dtype).removeprefix("torch."),
+        "layout": "tokens of a head side by side" if settings.contiguous else "heads of a token side by side",
+        "gradients_of_keys_checked_up_to_tokens": GRADIENTS_UP_TO if settings.backward else None,
         "rows": rows,
         "growth": {},
         "versions": versions(),
     }
-    seconds = defaultdict[str, dict[str, tuple[int, float]]](dict)
-    for case, peers in zip(cases, everyone, strict=True):
-        before = seconds[case.series()]
-        wait = {peer.name: peer.seconds_at(case.tokens, *before.get(peer.name, (case.tokens, 0))) for peer in peers}
-        for row in _case(case, peers, wait, how, track):
+    earlier = defaultdict[str, dict[str, tuple[int, float]]](dict)  # tokens and seconds by series and candidate
+    for case, some in zip(cases, everyone, strict=True):
+        before = earlier[case.series()]
+        predicted = {one.name: one.seconds_at(case.tokens, *before.get(one.name, (case.tokens, 0))) for one in some}
+        for row in _case(case, some, predicted, settings, track):
             rows.append(row)
             if "call_s" in row:
                 before[row["peer"]] = case.tokens, row["call_s"]
@@ -196,94 +187,77 @@ def bench_log_linear(cases: Sequence[Case], how: How, track: Track = silent) -> 
         yield result
 
 
-def _case(case: Case, peers: list[Contestant], wait: dict[str, float], how: How, track: Track) -> list[dict[str, Any]]:
-    inputs = cache(partial(case.tensors, how))  # made on first use: all peers may be skipped
-    advance = track(f"{case.tokens:,} tokens, {case.series()}", len(peers) + 1)
+def _case(
+    case: Case, everyone: list[Candidate], predicted: dict[str, float], settings: Settings, track: Track
+) -> list[dict[str, Any]]:
+    device, backward = settings.device, settings.backward
+    inputs = cache(partial(case.tensors, settings))  # made on first use: all candidates may be skipped
+    advance = track(f"{case.tokens:,} tokens, {case.series()}", len(everyone) + 1)
     rows: list[dict[str, Any]] = []
     calls: list[Callable[[], object]] = []
-    for peer in peers:
-        row = case._asdict() | {"series": case.series(), "levels": peers[-1].options.levels, "peer": peer.name}
-        row |= {"dense": not peer.options.levels, "keys": peer.keys(case.tokens)}
-        try:
-            _in_time(wait[peer.name], how, "predicted from fewer tokens")
-            row |= _checked(peer, inputs(), how.backward)
-            call = _call(peer, inputs(), how.backward)
-            began = now(how.device)
-            row["peak_bytes"] = peak_memory(call, how.device)
-            row["call_s"] = now(how.device) - began
-            _in_time(row["call_s"], how, "measured")
-            calls.append(captured(call, how.device) if peer.graph else call)
-        except Exception as error:  # a failing peer must not end the benchmark
-            row["failed"] = first_line(error)
+    for one in everyone:
+        row = case._asdict() | {"series": case.series(), "levels": everyone[-1].options.levels, "peer": one.name}
+        row |= {"dense": not one.options.levels, "keys": one.keys(case.tokens)}
+        with note_failure(row):
+            check_time(predicted[one.name], settings.longest, "predicted from fewer tokens")
+            row |= _checked(one, inputs(), backward)
+            call = output_or_gradients(lambda *qkv, attend=one.attend: attend(*qkv)[0], inputs(), backward)
+            began = now(device)
+            row["peak_bytes"] = peak_memory(call, device)
+            row["call_s"] = now(device) - began
+            check_time(row["call_s"], settings.longest, "measured")
+            calls.append(captured(call, device) if one.graph else call)
         rows.append(row)
         advance()
-    timed = [row for row in rows if "failed" not in row]
-    rounds = _rounds([row["call_s"] for row in timed], how.rounds)
-    for row, taken in zip(timed, time_calls(calls, rounds, how.device), strict=True):
-        row |= {"rounds": rounds, "median_s": median(taken), "fastest_s": min(taken), "slowest_s": max(taken)}
+    rounds = _rounds([row["call_s"] for row in rows if "failed" not in row], settings.rounds)
+    timed = time_rows(rows, calls, rounds, device)
     calls.clear()  # frees the memory of their graphs
-    best = min((row["median_s"] for row in timed if row["dense"]), default=None)
     for row in timed:
-        flops = (14 if how.backward else 4) * case.tokens * row["keys"] * case.heads * case.head_dim
-        row |= {"tflops": flops / row["median_s"] / 1e12, "speed_up": best and best / row["median_s"]}
-    if peers[-1].graph and timed and timed[-1] is rows[-1]:
-        rows[-1] |= _split(peers[-1], inputs(), rounds, how)
+        flops = (14 if backward else 4) * case.tokens * row["keys"] * case.heads * case.head_dim
+        row |= {"rounds": rounds, "tflops": flops / row["median_s"] / 1e12}
+    if everyone[-1].graph and timed and timed[-1] is rows[-1]:
+        rows[-1] |= _stage_seconds(everyone[-1], inputs(), rounds, settings)
     advance()
     return rows
-
-
-def _in_time(seconds: float, how: How, source: str) -> None:
-    if seconds > how.longest:
-        raise ValueError(f"skipped: about {seconds:.2g} s a call, {source}; more than {how.longest:g} s")
 
 
 def _rounds(seconds: Sequence[float], most: int) -> int:
     """Number of measurements of each call, given the seconds of all of them."""
     turn = sum(max(MIN_SECONDS, s) for s in seconds) or MIN_SECONDS
-    return min(most, max(3, int(ENOUGH / turn)))
+    return min(most, max(3, int(CASE_SECONDS / turn)))
 
 
-def _call(peer: Contestant, qkv: tuple[Tensor, ...], backward: bool) -> Callable[[], tuple[Tensor, ...]]:
-    """The output of attention, or the gradients of q, k and v."""
-    if not backward:
-        return lambda: peer.attend(*qkv)[:1]
-    leaves = [x.detach().requires_grad_() for x in qkv]
-    return lambda: torch.autograd.grad(peer.attend(*leaves)[0], leaves, qkv[0])
-
-
-def _checked(peer: Contestant, qkv: tuple[Tensor, ...], backward: bool) -> dict[str, float]:
+def _checked(candidate: Candidate, qkv: tuple[Tensor, ...], backward: bool) -> dict[str, float]:
     """The errors of a call, by name.
 
     Raises:
         ValueError: If one is too large.
     """
     leaves = [x.detach().requires_grad_(backward) for x in qkv]
-    out, lists = peer.attend(*leaves)
+    out, lists = candidate.attend(*leaves)
     grads = torch.autograd.grad(out, leaves, qkv[0]) if backward else ()
     q, k, v = qkv
-    call = Call(q, k, v, out.detach(), lists, peer.options, grads)
+    call = Call(q, k, v, out.detach(), lists, candidate.options, grads)
     errors = {"error": query_error(call)}
-    if peer.options.levels:
-        errors["pick_error"] = pick_error(call)
+    if candidate.options.levels:
+        errors["selection_error"] = selection_error(call)
         if backward and q.shape[2] <= GRADIENTS_UP_TO:
             errors["key_gradient_error"] = key_gradient_error(call)
-    for name, error in errors.items():
-        if not error <= TOLERANCE[out.dtype]:  # NaN is wrong too
-            raise ValueError(f"{name.replace('_', ' ')} {error:.1e}: not timed")
+    check_errors(errors, TOLERANCE[out.dtype])
     return errors
 
 
-# --- parts of the time ---
-
-
-def _split(peer: Contestant, qkv: tuple[Tensor, ...], rounds: int, how: How) -> dict[str, Any]:
-    """Median seconds of every stage of the Triton kernels."""
+def _stage_seconds(
+    candidate: Candidate, qkv: tuple[Tensor, ...], rounds: int, settings: Settings
+) -> dict[str, dict[str, float]]:
+    """Median seconds of every stage of the Triton kernels; empty if their graphs need too much memory."""
+    calls = stages(qkv, candidate.options, settings.backward)
     try:
-        parts = {name: captured(call, how.device) for name, call in stages(qkv, peer.options, how.backward).items()}
+        graphs = [captured(call, settings.device) for call in calls.values()]
     except torch.OutOfMemoryError:
         return {"stages_s": {}}
-    taken = time_calls(list(parts.values()), rounds, how.device)
-    return {"stages_s": dict(zip(parts, map(median, taken), strict=True))}
+    taken = time_calls(graphs, rounds, settings.device)
+    return {"stages_s": {name: median(seconds) for name, seconds in zip(calls, taken, strict=True)}}
 
 
 def stages(qkv: tuple[Tensor, ...], options: Options, backward: bool) -> dict[str, Callable[[], object]]:
@@ -303,7 +277,8 @@ def stages(qkv: tuple[Tensor, ...], options: Options, backward: bool) -> dict[st
         options.reweight, options.exclude_selected, options.full, options.scale,
     )  # fmt: skip
     attend = partial(forward, q, keys)
-    calls = {"pooling": partial(pool, [*qkv], None, block, levels), "picking": pick, "attention": attend}
+    pooling = partial(pool, [*qkv], None, block, levels)
+    calls: dict[str, Callable[[], object]] = {"pooling": pooling, "selection": pick, "attention": attend}
     if not backward:
         return calls
     out, lse = attend()
@@ -311,7 +286,7 @@ def stages(qkv: tuple[Tensor, ...], options: Options, backward: bool) -> dict[st
     _, *numbers = queries()
     readers = readers_of(lists)
     return calls | {
-        "lists of readers": partial(readers_of, lists),
+        "reader lists": partial(readers_of, lists),
         "gradient of q": queries,
         "gradients of k, v": partial(backward_keys, q, keys, *numbers, q, readers),
     }
@@ -335,60 +310,66 @@ def growth(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
     return found
 
 
-# --- show ---
+COLUMNS: list[TableColumn] = [
+    ("", "peer", str),
+    ("ms", "median_s", milliseconds),
+    ("speed-up", "speed_up", "{:.2f}x".format),
+    ("keys", "keys", "{:,}".format),
+    ("TFLOP/s", "tflops", "{:.3g}".format),
+    ("MB", "peak_bytes", megabytes),
+    ("error", "error", "{:.0e}".format),
+]
 
 
 def table_of(result: dict[str, Any]) -> Table:
     """The result as a table for the terminal, grouped by case, with the stages of Foveate."""
-    table = Table("", "ms", "speed-up", "keys", "TFLOP/s", "MB", "error")
-    for (series, tokens), rows in groupby(result["rows"], lambda row: (row["series"], row["tokens"])):
-        table.add_row(f"[bold]{tokens:,} tokens, {series}")
-        for row in rows:
-            if "failed" in row:
-                table.add_row(row["peer"], row["failed"])
-                continue
-            table.add_row(
-                row["peer"], f"{1e3 * row['median_s']:.4g}",
-                "" if row["speed_up"] is None else f"{row['speed_up']:.2f}x", f"{row['keys']:,}",
-                f"{row['tflops']:.3g}", "" if row["peak_bytes"] is None else f"{row['peak_bytes'] / 1e6:,.0f}",
-                f"{row['error']:.0e}",
-            )  # fmt: skip
-            for name, seconds in row.get("stages_s", {}).items():
-                table.add_row(f"  {name}", f"{1e3 * seconds:.4g}")
-        table.add_section()
+    rows: list[dict[str, Any]] = []
+    for row in result["rows"]:
+        case = {key: row[key] for key in ("series", "tokens")}
+        stage_times = row.get("stages_s", {}).items()
+        rows += [row, *(case | {"peer": f"  {name}", "median_s": seconds} for name, seconds in stage_times)]
+    table = results_table(rows, COLUMNS, lambda row: f"{row['tokens']:,} tokens, {row['series']}")
+    table.add_section()
     for series, power in result["growth"].items():
         table.add_row(series, f"time of foveate grows as tokens^{power:.2f} from {GROWS_FROM:,} tokens on")
     return table
 
 
-def draw_log_linear(result: dict[str, Any]) -> Figure:
-    """A figure of time over tokens for each series, a line for each peer, with guides for N and N^2."""
-    rows = [row for row in result["rows"] if "failed" not in row]
-    names, series = (list(dict.fromkeys(row[key] for row in rows)) for key in ("peer", "series"))
-    figure = Figure(figsize=(6.4, 0.4 + 3.6 * max(1, len(series))), layout="constrained")
-    for axes, title in zip(figure.subplots(max(1, len(series)), squeeze=False)[:, 0], series, strict=False):
-        axes.set(xscale="log", yscale="log", xlabel="tokens", ylabel="ms")
-        axes.set_title(title, fontsize=9, parse_math=False)
-        axes.spines[["top", "right"]].set_visible(False)
-        mine = [row for row in rows if row["series"] == title]
-        sizes = sorted({row["tokens"] for row in mine})
-        _guides(axes, mine, sizes)
-        for name in dict.fromkeys(row["peer"] for row in mine):
-            points = [(row["tokens"], 1e3 * row["median_s"]) for row in mine if row["peer"] == name]
-            colour = COLOURS[names.index(name) % len(COLOURS)]
-            axes.plot(*zip(*points, strict=True), "o-", color=colour, label=name, markersize=4)
-        axes.set_xticks(sizes, [f"{size:,}" for size in sizes], fontsize=7)
-        axes.minorticks_off()
-        axes.legend(frameon=False, fontsize=7)
-    return figure
+def main(
+    tokens: Annotated[str, typer.Option(help="Sequence lengths.")] = "4096,16384,65536,262144,1048576",
+    heads: Annotated[str, typer.Option(help="Numbers of heads, over the whole batch.")] = "8,64",
+    head_dim: Annotated[str, typer.Option(help="Channels of a head.")] = "64",
+    levels: Annotated[str, typer.Option(help="Pooled levels: auto, or 1 to 4.")] = "auto",
+    top_k: Annotated[str, typer.Option(help="Key blocks that each query block selects.")] = "8",
+    block_size: Annotated[int, typer.Option(help="Tokens of a block: 16, 32 or 64.")] = 16,
+    inputs: Annotated[
+        str, typer.Option(help="balanced: random inputs; skewed: all queries select the same few blocks.")
+    ] = "balanced",
+    backward: Annotated[bool, typer.Option("--backward", help="Time forward and backward together.")] = False,
+    contiguous: Annotated[
+        bool, typer.Option("--contiguous", help="Lay inputs out as [heads, tokens]; models have [tokens, heads].")
+    ] = False,
+    longest: Annotated[float, typer.Option(min=0, help="Longest call in seconds; slower candidates are skipped.")] = 1,
+    rounds: Annotated[
+        int, typer.Option(min=1, help="Most measurements of each candidate; slow ones get fewer. They take turns.")
+    ] = 15,
+    out: Out = Path("bench"),
+    device: Device = "auto",
+    dtype: Dtype = "auto",
+    commit: Commit = "",
+) -> None:
+    """Time one call of log-linear attention at growing lengths, against dense attention and one-level top-k.
 
+    python -m lab log-linear                                              # a GPU: about 4 minutes
 
-def _guides(axes: Any, rows: list[dict[str, Any]], sizes: list[int]) -> None:
-    """Draw lines of N and N^2 from the first point of the fastest peer."""
-    start = 1e3 * min(row["median_s"] for row in rows if row["tokens"] == sizes[0])
-    top = max(1e3 * row["median_s"] for row in rows)
-    for power, name in ((1, "N"), (2, "N²")):
-        last = min(sizes[-1], sizes[0] * (top / start) ** (1 / power))
-        times = [start, start * (last / sizes[0]) ** power]
-        axes.plot([sizes[0], last], times, linestyle=(0, (2, 3)), color=INK, linewidth=0.8)
-        axes.annotate(name, (last, times[1]), (3, 0), textcoords="offset points", fontsize=7, color=INK)
+    python -m lab log-linear --tokens 4096,65536 --heads 8 --backward --inputs balanced,skewed
+
+    python -m lab log-linear --tokens 1024,4096,16384 --heads 2           # a CPU
+    """
+    where = choose_device(device)
+    settings = Settings(where, choose_dtype(dtype, where), backward, contiguous, longest, rounds)
+    depths = [None if depth == "auto" else numbers(depth)[0] for depth in levels.split(",")]
+    series = product(numbers(heads), numbers(head_dim), depths, numbers(top_k), [block_size], inputs.split(","))
+    cases = [Case(length, *options) for options in series for length in sorted(numbers(tokens))]
+    path = out / f"log-linear-{'backward' if backward else 'forward'}-{where.type}.json"
+    run_and_save(path, commit, partial(bench_log_linear, cases, settings), table_of)

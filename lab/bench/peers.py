@@ -24,7 +24,7 @@ class Peer(NamedTuple):
     """An implementation of attention.
 
     Attributes:
-        name: Name in tables and plots.
+        name: Name in tables.
         sparse: Whether it follows the block table; dense attention does not.
         prepare: Returns the attention over a table on a device. The preparation is not timed.
     """

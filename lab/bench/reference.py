@@ -9,7 +9,7 @@ from torch import Tensor
 from foveate.ops.hierarchical_pooling import children
 from foveate.ops.log_linear_attention import Options, portable
 
-__all__ = ["Call", "key_gradient_error", "pick_error", "query_error"]
+__all__ = ["Call", "key_gradient_error", "query_error", "selection_error"]
 
 SAMPLED = 100  # queries per head
 
@@ -73,10 +73,10 @@ def key_gradient_error(call: Call) -> float:
     return torch.tensor([_relative(got[-1:, [0, -1]], want) for got, want in pairs]).max().item()
 
 
-def pick_error(call: Call) -> float:
-    """How far the best node left out exceeds the worst node picked, relative to the largest score.
+def selection_error(call: Call) -> float:
+    """Score of the best unselected node minus that of the worst selected one, relative to the largest score.
 
-    Infinite for invalid lists. Checks the nodes of sampled queries of two heads.
+    At least 0, and infinite for invalid lists. Checks the lists of sampled queries of two heads.
     """
     worst = 0.0
     for head in call.heads():
@@ -113,7 +113,7 @@ def _query(head: Call, means: list[tuple[Tensor, Tensor]], row: int) -> tuple[Te
 
 
 def _visible(head: Call, level: int, row: int, nodes: int) -> Tensor:
-    """Indices of the nodes of a level that a query reads or may pick from; level 0 is the tokens."""
+    """Indices of the nodes of a level that a query attends to or may select; level 0 is the tokens."""
     if level == head.options.levels:
         return torch.arange(nodes, device=head.q.device)
     block = head.options.block_size

@@ -1,9 +1,11 @@
 # pyright: basic, reportPrivateImportUsage=false
 """Where the time of a denoising step goes: attention, merging and plans; and what merging loses of features."""
 
+import os
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from math import lcm
+from pathlib import Path
 from statistics import mean, median
 from typing import Any
 
@@ -12,37 +14,28 @@ from diffusers import FluxTransformer2DModel
 from rich.table import Table
 from torch.nn.functional import scaled_dot_product_attention
 
-from foveate.bench.models import find_model
-from foveate.bench.step import Step, merging_part
-from foveate.bench.step import table_of as table_with
+from foveate.bench.step import Setup, Step, merging_part
+from foveate.bench.table import TableColumn, results_table
+from foveate.cli.bench import Commit, Methods, Out, Rounds, Sides, StepModel, StepText, numbers, run_and_save
+from foveate.cli.common import Compile, Device, Dtype, read_method
 from foveate.diffusers.apply import apply
 from foveate.diffusers.lora import using
 from foveate.diffusers.pipelines import denoiser, time_steps
 from foveate.methods import ComposedMethod, Method
 from foveate.methods.base import SparseAttention, TokenMerging
 from foveate.ops.joint_attention import joint_attention
-from foveate.utils.device import choose_device, choose_dtype, versions
 from foveate.utils.progress import Track, silent
 from foveate.utils.timing import captured, time_calls, time_shares
 from lab.bench.reconstruction import FEATURES, reconstruction_error
 
-__all__ = ["profile_step", "table_of"]
+__all__ = ["main", "profile_step", "table_of"]
 
 MERGE, PLAN = ("foveate::region_matmul", "foveate::region_update"), "foveate::plan"  # names in a profile
 
 
 @torch.no_grad()
 def profile_step(
-    sides: Sequence[int],
-    *,
-    model: str = "built-in",
-    methods: Sequence[Method | ComposedMethod] = (),
-    text: int | None = None,
-    compile: bool = False,
-    rounds: int = 9,
-    device: str = "auto",
-    dtype: str = "auto",
-    track: Track = silent,
+    setup: Setup, sides: Sequence[int], *, rounds: int = 9, track: Track = silent
 ) -> Iterator[dict[str, Any]]:
     """The parts of the time of one forward pass with each method, after every new row.
 
@@ -54,29 +47,23 @@ def profile_step(
 
     The arguments are those of `foveate.bench.step.bench_step`.
     """
-    chosen, where = find_model(model), choose_device(device)
-    pipe = chosen.build(where, choose_dtype(dtype, where))
-    network: Any = denoiser(pipe)
-    if compile:
-        network.compile_repeated_blocks(fullgraph=True)
-    text = chosen.text if text is None else text
+    is_flux = isinstance(denoiser(setup.pipe), FluxTransformer2DModel)
     rows: list[dict[str, Any]] = []
-    result = {"what": "parts of one forward pass", "model": model, "compiled": compile, "device": where.type,
-              "dtype": str(pipe.dtype).removeprefix("torch."), "rows": rows, "versions": versions()}  # fmt: skip
     for side in sides:
-        step = Step(pipe, chosen.inputs(pipe, side, text))
-        advance = track(f"{side} x {side} tokens", len(methods or chosen.methods))
-        for method in methods or chosen.methods:
+        step = setup.step(side)
+        advance = track(f"{side} x {side} tokens", len(setup.methods))
+        for method in setup.methods:
             row: dict[str, Any] = {"image_tokens": side * side, "variant": method.title, "method": repr(method)}
             if merging := merging_part(method):
                 row |= _merging_shares(step, method, merging)
-                if not isinstance(network, FluxTransformer2DModel):
+                if not is_flux:
+                    where = setup.pipe.device
                     row |= {f"reconstruction_{f}": reconstruction_error(merging, f, side, where) for f in FEATURES}
-            elif isinstance(network, FluxTransformer2DModel):
-                row |= _attention_alone(step, method, side, text or 0, rounds)
+            elif is_flux:
+                row |= _attention_alone(step, method, side, setup.text or 0, rounds)
             rows.append(row)
             advance()
-            yield result
+            yield setup.about | {"what": "parts of one forward pass", "rows": rows}
 
 
 def _merging_shares(step: Step, method: Method | ComposedMethod, merging: TokenMerging) -> dict[str, float]:
@@ -118,7 +105,7 @@ def _attention_alone(
     }
 
 
-COLUMNS: list[tuple[str, str, Callable[[Any], str]]] = [
+COLUMNS: list[TableColumn] = [
     ("tokens", "image_tokens", "{:,}".format),
     ("variant", "variant", str),
     ("attention", "attention_share", "{:.0%}".format),
@@ -133,4 +120,30 @@ COLUMNS: list[tuple[str, str, Callable[[Any], str]]] = [
 
 def table_of(result: dict[str, Any]) -> Table:
     """The result as a table for the terminal."""
-    return table_with(result, COLUMNS)
+    return results_table(result["rows"], COLUMNS)
+
+
+def main(
+    model: StepModel = "built-in",
+    sides: Sides = "64",
+    method: Methods = None,
+    compile: Compile = False,
+    text: StepText = None,
+    rounds: Rounds = 9,
+    out: Out = Path("bench"),
+    device: Device = "auto",
+    dtype: Dtype = "auto",
+    commit: Commit = "",
+) -> None:
+    """Show where the time of a denoising step goes: attention, merging, plans.
+
+    [bold]foveate bench step[/] measures the time itself. For SDXL it also prints how much of random and of smooth
+    features merging and unmerging lose, because with random weights there are no pictures to judge.
+
+    python -m lab step-profile --model sdxl --compile
+    """
+    os.environ.setdefault("KINETO_LOG_LEVEL", "5")  # silences the profiler
+    lengths, methods = numbers(sides), [read_method(text) for text in method or []]
+    setup = Setup.of(model, methods=methods, compile=compile, text=text, device=device, dtype=dtype)
+    name = f"step-profile-{Path(model).name}-{'compiled' if compile else 'eager'}-{setup.about['device']}.json"
+    run_and_save(out / name, commit, partial(profile_step, setup, lengths, rounds=rounds), table_of)

@@ -12,7 +12,6 @@ Intervals are from a bootstrap over readers and, within each reader, over questi
 reused.
 """
 
-import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -40,8 +39,8 @@ from foveate.utils.files import claim, write_whole
 from foveate.utils.progress import Track
 from foveate.web.report import figure_png
 from lab.bench.context import encoder_of_ids
+from lab.quality.common import SHEETS, Commit, device_type, save_result
 from lab.quality.context_report import draw_tasks, markdown
-from lab.quality.quality import RESULTS, SHEETS, Commit
 
 PREFIX = 1  # tokens before every context
 PEOPLE, SENTENCES = 6, 36  # of a text: 6 ids and 30 facts, with 5 or 6 relations
@@ -354,20 +353,11 @@ def report(
             read = [load_file(path) for path in files]
             cells = {cell: torch.stack([one[cell] for one in read], 1).numpy() for cell in read[0]}
             found[name] = {"about": kind, **summarise(cells, questions.guess.numpy())}
-    about = {"versions": versions(), **about, "tasks": found}
-    if commit:
-        about["versions"]["commit"] = commit
-    path = RESULTS / f"{title}-{fastest()}.json"
-    write_whole(path, json.dumps(about, indent=2).encode() + b"\n")
+    path = save_result(f"{title}-{device_type()}", {"versions": versions(), **about, "tasks": found}, commit)
     write_whole(path.with_suffix(".md"), markdown(found).encode() + b"\n")
-    write_whole(SHEETS / f"{title}-{fastest()}.png", figure_png(draw_tasks(found)))
+    write_whole(SHEETS / f"{path.stem}.png", figure_png(draw_tasks(found)))
     print(markdown(found))
     print(path)
-
-
-def fastest() -> str:
-    """Device type of the readers."""
-    return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def main(
@@ -394,7 +384,7 @@ def main(
 
 def _load(folder: str, track: Track) -> Any:
     model: Any = AutoModelForCausalLM.from_pretrained(folder)
-    return model.to(fastest()).eval()
+    return model.to(device_type()).eval()
 
 
 if __name__ == "__main__":

@@ -34,7 +34,8 @@ from foveate.training.pairs import make_pairs
 from foveate.training.run import RunOptions
 from foveate.training.student import Recipe
 from lab.quality.clear import Clear, radius_for, register
-from lab.quality.quality import Batch, Commit, Prompts, Size, judge
+from lab.quality.common import Batch, Commit, Prompts, Size
+from lab.quality.quality import judge
 
 PIXELS = 4  # along each side of a token
 SEED = 10_000  # of the first training picture; the seeds of the scored pictures begin at 0

@@ -12,11 +12,11 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, normalize, one_hot
-from transformers import LlamaConfig, LlamaModel
+from transformers import LlamaModel
 
 from foveate.utils.progress import Track
 from lab.quality.example_pools import DIM, Task
-from lab.quality.small_training import train
+from lab.training.small_models import llama_config, train
 
 __all__ = ["Learner", "Recipe", "Vote", "trained_learner", "training_batch"]
 
@@ -68,16 +68,7 @@ class Learner(nn.Module):
     def __init__(self, recipe: Recipe) -> None:
         super().__init__()
         torch.manual_seed(recipe.seed)
-        config = LlamaConfig(
-            vocab_size=1,
-            hidden_size=recipe.width,
-            intermediate_size=3 * recipe.width,
-            num_hidden_layers=recipe.layers,
-            num_attention_heads=recipe.width // 32,
-            bos_token_id=None,
-            eos_token_id=None,
-        )
-        self.llama = LlamaModel(config)
+        self.llama = LlamaModel(llama_config(1, recipe.width, recipe.layers, intermediate_size=3 * recipe.width))
         self.embedding = nn.Linear(DIM, recipe.width)
         self.label = nn.Embedding(LABELS + 2, recipe.width)  # the last two: a question, and the start
         self.head = nn.Linear(recipe.width, LABELS)

@@ -1,18 +1,14 @@
-"""Markdown tables and a figure of the results of lab/quality/examples.py."""
+"""Markdown tables of the results of lab/quality/examples.py."""
 
 from collections.abc import Iterable
 from typing import Any
 
-from matplotlib.figure import Figure
-
-from foveate.methods.sub_cp import STRATEGIES
 from lab.quality.example_partitions import CONTROLS
 
-__all__ = ["draw_gains", "has_gap", "shown_in_full", "tables", "verdict"]
+__all__ = ["has_gap", "tables", "verdict"]
 
 Row = dict[str, Any]
-SHOWN = {"blocks": 8, "size": 8, "examples": 600}
-COLOURS = "#1F2933", "#0072B2", "#E69F00", "#009E73"
+SHOWN = {"blocks": 8, "size": 8, "examples": 600}  # the setting whose accuracies are shown
 
 
 def verdict(gain: list[float]) -> int:
@@ -26,14 +22,9 @@ def has_gap(row: Row) -> bool:
     return verdict(row["gap"]) > 0
 
 
-def shown_in_full(rows: list[Row]) -> list[Row]:
-    """The rows of the setting that tables show in full."""
-    return [row for row in rows if SHOWN.items() <= row.items()]
-
-
 def tables(rows: list[Row]) -> str:
     """Accuracies in one setting, wins of each method over random blocks, and the gain of the partition alone."""
-    shown = shown_in_full(rows)
+    shown = [row for row in rows if SHOWN.items() <= row.items()]
     parts = [_accuracies(shown, data) for data in _distinct(row["data"] for row in shown)]
     return "\n\n".join([*parts, _other_scores(shown), _wins(rows), _partition_gains(rows)])
 
@@ -102,36 +93,6 @@ def _partition_gains(rows: list[Row]) -> str:
 def _interval(gain: list[float]) -> str:
     text = "{:+.3f} [{:+.3f}, {:+.3f}]".format(*gain)
     return f"**{text}**" if verdict(gain) else text
-
-
-def draw_gains(rows: list[Row]) -> Figure:
-    """A figure of the gain of each strategy over random blocks, with intervals."""
-    hosts = [
-        host
-        for host in ("one text", "moe", "moe, weighted", "parallel windows")
-        if host in _distinct(row["host"] for row in rows)
-    ]
-    data = _distinct(row["data"] for row in rows)
-    figure = Figure(figsize=(9, 3.2), layout="constrained")
-    for panel, kind in zip(figure.subplots(1, len(data), sharey=True, squeeze=False)[0], data, strict=True):
-        for h, host in enumerate(hosts):
-            gains = [
-                row["over random"]
-                for method in STRATEGIES
-                for row in rows
-                if (row["method"], row["host"], row["data"]) == (method, host, kind)
-            ]
-            places = [-w - 0.7 * ((h + 0.5) / len(hosts) - 0.5) for w in range(len(gains))]
-            means = [mean for mean, _, _ in gains]
-            spread = [[mean - low for mean, low, _ in gains], [high - mean for mean, _, high in gains]]
-            panel.errorbar(means, places, xerr=spread, fmt="o", markersize=4, color=COLOURS[h], label=host)
-        panel.axvline(0, color="#9AA5B1", linewidth=1, zorder=0)
-        panel.set(title=kind, xlabel="accuracy over random blocks", yticks=range(0, -len(STRATEGIES), -1))
-        panel.set_yticklabels(STRATEGIES)
-    figure.legend(
-        *figure.axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=len(hosts), frameon=False
-    )
-    return figure
 
 
 def _distinct(values: Iterable[str]) -> list[str]:

@@ -30,12 +30,11 @@ from foveate.ops.example_blocks import Blocks
 from foveate.transformers.in_context import Mix, ensemble
 from foveate.utils.device import versions
 from foveate.utils.files import write_whole
-from foveate.web.report import figure_png
+from lab.quality.common import RESULTS, Commit, device_type
 from lab.quality.example_partitions import CONTROLS, PARTITIONS, RANDOM, partition
 from lab.quality.example_pools import KINDS, Task, draw
 from lab.quality.example_readers import Learner, Recipe, Vote, trained_learner
-from lab.quality.example_tables import draw_gains, shown_in_full, tables
-from lab.quality.quality import RESULTS, SHEETS, Commit
+from lab.quality.example_tables import tables
 
 CELLS = "8x4,8x8,8x16,5x2"
 LARGE = 600  # examples of a pool from which most are not chosen
@@ -164,7 +163,7 @@ def main(
     """Train, ask and write."""
     if reader not in ("vote", "learner"):
         raise ValueError(f"unknown reader {reader!r}: choose vote or learner")
-    device = "cuda" if torch.cuda.is_available() and reader == "learner" else "cpu"
+    device = device_type() if reader == "learner" else "cpu"
     pools = pools or (30 if reader == "vote" else 10)
     shapes = [tuple(map(int, cell.split("x"))) for cell in cells.split(",")]
     grid = [
@@ -194,8 +193,6 @@ def main(
         about["versions"]["commit"] = commit
     name = f"examples-{reader}-{device}"
     write_whole(RESULTS / f"{name}.json", as_json(about, rows).encode())
-    if shown := shown_in_full(rows):
-        write_whole(SHEETS / f"{name}.png", figure_png(draw_gains(shown)))
     print(tables(rows))
     print(RESULTS / f"{name}.json")
 

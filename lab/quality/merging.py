@@ -7,7 +7,8 @@ import typer
 
 from foveate import ToMA
 from foveate.methods import Method
-from lab.quality.quality import Batch, Commit, Pictures, Prompts, Size, judge
+from lab.quality.common import Batch, Commit, Pictures, Prompts, Size
+from lab.quality.quality import judge
 
 VARIANTS: list[Method] = [
     ToMA(),

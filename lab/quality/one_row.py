@@ -23,13 +23,13 @@ import typer
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, embedding
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaForCausalLM
 
 from foveate.utils.files import claim
 from foveate.utils.progress import Track
-from lab.quality.context import Questions, fastest, report
-from lab.quality.quality import Commit
-from lab.quality.small_training import train
+from lab.quality.common import Commit, device_type
+from lab.quality.context import Questions, report
+from lab.training.small_models import llama_config, parallel_questions, train
 
 PEOPLE = RELATIONS = 4  # per text
 FACTS = PEOPLE * RELATIONS
@@ -192,18 +192,8 @@ class Reader(nn.Module):
         torch.manual_seed(recipe.seed)
         made_of = composition()
         self.recipe = recipe
-        self.llama = LlamaForCausalLM(
-            LlamaConfig(
-                vocab_size=len(made_of),
-                hidden_size=recipe.width,
-                intermediate_size=2 * recipe.width,
-                num_hidden_layers=recipe.layers,
-                num_attention_heads=recipe.width // 32,
-                max_position_embeddings=64,
-                bos_token_id=FIRST["start"],
-                eos_token_id=None,
-            )
-        )
+        options = {"max_position_embeddings": 64, "bos_token_id": FIRST["start"]}
+        self.llama = LlamaForCausalLM(llama_config(len(made_of), recipe.width, recipe.layers, **options))
         self.llama.model.embed_tokens.requires_grad_(False)
         self.parts = nn.Parameter(torch.randn(made_of.shape[1], recipe.width) / 2)
         self.who = nn.Linear(recipe.width, SIZES["name"], bias=False)
@@ -219,13 +209,11 @@ class Reader(nn.Module):
         asked = ask(text, kind, generator)
         read = 1 + text.ids.shape[1]
         ids = torch.cat([torch.zeros(recipe.batch, 1).long(), text.ids, asked.ids.flatten(1)], 1)
-        at = torch.arange(ids.shape[1])
-        part = torch.where(at < read, -1, (at - read) // PROMPT)  # -1 is the text, which all questions attend to
-        seen = ((part == -1) | (part[:, None] == part)) & (at[:, None] >= at)
+        positions, mask = parallel_questions(ids.shape[1], read, PROMPT)
         states = self.llama.model(
             inputs_embeds=embedding(ids.to(device), self.made_of @ self.parts),
-            position_ids=torch.where(at < read, at, read + (at - read) % PROMPT)[None].to(device),
-            attention_mask=seen[None, None].to(device),
+            position_ids=positions[None].to(device),
+            attention_mask=mask[None, None].to(device),
             use_cache=False,
             output_hidden_states=True,
         ).hidden_states
@@ -250,7 +238,7 @@ class Reader(nn.Module):
 
 def reader(recipe: Recipe, folder: Path, track: Track) -> Any:
     """A trained reader. An interrupted training is resumed."""
-    model = Reader(recipe).to(fastest())
+    model = Reader(recipe).to(device_type())
     weights = [weight for weight in model.parameters() if weight.requires_grad]
     optimizer = torch.optim.AdamW(weights, recipe.rate, (0.9, 0.98), weight_decay=0.01)
 

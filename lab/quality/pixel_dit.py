@@ -15,14 +15,12 @@ from pathlib import Path
 from statistics import mean, median
 from typing import Annotated, Any
 
-import numpy as np
 import torch
 import typer
 from diffusers import FlowMatchEulerDiscreteScheduler
-from matplotlib.figure import Figure
 
 from foveate.cli.common import progress
-from foveate.cli.train import built_in_reader
+from foveate.cli.train import built_in_text_encoder
 from foveate.demo.evaluate import evaluate
 from foveate.demo.pictures import ScenePictures
 from foveate.diffusers.pipelines import Request, load
@@ -31,9 +29,7 @@ from foveate.diffusers.pixel_pipeline import PixelPipeline
 from foveate.training.pixel import PixelRecipe, Stage, train
 from foveate.training.run import RunOptions
 from foveate.utils.device import versions
-from foveate.utils.files import write_whole
-from foveate.web.report import figure_png
-from lab.quality.quality import RESULTS, SHEETS, Batch, Commit, Prompts
+from lab.quality.common import Batch, Commit, Prompts, device_type, save_result
 
 SMALL = 32  # pixels of the first stage
 PROBE = 50  # steps of --size that give the median step time
@@ -96,7 +92,7 @@ class Trial:
         first, last = self.stages
         train(
             self.folder,
-            untrained(self.name, self.dit, self.patch).to("cuda" if torch.cuda.is_available() else "cpu"),
+            untrained(self.name, self.dit, self.patch).to(device_type()),
             ScenePictures(SEED),
             [first, last._replace(steps=steps)],
             self.recipe,
@@ -134,7 +130,7 @@ def main(
     commit: Commit = "",
 ) -> None:
     """Train and score one variant after the other."""
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+    device = device_type()
     dtype = "bfloat16" if device == "cuda" else "float32"
     recipe = PixelRecipe(rate=rate, optimizer=optimizer, average=average, dtype=dtype, seed=SEED)
     stages = Stage((SMALL, SMALL), before, 64), Stage((size, size), steps, batch)
@@ -153,12 +149,7 @@ def main(
         **{"size": size, "dit": dit, "patch": patch, "batch": batch, "steps": steps, "steps before": before},
         **{"recipe": asdict(recipe), "prompts": prompts, "versions": versions(), "variants": results},
     }
-    if commit:
-        content["versions"]["commit"] = commit
-    path = RESULTS / f"pixel-dit-{device}-{size}px.json"
-    write_whole(path, json.dumps(content, indent=2).encode() + b"\n")
-    write_whole(SHEETS / f"{path.stem}.png", figure_png(draw_variants(results), dpi=100))
-    print(path)
+    print(save_result(f"pixel-dit-{device}-{size}px", content, commit))
 
 
 def untrained(name: str, dit: str, patch: int) -> PixelPipeline:
@@ -169,7 +160,7 @@ def untrained(name: str, dit: str, patch: int) -> PixelPipeline:
     """
     if name not in VARIANTS:
         raise ValueError(f"unknown variant {name!r}: choose from {', '.join(VARIANTS)}")
-    text_encoder, tokenizer = built_in_reader()
+    text_encoder, tokenizer = built_in_text_encoder()
     torch.manual_seed(SEED)
     model = PixelDiT(**MODELS[dit], patch_size=patch, text_dim=text_encoder.config.d_model, **VARIANTS[name])
     return PixelPipeline(model, FlowMatchEulerDiscreteScheduler(), tokenizer, text_encoder)
@@ -189,24 +180,6 @@ def curve(steps: list[tuple[float, float]]) -> list[dict[str, float]]:
         {"step": end, "seconds": round(end * usual, 2), "loss": mean(loss for loss, _ in part)}
         for end, part in zip(ends, parts, strict=True)
     ]
-
-
-def draw_variants(variants: dict[str, Any]) -> Figure:
-    """A figure of losses over steps and time, and of Frechet distances at equal steps and equal time."""
-    figure = Figure(figsize=(9, 3.2), layout="constrained")
-    by_steps, by_time, distances = figure.subplots(1, 3)
-    for panel, unit, said in ((by_steps, "step", "steps with large pictures"), (by_time, "seconds", "seconds")):
-        panel.set(xlabel=said, ylabel="loss", yscale="log")
-        for name, variant in variants.items():
-            panel.plot(*zip(*((point[unit], point["loss"]) for point in variant["curve"]), strict=True), label=name)
-    for i, variant in enumerate(variants.values()):
-        scores = [variant[label]["frechet"] for label in ("equal steps", "equal time")]
-        values, *ends = (np.array([score[name] for score in scores]) for name in ("value", "low", "high"))
-        places = np.arange(2) + 0.8 * (i + 0.5) / len(variants) - 0.4
-        distances.bar(places, values, 0.7 / len(variants), yerr=np.abs(np.stack(ends) - values))
-    distances.set(ylabel="Fréchet distance", xticks=range(2), xticklabels=["equal steps", "equal time"])
-    figure.legend(*by_steps.get_legend_handles_labels(), loc="outside lower center", ncols=4, frameon=False)
-    return figure
 
 
 if __name__ == "__main__":

@@ -23,14 +23,7 @@ from foveate.diffusers.pixel_pipeline import as_method
 from foveate.methods import ComposedMethod, Method, ToDo, ToFu, ToMA, ToMeSD
 from foveate.utils.files import write_whole
 from foveate.web.compare import showcase
-
-RESULTS, SHEETS = Path("lab/results"), Path("docs/images")
-
-Size = Annotated[int, typer.Option(help="Side of the pictures in pixels.")]
-Prompts = Annotated[int, typer.Option(help="Held-out captions.")]
-Batch = Annotated[int, typer.Option(help="Batch size.")]
-Pictures = Annotated[str, typer.Option(help="Folder of the pictures; an existing run is resumed.")]
-Commit = Annotated[str, typer.Option(help="Commit to record, if git cannot tell it.")]
+from lab.quality.common import SHEETS, Batch, Commit, Pictures, Prompts, Size, save_result
 
 
 def main(
@@ -98,9 +91,7 @@ def judge(
     with progress() as track:
         scores = evaluate(pipe, scored, out, prompts=prompts, request=request, batch=batch, track=track)
     result = json.loads((out / "scores.json").read_text()) | (about or {})
-    if commit:
-        result["versions"]["commit"] = commit
-    write_whole(RESULTS / f"{name}-{pipe.device.type}-{size}px.json", json.dumps(result, indent=2).encode() + b"\n")
+    save_result(f"{name}-{pipe.device.type}-{size}px", result, commit)
     if sheet:
         write_whole(SHEETS / f"{name}-{size}px.png", (out / "sheet.png").read_bytes())
     Console().print(score_table(scores))

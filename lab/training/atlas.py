@@ -1,14 +1,16 @@
 """Drawing of the atlas, the picture with all emoji of the vocabulary, from the font."""
 
 from pathlib import Path
+from typing import Annotated
 
 import numpy as np
+import typer
 from PIL import Image, ImageDraw, ImageFont
 
 from foveate.demo.atlas import CELL, EMOJI, NAMES
 from foveate.utils.files import write_picture
 
-__all__ = ["draw_atlas", "write_atlas"]
+__all__ = ["draw_atlas", "main"]
 
 FONT_SIZE = 109  # the only size that the font contains
 FONT_PLACES = (
@@ -48,11 +50,6 @@ def draw_atlas(font: Path | None = None) -> Image.Image:
     return sheet
 
 
-def write_atlas(path: Path, font: Path | None = None) -> None:
-    """Draw the atlas into a PNG file."""
-    write_picture(path, draw_atlas(font), {"source": "Noto Color Emoji, SIL Open Font License 1.1"})
-
-
 def _glyph(character: str, face: ImageFont.FreeTypeFont) -> Image.Image:
     """One emoji, cropped and centred in a square."""
     canvas = Image.new("RGBA", (2 * CELL, 2 * CELL))
@@ -62,3 +59,14 @@ def _glyph(character: str, face: ImageFont.FreeTypeFont) -> Image.Image:
     square = Image.new("RGBA", (CELL, CELL))
     square.paste(drawn, ((CELL - drawn.width) // 2, (CELL - drawn.height) // 2))
     return square
+
+
+def main(
+    out: Annotated[Path, typer.Option(help="PNG file to write.")] = Path("atlas.png"),
+    font: Annotated[
+        Path | None, typer.Option(help="NotoColorEmoji.ttf. [dim]default: where Linux distributions install it[/]")
+    ] = None,
+) -> None:
+    """Draw the emoji of the scenes from the font. Only a new vocabulary needs this; the package holds the result."""
+    write_picture(out, draw_atlas(font), {"source": "Noto Color Emoji, SIL Open Font License 1.1"})
+    print(out)

@@ -45,7 +45,7 @@ class FlowTraining:
     Args:
         out: Folder of checkpoints, sample grids and log.csv. An existing run is resumed.
         pipeline: Pipeline with a trained autoencoder; transformer and text encoders are trained in place.
-        afresh: Start from new weights instead of the pipeline's.
+        initialise: Start from new weights instead of the pipeline's.
         recipe: The stages.
         seed: The same seed, recipe and number of devices give the same run.
         compile: Compile the transformer, once for every size.
@@ -56,7 +56,7 @@ class FlowTraining:
         out: Path,
         pipeline: FluxPipeline,
         *,
-        afresh: bool = True,
+        initialise: bool = True,
         recipe: Sequence[Stage] = RECIPE,
         seed: int = 0,
         compile: bool = False,
@@ -66,8 +66,8 @@ class FlowTraining:
         self.device = self.accelerator.device
         self.painter = Painter(pipeline).to(self.device)
         torch.manual_seed(seed)
-        if afresh:
-            self.painter.start_afresh()
+        if initialise:
+            self.painter.initialise()
         self.average = AveragedModel(self.painter, multi_avg_fn=get_ema_multi_avg_fn(EMA_DECAY))
         self.optimizers = self.painter.optimizers()
         self.latents = Latents(pipeline, self.device)
@@ -80,7 +80,7 @@ class FlowTraining:
         self._parts = {"painter": self.painter, "average": self.average}
         self._parts |= {f"optimizer {i}": optimizer for i, optimizer in enumerate(self.optimizers)}
         self._settings = {"recipe": repr(self.recipe), "seed": seed, "devices": self.accelerator.num_processes}
-        if not afresh:
+        if not initialise:
             self._settings["start"] = fingerprint(pipeline.transformer)
         self.stage, self.step = divmod(resume(out, self._parts, self._settings), STAGE)
         self.average.module.eval()
@@ -117,8 +117,8 @@ class FlowTraining:
             for loss in self._steps(stage, model, workers):
                 advance()
                 now, asked = time.monotonic(), self.step % CLOCK_EVERY == 0
-                late = asked and self._anywhere(now > began + 60 * minutes)
-                due = asked and self._anywhere(now > saved + 60 * checkpoint_minutes)
+                late = asked and self._on_any_process(now > began + 60 * minutes)
+                due = asked and self._on_any_process(now > saved + 60 * checkpoint_minutes)
                 last = late or self.step == steps
                 self._log(stage, loss, last)
                 if sample_every and (last or self.step % sample_every == 0):
@@ -165,7 +165,7 @@ class FlowTraining:
             self.step = step + 1
             yield loss.detach()
 
-    def _anywhere(self, here: bool) -> bool:
+    def _on_any_process(self, here: bool) -> bool:
         flag = torch.tensor(float(here), device=self.device)
         return bool(self.accelerator.reduce(flag).item())
 

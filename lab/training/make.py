@@ -6,12 +6,14 @@ import json
 import math
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+import typer
 from accelerate import PartialState
 from diffusers import AutoencoderKL, FluxPipeline
 
+from foveate.cli.common import Minutes, RunFolder, Seed, print_outcome, progress
 from foveate.demo.untrained import untrained_pipeline
 from foveate.diffusers.pipelines import load
 from foveate.utils.files import write_whole
@@ -21,7 +23,7 @@ from lab.training.recogniser import train_recogniser
 from lab.training.stages import RECIPE, Stage
 from lab.training.vae import train_vae
 
-__all__ = ["PARTS", "export", "make"]
+__all__ = ["PARTS", "export", "main", "make"]
 
 PARTS = ("recogniser", "vae", "flow")
 RECOGNISER_STEPS, VAE_STEPS = 5000, 1500
@@ -109,7 +111,9 @@ def _flow(
     track: Track,
 ) -> bool:
     pipeline, before = _beginning(out, start, seed)
-    training = FlowTraining(out / "flow", pipeline, afresh=start is None, recipe=recipe, seed=seed, compile=compile)
+    training = FlowTraining(
+        out / "flow", pipeline, initialise=start is None, recipe=recipe, seed=seed, compile=compile
+    )
     done = training.run(minutes=minutes, sample_every=sample_every, track=track)
     if training.accelerator.is_main_process:
         export(training.pipeline, out / "pipeline")
@@ -156,3 +160,34 @@ def export(pipeline: FluxPipeline, folder: Path) -> None:
         config = json.loads(path.read_text()) | changes
         config.pop("_name_or_path", None)  # a path on this machine
         write_whole(path, json.dumps(config, indent=2).encode() + b"\n")
+
+
+def main(
+    part: Annotated[str, typer.Option(help="recogniser, vae, flow (which needs the vae), or all.")] = "all",
+    out: RunFolder = Path("demo-run"),
+    start: Annotated[
+        Path | None, typer.Option(help="Pipeline folder to fine-tune: runs only the last stage of the flow.")
+    ] = None,
+    seed: Seed = 0,
+    minutes: Minutes = math.inf,
+    scale: Annotated[
+        float, typer.Option(min=0, help="Multiplies the recipe's pictures and steps; 0.01 is a quick test.")
+    ] = 1.0,
+    batch: Annotated[
+        float, typer.Option(min=0, help="Multiplies the flow's batches, made for 140 GB of memory; 0.01 fits a CPU.")
+    ] = 1.0,
+    sample_every: Annotated[int, typer.Option(min=0, help="Steps between sample pictures; 0: none.")] = 1000,
+    compile: Annotated[bool, typer.Option(help="Compile the transformer (GPU; a minute for each size).")] = False,
+) -> None:
+    """Train the built-in model from scratch: the recogniser that judges it, the autoencoder, the transformer.
+
+    You may stop it at any time; the same command resumes from the newest checkpoint. On several GPUs:
+
+    torchrun --nproc-per-node 4 -m lab built-in --compile
+    """
+    with progress() as track:
+        done = make(
+            out, part=part, start=start, seed=seed, minutes=minutes, scale=scale, batch=batch,
+            sample_every=sample_every, compile=compile, track=track,
+        )  # fmt: skip
+    print_outcome(done, out)

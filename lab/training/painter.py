@@ -40,7 +40,7 @@ class Painter(nn.Module):
             return_dict=False,
         )[0]
 
-    def start_afresh(self) -> None:
+    def initialise(self) -> None:
         """Initialise the weights: every block starts as the identity, the velocity as zero."""
         for name, module in self.transformer.named_modules():
             if isinstance(module, nn.Linear):

@@ -15,17 +15,19 @@ import random
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
+import typer
 from accelerate import Accelerator
 from jaxtyping import Bool, Int
 from torch import Tensor
 from torch.utils.data import Dataset
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaForCausalLM
 from transformers.utils import logging
 
+from foveate.cli.common import Minutes, RunFolder, Seed, console, print_outcome, progress
 from foveate.demo.facts import BLANK, SENTENCE, ask, draw_facts
 from foveate.demo.labels import EXAMPLE, draw_labelled
 from foveate.demo.lexicon import WORDS, reader_tokenizer
@@ -33,11 +35,11 @@ from foveate.training.run import Phase, Run, RunOptions
 from foveate.training.trained import Trained
 from foveate.utils.files import write_whole
 from foveate.utils.progress import Track, silent
+from lab.training.small_models import HEAD_DIM, llama_config, parallel_questions
 
-__all__ = ["Lesson", "ReaderRecipe", "ReaderTraining", "lesson", "train_reader", "untrained_reader"]
+__all__ = ["Lesson", "ReaderRecipe", "ReaderTraining", "lesson", "main", "train_reader", "untrained_reader"]
 
 START = WORDS.index("<s>")
-HEAD = 32  # channels
 LIKENESS = 2.5  # initial attention score between equal tokens
 EXAM = 10**9  # seeds from here on are held out
 EASY: dict[str, Any] = {"begun": 1.0, "numbers": 0.5}
@@ -89,29 +91,25 @@ def untrained_reader(recipe: ReaderRecipe) -> LlamaForCausalLM:
     random weights most readers never learned it.
     """
     torch.manual_seed(recipe.seed)
-    heads = recipe.width // HEAD
-    model = LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=-(-len(WORDS) // 8) * 8,
-            hidden_size=recipe.width,
-            intermediate_size=2 * recipe.width,
-            num_hidden_layers=recipe.layers,
-            num_attention_heads=heads,
-            num_key_value_heads=heads // 2,
-            max_position_embeddings=256,  # the longest lesson has 210 tokens
-            tie_word_embeddings=True,
-            bos_token_id=START,
-            eos_token_id=WORDS.index("</s>"),
-            pad_token_id=None,
-        )
+    config = llama_config(
+        -(-len(WORDS) // 8) * 8,
+        recipe.width,
+        recipe.layers,
+        num_key_value_heads=recipe.width // HEAD_DIM // 2,
+        max_position_embeddings=256,  # the longest lesson has 210 tokens
+        tie_word_embeddings=True,
+        bos_token_id=START,
+        eos_token_id=WORDS.index("</s>"),
+        pad_token_id=None,
     )
-    usual = model.config.initializer_range**2 * recipe.width * HEAD**0.5  # of the score between equal tokens
+    model = LlamaForCausalLM(config)
+    usual = model.config.initializer_range**2 * recipe.width * HEAD_DIM**0.5  # of the score between equal tokens
     with torch.no_grad():
         for layer in model.model.layers:
             attention: Any = layer.self_attn
             queries, keys = attention.q_proj.weight, attention.k_proj.weight
             queries *= (LIKENESS / usual) ** 0.5
-            keys.copy_(queries.unflatten(0, (-1, 2, HEAD))[:, 0].flatten(0, 1))
+            keys.copy_(queries.unflatten(0, (-1, 2, HEAD_DIM))[:, 0].flatten(0, 1))
     return model
 
 
@@ -135,10 +133,8 @@ class Lesson(NamedTuple):
 
     def places(self) -> tuple[Int[Tensor, "tokens"], Bool[Tensor, "tokens tokens"]]:
         """Position of each token, with every question directly after the text, and the attention mask."""
-        at = torch.arange(self.ids.shape[1], device=self.ids.device)
-        part = (at - self.text).div(self.question, rounding_mode="floor").clamp(min=-1)  # -1 is the text
-        seen = (part == -1)[None] | (part[:, None] == part)
-        return at - part.clamp(min=0) * self.question, seen & (at[:, None] >= at)
+        positions, mask = parallel_questions(self.ids.shape[1], self.text, self.question)
+        return positions.to(self.ids.device), mask.to(self.ids.device)
 
 
 def lesson(recipe: ReaderRecipe, seed: int, sentences: int, *, easy: bool = False) -> Lesson:
@@ -311,3 +307,24 @@ def train_reader(
     options = RunOptions(at_once=1, minutes=minutes, sample_every=sample_every, track=track)
     accelerator = Accelerator(mixed_precision="bf16" if torch.cuda.is_available() else "no")
     return ReaderTraining(out, recipe, accelerator, options).run(recipe.steps, "reader")
+
+
+def main(
+    out: RunFolder = Path("reader-run"),
+    steps: Annotated[int, typer.Option(min=1, help="Training steps.")] = ReaderRecipe.steps,
+    batch: Annotated[int, typer.Option(min=8, help="Texts in a step; 32 suits a CPU.")] = ReaderRecipe.batch,
+    layers: Annotated[int, typer.Option(min=2, help="Layers of the model.")] = ReaderRecipe.layers,
+    width: Annotated[int, typer.Option(min=64, help="Width of the model, a multiple of 64.")] = ReaderRecipe.width,
+    minutes: Minutes = math.inf,
+    seed: Seed = 0,
+) -> None:
+    """Train the built-in reader from scratch: a small Llama that answers questions about texts of facts.
+
+    AutoModelForCausalLM and AutoTokenizer load the folder "reader" of the run. accuracy.csv records how many
+    questions of each kind it answers, every 1,000 steps. The same command resumes from the newest checkpoint.
+    """
+    recipe = ReaderRecipe(steps=steps, batch=batch, layers=layers, width=width, seed=seed)
+    with progress() as track:
+        done = train_reader(out, recipe, minutes=minutes, track=track)
+    console.print((out / "accuracy.csv").read_text(), end="")
+    print_outcome(done, out / "reader")

@@ -20,7 +20,6 @@ from foveate.utils.files import write_whole
 __all__ = ["targets", "train_recogniser"]
 
 OPEN = -100  # target of cells that may show an object or the background
-
 NOTHING_WEIGHT = 0.15  # most cells are background
 SIDES = (64, 96, 128, 192, 256)  # pixels of the training renderings
 RUINED = 1 / 8  # fraction of pictures distorted beyond recognition, whose target is "nothing"
@@ -66,7 +65,7 @@ def train_recogniser(
         advance()
     atlas = load_atlas().to(device)
     for step in range(done, steps):
-        pictures, target, objects = _lesson(atlas, batch, (seed << 24) + step)
+        pictures, target, objects = _batch(atlas, batch, (seed << 24) + step)
         with torch.autocast(atlas.device.type, torch.bfloat16, enabled=atlas.is_cuda):
             seen = model(pictures.contiguous(memory_format=torch.channels_last))
         loss = _loss(seen.logits.float(), target, objects)
@@ -116,21 +115,21 @@ def _loss(
     return F.nll_loss(log_chance, target, weight, ignore_index=OPEN) + open_loss
 
 
-def _lesson(
-    atlas: Tensor, batch: int, moment: int
+def _batch(
+    atlas: Tensor, batch: int, seed: int
 ) -> tuple[Float[Tensor, "batch 3 128 128"], Int[Tensor, "batch 16 16"], Int[Tensor, "batch slots"]]:
-    """Pictures, targets and objects of a step, which depend on its number only."""
-    chance = torch.Generator(atlas.device).manual_seed(moment)
-    scenes = _scatter(Scenes.of(list(islice(random_scenes(moment), batch))).to(atlas.device), chance)
-    ruined = torch.rand(batch, 1, 1, generator=chance, device=chance.device) < RUINED
-    pictures = _paint(atlas, scenes, SIDES[moment % len(SIDES)], ruined, chance)
+    """Pictures, targets and objects of a training step, which depend only on the seed."""
+    generator = torch.Generator(atlas.device).manual_seed(seed)
+    scenes = _scatter(Scenes.of(list(islice(random_scenes(seed), batch))).to(atlas.device), generator)
+    ruined = torch.rand(batch, 1, 1, generator=generator, device=generator.device) < RUINED
+    pictures = _paint(atlas, scenes, SIDES[seed % len(SIDES)], ruined, generator)
     return pictures, targets(scenes).masked_fill(ruined, NOTHING), scenes.objects
 
 
-def _scatter(scenes: Scenes, chance: torch.Generator) -> Scenes:
+def _scatter(scenes: Scenes, generator: torch.Generator) -> Scenes:
     """The scenes; in half of them the objects are moved and resized at random, and dropped where they overlap."""
     batch, slots = scenes.objects.shape
-    draws = torch.rand(batch, slots, 4, generator=chance, device=chance.device)
+    draws = torch.rand(batch, slots, 4, generator=generator, device=generator.device)
     size = 0.2 + 0.55 * draws[..., :1].square()
     centre = size / 2 + (1 - size) * draws[..., 1:3]
     apart = (centre[:, :, None] - centre[:, None]).abs().amax(-1) / (size + size.mT)  # 1/2: side by side
@@ -143,16 +142,17 @@ def _scatter(scenes: Scenes, chance: torch.Generator) -> Scenes:
 
 
 def _paint(
-    atlas: Tensor, scenes: Scenes, side: int, ruined: Bool[Tensor, "batch 1 1"], chance: torch.Generator
+    atlas: Tensor, scenes: Scenes, side: int, ruined: Bool[Tensor, "batch 1 1"], generator: torch.Generator
 ) -> Float[Tensor, "batch 3 128 128"]:
     """Pictures with the defects of generated ones: other backgrounds and colours, distortion, blur and noise."""
+    device = generator.device
 
     def rand(*shape: int) -> Tensor:
-        return torch.rand(len(scenes.objects), *shape, generator=chance, device=chance.device)
+        return torch.rand(len(scenes.objects), *shape, generator=generator, device=device)
 
     colour = torch.where(rand(1) < 0.5, scenes.background, rand(3))
     slope = rand(1, 1) * (rand(3, 2) - 0.5)  # of a gradient, across and down
-    place = (torch.arange(side, device=chance.device) + 0.5) / side - 0.5
+    place = (torch.arange(side, device=device) + 0.5) / side - 0.5
     x, y = slope[..., :1, None] * place, slope[..., 1:, None] * place[:, None]
     background = (colour[..., None, None] + x + y).clamp(0, 1)
     on_black, on_white = (
@@ -161,16 +161,19 @@ def _paint(
     )
     picture = to_side(on_black + (on_white - on_black) * background)
 
-    crooked = torch.where(ruined, 8 + 8 * rand(1, 1), rand(1, 1)) * 2 / SIDE  # from about so many pixels away
-    field = torch.randn(len(picture), 2, 12, 12, generator=chance, device=chance.device) * crooked[..., None]
-    still = F.affine_grid(torch.eye(2, 3, device=chance.device).expand(len(picture), 2, 3), list(picture.shape), False)
+    distortion = torch.where(ruined, 8 + 8 * rand(1, 1), rand(1, 1)) * 2 / SIDE  # first factor in pixels
+    field = torch.randn(len(picture), 2, 12, 12, generator=generator, device=device) * distortion[..., None]
+    still = F.affine_grid(torch.eye(2, 3, device=device).expand(len(picture), 2, 3), list(picture.shape), False)
     grid = still + F.interpolate(field, (SIDE, SIDE), mode="bicubic").movedim(1, -1)
     picture = F.grid_sample(picture, grid, padding_mode="border", align_corners=False)
 
-    mixing = torch.eye(3, device=chance.device) * (0.85 + 0.3 * rand(1, 1)) + 0.12 * (rand(3, 3) - 0.5)
+    mixing = torch.eye(3, device=device) * (0.85 + 0.3 * rand(1, 1)) + 0.12 * (rand(3, 3) - 0.5)
     picture = (mixing @ picture.flatten(2) + 0.2 * (rand(3, 1) - 0.5)).unflatten(-1, (SIDE, SIDE))
 
-    pixels, sigma = torch.arange(SIDE, device=chance.device), 0.3 + torch.where(ruined, 4.0, 1.2) * rand(1, 1).square()
+    pixels, sigma = (
+        torch.arange(SIDE, device=device),
+        0.3 + torch.where(ruined, 4.0, 1.2) * rand(1, 1).square(),
+    )
     blur = (-((pixels[:, None] - pixels) / sigma).square() / 2).softmax(-1)[:, None]
-    noise = torch.randn(picture.shape, generator=chance, device=chance.device)
+    noise = torch.randn(picture.shape, generator=generator, device=device)
     return (blur @ picture @ blur.mT + 0.1 * rand(1, 1, 1).square() * noise).clamp(0, 1)

@@ -28,7 +28,7 @@ def tiny_models(monkeypatch):
 
 
 def bench(sides, **options):
-    *_, result = step.bench_step(sides, **{"text": 8, "rounds": 1, "device": "cpu", **options})
+    *_, result = step.bench_step(step.Setup.of(**{"text": 8, "device": "cpu", **options}), sides, rounds=1)
     return result
 
 
@@ -104,7 +104,7 @@ def test_sdxl_has_the_size_of_sdxl(monkeypatch):
     ],
 )
 @torch.no_grad()  # which the checks of the tests keep from a generator
-def test_a_plan_counts_as_often_as_the_schedule_makes_one(monkeypatch, method, forwards, plans):
+def test_each_plan_of_the_schedule_is_timed_once(monkeypatch, method, forwards, plans):
     made, plan = [], type(method).plan
     monkeypatch.setattr(type(method), "plan", lambda *given: made.append(0) or plan(*given))
     monkeypatch.setattr(step, "now", lambda device: len(made))  # the time is the number of plans

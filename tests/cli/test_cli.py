@@ -42,6 +42,22 @@ def run(*arguments):
     return CliRunner().invoke(app, [str(argument) for argument in arguments])
 
 
+def words(result):
+    return " ".join(re.sub("[│┃]", " ", result.output).split())
+
+
+def succeeds(*arguments):
+    result = run(*arguments)
+    assert result.exit_code == 0, result.output
+    return words(result)
+
+
+def fails(*arguments):
+    result = run(*arguments)
+    assert result.exit_code == 2, result.output
+    return words(result)
+
+
 def pixels(path):
     with Image.open(path) as picture:
         return np.asarray(picture).astype(int)
@@ -49,8 +65,7 @@ def pixels(path):
 
 def test_generate_draws_what_the_pipeline_draws_and_the_seed_repeats_it(folder, tmp_path):
     for name, seed in (("a", 1), ("b", 1), ("c", 2)):
-        result = run("generate", "a cat", "--model", folder, *SMALL, "--seed", seed, "--out", f"{name}.png")
-        assert result.exit_code == 0, result.output
+        succeeds("generate", "a cat", "--model", folder, *SMALL, "--seed", seed, "--out", f"{name}.png")
     pipe = untrained_pipeline(layers=1, single_layers=1, heads=2, rope=(4, 4, 8))
     seed = torch.Generator().manual_seed(1)
     want = pipe("a cat", height=64, width=64, num_inference_steps=2, generator=seed, max_sequence_length=64).images[0]
@@ -60,10 +75,9 @@ def test_generate_draws_what_the_pipeline_draws_and_the_seed_repeats_it(folder, 
 
 
 def test_a_picture_carries_its_settings_and_a_summary_is_printed(folder):
-    result = run(
+    output = succeeds(
         "generate", "An  Ox!", "--model", folder, *SMALL, "--method", "hilberta", "--tiles", 2, "-o", "centre=0.5"
     )
-    assert result.exit_code == 0, result.output
     with Image.open("an-ox-0-hilberta-t-2-centre-0-5.png") as picture:
         settings = picture.text
     assert settings["prompt"] == "An  Ox!"
@@ -72,67 +86,56 @@ def test_a_picture_carries_its_settings_and_a_summary_is_printed(folder):
     assert settings["model"] == str(folder)
     assert "tiles=2" in settings["method"]
     assert "centre=0.5" in settings["method"]
-    assert "HilbertA T=2" in result.output
-    assert "portable" in result.output
+    assert "HilbertA T=2" in output
+    assert "portable" in output
 
 
-def test_size_may_be_wide(folder):
-    assert (
-        run("generate", "a cat", "--model", folder, "--size", "96x64", "--steps", 1, "--out", "wide.png").exit_code
-        == 0
-    )
+def test_a_picture_can_be_wide(folder):
+    succeeds("generate", "a cat", "--model", folder, "--size", "96x64", "--steps", 1, "--out", "wide.png")
     assert pixels("wide.png").shape == (64, 96, 3)
 
 
 def test_without_a_model_the_built_in_one_draws_and_names_the_words_it_does_not_know():
-    result = run("generate", "a cat on an elefant", "--size", "32", "--steps", 1, "--device", "cpu")
-    assert result.exit_code == 0, result.output
-    output = " ".join(result.output.split())
+    output = succeeds("generate", "a cat on an elefant", "--size", "32", "--steps", 1, "--device", "cpu")
     assert "never taught 'elefant' (known: elephant," in output
     assert "'cat'" not in output
-    output = " ".join(run("generate", "3 cats 🍎", "--size", "32", "--steps", 1, "--device", "cpu").output.split())
+    output = succeeds("generate", "3 cats 🍎", "--size", "32", "--steps", 1, "--device", "cpu")
     assert "never taught '3', 'cats' (known: cat" in output
     assert "'🍎'" in output
     assert pixels("a-cat-on-an-elefant-0.png").shape == (32, 32, 3)
-    assert "never taught" not in run("generate", "a cat", "--size", "32", "--steps", 1, "--device", "cpu").output
+    assert "never taught" not in succeeds("generate", "a cat", "--size", "32", "--steps", 1, "--device", "cpu")
 
 
 def test_the_built_in_model_takes_no_guidance_scale(tmp_path):
-    result = run("generate", "a cat", "--guidance", 3, "--device", "cpu")
-    assert result.exit_code == 2
-    assert "takes no guidance scale (3.0): leave --guidance out" in result.output
+    output = fails("generate", "a cat", "--guidance", 3, "--device", "cpu")
+    assert "takes no guidance scale (3.0): leave --guidance out" in output
     assert list(tmp_path.iterdir()) == []
 
 
 def test_generate_takes_several_methods_at_once(folder):
-    result = run(
+    output = succeeds(
         "generate", "a cat", "--model", folder, *SMALL, "--method", "hilberta:tiles=2+toma:keep=0.25,tile=(2,2)"
     )
-    assert result.exit_code == 0, result.output
-    assert "HilbertA T=2 + ToMA" in " ".join(result.output.split())
-    result = run("generate", "a cat", "--model", folder, *SMALL, "--method", "hilberta+toma", "-o", "keep=0.5")
-    assert result.exit_code == 2
-    assert "write all options into --method" in " ".join(result.output.split())
+    assert "HilbertA T=2 + ToMA" in output
+    output = fails("generate", "a cat", "--model", folder, *SMALL, "--method", "hilberta+toma", "-o", "keep=0.5")
+    assert "write all options into --method" in output
 
 
 def test_log_linear_attention_is_a_method_like_any_other(tmp_path):
     untrained_pipeline(layers=1, single_layers=1, heads=1, rope=(8, 12, 12)).save_pretrained(tmp_path / "wide")
     options = "--model", "wide", *SMALL
-    result = run("generate", "a cat", *options, "--method", "llsa:top_k=4,enrich=false,min_tokens=0")
-    assert result.exit_code == 0, result.output
-    assert "LLSA K=4 enrich=False" in result.output
-    result = run("eval", *options, "--prompts", 2, "--method", "llsa:top_k=4,min_tokens=0", "--out", "eval")
-    assert result.exit_code == 0, result.output
+    output = succeeds("generate", "a cat", *options, "--method", "llsa:top_k=4,enrich=false,min_tokens=0")
+    assert "LLSA K=4 enrich=False" in output
+    output = succeeds("eval", *options, "--prompts", 2, "--method", "llsa:top_k=4,min_tokens=0", "--out", "eval")
     assert json.loads((tmp_path / "eval" / "scores.json").read_text())["scores"][2]["flop_bound"] > 1
-    result = run("eval", *options, "--prompts", 2, "--method", "llsa", "--out", "eval")
-    assert "fewer than min_tokens=1024: LLSA K=8 would only repeat dense" in " ".join(result.output.split())
-    result = run("generate", "a cat", "--method", "llsa:block_size=8")
-    assert "block_size must be one of 16, 32, 64, not 8" in " ".join(result.output.split())
+    output = fails("eval", *options, "--prompts", 2, "--method", "llsa", "--out", "eval")
+    assert "fewer than min_tokens=1024: LLSA K=8 would only repeat dense" in output
+    output = fails("generate", "a cat", "--method", "llsa:block_size=8")
+    assert "block_size must be one of 16, 32, 64, not 8" in output
 
 
 def test_compare_makes_one_page_with_every_picture_and_names_what_it_left_out(folder, tmp_path):
-    result = run("compare", "a cat", "--model", folder, *SMALL, "--rounds", 2, "--out", "out")
-    assert result.exit_code == 0, result.output
+    succeeds("compare", "a cat", "--model", folder, *SMALL, "--rounds", 2, "--out", "out")
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
         "dense.png",
         "hilberta-t-4.png",
@@ -176,9 +179,293 @@ def test_ctrl_c_while_drawing_leaves_no_half_picture(folder, tmp_path, monkeypat
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_file_as_the_output_folder_is_refused_before_anything_is_drawn(folder, tmp_path):
+    (tmp_path / "taken").write_text("mine")
+    output = fails("compare", "a cat", "--model", folder, *SMALL, "--out", "taken")
+    assert "taken is a file" in output
+    assert (tmp_path / "taken").read_text() == "mine"
+
+
+def test_an_error_without_a_message_is_still_one_line(folder, monkeypatch):
+    def silent(*_args, **_more):
+        raise OSError
+
+    monkeypatch.setattr("foveate.diffusers.pipelines.draw", silent)
+    output = fails("generate", "a cat", "--model", folder, *SMALL)
+    assert "something failed without a message" in output
+
+
+def test_folders_without_a_usable_pipeline_are_named(folder, tmp_path):
+    (tmp_path / "empty").mkdir()
+    headless = tmp_path / "headless"
+    pipe = untrained_pipeline(layers=1, single_layers=1, heads=2, rope=(4, 4, 8))
+    pipe.save_pretrained(headless)
+    for file in (headless / "transformer").iterdir():
+        file.unlink()
+    other = tmp_path / "other"
+    unet = UNet2DModel(sample_size=8, block_out_channels=(4,), down_block_types=("DownBlock2D",),
+                       up_block_types=("UpBlock2D",), norm_num_groups=2, attention_head_dim=4)  # fmt: skip
+    DDPMPipeline(unet, DDPMScheduler()).save_pretrained(other)
+    for model, message in (
+        ("empty", "empty is no pipeline folder: name one that holds a model_index.json"),
+        ("headless", "cannot load headless"),
+        ("nobody/nothing", "cannot load nobody/nothing"),
+    ):
+        output = fails("generate", "a cat", "--model", model, *SMALL)
+        assert message in output
+    output = fails("compare", "a cat", "--model", "other", *SMALL)
+    assert "UNet2DModel is not supported" in output
+
+
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    "damaged",
     [
+        "transformer/diffusion_pytorch_model.safetensors",
+        "text_encoder/model.safetensors",
+        "vae/config.json",
+        "tokenizer/tokenizer.json",
+        "scheduler/scheduler_config.json",
+    ],
+)
+@pytest.mark.parametrize("how", ["cut off", "gone"])
+def test_a_damaged_model_is_one_clear_line(folder, tmp_path, monkeypatch, damaged, how):
+    copied = tmp_path / "copy"
+    shutil.copytree(folder, copied)
+    file = copied / damaged
+    if how == "gone":
+        file.unlink()
+    else:
+        file.write_bytes(file.read_bytes()[:-40])
+    output = fails("generate", "a cat", "--model", copied, *SMALL)
+    assert "cannot load" in output
+    monkeypatch.setattr("foveate.cli.common.PIPELINE", copied)
+    output = fails("generate", "a cat", *SMALL)
+    assert "the built-in model is damaged, install foveate again" in output
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory"), MemoryError()])
+def test_out_of_memory_is_one_line_with_remedies(folder, tmp_path, monkeypatch, error):
+    def out_of_memory(*_args, **_more):
+        raise error
+
+    monkeypatch.setattr("foveate.diffusers.pipelines.draw", out_of_memory)
+    output = fails("generate", "a cat", "--model", folder, *SMALL)
+    assert "out of memory: use a smaller --size" in output
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_curves_draws_and_prints_the_metrics():
+    output = succeeds("curves", "moore", "--size", "32x16", "--tiles", 8, "--phase", 1)
+    assert pixels("moore-32x16.png").shape[1] > 500
+    assert "EAS" in output
+    for arguments, message in ((["peano"], "unknown curve 'peano'"), (["--size", "999"], "at most 256 x 256")):
+        output = fails("curves", *arguments)
+        assert message in output
+
+
+def test_info_names_versions_devices_and_backends():
+    output = succeeds("info")
+    for word in ("foveate", "torch", "Python", "CPU", "block_attention on cpu", "portable", "hilberta"):
+        assert word in output
+
+
+def test_eval_scores_pictures_and_resumes(folder, tmp_path):
+    command = ["eval", "--method", "hilberta:tiles=2,centre=0.5", "--model", folder, *SMALL, "--prompts", 3]
+    output = succeeds(*command)
+    for word in ("real", "dense", "HilbertA T=2", "objects", "PSNR"):
+        assert word in output
+    scores = json.loads((tmp_path / "eval" / "scores.json").read_text())
+    assert [score["label"] for score in scores["scores"]] == ["real", "dense", "HilbertA T=2 centre=0.5"]
+    assert pixels("eval/sheet.png").size
+    written = {path: path.stat().st_mtime_ns for path in (tmp_path / "eval").rglob("0*.png")}
+    assert len(written) == 6
+    succeeds(*command)
+    assert {path: path.stat().st_mtime_ns for path in (tmp_path / "eval").rglob("0*.png")} == written
+
+
+def test_demo_info_tells_size_recipe_vocabulary_and_licence():
+    output = succeeds("demo", "info")
+    for words in (
+        "MB",
+        "M parameters",
+        "a red apple",
+        "turquoise",
+        "A above B",
+        "SIL Open Font License",
+        "pictures of",
+    ):
+        assert words in output
+
+
+DISTIL = ["--tiles", 2, "-o", "centre=0.5", "--optimizer", "adamw", "--rate", 0.05, "--batch", 1, "--size", "64"]
+DISTIL += ["--draw-steps", 1, "--device", "cpu"]
+TITLE, SLUG = "HilbertA T=2 centre=0.5", "hilberta-t-2-centre-0-5"
+
+
+@pytest.fixture(scope="module")
+def lora(folder, tmp_path_factory):
+    """A LoRA of the tiny model, distilled from a shell."""
+    path = tmp_path_factory.mktemp("loras")
+    (path / "prompts.txt").write_text("a cat\n\nan owl\n")
+    options = ["--prompts", path / "prompts.txt", "--pictures", 3, "--steps", 2, "--out", path / "lora"]
+    output = succeeds("distill", "--model", folder, *options, *DISTIL)
+    assert "done" in output
+    return path / "lora"
+
+
+def test_distill_leaves_a_lora_and_generate_applies_its_method(folder, lora):
+    assert len(list((lora / "pairs").glob("*.safetensors"))) == 3
+    output = succeeds("generate", "a cat", "--model", folder, *SMALL, "--lora", lora, "--out", "ours.png")
+    assert "HilbertA T=2" in output
+    with Image.open("ours.png") as picture:
+        assert "tiles=2" in picture.text["method"]
+        assert picture.text["lora"] == str(lora)
+    pipe = untrained_pipeline(layers=1, single_layers=1, heads=2, rope=(4, 4, 8))
+    pipe.load_lora_weights(lora, weight_name="pytorch_lora_weights.safetensors")
+    with foveate.apply(pipe, foveate.HilbertA(tiles=2, centre=0.5)):
+        seed = torch.Generator().manual_seed(0)
+        size = {"height": 64, "width": 64, "num_inference_steps": 2, "max_sequence_length": 64}
+        want = pipe("a cat", generator=seed, **size).images[0]
+    assert (pixels("ours.png") == np.asarray(want)).all()
+    arguments = ["--lora", lora, "--method", "hilberta", "--tiles", 2, "-o", "end_percent=0", "--out", "early.png"]
+    output = succeeds("generate", "a cat", "--model", folder, *SMALL, *arguments)
+    assert "1 of 2 forwards sparse" in output
+
+
+def test_compare_and_eval_show_the_distilled_method_beside_the_others(folder, lora, tmp_path):
+    output = succeeds("compare", "a cat", "--model", folder, *SMALL, "--rounds", 1, "--lora", lora, "--out", "out")
+    names = {path.stem for path in (tmp_path / "out").glob("*.png")}
+    assert names == {
+        "dense", "hilberta-t-4", "toma-keep-0-5", "toma-keep-0-25", "llsa-k-8", SLUG, f"{SLUG}-distilled"
+    }  # fmt: skip
+    assert (pixels(f"out/{SLUG}.png") != pixels(f"out/{SLUG}-distilled.png")).any()
+    output = succeeds("eval", "--model", folder, *SMALL, "--prompts", 2, "--lora", lora)
+    scores = json.loads((tmp_path / "eval" / "scores.json").read_text())["scores"]
+    assert [score["label"] for score in scores] == ["real", "dense", TITLE, f"{TITLE}, distilled"]
+    for arguments in (["compare", "a cat"], ["eval"], ["generate", "a cat"]):
+        output = fails(*arguments, "--model", folder, *SMALL, "--lora", "nowhere")
+        assert "cannot find the LoRA nowhere: there is no such file" in output
+    output = fails("generate", "a cat", "--model", folder, *SMALL, "--lora", "built-in")
+    assert "does not fit this model" in output
+
+
+def test_a_lora_sets_the_size_that_it_was_distilled_with(folder, lora):
+    output = succeeds(
+        "generate", "a cat", "--model", folder, "--steps", 1, "--device", "cpu", "--lora", lora, "--out", "a.png"
+    )
+    assert pixels("a.png").shape == (64, 64, 3)
+    assert "other sizes may be worse" not in output
+    output = succeeds(
+        "generate", "a cat", "--model", folder, *SMALL[2:], "--size", 96, "--lora", lora, "--out", "b.png"
+    )
+    assert "distilled with 64 x 64 px: other sizes may be worse than without it" in output
+    assert pixels("b.png").shape == (96, 96, 3)
+
+
+def test_a_page_marks_methods_that_run_in_some_steps_only(folder, tmp_path):
+    pipe, request = load(str(folder), "cpu", "float32"), Request("a cat", (64, 64), 2, None, 0)
+    late = foveate.HilbertA(tiles=2, start_percent=0.5)
+    page = side_by_side.compare(pipe, request, [late], tmp_path, settings={}, rounds=1).read_text()
+    assert "HilbertA T=2 start_percent=0.5 works in a part of the steps: its time is that of a step in" in page
+
+
+def test_the_built_in_model_draws_with_its_lora():
+    output = succeeds("generate", "an owl", *SMALL, "--lora", "built-in")
+    assert "HilbertA T=4" in output
+    with Image.open("an-owl-0-hilberta-t-4-start-percent-0-2-distilled.png") as picture:
+        assert picture.text["lora"] == "built-in"
+
+
+def test_distill_learns_from_given_pictures(folder, tmp_path):
+    (tmp_path / "mine").mkdir()
+    for name, caption in (("one", "a cat"), ("two", "an owl"), ("three", "a car")):
+        Image.effect_noise((64, 80), 50).save(tmp_path / "mine" / f"{name}.png")
+        (tmp_path / "mine" / f"{name}.txt").write_text(caption)
+    succeeds("distill", "--model", folder, "--images", "mine", "--pictures", 2, "--steps", 1, *DISTIL)
+    sources = []
+    for path in sorted((tmp_path / "distilled" / "pairs").glob("*.safetensors")):
+        with safe_open(path, "pt") as pair:
+            sources.append(pair.metadata()["source"])
+    assert sources == ["one.png: a cat", "three.png: a car"]
+
+
+def test_distill_never_uses_evaluation_captions_of_the_built_in_model(folder, monkeypatch):
+    monkeypatch.setattr("foveate.cli.common.PIPELINE", folder)
+    some_drawn = lambda _pipe, some: drawn.extend(one.prompt for one in some) or [{}]  # noqa: E731
+    monkeypatch.setattr("foveate.training.pairs._drawn", some_drawn)
+    drawn = []
+    assert run("distill", "--pictures", 30, "--steps", 1, *DISTIL).exit_code != 0  # there is nothing in the pairs
+    judged = {scene.caption for _, scene in zip(range(5000), scenes(42, evaluation=True), strict=False)}
+    assert len(set(drawn)) > 25
+    assert not set(drawn) & judged
+
+
+TRAIN = ["--dit", "DiT-XS", "--patch", 4, "--device", "cpu"]
+
+
+@pytest.fixture
+def one_sample(monkeypatch):
+    """Draw one picture on a sheet of samples, which takes most of the time of these runs."""
+    monkeypatch.setattr("foveate.cli.train.SHOWN", 1)
+
+
+@pytest.mark.usefixtures("one_sample")
+def test_train_leaves_a_folder_that_generate_draws_with(tmp_path):
+    output = succeeds("train", "--sizes", "16:1:2,32:1", "--batch", 2, *TRAIN)
+    assert "done" in output
+    output = succeeds("train", "--sizes", "16:1:2,32:2:2", "--minutes", 0, *TRAIN)
+    assert "done" in output  # its last step was made in time
+    assert len((tmp_path / "trained" / "log.csv").read_text().splitlines()) == 3
+    output = succeeds("generate", "a cat", "--model", "trained", "--steps", 2, "--device", "cpu", "--out", "cat.png")
+    pipe = PixelPipeline.from_pretrained("trained")
+    want = pipe("a cat", num_inference_steps=2, generator=torch.Generator().manual_seed(0)).images[0]
+    assert pixels("cat.png").shape == (32, 32, 3)
+    assert abs(pixels("cat.png") - np.asarray(want).astype(int)).max() <= 1
+    output = fails("generate", "a cat", "--model", "trained", "--steps", 1, "--method", "hilberta", "--device", "cpu")
+    assert "PixelDiT" in output
+    for method, said in ([], "log-linear"), (["--method", "dense"], "dense"):
+        drawn = "cat", "--model", "trained", "--steps", 1, "--size", 128, "--device", "cpu", "--out", f"{said}.png"
+        succeeds("generate", *drawn, *method)
+        with Image.open(f"{said}.png") as picture:
+            assert picture.text["method"] == said
+    output = succeeds("compare", "a cat", "--model", "trained", "--steps", 1, "--rounds", 1, "--device", "cpu")
+    assert sorted(path.name for path in (tmp_path / "compare").glob("*.png")) == ["dense.png", "llsa-k-8.png"]
+
+
+@pytest.mark.usefixtures("one_sample")
+def test_train_starts_from_the_weights_of_another_run(tmp_path):
+    succeeds("train", "--sizes", "16:1:1", *TRAIN)
+    again = ["--seed", 1, "--rate", 1e-9, "--start", "trained", "--out", "again"]
+    succeeds("train", "--sizes", "32:1:1", *TRAIN, *again)
+    before, after = (PixelPipeline.from_pretrained(name).transformer.state_dict() for name in ("trained", "again"))
+    torch.testing.assert_close(after, before)
+    again[-1] = "others"
+    output = fails("train", "--sizes", "32:1:1", *TRAIN, "--patch", 8, *again)
+    assert "--start trained does not fit: give the --dit and --patch" in output
+    weights = tmp_path / "trained/transformer/diffusion_pytorch_model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    output = fails("train", "--sizes", "32:1:1", *TRAIN, *again)
+    assert "cannot load trained" in output
+    assert not (tmp_path / "others").exists()
+
+
+def test_train_learns_from_a_folder_with_or_without_captions(tmp_path):
+    (tmp_path / "mine").mkdir()
+    Image.effect_noise((40, 40), 50).save(tmp_path / "mine" / "one.png")
+    options = ["--data", "mine", "--sizes", "32x16:1:1", *TRAIN]
+    succeeds("train", *options, "--attention", "dense", "--out", "bare")
+    assert PixelPipeline.from_pretrained("bare").transformer.config.attention == "dense"
+    succeeds("generate", "", "--model", "bare", "--steps", 1, "--device", "cpu", "--out", "a.png")
+    assert pixels("a.png").shape == (16, 32, 3)
+    (tmp_path / "mine" / "one.txt").write_text("a cat")
+    succeeds("train", *options, "--no-enrich", "--top-k", 3, "--out", "captioned")
+    trained = PixelPipeline.from_pretrained("captioned")
+    assert (trained.transformer.config.enrich, trained.transformer.config.top_k) == (False, 3)
+    assert trained.text_encoder is not None
+
+
+BAD_INPUT = {
+    "generate": [
         (["--method", "hilbert"], "unknown method 'hilbert' (did you mean hilberta?): choose one of"),
         (["--method", "hilberta", "-o", "tile=3"], "HilbertA has no option 'tile' (did you mean tiles?)"),
         (["--method", "hilberta", "-o", "centre"], "option centre has no value: write -o centre=VALUE"),
@@ -205,288 +492,14 @@ def test_ctrl_c_while_drawing_leaves_no_half_picture(folder, tmp_path, monkeypat
         (["--guidance", "-1"], "--guidance"),
         (["--seed", "-1"], "--seed"),
     ],
-)
-def test_bad_input_is_one_clear_line_and_exit_code_2(folder, tmp_path, arguments, message):
-    result = run("generate", "a cat", "--model", folder, *SMALL, *arguments)
-    assert result.exit_code == 2, result.output
-    assert message in " ".join(result.output.replace("│", " ").split())
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_a_file_in_the_place_of_the_folder_is_refused_before_anything_is_drawn(folder, tmp_path):
-    (tmp_path / "taken").write_text("mine")
-    result = run("compare", "a cat", "--model", folder, *SMALL, "--out", "taken")
-    assert result.exit_code == 2
-    assert "taken is a file" in result.output
-    assert (tmp_path / "taken").read_text() == "mine"
-
-
-def test_an_error_without_a_message_is_still_one_line(folder, monkeypatch):
-    def silent(*_args, **_more):
-        raise OSError
-
-    monkeypatch.setattr("foveate.diffusers.pipelines.draw", silent)
-    result = run("generate", "a cat", "--model", folder, *SMALL)
-    assert result.exit_code == 2
-    assert "something failed without a message" in result.output
-
-
-def test_folders_that_hold_no_usable_pipeline_are_named(folder, tmp_path):
-    (tmp_path / "empty").mkdir()
-    headless = tmp_path / "headless"
-    pipe = untrained_pipeline(layers=1, single_layers=1, heads=2, rope=(4, 4, 8))
-    pipe.save_pretrained(headless)
-    for file in (headless / "transformer").iterdir():
-        file.unlink()
-    other = tmp_path / "other"
-    unet = UNet2DModel(sample_size=8, block_out_channels=(4,), down_block_types=("DownBlock2D",),
-                       up_block_types=("UpBlock2D",), norm_num_groups=2, attention_head_dim=4)  # fmt: skip
-    DDPMPipeline(unet, DDPMScheduler()).save_pretrained(other)
-    for model, message in (
-        ("empty", "empty is no pipeline folder: name one that holds a model_index.json"),
-        ("headless", "cannot load headless"),
-        ("nobody/nothing", "cannot load nobody/nothing"),
-    ):
-        result = run("generate", "a cat", "--model", model, *SMALL)
-        assert result.exit_code == 2, result.output
-        assert message in result.output
-    result = run("compare", "a cat", "--model", "other", *SMALL)
-    assert result.exit_code == 2
-    assert "UNet2DModel is not supported" in result.output
-
-
-@pytest.mark.parametrize(
-    "damaged",
-    [
-        "transformer/diffusion_pytorch_model.safetensors",
-        "text_encoder/model.safetensors",
-        "vae/config.json",
-        "tokenizer/tokenizer.json",
-        "scheduler/scheduler_config.json",
-    ],
-)
-@pytest.mark.parametrize("how", ["cut off", "gone"])
-def test_a_damaged_model_is_one_clear_line(folder, tmp_path, monkeypatch, damaged, how):
-    copied = tmp_path / "copy"
-    shutil.copytree(folder, copied)
-    file = copied / damaged
-    if how == "gone":
-        file.unlink()
-    else:
-        file.write_bytes(file.read_bytes()[:-40])
-    result = run("generate", "a cat", "--model", copied, *SMALL)
-    assert result.exit_code == 2, result.output
-    assert "cannot load" in result.output
-    monkeypatch.setattr("foveate.cli.common.PIPELINE", copied)
-    result = run("generate", "a cat", *SMALL)
-    assert result.exit_code == 2, result.output
-    assert "the built-in model is damaged, install foveate again" in " ".join(result.output.split())
-
-
-@pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory"), MemoryError()])
-def test_out_of_memory_is_one_line_with_remedies(folder, tmp_path, monkeypatch, error):
-    def out_of_memory(*_args, **_more):
-        raise error
-
-    monkeypatch.setattr("foveate.diffusers.pipelines.draw", out_of_memory)
-    result = run("generate", "a cat", "--model", folder, *SMALL)
-    assert result.exit_code == 2
-    assert "out of memory: use a smaller --size" in result.output
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_curves_draws_and_prints_the_metrics():
-    result = run("curves", "moore", "--size", "32x16", "--tiles", 8, "--phase", 1)
-    assert result.exit_code == 0, result.output
-    assert pixels("moore-32x16.png").shape[1] > 500
-    assert "EAS" in result.output
-    for arguments, message in ((["peano"], "unknown curve 'peano'"), (["--size", "999"], "at most 256 x 256")):
-        result = run("curves", *arguments)
-        assert result.exit_code == 2
-        assert message in result.output
-
-
-def test_info_names_versions_devices_and_backends():
-    result = run("info")
-    assert result.exit_code == 0, result.output
-    for word in ("foveate", "torch", "Python", "CPU", "block_attention on cpu", "portable", "hilberta"):
-        assert word in result.output
-
-
-def test_eval_judges_and_goes_on_where_it_was(folder, tmp_path):
-    command = ["eval", "--method", "hilberta:tiles=2,centre=0.5", "--model", folder, *SMALL, "--prompts", 3]
-    result = run(*command)
-    assert result.exit_code == 0, result.output
-    for word in ("real", "dense", "HilbertA T=2", "objects", "PSNR"):
-        assert word in result.output
-    scores = json.loads((tmp_path / "eval" / "scores.json").read_text())
-    assert [score["label"] for score in scores["scores"]] == ["real", "dense", "HilbertA T=2 centre=0.5"]
-    assert pixels("eval/sheet.png").size
-    written = {path: path.stat().st_mtime_ns for path in (tmp_path / "eval").rglob("0*.png")}
-    assert len(written) == 6
-    assert run(*command).exit_code == 0
-    assert {path: path.stat().st_mtime_ns for path in (tmp_path / "eval").rglob("0*.png")} == written
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
+    "eval": [
         (["--method", "hilbert"], "unknown method 'hilbert' (did you mean hilberta?): choose one of"),
         (["--method", "hilberta:tile=3"], "HilbertA has no option 'tile'"),
         (["--method", "hilberta:tiles=9"], "use tiles<=8"),
         (["--size", "64x32"], "knows square pictures, not 64 x 32 px"),
         (["--prompts", "1"], "--prompts"),
     ],
-)
-def test_bad_input_of_eval_is_one_clear_line(folder, arguments, message):
-    result = run("eval", "--model", folder, *SMALL, "--prompts", 2, *arguments)
-    assert result.exit_code == 2, result.output
-    assert message in " ".join(result.output.replace("│", " ").split())
-
-
-def test_demo_info_tells_size_recipe_vocabulary_and_licence():
-    result = run("demo", "info")
-    assert result.exit_code == 0, result.output
-    output = " ".join(re.sub("[│┃]", " ", result.output).split())
-    for words in (
-        "MB",
-        "M parameters",
-        "a red apple",
-        "turquoise",
-        "A above B",
-        "SIL Open Font License",
-        "pictures of",
-    ):
-        assert words in output
-
-
-DISTIL = ["--tiles", 2, "-o", "centre=0.5", "--optimizer", "adamw", "--rate", 0.05, "--batch", 1, "--size", "64"]
-DISTIL += ["--draw-steps", 1, "--device", "cpu"]
-TITLE, SLUG = "HilbertA T=2 centre=0.5", "hilberta-t-2-centre-0-5"
-
-
-@pytest.fixture(scope="module")
-def lora(folder, tmp_path_factory):
-    """A LoRA of the tiny model, distilled from a shell."""
-    path = tmp_path_factory.mktemp("loras")
-    (path / "prompts.txt").write_text("a cat\n\nan owl\n")
-    options = ["--prompts", path / "prompts.txt", "--pictures", 3, "--steps", 2, "--out", path / "lora"]
-    result = run("distill", "--model", folder, *options, *DISTIL)
-    assert result.exit_code == 0, result.output
-    assert "done" in result.output
-    return path / "lora"
-
-
-def test_distill_leaves_a_lora_and_generate_applies_its_method(folder, lora):
-    assert len(list((lora / "pairs").glob("*.safetensors"))) == 3
-    result = run("generate", "a cat", "--model", folder, *SMALL, "--lora", lora, "--out", "ours.png")
-    assert result.exit_code == 0, result.output
-    assert "HilbertA T=2" in result.output
-    with Image.open("ours.png") as picture:
-        assert "tiles=2" in picture.text["method"]
-        assert picture.text["lora"] == str(lora)
-    pipe = untrained_pipeline(layers=1, single_layers=1, heads=2, rope=(4, 4, 8))
-    pipe.load_lora_weights(lora, weight_name="pytorch_lora_weights.safetensors")
-    with foveate.apply(pipe, foveate.HilbertA(tiles=2, centre=0.5)):
-        seed = torch.Generator().manual_seed(0)
-        size = {"height": 64, "width": 64, "num_inference_steps": 2, "max_sequence_length": 64}
-        want = pipe("a cat", generator=seed, **size).images[0]
-    assert (pixels("ours.png") == np.asarray(want)).all()
-    arguments = ["--lora", lora, "--method", "hilberta", "--tiles", 2, "-o", "end_percent=0", "--out", "early.png"]
-    result = run("generate", "a cat", "--model", folder, *SMALL, *arguments)
-    assert "1 of 2 forwards sparse" in result.output
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--tiles", 4], "was distilled for tiles=2, not 4: leave tiles out"),
-        (["--method", "dense"], "was distilled for HilbertA T=2 centre=0.5, not dense"),
-        (["--method", "hilberta", "-o", "centre=0.25"], "was distilled for centre=0.5, not 0.25"),
-    ],
-)
-def test_a_method_that_contradicts_the_lora_is_refused(folder, lora, arguments, message):
-    result = run("generate", "a cat", "--model", folder, *SMALL, "--lora", lora, *arguments)
-    assert result.exit_code == 2, result.output
-    assert message in " ".join(result.output.split())
-
-
-def test_compare_and_eval_show_what_was_distilled_beside_the_rest(folder, lora, tmp_path):
-    result = run("compare", "a cat", "--model", folder, *SMALL, "--rounds", 1, "--lora", lora, "--out", "out")
-    assert result.exit_code == 0, result.output
-    names = {path.stem for path in (tmp_path / "out").glob("*.png")}
-    assert names == {
-        "dense", "hilberta-t-4", "toma-keep-0-5", "toma-keep-0-25", "llsa-k-8", SLUG, f"{SLUG}-distilled"
-    }  # fmt: skip
-    assert (pixels(f"out/{SLUG}.png") != pixels(f"out/{SLUG}-distilled.png")).any()
-    result = run("eval", "--model", folder, *SMALL, "--prompts", 2, "--lora", lora)
-    assert result.exit_code == 0, result.output
-    scores = json.loads((tmp_path / "eval" / "scores.json").read_text())["scores"]
-    assert [score["label"] for score in scores] == ["real", "dense", TITLE, f"{TITLE}, distilled"]
-    for arguments in (["compare", "a cat"], ["eval"], ["generate", "a cat"]):
-        result = run(*arguments, "--model", folder, *SMALL, "--lora", "nowhere")
-        assert result.exit_code == 2
-        assert "cannot find the LoRA nowhere: there is no such file" in result.output
-    result = run("generate", "a cat", "--model", folder, *SMALL, "--lora", "built-in")
-    assert result.exit_code == 2
-    assert "does not fit this model" in result.output
-
-
-def test_a_lora_brings_the_size_that_it_was_distilled_with(folder, lora):
-    result = run(
-        "generate", "a cat", "--model", folder, "--steps", 1, "--device", "cpu", "--lora", lora, "--out", "a.png"
-    )
-    assert result.exit_code == 0, result.output
-    assert pixels("a.png").shape == (64, 64, 3)
-    assert "other sizes may be worse" not in result.output
-    result = run("generate", "a cat", "--model", folder, *SMALL[2:], "--size", 96, "--lora", lora, "--out", "b.png")
-    assert "distilled with 64 x 64 px: other sizes may be worse than without it" in " ".join(result.output.split())
-    assert pixels("b.png").shape == (96, 96, 3)
-
-
-def test_a_page_says_what_works_in_a_part_of_the_steps(folder, tmp_path):
-    pipe, request = load(str(folder), "cpu", "float32"), Request("a cat", (64, 64), 2, None, 0)
-    late = foveate.HilbertA(tiles=2, start_percent=0.5)
-    page = side_by_side.compare(pipe, request, [late], tmp_path, settings={}, rounds=1).read_text()
-    assert "HilbertA T=2 start_percent=0.5 works in a part of the steps: its time is that of a step in" in page
-
-
-def test_the_built_in_model_draws_with_its_lora():
-    result = run("generate", "an owl", *SMALL, "--lora", "built-in")
-    assert result.exit_code == 0, result.output
-    assert "HilbertA T=4" in result.output
-    with Image.open("an-owl-0-hilberta-t-4-start-percent-0-2-distilled.png") as picture:
-        assert picture.text["lora"] == "built-in"
-
-
-def test_distill_learns_from_pictures_that_are_given(folder, tmp_path):
-    (tmp_path / "mine").mkdir()
-    for name, caption in (("one", "a cat"), ("two", "an owl"), ("three", "a car")):
-        Image.effect_noise((64, 80), 50).save(tmp_path / "mine" / f"{name}.png")
-        (tmp_path / "mine" / f"{name}.txt").write_text(caption)
-    result = run("distill", "--model", folder, "--images", "mine", "--pictures", 2, "--steps", 1, *DISTIL)
-    assert result.exit_code == 0, result.output
-    sources = []
-    for path in sorted((tmp_path / "distilled" / "pairs").glob("*.safetensors")):
-        with safe_open(path, "pt") as pair:
-            sources.append(pair.metadata()["source"])
-    assert sources == ["one.png: a cat", "three.png: a car"]
-
-
-def test_distill_invents_captions_for_the_built_in_model_and_none_that_are_judged(folder, monkeypatch):
-    monkeypatch.setattr("foveate.cli.common.PIPELINE", folder)
-    some_drawn = lambda _pipe, some: drawn.extend(one.prompt for one in some) or [{}]  # noqa: E731
-    monkeypatch.setattr("foveate.training.pairs._drawn", some_drawn)
-    drawn = []
-    assert run("distill", "--pictures", 30, "--steps", 1, *DISTIL).exit_code != 0  # there is nothing in the pairs
-    judged = {scene.caption for _, scene in zip(range(5000), scenes(42, evaluation=True), strict=False)}
-    assert len(set(drawn)) > 25
-    assert not set(drawn) & judged
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
+    "distill": [
         ([], "name what to draw with --prompts FILE"),
         (["--prompts", "empty.txt"], "empty.txt holds no prompts: write one a line"),
         (["--prompts", "nowhere.txt"], "nowhere.txt"),
@@ -505,89 +518,7 @@ def test_distill_invents_captions_for_the_built_in_model_and_none_that_are_judge
         ),
         (["--prompts", "one.txt", "--guidance", 3], "takes no guidance scale"),
     ],
-)
-def test_bad_input_of_distill_is_one_clear_line(folder, tmp_path, arguments, message):
-    (tmp_path / "empty.txt").write_text("\n")
-    (tmp_path / "one.txt").write_text("a cat")
-    result = run("distill", "--model", folder, "--steps", 1, *DISTIL, *arguments)
-    assert result.exit_code == 2, result.output
-    assert message in " ".join(result.output.split())
-    assert not (tmp_path / "distilled").exists()
-
-
-TRAIN = ["--dit", "DiT-XS", "--patch", 4, "--device", "cpu"]
-
-
-@pytest.fixture
-def one_sample(monkeypatch):
-    """Draw one picture on a sheet of samples, which takes most of the time of these runs."""
-    monkeypatch.setattr("foveate.cli.train.SHOWN", 1)
-
-
-@pytest.mark.usefixtures("one_sample")
-def test_train_leaves_a_folder_that_generate_draws_with(tmp_path):
-    result = run("train", "--sizes", "16:1:2,32:1", "--batch", 2, *TRAIN)
-    assert result.exit_code == 0, result.output
-    assert "done" in result.output
-    result = run("train", "--sizes", "16:1:2,32:2:2", "--minutes", 0, *TRAIN)
-    assert "done" in result.output  # its last step was made in time
-    assert len((tmp_path / "trained" / "log.csv").read_text().splitlines()) == 3
-    result = run("generate", "a cat", "--model", "trained", "--steps", 2, "--device", "cpu", "--out", "cat.png")
-    assert result.exit_code == 0, result.output
-    pipe = PixelPipeline.from_pretrained("trained")
-    want = pipe("a cat", num_inference_steps=2, generator=torch.Generator().manual_seed(0)).images[0]
-    assert pixels("cat.png").shape == (32, 32, 3)
-    assert abs(pixels("cat.png") - np.asarray(want).astype(int)).max() <= 1
-    result = run("generate", "a cat", "--model", "trained", "--steps", 1, "--method", "hilberta", "--device", "cpu")
-    assert result.exit_code == 2
-    assert "PixelDiT" in result.output
-    for method, said in ([], "log-linear"), (["--method", "dense"], "dense"):
-        drawn = "cat", "--model", "trained", "--steps", 1, "--size", 128, "--device", "cpu", "--out", f"{said}.png"
-        assert run("generate", *drawn, *method).exit_code == 0
-        with Image.open(f"{said}.png") as picture:
-            assert picture.text["method"] == said
-    result = run("compare", "a cat", "--model", "trained", "--steps", 1, "--rounds", 1, "--device", "cpu")
-    assert result.exit_code == 0, result.output
-    assert sorted(path.name for path in (tmp_path / "compare").glob("*.png")) == ["dense.png", "llsa-k-8.png"]
-
-
-@pytest.mark.usefixtures("one_sample")
-def test_train_begins_with_the_weights_of_another_run(tmp_path):
-    assert run("train", "--sizes", "16:1:1", *TRAIN).exit_code == 0
-    again = ["--seed", 1, "--rate", 1e-9, "--start", "trained", "--out", "again"]
-    assert run("train", "--sizes", "32:1:1", *TRAIN, *again).exit_code == 0
-    before, after = (PixelPipeline.from_pretrained(name).transformer.state_dict() for name in ("trained", "again"))
-    torch.testing.assert_close(after, before)
-    again[-1] = "others"
-    result = run("train", "--sizes", "32:1:1", *TRAIN, "--patch", 8, *again)
-    assert result.exit_code == 2
-    assert "--start trained does not fit: give the --dit and --patch" in " ".join(result.output.split())
-    weights = tmp_path / "trained/transformer/diffusion_pytorch_model.safetensors"
-    weights.write_bytes(weights.read_bytes()[:-100])
-    result = run("train", "--sizes", "32:1:1", *TRAIN, *again)
-    assert result.exit_code == 2
-    assert "cannot load trained" in result.output
-    assert not (tmp_path / "others").exists()
-
-
-def test_train_learns_from_a_folder_with_or_without_captions(tmp_path):
-    (tmp_path / "mine").mkdir()
-    Image.effect_noise((40, 40), 50).save(tmp_path / "mine" / "one.png")
-    options = ["--data", "mine", "--sizes", "32x16:1:1", *TRAIN]
-    assert run("train", *options, "--attention", "dense", "--out", "bare").exit_code == 0
-    assert PixelPipeline.from_pretrained("bare").transformer.config.attention == "dense"
-    assert run("generate", "", "--model", "bare", "--steps", 1, "--device", "cpu", "--out", "a.png").exit_code == 0
-    assert pixels("a.png").shape == (16, 32, 3)
-    (tmp_path / "mine" / "one.txt").write_text("a cat")
-    assert run("train", *options, "--no-enrich", "--top-k", 3, "--out", "captioned").exit_code == 0
-    trained = PixelPipeline.from_pretrained("captioned")
-    assert (trained.transformer.config.enrich, trained.transformer.config.top_k) == (False, 3)
-    assert trained.text_encoder is not None
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
+    "train": [
         (["--sizes", "64"], "cannot read the stage '64': write SIZE:STEPS or SIZE:STEPS:BATCH"),
         (["--sizes", "64:0"], "cannot read the stage '64:0'"),
         (["--sizes", "big:5"], "cannot read the size 'big': write 1024, or WIDTHxHEIGHT"),
@@ -606,13 +537,34 @@ def test_train_learns_from_a_folder_with_or_without_captions(tmp_path):
         (["--start", "nowhere"], "cannot load nowhere"),
         (["--data", "nowhere"], "pip install datasets, or name a folder"),
     ],
+    "generate with a LoRA": [
+        (["--tiles", 4], "was distilled for tiles=2, not 4: leave tiles out"),
+        (["--method", "dense"], "was distilled for HilbertA T=2 centre=0.5, not dense"),
+        (["--method", "hilberta", "-o", "centre=0.25"], "was distilled for centre=0.5, not 0.25"),
+    ],
+}
+
+
+@pytest.mark.parametrize(
+    ("command", "arguments", "message"), [(command, *case) for command, cases in BAD_INPUT.items() for case in cases]
 )
-def test_bad_input_of_train_is_one_clear_line(tmp_path, monkeypatch, arguments, message):
+def test_bad_input_is_one_clear_line_and_nothing_is_written(
+    request, folder, tmp_path, monkeypatch, command, arguments, message
+):
     monkeypatch.setitem(sys.modules, "datasets", None)
-    result = run("train", "--sizes", "16:1:1", *TRAIN, *arguments)
-    assert result.exit_code == 2, result.output
-    assert message in " ".join(result.output.split())
-    assert not (tmp_path / "trained").exists()
+    usual = {
+        "generate": ["a cat", "--model", folder, *SMALL],
+        "eval": ["--model", folder, *SMALL, "--prompts", 2],
+        "distill": ["--model", folder, "--steps", 1, *DISTIL],
+        "train": ["--sizes", "16:1:1", *TRAIN],
+    }
+    name, _, with_lora = command.partition(" with ")
+    lora = ["--lora", request.getfixturevalue("lora")] if with_lora else []
+    (tmp_path / "empty.txt").write_text("\n")
+    (tmp_path / "one.txt").write_text("a cat")
+    before = sorted(tmp_path.iterdir())
+    assert message in fails(name, *usual[name], *lora, *arguments)
+    assert sorted(tmp_path.iterdir()) == before
 
 
 @pytest.mark.parametrize(
@@ -624,9 +576,8 @@ def test_bad_input_of_train_is_one_clear_line(tmp_path, monkeypatch, arguments, 
 )  # fmt: skip
 def test_help_teaches(command):
     *above, last = command.split()
-    result = run(*above, last, "--help")
-    assert result.exit_code == 0
-    assert last in run(*above, "--help").output
+    succeeds(*above, last, "--help")
+    assert last in succeeds(*above, "--help")
 
 
 @pytest.mark.parametrize(

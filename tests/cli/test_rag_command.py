@@ -39,7 +39,7 @@ def said(result):
     return " ".join(result.output.split())
 
 
-def test_a_question_is_answered_as_by_the_library_and_the_next_run_reads_nothing(model, tmp_path):
+def test_the_answer_is_that_of_the_library_and_the_next_run_encodes_nothing(model, tmp_path):
     result = run(model, "w3", "--recompute", 0.4, "--prompt", "w21 {question} w23", "-o", "norm=l1")
     assert result.exit_code == 0, result.output
     assert "4 passages, 27 tokens: 4 encoded, 0 found, 0 removed" in said(result)
@@ -53,7 +53,7 @@ def test_a_question_is_answered_as_by_the_library_and_the_next_run_reads_nothing
     assert "0 encoded, 4 found, 0 removed" in said(run(model, "w3"))
 
 
-def test_changed_documents_are_read_again_and_removed_ones_forgotten(model, tmp_path):
+def test_changed_documents_are_encoded_again_and_removed_ones_deleted(model, tmp_path):
     run(model)
     (tmp_path / "notes" / "0.txt").write_text("w1 w2")
     (tmp_path / "notes" / "1.txt").unlink()
@@ -63,7 +63,7 @@ def test_changed_documents_are_read_again_and_removed_ones_forgotten(model, tmp_
     assert len(list((tmp_path / "elsewhere").iterdir())) == 3
 
 
-def test_ctrl_c_keeps_what_was_read(model, monkeypatch):
+def test_ctrl_c_keeps_encoded_passages(model, monkeypatch):
     original = ChunkIndex._encode
 
     def interrupted(self, passage):
@@ -77,7 +77,7 @@ def test_ctrl_c_keeps_what_was_read(model, monkeypatch):
     assert "1 encoded, 3 found" in said(run(model, "w3"))
 
 
-def test_questions_come_from_arguments_or_line_by_line_and_share_a_page(model, tmp_path):
+def test_questions_from_arguments_or_a_pipe_share_a_page(model, tmp_path):
     result = run(model, "w3", "w5", "--out", "two.html")
     piped = run(model, "--out", "piped.html", input="w3\n\n w5 \n")
     assert result.exit_code == piped.exit_code == 0
@@ -90,14 +90,14 @@ def test_questions_come_from_arguments_or_line_by_line_and_share_a_page(model, t
     assert not (tmp_path / "none.html").exists()
 
 
-def test_a_terminal_is_asked_until_nothing_is_typed(monkeypatch):
+def test_a_terminal_is_prompted_until_an_empty_line(monkeypatch):
     typed = iter(["w3 ", "w5", "", "w7"])
     monkeypatch.setattr(rag_command.console, "input", lambda _: next(typed))
     monkeypatch.setattr(rag_command.sys, "stdin", SimpleNamespace(isatty=lambda: True))
     assert list(rag_command._questions(None)) == ["w3", "w5"]
 
 
-def test_compare_answers_by_every_method(model, tmp_path):
+def test_compare_answers_with_every_method(model, tmp_path):
     result = run(model, "w3", "--compare", "--method", "epic", "--chunk", 4)
     assert result.exit_code == 0, result.output
     for name in ("epic", "infoflow_kv", "cacheblend", "random", "none", "full"):
@@ -150,7 +150,7 @@ def test_bad_input_is_one_clear_line_and_exit_code_2(model, tmp_path, arguments,
     assert not list(tmp_path.glob("*.html"))
 
 
-def test_bad_documents_are_named_and_what_was_read_is_kept(model, tmp_path):
+def test_bad_documents_are_named_and_the_index_is_kept(model, tmp_path):
     run(model)
     kept = {path: path.read_bytes() for path in (tmp_path / "notes" / ".foveate" / "tiny").iterdir()}
     for content, message in (("  ", "bad.txt is empty"), ("w1 " * 128, "bad.txt with its prefix: 129 tokens")):
@@ -161,7 +161,7 @@ def test_bad_documents_are_named_and_what_was_read_is_kept(model, tmp_path):
         assert {path: path.read_bytes() for path in kept} == kept
 
 
-def test_folders_that_are_none_and_models_that_cannot_be_served_are_named(model, tmp_path, monkeypatch):
+def test_missing_folders_and_models_are_named(model, tmp_path, monkeypatch):
     def fails(*arguments):
         result = CliRunner().invoke(app, ["rag", *map(str, arguments)])
         assert result.exit_code == 2, result.output

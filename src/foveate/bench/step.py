@@ -7,10 +7,11 @@ from statistics import mean, median
 from typing import Any, NamedTuple
 
 import torch
-from rich.table import Column, Table
+from rich.table import Table
 from torch import Tensor
 
-from foveate.bench.models import find_model
+from foveate.bench.models import Model, find_model
+from foveate.bench.table import TableColumn, megabytes, milliseconds, results_table
 from foveate.diffusers.apply import apply
 from foveate.diffusers.lora import using
 from foveate.diffusers.pipelines import Call, denoiser, time_steps
@@ -20,7 +21,7 @@ from foveate.utils.device import choose_device, choose_dtype, now, versions
 from foveate.utils.progress import Track, silent
 from foveate.utils.timing import captured, peak_memory, time_calls
 
-__all__ = ["TOLERANCE", "Step", "bench_step", "merging_part", "table_of"]
+__all__ = ["TOLERANCE", "Setup", "Step", "bench_step", "merging_part", "table_of"]
 
 LEAST_STEPS = 10  # of a method that merges tokens
 ONE_TILE, ALL_KEPT = HilbertA(tiles=1), ToMA(keep=0.999, weights="hard", skip=0)  # both must equal dense
@@ -55,18 +56,75 @@ class Step(NamedTuple):
         self.run()
 
 
+class Setup(NamedTuple):
+    """A model and the methods to time on it.
+
+    Attributes:
+        model: What is known about the model.
+        pipe: The pipeline.
+        methods: Methods to time.
+        text: Number of text tokens; None if the pipeline decides.
+        about: Description for the JSON file.
+    """
+
+    model: Model
+    pipe: Any
+    methods: Sequence[Method | ComposedMethod]
+    text: int | None
+    about: dict[str, Any]
+
+    @classmethod
+    def of(
+        cls,
+        model: str = "built-in",
+        *,
+        methods: Sequence[Method | ComposedMethod] = (),
+        text: int | None = None,
+        compile: bool = False,
+        device: str = "auto",
+        dtype: str = "auto",
+    ) -> "Setup":
+        """The model, loaded on the device.
+
+        Args:
+            model: A name in `MODELS`, or a pipeline's hub id or folder.
+            methods: Methods to time besides dense. Empty: the defaults of the model.
+            text: Number of text tokens. None: the model's usual number.
+            compile: Compile the repeated blocks.
+            device: See `choose_device`.
+            dtype: See `choose_dtype`.
+
+        Raises:
+            ValueError: If the model is unknown, or there is no method.
+        """
+        chosen, where = find_model(model), choose_device(device)
+        if not (methods := methods or chosen.methods):
+            raise ValueError(f"name the methods to time on {model}, for example --method hilberta --method toma")
+        pipe = chosen.build(where, choose_dtype(dtype, where))
+        network: Any = denoiser(pipe)
+        if compile:
+            network.compile_repeated_blocks(fullgraph=True)
+        text = chosen.text if text is None else text
+        about = {
+            "what": f"one forward of {type(network).__name__} with {chosen.weights}",
+            "model": model,
+            "parameters": sum(p.numel() for p in network.parameters()),
+            "text_tokens": text,
+            "device": where.type,
+            "dtype": str(pipe.dtype).removeprefix("torch."),
+            "compiled": compile,
+            "versions": versions(),
+        }
+        return cls(chosen, pipe, methods, text, about)
+
+    def step(self, side: int) -> Step:
+        """The forward pass with `side` x `side` image tokens."""
+        return Step(self.pipe, self.model.inputs(self.pipe, side, self.text))
+
+
 @torch.no_grad()
 def bench_step(
-    sides: Sequence[int],
-    *,
-    model: str = "built-in",
-    methods: Sequence[Method | ComposedMethod] = (),
-    text: int | None = None,
-    compile: bool = False,
-    rounds: int = 9,
-    device: str = "auto",
-    dtype: str = "auto",
-    track: Track = silent,
+    setup: Setup, sides: Sequence[int], *, rounds: int = 9, track: Track = silent
 ) -> Iterator[dict[str, Any]]:
     """The times of one forward pass of a denoiser, dense and with each method, after every new row.
 
@@ -77,44 +135,21 @@ def bench_step(
     makes no plan), which shows the time without the cost of launching kernels.
 
     Args:
+        setup: Model and methods.
         sides: Image tokens along each side, one entry per size. For SDXL: those of the largest feature maps with
             attention, 64 at 1024 px.
-        model: A name in `MODELS`, or a pipeline's hub id or folder.
-        methods: Methods to time besides dense. Empty: the defaults of the model.
-        text: Number of text tokens. None: the model's usual number.
-        compile: Compile the repeated blocks.
         rounds: Number of measurements of each method.
-        device: See `choose_device`.
-        dtype: See `choose_dtype`.
         track: Shows progress.
 
     Raises:
-        ValueError: If the model is unknown, a method does not fit it or stays dense, or a setting that must equal the
-            dense model does not.
+        ValueError: If a method does not fit the model or stays dense, or a setting that must equal the dense model
+            does not.
     """
-    chosen, where = find_model(model), choose_device(device)
-    if not (methods := methods or chosen.methods):
-        raise ValueError(f"name the methods to time on {model}, for example --method hilberta --method toma")
-    pipe = chosen.build(where, choose_dtype(dtype, where))
-    network: Any = denoiser(pipe)
-    if compile:
-        network.compile_repeated_blocks(fullgraph=True)
-    text = chosen.text if text is None else text
+    methods = setup.methods
     rows: list[dict[str, Any]] = []
-    result = {
-        "what": f"one forward of {type(network).__name__} with {chosen.weights}",
-        "model": model,
-        "parameters": sum(p.numel() for p in network.parameters()),
-        "text_tokens": text,
-        "device": where.type,
-        "dtype": str(pipe.dtype).removeprefix("torch."),
-        "compiled": compile,
-        "rounds": rounds,
-        "rows": rows,
-        "versions": versions(),
-    }
+    result = setup.about | {"rounds": rounds, "rows": rows}
     for side in sides:
-        step, size = Step(pipe, chosen.inputs(pipe, side, text)), f"{side} x {side} tokens"
+        step, size = setup.step(side), f"{side} x {side} tokens"
         errors = _check(step, methods, size)
         bounds = {repr(method): _flop_bound(step, method, size) for method in methods}
         dense = None
@@ -270,24 +305,18 @@ def _row(
     }
 
 
-COLUMNS: list[tuple[str, str, Callable[[Any], str]]] = [
+COLUMNS: list[TableColumn] = [
     ("tokens", "image_tokens", "{:,}".format),
     ("variant", "variant", str),
-    ("ms", "step_s", lambda seconds: f"{1e3 * seconds:.4g}"),
+    ("ms", "step_s", milliseconds),
     ("speed-up", "speed_up", "{:.2f}x".format),
-    ("CUDA graph, ms", "graph_s", lambda seconds: f"{1e3 * seconds:.4g}"),
+    ("CUDA graph, ms", "graph_s", milliseconds),
     ("speed-up", "graph_speed_up", "{:.2f}x".format),
     ("bound of attention", "attention_flop_bound", "{:.2f}x".format),
-    ("MB", "peak_bytes", lambda count: f"{count / 1e6:,.0f}"),
+    ("MB", "peak_bytes", megabytes),
 ]
 
 
-def table_of(
-    result: dict[str, Any], columns: Sequence[tuple[str, str, Callable[[Any], str]]] = tuple(COLUMNS)
-) -> Table:
-    """The result as a table for the terminal; columns, as (title, field, format), are left out if they are empty."""
-    shown = [column for column in columns if any(row.get(column[1]) is not None for row in result["rows"])]
-    table = Table(*(Column(title, overflow="fold") for title, _, _ in shown))
-    for row in result["rows"]:
-        table.add_row(*("" if row.get(field) is None else show(row[field]) for _, field, show in shown))
-    return table
+def table_of(result: dict[str, Any]) -> Table:
+    """The result as a table for the terminal."""
+    return results_table(result["rows"], COLUMNS)

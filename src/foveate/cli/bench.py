@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from foveate.cli.common import Device, Dtype, clear_errors, progress, read_method
+from foveate.cli.common import Compile, Device, Dtype, clear_errors, progress, read_method
 
 __all__ = ["Commit", "Methods", "Out", "Rounds", "Sides", "StepModel", "StepText", "app", "numbers", "run_and_save"]
 
@@ -43,7 +43,7 @@ Methods = Annotated[
 ]
 StepText = Annotated[int | None, typer.Option(min=0, help="Number of text tokens. [dim]default: 512; for sdxl 77[/]")]
 Rounds = Annotated[int, typer.Option(min=1, help="Measurements of each candidate; the candidates take turns.")]
-Out = Annotated[Path, typer.Option(help="Folder for the JSON file and the plot.")]
+Out = Annotated[Path, typer.Option(help="Folder for the JSON file.")]
 Commit = Annotated[str, typer.Option(help="Commit to record, if git cannot tell it.")]
 
 
@@ -58,7 +58,7 @@ def step(
     model: StepModel = "built-in",
     sides: Sides = "64",
     method: Methods = None,
-    compile: Annotated[bool, typer.Option("--compile", help="Compile the repeated blocks.")] = False,
+    compile: Compile = False,
     text: StepText = None,
     rounds: Annotated[
         int,
@@ -81,17 +81,12 @@ def step(
 
     foveate bench step --model black-forest-labs/FLUX.1-schnell --method hilberta:tiles=16
     """
-    from foveate.bench.step import bench_step, table_of
-    from foveate.utils.device import choose_device
+    from foveate.bench.step import Setup, bench_step, table_of
 
-    methods = [read_method(text) for text in method or []]
-    run = partial(
-        bench_step,
-        numbers(sides), model=model, methods=methods, compile=compile, text=text, rounds=rounds, device=device,
-        dtype=dtype,
-    )  # fmt: skip
-    name = f"step-{Path(model).name}-{'compiled' if compile else 'eager'}-{choose_device(device).type}"
-    run_and_save(out / f"{name}.json", commit, run, table_of)
+    lengths, methods = numbers(sides), [read_method(text) for text in method or []]
+    setup = Setup.of(model, methods=methods, compile=compile, text=text, device=device, dtype=dtype)
+    name = f"step-{Path(model).name}-{'compiled' if compile else 'eager'}-{setup.about['device']}.json"
+    run_and_save(out / name, commit, partial(bench_step, setup, lengths, rounds=rounds), table_of)
 
 
 def numbers(text: str, kind: type = int) -> list[Any]:
@@ -108,19 +103,16 @@ def run_and_save(
     commit: str,
     run: Callable[..., Iterable[dict[str, Any]]],
     table: Callable[[dict[str, Any]], Any],
-    draw: Callable[[dict[str, Any]], Any] | None = None,
 ) -> None:
-    """Write the JSON, and the plot if there is one, after every result that `run` yields; print the last as a table.
+    """Write the JSON file after every result that `run` yields, and print the last result as a table.
 
     Args:
-        path: The JSON file; the plot has the same name and ends in .png.
+        path: The JSON file.
         commit: Commit to record; empty keeps what git says.
         run: Called with `track`, yields the results so far.
         table: Makes the table to print.
-        draw: Makes the figure.
     """
     from foveate.utils.files import write_whole
-    from foveate.web.report import figure_png
 
     result: dict[str, Any] = {"rows": []}
     with progress() as track:
@@ -128,7 +120,5 @@ def run_and_save(
             if commit:
                 result["versions"]["commit"] = commit
             write_whole(path, json.dumps(result, indent=2).encode() + b"\n")
-            if draw:
-                write_whole(path.with_suffix(".png"), figure_png(draw(result)))
     Console().print(table(result))
     print(path)

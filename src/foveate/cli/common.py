@@ -1,10 +1,10 @@
-"""What several commands share: options, progress bars, error messages, and how models are opened."""
+"""What several commands share: options, checks, progress bars, error messages, and loading of models."""
 
 import functools
 import inspect
 import os
 import re
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
@@ -14,37 +14,11 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Column, Table
 
 from foveate.demo import PIPELINE, READER
 from foveate.methods import ComposedMethod, Method, method_from_text
 from foveate.utils.progress import Track
-
-__all__ = [
-    "Checkpointing",
-    "Device",
-    "Dtype",
-    "Minutes",
-    "Model",
-    "Option",
-    "SampleEvery",
-    "Seed",
-    "Size",
-    "Tiles",
-    "TrainingDevice",
-    "check_writable",
-    "clear_errors",
-    "console",
-    "open_model",
-    "open_reader",
-    "options_of",
-    "progress",
-    "read_method",
-    "read_size",
-    "request_of",
-    "say_unknown",
-    "say_whether_done",
-    "training_device",
-]
 
 console = Console(stderr=True, highlight=False)
 
@@ -78,6 +52,12 @@ Option = Annotated[
 Seed = Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Random seed: the same seed gives the same result.")]
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, mps.")]
 Dtype = Annotated[str, typer.Option(help="auto, float32, bfloat16, float16.")]
+Compile = Annotated[bool, typer.Option("--compile", help="Compile the repeated blocks.")]
+RunFolder = Annotated[Path, typer.Option(help="Folder of the run; an existing run is resumed.")]
+CoolDown = Annotated[
+    float, typer.Option(min=0, max=1, help="Last fraction of the steps, over which the learning rate falls to 0.")
+]
+TrainingDtype = Annotated[str, typer.Option(help="auto, float32, bfloat16: the weights stay in float32.")]
 TrainingDevice = Annotated[str, typer.Option(help="auto or cpu. accelerate launch chooses the GPUs.")]
 Checkpointing = Annotated[
     bool, typer.Option("--checkpointing", help="Use gradient checkpointing: slower, much less memory.")
@@ -92,7 +72,7 @@ SampleEvery = Annotated[int, typer.Option(min=0, help="Steps between sheets of s
 
 
 def clear_errors(command: Callable[..., None]) -> Callable[..., None]:
-    """Decorator: errors that a user can fix become one line and exit code 2, Ctrl-C becomes exit code 130."""
+    """Decorator that turns errors that a user can fix into one line and exit code 2, and Ctrl-C into exit code 130."""
 
     @functools.wraps(command)
     def run(*args: Any, **kwargs: Any) -> None:
@@ -163,8 +143,8 @@ def open_reader(model: str, device: str, dtype: str) -> tuple[Any, Any]:
     return load(model or str(READER), device, dtype)
 
 
-def say_unknown(model: str, tokenizer: Any, text: str) -> None:
-    """Print the words of a text that the language model cannot know."""
+def warn_unknown_words(model: str, tokenizer: Any, text: str) -> None:
+    """Print the words of a text that are not in the language model's vocabulary."""
     from foveate.transformers.model import unknown_words
 
     if not (words := unknown_words(tokenizer, text)):
@@ -174,9 +154,9 @@ def say_unknown(model: str, tokenizer: Any, text: str) -> None:
     console.print(f"the model does not know the words {escape(', '.join(words[:8]))}{more}: it will guess{remedy}")
 
 
-def say_whether_done(done: bool, result: Path) -> None:
-    """Print how a training run ended and where its result is; only the first process prints."""
-    console.print("done" if done else "stopped in time; the same command resumes the run")
+def print_outcome(done: bool, result: Path) -> None:
+    """Print whether a training run is complete, and the path of its result; only the first process prints."""
+    console.print("done" if done else "stopped at the time limit; the same command resumes the run")
     if not console.quiet:
         print(result)
 
@@ -190,7 +170,7 @@ def training_device(name: str) -> str:
     state = PartialState(cpu=name == "cpu")
     console.quiet = not state.is_main_process
     if state.num_processes > 1:
-        console.print(f"on {state.num_processes} devices")
+        console.print(f"training on {state.num_processes} devices")
     return str(state.device)
 
 
@@ -229,8 +209,24 @@ def read_method(text: str) -> Method | ComposedMethod:
 def check_writable(folder: Path) -> None:
     """Raise a ValueError if nothing can be written into the folder."""
     existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
-    if not existing.is_dir() or not os.access(existing, os.W_OK):
+    if not existing.is_dir():
+        raise ValueError(f"cannot write into {folder}, because {existing} is a file: name another --out")
+    if not os.access(existing, os.W_OK):
         raise ValueError(f"cannot write into {folder}: name another --out")
+
+
+def check_file(path: Path, kind: str, suffix: str) -> None:
+    """Raise a ValueError if `--out` is a folder or has another suffix."""
+    if path.suffix.lower() != suffix or path.is_dir():
+        raise ValueError(f"--out must name {kind}, not {path}: end it with {suffix}")
+
+
+def print_table(rows: Mapping[str, str], *columns: str, title: str | None = None) -> None:
+    """Print a table with two columns."""
+    table = Table(columns[0], Column(columns[1], overflow="fold"), title=title)
+    for cells in rows.items():
+        table.add_row(*cells)
+    Console().print(table)
 
 
 def read_size(text: str) -> tuple[int, int]:

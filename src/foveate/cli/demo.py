@@ -4,10 +4,8 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
-from rich.table import Column, Table
 
-from foveate.cli.common import Seed, clear_errors
+from foveate.cli.common import Seed, clear_errors, print_table
 
 __all__ = ["app"]
 
@@ -25,10 +23,7 @@ def info() -> None:
     from foveate.demo.about import facts, reader_facts
 
     for title, rows in (("the model that draws", facts()), ("the model that reads", reader_facts())):
-        table = Table("property", Column("value", overflow="fold"), title=title)
-        for name, value in rows.items():
-            table.add_row(name, value)
-        Console().print(table)
+        print_table(rows, "property", "value", title=title)
 
 
 @app.command()
@@ -49,8 +44,5 @@ def texts(
     from foveate.demo.examples import write_examples
 
     for heading, answers in zip(("question", "text without a label"), write_examples(out, seed), strict=True):
-        table = Table(heading, "right answer")
-        for asked, answer in answers.items():
-            table.add_row(asked, answer)
-        Console().print(table)
+        print_table(answers, heading, "right answer")
     print(out)

@@ -8,10 +8,12 @@ import typer
 
 from foveate.cli.common import (
     Checkpointing,
+    CoolDown,
     Dtype,
     Minutes,
     Model,
     Option,
+    RunFolder,
     SampleEvery,
     Size,
     Tiles,
@@ -19,9 +21,9 @@ from foveate.cli.common import (
     clear_errors,
     open_model,
     options_of,
+    print_outcome,
     progress,
     request_of,
-    say_whether_done,
     training_device,
 )
 from foveate.methods import METHODS, method_from_text
@@ -83,9 +85,7 @@ def distill(
     levels: Annotated[
         str, typer.Option(help="Noise levels: uniform, or shifted towards noise as the scheduler shifts them.")
     ] = "uniform",
-    cool_down: Annotated[
-        float, typer.Option(min=0, max=1, help="Last fraction of the steps, over which the learning rate falls to 0.")
-    ] = 0.0,
+    cool_down: CoolDown = 0.0,
     guidance_input: Annotated[
         float, typer.Option(min=0, help="Guidance scale given to teacher and student during training.")
     ] = 1.0,
@@ -99,7 +99,7 @@ def distill(
     seed: Annotated[
         int, typer.Option(min=0, max=2**63 - 1, help="Random seed of pictures, order, noise and LoRA.")
     ] = 42,
-    out: Annotated[Path, typer.Option(help="Folder of the run; an existing run is resumed.")] = Path("distilled"),
+    out: RunFolder = Path("distilled"),
     device: TrainingDevice = "auto",
     dtype: Dtype = "auto",
 ) -> None:
@@ -148,7 +148,7 @@ def distill(
                 sample_every=sample_every, track=track,
             ),
         )  # fmt: skip
-    say_whether_done(done, out)
+    print_outcome(done, out)
 
 
 def _lines(path: Path) -> list[str]:

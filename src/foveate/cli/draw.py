@@ -20,6 +20,7 @@ from foveate.cli.common import (
     Seed,
     Size,
     Tiles,
+    check_file,
     check_writable,
     clear_errors,
     console,
@@ -81,8 +82,8 @@ def generate(
     """
     options = options_of(option, tiles)
     chosen: Any = None if lora else _method(method, options)
-    if out and (out.suffix.lower() != ".png" or out.is_dir()):
-        raise ValueError(f"--out names the PNG file to write, not {out}: end it with .png")
+    if out:
+        check_file(out, "a PNG file", ".png")
     pipe, distilled, request = _opened(
         model, lora, prompt, size, steps, guidance, seed, out.parent if out else Path(), device, dtype
     )
@@ -136,22 +137,15 @@ def compare(
 
     foveate compare "a red apple above a blue car"
     """
-    if out.exists() and not out.is_dir():
-        raise ValueError(f"--out names a folder for the page, but {out} is a file: name another")
     pipe, distilled, request = _opened(model, lora, prompt, size, steps, guidance, seed, out, device, dtype)
     from foveate.web import compare as side_by_side
 
     methods = _with_distilled(distilled, lora, _own_attention(pipe) or side_by_side.showcase())
     with progress() as track:
+        settings = _settings_of(pipe, model, request) | ({"LoRA": lora} if lora else {})
+        notice = _remark_on(pipe, model, prompt)
         page = side_by_side.compare(
-            pipe,
-            request,
-            methods,
-            out,
-            settings=_settings_of(pipe, model, request) | ({"LoRA": lora} if lora else {}),
-            notice=_remark_on(pipe, model, prompt),
-            rounds=rounds,
-            track=track,
+            pipe, request, methods, out, settings=settings, notice=notice, rounds=rounds, track=track
         )
     console.print("open the page in a browser:")
     print(page.resolve())
@@ -196,8 +190,6 @@ def evaluate(
 
     With --lora the method is scored with and without the LoRA: foveate eval --lora distilled --prompts 100
     """
-    if out.exists() and not out.is_dir():
-        raise ValueError(f"--out names a folder for the results, but {out} is a file: name another")
     asked = [read_method(text) for text in method or []]
     pipe, distilled, request = _opened(model, lora, "", size, steps, guidance, seed, out, device, dtype)
     from foveate.demo.evaluate import evaluate, score_table
@@ -206,17 +198,11 @@ def evaluate(
     own = _own_attention(pipe)
     methods = _with_distilled(distilled, lora, asked or own or ([] if lora else showcase()))
     with progress() as track:
+        left_out = None if asked or own or lora else console.print
         scores = evaluate(
-            pipe,
-            methods,
-            out,
-            prompts=prompts,
-            request=request,
-            batch=batch,
-            dino=dino,
-            track=track,
-            left_out=None if asked or own or lora else console.print,
-        )
+            pipe, methods, out, prompts=prompts, request=request, batch=batch, dino=dino, track=track,
+            left_out=left_out,
+        )  # fmt: skip
     Console(width=None if sys.stdout.isatty() else 1000).print(score_table(scores))
     for name in ("scores.json", "sheet.png"):
         print(out / name)

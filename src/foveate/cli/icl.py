@@ -9,7 +9,16 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from foveate.cli.common import Device, Dtype, clear_errors, console, open_reader, progress, say_unknown
+from foveate.cli.common import (
+    Device,
+    Dtype,
+    check_file,
+    clear_errors,
+    console,
+    open_reader,
+    progress,
+    warn_unknown_words,
+)
 from foveate.methods.sub_cp import STRATEGIES, SubCP
 
 __all__ = ["icl"]
@@ -151,10 +160,9 @@ def icl(
         raise ValueError(
             f"--template must have {{text}} and then {{label}}, such as 'Q: {{text}} A: {{label}}', not {template!r}"
         )
-    if out.suffix.lower() != ".jsonl" or out.is_dir() or out.resolve() == examples.resolve():
-        raise ValueError(
-            f"--out must name a file of blocks, not {out}: end it with .jsonl, and do not overwrite the examples"
-        )
+    check_file(out, "a file of blocks", ".jsonl")
+    if out.resolve() == examples.resolve():
+        raise ValueError(f"--out must name a file of blocks, not {out}, which holds the examples: name another file")
     if not all(question.strip() for question in ask or ()):
         raise ValueError("--ask is empty: give the text whose label you want to know")
     reader = open_reader(model, device, dtype) if ask else None
@@ -198,7 +206,7 @@ def icl(
             template.replace("{text}", shown).replace("{label}", answer)
             for shown, answer in zip(column(rows, text, examples), labels, strict=True)
         ]
-        say_unknown(model, reader[1], "\n".join([*told, *ask]))
+        warn_unknown_words(model, reader[1], "\n".join([*told, *ask]))
         prompted = prompt_with(*reader, [[told[i] for i in block] for block in ours.ids], host)
         before = template.partition("{label}")[0]
         space = before[len(before.rstrip()) :]  # part of the answer's first token

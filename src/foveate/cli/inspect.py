@@ -8,7 +8,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from foveate.cli.common import clear_errors, read_size
+from foveate.cli.common import check_file, clear_errors, print_table, read_size
 from foveate.methods import METHODS
 from foveate.ops.curves import CURVES
 
@@ -32,8 +32,8 @@ def curves(
     from foveate.utils.files import write_whole
     from foveate.web.report import draw_order, figure_png
 
-    if out and out.suffix.lower() != ".png":
-        raise ValueError(f"--out names the PNG file to write, not {out}: end it with .png")
+    if out:
+        check_file(out, "a PNG file", ".png")
     height, width = read_size(size)
     if height * width > 256 * 256:
         raise ValueError(f"{size} cells are too many to draw: use at most 256 x 256")
@@ -56,11 +56,10 @@ def info() -> None:
     from foveate.utils.device import versions
 
     del block_attention, facility_location  # imported to register their backends
-    table = Table("property", "value")
-    for name, value in versions().items():
-        table.add_row(name, value)
-    for op in dispatch.ops():
-        for device, dtype in (("cpu", torch.float32), ("cuda", torch.bfloat16))[: 1 + torch.cuda.is_available()]:
-            table.add_row(f"{op} on {device}", dispatch.choose(op, torch.device(device), dtype, 128).name)
-    table.add_row("methods", ", ".join(METHODS))
-    Console().print(table)
+    devices = (("cpu", torch.float32), ("cuda", torch.bfloat16))[: 1 + torch.cuda.is_available()]
+    backends = {
+        f"{op} on {device}": dispatch.choose(op, torch.device(device), dtype, 128).name
+        for op in dispatch.ops()
+        for device, dtype in devices
+    }
+    print_table(versions() | backends | {"methods": ", ".join(METHODS)}, "property", "value")

@@ -11,7 +11,17 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from foveate.cli.common import Device, Dtype, clear_errors, console, open_reader, options_of, progress, say_unknown
+from foveate.cli.common import (
+    Device,
+    Dtype,
+    check_file,
+    clear_errors,
+    console,
+    open_reader,
+    options_of,
+    progress,
+    warn_unknown_words,
+)
 from foveate.methods import RECOMPUTE_POLICIES, recompute_policy_from_text
 from foveate.utils.files import slug, write_whole
 
@@ -104,8 +114,7 @@ def rag(
     methods = _methods(method, recompute, options_of(option), compare)
     if "{question}" not in prompt:
         raise ValueError(f"--prompt must contain {{question}}, such as 'Q: {{question}} A:', not {prompt!r}")
-    if out.suffix.lower() != ".html" or out.is_dir():
-        raise ValueError(f"--out must name an HTML page, not {out}: end it with .html")
+    check_file(out, "an HTML page", ".html")
     from foveate.transformers import ChunkEncoder
     from foveate.transformers.documents import read_documents
     from foveate.transformers.index import index_documents
@@ -120,7 +129,7 @@ def rag(
     where = index or folder / ".foveate" / slug(Path(model).resolve().name if model else "built-in")
     chunks = index_documents(where, encoder, documents, chunk)
     _build(chunks)
-    say_unknown(model, tokenizer, "\n".join([*documents.values(), prompt.replace("{question}", "")]))
+    warn_unknown_words(model, tokenizer, "\n".join([*documents.values(), prompt.replace("{question}", "")]))
     settings = {
         "model": model or "the built-in reader",
         "method": repr(methods[method]),
@@ -134,7 +143,7 @@ def rag(
     request: Any = {"prompt": prompt + after, "top": top, "max_new_tokens": max_new_tokens}
     replies: list[Any] = []
     for question in _questions(questions):
-        say_unknown(model, tokenizer, question)
+        warn_unknown_words(model, tokenizer, question)
         with progress() as track:
             advance = track("answering", len(methods) * (2 if compare else 1))
             replies.append(ask(chunks, question, methods, **request, advance=advance))

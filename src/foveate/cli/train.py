@@ -9,17 +9,20 @@ import typer
 
 from foveate.cli.common import (
     Checkpointing,
+    CoolDown,
     Minutes,
+    RunFolder,
     SampleEvery,
     TrainingDevice,
+    TrainingDtype,
     clear_errors,
+    print_outcome,
     progress,
     read_size,
-    say_whether_done,
     training_device,
 )
 
-__all__ = ["built_in_reader", "train"]
+__all__ = ["built_in_text_encoder", "train"]
 
 SHOWN = 8  # pictures on a sheet of samples
 
@@ -60,9 +63,7 @@ def train(
     batch: Annotated[int, typer.Option(min=1, help="Batch size over all devices, unless --sizes gives one.")] = 64,
     at_once: Annotated[int, typer.Option(min=1, help="Largest batch on a device.")] = 64,
     rate: Annotated[float, typer.Option(min=0, help="Learning rate.")] = 1e-4,
-    cool_down: Annotated[
-        float, typer.Option(min=0, max=1, help="Last fraction of the steps, over which the learning rate falls to 0.")
-    ] = 0.0,
+    cool_down: CoolDown = 0.0,
     optimizer: Annotated[
         str, typer.Option(help="adamw; or muon for the matrices inside blocks, at about the same learning rates.")
     ] = "adamw",
@@ -78,9 +79,9 @@ def train(
     seed: Annotated[
         int, typer.Option(min=0, max=2**40, help="Random seed of weights, pictures, order and noise.")
     ] = 0,
-    out: Annotated[Path, typer.Option(help="Folder of the run; an existing run is resumed.")] = Path("trained"),
+    out: RunFolder = Path("trained"),
     device: TrainingDevice = "auto",
-    dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16: the weights stay in float32.")] = "auto",
+    dtype: TrainingDtype = "auto",
 ) -> None:
     """Train a pixel diffusion transformer from scratch, with log-linear or dense attention.
 
@@ -112,20 +113,13 @@ def train(
         dtype = "bfloat16" if where.startswith("cuda") else "float32"
     recipe = PixelRecipe(rate=rate, cool_down=cool_down, optimizer=optimizer, average=average, dtype=dtype, seed=seed)
     pictures = _pictures(data, seed)
-    text_encoder, tokenizer = built_in_reader() if pictures.captioned else (None, None)
+    text_encoder, tokenizer = built_in_text_encoder() if pictures.captioned else (None, None)
     torch.manual_seed(seed)
     model = PixelDiT(
-        **MODELS[dit],
-        patch_size=patch,
-        text_dim=text_encoder.config.d_model if text_encoder else None,
-        attention=attention,
-        order=order,
-        top_k=top_k,
-        block_size=block_size,
-        levels=levels,
-        enrich=enrich,
+        **MODELS[dit], patch_size=patch, text_dim=text_encoder.config.d_model if text_encoder else None,
+        attention=attention, order=order, top_k=top_k, block_size=block_size, levels=levels, enrich=enrich,
         reweight=reweight,
-    )
+    )  # fmt: skip
     if start:
         _load_weights(model, start)
     pipeline = PixelPipeline(model, FlowMatchEulerDiscreteScheduler(), tokenizer, text_encoder).to(where)
@@ -137,7 +131,7 @@ def train(
                 captions=_captions(pictures, data, seed), sample_every=sample_every, track=track,
             ),
         )  # fmt: skip
-    say_whether_done(done, out)
+    print_outcome(done, out)
 
 
 def read_stage(text: str, batch: int) -> tuple[tuple[int, int], int, int]:
@@ -158,7 +152,7 @@ def _pictures(data: str, seed: int) -> Any:
     return FolderPictures(Path(data)) if Path(data).is_dir() else HubPictures(data)
 
 
-def built_in_reader() -> tuple[Any, Any]:
+def built_in_text_encoder() -> tuple[Any, Any]:
     """The T5 encoder of the built-in model, and its tokenizer."""
     from transformers import AutoTokenizer, T5EncoderModel
     from transformers.utils import logging

@@ -6,11 +6,10 @@ import pytest
 import torch
 from lab.__main__ import app
 from lab.bench import context, examples
-from lab.bench.context import Settings, bench_context, draw_context, first_token, table_of
+from lab.bench.context import Settings, bench_context, first_token, table_of
 from typer.testing import CliRunner
 
 from foveate.transformers.cache import CacheBatch
-from foveate.web.report import figure_png
 
 CPU = torch.device("cpu")
 SETTINGS = Settings("small", CPU, torch.float32, chunk=40, prompt=6, recompute=0.25, rounds=1)
@@ -46,12 +45,8 @@ def test_every_variant_is_timed_in_its_stages(result):
         assert row["all_recomputed_error"] < 1e-4
     assert fly["encode_s"] > 0
     assert ours["score_share"] == pytest.approx(ours["score_s"] / ours["first_token_s"])
-    assert result["small_model"]["all_recomputed_error"] < 1e-4 < result["small_model"]["stale_error"]
-
-
-def test_a_result_is_shown_as_table_and_plot(result):
     assert table_of(result).row_count == 7
-    assert figure_png(draw_context(result)).startswith(b"\x89PNG")
+    assert result["small_model"]["all_recomputed_error"] < 1e-4 < result["small_model"]["stale_error"]
 
 
 def test_a_variant_gives_the_answer_of_the_context_it_patches():
@@ -63,25 +58,13 @@ def test_a_variant_gives_the_answer_of_the_context_it_patches():
         torch.testing.assert_close(logits, patched.logits(last=1))
 
 
-def test_what_is_wrong_is_not_timed(monkeypatch):
+def test_a_wrong_context_is_not_timed(monkeypatch):
     monkeypatch.setattr(CacheBatch, "recompute", lambda *_: None)
     with pytest.raises(ValueError, match="is not the full prefill of a small model"):
         next(bench_context([120], SETTINGS))
 
 
-@pytest.mark.usefixtures("as_a_user")
-@pytest.mark.parametrize(
-    ("lengths", "how", "message"),
-    [([120, 60], SETTINGS, "60 tokens has less than two chunks of 40: use --chunk 30"),
-     ([120], SETTINGS._replace(model="tiny"), "unknown model 'tiny': choose one of llama-8b, small"),
-     ([120], SETTINGS._replace(model="llama-8b"), "too many for a CPU: use --model small, or a GPU")],
-)  # fmt: skip
-def test_what_cannot_be_timed_is_refused(lengths, how, message):
-    with pytest.raises(ValueError, match=message):
-        next(bench_context(lengths, how))
-
-
-def test_choices_of_examples_are_checked_and_timed():
+def test_selections_of_examples_are_checked_and_timed():
     *_, result = examples.bench_examples([60, 100], EXAMPLES)
     assert {(row["pool"], row["inputs"]) for row in result["rows"]} == {
         (pool, inputs) for pool in (60, 100) for inputs in examples.INPUTS
@@ -90,17 +73,16 @@ def test_choices_of_examples_are_checked_and_timed():
         assert row["error"] < 1e-4
         assert 0 < row["fastest_s"] <= row["median_s"] <= row["slowest_s"]
     assert examples.table_of(result).row_count == len(result["rows"]) + 4
-    assert figure_png(examples.draw_examples(result)).startswith(b"\x89PNG")
 
 
-def test_a_wrong_choice_of_examples_is_not_timed(monkeypatch):
+def test_a_wrong_selection_of_examples_is_not_timed(monkeypatch):
     select = examples.SubCP.select
     monkeypatch.setattr(examples.SubCP, "select", lambda self, pool, n: select(self, pool.flip(0), n))
     with pytest.raises(ValueError, match="differs from greedy on the full"):
         next(examples.bench_examples([60], EXAMPLES))
 
 
-def test_the_commands_write_json_and_a_plot(tmp_path):
+def test_the_commands_write_json(tmp_path):
     common = ["--rounds", "1", "--device", "cpu", "--commit", "abc", "--out", str(tmp_path)]
     given = ["context", "--model", "small", "--tokens", "120", "--chunk", "40", "--prompt", "6"]
     done = CliRunner().invoke(app, [*given, *common])
@@ -109,16 +91,3 @@ def test_the_commands_write_json_and_a_plot(tmp_path):
     assert done.exit_code == 0, done.output
     for name in ("context-small-cpu", "examples-cpu"):
         assert json.loads((tmp_path / f"{name}.json").read_text())["versions"]["commit"] == "abc"
-        assert (tmp_path / f"{name}.png").exists()
-
-
-@pytest.mark.usefixtures("as_a_user")
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [(["--pool", "60", "--picks", "100", "--blocks", "10"], "cannot choose 100 of 60 examples: use --picks 60"),
-     (["--picks", "100"], "100 examples do not fill 64 blocks evenly: use --picks 64")],
-)  # fmt: skip
-def test_bad_sizes_are_one_clear_line(arguments, message):
-    done = CliRunner().invoke(app, ["examples", *arguments])
-    assert done.exit_code == 2
-    assert message in " ".join(done.output.split())

@@ -7,13 +7,12 @@ import torch
 from accelerate.state import AcceleratorState
 from lab.__main__ import app
 from lab.bench import train
-from lab.bench.train import How, Variant, bench_train, draw_train, table_of
+from lab.bench.train import Settings, Variant, bench_train, table_of
 from typer.testing import CliRunner
 
 from foveate.diffusers.pixel_dit import MODELS
-from foveate.web.report import figure_png
 
-CPU = How(torch.device("cpu"), dit="tiny", rounds=2)
+CPU = Settings(torch.device("cpu"), dit="tiny", rounds=2)
 NAMES = ["dense", "top-k", "llsa", "llsa-2"]
 
 
@@ -25,14 +24,14 @@ def a_tiny_model_in_a_process_of_its_own(monkeypatch):
     AcceleratorState._reset_state(reset_partial_state=True)
 
 
-def measure(sides=(24,), names=NAMES, how=CPU):
-    *_, result = bench_train(sides, names, how)
+def measure(sides=(24,), names=NAMES, settings=CPU):
+    *_, result = bench_train(sides, names, settings)
     return result
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_every_variant_is_checked_and_timed(checkpointing):
-    result = measure(how=CPU._replace(checkpointing=checkpointing, batch=2))
+    result = measure(settings=CPU._replace(checkpointing=checkpointing, batch=2))
     assert [row["variant"] for row in result["rows"]] == [
         *("dense, PyTorch's choice", "top-k, 1 level", "LLSA, 1 level", "LLSA, 2 levels")
     ]
@@ -54,7 +53,7 @@ def test_variants_that_are_alike_at_a_size_are_timed_once():
     assert titles == ["LLSA, 1 level", "LLSA, 2 levels", "top-k, 1 level"]
 
 
-def test_no_variant_meets_what_was_compiled_for_another(monkeypatch):
+def test_compile_caches_are_off_while_a_variant_is_timed(monkeypatch):
     """PyTorch's caches of compiled code do not ask which kernel of dense attention was wanted."""
     off, learn = [], train.train_step
     monkeypatch.setattr(
@@ -65,28 +64,27 @@ def test_no_variant_meets_what_was_compiled_for_another(monkeypatch):
     assert not torch.compiler.config.force_disable_caches
 
 
-def test_attention_that_leaves_out_one_block_does_not_pass(monkeypatch):
+def test_attention_without_one_block_fails_the_check(monkeypatch):
     monkeypatch.setattr(train, "ALL_BLOCKS", train.ALL_BLOCKS - 1)
     dense, *sparse = measure()["rows"]
     assert dense["step_s"] > 0
     for row in sparse:
         assert row["failed"].startswith("gradient error ")
-        assert row["failed"].endswith(": not timing a wrong step")
+        assert row["failed"].endswith(": not timed")
         assert "step_s" not in row
 
 
-def test_a_loss_that_is_no_number_is_not_timed(monkeypatch):
+def test_a_step_with_a_nan_loss_is_not_timed(monkeypatch):
     monkeypatch.setattr(train, "train_step", lambda *_: torch.tensor(float("nan")))
     assert measure(names=["llsa"])["rows"][0]["failed"] == "the loss is not finite: not timing a wrong step"
 
 
-def test_who_takes_too_long_or_too_much_memory_is_skipped_and_says_so(monkeypatch):
-    result = measure(names=["dense", "llsa"], how=CPU._replace(longest=0))
+def test_variants_that_need_too_much_time_or_memory_are_skipped_with_a_reason(monkeypatch):
+    result = measure(names=["dense", "llsa"], settings=CPU._replace(longest=0))
     for row in result["rows"]:
         assert row["failed"].startswith("skipped: about ")
-        assert row["failed"].endswith(" s a step, measured; more than 0 s")
+        assert row["failed"].endswith(" s, measured; more than 0 s")
     assert table_of(result).row_count == 3
-    assert figure_png(draw_train(result)).startswith(b"\x89PNG")
 
     def greedy(*_):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 TiB")
@@ -95,7 +93,7 @@ def test_who_takes_too_long_or_too_much_memory_is_skipped_and_says_so(monkeypatc
     assert measure(names=["dense"])["rows"][0]["failed"] == "skipped: out of memory"
 
 
-def test_a_step_that_fewer_tokens_say_is_slow_is_not_begun(monkeypatch):
+def test_a_step_that_is_predicted_to_be_slow_is_skipped(monkeypatch):
     fewer = {"tokens": 100, "step_s": 2.0, "attention_share": 0.75}
     assert Variant("dense").seconds_at(400, fewer) == pytest.approx(1.5 * 16 + 0.5 * 4)
     assert Variant(levels=1).seconds_at(400, fewer) == pytest.approx(1.5 * 16 + 0.5 * 4)
@@ -110,31 +108,14 @@ def test_a_step_that_fewer_tokens_say_is_slow_is_not_begun(monkeypatch):
 def test_slow_steps_are_timed_less_often(monkeypatch):
     clock = iter(range(0, 10000, 5))
     monkeypatch.setattr(train, "now", lambda device: next(clock))
-    (row,) = measure(names=["dense"], how=CPU._replace(rounds=9))["rows"]
+    (row,) = measure(names=["dense"], settings=CPU._replace(rounds=9))["rows"]
     assert row["rounds"] == 2
 
 
-def test_the_command_writes_json_and_a_plot(tmp_path):
+def test_the_command_writes_json(tmp_path):
     options = ["--pixels", "32,16", "--dit", "tiny", "--variants", "dense,llsa", "--rounds", "1", "--device", "cpu"]
     result = CliRunner().invoke(app, ["train", *options, "--out", str(tmp_path), "--commit", "abc"])
     assert result.exit_code == 0, result.output
     written = json.loads((tmp_path / "train-cpu.json").read_text())
     assert written["versions"]["commit"] == "abc"
     assert [row["pixels"] for row in written["rows"]] == [16, 16, 32, 32]
-    assert (tmp_path / "train-cpu.png").exists()
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["--variants", "llsa,full"], "unknown variant 'full': choose from cudnn, fa2, dense, top-k, llsa, llsa-2"),
-        (["--variants", "cudnn"], "cudnn needs an NVIDIA GPU: use dense on a cpu"),
-        (["--dit", "DiT-L"], "unknown size 'DiT-L' of the model: choose DiT-XS"),
-        (["--pixels", "30", "--patch", "4"], "patches of 4 px do not fill 30 x 30 px"),
-        (["--dtype", "float16"], "unknown dtype 'float16': train in float32 or bfloat16"),
-    ],
-)
-def test_bad_input_is_one_clear_line(options, message):
-    result = CliRunner().invoke(app, ["train", "--device", "cpu", *options])
-    assert result.exit_code == 2
-    assert message in " ".join(result.output.split())

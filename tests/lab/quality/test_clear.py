@@ -46,7 +46,7 @@ def test_a_radius_beyond_the_diagonal_is_the_dense_model():
 
 
 @pytest.mark.parametrize("grid", [(64, 64), (24, 40)])
-def test_the_radius_for_a_sparsity_comes_as_near_to_it_as_a_disc_can(grid):
+def test_the_radius_gives_the_nearest_possible_sparsity(grid):
     wanted = HilbertA(tiles=16, centre=0.25).plan((grid,), 64).tables[0].sparsity()
     radius = radius_for(wanted, grid, 64)
     found, smaller, larger = (
@@ -57,7 +57,7 @@ def test_the_radius_for_a_sparsity_comes_as_near_to_it_as_a_disc_can(grid):
     assert abs(found - wanted) < 0.01
 
 
-def test_reference_images_stay_dense_with_the_reason():
+def test_reference_images_stay_dense_with_a_reason():
     with pytest.raises(DenseFallback, match="reference images"):
         Clear().plan((GRID, GRID), TEXT)
 
@@ -71,7 +71,7 @@ def attention_of(table):
 
 
 @pytest.mark.parametrize("method", [Clear(radius=3), HilbertA(tiles=2)], ids=["clear", "hilberta"])
-def test_once_registered_attention_and_its_gradients_stay_what_they_were(request, method):
+def test_registration_does_not_change_attention_or_its_gradients(request, method):
     table = method.plan((GRID,), TEXT).tables[0]
     before = attention_of(table)
     request.getfixturevalue("registered")
@@ -80,6 +80,6 @@ def test_once_registered_attention_and_its_gradients_stay_what_they_were(request
 
 
 @pytest.mark.usefixtures("registered")
-def test_once_registered_a_lora_may_be_distilled_for_it(tmp_path):
+def test_a_lora_can_be_distilled_after_registration(tmp_path):
     (tmp_path / "lora").write_bytes(pack_lora({"layer.lora_A.weight": torch.ones(2, 2)}, Clear(radius=2.5), (64, 64)))
     assert read_lora(tmp_path / "lora").method == Clear(radius=2.5)

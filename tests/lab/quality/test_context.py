@@ -68,7 +68,7 @@ def made_up(**accuracy):
     return {name: np.stack([part, 1.0 - part, part, np.full((2, 500), 9.0)]) for name, part in right.items()}
 
 
-def test_what_is_recovered_lies_between_none_and_full_and_a_task_without_gap_is_only_named():
+def test_recovery_lies_between_none_and_full_and_a_task_without_gap_has_only_a_reason():
     names = *BASELINES, "InfoFlow", "InfoFlow boundary=1", "InfoFlow boundary=2"
     parts = 0.3, 0.4, 0.5, 0.35, 0.8, 0.7, 0.4
     cells = made_up(full=1.0, none=0.2, the_fact=0.9, facts_alike=0.95)

@@ -1,4 +1,4 @@
-"""Laws of what is distilled and judged."""
+"""Laws of the distilled variants."""
 
 import pytest
 from lab.quality.distilled import USUAL, VARIANTS, training, variant
@@ -26,14 +26,14 @@ def test_clear_is_as_sparse_as_16_tiles():
     assert sparsity(variant("clear", 256)[0]) == pytest.approx(sparsity(HilbertA(tiles=16)), abs=0.005)
 
 
-def test_names_and_sizes_that_make_no_sense_are_refused():
+def test_unknown_names_and_small_sizes_are_refused():
     with pytest.raises(ValueError, match="unknown variant 't8': choose from t16, t4, "):
         variant("t8", 256)
     with pytest.raises(ValueError, match="256 image tokens cannot make 16 tiles"):
         variant("clear", 64)
 
 
-def test_what_is_told_of_a_training_is_its_log(tmp_path):
+def test_the_report_of_a_training_run_follows_its_log(tmp_path):
     rows = [(step, 1.0 if step <= 50 else 0.25, 0.5) for step in range(1, 151)]
     (tmp_path / "log.csv").write_text("".join(f"{step},{loss},{seconds}\n" for step, loss, seconds in rows))
     told = training(tmp_path, Recipe(method=HilbertA(tiles=4), rank=8, optimizer="adamw", rate=1e-3), pictures=7)

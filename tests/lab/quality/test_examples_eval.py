@@ -46,7 +46,7 @@ def test_the_skewed_pool_alone_holds_near_copies():
 
 @pytest.mark.parametrize("method", PARTITIONS)
 @pytest.mark.parametrize("examples", [12, 80])
-def test_every_way_fills_all_blocks_with_different_examples(method, examples):
+def test_every_method_fills_all_blocks_with_different_examples(method, examples):
     task = draw("skewed", examples, 3)
     ids = partition(method, task.embeddings, task.labels, 4, 3, 7)
     assert [len(block) for block in ids] == [3] * 4
@@ -54,7 +54,7 @@ def test_every_way_fills_all_blocks_with_different_examples(method, examples):
     assert partition(method, task.embeddings, task.labels, 4, 3, 7) == ids
 
 
-def test_controls_deal_the_examples_of_global_local():
+def test_controls_partition_the_examples_of_global_local():
     task = draw("skewed", 80, 3)
     union = set(SubCP().select(task.embeddings, 12).ids.tolist())
     for method in ("global_local", *CONTROLS):
@@ -101,7 +101,7 @@ def test_the_masks_of_windows_are_the_windows_of_the_library():
         assert torch.allclose(got[i], context.logits(torch.tensor([[question]]))[0, -1])
 
 
-def test_scores_are_those_of_a_count_by_hand():
+def test_scores_match_a_count_by_hand():
     task = draw("balanced", 20, 0)._replace(answers=torch.tensor([0, 0, 1, 1]), classes=3)
     said = torch.tensor([[0.9, 0.1, 0.0], [0.9, 0.1, 0.0], [0.6, 0.4, 0.0], [0.3, 0.7, 0.0]])
     accuracy, error, worst = scores(said, task)
@@ -109,7 +109,7 @@ def test_scores_are_those_of_a_count_by_hand():
     assert error == pytest.approx((2 * 0.1 + 0.6 + 0.3) / 4)
 
 
-def test_labels_of_a_lesson_are_in_the_examples_only():
+def test_labels_of_a_training_batch_follow_only_from_its_examples():
     first, again = training_batch(TINY, 3), training_batch(TINY, 3)
     assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
     assert not torch.equal(first[3], training_batch(TINY, 4)[3])
@@ -117,8 +117,8 @@ def test_labels_of_a_lesson_are_in_the_examples_only():
     assert (answers.bincount(minlength=LABELS) / len(answers) - 1 / LABELS).abs().max() < 0.02
 
 
-def test_a_training_that_was_broken_off_ends_as_the_whole_one(tmp_path, monkeypatch):
-    monkeypatch.setattr("lab.quality.small_training.CHECKPOINT_STEPS", 2)
+def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path, monkeypatch):
+    monkeypatch.setattr("lab.training.small_models.CHECKPOINT_STEPS", 2)
 
     class Stop(Exception):
         pass
@@ -141,7 +141,7 @@ def test_a_training_that_was_broken_off_ends_as_the_whole_one(tmp_path, monkeypa
         assert torch.equal(resumed.state_dict()[name], weight)
 
 
-def test_an_interval_is_of_pairs_and_a_claim_needs_one_without_0():
+def test_intervals_are_paired_and_a_claim_needs_one_that_excludes_0():
     pools = np.random.default_rng(0).normal(size=20)
     mean, low, high = interval((pools + 0.1) - pools)
     assert (mean, low, high) == (0.1, 0.1, 0.1)
@@ -171,7 +171,7 @@ def test_rows_are_means_over_pools_and_learners_and_gains_are_paired(monkeypatch
     assert next(row for row in rows if row["method"] == "random")["over random"] == [0, 0, 0]
 
 
-def test_nothing_is_said_of_settings_without_a_gap():
+def test_settings_without_a_gap_are_marked():
     cell = Cell("skewed", 600, 8, 8)
     rows = rows_of(cell, [[answer(Vote(), cell, 0)]])
     none = [{**row, "gap": [0.1, -0.1, 0.2]} for row in rows]
@@ -180,7 +180,7 @@ def test_nothing_is_said_of_settings_without_a_gap():
     assert "no gap" not in tables(rows)
 
 
-def test_the_command_writes_what_it_found_and_goes_on(tmp_path, monkeypatch):
+def test_the_command_writes_results_and_reuses_answers(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("lab.quality.examples.KINDS", ("skewed",))
     monkeypatch.setattr("lab.quality.examples.DRAWS", 1)

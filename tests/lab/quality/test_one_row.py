@@ -47,7 +47,7 @@ def test_every_combination_has_a_token_made_of_its_kind_and_its_parts():
 
 
 @pytest.mark.parametrize("name", TASKS)
-def test_one_fact_holds_the_answer_and_the_chunk_of_ids_whose_it_is(name):
+def test_one_fact_has_the_answer_and_the_first_chunk_has_its_owner(name):
     asked = draw_questions(TASKS[name][0], 50)
     assert all(torch.equal(a, b) for a, b in zip(asked, draw_questions(TASKS[name][0], 50), strict=True))
     assert asked.ids.shape[1] == SPANS[-1][1]
@@ -73,14 +73,14 @@ def test_one_fact_holds_the_answer_and_the_chunk_of_ids_whose_it_is(name):
     assert all(stop == start for (_, stop), (start, _) in pairwise(SPANS))
 
 
-def test_the_finished_reader_knows_tokens_as_it_learned_them():
+def test_the_exported_reader_has_the_trained_token_embeddings():
     learning = Reader(Recipe(layers=2, width=32))
     ids = torch.arange(5, 15)[None]
     composed = learning.llama(inputs_embeds=(learning.made_of @ learning.parts)[ids]).logits
     torch.testing.assert_close(learning.finished()(input_ids=ids).logits, composed, rtol=1e-4, atol=1e-5)
 
 
-def test_a_reader_is_trained_once_and_a_folder_of_another_is_refused(tmp_path):
+def test_a_reader_is_trained_once_and_the_folder_of_another_is_refused(tmp_path):
     recipe = Recipe(layers=2, width=32, steps=2, batch=8)
     first, again = (reader(recipe, tmp_path, silent) for _ in range(2))
     assert len((tmp_path / "log.csv").read_text().splitlines()) == 1

@@ -1,4 +1,4 @@
-"""Laws of the training: it resumes as if nothing had happened, and survives what may happen to a file."""
+"""Laws of the training: it resumes exactly, and survives damaged files."""
 
 import contextlib
 import csv
@@ -38,7 +38,7 @@ def losses(out):
     return [row[:3] for row in csv.reader((out / "log.csv").read_text().splitlines())]
 
 
-def test_a_run_that_was_broken_off_goes_on_as_if_it_had_not_been(tmp_path, every_loss_logged, monkeypatch):
+def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path, every_loss_logged, monkeypatch):
     whole, broken = tmp_path / "whole", tmp_path / "broken"
     undisturbed = training(whole)
     assert undisturbed.run(workers=0)
@@ -67,7 +67,7 @@ def test_a_run_that_was_broken_off_goes_on_as_if_it_had_not_been(tmp_path, every
     )
 
 
-def test_a_run_stops_in_time_and_says_that_it_is_not_done(tmp_path, every_loss_logged, monkeypatch):
+def test_a_run_stops_at_the_time_limit_and_returns_false(tmp_path, every_loss_logged, monkeypatch):
     long = (Stage(name="long", images=4000, batches={16: 4}, rates=(1e-3, 1e-3)),)
     run = FlowTraining(tmp_path, untrained_pipeline(**TINY), recipe=long)
     assert not run.run(workers=0, minutes=0)
@@ -85,7 +85,7 @@ def test_the_loss_falls(tmp_path, every_loss_logged):
     assert sum(loss[-10:]) < 0.8 * sum(loss[:10])
 
 
-def test_devices_see_different_scenes_of_one_size():
+def test_devices_draw_different_scenes_of_the_same_size():
     stage = Stage(name="one", images=100, batches={16: 3, 32: 2}, rates=(1e-3, 1e-3))
     first, second = (Batches(stage, untrained_pipeline(**TINY), 0, device, 2) for device in range(2))
     assert len(first) == math.ceil(100 / 5)
@@ -126,7 +126,7 @@ def test_the_loss_of_the_true_velocity_is_zero_and_noise_levels_follow_the_size(
 
 def test_a_fresh_painter_starts_from_velocity_zero(tmp_path):
     painter = Painter(untrained_pipeline(**TINY))
-    painter.start_afresh()
+    painter.initialise()
     ids = torch.randint(3, 50, (2, 64))
     velocity = painter(torch.randn(2, 16, 16), torch.rand(2), ids, ids)
     assert velocity.shape == (2, 16, 16)

@@ -41,7 +41,7 @@ def picture(folder):
     return np.asarray(pipeline("an owl", **options).images[0])
 
 
-def test_the_command_makes_the_folder_that_is_shipped_and_goes_on_when_called_again(tmp_path):
+def test_the_command_makes_the_shipped_folder_and_resumes(tmp_path):
     bars = {}
 
     def track(name, length):
@@ -64,7 +64,7 @@ def test_the_command_makes_the_folder_that_is_shipped_and_goes_on_when_called_ag
     assert (picture(tmp_path / "pipeline") == drawn).all()
 
 
-def test_weights_can_be_trained_further_with_the_last_stage(tmp_path):
+def test_weights_can_be_fine_tuned_with_the_last_stage(tmp_path):
     first, further = tmp_path / "first", tmp_path / "further"
     make.make(first, scale=0.01)
     before = FluxPipeline.from_pretrained(first / "pipeline", local_files_only=True)
@@ -88,7 +88,7 @@ def test_weights_can_be_trained_further_with_the_last_stage(tmp_path):
         make.make(tmp_path / "third", start=tmp_path / "nowhere")
 
 
-def test_a_part_can_be_made_alone_and_names_what_it_needs(tmp_path):
+def test_a_part_can_be_trained_alone_and_names_what_it_needs(tmp_path):
     with pytest.raises(ValueError, match="holds no autoencoder: make it first with --part vae"):
         make.make(tmp_path, part="flow")
     assert make.make(tmp_path, part="vae", scale=0.005)

@@ -1,4 +1,4 @@
-"""Laws of the reader's training: questions do not disturb each other, and a run that broke off goes on as if not."""
+"""Laws of the reader's training: questions do not disturb each other, and an interrupted run resumes."""
 
 import csv
 import functools
@@ -23,7 +23,7 @@ def a_process_of_its_own():
     AcceleratorState._reset_state(reset_partial_state=True)
 
 
-def test_each_question_is_read_as_if_it_were_the_only_one():
+def test_questions_do_not_attend_to_each_other():
     model = untrained_reader(TINY).double()
     taught = lesson(TINY, seed=3, sentences=6)
     at, seen = taught.places()
@@ -37,21 +37,21 @@ def test_each_question_is_read_as_if_it_were_the_only_one():
             torch.testing.assert_close(together[:, : taught.text], alone[:, : taught.text])
 
 
-def test_before_it_learns_every_other_head_finds_a_word_where_it_stood_before():
+def test_every_other_head_of_an_untrained_reader_attends_to_equal_words():
     recipe = ReaderRecipe(width=128, layers=2)
     attention = untrained_reader(recipe).model.layers[1].self_attn
     words = torch.nn.functional.normalize(torch.randn(200, 128), dim=-1) * 128**0.5  # as a norm leaves them
     with torch.no_grad():
-        queries = attention.q_proj(words).unflatten(1, (-1, 2, reader.HEAD))
-        keys = attention.k_proj(words).unflatten(1, (-1, reader.HEAD))
-        scores = torch.einsum("qghd,kgd->ghqk", queries, keys) / reader.HEAD**0.5
+        queries = attention.q_proj(words).unflatten(1, (-1, 2, reader.HEAD_DIM))
+        keys = attention.k_proj(words).unflatten(1, (-1, reader.HEAD_DIM))
+        scores = torch.einsum("qghd,kgd->ghqk", queries, keys) / reader.HEAD_DIM**0.5
     alike = scores.diagonal(dim1=2, dim2=3).mean(-1)  # of each group its two heads
     torch.testing.assert_close(alike[:, 0], torch.full((2,), reader.LIKENESS), rtol=0.2, atol=0)
     assert (alike[:, 1].abs() < 0.5).all()
     assert (scores.mean((2, 3)).abs() < 0.2).all()
 
 
-def test_easy_texts_name_nobody_but_where_they_tell_ids():
+def test_easy_texts_use_names_only_to_define_ids():
     taught = lesson(TINY, seed=3, sentences=6, easy=True)
     texts = len(taught.ids) - round(TINY.labelled * TINY.batch)
     facts = taught.ids[:texts, 1 : taught.text].unflatten(1, (-1, SENTENCE))
@@ -63,7 +63,7 @@ def test_easy_texts_name_nobody_but_where_they_tell_ids():
     assert (told & ~named).sum() > named.sum()
 
 
-def test_what_is_to_be_learned_is_what_comes_next_and_whom_a_fact_is_about():
+def test_targets_are_the_next_tokens_and_the_persons_of_facts():
     taught = lesson(TINY, seed=3, sentences=6)
     rows, places = (taught.next != BLANK).nonzero().T
     assert (taught.ids[rows, places + 1] == taught.next[rows, places]).all()
@@ -76,7 +76,7 @@ def test_what_is_to_be_learned_is_what_comes_next_and_whom_a_fact_is_about():
     assert len(names) > 2
 
 
-def test_a_run_that_broke_off_goes_on_as_if_it_had_not(tmp_path, monkeypatch):
+def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path, monkeypatch):
     monkeypatch.setattr(reader, "accuracy", functools.partial(reader.accuracy, sentences=6, texts=8))
     assert train_reader(tmp_path / "whole", TINY)
     assert not train_reader(tmp_path / "broken", TINY, minutes=0)

@@ -14,7 +14,7 @@ def small(monkeypatch):
     return {"steps": 5, "batch": 2, "device": "cpu"}
 
 
-def test_a_training_that_was_cut_off_goes_on_and_ends_with_the_same_weights(tmp_path, small):
+def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path, small):
     whole = train_recogniser(tmp_path / "whole", **small)
     steps = []
 
@@ -35,7 +35,7 @@ def test_a_training_that_was_cut_off_goes_on_and_ends_with_the_same_weights(tmp_
     assert (tmp_path / "parts").read_bytes() == (tmp_path / "whole").read_bytes()
 
 
-def test_training_does_not_touch_the_random_numbers_of_others(tmp_path, small):
+def test_training_leaves_the_global_generator_alone(tmp_path, small):
     torch.manual_seed(5)
     expected = torch.rand(3)
     torch.manual_seed(5)

@@ -20,7 +20,7 @@ def small(monkeypatch):
     monkeypatch.setattr(training, "SIDES", (16, 32))
 
 
-def test_a_run_that_was_broken_off_ends_with_the_same_weights(tmp_path):
+def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path):
     def train(out, advance=lambda: None):
         vae = untrained_pipeline(**TINY).vae
         train_vae(out, vae, steps=6, pixels=2 * 32**2, advance=advance)

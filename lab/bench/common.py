@@ -1,0 +1,71 @@
+# pyright: basic
+"""What the benchmarks share: checks and time limits before timing, and statistics of times."""
+
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from foveate.utils.timing import first_line, time_calls
+
+__all__ = ["check_errors", "check_time", "note_failure", "output_or_gradients", "spread", "time_rows"]
+
+
+@contextmanager
+def note_failure(row: dict[str, Any]) -> Generator[None]:
+    """Context that stores an error in the row as "failed", so that one candidate cannot end the benchmark."""
+    try:
+        yield
+    except Exception as error:
+        row["failed"] = first_line(error)
+
+
+def check_errors(errors: dict[str, float], tolerance: float) -> None:
+    """Raise a ValueError if one of the relative errors is too large or NaN."""
+    for name, error in errors.items():
+        if not error <= tolerance:  # also true of NaN
+            raise ValueError(f"{name.replace('_', ' ')} {error:.1e}: not timed")
+
+
+def check_time(seconds: float, longest: float, source: str) -> None:
+    """Raise a ValueError if a call takes longer than `longest` seconds."""
+    if seconds > longest:
+        raise ValueError(f"skipped: about {seconds:.2g} s, {source}; more than {longest:g} s")
+
+
+def output_or_gradients(
+    attend: Callable[..., Tensor], qkv: Sequence[Tensor], backward: bool
+) -> Callable[[], tuple[Tensor, ...]]:
+    """A call that returns the output of attention, or the gradients of q, k and v for an output gradient of q."""
+    if not backward:
+        return lambda: (attend(*qkv),)
+    leaves = [x.detach().requires_grad_() for x in qkv]
+    return lambda: torch.autograd.grad(attend(*leaves), leaves, qkv[0])
+
+
+def spread(seconds: Sequence[float]) -> dict[str, float]:
+    """Median, fastest and slowest of several times."""
+    return {"median_s": median(seconds), "fastest_s": min(seconds), "slowest_s": max(seconds)}
+
+
+def time_rows(
+    rows: list[dict[str, Any]], calls: Sequence[Callable[[], object]], rounds: int, device: torch.device
+) -> list[dict[str, Any]]:
+    """Add times, and speed-ups over the fastest dense candidate, to the rows that have not failed; returns these.
+
+    Args:
+        rows: One row for each candidate; `row["dense"]` marks dense attention.
+        calls: The calls of the rows that have not failed.
+        rounds: Measurements of each call; the calls take turns.
+        device: Device on which they run.
+    """
+    timed = [row for row in rows if "failed" not in row]
+    for row, taken in zip(timed, time_calls(calls, rounds, device), strict=True):
+        row |= spread(taken)
+    best = min((row["median_s"] for row in timed if row["dense"]), default=None)
+    for row in timed:
+        row["speed_up"] = best and best / row["median_s"]
+    return timed

@@ -1,0 +1,34 @@
+"""What the studies share: options, the device, and where results go."""
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+
+from foveate.utils.files import write_whole
+
+__all__ = ["RESULTS", "SHEETS", "Batch", "Commit", "Pictures", "Prompts", "Size", "device_type", "save_result"]
+
+RESULTS, SHEETS = Path("lab/results"), Path("docs/images")
+
+Size = Annotated[int, typer.Option(help="Side of the pictures in pixels.")]
+Prompts = Annotated[int, typer.Option(help="Held-out captions.")]
+Batch = Annotated[int, typer.Option(help="Batch size.")]
+Pictures = Annotated[str, typer.Option(help="Folder of the pictures; an existing run is resumed.")]
+Commit = Annotated[str, typer.Option(help="Commit to record, if git cannot tell it.")]
+
+
+def device_type() -> str:
+    """Device type of small models: a GPU if there is one."""
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def save_result(name: str, result: dict[str, Any], commit: str) -> Path:
+    """Write a result to `RESULTS` as JSON, with the commit in its versions unless it is empty. Returns the path."""
+    if commit:
+        result["versions"]["commit"] = commit
+    path = RESULTS / f"{name}.json"
+    write_whole(path, json.dumps(result, indent=2).encode() + b"\n")
+    return path
