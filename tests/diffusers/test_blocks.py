@@ -339,7 +339,7 @@ def test_a_pipeline_with_batched_guidance_shares_plans_between_the_pair(stable_d
         assert run.summary().outcomes["unet"] == {"": 6}
     sections = 3  # down, middle, up
     assert len(made) == 2 * sections  # steps 0 and 5
-    assert all(len(merge.places) == 2 and torch.equal(*merge.places) for merge in made)
+    assert all(len(merge.positions) == 2 and torch.equal(*merge.positions) for merge in made)
 
 
 def test_compare_leaves_out_what_a_unet_cannot_take(stable_diffusion, tmp_path):
