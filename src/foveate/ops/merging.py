@@ -161,7 +161,7 @@ class Merge(NamedTuple):
         return _multiply([weights if weights is None else weights.mT for weights in self.spread], y, lengths, text)
 
     def update(
-        self,
+        self: "AnyMerge",
         x: Float[Tensor, "batch all dim"],
         before: Float[Tensor, "batch fewer dim"],
         after: Float[Tensor, "batch fewer dim"],
@@ -176,11 +176,11 @@ class Merge(NamedTuple):
             order: Permutation that takes x into the order of the regions. None: x is in that order.
         """
         weights = [weights.mT for weights in self.spread if weights is not None]
-        if len(weights) == len(self.spread):
+        if weights and len(weights) == len(self.spread):
             return region_update(weights, x, before, after, order)
         return add_tokens(x, self.unmerge(after - before), order)
 
-    def rope(self, rows: Float[Tensor, "image dim"]) -> Float[Tensor, "plans merged dim"]:
+    def rope(self: "AnyMerge", rows: Float[Tensor, "image dim"]) -> Float[Tensor, "plans merged dim"]:
         """Rotary embedding rows of the merged tokens: those of their destinations."""
         return rows[self.positions]
 
@@ -214,6 +214,11 @@ class IndexMerge(NamedTuple):
         """Empty: destinations are not reused by later plans."""
         return ()
 
+    @property
+    def spread(self) -> tuple[Tensor, ...]:
+        """Empty: there are no weight matrices."""
+        return ()
+
     def merge(
         self, x: Float[Tensor, "batch all dim"], text: int = 0, order: Int[Tensor, "all"] | None = None
     ) -> Float[Tensor, "batch fewer dim"]:
@@ -239,19 +244,7 @@ class IndexMerge(NamedTuple):
             return torch.cat([y[:, :text], self.unmerge(y[:, text:])], 1)
         return y.take_along_dim(self.dst_index[..., None], 1)
 
-    def update(
-        self,
-        x: Float[Tensor, "batch all dim"],
-        before: Float[Tensor, "batch fewer dim"],
-        after: Float[Tensor, "batch fewer dim"],
-        order: Int[Tensor, "all"] | None = None,
-    ) -> Float[Tensor, "batch all dim"]:
-        """All tokens after layers that ran on merged tokens; see `Merge.update`."""
-        return add_tokens(x, self.unmerge(after - before), order)
-
-    def rope(self, rows: Float[Tensor, "image dim"]) -> Float[Tensor, "plans merged dim"]:
-        """Rotary embedding rows of the merged tokens: those of their destinations."""
-        return rows[self.positions]
+    update, rope = Merge.update, Merge.rope
 
     def log_sizes(self) -> Float[Tensor, "plans merged"]:
         """Logarithm of the number of tokens of each destination."""
