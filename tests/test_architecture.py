@@ -31,6 +31,9 @@ LIBRARIES = {
     "transformers": {"diffusers", "transformers", "training", "demo", "cli"},
 }
 FILES = sorted(SOURCE.rglob("*.py"))
+MODULES = {
+    ".".join(path.relative_to(SOURCE.parent).with_suffix("").parts).removesuffix(".__init__"): path for path in FILES
+}
 
 
 def imports(path):
@@ -42,6 +45,21 @@ def imports(path):
             assert node.level == 0, f"{path}: write imports in full"
             names = [alias.name for alias in node.names] if node.module == "foveate" else [""]
             yield from (f"{node.module}.{name}".rstrip(".") for name in names)
+
+
+def loaded_with(path):
+    """The modules of foveate that a file imports outside of functions."""
+    nodes, found = [ast.parse(path.read_text())], set()
+    while nodes:
+        node = nodes.pop()
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            inner = {f"{node.module}.{alias.name}" for alias in node.names}
+            found |= inner if inner <= set(MODULES) else inner | {node.module}
+        elif not isinstance(node, ast.FunctionDef):
+            nodes += ast.iter_child_nodes(node)
+    return sorted(found & set(MODULES))
 
 
 def room(path):
@@ -58,6 +76,20 @@ def test_imports_run_one_way(path):
             assert within & (ROOMS[here] | {here}), f"{here} must not import {module}"
         assert here in LIBRARIES.get(package, {here}), f"{here} must not import {module}"
         assert package != "lab", "the library must not import the lab"
+
+
+def test_no_imports_run_in_circles():
+    done = set()
+
+    def visit(name, chain):
+        assert name not in chain, " -> ".join([*chain[chain.index(name) :], name])
+        if name not in done:
+            for imported in loaded_with(MODULES[name]):
+                visit(imported, [*chain, name])
+            done.add(name)
+
+    for name in MODULES:
+        visit(name, [])
 
 
 def test_methods_never_import_each_other():

@@ -25,9 +25,9 @@ from foveate.methods.baselines.kv_baselines import EPIC, CacheBlend, FullPrefill
 from foveate.methods.recompute_policy import RecomputePolicy
 from foveate.transformers import ChunkCache, ChunkEncoder
 from foveate.transformers.cache import PromptedBatch
-from foveate.utils.device import choose_device, choose_dtype, versions
+from foveate.utils.device import Stopwatch, choose_device, choose_dtype, versions
 from foveate.utils.progress import Track, silent
-from foveate.utils.timing import Marks, peak_memory
+from foveate.utils.timing import peak_memory
 
 __all__ = ["MODELS", "Settings", "bench_context", "encoder_of_ids", "main", "table_of"]
 
@@ -173,26 +173,25 @@ def variants(settings: Settings) -> list[Variant]:
     ]
 
 
-def first_token(variant: Variant, work: Work, mark: Callable[[str], None] = lambda stage: None) -> tuple[Tensor, int]:
-    """The logits of the first token, and the number of recomputed rows."""
+def first_token(variant: Variant, work: Work, watch: Stopwatch | None = None) -> tuple[Tensor, int]:
+    """The logits of the first token, and the number of recomputed rows. `watch` times the `STAGES`."""
+    watch = watch or Stopwatch(work.ids.device)
     if variant.method is None:
-        with variant.attention():
-            logits = work.encoder.model(input_ids=work.ids[None], logits_to_keep=1).logits[0]
-        mark("prompt")
-        return logits, 0
+        with watch.step("prompt"), variant.attention():
+            return work.encoder.model(input_ids=work.ids[None], logits_to_keep=1).logits[0], 0
     chunks = work.chunks
     if not variant.cached:
-        chunks = work.encoder.encode(work.documents)
-        mark("encode")
-    context = work.encoder.compose(chunks)
-    mark("compose")
+        with watch.step("encode"):
+            chunks = work.encoder.encode(work.documents)
+    with watch.step("compose"):
+        context = work.encoder.compose(chunks)
     prompts = work.ids[None, -len(work.prompt) :]
-    choice = PromptedBatch(context.batch, prompts).choose([variant.method])
-    mark("score")
-    choice.batch.recompute(choice.rows)
-    mark("recompute")
-    logits = choice.batch.logits(prompts, last=1)[0]
-    mark("prompt")
+    with watch.step("score"):
+        choice = PromptedBatch(context.batch, prompts).choose([variant.method])
+    with watch.step("recompute"):
+        choice.batch.recompute(choice.rows)
+    with watch.step("prompt"):
+        logits = choice.batch.logits(prompts, last=1)[0]
     return logits, choice.rows.shape[1]
 
 
@@ -240,9 +239,9 @@ def _timed(work: Work, length: int, settings: Settings, track: Track) -> list[di
     taken: list[list[dict[str, float]]] = [[] for _ in timed]
     for _ in range(settings.rounds):
         for variant, times in zip(timed, taken, strict=True):
-            marks = Marks(settings.device)
-            first_token(variant, work, marks)
-            times.append(marks.seconds())
+            watch = Stopwatch(settings.device)
+            first_token(variant, work, watch)
+            times.append(watch.seconds)
             advance()
     for row, times in zip(rows, taken, strict=True):
         totals = [sum(parts.values()) for parts in times]

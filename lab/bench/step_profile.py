@@ -12,7 +12,9 @@ from typing import Any
 import torch
 from diffusers import FluxTransformer2DModel
 from rich.table import Table
+from torch.autograd import DeviceType
 from torch.nn.functional import scaled_dot_product_attention
+from torch.profiler import ProfilerActivity, profile
 
 from foveate.bench.step import Setup, Step, merging_part
 from foveate.bench.table import TableColumn, results_table
@@ -25,10 +27,10 @@ from foveate.methods import ComposedMethod, Method
 from foveate.methods.base import SparseAttention, TokenMerging
 from foveate.ops.joint_attention import joint_attention
 from foveate.utils.progress import Track, silent
-from foveate.utils.timing import captured, time_calls, time_shares
+from foveate.utils.timing import captured, time_calls
 from lab.bench.reconstruction import FEATURES, reconstruction_error
 
-__all__ = ["main", "profile_step", "table_of"]
+__all__ = ["main", "profile_step", "table_of", "time_shares"]
 
 MERGE, PLAN = ("foveate::region_matmul", "foveate::region_update"), "foveate::plan"  # names in a profile
 
@@ -103,6 +105,38 @@ def _attention_alone(
         "attention_speed_up": dense_s / sparse_s,
         "attention_flop_bound": 1 / (1 - mean(layer.true for layer in layers)),
     }
+
+
+def time_shares(call: Callable[[], object], names: Sequence[str], device: torch.device) -> list[float]:
+    """Fraction of a call's time spent in each of the named ops and `record_function` ranges; 0 if it never runs.
+
+    On a GPU this is kernel time, otherwise CPU time of ops. Nested names count for the outermost one only.
+
+    Args:
+        call: Function to profile.
+        names: Names of the ops and ranges.
+        device: Device on which the call runs.
+    """
+    on_gpu = device.type == "cuda"
+    with profile(activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]) as profiler:
+        call()
+    events = list(profiler.events() or [])
+    if on_gpu:
+        kernels = [e for e in events if e.device_type == DeviceType.CUDA and not e.is_user_annotation]
+        total = sum(kernel.device_time_total for kernel in kernels)
+    else:
+        total = sum(event.self_cpu_time_total for event in events)
+    spent = dict.fromkeys(names, 0.0)
+    for event in events:
+        if event.name in spent and event.device_type == DeviceType.CPU and not _within(event, names):
+            spent[event.name] += event.device_time_total if on_gpu else event.cpu_time_total
+    return [time / total if total else 0.0 for time in spent.values()]
+
+
+def _within(event: Any, names: Sequence[str]) -> bool:
+    """Whether an event is nested in one of these names."""
+    outer = event.cpu_parent
+    return outer is not None and (outer.name in names or _within(outer, names))
 
 
 COLUMNS: list[TableColumn] = [

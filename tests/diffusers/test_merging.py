@@ -226,7 +226,7 @@ def test_merged_tokens_stand_where_their_destinations_stand(batch):
     regions = method.regions(((8, 8),))
     for i in range(batch):
         one = slice(i, i + 1)
-        rows = torch.cat([torch.arange(5), 5 + regions.order[plan.places[i]]])
+        rows = torch.cat([torch.arange(5), 5 + regions.order[plan.positions[i]]])
         merged = plan.merge(image[:, regions.order])[one]
         moved = tuple(x[rows] for x in rope)
         want = attn(hidden_states=merged, encoder_hidden_states=text[one], image_rotary_emb=moved)

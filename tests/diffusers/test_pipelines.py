@@ -247,7 +247,7 @@ def test_the_pair_of_a_batched_guidance_shares_plans(stable_diffusion, plans):
         assert run.summary().outcomes["unet"] == {"": 6}
     sections = 3  # down, middle, up
     assert len(plans) == 2 * sections  # steps 0 and 5
-    assert all(len(merge.places) == 2 and torch.equal(*merge.places) for merge, _ in plans)
+    assert all(len(merge.positions) == 2 and torch.equal(*merge.positions) for merge, _ in plans)
 
 
 def test_a_comparison_leaves_out_what_cannot_be_applied(stable_diffusion, tmp_path):

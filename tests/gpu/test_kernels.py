@@ -149,13 +149,13 @@ def test_picks_equal_the_portable_path_every_time(tokens, budget):
 
 @pytest.mark.parametrize(("plans", "batch"), [(1, 1), (1, 2), (2, 2)])
 @pytest.mark.parametrize(("rows", "tokens"), [(8, 16), (3, 5), (1, 1), (32, 64), (20, 33)])
-@pytest.mark.parametrize("ahead", [0, 77])
+@pytest.mark.parametrize("text", [0, 77])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_region_products_and_their_gradients_equal_float64(plans, batch, rows, tokens, ahead, dtype):
+def test_region_products_and_their_gradients_equal_float64(plans, batch, rows, tokens, text, dtype):
     options = {"device": "cuda", "dtype": dtype, "requires_grad": True}
-    weights, x = torch.rand(plans, 7, rows, tokens, **options), torch.randn(batch, ahead + 7 * tokens, 648, **options)
-    want = region_matmul.portable(weights.double(), x.double(), ahead)
-    got = region_matmul.region_matmul(weights, x, ahead)
+    weights, x = torch.rand(plans, 7, rows, tokens, **options), torch.randn(batch, text + 7 * tokens, 648, **options)
+    want = region_matmul.portable(weights.double(), x.double(), text)
+    got = region_matmul.region_matmul(weights, x, text)
     assert relative(got, want) < 1e-2
     grad = torch.randn_like(got)
     expected = torch.autograd.grad(want, (weights, x), grad.double())

@@ -94,12 +94,12 @@ def test_weights_sum_to_one_and_constants_survive(options, grid):
 @pytest.mark.parametrize("keep", [0.25, 0.5, 0.75])
 def test_destinations_are_places_of_different_tokens_that_merge_into_themselves(keep):
     regions, x, merge = planned(ToMA(keep=keep, weights="hard"), (16, 20), smooth(16, 20))
-    assert merge.places.shape == (2, regions.kept)
-    assert all(len(set(places.tolist())) == regions.kept for places in merge.places)
+    assert merge.positions.shape == (2, regions.kept)
+    assert all(len(set(places.tolist())) == regions.kept for places in merge.positions)
     rope = torch.arange(320.0)[:, None]
-    torch.testing.assert_close(merge.rope(rope)[..., 0], merge.places.float())
+    torch.testing.assert_close(merge.rope(rope)[..., 0], merge.positions.float())
     dots = (merge.unmerge(merge.merge(x)) * x).sum(-1)
-    assert (dots.gather(1, merge.places) > 0).all()
+    assert (dots.gather(1, merge.positions) > 0).all()
 
 
 def test_in_the_hard_limit_the_transpose_is_the_pseudo_inverse():
@@ -130,15 +130,15 @@ def test_who_shares_a_plan(share):
     method = ToMA(share=share)
     regions, x, merge = planned(method, (16, 20), x)
     if share == "batch":
-        assert len(merge.places) == 1
+        assert len(merge.positions) == 1
     if share == "cfg":
-        assert torch.equal(merge.places[:2], merge.places[2:])
-        assert not torch.equal(merge.places[0], merge.places[1])
+        assert torch.equal(merge.positions[:2], merge.positions[2:])
+        assert not torch.equal(merge.positions[0], merge.positions[1])
         with pytest.raises(ValueError, match="3 samples"):
             method.plan(x[:3], regions)
     if share == "sample":
         alone = method.plan(x[2:3], regions)
-        assert torch.equal(alone.places, merge.places[2:3])
+        assert torch.equal(alone.positions, merge.positions[2:3])
         torch.testing.assert_close(alone.merge(x[2:3]), merge.merge(x)[2:3])
 
 
@@ -146,7 +146,7 @@ def test_new_weights_for_old_destinations():
     method = ToMA()
     regions, x, merge = planned(method, (16, 20), smooth(16, 20))
     later = method.plan(x + 0.1 * torch.randn_like(x), regions, merge.chosen)
-    assert torch.equal(later.places, merge.places)
+    assert torch.equal(later.positions, merge.positions)
     assert not torch.equal(later.gather[0], merge.gather[0])
 
 
@@ -167,7 +167,7 @@ def test_along_a_hilbert_curve_who_attends_to_whom_is_what_its_tokens_do(tiles, 
     regions = method.regions_along(plan, (height, 20))
     assert sum(regions.lengths) == sum(length for _, length in plan.segments) == height * 20
     merge = method.plan(torch.randn(1, height * 20, 8), regions)
-    tokens = torch.cat([torch.arange(text), text + merge.places[0]])
+    tokens = torch.cat([torch.arange(text), text + merge.positions[0]])
     for table in plan.tables:
         merged = regions.merged(table, text)
         assert merged.query_tokens == len(tokens)

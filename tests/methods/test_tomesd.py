@@ -29,7 +29,7 @@ def reference(x, method, grid=GRID):
 def test_matches_are_those_of_the_papers_text(keep):
     x = torch.randn(2, 130, 8, dtype=torch.float64)
     plan = planned(method := ToMeSD(keep=keep), x)
-    for sample, places, dst_index in zip(x, plan.places, plan.dst_index, strict=True):
+    for sample, places, dst_index in zip(x, plan.positions, plan.dst_index, strict=True):
         want_places, want_goes = reference(sample, method)
         assert sorted(places.tolist()) == want_places
         assert places[dst_index].tolist() == want_goes
@@ -49,7 +49,7 @@ def test_tokens_become_the_mean_of_what_goes_to_them():
 def test_fusion_prunes_first_and_keeps_lengths_later():
     x = torch.randn(2, 130, 8, dtype=torch.float64)
     early, late = (planned(ToFu().at(depth), x) for depth in (0.2, 0.7))
-    assert torch.equal(early.merge(x), x.take_along_dim(early.places[..., None], 1))
+    assert torch.equal(early.merge(x), x.take_along_dim(early.positions[..., None], 1))
     merged = late.merge(x)
     for i in range(merged.shape[1]):
         mine = x[0, late.dst_index[0] == i]

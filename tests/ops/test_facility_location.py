@@ -82,9 +82,9 @@ def test_where_nothing_is_left_to_gain_tokens_come_by_index_and_few_gains_are_co
     monkeypatch.setattr(module, "LAZY_FROM", 1)
     computed, gains = [], module._Matrix.gains
 
-    def counted(matrix, some, covered):
-        computed.append(len(matrix.columns[some]))
-        return gains(matrix, some, covered)
+    def counted(matrix, subset, covered):
+        computed.append(len(matrix.columns[subset]))
+        return gains(matrix, subset, covered)
 
     monkeypatch.setattr(module._Matrix, "gains", counted)
     monkeypatch.setattr(module, "REFRESHED", 8)
@@ -138,9 +138,9 @@ def test_few_similarities_are_computed_and_never_many_at_a_time(monkeypatch):
     )
     computed, gains, drops = [], module._Embeddings.gains, module._Embeddings.drops
 
-    def counted_gains(similarity, some, covered):
-        computed.append(len(some))
-        return gains(similarity, some, covered)
+    def counted_gains(similarity, subset, covered):
+        computed.append(len(subset))
+        return gains(similarity, subset, covered)
 
     def counted_drops(similarity, before, after):
         computed.append(int((after > before).sum()))

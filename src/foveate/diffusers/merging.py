@@ -108,7 +108,7 @@ class MergeGroup:
         """The regions with the destinations of the first sample, to draw."""
         if self._plan is None:
             return regions
-        picked = regions.order.cpu()[self._plan.places[0].cpu()]
+        picked = regions.order.cpu()[self._plan.positions[0].cpu()]
         return regions._replace(picked=picked[picked < regions.grid[0] * regions.grid[1]])
 
     def plan(self, tokens: Tensor, rope: tuple[Tensor, Tensor] | None) -> None:

@@ -2,14 +2,17 @@
 
 An *order* is a permutation: ``order[i]`` is the raster index ``row * width + column`` of the cell at curve step ``i``.
 ``tokens[order]`` puts raster tokens on the curve and ``tokens[inverse_order(order)]`` puts curve tokens back. Orders
-are computed once per size and device and shared by all callers: treat them as read-only.
+are computed once per size and device and shared by all callers: treat them as read-only. A side below 1 is a
+ValueError.
 
 The Hilbert curves are the generalised ones of Jakub Červený ("gilbert", own implementation): they fill any rectangle
 or box, and are the classical Hilbert curve on squares whose side is a power of two.
 """
 
+import inspect
 from collections.abc import Callable
-from functools import cache, lru_cache
+from functools import cache, lru_cache, wraps
+from typing import ParamSpec
 
 import numpy as np
 import numpy.typing as npt
@@ -119,88 +122,35 @@ def _hilbert_3d() -> Callable[[int, int, int], Steps]:
 
 # --- orders ----------------------------------------------------------------------------------------------------------
 
+P = ParamSpec("P")
 
-def _order(make: Callable[..., npt.NDArray[np.int64]]) -> Callable[..., Tensor]:
-    """Decorator that checks the sizes and caches the order by size and device."""
 
-    @lru_cache(maxsize=64)
-    @persistent
-    def cached(*sizes: int, device: torch.device) -> Tensor:
-        return torch.from_numpy(make(*sizes)).to(device)
+def _cached(make: Callable[P, Tensor]) -> Callable[P, Tensor]:
+    """Decorator that checks the sizes of a grid, and computes its order once per size and device."""
+    signature = inspect.signature(make)
+    cached = lru_cache(maxsize=64)(persistent(make))
 
-    def order(*sizes: int, device: torch.device | str | None = None) -> Tensor:
+    @wraps(make)
+    def order(*args: P.args, **kwargs: P.kwargs) -> Tensor:
+        call = signature.bind(*args, **kwargs)
+        call.apply_defaults()
+        *sizes, device = call.arguments.values()
         if min(sizes) < 1:
             raise ValueError(f"a grid needs at least one cell along every side, not {' x '.join(map(str, sizes))}")
-        return cached(*sizes, device=torch.empty(0, device=device or "cpu").device)
+        return cached(*sizes, torch.empty(0, device=device or "cpu").device)  # type: ignore[reportCallIssue]
 
     return order
 
 
-def _raster_index(y: Steps, x: Steps, height: int, width: int) -> npt.NDArray[np.int64]:
+def _raster_index(y: Steps, x: Steps, height: int, width: int) -> Int[Tensor, "cells"]:
     """Raster indices of cells whose rows are counted from the bottom."""
     index = np.multiply(y, -width, dtype=np.int64)
     index += x
     index += (height - 1) * width
-    return index
+    return torch.from_numpy(index)
 
 
-@_order
-def _hilbert(height: int, width: int) -> npt.NDArray[np.int64]:
-    if width >= height:
-        x, y = _hilbert_2d()(width, height)
-    else:
-        y, x = _hilbert_2d()(height, width)
-    return _raster_index(y, x, height, width)
-
-
-@_order
-def _hilbert_box(frames: int, height: int, width: int) -> npt.NDArray[np.int64]:
-    if width >= max(frames, height):
-        x, y, t = _hilbert_3d()(width, height, frames)
-    elif height >= frames:
-        y, x, t = _hilbert_3d()(height, width, frames)
-    else:
-        t, x, y = _hilbert_3d()(frames, width, height)
-    return _raster_index(y, x, height, width) + t.astype(np.int64) * (height * width)
-
-
-@_order
-def _moore(height: int, width: int) -> npt.NDArray[np.int64]:
-    if min(height, width) == 1:
-        return np.arange(height * width)
-    turned = width % 2 == 1 and height % 2 == 0  # halve an even side if there is one, or the loop cannot close
-    w, h = (height, width) if turned else (width, height)
-    curve, left = _hilbert_2d(), w // 2
-    x, y = _join((curve(h, left), (left - 1, 0), "+y-x"), (curve(h, w - left), (left, h - 1), "-y+x"))
-    return _raster_index(x, y, height, width) if turned else _raster_index(y, x, height, width)
-
-
-@_order
-def _morton(height: int, width: int) -> npt.NDArray[np.int64]:
-    rows = columns = np.zeros(1, np.int32)
-    for bit in range((max(height, width) - 1).bit_length()):  # every bit doubles the curve along one side or both
-        if (width - 1) >> bit:
-            rows, columns = np.tile(rows, 2), np.concatenate([columns, columns + (1 << bit)])
-        if (height - 1) >> bit:
-            rows, columns = np.concatenate([rows, rows + (1 << bit)]), np.tile(columns, 2)
-    if len(rows) > height * width:
-        inside = (rows < height) & (columns < width)
-        rows, columns = rows[inside], columns[inside]
-    return rows.astype(np.int64) * width + columns
-
-
-@_order
-def _serpentine(height: int, width: int) -> npt.NDArray[np.int64]:
-    cells = np.arange(height * width, dtype=np.int64).reshape(height, width)
-    cells[1::2] = cells[1::2, ::-1].copy()
-    return cells.reshape(-1)
-
-
-@_order
-def _raster(height: int, width: int) -> npt.NDArray[np.int64]:
-    return np.arange(height * width)
-
-
+@_cached
 def hilbert_order(height: int, width: int, device: torch.device | str | None = None) -> Int[Tensor, "cells"]:
     """Raster indices of a `height` x `width` grid along a generalised Hilbert curve, for any rectangle.
 
@@ -214,14 +164,16 @@ def hilbert_order(height: int, width: int, device: torch.device | str | None = N
         >>> hilbert_order(2, 2).tolist()  # up, right, down
         [2, 0, 1, 3]
 
-    Raises:
-        ValueError: If a side is below 1.
-
     Source: J. Červený, "gilbert: space-filling curves for rectangles of any size"; HilbertA, arXiv 2509.26538.
     """
-    return _hilbert(height, width, device=device)
+    if width >= height:
+        x, y = _hilbert_2d()(width, height)
+    else:
+        y, x = _hilbert_2d()(height, width)
+    return _raster_index(y, x, height, width).to(device)
 
 
+@_cached
 def hilbert_order_3d(
     frames: int, height: int, width: int, device: torch.device | str | None = None
 ) -> Int[Tensor, "cells"]:
@@ -230,52 +182,61 @@ def hilbert_order_3d(
     With even sides every step goes to a neighbouring cell. An odd side causes some diagonal steps, which change two
     coordinates by one (21 x 45 x 80: 552 of 75,599 steps).
 
-    Raises:
-        ValueError: If a side is below 1.
-
     Source: J. Červený, "gilbert".
     """
-    return _hilbert_box(frames, height, width, device=device)
+    if width >= max(frames, height):
+        x, y, t = _hilbert_3d()(width, height, frames)
+    elif height >= frames:
+        y, x, t = _hilbert_3d()(height, width, frames)
+    else:
+        t, x, y = _hilbert_3d()(frames, width, height)
+    return (_raster_index(y, x, height, width) + torch.from_numpy(t).long() * (height * width)).to(device)
 
 
+@_cached
 def moore_order(height: int, width: int, device: torch.device | str | None = None) -> Int[Tensor, "cells"]:
     """Raster indices along a Moore curve: two Hilbert curves, up one half of the grid and down the other.
 
     If a side is even and none is 1, the curve is closed: its ends are neighbours (diagonal ones if one side is 4 and
     the other odd), so that a run that wraps around stays in one piece. If both sides and their halves are even, every
     step goes to a neighbour; otherwise each half may take the one diagonal step of `hilbert_order`.
-
-    Raises:
-        ValueError: If a side is below 1.
     """
-    return _moore(height, width, device=device)
+    if min(height, width) == 1:
+        return torch.arange(height * width, device=device)
+    turned = width % 2 == 1 and height % 2 == 0  # halve an even side if there is one, or the loop cannot close
+    w, h = (height, width) if turned else (width, height)
+    curve, left = _hilbert_2d(), w // 2
+    x, y = _join((curve(h, left), (left - 1, 0), "+y-x"), (curve(h, w - left), (left, h - 1), "-y+x"))
+    return _raster_index(*((x, y) if turned else (y, x)), height, width).to(device)
 
 
+@_cached
 def morton_order(height: int, width: int, device: torch.device | str | None = None) -> Int[Tensor, "cells"]:
-    """Raster indices in Z-order: cells sorted by the interleaved bits of row and column, for any rectangle.
+    """Raster indices in Z-order: cells sorted by the interleaved bits of row and column, for any rectangle."""
+    rows = columns = torch.zeros(1, dtype=torch.int32)
+    for bit in range((max(height, width) - 1).bit_length()):  # every bit doubles the curve along one side or both
+        if (width - 1) >> bit:
+            rows, columns = rows.repeat(2), torch.cat([columns, columns + (1 << bit)])
+        if (height - 1) >> bit:
+            rows, columns = torch.cat([rows, rows + (1 << bit)]), columns.repeat(2)
+    order = rows.long().mul_(width).add_(columns)
+    if len(order) > height * width:
+        order = order[(rows < height) & (columns < width)]
+    return order.to(device)
 
-    Raises:
-        ValueError: If a side is below 1.
-    """
-    return _morton(height, width, device=device)
 
-
+@_cached
 def serpentine_order(height: int, width: int, device: torch.device | str | None = None) -> Int[Tensor, "cells"]:
-    """Raster indices row by row, every other row from right to left.
-
-    Raises:
-        ValueError: If a side is below 1.
-    """
-    return _serpentine(height, width, device=device)
+    """Raster indices row by row, every other row from right to left."""
+    cells = torch.arange(height * width).view(height, width)
+    cells[1::2] = cells[1::2].flip(1)
+    return cells.flatten().to(device)
 
 
+@_cached
 def raster_order(height: int, width: int, device: torch.device | str | None = None) -> Int[Tensor, "cells"]:
-    """Raster indices row by row: the order of tokens in models.
-
-    Raises:
-        ValueError: If a side is below 1.
-    """
-    return _raster(height, width, device=device)
+    """Raster indices row by row: the order of tokens in models."""
+    return torch.arange(height * width, device=device)
 
 
 CURVES = {

@@ -11,11 +11,11 @@ Large sets are picked lazily (`_LazyGreedy`): gains only shrink while picks are 
 never need to be recomputed.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from foveate.ops import dispatch
@@ -23,15 +23,15 @@ from foveate.utils.progress import Track, silent
 
 __all__ = ["TIE", "GreedyPicks", "best_similarity", "facility_location", "round_robin_greedy"]
 
-TIE = 1e-5  # gains whose relative difference is smaller are equal: two tokens that represent each other alone tie
-ROUNDING = 1e-6  # a dot product of unit rows that exceeds another by less is not larger
-LAZY_FROM = 1024  # tokens of a set from which on the CPU picks lazily
+TIE = 1e-5  # gains with a smaller relative difference are equal, as are those of two tokens that represent each other
+ROUNDING = 1e-6  # dot products of unit rows with a smaller difference are equal
+LAZY_FROM = 1024  # tokens of a set from which on a CPU picks lazily
 CHUNK = 2**24  # similarities in memory at a time
 REFRESHED = 32  # gains that a round recomputes
 FIRST_GAINS_STEPS = 32  # steps of the progress bar of the first gains
-WARM_UP_ROUNDS = 3  # rounds before a CUDA graph of one is captured
+WARM_UP_ROUNDS = 3  # rounds before the CUDA graph of a round is captured
 MIN_PICKS_TO_CAPTURE = 64  # capturing takes as long as some dozens of rounds
-REPLAYS = 16  # rounds between two looks at the number of picks, each of which waits for the GPU
+REPLAYS = 16  # rounds between two queries of the number of picks, each of which waits for the GPU
 
 
 def facility_location(similarity: Float[Tensor, "*batch tokens tokens"], budget: int) -> Int[Tensor, "*batch budget"]:
@@ -154,11 +154,11 @@ def round_robin_greedy(
     first_gains = _first_gains(represented, candidates, track)
     similarity = _Embeddings(represented, candidates)
     greedy = _LazyGreedy(similarity, turns, covered, first_gains, bonus, classes, room)
-    advance, seen = track("picks", len(turns)), 0
+    advance, shown = track("picks", len(turns)), 0
     for done in greedy.run():
-        for _ in range(done - seen):
+        for _ in range(done - shown):
             advance()
-        seen = done
+        shown = done
     if len(impossible := (greedy.gains == -torch.inf).nonzero()):
         turn = int(impossible[0])
         raise ValueError(
@@ -173,8 +173,8 @@ def best_similarity(
 ) -> Float[Tensor, "represented"]:
     """The largest max(0, dot product) of each represented item with a pick. All rows are unit vectors."""
     best = represented.new_zeros(len(represented))
-    for some in picks.split(max(1, CHUNK // len(represented))):
-        best = torch.maximum(best, (represented @ some.T).amax(1))
+    for chunk in picks.split(max(1, CHUNK // len(represented))):
+        best = torch.maximum(best, (represented @ chunk.T).amax(1))
     return best
 
 
@@ -190,9 +190,11 @@ class _Matrix(NamedTuple):
         """Similarity of a candidate to every item."""
         return self.columns[pick][0]
 
-    def gains(self, some: Int[Tensor, "some"] | slice, covered: Float[Tensor, "represented"]) -> Float[Tensor, "some"]:
-        """Sum over items of max(0, similarity - covered) for some candidates."""
-        return (self.columns[some] - covered).clamp_(min=0).sum(1)
+    def gains(
+        self, subset: Int[Tensor, "subset"] | slice, covered: Float[Tensor, "represented"]
+    ) -> Float[Tensor, "subset"]:
+        """Sum over items of max(0, similarity - covered) for a subset of the candidates."""
+        return (self.columns[subset] - covered).clamp_(min=0).sum(1)
 
     def drops(
         self, before: Float[Tensor, "represented"], after: Float[Tensor, "represented"]
@@ -216,8 +218,8 @@ class _Embeddings(NamedTuple):
     def column(self, pick: Tensor) -> Tensor:
         return self.represented @ self.candidates[pick][0]
 
-    def gains(self, some: Tensor | slice, covered: Tensor) -> Tensor:
-        more = torch.addmm(covered, self.candidates[some], self.represented.T, beta=-1)
+    def gains(self, subset: Tensor | slice, covered: Tensor) -> Tensor:
+        more = torch.addmm(covered, self.candidates[subset], self.represented.T, beta=-1)
         return torch.threshold_(more, ROUNDING, 0.0).sum(1)
 
     def drops(self, before: Tensor, after: Tensor) -> Tensor:
@@ -257,20 +259,24 @@ class _LazyGreedy:
         self.picks, self.gains = torch.zeros_like(self.turns), gains.new_zeros(len(turns))
 
     def run(self) -> Iterator[int]:
-        """Makes all picks, and yields their number from time to time."""
+        """Make all picks, and yield their number from time to time."""
         done = 0
         for _ in range(WARM_UP_ROUNDS):
             self.round()
             yield (done := int(self.turn))
-        captured = self.similarity.capturable and done + MIN_PICKS_TO_CAPTURE < len(self.turns)
-        step, repeats = (_cuda_graph(self.round), REPLAYS) if captured else (self.round, 1)
+        step, repeats = self.round, 1
+        if self.similarity.capturable and done + MIN_PICKS_TO_CAPTURE < len(self.turns):
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                self.round()
+            step, repeats = graph.replay, REPLAYS
         while done < len(self.turns):
             for _ in range(repeats):
                 step()
             yield (done := int(self.turn))
 
     def round(self) -> None:
-        """Recomputes the gains of the largest bounds, and picks if the best candidate is then known."""
+        """Recompute the gains of the largest bounds, and pick if the best candidate is then known."""
         turn = self.turn.clamp(max=len(self.turns) - 1)
         block = self.turns[turn]
         bonus = self.bonus
@@ -285,37 +291,18 @@ class _LazyGreedy:
         near = total >= best - TIE * best.abs()
         pick = near.int().argmax(0, keepdim=True)
         known = (self.turn < len(self.turns)) & ~(near & ~exact & (best > -torch.inf)).any()
-        self._record(turn, block, pick, total[pick], known)
-
+        self.picks[turn] = pick.where(known, self.picks[turn])
+        self.gains[turn] = total[pick].where(known, self.gains[turn])
+        self.bonus[pick] = self.bonus[pick].masked_fill(known, -torch.inf)
+        if self.room is not None and self.classes is not None:
+            self.room[block, self.classes[pick]] -= known.to(self.room.dtype)
+        self.turn += known
         after = torch.maximum(covered, self.similarity.column(pick)).where(known, covered)
         drops = self.similarity.drops(covered, after)
         bounds = (bounds - (1 - TIE) * drops).clamp(min=0)  # rounding must not make a bound too low
         self.covered[block] = after
         self.bounds[block] = bounds
         self.exact[block] = torch.where(known, bounds == 0, exact)  # a bound of 0 cannot shrink
-
-    def _record(
-        self,
-        turn: Int[Tensor, "1"],
-        block: Int[Tensor, "1"],
-        pick: Int[Tensor, "1"],
-        gain: Float[Tensor, "1"],
-        known: Bool[Tensor, "1"],
-    ) -> None:
-        """Stores the pick and takes it from the free candidates if it is known."""
-        self.picks[turn] = pick.where(known, self.picks[turn])
-        self.gains[turn] = gain.where(known, self.gains[turn])
-        self.bonus[pick] = self.bonus[pick].masked_fill(known, -torch.inf)
-        if self.room is not None and self.classes is not None:
-            self.room[block, self.classes[pick]] -= known.to(self.room.dtype)
-        self.turn += known
-
-
-def _cuda_graph(call: Callable[[], None]) -> Callable[[], None]:
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        call()
-    return graph.replay
 
 
 def _first_gains(
@@ -339,10 +326,8 @@ def portable_drops(represented: Tensor, candidates: Tensor, before: Tensor, afte
         return candidates.new_zeros(len(candidates))
     if len(changed) < len(represented):
         represented, before, after = represented[changed], before[changed], after[changed]
-    drops = []
-    for some in candidates.split(max(1, CHUNK // len(represented))):
-        drops.append((some @ represented.T).clamp_(before, after).sub_(before).sum(1))
-    return torch.cat(drops)
+    chunks = candidates.split(max(1, CHUNK // len(represented)))
+    return torch.cat([(chunk @ represented.T).clamp_(before, after).sub_(before).sum(1) for chunk in chunks])
 
 
 dispatch.register_kernels("facility_location", "merging")

@@ -134,34 +134,34 @@ class Merge(NamedTuple):
         gather: Merge weights of each group [plans, number, kept, tokens]; rows sum to 1. None where nothing merges.
         spread: Unmerge weights of each group [plans, number, kept, tokens]; columns sum to 1.
         chosen: Destinations of each group, numbered within their region [plans, number, kept], ascending.
-        places: Positions of the destinations in the order of the tokens [plans, merged].
+        positions: Positions of the destinations in the order of the tokens [plans, merged].
     """
 
     lengths: tuple[int, ...]
     gather: tuple[Tensor | None, ...]
     spread: tuple[Tensor | None, ...]
     chosen: tuple[Tensor, ...]
-    places: Int[Tensor, "plans merged"]
+    positions: Int[Tensor, "plans merged"]
 
     def merge(
-        self, x: Float[Tensor, "batch all dim"], ahead: int = 0, order: Int[Tensor, "all"] | None = None
+        self, x: Float[Tensor, "batch all dim"], text: int = 0, order: Int[Tensor, "all"] | None = None
     ) -> Float[Tensor, "batch fewer dim"]:
         """The merged tokens: each destination is a weighted mean of the tokens of its region.
 
         Args:
-            x: Text tokens, which stay, and image tokens.
-            ahead: Number of text tokens.
+            x: Text tokens, which are kept as they are, followed by image tokens.
+            text: Number of text tokens.
             order: Permutation that takes x into the order of the regions. None: x is in that order.
         """
-        return _each(self.gather, x, self.lengths, ahead, order)
+        return _multiply(self.gather, x, self.lengths, text, order)
 
-    def unmerge(self, y: Float[Tensor, "batch fewer dim"], ahead: int = 0) -> Float[Tensor, "batch all dim"]:
+    def unmerge(self, y: Float[Tensor, "batch fewer dim"], text: int = 0) -> Float[Tensor, "batch all dim"]:
         """All tokens again: each is the weighted sum of the destinations it was merged into."""
         lengths = [chosen.shape[1] * chosen.shape[2] for chosen in self.chosen]
-        return _each([weights if weights is None else weights.mT for weights in self.spread], y, lengths, ahead)
+        return _multiply([weights if weights is None else weights.mT for weights in self.spread], y, lengths, text)
 
     def update(
-        self,
+        self: "AnyMerge",
         x: Float[Tensor, "batch all dim"],
         before: Float[Tensor, "batch fewer dim"],
         after: Float[Tensor, "batch fewer dim"],
@@ -176,13 +176,13 @@ class Merge(NamedTuple):
             order: Permutation that takes x into the order of the regions. None: x is in that order.
         """
         weights = [weights.mT for weights in self.spread if weights is not None]
-        if len(weights) == len(self.spread):
+        if weights and len(weights) == len(self.spread):
             return region_update(weights, x, before, after, order)
         return add_tokens(x, self.unmerge(after - before), order)
 
-    def rope(self, rows: Float[Tensor, "image dim"]) -> Float[Tensor, "plans merged dim"]:
+    def rope(self: "AnyMerge", rows: Float[Tensor, "image dim"]) -> Float[Tensor, "plans merged dim"]:
         """Rotary embedding rows of the merged tokens: those of their destinations."""
-        return rows[self.places]
+        return rows[self.positions]
 
     def log_sizes(self) -> Float[Tensor, "1 merged"]:
         """Logarithm of the mean number of tokens that a merged token of each region stands for."""
@@ -198,13 +198,13 @@ class IndexMerge(NamedTuple):
     """A merge in which every token belongs to exactly one destination.
 
     Attributes:
-        places: Positions of the destinations [plans, merged].
+        positions: Positions of the destinations [plans, merged].
         dst_index: Number of the destination of each token [plans, image].
         pruned: Drop the tokens that are not destinations. Otherwise a destination becomes the mean of its tokens.
         longest: Scale each mean to the norm of its longest token (MLERP of ToFu).
     """
 
-    places: Int[Tensor, "plans merged"]
+    positions: Int[Tensor, "plans merged"]
     dst_index: Int[Tensor, "plans image"]
     pruned: bool = False
     longest: bool = False
@@ -214,18 +214,23 @@ class IndexMerge(NamedTuple):
         """Empty: destinations are not reused by later plans."""
         return ()
 
+    @property
+    def spread(self) -> tuple[Tensor, ...]:
+        """Empty: there are no weight matrices."""
+        return ()
+
     def merge(
-        self, x: Float[Tensor, "batch all dim"], ahead: int = 0, order: Int[Tensor, "all"] | None = None
+        self, x: Float[Tensor, "batch all dim"], text: int = 0, order: Int[Tensor, "all"] | None = None
     ) -> Float[Tensor, "batch fewer dim"]:
         """The merged tokens; see `Merge.merge`."""
         x = x if order is None else x.index_select(1, order)
-        if ahead:
-            return torch.cat([x[:, :ahead], self.merge(x[:, ahead:])], 1)
+        if text:
+            return torch.cat([x[:, :text], self.merge(x[:, text:])], 1)
         if self.pruned:
-            return x.take_along_dim(self.places[..., None], 1)
+            return x.take_along_dim(self.positions[..., None], 1)
         exact = x.to(torch.promote_types(x.dtype, torch.float32))
         index = self.dst_index[..., None].expand_as(x)
-        mean = exact.new_zeros(len(x), self.places.shape[1], x.shape[2])
+        mean = exact.new_zeros(len(x), self.positions.shape[1], x.shape[2])
         mean = mean.scatter_reduce(1, index, exact, "mean", include_self=False)
         if self.longest:
             lengths = exact.norm(dim=-1)
@@ -233,29 +238,17 @@ class IndexMerge(NamedTuple):
             mean = torch.nn.functional.normalize(mean, dim=-1) * longest[..., None]
         return mean.to(x.dtype)
 
-    def unmerge(self, y: Float[Tensor, "batch fewer dim"], ahead: int = 0) -> Float[Tensor, "batch all dim"]:
+    def unmerge(self, y: Float[Tensor, "batch fewer dim"], text: int = 0) -> Float[Tensor, "batch all dim"]:
         """All tokens again: each is a copy of its destination."""
-        if ahead:
-            return torch.cat([y[:, :ahead], self.unmerge(y[:, ahead:])], 1)
+        if text:
+            return torch.cat([y[:, :text], self.unmerge(y[:, text:])], 1)
         return y.take_along_dim(self.dst_index[..., None], 1)
 
-    def update(
-        self,
-        x: Float[Tensor, "batch all dim"],
-        before: Float[Tensor, "batch fewer dim"],
-        after: Float[Tensor, "batch fewer dim"],
-        order: Int[Tensor, "all"] | None = None,
-    ) -> Float[Tensor, "batch all dim"]:
-        """All tokens after layers that ran on merged tokens; see `Merge.update`."""
-        return add_tokens(x, self.unmerge(after - before), order)
-
-    def rope(self, rows: Float[Tensor, "image dim"]) -> Float[Tensor, "plans merged dim"]:
-        """Rotary embedding rows of the merged tokens: those of their destinations."""
-        return rows[self.places]
+    update, rope = Merge.update, Merge.rope
 
     def log_sizes(self) -> Float[Tensor, "plans merged"]:
         """Logarithm of the number of tokens of each destination."""
-        sizes = torch.zeros_like(self.places, dtype=torch.float32)
+        sizes = torch.zeros_like(self.positions, dtype=torch.float32)
         return sizes.scatter_add(1, self.dst_index, torch.ones_like(self.dst_index, dtype=torch.float32)).log()
 
 
@@ -263,21 +256,23 @@ AnyMerge = Merge | IndexMerge
 """Both have `merge`, `unmerge`, `update`, `rope` and `log_sizes`."""
 
 
-def _each(
-    weights: Sequence[Tensor | None], x: Tensor, lengths: Sequence[int], ahead: int, order: Tensor | None = None
+def _multiply(
+    weights: Sequence[Tensor | None], x: Tensor, lengths: Sequence[int], text: int, order: Tensor | None = None
 ) -> Tensor:
-    """The leading text tokens, then every group of regions times its matrices."""
+    """The text tokens, followed by the products of each group of regions with its matrices."""
     if len(weights) == 1 and weights[0] is not None:
-        return region_matmul(weights[0], x, ahead, order)
-    if order is not None:
-        text, *places = order.split([ahead, *lengths])
-        both = zip(weights, places, strict=True)
-        parts = (x[:, rows] if w is None else region_matmul(w, x, 0, rows) for w, rows in both)
-        return torch.cat([x[:, text], *parts], 1)
-    text, *parts = x.split([ahead, *lengths], 1)
-    return torch.cat(
-        [text, *(p if w is None else region_matmul(w, p) for w, p in zip(weights, parts, strict=True))], 1
-    )
+        return region_matmul(weights[0], x, text, order)
+    if order is None:
+        parts = [(part, None) for part in x.split([text, *lengths], 1)]
+    else:
+        parts = [(x, rows) for rows in order.split([text, *lengths])]
+    return torch.cat([_product(w, *part) for w, part in zip([None, *weights], parts, strict=True)], 1)
+
+
+def _product(weights: Tensor | None, x: Tensor, rows: Tensor | None) -> Tensor:
+    if weights is None:
+        return x if rows is None else x[:, rows]
+    return region_matmul(weights, x, 0, rows)
 
 
 def merge_adjacent(groups: Sequence[Group]) -> tuple[Group, ...]:

@@ -1,4 +1,4 @@
-"""Unmerging the change of merged tokens: the end of a run of layers that worked on merged tokens."""
+"""Adding the change that layers made to merged tokens to all tokens."""
 
 from collections.abc import Sequence
 
@@ -18,7 +18,7 @@ def region_update(
     after: Float[Tensor, "batch fewer dim"],
     order: Int[Tensor, "all"] | None = None,
 ) -> Float[Tensor, "batch all dim"]:
-    """X plus, for every region, its matrix times ``after - before``.
+    """Tokens `x` plus the product of each region's matrix with ``after - before``.
 
     Args:
         weights: Matrices of each group of regions of one shape [plans, regions, rows, tokens]; `plans` is the batch
@@ -26,7 +26,7 @@ def region_update(
         x: All tokens; a region has `rows` of them.
         before: Merged tokens before the layers; a region has `tokens` consecutive ones.
         after: Merged tokens after the layers.
-        order: Token of x to which each row of the products is added. None adds row i to token i.
+        order: Index of the token to which each row of the products is added. None adds row i to token i.
 
     Examples:
         >>> both = [torch.ones(1, 2, 2, 1)]  # both tokens of a pair take the change of its merged token
@@ -50,7 +50,7 @@ def portable(weights: Sequence[Tensor], x: Tensor, before: Tensor, after: Tensor
 def add_tokens(
     x: Float[Tensor, "batch all dim"], added: Float[Tensor, "batch all dim"], order: Int[Tensor, "all"] | None
 ) -> Float[Tensor, "batch all dim"]:
-    """X with row i of `added` added to its token ``order[i]``, or to token i if the order is None."""
+    """Tokens `x` with row i of `added` added to token ``order[i]``, or to token i if the order is None."""
     if order is None:
         return x + added
     dtype = torch.promote_types(x.dtype, added.dtype)  # they differ under autocast

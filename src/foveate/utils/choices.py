@@ -7,10 +7,10 @@ __all__ = ["check_choice", "check_choices"]
 
 
 def check_choice(name: str, value: object, choices: Any) -> None:
-    """Checks that a value is one of a Literal's.
+    """Check that a value is one of the values of a Literal type.
 
     Raises:
-        ValueError: With the choices, if it is not.
+        ValueError: If it is not; the message lists the choices.
     """
     if value not in get_args(choices):
         raise ValueError(f"{name} must be one of {', '.join(map(str, get_args(choices)))}, not {value!r}")

@@ -60,7 +60,7 @@ def now(device: torch.device) -> float:
 
 
 class Stopwatch:
-    """Durations of steps on a device. A GPU is timed by its own events, so that steps do not wait for each other.
+    """Durations of steps on a device. A GPU is timed by CUDA events, so that steps do not wait for each other.
 
     Examples:
         >>> watch = Stopwatch(torch.device("cpu"))
@@ -76,15 +76,15 @@ class Stopwatch:
 
     @contextmanager
     def step(self, name: str) -> Generator[None]:
-        """Times a `with` block."""
-        began = self._mark()
+        """Time a `with` block."""
+        start = self._mark()
         yield
-        self._laps[name] = began, self._mark()
+        self._laps[name] = start, self._mark()
 
     @property
     def seconds(self) -> dict[str, float]:
         """Seconds of each finished step. Waits for the device."""
-        return {name: _between(*lap) for name, lap in self._laps.items()}
+        return {name: _seconds_between(*lap) for name, lap in self._laps.items()}
 
     def _mark(self) -> Any:
         if self._device.type != "cuda":
@@ -94,11 +94,11 @@ class Stopwatch:
         return mark
 
 
-def _between(began: Any, ended: Any) -> float:
-    if isinstance(began, float):
-        return ended - began
-    ended.synchronize()
-    return began.elapsed_time(ended) / 1000
+def _seconds_between(start: Any, end: Any) -> float:
+    if isinstance(start, float):
+        return end - start
+    end.synchronize()
+    return start.elapsed_time(end) / 1000
 
 
 def versions() -> dict[str, str]:

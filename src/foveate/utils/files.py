@@ -40,7 +40,7 @@ def slug(text: str) -> str:
 
 
 def claim(folder: Path, settings: dict[str, str]) -> None:
-    """Reserve a folder for results with these settings, in its settings.json.
+    """Reserve a folder for results with these settings, which are written to its settings.json.
 
     Raises:
         ValueError: If the folder holds results of other settings.

@@ -17,6 +17,7 @@ from matplotlib.colors import ListedColormap
 from matplotlib.figure import Figure
 from PIL import Image, ImageDraw, ImageFilter
 from skimage.metrics import peak_signal_noise_ratio, structural_similarity
+from skimage.segmentation import find_boundaries
 from torch import Tensor
 
 from foveate.ops.block_table import BlockTable
@@ -128,12 +129,8 @@ def draw_order(
     rows, columns = np.divmod(order.cpu().numpy(), width)
     points = 72 * cell
     axes.plot(columns, rows, color=INK, linewidth=np.clip(0.14 * points, 0.5, 2.6), solid_joinstyle="round")
-    marker: dict[str, Any] = {
-        "markersize": np.clip(0.45 * points, 6, 14),
-        "markeredgecolor": PAPER,
-        "linestyle": "",
-        "clip_on": False,
-    }
+    size = np.clip(0.45 * points, 6, 14)
+    marker: dict[str, Any] = {"markersize": size, "markeredgecolor": PAPER, "linestyle": "", "clip_on": False}
     axes.plot(columns[0], rows[0], "o", color=BLUE, label="start", zorder=3, **marker)
     axes.plot(columns[-1], rows[-1], "s", color="#D55E00", label="end", zorder=3, **marker)
     figure.legend(loc="outside lower center", ncols=3, frameon=False, handletextpad=0.3, columnspacing=1.4)
@@ -248,13 +245,7 @@ def _fill_tiles(axes: Axes, tiles: npt.NDArray[np.integer]) -> None:
 
 def _outline(picture: Image.Image, labels: npt.NDArray[np.generic], colour: str, pen: int) -> None:
     """Draw a line of 2 `pen` pixels between different labels, with a dark rim."""
-    border = np.zeros(labels.shape, dtype=bool)
-    across, down = labels[:, 1:] != labels[:, :-1], labels[1:] != labels[:-1]
-    border[:, 1:] |= across
-    border[:, :-1] |= across
-    border[1:] |= down
-    border[:-1] |= down
-    line = Image.fromarray(border).convert("L")
+    line = Image.fromarray(find_boundaries(labels)).convert("L")
     for reach, ink in ((pen, INK), (pen - 1, colour)):
         # some releases of Pillow crash on a filter of one pixel
         picture.paste(ink, mask=line.filter(ImageFilter.MaxFilter(2 * reach + 1)) if reach else line)
@@ -329,13 +320,8 @@ def render(template: str, **values: Any) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    filters: dict[str, Any] = {
-        "png": _data_uri,
-        "time": duration,
-        "median": median,
-        "tiles": draw_tiles,
-        "blocks": draw_table,
-    }
+    filters: dict[str, Any] = {"png": _data_uri, "time": duration, "median": median}
+    filters |= {"tiles": draw_tiles, "blocks": draw_table}
     environment.filters.update(filters)
     return environment.get_template(template).render(**values)
 
@@ -361,14 +347,8 @@ def draw_times(variants: list[Variant], *, ink: str = INK, bar: str = BLUE) -> F
         middle, low, high = (f(variant.step_seconds) for f in (median, min, max))
         axes.barh(row, middle, height=0.62, color="#9AA5B1" if variant is variants[0] else bar)
         axes.errorbar(middle, row, xerr=[[middle - low], [high - middle]], color=ink, capsize=3, linewidth=1.2)
-        axes.annotate(
-            duration(middle),
-            (high, row),
-            xytext=(6, 0),
-            textcoords="offset points",
-            color=ink,
-            verticalalignment="center",
-        )
+        offset: dict[str, Any] = {"xytext": (6, 0), "textcoords": "offset points", "verticalalignment": "center"}
+        axes.annotate(duration(middle), (high, row), color=ink, **offset)
     return figure
 
 

@@ -12,7 +12,7 @@ from lab.bench import attention
 from lab.bench.attention import Case, bench_attention, table_of
 from lab.bench.peers import Peer, peers
 from lab.bench.reconstruction import reconstruction_error
-from lab.bench.step_profile import profile_step
+from lab.bench.step_profile import profile_step, time_shares
 from torch.profiler import record_function
 from typer.testing import CliRunner
 
@@ -94,14 +94,14 @@ def test_a_profile_counts_nested_ranges_once():
                 x @ x
         x @ x
 
-    outer, inner, never = timing.time_shares(call, ["outer", "inner", "never"], CPU)
+    outer, inner, never = time_shares(call, ["outer", "inner", "never"], CPU)
     assert 0 < outer < 1
     assert inner == never == 0
-    assert 0 < timing.time_shares(call, ["inner"], CPU)[0] < 1
-    matmul, mm = timing.time_shares(call, ["aten::matmul", "aten::mm"], CPU)
+    assert 0 < time_shares(call, ["inner"], CPU)[0] < 1
+    matmul, mm = time_shares(call, ["aten::matmul", "aten::mm"], CPU)
     assert mm == 0
     assert 0 < matmul <= 1
-    assert timing.time_shares(lambda: None, ["outer"], CPU) == [0]
+    assert time_shares(lambda: None, ["outer"], CPU) == [0]
 
 
 @pytest.mark.parametrize("keep", [0.75, 0.5, 0.25])

@@ -18,11 +18,11 @@ CHANNELS, WARPS = 128, 4
 
 @triton.jit
 def _multiply(
-    p_w, p_x, p_order, p_y, regions, rows, tokens, dim, ahead, s_wp, s_wr, s_wm, s_wt, s_xb, s_x, s_yb, s_y,
+    p_w, p_x, p_order, p_y, regions, rows, tokens, dim, text, s_wp, s_wr, s_wm, s_wt, s_xb, s_x, s_yb, s_y,
     M: tl.constexpr, T: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
-    """Multiply one region, or copy M of the tokens ahead of the regions, in BC channels."""
-    copies = tl.cdiv(ahead, M)
+    """Multiply one region, or copy M of the text tokens before the regions, in BC channels."""
+    copies = tl.cdiv(text, M)
     place, sample = tl.program_id(0) % (copies + regions), tl.program_id(0) // (copies + regions)
     o_m, o_t, o_c = tl.arange(0, M), tl.arange(0, T), tl.program_id(1) * BC + tl.arange(0, BC)
     p_x += sample.to(tl.int64) * s_xb + o_c[None, :]
@@ -30,8 +30,8 @@ def _multiply(
     m_c = (o_c < dim)[None, :]
     if place < copies:
         o_n = place * M + o_m
-        m_n = (o_n < ahead)[:, None] & m_c
-        o_from = tl.load(p_order + o_n, mask=o_n < ahead, other=0) if p_order is not None else o_n
+        m_n = (o_n < text)[:, None] & m_c
+        o_from = tl.load(p_order + o_n, mask=o_n < text, other=0) if p_order is not None else o_n
         x = tl.load(p_x + o_from[:, None].to(tl.int64) * s_x, mask=m_n)
         tl.store(p_y + o_n[:, None].to(tl.int64) * s_y, x, mask=m_n)
     else:
@@ -39,11 +39,11 @@ def _multiply(
         m_m, m_t = (o_m < rows)[:, None], (o_t < tokens)[:, None]
         p_w += sample.to(tl.int64) * s_wp + region.to(tl.int64) * s_wr
         w = tl.load(p_w + o_m[:, None] * s_wm + o_t[None, :] * s_wt, mask=m_m & (o_t < tokens)[None, :], other=0.0)
-        o_x = ahead + region * tokens + o_t
+        o_x = text + region * tokens + o_t
         if p_order is not None:
             o_x = tl.load(p_order + o_x, mask=o_t < tokens, other=0)
         y = tl.dot(w, tl.load(p_x + o_x[:, None].to(tl.int64) * s_x, mask=m_t & m_c, other=0.0))  # [M, BC]
-        o_y = (ahead + region * rows + o_m)[:, None].to(tl.int64)
+        o_y = (text + region * rows + o_m)[:, None].to(tl.int64)
         tl.store(p_y + o_y * s_y, y.to(p_y.dtype.element_ty), mask=m_m & m_c)
 
 
@@ -53,33 +53,33 @@ def supports(device: torch.device, dtype: torch.dtype, tokens: int) -> bool:
 
 
 @gpu_op("foveate::region_matmul")
-def region_matmul(weights: Tensor, x: Tensor, ahead: int, order: Tensor | None = None) -> Tensor:
+def region_matmul(weights: Tensor, x: Tensor, text: int, order: Tensor | None = None) -> Tensor:
     """The products that `foveate.ops.region_matmul` defines."""
     x = row_contiguous(x)
     plans, regions, rows, tokens = weights.shape
     batch, length, dim = x.shape
     length = length if order is None else len(order)
-    if length != ahead + regions * tokens:
-        raise ValueError(f"{ahead} tokens and {regions} regions of {tokens} do not add up to the {length} tokens of x")
-    y = _like(weights, x, ahead)
+    if length != text + regions * tokens:
+        raise ValueError(f"x has {length} tokens, not {text} text tokens and {regions} regions of {tokens}")
+    y = _like(weights, x, text)
     m, t = padded_size(rows), padded_size(tokens)
-    programs = batch * (triton.cdiv(ahead, m) + regions)
+    programs = batch * (triton.cdiv(text, m) + regions)
     if programs and dim:
         w_strides = 0 if plans == 1 else weights.stride(0), *weights.stride()[1:]
         _multiply[(programs, triton.cdiv(dim, CHANNELS))](
-            weights, x, order, y, regions, rows, tokens, dim, ahead, *w_strides, *x.stride()[:2], *y.stride()[:2],
+            weights, x, order, y, regions, rows, tokens, dim, text, *w_strides, *x.stride()[:2], *y.stride()[:2],
             M=m, T=t, BC=CHANNELS, num_warps=WARPS,
         )  # fmt: skip
     return y
 
 
 @region_matmul.register_fake
-def _like(weights: Tensor, x: Tensor, ahead: int, order: Tensor | None = None) -> Tensor:
-    return x.new_empty(x.shape[0], ahead + weights.shape[1] * weights.shape[2], x.shape[2])
+def _like(weights: Tensor, x: Tensor, text: int, order: Tensor | None = None) -> Tensor:
+    return x.new_empty(x.shape[0], text + weights.shape[1] * weights.shape[2], x.shape[2])
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    weights, x, ctx.ahead, order = inputs
+    weights, x, ctx.text, order = inputs
     ctx.save_for_backward(weights, x, order)
 
 
@@ -88,10 +88,10 @@ def _differentiate(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     dw = dx = None
     if ctx.needs_input_grad[0]:
         ordered = x if order is None else x.index_select(1, order)
-        dy, regions = (part[:, ctx.ahead :].unflatten(1, (weights.shape[1], -1)) for part in (grad, ordered))
+        dy, regions = (part[:, ctx.text :].unflatten(1, (weights.shape[1], -1)) for part in (grad, ordered))
         dw = (dy @ regions.mT).sum_to_size(weights.shape)
     if ctx.needs_input_grad[1]:
-        dx = region_matmul(weights.mT, grad, ctx.ahead)
+        dx = region_matmul(weights.mT, grad, ctx.text)
         dx = dx if order is None else torch.zeros_like(x).index_add_(1, order, dx)
     return dw, dx, None, None
 
