@@ -145,24 +145,24 @@ class MergeGroup:
         sizes = self.merge.log_sizes()
         return torch.cat([sizes.new_zeros(len(sizes), len(self.text)), sizes], 1)
 
-    def merged(self, x: Tensor, ahead: int = 0) -> Tensor:
-        """Tokens [batch, ahead + image, dim] with the image merged."""
-        return self.merge.merge(x, ahead, self._with_text(self.order, ahead))
+    def merged(self, x: Tensor, text: int = 0) -> Tensor:
+        """Tokens [batch, text + image, dim] with the image merged."""
+        return self.merge.merge(x, text, self._with_text(self.order, text))
 
-    def unmerged(self, y: Tensor, ahead: int = 0) -> Tensor:
-        """Tokens [batch, ahead + merged, dim] with the image unmerged, in raster order."""
-        x = self.merge.unmerge(y, ahead)
-        return x if self.inverse is None else x.index_select(1, self._with_text(self.inverse, ahead))
+    def unmerged(self, y: Tensor, text: int = 0) -> Tensor:
+        """Tokens [batch, text + merged, dim] with the image unmerged, in raster order."""
+        x = self.merge.unmerge(y, text)
+        return x if self.inverse is None else x.index_select(1, self._with_text(self.inverse, text))
 
-    def _with_text(self, order: Tensor | None, ahead: int) -> Tensor | None:
-        if order is None or not ahead:
+    def _with_text(self, order: Tensor | None, text: int) -> Tensor | None:
+        if order is None or not text:
             return order
-        return torch.cat([torch.arange(ahead, device=order.device), order + ahead])
+        return torch.cat([torch.arange(text, device=order.device), order + text])
 
-    def updated(self, x: Tensor, before: Tensor, after: Tensor, ahead: int) -> Tensor:
+    def updated(self, x: Tensor, before: Tensor, after: Tensor, text: int) -> Tensor:
         """`x` plus the unmerged difference of its merged tokens before and after a run of blocks; text as after it."""
-        image = self.merge.update(x[:, ahead:], before[:, ahead:], after[:, ahead:], self.order)
-        return torch.cat([after[:, :ahead], image], 1) if ahead else image
+        image = self.merge.update(x[:, text:], before[:, text:], after[:, text:], self.order)
+        return torch.cat([after[:, :text], image], 1) if text else image
 
 
 class MergedBlock:
@@ -224,7 +224,7 @@ class MergedBlock:
             return args, kwargs
         if group.whole is None:
             x = args[0] if args else kwargs["hidden_states"]
-            merged = group.merged(x, self._ahead())
+            merged = group.merged(x, self._joined_text())
             group.whole = x, merged
             args = (merged, *args[1:]) if args else args
             kwargs = kwargs if args else {**kwargs, "hidden_states": merged}
@@ -238,7 +238,7 @@ class MergedBlock:
             return output
         (x, merged), group.whole = group.whole, None
         *text, image = output if isinstance(output, tuple) else (output,)
-        image = group.updated(x, merged, image, self._ahead())
+        image = group.updated(x, merged, image, self._joined_text())
         return (*text, image) if isinstance(output, tuple) else image
 
     @torch.compiler.disable
@@ -246,7 +246,7 @@ class MergedBlock:
         """Hook after a block that is not the last one."""
         return output if self.group.skip_unmerge else self.leave(block, args, output)
 
-    def _ahead(self) -> int:
+    def _joined_text(self) -> int:
         return len(self.group.text) if self.joined else 0
 
     def _without_rope(self, kwargs: dict[str, Any]) -> dict[str, Any]:
