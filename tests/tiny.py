@@ -9,9 +9,11 @@ from diffusers import (
     ChromaTransformer2DModel,
     DDIMScheduler,
     DiTTransformer2DModel,
+    Flux2Transformer2DModel,
     FluxPipeline,
     FluxTransformer2DModel,
     PixArtTransformer2DModel,
+    QwenImageTransformer2DModel,
     SD3Transformer2DModel,
     StableDiffusionPipeline,
     UNet2DConditionModel,
@@ -79,6 +81,43 @@ def chroma(dtype=torch.float64, **config):
              "num_attention_heads": 2, "joint_attention_dim": 32, "axes_dims_rope": (4, 4, 8),
              "approximator_num_channels": 8, "approximator_hidden_dim": 16, "approximator_layers": 1}  # fmt: skip
     return ChromaTransformer2DModel(**usual | config).to(dtype).eval()
+
+
+def flux2(dtype=torch.float64, **config):
+    torch.manual_seed(0)
+    usual = {"in_channels": 4, "num_layers": 2, "num_single_layers": 3, "attention_head_dim": 16,
+             "num_attention_heads": 2, "joint_attention_dim": 32, "axes_dims_rope": (4, 4, 4, 4),
+             "timestep_guidance_channels": 16, "guidance_embeds": False}  # fmt: skip
+    return Flux2Transformer2DModel(**usual | config).to(dtype).eval()
+
+
+def flux2_inputs(*grids, text=15, batch=1, dtype=torch.float64):
+    """Keyword arguments of one forward; ids are (image, row, column, text token)."""
+    x = inputs(*grids, text=text, batch=batch, dtype=dtype)
+    del x["pooled_projections"]
+    words = torch.cat([torch.zeros(text, 3), torch.arange(float(text))[:, None]], 1)
+    pixels = torch.cat([x["img_ids"], torch.zeros(len(x["img_ids"]), 1)], 1)
+    return x | {"img_ids": pixels.expand(batch, -1, -1), "txt_ids": words.expand(batch, -1, -1)}
+
+
+def qwen(dtype=torch.float64, **config):
+    torch.manual_seed(0)
+    usual = {"in_channels": 16, "out_channels": 4, "num_layers": 4, "attention_head_dim": 16, "num_attention_heads": 3,
+             "joint_attention_dim": 16, "axes_dims_rope": (8, 4, 4)}  # fmt: skip
+    return QwenImageTransformer2DModel(**usual | config).to(dtype).eval()
+
+
+def qwen_inputs(*grids, text=11, batch=1, dtype=torch.float64, dim=48):
+    """Keyword arguments of one forward, with residuals of a ControlNet."""
+    tokens = sum(rows * columns for rows, columns in grids)
+    return {
+        "hidden_states": torch.randn(batch, tokens, 16, dtype=dtype),
+        "encoder_hidden_states": torch.randn(batch, text, 16, dtype=dtype),
+        "timestep": torch.full((batch,), 0.5, dtype=dtype),
+        "img_shapes": [[(1, *grid) for grid in grids]] * batch,
+        "controlnet_block_samples": [torch.randn(batch, tokens, dim, dtype=dtype)],
+        "return_dict": False,
+    }
 
 
 def unet(dtype=torch.float64, **config):
@@ -254,7 +293,11 @@ _SIZES = ((16, 20), (9, 31))
 _LATENTS = ((19, 27), (16, 24))
 FAMILIES = {
     "flux": Family(flux, _flux_inputs, _SIZES, _ROPE),
+    "flux2": Family(flux2, lambda model, grid, batch=1: flux2_inputs(grid, batch=batch, dtype=model.dtype), _SIZES,
+                    {"axes_dims_rope": (8, 8, 8, 8), **_HEADS}),
     "chroma": Family(chroma, _flux_inputs, _SIZES, _ROPE),
+    "qwen": Family(qwen, lambda model, grid, batch=1: qwen_inputs(grid, batch=batch, dtype=model.dtype,
+                   dim=model.inner_dim), _SIZES, _ROPE),
     "sd3": Family(sd3, _sd3_inputs, _SIZES, {"caption_projection_dim": 64, **_HEADS}, (0, 0, 1, 2), text_first=False),
     "pixart": Family(pixart, _latent_inputs(pixart_inputs, 2), _SIZES, {"cross_attention_dim": 64, **_HEADS}),
     "dit": Family(dit, _latent_inputs(dit_inputs, 2), ((16, 16), (20, 20)), _HEADS),

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 import tiny
 import torch
+from diffusers.models.transformers.transformer_flux2 import Flux2KVAttnProcessor, Flux2KVParallelSelfAttnProcessor
 from reference import dense_mask, reference
 from tiny import FAMILIES, built, call
 from torch.utils._pytree import tree_map
@@ -21,6 +22,8 @@ from foveate.ops.curves import grid_order
 
 pytestmark = pytest.mark.usefixtures("no_grad")
 ALL_BLOCKS = LLSA(top_k=99, enrich=False, min_tokens=0)  # picks every block: the dense model
+GRIDS = (16, 20), (16, 20), (10, 12)  # a picture and two references
+REFERENCES = {"flux": tiny.inputs, "flux2": tiny.flux2_inputs, "qwen": tiny.qwen_inputs}
 every_family = pytest.mark.parametrize("name", FAMILIES)
 every_grid = pytest.mark.parametrize(("name", "grid"), [(n, grid) for n in FAMILIES for grid in FAMILIES[n].grids])
 
@@ -216,22 +219,40 @@ def test_a_block_that_runs_twice_rotates_queries_and_keys_once_in_each_run():
     assert all(run["image_rotary_emb"] is not None for run in runs)
 
 
+@pytest.mark.parametrize("name", REFERENCES)
+@pytest.mark.parametrize("method", [HilbertA(tiles=4), HilbertA(tiles=4, reference="tiled")])
+def test_reference_images_have_tiles_of_their_own(name, method):
+    model, x = FAMILIES[name].make(), REFERENCES[name](*GRIDS)
+    with reference(FAMILIES[name], method, *GRIDS):
+        want = call(model, x)
+    with foveate.apply(model, method) as run:
+        torch.testing.assert_close(call(model, x), want)
+        assert not any(whys(run))
+
+
 def test_reference_images_are_segments_of_their_own():
-    model, grids = tiny.flux(), ((16, 20), (16, 20), (10, 12))
-    x = tiny.inputs(*grids)
-    for method in (HilbertA(tiles=4), HilbertA(tiles=4, reference="tiled")):
-        with reference(FAMILIES["flux"], method, *grids):
-            want = call(model, x)
-        with foveate.apply(model, method):
-            torch.testing.assert_close(call(model, x), want)
+    x = tiny.inputs(*GRIDS)
     model = tiny.flux(**FAMILIES["flux"].wide)
     dense = call(model, x)
     with foveate.apply(model, ALL_BLOCKS) as run:
         torch.testing.assert_close(call(model, x), dense)
         (plan,) = run.plans().values()
     assert plan.segments == ((0, 320), (1, 320), (2, 120))
-    orders = [grid_order("morton", *grid) for grid in grids]
+    orders = [grid_order("morton", *grid) for grid in GRIDS]
     assert plan.order.tolist() == torch.cat([orders[0], 320 + orders[1], 640 + orders[2]]).tolist()
+
+
+def test_the_key_value_cache_of_flux2_stays_dense():
+    model, x = built("flux2")
+    for block in model.transformer_blocks:
+        block.attn.set_processor(Flux2KVAttnProcessor())
+    for block in model.single_transformer_blocks:
+        block.attn.set_processor(Flux2KVParallelSelfAttnProcessor())
+    extract = {"kv_cache_mode": "extract", "num_ref_tokens": 64}
+    want = call(model, x, **extract)
+    with foveate.apply(model, HilbertA(tiles=4)) as run:
+        assert torch.equal(call(model, x, **extract), want)
+        assert all("attends causally" in why for why in whys(run))
 
 
 def test_no_text_is_no_special_case():
@@ -257,20 +278,46 @@ def test_blocks_of_sd3_may_be_skipped(skipped):
 
 
 @pytest.mark.parametrize("methods", [(HilbertA(tiles=1),), (ToMA(keep=0.999, weights="hard", skip=0, tile=(4, 4)),)])
-@pytest.mark.parametrize("real", [15, 6])
-def test_the_padding_of_chroma_is_left_out(methods, real):
-    model, x = built("chroma", batch=2)
-    mask = torch.ones(2, 15 + 320, dtype=torch.bool)
-    mask[:, real:15] = False
-    want = call(model, x, attention_mask=mask)
+@pytest.mark.parametrize("missing", [0, 6])
+@pytest.mark.parametrize(("name", "argument"), [("chroma", "attention_mask"), ("qwen", "encoder_hidden_states_mask")])
+def test_the_padding_of_a_text_is_left_out(methods, name, argument, missing):
+    model, x = built(name, batch=2)
+    text, image = x["encoder_hidden_states"].shape[1], 320 * (name == "chroma")
+    mask, real = torch.ones(2, text + image, dtype=torch.bool), text - missing
+    mask[:, real:text] = False
+    want = call(model, x, **{argument: mask})
     with foveate.apply(model, *methods) as run:
-        torch.testing.assert_close(call(model, x, attention_mask=mask), want)
+        torch.testing.assert_close(call(model, x, **{argument: mask}), want)
         assert not any(whys(run))
-    shorter = x | {"encoder_hidden_states": x["encoder_hidden_states"][:, :real], "txt_ids": x["txt_ids"][:real]}
+    shorter = x | {"encoder_hidden_states": x["encoder_hidden_states"][:, :real]}
+    shorter |= {"txt_ids": x["txt_ids"][:real]} if "txt_ids" in x else {}
     torch.testing.assert_close(call(model, shorter), want)
+    mask[1, 2:text] = False
     with foveate.apply(model, HilbertA(tiles=2)) as run:
-        call(model, x, attention_mask=mask.double())
+        call(model, x, **{argument: mask})
+        assert all("padded differently in the samples" in why for why in whys(run))
+
+
+def test_an_additive_mask_stays_dense():
+    model, x = built("chroma")
+    with foveate.apply(model, HilbertA(tiles=2)) as run:
+        call(model, x, attention_mask=torch.ones(1, 15 + 320).double())
         assert all("the attention mask is additive" in why for why in whys(run))
+
+
+def test_qwen_images_of_other_sizes_in_a_batch_or_with_frames_stay_dense():
+    model, x = built("qwen", batch=2)
+    for shapes, why in (([[(1, 16, 20)], [(1, 20, 16)]], "differ in size"), (2 * [[(4, 8, 10)]], "several frames")):
+        with foveate.apply(model, HilbertA(tiles=2)) as run:
+            call(model, x | {"img_shapes": shapes})
+            assert all(why in reason for reason in whys(run))
+    model = tiny.qwen(zero_cond_t=True)
+    with pytest.raises(ValueError, match="merge with granularity='module'"):
+        foveate.apply(model, ToMA(granularity="block"))
+    x, method = tiny.qwen_inputs(*GRIDS), ToMA(keep=0.999, weights="hard", skip=0, tile=(4, 4), granularity="module")
+    want = call(model, x)
+    with foveate.apply(model, method):
+        torch.testing.assert_close(call(model, x), want)
 
 
 def test_an_order_undoes_the_interleaving_of_ulysses_and_leaves_padding_out():

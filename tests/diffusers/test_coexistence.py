@@ -33,8 +33,8 @@ class KeepsMaps:
         self.stock = stock
 
     def __call__(self, attn, hidden_states, encoder_hidden_states=None, attention_mask=None, image_rotary_emb=None):
-        rope = () if image_rotary_emb is None else (image_rotary_emb,)
-        return self.stock(attn, hidden_states, encoder_hidden_states, attention_mask, *rope)
+        rope = {} if image_rotary_emb is None else {"image_rotary_emb": image_rotary_emb}
+        return self.stock(attn, hidden_states, encoder_hidden_states, attention_mask=attention_mask, **rope)
 
 
 def whys(run):
@@ -187,7 +187,7 @@ def test_a_processor_set_after_apply_runs_sparse_if_it_can_and_is_named_if_not(n
         stock = attn.processor
         attn.set_processor(type(getattr(stock, "original", stock))())
         got = call(model, x)
-        if name in ("flux", "chroma"):
+        if name in ("flux", "flux2", "chroma", "qwen"):
             assert torch.equal(got, want)
         else:
             assert "2_0 was set after apply: remove and apply again" in whys(run)[i]

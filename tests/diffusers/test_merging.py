@@ -13,6 +13,7 @@ import foveate
 from foveate import LLSA, HilbertA, ToMA
 from foveate.diffusers.backend import LayerPlan, attach, detach
 from foveate.diffusers.card import Card
+from foveate.diffusers.cards.flux import FluxCard
 from foveate.diffusers.clock import Step
 from foveate.diffusers.merging import MergedBlock, MergeGroup
 from foveate.diffusers.processors import DispatchedProcessor
@@ -179,7 +180,7 @@ def test_whole_blocks_compute_what_they_do_on_tokens_in_the_order_of_regions(nam
 
 def merged_attention(attn, image, text, method, rope=None):
     """The output of one attention layer of FLUX on merged tokens of an 8 x 8 image, and the plan of merging."""
-    group, plan = MergeGroup(method, "image_rotary_emb"), LayerPlan(torch.arange(5 + round(64 * method.keep)))
+    group, plan = MergeGroup(method, FluxCard()), LayerPlan(torch.arange(5 + round(64 * method.keep)))
     block = MergedBlock(group, attn, [attn], joined=False)
     block.merge_module(attn)
     attach(attn.processor, plan)
@@ -209,7 +210,7 @@ def test_identical_tokens_are_exact_without_text_and_beside_text_only_with_their
     attn, x = tiny.unet().mid_block.attentions[0].transformer_blocks[0].attn1, identical_tokens(16)
     want, attn.processor, plan = attn(x), DispatchedProcessor(attn.processor), LayerPlan(torch.arange(16))
     attach(attn.processor, plan)
-    group = MergeGroup(method)
+    group = MergeGroup(method, FluxCard())
     MergedBlock(group, attn, [attn], joined=False).merge_module(attn)
     group.begin(method.regions(((8, 8),)), Step(0, 0), torch.empty(0))
     group.layer_plans.append(plan)

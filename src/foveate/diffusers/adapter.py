@@ -195,7 +195,7 @@ class ModelAdapter:
             if beyond := sorted(method.dense_layer_set() - set(range(total))):
                 raise ValueError(f"dense_layers names layer {beyond[0]}, but the model has layers 0 to {total - 1}")
         shared, first = dict[Any, MergeGroup](), 0
-        idle = MergeGroup(self.merging) if self.merging else None
+        idle = MergeGroup(self.merging, self.card) if self.merging else None
         for stack in stacks:
             skip = stack.skip if self.merging is None or self.merging.skip is None else self.merging.skip
             dense = self.merging.dense_layer_set() if self.merging else frozenset()
@@ -206,7 +206,7 @@ class ModelAdapter:
                 group = self._group(stack, block, first + i, total, shared) if merges[i] else None
                 self._add_layers(stack, i, first + i, block, group)
                 if self.sparse and self.card.rope:
-                    rope = RopeInBackend(self._attentions(block), self.card.rope)
+                    rope = RopeInBackend(self._attentions(block), self.card)
                     self._hooks.append(block.register_forward_pre_hook(rope.take, with_kwargs=True))
                 if self.merging:  # a graph compiled for a block without hooks would be taken for blocks with hooks
                     last = not any(merges[i + 1 : i + 2]) or self.merging.per_block
@@ -224,7 +224,7 @@ class ModelAdapter:
     ) -> MergeGroup:
         key = block if self.merging.per_block else stack.group
         if key not in shared:
-            shared[key] = MergeGroup(self.merging.at(number / total), self.card.rope)
+            shared[key] = MergeGroup(self.merging.at(number / total), self.card)
             self.groups.append(shared[key])
             self.blocks.append(MergedBlock(shared[key], block, self._attentions(block), stack.joined))
             self.blocks[-1].plan_here()
@@ -271,7 +271,7 @@ class ModelAdapter:
         self.blocks.append(merged)
         if self.merging.granularity == "block":
             merged.merge_block(last=last)
-        elif hasattr(block, self.card.stream[1]):
+        elif hasattr(block, self.card.stream[0]):
             merged.merge_stream(*self.card.stream)
         else:
             mlp = self.card.merge_mlp if self.merging.merge_mlp is None else self.merging.merge_mlp
@@ -457,7 +457,7 @@ class ModelAdapter:
         if layer.group is None:
             return False
         return (
-            self.merging.granularity == "block" or self.merging.merge_attn or hasattr(layer.block, self.card.stream[1])
+            self.merging.granularity == "block" or self.merging.merge_attn or hasattr(layer.block, self.card.stream[0])
         )
 
     def _pattern(self, layer: Layer, ran: Forward) -> Pattern | None:
@@ -533,11 +533,12 @@ class ModelAdapter:
         """Number of weights in the linear layers of a block that merged tokens go through."""
         block, whole = layer.block, self.merging.granularity == "block"
         mlp = self.card.merge_mlp if self.merging.merge_mlp is None else self.merging.merge_mlp
-        if hasattr(block, self.card.stream[1]):
+        if hasattr(block, self.card.stream[0]):
             modules = [block]
         else:
             modules = [layer.attn] if whole or self.merging.merge_attn else []
-            modules += [block.ff] if (whole or mlp) and layer.attn is self._attentions(block)[0] else []
+            if (whole or mlp) and layer.attn is self._attentions(block)[0]:
+                modules += [getattr(block, name) for name, kind in self.card.merged_modules.items() if kind == "mlp"]
         skipped = "norm", "add_", "added", "lora"  # modulation, text and adapters
         return sum(
             weight.numel()
@@ -561,20 +562,20 @@ class RopeInBackend:
 
     Args:
         attentions: The attention modules of the block.
-        rope: Name of the block's argument with the rotary embedding.
+        card: Card of the model, with the name of the block's argument that holds the rotary embedding.
     """
 
-    def __init__(self, attentions: list[nn.Module], rope: str) -> None:
-        self.attentions, self.rope = attentions, rope
+    def __init__(self, attentions: list[nn.Module], card: Card) -> None:
+        self.attentions, self.card = attentions, card
 
     def take(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Move the rotary embedding from the arguments of the block into the plans of its layers."""
-        rope, plans = kwargs.get(self.rope), [plan_of(attn.processor) for attn in self.attentions]
+        rope, plans = kwargs.get(self.card.rope), [plan_of(attn.processor) for attn in self.attentions]
         if rope is None or not all(plan and plan.pattern and not plan.parallel for plan in plans):
             return None
         for plan in plans:
-            plan.rope = plan.rope or rope  # that of merged tokens is set already
-        return args, {**kwargs, self.rope: None}
+            plan.rope = plan.rope or self.card.rotation(rope)  # that of merged tokens is set already
+        return args, {**kwargs, self.card.rope: None}
 
 
 class RerunWithPlans:

@@ -10,11 +10,27 @@ import torch
 from jaxtyping import Int
 from torch import Tensor, nn
 
-__all__ = ["Card", "Layout", "Segment", "Stack", "card_of", "image", "padding", "register_card", "text"]
+from foveate.methods.base import DenseFallback
+from foveate.utils.cache import WeakTensorCache
+
+__all__ = [
+    "Card",
+    "Layout",
+    "Segment",
+    "Stack",
+    "card_of",
+    "image",
+    "padding",
+    "register_card",
+    "text",
+    "text_and_padding",
+]
 
 CARDS: dict[str, str | type["Card"]] = {
     "FluxTransformer2DModel": "foveate.diffusers.cards.flux:FluxCard",
+    "Flux2Transformer2DModel": "foveate.diffusers.cards.flux:Flux2Card",
     "ChromaTransformer2DModel": "foveate.diffusers.cards.flux:ChromaCard",
+    "QwenImageTransformer2DModel": "foveate.diffusers.cards.qwen:QwenImageCard",
     "SD3Transformer2DModel": "foveate.diffusers.cards.blocks:SD3Card",
     "PixArtTransformer2DModel": "foveate.diffusers.cards.blocks:PixArtCard",
     "DiTTransformer2DModel": "foveate.diffusers.cards.blocks:DiTCard",
@@ -87,6 +103,34 @@ def image(rows: int, columns: int) -> Segment:
 def padding(tokens: int) -> Segment:
     """Tokens that no token attends to; their own output is zero."""
     return Segment("padding", (tokens,))
+
+
+_LENGTHS: WeakTensorCache[int] = WeakTensorCache()
+
+
+def text_and_padding(tokens: int, mask: Tensor | None) -> tuple[Segment, ...]:
+    """Segments of a text that is padded at its end.
+
+    Args:
+        tokens: Number of tokens, padding included.
+        mask: False or 0 where a token is padding [batch, tokens or more]; None if there is no padding.
+
+    Raises:
+        DenseFallback: If the samples of the batch are padded differently, or not at the end.
+    """
+    if mask is None:
+        return (text(tokens),)
+
+    def read() -> int:
+        rows = mask.detach().cpu().bool()
+        masked = int((~rows[0]).sum())
+        real = int((~rows[0]).int().argmax()) if masked else rows.shape[1]
+        if (rows != rows[:1]).any() or rows[0, real : real + masked].any():
+            raise DenseFallback("the text is padded differently in the samples of the batch")
+        return real
+
+    real = _LENGTHS.get([mask], None if mask.is_inference() else mask._version, read)
+    return (text(real), padding(tokens - real)) if real < tokens else (text(tokens),)
 
 
 class Layout(NamedTuple):
@@ -163,12 +207,13 @@ class Card:
 
     Attributes:
         attention: Self-attention modules of a block by name, and whether text and image attend to each other there.
-        rope: Name of the argument with the rotary embedding (cos, sin) of the attention sequence; None if there is
-            none, or if it has another form.
+        rope: Name of a block's argument with the rotary embedding, which `rotation` understands; None if there is
+            none.
         merged_modules: Modules that token merging with granularity="module" runs on merged tokens, by the option of
             the method that turns them on: "attn", "cross" or "mlp".
         merge_mlp: Whether the "mlp" modules merge where the method does not say.
-        stream: First and last module of the part of a single-stream block that runs on merged tokens.
+        stream: First and last module of the part of a single-stream block that runs on merged tokens. Blocks that have
+            the first one are single-stream blocks.
         wrapper: Processor class to put around processors that attend without diffusers' dispatcher.
         padding_mask: Name of the argument with an attention mask that only hides padding, for which `layout` has
             `padding` segments.
@@ -198,6 +243,13 @@ class Card:
         """The stacks of blocks, in running order."""
         blocks: Any = model.transformer_blocks
         yield Stack("transformer_blocks", blocks, model, None, min(5, len(blocks) // 3))
+
+    def rotation(self, rope: Any) -> tuple[Tensor, Tensor]:
+        """(cos, sin) of the attention sequence, each [tokens, head_dim], from the argument `rope` of a block.
+
+        Channels 2i and 2i + 1 of queries and keys form a pair.
+        """
+        return rope
 
     def check(self, model: nn.Module, methods: tuple[Any, ...]) -> None:
         """Raise a ValueError if the methods do not fit this kind of model."""

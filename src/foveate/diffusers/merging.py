@@ -15,6 +15,7 @@ from torch.profiler import record_function
 from torch.utils.hooks import RemovableHandle
 
 from foveate.diffusers.backend import LayerPlan
+from foveate.diffusers.card import Card
 from foveate.diffusers.clock import Step
 from foveate.methods.base import TokenMerging
 from foveate.ops.merging import AnyMerge, Group, Regions
@@ -27,10 +28,11 @@ class MergeGroup:
 
     Args:
         method: How to merge.
-        rope: Name of the blocks' argument with the rotary embedding, if they have one.
+        card: Card of the model.
 
     Attributes:
         method: How to merge.
+        card: Card of the model.
         merge: The plan of the current forward pass; None leaves the blocks dense.
         text: As long as the text in front of the image, padding included, where a tensor holds both.
         order: Position of the image token at each place of the regions; None if they follow the raster.
@@ -39,8 +41,8 @@ class MergeGroup:
         skip_unmerge: Leave tokens merged between the blocks of the group.
     """
 
-    def __init__(self, method: TokenMerging, rope: str | None = None) -> None:
-        self.method, self.rope = method, rope
+    def __init__(self, method: TokenMerging, card: Card) -> None:
+        self.method, self.card = method, card
         self.merge: AnyMerge | None = None
         self.text = torch.empty(0)
         self.order: Tensor | None = None
@@ -195,8 +197,10 @@ class MergedBlock:
     def plan(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Hook before the block."""
         x = args[0] if args else kwargs["hidden_states"]
-        rope = kwargs.get(self.group.rope) if self.group.rope else None
-        self.group.plan(x[:, len(self.group.text) :] if self.joined else x, rope)
+        card = self.group.card
+        rope = kwargs.get(card.rope) if card.rope else None
+        rotation = None if rope is None else card.rotation(rope)
+        self.group.plan(x[:, len(self.group.text) :] if self.joined else x, rotation)
 
     @torch.compiler.disable
     def plan_outside(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -251,7 +255,7 @@ class MergedBlock:
 
     def _without_rope(self, kwargs: dict[str, Any]) -> dict[str, Any]:
         """The arguments for merged tokens, whose rotary embedding travels in the plan of the layer."""
-        plans, rope = self.group.layer_plans, self.group.rope
+        plans, rope = self.group.layer_plans, self.group.card.rope
         return kwargs if rope is None or not plans or plans[0].rope is None else {**kwargs, rope: None}
 
     # --- hooks around single modules ---
@@ -296,11 +300,13 @@ class MergedBlock:
             self._last[2].remove()
             self._last = self._last[0], layer, layer.register_forward_hook(self.unmerge_stream)
 
-    def merge_normed(self, module: nn.Module, args: tuple[Any, ...], output: tuple[Tensor, ...]) -> Any:
-        """Hook after the norm: it returns (text and image tokens, ...)."""
+    def merge_normed(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        """Hook after the norm: it returns text and image tokens, alone or first in a tuple."""
         if self.group.merge is None:
             return output
-        return self.group.merged(output[0], len(self.group.text)), *output[1:]
+        if isinstance(output, tuple):
+            return self.group.merged(output[0], len(self.group.text)), *output[1:]
+        return self.group.merged(output, len(self.group.text))
 
     def take_rope(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Hook before the attention of a single-stream block."""

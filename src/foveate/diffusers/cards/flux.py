@@ -1,5 +1,5 @@
 # pyright: basic, reportIncompatibleMethodOverride=false
-"""FLUX.1 (dev, schnell, Fill, Kontext) and Chroma: [text, image, references], positions in `img_ids`."""
+"""FLUX.1 (dev, schnell, Fill, Kontext), FLUX.2 and Chroma: [text, image, references], positions in `img_ids`."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -7,11 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from foveate.diffusers.card import Card, Layout, Segment, Stack, image, padding, text
+from foveate.diffusers.card import Card, Layout, Segment, Stack, image, text, text_and_padding
 from foveate.methods.base import DenseFallback
 from foveate.utils.cache import WeakTensorCache, persistent
 
-__all__ = ["ChromaCard", "FluxCard", "grids_of"]
+__all__ = ["ChromaCard", "Flux2Card", "FluxCard", "grids_of"]
 
 
 class FluxCard(Card):
@@ -37,6 +37,19 @@ class FluxCard(Card):
         yield Stack("single_transformer_blocks", single, model, "single", min(5, len(single) // 3), self.joined)
 
 
+class Flux2Card(FluxCard):
+    """`Flux2Transformer2DModel` (dev, klein). Single-stream blocks are given text and image in one tensor."""
+
+    joined = True
+    stream = "norm", "attn"
+
+    def layout(self, holder: nn.Module, inputs: dict[str, Any]) -> Layout:
+        """[text, image, references], unless keys of the references are cached: they attend causally then."""
+        if inputs.get("kv_cache_mode"):
+            raise DenseFallback("the KV cache of the references attends causally")
+        return super().layout(holder, inputs)
+
+
 class ChromaCard(FluxCard):
     """`ChromaTransformer2DModel`: FLUX.1 with a mask over the padded text."""
 
@@ -53,25 +66,7 @@ class ChromaCard(FluxCard):
                 "the attention mask is additive: pass prompt_embeds and a boolean prompt_attention_mask, as "
                 "pipe.encode_prompt makes them with .bool()"
             )
-        real = _real_tokens(mask)
-        return (text(real), padding(tokens - real)) if real < tokens else (text(tokens),)
-
-
-_LENGTHS: WeakTensorCache[int] = WeakTensorCache()
-
-
-def _real_tokens(mask: Tensor) -> int:
-    """Number of text tokens in front of the padding."""
-
-    def read() -> int:
-        rows = mask.detach().cpu()
-        masked = int((~rows[0]).sum())
-        real = int((~rows[0]).int().argmax()) if masked else rows.shape[1]
-        if (rows != rows[:1]).any() or rows[0, real : real + masked].any():
-            raise DenseFallback("the text is padded differently in the samples of the batch")
-        return real
-
-    return _LENGTHS.get([mask], None if mask.is_inference() else mask._version, read)
+        return text_and_padding(tokens, mask)
 
 
 # Reading ids waits for the device, and a pipeline keeps its ids through all steps.
@@ -82,7 +77,7 @@ def grids_of(ids: Tensor) -> tuple[tuple[int, int], ...]:
     """(rows, columns) of every image in `img_ids`: of the picture, then of its references.
 
     Args:
-        ids: [tokens, 3] or [batch, tokens, 3]: (image, row, column) of each token.
+        ids: [tokens, 3] or [batch, tokens, 3]: (image, row, column) of each token; FLUX.2 appends a fourth number.
 
     Raises:
         DenseFallback: If an image is not a complete raster of unit steps.
@@ -101,7 +96,7 @@ def _read_grids(ids: Tensor) -> tuple[tuple[int, int], ...]:
             )
         ids = ids[0]
     borders = (ids[:, 0].diff() != 0).nonzero().flatten() + 1
-    return tuple(_read_grid(cells[:, 1:]) for cells in ids.tensor_split(borders))
+    return tuple(_read_grid(cells[:, 1:3]) for cells in ids.tensor_split(borders))
 
 
 def _read_grid(cells: Tensor) -> tuple[int, int]:

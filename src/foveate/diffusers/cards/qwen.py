@@ -1,0 +1,43 @@
+# pyright: basic, reportIncompatibleMethodOverride=false
+"""Qwen-Image (Edit and Layered too): [text, images], sizes of the images in `img_shapes`."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from foveate.diffusers.card import Card, Layout, image, text_and_padding
+from foveate.methods.base import DenseFallback
+
+__all__ = ["QwenImageCard"]
+
+
+class QwenImageCard(Card):
+    """`QwenImageTransformer2DModel`. Its text is padded to the longest prompt of a batch."""
+
+    rope = "image_rotary_emb"
+    merged_modules = {"attn": "attn", "img_mlp": "mlp"}  # noqa: RUF012
+    padding_mask = "encoder_hidden_states_mask"
+
+    def layout(self, holder: nn.Module, inputs: dict[str, Any]) -> Layout:
+        """Text, its padding, and the images: the picture first, then its references or layers."""
+        shapes = inputs["img_shapes"]
+        if any(sample != shapes[0] for sample in shapes):
+            raise DenseFallback("the images differ in size between the samples of the batch")
+        first = shapes[0] if isinstance(shapes[0], list) else [shapes[0]]
+        if any(frames != 1 for frames, _, _ in first):
+            raise DenseFallback("img_shapes with several frames are no images")
+        words = text_and_padding(inputs["encoder_hidden_states"].shape[1], inputs.get("encoder_hidden_states_mask"))
+        return Layout((*words, *(image(rows, columns) for _, rows, columns in first)))
+
+    def rotation(self, rope: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        """From the complex rotations of image and text."""
+        turns = torch.cat(rope[::-1])
+        return turns.real.repeat_interleave(2, -1), turns.imag.repeat_interleave(2, -1)
+
+    def check(self, model: nn.Module, methods: tuple[Any, ...]) -> None:
+        """Refuse to merge whole blocks of models that modulate references in their own way."""
+        if getattr(model.config, "zero_cond_t", False) and any(
+            getattr(method, "granularity", "") == "block" for method in methods
+        ):
+            raise ValueError("this model modulates each token by its image: merge with granularity='module'")
