@@ -121,13 +121,14 @@ _MASKS: WeakTensorCache[Tensor] = WeakTensorCache()
 
 
 def _masked(
-    q: Tensor, k: Tensor, v: Tensor, table: BlockTable, scale: float, with_lse: bool
+    q: Tensor, k: Tensor, v: Tensor, table: BlockTable, scale: float, with_lse: bool, scatter: Tensor | None = None
 ) -> tuple[Tensor, Tensor | None]:
     """`block_attention` of discs, without the LSE; other tables go to the usual backend."""
     if not isinstance(table, Discs):
         known = dispatch.backends("block_attention", q.device, q.dtype, q.shape[3])
-        return [one.run for one in known if one.run is not _masked][-1](q, k, v, table, scale, with_lse)
+        return [one.run for one in known if one.run is not _masked][-1](q, k, v, table, scale, with_lse, scatter)
     mask = _MASKS.get(table, q.device, lambda: table.to_dense().to(q.device))
     # one sample at a time: masked gradients fail from 2^31 pairs of tokens on (pytorch#150054)
     parts = zip(q.split(1), k.split(1), v.split(1), strict=True)
-    return torch.cat([scaled_dot_product_attention(*part, attn_mask=mask, scale=scale) for part in parts]), None
+    out = torch.cat([scaled_dot_product_attention(*part, attn_mask=mask, scale=scale) for part in parts])
+    return out if scatter is None else torch.empty_like(out).index_copy(2, scatter, out), None
