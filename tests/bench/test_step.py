@@ -1,11 +1,18 @@
 """Laws of `foveate bench step`: it checks before it times, and says what cannot be timed."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 import tiny
 import torch
-from diffusers import EulerDiscreteScheduler, StableDiffusionXLPipeline
+from diffusers import (
+    EulerDiscreteScheduler,
+    FlowMatchEulerDiscreteScheduler,
+    Flux2Pipeline,
+    QwenImagePipeline,
+    StableDiffusionXLPipeline,
+)
 from typer.testing import CliRunner
 
 from foveate import LLSA, HilbertA, ToMA
@@ -21,9 +28,24 @@ def tiny_sdxl():
     return StableDiffusionXLPipeline(scheduler=EulerDiscreteScheduler(), unet=unet, add_watermarker=False, **nothing)
 
 
+def tiny_flux2():
+    parts = dict.fromkeys(("vae", "text_encoder", "tokenizer"))
+    return Flux2Pipeline(scheduler=FlowMatchEulerDiscreteScheduler(), transformer=tiny.flux2(torch.float32), **parts)
+
+
+def tiny_qwen():
+    parts = dict.fromkeys(("vae", "text_encoder", "tokenizer"))
+    return QwenImagePipeline(
+        scheduler=FlowMatchEulerDiscreteScheduler(), transformer=tiny.qwen(torch.float32), **parts
+    )
+
+
+TINY = {"built-in": tiny.pipeline, "sdxl": tiny_sdxl, "flux2-dev": tiny_flux2, "qwen-image": tiny_qwen}
+
+
 @pytest.fixture(autouse=True)
 def tiny_models(monkeypatch):
-    for name, build in (("built-in", tiny.pipeline), ("sdxl", tiny_sdxl)):
+    for name, build in TINY.items():
         monkeypatch.setitem(MODELS, name, MODELS[name]._replace(build=lambda *_, build=build: build()))
 
 
@@ -54,6 +76,23 @@ def test_dense_and_every_method_are_checked_and_timed():
     assert hilberta["attention_flop_bound"] == pytest.approx(264**2 / pairs)
     assert todo["attention_flop_bound"] == pytest.approx(264 / (8 + 64))  # every token reads text and a quarter
     assert step.table_of(result).row_count == 6
+
+
+@pytest.mark.parametrize("model", ["flux2-dev", "qwen-image"])
+def test_models_of_today_are_timed_with_every_method(model):
+    result = bench([16], model=model, methods=[HilbertA(tiles=4), ToMA(keep=0.5)])
+    assert [row["image_tokens"] for row in result["rows"]] == 4 * [256]
+    assert all(max(row["one_tile_error"], row["all_kept_error"]) < 1e-4 for row in result["rows"])
+
+
+@pytest.mark.parametrize(
+    ("model", "gigabytes"), [("flux-dev", 23.8), ("flux2-dev", 64.4), ("flux2-klein", 7.8), ("qwen-image", 40.9)]
+)
+def test_weights_that_do_not_fit_are_refused_with_their_size(monkeypatch, model, gigabytes):
+    monkeypatch.undo()
+    monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(available=int(5e9)))
+    with pytest.raises(ValueError, match=rf"take {gigabytes} GB in bfloat16, but cpu has 5.0 GB"):
+        MODELS[model].build(torch.device("cpu"), torch.bfloat16)
 
 
 def test_log_linear_attention_is_compared_with_every_block_selected(monkeypatch):
@@ -138,7 +177,10 @@ def test_the_command_writes_json_and_prints_a_table(tmp_path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--model", "flux"], "unknown model 'flux': choose one of built-in, flux-dev, sdxl"),
+        (
+            ["--model", "flux"],
+            "unknown model 'flux': choose one of built-in, flux-dev, flux2-dev, flux2-klein, qwen-image, sdxl",
+        ),
         (["--model", "./nowhere", "--method", "toma"], "cannot load ./nowhere"),
         (["--model", "me/mine"], "name the methods to time on me/mine"),
         (["--method", "toma:keep=1.0"], "ToMA keep=1 stays dense at 64 x 64 tokens: keep=1.0 is the dense model"),

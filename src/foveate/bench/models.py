@@ -6,12 +6,17 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
+import psutil
 import torch
 from diffusers import (
     EulerDiscreteScheduler,
     FlowMatchEulerDiscreteScheduler,
+    Flux2Pipeline,
+    Flux2Transformer2DModel,
     FluxPipeline,
     FluxTransformer2DModel,
+    QwenImagePipeline,
+    QwenImageTransformer2DModel,
     StableDiffusionXLPipeline,
     UNet2DConditionModel,
 )
@@ -25,6 +30,7 @@ from foveate.methods import ComposedMethod, HilbertA, Method, ToDo, ToFu, ToMA, 
 __all__ = ["MODELS", "Model", "find_model", "random_model"]
 
 NO_ENCODERS: dict[str, Any] = dict.fromkeys(("vae", "text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2"))
+ONE_ENCODER: dict[str, Any] = dict.fromkeys(("vae", "text_encoder", "tokenizer"))
 
 
 class Model(NamedTuple):
@@ -63,7 +69,20 @@ def find_model(name: str) -> Model:
 
 
 def random_model(make: Callable[[], nn.Module], device: torch.device, dtype: torch.dtype) -> Any:
-    """The model that `make` returns, its weights created on `device` and in `dtype`."""
+    """The model that `make` returns, its weights created on `device` and in `dtype`.
+
+    Raises:
+        ValueError: If the weights do not fit into the free memory of the device.
+    """
+    with torch.device("meta"):
+        needed = sum(weight.numel() for weight in make().parameters()) * dtype.itemsize
+    cuda = device.type == "cuda"
+    free = torch.cuda.mem_get_info(device)[0] if cuda else psutil.virtual_memory().available
+    if needed > free:
+        raise ValueError(
+            f"the weights take {needed / 1e9:.1f} GB in {str(dtype).removeprefix('torch.')}, but {device} has "
+            f"{free / 1e9:.1f} GB of free memory: choose a smaller model or another --device or --dtype"
+        )
     default = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
@@ -80,6 +99,16 @@ def _built_in(device: torch.device, dtype: torch.dtype) -> FluxPipeline:
 def _flux_dev(device: torch.device, dtype: torch.dtype) -> FluxPipeline:
     transformer = random_model(lambda: FluxTransformer2DModel(guidance_embeds=True), device, dtype)
     return FluxPipeline(scheduler=FlowMatchEulerDiscreteScheduler(), transformer=transformer, **NO_ENCODERS)
+
+
+def _flux2(device: torch.device, dtype: torch.dtype, **config: Any) -> Flux2Pipeline:
+    transformer = random_model(lambda: Flux2Transformer2DModel(**config), device, dtype)
+    return Flux2Pipeline(scheduler=FlowMatchEulerDiscreteScheduler(), transformer=transformer, **ONE_ENCODER)
+
+
+def _qwen_image(device: torch.device, dtype: torch.dtype) -> QwenImagePipeline:
+    transformer = random_model(QwenImageTransformer2DModel, device, dtype)
+    return QwenImagePipeline(scheduler=FlowMatchEulerDiscreteScheduler(), transformer=transformer, **ONE_ENCODER)
 
 
 def _sdxl(device: torch.device, dtype: torch.dtype) -> StableDiffusionXLPipeline:
@@ -125,6 +154,35 @@ def _flux_inputs(pipe: FluxPipeline, side: int, text: int | None) -> Call:
     return Call((), kwargs)
 
 
+def _flux2_inputs(pipe: Flux2Pipeline, side: int, text: int | None) -> Call:
+    config: Any = pipe.transformer.config
+    like: dict[str, Any] = {"device": pipe.transformer.device, "dtype": pipe.transformer.dtype}
+    zero, cells = torch.arange(1), torch.arange(side)
+    kwargs = {
+        "hidden_states": torch.randn(1, side * side, config.in_channels, **like),
+        "encoder_hidden_states": torch.randn(1, text, config.joint_attention_dim, **like),
+        "timestep": torch.full((1,), 0.5, **like),
+        "guidance": torch.full((1,), 3.5, **like) if config.guidance_embeds else None,
+        "img_ids": torch.cartesian_prod(zero, cells, cells, zero)[None].to(pipe.transformer.device),
+        "txt_ids": torch.cartesian_prod(zero, zero, zero, torch.arange(text))[None].to(pipe.transformer.device),
+        "return_dict": False,
+    }
+    return Call((), kwargs)
+
+
+def _qwen_inputs(pipe: QwenImagePipeline, side: int, text: int | None) -> Call:
+    config: Any = pipe.transformer.config
+    like: dict[str, Any] = {"device": pipe.transformer.device, "dtype": pipe.transformer.dtype}
+    kwargs = {
+        "hidden_states": torch.randn(1, side * side, config.in_channels, **like),
+        "encoder_hidden_states": torch.randn(1, text, config.joint_attention_dim, **like),
+        "timestep": torch.full((1,), 0.5, **like),
+        "img_shapes": [[(1, side, side)]],
+        "return_dict": False,
+    }
+    return Call((), kwargs)
+
+
 def _sdxl_inputs(pipe: StableDiffusionXLPipeline, side: int, text: int | None) -> Call:
     """Two samples, as classifier-free guidance needs; `side` is that of the largest feature maps with attention."""
     config: Any = pipe.unet.config
@@ -154,6 +212,13 @@ def _recorded_inputs(pipe: Any, side: int, text: int | None) -> Call:
     return record_step(pipe, Request("a lighthouse at dusk", (pixels, pixels), 1000, None, 0))
 
 
+KLEIN = {
+    "num_layers": 5,
+    "num_single_layers": 20,
+    "num_attention_heads": 24,
+    "joint_attention_dim": 7680,
+    "guidance_embeds": False,
+}
 FLUX = (
     *(HilbertA(tiles=1), HilbertA(tiles=4), HilbertA(tiles=16)),
     *(ToMA(keep=0.5), ToMA(keep=0.25), ComposedMethod((HilbertA(tiles=16), ToMA(keep=0.5)))),
@@ -163,6 +228,10 @@ SDXL = *(ToMA(keep=keep) for keep in (0.75, 0.5, 0.25)), ToMeSD(keep=0.5), ToFu(
 MODELS = {
     "built-in": Model(_built_in, _flux_inputs, 512, FLUX),
     "flux-dev": Model(_flux_dev, _flux_inputs, 512, FLUX),
+    "flux2-dev": Model(_flux2, _flux2_inputs, 512, FLUX),
+    "flux2-klein": Model(partial(_flux2, **KLEIN), _flux2_inputs, 512, FLUX),
+    "qwen-image": Model(_qwen_image, _qwen_inputs, 512, FLUX),
     "sdxl": Model(_sdxl, _sdxl_inputs, 77, SDXL),
 }
-"""Models by name: the sizes of the built-in model (17 M parameters), FLUX.1-dev (12 B) and SDXL (2.6 B)."""
+"""Models by name: the built-in model (17 M parameters), FLUX.1-dev (12 B), FLUX.2-dev (32 B), FLUX.2-klein (4 B),
+Qwen-Image (20 B) and SDXL (2.6 B)."""
