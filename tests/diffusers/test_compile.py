@@ -56,6 +56,7 @@ near(tiny.call(model, inputs[0]), dense[0])
 # family, configuration with more layers than Dynamo's limit of 8 recompiles, methods,
 # most graphs (for one size, for three sizes or steps): one for each class of blocks, not one for each layer
 DEEP = "dict(layers=1, single_layers=10)"
+SINGLE = "dict(num_layers=1, num_single_layers=10)"
 WIDE = "dict(layers=1, single_layers=10, **tiny.FAMILIES['flux'].wide)"
 UNET = "dict(block_out_channels=(64, 64), transformer_layers_per_block=(1, 6), attention_head_dim=2)"
 SD15 = "dict(block_out_channels=(64, 128, 128), attention_head_dim=2)"
@@ -66,6 +67,10 @@ CASES = {
     "flux both": f"'flux', {DEEP}, [foveate.HilbertA(tiles=4), foveate.ToMA()], (5, 5)",
     "flux merged blocks": f"'flux', {DEEP}, [foveate.ToMA(granularity='block', skip=1)], (5, 5)",
     "flux llsa": f"'flux', {WIDE}, [foveate.LLSA(top_k=2, min_tokens=0)], (2, 6)",
+    "flux2": f"'flux2', {SINGLE}, [foveate.HilbertA(tiles=4)], (2, 6)",
+    "flux2 both": f"'flux2', {SINGLE}, [foveate.HilbertA(tiles=4), foveate.ToMA()], (5, 5)",
+    "qwen": "'qwen', dict(num_layers=10), [foveate.HilbertA(tiles=4)], (2, 8)",
+    "qwen both": "'qwen', dict(num_layers=10), [foveate.HilbertA(tiles=4), foveate.ToMA()], (5, 5)",
     "sd3 llsa": "'sd3', dict(caption_projection_dim=64, num_layers=12, attention_head_dim=32, num_attention_heads=2), "
     "[foveate.LLSA(top_k=2, min_tokens=0)], (3, 6)",
     "sdxl merged": f"'sdxl', {{}}, [{TOMA}], (5, 5)",
