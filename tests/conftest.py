@@ -41,3 +41,9 @@ def as_a_user():
     jaxtyping.config.update("jaxtyping_disable", True)
     yield
     jaxtyping.config.update("jaxtyping_disable", False)
+
+
+@pytest.fixture
+def no_grad():
+    with torch.no_grad():
+        yield
