@@ -138,49 +138,40 @@ def _load(name: str, device: torch.device, dtype: torch.dtype) -> Any:
     return load(name, str(device), str(dtype).removeprefix("torch."))
 
 
-def _flux_inputs(pipe: FluxPipeline, side: int, text: int | None) -> Call:
-    config: Any = pipe.transformer.config
-    like: dict[str, Any] = {"device": pipe.transformer.device, "dtype": pipe.transformer.dtype}
-    kwargs = {
+def _joint_inputs(transformer: Any, side: int, text: int | None) -> dict[str, Any]:
+    """Arguments that FLUX, FLUX.2 and Qwen-Image have in common."""
+    config = transformer.config
+    like: dict[str, Any] = {"device": transformer.device, "dtype": transformer.dtype}
+    return {
         "hidden_states": torch.randn(1, side * side, config.in_channels, **like),
         "encoder_hidden_states": torch.randn(1, text, config.joint_attention_dim, **like),
-        "pooled_projections": torch.randn(1, config.pooled_projection_dim, **like),
         "timestep": torch.full((1,), 0.5, **like),
         "guidance": torch.full((1,), 3.5, **like) if config.guidance_embeds else None,
-        "img_ids": FluxPipeline._prepare_latent_image_ids(1, side, side, **like),
-        "txt_ids": torch.zeros(text, 3, **like),
         "return_dict": False,
     }
-    return Call((), kwargs)
+
+
+def _flux_inputs(pipe: FluxPipeline, side: int, text: int | None) -> Call:
+    like: dict[str, Any] = {"device": pipe.transformer.device, "dtype": pipe.transformer.dtype}
+    ids = {
+        "pooled_projections": torch.randn(1, pipe.transformer.config.pooled_projection_dim, **like),
+        "img_ids": FluxPipeline._prepare_latent_image_ids(1, side, side, **like),
+        "txt_ids": torch.zeros(text, 3, **like),
+    }
+    return Call((), _joint_inputs(pipe.transformer, side, text) | ids)
 
 
 def _flux2_inputs(pipe: Flux2Pipeline, side: int, text: int | None) -> Call:
-    config: Any = pipe.transformer.config
-    like: dict[str, Any] = {"device": pipe.transformer.device, "dtype": pipe.transformer.dtype}
-    zero, cells = torch.arange(1), torch.arange(side)
-    kwargs = {
-        "hidden_states": torch.randn(1, side * side, config.in_channels, **like),
-        "encoder_hidden_states": torch.randn(1, text, config.joint_attention_dim, **like),
-        "timestep": torch.full((1,), 0.5, **like),
-        "guidance": torch.full((1,), 3.5, **like) if config.guidance_embeds else None,
-        "img_ids": torch.cartesian_prod(zero, cells, cells, zero)[None].to(pipe.transformer.device),
-        "txt_ids": torch.cartesian_prod(zero, zero, zero, torch.arange(text))[None].to(pipe.transformer.device),
-        "return_dict": False,
+    zero, cells, device = torch.arange(1), torch.arange(side), pipe.transformer.device
+    ids = {
+        "img_ids": torch.cartesian_prod(zero, cells, cells, zero)[None].to(device),
+        "txt_ids": torch.cartesian_prod(zero, zero, zero, torch.arange(text))[None].to(device),
     }
-    return Call((), kwargs)
+    return Call((), _joint_inputs(pipe.transformer, side, text) | ids)
 
 
 def _qwen_inputs(pipe: QwenImagePipeline, side: int, text: int | None) -> Call:
-    config: Any = pipe.transformer.config
-    like: dict[str, Any] = {"device": pipe.transformer.device, "dtype": pipe.transformer.dtype}
-    kwargs = {
-        "hidden_states": torch.randn(1, side * side, config.in_channels, **like),
-        "encoder_hidden_states": torch.randn(1, text, config.joint_attention_dim, **like),
-        "timestep": torch.full((1,), 0.5, **like),
-        "img_shapes": [[(1, side, side)]],
-        "return_dict": False,
-    }
-    return Call((), kwargs)
+    return Call((), _joint_inputs(pipe.transformer, side, text) | {"img_shapes": [[(1, side, side)]]})
 
 
 def _sdxl_inputs(pipe: StableDiffusionXLPipeline, side: int, text: int | None) -> Call:
