@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
 from diffusers import (
@@ -17,6 +18,8 @@ from diffusers import (
     SD3Transformer2DModel,
     StableDiffusionPipeline,
     UNet2DConditionModel,
+    WanTransformer3DModel,
+    WanVACETransformer3DModel,
 )
 
 from foveate import LLSA, HilbertA
@@ -197,6 +200,32 @@ def sd3_inputs(height=16, width=16, batch=1, dtype=torch.float64, dim=32):
     }
 
 
+WAN = {"num_attention_heads": 2, "attention_head_dim": 16, "in_channels": 4, "out_channels": 4, "text_dim": 16,
+       "freq_dim": 16, "ffn_dim": 32, "num_layers": 3, "rope_max_seq_len": 64}  # fmt: skip
+
+
+def wan(dtype=torch.float64, **config):
+    torch.manual_seed(0)
+    return WanTransformer3DModel(**WAN | config).to(dtype).eval()
+
+
+def wan_inputs(frames=5, rows=8, columns=9, batch=1, dtype=torch.float64):
+    """Keyword arguments of one forward, for a grid of tokens."""
+    return {
+        "hidden_states": torch.randn(batch, 4, frames, 2 * rows, 2 * columns, dtype=dtype),
+        "timestep": torch.full((batch,), 500.0),
+        "encoder_hidden_states": torch.randn(batch, 7, 16, dtype=dtype),
+        "return_dict": False,
+    }
+
+
+def vace(dtype=torch.float64, **config):
+    """Two blocks of the control and three of the video."""
+    torch.manual_seed(0)
+    usual = {"vace_layers": [0, 2], "vace_in_channels": 4}
+    return WanVACETransformer3DModel(**WAN | usual | config).to(dtype).eval()
+
+
 DIT = {"sample_size": 8, "num_layers": 2, "patch_size": 2, "attention_head_dim": 8, "num_attention_heads": 2,
        "in_channels": 4, "out_channels": 8, "num_embeds_ada_norm": 8}  # fmt: skip
 
@@ -259,7 +288,7 @@ class Family(NamedTuple):
 
     make: Callable[..., Any]
     inputs: Callable[..., dict[str, Any]]
-    grids: tuple[tuple[int, int], ...]
+    grids: tuple[tuple[int, ...], ...]
     wide: dict[str, Any] = {}  # noqa: RUF012
     numbers: tuple[int, ...] | None = None
     text_first: bool = True
@@ -287,9 +316,17 @@ def _pixel_inputs(model, grid, batch=1):
     return {"hidden_states": pictures, "timestep": torch.full((batch,), 700.0), "return_dict": False}
 
 
+def _wan_inputs(model, grid, batch=1):
+    x = wan_inputs(*(1, *grid)[-3:], batch=batch, dtype=model.dtype)
+    if isinstance(model, WanVACETransformer3DModel):
+        x["control_hidden_states"] = torch.randn_like(x["hidden_states"])
+    return x
+
+
 _HEADS = {"attention_head_dim": 32, "num_attention_heads": 2}
 _ROPE = {"axes_dims_rope": (8, 12, 12), **_HEADS}
 _SIZES = ((16, 20), (9, 31))
+_VIDEOS = ((5, 8, 9), (3, 12, 10))
 _LATENTS = ((19, 27), (16, 24))
 FAMILIES = {
     "flux": Family(flux, _flux_inputs, _SIZES, _ROPE),
@@ -301,24 +338,34 @@ FAMILIES = {
     "sd3": Family(sd3, _sd3_inputs, _SIZES, {"caption_projection_dim": 64, **_HEADS}, (0, 0, 1, 2), text_first=False),
     "pixart": Family(pixart, _latent_inputs(pixart_inputs, 2), _SIZES, {"cross_attention_dim": 64, **_HEADS}),
     "dit": Family(dit, _latent_inputs(dit_inputs, 2), ((16, 16), (20, 20)), _HEADS),
+    "wan": Family(wan, _wan_inputs, _VIDEOS, _HEADS),
     "sdxl": Family(unet, _latent_inputs(unet_inputs), _LATENTS, {"block_out_channels": (32, 64),
                    "attention_head_dim": (1, 2)}),
     "sd15": Family(sd15, _latent_inputs(unet_inputs), _LATENTS, {"block_out_channels": (32, 32, 32),
                    "attention_head_dim": 1}),
 }  # fmt: skip
+SPARSE = FAMILIES | {"vace": Family(vace, _wan_inputs, _VIDEOS, _HEADS)}
+"""Families that sparse attention works in; tokens merge in the `FAMILIES` among them."""
 LLSA_ONLY = {"pixel": Family(pixel, _pixel_inputs, _SIZES, method=LLSA(top_k=1, min_tokens=0))}
 
 
 def built(name, grid=None, batch=1, **config):
     """A model of a family, and keyword arguments of one forward pass."""
-    family = (FAMILIES | LLSA_ONLY)[name]
+    family = (SPARSE | LLSA_ONLY)[name]
     model = family.make(**config)
     return model, family.inputs(model, grid or family.grids[0], batch)
 
 
+def exact():
+    """Context in which models that compute parts of a block in float32 keep float64."""
+    return mock.patch.object(torch.Tensor, "float", lambda x: x if x.dtype == torch.float64 else x.to(torch.float32))
+
+
 def call(model, x, **more):
     """The output of a forward pass, which may change the dictionaries that it is given."""
-    return model(**{name: dict(value) if isinstance(value, dict) else value for name, value in x.items()}, **more)[0]
+    x = {name: dict(value) if isinstance(value, dict) else value for name, value in x.items()}
+    with exact():
+        return model(**x, **more)[0]
 
 
 def sample(x, i):

@@ -52,7 +52,7 @@ def profile_step(
     is_flux = isinstance(denoiser(setup.pipe), FluxTransformer2DModel)
     rows: list[dict[str, Any]] = []
     for side in sides:
-        step = setup.step(side)
+        step = setup.step((side, side))
         advance = track(f"{side} x {side} tokens", len(setup.methods))
         for method in setup.methods:
             row: dict[str, Any] = {"image_tokens": side * side, "variant": method.title, "method": repr(method)}

@@ -15,15 +15,13 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from foveate.methods import METHODS
-from foveate.methods.base import DenseFallback, SparseAttention
+from foveate.methods.base import DenseFallback, Grid, SparseAttention, stacked
 from foveate.ops import dispatch
 from foveate.ops.block_table import BlockTable, block_starts
 from foveate.ops.curves import raster_order
 from foveate.utils.cache import WeakTensorCache
 
 __all__ = ["Clear", "radius_for", "register"]
-
-Grid = tuple[int, int]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,9 +46,9 @@ class Clear(SparseAttention):
             DenseFallback: If there are reference images.
         """
         grid, *references = grids
-        if references:
-            raise DenseFallback("CLEAR does not take reference images")
-        return _plan(self, grid, text, device)
+        if references or len(grid) > 2:
+            raise DenseFallback("CLEAR takes no reference images and no videos")
+        return _plan(self, stacked(grid), text, device)
 
 
 class Discs(BlockTable):
@@ -75,7 +73,7 @@ class ClearPlan(NamedTuple):
 
 @lru_cache(maxsize=8)
 @torch.inference_mode(False)
-def _plan(method: Clear, grid: Grid, text: int, device: str) -> ClearPlan:
+def _plan(method: Clear, grid: tuple[int, int], text: int, device: str) -> ClearPlan:
     """Text blocks, then a block for each image token."""
     texts, cells = block_starts(text)[:-1], grid[0] * grid[1]
     rows, columns = torch.cartesian_prod(torch.arange(grid[0]), torch.arange(grid[1])).unbind(1)
@@ -89,7 +87,7 @@ def _plan(method: Clear, grid: Grid, text: int, device: str) -> ClearPlan:
     return ClearPlan(order, order, (table,), method.title, 1 - near.double().mean().item())
 
 
-def radius_for(sparsity: float, grid: Grid, text: int) -> float:
+def radius_for(sparsity: float, grid: tuple[int, int], text: int) -> float:
     """The radius whose table has a sparsity as close as possible to the given one.
 
     Args:

@@ -1,6 +1,7 @@
 """Laws of `foveate bench step`: it checks before it times, and says what cannot be timed."""
 
 import json
+import math
 from types import SimpleNamespace
 
 import pytest
@@ -12,6 +13,7 @@ from diffusers import (
     Flux2Pipeline,
     QwenImagePipeline,
     StableDiffusionXLPipeline,
+    WanPipeline,
 )
 from typer.testing import CliRunner
 
@@ -40,7 +42,18 @@ def tiny_qwen():
     )
 
 
-TINY = {"built-in": tiny.pipeline, "sdxl": tiny_sdxl, "flux2-dev": tiny_flux2, "qwen-image": tiny_qwen}
+def tiny_wan():
+    parts = dict.fromkeys(("vae", "text_encoder", "tokenizer"))
+    return WanPipeline(scheduler=FlowMatchEulerDiscreteScheduler(), transformer=tiny.wan(torch.float32), **parts)
+
+
+TINY = {
+    "built-in": tiny.pipeline,
+    "sdxl": tiny_sdxl,
+    "flux2-dev": tiny_flux2,
+    "qwen-image": tiny_qwen,
+    "wan-14b": tiny_wan,
+}
 
 
 @pytest.fixture(autouse=True)
@@ -50,7 +63,8 @@ def tiny_models(monkeypatch):
 
 
 def bench(sides, **options):
-    *_, result = step.bench_step(step.Setup.of(**{"text": 8, "device": "cpu", **options}), sides, rounds=1)
+    grids = [side if isinstance(side, tuple) else (side, side) for side in sides]
+    *_, result = step.bench_step(step.Setup.of(**{"text": 8, "device": "cpu", **options}), grids, rounds=1)
     return result
 
 
@@ -78,15 +92,18 @@ def test_dense_and_every_method_are_checked_and_timed():
     assert step.table_of(result).row_count == 6
 
 
-@pytest.mark.parametrize("model", ["flux2-dev", "qwen-image"])
-def test_models_of_today_are_timed_with_every_method(model):
-    result = bench([16], model=model, methods=[HilbertA(tiles=4), ToMA(keep=0.5)])
-    assert [row["image_tokens"] for row in result["rows"]] == 4 * [256]
+@pytest.mark.parametrize(
+    ("model", "size"), [("flux2-dev", (16, 16)), ("qwen-image", (16, 16)), ("wan-14b", (5, 8, 9))]
+)
+def test_models_of_today_are_timed_with_every_method(model, size):
+    result = bench([size], model=model, methods=[HilbertA(tiles=4), ToMA(keep=0.5)])
+    assert [row["image_tokens"] for row in result["rows"]] == 4 * [math.prod(size)]
     assert all(max(row["one_tile_error"], row["all_kept_error"]) < 1e-4 for row in result["rows"])
 
 
 @pytest.mark.parametrize(
-    ("model", "gigabytes"), [("flux-dev", 23.8), ("flux2-dev", 64.4), ("flux2-klein", 7.8), ("qwen-image", 40.9)]
+    ("model", "gigabytes"),
+    [("flux-dev", 23.8), ("flux2-dev", 64.4), ("flux2-klein", 7.8), ("qwen-image", 40.9), ("wan-14b", 28.6)],
 )
 def test_weights_that_do_not_fit_are_refused_with_their_size(monkeypatch, model, gigabytes):
     monkeypatch.undo()
@@ -179,13 +196,14 @@ def test_the_command_writes_json_and_prints_a_table(tmp_path):
     [
         (
             ["--model", "flux"],
-            "unknown model 'flux': choose one of built-in, flux-dev, flux2-dev, flux2-klein, qwen-image, sdxl",
+            "unknown model 'flux': choose one of built-in, flux-dev, flux2-dev, flux2-klein, qwen-image, wan-14b, "
+            "sdxl",
         ),
         (["--model", "./nowhere", "--method", "toma"], "cannot load ./nowhere"),
         (["--model", "me/mine"], "name the methods to time on me/mine"),
         (["--method", "toma:keep=1.0"], "ToMA keep=1 stays dense at 64 x 64 tokens: keep=1.0 is the dense model"),
         (["--sides", "16", "--method", "hilberta"], "HilbertA T=auto stays dense at 16 x 16 tokens: 16 x 16 image"),
-        (["--sides", "64;128"], "'64;128' is no list of whole numbers: write them as 64,128"),
+        (["--sides", "64;128"], "'64;128' is no grid of tokens: write it as 64, 45x80 or 21x45x80"),
         (["--method", "hilberta+llsa"], "apply takes one method of sparse attention, one of token merging, or both"),
     ],
 )

@@ -1,5 +1,6 @@
 """The independent route: a model whose own attention is replaced by a definition, in raster order."""
 
+import math
 from contextlib import contextmanager
 from unittest import mock
 
@@ -57,10 +58,10 @@ def attend(q, k, v, method, number, grids, text_first=True):
 
 def section(grids, tokens):
     """The grids of a layer: parts of a UNet have the picture's grid, or half of it, or a quarter."""
-    (rows, columns), *others = grids
-    while rows * columns > tokens:
-        rows, columns = -(-rows // 2), -(-columns // 2)
-    return ((rows, columns), *others)
+    first, *others = grids
+    while math.prod(first) > tokens:
+        first = tuple(-(-side // 2) for side in first)
+    return (first, *others)
 
 
 def plan_for(method, number, grids, tokens):
@@ -69,7 +70,7 @@ def plan_for(method, number, grids, tokens):
     if number in method.dense_layer_set():
         return None
     try:
-        return method.plan(grids, tokens - sum(rows * columns for rows, columns in grids))
+        return method.plan(grids, tokens - sum(map(math.prod, grids)))
     except ValueError:
         return None
 

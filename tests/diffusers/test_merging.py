@@ -56,7 +56,7 @@ def without_controlnet(x):
 
 def blocks(model):
     """The blocks by name, in running order."""
-    named = {name: m for name, m in model.named_modules() if name.rpartition(".")[0].endswith("transformer_blocks")}
+    named = {name: m for name, m in model.named_modules() if re.search(r"(^|transformer_)blocks\.\d+$", name)}
     return dict(sorted(named.items(), key=lambda item: item[0].startswith("up_blocks")))
 
 
@@ -64,8 +64,8 @@ def seen_tokens(model, x):
     """How many tokens the attention and feed-forward modules of every block see in a forward pass, by name."""
     seen, hooks = {}, []
     for name, module in model.named_modules():
-        part = name.rpartition("transformer_blocks.")[2].partition(".")[2]
-        if part in ("attn.to_q", "attn1.to_q", "attn2.to_q", "ff.net.0.proj", "proj_mlp"):
+        part = name.rpartition("blocks.")[2].partition(".")[2]
+        if part in ("attn.to_q", "attn1.to_q", "attn2.to_q", "ff.net.0.proj", "ffn.net.0.proj", "proj_mlp"):
             note = lambda _, args, name=name: seen.update({name: args[0].shape[1]})  # noqa: E731
             hooks.append(module.register_forward_pre_hook(note))
     call(model, x)
@@ -266,7 +266,7 @@ def test_everything_in_a_block_runs_on_merged_tokens_or_what_the_options_name(na
         assert all(row.saved > 0 and not row.why for row in run.summary().layers)
     with foveate.apply(model, ToMA(granularity="module", merge_cross=False, merge_mlp=False, **MERGES)):
         cross = ("attn2.to_q",) if name != "sd3" else ()
-        left = ("ff.net.0.proj", *cross)  # single-stream blocks merge as a whole
+        left = ("ff.net.0.proj", "ffn.net.0.proj", *cross)  # single-stream blocks merge as a whole
         assert seen_tokens(model, x) == {part: dense[part] if part.endswith(left) else half(part) for part in dense}
     with foveate.apply(model, ToMA(granularity="module", merge_attn=False, merge_mlp=True, **MERGES)):
         left = ("attn.to_q", "attn1.to_q", *(("attn2.to_q",) if name == "sd3" else ()))
@@ -370,7 +370,7 @@ def test_plans_are_made_from_the_input_of_the_first_block_that_merges(name, gran
     model, x = built(name)
     firsts = {}
     for path, block in list(blocks(model).items())[1:]:  # the first block of all is dense
-        firsts.setdefault(re.sub(r"\.attentions.*|(transformer_blocks)\.\d+$", r"\1", path), block)
+        firsts.setdefault(re.sub(r"\.attentions.*|(blocks)\.\d+$", r"\1", path), block)
     for block in firsts.values():
         note = lambda _, args, kwargs: given.append(args[0] if args else kwargs["hidden_states"])  # noqa: E731
         block.register_forward_pre_hook(note, with_kwargs=True)

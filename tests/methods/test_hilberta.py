@@ -9,7 +9,7 @@ from oracle import dense_attention
 from foveate import HilbertA
 from foveate.methods.base import DenseFallback
 from foveate.ops.block_attention import block_attention
-from foveate.ops.curves import hilbert_order, inverse_order
+from foveate.ops.curves import hilbert_order, hilbert_order_3d, inverse_order
 
 sides = st.integers(1, 40)
 
@@ -168,6 +168,45 @@ def test_auto_takes_the_most_tiles_with_256_tokens_each(grid, tiles):
 def test_auto_leaves_small_images_dense_with_the_reason():
     with pytest.raises(DenseFallback, match="16 x 31 image tokens are too few"):
         HilbertA().plan(((16, 31),), 0)
+
+
+def box_tiles(frames, height, width, tiles, phase, period=4):
+    """Tile of each token of a video by the formula, -1 in the central box."""
+    cells = frames * height * width
+    cuts = (torch.arange(tiles) * cells // tiles + phase * cells // (tiles * period)) % cells
+    rank = inverse_order(hilbert_order_3d(frames, height, width))
+    tile = torch.bucketize(rank, cuts.sort().values, right=True) % tiles
+    inside = torch.ones(cells, dtype=torch.bool)
+    grid = frames, height, width
+    for cell, side in zip(torch.unravel_index(torch.arange(cells), grid), grid, strict=True):
+        length = max(1, round(side / 4))
+        inside &= (cell >= (side - length) // 2) & (cell < (side - length) // 2 + length)
+    return tile.masked_fill(inside, -1)
+
+
+@pytest.mark.parametrize("phase", range(4))
+@pytest.mark.parametrize(("grid", "tiles"), [((5, 12, 9), 4), ((21, 45, 80), 16)])
+def test_the_tiles_of_a_video_are_runs_of_the_curve_in_three_dimensions(grid, tiles, phase):
+    tile = torch.cat([torch.full((11,), -1), box_tiles(*grid, tiles, phase)])
+    plan = HilbertA(tiles=tiles, align=1).plan((grid,), 11)
+    counts, shared = tile[tile >= 0].bincount(), int((tile == -1).sum())
+    assert plan.tables[phase].pairs() == shared * (2 * len(tile) - shared) + int(counts.square().sum())
+    assert plan.tile_maps.shape == (4, *grid)
+    if len(tile) < 1000:
+        assert torch.equal(raster_mask(plan, phase, 11), tile_mask(tile))
+
+
+@pytest.mark.parametrize("grid", [(5, 12, 9), (21, 45, 80)])
+def test_the_tiles_of_a_video_are_connected(grid):
+    for tile_map in HilbertA(tiles=16 if grid[0] > 5 else 4, centre=0).plan((grid,), 0).tile_maps[:1]:
+        for tile in tile_map.unique():
+            inside = (tile_map == tile)[None, None].float()
+            reached = torch.zeros_like(inside).flatten()
+            reached[inside.flatten().argmax()] = 1
+            reached, before = reached.view_as(inside), 0
+            while (count := int(reached.sum())) > before:
+                before, reached = count, torch.nn.functional.max_pool3d(reached, 3, 1, 1) * inside
+            assert count == inside.sum()
 
 
 def test_plans_are_cached_and_their_tables_share_one_shape():

@@ -41,10 +41,22 @@ def test_regions_cover_every_token_once_in_at_most_four_shapes(grid, tile):
     for group in regions.groups:
         for _ in range(group.number):
             rows, columns = torch.unravel_index(regions.order[first : first + group.tokens], grid)
-            assert int(rows.max() - rows.min()) + 1 == group.rows
-            assert int(columns.max() - columns.min()) + 1 == group.columns
-            assert abs(group.rows - tile[0]) <= tile[0] / 2 or grid[0] < 2 * tile[0]
+            assert int(rows.max() - rows.min()) + 1 == group.shape[0]
+            assert int(columns.max() - columns.min()) + 1 == group.shape[1]
+            assert abs(group.shape[0] - tile[0]) <= tile[0] / 2 or grid[0] < 2 * tile[0]
             first += group.tokens
+
+
+@pytest.mark.parametrize(("tile", "window"), [((8, 8), (4, 4, 4)), ((2, 6, 3), (2, 6, 3))])
+def test_regions_of_a_video_are_windows_of_space_and_time(tile, window):
+    grid = (5, 12, 9)
+    (tiles,) = ToMA(tile=tile).regions((grid,)).tile_maps
+    for region in tiles.unique():
+        places = (tiles == region).nonzero()
+        sides = places.max(0).values - places.min(0).values + 1
+        assert len(places) == sides.prod()
+        assert all(abs(side - size) <= size / 2 for side, size in zip(sides.tolist(), window, strict=True))
+    assert ToMA(tile=tile).regions(((1, 12, 9),)).tile_maps[0].shape == (1, 12, 9)
 
 
 def test_the_region_map_is_what_merges():
@@ -72,7 +84,7 @@ def test_the_real_keep_of_an_odd_grid_is_known():
 def test_stripes_and_the_whole_image_are_rasters(mode):
     regions = ToMA(mode=mode, tile=(4, 4)).regions(((16, 20),))
     assert torch.equal(regions.order, torch.arange(320))
-    assert regions.groups == (((4, 4, 20, 40, True),) if mode == "stripe" else ((1, 16, 20, 160, True),))
+    assert regions.groups == (((4, (4, 20), 40, True),) if mode == "stripe" else ((1, (16, 20), 160, True),))
 
 
 @pytest.mark.parametrize("options", [
@@ -186,8 +198,8 @@ def test_along_a_curve_the_longest_runs_merge_that_cross_no_border(side, tiles, 
 
 
 @pytest.mark.parametrize(("options", "says"), [
-    ({"keep": 0.0}, "keep is the fraction"), ({"keep": 1.5}, "1.5"), ({"tile": (0, 4)}, "two positive"),
-    ({"tile": (4,)}, "two positive"), ({"mode": "cell"}, "tile, stripe, global"), ({"dst_every": 0}, "1 or more"),
+    ({"keep": 0.0}, "keep is the fraction"), ({"keep": 1.5}, "1.5"), ({"tile": (0, 4)}, "positive whole"),
+    ({"tile": (4,)}, "positive whole"), ({"mode": "cell"}, "tile, stripe, global"), ({"dst_every": 0}, "1 or more"),
     ({"dst_every": 10, "weights_every": 4}, "does not divide"), ({"scale": 10.0}, 'unmerge="pinv"'),
     ({"scale": -1.0, "unmerge": "pinv"}, "above 0"), ({"skip": -1}, "0 or more"), ({"share": "all"}, "share must be"),
     ({"granularity": "layer"}, "one of module, block"),

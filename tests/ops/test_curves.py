@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from foveate.ops.curves import (
     CURVES,
+    CURVES_3D,
     edge_average_stretch,
     geometric_distortion_error,
     grid_order,
@@ -71,6 +72,21 @@ def test_boxes_are_filled_by_steps_to_neighbours_or_diagonals(frames, height, wi
     assert (moves.sum(0) <= 2).all()
     if not (frames % 2 or height % 2 or width % 2):
         assert (moves.sum(0) == 1).all()
+
+
+@given(frames=st.integers(1, 6), height=st.integers(1, 9), width=st.integers(1, 9))
+def test_morton_sorts_the_cells_of_a_box_by_interleaved_bits(frames, height, width):
+    def bits(cell):
+        t, y, x = cell // (height * width), cell // width % height, cell % width
+        return sum((t >> i & 1) << 3 * i + 2 | (y >> i & 1) << 3 * i + 1 | (x >> i & 1) << 3 * i for i in range(4))
+
+    assert grid_order("morton", frames, height, width).tolist() == sorted(range(frames * height * width), key=bits)
+
+
+@pytest.mark.parametrize("curve", sorted(set(CURVES) - set(CURVES_3D)))
+def test_other_curves_visit_a_box_frame_by_frame(curve):
+    frame = grid_order(curve, 4, 6)
+    assert grid_order(curve, 3, 4, 6).tolist() == torch.cat([frame, 24 + frame, 48 + frame]).tolist()
 
 
 def test_box_with_an_odd_side_takes_the_documented_number_of_diagonals():

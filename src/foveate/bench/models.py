@@ -4,6 +4,7 @@
 
 from collections.abc import Callable
 from functools import partial
+from math import prod
 from typing import Any, NamedTuple
 
 import psutil
@@ -19,6 +20,8 @@ from diffusers import (
     QwenImageTransformer2DModel,
     StableDiffusionXLPipeline,
     UNet2DConditionModel,
+    WanPipeline,
+    WanTransformer3DModel,
 )
 from torch import nn
 
@@ -26,6 +29,7 @@ from foveate.demo.untrained import untrained_pipeline
 from foveate.diffusers.pipelines import Call, Request, denoiser, load, record_step
 from foveate.diffusers.pixel_pipeline import PixelPipeline
 from foveate.methods import ComposedMethod, HilbertA, Method, ToDo, ToFu, ToMA, ToMeSD
+from foveate.methods.base import Grid
 
 __all__ = ["MODELS", "Model", "find_model", "random_model"]
 
@@ -38,15 +42,15 @@ class Model(NamedTuple):
 
     Attributes:
         build: Makes the pipeline on a device, in a dtype.
-        inputs: Returns the arguments of one forward pass, given the pipeline, the number of image tokens along each
-            side and the number of text tokens.
+        inputs: Returns the arguments of one forward pass, given the pipeline, the grid of tokens and the number of
+            text tokens.
         text: Default number of text tokens; None if the pipeline decides.
         methods: Methods that are timed by default.
         weights: What the weights are, for the report.
     """
 
     build: Callable[[torch.device, torch.dtype], Any]
-    inputs: Callable[[Any, int, int | None], Call]
+    inputs: Callable[[Any, Grid, int | None], Call]
     text: int | None
     methods: tuple[Method | ComposedMethod, ...]
     weights: str = "random weights"
@@ -111,6 +115,11 @@ def _qwen_image(device: torch.device, dtype: torch.dtype) -> QwenImagePipeline:
     return QwenImagePipeline(scheduler=FlowMatchEulerDiscreteScheduler(), transformer=transformer, **ONE_ENCODER)
 
 
+def _wan(device: torch.device, dtype: torch.dtype) -> WanPipeline:
+    transformer = random_model(WanTransformer3DModel, device, dtype)
+    return WanPipeline(scheduler=FlowMatchEulerDiscreteScheduler(), transformer=transformer, **ONE_ENCODER)
+
+
 def _sdxl(device: torch.device, dtype: torch.dtype) -> StableDiffusionXLPipeline:
     unet = random_model(
         lambda: UNet2DConditionModel(
@@ -138,12 +147,12 @@ def _load(name: str, device: torch.device, dtype: torch.dtype) -> Any:
     return load(name, str(device), str(dtype).removeprefix("torch."))
 
 
-def _joint_inputs(transformer: Any, side: int, text: int | None) -> dict[str, Any]:
+def _joint_inputs(transformer: Any, grid: Grid, text: int | None) -> dict[str, Any]:
     """Arguments that FLUX, FLUX.2 and Qwen-Image have in common."""
     config = transformer.config
     like: dict[str, Any] = {"device": transformer.device, "dtype": transformer.dtype}
     return {
-        "hidden_states": torch.randn(1, side * side, config.in_channels, **like),
+        "hidden_states": torch.randn(1, prod(grid), config.in_channels, **like),
         "encoder_hidden_states": torch.randn(1, text, config.joint_attention_dim, **like),
         "timestep": torch.full((1,), 0.5, **like),
         "guidance": torch.full((1,), 3.5, **like) if config.guidance_embeds else None,
@@ -151,36 +160,49 @@ def _joint_inputs(transformer: Any, side: int, text: int | None) -> dict[str, An
     }
 
 
-def _flux_inputs(pipe: FluxPipeline, side: int, text: int | None) -> Call:
+def _flux_inputs(pipe: FluxPipeline, grid: Grid, text: int | None) -> Call:
     like: dict[str, Any] = {"device": pipe.transformer.device, "dtype": pipe.transformer.dtype}
     ids = {
         "pooled_projections": torch.randn(1, pipe.transformer.config.pooled_projection_dim, **like),
-        "img_ids": FluxPipeline._prepare_latent_image_ids(1, side, side, **like),
+        "img_ids": FluxPipeline._prepare_latent_image_ids(1, *grid, **like),
         "txt_ids": torch.zeros(text, 3, **like),
     }
-    return Call((), _joint_inputs(pipe.transformer, side, text) | ids)
+    return Call((), _joint_inputs(pipe.transformer, grid, text) | ids)
 
 
-def _flux2_inputs(pipe: Flux2Pipeline, side: int, text: int | None) -> Call:
-    zero, cells, device = torch.arange(1), torch.arange(side), pipe.transformer.device
+def _flux2_inputs(pipe: Flux2Pipeline, grid: Grid, text: int | None) -> Call:
+    zero, device = torch.arange(1), pipe.transformer.device
     ids = {
-        "img_ids": torch.cartesian_prod(zero, cells, cells, zero)[None].to(device),
+        "img_ids": torch.cartesian_prod(zero, *map(torch.arange, grid), zero)[None].to(device),
         "txt_ids": torch.cartesian_prod(zero, zero, zero, torch.arange(text))[None].to(device),
     }
-    return Call((), _joint_inputs(pipe.transformer, side, text) | ids)
+    return Call((), _joint_inputs(pipe.transformer, grid, text) | ids)
 
 
-def _qwen_inputs(pipe: QwenImagePipeline, side: int, text: int | None) -> Call:
-    return Call((), _joint_inputs(pipe.transformer, side, text) | {"img_shapes": [[(1, side, side)]]})
+def _qwen_inputs(pipe: QwenImagePipeline, grid: Grid, text: int | None) -> Call:
+    return Call((), _joint_inputs(pipe.transformer, grid, text) | {"img_shapes": [[(1, *grid)]]})
 
 
-def _sdxl_inputs(pipe: StableDiffusionXLPipeline, side: int, text: int | None) -> Call:
-    """Two samples, as classifier-free guidance needs; `side` is that of the largest feature maps with attention."""
+def _wan_inputs(pipe: WanPipeline, grid: Grid, text: int | None) -> Call:
+    config: Any = pipe.transformer.config
+    like: dict[str, Any] = {"device": pipe.transformer.device, "dtype": pipe.transformer.dtype}
+    sides = (side * patch for side, patch in zip((1, *grid)[-3:], config.patch_size, strict=True))
+    kwargs = {
+        "hidden_states": torch.randn(1, config.in_channels, *sides, **like),
+        "encoder_hidden_states": torch.randn(1, text, config.text_dim, **like),
+        "timestep": torch.tensor([500.0], device=pipe.transformer.device),
+        "return_dict": False,
+    }
+    return Call((), kwargs)
+
+
+def _sdxl_inputs(pipe: StableDiffusionXLPipeline, grid: Grid, text: int | None) -> Call:
+    """Two samples, as classifier-free guidance needs; `grid` is that of the largest feature maps with attention."""
     config: Any = pipe.unet.config
     like: dict[str, Any] = {"device": pipe.unet.device, "dtype": pipe.unet.dtype}
     pooled = config.projection_class_embeddings_input_dim - 6 * config.addition_time_embed_dim
     kwargs = {
-        "sample": torch.randn(2, config.in_channels, 2 * side, 2 * side, **like),
+        "sample": torch.randn(2, config.in_channels, *(2 * side for side in grid), **like),
         "timestep": torch.tensor(500.0, device=pipe.unet.device),
         "encoder_hidden_states": torch.randn(2, text, config.cross_attention_dim, **like),
         "added_cond_kwargs": {
@@ -192,15 +214,16 @@ def _sdxl_inputs(pipe: StableDiffusionXLPipeline, side: int, text: int | None) -
     return Call((), kwargs)
 
 
-def _recorded_inputs(pipe: Any, side: int, text: int | None) -> Call:
-    """The inputs of the pipeline's first step, for a picture of `side` x `side` tokens."""
+def _recorded_inputs(pipe: Any, grid: Grid, text: int | None) -> Call:
+    """The inputs of the pipeline's first step, for a picture of this grid of tokens."""
     if text is not None:
         raise ValueError("the pipeline decides how many text tokens there are: leave --text out")
     if isinstance(pipe, PixelPipeline):
-        pixels = side * denoiser(pipe).config.patch_size
+        pixels = denoiser(pipe).config.patch_size
     else:
-        pixels = side * 2 * getattr(pipe, "vae_scale_factor", 8)
-    return record_step(pipe, Request("a lighthouse at dusk", (pixels, pixels), 1000, None, 0))
+        pixels = 2 * getattr(pipe, "vae_scale_factor", 8)
+    rows, columns = grid
+    return record_step(pipe, Request("a lighthouse at dusk", (pixels * rows, pixels * columns), 1000, None, 0))
 
 
 KLEIN = {
@@ -214,6 +237,7 @@ FLUX = (
     *(HilbertA(tiles=1), HilbertA(tiles=4), HilbertA(tiles=16)),
     *(ToMA(keep=0.5), ToMA(keep=0.25), ComposedMethod((HilbertA(tiles=16), ToMA(keep=0.5)))),
 )
+VIDEO = HilbertA(tiles=4), HilbertA(tiles=16), ToMA(keep=0.5), ComposedMethod((HilbertA(tiles=16), ToMA(keep=0.5)))
 SDXL = *(ToMA(keep=keep) for keep in (0.75, 0.5, 0.25)), ToMeSD(keep=0.5), ToFu(keep=0.5), ToDo()
 
 MODELS = {
@@ -222,7 +246,8 @@ MODELS = {
     "flux2-dev": Model(_flux2, _flux2_inputs, 512, FLUX),
     "flux2-klein": Model(partial(_flux2, **KLEIN), _flux2_inputs, 512, FLUX),
     "qwen-image": Model(_qwen_image, _qwen_inputs, 512, FLUX),
+    "wan-14b": Model(_wan, _wan_inputs, 512, VIDEO),
     "sdxl": Model(_sdxl, _sdxl_inputs, 77, SDXL),
 }
 """Models by name: the built-in model (17 M parameters), FLUX.1-dev (12 B), FLUX.2-dev (32 B), FLUX.2-klein (4 B),
-Qwen-Image (20 B) and SDXL (2.6 B)."""
+Qwen-Image (20 B), Wan 2.1 (14 B) and SDXL (2.6 B)."""

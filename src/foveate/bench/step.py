@@ -2,7 +2,7 @@
 """The time of one denoising step, dense and with methods, checked against the dense model first."""
 
 from collections.abc import Callable, Iterator, Sequence
-from math import ceil, lcm
+from math import ceil, lcm, prod
 from statistics import mean, median
 from typing import Any, NamedTuple
 
@@ -16,7 +16,7 @@ from foveate.diffusers.apply import apply
 from foveate.diffusers.lora import using
 from foveate.diffusers.pipelines import Call, denoiser, time_steps
 from foveate.methods import LLSA, ComposedMethod, HilbertA, Method, ToMA
-from foveate.methods.base import TokenMerging
+from foveate.methods.base import Grid, TokenMerging
 from foveate.utils.device import choose_device, choose_dtype, now, versions
 from foveate.utils.progress import Track, silent
 from foveate.utils.timing import captured, peak_memory, time_calls
@@ -117,14 +117,14 @@ class Setup(NamedTuple):
         }
         return cls(chosen, pipe, methods, text, about)
 
-    def step(self, side: int) -> Step:
-        """The forward pass with `side` x `side` image tokens."""
-        return Step(self.pipe, self.model.inputs(self.pipe, side, self.text))
+    def step(self, grid: Grid) -> Step:
+        """The forward pass with this grid of image tokens."""
+        return Step(self.pipe, self.model.inputs(self.pipe, grid, self.text))
 
 
 @torch.no_grad()
 def bench_step(
-    setup: Setup, sides: Sequence[int], *, rounds: int = 9, track: Track = silent
+    setup: Setup, grids: Sequence[Grid], *, rounds: int = 9, track: Track = silent
 ) -> Iterator[dict[str, Any]]:
     """The times of one forward pass of a denoiser, dense and with each method, after every new row.
 
@@ -136,8 +136,8 @@ def bench_step(
 
     Args:
         setup: Model and methods.
-        sides: Image tokens along each side, one entry per size. For SDXL: those of the largest feature maps with
-            attention, 64 at 1024 px.
+        grids: (rows, columns) of image tokens, or (frames, rows, columns) of a video, one entry per size. For SDXL:
+            those of the largest feature maps with attention, 64 x 64 at 1024 px.
         rounds: Number of measurements of each method.
         track: Shows progress.
 
@@ -148,14 +148,14 @@ def bench_step(
     methods = setup.methods
     rows: list[dict[str, Any]] = []
     result = setup.about | {"rounds": rounds, "rows": rows}
-    for side in sides:
-        step, size = setup.step(side), f"{side} x {side} tokens"
+    for grid in grids:
+        step, size = setup.step(grid), f"{' x '.join(map(str, grid))} tokens"
         errors = _check(step, methods, size)
         bounds = {repr(method): _flop_bound(step, method, size) for method in methods}
         dense = None
         for row in _measured(step, methods, rounds, size, track):
             dense = dense or row
-            row = {"image_tokens": side * side, "batch": step.batch(), **errors, **row}
+            row = {"grid": grid, "image_tokens": prod(grid), "batch": step.batch(), **errors, **row}
             row["attention_flop_bound"] = bounds.get(row["method"], 1.0)
             row["speed_up"] = dense["step_s"] / row["step_s"]
             if dense["graph_s"] and row["graph_s"]:

@@ -30,8 +30,9 @@ StepModel = Annotated[
 Sides = Annotated[
     str,
     typer.Option(
-        help="Image tokens along each side, separated by commas. 64 is 1024 px for FLUX and Qwen-Image, 256 px for "
-        "the built-in model, and 1024 px for SDXL, where it counts the largest feature maps with attention."
+        help="Image tokens along each side, separated by commas: 64, ROWSxCOLUMNS, or FRAMESxROWSxCOLUMNS of a video. "
+        "64 is 1024 px for FLUX and Qwen-Image, 256 px for the built-in model, and 1024 px for SDXL, where it "
+        "counts the largest feature maps with attention; 21x45x80 is 81 frames of 720p for Wan."
     ),
 ]
 Methods = Annotated[
@@ -84,10 +85,21 @@ def step(
     """
     from foveate.bench.step import Setup, bench_step, table_of
 
-    lengths, methods = numbers(sides), [read_method(text) for text in method or []]
+    grids, methods = [read_grid(size) for size in sides.split(",")], [read_method(text) for text in method or []]
     setup = Setup.of(model, methods=methods, compile=compile, text=text, device=device, dtype=dtype)
     name = f"step-{Path(model).name}-{'compiled' if compile else 'eager'}-{setup.about['device']}.json"
-    run_and_save(out / name, commit, partial(bench_step, setup, lengths, rounds=rounds), table_of)
+    run_and_save(out / name, commit, partial(bench_step, setup, grids, rounds=rounds), table_of)
+
+
+def read_grid(text: str) -> tuple[int, ...]:
+    """A grid of tokens: 64 is a square, 21x45x80 has 21 frames of 45 rows and 80 columns."""
+    try:
+        sides = tuple(int(side) for side in text.split("x"))
+    except ValueError:
+        sides = ()
+    if not 1 <= len(sides) <= 3 or min(sides) < 1:
+        raise ValueError(f"{text!r} is no grid of tokens: write it as 64, 45x80 or 21x45x80")
+    return sides * 2 if len(sides) == 1 else sides
 
 
 def numbers(text: str, kind: type = int) -> list[Any]:

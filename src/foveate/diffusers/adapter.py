@@ -7,17 +7,17 @@ attention layer; `backend.foveate_attention` does the rest. Outside of attention
 """
 
 import copy
-import inspect
 import logging
 from collections import Counter
 from collections.abc import Callable, Mapping
-from functools import cache, lru_cache
+from functools import lru_cache
 from types import MethodType
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
 
+from foveate.diffusers.arguments import Argument, arguments_by_name
 from foveate.diffusers.backend import LayerPlan, attach, detach, dispatches, plan_of, set_attention
 from foveate.diffusers.card import Card, Layout, Stack
 from foveate.diffusers.clock import Clock, Step
@@ -206,7 +206,7 @@ class ModelAdapter:
                 group = self._group(stack, block, first + i, total, shared) if merges[i] else None
                 self._add_layers(stack, i, first + i, block, group)
                 if self.sparse and self.card.rope:
-                    rope = RopeInBackend(self._attentions(block), self.card)
+                    rope = RopeInBackend(block, self._attentions(block), self.card)
                     self._hooks.append(block.register_forward_pre_hook(rope.take, with_kwargs=True))
                 if self.merging:  # a graph compiled for a block without hooks would be taken for blocks with hooks
                     last = not any(merges[i + 1 : i + 2]) or self.merging.per_block
@@ -419,6 +419,7 @@ class ModelAdapter:
             raise DenseFallback("keep=1.0 is the dense model")
         image = layout.only_images()
         self._check(self.merging, holder, inputs, image.tokens)
+        self.card.check_merging(self.merging, self._inputs)
         layers = [layer for layer in self.layers if layer.holder is holder and layer.group]
         if self._ranks(layers, layout) > 1:
             raise DenseFallback("context parallelism splits the tokens over devices before they could merge")
@@ -561,21 +562,23 @@ class RopeInBackend:
     On a GPU one kernel then does what many would.
 
     Args:
-        attentions: The attention modules of the block.
+        block: The block.
+        attentions: Its attention modules.
         card: Card of the model, with the name of the block's argument that holds the rotary embedding.
     """
 
-    def __init__(self, attentions: list[nn.Module], card: Card) -> None:
+    def __init__(self, block: nn.Module, attentions: list[nn.Module], card: Card) -> None:
         self.attentions, self.card = attentions, card
+        self.rope = Argument(block, card.rope)
 
     def take(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Move the rotary embedding from the arguments of the block into the plans of its layers."""
-        rope, plans = kwargs.get(self.card.rope), [plan_of(attn.processor) for attn in self.attentions]
+        rope, plans = self.rope.of(args, kwargs), [plan_of(attn.processor) for attn in self.attentions]
         if rope is None or not all(plan and plan.pattern and not plan.parallel for plan in plans):
             return None
         for plan in plans:
             plan.rope = plan.rope or self.card.rotation(rope)  # that of merged tokens is set already
-        return args, {**kwargs, self.card.rope: None}
+        return self.rope.replaced(args, kwargs, None)
 
 
 class RerunWithPlans:
@@ -621,18 +624,6 @@ def keeps_state(module: nn.Module) -> bool:
     """Whether one of diffusers' caches (First Block Cache, TaylorSeer, ...) hooks a module."""
     registry = vars(module).get("_diffusers_hook")
     return registry is not None and any(hook._is_stateful for hook in registry.hooks.values())
-
-
-def arguments_by_name(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """All arguments of a forward pass by name, in the order of its signature."""
-    names = _argument_names(type(module))
-    given = dict(zip(names, args, strict=False)) | kwargs
-    return {name: given[name] for name in names if name in given} | given
-
-
-@cache
-def _argument_names(module: type[nn.Module]) -> list[str]:
-    return list(inspect.signature(module.forward).parameters)[1:]
 
 
 _ORDERS: WeakTensorCache[tuple[Tensor, Tensor | None]] = WeakTensorCache()

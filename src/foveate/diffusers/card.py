@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor, nn
 
-from foveate.methods.base import DenseFallback
+from foveate.methods.base import DenseFallback, Grid, TokenMerging
 from foveate.utils.cache import WeakTensorCache
 
 __all__ = [
@@ -24,6 +24,7 @@ __all__ = [
     "register_card",
     "text",
     "text_and_padding",
+    "video",
 ]
 
 CARDS: dict[str, str | type["Card"]] = {
@@ -35,6 +36,8 @@ CARDS: dict[str, str | type["Card"]] = {
     "PixArtTransformer2DModel": "foveate.diffusers.cards.blocks:PixArtCard",
     "DiTTransformer2DModel": "foveate.diffusers.cards.blocks:DiTCard",
     "UNet2DConditionModel": "foveate.diffusers.cards.blocks:UNetCard",
+    "WanTransformer3DModel": "foveate.diffusers.cards.wan:WanCard",
+    "WanVACETransformer3DModel": "foveate.diffusers.cards.wan:WanVACECard",
     "PixelDiT": "foveate.diffusers.cards.pixel_dit:PixelDiTCard",
 }
 """Card of each model class, by name; nothing is imported before it is needed."""
@@ -77,8 +80,8 @@ class Segment(NamedTuple):
     """Consecutive tokens of one kind in an attention sequence.
 
     Attributes:
-        kind: "text", "image" (the picture or a reference image), or "padding", which nothing attends to.
-        shape: (tokens,) of text and padding, (rows, columns) of an image.
+        kind: "text", "image" (the picture, a video or a reference image), or "padding", which nothing attends to.
+        shape: (tokens,) of text and padding, (rows, columns) of an image, (frames, rows, columns) of a video.
     """
 
     kind: Literal["text", "image", "padding"]
@@ -98,6 +101,11 @@ def text(tokens: int) -> Segment:
 def image(rows: int, columns: int) -> Segment:
     """Tokens of an image, row by row. The first image is the picture, others are references."""
     return Segment("image", (rows, columns))
+
+
+def video(frames: int, rows: int, columns: int) -> Segment:
+    """Tokens of a video, frame by frame and row by row."""
+    return Segment("image", (frames, rows, columns))
 
 
 def padding(tokens: int) -> Segment:
@@ -148,9 +156,9 @@ class Layout(NamedTuple):
         return sum(segment.tokens for segment in self.segments if segment.kind == "text")
 
     @property
-    def grids(self) -> tuple[tuple[int, int], ...]:
-        """(rows, columns) of the picture, then of each reference image."""
-        return tuple(segment.shape for segment in self.segments if segment.kind == "image")  # type: ignore[misc]
+    def grids(self) -> tuple[Grid, ...]:
+        """(rows, columns) of the picture or (frames, rows, columns) of the video, then of each reference image."""
+        return tuple(segment.shape for segment in self.segments if segment.kind == "image")
 
     @property
     def tokens(self) -> int:
@@ -215,6 +223,7 @@ class Card:
         stream: First and last module of the part of a single-stream block that runs on merged tokens. Blocks that have
             the first one are single-stream blocks.
         wrapper: Processor class to put around processors that attend without diffusers' dispatcher.
+        unmerged: Why token merging cannot work in this class of models; empty if it can.
         padding_mask: Name of the argument with an attention mask that only hides padding, for which `layout` has
             `padding` segments.
     """
@@ -225,6 +234,7 @@ class Card:
     merge_mlp: ClassVar[bool] = True
     stream: ClassVar[tuple[str, str]] = ("norm", "proj_out")
     wrapper: ClassVar[Any] = None
+    unmerged: ClassVar[str] = ""
     padding_mask: ClassVar[str | None] = None
 
     def layout(self, holder: nn.Module, inputs: dict[str, Any]) -> Layout:
@@ -253,6 +263,16 @@ class Card:
 
     def check(self, model: nn.Module, methods: tuple[Any, ...]) -> None:
         """Raise a ValueError if the methods do not fit this kind of model."""
+        if self.unmerged and any(isinstance(method, TokenMerging) for method in methods):
+            raise ValueError(f"{type(model).__name__} {self.unmerged}: use HilbertA or LLSA alone")
+
+    def check_merging(self, method: TokenMerging, inputs: dict[str, Any]) -> None:
+        """Raise a DenseFallback if token merging has to leave this forward pass dense.
+
+        Args:
+            method: The method.
+            inputs: Forward arguments of the model by name.
+        """
 
     def dense_plan(self) -> Any:
         """Plan of the layers that stay dense; None where the model's own attention is dense."""

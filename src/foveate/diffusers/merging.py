@@ -7,6 +7,7 @@ around single modules are compiled with their block, and read tensors only, neve
 """
 
 from collections.abc import Hashable
+from math import prod
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from torch.profiler import record_function
 from torch.utils.hooks import RemovableHandle
 
+from foveate.diffusers.arguments import Argument
 from foveate.diffusers.backend import LayerPlan
 from foveate.diffusers.card import Card
 from foveate.diffusers.clock import Step
@@ -111,7 +113,7 @@ class MergeGroup:
         if self._plan is None:
             return regions
         picked = regions.order.cpu()[self._plan.positions[0].cpu()]
-        return regions._replace(picked=picked[picked < regions.grid[0] * regions.grid[1]])
+        return regions._replace(picked=picked[picked < prod(regions.grid)])
 
     def plan(self, tokens: Tensor, rope: tuple[Tensor, Tensor] | None) -> None:
         """Make the plan from the image tokens of the first block if it is due, and complete the layers' plans.
@@ -179,6 +181,10 @@ class MergedBlock:
 
     def __init__(self, group: MergeGroup, block: nn.Module, attentions: list[nn.Module], joined: bool) -> None:
         self.group, self.block, self.attentions, self.joined = group, block, attentions, joined
+        self.tokens = Argument(block, "hidden_states")
+        rope = group.card.rope
+        self.rope = Argument(block, rope) if rope else None
+        self.attention_rope = Argument(attentions[0], rope) if rope and attentions else None
         self.handles: list[RemovableHandle] = []
         self._last: tuple[str, nn.Module, RemovableHandle] | None = None
 
@@ -196,9 +202,8 @@ class MergedBlock:
 
     def plan(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Hook before the block."""
-        x = args[0] if args else kwargs["hidden_states"]
-        card = self.group.card
-        rope = kwargs.get(card.rope) if card.rope else None
+        x, card = self.tokens.of(args, kwargs), self.group.card
+        rope = self.rope.of(args, kwargs) if self.rope else None
         rotation = None if rope is None else card.rotation(rope)
         self.group.plan(x[:, len(self.group.text) :] if self.joined else x, rotation)
 
@@ -227,12 +232,11 @@ class MergedBlock:
         if group.merge is None:
             return args, kwargs
         if group.whole is None:
-            x = args[0] if args else kwargs["hidden_states"]
+            x = self.tokens.of(args, kwargs)
             merged = group.merged(x, self._joined_text())
             group.whole = x, merged
-            args = (merged, *args[1:]) if args else args
-            kwargs = kwargs if args else {**kwargs, "hidden_states": merged}
-        return args, self._without_rope(kwargs)
+            args, kwargs = self.tokens.replaced(args, kwargs, merged)
+        return self._without_rope(self.rope, args, kwargs)
 
     @torch.compiler.disable
     def leave(self, block: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
@@ -253,10 +257,12 @@ class MergedBlock:
     def _joined_text(self) -> int:
         return len(self.group.text) if self.joined else 0
 
-    def _without_rope(self, kwargs: dict[str, Any]) -> dict[str, Any]:
+    def _without_rope(self, rope: Argument | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The arguments for merged tokens, whose rotary embedding travels in the plan of the layer."""
-        plans, rope = self.group.layer_plans, self.group.card.rope
-        return kwargs if rope is None or not plans or plans[0].rope is None else {**kwargs, rope: None}
+        plans = self.group.layer_plans
+        return (
+            (args, kwargs) if rope is None or not plans or plans[0].rope is None else rope.replaced(args, kwargs, None)
+        )
 
     # --- hooks around single modules ---
 
@@ -272,8 +278,11 @@ class MergedBlock:
         if self.group.merge is None:
             return args, kwargs
         if args:
-            return (self.group.merged(args[0]), *args[1:]), kwargs
-        return args, self._without_rope({**kwargs, "hidden_states": self.group.merged(kwargs["hidden_states"])})
+            args = self.group.merged(args[0]), *args[1:]
+        else:
+            kwargs = {**kwargs, "hidden_states": self.group.merged(kwargs["hidden_states"])}
+        attends = any(module is attn for attn in self.attentions)
+        return self._without_rope(self.attention_rope, args, kwargs) if attends else (args, kwargs)
 
     def unmerge_output(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         """Hook after a module that returns image tokens, or (image, text, and what an image prompt adds)."""
@@ -310,7 +319,7 @@ class MergedBlock:
 
     def take_rope(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Hook before the attention of a single-stream block."""
-        return args, kwargs if self.group.merge is None else self._without_rope(kwargs)
+        return (args, kwargs) if self.group.merge is None else self._without_rope(self.attention_rope, args, kwargs)
 
     def unmerge_stream(self, module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
         """Hook after the last layer: it returns text and merged tokens."""

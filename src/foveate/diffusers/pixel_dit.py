@@ -240,7 +240,7 @@ def layout(
     The first half of a head's channels turns by the row of a token's middle, the second by its column, both in units
     of which a square picture has `SPAN`.
     """
-    order, step = grid_order(curve, height, width, device), SPAN / math.sqrt(height * width)
+    order, step = grid_order(curve, height, width, device=device), SPAN / math.sqrt(height * width)
     by_row, by_column = (
         get_1d_rotary_pos_embed(head_dim // 2, step * (places + 0.5), use_real=True)
         for places in (order // width, order % width)

@@ -3,6 +3,7 @@
 from abc import abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
+from math import prod
 from typing import ClassVar, Literal, NamedTuple, Protocol, runtime_checkable
 
 from torch import Tensor
@@ -168,11 +169,12 @@ class SparseAttention(Method):
         """
 
     @abstractmethod
-    def plan(self, grids: tuple[tuple[int, int], ...], text: int, *, device: str = "cpu") -> AttentionPlan:
+    def plan(self, grids: tuple[Grid, ...], text: int, *, device: str = "cpu") -> AttentionPlan:
         """The token order and the attention patterns for one image size.
 
         Args:
-            grids: (rows, columns) of the generated image, then of each reference image, in tokens.
+            grids: (rows, columns) of the generated image, then of each reference image, in tokens; a video has
+                (frames, rows, columns).
             text: Number of text tokens, which come before the image.
             device: Device of the returned order.
 
@@ -181,15 +183,26 @@ class SparseAttention(Method):
         """
 
 
-def two_sides(name: str, value: Sequence[float]) -> tuple[int, int]:
-    """An option that gives (rows, columns), as a tuple.
+def stacked(grid: Grid) -> tuple[int, int]:
+    """(rows, columns) of an image, or of a video's frames one below the other."""
+    return prod(grid[:-1]), grid[-1]
+
+
+def whole_sides(name: str, value: Sequence[float], *counts: int) -> tuple[int, ...]:
+    """An option that gives the sides of a window, as a tuple.
+
+    Args:
+        name: Name of the option.
+        value: Its value.
+        counts: Allowed numbers of sides.
 
     Raises:
-        ValueError: If it is not two positive whole numbers.
+        ValueError: If it is not so many positive whole numbers.
     """
-    if len(value) != 2 or any(int(side) != side or side < 1 for side in value):
-        raise ValueError(f"{name} must be two positive whole numbers such as (4, 4), not {value!r}")
-    return int(value[0]), int(value[1])
+    if len(value) not in counts or any(int(side) != side or side < 1 for side in value):
+        number = " or ".join({2: "two", 3: "three"}[count] for count in counts)
+        raise ValueError(f"{name} must be {number} positive whole numbers such as (4, 4), not {value!r}")
+    return tuple(map(int, value))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -267,7 +280,8 @@ class TokenMerging(Method):
         """The order of the image tokens and the regions within which they merge.
 
         Args:
-            grids: (rows, columns) of the generated image, then of each reference image, in tokens.
+            grids: (rows, columns) of the generated image, then of each reference image, in tokens; a video has
+                (frames, rows, columns).
             device: Device of the returned order.
 
         Raises:

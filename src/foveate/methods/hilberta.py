@@ -9,20 +9,20 @@
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
+from math import prod
 from typing import Literal, NamedTuple
 
 import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
-from foveate.methods.base import DenseFallback, SparseAttention
+from foveate.methods.base import DenseFallback, Grid, SparseAttention
 from foveate.ops.block_table import BlockTable, block_starts, block_table
 from foveate.ops.curves import CURVES, grid_order, inverse_order
 from foveate.utils.cache import persistent
 
 __all__ = ["HilbertA", "HilbertPlan"]
 
-Grid = tuple[int, int]
 IN_TITLE = "period", "centre", "curve", "reference", "start_percent", "end_percent"
 
 
@@ -86,7 +86,8 @@ class HilbertA(SparseAttention):
         """The token order and the block tables of the layers. Cached by all arguments.
 
         Args:
-            grids: (rows, columns) of the generated image, then of each reference image, in tokens.
+            grids: (rows, columns) of the generated image, then of each reference image, in tokens; a video has
+                (frames, rows, columns), and its curve is a Hilbert curve in three dimensions.
             text: Number of text tokens, which come before the image.
             block: Number of tokens in a block of the tables.
             device: Device of `order` and `inverse`.
@@ -100,13 +101,13 @@ class HilbertA(SparseAttention):
         return _plan(self, grids, text, block, device)
 
     def tiles_for(self, grid: Grid) -> int:
-        """Number of tiles of an image with this (rows, columns) of tokens; errors as of `plan`."""
-        cells = grid[0] * grid[1]
+        """Number of tiles of an image or video with this grid of tokens; errors as of `plan`."""
+        cells = prod(grid)
         if self.tiles == "auto":
             fitting = [tiles for tiles in (16, 8, 4, 2) if cells // tiles >= 256]
             if not fitting:
                 raise DenseFallback(
-                    f"{grid[0]} x {grid[1]} image tokens are too few: tiles are used from 512 tokens on"
+                    f"{' x '.join(map(str, grid))} image tokens are too few: tiles are used from 512 tokens on"
                 )
             return fitting[0]
         if self.tiles > 1 and cells // self.tiles < 32:
@@ -136,7 +137,7 @@ class HilbertPlan(NamedTuple):
     prefix: int
     segments: tuple[tuple[int, int], ...]
     tables: tuple[BlockTable, ...]
-    tile_maps: Int[Tensor, "phases rows columns"]
+    tile_maps: Int[Tensor, "phases *grid"]
 
     @property
     def title(self) -> str:
@@ -167,14 +168,13 @@ def in_centre(grid: Grid, centre: float) -> Bool[Tensor, "cells"]:
     """Mask of the raster cells in the central region, whose sides are the fraction `centre` of the grid's."""
     inside = torch.zeros(grid, dtype=torch.bool)
     if centre:
-        height, width = (max(1, round(side * centre)) for side in grid)
-        top, left = (grid[0] - height) // 2, (grid[1] - width) // 2
-        inside[top : top + height, left : left + width] = True
+        lengths = [max(1, round(side * centre)) for side in grid]
+        inside[tuple(slice((side - n) // 2, (side + n) // 2) for side, n in zip(grid, lengths, strict=True))] = True
     return inside.flatten()
 
 
 def _along_curve(method: HilbertA, grid: Grid, tiles: int) -> _Curve:
-    cells = grid[0] * grid[1]
+    cells = prod(grid)
     order = grid_order(method.curve, *grid)
     centre = in_centre(grid, method.centre)[order]
     # tiles are cut on the full curve, then the centre is taken out of them
@@ -209,7 +209,7 @@ def _plan(method: HilbertA, grids: tuple[Grid, ...], text: int, block: int, devi
     curves: dict[int, _Curve] = {}  # by image; only images with tiles
     first = 0
     for i, grid in enumerate(grids):
-        cells = grid[0] * grid[1]
+        cells = prod(grid)
         if i == 0 or method.reference == "tiled":
             curve = _along_curve(method, grid, tiles)
             curves[i] = curve._replace(centre=curve.centre + first, local=curve.local + first)
@@ -233,8 +233,8 @@ def _plan(method: HilbertA, grids: tuple[Grid, ...], text: int, block: int, devi
     )
 
 
-def _tile_map(curve: _Curve, phase: int, grid: Grid) -> Int[Tensor, "rows columns"]:
+def _tile_map(curve: _Curve, phase: int, grid: Grid) -> Int[Tensor, "*grid"]:
     tiles, lengths = zip(*curve.runs(phase), strict=True)
-    tile_map = torch.full((grid[0] * grid[1],), -1)
+    tile_map = torch.full((prod(grid),), -1)
     tile_map[curve.local] = torch.tensor(tiles).repeat_interleave(torch.tensor(lengths))
     return tile_map.view(grid)

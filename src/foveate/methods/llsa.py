@@ -9,6 +9,7 @@
 
 from dataclasses import dataclass
 from functools import lru_cache
+from math import prod
 from typing import Any, NamedTuple
 
 import torch
@@ -87,8 +88,8 @@ class LLSA(SparseAttention):
         """The token order and the attention pattern. Cached by all arguments.
 
         Args:
-            grids: (rows, columns) of the generated image, then of each reference image, in tokens. Each image has its
-                own curve.
+            grids: (rows, columns) of the generated image, then of each reference image, in tokens, or (frames, rows,
+                columns) of a video. Each has its own curve.
             text: Number of text tokens, which come before the image.
             device: Device of `order` and `inverse`.
 
@@ -114,7 +115,7 @@ class LLSAPlan(NamedTuple):
 @persistent
 def _plan(method: LLSA, every_level: bool, grids: tuple[Grid, ...], text: int, device: str) -> LLSAPlan:
     """`every_level` keeps enrich=True and enrich=1, which are equal, apart in the cache."""
-    cells = [rows * columns for rows, columns in grids]
+    cells = [prod(grid) for grid in grids]
     orders = [grid_order(method.curve, *grid) + sum(cells[:i]) for i, grid in enumerate(grids)]
     order = torch.cat(orders).to(device)
     options: dict[str, Any] = {name: getattr(method, name) for name in OPTIONS}

@@ -13,7 +13,7 @@ from bisect import bisect
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise, product
-from math import gcd, inf
+from math import gcd, inf, prod
 from typing import Literal
 
 import torch
@@ -21,7 +21,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn.functional import normalize, one_hot
 
-from foveate.methods.base import AttentionPlan, DenseFallback, TokenMerging, two_sides
+from foveate.methods.base import AttentionPlan, DenseFallback, TokenMerging, whole_sides
 from foveate.ops.curves import inverse_order
 from foveate.ops.facility_location import facility_location
 from foveate.ops.merging import Grid, Group, Merge, Regions, merge_adjacent
@@ -45,7 +45,8 @@ class ToMA(TokenMerging):
     Attributes:
         mode: Regions within which tokens merge: "tile" for windows, "stripe" for bands of whole rows, "global" for the
             whole image.
-        tile: (rows, columns) of a tile in tokens; a stripe has this number of rows. The paper uses (4, 4).
+        tile: (rows, columns) of a tile in tokens; a stripe has this number of rows. The paper uses (4, 4). A tile of
+            a video spans (frames, rows, columns); from two sides it takes four frames and half of each side.
         scale: Factor of the cosines in the softmax: its sharpness.
         weights: "soft" for the softmax; "hard" assigns each token to its most similar destination.
         unmerge: "transpose" of the merge weights, or their regularized pseudo-inverse "pinv".
@@ -69,7 +70,7 @@ class ToMA(TokenMerging):
     """
 
     mode: Literal["tile", "stripe", "global"] = "tile"
-    tile: tuple[int, int] = (8, 8)
+    tile: tuple[int, ...] = (8, 8)
     scale: float = 1000.0
     weights: Literal["soft", "hard"] = "soft"
     unmerge: Literal["transpose", "pinv"] = "transpose"
@@ -82,7 +83,7 @@ class ToMA(TokenMerging):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        object.__setattr__(self, "tile", two_sides("tile", self.tile))  # JSON gives a list
+        object.__setattr__(self, "tile", whole_sides("tile", self.tile, 2, 3))  # JSON gives a list
         if not 0 < self.scale < inf:
             raise ValueError(f"scale must be above 0 and finite, not {self.scale}")
         if self.unmerge == "transpose" and self.weights == "soft" and self.scale < MIN_TRANSPOSE_SCALE:
@@ -102,12 +103,17 @@ class ToMA(TokenMerging):
         Raises:
             DenseFallback: If the image is smaller than a tile.
         """
-        rows, columns = self.tile
-        if self.mode == "tile" and (grids[0][0] < rows or grids[0][1] < columns):
-            raise DenseFallback(
-                f"{grids[0][0]} x {grids[0][1]} image tokens are fewer than a tile of {rows} x {columns}"
-            )
+        tile = self.tile_of(grids[0])
+        if self.mode == "tile" and any(side < size for side, size in zip(grids[0][-2:], tile[-2:], strict=True)):
+            sides, sizes = (" x ".join(map(str, shape)) for shape in (grids[0], tile))
+            raise DenseFallback(f"{sides} image tokens are fewer than a tile of {sizes}")
         return _regions(self, grids, device)
+
+    def tile_of(self, grid: Grid) -> tuple[int, ...]:
+        """Sides of a tile of an image or a video with this grid of tokens."""
+        if len(grid) == 2:
+            return self.tile[-2:]
+        return self.tile if len(self.tile) == 3 else (4, *(max(1, side // 2) for side in self.tile))
 
     def regions_along(self, plan: AttentionPlan, grid: Grid) -> Regions:
         """Runs of consecutive tokens in the order of a sparse attention plan.
@@ -152,18 +158,18 @@ class ToMA(TokenMerging):
         return Merge(regions.lengths, gather, spread, chosen, regions.positions_of(chosen))
 
     def _runs(self, plan: AttentionPlan) -> tuple[Group, ...]:
-        size = _run_length(plan, self.tile[0] * self.tile[1])
+        size = _run_length(plan, prod(self.tile))
         groups: list[Group] = []
         for image, length in plan.segments:
             if image > 0 and not self.merge_reference:
-                groups.append(Group(1, 1, length, length, False))
+                groups.append(Group(1, (length,), length, False))
                 continue
             full, rest = divmod(length, size)
-            groups += [self._group(1, size)] * full + [self._group(1, rest)] * (rest > 0)
+            groups += [self._group(size)] * full + [self._group(rest)] * (rest > 0)
         return merge_adjacent(groups)
 
-    def _group(self, rows: int, columns: int) -> Group:
-        return Group(1, rows, columns, min(max(1, int(self.keep * rows * columns + 0.5)), rows * columns))
+    def _group(self, *shape: int) -> Group:
+        return Group(1, shape, min(max(1, int(self.keep * prod(shape) + 0.5)), prod(shape)))
 
     def _assign(
         self, features: Float[Tensor, "batch image dim"], group: Group, picks: Tensor | None
@@ -254,7 +260,7 @@ def _pseudo_inverse(weights: Float[Tensor, "plans count kept tokens"]) -> Float[
 @persistent
 def _checkerboard(group: Group) -> Int[Tensor, "kept"]:
     """Evenly spread cells of a region: black cells of a checkerboard first."""
-    cells = torch.cartesian_prod(torch.arange(group.rows), torch.arange(group.columns)).sum(1)
+    cells = torch.stack(torch.meshgrid(*map(torch.arange, group.shape), indexing="ij")).sum(0).flatten()
     black_first = (cells % 2).argsort(stable=True)
     black = int((cells % 2 == 0).sum())
     if group.kept >= black:
@@ -262,10 +268,10 @@ def _checkerboard(group: Group) -> Int[Tensor, "kept"]:
     return black_first[torch.arange(group.kept) * black // group.kept]
 
 
-def _cuts(length: int, size: int) -> list[tuple[int, int]]:
-    """(start, end) of parts of a side that are about `size` long and differ by 1 at most."""
+def _cuts(length: int, size: int) -> list[slice]:
+    """Parts of a side that are about `size` long and differ by 1 at most."""
     parts = max(1, round(length / size))
-    return list(pairwise(length * i // parts for i in range(parts + 1)))
+    return [slice(a, b) for a, b in pairwise(length * i // parts for i in range(parts + 1))]
 
 
 @lru_cache(maxsize=64)
@@ -274,17 +280,17 @@ def _regions(method: ToMA, grids: tuple[Grid, ...], device: str) -> Regions:
     places: list[Tensor] = []
     groups: list[Group] = []
     first = 0
-    for i, (height, width) in enumerate(grids):
-        raster = torch.arange(first, first + height * width).view(height, width)
-        first += height * width
+    for i, grid in enumerate(grids):
+        raster = torch.arange(first, first + prod(grid)).view(grid)
+        first += prod(grid)
         if i > 0 and not method.merge_reference:
             places.append(raster.flatten())
-            groups.append(Group(1, height, width, height * width, False))
+            groups.append(Group(1, grid, prod(grid), False))
             continue
-        shapes = {"tile": method.tile, "stripe": (method.tile[0], width), "global": (height, width)}
-        rows, columns = shapes[method.mode]
-        windows = [raster[a:b, c:d] for (a, b), (c, d) in product(_cuts(height, rows), _cuts(width, columns))]
-        windows.sort(key=lambda window: window.shape)  # at most four shapes; equal shapes become adjacent
+        tile = method.tile_of(grid)
+        sizes = {"tile": tile, "stripe": (*tile[:-1], grid[-1]), "global": grid}[method.mode]
+        windows = [raster[window] for window in product(*map(_cuts, grid, sizes))]
+        windows.sort(key=lambda window: window.shape)  # equal shapes become adjacent
         places += [window.flatten() for window in windows]
         groups += [method._group(*window.shape) for window in windows]
     if (most := max(group.kept for group in groups if group.merges)) > SLOW_PICKS:

@@ -24,6 +24,7 @@ from foveate.utils.cache import persistent
 
 __all__ = [
     "CURVES",
+    "CURVES_3D",
     "edge_average_stretch",
     "geometric_distortion_error",
     "grid_order",
@@ -32,6 +33,7 @@ __all__ = [
     "inverse_order",
     "moore_order",
     "morton_order",
+    "morton_order_3d",
     "raster_order",
     "serpentine_order",
 ]
@@ -210,19 +212,30 @@ def moore_order(height: int, width: int, device: torch.device | str | None = Non
     return _raster_index(*((x, y) if turned else (y, x)), height, width).to(device)
 
 
+def _morton(*sides: int) -> Int[Tensor, "cells"]:
+    cells = [torch.zeros(1, dtype=torch.int32) for _ in sides]  # coordinates of each curve step
+    for bit in range((max(sides) - 1).bit_length()):  # every bit doubles the curve along each side that is so long
+        for axis in reversed(range(len(sides))):
+            if (sides[axis] - 1) >> bit:
+                cells = [torch.cat([x, x + (1 << bit) if i == axis else x]) for i, x in enumerate(cells)]
+    order, inside = torch.zeros(1, dtype=torch.long), torch.ones(1, dtype=torch.bool)
+    for side, x in zip(sides, cells, strict=True):
+        order, inside = order * side + x, inside & (x < side)
+    return order[inside]
+
+
 @_cached
 def morton_order(height: int, width: int, device: torch.device | str | None = None) -> Int[Tensor, "cells"]:
     """Raster indices in Z-order: cells sorted by the interleaved bits of row and column, for any rectangle."""
-    rows = columns = torch.zeros(1, dtype=torch.int32)
-    for bit in range((max(height, width) - 1).bit_length()):  # every bit doubles the curve along one side or both
-        if (width - 1) >> bit:
-            rows, columns = rows.repeat(2), torch.cat([columns, columns + (1 << bit)])
-        if (height - 1) >> bit:
-            rows, columns = torch.cat([rows, rows + (1 << bit)]), columns.repeat(2)
-    order = rows.long().mul_(width).add_(columns)
-    if len(order) > height * width:
-        order = order[(rows < height) & (columns < width)]
-    return order.to(device)
+    return _morton(height, width).to(device)
+
+
+@_cached
+def morton_order_3d(
+    frames: int, height: int, width: int, device: torch.device | str | None = None
+) -> Int[Tensor, "cells"]:
+    """Raster indices of a box in Z-order: cells sorted by the interleaved bits of frame, row and column."""
+    return _morton(frames, height, width).to(device)
 
 
 @_cached
@@ -248,16 +261,30 @@ CURVES = {
 }
 """Curves by name."""
 
+CURVES_3D = {"hilbert": hilbert_order_3d, "morton": morton_order_3d}
+"""Curves through a box by name; the other curves visit a box frame by frame."""
 
-def grid_order(curve: str, height: int, width: int, device: torch.device | str | None = None) -> Int[Tensor, "cells"]:
-    """Raster indices of a `height` x `width` grid along the named curve.
+
+def grid_order(curve: str, *sides: int, device: torch.device | str | None = None) -> Int[Tensor, "cells"]:
+    """Raster indices of a grid along the named curve.
+
+    Args:
+        curve: Name of the curve, one of `CURVES`.
+        sides: (rows, columns) of a rectangle, or (frames, rows, columns) of a box.
+        device: Device of the result.
 
     Raises:
         ValueError: If the name is not in `CURVES`, or a side is below 1.
     """
     if curve not in CURVES:
         raise ValueError(f"unknown curve {curve!r}: choose one of {', '.join(CURVES)}")
-    return CURVES[curve](height, width, device=device)
+    if len(sides) == 2:
+        return CURVES[curve](*sides, device=device)
+    if curve in CURVES_3D:
+        return CURVES_3D[curve](*sides, device=device)
+    frames, height, width = sides
+    frame = CURVES[curve](height, width, device=device)
+    return (torch.arange(frames, device=device)[:, None] * len(frame) + frame).flatten()
 
 
 def inverse_order(order: Int[Tensor, "cells"]) -> Int[Tensor, "cells"]:

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from itertools import groupby
+from math import prod
 from typing import NamedTuple
 
 import torch
@@ -15,7 +16,7 @@ from foveate.utils.cache import persistent
 
 __all__ = ["AnyMerge", "Group", "IndexMerge", "Merge", "Regions", "merge_adjacent"]
 
-Grid = tuple[int, int]
+Grid = tuple[int, ...]  # (rows, columns) of an image, (frames, rows, columns) of a video
 
 
 class Group(NamedTuple):
@@ -23,22 +24,20 @@ class Group(NamedTuple):
 
     Attributes:
         number: Number of regions.
-        rows: Height of each region in tokens.
-        columns: Width of each region in tokens.
+        shape: (rows, columns) of each region in tokens; windows of videos have (frames, rows, columns).
         kept: Number of tokens that each region is merged into.
         merges: Whether the regions are merged at all.
     """
 
     number: int
-    rows: int
-    columns: int
+    shape: tuple[int, ...]
     kept: int
     merges: bool = True
 
     @property
     def tokens(self) -> int:
         """Number of tokens of each region."""
-        return self.rows * self.columns
+        return prod(self.shape)
 
 
 class Regions(NamedTuple):
@@ -48,7 +47,7 @@ class Regions(NamedTuple):
         order: Raster index of the image token at each position; the tokens of a region are consecutive.
         inverse: Position of each raster token.
         groups: The regions in this order; consecutive regions of one shape form a group.
-        grid: (rows, columns) of the generated image, in tokens.
+        grid: (rows, columns) of the generated image in tokens, or (frames, rows, columns) of a video.
         picked: Raster indices of the destinations in the generated image, for drawing: those of the first sample in
             the model's last group of blocks. None before there is a plan.
     """
@@ -76,12 +75,12 @@ class Regions(NamedTuple):
 
     @property
     @persistent
-    def tile_maps(self) -> tuple[Int[Tensor, "rows columns"], ...]:
+    def tile_maps(self) -> tuple[Int[Tensor, "*grid"], ...]:
         """The region of every token of the generated image, for drawing."""
         number = torch.arange(sum(group.number for group in self.groups))
         sizes = torch.tensor([group.tokens for group in self.groups for _ in range(group.number)])
         regions = number.repeat_interleave(sizes)[self.inverse.cpu()]
-        return (regions[: self.grid[0] * self.grid[1]].view(self.grid),)
+        return (regions[: prod(self.grid)].view(self.grid),)
 
     @persistent
     def merged(self, table: BlockTable, text: int) -> BlockTable:

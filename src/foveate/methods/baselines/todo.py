@@ -6,20 +6,19 @@ block table: the tokens that are read come first, and no block reads the others.
 
 from dataclasses import dataclass
 from functools import lru_cache
+from math import prod
 from typing import NamedTuple
 
 import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from foveate.methods.base import DenseFallback, SparseAttention
+from foveate.methods.base import DenseFallback, Grid, SparseAttention, stacked
 from foveate.ops.block_table import BlockTable, block_starts, block_table
 from foveate.ops.curves import inverse_order
 from foveate.utils.cache import persistent
 
 __all__ = ["ToDo"]
-
-Grid = tuple[int, int]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,10 +54,9 @@ class ToDo(SparseAttention):
         Raises:
             DenseFallback: If the image has fewer rows or columns than the factor.
         """
-        if min(grids[0]) < self.factor:
-            raise DenseFallback(
-                f"{grids[0][0]} x {grids[0][1]} image tokens are too few for a factor of {self.factor}"
-            )
+        if min(grids[0][-2:]) < self.factor:
+            sides = " x ".join(map(str, grids[0]))
+            raise DenseFallback(f"{sides} image tokens are too few for a factor of {self.factor}")
         return _plan(self, grids, text, device)
 
 
@@ -77,17 +75,18 @@ class Downsampled(NamedTuple):
 @lru_cache(maxsize=64)
 @persistent
 def _plan(method: ToDo, grids: tuple[Grid, ...], text: int, device: str) -> Downsampled:
-    (height, width), *others = grids
+    height, width = stacked(grids[0])
+    others = [prod(grid) for grid in grids[1:]]
     rows, columns = (_nearest(side, method.factor) for side in (height, width))
     is_key = torch.zeros(height, width, dtype=torch.bool)
     is_key[rows[:, None], columns] = True
     sampled, rest = is_key.flatten().nonzero()[:, 0], (~is_key).flatten().nonzero()[:, 0]
-    references = torch.arange(height * width, height * width + sum(a * b for a, b in others))
+    references = torch.arange(height * width, height * width + sum(others))
     order = torch.cat([references, sampled, rest])
     front = text + len(references) + len(sampled)
     starts = block_starts(front, len(rest))
     read = range(len(block_starts(front)) - 1)
-    segments = [(1 + i, a * b) for i, (a, b) in enumerate(others)] + [(0, len(sampled)), (0, len(rest))]
+    segments = [*enumerate(others, 1), (0, len(sampled)), (0, len(rest))]
     return Downsampled(
         order=order.to(device),
         inverse=inverse_order(order).to(device),

@@ -11,7 +11,7 @@ every step. Written from the papers; the authors' code is not used.
 """
 
 from dataclasses import dataclass, replace
-from math import ceil
+from math import ceil, prod
 from typing import ClassVar
 
 import torch
@@ -19,7 +19,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from foveate.methods.base import TokenMerging, two_sides
+from foveate.methods.base import TokenMerging, stacked, whole_sides
 from foveate.ops.merging import Grid, Group, IndexMerge, Regions
 from foveate.utils.cache import persistent
 
@@ -46,7 +46,7 @@ class ToMeSD(TokenMerging):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        object.__setattr__(self, "cell", two_sides("cell", self.cell))  # JSON gives a list
+        object.__setattr__(self, "cell", whole_sides("cell", self.cell, 2))  # JSON gives a list
         least = 1 / (self.cell[0] * self.cell[1])
         if self.keep < least:
             raise ValueError(
@@ -61,9 +61,9 @@ class ToMeSD(TokenMerging):
 
     def regions(self, grids: tuple[Grid, ...], *, device: str = "cpu") -> Regions:
         """The generated image in raster order as one region. Reference images are not merged."""
-        (height, width), *others = grids
-        kept = max(round(self.keep * height * width), int(_destinations(grids[0], self.cell, False).sum()))
-        groups = [Group(1, height, width, kept), *(Group(1, *grid, grid[0] * grid[1], False) for grid in others)]
+        grid, *others = grids
+        kept = max(round(self.keep * prod(grid)), int(_destinations(stacked(grid), self.cell, False).sum()))
+        groups = [Group(1, grid, kept), *(Group(1, other, prod(other), False) for other in others)]
         raster = torch.arange(sum(group.tokens for group in groups), device=device)
         return Regions(raster, raster, tuple(groups), grids[0])
 
@@ -75,8 +75,9 @@ class ToMeSD(TokenMerging):
     ) -> IndexMerge:
         """The tokens that are kept, and the one of them that every token is merged into."""
         group, *others = regions.groups
-        chosen = _destinations(regions.grid, self.cell, self.random).to(features.device)
-        cells = ceil(regions.grid[0] / self.cell[0]) * ceil(regions.grid[1] / self.cell[1])
+        rows, columns = stacked(regions.grid)
+        chosen = _destinations((rows, columns), self.cell, self.random).to(features.device)
+        cells = ceil(rows / self.cell[0]) * ceil(columns / self.cell[1])
         # sources, then destinations; nonzero() would have a length that compiled code does not know
         there, here = chosen.int().argsort(stable=True).split([len(chosen) - cells, cells])
         exact = features[:, : group.tokens].to(torch.promote_types(features.dtype, torch.float32))
@@ -126,7 +127,7 @@ class ToFu(ToMeSD):
 
 
 @persistent
-def _destinations(grid: Grid, cell: tuple[int, int], random: bool) -> Tensor:
+def _destinations(grid: tuple[int, int], cell: tuple[int, int], random: bool) -> Tensor:
     """Mask of the destinations in raster order. Cells at the bottom and right edges may be smaller."""
     rows, columns = (torch.arange(side) % size == 0 for side, size in zip(grid, cell, strict=True))
     first = rows[:, None] & columns

@@ -1,0 +1,53 @@
+# pyright: basic, reportAttributeAccessIssue=false, reportIncompatibleMethodOverride=false
+"""Wan 2.1 and 2.2 (text or image to video, both experts) and VACE: video tokens alone, text by cross-attention."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from torch import Tensor, nn
+
+from foveate.diffusers.card import Card, Layout, Stack, video
+from foveate.methods.base import DenseFallback, TokenMerging
+
+__all__ = ["WanCard", "WanVACECard"]
+
+
+class WanCard(Card):
+    """`WanTransformer3DModel`."""
+
+    attention = {"attn1": False}  # noqa: RUF012
+    rope = "rotary_emb"
+    merged_modules = {"attn1": "attn", "attn2": "cross", "ffn": "mlp"}  # noqa: RUF012
+
+    def layout(self, holder: nn.Module, inputs: dict[str, Any]) -> Layout:
+        """The video; its grid is that of the latent's patches."""
+        patch: Any = holder.config.patch_size
+        sides = inputs["hidden_states"].shape[2:]
+        return Layout((video(*(side // size for side, size in zip(sides, patch, strict=True))),))
+
+    def check_merging(self, method: TokenMerging, inputs: dict[str, Any]) -> None:
+        """Leave whole blocks unmerged where each token has a timestep of its own, as in Wan 2.2 TI2V."""
+        if inputs["timestep"].ndim == 2 and method.granularity == "block":
+            raise DenseFallback("each token has its own timestep: merge with granularity='module'")
+
+    def stacks(self, model: nn.Module) -> Iterator[Stack]:
+        """All blocks."""
+        blocks: Any = model.blocks
+        yield Stack("blocks", blocks, model, None, min(5, len(blocks) // 3))
+
+    def rotation(self, rope: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        """From [1, tokens, 1, head_dim]."""
+        cos, sin = rope
+        return cos[0, :, 0], sin[0, :, 0]
+
+
+class WanVACECard(WanCard):
+    """`WanVACETransformer3DModel`: first the blocks of the control, then those of the video, which they add to."""
+
+    unmerged = "adds its control to all tokens between blocks"
+
+    def stacks(self, model: nn.Module) -> Iterator[Stack]:
+        """Blocks of the control, then those of the video."""
+        blocks: Any = model.vace_blocks
+        yield Stack("vace_blocks", blocks, model, None, 0)
+        yield from super().stacks(model)
