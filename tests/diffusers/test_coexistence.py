@@ -32,8 +32,17 @@ class KeepsMaps:
     def __init__(self, stock):
         self.stock = stock
 
-    def __call__(self, attn, hidden_states, encoder_hidden_states=None, attention_mask=None, image_rotary_emb=None):
-        rope = {} if image_rotary_emb is None else {"image_rotary_emb": image_rotary_emb}
+    def __call__(
+        self,
+        attn,
+        hidden_states,
+        encoder_hidden_states=None,
+        attention_mask=None,
+        image_rotary_emb=None,
+        freqs_cis=None,
+    ):
+        given = {"image_rotary_emb": image_rotary_emb, "freqs_cis": freqs_cis}
+        rope = {name: value for name, value in given.items() if value is not None}
         return self.stock(attn, hidden_states, encoder_hidden_states, attention_mask=attention_mask, **rope)
 
 
@@ -44,7 +53,7 @@ def whys(run):
 # --- LoRA ---
 
 
-@pytest.mark.parametrize("name", ["flux", "chroma", "sd3", "sdxl", "sd15"])  # the others take none
+@pytest.mark.parametrize("name", ["flux", "chroma", "zimage", "sd3", "sdxl", "sd15"])  # the others take none
 @pytest.mark.parametrize("method", [SPARSE, LOSSLESS], ids=["sparse", "merged"])
 @pytest.mark.parametrize("first", ["lora", "apply"])
 def test_a_lora_may_come_before_or_after_and_go(name, method, first):
@@ -187,7 +196,7 @@ def test_a_processor_set_after_apply_runs_sparse_if_it_can_and_is_named_if_not(n
         stock = attn.processor
         attn.set_processor(type(getattr(stock, "original", stock))())
         got = call(model, x)
-        if name in ("flux", "flux2", "chroma", "qwen"):
+        if name in ("flux", "flux2", "chroma", "qwen", "zimage"):
             assert torch.equal(got, want)
         else:
             assert "2_0 was set after apply: remove and apply again" in whys(run)[i]
@@ -203,7 +212,7 @@ def test_a_processor_set_after_apply_runs_sparse_if_it_can_and_is_named_if_not(n
         attn.set_processor(foreign)
         got = call(model, x)
         assert whys(run)[i] == "a KeepsMaps was set after apply: remove and apply again"
-        if name not in UNETS:  # whose other parts merge
+        if name not in (*UNETS, "zimage"):  # whose other parts merge
             torch.testing.assert_close(got, dense)
 
 
