@@ -12,6 +12,7 @@ from diffusers import (
     Flux2Pipeline,
     QwenImagePipeline,
     StableDiffusionXLPipeline,
+    ZImagePipeline,
 )
 from typer.testing import CliRunner
 
@@ -40,7 +41,18 @@ def tiny_qwen():
     )
 
 
-TINY = {"built-in": tiny.pipeline, "sdxl": tiny_sdxl, "flux2-dev": tiny_flux2, "qwen-image": tiny_qwen}
+def tiny_z_image():
+    parts = dict.fromkeys(("vae", "text_encoder", "tokenizer"))
+    return ZImagePipeline(scheduler=FlowMatchEulerDiscreteScheduler(), transformer=tiny.zimage(torch.float32), **parts)
+
+
+TINY = {
+    "built-in": tiny.pipeline,
+    "sdxl": tiny_sdxl,
+    "flux2-dev": tiny_flux2,
+    "qwen-image": tiny_qwen,
+    "z-image": tiny_z_image,
+}
 
 
 @pytest.fixture(autouse=True)
@@ -78,7 +90,7 @@ def test_dense_and_every_method_are_checked_and_timed():
     assert step.table_of(result).row_count == 6
 
 
-@pytest.mark.parametrize("model", ["flux2-dev", "qwen-image"])
+@pytest.mark.parametrize("model", ["flux2-dev", "qwen-image", "z-image"])
 def test_models_of_today_are_timed_with_every_method(model):
     result = bench([16], model=model, methods=[HilbertA(tiles=4), ToMA(keep=0.5)])
     assert [row["image_tokens"] for row in result["rows"]] == 4 * [256]
@@ -86,7 +98,8 @@ def test_models_of_today_are_timed_with_every_method(model):
 
 
 @pytest.mark.parametrize(
-    ("model", "gigabytes"), [("flux-dev", 23.8), ("flux2-dev", 64.4), ("flux2-klein", 7.8), ("qwen-image", 40.9)]
+    ("model", "gigabytes"),
+    [("flux-dev", 23.8), ("flux2-dev", 64.4), ("flux2-klein", 7.8), ("qwen-image", 40.9), ("z-image", 12.3)],
 )
 def test_weights_that_do_not_fit_are_refused_with_their_size(monkeypatch, model, gigabytes):
     monkeypatch.undo()
@@ -179,7 +192,7 @@ def test_the_command_writes_json_and_prints_a_table(tmp_path):
     [
         (
             ["--model", "flux"],
-            "unknown model 'flux': choose one of built-in, flux-dev, flux2-dev, flux2-klein, qwen-image, sdxl",
+            "unknown model 'flux': choose one of built-in, flux-dev, flux2-dev, flux2-klein, qwen-image, z-image,",
         ),
         (["--model", "./nowhere", "--method", "toma"], "cannot load ./nowhere"),
         (["--model", "me/mine"], "name the methods to time on me/mine"),
