@@ -3,12 +3,14 @@
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import tiny_lm
 import torch
 from diffusers import (
     AutoencoderKL,
     ChromaTransformer2DModel,
     DDIMScheduler,
     DiTTransformer2DModel,
+    FlowMatchEulerDiscreteScheduler,
     Flux2Transformer2DModel,
     FluxPipeline,
     FluxTransformer2DModel,
@@ -17,6 +19,7 @@ from diffusers import (
     SD3Transformer2DModel,
     StableDiffusionPipeline,
     UNet2DConditionModel,
+    ZImagePipeline,
     ZImageTransformer2DModel,
 )
 
@@ -181,6 +184,20 @@ def stable_diffusion():
     scheduler = DDIMScheduler(steps_offset=1, clip_sample=False)
     parts = unet, scheduler, None, None
     pipe = StableDiffusionPipeline(vae, flux.text_encoder, flux.tokenizer, *parts, requires_safety_checker=False)
+    pipe.set_progress_bar_config(disable=True)
+    return pipe
+
+
+def z_image_pipeline():
+    """Z-Image's parts, in float32; it reads words w1 to w61."""
+    tokenizer = tiny_lm.tokenizer()
+    tokenizer.pad_token = tokenizer.eos_token
+    tokenizer.chat_template = "{{ bos_token }}{% for message in messages %} {{ message.content }}{% endfor %}"
+    text_encoder = tiny_lm.language_model("qwen3", dtype=torch.float32).model
+    transformer = zimage(torch.float32, cap_feat_dim=text_encoder.config.hidden_size)
+    vae = AutoencoderKL(block_out_channels=(8,), norm_num_groups=4, latent_channels=4, shift_factor=0.0)
+    scheduler = FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True)
+    pipe = ZImagePipeline(scheduler, vae.eval(), text_encoder, tokenizer, transformer)
     pipe.set_progress_bar_config(disable=True)
     return pipe
 
