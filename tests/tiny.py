@@ -4,12 +4,14 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 from unittest import mock
 
+import tiny_lm
 import torch
 from diffusers import (
     AutoencoderKL,
     ChromaTransformer2DModel,
     DDIMScheduler,
     DiTTransformer2DModel,
+    FlowMatchEulerDiscreteScheduler,
     Flux2Transformer2DModel,
     FluxPipeline,
     FluxTransformer2DModel,
@@ -20,6 +22,8 @@ from diffusers import (
     UNet2DConditionModel,
     WanTransformer3DModel,
     WanVACETransformer3DModel,
+    ZImagePipeline,
+    ZImageTransformer2DModel,
 )
 
 from foveate import LLSA, HilbertA
@@ -123,6 +127,29 @@ def qwen_inputs(*grids, text=11, batch=1, dtype=torch.float64, dim=48):
     }
 
 
+def zimage(dtype=torch.float64, **config):
+    """With learned padding that is not zero."""
+    torch.manual_seed(0)
+    usual = {"in_channels": 4, "dim": 48, "n_layers": 3, "n_refiner_layers": 2, "n_heads": 3, "n_kv_heads": 3,
+             "cap_feat_dim": 16, "axes_dims": (8, 4, 4), "axes_lens": (128, 64, 64)}  # fmt: skip
+    model = ZImageTransformer2DModel(**usual | config)
+    for token in (model.x_pad_token, model.cap_pad_token):
+        torch.nn.init.normal_(token)
+    return model.to(dtype).eval()
+
+
+def zimage_inputs(height=32, width=40, text=19, batch=1, dtype=torch.float64, dim=48):
+    """Keyword arguments of one forward, with residuals of a ControlNet; lists have an entry for each sample."""
+    tokens = sum(length + -length % 32 for length in (height * width // 4, text))
+    return {
+        "x": [torch.randn(4, 1, height, width, dtype=dtype) for _ in range(batch)],
+        "t": torch.full((batch,), 0.5, dtype=dtype),
+        "cap_feats": [torch.randn(text, 16, dtype=dtype) for _ in range(batch)],
+        "controlnet_block_samples": {0: torch.randn(batch, tokens, dim, dtype=dtype)},
+        "return_dict": False,
+    }
+
+
 def unet(dtype=torch.float64, **config):
     """SDXL's layout: two sections with blocks of different resolution, and the middle."""
     torch.manual_seed(0)
@@ -160,6 +187,20 @@ def stable_diffusion():
     scheduler = DDIMScheduler(steps_offset=1, clip_sample=False)
     parts = unet, scheduler, None, None
     pipe = StableDiffusionPipeline(vae, flux.text_encoder, flux.tokenizer, *parts, requires_safety_checker=False)
+    pipe.set_progress_bar_config(disable=True)
+    return pipe
+
+
+def z_image_pipeline():
+    """Z-Image's parts, in float32; it reads words w1 to w61."""
+    tokenizer = tiny_lm.tokenizer()
+    tokenizer.pad_token = tokenizer.eos_token
+    tokenizer.chat_template = "{{ bos_token }}{% for message in messages %} {{ message.content }}{% endfor %}"
+    text_encoder = tiny_lm.language_model("qwen3", dtype=torch.float32).model
+    transformer = zimage(torch.float32, cap_feat_dim=text_encoder.config.hidden_size)
+    vae = AutoencoderKL(block_out_channels=(8,), norm_num_groups=4, latent_channels=4, shift_factor=0.0)
+    scheduler = FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True)
+    pipe = ZImagePipeline(scheduler, vae.eval(), text_encoder, tokenizer, transformer)
     pipe.set_progress_bar_config(disable=True)
     return pipe
 
@@ -281,7 +322,8 @@ class Family(NamedTuple):
         inputs: Keyword arguments of one forward pass of a model, for a token grid and a batch size.
         grids: Token grids; the first is the usual one.
         wide: Configuration with attention heads of 32 channels, as LLSA needs them.
-        numbers: Number of the block of each self-attention layer, in running order; None if each block has one.
+        numbers: Number of the block of each self-attention layer, in running order, or None for a layer of no block;
+            None if each block has one.
         text_first: Whether the text precedes the image in the attention sequence.
         method: A method that works at the first grid.
     """
@@ -290,7 +332,7 @@ class Family(NamedTuple):
     inputs: Callable[..., dict[str, Any]]
     grids: tuple[tuple[int, ...], ...]
     wide: dict[str, Any] = {}  # noqa: RUF012
-    numbers: tuple[int, ...] | None = None
+    numbers: tuple[int | None, ...] | None = None
     text_first: bool = True
     method: Method = HilbertA(tiles=4, align=1)
 
@@ -309,6 +351,10 @@ def _latent_inputs(make, patch=1):
 
 def _sd3_inputs(model, grid, batch=1):
     return sd3_inputs(*grid, batch=batch, dtype=model.dtype, dim=model.inner_dim)
+
+
+def _zimage_inputs(model, grid, batch=1):
+    return zimage_inputs(2 * grid[0], 2 * grid[1], batch=batch, dtype=model.dtype, dim=model.dim)
 
 
 def _pixel_inputs(model, grid, batch=1):
@@ -335,6 +381,8 @@ FAMILIES = {
     "chroma": Family(chroma, _flux_inputs, _SIZES, _ROPE),
     "qwen": Family(qwen, lambda model, grid, batch=1: qwen_inputs(grid, batch=batch, dtype=model.dtype,
                    dim=model.inner_dim), _SIZES, _ROPE),
+    "zimage": Family(zimage, _zimage_inputs, _SIZES, {"dim": 64, "n_heads": 2, "n_kv_heads": 2,
+                     "axes_dims": (8, 12, 12)}, (0, 1, None, None, 2, 3, 4), text_first=False),
     "sd3": Family(sd3, _sd3_inputs, _SIZES, {"caption_projection_dim": 64, **_HEADS}, (0, 0, 1, 2), text_first=False),
     "pixart": Family(pixart, _latent_inputs(pixart_inputs, 2), _SIZES, {"cross_attention_dim": 64, **_HEADS}),
     "dit": Family(dit, _latent_inputs(dit_inputs, 2), ((16, 16), (20, 20)), _HEADS),
@@ -365,13 +413,23 @@ def call(model, x, **more):
     """The output of a forward pass, which may change the dictionaries that it is given."""
     x = {name: dict(value) if isinstance(value, dict) else value for name, value in x.items()}
     with exact():
-        return model(**x, **more)[0]
+        out = model(**x, **more)[0]
+    return torch.stack(out) if isinstance(out, list) else out
+
+
+def at(x, left):
+    """The inputs of a later step, with that fraction of the timestep; the `t` of Z-Image rises during a run."""
+    return x | ({"t": 1 - (1 - x["t"]) * left} if "t" in x else {"timestep": x["timestep"] * left})
 
 
 def sample(x, i):
     """The inputs of one sample of a batch."""
     if isinstance(x, dict):
-        return {name: value if name in ("img_ids", "txt_ids") else sample(value, i) for name, value in x.items()}
+        shared, lists = ("img_ids", "txt_ids"), ("x", "cap_feats")
+        return {
+            name: value if name in shared else value[i : i + 1] if name in lists else sample(value, i)
+            for name, value in x.items()
+        }
     if isinstance(x, list):
         return [sample(value, i) for value in x]
     return x[i : i + 1] if isinstance(x, torch.Tensor) and x.ndim else x

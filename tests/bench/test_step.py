@@ -14,6 +14,7 @@ from diffusers import (
     QwenImagePipeline,
     StableDiffusionXLPipeline,
     WanPipeline,
+    ZImagePipeline,
 )
 from typer.testing import CliRunner
 
@@ -47,12 +48,18 @@ def tiny_wan():
     return WanPipeline(scheduler=FlowMatchEulerDiscreteScheduler(), transformer=tiny.wan(torch.float32), **parts)
 
 
+def tiny_z_image():
+    parts = dict.fromkeys(("vae", "text_encoder", "tokenizer"))
+    return ZImagePipeline(scheduler=FlowMatchEulerDiscreteScheduler(), transformer=tiny.zimage(torch.float32), **parts)
+
+
 TINY = {
     "built-in": tiny.pipeline,
     "sdxl": tiny_sdxl,
     "flux2-dev": tiny_flux2,
     "qwen-image": tiny_qwen,
     "wan-14b": tiny_wan,
+    "z-image": tiny_z_image,
 }
 
 
@@ -93,7 +100,8 @@ def test_dense_and_every_method_are_checked_and_timed():
 
 
 @pytest.mark.parametrize(
-    ("model", "size"), [("flux2-dev", (16, 16)), ("qwen-image", (16, 16)), ("wan-14b", (5, 8, 9))]
+    ("model", "size"),
+    [("flux2-dev", (16, 16)), ("qwen-image", (16, 16)), ("z-image", (16, 16)), ("wan-14b", (5, 8, 9))],
 )
 def test_models_of_today_are_timed_with_every_method(model, size):
     result = bench([size], model=model, methods=[HilbertA(tiles=4), ToMA(keep=0.5)])
@@ -103,7 +111,14 @@ def test_models_of_today_are_timed_with_every_method(model, size):
 
 @pytest.mark.parametrize(
     ("model", "gigabytes"),
-    [("flux-dev", 23.8), ("flux2-dev", 64.4), ("flux2-klein", 7.8), ("qwen-image", 40.9), ("wan-14b", 28.6)],
+    [
+        ("flux-dev", 23.8),
+        ("flux2-dev", 64.4),
+        ("flux2-klein", 7.8),
+        ("qwen-image", 40.9),
+        ("z-image", 12.3),
+        ("wan-14b", 28.6),
+    ],
 )
 def test_weights_that_do_not_fit_are_refused_with_their_size(monkeypatch, model, gigabytes):
     monkeypatch.undo()
@@ -196,8 +211,8 @@ def test_the_command_writes_json_and_prints_a_table(tmp_path):
     [
         (
             ["--model", "flux"],
-            "unknown model 'flux': choose one of built-in, flux-dev, flux2-dev, flux2-klein, qwen-image, wan-14b, "
-            "sdxl",
+            "unknown model 'flux': choose one of built-in, flux-dev, flux2-dev, flux2-klein, qwen-image, z-image, "
+            "wan-14b, sdxl",
         ),
         (["--model", "./nowhere", "--method", "toma"], "cannot load ./nowhere"),
         (["--model", "me/mine"], "name the methods to time on me/mine"),

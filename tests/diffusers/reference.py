@@ -20,12 +20,15 @@ def reference(family, method, *grids):
 
     Yields (number of the block, tokens) of each layer of self-attention that has run.
     """
-    layers = []
+    layers, ran = [], []
 
     def attention(query, key, value, attn_mask=None, **options):
         if query.shape[2] != key.shape[2] or attn_mask is not None:
             return scaled_dot_product_attention(query, key, value, attn_mask, **options)
-        number = family.numbers[len(layers)] if family.numbers else len(layers)
+        ran.append(query)
+        number = family.numbers[len(ran) - 1] if family.numbers else len(ran) - 1
+        if number is None:
+            return scaled_dot_product_attention(query, key, value)
         layers.append((number, query.shape[2]))
         return attend(query, key, value, method, number, grids or family.grids[:1], family.text_first)
 

@@ -34,9 +34,11 @@ class KeepsMaps:
         self.stock = stock
 
     def __call__(
-        self, attn, hidden_states, encoder_hidden_states=None, attention_mask=None, *rope, image_rotary_emb=None
-    ):
-        named = {} if image_rotary_emb is None else {"image_rotary_emb": image_rotary_emb}
+        self, attn, hidden_states, encoder_hidden_states=None, attention_mask=None, *rope, image_rotary_emb=None,
+        freqs_cis=None,
+    ):  # fmt: skip
+        given = {"image_rotary_emb": image_rotary_emb, "freqs_cis": freqs_cis}
+        named = {name: value for name, value in given.items() if value is not None}
         return self.stock(attn, hidden_states, encoder_hidden_states, attention_mask, *rope, **named)
 
 
@@ -47,7 +49,7 @@ def whys(run):
 # --- LoRA ---
 
 
-@pytest.mark.parametrize("name", ["flux", "chroma", "sd3", "sdxl", "sd15"])  # the others take none
+@pytest.mark.parametrize("name", ["flux", "chroma", "zimage", "sd3", "sdxl", "sd15"])  # the others take none
 @pytest.mark.parametrize("method", [SPARSE, LOSSLESS], ids=["sparse", "merged"])
 @pytest.mark.parametrize("first", ["lora", "apply"])
 def test_a_lora_may_come_before_or_after_and_go(name, method, first):
@@ -206,7 +208,7 @@ def test_a_processor_set_after_apply_runs_sparse_if_it_can_and_is_named_if_not(n
         attn.set_processor(foreign)
         got = call(model, x)
         assert whys(run)[i] == "a KeepsMaps was set after apply: remove and apply again"
-        if name not in UNETS:  # whose other parts merge
+        if name not in (*UNETS, "zimage"):  # whose other parts merge
             torch.testing.assert_close(got, dense)
 
 

@@ -27,7 +27,7 @@ family = tiny.FAMILIES[name]
 model = family.make(dtype=torch.float32, **config)
 grids = [(16, 20), (20, 16), (24, 16), (16, 28)] if name != "sd3" else [(16, 16)]
 x = family.inputs(model, grids[0])
-inputs = [x, *(x | {{"timestep": x["timestep"] * factor}} for factor in (0.8, 0.6, 0.4))]
+inputs = [x, *(tiny.at(x, left) for left in (0.8, 0.6, 0.4))]
 if all(isinstance(method, foveate.methods.base.SparseAttention) for method in methods):
     inputs = [family.inputs(model, grid) for grid in grids]
 outputs = lambda: [tiny.call(model, x) for x in inputs]
@@ -71,6 +71,8 @@ CASES = {
     "flux2 both": f"'flux2', {SINGLE}, [foveate.HilbertA(tiles=4), foveate.ToMA()], (5, 5)",
     "qwen": "'qwen', dict(num_layers=10), [foveate.HilbertA(tiles=4)], (2, 8)",
     "qwen both": "'qwen', dict(num_layers=10), [foveate.HilbertA(tiles=4), foveate.ToMA()], (5, 5)",
+    "zimage": "'zimage', dict(n_layers=10), [foveate.HilbertA(tiles=4)], (4, 6)",
+    "zimage both": "'zimage', dict(n_layers=10), [foveate.HilbertA(tiles=4), foveate.ToMA()], (6, 6)",
     "sd3 llsa": "'sd3', dict(caption_projection_dim=64, num_layers=12, attention_head_dim=32, num_attention_heads=2), "
     "[foveate.LLSA(top_k=2, min_tokens=0)], (3, 6)",
     "sdxl merged": f"'sdxl', {{}}, [{TOMA}], (5, 5)",

@@ -121,10 +121,10 @@ def test_an_apply_that_fails_leaves_nothing_behind(name, methods):
 def test_processors_that_foveate_does_not_know_are_refused_with_the_remedy(name):
     model, x = built(name)
     method = FAMILIES[name].method
-    attn = [m for path, m in model.named_modules() if path.endswith((".attn", ".attn1"))][1]
+    attn = [m for path, m in model.named_modules() if path.endswith((".attn", ".attn1", ".attention"))][1]
     stock, attn.processor = attn.processor, Foreign()
     before = tiny.fingerprint(model)
-    refused = (method, MERGING) if name in ("flux", "chroma") else (method,)
+    refused = (method, MERGING) if name in ("flux", "chroma", "zimage") else (method,)
     for each in refused:
         with pytest.raises(ValueError, match=r"has a Foreign, which foveate does not know: .*dense_layers='1'"):
             foveate.apply(model, each)

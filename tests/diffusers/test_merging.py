@@ -50,13 +50,17 @@ def merges(monkeypatch):
     return made
 
 
+ATTENTION = "attn.to_q", "attn1.to_q", "attention.to_q"
+
+
 def without_controlnet(x):
     return {name: value for name, value in x.items() if "controlnet" not in name}
 
 
 def blocks(model):
     """The blocks by name, in running order."""
-    named = {name: m for name, m in model.named_modules() if re.search(r"(^|transformer_)blocks\.\d+$", name)}
+    path = re.compile(r"(.*transformer_blocks|blocks|noise_refiner|layers)\.\d+")
+    named = {name: m for name, m in model.named_modules() if path.fullmatch(name)}
     return dict(sorted(named.items(), key=lambda item: item[0].startswith("up_blocks")))
 
 
@@ -64,8 +68,8 @@ def seen_tokens(model, x):
     """How many tokens the attention and feed-forward modules of every block see in a forward pass, by name."""
     seen, hooks = {}, []
     for name, module in model.named_modules():
-        part = name.rpartition("blocks.")[2].partition(".")[2]
-        if part in ("attn.to_q", "attn1.to_q", "attn2.to_q", "ff.net.0.proj", "ffn.net.0.proj", "proj_mlp"):
+        part = re.sub(r".*?(transformer_blocks|^blocks|noise_refiner|layers)\.\d+\.", "", name)
+        if part in (*ATTENTION, "attn2.to_q", "ff.net.0.proj", "ffn.net.0.proj", "feed_forward.w1", "proj_mlp"):
             note = lambda _, args, name=name: seen.update({name: args[0].shape[1]})  # noqa: E731
             hooks.append(module.register_forward_pre_hook(note))
     call(model, x)
@@ -138,7 +142,7 @@ def test_blocks_that_stay_merged_compute_what_each_does_on_its_own(name, sparse,
         assert len(merges) == runs + len(merging)
 
 
-@pytest.mark.parametrize("name", ["flux", "chroma", "sd3"])
+@pytest.mark.parametrize("name", ["flux", "chroma", "zimage", "sd3"])
 def test_residuals_of_a_controlnet_meet_all_tokens(name, merges):
     model, x = built(name)
     with foveate.apply(model, ToMA(**MERGES)):
@@ -254,11 +258,11 @@ def test_autocast_is_near_full_precision(name, granularity):
 @every_family
 def test_everything_in_a_block_runs_on_merged_tokens_or_what_the_options_name(name):
     model, x = built(name, (16, 16))
-    text = 15 if name in ("flux", "chroma") else 0
+    text = {"flux": 15, "chroma": 15, "zimage": 32}.get(name, 0)
     dense = seen_tokens(model, x)
 
     def half(part):
-        words = text if "single" in part else 0
+        words = text if part.startswith(("single", "layers")) else 0
         return words + (dense[part] - words) // 2
 
     with foveate.apply(model, ToMA(**MERGES)) as run:
@@ -266,10 +270,10 @@ def test_everything_in_a_block_runs_on_merged_tokens_or_what_the_options_name(na
         assert all(row.saved > 0 and not row.why for row in run.summary().layers)
     with foveate.apply(model, ToMA(granularity="module", merge_cross=False, merge_mlp=False, **MERGES)):
         cross = ("attn2.to_q",) if name != "sd3" else ()
-        left = ("ff.net.0.proj", "ffn.net.0.proj", *cross)  # single-stream blocks merge as a whole
+        left = ("ff.net.0.proj", "ffn.net.0.proj", "feed_forward.w1", *cross)  # single-stream blocks merge as a whole
         assert seen_tokens(model, x) == {part: dense[part] if part.endswith(left) else half(part) for part in dense}
     with foveate.apply(model, ToMA(granularity="module", merge_attn=False, merge_mlp=True, **MERGES)):
-        left = ("attn.to_q", "attn1.to_q", *(("attn2.to_q",) if name == "sd3" else ()))
+        left = (*ATTENTION, *(("attn2.to_q",) if name == "sd3" else ()))
         assert seen_tokens(model, x) == {
             part: dense[part] if part.endswith(left) and "single" not in part else half(part) for part in dense
         }
@@ -370,7 +374,7 @@ def test_plans_are_made_from_the_input_of_the_first_block_that_merges(name, gran
     model, x = built(name)
     firsts = {}
     for path, block in list(blocks(model).items())[1:]:  # the first block of all is dense
-        firsts.setdefault(re.sub(r"\.attentions.*|(blocks)\.\d+$", r"\1", path), block)
+        firsts.setdefault(re.sub(r"\.attentions.*|\.\d+$", "", path), block)
     for block in firsts.values():
         note = lambda _, args, kwargs: given.append(args[0] if args else kwargs["hidden_states"])  # noqa: E731
         block.register_forward_pre_hook(note, with_kwargs=True)
@@ -378,7 +382,8 @@ def test_plans_are_made_from_the_input_of_the_first_block_that_merges(name, gran
         call(model, x)
     assert len(seen) == len(firsts)
     for (features, order), tokens in zip(seen, given, strict=True):
-        assert torch.equal(features, tokens[:, -len(order) :][:, order])
+        image = tokens[:, : len(order)] if name == "zimage" else tokens[:, -len(order) :]
+        assert torch.equal(features, image[:, order])
 
 
 def test_plans_are_shared_by_blocks_and_steps_of_a_run(plans):
@@ -399,6 +404,12 @@ def test_plans_are_shared_by_blocks_and_steps_of_a_run(plans):
             call(model, x | {"timestep": torch.tensor(timestep)})
     sections = 5  # down 0 and 1, middle, up 0 and 1
     assert plans == sections * [True] + sections * [False]  # steps 0 and 5
+    model, x = built("zimage")
+    plans.clear()
+    with foveate.apply(model, ToMA(dst_every=2, weights_every=1, **MERGES)):
+        for left in (1.0, 0.8, 0.6):
+            call(model, tiny.at(x, left))
+    assert plans == [True, True, False, False, True, True]  # of refiners and other blocks
 
 
 @pytest.mark.parametrize("method", [ToMeSD(skip=0), ToFu(skip=0)])

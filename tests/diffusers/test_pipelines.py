@@ -204,6 +204,33 @@ def test_the_end_of_a_prompt_that_nobody_reads_is_named(pipe):
     assert unread(pipe, "a red apple above a blue car") == ""
 
 
+# --- Z-Image ---
+
+
+@pytest.mark.parametrize("guidance", [0.0, 4.0])
+def test_z_image_draws_from_a_prompt_with_both_methods(guidance):
+    pipe = tiny.z_image_pipeline()
+
+    def run(*methods, prompt="w1 w2 w3"):
+        size = {"height": 32, "width": 48, "num_inference_steps": 4, "max_sequence_length": 64}
+        with foveate.apply(pipe, *methods) if methods else nullcontext() as handle:
+            seed = torch.Generator().manual_seed(0)
+            images = pipe(prompt, guidance_scale=guidance, generator=seed, output_type="pt", **size).images
+            return images, handle and handle.summary()
+
+    dense, _ = run()
+    assert dense.shape == (1, 3, 32, 48)
+    torch.testing.assert_close(run(HilbertA(tiles=1))[0], dense, rtol=1e-3, atol=1e-3)
+    picture, summary = run(*(methods := (HilbertA(tiles=4), ToMA(skip=0, tile=(4, 4)))))
+    assert (picture - dense).abs().max() > 1e-4
+    assert summary.outcomes["transformer"] == {"": 4}
+    assert all(row.method.startswith("HilbertA T=4 + ToMA") for row in summary.layers)
+    assert torch.equal(run()[0], dense)
+    _, summary = run(*methods, prompt=" ".join(40 * ["w4"]))  # more than 32 tokens; the empty prompt has one
+    why = "the prompts differ in length between the samples of the batch"
+    assert +summary.outcomes["transformer"] == ({why: 4} if guidance else {"": 4})
+
+
 # --- Stable Diffusion ---
 
 

@@ -22,6 +22,8 @@ from diffusers import (
     UNet2DConditionModel,
     WanPipeline,
     WanTransformer3DModel,
+    ZImagePipeline,
+    ZImageTransformer2DModel,
 )
 from torch import nn
 
@@ -120,6 +122,11 @@ def _wan(device: torch.device, dtype: torch.dtype) -> WanPipeline:
     return WanPipeline(scheduler=FlowMatchEulerDiscreteScheduler(), transformer=transformer, **ONE_ENCODER)
 
 
+def _z_image(device: torch.device, dtype: torch.dtype) -> ZImagePipeline:
+    transformer = random_model(ZImageTransformer2DModel, device, dtype)
+    return ZImagePipeline(scheduler=FlowMatchEulerDiscreteScheduler(), transformer=transformer, **ONE_ENCODER)
+
+
 def _sdxl(device: torch.device, dtype: torch.dtype) -> StableDiffusionXLPipeline:
     unet = random_model(
         lambda: UNet2DConditionModel(
@@ -196,6 +203,18 @@ def _wan_inputs(pipe: WanPipeline, grid: Grid, text: int | None) -> Call:
     return Call((), kwargs)
 
 
+def _z_image_inputs(pipe: ZImagePipeline, grid: Grid, text: int | None) -> Call:
+    config: Any = pipe.transformer.config
+    like: dict[str, Any] = {"device": pipe.transformer.device, "dtype": pipe.transformer.dtype}
+    kwargs = {
+        "x": [torch.randn(config.in_channels, 1, *(2 * side for side in grid), **like)],
+        "t": torch.full((1,), 0.5, **like),
+        "cap_feats": [torch.randn(text, config.cap_feat_dim, **like)],
+        "return_dict": False,
+    }
+    return Call((), kwargs)
+
+
 def _sdxl_inputs(pipe: StableDiffusionXLPipeline, grid: Grid, text: int | None) -> Call:
     """Two samples, as classifier-free guidance needs; `grid` is that of the largest feature maps with attention."""
     config: Any = pipe.unet.config
@@ -246,8 +265,9 @@ MODELS = {
     "flux2-dev": Model(_flux2, _flux2_inputs, 512, FLUX),
     "flux2-klein": Model(partial(_flux2, **KLEIN), _flux2_inputs, 512, FLUX),
     "qwen-image": Model(_qwen_image, _qwen_inputs, 512, FLUX),
+    "z-image": Model(_z_image, _z_image_inputs, 512, FLUX),
     "wan-14b": Model(_wan, _wan_inputs, 512, VIDEO),
     "sdxl": Model(_sdxl, _sdxl_inputs, 77, SDXL),
 }
 """Models by name: the built-in model (17 M parameters), FLUX.1-dev (12 B), FLUX.2-dev (32 B), FLUX.2-klein (4 B),
-Qwen-Image (20 B), Wan 2.1 (14 B) and SDXL (2.6 B)."""
+Qwen-Image (20 B), Z-Image (6 B), Wan 2.1 (14 B) and SDXL (2.6 B)."""

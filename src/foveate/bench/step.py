@@ -45,10 +45,12 @@ class Step(NamedTuple):
         return len(next(x for x in (*self.call.args, *self.call.kwargs.values()) if isinstance(x, Tensor) and x.ndim))
 
     def run(self) -> Any:
-        """The output of the denoiser."""
+        """The output of the denoiser: a tensor, or a list with an entry for each sample as one tensor."""
         args, kwargs = self.call
         # some models remove entries from the dictionaries that they are given
-        return denoiser(self.pipe)(*args, **{k: dict(v) if isinstance(v, dict) else v for k, v in kwargs.items()})[0]
+        kwargs = {k: dict(v) if isinstance(v, dict) else v for k, v in kwargs.items()}
+        out = denoiser(self.pipe)(*args, **kwargs)[0]
+        return torch.stack(out) if isinstance(out, list) else out
 
     def run_as(self, number: int) -> None:
         """Run the forward pass as step `number` of a denoising run."""

@@ -23,16 +23,16 @@ StepModel = Annotated[
     str,
     typer.Option(
         help="A size with random weights: built-in (17 M parameters), flux-dev (FLUX.1-dev, 12 B), flux2-dev (32 B), "
-        "flux2-klein (4 B), qwen-image (20 B), sdxl (2.6 B, two samples for classifier-free guidance). Or your own "
-        "pipeline: a hub id or a folder, with --method."
+        "flux2-klein (4 B), qwen-image (20 B), z-image (6 B), sdxl (2.6 B, two samples for classifier-free guidance). "
+        "Or your own pipeline: a hub id or a folder, with --method."
     ),
 ]
 Sides = Annotated[
     str,
     typer.Option(
         help="Image tokens along each side, separated by commas: 64, ROWSxCOLUMNS, or FRAMESxROWSxCOLUMNS of a video. "
-        "64 is 1024 px for FLUX and Qwen-Image, 256 px for the built-in model, and 1024 px for SDXL, where it "
-        "counts the largest feature maps with attention; 21x45x80 is 81 frames of 720p for Wan."
+        "64 is 1024 px for FLUX, Qwen-Image and Z-Image, 256 px for the built-in model, and 1024 px for SDXL, where "
+        "it counts the largest feature maps with attention; 21x45x80 is 81 frames of 720p for Wan."
     ),
 ]
 Methods = Annotated[

@@ -146,7 +146,7 @@ class ModelAdapter:
             self._hooks += [
                 holder.register_forward_pre_hook(self.before_stack, with_kwargs=True)
                 for holder in holders
-                if holder is not model
+                if not self._plans_with_model(holder)
             ]
             self._hooks.append(model.register_forward_hook(self.after_model))
         except BaseException:
@@ -165,7 +165,11 @@ class ModelAdapter:
     @property
     def hooks_inside(self) -> bool:
         """Whether there are hooks inside the model, in what may have been compiled, not on its root alone."""
-        return bool(self.blocks) or any(layer.holder is not self.model for layer in self.layers)
+        return bool(self.blocks) or any(not self._plans_with_model(layer.holder) for layer in self.layers)
+
+    def _plans_with_model(self, holder: nn.Module) -> bool:
+        """Whether the hook before the model plans a stack: a list of blocks has no forward pass."""
+        return holder is self.model or isinstance(holder, nn.ModuleList)
 
     def remove(self) -> None:
         """Restore the model exactly. Doing it twice is fine."""
@@ -293,8 +297,8 @@ class ModelAdapter:
         for group in self.groups:
             group.begin()
         self._step = None
-        if model in self.ran:
-            self._plan_stack(model, self._inputs)
+        for holder in filter(self._plans_with_model, self.ran):
+            self._plan_stack(holder, self._inputs)
         return (), self._inputs
 
     @outside_compiled_code
@@ -320,7 +324,7 @@ class ModelAdapter:
 
     def _plan_stack(self, holder: nn.Module, inputs: dict[str, Any]) -> None:
         """Decide what the layers of a stack do, and tell them."""
-        x = inputs["hidden_states"]
+        x = self.card.samples(inputs)
         layout, why = self._ask(self.methods[0], lambda: self.card.layout(holder, inputs))
         plans = regions = None
         if layout is not None:
@@ -345,7 +349,8 @@ class ModelAdapter:
             together = not self.card.residuals_between_blocks(self._inputs)
             for group in dict.fromkeys(layer.group for layer in layers if layer.group):
                 if not group.begun:  # a section of a UNet has several stacks
-                    group.begin(regions, self._step, text, skip_unmerge=together)
+                    image_first = layout.segments[0].kind == "image"
+                    group.begin(regions, self._step, text, skip_unmerge=together, image_first=image_first)
                 merged = (layer.attn for layer in layers if layer.group is group and self._merges_attention(layer))
                 group.layer_plans += filter(None, (plan_of(attn.processor) for attn in merged))
 
@@ -383,14 +388,14 @@ class ModelAdapter:
         layers = [layer for layer in self.layers if layer.holder is holder]
         self.sparse.check_head_dim(layers[0].head_dim)
         self._ranks(layers, layout)
-        device = str(inputs["hidden_states"].device)
+        device = str(self.card.samples(inputs).device)
         try:
             return {
                 joint: self.sparse.plan(layout.grids, layout.text if joint else 0, device=device)
                 for joint in {layer.joint for layer in layers}
             }
         except ValueError as reason:
-            if len(self.ran) == 1 or isinstance(reason, DenseFallback):
+            if len(self.ran) == 1 or self.model in self.ran or isinstance(reason, DenseFallback):
                 raise
             raise DenseFallback(str(reason)) from None  # in a UNet the setting may fit other parts
 
@@ -436,14 +441,14 @@ class ModelAdapter:
             if not self._takes_merged(layer.attn):
                 raise DenseFallback(set_later(layer.attn))
         if self._step is None:
-            run, number = self.clock.step(torch.as_tensor(self._inputs["timestep"]))
-            x = self._inputs.get("hidden_states", self._inputs.get("sample"))
+            run, number = self.clock.step(torch.as_tensor(self.card.timestep(self._inputs)))
+            x = self.card.samples(self._inputs)
             self._step = Step(number, (run, x.shape[0], x.dtype, x.device))
         if self._step.number % self.merging.merge_every:
             raise DenseFallback(f"this is no step that merges: merge_every={self.merging.merge_every}")
         if plans:
             return self.merging.regions_along(next(iter(plans.values())), layout.grids[0])
-        return self.merging.regions(layout.grids, device=str(inputs["hidden_states"].device))
+        return self.merging.regions(layout.grids, device=str(self.card.samples(inputs).device))
 
     def _takes_merged(self, attn: nn.Module) -> bool:
         """Whether the processor of a layer works on fewer tokens: an unknown one may keep maps of all tokens."""
@@ -578,7 +583,7 @@ class RopeInBackend:
             return None
         for plan in plans:
             plan.rope = plan.rope or self.card.rotation(rope)  # that of merged tokens is set already
-        return self.rope.replaced(args, kwargs, None)
+        return self.rope.dropped(args, kwargs)
 
 
 class RerunWithPlans:

@@ -22,26 +22,24 @@ class Argument:
 
     Args:
         module: The module.
-        name: Name of the argument.
+        name: Name of the argument; None if there is none.
     """
 
-    def __init__(self, module: nn.Module, name: str) -> None:
-        names = _names(type(module))
-        self.name, self.place = name, names.index(name) if name in names else len(names)
+    def __init__(self, module: nn.Module, name: str | None) -> None:
+        # names and no position: torch.compile would take a number that differs between blocks for a variable
+        self.name, self.names = name, _names(type(module))
 
     def of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Its value in a call; None if it was not given."""
-        return args[self.place] if self.place < len(args) else kwargs.get(self.name)
+        given: dict[Any, Any] = {**dict(zip(self.names, args, strict=False)), **kwargs}
+        return given.get(self.name)
 
-    def replaced(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], value: Any
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The arguments of a call with another value for this one."""
-        if self.place < len(args):
-            return (*args[: self.place], value, *args[self.place + 1 :]), kwargs
-        return args, {**kwargs, self.name: value}
+    def dropped(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments of a call with None in its place."""
+        kwargs = {name: None if name == self.name else x for name, x in kwargs.items()}
+        return tuple(None if name == self.name else x for name, x in zip(self.names, args, strict=False)), kwargs
 
 
 @cache
-def _names(module: type[nn.Module]) -> list[str]:
-    return list(inspect.signature(module.forward).parameters)[1:]
+def _names(module: type[nn.Module]) -> tuple[str, ...]:
+    return tuple(inspect.signature(module.forward).parameters)[1:]

@@ -32,6 +32,7 @@ CARDS: dict[str, str | type["Card"]] = {
     "Flux2Transformer2DModel": "foveate.diffusers.cards.flux:Flux2Card",
     "ChromaTransformer2DModel": "foveate.diffusers.cards.flux:ChromaCard",
     "QwenImageTransformer2DModel": "foveate.diffusers.cards.qwen:QwenImageCard",
+    "ZImageTransformer2DModel": "foveate.diffusers.cards.zimage:ZImageCard",
     "SD3Transformer2DModel": "foveate.diffusers.cards.blocks:SD3Card",
     "PixArtTransformer2DModel": "foveate.diffusers.cards.blocks:PixArtCard",
     "DiTTransformer2DModel": "foveate.diffusers.cards.blocks:DiTCard",
@@ -196,10 +197,11 @@ class Stack(NamedTuple):
     Attributes:
         name: Name of the list of blocks in the model.
         blocks: The blocks.
-        holder: The module whose forward arguments tell the layout: the model itself, or a part of a UNet.
+        holder: The module whose forward arguments tell the layout: the model itself, or a part of a UNet. A list of
+            blocks with an attention sequence of its own is its own holder, and gets the arguments of the model.
         group: Stacks with an equal value may share one plan of token merging.
         skip: Number of first blocks that token merging leaves dense unless told otherwise.
-        joined: Whether the blocks are given text and image in one tensor, text first.
+        joined: Whether the blocks are given text and image in one tensor.
     """
 
     name: str
@@ -253,6 +255,14 @@ class Card:
         """The stacks of blocks, in running order."""
         blocks: Any = model.transformer_blocks
         yield Stack("transformer_blocks", blocks, model, None, min(5, len(blocks) // 3))
+
+    def samples(self, inputs: dict[str, Any]) -> Tensor:
+        """A tensor with a row for each sample of the batch, in the dtype and on the device of the tokens."""
+        return inputs["hidden_states"] if "hidden_states" in inputs else inputs["sample"]
+
+    def timestep(self, inputs: dict[str, Any]) -> Tensor | float:
+        """The timestep of a forward pass, which falls from step to step."""
+        return inputs["timestep"]
 
     def rotation(self, rope: Any) -> tuple[Tensor, Tensor]:
         """(cos, sin) of the attention sequence, each [tokens, head_dim], from the argument `rope` of a block.

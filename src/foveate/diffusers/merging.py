@@ -36,7 +36,8 @@ class MergeGroup:
         method: How to merge.
         card: Card of the model.
         merge: The plan of the current forward pass; None leaves the blocks dense.
-        text: As long as the text in front of the image, padding included, where a tensor holds both.
+        text: As long as the text, padding included, where a tensor holds text and image.
+        image_first: Whether the image precedes the text there.
         order: Position of the image token at each place of the regions; None if they follow the raster.
         inverse: Place of each image token.
         layer_plans: Plans of the attention layers of the group in the current forward pass.
@@ -47,6 +48,7 @@ class MergeGroup:
         self.method, self.card = method, card
         self.merge: AnyMerge | None = None
         self.text = torch.empty(0)
+        self.image_first = False
         self.order: Tensor | None = None
         self.inverse: Tensor | None = None
         self.layer_plans: list[LayerPlan] = []
@@ -66,6 +68,7 @@ class MergeGroup:
         step: Step | None = None,
         text: Tensor | None = None,
         skip_unmerge: bool = True,
+        image_first: bool = False,
     ) -> None:
         """Prepare the next forward pass.
 
@@ -74,13 +77,14 @@ class MergeGroup:
             step: Step of the denoising run.
             text: See `MergeGroup.text`.
             skip_unmerge: See `MergeGroup.skip_unmerge`.
+            image_first: See `MergeGroup.image_first`.
         """
         self.end()
         self._regions, self.merge, self.whole = regions, None, None
         self.layer_plans, self.skip_unmerge = [], skip_unmerge
         if regions is None or step is None or text is None:
             return
-        self.text = text
+        self.text, self.image_first = text, image_first
         raster = regions.order is regions.inverse
         self.order, self.inverse = (None, None) if raster else (regions.order, regions.inverse)
         same = step.key == self._key and regions.groups == self._groups and regions.order is self._order
@@ -120,7 +124,7 @@ class MergeGroup:
 
         Args:
             tokens: Image tokens in raster order [batch, image, dim].
-            rope: Rotary embedding (cos, sin) of [text | image in raster order], each [tokens, head_dim].
+            rope: Rotary embedding (cos, sin) of text and image in raster order, each [tokens, head_dim].
         """
         if self._regions is None:
             return
@@ -138,10 +142,10 @@ class MergeGroup:
             layer.rope = rows
 
     def _rows(self, rows: Tensor) -> Tensor:
-        """The rows of [text | merged tokens]: a merged token has the position of its destination."""
-        text, image = rows.tensor_split([len(self.text)])
-        image = self.merge.rope(image if self.order is None else image.index_select(0, self.order))
-        rows = torch.cat([text.expand(len(image), -1, -1), image], 1)
+        """The rows of text and merged tokens: a merged token has the position of its destination."""
+        text, image = self.split(rows[None], len(self.text))
+        image = self.merge.rope(image[0] if self.order is None else image[0].index_select(0, self.order))
+        rows = self._joined(text.expand(len(image), -1, -1), image)
         return rows[0] if len(rows) == 1 else rows
 
     def _bias(self) -> Tensor:
@@ -149,12 +153,28 @@ class MergeGroup:
         sizes = self.merge.log_sizes()
         return torch.cat([sizes.new_zeros(len(sizes), len(self.text)), sizes], 1)
 
+    def split(self, x: Tensor, text: int) -> tuple[Tensor, Tensor]:
+        """Text and image of a tensor that holds both."""
+        if self.image_first:
+            image = x.shape[1] - text
+            return x[:, image:], x[:, :image]
+        return x[:, :text], x[:, text:]
+
+    def _joined(self, text: Tensor, image: Tensor) -> Tensor:
+        return torch.cat([image, text] if self.image_first else [text, image], 1)
+
     def merged(self, x: Tensor, text: int = 0) -> Tensor:
         """Tokens [batch, text + image, dim] with the image merged."""
+        if text and self.image_first:
+            words, image = self.split(x, text)
+            return self._joined(words, self.merged(image))
         return self.merge.merge(x, text, self._with_text(self.order, text))
 
     def unmerged(self, y: Tensor, text: int = 0) -> Tensor:
         """Tokens [batch, text + merged, dim] with the image unmerged, in raster order."""
+        if text and self.image_first:
+            words, image = self.split(y, text)
+            return self._joined(words, self.unmerged(image))
         x = self.merge.unmerge(y, text)
         return x if self.inverse is None else x.index_select(1, self._with_text(self.inverse, text))
 
@@ -165,8 +185,9 @@ class MergeGroup:
 
     def updated(self, x: Tensor, before: Tensor, after: Tensor, text: int) -> Tensor:
         """`x` plus the unmerged difference of its merged tokens before and after a run of blocks; text as after it."""
-        image = self.merge.update(x[:, text:], before[:, text:], after[:, text:], self.order)
-        return torch.cat([after[:, :text], image], 1) if text else image
+        (_, x), (_, before), (words, after) = (self.split(tokens, text) for tokens in (x, before, after))
+        image = self.merge.update(x, before, after, self.order)
+        return self._joined(words, image) if text else image
 
 
 class MergedBlock:
@@ -176,15 +197,13 @@ class MergedBlock:
         group: The group of the block.
         block: The block.
         attentions: Its self-attention modules.
-        joined: Whether it is given text and image in one tensor, text first.
+        joined: Whether it is given text and image in one tensor.
     """
 
     def __init__(self, group: MergeGroup, block: nn.Module, attentions: list[nn.Module], joined: bool) -> None:
         self.group, self.block, self.attentions, self.joined = group, block, attentions, joined
-        self.tokens = Argument(block, "hidden_states")
-        rope = group.card.rope
-        self.rope = Argument(block, rope) if rope else None
-        self.attention_rope = Argument(attentions[0], rope) if rope and attentions else None
+        self.rope = Argument(block, group.card.rope)
+        self.attention_rope = Argument(attentions[0], group.card.rope) if attentions else None
         self.handles: list[RemovableHandle] = []
         self._last: tuple[str, nn.Module, RemovableHandle] | None = None
 
@@ -202,10 +221,10 @@ class MergedBlock:
 
     def plan(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Hook before the block."""
-        x, card = self.tokens.of(args, kwargs), self.group.card
-        rope = self.rope.of(args, kwargs) if self.rope else None
-        rotation = None if rope is None else card.rotation(rope)
-        self.group.plan(x[:, len(self.group.text) :] if self.joined else x, rotation)
+        x = args[0] if args else kwargs["hidden_states"]
+        rope = self.rope.of(args, kwargs)
+        rotation = None if rope is None else self.group.card.rotation(rope)
+        self.group.plan(self.group.split(x, self._joined_text())[1], rotation)
 
     @torch.compiler.disable
     def plan_outside(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -232,10 +251,11 @@ class MergedBlock:
         if group.merge is None:
             return args, kwargs
         if group.whole is None:
-            x = self.tokens.of(args, kwargs)
+            x = args[0] if args else kwargs["hidden_states"]
             merged = group.merged(x, self._joined_text())
             group.whole = x, merged
-            args, kwargs = self.tokens.replaced(args, kwargs, merged)
+            args = (merged, *args[1:]) if args else args
+            kwargs = kwargs if args else {**kwargs, "hidden_states": merged}
         return self._without_rope(self.rope, args, kwargs)
 
     @torch.compiler.disable
@@ -257,12 +277,10 @@ class MergedBlock:
     def _joined_text(self) -> int:
         return len(self.group.text) if self.joined else 0
 
-    def _without_rope(self, rope: Argument | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _without_rope(self, rope: Argument, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The arguments for merged tokens, whose rotary embedding travels in the plan of the layer."""
         plans = self.group.layer_plans
-        return (
-            (args, kwargs) if rope is None or not plans or plans[0].rope is None else rope.replaced(args, kwargs, None)
-        )
+        return rope.dropped(args, kwargs) if plans and plans[0].rope is not None else (args, kwargs)
 
     # --- hooks around single modules ---
 
@@ -274,13 +292,14 @@ class MergedBlock:
         ]
 
     def merge_input(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Hook before a module: its first argument holds image tokens."""
+        """Hook before a module: its first argument holds image tokens, and text where the block has both in one."""
         if self.group.merge is None:
             return args, kwargs
+        text = self._joined_text()
         if args:
-            args = self.group.merged(args[0]), *args[1:]
+            args = self.group.merged(args[0], text), *args[1:]
         else:
-            kwargs = {**kwargs, "hidden_states": self.group.merged(kwargs["hidden_states"])}
+            kwargs = {**kwargs, "hidden_states": self.group.merged(kwargs["hidden_states"], text)}
         attends = any(module is attn for attn in self.attentions)
         return self._without_rope(self.attention_rope, args, kwargs) if attends else (args, kwargs)
 
@@ -289,7 +308,7 @@ class MergedBlock:
         if self.group.merge is None:
             return output
         if not isinstance(output, tuple):
-            return self.group.unmerged(output)
+            return self.group.unmerged(output, self._joined_text())
         image, text, *prompt = output
         return self.group.unmerged(image), text, *map(self.group.unmerged, prompt)
 

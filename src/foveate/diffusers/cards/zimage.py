@@ -1,0 +1,67 @@
+# pyright: basic, reportAttributeAccessIssue=false, reportIncompatibleMethodOverride=false
+"""Z-Image: [image, caption], each padded with learned tokens that take part in attention as text does."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from diffusers.models.transformers.transformer_z_image import SEQ_MULTI_OF
+from torch import Tensor, nn
+
+from foveate.diffusers.card import Card, Layout, Stack, image, text
+from foveate.methods.base import DenseFallback
+
+__all__ = ["ZImageCard"]
+
+
+class ZImageCard(Card):
+    """`ZImageTransformer2DModel`. Its first blocks, the refiners, see the image or the caption alone."""
+
+    attention = {"attention": True}  # noqa: RUF012
+    rope = "freqs_cis"
+    merged_modules = {"attention": "attn", "feed_forward": "mlp"}  # noqa: RUF012
+
+    def layout(self, holder: nn.Module, inputs: dict[str, Any]) -> Layout:
+        """[image, its padding, caption, its padding]; the blocks that refine the image see no caption."""
+        pictures, captions = inputs["x"], inputs["cap_feats"]
+        if isinstance(pictures[0], list):
+            raise DenseFallback("Z-Image-Omni modulates each token by its image")
+        if any(picture.shape != pictures[0].shape for picture in pictures):
+            raise DenseFallback("the images differ in size between the samples of the batch")
+        if len(lengths := {len(caption) + padding_of(len(caption)) for caption in captions}) > 1:
+            raise DenseFallback("the prompts differ in length between the samples of the batch")
+        _, frames, height, width = pictures[0].shape
+        if frames != inputs.get("f_patch_size", 1):
+            raise DenseFallback("latents with several frames are no images")
+        blocks: Any = holder if isinstance(holder, nn.ModuleList) else holder.layers
+        if getattr(blocks[0].attention.processor, "_parallel_config", None):
+            raise DenseFallback("diffusers has no context parallelism for Z-Image")
+        rows, columns = (side // inputs.get("patch_size", 2) for side in (height, width))
+        alone = image(rows, columns), text(padding_of(rows * columns))
+        return Layout(alone if holder is blocks else (*alone, text(*lengths)))
+
+    def stacks(self, model: nn.Module) -> Iterator[Stack]:
+        """The blocks that refine the image, then the main blocks; those that refine the caption stay dense."""
+        refiner: Any = model.noise_refiner
+        layers: Any = model.layers
+        yield Stack("noise_refiner", refiner, refiner, "noise_refiner", len(refiner), joined=True)
+        yield Stack("layers", layers, model, "layers", min(5, len(layers) // 3), joined=True)
+
+    def samples(self, inputs: dict[str, Any]) -> Tensor:
+        """The picture, as often as there are samples."""
+        first = inputs["x"][0]
+        first = first[-1] if isinstance(first, list) else first
+        return first.expand(len(inputs["x"]), *first.shape)
+
+    def timestep(self, inputs: dict[str, Any]) -> Tensor:
+        """What is left of the run: `t` rises from 0 to 1."""
+        return 1 - inputs["t"]
+
+    def rotation(self, rope: Tensor) -> tuple[Tensor, Tensor]:
+        """From the complex rotations of each sample, which are the same in all."""
+        turns = rope[0]
+        return turns.real.repeat_interleave(2, -1), turns.imag.repeat_interleave(2, -1)
+
+
+def padding_of(tokens: int) -> int:
+    """Number of learned tokens that Z-Image appends to an image or a caption."""
+    return -tokens % SEQ_MULTI_OF
