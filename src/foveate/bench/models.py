@@ -23,8 +23,7 @@ from diffusers import (
 from torch import nn
 
 from foveate.demo.untrained import untrained_pipeline
-from foveate.diffusers.pipelines import Call, Request, denoiser, load, record_step
-from foveate.diffusers.pixel_pipeline import PixelPipeline
+from foveate.diffusers.pipelines import Call, Request, load, pixels_per_token, record_step
 from foveate.methods import ComposedMethod, HilbertA, Method, ToDo, ToFu, ToMA, ToMeSD
 
 __all__ = ["MODELS", "Model", "find_model", "random_model"]
@@ -196,10 +195,7 @@ def _recorded_inputs(pipe: Any, side: int, text: int | None) -> Call:
     """The inputs of the pipeline's first step, for a picture of `side` x `side` tokens."""
     if text is not None:
         raise ValueError("the pipeline decides how many text tokens there are: leave --text out")
-    if isinstance(pipe, PixelPipeline):
-        pixels = side * denoiser(pipe).config.patch_size
-    else:
-        pixels = side * 2 * getattr(pipe, "vae_scale_factor", 8)
+    pixels = side * pixels_per_token(pipe)
     return record_step(pipe, Request("a lighthouse at dusk", (pixels, pixels), 1000, None, 0))
 
 
