@@ -44,7 +44,7 @@ def draw_merging() -> Image.Image:
     """A picture of the built-in model with the windows in which tokens merged and the tokens that were kept."""
     pipe = load(str(PIPELINE), "cpu")
     with foveate.apply(pipe, ToMA(keep=0.25)) as run:
-        image = draw(pipe, Request("an owl on a purple background", (128, 128), 20, None, 0))
+        image = draw(pipe, Request("an owl on a purple background", (128, 128), 20, None, 0))[0]
         (regions,) = run.plans().values()
     return draw_tiles(image, regions.tile_maps[0], regions.picked)
 

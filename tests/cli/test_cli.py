@@ -9,6 +9,7 @@ import sys
 
 import numpy as np
 import pytest
+import tiny_pipelines
 import torch
 from diffusers import DDPMPipeline, DDPMScheduler, UNet2DModel
 from PIL import Image
@@ -110,6 +111,57 @@ def test_the_built_in_model_takes_no_guidance_scale(tmp_path):
     output = fails("generate", "a cat", "--guidance", 3, "--device", "cpu")
     assert "takes no guidance scale (3.0): leave --guidance out" in output
     assert list(tmp_path.iterdir()) == []
+
+
+VIDEO = ["--size", "48x32", "--steps", 1, "--device", "cpu"]
+
+
+@pytest.fixture(scope="module")
+def wan(tmp_path_factory):
+    path = tmp_path_factory.mktemp("models") / "wan"
+    tiny_pipelines.wan().save_pretrained(path)
+    return path
+
+
+def test_generate_writes_a_video_with_its_frames_and_their_rate(wan):
+    ffmpeg = pytest.importorskip("imageio_ffmpeg")
+    output = succeeds("generate", "a cat", "--model", wan, *VIDEO, "--frames", 9, "--fps", 12, "--negative", "a dog")
+    assert "a-cat-0.mp4" in output
+    assert ffmpeg.count_frames_and_secs("a-cat-0.mp4") == (9, pytest.approx(9 / 12, abs=0.01))
+    output = fails("generate", "a cat", "--model", wan, *VIDEO, "--frames", 9, "--out", "a.png")
+    assert "--out must name an MP4 file, not a.png: end it with .mp4" in output
+
+
+def test_one_frame_is_a_picture_that_carries_its_settings(wan):
+    succeeds("generate", "a cat", "--model", wan, *VIDEO, "--frames", 1, "--negative", "a dog", "--guidance", 3)
+    with Image.open("a-cat-0.png") as picture:
+        assert picture.size == (48, 32)
+        told = picture.text
+    assert (told["frames"], told["negative prompt"], told["guidance"]) == ("1", "a dog", "3.0")
+    output = fails("generate", "a cat", "--model", wan, *VIDEO, "--frames", 1, "--out", "a.mp4")
+    assert "--out must name a PNG file, not a.mp4: end it with .png" in output
+
+
+@pytest.mark.parametrize("command", ["generate", "compare"])
+def test_without_an_encoder_nothing_is_drawn_and_the_remedy_is_named(wan, tmp_path, monkeypatch, command):
+    monkeypatch.setitem(sys.modules, "imageio_ffmpeg", None)
+    output = fails(command, "a cat", "--model", wan, *VIDEO, "--frames", 5)
+    assert "this needs imageio_ffmpeg: pip install 'foveate[diffusers,video]'" in output
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_options_that_a_pipeline_does_not_take_are_refused(folder, wan, tmp_path):
+    for model, options, message in (
+        (folder, ["--frames", 5], "FluxPipeline draws pictures: leave --frames and --fps out, or name a video model"),
+        (folder, ["--negative", "a dog"], "no effect with a guidance scale of 1.0: use one above 1"),
+        (folder, ["--image", "a.png"], "FluxPipeline takes no images: leave --image out"),
+        (wan, ["--frames", 6], "use a multiple of 4 plus 1, for example 5"),
+    ):
+        assert message in fails("generate", "a cat", "--model", model, "--size", "64x64", "--device", "cpu", *options)
+    assert "the recogniser knows pictures, and WanPipeline makes videos" in fails(
+        "eval", "--model", wan, "--size", 32, "--steps", 1, "--prompts", 2
+    )
+    assert not list(tmp_path.glob("*.*"))
 
 
 def test_generate_takes_several_methods_at_once(folder):
@@ -214,7 +266,7 @@ def test_folders_without_a_usable_pipeline_are_named(folder, tmp_path):
         output = fails("generate", "a cat", "--model", model, *SMALL)
         assert message in output
     output = fails("compare", "a cat", "--model", "other", *SMALL)
-    assert "UNet2DModel is not supported" in output
+    assert "DDPMPipeline takes no prompt, which this command passes: draw with it from Python" in output
 
 
 @pytest.mark.parametrize(

@@ -1,11 +1,14 @@
 """Laws of `apply` on real diffusers pipelines, built tiny and offline."""
 
-from contextlib import nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
+from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
+import numpy as np
 import pytest
 import tiny
+import tiny_pipelines
 import torch
 from diffusers import (
     EulerDiscreteScheduler,
@@ -22,7 +25,17 @@ from reference import reference
 import foveate
 from foveate import HilbertA, ToMA
 from foveate.demo.untrained import untrained_pipeline
-from foveate.diffusers.pipelines import Request, text_tokens, unread
+from foveate.diffusers.apply import _denoisers
+from foveate.diffusers.pipelines import (
+    Request,
+    check_request,
+    pixels_per_token,
+    record_step,
+    text_tokens,
+    time_steps,
+    unread,
+)
+from foveate.diffusers.pipelines import draw as draw_request
 from foveate.methods import ComposedMethod, ToMeSD
 from foveate.web.compare import compare
 
@@ -192,6 +205,8 @@ def test_text_is_padded_as_the_pipeline_does_unless_its_tokenizer_holds_less(pip
     assert text_tokens(signed(512, tokenizer=sized(77), tokenizer_2=sized(512))) == 512  # FLUX
     assert text_tokens(signed(256, tokenizer=sized(77), tokenizer_2=sized(77), tokenizer_3=sized(512))) == 256  # SD3
     assert text_tokens(signed(120, tokenizer=sized(512))) == 120  # PixArt
+    assert text_tokens(signed(256, tokenizer=sized(8192), tokenizer_2=sized(77))) == 256  # HunyuanVideo
+    assert text_tokens(signed(512, tokenizer=SimpleNamespace(tokenizer=sized(4096)))) == 512  # FLUX.2: a processor
     assert text_tokens(pipe) == pipe.tokenizer_2.model_max_length < 512
     assert text_tokens(type("SDXL", (), {"__call__": lambda self: None})()) is None
 
@@ -285,3 +300,189 @@ def test_a_comparison_leaves_out_what_cannot_be_applied(stable_diffusion, tmp_pa
     assert {path.name for path in tmp_path.glob("*.png")} == {"dense.png", "toma-keep-0-5-tile-4-4.png"}
     with pytest.raises(ValueError, match=why):
         compare(stable_diffusion, request, [both], tmp_path, settings={})
+
+
+# --- models of today, from prompt to picture or video ---
+
+TODAY = {
+    "flux2": (HilbertA(tiles=4), {}),
+    "klein": (HilbertA(tiles=4), {}),
+    "qwen": (HilbertA(tiles=4), {"guidance": 3.0, "negative": "a red apple above a blue car"}),
+    "wan": (None, {"frames": 5, "negative": "a dog"}),  # None: there is no card yet; the grid is 2 x 4 x 6
+}
+"""A method for each pipeline, None for dense only, and what is requested besides a picture of 64 x 96 px."""
+
+
+@pytest.fixture(scope="module")
+def today():
+    made = {}
+    return lambda name, **options: made.setdefault((name, *options), getattr(tiny_pipelines, name)(**options))
+
+
+def request(name, **changes):
+    return Request("a cat", (64, 96), 2, None, 0)._replace(**TODAY[name][1])._replace(**changes)
+
+
+def numbers(frames):
+    return np.stack([np.asarray(frame) for frame in frames]).astype(int)
+
+
+@contextmanager
+def calls(pipe):
+    """The arguments of every call of a denoiser."""
+    seen = []
+    with ExitStack() as hooks:
+        for model in _denoisers(pipe).values():
+            look = model.register_forward_pre_hook(lambda _model, _args, more: seen.append(more), with_kwargs=True)
+            hooks.callback(look.remove)
+        yield seen
+
+
+@pytest.mark.parametrize("name", TODAY)
+def test_a_prompt_becomes_a_picture_or_video_dense_and_sparse(today, name):
+    pipe, asked, steps = today(name), request(name), []
+    check_request(pipe, asked)
+    dense = numbers(draw_request(pipe, asked, lambda: steps.append(1)))
+    assert dense.shape == (asked.frames or 1, *asked.size, 3)
+    assert dense.std() > 5
+    assert len(steps) == asked.steps
+    if (method := TODAY[name][0]) is None:
+        return
+    with foveate.apply(pipe, HilbertA(tiles=1)):
+        assert np.abs(numbers(draw_request(pipe, asked)) - dense).max() <= 1
+    with foveate.apply(pipe, method) as run:
+        assert (numbers(draw_request(pipe, asked)) != dense).any()
+        assert all(row.method == method.title for row in run.summary().layers)
+    assert (numbers(draw_request(pipe, asked)) == dense).all()
+
+
+def test_chroma_runs_sparse_with_boolean_masks_of_the_text(today):
+    pipe, options = today("chroma"), {"height": 64, "width": 96, "num_inference_steps": 2}
+    text, _, mask, negative, _, negative_mask = pipe.encode_prompt("a cat", "a dog", max_sequence_length=32)
+    options |= {"prompt_embeds": text, "prompt_attention_mask": mask.bool()}
+    options |= {"negative_prompt_embeds": negative, "negative_prompt_attention_mask": negative_mask.bool()}
+
+    def drawn():
+        return numbers(pipe(generator=torch.Generator().manual_seed(0), **options).images)
+
+    dense = drawn()
+    with foveate.apply(pipe, HilbertA(tiles=1)):
+        assert np.abs(drawn() - dense).max() <= 1
+    with foveate.apply(pipe, HilbertA(tiles=4)) as run:
+        assert (drawn() != dense).any()
+        assert all(row.method == "HilbertA T=4" for row in run.summary().layers)
+
+
+def test_guidance_of_qwen_image_takes_a_negative_prompt_even_if_none_is_given(today):
+    pipe = today("qwen")
+    guided = request("qwen", guidance=3.0, negative=None)
+    options = {"negative_prompt": " ", "true_cfg_scale": 3.0, "height": 64, "width": 96, "num_inference_steps": 2}
+    want = pipe("a cat", generator=torch.Generator().manual_seed(0), **options).images
+    with calls(pipe) as seen:
+        assert (numbers(draw_request(pipe, guided)) == numbers(want)).all()
+        assert len(seen) == 2 * guided.steps
+        seen.clear()
+        draw_request(pipe, request("qwen"))  # the negative prompt is longer than the prompt
+        assert len({one["encoder_hidden_states"].shape[1] for one in seen}) == 2
+        seen.clear()
+        draw_request(pipe, request("qwen", guidance=None, negative=None))
+        assert len(seen) == guided.steps
+
+
+def test_a_negative_prompt_of_flux_is_for_true_guidance(today):
+    plain, pipe = Request("a cat", (64, 96), 2, None, 0), tiny.pipeline()
+    with calls(pipe) as seen:
+        draw_request(pipe, plain._replace(negative="a dog", guidance=2.0))
+        assert len(seen) == 4
+    with calls(today("klein")) as seen:
+        draw_request(today("klein"), plain._replace(guidance=2.0))
+        draw_request(today("klein"), plain._replace(guidance=1.0))
+        assert len(seen) == 4 + 2
+
+
+def refuses(pipe, asked, message):
+    with pytest.raises(ValueError, match=message):
+        check_request(pipe, asked)
+
+
+def test_what_a_pipeline_would_ignore_is_refused_with_a_remedy(pipe, today, tmp_path):
+    picture().save(tmp_path / "first.png")
+    flux, first = Request("a cat", (64, 96), 2, None, 0), (tmp_path / "first.png",)
+    refuses(pipe, flux._replace(frames=5), "draws pictures: leave --frames and --fps out, or name a video model")
+    refuses(pipe, flux._replace(fps=8), "draws pictures: leave --frames and --fps out")
+    refuses(pipe, flux._replace(guidance=3.0), r"no guidance scale \(3.0\): leave --guidance out, or add --negative")
+    refuses(pipe, flux._replace(negative="a dog"), "no effect with a guidance scale of 1.0: use one above 1")
+    refuses(pipe, flux._replace(images=first), "FluxPipeline takes no images: leave --image out")
+    refuses(
+        today("flux2"), flux._replace(negative="a dog"), "Flux2Pipeline takes no negative prompt: leave --negative"
+    )
+    refuses(today("flux2"), flux._replace(guidance=3.0), "no guidance scale .* leave --guidance out$")
+    distilled = tiny_pipelines.klein()
+    distilled.register_to_config(is_distilled=True)
+    refuses(distilled, flux._replace(guidance=3.0), "no guidance scale")
+    refuses(today("wan", image=True), request("wan"), "starts from a picture: name its file with --image")
+    refuses(today("wan", image=True), request("wan", images=2 * first), "takes one image, not 2: name one --image")
+    broken = request("wan", images=(Path("nowhere.png"),))
+    refuses(today("wan", image=True), broken, "cannot read the picture nowhere.png: name a PNG or JPEG file")
+    check_request(today("flux2"), flux._replace(images=2 * first))
+
+
+@pytest.mark.parametrize(
+    ("size", "frames", "message"),
+    [
+        ((32, 48), 6, "6 frames do not fit: .* packs 4 frames into one; use a multiple of 4 plus 1, for example 5"),
+        ((32, 48), 8, "for example 9"),
+        ((32, 40), 5, "packs 16 x 16 px into a token; use multiples of 16, for example 32x32"),
+        ((8192, 8192), 81, "5,505,024 tokens, more than 1,048,576: use a smaller size or fewer frames"),
+    ],
+)
+def test_the_nearest_size_and_number_of_frames_is_named(today, size, frames, message):
+    refuses(today("wan"), request("wan", size=size, frames=frames), message)
+
+
+@pytest.mark.parametrize(
+    ("parts", "pixels", "frames"),
+    [
+        ({"vae_scale_factor_spatial": 8, "vae_scale_factor_temporal": 4, "patch": (1, 2, 2)}, 16, 4),  # Wan 2.1
+        ({"vae_scale_factor_spatial": 16, "vae_scale_factor_temporal": 4, "patch": 1}, 16, 4),  # HunyuanVideo 1.5
+        ({"vae_spatial_compression_ratio": 32, "vae_temporal_compression_ratio": 8, "patch": 1}, 32, 8),  # LTX
+    ],
+)
+@pytest.mark.usefixtures("as_a_user")
+def test_multiples_are_those_of_the_model(parts, pixels, frames):
+    config = SimpleNamespace(patch_size=parts.pop("patch"))
+    call = {"__call__": lambda self, prompt, height, width, num_frames=None: None, "config": {}}
+    pipe = type("Pipeline", (), call | parts | {"transformer": SimpleNamespace(config=config)})()
+    assert pixels_per_token(pipe) == pixels
+    check_request(pipe, Request("", (pixels, 3 * pixels), 1, None, 0, frames=2 * frames + 1))
+    refuses(pipe, Request("", (pixels, 3 * pixels), 1, None, 0, frames=2 * frames), f"example {2 * frames + 1}")
+
+
+def test_reference_images_reach_the_model(today, tmp_path):
+    picture().save(tmp_path / "one.png")
+    files = (tmp_path / "one.png",)
+    for number in range(3):
+        with calls(today("flux2")) as seen:
+            draw_request(today("flux2"), request("flux2", images=number * files, steps=1))
+        assert seen[0]["hidden_states"].shape[1] == (1 + number) * 16 * 24
+    with calls(today("wan", image=True)) as seen:
+        check_request(today("wan", image=True), request("wan", images=files))
+        draw_request(today("wan", image=True), request("wan", images=files))
+    assert seen[0]["hidden_states"].shape[1] == 4 + 4 + 4  # latents, mask, first frame
+
+
+def test_both_experts_of_wan_draw(today):
+    pipe = today("wan", experts=2)
+    assert list(_denoisers(pipe)) == ["transformer", "transformer_2"]
+    with calls(pipe) as seen:
+        assert numbers(draw_request(pipe, request("wan", steps=4))).shape == (5, 64, 96, 3)
+    assert len(seen) == 2 * 4
+
+
+def test_a_step_of_a_video_is_recorded_and_timed(today):
+    pipe, asked = today("wan"), request("wan")
+    before = numbers(draw_request(pipe, asked))
+    step = record_step(pipe, asked)
+    assert step.kwargs["hidden_states"].shape == (1, 4, 2, 8, 12)
+    assert len(list(time_steps(pipe, step, [TODAY["wan"][0]], rounds=2))) == 2
+    assert (numbers(draw_request(pipe, asked)) == before).all()

@@ -98,7 +98,7 @@ def test_the_rest_of_foveate_draws_with_it():
     pipe, steps = pipeline(captioned=True), []
     request = Request("a cat", (20, 28), 3, None, 5)
     check_request(pipe, request)
-    picture = draw(pipe, request, on_step=lambda: steps.append(1))
+    (picture,) = draw(pipe, request, on_step=lambda: steps.append(1))
     assert picture.size == (28, 20)
     assert len(steps) == 3
     want = pipe("a cat", height=20, width=28, num_inference_steps=3, generator=seeded(5)).images[0]

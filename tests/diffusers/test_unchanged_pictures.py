@@ -41,6 +41,6 @@ def pipe():
 def test_the_picture_has_not_changed(pipe, name, size):
     methods = METHODS[name]
     with foveate.apply(pipe, *methods) if methods else nullcontext():
-        picture = draw(pipe, Request(PROMPT, size, 4, None, 0))
+        picture = draw(pipe, Request(PROMPT, size, 4, None, 0))[0]
     before = Image.open(PICTURES / f"{name}-{size[0]}x{size[1]}.png").convert("RGB")
     assert psnr(picture, before) > 50

@@ -2,17 +2,19 @@
 
 import base64
 import io
+import math
 import re
 
 import numpy as np
 import pytest
+import tiny_pipelines
 from PIL import Image
 
 from foveate import HilbertA, ToMA, apply
 from foveate.demo.untrained import untrained_pipeline
 from foveate.diffusers.pipelines import Request, draw
-from foveate.web.compare import compare
-from foveate.web.report import draw_tiles, psnr, ssim
+from foveate.web.compare import _video_psnr, compare
+from foveate.web.report import draw_tiles, psnr, ssim, strip
 
 REQUEST = Request("a cat", (64, 64), 2, None, 0)
 
@@ -33,7 +35,7 @@ def test_the_page_tells_what_can_be_read_off_the_pictures_and_the_summary(pipe, 
         assert re.findall(r"PSNR to dense</dt><dd>([0-9.]+) dB", page) == [f"{psnr(sparse, dense):.1f}"]
         assert re.findall(r"SSIM to dense</dt><dd>([0-9.]+)", page) == [f"{ssim(sparse, dense):.3f}"]
         with apply(pipe, method) as run:
-            assert np.array_equal(np.asarray(draw(pipe, REQUEST)), np.asarray(sparse))
+            assert np.array_equal(np.asarray(draw(pipe, REQUEST)[0]), np.asarray(sparse))
             (plan,), layers = run.plans().values(), run.summary().layers
         first = draw_tiles(sparse, plan.tile_maps[0])
     kept = 1 - sum(layer.true for layer in layers) / len(layers)
@@ -75,3 +77,27 @@ def test_a_page_says_that_the_time_is_that_of_a_step_in_which_the_method_decides
     page = compare(pipe, REQUEST, methods, tmp_path, settings={}, rounds=1).read_text()
     assert f"{methods[0].title} reuses its plan for up to 10 steps: its time is that of a step" in page
     assert page.count("reuses its plan") == 1
+
+
+def test_a_video_is_on_the_page_and_beside_it_with_a_picture_of_its_frames(tmp_path):
+    pytest.importorskip("imageio_ffmpeg")
+    pipe, request = tiny_pipelines.wan(), Request("a cat", (32, 48), 1, None, 0, frames=9, fps=8)
+    methods = []  # there is no card for Wan yet
+    page = compare(pipe, request, methods, tmp_path, settings={}, rounds=1).read_text()
+    (shown,) = re.findall(r'<video src="data:video/mp4;base64,([^"]+)" width="48" height="32" controls', page)
+    assert base64.b64decode(shown) == (tmp_path / "dense.mp4").read_bytes()
+    frames = draw(pipe, request)
+    with Image.open(tmp_path / "dense.png") as sheet:
+        wanted = [np.asarray(frames[i]) for i in (0, 2, 4, 6, 8)]
+        assert np.array_equal(np.asarray(sheet), np.concatenate(wanted, axis=1))
+    (tmp_path / "mine.mp4").write_bytes(b"")
+    compare(pipe, request._replace(frames=1), methods, tmp_path, settings={}, rounds=1)
+    assert {path.name for path in tmp_path.iterdir()} == {"index.html", "dense.png", "mine.mp4"}
+
+
+def test_the_psnr_of_a_video_is_that_of_all_its_pixels():
+    pixels = np.random.default_rng(0).integers(0, 256, (6, 8, 8, 3), dtype=np.uint8)
+    frames = [Image.fromarray(frame) for frame in pixels]
+    ours, dense = frames[:3], [*frames[3:5], frames[2]]  # the last frame is equal
+    assert _video_psnr(ours, dense) == pytest.approx(psnr(strip(ours), strip(dense)))
+    assert _video_psnr(ours, ours) == math.inf

@@ -42,14 +42,14 @@ def picture(width, height, seed=0):
 
 
 def variant(label="dense", **changes):
-    fields = {"image": picture(64, 64), "step_seconds": [], "psnr": None, "ssim": None, "nominal": 0.0, "true": 0.0}
+    fields = {"frames": [picture(64, 64)], "step_seconds": [], "psnr": None, "ssim": None, "nominal": 0.0, "true": 0.0}
     fields |= {"flop_bound": 1.0, "tile_map": None, "table": None, "why_dense": ""}
     return Variant(label, **(fields | changes))
 
 
 def sparse(label="HilbertA", **changes):
     fields = {"tile_map": PLAN.tile_maps[0], "table": PLAN.tables[0], "nominal": 0.75, "true": 0.625}
-    fields |= {"image": picture(64, 64, seed=1), "flop_bound": 2.67, "psnr": 31.25, "ssim": 0.875}
+    fields |= {"frames": [picture(64, 64, seed=1)], "flop_bound": 2.67, "psnr": 31.25, "ssim": 0.875}
     return variant(label, **(fields | changes))
 
 
@@ -271,7 +271,7 @@ def test_page_escapes_what_it_was_given():
 
 
 def test_page_embeds_each_picture_exactly_and_needs_no_network():
-    variants = [variant(), sparse(image=picture(300, 200, seed=5)), sparse(image=picture(31, 17, seed=6))]
+    variants = [variant(), sparse(frames=[picture(300, 200, seed=5)]), sparse(frames=[picture(31, 17, seed=6)])]
     html = comparison_page(comparison(*variants))
     assert not re.search(r"https?:|url\(|@import|<link|<script|<iframe", html)
     embedded = Page(html).pictures()  # all addresses are data
@@ -297,7 +297,7 @@ def test_what_was_not_timed_is_an_en_dash():
 
 
 def test_only_small_pictures_are_shown_pixelated():
-    page = Page(comparison_page(comparison(variant(image=picture(199, 50)), variant(image=picture(200, 50)))))
+    page = Page(comparison_page(comparison(variant(frames=[picture(199, 50)]), variant(frames=[picture(200, 50)]))))
     assert [attrs.get("class") for tag, attrs in page.tags if tag == "img"] == ["pixelated", None]
 
 

@@ -28,8 +28,7 @@ from diffusers import (
 from torch import nn
 
 from foveate.demo.untrained import untrained_pipeline
-from foveate.diffusers.pipelines import Call, Request, denoiser, load, record_step
-from foveate.diffusers.pixel_pipeline import PixelPipeline
+from foveate.diffusers.pipelines import Call, Request, load, pixels_per_token, record_step
 from foveate.methods import ComposedMethod, HilbertA, Method, ToDo, ToFu, ToMA, ToMeSD
 from foveate.methods.base import Grid
 
@@ -237,12 +236,11 @@ def _recorded_inputs(pipe: Any, grid: Grid, text: int | None) -> Call:
     """The inputs of the pipeline's first step, for a picture of this grid of tokens."""
     if text is not None:
         raise ValueError("the pipeline decides how many text tokens there are: leave --text out")
-    if isinstance(pipe, PixelPipeline):
-        pixels = denoiser(pipe).config.patch_size
-    else:
-        pixels = 2 * getattr(pipe, "vae_scale_factor", 8)
-    rows, columns = grid
-    return record_step(pipe, Request("a lighthouse at dusk", (pixels * rows, pixels * columns), 1000, None, 0))
+    pixels, (*frames, rows, columns) = pixels_per_token(pipe), grid
+    request = Request("a lighthouse at dusk", (pixels * rows, pixels * columns), 1000, None, 0)
+    if frames:
+        request = request._replace(frames=(frames[0] - 1) * pipe.vae_scale_factor_temporal + 1)
+    return record_step(pipe, request)
 
 
 KLEIN = {

@@ -28,6 +28,7 @@ EXTRAS = {
     "tokenizers": "transformers",
     "accelerate": "diffusers,train",
     "peft": "diffusers,train",
+    "imageio_ffmpeg": "diffusers,video",
 }
 """Extras of foveate that install optional packages, by package."""
 
@@ -41,7 +42,8 @@ Size = Annotated[
     str | None,
     typer.Option(
         help="Size in pixels: 1024, or WIDTHxHEIGHT. "
-        "[dim]default: 1024; for the built-in model 128 on a CPU, 256 on a GPU[/]"
+        "[dim]default: 1024; for videos the pipeline's, else 832x480; for the built-in model 128 on a CPU, 256 on a "
+        "GPU[/]"
     ),
 ]
 Tiles = Annotated[str | None, typer.Option(help="Number of tiles of the method, or auto.")]
@@ -175,15 +177,26 @@ def training_device(name: str) -> str:
 
 
 def request_of(
-    pipe: Any, model: str, prompt: str, size: str | None, steps: int | None, guidance: float | None, seed: int
+    pipe: Any,
+    model: str,
+    prompt: str,
+    size: str | None,
+    steps: int | None,
+    guidance: float | None,
+    seed: int,
+    **more: Any,
 ) -> Any:
-    """The validated request, with the model's defaults for everything that is None."""
-    from foveate.diffusers.pipelines import Request, check_request
+    """The validated request, with the model's defaults for everything that is None; `more` are fields of it."""
+    from foveate.diffusers.pipelines import Request, arguments, check_request, makes_video
 
     usual = ("128" if pipe.device.type == "cpu" else "256") if not model else "1024"
     if "width" in pipe.config:  # a pixel model
         usual = f"{pipe.config.width}x{pipe.config.height}"
-    request = Request(prompt, read_size(size or usual), steps or (28 if model else 20), guidance, seed)
+    if makes_video(pipe):
+        known = arguments(pipe)
+        usual = f"{known.get('width') or 832}x{known.get('height') or 480}"
+        more["frames"] = more.get("frames") or known["num_frames"]
+    request = Request(prompt, read_size(size or usual), steps or (28 if model else 20), guidance, seed, **more)
     check_request(pipe, request)
     return request
 

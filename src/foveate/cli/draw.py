@@ -48,7 +48,37 @@ Steps = Annotated[
     typer.Option(min=1, max=1000, help="Denoising steps. [dim]default: 28; for the built-in model 20[/]"),
 ]
 Guidance = Annotated[
-    float | None, typer.Option(min=0, max=1000, help="Guidance scale. [dim]default: the pipeline's[/]")
+    float | None,
+    typer.Option(
+        min=0,
+        max=1000,
+        help="Guidance scale. With --negative, and in models without a guidance input, every step runs the model "
+        "twice. [dim]default: the pipeline's[/]",
+    ),
+]
+Negative = Annotated[
+    str | None, typer.Option(help="Negative prompt: what not to draw. It needs a guidance scale above 1.")
+]
+Frames = Annotated[
+    int | None,
+    typer.Option(
+        min=1,
+        max=100_000,
+        help="Frames of a video: a multiple of what the model packs into one, plus 1, such as 81 for Wan. 1 is a "
+        "picture. [dim]default: the pipeline's[/]",
+    ),
+]
+Fps = Annotated[
+    int | None,
+    typer.Option(min=1, max=240, help="Frames per second of a video. [dim]default: the pipeline's, else 16[/]"),
+]
+Images = Annotated[
+    list[Path] | None,
+    typer.Option(
+        "--image",
+        help="Picture to start from: the first frame of a video, or a reference to edit. Repeat the option for "
+        "more references. Give --size the proportions of the first frame.",
+    ),
 ]
 
 
@@ -69,33 +99,44 @@ def generate(
     lora: Lora = "",
     steps: Steps = None,
     guidance: Guidance = None,
+    negative: Negative = None,
+    image: Images = None,
+    frames: Frames = None,
+    fps: Fps = None,
     seed: Seed = 0,
     out: Annotated[
-        Path | None, typer.Option(help="PNG file to write. [dim]default: named after prompt, seed and method[/]")
+        Path | None,
+        typer.Option(help="PNG or MP4 file to write. [dim]default: named after prompt, seed and method[/]"),
     ] = None,
     device: Device = "auto",
     dtype: Dtype = "auto",
 ) -> None:
-    """Draw one picture, and print what each attention layer did. The PNG file contains the settings.
+    """Draw one picture or video, and print what each attention layer did. A PNG file contains the settings.
 
     foveate generate "a lighthouse" --model black-forest-labs/FLUX.1-dev --size 2048 --method hilberta --tiles 16
+
+    foveate generate "waves at a lighthouse" --model Wan-AI/Wan2.1-T2V-1.3B-Diffusers --frames 81
     """
     options = options_of(option, tiles)
     chosen: Any = None if lora else _method(method, options)
-    if out:
-        check_file(out, "a PNG file", ".png")
+    if out and out.suffix.lower() != ".mp4":
+        check_file(out, "a PNG or MP4 file", ".png")
     pipe, distilled, request = _opened(
-        model, lora, prompt, size, steps, guidance, seed, out.parent if out else Path(), device, dtype
-    )
+        model, lora, prompt, size, steps, guidance, seed, out.parent if out else Path(), device, dtype,
+        negative=negative, images=tuple(image or ()), frames=frames, fps=fps,
+    )  # fmt: skip
+    suffix = _suffix(pipe, request)
+    if out:
+        check_file(out, f"{'an MP4' if suffix == '.mp4' else 'a PNG'} file", suffix)
     chosen = _method_with_lora(distilled, method, options) if lora else chosen
     if method == "dense":
         _own_attention(pipe)
     from foveate.diffusers.apply import apply
     from foveate.diffusers.lora import using
-    from foveate.diffusers.pipelines import denoiser, draw
+    from foveate.diffusers.pipelines import denoiser, draw, frame_rate, write_video
     from foveate.utils.files import slug, write_picture
 
-    path = out or Path(f"{slug(prompt)}-{seed}{'-' + slug(chosen.title) if chosen else ''}.png")
+    path = out or Path(f"{slug(prompt)}-{seed}{'-' + slug(chosen.title) if chosen else ''}{suffix}")
     config: Any = denoiser(pipe).config
     plain = config.get("attention", "dense")  # pixel models have an attention of their own
     if remark := _remark_on(pipe, model, prompt):
@@ -103,13 +144,16 @@ def generate(
     with progress() as track:
         advance, began = track(chosen.title if chosen else plain, request.steps), time.perf_counter()
         with using(pipe, chosen) if distilled else apply(pipe, *chosen.parts) if chosen else nullcontext() as run:
-            image = draw(pipe, request, advance)
+            drawn = draw(pipe, request, advance)
             summary = run.summary() if run else None
         ran = repr(chosen.method if distilled else chosen) if chosen else plain
         about = {"method": ran, "seconds": f"{time.perf_counter() - began:.1f}"} | ({"lora": lora} if lora else {})
         if summary and all(layer.why for layer in summary.layers):
             about["stayed dense"] = summary.layers[0].why
-        write_picture(path, image, {**_settings_of(pipe, model, request), **about})
+        if suffix == ".mp4":
+            write_video(path, drawn, frame_rate(pipe, request))
+        else:
+            write_picture(path, drawn[0], {**_settings_of(pipe, model, request), **about})
     if summary is not None:
         print(summary)
     console.print(f"drawn in {about['seconds']} s")
@@ -124,20 +168,28 @@ def compare(
     lora: Lora = "",
     steps: Steps = None,
     guidance: Guidance = None,
+    negative: Negative = None,
+    image: Images = None,
+    frames: Frames = None,
+    fps: Fps = None,
     seed: Seed = 0,
     rounds: Annotated[int, typer.Option(min=1, max=1000, help="Timed steps of each variant.")] = 3,
     out: Annotated[Path, typer.Option(help="Folder for the page and its pictures.")] = Path("compare"),
     device: Device = "auto",
     dtype: Dtype = "auto",
 ) -> None:
-    """Draw one prompt dense and with every method, on one HTML page with pictures, times and attention patterns.
+    """Draw one prompt dense and with every method, on one HTML page with pictures or videos, times and patterns.
 
     With --lora the page also shows the distilled method. It is slower than the method alone, because the LoRA is not
     merged into the weights. A model of foveate train is shown with dense and with its own log-linear attention.
 
     foveate compare "a red apple above a blue car"
     """
-    pipe, distilled, request = _opened(model, lora, prompt, size, steps, guidance, seed, out, device, dtype)
+    pipe, distilled, request = _opened(
+        model, lora, prompt, size, steps, guidance, seed, out, device, dtype,
+        negative=negative, images=tuple(image or ()), frames=frames, fps=fps,
+    )  # fmt: skip
+    _suffix(pipe, request)
     from foveate.web import compare as side_by_side
 
     methods = _with_distilled(distilled, lora, _own_attention(pipe) or side_by_side.showcase())
@@ -219,6 +271,7 @@ def _opened(
     folder: Path,
     device: str,
     dtype: str,
+    **more: Any,
 ) -> tuple[Any, Any, Any]:
     """Pipeline, distilled method (None without a LoRA of foveate) and request, after the options are checked."""
     if size:
@@ -238,11 +291,26 @@ def _opened(
                 f"the LoRA was distilled with {width} x {height} px: other sizes may be worse than without it"
             )
         size = size or f"{width}x{height}"
-    return pipe, distilled, request_of(pipe, model, prompt, size, steps, guidance, seed)
+    return pipe, distilled, request_of(pipe, model, prompt, size, steps, guidance, seed, **more)
+
+
+def _suffix(pipe: Any, request: Any) -> str:
+    """Suffix of the file with the result; fails if nothing here can write such a file."""
+    from foveate.diffusers.pipelines import makes_video
+
+    if not makes_video(pipe) or request.frames == 1:
+        return ".png"
+    import_module("imageio_ffmpeg")  # fails with what to install
+    return ".mp4"
 
 
 def _settings_of(pipe: Any, model: str, request: Any) -> dict[str, str]:
     """The settings that pictures and pages report."""
+    from foveate.diffusers.pipelines import frame_rate, makes_video
+
+    more = {"negative prompt": request.negative, "images": ", ".join(map(str, request.images))}
+    if makes_video(pipe):
+        more |= {"frames": str(request.frames or "the pipeline's own"), "fps": str(frame_rate(pipe, request))}
     return {
         "prompt": request.prompt,
         "model": model or "foveate's built-in model",
@@ -252,7 +320,7 @@ def _settings_of(pipe: Any, model: str, request: Any) -> dict[str, str]:
         "seed": str(request.seed),
         "device": str(pipe.device),
         "dtype": str(pipe.dtype).removeprefix("torch."),
-    }
+    } | {name: value for name, value in more.items() if value}
 
 
 def _remark_on(pipe: Any, model: str, prompt: str) -> str:

@@ -28,7 +28,7 @@ from foveate.demo.recogniser import FrechetDistance, Recogniser, judge, load_rec
 from foveate.demo.scenes import Scene, Scenes, render, scenes
 from foveate.diffusers.apply import Handle
 from foveate.diffusers.lora import MethodLike, throughout, using
-from foveate.diffusers.pipelines import Request, denoiser, draw, draw_batch, fingerprint
+from foveate.diffusers.pipelines import Request, denoiser, draw, draw_batch, fingerprint, makes_video
 from foveate.utils.device import versions
 from foveate.utils.files import claim, slug, write_picture, write_whole
 from foveate.utils.progress import Track, silent
@@ -122,9 +122,13 @@ def evaluate(
         track: Shows progress.
 
     Raises:
-        ValueError: If `out` holds pictures of other settings, a method does not fit or stays dense, or the DINO model
-            cannot be loaded.
+        ValueError: If the model makes videos, `out` holds pictures of other settings, a method does not fit or stays
+            dense, or the DINO model cannot be loaded.
     """
+    if makes_video(pipeline):
+        raise ValueError(
+            f"the recogniser knows pictures, and {type(pipeline).__name__} makes videos: use an image model"
+        )
     side = request.size[0]
     if request.size[1] != side:
         raise ValueError(f"the recogniser knows square pictures, not {request.size[1]} x {request.size[0]} px")

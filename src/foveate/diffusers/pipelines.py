@@ -5,14 +5,16 @@ import json
 import math
 from collections.abc import Callable, Iterator, Sequence
 from copy import copy
-from inspect import signature
+from inspect import Parameter, signature
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 from zlib import crc32
 
 import torch
 from diffusers import DiffusionPipeline
 from diffusers.pipelines.flux.pipeline_flux import calculate_shift
+from diffusers.utils import export_to_video
 from PIL import Image
 from safetensors import SafetensorError
 
@@ -21,25 +23,35 @@ from foveate.diffusers.hub import fetch
 from foveate.diffusers.lora import MethodLike, throughout, using
 from foveate.diffusers.pixel_pipeline import PixelPipeline
 from foveate.utils.device import choose_device, choose_dtype, now
+from foveate.utils.files import write_whole
 
 __all__ = [
     "Request",
+    "arguments",
     "check_request",
     "denoiser",
     "draw",
     "draw_batch",
     "fingerprint",
+    "frame_rate",
     "load",
+    "makes_video",
     "noise_shift",
+    "pixels_per_token",
     "ready",
     "record_step",
     "text_tokens",
     "time_steps",
     "unread",
+    "write_video",
 ]
 
 INDEX = DiffusionPipeline.config_name
 MOST_TOKENS = 2**20
+NEEDS_IMAGE = ("ImageToVideo", "Edit")
+"""Parts of the names of pipelines that cannot run without an image, although it is an optional argument."""
+SEVERAL_IMAGES = ("Flux2", "QwenImageEditPlus")
+"""How the names of pipelines begin that take several reference images."""
 
 
 def load(model: str, device: str = "auto", dtype: str = "auto") -> DiffusionPipeline:
@@ -64,9 +76,8 @@ def load(model: str, device: str = "auto", dtype: str = "auto") -> DiffusionPipe
         pipeline = kind.from_pretrained(folder if folder.is_dir() else model, dtype=precision)
     except (OSError, ValueError, TypeError, AttributeError, SafetensorError) as error:
         raise ValueError(f"cannot load {model}: {str(error).strip().splitlines()[0]}") from error
-    for name in ("tokenizer", "tokenizer_2"):
-        tokenizer = getattr(pipeline, name, None)
-        if tokenizer is not None and len(tokenizer) <= len(tokenizer.all_special_tokens):  # transformers says nothing
+    for name, tokenizer in _tokenizers(pipeline).items():
+        if len(tokenizer) <= len(tokenizer.all_special_tokens):  # transformers says nothing
             raise ValueError(f"cannot load {model}: its {name} has no words; its files are missing")
     return ready(pipeline, device, dtype)
 
@@ -92,7 +103,7 @@ def fingerprint(model: torch.nn.Module) -> str:
 
 
 class Request(NamedTuple):
-    """One picture to draw.
+    """One picture or video to draw.
 
     Attributes:
         prompt: The text.
@@ -100,6 +111,10 @@ class Request(NamedTuple):
         steps: Number of denoising steps.
         guidance: Guidance scale; None is the pipeline's default.
         seed: Seed of the initial noise, which is drawn on the CPU so that all devices start from the same.
+        negative: Negative prompt; None is the pipeline's default.
+        frames: Number of frames of a video; None is the pipeline's default.
+        fps: Frames per second of a video; None is the pipeline's default.
+        images: Files with the first frame of a video, or with reference images.
     """
 
     prompt: str
@@ -107,80 +122,226 @@ class Request(NamedTuple):
     steps: int
     guidance: float | None
     seed: int
+    negative: str | None = None
+    frames: int | None = None
+    fps: int | None = None
+    images: tuple[Path, ...] = ()
+
+
+def makes_video(pipeline: DiffusionPipeline) -> bool:
+    """Whether the pipeline makes videos."""
+    return "num_frames" in arguments(pipeline)
+
+
+def arguments(pipeline: DiffusionPipeline) -> dict[str, Any]:
+    """Default of each argument of a pipeline's call, by name; `Parameter.empty` for arguments without one."""
+    return {name: parameter.default for name, parameter in signature(pipeline.__call__).parameters.items()}
+
+
+def frame_rate(pipeline: DiffusionPipeline, request: Request) -> int:
+    """Frames per second of the video: as requested, else the pipeline's default, else 16."""
+    return request.fps or int(arguments(pipeline).get("frame_rate", 16))
 
 
 def check_request(pipeline: DiffusionPipeline, request: Request) -> None:
-    """Refuse a request that the pipeline would silently change, or that is too large.
+    """Refuse a request that the pipeline cannot run or would silently change, or that is too large.
 
     Raises:
-        ValueError: If a side is not a multiple of the pixels of one token, there are more than 2^20 tokens, or
-            the model takes no guidance scale.
+        ValueError: If the pipeline has no such argument or would ignore it, if a side is not a multiple of the pixels
+            of one token, if the number of frames does not fit, or if there are more than 2^20 tokens.
     """
-    config = getattr(getattr(pipeline, "transformer", None), "config", None)
-    if request.guidance is not None and not getattr(config, "guidance_embeds", True):
-        raise ValueError(f"this model takes no guidance scale ({request.guidance}): leave --guidance out")
-    size = request.size
+    name, known = type(pipeline).__name__, arguments(pipeline)
+    if missing := [need for need in ("prompt", "height", "width") if need not in known]:
+        raise ValueError(f"{name} takes no {missing[0]}, which this command passes: draw with it from Python")
+    _check_guidance(pipeline, request)
+    _check_images(pipeline, request)
+    tokens = _check_size(pipeline, request.size) * _check_frames(pipeline, request)
+    if tokens > MOST_TOKENS:
+        fewer = " or fewer frames" if makes_video(pipeline) else ""
+        raise ValueError(
+            f"{request.size[1]} x {request.size[0]} px are {tokens:,} tokens, more than {MOST_TOKENS:,}: "
+            f"use a smaller size{fewer}"
+        )
+
+
+def _check_guidance(pipeline: DiffusionPipeline, request: Request) -> None:
+    known, scale = arguments(pipeline), _scale_argument(pipeline, request)
+    if request.negative is not None and "negative_prompt" not in known:
+        raise ValueError(f"{type(pipeline).__name__} takes no negative prompt: leave --negative out")
+    if request.guidance is not None and scale is None:
+        and_negative = ", or add --negative" if "true_cfg_scale" in known else ""
+        raise ValueError(
+            f"this model takes no guidance scale ({request.guidance}): leave --guidance out{and_negative}"
+        )
+    if request.negative is not None and scale is not None:
+        strength = known[scale] if request.guidance is None else request.guidance
+        if strength is not None and strength <= 1:
+            raise ValueError(
+                f"a negative prompt has no effect with a guidance scale of {strength}: use one above 1, "
+                "such as --guidance 4"
+            )
+
+
+def _scale_argument(pipeline: DiffusionPipeline, request: Request) -> str | None:
+    """The argument that takes the guidance scale; None if the pipeline would ignore it.
+
+    Models that were distilled with guidance take it as an input. The others, and all with a negative prompt, run twice
+    a step, which some pipelines call true classifier-free guidance.
+    """
+    known = arguments(pipeline)
+    embedded = getattr(denoiser(pipeline).config, "guidance_embeds", None)
+    true_scale = known.get("true_cfg_scale")
+    if true_scale is not None and (request.negative is not None or (true_scale > 1 and not embedded)):
+        return "true_cfg_scale"
+    ignored = embedded is False and not hasattr(type(pipeline), "do_classifier_free_guidance")
+    if "guidance_scale" not in known or ignored or pipeline.config.get("is_distilled"):
+        return None
+    return "guidance_scale"
+
+
+def _check_images(pipeline: DiffusionPipeline, request: Request) -> None:
+    name, known = type(pipeline).__name__, arguments(pipeline)
+    if request.images and "image" not in known:
+        raise ValueError(f"{name} takes no images: leave --image out, or name a model for editing or image to video")
+    if not request.images and (known.get("image") is Parameter.empty or any(word in name for word in NEEDS_IMAGE)):
+        raise ValueError(f"{name} starts from a picture: name its file with --image")
+    if len(request.images) > 1 and not name.startswith(SEVERAL_IMAGES):
+        raise ValueError(f"{name} takes one image, not {len(request.images)}: name one --image")
+    for path in request.images:
+        try:
+            _read_image(path)
+        except OSError as error:
+            raise ValueError(f"cannot read the picture {path}: name a PNG or JPEG file with --image") from error
+
+
+def _read_image(path: Path) -> Image.Image:
+    with Image.open(path) as image:
+        return image.convert("RGB")
+
+
+def pixels_per_token(pipeline: DiffusionPipeline) -> int:
+    """Side in pixels of the square that becomes one token."""
+    config: Any = denoiser(pipeline).config
     if isinstance(pipeline, PixelPipeline):
-        multiple = pipeline.transformer.config.patch_size
-    else:
-        multiple = 2 * getattr(pipeline, "vae_scale_factor", 8)
+        return config.patch_size
+    for name in ("vae_scale_factor_spatial", "vae_spatial_compression_ratio"):  # of videos
+        if scale := getattr(pipeline, name, None):
+            patch = config.patch_size
+            return scale * (patch if isinstance(patch, int) else patch[-1])
+    return 2 * getattr(pipeline, "vae_scale_factor", 8)
+
+
+def _check_size(pipeline: DiffusionPipeline, size: tuple[int, int]) -> int:
+    """Number of tokens of a frame."""
+    multiple = pixels_per_token(pipeline)
     if any(side < multiple or side % multiple for side in size):
         nearest = "x".join(str(max(multiple, round(side / multiple) * multiple)) for side in size[::-1])
         raise ValueError(
             f"{size[1]} x {size[0]} px does not fit: this model packs {multiple} x {multiple} px into a token; "
             f"use multiples of {multiple}, for example {nearest}"
         )
-    if (tokens := size[0] * size[1] // multiple**2) > MOST_TOKENS:
+    return size[0] * size[1] // multiple**2
+
+
+def _check_frames(pipeline: DiffusionPipeline, request: Request) -> int:
+    """Number of frames of the latents."""
+    if not makes_video(pipeline):
+        if request.frames is not None or request.fps is not None:
+            raise ValueError(
+                f"{type(pipeline).__name__} draws pictures: leave --frames and --fps out, or name a video model, "
+                "such as --model Wan-AI/Wan2.1-T2V-1.3B-Diffusers"
+            )
+        return 1
+    frames = request.frames or arguments(pipeline)["num_frames"] or 1
+    names = "vae_scale_factor_temporal", "vae_temporal_compression_ratio"
+    packed = next((scale for name in names if (scale := getattr(pipeline, name, None))), 1)
+    if (frames - 1) % packed:
         raise ValueError(
-            f"{size[1]} x {size[0]} px are {tokens:,} tokens, more than {MOST_TOKENS:,}: use a smaller size"
+            f"{frames} frames do not fit: after the first one this model packs {packed} frames into one; "
+            f"use a multiple of {packed} plus 1, for example {round((frames - 1) / packed) * packed + 1}"
         )
+    return (frames - 1) // packed + 1
 
 
-def draw(pipeline: DiffusionPipeline, request: Request, on_step: Callable[[], None] = lambda: None) -> Image.Image:
-    """The picture. `on_step` is called after every denoising step."""
-    return draw_batch(pipeline, [request], on_step)[0]
+def draw(
+    pipeline: DiffusionPipeline, request: Request, on_step: Callable[[], None] = lambda: None
+) -> list[Image.Image]:
+    """The frames of a video; a picture is one frame. `on_step` is called after every denoising step."""
+    output = _call(pipeline, [request], on_step)
+    return output.frames[0] if makes_video(pipeline) else output.images
 
 
 def draw_batch(
     pipeline: DiffusionPipeline, requests: Sequence[Request], on_step: Callable[[], None] = lambda: None
 ) -> list[Image.Image]:
     """The pictures of requests that differ in prompt and seed only, drawn together."""
+    return _call(pipeline, requests, on_step).images
+
+
+def _call(pipeline: DiffusionPipeline, requests: Sequence[Request], on_step: Callable[[], None]) -> Any:
+    """What the pipeline returns."""
 
     def after_step(_pipeline: Any, _step: int, _time: Any, tensors: dict[str, Any]) -> dict[str, Any]:
         on_step()
         return tensors
 
-    shared = requests[0]
-    optional = {"guidance_scale": shared.guidance, "max_sequence_length": text_tokens(pipeline)}
+    shared, known = requests[0], arguments(pipeline)
+    scale, negative = _scale_argument(pipeline, shared), shared.negative
+    if scale == "true_cfg_scale" and (shared.guidance or 0) > 1 and negative is None:
+        negative = " "  # without a negative prompt there would be no guidance
+    images = [_read_image(path) for path in shared.images]
+    asked = {
+        scale or "guidance_scale": shared.guidance,
+        "negative_prompt": None if negative is None else [negative] * len(requests),
+        "num_frames": shared.frames,
+        "image": images[0] if len(images) == 1 else images or None,
+        "max_sequence_length": text_tokens(pipeline),
+    }
+    where_known = {"frame_rate": shared.fps, "output_type": "pil", "callback_on_step_end": after_step}
+    asked |= {name: value for name, value in where_known.items() if name in known}
     return pipeline(
         prompt=[request.prompt for request in requests],
         generator=[torch.Generator("cpu").manual_seed(request.seed) for request in requests],
         height=shared.size[0],
         width=shared.size[1],
         num_inference_steps=shared.steps,
-        callback_on_step_end=after_step,
-        **{name: value for name, value in optional.items() if value is not None},
-    ).images
+        **{name: value for name, value in asked.items() if value is not None},
+    )
+
+
+def write_video(path: Path, frames: Sequence[Image.Image], fps: int) -> None:
+    """Write an MP4 file; needs imageio-ffmpeg."""
+    with TemporaryDirectory() as folder:
+        video = Path(folder, "video.mp4")
+        export_to_video([*frames], str(video), fps=fps)
+        write_whole(path, video.read_bytes())
 
 
 def text_tokens(pipeline: DiffusionPipeline) -> int | None:
-    """Number of text tokens to pad to: the pipeline's default, or its last tokenizer's limit if smaller."""
-    asked = signature(pipeline.__call__).parameters.get("max_sequence_length")
-    return None if asked is None else min(asked.default, _tokenizers(pipeline)[-1].model_max_length)
+    """Number of text tokens to pad to: the pipeline's default, or its tokenizers' limit if smaller."""
+    usual = arguments(pipeline).get("max_sequence_length")
+    return None if usual is None else min(usual, _longest(pipeline).model_max_length)
 
 
 def unread(pipeline: DiffusionPipeline, prompt: str) -> str:
     """The end of a prompt that is cut off because it is too long for all text encoders."""
-    if not (tokenizers := _tokenizers(pipeline)):
+    if not _tokenizers(pipeline):
         return ""
-    most = text_tokens(pipeline) or tokenizers[-1].model_max_length
-    return tokenizers[-1].decode(tokenizers[-1](prompt).input_ids[most - 1 :], skip_special_tokens=True)
+    tokenizer = _longest(pipeline)
+    most = text_tokens(pipeline) or tokenizer.model_max_length
+    return tokenizer.decode(tokenizer(prompt).input_ids[most - 1 :], skip_special_tokens=True)
 
 
-def _tokenizers(pipeline: DiffusionPipeline) -> list[Any]:
-    """The tokenizers of a pipeline; the last one takes the longest text."""
+def _longest(pipeline: DiffusionPipeline) -> Any:
+    """The tokenizer that takes the longest text; the last one of several."""
+    return max(reversed(_tokenizers(pipeline).values()), key=lambda tokenizer: tokenizer.model_max_length)
+
+
+def _tokenizers(pipeline: DiffusionPipeline) -> dict[str, Any]:
+    """The tokenizers of a pipeline by name; that of a processor is in it."""
     names = "tokenizer", "tokenizer_2", "tokenizer_3"
-    return [tokenizer for name in names if (tokenizer := getattr(pipeline, name, None)) is not None]
+    found = {name: part for name in names if (part := getattr(pipeline, name, None)) is not None}
+    return {name: getattr(part, "tokenizer", part) for name, part in found.items()}
 
 
 def noise_shift(scheduler: Any, tokens: int) -> float:

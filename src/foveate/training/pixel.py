@@ -261,7 +261,7 @@ class PixelTraining(Run):
         if captions and self.accelerator.is_main_process:
             requests = [Request(words, self._size(), 20, None, seed) for seed, words in enumerate(captions)]
             with self.accelerator.autocast():
-                pictures = [draw(self.pipeline, request) for request in requests]
+                pictures = [draw(self.pipeline, request)[0] for request in requests]
             self.write_sheet({f"{self.step} steps": pictures}, captions)
         self.accelerator.wait_for_everyone()
 

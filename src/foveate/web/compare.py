@@ -2,6 +2,7 @@
 """One prompt drawn with several methods, side by side on one HTML page."""
 
 from collections.abc import Callable, Sequence
+from math import inf, log10
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -10,7 +11,7 @@ from zlib import crc32
 from PIL import Image
 
 from foveate.diffusers.lora import MethodLike, using
-from foveate.diffusers.pipelines import Request, draw, record_step, time_steps
+from foveate.diffusers.pipelines import Request, draw, frame_rate, record_step, time_steps, write_video
 from foveate.methods import METHODS, ComposedMethod, HilbertA, Method, ToMA
 from foveate.ops.block_table import BlockTable
 from foveate.utils.device import versions
@@ -42,12 +43,12 @@ def compare(
 ) -> Path:
     """Draw a prompt dense and with each method, time the denoiser, and write the page. Returns its path.
 
-    Every picture is written as soon as it is drawn, and an interrupted run leaves a page of what is finished. Pictures
-    of an older page in the folder are removed.
+    Every picture is written as soon as it is drawn, and an interrupted run leaves a page of what is finished. A video
+    is written as MP4, beside a picture of some frames. Pictures and videos of an older page in the folder are removed.
 
     Args:
         pipeline: A diffusers pipeline.
-        request: Prompt, size, steps, guidance scale and seed.
+        request: What to draw.
         methods: Methods, one variant each. A method that does not fit is left out, with a notice on the page.
         out: Folder of the page and its pictures.
         settings: Settings that the page and the pictures report.
@@ -76,7 +77,7 @@ def compare(
         for method in (None, *methods):
             advance = track(method.title if method else "dense", request.steps)
             try:
-                variant = _draw_variant(pipeline, request, method, variants[0].image if variants else None, advance)
+                variant = _draw_variant(pipeline, request, method, variants[0].frames if variants else [], advance)
             except ValueError as error:
                 if method is None:
                     raise
@@ -87,6 +88,9 @@ def compare(
             name += f"-{crc32(about['method'].encode()):08x}" if name in files else ""  # slugs are cut
             files.add(name)
             write_picture(out / f"{name}.png", variant.image, {**about, "page": PAGE})
+            if len(variant.frames) > 1:
+                write_video(out / f"{name}.mp4", variant.frames, frame_rate(pipeline, request))
+                variant = variant._replace(video=(out / f"{name}.mp4").read_bytes())
             variants.append(variant)
             ran.append(method)
         step = record_step(pipeline, request)
@@ -101,7 +105,7 @@ def compare(
 
 
 def _remove_pictures(out: Path) -> None:
-    """Remove the pictures that a page was made of, and no others."""
+    """Remove the pictures that a page was made of, with the videos that they are of, and no others."""
     for path in out.glob("*.png"):
         try:
             with Image.open(path) as picture:
@@ -110,6 +114,7 @@ def _remove_pictures(out: Path) -> None:
             continue
         if ours:
             path.unlink()
+            path.with_suffix(".mp4").unlink(missing_ok=True)
 
 
 def _supported(pipeline: Any, methods: Sequence[MethodLike]) -> tuple[list[MethodLike], list[str]]:
@@ -128,25 +133,39 @@ def _supported(pipeline: Any, methods: Sequence[MethodLike]) -> tuple[list[Metho
 
 
 def _draw_variant(
-    pipeline: Any, request: Request, method: MethodLike | None, dense: Any, advance: Callable[[], None]
+    pipeline: Any,
+    request: Request,
+    method: MethodLike | None,
+    dense: list[Image.Image],
+    advance: Callable[[], None],
 ) -> Variant:
     with using(pipeline, method) as run:
-        image = draw(pipeline, request, advance)
+        frames = draw(pipeline, request, advance)
         if method is None or run is None:
-            return Variant("dense", image, [], None, None, 0.0, 0.0, 1.0, None, None, "")
+            return Variant("dense", frames, [], None, None, 0.0, 0.0, 1.0, None, None, "")
         layers, plan = run.summary().layers, next(iter(run.plans().values()), None)
     sparsity = mean(layer.true for layer in layers)
+    tile_map, picked = plan.tile_maps[0] if plan else None, getattr(plan, "picked", None)
+    if tile_map is not None and tile_map.ndim == 3:  # (frames, rows, columns): shown is the first frame
+        tile_map = tile_map[0]
+        picked = None if picked is None else picked[picked < tile_map.numel()]
     return Variant(
         label=method.title,
-        image=image,
+        frames=frames,
         step_seconds=[],
-        psnr=psnr(image, dense),
-        ssim=ssim(image, dense),
+        psnr=_video_psnr(frames, dense),
+        ssim=mean(map(ssim, frames, dense)),
         nominal=mean(layer.nominal for layer in layers),
         true=sparsity,
         flop_bound=1 / (1 - sparsity),
-        tile_map=plan.tile_maps[0] if plan else None,
+        tile_map=tile_map,
         table=next((table for table in plan.tables if isinstance(table, BlockTable)), None) if plan else None,
         why_dense="" if plan else layers[0].why,
-        picked=getattr(plan, "picked", None),
+        picked=picked,
     )
+
+
+def _video_psnr(frames: list[Image.Image], reference: list[Image.Image]) -> float:
+    """PSNR in dB over the pixels of all frames."""
+    error = mean(10 ** (-psnr(*pair) / 10) for pair in zip(frames, reference, strict=True))
+    return -10 * log10(error) if error else inf

@@ -39,6 +39,7 @@ __all__ = [
     "psnr",
     "render",
     "ssim",
+    "strip",
 ]
 
 # Paul Tol's "light" scheme, distinguishable with colour blindness and under a dark line. The centre is grey.
@@ -48,11 +49,11 @@ INK, PAPER, BLUE, ORANGE = "#1F2933", "#FFFFFF", "#0072B2", "#E69F00"
 
 
 class Variant(NamedTuple):
-    """A picture and its measurements.
+    """A picture or video and its measurements.
 
     Attributes:
         label: Name on the page, for example "HilbertA T=16".
-        image: The picture.
+        frames: The frames of the video; one of a picture.
         step_seconds: Seconds of one forward pass of the denoiser, one entry per round; empty if not timed.
         psnr: PSNR to the dense picture in dB; None for dense.
         ssim: SSIM to the dense picture; None for dense.
@@ -63,10 +64,11 @@ class Variant(NamedTuple):
         table: Key blocks that each query block reads; None if dense.
         why_dense: Reason why the method stayed dense; empty if it did not.
         picked: Raster indices of the tokens that others merge into; None without merging.
+        video: Content of the MP4 file; empty for a picture.
     """
 
     label: str
-    image: Image.Image
+    frames: list[Image.Image]
     step_seconds: list[float]
     psnr: float | None
     ssim: float | None
@@ -77,6 +79,13 @@ class Variant(NamedTuple):
     table: BlockTable | None
     why_dense: str
     picked: Int[Tensor, "picked"] | None = None
+    video: bytes = b""
+
+    @property
+    def image(self) -> Image.Image:
+        """The picture; of a video the first frame, the last one, and three between, side by side."""
+        last = len(self.frames) - 1
+        return strip([self.frames[i] for i in sorted({round(part * last / 4) for part in range(5)})])
 
 
 class Comparison(NamedTuple):
@@ -187,6 +196,18 @@ def draw_table(table: BlockTable, limit: int = 512) -> Image.Image:
     framed = Image.new("RGB", (picture.width + 2, picture.height + 2), "#9AA5B1")
     framed.paste(picture, (1, 1))
     return framed
+
+
+def strip(pictures: Sequence[Image.Image]) -> Image.Image:
+    """The pictures side by side in one."""
+    if len(pictures) == 1:
+        return pictures[0]
+    whole = Image.new("RGB", (sum(picture.width for picture in pictures), pictures[0].height))
+    left = 0
+    for picture in pictures:
+        whole.paste(picture, (left, 0))
+        left += picture.width
+    return whole
 
 
 def draw_sheet(rows: dict[str, list[Image.Image]], captions: list[str]) -> Figure:
@@ -320,7 +341,7 @@ def render(template: str, **values: Any) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    filters: dict[str, Any] = {"png": _data_uri, "time": duration, "median": median}
+    filters: dict[str, Any] = {"png": _data_uri, "mp4": _mp4_uri, "time": duration, "median": median}
     filters |= {"tiles": draw_tiles, "blocks": draw_table}
     environment.filters.update(filters)
     return environment.get_template(template).render(**values)
@@ -368,6 +389,11 @@ def _data_uri(picture: Image.Image | Figure) -> str:
         picture.save(file, format="png")
         png = file.getvalue()
     return "data:image/png;base64," + base64.b64encode(png).decode()
+
+
+def _mp4_uri(video: bytes) -> str:
+    """The video as a data URI."""
+    return "data:video/mp4;base64," + base64.b64encode(video).decode()
 
 
 def _speedup(variant: Variant, dense: Variant) -> float | None:

@@ -1,0 +1,156 @@
+"""Pipelines of today's models with tiny random weights, from prompt to picture or video, in float32 and offline."""
+
+import torch
+from diffusers import (
+    AutoencoderKL,
+    AutoencoderKLFlux2,
+    AutoencoderKLQwenImage,
+    AutoencoderKLWan,
+    ChromaPipeline,
+    ChromaTransformer2DModel,
+    FlowMatchEulerDiscreteScheduler,
+    Flux2KleinPipeline,
+    Flux2Pipeline,
+    Flux2Transformer2DModel,
+    QwenImagePipeline,
+    QwenImageTransformer2DModel,
+    UniPCMultistepScheduler,
+    WanImageToVideoPipeline,
+    WanPipeline,
+    WanTransformer3DModel,
+)
+from transformers import (
+    Mistral3Config,
+    Mistral3ForConditionalGeneration,
+    Qwen2_5_VLConfig,
+    Qwen2_5_VLForConditionalGeneration,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    T5Config,
+    T5EncoderModel,
+    UMT5Config,
+    UMT5EncoderModel,
+)
+
+from foveate.demo.text import t5_tokenizer
+
+WIDTH = 16  # of the text encoders
+HEADS = {"attention_head_dim": 16, "num_attention_heads": 2}
+LANGUAGE = {"hidden_size": WIDTH, "intermediate_size": WIDTH, "num_attention_heads": 2, "num_key_value_heads": 1,
+            "head_dim": 8}  # fmt: skip
+T5 = {"d_model": WIDTH, "d_kv": 8, "d_ff": WIDTH, "num_layers": 1, "num_heads": 2}
+SIMPLE_CHAT = "{% for turn in messages %}{{ turn.content }}{% endfor %}"
+CHAT_IN_PARTS = "{% for turn in messages %}{% for part in turn.content %}{{ part.text }}{% endfor %}{% endfor %}"
+
+
+def tokenizer(chat=SIMPLE_CHAT, tokens=512):
+    """A tokenizer that can format a conversation."""
+    words = t5_tokenizer()
+    words.chat_template, words.model_max_length = chat, tokens
+    return words
+
+
+def built(cls, *parts, **named):
+    pipe = cls(*parts, **named)
+    pipe.set_progress_bar_config(disable=True)
+    for part in pipe.components.values():
+        if isinstance(part, torch.nn.Module):
+            part.eval()
+    return pipe
+
+
+def _flux2_parts(text_layers):
+    transformer = Flux2Transformer2DModel(
+        in_channels=16, num_layers=1, num_single_layers=2, joint_attention_dim=text_layers * WIDTH,
+        axes_dims_rope=(4, 4, 4, 4), timestep_guidance_channels=16, guidance_embeds=False, **HEADS,
+    )  # fmt: skip
+    vae = AutoencoderKLFlux2(
+        down_block_types=("DownEncoderBlock2D",) * 2, up_block_types=("UpDecoderBlock2D",) * 2,
+        block_out_channels=(8, 8), layers_per_block=1, latent_channels=4, norm_num_groups=4,
+    )  # fmt: skip
+    return {"scheduler": FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True), "vae": vae,
+            "transformer": transformer}  # fmt: skip
+
+
+def flux2():
+    """FLUX.2's pipeline; its text encoder reads three of 30 layers of Mistral 3."""
+    torch.manual_seed(0)
+    words = tokenizer(CHAT_IN_PARTS)
+    text = {"model_type": "mistral", "vocab_size": len(words), "num_hidden_layers": 30, **LANGUAGE}
+    vision = {"model_type": "pixtral", "hidden_size": WIDTH, "intermediate_size": WIDTH, "num_hidden_layers": 1,
+              "num_attention_heads": 2, "head_dim": 8, "image_size": 28, "patch_size": 14}  # fmt: skip
+    encoder = Mistral3ForConditionalGeneration(Mistral3Config(text_config=text, vision_config=vision))
+    return built(Flux2Pipeline, text_encoder=encoder, tokenizer=words, **_flux2_parts(3))
+
+
+def klein():
+    """FLUX.2 klein's pipeline before distillation, with guidance."""
+    torch.manual_seed(0)
+    words = tokenizer()
+    encoder = Qwen3ForCausalLM(Qwen3Config(vocab_size=len(words), num_hidden_layers=27, **LANGUAGE))
+    return built(Flux2KleinPipeline, text_encoder=encoder, tokenizer=words, **_flux2_parts(3))
+
+
+def qwen():
+    torch.manual_seed(0)
+    words = tokenizer()
+    text = {"vocab_size": len(words), "num_hidden_layers": 1, **LANGUAGE,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]}}  # fmt: skip
+    vision = {"depth": 1, "hidden_size": WIDTH, "intermediate_size": WIDTH, "num_heads": 2, "out_hidden_size": WIDTH}
+    encoder = Qwen2_5_VLForConditionalGeneration(Qwen2_5_VLConfig(text_config=text, vision_config=vision))
+    transformer = QwenImageTransformer2DModel(
+        in_channels=16, out_channels=4, num_layers=2, joint_attention_dim=WIDTH, axes_dims_rope=(8, 4, 4), **HEADS
+    )
+    statistics = {"latents_mean": [0.0] * 4, "latents_std": [1.0] * 4}
+    vae = AutoencoderKLQwenImage(base_dim=4, z_dim=4, dim_mult=[1, 1], num_res_blocks=1, temperal_downsample=[False],
+                                 **statistics)  # fmt: skip
+    scheduler = FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True)
+    return built(QwenImagePipeline, scheduler, vae, encoder, words, transformer)
+
+
+def chroma():
+    torch.manual_seed(0)
+    words = tokenizer(tokens=64)
+    transformer = ChromaTransformer2DModel(
+        in_channels=16, num_layers=1, num_single_layers=2, joint_attention_dim=WIDTH, axes_dims_rope=(4, 4, 8),
+        approximator_num_channels=8, approximator_hidden_dim=16, approximator_layers=1, **HEADS,
+    )  # fmt: skip
+    vae = AutoencoderKL(
+        down_block_types=("DownEncoderBlock2D",) * 2, up_block_types=("UpDecoderBlock2D",) * 2,
+        block_out_channels=(8, 8), norm_num_groups=4, latent_channels=4, shift_factor=0.0,
+    )  # fmt: skip
+    encoder = T5EncoderModel(T5Config(vocab_size=len(words), **T5))
+    return built(ChromaPipeline, FlowMatchEulerDiscreteScheduler(), vae, encoder, words, transformer)
+
+
+def wan(experts=1, image=False):
+    """Wan's pipeline: with two experts that of Wan 2.2, with `image` that from image to video of Wan 2.2."""
+    torch.manual_seed(0)
+    words = tokenizer(tokens=64)
+    models = [
+        WanTransformer3DModel(
+            num_attention_heads=2,
+            attention_head_dim=16,
+            in_channels=4 + (4 + 4) * image,
+            out_channels=4,
+            text_dim=WIDTH,
+            freq_dim=16,
+            ffn_dim=32,
+            num_layers=2,
+            rope_max_seq_len=64,
+        )
+        for _ in range(experts)
+    ]
+    vae = AutoencoderKLWan(
+        base_dim=4, z_dim=4, dim_mult=[1, 1, 1, 1], num_res_blocks=1, latents_mean=[0.0] * 4, latents_std=[1.0] * 4
+    )
+    return built(
+        WanImageToVideoPipeline if image else WanPipeline,
+        tokenizer=words,
+        text_encoder=UMT5EncoderModel(UMT5Config(vocab_size=len(words), **T5)),
+        vae=vae,
+        scheduler=UniPCMultistepScheduler(prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=3.0),
+        transformer=models[0],
+        transformer_2=models[1] if experts == 2 else None,
+        boundary_ratio=0.5 if experts == 2 else None,
+    )
