@@ -308,7 +308,7 @@ TODAY = {
     "flux2": (HilbertA(tiles=4), {}),
     "klein": (HilbertA(tiles=4), {}),
     "qwen": (HilbertA(tiles=4), {"guidance": 3.0, "negative": "a red apple above a blue car"}),
-    "wan": (None, {"frames": 5, "negative": "a dog"}),  # None: there is no card yet; the grid is 2 x 4 x 6
+    "wan": (HilbertA(tiles=2, align=1), {"frames": 9, "negative": "a dog"}),
 }
 """A method for each pipeline, None for dense only, and what is requested besides a picture of 64 x 96 px."""
 
