@@ -483,6 +483,6 @@ def test_a_step_of_a_video_is_recorded_and_timed(today):
     pipe, asked = today("wan"), request("wan")
     before = numbers(draw_request(pipe, asked))
     step = record_step(pipe, asked)
-    assert step.kwargs["hidden_states"].shape == (1, 4, 2, 8, 12)
+    assert step.kwargs["hidden_states"].shape == (1, 4, 3, 8, 12)
     assert len(list(time_steps(pipe, step, [TODAY["wan"][0]], rounds=2))) == 2
     assert (numbers(draw_request(pipe, asked)) == before).all()
