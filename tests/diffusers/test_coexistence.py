@@ -18,6 +18,7 @@ from tiny import FAMILIES, built, call
 import foveate
 from foveate import HilbertA, ToMA
 from foveate.diffusers.backend import plan_of
+from foveate.diffusers.card import card_of
 
 pytestmark = pytest.mark.usefixtures("no_grad")
 SPARSE = HilbertA(tiles=4, align=1)
@@ -31,19 +32,10 @@ class KeepsMaps:
 
     def __init__(self, stock):
         self.stock = stock
+        self.__call__ = stock.__call__  # diffusers reads its signature
 
-    def __call__(
-        self,
-        attn,
-        hidden_states,
-        encoder_hidden_states=None,
-        attention_mask=None,
-        image_rotary_emb=None,
-        freqs_cis=None,
-    ):
-        given = {"image_rotary_emb": image_rotary_emb, "freqs_cis": freqs_cis}
-        rope = {name: value for name, value in given.items() if value is not None}
-        return self.stock(attn, hidden_states, encoder_hidden_states, attention_mask=attention_mask, **rope)
+    def __call__(self, *args, **kwargs):
+        return self.stock(*args, **kwargs)
 
 
 def whys(run):
@@ -196,7 +188,7 @@ def test_a_processor_set_after_apply_runs_sparse_if_it_can_and_is_named_if_not(n
         stock = attn.processor
         attn.set_processor(type(getattr(stock, "original", stock))())
         got = call(model, x)
-        if name in ("flux", "flux2", "chroma", "qwen", "zimage"):
+        if card_of(model).wrapper is None:
             assert torch.equal(got, want)
         else:
             assert "2_0 was set after apply: remove and apply again" in whys(run)[i]
