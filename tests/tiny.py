@@ -16,6 +16,10 @@ from diffusers import (
     Flux2Transformer2DModel,
     FluxPipeline,
     FluxTransformer2DModel,
+    HunyuanImageTransformer2DModel,
+    Krea2Transformer2DModel,
+    LongCatImageTransformer2DModel,
+    OvisImageTransformer2DModel,
     PixArtTransformer2DModel,
     QwenImageTransformer2DModel,
     SD3Transformer2DModel,
@@ -89,6 +93,70 @@ def chroma(dtype=torch.float64, **config):
              "num_attention_heads": 2, "joint_attention_dim": 32, "axes_dims_rope": (4, 4, 8),
              "approximator_num_channels": 8, "approximator_hidden_dim": 16, "approximator_layers": 1}  # fmt: skip
     return ChromaTransformer2DModel(**usual | config).to(dtype).eval()
+
+
+LIKE_FLUX = {"in_channels": 4, "num_layers": 2, "num_single_layers": 3, "attention_head_dim": 16,
+             "num_attention_heads": 2, "joint_attention_dim": 32, "axes_dims_rope": (4, 4, 8)}  # fmt: skip
+
+
+def longcat(dtype=torch.float64, **config):
+    torch.manual_seed(0)
+    return LongCatImageTransformer2DModel(**LIKE_FLUX | config).to(dtype).eval()
+
+
+def ovis(dtype=torch.float64, **config):
+    torch.manual_seed(0)
+    return OvisImageTransformer2DModel(**LIKE_FLUX | {"out_channels": 4} | config).to(dtype).eval()
+
+
+def longcat_inputs(*grids, text=15, batch=1, dtype=torch.float64):
+    """Keyword arguments of one forward of LongCat-Image or Ovis-Image."""
+    x = inputs(*grids, text=text, batch=batch, dtype=dtype)
+    del x["pooled_projections"]
+    return x
+
+
+def krea2(dtype=torch.float64, **config):
+    torch.manual_seed(0)
+    usual = {"in_channels": 4, "num_layers": 4, "attention_head_dim": 16, "num_attention_heads": 4,
+             "num_key_value_heads": 2, "intermediate_size": 64, "timestep_embed_dim": 16, "text_hidden_dim": 16,
+             "num_text_layers": 3, "text_num_attention_heads": 2, "text_num_key_value_heads": 2,
+             "text_intermediate_size": 32, "num_layerwise_text_blocks": 1, "num_refiner_text_blocks": 1,
+             "axes_dims_rope": (4, 4, 8)}  # fmt: skip
+    return Krea2Transformer2DModel(**usual | config).to(dtype).eval()
+
+
+def krea2_inputs(*grids, text=11, batch=1, dtype=torch.float64):
+    """Keyword arguments of one forward."""
+    positions = ids(*grids)
+    return {
+        "hidden_states": torch.randn(batch, len(positions), 4, dtype=dtype),
+        "encoder_hidden_states": torch.randn(batch, text, 3, 16, dtype=dtype),
+        "timestep": torch.full((batch,), 0.5, dtype=dtype),
+        "position_ids": torch.cat([torch.zeros(text, 3), positions]),
+        "return_dict": False,
+    }
+
+
+def hunyuan_image(dtype=torch.float64, **config):
+    torch.manual_seed(0)
+    usual = {"in_channels": 4, "out_channels": 4, "num_layers": 2, "num_single_layers": 3, "num_refiner_layers": 1,
+             "attention_head_dim": 16, "num_attention_heads": 2, "text_embed_dim": 16, "rope_axes_dim": (8, 8),
+             "text_embed_2_dim": 16}  # fmt: skip
+    return HunyuanImageTransformer2DModel(**usual | config).to(dtype).eval()
+
+
+def hunyuan_image_inputs(rows=16, columns=20, text=11, batch=1, dtype=torch.float64):
+    """Keyword arguments of one forward, with the two prompts and without padding."""
+    return {
+        "hidden_states": torch.randn(batch, 4, rows, columns, dtype=dtype),
+        "timestep": torch.full((batch,), 500.0, dtype=dtype),
+        "encoder_hidden_states": torch.randn(batch, text, 16, dtype=dtype),
+        "encoder_attention_mask": torch.ones(batch, text, dtype=torch.long),
+        "encoder_hidden_states_2": torch.randn(batch, 4, 16, dtype=dtype),
+        "encoder_attention_mask_2": torch.ones(batch, 4, dtype=torch.long),
+        "return_dict": False,
+    }
 
 
 def flux2(dtype=torch.float64, **config):
@@ -327,6 +395,7 @@ class Family(NamedTuple):
             None if each block has one.
         text_first: Whether the text precedes the image in the attention sequence.
         method: A method that works at the first grid.
+        checkpoints: Whether gradient checkpointing works in diffusers 0.42.
     """
 
     make: Callable[..., Any]
@@ -336,6 +405,7 @@ class Family(NamedTuple):
     numbers: tuple[int | None, ...] | None = None
     text_first: bool = True
     method: Method = HilbertA(tiles=4, align=1)
+    checkpoints: bool = True
 
 
 def _flux_inputs(model, grid, batch=1):
@@ -358,6 +428,11 @@ def _zimage_inputs(model, grid, batch=1):
     return zimage_inputs(2 * grid[0], 2 * grid[1], batch=batch, dtype=model.dtype, dim=model.dim)
 
 
+def _grid_inputs(make):
+    """Inputs of a model that are made from the grid."""
+    return lambda model, grid, batch=1: make(grid, batch=batch, dtype=model.dtype)
+
+
 def _pixel_inputs(model, grid, batch=1):
     pictures = torch.randn(batch, 3, *grid, dtype=model.dtype)
     return {"hidden_states": pictures, "timestep": torch.full((batch,), 700.0), "return_dict": False}
@@ -377,9 +452,14 @@ _VIDEOS = ((5, 8, 9), (3, 12, 10))
 _LATENTS = ((19, 27), (16, 24))
 FAMILIES = {
     "flux": Family(flux, _flux_inputs, _SIZES, _ROPE),
-    "flux2": Family(flux2, lambda model, grid, batch=1: flux2_inputs(grid, batch=batch, dtype=model.dtype), _SIZES,
-                    {"axes_dims_rope": (8, 8, 8, 8), **_HEADS}),
+    "flux2": Family(flux2, _grid_inputs(flux2_inputs), _SIZES, {"axes_dims_rope": (8, 8, 8, 8), **_HEADS}),
     "chroma": Family(chroma, _flux_inputs, _SIZES, _ROPE),
+    "longcat": Family(longcat, _grid_inputs(longcat_inputs), _SIZES, _ROPE),
+    "ovis": Family(ovis, _grid_inputs(longcat_inputs), _SIZES, _ROPE),
+    "krea2": Family(krea2, _grid_inputs(krea2_inputs), _SIZES, _ROPE, (None, None, 0, 1, 2, 3)),
+    "hunyuan_image": Family(hunyuan_image, _latent_inputs(hunyuan_image_inputs), _SIZES,
+                            {"rope_axes_dim": (16, 16), **_HEADS}, (None, 0, 1, 2, 3, 4), text_first=False,
+                            checkpoints=False),
     "qwen": Family(qwen, lambda model, grid, batch=1: qwen_inputs(grid, batch=batch, dtype=model.dtype,
                    dim=model.inner_dim), _SIZES, _ROPE),
     "zimage": Family(zimage, _zimage_inputs, _SIZES, {"dim": 64, "n_heads": 2, "n_kv_heads": 2,
@@ -405,15 +485,17 @@ def built(name, grid=None, batch=1, **config):
     return model, family.inputs(model, grid or family.grids[0], batch)
 
 
-def exact():
+def exact(model):
     """Context in which Wan, which computes parts of a block in float32, keeps float64; for one thread at a time."""
+    if not isinstance(model, WanTransformer3DModel | WanVACETransformer3DModel):
+        return nullcontext()
     return mock.patch.object(torch.Tensor, "float", lambda x: x if x.dtype == torch.float64 else x.to(torch.float32))
 
 
 def call(model, x, **more):
     """The output of a forward pass, which may change the dictionaries that it is given."""
     x = {name: dict(value) if isinstance(value, dict) else value for name, value in x.items()}
-    with exact() if isinstance(model, WanTransformer3DModel | WanVACETransformer3DModel) else nullcontext():
+    with exact(model):
         out = model(**x, **more)[0]
     return torch.stack(out) if isinstance(out, list) else out
 
@@ -426,7 +508,7 @@ def at(x, left):
 def sample(x, i):
     """The inputs of one sample of a batch."""
     if isinstance(x, dict):
-        shared, lists = ("img_ids", "txt_ids"), ("x", "cap_feats")
+        shared, lists = ("img_ids", "txt_ids", "position_ids"), ("x", "cap_feats")
         return {
             name: value if name in shared else value[i : i + 1] if name in lists else sample(value, i)
             for name, value in x.items()

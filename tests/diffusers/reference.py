@@ -23,7 +23,7 @@ def reference(family, method, *grids):
     layers, ran = [], []
 
     def attention(query, key, value, attn_mask=None, **options):
-        if query.shape[2] != key.shape[2] or attn_mask is not None:
+        if query.shape[2] != key.shape[2] or (attn_mask is not None and not attn_mask.all()):
             return scaled_dot_product_attention(query, key, value, attn_mask, **options)
         ran.append(query)
         number = family.numbers[len(ran) - 1] if family.numbers else len(ran) - 1

@@ -32,14 +32,10 @@ class KeepsMaps:
 
     def __init__(self, stock):
         self.stock = stock
+        self.__call__ = stock.__call__  # diffusers reads its signature
 
-    def __call__(
-        self, attn, hidden_states, encoder_hidden_states=None, attention_mask=None, *rope, image_rotary_emb=None,
-        freqs_cis=None,
-    ):  # fmt: skip
-        given = {"image_rotary_emb": image_rotary_emb, "freqs_cis": freqs_cis}
-        named = {name: value for name, value in given.items() if value is not None}
-        return self.stock(attn, hidden_states, encoder_hidden_states, attention_mask, *rope, **named)
+    def __call__(self, *args, **kwargs):
+        return self.stock(*args, **kwargs)
 
 
 def whys(run):

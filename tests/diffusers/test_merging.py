@@ -51,6 +51,7 @@ def merges(monkeypatch):
 
 
 ATTENTION = "attn.to_q", "attn1.to_q", "attention.to_q"
+FEED_FORWARD = "ff.net.0.proj", "ff.gate", "ffn.net.0.proj", "feed_forward.w1"
 
 
 def without_controlnet(x):
@@ -69,7 +70,7 @@ def seen_tokens(model, x):
     seen, hooks = {}, []
     for name, module in model.named_modules():
         part = re.sub(r".*?(transformer_blocks|^blocks|noise_refiner|layers)\.\d+\.", "", name)
-        if part in (*ATTENTION, "attn2.to_q", "ff.net.0.proj", "ffn.net.0.proj", "feed_forward.w1", "proj_mlp"):
+        if part in (*ATTENTION, "attn2.to_q", *FEED_FORWARD, "proj_mlp"):
             note = lambda _, args, name=name: seen.update({name: args[0].shape[1]})  # noqa: E731
             hooks.append(module.register_forward_pre_hook(note))
     call(model, x)
@@ -258,11 +259,11 @@ def test_autocast_is_near_full_precision(name, granularity):
 @every_family
 def test_everything_in_a_block_runs_on_merged_tokens_or_what_the_options_name(name):
     model, x = built(name, (16, 16))
-    text = {"flux": 15, "chroma": 15, "zimage": 32}.get(name, 0)
+    text = {"krea2": 11, "qwen": 0, "sd3": 0, "zimage": 32}.get(name, 15)  # in the same tensor as the image
     dense = seen_tokens(model, x)
 
     def half(part):
-        words = text if part.startswith(("single", "layers")) else 0
+        words = text if part.startswith(("single", "layers")) or name == "krea2" else 0
         return words + (dense[part] - words) // 2
 
     with foveate.apply(model, ToMA(**MERGES)) as run:
@@ -270,7 +271,7 @@ def test_everything_in_a_block_runs_on_merged_tokens_or_what_the_options_name(na
         assert all(row.saved > 0 and not row.why for row in run.summary().layers)
     with foveate.apply(model, ToMA(granularity="module", merge_cross=False, merge_mlp=False, **MERGES)):
         cross = ("attn2.to_q",) if name != "sd3" else ()
-        left = ("ff.net.0.proj", "ffn.net.0.proj", "feed_forward.w1", *cross)  # single-stream blocks merge as a whole
+        left = (*FEED_FORWARD, *cross)  # single-stream blocks merge as a whole
         assert seen_tokens(model, x) == {part: dense[part] if part.endswith(left) else half(part) for part in dense}
     with foveate.apply(model, ToMA(granularity="module", merge_attn=False, merge_mlp=True, **MERGES)):
         left = (*ATTENTION, *(("attn2.to_q",) if name == "sd3" else ()))
@@ -382,7 +383,7 @@ def test_plans_are_made_from_the_input_of_the_first_block_that_merges(name, gran
         call(model, x)
     assert len(seen) == len(firsts)
     for (features, order), tokens in zip(seen, given, strict=True):
-        image = tokens[:, : len(order)] if name == "zimage" else tokens[:, -len(order) :]
+        image = tokens[:, -len(order) :] if FAMILIES[name].text_first else tokens[:, : len(order)]
         assert torch.equal(features, image[:, order])
 
 

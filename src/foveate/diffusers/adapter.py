@@ -21,7 +21,7 @@ from foveate.diffusers.arguments import Argument, arguments_by_name
 from foveate.diffusers.backend import LayerPlan, attach, detach, dispatches, plan_of, set_attention
 from foveate.diffusers.card import Card, Layout, Stack
 from foveate.diffusers.clock import Clock, Step
-from foveate.diffusers.merging import MergedBlock, MergeGroup
+from foveate.diffusers.merging import MergedBlock, MergeGroup, with_text
 from foveate.diffusers.summary import LayerReport
 from foveate.methods import Method
 from foveate.methods.base import AttentionPlan, DenseFallback, SparseAttention, TokenMerging
@@ -70,6 +70,11 @@ class Layer(NamedTuple):
     def head_dim(self) -> int:
         """Channels of a head."""
         return getattr(self.attn, "head_dim", None) or self.attn.inner_dim // self.attn.heads
+
+    @property
+    def inner_dim(self) -> int:
+        """Channels of all heads together."""
+        return getattr(self.attn, "inner_dim", None) or self.attn.num_heads * self.attn.head_dim
 
 
 class Forward(NamedTuple):
@@ -523,7 +528,7 @@ class ModelAdapter:
         pairs = (text + kept) ** 2 if pattern is None else pattern.pairs()
         every_pair = (text + image) ** 2
         plan = ran.plans[layer.joint] if sparse else None
-        saved = 4 * (every_pair - pairs) * layer.attn.inner_dim
+        saved = 4 * (every_pair - pairs) * layer.inner_dim
         if merges:
             saved += 2 * self._merged_weights(layer) * (image - ran.regions.kept)
         return LayerReport(
@@ -582,7 +587,9 @@ class RopeInBackend:
         if rope is None or not all(plan and plan.pattern and not plan.parallel for plan in plans):
             return None
         for plan in plans:
-            plan.rope = plan.rope or self.card.rotation(rope)  # that of merged tokens is set already
+            if plan.rope is None:  # that of merged tokens is set already
+                rows = self.card.rotation(rope)
+                plan.rope = rows if self.card.rotates_text else with_text(rows, plan.tokens)
         return self.rope.dropped(args, kwargs)
 
 

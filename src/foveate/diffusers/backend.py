@@ -49,6 +49,11 @@ class LayerPlan:
         self.parallel: Any = None
 
     @property
+    def tokens(self) -> int:
+        """Length of the attention sequence."""
+        return self.order.shape[0] if self.inverse is None else self.inverse.shape[0]
+
+    @property
     def context_parallel_config(self) -> Any:
         """That of the wrapped config."""
         return getattr(self.parallel, "context_parallel_config", None)
@@ -133,8 +138,7 @@ def foveate_attention(
     """
     plan: LayerPlan = _parallel_config
     ranks = ulysses_ranks(plan)
-    tokens = plan.order.shape[0] if plan.inverse is None else plan.inverse.shape[0]
-    rope = plan.rope
+    tokens, rope = plan.tokens, plan.rope
     masked = attn_mask is not None and not plan.mask_is_padding
     if query.shape[1] * ranks != tokens or key.shape[1] * ranks != tokens or masked:
         if rope is not None and query.shape[1] == key.shape[1] == rope[0].shape[-2]:

@@ -31,6 +31,10 @@ CARDS: dict[str, str | type["Card"]] = {
     "FluxTransformer2DModel": "foveate.diffusers.cards.flux:FluxCard",
     "Flux2Transformer2DModel": "foveate.diffusers.cards.flux:Flux2Card",
     "ChromaTransformer2DModel": "foveate.diffusers.cards.flux:ChromaCard",
+    "LongCatImageTransformer2DModel": "foveate.diffusers.cards.flux:FluxCard",
+    "OvisImageTransformer2DModel": "foveate.diffusers.cards.flux:FluxCard",
+    "HunyuanImageTransformer2DModel": "foveate.diffusers.cards.hunyuan_image:HunyuanImageCard",
+    "Krea2Transformer2DModel": "foveate.diffusers.cards.krea2:Krea2Card",
     "QwenImageTransformer2DModel": "foveate.diffusers.cards.qwen:QwenImageCard",
     "ZImageTransformer2DModel": "foveate.diffusers.cards.zimage:ZImageCard",
     "SD3Transformer2DModel": "foveate.diffusers.cards.blocks:SD3Card",
@@ -114,32 +118,32 @@ def padding(tokens: int) -> Segment:
     return Segment("padding", (tokens,))
 
 
-_LENGTHS: WeakTensorCache[int] = WeakTensorCache()
+_SEGMENTS: WeakTensorCache[tuple[Segment, ...]] = WeakTensorCache()
 
 
 def text_and_padding(tokens: int, mask: Tensor | None) -> tuple[Segment, ...]:
-    """Segments of a text that is padded at its end.
+    """Segments of a padded text.
 
     Args:
         tokens: Number of tokens, padding included.
         mask: False or 0 where a token is padding [batch, tokens or more]; None if there is no padding.
 
     Raises:
-        DenseFallback: If the samples of the batch are padded differently, or not at the end.
+        DenseFallback: If the samples of the batch are padded differently, or the mask hides more than the text.
     """
     if mask is None:
         return (text(tokens),)
 
-    def read() -> int:
+    def read() -> tuple[Segment, ...]:
         rows = mask.detach().cpu().bool()
-        masked = int((~rows[0]).sum())
-        real = int((~rows[0]).int().argmax()) if masked else rows.shape[1]
-        if (rows != rows[:1]).any() or rows[0, real : real + masked].any():
+        if (rows != rows[:1]).any():
             raise DenseFallback("the text is padded differently in the samples of the batch")
-        return real
+        if not rows[0, tokens:].all():
+            raise DenseFallback("the mask of the text hides image tokens")
+        runs = zip(*rows[0, :tokens].unique_consecutive(return_counts=True), strict=True)
+        return tuple(text(int(length)) if real else padding(int(length)) for real, length in runs)
 
-    real = _LENGTHS.get([mask], None if mask.is_inference() else mask._version, read)
-    return (text(real), padding(tokens - real)) if real < tokens else (text(tokens),)
+    return _SEGMENTS.get([mask], (tokens, None if mask.is_inference() else mask._version), read)
 
 
 class Layout(NamedTuple):
@@ -228,6 +232,8 @@ class Card:
         unmerged: Why token merging cannot work in this class of models; empty if it can.
         padding_mask: Name of the argument with an attention mask that only hides padding, for which `layout` has
             `padding` segments.
+        rotates_text: Whether the rotary embedding has rows for text too. Where it has none, the image comes first.
+        returns_image_first: Whether blocks that return image and text return the image first.
     """
 
     attention: ClassVar[dict[str, bool]] = {"attn": True}
@@ -238,6 +244,8 @@ class Card:
     wrapper: ClassVar[Any] = None
     unmerged: ClassVar[str] = ""
     padding_mask: ClassVar[str | None] = None
+    rotates_text: ClassVar[bool] = True
+    returns_image_first: ClassVar[bool] = False
 
     def layout(self, holder: nn.Module, inputs: dict[str, Any]) -> Layout:
         """The attention sequence of a forward pass.
@@ -267,7 +275,7 @@ class Card:
     def rotation(self, rope: Any) -> tuple[Tensor, Tensor]:
         """(cos, sin) of the attention sequence, each [tokens, head_dim], from the argument `rope` of a block.
 
-        Channels 2i and 2i + 1 of queries and keys form a pair.
+        Channels 2i and 2i + 1 of queries and keys form a pair. Rows for text are left out if `rotates_text` is false.
         """
         return rope
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import pad
 from torch.profiler import record_function
 from torch.utils.hooks import RemovableHandle
 
@@ -22,7 +23,18 @@ from foveate.diffusers.clock import Step
 from foveate.methods.base import TokenMerging
 from foveate.ops.merging import AnyMerge, Group, Regions
 
-__all__ = ["MergeGroup", "MergedBlock"]
+__all__ = ["MergeGroup", "MergedBlock", "with_text"]
+
+
+def with_text(rope: tuple[Tensor, Tensor], tokens: int) -> tuple[Tensor, Tensor]:
+    """Rotary embedding of [image, text] from that of the image: text is not rotated.
+
+    Args:
+        rope: (cos, sin) of the image, each [image, head_dim].
+        tokens: Length of the sequence.
+    """
+    (cos, sin), text = rope, tokens - rope[0].shape[0]
+    return pad(cos, (0, 0, 0, text), value=1.0), pad(sin, (0, 0, 0, text))
 
 
 class MergeGroup:
@@ -224,7 +236,10 @@ class MergedBlock:
         x = args[0] if args else kwargs["hidden_states"]
         rope = self.rope.of(args, kwargs)
         rotation = None if rope is None else self.group.card.rotation(rope)
-        self.group.plan(self.group.split(x, self._joined_text())[1], rotation)
+        image = self.group.split(x, self._joined_text())[1]
+        if rotation is not None and not self.group.card.rotates_text:
+            rotation = with_text(rotation, image.shape[1] + len(self.group.text))
+        self.group.plan(image, rotation)
 
     @torch.compiler.disable
     def plan_outside(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -265,9 +280,10 @@ class MergedBlock:
         if group.whole is None:
             return output
         (x, merged), group.whole = group.whole, None
-        *text, image = output if isinstance(output, tuple) else (output,)
-        image = group.updated(x, merged, image, self._joined_text())
-        return (*text, image) if isinstance(output, tuple) else image
+        parts = list(output) if isinstance(output, tuple) else [output]
+        i = 0 if group.card.returns_image_first else -1
+        parts[i] = group.updated(x, merged, parts[i], self._joined_text())
+        return tuple(parts) if isinstance(output, tuple) else parts[0]
 
     @torch.compiler.disable
     def leave_between(self, block: nn.Module, args: tuple[Any, ...], output: Any) -> Any:

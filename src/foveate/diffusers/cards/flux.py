@@ -1,5 +1,5 @@
 # pyright: basic, reportIncompatibleMethodOverride=false
-"""FLUX.1 (dev, schnell, Fill, Kontext), FLUX.2 and Chroma: [text, image, references], positions in `img_ids`."""
+"""FLUX.1 (dev, schnell, Fill, Kontext) and models alike: [text, image, references], positions in `img_ids`."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -15,7 +15,7 @@ __all__ = ["ChromaCard", "Flux2Card", "FluxCard", "grids_of"]
 
 
 class FluxCard(Card):
-    """`FluxTransformer2DModel`."""
+    """`FluxTransformer2DModel`, `LongCatImageTransformer2DModel`, `OvisImageTransformer2DModel`."""
 
     rope = "image_rotary_emb"
     merge_mlp = False
@@ -73,18 +73,19 @@ class ChromaCard(FluxCard):
 _GRIDS: WeakTensorCache[tuple[tuple[int, int], ...]] = WeakTensorCache()
 
 
-def grids_of(ids: Tensor) -> tuple[tuple[int, int], ...]:
+def grids_of(ids: Tensor, text: int = 0) -> tuple[tuple[int, int], ...]:
     """(rows, columns) of every image in `img_ids`: of the picture, then of its references.
 
     Args:
         ids: [tokens, 3] or [batch, tokens, 3]: (image, row, column) of each token; FLUX.2 appends a fourth number.
+        text: Number of text tokens that come first.
 
     Raises:
         DenseFallback: If an image is not a complete raster of unit steps.
         ValueError: If the samples of a batch differ.
     """
     version = None if ids.is_inference() else ids._version
-    return _GRIDS.get([ids], version, lambda: _read_grids(ids.detach().cpu()))
+    return _GRIDS.get([ids], (version, text), lambda: _read_grids(ids[..., text:, :].detach().cpu()))
 
 
 @persistent

@@ -1,0 +1,38 @@
+# pyright: basic, reportIncompatibleMethodOverride=false, reportAttributeAccessIssue=false
+"""HunyuanImage 2.1: [image, text], with double-stream and single-stream blocks as in FLUX."""
+
+from typing import Any
+
+from torch import nn
+
+from foveate.diffusers.card import Layout, Segment, image, padding, text, text_and_padding
+from foveate.diffusers.cards.flux import FluxCard
+from foveate.methods.base import DenseFallback
+
+__all__ = ["HunyuanImageCard"]
+
+
+class HunyuanImageCard(FluxCard):
+    """`HunyuanImageTransformer2DModel`. Text tokens are not rotated."""
+
+    padding_mask = "encoder_attention_mask"
+    rotates_text = False
+    returns_image_first = True
+
+    def layout(self, holder: nn.Module, inputs: dict[str, Any]) -> Layout:
+        """[image, text, padding]."""
+        sides = inputs["hidden_states"].shape[2:]
+        if len(sides) > 2:
+            raise DenseFallback("latents with frames are no images")
+        patch: Any = holder.config.patch_size
+        rows, columns = (side // size for side, size in zip(sides, patch, strict=True))
+        return Layout((image(rows, columns), *self.text(inputs)))
+
+    def text(self, inputs: dict[str, Any]) -> tuple[Segment, ...]:
+        """The text; the model puts the tokens of both prompts first and their padding last."""
+        words = text_and_padding(inputs["encoder_hidden_states"].shape[1], inputs["encoder_attention_mask"])
+        if (more := inputs.get("encoder_hidden_states_2")) is None:
+            return words
+        words += text_and_padding(more.shape[1], inputs["encoder_attention_mask_2"])
+        real = sum(segment.tokens for segment in words if segment.kind == "text")
+        return text(real), padding(sum(segment.tokens for segment in words) - real)
