@@ -9,8 +9,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import diffusers
 import pytest
 from PIL import Image
+
+from foveate.diffusers.card import CARDS
 
 ROOT = Path(__file__).parent.parent
 DOCS, RESULTS = ROOT / "docs", ROOT / "lab" / "results"
@@ -114,6 +117,16 @@ def test_each_image_and_each_result_is_on_a_page_and_each_page_is_in_the_navigat
     files = [*DOCS.glob("images/**/*.png"), *RESULTS.glob("*.json")]
     assert [path.name for path in files if path.name not in shown] == []
     assert sorted(re.findall(r": ([\w-]+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)) == sorted(pages)
+
+
+def test_the_tables_of_models_list_all_cards_and_nothing_that_does_not_exist():
+    supported, rest = (DOCS / "models.md").read_text().split("## Not supported")
+    ours, others = (set(re.findall(r"^\| [^|]*\| (`.*?`) \|", part, re.MULTILINE)) for part in (supported, rest))
+    names = {name for cell in others for name in re.findall(r"`(\w+)`", cell)}
+    shipped = {name for name, card in CARDS.items() if isinstance(card, str)}  # others were registered by a test
+    assert {cell.strip("`") for cell in ours} == {name for name in shipped if hasattr(diffusers, name)}
+    assert names
+    assert all(hasattr(diffusers, name) and name not in shipped for name in names)
 
 
 @pytest.mark.parametrize("name", re.findall(r"^::: (.*)$", (DOCS / "api.md").read_text(), flags=re.MULTILINE))

@@ -358,6 +358,12 @@ def test_padding_may_be_amid_the_text(name, masks, methods):
         assert ModelAdapter.of(model).ran[model].layout.text == 7
 
 
+def test_the_refiner_of_hunyuan_image_stays_dense():
+    model = tiny.hunyuan_image(patch_size=(1, 1, 1), rope_axes_dim=(4, 4, 8))
+    x = tiny.hunyuan_image_inputs() | {"hidden_states": torch.randn(1, 4, 2, 16, 20).double()}
+    dense_because(model, x, HilbertA(tiles=2), "latents with frames are no images")
+
+
 def test_a_mask_that_hides_image_tokens_stays_dense():
     mask = torch.ones(1, 15 + 320, dtype=torch.bool)
     mask[:, 200:] = False

@@ -45,7 +45,10 @@ def whys(run):
 # --- LoRA ---
 
 
-@pytest.mark.parametrize("name", ["flux", "chroma", "zimage", "sd3", "sdxl", "sd15"])  # the others take none
+@pytest.mark.parametrize(
+    "name",  # the others take none
+    ["flux", "chroma", "longcat", "ovis", "krea2", "hunyuan_image", "zimage", "sd3", "sdxl", "sd15"],
+)
 @pytest.mark.parametrize("method", [SPARSE, LOSSLESS], ids=["sparse", "merged"])
 @pytest.mark.parametrize("first", ["lora", "apply"])
 def test_a_lora_may_come_before_or_after_and_go(name, method, first):
