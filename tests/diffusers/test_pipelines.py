@@ -475,7 +475,7 @@ def test_both_experts_of_wan_draw(today):
     pipe = today("wan", experts=2)
     assert list(_denoisers(pipe)) == ["transformer", "transformer_2"]
     with calls(pipe) as seen:
-        assert numbers(draw_request(pipe, request("wan", steps=4))).shape == (5, 64, 96, 3)
+        assert numbers(draw_request(pipe, request("wan", steps=4))).shape == (9, 64, 96, 3)
     assert len(seen) == 2 * 4
 
 

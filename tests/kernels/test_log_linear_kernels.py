@@ -44,7 +44,7 @@ def heads_of(tokens, dim, dtype=torch.float32, batch=1, heads=1):
 def padding(batch, tokens):
     """A mask in which a run of tokens and many others are padding."""
     real = torch.rand(batch, tokens) > 0.3
-    real[0, : min(tokens - 1, 300)] = False
+    real[0, : min(tokens // 2, 300)] = False
     return real
 
 
