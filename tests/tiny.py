@@ -17,6 +17,7 @@ from diffusers import (
     FluxPipeline,
     FluxTransformer2DModel,
     HunyuanImageTransformer2DModel,
+    HunyuanVideoTransformer3DModel,
     Krea2Transformer2DModel,
     LongCatImageTransformer2DModel,
     OvisImageTransformer2DModel,
@@ -155,6 +156,26 @@ def hunyuan_image_inputs(rows=16, columns=20, text=11, batch=1, dtype=torch.floa
         "encoder_attention_mask": torch.ones(batch, text, dtype=torch.long),
         "encoder_hidden_states_2": torch.randn(batch, 4, 16, dtype=dtype),
         "encoder_attention_mask_2": torch.ones(batch, 4, dtype=torch.long),
+        "return_dict": False,
+    }
+
+
+def hunyuan_video(dtype=torch.float64, **config):
+    torch.manual_seed(0)
+    usual = {"in_channels": 4, "out_channels": 4, "num_layers": 2, "num_single_layers": 3, "num_refiner_layers": 1,
+             "attention_head_dim": 16, "num_attention_heads": 2, "text_embed_dim": 16, "rope_axes_dim": (4, 4, 8),
+             "pooled_projection_dim": 16, "guidance_embeds": False}  # fmt: skip
+    return HunyuanVideoTransformer3DModel(**usual | config).to(dtype).eval()
+
+
+def hunyuan_video_inputs(frames=5, rows=8, columns=9, text=15, batch=1, dtype=torch.float64):
+    """Keyword arguments of one forward, for a grid of tokens, without padding."""
+    return {
+        "hidden_states": torch.randn(batch, 4, frames, 2 * rows, 2 * columns, dtype=dtype),
+        "timestep": torch.full((batch,), 500.0, dtype=dtype),
+        "encoder_hidden_states": torch.randn(batch, text, 16, dtype=dtype),
+        "encoder_attention_mask": torch.ones(batch, text, dtype=torch.long),
+        "pooled_projections": torch.randn(batch, 16, dtype=dtype),
         "return_dict": False,
     }
 
@@ -438,8 +459,13 @@ def _pixel_inputs(model, grid, batch=1):
     return {"hidden_states": pictures, "timestep": torch.full((batch,), 700.0), "return_dict": False}
 
 
+def _video_inputs(make):
+    """Inputs of a model that are made from the grid of a video; an image is a video of one frame."""
+    return lambda model, grid, batch=1: make(*(1, *grid)[-3:], batch=batch, dtype=model.dtype)
+
+
 def _wan_inputs(model, grid, batch=1):
-    x = wan_inputs(*(1, *grid)[-3:], batch=batch, dtype=model.dtype)
+    x = _video_inputs(wan_inputs)(model, grid, batch)
     if isinstance(model, WanVACETransformer3DModel):
         x["control_hidden_states"] = torch.randn_like(x["hidden_states"])
     return x
@@ -468,6 +494,8 @@ FAMILIES = {
     "pixart": Family(pixart, _latent_inputs(pixart_inputs, 2), _SIZES, {"cross_attention_dim": 64, **_HEADS}),
     "dit": Family(dit, _latent_inputs(dit_inputs, 2), ((16, 16), (20, 20)), _HEADS),
     "wan": Family(wan, _wan_inputs, _VIDEOS, _HEADS),
+    "hunyuan_video": Family(hunyuan_video, _video_inputs(hunyuan_video_inputs), _VIDEOS,
+                            {"rope_axes_dim": (8, 12, 12), **_HEADS}, (None, 0, 1, 2, 3, 4), text_first=False),
     "sdxl": Family(unet, _latent_inputs(unet_inputs), _LATENTS, {"block_out_channels": (32, 64),
                    "attention_head_dim": (1, 2)}),
     "sd15": Family(sd15, _latent_inputs(unet_inputs), _LATENTS, {"block_out_channels": (32, 32, 32),

@@ -74,8 +74,10 @@ CASES = {
     "ovis": f"'ovis', {SINGLE}, [foveate.HilbertA(tiles=4)], (2, 7)",
     "krea2": "'krea2', dict(num_layers=10), [foveate.HilbertA(tiles=4)], (2, 8)",
     "krea2 both": "'krea2', dict(num_layers=10), [foveate.HilbertA(tiles=4), foveate.ToMA()], (5, 5)",
-    "hunyuan_image": f"'hunyuan_image', {SINGLE}, [foveate.HilbertA(tiles=4)], (5, 17)",  # hooks pad the rope
-    "hunyuan_image both": f"'hunyuan_image', {SINGLE}, [foveate.HilbertA(tiles=4), foveate.ToMA()], (7, 7)",
+    "hunyuan_image": f"'hunyuan_image', {SINGLE}, [foveate.HilbertA(tiles=4)], (3, 9)",
+    "hunyuan_image both": f"'hunyuan_image', {SINGLE}, [foveate.HilbertA(tiles=4), foveate.ToMA()], (5, 5)",
+    "hunyuan_video": f"'hunyuan_video', {SINGLE}, [foveate.HilbertA(tiles=4)], (3, 10)",
+    "hunyuan_video both": f"'hunyuan_video', {SINGLE}, [foveate.HilbertA(tiles=4), foveate.ToMA()], (7, 7)",
     "zimage": "'zimage', dict(n_layers=10), [foveate.HilbertA(tiles=4)], (4, 6)",
     "zimage both": "'zimage', dict(n_layers=10), [foveate.HilbertA(tiles=4), foveate.ToMA()], (6, 6)",
     "sd3 llsa": "'sd3', dict(caption_projection_dim=64, num_layers=12, attention_head_dim=32, num_attention_heads=2), "
