@@ -20,6 +20,8 @@ from diffusers import (
     HunyuanVideoTransformer3DModel,
     Krea2Transformer2DModel,
     LongCatImageTransformer2DModel,
+    LTX2VideoTransformer3DModel,
+    LTXVideoTransformer3DModel,
     OvisImageTransformer2DModel,
     PixArtTransformer2DModel,
     QwenImageTransformer2DModel,
@@ -357,6 +359,45 @@ def vace(dtype=torch.float64, **config):
     return WanVACETransformer3DModel(**WAN | usual | config).to(dtype).eval()
 
 
+LTX = {"in_channels": 4, "out_channels": 4, "num_attention_heads": 2, "attention_head_dim": 16, "num_layers": 3,
+       "cross_attention_dim": 32, "caption_channels": 16}  # fmt: skip
+
+
+def ltx(dtype=torch.float64, **config):
+    torch.manual_seed(0)
+    width = {"cross_attention_dim": config.get("num_attention_heads", 2) * config.get("attention_head_dim", 16)}
+    return LTXVideoTransformer3DModel(**LTX | width | config).to(dtype).eval()
+
+
+def ltx2(dtype=torch.float64, **config):
+    torch.manual_seed(0)
+    width = {"cross_attention_dim": config.get("num_attention_heads", 2) * config.get("attention_head_dim", 16)}
+    audio = {"audio_in_channels": 4, "audio_out_channels": 4, "audio_num_attention_heads": 2,
+             "audio_attention_head_dim": 8, "audio_cross_attention_dim": 16}  # fmt: skip
+    return LTX2VideoTransformer3DModel(**LTX | width | audio | config).to(dtype).eval()
+
+
+def ltx_inputs(frames=5, rows=8, columns=9, batch=1, dtype=torch.float64):
+    """Keyword arguments of one forward; some of the text is padding."""
+    return {
+        "hidden_states": torch.randn(batch, frames * rows * columns, 4, dtype=dtype),
+        "encoder_hidden_states": torch.randn(batch, 7, 16, dtype=dtype),
+        "timestep": torch.full((batch,), 500.0, dtype=dtype),
+        "encoder_attention_mask": torch.tensor([[1, 1, 1, 1, 0, 0, 0]]).expand(batch, -1),
+        "num_frames": frames,
+        "height": rows,
+        "width": columns,
+        "return_dict": False,
+    }
+
+
+def ltx2_inputs(*grid, batch=1, dtype=torch.float64):
+    """Keyword arguments of one forward, with the audio."""
+    x = ltx_inputs(*grid, batch=batch, dtype=dtype)
+    audio = {"audio_" + name: x[name] for name in ("encoder_hidden_states", "encoder_attention_mask")}
+    return x | audio | {"audio_hidden_states": torch.randn(batch, 6, 4, dtype=dtype), "audio_num_frames": 6}
+
+
 DIT = {"sample_size": 8, "num_layers": 2, "patch_size": 2, "attention_head_dim": 8, "num_attention_heads": 2,
        "in_channels": 4, "out_channels": 8, "num_embeds_ada_norm": 8}  # fmt: skip
 
@@ -501,7 +542,11 @@ FAMILIES = {
     "sd15": Family(sd15, _latent_inputs(unet_inputs), _LATENTS, {"block_out_channels": (32, 32, 32),
                    "attention_head_dim": 1}),
 }  # fmt: skip
-SPARSE = FAMILIES | {"vace": Family(vace, _wan_inputs, _VIDEOS, _HEADS)}
+SPARSE = FAMILIES | {
+    "vace": Family(vace, _wan_inputs, _VIDEOS, _HEADS),
+    "ltx": Family(ltx, _video_inputs(ltx_inputs), _VIDEOS, _HEADS),
+    "ltx2": Family(ltx2, _video_inputs(ltx2_inputs), _VIDEOS, _HEADS, (0, None, 1, None, 2, None)),
+}
 """Families that sparse attention works in; tokens merge in the `FAMILIES` among them."""
 LLSA_ONLY = {"pixel": Family(pixel, _pixel_inputs, _SIZES, method=LLSA(top_k=1, min_tokens=0))}
 
@@ -514,8 +559,8 @@ def built(name, grid=None, batch=1, **config):
 
 
 def exact(model):
-    """Context in which Wan, which computes parts of a block in float32, keeps float64; for one thread at a time."""
-    if not isinstance(model, WanTransformer3DModel | WanVACETransformer3DModel):
+    """Context in which models that compute parts of a block in float32 keep float64; for one thread at a time."""
+    if not type(model).__name__.startswith(("Wan", "LTX")):
         return nullcontext()
     return mock.patch.object(torch.Tensor, "float", lambda x: x if x.dtype == torch.float64 else x.to(torch.float32))
 

@@ -378,6 +378,53 @@ def test_hunyuan_video_may_modulate_the_first_frame_in_its_own_way():
         foveate.apply(model, ToMA(granularity="block"))
 
 
+def coordinates(grid, *conditions, ends=False):
+    """(time, row, column) in pixels of each token of conditions, (first frame, frames), and of a video."""
+    times = torch.tensor([start + 8.0 * i for start, frames in (*conditions, (0, grid[0])) for i in range(frames)])
+    places = torch.cartesian_prod(times, *(32.0 * torch.arange(side) for side in grid[1:])).mT[None]
+    return torch.stack([places, places + 32.0], -1) if ends else places
+
+
+@pytest.mark.parametrize(("name", "ends"), [("ltx", False), ("ltx2", True)])
+@pytest.mark.parametrize("conditions", [[], [(40, 1), (80, 2)]])
+def test_frames_of_conditions_of_ltx_are_frames_of_the_video(name, ends, conditions):
+    grid, method = (5, 8, 9), HilbertA(tiles=4, align=1)
+    whole = (5 + sum(frames for _, frames in conditions), 8, 9)
+    model, x = built(name, whole)
+    x |= {"num_frames": None, "video_coords": coordinates(grid, *conditions, ends=ends)}
+    with reference(SPARSE[name], method, whole):
+        want = call(model, x)
+    with foveate.apply(model, method) as run:
+        torch.testing.assert_close(call(model, x), want)
+        assert not any(whys(run))
+    x["video_coords"][:, 1, :9] += 1
+    dense_because(model, x, method, "no frames of one size")
+
+
+def test_ltx_without_a_grid_stays_dense():
+    model, x = built("ltx2")
+    masked = {"video_self_attention_mask": torch.ones(1, 360, 360).double()}
+    dense_because(model, x, HilbertA(tiles=4, align=1), "an attention mask was passed", **masked)
+
+
+@pytest.mark.parametrize("left_out", [[], [1]])
+def test_guidance_of_ltx2_may_leave_attention_out_in_some_blocks(left_out):
+    model, x = built(
+        "ltx2", rope_type="split", gated_attn=True, audio_gated_attn=True, cross_attn_mod=True,
+        audio_cross_attn_mod=True, perturbed_attn=True,
+    )  # fmt: skip
+    x |= {"sigma": x["timestep"], "spatio_temporal_guidance_blocks": left_out}
+    want = call(model, x)
+    with foveate.apply(model, HilbertA(tiles=1)) as run:
+        torch.testing.assert_close(call(model, x), want)
+        assert not any(whys(run))
+
+
+def test_tokens_of_ltx_do_not_merge():
+    with pytest.raises(ValueError, match="rotates each head in its own way: use HilbertA or LLSA alone"):
+        foveate.apply(tiny.ltx(), ToMA())
+
+
 def test_a_mask_that_hides_image_tokens_stays_dense():
     mask = torch.ones(1, 15 + 320, dtype=torch.bool)
     mask[:, 200:] = False

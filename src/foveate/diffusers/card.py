@@ -44,6 +44,8 @@ CARDS: dict[str, str | type["Card"]] = {
     "UNet2DConditionModel": "foveate.diffusers.cards.blocks:UNetCard",
     "WanTransformer3DModel": "foveate.diffusers.cards.wan:WanCard",
     "WanVACETransformer3DModel": "foveate.diffusers.cards.wan:WanVACECard",
+    "LTXVideoTransformer3DModel": "foveate.diffusers.cards.ltx:LTXCard",
+    "LTX2VideoTransformer3DModel": "foveate.diffusers.cards.ltx:LTXCard",
     "PixelDiT": "foveate.diffusers.cards.pixel_dit:PixelDiTCard",
 }
 """Card of each model class, by name; nothing is imported before it is needed."""
