@@ -24,7 +24,7 @@ class LTXCard(Card):
         """The video, with the frames of conditions before or after it; its grid is given or read from coordinates."""
         if inputs.get("video_self_attention_mask") is not None:
             raise DenseFallback("an attention mask was passed")
-        grid = tuple(inputs.get(name) for name in ("num_frames", "height", "width"))
+        grid: Any = tuple(inputs.get(name) for name in ("num_frames", "height", "width"))
         tokens, places = inputs["hidden_states"].shape[1], inputs.get("video_coords")
         if None not in grid and prod(grid) == tokens:
             return Layout((video(*grid),))
