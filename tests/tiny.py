@@ -17,6 +17,7 @@ from diffusers import (
     FluxPipeline,
     FluxTransformer2DModel,
     HunyuanImageTransformer2DModel,
+    HunyuanVideo15Transformer3DModel,
     HunyuanVideoTransformer3DModel,
     Krea2Transformer2DModel,
     LongCatImageTransformer2DModel,
@@ -178,6 +179,28 @@ def hunyuan_video_inputs(frames=5, rows=8, columns=9, text=15, batch=1, dtype=to
         "encoder_hidden_states": torch.randn(batch, text, 16, dtype=dtype),
         "encoder_attention_mask": torch.ones(batch, text, dtype=torch.long),
         "pooled_projections": torch.randn(batch, 16, dtype=dtype),
+        "return_dict": False,
+    }
+
+
+def hunyuan_video15(dtype=torch.float64, **config):
+    torch.manual_seed(0)
+    usual = {"in_channels": 4, "out_channels": 4, "num_layers": 3, "num_refiner_layers": 1, "attention_head_dim": 16,
+             "num_attention_heads": 2, "text_embed_dim": 16, "text_embed_2_dim": 16, "image_embed_dim": 16,
+             "rope_axes_dim": (4, 4, 8)}  # fmt: skip
+    return HunyuanVideo15Transformer3DModel(**usual | config).to(dtype).eval()
+
+
+def hunyuan_video15_inputs(frames=5, rows=8, columns=9, text=11, batch=1, dtype=torch.float64):
+    """Keyword arguments of one forward, for a grid of tokens, with an image and two prompts, without padding."""
+    return {
+        "hidden_states": torch.randn(batch, 4, frames, rows, columns, dtype=dtype),
+        "timestep": torch.full((batch,), 500.0, dtype=dtype),
+        "encoder_hidden_states": torch.randn(batch, text, 16, dtype=dtype),
+        "encoder_attention_mask": torch.ones(batch, text, dtype=torch.long),
+        "encoder_hidden_states_2": torch.randn(batch, 4, 16, dtype=dtype),
+        "encoder_attention_mask_2": torch.ones(batch, 4, dtype=torch.long),
+        "image_embeds": torch.randn(batch, 3, 16, dtype=dtype),
         "return_dict": False,
     }
 
@@ -537,6 +560,8 @@ FAMILIES = {
     "wan": Family(wan, _wan_inputs, _VIDEOS, _HEADS),
     "hunyuan_video": Family(hunyuan_video, _video_inputs(hunyuan_video_inputs), _VIDEOS,
                             {"rope_axes_dim": (8, 12, 12), **_HEADS}, (None, 0, 1, 2, 3, 4), text_first=False),
+    "hunyuan_video15": Family(hunyuan_video15, _video_inputs(hunyuan_video15_inputs), _VIDEOS,
+                              {"rope_axes_dim": (8, 12, 12), **_HEADS}, (None, 0, 1, 2), text_first=False),
     "sdxl": Family(unet, _latent_inputs(unet_inputs), _LATENTS, {"block_out_channels": (32, 64),
                    "attention_head_dim": (1, 2)}),
     "sd15": Family(sd15, _latent_inputs(unet_inputs), _LATENTS, {"block_out_channels": (32, 32, 32),

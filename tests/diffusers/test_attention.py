@@ -318,6 +318,7 @@ def test_blocks_of_sd3_may_be_skipped(skipped):
         ("krea2", "encoder_attention_mask"),
         ("hunyuan_image", "encoder_attention_mask"),
         ("hunyuan_video", "encoder_attention_mask"),
+        ("hunyuan_video15", "encoder_attention_mask"),
     ],
 )
 def test_the_padding_of_a_text_is_left_out(methods, name, argument, missing):
@@ -348,6 +349,8 @@ def test_the_padding_of_a_text_is_left_out(methods, name, argument, missing):
         ("hunyuan_image", {"encoder_attention_mask": [1, 1, 1, 1, 0, 0, 0, 0, 0, 0, 0],
                            "encoder_attention_mask_2": [1, 1, 1, 0]}),
         ("hunyuan_video", {"encoder_attention_mask": [1, 1, 1, 1, 0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 1]}),
+        ("hunyuan_video15", {"encoder_attention_mask": [1, 1, 0, 0, 0, 0, 0, 0, 0, 0, 1],
+                             "encoder_attention_mask_2": [1, 0, 0, 0]}),
     ],
 )  # fmt: skip
 def test_padding_may_be_amid_the_text(name, masks, methods):
@@ -364,6 +367,16 @@ def test_the_refiner_of_hunyuan_image_stays_dense():
     model = tiny.hunyuan_image(patch_size=(1, 1, 1), rope_axes_dim=(4, 4, 8))
     x = tiny.hunyuan_image_inputs() | {"hidden_states": torch.randn(1, 4, 2, 16, 20).double()}
     dense_because(model, x, HilbertA(tiles=2), "latents with frames are no images")
+
+
+def test_an_image_of_zeros_is_padding_in_hunyuan_video():
+    model, x = built("hunyuan_video15")
+    x["image_embeds"] = torch.zeros_like(x["image_embeds"])
+    want = call(model, x)
+    with foveate.apply(model, HilbertA(tiles=1)) as run:
+        torch.testing.assert_close(call(model, x), want)
+        assert not any(whys(run))
+        assert ModelAdapter.of(model).ran[model].layout.text == 15
 
 
 def test_hunyuan_video_may_modulate_the_first_frame_in_its_own_way():

@@ -78,6 +78,7 @@ CASES = {
     "hunyuan_image both": f"'hunyuan_image', {SINGLE}, [foveate.HilbertA(tiles=4), foveate.ToMA()], (5, 5)",
     "hunyuan_video": f"'hunyuan_video', {SINGLE}, [foveate.HilbertA(tiles=4)], (3, 10)",
     "hunyuan_video both": f"'hunyuan_video', {SINGLE}, [foveate.HilbertA(tiles=4), foveate.ToMA()], (7, 7)",
+    "hunyuan_video15": "'hunyuan_video15', dict(num_layers=10), [foveate.HilbertA(tiles=4)], (1, 6)",
     "ltx": "'ltx', dict(num_layers=10), [foveate.HilbertA(tiles=4)], (1, 4)",
     "ltx2": "'ltx2', dict(num_layers=10), [foveate.HilbertA(tiles=4)], (1, 4)",
     "zimage": "'zimage', dict(n_layers=10), [foveate.HilbertA(tiles=4)], (4, 6)",

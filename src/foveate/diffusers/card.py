@@ -35,6 +35,7 @@ CARDS: dict[str, str | type["Card"]] = {
     "OvisImageTransformer2DModel": "foveate.diffusers.cards.flux:FluxCard",
     "HunyuanImageTransformer2DModel": "foveate.diffusers.cards.hunyuan_image:HunyuanImageCard",
     "HunyuanVideoTransformer3DModel": "foveate.diffusers.cards.hunyuan_video:HunyuanVideoCard",
+    "HunyuanVideo15Transformer3DModel": "foveate.diffusers.cards.hunyuan_video:HunyuanVideo15Card",
     "Krea2Transformer2DModel": "foveate.diffusers.cards.krea2:Krea2Card",
     "QwenImageTransformer2DModel": "foveate.diffusers.cards.qwen:QwenImageCard",
     "ZImageTransformer2DModel": "foveate.diffusers.cards.zimage:ZImageCard",
