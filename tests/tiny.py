@@ -17,8 +17,12 @@ from diffusers import (
     FluxPipeline,
     FluxTransformer2DModel,
     HunyuanImageTransformer2DModel,
+    HunyuanVideo15Transformer3DModel,
+    HunyuanVideoTransformer3DModel,
     Krea2Transformer2DModel,
     LongCatImageTransformer2DModel,
+    LTX2VideoTransformer3DModel,
+    LTXVideoTransformer3DModel,
     OvisImageTransformer2DModel,
     PixArtTransformer2DModel,
     QwenImageTransformer2DModel,
@@ -155,6 +159,48 @@ def hunyuan_image_inputs(rows=16, columns=20, text=11, batch=1, dtype=torch.floa
         "encoder_attention_mask": torch.ones(batch, text, dtype=torch.long),
         "encoder_hidden_states_2": torch.randn(batch, 4, 16, dtype=dtype),
         "encoder_attention_mask_2": torch.ones(batch, 4, dtype=torch.long),
+        "return_dict": False,
+    }
+
+
+def hunyuan_video(dtype=torch.float64, **config):
+    torch.manual_seed(0)
+    usual = {"in_channels": 4, "out_channels": 4, "num_layers": 2, "num_single_layers": 3, "num_refiner_layers": 1,
+             "attention_head_dim": 16, "num_attention_heads": 2, "text_embed_dim": 16, "rope_axes_dim": (4, 4, 8),
+             "pooled_projection_dim": 16, "guidance_embeds": False}  # fmt: skip
+    return HunyuanVideoTransformer3DModel(**usual | config).to(dtype).eval()
+
+
+def hunyuan_video_inputs(frames=5, rows=8, columns=9, text=15, batch=1, dtype=torch.float64):
+    """Keyword arguments of one forward, for a grid of tokens, without padding."""
+    return {
+        "hidden_states": torch.randn(batch, 4, frames, 2 * rows, 2 * columns, dtype=dtype),
+        "timestep": torch.full((batch,), 500.0, dtype=dtype),
+        "encoder_hidden_states": torch.randn(batch, text, 16, dtype=dtype),
+        "encoder_attention_mask": torch.ones(batch, text, dtype=torch.long),
+        "pooled_projections": torch.randn(batch, 16, dtype=dtype),
+        "return_dict": False,
+    }
+
+
+def hunyuan_video15(dtype=torch.float64, **config):
+    torch.manual_seed(0)
+    usual = {"in_channels": 4, "out_channels": 4, "num_layers": 3, "num_refiner_layers": 1, "attention_head_dim": 16,
+             "num_attention_heads": 2, "text_embed_dim": 16, "text_embed_2_dim": 16, "image_embed_dim": 16,
+             "rope_axes_dim": (4, 4, 8)}  # fmt: skip
+    return HunyuanVideo15Transformer3DModel(**usual | config).to(dtype).eval()
+
+
+def hunyuan_video15_inputs(frames=5, rows=8, columns=9, text=11, batch=1, dtype=torch.float64):
+    """Keyword arguments of one forward, for a grid of tokens, with an image and two prompts, without padding."""
+    return {
+        "hidden_states": torch.randn(batch, 4, frames, rows, columns, dtype=dtype),
+        "timestep": torch.full((batch,), 500.0, dtype=dtype),
+        "encoder_hidden_states": torch.randn(batch, text, 16, dtype=dtype),
+        "encoder_attention_mask": torch.ones(batch, text, dtype=torch.long),
+        "encoder_hidden_states_2": torch.randn(batch, 4, 16, dtype=dtype),
+        "encoder_attention_mask_2": torch.ones(batch, 4, dtype=torch.long),
+        "image_embeds": torch.randn(batch, 3, 16, dtype=dtype),
         "return_dict": False,
     }
 
@@ -336,6 +382,45 @@ def vace(dtype=torch.float64, **config):
     return WanVACETransformer3DModel(**WAN | usual | config).to(dtype).eval()
 
 
+LTX = {"in_channels": 4, "out_channels": 4, "num_attention_heads": 2, "attention_head_dim": 16, "num_layers": 3,
+       "cross_attention_dim": 32, "caption_channels": 16}  # fmt: skip
+
+
+def ltx(dtype=torch.float64, **config):
+    torch.manual_seed(0)
+    width = {"cross_attention_dim": config.get("num_attention_heads", 2) * config.get("attention_head_dim", 16)}
+    return LTXVideoTransformer3DModel(**LTX | width | config).to(dtype).eval()
+
+
+def ltx2(dtype=torch.float64, **config):
+    torch.manual_seed(0)
+    width = {"cross_attention_dim": config.get("num_attention_heads", 2) * config.get("attention_head_dim", 16)}
+    audio = {"audio_in_channels": 4, "audio_out_channels": 4, "audio_num_attention_heads": 2,
+             "audio_attention_head_dim": 8, "audio_cross_attention_dim": 16}  # fmt: skip
+    return LTX2VideoTransformer3DModel(**LTX | width | audio | config).to(dtype).eval()
+
+
+def ltx_inputs(frames=5, rows=8, columns=9, batch=1, dtype=torch.float64):
+    """Keyword arguments of one forward; some of the text is padding."""
+    return {
+        "hidden_states": torch.randn(batch, frames * rows * columns, 4, dtype=dtype),
+        "encoder_hidden_states": torch.randn(batch, 7, 16, dtype=dtype),
+        "timestep": torch.full((batch,), 500.0, dtype=dtype),
+        "encoder_attention_mask": torch.tensor([[1, 1, 1, 1, 0, 0, 0]]).expand(batch, -1),
+        "num_frames": frames,
+        "height": rows,
+        "width": columns,
+        "return_dict": False,
+    }
+
+
+def ltx2_inputs(*grid, batch=1, dtype=torch.float64):
+    """Keyword arguments of one forward, with the audio."""
+    x = ltx_inputs(*grid, batch=batch, dtype=dtype)
+    audio = {"audio_" + name: x[name] for name in ("encoder_hidden_states", "encoder_attention_mask")}
+    return x | audio | {"audio_hidden_states": torch.randn(batch, 6, 4, dtype=dtype), "audio_num_frames": 6}
+
+
 DIT = {"sample_size": 8, "num_layers": 2, "patch_size": 2, "attention_head_dim": 8, "num_attention_heads": 2,
        "in_channels": 4, "out_channels": 8, "num_embeds_ada_norm": 8}  # fmt: skip
 
@@ -438,8 +523,13 @@ def _pixel_inputs(model, grid, batch=1):
     return {"hidden_states": pictures, "timestep": torch.full((batch,), 700.0), "return_dict": False}
 
 
+def _video_inputs(make):
+    """Inputs of a model that are made from the grid of a video; an image is a video of one frame."""
+    return lambda model, grid, batch=1: make(*(1, *grid)[-3:], batch=batch, dtype=model.dtype)
+
+
 def _wan_inputs(model, grid, batch=1):
-    x = wan_inputs(*(1, *grid)[-3:], batch=batch, dtype=model.dtype)
+    x = _video_inputs(wan_inputs)(model, grid, batch)
     if isinstance(model, WanVACETransformer3DModel):
         x["control_hidden_states"] = torch.randn_like(x["hidden_states"])
     return x
@@ -468,12 +558,20 @@ FAMILIES = {
     "pixart": Family(pixart, _latent_inputs(pixart_inputs, 2), _SIZES, {"cross_attention_dim": 64, **_HEADS}),
     "dit": Family(dit, _latent_inputs(dit_inputs, 2), ((16, 16), (20, 20)), _HEADS),
     "wan": Family(wan, _wan_inputs, _VIDEOS, _HEADS),
+    "hunyuan_video": Family(hunyuan_video, _video_inputs(hunyuan_video_inputs), _VIDEOS,
+                            {"rope_axes_dim": (8, 12, 12), **_HEADS}, (None, 0, 1, 2, 3, 4), text_first=False),
+    "hunyuan_video15": Family(hunyuan_video15, _video_inputs(hunyuan_video15_inputs), _VIDEOS,
+                              {"rope_axes_dim": (8, 12, 12), **_HEADS}, (None, 0, 1, 2), text_first=False),
     "sdxl": Family(unet, _latent_inputs(unet_inputs), _LATENTS, {"block_out_channels": (32, 64),
                    "attention_head_dim": (1, 2)}),
     "sd15": Family(sd15, _latent_inputs(unet_inputs), _LATENTS, {"block_out_channels": (32, 32, 32),
                    "attention_head_dim": 1}),
 }  # fmt: skip
-SPARSE = FAMILIES | {"vace": Family(vace, _wan_inputs, _VIDEOS, _HEADS)}
+SPARSE = FAMILIES | {
+    "vace": Family(vace, _wan_inputs, _VIDEOS, _HEADS),
+    "ltx": Family(ltx, _video_inputs(ltx_inputs), _VIDEOS, _HEADS),
+    "ltx2": Family(ltx2, _video_inputs(ltx2_inputs), _VIDEOS, _HEADS, (0, None, 1, None, 2, None)),
+}
 """Families that sparse attention works in; tokens merge in the `FAMILIES` among them."""
 LLSA_ONLY = {"pixel": Family(pixel, _pixel_inputs, _SIZES, method=LLSA(top_k=1, min_tokens=0))}
 
@@ -486,8 +584,8 @@ def built(name, grid=None, batch=1, **config):
 
 
 def exact(model):
-    """Context in which Wan, which computes parts of a block in float32, keeps float64; for one thread at a time."""
-    if not isinstance(model, WanTransformer3DModel | WanVACETransformer3DModel):
+    """Context in which models that compute parts of a block in float32 keep float64; for one thread at a time."""
+    if not type(model).__name__.startswith(("Wan", "LTX")):
         return nullcontext()
     return mock.patch.object(torch.Tensor, "float", lambda x: x if x.dtype == torch.float64 else x.to(torch.float32))
 

@@ -4,6 +4,8 @@ import torch
 from diffusers import (
     AutoencoderKL,
     AutoencoderKLFlux2,
+    AutoencoderKLHunyuanVideo,
+    AutoencoderKLLTXVideo,
     AutoencoderKLQwenImage,
     AutoencoderKLWan,
     ChromaPipeline,
@@ -12,6 +14,10 @@ from diffusers import (
     Flux2KleinPipeline,
     Flux2Pipeline,
     Flux2Transformer2DModel,
+    HunyuanVideoPipeline,
+    HunyuanVideoTransformer3DModel,
+    LTXPipeline,
+    LTXVideoTransformer3DModel,
     QwenImagePipeline,
     QwenImageTransformer2DModel,
     UniPCMultistepScheduler,
@@ -19,7 +25,12 @@ from diffusers import (
     WanPipeline,
     WanTransformer3DModel,
 )
+from tokenizers.models import WordLevel
 from transformers import (
+    CLIPTextConfig,
+    CLIPTextModel,
+    LlamaConfig,
+    LlamaModel,
     Mistral3Config,
     Mistral3ForConditionalGeneration,
     Qwen2_5_VLConfig,
@@ -32,7 +43,7 @@ from transformers import (
     UMT5EncoderModel,
 )
 
-from foveate.demo.text import t5_tokenizer
+from foveate.demo.text import clip_tokenizer, t5_tokenizer
 
 WIDTH = 16  # of the text encoders
 HEADS = {"attention_head_dim": 16, "num_attention_heads": 2}
@@ -154,3 +165,45 @@ def wan(experts=1, image=False):
         transformer_2=models[1] if experts == 2 else None,
         boundary_ratio=0.5 if experts == 2 else None,
     )
+
+
+def hunyuan_video():
+    """HunyuanVideo's pipeline; unknown words are one token each, so that its long system prompt fits."""
+    torch.manual_seed(0)
+    words, clip = tokenizer(), clip_tokenizer()
+    words.backend_tokenizer.model = WordLevel(words.get_vocab(), unk_token=words.unk_token)
+    transformer = HunyuanVideoTransformer3DModel(
+        in_channels=4, out_channels=4, num_layers=1, num_single_layers=2, num_refiner_layers=1, text_embed_dim=WIDTH,
+        pooled_projection_dim=WIDTH, rope_axes_dim=(4, 4, 8), **HEADS,
+    )  # fmt: skip
+    vae = AutoencoderKLHunyuanVideo(
+        latent_channels=4, block_out_channels=(4, 4, 4, 4), layers_per_block=1, norm_num_groups=2
+    )
+    clip_text = {"hidden_size": WIDTH, "intermediate_size": WIDTH, "num_attention_heads": 2, "num_hidden_layers": 1,
+                 "projection_dim": WIDTH}  # fmt: skip
+    return built(
+        HunyuanVideoPipeline,
+        text_encoder=LlamaModel(LlamaConfig(vocab_size=len(words), num_hidden_layers=3, **LANGUAGE)),
+        tokenizer=words,
+        transformer=transformer,
+        vae=vae,
+        scheduler=FlowMatchEulerDiscreteScheduler(shift=7.0),
+        text_encoder_2=CLIPTextModel(CLIPTextConfig(vocab_size=len(clip), **clip_text)),
+        tokenizer_2=clip,
+    )
+
+
+def ltx():
+    torch.manual_seed(0)
+    words = tokenizer(tokens=64)
+    transformer = LTXVideoTransformer3DModel(
+        in_channels=4, out_channels=4, num_layers=2, cross_attention_dim=32, caption_channels=WIDTH, **HEADS
+    )
+    widths, layers, scaling = (8, 8, 8, 8), (1, 1, 1, 1, 1), (True, True, False, False)
+    vae = AutoencoderKLLTXVideo(
+        latent_channels=4, block_out_channels=widths, decoder_block_out_channels=widths, layers_per_block=layers,
+        decoder_layers_per_block=layers, spatio_temporal_scaling=scaling, decoder_spatio_temporal_scaling=scaling,
+    )  # fmt: skip
+    encoder = T5EncoderModel(T5Config(vocab_size=len(words), **T5))
+    return built(LTXPipeline, FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True), vae, encoder, words,
+                 transformer)  # fmt: skip

@@ -90,7 +90,7 @@ def test_a_model_is_the_one_whose_attention_is_the_definition_of_the_method(name
 def test_dense_settings_are_the_dense_model(name, grid, method):
     model, x = built(name, grid, 2, **heads_for(name, method))
     dense = call(model, x)
-    tolerance = 1e-7 if name == "hunyuan_image" else 1e-10  # text that it does not rotate becomes float32 too
+    tolerance = 1e-7 if name.startswith("hunyuan") else 1e-10  # text that it does not rotate becomes float32 too
     with foveate.apply(model, method) as run:
         torch.testing.assert_close(call(model, x), dense, rtol=tolerance, atol=tolerance)
         rows = run.summary().layers
@@ -317,6 +317,8 @@ def test_blocks_of_sd3_may_be_skipped(skipped):
         ("qwen", "encoder_hidden_states_mask"),
         ("krea2", "encoder_attention_mask"),
         ("hunyuan_image", "encoder_attention_mask"),
+        ("hunyuan_video", "encoder_attention_mask"),
+        ("hunyuan_video15", "encoder_attention_mask"),
     ],
 )
 def test_the_padding_of_a_text_is_left_out(methods, name, argument, missing):
@@ -331,7 +333,7 @@ def test_the_padding_of_a_text_is_left_out(methods, name, argument, missing):
     shorter = x | {"encoder_hidden_states": x["encoder_hidden_states"][:, :real]}
     shorter |= {"txt_ids": x["txt_ids"][:real]} if "txt_ids" in x else {}
     shorter |= {"position_ids": x["position_ids"][missing:]} if "position_ids" in x else {}
-    shorter |= {argument: mask[:, :real]} if name == "hunyuan_image" else {}
+    shorter |= {argument: mask[:, :real]} if name.startswith("hunyuan") else {}
     torch.testing.assert_close(call(model, shorter), want)
     mask[1, 2:text] = False
     with foveate.apply(model, HilbertA(tiles=2)) as run:
@@ -346,6 +348,9 @@ def test_the_padding_of_a_text_is_left_out(methods, name, argument, missing):
         ("krea2", {"encoder_attention_mask": [1, 1, 1, 1, 1, 0, 0, 0, 0, 1, 1]}),
         ("hunyuan_image", {"encoder_attention_mask": [1, 1, 1, 1, 0, 0, 0, 0, 0, 0, 0],
                            "encoder_attention_mask_2": [1, 1, 1, 0]}),
+        ("hunyuan_video", {"encoder_attention_mask": [1, 1, 1, 1, 0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 1]}),
+        ("hunyuan_video15", {"encoder_attention_mask": [1, 1, 0, 0, 0, 0, 0, 0, 0, 0, 1],
+                             "encoder_attention_mask_2": [1, 0, 0, 0]}),
     ],
 )  # fmt: skip
 def test_padding_may_be_amid_the_text(name, masks, methods):
@@ -362,6 +367,75 @@ def test_the_refiner_of_hunyuan_image_stays_dense():
     model = tiny.hunyuan_image(patch_size=(1, 1, 1), rope_axes_dim=(4, 4, 8))
     x = tiny.hunyuan_image_inputs() | {"hidden_states": torch.randn(1, 4, 2, 16, 20).double()}
     dense_because(model, x, HilbertA(tiles=2), "latents with frames are no images")
+
+
+def test_an_image_of_zeros_is_padding_in_hunyuan_video():
+    model, x = built("hunyuan_video15")
+    x["image_embeds"] = torch.zeros_like(x["image_embeds"])
+    want = call(model, x)
+    with foveate.apply(model, HilbertA(tiles=1)) as run:
+        torch.testing.assert_close(call(model, x), want)
+        assert not any(whys(run))
+        assert ModelAdapter.of(model).ran[model].layout.text == 15
+
+
+def test_hunyuan_video_may_modulate_the_first_frame_in_its_own_way():
+    model, x = built("hunyuan_video", image_condition_type="token_replace")
+    dense = call(model, x)
+    lossless = ToMA(keep=0.999, weights="hard", skip=0, tile=(4, 4), granularity="module")
+    for methods in (HilbertA(tiles=1),), (lossless,), (HilbertA(tiles=1), lossless):
+        with foveate.apply(model, *methods) as run:
+            torch.testing.assert_close(call(model, x), dense)
+            assert not any(whys(run))
+    with pytest.raises(ValueError, match="merge with granularity='module'"):
+        foveate.apply(model, ToMA(granularity="block"))
+
+
+def coordinates(grid, *conditions, ends=False):
+    """(time, row, column) in pixels of each token of conditions, (first frame, frames), and of a video."""
+    times = torch.tensor([start + 8.0 * i for start, frames in (*conditions, (0, grid[0])) for i in range(frames)])
+    places = torch.cartesian_prod(times, *(32.0 * torch.arange(side) for side in grid[1:])).mT[None]
+    return torch.stack([places, places + 32.0], -1) if ends else places
+
+
+@pytest.mark.parametrize(("name", "ends"), [("ltx", False), ("ltx2", True)])
+@pytest.mark.parametrize("conditions", [[], [(40, 1), (80, 2)]])
+def test_frames_of_conditions_of_ltx_are_frames_of_the_video(name, ends, conditions):
+    grid, method = (5, 8, 9), HilbertA(tiles=4, align=1)
+    whole = (5 + sum(frames for _, frames in conditions), 8, 9)
+    model, x = built(name, whole)
+    x |= {"num_frames": None, "video_coords": coordinates(grid, *conditions, ends=ends)}
+    with reference(SPARSE[name], method, whole):
+        want = call(model, x)
+    with foveate.apply(model, method) as run:
+        torch.testing.assert_close(call(model, x), want)
+        assert not any(whys(run))
+    x["video_coords"][:, 1, :9] += 1
+    dense_because(model, x, method, "no frames of one size")
+
+
+def test_ltx_without_a_grid_stays_dense():
+    model, x = built("ltx2")
+    masked = {"video_self_attention_mask": torch.ones(1, 360, 360).double()}
+    dense_because(model, x, HilbertA(tiles=4, align=1), "an attention mask was passed", **masked)
+
+
+@pytest.mark.parametrize("left_out", [[], [1]])
+def test_guidance_of_ltx2_may_leave_attention_out_in_some_blocks(left_out):
+    model, x = built(
+        "ltx2", rope_type="split", gated_attn=True, audio_gated_attn=True, cross_attn_mod=True,
+        audio_cross_attn_mod=True, perturbed_attn=True,
+    )  # fmt: skip
+    x |= {"sigma": x["timestep"], "spatio_temporal_guidance_blocks": left_out}
+    want = call(model, x)
+    with foveate.apply(model, HilbertA(tiles=1)) as run:
+        torch.testing.assert_close(call(model, x), want)
+        assert not any(whys(run))
+
+
+def test_tokens_of_ltx_do_not_merge():
+    with pytest.raises(ValueError, match="rotates each head in its own way: use HilbertA or LLSA alone"):
+        foveate.apply(tiny.ltx(), ToMA())
 
 
 def test_a_mask_that_hides_image_tokens_stays_dense():

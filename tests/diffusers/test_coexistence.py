@@ -47,7 +47,20 @@ def whys(run):
 
 @pytest.mark.parametrize(
     "name",  # the others take none
-    ["flux", "chroma", "longcat", "ovis", "krea2", "hunyuan_image", "zimage", "sd3", "sdxl", "sd15"],
+    [
+        "flux",
+        "chroma",
+        "longcat",
+        "ovis",
+        "krea2",
+        "hunyuan_image",
+        "hunyuan_video",
+        "hunyuan_video15",
+        "zimage",
+        "sd3",
+        "sdxl",
+        "sd15",
+    ],
 )
 @pytest.mark.parametrize("method", [SPARSE, LOSSLESS], ids=["sparse", "merged"])
 @pytest.mark.parametrize("first", ["lora", "apply"])

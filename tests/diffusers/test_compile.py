@@ -23,7 +23,7 @@ near = lambda a, b: torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
 
 FAMILY = """
 name, config, methods, (first, total) = {case}
-family = tiny.FAMILIES[name]
+family = tiny.SPARSE[name]
 model = family.make(dtype=torch.float32, **config)
 grids = [(16, 20), (20, 16), (24, 16), (16, 28)] if name != "sd3" else [(16, 16)]
 x = family.inputs(model, grids[0])
@@ -74,8 +74,13 @@ CASES = {
     "ovis": f"'ovis', {SINGLE}, [foveate.HilbertA(tiles=4)], (2, 7)",
     "krea2": "'krea2', dict(num_layers=10), [foveate.HilbertA(tiles=4)], (2, 8)",
     "krea2 both": "'krea2', dict(num_layers=10), [foveate.HilbertA(tiles=4), foveate.ToMA()], (5, 5)",
-    "hunyuan_image": f"'hunyuan_image', {SINGLE}, [foveate.HilbertA(tiles=4)], (5, 17)",  # hooks pad the rope
-    "hunyuan_image both": f"'hunyuan_image', {SINGLE}, [foveate.HilbertA(tiles=4), foveate.ToMA()], (7, 7)",
+    "hunyuan_image": f"'hunyuan_image', {SINGLE}, [foveate.HilbertA(tiles=4)], (3, 9)",
+    "hunyuan_image both": f"'hunyuan_image', {SINGLE}, [foveate.HilbertA(tiles=4), foveate.ToMA()], (5, 5)",
+    "hunyuan_video": f"'hunyuan_video', {SINGLE}, [foveate.HilbertA(tiles=4)], (3, 10)",
+    "hunyuan_video both": f"'hunyuan_video', {SINGLE}, [foveate.HilbertA(tiles=4), foveate.ToMA()], (7, 7)",
+    "hunyuan_video15": "'hunyuan_video15', dict(num_layers=10), [foveate.HilbertA(tiles=4)], (1, 6)",
+    "ltx": "'ltx', dict(num_layers=10), [foveate.HilbertA(tiles=4)], (1, 4)",
+    "ltx2": "'ltx2', dict(num_layers=10), [foveate.HilbertA(tiles=4)], (1, 4)",
     "zimage": "'zimage', dict(n_layers=10), [foveate.HilbertA(tiles=4)], (4, 6)",
     "zimage both": "'zimage', dict(n_layers=10), [foveate.HilbertA(tiles=4), foveate.ToMA()], (6, 6)",
     "sd3 llsa": "'sd3', dict(caption_projection_dim=64, num_layers=12, attention_head_dim=32, num_attention_heads=2), "

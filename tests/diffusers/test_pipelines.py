@@ -309,6 +309,8 @@ TODAY = {
     "klein": (HilbertA(tiles=4), {}),
     "qwen": (HilbertA(tiles=4), {"guidance": 3.0, "negative": "a red apple above a blue car"}),
     "wan": (HilbertA(tiles=2, align=1), {"frames": 9, "negative": "a dog"}),
+    "hunyuan_video": (HilbertA(tiles=2, align=1), {"frames": 9, "guidance": 3.0, "negative": "a dog"}),
+    "ltx": (HilbertA(tiles=2, align=1), {"frames": 9, "fps": 8, "negative": "a dog"}),
 }
 """A method for each pipeline, None for dense only, and what is requested besides a picture of 64 x 96 px."""
 

@@ -21,7 +21,7 @@ from foveate.diffusers.arguments import Argument, arguments_by_name
 from foveate.diffusers.backend import LayerPlan, attach, detach, dispatches, plan_of, set_attention
 from foveate.diffusers.card import Card, Layout, Stack
 from foveate.diffusers.clock import Clock, Step
-from foveate.diffusers.merging import MergedBlock, MergeGroup, with_text
+from foveate.diffusers.merging import MergedBlock, MergeGroup
 from foveate.diffusers.summary import LayerReport
 from foveate.methods import Method
 from foveate.methods.base import AttentionPlan, DenseFallback, SparseAttention, TokenMerging
@@ -584,12 +584,11 @@ class RopeInBackend:
     def take(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Move the rotary embedding from the arguments of the block into the plans of its layers."""
         rope, plans = self.rope.of(args, kwargs), [plan_of(attn.processor) for attn in self.attentions]
-        if rope is None or not all(plan and plan.pattern and not plan.parallel for plan in plans):
+        if rope is None or not all(plan and plan.pattern is not None and not plan.parallel for plan in plans):
             return None
         for plan in plans:
             if plan.rope is None:  # that of merged tokens is set already
-                rows = self.card.rotation(rope)
-                plan.rope = rows if self.card.rotates_text else with_text(rows, plan.tokens)
+                plan.rope = self.card.rotation(rope)
         return self.rope.dropped(args, kwargs)
 
 

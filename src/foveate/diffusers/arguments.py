@@ -22,12 +22,14 @@ class Argument:
 
     Args:
         module: The module.
-        name: Name of the argument; None if there is none.
+        name: Name of the argument; None if there is none. Of several names, the first one that the module has.
     """
 
-    def __init__(self, module: nn.Module, name: str | None) -> None:
+    def __init__(self, module: nn.Module, name: str | tuple[str, ...] | None) -> None:
         # names and no position: torch.compile would take a number that differs between blocks for a variable
-        self.name, self.names = name, _names(type(module))
+        self.names = _names(type(module))
+        known = (name,) if isinstance(name, str) else name or (None,)
+        self.name = next((name for name in known if name in self.names), known[-1])
 
     def of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Its value in a call; None if it was not given."""

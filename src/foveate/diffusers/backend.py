@@ -12,11 +12,22 @@ from typing import Any
 from diffusers.models import attention_dispatch
 from diffusers.models.attention_dispatch import AttentionBackendName, SeqAllToAllDim, dispatch_attention_fn
 from torch import Tensor
+from torch.nn.functional import pad
 
 from foveate.ops.joint_attention import Pattern, joint_attention
 from foveate.ops.permute_tokens import permute_tokens
 
-__all__ = ["FOVEATE", "LayerPlan", "attach", "detach", "dispatches", "foveate_attention", "plan_of", "set_attention"]
+__all__ = [
+    "FOVEATE",
+    "LayerPlan",
+    "attach",
+    "detach",
+    "dispatches",
+    "foveate_attention",
+    "plan_of",
+    "set_attention",
+    "with_text",
+]
 
 
 class LayerPlan:
@@ -28,7 +39,7 @@ class LayerPlan:
         pattern: Which tokens attend to which; None if all attend to all.
         mask_is_padding: Whether an attention mask only hides the padding, which `order` leaves out.
         rope: (cos, sin), [tokens, head_dim] or [batch, tokens, head_dim], to rotate queries and keys by; None if the
-            processor has done so.
+            processor has done so. Rows for the last tokens, the text, may be left out: they are not rotated.
         bias: Added to the attention logits of each key [batch or 1, tokens].
         backend: The backend of the processor before `attach`.
         parallel: The parallel config of the processor before `attach`.
@@ -119,6 +130,17 @@ def set_attention(processor: Any, backend: Any, config: Any) -> None:
             vars(processor).pop(name)
 
 
+def with_text(rope: tuple[Tensor, Tensor], tokens: int) -> tuple[Tensor, Tensor]:
+    """Rotary embedding of [image, text] from that of the image: text is not rotated.
+
+    Args:
+        rope: (cos, sin), each [image, head_dim] or [batch, image, head_dim].
+        tokens: Length of the sequence.
+    """
+    (cos, sin), text = rope, tokens - rope[0].shape[-2]
+    return (pad(cos, (0, 0, 0, text), value=1.0), pad(sin, (0, 0, 0, text))) if text else rope
+
+
 @attention_dispatch._AttentionBackendRegistry.register(FOVEATE, supports_context_parallel=True)
 def foveate_attention(
     query: Tensor,
@@ -138,7 +160,7 @@ def foveate_attention(
     """
     plan: LayerPlan = _parallel_config
     ranks = ulysses_ranks(plan)
-    tokens, rope = plan.tokens, plan.rope
+    tokens, rope = plan.tokens, None if plan.rope is None else with_text(plan.rope, plan.tokens)
     masked = attn_mask is not None and not plan.mask_is_padding
     if query.shape[1] * ranks != tokens or key.shape[1] * ranks != tokens or masked:
         if rope is not None and query.shape[1] == key.shape[1] == rope[0].shape[-2]:
@@ -154,15 +176,15 @@ def foveate_attention(
     if ranks > 1:  # each process gets all tokens of some heads
         group = plan.context_parallel_config._ulysses_mesh.get_group()
         query, key, value = (SeqAllToAllDim.apply(group, x.contiguous(), 2, 1) for x in (query, key, value))
-        out = _attend(query, key, value, plan)
+        out = _attend(query, key, value, plan, rope)
         return SeqAllToAllDim.apply(group, out.contiguous(), 1, 2)
-    return _attend(query, key, value, plan)
+    return _attend(query, key, value, plan, rope)
 
 
-def _attend(query: Tensor, key: Tensor, value: Tensor, plan: LayerPlan) -> Tensor:
+def _attend(query: Tensor, key: Tensor, value: Tensor, plan: LayerPlan, rope: tuple[Tensor, Tensor] | None) -> Tensor:
     """Gather the sequence into the order of the plan, attend by its pattern, and scatter the result back."""
     order = None if plan.inverse is None else plan.order.to(query.device)
-    query, key, value = (x.transpose(1, 2) for x in permute_tokens(query, key, value, order=order, rope=plan.rope))
+    query, key, value = (x.transpose(1, 2) for x in permute_tokens(query, key, value, order=order, rope=rope))
     if plan.inverse is None or len(plan.order) == len(plan.inverse):
         return joint_attention(query, key, value, plan.pattern, scatter=order).transpose(1, 2)
     # padding gets zeros

@@ -34,6 +34,8 @@ CARDS: dict[str, str | type["Card"]] = {
     "LongCatImageTransformer2DModel": "foveate.diffusers.cards.flux:FluxCard",
     "OvisImageTransformer2DModel": "foveate.diffusers.cards.flux:FluxCard",
     "HunyuanImageTransformer2DModel": "foveate.diffusers.cards.hunyuan_image:HunyuanImageCard",
+    "HunyuanVideoTransformer3DModel": "foveate.diffusers.cards.hunyuan_video:HunyuanVideoCard",
+    "HunyuanVideo15Transformer3DModel": "foveate.diffusers.cards.hunyuan_video:HunyuanVideo15Card",
     "Krea2Transformer2DModel": "foveate.diffusers.cards.krea2:Krea2Card",
     "QwenImageTransformer2DModel": "foveate.diffusers.cards.qwen:QwenImageCard",
     "ZImageTransformer2DModel": "foveate.diffusers.cards.zimage:ZImageCard",
@@ -43,6 +45,8 @@ CARDS: dict[str, str | type["Card"]] = {
     "UNet2DConditionModel": "foveate.diffusers.cards.blocks:UNetCard",
     "WanTransformer3DModel": "foveate.diffusers.cards.wan:WanCard",
     "WanVACETransformer3DModel": "foveate.diffusers.cards.wan:WanVACECard",
+    "LTXVideoTransformer3DModel": "foveate.diffusers.cards.ltx:LTXCard",
+    "LTX2VideoTransformer3DModel": "foveate.diffusers.cards.ltx:LTXCard",
     "PixelDiT": "foveate.diffusers.cards.pixel_dit:PixelDiTCard",
 }
 """Card of each model class, by name; nothing is imported before it is needed."""
@@ -222,7 +226,7 @@ class Card:
     Attributes:
         attention: Self-attention modules of a block by name, and whether text and image attend to each other there.
         rope: Name of a block's argument with the rotary embedding, which `rotation` understands; None if there is
-            none.
+            none. Several names where blocks differ, that of the attention modules last.
         merged_modules: Modules that token merging with granularity="module" runs on merged tokens, by the option of
             the method that turns them on: "attn", "cross" or "mlp".
         merge_mlp: Whether the "mlp" modules merge where the method does not say.
@@ -237,7 +241,7 @@ class Card:
     """
 
     attention: ClassVar[dict[str, bool]] = {"attn": True}
-    rope: ClassVar[str | None] = None
+    rope: ClassVar[str | tuple[str, ...] | None] = None
     merged_modules: ClassVar[dict[str, str]] = {"attn": "attn", "ff": "mlp"}
     merge_mlp: ClassVar[bool] = True
     stream: ClassVar[tuple[str, str]] = ("norm", "proj_out")

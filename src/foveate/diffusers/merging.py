@@ -12,29 +12,17 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import pad
 from torch.profiler import record_function
 from torch.utils.hooks import RemovableHandle
 
 from foveate.diffusers.arguments import Argument
-from foveate.diffusers.backend import LayerPlan
+from foveate.diffusers.backend import LayerPlan, with_text
 from foveate.diffusers.card import Card
 from foveate.diffusers.clock import Step
 from foveate.methods.base import TokenMerging
 from foveate.ops.merging import AnyMerge, Group, Regions
 
-__all__ = ["MergeGroup", "MergedBlock", "with_text"]
-
-
-def with_text(rope: tuple[Tensor, Tensor], tokens: int) -> tuple[Tensor, Tensor]:
-    """Rotary embedding of [image, text] from that of the image: text is not rotated.
-
-    Args:
-        rope: (cos, sin) of the image, each [image, head_dim].
-        tokens: Length of the sequence.
-    """
-    (cos, sin), text = rope, tokens - rope[0].shape[0]
-    return pad(cos, (0, 0, 0, text), value=1.0), pad(sin, (0, 0, 0, text))
+__all__ = ["MergeGroup", "MergedBlock"]
 
 
 class MergeGroup:

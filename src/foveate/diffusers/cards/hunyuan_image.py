@@ -9,7 +9,7 @@ from foveate.diffusers.card import Layout, Segment, image, padding, text, text_a
 from foveate.diffusers.cards.flux import FluxCard
 from foveate.methods.base import DenseFallback
 
-__all__ = ["HunyuanImageCard"]
+__all__ = ["HunyuanImageCard", "padding_last"]
 
 
 class HunyuanImageCard(FluxCard):
@@ -33,6 +33,10 @@ class HunyuanImageCard(FluxCard):
         words = text_and_padding(inputs["encoder_hidden_states"].shape[1], inputs["encoder_attention_mask"])
         if (more := inputs.get("encoder_hidden_states_2")) is None:
             return words
-        words += text_and_padding(more.shape[1], inputs["encoder_attention_mask_2"])
-        real = sum(segment.tokens for segment in words if segment.kind == "text")
-        return text(real), padding(sum(segment.tokens for segment in words) - real)
+        return padding_last(words + text_and_padding(more.shape[1], inputs["encoder_attention_mask_2"]))
+
+
+def padding_last(words: tuple[Segment, ...]) -> tuple[Segment, ...]:
+    """All text, then all padding."""
+    real = sum(segment.tokens for segment in words if segment.kind == "text")
+    return text(real), padding(sum(segment.tokens for segment in words) - real)

@@ -1,0 +1,52 @@
+# pyright: basic, reportIncompatibleMethodOverride=false, reportAttributeAccessIssue=false, reportCallIssue=false
+"""HunyuanVideo and HunyuanVideo 1.5, text or image to video: [video, text, padding]."""
+
+from typing import Any
+
+from torch import nn
+
+from foveate.diffusers.card import Card, Layout, Segment, padding, text, text_and_padding, video
+from foveate.diffusers.cards.hunyuan_image import HunyuanImageCard, padding_last
+
+__all__ = ["HunyuanVideo15Card", "HunyuanVideoCard"]
+
+
+class HunyuanVideoCard(HunyuanImageCard):
+    """`HunyuanVideoTransformer3DModel`: double-stream and single-stream blocks as in FLUX."""
+
+    rope = "freqs_cis", "image_rotary_emb"
+
+    def layout(self, holder: nn.Module, inputs: dict[str, Any]) -> Layout:
+        """[video, text, padding]; the grid is that of the latent's patches."""
+        patch = holder.config.patch_size_t, holder.config.patch_size, holder.config.patch_size
+        sides = inputs["hidden_states"].shape[2:]
+        grid = video(*(side // size for side, size in zip(sides, patch, strict=True)))
+        return Layout((grid, *self.text(inputs)))
+
+    def text(self, inputs: dict[str, Any]) -> tuple[Segment, ...]:
+        """The text; the model counts its tokens and takes the last ones for padding."""
+        return padding_last(
+            text_and_padding(inputs["encoder_hidden_states"].shape[1], inputs["encoder_attention_mask"])
+        )
+
+    def check(self, model: nn.Module, methods: tuple[Any, ...]) -> None:
+        """Refuse to merge whole blocks of models that modulate the first frame in its own way."""
+        if model.config.get("image_condition_type") == "token_replace" and any(
+            getattr(method, "granularity", "") == "block" for method in methods
+        ):
+            raise ValueError("this model modulates the first frame in its own way: merge with granularity='module'")
+
+
+class HunyuanVideo15Card(HunyuanVideoCard):
+    """`HunyuanVideo15Transformer3DModel`: double-stream blocks. Its text is an image and two prompts."""
+
+    stacks = Card.stacks
+
+    def text(self, inputs: dict[str, Any]) -> tuple[Segment, ...]:
+        """The image, which is padding if it is all zero, and the prompts; the model puts all padding last."""
+        image = inputs["image_embeds"]
+        words = [text(image.shape[1]) if image.any() else padding(image.shape[1])]
+        for which in ("", "_2"):
+            tokens = inputs["encoder_hidden_states" + which].shape[1]
+            words += text_and_padding(tokens, inputs["encoder_attention_mask" + which])
+        return padding_last(tuple(words))

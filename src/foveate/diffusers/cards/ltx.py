@@ -1,0 +1,50 @@
+# pyright: basic, reportIncompatibleMethodOverride=false
+"""LTX-Video and LTX-2: video tokens alone; text, and audio in LTX-2, by cross-attention."""
+
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from foveate.diffusers.card import Card, Layout, video
+from foveate.methods.base import DenseFallback
+from foveate.utils.cache import WeakTensorCache, persistent
+
+__all__ = ["LTXCard"]
+
+
+class LTXCard(Card):
+    """`LTXVideoTransformer3DModel`, `LTX2VideoTransformer3DModel`. The model rotates queries and keys itself."""
+
+    attention = {"attn1": False}  # noqa: RUF012
+    unmerged = "rotates each head in its own way"
+
+    def layout(self, holder: nn.Module, inputs: dict[str, Any]) -> Layout:
+        """The video, with the frames of conditions before or after it; its grid is given or read from coordinates."""
+        if inputs.get("video_self_attention_mask") is not None:
+            raise DenseFallback("an attention mask was passed")
+        grid: Any = tuple(inputs.get(name) for name in ("num_frames", "height", "width"))
+        tokens, places = inputs["hidden_states"].shape[1], inputs.get("video_coords")
+        if None not in grid and prod(grid) == tokens:
+            return Layout((video(*grid),))
+        if places is None:
+            raise DenseFallback("neither num_frames, height and width nor video_coords tell the grid of the tokens")
+        version = None if places.is_inference() else places._version
+        return Layout((video(*_GRIDS.get([places], version, lambda: _grid_of(places.detach().cpu()))),))
+
+
+# Reading coordinates waits for the device, and a pipeline keeps them through all steps.
+_GRIDS: WeakTensorCache[tuple[int, int, int]] = WeakTensorCache()
+
+
+@persistent
+def _grid_of(places: Tensor) -> tuple[int, int, int]:
+    """(frames, rows, columns) of (time, row, column) of each token, [batch, 3, tokens] or its start and end."""
+    places = places if places.ndim == 3 else places[..., 0]
+    rows, columns = places[0, 1].unique(), places[0, 2].unique()
+    frames = places.shape[2] // (len(rows) * len(columns))
+    raster = torch.cartesian_prod(rows, columns).mT.repeat(1, frames)
+    if raster.shape[1] != places.shape[2] or (places[:, 1:] != raster).any():
+        raise DenseFallback("video_coords are no frames of one size")
+    return frames, len(rows), len(columns)
