@@ -47,7 +47,7 @@ def permute_tokens(
     return tuple(_permute_tokens(list(tensors), order, *(rope or (None, None))))
 
 
-@gpu_op("foveate::permute_tokens")
+@gpu_op("permute_tokens")
 def _permute_tokens(
     tensors: list[Tensor], order: Tensor | None, cos: Tensor | None, sin: Tensor | None
 ) -> list[Tensor]:
@@ -65,7 +65,7 @@ def _permute_tokens(
     return outs
 
 
-@_permute_tokens.register_fake
+@torch.library.register_fake(_permute_tokens)
 def _outputs(tensors: list[Tensor], order: Tensor | None, *rope: Tensor | None) -> list[Tensor]:
     return [x.new_empty(x.shape[0], x.shape[1] if order is None else order.shape[0], *x.shape[2:]) for x in tensors]
 

@@ -71,7 +71,7 @@ def supports(device: torch.device, dtype: torch.dtype, dim: int) -> bool:
     return device.type == "cuda" and dtype == torch.float32 and torch.cuda.get_device_capability(device)[0] >= AMPERE
 
 
-@gpu_op("foveate::coverage_drops")
+@gpu_op("coverage_drops")
 def coverage_drops(items: Tensor, candidates: Tensor, before: Tensor, after: Tensor) -> Tensor:
     """`foveate.ops.facility_location.portable_drops` on a GPU."""
     drops = _like(items, candidates, before, after)
@@ -92,7 +92,7 @@ def coverage_drops(items: Tensor, candidates: Tensor, before: Tensor, after: Ten
     return drops
 
 
-@coverage_drops.register_fake
+@torch.library.register_fake(coverage_drops)
 def _like(items: Tensor, candidates: Tensor, before: Tensor, after: Tensor) -> Tensor:
     return candidates.new_empty(len(candidates))
 

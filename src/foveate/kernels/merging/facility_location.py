@@ -47,7 +47,7 @@ def supports(device: torch.device, dtype: torch.dtype, tokens: int) -> bool:
     return device.type == "cuda" and dtype == torch.float32 and tokens <= LARGEST
 
 
-@gpu_op("foveate::facility_location")
+@gpu_op("facility_location")
 def facility_location(similarity: Tensor, budget: int) -> Tensor:
     """The picks of `foveate.ops.facility_location` from similarities [sets, tokens, tokens]."""
     similarity = similarity.contiguous()
@@ -61,7 +61,7 @@ def facility_location(similarity: Tensor, budget: int) -> Tensor:
     return picks
 
 
-@facility_location.register_fake
+@torch.library.register_fake(facility_location)
 def _like(similarity: Tensor, budget: int) -> Tensor:
     return similarity.new_empty((similarity.shape[0], budget), dtype=torch.long)
 

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from foveate.kernels.launch import gpu_op, half_precision, padded_size, row_contiguous
+from foveate.kernels.launch import differentiable, gpu_op, half_precision, padded_size, row_contiguous
 
 __all__ = ["BACKENDS", "region_matmul"]
 
@@ -52,7 +52,7 @@ def supports(device: torch.device, dtype: torch.dtype, tokens: int) -> bool:
     return device.type == "cuda" and half_precision(dtype) and tokens <= LARGEST
 
 
-@gpu_op("foveate::region_matmul")
+@gpu_op("region_matmul")
 def region_matmul(weights: Tensor, x: Tensor, text: int, order: Tensor | None = None) -> Tensor:
     """The products that `foveate.ops.region_matmul` defines."""
     x = row_contiguous(x)
@@ -73,7 +73,7 @@ def region_matmul(weights: Tensor, x: Tensor, text: int, order: Tensor | None = 
     return y
 
 
-@region_matmul.register_fake
+@torch.library.register_fake(region_matmul)
 def _like(weights: Tensor, x: Tensor, text: int, order: Tensor | None = None) -> Tensor:
     return x.new_empty(x.shape[0], text + weights.shape[1] * weights.shape[2], x.shape[2])
 
@@ -86,17 +86,17 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 def _differentiate(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     weights, x, order = ctx.saved_tensors
     dw = dx = None
-    if ctx.needs_input_grad[0]:
+    if weights.requires_grad:
         ordered = x if order is None else x.index_select(1, order)
         dy, regions = (part[:, ctx.text :].unflatten(1, (weights.shape[1], -1)) for part in (grad, ordered))
         dw = (dy @ regions.mT).sum_to_size(weights.shape)
-    if ctx.needs_input_grad[1]:
+    if x.requires_grad:
         dx = region_matmul(weights.mT, grad, ctx.text)
         dx = dx if order is None else torch.zeros_like(x).index_add_(1, order, dx)
     return dw, dx, None, None
 
 
-region_matmul.register_autograd(_differentiate, setup_context=_save)
+differentiable(region_matmul, _save, _differentiate)
 
 
 BACKENDS = {"triton": (supports, region_matmul)}

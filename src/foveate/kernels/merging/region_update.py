@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from foveate.kernels.launch import gpu_op, padded_size, row_contiguous
+from foveate.kernels.launch import differentiable, gpu_op, padded_size, row_contiguous
 from foveate.kernels.merging.region_matmul import region_matmul, supports
 
 __all__ = ["BACKENDS", "region_update"]
@@ -47,7 +47,7 @@ def _update(
     tl.store(p_y + sample * s_yb + o_n * s_y + o_c[None, :], y.to(p_y.dtype.element_ty), mask=m_m)
 
 
-@gpu_op("foveate::region_update")
+@gpu_op("region_update")
 def region_update(weights: Sequence[Tensor], x: Tensor, before: Tensor, after: Tensor, order: Tensor | None) -> Tensor:
     """The update that `foveate.ops.region_update` defines."""
     x, before, after = map(row_contiguous, (x, before, after))
@@ -74,7 +74,7 @@ def region_update(weights: Sequence[Tensor], x: Tensor, before: Tensor, after: T
     return y
 
 
-@region_update.register_fake
+@torch.library.register_fake(region_update)
 def _like(weights: Sequence[Tensor], x: Tensor, before: Tensor, after: Tensor, order: Tensor | None) -> Tensor:
     return x.new_empty(x.shape)
 
@@ -90,7 +90,7 @@ def _differentiate(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     parts = dy.split([part.shape[1] * part.shape[2] for part in weights], 1)
     dafter = torch.cat([region_matmul(w.mT, part, 0) for w, part in zip(weights, parts, strict=True)], 1)
     dw: list[Tensor | None] = [None for _ in weights]
-    if any(ctx.needs_input_grad[0]):
+    if any(w.requires_grad for w in weights):
         changes = (after - before).split([w.shape[1] * w.shape[3] for w in weights], 1)
         for i, (w, *both) in enumerate(zip(weights, parts, changes, strict=True)):
             rows, columns = (part.unflatten(1, (w.shape[1], -1)) for part in both)
@@ -98,7 +98,7 @@ def _differentiate(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     return dw, grad, -dafter, dafter, None
 
 
-region_update.register_autograd(_differentiate, setup_context=_save)
+differentiable(region_update, _save, _differentiate)
 
 
 BACKENDS = {"triton": (supports, region_update)}

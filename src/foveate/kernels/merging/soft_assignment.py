@@ -82,7 +82,7 @@ def supports(device: torch.device, dtype: torch.dtype, tokens: int) -> bool:
     return device.type == "cuda" and dtype != torch.float64 and tokens <= max(CONFIGS)
 
 
-@gpu_op("foveate::soft_assignment")
+@gpu_op("soft_assignment")
 def soft_assignment(
     sets: Tensor, budget: int, scale: float, destinations: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -101,7 +101,7 @@ def soft_assignment(
     return picks, gather, spread
 
 
-@soft_assignment.register_fake
+@torch.library.register_fake(soft_assignment)
 def _like(
     sets: Tensor, budget: int, scale: float, destinations: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:

@@ -105,7 +105,7 @@ def attend_rows(
     tl.store(p_lse + o_m, (m + tl.math.log2(norm)) * LN2, mask=m_m)
 
 
-@gpu_op("foveate::row_attention")
+@gpu_op("row_attention")
 def row_attention(q: Tensor, k: Tensor, v: Tensor, rows: Tensor, scale: float, hopper: bool = False) -> Tensor:
     """Output of `foveate.ops.row_attention`; with `hopper`, by the Hopper kernel if it can address the tensors."""
     out = empty_like(q)
@@ -121,7 +121,7 @@ def row_attention(q: Tensor, k: Tensor, v: Tensor, rows: Tensor, scale: float, h
     return out
 
 
-@row_attention.register_fake
+@torch.library.register_fake(row_attention)
 def _(q: Tensor, *args: object) -> Tensor:
     return empty_like(q)
 
