@@ -6,7 +6,7 @@ from log_linear_oracle import check, pooled, select_nodes
 
 from foveate.kernels.log_linear import backward, select_blocks
 from foveate.kernels.log_linear.log_linear_attention import log_linear_attention
-from foveate.ops import log_linear_attention as ops
+from foveate.ops import log_linear_attention as attend
 from foveate.ops.log_linear_attention import Options
 from foveate.ops.selection import Selection
 
@@ -92,7 +92,7 @@ def test_a_repeated_call_does_not_synchronize_with_the_gpu_and_has_the_same_bits
     ]
 
     def gradients(q, k, v):
-        out = ops.log_linear_attention(q, k, v).out
+        out = attend(q, k, v).out
         return out, *torch.autograd.grad(out, (q, k, v), v.detach())
 
     first = [gradients(*x) for x in inputs]

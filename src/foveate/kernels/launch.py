@@ -169,7 +169,7 @@ def _read(args: Iterable[Any], tensors: list[Tensor], kinds: list[Any]) -> None:
     for x in args:
         if isinstance(x, Tensor):
             tensors.append(x)
-            kinds.append((x.shape, x.stride(), x.dtype, x.data_ptr() % 16))
+            kinds += x.shape, x.stride(), x.dtype, x.data_ptr() % 16
         elif isinstance(x, tuple | list):
             kinds.append(len(x))
             _read(x, tensors, kinds)
