@@ -8,7 +8,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from foveate.kernels.launch import differentiable, gpu_op, half_precision, padded_size, row_contiguous
+from foveate.kernels.launch import (
+    Launch,
+    differentiable,
+    gpu_op,
+    half_precision,
+    launcher,
+    padded_size,
+    row_contiguous,
+)
 
 __all__ = ["BACKENDS", "region_matmul"]
 
@@ -56,21 +64,23 @@ def supports(device: torch.device, dtype: torch.dtype, tokens: int) -> bool:
 def region_matmul(weights: Tensor, x: Tensor, text: int, order: Tensor | None = None) -> Tensor:
     """The products that `foveate.ops.region_matmul` defines."""
     x = row_contiguous(x)
-    plans, regions, rows, tokens = weights.shape
-    batch, length, dim = x.shape
-    length = length if order is None else len(order)
+    _, regions, _, tokens = weights.shape
+    length = x.shape[1] if order is None else len(order)
     if length != text + regions * tokens:
         raise ValueError(f"x has {length} tokens, not {text} text tokens and {regions} regions of {tokens}")
     y = _like(weights, x, text)
-    m, t = padded_size(rows), padded_size(tokens)
-    programs = batch * (triton.cdiv(text, m) + regions)
-    if programs and dim:
-        w_strides = 0 if plans == 1 else weights.stride(0), *weights.stride()[1:]
-        _multiply[(programs, triton.cdiv(dim, CHANNELS))](
-            weights, x, order, y, regions, rows, tokens, dim, text, *w_strides, *x.stride()[:2], *y.stride()[:2],
-            M=m, T=t, BC=CHANNELS, num_warps=WARPS,
-        )  # fmt: skip
+    _launch(weights, x, order, y, text)
     return y
+
+
+@launcher
+def _launch(weights: Tensor, x: Tensor, order: Tensor | None, y: Tensor, text: int) -> Launch:
+    (plans, regions, rows, tokens), (batch, _, dim) = weights.shape, x.shape
+    m, t = padded_size(rows), padded_size(tokens)
+    w_strides = 0 if plans == 1 else weights.stride(0), *weights.stride()[1:]
+    args = weights, x, order, y, regions, rows, tokens, dim, text, *w_strides, *x.stride()[:2], *y.stride()[:2]
+    grid = batch * (triton.cdiv(text, m) + regions), triton.cdiv(dim, CHANNELS)
+    return Launch(_multiply, grid, args, {"M": m, "T": t, "BC": CHANNELS, "num_warps": WARPS})
 
 
 @torch.library.register_fake(region_matmul)
