@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from foveate.kernels.launch import gpu_op, padded_size
+from foveate.kernels.launch import Launch, gpu_op, launcher, padded_size
 
 __all__ = ["BACKENDS", "facility_location"]
 
@@ -52,13 +52,16 @@ def facility_location(similarity: Tensor, budget: int) -> Tensor:
     """The picks of `foveate.ops.facility_location` from similarities [sets, tokens, tokens]."""
     similarity = similarity.contiguous()
     picks = _like(similarity, budget)
+    _launch(similarity, picks)
+    return picks
+
+
+@launcher
+def _launch(similarity: Tensor, picks: Tensor) -> Launch:
     number, tokens, _ = similarity.shape
     padded = padded_size(tokens)
-    if number:
-        _pick[(number,)](
-            similarity, picks, tokens, budget, T=padded, BC=min(padded, AT_ONCE // padded), num_warps=WARPS
-        )  # fmt: skip
-    return picks
+    constants = {"T": padded, "BC": min(padded, AT_ONCE // padded), "num_warps": WARPS}
+    return Launch(_pick, (number,), (similarity, picks, tokens, picks.shape[1]), constants)
 
 
 @torch.library.register_fake(facility_location)
