@@ -6,6 +6,7 @@ from log_linear_oracle import check, pooled, select_nodes
 
 from foveate.kernels.log_linear import backward, select_blocks
 from foveate.kernels.log_linear.log_linear_attention import log_linear_attention
+from foveate.ops import log_linear_attention as attend
 from foveate.ops.log_linear_attention import Options
 from foveate.ops.selection import Selection
 
@@ -82,3 +83,23 @@ def test_compiled_calls_give_the_same_bits():
         out, lse = run(q, k, v)
         results.append((out, lse, *torch.autograd.grad(out.float().square().sum(), (q, k, v))))
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+def test_a_repeated_call_does_not_synchronize_with_the_gpu_and_has_the_same_bits():
+    inputs = [
+        [torch.randn(2, 3, 5000, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(3)]
+        for _ in range(2)
+    ]
+
+    def gradients(q, k, v):
+        out = attend(q, k, v).out
+        return out, *torch.autograd.grad(out, (q, k, v), v.detach())
+
+    first = [gradients(*x) for x in inputs]
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        again = [gradients(*x) for x in inputs]
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    for want, got in zip(first, again, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(want, got, strict=True))

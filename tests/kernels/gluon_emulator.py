@@ -87,13 +87,14 @@ class Product:
 class Descriptor:
     """A descriptor of a matrix for the copy engine."""
 
-    def __init__(self, view, block, layout):
-        self.view, self.block, self.dtype, self.layout = view, block, view.dtype, layout
-        self.block_type = SimpleNamespace(nbytes=math.prod(block) * view.element_size())
+    def __init__(self, base, shape, strides, block, layout):
+        self.base, self.shape, self.strides = base, shape, strides
+        self.block, self.dtype, self.layout = block, base.dtype, layout
+        self.block_type = SimpleNamespace(nbytes=math.prod(block) * base.element_size())
 
-    @classmethod
-    def from_tensor(cls, view, block, layout):
-        return cls(view, block, layout)
+    @property
+    def view(self):
+        return self.base.as_strided(self.shape, self.strides)
 
 
 class Kernel:

@@ -2,7 +2,7 @@
 """Attention over a block table on NVIDIA GPUs: custom ops around the Triton and Hopper kernels."""
 
 import math
-from functools import partial
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -12,10 +12,13 @@ from torch import Tensor
 from foveate.kernels.block import hopper_attention, hopper_backward, triton_attention
 from foveate.kernels.block.schedule import Schedule, WorkPartition, partition, schedule
 from foveate.kernels.launch import (
+    Launch,
+    differentiable,
     empty_like,
     empty_lse,
     gpu_op,
     half_precision,
+    launcher,
     multiprocessors,
     padded_size,
     row_contiguous,
@@ -30,7 +33,7 @@ AMPERE, HOPPER, LARGEST_HEAD = 80, 90, 256
 GLUON = tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 6)
 DELTA_ROWS = 64  # rows that one program of `deltas` computes
 _SCHEDULES: WeakTensorCache[Schedule] = WeakTensorCache()
-_PARTITIONS: WeakTensorCache[WorkPartition] = WeakTensorCache()
+_WORK: WeakTensorCache[tuple[Schedule, WorkPartition]] = WeakTensorCache()
 
 
 class KernelConfig(NamedTuple):
@@ -87,6 +90,7 @@ def supports_hopper(device: torch.device, dtype: torch.dtype, head_dim: int) -> 
 
 
 @torch.compiler.assume_constant_result
+@cache
 def _compute_capability(index: int) -> int:
     """80 for sm_80. One number, because Dynamo of PyTorch 2.11 cannot compare constant tuples."""
     major, minor = torch.cuda.get_device_capability(index)
@@ -113,7 +117,7 @@ def block_attention(
 BACKENDS = {"triton": (supports, block_attention), "hopper": (supports_hopper, partial(block_attention, hopper=True))}
 
 
-@gpu_op("foveate::block_attention")
+@gpu_op("block_attention")
 def _forward(
     q: Tensor,
     k: Tensor,
@@ -133,21 +137,18 @@ def _forward(
         launch = partial(hopper_attention.launch, scatter=scatter)
         _on_hopper(launch, table, (q, k, v), outputs, empty, scale, hopper_attention.CUT)
         return out, lse
-    forward = _Pass(q, k, table, FORWARD, tile_operands=1)
+    config, plan = _planned(q, k, table, FORWARD, tile_operands=1)
     q, k, v = map(row_contiguous, (q, k, v))
-    place = lse if scatter is None else scatter
-    forward(
-        triton_attention.forward, (q, k, v, out), (lse, place), (scale / math.log(2),), SCATTER=scatter is not None
-    )
+    _launch_forward(q, k, v, out, lse, scatter, *plan, scale, config)
     return out, lse
 
 
-@_forward.register_fake
+@torch.library.register_fake(_forward)
 def _(q: Tensor, *args: object) -> tuple[Tensor, Tensor]:
     return empty_like(q), empty_lse(q)
 
 
-@gpu_op("foveate::block_attention_backward")
+@gpu_op("block_attention_backward")
 def _backward(
     grad_out: Tensor,
     grad_lse: Tensor | None,
@@ -169,22 +170,22 @@ def _backward(
         out, grad_out = (x.index_select(2, scatter) for x in (out, grad_out))
     table = BlockTable(query_starts, key_starts, offsets, keys)
     q, k, v, out, grad_out = map(row_contiguous, (q, k, v, out, grad_out))
-    delta = _deltas(out, grad_out, torch.zeros_like(lse) if grad_lse is None else grad_lse.contiguous())
+    delta = torch.empty_like(lse)
+    _launch_deltas(out, grad_out, None if grad_lse is None else grad_lse.contiguous(), delta)
     if hopper and hopper_attention.addressable(q, k, v, grad_out):
         inputs = q, k, v, grad_out, lse, delta
         _on_hopper(hopper_backward.launch_queries, table, inputs, (dq,), (0.0,), scale, hopper_backward.CUT)
         _on_hopper(hopper_backward.launch_keys, table, inputs, (dk, dv), (0.0, 0.0), scale, hopper_backward.CUT)
         return dq, dk, dv
-    scales = scale / math.log(2), scale
-    over_queries = _Pass(q, k, table, BACKWARD_QUERIES, tile_operands=2)
-    over_queries(triton_attention.backward_queries, (q, k, v, grad_out, dq), (lse, delta), scales)
+    config, plan = _planned(q, k, table, BACKWARD_QUERIES, tile_operands=2)
+    _launch_queries(q, k, v, grad_out, dq, lse, delta, *plan, scale, config)
     configs = BACKWARD_KEYS[q.shape[3] > 128 :]  # the first spills registers with wide heads, and exceeds Blackwell
-    over_keys = _Pass(q, k, table, configs, tile_operands=2, transposed=True)
-    over_keys(triton_attention.backward_keys, (q, k, v, grad_out, dk, dv), (lse, delta), scales)
+    config, plan = _planned(q, k, table, configs, tile_operands=2, transposed=True)
+    _launch_keys(q, k, v, grad_out, dk, dv, lse, delta, *plan, scale, config)
     return dq, dk, dv
 
 
-@_backward.register_fake
+@torch.library.register_fake(_backward)
 def _(grad_out: Tensor, grad_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, *args: object) -> tuple[Tensor, ...]:
     return empty_like(q), empty_like(k), empty_like(v)
 
@@ -200,7 +201,7 @@ def _differentiate(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -
     return *_backward(grad_out, grad_lse, *ctx.saved_tensors, ctx.scale, ctx.hopper), *7 * [None]
 
 
-_forward.register_autograd(_differentiate, setup_context=_save)
+differentiable(_forward, _save, _differentiate)
 
 
 def _on_hopper(
@@ -217,9 +218,15 @@ def _on_hopper(
     It skips tiles that have nothing to read, so `outputs` are filled with `empty_values` first where there are any.
     """
     q, k, *_ = inputs
-    plan = _schedule_of(q, k, table, cut, transposed=launch is hopper_backward.launch_keys)
+    transposed = launch is hopper_backward.launch_keys
     samples, programs = q.shape[0] * q.shape[1], multiprocessors(q.device)
-    work = _PARTITIONS.get([plan.tiles], (samples, programs), lambda: partition(plan, samples, programs))
+
+    def make() -> tuple[Schedule, WorkPartition]:
+        plan = _schedule_of(q, k, table, cut, transposed=transposed)
+        return plan, partition(plan, samples, programs)
+
+    size = q.shape[2], k.shape[2], samples, programs  # part of the key, so that `make` checks them
+    plan, work = _WORK.get(table, (*size, *cut.values(), transposed, q.device), make)
     if len(work.items) < samples * len(plan.tiles):
         for x, value in zip(outputs, empty_values, strict=True):
             x.fill_(value)
@@ -228,28 +235,19 @@ def _on_hopper(
 
 def _schedule_of(q: Tensor, k: Tensor, table: BlockTable, cut: dict[str, int], *, transposed: bool) -> Schedule:
     """The cached schedule of a table for these queries and keys, cut as `schedule` takes it."""
-    table.check(q, k)
-    return _SCHEDULES.get(
-        table,
-        (*cut.items(), transposed, q.device),
-        lambda: schedule(table.transpose() if transposed else table, **cut, device=q.device),
-    )
+
+    def make() -> Schedule:
+        table.check(q, k)
+        return schedule(table.transpose() if transposed else table, **cut, device=q.device)
+
+    return _SCHEDULES.get(table, (q.shape[2], k.shape[2], *cut.items(), transposed, q.device), make)
 
 
-def _deltas(out: Tensor, grad_out: Tensor, grad_lse: Tensor) -> Tensor:
-    """sum(out * grad_out) - grad_lse for every query: float32 [batch, heads, queries]."""
-    batch, heads, queries, head_dim = out.shape
-    delta = torch.empty_like(grad_lse)
-    if delta.numel():
-        triton_attention.deltas[(batch * heads, triton.cdiv(queries, DELTA_ROWS))](
-            out, grad_out, grad_lse, delta, heads, queries, *out.stride()[:3], *grad_out.stride()[:3],
-            D=head_dim, BD=padded_size(head_dim), BM=DELTA_ROWS,
-        )  # fmt: skip
-    return delta
-
-
-class _Pass:
-    """A launch of a Triton kernel over a table, with the configuration that fits this device.
+def _planned(
+    q: Tensor, k: Tensor, table: BlockTable, configs: tuple[KernelConfig, ...], *, tile_operands: int,
+    transposed: bool = False,
+) -> tuple[KernelConfig, Schedule]:  # fmt: skip
+    """The configuration of a Triton kernel that fits this device, and the schedule of the table for it.
 
     Args:
         q: Queries.
@@ -259,36 +257,68 @@ class _Pass:
         tile_operands: Number of operands of the size of a tile that a program keeps in shared memory.
         transposed: Whether tiles are of keys and steps of queries, not the other way round.
     """
+    row_bytes = padded_size(q.shape[3]) * q.element_size()
+    config = first_that_fits(configs, tile_operands, row_bytes, shared_memory(q.device))
+    cut = {"rows": config.rows, "step": config.step}
+    return config, _schedule_of(q, k, table, cut, transposed=transposed)
 
-    def __init__(
-        self, q: Tensor, k: Tensor, table: BlockTable, configs: tuple[KernelConfig, ...], *, tile_operands: int,
-        transposed: bool = False,
-    ):  # fmt: skip
-        self.head_dim = padded_size(q.shape[3])
-        row_bytes = self.head_dim * q.element_size()
-        self.config = first_that_fits(configs, tile_operands, row_bytes, shared_memory(q.device))
-        cut = {"rows": self.config.rows, "step": self.config.step}
-        self.schedule = _schedule_of(q, k, table, cut, transposed=transposed)
 
-    def __call__(
-        self,
-        kernel: Any,
-        strided: tuple[Tensor, ...],
-        flat: tuple[Tensor, ...],
-        scales: tuple[float, ...],
-        **constants: bool,
-    ) -> None:
-        """Launch with tensors [batch, heads, tokens, head_dim] and contiguous ones of numbers per query."""
-        batch, heads, queries, head_dim = strided[0].shape
-        tiles, steps, long = self.schedule
-        if not (batch * heads * len(tiles)):
-            return
-        kernel[(batch * heads * len(tiles),)](
-            *strided, *flat, tiles, steps, *scales, len(tiles), long, heads, queries,
-            *(stride for x in strided for stride in x.stride()[:3]),
-            D=head_dim, BD=self.head_dim, BM=self.config.rows, BN=self.config.step, STAGES=self.config.stages,
-            num_warps=self.config.warps, **constants,
-        )  # fmt: skip
+@launcher
+def _launch_forward(
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scatter: Tensor | None, tiles: Tensor, steps: Tensor,
+    long: int, scale: float, config: KernelConfig,
+) -> Launch:  # fmt: skip
+    flat = lse, lse if scatter is None else scatter, tiles, steps, scale / math.log(2)
+    return _pass(triton_attention.forward, (q, k, v, out), flat, long, config, SCATTER=scatter is not None)
+
+
+@launcher
+def _launch_queries(
+    q: Tensor, k: Tensor, v: Tensor, grad_out: Tensor, dq: Tensor, lse: Tensor, delta: Tensor, tiles: Tensor,
+    steps: Tensor, long: int, scale: float, config: KernelConfig,
+) -> Launch:  # fmt: skip
+    flat = lse, delta, tiles, steps, scale / math.log(2), scale
+    return _pass(triton_attention.backward_queries, (q, k, v, grad_out, dq), flat, long, config)
+
+
+@launcher
+def _launch_keys(
+    q: Tensor, k: Tensor, v: Tensor, grad_out: Tensor, dk: Tensor, dv: Tensor, lse: Tensor, delta: Tensor,
+    tiles: Tensor, steps: Tensor, long: int, scale: float, config: KernelConfig,
+) -> Launch:  # fmt: skip
+    flat = lse, delta, tiles, steps, scale / math.log(2), scale
+    return _pass(triton_attention.backward_keys, (q, k, v, grad_out, dk, dv), flat, long, config)
+
+
+def _pass(
+    kernel: Any, strided: tuple[Tensor, ...], flat: tuple[Any, ...], long: int, config: KernelConfig, **constants: bool
+) -> Launch:
+    """The launch of a Triton kernel over a schedule.
+
+    Args:
+        kernel: The kernel.
+        strided: Tensors [batch, heads, tokens, head_dim].
+        flat: Contiguous tensors of numbers per query, tiles and steps of the schedule, and factors.
+        long: Number of leading tiles that take far longer than the rest.
+        config: Tile sizes and launch options.
+        constants: Further constants of the kernel.
+    """
+    batch, heads, queries, head_dim = strided[0].shape
+    tiles = len(flat[2])
+    args = *strided, *flat, tiles, long, heads, queries, *(stride for x in strided for stride in x.stride()[:3])
+    sizes = {"BM": config.rows, "BN": config.step, "STAGES": config.stages, "num_warps": config.warps}
+    width = {"D": head_dim, "BD": padded_size(head_dim)}
+    return Launch(kernel, (batch * heads * tiles,), args, width | sizes | constants)
+
+
+@launcher
+def _launch_deltas(out: Tensor, grad_out: Tensor, grad_lse: Tensor | None, delta: Tensor) -> Launch:
+    """sum(out * grad_out) - grad_lse for every query: float32 [batch, heads, queries]."""
+    batch, heads, queries, head_dim = out.shape
+    args = out, grad_out, grad_lse, delta, heads, queries, *out.stride()[:3], *grad_out.stride()[:3]
+    constants = {"D": head_dim, "BD": padded_size(head_dim), "BM": DELTA_ROWS}
+    grid = batch * heads, triton.cdiv(queries, DELTA_ROWS)
+    return Launch(triton_attention.deltas, grid, args, constants)
 
 
 def first_that_fits(

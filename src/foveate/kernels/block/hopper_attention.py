@@ -13,6 +13,7 @@ keys up to it; full steps of a tile are then those that all its rows see.
 """
 
 import math
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -29,6 +30,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from foveate.kernels.block.schedule import Schedule, WorkPartition
+from foveate.kernels.launch import Launch, launcher
 
 __all__ = ["CUT", "addressable", "descriptor", "forward", "launch", "matrix_of", "tile_of"]
 
@@ -250,7 +252,9 @@ class _Matrix(NamedTuple):
     Token n of head (b, h) begins in row ``b * batch + h * head + n``, column ``h * column``.
     """
 
-    view: Tensor
+    rows: int
+    columns: int
+    stride: int
     batch: int
     head: int
     column: int
@@ -287,36 +291,52 @@ def launch(
         positions: Last key that each query sees, int32. Without it, short steps end where the schedule says.
         scatter: Position of each query in `out`. Without it, queries keep their places.
     """
+    _launch(q, k, v, out, lse, positions, scatter, plan.tiles, plan.steps, *work, scale)
+
+
+@launcher
+def _launch(
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, positions: Tensor | None, scatter: Tensor | None,
+    tiles: Tensor, steps: Tensor, items: Tensor, bounds: Tensor, scale: float,
+) -> Launch:  # fmt: skip
     head_dim = q.shape[3]
     matrices = [matrix_of(x) for x in (q, k, v)]
     blocks = [ROWS // 2, head_dim], [STEP, head_dim], [STEP, head_dim]
-    descriptors = [descriptor(x.view, block) for x, block in zip(matrices, blocks, strict=True)]
-    forward[(len(work.bounds) - 1,)](
-        *descriptors, out, lse, *(lse if x is None else x for x in (positions, scatter)),
-        plan.tiles, plan.steps, *work,
+    args = (
+        *(descriptor(x, matrix, block) for x, matrix, block in zip((q, k, v), matrices, blocks, strict=True)),
+        out, lse, *(lse if x is None else x for x in (positions, scatter)), tiles, steps, items, bounds,
         scale / math.log(2), q.shape[1], q.shape[1] // k.shape[1], q.shape[2],
-        *(number for x in matrices for number in x[1:]), *out.stride()[:3],
-        D=head_dim, BN=STEP, STAGES=STAGES[head_dim], NUMBERED=positions is not None,
-        SCATTER=scatter is not None, num_warps=4,
+        *(number for x in matrices for number in x[3:]), *out.stride()[:3],
     )  # fmt: skip
+    constants = {
+        "D": head_dim, "BN": STEP, "STAGES": STAGES[head_dim], "NUMBERED": positions is not None,
+        "SCATTER": scatter is not None, "num_warps": 4,
+    }  # fmt: skip
+    return Launch(forward, (len(bounds) - 1,), args, constants)
 
 
-def descriptor(x: Tensor, block: list[int]) -> TensorDescriptor:
-    """The copy engine's description of a matrix or vector and of the blocks to copy."""
-    return TensorDescriptor.from_tensor(x, block, gl.NVMMASharedLayout.get_default_for(block, DTYPES[x.dtype]))
+def descriptor(x: Tensor, matrix: _Matrix, block: list[int]) -> TensorDescriptor:
+    """The copy engine's description of a tensor as a matrix, and of the blocks to copy."""
+    layout = gl.NVMMASharedLayout.get_default_for(block, DTYPES[x.dtype])
+    return TensorDescriptor(x, [matrix.rows, matrix.columns], [matrix.stride, 1], block, layout)
 
 
 def matrix_of(x: Tensor) -> _Matrix | None:
-    """The view of [batch, heads, tokens, D] as a matrix that the copy engine can address, or None if there is none."""
-    (batch, heads, tokens, dim), (s_b, s_h, s_n, s_d) = x.shape, x.stride()
+    """[batch, heads, tokens, D] as a matrix that the copy engine can address, or None if that is impossible."""
+    return _matrix(x.shape, x.stride(), x.element_size(), x.data_ptr() % 16 == 0)
+
+
+@lru_cache(4096)
+def _matrix(shape: tuple[int, ...], strides: tuple[int, ...], item: int, aligned: bool) -> _Matrix | None:
+    (batch, heads, tokens, dim), (s_b, s_h, s_n, s_d) = shape, strides
     s_b, s_h = s_b if batch > 1 else 0, s_h if heads > 1 else 0
-    if not x.numel() or s_d != 1 or not s_n or s_n * x.element_size() % 16 or x.data_ptr() % 16 or s_b % s_n:
+    if not math.prod(shape) or s_d != 1 or not s_n or s_n * item % 16 or not aligned or s_b % s_n:
         return None
     head, column = (s_h // s_n, 0) if s_h % s_n == 0 else (0, s_h)
-    width = (heads - 1) * column + dim
-    if width > s_n:
+    columns = (heads - 1) * column + dim
+    if columns > s_n:
         return None
     rows = (batch - 1) * (s_b // s_n) + (heads - 1) * head + tokens
     if rows > tokens * (batch if s_b else 1) * (heads if head else 1):
         return None  # a step may reach into memory between heads, and 0 * NaN is NaN
-    return _Matrix(x.as_strided((rows, width), (s_n, 1)), s_b // s_n, head, column)
+    return _Matrix(rows, columns, s_n, s_b // s_n, head, column)

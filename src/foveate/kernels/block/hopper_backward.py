@@ -22,9 +22,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from foveate.kernels.block.hopper_attention import HALF, ROWS, descriptor, load_block, matrix_of, tile_of
+from foveate.kernels.block.hopper_attention import DTYPES, HALF, ROWS, descriptor, load_block, matrix_of, tile_of
 from foveate.kernels.block.schedule import Schedule, WorkPartition
+from foveate.kernels.launch import Launch, launcher
 
 __all__ = ["CUT", "backward_keys", "backward_queries", "launch_keys", "launch_queries"]
 
@@ -323,7 +325,7 @@ def launch_queries(
         work: Tiles of each program.
         scale: Factor on q·k.
     """
-    _launch(backward_queries, (q, grad_out), (k, v), (), (lse, delta), (dq,), plan, work, scale)
+    _launch_queries(q, grad_out, k, v, lse, delta, dq, plan.tiles, plan.steps, *work, scale)
 
 
 def launch_keys(
@@ -331,35 +333,59 @@ def launch_keys(
     plan: Schedule, work: WorkPartition, scale: float,
 ) -> None:  # fmt: skip
     """Write `dk` and `dv` of every key that queries read: like `launch_queries`, over the transposed table."""
-    vectors = [pad(x, (0, -x.shape[2] % CUT["aligned"])) for x in (lse, delta)]
-    _launch(backward_keys, (k, v), (q, grad_out), vectors, (), (dk, dv), plan, work, scale)
+    if beyond := -q.shape[2] % CUT["aligned"]:
+        lse, delta = pad(lse, (0, beyond)), pad(delta, (0, beyond))
+    _launch_keys(k, v, q, grad_out, lse, delta, dk, dv, plan.tiles, plan.steps, *work, scale)
 
 
-def _launch(
-    kernel: Any, tile: tuple[Tensor, ...], steps: tuple[Tensor, ...], vectors: Sequence[Tensor],
-    flat: Sequence[Tensor], grads: tuple[Tensor, ...], plan: Schedule, work: WorkPartition, scale: float,
-) -> None:  # fmt: skip
-    """Launch one pass.
+@launcher
+def _launch_queries(
+    q: Tensor, grad_out: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor, dq: Tensor,
+    tiles: Tensor, steps: Tensor, items: Tensor, bounds: Tensor, scale: float,
+) -> Launch:  # fmt: skip
+    lists = tiles, steps, items, bounds
+    return _pass(backward_queries, (q, grad_out), (k, v), [lse, delta], [dq], lists, lse.shape[2], scale)
+
+
+@launcher
+def _launch_keys(
+    k: Tensor, v: Tensor, q: Tensor, grad_out: Tensor, lse: Tensor, delta: Tensor, dk: Tensor, dv: Tensor,
+    tiles: Tensor, steps: Tensor, items: Tensor, bounds: Tensor, scale: float,
+) -> Launch:  # fmt: skip
+    vectors = [_vector(x, [STEP]) for x in (lse, delta)]
+    lists = tiles, steps, items, bounds
+    return _pass(backward_keys, (k, v), (q, grad_out), vectors, [dk, dv], lists, lse.shape[2], scale)
+
+
+def _pass(
+    kernel: Any, tile: tuple[Tensor, ...], steps: tuple[Tensor, ...], vectors: Sequence[Any],
+    grads: Sequence[Tensor], lists: tuple[Tensor, ...], queries: int, scale: float,
+) -> Launch:  # fmt: skip
+    """The launch of one pass.
 
     Args:
         kernel: Kernel of the pass.
         tile: Tensors that are copied once per tile.
         steps: Tensors that are copied once per step.
-        vectors: One number per query, copied once per step.
-        flat: One number per query, loaded directly.
+        vectors: LSE and delta, as the kernel takes them.
         grads: Outputs.
-        plan: Schedule of the table.
-        work: Tiles of each program.
+        lists: Tiles and steps of the schedule, and items and bounds of the partition.
+        queries: Number of queries of LSE and delta.
         scale: Factor on q·k.
     """
-    head_dim, heads, queries = tile[0].shape[3], tile[0].shape[1], (flat or vectors)[0].shape[2]
-    kept, moving = [matrix_of(x) for x in tile], [matrix_of(x) for x in steps]
-    kernel[(len(work.bounds) - 1,)](
-        *(descriptor(x.view, [64, head_dim]) for x in kept),
-        *(descriptor(x.view, [STEP, head_dim]) for x in moving),
-        *(descriptor(x.flatten(), [STEP]) for x in vectors),
-        *flat, *grads, plan.tiles, plan.steps, *work, scale / math.log(2), scale, heads, queries,
-        *(number for x in (*kept, *moving) for number in x[1:]),
+    head_dim, heads = tile[0].shape[3], tile[0].shape[1]
+    matrices = [matrix_of(x) for x in (*tile, *steps)]
+    blocks = [64, head_dim], [64, head_dim], [STEP, head_dim], [STEP, head_dim]
+    args = (
+        *(descriptor(x, *rest) for x, *rest in zip((*tile, *steps), matrices, blocks, strict=True)),
+        *vectors, *grads, *lists, scale / math.log(2), scale, heads, queries,
+        *(number for x in matrices for number in x[3:]),
         *(stride for x in grads for stride in x.stride()[:3]),
-        D=head_dim, BN=STEP, STAGES=STAGES, num_warps=4,
     )  # fmt: skip
+    constants = {"D": head_dim, "BN": STEP, "STAGES": STAGES, "num_warps": 4}
+    return Launch(kernel, (len(lists[-1]) - 1,), args, constants)
+
+
+def _vector(x: Tensor, block: list[int]) -> TensorDescriptor:
+    """The copy engine's description of a contiguous tensor as a vector, and of the blocks to copy."""
+    return TensorDescriptor(x, [x.numel()], [1], block, gl.NVMMASharedLayout.get_default_for(block, DTYPES[x.dtype]))

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from foveate.kernels.launch import gpu_op, row_contiguous
+from foveate.kernels.launch import Launch, gpu_op, launcher, row_contiguous
 
 __all__ = ["BACKENDS"]
 
@@ -47,25 +47,32 @@ def permute_tokens(
     return tuple(_permute_tokens(list(tensors), order, *(rope or (None, None))))
 
 
-@gpu_op("foveate::permute_tokens")
+@gpu_op("permute_tokens")
 def _permute_tokens(
     tensors: list[Tensor], order: Tensor | None, cos: Tensor | None, sin: Tensor | None
 ) -> list[Tensor]:
-    rope = cos is not None
     outs, tensors = _outputs(tensors, order), [row_contiguous(x) for x in tensors]
-    batch, tokens, heads, dim = tensors[0].shape
-    taken = outs[0].shape[1]
-    ins, three = (xs + (3 - len(xs)) * xs[-1:] for xs in (tensors, outs))  # unused places repeat the last tensor
-    cos, sin = (outs[0] if x is None else x.float().contiguous() for x in (cos, sin))
-    strides = [stride for x in ins for stride in x.stride()[:3]]
-    _permute[(taken, batch, len(tensors))](
-        *ins, *three, outs[0] if order is None else order, cos, sin, *strides, tokens, taken, order is not None,
-        rope, cos.ndim == 3, heads, triton.next_power_of_2(heads), dim, triton.next_power_of_2(dim),
-    )  # fmt: skip
+    cos, sin = (None if x is None else x.float().contiguous() for x in (cos, sin))
+    _launch(tensors, outs, order, cos, sin)
     return outs
 
 
-@_permute_tokens.register_fake
+@launcher
+def _launch(
+    tensors: list[Tensor], outs: list[Tensor], order: Tensor | None, cos: Tensor | None, sin: Tensor | None
+) -> Launch:
+    (batch, tokens, heads, dim), taken = tensors[0].shape, outs[0].shape[1]
+    ins, three = (xs + (3 - len(xs)) * xs[-1:] for xs in (tensors, outs))  # unused places repeat the last tensor
+    given = (outs[0] if x is None else x for x in (order, cos, sin))
+    args = *ins, *three, *given, *(stride for x in ins for stride in x.stride()[:3]), tokens, taken
+    constants = {
+        "ORDER": order is not None, "ROPE": cos is not None, "ROPE_BATCH": cos is not None and cos.ndim == 3,
+        "H": heads, "BH": triton.next_power_of_2(heads), "D": dim, "BD": triton.next_power_of_2(dim),
+    }  # fmt: skip
+    return Launch(_permute, (taken, batch, len(tensors)), args, constants)
+
+
+@torch.library.register_fake(_permute_tokens)
 def _outputs(tensors: list[Tensor], order: Tensor | None, *rope: Tensor | None) -> list[Tensor]:
     return [x.new_empty(x.shape[0], x.shape[1] if order is None else order.shape[0], *x.shape[2:]) for x in tensors]
 

@@ -108,14 +108,15 @@ def deltas(
     p_out, p_dout, p_dlse, p_delta, heads, queries, s_ob, s_oh, s_o, s_gb, s_gh, s_g,
     D: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr,
 ):  # fmt: skip
-    """sum(out * dout) - dlse of every query, which both backward passes need."""
+    """sum(out * dout) - dlse of every query, which both backward passes need; without p_dlse, dlse is 0."""
     row, sample = tl.program_id(1) * BM, tl.program_id(0).to(tl.int64)
     batch, head = sample // heads, sample % heads
     out = _rows(p_out + batch * s_ob + head * s_oh, s_o, row, queries, BM, D, BD, True)  # [BM, BD]
     dout = _rows(p_dout + batch * s_gb + head * s_gh, s_g, row, queries, BM, D, BD, True)
     o_m = row + tl.arange(0, BM)
     delta = tl.sum(out.to(tl.float32) * dout.to(tl.float32), 1)
-    delta -= tl.load(p_dlse + sample * queries + o_m, mask=o_m < queries, other=0.0)
+    if p_dlse is not None:
+        delta -= tl.load(p_dlse + sample * queries + o_m, mask=o_m < queries, other=0.0)
     tl.store(p_delta + sample * queries + o_m, delta, mask=o_m < queries)
 
 

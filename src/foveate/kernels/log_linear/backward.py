@@ -9,13 +9,15 @@ into parts, one program per chunk, and the parts are added up in a fixed order.
 """
 
 import math
+from itertools import accumulate
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from foveate.kernels.launch import empty_like, empty_lse, padded_size
+from foveate.kernels.launch import Launch, empty_like, empty_lse, launcher, padded_size
 from foveate.kernels.log_linear.forward import (
     FORWARD,
     LN2,
@@ -28,17 +30,17 @@ from foveate.kernels.log_linear.forward import (
     attend_tokens,
     batch_stride,
     config_for,
-    launch,
     locate,
     mask_of,
     mask_picked,
     needs_int64,
+    over_queries,
     real_rows,
     register_limit,
     rows_of,
     store_rows,
 )
-from foveate.kernels.log_linear.pooling import level_starts
+from foveate.kernels.log_linear.pooling import level_sizes, level_starts
 
 __all__ = ["backward_keys", "backward_queries"]
 
@@ -57,6 +59,7 @@ BACKWARD_SHARED = {
 CHUNK = 4096  # most queries that one program walks through for a tile of keys
 CUT = 1024  # tiles that one program of `_cut` handles
 ADDED = 8  # rows of a tile that one program of `_add_parts` sums
+TOKENS, EXTRA = -1, -2  # kinds of keys beside the levels of nodes
 PROGRAMS = 1024  # target number of programs for shared keys: few tiles, so only short chunks keep the GPU busy
 KEY_NUMBERS = ("heads", "tokens", "limit", "all_nodes", "shift", "picks", "chunk", "parts")  # not specialized at 1
 
@@ -123,11 +126,19 @@ def backward_queries(
     The LSE in base 2 is infinite where a query sees nothing, so that its weights are 0.
     """
     dq, binary, delta = empty_like(q), empty_lse(q), empty_lse(q)
+    _launch_queries(q, keys, out, lse, grad_out, grad_lse, dq, binary, delta)
+    return dq, binary, delta
+
+
+@launcher
+def _launch_queries(
+    q: Tensor, keys: Keys, out: Tensor, lse: Tensor, grad_out: Tensor, grad_lse: Tensor, dq: Tensor, binary: Tensor,
+    delta: Tensor,
+) -> Launch:  # fmt: skip
     strided = {"q": q, "k": keys.k, "v": keys.v, "ek": keys.extra_k, "ev": keys.extra_v}
     strided |= {"out": out, "g": grad_out, "dq": dq}
     vectors = {"p_lse": lse, "p_dlse": grad_lse, "p_binary": binary, "p_delta": delta}
-    launch(_backward_queries, BACKWARD_QUERIES, strided, keys, **vectors, factor=keys.scale)
-    return dq, binary, delta
+    return over_queries(_backward_queries, BACKWARD_QUERIES, strided, keys, **vectors, factor=keys.scale)
 
 
 # --- the gradients of keys and values --------------------------------------------------------------------------------
@@ -373,95 +384,162 @@ def backward_keys(
             [batch, heads, nodes + 1] and ascending indices [batch, heads, picks of all nodes], both int32.
     """
     queries = q, grad_out, binary, delta
-    d_means = [torch.empty_like(x, dtype=torch.float32) for x in keys.means[-2:]]
-    starts = level_starts(q.shape[2], keys.block, len(keys.lists))
+    d_means = keys.means.new_empty((2, *keys.means.shape[1:]), dtype=torch.float32)
     for level in range(keys.enriched):
-        part = slice(starts[level], starts[level + 1])
-        means, grads = ([x[:, :, part] for x in xs] for xs in (keys.means[-2:], d_means))
         above = readers[level + 1] if level < len(keys.lists) - 1 else None
-        _Tiles(keys, queries, means, grads, above, d_means, level).launch()
-    tokens, extra = [keys.k, keys.v], [keys.extra_k, keys.extra_v]
-    d_tokens, d_extra = ([empty_like(x) for x in xs] for xs in (tokens, extra))
+        _add_gradients(keys, queries, above, d_means, None, level)
+    d_tokens, d_extra = ([empty_like(x) for x in xs] for xs in ((keys.k, keys.v), (keys.extra_k, keys.extra_v)))
     if keys.extra_k.shape[2]:
-        _Tiles(keys, queries, extra, d_extra, None, d_means).launch()
-    _Tiles(keys, queries, tokens, d_tokens, readers[0], d_means).launch()
+        _add_gradients(keys, queries, None, d_means, d_extra, EXTRA)
+    _add_gradients(keys, queries, readers[0], d_means, d_tokens, TOKENS)
     return d_tokens[0], d_tokens[1], d_extra[0], d_extra[1]
 
 
-class _Tiles:
-    """Tiles of one kind of keys: tokens, nodes of one level, or extra keys.
+def _add_gradients(
+    keys: Keys, queries: tuple[Tensor, ...], readers: tuple[Tensor, Tensor] | None, d_means: Tensor,
+    grads: list[Tensor] | None, kind: int,
+) -> None:  # fmt: skip
+    """Compute the gradients of one kind of keys: of whole tiles and of parts, and then the sums of the parts.
 
     Args:
         keys: Everything that the queries may read.
         queries: Queries, gradient of the output, LSE in base 2, and delta.
-        read: Keys and values of these tiles.
-        grads: Gradients of `read`, which `launch` computes.
         readers: Nodes that picked each tile; None if all queries read all tiles.
         d_means: Gradients of the means of keys and values of all levels, which are added to those of the tokens.
-        level: Level of the nodes, 0 for the finest; -1 for tokens and extra keys.
+        grads: Gradients of these keys and values; None for nodes, whose gradients are in `d_means`.
+        kind: `TOKENS`, `EXTRA`, or the level of the nodes, 0 for the finest.
+    """
+    tiles = _Tiles.of(keys, kind, None if readers is None else readers[1].shape[2])
+    work = keys.lists[0]  # any tensor if there are no parts or if all tiles are split alike
+    if readers and tiles.parts:
+        work = work.new_zeros(tiles.places()[-1])
+        _launch_cut(readers[0], work, tiles)
+    sums = d_means.new_empty((2, *keys.k.shape[:2], tiles.parts * tiles.rows, keys.k.shape[3]))
+    _launch_keys(keys, queries, readers, d_means, grads, work, sums, tiles, kind)
+    if tiles.parts:
+        _launch_add_parts(keys, readers is not None, d_means, grads, work, sums, tiles, kind)
+
+
+class _Tiles(NamedTuple):
+    """Tiles of one kind of keys, and the parts that they are cut into.
+
+    Attributes:
+        limit: Number of keys of a head.
+        rows: Keys of a tile.
+        samples: Batch size times number of heads.
+        tiles: Number of tiles of a head.
+        shift: Readers are nodes of 2**shift queries.
+        chunk: Most queries that one program walks through.
+        parts: Largest number of parts of a head.
+        config: Tile sizes and launch options.
     """
 
-    def __init__(
-        self, keys: Keys, queries: tuple[Tensor, ...], read: list[Tensor], grads: list[Tensor],
-        readers: tuple[Tensor, Tensor] | None, d_means: list[Tensor], level: int = -1,
-    ):  # fmt: skip
-        self.keys, self.queries, self.read, self.grads, self.readers = keys, queries, read, grads, readers
-        self.d_means, self.level, self.fold = d_means, level, readers is not None and level < 0
-        self.config = config_for(BACKWARD_KEYS if readers else BACKWARD_SHARED, read[0].shape[3])
-        self.rows = keys.block if readers else self.config.rows
-        self.samples, self.tiles = math.prod(read[0].shape[:2]), triton.cdiv(read[0].shape[2], self.rows)
-        self.shift = (keys.block ** (level + 2)).bit_length() - 1  # a reader is one level up: 2**shift queries
-        tokens = queries[0].shape[2]
-        if readers:
-            self.chunk = CHUNK
-            self.parts = (2 * readers[1].shape[2] << self.shift) // CHUNK  # rounding up less than doubles the chunks
+    limit: int
+    rows: int
+    samples: int
+    tiles: int
+    shift: int
+    chunk: int
+    parts: int
+    config: KernelConfig
+
+    @classmethod
+    def of(cls, keys: Keys, kind: int, picks: int | None) -> "_Tiles":
+        """The tiles of one kind; `picks` is the number of picks of a head, None if all queries read all tiles."""
+        batch, heads, tokens, dim = keys.k.shape
+        limits = {TOKENS: tokens, EXTRA: keys.extra_k.shape[2]}
+        limit = limits[kind] if kind < 0 else level_sizes(tokens, keys.block, kind + 1)[kind]
+        config = config_for(BACKWARD_SHARED if picks is None else BACKWARD_KEYS, dim)
+        rows = config.rows if picks is None else keys.block
+        samples, tiles = batch * heads, triton.cdiv(limit, rows)
+        shift = (keys.block ** (max(kind, -1) + 2)).bit_length() - 1  # a reader is one level up
+        if picks is None:
+            chunk = max(CHUNK // 4, triton.cdiv(samples * tiles * tokens, PROGRAMS))
+            parts = tiles * triton.cdiv(tokens, chunk)
         else:
-            self.chunk = max(CHUNK // 4, triton.cdiv(self.samples * self.tiles * tokens, PROGRAMS))
-            self.parts = self.tiles * triton.cdiv(tokens, self.chunk)
+            chunk = CHUNK
+            parts = (2 * picks << shift) // CHUNK  # rounding up less than doubles the chunks
+        return cls(limit, rows, samples, tiles, shift, chunk, parts, config)
 
-    def launch(self) -> None:
-        """Compute the gradients: of whole tiles and of parts, and then the sums of the parts."""
-        keys, (q, g, binary, delta), listed = self.keys, self.queries, self.readers is not None
-        batch, heads, limit, dim = self.read[0].shape
-        tokens, nodes = q.shape[2], keys.logs.shape[1]
-        used, first, end, tile = self._cut()
-        offsets, numbers = self.readers or (used, used)
-        start = level_starts(tokens, keys.block, self.level)[-1] if self.level > 0 else 0
-        sums = [x.new_empty((batch, heads, self.parts * self.rows, dim), dtype=torch.float32) for x in self.grads]
-        strided = *self.read, *self.grads, q, g
-        same = {
-            "LISTED": listed, "FOLD": self.fold, "ENRICHED": keys.enriched, "MASKED": keys.real is not None,
-            "B": keys.block, "BT": self.rows, "D": dim, "BD": padded_size(dim),
-        }  # fmt: skip
-        _backward_keys[(self.samples * (self.parts + listed * self.tiles),)](
-            *strided, *sums, binary, delta, mask_of(keys), keys.logs[:, start:], keys.counts, offsets, numbers,
-            keys.lists[max(self.level, 0)], *self.d_means, used, first, tile, keys.scale / math.log(2), keys.scale,
-            heads, tokens, limit, nodes, self.shift, keys.block ** (self.level + 1), keys.top_k, self.chunk,
-            self.parts, batch_stride(keys.real), batch_stride(keys.logs),
-            *(stride for x in strided for stride in x.stride()[:3]),
-            NODES=self.level >= 0, REWEIGHT=keys.reweight, EXCLUDE=keys.exclude, BM=self.config.step,
-            INT64=needs_int64(strided), STAGES=self.config.stages,
-            num_warps=max(self.config.warps, min(self.rows // 8, 4)), **same, **register_limit(self.config),
-        )  # fmt: skip
-        if self.parts:
-            items = self.parts if listed else self.tiles
-            _add_parts[(self.samples * items * (self.rows // ADDED),)](
-                *sums, *self.grads, mask_of(keys), keys.counts, *self.d_means, used, first, end, tile, heads, tokens,
-                limit, nodes, self.chunk, self.parts, batch_stride(keys.real), batch_stride(keys.counts),
-                *(stride for x in self.grads for stride in x.stride()[:3]), BR=ADDED, **same,
-            )  # fmt: skip
+    def places(self) -> list[int]:
+        """Where four tensors begin in one, each on 16 bytes, and its size.
 
-    def _cut(self) -> list[Tensor]:
-        """Number of parts in use, first and end part of each tile, and tile of each part.
-
-        Any tensors if there are no parts or if all tiles are split alike.
+        They are the number of parts in use, the first and the end part of each tile, and the tile of each part.
         """
-        if not self.readers or not self.parts:
-            return 4 * [self.keys.lists[0]]
-        offsets = self.readers[0]
-        used = offsets.new_zeros(self.samples)
-        first, end, tile = (offsets.new_empty(self.samples, size) for size in (self.tiles, self.tiles, self.parts))
-        _cut[(self.samples * triton.cdiv(self.tiles, CUT),)](
-            offsets, used, first, end, tile, self.tiles, self.shift, self.chunk, self.parts, BT=CUT
-        )
-        return [used, first, end, tile]
+        sizes = (self.samples * size for size in (1, self.tiles, self.tiles, self.parts))
+        return list(accumulate((triton.cdiv(size, 4) * 4 for size in sizes), initial=0))
+
+
+@launcher
+def _launch_cut(offsets: Tensor, work: Tensor, tiles: _Tiles) -> Launch:
+    parts = [work[place:] for place in tiles.places()[:-1]]
+    args = offsets, *parts, tiles.tiles, tiles.shift, tiles.chunk, tiles.parts
+    return Launch(_cut, (tiles.samples * triton.cdiv(tiles.tiles, CUT),), args, {"BT": CUT})
+
+
+@launcher
+def _launch_keys(
+    keys: Keys, queries: tuple[Tensor, ...], readers: tuple[Tensor, Tensor] | None, d_means: Tensor,
+    grads: list[Tensor] | None, work: Tensor, sums: Tensor, tiles: _Tiles, kind: int,
+) -> Launch:  # fmt: skip
+    listed, (q, g, binary, delta) = readers is not None, queries
+    used, first, _, tile = _part_lists(work, tiles, listed)
+    strided = *_read(keys, kind), *_written(keys, d_means, grads, kind), q, g
+    args = (
+        *strided, *sums, binary, delta, mask_of(keys), keys.logs[:, _first_node(keys, kind) :], keys.counts,
+        *(readers or (used, used)), keys.lists[max(kind, 0)], *d_means, used, first, tile,
+        keys.scale / math.log(2), keys.scale, keys.k.shape[1], q.shape[2], tiles.limit, keys.logs.shape[1],
+        tiles.shift, keys.block ** (max(kind, -1) + 1), keys.top_k, tiles.chunk, tiles.parts,
+        batch_stride(keys.real), batch_stride(keys.logs), *(stride for x in strided for stride in x.stride()[:3]),
+    )  # fmt: skip
+    constants = {
+        "NODES": kind >= 0, "REWEIGHT": keys.reweight, "EXCLUDE": keys.exclude, "BM": tiles.config.step,
+        "INT64": needs_int64(strided), "STAGES": tiles.config.stages,
+        "num_warps": max(tiles.config.warps, min(tiles.rows // 8, 4)), **register_limit(tiles.config),
+    }  # fmt: skip
+    grid = tiles.samples * (tiles.parts + listed * tiles.tiles)
+    return Launch(_backward_keys, (grid,), args, constants | _constants(keys, listed, tiles, kind))
+
+
+@launcher
+def _launch_add_parts(
+    keys: Keys, listed: bool, d_means: Tensor, grads: list[Tensor] | None, work: Tensor, sums: Tensor, tiles: _Tiles,
+    kind: int,
+) -> Launch:  # fmt: skip
+    written = _written(keys, d_means, grads, kind)
+    args = (
+        *sums, *written, mask_of(keys), keys.counts, *d_means, *_part_lists(work, tiles, listed), keys.k.shape[1],
+        keys.k.shape[2], tiles.limit, keys.logs.shape[1], tiles.chunk, tiles.parts, batch_stride(keys.real),
+        batch_stride(keys.counts), *(stride for x in written for stride in x.stride()[:3]),
+    )  # fmt: skip
+    grid = tiles.samples * (tiles.parts if listed else tiles.tiles) * (tiles.rows // ADDED)
+    return Launch(_add_parts, (grid,), args, {"BR": ADDED} | _constants(keys, listed, tiles, kind))
+
+
+def _part_lists(work: Tensor, tiles: _Tiles, listed: bool) -> list[Tensor]:
+    """The number of parts in use, the first and the end part of each tile, and the tile of each part."""
+    return [work[place:] for place in tiles.places()[:-1]] if listed and tiles.parts else 4 * [work]
+
+
+def _first_node(keys: Keys, level: int) -> int:
+    return level_starts(keys.k.shape[2], keys.block, level)[-1] if level > 0 else 0
+
+
+def _read(keys: Keys, kind: int) -> list[Tensor]:
+    """Keys and values of one kind."""
+    if kind >= 0:
+        return [x[:, :, _first_node(keys, kind) : _first_node(keys, kind + 1)] for x in keys.means[-2:]]
+    return [keys.k, keys.v] if kind == TOKENS else [keys.extra_k, keys.extra_v]
+
+
+def _written(keys: Keys, d_means: Tensor, grads: list[Tensor] | None, kind: int) -> list[Tensor]:
+    """Gradients of the keys and values of one kind."""
+    return grads or [x[:, :, _first_node(keys, kind) : _first_node(keys, kind + 1)] for x in d_means]
+
+
+def _constants(keys: Keys, listed: bool, tiles: _Tiles, kind: int) -> dict[str, Any]:
+    dim = keys.k.shape[3]
+    return {
+        "LISTED": listed, "FOLD": kind == TOKENS, "ENRICHED": keys.enriched, "MASKED": keys.real is not None,
+        "B": keys.block, "BT": tiles.rows, "D": dim, "BD": padded_size(dim),
+    }  # fmt: skip

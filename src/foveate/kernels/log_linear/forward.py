@@ -17,9 +17,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from foveate.kernels.launch import empty_like, empty_lse, padded_size
+from foveate.kernels.launch import Launch, empty_like, empty_lse, launcher, padded_size
 
-__all__ = ["KernelConfig", "Keys", "forward", "launch"]
+__all__ = ["KernelConfig", "Keys", "forward", "over_queries"]
 
 LN2 = tl.constexpr(0.6931471805599453)
 LOWEST = tl.constexpr(-3.4028234e38)  # finite, so that differences of maxima are never NaN
@@ -381,9 +381,14 @@ class Keys(NamedTuple):
 def forward(q: Tensor, keys: Keys) -> tuple[Tensor, Tensor]:
     """Output, in q's layout, and natural LSE, float32 [batch, heads, tokens]."""
     out, lse = empty_like(q), empty_lse(q)
-    strided = {"q": q, "k": keys.k, "v": keys.v, "ek": keys.extra_k, "ev": keys.extra_v, "out": out}
-    launch(_forward, FORWARD, strided, keys, p_lse=lse)
+    _launch_forward(q, keys, out, lse)
     return out, lse
+
+
+@launcher
+def _launch_forward(q: Tensor, keys: Keys, out: Tensor, lse: Tensor) -> Launch:
+    strided = {"q": q, "k": keys.k, "v": keys.v, "ek": keys.extra_k, "ev": keys.extra_v, "out": out}
+    return over_queries(_forward, FORWARD, strided, keys, p_lse=lse)
 
 
 def mask_of(keys: Keys) -> Tensor:
@@ -401,48 +406,53 @@ def needs_int64(tensors: Iterable[Tensor]) -> bool:
     return any(x.stride(2) * x.shape[2] >= 2**31 for x in tensors)
 
 
-def launch(kernel: Any, configs: dict[int, KernelConfig], strided: dict[str, Tensor], keys: Keys, **more: Any) -> None:
-    """Launch a kernel over groups of queries; arguments have the names of the kernel's parameters."""
+def over_queries(
+    kernel: Any, configs: dict[int, KernelConfig], strided: dict[str, Tensor], keys: Keys, **more: Any
+) -> Launch:
+    """The launch of a kernel over groups of queries; arguments have the names of the kernel's parameters."""
     batch, heads, tokens, dim = strided["q"].shape
     config = config_for(configs, dim)
-    logs, lists = keys.logs, keys.lists + keys.lists[:1] * (4 - len(keys.lists))
-    strides = {f"s_{name}{axis}": x.stride(i) for name, x in strided.items() for i, axis in enumerate(("b", "h", ""))}
-    kernel[(batch * heads * triton.cdiv(tokens, config.rows),)](
+    lists = keys.lists + keys.lists[:1] * (4 - len(keys.lists))
+    named = {
         **{f"p_{name}": x for name, x in strided.items()},
-        **strides,
+        **{f"s_{name}{axis}": x.stride(i) for name, x in strided.items() for i, axis in enumerate(("b", "h", ""))},
         **{f"p_list{i + 1}": x for i, x in enumerate(lists)},
         **more,
-        p_mk=keys.means[-2],
-        p_mv=keys.means[-1],
-        p_logs=logs,
-        p_real=mask_of(keys),
-        scale=keys.scale / math.log(2),
-        heads=heads,
-        tokens=tokens,
-        extra=keys.extra_k.shape[2],
-        nodes=logs.shape[1],
-        top_k=keys.top_k,
-        s_log=batch_stride(logs),
-        s_real=batch_stride(keys.real),
-        LEVELS=len(keys.lists),
-        ENRICHED=keys.enriched,
-        REWEIGHT=keys.reweight,
-        EXCLUDE=keys.exclude,
-        MASKED=keys.real is not None,
-        EVEN=_even(keys, tokens, config),
-        EXTRA=keys.extra_k.shape[2] > 0,
-        B=keys.block,
-        M=config.rows,
-        BN=_wide(keys, config),
-        BK=_small(keys, config),
-        D=dim,
-        BD=padded_size(dim),
-        INT64=needs_int64(strided.values()),
-        STAGES=config.stages,
-        SMALL_STAGES=SMALL_STAGES,
-        num_warps=config.warps,
+        "p_mk": keys.means[-2],
+        "p_mv": keys.means[-1],
+        "p_logs": keys.logs,
+        "p_real": mask_of(keys),
+        "scale": keys.scale / math.log(2),
+        "heads": heads,
+        "tokens": tokens,
+        "extra": keys.extra_k.shape[2],
+        "nodes": keys.logs.shape[1],
+        "top_k": keys.top_k,
+        "s_log": batch_stride(keys.logs),
+        "s_real": batch_stride(keys.real),
+    }
+    constants = {
+        "LEVELS": len(keys.lists),
+        "ENRICHED": keys.enriched,
+        "REWEIGHT": keys.reweight,
+        "EXCLUDE": keys.exclude,
+        "MASKED": keys.real is not None,
+        "EVEN": _even(keys, tokens, config),
+        "EXTRA": keys.extra_k.shape[2] > 0,
+        "B": keys.block,
+        "M": config.rows,
+        "BN": _wide(keys, config),
+        "BK": _small(keys, config),
+        "D": dim,
+        "BD": padded_size(dim),
+        "INT64": needs_int64(strided.values()),
+        "STAGES": config.stages,
+        "SMALL_STAGES": SMALL_STAGES,
+        "num_warps": config.warps,
         **register_limit(config),
-    )
+    }
+    args = [named[name] for name in kernel.arg_names[: len(named)]]  # constants follow
+    return Launch(kernel, (batch * heads * triton.cdiv(tokens, config.rows),), args, constants)
 
 
 def _wide(keys: Keys, config: KernelConfig) -> int:

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from foveate.kernels.launch import empty_lse, gpu_op, row_contiguous
+from foveate.kernels.launch import differentiable, empty_lse, gpu_op, row_contiguous
 from foveate.kernels.log_linear.backward import backward_keys, backward_queries
 from foveate.kernels.log_linear.forward import Keys, forward
 from foveate.kernels.log_linear.pooling import level_sizes, pool
@@ -38,7 +38,7 @@ def log_linear_attention(
     return out, lse, lists, counts.split(level_sizes(tokens, block, levels), 1)
 
 
-@gpu_op("foveate::log_linear_attention")
+@gpu_op("log_linear_attention")
 def _attend(
     q: Tensor, k: Tensor, v: Tensor, extra_k: Tensor, extra_v: Tensor, means: Tensor, counts: Tensor, logs: Tensor,
     lists: list[Tensor], real: Tensor | None,
@@ -52,12 +52,12 @@ def _attend(
     return forward(q, keys)
 
 
-@_attend.register_fake
+@torch.library.register_fake(_attend)
 def _(q: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     return torch.empty_like(q), empty_lse(q)
 
 
-@gpu_op("foveate::log_linear_attention_backward")
+@gpu_op("log_linear_attention_backward")
 def _backward(
     grads: list[Tensor], results: list[Tensor], tensors: list[Tensor], lists: list[Tensor], real: Tensor | None,
     block: int, top_k: int, enriched: int, reweight: bool, exclude: bool, full: bool, scale: float,
@@ -70,7 +70,7 @@ def _backward(
     return dq, *backward_keys(q, keys, binary, delta, grad_out, readers_of(lists[: enriched + 1]))
 
 
-@_backward.register_fake
+@torch.library.register_fake(_backward)
 def _(grads: list[Tensor], results: list[Tensor], tensors: list[Tensor], *rest: Any) -> tuple[Tensor, ...]:
     return tuple(torch.empty_like(x) for x in tensors[:5])
 
@@ -88,7 +88,7 @@ def _differentiate(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
     return *found, None, None, None, [None] * len(lists), None, *[None] * len(ctx.options)
 
 
-_attend.register_autograd(_differentiate, setup_context=_save)
+differentiable(_attend, _save, _differentiate)
 
 
 BACKENDS = {"triton": (supports, log_linear_attention)}

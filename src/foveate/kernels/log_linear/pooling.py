@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from foveate.kernels.launch import gpu_op, padded_size
+from foveate.kernels.launch import Launch, gpu_op, launcher, padded_size
 
 __all__ = ["level_sizes", "level_starts", "pool"]
 
@@ -117,7 +117,7 @@ def _pool(
         )  # fmt: skip
 
 
-@gpu_op("foveate::pool_levels")
+@gpu_op("pool_levels")
 def pool(tensors: list[Tensor], real: Tensor | None, block: int, levels: int) -> tuple[Tensor, Tensor, Tensor]:
     """Means, counts and binary logarithms of the counts of the nodes of all levels, the finest level first.
 
@@ -139,22 +139,39 @@ def pool(tensors: list[Tensor], real: Tensor | None, block: int, levels: int) ->
     for level in range(0, levels, 2):
         _, upper = level_sizes(rows, block, 2)
         further = levels > level + 2
-        sums = means.new_empty((len(given), batch, heads, upper if further else 0, dim), dtype=torch.float32)
-        strided = given + [given[0]] * (3 - len(given))
-        _pool[(batch * heads * upper, len(given))](
-            *strided, means, sums, weight, counts, logs, rows, heads, starts[level], starts[-1],
-            0 if len(weight) == 1 else weight.stride(0), 0 if real is None else counts.stride(0),
-            *(stride for x in strided for stride in x.stride()[:3]),
-            WEIGHTED=real is not None or level > 0, UPPER=levels > level + 1, SUMS=further, B=block, D=dim,
-            BD=padded_size(dim), num_warps=_pool_warps(block, dim),
+        sums = means.new_empty((len(given), batch, heads, upper, dim), dtype=torch.float32) if further else means
+        _launch_pool(
+            *given, *[given[0]] * (3 - len(given)), means, sums, weight, counts, logs,
+            len(given), rows, starts[level], levels - level, block, real is not None, level > 0,
         )  # fmt: skip
-        rows, given, weight = upper, list(sums.unbind(0)), counts[:, starts[level + 1] :] if further else counts
+        if further:
+            rows, given, weight = upper, list(sums.unbind(0)), counts[:, starts[level + 1] :]
     return means, counts, logs
 
 
-@pool.register_fake
+@torch.library.register_fake(pool)
 def _(tensors: list[Tensor], real: Tensor | None, block: int, levels: int) -> tuple[Tensor, Tensor, Tensor]:
     return _empty_means(tensors, real, level_starts(tensors[0].shape[2], block, levels)[-1])
+
+
+@launcher
+def _launch_pool(
+    x: Tensor, y: Tensor, z: Tensor, means: Tensor, sums: Tensor, weight: Tensor, counts: Tensor, logs: Tensor,
+    tensors: int, rows: int, first: int, left: int, block: int, masked: bool, counted: bool,
+) -> Launch:  # fmt: skip
+    """Pool two levels, of which the lower begins at node `first`; `left` levels are left."""
+    batch, heads, _, dim = x.shape
+    _, upper = level_sizes(rows, block, 2)
+    args = (
+        x, y, z, means, sums, weight, counts, logs, rows, heads, first, means.shape[3],
+        0 if len(weight) == 1 else weight.stride(0), counts.stride(0) if masked else 0,
+        *(stride for tensor in (x, y, z) for stride in tensor.stride()[:3]),
+    )  # fmt: skip
+    constants = {
+        "WEIGHTED": masked or counted, "UPPER": left > 1, "SUMS": left > 2, "B": block, "D": dim,
+        "BD": padded_size(dim), "num_warps": _pool_warps(block, dim),
+    }  # fmt: skip
+    return Launch(_pool, (batch * heads * upper, tensors), args, constants)
 
 
 def _empty_means(tensors: list[Tensor], real: Tensor | None, nodes: int) -> tuple[Tensor, Tensor, Tensor]:

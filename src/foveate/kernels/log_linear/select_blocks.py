@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from foveate.kernels.launch import gpu_op, half_precision, padded_size, row_contiguous
+from foveate.kernels.launch import Launch, gpu_op, half_precision, launcher, padded_size, row_contiguous
 from foveate.kernels.log_linear.pooling import level_sizes, level_starts, pool
 
 __all__ = ["BACKENDS", "pick_nodes", "readers_of", "select_blocks", "supports"]
@@ -98,7 +98,7 @@ def select_blocks(
     return pick_nodes(means, counts, tokens, block, levels, top_k), counts.split(level_sizes(tokens, block, levels), 1)
 
 
-@gpu_op("foveate::pick_nodes")
+@gpu_op("pick_nodes")
 def pick_nodes(means: Tensor, counts: Tensor, tokens: int, block: int, levels: int, top_k: int) -> list[Tensor]:
     """The nodes that each node picks: for each level, the finest first, int32 [batch, heads, nodes, picks].
 
@@ -110,26 +110,35 @@ def pick_nodes(means: Tensor, counts: Tensor, tokens: int, block: int, levels: i
         levels: Number of levels, 1 to 4.
         top_k: Largest number of picks of a node, at most 128: registers hold the lists of all siblings.
     """
-    q, k = means[:2]
-    batch, heads, all_nodes, dim = q.shape
+    batch, heads = means.shape[1:3]
     lists: list[Tensor] = []
     sizes = zip(level_sizes(tokens, block, levels), level_starts(tokens, block, levels), strict=False)
     for nodes, start in reversed(list(sizes)):
-        picks = min(top_k, nodes)
         above = lists[0] if lists else counts
-        few = not lists and CANDIDATES < nodes <= AT_TOP
-        at_once = triton.next_power_of_2(nodes) if few else CANDIDATES
-        lists.insert(0, _empty(q, batch, heads, nodes, picks))
-        _select[(batch * heads * triton.cdiv(nodes, block),)](
-            q, k, counts, above, lists[0], heads, nodes, all_nodes, start,
-            0 if len(counts) == 1 else counts.stride(0), above.shape[-1], picks,
-            TOP=len(lists) == 1, B=block, K=triton.next_power_of_2(max(picks, 2)), BN=at_once, D=dim,
-            BD=padded_size(dim), num_warps=block // 16 * at_once // CANDIDATES,
-        )  # fmt: skip
+        lists.insert(0, _empty(means, batch, heads, nodes, min(top_k, nodes)))
+        _launch_select(means, counts, above, lists[0], start, block, len(lists) == 1)
     return lists
 
 
-@pick_nodes.register_fake
+@launcher
+def _launch_select(
+    means: Tensor, counts: Tensor, above: Tensor, picked: Tensor, first: int, block: int, top: bool
+) -> Launch:
+    """Pick nodes of one level, which begins at node `first`, among all of them or the children of `above`."""
+    (batch, heads, nodes, picks), (_, _, _, all_nodes, dim) = picked.shape, means.shape
+    at_once = triton.next_power_of_2(nodes) if top and CANDIDATES < nodes <= AT_TOP else CANDIDATES
+    args = (
+        means[0], means[1], counts, above, picked, heads, nodes, all_nodes, first,
+        0 if len(counts) == 1 else counts.stride(0), above.shape[-1], picks,
+    )  # fmt: skip
+    constants = {
+        "TOP": top, "B": block, "K": triton.next_power_of_2(max(picks, 2)), "BN": at_once, "D": dim,
+        "BD": padded_size(dim), "num_warps": block // 16 * at_once // CANDIDATES,
+    }  # fmt: skip
+    return Launch(_select, (batch * heads * triton.cdiv(nodes, block),), args, constants)
+
+
+@torch.library.register_fake(pick_nodes)
 def _(means: Tensor, counts: Tensor, tokens: int, block: int, levels: int, top_k: int) -> list[Tensor]:
     sizes = level_sizes(tokens, block, levels)
     return [_empty(means, *means.shape[1:3], nodes, min(top_k, nodes)) for nodes in sizes]
@@ -171,28 +180,29 @@ def readers_of(levels: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
     runs = [min(RUNS, triton.cdiv(nodes, RUN)) for nodes, _ in sizes]
     cells = [samples * (nodes + 1) * count for (nodes, _), count in zip(sizes, runs, strict=True)]
     counts = levels[0].new_zeros(1 + sum(cells))
-
-    def place(numbers: Tensor, rows: Sequence[Tensor], write: bool) -> None:
-        firsts = accumulate((lists.numel() for lists in levels), initial=0)
-        parts = numbers[: sum(cells)].split(cells)
-        for lists, cell, row, count, first in zip(levels, parts, rows, runs, firsts, strict=False):
-            nodes, picks = lists.shape[2:]
-            most = triton.next_power_of_2(picks)
-            _place[(samples * count,)](
-                lists, cell, row, nodes, picks, count, triton.cdiv(nodes, count), first, K=most, E=max(most, AT_ONCE),
-                WRITE=write,
-            )  # fmt: skip
-
-    place(counts[1:], levels, write=False)
+    firsts = list(accumulate((lists.numel() for lists in levels), initial=0))
+    for lists, cell, first, count in zip(levels, accumulate(cells, initial=1), firsts, runs, strict=False):
+        _launch_place(lists, counts, lists, cell, first, count, False)
     starts = counts.cumsum(0, dtype=torch.int32)
-    offsets, first = [], 0
-    for lists, cell, count in zip(levels, starts[: sum(cells)].split(cells), runs, strict=True):
-        base = torch.arange(first, first + lists.numel(), lists[0, 0].numel(), dtype=torch.int32, device=lists.device)
-        offsets.append((cell.view(samples, -1, count)[..., 0] - base[:, None]).view(*lists.shape[:2], -1))
-        first += lists.numel()
-    rows = [_empty(lists, *lists.shape[:2], lists[0, 0].numel()) for lists in levels]
-    place(starts, rows, write=True)
-    return list(zip(offsets, rows, strict=True))
+    found = []
+    for lists, cell, first, count in zip(levels, accumulate(cells, initial=0), firsts, runs, strict=False):
+        nodes, entries = lists.shape[2], lists[0, 0].numel()
+        base = torch.arange(first, first + lists.numel(), entries, dtype=torch.int32, device=lists.device)
+        mine = starts[cell : cell + samples * (nodes + 1) * count].view(samples, -1, count)[..., 0]
+        rows = _empty(lists, *lists.shape[:2], entries)
+        found.append(((mine - base[:, None]).view(*lists.shape[:2], -1), rows))
+        _launch_place(lists, starts, rows, cell, first, count, True)
+    return found
+
+
+@launcher
+def _launch_place(lists: Tensor, cells: Tensor, rows: Tensor, cell: int, first: int, runs: int, write: bool) -> Launch:
+    """Count the picks of one level in `cells`, from entry `cell` on, or store in `rows` the nodes that picked."""
+    batch, heads, nodes, picks = lists.shape
+    most = triton.next_power_of_2(picks)
+    args = lists, cells[cell:], rows, nodes, picks, runs, triton.cdiv(nodes, runs), first
+    constants = {"K": most, "E": max(most, AT_ONCE), "WRITE": write}
+    return Launch(_place, (batch * heads * runs,), args, constants)
 
 
 def _empty(like: Tensor, *shape: int) -> Tensor:

@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn.functional import pad
 
-from foveate.kernels.launch import gpu_op
+from foveate.kernels.launch import Launch, gpu_op, launcher
 from foveate.utils.cache import WeakTensorCache
 
 __all__ = ["BACKENDS", "coverage_drops"]
@@ -71,7 +71,7 @@ def supports(device: torch.device, dtype: torch.dtype, dim: int) -> bool:
     return device.type == "cuda" and dtype == torch.float32 and torch.cuda.get_device_capability(device)[0] >= AMPERE
 
 
-@gpu_op("foveate::coverage_drops")
+@gpu_op("coverage_drops")
 def coverage_drops(items: Tensor, candidates: Tensor, before: Tensor, after: Tensor) -> Tensor:
     """`foveate.ops.facility_location.portable_drops` on a GPU."""
     drops = _like(items, candidates, before, after)
@@ -84,15 +84,20 @@ def coverage_drops(items: Tensor, candidates: Tensor, before: Tensor, after: Ten
         listed = place.new_empty(len(items) + 1)  # indices of changed items; the last entry collects all others
         listed.scatter_(0, places, torch.arange(len(items), dtype=torch.int32, device=items.device))
         halves = [_HALVES.get([x], HALF, partial(_halves, x)) for x in (items, candidates)]
-        sum_drops[(triton.cdiv(len(candidates), CANDIDATES),)](
-            *halves, before.contiguous(), after.contiguous(), listed, place[-1:], drops,
-            len(items), len(candidates), halves[0].shape[2],
-            BM=CANDIDATES, BN=ITEMS, BC=CHANNELS, STAGES=STAGES, num_warps=WARPS,
-        )  # fmt: skip
+        _launch(*halves, before.contiguous(), after.contiguous(), listed, place[-1:], drops)
     return drops
 
 
-@coverage_drops.register_fake
+@launcher
+def _launch(
+    items: Tensor, candidates: Tensor, before: Tensor, after: Tensor, listed: Tensor, number: Tensor, drops: Tensor
+) -> Launch:
+    args = items, candidates, before, after, listed, number, drops, len(before), len(drops), items.shape[2]
+    constants = {"BM": CANDIDATES, "BN": ITEMS, "BC": CHANNELS, "STAGES": STAGES, "num_warps": WARPS}
+    return Launch(sum_drops, (triton.cdiv(len(drops), CANDIDATES),), args, constants)
+
+
+@torch.library.register_fake(coverage_drops)
 def _like(items: Tensor, candidates: Tensor, before: Tensor, after: Tensor) -> Tensor:
     return candidates.new_empty(len(candidates))
 

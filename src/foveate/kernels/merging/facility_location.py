@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from foveate.kernels.launch import gpu_op, padded_size
+from foveate.kernels.launch import Launch, gpu_op, launcher, padded_size
 
 __all__ = ["BACKENDS", "facility_location"]
 
@@ -47,21 +47,24 @@ def supports(device: torch.device, dtype: torch.dtype, tokens: int) -> bool:
     return device.type == "cuda" and dtype == torch.float32 and tokens <= LARGEST
 
 
-@gpu_op("foveate::facility_location")
+@gpu_op("facility_location")
 def facility_location(similarity: Tensor, budget: int) -> Tensor:
     """The picks of `foveate.ops.facility_location` from similarities [sets, tokens, tokens]."""
     similarity = similarity.contiguous()
     picks = _like(similarity, budget)
-    number, tokens, _ = similarity.shape
-    padded = padded_size(tokens)
-    if number:
-        _pick[(number,)](
-            similarity, picks, tokens, budget, T=padded, BC=min(padded, AT_ONCE // padded), num_warps=WARPS
-        )  # fmt: skip
+    _launch(similarity, picks)
     return picks
 
 
-@facility_location.register_fake
+@launcher
+def _launch(similarity: Tensor, picks: Tensor) -> Launch:
+    number, tokens, _ = similarity.shape
+    padded = padded_size(tokens)
+    constants = {"T": padded, "BC": min(padded, AT_ONCE // padded), "num_warps": WARPS}
+    return Launch(_pick, (number,), (similarity, picks, tokens, picks.shape[1]), constants)
+
+
+@torch.library.register_fake(facility_location)
 def _like(similarity: Tensor, budget: int) -> Tensor:
     return similarity.new_empty((similarity.shape[0], budget), dtype=torch.long)
 

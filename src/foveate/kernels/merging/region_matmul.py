@@ -8,7 +8,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from foveate.kernels.launch import gpu_op, half_precision, padded_size, row_contiguous
+from foveate.kernels.launch import (
+    Launch,
+    differentiable,
+    gpu_op,
+    half_precision,
+    launcher,
+    padded_size,
+    row_contiguous,
+)
 
 __all__ = ["BACKENDS", "region_matmul"]
 
@@ -52,28 +60,30 @@ def supports(device: torch.device, dtype: torch.dtype, tokens: int) -> bool:
     return device.type == "cuda" and half_precision(dtype) and tokens <= LARGEST
 
 
-@gpu_op("foveate::region_matmul")
+@gpu_op("region_matmul")
 def region_matmul(weights: Tensor, x: Tensor, text: int, order: Tensor | None = None) -> Tensor:
     """The products that `foveate.ops.region_matmul` defines."""
     x = row_contiguous(x)
-    plans, regions, rows, tokens = weights.shape
-    batch, length, dim = x.shape
-    length = length if order is None else len(order)
+    _, regions, _, tokens = weights.shape
+    length = x.shape[1] if order is None else len(order)
     if length != text + regions * tokens:
         raise ValueError(f"x has {length} tokens, not {text} text tokens and {regions} regions of {tokens}")
     y = _like(weights, x, text)
-    m, t = padded_size(rows), padded_size(tokens)
-    programs = batch * (triton.cdiv(text, m) + regions)
-    if programs and dim:
-        w_strides = 0 if plans == 1 else weights.stride(0), *weights.stride()[1:]
-        _multiply[(programs, triton.cdiv(dim, CHANNELS))](
-            weights, x, order, y, regions, rows, tokens, dim, text, *w_strides, *x.stride()[:2], *y.stride()[:2],
-            M=m, T=t, BC=CHANNELS, num_warps=WARPS,
-        )  # fmt: skip
+    _launch(weights, x, order, y, text)
     return y
 
 
-@region_matmul.register_fake
+@launcher
+def _launch(weights: Tensor, x: Tensor, order: Tensor | None, y: Tensor, text: int) -> Launch:
+    (plans, regions, rows, tokens), (batch, _, dim) = weights.shape, x.shape
+    m, t = padded_size(rows), padded_size(tokens)
+    w_strides = 0 if plans == 1 else weights.stride(0), *weights.stride()[1:]
+    args = weights, x, order, y, regions, rows, tokens, dim, text, *w_strides, *x.stride()[:2], *y.stride()[:2]
+    grid = batch * (triton.cdiv(text, m) + regions), triton.cdiv(dim, CHANNELS)
+    return Launch(_multiply, grid, args, {"M": m, "T": t, "BC": CHANNELS, "num_warps": WARPS})
+
+
+@torch.library.register_fake(region_matmul)
 def _like(weights: Tensor, x: Tensor, text: int, order: Tensor | None = None) -> Tensor:
     return x.new_empty(x.shape[0], text + weights.shape[1] * weights.shape[2], x.shape[2])
 
@@ -86,17 +96,17 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 def _differentiate(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     weights, x, order = ctx.saved_tensors
     dw = dx = None
-    if ctx.needs_input_grad[0]:
+    if weights.requires_grad:
         ordered = x if order is None else x.index_select(1, order)
         dy, regions = (part[:, ctx.text :].unflatten(1, (weights.shape[1], -1)) for part in (grad, ordered))
         dw = (dy @ regions.mT).sum_to_size(weights.shape)
-    if ctx.needs_input_grad[1]:
+    if x.requires_grad:
         dx = region_matmul(weights.mT, grad, ctx.text)
         dx = dx if order is None else torch.zeros_like(x).index_add_(1, order, dx)
     return dw, dx, None, None
 
 
-region_matmul.register_autograd(_differentiate, setup_context=_save)
+differentiable(region_matmul, _save, _differentiate)
 
 
 BACKENDS = {"triton": (supports, region_matmul)}

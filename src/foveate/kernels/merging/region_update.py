@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from foveate.kernels.launch import gpu_op, padded_size, row_contiguous
+from foveate.kernels.launch import Launch, differentiable, gpu_op, launcher, padded_size, row_contiguous
 from foveate.kernels.merging.region_matmul import region_matmul, supports
 
 __all__ = ["BACKENDS", "region_update"]
@@ -47,11 +47,11 @@ def _update(
     tl.store(p_y + sample * s_yb + o_n * s_y + o_c[None, :], y.to(p_y.dtype.element_ty), mask=m_m)
 
 
-@gpu_op("foveate::region_update")
+@gpu_op("region_update")
 def region_update(weights: Sequence[Tensor], x: Tensor, before: Tensor, after: Tensor, order: Tensor | None) -> Tensor:
     """The update that `foveate.ops.region_update` defines."""
     x, before, after = map(row_contiguous, (x, before, after))
-    batch, length, dim = x.shape
+    length = x.shape[1]
     first, place = (sum(part.shape[1] * part.shape[side] for part in weights) for side in (3, 2))
     if (length, before.shape[1], after.shape[1]) != (place, first, first):
         raise ValueError(
@@ -61,20 +61,27 @@ def region_update(weights: Sequence[Tensor], x: Tensor, before: Tensor, after: T
     y = _like(weights, x, before, after, order)
     first = place = 0
     for matrices in weights:
-        plans, regions, rows, tokens = matrices.shape
-        m, t = padded_size(rows), padded_size(tokens)
-        w_strides = 0 if plans == 1 else matrices.stride(0), *matrices.stride()[1:]
-        if batch * regions * dim:
-            _update[(batch * regions, triton.cdiv(dim, CHANNELS))](
-                matrices, x, before, after, order, y, regions, rows, tokens, dim, first, place, *w_strides,
-                *x.stride()[:2], *before.stride()[:2], *after.stride()[:2], *y.stride()[:2],
-                M=m, T=t, BC=CHANNELS, num_warps=WARPS,
-            )  # fmt: skip
+        _launch(matrices, x, before, after, order, y, first, place)
+        _, regions, rows, tokens = matrices.shape
         first, place = first + regions * tokens, place + regions * rows
     return y
 
 
-@region_update.register_fake
+@launcher
+def _launch(
+    weights: Tensor, x: Tensor, before: Tensor, after: Tensor, order: Tensor | None, y: Tensor, first: int, place: int
+) -> Launch:
+    (plans, regions, rows, tokens), (batch, _, dim) = weights.shape, x.shape
+    args = (
+        weights, x, before, after, order, y, regions, rows, tokens, dim, first, place,
+        0 if plans == 1 else weights.stride(0), *weights.stride()[1:],
+        *x.stride()[:2], *before.stride()[:2], *after.stride()[:2], *y.stride()[:2],
+    )  # fmt: skip
+    constants = {"M": padded_size(rows), "T": padded_size(tokens), "BC": CHANNELS, "num_warps": WARPS}
+    return Launch(_update, (batch * regions, triton.cdiv(dim, CHANNELS)), args, constants)
+
+
+@torch.library.register_fake(region_update)
 def _like(weights: Sequence[Tensor], x: Tensor, before: Tensor, after: Tensor, order: Tensor | None) -> Tensor:
     return x.new_empty(x.shape)
 
@@ -90,7 +97,7 @@ def _differentiate(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     parts = dy.split([part.shape[1] * part.shape[2] for part in weights], 1)
     dafter = torch.cat([region_matmul(w.mT, part, 0) for w, part in zip(weights, parts, strict=True)], 1)
     dw: list[Tensor | None] = [None for _ in weights]
-    if any(ctx.needs_input_grad[0]):
+    if any(w.requires_grad for w in weights):
         changes = (after - before).split([w.shape[1] * w.shape[3] for w in weights], 1)
         for i, (w, *both) in enumerate(zip(weights, parts, changes, strict=True)):
             rows, columns = (part.unflatten(1, (w.shape[1], -1)) for part in both)
@@ -98,7 +105,7 @@ def _differentiate(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     return dw, grad, -dafter, dafter, None
 
 
-region_update.register_autograd(_differentiate, setup_context=_save)
+differentiable(region_update, _save, _differentiate)
 
 
 BACKENDS = {"triton": (supports, region_update)}

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from foveate.kernels.launch import gpu_op, padded_size, row_contiguous
+from foveate.kernels.launch import Launch, gpu_op, launcher, padded_size, row_contiguous
 
 __all__ = ["BACKENDS", "soft_assignment"]
 
@@ -82,26 +82,32 @@ def supports(device: torch.device, dtype: torch.dtype, tokens: int) -> bool:
     return device.type == "cuda" and dtype != torch.float64 and tokens <= max(CONFIGS)
 
 
-@gpu_op("foveate::soft_assignment")
+@gpu_op("soft_assignment")
 def soft_assignment(
     sets: Tensor, budget: int, scale: float, destinations: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Picks and weights of `foveate.ops.soft_assignment` for sets [sets, tokens, dim]."""
     sets = row_contiguous(sets)
-    number, tokens, dim = sets.shape
     picks, gather, spread = _like(sets, budget, scale, destinations)
-    padded = padded_size(tokens)
-    channels, warps = CONFIGS[padded]
-    if number:
-        given = picks if destinations is None else destinations.contiguous()
-        _assign[(number,)](
-            sets, given, picks, gather, spread, tokens, dim, budget, scale, *sets.stride()[:2],
-            GIVEN=destinations is not None, T=padded, BC=channels, num_warps=warps, num_stages=STAGES,
-        )  # fmt: skip
+    _launch(sets, None if destinations is None else destinations.contiguous(), picks, gather, spread, scale)
     return picks, gather, spread
 
 
-@soft_assignment.register_fake
+@launcher
+def _launch(sets: Tensor, given: Tensor | None, picks: Tensor, gather: Tensor, spread: Tensor, scale: float) -> Launch:
+    number, tokens, dim = sets.shape
+    channels, warps = CONFIGS[padded_size(tokens)]
+    args = (
+        sets, picks if given is None else given, picks, gather, spread, tokens, dim, picks.shape[1], scale,
+        *sets.stride()[:2],
+    )  # fmt: skip
+    constants = {
+        "GIVEN": given is not None, "T": padded_size(tokens), "BC": channels, "num_warps": warps, "num_stages": STAGES
+    }  # fmt: skip
+    return Launch(_assign, (number,), args, constants)
+
+
+@torch.library.register_fake(soft_assignment)
 def _like(
     sets: Tensor, budget: int, scale: float, destinations: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:

@@ -31,9 +31,11 @@ from foveate.kernels.block.block_attention import (
 from foveate.kernels.block.schedule import Schedule, WorkPartition
 from foveate.kernels.block.triton_attention import LN2, _rows, _store
 from foveate.kernels.launch import (
+    Launch,
     empty_like,
     empty_lse,
     gpu_op,
+    launcher,
     multiprocessors,
     padded_size,
     row_contiguous,
@@ -105,7 +107,7 @@ def attend_rows(
     tl.store(p_lse + o_m, (m + tl.math.log2(norm)) * LN2, mask=m_m)
 
 
-@gpu_op("foveate::row_attention")
+@gpu_op("row_attention")
 def row_attention(q: Tensor, k: Tensor, v: Tensor, rows: Tensor, scale: float, hopper: bool = False) -> Tensor:
     """Output of `foveate.ops.row_attention`; with `hopper`, by the Hopper kernel if it can address the tensors."""
     out = empty_like(q)
@@ -121,30 +123,42 @@ def row_attention(q: Tensor, k: Tensor, v: Tensor, rows: Tensor, scale: float, h
     return out
 
 
-@row_attention.register_fake
+@torch.library.register_fake(row_attention)
 def _(q: Tensor, *args: object) -> Tensor:
     return empty_like(q)
 
 
 def _launch_triton(q: Tensor, k: Tensor, v: Tensor, rows: Tensor, scale: float, out: Tensor) -> None:
-    (batch, heads, chosen, dim), (_, groups, tokens, _) = q.shape, k.shape
-    padded = padded_size(dim)
+    (batch, heads, chosen, dim), tokens = q.shape, k.shape[2]
     configs = FORWARD if chosen > FEW[0].rows else FEW
-    config = first_that_fits(configs, 1, padded * q.element_size(), shared_memory(q.device))
+    config = first_that_fits(configs, 1, padded_size(dim) * q.element_size(), shared_memory(q.device))
     tiles = triton.cdiv(chosen, config.rows)
     parts = _parts(batch * heads * tiles, tokens, q.device)
     partial_out = out[None]
     if parts > 1:
         partial_out = torch.empty_like(partial_out.expand(parts, -1, -1, -1, -1), dtype=torch.float32)
     lse = q.new_empty(parts, batch, heads, chosen, dtype=torch.float32)
-    keys = triton.cdiv(triton.cdiv(tokens, parts), config.step) * config.step
-    attend_rows[(batch * heads, tiles, parts)](
-        q, k, v, rows.contiguous(), partial_out, lse, scale / math.log(2), heads, heads // groups, chosen, keys,
-        *(stride for x in (q, k, v) for stride in x.stride()[:3]), *partial_out.stride()[:4],
-        D=dim, BD=padded, BM=config.rows, BN=config.step, STAGES=config.stages, num_warps=config.warps,
-    )  # fmt: skip
+    _launch_rows(q, k, v, rows.contiguous(), partial_out, lse, scale, config)
     if parts > 1:
         out.copy_((partial_out * lse.softmax(0)[..., None]).sum(0))
+
+
+@launcher
+def _launch_rows(
+    q: Tensor, k: Tensor, v: Tensor, rows: Tensor, out: Tensor, lse: Tensor, scale: float, config: KernelConfig
+) -> Launch:
+    """Attend with the rows to each of ``len(out)`` parts of the keys."""
+    (batch, heads, chosen, dim), (_, groups, tokens, _), parts = q.shape, k.shape, len(out)
+    keys = triton.cdiv(triton.cdiv(tokens, parts), config.step) * config.step
+    args = (
+        q, k, v, rows, out, lse, scale / math.log(2), heads, heads // groups, chosen, keys,
+        *(stride for x in (q, k, v) for stride in x.stride()[:3]), *out.stride()[:4],
+    )  # fmt: skip
+    constants = {
+        "D": dim, "BD": padded_size(dim), "BM": config.rows, "BN": config.step, "STAGES": config.stages,
+        "num_warps": config.warps,
+    }  # fmt: skip
+    return Launch(attend_rows, (batch * heads, triton.cdiv(chosen, config.rows), parts), args, constants)
 
 
 def _parts(tiles: int, tokens: int, device: torch.device) -> int:
