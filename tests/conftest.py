@@ -1,6 +1,8 @@
 """Shapes and types of all functions are checked while tests run; no network; kernels are interpreted."""
 
 import os
+import warnings
+from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -47,3 +49,19 @@ def as_a_user():
 def no_grad():
     with torch.no_grad():
         yield
+
+
+@pytest.fixture
+def no_synchronization():
+    """A context in which it is an error to wait for the GPU."""
+
+    @contextmanager
+    def context():
+        with warnings.catch_warnings(action="ignore"):  # PyTorch calls the mode a prototype
+            torch.cuda.set_sync_debug_mode("error")
+        try:
+            yield
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+    return context

@@ -85,7 +85,7 @@ def test_compiled_calls_give_the_same_bits():
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
-def test_a_repeated_call_does_not_synchronize_with_the_gpu_and_has_the_same_bits():
+def test_a_repeated_call_does_not_synchronize_with_the_gpu_and_has_the_same_bits(no_synchronization):
     inputs = [
         [torch.randn(2, 3, 5000, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(3)]
         for _ in range(2)
@@ -96,10 +96,7 @@ def test_a_repeated_call_does_not_synchronize_with_the_gpu_and_has_the_same_bits
         return out, *torch.autograd.grad(out, (q, k, v), v.detach())
 
     first = [gradients(*x) for x in inputs]
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_synchronization():
         again = [gradients(*x) for x in inputs]
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     for want, got in zip(first, again, strict=True):
         assert all(torch.equal(a, b) for a, b in zip(want, got, strict=True))
