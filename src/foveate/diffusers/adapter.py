@@ -408,7 +408,7 @@ class ModelAdapter:
         """Number of processes over which the sequence is split.
 
         Raises:
-            DenseFallback: If it is split in another way than Ulysses with equal parts does.
+            DenseFallback: If it is split in another way than by Ulysses.
         """
         processors = (layer.attn.processor for layer in layers)
         configs = (plan.parallel if (plan := plan_of(p)) else getattr(p, "_parallel_config", None) for p in processors)
@@ -418,8 +418,11 @@ class ModelAdapter:
         ranks = context.ulysses_degree or 1
         if (context.ring_degree or 1) > 1:
             raise DenseFallback("ring attention splits keys over devices: use ulysses_degree alone")
-        if any(tokens % ranks for tokens in layout.streams()):
-            raise DenseFallback(f"{layout.streams()} text and image tokens do not divide evenly over {ranks} devices")
+        if any(tokens % ranks for tokens in layout.streams()) and not context.ulysses_anything:
+            raise DenseFallback(
+                f"{layout.streams()} text and image tokens do not divide evenly over {ranks} devices: "
+                "use ContextParallelConfig(ulysses_anything=True)"
+            )
         return ranks
 
     def _regions(
@@ -496,7 +499,8 @@ class ModelAdapter:
             order, inverse = sequence_order(ran.plans[layer.joint].order, layout, ranks)
         if pattern is None and len(order) < ran.layout.tokens - layout.only_images().tokens + ran.regions.kept:
             pattern = attend_to_all(len(order))  # padding is left out
-        return LayerPlan(order, inverse, pattern, mask_is_padding=self.card.padding_mask is not None)
+        streams = tuple(layout.streams())
+        return LayerPlan(order, inverse, pattern, self.card.padding_mask is not None, streams)
 
     # --- reports ---
 
@@ -664,8 +668,8 @@ def merged_order(layout: Layout, device: str) -> tuple[Tensor, Tensor | None]:
 @persistent
 def _order_of(layout: Layout, image_order: Any, device: Any, ranks: int = 1) -> tuple[Tensor, Tensor | None]:
     # every process holds a part of the text and a part of the image: [text 0, image 0, text 1, image 1, ...]
-    streams = torch.arange(layout.tokens).split(layout.streams())
-    place = inverse_order(torch.cat([stream.view(ranks, -1) for stream in streams], 1).flatten())
+    streams = [stream.tensor_split(ranks) for stream in torch.arange(layout.tokens).split(layout.streams())]
+    place = inverse_order(torch.cat([part for parts in zip(*streams, strict=True) for part in parts]))
     order = place[torch.cat([layout.positions("text"), layout.positions("image")[image_order]])]
     if torch.equal(order, torch.arange(layout.tokens)):
         return order.to(device), None

@@ -10,7 +10,13 @@ parallel_config=self._parallel_config)``. `attach` sets both on one processor: t
 from typing import Any
 
 from diffusers.models import attention_dispatch
-from diffusers.models.attention_dispatch import AttentionBackendName, SeqAllToAllDim, dispatch_attention_fn
+from diffusers.models.attention_dispatch import (
+    AttentionBackendName,
+    SeqAllToAllDim,
+    all_to_all_single_any_o_async,
+    all_to_all_single_any_qkv_async,
+    dispatch_attention_fn,
+)
 from torch import Tensor
 from torch.nn.functional import pad
 
@@ -38,6 +44,7 @@ class LayerPlan:
         inverse: Place of each position in `order`; None where `order` is ascending and complete.
         pattern: Which tokens attend to which; None if all attend to all.
         mask_is_padding: Whether an attention mask only hides the padding, which `order` leaves out.
+        streams: Lengths of the parts of the sequence that context parallelism splits one by one: text and image.
         rope: (cos, sin), [tokens, head_dim] or [batch, tokens, head_dim], to rotate queries and keys by; None if the
             processor has done so. Rows for the last tokens, the text, may be left out: they are not rotated.
         bias: Added to the attention logits of each key [batch or 1, tokens].
@@ -51,9 +58,10 @@ class LayerPlan:
         inverse: Tensor | None = None,
         pattern: Pattern | None = None,
         mask_is_padding: bool = False,
+        streams: tuple[int, ...] = (),
     ) -> None:
         self.order, self.inverse, self.pattern = order, inverse, pattern
-        self.mask_is_padding = mask_is_padding
+        self.mask_is_padding, self.streams = mask_is_padding, streams
         self.bias: Tensor | None = None
         self.rope: tuple[Tensor, Tensor] | None = None
         self.backend: Any = None
@@ -100,10 +108,13 @@ def plan_of(processor: Any) -> LayerPlan | None:
     return config if isinstance(config, LayerPlan) else None
 
 
-def ulysses_ranks(plan: LayerPlan) -> int:
-    """Number of processes over which Ulysses context parallelism splits the sequence."""
+def local_tokens(plan: LayerPlan) -> int:
+    """Number of tokens that this process holds under Ulysses context parallelism; all without it."""
     context = plan.context_parallel_config
-    return 1 if context is None else context._ulysses_mesh.size()
+    if context is None:
+        return plan.tokens
+    rank, ranks = context._ulysses_local_rank, context._ulysses_mesh.size()
+    return sum(stream // ranks + (rank < stream % ranks) for stream in plan.streams)  # as Tensor.tensor_split
 
 
 def attach(processor: Any, plan: LayerPlan) -> None:
@@ -159,10 +170,9 @@ def foveate_attention(
     backend.
     """
     plan: LayerPlan = _parallel_config
-    ranks = ulysses_ranks(plan)
-    tokens, rope = plan.tokens, None if plan.rope is None else with_text(plan.rope, plan.tokens)
+    tokens, rope = local_tokens(plan), None if plan.rope is None else with_text(plan.rope, plan.tokens)
     masked = attn_mask is not None and not plan.mask_is_padding
-    if query.shape[1] * ranks != tokens or key.shape[1] * ranks != tokens or masked:
+    if query.shape[1] != tokens or key.shape[1] != tokens or masked:
         if rope is not None and query.shape[1] == key.shape[1] == rope[0].shape[-2]:
             query, key, value = permute_tokens(query, key, value, rope=rope)
         return dispatch_attention_fn(
@@ -173,12 +183,17 @@ def foveate_attention(
         query, key, value = permute_tokens(query, key, value, rope=rope)
         mask = None if plan.bias is None else plan.bias.to(query.dtype)[:, None, None]
         return dispatch_attention_fn(query, key, value, mask, scale=scale, backend=plan.backend)
-    if ranks > 1:  # each process gets all tokens of some heads
-        group = plan.context_parallel_config._ulysses_mesh.get_group()
-        query, key, value = (SeqAllToAllDim.apply(group, x.contiguous(), 2, 1) for x in (query, key, value))
-        out = _attend(query, key, value, plan, rope)
-        return SeqAllToAllDim.apply(group, out.contiguous(), 1, 2)
-    return _attend(query, key, value, plan, rope)
+    context = plan.context_parallel_config
+    if context is None:
+        return _attend(query, key, value, plan, rope)
+    group = context._ulysses_mesh.get_group()  # each process gets all tokens of some heads
+    if context.ulysses_anything:
+        held = {"NUM_QO_HEAD": query.shape[2], "Q_S_LOCAL": query.shape[1]}
+        waiting = [all_to_all_single_any_qkv_async(x, group) for x in (query, key, value)]
+        out = _attend(*(wait() for wait in waiting), plan, rope)
+        return all_to_all_single_any_o_async(out, group, **held)()
+    query, key, value = (SeqAllToAllDim.apply(group, x.contiguous(), 2, 1) for x in (query, key, value))
+    return SeqAllToAllDim.apply(group, _attend(query, key, value, plan, rope).contiguous(), 1, 2)
 
 
 def _attend(query: Tensor, key: Tensor, value: Tensor, plan: LayerPlan, rope: tuple[Tensor, Tensor] | None) -> Tensor:
