@@ -583,6 +583,25 @@ def built(name, grid=None, batch=1, **config):
     return model, family.inputs(model, grid or family.grids[0], batch)
 
 
+MASKS = {"chroma": "attention_mask", "qwen": "encoder_hidden_states_mask", "zimage": None} | dict.fromkeys(
+    ("krea2", "hunyuan_image", "hunyuan_video", "hunyuan_video15"), "encoder_attention_mask"
+)
+"""The argument with the mask of a padded text, in families that have one; Z-Image pads its prompts itself."""
+
+
+def ragged(name, batch=3, **config):
+    """A model of a family, and keyword arguments of one forward pass of prompts of different length."""
+    model, x = built(name, batch=batch, **config)
+    x = {key: value for key, value in x.items() if "controlnet" not in key}
+    if name == "zimage":
+        return model, x | {"cap_feats": [torch.randn(n, 16, dtype=model.dtype) for n in (40, 19, 70)[:batch]]}
+    text = x["encoder_hidden_states"].shape[1]
+    mask = torch.ones(batch, text + 320 * (name == "chroma"), dtype=torch.bool)
+    for row, real in zip(mask, (7, text, 2), strict=False):
+        row[real:text] = False
+    return model, x | {MASKS[name]: mask}
+
+
 def exact(model):
     """Context in which models that compute parts of a block in float32 keep float64; for one thread at a time."""
     if not type(model).__name__.startswith(("Wan", "LTX")):
