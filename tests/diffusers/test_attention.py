@@ -286,6 +286,21 @@ def test_the_key_value_cache_of_flux2_stays_dense():
         assert all("attends causally" in why for why in whys(run))
 
 
+def test_each_image_of_joyimage_edit_has_tiles_of_its_own():
+    model, x, method = tiny.joyimage(), tiny.joyimage_inputs(items=3, batch=2), HilbertA(tiles=4)
+    with reference(SPARSE["joyimage"], method, *3 * ((16, 20),)):
+        want = call(model, x)
+    with foveate.apply(model, method) as run:
+        torch.testing.assert_close(call(model, x), want)
+        assert not any(whys(run))
+    x["hidden_states"] = torch.randn(1, 4, 2, 32, 40).double()
+    dense_because(model, x, method, "several frames")
+
+
+def test_frames_of_skyreels_that_attend_causally_stay_dense():
+    dense_because(*built("skyreels", num_frame_per_block=5), HilbertA(tiles=4, align=1), "attend causally")
+
+
 def test_no_text_is_no_special_case():
     model, x, method = tiny.flux(), tiny.inputs(text=0), HilbertA(tiles=4)
     with reference(FAMILIES["flux"], method):

@@ -75,7 +75,8 @@ class Layer(NamedTuple):
     @property
     def inner_dim(self) -> int:
         """Channels of all heads together."""
-        return getattr(self.attn, "inner_dim", None) or self.attn.num_heads * self.attn.head_dim
+        heads = getattr(self.attn, "heads", None) or self.attn.num_heads
+        return heads * self.head_dim
 
 
 class Forward(NamedTuple):

@@ -15,7 +15,7 @@ __all__ = ["ChromaCard", "Flux2Card", "FluxCard", "grids_of"]
 
 
 class FluxCard(Card):
-    """`FluxTransformer2DModel`, `LongCatImageTransformer2DModel`, `OvisImageTransformer2DModel`."""
+    """The models of FLUX.1, Bria 3.2, LongCat-Image and Ovis-Image."""
 
     rope = "image_rotary_emb"
     merge_mlp = False
