@@ -1,6 +1,5 @@
 # pyright: basic, reportAttributeAccessIssue=false, reportIncompatibleMethodOverride=false
-"""Wan 2.1 and 2.2 (text or image to video, both experts), VACE, and models alike: video tokens alone, text by
-cross-attention."""
+"""Wan 2.1 and 2.2 (text or image to video, both experts), VACE and models alike: video tokens alone, text apart."""
 
 from collections.abc import Iterator
 from typing import Any
