@@ -139,7 +139,8 @@ class MergeGroup:
         rows = None if rope is None else tuple(map(self._rows, rope))
         bias = self._bias() if self.method.size_bias else None
         for layer in self.layer_plans:
-            layer.bias = bias if bias is None or layer.inverse is None else bias.index_select(1, layer.inverse)
+            own = None if bias is None else bias[:, -layer.tokens :]  # without text in layers of the image alone
+            layer.bias = own if own is None or layer.inverse is None else own.index_select(1, layer.inverse)
             layer.rope = rows
 
     def _rows(self, rows: Tensor) -> Tensor:

@@ -46,7 +46,8 @@ class SkyReelsV2Card(WanCard):
 
     def layout(self, holder: nn.Module, inputs: dict[str, Any]) -> Layout:
         """As in Wan, unless blocks of frames attend to those before."""
-        if holder.config.num_frame_per_block > 1:
+        frames: Any = holder.config.num_frame_per_block
+        if frames > 1:
             raise DenseFallback("blocks of frames attend causally")
         return super().layout(holder, inputs)
 
