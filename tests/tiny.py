@@ -9,7 +9,9 @@ import tiny_lm
 import torch
 from diffusers import (
     AutoencoderKL,
+    BriaTransformer2DModel,
     ChromaTransformer2DModel,
+    ChronoEditTransformer3DModel,
     DDIMScheduler,
     DiTTransformer2DModel,
     FlowMatchEulerDiscreteScheduler,
@@ -19,6 +21,7 @@ from diffusers import (
     HunyuanImageTransformer2DModel,
     HunyuanVideo15Transformer3DModel,
     HunyuanVideoTransformer3DModel,
+    JoyImageEditTransformer3DModel,
     Krea2Transformer2DModel,
     LongCatImageTransformer2DModel,
     LTX2VideoTransformer3DModel,
@@ -27,6 +30,7 @@ from diffusers import (
     PixArtTransformer2DModel,
     QwenImageTransformer2DModel,
     SD3Transformer2DModel,
+    SkyReelsV2Transformer3DModel,
     StableDiffusionPipeline,
     UNet2DConditionModel,
     WanTransformer3DModel,
@@ -113,8 +117,13 @@ def ovis(dtype=torch.float64, **config):
     return OvisImageTransformer2DModel(**LIKE_FLUX | {"out_channels": 4} | config).to(dtype).eval()
 
 
+def bria(dtype=torch.float64, **config):
+    torch.manual_seed(0)
+    return BriaTransformer2DModel(**LIKE_FLUX | config).to(dtype).eval()
+
+
 def longcat_inputs(*grids, text=15, batch=1, dtype=torch.float64):
-    """Keyword arguments of one forward of LongCat-Image or Ovis-Image."""
+    """Keyword arguments of one forward of LongCat-Image, Ovis-Image or Bria."""
     x = inputs(*grids, text=text, batch=batch, dtype=dtype)
     del x["pooled_projections"]
     return x
@@ -375,6 +384,34 @@ def wan_inputs(frames=5, rows=8, columns=9, batch=1, dtype=torch.float64):
     }
 
 
+def chronoedit(dtype=torch.float64, **config):
+    """Its rotary embedding is cut wrongly for heads of 16 channels."""
+    torch.manual_seed(0)
+    return ChronoEditTransformer3DModel(**WAN | {"attention_head_dim": 24} | config).to(dtype).eval()
+
+
+def skyreels(dtype=torch.float64, **config):
+    torch.manual_seed(0)
+    return SkyReelsV2Transformer3DModel(**WAN | config).to(dtype).eval()
+
+
+def joyimage(dtype=torch.float64, **config):
+    torch.manual_seed(0)
+    usual = {"in_channels": 4, "hidden_size": 32, "num_attention_heads": 2, "text_dim": 16, "num_layers": 3,
+             "rope_dim_list": [4, 4, 8]}  # fmt: skip
+    return JoyImageEditTransformer3DModel(**usual | config).to(dtype).eval()
+
+
+def joyimage_inputs(rows=16, columns=20, items=1, text=11, batch=1, dtype=torch.float64):
+    """Keyword arguments of one forward; the last item is the picture, others are references."""
+    return {
+        "hidden_states": torch.randn(batch, items, 4, 1, 2 * rows, 2 * columns, dtype=dtype),
+        "timestep": torch.full((batch,), 500.0, dtype=dtype),
+        "encoder_hidden_states": torch.randn(batch, text, 16, dtype=dtype),
+        "return_dict": False,
+    }
+
+
 def vace(dtype=torch.float64, **config):
     """Two blocks of the control and three of the video."""
     torch.manual_seed(0)
@@ -545,6 +582,7 @@ FAMILIES = {
     "flux2": Family(flux2, _grid_inputs(flux2_inputs), _SIZES, {"axes_dims_rope": (8, 8, 8, 8), **_HEADS}),
     "chroma": Family(chroma, _flux_inputs, _SIZES, _ROPE),
     "longcat": Family(longcat, _grid_inputs(longcat_inputs), _SIZES, _ROPE),
+    "bria": Family(bria, _grid_inputs(longcat_inputs), _SIZES, _ROPE),
     "ovis": Family(ovis, _grid_inputs(longcat_inputs), _SIZES, _ROPE),
     "krea2": Family(krea2, _grid_inputs(krea2_inputs), _SIZES, _ROPE, (None, None, 0, 1, 2, 3)),
     "hunyuan_image": Family(hunyuan_image, _latent_inputs(hunyuan_image_inputs), _SIZES,
@@ -558,6 +596,8 @@ FAMILIES = {
     "pixart": Family(pixart, _latent_inputs(pixart_inputs, 2), _SIZES, {"cross_attention_dim": 64, **_HEADS}),
     "dit": Family(dit, _latent_inputs(dit_inputs, 2), ((16, 16), (20, 20)), _HEADS),
     "wan": Family(wan, _wan_inputs, _VIDEOS, _HEADS),
+    "chronoedit": Family(chronoedit, _wan_inputs, _VIDEOS, _HEADS),
+    "skyreels": Family(skyreels, _wan_inputs, _VIDEOS, _HEADS),
     "hunyuan_video": Family(hunyuan_video, _video_inputs(hunyuan_video_inputs), _VIDEOS,
                             {"rope_axes_dim": (8, 12, 12), **_HEADS}, (None, 0, 1, 2, 3, 4), text_first=False),
     "hunyuan_video15": Family(hunyuan_video15, _video_inputs(hunyuan_video15_inputs), _VIDEOS,
@@ -569,9 +609,11 @@ FAMILIES = {
 }  # fmt: skip
 SPARSE = FAMILIES | {
     "vace": Family(vace, _wan_inputs, _VIDEOS, _HEADS),
+    "joyimage": Family(joyimage, _latent_inputs(joyimage_inputs), _SIZES,
+                       {"hidden_size": 64, "rope_dim_list": [8, 12, 12]}, text_first=False),
     "ltx": Family(ltx, _video_inputs(ltx_inputs), _VIDEOS, _HEADS),
     "ltx2": Family(ltx2, _video_inputs(ltx2_inputs), _VIDEOS, _HEADS, (0, None, 1, None, 2, None)),
-}
+}  # fmt: skip
 """Families that sparse attention works in; tokens merge in the `FAMILIES` among them."""
 LLSA_ONLY = {"pixel": Family(pixel, _pixel_inputs, _SIZES, method=LLSA(top_k=1, min_tokens=0))}
 
@@ -583,9 +625,28 @@ def built(name, grid=None, batch=1, **config):
     return model, family.inputs(model, grid or family.grids[0], batch)
 
 
+MASKS = {"chroma": "attention_mask", "qwen": "encoder_hidden_states_mask", "zimage": None} | dict.fromkeys(
+    ("krea2", "hunyuan_image", "hunyuan_video", "hunyuan_video15"), "encoder_attention_mask"
+)
+"""The argument with the mask of a padded text, in families that have one; Z-Image pads its prompts itself."""
+
+
+def ragged(name, batch=3, **config):
+    """A model of a family, and keyword arguments of one forward pass of prompts of different length."""
+    model, x = built(name, batch=batch, **config)
+    x = {key: value for key, value in x.items() if "controlnet" not in key}
+    if name == "zimage":
+        return model, x | {"cap_feats": [torch.randn(n, 16, dtype=model.dtype) for n in (40, 19, 70)[:batch]]}
+    text = x["encoder_hidden_states"].shape[1]
+    mask = torch.ones(batch, text + 320 * (name == "chroma"), dtype=torch.bool)
+    for row, real in zip(mask, (7, text, 2), strict=False):
+        row[real:text] = False
+    return model, x | {MASKS[name]: mask}
+
+
 def exact(model):
     """Context in which models that compute parts of a block in float32 keep float64; for one thread at a time."""
-    if not type(model).__name__.startswith(("Wan", "LTX")):
+    if not type(model).__name__.startswith(("Wan", "LTX", "ChronoEdit", "SkyReels")):
         return nullcontext()
     return mock.patch.object(torch.Tensor, "float", lambda x: x if x.dtype == torch.float64 else x.to(torch.float32))
 

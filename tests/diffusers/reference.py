@@ -23,14 +23,20 @@ def reference(family, method, *grids):
     layers, ran = [], []
 
     def attention(query, key, value, attn_mask=None, **options):
-        if query.shape[2] != key.shape[2] or (attn_mask is not None and not attn_mask.all()):
+        if query.shape[2] != key.shape[2]:
             return scaled_dot_product_attention(query, key, value, attn_mask, **options)
         ran.append(query)
         number = family.numbers[len(ran) - 1] if family.numbers else len(ran) - 1
         if number is None:
-            return scaled_dot_product_attention(query, key, value)
+            return scaled_dot_product_attention(query, key, value, attn_mask)
         layers.append((number, query.shape[2]))
-        return attend(query, key, value, method, number, grids or family.grids[:1], family.text_first)
+        if attn_mask is None:
+            return attend(query, key, value, method, number, grids or family.grids[:1], family.text_first)
+        out = torch.zeros_like(query)  # padding, which no query sees, is left out of each sample
+        for i, seen in enumerate(attn_mask.expand(len(query), -1, -1, -1).any((1, 2))):
+            real = (x[i : i + 1, :, seen] for x in (query, key, value))
+            out[i, :, seen] = attend(*real, method, number, grids or family.grids[:1], family.text_first)[0]
+        return out
 
     with mock.patch.object(F, "scaled_dot_product_attention", attention):
         yield layers

@@ -1,7 +1,7 @@
 """Sparse attention in all families: a model computes what it would with the attention of the method's definition."""
 
-import contextlib
 import math
+from contextlib import nullcontext, suppress
 from types import SimpleNamespace
 
 import pytest
@@ -286,6 +286,21 @@ def test_the_key_value_cache_of_flux2_stays_dense():
         assert all("attends causally" in why for why in whys(run))
 
 
+def test_each_image_of_joyimage_edit_has_tiles_of_its_own():
+    model, x, method = tiny.joyimage(), tiny.joyimage_inputs(items=3, batch=2), HilbertA(tiles=4)
+    with reference(SPARSE["joyimage"], method, *3 * ((16, 20),)):
+        want = call(model, x)
+    with foveate.apply(model, method) as run:
+        torch.testing.assert_close(call(model, x), want)
+        assert not any(whys(run))
+    x["hidden_states"] = torch.randn(1, 4, 2, 32, 40).double()
+    dense_because(model, x, method, "several frames")
+
+
+def test_frames_of_skyreels_that_attend_causally_stay_dense():
+    dense_because(*built("skyreels", num_frame_per_block=5), HilbertA(tiles=4, align=1), "attend causally")
+
+
 def test_no_text_is_no_special_case():
     model, x, method = tiny.flux(), tiny.inputs(text=0), HilbertA(tiles=4)
     with reference(FAMILIES["flux"], method):
@@ -310,19 +325,10 @@ def test_blocks_of_sd3_may_be_skipped(skipped):
 
 @pytest.mark.parametrize("methods", [(HilbertA(tiles=1),), (ToMA(keep=0.999, weights="hard", skip=0, tile=(4, 4)),)])
 @pytest.mark.parametrize("missing", [0, 6])
-@pytest.mark.parametrize(
-    ("name", "argument"),
-    [
-        ("chroma", "attention_mask"),
-        ("qwen", "encoder_hidden_states_mask"),
-        ("krea2", "encoder_attention_mask"),
-        ("hunyuan_image", "encoder_attention_mask"),
-        ("hunyuan_video", "encoder_attention_mask"),
-        ("hunyuan_video15", "encoder_attention_mask"),
-    ],
-)
-def test_the_padding_of_a_text_is_left_out(methods, name, argument, missing):
+@pytest.mark.parametrize("name", [name for name, argument in tiny.MASKS.items() if argument])
+def test_the_padding_of_a_text_is_left_out(methods, name, missing):
     model, x = built(name, batch=2)
+    argument = tiny.MASKS[name]
     text, image = x["encoder_hidden_states"].shape[1], 320 * (name == "chroma")
     mask, real = torch.ones(2, text + image, dtype=torch.bool), text - missing
     mask[:, real:text] = False
@@ -335,10 +341,42 @@ def test_the_padding_of_a_text_is_left_out(methods, name, argument, missing):
     shorter |= {"position_ids": x["position_ids"][missing:]} if "position_ids" in x else {}
     shorter |= {argument: mask[:, :real]} if name.startswith("hunyuan") else {}
     torch.testing.assert_close(call(model, shorter), want)
-    mask[1, 2:text] = False
-    with foveate.apply(model, HilbertA(tiles=2)) as run:
-        call(model, x | {argument: mask})
-        assert all("padded differently in the samples" in why for why in whys(run))
+
+
+@pytest.mark.parametrize("name", tiny.MASKS)
+@pytest.mark.parametrize("method", [HilbertA(tiles=1), HilbertA(tiles=4, align=1), LLSA(top_k=2, min_tokens=0)])
+def test_prompts_of_different_length_attend_by_the_definition(name, method):
+    model, x = tiny.ragged(name, **heads_for(name, method))
+    with nullcontext() if method == HilbertA(tiles=1) else reference(FAMILIES[name], method):
+        want = call(model, x)
+    with foveate.apply(model, method) as run:
+        torch.testing.assert_close(call(model, x), want)
+        rows = run.summary().layers
+    assert not any(row.why for row in rows)
+    assert all(row.saved == 0 for row in rows) == (method == HilbertA(tiles=1))
+
+
+@pytest.mark.parametrize("name", tiny.MASKS)
+@pytest.mark.parametrize(
+    "methods",
+    [
+        (HilbertA(tiles=4, align=1),),
+        (LLSA(top_k=2, min_tokens=0),),
+        (ToMA(skip=0, tile=(4, 4), granularity="module"),),
+        (HilbertA(tiles=2), ToMA(skip=0, granularity="block")),
+    ],
+    ids=("HilbertA", "LLSA", "ToMA", "both"),
+)
+def test_prompts_of_different_length_do_not_depend_on_each_other(name, methods):
+    model, x = tiny.ragged(name, **heads_for(name, methods[0]))
+    with foveate.apply(model, *methods) as run:
+        batch, rows, saved = call(model, x), run.summary().layers, []
+    assert not any(row.why for row in rows)
+    for i in range(3):
+        with foveate.apply(model, *methods) as run:
+            torch.testing.assert_close(call(model, tiny.sample(x, i)), batch[i : i + 1])
+            saved.append([row.saved for row in run.summary().layers])
+    assert [row.saved for row in rows] == [sum(layer) for layer in zip(*saved, strict=True)]
 
 
 @pytest.mark.parametrize("methods", [(HilbertA(tiles=1),), (ToMA(keep=0.999, weights="hard", skip=0, tile=(4, 4)),)])
@@ -476,14 +514,11 @@ def test_prompts_of_z_image_that_fill_the_same_multiple_of_32_tokens_share_a_lay
         assert not any(whys(run))
 
 
-def test_z_image_stays_dense_where_samples_differ_in_layout_and_with_frames_or_references():
+def test_z_image_stays_dense_with_frames_or_references():
     model, x = built("zimage", batch=2)
     long, frames, wide = torch.randn(40, 16).double(), torch.randn(4, 2, 32, 40).double(), x["x"][0].mT
-    for given, why in (
-        ({"cap_feats": [x["cap_feats"][0], long], "controlnet_block_samples": None}, "the prompts differ in length"),
-        ({"x": [frames, frames], "controlnet_block_samples": None}, "several frames"),
-    ):
-        dense_because(model, x | given, HilbertA(tiles=4), why)
+    several = {"x": [frames, frames], "controlnet_block_samples": None}
+    dense_because(model, x | several, HilbertA(tiles=4), "several frames")
     model, x = built("zimage")
     x |= {"x": [[wide, x["x"][0]]], "cap_feats": [[long, x["cap_feats"][0]]], "controlnet_block_samples": None}
     more = {"siglip_feats": [None], "image_noise_mask": [[0, 1]]}
@@ -657,7 +692,7 @@ def test_attention_masks_stay_dense(method, caplog):
     dense_because(*built("flux", **heads), method, "mask", joint_attention_kwargs={"attention_mask": mask})
     dense_because(*built("pixart", **heads_for("pixart", method)), method, "mask", attention_mask=torch.ones(1, 320))
     model, x = built("sdxl", **heads_for("sdxl", method))
-    with foveate.apply(model, method), contextlib.suppress(RuntimeError):  # the model's own processor cannot take it
+    with foveate.apply(model, method), suppress(RuntimeError):  # the model's own processor cannot take it
         call(model, x, attention_mask=torch.ones(1, 513))
     assert f"{type(method).__name__} stays dense: an attention mask was passed" in caplog.text
 

@@ -99,6 +99,28 @@ CASES = {
 }
 FAST = "flux", "flux both"
 
+RAGGED = """
+model = tiny.zimage(torch.float32, n_layers=10)
+methods = {methods}
+def prompts(*lengths):
+    x = tiny.zimage_inputs(batch=len(lengths), dtype=torch.float32)
+    return x | dict(cap_feats=[torch.randn(n, 16) for n in lengths], controlnet_block_samples=None)
+steps = {{1.0: (19, 40), 0.8: (70, 40), 0.6: (40, 20), 0.4: (25, 90), 0.2: (35, 70)}}
+inputs = [tiny.at(prompts(*lengths), left) for left, lengths in steps.items()]
+with foveate.apply(model, *methods):
+    wanted = [tiny.call(model, x) for x in inputs]
+model.compile_repeated_blocks(fullgraph=True, backend="eager")
+with foveate.apply(model, *methods) as run:
+    for x, want in zip(inputs[:4], wanted):
+        near(tiny.call(model, x), want)
+    assert not any(row.why for row in run.summary().layers)
+    seen = graphs()
+    assert seen <= {most}, seen
+    for x, want in zip(inputs, wanted):  # prompts of other lengths are free
+        near(tiny.call(model, x), want)
+    assert graphs() == seen, (graphs(), seen)
+"""
+
 REGIONAL_AFTER = """
 run = foveate.apply(model, foveate.HilbertA(tiles=4, dense_layers="0"))
 mixed = model(**x)[0]
@@ -157,6 +179,10 @@ SCRIPTS = {
         name: FAMILY.format(case=case) if name in FAST else slow(FAMILY.format(case=case))
         for name, case in CASES.items()
     },
+    "prompts of different length": RAGGED.format(methods="[foveate.HilbertA(tiles=4)]", most=12),
+    "prompts of different length, both": slow(
+        RAGGED.format(methods="[foveate.HilbertA(tiles=4), foveate.ToMA(skip=0)]", most=12)
+    ),
     "blocks after apply": slow(REGIONAL_AFTER),
     "torch.compile": WHOLE.format(compile='compiled = torch.compile(model, backend="eager", fullgraph=True)'),
     "model.compile": slow(WHOLE.format(compile='compiled = model; model.compile(backend="eager")')),

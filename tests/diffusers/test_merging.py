@@ -101,6 +101,14 @@ def test_merging_that_loses_nothing_changes_nothing(name, grid, method, sparse):
         assert all(row.method.endswith(method.title) for row in run.summary().layers)
 
 
+def test_sizes_of_merged_tokens_count_only_beside_text_without_padding():
+    model, x = tiny.ragged("qwen")
+    dense = call(model, x)
+    with foveate.apply(model, ToMA(size_bias=True, **MERGES)) as run:
+        assert torch.equal(call(model, x), dense)
+        assert {row.why for row in run.summary().layers} == {"size_bias needs a text without padding"}
+
+
 @every_family
 @every_granularity
 def test_blocks_that_add_nothing_lose_nothing(name, granularity):

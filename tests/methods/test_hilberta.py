@@ -1,5 +1,9 @@
 """Laws of HilbertA's pattern, from the formulas of the paper."""
 
+import re
+from math import prod
+from pathlib import Path
+
 import pytest
 import torch
 from hypothesis import given
@@ -207,6 +211,36 @@ def test_the_tiles_of_a_video_are_connected(grid):
             while (count := int(reached.sum())) > before:
                 before, reached = count, torch.nn.functional.max_pool3d(reached, 3, 1, 1) * inside
             assert count == inside.sum()
+
+
+def test_the_page_shows_what_a_central_box_and_the_first_frame_of_a_video_cost_and_connect():
+    grid, page = (21, 45, 80), (Path(__file__).parents[2] / "docs" / "hilberta.md").read_text()
+    for name, centre, first in (
+        ("`centre=0`", 0.0, 0),
+        ("`centre=0.25`", 0.25, 0),
+        ("`centre=0.4`", 0.4, 0),
+        ("first", 0.0, 1),
+    ):
+        plan = HilbertA(tiles=16, centre=centre).plan((grid,), 0)
+        tiles = plan.tile_maps.clone()
+        tiles[:, :first] = -1  # global
+        tokens, shared = prod(grid), int((tiles[0] == -1).sum())
+        pairs = [2 * shared * tokens - shared**2 + sum(int((at == t).sum()) ** 2 for t in range(16)) for at in tiles]
+        sparsity = 1 - sum(pairs) / 4 / tokens**2
+        if not first:
+            assert sparsity == pytest.approx(sum(table.sparsity() for table in plan.tables) / 4)
+        sees = []
+        for axis, side in enumerate(grid, 1):
+            a, b = tiles.narrow(axis, 0, side - 1), tiles.narrow(axis, 1, side - 1)
+            sees.append((a == b) | (a == -1) | (b == -1))
+        shares = [[see.double().mean() for see in sees], [see.any(0).double().mean() for see in sees]]
+        near, ever = (", ".join(f"{share:.1%}".replace("%", " %") for share in of) for of in shares)
+        row = f"| {shared / tokens:.1%} | {sparsity:.1%} | {1 / (1 - sparsity):.1f}x |".replace("%", " %")
+        assert re.search(rf"^\| .*{name}.* {re.escape(row)} {near} \| {ever} \|$", page, re.MULTILINE), (
+            row,
+            near,
+            ever,
+        )
 
 
 def test_plans_are_cached_and_their_tables_share_one_shape():

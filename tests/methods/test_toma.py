@@ -109,7 +109,7 @@ def test_destinations_are_places_of_different_tokens_that_merge_into_themselves(
     assert merge.positions.shape == (2, regions.kept)
     assert all(len(set(places.tolist())) == regions.kept for places in merge.positions)
     rope = torch.arange(320.0)[:, None]
-    torch.testing.assert_close(merge.rope(rope)[..., 0], merge.positions.float())
+    torch.testing.assert_close(merge.rope(rope[None])[..., 0], merge.positions.float())
     dots = (merge.unmerge(merge.merge(x)) * x).sum(-1)
     assert (dots.gather(1, merge.positions) > 0).all()
 

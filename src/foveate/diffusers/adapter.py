@@ -11,6 +11,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Mapping
 from functools import lru_cache
+from itertools import groupby
 from types import MethodType
 from typing import Any, NamedTuple, TypeVar
 
@@ -74,15 +75,16 @@ class Layer(NamedTuple):
     @property
     def inner_dim(self) -> int:
         """Channels of all heads together."""
-        return getattr(self.attn, "inner_dim", None) or self.attn.num_heads * self.attn.head_dim
+        heads = getattr(self.attn, "heads", None) or self.attn.num_heads
+        return heads * self.head_dim
 
 
 class Forward(NamedTuple):
     """What the layers of one stack did in a forward pass.
 
     Attributes:
-        layout: The attention sequence.
-        plans: Plan of sparse attention, for layers with text and for layers of the image alone; None if dense.
+        layouts: The attention sequence of each sample; one if all are alike.
+        plans: Plan of sparse attention for each number of text tokens, 0 for layers of the image alone; None if dense.
         regions: Regions within which tokens merged; None if they did not.
         why: Why it was dense.
         batch: Number of samples.
@@ -91,14 +93,23 @@ class Forward(NamedTuple):
         replaced: Why layers are dense whose processor was replaced by one that knows no backends, by name.
     """
 
-    layout: Layout | None = None
-    plans: dict[bool, AttentionPlan] | None = None
+    layouts: tuple[Layout, ...] = ()
+    plans: dict[int, AttentionPlan] | None = None
     regions: Regions | None = None
     why: str = "no forward yet"
     batch: int = 0
     device: torch.device = torch.device("cpu")
     dtype: torch.dtype = torch.float32
     replaced: Mapping[str, str] = {}
+
+    @property
+    def layout(self) -> Layout:
+        """The attention sequence of the first sample. Others have the same images and number of tokens."""
+        return self.layouts[0]
+
+    def layouts_of(self, layer: Layer) -> list[Layout]:
+        """The sequence of each sample in one layer; one if all are alike."""
+        return alike([layout if layer.joint else layout.only_images() for layout in self.layouts])
 
 
 class ModelAdapter:
@@ -330,11 +341,11 @@ class ModelAdapter:
     def _plan_stack(self, holder: nn.Module, inputs: dict[str, Any]) -> None:
         """Decide what the layers of a stack do, and tell them."""
         x = self.card.samples(inputs)
-        layout, why = self._ask(self.methods[0], lambda: self.card.layout(holder, inputs))
+        layouts, why = self._ask(self.methods[0], lambda: alike(self.card.layout(holder, inputs)))
         plans = regions = None
-        if layout is not None:
-            plans, why_not_sparse = self._ask(self.sparse, lambda: self._plans(holder, inputs, layout))
-            regions, why_not_merged = self._ask(self.merging, lambda: self._regions(holder, inputs, layout, plans))
+        if layouts is not None:
+            plans, why_not_sparse = self._ask(self.sparse, lambda: self._plans(holder, inputs, layouts))
+            regions, why_not_merged = self._ask(self.merging, lambda: self._regions(holder, inputs, layouts, plans))
             why = "" if plans or regions else why_not_sparse or why_not_merged
         layers = [layer for layer in self.layers if layer.holder is holder]
         replaced = {
@@ -342,7 +353,8 @@ class ModelAdapter:
             for layer in layers
             if layer.sparse and not dispatches(layer.attn.processor)
         }
-        self.ran[holder] = Forward(layout, plans, regions, why, x.shape[0], x.device, x.dtype, replaced)
+        ran = Forward(tuple(layouts or ()), plans, regions, why, x.shape[0], x.device, x.dtype, replaced)
+        self.ran[holder] = ran
         if torch.is_grad_enabled() and getattr(holder, "gradient_checkpointing", False):
             RerunWithPlans.in_place_of(holder)
         for layer in layers:
@@ -350,11 +362,11 @@ class ModelAdapter:
                 attach(layer.attn.processor, plan)
                 self._attached.append((layer.attn.processor, plan))
         if regions and self._step:
-            text = regions.order.new_empty(layout.tokens - layout.only_images().tokens)
+            text = regions.order.new_empty(ran.layout.tokens - ran.layout.only_images().tokens)
             together = not self.card.residuals_between_blocks(self._inputs)
             for group in dict.fromkeys(layer.group for layer in layers if layer.group):
                 if not group.begun:  # a section of a UNet has several stacks
-                    image_first = layout.segments[0].kind == "image"
+                    image_first = ran.layout.segments[0].kind == "image"
                     group.begin(regions, self._step, text, skip_unmerge=together, image_first=image_first)
                 merged = (layer.attn for layer in layers if layer.group is group and self._merges_attention(layer))
                 group.layer_plans += filter(None, (plan_of(attn.processor) for attn in merged))
@@ -387,18 +399,16 @@ class ModelAdapter:
             if given.get("attention_mask") is not None:
                 raise DenseFallback("an attention mask was passed")
 
-    def _plans(self, holder: nn.Module, inputs: dict[str, Any], layout: Layout) -> dict[bool, AttentionPlan]:
-        image = layout.only_images()
+    def _plans(self, holder: nn.Module, inputs: dict[str, Any], layouts: list[Layout]) -> dict[int, AttentionPlan]:
+        image = layouts[0].only_images()
         self._check(self.sparse, holder, inputs, image.tokens)
         layers = [layer for layer in self.layers if layer.holder is holder]
         self.sparse.check_head_dim(layers[0].head_dim)
-        self._ranks(layers, layout)
+        self._ranks(layers, layouts[0])
         device = str(self.card.samples(inputs).device)
+        texts = {layout.text if layer.joint else 0 for layer in layers for layout in layouts}
         try:
-            return {
-                joint: self.sparse.plan(layout.grids, layout.text if joint else 0, device=device)
-                for joint in {layer.joint for layer in layers}
-            }
+            return {text: self.sparse.plan(image.grids, text, device=device) for text in sorted(texts, reverse=True)}
         except ValueError as reason:
             if len(self.ran) == 1 or self.model in self.ran or isinstance(reason, DenseFallback):
                 raise
@@ -426,14 +436,16 @@ class ModelAdapter:
         return ranks
 
     def _regions(
-        self, holder: nn.Module, inputs: dict[str, Any], layout: Layout, plans: dict[bool, AttentionPlan] | None
+        self, holder: nn.Module, inputs: dict[str, Any], layouts: list[Layout], plans: dict[int, AttentionPlan] | None
     ) -> Regions:
         if self.merging.keep == 1:
             raise DenseFallback("keep=1.0 is the dense model")
-        image = layout.only_images()
+        layout, image = layouts[0], layouts[0].only_images()
         self._check(self.merging, holder, inputs, image.tokens)
         self.card.check_merging(self.merging, self._inputs)
         layers = [layer for layer in self.layers if layer.holder is holder and layer.group]
+        if self.merging.size_bias and any(sample.padded for sample in layouts):
+            raise DenseFallback("size_bias needs a text without padding")
         if self._ranks(layers, layout) > 1:
             raise DenseFallback("context parallelism splits the tokens over devices before they could merge")
         if any(keeps_state(module) for module in self._modules):
@@ -474,30 +486,34 @@ class ModelAdapter:
             self.merging.granularity == "block" or self.merging.merge_attn or hasattr(layer.block, self.card.stream[0])
         )
 
-    def _pattern(self, layer: Layer, ran: Forward) -> Pattern | None:
-        """Which tokens attend to which in a layer; None if all to all."""
+    def _pattern(self, layer: Layer, ran: Forward, text: int) -> Pattern | None:
+        """Which tokens attend to which in a layer with this many text tokens; None if all to all."""
         if not ran.plans or not layer.sparse:
             return None
-        tables = ran.plans[layer.joint].tables
+        tables = ran.plans[text].tables
         table = tables[layer.number % len(tables)]
-        if ran.regions and self._merges_attention(layer):
-            return merged_pattern(table, ran.regions, ran.layout.text if layer.joint else 0)
-        return table
+        return merged_pattern(table, ran.regions, text) if ran.regions and self._merges_attention(layer) else table
 
     def _layer_plan(self, layer: Layer) -> LayerPlan | None:
         """The plan of one layer; None if its attention is the model's own."""
         ran = self.ran[layer.holder]
-        pattern = self._pattern(layer, ran)
+        sparse = ran.plans is not None and layer.sparse
         merged = ran.regions is not None and self._merges_attention(layer)
-        if pattern is None and not (merged and (self.card.rope or self.merging.size_bias)):
+        if not sparse and not (merged and (self.card.rope or self.merging.size_bias)):
             return self.card.dense_plan()
-        layout = ran.layout if layer.joint else ran.layout.only_images()
-        if merged:
-            order, inverse = merged_order(layout.merged(ran.regions.kept), str(ran.device))
+        runs = [(self._sample_plan(layer, layout), len([*same])) for layout, same in groupby(ran.layouts_of(layer))]
+        return runs[0][0] if len(runs) == 1 else LayerPlan.ragged(*zip(*runs, strict=True))
+
+    def _sample_plan(self, layer: Layer, layout: Layout) -> LayerPlan:
+        """The plan of one layer for samples with this layout."""
+        ran = self.ran[layer.holder]
+        pattern = self._pattern(layer, ran, layout.text)
+        if ran.regions is not None and self._merges_attention(layer):
+            layout = layout.merged(ran.regions.kept)
+            order, inverse = merged_order(layout, str(ran.device))
         else:
-            ranks = self._ranks([layer], layout)
-            order, inverse = sequence_order(ran.plans[layer.joint].order, layout, ranks)
-        if pattern is None and len(order) < ran.layout.tokens - layout.only_images().tokens + ran.regions.kept:
+            order, inverse = sequence_order(ran.plans[layout.text].order, layout, self._ranks([layer], layout))
+        if pattern is None and any(sample.padded for sample in ran.layouts):
             pattern = attend_to_all(len(order))  # padding is left out
         streams = tuple(layout.streams())
         return LayerPlan(order, inverse, pattern, self.card.padding_mask is not None, streams)
@@ -509,7 +525,7 @@ class ModelAdapter:
         """What the methods decided for the first stack with one at work in the last forward pass; None if dense."""
         for holder, ran in self.ran.items():
             if ran.plans:
-                return ran.plans.get(True) or ran.plans[False]
+                return next(iter(ran.plans.values()))
             if ran.regions:
                 group = [layer.group for layer in self.layers if layer.holder is holder and layer.group][-1]
                 return group.with_picks(ran.regions)
@@ -525,23 +541,23 @@ class ModelAdapter:
         merges = layer.group is not None and ran.regions is not None
         if not (sparse or merges):
             return LayerReport(layer.name, "dense", why=self._why_dense(layer, ran))
-        text = ran.layout.text if layer.joint else 0
         image = ran.layout.only_images().tokens
         kept = ran.regions.kept if merges and self._merges_attention(layer) else image
-        pattern = self._pattern(layer, ran) if sparse else None
-        pairs = (text + kept) ** 2 if pattern is None else pattern.pairs()
-        every_pair = (text + image) ** 2
-        plan = ran.plans[layer.joint] if sparse else None
-        saved = 4 * (every_pair - pairs) * layer.inner_dim
+        texts = [layout.text for layout in ran.layouts_of(layer)]
+        patterns = [self._pattern(layer, ran, text) if sparse else None for text in texts]
+        pairs = sum((text + kept) ** 2 if p is None else p.pairs() for p, text in zip(patterns, texts, strict=True))
+        every_pair = sum((text + image) ** 2 for text in texts)
+        pattern, plan = patterns[0], ran.plans[texts[0]] if sparse else None
+        saved = 4 * (every_pair - pairs) * layer.inner_dim * ran.batch // len(texts)
         if merges:
-            saved += 2 * self._merged_weights(layer) * (image - ran.regions.kept)
+            saved += 2 * self._merged_weights(layer) * (image - ran.regions.kept) * ran.batch
         return LayerReport(
             layer.name,
             " + ".join([*([plan.title] if plan else []), *([self.merging.title] if merges else [])]),
             "model" if pattern is None else backend_of(pattern, ran.device, ran.dtype, layer.head_dim),
             1 - (1 - (plan.nominal_sparsity if plan else 0)) * (kept / image) ** 2,
             1 - pairs / every_pair,
-            ran.batch * saved,
+            saved,
         )
 
     def _merged_weights(self, layer: Layer) -> int:
@@ -633,6 +649,12 @@ class RerunWithPlans:
 def set_later(attn: nn.Module) -> str:
     """Why a layer is dense whose processor was replaced."""
     return f"a {type(attn.processor).__name__} was set after apply: remove and apply again"
+
+
+def alike(layouts: Layout | list[Layout]) -> list[Layout]:
+    """The layouts of all samples; one if they are alike."""
+    layouts = [layouts] if isinstance(layouts, Layout) else layouts
+    return layouts if len(set(layouts)) > 1 else layouts[:1]
 
 
 def keeps_state(module: nn.Module) -> bool:

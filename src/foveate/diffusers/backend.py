@@ -9,6 +9,7 @@ parallel_config=self._parallel_config)``. `attach` sets both on one processor: t
 
 from typing import Any
 
+import torch
 from diffusers.models import attention_dispatch
 from diffusers.models.attention_dispatch import (
     AttentionBackendName,
@@ -48,6 +49,8 @@ class LayerPlan:
         rope: (cos, sin), [tokens, head_dim] or [batch, tokens, head_dim], to rotate queries and keys by; None if the
             processor has done so. Rows for the last tokens, the text, may be left out: they are not rotated.
         bias: Added to the attention logits of each key [batch or 1, tokens].
+        parts: Plans of consecutive samples whose padding differs; empty if all samples attend by this plan.
+        samples: Number of samples of each part.
         backend: The backend of the processor before `attach`.
         parallel: The parallel config of the processor before `attach`.
     """
@@ -64,8 +67,18 @@ class LayerPlan:
         self.mask_is_padding, self.streams = mask_is_padding, streams
         self.bias: Tensor | None = None
         self.rope: tuple[Tensor, Tensor] | None = None
+        self.parts: tuple[LayerPlan, ...] = ()
+        self.samples: tuple[int, ...] = ()
         self.backend: Any = None
         self.parallel: Any = None
+
+    @classmethod
+    def ragged(cls, parts: tuple["LayerPlan", ...], samples: tuple[int, ...]) -> "LayerPlan":
+        """The plan of a batch whose samples differ in their padding."""
+        first = parts[0]
+        plan = cls(first.order, first.inverse, first.pattern, first.mask_is_padding, first.streams)
+        plan.parts, plan.samples = parts, samples
+        return plan
 
     @property
     def tokens(self) -> int:
@@ -198,6 +211,9 @@ def foveate_attention(
 
 def _attend(query: Tensor, key: Tensor, value: Tensor, plan: LayerPlan, rope: tuple[Tensor, Tensor] | None) -> Tensor:
     """Gather the sequence into the order of the plan, attend by its pattern, and scatter the result back."""
+    if plan.parts:
+        tensors = *(x.split(plan.samples) for x in (query, key, value)), plan.parts, _split(rope, plan.samples)
+        return torch.cat([_attend(*part) for part in zip(*tensors, strict=True)])
     order = None if plan.inverse is None else plan.order.to(query.device)
     query, key, value = (x.transpose(1, 2) for x in permute_tokens(query, key, value, order=order, rope=rope))
     if plan.inverse is None or len(plan.order) == len(plan.inverse):
@@ -205,3 +221,10 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, plan: LayerPlan, rope: tu
     # padding gets zeros
     out = joint_attention(query, key, value, plan.pattern).transpose(1, 2)
     return out.new_zeros(out.shape[0], len(plan.inverse), *out.shape[2:]).index_copy(1, order, out)
+
+
+def _split(rope: tuple[Tensor, Tensor] | None, samples: tuple[int, ...]) -> list[tuple[Tensor, Tensor] | None]:
+    """The rotary embedding of each part of a batch."""
+    if rope is None or rope[0].ndim == 2:
+        return [rope] * len(samples)
+    return [*zip(*(x.split(samples) for x in rope), strict=True)]

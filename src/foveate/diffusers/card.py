@@ -17,6 +17,7 @@ __all__ = [
     "Card",
     "Layout",
     "Segment",
+    "Segments",
     "Stack",
     "card_of",
     "image",
@@ -31,6 +32,7 @@ CARDS: dict[str, str | type["Card"]] = {
     "FluxTransformer2DModel": "foveate.diffusers.cards.flux:FluxCard",
     "Flux2Transformer2DModel": "foveate.diffusers.cards.flux:Flux2Card",
     "ChromaTransformer2DModel": "foveate.diffusers.cards.flux:ChromaCard",
+    "BriaTransformer2DModel": "foveate.diffusers.cards.flux:FluxCard",
     "LongCatImageTransformer2DModel": "foveate.diffusers.cards.flux:FluxCard",
     "OvisImageTransformer2DModel": "foveate.diffusers.cards.flux:FluxCard",
     "HunyuanImageTransformer2DModel": "foveate.diffusers.cards.hunyuan_image:HunyuanImageCard",
@@ -45,6 +47,9 @@ CARDS: dict[str, str | type["Card"]] = {
     "UNet2DConditionModel": "foveate.diffusers.cards.blocks:UNetCard",
     "WanTransformer3DModel": "foveate.diffusers.cards.wan:WanCard",
     "WanVACETransformer3DModel": "foveate.diffusers.cards.wan:WanVACECard",
+    "ChronoEditTransformer3DModel": "foveate.diffusers.cards.wan:WanCard",
+    "SkyReelsV2Transformer3DModel": "foveate.diffusers.cards.wan:SkyReelsV2Card",
+    "JoyImageEditTransformer3DModel": "foveate.diffusers.cards.joyimage:JoyImageEditCard",
     "LTXVideoTransformer3DModel": "foveate.diffusers.cards.ltx:LTXCard",
     "LTX2VideoTransformer3DModel": "foveate.diffusers.cards.ltx:LTXCard",
     "PixelDiT": "foveate.diffusers.cards.pixel_dit:PixelDiTCard",
@@ -122,42 +127,42 @@ def padding(tokens: int) -> Segment:
     return Segment("padding", (tokens,))
 
 
-_SEGMENTS: WeakTensorCache[tuple[Segment, ...]] = WeakTensorCache()
+Segments = tuple[Segment, ...]
+
+_SEGMENTS: WeakTensorCache[tuple[Segments, ...]] = WeakTensorCache()
 
 
-def text_and_padding(tokens: int, mask: Tensor | None) -> tuple[Segment, ...]:
-    """Segments of a padded text.
+def text_and_padding(tokens: int, mask: Tensor | None) -> tuple[Segments, ...]:
+    """Segments of a padded text in each sample of the batch; of one sample only if there is no padding.
 
     Args:
         tokens: Number of tokens, padding included.
         mask: False or 0 where a token is padding [batch, tokens or more]; None if there is no padding.
 
     Raises:
-        DenseFallback: If the samples of the batch are padded differently, or the mask hides more than the text.
+        DenseFallback: If the mask hides more than the text.
     """
     if mask is None:
-        return (text(tokens),)
+        return ((text(tokens),),)
 
-    def read() -> tuple[Segment, ...]:
+    def read() -> tuple[Segments, ...]:
         rows = mask.detach().cpu().bool()
-        if (rows != rows[:1]).any():
-            raise DenseFallback("the text is padded differently in the samples of the batch")
-        if not rows[0, tokens:].all():
+        if not rows[:, tokens:].all():
             raise DenseFallback("the mask of the text hides image tokens")
-        runs = zip(*rows[0, :tokens].unique_consecutive(return_counts=True), strict=True)
-        return tuple(text(int(length)) if real else padding(int(length)) for real, length in runs)
+        runs = [zip(*row.unique_consecutive(return_counts=True), strict=True) for row in rows[:, :tokens]]
+        return tuple(tuple((text if real else padding)(int(length)) for real, length in row) for row in runs)
 
     return _SEGMENTS.get([mask], (tokens, None if mask.is_inference() else mask._version), read)
 
 
 class Layout(NamedTuple):
-    """The attention sequence of a forward pass.
+    """The attention sequence of a sample in a forward pass.
 
     Attributes:
         segments: Its tokens, in order.
     """
 
-    segments: tuple[Segment, ...]
+    segments: Segments
 
     @property
     def text(self) -> int:
@@ -173,6 +178,11 @@ class Layout(NamedTuple):
     def tokens(self) -> int:
         """Number of tokens, padding included."""
         return sum(segment.tokens for segment in self.segments)
+
+    @property
+    def padded(self) -> bool:
+        """Whether some tokens are padding."""
+        return any(segment.kind == "padding" and segment.tokens for segment in self.segments)
 
     def streams(self) -> list[int]:
         """Lengths of the consecutive parts that belong to one input tensor of the model: text or images."""
@@ -234,8 +244,8 @@ class Card:
             the first one are single-stream blocks.
         wrapper: Processor class to put around processors that attend without diffusers' dispatcher.
         unmerged: Why token merging cannot work in this class of models; empty if it can.
-        padding_mask: Name of the argument with an attention mask that only hides padding, for which `layout` has
-            `padding` segments.
+        padding_mask: Name of the argument of the model or its blocks with an attention mask that only hides padding,
+            for which `layout` has `padding` segments.
         rotates_text: Whether the rotary embedding has rows for text too. Where it has none, the image comes first.
         returns_image_first: Whether blocks that return image and text return the image first.
     """
@@ -251,8 +261,10 @@ class Card:
     rotates_text: ClassVar[bool] = True
     returns_image_first: ClassVar[bool] = False
 
-    def layout(self, holder: nn.Module, inputs: dict[str, Any]) -> Layout:
-        """The attention sequence of a forward pass.
+    def layout(self, holder: nn.Module, inputs: dict[str, Any]) -> Layout | list[Layout]:
+        """The attention sequence of a forward pass, or that of each sample of the batch.
+
+        The sequences of samples may differ in their padding only.
 
         Args:
             holder: `Stack.holder`.
@@ -277,8 +289,9 @@ class Card:
         return inputs["timestep"]
 
     def rotation(self, rope: Any) -> tuple[Tensor, Tensor]:
-        """(cos, sin) of the attention sequence, each [tokens, head_dim], from the argument `rope` of a block.
+        """(cos, sin) of the attention sequence, from the argument `rope` of a block.
 
+        Each is [tokens, head_dim], or [batch, tokens, head_dim] where samples differ.
         Channels 2i and 2i + 1 of queries and keys form a pair. Rows for text are left out if `rotates_text` is false.
         """
         return rope

@@ -124,7 +124,8 @@ class MergeGroup:
 
         Args:
             tokens: Image tokens in raster order [batch, image, dim].
-            rope: Rotary embedding (cos, sin) of text and image in raster order, each [tokens, head_dim].
+            rope: Rotary embedding (cos, sin) of text and image in raster order, each [tokens, head_dim] or [batch,
+                tokens, head_dim].
         """
         if self._regions is None:
             return
@@ -138,13 +139,14 @@ class MergeGroup:
         rows = None if rope is None else tuple(map(self._rows, rope))
         bias = self._bias() if self.method.size_bias else None
         for layer in self.layer_plans:
-            layer.bias = bias if bias is None or layer.inverse is None else bias.index_select(1, layer.inverse)
+            own = None if bias is None else bias[:, -layer.tokens :]  # without text in layers of the image alone
+            layer.bias = own if own is None or layer.inverse is None else own.index_select(1, layer.inverse)
             layer.rope = rows
 
     def _rows(self, rows: Tensor) -> Tensor:
         """The rows of text and merged tokens: a merged token has the position of its destination."""
-        text, image = self.split(rows[None], len(self.text))
-        image = self.merge.rope(image[0] if self.order is None else image[0].index_select(0, self.order))
+        text, image = self.split(rows if rows.ndim == 3 else rows[None], len(self.text))
+        image = self.merge.rope(image if self.order is None else image.index_select(1, self.order))
         rows = self._joined(text.expand(len(image), -1, -1), image)
         return rows[0] if len(rows) == 1 else rows
 

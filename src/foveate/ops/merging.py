@@ -179,9 +179,12 @@ class Merge(NamedTuple):
             return region_update(weights, x, before, after, order)
         return add_tokens(x, self.unmerge(after - before), order)
 
-    def rope(self: "AnyMerge", rows: Float[Tensor, "image dim"]) -> Float[Tensor, "plans merged dim"]:
-        """Rotary embedding rows of the merged tokens: those of their destinations."""
-        return rows[self.positions]
+    def rope(self: "AnyMerge", rows: Float[Tensor, "samples image dim"]) -> Float[Tensor, "batch merged dim"]:
+        """Rotary embedding rows of the merged tokens: those of their destinations.
+
+        `rows` has one sample if all have the same.
+        """
+        return rows.take_along_dim(self.positions[..., None], 1)
 
     def log_sizes(self) -> Float[Tensor, "1 merged"]:
         """Logarithm of the mean number of tokens that a merged token of each region stands for."""

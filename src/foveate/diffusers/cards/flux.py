@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from foveate.diffusers.card import Card, Layout, Segment, Stack, image, text, text_and_padding
+from foveate.diffusers.card import Card, Layout, Segments, Stack, image, text_and_padding
 from foveate.methods.base import DenseFallback
 from foveate.utils.cache import WeakTensorCache, persistent
 
@@ -15,19 +15,20 @@ __all__ = ["ChromaCard", "Flux2Card", "FluxCard", "grids_of"]
 
 
 class FluxCard(Card):
-    """`FluxTransformer2DModel`, `LongCatImageTransformer2DModel`, `OvisImageTransformer2DModel`."""
+    """The models of FLUX.1, Bria 3.2, LongCat-Image and Ovis-Image."""
 
     rope = "image_rotary_emb"
     merge_mlp = False
     joined = False  # single-stream blocks of FLUX join text and image themselves
 
-    def layout(self, holder: nn.Module, inputs: dict[str, Any]) -> Layout:
+    def layout(self, holder: nn.Module, inputs: dict[str, Any]) -> list[Layout]:
         """[text, image, references]; the grids are read from `img_ids`."""
-        return Layout((*self.text(inputs), *(image(*grid) for grid in grids_of(inputs["img_ids"]))))
+        images = [image(*grid) for grid in grids_of(inputs["img_ids"])]
+        return [Layout((*words, *images)) for words in self.text(inputs)]
 
-    def text(self, inputs: dict[str, Any]) -> tuple[Segment, ...]:
-        """The text in front of the image."""
-        return (text(inputs["encoder_hidden_states"].shape[1]),)
+    def text(self, inputs: dict[str, Any]) -> tuple[Segments, ...]:
+        """The text of each sample, or of all."""
+        return text_and_padding(inputs["encoder_hidden_states"].shape[1], None)
 
     def stacks(self, model: nn.Module) -> Iterator[Stack]:
         """Double-stream blocks, then single-stream blocks."""
@@ -43,7 +44,7 @@ class Flux2Card(FluxCard):
     joined = True
     stream = "norm", "attn"
 
-    def layout(self, holder: nn.Module, inputs: dict[str, Any]) -> Layout:
+    def layout(self, holder: nn.Module, inputs: dict[str, Any]) -> list[Layout]:
         """[text, image, references], unless keys of the references are cached: they attend causally then."""
         if inputs.get("kv_cache_mode"):
             raise DenseFallback("the KV cache of the references attends causally")
@@ -56,12 +57,10 @@ class ChromaCard(FluxCard):
     joined = True
     padding_mask = "attention_mask"
 
-    def text(self, inputs: dict[str, Any]) -> tuple[Segment, ...]:
-        """The text in front of the image; its padding, the same in all samples, is left out of attention."""
+    def text(self, inputs: dict[str, Any]) -> tuple[Segments, ...]:
+        """The text in front of the image; its padding is left out of attention."""
         tokens, mask = inputs["encoder_hidden_states"].shape[1], inputs.get("attention_mask")
-        if mask is None:
-            return (text(tokens),)
-        if mask.dtype is not torch.bool:
+        if mask is not None and mask.dtype is not torch.bool:
             raise DenseFallback(
                 "the attention mask is additive: pass prompt_embeds and a boolean prompt_attention_mask, as "
                 "pipe.encode_prompt makes them with .bool()"

@@ -1,11 +1,12 @@
 # pyright: basic, reportIncompatibleMethodOverride=false, reportAttributeAccessIssue=false
 """HunyuanImage 2.1: [image, text], with double-stream and single-stream blocks as in FLUX."""
 
+from itertools import chain
 from typing import Any
 
 from torch import nn
 
-from foveate.diffusers.card import Layout, Segment, image, padding, text, text_and_padding
+from foveate.diffusers.card import Layout, Segment, Segments, image, padding, text, text_and_padding
 from foveate.diffusers.cards.flux import FluxCard
 from foveate.methods.base import DenseFallback
 
@@ -19,24 +20,28 @@ class HunyuanImageCard(FluxCard):
     rotates_text = False
     returns_image_first = True
 
-    def layout(self, holder: nn.Module, inputs: dict[str, Any]) -> Layout:
+    def layout(self, holder: nn.Module, inputs: dict[str, Any]) -> list[Layout]:
         """[image, text, padding]."""
         sides = inputs["hidden_states"].shape[2:]
         if len(sides) > 2:
             raise DenseFallback("latents with frames are no images")
         patch: Any = holder.config.patch_size
         rows, columns = (side // size for side, size in zip(sides, patch, strict=True))
-        return Layout((image(rows, columns), *self.text(inputs)))
+        return [Layout((image(rows, columns), *words)) for words in self.text(inputs)]
 
-    def text(self, inputs: dict[str, Any]) -> tuple[Segment, ...]:
+    def text(self, inputs: dict[str, Any]) -> tuple[Segments, ...]:
         """The text; the model puts the tokens of both prompts first and their padding last."""
-        words = text_and_padding(inputs["encoder_hidden_states"].shape[1], inputs["encoder_attention_mask"])
+        texts = text_and_padding(inputs["encoder_hidden_states"].shape[1], inputs["encoder_attention_mask"])
         if (more := inputs.get("encoder_hidden_states_2")) is None:
-            return words
-        return padding_last(words + text_and_padding(more.shape[1], inputs["encoder_attention_mask_2"]))
+            return texts
+        return padding_last(texts, text_and_padding(more.shape[1], inputs["encoder_attention_mask_2"]))
 
 
-def padding_last(words: tuple[Segment, ...]) -> tuple[Segment, ...]:
-    """All text, then all padding."""
-    real = sum(segment.tokens for segment in words if segment.kind == "text")
-    return text(real), padding(sum(segment.tokens for segment in words) - real)
+def padding_last(*texts: tuple[Segments, ...]) -> tuple[Segments, ...]:
+    """All tokens of several texts, then all their padding, in each sample."""
+
+    def joined(segments: list[Segment]) -> Segments:
+        real = sum(segment.tokens for segment in segments if segment.kind == "text")
+        return text(real), padding(sum(segment.tokens for segment in segments) - real)
+
+    return tuple(joined([*chain(*words)]) for words in zip(*texts, strict=True))

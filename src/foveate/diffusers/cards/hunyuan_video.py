@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import nn
 
-from foveate.diffusers.card import Card, Layout, Segment, padding, text, text_and_padding, video
+from foveate.diffusers.card import Card, Layout, Segments, padding, text, text_and_padding, video
 from foveate.diffusers.cards.hunyuan_image import HunyuanImageCard, padding_last
 
 __all__ = ["HunyuanVideo15Card", "HunyuanVideoCard"]
@@ -16,14 +16,14 @@ class HunyuanVideoCard(HunyuanImageCard):
 
     rope = "freqs_cis", "image_rotary_emb"
 
-    def layout(self, holder: nn.Module, inputs: dict[str, Any]) -> Layout:
+    def layout(self, holder: nn.Module, inputs: dict[str, Any]) -> list[Layout]:
         """[video, text, padding]; the grid is that of the latent's patches."""
         patch = holder.config.patch_size_t, holder.config.patch_size, holder.config.patch_size
         sides = inputs["hidden_states"].shape[2:]
         grid = video(*(side // size for side, size in zip(sides, patch, strict=True)))
-        return Layout((grid, *self.text(inputs)))
+        return [Layout((grid, *words)) for words in self.text(inputs)]
 
-    def text(self, inputs: dict[str, Any]) -> tuple[Segment, ...]:
+    def text(self, inputs: dict[str, Any]) -> tuple[Segments, ...]:
         """The text; the model counts its tokens and takes the last ones for padding."""
         return padding_last(
             text_and_padding(inputs["encoder_hidden_states"].shape[1], inputs["encoder_attention_mask"])
@@ -42,11 +42,12 @@ class HunyuanVideo15Card(HunyuanVideoCard):
 
     stacks = Card.stacks
 
-    def text(self, inputs: dict[str, Any]) -> tuple[Segment, ...]:
+    def text(self, inputs: dict[str, Any]) -> tuple[Segments, ...]:
         """The image, which is padding if it is all zero, and the prompts; the model puts all padding last."""
         image = inputs["image_embeds"]
-        words = [text(image.shape[1]) if image.any() else padding(image.shape[1])]
-        for which in ("", "_2"):
-            tokens = inputs["encoder_hidden_states" + which].shape[1]
-            words += text_and_padding(tokens, inputs["encoder_attention_mask" + which])
-        return padding_last(tuple(words))
+        first, second = (
+            text_and_padding(inputs[f"encoder_hidden_states{i}"].shape[1], inputs[f"encoder_attention_mask{i}"])
+            for i in ("", "_2")
+        )
+        shown = (text if image.any() else padding)(image.shape[1])
+        return padding_last(len(image) * ((shown,),), first, second)

@@ -18,11 +18,12 @@ class Krea2Card(Card):
     rope = "image_rotary_emb"
     padding_mask = "encoder_attention_mask"
 
-    def layout(self, holder: nn.Module, inputs: dict[str, Any]) -> Layout:
+    def layout(self, holder: nn.Module, inputs: dict[str, Any]) -> list[Layout]:
         """[text, padding, text, image]."""
         tokens = inputs["encoder_hidden_states"].shape[1]
-        words = text_and_padding(tokens, inputs.get("encoder_attention_mask"))
-        return Layout((*words, *(image(*grid) for grid in grids_of(inputs["position_ids"], tokens))))
+        images = [image(*grid) for grid in grids_of(inputs["position_ids"], tokens)]
+        texts = text_and_padding(tokens, inputs.get("encoder_attention_mask"))
+        return [Layout((*words, *images)) for words in texts]
 
     def stacks(self, model: nn.Module) -> Iterator[Stack]:
         """The blocks, which are given text and image in one tensor."""

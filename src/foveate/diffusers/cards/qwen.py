@@ -19,7 +19,7 @@ class QwenImageCard(Card):
     merged_modules = {"attn": "attn", "img_mlp": "mlp"}  # noqa: RUF012
     padding_mask = "encoder_hidden_states_mask"
 
-    def layout(self, holder: nn.Module, inputs: dict[str, Any]) -> Layout:
+    def layout(self, holder: nn.Module, inputs: dict[str, Any]) -> list[Layout]:
         """Text, its padding, and the images: the picture first, then its references or layers."""
         shapes = inputs["img_shapes"]
         if any(sample != shapes[0] for sample in shapes):
@@ -27,8 +27,8 @@ class QwenImageCard(Card):
         first = shapes[0] if isinstance(shapes[0], list) else [shapes[0]]
         if any(frames != 1 for frames, _, _ in first):
             raise DenseFallback("img_shapes with several frames are no images")
-        words = text_and_padding(inputs["encoder_hidden_states"].shape[1], inputs.get("encoder_hidden_states_mask"))
-        return Layout((*words, *(image(rows, columns) for _, rows, columns in first)))
+        texts = text_and_padding(inputs["encoder_hidden_states"].shape[1], inputs.get("encoder_hidden_states_mask"))
+        return [Layout((*words, *(image(*grid) for _, *grid in first))) for words in texts]
 
     def rotation(self, rope: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         """From the complex rotations of image and text."""

@@ -1,5 +1,5 @@
 # pyright: basic, reportAttributeAccessIssue=false, reportIncompatibleMethodOverride=false
-"""Wan 2.1 and 2.2 (text or image to video, both experts) and VACE: video tokens alone, text by cross-attention."""
+"""Wan 2.1 and 2.2 (text or image to video, both experts), VACE and models alike: video tokens alone, text apart."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -9,11 +9,11 @@ from torch import Tensor, nn
 from foveate.diffusers.card import Card, Layout, Stack, video
 from foveate.methods.base import DenseFallback, TokenMerging
 
-__all__ = ["WanCard", "WanVACECard"]
+__all__ = ["SkyReelsV2Card", "WanCard", "WanVACECard"]
 
 
 class WanCard(Card):
-    """`WanTransformer3DModel`."""
+    """`WanTransformer3DModel`, `ChronoEditTransformer3DModel`."""
 
     attention = {"attn1": False}  # noqa: RUF012
     rope = "rotary_emb"
@@ -39,6 +39,17 @@ class WanCard(Card):
         """From [1, tokens, 1, head_dim]."""
         cos, sin = rope
         return cos[0, :, 0], sin[0, :, 0]
+
+
+class SkyReelsV2Card(WanCard):
+    """`SkyReelsV2Transformer3DModel`."""
+
+    def layout(self, holder: nn.Module, inputs: dict[str, Any]) -> Layout:
+        """As in Wan, unless blocks of frames attend to those before."""
+        frames: Any = holder.config.num_frame_per_block
+        if frames > 1:
+            raise DenseFallback("blocks of frames attend causally")
+        return super().layout(holder, inputs)
 
 
 class WanVACECard(WanCard):

@@ -7,7 +7,7 @@ from typing import Any
 from diffusers.models.transformers.transformer_z_image import SEQ_MULTI_OF
 from torch import Tensor, nn
 
-from foveate.diffusers.card import Card, Layout, Stack, image, text
+from foveate.diffusers.card import Card, Layout, Stack, image, padding, text
 from foveate.methods.base import DenseFallback
 
 __all__ = ["ZImageCard"]
@@ -18,17 +18,16 @@ class ZImageCard(Card):
 
     attention = {"attention": True}  # noqa: RUF012
     rope = "freqs_cis"
+    padding_mask = "attn_mask"
     merged_modules = {"attention": "attn", "feed_forward": "mlp"}  # noqa: RUF012
 
-    def layout(self, holder: nn.Module, inputs: dict[str, Any]) -> Layout:
-        """[image, its padding, caption, its padding]; the blocks that refine the image see no caption."""
+    def layout(self, holder: nn.Module, inputs: dict[str, Any]) -> list[Layout]:
+        """[image, its padding, caption, its padding], padded to the longest; image refiners see no caption."""
         pictures, captions = inputs["x"], inputs["cap_feats"]
         if isinstance(pictures[0], list):
             raise DenseFallback("Z-Image-Omni modulates each token by its image")
         if any(picture.shape != pictures[0].shape for picture in pictures):
             raise DenseFallback("the images differ in size between the samples of the batch")
-        if len(lengths := {len(caption) + padding_of(len(caption)) for caption in captions}) > 1:
-            raise DenseFallback("the prompts differ in length between the samples of the batch")
         _, frames, height, width = pictures[0].shape
         if frames != inputs.get("f_patch_size", 1):
             raise DenseFallback("latents with several frames are no images")
@@ -37,7 +36,10 @@ class ZImageCard(Card):
             raise DenseFallback("diffusers has no context parallelism for Z-Image")
         rows, columns = (side // inputs.get("patch_size", 2) for side in (height, width))
         alone = image(rows, columns), text(padding_of(rows * columns))
-        return Layout(alone if holder is blocks else (*alone, text(*lengths)))
+        if holder is blocks:
+            return [Layout(alone)]
+        lengths = [len(caption) + padding_of(len(caption)) for caption in captions]
+        return [Layout((*alone, text(length), padding(max(lengths) - length))) for length in lengths]
 
     def stacks(self, model: nn.Module) -> Iterator[Stack]:
         """The blocks that refine the image, then the main blocks; those that refine the caption stay dense."""
@@ -57,8 +59,8 @@ class ZImageCard(Card):
         return 1 - inputs["t"]
 
     def rotation(self, rope: Tensor) -> tuple[Tensor, Tensor]:
-        """From the complex rotations of each sample, which are the same in all."""
-        turns = rope[0]
+        """From the complex rotations of each sample: the position of its image begins where its caption ends."""
+        turns = rope[0] if len(rope) == 1 else rope
         return turns.real.repeat_interleave(2, -1), turns.imag.repeat_interleave(2, -1)
 
 
