@@ -9,7 +9,7 @@ attention layer; `backend.foveate_attention` does the rest. Outside of attention
 import copy
 import logging
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from functools import lru_cache
 from types import MethodType
 from typing import Any, NamedTuple, TypeVar
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from foveate.diffusers.arguments import Argument, arguments_by_name
-from foveate.diffusers.backend import LayerPlan, attach, detach, dispatches, plan_of, set_attention
+from foveate.diffusers.backend import LayerPlan, attach, detach, dispatches, plan_of, set_attention, with_text
 from foveate.diffusers.card import Card, Layout, Stack
 from foveate.diffusers.clock import Clock, Step
 from foveate.diffusers.merging import MergedBlock, MergeGroup
@@ -142,6 +142,8 @@ class ModelAdapter:
         self._hooks: list[Any] = []
         self._attached: list[tuple[Any, LayerPlan]] = []  # processors with the plans of the current forward pass
         self._inputs: dict[str, Any] = {}
+        self._unmerged: str | None = None  # why tokens do not merge in this forward pass; None: not known yet
+        self._ropes = Rotations(card)
         self._modules = list(model.modules())  # walking the tree takes milliseconds
         try:
             stacks = list(card.stacks(model))
@@ -215,7 +217,7 @@ class ModelAdapter:
                 group = self._group(stack, block, first + i, total, shared) if merges[i] else None
                 self._add_layers(stack, i, first + i, block, group)
                 if self.sparse and self.card.rope:
-                    rope = RopeInBackend(block, self._attentions(block), self.card)
+                    rope = RopeInBackend(block, self._attentions(block), self.card.rope, self._ropes)
                     self._hooks.append(block.register_forward_pre_hook(rope.take, with_kwargs=True))
                 if self.merging:  # a graph compiled for a block without hooks would be taken for blocks with hooks
                     last = not any(merges[i + 1 : i + 2]) or self.merging.per_block
@@ -301,7 +303,8 @@ class ModelAdapter:
             block.follow()
         for group in self.groups:
             group.begin()
-        self._step = None
+        self._step = self._unmerged = None
+        self._ropes.clear()
         for holder in filter(self._plans_with_model, self.ran):
             self._plan_stack(holder, self._inputs)
         return (), self._inputs
@@ -345,10 +348,15 @@ class ModelAdapter:
         self.ran[holder] = Forward(layout, plans, regions, why, x.shape[0], x.device, x.dtype, replaced)
         if torch.is_grad_enabled() and getattr(holder, "gradient_checkpointing", False):
             RerunWithPlans.in_place_of(holder)
+        known: dict[Hashable, LayerPlan | None] = {}
         for layer in layers:
-            if dispatches(layer.attn.processor) and (plan := self._layer_plan(layer)):
-                attach(layer.attn.processor, plan)
-                self._attached.append((layer.attn.processor, plan))
+            if not dispatches(processor := layer.attn.processor):
+                continue
+            if (kind := self._kind(layer)) not in known:
+                known[kind] = self._layer_plan(layer)
+            if (plan := copy.copy(known[kind])) is not None:
+                attach(processor, plan)
+                self._attached.append((processor, plan))
         if regions and self._step:
             text = regions.order.new_empty(layout.tokens - layout.only_images().tokens)
             together = not self.card.residuals_between_blocks(self._inputs)
@@ -433,12 +441,10 @@ class ModelAdapter:
         layers = [layer for layer in self.layers if layer.holder is holder and layer.group]
         if self._ranks(layers, layout) > 1:
             raise DenseFallback("context parallelism splits the tokens over devices before they could merge")
-        if any(keeps_state(module) for module in self._modules):
-            raise DenseFallback("a cache keeps tokens from step to step, whose number must not change")
-        if any(
-            vars(module).get("gradient_checkpointing") for module in self._modules
-        ):  # also without gradients: a backward pass may follow
-            raise DenseFallback("gradient checkpointing runs blocks again when their plan may be another one")
+        if self._unmerged is None:
+            self._unmerged = why_not_merged(self._modules)
+        if self._unmerged:
+            raise DenseFallback(self._unmerged)
         extra = (v for k, v in self._inputs.items() if k.endswith("attention_kwargs") and v)
         if any(given.get("ip_adapter_masks") is not None for given in extra):
             raise DenseFallback("ip_adapter_masks are laid over a raster of all tokens")
@@ -470,6 +476,12 @@ class ModelAdapter:
         return (
             self.merging.granularity == "block" or self.merging.merge_attn or hasattr(layer.block, self.card.stream[0])
         )
+
+    def _kind(self, layer: Layer) -> Hashable:
+        """What tells apart layers of a stack with different plans."""
+        ran, config = self.ran[layer.holder], layer.attn.processor._parallel_config
+        period = len(next(iter(ran.plans.values())).tables) if ran.plans else 1
+        return layer.joint, layer.sparse, layer.number % period, self._merges_attention(layer), id(config)
 
     def _pattern(self, layer: Layer, ran: Forward) -> Pattern | None:
         """Which tokens attend to which in a layer; None if all to all."""
@@ -566,6 +578,31 @@ class ModelAdapter:
         return "named in dense_layers"
 
 
+class Rotations:
+    """Rotary embeddings of a forward pass: those of the attention sequence are made once for all blocks.
+
+    Args:
+        card: Card of the model.
+    """
+
+    def __init__(self, card: Card) -> None:
+        self.card = card
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget those of the last forward pass."""
+        self._given: Any = None
+        self._made: tuple[Tensor, Tensor] | None = None
+
+    def of(self, rope: Any, tokens: int) -> tuple[Tensor, Tensor]:
+        """(cos, sin) of an attention sequence of this length, from the argument of a block."""
+        if torch.compiler.is_compiling():
+            return self.card.rotation(rope)  # compiled with the hook; the backend adds rows for text
+        if self._given is not rope or self._made[0].shape[-2] != tokens:
+            self._given, self._made = rope, with_text(self.card.rotation(rope), tokens)
+        return self._made
+
+
 class RopeInBackend:
     """A hook on a block that lets the backend rotate queries and keys while it gathers them, not the processor.
 
@@ -574,12 +611,14 @@ class RopeInBackend:
     Args:
         block: The block.
         attentions: Its attention modules.
-        card: Card of the model, with the name of the block's argument that holds the rotary embedding.
+        name: Name of the block's argument that holds the rotary embedding: see `Card.rope`.
+        rotations: Those of the model.
     """
 
-    def __init__(self, block: nn.Module, attentions: list[nn.Module], card: Card) -> None:
-        self.attentions, self.card = attentions, card
-        self.rope = Argument(block, card.rope)
+    def __init__(
+        self, block: nn.Module, attentions: list[nn.Module], name: str | tuple[str, ...], rotations: Rotations
+    ) -> None:
+        self.attentions, self.rope, self.rotations = attentions, Argument(block, name), rotations
 
     def take(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Move the rotary embedding from the arguments of the block into the plans of its layers."""
@@ -588,7 +627,7 @@ class RopeInBackend:
             return None
         for plan in plans:
             if plan.rope is None:  # that of merged tokens is set already
-                plan.rope = self.card.rotation(rope)
+                plan.rope = self.rotations.of(rope, plan.tokens)
         return self.rope.dropped(args, kwargs)
 
 
@@ -631,10 +670,16 @@ def set_later(attn: nn.Module) -> str:
     return f"a {type(attn.processor).__name__} was set after apply: remove and apply again"
 
 
-def keeps_state(module: nn.Module) -> bool:
-    """Whether one of diffusers' caches (First Block Cache, TaylorSeer, ...) hooks a module."""
-    registry = vars(module).get("_diffusers_hook")
-    return registry is not None and any(hook._is_stateful for hook in registry.hooks.values())
+def why_not_merged(modules: Iterable[nn.Module]) -> str:
+    """What in the modules of a model keeps tokens from merging; empty if nothing does."""
+    for module in modules:  # thousands
+        own = vars(module)
+        registry = own.get("_diffusers_hook")  # of First Block Cache, TaylorSeer, ...
+        if registry is not None and any(hook._is_stateful for hook in registry.hooks.values()):
+            return "a cache keeps tokens from step to step, whose number must not change"
+        if own.get("gradient_checkpointing"):  # also without gradients: a backward pass may follow
+            return "gradient checkpointing runs blocks again when their plan may be another one"
+    return ""
 
 
 _ORDERS: WeakTensorCache[tuple[Tensor, Tensor | None]] = WeakTensorCache()
