@@ -29,7 +29,7 @@ from foveate.ops.block_table import BlockTable, block_starts, block_table
 from foveate.ops.curves import inverse_order
 from foveate.ops.joint_attention import LogLinear, Pattern, backend_of
 from foveate.ops.merging import Regions
-from foveate.utils.cache import WeakTensorCache, persistent
+from foveate.utils.cache import FixedMemory, WeakTensorCache, persistent
 
 __all__ = ["ModelAdapter", "outside_compiled_code"]
 
@@ -297,6 +297,8 @@ class ModelAdapter:
     def before_model(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
         """Hook before the model: a forward pass begins."""
         self._inputs = arguments_by_name(model, args, kwargs)
+        if not torch.is_grad_enabled() and any(layer.block._compiled_call_impl for layer in self.layers[:1]):
+            torch.compiler.cudagraph_mark_step_begin()  # blocks may read what CUDA graphs of other blocks wrote
         self.ran = dict.fromkeys(self.ran, Forward(why="it did not run"))
         self._detach_plans()
         for block in self.blocks:
@@ -586,7 +588,7 @@ class Rotations:
     """
 
     def __init__(self, card: Card) -> None:
-        self.card = card
+        self.card, self._memory = card, FixedMemory()
         self.clear()
 
     def clear(self) -> None:
@@ -594,12 +596,11 @@ class Rotations:
         self._given: Any = None
         self._made: tuple[Tensor, Tensor] | None = None
 
-    def of(self, rope: Any, tokens: int) -> tuple[Tensor, Tensor]:
-        """(cos, sin) of an attention sequence of this length, from the argument of a block."""
-        if torch.compiler.is_compiling():
-            return self.card.rotation(rope)  # compiled with the hook; the backend adds rows for text
-        if self._given is not rope or self._made[0].shape[-2] != tokens:
-            self._given, self._made = rope, with_text(self.card.rotation(rope), tokens)
+    @torch.compiler.disable
+    def of(self, rope: Any, plan: LayerPlan) -> tuple[Tensor, Tensor]:
+        """(cos, sin) for a layer, from the argument of its block."""
+        if self._given is not rope or self._made[0].shape[-2] != plan.tokens:
+            self._given, self._made = rope, self._memory.hold(with_text(self.card.rotation(rope), plan.tokens))
         return self._made
 
 
@@ -627,7 +628,8 @@ class RopeInBackend:
             return None
         for plan in plans:
             if plan.rope is None:  # that of merged tokens is set already
-                plan.rope = self.rotations.of(rope, plan.tokens)
+                compiling = torch.compiler.is_compiling()  # then the backend adds rows for text
+                plan.rope = self.rotations.card.rotation(rope) if compiling else self.rotations.of(rope, plan)
         return self.rope.dropped(args, kwargs)
 
 

@@ -21,7 +21,7 @@ from foveate.diffusers.card import Card
 from foveate.diffusers.clock import Step
 from foveate.methods.base import TokenMerging
 from foveate.ops.merging import AnyMerge, Group, Regions
-from foveate.utils.cache import WeakTensorCache, persistent
+from foveate.utils.cache import FixedMemory, WeakTensorCache, persistent
 
 __all__ = ["MergeGroup", "MergedBlock"]
 
@@ -62,6 +62,7 @@ class MergeGroup:
         self._order: Tensor | None = None
         self._joint: tuple[Tensor | None, ...] = ()  # order and inverse of a sequence that begins with the text
         self._last, self._due = -1, False
+        self._rope, self._sizes = FixedMemory(), FixedMemory()
         self.whole: tuple[Tensor, Tensor] | None = None  # tokens before a run of merged blocks, and the same merged
 
     def begin(
@@ -138,8 +139,8 @@ class MergeGroup:
             exact = torch.autocast(x.device.type, enabled=False)  # similarities need more than bfloat16
             with torch.no_grad(), record_function("foveate::plan"), exact:
                 self.merge = self._plan = self.method.plan(x, self._regions, chosen)
-        rows = None if rope is None else tuple(map(self._rows, rope))
-        bias = self._bias() if self.method.size_bias else None
+        rows = None if rope is None else self._rope.hold(tuple(map(self._rows, rope)))
+        bias = self._sizes.hold((self._bias(),))[0] if self.method.size_bias else None
         for layer in self.layer_plans:
             layer.bias = bias if bias is None or layer.inverse is None else bias.index_select(1, layer.inverse)
             layer.rope = rows
