@@ -58,12 +58,16 @@ def test_fixed_memory_copies_to_one_address_and_overwrites_nothing_that_a_backwa
     memory, given = FixedMemory(), [torch.randn(3, 4) for _ in range(4)]
     with torch.no_grad():
         (first,) = memory.hold((given[0].T,))
-        assert torch.equal(first, given[0].T) and first.is_contiguous()
+        assert torch.equal(first, given[0].T)
+        assert first.is_contiguous()
         (second,) = memory.hold((given[1].T,))
-        assert second is first and torch.equal(second, given[1].T)
+        assert second is first
+        assert torch.equal(second, given[1].T)
         (other,) = memory.hold((given[2],))  # another shape
-        assert other is not first and torch.equal(first, given[1].T)
-    assert memory.hold((given[3],)) == (given[3],) and torch.equal(other, given[2])
+        assert other is not first
+        assert torch.equal(first, given[1].T)
+    assert memory.hold((given[3],)) == (given[3],)
+    assert torch.equal(other, given[2])
     with torch.inference_mode():
         assert torch.equal(memory.hold((given[3],))[0], given[3])
     with torch.no_grad():
