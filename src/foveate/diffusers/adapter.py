@@ -359,6 +359,8 @@ class ModelAdapter:
             if (plan := copy.copy(known[kind])) is not None:
                 attach(processor, plan)
                 self._attached.append((processor, plan))
+                if layer.block._compiled_call_impl and isinstance(plan.pattern, BlockTable):
+                    _IN_GRAPHS[tuple(map(id, plan.pattern))] = plan.pattern
         if regions and self._step:
             text = regions.order.new_empty(layout.tokens - layout.only_images().tokens)
             together = not self.card.residuals_between_blocks(self._inputs)
@@ -684,6 +686,9 @@ def why_not_merged(modules: Iterable[nn.Module]) -> str:
     return ""
 
 
+# Tables of compiled blocks: a CUDA graph reads their schedule, which is freed with them, as long as they keep their
+# addresses.
+_IN_GRAPHS: dict[tuple[int, ...], BlockTable] = {}
 _ORDERS: WeakTensorCache[tuple[Tensor, Tensor | None]] = WeakTensorCache()
 _MERGED: WeakTensorCache[tuple[Tensor, Tensor]] = WeakTensorCache()
 
