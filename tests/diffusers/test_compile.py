@@ -154,15 +154,20 @@ def outputs(apart):
     for x in inputs:
         apart.append(torch.empty(len(apart) % 5 + 1, 2**18, device="cuda"))  # other tensors get other addresses
         yield tiny.call(model, x).float().cpu()
+model.compile_repeated_blocks(fullgraph=True)
 with foveate.apply(model, *methods):
-    wanted = list(outputs([]))
+    wanted = list(outputs([]))  # compiled too: rounding may choose other destinations
+torch._dynamo.reset()
 model.compile_repeated_blocks(fullgraph=True, mode="reduce-overhead")
 with foveate.apply(model, *methods):
     recorded = []
     for got, want in zip(outputs([]), wanted, strict=True):
         assert ((got - want).norm() / want.norm()) < 1e-2
         recorded.append(counters["inductor"]["cudagraph_recorded_non_static_inputs"])
-assert recorded[0] == 0 < recorded[3] <= recorded[7] == recorded[-1], recorded  # no plan makes it record anew
+of_pictures = [recorded[i : i + 4] for i in range(0, 16, 4)]
+assert recorded[0] == 0 < recorded[-1], recorded
+assert all(last == before for *_, before, last in of_pictures), recorded  # no plan makes it record anew
+assert recorded[9] == recorded[-1], recorded  # nor does a size that was seen twice
 """
 
 TABLES = """
