@@ -90,6 +90,7 @@ def test_dense_and_every_method_are_checked_and_timed():
     for row in result["rows"]:
         assert max(row["one_tile_error"], row["all_kept_error"]) < 1e-4
         assert row["fastest_s"] <= row["step_s"] <= row["slowest_s"]
+        assert 0 < row["enqueue_s"] < 10
         assert row["speed_up"] == pytest.approx(dense["step_s"] / row["step_s"])
         assert (row["image_tokens"], row["batch"]) == (256, 1)
     assert dense["attention_flop_bound"] == again["attention_flop_bound"] == 1
@@ -182,6 +183,12 @@ def test_each_plan_of_the_schedule_is_timed_once(monkeypatch, method, forwards, 
     _, row, _ = bench([16], methods=[method])["rows"]
     assert row["forwards"] == forwards
     assert row["step_s"] * forwards == pytest.approx(plans)
+
+
+def test_cuda_graphs_are_refused_without_a_gpu():
+    result, output = run("--cuda-graphs")
+    assert result.exit_code != 0
+    assert "CUDA graphs need an NVIDIA GPU, not cpu: leave --cuda-graphs out" in output
 
 
 @pytest.mark.parametrize(("error", "shown"), [(0.1, "1.0e-01"), (float("nan"), "nan")])

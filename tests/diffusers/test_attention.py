@@ -14,9 +14,9 @@ from torch.utils._pytree import tree_map
 
 import foveate
 from foveate import LLSA, HilbertA, ToMA
-from foveate.diffusers.adapter import ModelAdapter, sequence_order
+from foveate.diffusers.adapter import ModelAdapter, Rotations, sequence_order
 from foveate.diffusers.backend import plan_of
-from foveate.diffusers.card import Layout, image, padding, text
+from foveate.diffusers.card import Layout, card_of, image, padding, text
 from foveate.diffusers.cards.flux import grids_of
 from foveate.methods import ToDo, ToMeSD
 from foveate.methods.base import SparseAttention
@@ -210,6 +210,23 @@ def test_checkpointed_blocks_run_again_with_their_own_plan_after_another_forward
         grads.append([parameter.grad for parameter in model.parameters()])
         model.zero_grad()
     torch.testing.assert_close(*grads)
+
+
+@pytest.mark.parametrize("name", ["qwen", "zimage", "hunyuan_image"])
+def test_rotary_embeddings_of_the_attention_sequence_are_made_once_for_all_blocks(name, monkeypatch):
+    model = tiny.SPARSE[name].make()
+    made, of = [], type(card_of(model)).rotation
+    monkeypatch.setattr(type(card_of(model)), "rotation", lambda card, rope: made.append(rope) or of(card, rope))
+    for grid in tiny.SPARSE[name].grids[:2]:
+        x = tiny.SPARSE[name].inputs(model, grid)
+        made.clear()
+        with foveate.apply(model, HilbertA(tiles=4)):
+            out = call(model, x)
+        stacks = len({id(rope) for rope in made})
+        assert len(made) == stacks <= 3, made
+        with foveate.apply(model, HilbertA(tiles=4)), monkeypatch.context() as patch:
+            patch.setattr(Rotations, "of", lambda self, rope, plan: self.card.rotation(rope))  # each block its own
+            torch.testing.assert_close(call(model, x), out)
 
 
 def test_a_block_that_runs_twice_rotates_queries_and_keys_once_in_each_run():

@@ -98,6 +98,13 @@ CASES = {
     },
 }
 FAST = "flux", "flux both"
+GRAPH_CASES = {
+    "flux": f"'flux', {WIDE}, [foveate.HilbertA(tiles=4)]",
+    "flux merged": f"'flux', {WIDE}, [{TOMA}]",
+    "flux both": f"'flux', {WIDE}, [foveate.HilbertA(tiles=4), {TOMA}]",
+    "qwen both": f"'qwen', dict(num_layers=10), [foveate.HilbertA(tiles=4), {TOMA}]",
+    "sdxl merged": f"'sdxl', {UNET}, [{TOMA}]",
+}
 
 RAGGED = """
 model = tiny.zimage(torch.float32, n_layers=10)
@@ -155,6 +162,36 @@ for methods in (foveate.ToMA(weights_every=1),), (foveate.HilbertA(tiles=4), fov
             torch.testing.assert_close(model(**step)[0], want, rtol=1e-3, atol=1e-3)
 """
 
+# CUDA graphs of the blocks: several pictures with grids of one shape of plans, several steps with new plans
+GRAPHS = """
+from torch.utils._pytree import tree_map
+name, config, methods = {case}
+family = tiny.SPARSE[name]
+model = family.make(dtype=torch.float16, **config).cuda()
+grids = ((16, 20), (20, 16)) if name != "sdxl" else ((16, 16), (16, 16))
+cuda = lambda x: tree_map(lambda y: y.cuda() if isinstance(y, torch.Tensor) else y, x)
+pictures = [cuda(family.inputs(model, grid)) for grid in grids]
+inputs = [tiny.at(x, left) for _ in range(2) for x in pictures for left in (1.0, 0.8, 0.6, 0.4)]
+def outputs(apart):
+    for x in inputs:
+        apart.append(torch.empty(len(apart) % 5 + 1, 2**18, device="cuda"))  # other tensors get other addresses
+        yield tiny.call(model, x).float().cpu()
+model.compile_repeated_blocks(fullgraph=True)
+with foveate.apply(model, *methods):
+    wanted = list(outputs([]))  # compiled too: rounding may choose other destinations
+torch._dynamo.reset()
+model.compile_repeated_blocks(fullgraph=True, mode="reduce-overhead")
+with foveate.apply(model, *methods):
+    recorded = []
+    for got, want in zip(outputs([]), wanted, strict=True):
+        assert ((got - want).norm() / want.norm()) < 1e-2
+        recorded.append(counters["inductor"]["cudagraph_recorded_non_static_inputs"])
+of_pictures = [recorded[i : i + 4] for i in range(0, 16, 4)]
+assert recorded[0] == 0 < recorded[-1], recorded
+assert all(last == before for *_, before, last in of_pictures), recorded  # no plan makes it record anew
+assert recorded[9] == recorded[-1], recorded  # nor does a size that was seen twice
+"""
+
 TABLES = """
 torch.set_grad_enabled(True)
 from foveate.ops.block_attention import block_attention
@@ -187,6 +224,10 @@ SCRIPTS = {
     "torch.compile": WHOLE.format(compile='compiled = torch.compile(model, backend="eager", fullgraph=True)'),
     "model.compile": slow(WHOLE.format(compile='compiled = model; model.compile(backend="eager")')),
     "inductor": pytest.param(INDUCTOR, marks=pytest.mark.gpu),
+    **{
+        f"CUDA graphs of {name}": pytest.param(GRAPHS.format(case=case), marks=pytest.mark.gpu)
+        for name, case in GRAPH_CASES.items()
+    },
     "any table": pytest.param(TABLES, marks=pytest.mark.gpu),
 }
 

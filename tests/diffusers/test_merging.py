@@ -1,6 +1,7 @@
 """Token merging in all families, alone and beside sparse attention."""
 
 import re
+from collections import Counter
 from contextlib import nullcontext
 from itertools import product
 
@@ -8,6 +9,7 @@ import pytest
 import tiny
 import torch
 from tiny import FAMILIES, built, call
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import foveate
 from foveate import LLSA, HilbertA, ToMA
@@ -149,6 +151,41 @@ def test_blocks_that_stay_merged_compute_what_each_does_on_its_own(name, sparse,
         monkeypatch.setattr(Card, "residuals_between_blocks", lambda card, inputs: True)
         torch.testing.assert_close(call(model, x), together)
         assert len(merges) == runs + len(merging)
+
+
+class Ops(TorchDispatchMode):
+    """Counts the ops that are not views: on a GPU each is a launch of a kernel."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = Counter()
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        if not op.is_view and op is not torch.ops.aten._unsafe_view.default:
+            self.count["attention" if "attention" in str(op) else str(op)] += 1
+        return op(*args, **(kwargs or {}))
+
+
+def ops(methods, double, single):
+    """The ops of a forward pass of a FLUX with that many blocks."""
+    model, x = tiny.flux(double, single, torch.float32), tiny.inputs((16, 16), dtype=torch.float32)
+    with foveate.apply(model, *methods) if methods else nullcontext():
+        model(**x)  # fills caches
+        with Ops() as counted:
+            model(**x)
+    return counted.count
+
+
+@pytest.mark.parametrize("double", [False, True])
+@beside
+def test_a_merged_block_runs_the_ops_of_a_dense_block_and_no_more(double, sparse):
+    # merging, unmerging, plans and rotary embeddings are paid for once, whatever the number of blocks
+    of_two_blocks = [
+        ops(methods, 4 if double else 2, 2 if double else 4) - ops(methods, 2, 2)
+        for methods in ((), (*sparse, ToMA(skip=0)))
+    ]
+    dense, merged = (sum(count.values()) for count in of_two_blocks)
+    assert 0 < merged <= dense, of_two_blocks[1] - of_two_blocks[0]
 
 
 @pytest.mark.parametrize("name", ["flux", "chroma", "zimage", "sd3"])

@@ -9,7 +9,7 @@ from foveate import LLSA, HilbertA, ToMA
 from foveate.methods import hilberta, llsa, toma
 from foveate.ops.block_table import block_starts, block_table
 from foveate.ops.curves import hilbert_order
-from foveate.utils.cache import WeakTensorCache
+from foveate.utils.cache import FixedMemory, WeakTensorCache
 
 
 def test_what_was_made_is_remembered_by_every_tensor_and_the_key():
@@ -52,3 +52,24 @@ def test_plans_are_the_same_under_any_default_device_and_may_be_trained_with():
         got = made()
     assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
     assert not any(tensor.is_inference() for tensor in got)
+
+
+def test_fixed_memory_copies_to_one_address_and_overwrites_nothing_that_a_backward_pass_may_need():
+    memory, given = FixedMemory(), [torch.randn(3, 4) for _ in range(4)]
+    with torch.no_grad():
+        (first,) = memory.hold((given[0].T,))
+        assert torch.equal(first, given[0].T)
+        assert first.is_contiguous()
+        (second,) = memory.hold((given[1].T,))
+        assert second is first
+        assert torch.equal(second, given[1].T)
+        (other,) = memory.hold((given[2],))  # another shape
+        assert other is not first
+        assert torch.equal(first, given[1].T)
+    assert memory.hold((given[3],)) == (given[3],)
+    assert torch.equal(other, given[2])
+    with torch.inference_mode():
+        assert torch.equal(memory.hold((given[3],))[0], given[3])
+    with torch.no_grad():
+        assert torch.equal(memory.hold((given[0],))[0], given[0])
+    assert torch.equal(other, given[2])

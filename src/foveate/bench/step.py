@@ -1,6 +1,7 @@
 # pyright: basic, reportPrivateImportUsage=false
 """The time of one denoising step, dense and with methods, checked against the dense model first."""
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from math import ceil, lcm, prod
 from statistics import mean, median
@@ -23,6 +24,7 @@ from foveate.utils.timing import captured, peak_memory, time_calls
 
 __all__ = ["TOLERANCE", "Setup", "Step", "bench_step", "merging_part", "table_of"]
 
+NO_CYCLE = ToMA(dst_every=1, weights_every=1)  # the schedule of a method that does the same in every step
 LEAST_STEPS = 10  # of a method that merges tokens
 ONE_TILE, ALL_KEPT = HilbertA(tiles=1), ToMA(keep=0.999, weights="hard", skip=0)  # both must equal dense
 EVERY_BLOCK = LLSA(top_k=2**20, enrich=False, min_tokens=0)  # so must this
@@ -35,10 +37,12 @@ class Step(NamedTuple):
     Attributes:
         pipe: The pipeline.
         call: Arguments of the forward pass.
+        cuda_graphs: Whether `torch.compile` runs the blocks as CUDA graphs.
     """
 
     pipe: Any
     call: Call
+    cuda_graphs: bool = False
 
     def batch(self) -> int:
         """Number of samples."""
@@ -47,6 +51,8 @@ class Step(NamedTuple):
     def run(self) -> Any:
         """The output of the denoiser: a tensor, or a list with an entry for each sample as one tensor."""
         args, kwargs = self.call
+        if self.cuda_graphs:
+            torch.compiler.cudagraph_mark_step_begin()
         # some models remove entries from the dictionaries that they are given
         kwargs = {k: dict(v) if isinstance(v, dict) else v for k, v in kwargs.items()}
         out = denoiser(self.pipe)(*args, **kwargs)[0]
@@ -66,6 +72,7 @@ class Setup(NamedTuple):
         pipe: The pipeline.
         methods: Methods to time.
         text: Number of text tokens; None if the pipeline decides.
+        cuda_graphs: See `Step.cuda_graphs`.
         about: Description for the JSON file.
     """
 
@@ -73,6 +80,7 @@ class Setup(NamedTuple):
     pipe: Any
     methods: Sequence[Method | ComposedMethod]
     text: int | None
+    cuda_graphs: bool
     about: dict[str, Any]
 
     @classmethod
@@ -83,6 +91,7 @@ class Setup(NamedTuple):
         methods: Sequence[Method | ComposedMethod] = (),
         text: int | None = None,
         compile: bool = False,
+        cuda_graphs: bool = False,
         device: str = "auto",
         dtype: str = "auto",
     ) -> "Setup":
@@ -93,19 +102,22 @@ class Setup(NamedTuple):
             methods: Methods to time besides dense. Empty: the defaults of the model.
             text: Number of text tokens. None: the model's usual number.
             compile: Compile the repeated blocks.
+            cuda_graphs: Compile the repeated blocks with mode="reduce-overhead", which runs them as CUDA graphs.
             device: See `choose_device`.
             dtype: See `choose_dtype`.
 
         Raises:
-            ValueError: If the model is unknown, or there is no method.
+            ValueError: If the model is unknown, there is no method, or there is no GPU for CUDA graphs.
         """
         chosen, where = find_model(model), choose_device(device)
         if not (methods := methods or chosen.methods):
             raise ValueError(f"name the methods to time on {model}, for example --method hilberta --method toma")
+        if cuda_graphs and where.type != "cuda":
+            raise ValueError(f"CUDA graphs need an NVIDIA GPU, not {where.type}: leave --cuda-graphs out")
         pipe = chosen.build(where, choose_dtype(dtype, where))
         network: Any = denoiser(pipe)
-        if compile:
-            network.compile_repeated_blocks(fullgraph=True)
+        if compile or cuda_graphs:
+            network.compile_repeated_blocks(fullgraph=True, **{"mode": "reduce-overhead"} if cuda_graphs else {})
         text = chosen.text if text is None else text
         about = {
             "what": f"one forward of {type(network).__name__} with {chosen.weights}",
@@ -114,14 +126,15 @@ class Setup(NamedTuple):
             "text_tokens": text,
             "device": where.type,
             "dtype": str(pipe.dtype).removeprefix("torch."),
-            "compiled": compile,
+            "compiled": compile or cuda_graphs,
+            "cuda_graphs": cuda_graphs,
             "versions": versions(),
         }
-        return cls(chosen, pipe, methods, text, about)
+        return cls(chosen, pipe, methods, text, cuda_graphs, about)
 
     def step(self, grid: Grid) -> Step:
         """The forward pass with this grid of image tokens."""
-        return Step(self.pipe, self.model.inputs(self.pipe, grid, self.text))
+        return Step(self.pipe, self.model.inputs(self.pipe, grid, self.text), self.cuda_graphs)
 
 
 @torch.no_grad()
@@ -133,8 +146,10 @@ def bench_step(
     The result is ready for JSON. Dense and the methods that merge no tokens take turns; their time (`step_s`) is the
     median. The methods that merge tokens follow one by one, through whole cycles of their schedule; their time is the
     mean of these steps, plans included. Then dense is timed again: the difference to the first time is the drift of
-    the machine. On a GPU the forward pass is also timed as one CUDA graph (`graph_s`; for token merging a step that
-    makes no plan), which shows the time without the cost of launching kernels.
+    the machine. `enqueue_s` is the time until the forward pass returns, before the device is done: as long as it is
+    shorter than `step_s`, the processor does not limit the step. On a GPU the forward pass is also timed as one CUDA
+    graph (`graph_s`; for token merging a step that makes no plan), which shows the time without the cost of launching
+    kernels. With `cuda_graphs` all methods are timed one by one, because each records graphs of its own.
 
     Args:
         setup: Model and methods.
@@ -228,11 +243,11 @@ def _flop_bound(step: Step, method: Method | ComposedMethod, size: str) -> float
 def _measured(
     step: Step, methods: Sequence[Method | ComposedMethod], rounds: int, size: str, track: Track
 ) -> Iterator[dict[str, Any]]:
-    in_turns = [None, *(method for method in methods if not merging_part(method))]
+    in_turns = [None, *(method for method in methods if not (merging_part(method) or step.cuda_graphs))]
     yield from _in_turns(step, in_turns, rounds, track(size, len(in_turns) * (rounds + 1)))
     for method in methods:
-        if merging := merging_part(method):
-            yield _scheduled(step, method, merging, rounds, track)
+        if method not in in_turns:
+            yield _scheduled(step, method, rounds, track)
     if len(in_turns) <= len(methods):
         (row,) = _in_turns(step, [None], rounds, track("dense, again", rounds + 1))
         yield row | {"variant": "dense, again"}
@@ -242,27 +257,28 @@ def _in_turns(
     step: Step, methods: Sequence[Method | ComposedMethod | None], rounds: int, advance: Callable[[], None]
 ) -> list[dict[str, Any]]:
     """The rows of methods that do the same in every step."""
-    alone: list[tuple[int | None, float | None]] = []
+    alone: list[tuple[int | None, float, float | None]] = []
     for method in methods:
         with using(step.pipe, method):
-            alone.append((peak_memory(step.run, step.pipe.device), _graph_seconds(step.run, rounds, step.pipe.device)))
+            peak = peak_memory(step.run, step.pipe.device)
+            alone.append((peak, _enqueue_seconds(step, step.run), _graph_seconds(step, step.run, rounds)))
     seconds = zip(*time_steps(step.pipe, step.call, methods, rounds, advance), strict=True)
     return [
-        _row(method, median(taken), taken, *both) for method, taken, both in zip(methods, seconds, alone, strict=True)
+        _row(method, median(taken), taken, *rest) for method, taken, rest in zip(methods, seconds, alone, strict=True)
     ]
 
 
-def _scheduled(
-    step: Step, method: Method | ComposedMethod, merging: TokenMerging, rounds: int, track: Track
-) -> dict[str, Any]:
+def _scheduled(step: Step, method: Method | ComposedMethod, rounds: int, track: Track) -> dict[str, Any]:
     """The row of a method that merges tokens: whole cycles of its schedule, with a plan whenever one is due."""
+    merging = merging_part(method) or NO_CYCLE
     device, cycle = step.pipe.device, lcm(merging.dst_every, merging.merge_every)
     steps = cycle * ceil(max(rounds, LEAST_STEPS) / cycle)
     advance = track(method.title, steps)
     taken: list[float] = []
     with apply(step.pipe, *method.parts):
-        for number in sorted({0, 1, merging.merge_every, merging.weights_every}):  # compiles whatever a cycle runs
-            step.run_as(number)
+        for _ in range(1 + 2 * step.cuda_graphs):  # CUDA graphs are recorded the second time
+            for number in sorted({0, 1, merging.merge_every, merging.weights_every}):  # compiles what a cycle runs
+                step.run_as(number)
         peak = peak_memory(lambda: step.run_as(0), device)
         step.run_as(0)
         for number in range(1, steps + 1):
@@ -270,14 +286,26 @@ def _scheduled(
             step.run_as(number)
             taken.append(now(device) - start)
             advance()
-        graph = _graph_seconds(lambda: step.run_as(steps), rounds, device)
+        again = lambda: step.run_as(steps)  # noqa: E731
+        enqueue, graph = _enqueue_seconds(step, again), _graph_seconds(step, again, rounds)
     step.pipe.scheduler.set_begin_index(0)
-    return _row(method, mean(taken), taken, peak, graph)
+    return _row(method, mean(taken), taken, peak, enqueue, graph)
 
 
-def _graph_seconds(forward: Callable[[], object], rounds: int, device: torch.device) -> float | None:
+def _enqueue_seconds(step: Step, forward: Callable[[], object]) -> float:
+    """Median time until a forward pass returns, before the device is done."""
+    taken: list[float] = []
+    for _ in range(3):
+        start = now(step.pipe.device)
+        forward()
+        taken.append(time.perf_counter() - start)
+    return median(taken)
+
+
+def _graph_seconds(step: Step, forward: Callable[[], object], rounds: int) -> float | None:
     """Median time of a forward pass as one CUDA graph; None without a GPU, or if it cannot be captured."""
-    if device.type != "cuda":
+    device = step.pipe.device
+    if device.type != "cuda" or step.cuda_graphs:
         return None
     try:
         forward()
@@ -292,6 +320,7 @@ def _row(
     seconds: float,
     taken: Sequence[float],
     peak: int | None,
+    enqueue: float,
     graph: float | None,
 ) -> dict[str, Any]:
     return {
@@ -302,6 +331,7 @@ def _row(
         "fastest_s": min(taken),
         "slowest_s": max(taken),
         "forwards": len(taken),
+        "enqueue_s": enqueue,
         "graph_s": graph,
         "peak_bytes": peak,
     }
@@ -312,6 +342,7 @@ COLUMNS: list[TableColumn] = [
     ("variant", "variant", str),
     ("ms", "step_s", milliseconds),
     ("speed-up", "speed_up", "{:.2f}x".format),
+    ("enqueued in, ms", "enqueue_s", milliseconds),
     ("CUDA graph, ms", "graph_s", milliseconds),
     ("speed-up", "graph_speed_up", "{:.2f}x".format),
     ("bound of attention", "attention_flop_bound", "{:.2f}x".format),

@@ -61,6 +61,9 @@ def step(
     sides: Sides = "64",
     method: Methods = None,
     compile: Compile = False,
+    cuda_graphs: Annotated[
+        bool, typer.Option("--cuda-graphs", help='Compile the repeated blocks with mode="reduce-overhead".')
+    ] = False,
     text: StepText = None,
     rounds: Annotated[
         int,
@@ -75,19 +78,24 @@ def step(
 
     Before anything is timed, settings that must equal the dense model are compared with it. The time of a step
     includes the reordering of tokens and, averaged over the schedule, the plans of token merging. On a GPU the step
-    is also timed as one CUDA graph, without the cost of launching kernels. The bound is that of attention, in FLOPs.
+    is also timed as one CUDA graph, without the cost of launching kernels. "Enqueued" is the time until Python
+    returns; the bound is that of attention, in FLOPs.
 
     foveate bench step --method toma --method toma:dst_every=20,weights_every=10      # any machine
 
     foveate bench step --model flux-dev --compile --sides 64,128                      # a GPU with 40 GB or more
+
+    foveate bench step --model sdxl --cuda-graphs                                     # where launches limit a step
 
     foveate bench step --model black-forest-labs/FLUX.1-schnell --method hilberta:tiles=16
     """
     from foveate.bench.step import Setup, bench_step, table_of
 
     grids, methods = [read_grid(size) for size in sides.split(",")], [read_method(text) for text in method or []]
-    setup = Setup.of(model, methods=methods, compile=compile, text=text, device=device, dtype=dtype)
-    name = f"step-{Path(model).name}-{'compiled' if compile else 'eager'}-{setup.about['device']}.json"
+    how = {"compile": compile, "cuda_graphs": cuda_graphs}
+    setup = Setup.of(model, methods=methods, text=text, device=device, dtype=dtype, **how)
+    kind = "graphs" if cuda_graphs else "compiled" if compile else "eager"
+    name = f"step-{Path(model).name}-{kind}-{setup.about['device']}.json"
     run_and_save(out / name, commit, partial(bench_step, setup, grids, rounds=rounds), table_of)
 
 

@@ -9,7 +9,7 @@ attention layer; `backend.foveate_attention` does the rest. Outside of attention
 import copy
 import logging
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from functools import lru_cache
 from itertools import groupby
 from types import MethodType
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from foveate.diffusers.arguments import Argument, arguments_by_name
-from foveate.diffusers.backend import LayerPlan, attach, detach, dispatches, plan_of, set_attention
+from foveate.diffusers.backend import LayerPlan, attach, detach, dispatches, plan_of, set_attention, with_text
 from foveate.diffusers.card import Card, Layout, Stack
 from foveate.diffusers.clock import Clock, Step
 from foveate.diffusers.merging import MergedBlock, MergeGroup
@@ -30,7 +30,7 @@ from foveate.ops.block_table import BlockTable, block_starts, block_table
 from foveate.ops.curves import inverse_order
 from foveate.ops.joint_attention import LogLinear, Pattern, backend_of
 from foveate.ops.merging import Regions
-from foveate.utils.cache import WeakTensorCache, persistent
+from foveate.utils.cache import FixedMemory, WeakTensorCache, persistent
 
 __all__ = ["ModelAdapter", "outside_compiled_code"]
 
@@ -153,6 +153,8 @@ class ModelAdapter:
         self._hooks: list[Any] = []
         self._attached: list[tuple[Any, LayerPlan]] = []  # processors with the plans of the current forward pass
         self._inputs: dict[str, Any] = {}
+        self._unmerged: str | None = None  # why tokens do not merge in this forward pass; None: not known yet
+        self._ropes = Rotations(card)
         self._modules = list(model.modules())  # walking the tree takes milliseconds
         try:
             stacks = list(card.stacks(model))
@@ -226,7 +228,7 @@ class ModelAdapter:
                 group = self._group(stack, block, first + i, total, shared) if merges[i] else None
                 self._add_layers(stack, i, first + i, block, group)
                 if self.sparse and self.card.rope:
-                    rope = RopeInBackend(block, self._attentions(block), self.card)
+                    rope = RopeInBackend(block, self._attentions(block), self.card.rope, self._ropes)
                     self._hooks.append(block.register_forward_pre_hook(rope.take, with_kwargs=True))
                 if self.merging:  # a graph compiled for a block without hooks would be taken for blocks with hooks
                     last = not any(merges[i + 1 : i + 2]) or self.merging.per_block
@@ -306,13 +308,16 @@ class ModelAdapter:
     def before_model(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
         """Hook before the model: a forward pass begins."""
         self._inputs = arguments_by_name(model, args, kwargs)
+        if not torch.is_grad_enabled() and any(layer.block._compiled_call_impl for layer in self.layers[:1]):
+            torch.compiler.cudagraph_mark_step_begin()  # blocks may read what CUDA graphs of other blocks wrote
         self.ran = dict.fromkeys(self.ran, Forward(why="it did not run"))
         self._detach_plans()
         for block in self.blocks:
             block.follow()
         for group in self.groups:
             group.begin()
-        self._step = None
+        self._step = self._unmerged = None
+        self._ropes.clear()
         for holder in filter(self._plans_with_model, self.ran):
             self._plan_stack(holder, self._inputs)
         return (), self._inputs
@@ -357,10 +362,18 @@ class ModelAdapter:
         self.ran[holder] = ran
         if torch.is_grad_enabled() and getattr(holder, "gradient_checkpointing", False):
             RerunWithPlans.in_place_of(holder)
+        known: dict[Hashable, LayerPlan | None] = {}
         for layer in layers:
-            if dispatches(layer.attn.processor) and (plan := self._layer_plan(layer)):
-                attach(layer.attn.processor, plan)
-                self._attached.append((layer.attn.processor, plan))
+            if not dispatches(processor := layer.attn.processor):
+                continue
+            if (kind := self._kind(layer)) not in known:
+                known[kind] = self._layer_plan(layer)
+            if (plan := copy.copy(known[kind])) is not None:
+                attach(processor, plan)
+                self._attached.append((processor, plan))
+                for pattern in (part.pattern for part in plan.parts or (plan,)):
+                    if layer.block._compiled_call_impl and isinstance(pattern, BlockTable):
+                        _IN_GRAPHS[tuple(map(id, pattern))] = pattern
         if regions and self._step:
             text = regions.order.new_empty(ran.layout.tokens - ran.layout.only_images().tokens)
             together = not self.card.residuals_between_blocks(self._inputs)
@@ -448,12 +461,10 @@ class ModelAdapter:
             raise DenseFallback("size_bias needs a text without padding")
         if self._ranks(layers, layout) > 1:
             raise DenseFallback("context parallelism splits the tokens over devices before they could merge")
-        if any(keeps_state(module) for module in self._modules):
-            raise DenseFallback("a cache keeps tokens from step to step, whose number must not change")
-        if any(
-            vars(module).get("gradient_checkpointing") for module in self._modules
-        ):  # also without gradients: a backward pass may follow
-            raise DenseFallback("gradient checkpointing runs blocks again when their plan may be another one")
+        if self._unmerged is None:
+            self._unmerged = why_not_merged(self._modules)
+        if self._unmerged:
+            raise DenseFallback(self._unmerged)
         extra = (v for k, v in self._inputs.items() if k.endswith("attention_kwargs") and v)
         if any(given.get("ip_adapter_masks") is not None for given in extra):
             raise DenseFallback("ip_adapter_masks are laid over a raster of all tokens")
@@ -485,6 +496,12 @@ class ModelAdapter:
         return (
             self.merging.granularity == "block" or self.merging.merge_attn or hasattr(layer.block, self.card.stream[0])
         )
+
+    def _kind(self, layer: Layer) -> Hashable:
+        """What tells apart layers of a stack with different plans."""
+        ran, config = self.ran[layer.holder], layer.attn.processor._parallel_config
+        period = len(next(iter(ran.plans.values())).tables) if ran.plans else 1
+        return layer.joint, layer.sparse, layer.number % period, self._merges_attention(layer), id(config)
 
     def _pattern(self, layer: Layer, ran: Forward, text: int) -> Pattern | None:
         """Which tokens attend to which in a layer with this many text tokens; None if all to all."""
@@ -586,6 +603,30 @@ class ModelAdapter:
         return "named in dense_layers"
 
 
+class Rotations:
+    """Rotary embeddings of a forward pass: those of the attention sequence are made once for all blocks.
+
+    Args:
+        card: Card of the model.
+    """
+
+    def __init__(self, card: Card) -> None:
+        self.card, self._memory = card, FixedMemory()
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget those of the last forward pass."""
+        self._given: Any = None
+        self._made: tuple[Tensor, Tensor] | None = None
+
+    @torch.compiler.disable
+    def of(self, rope: Any, plan: LayerPlan) -> tuple[Tensor, Tensor]:
+        """(cos, sin) for a layer, from the argument of its block."""
+        if self._given is not rope or self._made[0].shape[-2] != plan.tokens:
+            self._given, self._made = rope, self._memory.hold(with_text(self.card.rotation(rope), plan.tokens))
+        return self._made
+
+
 class RopeInBackend:
     """A hook on a block that lets the backend rotate queries and keys while it gathers them, not the processor.
 
@@ -594,12 +635,14 @@ class RopeInBackend:
     Args:
         block: The block.
         attentions: Its attention modules.
-        card: Card of the model, with the name of the block's argument that holds the rotary embedding.
+        name: Name of the block's argument that holds the rotary embedding: see `Card.rope`.
+        rotations: Those of the model.
     """
 
-    def __init__(self, block: nn.Module, attentions: list[nn.Module], card: Card) -> None:
-        self.attentions, self.card = attentions, card
-        self.rope = Argument(block, card.rope)
+    def __init__(
+        self, block: nn.Module, attentions: list[nn.Module], name: str | tuple[str, ...], rotations: Rotations
+    ) -> None:
+        self.attentions, self.rope, self.rotations = attentions, Argument(block, name), rotations
 
     def take(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Move the rotary embedding from the arguments of the block into the plans of its layers."""
@@ -608,7 +651,8 @@ class RopeInBackend:
             return None
         for plan in plans:
             if plan.rope is None:  # that of merged tokens is set already
-                plan.rope = self.card.rotation(rope)
+                compiling = torch.compiler.is_compiling()  # then the backend adds rows for text
+                plan.rope = self.rotations.card.rotation(rope) if compiling else self.rotations.of(rope, plan)
         return self.rope.dropped(args, kwargs)
 
 
@@ -657,12 +701,21 @@ def alike(layouts: Layout | list[Layout]) -> list[Layout]:
     return layouts if len(set(layouts)) > 1 else layouts[:1]
 
 
-def keeps_state(module: nn.Module) -> bool:
-    """Whether one of diffusers' caches (First Block Cache, TaylorSeer, ...) hooks a module."""
-    registry = vars(module).get("_diffusers_hook")
-    return registry is not None and any(hook._is_stateful for hook in registry.hooks.values())
+def why_not_merged(modules: Iterable[nn.Module]) -> str:
+    """What in the modules of a model keeps tokens from merging; empty if nothing does."""
+    for module in modules:  # thousands
+        own = vars(module)
+        registry = own.get("_diffusers_hook")  # of First Block Cache, TaylorSeer, ...
+        if registry is not None and any(hook._is_stateful for hook in registry.hooks.values()):
+            return "a cache keeps tokens from step to step, whose number must not change"
+        if own.get("gradient_checkpointing"):  # also without gradients: a backward pass may follow
+            return "gradient checkpointing runs blocks again when their plan may be another one"
+    return ""
 
 
+# Tables of compiled blocks: a CUDA graph reads their schedule, which is freed with them, as long as they keep their
+# addresses.
+_IN_GRAPHS: dict[tuple[int, ...], BlockTable] = {}
 _ORDERS: WeakTensorCache[tuple[Tensor, Tensor | None]] = WeakTensorCache()
 _MERGED: WeakTensorCache[tuple[Tensor, Tensor]] = WeakTensorCache()
 

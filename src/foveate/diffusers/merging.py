@@ -21,6 +21,7 @@ from foveate.diffusers.card import Card
 from foveate.diffusers.clock import Step
 from foveate.methods.base import TokenMerging
 from foveate.ops.merging import AnyMerge, Group, Regions
+from foveate.utils.cache import FixedMemory, WeakTensorCache, persistent
 
 __all__ = ["MergeGroup", "MergedBlock"]
 
@@ -59,7 +60,9 @@ class MergeGroup:
         self._key: Hashable = None
         self._groups: tuple[Group, ...] = ()
         self._order: Tensor | None = None
+        self._joint: tuple[Tensor | None, ...] = ()  # order and inverse of a sequence that begins with the text
         self._last, self._due = -1, False
+        self._rope, self._sizes = FixedMemory(), FixedMemory()
         self.whole: tuple[Tensor, Tensor] | None = None  # tokens before a run of merged blocks, and the same merged
 
     def begin(
@@ -87,6 +90,7 @@ class MergeGroup:
         self.text, self.image_first = text, image_first
         raster = regions.order is regions.inverse
         self.order, self.inverse = (None, None) if raster else (regions.order, regions.inverse)
+        self._joint = tuple(None if x is None else after_text(x, len(text)) for x in (self.order, self.inverse))
         same = step.key == self._key and regions.groups == self._groups and regions.order is self._order
         if not same or step.number < self._last:  # another picture
             self._key, self._groups, self._order = step.key, regions.groups, regions.order
@@ -136,8 +140,8 @@ class MergeGroup:
             exact = torch.autocast(x.device.type, enabled=False)  # similarities need more than bfloat16
             with torch.no_grad(), record_function("foveate::plan"), exact:
                 self.merge = self._plan = self.method.plan(x, self._regions, chosen)
-        rows = None if rope is None else tuple(map(self._rows, rope))
-        bias = self._bias() if self.method.size_bias else None
+        rows = None if rope is None else self._rope.hold(tuple(map(self._rows, rope)))
+        bias = self._sizes.hold((self._bias(),))[0] if self.method.size_bias else None
         for layer in self.layer_plans:
             own = None if bias is None else bias[:, -layer.tokens :]  # without text in layers of the image alone
             layer.bias = own if own is None or layer.inverse is None else own.index_select(1, layer.inverse)
@@ -170,26 +174,30 @@ class MergeGroup:
         if text and self.image_first:
             words, image = self.split(x, text)
             return self._joined(words, self.merged(image))
-        return self.merge.merge(x, text, self._with_text(self.order, text))
+        return self.merge.merge(x, text, self._joint[0] if text else self.order)
 
     def unmerged(self, y: Tensor, text: int = 0) -> Tensor:
         """Tokens [batch, text + merged, dim] with the image unmerged, in raster order."""
         if text and self.image_first:
             words, image = self.split(y, text)
             return self._joined(words, self.unmerged(image))
-        x = self.merge.unmerge(y, text)
-        return x if self.inverse is None else x.index_select(1, self._with_text(self.inverse, text))
-
-    def _with_text(self, order: Tensor | None, text: int) -> Tensor | None:
-        if order is None or not text:
-            return order
-        return torch.cat([torch.arange(text, device=order.device), order + text])
+        x, inverse = self.merge.unmerge(y, text), self._joint[1] if text else self.inverse
+        return x if inverse is None else x.index_select(1, inverse)
 
     def updated(self, x: Tensor, before: Tensor, after: Tensor, text: int) -> Tensor:
         """`x` plus the unmerged difference of its merged tokens before and after a run of blocks; text as after it."""
         (_, x), (_, before), (words, after) = (self.split(tokens, text) for tokens in (x, before, after))
         image = self.merge.update(x, before, after, self.order)
         return self._joined(words, image) if text else image
+
+
+_AFTER_TEXT: WeakTensorCache[Tensor] = WeakTensorCache()
+
+
+def after_text(order: Tensor, text: int) -> Tensor:
+    """The order of text and image in which the text precedes the image and stays as it is."""
+    make = persistent(lambda: torch.cat([torch.arange(text).to(order.device), order + text]))
+    return _AFTER_TEXT.get([order], text, make)
 
 
 class MergedBlock:

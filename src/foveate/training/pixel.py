@@ -146,7 +146,7 @@ def prepare(
         model.compile_repeated_blocks(dynamic=False)
     prepared, *optimizers = accelerator.prepare(model, *_optimizers(model, recipe))
     weights = list(prepared.parameters())
-    return prepared, Trained(weights, optimizers, EMAModel(weights, decay=recipe.average))
+    return prepared, Trained(weights, optimizers, EMAModel(weights, decay=recipe.average, foreach=True))
 
 
 def _optimizers(model: PixelDiT, recipe: PixelRecipe) -> list[torch.optim.Optimizer]:

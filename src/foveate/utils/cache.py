@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-__all__ = ["WeakTensorCache", "persistent"]
+__all__ = ["FixedMemory", "WeakTensorCache", "persistent"]
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -46,3 +46,34 @@ class WeakTensorCache(Generic[T]):
         if entry not in entries:
             entries[entry] = others, make()  # holds the others, so that no new tensor gets one of their ids
         return entries[entry][1]
+
+
+class FixedMemory:
+    """Keeps tensors that are computed again and again at one address.
+
+    CUDA graphs that `torch.compile` records read the tensors of a module where they were, and are recorded anew for
+    tensors at another address.
+    """
+
+    def __init__(self) -> None:
+        self._held: tuple[Tensor, ...] = ()
+
+    def hold(self, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """Copies, in the memory of those of the last call if they fit there.
+
+        While gradients are enabled the tensors themselves: a backward pass may need those of the last call.
+        """
+        if torch.is_grad_enabled():
+            return tensors
+        if [*map(_memory_of, self._held)] == [*map(_memory_of, tensors)] and all(
+            x.is_inference() == torch.is_inference_mode_enabled() for x in self._held
+        ):
+            for held, x in zip(self._held, tensors, strict=True):
+                held.copy_(x)
+        else:
+            self._held = tuple(x.clone(memory_format=torch.contiguous_format) for x in tensors)
+        return self._held
+
+
+def _memory_of(x: Tensor) -> tuple[torch.Size, torch.dtype, torch.device]:
+    return x.shape, x.dtype, x.device
