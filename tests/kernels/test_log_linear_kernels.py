@@ -11,7 +11,6 @@ from foveate.kernels.log_linear import backward, forward, select_blocks
 from foveate.kernels.log_linear.log_linear_attention import _attend, log_linear_attention
 from foveate.kernels.log_linear.pooling import level_sizes, pool
 from foveate.ops.log_linear_attention import Options, portable
-from foveate.ops.selection import Selection
 
 pytestmark = [
     pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu checks the compiled kernels"),

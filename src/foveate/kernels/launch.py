@@ -219,7 +219,7 @@ class _Recorder(TorchDispatchMode):
         elif func.name() == "aten::new_zeros":
             self.zero.append(result)
         elif not func.is_view:
-            raise TypeError(f"{func} cannot be recorded: call it before the recorded function")
+            raise ValueError(f"{func} cannot be recorded: call it before the recorded function")
         return result
 
 

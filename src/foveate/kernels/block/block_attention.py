@@ -21,6 +21,7 @@ from foveate.kernels.launch import (
     launcher,
     multiprocessors,
     padded_size,
+    recorded,
     row_contiguous,
     shared_memory,
 )
@@ -33,7 +34,7 @@ AMPERE, HOPPER, LARGEST_HEAD = 80, 90, 256
 GLUON = tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 6)
 DELTA_ROWS = 64  # rows that one program of `deltas` computes
 _SCHEDULES: WeakTensorCache[Schedule] = WeakTensorCache()
-_WORK: WeakTensorCache[tuple[Schedule, WorkPartition]] = WeakTensorCache()
+_WORK: WeakTensorCache["_Work"] = WeakTensorCache()
 
 
 class KernelConfig(NamedTuple):
@@ -130,13 +131,11 @@ def _forward(
     scale: float,
     hopper: bool,
 ) -> tuple[Tensor, Tensor]:
-    out, lse = empty_like(q), empty_lse(q)
     table = BlockTable(query_starts, key_starts, offsets, keys)
     if hopper and hopper_attention.addressable(q, k, v):
-        outputs, empty = (out, lse), (0.0, -math.inf)
-        launch = partial(hopper_attention.launch, scatter=scatter)
-        _on_hopper(launch, table, (q, k, v), outputs, empty, scale, hopper_attention.CUT)
-        return out, lse
+        work = _work_of(q, k, table, hopper_attention.CUT)
+        return tuple((_attend if work.whole else _attend.__wrapped__)(q, k, v, work, scatter, scale))
+    out, lse = empty_like(q), empty_lse(q)
     config, plan = _planned(q, k, table, FORWARD, tile_operands=1)
     q, k, v = map(row_contiguous, (q, k, v))
     _launch_forward(q, k, v, out, lse, scatter, *plan, scale, config)
@@ -165,18 +164,18 @@ def _backward(
     scale: float,
     hopper: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    dq, dk, dv = map(empty_like, (q, k, v))
     if scatter is not None:
         out, grad_out = (x.index_select(2, scatter) for x in (out, grad_out))
     table = BlockTable(query_starts, key_starts, offsets, keys)
     q, k, v, out, grad_out = map(row_contiguous, (q, k, v, out, grad_out))
-    delta = torch.empty_like(lse)
-    _launch_deltas(out, grad_out, None if grad_lse is None else grad_lse.contiguous(), delta)
+    grad_lse = None if grad_lse is None else grad_lse.contiguous()
     if hopper and hopper_attention.addressable(q, k, v, grad_out):
-        inputs = q, k, v, grad_out, lse, delta
-        _on_hopper(hopper_backward.launch_queries, table, inputs, (dq,), (0.0,), scale, hopper_backward.CUT)
-        _on_hopper(hopper_backward.launch_keys, table, inputs, (dk, dv), (0.0, 0.0), scale, hopper_backward.CUT)
-        return dq, dk, dv
+        works = [_work_of(q, k, table, hopper_backward.CUT, transposed=turn) for turn in (False, True)]
+        recordable = all(work.whole for work in works) and not q.shape[2] % hopper_backward.CUT["aligned"]
+        differentiate = _differentiate_hopper if recordable else _differentiate_hopper.__wrapped__
+        return tuple(differentiate(q, k, v, out, lse, grad_out, grad_lse, *works, scale))
+    dq, dk, dv, delta = map(empty_like, (q, k, v, lse))
+    _launch_deltas(out, grad_out, grad_lse, delta)
     config, plan = _planned(q, k, table, BACKWARD_QUERIES, tile_operands=2)
     _launch_queries(q, k, v, grad_out, dq, lse, delta, *plan, scale, config)
     configs = BACKWARD_KEYS[q.shape[3] > 128 :]  # the first spills registers with wide heads, and exceeds Blackwell
@@ -204,33 +203,59 @@ def _differentiate(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -
 differentiable(_forward, _save, _differentiate)
 
 
-def _on_hopper(
-    launch: Any,
-    table: BlockTable,
-    inputs: tuple[Tensor, ...],
-    outputs: tuple[Tensor, ...],
-    empty_values: tuple[float, ...],
-    scale: float,
-    cut: dict[str, int],
-) -> None:
-    """Launch a Hopper kernel.
+class _Work(NamedTuple):
+    """What a Hopper kernel works through.
 
-    It skips tiles that have nothing to read, so `outputs` are filled with `empty_values` first where there are any.
+    Attributes:
+        plan: The schedule.
+        work: The tiles of each program.
+        whole: Whether every tile has something to read. The kernels skip tiles that have nothing.
     """
-    q, k, *_ = inputs
-    transposed = launch is hopper_backward.launch_keys
+
+    plan: Schedule
+    work: WorkPartition
+    whole: bool
+
+
+def _work_of(q: Tensor, k: Tensor, table: BlockTable, cut: dict[str, int], *, transposed: bool = False) -> _Work:
+    """The cached work of a Hopper kernel over a table, whose tiles are of keys if `transposed`."""
     samples, programs = q.shape[0] * q.shape[1], multiprocessors(q.device)
 
-    def make() -> tuple[Schedule, WorkPartition]:
+    def make() -> _Work:
         plan = _schedule_of(q, k, table, cut, transposed=transposed)
-        return plan, partition(plan, samples, programs)
+        work = partition(plan, samples, programs)
+        return _Work(plan, work, len(work.items) == samples * len(plan.tiles))
 
     size = q.shape[2], k.shape[2], samples, programs  # part of the key, so that `make` checks them
-    plan, work = _WORK.get(table, (*size, *cut.values(), transposed, q.device), make)
-    if len(work.items) < samples * len(plan.tiles):
-        for x, value in zip(outputs, empty_values, strict=True):
-            x.fill_(value)
-    launch(*inputs, *outputs, plan, work, scale)
+    return _WORK.get(table, (*size, *cut.values(), transposed, q.device), make)
+
+
+@recorded
+def _attend(q: Tensor, k: Tensor, v: Tensor, work: _Work, scatter: Tensor | None, scale: float) -> list[Tensor]:
+    """Output and LSE, on Hopper."""
+    out, lse = _filled([empty_like(q), empty_lse(q)], work, 0.0, -math.inf)
+    hopper_attention.launch(q, k, v, out, lse, work.plan, work.work, scale, scatter=scatter)
+    return [out, lse]
+
+
+@recorded
+def _differentiate_hopper(
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, grad_out: Tensor, grad_lse: Tensor | None,
+    queries: _Work, keys: _Work, scale: float,
+) -> list[Tensor]:  # fmt: skip
+    """Gradients of q, k and v, on Hopper; `queries` and `keys` are the work of the two passes."""
+    delta = empty_like(lse)
+    [dq], (dk, dv) = _filled([empty_like(q)], queries, 0.0), _filled([empty_like(k), empty_like(v)], keys, 0.0, 0.0)
+    _launch_deltas(out, grad_out, grad_lse, delta)
+    inputs = q, k, v, grad_out, lse, delta
+    hopper_backward.launch_queries(*inputs, dq, queries.plan, queries.work, scale)
+    hopper_backward.launch_keys(*inputs, dk, dv, keys.plan, keys.work, scale)
+    return [dq, dk, dv]
+
+
+def _filled(tensors: list[Tensor], work: _Work, *values: float) -> list[Tensor]:
+    """The tensors, filled with the values if kernels will not write all of them."""
+    return tensors if work.whole else [x.fill_(value) for x, value in zip(tensors, values, strict=True)]
 
 
 def _schedule_of(q: Tensor, k: Tensor, table: BlockTable, cut: dict[str, int], *, transposed: bool) -> Schedule:

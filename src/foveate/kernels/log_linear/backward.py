@@ -44,8 +44,8 @@ from foveate.kernels.log_linear.pooling import level_sizes, level_starts
 __all__ = ["Readers", "backward_keys", "backward_queries", "list_readers"]
 
 BACKWARD_QUERIES = FORWARD | {64: KernelConfig(64, 64, 32, 4, 2, 128)}
-# Steps are of queries. Tiles of keys have `rows` where all queries read them; others are blocks, with `warps` for each 16
-# keys. A block of tokens has few readers: a large step would be half empty.
+# Steps are of queries. Tiles of keys have `rows` where all queries read them. Others are blocks, with `warps` for each
+# 16 keys; a block of tokens has few readers, so that a large step would be half empty.
 BACKWARD_TOKENS = {
     64: KernelConfig(16, 32, 16, 1, 2, None),
     128: KernelConfig(16, 64, 16, 2, 2, None),
@@ -244,7 +244,7 @@ def _list_readers(
     p_list, p_above, p_above_bounds, p_used, p_readers, p_bounds, p_tile, nodes, picks, above, shift, chunk, parts,
     TOP: tl.constexpr, B: tl.constexpr, K: tl.constexpr, E: tl.constexpr,
 ):  # fmt: skip
-    """List the readers of B siblings, ascending, and allocate parts to nodes that more than one chunk of queries reads.
+    """List the readers of B siblings, ascending, and allocate parts to those that need more than one chunk of queries.
 
     All rows of the top level may have picked them; on other levels, the children of their parent's readers, because
     each node picks among the children of its parent's picks. Readers and parts get places in the order of arrival:
