@@ -1,7 +1,7 @@
 # pyright: basic
 """Benchmark of block-sparse attention in the shapes of FLUX.1, checked and timed beside its peers."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
@@ -11,7 +11,7 @@ import typer
 from rich.table import Table
 from torch import Tensor
 
-from foveate.bench.table import TableColumn, megabytes, milliseconds, results_table
+from foveate.bench.table import TableColumn, megabytes, results_table
 from foveate.cli.bench import Commit, Out, Rounds, numbers, run_and_save
 from foveate.cli.common import Device, Dtype
 from foveate.methods import HilbertA
@@ -19,8 +19,8 @@ from foveate.ops.block_attention import portable
 from foveate.ops.block_table import BlockTable
 from foveate.utils.device import choose_device, choose_dtype, versions
 from foveate.utils.progress import Track, silent
-from foveate.utils.timing import captured, peak_memory
-from lab.bench.common import check_errors, note_failure, output_or_gradients, time_rows
+from foveate.utils.timing import peak_memory
+from lab.bench.common import TIMES, Timed, check_errors, note_failure, output_or_gradients, time_rows
 from lab.bench.peers import peers
 
 __all__ = ["Case", "bench_attention", "main", "table_of"]
@@ -114,7 +114,7 @@ def _case(
     references = {True: _reference(qkv, table, backward), False: _reference(qkv, everything, backward)}
     advance = track(str(case), len(everyone) + 1)
     rows: list[dict[str, Any]] = []
-    calls: list[Callable[[], object]] = []
+    calls: list[Timed] = []
     for peer in everyone:
         row: dict[str, Any] = {"case": str(case), "peer": peer.name, "dense": not peer.sparse}
         with note_failure(row):
@@ -122,7 +122,7 @@ def _case(
             row["error"] = _error(call(), references[peer.sparse])
             check_errors({"error": row["error"]}, TOLERANCE[qkv[0].dtype])
             row["peak_bytes"] = peak_memory(call, device)
-            calls.append(captured(call, device))
+            calls.append(Timed.of(call, device))
         rows.append(row)
         advance()
     for row in time_rows(rows, calls, rounds, device):
@@ -154,7 +154,7 @@ def _error(results: tuple[Tensor, ...], references: tuple[Tensor, ...]) -> float
 
 COLUMNS: list[TableColumn] = [
     ("", "peer", str),
-    ("ms", "median_s", milliseconds),
+    *TIMES,
     ("speed-up", "speed_up", "{:.2f}x".format),
     ("of bound", "of_bound", "{:.0%}".format),
     ("TFLOP/s", "tflops", "{:.3g}".format),
