@@ -284,10 +284,11 @@ def stages(qkv: tuple[Tensor, ...], options: Options, backward: bool) -> dict[st
     out, lse = attend()
     queries = partial(backward_queries, q, keys, out, lse, q, None)
     _, *numbers = queries()
+    listed = list_readers(keys)
     return calls | {
-        "gradient of q": queries,
         "reader lists": partial(list_readers, keys),
-        "reader lists, gradients of k, v": partial(backward_keys, q, keys, *numbers, q),
+        "gradient of q": queries,
+        "gradients of k, v": partial(backward_keys, q, keys, *numbers, q, listed),
     }
 
 

@@ -257,11 +257,17 @@ def _record(body: Callable[..., Any], args: Any, tensors: list[Tensor]) -> Calla
             results = body(*_replaced(args, iter(shapes)))
         finally:
             _RECORDER.reset(token)
-    whole = {(_storage(x), x.untyped_storage().nbytes()) for x in recorder.empty}
+    whole = {(_storage(x), x.untyped_storage().nbytes()) for x in (*recorder.empty, *recorder.zero)}
     if not all((_storage(x), x.numel() * x.element_size()) in whole for x in results):
-        raise ValueError("a recorded function returns only tensors that it made empty, not views of them")
+        raise ValueError("a recorded function returns only tensors that it made, not views of them")
     device = tensors[0].device
-    allocations = [partial(torch.empty_strided, x.shape, x.stride(), dtype=x.dtype, device=device) for x in results]
+    cleared = {_storage(x) for x in recorder.zero}
+    allocations = [
+        partial(torch.zeros, x.shape, dtype=x.dtype, device=device)
+        if _storage(x) in cleared
+        else partial(torch.empty_strided, x.shape, x.stride(), dtype=x.dtype, device=device)
+        for x in results
+    ]
     places = {_storage(x): (i, 0) for i, x in enumerate((*shapes, *results))}  # which memory, and where in it
     for allocate, made in ((torch.empty, recorder.empty), (torch.zeros, recorder.zero)):
         parts = [x for x in made if _storage(x) not in places]  # those that are not returned share their memory

@@ -434,13 +434,12 @@ def list_readers(keys: Keys) -> list[Tensor]:
     """The tensors of `Readers` for each level, the finest first."""
     levels = len(keys.lists)
     samples = keys.k.shape[0] * keys.k.shape[1]
-    used = keys.lists[0].new_zeros(levels, samples, 2)
     found: list[Tensor] = []
     for level in reversed(range(levels)):
         nodes, picks = keys.lists[level].shape[2:]
         tiles = _Tiles.of(keys, level - 1, nodes * picks)
         sizes = (samples, nodes * picks), (samples, nodes, 4), (samples, tiles.parts)
-        readers = Readers(*(keys.lists[0].new_empty(size) for size in sizes), used[level])
+        readers = Readers(*(keys.lists[0].new_empty(size) for size in sizes), keys.lists[0].new_zeros(samples, 2))
         above = Readers(*found[:4]) if found else readers
         _launch_list_readers(keys.lists[level], above.readers, above.bounds, *readers, tiles, level == levels - 1)
         found = [*readers, *found]
@@ -461,7 +460,9 @@ def _launch_list_readers(
     return Launch(_list_readers, (tiles.samples * triton.cdiv(nodes, block),), args, constants)
 
 
-def backward_keys(q: Tensor, keys: Keys, binary: Tensor, delta: Tensor, grad_out: Tensor) -> list[Tensor]:
+def backward_keys(
+    q: Tensor, keys: Keys, binary: Tensor, delta: Tensor, grad_out: Tensor, listed: list[Tensor]
+) -> list[Tensor]:
     """Gradients of keys, values, extra keys and extra values.
 
     Args:
@@ -470,8 +471,9 @@ def backward_keys(q: Tensor, keys: Keys, binary: Tensor, delta: Tensor, grad_out
         binary: LSE in base 2, from `backward_queries`.
         delta: sum(out * grad_out) - grad_lse, from `backward_queries`.
         grad_out: Gradient of the output.
+        listed: Result of `list_readers`.
     """
-    queries, levels, listed = (q, grad_out, binary, delta), len(keys.lists), list_readers(keys)
+    queries, levels = (q, grad_out, binary, delta), len(keys.lists)
     readers = [Readers(*listed[4 * level : 4 * level + 4]) for level in range(levels)]
     d_means = keys.means.new_empty((2, *keys.means.shape[1:]), dtype=torch.float32)
     d_tokens, d_extra = ([empty_like(x) for x in xs] for xs in ((keys.k, keys.v), (keys.extra_k, keys.extra_v)))

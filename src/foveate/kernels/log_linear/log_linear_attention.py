@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from foveate.kernels.launch import differentiable, empty_like, empty_lse, gpu_op, recorded, row_contiguous
-from foveate.kernels.log_linear.backward import backward_keys, backward_queries
+from foveate.kernels.log_linear.backward import backward_keys, backward_queries, list_readers
 from foveate.kernels.log_linear.forward import Keys, forward
 from foveate.kernels.log_linear.pooling import empty_means, level_sizes, level_starts, pool
 from foveate.kernels.log_linear.select_blocks import empty_lists, pick_nodes, supports
@@ -81,7 +81,7 @@ def _backward(
     settings = block, top_k, enriched, reweight, exclude, full, scale
     keys = Keys(k, v, *_or_nothing(k, extra_k, extra_v), *pooled, lists, real, *settings)
     dq, binary, delta = backward_queries(q, keys, out, lse, grad_out, grad_lse)
-    grads = [dq, *backward_keys(q, keys, binary, delta, grad_out)]
+    grads = [dq, *backward_keys(q, keys, binary, delta, grad_out, list_readers(keys))]
     return grads[:3] if extra_k is None else grads
 
 
