@@ -18,6 +18,7 @@ from triton.runtime import driver
 __all__ = [
     "SMALLEST_DOT",
     "Launch",
+    "call",
     "differentiable",
     "empty_like",
     "empty_lse",
@@ -39,6 +40,7 @@ SMALLEST_DOT = 16  # smallest side of a matrix product
 
 LIBRARY = Library("foveate", "FRAGMENT")
 _FUNCTIONS: dict[Any, Callable[..., Any]] = {}  # what each op calls
+_WITH_GRADIENT: dict[Any, Callable[..., Any]] = {}  # the same, with gradients
 _GRADIENTS: dict[Any, tuple[Any, Any]] = {}  # how to save and differentiate each op
 
 
@@ -76,11 +78,16 @@ def gpu_op(name: str) -> Callable[[Callable[..., Any]], Any]:
         LIBRARY.impl(name, on_its_gpu, "CompositeExplicitAutograd")
         LIBRARY.impl(name, with_gradient, "Autograd")
         op = getattr(torch.ops.foveate, name).default
-        _FUNCTIONS[op] = on_its_gpu
+        _FUNCTIONS[op], _WITH_GRADIENT[op] = on_its_gpu, with_gradient
         listed = str(op._schema.returns[0].type) == "List[Tensor]"
         return op
 
     return decorate
+
+
+def call(op: Any, *args: Any) -> Any:
+    """Call an op of `gpu_op`; uncompiled code saves the time of PyTorch's dispatcher, which is that of a launch."""
+    return op(*args) if torch.compiler.is_compiling() else _WITH_GRADIENT[op](*args)
 
 
 def differentiable(op: Any, save: Callable[..., None], differentiate: Callable[..., Any]) -> None:

@@ -13,6 +13,7 @@ from foveate.kernels.block import hopper_attention, hopper_backward, triton_atte
 from foveate.kernels.block.schedule import Schedule, WorkPartition, partition, schedule
 from foveate.kernels.launch import (
     Launch,
+    call,
     differentiable,
     empty_like,
     empty_lse,
@@ -112,7 +113,7 @@ def block_attention(
     """Output and LSE of `foveate.ops.block_attention`. The LSE is always computed: it costs nothing."""
     if scale < 0:  # kernels take the running maximum of unscaled scores
         q, scale = -q, -scale
-    return _forward(q, k, v, *table, scatter, scale, hopper)
+    return call(_forward, q, k, v, *table, scatter, scale, hopper)
 
 
 BACKENDS = {"triton": (supports, block_attention), "hopper": (supports_hopper, partial(block_attention, hopper=True))}
@@ -197,7 +198,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
 
 def _differentiate(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
     grad_out = torch.zeros_like(ctx.saved_tensors[3]) if grad_out is None else grad_out
-    return *_backward(grad_out, grad_lse, *ctx.saved_tensors, ctx.scale, ctx.hopper), *7 * [None]
+    return *call(_backward, grad_out, grad_lse, *ctx.saved_tensors, ctx.scale, ctx.hopper), *7 * [None]
 
 
 differentiable(_forward, _save, _differentiate)

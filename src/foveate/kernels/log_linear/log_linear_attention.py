@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from foveate.kernels.launch import differentiable, empty_like, empty_lse, gpu_op, recorded, row_contiguous
+from foveate.kernels.launch import call, differentiable, empty_like, empty_lse, gpu_op, recorded, row_contiguous
 from foveate.kernels.log_linear.backward import backward_keys, backward_queries, list_readers
 from foveate.kernels.log_linear.forward import Keys, forward
 from foveate.kernels.log_linear.pooling import empty_means, level_sizes, level_starts, pool
@@ -31,7 +31,7 @@ def log_linear_attention(
     given = [] if lists is None else [x.contiguous() for x in lists]
     sizes = options.block_size, options.levels, options.top_k
     settings = options.enriched, options.reweight, options.exclude_selected, options.full, options.scale
-    out, lse, _, counts, _, *chosen = _attend(q, k, v, extra_k, extra_v, real, given, *sizes, *settings)
+    out, lse, _, counts, _, *chosen = call(_attend, q, k, v, extra_k, extra_v, real, given, *sizes, *settings)
     return out, lse, given or chosen, counts.split(level_sizes(q.shape[2], *sizes[:2]), 1)
 
 
@@ -107,7 +107,7 @@ def _differentiate(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None, *
     pooled, lists = list(ctx.saved_tensors[8:11]), list(ctx.saved_tensors[11:])
     grad_out = torch.zeros_like(out) if grad_out is None else row_contiguous(grad_out)
     grad_lse = None if grad_lse is None else grad_lse.contiguous()
-    grads = _backward(grad_out, grad_lse, *tensors, out, lse, pooled, lists, *ctx.settings)
+    grads = call(_backward, grad_out, grad_lse, *tensors, out, lse, pooled, lists, *ctx.settings)
     given = 0 if ctx.chosen else len(lists)
     return *grads, *[None] * (5 - len(grads)), None, [None] * given, *[None] * (1 + len(ctx.settings))
 
