@@ -13,6 +13,7 @@ import triton
 from torch import Tensor
 from torch.library import Library, infer_schema
 from torch.utils._python_dispatch import TorchDispatchMode
+from triton import knobs
 from triton.runtime import driver
 
 __all__ = [
@@ -153,7 +154,7 @@ class Launch(NamedTuple):
     constants: dict[str, Any]
 
 
-INTERPRETED = triton.knobs.runtime.interpret
+INTERPRETED = knobs.runtime.interpret
 MOST_RECORDS = 4096  # that one function remembers
 EMPTY = "aten::empty.memory_format", "aten::empty_like", "aten::empty_strided", "aten::new_empty"
 ALIGNED, LINE = 16, 128  # bytes: Triton compiles kernels for aligned and for other addresses; a line of the cache
@@ -190,7 +191,7 @@ def recorded(body: Callable[..., Sequence[Tensor]]) -> Callable[..., list[Tensor
     return run
 
 
-def launcher(describe: Callable[..., Launch]) -> Callable[..., None]:
+def launcher(describe: Callable[..., Launch]) -> Callable[..., Any]:
     """Decorator that makes a function that describes a launch launch it: `recorded` for a single launch.
 
     Each tensor among the arguments of the kernel, or base of a tensor descriptor, must be an argument of the function
@@ -290,7 +291,8 @@ def _record(body: Callable[..., Any], args: Any, tensors: list[Tensor]) -> Calla
     def repeat(tensors: list[Tensor]) -> list[Tensor]:
         memory = [*tensors, *[allocate() for allocate in allocations]]
         if launches:
-            addresses, stream = [x.data_ptr() for x in memory], driver.active.get_current_stream(index)
+            active: Any = driver.active
+            addresses, stream = [x.data_ptr() for x in memory], active.get_current_stream(index)
             for launch in launches:
                 launch(addresses, stream)
         return memory[returned]
@@ -320,7 +322,7 @@ def _prepared(
         view = getattr(value, "base", value)
         if isinstance(view, Tensor):
             number, skip = places[_storage(view)]
-            skip += view.storage_offset() * view.element_size()
+            skip += int(view.storage_offset()) * view.element_size()
             example = _at(memory[number], skip, view)
             if view is value:
                 pointers.append((HEADER + i, number, skip))
@@ -348,7 +350,7 @@ def _prepared(
 
 def _at(memory: Tensor, skip: int, view: Tensor) -> Tensor:
     """The view of memory that a meta tensor stands for, from a byte on."""
-    skip = (memory.storage_offset() * memory.element_size() + skip) // view.element_size()
+    skip = (int(memory.storage_offset()) * memory.element_size() + skip) // view.element_size()
     example = torch.empty(0, dtype=view.dtype, device=memory.device)
     return example.set_(memory.untyped_storage(), skip, view.shape, view.stride())
 

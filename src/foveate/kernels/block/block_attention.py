@@ -135,7 +135,8 @@ def _forward(
     table = BlockTable(query_starts, key_starts, offsets, keys)
     if hopper and hopper_attention.addressable(q, k, v):
         work = _work_of(q, k, table, hopper_attention.CUT)
-        return tuple((_attend if work.whole else _attend.__wrapped__)(q, k, v, work, scatter, scale))
+        out, lse = (_attend if work.whole else _attend.__wrapped__)(q, k, v, work, scatter, scale)
+        return out, lse
     out, lse = empty_like(q), empty_lse(q)
     config, plan = _planned(q, k, table, FORWARD, tile_operands=1)
     q, k, v = map(row_contiguous, (q, k, v))
@@ -174,7 +175,8 @@ def _backward(
         works = [_work_of(q, k, table, hopper_backward.CUT, transposed=turn) for turn in (False, True)]
         recordable = all(work.whole for work in works) and not q.shape[2] % hopper_backward.CUT["aligned"]
         differentiate = _differentiate_hopper if recordable else _differentiate_hopper.__wrapped__
-        return tuple(differentiate(q, k, v, out, lse, grad_out, grad_lse, *works, scale))
+        dq, dk, dv = differentiate(q, k, v, out, lse, grad_out, grad_lse, *works, scale)
+        return dq, dk, dv
     dq, dk, dv, delta = map(empty_like, (q, k, v, lse))
     _launch_deltas(out, grad_out, grad_lse, delta)
     config, plan = _planned(q, k, table, BACKWARD_QUERIES, tile_operands=2)

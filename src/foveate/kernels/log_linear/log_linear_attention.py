@@ -26,7 +26,8 @@ def log_linear_attention(
     options: Any,
 ) -> tuple[Tensor, Tensor, list[Tensor], tuple[Tensor, ...]]:
     """Output, LSE, lists and counts of `foveate.ops.log_linear_attention`."""
-    q, k, v, extra_k, extra_v = (None if x is None else row_contiguous(x) for x in (q, k, v, extra_k, extra_v))
+    q, k, v = map(row_contiguous, (q, k, v))
+    extra_k, extra_v = (None if x is None else row_contiguous(x) for x in (extra_k, extra_v))
     real = None if real is None else real.contiguous()
     given = [] if lists is None else [x.contiguous() for x in lists]
     sizes = options.block_size, options.levels, options.top_k
