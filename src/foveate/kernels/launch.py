@@ -17,9 +17,11 @@ from triton import knobs
 from triton.runtime import driver
 
 __all__ = [
+    "AMPERE",
     "SMALLEST_DOT",
     "Launch",
     "call",
+    "compute_capability",
     "differentiable",
     "empty_like",
     "empty_lse",
@@ -33,6 +35,7 @@ __all__ = [
     "shared_memory",
 ]
 
+AMPERE = 80  # compute capability from which kernels run
 SMALLEST_DOT = 16  # smallest side of a matrix product
 
 
@@ -411,6 +414,14 @@ def multiprocessors(device: torch.device) -> int:
 def shared_memory(device: torch.device) -> int:
     """Bytes of shared memory available to one program; Triton's interpreter has no limit."""
     return 2**20 if device.type != "cuda" else _properties(device).shared_memory_per_block_optin
+
+
+@torch.compiler.assume_constant_result
+@cache
+def compute_capability(index: int) -> int:
+    """80 for sm_80. One number, because Dynamo of PyTorch 2.11 cannot compare constant tuples."""
+    major, minor = torch.cuda.get_device_capability(index)
+    return 10 * major + minor
 
 
 _properties = cache(torch.cuda.get_device_properties)

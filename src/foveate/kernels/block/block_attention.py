@@ -2,7 +2,7 @@
 """Attention over a block table on NVIDIA GPUs: custom ops around the Triton and Hopper kernels."""
 
 import math
-from functools import cache, partial
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -12,8 +12,10 @@ from torch import Tensor
 from foveate.kernels.block import hopper_attention, hopper_backward, triton_attention
 from foveate.kernels.block.schedule import Schedule, WorkPartition, partition, schedule
 from foveate.kernels.launch import (
+    AMPERE,
     Launch,
     call,
+    compute_capability,
     differentiable,
     empty_like,
     empty_lse,
@@ -31,7 +33,7 @@ from foveate.utils.cache import WeakTensorCache
 
 __all__ = ["BACKENDS", "block_attention"]
 
-AMPERE, HOPPER, LARGEST_HEAD = 80, 90, 256
+HOPPER, LARGEST_HEAD = 90, 256
 GLUON = tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 6)
 DELTA_ROWS = 64  # rows that one program of `deltas` computes
 _SCHEDULES: WeakTensorCache[Schedule] = WeakTensorCache()
@@ -75,7 +77,7 @@ def supports(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
     """Whether the Triton kernels run: NVIDIA Ampere or newer, half precision, head_dim at most 256."""
     return (
         device.type == "cuda"
-        and _compute_capability(device.index or 0) >= AMPERE
+        and compute_capability(device.index or 0) >= AMPERE
         and half_precision(dtype)
         and head_dim <= LARGEST_HEAD
     )
@@ -85,18 +87,10 @@ def supports_hopper(device: torch.device, dtype: torch.dtype, head_dim: int) -> 
     """Whether the Gluon kernels run: a Hopper GPU, half precision, head_dim 64 or 128, Triton 3.6 or newer."""
     return (
         supports(device, dtype, head_dim)
-        and _compute_capability(device.index or 0) == HOPPER
+        and compute_capability(device.index or 0) == HOPPER
         and head_dim in (64, 128)
         and GLUON
     )
-
-
-@torch.compiler.assume_constant_result
-@cache
-def _compute_capability(index: int) -> int:
-    """80 for sm_80. One number, because Dynamo of PyTorch 2.11 cannot compare constant tuples."""
-    major, minor = torch.cuda.get_device_capability(index)
-    return 10 * major + minor
 
 
 def block_attention(

@@ -10,7 +10,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from foveate.kernels.launch import Launch, gpu_op, half_precision, launcher, padded_size, recorded, row_contiguous
+from foveate.kernels.launch import (
+    AMPERE,
+    Launch,
+    compute_capability,
+    gpu_op,
+    half_precision,
+    launcher,
+    padded_size,
+    recorded,
+    row_contiguous,
+)
 from foveate.kernels.log_linear.pooling import empty_means, level_sizes, level_starts, pool
 
 __all__ = ["BACKENDS", "empty_lists", "pick_nodes", "select_blocks", "supports"]
@@ -80,7 +90,7 @@ def supports(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
         device.type == "cuda"
         and half_precision(dtype)
         and head_dim <= LARGEST_HEAD
-        and torch.cuda.get_device_capability(device) >= (8, 0)
+        and compute_capability(device.index or 0) >= AMPERE
     )
 
 
