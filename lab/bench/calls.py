@@ -18,6 +18,7 @@ from foveate.utils.device import choose_device, versions
 from foveate.utils.progress import Track, silent
 from lab.bench import attention, log_linear
 from lab.bench.common import TIMES
+from lab.bench.peers import Peer, peers
 
 __all__ = ["bench_calls", "main", "table_of"]
 
@@ -41,8 +42,9 @@ def bench_calls(
     dtype = torch.bfloat16
     for backward in (False, True):
         settings = log_linear.Settings(device, dtype, backward, longest=longest, rounds=rounds)
+        same = {"backward": backward, "rounds": rounds}
         for run, op in (
-            (partial(attention.bench_attention, [BLOCK], device, dtype, backward=backward, rounds=rounds), "block"),
+            (partial(attention.bench_attention, [BLOCK], device, dtype, everyone=_peers, **same), "block"),
             (partial(log_linear.bench_log_linear, LOG_LINEAR, settings), "log-linear"),
         ):
             rows: list[dict[str, Any]] = []
@@ -50,6 +52,11 @@ def bench_calls(
                 rows = [{"op": op, "backward": backward, **row} for row in found["rows"]]
                 yield result | {"rows": done + rows}
             done += rows
+
+
+def _peers(device: torch.device, dtype: torch.dtype, head_dim: int) -> list[Peer]:
+    """All peers but FlexAttention, whose compilation takes longer than all else."""
+    return [peer for peer in peers(device, dtype, head_dim) if peer.name != "FlexAttention"]
 
 
 COLUMNS: list[TableColumn] = [("", "peer", str), *TIMES, ("error", "error", "{:.0e}".format)]

@@ -17,6 +17,7 @@ SPILLED = {
     "soft_assignment": 160,
     "log-linear forward": 64,
     "log-linear backward_queries": 136,
+    "log-linear keys of tokens": 56,
     "log-linear keys of nodes": 80,
     "log-linear shared keys": 104,
 }  # bytes per thread; configurations that spill nothing were slower

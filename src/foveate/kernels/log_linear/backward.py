@@ -47,7 +47,7 @@ BACKWARD_QUERIES = FORWARD | {64: KernelConfig(64, 64, 32, 4, 2, 128)}
 # Steps are of queries. Tiles of keys have `rows` where all queries read them. Others are blocks, with `warps` for each
 # 16 keys; a block of tokens has few readers, so that a large step would be half empty.
 BACKWARD_TOKENS = {
-    64: KernelConfig(16, 32, 16, 1, 2, None),
+    64: KernelConfig(16, 32, 16, 1, 2, 168),
     128: KernelConfig(16, 64, 16, 2, 2, None),
     256: KernelConfig(16, 16, 16, 4, 2, None),
 }
@@ -226,17 +226,33 @@ def _real(p_real, o_t, limit, MASKED: tl.constexpr):
 
 
 @triton.jit
-def _picked(p_list, p_above, at, rows, nodes, picks, TOP: tl.constexpr, B: tl.constexpr, K: tl.constexpr):
-    """The node of each pick `at` [E] of the given number of rows, -1 where there is none, and the row that picked it.
+def _picked(p_list, p_above, at, rows, nodes, picks, first, TOP: tl.constexpr, B: tl.constexpr, K: tl.constexpr):
+    """The sibling of each pick `at` [E] of the given number of rows, the row that picked it, and whether there is one.
 
-    The rows are those that `_list_readers` describes.
+    Siblings count from node `first`; the rows are those that `_list_readers` describes.
     """
     row, pick = at // K, at % K
     m_e = (row < rows) & (pick < picks)
     if not TOP:
         row = tl.load(p_above + row // B, mask=m_e, other=0) * B + row % B
         m_e = m_e & (row < nodes)
-    return tl.load(p_list + row.to(tl.int64) * picks + pick, mask=m_e, other=-1), row
+    sibling = tl.load(p_list + row.to(tl.int64) * picks + pick, mask=m_e, other=-1) - first
+    m_e = (sibling >= 0) & (sibling < B)
+    return tl.where(m_e, sibling, 0), row, m_e
+
+
+@triton.jit
+def _packed(sibling, m_e, B: tl.constexpr):
+    """Ones for the siblings [E] in counters of 16 bits, four in each int64: [E, B // 4]."""
+    one = tl.where(m_e, 1, 0).to(tl.int64) << (sibling % 4 * 16).to(tl.int64)
+    return tl.where((sibling // 4)[:, None] == tl.arange(0, B // 4)[None, :], one[:, None], 0)
+
+
+@triton.jit
+def _unpacked(counters, B: tl.constexpr):
+    """The counts [B] in counters [B // 4]."""
+    shift = (tl.arange(0, 4) * 16).to(tl.int64)
+    return tl.reshape((counters[:, None] >> shift[None, :]) & 0xFFFF, [B]).to(tl.int32)
 
 
 @triton.jit(do_not_specialize=("nodes", "picks", "above", "shift", "chunk", "parts"))
@@ -265,8 +281,9 @@ def _list_readers(
         p_above += sample * above + first
     count = tl.zeros([B], tl.int32)
     for start in range(0, rows * K, E):
-        node, _ = _picked(p_list, p_above, start + tl.arange(0, E), rows, nodes, picks, TOP, B, K)
-        count += tl.sum((node[:, None] == o_n[None, :]).to(tl.int32), 0)  # [B]
+        o_e = start + tl.arange(0, E)
+        sibling, _, m_e = _picked(p_list, p_above, o_e, rows, nodes, picks, group * B, TOP, B, K)
+        count += _unpacked(tl.sum(_packed(sibling, m_e, B), 0), B)
     end = tl.atomic_add(p_used, tl.sum(count, 0)) + tl.cumsum(count, 0)
     length = count.to(tl.int64) << shift
     cuts = tl.where(length > chunk, (length + chunk - 1) // chunk, 0).to(tl.int32)
@@ -280,11 +297,14 @@ def _list_readers(
         tl.store(p_tile + sample * parts + end_part - cuts + part, o_n, mask=part < cuts)
     place = end - count
     for start in range(0, rows * K, E):
-        node, row = _picked(p_list, p_above, start + tl.arange(0, E), rows, nodes, picks, TOP, B, K)
-        mine = (node[:, None] == o_n[None, :]).to(tl.int32)  # [E, B], at most one in a row
-        where = tl.sum(mine * (place[None, :] + tl.cumsum(mine, 0) - 1), 1)
-        tl.store(p_readers + sample * nodes * picks + where, row, mask=tl.sum(mine, 1) > 0)
-        place += tl.sum(mine, 0)
+        o_e = start + tl.arange(0, E)
+        sibling, row, m_e = _picked(p_list, p_above, o_e, rows, nodes, picks, group * B, TOP, B, K)
+        ones = _packed(sibling, m_e, B)
+        mine = (sibling // 4)[:, None] == tl.arange(0, B // 4)[None, :]
+        rank = tl.sum(tl.where(mine, tl.cumsum(ones, 0), 0), 1) >> (sibling % 4 * 16).to(tl.int64)  # [E]
+        where = tl.gather(place, sibling, 0) + (rank & 0xFFFF).to(tl.int32) - 1
+        tl.store(p_readers + sample * nodes * picks + where, row, mask=m_e)
+        place += _unpacked(tl.sum(ones, 0), B)
 
 
 @triton.jit
