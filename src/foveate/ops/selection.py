@@ -25,7 +25,8 @@ class Selection(NamedTuple):
 
     Attributes:
         lists: Picks for each level, the finest first: int32 [batch, heads, nodes, picks], ascending, filled up with
-            -1. ``lists[0]`` holds the blocks of tokens that each block of queries reads.
+            -1. ``lists[0]`` holds the blocks of tokens that each block of queries reads. Below the top level, a node
+            picks among the children of its parent's picks; gradients rely on it.
         counts: Number of real tokens in each node, for each level: int32 [batch, nodes], or one row for the whole
             batch if no token is padding.
         tokens: Length of the sequence.
