@@ -172,8 +172,9 @@ for dim, half in ((64, "fp16"), (128, "bf16")):
     constants = {"LISTED": True, "FOLD": True, "ENRICHED": 2, "MASKED": False, "B": 16, "BT": 64, "D": dim, "BD": dim}
     constants["BR"] = backward.ADDED
     report("parts", dim, half, backward._add_parts, constants, 4, **sums)
-    constants = {"TOP": dim == 64, "B": 16, "K": 8, "E": backward.LISTED_AT_ONCE // 16}
-    report("readers", 16, half, backward._list_readers, constants, 4)
+    constants = {"K": 8, "E": backward.AT_ONCE, "WRITE": dim == 64}
+    report("place", 8, half, backward._place, constants, 4, p_cells="*i32")
+    report("allocate", 32, half, backward._allocate, {"BN": backward.ALLOCATED, "BR": 64}, 4, p_cells="*i32")
     constants = {"TOP": dim == 64, "B": 16, "K": 8, "D": dim, "BD": dim}
     at_once = select_blocks.AT_TOP if dim == 64 else select_blocks.CANDIDATES
     warps = at_once // select_blocks.CANDIDATES

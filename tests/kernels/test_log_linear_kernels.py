@@ -261,6 +261,8 @@ def test_the_kernels_support_half_precision_on_nvidia_gpus(monkeypatch, device, 
     ("tokens", "levels", "top_k", "block"), [(700, 3, 2, 16), (1500, 2, 5, 16), (260, 1, 3, 16), (1100, 2, 3, 32)]
 )
 def test_readers_equal_the_transposed_selection(monkeypatch, tokens, levels, top_k, block):
-    monkeypatch.setattr(backward, "LISTED_AT_ONCE", 32 * block)  # several steps
+    monkeypatch.setattr(backward, "RUN", 3)
+    monkeypatch.setattr(backward, "RUNS", 5)
+    monkeypatch.setattr(backward, "AT_ONCE", 4)  # several steps per run
     q, k = (torch.randn(2, 3, tokens, 16) for _ in range(2))
     check_readers(q, k, padding(2, tokens), top_k, block, levels)

@@ -25,8 +25,7 @@ class Selection(NamedTuple):
 
     Attributes:
         lists: Picks for each level, the finest first: int32 [batch, heads, nodes, picks], ascending, filled up with
-            -1. ``lists[0]`` holds the blocks of tokens that each block of queries reads. Below the top level, a node
-            picks among the children of its parent's picks; gradients rely on it.
+            -1. ``lists[0]`` holds the blocks of tokens that each block of queries reads.
         counts: Number of real tokens in each node, for each level: int32 [batch, nodes], or one row for the whole
             batch if no token is padding.
         tokens: Length of the sequence.

@@ -58,7 +58,9 @@ BACKWARD_SHARED = {
     256: KernelConfig(64, 16, 16, 8, 2, None),
 }
 CHUNK = 4096  # most queries that one program walks through for a tile of keys
-LISTED_AT_ONCE = 8192  # picks times siblings that one program of `_list_readers` looks at at once
+RUN, RUNS = 128, 64  # nodes whose picks one program counts, and the largest number of such runs (memory grows with it)
+AT_ONCE = 128  # picks counted at once
+ALLOCATED = 32  # nodes that one program of `_allocate` handles
 ADDED = 8  # rows of a tile that one program of `_add_parts` sums
 TOKENS, EXTRA = -1, -2  # kinds of keys beside the levels of nodes
 PROGRAMS = 1024  # target number of programs for shared keys: few tiles, so only short chunks keep the GPU busy
@@ -225,66 +227,51 @@ def _real(p_real, o_t, limit, MASKED: tl.constexpr):
     return real
 
 
-@triton.jit
-def _picked(p_list, p_above, at, rows, nodes, picks, first, TOP: tl.constexpr, B: tl.constexpr, K: tl.constexpr):
-    """The sibling of each pick `at` [E] of the given number of rows, the row that picked it, and whether there is one.
+@triton.jit(do_not_specialize=("nodes", "picks", "runs", "run"))
+def _place(p_list, p_cells, p_readers, nodes, picks, runs, run, K: tl.constexpr, E: tl.constexpr, WRITE: tl.constexpr):
+    """Count the picks of each node in each run of rows, or with WRITE, store the rows that picked each node.
 
-    Siblings count from node `first`; the rows are those that `_list_readers` describes.
+    Cells are [samples, nodes, runs]; they hold counts or, with WRITE, the next free place among the readers of the
+    sample. A program handles one run, E picks at a time.
     """
-    row, pick = at // K, at % K
-    m_e = (row < rows) & (pick < picks)
-    if not TOP:
-        row = tl.load(p_above + row // B, mask=m_e, other=0) * B + row % B
-        m_e = m_e & (row < nodes)
-    sibling = tl.load(p_list + row.to(tl.int64) * picks + pick, mask=m_e, other=-1) - first
-    m_e = (sibling >= 0) & (sibling < B)
-    return tl.where(m_e, sibling, 0), row, m_e
+    mine, sample = tl.program_id(0) % runs, (tl.program_id(0) // runs).to(tl.int64)
+    o_e = tl.arange(0, E)
+    end = tl.minimum(mine * run + run, nodes)
+    for start in range(mine * run, end, E // K):
+        row, pick = start + o_e // K, o_e % K
+        m_e = (row < end) & (pick < picks)
+        node = tl.load(p_list + (sample * nodes + row) * picks + pick, mask=m_e, other=-1)
+        m_e = node >= 0
+        p_cell = p_cells + (sample * nodes + node) * runs + mine
+        if WRITE:
+            earlier = (node[None, :] == node[:, None]) & (o_e[None, :] < o_e[:, None])
+            place = tl.load(p_cell, mask=m_e, cache_modifier=".cg")  # L1 may be outdated
+            tl.store(p_readers + sample * nodes * picks + place + tl.sum(earlier.to(tl.int32), 1), row, mask=m_e)
+            tl.debug_barrier()
+        tl.atomic_add(p_cell, 1, mask=m_e, sem="relaxed")
+        if WRITE:
+            tl.debug_barrier()
 
 
-@triton.jit
-def _packed(sibling, m_e, B: tl.constexpr):
-    """Ones for the siblings [E] in counters of 16 bits, four in each int64: [E, B // 4]."""
-    one = tl.where(m_e, 1, 0).to(tl.int64) << (sibling % 4 * 16).to(tl.int64)
-    return tl.where((sibling // 4)[:, None] == tl.arange(0, B // 4)[None, :], one[:, None], 0)
+@triton.jit(do_not_specialize=("nodes", "runs", "shift", "chunk", "parts"))
+def _allocate(p_cells, p_used, p_bounds, p_tile, nodes, runs, shift, chunk, parts, BN: tl.constexpr, BR: tl.constexpr):
+    """Turn the counts in cells into places, and allocate parts to nodes that more than one chunk of queries reads.
 
-
-@triton.jit
-def _unpacked(counters, B: tl.constexpr):
-    """The counts [B] in counters [B // 4]."""
-    shift = (tl.arange(0, 4) * 16).to(tl.int64)
-    return tl.reshape((counters[:, None] >> shift[None, :]) & 0xFFFF, [B]).to(tl.int32)
-
-
-@triton.jit(do_not_specialize=("nodes", "picks", "above", "shift", "chunk", "parts"))
-def _list_readers(
-    p_list, p_above, p_above_bounds, p_used, p_readers, p_bounds, p_tile, nodes, picks, above, shift, chunk, parts,
-    TOP: tl.constexpr, B: tl.constexpr, K: tl.constexpr, E: tl.constexpr,
-):  # fmt: skip
-    """List the readers of B siblings, ascending, and allocate parts to those that need more than one chunk of queries.
-
-    All rows of the top level may have picked them; on other levels, the children of their parent's readers, because
-    each node picks among the children of its parent's picks. Readers and parts get places in the order of arrival:
-    p_used counts both for each sample. p_bounds [samples, nodes, 4] are the first and the end reader, and the first
-    and the end part of each node; p_tile is the node of each part.
+    Nodes get places and parts in the order of arrival; p_used counts both for each sample. p_bounds [samples, nodes,
+    4] are the first and the end reader, and the first and the end part of each node; p_tile is the node of each part.
+    A program handles BN nodes.
     """
-    groups = tl.cdiv(nodes, B)
-    group, sample = tl.program_id(0) % groups, (tl.program_id(0) // groups).to(tl.int64)
-    p_list += sample * nodes * picks
-    p_used += 2 * sample
-    o_n = group * B + tl.arange(0, B)
+    groups = tl.cdiv(nodes, BN)
+    sample = (tl.program_id(0) // groups).to(tl.int64)
+    o_n, o_r = tl.program_id(0) % groups * BN + tl.arange(0, BN), tl.arange(0, BR)
     m_n = o_n < nodes
-    rows = nodes
-    if not TOP:
-        p_above_bounds += (sample * groups + group) * 4
-        first = tl.load(p_above_bounds)
-        rows = (tl.load(p_above_bounds + 1) - first) * B
-        p_above += sample * above + first
-    count = tl.zeros([B], tl.int32)
-    for start in range(0, rows * K, E):
-        o_e = start + tl.arange(0, E)
-        sibling, _, m_e = _picked(p_list, p_above, o_e, rows, nodes, picks, group * B, TOP, B, K)
-        count += _unpacked(tl.sum(_packed(sibling, m_e, B), 0), B)
+    p_cells += (sample * nodes + o_n)[:, None] * runs + o_r[None, :]
+    m_c = m_n[:, None] & (o_r < runs)[None, :]
+    cells = tl.load(p_cells, mask=m_c, other=0)  # [BN, BR]
+    count = tl.sum(cells, 1)
+    p_used += 2 * sample
     end = tl.atomic_add(p_used, tl.sum(count, 0)) + tl.cumsum(count, 0)
+    tl.store(p_cells, (end - count)[:, None] + tl.cumsum(cells, 1) - cells, mask=m_c)
     length = count.to(tl.int64) << shift
     cuts = tl.where(length > chunk, (length + chunk - 1) // chunk, 0).to(tl.int32)
     end_part = tl.atomic_add(p_used + 1, tl.sum(cuts, 0)) + tl.cumsum(cuts, 0)
@@ -295,16 +282,6 @@ def _list_readers(
     tl.store(p_bounds + 3, end_part, mask=m_n)
     for part in range(0, tl.max(cuts, 0)):
         tl.store(p_tile + sample * parts + end_part - cuts + part, o_n, mask=part < cuts)
-    place = end - count
-    for start in range(0, rows * K, E):
-        o_e = start + tl.arange(0, E)
-        sibling, row, m_e = _picked(p_list, p_above, o_e, rows, nodes, picks, group * B, TOP, B, K)
-        ones = _packed(sibling, m_e, B)
-        mine = (sibling // 4)[:, None] == tl.arange(0, B // 4)[None, :]
-        rank = tl.sum(tl.where(mine, tl.cumsum(ones, 0), 0), 1) >> (sibling % 4 * 16).to(tl.int64)  # [E]
-        where = tl.gather(place, sibling, 0) + (rank & 0xFFFF).to(tl.int32) - 1
-        tl.store(p_readers + sample * nodes * picks + where, row, mask=m_e)
-        place += _unpacked(tl.sum(ones, 0), B)
 
 
 @triton.jit
@@ -451,33 +428,35 @@ class Readers(NamedTuple):
 
 @recorded
 def list_readers(keys: Keys) -> list[Tensor]:
-    """The tensors of `Readers` for each level, the finest first."""
-    levels = len(keys.lists)
-    samples = keys.k.shape[0] * keys.k.shape[1]
+    """The tensors of `Readers` for each level whose readers gradients need, the finest first: a counting sort."""
     found: list[Tensor] = []
-    for level in reversed(range(levels)):
-        nodes, picks = keys.lists[level].shape[2:]
+    for level, lists in enumerate(keys.lists[: keys.enriched + 1]):
+        nodes, picks = lists.shape[2:]
         tiles = _Tiles.of(keys, level - 1, nodes * picks)
-        sizes = (samples, nodes * picks), (samples, nodes, 4), (samples, tiles.parts)
-        readers = Readers(*(keys.lists[0].new_empty(size) for size in sizes), keys.lists[0].new_zeros(samples, 2))
-        above = Readers(*found[:4]) if found else readers
-        _launch_list_readers(keys.lists[level], above.readers, above.bounds, *readers, tiles, level == levels - 1)
-        found = [*readers, *found]
+        sizes = (tiles.samples, nodes * picks), (tiles.samples, nodes, 4), (tiles.samples, tiles.parts)
+        readers = Readers(*(lists.new_empty(size) for size in sizes), lists.new_zeros(tiles.samples, 2))
+        cells = lists.new_zeros(tiles.samples, nodes, min(RUNS, triton.cdiv(nodes, RUN)))
+        _launch_place(lists, cells, readers.readers, False)
+        _launch_allocate(cells, readers, tiles)
+        _launch_place(lists, cells, readers.readers, True)
+        found += readers
     return found
 
 
 @launcher
-def _launch_list_readers(
-    lists: Tensor, above: Tensor, above_bounds: Tensor, readers: Tensor, bounds: Tensor, tile: Tensor, used: Tensor,
-    tiles: "_Tiles", top: bool,
-) -> Launch:  # fmt: skip
-    (_, _, nodes, picks), block = lists.shape, tiles.rows
-    args = (
-        lists, above, above_bounds, used, readers, bounds, tile, nodes, picks, above.shape[1],
-        tiles.shift, tiles.chunk, tiles.parts,
-    )  # fmt: skip
-    constants = {"TOP": top, "B": block, "K": triton.next_power_of_2(picks), "E": LISTED_AT_ONCE // block}
-    return Launch(_list_readers, (tiles.samples * triton.cdiv(nodes, block),), args, constants)
+def _launch_place(lists: Tensor, cells: Tensor, readers: Tensor, write: bool) -> Launch:
+    (nodes, picks), (samples, _, runs) = lists.shape[2:], cells.shape
+    most = triton.next_power_of_2(picks)
+    args = lists, cells, readers, nodes, picks, runs, triton.cdiv(nodes, runs)
+    return Launch(_place, (samples * runs,), args, {"K": most, "E": max(most, AT_ONCE), "WRITE": write})
+
+
+@launcher
+def _launch_allocate(cells: Tensor, readers: Readers, tiles: "_Tiles") -> Launch:
+    samples, nodes, runs = cells.shape
+    args = cells, readers.used, readers.bounds, readers.tile, nodes, runs, tiles.shift, tiles.chunk, tiles.parts
+    constants = {"BN": ALLOCATED, "BR": triton.next_power_of_2(runs)}
+    return Launch(_allocate, (samples * triton.cdiv(nodes, ALLOCATED),), args, constants)
 
 
 def backward_keys(
@@ -494,7 +473,7 @@ def backward_keys(
         listed: Result of `list_readers`.
     """
     queries, levels = (q, grad_out, binary, delta), len(keys.lists)
-    readers = [Readers(*listed[4 * level : 4 * level + 4]) for level in range(levels)]
+    readers = [Readers(*listed[at : at + 4]) for at in range(0, len(listed), 4)]
     d_means = keys.means.new_empty((2, *keys.means.shape[1:]), dtype=torch.float32)
     d_tokens, d_extra = ([empty_like(x) for x in xs] for xs in ((keys.k, keys.v), (keys.extra_k, keys.extra_v)))
     for level in range(keys.enriched):
