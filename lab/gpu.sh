@@ -25,6 +25,8 @@ attention() { # [3]
   timed $lab attention --pixels 1024,1536,2048 --centre 0.25 --backward "${results[@]}"
 }
 
+calls() { timed $lab calls "${results[@]}"; } # [2]
+
 log_linear() { # [8]
   timed $lab log-linear --head-dim 64,128 "${results[@]}"
   timed $lab log-linear --backward "${results[@]}"
@@ -133,7 +135,7 @@ recomputed() { # [5]
 }
 
 parts=(
-  tests attention log_linear train flux flux_options sdxl built_in quality merging distilled distilled_512 ablations pixel_dit
+  tests attention calls log_linear train flux flux_options sdxl built_in quality merging distilled distilled_512 ablations pixel_dit
   pixel_model prefill pools examples readers recomputed
 )
 for part in "${@:-${parts[@]}}"; do

@@ -151,3 +151,27 @@ def check(run, qkv, extras, real, options, forward, backward):
     if out.is_cuda:  # gradients are added in a fixed order
         again = torch.autograd.grad([out, lse], given, [grad, grad_lse])
         assert all(torch.equal(a, b) for a, b in zip(got, again, strict=True))
+
+
+def check_readers(q, k, real, top_k, block, levels):
+    """Check that the kernels' lists of the readers of each node are those of the transposed selection."""
+    from foveate.kernels.log_linear.backward import Readers, list_readers
+    from foveate.kernels.log_linear.forward import Keys
+    from foveate.kernels.log_linear.select_blocks import select_blocks
+
+    lists, counts = select_blocks(q, k, real, top_k, block, levels)
+    numbers = torch.cat(counts, 1)
+    tensors = k, k, k[:, :, :0], k[:, :, :0], k[None], numbers, numbers.float(), lists, real
+    found = list_readers(Keys(*tensors, block, top_k, levels, True, False, False, 1.0))
+    selection = Selection(tuple(lists), counts, q.shape[2], block, top_k)
+    for level in range(levels):
+        got, want = Readers(*found[4 * level : 4 * level + 4]), selection.transpose(level + 1)
+        offsets, rows = want.offsets.flatten(0, 1), want.rows.flatten(0, 1)
+        assert torch.equal(got.bounds[..., 1] - got.bounds[..., 0], offsets.diff())
+        assert torch.equal(got.used[:, 0], offsets[:, -1])
+        places = torch.arange(rows.shape[1], device=rows.device)
+        node = torch.searchsorted(offsets[:, 1:].contiguous(), places.expand_as(rows).contiguous(), right=True)
+        node = node.clamp(max=offsets.shape[1] - 2)
+        where = got.bounds[..., 0].gather(1, node) + places - offsets.gather(1, node)
+        ours = got.readers.gather(1, where.clamp(0, rows.shape[1] - 1).long())
+        assert torch.equal(ours.where(rows >= 0, -1), rows)

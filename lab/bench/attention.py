@@ -11,7 +11,7 @@ import typer
 from rich.table import Table
 from torch import Tensor
 
-from foveate.bench.table import TableColumn, megabytes, milliseconds, results_table
+from foveate.bench.table import TableColumn, megabytes, results_table
 from foveate.cli.bench import Commit, Out, Rounds, numbers, run_and_save
 from foveate.cli.common import Device, Dtype
 from foveate.methods import HilbertA
@@ -19,9 +19,9 @@ from foveate.ops.block_attention import portable
 from foveate.ops.block_table import BlockTable
 from foveate.utils.device import choose_device, choose_dtype, versions
 from foveate.utils.progress import Track, silent
-from foveate.utils.timing import captured, peak_memory
-from lab.bench.common import check_errors, note_failure, output_or_gradients, time_rows
-from lab.bench.peers import peers
+from foveate.utils.timing import peak_memory
+from lab.bench.common import TIMES, Timed, check_errors, note_failure, output_or_gradients, time_rows
+from lab.bench.peers import Peer, peers
 
 __all__ = ["Case", "bench_attention", "main", "table_of"]
 
@@ -66,6 +66,7 @@ def bench_attention(
     text: int = 512,
     backward: bool = False,
     rounds: int = 15,
+    everyone: Callable[..., list[Peer]] = peers,
     track: Track = silent,
 ) -> Iterator[dict[str, Any]]:
     """The measurements of every peer so far, after every case, ready for JSON.
@@ -83,6 +84,7 @@ def bench_attention(
         text: Number of text tokens before the image.
         backward: Time forward and backward together.
         rounds: Measurements of each peer; they take turns.
+        everyone: Returns the peers for a device, dtype and head_dim.
         track: Shows progress.
     """
     tables = [case.table(text) for case in cases]  # raises before anything is timed
@@ -101,20 +103,20 @@ def bench_attention(
     for case, table in zip(cases, tables, strict=True):
         shape = batch, table.query_tokens, heads, head_dim
         q, k, v = (torch.randn(shape, device=device, dtype=dtype).transpose(1, 2) for _ in range(3))
-        rows += _case(case, table, (q, k, v), backward, rounds, track)
+        rows += _case(case, table, (q, k, v), everyone(device, dtype, head_dim), backward, rounds, track)
         yield result
 
 
 def _case(
-    case: Case, table: BlockTable, qkv: tuple[Tensor, ...], backward: bool, rounds: int, track: Track
-) -> list[dict[str, Any]]:
+    case: Case, table: BlockTable, qkv: tuple[Tensor, ...], everyone: list[Peer], backward: bool, rounds: int,
+    track: Track,
+) -> list[dict[str, Any]]:  # fmt: skip
     device = qkv[0].device
-    everyone = peers(device, qkv[0].dtype, qkv[0].shape[3])
     everything = HilbertA(tiles=1).plan(((1, table.query_tokens),), 0).tables[0]
     references = {True: _reference(qkv, table, backward), False: _reference(qkv, everything, backward)}
     advance = track(str(case), len(everyone) + 1)
     rows: list[dict[str, Any]] = []
-    calls: list[Callable[[], object]] = []
+    calls: list[Timed] = []
     for peer in everyone:
         row: dict[str, Any] = {"case": str(case), "peer": peer.name, "dense": not peer.sparse}
         with note_failure(row):
@@ -122,7 +124,7 @@ def _case(
             row["error"] = _error(call(), references[peer.sparse])
             check_errors({"error": row["error"]}, TOLERANCE[qkv[0].dtype])
             row["peak_bytes"] = peak_memory(call, device)
-            calls.append(captured(call, device))
+            calls.append(Timed.of(call, device))
         rows.append(row)
         advance()
     for row in time_rows(rows, calls, rounds, device):
@@ -154,7 +156,7 @@ def _error(results: tuple[Tensor, ...], references: tuple[Tensor, ...]) -> float
 
 COLUMNS: list[TableColumn] = [
     ("", "peer", str),
-    ("ms", "median_s", milliseconds),
+    *TIMES,
     ("speed-up", "speed_up", "{:.2f}x".format),
     ("of bound", "of_bound", "{:.0%}".format),
     ("TFLOP/s", "tflops", "{:.3g}".format),

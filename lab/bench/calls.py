@@ -1,147 +1,83 @@
 # pyright: basic
-"""Benchmark of what a call costs as it is called: the processor's share, the whole call, and its CUDA graph."""
+"""Benchmark of what calls cost as they are called, beside their CUDA graphs: for ours and for peers, checked first."""
 
 import os
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from statistics import median
-from typing import Annotated, Any, NamedTuple
+from typing import Any
 
 import torch
-import typer
 from rich.table import Table
-from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.functional import scaled_dot_product_attention
 
 from foveate.bench.table import TableColumn, results_table
 from foveate.cli.bench import Commit, Out, Rounds, run_and_save
+from foveate.cli.common import Device
 from foveate.methods import HilbertA
-from foveate.ops.block_attention import block_attention
-from foveate.ops.log_linear_attention import log_linear_attention
-from foveate.utils.device import versions
+from foveate.utils.device import choose_device, versions
 from foveate.utils.progress import Track, silent
-from foveate.utils.timing import captured, time_calls
-from lab.bench.common import note_failure, output_or_gradients
+from lab.bench import attention, log_linear
+from lab.bench.common import TIMES
+from lab.bench.peers import Peer, peers
 
-__all__ = ["CASES", "Case", "bench_calls", "main", "table_of"]
+__all__ = ["bench_calls", "main", "table_of"]
 
-ENQUEUED = 20  # calls in a row, few enough that the queue of the GPU never fills
-
-
-class Case(NamedTuple):
-    """An op and its inputs.
-
-    Attributes:
-        tokens: Number of tokens.
-        heads: Number of heads.
-        head_dim: Channels of a head.
-        backward: Whether the call is forward and backward.
-        attend: The op; None for dense attention.
-    """
-
-    tokens: int
-    heads: int
-    head_dim: int
-    backward: bool
-    attend: Callable[[Tensor, Tensor, Tensor], Tensor] | None
-
-    def __str__(self) -> str:
-        what = "forward and backward" if self.backward else "forward"
-        return f"{self.tokens:,} tokens, {self.heads} heads of {self.head_dim}, {what}"
+BLOCK = attention.Case(1024, HilbertA(tiles=16))
+LOG_LINEAR = [log_linear.Case(tokens, 8, 64, None, 8, 16, "balanced") for tokens in (4096, 16384, 65536)]
 
 
-TABLE = HilbertA(tiles=16).plan(((64, 64),), 512).tables[1]  # of FLUX.1 at 1024 px
-
-
-def _block_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    return block_attention(q, k, v, TABLE)
-
-
-def _log_linear(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    return log_linear_attention(q, k, v).out
-
-
-def _dense(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
-        return scaled_dot_product_attention(q, k, v)
-
-
-CASES = [
-    *(Case(4608, 24, 128, backward, _block_attention) for backward in (False, True)),
-    *(Case(tokens, 8, 64, False, _log_linear) for tokens in (4096, 16384, 65536)),
-    *(Case(tokens, 8, 64, True, _log_linear) for tokens in (4096, 16384, 65536)),
-]
-
-
-def bench_calls(device: torch.device, rounds: int = 15, track: Track = silent) -> Iterator[dict[str, Any]]:
-    """The measurements so far, after every case, ready for JSON.
+def bench_calls(
+    device: torch.device, rounds: int = 15, track: Track = silent, longest: float = 1.0
+) -> Iterator[dict[str, Any]]:
+    """The measurements so far, after every case, ready for JSON: rows of `bench_attention` and `bench_log_linear`.
 
     Args:
         device: A GPU.
         rounds: Measurements of each call; they take turns.
         track: Shows progress.
+        longest: Longest call in seconds; slower peers are skipped.
     """
-    rows: list[dict[str, Any]] = []
-    result = {"what": "calls", "cores": os.cpu_count(), "rounds": rounds, "rows": rows, "versions": versions()}
-    advance = track("calls", len(CASES))
-    for case in CASES:
-        shape = 1, case.tokens, case.heads, case.head_dim
-        qkv = [torch.randn(shape, device=device, dtype=torch.bfloat16).transpose(1, 2) for _ in range(3)]
-        for name, attend in ((case.attend.__name__.strip("_"), case.attend), ("cuDNN, dense", _dense)):
-            row: dict[str, Any] = {"case": str(case), "peer": name}
-            with note_failure(row):
-                call = output_or_gradients(attend, qkv, case.backward)
-                row |= _times(call, rounds, device)
-            rows.append(row)
-        advance()
-        yield result
+    done: list[dict[str, Any]] = []
+    result: dict[str, Any] = {"what": "calls", "cores": os.cpu_count(), "versions": versions()}
+    dtype = torch.bfloat16
+    for backward in (False, True):
+        settings = log_linear.Settings(device, dtype, backward, longest=longest, rounds=rounds)
+        same = {"backward": backward, "rounds": rounds}
+        for run, op in (
+            (partial(attention.bench_attention, [BLOCK], device, dtype, everyone=_peers, **same), "block"),
+            (partial(log_linear.bench_log_linear, LOG_LINEAR, settings), "log-linear"),
+        ):
+            rows: list[dict[str, Any]] = []
+            for found in run(track=track):
+                rows = [{"op": op, "backward": backward, **row} for row in found["rows"]]
+                yield result | {"rows": done + rows}
+            done += rows
 
 
-def _times(call: Callable[[], object], rounds: int, device: torch.device) -> dict[str, float]:
-    for _ in range(3):
-        call()
-    enqueue = [_enqueue(call, device) for _ in range(rounds)]
-    eager, graph = time_calls([call, captured(call, device)], rounds, device)
-    return {"enqueue_s": median(enqueue), "eager_s": median(eager), "graph_s": median(graph)}
+def _peers(device: torch.device, dtype: torch.dtype, head_dim: int) -> list[Peer]:
+    """All peers but FlexAttention, whose compilation takes longer than all else."""
+    return [peer for peer in peers(device, dtype, head_dim) if peer.name != "FlexAttention"]
 
 
-def _enqueue(call: Callable[[], object], device: torch.device) -> float:
-    """Seconds until Python returns from a call."""
-    torch.cuda.synchronize(device)
-    began = time.perf_counter()
-    for _ in range(ENQUEUED):
-        call()
-    return (time.perf_counter() - began) / ENQUEUED
-
-
-def _microseconds(seconds: float) -> str:
-    return f"{1e6 * seconds:,.0f}"
-
-
-COLUMNS: list[TableColumn] = [
-    ("", "peer", str),
-    ("enqueue, us", "enqueue_s", _microseconds),
-    ("call, us", "eager_s", _microseconds),
-    ("CUDA graph, us", "graph_s", _microseconds),
-]
+COLUMNS: list[TableColumn] = [("", "peer", str), *TIMES, ("error", "error", "{:.0e}".format)]
 
 
 def table_of(result: dict[str, Any]) -> Table:
     """The result as a table for the terminal, grouped by case."""
-    return results_table(result["rows"], COLUMNS, lambda row: row["case"])
+    return results_table(result["rows"], COLUMNS, _heading)
 
 
-def main(
-    rounds: Rounds = 15,
-    out: Out = Path("bench"),
-    device: Annotated[str, typer.Option(help="The GPU.")] = "cuda",
-    commit: Commit = "",
-) -> None:
-    """Time calls of block attention and log-linear attention as they are called, and as CUDA graphs.
+def _heading(row: dict[str, Any]) -> str:
+    what = row["case"] if row["op"] == "block" else f"{row['tokens']:,} tokens, {row['series']}"
+    return what + (", forward and backward" if row["backward"] else ", forward")
 
-    python -m lab calls                  # on a GPU
+
+def main(rounds: Rounds = 15, out: Out = Path("bench"), device: Device = "auto", commit: Commit = "") -> None:
+    """Time calls of block attention and log-linear attention as they are called, beside their CUDA graphs.
+
+    "enqueued" is the processor's share: the time until Python returns.
+
+    python -m lab calls                  # a GPU: about 2 minutes
     """
-    run_and_save(out / "calls-cuda.json", commit, partial(bench_calls, torch.device(device), rounds), table_of)
+    where = choose_device(device)
+    run_and_save(out / f"calls-{where.type}.json", commit, partial(bench_calls, where, rounds), table_of)

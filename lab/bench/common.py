@@ -4,14 +4,50 @@
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from statistics import median
-from typing import Any
+from time import perf_counter
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from foveate.utils.timing import first_line, time_calls
+from foveate.bench.table import TableColumn, milliseconds
+from foveate.utils.timing import MIN_SECONDS, captured, first_line, time_calls
 
-__all__ = ["check_errors", "check_time", "note_failure", "output_or_gradients", "spread", "time_rows"]
+__all__ = [
+    "TIMES",
+    "Timed",
+    "check_errors",
+    "check_time",
+    "note_failure",
+    "output_or_gradients",
+    "spread",
+    "time_rows",
+]
+
+ENQUEUED = 20  # most calls in a row when only the processor is timed, so that the queue of the GPU never fills
+TIMES: list[TableColumn] = [
+    ("ms", "median_s", milliseconds),
+    ("called, ms", "eager_s", milliseconds),
+    ("enqueued, ms", "enqueue_s", milliseconds),
+]
+"""The time of a call as a CUDA graph, as it is called, and until Python returns from it; the last two on GPUs only."""
+
+
+class Timed(NamedTuple):
+    """A call to time.
+
+    Attributes:
+        call: The call, as users make it.
+        graph: Its CUDA graph, or the call itself.
+    """
+
+    call: Callable[[], object]
+    graph: Callable[[], object]
+
+    @classmethod
+    def of(cls, call: Callable[[], object], device: torch.device, *, graph: bool = True) -> "Timed":
+        """The call and, with `graph` and on a GPU, its CUDA graph."""
+        return cls(call, captured(call, device) if graph else call)
 
 
 @contextmanager
@@ -52,9 +88,9 @@ def spread(seconds: Sequence[float]) -> dict[str, float]:
 
 
 def time_rows(
-    rows: list[dict[str, Any]], calls: Sequence[Callable[[], object]], rounds: int, device: torch.device
+    rows: list[dict[str, Any]], calls: Sequence[Timed], rounds: int, device: torch.device
 ) -> list[dict[str, Any]]:
-    """Add times, and speed-ups over the fastest dense candidate, to the rows that have not failed; returns these.
+    """Add `TIMES`, and speed-ups over the fastest dense candidate, to the rows that have not failed; returns these.
 
     Args:
         rows: One row for each candidate; `row["dense"]` marks dense attention.
@@ -63,9 +99,23 @@ def time_rows(
         device: Device on which they run.
     """
     timed = [row for row in rows if "failed" not in row]
-    for row, taken in zip(timed, time_calls(calls, rounds, device), strict=True):
+    for row, taken in zip(timed, time_calls([one.graph for one in calls], rounds, device), strict=True):
         row |= spread(taken)
+    if device.type == "cuda":
+        for row, one, taken in zip(timed, calls, time_calls([one.call for one in calls], rounds, device), strict=True):
+            repeats = max(1, min(ENQUEUED, round(MIN_SECONDS / row["median_s"])))
+            enqueued = [_enqueue_seconds(one.call, repeats, device) for _ in range(rounds)]
+            row |= {"eager_s": median(taken), "enqueue_s": median(enqueued)}
     best = min((row["median_s"] for row in timed if row["dense"]), default=None)
     for row in timed:
         row["speed_up"] = best and best / row["median_s"]
     return timed
+
+
+def _enqueue_seconds(call: Callable[[], object], repeats: int, device: torch.device) -> float:
+    """Seconds until Python returns from a call, on average over several in a row."""
+    torch.cuda.synchronize(device)
+    began = perf_counter()
+    for _ in range(repeats):
+        call()
+    return (perf_counter() - began) / repeats

@@ -15,7 +15,7 @@ import typer
 from rich.table import Table
 from torch import Tensor
 
-from foveate.bench.table import TableColumn, megabytes, milliseconds, results_table
+from foveate.bench.table import TableColumn, megabytes, results_table
 from foveate.cli.bench import Commit, Out, numbers, run_and_save
 from foveate.cli.common import Device, Dtype
 from foveate.ops.hierarchical_pooling import MAX_KERNEL_TOP_K, check_inputs, keys_per_query
@@ -24,7 +24,7 @@ from foveate.utils.device import choose_device, choose_dtype, now, versions
 from foveate.utils.progress import Track, silent
 from foveate.utils.timing import MIN_SECONDS, captured, peak_memory, time_calls
 from lab.bench.attention import TOLERANCE
-from lab.bench.common import check_errors, check_time, note_failure, output_or_gradients, time_rows
+from lab.bench.common import TIMES, Timed, check_errors, check_time, note_failure, output_or_gradients, time_rows
 from lab.bench.peers import dense
 from lab.bench.reference import Call, key_gradient_error, query_error, selection_error
 
@@ -194,7 +194,7 @@ def _case(
     inputs = cache(partial(case.tensors, settings))  # made on first use: all candidates may be skipped
     advance = track(f"{case.tokens:,} tokens, {case.series()}", len(everyone) + 1)
     rows: list[dict[str, Any]] = []
-    calls: list[Callable[[], object]] = []
+    calls: list[Timed] = []
     for one in everyone:
         row = case._asdict() | {"series": case.series(), "levels": everyone[-1].options.levels, "peer": one.name}
         row |= {"dense": not one.options.levels, "keys": one.keys(case.tokens)}
@@ -206,7 +206,7 @@ def _case(
             row["peak_bytes"] = peak_memory(call, device)
             row["call_s"] = now(device) - began
             check_time(row["call_s"], settings.longest, "measured")
-            calls.append(captured(call, device) if one.graph else call)
+            calls.append(Timed.of(call, device, graph=one.graph))
         rows.append(row)
         advance()
     rounds = _rounds([row["call_s"] for row in rows if "failed" not in row], settings.rounds)
@@ -262,10 +262,10 @@ def _stage_seconds(
 
 def stages(qkv: tuple[Tensor, ...], options: Options, backward: bool) -> dict[str, Callable[[], object]]:
     """The stages of the Triton kernels in order, each as a call of its own."""
-    from foveate.kernels.log_linear.backward import backward_keys, backward_queries
+    from foveate.kernels.log_linear.backward import backward_keys, backward_queries, list_readers
     from foveate.kernels.log_linear.forward import Keys, forward
     from foveate.kernels.log_linear.pooling import pool
-    from foveate.kernels.log_linear.select_blocks import pick_nodes, readers_of
+    from foveate.kernels.log_linear.select_blocks import pick_nodes
 
     q, k, v = qkv
     tokens, block, levels = q.shape[2], options.block_size, options.levels
@@ -282,13 +282,13 @@ def stages(qkv: tuple[Tensor, ...], options: Options, backward: bool) -> dict[st
     if not backward:
         return calls
     out, lse = attend()
-    queries = partial(backward_queries, q, keys, out, lse, q, torch.zeros_like(lse))
+    queries = partial(backward_queries, q, keys, out, lse, q, None)
     _, *numbers = queries()
-    readers = readers_of(lists)
+    listed = list_readers(keys)
     return calls | {
-        "reader lists": partial(readers_of, lists),
+        "reader lists": partial(list_readers, keys),
         "gradient of q": queries,
-        "gradients of k, v": partial(backward_keys, q, keys, *numbers, q, readers),
+        "gradients of k, v": partial(backward_keys, q, keys, *numbers, q, listed),
     }
 
 
@@ -312,7 +312,7 @@ def growth(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
 
 COLUMNS: list[TableColumn] = [
     ("", "peer", str),
-    ("ms", "median_s", milliseconds),
+    *TIMES,
     ("speed-up", "speed_up", "{:.2f}x".format),
     ("keys", "keys", "{:,}".format),
     ("TFLOP/s", "tflops", "{:.3g}".format),

@@ -27,7 +27,7 @@ USAGE = {"registers": "REG", "stack": "STACK"}
 DTYPES = {"fp16": float16, "bf16": bfloat16}
 POINTERS = {
     "*i32": "p_tiles p_steps p_work p_bounds p_at p_weight p_counts p_above p_list p_list1 p_list2 p_list3 p_list4 "
-    "p_offsets p_readers p_own p_used p_first p_end p_tile",
+    "p_above_bounds p_readers p_own p_used p_tile",
     "*i64": "p_order p_place p_given p_picks",
     "*fp32": "p_lse p_dlse p_binary p_delta p_s p_logs p_sums p_dmk p_dmv",
     "*u8": "p_real",
@@ -161,21 +161,23 @@ for dim, half in ((64, "fp16"), (128, "bf16")):
         constants |= {"SMALL_STAGES": forward.SMALL_STAGES, "EVEN": dim == 64, "EXTRA": dim == 128}
         report(f"log-linear {kernel.__name__[1:]}", dim, half, kernel, constants, *rest)
     kernel, sums = backward._backward_keys, {"p_xk": "*fp32", "p_xv": "*fp32"}
-    config, constants, *rest = log_linear(dim, backward.BACKWARD_KEYS, LISTED=True, NODES=False, FOLD=True)
-    constants |= {"BT": 16, "BM": config.step}
-    report("log-linear keys of a block", 16, half, kernel, constants, *rest, **sums)
+    for name, configs in (("tokens", backward.BACKWARD_TOKENS), ("nodes", backward.BACKWARD_NODES)):
+        kinds = {"NODES": name == "nodes", "FOLD": name == "tokens"}
+        config, constants, *rest = log_linear(dim, configs, LISTED=True, **kinds)
+        constants |= {"BT": 16, "BM": config.step}
+        report(f"log-linear keys of {name}", 16, half, kernel, constants, *rest, **sums)
     config, constants, *rest = log_linear(dim, backward.BACKWARD_SHARED, LISTED=False, NODES=True, FOLD=False)
     constants |= {"BT": config.rows, "BM": config.step}
     report("log-linear shared keys", config.rows, half, kernel, constants, *rest, **sums)
     constants = {"LISTED": True, "FOLD": True, "ENRICHED": 2, "MASKED": False, "B": 16, "BT": 64, "D": dim, "BD": dim}
     constants["BR"] = backward.ADDED
     report("parts", dim, half, backward._add_parts, constants, 4, **sums)
-    report("cut", 1024, half, backward._cut, {"BT": backward.CUT}, 4)
+    constants = {"K": 8, "E": backward.AT_ONCE, "WRITE": dim == 64}
+    report("place", 8, half, backward._place, constants, 4, p_cells="*i32")
+    report("allocate", 32, half, backward._allocate, {"BN": backward.ALLOCATED, "BR": 64}, 4, p_cells="*i32")
     constants = {"TOP": dim == 64, "B": 16, "K": 8, "D": dim, "BD": dim}
     at_once = select_blocks.AT_TOP if dim == 64 else select_blocks.CANDIDATES
     warps = at_once // select_blocks.CANDIDATES
     report("select", 16, half, select_blocks._select, constants | {"BN": at_once}, warps)
-    constants = {"K": 8, "E": select_blocks.AT_ONCE, "WRITE": dim == 64}
-    report("place", 8, half, select_blocks._place, constants, 4, p_cells="*i32", p_rows="*i32")
     constants = {"WEIGHTED": dim == 128, "UPPER": True, "SUMS": True, "B": 16, "D": dim, "BD": dim}
     report("pool", 16, half, pooling._pool, constants, pooling._pool_warps(16, dim))

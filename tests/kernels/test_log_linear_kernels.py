@@ -4,14 +4,13 @@ from functools import partial
 
 import pytest
 import torch
-from log_linear_oracle import check, pooled, relative, select_nodes
+from log_linear_oracle import check, check_readers, pooled, relative, select_nodes
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from foveate.kernels.log_linear import backward, forward, select_blocks
 from foveate.kernels.log_linear.log_linear_attention import _attend, log_linear_attention
 from foveate.kernels.log_linear.pooling import level_sizes, pool
 from foveate.ops.log_linear_attention import Options, portable
-from foveate.ops.selection import Selection
 
 pytestmark = [
     pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu checks the compiled kernels"),
@@ -27,7 +26,8 @@ def use_tiles(monkeypatch, step, small):
     queries = {256: forward.KernelConfig(256, step, small, 4, 1, None)}
     monkeypatch.setattr(forward, "FORWARD", queries)
     monkeypatch.setattr(backward, "BACKWARD_QUERIES", queries)
-    monkeypatch.setattr(backward, "BACKWARD_KEYS", {256: forward.KernelConfig(16, 256, 16, 2, 1, None)})
+    for name in ("BACKWARD_TOKENS", "BACKWARD_NODES"):
+        monkeypatch.setattr(backward, name, {256: forward.KernelConfig(16, 256, 16, 2, 1, None)})
     monkeypatch.setattr(backward, "BACKWARD_SHARED", {256: forward.KernelConfig(128, 256, 16, 2, 1, None)})
 
 
@@ -145,7 +145,6 @@ def test_lists_and_gradients_may_have_any_strides():
 @pytest.mark.usefixtures("large_tiles")
 def test_tiles_that_many_queries_read_are_split(monkeypatch, tokens, levels, more):
     monkeypatch.setattr(backward, "CHUNK", 64)
-    monkeypatch.setattr(backward, "CUT", 4)
     run(tokens, levels, 3, **more)
 
 
@@ -217,13 +216,11 @@ def test_nan_and_infinity_propagate_as_on_the_portable_path(where, value):
 @pytest.mark.usefixtures("large_tiles")
 def test_every_custom_op_passes_opcheck():
     q, k, v, *extras = (torch.randn(1, 1, n, 32).requires_grad_() for n in (20, 20, 20, 4, 4))
-    tensors = [x.detach() for x in (q, k, v)]
-    torch.library.opcheck(pool, (tensors, None, 16, 2))
-    means, counts, logs = pool(tensors, None, 16, 2)
-    torch.library.opcheck(select_blocks.pick_nodes, (means, counts, 20, 16, 2, 3))
-    lists = select_blocks.pick_nodes(means, counts, 20, 16, 2, 3)
-    options = None, 16, 3, 2, True, False, True, 0.2
-    torch.library.opcheck(_attend, (q, k, v, *extras, means, counts, logs, lists, *options))
+    torch.library.opcheck(select_blocks._select_blocks, (q.detach(), k.detach(), None, 3, 16, 2))
+    options = 16, 2, 3, 2, True, False, True, 0.2
+    torch.library.opcheck(_attend, (q, k, v, *extras, None, [], *options))
+    lists = select_blocks.select_blocks(q, k, None, 3, 16, 2)[0]
+    torch.library.opcheck(_attend, (q, k, v, None, None, None, lists, *options))
 
 
 class Allocations(TorchDispatchMode):
@@ -256,18 +253,16 @@ def test_a_backward_pass_writes_no_gradient_twice():
      ("cpu", torch.half, 64, 0)],
 )  # fmt: skip
 def test_the_kernels_support_half_precision_on_nvidia_gpus(monkeypatch, device, dtype, dim, supported):
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    monkeypatch.setattr(select_blocks, "compute_capability", lambda index: 80)
     assert select_blocks.supports(torch.device(device), dtype, dim) == bool(supported)
 
 
-def test_readers_equal_the_transposed_selection(monkeypatch):
-    monkeypatch.setattr(select_blocks, "RUN", 3)
-    monkeypatch.setattr(select_blocks, "RUNS", 5)
-    monkeypatch.setattr(select_blocks, "AT_ONCE", 4)  # several steps per run
-    sizes = [(41, 1), (11, 4), (2, 2)]
-    lists = [torch.randint(-2, nodes, (2, 3, nodes, picks), dtype=torch.int32).clamp(min=-1) for nodes, picks in sizes]
-    for level, (offsets, rows) in enumerate(select_blocks.readers_of(lists), 1):
-        want = Selection(tuple(lists), (), 41 * 16, 16, 4).transpose(level)
-        assert offsets.dtype == rows.dtype == torch.int32
-        assert torch.equal(offsets, want.offsets)
-        assert torch.equal(rows.where(want.rows >= 0, -1), want.rows)
+@pytest.mark.parametrize(
+    ("tokens", "levels", "top_k", "block"), [(700, 3, 2, 16), (1500, 2, 5, 16), (260, 1, 3, 16), (1100, 2, 3, 32)]
+)
+def test_readers_equal_the_transposed_selection(monkeypatch, tokens, levels, top_k, block):
+    monkeypatch.setattr(backward, "RUN", 3)
+    monkeypatch.setattr(backward, "RUNS", 5)
+    monkeypatch.setattr(backward, "AT_ONCE", 4)  # several steps per run
+    q, k = (torch.randn(2, 3, tokens, 16) for _ in range(2))
+    check_readers(q, k, padding(2, tokens), top_k, block, levels)

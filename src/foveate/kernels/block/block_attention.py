@@ -2,7 +2,7 @@
 """Attention over a block table on NVIDIA GPUs: custom ops around the Triton and Hopper kernels."""
 
 import math
-from functools import cache, partial
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -12,7 +12,10 @@ from torch import Tensor
 from foveate.kernels.block import hopper_attention, hopper_backward, triton_attention
 from foveate.kernels.block.schedule import Schedule, WorkPartition, partition, schedule
 from foveate.kernels.launch import (
+    AMPERE,
     Launch,
+    call,
+    compute_capability,
     differentiable,
     empty_like,
     empty_lse,
@@ -21,6 +24,7 @@ from foveate.kernels.launch import (
     launcher,
     multiprocessors,
     padded_size,
+    recorded,
     row_contiguous,
     shared_memory,
 )
@@ -29,11 +33,11 @@ from foveate.utils.cache import WeakTensorCache
 
 __all__ = ["BACKENDS", "block_attention"]
 
-AMPERE, HOPPER, LARGEST_HEAD = 80, 90, 256
+HOPPER, LARGEST_HEAD = 90, 256
 GLUON = tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 6)
 DELTA_ROWS = 64  # rows that one program of `deltas` computes
 _SCHEDULES: WeakTensorCache[Schedule] = WeakTensorCache()
-_WORK: WeakTensorCache[tuple[Schedule, WorkPartition]] = WeakTensorCache()
+_WORK: WeakTensorCache["_Work"] = WeakTensorCache()
 
 
 class KernelConfig(NamedTuple):
@@ -73,7 +77,7 @@ def supports(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
     """Whether the Triton kernels run: NVIDIA Ampere or newer, half precision, head_dim at most 256."""
     return (
         device.type == "cuda"
-        and _compute_capability(device.index or 0) >= AMPERE
+        and compute_capability(device.index or 0) >= AMPERE
         and half_precision(dtype)
         and head_dim <= LARGEST_HEAD
     )
@@ -83,18 +87,10 @@ def supports_hopper(device: torch.device, dtype: torch.dtype, head_dim: int) -> 
     """Whether the Gluon kernels run: a Hopper GPU, half precision, head_dim 64 or 128, Triton 3.6 or newer."""
     return (
         supports(device, dtype, head_dim)
-        and _compute_capability(device.index or 0) == HOPPER
+        and compute_capability(device.index or 0) == HOPPER
         and head_dim in (64, 128)
         and GLUON
     )
-
-
-@torch.compiler.assume_constant_result
-@cache
-def _compute_capability(index: int) -> int:
-    """80 for sm_80. One number, because Dynamo of PyTorch 2.11 cannot compare constant tuples."""
-    major, minor = torch.cuda.get_device_capability(index)
-    return 10 * major + minor
 
 
 def block_attention(
@@ -111,7 +107,7 @@ def block_attention(
     """Output and LSE of `foveate.ops.block_attention`. The LSE is always computed: it costs nothing."""
     if scale < 0:  # kernels take the running maximum of unscaled scores
         q, scale = -q, -scale
-    return _forward(q, k, v, *table, scatter, scale, hopper)
+    return call(_forward, q, k, v, *table, scatter, scale, hopper)
 
 
 BACKENDS = {"triton": (supports, block_attention), "hopper": (supports_hopper, partial(block_attention, hopper=True))}
@@ -130,13 +126,12 @@ def _forward(
     scale: float,
     hopper: bool,
 ) -> tuple[Tensor, Tensor]:
-    out, lse = empty_like(q), empty_lse(q)
     table = BlockTable(query_starts, key_starts, offsets, keys)
     if hopper and hopper_attention.addressable(q, k, v):
-        outputs, empty = (out, lse), (0.0, -math.inf)
-        launch = partial(hopper_attention.launch, scatter=scatter)
-        _on_hopper(launch, table, (q, k, v), outputs, empty, scale, hopper_attention.CUT)
+        work = _work_of(q, k, table, hopper_attention.CUT)
+        out, lse = (_attend if work.whole else _attend.__wrapped__)(q, k, v, work, scatter, scale)
         return out, lse
+    out, lse = empty_like(q), empty_lse(q)
     config, plan = _planned(q, k, table, FORWARD, tile_operands=1)
     q, k, v = map(row_contiguous, (q, k, v))
     _launch_forward(q, k, v, out, lse, scatter, *plan, scale, config)
@@ -165,18 +160,19 @@ def _backward(
     scale: float,
     hopper: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    dq, dk, dv = map(empty_like, (q, k, v))
     if scatter is not None:
         out, grad_out = (x.index_select(2, scatter) for x in (out, grad_out))
     table = BlockTable(query_starts, key_starts, offsets, keys)
     q, k, v, out, grad_out = map(row_contiguous, (q, k, v, out, grad_out))
-    delta = torch.empty_like(lse)
-    _launch_deltas(out, grad_out, None if grad_lse is None else grad_lse.contiguous(), delta)
+    grad_lse = None if grad_lse is None else grad_lse.contiguous()
     if hopper and hopper_attention.addressable(q, k, v, grad_out):
-        inputs = q, k, v, grad_out, lse, delta
-        _on_hopper(hopper_backward.launch_queries, table, inputs, (dq,), (0.0,), scale, hopper_backward.CUT)
-        _on_hopper(hopper_backward.launch_keys, table, inputs, (dk, dv), (0.0, 0.0), scale, hopper_backward.CUT)
+        works = [_work_of(q, k, table, hopper_backward.CUT, transposed=turn) for turn in (False, True)]
+        recordable = all(work.whole for work in works) and not q.shape[2] % hopper_backward.CUT["aligned"]
+        differentiate = _differentiate_hopper if recordable else _differentiate_hopper.__wrapped__
+        dq, dk, dv = differentiate(q, k, v, out, lse, grad_out, grad_lse, *works, scale)
         return dq, dk, dv
+    dq, dk, dv, delta = map(empty_like, (q, k, v, lse))
+    _launch_deltas(out, grad_out, grad_lse, delta)
     config, plan = _planned(q, k, table, BACKWARD_QUERIES, tile_operands=2)
     _launch_queries(q, k, v, grad_out, dq, lse, delta, *plan, scale, config)
     configs = BACKWARD_KEYS[q.shape[3] > 128 :]  # the first spills registers with wide heads, and exceeds Blackwell
@@ -198,39 +194,65 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
 
 def _differentiate(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
     grad_out = torch.zeros_like(ctx.saved_tensors[3]) if grad_out is None else grad_out
-    return *_backward(grad_out, grad_lse, *ctx.saved_tensors, ctx.scale, ctx.hopper), *7 * [None]
+    return *call(_backward, grad_out, grad_lse, *ctx.saved_tensors, ctx.scale, ctx.hopper), *7 * [None]
 
 
 differentiable(_forward, _save, _differentiate)
 
 
-def _on_hopper(
-    launch: Any,
-    table: BlockTable,
-    inputs: tuple[Tensor, ...],
-    outputs: tuple[Tensor, ...],
-    empty_values: tuple[float, ...],
-    scale: float,
-    cut: dict[str, int],
-) -> None:
-    """Launch a Hopper kernel.
+class _Work(NamedTuple):
+    """What a Hopper kernel works through.
 
-    It skips tiles that have nothing to read, so `outputs` are filled with `empty_values` first where there are any.
+    Attributes:
+        plan: The schedule.
+        work: The tiles of each program.
+        whole: Whether every tile has something to read. The kernels skip tiles that have nothing.
     """
-    q, k, *_ = inputs
-    transposed = launch is hopper_backward.launch_keys
+
+    plan: Schedule
+    work: WorkPartition
+    whole: bool
+
+
+def _work_of(q: Tensor, k: Tensor, table: BlockTable, cut: dict[str, int], *, transposed: bool = False) -> _Work:
+    """The cached work of a Hopper kernel over a table, whose tiles are of keys if `transposed`."""
     samples, programs = q.shape[0] * q.shape[1], multiprocessors(q.device)
 
-    def make() -> tuple[Schedule, WorkPartition]:
+    def make() -> _Work:
         plan = _schedule_of(q, k, table, cut, transposed=transposed)
-        return plan, partition(plan, samples, programs)
+        work = partition(plan, samples, programs)
+        return _Work(plan, work, len(work.items) == samples * len(plan.tiles))
 
     size = q.shape[2], k.shape[2], samples, programs  # part of the key, so that `make` checks them
-    plan, work = _WORK.get(table, (*size, *cut.values(), transposed, q.device), make)
-    if len(work.items) < samples * len(plan.tiles):
-        for x, value in zip(outputs, empty_values, strict=True):
-            x.fill_(value)
-    launch(*inputs, *outputs, plan, work, scale)
+    return _WORK.get(table, (*size, *cut.values(), transposed, q.device), make)
+
+
+@recorded
+def _attend(q: Tensor, k: Tensor, v: Tensor, work: _Work, scatter: Tensor | None, scale: float) -> list[Tensor]:
+    """Output and LSE, on Hopper."""
+    out, lse = _filled([empty_like(q), empty_lse(q)], work, 0.0, -math.inf)
+    hopper_attention.launch(q, k, v, out, lse, work.plan, work.work, scale, scatter=scatter)
+    return [out, lse]
+
+
+@recorded
+def _differentiate_hopper(
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, grad_out: Tensor, grad_lse: Tensor | None,
+    queries: _Work, keys: _Work, scale: float,
+) -> list[Tensor]:  # fmt: skip
+    """Gradients of q, k and v, on Hopper; `queries` and `keys` are the work of the two passes."""
+    delta = empty_like(lse)
+    [dq], (dk, dv) = _filled([empty_like(q)], queries, 0.0), _filled([empty_like(k), empty_like(v)], keys, 0.0, 0.0)
+    _launch_deltas(out, grad_out, grad_lse, delta)
+    inputs = q, k, v, grad_out, lse, delta
+    hopper_backward.launch_queries(*inputs, dq, queries.plan, queries.work, scale)
+    hopper_backward.launch_keys(*inputs, dk, dv, keys.plan, keys.work, scale)
+    return [dq, dk, dv]
+
+
+def _filled(tensors: list[Tensor], work: _Work, *values: float) -> list[Tensor]:
+    """The tensors, filled with the values if kernels will not write all of them."""
+    return tensors if work.whole else [x.fill_(value) for x, value in zip(tensors, values, strict=True)]
 
 
 def _schedule_of(q: Tensor, k: Tensor, table: BlockTable, cut: dict[str, int], *, transposed: bool) -> Schedule:

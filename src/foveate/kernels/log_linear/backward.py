@@ -4,12 +4,11 @@
 
 The gradient of the queries takes the steps of the forward pass. For keys and values, one program computes a tile of
 keys that the same queries read: a block of tokens, the children of a node, or a tile of keys that all queries read. It
-walks through the queries of the nodes that picked the tile. A tile that more than one chunk of queries reads is split
-into parts, one program per chunk, and the parts are added up in a fixed order.
+walks through the queries of the nodes that picked the tile, its readers. A tile that more than one chunk of queries
+reads is split into parts, one program per chunk, and the parts are added up in a fixed order.
 """
 
 import math
-from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
@@ -17,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from foveate.kernels.launch import Launch, empty_like, empty_lse, launcher, padded_size
+from foveate.kernels.launch import Launch, empty_like, empty_lse, launcher, padded_size, recorded
 from foveate.kernels.log_linear.forward import (
     FORWARD,
     LN2,
@@ -42,22 +41,26 @@ from foveate.kernels.log_linear.forward import (
 )
 from foveate.kernels.log_linear.pooling import level_sizes, level_starts
 
-__all__ = ["backward_keys", "backward_queries"]
+__all__ = ["Readers", "backward_keys", "backward_queries", "list_readers"]
 
 BACKWARD_QUERIES = FORWARD | {64: KernelConfig(64, 64, 32, 4, 2, 128)}
-# Steps are of queries; only tiles of keys that all queries read use `rows`.
-BACKWARD_KEYS = {
-    64: KernelConfig(16, 64, 32, 2, 2, 128),
-    128: KernelConfig(16, 64, 32, 2, 2, None),
+# Steps are of queries. Tiles of keys have `rows` where all queries read them. Others are blocks, with `warps` for each
+# 16 keys; a block of tokens has few readers, so that a large step would be half empty.
+BACKWARD_TOKENS = {
+    64: KernelConfig(16, 32, 16, 1, 2, 168),
+    128: KernelConfig(16, 64, 16, 2, 2, None),
     256: KernelConfig(16, 16, 16, 4, 2, None),
 }
+BACKWARD_NODES = BACKWARD_TOKENS | {64: KernelConfig(16, 128, 16, 2, 2, 168)}
 BACKWARD_SHARED = {
-    64: KernelConfig(64, 32, 32, 4, 3, None),
+    64: KernelConfig(64, 128, 32, 4, 2, None),
     128: KernelConfig(64, 32, 32, 4, 2, None),
     256: KernelConfig(64, 16, 16, 8, 2, None),
 }
 CHUNK = 4096  # most queries that one program walks through for a tile of keys
-CUT = 1024  # tiles that one program of `_cut` handles
+RUN, RUNS = 128, 64  # nodes whose picks one program counts, and the largest number of such runs (memory grows with it)
+AT_ONCE = 128  # picks counted at once
+ALLOCATED = 32  # nodes that one program of `_allocate` handles
 ADDED = 8  # rows of a tile that one program of `_add_parts` sums
 TOKENS, EXTRA = -1, -2  # kinds of keys beside the levels of nodes
 PROGRAMS = 1024  # target number of programs for shared keys: few tiles, so only short chunks keep the GPU busy
@@ -93,7 +96,8 @@ def _backward_queries(
     lse = tl.load(p_lse + sample * tokens + o_m, mask=o_m >= 0, other=MINUS_INF) / LN2
     lse = tl.where(lse == MINUS_INF, float("inf"), lse)  # rows that see nothing have weight 0
     delta = tl.sum(out.to(tl.float32) * g.to(tl.float32), 1)
-    delta -= tl.load(p_dlse + sample * tokens + o_m, mask=o_m >= 0, other=0.0)
+    if p_dlse is not None:
+        delta -= tl.load(p_dlse + sample * tokens + o_m, mask=o_m >= 0, other=0.0)
     acc = tl.zeros([M, BD], tl.float32)
     if ENRICHED > 0:
         lse, delta, acc = attend_means(
@@ -119,7 +123,7 @@ def _backward_queries(
 
 
 def backward_queries(
-    q: Tensor, keys: Keys, out: Tensor, lse: Tensor, grad_out: Tensor, grad_lse: Tensor
+    q: Tensor, keys: Keys, out: Tensor, lse: Tensor, grad_out: Tensor, grad_lse: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradient of the queries, their LSE in base 2, and sum(out * grad_out) - grad_lse of each.
 
@@ -132,8 +136,8 @@ def backward_queries(
 
 @launcher
 def _launch_queries(
-    q: Tensor, keys: Keys, out: Tensor, lse: Tensor, grad_out: Tensor, grad_lse: Tensor, dq: Tensor, binary: Tensor,
-    delta: Tensor,
+    q: Tensor, keys: Keys, out: Tensor, lse: Tensor, grad_out: Tensor, grad_lse: Tensor | None, dq: Tensor,
+    binary: Tensor, delta: Tensor,
 ) -> Launch:  # fmt: skip
     strided = {"q": q, "k": keys.k, "v": keys.v, "ek": keys.extra_k, "ev": keys.extra_v}
     strided |= {"out": out, "g": grad_out, "dq": dq}
@@ -223,30 +227,66 @@ def _real(p_real, o_t, limit, MASKED: tl.constexpr):
     return real
 
 
-@triton.jit(do_not_specialize=("tiles", "shift", "chunk", "parts"))
-def _cut(p_offsets, p_used, p_first, p_end, p_tile, tiles, shift, chunk, parts, BT: tl.constexpr):
-    """Allocate parts to the tiles that more than one chunk of queries reads.
+@triton.jit(do_not_specialize=("nodes", "picks", "runs", "run"))
+def _place(p_list, p_cells, p_readers, nodes, picks, runs, run, K: tl.constexpr, E: tl.constexpr, WRITE: tl.constexpr):
+    """Count the picks of each node in each run of rows, or with WRITE, store the rows that picked each node.
 
-    Stores the first and end part of each tile and the tile of each part. A program handles BT tiles. Tiles get parts
-    in the order of arrival; p_used counts the parts in use.
+    Cells are [samples, nodes, runs]; they hold counts or, with WRITE, the next free place among the readers of the
+    sample. A program handles one run, E picks at a time.
     """
-    blocks = tl.cdiv(tiles, BT)
-    sample = (tl.program_id(0) // blocks).to(tl.int64)
-    o_t = tl.program_id(0) % blocks * BT + tl.arange(0, BT)
-    m_t = o_t < tiles
-    p_t = p_offsets + sample * (tiles + 1) + o_t
-    length = (tl.load(p_t + 1, mask=m_t, other=0) - tl.load(p_t, mask=m_t, other=0)).to(tl.int64) << shift
-    mine = tl.where(length > chunk, (length + chunk - 1) // chunk, 0).to(tl.int32)
-    end = tl.cumsum(mine, 0) + tl.atomic_add(p_used + sample, tl.sum(mine, 0))
-    tl.store(p_first + sample * tiles + o_t, end - mine, mask=m_t)
-    tl.store(p_end + sample * tiles + o_t, end, mask=m_t)
-    for part in range(0, tl.max(mine, 0)):
-        tl.store(p_tile + sample * parts + end - mine + part, o_t, mask=part < mine)
+    mine, sample = tl.program_id(0) % runs, (tl.program_id(0) // runs).to(tl.int64)
+    o_e = tl.arange(0, E)
+    end = tl.minimum(mine * run + run, nodes)
+    for start in range(mine * run, end, E // K):
+        row, pick = start + o_e // K, o_e % K
+        m_e = (row < end) & (pick < picks)
+        node = tl.load(p_list + (sample * nodes + row) * picks + pick, mask=m_e, other=-1)
+        m_e = node >= 0
+        p_cell = p_cells + (sample * nodes + node) * runs + mine
+        if WRITE:
+            earlier = (node[None, :] == node[:, None]) & (o_e[None, :] < o_e[:, None])
+            place = tl.load(p_cell, mask=m_e, cache_modifier=".cg")  # L1 may be outdated
+            tl.store(p_readers + sample * nodes * picks + place + tl.sum(earlier.to(tl.int32), 1), row, mask=m_e)
+            tl.debug_barrier()
+        tl.atomic_add(p_cell, 1, mask=m_e, sem="relaxed")
+        if WRITE:
+            tl.debug_barrier()
+
+
+@triton.jit(do_not_specialize=("nodes", "runs", "shift", "chunk", "parts"))
+def _allocate(p_cells, p_used, p_bounds, p_tile, nodes, runs, shift, chunk, parts, BN: tl.constexpr, BR: tl.constexpr):
+    """Turn the counts in cells into places, and allocate parts to nodes that more than one chunk of queries reads.
+
+    Nodes get places and parts in the order of arrival; p_used counts both for each sample. p_bounds [samples, nodes,
+    4] are the first and the end reader, and the first and the end part of each node; p_tile is the node of each part.
+    A program handles BN nodes.
+    """
+    groups = tl.cdiv(nodes, BN)
+    sample = (tl.program_id(0) // groups).to(tl.int64)
+    o_n, o_r = tl.program_id(0) % groups * BN + tl.arange(0, BN), tl.arange(0, BR)
+    m_n = o_n < nodes
+    p_cells += (sample * nodes + o_n)[:, None] * runs + o_r[None, :]
+    m_c = m_n[:, None] & (o_r < runs)[None, :]
+    cells = tl.load(p_cells, mask=m_c, other=0)  # [BN, BR]
+    count = tl.sum(cells, 1)
+    p_used += 2 * sample
+    end = tl.atomic_add(p_used, tl.sum(count, 0)) + tl.cumsum(count, 0)
+    tl.store(p_cells, (end - count)[:, None] + tl.cumsum(cells, 1) - cells, mask=m_c)
+    length = count.to(tl.int64) << shift
+    cuts = tl.where(length > chunk, (length + chunk - 1) // chunk, 0).to(tl.int32)
+    end_part = tl.atomic_add(p_used + 1, tl.sum(cuts, 0)) + tl.cumsum(cuts, 0)
+    p_bounds += (sample * nodes + o_n) * 4
+    tl.store(p_bounds, end - count, mask=m_n)
+    tl.store(p_bounds + 1, end, mask=m_n)
+    tl.store(p_bounds + 2, end_part - cuts, mask=m_n)
+    tl.store(p_bounds + 3, end_part, mask=m_n)
+    for part in range(0, tl.max(cuts, 0)):
+        tl.store(p_tile + sample * parts + end_part - cuts + part, o_n, mask=part < cuts)
 
 
 @triton.jit
-def _work(p_offsets, p_used, p_first, p_tile, tiles, shift, chunk, parts, tokens, LISTED: tl.constexpr):
-    """Sample, tile, part, whether the part is the whole tile, and the range of queries of a program.
+def _work(p_bounds, p_used, p_tile, tiles, shift, chunk, parts, tokens, LISTED: tl.constexpr):
+    """Sample, tile, its first reader, part, whether the part is the whole tile, and the range of queries of a program.
 
     Parts come first, because they take longest. The range of a part that is not in use ends before it begins.
     """
@@ -257,26 +297,26 @@ def _work(p_offsets, p_used, p_first, p_tile, tiles, shift, chunk, parts, tokens
         number = tl.where(whole, number - cut_ones, number)
         programs = tl.where(whole, tiles, parts)
         sample, part = (number // programs).to(tl.int64), number % programs
-        exists = ~whole & (part < tl.load(p_used + sample, mask=~whole, other=0))
+        exists = ~whole & (part < tl.load(p_used + 2 * sample + 1, mask=~whole, other=0))
         tile = tl.where(whole, part, tl.load(p_tile + sample * parts + part, mask=exists, other=0))
-        p_offsets += sample * (tiles + 1) + tile
-        length = (tl.load(p_offsets + 1) - tl.load(p_offsets)).to(tl.int64) << shift
-        first = tl.load(p_first + sample * tiles + tile, mask=exists, other=0)
-        at = (part - first).to(tl.int64) * tl.where(whole, 0, chunk)
+        p_bounds += (sample * tiles + tile) * 4
+        reader = tl.load(p_bounds)
+        length = (tl.load(p_bounds + 1) - reader).to(tl.int64) << shift
+        at = (part - tl.load(p_bounds + 2)).to(tl.int64) * tl.where(whole, 0, chunk)
         end = tl.where(whole, length, tl.minimum(length, at + chunk))
         end = tl.where(tl.where(whole, length <= chunk, exists), end, -1)
     else:
         sample, part, whole = (number // parts).to(tl.int64), number % parts, False
         each = tl.cdiv(tokens, chunk)
-        tile, at = part // each, (part % each).to(tl.int64) * chunk
+        tile, at, reader = part // each, (part % each).to(tl.int64) * chunk, 0
         end = tl.minimum(tokens.to(tl.int64), at + chunk)
-    return sample, tile, part, whole, at, end
+    return sample, tile, reader, part, whole, at, end
 
 
 @triton.jit(do_not_specialize=KEY_NUMBERS)
 def _backward_keys(
-    p_k, p_v, p_dk, p_dv, p_q, p_g, p_xk, p_xv, p_binary, p_delta, p_real, p_logs, p_counts, p_offsets, p_readers,
-    p_own, p_dmk, p_dmv, p_used, p_first, p_tile, scale, factor, heads, tokens, limit, all_nodes, shift, below, picks,
+    p_k, p_v, p_dk, p_dv, p_q, p_g, p_xk, p_xv, p_binary, p_delta, p_real, p_logs, p_counts, p_readers,
+    p_bounds, p_tile, p_used, p_own, p_dmk, p_dmv, scale, factor, heads, tokens, limit, all_nodes, shift, below, picks,
     chunk, parts, s_real, s_log,
     s_kb, s_kh, s_k, s_vb, s_vh, s_v, s_dkb, s_dkh, s_dk, s_dvb, s_dvh, s_dv, s_qb, s_qh, s_q, s_gb, s_gh, s_g,
     LISTED: tl.constexpr, NODES: tl.constexpr, FOLD: tl.constexpr, ENRICHED: tl.constexpr,
@@ -290,14 +330,14 @@ def _backward_keys(
     to p_xk and p_xv.
     """
     tiles = tl.cdiv(limit, BT)
-    sample, tile, part, whole, at, end = _work(
-        p_offsets, p_used, p_first, p_tile, tiles, shift, chunk, parts, tokens, LISTED
+    sample, tile, reader, part, whole, at, end = _work(
+        p_bounds, p_used, p_tile, tiles, shift, chunk, parts, tokens, LISTED
     )  # fmt: skip
     if end >= at:
         batch, head = sample // heads, sample % heads
         p_real += batch * s_real
         if LISTED:
-            p_readers += sample * tiles * tl.minimum(picks, tiles) + tl.load(p_offsets + sample * (tiles + 1) + tile)
+            p_readers += sample * tiles * tl.minimum(picks, tiles) + reader
         o_t = tile * BT + tl.arange(0, BT)
         real = _real(p_real, o_t, limit, MASKED and FOLD)
         o_k = tl.where(real, o_t, -1) if MASKED else tl.minimum(o_t, limit - 1)
@@ -334,7 +374,7 @@ def _backward_keys(
 
 @triton.jit(do_not_specialize=KEY_NUMBERS)
 def _add_parts(
-    p_xk, p_xv, p_dk, p_dv, p_real, p_counts, p_dmk, p_dmv, p_used, p_first, p_end, p_tile, heads, tokens, limit,
+    p_xk, p_xv, p_dk, p_dv, p_real, p_counts, p_dmk, p_dmv, p_bounds, p_tile, p_used, heads, tokens, limit,
     all_nodes, chunk, parts, s_real, s_log, s_dkb, s_dkh, s_dk, s_dvb, s_dvh, s_dv,
     LISTED: tl.constexpr, FOLD: tl.constexpr, ENRICHED: tl.constexpr, MASKED: tl.constexpr, B: tl.constexpr,
     BT: tl.constexpr, BR: tl.constexpr, D: tl.constexpr, BD: tl.constexpr,
@@ -344,10 +384,11 @@ def _add_parts(
     first = tl.program_id(0) // (BT // BR)
     if LISTED:
         sample, first = (first // parts).to(tl.int64), first % parts
-        exists = first < tl.load(p_used + sample)
+        exists = first < tl.load(p_used + 2 * sample + 1)
         tile = tl.load(p_tile + sample * parts + first, mask=exists, other=0)
-        leads = exists & (first == tl.load(p_first + sample * tiles + tile, mask=exists, other=-1))
-        end = tl.load(p_end + sample * tiles + tile, mask=leads, other=0)
+        p_bounds += (sample * tiles + tile) * 4
+        leads = exists & (first == tl.load(p_bounds + 2, mask=exists, other=-1))
+        end = tl.load(p_bounds + 3, mask=leads, other=0)
     else:
         sample, tile = (first // tiles).to(tl.int64), first % tiles
         each = tl.cdiv(tokens, chunk)
@@ -369,9 +410,58 @@ def _add_parts(
         )  # fmt: skip
 
 
+class Readers(NamedTuple):
+    """The nodes that picked each node of a level, its readers, and the parts that the work on the nodes is cut into.
+
+    Attributes:
+        readers: Int32 [samples, picks of all nodes]: the readers of a node follow one another, ascending.
+        bounds: Int32 [samples, nodes, 4]: first and end reader, and first and end part of each node.
+        tile: Int32 [samples, parts]: the node of each part.
+        used: Int32 [samples, 2]: how many readers and parts there are.
+    """
+
+    readers: Tensor
+    bounds: Tensor
+    tile: Tensor
+    used: Tensor
+
+
+@recorded
+def list_readers(keys: Keys) -> list[Tensor]:
+    """The tensors of `Readers` for each level whose readers gradients need, the finest first: a counting sort."""
+    found: list[Tensor] = []
+    for level, lists in enumerate(keys.lists[: keys.enriched + 1]):
+        nodes, picks = lists.shape[2:]
+        tiles = _Tiles.of(keys, level - 1, nodes * picks)
+        sizes = (tiles.samples, nodes * picks), (tiles.samples, nodes, 4), (tiles.samples, tiles.parts)
+        readers = Readers(*(lists.new_empty(size) for size in sizes), lists.new_zeros(tiles.samples, 2))
+        cells = lists.new_zeros(tiles.samples, nodes, min(RUNS, triton.cdiv(nodes, RUN)))
+        _launch_place(lists, cells, readers.readers, False)
+        _launch_allocate(cells, readers, tiles)
+        _launch_place(lists, cells, readers.readers, True)
+        found += readers
+    return found
+
+
+@launcher
+def _launch_place(lists: Tensor, cells: Tensor, readers: Tensor, write: bool) -> Launch:
+    (nodes, picks), (samples, _, runs) = lists.shape[2:], cells.shape
+    most = triton.next_power_of_2(picks)
+    args = lists, cells, readers, nodes, picks, runs, triton.cdiv(nodes, runs)
+    return Launch(_place, (samples * runs,), args, {"K": most, "E": max(most, AT_ONCE), "WRITE": write})
+
+
+@launcher
+def _launch_allocate(cells: Tensor, readers: Readers, tiles: "_Tiles") -> Launch:
+    samples, nodes, runs = cells.shape
+    args = cells, readers.used, readers.bounds, readers.tile, nodes, runs, tiles.shift, tiles.chunk, tiles.parts
+    constants = {"BN": ALLOCATED, "BR": triton.next_power_of_2(runs)}
+    return Launch(_allocate, (samples * triton.cdiv(nodes, ALLOCATED),), args, constants)
+
+
 def backward_keys(
-    q: Tensor, keys: Keys, binary: Tensor, delta: Tensor, grad_out: Tensor, readers: list[tuple[Tensor, Tensor]]
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    q: Tensor, keys: Keys, binary: Tensor, delta: Tensor, grad_out: Tensor, listed: list[Tensor]
+) -> list[Tensor]:
     """Gradients of keys, values, extra keys and extra values.
 
     Args:
@@ -380,24 +470,23 @@ def backward_keys(
         binary: LSE in base 2, from `backward_queries`.
         delta: sum(out * grad_out) - grad_lse, from `backward_queries`.
         grad_out: Gradient of the output.
-        readers: Nodes that picked each node, for each level, the finest first, in compressed rows: offsets
-            [batch, heads, nodes + 1] and ascending indices [batch, heads, picks of all nodes], both int32.
+        listed: Result of `list_readers`.
     """
-    queries = q, grad_out, binary, delta
+    queries, levels = (q, grad_out, binary, delta), len(keys.lists)
+    readers = [Readers(*listed[at : at + 4]) for at in range(0, len(listed), 4)]
     d_means = keys.means.new_empty((2, *keys.means.shape[1:]), dtype=torch.float32)
-    for level in range(keys.enriched):
-        above = readers[level + 1] if level < len(keys.lists) - 1 else None
-        _add_gradients(keys, queries, above, d_means, None, level)
     d_tokens, d_extra = ([empty_like(x) for x in xs] for xs in ((keys.k, keys.v), (keys.extra_k, keys.extra_v)))
+    for level in range(keys.enriched):
+        _add_gradients(keys, queries, readers[level + 1] if level < levels - 1 else None, d_means, None, level)
     if keys.extra_k.shape[2]:
         _add_gradients(keys, queries, None, d_means, d_extra, EXTRA)
     _add_gradients(keys, queries, readers[0], d_means, d_tokens, TOKENS)
-    return d_tokens[0], d_tokens[1], d_extra[0], d_extra[1]
+    return [*d_tokens, *d_extra]
 
 
 def _add_gradients(
-    keys: Keys, queries: tuple[Tensor, ...], readers: tuple[Tensor, Tensor] | None, d_means: Tensor,
-    grads: list[Tensor] | None, kind: int,
+    keys: Keys, queries: tuple[Tensor, ...], readers: Readers | None, d_means: Tensor, grads: list[Tensor] | None,
+    kind: int,
 ) -> None:  # fmt: skip
     """Compute the gradients of one kind of keys: of whole tiles and of parts, and then the sums of the parts.
 
@@ -409,15 +498,11 @@ def _add_gradients(
         grads: Gradients of these keys and values; None for nodes, whose gradients are in `d_means`.
         kind: `TOKENS`, `EXTRA`, or the level of the nodes, 0 for the finest.
     """
-    tiles = _Tiles.of(keys, kind, None if readers is None else readers[1].shape[2])
-    work = keys.lists[0]  # any tensor if there are no parts or if all tiles are split alike
-    if readers and tiles.parts:
-        work = work.new_zeros(tiles.places()[-1])
-        _launch_cut(readers[0], work, tiles)
+    tiles = _Tiles.of(keys, kind, None if readers is None else readers.readers.shape[1])
     sums = d_means.new_empty((2, *keys.k.shape[:2], tiles.parts * tiles.rows, keys.k.shape[3]))
-    _launch_keys(keys, queries, readers, d_means, grads, work, sums, tiles, kind)
+    _launch_keys(keys, queries, readers, d_means, grads, sums, tiles, kind)
     if tiles.parts:
-        _launch_add_parts(keys, readers is not None, d_means, grads, work, sums, tiles, kind)
+        _launch_add_parts(keys, readers, d_means, grads, sums, tiles, kind)
 
 
 class _Tiles(NamedTuple):
@@ -449,7 +534,8 @@ class _Tiles(NamedTuple):
         batch, heads, tokens, dim = keys.k.shape
         limits = {TOKENS: tokens, EXTRA: keys.extra_k.shape[2]}
         limit = limits[kind] if kind < 0 else level_sizes(tokens, keys.block, kind + 1)[kind]
-        config = config_for(BACKWARD_SHARED if picks is None else BACKWARD_KEYS, dim)
+        configs = BACKWARD_SHARED if picks is None else BACKWARD_TOKENS if kind == TOKENS else BACKWARD_NODES
+        config = config_for(configs, dim)
         rows = config.rows if picks is None else keys.block
         samples, tiles = batch * heads, triton.cdiv(limit, rows)
         shift = (keys.block ** (max(kind, -1) + 2)).bit_length() - 1  # a reader is one level up
@@ -461,71 +547,51 @@ class _Tiles(NamedTuple):
             parts = (2 * picks << shift) // CHUNK  # rounding up less than doubles the chunks
         return cls(limit, rows, samples, tiles, shift, chunk, parts, config)
 
-    def places(self) -> list[int]:
-        """Where four tensors begin in one, each on 16 bytes, and its size.
-
-        They are the number of parts in use, the first and the end part of each tile, and the tile of each part.
-        """
-        sizes = (self.samples * size for size in (1, self.tiles, self.tiles, self.parts))
-        return list(accumulate((triton.cdiv(size, 4) * 4 for size in sizes), initial=0))
-
-
-@launcher
-def _launch_cut(offsets: Tensor, work: Tensor, tiles: _Tiles) -> Launch:
-    parts = [work[place:] for place in tiles.places()[:-1]]
-    args = offsets, *parts, tiles.tiles, tiles.shift, tiles.chunk, tiles.parts
-    return Launch(_cut, (tiles.samples * triton.cdiv(tiles.tiles, CUT),), args, {"BT": CUT})
-
 
 @launcher
 def _launch_keys(
-    keys: Keys, queries: tuple[Tensor, ...], readers: tuple[Tensor, Tensor] | None, d_means: Tensor,
-    grads: list[Tensor] | None, work: Tensor, sums: Tensor, tiles: _Tiles, kind: int,
+    keys: Keys, queries: tuple[Tensor, ...], readers: Readers | None, d_means: Tensor, grads: list[Tensor] | None,
+    sums: Tensor, tiles: _Tiles, kind: int,
 ) -> Launch:  # fmt: skip
-    listed, (q, g, binary, delta) = readers is not None, queries
-    used, first, _, tile = _part_lists(work, tiles, listed)
-    strided = *_read(keys, kind), *_written(keys, d_means, grads, kind), q, g
+    q, g, binary, delta = queries
+    strided = *_of_kind(keys, kind), *_written(keys, d_means, grads, kind), q, g
     args = (
         *strided, *sums, binary, delta, mask_of(keys), keys.logs[:, _first_node(keys, kind) :], keys.counts,
-        *(readers or (used, used)), keys.lists[max(kind, 0)], *d_means, used, first, tile,
+        *(readers or 4 * [keys.counts]), keys.lists[max(kind, 0)], *d_means,
         keys.scale / math.log(2), keys.scale, keys.k.shape[1], q.shape[2], tiles.limit, keys.logs.shape[1],
         tiles.shift, keys.block ** (max(kind, -1) + 1), keys.top_k, tiles.chunk, tiles.parts,
         batch_stride(keys.real), batch_stride(keys.logs), *(stride for x in strided for stride in x.stride()[:3]),
     )  # fmt: skip
+    warps = tiles.config.warps if readers is None else min(tiles.config.warps * tiles.rows // 16, 4)
     constants = {
         "NODES": kind >= 0, "REWEIGHT": keys.reweight, "EXCLUDE": keys.exclude, "BM": tiles.config.step,
-        "INT64": needs_int64(strided), "STAGES": tiles.config.stages,
-        "num_warps": max(tiles.config.warps, min(tiles.rows // 8, 4)), **register_limit(tiles.config),
+        "INT64": needs_int64(strided), "STAGES": tiles.config.stages, "num_warps": warps,
+        **register_limit(tiles.config),
     }  # fmt: skip
-    grid = tiles.samples * (tiles.parts + listed * tiles.tiles)
-    return Launch(_backward_keys, (grid,), args, constants | _constants(keys, listed, tiles, kind))
+    grid = tiles.samples * (tiles.parts + (0 if readers is None else tiles.tiles))
+    return Launch(_backward_keys, (grid,), args, constants | _constants(keys, readers, tiles, kind))
 
 
 @launcher
 def _launch_add_parts(
-    keys: Keys, listed: bool, d_means: Tensor, grads: list[Tensor] | None, work: Tensor, sums: Tensor, tiles: _Tiles,
+    keys: Keys, readers: Readers | None, d_means: Tensor, grads: list[Tensor] | None, sums: Tensor, tiles: _Tiles,
     kind: int,
 ) -> Launch:  # fmt: skip
     written = _written(keys, d_means, grads, kind)
     args = (
-        *sums, *written, mask_of(keys), keys.counts, *d_means, *_part_lists(work, tiles, listed), keys.k.shape[1],
+        *sums, *written, mask_of(keys), keys.counts, *d_means, *(readers or 4 * [keys.counts])[1:], keys.k.shape[1],
         keys.k.shape[2], tiles.limit, keys.logs.shape[1], tiles.chunk, tiles.parts, batch_stride(keys.real),
         batch_stride(keys.counts), *(stride for x in written for stride in x.stride()[:3]),
     )  # fmt: skip
-    grid = tiles.samples * (tiles.parts if listed else tiles.tiles) * (tiles.rows // ADDED)
-    return Launch(_add_parts, (grid,), args, {"BR": ADDED} | _constants(keys, listed, tiles, kind))
-
-
-def _part_lists(work: Tensor, tiles: _Tiles, listed: bool) -> list[Tensor]:
-    """The number of parts in use, the first and the end part of each tile, and the tile of each part."""
-    return [work[place:] for place in tiles.places()[:-1]] if listed and tiles.parts else 4 * [work]
+    grid = tiles.samples * (tiles.tiles if readers is None else tiles.parts) * (tiles.rows // ADDED)
+    return Launch(_add_parts, (grid,), args, {"BR": ADDED} | _constants(keys, readers, tiles, kind))
 
 
 def _first_node(keys: Keys, level: int) -> int:
     return level_starts(keys.k.shape[2], keys.block, level)[-1] if level > 0 else 0
 
 
-def _read(keys: Keys, kind: int) -> list[Tensor]:
+def _of_kind(keys: Keys, kind: int) -> list[Tensor]:
     """Keys and values of one kind."""
     if kind >= 0:
         return [x[:, :, _first_node(keys, kind) : _first_node(keys, kind + 1)] for x in keys.means[-2:]]
@@ -537,9 +603,9 @@ def _written(keys: Keys, d_means: Tensor, grads: list[Tensor] | None, kind: int)
     return grads or [x[:, :, _first_node(keys, kind) : _first_node(keys, kind + 1)] for x in d_means]
 
 
-def _constants(keys: Keys, listed: bool, tiles: _Tiles, kind: int) -> dict[str, Any]:
+def _constants(keys: Keys, readers: Readers | None, tiles: _Tiles, kind: int) -> dict[str, Any]:
     dim = keys.k.shape[3]
     return {
-        "LISTED": listed, "FOLD": kind == TOKENS, "ENRICHED": keys.enriched, "MASKED": keys.real is not None,
-        "B": keys.block, "BT": tiles.rows, "D": dim, "BD": padded_size(dim),
+        "LISTED": readers is not None, "FOLD": kind == TOKENS, "ENRICHED": keys.enriched,
+        "MASKED": keys.real is not None, "B": keys.block, "BT": tiles.rows, "D": dim, "BD": padded_size(dim),
     }  # fmt: skip

@@ -12,9 +12,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from foveate.kernels.launch import Launch, gpu_op, launcher, padded_size
+from foveate.kernels.launch import Launch, launcher, padded_size, recorded
 
-__all__ = ["level_sizes", "level_starts", "pool"]
+__all__ = ["empty_means", "level_sizes", "level_starts", "pool"]
 
 NUMBERS = ("rows", "heads", "first", "nodes", "s_weight", "s_count")  # not specialized when they equal 1
 
@@ -117,8 +117,8 @@ def _pool(
         )  # fmt: skip
 
 
-@gpu_op("pool_levels")
-def pool(tensors: list[Tensor], real: Tensor | None, block: int, levels: int) -> tuple[Tensor, Tensor, Tensor]:
+@recorded
+def pool(tensors: list[Tensor], real: Tensor | None, block: int, levels: int) -> list[Tensor]:
     """Means, counts and binary logarithms of the counts of the nodes of all levels, the finest level first.
 
     Means are [tensors, batch, heads, nodes of all levels, dim]. Counts are int32 [batch, nodes of all levels], or one
@@ -127,14 +127,14 @@ def pool(tensors: list[Tensor], real: Tensor | None, block: int, levels: int) ->
 
     Args:
         tensors: Tensors [batch, heads, tokens, dim] whose last dimension has stride 1.
-        real: Bool [batch, tokens], False where a token is padding.
+        real: Contiguous bool [batch, tokens], False where a token is padding.
         block: Number of children of a node.
         levels: Number of levels, 1 to 4.
     """
     batch, heads, tokens, dim = tensors[0].shape
     starts = level_starts(tokens, block, levels)
-    means, counts, logs = _empty_means(tensors, real, starts[-1])
-    weight = counts if real is None else real.contiguous().view(torch.uint8)
+    means, counts, logs = empty_means(tensors, real, starts[-1])
+    weight = counts if real is None else real.view(torch.uint8)
     rows, given = tokens, tensors
     for level in range(0, levels, 2):
         _, upper = level_sizes(rows, block, 2)
@@ -146,12 +146,7 @@ def pool(tensors: list[Tensor], real: Tensor | None, block: int, levels: int) ->
         )  # fmt: skip
         if further:
             rows, given, weight = upper, list(sums.unbind(0)), counts[:, starts[level + 1] :]
-    return means, counts, logs
-
-
-@torch.library.register_fake(pool)
-def _(tensors: list[Tensor], real: Tensor | None, block: int, levels: int) -> tuple[Tensor, Tensor, Tensor]:
-    return _empty_means(tensors, real, level_starts(tensors[0].shape[2], block, levels)[-1])
+    return [means, counts, logs]
 
 
 @launcher
@@ -174,7 +169,8 @@ def _launch_pool(
     return Launch(_pool, (batch * heads * upper, tensors), args, constants)
 
 
-def _empty_means(tensors: list[Tensor], real: Tensor | None, nodes: int) -> tuple[Tensor, Tensor, Tensor]:
+def empty_means(tensors: list[Tensor], real: Tensor | None, nodes: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Uninitialized tensors for the results of `pool`."""
     batch, heads, _, dim = tensors[0].shape
     means = tensors[0].new_empty(len(tensors), batch, heads, nodes, dim)
     counts = means.new_empty(1 if real is None else batch, nodes, dtype=torch.int32)

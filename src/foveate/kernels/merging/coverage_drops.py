@@ -15,14 +15,13 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn.functional import pad
 
-from foveate.kernels.launch import Launch, gpu_op, launcher
+from foveate.kernels.launch import AMPERE, Launch, compute_capability, gpu_op, launcher
 from foveate.utils.cache import WeakTensorCache
 
 __all__ = ["BACKENDS", "coverage_drops"]
 
 CANDIDATES = ITEMS = 128  # sides of a tile of similarities
 CHANNELS, WARPS, STAGES = 64, 8, 3
-AMPERE = 8
 HALF = torch.bfloat16  # float16 would flush small channels to zero
 NUMBERS = ("items", "candidates")  # not specialized when they equal 1
 _HALVES: WeakTensorCache[Tensor] = WeakTensorCache()
@@ -68,7 +67,7 @@ def sum_drops(
 
 def supports(device: torch.device, dtype: torch.dtype, dim: int) -> bool:
     """Whether the kernel runs: NVIDIA Ampere or newer, float32."""
-    return device.type == "cuda" and dtype == torch.float32 and torch.cuda.get_device_capability(device)[0] >= AMPERE
+    return device.type == "cuda" and dtype == torch.float32 and compute_capability(device.index or 0) >= AMPERE
 
 
 @gpu_op("coverage_drops")
