@@ -111,6 +111,7 @@ class ModelAdapter:
         card: The card of its class.
         methods: One method of sparse attention, one of token merging, or both.
         pipeline: The pipeline around the model, or None.
+        grids: Grids of image tokens that the methods were tuned for; a warning tells of others. Empty: all.
 
     Raises:
         ValueError: If the methods do not fit each other or the model. The model is left as it was.
@@ -120,7 +121,9 @@ class ModelAdapter:
         paused: While it is true, every forward pass is dense: see `Handle.paused`.
     """
 
-    def __init__(self, model: nn.Module, card: Card, methods: tuple[Method, ...], pipeline: Any) -> None:
+    def __init__(
+        self, model: nn.Module, card: Card, methods: tuple[Method, ...], pipeline: Any, grids: tuple[Any, ...] = ()
+    ) -> None:
         self.sparse = next((method for method in methods if isinstance(method, SparseAttention)), None)
         self.merging = next((method for method in methods if isinstance(method, TokenMerging)), None)
         if len(methods) != (self.sparse is not None) + (self.merging is not None):
@@ -134,7 +137,7 @@ class ModelAdapter:
             )
         card.check(model, methods)
         self.model, self.card, self.methods, self.clock = model, card, methods, Clock(pipeline)
-        self.outcomes, self.paused = Counter[str](), False
+        self.outcomes, self.paused, self.grids = Counter[str](), False, grids
         self.layers: list[Layer] = []
         self.groups: list[MergeGroup] = []
         self.blocks: list[MergedBlock] = []
@@ -333,6 +336,9 @@ class ModelAdapter:
         layout, why = self._ask(self.methods[0], lambda: self.card.layout(holder, inputs))
         plans = regions = None
         if layout is not None:
+            if self.grids and layout.grids not in self.grids:
+                log.warning("the preset was measured at %s image tokens, not at %s", self.grids[0], layout.grids)
+                self.grids = ()  # tell it once
             plans, why_not_sparse = self._ask(self.sparse, lambda: self._plans(holder, inputs, layout))
             regions, why_not_merged = self._ask(self.merging, lambda: self._regions(holder, inputs, layout, plans))
             why = "" if plans or regions else why_not_sparse or why_not_merged
