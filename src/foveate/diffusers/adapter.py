@@ -37,6 +37,8 @@ log = logging.getLogger("foveate")
 
 T = TypeVar("T")
 
+OUTSIDE = "this step lies outside start_percent to end_percent"  # as the user wants it: no warning
+
 outside_compiled_code = torch.compiler.disable(
     reason="foveate plans a forward pass outside of compiled code; compile the blocks if a graph must be whole: "
     "model.compile_repeated_blocks(fullgraph=True)"
@@ -372,7 +374,7 @@ class ModelAdapter:
         try:
             return decide(), ""
         except DenseFallback as reason:
-            if not self.paused and str(reason) not in self.outcomes:
+            if not self.paused and str(reason) not in (OUTSIDE, *self.outcomes):
                 log.warning("%s stays dense: %s", type(method).__name__, reason)
             self.outcomes[str(reason)] += 0  # log it once
             return None, str(reason)
@@ -385,7 +387,7 @@ class ModelAdapter:
             if (progress := self.clock()) is None:
                 raise DenseFallback("no scheduler tells the step, and start_percent to end_percent is part of the run")
             if not method.covers(progress):
-                raise DenseFallback("this step lies outside start_percent to end_percent")
+                raise DenseFallback(OUTSIDE)
         if tokens < method.min_tokens:
             raise DenseFallback(f"{tokens} image tokens are fewer than min_tokens={method.min_tokens}")
         nested = [v for k, v in self._inputs.items() if k.endswith("attention_kwargs") and v]

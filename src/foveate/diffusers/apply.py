@@ -11,7 +11,7 @@ import torch
 from foveate.diffusers.card import card_of
 from foveate.diffusers.preset import Preset
 from foveate.diffusers.summary import Summary
-from foveate.methods import Method
+from foveate.methods import ComposedMethod, Method
 
 if TYPE_CHECKING:  # importing foveate does not import diffusers
     from foveate.diffusers.adapter import ModelAdapter
@@ -63,7 +63,7 @@ class Handle:
         self.remove()
 
 
-def apply(target: Any, *methods: Method | Preset) -> Handle:
+def apply(target: Any, *methods: Method | ComposedMethod | Preset) -> Handle:
     """Run a diffusers pipeline or model with these methods until the returned handle is removed.
 
     Examples:
@@ -81,13 +81,13 @@ def apply(target: Any, *methods: Method | Preset) -> Handle:
     """
     if not methods:
         raise ValueError("nothing to apply: name a method, for example foveate.apply(pipe, foveate.HilbertA())")
+    for method in methods:
+        if not isinstance(method, Method | ComposedMethod | Preset):
+            raise ValueError(f"not a method: {method!r}; pass an instance such as foveate.HilbertA()")
     preset = next((method for method in methods if isinstance(method, Preset)), None)
     if preset and len(methods) > 1:
-        raise ValueError("a preset already has its methods: apply it alone")
-    methods = preset.methods if preset else methods
-    for method in methods:
-        if not isinstance(method, Method):
-            raise ValueError(f"not a method: {method!r}; pass an instance such as foveate.HilbertA()")
+        raise ValueError("a preset has all its methods: apply it alone")
+    parts = tuple(part for method in methods for part in method.parts)
     models = _denoisers(target)
     if preset:
         preset.check(models.values())
@@ -105,7 +105,7 @@ def apply(target: Any, *methods: Method | Preset) -> Handle:
     adapters: dict[str, ModelAdapter] = {}
     try:
         for name, model in models.items():
-            adapters[name] = ModelAdapter(model, cards[name], methods, pipeline, preset.grids if preset else ())
+            adapters[name] = ModelAdapter(model, cards[name], parts, pipeline, preset.grids if preset else ())
             _reset_compiled(adapters[name])
     except BaseException:
         Handle(adapters).remove()

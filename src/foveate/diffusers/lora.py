@@ -125,7 +125,7 @@ def load_lora(pipeline: Any, file: Path) -> Distilled | None:
     return distilled
 
 
-def adapted(distilled: Distilled, asked: Method | ComposedMethod | None, options: set[str]) -> Distilled:
+def adapted(distilled: Distilled, asked: Method | ComposedMethod | Preset | None, options: set[str]) -> Distilled:
     """The distilled method in the layers and steps that `asked` names.
 
     Args:
@@ -173,7 +173,7 @@ def using(pipeline: Any, way: MethodLike | None) -> Generator[Handle | None]:
         (pipeline.enable_lora if distilled else pipeline.disable_lora)()
     try:
         with (
-            apply(pipeline, *([way] if isinstance(way, Preset) else way.parts)) if way else nullcontext() as run,
+            apply(pipeline, way.method if isinstance(way, Distilled) else way) if way else nullcontext() as run,
             _where_sparse(pipeline, run) if lora and distilled else nullcontext(),
         ):
             yield run

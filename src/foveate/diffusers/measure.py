@@ -98,58 +98,64 @@ class Measurements:
 
     # --- pictures ---
 
-    def picture(self, number: int, method: MethodLike | None) -> tuple[Image.Image, float]:
-        """The picture of a request, and the seconds it took; frames of a video lie one below the other.
+    def scores(
+        self,
+        name: str,
+        pictures: Sequence[tuple[int, MethodLike]],
+        measure: Callable[[Image.Image, Image.Image], float],
+    ) -> Iterator[float]:
+        """How near pictures come to the dense ones, one after another; what does not exist yet is drawn.
 
         Args:
-            number: Number of the request.
-            method: The method; None is dense.
+            name: Name of the progress bar.
+            pictures: Number of the request and method of each picture.
+            measure: The score of (picture, dense picture). Of a video it gets the frames one below the other.
         """
+        needed = dict.fromkeys(one for number, method in pictures for one in ((number, None), (number, method)))
+        missing = [one for one in needed if not self._path(*one).exists()]
+        advance = self.track(name, len(missing) * self.requests[0].steps) if missing else lambda: None
+        for number, method in pictures:
+            for one in (None, method):
+                if not self._path(number, one).exists():
+                    self._draw(number, one, advance)
+            with Image.open(self._path(number, method)) as ours, Image.open(self._path(number, None)) as dense:
+                score = measure(ours.convert("RGB"), dense.convert("RGB"))
+            yield score
+
+    def seconds(self, number: int, method: MethodLike | None) -> float:
+        """Seconds that a picture took."""
+        with Image.open(self._path(number, method)) as picture:
+            return float(picture.info["seconds"])
+
+    def _path(self, number: int, method: MethodLike | None) -> Path:
         name = f"{slug(method.title)}-{crc32(repr(method).encode()):08x}" if method else "dense"
-        path = self.folder / name / f"{number:03}.png"
-        if not path.exists():
-            self._draw(path, number, method)
-        with Image.open(path) as picture:
-            return picture.convert("RGB"), float(picture.info["seconds"])
+        return self.folder / name / f"{number:03}.png"
 
-    def _draw(
-        self, path: Path, number: int, method: MethodLike | None, on_step: Callable[[], None] = lambda: None
-    ) -> None:
+    def _draw(self, number: int, method: MethodLike | None, on_step: Callable[[], None]) -> None:
         request, device = self.requests[number], self.pipeline.device
-        advance = self.track(f"{method.title if method else 'dense'}, picture {number + 1}", request.steps)
-
-        def after_step() -> None:
-            advance()
-            on_step()
-
-        with apply(self.pipeline, *method.parts) if method else nullcontext():
+        with apply(self.pipeline, method) if method else nullcontext():
             began = now(device)
-            frames = draw(self.pipeline, request, after_step)
+            frames = draw(self.pipeline, request, on_step)
             seconds = now(device) - began
         about = {"prompt": request.prompt, "method": repr(method) if method else "dense"}
-        write_picture(path, _stacked(frames), {**about, "seconds": f"{seconds:.4f}"})
-
-    def score(self, number: int, method: MethodLike, measure: Callable[[Image.Image, Image.Image], float]) -> float:
-        """How near the picture of a request comes to the dense one."""
-        return measure(self.picture(number, method)[0], self.picture(number, None)[0])
-
-    def error(self, number: int, method: MethodLike) -> float:
-        """Root of the mean squared difference to the dense picture, 0 to 1."""
-        return 10 ** (-self.score(number, method, psnr) / 20)
+        write_picture(self._path(number, method), _stacked(frames), {**about, "seconds": f"{seconds:.4f}"})
 
     # --- the denoiser ---
 
     @cached_property
     def recorded(self) -> list[list[Recorded]]:
-        """Calls of the denoisers in some dense steps; the prompts take turns."""
-        last = self.requests[0].steps - 1
-        wanted = sorted({round(i * last / (STEPS - 1)) for i in range(STEPS)})
+        """Calls of the denoisers in some dense steps; the prompts take turns. Their pictures are drawn again."""
+        steps = self.requests[0].steps
+        wanted = sorted({round(i * (steps - 1) / (STEPS - 1)) for i in range(STEPS)})
+        advance = self.track("dense, recorded", self._prompts * steps)
         found = [
-            calls for number in range(self._prompts) for calls in self._record(number, wanted[number :: self._prompts])
+            calls
+            for number in range(self._prompts)
+            for calls in self._record(number, wanted[number :: self._prompts], advance)
         ]
         return sorted(found, key=lambda calls: calls[0].step)
 
-    def _record(self, number: int, steps: Sequence[int]) -> list[list[Recorded]]:
+    def _record(self, number: int, steps: Sequence[int], advance: Callable[[], None]) -> list[list[Recorded]]:
         """Calls of the denoisers in these steps of a dense run."""
         found: dict[int, list[Recorded]] = {step: [] for step in steps}
         step = 0
@@ -161,11 +167,12 @@ class Measurements:
         def after_step() -> None:
             nonlocal step
             step += 1
+            advance()
 
         with ExitStack() as hooks:
             for model in self.denoisers:
                 hooks.callback(model.register_forward_hook(keep, with_kwargs=True).remove)
-            self._draw(self.folder / "dense" / f"{number:03}.png", number, None, after_step)
+            self._draw(number, None, after_step)
         return [calls for calls in found.values() if calls]
 
     @torch.no_grad()
@@ -188,11 +195,11 @@ class Measurements:
         errors: list[float] = []
         dense: list[float] = []
         sparse: list[float] = []
-        advance = self.track(method.title, len(self.recorded))
+        advance = self.track(f"steps: {method.title}", len(self.recorded))
         for calls in self.recorded:
             alone, _ = self._forward(calls)
             try:
-                with apply(self.pipeline, *throughout(method).parts) as run:
+                with apply(self.pipeline, throughout(method)) as run:
                     first, predictions = self._forward(calls)
                     again, _ = self._forward(calls)
                     layers = run.summary().layers
@@ -243,7 +250,7 @@ class Measurements:
                 self._forward(calls[:1])
                 before = dict(outputs)
                 try:
-                    with apply(self.pipeline, *limited.parts) as run:
+                    with apply(self.pipeline, limited) as run:
                         _, predictions = self._forward(calls[:1])
                         saved = sum(layer.saved for layer in run.summary().layers if not layer.why)
                 except ValueError:  # token merging skips all of these
@@ -264,16 +271,22 @@ class Measurements:
             For each part "steps" (their numbers) and "picture_error" (root mean square, pixels from 0 to 1).
         """
         steps = self.requests[0].steps
-        found: list[dict[str, Any]] = []
+        windows: list[tuple[list[int], MethodLike]] = []
         for part in range(SLICES):
             window = at_work(method, part / SLICES, round((part + 1) / SLICES - 1e-3, 3))
             if numbers := [step for step in range(steps) if window.parts[0].covers(step / steps)]:
-                found.append({"steps": numbers, "picture_error": self.error(0, window)})
-        return found
+                windows.append((numbers, window))
+        scores = self.scores("parts of the run", [(0, window) for _, window in windows], psnr)
+        return [
+            {"steps": numbers, "picture_error": 10 ** (-score / 20)}
+            for (numbers, _), score in zip(windows, scores, strict=True)
+        ]
 
     def _grids(self) -> list[Any]:
         """Grids of image tokens in the last forward pass, of each part of the model with its own."""
-        forwards = [ran for model in self.denoisers for ran in ModelAdapter.of(model).ran.values()]
+        forwards = [
+            ran for model in self.denoisers if (adapter := ModelAdapter.of(model)) for ran in adapter.ran.values()
+        ]
         return [list(map(list, grids)) for grids in dict.fromkeys(ran.layout.grids for ran in forwards if ran.layout)]
 
     @contextmanager

@@ -28,7 +28,7 @@ from foveate.utils.progress import Track, silent
 if TYPE_CHECKING:  # importing foveate does not import diffusers
     from foveate.diffusers.measure import Measurements
 
-__all__ = ["CANDIDATES", "Budget", "Setting", "settings", "tune"]
+__all__ = ["CANDIDATES", "Budget", "Setting", "check", "settings", "tune"]
 
 CANDIDATES: tuple[Method | ComposedMethod, ...] = (
     ToMA(keep=0.75),
@@ -151,15 +151,7 @@ def tune(
         ValueError: If an argument is invalid, the model has no card, no candidate saves time, or no setting that saves
             time is within the budget; the message says what came nearest.
     """
-    if isinstance(prompts, str) or len(prompts) < 2:
-        raise ValueError("tune needs two prompts or more: some to calibrate, others to check the result")
-    if not methods:
-        raise ValueError("name the methods to try, or leave methods out")
-    for method in methods:
-        if any((p.dense_layers, p.start_percent, p.end_percent) != ("", 0, 1) for p in method.parts):
-            raise ValueError(
-                f"tune chooses dense_layers, start_percent and end_percent: leave them out of {method.title}"
-            )
+    check(prompts, methods)
     from foveate.diffusers.measure import Measurements
     from foveate.diffusers.pipelines import Request, check_request
 
@@ -194,7 +186,7 @@ def settings(
         squares = (weights * _by_step(cost, steps)) ** 2
         for dense, error_left, saving_left in _dense_layers(layers[method.title]):
             for start in range(TENTHS):
-                for end in range(start + 1, TENTHS + 1):
+                for end in range(TENTHS, start, -1):  # of equal ones the first stays
                     limited = at_work(method, start / TENTHS, end / TENTHS, layer_ranges(dense))
                     active = [step for step in range(steps) if limited.parts[0].covers(step / steps)]
                     time = 1 - len(active) / steps * (1 - cost["ratio"]) * saving_left
@@ -240,6 +232,19 @@ def _dense_layers(groups: list[dict[str, Any]]) -> Iterator[tuple[list[int], flo
         yield dense, max(error_left, 0.0), saving_left
 
 
+def check(prompts: Sequence[str], methods: Sequence[Method | ComposedMethod]) -> None:
+    """Checks the arguments of `tune` that need no model; errors as there."""
+    if isinstance(prompts, str) or len(prompts) < 2:
+        raise ValueError("tune needs two prompts or more: some to calibrate, others to check the result")
+    if not methods:
+        raise ValueError("name the methods to try, or leave methods out")
+    for method in methods:
+        if any((p.dense_layers, p.start_percent, p.end_percent) != ("", 0, 1) for p in method.parts):
+            raise ValueError(
+                f"tune chooses dense_layers, start_percent and end_percent: leave them out of {method.title}"
+            )
+
+
 class _Search:
     """One search: see the module."""
 
@@ -276,23 +281,25 @@ class _Search:
             },
         )
 
-    def score(self, number: int, setting: Setting) -> float:
-        """The score of a picture."""
-        return self.measured.score(number, setting.method, self.budget.of)
+    def scores(self, setting: Setting, numbers: list[int]) -> Iterator[float]:
+        """The scores of pictures with a setting."""
+        name = f"{1 / setting.time:.2f}x, {'held out' if numbers is self.held_out else 'calibration'}"
+        return self.measured.scores(name, [(number, setting.method) for number in numbers], self.budget.of)
 
     def holds(self, setting: Setting, numbers: list[int]) -> bool:
         """Whether all these pictures are within the budget. One that is not is looked at first the next time."""
         scores: list[float] = []
-        for number in numbers:
-            scores.append(self.score(number, setting))
-            if not scores[-1] >= self.budget.at_least:  # also NaN
+        for number, score in zip(numbers, self.scores(setting, numbers), strict=True):
+            scores.append(score)
+            if not score >= self.budget.at_least:  # also NaN
                 numbers.remove(number)
                 numbers.insert(0, number)
                 prompt = self.measured.requests[number].prompt
-                self.say(f"{setting.title}: {self.budget.name} {scores[-1]:.4g} in {prompt!r}, not near enough")
+                self.say(f"{setting.title}: {self.budget.name} {score:.5g} in {prompt!r}, not near enough")
                 return False
         kind = "held-out" if numbers is self.held_out else "calibration"
-        self.say(f"{setting.title}: {self.budget.name} {min(scores):.4g} or more in {len(numbers)} {kind} pictures")
+        worst = f"{self.budget.name} {min(scores):.5g} in the worst {kind} picture of {len(scores)}"
+        self.say(f"{setting.title}: {worst}")
         return True
 
     def speed_up(self, setting: Setting) -> float:
@@ -307,12 +314,12 @@ class _Search:
 
     def gap(self, setting: Setting) -> str:
         """What is missing to the budget with the setting that comes nearest."""
-        worst, asked = min(self.score(number, setting) for number in self.held_out), self.budget.at_least
+        worst, asked = min(self.scores(setting, self.held_out)), self.budget.at_least
         if worst >= asked:
             return f"no setting within the budget saves time: {setting.title} has {self.speed_up(setting):.2f}x"
         return (
             f"no setting that saves time reaches {self.budget.name} {asked:g} in every held-out picture: the nearest, "
-            f"{setting.title}, has {worst:.4g} in the worst one, {asked - worst:.2g} too little"
+            f"{setting.title}, has {worst:.5g} in the worst one, {asked - worst:.2g} too little"
         )
 
     def preset(self, setting: Setting, evidence: dict[str, Any]) -> Preset:
@@ -320,15 +327,16 @@ class _Search:
         from foveate.utils.device import versions
 
         cost, requests = self.measured.cost(setting.method), self.measured.requests
+        numbers = sorted(self.held_out)
         held_out = [
             {
                 "prompt": requests[number].prompt,
                 "seed": requests[number].seed,
-                "score": _finite(self.score(number, setting)),
-                "dense_s": self.measured.picture(number, None)[1],
-                "picture_s": self.measured.picture(number, setting.method)[1],
+                "score": _finite(score),
+                "dense_s": self.measured.seconds(number, None),
+                "picture_s": self.measured.seconds(number, setting.method),
             }
-            for number in sorted(self.held_out)
+            for number, score in zip(numbers, self.scores(setting, numbers), strict=True)
         ]
         first = requests[0]
         return Preset(
