@@ -222,8 +222,8 @@ class Measurements:
         }
 
     @torch.no_grad()
-    def layers(self, methods: Sequence[MethodLike]) -> dict[str, list[dict[str, Any]]]:
-        """Error of each method at work in one group of layers alone, by its title.
+    def layers(self, methods: Sequence[MethodLike]) -> dict[MethodLike, list[dict[str, Any]]]:
+        """Error of each method at work in one group of layers alone.
 
         Returns:
             For each method and group "layers" (their numbers), "attention_error" (relative, of the output of the
@@ -237,7 +237,7 @@ class Measurements:
             for method in todo:
                 self._once(f"layers {group} {method!r}", lambda m=method, g=group: self._layers(m, g))
                 advance()
-        return {method.title: [self._known[f"layers {group} {method!r}"] for group in groups] for method in methods}
+        return {method: [self._known[f"layers {group} {method!r}"] for group in groups] for method in methods}
 
     def _layers(self, method: MethodLike, group: list[int]) -> dict[str, Any]:
         middle = len(self.recorded) // 2

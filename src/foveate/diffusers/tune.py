@@ -166,8 +166,8 @@ def tune(
 
 def settings(
     methods: Sequence[Method | ComposedMethod],
-    costs: dict[str, dict[str, Any]],
-    layers: dict[str, list[dict[str, Any]]],
+    costs: dict[Any, dict[str, Any]],
+    layers: dict[Any, list[dict[str, Any]]],
     weights: Any,
 ) -> list[Setting]:
     """The settings that no other one beats in predicted error and time, the fastest first.
@@ -176,15 +176,15 @@ def settings(
 
     Args:
         methods: The methods.
-        costs: `Measurements.cost` of each method, by title.
-        layers: `Measurements.layers` of each method, by title.
+        costs: `Measurements.cost` of each method.
+        layers: `Measurements.layers` of each method.
         weights: Error of a picture for an error of the prediction, for each step.
     """
     steps, found = len(weights), list[Setting]()
     for method in methods:
-        cost = costs[method.title]
+        cost = costs[method]
         squares = (weights * _by_step(cost, steps)) ** 2
-        for dense, error_left, saving_left in _dense_layers(layers[method.title]):
+        for dense, error_left, saving_left in _dense_layers(layers[method]):
             for start in range(TENTHS):
                 for end in range(TENTHS, start, -1):  # of equal ones the first stays
                     limited = at_work(method, start / TENTHS, end / TENTHS, layer_ranges(dense))
@@ -256,17 +256,18 @@ class _Search:
 
     def run(self, methods: Sequence[Method | ComposedMethod]) -> Preset:
         """The preset; errors as of `tune`."""
-        costs = {method.title: self.measured.cost(method) for method in methods}
-        for title, cost in costs.items():
-            self.say(f"{title}: {_told(cost)}")
-        useful = [method for method in methods if costs[method.title].get("ratio", 1.0) * LEAST_GAIN <= 1]
+        costs: dict[Any, dict[str, Any]] = {}
+        for method in dict.fromkeys(methods):
+            costs[method] = self.measured.cost(method)
+            self.say(f"{method.title}: {_told(costs[method])}")
+        useful = [method for method, cost in costs.items() if cost.get("ratio", 1.0) * LEAST_GAIN <= 1]
         if not useful:
-            raise ValueError(f"no method saves time here: {'; '.join(f'{t}: {_told(c)}' for t, c in costs.items())}")
+            told = "; ".join(f"{method.title}: {_told(cost)}" for method, cost in costs.items())
+            raise ValueError(f"no method saves time here: {told}")
         layers = self.measured.layers(useful)
-        nearest = min(useful, key=lambda method: mean(costs[method.title]["errors"]))
+        nearest = min(useful, key=lambda method: mean(costs[method]["errors"]))
         parts = self.measured.slices(nearest)
-        weights = _weights(parts, _by_step(costs[nearest.title], self.steps))
-        front = settings(useful, costs, layers, weights)
+        front = settings(useful, costs, layers, _weights(parts, _by_step(costs[nearest], self.steps)))
         found = bisect_left(front, True, key=lambda setting: self.holds(setting, self.calibration))
         chosen = next(
             (setting for setting in front[found:] if self.holds(setting, self.held_out) and self.gains(setting)), None
@@ -276,7 +277,10 @@ class _Search:
         return self.preset(
             chosen,
             {
-                "candidates": {title: cost | {"layers": layers.get(title, [])} for title, cost in costs.items()},
+                "candidates": [
+                    {"method": method.title, **cost, "layers": layers.get(method, [])}
+                    for method, cost in costs.items()
+                ],
                 "parts_of_the_run": {"method": nearest.title, "parts": parts},
             },
         )
@@ -314,11 +318,11 @@ class _Search:
 
     def gap(self, setting: Setting) -> str:
         """What is missing to the budget with the setting that comes nearest."""
-        worst, asked = min(self.scores(setting, self.held_out)), self.budget.at_least
+        worst, asked = min(self.scores(setting, self.calibration + self.held_out)), self.budget.at_least
         if worst >= asked:
             return f"no setting within the budget saves time: {setting.title} has {self.speed_up(setting):.2f}x"
         return (
-            f"no setting that saves time reaches {self.budget.name} {asked:g} in every held-out picture: the nearest, "
+            f"no setting that saves time reaches {self.budget.name} {asked:g} in every picture: the nearest, "
             f"{setting.title}, has {worst:.5g} in the worst one, {asked - worst:.2g} too little"
         )
 
