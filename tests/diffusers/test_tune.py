@@ -2,16 +2,18 @@
 
 import json
 import math
+from contextlib import contextmanager
 from dataclasses import replace
 
 import pytest
+import tiny_pipelines
 import torch
+from PIL import Image
 
 import foveate
 from foveate import Budget, HilbertA, ToMA
 from foveate.demo.untrained import untrained_pipeline
 from foveate.diffusers import measure
-from foveate.diffusers.adapter import ModelAdapter
 from foveate.diffusers.pipelines import Request, draw
 from foveate.diffusers.pixel_dit import PixelDiT
 from foveate.diffusers.preset import PRESETS, Preset, describe
@@ -32,16 +34,25 @@ def pipe():
 
 
 @pytest.fixture(autouse=True)
-def clock(pipe, monkeypatch):
+def clock(monkeypatch):
     """Every measurement takes a second with dense, and with a method what `TIMES` says."""
-    time = 0.0
+    time, active = 0.0, []
+
+    @contextmanager
+    def applied(pipe, method):
+        with foveate.apply(pipe, method) as run:
+            active.extend(method.parts)
+            try:
+                yield run
+            finally:
+                active.clear()
 
     def now(_device):
         nonlocal time
-        adapter = ModelAdapter.of(pipe.transformer)
-        time += math.prod(TIMES[type(method)] for method in adapter.methods) if adapter else 1.0
+        time += math.prod(TIMES[type(part)] for part in active)
         return time
 
+    monkeypatch.setattr(measure, "apply", applied)
     monkeypatch.setattr(measure, "now", now)
 
 
@@ -206,6 +217,26 @@ def predictions(pipe, number):
     drawn(pipe, number)
     hook.remove()
     return [(args, kwargs, *outputs_of(pipe, args, kwargs)) for args, kwargs in calls]
+
+
+def test_a_video_with_two_experts_and_guidance_is_tuned(tmp_path):
+    pipe = tiny_pipelines.wan(experts=2)
+    method = HilbertA(tiles=2)
+    preset = foveate.tune(
+        pipe, PROMPTS[:2], Budget(-math.inf), size=(128, 64), steps=4, guidance=3.0, frames=9, methods=[method],
+        out=tmp_path,
+    )  # fmt: skip
+    assert preset.methods == (method,)
+    assert len(preset.models) == 2
+    assert preset.grids == (((3, 8, 4),),)
+    with Image.open(tmp_path / "dense" / "001.png") as picture:
+        assert picture.size == (64, 9 * 128)
+    request = Request(PROMPTS[1], (128, 64), 4, 3.0, 1, frames=9)
+    with foveate.apply(pipe, preset) as run:
+        frames = draw(pipe, request)
+        assert any(layer.method == "HilbertA T=2" for layer in run.summary().layers)
+    scores = [ssim(*pair) for pair in zip(frames, draw(pipe, request), strict=True)]
+    assert preset.evidence["held_out"][0]["score"] == pytest.approx(sum(scores) / 9, abs=0.02)
 
 
 def test_the_settings_are_those_that_no_other_one_beats():

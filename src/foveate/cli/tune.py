@@ -113,7 +113,8 @@ def tune(
         )  # fmt: skip
     path = out / f"{budget.name.lower()}-{budget.at_least:g}.json"
     preset.save(path)
-    console.print(f"{escape(preset.title)}: the steps of a picture are {preset.evidence['speed_up']:.2f}x faster")
+    gain = preset.evidence["speed_up"]
+    console.print(f"{escape(preset.title)}: the steps of a picture are {gain:.2f}x faster", soft_wrap=True)
     print(path)
 
 

@@ -83,6 +83,7 @@ class Measurements:
         settings = {
             "model": type(denoiser(pipeline)).__name__,
             "weights": fingerprint(denoiser(pipeline)),
+            "adapters": getattr(pipeline, "get_list_adapters", dict)(),
             "size": f"{first.size[1]}x{first.size[0]}",
             "steps": first.steps,
             "guidance": first.guidance,
