@@ -74,6 +74,7 @@ class Measurements:
     ) -> None:
         self.pipeline, self.requests, self.folder, self.track = pipeline, requests, folder, track
         self._prompts, first = min(RECORDED, calibration), requests[0]
+        self._device = pipeline._execution_device  # with offloading pipeline.device is the CPU
         self.denoisers = [model for name in DENOISERS if (model := getattr(pipeline, name, None)) is not None]
         card = card_of(self.denoisers[0])
         blocks = [block for stack in card.stacks(self.denoisers[0]) for block in stack.blocks]
@@ -90,7 +91,7 @@ class Measurements:
             "frames": first.frames,
             "seed": first.seed,
             "prompts": f"{crc32(json.dumps([request.prompt for request in requests]).encode()):08x}",
-            "device": pipeline.device.type,
+            "device": self._device.type,
             "dtype": str(pipeline.dtype).removeprefix("torch."),
         }
         claim(folder, {name: str(value) for name, value in settings.items()})
@@ -133,11 +134,11 @@ class Measurements:
         return self.folder / name / f"{number:03}.png"
 
     def _draw(self, number: int, method: MethodLike | None, on_step: Callable[[], None]) -> None:
-        request, device = self.requests[number], self.pipeline.device
+        request = self.requests[number]
         with apply(self.pipeline, method) if method else nullcontext():
-            began = now(device)
+            began = now(self._device)
             frames = draw(self.pipeline, request, on_step)
-            seconds = now(device) - began
+            seconds = now(self._device) - began
         about = {"prompt": request.prompt, "method": repr(method) if method else "dense"}
         write_picture(self._path(number, method), _stacked(frames), {**about, "seconds": f"{seconds:.4f}"})
 
@@ -305,10 +306,9 @@ class Measurements:
 
     def _forward(self, calls: Sequence[Recorded]) -> tuple[float, list[Tensor]]:
         """Seconds and predictions of recorded calls, run again."""
-        device = self.pipeline.device
-        began = now(device)
+        began = now(self._device)
         outputs = [call.model(*call.call.args, **_copied(call.call.kwargs)) for call in calls]
-        return now(device) - began, [_prediction(output) for output in outputs]
+        return now(self._device) - began, [_prediction(output) for output in outputs]
 
     def _once(self, name: str, measure: Callable[[], Any]) -> Any:
         """The result of a measurement, which is kept on disk and never repeated."""

@@ -15,7 +15,7 @@ from math import isfinite, isnan, sqrt
 from pathlib import Path
 from statistics import mean
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from PIL import Image
@@ -24,9 +24,6 @@ from foveate.diffusers.preset import Preset, describe
 from foveate.methods import LLSA, ComposedMethod, HilbertA, Method, ToMA
 from foveate.methods.base import at_work, layer_ranges
 from foveate.utils.progress import Track, silent
-
-if TYPE_CHECKING:  # importing foveate does not import diffusers
-    from foveate.diffusers.measure import Measurements
 
 __all__ = ["CANDIDATES", "Budget", "Setting", "check", "settings", "tune"]
 
@@ -246,9 +243,16 @@ def check(prompts: Sequence[str], methods: Sequence[Method | ComposedMethod]) ->
 
 
 class _Search:
-    """One search: see the module."""
+    """One search: see the module.
 
-    def __init__(self, measured: "Measurements", budget: Budget, calibration: int, say: Callable[[str], None]) -> None:
+    Args:
+        measured: The `Measurements`, whose module is not imported here: importing foveate does not import diffusers.
+        budget: The budget.
+        calibration: Number of the first requests that calibrate.
+        say: Called with a line about every result.
+    """
+
+    def __init__(self, measured: Any, budget: Budget, calibration: int, say: Callable[[str], None]) -> None:
         self.measured, self.budget, self.say = measured, budget, say
         self.steps = measured.requests[0].steps
         numbers = range(len(measured.requests))
@@ -357,7 +361,7 @@ class _Search:
                 "guidance": first.guidance,
                 "frames": first.frames,
                 "dtype": str(self.measured.pipeline.dtype).removeprefix("torch."),
-                "device": str(self.measured.pipeline.device),
+                "device": str(self.measured.pipeline._execution_device),
                 "versions": versions(),
                 "held_out": held_out,
                 **evidence,
