@@ -10,7 +10,7 @@ from contextlib import ExitStack, contextmanager, nullcontext
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
-from statistics import mean, median
+from statistics import mean
 from typing import Any, NamedTuple
 from zlib import crc32
 
@@ -185,21 +185,19 @@ class Measurements:
         a new plan of token merging; plans are charged to the steps that share them.
 
         Returns:
-            "steps" and "errors" (relative, of the prediction), "dense_s" and "step_s" (medians in seconds), "ratio"
-            (of the method's time to that of dense, median), "grids" (of image tokens); or "why" alone, if the method
-            stays dense or does not fit the model.
+            "steps" and "errors" (relative, of the prediction), "dense_s" and "step_s" (seconds, of the fastest of all
+            calls), "ratio" (of the two), "grids" (of image tokens); or "why" alone, if the method stays dense or does
+            not fit the model.
         """
         return self._once(f"cost {method!r}", lambda: self._cost(method))
 
     def _cost(self, method: MethodLike) -> dict[str, Any]:
-        shared = max((getattr(part, "weights_every", 1) for part in method.parts), default=1)
-        merges = any(hasattr(part, "weights_every") for part in method.parts)
         errors: list[float] = []
-        dense: list[float] = []
-        sparse: list[float] = []
+        seconds: list[tuple[float, float, float]] = []
+        grids: list[Any] = []
         advance = self.track(f"steps: {method.title}", len(self.recorded))
         for calls in self.recorded:
-            alone, _ = self._forward(calls)
+            dense, _ = self._forward(calls)
             try:
                 with apply(self.pipeline, throughout(method)) as run:
                     first, predictions = self._forward(calls)
@@ -211,15 +209,18 @@ class Measurements:
             if all(layer.why for layer in layers):
                 return {"why": layers[0].why}
             errors.append(mean(_relative(p, call.prediction) for p, call in zip(predictions, calls, strict=True)))
-            dense.append(alone)
-            sparse.append(again + max(0.0, first - again) / shared if merges else again)
+            seconds.append((dense, first, again))
             advance()
+        # every call does the same work: the fastest one was disturbed the least
+        dense, first, again = (min(times) for times in zip(*seconds, strict=True))
+        shared = max(getattr(part, "weights_every", 0) for part in method.parts)
+        step = again + max(0.0, first - again) / shared if shared else again
         return {
             "steps": [calls[0].step for calls in self.recorded],
             "errors": errors,
-            "dense_s": median(dense),
-            "step_s": median(sparse),
-            "ratio": median(mine / theirs for mine, theirs in zip(sparse, dense, strict=True)),
+            "dense_s": dense,
+            "step_s": step,
+            "ratio": step / dense,
             "grids": grids,
         }
 
