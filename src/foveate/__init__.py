@@ -8,21 +8,27 @@ Examples:
 
 from foveate.diffusers.apply import Handle, apply, remove, summary
 from foveate.diffusers.card import Card, register_card
+from foveate.diffusers.preset import Preset, load
+from foveate.diffusers.tune import Budget, tune
 from foveate.methods import LLSA, HilbertA, InfoFlowKV, SubCP, ToMA
 
 __all__ = [
     "LLSA",
+    "Budget",
     "Card",
     "Handle",
     "HilbertA",
     "InfoFlowKV",
+    "Preset",
     "SubCP",
     "ToMA",
     "__version__",
     "apply",
+    "load",
     "register_card",
     "remove",
     "summary",
+    "tune",
 ]
 
 

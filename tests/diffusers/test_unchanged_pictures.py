@@ -11,7 +11,7 @@ from foveate import LLSA, HilbertA, ToMA
 from foveate.demo import PIPELINE
 from foveate.diffusers.pipelines import Request, draw, load
 from foveate.methods import ToDo, ToFu, ToMeSD
-from foveate.web.report import psnr
+from foveate.utils.similarity import psnr
 
 PICTURES = Path(__file__).parent / "pictures"
 PROMPT = "a red apple above a blue car on a green background"

@@ -17,6 +17,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Column, Table
 
 from foveate.demo import PIPELINE, READER
+from foveate.diffusers.preset import PRESETS, Preset
+from foveate.diffusers.preset import load as load_preset
 from foveate.methods import ComposedMethod, Method, method_from_text
 from foveate.utils.progress import Track
 
@@ -207,6 +209,16 @@ def options_of(option: list[str] | None, tiles: str | None = None) -> dict[str, 
         raise ValueError(f"option {bare[0]} has no value: write -o {bare[0]}=VALUE")
     pairs = {name: value for name, _, value in (text.partition("=") for text in option or [])}
     return pairs if tiles is None else {**pairs, "tiles": tiles}
+
+
+def read_variant(text: str) -> Method | ComposedMethod | Preset:
+    """The preset of a JSON file, or one that comes with Foveate, by name; else as `read_method`."""
+    return load_preset(text) if is_preset(text) else read_method(text)
+
+
+def is_preset(text: str) -> bool:
+    """Whether a text names a preset, not a method."""
+    return text.endswith(".json") or (PRESETS / f"{text}.json").exists()
 
 
 def read_method(text: str) -> Method | ComposedMethod:

@@ -24,14 +24,16 @@ from foveate.cli.common import (
     check_writable,
     clear_errors,
     console,
+    is_preset,
     open_model,
     options_of,
     progress,
-    read_method,
     read_size,
+    read_variant,
     request_of,
 )
 from foveate.demo import LORA
+from foveate.diffusers.preset import Preset
 from foveate.methods import METHODS, ComposedMethod, Method, method_from_text
 
 __all__ = ["compare", "evaluate", "generate"]
@@ -90,7 +92,7 @@ def generate(
     method: Annotated[
         str | None,
         typer.Option(
-            help=f"dense, {', '.join(METHODS)}, or several: hilberta:tiles=16+toma. "
+            help=f"dense, {', '.join(METHODS)}, several: hilberta:tiles=16+toma, or a preset of foveate tune. "
             "[dim]default: the method of the LoRA, else dense[/]"
         ),
     ] = None,
@@ -119,6 +121,8 @@ def generate(
     """
     options = options_of(option, tiles)
     chosen: Any = None if lora else _method(method, options)
+    if isinstance(chosen, Preset) and not size:
+        size = "{1}x{0}".format(*chosen.size)
     if out and out.suffix.lower() != ".mp4":
         check_file(out, "a PNG or MP4 file", ".png")
     pipe, distilled, request = _opened(
@@ -143,7 +147,7 @@ def generate(
         console.print(escape(remark))
     with progress() as track:
         advance, began = track(chosen.title if chosen else plain, request.steps), time.perf_counter()
-        with using(pipe, chosen) if distilled else apply(pipe, *chosen.parts) if chosen else nullcontext() as run:
+        with using(pipe, chosen) if distilled else apply(pipe, chosen) if chosen else nullcontext() as run:
             drawn = draw(pipe, request, advance)
             summary = run.summary() if run else None
         ran = repr(chosen.method if distilled else chosen) if chosen else plain
@@ -242,7 +246,7 @@ def evaluate(
 
     With --lora the method is scored with and without the LoRA: foveate eval --lora distilled --prompts 100
     """
-    asked = [read_method(text) for text in method or []]
+    asked = [read_variant(text) for text in method or []]
     pipe, distilled, request = _opened(model, lora, "", size, steps, guidance, seed, out, device, dtype)
     from foveate.demo.evaluate import evaluate, score_table
     from foveate.web.compare import showcase
@@ -338,11 +342,13 @@ def _remark_on(pipe: Any, model: str, prompt: str) -> str:
     return " ".join(remarks)
 
 
-def _method(name: str | None, options: dict[str, str]) -> Method | ComposedMethod | None:
-    if name and set(name) & set("+:"):
+def _method(name: str | None, options: dict[str, str]) -> Method | ComposedMethod | Preset | None:
+    if name and (set(name) & set("+:") or is_preset(name)):
+        if options and is_preset(name):
+            raise ValueError(f"a preset has its options: leave {', '.join(options)} out, or name a method")
         if options:
             raise ValueError(f"write all options into --method {name}, such as hilberta:tiles=16+toma:keep=0.5")
-        return read_method(name)
+        return read_variant(name)
     if name not in (None, "dense"):
         return method_from_text(name, options)
     if options:
@@ -370,7 +376,7 @@ def _own_attention(pipe: Any) -> list[Method]:
     return [as_method(pipe)] if isinstance(pipe, PixelPipeline) else []
 
 
-def _with_distilled(distilled: Any, lora: str, methods: Sequence[Method | ComposedMethod]) -> list[Any]:
+def _with_distilled(distilled: Any, lora: str, methods: Sequence[Method | ComposedMethod | Preset]) -> list[Any]:
     """The methods, then the method of the LoRA without and with it."""
     if not lora:
         return [*methods]

@@ -38,6 +38,8 @@ log = logging.getLogger("foveate")
 
 T = TypeVar("T")
 
+OUTSIDE = "this step lies outside start_percent to end_percent"  # as the user wants it: no warning
+
 outside_compiled_code = torch.compiler.disable(
     reason="foveate plans a forward pass outside of compiled code; compile the blocks if a graph must be whole: "
     "model.compile_repeated_blocks(fullgraph=True)"
@@ -122,6 +124,7 @@ class ModelAdapter:
         card: The card of its class.
         methods: One method of sparse attention, one of token merging, or both.
         pipeline: The pipeline around the model, or None.
+        grids: Grids of image tokens that the methods were tuned for; a warning tells of others. Empty: all.
 
     Raises:
         ValueError: If the methods do not fit each other or the model. The model is left as it was.
@@ -131,7 +134,9 @@ class ModelAdapter:
         paused: While it is true, every forward pass is dense: see `Handle.paused`.
     """
 
-    def __init__(self, model: nn.Module, card: Card, methods: tuple[Method, ...], pipeline: Any) -> None:
+    def __init__(
+        self, model: nn.Module, card: Card, methods: tuple[Method, ...], pipeline: Any, grids: tuple[Any, ...] = ()
+    ) -> None:
         self.sparse = next((method for method in methods if isinstance(method, SparseAttention)), None)
         self.merging = next((method for method in methods if isinstance(method, TokenMerging)), None)
         if len(methods) != (self.sparse is not None) + (self.merging is not None):
@@ -145,7 +150,7 @@ class ModelAdapter:
             )
         card.check(model, methods)
         self.model, self.card, self.methods, self.clock = model, card, methods, Clock(pipeline)
-        self.outcomes, self.paused = Counter[str](), False
+        self.outcomes, self.paused, self.grids = Counter[str](), False, grids
         self.layers: list[Layer] = []
         self.groups: list[MergeGroup] = []
         self.blocks: list[MergedBlock] = []
@@ -349,6 +354,9 @@ class ModelAdapter:
         layouts, why = self._ask(self.methods[0], lambda: alike(self.card.layout(holder, inputs)))
         plans = regions = None
         if layouts is not None:
+            if self.grids and (given := layouts[0].grids) not in self.grids:
+                log.warning("the preset was measured at %s image tokens, not at %s", self.grids[0], given)
+                self.grids = ()  # tell it once
             plans, why_not_sparse = self._ask(self.sparse, lambda: self._plans(holder, inputs, layouts))
             regions, why_not_merged = self._ask(self.merging, lambda: self._regions(holder, inputs, layouts, plans))
             why = "" if plans or regions else why_not_sparse or why_not_merged
@@ -391,7 +399,7 @@ class ModelAdapter:
         try:
             return decide(), ""
         except DenseFallback as reason:
-            if not self.paused and str(reason) not in self.outcomes:
+            if not self.paused and str(reason) not in (OUTSIDE, *self.outcomes):
                 log.warning("%s stays dense: %s", type(method).__name__, reason)
             self.outcomes[str(reason)] += 0  # log it once
             return None, str(reason)
@@ -404,7 +412,7 @@ class ModelAdapter:
             if (progress := self.clock()) is None:
                 raise DenseFallback("no scheduler tells the step, and start_percent to end_percent is part of the run")
             if not method.covers(progress):
-                raise DenseFallback("this step lies outside start_percent to end_percent")
+                raise DenseFallback(OUTSIDE)
         if tokens < method.min_tokens:
             raise DenseFallback(f"{tokens} image tokens are fewer than min_tokens={method.min_tokens}")
         nested = [v for k, v in self._inputs.items() if k.endswith("attention_kwargs") and v]

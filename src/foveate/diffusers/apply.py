@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from foveate.diffusers.card import card_of
+from foveate.diffusers.preset import Preset
 from foveate.diffusers.summary import Summary
-from foveate.methods import Method
+from foveate.methods import ComposedMethod, Method
 
 if TYPE_CHECKING:  # importing foveate does not import diffusers
     from foveate.diffusers.adapter import ModelAdapter
@@ -62,7 +63,7 @@ class Handle:
         self.remove()
 
 
-def apply(target: Any, *methods: Method) -> Handle:
+def apply(target: Any, *methods: Method | ComposedMethod | Preset) -> Handle:
     """Run a diffusers pipeline or model with these methods until the returned handle is removed.
 
     Examples:
@@ -72,18 +73,24 @@ def apply(target: Any, *methods: Method) -> Handle:
 
     Args:
         target: A pipeline with a `transformer`, `transformer_2` or `unet`, or such a model itself.
-        *methods: One method of sparse attention, one of token merging, or both.
+        *methods: One method of sparse attention, one of token merging, or both; or a preset alone.
 
     Raises:
         ValueError: If no method is given, the target has no denoiser, its model class has no card, methods are
-            already applied, or an option does not fit the model.
+            already applied, an option does not fit the model, or the preset is for another model.
     """
     if not methods:
         raise ValueError("nothing to apply: name a method, for example foveate.apply(pipe, foveate.HilbertA())")
     for method in methods:
-        if not isinstance(method, Method):
+        if not isinstance(method, Method | ComposedMethod | Preset):
             raise ValueError(f"not a method: {method!r}; pass an instance such as foveate.HilbertA()")
+    preset = next((method for method in methods if isinstance(method, Preset)), None)
+    if preset and len(methods) > 1:
+        raise ValueError("a preset has all its methods: apply it alone")
+    parts = tuple(part for method in methods for part in method.parts)
     models = _denoisers(target)
+    if preset:
+        preset.check(models.values())
     cards = {name: card_of(model) for name, model in models.items()}
 
     from foveate.diffusers.adapter import ModelAdapter
@@ -98,7 +105,7 @@ def apply(target: Any, *methods: Method) -> Handle:
     adapters: dict[str, ModelAdapter] = {}
     try:
         for name, model in models.items():
-            adapters[name] = ModelAdapter(model, cards[name], methods, pipeline)
+            adapters[name] = ModelAdapter(model, cards[name], parts, pipeline, preset.grids if preset else ())
             _reset_compiled(adapters[name])
     except BaseException:
         Handle(adapters).remove()

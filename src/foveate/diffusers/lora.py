@@ -17,6 +17,7 @@ from torch import Tensor
 from foveate.diffusers.adapter import outside_compiled_code
 from foveate.diffusers.apply import Handle, apply
 from foveate.diffusers.hub import fetch
+from foveate.diffusers.preset import Preset
 from foveate.methods import METHODS, ComposedMethod, Method
 
 __all__ = [
@@ -124,7 +125,7 @@ def load_lora(pipeline: Any, file: Path) -> Distilled | None:
     return distilled
 
 
-def adapted(distilled: Distilled, asked: Method | ComposedMethod | None, options: set[str]) -> Distilled:
+def adapted(distilled: Distilled, asked: Method | ComposedMethod | Preset | None, options: set[str]) -> Distilled:
     """The distilled method in the layers and steps that `asked` names.
 
     Args:
@@ -148,7 +149,7 @@ def adapted(distilled: Distilled, asked: Method | ComposedMethod | None, options
     return distilled._replace(method=replace(distilled.method, **named))
 
 
-MethodLike = Method | ComposedMethod | Distilled
+MethodLike = Method | ComposedMethod | Distilled | Preset
 """Anything that a pipeline can run with."""
 
 
@@ -156,7 +157,7 @@ def throughout(way: MethodLike) -> MethodLike:
     """The same method at work in all steps."""
     if isinstance(way, Distilled):
         return way._replace(method=replace(way.method, start_percent=0.0, end_percent=1.0))
-    if isinstance(way, ComposedMethod):
+    if isinstance(way, ComposedMethod | Preset):
         return ComposedMethod(tuple(replace(part, start_percent=0.0, end_percent=1.0) for part in way.parts))
     return replace(way, start_percent=0.0, end_percent=1.0)
 
@@ -172,7 +173,7 @@ def using(pipeline: Any, way: MethodLike | None) -> Generator[Handle | None]:
         (pipeline.enable_lora if distilled else pipeline.disable_lora)()
     try:
         with (
-            apply(pipeline, *way.parts) if way else nullcontext() as run,
+            apply(pipeline, way.method if isinstance(way, Distilled) else way) if way else nullcontext() as run,
             _where_sparse(pipeline, run) if lora and distilled else nullcontext(),
         ):
             yield run

@@ -2,9 +2,9 @@
 
 from abc import abstractmethod
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from math import prod
-from typing import ClassVar, Literal, NamedTuple, Protocol, runtime_checkable
+from typing import Any, ClassVar, Literal, NamedTuple, Protocol, runtime_checkable
 
 from torch import Tensor
 
@@ -12,7 +12,17 @@ from foveate.ops.joint_attention import Pattern
 from foveate.ops.merging import AnyMerge, Grid, Regions
 from foveate.utils.choices import check_choices
 
-__all__ = ["AttentionPlan", "ComposedMethod", "DenseFallback", "Grid", "Method", "SparseAttention", "TokenMerging"]
+__all__ = [
+    "AttentionPlan",
+    "ComposedMethod",
+    "DenseFallback",
+    "Grid",
+    "Method",
+    "SparseAttention",
+    "TokenMerging",
+    "at_work",
+    "layer_ranges",
+]
 
 
 class DenseFallback(ValueError):
@@ -106,6 +116,26 @@ class ComposedMethod(NamedTuple):
     def title(self) -> str:
         """The titles of the methods."""
         return " + ".join(method.title for method in self.parts)
+
+
+def at_work(
+    method: Method | ComposedMethod, start: float = 0.0, end: float = 1.0, dense_layers: str = ""
+) -> Method | ComposedMethod:
+    """The method in the steps from `start` to `end`, fractions of the run, outside of the dense layers."""
+    options: dict[str, Any] = {"start_percent": start, "end_percent": end, "dense_layers": dense_layers}
+    parts = tuple(replace(part, **options) for part in method.parts)
+    return ComposedMethod(parts) if isinstance(method, ComposedMethod) else parts[0]
+
+
+def layer_ranges(layers: Iterable[int]) -> str:
+    """Layer numbers as `dense_layers` takes them, such as "0-1, 56"."""
+    runs: list[list[int]] = []
+    for number in sorted(layers):
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
 
 
 @runtime_checkable
