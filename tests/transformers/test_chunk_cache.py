@@ -42,7 +42,7 @@ def test_documents_of_equal_length_are_encoded_together_as_each_alone(monkeypatc
     monkeypatch.setattr(encoder_module, "ENCODE_ROWS", 16)
     ours, texts = encoder(), ["w1 w2 w3 w4 w5", "w6 w7 w8 w9 w1", "w2 w2 w3 w3 w4", "w5 w6", "w7 w8 w9 w2 w1"]
     passes = []
-    ours.model.model.register_forward_pre_hook(lambda *_: passes.append(1))
+    ours.row_model.model.register_forward_pre_hook(lambda *_: passes.append(1))
     chunks = ours.encode(texts)
     assert len(passes) == 3
     for chunk, text in zip(chunks, texts, strict=True):
@@ -205,7 +205,7 @@ def test_bad_documents_are_refused_before_anything_is_computed():
     (kept,) = ours.encode([DOCUMENTS[0]])
     keys = kept.keys.clone()
     calls = []
-    hook = ours.model.model.register_forward_pre_hook(lambda *_: calls.append(1))
+    hook = ours.row_model.model.register_forward_pre_hook(lambda *_: calls.append(1))
     with pytest.raises(ValueError, match="document 1 is empty"):
         ours.encode([DOCUMENTS[0], ""])
     with pytest.raises(

@@ -63,8 +63,7 @@ class ChunkCache:
             # copies: memory-mapped pages would crash the process if the file were truncated later
             ids, keys, values = (file.get_tensor(name).clone() for name in ("ids", "keys", "values"))
         config, rows = encoder.model.config, len(encoder.prefix) + ids.numel()
-        head_dim = encoder.model.model.layers[0].self_attn.head_dim
-        shape = config.num_hidden_layers, config.num_key_value_heads, rows, head_dim
+        shape = config.num_hidden_layers, config.num_key_value_heads, rows, encoder.head_dim
         fits = ids.ndim == 1 and all(part.shape == shape and part.dtype == encoder.dtype for part in (keys, values))
         if not fits or digest(ids.tolist()) != text_digest or not (keys.isfinite() & values.isfinite()).all():
             raise ValueError(f"{path} holds other tensors than its header says: encode the document again")

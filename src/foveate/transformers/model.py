@@ -2,6 +2,7 @@
 """Causal language models: loaded, checked for what cached chunks need, and asked to generate."""
 
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,6 @@ from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
-    DynamicCache,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
@@ -24,7 +24,9 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
+from foveate.transformers.attention import row_model
 from foveate.transformers.fingerprint import fingerprint
+from foveate.transformers.row_cache import RowCache
 from foveate.utils.device import choose_device, choose_dtype
 
 __all__ = ["LanguageModel", "Text", "chat_frame", "check_model", "load", "unknown_words"]
@@ -41,6 +43,10 @@ CLASSES = {
 ROPE_TYPES = "default", "linear", "llama3", "yarn"
 ATTENTION = "sdpa", "eager"
 USER_TEXT = "<<what the user says>>"
+CAPACITY_STEP = 256
+"""Capacities are multiples of this, so that contexts of similar lengths use the same memory and graphs."""
+SPARE = 2
+"""Unused caches that are kept."""
 # options of `model.generate` that must keep these values when one text is generated from one cached context
 SINGLE_SEQUENCE = {"num_beams": 1, "num_return_sequences": 1, "prompt_lookup_num_tokens": None,
                    "assistant_model": None, "cache_implementation": None}  # fmt: skip
@@ -151,7 +157,8 @@ class LanguageModel:
     """A causal language model, its tokenizer, and the prefix of every context: the base of `ChunkEncoder`.
 
     Attributes:
-        model: Causal language model of `transformers`.
+        model: Causal language model of `transformers`. It is never changed.
+        row_model: A copy of it that shares its weights and attends by rows.
         tokenizer: Tokenizer of the model.
         prefix: Token ids before every context.
         fingerprint: Hashes of everything that cached chunks depend on besides their text, by name.
@@ -160,6 +167,8 @@ class LanguageModel:
     def __init__(self, model: PreTrainedModel, tokenizer: Any, prefix: Text | None = None) -> None:
         check_model(model)
         self.model: Any = model
+        self.row_model = row_model(model)
+        self._spare: list[RowCache] = []
         self.tokenizer = tokenizer
         if prefix is None:
             prefix = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
@@ -175,6 +184,11 @@ class LanguageModel:
     def dtype(self) -> torch.dtype:
         """Dtype of the model and of its caches."""
         return self.model.dtype
+
+    @property
+    def head_dim(self) -> int:
+        """Size of a key or value of one head."""
+        return self.model.model.layers[0].self_attn.head_dim
 
     def tokens(self, text: Text) -> Int[Tensor, "tokens"]:
         """Token ids of a text, without special tokens. Token ids are returned as they are.
@@ -206,11 +220,35 @@ class LanguageModel:
             remedy += f", or load the model with max_position_embeddings={reach}, the reach of {rope['rope_type']}"
         raise ValueError(f"{what}: {tokens} tokens, but the model takes at most {limit}; {remedy}")
 
+    def row_cache(self, keys: Tensor, values: Tensor, room: int) -> RowCache:
+        """A cache with copies of these keys and values and room for more rows, to be given back after use.
+
+        Args:
+            keys: Keys [layers, batch, groups, rows, dim].
+            values: Values, likewise.
+            room: Number of rows to make room for.
+        """
+        capacity = keys.shape[3] + room + 1  # one for tokens that fill up a graph
+        capacity += -capacity % CAPACITY_STEP
+        for cache in self._spare.copy():
+            if cache.fits(keys, capacity):
+                with suppress(ValueError):  # another thread has taken it
+                    self._spare.remove(cache)
+                    return cache.fill(keys, values)
+        experts = any(getattr(self.model.config, name, 0) for name in ("num_experts", "num_local_experts"))
+        graphs = keys.is_cuda and not experts  # experts wait for the number of their tokens
+        return RowCache(self.row_model, keys, values, capacity, graphs)
+
+    def give_back(self, cache: RowCache) -> None:
+        """Keep a cache, which has memory and graphs, for the next call of `row_cache`."""
+        self._spare.append(cache)
+        del self._spare[:-SPARE]
+
     @torch.no_grad()
     def generate(
         self,
         ids: Int[Tensor, "tokens"],
-        cache: DynamicCache | None = None,
+        cache: RowCache | None = None,
         *,
         max_new_tokens: int = 32,
         do_sample: bool = False,
@@ -220,7 +258,8 @@ class LanguageModel:
 
         Args:
             ids: Token ids of the whole text so far.
-            cache: Cache of the first of these tokens. None computes all of them, which is the full prefill.
+            cache: Cache of the first of these tokens, to which the others are appended. None computes all of them,
+                which is the full prefill.
             max_new_tokens: Largest number of tokens to generate.
             do_sample: Whether to sample tokens.
             **options: Other options of `model.generate`, by name. A cache allows neither beams nor guessed tokens.
@@ -230,7 +269,9 @@ class LanguageModel:
                 for something that a cached context does not support.
         """
         self.check_length(len(ids) + max_new_tokens, "context, prompt and answer", "compose fewer chunks")
-        output = self.model.generate(
+        if cache is not None:
+            cache.reserve(len(ids) + max_new_tokens + 1)
+        output = (self.model if cache is None else self.row_model).generate(
             input_ids=ids[None],
             attention_mask=torch.ones_like(ids)[None],
             past_key_values=cache,
