@@ -14,6 +14,7 @@ __all__ = ["COMMANDS", "app"]
 COMMANDS = {
     "attention": "lab.bench.attention",
     "log-linear": "lab.bench.log_linear",
+    "calls": "lab.bench.calls",
     "step-profile": "lab.bench.step_profile",
     "train": "lab.bench.train",
     "context": "lab.bench.context",
