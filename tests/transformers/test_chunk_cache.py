@@ -1,6 +1,7 @@
 """Laws of cached chunks: keys move to any position, files are read back bit for bit, wrong input is refused."""
 
 import pickle
+import random
 
 import pytest
 import torch
@@ -148,6 +149,7 @@ def test_settings_without_effect_keep_the_fingerprint(tmp_path):
     first.model.save_pretrained(tmp_path)
     second = LlamaForCausalLM.from_pretrained(tmp_path, dtype=torch.float64, attn_implementation="eager").eval()
     second.model.rotary_emb.double()  # as `language_model` casts it
+    second.config.update({"pad_token_id": 3, "eos_token_id": [1, 2], "attention_dropout": 0.1, "id2label": {0: "no"}})
     assert ChunkEncoder(second, first.tokenizer, "<s> w60").fingerprint == first.fingerprint
 
 
@@ -166,6 +168,13 @@ def test_another_text_is_refused(tmp_path):
         ChunkCache.load(tmp_path / "chunk.safetensors", ours, text=DOCUMENTS[1])
 
 
+def flipped(tensor, place):
+    """The tensor with one bit flipped."""
+    bits = tensor.clone().view(torch.uint8)
+    bits.flatten()[place] ^= 1
+    return bits.view(tensor.dtype)
+
+
 # each makes the content of a file from that of a chunk's file, its tensors and its header
 DAMAGES = {
     "truncated": lambda whole, tensors, header: whole[:-100],
@@ -180,6 +189,8 @@ DAMAGES = {
     "other ids": lambda whole, tensors, header: save(tensors | {"ids": tensors["ids"].flip(0)}, header),
     "one id": lambda whole, tensors, header: save(tensors | {"ids": torch.tensor(3)}, header),
     "other dtype": lambda whole, tensors, header: save(tensors | {"values": tensors["values"].half()}, header),
+    "flipped key": lambda whole, tensors, header: save(tensors | {"keys": flipped(tensors["keys"], 123)}, header),
+    "flipped value": lambda whole, tensors, header: save(tensors | {"values": flipped(tensors["values"], -1)}, header),
     "NaN": lambda whole, tensors, header: save(tensors | {"values": tensors["values"] * torch.nan}, header),
 }
 
@@ -193,6 +204,24 @@ def test_a_damaged_or_foreign_file_is_refused(damage, tmp_path):
     path.write_bytes(DAMAGES[damage](path.read_bytes(), tensors, header))
     with pytest.raises(ValueError, match=r"chunk\.safetensors .*encode the document again"):
         ChunkCache.load(path, ours)
+
+
+def test_a_flipped_byte_anywhere_is_noticed_or_changes_nothing(tmp_path):
+    ours, path = encoder(), tmp_path / "chunk.safetensors"
+    (chunk,) = ours.encode([DOCUMENTS[0]])
+    chunk.save(path)
+    whole, draw = path.read_bytes(), random.Random(0)
+    header = 8 + int.from_bytes(whole[:8], "little")
+    places = [*draw.sample(range(header), 150), *draw.sample(range(header, len(whole)), 150)]
+    for place in places:
+        path.write_bytes(whole[:place] + bytes([whole[place] ^ 1 << draw.randrange(8)]) + whole[place + 1 :])
+        try:
+            loaded = ChunkCache.load(path, ours, text=DOCUMENTS[0])
+        except ValueError:
+            continue
+        assert place < header  # an unused byte of the header
+        assert torch.equal(loaded.keys, chunk.keys)
+        assert torch.equal(loaded.values, chunk.values)
 
 
 def test_a_missing_file_is_an_os_error(tmp_path):

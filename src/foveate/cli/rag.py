@@ -126,7 +126,7 @@ def rag(
     language_model, tokenizer = open_reader(model, device, dtype)
     before, after = chat_frame(tokenizer, chat)
     encoder = ChunkEncoder(language_model, tokenizer, before + prefix)
-    where = index or folder / ".foveate" / slug(Path(model).resolve().name if model else "built-in")
+    where = index or folder / ".foveate" / _index_name(model)
     chunks = index_documents(where, encoder, documents, chunk)
     _build(chunks)
     warn_unknown_words(model, tokenizer, "\n".join([*documents.values(), prompt.replace("{question}", "")]))
@@ -153,6 +153,14 @@ def rag(
     if replies:
         console.print("open the page in a browser:")
         print(out.resolve())
+
+
+def _index_name(model: str) -> str:
+    """The name of the index of a model, which models in folders of equal names do not share."""
+    from foveate.transformers.fingerprint import digest
+
+    path = Path(model).resolve()
+    return f"{slug(path.name)}-{digest(str(path) if path.exists() else model)[:8]}" if model else "built-in"
 
 
 def _methods(name: str, recompute: float | None, options: dict[str, str], compare: bool) -> dict[str, Any]:
