@@ -10,15 +10,13 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from foveate.methods.recompute_policy import Geometry, Norm, RecomputePolicy, Spans, places
-from foveate.ops.rotary import rotate
+from foveate.ops.rotary import copy_rows
 from foveate.transformers.chunk import ChunkCache
 from foveate.transformers.model import LanguageModel
 from foveate.transformers.row_cache import RowCache
 from foveate.utils.device import Stopwatch
 
 __all__ = ["CacheBatch", "PatchedBatch", "PromptedBatch", "kv_deviation"]
-
-ROTATE_ROWS = 2048
 
 
 class CacheBatch:
@@ -76,12 +74,10 @@ class CacheBatch:
             start = 0
             for chunk in context:
                 states = getattr(chunk, name)[:, :, len(self.lm.prefix) if start else 0 :]
-                for part in states.split(ROTATE_ROWS, dim=2):
-                    stop = start + part.shape[2]
-                    if rotation is not None:
-                        part = rotate(part, *(table[start:stop] for table in rotation))
-                    whole[:, i, :, start:stop] = part
-                    start = stop
+                stop = start + states.shape[2]
+                tables = [table[start:stop] for table in rotation or ()]
+                copy_rows(whole[:, i, :, start:stop], states, *tables)
+                start = stop
         return whole
 
     def reordered(self, orders: Sequence[Sequence[int]]) -> "CacheBatch":

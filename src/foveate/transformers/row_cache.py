@@ -13,6 +13,7 @@ from torch.nn.functional import pad
 from transformers.cache_utils import Cache
 
 from foveate.methods.recompute_policy import Norm
+from foveate.ops.rotary import copy_rows
 from foveate.transformers.attention import RowPass, StopForward
 
 __all__ = ["RowCache"]
@@ -63,7 +64,8 @@ class RowCache(Cache):
         """Copy these rows, and clear the others: masked keys count as 0, but only if they are finite."""
         self.length, self._held = keys.shape[3], {}
         for mine, new in ((self.keys, keys), (self.values, values)):
-            mine[..., : self.length, :] = new
+            for i in range(new.shape[1]):
+                copy_rows(mine[:, i, :, : self.length], new[:, i])
             mine[..., self.length :, :] = 0
         return self
 
