@@ -21,7 +21,7 @@ SPILLED = {
 }  # bytes per thread; configurations that spill nothing were slower
 
 
-@pytest.mark.parametrize(("names", "number"), [(["select", "cut"], 4), pytest.param([], 55, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("names", "number"), [(["select", "cut"], 4), pytest.param([], 58, marks=pytest.mark.slow)])
 def test_kernels_use_the_tensor_cores_of_sm_90_hardly_spill_and_add_nothing_atomically(names, number):
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     script = Path(__file__).with_name("compile_sm90.py")
@@ -31,7 +31,7 @@ def test_kernels_use_the_tensor_cores_of_sm_90_hardly_spill_and_add_nothing_atom
     assert len(facts) == number
     for fact in facts:
         products = fact["wgmma"] + (fact["size"] < 64) * fact["mma"]  # wgmma takes at least 64 rows
-        assert products > 0 or fact["kernel"] in ("pool", "parts", "cut", "place", "facility_location"), fact
+        assert products > 0 or fact["kernel"] in ("pool", "parts", "cut", "place", "facility_location", "copy_rows"), fact
         assert fact["stack"] <= SPILLED.get(fact["kernel"], 0), fact
         assert fact["shared"] <= 227 * 1024, fact
         assert bool(fact["atomics"]) == (fact["kernel"] in ("cut", "place")), fact  # these count

@@ -8,7 +8,7 @@ import torch
 from peft import LoraConfig
 from safetensors import safe_open
 from safetensors.torch import save
-from tiny_lm import DOCUMENTS, FAMILIES, ROPES, encoder, language_model, tokenizer
+from tiny_lm import DOCUMENTS, PAIRS, encoder, language_model, tokenizer
 from transformers import DynamicCache, GPT2Config, GPT2LMHeadModel, LlamaForCausalLM
 
 from foveate import InfoFlowKV
@@ -18,8 +18,7 @@ from foveate.transformers import encoder as encoder_module
 from foveate.transformers.fingerprint import checksum
 
 
-@pytest.mark.parametrize("rope", ROPES)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("family", "rope"), PAIRS)
 def test_rotated_keys_equal_keys_computed_at_the_position(family, rope):
     """To the precision of the models' angles, which are float32 in every dtype."""
     ours = encoder(family, rope)

@@ -38,7 +38,7 @@ def rag(
     model: Annotated[
         str,
         typer.Option(
-            help="Hub id or folder of a Llama, Qwen2, Qwen3 or Mistral model. [dim]default: the built-in reader, "
+            help="Hub id or folder of a Llama, Qwen, Mistral or Phi-3 model. [dim]default: the built-in reader, "
             "which knows a few hundred words[/]"
         ),
     ] = "",
@@ -118,12 +118,12 @@ def rag(
     from foveate.transformers import ChunkEncoder
     from foveate.transformers.documents import read_documents
     from foveate.transformers.index import index_documents
-    from foveate.transformers.model import chat_frame
+    from foveate.transformers.model import chat_frame, check_config
     from foveate.transformers.rag import ask
     from foveate.web.rag import reply_page
 
     documents = read_documents(folder)
-    language_model, tokenizer = open_reader(model, device, dtype)
+    language_model, tokenizer = open_reader(model, device, dtype, check_config)
     before, after = chat_frame(tokenizer, chat)
     encoder = ChunkEncoder(language_model, tokenizer, before + prefix)
     where = index or folder / ".foveate" / _index_name(model)

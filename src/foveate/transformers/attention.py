@@ -110,13 +110,18 @@ def _forward(
 
 
 def _keep_unrotated_keys(attention: Any, layer: int) -> None:
+    source = next(part for name in ("k_norm", "k_proj", "qkv_proj") if (part := getattr(attention, name, None)))
+
     def keep(module: Any, inputs: Any, output: Tensor) -> None:
         captured = _CAPTURED.get()
         if captured is not None:
             heads = output.view(*output.shape[:2], -1, attention.head_dim)
+            if source is getattr(attention, "qkv_proj", None):  # queries, keys and values
+                first = attention.config.num_attention_heads
+                heads = heads[:, :, first : first + attention.config.num_key_value_heads]
             captured.setdefault(layer, []).append(heads.transpose(1, 2))
 
-    (getattr(attention, "k_norm", None) or attention.k_proj).register_forward_hook(keep)
+    source.register_forward_hook(keep)
 
 
 @contextmanager

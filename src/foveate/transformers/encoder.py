@@ -34,8 +34,8 @@ class ChunkEncoder(LanguageModel):
         ...     print(patched.generate())
 
     Args:
-        model: Llama, Qwen2, Qwen3 or Mistral model for causal language modelling, in evaluation mode. It is never
-            changed.
+        model: Causal language model of one of the families that `check_config` names, in evaluation mode. It is
+            never changed.
         tokenizer: Tokenizer of the model.
         prefix: Text or token ids before every context, and before each document while it is encoded. None is the
             tokenizer's start-of-text token, or nothing if it has none.

@@ -1,7 +1,7 @@
 # pyright: basic, reportPrivateImportUsage=false
 """Causal language models: loaded, checked for what cached chunks need, and asked to generate."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -11,17 +11,24 @@ from jaxtyping import Int
 from safetensors import SafetensorError
 from torch import Tensor
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+    Phi3Config,
+    Phi3ForCausalLM,
     PreTrainedModel,
     Qwen2Config,
     Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
 )
 
 from foveate.transformers.attention import row_model
@@ -29,7 +36,7 @@ from foveate.transformers.fingerprint import fingerprint
 from foveate.transformers.row_cache import RowCache
 from foveate.utils.device import choose_device, choose_dtype
 
-__all__ = ["LanguageModel", "Text", "chat_frame", "check_model", "load", "unknown_words"]
+__all__ = ["LanguageModel", "Text", "chat_frame", "check_config", "check_model", "load", "unknown_words"]
 
 Text = str | Sequence[int]
 """Text, or token ids."""
@@ -39,6 +46,9 @@ CLASSES = {
     Qwen2Config: Qwen2ForCausalLM,
     Qwen3Config: Qwen3ForCausalLM,
     MistralConfig: MistralForCausalLM,
+    Phi3Config: Phi3ForCausalLM,
+    MixtralConfig: MixtralForCausalLM,
+    Qwen3MoeConfig: Qwen3MoeForCausalLM,
 }
 ROPE_TYPES = "default", "linear", "llama3", "yarn"
 ATTENTION = "sdpa", "eager"
@@ -52,25 +62,37 @@ SINGLE_SEQUENCE = {"num_beams": 1, "num_return_sequences": 1, "prompt_lookup_num
                    "assistant_model": None, "cache_implementation": None}  # fmt: skip
 
 
-def load(model: str | Path, device: str = "auto", dtype: str = "auto") -> tuple[PreTrainedModel, Any]:
+def load(
+    model: str | Path, device: str = "auto", dtype: str = "auto", check: Callable[[Any], None] = lambda config: None
+) -> tuple[PreTrainedModel, Any]:
     """A causal language model in evaluation mode, and its tokenizer.
 
     Args:
         model: Folder or hub id.
         device: Device name, see `foveate.utils.device.choose_device`.
         dtype: Dtype name, or "auto": the checkpoint's dtype on a GPU, float32 on a CPU.
+        check: Called with the model's config before weights are loaded, such as `check_config`.
 
     Raises:
-        ValueError: If the model cannot be loaded, or device or dtype are unknown.
+        ValueError: If the model cannot be loaded or does not pass the check, or device or dtype are unknown.
     """
     where = choose_device(device)
     precision = "auto" if dtype == "auto" and where.type != "cpu" else choose_dtype(dtype, where)
     try:
+        config = AutoConfig.from_pretrained(model)
+    except (OSError, ValueError, KeyError) as error:
+        raise _unloadable(model, error) from error
+    check(config)
+    try:
         tokenizer = AutoTokenizer.from_pretrained(model)
         loaded: Any = AutoModelForCausalLM.from_pretrained(model, dtype=precision)
     except (OSError, ValueError, KeyError, SafetensorError) as error:
-        raise ValueError(f"cannot load {model}: {str(error).strip().splitlines()[0]}") from error
+        raise _unloadable(model, error) from error
     return loaded.to(where).eval(), tokenizer
+
+
+def _unloadable(model: str | Path, error: Exception) -> ValueError:
+    return ValueError(f"cannot load {model}: {str(error).strip().splitlines()[0]}")
 
 
 def chat_frame(tokenizer: Any, chat: bool | None = None) -> tuple[str, str]:
@@ -108,8 +130,8 @@ def unknown_words(tokenizer: Any, text: str) -> list[str]:
     return list(dict.fromkeys(text[start:stop] for token, (start, stop) in pairs if token == tokenizer.unk_token_id))
 
 
-def check_model(model: PreTrainedModel) -> None:
-    """Raise an error if cached chunks of this model could not be composed.
+def check_config(config: Any) -> None:
+    """Raise an error if cached chunks of models with this config could not be composed.
 
     Chunks move to new positions by a rotation of their keys. This needs rotary positions that do not depend on the
     total length, and full causal attention.
@@ -117,17 +139,12 @@ def check_model(model: PreTrainedModel) -> None:
     Raises:
         ValueError: With the reason, and a remedy where there is one.
     """
-    config: Any = model.config
     rope = getattr(config, "rope_parameters", None) or {}
     if type(config) not in CLASSES:
         reason = "other models are not tested" if rope else "it has no rotary positions to move keys by"
+        *names, last = (kind.__name__.removesuffix("Config") for kind in CLASSES)
         raise ValueError(
-            f"cached chunks work with Llama, Qwen2, Qwen3 and Mistral, not {type(config).__name__}: {reason}"
-        )
-    if not isinstance(model, CLASSES[type(config)]):
-        raise ValueError(
-            f"pass the {CLASSES[type(config)].__name__} itself, not {type(model).__name__}; for a PeftModel that is "
-            "get_base_model(), which includes the adapters"
+            f"cached chunks work with {', '.join(names)} and {last}, not {type(config).__name__}: {reason}"
         )
     if rope["rope_type"] not in ROPE_TYPES:
         raise ValueError(
@@ -141,6 +158,26 @@ def check_model(model: PreTrainedModel) -> None:
         raise ValueError(
             f"a sliding window of {window} tokens hides most of a long context: for contexts that fit into the window "
             "load the model with sliding_window=None (Qwen: use_sliding_window=False), which changes nothing there"
+        )
+    if getattr(config, "quantization_config", None):
+        raise ValueError(
+            "the weights are quantised, and how exact recomputed rows are then has not been measured: load the model "
+            "in bfloat16, float16 or float32"
+        )
+
+
+def check_model(model: PreTrainedModel) -> None:
+    """Raise an error if cached chunks of this model could not be composed.
+
+    Raises:
+        ValueError: With the reason, and a remedy where there is one.
+    """
+    config: Any = model.config
+    check_config(config)
+    if not isinstance(model, CLASSES[type(config)]):
+        raise ValueError(
+            f"pass the {CLASSES[type(config)].__name__} itself, not {type(model).__name__}; for a PeftModel that is "
+            "get_base_model(), which includes the adapters"
         )
     if config._attn_implementation not in ATTENTION:
         raise ValueError(
