@@ -9,11 +9,17 @@ from transformers import (
     LlamaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+    Phi3Config,
+    Phi3ForCausalLM,
     PreTrainedTokenizerFast,
     Qwen2Config,
     Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
 )
 
 from foveate.transformers import ChunkEncoder
@@ -23,7 +29,11 @@ FAMILIES = {
     "qwen2": (Qwen2Config, Qwen2ForCausalLM),
     "qwen3": (Qwen3Config, Qwen3ForCausalLM),
     "mistral": (MistralConfig, MistralForCausalLM),
+    "phi3": (Phi3Config, Phi3ForCausalLM),
+    "mixtral": (MixtralConfig, MixtralForCausalLM),
+    "qwen3_moe": (Qwen3MoeConfig, Qwen3MoeForCausalLM),
 }
+EXPERTS = {"num_experts": 6, "num_local_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 ROPES = {
     "default": {"rope_type": "default"},
     "linear": {"rope_type": "linear", "factor": 2.0},
@@ -31,6 +41,11 @@ ROPES = {
                "original_max_position_embeddings": 32},
     "yarn": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32},
 }  # fmt: skip
+PAIRS = [
+    *((family, rope) for family in ("llama", "qwen2", "qwen3", "mistral") for rope in ROPES),
+    ("phi3", "default"),
+    *((family, rope) for family in ("mixtral", "qwen3_moe") for rope in ("default", "yarn")),
+]
 WORDS = 64
 PROMPTS = ["w20", "w21 w22 w23 w24", "w25 w26"]
 DOCUMENTS = [
@@ -49,9 +64,14 @@ def language_model(family="llama", rope="default", dtype=torch.float64, seed=0, 
              "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128,
              "initializer_range": 0.3, "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": None,
              "rope_parameters": {"rope_theta": 100.0, **ROPES[rope]}}  # fmt: skip
-    usual |= {"qwen3": {"head_dim": 16}, "mistral": {"sliding_window": None}}.get(family, {})
-    model = model_class(config_class(**usual | config)).to(dtype).eval()
+    own = {"qwen3": {"head_dim": 16}, "mistral": {"sliding_window": None}, "phi3": {"sliding_window": None},
+           "mixtral": EXPERTS | {"head_dim": 8}, "qwen3_moe": EXPERTS | {"head_dim": 16}}  # fmt: skip
+    usual |= own.get(family, {})
+    usual |= config
+    model = model_class(config_class(**usual)).to(dtype).eval()
     model.generation_config.eos_token_id = None
+    if usual.get("num_experts"):
+        model.set_experts_implementation("eager")  # the only one in float64
     return model
 
 

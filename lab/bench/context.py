@@ -43,7 +43,7 @@ MODELS = {"llama-8b": LLAMA_8B, "small": SMALL}
 """Model configs by name: that of Llama-3.1-8B, and a small one with equal head size and very uneven attention."""
 CHECKED = 2000, 2000, 2100  # chunk lengths of the check: enough rows for every kernel
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 0.1}
-STAGES = "encode", "compose", "score", "recompute", "prompt"
+STAGES = "encode", "compose", "score", "recompute", "logits"
 
 
 class Settings(NamedTuple):
@@ -177,7 +177,7 @@ def first_token(variant: Variant, work: Work, watch: Stopwatch | None = None) ->
     """The logits of the first token, and the number of recomputed rows. `watch` times the `STAGES`."""
     watch = watch or Stopwatch(work.ids.device)
     if variant.method is None:
-        with watch.step("prompt"), variant.attention():
+        with watch.step("logits"), variant.attention():
             return work.encoder.model(input_ids=work.ids[None], logits_to_keep=1).logits[0], 0
     chunks = work.chunks
     if not variant.cached:
@@ -186,13 +186,11 @@ def first_token(variant: Variant, work: Work, watch: Stopwatch | None = None) ->
     with watch.step("compose"):
         context = work.encoder.compose(chunks)
     prompts = work.ids[None, -len(work.prompt) :]
-    with watch.step("score"):
-        choice = PromptedBatch(context.batch, prompts).choose([variant.method])
-    with watch.step("recompute"):
-        choice.batch.recompute(choice.rows)
-    with watch.step("prompt"):
-        logits = choice.batch.logits(prompts, last=1)[0]
-    return logits, choice.rows.shape[1]
+    patched = PromptedBatch(context.batch, prompts).patch([variant.method], watch)
+    with watch.step("logits"):
+        logits = patched.logits(last=1)[0]
+    patched.close()
+    return logits, patched.rows.shape[1]
 
 
 def encoder_of_ids(model: Any) -> ChunkEncoder:

@@ -33,7 +33,7 @@ from foveate.demo.facts import BLANK, ID, SENTENCE, VALUE, Facts, ask, draw_fact
 from foveate.demo.lexicon import WORDS
 from foveate.methods.baselines.kv_baselines import EPIC, CacheBlend, FullPrefill, NoRecompute, RandomRows
 from foveate.methods.recompute_policy import ComposedCache, RecomputePolicy, Spans
-from foveate.transformers.cache import CacheBatch, Choice, PromptedBatch
+from foveate.transformers.cache import CacheBatch, PatchedBatch, PromptedBatch
 from foveate.utils.device import versions
 from foveate.utils.files import claim, write_whole
 from foveate.utils.progress import Track
@@ -222,30 +222,29 @@ def measure(
     for some in map(Questions._make, batches):
         chunks = encoder.encode([ids[start:stop].tolist() for ids in some.ids for start, stop in spans])
         texts = [chunks[i : i + len(spans)] for i in range(0, len(chunks), len(spans))]
-        prompted = PromptedBatch(CacheBatch(model, encoder.prefix, texts), some.prompts.to(model.device))
+        prompted = PromptedBatch(CacheBatch(encoder, texts), some.prompts.to(model.device))
         full = torch.empty(0)
         for name, policy in trials.items():
-            choice = prompted.choose([policy(i) for i in range(len(some.ids))])
-            choice.batch.recompute(choice.rows)
-            answers = choice.batch.logits(prompted.prompts, last=1)[:, 0].float().log_softmax(-1)
-            choice.batch.restore()
+            patched = prompted.patch([policy(i) for i in range(len(some.ids))])
+            answers = patched.logits(last=1)[:, 0].float().log_softmax(-1)
+            patched.close()
             full = answers if name == "full" else full
-            found[name].append(_score(choice, answers, full, some, chunk))
+            found[name].append(_score(patched, answers, full, some, chunk))
             advance()
     return {name: torch.cat(parts, 1) for name, parts in found.items()}
 
 
 def _score(
-    choice: Choice, answers: Tensor, full: Tensor, questions: Questions, chunk: int
+    patched: PatchedBatch, answers: Tensor, full: Tensor, questions: Questions, chunk: int
 ) -> Float[Tensor, "measures questions"]:
     """The measures of one method, from its log-probabilities of the answers and those of the full prefill."""
     place = (questions.fact - PREFIX) // chunk  # of the fact's rows, as an index of their chunk
-    moved = (torch.tensor(choice.orders)[:, None] == place[..., None]).long().argmax(-1)
+    moved = (torch.tensor(patched.orders)[:, None] == place[..., None]).long().argmax(-1)
     rows = questions.fact + (moved - place) * chunk
     right = answers.argmax(-1).cpu() == questions.answers
     divergence = (full.exp() * (full - answers)).sum(-1).cpu()
-    chosen = (choice.rows[:, :, None] == rows[:, None]).any(1).float().mean(1)
-    return torch.stack([right, divergence, chosen, torch.full_like(divergence, choice.rows.shape[1])]).float()
+    chosen = (patched.rows[:, :, None] == rows[:, None]).any(1).float().mean(1)
+    return torch.stack([right, divergence, chosen, torch.full_like(divergence, patched.rows.shape[1])]).float()
 
 
 def objection(gap: float, lead: float) -> str:

@@ -58,7 +58,7 @@ def test_changed_documents_are_encoded_again_and_removed_ones_deleted(model, tmp
     (tmp_path / "notes" / "0.txt").write_text("w1 w2")
     (tmp_path / "notes" / "1.txt").unlink()
     assert "3 passages, 17 tokens: 1 encoded, 2 found, 2 removed" in said(run(model))
-    assert len(list((tmp_path / "notes" / ".foveate" / "tiny").iterdir())) == 3
+    assert len(list((tmp_path / "notes" / ".foveate").glob("tiny-*/*"))) == 3
     assert "3 encoded, 0 found" in said(run(model, "--index", "elsewhere"))
     assert len(list((tmp_path / "elsewhere").iterdir())) == 3
 
@@ -152,7 +152,7 @@ def test_bad_input_is_one_clear_line_and_exit_code_2(model, tmp_path, arguments,
 
 def test_bad_documents_are_named_and_the_index_is_kept(model, tmp_path):
     run(model)
-    kept = {path: path.read_bytes() for path in (tmp_path / "notes" / ".foveate" / "tiny").iterdir()}
+    kept = {path: path.read_bytes() for path in (tmp_path / "notes" / ".foveate").glob("tiny-*/*")}
     for content, message in (("  ", "bad.txt is empty"), ("w1 " * 128, "bad.txt with its prefix: 129 tokens")):
         (tmp_path / "notes" / "bad.txt").write_text(content)
         result = run(model, "w3", "--chunk", 0)

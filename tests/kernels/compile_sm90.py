@@ -20,7 +20,7 @@ from foveate.kernels.block import block_attention as ops
 from foveate.kernels.block import hopper_attention, hopper_backward, triton_attention
 from foveate.kernels.log_linear import backward, forward, pooling, select_blocks
 from foveate.kernels.merging import coverage_drops, facility_location, region_matmul, region_update, soft_assignment
-from foveate.kernels.rows import row_attention
+from foveate.kernels.rows import copy_rows, row_attention
 
 SHARED_MEMORY = 227 * 1024
 USAGE = {"registers": "REG", "stack": "STACK"}
@@ -123,6 +123,8 @@ for dim, half in ((64, "fp16"), (128, "bf16"), (96, "bf16")):
         constants = {"D": dim, "BD": padded, "BM": config.rows, "BN": config.step, "STAGES": config.stages}
         name = f"row_attention, {config.rows} rows"
         report(name, dim, half, row_attention.attend_rows, constants, config.warps, p_at="*i64")
+    constants = {"HALF": dim // 2, "BH": padded // 2, "BM": copy_rows.ROWS, "ROTATE": True}
+    report("copy_rows", dim, half, copy_rows.copy_tile, constants, copy_rows.WARPS, p_cos="*fp32", p_sin="*fp32")
 
 for size, (channels, warps) in soft_assignment.CONFIGS.items():
     constants = {"GIVEN": False, "T": size, "BC": channels}

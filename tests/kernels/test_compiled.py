@@ -24,7 +24,7 @@ SPILLED = {
 
 
 @pytest.mark.parametrize(
-    ("names", "number"), [(["select", "place", "allocate"], 6), pytest.param([], 57, marks=pytest.mark.slow)]
+    ("names", "number"), [(["select", "place", "allocate"], 6), pytest.param([], 58, marks=pytest.mark.slow)]
 )
 def test_kernels_use_the_tensor_cores_of_sm_90_hardly_spill_and_add_nothing_atomically(names, number):
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
@@ -35,7 +35,8 @@ def test_kernels_use_the_tensor_cores_of_sm_90_hardly_spill_and_add_nothing_atom
     assert len(facts) == number
     for fact in facts:
         products = fact["wgmma"] + (fact["size"] < 64) * fact["mma"]  # wgmma takes at least 64 rows
-        assert products > 0 or fact["kernel"] in ("pool", "parts", "place", "allocate", "facility_location"), fact
+        plain = ("pool", "parts", "place", "allocate", "facility_location", "copy_rows")
+        assert products > 0 or fact["kernel"] in plain, fact
         assert fact["stack"] <= SPILLED.get(fact["kernel"], 0), fact
         assert fact["shared"] <= 227 * 1024, fact
         assert bool(fact["atomics"]) == (fact["kernel"] in ("place", "allocate")), fact  # these count

@@ -1,4 +1,4 @@
-"""Laws of the row attention kernel in Triton's interpreter: equal to masked float64 attention."""
+"""Laws of the kernels of rows in Triton's interpreter: equal to masked float64 attention, and to copies."""
 
 import pytest
 import torch
@@ -7,7 +7,9 @@ from oracle import dense_attention
 
 from foveate.kernels.block.block_attention import KernelConfig
 from foveate.kernels.rows import row_attention as kernel
+from foveate.kernels.rows.copy_rows import copy_rows
 from foveate.kernels.rows.row_attention import row_attention
+from foveate.ops.rotary import rotate
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu checks the compiled kernel")
 
@@ -70,3 +72,20 @@ def test_it_passes_opcheck_and_does_not_support_cpus():
     torch.library.opcheck(row_attention, (torch.randn(1, 4, 5, 16), k, k, torch.arange(4, 9), 0.25))
     assert row_attention(torch.randn(1, 4, 0, 16), k, k, torch.arange(0), 0.25).shape == (1, 4, 0, 16)
     assert not kernel.supports(torch.device("cpu"), torch.bfloat16, 64)
+
+
+@pytest.mark.parametrize(("rows", "dim"), [(1, 2), (33, 16), (70, 40)])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_copied_rows_are_rotated_in_float32_and_the_others_stay(rows, dim, dtype):
+    torch.manual_seed(0)
+    source = torch.randn(3, rows + 5, 2, dim, dtype=dtype).transpose(1, 2)[:, :, 5:]
+    whole = torch.full((3, 4, 2, rows + 9, dim), 7.0, dtype=dtype)
+    cos, sin = torch.rand(rows, dim), torch.rand(rows, dim)
+    copy_rows(whole[:, 1, :, 4 : 4 + rows], source, cos, sin)
+    copy_rows(whole[:, 2, :, :rows], source, None, None)
+    want = rotate(source.double(), cos.double(), sin.double())
+    error = (whole[:, 1, :, 4 : 4 + rows] - want).abs().max()
+    assert error < {torch.float16: 2e-3, torch.float32: 1e-6}[dtype] * want.abs().max()
+    assert torch.equal(whole[:, 2, :, :rows], source)
+    whole[:, 1, :, 4 : 4 + rows] = whole[:, 2, :, :rows] = 7.0
+    assert (whole == 7).all()

@@ -3,8 +3,9 @@
 import pytest
 import torch
 from tiny_lm import language_model, tokenizer
+from transformers import Gemma3TextConfig, GPT2Config, LlamaConfig, MistralConfig
 
-from foveate.transformers.model import chat_frame, load
+from foveate.transformers.model import chat_frame, check_config, load
 
 CHAT = (
     "{{ bos_token }}{% for m in messages %}[{{ m['role'] }}]{{ m['content'] | trim }}[end]{% endfor %}"
@@ -37,6 +38,21 @@ def test_loading_errors_are_one_line(folder, tmp_path):
         load(tmp_path, "cpu")
     with pytest.raises(ValueError, match="unknown dtype 'int4'"):
         load(folder, "cpu", "int4")
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (Gemma3TextConfig(), "work with Llama, .* and Qwen3Moe, not Gemma3TextConfig: other models are not tested"),
+        (GPT2Config(), "not GPT2Config: it has no rotary positions"),
+        (MistralConfig(), "a sliding window of 4096 tokens hides most of a long context"),
+        (LlamaConfig(quantization_config={"quant_method": "bitsandbytes", "load_in_4bit": True}), "are quantised"),
+    ],
+)
+def test_models_are_refused_by_their_config_before_weights_are_loaded(config, message, tmp_path):
+    config.save_pretrained(tmp_path)  # there are no weights
+    with pytest.raises(ValueError, match=message):
+        load(tmp_path, "cpu", check=check_config)
 
 
 def test_a_chat_frame_surrounds_the_message_of_the_user():

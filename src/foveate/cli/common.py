@@ -133,8 +133,10 @@ def open_model(model: str, device: str, dtype: str) -> Any:
         raise ValueError(f"{error}: the built-in model is damaged, install foveate again") from error
 
 
-def open_reader(model: str, device: str, dtype: str) -> tuple[Any, Any]:
-    """The language model that `--model` names, or the built-in one, and its tokenizer."""
+def open_reader(
+    model: str, device: str, dtype: str, check: Callable[[Any], None] = lambda config: None
+) -> tuple[Any, Any]:
+    """The language model that `--model` names, or the built-in one, and its tokenizer; `check` takes its config."""
     if not model and not READER.is_dir():
         raise ValueError("no language model comes with this version: name one with --model, a folder or a hub id")
     console.print(f"loading {model or 'the built-in reader'}")
@@ -144,7 +146,7 @@ def open_reader(model: str, device: str, dtype: str) -> tuple[Any, Any]:
 
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
-    return load(model or str(READER), device, dtype)
+    return load(model or str(READER), device, dtype, check)
 
 
 def warn_unknown_words(model: str, tokenizer: Any, text: str) -> None:

@@ -38,7 +38,7 @@ def rag(
     model: Annotated[
         str,
         typer.Option(
-            help="Hub id or folder of a Llama, Qwen2, Qwen3 or Mistral model. [dim]default: the built-in reader, "
+            help="Hub id or folder of a Llama, Qwen, Mistral or Phi-3 model. [dim]default: the built-in reader, "
             "which knows a few hundred words[/]"
         ),
     ] = "",
@@ -118,15 +118,15 @@ def rag(
     from foveate.transformers import ChunkEncoder
     from foveate.transformers.documents import read_documents
     from foveate.transformers.index import index_documents
-    from foveate.transformers.model import chat_frame
+    from foveate.transformers.model import chat_frame, check_config
     from foveate.transformers.rag import ask
     from foveate.web.rag import reply_page
 
     documents = read_documents(folder)
-    language_model, tokenizer = open_reader(model, device, dtype)
+    language_model, tokenizer = open_reader(model, device, dtype, check_config)
     before, after = chat_frame(tokenizer, chat)
     encoder = ChunkEncoder(language_model, tokenizer, before + prefix)
-    where = index or folder / ".foveate" / slug(Path(model).resolve().name if model else "built-in")
+    where = index or folder / ".foveate" / _index_name(model)
     chunks = index_documents(where, encoder, documents, chunk)
     _build(chunks)
     warn_unknown_words(model, tokenizer, "\n".join([*documents.values(), prompt.replace("{question}", "")]))
@@ -153,6 +153,14 @@ def rag(
     if replies:
         console.print("open the page in a browser:")
         print(out.resolve())
+
+
+def _index_name(model: str) -> str:
+    """The name of the index of a model, which models in folders of equal names do not share."""
+    from foveate.transformers.fingerprint import digest
+
+    path = Path(model).resolve()
+    return f"{slug(path.name)}-{digest(str(path) if path.exists() else model)[:8]}" if model else "built-in"
 
 
 def _methods(name: str, recompute: float | None, options: dict[str, str], compare: bool) -> dict[str, Any]:

@@ -44,8 +44,8 @@ class SubCP:
         block_size: Number of examples in each block. None uses every example; block sizes then differ by at most 1.
         strategy: "global_diverse": every block by itself covers the pool. "global_local": all blocks together cover
             the pool, and every block covers their union. "local_diverse": every block covers a region of its own.
-            "local_coherent": every block is the centre of a region. If every example is used, the first two
-            strategies give the same blocks, and so do the last two, except for the order inside.
+            "local_coherent": every block is the first pick of a region and those nearest to it. If every example is
+            used, the first two strategies give the same blocks, and so do the last two, except for the order inside.
         order: Order inside a block: "picked", or "central_last", which moves the example nearest to the mean of the
             block to the end.
         balance: Labels of the selected examples, spread evenly over the blocks: "proportional" to the pool, or

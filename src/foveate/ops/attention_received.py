@@ -3,7 +3,7 @@
 from typing import Literal
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 __all__ = ["attention_received"]
@@ -14,35 +14,40 @@ MAX_SCORES = 2**25
 
 def attention_received(
     queries: Float[Tensor, "heads prompt dim"],
-    keys: Float[Tensor, "groups tokens dim"],
+    keys: Float[Tensor, "groups rows dim"],
+    at: Int[Tensor, "prompt"],
     scale: float,
     norm: Literal["l2", "l1"] = "l2",
+    counted: Bool[Tensor, "prompt"] | None = None,
     most: int = MAX_SCORES,
-) -> Float[Tensor, "context"]:
-    """The attention that each context token receives from all prompt tokens.
+) -> Float[Tensor, "rows"]:
+    """The attention that each row receives from all prompt tokens.
 
-    A prompt token attends to the whole context and to the prompt up to itself, with the mean over heads as its
-    attention. The sum runs in float32 or wider over slices of the prompt, so that memory grows with the context only.
+    A prompt token attends to the rows up to its own, with the mean over heads as its attention. The sum runs in
+    float32 or wider over slices of the prompt, so that memory grows with the rows only.
 
     Args:
         queries: Queries of the prompt, after RoPE. Head h reads the keys of group h // (heads / groups).
-        keys: Keys of the context, then those of the prompt, after RoPE.
+        keys: Keys of the context and of the prompt, after RoPE.
+        at: Row of each prompt token.
         scale: Factor on q·k.
         norm: Norm over the prompt tokens: "l2" is the root of the sum of squares, "l1" the sum.
+        counted: Whether a prompt token counts. None counts all of them.
         most: Number of attention scores to hold at once; at least those of one prompt token are held.
 
     Source: "InfoFlow KV", arXiv 2603.05353, eq. 7 ("l1") and the authors' code ("l2").
     """
-    (heads, prompt, _), (groups, tokens, _) = queries.shape, keys.shape
-    context = tokens - prompt
+    (heads, prompt, _), (groups, rows, _) = queries.shape, keys.shape
     grouped = queries.unflatten(0, (groups, heads // groups))
-    total = torch.zeros(context, dtype=torch.promote_types(queries.dtype, torch.float32), device=queries.device)
-    slices = torch.arange(prompt, device=queries.device).split(max(1, most // (heads * tokens)))
-    for rows in slices:
-        products = scale * grouped[:, :, rows].flatten(1, 2) @ keys.mT  # all heads of a group at once
-        scores = products.unflatten(1, (-1, len(rows)))
-        later = torch.arange(prompt, device=queries.device) > rows[:, None]
-        scores[..., context:].masked_fill_(later, -torch.inf)
-        received = scores.softmax(-1, dtype=total.dtype)[..., :context].mean((0, 1))
+    total = torch.zeros(rows, dtype=torch.promote_types(queries.dtype, torch.float32), device=queries.device)
+    every = torch.arange(rows, device=queries.device)
+    step = max(1, most // (heads * rows))
+    for start in range(0, prompt, step):
+        some = slice(start, start + step)
+        products = scale * grouped[:, :, some].flatten(1, 2) @ keys.mT  # all heads of a group at once
+        scores = products.unflatten(1, (heads // groups, -1)).masked_fill_(every > at[some, None], -torch.inf)
+        received = scores.softmax(-1, dtype=total.dtype).mean((0, 1))
+        if counted is not None:
+            received *= counted[some, None]
         total += received.square().sum(0) if norm == "l2" else received.sum(0)
     return total.sqrt() if norm == "l2" else total

@@ -1,9 +1,13 @@
-"""Rotary position embedding."""
+"""Rotary position embedding, and rows of keys that move to other positions."""
 
 from jaxtyping import Float
 from torch import Tensor
 
-__all__ = ["rotate"]
+from foveate.ops import dispatch
+
+__all__ = ["copy_rows", "rotate"]
+
+SLICE = 2048  # rows that are rotated at once, in a wider dtype
 
 
 def rotate(
@@ -24,3 +28,30 @@ def rotate(
     rotated[..., : first.shape[-1]].addcmul_(second, sin[..., : first.shape[-1]], value=-1)
     rotated[..., first.shape[-1] :].addcmul_(first, sin[..., first.shape[-1] :])
     return rotated
+
+
+def copy_rows(
+    out: Float[Tensor, "layers heads rows dim"],
+    x: Float[Tensor, "layers heads rows dim"],
+    cos: Float[Tensor, "rows dim"] | None = None,
+    sin: Float[Tensor, "rows dim"] | None = None,
+) -> None:
+    """Copy `x` into `out`, rotated by the angles of `cos` and `sin` in their dtype if they are given.
+
+    Raises:
+        ValueError: If the shapes differ.
+    """
+    if out.shape != x.shape or (cos is not None and cos.shape != x.shape[2:]):
+        raise ValueError(f"rows of shape {list(x.shape)} do not fit into {list(out.shape)}: pass equal shapes")
+    dispatch.choose("copy_rows", x.device, x.dtype, x.shape[3]).run(out, x, cos, sin)
+
+
+@dispatch.register("copy_rows", "portable")
+def _portable(out: Tensor, x: Tensor, cos: Tensor | None, sin: Tensor | None) -> None:
+    for start in range(0, x.shape[2], SLICE):
+        some = slice(start, start + SLICE)
+        rows = x[:, :, some]
+        out[:, :, some] = rows if cos is None or sin is None else rotate(rows, cos[some], sin[some])
+
+
+dispatch.register_kernels("copy_rows", "rows")

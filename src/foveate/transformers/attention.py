@@ -1,117 +1,79 @@
-# pyright: basic, reportOptionalSubscript=false, reportArgumentType=false
-"""Hooks into a model's own forward pass: special cache layers, attention by rows, and queries before rotation."""
+# pyright: basic, reportPrivateImportUsage=false
+"""A language model that attends by rows: each token over the rows of a cache up to its own.
 
-from collections.abc import Generator, Iterable
-from contextlib import ExitStack, contextmanager
-from threading import RLock, get_ident
-from typing import Any, Literal
-from weakref import WeakKeyDictionary
+The model's own forward pass runs unchanged in a copy that shares all weights. Nothing is set or hooked in the model
+itself, so that other threads may use it meanwhile.
+"""
+
+from collections.abc import Generator
+from contextlib import contextmanager, nullcontext
+from contextvars import ContextVar
+from copy import deepcopy
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import chain
+from typing import Any
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
-from transformers.cache_utils import DynamicLayer
+from transformers.modeling_outputs import MoeModelOutputWithPast
 
+from foveate.methods.recompute_policy import Norm
+from foveate.ops.attention_received import attention_received
 from foveate.ops.row_attention import row_attention
 
-__all__ = [
-    "OverwriteLayer",
-    "ReadOnlyLayer",
-    "StopForward",
-    "attend_by_rows",
-    "capture_unrotated",
-    "fill",
-    "row_index",
-]
+__all__ = ["RowPass", "StopForward", "capture_unrotated_keys", "row_model"]
 
 ROW_ATTENTION = "foveate_rows"
-# `attend_by_rows` changes the model's config for a while, so threads that share a model take turns
-LOCKS: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
+_CAPTURED: ContextVar[dict[int, list[Tensor]] | None] = ContextVar("_CAPTURED", default=None)
 
 
 class StopForward(Exception):
     """Ends a forward pass whose deeper layers are not needed."""
 
 
-class ReadOnlyLayer(DynamicLayer):
-    """A cache layer that shows stored and new keys and values to attention, and keeps only the stored ones.
-
-    Args:
-        last: Whether the forward pass ends at this layer.
+@dataclass
+class RowPass:
+    """What attention does in one forward pass; the pass takes it as the keyword `row_pass`.
 
     Attributes:
-        new: Keys that the forward pass added.
+        rows: Row of each token, ascending, for each context or for all of them.
+        scoring: Layers in which the attention that each row receives is collected.
+        norm: Norm over the tokens of the attention that is collected.
+        counted: Whether a token's attention is collected.
+        last: The pass ends at this layer, before attention. None runs all layers.
+        received: What each row receives, [contexts, rows] for each scoring layer.
     """
 
-    new: Tensor
-
-    def __init__(self, last: bool) -> None:
-        super().__init__()
-        self.last = last
-
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Stored keys and values, followed by the new ones."""
-        self.new = key_states
-        if self.last:
-            raise StopForward
-        return torch.cat([self.keys, key_states], dim=2), torch.cat([self.values, value_states], dim=2)
-
-
-class OverwriteLayer(DynamicLayer):
-    """A cache layer that overwrites chosen rows in place, and shows all rows to attention.
-
-    Args:
-        rows: Row numbers, for each context of the batch.
-        last: Whether the forward pass ends at this layer.
-    """
-
-    keys: Tensor
-    values: Tensor
-
-    def __init__(self, rows: Int[Tensor, "batch chosen"], last: bool) -> None:
-        super().__init__()
-        self.rows, self.last = rows, last
-
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """All keys and values, with the new ones in the chosen rows."""
-        index = row_index(self.rows, self.keys)
-        self.keys.scatter_(2, index, key_states)
-        self.values.scatter_(2, index, value_states)
-        if self.last:
-            raise StopForward
-        return self.keys, self.values
-
-
-def row_index(
-    rows: Int[Tensor, "batch chosen"], states: Float[Tensor, "batch groups rows dim"]
-) -> Int[Tensor, "batch groups chosen dim"]:
-    """Index for `gather` and `scatter_` that selects these rows of keys or values."""
-    return rows[:, None, :, None].expand(-1, states.shape[1], -1, states.shape[3])
-
-
-def fill(cache: Any, keys: Iterable[Tensor], values: Iterable[Tensor]) -> Any:
-    """The cache, its layers holding these keys and values [batch, groups, rows, dim] without copying them."""
-    for layer, key, value in zip(cache.layers, keys, values, strict=True):
-        layer.lazy_initialization(key, value)
-        layer.keys, layer.values = key, value
-    return cache
+    rows: Int[Tensor, "#contexts tokens"]
+    scoring: tuple[int, ...] = ()
+    norm: Norm = "l2"
+    counted: Bool[Tensor, "tokens"] | None = None
+    last: int | None = None
+    received: list[Tensor] = field(default_factory=list[Tensor])
 
 
 def _attend(
     module: Any,
-    query: Float[Tensor, "batch heads chosen dim"],
-    key: Float[Tensor, "batch groups tokens dim"],
-    value: Float[Tensor, "batch groups tokens dim"],
+    query: Float[Tensor, "batch heads tokens dim"],
+    key: Float[Tensor, "batch groups rows dim"],
+    value: Float[Tensor, "batch groups rows dim"],
     attention_mask: None,
     scaling: float,
-    rows: Int[Tensor, "batch chosen"] | None = None,
+    row_pass: RowPass,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """Attention function for `AttentionInterface`: each query sees the keys up to its own row, by default the last."""
-    if rows is None:
-        rows = torch.arange(key.shape[2] - query.shape[2], key.shape[2], device=key.device)[None]
+    """Attention function for `AttentionInterface`: each token sees the rows up to its own."""
+    rows = row_pass.rows
+    if module.layer_idx in row_pass.scoring:
+        each = zip(query, key, rows.expand(len(query), -1), strict=True)
+        received = [attention_received(q, k, at, scaling, row_pass.norm, row_pass.counted) for q, k, at in each]
+        row_pass.received.append(torch.stack(received))
+    if module.layer_idx == row_pass.last:
+        raise StopForward
     if len(rows) == 1:
         out = row_attention(query, key, value, rows[0], scaling)
     else:  # every context has rows of its own
@@ -123,40 +85,51 @@ def _attend(
 AttentionInterface.register(ROW_ATTENTION, _attend)
 
 
-@contextmanager
-def attend_by_rows(model: Any) -> Generator[None]:
-    """Let the model attend by rows inside a `with` block: each query to all keys up to its own row.
+def row_model(model: Any) -> Any:
+    """A copy of a model that shares its weights and attends by rows; see `RowPass`.
 
-    A forward pass takes the rows as the keyword `rows` [batch, chosen]; without it, queries are the last rows.
+    Adapters and hooks are those that the model has now. `capture_unrotated_keys` works for the copy only.
     """
-    with LOCKS.setdefault(model, RLock()):
-        before = model.config._attn_implementation
-        model.config._attn_implementation = ROW_ATTENTION
-        try:
-            yield
-        finally:
-            model.config._attn_implementation = before
+    weights = {id(tensor): tensor for tensor in chain(model.parameters(), model.buffers())}
+    copy = deepcopy(model, weights)  # tensors in the memo are not copied
+    copy.config._attn_implementation = ROW_ATTENTION
+    copy.model.forward = partial(_forward, copy.model.forward)
+    copy._optimize_model_for_decode = nullcontext  # would change how experts compute while other threads run them
+    for layer, block in enumerate(copy.model.layers):
+        _keep_unrotated_keys(block.self_attn, layer)
+    return copy
+
+
+def _forward(
+    forward: Any, input_ids: Tensor, past_key_values: Any, row_pass: RowPass | None = None, **options: Any
+) -> Any:
+    """The model's forward pass. Calls of `model.generate`, which knows no rows, append to a `RowCache`."""
+    if row_pass is None:
+        return MoeModelOutputWithPast(past_key_values.append(input_ids), past_key_values)  # dense models have a subset
+    return forward(input_ids=input_ids, past_key_values=past_key_values, row_pass=row_pass, **options)
+
+
+def _keep_unrotated_keys(attention: Any, layer: int) -> None:
+    source = next(part for name in ("k_norm", "k_proj", "qkv_proj") if (part := getattr(attention, name, None)))
+
+    def keep(module: Any, inputs: Any, output: Tensor) -> None:
+        captured = _CAPTURED.get()
+        if captured is not None:
+            heads = output.view(*output.shape[:2], -1, attention.head_dim)
+            if source is getattr(attention, "qkv_proj", None):  # queries, keys and values
+                first = attention.config.num_attention_heads
+                heads = heads[:, :, first : first + attention.config.num_key_value_heads]
+            captured.setdefault(layer, []).append(heads.transpose(1, 2))
+
+    source.register_forward_hook(keep)
 
 
 @contextmanager
-def capture_unrotated(
-    model: Any, kind: Literal["q", "k"], layers: Iterable[int]
-) -> Generator[dict[int, Float[Tensor, "batch heads tokens dim"]]]:
-    """Capture the queries or keys of these layers before rotation, in a forward pass inside a `with` block."""
-    captured: dict[int, Tensor] = {}
-    thread = get_ident()
-
-    def capture(layer: int) -> Any:
-        attention = model.model.layers[layer].self_attn
-
-        def keep(module: Any, inputs: Any, output: Tensor) -> None:
-            if get_ident() == thread:  # another thread may run the model meanwhile
-                captured[layer] = output.view(*output.shape[:2], -1, attention.head_dim).transpose(1, 2)
-
-        norm = getattr(attention, f"{kind}_norm", None)
-        return (norm or getattr(attention, f"{kind}_proj")).register_forward_hook(keep)
-
-    with ExitStack() as hooks:
-        for layer in layers:
-            hooks.callback(capture(layer).remove)
+def capture_unrotated_keys() -> Generator[dict[int, list[Float[Tensor, "batch groups tokens dim"]]]]:
+    """The keys of each layer before rotation, of the forward passes of this thread inside a `with` block."""
+    captured: dict[int, list[Tensor]] = {}
+    token = _CAPTURED.set(captured)
+    try:
         yield captured
+    finally:
+        _CAPTURED.reset(token)

@@ -12,7 +12,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
-from foveate.transformers.fingerprint import digest
+from foveate.transformers.fingerprint import checksum, digest
 from foveate.transformers.model import LanguageModel
 from foveate.utils.files import write_whole
 
@@ -43,7 +43,8 @@ class ChunkCache:
     def save(self, path: str | Path) -> None:
         """Write a safetensors file, which appears only when it is complete."""
         tensors = {name: getattr(self, name).contiguous() for name in ("ids", "keys", "values")}
-        write_whole(Path(path), save(tensors, {**self.fingerprint, "text": digest(self.ids.tolist())}))
+        sums = {name: str(checksum(tensors[name])) for name in ("keys", "values")}
+        write_whole(Path(path), save(tensors, {**self.fingerprint, **sums, "text": digest(self.ids.tolist())}))
 
     @classmethod
     def load(cls, path: str | Path, encoder: LanguageModel, text: str | None = None) -> "ChunkCache":
@@ -59,14 +60,14 @@ class ChunkCache:
             OSError: If the file cannot be read.
         """
         with open_chunk(path, encoder) as file:
-            text_digest = file.metadata().get("text")
+            header = file.metadata()
             # copies: memory-mapped pages would crash the process if the file were truncated later
             ids, keys, values = (file.get_tensor(name).clone() for name in ("ids", "keys", "values"))
         config, rows = encoder.model.config, len(encoder.prefix) + ids.numel()
-        head_dim = encoder.model.model.layers[0].self_attn.head_dim
-        shape = config.num_hidden_layers, config.num_key_value_heads, rows, head_dim
+        shape = config.num_hidden_layers, config.num_key_value_heads, rows, encoder.head_dim
         fits = ids.ndim == 1 and all(part.shape == shape and part.dtype == encoder.dtype for part in (keys, values))
-        if not fits or digest(ids.tolist()) != text_digest or not (keys.isfinite() & values.isfinite()).all():
+        same = [digest(ids.tolist()), str(checksum(keys)), str(checksum(values))]
+        if not fits or same != [header.get(name) for name in ("text", "keys", "values")]:
             raise ValueError(f"{path} holds other tensors than its header says: encode the document again")
         if text is not None and encoder.tokens(text).tolist() != ids.tolist():
             raise ValueError(f"{path} was made from another text: encode the document again")

@@ -1,7 +1,9 @@
 # pyright: basic, reportPrivateImportUsage=false
-"""A context composed of cached chunks: scored, patched for a prompt, generated from, and restored."""
+"""A context composed of cached chunks: scored, patched for a prompt, and generated from."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from threading import Lock
 from types import TracebackType
 from typing import Any, Literal
 
@@ -10,9 +12,8 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from transformers import DynamicCache
 
-from foveate.methods.recompute_policy import Geometry, Norm, RecomputePolicy, Spans
-from foveate.transformers.attention import attend_by_rows
-from foveate.transformers.cache import CacheBatch, PromptedBatch
+from foveate.methods.recompute_policy import ComposedCache, Geometry, Norm, RecomputePolicy, Spans
+from foveate.transformers.cache import CacheBatch, PatchedBatch, PromptedBatch, kv_deviation
 from foveate.transformers.chunk import ChunkCache
 from foveate.transformers.model import LanguageModel, Text
 from foveate.utils.choices import check_choice
@@ -20,21 +21,29 @@ from foveate.utils.device import Stopwatch
 
 __all__ = ["Context", "Patched"]
 
+ANSWER_ROWS = 128
+"""Rows that a patched context has room for after the prompt; longer answers make room by a copy."""
+
 
 class Context:
     """Chunks side by side, their keys rotated to their positions in the context; made by `ChunkEncoder.compose`.
 
+    Nothing changes a context: patches have rows of their own. Any number of threads may ask it at a time.
+
     Attributes:
-        lm: Language model and tokenizer.
         batch: Keys and values, a batch of this one context.
     """
 
-    def __init__(self, lm: LanguageModel, batch: CacheBatch) -> None:
-        self.lm, self.batch = lm, batch
-        self._ticket: object = None  # of the patch that the rows hold now; a reference to it would be a cycle
+    def __init__(self, batch: CacheBatch) -> None:
+        self.batch = batch
 
     def __len__(self) -> int:
         return self.batch.ids.shape[1]
+
+    @property
+    def lm(self) -> LanguageModel:
+        """Language model and tokenizer."""
+        return self.batch.lm
 
     @property
     def chunks(self) -> tuple[ChunkCache, ...]:
@@ -52,18 +61,18 @@ class Context:
         return self.batch.spans
 
     @property
-    def keys(self) -> list[Float[Tensor, "1 groups rows dim"]]:
+    def keys(self) -> Float[Tensor, "layers 1 groups rows dim"]:
         """Keys of each layer."""
         return self.batch.keys
 
     @property
-    def values(self) -> list[Float[Tensor, "1 groups rows dim"]]:
+    def values(self) -> Float[Tensor, "layers 1 groups rows dim"]:
         """Values of each layer."""
         return self.batch.values
 
     def cache(self) -> DynamicCache:
         """All rows as a `DynamicCache`, for a forward pass or `model.generate`, which leave the rows unchanged."""
-        return self.batch.dynamic_cache()
+        return _dynamic_cache(self.lm, self.keys, self.values)
 
     def score(
         self, prompt: Text, layers: Sequence[int], norm: Norm = "l2", geometry: Geometry = "global"
@@ -85,40 +94,37 @@ class Context:
             raise ValueError(f"layers must be some of 0 to {len(self.keys) - 1}, not {list(layers)}")
         check_choice("norm", norm, Norm)
         check_choice("geometry", geometry, Geometry)
-        return self.batch.score(ids[None], layers, norm, geometry)[0]
+        return PromptedBatch(self.batch, ids[None]).score(tuple(layers), norm, geometry)[0]
 
     def kv_deviation(self, rank: Literal["v", "k"] = "v") -> Float[Tensor, "rows"]:
         """Mean square change of each row's values or keys in layer 1 when layers 0 and 1 are recomputed.
 
-        All rows of these two layers stay overwritten until `restore`.
-
         Raises:
             ValueError: If the model has only one layer.
         """
-        return self.batch.kv_deviation(rank)[0]
+        copy = self.batch.copy(room=0)
+        deviation = kv_deviation(self.batch, copy, rank)[0]
+        self.lm.give_back(copy)
+        return deviation
 
-    def recompute(self, rows: Int[Tensor, "chosen"]) -> None:
-        """Run these rows through all layers, each over all rows before it, and overwrite them until `restore`.
+    def recompute(self, rows: Int[Tensor, "chosen"], prompt: Text) -> "Patched":
+        """Run these rows through all layers, each over all rows before it, and then the prompt.
 
         Args:
             rows: Row numbers, in any order.
+            prompt: Text or token ids to generate from.
 
         Raises:
-            ValueError: If the context does not have one of the rows.
+            ValueError: If the context does not have one of the rows, or the prompt is empty or too long.
         """
         if len(rows) and not 0 <= int(rows.min()) <= int(rows.max()) < len(self):
             raise ValueError(
                 f"rows are numbered from 0 to {len(self) - 1}, not {int(rows.min())} to {int(rows.max())}"
             )
-        self.batch.recompute(rows.unique()[None])
-
-    def restore(self) -> None:
-        """Put all overwritten rows back, bit for bit."""
-        self.batch.restore()
-        self._ticket = None
+        return self.patch(_Rows(rows.unique()), prompt)
 
     def patch(self, method: RecomputePolicy, prompt: Text, question: Text | None = None) -> "Patched":
-        """Recompute the rows that the method chooses for this prompt.
+        """Recompute the rows that the method chooses for this prompt, and then the prompt.
 
         Args:
             method: `InfoFlowKV`, or one of `foveate.methods.baselines.kv_baselines`.
@@ -127,23 +133,12 @@ class Context:
                 bare question, and generates from a prompt with instructions around it.
 
         Raises:
-            ValueError: If the context is patched already, or the prompt is empty or too long.
+            ValueError: If the prompt is empty or too long.
         """
-        if self._ticket or self.batch.changed:
-            raise ValueError("the context is patched already: call undo() on that patch, or restore() on the context")
-        ids, watch, context = self._prompt(prompt), Stopwatch(self.lm.device), self
-        asked = ids if question is None else self._prompt(question)
-        try:
-            with watch.step("score"):
-                batch, (order,), rows = PromptedBatch(self.batch, asked[None]).choose([method])
-                if batch is not self.batch:
-                    context = Context(self.lm, batch)
-            with watch.step("recompute"):
-                batch.recompute(rows)
-        except BaseException:
-            self.restore()
-            raise
-        return Patched(context, ids, order, rows[0], watch)
+        ids, watch = self._prompt(prompt), Stopwatch(self.lm.device)
+        asked = None if question is None else self._prompt(question)[None]
+        patched = PromptedBatch(self.batch, ids[None], asked).patch([method], watch, room=ANSWER_ROWS)
+        return Patched(self if patched.batch is self.batch else Context(patched.batch), patched, watch)
 
     def answers(self, method: RecomputePolicy, prompts: Sequence[Text], **options: Any) -> list[str]:
         """The generated text for each prompt, one after another. Options are those of `Patched.generate`."""
@@ -163,27 +158,34 @@ class Context:
         return ids
 
 
+@dataclass(frozen=True, eq=False)
+class _Rows(RecomputePolicy):
+    """The policy that recomputes these rows."""
+
+    numbers: Int[Tensor, "rows"]
+
+    def rows(self, stale: ComposedCache) -> Int[Tensor, "rows"]:
+        return self.numbers
+
+
 class Patched:
-    """A context with recomputed rows, from `Context.patch`. `undo`, or the end of a `with` block, restores them.
+    """A context with recomputed rows, and a prompt after it, from `Context.patch`. The context itself is unchanged.
+
+    `close`, or the end of a `with` block, lets the next patch use its memory.
 
     Attributes:
         context: The context, or a new one with its chunks reordered if the method asked for that.
         prompt: Token ids of the prompt.
         order: Chunk at each place.
         rows: Rows that were recomputed, ascending.
-        watch: Stopwatch with the steps "score" (choice and reordering), "recompute" and "generate".
+        watch: Stopwatch with the steps "score" (choice and reordering), "recompute" (rows and prompt) and "generate".
     """
 
-    def __init__(
-        self,
-        context: Context,
-        prompt: Int[Tensor, "prompt"],
-        order: tuple[int, ...],
-        rows: Int[Tensor, "rows"],
-        watch: Stopwatch,
-    ) -> None:
-        self.context, self.prompt, self.order, self.rows, self.watch = context, prompt, order, rows, watch
-        self._ticket = context._ticket = object()
+    def __init__(self, context: Context, batch: PatchedBatch, watch: Stopwatch) -> None:
+        self.context, self.watch = context, watch
+        self.prompt, self.order, self.rows = batch.prompts[0], batch.orders[0], batch.rows[0]
+        self._batch: PatchedBatch | None = batch
+        self._lock = Lock()
 
     def __enter__(self) -> "Patched":
         return self
@@ -191,12 +193,30 @@ class Patched:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.undo()
+        self.close()
 
-    def undo(self) -> None:
-        """Restore the rows, bit for bit. Nothing can be generated afterwards."""
-        if self.context._ticket is self._ticket:
-            self.context.restore()
+    def close(self) -> None:
+        """Give the rows back. Nothing can be generated afterwards."""
+        with self._lock:
+            batch, self._batch = self._batch, None
+        if batch is not None:
+            batch.close()
+
+    @property
+    def keys(self) -> Float[Tensor, "layers 1 groups rows dim"]:
+        """A copy of the keys of each layer."""
+        with self._lock:
+            return self._open().cache.keys[..., : len(self.context), :].clone()
+
+    @property
+    def values(self) -> Float[Tensor, "layers 1 groups rows dim"]:
+        """A copy of the values of each layer."""
+        with self._lock:
+            return self._open().cache.values[..., : len(self.context), :].clone()
+
+    def cache(self) -> DynamicCache:
+        """A copy of all rows as a `DynamicCache`, for a forward pass or `model.generate`."""
+        return _dynamic_cache(self.context.lm, self.keys, self.values)
 
     def generate(self, max_new_tokens: int = 32, do_sample: bool = False, **options: Any) -> str:
         """The text that `model.generate` continues with from the patched cache, greedy by default.
@@ -207,22 +227,21 @@ class Patched:
             **options: Other options of `model.generate`.
 
         Raises:
-            ValueError: If the patch has been undone, or context, prompt and answer may become too long for the model.
+            ValueError: If the patch has been closed, or context, prompt and answer may become too long for the model.
         """
-        context = self._open()
-        with self.watch.step("generate"), attend_by_rows(context.lm.model):
-            ids = torch.cat([context.ids, self.prompt])
-            return context.lm.generate(
-                ids, context.cache(), max_new_tokens=max_new_tokens, do_sample=do_sample, **options
-            )
+        with self._lock, self.watch.step("generate"):
+            cache, ids = self._open().cache, torch.cat([self.context.ids, self.prompt])
+            cache.length = len(self.context)
+            return self.context.lm.generate(ids, cache, max_new_tokens=max_new_tokens, do_sample=do_sample, **options)
 
     def logits(self, last: int = 0) -> Float[Tensor, "last vocabulary"]:
         """Next-token logits after each of the last tokens of the prompt, or after all of them if `last` is 0.
 
         Raises:
-            ValueError: If the patch has been undone.
+            ValueError: If the patch has been closed.
         """
-        return self._open().batch.logits(self.prompt[None], last)[0]
+        with self._lock:
+            return self._open().logits(last)[0]
 
     @torch.no_grad()
     def fidelity(self) -> float:
@@ -231,13 +250,13 @@ class Patched:
         The mean over the tokens of the prompt; 0 means equal.
 
         Raises:
-            ValueError: If the patch has been undone.
+            ValueError: If the patch has been closed.
         """
-        context = self._open()
-        ids = torch.cat([context.ids, self.prompt])[None]
-        full = context.lm.model(input_ids=ids, logits_to_keep=len(self.prompt), use_cache=False).logits[0]
-        p, q = (logits.float().log_softmax(-1) for logits in (full, self.logits()))
-        return float((p.exp() * (p - q)).sum(-1).mean())
+        ours = self.logits().float().log_softmax(-1)
+        ids = torch.cat([self.context.ids, self.prompt])[None]
+        full = self.context.lm.model(input_ids=ids, logits_to_keep=len(self.prompt), use_cache=False).logits[0]
+        p = full.float().log_softmax(-1)
+        return float((p.exp() * (p - ours)).sum(-1).mean())
 
     def summary(self) -> str:
         """Number of recomputed rows of each chunk, and the time of each step."""
@@ -248,7 +267,16 @@ class Patched:
             lines.append(f"chunk {chunk}: {rows} of {stop - start}")
         return "\n".join(lines)
 
-    def _open(self) -> Context:
-        if self.context._ticket is not self._ticket:
-            raise ValueError("the patch has been undone: patch the context again")
-        return self.context
+    def _open(self) -> PatchedBatch:
+        if self._batch is None:
+            raise ValueError("the patch has been closed: patch the context again")
+        return self._batch
+
+
+def _dynamic_cache(lm: LanguageModel, keys: Tensor, values: Tensor) -> DynamicCache:
+    """The cache, its layers holding these keys and values without copying them. It grows by copies."""
+    cache: Any = DynamicCache(config=lm.model.config)
+    for layer, key, value in zip(cache.layers, keys, values, strict=True):
+        layer.lazy_initialization(key, value)
+        layer.keys, layer.values = key, value
+    return cache

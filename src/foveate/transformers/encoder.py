@@ -3,18 +3,17 @@
 
 from collections.abc import Sequence
 from itertools import groupby
-from typing import Any
 
 import torch
 from jaxtyping import Int
 from torch import Tensor
-from transformers import DynamicCache
 
-from foveate.transformers.attention import capture_unrotated
+from foveate.transformers.attention import capture_unrotated_keys
 from foveate.transformers.cache import CacheBatch
 from foveate.transformers.chunk import ChunkCache, check_fingerprint
 from foveate.transformers.context import Context
 from foveate.transformers.model import LanguageModel, Text
+from foveate.transformers.row_cache import RowCache
 
 __all__ = ["ChunkEncoder"]
 
@@ -35,8 +34,8 @@ class ChunkEncoder(LanguageModel):
         ...     print(patched.generate())
 
     Args:
-        model: Llama, Qwen2, Qwen3 or Mistral model for causal language modelling, in evaluation mode. It is never
-            changed.
+        model: Causal language model of one of the families that `check_config` names, in evaluation mode. It is
+            never changed.
         tokenizer: Tokenizer of the model.
         prefix: Text or token ids before every context, and before each document while it is encoded. None is the
             tokenizer's start-of-text token, or nothing if it has none.
@@ -75,13 +74,15 @@ class ChunkEncoder(LanguageModel):
 
     @torch.no_grad()
     def _encode(self, ids: Int[Tensor, "documents tokens"]) -> list[ChunkCache]:
-        cache: Any = DynamicCache(config=self.model.config)
-        layers = range(self.model.config.num_hidden_layers)
-        with capture_unrotated(self.model, "k", layers) as captured:
-            prefixed = torch.cat([self.prefix.expand(len(ids), -1), ids], dim=1)
-            self.model.model(input_ids=prefixed, past_key_values=cache)
-        keys = torch.stack([captured[layer] for layer in layers], dim=1)  # [documents, layers, groups, rows, dim]
-        values = torch.stack([layer.values for layer in cache.layers], dim=1)
+        prefixed = torch.cat([self.prefix.expand(len(ids), -1), ids], dim=1)
+        config, rows = self.model.config, prefixed.shape[1]
+        shape = config.num_hidden_layers, len(ids), config.num_key_value_heads, 0, self.head_dim
+        empty = torch.empty(shape, dtype=self.dtype, device=self.device)
+        cache = RowCache(self.row_model, empty, empty, rows)
+        with capture_unrotated_keys() as captured:
+            cache.overwrite(prefixed, torch.arange(rows, device=self.device)[None])
+        keys = torch.stack([torch.cat(captured[layer], dim=2) for layer in range(config.num_hidden_layers)], dim=1)
+        values = cache.values.transpose(0, 1)  # [documents, layers, groups, rows, dim]
         return [ChunkCache(*parts, dict(self.fingerprint)) for parts in zip(ids, keys, values, strict=True)]
 
     def compose(self, chunks: Sequence[ChunkCache]) -> Context:
@@ -96,4 +97,4 @@ class ChunkEncoder(LanguageModel):
             check_fingerprint(f"chunk {i}", chunk.fingerprint, self.fingerprint)
         rows = len(self.prefix) + sum(len(chunk.ids) for chunk in chunks)
         self.check_length(rows, f"{len(chunks)} chunks with their prefix", "compose fewer")
-        return Context(self, CacheBatch(self.model, self.prefix, [chunks]))
+        return Context(CacheBatch(self, [chunks]))

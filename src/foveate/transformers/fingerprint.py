@@ -13,7 +13,12 @@ __all__ = ["checksum", "digest", "fingerprint"]
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 PART = 2**24  # elements of a sum, which bounds its memory
 # config entries that do not change any number
-IGNORED = "_name_or_path", "architectures", "dtype", "transformers_version", "use_cache"
+IGNORED = {
+    "_name_or_path", "architectures", "dtype", "transformers_version", "use_cache", "pad_token_id", "bos_token_id",
+    "eos_token_id", "sep_token_id", "attention_dropout", "hidden_dropout", "initializer_range", "id2label", "label2id",
+    "num_labels", "problem_type", "return_dict", "output_hidden_states", "output_attentions", "tie_word_embeddings",
+    "max_position_embeddings",
+}  # fmt: skip
 
 
 def fingerprint(model: PreTrainedModel, tokenizer: Any, prefix: tuple[int, ...]) -> dict[str, str]:
@@ -21,7 +26,7 @@ def fingerprint(model: PreTrainedModel, tokenizer: Any, prefix: tuple[int, ...])
 
     Args:
         model: Language model: its weights, buffers, config, and active adapters with their scaling.
-        tokenizer: Tokenizer: its rules and special tokens.
+        tokenizer: Tokenizer: its rules.
         prefix: Token ids before every chunk.
     """
     config = {name: value for name, value in model.config.to_dict().items() if name not in IGNORED}
@@ -33,11 +38,11 @@ def fingerprint(model: PreTrainedModel, tokenizer: Any, prefix: tuple[int, ...])
         if isinstance(getattr(module, "active_adapters", None), list)
     ]
     return {
-        "format": "foveate-chunk-1",
+        "format": "foveate-chunk-2",
         "config": digest(config),
         "weights": digest(weights),
         "adapters": digest(adapters),
-        "tokenizer": digest([_rules(tokenizer), tokenizer.special_tokens_map]),
+        "tokenizer": digest(_rules(tokenizer)),
         "dtype": str(model.dtype),
         "prefix": digest(prefix),
     }

@@ -99,8 +99,10 @@ class ChunkIndex:
 
         A file with damaged tensors is encoded again.
         """
-        self._loaded = {passage: self._loaded.get(passage) or self._read(passage) for passage in passages}
-        return [self._loaded[passage] for passage in passages]
+        before = self._loaded  # other threads may load other passages meanwhile
+        loaded = {passage: before.get(passage) or self._read(passage) for passage in passages}
+        self._loaded = loaded
+        return [loaded[passage] for passage in passages]
 
     @property
     def nbytes(self) -> int:

@@ -1,7 +1,8 @@
 # pyright: basic, reportPrivateImportUsage=false
 """Causal language models: loaded, checked for what cached chunks need, and asked to generate."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -10,24 +11,32 @@ from jaxtyping import Int
 from safetensors import SafetensorError
 from torch import Tensor
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
-    DynamicCache,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+    Phi3Config,
+    Phi3ForCausalLM,
     PreTrainedModel,
     Qwen2Config,
     Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
 )
 
+from foveate.transformers.attention import row_model
 from foveate.transformers.fingerprint import fingerprint
+from foveate.transformers.row_cache import RowCache
 from foveate.utils.device import choose_device, choose_dtype
 
-__all__ = ["LanguageModel", "Text", "chat_frame", "check_model", "load", "unknown_words"]
+__all__ = ["LanguageModel", "Text", "chat_frame", "check_config", "check_model", "load", "unknown_words"]
 
 Text = str | Sequence[int]
 """Text, or token ids."""
@@ -37,34 +46,53 @@ CLASSES = {
     Qwen2Config: Qwen2ForCausalLM,
     Qwen3Config: Qwen3ForCausalLM,
     MistralConfig: MistralForCausalLM,
+    Phi3Config: Phi3ForCausalLM,
+    MixtralConfig: MixtralForCausalLM,
+    Qwen3MoeConfig: Qwen3MoeForCausalLM,
 }
 ROPE_TYPES = "default", "linear", "llama3", "yarn"
 ATTENTION = "sdpa", "eager"
 USER_TEXT = "<<what the user says>>"
+CAPACITY_STEP = 256
+"""Capacities are multiples of this, so that contexts of similar lengths use the same memory and graphs."""
+SPARE = 2
+"""Unused caches that are kept."""
 # options of `model.generate` that must keep these values when one text is generated from one cached context
 SINGLE_SEQUENCE = {"num_beams": 1, "num_return_sequences": 1, "prompt_lookup_num_tokens": None,
                    "assistant_model": None, "cache_implementation": None}  # fmt: skip
 
 
-def load(model: str | Path, device: str = "auto", dtype: str = "auto") -> tuple[PreTrainedModel, Any]:
+def load(
+    model: str | Path, device: str = "auto", dtype: str = "auto", check: Callable[[Any], None] = lambda config: None
+) -> tuple[PreTrainedModel, Any]:
     """A causal language model in evaluation mode, and its tokenizer.
 
     Args:
         model: Folder or hub id.
         device: Device name, see `foveate.utils.device.choose_device`.
         dtype: Dtype name, or "auto": the checkpoint's dtype on a GPU, float32 on a CPU.
+        check: Called with the model's config before weights are loaded, such as `check_config`.
 
     Raises:
-        ValueError: If the model cannot be loaded, or device or dtype are unknown.
+        ValueError: If the model cannot be loaded or does not pass the check, or device or dtype are unknown.
     """
     where = choose_device(device)
     precision = "auto" if dtype == "auto" and where.type != "cpu" else choose_dtype(dtype, where)
     try:
+        config = AutoConfig.from_pretrained(model)
+    except (OSError, ValueError, KeyError) as error:
+        raise _unloadable(model, error) from error
+    check(config)
+    try:
         tokenizer = AutoTokenizer.from_pretrained(model)
         loaded: Any = AutoModelForCausalLM.from_pretrained(model, dtype=precision)
     except (OSError, ValueError, KeyError, SafetensorError) as error:
-        raise ValueError(f"cannot load {model}: {str(error).strip().splitlines()[0]}") from error
+        raise _unloadable(model, error) from error
     return loaded.to(where).eval(), tokenizer
+
+
+def _unloadable(model: str | Path, error: Exception) -> ValueError:
+    return ValueError(f"cannot load {model}: {str(error).strip().splitlines()[0]}")
 
 
 def chat_frame(tokenizer: Any, chat: bool | None = None) -> tuple[str, str]:
@@ -102,8 +130,8 @@ def unknown_words(tokenizer: Any, text: str) -> list[str]:
     return list(dict.fromkeys(text[start:stop] for token, (start, stop) in pairs if token == tokenizer.unk_token_id))
 
 
-def check_model(model: PreTrainedModel) -> None:
-    """Raise an error if cached chunks of this model could not be composed.
+def check_config(config: Any) -> None:
+    """Raise an error if cached chunks of models with this config could not be composed.
 
     Chunks move to new positions by a rotation of their keys. This needs rotary positions that do not depend on the
     total length, and full causal attention.
@@ -111,17 +139,12 @@ def check_model(model: PreTrainedModel) -> None:
     Raises:
         ValueError: With the reason, and a remedy where there is one.
     """
-    config: Any = model.config
     rope = getattr(config, "rope_parameters", None) or {}
     if type(config) not in CLASSES:
         reason = "other models are not tested" if rope else "it has no rotary positions to move keys by"
+        *names, last = (kind.__name__.removesuffix("Config") for kind in CLASSES)
         raise ValueError(
-            f"cached chunks work with Llama, Qwen2, Qwen3 and Mistral, not {type(config).__name__}: {reason}"
-        )
-    if not isinstance(model, CLASSES[type(config)]):
-        raise ValueError(
-            f"pass the {CLASSES[type(config)].__name__} itself, not {type(model).__name__}; for a PeftModel that is "
-            "get_base_model(), which includes the adapters"
+            f"cached chunks work with {', '.join(names)} and {last}, not {type(config).__name__}: {reason}"
         )
     if rope["rope_type"] not in ROPE_TYPES:
         raise ValueError(
@@ -135,6 +158,26 @@ def check_model(model: PreTrainedModel) -> None:
         raise ValueError(
             f"a sliding window of {window} tokens hides most of a long context: for contexts that fit into the window "
             "load the model with sliding_window=None (Qwen: use_sliding_window=False), which changes nothing there"
+        )
+    if getattr(config, "quantization_config", None):
+        raise ValueError(
+            "the weights are quantised, and how exact recomputed rows are then has not been measured: load the model "
+            "in bfloat16, float16 or float32"
+        )
+
+
+def check_model(model: PreTrainedModel) -> None:
+    """Raise an error if cached chunks of this model could not be composed.
+
+    Raises:
+        ValueError: With the reason, and a remedy where there is one.
+    """
+    config: Any = model.config
+    check_config(config)
+    if not isinstance(model, CLASSES[type(config)]):
+        raise ValueError(
+            f"pass the {CLASSES[type(config)].__name__} itself, not {type(model).__name__}; for a PeftModel that is "
+            "get_base_model(), which includes the adapters"
         )
     if config._attn_implementation not in ATTENTION:
         raise ValueError(
@@ -151,7 +194,8 @@ class LanguageModel:
     """A causal language model, its tokenizer, and the prefix of every context: the base of `ChunkEncoder`.
 
     Attributes:
-        model: Causal language model of `transformers`.
+        model: Causal language model of `transformers`. It is never changed.
+        row_model: A copy of it that shares its weights and attends by rows.
         tokenizer: Tokenizer of the model.
         prefix: Token ids before every context.
         fingerprint: Hashes of everything that cached chunks depend on besides their text, by name.
@@ -160,6 +204,8 @@ class LanguageModel:
     def __init__(self, model: PreTrainedModel, tokenizer: Any, prefix: Text | None = None) -> None:
         check_model(model)
         self.model: Any = model
+        self.row_model = row_model(model)
+        self._spare: list[RowCache] = []
         self.tokenizer = tokenizer
         if prefix is None:
             prefix = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
@@ -175,6 +221,11 @@ class LanguageModel:
     def dtype(self) -> torch.dtype:
         """Dtype of the model and of its caches."""
         return self.model.dtype
+
+    @property
+    def head_dim(self) -> int:
+        """Size of a key or value of one head."""
+        return self.model.model.layers[0].self_attn.head_dim
 
     def tokens(self, text: Text) -> Int[Tensor, "tokens"]:
         """Token ids of a text, without special tokens. Token ids are returned as they are.
@@ -206,11 +257,35 @@ class LanguageModel:
             remedy += f", or load the model with max_position_embeddings={reach}, the reach of {rope['rope_type']}"
         raise ValueError(f"{what}: {tokens} tokens, but the model takes at most {limit}; {remedy}")
 
+    def row_cache(self, keys: Tensor, values: Tensor, room: int) -> RowCache:
+        """A cache with copies of these keys and values and room for more rows, to be given back after use.
+
+        Args:
+            keys: Keys [layers, batch, groups, rows, dim].
+            values: Values, likewise.
+            room: Number of rows to make room for.
+        """
+        capacity = keys.shape[3] + room + 1  # one for tokens that fill up a graph
+        capacity += -capacity % CAPACITY_STEP
+        for cache in self._spare.copy():
+            if cache.fits(keys, capacity):
+                with suppress(ValueError):  # another thread has taken it
+                    self._spare.remove(cache)
+                    return cache.fill(keys, values)
+        experts = any(getattr(self.model.config, name, 0) for name in ("num_experts", "num_local_experts"))
+        graphs = keys.is_cuda and not experts  # experts wait for the number of their tokens
+        return RowCache(self.row_model, keys, values, capacity, graphs)
+
+    def give_back(self, cache: RowCache) -> None:
+        """Keep a cache, which has memory and graphs, for the next call of `row_cache`."""
+        self._spare.append(cache)
+        del self._spare[:-SPARE]
+
     @torch.no_grad()
     def generate(
         self,
         ids: Int[Tensor, "tokens"],
-        cache: DynamicCache | None = None,
+        cache: RowCache | None = None,
         *,
         max_new_tokens: int = 32,
         do_sample: bool = False,
@@ -220,7 +295,8 @@ class LanguageModel:
 
         Args:
             ids: Token ids of the whole text so far.
-            cache: Cache of the first of these tokens. None computes all of them, which is the full prefill.
+            cache: Cache of the first of these tokens, to which the others are appended. None computes all of them,
+                which is the full prefill.
             max_new_tokens: Largest number of tokens to generate.
             do_sample: Whether to sample tokens.
             **options: Other options of `model.generate`, by name. A cache allows neither beams nor guessed tokens.
@@ -230,7 +306,9 @@ class LanguageModel:
                 for something that a cached context does not support.
         """
         self.check_length(len(ids) + max_new_tokens, "context, prompt and answer", "compose fewer chunks")
-        output = self.model.generate(
+        if cache is not None:
+            cache.reserve(len(ids) + max_new_tokens + 1)
+        output = (self.model if cache is None else self.row_model).generate(
             input_ids=ids[None],
             attention_mask=torch.ones_like(ids)[None],
             past_key_values=cache,

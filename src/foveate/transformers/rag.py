@@ -20,7 +20,10 @@ from foveate.utils.device import Stopwatch, now
 __all__ = ["STEPS", "Answer", "Reply", "ask"]
 
 STEPS = "load", "compose", "score", "recompute", "prompt", "decode"
-"""Steps of an answer. The first token is there after all of them but the last."""
+"""Steps of an answer. The first token is there after all of them but the last.
+
+"recompute" includes the prompt, so that "prompt" is only the choice of the first token, except in a full prefill.
+"""
 
 
 class Answer(NamedTuple):

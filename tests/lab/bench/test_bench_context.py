@@ -9,7 +9,7 @@ from lab.bench import context, examples
 from lab.bench.context import Settings, bench_context, first_token, table_of
 from typer.testing import CliRunner
 
-from foveate.transformers.cache import CacheBatch
+from foveate.transformers.row_cache import RowCache
 
 CPU = torch.device("cpu")
 SETTINGS = Settings("small", CPU, torch.float32, chunk=40, prompt=6, recompute=0.25, rounds=1)
@@ -59,7 +59,11 @@ def test_a_variant_gives_the_answer_of_the_context_it_patches():
 
 
 def test_a_wrong_context_is_not_timed(monkeypatch):
-    monkeypatch.setattr(CacheBatch, "recompute", lambda *_: None)
+    def prompt_only(cache, ids, rows, prompts):
+        cache.append(prompts)
+        cache.length -= prompts.shape[1]
+
+    monkeypatch.setattr(RowCache, "repair", prompt_only)
     with pytest.raises(ValueError, match="is not the full prefill of a small model"):
         next(bench_context([120], SETTINGS))
 
