@@ -7,6 +7,7 @@ parallel_config=self._parallel_config)``. `attach` sets both on one processor: t
 `LayerPlan` of the layer travels as the parallel config, which diffusers hands to the backend untouched.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 from diffusers.models import attention_dispatch
@@ -41,6 +42,7 @@ class LayerPlan:
         rope: (cos, sin), [tokens, head_dim] or [batch, tokens, head_dim], to rotate queries and keys by; None if the
             processor has done so. Rows for the last tokens, the text, may be left out: they are not rotated.
         bias: Added to the attention logits of each key [batch or 1, tokens].
+        watch: Called once with the attention as a function of the values, and the values (see `attention_map`); or None.
         backend: The backend of the processor before `attach`.
         parallel: The parallel config of the processor before `attach`.
     """
@@ -56,6 +58,7 @@ class LayerPlan:
         self.mask_is_padding = mask_is_padding
         self.bias: Tensor | None = None
         self.rope: tuple[Tensor, Tensor] | None = None
+        self.watch: Callable[[Callable[[Tensor], Tensor], Tensor], None] | None = None
         self.backend: Any = None
         self.parallel: Any = None
 
@@ -159,6 +162,10 @@ def foveate_attention(
     backend.
     """
     plan: LayerPlan = _parallel_config
+    if plan.watch is not None:
+        watch, plan.watch = plan.watch, None
+        others = (attn_mask, dropout_p, is_causal, scale, enable_gqa, plan)
+        watch(lambda values: foveate_attention(query, key, values, *others), value)
     ranks = ulysses_ranks(plan)
     tokens, rope = plan.tokens, None if plan.rope is None else with_text(plan.rope, plan.tokens)
     masked = attn_mask is not None and not plan.mask_is_padding
