@@ -4,7 +4,7 @@ import os
 
 import typer
 
-from foveate.cli import bench, demo, distill, draw, icl, inspect, rag, train
+from foveate.cli import bench, demo, distill, draw, icl, inspect, rag, train, ui
 
 __all__ = ["app", "main"]
 
@@ -21,6 +21,7 @@ for command, name, panel in (
     (draw.generate, "generate", "Pictures"),
     (draw.compare, "compare", "Pictures"),
     (draw.evaluate, "eval", "Pictures"),
+    (ui.ui, "ui", "Pictures"),
     (rag.rag, "rag", "Text"),
     (icl.icl, "icl", "Text"),
     (distill.distill, "distill", "Training"),

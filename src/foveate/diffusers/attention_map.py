@@ -1,4 +1,5 @@
 # pyright: basic, reportPrivateUsage=false, reportArgumentType=false, reportAttributeAccessIssue=false
+# pyright: reportOptionalMemberAccess=false, reportOptionalIterable=false
 """The attention weights of one image token in a layer of a pipeline's denoiser, dense or with a method.
 
 Attention is linear in its values. So the layer runs again with values that are columns of the identity matrix, and its

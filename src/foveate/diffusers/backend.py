@@ -42,7 +42,7 @@ class LayerPlan:
         rope: (cos, sin), [tokens, head_dim] or [batch, tokens, head_dim], to rotate queries and keys by; None if the
             processor has done so. Rows for the last tokens, the text, may be left out: they are not rotated.
         bias: Added to the attention logits of each key [batch or 1, tokens].
-        watch: Called once with the attention as a function of the values, and the values (see `attention_map`); or None.
+        watch: Called once with attention as a function of the values, and the values; see `attention_map`.
         backend: The backend of the processor before `attach`.
         parallel: The parallel config of the processor before `attach`.
     """
