@@ -11,7 +11,7 @@ from foveate.methods import METHODS, ToMA, method_from_text
 from foveate.web.report import psnr, ssim
 from foveate.web.studio import Cancelled, Form, Question, Studio, Tab, option_help, recommended, scores
 
-FORM = Form("a red apple", "toma", "keep=0.5", "tiny", "", "64", 2, None, 0)
+FORM = Form("a red apple", "toma", "keep=0.5", "tiny", "", "64", "2")
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +58,7 @@ def test_it_draws_what_the_library_draws_and_saves_it_with_its_settings(studio, 
 
 def test_dense_is_drawn_once_for_a_request_and_nothing_is_overwritten(studio):
     tab = Tab()
-    studio_files = [entry.path for form in (FORM, FORM, FORM._replace(seed=1)) for entry in studio.draw(tab, form)]
+    studio_files = [entry.path for form in (FORM, FORM, FORM._replace(seed="1")) for entry in studio.draw(tab, form)]
     methods = [entry.variant.label for entry in tab.history]
     assert methods == ["dense", "ToMA keep=0.5", "ToMA keep=0.5", "dense", "ToMA keep=0.5"]
     assert len(set(studio_files)) == len(list(studio.out.glob("*.png"))) == 5
@@ -96,7 +96,9 @@ def test_cancelling_keeps_what_is_finished_and_leaves_the_model_as_it_was(studio
         ({"size": "65"}, "use multiples of 4"),
         ({"size": "big"}, "cannot read the size"),
         ({"method": "hilberta", "options": "tiles=99"}, "tiles need 32 tokens"),
-        ({"guidance": -1.0, "size": "0"}, "cannot read the size"),
+        ({"steps": "0"}, "steps must be a whole number from 1 to 1000, not '0'"),
+        ({"guidance": "much"}, "guidance must be a number"),
+        ({"seed": "-1"}, "seed must be"),
     ],
 )
 def test_what_cannot_be_drawn_is_said_while_typing_and_before_anything_is_drawn(studio, change, message):
@@ -139,7 +141,7 @@ def test_attention_is_that_of_the_middle_step_and_of_recent_pictures(studio):
     with pytest.raises(ValueError, match="choose one of 0 to 1"):
         studio.attention(merged, 2, (0, 0))
     for seed in range(1, 4):
-        drawn(studio, tab, FORM._replace(seed=seed))
+        drawn(studio, tab, FORM._replace(seed=str(seed)))
     with pytest.raises(ValueError, match="no longer in memory"):
         studio.attention(dense, 0, (0, 0))
 
@@ -200,5 +202,5 @@ def test_questions_that_cannot_be_answered_are_refused(studio, tmp_path, change,
 @pytest.mark.slow
 def test_the_built_in_lora_brings_its_method(tmp_path):
     studio = Studio(ui.commands("cpu", "float32"), tmp_path)
-    form = Form("a red apple", "toma", "", "", "built-in", "64", 1)
+    form = Form("a red apple", "toma", "", "", "built-in", "64", "1")
     assert drawn(studio, Tab(), form).variant.label == "HilbertA T=4, distilled"

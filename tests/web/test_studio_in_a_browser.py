@@ -67,7 +67,7 @@ def opened(window, address, steps="2"):
 
 
 def field(tab, name):
-    return tab.get_by_label(re.compile(f"^{name}"))
+    return tab.get_by_label(name)
 
 
 def says(tab, text):

@@ -67,9 +67,9 @@ class Form(NamedTuple):
     model: str = ""
     lora: str = ""
     size: str = ""
-    steps: int | None = None
-    guidance: float | None = None
-    seed: int = 0
+    steps: str = ""
+    guidance: str = ""
+    seed: str = "0"
 
 
 class Question(NamedTuple):
@@ -311,9 +311,14 @@ class Studio:
     def _request(self, pipe: Any, form: Form) -> Request:
         if makes_video(pipe):
             raise ValueError("this page draws pictures: use foveate generate or foveate compare for a video model")
-        size = form.size.strip() or None
         return self.commands.request(
-            pipe, form.model.strip(), form.prompt.strip(), size, form.steps, form.guidance, form.seed
+            pipe,
+            form.model.strip(),
+            form.prompt.strip(),
+            form.size.strip() or None,
+            _number("steps", form.steps, int, 1, 1000),
+            _number("guidance", form.guidance, float, 0, 1000),
+            _number("seed", form.seed, int, 0, 2**63 - 1) or 0,
         )
 
     def _draw(
@@ -405,6 +410,18 @@ def option_help(method: str) -> list[tuple[str, str, str]]:
         for name, text in re.findall(r"^    (\w+): (.+(?:\n {5,}.+)*)", section, re.MULTILINE):
             texts.setdefault(name, re.sub(r"\s+", " ", text).replace("`", ""))
     return [(option.name, str(option.default), texts.get(option.name, "")) for option in fields(cls)]
+
+
+def _number(name: str, text: str, kind: type, least: int, most: int) -> Any:
+    """The number in a field; None if it is empty."""
+    if not text.strip():
+        return None
+    try:
+        if least <= (number := kind(text)) <= most:
+            return number
+    except ValueError:
+        pass
+    raise ValueError(f"{name} must be {'a whole' if kind is int else 'a'} number from {least} to {most}, not {text!r}")
 
 
 def _stays_dense(pipe: Any, request: Request, way: MethodLike | None) -> Iterator[str]:

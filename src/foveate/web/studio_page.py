@@ -137,11 +137,9 @@ def _pictures(page: gr.Blocks, studio: Studio, key: gr.Textbox, model: str, lora
                     info="File, folder or hub id; built-in for that of the built-in model. Empty: none.",
                 )
                 size = gr.Textbox(label="Size", info="1024, or WIDTHxHEIGHT. Empty: the default.")
-                steps = gr.Number(
-                    None, label="Steps", precision=0, minimum=1, maximum=1000, info="Empty: the default."
-                )
-                guidance = gr.Number(None, label="Guidance", minimum=0, maximum=1000, info="Empty: the pipeline's.")
-                seed = gr.Number(0, label="Seed", precision=0, minimum=0, maximum=2**53)
+                steps = gr.Textbox(label="Steps", info="Empty: the default.")
+                guidance = gr.Textbox(label="Guidance", info="Empty: the pipeline's.")
+                seed = gr.Textbox("0", label="Seed", info="The same seed gives the same picture.")
             said = gr.HTML(_say(""), elem_id="said")
             with gr.Row():
                 draw = gr.Button("Draw", variant="primary", elem_id="draw")
@@ -167,9 +165,9 @@ def _pictures(page: gr.Blocks, studio: Studio, key: gr.Textbox, model: str, lora
             )
     with gr.Accordion("Where a token attends", open=False, elem_id="inside"):
         with gr.Row():
-            layer = gr.Number(0, label="Attention layer", precision=0, minimum=0, min_width=90)
-            row = gr.Number(0, label="Row of the token", precision=0, minimum=0, min_width=90)
-            column = gr.Number(0, label="Column", precision=0, minimum=0, min_width=90)
+            layer = gr.Number(0, label="Attention layer", precision=0, min_width=90)
+            row = gr.Number(0, label="Row of the token", precision=0, min_width=90)
+            column = gr.Number(0, label="Column", precision=0, min_width=90)
             look = gr.Button("Show its attention", elem_id="look")
         with gr.Row():
             tiles = gr.Image(
@@ -185,9 +183,7 @@ def _pictures(page: gr.Blocks, studio: Studio, key: gr.Textbox, model: str, lora
     shown = [left, right, slider, numbers, gallery, saved, tiles]
 
     def form(values: Sequence[Any]) -> Form:
-        prompt, method, options, model, lora, size, steps, guidance, seed = values
-        texts = (text or "" for text in (options, model, lora, size))
-        return Form(prompt or "", method or "dense", *texts, steps or None, guidance, int(seed or 0))
+        return Form(*(value or "" for value in values))._replace(method=values[1] or "dense")
 
     def check(*values: Any) -> str:
         return _trying(lambda: studio.check(form(values)))
