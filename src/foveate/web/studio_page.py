@@ -23,16 +23,21 @@ FIRST = "toma"
 TOGETHER = "hilberta:tiles=4+toma:keep=0.5"
 SAME_TAB = "() => sessionStorage.foveate ??= Math.random().toString(36).slice(2)"
 """A name for the tab of the browser, which stays when the page is loaded again."""
-NAMED_BUTTON = """<script>
-new MutationObserver(() => document.querySelector("#tiles button")?.setAttribute("aria-label", "Choose a token"))
-    .observe(document, {childList: true, subtree: true});
+NAMES = """<script>
+new MutationObserver(() => {
+    document.querySelector("#tiles button")?.setAttribute("aria-label", "Choose a token");
+    document.querySelectorAll("div.empty[aria-label]").forEach(empty => empty.role = "img");
+}).observe(document, {childList: true, subtree: true});
 </script>"""
+"""Names and roles for screen readers that Gradio leaves out."""
 STYLE = """
 .gradio-container { width: 100% !important; max-width: 1280px !important; margin: 0 auto !important; }
 #studio h1 { font-size: 1.4rem; margin: .2em 0; }
 .said { margin: 0; padding: .5em .8em; border-left: 4px solid #5a6675; background: var(--block-background-fill); }
 .said.wrong { border-color: #b00020; }
 .said.good { border-color: #0072b2; }
+body.dark, .dark { --color-accent: #6dbdf0 !important; }
+#scores { overflow: visible !important; }
 #scores table { width: 100%; }
 #slider img, #tiles img, #attention img { image-rendering: pixelated; }
 iframe.answer { width: 100%; height: 70vh; border: 1px solid var(--border-color-primary); border-radius: 8px; }
@@ -70,7 +75,7 @@ def serve(
     page = build(studio, model, lora, documents, questions)
     _, address, _ = page.launch(
         server_name=host, server_port=port or None, inbrowser=browser, quiet=True, prevent_thread_lock=True,
-        allowed_paths=[str(studio.out.resolve())], footer_links=[], share=False, css=STYLE, head=NAMED_BUTTON,
+        allowed_paths=[str(studio.out.resolve())], footer_links=[], share=False, css=STYLE, head=NAMES,
         theme=_theme(),
     )  # fmt: skip
     ready(address)
@@ -85,7 +90,7 @@ def serve(
 
 def _theme() -> gr.themes.Base:
     """Gradio's own look with fonts of the system and enough contrast."""
-    soft, soft_in_the_dark = "#4b5563", "#b6bfca"
+    soft, soft_in_the_dark, blue, light_blue = "#4b5563", "#b6bfca", "#0067a3", "#6dbdf0"
     return gr.themes.Default(
         primary_hue="blue", font=("system-ui", "sans-serif"), font_mono=("ui-monospace", "monospace")
     ).set(
@@ -93,8 +98,9 @@ def _theme() -> gr.themes.Base:
         block_info_text_color=soft, block_info_text_color_dark=soft_in_the_dark,
         block_label_text_color=soft, block_label_text_color_dark=soft_in_the_dark,
         block_title_text_color=soft, block_title_text_color_dark=soft_in_the_dark,
-        button_primary_background_fill="#0067a3", button_primary_background_fill_hover="#005282",
-        button_primary_background_fill_dark="#0067a3", button_primary_background_fill_hover_dark="#005282",
+        color_accent=blue, link_text_color=blue, link_text_color_dark=light_blue,
+        button_primary_background_fill=blue, button_primary_background_fill_hover="#005282",
+        button_primary_background_fill_dark=blue, button_primary_background_fill_hover_dark="#005282",
     )  # fmt: skip
 
 
@@ -148,10 +154,11 @@ def _pictures(page: gr.Blocks, studio: Studio, key: gr.Textbox, model: str, lora
             slider = gr.ImageSlider(
                 label="Left and right: move the line", type="pil", format="png", elem_id="slider", max_height=640
             )
+            line = gr.Slider(0, 100, 50, step=1, label="Place of the line", elem_id="line")
             with gr.Row():
                 left = gr.Dropdown([], label="Left", elem_id="left", min_width=120)
                 right = gr.Dropdown([], label="Right", elem_id="right", min_width=120)
-            numbers = gr.Markdown(elem_id="scores")
+            numbers = gr.Markdown("Nothing is drawn yet.", elem_id="scores")
             gallery = gr.Gallery(
                 label="History", columns=6, fit_columns=False, height=190,
                 allow_preview=False, elem_id="history", format="png",
@@ -192,7 +199,15 @@ def _pictures(page: gr.Blocks, studio: Studio, key: gr.Textbox, model: str, lora
         first, second = tab.entry(left), tab.entry(right)
         choices = [(entry.title, entry.number) for entry in tab.history]
         if first is None or second is None:
-            return gr.update(choices=[], value=None), gr.update(choices=[], value=None), None, "", [], None, None
+            return (
+                gr.update(choices=[], value=None),
+                gr.update(choices=[], value=None),
+                None,
+                "Nothing is drawn yet.",
+                [],
+                None,
+                None,
+            )
         names = [(str(entry.path), entry.title) for entry in tab.history]
         same = first.image.size == second.image.size
         pair = (first.image, second.image if same else second.image.resize(first.image.size))
@@ -274,6 +289,10 @@ def _pictures(page: gr.Blocks, studio: Studio, key: gr.Textbox, model: str, lora
     ).then(begin, [key, *fields], [said, *shown], show_progress_on=slider, **one)
     cancel.click(stop, key, said, cancels=running, queue=False)
     gr.on([left.input, right.input], again, [key, left, right], shown, queue=False, show_progress="hidden")
+    line.input(
+        lambda place: gr.update(slider_position=place), line, slider, queue=False, show_progress="hidden",
+        trigger_mode="always_last",
+    )  # fmt: skip
     gallery.select(pick, [key, left], shown, queue=False, show_progress="hidden")
     look.click(attend, [key, left, right, layer, row, column], [said, lit], **one)
     tiles.select(click, [key, left, right, layer], [said, lit, row, column], **one)
