@@ -21,8 +21,12 @@ log = logging.getLogger("foveate")
 
 FIRST = "toma"
 TOGETHER = "hilberta:tiles=4+toma:keep=0.5"
-SAME_TAB = "() => sessionStorage.foveate ??= Math.random().toString(36).slice(2)"
-"""A name for the tab of the browser, which stays when the page is loaded again."""
+NAME = "sessionStorage.foveate ??= Math.random().toString(36).slice(2)"
+"""JavaScript of the name of a tab of the browser, which stays when the page is loaded again."""
+AS_TAB: dict[str, Any] = {"js": f"(_, ...others) => [{NAME}, ...others]"}
+"""How events that have several inputs get the name of the tab as the first one."""
+AS_TAB_ALONE: dict[str, Any] = {"js": f"() => {NAME}"}
+"""How events get it as their only input."""
 NAMES = """<script>
 new MutationObserver(() => {
     document.querySelector("#tiles button")?.setAttribute("aria-label", "Choose a token");
@@ -243,8 +247,7 @@ def _pictures(page: gr.Blocks, studio: Studio, key: gr.Textbox, model: str, lora
 
     def restore(key: str, *values: Any) -> tuple[Any, ...]:
         tab = studio.tabs[key]
-        tab.cancelled.set()  # nobody waits any more for what the page was doing before it was loaded again
-        return (key, check(*values), *show(tab, tab.history[-2].number if len(tab.history) > 1 else None, None))
+        return (check(*values), *show(tab, tab.history[-2].number if len(tab.history) > 1 else None, None))
 
     def again(key: str, left: int | None, right: int | None) -> tuple[Any, ...]:
         return show(studio.tabs[key], left, right)
@@ -286,22 +289,18 @@ def _pictures(page: gr.Blocks, studio: Studio, key: gr.Textbox, model: str, lora
         key,
         None,
         queue=False,
-    ).then(begin, [key, *fields], [said, *shown], show_progress_on=slider, **one)
-    cancel.click(stop, key, said, cancels=running, queue=False)
-    gr.on([left.input, right.input], again, [key, left, right], shown, queue=False, show_progress="hidden")
+        **AS_TAB_ALONE,
+    ).then(begin, [key, *fields], [said, *shown], show_progress_on=slider, **one, **AS_TAB)
+    cancel.click(stop, key, said, cancels=running, queue=False, **AS_TAB_ALONE)
+    gr.on([left.input, right.input], again, [key, left, right], shown, queue=False, show_progress="hidden", **AS_TAB)
     line.input(
         lambda place: gr.update(slider_position=place), line, slider, queue=False, show_progress="hidden",
         trigger_mode="always_last",
     )  # fmt: skip
-    gallery.select(pick, [key, left], shown, queue=False, show_progress="hidden")
-    look.click(attend, [key, left, right, layer, row, column], [said, lit], **one)
-    tiles.select(click, [key, left, right, layer], [said, lit, row, column], **one)
-    page.load(restore, [key, *fields], [key, said, *shown], js=_named_tab(len(fields)), queue=False)
-
-
-def _named_tab(fields: int) -> str:
-    """JavaScript that puts the name of the tab before the values of the fields."""
-    return f"(_, ...fields) => [({SAME_TAB})(), ...fields]"
+    gallery.select(pick, [key, left], shown, queue=False, show_progress="hidden", **AS_TAB)
+    look.click(attend, [key, left, right, layer, row, column], [said, lit], **one, **AS_TAB)
+    tiles.select(click, [key, left, right, layer], [said, lit, row, column], **one, **AS_TAB)
+    page.load(restore, [key, *fields], [said, *shown], queue=False, **AS_TAB)
 
 
 def _large(image: Any) -> Any:
@@ -372,9 +371,14 @@ def _documents(studio: Studio, key: gr.Textbox, documents: Path, questions: Sequ
     fields = [folder, question, model, method, recompute, compare]
     one = {"concurrency_limit": 1, "concurrency_id": "model"}
     running = gr.on(
-        [ask.click, question.submit], lambda key: studio.tabs[key].cancelled.clear(), key, None, queue=False
-    ).then(begin, [key, *fields], [said, page], show_progress_on=page, **one)
-    cancel.click(stop, key, said, cancels=running, queue=False)
+        [ask.click, question.submit],
+        lambda key: studio.tabs[key].cancelled.clear(),
+        key,
+        None,
+        queue=False,
+        **AS_TAB_ALONE,
+    ).then(begin, [key, *fields], [said, page], show_progress_on=page, **one, **AS_TAB)
+    cancel.click(stop, key, said, cancels=running, queue=False, **AS_TAB_ALONE)
 
 
 def _framed(page: str) -> str:
