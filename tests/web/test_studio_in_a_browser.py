@@ -47,7 +47,7 @@ def chromium():
 @pytest.fixture
 def window(chromium):
     context = chromium.new_context(viewport={"width": 1280, "height": 900})
-    context.set_default_timeout(15_000)
+    context.set_default_timeout(30_000)
     yield context
     context.close()
 
@@ -168,8 +168,11 @@ def test_the_keyboard_is_enough(window, address):
         if name.startswith("Where a token attends"):
             break
     tab.keyboard.press("Enter")
-    for _ in range(4):
+    tab.locator("#look").wait_for()
+    for _ in range(9):
         tab.keyboard.press("Tab")
+        if tab.evaluate("document.activeElement.id") == "look":
+            break
     tab.keyboard.press("Enter")
     says(tab, "Attention of token 0, 0 in transformer_blocks.0.attn")
     assert {"Draw", "Cancel", "Method", "Left", "Right"} <= seen
@@ -180,7 +183,7 @@ def test_it_fits_a_phone_and_is_accessible(chromium, address, scheme):
     from axe_playwright_python.sync_playwright import Axe
 
     context = chromium.new_context(viewport={"width": 400, "height": 900}, color_scheme=scheme)
-    context.set_default_timeout(15_000)
+    context.set_default_timeout(30_000)
     tab = opened(context, address)
     draw(tab)
     tab.get_by_role("button", name="Where a token attends").click()
