@@ -1,4 +1,4 @@
-"""What Foveate does in a forward pass of a ComfyUI model. Knows tensors and names of arguments, and imports no ComfyUI.
+"""What Foveate does in a forward pass of a ComfyUI model; it imports nothing of ComfyUI.
 
 A wrapper around the model's forward pass knows the latent, and so the grid of tokens. It hands the model a copy of the
 `transformer_options` with an attention override (HilbertA) or block replacements (ToMA), chained to those that were
@@ -23,6 +23,8 @@ from foveate.ops.joint_attention import joint_attention
 __all__ = ["FAMILIES", "Foveated", "family_of"]
 
 log = logging.getLogger("foveate")
+
+OUTSIDE = "this step lies outside start_percent to end_percent"
 
 
 class Family(NamedTuple):
@@ -83,7 +85,7 @@ class Foveated:
         try:
             changed = self._options(executor.class_obj, call.arguments, options)
         except DenseFallback as reason:
-            if str(reason) not in self.outcomes:
+            if str(reason) not in (*self.outcomes, OUTSIDE):
                 log.warning("%s stays dense: %s", self.method.title, reason)
             self.outcomes[str(reason)] += 1
             return executor(*args, **kwargs)
@@ -108,7 +110,7 @@ class Foveated:
         sigma = float(options["sigmas"].max()) if "sigmas" in options else 0.0
         low, high = self.window
         if not low <= sigma <= high:
-            raise DenseFallback("this step lies outside start_percent to end_percent")
+            raise DenseFallback(OUTSIDE)
         if sigma != self._sigma:
             self._step = self._step + 1 if sigma < self._sigma else 0
             self._sigma = sigma

@@ -395,7 +395,7 @@ def recommended(method: str) -> str:
     for shown in METHODS[method].showcase()[:1] if method in METHODS else ():
         texts = {option: f"{option.name}={getattr(shown, option.name)}" for option in fields(shown)}
         chosen = (o for o in texts if getattr(shown, o.name) != o.default or texts[o] in shown.title)
-        return ", ".join(map(texts.get, chosen))
+        return ", ".join(texts[option] for option in chosen)
     return ""
 
 
@@ -435,7 +435,7 @@ def _stays_dense(pipe: Any, request: Request, way: MethodLike | None) -> Iterato
             elif isinstance(part, TokenMerging):
                 part.regions((grid,))
             else:
-                part.plan((grid,), 0)
+                part.plan((grid,), 0)  # type: ignore[attr-defined]  # sparse attention
         except DenseFallback as reason:
             yield str(reason)
 

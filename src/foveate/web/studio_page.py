@@ -1,4 +1,4 @@
-# pyright: basic
+# pyright: basic, reportPrivateImportUsage=false
 """The page of `foveate ui`, in Gradio: fields, events and layout. What it does is in `foveate.web.studio`."""
 
 import logging
@@ -221,11 +221,7 @@ def _pictures(page: gr.Blocks, studio: Studio, key: gr.Textbox, model: str, lora
             tuple(map(_large, pair)),
             _table(first, second),
             names,
-            [
-                str(entry.path)
-                for entry in dict.fromkeys((first.number, second.number))
-                for entry in [tab.entry(entry)]
-            ],
+            [*dict.fromkeys((str(first.path), str(second.path)))],
             second.tiles,
         )
 
