@@ -24,6 +24,7 @@ __all__ = ["FAMILIES", "Foveated", "family_of"]
 
 log = logging.getLogger("foveate")
 
+ROUNDING = 1e-5  # noise levels are float32
 OUTSIDE = "this step lies outside start_percent to end_percent"
 
 
@@ -109,7 +110,7 @@ class Foveated:
         """The entries of `transformer_options` that differ in this forward pass."""
         sigma = float(options["sigmas"].max()) if "sigmas" in options else 0.0
         low, high = self.window
-        if not low <= sigma <= high:
+        if not low - ROUNDING <= sigma <= high + ROUNDING:
             raise DenseFallback(OUTSIDE)
         if sigma != self._sigma:
             self._step = self._step + 1 if sigma < self._sigma else 0

@@ -2,11 +2,11 @@
 
 import importlib.util
 import json
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
-from reference import dense_mask
 from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -39,7 +39,7 @@ def attend(q, k, v, heads, **kwargs):
 
 
 class Block(nn.Module):
-    """A block whose queries, keys and values are rotated by `pe`, and reach attention as [batch, heads, tokens, dim]."""
+    """A block whose queries and keys are changed by `pe`, and reach attention as [batch, heads, tokens, dim]."""
 
     def __init__(self):
         super().__init__()
@@ -71,28 +71,30 @@ class Flux(nn.Module):
         tokens = text.shape[1] + image.shape[1]
         pe = torch.linspace(0, 1, tokens, dtype=torch.float64).view(1, 1, tokens, 1).expand(1, 1, tokens, DIM // HEADS)
 
-        def double(args):
+        def double(block, args):
             out = block(torch.cat([args["txt"], args["img"]], 1), args["pe"], options)
             return {"txt": out[:, : args["txt"].shape[1]], "img": out[:, args["txt"].shape[1] :]}
 
         for i, block in enumerate(self.double_blocks):
             args = {"img": image, "txt": text, "pe": pe, "vec": None, "attn_mask": None}
             call = replace.get(("double_block", i))
-            out = call(args, {"original_block": double}) if call else double(args)
+            original = partial(double, block)
+            out = call(args, {"original_block": original}) if call else original(args)
             image, text = out["img"], out["txt"]
         joined = torch.cat([text, image], 1)
 
-        def single(args):
+        def single(block, args):
             return {"img": block(args["img"], args["pe"], options)}
 
         for i, block in enumerate(self.single_blocks):
             args, call = {"img": joined, "pe": pe, "vec": None}, replace.get(("single_block", i))
-            joined = (call(args, {"original_block": single}) if call else single(args))["img"]
+            original = partial(single, block)
+            joined = (call(args, {"original_block": original}) if call else original(args))["img"]
         return joined
 
 
 class Wan(nn.Module):
-    """A `WanModel`: attention of the image alone, as [batch, tokens, heads x dim], then cross-attention to the text."""
+    """Attention of the image alone, as [batch, tokens, heads x dim], then cross-attention to the text."""
 
     patch_size = (1, 2, 2)
 
@@ -143,18 +145,24 @@ CASES = [(Flux, ()), (Flux, ((16, 16),)), (WanModel, ())]
 every_case = pytest.mark.parametrize(("cls", "references"), CASES, ids=["flux", "kontext", "wan"])
 
 
+def mask_of(method, number, grids, text):
+    """Which of the tokens of a layer attend to which, in raster order behind the text."""
+    plan = method.plan(grids, text)
+    place = torch.cat([torch.arange(text), plan.order + text]).argsort()
+    return plan.tables[number % len(plan.tables)].to_dense()[place][:, place]
+
+
 @every_case
 @pytest.mark.parametrize("method", [HilbertA(tiles=1), HilbertA(centre=1.0, tiles=4), HilbertA(tiles=4, align=1)])
 def test_attention_is_that_of_the_mask(pack, cls, references, method):
     model, case = cls(), inputs(cls, references)
     grids = ((3, 8, 10),) if cls is WanModel else ((16, 20), *((8, 8) for _ in references))
     text, calls = 0 if cls is WanModel else TEXT, []
-    tokens = text + sum(torch.Size(grid).numel() for grid in grids)
 
     def masked(func, q, k, v, heads, **kwargs):
         length = 2 if kwargs.get("skip_reshape") else 1
         if q.shape[length] == k.shape[length]:
-            calls.append(dense_mask(method, len(calls), grids, tokens))
+            calls.append(mask_of(method, len(calls), grids, text))
             kwargs["mask"] = calls[-1]
         return func(q, k, v, heads, **kwargs)
 
