@@ -381,12 +381,9 @@ def scores(left: Entry, right: Entry) -> list[tuple[str, str, str]]:
         distance = psnr(right.image, left.image)
         rows.append(("PSNR of the two", "", "identical" if distance == float("inf") else f"{distance:.1f} dB"))
         rows.append(("SSIM of the two", "", f"{ssim(right.image, left.image):.3f}"))
-    rows.append(("Attention skipped", *(f"{entry.variant.true:.0%}" for entry in (left, right))))
-    for entry in (left, right):
-        if entry.variant.why_dense:
-            rows.append(
-                ("Stayed dense", *(entry.variant.why_dense if entry is side else "" for side in (left, right)))
-            )
+    rows.append(("Attention skipped", f"{left.variant.true:.0%}", f"{right.variant.true:.0%}"))
+    if left.variant.why_dense or right.variant.why_dense:
+        rows.append(("Stayed dense", left.variant.why_dense, right.variant.why_dense))
     return rows
 
 
