@@ -622,7 +622,7 @@ def test_bad_input_is_one_clear_line_and_nothing_is_written(
 @pytest.mark.parametrize(
     "command",
     [
-        "generate", "compare", "eval", "distill", "train", "icl", "rag", "curves", "info", "demo",
+        "generate", "compare", "eval", "distill", "train", "icl", "rag", "curves", "info", "demo", "ui",
         "demo info", "demo texts", "bench", "bench step",
     ],
 )  # fmt: skip
@@ -637,6 +637,7 @@ def test_help_teaches(command):
     [
         ("diffusers", "diffusers", "generate an-owl"),
         ("transformers", "transformers", "rag . anything"),
+        ("gradio", "ui", "ui"),
         pytest.param("tokenizers", "transformers", "demo texts", marks=pytest.mark.slow),
         pytest.param("accelerate", "diffusers,train", "train --sizes 16:1", marks=pytest.mark.slow),
     ],

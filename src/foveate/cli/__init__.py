@@ -4,7 +4,7 @@ import os
 
 import typer
 
-from foveate.cli import bench, demo, distill, draw, icl, inspect, rag, train, tune
+from foveate.cli import bench, demo, distill, draw, icl, inspect, rag, train, tune, ui
 
 __all__ = ["app", "main"]
 
@@ -22,6 +22,7 @@ for command, name, panel in (
     (draw.compare, "compare", "Pictures"),
     (draw.evaluate, "eval", "Pictures"),
     (tune.tune, "tune", "Pictures"),
+    (ui.ui, "ui", "Pictures"),
     (rag.rag, "rag", "Text"),
     (icl.icl, "icl", "Text"),
     (distill.distill, "distill", "Training"),

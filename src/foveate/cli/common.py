@@ -9,7 +9,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
-import torch
 import typer
 from rich.console import Console
 from rich.markup import escape
@@ -20,19 +19,10 @@ from foveate.demo import PIPELINE, READER
 from foveate.diffusers.preset import PRESETS, Preset
 from foveate.diffusers.preset import load as load_preset
 from foveate.methods import ComposedMethod, Method, method_from_text
+from foveate.utils.errors import remedy
 from foveate.utils.progress import Track
 
 console = Console(stderr=True, highlight=False)
-
-EXTRAS = {
-    "diffusers": "diffusers",
-    "transformers": "transformers",
-    "tokenizers": "transformers",
-    "accelerate": "diffusers,train",
-    "peft": "diffusers,train",
-    "imageio_ffmpeg": "diffusers,video",
-}
-"""Extras of foveate that install optional packages, by package."""
 
 Model = Annotated[
     str,
@@ -85,33 +75,14 @@ def clear_errors(command: Callable[..., None]) -> Callable[..., None]:
         except KeyboardInterrupt:
             console.print("stopped; everything that was finished is saved")
             raise typer.Exit(130) from None
-        except (ValueError, ImportError, OSError) as error:
-            _fail(_missing(error) or str(error).strip())
-        except (RuntimeError, MemoryError) as error:
-            if not _out_of_memory(error):
+        except (ValueError, ImportError, OSError, RuntimeError, MemoryError) as error:
+            if not (message := remedy(error)):
                 raise
-            _fail("out of memory: use a smaller --size (or --top), --dtype bfloat16, or a device with more memory")
+            console.print(f"[bold red]error:[/] {escape(message)}", soft_wrap=True)
+            raise typer.Exit(2) from None
 
     run.__doc__ = re.sub(r"(?<!\n)\n(?!\n)", " ", inspect.getdoc(command) or "")  # paragraphs fill any terminal
     return run
-
-
-def _missing(error: Exception) -> str:
-    """How to install the missing package; empty for other errors."""
-    package = (error.name or "").split(".")[0] if isinstance(error, ModuleNotFoundError) else ""
-    extra = EXTRAS.get(package)
-    return f"this needs {package}: pip install 'foveate[{extra}]'" if extra else ""
-
-
-def _fail(message: str) -> None:
-    first_line = message.splitlines()[0] if message else "something failed without a message"
-    console.print(f"[bold red]error:[/] {escape(first_line)}", soft_wrap=True)
-    raise typer.Exit(2)
-
-
-def _out_of_memory(error: Exception) -> bool:
-    known = "can't allocate memory", "not enough memory"  # messages of the CPU allocators
-    return isinstance(error, torch.OutOfMemoryError | MemoryError) or any(words in str(error) for words in known)
 
 
 def open_model(model: str, device: str, dtype: str) -> Any:

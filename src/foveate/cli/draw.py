@@ -132,7 +132,7 @@ def generate(
     suffix = _suffix(pipe, request)
     if out:
         check_file(out, f"{'an MP4' if suffix == '.mp4' else 'a PNG'} file", suffix)
-    chosen = _method_with_lora(distilled, method, options) if lora else chosen
+    chosen = method_with_lora(distilled, method, options) if lora else chosen
     if method == "dense":
         _own_attention(pipe)
     from foveate.diffusers.apply import apply
@@ -143,7 +143,7 @@ def generate(
     path = out or Path(f"{slug(prompt)}-{seed}{'-' + slug(chosen.title) if chosen else ''}{suffix}")
     config: Any = denoiser(pipe).config
     plain = config.get("attention", "dense")  # pixel models have an attention of their own
-    if remark := _remark_on(pipe, model, prompt):
+    if remark := remark_on(pipe, model, prompt):
         console.print(escape(remark))
     with progress() as track:
         advance, began = track(chosen.title if chosen else plain, request.steps), time.perf_counter()
@@ -157,7 +157,7 @@ def generate(
         if suffix == ".mp4":
             write_video(path, drawn, frame_rate(pipe, request))
         else:
-            write_picture(path, drawn[0], {**_settings_of(pipe, model, request), **about})
+            write_picture(path, drawn[0], {**settings_of(pipe, model, request), **about})
     if summary is not None:
         print(summary)
     console.print(f"drawn in {about['seconds']} s")
@@ -198,8 +198,8 @@ def compare(
 
     methods = _with_distilled(distilled, lora, _own_attention(pipe) or side_by_side.showcase())
     with progress() as track:
-        settings = _settings_of(pipe, model, request) | ({"LoRA": lora} if lora else {})
-        notice = _remark_on(pipe, model, prompt)
+        settings = settings_of(pipe, model, request) | ({"LoRA": lora} if lora else {})
+        notice = remark_on(pipe, model, prompt)
         page = side_by_side.compare(
             pipe, request, methods, out, settings=settings, notice=notice, rounds=rounds, track=track
         )
@@ -281,13 +281,7 @@ def _opened(
     if size:
         read_size(size)
     check_writable(folder)
-    pipe = open_model(model, device, dtype)
-    distilled = None
-    if lora:
-        import_module("peft")  # fails with what to install, which diffusers would not say
-        from foveate.diffusers.lora import find_lora, load_lora
-
-        distilled = load_lora(pipe, find_lora(str(LORA) if lora == "built-in" else lora))
+    pipe, distilled = open_with_lora(model, lora, device, dtype)
     if distilled and distilled.size:
         height, width = distilled.size
         if size and read_size(size) != (height, width):
@@ -296,6 +290,18 @@ def _opened(
             )
         size = size or f"{width}x{height}"
     return pipe, distilled, request_of(pipe, model, prompt, size, steps, guidance, seed, **more)
+
+
+def open_with_lora(model: str, lora: str, device: str, dtype: str) -> tuple[Any, Any]:
+    """The pipeline with its LoRA, and the method that it was distilled for: None without a LoRA of foveate."""
+    if lora:
+        import_module("peft")  # fails with what to install, which diffusers would not say
+    pipe = open_model(model, device, dtype)
+    if not lora:
+        return pipe, None
+    from foveate.diffusers.lora import find_lora, load_lora
+
+    return pipe, load_lora(pipe, find_lora(str(LORA) if lora == "built-in" else lora))
 
 
 def _suffix(pipe: Any, request: Any) -> str:
@@ -308,7 +314,7 @@ def _suffix(pipe: Any, request: Any) -> str:
     return ".mp4"
 
 
-def _settings_of(pipe: Any, model: str, request: Any) -> dict[str, str]:
+def settings_of(pipe: Any, model: str, request: Any) -> dict[str, str]:
     """The settings that pictures and pages report."""
     from foveate.diffusers.pipelines import frame_rate, makes_video
 
@@ -327,7 +333,7 @@ def _settings_of(pipe: Any, model: str, request: Any) -> dict[str, str]:
     } | {name: value for name, value in more.items() if value}
 
 
-def _remark_on(pipe: Any, model: str, prompt: str) -> str:
+def remark_on(pipe: Any, model: str, prompt: str) -> str:
     """The part of a prompt that the model does not read, and the words that the built-in model does not know."""
     from foveate.demo.text import unknown_words
     from foveate.diffusers.pipelines import unread
@@ -358,7 +364,7 @@ def _method(name: str | None, options: dict[str, str]) -> Method | ComposedMetho
     return None
 
 
-def _method_with_lora(distilled: Any, name: str | None, options: dict[str, str]) -> Any:
+def method_with_lora(distilled: Any, name: str | None, options: dict[str, str]) -> Any:
     """The method to draw with: that of the LoRA, if it is one of foveate."""
     if distilled is None:
         return _method(name, options)

@@ -111,7 +111,7 @@ def rag(
     one folder, model and --chunk; files that these no longer need are removed. It is large: 128 KiB for each token
     with a model like Llama-3.1-8B.
     """
-    methods = _methods(method, recompute, options_of(option), compare)
+    methods = recompute_methods(method, recompute, options_of(option), compare)
     if "{question}" not in prompt:
         raise ValueError(f"--prompt must contain {{question}}, such as 'Q: {{question}} A:', not {prompt!r}")
     check_file(out, "an HTML page", ".html")
@@ -163,7 +163,7 @@ def _index_name(model: str) -> str:
     return f"{slug(path.name)}-{digest(str(path) if path.exists() else model)[:8]}" if model else "built-in"
 
 
-def _methods(name: str, recompute: float | None, options: dict[str, str], compare: bool) -> dict[str, Any]:
+def recompute_methods(name: str, recompute: float | None, options: dict[str, str], compare: bool) -> dict[str, Any]:
     """The method, and with `compare` all others at the same budget."""
     chosen = options if recompute is None else {**options, "recompute": str(recompute)}
     methods = {name: recompute_policy_from_text(name, chosen)}

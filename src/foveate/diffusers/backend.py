@@ -7,6 +7,7 @@ parallel_config=self._parallel_config)``. `attach` sets both on one processor: t
 `LayerPlan` of the layer travels as the parallel config, which diffusers hands to the backend untouched.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -51,6 +52,7 @@ class LayerPlan:
         bias: Added to the attention logits of each key [batch or 1, tokens].
         parts: Plans of consecutive samples whose padding differs; empty if all samples attend by this plan.
         samples: Number of samples of each part.
+        watch: Called once with attention as a function of the values, and the values; see `attention_map`.
         backend: The backend of the processor before `attach`.
         parallel: The parallel config of the processor before `attach`.
     """
@@ -69,6 +71,7 @@ class LayerPlan:
         self.rope: tuple[Tensor, Tensor] | None = None
         self.parts: tuple[LayerPlan, ...] = ()
         self.samples: tuple[int, ...] = ()
+        self.watch: Callable[[Callable[[Tensor], Tensor], Tensor], None] | None = None
         self.backend: Any = None
         self.parallel: Any = None
 
@@ -183,6 +186,10 @@ def foveate_attention(
     backend.
     """
     plan: LayerPlan = _parallel_config
+    if plan.watch is not None:
+        watch, plan.watch = plan.watch, None
+        others = (attn_mask, dropout_p, is_causal, scale, enable_gqa, plan)
+        watch(lambda values: foveate_attention(query, key, values, *others), value)
     tokens, rope = local_tokens(plan), None if plan.rope is None else with_text(plan.rope, plan.tokens)
     masked = attn_mask is not None and not plan.mask_is_padding
     if query.shape[1] != tokens or key.shape[1] != tokens or masked:

@@ -26,6 +26,7 @@ from foveate.utils.device import choose_device, choose_dtype, now
 from foveate.utils.files import write_whole
 
 __all__ = [
+    "Call",
     "Request",
     "arguments",
     "check_request",
@@ -40,6 +41,7 @@ __all__ = [
     "pixels_per_token",
     "ready",
     "record_step",
+    "run_step",
     "text_tokens",
     "time_steps",
     "unread",
@@ -384,6 +386,12 @@ def record_step(pipeline: DiffusionPipeline, request: Request) -> Call:
     raise ValueError(f"{type(pipeline).__name__} never called its denoiser")
 
 
+def run_step(pipeline: DiffusionPipeline, step: Call) -> Any:
+    """The output of one forward pass of the denoiser; the arguments stay as they are."""
+    arguments = {name: copy(value) if isinstance(value, dict) else value for name, value in step.kwargs.items()}
+    return denoiser(pipeline)(*step.args, **arguments)
+
+
 @torch.no_grad()
 def time_steps(
     pipeline: DiffusionPipeline,
@@ -408,9 +416,7 @@ def time_steps(
         for way in variants:
             with using(pipeline, way and throughout(way)):
                 start = now(pipeline.device)
-                denoiser(pipeline)(
-                    *step.args, **{k: copy(v) if isinstance(v, dict) else v for k, v in step.kwargs.items()}
-                )
+                run_step(pipeline, step)
                 seconds.append(now(pipeline.device) - start)
             on_forward()
         if round_:

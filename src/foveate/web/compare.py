@@ -19,7 +19,7 @@ from foveate.utils.files import slug, write_picture, write_whole
 from foveate.utils.progress import Track, silent
 from foveate.web.report import Comparison, Variant, comparison_page, psnr, ssim
 
-__all__ = ["compare", "showcase"]
+__all__ = ["compare", "draw_variant", "showcase"]
 
 PAGE = "index.html"
 
@@ -77,7 +77,7 @@ def compare(
         for method in (None, *methods):
             advance = track(method.title if method else "dense", request.steps)
             try:
-                variant = _draw_variant(pipeline, request, method, variants[0].frames if variants else [], advance)
+                variant = draw_variant(pipeline, request, method, variants[0].frames if variants else [], advance)
             except ValueError as error:
                 if method is None:
                     raise
@@ -132,13 +132,14 @@ def _supported(pipeline: Any, methods: Sequence[MethodLike]) -> tuple[list[Metho
     return supported, notices
 
 
-def _draw_variant(
+def draw_variant(
     pipeline: Any,
     request: Request,
     method: MethodLike | None,
     dense: list[Image.Image],
     advance: Callable[[], None],
 ) -> Variant:
+    """What a method draws, and its distance to the frames of `dense`; not timed yet."""
     with using(pipeline, method) as run:
         frames = draw(pipeline, request, advance)
         if method is None or run is None:

@@ -9,13 +9,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-from jaxtyping import Int
+from jaxtyping import Float, Int
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from matplotlib.axes import Axes
 from matplotlib.collections import PolyCollection
 from matplotlib.colors import ListedColormap
 from matplotlib.figure import Figure
-from PIL import Image, ImageDraw, ImageFilter
+from PIL import Image, ImageDraw, ImageEnhance, ImageFilter
 from skimage.segmentation import find_boundaries
 from torch import Tensor
 
@@ -27,6 +27,7 @@ __all__ = [
     "Comparison",
     "Variant",
     "comparison_page",
+    "draw_attention",
     "draw_coverage",
     "draw_losses",
     "draw_order",
@@ -158,9 +159,7 @@ def draw_tiles(
         tile_map: Tile of each token, -1 in the central region.
         picked: Raster indices of the tokens to mark with a dot.
     """
-    picture = image.convert("RGB")
-    grow = -(-384 // picture.width) if picture.width < 384 else 1
-    picture = picture.resize((picture.width * grow, picture.height * grow), Image.Resampling.NEAREST)
+    picture = _enlarged(image)
     height, width = tile_map.shape
     rows = np.arange(picture.height) * height // picture.height
     columns = np.arange(picture.width) * width // picture.width
@@ -173,6 +172,31 @@ def draw_tiles(
         y, x = (cell // width + 0.5) * picture.height / height, (cell % width + 0.5) * picture.width / width
         pencil.ellipse((x - radius, y - radius, x + radius, y + radius), fill=ORANGE, outline=INK)
     return picture
+
+
+def draw_attention(image: Image.Image, weights: Float[Tensor, "rows columns"], token: tuple[int, int]) -> Image.Image:
+    """The picture in dark grey, lit in orange where a token attends; the token itself is framed in white.
+
+    The light is the square root of the weight, relative to the largest one. A picture narrower than 384 pixels is
+    first enlarged by a whole factor.
+
+    Args:
+        image: The picture.
+        weights: Attention weight of each image token.
+        token: (row, column) of the token that attends.
+    """
+    picture = _enlarged(image)
+    grey = ImageEnhance.Brightness(picture.convert("L").convert("RGB")).enhance(0.5)
+    light = (weights.cpu() / weights.max().cpu().clamp(min=1e-12)).sqrt().mul(230).byte().numpy()
+    mask = Image.fromarray(light).resize(picture.size, Image.Resampling.NEAREST)
+    lit = Image.composite(Image.new("RGB", picture.size, ORANGE), grey, mask)
+    (row, column), (rows, columns) = token, weights.shape
+    high, wide = picture.height / rows, picture.width / columns
+    frame = (column * wide - 1, row * high - 1, (column + 1) * wide, (row + 1) * high)
+    pencil, pen = ImageDraw.Draw(lit), max(2, picture.width // 256)
+    pencil.rectangle(tuple(edge + (-pen if i < 2 else pen) for i, edge in enumerate(frame)), outline=INK, width=pen)
+    pencil.rectangle(frame, outline=PAPER, width=pen)
+    return lit
 
 
 def draw_table(table: BlockTable, limit: int = 512) -> Image.Image:
@@ -250,6 +274,12 @@ def draw_coverage(reports: dict[str, list[Report]]) -> Figure:
         axes.bar(places, values.mean(0), 0.7 / len(reports), yerr=spread, label=name, color=colour, ecolor=INK)
     figure.legend(loc="outside lower center", ncols=len(reports), frameon=False)
     return figure
+
+
+def _enlarged(image: Image.Image) -> Image.Image:
+    """The picture in RGB, enlarged by a whole factor to 384 pixels or more."""
+    grow = max(1, -(-384 // image.width))
+    return image.convert("RGB").resize((image.width * grow, image.height * grow), Image.Resampling.NEAREST)
 
 
 def _fill_tiles(axes: Axes, tiles: npt.NDArray[np.integer]) -> None:

@@ -1,0 +1,21 @@
+"""Foveate's nodes for ComfyUI: link or copy this folder into `custom_nodes`."""
+
+from typing import Any
+
+from .nodes import NODES
+
+__all__ = ["NODE_CLASS_MAPPINGS", "NODE_DISPLAY_NAME_MAPPINGS", "comfy_entrypoint"]
+
+NODE_CLASS_MAPPINGS = {node.define_schema().node_id: node for node in NODES}
+NODE_DISPLAY_NAME_MAPPINGS = {node.define_schema().node_id: node.define_schema().display_name for node in NODES}
+
+
+async def comfy_entrypoint() -> Any:
+    """The extension, as newer versions of ComfyUI load it."""
+    from comfy_api.latest import ComfyExtension
+
+    class FoveateExtension(ComfyExtension):
+        async def get_node_list(self) -> list[Any]:
+            return list(NODES)
+
+    return FoveateExtension()
