@@ -23,7 +23,7 @@ from foveate.cli.common import (
     warn_unknown_words,
 )
 from foveate.methods import RECOMPUTE_POLICIES, recompute_policy_from_text
-from foveate.utils.files import slug, write_whole
+from foveate.utils.files import write_whole
 
 __all__ = ["rag"]
 
@@ -117,7 +117,7 @@ def rag(
     check_file(out, "an HTML page", ".html")
     from foveate.transformers import ChunkEncoder
     from foveate.transformers.documents import read_documents
-    from foveate.transformers.index import index_documents
+    from foveate.transformers.index import index_documents, index_name
     from foveate.transformers.model import chat_frame, check_config
     from foveate.transformers.rag import ask
     from foveate.web.rag import reply_page
@@ -126,7 +126,7 @@ def rag(
     language_model, tokenizer = open_reader(model, device, dtype, check_config)
     before, after = chat_frame(tokenizer, chat)
     encoder = ChunkEncoder(language_model, tokenizer, before + prefix)
-    where = index or folder / ".foveate" / _index_name(model)
+    where = index or folder / ".foveate" / index_name(model)
     chunks = index_documents(where, encoder, documents, chunk)
     _build(chunks)
     warn_unknown_words(model, tokenizer, "\n".join([*documents.values(), prompt.replace("{question}", "")]))
@@ -153,14 +153,6 @@ def rag(
     if replies:
         console.print("open the page in a browser:")
         print(out.resolve())
-
-
-def _index_name(model: str) -> str:
-    """The name of the index of a model, which models in folders of equal names do not share."""
-    from foveate.transformers.fingerprint import digest
-
-    path = Path(model).resolve()
-    return f"{slug(path.name)}-{digest(str(path) if path.exists() else model)[:8]}" if model else "built-in"
 
 
 def recompute_methods(name: str, recompute: float | None, options: dict[str, str], compare: bool) -> dict[str, Any]:

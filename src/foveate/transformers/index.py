@@ -11,9 +11,10 @@ from foveate.transformers.chunk import ChunkCache, open_chunk
 from foveate.transformers.documents import Passage, split_documents
 from foveate.transformers.encoder import ChunkEncoder
 from foveate.transformers.fingerprint import digest
+from foveate.utils.files import slug
 from foveate.utils.progress import Track, silent
 
-__all__ = ["BuildReport", "ChunkIndex", "index_documents"]
+__all__ = ["BuildReport", "ChunkIndex", "index_documents", "index_name"]
 
 ABANDONED = 3600
 """Age in seconds after which an incomplete file is no longer being written."""
@@ -144,6 +145,16 @@ class ChunkIndex:
             with suppress(FileNotFoundError):
                 if re.match(r"[0-9a-f]{32}\.safetensors\.", path.name) and path.stat().st_mtime < time() - ABANDONED:
                     path.unlink()
+
+
+def index_name(model: str) -> str:
+    """The folder name of a model's index, which models in folders of equal names do not share.
+
+    Args:
+        model: Folder or hub id; empty for the built-in reader.
+    """
+    path = Path(model).resolve()
+    return f"{slug(path.name)}-{digest(str(path) if path.exists() else model)[:8]}" if model else "built-in"
 
 
 def index_documents(
