@@ -521,7 +521,6 @@ BAD_INPUT = {
         (["--method", "hilbert"], "unknown method 'hilbert' (did you mean hilberta?): choose one of"),
         (["--method", "hilberta", "-o", "tile=3"], "HilbertA has no option 'tile' (did you mean tiles?)"),
         (["--method", "hilberta", "-o", "centre"], "option centre has no value: write -o centre=VALUE"),
-        (["--method", "hilberta", "-o", "align=wide"], "cannot use align=wide"),
         (["--method", "hilberta", "--tiles", "-2"], "not -2"),
         (["--method", "hilberta", "--tiles", "9"], "use tiles<=8"),
         (["--tiles", "4"], "dense takes no options (tiles)"),
