@@ -2,6 +2,7 @@
 
 import sys
 import time
+from itertools import count
 from collections.abc import Sequence
 from contextlib import nullcontext
 from importlib import import_module
@@ -28,11 +29,13 @@ from foveate.cli.common import (
     options_of,
     progress,
     read_method,
+    read_methods,
     read_size,
     request_of,
 )
-from foveate.demo import LORA
+from foveate.demo import LORA, PIPELINE
 from foveate.methods import METHODS, ComposedMethod, Method, method_from_text
+from foveate.utils.device import choose_device, choose_dtype
 
 __all__ = ["compare", "evaluate", "generate"]
 
@@ -72,6 +75,13 @@ Fps = Annotated[
     int | None,
     typer.Option(min=1, max=240, help="Frames per second of a video. [dim]default: the pipeline's, else 16[/]"),
 ]
+Methods = Annotated[
+    list[str] | None,
+    typer.Option(
+        help="Method beside dense: hilberta; with options, hilberta:tiles=16,centre=0; combined, hilberta+toma. "
+        "Repeat the option for more. [dim]default: every method[/]"
+    ),
+]
 Images = Annotated[
     list[Path] | None,
     typer.Option(
@@ -106,8 +116,9 @@ def generate(
     seed: Seed = 0,
     out: Annotated[
         Path | None,
-        typer.Option(help="PNG or MP4 file to write. [dim]default: named after prompt, seed and method[/]"),
+        typer.Option(help="PNG or MP4 file to write. [dim]default: named after prompt, seed and method, with a number if there is one[/]"),
     ] = None,
+    force: Annotated[bool, typer.Option("--force", help="Overwrite a file that exists.")] = False,
     device: Device = "auto",
     dtype: Dtype = "auto",
 ) -> None:
@@ -121,6 +132,8 @@ def generate(
     chosen: Any = None if lora else _method(method, options)
     if out and out.suffix.lower() != ".mp4":
         check_file(out, "a PNG or MP4 file", ".png")
+    if out and out.exists() and not force:
+        raise ValueError(f"{out} exists: name another --out, or overwrite it with --force")
     pipe, distilled, request = _opened(
         model, lora, prompt, size, steps, guidance, seed, out.parent if out else Path(), device, dtype,
         negative=negative, images=tuple(image or ()), frames=frames, fps=fps,
@@ -136,7 +149,9 @@ def generate(
     from foveate.diffusers.pipelines import denoiser, draw, frame_rate, write_video
     from foveate.utils.files import slug, write_picture
 
-    path = out or Path(f"{slug(prompt)}-{seed}{'-' + slug(chosen.title) if chosen else ''}{suffix}")
+    name = f"{slug(prompt)}-{seed}{'-' + slug(chosen.title) if chosen else ''}"
+    numbered = (Path(f"{name}{f'-{i}' if i else ''}{suffix}") for i in (0, *count(2)))
+    path = out or next(path for path in numbered if force or not path.exists())
     config: Any = denoiser(pipe).config
     plain = config.get("attention", "dense")  # pixel models have an attention of their own
     if remark := _remark_on(pipe, model, prompt):
@@ -165,6 +180,7 @@ def compare(
     prompt: Annotated[str, typer.Argument(help="What to draw.")],
     model: Model = "",
     size: Size = None,
+    method: Methods = None,
     lora: Lora = "",
     steps: Steps = None,
     guidance: Guidance = None,
@@ -174,30 +190,44 @@ def compare(
     fps: Fps = None,
     seed: Seed = 0,
     rounds: Annotated[int, typer.Option(min=1, max=1000, help="Timed steps of each variant.")] = 3,
-    out: Annotated[Path, typer.Option(help="Folder for the page and its pictures.")] = Path("compare"),
+    out: Annotated[
+        Path, typer.Option(help="Folder for the page and its pictures; pictures that are there are not drawn again.")
+    ] = Path("compare"),
     device: Device = "auto",
     dtype: Dtype = "auto",
 ) -> None:
-    """Draw one prompt dense and with every method, on one HTML page with pictures or videos, times and patterns.
+    """Draw one prompt dense and with methods, on one HTML page with a verdict, pictures or videos, and times.
 
-    With --lora the page also shows the distilled method. It is slower than the method alone, because the LoRA is not
-    merged into the weights. A model of foveate train is shown with dense and with its own log-linear attention.
+    The page is written as the pictures arrive; after Ctrl-C the same command resumes. The built-in model is shown with
+    each method at its recommended setting, its own LoRA included. With --lora the page shows a method with the LoRA,
+    merged into the weights, and without. A model of foveate train is shown with its own log-linear attention.
 
     foveate compare "a red apple above a blue car"
+
+    foveate compare "a lighthouse" --model black-forest-labs/FLUX.1-dev --method toma --method hilberta:tiles=16
     """
+    asked = read_methods(method)
+    recommended = not (model or lora or asked)
+    lora = "built-in" if recommended else lora
     pipe, distilled, request = _opened(
         model, lora, prompt, size, steps, guidance, seed, out, device, dtype,
         negative=negative, images=tuple(image or ()), frames=frames, fps=fps,
     )  # fmt: skip
     _suffix(pipe, request)
+    from foveate.demo.recogniser import judge_prompt
+    from foveate.demo.text import draws_scenes
     from foveate.web import compare as side_by_side
 
-    methods = _with_distilled(distilled, lora, _own_attention(pipe) or side_by_side.showcase())
+    if recommended:
+        methods = side_by_side.showcase(distilled)
+    else:
+        methods = _with_distilled(distilled, lora, asked or _own_attention(pipe) or side_by_side.showcase())
+    judge = judge_prompt(prompt) if draws_scenes(pipe) else None
     with progress() as track:
         settings = _settings_of(pipe, model, request) | ({"LoRA": lora} if lora else {})
         notice = _remark_on(pipe, model, prompt)
         page = side_by_side.compare(
-            pipe, request, methods, out, settings=settings, notice=notice, rounds=rounds, track=track
+            pipe, request, methods, out, settings=settings, notice=notice, judge=judge, rounds=rounds, track=track
         )
     console.print("open the page in a browser:")
     print(page.resolve())
@@ -205,13 +235,7 @@ def compare(
 
 @clear_errors
 def evaluate(
-    method: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="Method to score: hilberta; with options, hilberta:tiles=16,centre=0; combined, hilberta+toma. "
-            "Repeat the option for more. [dim]default: the methods of compare[/]"
-        ),
-    ] = None,
+    method: Methods = None,
     model: Model = "",
     lora: Lora = "",
     prompts: Annotated[int, typer.Option(min=2, max=100_000, help="Number of held-out captions to draw.")] = 100,
@@ -242,7 +266,7 @@ def evaluate(
 
     With --lora the method is scored with and without the LoRA: foveate eval --lora distilled --prompts 100
     """
-    asked = [read_method(text) for text in method or []]
+    asked = read_methods(method)
     pipe, distilled, request = _opened(model, lora, "", size, steps, guidance, seed, out, device, dtype)
     from foveate.demo.evaluate import evaluate, score_table
     from foveate.web.compare import showcase
@@ -274,16 +298,21 @@ def _opened(
     **more: Any,
 ) -> tuple[Any, Any, Any]:
     """Pipeline, distilled method (None without a LoRA of foveate) and request, after the options are checked."""
-    if size:
-        read_size(size)
     check_writable(folder)
-    pipe = open_model(model, device, dtype)
-    distilled = None
+    sides = read_size(size) if size else None
+    choose_dtype(dtype, choose_device(device))
+    file = None
     if lora:
         import_module("peft")  # fails with what to install, which diffusers would not say
-        from foveate.diffusers.lora import find_lora, load_lora
+        from foveate.diffusers.lora import find_lora, load_lora, read_lora
 
-        distilled = load_lora(pipe, find_lora(str(LORA) if lora == "built-in" else lora))
+        read_lora(file := find_lora(str(LORA) if lora == "built-in" else lora))
+    if sides:
+        from foveate.diffusers.pipelines import check_size
+
+        check_size(model or str(PIPELINE), sides)
+    pipe = open_model(model, device, dtype)
+    distilled = load_lora(pipe, file) if file else None
     if distilled and distilled.size:
         height, width = distilled.size
         if size and read_size(size) != (height, width):

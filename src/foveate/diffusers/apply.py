@@ -45,6 +45,10 @@ class Handle:
         """The plans of the methods in the last forward pass of each denoiser, without those that stayed dense."""
         return {name: adapter.plan for name, adapter in self._adapters.items() if adapter.plan is not None}
 
+    def attends_sparsely(self) -> bool:
+        """Whether sparse attention works in the current forward pass, or did in the last one."""
+        return any(ran.plans for adapter in self._adapters.values() for ran in adapter.ran.values())
+
     @contextmanager
     def paused(self) -> Generator[None]:
         """Context in which every forward pass is dense, for example that of the teacher in a distillation."""
