@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from foveate.cli.common import Compile, Device, Dtype, clear_errors, progress, read_method
+from foveate.cli.common import Compile, Device, Dtype, clear_errors, console, progress, read_methods
 
 __all__ = ["Commit", "Methods", "Out", "Rounds", "Sides", "StepModel", "StepText", "app", "numbers", "run_and_save"]
 
@@ -85,7 +85,7 @@ def step(
     """
     from foveate.bench.step import Setup, bench_step, table_of
 
-    grids, methods = [read_grid(size) for size in sides.split(",")], [read_method(text) for text in method or []]
+    grids, methods = [read_grid(size) for size in sides.split(",")], read_methods(method)
     setup = Setup.of(model, methods=methods, compile=compile, text=text, device=device, dtype=dtype)
     name = f"step-{Path(model).name}-{'compiled' if compile else 'eager'}-{setup.about['device']}.json"
     run_and_save(out / name, commit, partial(bench_step, setup, grids, rounds=rounds), table_of)
@@ -133,5 +133,7 @@ def run_and_save(
             if commit:
                 result["versions"]["commit"] = commit
             write_whole(path, json.dumps(result, indent=2).encode() + b"\n")
+    for one in result.get("skipped", []):
+        console.print(f"skipped: {one['why']}", markup=False)
     Console().print(table(result))
     print(path)

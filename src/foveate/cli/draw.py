@@ -116,7 +116,9 @@ def generate(
     seed: Seed = 0,
     out: Annotated[
         Path | None,
-        typer.Option(help="PNG or MP4 file to write. [dim]default: named after prompt, seed and method, with a number if there is one[/]"),
+        typer.Option(
+            help="PNG or MP4 file to write. [dim]default: named after prompt, seed and method, with a number if there is one[/]"
+        ),
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="Overwrite a file that exists.")] = False,
     device: Device = "auto",
@@ -269,8 +271,14 @@ def evaluate(
     asked = read_methods(method)
     pipe, distilled, request = _opened(model, lora, "", size, steps, guidance, seed, out, device, dtype)
     from foveate.demo.evaluate import evaluate, score_table
+    from foveate.demo.text import draws_scenes
     from foveate.web.compare import showcase
 
+    if not draws_scenes(pipe):
+        console.print(
+            "the recogniser knows the emoji of the built-in model and cannot judge this model: only distances to the "
+            "dense pictures are reported"
+        )
     own = _own_attention(pipe)
     methods = _with_distilled(distilled, lora, asked or own or ([] if lora else showcase()))
     with progress() as track:

@@ -38,7 +38,10 @@ def unknown_words(prompt: str, nearest: int = 3) -> dict[str, list[str]]:
 def draws_scenes(pipeline: Any) -> bool:
     """Whether a pipeline reads the vocabulary of the built-in model, and so draws what the recogniser knows."""
     tokenizer = getattr(pipeline, "tokenizer_2", None) or getattr(pipeline, "tokenizer", None)
-    return tokenizer is not None and tokenizer.get_vocab() in (t5_tokenizer().get_vocab(), clip_tokenizer().get_vocab())
+    return tokenizer is not None and tokenizer.get_vocab() in (
+        t5_tokenizer().get_vocab(),
+        clip_tokenizer().get_vocab(),
+    )
 
 
 def t5_tokenizer() -> PreTrainedTokenizerFast:

@@ -265,7 +265,9 @@ def check_size(model: str, size: tuple[int, int]) -> None:
         vae = _config(model, "vae/config.json")
     except (OSError, ValueError, KeyError, AttributeError):  # loading will say what is wrong
         return None
-    halvings = len(vae["block_out_channels"]) - 1 if "block_out_channels" in vae else len(vae.get("temperal_downsample", ()))
+    halvings = (
+        len(vae["block_out_channels"]) - 1 if "block_out_channels" in vae else len(vae.get("temperal_downsample", ()))
+    )
     return _check_sides(2 ** (halvings + 1), size) if halvings else None
 
 
