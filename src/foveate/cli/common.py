@@ -191,10 +191,8 @@ def request_of(
     """The validated request, with the model's defaults for everything that is None; `more` are fields of it."""
     from foveate.diffusers.pipelines import Request, arguments, check_request, makes_video, own_size
 
-    if size:
-        sides = read_size(size)
-    else:
-        sides = own_size(pipe) if model or pipe.device.type != "cpu" else (128, 128)
+    usual = own_size(pipe) if model or pipe.device.type != "cpu" else (128, 128)
+    sides = read_size(size) if size else usual
     if makes_video(pipe):
         more["frames"] = more.get("frames") or arguments(pipe)["num_frames"]
     request = Request(prompt, sides, steps or (28 if model else 20), guidance, seed, **more)

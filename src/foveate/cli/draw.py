@@ -2,10 +2,10 @@
 
 import sys
 import time
-from itertools import count
 from collections.abc import Sequence
 from contextlib import nullcontext
 from importlib import import_module
+from itertools import count
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -117,7 +117,7 @@ def generate(
     out: Annotated[
         Path | None,
         typer.Option(
-            help="PNG or MP4 file to write. [dim]default: named after prompt, seed and method, with a number if there is one[/]"
+            help="PNG or MP4 file to write. [dim]default: named after prompt, seed and method, numbered if it exists[/]"
         ),
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="Overwrite a file that exists.")] = False,
@@ -309,15 +309,14 @@ def _opened(
     check_writable(folder)
     sides = read_size(size) if size else None
     choose_dtype(dtype, choose_device(device))
+    from foveate.diffusers.lora import find_lora, load_lora, read_lora
+    from foveate.diffusers.pipelines import check_size
+
     file = None
     if lora:
         import_module("peft")  # fails with what to install, which diffusers would not say
-        from foveate.diffusers.lora import find_lora, load_lora, read_lora
-
         read_lora(file := find_lora(str(LORA) if lora == "built-in" else lora))
     if sides:
-        from foveate.diffusers.pipelines import check_size
-
         check_size(model or str(PIPELINE), sides)
     pipe = open_model(model, device, dtype)
     distilled = load_lora(pipe, file) if file else None
@@ -407,7 +406,7 @@ def _own_attention(pipe: Any) -> list[Method]:
     return [as_method(pipe)] if isinstance(pipe, PixelPipeline) else []
 
 
-def _with_distilled(distilled: Any, lora: str, methods: Sequence[Method | ComposedMethod]) -> list[Any]:
+def _with_distilled(distilled: Any, lora: str, methods: Sequence[Any]) -> list[Any]:
     """The methods, then the method of the LoRA without and with it."""
     if not lora:
         return [*methods]

@@ -161,7 +161,9 @@ def evaluate(
         sets.append(_read(label, paths))
     scores = _scores(sets, wanted, load_recogniser(device=pipeline.device), describe, track("scoring", len(sets)))
     if not judged:
-        of_nobody = dict.fromkeys(("objects", "relations", "extra", "frechet", *([] if dino else ["distance"])))
+        of_nobody: dict[str, Any] = dict.fromkeys(
+            ("objects", "relations", "extra", "frechet", *([] if dino else ["distance"]))
+        )
         scores, sets = [score._replace(**of_nobody) for score in scores[1:]], sets[1:]
     content = {
         "settings": settings,

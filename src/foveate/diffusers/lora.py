@@ -214,7 +214,7 @@ class _Lora:
         from peft.tuners.tuners_utils import BaseTunerLayer
 
         self._pipeline = pipeline
-        layers = [module for module in pipeline.transformer.modules() if isinstance(module, BaseTunerLayer)]
+        layers: list[Any] = [module for module in pipeline.transformer.modules() if isinstance(module, BaseTunerLayer)]
         bases = [layer.get_base_layer() for layer in layers]
         plain = all(type(base) is nn.Linear and not hasattr(base, "_hf_hook") for base in bases)
         free = not any(layer.merged for layer in layers)
@@ -222,6 +222,7 @@ class _Lora:
         self._originals: list[Tensor] = []
 
     def switch(self, on: bool) -> None:
+        """Switch it on or off; afterwards the weights are those that they were."""
         if on:
             self._pipeline.enable_lora()
         for layer in self._layers:

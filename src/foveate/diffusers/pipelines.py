@@ -236,9 +236,10 @@ def pixels_per_token(pipeline: DiffusionPipeline) -> int:
 
 def own_size(pipeline: DiffusionPipeline) -> tuple[int, int]:
     """(height, width) in pixels that a pipeline draws unless told otherwise; 1024 if it does not say."""
-    if "width" in pipeline.config:  # a pixel model
-        return pipeline.config.height, pipeline.config.width
-    known, config = arguments(pipeline), denoiser(pipeline).config
+    known, own = arguments(pipeline), pipeline.config
+    config: Any = denoiser(pipeline).config
+    if "width" in own:  # a pixel model
+        return own["height"], own["width"]
     if makes_video(pipeline):
         return known.get("height") or 480, known.get("width") or 832
     latent = getattr(pipeline, "default_sample_size", None) or config.get("sample_size")

@@ -24,7 +24,7 @@ from foveate.diffusers.pipelines import (
     time_steps,
     write_video,
 )
-from foveate.methods import METHODS, ComposedMethod, HilbertA, Method, ToMA
+from foveate.methods import METHODS, ComposedMethod, HilbertA, ToMA
 from foveate.ops.block_table import BlockTable
 from foveate.utils.device import now, versions
 from foveate.utils.files import slug, write_picture, write_whole
@@ -182,8 +182,8 @@ def _about_times(methods: Sequence[MethodLike]) -> list[str]:
         if not all(part.always for part in method.parts)
     ]
     return texts + [
-        f"{method.title} reuses its plan for up to {most} steps: its time is that of a step that makes a new plan, the "
-        "slowest."
+        f"{method.title} reuses its plan for up to {most} steps: its time is that of a step that makes a new "
+        "plan, the slowest."
         for method in methods
         if (most := max(getattr(part, "dst_every", 1) for part in method.parts)) > 1
     ]
@@ -238,7 +238,7 @@ def _look(pipeline: Any, step: Call, method: MethodLike | None) -> Variant:
     )
 
 
-def _video_psnr(frames: list[Image.Image], reference: list[Image.Image]) -> float:
+def _video_psnr(frames: Sequence[Image.Image], reference: Sequence[Image.Image]) -> float:
     """PSNR in dB over the pixels of all frames."""
     error = mean(10 ** (-psnr(*pair) / 10) for pair in zip(frames, reference, strict=True))
     return -10 * log10(error) if error else inf

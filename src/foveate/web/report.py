@@ -10,13 +10,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-from numpy.lib.stride_tricks import sliding_window_view
 from jaxtyping import Int
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from matplotlib.axes import Axes
 from matplotlib.collections import PolyCollection
 from matplotlib.colors import ListedColormap
 from matplotlib.figure import Figure
+from numpy.lib.stride_tricks import sliding_window_view
 from PIL import Image, ImageDraw, ImageFilter
 from skimage.metrics import peak_signal_noise_ratio, structural_similarity
 from skimage.segmentation import find_boundaries
@@ -433,14 +433,14 @@ def step_speed(variant: Variant, dense: Variant) -> Speed | None:
     if len(ratios) < LEAST_ROUNDS:
         return Speed(factor, False, f"{'one round' if len(ratios) == 1 else f'{len(ratios)} rounds'} only")
     if max(ratios) - min(ratios) > MOST_SPREAD * factor:
-        return Speed(factor, False, f"{min(ratios):.2f} to {max(ratios):.2f}× in the rounds")
+        return Speed(factor, False, f"{min(ratios):.2f} to {max(ratios):.2f}\u00d7 in the rounds")
     if factor > max(1.05, variant.flop_bound):
-        return Speed(factor, False, f"more than the bound of {variant.flop_bound:.2f}×")
+        return Speed(factor, False, f"more than the bound of {variant.flop_bound:.2f}\u00d7")
     return Speed(factor)
 
 
 def verdict(variant: Variant, dense: Variant) -> str:
-    """One line such as "looks like dense, 1.6× faster a step"; empty for dense."""
+    """One line such as "looks like dense, 1.6\u00d7 faster a step"; empty for dense."""
     if variant.why_dense:
         return f"Stayed dense: {variant.why_dense}"
     if variant.psnr is None or variant.detail is None:
@@ -472,8 +472,8 @@ def _runs(speed: Speed | None) -> str:
     if abs(speed.factor - 1) < 0.05:
         return f"as fast as dense{uncertain}"
     if speed.factor > 1:
-        return f"{about}{speed.factor:.1f}× faster a step{uncertain}"
-    return f"{about}{1 / speed.factor:.1f}× slower a step{uncertain}"
+        return f"{about}{speed.factor:.1f}\u00d7 faster a step{uncertain}"
+    return f"{about}{1 / speed.factor:.1f}\u00d7 slower a step{uncertain}"
 
 
 def render(template: str, **values: Any) -> str:
