@@ -117,7 +117,7 @@ def generate(
     out: Annotated[
         Path | None,
         typer.Option(
-            help="PNG or MP4 file to write. [dim]default: named after prompt, seed and method, numbered if it exists[/]"
+            help="PNG or MP4 file. [dim]default: named after prompt, seed and method, numbered if that exists[/]"
         ),
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="Overwrite a file that exists.")] = False,

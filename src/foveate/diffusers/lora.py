@@ -109,7 +109,7 @@ def read_lora(file: Path) -> Distilled | None:
         return Distilled(method, tuple(size) if size else None, f"{crc32(file.read_bytes()):08x}")
     except SafetensorError as error:
         raise ValueError(f"cannot read {file}: {error}") from error
-    except (KeyError, TypeError) as error:
+    except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{file} is of another version of foveate, which knew {about}: update foveate") from error
 
 
