@@ -467,13 +467,13 @@ def _looks(variant: Variant, dense: Variant) -> str:
 def _runs(speed: Speed | None) -> str:
     if speed is None:
         return ""
-    about = "" if speed.certain else "about "
-    uncertain = "" if speed.certain else " (uncertain)"
+    if not speed.certain:
+        return "speed uncertain"
     if abs(speed.factor - 1) < 0.05:
-        return f"as fast as dense{uncertain}"
+        return "as fast as dense"
     if speed.factor > 1:
-        return f"{about}{speed.factor:.1f}\u00d7 faster a step{uncertain}"
-    return f"{about}{1 / speed.factor:.1f}\u00d7 slower a step{uncertain}"
+        return f"{speed.factor:.1f}\u00d7 faster a step"
+    return f"{1 / speed.factor:.1f}\u00d7 slower a step"
 
 
 def render(template: str, **values: Any) -> str:
