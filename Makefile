@@ -10,7 +10,7 @@ BIN := .venv/bin
 .PHONY: demo test test-all lint bench docs
 
 demo: .venv/foveate
-	$(BIN)/foveate compare "a red apple above a blue car on a green background" --out demo
+	$(BIN)/foveate compare "a red apple above a blue car on a green background" --steps 16 --out demo
 
 test: lint
 	$(BIN)/pytest -n 2

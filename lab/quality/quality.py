@@ -20,7 +20,7 @@ from foveate.demo.evaluate import evaluate, score_table
 from foveate.diffusers.lora import MethodLike, find_lora, load_lora
 from foveate.diffusers.pipelines import Request, load
 from foveate.diffusers.pixel_pipeline import as_method
-from foveate.methods import ComposedMethod, Method, ToDo, ToFu, ToMA, ToMeSD
+from foveate.methods import ToDo, ToFu, ToMA, ToMeSD
 from foveate.utils.files import write_whole
 from foveate.web.compare import showcase
 from lab.quality.common import SHEETS, Batch, Commit, Pictures, Prompts, Size, save_result
@@ -59,7 +59,7 @@ def main(
 
 def judge(
     name: str,
-    methods: Sequence[Method | ComposedMethod] = (),
+    methods: Sequence[MethodLike] = (),
     *,
     size: int,
     prompts: int,

@@ -200,6 +200,16 @@ def test_a_wrong_step_is_not_timed(monkeypatch, error, shown):
         bench([16], methods=[HilbertA(tiles=4)])
 
 
+def test_what_cannot_run_is_skipped_and_named_and_the_rest_is_timed(tmp_path):
+    options = ["--method", "hilberta:tiles=4", "--method", "hilberta:tiles=64", "--out", tmp_path]
+    result, output = run("--sides", 16, "--text", 8, "--rounds", 1, *options)
+    assert result.exit_code == 0, output
+    assert "skipped: tiles need 32 tokens or more: 256 image tokens cannot make 64 tiles" in output
+    written = json.loads((tmp_path / "step-built-in-eager-cpu.json").read_text())
+    assert [row["variant"] for row in written["rows"]] == ["dense", "HilbertA T=4"]
+    assert [one["method"] for one in written["skipped"]] == [repr(HilbertA(tiles=64))]
+
+
 def test_the_command_writes_json_and_prints_a_table(tmp_path):
     methods = "todo", "toma:dst_every=20,weights_every=10,size_bias=True"
     options = [text for method in methods for text in ("--method", method)]

@@ -9,6 +9,7 @@ import sys
 
 import numpy as np
 import pytest
+import tiny
 import tiny_pipelines
 import torch
 from diffusers import DDPMPipeline, DDPMScheduler, UNet2DModel
@@ -20,7 +21,7 @@ import foveate
 from foveate.cli import app
 from foveate.demo.scenes import scenes
 from foveate.demo.untrained import untrained_pipeline
-from foveate.diffusers.pipelines import Request, load
+from foveate.diffusers.pipelines import Request, check_size, load, own_size, pixels_per_token
 from foveate.diffusers.pixel_pipeline import PixelPipeline
 from foveate.web import compare as side_by_side
 
@@ -310,9 +311,93 @@ def test_curves_draws_and_prints_the_metrics():
     output = succeeds("curves", "moore", "--size", "32x16", "--tiles", 8, "--phase", 1)
     assert pixels("moore-32x16.png").shape[1] > 500
     assert "EAS" in output
-    for arguments, message in ((["peano"], "unknown curve 'peano'"), (["--size", "999"], "at most 256 x 256")):
+    for arguments, message in (
+        (["peano"], "unknown curve 'peano'"),
+        (["--size", "999"], "at most 256 x 256"),
+        (["--size", "1000000"], "1000000 cells are too many to draw"),
+    ):
         output = fails("curves", *arguments)
         assert message in output
+
+
+def test_nothing_is_overwritten_unless_told(folder, tmp_path):
+    draw = "generate", "a cat", "--model", folder, *SMALL[2:]
+    for size, name in ((64, "a-cat-0.png"), (32, "a-cat-0-2.png"), (32, "a-cat-0-3.png")):
+        assert name in succeeds(*draw, "--size", size)
+        assert pixels(name).shape == (size, size, 3)
+    assert pixels("a-cat-0.png").shape == (64, 64, 3)
+    assert "a-cat-0.png exists: name another --out, or overwrite it with --force" in fails(
+        *draw, "--size", 32, "--out", "a-cat-0.png"
+    )
+    succeeds(*draw, "--size", 32, "--out", "a-cat-0.png", "--force")
+    assert pixels("a-cat-0.png").shape == (32, 32, 3)
+    assert len(list(tmp_path.iterdir())) == 3
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--dtype", "int8"], "unknown dtype 'int8'"),
+        (["--device", "cuda:63"], "this machine has no cuda:63"),
+        (["--size", "129"], "129 x 129 px does not fit: this model packs 4 x 4 px into a token"),
+        (["--lora", "nowhere"], "cannot find the LoRA nowhere"),
+        (["--method", "toma", "--method", "toma:keep=0.5"], "--method toma:keep=0.5 is given twice"),
+    ],
+)
+def test_options_are_checked_before_a_model_is_loaded(folder, monkeypatch, options, message):
+    monkeypatch.setattr("foveate.diffusers.pipelines.load", None)
+    command = ["compare" if "--method" in options else "generate", "a cat", "--model", folder]
+    assert message in fails(*command, *options)
+
+
+def test_compare_takes_methods_and_prints_its_progress_into_a_log(folder, tmp_path):
+    output = succeeds("compare", "a cat", "--model", folder, *SMALL, "--method", "hilberta:tiles=2", "--rounds", 1)
+    assert {path.name for path in (tmp_path / "compare").iterdir()} == {"dense.png", "hilberta-t-2.png", "index.html"}
+    for line in ("dense: 0 of 2", "dense: 2 of 2", "HilbertA T=2: 2 of 2", "timing: 2 of 2"):
+        assert line in output
+
+
+def test_the_size_is_the_models_own_unless_given(tmp_path):
+    pipe = tiny.stable_diffusion()
+    assert own_size(pipe) == (pipe.unet.config.sample_size * pipe.vae_scale_factor,) * 2
+    assert own_size(tiny_pipelines.wan()) == (480, 832)
+    assert own_size(untrained_pipeline(layers=1, single_layers=1, heads=2, rope=(4, 4, 8))) == (256, 256)
+
+
+def test_the_size_of_a_token_is_told_by_the_files_of_a_model(tmp_path):
+    for name, pipe in (("qwen", tiny_pipelines.qwen()), ("klein", tiny_pipelines.klein())):
+        pipe.save_pretrained(tmp_path / name)
+        multiple = pixels_per_token(pipe)
+        check_size(str(tmp_path / name), (multiple, 3 * multiple))
+        with pytest.raises(ValueError, match=f"packs {multiple} x {multiple} px into a token"):
+            check_size(str(tmp_path / name), (multiple, 3 * multiple + 1))
+    check_size(str(tmp_path / "nowhere"), (7, 7))  # loading it says what is wrong
+
+
+def test_eval_does_not_judge_what_its_recogniser_does_not_know(tmp_path):
+    other = untrained_pipeline(layers=1, single_layers=1, heads=2, rope=(4, 4, 8))
+    other.tokenizer_2.add_tokens(["lighthouse"])
+    other.text_encoder_2.resize_token_embeddings(len(other.tokenizer_2))
+    other.save_pretrained("other")
+    output = succeeds("eval", "--model", "other", *SMALL, "--prompts", 2, "--method", "hilberta:tiles=2")
+    assert "cannot judge this model: only distances to the dense pictures are reported" in output
+    assert "PSNR" in output
+    for word in ("objects", "Fréchet", "real"):
+        assert word not in output.split("reported")[1]
+    scores = json.loads((tmp_path / "eval" / "scores.json").read_text())["scores"]
+    assert [(score["label"], score["objects"]) for score in scores] == [("dense", None), ("HilbertA T=2", None)]
+    assert scores[1]["psnr"]["value"] > 0
+
+
+def test_the_version_is_printed():
+    assert succeeds("--version") == f"foveate {foveate.__version__}"
+
+
+def test_info_is_also_json():
+    told = json.loads(run("info", "--json").stdout)
+    assert told["versions"]["foveate"] == foveate.__version__
+    assert told["backends"]["block_attention on cpu"] == "portable"
+    assert "hilberta" in told["methods"]
 
 
 def test_info_names_versions_devices_and_backends():
@@ -424,7 +509,7 @@ def test_a_page_marks_methods_that_run_in_some_steps_only(folder, tmp_path):
 def test_the_built_in_model_draws_with_its_lora():
     output = succeeds("generate", "an owl", *SMALL, "--lora", "built-in")
     assert "HilbertA T=4" in output
-    with Image.open("an-owl-0-hilberta-t-4-start-percent-0-2-distilled.png") as picture:
+    with Image.open("an-owl-0-hilberta-t-4-distilled.png") as picture:
         assert picture.text["lora"] == "built-in"
 
 
@@ -521,7 +606,6 @@ BAD_INPUT = {
         (["--method", "hilbert"], "unknown method 'hilbert' (did you mean hilberta?): choose one of"),
         (["--method", "hilberta", "-o", "tile=3"], "HilbertA has no option 'tile' (did you mean tiles?)"),
         (["--method", "hilberta", "-o", "centre"], "option centre has no value: write -o centre=VALUE"),
-        (["--method", "hilberta", "-o", "align=wide"], "cannot use align=wide"),
         (["--method", "hilberta", "--tiles", "-2"], "not -2"),
         (["--method", "hilberta", "--tiles", "9"], "use tiles<=8"),
         (["--tiles", "4"], "dense takes no options (tiles)"),
@@ -554,7 +638,7 @@ BAD_INPUT = {
     "distill": [
         ([], "name what to draw with --prompts FILE"),
         (["--prompts", "empty.txt"], "empty.txt holds no prompts: write one a line"),
-        (["--prompts", "nowhere.txt"], "nowhere.txt"),
+        (["--prompts", "nowhere.txt"], "cannot read the prompts nowhere.txt: name a text file"),
         (["--images", "."], "holds no pictures"),
         (["--prompts", "one.txt", "--method", "dense"], "unknown method 'dense'"),
         (["--prompts", "one.txt", "--optimizer", "sgd"], "unknown optimizer 'sgd'"),

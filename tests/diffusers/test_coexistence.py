@@ -224,6 +224,26 @@ def test_a_processor_set_after_apply_runs_sparse_if_it_can_and_is_named_if_not(n
             torch.testing.assert_close(got, dense)
 
 
+def test_a_forward_in_which_every_layer_was_replaced_or_named_counts_as_dense(caplog):
+    model, x = built("flux")
+    dense = call(model, x)
+    with foveate.apply(model, SPARSE) as run:
+        call(model, x)
+        for layer in run.summary().layers:
+            attn = model.get_submodule(layer.layer)
+            attn.set_processor(KeepsMaps(attn.processor))
+        call(model, x)
+        call(model, x)
+        assert "1 of 3 forwards sparse; 2 dense: a KeepsMaps was set" in str(run.summary())
+        assert all("a KeepsMaps was set after apply" in why for why in whys(run))
+        assert run.plans() == {}
+    assert caplog.text.count("a KeepsMaps was set after apply") == 1
+    everywhere = HilbertA(tiles=4, dense_layers=f"0-{len(run.summary().layers) - 1}")
+    with foveate.apply(model := built("flux")[0], everywhere) as run:
+        assert torch.equal(call(model, x), dense)
+        assert "0 of 1 forwards sparse; 1 dense: every layer is named" in str(run.summary())
+
+
 def test_a_backend_chosen_by_the_user_reaches_the_dense_steps_and_stays():
     model, x = tiny.flux(), tiny.inputs()
     attn = model.transformer_blocks[0].attn

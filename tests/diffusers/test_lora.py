@@ -7,9 +7,11 @@ import pytest
 import tiny
 import torch
 from peft import LoraConfig
+from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils import get_peft_model_state_dict
 from safetensors.torch import save
 
+import foveate
 from foveate import HilbertA, ToMA
 from foveate.diffusers import pipelines
 from foveate.diffusers.lora import (
@@ -85,6 +87,34 @@ def test_a_lora_is_out_of_steps_in_which_its_method_is_not_at_work(file):
     assert same(velocities(pipe, early), sparse) == [True, True, True, True, False, False]
     assert same(velocities(pipe, distilled), sparse) == 6 * [True]
     assert same(velocities(pipe, None), dense) == 6 * [True]
+
+
+def test_a_lora_is_merged_into_the_weights_which_come_back_bit_for_bit(file):
+    pipe = tiny.pipeline()
+    distilled = load_lora(pipe, file)
+    layers = [module for module in pipe.transformer.modules() if isinstance(module, BaseTunerLayer)]
+    before = {name: weight.clone() for name, weight in pipe.transformer.state_dict().items()}
+
+    def velocity(way):
+        said = []
+        hook = pipe.transformer.register_forward_hook(lambda _module, _args, output: said.append(output[0]))
+        with using(pipe, way):
+            assert all(layer.merged for layer in layers) == (way is not None)
+            draw_batch(pipe, [tiny.REQUEST._replace(steps=1)])
+        hook.remove()
+        return said[0]
+
+    dense, merged = velocity(None), velocity(distilled)
+    assert layers
+    assert not any(layer.merged for layer in layers)
+    for name, weight in pipe.transformer.state_dict().items():
+        assert torch.equal(weight, before[name]), name
+    assert torch.equal(velocity(None), dense)
+    with foveate.apply(pipe, METHOD):  # beside the weights, as diffusers runs it
+        said = []
+        pipe.transformer.register_forward_hook(lambda _module, _args, output: said.append(output[0]))
+        draw_batch(pipe, [tiny.REQUEST._replace(steps=1)])
+    torch.testing.assert_close(said[0], merged, rtol=1e-4, atol=1e-5)
 
 
 def test_what_works_in_a_part_of_the_steps_is_timed_at_work(monkeypatch):

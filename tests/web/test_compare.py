@@ -13,6 +13,7 @@ from PIL import Image
 from foveate import HilbertA, ToMA, apply
 from foveate.demo.untrained import untrained_pipeline
 from foveate.diffusers.pipelines import Request, draw
+from foveate.web import compare as module
 from foveate.web.compare import _video_psnr, compare
 from foveate.web.report import draw_tiles, psnr, ssim, strip
 
@@ -39,7 +40,7 @@ def test_the_page_tells_what_can_be_read_off_the_pictures_and_the_summary(pipe, 
             (plan,), layers = run.plans().values(), run.summary().layers
         first = draw_tiles(sparse, plan.tile_maps[0])
     kept = 1 - sum(layer.true for layer in layers) / len(layers)
-    assert re.findall(r"<strong>([0-9.]+).</strong> FLOP bound", page) == ["1.00", f"{1 / kept:.2f}"]
+    assert re.findall(r"FLOP bound of attention</dt><dd>([0-9.]+)", page) == [f"{1 / kept:.2f}"]
     shown = [Image.open(io.BytesIO(base64.b64decode(one))) for one in re.findall(r'base64,([^"]+)" alt="Tiles', page)]
     assert len(shown) == 1
     assert np.array_equal(np.asarray(shown[0]), np.asarray(first))
@@ -59,6 +60,37 @@ def test_a_folder_holds_the_pictures_of_one_run_and_what_the_user_put_there(pipe
     for name in ("dense.png", "hilberta-t-2.png"):
         with Image.open(tmp_path / name) as picture:
             assert picture.size == (48, 48)
+
+
+def test_pictures_that_are_there_are_not_drawn_again(pipe, tmp_path, monkeypatch):
+    methods, said = [HilbertA(tiles=4), ToMA(keep=0.25, tile=(2, 2))], {"settings": {"prompt": "a cat"}, "rounds": 1}
+    compare(pipe, REQUEST, methods, tmp_path, **said)
+    (tmp_path / "hilberta-t-4.png").unlink()
+    before = {path: path.stat().st_mtime_ns for path in tmp_path.glob("*.png")}
+    drawn = []
+    monkeypatch.setattr(module, "draw", lambda *given: drawn.append(given[1]) or draw(*given))
+    page = compare(pipe, REQUEST, methods, tmp_path, **said).read_text()
+    assert len(drawn) == 1
+    assert {path: path.stat().st_mtime_ns for path in before} == before
+    assert page.count("<article") == 3
+    compare(pipe, REQUEST, methods[:1], tmp_path, settings={"prompt": "a dog"}, rounds=1)
+    assert len(drawn) == 1 + 2
+    assert names(tmp_path) == {"dense.png", "hilberta-t-4.png"}
+
+
+def test_the_page_is_there_as_soon_as_the_first_picture_is(pipe, tmp_path, monkeypatch):
+    seen = []
+
+    def drawing(*given):
+        seen.append((tmp_path / "index.html").read_text() if (tmp_path / "index.html").exists() else "")
+        return draw(*given)
+
+    monkeypatch.setattr(module, "draw", drawing)
+    compare(pipe, REQUEST, [HilbertA(tiles=4), HilbertA(tiles=2)], tmp_path, settings={}, rounds=1)
+    assert seen[0] == ""
+    assert "Still to be drawn: HilbertA T=4, HilbertA T=2." in seen[1]
+    assert "Still to be drawn: HilbertA T=2." in seen[2]
+    assert "Still to be drawn" not in (tmp_path / "index.html").read_text()
 
 
 def test_every_variant_has_a_file_of_its_own(pipe, tmp_path):

@@ -149,7 +149,8 @@ def bench_step(
     the machine. `enqueue_s` is the time until the forward pass returns, before the device is done: as long as it is
     shorter than `step_s`, the processor does not limit the step. On a GPU the forward pass is also timed as one CUDA
     graph (`graph_s`; for token merging a step that makes no plan), which shows the time without the cost of launching
-    kernels. With `cuda_graphs` all methods are timed one by one, because each records graphs of its own.
+    kernels. With `cuda_graphs` all methods are timed one by one, because each records graphs of its own. A method that
+    does not fit the model or stays dense at a size is named in `skipped`, and the others are timed.
 
     Args:
         setup: Model and methods.
@@ -159,16 +160,22 @@ def bench_step(
         track: Shows progress.
 
     Raises:
-        ValueError: If a method does not fit the model or stays dense, or a setting that must equal the dense model
-            does not.
+        ValueError: If a setting that must equal the dense model does not, or nothing can be timed.
     """
-    methods = setup.methods
     rows: list[dict[str, Any]] = []
-    result = setup.about | {"rounds": rounds, "rows": rows}
+    skipped: list[dict[str, Any]] = []
+    result = setup.about | {"rounds": rounds, "rows": rows, "skipped": skipped}
     for grid in grids:
         step, size = setup.step(grid), f"{' x '.join(map(str, grid))} tokens"
+        bounds: dict[str, float] = {}
+        for method in setup.methods:
+            try:
+                bounds[repr(method)] = _flop_bound(step, method, size)
+            except ValueError as reason:
+                skipped.append({"grid": grid, "method": repr(method), "why": str(reason)})
+        if not (methods := [method for method in setup.methods if repr(method) in bounds]):
+            continue
         errors = _check(step, methods, size)
-        bounds = {repr(method): _flop_bound(step, method, size) for method in methods}
         dense = None
         for row in _measured(step, methods, rounds, size, track):
             dense = dense or row
@@ -179,6 +186,8 @@ def bench_step(
                 row["graph_speed_up"] = dense["graph_s"] / row["graph_s"]
             rows.append(row)
             yield result
+    if not rows:
+        raise ValueError(skipped[0]["why"])
 
 
 def merging_part(method: Method | ComposedMethod) -> TokenMerging | None:

@@ -1,9 +1,11 @@
 """The command line: reads the arguments, shows progress and clear errors. The work is done elsewhere."""
 
 import os
+from typing import Annotated
 
 import typer
 
+import foveate
 from foveate.cli import bench, demo, distill, draw, icl, inspect, rag, train, tune, ui
 
 __all__ = ["app", "main"]
@@ -17,6 +19,24 @@ app = typer.Typer(
     "Text: cached long contexts (InfoFlow KV) and blocks of in-context examples (Sub-CP).\n\n"
     'Start with:  foveate compare "a red apple above a blue car"',
 )
+
+
+def _print_version(asked: bool) -> bool:
+    if asked:
+        print(f"foveate {foveate.__version__}")
+        raise typer.Exit
+    return asked
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    """The options of `foveate` itself; its help is that of `app`."""
+
+
 for command, name, panel in (
     (draw.generate, "generate", "Pictures"),
     (draw.compare, "compare", "Pictures"),

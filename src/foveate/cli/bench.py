@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from foveate.cli.common import Compile, Device, Dtype, clear_errors, progress, read_method
+from foveate.cli.common import Compile, Device, Dtype, clear_errors, console, progress, read_methods
 
 __all__ = ["Commit", "Methods", "Out", "Rounds", "Sides", "StepModel", "StepText", "app", "numbers", "run_and_save"]
 
@@ -91,7 +91,7 @@ def step(
     """
     from foveate.bench.step import Setup, bench_step, table_of
 
-    grids, methods = [read_grid(size) for size in sides.split(",")], [read_method(text) for text in method or []]
+    grids, methods = [read_grid(size) for size in sides.split(",")], read_methods(method)
     how = {"compile": compile, "cuda_graphs": cuda_graphs}
     setup = Setup.of(model, methods=methods, text=text, device=device, dtype=dtype, **how)
     kind = "graphs" if cuda_graphs else "compiled" if compile else "eager"
@@ -141,5 +141,7 @@ def run_and_save(
             if commit:
                 result["versions"]["commit"] = commit
             write_whole(path, json.dumps(result, indent=2).encode() + b"\n")
+    for one in result.get("skipped", []):
+        console.print(f"skipped: {one['why']}", markup=False)
     Console().print(table(result))
     print(path)

@@ -4,6 +4,7 @@ import functools
 import inspect
 import os
 import re
+import time
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,6 +20,7 @@ from foveate.demo import PIPELINE, READER
 from foveate.diffusers.preset import PRESETS, Preset
 from foveate.diffusers.preset import load as load_preset
 from foveate.methods import ComposedMethod, Method, method_from_text
+from foveate.utils.device import choose_device, choose_dtype
 from foveate.utils.errors import remedy
 from foveate.utils.progress import Track
 
@@ -34,8 +36,7 @@ Size = Annotated[
     str | None,
     typer.Option(
         help="Size in pixels: 1024, or WIDTHxHEIGHT. "
-        "[dim]default: 1024; for videos the pipeline's, else 832x480; for the built-in model 128 on a CPU, 256 on a "
-        "GPU[/]"
+        "[dim]default: the model's own; for the built-in model 128 on a CPU, 256 on a GPU[/]"
     ),
 ]
 Tiles = Annotated[str | None, typer.Option(help="Number of tiles of the method, or auto.")]
@@ -87,6 +88,7 @@ def clear_errors(command: Callable[..., None]) -> Callable[..., None]:
 
 def open_model(model: str, device: str, dtype: str) -> Any:
     """The pipeline that `--model` names, or the built-in one."""
+    choose_dtype(dtype, choose_device(device))  # before anything is loaded
     console.print(f"loading {model or 'the built-in model'}")
     from diffusers.utils import logging as diffusers_logging
     from transformers.utils import logging as transformers_logging
@@ -162,16 +164,13 @@ def request_of(
     **more: Any,
 ) -> Any:
     """The validated request, with the model's defaults for everything that is None; `more` are fields of it."""
-    from foveate.diffusers.pipelines import Request, arguments, check_request, makes_video
+    from foveate.diffusers.pipelines import Request, arguments, check_request, makes_video, own_size
 
-    usual = ("128" if pipe.device.type == "cpu" else "256") if not model else "1024"
-    if "width" in pipe.config:  # a pixel model
-        usual = f"{pipe.config.width}x{pipe.config.height}"
+    usual = own_size(pipe) if model or pipe.device.type != "cpu" else (128, 128)
+    sides = read_size(size) if size else usual
     if makes_video(pipe):
-        known = arguments(pipe)
-        usual = f"{known.get('width') or 832}x{known.get('height') or 480}"
-        more["frames"] = more.get("frames") or known["num_frames"]
-    request = Request(prompt, read_size(size or usual), steps or (28 if model else 20), guidance, seed, **more)
+        more["frames"] = more.get("frames") or arguments(pipe)["num_frames"]
+    request = Request(prompt, sides, steps or (28 if model else 20), guidance, seed, **more)
     check_request(pipe, request)
     return request
 
@@ -204,6 +203,18 @@ def read_method(text: str) -> Method | ComposedMethod:
     return methods[0] if len(methods) == 1 else ComposedMethod(methods)
 
 
+def read_methods(texts: list[str] | None) -> list[Any]:
+    """The methods and presets that `--method` names, one or several times.
+
+    Raises:
+        ValueError: If one cannot be read, or is named twice.
+    """
+    methods = [read_variant(text) for text in texts or []]
+    if twice := [text for i, text in enumerate(texts or []) if methods[i] in methods[:i]]:
+        raise ValueError(f"--method {twice[0]} is given twice: leave one of them out")
+    return methods
+
+
 def check_writable(folder: Path) -> None:
     """Raise a ValueError if nothing can be written into the folder."""
     existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
@@ -229,16 +240,35 @@ def print_table(rows: Mapping[str, str], *columns: str, title: str | None = None
 
 def read_size(text: str) -> tuple[int, int]:
     """(height, width) of "1024" or "1024x768"."""
-    match = re.fullmatch(r"([1-9]\d{0,5})(?:x([1-9]\d{0,5}))?", text.strip().lower())
+    match = re.fullmatch(r"([1-9]\d{0,8})(?:x([1-9]\d{0,8}))?", text.strip().lower())
     if not match:
         raise ValueError(f"cannot read the size {text!r}: write 1024, or WIDTHxHEIGHT such as 1024x768")
     return int(match[2] or match[1]), int(match[1])
+
+
+def _log_progress(name: str, length: int) -> Callable[[], None]:
+    """A `Track` that prints a line at the start, every 10 seconds, and at the end."""
+    done, start = 0, time.monotonic()
+    shown = start
+    console.print(f"{name}: 0 of {length}", markup=False)
+
+    def advance() -> None:
+        nonlocal done, shown
+        done += 1
+        if done == length or time.monotonic() - shown > 10:
+            shown = time.monotonic()
+            console.print(f"{name}: {done} of {length}, {shown - start:.0f} s", markup=False)
+
+    return advance
 
 
 @contextmanager
 def progress() -> Generator[Track]:
     """Context that yields a function for progress bars: (name, length) starts one and returns what advances it."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    if not console.is_terminal:  # a log: a line now and then
+        yield _log_progress
+        return
     with Progress(*columns, TimeRemainingColumn(), console=console) as bars:
 
         def track(name: str, length: int) -> Callable[[], None]:

@@ -152,7 +152,10 @@ def distill(
 
 
 def _lines(path: Path) -> list[str]:
-    lines = [line.strip() for line in path.read_text().splitlines() if line.strip()]
+    try:
+        lines = [line.strip() for line in path.read_text().splitlines() if line.strip()]
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"cannot read the prompts {path}: name a text file with one prompt a line") from error
     if not lines:
         raise ValueError(f"{path} holds no prompts: write one a line")
     return lines

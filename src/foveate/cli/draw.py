@@ -5,6 +5,7 @@ import time
 from collections.abc import Sequence
 from contextlib import nullcontext
 from importlib import import_module
+from itertools import count
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -28,13 +29,15 @@ from foveate.cli.common import (
     open_model,
     options_of,
     progress,
+    read_methods,
     read_size,
     read_variant,
     request_of,
 )
-from foveate.demo import LORA
+from foveate.demo import LORA, PIPELINE
 from foveate.diffusers.preset import Preset
 from foveate.methods import METHODS, ComposedMethod, Method, method_from_text
+from foveate.utils.device import choose_device, choose_dtype
 
 __all__ = ["compare", "evaluate", "generate"]
 
@@ -74,6 +77,13 @@ Fps = Annotated[
     int | None,
     typer.Option(min=1, max=240, help="Frames per second of a video. [dim]default: the pipeline's, else 16[/]"),
 ]
+Methods = Annotated[
+    list[str] | None,
+    typer.Option(
+        help="Method beside dense: hilberta; with options, hilberta:tiles=16,centre=0; combined, hilberta+toma. "
+        "Repeat the option for more. [dim]default: every method[/]"
+    ),
+]
 Images = Annotated[
     list[Path] | None,
     typer.Option(
@@ -108,8 +118,11 @@ def generate(
     seed: Seed = 0,
     out: Annotated[
         Path | None,
-        typer.Option(help="PNG or MP4 file to write. [dim]default: named after prompt, seed and method[/]"),
+        typer.Option(
+            help="PNG or MP4 file. [dim]default: named after prompt, seed and method, numbered if that exists[/]"
+        ),
     ] = None,
+    force: Annotated[bool, typer.Option("--force", help="Overwrite a file that exists.")] = False,
     device: Device = "auto",
     dtype: Dtype = "auto",
 ) -> None:
@@ -125,6 +138,8 @@ def generate(
         size = "{1}x{0}".format(*chosen.size)
     if out and out.suffix.lower() != ".mp4":
         check_file(out, "a PNG or MP4 file", ".png")
+    if out and out.exists() and not force:
+        raise ValueError(f"{out} exists: name another --out, or overwrite it with --force")
     pipe, distilled, request = _opened(
         model, lora, prompt, size, steps, guidance, seed, out.parent if out else Path(), device, dtype,
         negative=negative, images=tuple(image or ()), frames=frames, fps=fps,
@@ -140,7 +155,9 @@ def generate(
     from foveate.diffusers.pipelines import denoiser, draw, frame_rate, write_video
     from foveate.utils.files import slug, write_picture
 
-    path = out or Path(f"{slug(prompt)}-{seed}{'-' + slug(chosen.title) if chosen else ''}{suffix}")
+    name = f"{slug(prompt)}-{seed}{'-' + slug(chosen.title) if chosen else ''}"
+    numbered = (Path(f"{name}{f'-{i}' if i else ''}{suffix}") for i in (0, *count(2)))
+    path = out or next(path for path in numbered if force or not path.exists())
     config: Any = denoiser(pipe).config
     plain = config.get("attention", "dense")  # pixel models have an attention of their own
     if remark := remark_on(pipe, model, prompt):
@@ -169,6 +186,7 @@ def compare(
     prompt: Annotated[str, typer.Argument(help="What to draw.")],
     model: Model = "",
     size: Size = None,
+    method: Methods = None,
     lora: Lora = "",
     steps: Steps = None,
     guidance: Guidance = None,
@@ -178,30 +196,44 @@ def compare(
     fps: Fps = None,
     seed: Seed = 0,
     rounds: Annotated[int, typer.Option(min=1, max=1000, help="Timed steps of each variant.")] = 3,
-    out: Annotated[Path, typer.Option(help="Folder for the page and its pictures.")] = Path("compare"),
+    out: Annotated[
+        Path, typer.Option(help="Folder for the page and its pictures; pictures that are there are not drawn again.")
+    ] = Path("compare"),
     device: Device = "auto",
     dtype: Dtype = "auto",
 ) -> None:
-    """Draw one prompt dense and with every method, on one HTML page with pictures or videos, times and patterns.
+    """Draw one prompt dense and with methods, on one HTML page with a verdict, pictures or videos, and times.
 
-    With --lora the page also shows the distilled method. It is slower than the method alone, because the LoRA is not
-    merged into the weights. A model of foveate train is shown with dense and with its own log-linear attention.
+    The page is written as the pictures arrive; after Ctrl-C the same command resumes. The built-in model is shown with
+    each method at its recommended setting, its own LoRA included. With --lora the page shows a method with the LoRA,
+    merged into the weights, and without. A model of foveate train is shown with its own log-linear attention.
 
     foveate compare "a red apple above a blue car"
+
+    foveate compare "a lighthouse" --model black-forest-labs/FLUX.1-dev --method toma --method hilberta:tiles=16
     """
+    asked = read_methods(method)
+    recommended = not (model or lora or asked)
+    lora = "built-in" if recommended else lora
     pipe, distilled, request = _opened(
         model, lora, prompt, size, steps, guidance, seed, out, device, dtype,
         negative=negative, images=tuple(image or ()), frames=frames, fps=fps,
     )  # fmt: skip
     _suffix(pipe, request)
+    from foveate.demo.recogniser import judge_prompt
+    from foveate.demo.text import draws_scenes
     from foveate.web import compare as side_by_side
 
-    methods = _with_distilled(distilled, lora, _own_attention(pipe) or side_by_side.showcase())
+    if recommended:
+        methods = side_by_side.showcase(distilled)
+    else:
+        methods = _with_distilled(distilled, lora, asked or _own_attention(pipe) or side_by_side.showcase())
+    judge = judge_prompt(prompt) if draws_scenes(pipe) else None
     with progress() as track:
         settings = settings_of(pipe, model, request) | ({"LoRA": lora} if lora else {})
         notice = remark_on(pipe, model, prompt)
         page = side_by_side.compare(
-            pipe, request, methods, out, settings=settings, notice=notice, rounds=rounds, track=track
+            pipe, request, methods, out, settings=settings, notice=notice, judge=judge, rounds=rounds, track=track
         )
     console.print("open the page in a browser:")
     print(page.resolve())
@@ -209,13 +241,7 @@ def compare(
 
 @clear_errors
 def evaluate(
-    method: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="Method to score: hilberta; with options, hilberta:tiles=16,centre=0; combined, hilberta+toma. "
-            "Repeat the option for more. [dim]default: the methods of compare[/]"
-        ),
-    ] = None,
+    method: Methods = None,
     model: Model = "",
     lora: Lora = "",
     prompts: Annotated[int, typer.Option(min=2, max=100_000, help="Number of held-out captions to draw.")] = 100,
@@ -246,11 +272,17 @@ def evaluate(
 
     With --lora the method is scored with and without the LoRA: foveate eval --lora distilled --prompts 100
     """
-    asked = [read_variant(text) for text in method or []]
+    asked = read_methods(method)
     pipe, distilled, request = _opened(model, lora, "", size, steps, guidance, seed, out, device, dtype)
     from foveate.demo.evaluate import evaluate, score_table
+    from foveate.demo.text import draws_scenes
     from foveate.web.compare import showcase
 
+    if not draws_scenes(pipe):
+        console.print(
+            "the recogniser knows the emoji of the built-in model and cannot judge this model: only distances to the "
+            "dense pictures are reported"
+        )
     own = _own_attention(pipe)
     methods = _with_distilled(distilled, lora, asked or own or ([] if lora else showcase()))
     with progress() as track:
@@ -278,9 +310,11 @@ def _opened(
     **more: Any,
 ) -> tuple[Any, Any, Any]:
     """Pipeline, distilled method (None without a LoRA of foveate) and request, after the options are checked."""
-    if size:
-        read_size(size)
     check_writable(folder)
+    if size:
+        from foveate.diffusers.pipelines import check_size
+
+        check_size(model or str(PIPELINE), read_size(size))
     pipe, distilled = open_with_lora(model, lora, device, dtype)
     if distilled and distilled.size:
         height, width = distilled.size
@@ -294,14 +328,15 @@ def _opened(
 
 def open_with_lora(model: str, lora: str, device: str, dtype: str) -> tuple[Any, Any]:
     """The pipeline with its LoRA, and the method that it was distilled for: None without a LoRA of foveate."""
+    choose_dtype(dtype, choose_device(device))
+    from foveate.diffusers.lora import find_lora, load_lora, read_lora
+
+    file = None
     if lora:
         import_module("peft")  # fails with what to install, which diffusers would not say
+        read_lora(file := find_lora(str(LORA) if lora == "built-in" else lora))
     pipe = open_model(model, device, dtype)
-    if not lora:
-        return pipe, None
-    from foveate.diffusers.lora import find_lora, load_lora
-
-    return pipe, load_lora(pipe, find_lora(str(LORA) if lora == "built-in" else lora))
+    return pipe, load_lora(pipe, file) if file else None
 
 
 def _suffix(pipe: Any, request: Any) -> str:
@@ -382,7 +417,7 @@ def _own_attention(pipe: Any) -> list[Method]:
     return [as_method(pipe)] if isinstance(pipe, PixelPipeline) else []
 
 
-def _with_distilled(distilled: Any, lora: str, methods: Sequence[Method | ComposedMethod | Preset]) -> list[Any]:
+def _with_distilled(distilled: Any, lora: str, methods: Sequence[Any]) -> list[Any]:
     """The methods, then the method of the LoRA without and with it."""
     if not lora:
         return [*methods]

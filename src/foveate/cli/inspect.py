@@ -1,5 +1,6 @@
 """The commands that show orders of a grid, and what is installed on this machine."""
 
+import json
 from pathlib import Path
 from typing import Annotated
 
@@ -50,7 +51,9 @@ def curves(
 
 
 @clear_errors
-def info() -> None:
+def info(
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+) -> None:
     """Print versions, devices, and the backend of each op on each device."""
     from foveate.ops import block_attention, dispatch, facility_location
     from foveate.utils.device import versions
@@ -62,4 +65,7 @@ def info() -> None:
         for op in dispatch.ops()
         for device, dtype in devices
     }
-    print_table(versions() | backends | {"methods": ", ".join(METHODS)}, "property", "value")
+    if as_json:
+        print(json.dumps({"versions": versions(), "backends": backends, "methods": [*METHODS]}, indent=2))
+    else:
+        print_table(versions() | backends | {"methods": ", ".join(METHODS)}, "property", "value")

@@ -26,6 +26,7 @@ from foveate.demo.atlas import load_atlas
 from foveate.demo.dino import load_dino
 from foveate.demo.recogniser import FrechetDistance, Recogniser, judge, load_recogniser, recognise
 from foveate.demo.scenes import Scene, Scenes, render, scenes
+from foveate.demo.text import draws_scenes
 from foveate.diffusers.apply import Handle
 from foveate.diffusers.lora import MethodLike, throughout, using
 from foveate.diffusers.pipelines import Request, denoiser, draw, draw_batch, fingerprint, makes_video
@@ -71,7 +72,8 @@ class Score(NamedTuple):
 
     Attributes:
         label: "real" for renderings of the captions, "dense", or the method.
-        objects: Fraction of the requested objects that the recogniser finds.
+        objects: Fraction of the requested objects that the recogniser finds; None, as all that it judges, for models
+            that do not draw what it knows.
         relations: Fraction of the requested relations that hold; None if none was requested.
         extra: Objects per picture that were not requested, or are repeated.
         frechet: Frechet distance of the recogniser's features to those of the real renderings.
@@ -83,10 +85,10 @@ class Score(NamedTuple):
     """
 
     label: str
-    objects: Interval
+    objects: Interval | None
     relations: Interval | None
-    extra: Interval
-    frechet: Interval
+    extra: Interval | None
+    frechet: Interval | None
     psnr: Interval | None
     ssim: Interval | None
     distance: Interval | None
@@ -147,6 +149,7 @@ def evaluate(
     scored = [method for method in methods if _fits(pipeline, method, requests[0], left_out)]
     claim(out, {name: str(value) for name, value in settings.items()})
     describe = load_dino(dino, pipeline.device) if dino else None
+    judged = draws_scenes(pipeline)
     atlas = load_atlas()
     pictures = (render(atlas, Scenes.of([scene]), side)[0].permute(1, 2, 0) * 255 for scene in wanted)
     sets = [_Pictures("real", [Image.fromarray(picture.round().byte().numpy()) for picture in pictures], [], 1.0)]
@@ -157,10 +160,15 @@ def evaluate(
         _draw_missing(pipeline, method, requests, paths, batch, track(label, prompts))
         sets.append(_read(label, paths))
     scores = _scores(sets, wanted, load_recogniser(device=pipeline.device), describe, track("scoring", len(sets)))
+    if not judged:
+        of_nobody: dict[str, Any] = dict.fromkeys(
+            ("objects", "relations", "extra", "frechet", *([] if dino else ["distance"]))
+        )
+        scores, sets = [score._replace(**of_nobody) for score in scores[1:]], sets[1:]
     content = {
         "settings": settings,
         "prompts": prompts,
-        "distance": dino or "recogniser",
+        "distance": dino or ("recogniser" if judged else None),
         "versions": versions(),
         "scores": [_for_json(score) for score in scores],
     }
@@ -176,7 +184,9 @@ def score_table(scores: Sequence[Score]) -> Table:
     for label in ("", *(score.label for score in scores)):
         table.add_column(label, overflow="fold")
     for field, name in HEADINGS.items():
-        cells = (getattr(score, field) for score in scores)
+        cells = [getattr(score, field) for score in scores]
+        if all(cell is None for cell in cells):
+            continue
         table.add_row(name, *("" if c is None else str(c) if isinstance(c, Interval) else f"{c:.3g}" for c in cells))
     return table
 

@@ -3,8 +3,9 @@
 It was trained on renderings of training scenes only, never on generated pictures.
 """
 
+import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -12,6 +13,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float, UInt8
+from PIL import Image
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from skimage.measure import label
@@ -20,6 +22,7 @@ from torch import Tensor, nn
 from foveate.demo import DATA
 from foveate.demo.atlas import NAMES
 from foveate.demo.scenes import Scene
+from foveate.web.report import Objects
 
 __all__ = [
     "WEIGHTS",
@@ -31,6 +34,7 @@ __all__ = [
     "cell_centres",
     "detect",
     "judge",
+    "judge_prompt",
     "load_recogniser",
     "recognise",
     "to_side",
@@ -38,6 +42,7 @@ __all__ = [
 
 WEIGHTS = DATA / "recogniser.safetensors"
 SIDE, GRID, DIM = 128, 16, 128  # pixels and cells along a side, channels of the features
+WORD = re.compile(r"[^\W_]+")
 NOTHING = len(NAMES)  # class of the background
 THRESHOLD = 0.5  # probability above which an object counts as found
 
@@ -159,6 +164,26 @@ def judge(detections: Sequence[Detection], scene: Scene) -> Verdict:
     hits = len(spots) - spots.count(None)
     extra = sum(detection.patches for detection in detections) - hits
     return Verdict(hits, len(spots), held, len(scene.relations), extra)
+
+
+def judge_prompt(prompt: str) -> Callable[[Image.Image], Objects] | None:
+    """What tells how many of the objects that a prompt names are in a picture; None if it names none."""
+    rest, wanted = f" {' '.join(WORD.findall(prompt.lower()))} ", Counter[int]()
+    for index, name in sorted(enumerate(NAMES), key=lambda pair: -len(pair[1])):  # "red apple" before "apple"
+        before, rest = rest, rest.replace(f" {name} ", " , ")
+        wanted[index] += before != rest
+    names = [index for index, count in wanted.items() if count]
+    if not names:
+        return None
+    model = load_recogniser()
+
+    def judge_picture(picture: Image.Image) -> Objects:
+        pixels = torch.from_numpy(np.array(picture.convert("RGB").resize((SIDE, SIDE)))).permute(2, 0, 1)
+        (seen,), _ = recognise(model, pixels[None])
+        found = {detection.object for detection in seen} & {*names}
+        return Objects(len(found), len(names), sum(detection.patches for detection in seen) - len(found))
+
+    return judge_picture
 
 
 def _holds(kind: str, first: Detection | None, second: Detection | None) -> bool:

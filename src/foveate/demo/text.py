@@ -4,6 +4,7 @@
 import difflib
 import json
 import re
+from typing import Any
 
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import CLIPTokenizer, PreTrainedTokenizerFast
@@ -12,7 +13,7 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 from foveate.demo.atlas import NAMES
 from foveate.demo.scenes import BACKGROUNDS, LAYOUTS
 
-__all__ = ["TEXT_TOKENS", "WORDS", "clip_tokenizer", "t5_tokenizer", "unknown_words"]
+__all__ = ["TEXT_TOKENS", "WORDS", "clip_tokenizer", "draws_scenes", "t5_tokenizer", "unknown_words"]
 
 TEXT_TOKENS = 64
 _END = "</w>"
@@ -32,6 +33,15 @@ def unknown_words(prompt: str, nearest: int = 3) -> dict[str, list[str]]:
     """The words of a prompt that are not in the vocabulary, each with the known words most similar in spelling."""
     words = dict.fromkeys(_WORD.findall(prompt.lower()))
     return {word: difflib.get_close_matches(word, WORDS, nearest, cutoff=0.5) for word in words if word not in WORDS}
+
+
+def draws_scenes(pipeline: Any) -> bool:
+    """Whether a pipeline reads the vocabulary of the built-in model, and so draws what the recogniser knows."""
+    tokenizer = getattr(pipeline, "tokenizer_2", None) or getattr(pipeline, "tokenizer", None)
+    return tokenizer is not None and tokenizer.get_vocab() in (
+        t5_tokenizer().get_vocab(),
+        clip_tokenizer().get_vocab(),
+    )
 
 
 def t5_tokenizer() -> PreTrainedTokenizerFast:

@@ -345,7 +345,7 @@ class ModelAdapter:
         whys = [ran.why for ran in self.ran.values()]
         why = "" if any(ran.plans or ran.regions for ran in self.ran.values()) else whys[0]
         self.outcomes[why] += 1
-        if not why or not self.outcomes[""]:
+        if not why or not self.outcomes[""] or any(ran.replaced for ran in self.ran.values()):
             self.shown = self.ran
 
     def _plan_stack(self, holder: nn.Module, inputs: dict[str, Any]) -> None:
@@ -423,7 +423,11 @@ class ModelAdapter:
     def _plans(self, holder: nn.Module, inputs: dict[str, Any], layouts: list[Layout]) -> dict[int, AttentionPlan]:
         image = layouts[0].only_images()
         self._check(self.sparse, holder, inputs, image.tokens)
-        layers = [layer for layer in self.layers if layer.holder is holder]
+        layers = [layer for layer in self.layers if layer.holder is holder and layer.sparse]
+        if not layers:
+            raise DenseFallback("every layer is named in dense_layers")
+        if not any(dispatches(layer.attn.processor) for layer in layers):
+            raise DenseFallback(set_later(layers[0].attn))
         self.sparse.check_head_dim(layers[0].head_dim)
         self._ranks(layers, layouts[0])
         device = str(self.card.samples(inputs).device)

@@ -31,6 +31,7 @@ class Handle:
 
     def remove(self) -> None:
         """Remove the methods: the models are exactly as before. Calling it twice is fine."""
+        _replaced(self._adapters)
         for adapter in self._adapters.values():
             _remove(adapter)
 
@@ -38,9 +39,16 @@ class Handle:
         """What each layer did in the last forward pass with a method at work, or why there was none. Print it."""
         return _summary(self._adapters)
 
+    def _repr_html_(self) -> str:
+        return self.summary()._repr_html_()
+
     def plans(self) -> dict[str, Any]:
         """The plans of the methods in the last forward pass of each denoiser, without those that stayed dense."""
         return {name: adapter.plan for name, adapter in self._adapters.items() if adapter.plan is not None}
+
+    def attends_sparsely(self) -> bool:
+        """Whether sparse attention works in the current forward pass, or did in the last one."""
+        return any(ran.plans for adapter in self._adapters.values() for ran in adapter.ran.values())
 
     @contextmanager
     def paused(self) -> Generator[None]:
@@ -135,13 +143,25 @@ def _summary(adapters: dict[str, "ModelAdapter"]) -> Summary:
     return Summary(
         {name: adapter.report() for name, adapter in adapters.items()},
         {name: adapter.outcomes for name, adapter in adapters.items()},
+        _replaced(adapters),
     )
 
 
+def _replaced(adapters: dict[str, "ModelAdapter"]) -> frozenset[str]:
+    """The models in whose place the pipeline has another one, which draws densely; says so in the log."""
+    replaced: set[str] = set()
+    for name, adapter in adapters.items():
+        pipeline = adapter.clock.pipeline
+        if pipeline is not None and _unwrapped(getattr(pipeline, name, None)) is not adapter.model:
+            log.warning("the pipeline has another %s since apply, which is dense: apply again", name)
+            replaced.add(name)
+    return frozenset(replaced)
+
+
 def _denoisers(target: Any) -> dict[str, torch.nn.Module]:
-    """The denoisers of a pipeline by name, without the wrapper of `torch.compile`."""
+    """The denoisers of a pipeline by name."""
     if isinstance(target, torch.nn.Module):
-        model = getattr(target, "_orig_mod", target)
+        model = _unwrapped(target)
         return {type(model).__name__: model}
     found = {name: model for name in DENOISERS if (model := getattr(target, name, None)) is not None}
     if not found:
@@ -149,7 +169,12 @@ def _denoisers(target: Any) -> dict[str, torch.nn.Module]:
             f"{type(target).__name__} has no {', '.join(DENOISERS)}: pass a diffusers pipeline with a denoiser, "
             "or the denoiser itself"
         )
-    return {name: getattr(model, "_orig_mod", model) for name, model in found.items()}
+    return {name: _unwrapped(model) for name, model in found.items()}
+
+
+def _unwrapped(model: Any) -> Any:
+    """The model without the wrapper of `torch.compile`."""
+    return getattr(model, "_orig_mod", model)
 
 
 def _remove(adapter: "ModelAdapter") -> None:

@@ -36,6 +36,11 @@ class Clock:
         self._timestep = math.inf  # only without a scheduler
         self._run = self._step = 0
 
+    @property
+    def pipeline(self) -> Any:
+        """The pipeline; None if there is none, or no longer."""
+        return self._pipeline() if self._pipeline else None
+
     def __call__(self) -> float | None:
         """Fraction of the steps that are done; None without a scheduler that counts steps."""
         scheduler = self._scheduler()
@@ -72,7 +77,7 @@ class Clock:
 
     def _any_scheduler(self) -> Any:
         """The pipeline's scheduler, if there is one."""
-        return getattr(self._pipeline() if self._pipeline else None, "scheduler", None)
+        return getattr(self.pipeline, "scheduler", None)
 
     def __reduce__(self) -> tuple[type["Clock"], tuple[None]]:
         return Clock, (None,)  # a copied or saved model has no pipeline

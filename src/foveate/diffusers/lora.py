@@ -2,17 +2,18 @@
 """LoRAs that were distilled for a method: LoRA files of diffusers with the method's options in their metadata."""
 
 import json
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 from zlib import crc32
 
+import torch
 from diffusers import FluxPipeline
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
-from torch import Tensor
+from torch import Tensor, nn
 
 from foveate.diffusers.adapter import outside_compiled_code
 from foveate.diffusers.apply import Handle, apply
@@ -44,21 +45,23 @@ class Distilled(NamedTuple):
         method: The method with its options.
         size: (height, width) in pixels of the training pictures; None if the file does not say.
         weights: Checksum of the LoRA file.
+        more: Methods that are applied beside it.
     """
 
     method: Method
     size: tuple[int, int] | None = None
     weights: str = ""
+    more: tuple[Method, ...] = ()
 
     @property
     def title(self) -> str:
-        """Title of the method, marked as distilled."""
-        return f"{self.method.title}, distilled"
+        """Titles of the methods, whatever steps they work in, marked as distilled."""
+        return f"{' + '.join(part.title for part in throughout(self).parts)}, distilled"
 
     @property
     def parts(self) -> tuple[Method, ...]:
-        """The method."""
-        return (self.method,)
+        """The methods."""
+        return (self.method, *self.more)
 
 
 def pack_lora(layers: Mapping[str, Tensor], method: Method, size: tuple[int, int]) -> bytes:
@@ -107,7 +110,7 @@ def read_lora(file: Path) -> Distilled | None:
         return Distilled(method, tuple(size) if size else None, f"{crc32(file.read_bytes()):08x}")
     except SafetensorError as error:
         raise ValueError(f"cannot read {file}: {error}") from error
-    except (KeyError, TypeError) as error:
+    except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{file} is of another version of foveate, which knew {about}: update foveate") from error
 
 
@@ -155,11 +158,10 @@ MethodLike = Method | ComposedMethod | Distilled | Preset
 
 def throughout(way: MethodLike) -> MethodLike:
     """The same method at work in all steps."""
+    first, *more = (replace(part, start_percent=0.0, end_percent=1.0) for part in way.parts)
     if isinstance(way, Distilled):
-        return way._replace(method=replace(way.method, start_percent=0.0, end_percent=1.0))
-    if isinstance(way, ComposedMethod | Preset):
-        return ComposedMethod(tuple(replace(part, start_percent=0.0, end_percent=1.0) for part in way.parts))
-    return replace(way, start_percent=0.0, end_percent=1.0)
+        return way._replace(method=first, more=tuple(more))
+    return ComposedMethod((first, *more)) if more else first
 
 
 @contextmanager
@@ -167,14 +169,16 @@ def using(pipeline: Any, way: MethodLike | None) -> Generator[Handle | None]:
     """Context in which a pipeline runs with a method; None is dense.
 
     A LoRA in the pipeline is on only with a distilled method, and only in the steps in which that method is at work.
+    There it is merged into the weights if it can be, which takes no time in a step; afterwards the weights are bit for
+    bit what they were.
     """
     lora, distilled = bool(getattr(pipeline, "get_list_adapters", dict)()), isinstance(way, Distilled)
     if lora:
-        (pipeline.enable_lora if distilled else pipeline.disable_lora)()
+        pipeline.disable_lora()
     try:
         with (
-            apply(pipeline, way.method if isinstance(way, Distilled) else way) if way else nullcontext() as run,
-            _where_sparse(pipeline, run) if lora and distilled else nullcontext(),
+            apply(pipeline, *(way.parts if isinstance(way, Distilled) else (way,))) if way else nullcontext() as run,
+            _where_sparse(pipeline, run, way) if lora and distilled else nullcontext(),
         ):
             yield run
     finally:
@@ -183,19 +187,60 @@ def using(pipeline: Any, way: MethodLike | None) -> Generator[Handle | None]:
 
 
 @contextmanager
-def _where_sparse(pipeline: Any, run: Handle) -> Generator[None]:
+def _where_sparse(pipeline: Any, run: Handle, way: Distilled) -> Generator[None]:
     """Turn the LoRA off in dense steps: it was trained to correct the sparse pattern."""
-    on = True
+    lora, on = _Lora(pipeline), False
 
     @outside_compiled_code
-    def follow(*_: Any) -> None:
+    def follow(*_: Any, sparse: bool | None = None) -> None:
         nonlocal on
-        if on != bool(run.plans()):
-            on = not on
-            (pipeline.enable_lora if on else pipeline.disable_lora)()
+        if on != (sparse := run.attends_sparsely() if sparse is None else sparse):
+            on = sparse
+            lora.switch(on)
 
+    if all(part.always for part in way.parts):
+        follow(sparse=True)  # not within the first step, whose time may be measured
     hook = pipeline.transformer.register_forward_pre_hook(follow)
     try:
         yield
     finally:
         hook.remove()
+        follow(sparse=False)
+
+
+class _Lora:
+    """The LoRA of a pipeline, switched on and off: merged into the weights if there is room to keep the originals."""
+
+    def __init__(self, pipeline: Any) -> None:
+        from peft.tuners.tuners_utils import BaseTunerLayer
+
+        self._pipeline = pipeline
+        layers: list[Any] = [module for module in pipeline.transformer.modules() if isinstance(module, BaseTunerLayer)]
+        bases = [layer.get_base_layer() for layer in layers]
+        plain = all(type(base) is nn.Linear and not hasattr(base, "_hf_hook") for base in bases)
+        free = not any(layer.merged for layer in layers)
+        self._layers = layers if plain and free and _room_for([base.weight for base in bases]) else []
+        self._originals: list[Tensor] = []
+
+    def switch(self, on: bool) -> None:
+        """Switch it on or off; afterwards the weights are those that they were."""
+        if on:
+            self._pipeline.enable_lora()
+        for layer in self._layers:
+            base = layer.get_base_layer()
+            if on:
+                self._originals.append(base.weight.data)
+                base.weight.data = base.weight.data.clone()
+                layer.merge()
+            else:
+                layer.unmerge()
+                base.weight.data = self._originals.pop(0)
+        if not on:
+            self._pipeline.disable_lora()
+
+
+def _room_for(weights: Sequence[Tensor]) -> bool:
+    """Whether a copy of these tensors fits beside them on their device, with as much again to spare."""
+    if not weights or weights[0].device.type != "cuda":
+        return True
+    return 2 * sum(weight.nbytes for weight in weights) < torch.cuda.mem_get_info(weights[0].device)[0]

@@ -11,6 +11,7 @@ from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 from zlib import crc32
 
+import diffusers
 import torch
 from diffusers import DiffusionPipeline
 from diffusers.pipelines.flux.pipeline_flux import calculate_shift
@@ -30,6 +31,7 @@ __all__ = [
     "Request",
     "arguments",
     "check_request",
+    "check_size",
     "denoiser",
     "draw",
     "draw_batch",
@@ -38,6 +40,7 @@ __all__ = [
     "load",
     "makes_video",
     "noise_shift",
+    "own_size",
     "pixels_per_token",
     "ready",
     "record_step",
@@ -72,8 +75,7 @@ def load(model: str, device: str = "auto", dtype: str = "auto") -> DiffusionPipe
     if folder.is_dir() and not (folder / INDEX).is_file():
         raise ValueError(f"{model} is no pipeline folder: name one that holds a {INDEX}")
     try:
-        index = folder / INDEX if folder.is_dir() else fetch(model, INDEX)
-        own = json.loads(index.read_text()).get("_class_name") == PixelPipeline.__name__
+        own = _config(model, INDEX).get("_class_name") == PixelPipeline.__name__
         kind = PixelPipeline if own else DiffusionPipeline
         pipeline = kind.from_pretrained(folder if folder.is_dir() else model, dtype=precision)
     except (OSError, ValueError, TypeError, AttributeError, SafetensorError) as error:
@@ -233,16 +235,64 @@ def pixels_per_token(pipeline: DiffusionPipeline) -> int:
     return 2 * getattr(pipeline, "vae_scale_factor", 8)
 
 
+def own_size(pipeline: DiffusionPipeline) -> tuple[int, int]:
+    """(height, width) in pixels that a pipeline draws unless told otherwise; 1024 if it does not say."""
+    known, own = arguments(pipeline), pipeline.config
+    config: Any = denoiser(pipeline).config
+    if "width" in own:  # a pixel model
+        return own["height"], own["width"]
+    if makes_video(pipeline):
+        return known.get("height") or 480, known.get("width") or 832
+    latent = getattr(pipeline, "default_sample_size", None) or config.get("sample_size")
+    if not latent:
+        return 1024, 1024
+    height, width = (latent, latent) if isinstance(latent, int) else latent
+    return height * pipeline.vae_scale_factor, width * pipeline.vae_scale_factor
+
+
+def check_size(model: str, size: tuple[int, int]) -> None:
+    """Refuse a size that a model cannot draw, by its configuration files, before its weights are loaded.
+
+    Nothing is said about models whose files do not tell, such as video models: `check_request` refuses it later.
+
+    Raises:
+        ValueError: If a side is not a multiple of the pixels of one token.
+    """
+    try:
+        kind = _config(model, INDEX)["_class_name"]
+        if kind == PixelPipeline.__name__:
+            return _check_sides(_config(model, "transformer/config.json")["patch_size"], size)
+        if "num_frames" in signature(getattr(diffusers, kind).__call__).parameters:
+            return None
+        vae = _config(model, "vae/config.json")
+    except (OSError, ValueError, KeyError, AttributeError):  # loading will say what is wrong
+        return None
+    halvings = (
+        len(vae["block_out_channels"]) - 1 if "block_out_channels" in vae else len(vae.get("temperal_downsample", ()))
+    )
+    return _check_sides(2 ** (halvings + 1), size) if halvings else None
+
+
+def _config(model: str, file: str) -> dict[str, Any]:
+    """A configuration file of a folder or hub id."""
+    folder = Path(model).expanduser()
+    return json.loads((folder / file if folder.is_dir() else fetch(model, file)).read_text())
+
+
 def _check_size(pipeline: DiffusionPipeline, size: tuple[int, int]) -> int:
     """Number of tokens of a frame."""
     multiple = pixels_per_token(pipeline)
+    _check_sides(multiple, size)
+    return size[0] * size[1] // multiple**2
+
+
+def _check_sides(multiple: int, size: tuple[int, int]) -> None:
     if any(side < multiple or side % multiple for side in size):
         nearest = "x".join(str(max(multiple, round(side / multiple) * multiple)) for side in size[::-1])
         raise ValueError(
             f"{size[1]} x {size[0]} px does not fit: this model packs {multiple} x {multiple} px into a token; "
             f"use multiples of {multiple}, for example {nearest}"
         )
-    return size[0] * size[1] // multiple**2
 
 
 def _check_frames(pipeline: DiffusionPipeline, request: Request) -> int:
@@ -386,8 +436,9 @@ def record_step(pipeline: DiffusionPipeline, request: Request) -> Call:
     raise ValueError(f"{type(pipeline).__name__} never called its denoiser")
 
 
+@torch.no_grad()
 def run_step(pipeline: DiffusionPipeline, step: Call) -> Any:
-    """The output of one forward pass of the denoiser; the arguments stay as they are."""
+    """The output of one forward pass of the denoiser; some models remove entries from dictionaries they get."""
     arguments = {name: copy(value) if isinstance(value, dict) else value for name, value in step.kwargs.items()}
     return denoiser(pipeline)(*step.args, **arguments)
 
@@ -399,8 +450,10 @@ def time_steps(
     variants: Sequence[MethodLike | None],
     rounds: int,
     on_forward: Callable[[], None] = lambda: None,
+    *,
+    warm_up: bool = True,
 ) -> Iterator[list[float]]:
-    """Seconds of one forward pass of the denoiser with each variant, round by round, after a round to warm up.
+    """Seconds of one forward pass of the denoiser with each variant, round by round.
 
     Methods with start_percent or end_percent are timed at work.
 
@@ -410,8 +463,9 @@ def time_steps(
         variants: Methods to compare; None is dense.
         rounds: Number of measurements of each.
         on_forward: Called after every forward pass.
+        warm_up: Run a round first that is not timed.
     """
-    for round_ in range(rounds + 1):
+    for round_ in range(not warm_up, rounds + 1):
         seconds: list[float] = []
         for way in variants:
             with using(pipeline, way and throughout(way)):

@@ -1,13 +1,20 @@
 """Report of what ran in each layer."""
 
 import io
+import re
 from collections import Counter
-from typing import NamedTuple
+from html import escape
+from itertools import groupby
+from statistics import mean
+from textwrap import fill
+from typing import Any, NamedTuple
 
 from rich.console import Console
 from rich.table import Table
 
 __all__ = ["LayerReport", "Summary"]
+
+WIDTH = 80
 
 
 class LayerReport(NamedTuple):
@@ -33,37 +40,110 @@ class LayerReport(NamedTuple):
 
 
 class Summary(NamedTuple):
-    """Reports of all layers of all denoisers; `print` shows them as tables.
+    """Reports of all layers of all denoisers. `print` and notebooks show them as tables, with equal layers in one row.
 
     Attributes:
         models: Reports of the layers of each denoiser.
         outcomes: Number of forward passes of each denoiser since `apply` by the reason why they were dense; "" counts
             those with a method at work.
+        replaced: Denoisers in whose place the pipeline has another model by now, which is dense.
     """
 
     models: dict[str, list[LayerReport]]
     outcomes: dict[str, Counter[str]]
+    replaced: frozenset[str] = frozenset()
 
     @property
     def layers(self) -> list[LayerReport]:
         """All layers of all denoisers."""
         return [layer for layers in self.models.values() for layer in layers]
 
-    def __str__(self) -> str:
-        console = Console(file=io.StringIO(), width=140, force_terminal=False)
-        for name, layers in self.models.items():
-            table = Table(title=f"{name}: {self._forwards(name)}", title_justify="left")
-            for column in ("layer", "method", "backend", "nominal", "true", "GFLOP saved", "why dense"):
-                number = column in ("nominal", "true", "GFLOP saved")
-                table.add_column(column, justify="right" if number else "left", overflow="fold")
-            for r in layers:
-                numbers = [f"{r.nominal:.1%}", f"{r.true:.1%}", f"{r.saved / 1e9:.2f}"] if not r.why else [""] * 3
-                table.add_row(r.layer, r.method, r.backend, *numbers, r.why)
-            console.print(table)
-        return console.file.getvalue().rstrip()  # type: ignore[attr-defined]
+    def to_dict(self) -> dict[str, Any]:
+        """The reports as a dictionary, ready for JSON: forward passes and layers of each denoiser."""
+        return {
+            name: {
+                "sparse_forwards": self.outcomes[name][""],
+                "dense_forwards": {why: count for why, count in self.outcomes[name].items() if why and count},
+                "replaced": name in self.replaced,
+                "layers": [layer._asdict() for layer in layers],
+            }
+            for name, layers in self.models.items()
+        }
 
-    def _forwards(self, name: str) -> str:
-        """Text such as "14 of 28 forwards sparse; 14 dense: this step lies outside start_percent to end_percent"."""
+    def __str__(self) -> str:
+        texts: list[str] = []
+        for name, layers in self.models.items():
+            groups, file = grouped(layers), io.StringIO()
+            texts.append(fill(self._title(name), WIDTH))
+            table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
+            width = min(36, max(len(names) for names, _ in groups))
+            table.add_column("layers", overflow="fold", width=width)
+            table.add_column("method", overflow="fold", max_width=WIDTH - width - 28)
+            table.add_column("backend")
+            table.add_column("skipped", justify="right")
+            table.add_column("GFLOP", justify="right")
+            for name, group in groups:
+                if not group[0].why:
+                    skipped, saved = _numbers(group)
+                    table.add_row(name, group[0].method, group[0].backend, skipped, saved)
+            if table.row_count:
+                Console(file=file, width=WIDTH, force_terminal=False).print(table)
+                texts.append("\n".join(line.rstrip() for line in file.getvalue().splitlines()))
+            whys = [f"dense: {name}: {group[0].why}" for name, group in groups if group[0].why]
+            texts += [fill(why, WIDTH, subsequent_indent="  ", break_on_hyphens=False) for why in whys]
+        return "\n".join(texts) or "no method is applied"
+
+    def _repr_html_(self) -> str:
+        parts: list[str] = []
+        for name, layers in self.models.items():
+            rows = [("layers", "method", "backend", "pairs skipped", "GFLOP saved")]
+            for names, group in grouped(layers):
+                first = group[0]
+                rows.append((names, f"dense: {first.why}", "", "", "") if first.why else
+                            (names, first.method, first.backend, *_numbers(group)))  # fmt: skip
+            cells = ["".join(f"<td>{escape(cell)}</td>" for cell in row) for row in rows]
+            parts.append(f"<p><b>{escape(self._title(name))}</b></p><table>{''.join(f'<tr>{c}</tr>' for c in cells)}")
+            parts.append("</table>")
+        return "".join(parts) or "no method is applied"
+
+    def _title(self, name: str) -> str:
+        """Text such as "transformer: 14 of 28 forwards sparse; 14 dense: this step lies outside start_percent ..."."""
         outcomes = self.outcomes[name]
-        dense = [f"{count} dense: {why}" for why, count in outcomes.items() if why and count]
-        return "; ".join([f"{outcomes['']} of {outcomes.total()} forwards sparse", *dense])
+        texts = [f"{name}: {outcomes['']} of {outcomes.total()} forwards sparse"]
+        texts += [f"{count} dense: {why}" for why, count in outcomes.items() if why and count]
+        if name in self.replaced:
+            texts.append(f"the pipeline has another {name} now, which is dense: apply again")
+        return "; ".join(texts)
+
+
+def grouped(layers: list[LayerReport]) -> list[tuple[str, list[LayerReport]]]:
+    """The layers of one kind of block that did the same, with their common name: "transformer_blocks.0-18.attn"."""
+
+    def kind(layer: LayerReport) -> tuple[str, ...]:
+        return (*_split(layer.layer)[::2], layer.method, layer.backend, layer.why)
+
+    groups: dict[tuple[str, ...], list[LayerReport]] = {}
+    for layer in layers:
+        groups.setdefault(kind(layer), []).append(layer)
+    return [(_common_name([layer.layer for layer in group]), group) for group in groups.values()]
+
+
+def _split(name: str) -> tuple[str, str, str]:
+    """A name before, in and after its last number."""
+    found = re.fullmatch(r"(.*\.|)(\d+)(\..*|)", name)
+    return (found[1], found[2], found[3]) if found else (name, "", "")
+
+
+def _common_name(names: list[str]) -> str:
+    before, _, after = _split(names[0])
+    if len(names) == 1:
+        return names[0]
+    numbers = [int(_split(name)[1]) for name in names]
+    runs = [[i for _, i in run] for _, run in groupby(enumerate(numbers), lambda pair: pair[1] - pair[0])]
+    return before + ",".join(f"{run[0]}-{run[-1]}" if run[1:] else f"{run[0]}" for run in runs) + after
+
+
+def _numbers(group: list[LayerReport]) -> tuple[str, str]:
+    """Mean fraction of the pairs that was skipped, and GFLOP that were saved in all."""
+    saved = sum(layer.saved for layer in group) / 1e9
+    return f"{mean(layer.true for layer in group):.1%}", f"{saved:.3g}" if saved < 100 else f"{saved:,.0f}"

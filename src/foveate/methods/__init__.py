@@ -1,9 +1,7 @@
 """The methods, one paper per file; each is a frozen dataclass of options."""
 
 from ast import literal_eval
-from collections.abc import Iterable
 from dataclasses import fields
-from difflib import get_close_matches
 from typing import Any
 
 from foveate.methods.base import ComposedMethod, Method
@@ -16,6 +14,7 @@ from foveate.methods.llsa import LLSA
 from foveate.methods.recompute_policy import RecomputePolicy
 from foveate.methods.sub_cp import SubCP
 from foveate.methods.toma import ToMA
+from foveate.utils.choices import check_names, suggestion
 
 __all__ = [
     "LLSA",
@@ -77,29 +76,14 @@ def recompute_policy_from_text(name: str, options: dict[str, str]) -> RecomputeP
 
 def _from_text(methods: dict[str, Any], name: str, options: dict[str, str]) -> Any:
     if name not in methods:
-        raise ValueError(f"unknown method {name!r}{_suggestion(name, methods)}: choose one of {', '.join(methods)}")
+        raise ValueError(f"unknown method {name!r}{suggestion(name, methods)}: choose one of {', '.join(methods)}")
     cls = methods[name]
+    check_names(cls, options)
     types = {field.name: field.type for field in fields(cls)}
     values: dict[str, object] = {}
     for option, text in options.items():
-        if option not in types:
-            known = ", ".join(types) or "none"
-            raise ValueError(
-                f"{cls.__name__} has no option {option!r}{_suggestion(option, types)}: choose from {known}"
-            )
         try:
             values[option] = text if types[option] is str else literal_eval(LITERALS.get(text, text))
         except (ValueError, SyntaxError):
             values[option] = text
-        if types[option] is bool and not isinstance(values[option], bool):
-            raise ValueError(f"{option} must be true or false, not {text!r}")
-    try:
-        return cls(**values)
-    except TypeError:
-        shown = ", ".join(f"{option}={text}" for option, text in options.items())
-        raise ValueError(f"{cls.__name__} cannot use {shown}: a value has the wrong type") from None
-
-
-def _suggestion(name: str, known: Iterable[str]) -> str:
-    close = get_close_matches(name.lower(), list(known), 1)
-    return f" (did you mean {close[0]}?)" if close else ""
+    return cls(**values)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from foveate.ops.joint_attention import Pattern
 from foveate.ops.merging import AnyMerge, Grid, Regions
-from foveate.utils.choices import check_choices
+from foveate.utils.choices import check_names, check_options
 
 __all__ = [
     "AttentionPlan",
@@ -37,19 +37,28 @@ class Method:
     """Options that all methods share.
 
     Attributes:
-        dense_layers: Attention layers that stay dense, counted from 0 through the whole model, such as "0-1, 56".
+        dense_layers: Attention layers that stay dense, counted from 0 through the whole model: text such as
+            "0-1, 56", or a list of numbers.
         start_percent: Fraction of the denoising steps, 0 to 1, before which steps stay dense.
         end_percent: Fraction of the denoising steps, 0 to 1, after which steps stay dense.
         min_tokens: Images with fewer tokens stay dense.
     """
 
-    dense_layers: str = ""
+    dense_layers: str | int | tuple[int, ...] = ""
     start_percent: float = 0.0
     end_percent: float = 1.0
     min_tokens: int = 0
 
+    def __new__(cls, *args: object, **options: object):
+        """Refuse options that the method does not have, with the most similar one that it has."""
+        check_names(cls, options)
+        return super().__new__(cls)
+
     def __post_init__(self) -> None:
-        check_choices(self)
+        check_options(self)
+        if not isinstance(layers := self.dense_layers, str):
+            text = ", ".join(map(str, [layers] if isinstance(layers, int) else layers))
+            object.__setattr__(self, "dense_layers", text)
         self.dense_layer_set()
         if not 0 <= self.start_percent <= self.end_percent <= 1:
             raise ValueError(
@@ -83,7 +92,7 @@ class Method:
     def dense_layer_set(self) -> frozenset[int]:
         """Layer numbers of `dense_layers`."""
         layers: set[int] = set()
-        for part in filter(None, (part.strip() for part in self.dense_layers.split(","))):
+        for part in filter(None, (part.strip() for part in str(self.dense_layers).split(","))):
             first, _, last = part.partition("-")
             try:
                 layers.update(range(int(first), int(last or first) + 1))

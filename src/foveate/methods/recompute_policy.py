@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from foveate.utils.choices import check_choices
+from foveate.utils.choices import check_options
 
 __all__ = [
     "ComposedCache",
@@ -105,7 +105,7 @@ class PartialRecompute(RecomputePolicy):
     exclude_first: bool = True
 
     def __post_init__(self) -> None:
-        check_choices(self)
+        check_options(self)
         if not 0 <= self.recompute <= 1:
             raise ValueError(
                 f"recompute is the fraction of rows to recompute, 0 to 1, not {self.recompute}; 15 % is 0.15"

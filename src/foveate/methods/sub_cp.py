@@ -23,7 +23,7 @@ from foveate.ops.deduplicate import deduplicate
 from foveate.ops.example_blocks import Blocks, Embeddings, rounded, unit_rows, unit_rows_like
 from foveate.ops.example_labels import Classes, classes_of
 from foveate.ops.facility_location import GreedyPicks, best_similarity, round_robin_greedy
-from foveate.utils.choices import check_choices
+from foveate.utils.choices import check_options
 from foveate.utils.progress import Track, silent
 
 __all__ = ["STRATEGIES", "Selection", "SubCP"]
@@ -77,7 +77,7 @@ class SubCP:
     query_bonus: float = 1.0
 
     def __post_init__(self) -> None:
-        check_choices(self)
+        check_options(self)
         for name in ("blocks", "block_size"):
             if (value := getattr(self, name)) is not None and value < 1:
                 raise ValueError(f"{name} must be 1 or more, not {value}")

@@ -1,6 +1,7 @@
 # pyright: basic
 """One prompt drawn with several methods, side by side on one HTML page."""
 
+import time
 from collections.abc import Callable, Sequence
 from math import inf, log10
 from pathlib import Path
@@ -10,24 +11,45 @@ from zlib import crc32
 
 from PIL import Image
 
-from foveate.diffusers.lora import MethodLike, using
-from foveate.diffusers.pipelines import Request, draw, frame_rate, record_step, time_steps, write_video
-from foveate.methods import METHODS, ComposedMethod, HilbertA, Method, ToMA
+from foveate.diffusers.apply import Handle
+from foveate.diffusers.lora import Distilled, MethodLike, throughout, using
+from foveate.diffusers.pipelines import (
+    Call,
+    Request,
+    denoiser,
+    draw,
+    fingerprint,
+    frame_rate,
+    record_step,
+    run_step,
+    time_steps,
+    write_video,
+)
+from foveate.methods import METHODS, ComposedMethod, HilbertA, ToMA
 from foveate.ops.block_table import BlockTable
-from foveate.utils.device import versions
+from foveate.utils.device import now, versions
 from foveate.utils.files import slug, write_picture, write_whole
 from foveate.utils.progress import Track, silent
-from foveate.web.report import Comparison, Variant, comparison_page, psnr, ssim
+from foveate.web.report import Comparison, Objects, Variant, comparison_page, detail_ssim, psnr, ssim
 
 __all__ = ["compare", "draw_variant", "showcase"]
 
 PAGE = "index.html"
 
 
-def showcase() -> list[Method | ComposedMethod]:
-    """The settings of every method that `compare` shows by default, and a combination."""
-    alone = [method for cls in METHODS.values() for method in cls.showcase()]
-    return [*alone, ComposedMethod((HilbertA(tiles=16), ToMA(keep=0.5)))]
+def showcase(distilled: Distilled | None = None) -> list[MethodLike]:
+    """The methods that `compare` shows by default: each at its recommended setting.
+
+    Args:
+        distilled: A method with the LoRA that was distilled for it; it is then shown with the LoRA, alone and together
+            with token merging, and last without the LoRA. Without one, all settings of all methods are shown.
+    """
+    if distilled is None:
+        alone = [method for cls in METHODS.values() for method in cls.showcase()]
+        return [*alone, ComposedMethod((HilbertA(tiles=16), ToMA(keep=0.5)))]
+    merging = ToMA(keep=0.5)
+    others = [method for cls in METHODS.values() for method in cls.showcase()[:1] if cls not in (HilbertA, ToMA)]
+    return [distilled, merging, distilled._replace(more=(merging,)), *others, distilled.method]
 
 
 def compare(
@@ -38,13 +60,15 @@ def compare(
     *,
     settings: dict[str, str],
     notice: str = "",
+    judge: Callable[[Image.Image], Objects] | None = None,
     rounds: int = 3,
     track: Track = silent,
 ) -> Path:
     """Draw a prompt dense and with each method, time the denoiser, and write the page. Returns its path.
 
-    Every picture is written as soon as it is drawn, and an interrupted run leaves a page of what is finished. A video
-    is written as MP4, beside a picture of some frames. Pictures and videos of an older page in the folder are removed.
+    Pictures and page are written as soon as a picture is drawn. A picture of the same settings that is already in the
+    folder is not drawn again; those of other settings that an older page was made of are removed. A video is written
+    as MP4, beside a picture of some frames.
 
     Args:
         pipeline: A diffusers pipeline.
@@ -53,66 +77,82 @@ def compare(
         out: Folder of the page and its pictures.
         settings: Settings that the page and the pictures report.
         notice: Notice at the top of the page.
+        judge: Says which of the requested objects a picture shows.
         rounds: Timed steps of each variant.
         track: Shows progress.
     """
-    page, variants, notices = out / PAGE, list[Variant](), [notice] if notice else []
     methods, refused = _supported(pipeline, methods)
-    notices += refused
-    notices += [
-        f"{method.title} works in a part of the steps: its time is that of a step in which it works."
-        for method in methods
-        if not all(part.always for part in method.parts)
-    ]
-    notices += [
-        f"{method.title} reuses its plan for up to {most} steps: its time is that of a step that makes a new "
-        "plan, the slowest."
-        for method in methods
-        if (most := max(getattr(part, "dst_every", 1) for part in method.parts)) > 1
-    ]
-    _remove_pictures(out)
-    files: set[str] = set()
-    ran: list[MethodLike | None] = []
+    machine = versions()
+    made = {"request": repr(request), "weights": fingerprint(denoiser(pipeline)), "foveate": machine["commit"]}
+    files = _files(methods, {**settings, **made})
+    _remove_others(out, files)
+    with_lora = {way.method for way in methods if isinstance(way, Distilled)}
+    page, variants, ran = out / PAGE, list[Variant](), list[MethodLike | None]()
+    notices, waiting = [*filter(None, [notice]), *refused], ["dense", *(method.title for method in methods)]
+
+    def write(*, running: bool) -> None:
+        comparison = Comparison(
+            request.prompt, variants, settings, machine, " ".join(notices), _about_times(methods), waiting, running
+        )
+        write_whole(page, comparison_page(comparison).encode())
+
     try:
-        for method in (None, *methods):
-            advance = track(method.title if method else "dense", request.steps)
+        step = record_step(pipeline, request)
+        for method, (name, about) in zip((None, *methods), files.items(), strict=True):
+            advance = track(waiting[0], request.steps)
             try:
-                variant = draw_variant(pipeline, request, method, variants[0].frames if variants else [], advance)
+                variant = _look(pipeline, step, method)
+                frames, seconds = _drawn(pipeline, request, method, out / f"{name}.png", about, advance)
             except ValueError as error:
                 if method is None:
                     raise
                 notices.append(f"{method.title} is left out: {error}.")
+                waiting.pop(0)
                 continue
-            about = {**settings, "method": repr(method) if method else "dense"}
-            name = slug(variant.label)
-            name += f"-{crc32(about['method'].encode()):08x}" if name in files else ""  # slugs are cut
-            files.add(name)
-            write_picture(out / f"{name}.png", variant.image, {**about, "page": PAGE})
-            if len(variant.frames) > 1:
-                write_video(out / f"{name}.mp4", variant.frames, frame_rate(pipeline, request))
-                variant = variant._replace(video=(out / f"{name}.mp4").read_bytes())
+            variant = _compared(variant, frames, variants[0].frames if variants else [])
+            variant = variant._replace(seconds=seconds, objects=judge(frames[0]) if judge else None)
+            variant = variant._replace(without_lora=method in with_lora)
+            if (video := out / f"{name}.mp4").exists():
+                variant = variant._replace(video=video.read_bytes())
             variants.append(variant)
             ran.append(method)
-        step = record_step(pipeline, request)
-        for taken in time_steps(pipeline, step, ran, rounds, track("timing", len(ran) * (rounds + 1))):
+            waiting.pop(0)
+            write(running=True)
+        timing = track("timing", len(ran) * rounds)
+        for taken in time_steps(pipeline, step, ran, rounds, timing, warm_up=False):
             timed = zip(variants, taken, strict=True)
-            variants = [v._replace(step_seconds=[*v.step_seconds, seconds]) for v, seconds in timed]
+            variants[:] = [v._replace(step_seconds=[*v.step_seconds, spent]) for v, spent in timed]
     finally:
         if variants:
-            comparison = Comparison(request.prompt, variants, settings, versions(), " ".join(notices))
-            write_whole(page, comparison_page(comparison).encode())
+            write(running=False)
     return page
 
 
-def _remove_pictures(out: Path) -> None:
-    """Remove the pictures that a page was made of, with the videos that they are of, and no others."""
+def _files(methods: Sequence[MethodLike], settings: dict[str, str]) -> dict[str, dict[str, str]]:
+    """Name of the file of each variant, dense first, and what its picture says about itself."""
+    files: dict[str, dict[str, str]] = {}
+    for method in (None, *methods):
+        about = {**settings, "method": repr(method) if method else "dense", "page": PAGE}
+        name = slug(method.title if method else "dense")
+        name += f"-{crc32(about['method'].encode()):08x}" if name in files else ""  # slugs are cut
+        files[name] = about
+    return files
+
+
+def _told(path: Path) -> dict[str, str]:
+    """What a picture says about itself; empty for files that are no pictures."""
+    try:
+        with Image.open(path) as picture:
+            return {str(name): str(text) for name, text in picture.info.items()}
+    except (OSError, Image.DecompressionBombError):
+        return {}
+
+
+def _remove_others(out: Path, files: dict[str, dict[str, str]]) -> None:
+    """Remove the pictures that pages of other settings were made of, with their videos, and no others."""
     for path in out.glob("*.png"):
-        try:
-            with Image.open(path) as picture:
-                ours = picture.info.get("page") == PAGE
-        except (OSError, Image.DecompressionBombError):  # not a picture of a page
-            continue
-        if ours:
+        told = _told(path)
+        if told.get("page") == PAGE and not files.get(path.stem, {"": ""}).items() <= told.items():
             path.unlink()
             path.with_suffix(".mp4").unlink(missing_ok=True)
 
@@ -136,15 +176,79 @@ def draw_variant(
     pipeline: Any,
     request: Request,
     method: MethodLike | None,
-    dense: list[Image.Image],
+    dense: Sequence[Image.Image],
     advance: Callable[[], None],
 ) -> Variant:
     """What a method draws, and its distance to the frames of `dense`; not timed yet."""
     with using(pipeline, method) as run:
         frames = draw(pipeline, request, advance)
-        if method is None or run is None:
-            return Variant("dense", frames, [], None, None, 0.0, 0.0, 1.0, None, None, "")
-        layers, plan = run.summary().layers, next(iter(run.plans().values()), None)
+        return _compared(_seen(method, run), frames, dense)
+
+
+def _compared(variant: Variant, frames: Sequence[Image.Image], dense: Sequence[Image.Image]) -> Variant:
+    """The variant with its frames and, if there is a dense picture, its distance to it."""
+    if not dense:
+        return variant._replace(frames=frames)
+    return variant._replace(
+        frames=frames,
+        psnr=_video_psnr(frames, dense),
+        ssim=mean(map(ssim, frames, dense)),
+        detail=mean(map(detail_ssim, frames, dense)),
+    )
+
+
+def _about_times(methods: Sequence[MethodLike]) -> list[str]:
+    """What to know about the time of a step of these methods."""
+    texts = [
+        f"{method.title} works in a part of the steps: the step is one in which it works."
+        for method in methods
+        if not all(part.always for part in method.parts)
+    ]
+    return texts + [
+        f"{method.title} reuses its plan for up to {most} steps: its time is that of a step that makes a new "
+        "plan, the slowest."
+        for method in methods
+        if (most := max(getattr(part, "dst_every", 1) for part in method.parts)) > 1
+    ]
+
+
+def _drawn(
+    pipeline: Any,
+    request: Request,
+    method: MethodLike | None,
+    path: Path,
+    about: dict[str, str],
+    advance: Callable[[], None],
+) -> tuple[list[Image.Image], float]:
+    """The frames and the seconds that drawing took; a picture that is there already is not drawn again."""
+    if (told := _told(path)) and not path.with_suffix(".mp4").exists():
+        for _ in range(request.steps):
+            advance()
+        with Image.open(path) as picture:
+            return [picture.convert("RGB")], float(told["seconds"])
+    with using(pipeline, method):
+        start = now(pipeline.device)
+        frames = draw(pipeline, request, advance)
+        seconds = time.perf_counter() - start
+    if len(frames) > 1:
+        write_video(path.with_suffix(".mp4"), frames, frame_rate(pipeline, request))
+    image = Variant("", frames).image
+    write_picture(path, image, {**about, "seconds": f"{seconds:.3f}"})
+    return frames, seconds
+
+
+def _look(pipeline: Any, step: Call, method: MethodLike | None) -> Variant:
+    """What a method does in one step: its sparsity, plan and pattern, without a picture."""
+    with using(pipeline, method and throughout(method)) as run:
+        run_step(pipeline, step)
+        return _seen(method, run)
+
+
+def _seen(method: MethodLike | None, run: Handle | None) -> Variant:
+    """What a method did in the last step: its sparsity, plan and pattern."""
+    if method is None or run is None:
+        return Variant("dense")
+    layers, plan = run.summary().layers, next(iter(run.plans().values()), None)
     sparsity = mean(layer.true for layer in layers)
     tile_map, picked = plan.tile_maps[0] if plan else None, getattr(plan, "picked", None)
     if tile_map is not None and tile_map.ndim == 3:  # (frames, rows, columns): shown is the first frame
@@ -152,10 +256,6 @@ def draw_variant(
         picked = None if picked is None else picked[picked < tile_map.numel()]
     return Variant(
         label=method.title,
-        frames=frames,
-        step_seconds=[],
-        psnr=_video_psnr(frames, dense),
-        ssim=mean(map(ssim, frames, dense)),
         nominal=mean(layer.nominal for layer in layers),
         true=sparsity,
         flop_bound=1 / (1 - sparsity),
@@ -166,7 +266,7 @@ def draw_variant(
     )
 
 
-def _video_psnr(frames: list[Image.Image], reference: list[Image.Image]) -> float:
+def _video_psnr(frames: Sequence[Image.Image], reference: Sequence[Image.Image]) -> float:
     """PSNR in dB over the pixels of all frames."""
     error = mean(10 ** (-psnr(*pair) / 10) for pair in zip(frames, reference, strict=True))
     return -10 * log10(error) if error else inf

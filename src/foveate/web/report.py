@@ -3,6 +3,7 @@
 import base64
 import io
 from collections.abc import Sequence
+from math import inf
 from statistics import median
 from textwrap import fill
 from typing import Any, NamedTuple
@@ -21,12 +22,15 @@ from torch import Tensor
 
 from foveate.ops.block_table import BlockTable
 from foveate.ops.example_blocks import Report
-from foveate.utils.similarity import psnr, ssim
+from foveate.utils.similarity import detail_ssim, psnr, ssim
 
 __all__ = [
     "Comparison",
+    "Objects",
+    "Speed",
     "Variant",
     "comparison_page",
+    "detail_ssim",
     "draw_attention",
     "draw_coverage",
     "draw_losses",
@@ -40,13 +44,29 @@ __all__ = [
     "psnr",
     "render",
     "ssim",
+    "step_speed",
     "strip",
+    "verdict",
 ]
 
 # Paul Tol's "light" scheme, distinguishable with colour blindness and under a dark line. The centre is grey.
 TILE_COLOURS = ("#77AADD", "#EEDD88", "#44BB99", "#EE8866", "#99DDFF", "#BBCC33", "#FFAABB", "#AAAA00")
 CENTRE_GREY = "#DDDDDD"
 INK, PAPER, BLUE, ORANGE = "#1F2933", "#FFFFFF", "#0072B2", "#E69F00"
+
+
+class Objects(NamedTuple):
+    """What a recogniser sees of the objects that a prompt asks for.
+
+    Attributes:
+        found: Number of requested objects that are in the picture.
+        requested: Number of requested objects.
+        extra: Number of objects that were not requested, or are repeated.
+    """
+
+    found: int
+    requested: int
+    extra: int
 
 
 class Variant(NamedTuple):
@@ -56,8 +76,11 @@ class Variant(NamedTuple):
         label: Name on the page, for example "HilbertA T=16".
         frames: The frames of the video; one of a picture.
         step_seconds: Seconds of one forward pass of the denoiser, one entry per round; empty if not timed.
+        seconds: Seconds of the whole run, from prompt to picture; None if unknown.
         psnr: PSNR to the dense picture in dB; None for dense.
         ssim: SSIM to the dense picture; None for dense.
+        detail: SSIM where one of the two shows anything; None for dense.
+        objects: What a recogniser sees in the picture; None if there is none for this model.
         nominal: Sparsity as papers quote it, mean over layers; 0 for dense.
         true: Fraction of all query-key pairs that are skipped, mean over layers; 0 for dense.
         flop_bound: FLOPs of dense attention over those of this variant, an upper bound of attention's speed-up.
@@ -66,21 +89,26 @@ class Variant(NamedTuple):
         why_dense: Reason why the method stayed dense; empty if it did not.
         picked: Raster indices of the tokens that others merge into; None without merging.
         video: Content of the MP4 file; empty for a picture.
+        without_lora: Whether the method is shown with the LoRA that was distilled for it, too.
     """
 
     label: str
-    frames: list[Image.Image]
-    step_seconds: list[float]
-    psnr: float | None
-    ssim: float | None
-    nominal: float
-    true: float
-    flop_bound: float
-    tile_map: Int[Tensor, "rows columns"] | None
-    table: BlockTable | None
-    why_dense: str
+    frames: Sequence[Image.Image] = ()
+    step_seconds: Sequence[float] = ()
+    seconds: float | None = None
+    psnr: float | None = None
+    ssim: float | None = None
+    detail: float | None = None
+    objects: Objects | None = None
+    nominal: float = 0.0
+    true: float = 0.0
+    flop_bound: float = 1.0
+    tile_map: Int[Tensor, "rows columns"] | None = None
+    table: BlockTable | None = None
+    why_dense: str = ""
     picked: Int[Tensor, "picked"] | None = None
     video: bytes = b""
+    without_lora: bool = False
 
     @property
     def image(self) -> Image.Image:
@@ -98,6 +126,9 @@ class Comparison(NamedTuple):
         settings: Settings of the run, by name.
         versions: Versions of hardware and software, by name.
         notice: Notice at the top of the page; may be empty.
+        about_times: What to know about the times of some variants.
+        waiting: Names of the variants that are still to be drawn.
+        running: Whether the comparison goes on: the page then loads itself again.
     """
 
     prompt: str
@@ -105,6 +136,23 @@ class Comparison(NamedTuple):
     settings: dict[str, str]
     versions: dict[str, str]
     notice: str
+    about_times: Sequence[str] = ()
+    waiting: Sequence[str] = ()
+    running: bool = False
+
+
+class Speed(NamedTuple):
+    """How much faster than dense a variant is.
+
+    Attributes:
+        factor: Median time of dense over that of the variant.
+        certain: Whether the time may be quoted.
+        why: Why not; empty if it may.
+    """
+
+    factor: float
+    certain: bool = True
+    why: str = ""
 
 
 # --- pictures --------------------------------------------------------------------------------------------------------
@@ -310,15 +358,80 @@ def _used(starts: Int[Tensor, "blocks_plus_1"]) -> int:
 # --- the page --------------------------------------------------------------------------------------------------------
 
 
+LEAST_ROUNDS, MOST_SPREAD = 3, 0.25
+"""Rounds, and the spread of their ratios to dense, from which on a speed-up is no headline."""
+SAME, ALIKE, RELATED = 0.9, 0.65, 0.3
+"""`detail_ssim` to dense from which on a picture is nearly the same, looks like dense, or shows the same scene."""
+
+
 def comparison_page(comparison: Comparison) -> str:
-    """The comparison as one self-contained HTML page, without scripts."""
+    """The comparison as one self-contained HTML page."""
+    variants, dense = comparison.variants, comparison.variants[0]
     return render(
         "compare.html.j2",
         comparison=comparison,
-        speedups=[_speedup(variant, comparison.variants[0]) for variant in comparison.variants],
-        times_light=draw_times(comparison.variants, ink=INK, bar=BLUE),
-        times_dark=draw_times(comparison.variants, ink="#D5DAE1", bar="#56B4E9"),
+        cards=[(variant, step_speed(variant, dense), verdict(variant, dense)) for variant in variants],
+        times_light=draw_times(variants, ink=INK, bar=BLUE),
+        times_dark=draw_times(variants, ink="#D5DAE1", bar="#56B4E9"),
     )
+
+
+def step_speed(variant: Variant, dense: Variant) -> Speed | None:
+    """The speed-up of a step; None unless both were timed.
+
+    It is uncertain after fewer than 3 rounds, if the rounds differ by more than a quarter of it, or if it is larger
+    than the floating-point operations of attention allow, which are at most what the others allow.
+    """
+    if not variant.step_seconds or not dense.step_seconds:
+        return None
+    factor = median(dense.step_seconds) / median(variant.step_seconds)
+    ratios = [slow / fast for slow, fast in zip(dense.step_seconds, variant.step_seconds, strict=False)]
+    if variant is dense:
+        return Speed(1.0)
+    if len(ratios) < LEAST_ROUNDS:
+        return Speed(factor, False, f"{'one round' if len(ratios) == 1 else f'{len(ratios)} rounds'} only")
+    if max(ratios) - min(ratios) > MOST_SPREAD * factor:
+        return Speed(factor, False, f"{min(ratios):.2f} to {max(ratios):.2f}\u00d7 in the rounds")
+    if factor > max(1.05, variant.flop_bound):
+        return Speed(factor, False, f"more than the bound of {variant.flop_bound:.2f}\u00d7")
+    return Speed(factor)
+
+
+def verdict(variant: Variant, dense: Variant) -> str:
+    """One line such as "looks like dense, 1.6\u00d7 faster a step"; empty for dense."""
+    if variant.why_dense:
+        return f"Stayed dense: {variant.why_dense}"
+    if variant.psnr is None or variant.detail is None:
+        return ""
+    return ", ".join(filter(None, [_looks(variant, dense), _runs(step_speed(variant, dense))]))
+
+
+def _looks(variant: Variant, dense: Variant) -> str:
+    if variant.psnr == inf:
+        return "identical to dense"
+    if (seen := variant.objects) and (wanted := dense.objects):
+        if (lost := wanted.found - seen.found) > 0:
+            return f"{lost} of {seen.requested} objects lost" if seen.requested > 1 else "the object is lost"
+        if (more := seen.extra - wanted.extra) > 0:
+            return f"{more} stray object{'s' * (more > 1)}"
+    similarity = variant.detail or 0.0
+    if similarity >= SAME:
+        return "nearly identical to dense"
+    if similarity >= ALIKE:
+        return "looks like dense"
+    return "the same scene with other details" if similarity >= RELATED else "differs from dense"
+
+
+def _runs(speed: Speed | None) -> str:
+    if speed is None:
+        return ""
+    if not speed.certain:
+        return "speed uncertain"
+    if abs(speed.factor - 1) < 0.05:
+        return "as fast as dense"
+    if speed.factor > 1:
+        return f"{speed.factor:.1f}\u00d7 faster a step"
+    return f"{1 / speed.factor:.1f}\u00d7 slower a step"
 
 
 def render(template: str, **values: Any) -> str:
@@ -383,13 +496,6 @@ def _data_uri(picture: Image.Image | Figure) -> str:
 def _mp4_uri(video: bytes) -> str:
     """The video as a data URI."""
     return "data:video/mp4;base64," + base64.b64encode(video).decode()
-
-
-def _speedup(variant: Variant, dense: Variant) -> float | None:
-    """Median step time of dense over that of the variant; None unless both were timed."""
-    if not variant.step_seconds or not dense.step_seconds:
-        return None
-    return median(dense.step_seconds) / median(variant.step_seconds)
 
 
 def duration(seconds: float) -> str:
