@@ -5,7 +5,7 @@ import time
 from collections.abc import Sequence
 from contextlib import nullcontext
 from importlib import import_module
-from itertools import count
+from itertools import chain, count
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -156,7 +156,7 @@ def generate(
     from foveate.utils.files import slug, write_picture
 
     name = f"{slug(prompt)}-{seed}{'-' + slug(chosen.title) if chosen else ''}"
-    numbered = (Path(f"{name}{f'-{i}' if i else ''}{suffix}") for i in (0, *count(2)))
+    numbered = (Path(f"{name}{f'-{i}' if i else ''}{suffix}") for i in chain([0], count(2)))
     path = out or next(path for path in numbered if force or not path.exists())
     config: Any = denoiser(pipe).config
     plain = config.get("attention", "dense")  # pixel models have an attention of their own
