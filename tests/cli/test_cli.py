@@ -211,7 +211,7 @@ def test_compare_makes_one_page_with_every_picture_and_names_what_it_left_out(fo
 
 
 def test_ctrl_c_while_timing_leaves_pictures_page_and_the_rounds_that_were_finished(folder, tmp_path, monkeypatch):
-    def interrupted(pipeline, step, variants, *_):
+    def interrupted(pipeline, step, variants, *_, **_more):
         yield [1.25] * len(variants)
         raise KeyboardInterrupt
 

@@ -244,7 +244,7 @@ def own_size(pipeline: DiffusionPipeline) -> tuple[int, int]:
     if makes_video(pipeline):
         return known.get("height") or 480, known.get("width") or 832
     latent = getattr(pipeline, "default_sample_size", None) or config.get("sample_size")
-    if not latent:
+    if not latent or not hasattr(pipeline, "vae_scale_factor"):
         return 1024, 1024
     height, width = (latent, latent) if isinstance(latent, int) else latent
     return height * pipeline.vae_scale_factor, width * pipeline.vae_scale_factor

@@ -200,7 +200,7 @@ def _compared(variant: Variant, frames: Sequence[Image.Image], dense: Sequence[I
 def _about_times(methods: Sequence[MethodLike]) -> list[str]:
     """What to know about the time of a step of these methods."""
     texts = [
-        f"{method.title} works in a part of the steps: the step is one in which it works."
+        f"{method.title} works in a part of the steps: its time is that of a step in which it works."
         for method in methods
         if not all(part.always for part in method.parts)
     ]
