@@ -191,11 +191,11 @@ def test_compare_makes_one_page_with_every_picture_and_names_what_it_left_out(fo
     succeeds("compare", "a cat", "--model", folder, *SMALL, "--rounds", 2, "--out", "out")
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
         "dense.png",
-        "hilberta-t-4.png",
+        "hilberta-t-4-start-percent-0-2.png",
         "index.html",
-        "llsa-k-8.png",
-        "toma-keep-0-25.png",
-        "toma-keep-0-5.png",
+        "llsa-k-8-start-percent-0-2.png",
+        "toma-keep-0-25-start-percent-0-2.png",
+        "toma-keep-0-5-start-percent-0-2.png",
     ]
     page = (tmp_path / "out" / "index.html").read_text()
     assert "HilbertA T=4" in page

@@ -206,7 +206,8 @@ def compare(
 
     The page is written as the pictures arrive; after Ctrl-C the same command resumes. The built-in model is shown with
     each method at its recommended setting, its own LoRA included. With --lora the page shows a method with the LoRA,
-    merged into the weights, and without. A model of foveate train is shown with its own log-linear attention.
+    merged into the weights, and without. Other models are shown with every method from a fifth of the steps on, videos
+    from two fifths: what a picture shows is settled before. A model of foveate train has its own log-linear attention.
 
     foveate compare "a red apple above a blue car"
 
@@ -222,12 +223,16 @@ def compare(
     _suffix(pipe, request)
     from foveate.demo.recogniser import judge_prompt
     from foveate.demo.text import draws_scenes
+    from foveate.diffusers.card import card_of
+    from foveate.diffusers.pipelines import denoiser
     from foveate.web import compare as side_by_side
 
     if recommended:
         methods = side_by_side.showcase(distilled)
     else:
-        methods = _with_distilled(distilled, lora, asked or _own_attention(pipe) or side_by_side.showcase())
+        start = 0.0 if lora else card_of(denoiser(pipe)).start_percent  # LoRAs are distilled for all steps
+        methods = asked or _own_attention(pipe) or side_by_side.showcase(start_percent=start)
+        methods = _with_distilled(distilled, lora, methods)
     judge = judge_prompt(prompt) if draws_scenes(pipe) else None
     with progress() as track:
         settings = settings_of(pipe, model, request) | ({"LoRA": lora} if lora else {})

@@ -248,6 +248,7 @@ class Card:
             for which `layout` has `padding` segments.
         rotates_text: Whether the rotary embedding has rows for text too. Where it has none, the image comes first.
         returns_image_first: Whether blocks that return image and text return the image first.
+        start_percent: Fraction of the run before which a comparison keeps steps dense for methods without a LoRA.
     """
 
     attention: ClassVar[dict[str, bool]] = {"attn": True}
@@ -260,6 +261,7 @@ class Card:
     padding_mask: ClassVar[str | None] = None
     rotates_text: ClassVar[bool] = True
     returns_image_first: ClassVar[bool] = False
+    start_percent: ClassVar[float] = 0.2
 
     def layout(self, holder: nn.Module, inputs: dict[str, Any]) -> Layout | list[Layout]:
         """The attention sequence of a forward pass, or that of each sample of the batch.

@@ -156,9 +156,9 @@ MethodLike = Method | ComposedMethod | Distilled | Preset
 """Anything that a pipeline can run with."""
 
 
-def throughout(way: MethodLike) -> MethodLike:
-    """The same method at work in all steps."""
-    first, *more = (replace(part, start_percent=0.0, end_percent=1.0) for part in way.parts)
+def throughout(way: MethodLike, start_percent: float = 0.0) -> MethodLike:
+    """The same method at work in all steps, or in those from a fraction of the run on."""
+    first, *more = (replace(part, start_percent=start_percent, end_percent=1.0) for part in way.parts)
     if isinstance(way, Distilled):
         return way._replace(method=first, more=tuple(more))
     return ComposedMethod((first, *more)) if more else first

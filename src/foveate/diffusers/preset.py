@@ -111,7 +111,7 @@ def load(preset: Path | str) -> Preset:
         )
     except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
         raise ValueError(f"cannot read the preset {path}: {error}") from error
-    except (KeyError, TypeError) as error:
+    except (KeyError, TypeError, ValueError) as error:
         raise ValueError(
             f"{path} is no preset, or of another version of foveate: make it with foveate tune ({error})"
         ) from error

@@ -71,7 +71,7 @@ class LLSA(SparseAttention):
     @property
     def title(self) -> str:
         """Name, `top_k`, and the options that differ from their defaults."""
-        return f"LLSA K={self.top_k}{self.non_defaults((*OPTIONS[1:], 'curve'))}"
+        return f"LLSA K={self.top_k}{self.non_defaults((*OPTIONS[1:], 'curve', 'dense_layers', 'start_percent', 'end_percent'))}"
 
     def check_head_dim(self, head_dim: int) -> None:
         """Checks that heads have 32 to 256 channels.

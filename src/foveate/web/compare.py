@@ -37,16 +37,18 @@ __all__ = ["compare", "draw_variant", "showcase"]
 PAGE = "index.html"
 
 
-def showcase(distilled: Distilled | None = None) -> list[MethodLike]:
+def showcase(distilled: Distilled | None = None, start_percent: float = 0.0) -> list[MethodLike]:
     """The methods that `compare` shows by default: each at its recommended setting.
 
     Args:
         distilled: A method with the LoRA that was distilled for it; it is then shown with the LoRA, alone and together
             with token merging, and last without the LoRA. Without one, all settings of all methods are shown.
+        start_percent: Fraction of the run before which steps stay dense without a LoRA: see `Card.start_percent`.
     """
     if distilled is None:
         alone = [method for cls in METHODS.values() for method in cls.showcase()]
-        return [*alone, ComposedMethod((HilbertA(tiles=16), ToMA(keep=0.5)))]
+        together = ComposedMethod((HilbertA(tiles=16), ToMA(keep=0.5)))
+        return [throughout(method, start_percent) for method in (*alone, together)]
     merging = ToMA(keep=0.5)
     others = [method for cls in METHODS.values() for method in cls.showcase()[:1] if cls not in (HilbertA, ToMA)]
     return [distilled, merging, distilled._replace(more=(merging,)), *others, distilled.method]

@@ -14,6 +14,7 @@ __all__ = ["HunyuanVideo15Card", "HunyuanVideoCard"]
 class HunyuanVideoCard(HunyuanImageCard):
     """`HunyuanVideoTransformer3DModel`: double-stream and single-stream blocks as in FLUX."""
 
+    start_percent = 0.4
     rope = "freqs_cis", "image_rotary_emb"
 
     def layout(self, holder: nn.Module, inputs: dict[str, Any]) -> list[Layout]:

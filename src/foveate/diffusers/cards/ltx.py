@@ -17,6 +17,7 @@ __all__ = ["LTXCard"]
 class LTXCard(Card):
     """`LTXVideoTransformer3DModel`, `LTX2VideoTransformer3DModel`. The model rotates queries and keys itself."""
 
+    start_percent = 0.4
     attention = {"attn1": False}  # noqa: RUF012
     unmerged = "rotates each head in its own way"
 

@@ -15,6 +15,7 @@ __all__ = ["SkyReelsV2Card", "WanCard", "WanVACECard"]
 class WanCard(Card):
     """`WanTransformer3DModel`, `ChronoEditTransformer3DModel`."""
 
+    start_percent = 0.4
     attention = {"attn1": False}  # noqa: RUF012
     rope = "rotary_emb"
     merged_modules = {"attn1": "attn", "attn2": "cross", "ffn": "mlp"}  # noqa: RUF012
