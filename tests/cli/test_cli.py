@@ -199,7 +199,7 @@ def test_compare_makes_one_page_with_every_picture_and_names_what_it_left_out(fo
     ]
     page = (tmp_path / "out" / "index.html").read_text()
     assert "HilbertA T=4" in page
-    assert "HilbertA T=16 is left out" in page
+    assert "HilbertA T=16 start_percent=0.2 is left out" in page
     assert "256 image tokens cannot make 16 tiles" in page
     assert "Token merging" in page
     assert "Stayed dense: 256 image tokens are fewer than min_tokens=1024" in page

@@ -316,7 +316,7 @@ def test_files_that_are_no_presets_are_refused(tmp_path):
         with pytest.raises(ValueError, match=told):
             foveate.load(path)
     path.write_text(json.dumps({"methods": [{"method": "hilberta", "options": {"tilse": 4}}]}))
-    with pytest.raises(ValueError, match="another version.*did you mean tiles"):
+    with pytest.raises(ValueError, match=r"another version.*did you mean tiles"):
         foveate.load(path)
     with pytest.raises(ValueError, match="there is no preset nothing: name a file"):
         foveate.load("nothing")

@@ -130,7 +130,7 @@ def test_geometries_keep_chunks_contiguous_and_the_prefix_first():
         ({"geometry": "local"}, "one of global, hl-hp, tl-tp, hl-tp, not 'local'"),
         ({"boundary": -1}, "0 or more, not -1"),
         ({"boundary": 1.5}, "a whole number, not 1.5"),
-        ({"scoring_layers": 3}, "must be text or numbers in parentheses.*, not 3"),
+        ({"scoring_layers": 3}, r"must be text or numbers in parentheses.*, not 3"),
         ({"scoring_layers": [1, 2]}, "not .1, 2."),
         ({"scoring_layers": (1.5,)}, "not .1.5,."),
         ({"scoring_layers": "60%"}, "not '60%'"),

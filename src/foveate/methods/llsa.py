@@ -71,7 +71,8 @@ class LLSA(SparseAttention):
     @property
     def title(self) -> str:
         """Name, `top_k`, and the options that differ from their defaults."""
-        return f"LLSA K={self.top_k}{self.non_defaults((*OPTIONS[1:], 'curve', 'dense_layers', 'start_percent', 'end_percent'))}"
+        others = (*OPTIONS[1:], "curve", "dense_layers", "start_percent", "end_percent")
+        return f"LLSA K={self.top_k}{self.non_defaults(others)}"
 
     def check_head_dim(self, head_dim: int) -> None:
         """Checks that heads have 32 to 256 channels.
