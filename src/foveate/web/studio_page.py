@@ -276,8 +276,8 @@ def _pictures(page: gr.Blocks, studio: Studio, key: gr.Textbox, model: str, lora
         return (*attend(key, left, right, layer, row, column), row, column)
 
     one = {"concurrency_limit": 1, "concurrency_id": "model"}
-    for field in fields:
-        gr.on(field.change, check, fields, said, show_progress="hidden", queue=False, trigger_mode="always_last")
+    changes = [field.change for field in fields]  # one event, so that what is said is of the last change
+    gr.on(changes, check, fields, said, show_progress="hidden", queue=False, trigger_mode="always_last")
     method.input(lambda name: (recommended(name), _meaning(name)), method, [options, meaning], queue=False)
     running = gr.on(
         [draw.click, prompt.submit, options.submit],
