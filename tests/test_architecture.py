@@ -12,7 +12,7 @@ SOURCE = Path(__file__).parent.parent / "src" / "foveate"
 # Imports run one way. A room may import itself and what stands here, and nothing else of foveate.
 ROOMS = {
     "utils": set(),
-    "kernels": {"utils", "ops.block_table"},
+    "kernels": {"utils", "ops.block_table", "ops.fp8"},
     "ops": {"utils"},
     "nn": {"ops"},
     "methods": {"utils", "ops"},

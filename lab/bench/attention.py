@@ -120,7 +120,7 @@ def _case(
         with note_failure(row):
             call = output_or_gradients(peer.prepare(table, device), qkv, backward)
             row["error"] = _error(call(), references[peer.sparse])
-            check_errors({"error": row["error"]}, TOLERANCE[qkv[0].dtype])
+            check_errors({"error": row["error"]}, peer.tolerance or TOLERANCE[qkv[0].dtype])
             row["peak_bytes"] = peak_memory(call, device)
             calls.append(captured(call, device))
         rows.append(row)

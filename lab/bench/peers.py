@@ -17,6 +17,7 @@ __all__ = ["Attention", "Peer", "dense", "peers"]
 
 del block_attention  # imported to register its backends
 
+FP8_TOLERANCE = 0.1  # 4 significant bits in queries, keys, weights and values
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
@@ -27,16 +28,19 @@ class Peer(NamedTuple):
         name: Name in tables.
         sparse: Whether it follows the block table; dense attention does not.
         prepare: Returns the attention over a table on a device. The preparation is not timed.
+        tolerance: Largest relative error that counts as correct; None is that of the dtype.
     """
 
     name: str
     sparse: bool
     prepare: Callable[[BlockTable, torch.device], Attention]
+    tolerance: float | None = None
 
 
 def peers(device: torch.device, dtype: torch.dtype, head_dim: int) -> list[Peer]:
     """The implementations on a device: dense ones first, then FlexAttention, then every backend of Foveate."""
     ours = [_ours(backend) for backend in dispatch.backends("block_attention", device, dtype, head_dim)]
+    ours += [_in_fp8(backend) for backend in dispatch.backends("block_attention_fp8", device, dtype, head_dim)[1:]]
     everything = [
         Peer(name, False, lambda *_, attention=attention: attention) for name, attention in dense(device).items()
     ]
@@ -59,6 +63,13 @@ def _ours(backend: dispatch.Backend) -> Peer:
         return lambda q, k, v: backend.run(q, k, v, table, q.shape[-1] ** -0.5, False)[0]
 
     return Peer(f"foveate, {backend.name}", True, prepare)
+
+
+def _in_fp8(backend: dispatch.Backend) -> Peer:
+    def prepare(table: BlockTable, device: torch.device) -> Attention:
+        return lambda q, k, v: backend.run(q, k, v, table, q.shape[-1] ** -0.5)
+
+    return Peer(f"foveate, {backend.name}, FP8", True, prepare, FP8_TOLERANCE)
 
 
 def _dense(backend: SDPBackend) -> Attention:

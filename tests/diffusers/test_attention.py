@@ -50,6 +50,20 @@ def whys(run):
 # --- what it computes ---
 
 
+@pytest.mark.parametrize("name", ["flux", "sdxl"])
+def test_fp8_reaches_the_layers_and_is_for_inference(name):
+    model, x = built(name, **heads_for(name, None))
+    dense = call(model, x)
+    with foveate.apply(model, HilbertA(tiles=1, precision="fp8")) as run:
+        change = (call(model, x) - dense).norm() / dense.norm()
+        assert 1e-5 < change < 0.05
+        assert {row.backend for row in run.summary().layers} == {"portable, fp8"}
+        with torch.enable_grad(), pytest.raises(ValueError, match="no gradients"):
+            call(model, x)
+    with pytest.raises(ValueError, match="LLSA computes only in the dtype of its inputs"):
+        LLSA(precision="fp8")
+
+
 @every_grid
 @pytest.mark.parametrize(
     "method",

@@ -7,10 +7,12 @@ from oracle import dense_attention, random_table
 
 import foveate
 from foveate import HilbertA, ToMA
+from foveate.kernels.block.round_inputs import round_inputs as round_inputs_kernel
 from foveate.kernels.merging.facility_location import facility_location as pick
 from foveate.kernels.merging.soft_assignment import soft_assignment as assign
 from foveate.ops import dispatch, facility_location, region_matmul, region_update, soft_assignment
 from foveate.ops.block_attention import block_attention
+from foveate.ops.fp8 import round_inputs
 
 pytestmark = pytest.mark.gpu
 
@@ -65,6 +67,37 @@ def test_the_table_of_1024_px_equals_the_dense_mask():
     q, k, v = qkv(4608, 128, batch=1, heads=2)
     want, _ = dense_attention(q, k, v, table.to_dense().cuda())
     assert relative(block_attention(q, k, v, table), want) < 1e-2
+
+
+@pytest.mark.parametrize("runs", [(63,), (77, 400, 523), (128, 0, 1), (1000,)])
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_fp8_equals_attention_of_the_rounded_inputs_with_rounded_weights(monkeypatch, runs, dim, dtype):
+    only(monkeypatch, "block_attention_fp8", "hopper", dtype, dim)
+    table = random_table(int(torch.randint(2**31, ())), runs)
+    q, k, v = (x.detach() for x in qkv(sum(runs), dim, dtype))
+    k[:, :, ::7] *= 40  # some keys exceed what is guessed from a sample
+    place = torch.randperm(sum(runs), device="cuda")
+    got, again = (block_attention(q, k, v, table, scatter=place, precision="fp8") for _ in range(2))
+    assert torch.equal(got, again)
+    got = got[:, :, place]
+    rounded, _ = dense_attention(*round_inputs(q, k, v).dequantized(), table.to_dense().cuda())
+    want, _ = dense_attention(q, k, v, table.to_dense().cuda())
+    assert relative(got, rounded) < 0.03  # the weights of a query, rounded to 4 significant bits
+    assert relative(got, want) < relative(rounded, want) + 0.02
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+def test_inputs_are_rounded_to_fp8_as_defined(dim):
+    q, k, v = (x.detach() for x in qkv(500, dim))
+    k[:, 1, 123] *= 40
+    got, want = round_inputs_kernel(q, k, v), round_inputs(q, k, v)
+    values = got.v.float().unflatten(3, (-1, 4, 2, 2)).transpose(4, 5).flatten(3).mT  # their keys in order
+    for x, y in ((got.q, want.q), (got.k, want.k), (values[:, :, :500], want.v)):
+        assert (x.float() != y.float()).float().mean() < 1e-3  # ties of numbers that differ in the last bit
+    assert not values[:, :, 500:].any()
+    torch.testing.assert_close((got.q_scale, got.scales.movedim(2, 0)), (want.q_scale, want.scales))
+    torch.testing.assert_close(got.means.movedim(2, 0), want.means, rtol=1e-4, atol=1e-5)
 
 
 def test_block_attention_can_be_captured_in_a_cuda_graph():

@@ -14,10 +14,10 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
-from triton.experimental.gluon.language import NVMMASharedLayout, bfloat16, float16, float32
+from triton.experimental.gluon.language import NVMMASharedLayout, bfloat16, float8e4nv, float16, float32
 
 from foveate.kernels.block import block_attention as ops
-from foveate.kernels.block import hopper_attention, hopper_backward, triton_attention
+from foveate.kernels.block import hopper_attention, hopper_backward, hopper_fp8, round_inputs, triton_attention
 from foveate.kernels.log_linear import backward, forward, pooling, select_blocks
 from foveate.kernels.merging import coverage_drops, facility_location, region_matmul, region_update, soft_assignment
 from foveate.kernels.rows import row_attention
@@ -29,7 +29,8 @@ POINTERS = {
     "*i32": "p_tiles p_steps p_work p_bounds p_at p_weight p_counts p_above p_list p_list1 p_list2 p_list3 p_list4 "
     "p_offsets p_readers p_own p_used p_first p_end p_tile",
     "*i64": "p_order p_place p_given p_picks",
-    "*fp32": "p_lse p_dlse p_binary p_delta p_s p_logs p_sums p_dmk p_dmv",
+    "*fp32": "p_lse p_dlse p_binary p_delta p_s p_logs p_sums p_dmk p_dmv p_scale p_scales p_means p_largest",
+    "*fp8e4nv": "p_q8 p_k8 p_v8",
     "*u8": "p_real",
 }
 KINDS = {name: kind for kind, names in POINTERS.items() for name in names.split()}
@@ -44,8 +45,8 @@ def compiled(kernel, constants, half, warps, registers=None, **more_kinds):
     names = kernel.arg_names
     kinds = {name: KINDS.get(name, "*" + half if name.startswith("p_") else "i32") for name in names}
     kinds |= dict.fromkeys(("scale", "factor"), "fp32") | dict.fromkeys(constants, "constexpr")
-    aligned = [["tt.divisibility", 16]]
-    attributes = {(i,): aligned for i, name in enumerate(names) if name.startswith(("p_", "s_")) or name == "dim"}
+    divisible = [name.startswith(("p_", "s_")) or name in ("dim", "padded") for name in names]
+    attributes = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if divisible[i]}
     source_of = GluonASTSource if any(kind.startswith("tensordesc") for kind in more_kinds.values()) else ASTSource
     source = source_of(kernel, {name: (kinds | more_kinds)[name] for name in names}, constants, attributes)
     options = {"num_warps": warps, **({"maxnreg": registers} if registers else {})}
@@ -115,6 +116,17 @@ for dim, half in ((64, "fp16"), (128, "bf16")):
     for kernel, step, depth, tile, more in zip(kernels, steps, stages, kept, given, strict=True):
         report_gluon(kernel, dim, half, step, depth, tile, **more)
     report_gluon(hopper_attention.forward, dim, half, steps[0], stages[0], kept[0], NUMBERED=True, SCATTER=False)
+
+for dim, half in ((64, "fp16"), (128, "bf16")):
+    step = hopper_fp8.STEP
+    blocks = {"d_q": [64, dim], "d_k": [step, dim], "d_v": [dim, step]}
+    layouts = {name: NVMMASharedLayout.get_default_for(block, float8e4nv) for name, block in blocks.items()}
+    kinds = {name: f"tensordesc<fp8e4nv{block},{layouts[name]!r}>" for name, block in blocks.items()}
+    constants = {"D": dim, "BN": step, "STAGES": hopper_fp8.STAGES, "SCATTER": True}
+    report("hopper fp8 forward", dim, half, hopper_fp8.forward, constants, 4, **kinds)
+    constants = {"D": dim, "BT": round_inputs.ROWS}
+    report("round", dim, half, round_inputs.round_all, constants, round_inputs.WARPS)
+    report("settle", dim, half, round_inputs.settle, constants | {"BR": 128}, round_inputs.WARPS)
 
 for dim, half in ((64, "fp16"), (128, "bf16"), (96, "bf16")):
     padded = triton.next_power_of_2(dim)

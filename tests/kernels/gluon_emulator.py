@@ -70,6 +70,10 @@ class Pointer:
     def __add__(self, more):
         return Pointer(self.memory, self.place + more)
 
+    @property
+    def dtype(self):
+        return SimpleNamespace(element_ty=self.memory.dtype)
+
 
 class Product:
     """An asynchronous matrix product."""
@@ -196,10 +200,11 @@ def load(*names):
     language = ModuleType("language")
     vars(language).update(
         constexpr=lambda value: value, float32=torch.float32, float16=torch.float16, bfloat16=torch.bfloat16,
-        int64=torch.int64, program_id=lambda _: HERE.program, static_range=range,
+        float8e4nv=torch.float8_e4m3fn, int64=torch.int64, program_id=lambda _: HERE.program, static_range=range,
         arange=lambda a, b, _: torch.arange(a, b),
         load=_load, store=_store,
-        zeros=lambda shape, dtype, _: torch.zeros(shape, dtype=dtype), where=torch.where,
+        zeros=lambda shape, dtype, _: torch.zeros(shape, dtype=dtype),
+        full=lambda shape, value, dtype, _: torch.full(shape, value, dtype=dtype), where=torch.where,
         maximum=lambda a, b: torch.maximum(torch.as_tensor(a), torch.as_tensor(b)), max=lambda x, dim: x.amax(dim),
         sum=torch.sum, exp2=torch.exp2, log2=torch.log2, expand_dims=torch.unsqueeze, convert_layout=lambda x, _: x,
         allocate_shared_memory=Shared, warp_specialize=_warp_specialize, SliceLayout=layout,

@@ -12,6 +12,7 @@ SPILLED = {
     "forward": 8,
     "backward_keys": 160,
     "hopper forward": 128,
+    "hopper fp8 forward": 336,  # before and after its loops
     "row_attention, 128 rows": 64,
     "hopper backward_keys": 160,
     "soft_assignment": 160,
@@ -19,9 +20,10 @@ SPILLED = {
     "log-linear backward_queries": 136,
     "log-linear keys of a block": 24,
 }  # bytes per thread; configurations that spill nothing were slower
+WITHOUT_PRODUCTS = "pool", "parts", "cut", "place", "facility_location", "round", "settle"
 
 
-@pytest.mark.parametrize(("names", "number"), [(["select", "cut"], 4), pytest.param([], 55, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("names", "number"), [(["select", "cut"], 4), pytest.param([], 61, marks=pytest.mark.slow)])
 def test_kernels_use_the_tensor_cores_of_sm_90_hardly_spill_and_add_nothing_atomically(names, number):
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     script = Path(__file__).with_name("compile_sm90.py")
@@ -31,7 +33,7 @@ def test_kernels_use_the_tensor_cores_of_sm_90_hardly_spill_and_add_nothing_atom
     assert len(facts) == number
     for fact in facts:
         products = fact["wgmma"] + (fact["size"] < 64) * fact["mma"]  # wgmma takes at least 64 rows
-        assert products > 0 or fact["kernel"] in ("pool", "parts", "cut", "place", "facility_location"), fact
+        assert products > 0 or fact["kernel"] in WITHOUT_PRODUCTS, fact
         assert fact["stack"] <= SPILLED.get(fact["kernel"], 0), fact
         assert fact["shared"] <= 227 * 1024, fact
         assert bool(fact["atomics"]) == (fact["kernel"] in ("cut", "place")), fact  # these count

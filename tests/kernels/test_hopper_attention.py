@@ -10,9 +10,12 @@ from foveate.kernels.block import block_attention as ops
 from foveate.kernels.block.schedule import partition, schedule
 from foveate.kernels.rows import row_attention as rows_ops
 from foveate.ops.block_table import block_starts, block_table
+from foveate.ops.fp8 import round_inputs
 
-hopper, backward = gluon_emulator.load(
-    "foveate.kernels.block.hopper_attention", "foveate.kernels.block.hopper_backward"
+hopper, backward, in_fp8 = gluon_emulator.load(
+    "foveate.kernels.block.hopper_attention",
+    "foveate.kernels.block.hopper_backward",
+    "foveate.kernels.block.hopper_fp8",
 )
 
 
@@ -69,6 +72,41 @@ def test_layouts_that_the_copy_engine_can_and_cannot_address():
     assert not hopper.addressable(torch.randn(2, 57604)[:, :57600].view(2, 300, 3, 64).transpose(1, 2))
     assert not hopper.addressable(torch.randn(1, 3, 19204)[..., :19200].view(1, 3, 300, 64))
     assert not hopper.addressable(torch.randn(1, 1, 300, 128)[..., ::2])
+
+
+def rounded_attention(q, k, v, table, scale, programs, scatter=None):
+    """Emulated attention in FP8, and float64 attention of the rounded inputs."""
+    out, rounded = torch.zeros_like(q), round_inputs(q, k, v)
+    padded = torch.nn.functional.pad(rounded.v.float(), (0, 0, 0, -k.shape[2] % 64))
+    values = padded.mT.unflatten(3, (-1, 2, 4, 2)).transpose(4, 5).flatten(3).to(rounded.v.dtype)
+    run = schedule(table, **in_fp8.CUT, device=q.device)
+    work = partition(run, q.shape[0] * q.shape[1], programs)
+    numbers = rounded.q_scale, *(x.movedim(0, 2) for x in (rounded.scales, rounded.means))
+    inputs = (x.contiguous() for x in (rounded.q, rounded.k, values, *numbers))
+    in_fp8.launch(*inputs, out, run, work, scale, scatter=scatter)
+    return out, dense_attention(*rounded.dequantized(), table.to_dense(), scale=scale)[0]
+
+
+@PROGRAMS
+@pytest.mark.parametrize("table", TABLES)
+@pytest.mark.parametrize("dim", [64, pytest.param(128, marks=pytest.mark.slow)])
+def test_fp8_equals_attention_of_the_rounded_inputs_with_rounded_weights(table, dim, programs):
+    q, k, v = (
+        torch.randn(2, tokens, 2, dim).transpose(1, 2)
+        for tokens in (table.query_tokens, table.key_tokens, table.key_tokens)
+    )
+    place = torch.randperm(table.query_tokens) if programs > 1 else None
+    got, want = rounded_attention(q, k, v, table, 0.2, programs, place)
+    got = got if place is None else got[:, :, place]
+    assert (got - want).norm() < 0.03 * want.norm()
+
+
+def test_fp8_weights_of_powers_of_two_are_exact():
+    """All keys are equal, so all weights are 2 ** 8, and the output is the mean of the rounded values."""
+    table = random_table(4, (500,))
+    q, v = torch.randn(2, 1, 2, 500, 64)
+    got, want = rounded_attention(q, torch.ones_like(q), v, table, 0.2, 3)
+    torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=1e-5)
 
 
 @PROGRAMS

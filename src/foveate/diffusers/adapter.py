@@ -25,6 +25,7 @@ from foveate.diffusers.merging import MergedBlock, MergeGroup
 from foveate.diffusers.summary import LayerReport
 from foveate.methods import Method
 from foveate.methods.base import AttentionPlan, DenseFallback, SparseAttention, TokenMerging
+from foveate.ops.block_attention import Precision
 from foveate.ops.block_table import BlockTable, block_starts, block_table
 from foveate.ops.curves import inverse_order
 from foveate.ops.joint_attention import LogLinear, Pattern, backend_of
@@ -496,7 +497,12 @@ class ModelAdapter:
             order, inverse = sequence_order(ran.plans[layer.joint].order, layout, ranks)
         if pattern is None and len(order) < ran.layout.tokens - layout.only_images().tokens + ran.regions.kept:
             pattern = attend_to_all(len(order))  # padding is left out
-        return LayerPlan(order, inverse, pattern, mask_is_padding=self.card.padding_mask is not None)
+        masked = self.card.padding_mask is not None
+        return LayerPlan(order, inverse, pattern, mask_is_padding=masked, precision=self._precision(layer))
+
+    def _precision(self, layer: Layer) -> Precision:
+        """Precision of attention by a pattern in a layer."""
+        return self.sparse.precision if self.sparse and layer.sparse else "input"
 
     # --- reports ---
 
@@ -525,6 +531,7 @@ class ModelAdapter:
         image = ran.layout.only_images().tokens
         kept = ran.regions.kept if merges and self._merges_attention(layer) else image
         pattern = self._pattern(layer, ran) if sparse else None
+        like = ran.device, ran.dtype, layer.head_dim
         pairs = (text + kept) ** 2 if pattern is None else pattern.pairs()
         every_pair = (text + image) ** 2
         plan = ran.plans[layer.joint] if sparse else None
@@ -534,7 +541,7 @@ class ModelAdapter:
         return LayerReport(
             layer.name,
             " + ".join([*([plan.title] if plan else []), *([self.merging.title] if merges else [])]),
-            "model" if pattern is None else backend_of(pattern, ran.device, ran.dtype, layer.head_dim),
+            "model" if pattern is None else backend_of(pattern, *like, self._precision(layer)),
             1 - (1 - (plan.nominal_sparsity if plan else 0)) * (kept / image) ** 2,
             1 - pairs / every_pair,
             ran.batch * saved,

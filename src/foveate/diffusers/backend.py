@@ -14,6 +14,7 @@ from diffusers.models.attention_dispatch import AttentionBackendName, SeqAllToAl
 from torch import Tensor
 from torch.nn.functional import pad
 
+from foveate.ops.block_attention import Precision
 from foveate.ops.joint_attention import Pattern, joint_attention
 from foveate.ops.permute_tokens import permute_tokens
 
@@ -41,6 +42,7 @@ class LayerPlan:
         rope: (cos, sin), [tokens, head_dim] or [batch, tokens, head_dim], to rotate queries and keys by; None if the
             processor has done so. Rows for the last tokens, the text, may be left out: they are not rotated.
         bias: Added to the attention logits of each key [batch or 1, tokens].
+        precision: Precision of attention by the pattern, as `joint_attention` takes it.
         backend: The backend of the processor before `attach`.
         parallel: The parallel config of the processor before `attach`.
     """
@@ -51,9 +53,10 @@ class LayerPlan:
         inverse: Tensor | None = None,
         pattern: Pattern | None = None,
         mask_is_padding: bool = False,
+        precision: Precision = "input",
     ) -> None:
         self.order, self.inverse, self.pattern = order, inverse, pattern
-        self.mask_is_padding = mask_is_padding
+        self.mask_is_padding, self.precision = mask_is_padding, precision
         self.bias: Tensor | None = None
         self.rope: tuple[Tensor, Tensor] | None = None
         self.backend: Any = None
@@ -186,7 +189,7 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, plan: LayerPlan, rope: tu
     order = None if plan.inverse is None else plan.order.to(query.device)
     query, key, value = (x.transpose(1, 2) for x in permute_tokens(query, key, value, order=order, rope=rope))
     if plan.inverse is None or len(plan.order) == len(plan.inverse):
-        return joint_attention(query, key, value, plan.pattern, scatter=order).transpose(1, 2)
+        return joint_attention(query, key, value, plan.pattern, order, plan.precision).transpose(1, 2)
     # padding gets zeros
-    out = joint_attention(query, key, value, plan.pattern).transpose(1, 2)
+    out = joint_attention(query, key, value, plan.pattern, precision=plan.precision).transpose(1, 2)
     return out.new_zeros(out.shape[0], len(plan.inverse), *out.shape[2:]).index_copy(1, order, out)

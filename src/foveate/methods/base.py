@@ -8,6 +8,7 @@ from typing import ClassVar, Literal, NamedTuple, Protocol, runtime_checkable
 
 from torch import Tensor
 
+from foveate.ops.block_attention import Precision
 from foveate.ops.joint_attention import Pattern
 from foveate.ops.merging import AnyMerge, Grid, Regions
 from foveate.utils.choices import check_choices
@@ -157,9 +158,12 @@ class SparseAttention(Method):
 
     Attributes:
         period: Number of layers after which the attention patterns repeat.
+        precision: "fp8" computes attention over block tables in 8 bits on Hopper GPUs, which is faster: see
+            `foveate.ops.block_attention`. Only for inference.
     """
 
     period: int = 1
+    precision: Precision = "input"
 
     def check_head_dim(self, head_dim: int) -> None:
         """Checks that the method supports heads of `head_dim` channels.

@@ -23,7 +23,7 @@ from foveate.utils.cache import persistent
 
 __all__ = ["HilbertA", "HilbertPlan"]
 
-IN_TITLE = "period", "centre", "curve", "reference", "start_percent", "end_percent"
+IN_TITLE = "period", "centre", "curve", "reference", "precision", "start_percent", "end_percent"
 
 
 @dataclass(frozen=True, kw_only=True)

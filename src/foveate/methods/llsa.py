@@ -63,6 +63,8 @@ class LLSA(SparseAttention):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.precision != "input":
+            raise ValueError(f"LLSA computes only in the dtype of its inputs: leave out precision={self.precision}")
         check_options(self.top_k, self.block_size, self.levels)
         enriched_levels(self.levels or MAX_LEVELS, self.enrich)
         if self.curve not in CURVES:

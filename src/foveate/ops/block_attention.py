@@ -17,9 +17,14 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from foveate.ops import dispatch
 from foveate.ops.block_table import BlockTable
+from foveate.ops.fp8 import round_inputs
 from foveate.utils.cache import WeakTensorCache, persistent
+from foveate.utils.choices import check_choice
 
-__all__ = ["block_attention"]
+__all__ = ["Precision", "block_attention"]
+
+Precision = Literal["input", "fp8"]
+"""What attention computes in: the dtype of its inputs, or FP8."""
 
 
 @overload
@@ -32,6 +37,7 @@ def block_attention(
     scale: float | None = None,
     return_lse: Literal[False] = ...,
     scatter: Tensor | None = None,
+    precision: Precision = ...,
 ) -> Tensor: ...
 
 
@@ -45,6 +51,7 @@ def block_attention(
     scale: float | None = None,
     return_lse: Literal[True],
     scatter: Tensor | None = None,
+    precision: Precision = ...,
 ) -> tuple[Tensor, Tensor]: ...
 
 
@@ -57,6 +64,7 @@ def block_attention(
     scale: float | None = None,
     return_lse: bool = False,
     scatter: Int[Tensor, "queries"] | None = None,
+    precision: Precision = "input",
 ) -> (
     Float[Tensor, "batch heads queries head_dim"]
     | tuple[Float[Tensor, "batch heads queries head_dim"], Float[Tensor, "batch heads queries"]]
@@ -76,13 +84,16 @@ def block_attention(
             float64). The portable path then writes scores to memory, in bounded pieces.
         scatter: Position of each query in the output: ``out[:, :, scatter[i]]`` is the result of query i. A
             permutation of the queries; None leaves them where they are. The LSE stays in the order of the queries.
+        precision: "input" computes in the dtype of the inputs. "fp8" rounds q, k and v to 8 bits, as `foveate.ops.fp8`
+            defines, which is faster on Hopper GPUs. It is for inference: it has no gradients and no LSE.
 
     Returns:
         Output, in q's dtype and layout, and with `return_lse` the LSE. Queries of an empty list get zeros and -inf.
 
     Raises:
         ValueError: If shapes, dtypes or devices of q, k and v do not match, if their numbers of tokens do not match
-            the table, if the scale is 0 or not finite, or if `scatter` has another number of entries than queries.
+            the table, if the scale is 0 or not finite, if `scatter` has another number of entries than queries, or if
+            FP8 was asked for an LSE, for gradients, or on a GPU that has no kernel for it.
 
     Examples:
         >>> from foveate.ops.block_table import block_starts, block_table
@@ -107,9 +118,29 @@ def block_attention(
         raise ValueError(f"scale must be finite and not 0, not {scale}: None is head_dim ** -0.5")
     if scatter is not None and scatter.shape != q.shape[2:3]:
         raise ValueError(f"scatter must name a position for each of {q.shape[2]} queries, not {list(scatter.shape)}")
+    if precision == "fp8":
+        return _in_fp8(q, k, v, table, scale, return_lse, scatter)
+    check_choice("precision", precision, Precision)
     backend = dispatch.choose("block_attention", q.device, q.dtype, q.shape[3])
     out, lse = backend.run(q, k, v, table, scale, return_lse, scatter)
     return (out, lse) if return_lse else out
+
+
+def _in_fp8(
+    q: Tensor, k: Tensor, v: Tensor, table: BlockTable, scale: float, return_lse: bool, scatter: Tensor | None
+) -> Tensor:
+    if return_lse or (torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)):
+        wanted = "return_lse" if return_lse else "gradients"
+        raise ValueError(
+            f'precision="fp8" is for inference and has no {wanted}: use torch.no_grad(), or leave precision="input"'
+        )
+    backend = dispatch.choose("block_attention_fp8", q.device, q.dtype, q.shape[3])
+    if q.is_cuda and backend.name == "portable":
+        raise ValueError(
+            'precision="fp8" needs a Hopper GPU, Triton 3.6 or newer, float16 or bfloat16, and heads of 64 or 128 '
+            f'channels, not {q.dtype} with {q.shape[3]} channels on {q.device}: leave precision="input"'
+        )
+    return backend.run(q, k, v, table, scale, scatter)
 
 
 # --- the portable path -----------------------------------------------------------------------------------------------
@@ -122,6 +153,17 @@ def portable(
     """`block_attention` by packed calls of PyTorch's attention. Without `with_lse` the returned LSE is empty."""
     out, lse = _forward(q, k, v, *table, scale, with_lse)
     return out if scatter is None else torch.empty_like(out).index_copy(2, scatter, out), lse
+
+
+@dispatch.register("block_attention_fp8", "portable")
+def portable_fp8(
+    q: Tensor, k: Tensor, v: Tensor, table: BlockTable, scale: float, scatter: Tensor | None = None
+) -> Tensor:
+    """`block_attention` of inputs that are rounded to FP8 and back, in float32."""
+    if not k.shape[2]:
+        return torch.zeros_like(q)
+    rounded = round_inputs(q, k, v).dequantized()
+    return portable(*rounded, table, scale, False, scatter)[0].to(q.dtype)
 
 
 class _Call(NamedTuple):
@@ -302,3 +344,4 @@ def _where(tokens: Tensor, device: torch.device) -> slice | Tensor:
 
 
 dispatch.register_kernels("block_attention", "block")
+dispatch.register_kernels("block_attention_fp8", "block")

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from foveate.ops import dispatch
-from foveate.ops.block_attention import block_attention
+from foveate.ops.block_attention import Precision, block_attention
 from foveate.ops.block_table import BlockTable
 from foveate.ops.hierarchical_pooling import keys_per_query, levels_for
 from foveate.ops.log_linear_attention import choose_backend, enriched_levels, log_linear_attention
@@ -73,6 +73,7 @@ def joint_attention(
     v: Float[Tensor, "batch heads tokens head_dim"],
     pattern: Pattern,
     scatter: Int[Tensor, "tokens"] | None = None,
+    precision: Precision = "input",
 ) -> Float[Tensor, "batch heads tokens head_dim"]:
     """Attention over [text | image] by a pattern.
 
@@ -82,6 +83,7 @@ def joint_attention(
         v: Values, text first.
         pattern: Pattern for this number of tokens.
         scatter: Position of each query in the output, as `block_attention` takes it.
+        precision: Precision of attention over a block table, as `block_attention` takes it.
 
     Examples:
         >>> q = k = v = torch.randn(1, 2, 10 + 1024, 64)
@@ -93,7 +95,7 @@ def joint_attention(
         dtype = torch.get_autocast_dtype(q.device.type)
         q, k, v = (x if x.dtype == torch.float64 else x.to(dtype) for x in (q, k, v))
     if isinstance(pattern, BlockTable):
-        return block_attention(q, k, v, pattern, scatter=scatter)
+        return block_attention(q, k, v, pattern, scatter=scatter, precision=precision)
     if scatter is not None:
         out = joint_attention(q, k, v, pattern)
         return torch.empty_like(out).index_copy(2, scatter, out)
@@ -106,9 +108,13 @@ def joint_attention(
     return torch.cat([scaled_dot_product_attention(text_q, k, v), image], 2)
 
 
-def backend_of(pattern: Pattern, device: torch.device, dtype: torch.dtype, head_dim: int) -> str:
+def backend_of(
+    pattern: Pattern, device: torch.device, dtype: torch.dtype, head_dim: int, precision: Precision = "input"
+) -> str:
     """Name of the backend that runs `joint_attention` for these inputs."""
     if isinstance(pattern, BlockTable):
+        if precision == "fp8":
+            return dispatch.choose("block_attention_fp8", device, dtype, head_dim).name + ", fp8"
         return dispatch.choose("block_attention", device, dtype, head_dim).name
     options = pattern.options
     return choose_backend(device, dtype, head_dim, options["top_k"], options.get("log_mass", False)).name

@@ -27,7 +27,7 @@ from foveate.kernels.launch import (
 from foveate.ops.block_table import BlockTable
 from foveate.utils.cache import WeakTensorCache
 
-__all__ = ["BACKENDS", "block_attention"]
+__all__ = ["BACKENDS", "block_attention", "on_hopper", "supports_hopper"]
 
 AMPERE, HOPPER, LARGEST_HEAD = 80, 90, 256
 GLUON = tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 6)
@@ -135,7 +135,7 @@ def _forward(
     if hopper and hopper_attention.addressable(q, k, v):
         outputs, empty = (out, lse), (0.0, -math.inf)
         launch = partial(hopper_attention.launch, scatter=scatter)
-        _on_hopper(launch, table, (q, k, v), outputs, empty, scale, hopper_attention.CUT)
+        on_hopper(launch, table, (q, k, v), outputs, empty, scale, hopper_attention.CUT)
         return out, lse
     config, plan = _planned(q, k, table, FORWARD, tile_operands=1)
     q, k, v = map(row_contiguous, (q, k, v))
@@ -174,8 +174,8 @@ def _backward(
     _launch_deltas(out, grad_out, None if grad_lse is None else grad_lse.contiguous(), delta)
     if hopper and hopper_attention.addressable(q, k, v, grad_out):
         inputs = q, k, v, grad_out, lse, delta
-        _on_hopper(hopper_backward.launch_queries, table, inputs, (dq,), (0.0,), scale, hopper_backward.CUT)
-        _on_hopper(hopper_backward.launch_keys, table, inputs, (dk, dv), (0.0, 0.0), scale, hopper_backward.CUT)
+        on_hopper(hopper_backward.launch_queries, table, inputs, (dq,), (0.0,), scale, hopper_backward.CUT)
+        on_hopper(hopper_backward.launch_keys, table, inputs, (dk, dv), (0.0, 0.0), scale, hopper_backward.CUT)
         return dq, dk, dv
     config, plan = _planned(q, k, table, BACKWARD_QUERIES, tile_operands=2)
     _launch_queries(q, k, v, grad_out, dq, lse, delta, *plan, scale, config)
@@ -204,7 +204,7 @@ def _differentiate(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -
 differentiable(_forward, _save, _differentiate)
 
 
-def _on_hopper(
+def on_hopper(
     launch: Any,
     table: BlockTable,
     inputs: tuple[Tensor, ...],
