@@ -219,7 +219,7 @@ def test_ctrl_c_while_timing_leaves_pictures_page_and_the_rounds_that_were_finis
     result = run("compare", "a cat", "--model", folder, *SMALL, "--out", "out")
     assert result.exit_code == 130
     assert "finished" in result.output
-    assert (tmp_path / "out" / "hilberta-t-4.png").exists()
+    assert (tmp_path / "out" / "hilberta-t-4-start-percent-0-2.png").exists()
     page = (tmp_path / "out" / "index.html").read_text()
     assert "HilbertA T=4" in page
     assert "1.25 s" in page
