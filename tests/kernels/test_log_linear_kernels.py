@@ -67,7 +67,7 @@ CHANGES = {"exclude_selected": True}, {"exclude_selected": True} | MASKED, {"rew
 @pytest.mark.parametrize(
     ("tokens", "levels", "top_k", "more"),
     [
-        (1, 1, 1, {}),
+        (1, 1, 1, {"heads": 8}),  # the LSE and the gradients of one head alone may be near 0
         (17, 1, 3, {"dim": 16, "extra": 3}),
         (255, 2, 8, {"dim": 16, "extra": 3}),
         (257, 3, 3, {"dim": 16, "extra": 5}),
