@@ -1,10 +1,10 @@
 """Processes under Ulysses context parallelism compute what one computes."""
 
+import processes
 import pytest
 import tiny
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from diffusers import ContextParallelConfig
 from diffusers.hooks.context_parallel import apply_context_parallel
 from diffusers.models._modeling_parallel import ParallelConfig
@@ -55,12 +55,9 @@ def error(got, want):
     return (got - want).norm() / want.norm()
 
 
-def work(rank, ranks, path, cases):
-    dist.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=ranks)
-    torch.set_num_threads(1)
+def work(ranks, cases):
     for name, method, options in cases:
         check(ranks, name, method, **options)
-    dist.destroy_process_group()
 
 
 ANY = {"ulysses_anything": True}  # uneven parts
@@ -77,4 +74,4 @@ MORE_RANKS = [("flux2", HilbertA(tiles=4, align=1), {"config": {"num_attention_h
 @pytest.mark.slow
 @pytest.mark.parametrize(("ranks", "cases"), [(2, CASES), (4, MORE_RANKS)])
 def test_processes_compute_what_one_computes(tmp_path, ranks, cases):
-    mp.spawn(work, (ranks, tmp_path / "store", cases), nprocs=ranks)
+    processes.run(ranks, tmp_path, work, ranks, cases)
