@@ -22,6 +22,7 @@ from foveate.diffusers.preset import load as load_preset
 from foveate.methods import ComposedMethod, Method, method_from_text
 from foveate.utils.device import choose_device, choose_dtype
 from foveate.utils.errors import remedy
+from foveate.utils.processes import join, rank_name
 from foveate.utils.progress import Track
 
 console = Console(stderr=True, highlight=False)
@@ -77,9 +78,13 @@ def clear_errors(command: Callable[..., None]) -> Callable[..., None]:
             console.print("stopped; everything that was finished is saved")
             raise typer.Exit(130) from None
         except (ValueError, ImportError, OSError, RuntimeError, MemoryError) as error:
+            if rank := rank_name():
+                error.add_note(rank)
+                console.quiet = False  # also where only the first process prints
             if not (message := remedy(error)):
                 raise
-            console.print(f"[bold red]error:[/] {escape(message)}", soft_wrap=True)
+            where = "".join(f" [{note}]" for note in getattr(error, "__notes__", ()))
+            console.print(f"[bold red]error:[/] {escape(message + where)}", soft_wrap=True)
             raise typer.Exit(2) from None
 
     run.__doc__ = re.sub(r"(?<!\n)\n(?!\n)", " ", inspect.getdoc(command) or "")  # paragraphs fill any terminal
@@ -140,14 +145,18 @@ def print_outcome(done: bool, result: Path) -> None:
         print(result)
 
 
+def join_processes(device: str) -> Any:
+    """See `foveate.utils.processes.join`; from here on only the first process prints, except for errors."""
+    state = join(device)
+    console.quiet = not state.is_main_process
+    return state
+
+
 def training_device(name: str) -> str:
     """The device that this process trains on; only the first process prints."""
     if name not in ("auto", "cpu"):
         raise ValueError(f"--device is auto or cpu here, not {name}: CUDA_VISIBLE_DEVICES says which GPUs there are")
-    from accelerate import PartialState
-
-    state = PartialState(cpu=name == "cpu")
-    console.quiet = not state.is_main_process
+    state = join_processes(name)
     if state.num_processes > 1:
         console.print(f"training on {state.num_processes} devices")
     return str(state.device)
