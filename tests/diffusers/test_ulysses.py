@@ -4,27 +4,12 @@ import processes
 import pytest
 import tiny
 import torch
-import torch.distributed as dist
-from diffusers import ContextParallelConfig
-from diffusers.hooks.context_parallel import apply_context_parallel
-from diffusers.models._modeling_parallel import ParallelConfig
 
 import foveate
 from foveate import LLSA, HilbertA
+from foveate.diffusers.parallel import enable_parallelism
 
 PARALLEL = "flux", "flux2", "qwen", "wan", "ltx"  # diffusers' own plan for LTX-2 fails, with or without foveate
-
-
-def enable_parallelism(model, **context):
-    """What `model.enable_parallelism` does, which needs an accelerator, with a mesh of CPU processes."""
-    context = ContextParallelConfig(**context)
-    mesh = dist.device_mesh.init_device_mesh("cpu", context.mesh_shape, mesh_dim_names=context.mesh_dim_names)
-    config = ParallelConfig(context_parallel_config=context)
-    config.setup(dist.get_rank(), dist.get_world_size(), torch.device("cpu"), mesh=mesh)
-    for module in model.modules():
-        if hasattr(getattr(module, "processor", None), "_parallel_config"):
-            module.processor._parallel_config = config
-    apply_context_parallel(model, context, model._cp_plan)
 
 
 @torch.no_grad()
