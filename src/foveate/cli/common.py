@@ -78,7 +78,7 @@ def clear_errors(command: Callable[..., None]) -> Callable[..., None]:
         except KeyboardInterrupt:
             console.print("stopped; everything that was finished is saved")
             raise typer.Exit(130) from None
-        except (ValueError, ImportError, OSError, RuntimeError, MemoryError) as error:
+        except (ValueError, ImportError, OSError, RuntimeError, MemoryError, AssertionError) as error:
             if rank := rank_name():
                 error.add_note(rank)
                 console.quiet = False  # also where only the first process prints
@@ -153,9 +153,7 @@ def join_processes(device: str) -> tuple[Any, str]:
     """
     state = join(device)
     console.quiet = not state.is_main_process
-    if state.num_processes == 1:
-        return state, device
-    return state, str(state.device) if state.device.type == "cuda" else state.device.type
+    return state, device if state.num_processes == 1 else str(state.device).replace("cpu:0", "cpu")
 
 
 def training_device(name: str) -> str:

@@ -1,4 +1,4 @@
-# pyright: basic
+# pyright: basic, reportPrivateImportUsage=false
 """One picture over several processes, by the context parallelism of diffusers."""
 
 from typing import Any
