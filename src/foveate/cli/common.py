@@ -22,6 +22,7 @@ from foveate.diffusers.preset import load as load_preset
 from foveate.methods import ComposedMethod, Method, method_from_text
 from foveate.utils.device import choose_device, choose_dtype
 from foveate.utils.errors import remedy
+from foveate.utils.processes import join, leave, rank_name
 from foveate.utils.progress import Track
 
 console = Console(stderr=True, highlight=False)
@@ -73,13 +74,18 @@ def clear_errors(command: Callable[..., None]) -> Callable[..., None]:
     def run(*args: Any, **kwargs: Any) -> None:
         try:
             command(*args, **kwargs)
+            leave()
         except KeyboardInterrupt:
             console.print("stopped; everything that was finished is saved")
             raise typer.Exit(130) from None
         except (ValueError, ImportError, OSError, RuntimeError, MemoryError) as error:
+            if rank := rank_name():
+                error.add_note(rank)
+                console.quiet = False  # also where only the first process prints
             if not (message := remedy(error)):
                 raise
-            console.print(f"[bold red]error:[/] {escape(message)}", soft_wrap=True)
+            where = "".join(f" [{note}]" for note in getattr(error, "__notes__", ()))
+            console.print(f"[bold red]error:[/] {escape(message + where)}", soft_wrap=True)
             raise typer.Exit(2) from None
 
     run.__doc__ = re.sub(r"(?<!\n)\n(?!\n)", " ", inspect.getdoc(command) or "")  # paragraphs fill any terminal
@@ -140,14 +146,23 @@ def print_outcome(done: bool, result: Path) -> None:
         print(result)
 
 
+def join_processes(device: str) -> tuple[Any, str]:
+    """See `foveate.utils.processes.join`, and the device of this process: only the first process prints from here on.
+
+    Every process prints its errors.
+    """
+    state = join(device)
+    console.quiet = not state.is_main_process
+    if state.num_processes == 1:
+        return state, device
+    return state, str(state.device) if state.device.type == "cuda" else state.device.type
+
+
 def training_device(name: str) -> str:
     """The device that this process trains on; only the first process prints."""
     if name not in ("auto", "cpu"):
         raise ValueError(f"--device is auto or cpu here, not {name}: CUDA_VISIBLE_DEVICES says which GPUs there are")
-    from accelerate import PartialState
-
-    state = PartialState(cpu=name == "cpu")
-    console.quiet = not state.is_main_process
+    state, _ = join_processes(name)
     if state.num_processes > 1:
         console.print(f"training on {state.num_processes} devices")
     return str(state.device)
@@ -228,6 +243,21 @@ def check_file(path: Path, kind: str, suffix: str) -> None:
     """Raise a ValueError if `--out` is a folder or has another suffix."""
     if path.suffix.lower() != suffix or path.is_dir():
         raise ValueError(f"--out must name {kind}, not {path}: end it with {suffix}")
+
+
+def read_prompts(path: Path) -> list[str]:
+    """The prompts of a text file, one a line; empty lines do not count.
+
+    Raises:
+        ValueError: If there is no such file, or no prompt in it.
+    """
+    try:
+        lines = [line.strip() for line in path.read_text().splitlines() if line.strip()]
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"cannot read the prompts {path}: name a text file with one prompt a line") from error
+    if not lines:
+        raise ValueError(f"{path} holds no prompts: write one a line")
+    return lines
 
 
 def print_table(rows: Mapping[str, str], *columns: str, title: str | None = None) -> None:

@@ -1,8 +1,11 @@
 """Errors that a user can fix, as one line of text."""
 
+from collections.abc import Generator
+from contextlib import contextmanager
+
 import torch
 
-__all__ = ["remedy"]
+__all__ = ["noting", "remedy"]
 
 EXTRAS = {
     "diffusers": "diffusers",
@@ -14,6 +17,16 @@ EXTRAS = {
     "gradio": "ui",
 }
 """Extras of foveate that install optional packages, by package."""
+
+
+@contextmanager
+def noting(what: str) -> Generator[None]:
+    """Context that adds to its errors, as a note, what was being done."""
+    try:
+        yield
+    except Exception as error:
+        error.add_note(what)
+        raise
 
 
 def remedy(error: Exception) -> str:
