@@ -64,6 +64,7 @@ Minutes = Annotated[
         min=0, help="Write a checkpoint and stop after this time. [dim]default: no limit[/]", show_default=False
     ),
 ]
+CheckpointMinutes = Annotated[float, typer.Option(min=0, help="Minutes between checkpoints.")]
 SampleEvery = Annotated[int, typer.Option(min=0, help="Steps between sheets of samples; 0: only at the end.")]
 
 
@@ -158,13 +159,21 @@ def join_processes(device: str) -> tuple[Any, str]:
     return state, str(state.device) if state.device.type == "cuda" else state.device.type
 
 
-def training_device(name: str) -> str:
-    """The device that this process trains on; only the first process prints."""
+def training_device(name: str, *batches: int) -> str:
+    """The device that this process trains on; only the first process prints.
+
+    Raises:
+        ValueError: If the processes cannot share one of the batches evenly.
+    """
     if name not in ("auto", "cpu"):
         raise ValueError(f"--device is auto or cpu here, not {name}: CUDA_VISIBLE_DEVICES says which GPUs there are")
     state, _ = join_processes(name)
     if state.num_processes > 1:
         console.print(f"training on {state.num_processes} devices")
+    from foveate.training.run import split_batch
+
+    for batch in batches:
+        split_batch(batch, state.num_processes)
     return str(state.device)
 
 
