@@ -48,6 +48,13 @@ Option = Annotated[
 Seed = Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Random seed: the same seed gives the same result.")]
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, mps.")]
 Dtype = Annotated[str, typer.Option(help="auto, float32, bfloat16, float16.")]
+Embed = Annotated[
+    str,
+    typer.Option(
+        help="Model of sentence-transformers that compares texts by meaning, such as all-MiniLM-L6-v2. Needs "
+        "foveate\\[sentence-transformers]. [dim]default: none, words are compared[/]"
+    ),
+]
 Compile = Annotated[bool, typer.Option("--compile", help="Compile the repeated blocks.")]
 RunFolder = Annotated[Path, typer.Option(help="Folder of the run; an existing run is resumed.")]
 CoolDown = Annotated[

@@ -1,7 +1,8 @@
-"""`foveate rag`: answer questions about a folder of documents."""
+"""`foveate rag`: the commands about folders of documents."""
 
 import sys
 from collections.abc import Iterator, Sequence
+from importlib import import_module
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -10,10 +11,12 @@ from rich.box import SIMPLE
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
+from typer.core import TyperGroup
 
 from foveate.cli.common import (
     Device,
     Dtype,
+    Embed,
     check_file,
     clear_errors,
     console,
@@ -25,9 +28,27 @@ from foveate.cli.common import (
 from foveate.methods import RECOMPUTE_POLICIES, recompute_policy_from_text
 from foveate.utils.files import write_whole
 
-__all__ = ["rag"]
+__all__ = ["app", "recompute_methods"]
 
 
+class _AskByDefault(TyperGroup):
+    """A group whose command `ask` takes what does not begin with the name of another: `foveate rag notes "Who?"`."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        named = not args or args[0] in self.commands or args[0] == "--help"
+        return super().parse_args(ctx, args if named else ["ask", *args])
+
+
+app = typer.Typer(
+    cls=_AskByDefault,
+    no_args_is_help=True,
+    rich_markup_mode="rich",
+    help="Answer questions about a folder of documents that the model encodes only once (InfoFlow KV).\n\n"
+    "`foveate rag FOLDER` is short for `foveate rag ask FOLDER`.",
+)
+
+
+@app.command("ask")
 @clear_errors
 def rag(
     folder: Annotated[Path, typer.Argument(help="Folder of .txt, .md and .rst files, including its subfolders.")],
@@ -66,11 +87,12 @@ def rag(
         int,
         typer.Option(
             min=0,
-            help="Largest number of passages. Those that share most words with the question (BM25) are used; meaning "
-            "plays no part. [dim]default: as many as fit into the model's context[/]",
+            help="Largest number of passages. Those that share no word with the question (BM25) are never read. "
+            "[dim]default: as many as fit into the model's context[/]",
             show_default=False,
         ),
     ] = 0,
+    embed: Embed = "",
     prompt: Annotated[
         str,
         typer.Option(
@@ -115,6 +137,8 @@ def rag(
     if "{question}" not in prompt:
         raise ValueError(f"--prompt must contain {{question}}, such as 'Q: {{question}} A:', not {prompt!r}")
     check_file(out, "an HTML page", ".html")
+    if embed:
+        import_module("sentence_transformers")  # fails with what to install, before anything is loaded
     from foveate.transformers import ChunkEncoder
     from foveate.transformers.documents import read_documents
     from foveate.transformers.index import index_documents, index_name
@@ -140,7 +164,7 @@ def rag(
         "device": str(encoder.device),
         "dtype": str(encoder.dtype).removeprefix("torch."),
     }
-    request: Any = {"prompt": prompt + after, "top": top, "max_new_tokens": max_new_tokens}
+    request: Any = {"prompt": prompt + after, "embed": embed, "top": top, "max_new_tokens": max_new_tokens}
     replies: list[Any] = []
     for question in _questions(questions):
         warn_unknown_words(model, tokenizer, question)
@@ -212,7 +236,7 @@ def _print_reply(reply: Any, chunks: Any) -> None:
         places.add_row(escape(chunks.passages[passage].name), str(stop - start), str(count))
     terminal.print(places)
     if left := len(chunks.passages) - len(reply.passages):
-        console.print(f"left out {left} passages that share fewer words with the question")
+        console.print(f"left out {left} passages that share fewer words with the question, or none")
 
 
 def _print_refused(chunks: Any) -> None:

@@ -4,6 +4,7 @@ import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from threading import Lock
 from time import time
 from typing import NamedTuple
 
@@ -52,13 +53,26 @@ class ChunkIndex:
 
     def __init__(self, folder: Path, encoder: ChunkEncoder, passages: Sequence[Passage]) -> None:
         self.folder, self.encoder, self.passages = folder, encoder, list(passages)
-        self.ids = [encoder.tokens(passage.text).tolist() for passage in passages]
-        for passage, ids in zip(passages, self.ids, strict=True):
-            if not ids:
-                raise ValueError(f"{passage.name} has no tokens: leave it out")
-            encoder.check_length(len(encoder.prefix) + len(ids), f"{passage.name} with its prefix", "split it")
+        self.ids = [self._tokens(passage) for passage in passages]
         self.refused: list[str] = []
         self._loaded: dict[int, ChunkCache] = {}
+        self._growing = Lock()
+
+    def number(self, passage: Passage) -> int:
+        """The number of the passage with the same tokens. If there is none, the passage is added.
+
+        The chunk of an added passage is encoded when it is first loaded, and its file is kept until the next `build`
+        of an index without it.
+
+        Raises:
+            ValueError: If the passage has no tokens, or is longer than the model's context.
+        """
+        ids = self._tokens(passage)
+        with self._growing:
+            if ids not in self.ids:
+                self.passages.append(passage)
+                self.ids.append(ids)
+            return self.ids.index(ids)
 
     def path(self, passage: int) -> Path:
         """File of a passage. Passages with equal tokens share a file."""
@@ -123,6 +137,13 @@ class ChunkIndex:
             words.append(text[done:end])
             done = max(done, end)
         return words
+
+    def _tokens(self, passage: Passage) -> list[int]:
+        ids = self.encoder.tokens(passage.text).tolist()
+        if not ids:
+            raise ValueError(f"{passage.name} has no tokens: leave it out")
+        self.encoder.check_length(len(self.encoder.prefix) + len(ids), f"{passage.name} with its prefix", "split it")
+        return ids
 
     def _read(self, passage: int) -> ChunkCache:
         try:
