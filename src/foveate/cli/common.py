@@ -48,6 +48,13 @@ Option = Annotated[
 Seed = Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Random seed: the same seed gives the same result.")]
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, mps.")]
 Dtype = Annotated[str, typer.Option(help="auto, float32, bfloat16, float16.")]
+Embed = Annotated[
+    str,
+    typer.Option(
+        help="Model of sentence-transformers that compares texts by meaning, such as all-MiniLM-L6-v2. Needs "
+        "foveate\\[sentence-transformers]. [dim]default: none, words are compared[/]"
+    ),
+]
 Compile = Annotated[bool, typer.Option("--compile", help="Compile the repeated blocks.")]
 RunFolder = Annotated[Path, typer.Option(help="Folder of the run; an existing run is resumed.")]
 CoolDown = Annotated[
@@ -64,6 +71,7 @@ Minutes = Annotated[
         min=0, help="Write a checkpoint and stop after this time. [dim]default: no limit[/]", show_default=False
     ),
 ]
+CheckpointMinutes = Annotated[float, typer.Option(min=0, help="Minutes between checkpoints.")]
 SampleEvery = Annotated[int, typer.Option(min=0, help="Steps between sheets of samples; 0: only at the end.")]
 
 
@@ -156,13 +164,21 @@ def join_processes(device: str) -> tuple[Any, str]:
     return state, device if state.num_processes == 1 else str(state.device).replace("cpu:0", "cpu")
 
 
-def training_device(name: str) -> str:
-    """The device that this process trains on; only the first process prints."""
+def training_device(name: str, *batches: int) -> str:
+    """The device that this process trains on; only the first process prints.
+
+    Raises:
+        ValueError: If the processes cannot share one of the batches evenly.
+    """
     if name not in ("auto", "cpu"):
         raise ValueError(f"--device is auto or cpu here, not {name}: CUDA_VISIBLE_DEVICES says which GPUs there are")
     state, _ = join_processes(name)
     if state.num_processes > 1:
         console.print(f"training on {state.num_processes} devices")
+    from foveate.training.run import split_batch
+
+    for batch in batches:
+        split_batch(batch, state.num_processes)
     return str(state.device)
 
 

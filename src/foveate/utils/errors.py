@@ -11,10 +11,12 @@ EXTRAS = {
     "diffusers": "diffusers",
     "transformers": "transformers",
     "tokenizers": "transformers",
+    "bm25s": "transformers",
     "accelerate": "diffusers,train",
     "peft": "diffusers,train",
     "imageio_ffmpeg": "diffusers,video",
     "gradio": "ui",
+    "sentence_transformers": "sentence-transformers",
 }
 """Extras of foveate that install optional packages, by package."""
 
