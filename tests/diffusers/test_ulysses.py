@@ -1,6 +1,7 @@
 """Processes under Ulysses context parallelism compute what one computes."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import processes
 import pytest
@@ -14,7 +15,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 import foveate
 from foveate import LLSA, HilbertA, ToMA
-from foveate.diffusers.parallel import enable_parallelism
+from foveate.diffusers.parallel import divides, enable_parallelism, share_pictures
 
 PARALLEL = "flux", "flux2", "qwen", "wan", "ltx"  # diffusers' own plan for LTX-2 fails, with or without foveate
 
@@ -23,7 +24,7 @@ PARALLEL = "flux", "flux2", "qwen", "wan", "ltx"  # diffusers' own plan for LTX-
 def check(
     ranks, name, method, *, before=False, batch=1, compiled=False, config=None, grid=None, plan=None, why="", **context
 ):
-    """Check one family, with parallelism enabled before or after the method is applied; `why` it is dense, if it is."""
+    """Check one family, with parallelism enabled before or after the method is applied; `why` it is dense, if so."""
     torch.manual_seed(0)
     config = config or (tiny.SPARSE[name].wide if isinstance(method, LLSA) else {})
     model, x = built(name, grid=grid, batch=batch, dtype=torch.float32, **config)
@@ -132,3 +133,14 @@ def test_ring_attention_is_left_to_the_model(monkeypatch):
     with foveate.apply(model, HilbertA(tiles=4, align=1)) as run:
         assert error(tiny.call(model, x), dense) < 1e-9
         assert all("ring attention" in layer.why for layer in run.summary().layers)
+
+
+def test_a_picture_that_processes_cannot_share_is_refused_with_a_remedy():
+    with pytest.raises(ValueError, match=r"2 attention heads of Flux.* do not divide over 3.*use 2, or"):
+        share_pictures(tiny.pipeline(), 3)
+    with pytest.raises(ValueError, match=r"no plan to divide a picture of UNet2DConditionModel.*--split prompts"):
+        share_pictures(SimpleNamespace(unet=tiny.unet()), 2)
+
+
+def test_only_the_last_process_may_have_fewer_heads():
+    assert [ranks for ranks in range(2, 25) if divides(24, ranks)] == [2, 3, 4, 5, 6, 8, 12, 24]

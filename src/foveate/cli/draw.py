@@ -195,7 +195,7 @@ def generate(
     if together:
         from foveate.diffusers.parallel import share_pictures
 
-        share_pictures(pipe)
+        share_pictures(pipe, state.num_processes)
     for text in texts:
         if remark := remark_on(pipe, model, text):
             console.print(escape(f"{text}: {remark}" if many else remark))
