@@ -809,6 +809,8 @@ SPARSE = FAMILIES | {
     "ltx2": Family(ltx2, _video_inputs(ltx2_inputs), _VIDEOS, _HEADS, (0, None, 1, None, 2, None)),
 }  # fmt: skip
 """Families that sparse attention works in; tokens merge in the `FAMILIES` among them."""
+RARE = ("fibo", "animate", "anyflow", "helios", "kandinsky5", "ernie", "glm", "cosmos", "hunyuan_framepack")
+"""Families that the fast tests check by one law of several."""
 LLSA_ONLY = {"pixel": Family(pixel, _pixel_inputs, _SIZES, method=LLSA(top_k=1, min_tokens=0))}
 
 
