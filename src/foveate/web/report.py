@@ -144,7 +144,8 @@ class Comparison(NamedTuple):
     def _repr_html_(self) -> str:
         cells = [
             f'<td style="text-align: left; vertical-align: top"><img src="{_data_uri(variant.image)}" width="200" '
-            f'alt=""><br><b>{escape(variant.label)}</b><br>{verdict(variant, self.variants[0]) or "the model as it is"}'
+            f'alt=""><br><b>{escape(variant.label)}</b>'
+            f"<br>{escape(verdict(variant, self.variants[0]) or 'the model as it is')}"
             for variant in self.variants
         ]
         return f"<p>{escape(self.prompt)}</p><table><tr>{''.join(cells)}</table>"
