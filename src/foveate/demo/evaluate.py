@@ -33,7 +33,8 @@ from foveate.diffusers.pipelines import Request, denoiser, draw, draw_batch, fin
 from foveate.utils.device import versions
 from foveate.utils.files import claim, slug, write_picture, write_whole
 from foveate.utils.progress import Track, silent
-from foveate.web.report import draw_sheet, figure_png, psnr, ssim
+from foveate.utils.similarity import psnr, ssim
+from foveate.web.report import draw_sheet, figure_png
 
 __all__ = ["Interval", "Score", "evaluate", "score_table"]
 
