@@ -14,9 +14,10 @@ from PIL import Image
 from foveate import HilbertA, ToMA, apply
 from foveate.demo.untrained import untrained_pipeline
 from foveate.diffusers.pipelines import Request, draw
+from foveate.utils.similarity import psnr, ssim
 from foveate.web import compare as module
 from foveate.web.compare import _video_psnr, compare, comparison
-from foveate.web.report import draw_tiles, psnr, ssim, strip
+from foveate.web.report import draw_tiles, strip
 
 REQUEST = Request("a cat", (64, 64), 2, None, 0)
 

@@ -217,6 +217,17 @@ def read_variant(text: str) -> Method | ComposedMethod | Preset:
     return load_preset(text) if is_preset(text) else read_method(text)
 
 
+def read_prompts(path: Path) -> list[str]:
+    """The prompts of a text file, one a line."""
+    try:
+        lines = [line.strip() for line in path.read_text().splitlines() if line.strip()]
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"cannot read the prompts {path}: name a text file with one prompt a line") from error
+    if not lines:
+        raise ValueError(f"{path} holds no prompts: write one a line")
+    return lines
+
+
 def is_preset(text: str) -> bool:
     """Whether a text names a preset, not a method."""
     return text.endswith(".json") or (PRESETS / f"{text}.json").exists()
