@@ -1,7 +1,10 @@
 """Laws of checkpoints: the newest complete one is resumed, and never one of another run."""
 
+from unittest.mock import Mock
+
 import pytest
 import torch
+from torch.distributed.checkpoint import FileSystemWriter
 
 from foveate.training.checkpoints import resume, write_checkpoint
 
@@ -21,8 +24,8 @@ def test_the_newest_complete_checkpoint_is_resumed(tmp_path, monkeypatch):
     assert resume(tmp_path, {"layer": layer}, {"seed": 0}) == 3
     assert layer.weight.item() == 3
     with monkeypatch.context() as power_cut:
-        power_cut.setattr("torch.distributed.checkpoint.FileSystemWriter.finish", None)
-        with pytest.raises(TypeError):
+        power_cut.setattr(FileSystemWriter, "finish", Mock(side_effect=OSError("no space left")))
+        with pytest.raises(OSError, match="the checkpoint failed on rank 0: no space left"):
             write_checkpoint(tmp_path, 4, {"layer": part(4)}, {"seed": 0})
     assert list((tmp_path / "000000004").iterdir())
     assert resume(tmp_path, {"layer": layer}, {"seed": 0}) == 3

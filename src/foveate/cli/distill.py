@@ -146,8 +146,8 @@ def distill(
             start=find_lora(start) if start else None,
             options=RunOptions(
                 at_once=at_once, checkpointing=checkpointing, compile=compile, minutes=minutes,
-                checkpoint_minutes=checkpoint_minutes, captions=texts[:SHOWN] if model else _scenes(seed, SHOWN, evaluation=True),
-                sample_every=sample_every, track=track,
+                checkpoint_minutes=checkpoint_minutes, sample_every=sample_every, track=track,
+                captions=texts[:SHOWN] if model else _scenes(seed, SHOWN, evaluation=True),
             ),
         )  # fmt: skip
     print_outcome(done, out)

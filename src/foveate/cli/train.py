@@ -130,7 +130,8 @@ def train(
             out, pipeline, pictures, [Stage(*stage) for stage in stages], recipe,
             RunOptions(
                 at_once=at_once, checkpointing=checkpointing, compile=compile, minutes=minutes,
-                checkpoint_minutes=checkpoint_minutes, captions=_captions(pictures, data, seed), sample_every=sample_every, track=track,
+                checkpoint_minutes=checkpoint_minutes, sample_every=sample_every, track=track,
+                captions=_captions(pictures, data, seed),
             ),
         )  # fmt: skip
     print_outcome(done, out)
