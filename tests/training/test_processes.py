@@ -1,5 +1,6 @@
 """Laws of training in several processes: their number changes nothing, and none of them is missed for long."""
 
+import os
 import re
 import signal
 import time
@@ -7,10 +8,13 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
+import processes
 import psutil
 import pytest
 import tiny
 import torch
+import torch.distributed as dist
+from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from PIL import Image
 from safetensors.torch import load_file
@@ -20,7 +24,7 @@ from typer.testing import CliRunner
 
 from foveate.cli import app, common
 from foveate.diffusers.lora import LORA_FILE
-from foveate.training.run import split_batch
+from foveate.training.run import check_shared, split_batch
 
 TESTS = Path(__file__).parents[1]
 WEIGHTS = "transformer/diffusion_pytorch_model.safetensors"
@@ -52,6 +56,19 @@ def assert_same_run(out, other, file):
     ours, theirs = load_file(out / file), load_file(other / file)
     ours, theirs = (torch.cat([weights[name].flatten() for name in theirs]) for weights in (ours, theirs))
     assert (ours - theirs).norm() < 1e-2 * theirs.norm()
+
+
+def look_at_folders(folder):
+    os.environ.update(RANK=str(dist.get_rank()), LOCAL_RANK=str(dist.get_rank()), WORLD_SIZE="2")
+    accelerator = Accelerator(cpu=True)
+    check_shared(folder / "same", accelerator)
+    with pytest.raises(ValueError, match="not all nodes see .*: name a folder that they share"):
+        check_shared(folder / os.environ["RANK"], accelerator)
+
+
+@pytest.mark.slow
+def test_a_folder_that_nodes_do_not_share_is_refused(tmp_path):
+    processes.run(2, tmp_path, look_at_folders, tmp_path)
 
 
 def pieces(checkpoint, name):

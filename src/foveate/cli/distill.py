@@ -115,7 +115,7 @@ def distill(
 
     foveate distill --model black-forest-labs/FLUX.1-dev --tiles 16 --prompts prompts.txt --checkpointing
 
-    On several GPUs: accelerate launch --num_processes 4 -m foveate distill ...
+    On several GPUs: accelerate launch --multi_gpu --num_processes 4 -m foveate distill ...
     """
     chosen = method_from_text(method, options_of(option, tiles))
     lines = _lines(prompts) if prompts else None
