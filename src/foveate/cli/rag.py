@@ -1,7 +1,8 @@
-"""`foveate rag`: answer questions about a folder of documents."""
+"""`foveate rag`: the commands about folders of documents."""
 
 import sys
 from collections.abc import Iterator, Sequence
+from importlib import import_module
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -10,38 +11,69 @@ from rich.box import SIMPLE
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
+from typer.core import TyperGroup
 
+from foveate.cli import rag_index
 from foveate.cli.common import (
     Device,
     Dtype,
+    Embed,
     check_file,
     clear_errors,
     console,
-    open_reader,
     options_of,
     progress,
     warn_unknown_words,
 )
+from foveate.cli.rag_index import (
+    Chat,
+    Chunk,
+    EightBit,
+    Index,
+    MaxDisk,
+    MaxMemory,
+    Prefix,
+    Reader,
+    Source,
+    open_index,
+    print_refused,
+)
 from foveate.methods import RECOMPUTE_POLICIES, recompute_policy_from_text
 from foveate.utils.files import write_whole
 
-__all__ = ["rag"]
+__all__ = ["app", "recompute_methods"]
 
 
+class _AskByDefault(TyperGroup):
+    """A group whose command `ask` takes what does not begin with the name of another: `foveate rag notes "Who?"`."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        named = not args or args[0] in self.commands or args[0] == "--help"
+        return super().parse_args(ctx, args if named else ["ask", *args])
+
+
+app = typer.Typer(
+    cls=_AskByDefault,
+    no_args_is_help=True,
+    rich_markup_mode="rich",
+    help="Answer questions about a folder of documents that the model encodes only once (InfoFlow KV).\n\n"
+    "`foveate rag FOLDER` is short for `foveate rag ask FOLDER`.",
+)
+
+
+for command in (rag_index.index, rag_index.add, rag_index.remove, rag_index.info):
+    app.command(command.__name__)(command)
+
+
+@app.command("ask")
 @clear_errors
 def rag(
-    folder: Annotated[Path, typer.Argument(help="Folder of .txt, .md and .rst files, including its subfolders.")],
+    folder: Source,
     questions: Annotated[
         list[str] | None,
         typer.Argument(help="Questions. [dim]default: typed at a prompt, or read as lines from a pipe[/]"),
     ] = None,
-    model: Annotated[
-        str,
-        typer.Option(
-            help="Hub id or folder of a Llama, Qwen, Mistral or Phi-3 model. [dim]default: the built-in reader, "
-            "which knows a few hundred words[/]"
-        ),
-    ] = "",
+    model: Reader = "",
     method: Annotated[
         str, typer.Option(help=f"Method that chooses the tokens to recompute: {', '.join(RECOMPUTE_POLICIES)}.")
     ] = "infoflow_kv",
@@ -54,23 +86,17 @@ def rag(
     compare: Annotated[
         bool, typer.Option("--compare", help="Answer with every method and with full prefill, and compare times.")
     ] = False,
-    chunk: Annotated[
-        int | None,
-        typer.Option(
-            min=0,
-            help="Largest number of tokens in a passage. Documents are split after paragraphs or sentences where "
-            "possible. 0 keeps them whole. [dim]default: 512, or a quarter of the model's context if that is less[/]",
-        ),
-    ] = None,
+    chunk: Chunk = None,
     top: Annotated[
         int,
         typer.Option(
             min=0,
-            help="Largest number of passages. Those that share most words with the question (BM25) are used; meaning "
-            "plays no part. [dim]default: as many as fit into the model's context[/]",
+            help="Largest number of passages. Those that share no word with the question (BM25) are never read. "
+            "[dim]default: as many as fit into the model's context[/]",
             show_default=False,
         ),
     ] = 0,
+    embed: Embed = "",
     prompt: Annotated[
         str,
         typer.Option(
@@ -78,18 +104,13 @@ def rag(
             show_default=False,
         ),
     ] = "Question: {question}\nAnswer:",
-    prefix: Annotated[
-        str, typer.Option(help="Text before the passages, after the start-of-text token or the chat's opening.")
-    ] = "",
-    chat: Annotated[
-        bool | None,
-        typer.Option(help="Use the tokenizer's chat template. [dim]default: if it has one[/]"),
-    ] = None,
+    prefix: Prefix = "",
+    chat: Chat = None,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Largest number of tokens in an answer.")] = 64,
-    index: Annotated[
-        Path | None,
-        typer.Option(help="Folder of the cached passages. [dim]default: FOLDER/.foveate/ and the model's name[/]"),
-    ] = None,
+    index: Index = "",
+    eight_bit: EightBit = False,
+    max_disk: MaxDisk = "",
+    max_memory: MaxMemory = "0",
     out: Annotated[Path, typer.Option(help="HTML page to write.")] = Path("rag.html"),
     device: Device = "auto",
     dtype: Dtype = "auto",
@@ -115,39 +136,35 @@ def rag(
     if "{question}" not in prompt:
         raise ValueError(f"--prompt must contain {{question}}, such as 'Q: {{question}} A:', not {prompt!r}")
     check_file(out, "an HTML page", ".html")
-    from foveate.transformers import ChunkEncoder
-    from foveate.transformers.documents import read_documents
-    from foveate.transformers.index import index_documents, index_name
-    from foveate.transformers.model import chat_frame, check_config
+    if embed:
+        import_module("sentence_transformers")  # fails with what to install, before anything is loaded
     from foveate.transformers.rag import ask
     from foveate.web.rag import reply_page
 
-    documents = read_documents(folder)
-    language_model, tokenizer = open_reader(model, device, dtype, check_config)
-    before, after = chat_frame(tokenizer, chat)
-    encoder = ChunkEncoder(language_model, tokenizer, before + prefix)
-    where = index or folder / ".foveate" / index_name(model)
-    chunks = index_documents(where, encoder, documents, chunk)
-    _build(chunks)
-    warn_unknown_words(model, tokenizer, "\n".join([*documents.values(), prompt.replace("{question}", "")]))
+    chunks, before, after = open_index(
+        folder, model, index, chunk, eight_bit, max_disk, max_memory, prefix, chat, device, dtype
+    )
+    encoder, tokenizer = chunks.encoder, chunks.encoder.tokenizer
+    texts = [passage.text for passage in chunks.passages]
+    warn_unknown_words(model, tokenizer, "\n".join([*texts, prompt.replace("{question}", "")]))
     settings = {
         "model": model or "the built-in reader",
         "method": repr(methods[method]),
-        "documents": str(len(documents)),
+        "documents": str(len(chunks.documents)),
         "passages": f"{len(chunks.passages)}, of at most {max(map(len, chunks.ids))} tokens",
-        "prefix": before + prefix,
+        "prefix": before,
         "prompt": prompt + after,
         "device": str(encoder.device),
         "dtype": str(encoder.dtype).removeprefix("torch."),
     }
-    request: Any = {"prompt": prompt + after, "top": top, "max_new_tokens": max_new_tokens}
+    request: Any = {"prompt": prompt + after, "embed": embed, "top": top, "max_new_tokens": max_new_tokens}
     replies: list[Any] = []
     for question in _questions(questions):
         warn_unknown_words(model, tokenizer, question)
         with progress() as track:
             advance = track("answering", len(methods) * (2 if compare else 1))
             replies.append(ask(chunks, question, methods, **request, advance=advance))
-        _print_refused(chunks)
+        print_refused(chunks)
         _print_reply(replies[-1], chunks)
         write_whole(out, reply_page(chunks, replies, settings).encode())
     if replies:
@@ -165,16 +182,6 @@ def recompute_methods(name: str, recompute: float | None, options: dict[str, str
             other, {} if other in ("none", "full") else budget
         )
     return methods
-
-
-def _build(chunks: Any) -> None:
-    with progress() as track:
-        built = chunks.build(track)
-    _print_refused(chunks)
-    console.print(
-        f"{len(chunks.passages)} passages, {sum(map(len, chunks.ids))} tokens: {built.encoded} encoded, "
-        f"{built.found} found, {built.removed} removed; {chunks.nbytes / 2**20:.1f} MiB in {chunks.folder}"
-    )
 
 
 def _questions(questions: Sequence[str] | None) -> Iterator[str]:
@@ -212,11 +219,4 @@ def _print_reply(reply: Any, chunks: Any) -> None:
         places.add_row(escape(chunks.passages[passage].name), str(stop - start), str(count))
     terminal.print(places)
     if left := len(chunks.passages) - len(reply.passages):
-        console.print(f"left out {left} passages that share fewer words with the question")
-
-
-def _print_refused(chunks: Any) -> None:
-    """Print why files of the index could not be used, once."""
-    for reason in chunks.refused:
-        console.print(f"encoded again: {escape(reason)}", soft_wrap=True)
-    chunks.refused.clear()
+        console.print(f"left out {left} passages that share fewer words with the question, or none")

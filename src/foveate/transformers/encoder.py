@@ -83,7 +83,10 @@ class ChunkEncoder(LanguageModel):
             cache.overwrite(prefixed, torch.arange(rows, device=self.device)[None])
         keys = torch.stack([torch.cat(captured[layer], dim=2) for layer in range(config.num_hidden_layers)], dim=1)
         values = cache.values.transpose(0, 1)  # [documents, layers, groups, rows, dim]
-        return [ChunkCache(*parts, dict(self.fingerprint)) for parts in zip(ids, keys, values, strict=True)]
+        return [
+            ChunkCache(document, {"keys": key, "values": value}, dict(self.fingerprint))
+            for document, key, value in zip(ids, keys, values, strict=True)
+        ]
 
     def compose(self, chunks: Sequence[ChunkCache]) -> Context:
         """A context of these chunks in this order, after one prefix. The same chunk may occur twice.
