@@ -129,7 +129,7 @@ def check_shared(folder: Path, accelerator: Accelerator) -> None:
     if accelerator.is_main_process:
         (folder / probe).unlink()
     if not seen.all():
-        raise ValueError(f"not all nodes see {folder} of the first one: name a folder that they share with --out")
+        raise ValueError(f"not all nodes see {folder} of the first one: name a folder they share with --out")
 
 
 def cooled_rate(rate: float, done: float, cool_down: float) -> float:
