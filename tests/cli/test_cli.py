@@ -12,7 +12,7 @@ import pytest
 import tiny
 import tiny_pipelines
 import torch
-from command_line import fails, run, succeeds
+from command_line import fails, run, succeeds, words
 from diffusers import DDPMPipeline, DDPMScheduler, UNet2DModel
 from PIL import Image
 from safetensors import safe_open
