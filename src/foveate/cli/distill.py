@@ -116,7 +116,7 @@ def distill(
 
     foveate distill --model black-forest-labs/FLUX.1-dev --tiles 16 --prompts prompts.txt --checkpointing
 
-    On several GPUs: accelerate launch --num_processes 4 -m foveate distill ...
+    On several GPUs: accelerate launch --multi_gpu --num_processes 4 -m foveate distill ...
     """
     chosen = method_from_text(method, options_of(option, tiles))
     lines = read_prompts(prompts) if prompts else None
@@ -147,8 +147,8 @@ def distill(
             start=find_lora(start) if start else None,
             options=RunOptions(
                 at_once=at_once, checkpointing=checkpointing, compile=compile, minutes=minutes,
-                checkpoint_minutes=checkpoint_minutes, captions=texts[:SHOWN] if model else _scenes(seed, SHOWN, evaluation=True),
-                sample_every=sample_every, track=track,
+                checkpoint_minutes=checkpoint_minutes, sample_every=sample_every, track=track,
+                captions=texts[:SHOWN] if model else _scenes(seed, SHOWN, evaluation=True),
             ),
         )  # fmt: skip
     print_outcome(done, out)
