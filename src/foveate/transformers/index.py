@@ -107,7 +107,8 @@ class ChunkIndex:
         encoder: Encoder of the passages.
         max_disk: Largest size of all chunks in bytes. Those that have not been loaded for longest are removed to make
             room; where the file system does not keep the time of the last use (S3), those written first.
-        max_memory: Size in bytes up to which loaded chunks stay in memory beside those of the last call of `load`.
+        max_memory: Largest size in bytes of the chunks that stay in memory for later calls of `load`; those of the
+            last call stay in any case.
 
     Attributes:
         documents: Hash of the text and the settings of each document, by name.
@@ -177,6 +178,8 @@ class ChunkIndex:
         for document in read_index(self._folder, self.skipped):
             self.documents[document.name] = document.source
             try:
+                if not document.passages:
+                    raise ValueError(f"{document.name} has no text: leave it out")
                 ids = [known.get(passage.text) or self._tokens(passage) for passage in document.passages]
             except ValueError as error:
                 self.skipped.append(str(error))
