@@ -12,13 +12,12 @@ import pytest
 import tiny
 import tiny_pipelines
 import torch
+from command_line import fails, run, succeeds, words
 from diffusers import DDPMPipeline, DDPMScheduler, UNet2DModel
 from PIL import Image
 from safetensors import safe_open
-from typer.testing import CliRunner
 
 import foveate
-from foveate.cli import app
 from foveate.demo.scenes import scenes
 from foveate.demo.untrained import untrained_pipeline
 from foveate.diffusers.pipelines import Request, check_size, load, own_size, pixels_per_token
@@ -26,38 +25,6 @@ from foveate.diffusers.pixel_pipeline import PixelPipeline
 from foveate.web import compare as side_by_side
 
 SMALL = ["--size", "64", "--steps", "2", "--device", "cpu"]  # 16 x 16 tokens
-
-
-@pytest.fixture(autouse=True)
-def in_an_empty_folder(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    path = tmp_path_factory.mktemp("models") / "tiny"
-    untrained_pipeline(layers=1, single_layers=1, heads=2, rope=(4, 4, 8)).save_pretrained(path)
-    return path
-
-
-def run(*arguments):
-    return CliRunner().invoke(app, [str(argument) for argument in arguments])
-
-
-def words(result):
-    return " ".join(re.sub("[│┃]", " ", result.output).split())
-
-
-def succeeds(*arguments):
-    result = run(*arguments)
-    assert result.exit_code == 0, result.output
-    return words(result)
-
-
-def fails(*arguments):
-    result = run(*arguments)
-    assert result.exit_code == 2, result.output
-    return words(result)
 
 
 def pixels(path):

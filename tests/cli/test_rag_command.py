@@ -40,13 +40,13 @@ def said(result):
 
 
 def test_the_answer_is_that_of_the_library_and_the_next_run_encodes_nothing(model, tmp_path):
-    result = run(model, "w3", "--recompute", 0.4, "--prompt", "w21 {question} w23", "-o", "norm=l1")
+    result = run(model, "w3 w8 w5", "--recompute", 0.4, "--prompt", "w21 {question} w23", "-o", "norm=l1")
     assert result.exit_code == 0, result.output
     assert "4 passages, 27 tokens: 4 encoded, 0 found, 0 removed" in said(result)
     ours = ChunkEncoder(language_model("qwen3", dtype=torch.float32), tokenizer())
     context = ours.compose(ours.encode(DOCUMENTS))
-    with context.patch(InfoFlowKV(recompute=0.4, norm="l1"), "w21 w3 w23") as patched:
-        assert f"w3 {patched.generate(max_new_tokens=5)}" in said(result)
+    with context.patch(InfoFlowKV(recompute=0.4, norm="l1"), "w21 w3 w8 w5 w23") as patched:
+        assert f"w3 w8 w5 {patched.generate(max_new_tokens=5)}" in said(result)
         page = (tmp_path / "rag.html").read_text()
         assert page.count('title="row ') >= len(patched.rows)
         assert page.count("<mark class") == len(patched.rows) == 11
@@ -98,7 +98,7 @@ def test_a_terminal_is_prompted_until_an_empty_line(monkeypatch):
 
 
 def test_compare_answers_with_every_method(model, tmp_path):
-    result = run(model, "w3", "--compare", "--method", "epic", "--chunk", 4)
+    result = run(model, "w3 w5", "--compare", "--method", "epic", "--chunk", 4)
     assert result.exit_code == 0, result.output
     for name in ("epic", "infoflow_kv", "cacheblend", "random", "none", "full"):
         assert name in said(result)

@@ -1,74 +1,108 @@
 """Processes under Ulysses context parallelism compute what one computes."""
 
+from dataclasses import replace
+
 import processes
 import pytest
 import tiny
 import torch
 import torch.distributed as dist
-from diffusers import ContextParallelConfig
-from diffusers.hooks.context_parallel import apply_context_parallel
-from diffusers.models._modeling_parallel import ParallelConfig
 
 import foveate
-from foveate import LLSA, HilbertA
+from foveate import LLSA, HilbertA, ToMA
+from foveate.diffusers.parallel import enable_parallelism
 
 PARALLEL = "flux", "flux2", "qwen", "wan", "ltx"  # diffusers' own plan for LTX-2 fails, with or without foveate
 
 
-def enable_parallelism(model, **context):
-    """What `model.enable_parallelism` does, which needs an accelerator, with a mesh of CPU processes."""
-    context = ContextParallelConfig(**context)
-    mesh = dist.device_mesh.init_device_mesh("cpu", context.mesh_shape, mesh_dim_names=context.mesh_dim_names)
-    config = ParallelConfig(context_parallel_config=context)
-    config.setup(dist.get_rank(), dist.get_world_size(), torch.device("cpu"), mesh=mesh)
-    for module in model.modules():
-        if hasattr(getattr(module, "processor", None), "_parallel_config"):
-            module.processor._parallel_config = config
-    apply_context_parallel(model, context, model._cp_plan)
-
-
 @torch.no_grad()
-def check(ranks, name, method, *, before=False, batch=1, compiled=False, config=None, **context):
-    """Check one family, with parallelism enabled before or after the method is applied."""
+def check(ranks, name, method, *, before=False, batch=1, compiled=False, config=None, grid=None, why="", **context):
+    """Check one family, with parallelism enabled before or after the method is applied, or that it is dense and why."""
     torch.manual_seed(0)
     config = config or (tiny.SPARSE[name].wide if isinstance(method, LLSA) else {})
-    model, x = tiny.built(name, batch=batch, dtype=torch.float32, **config)
-    unsplit = ("controlnet_", "audio_encoder_attention_mask", "encoder_attention_mask")  # in diffusers' own plans
-    x = {key: None if key.startswith(unsplit) else value for key, value in x.items()}
+    model, x = built(name, grid=grid, batch=batch, dtype=torch.float32, **config)
     dense = tiny.call(model, x)
-    with foveate.apply(model, method):
-        alone = tiny.call(model, x)
+    with foveate.apply(model, method) as run:
+        alone, layers = tiny.call(model, x), run.summary().layers
     if compiled:
         model.compile_repeated_blocks(backend="eager")
+    context = context or {"ulysses_degree": ranks}
     if before:
-        enable_parallelism(model, ulysses_degree=ranks, **context)
+        enable_parallelism(model, **context)
     with foveate.apply(model, method) as run:
         if not before:
-            enable_parallelism(model, ulysses_degree=ranks, **context)
-        assert error(tiny.call(model, x), alone) < 1e-5, name
-        assert not any(row.why for row in run.summary().layers if "audio" not in row.layer), run.summary()
+            enable_parallelism(model, **context)
+        assert error(tiny.call(model, x), dense if why else alone) < 1e-5, name
+        assert any(why in row.why for row in run.summary().layers) if why else run.summary().layers == layers
     assert error(tiny.call(model, x), dense) < 1e-5, name  # diffusers' own parallelism is back
     assert error(alone, dense) > 1e-3  # sparse indeed
+
+
+def built(name, **options):
+    model, x = tiny.built(name, **options)
+    unsplit = ("controlnet_", "audio_encoder_attention_mask", "encoder_attention_mask")  # in diffusers' own plans
+    return model, {key: None if key.startswith(unsplit) else value for key, value in x.items()}
 
 
 def error(got, want):
     return (got - want).norm() / want.norm()
 
 
+def check_gradients(ranks, name, method):
+    """Check that the gradients of the processes add up to those of one, or that there is an error."""
+    torch.manual_seed(0)
+    model, x = built(name, batch=2, **tiny.SPARSE[name].wide if isinstance(method, LLSA) else {})
+    x["encoder_hidden_states"] = x["encoder_hidden_states"].repeat(1, 2, 1)  # divides evenly
+    if "txt_ids" in x:
+        x["txt_ids"] = x["txt_ids"].repeat(*[1] * (x["txt_ids"].ndim - 2), 2, 1)
+
+    def gradients():
+        model.zero_grad()
+        tiny.call(model, x).square().sum().backward()
+        return {name: weight.grad for name, weight in model.named_parameters() if weight.grad is not None}
+
+    with foveate.apply(model, method):
+        alone = gradients()
+        enable_parallelism(model, ulysses_degree=ranks)
+        for name, part in gradients().items():
+            dist.all_reduce(part)
+            assert error(part, alone[name]) < 1e-9 or part.norm() < 1e-9, name
+
+
+def check_no_gradients(ranks):
+    model, x = built("flux")
+    enable_parallelism(model, ulysses_degree=ranks, ulysses_anything=True)
+    with foveate.apply(model, HilbertA(tiles=4, align=1)), pytest.raises(ValueError, match="no gradients"):
+        tiny.call(model, x)
+
+
 def work(ranks, cases):
     for name, method, options in cases:
         check(ranks, name, method, **options)
+    if ranks == 2:
+        check_gradients(ranks, "flux", HilbertA(tiles=4, align=1))
+        check_gradients(ranks, "wan", LLSA(top_k=1, min_tokens=0))
+        check_no_gradients(ranks)
 
 
-ANY = {"ulysses_anything": True}  # uneven parts
+ANY = {"ulysses_degree": 2, "ulysses_anything": True}  # uneven parts
+TOMA = ToMA(keep=0.5, tile=(4, 4), skip=1)
 CASES = [
     *((name, HilbertA(tiles=4, align=1), ANY) for name in PARALLEL),
     ("flux", HilbertA(tiles=4, align=1), {"before": True, "batch": 2, **ANY}),
     ("wan", HilbertA(tiles=4, align=1), {"compiled": True}),
     *((name, LLSA(top_k=1, min_tokens=0), ANY) for name in ("flux2", "wan")),
     ("wan", HilbertA(tiles=4, align=1), {"before": True, "batch": 2}),
+    *((name, TOMA, {"batch": 2, **ANY}) for name in ("flux", "flux2", "qwen")),
+    ("flux", replace(TOMA, granularity="module"), ANY),
+    ("wan", replace(TOMA, tile=(2, 4, 4)), {"grid": (4, 8, 9)}),
+    ("wan", TOMA, {"why": "cross the borders", **ANY}),  # 5 frames
+    ("wan", replace(TOMA, skip=0), {"grid": (4, 8, 9), "why": "use skip=1"}),
+    ("flux", replace(TOMA, mode="global"), {"why": "cross the borders", **ANY}),
 ]
-MORE_RANKS = [("flux2", HilbertA(tiles=4, align=1), {"config": {"num_attention_heads": 7}, **ANY})]  # uneven heads
+MORE_RANKS = [  # uneven heads
+    ("flux2", HilbertA(tiles=4, align=1), {"config": {"num_attention_heads": 7}, **ANY, "ulysses_degree": 4})
+]
 
 
 @pytest.mark.slow

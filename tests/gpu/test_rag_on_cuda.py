@@ -25,7 +25,7 @@ def test_full_recomputation_answers_as_full_prefill_and_every_step_is_timed(tmp_
         assert torch.equal(chunk.keys, loaded.keys)
     methods = {"all": InfoFlowKV(recompute=1.0), "full": FullPrefill(), "reordered": InfoFlowKV(reorder=True),
                "epic": EPIC()}  # fmt: skip
-    reply = ask(index, "w3 w5", methods, prompt="w21 {question} w23", max_new_tokens=8)
+    reply = ask(index, "w3 w5", methods, prompt="w21 {question} w23", passages=range(4), max_new_tokens=8)
     ours, full, reordered, epic = reply.answers
     assert ours.text == full.text
     assert abs(ours.divergence) < 1e-3

@@ -14,7 +14,7 @@ from foveate import HilbertA, ToMA, apply
 from foveate.demo.untrained import untrained_pipeline
 from foveate.diffusers.pipelines import Request, draw
 from foveate.web import compare as module
-from foveate.web.compare import _video_psnr, compare
+from foveate.web.compare import _video_psnr, compare, comparison
 from foveate.web.report import draw_tiles, psnr, ssim, strip
 
 REQUEST = Request("a cat", (64, 64), 2, None, 0)
@@ -48,6 +48,18 @@ def test_the_page_tells_what_can_be_read_off_the_pictures_and_the_summary(pipe, 
     told = " ".join(page.split())
     assert "one step each, in 2 rounds, so that" in told
     assert "In the first layer an image token attends to its own tile" in told
+
+
+def test_a_notebook_shows_every_picture_with_its_verdict(pipe, tmp_path):
+    shown = comparison(pipe, REQUEST._replace(prompt="<cat>"), [HilbertA(tiles=1), HilbertA(tiles=4)], tmp_path)
+    row = shown._repr_html_()
+    pictures = [Image.open(io.BytesIO(base64.b64decode(one))) for one in re.findall(r'base64,([^"]+)"', row)]
+    for picture, name in zip(pictures, ("dense", "hilberta-t-1", "hilberta-t-4"), strict=True):
+        with Image.open(tmp_path / f"{name}.png") as want:
+            assert np.array_equal(np.asarray(picture), np.asarray(want))
+    assert "&lt;cat&gt;" in row
+    assert row.count("the model as it is") == 1
+    assert "identical to dense" in row
 
 
 def test_a_folder_holds_the_pictures_of_one_run_and_what_the_user_put_there(pipe, tmp_path):

@@ -8,6 +8,7 @@ import typer
 
 from foveate.cli.common import (
     Checkpointing,
+    CheckpointMinutes,
     CoolDown,
     Dtype,
     Minutes,
@@ -95,6 +96,7 @@ def distill(
     ] = False,
     start: Annotated[str, typer.Option(help="LoRA to start from, for example one of a smaller size.")] = "",
     minutes: Minutes = float("inf"),
+    checkpoint_minutes: CheckpointMinutes = 5,
     sample_every: SampleEvery = 100,
     seed: Annotated[
         int, typer.Option(min=0, max=2**63 - 1, help="Random seed of pictures, order, noise and LoRA.")
@@ -119,7 +121,7 @@ def distill(
     lines = _lines(prompts) if prompts else None
     if model and not (prompts or images):
         raise ValueError("name what to draw with --prompts FILE, a prompt a line, or what to learn from with --images")
-    where = training_device(device)
+    where = training_device(device, batch)
     pipe = open_model(model, where, dtype)
     request = request_of(pipe, model, "", size, draw_steps, guidance, seed)
     from foveate.diffusers.lora import find_lora
@@ -144,7 +146,7 @@ def distill(
             start=find_lora(start) if start else None,
             options=RunOptions(
                 at_once=at_once, checkpointing=checkpointing, compile=compile, minutes=minutes,
-                captions=texts[:SHOWN] if model else _scenes(seed, SHOWN, evaluation=True),
+                checkpoint_minutes=checkpoint_minutes, captions=texts[:SHOWN] if model else _scenes(seed, SHOWN, evaluation=True),
                 sample_every=sample_every, track=track,
             ),
         )  # fmt: skip

@@ -1,6 +1,7 @@
 """`foveate icl`: split examples for in-context learning into blocks, and ask a language model with them."""
 
 from collections.abc import Sequence
+from importlib import import_module
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -12,6 +13,7 @@ from rich.table import Table
 from foveate.cli.common import (
     Device,
     Dtype,
+    Embed,
     check_file,
     clear_errors,
     console,
@@ -46,13 +48,7 @@ def icl(
             "the text, hashed to 512 dimensions: offline, compares spelling and not meaning[/]"
         ),
     ] = None,
-    embed: Annotated[
-        str,
-        typer.Option(
-            help="Model of sentence-transformers to embed with, such as all-MiniLM-L6-v2. Needs "
-            "foveate\\[sentence-transformers]."
-        ),
-    ] = "",
+    embed: Embed = "",
     blocks: Annotated[int, typer.Option(help="Number of blocks.")] = 8,
     size: Annotated[int, typer.Option(help="Examples in a block. 0 uses all examples.")] = 8,
     strategy: Annotated[
@@ -150,6 +146,8 @@ def icl(
         raise ValueError(f"unknown strategy {strategy!r}: choose one of {', '.join(STRATEGIES)}")
     if embeddings and embed:
         raise ValueError("--embeddings and --embed exclude each other: give one of them")
+    if embed:
+        import_module("sentence_transformers")  # fails with what to install, before anything is loaded
     if ask and not label:
         raise ValueError("--ask needs --label, the column with the answers")
     for name, value, known in (("--host", host, HOSTS), ("--mix", mix, MIXES)):

@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Iterator, Sequence
+from importlib import import_module
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -16,6 +17,7 @@ from foveate.cli import rag_index
 from foveate.cli.common import (
     Device,
     Dtype,
+    Embed,
     check_file,
     clear_errors,
     console,
@@ -89,11 +91,12 @@ def rag(
         int,
         typer.Option(
             min=0,
-            help="Largest number of passages. Those that share most words with the question (BM25) are used; meaning "
-            "plays no part. [dim]default: as many as fit into the model's context[/]",
+            help="Largest number of passages. Those that share no word with the question (BM25) are never read. "
+            "[dim]default: as many as fit into the model's context[/]",
             show_default=False,
         ),
     ] = 0,
+    embed: Embed = "",
     prompt: Annotated[
         str,
         typer.Option(
@@ -133,6 +136,8 @@ def rag(
     if "{question}" not in prompt:
         raise ValueError(f"--prompt must contain {{question}}, such as 'Q: {{question}} A:', not {prompt!r}")
     check_file(out, "an HTML page", ".html")
+    if embed:
+        import_module("sentence_transformers")  # fails with what to install, before anything is loaded
     from foveate.transformers.rag import ask
     from foveate.web.rag import reply_page
 
@@ -152,7 +157,7 @@ def rag(
         "device": str(encoder.device),
         "dtype": str(encoder.dtype).removeprefix("torch."),
     }
-    request: Any = {"prompt": prompt + after, "top": top, "max_new_tokens": max_new_tokens}
+    request: Any = {"prompt": prompt + after, "embed": embed, "top": top, "max_new_tokens": max_new_tokens}
     replies: list[Any] = []
     for question in _questions(questions):
         warn_unknown_words(model, tokenizer, question)
@@ -214,4 +219,4 @@ def _print_reply(reply: Any, chunks: Any) -> None:
         places.add_row(escape(chunks.passages[passage].name), str(stop - start), str(count))
     terminal.print(places)
     if left := len(chunks.passages) - len(reply.passages):
-        console.print(f"left out {left} passages that share fewer words with the question")
+        console.print(f"left out {left} passages that share fewer words with the question, or none")

@@ -125,7 +125,7 @@ class Distillation(Run):
         }
         optimizer = student.recipe.optimizer_of(student.trained)
         model, optimizer = accelerator.prepare(pipeline.transformer, optimizer)
-        super().__init__(out, accelerator, model, Trained(student.trained, [optimizer]), settings, options)
+        super().__init__(out, accelerator, model, Trained(model, [optimizer]), settings, options)
 
     def parts(self) -> dict[str, Trained]:
         """The LoRA and its optimizer."""

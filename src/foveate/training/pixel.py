@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from accelerate import Accelerator
-from diffusers.training_utils import EMAModel
 from diffusers.utils import SAFETENSORS_WEIGHTS_NAME
 from jaxtyping import Float
 from safetensors.torch import save
@@ -145,8 +144,7 @@ def prepare(
     if compile:
         model.compile_repeated_blocks(dynamic=False)
     prepared, *optimizers = accelerator.prepare(model, *_optimizers(model, recipe))
-    weights = list(prepared.parameters())
-    return prepared, Trained(weights, optimizers, EMAModel(weights, decay=recipe.average, foreach=True))
+    return prepared, Trained(prepared, optimizers, recipe.average)
 
 
 def _optimizers(model: PixelDiT, recipe: PixelRecipe) -> list[torch.optim.Optimizer]:

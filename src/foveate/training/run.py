@@ -72,7 +72,7 @@ class Phase(NamedTuple):
     accumulation: int
 
 
-def split_batch(batch: int, devices: int, at_once: int) -> tuple[int, int]:
+def split_batch(batch: int, devices: int, at_once: int = 1) -> tuple[int, int]:
     """The micro-batch of a device, and the number of micro-batches it accumulates.
 
     Args:
@@ -83,14 +83,12 @@ def split_batch(batch: int, devices: int, at_once: int) -> tuple[int, int]:
     Raises:
         ValueError: If the batch cannot be split evenly.
     """
-    at_once = min(at_once, max(1, batch // devices))
-    together = devices * at_once
-    if batch % together:
-        raise ValueError(
-            f"a batch of {batch} cannot be shared evenly by {devices} x {at_once} pictures "
-            f"(devices x --at-once): use --batch {max(1, round(batch / together)) * together}"
-        )
-    return at_once, batch // together
+    share, rest = divmod(batch, devices)
+    if rest:
+        nearest = " or ".join(str(size) for size in (batch - rest, batch - rest + devices) if size)
+        raise ValueError(f"{devices} processes cannot share a batch of {batch} evenly: use {nearest}")
+    micro_batch = next(size for size in range(min(at_once, share), 0, -1) if share % size == 0)
+    return micro_batch, share // micro_batch
 
 
 def make_accelerator(device: torch.device, optimizer: str, mixed_precision: str | None = None) -> Accelerator:
@@ -274,9 +272,8 @@ class Run(ABC):
                 csv.writer(file, lineterminator="\n").writerow([self.step, f"{loss:.6g}", f"{seconds:.3f}"])
 
     def _save(self) -> None:
-        self.trained.gather()
         self.export()
+        write_checkpoint(self.out, self.step, self.parts(), self._settings)
         if self.accelerator.is_main_process:
-            write_checkpoint(self.out, self.step, self.parts(), self._settings)
             write_whole(self.out / "loss.png", figure_png(draw_losses(self._losses)))
         self.accelerator.wait_for_everyone()

@@ -1,13 +1,11 @@
-"""A folder of texts: read, split into passages, and ranked by the words that they share with a question."""
+"""A folder of texts: read, and split into passages."""
 
 import re
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from math import log
 from pathlib import Path
 from typing import NamedTuple
 
-__all__ = ["Passage", "bm25_scores", "read_documents", "split_documents", "split_text"]
+__all__ = ["SEPARATOR", "Passage", "read_documents", "split_documents", "split_text"]
 
 SUFFIXES = ".txt", ".md", ".rst"
 SEPARATOR = "\n\n"
@@ -121,19 +119,3 @@ def split_text(
             else:
                 parts.append(part)
     return [part for part in parts if part]
-
-
-def bm25_scores(question: str, texts: Sequence[str]) -> list[float]:
-    """BM25 score of each text for a question, with k1 = 1.5 and b = 0.75 (Robertson et al. 1994).
-
-    Words are compared by their lower-case spelling, not by meaning.
-    """
-    bags = [Counter(re.findall(r"\w+", text.lower())) for text in texts]
-    mean = sum(bag.total() for bag in bags) / len(bags)
-    scores = [0.0] * len(bags)
-    for word in dict.fromkeys(re.findall(r"\w+", question.lower())):
-        matching = sum(word in bag for bag in bags)
-        rarity = log(1 + (len(bags) - matching + 0.5) / (matching + 0.5))
-        for i, bag in enumerate(bags):
-            scores[i] += rarity * 2.5 * bag[word] / (bag[word] + 1.5 * (0.25 + 0.75 * bag.total() / (mean or 1)))
-    return scores

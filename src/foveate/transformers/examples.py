@@ -5,6 +5,7 @@ import io
 import json
 import re
 from collections.abc import Hashable, Sequence
+from functools import lru_cache
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -145,20 +146,20 @@ def sentence_embeddings(texts: Sequence[str], model: str, track: Track = silent)
     Raises:
         ImportError: If sentence-transformers is not installed.
     """
-    try:
-        from sentence_transformers import SentenceTransformer  # pyright: ignore[reportMissingImports]
-    except ImportError as error:
-        raise ImportError(
-            f"embeddings by {model} need sentence-transformers: pip install 'foveate[sentence-transformers]', "
-            "or leave the model out"
-        ) from error
-    encoder = SentenceTransformer(model)
+    encoder = _sentence_transformer(model)
     parts = [texts[i : i + ENCODED_AT_ONCE] for i in range(0, len(texts), ENCODED_AT_ONCE)]
     advance, embeddings = track("embeddings", len(parts)), list[Tensor]()
     for part in parts:
         embeddings.append(encoder.encode(list(part), convert_to_tensor=True, show_progress_bar=False).cpu())
         advance()
     return torch.cat(embeddings)
+
+
+@lru_cache(maxsize=1)
+def _sentence_transformer(model: str) -> Any:
+    from sentence_transformers import SentenceTransformer  # pyright: ignore[reportMissingImports]
+
+    return SentenceTransformer(model)
 
 
 def write_blocks(

@@ -1,19 +1,34 @@
 """Errors that a user can fix, as one line of text."""
 
+from collections.abc import Generator
+from contextlib import contextmanager
+
 import torch
 
-__all__ = ["remedy"]
+__all__ = ["noting", "remedy"]
 
 EXTRAS = {
     "diffusers": "diffusers",
     "transformers": "transformers",
     "tokenizers": "transformers",
+    "bm25s": "transformers",
     "accelerate": "diffusers,train",
     "peft": "diffusers,train",
     "imageio_ffmpeg": "diffusers,video",
     "gradio": "ui",
+    "sentence_transformers": "sentence-transformers",
 }
 """Extras of foveate that install optional packages, by package."""
+
+
+@contextmanager
+def noting(what: str) -> Generator[None]:
+    """Context that adds to its errors, as a note, what was being done."""
+    try:
+        yield
+    except Exception as error:
+        error.add_note(what)
+        raise
 
 
 def remedy(error: Exception) -> str:

@@ -3,6 +3,7 @@
 import base64
 import io
 from collections.abc import Sequence
+from html import escape
 from math import inf
 from statistics import median
 from textwrap import fill
@@ -118,7 +119,7 @@ class Variant(NamedTuple):
 
 
 class Comparison(NamedTuple):
-    """Variants of one picture, for `comparison_page`.
+    """Variants of one picture, for `comparison_page`; in a notebook a row of pictures.
 
     Attributes:
         prompt: The prompt.
@@ -139,6 +140,14 @@ class Comparison(NamedTuple):
     about_times: Sequence[str] = ()
     waiting: Sequence[str] = ()
     running: bool = False
+
+    def _repr_html_(self) -> str:
+        cells = [
+            f'<td style="text-align: left; vertical-align: top"><img src="{_data_uri(variant.image)}" width="200" '
+            f'alt=""><br><b>{escape(variant.label)}</b><br>{verdict(variant, self.variants[0]) or "the model as it is"}'
+            for variant in self.variants
+        ]
+        return f"<p>{escape(self.prompt)}</p><table><tr>{''.join(cells)}</table>"
 
 
 class Speed(NamedTuple):
