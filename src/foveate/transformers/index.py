@@ -346,15 +346,15 @@ def read_index(place: Folder | str | Path, damaged: list[str]) -> list[Document]
     return sorted(documents)
 
 
-def remove_documents(place: str | Path, names: Iterable[str], missing_ok: bool = False) -> None:
+def remove_documents(place: str | Path, names: Iterable[str]) -> None:
     """Remove documents and their chunks from an index. This needs no model.
 
     Raises:
-        ValueError: If there is no document of one of these names, unless `missing_ok`. Then nothing is removed.
+        ValueError: If there is no document of one of these names; then nothing is removed.
     """
     folder, names = Folder(place), set(names)
     documents, files = read_index(folder, []), folder.files()
-    if not missing_ok and (unknown := sorted(name for name in names if _file_of(name) not in files)):
+    if unknown := sorted(name for name in names if _file_of(name) not in files):
         raise ValueError(
             f"{place} has no document {unknown[0]}: it has {', '.join(each.name for each in documents) or 'none'}"
         )
@@ -391,5 +391,6 @@ def index_documents(
     """
     index = ChunkIndex(place, encoder, max_disk=max_disk, max_memory=max_memory)
     index = index.add(documents, max_tokens, eight_bit)
-    remove_documents(place, index.documents.keys() - documents.keys(), missing_ok=True)  # another process may do so
+    for name in index.documents.keys() - documents.keys():
+        index._folder.remove(_file_of(name))
     return index.refresh()
