@@ -9,8 +9,7 @@ from tiny_lm import DOCUMENTS, encoder
 
 from foveate import InfoFlowKV
 from foveate.methods.baselines.kv_baselines import EPIC, CacheBlend, FullPrefill, NoRecompute
-from foveate.transformers.documents import Passage
-from foveate.transformers.index import ChunkIndex
+from foveate.transformers.index import ChunkIndex, index_documents
 from foveate.transformers.rag import STEPS, ask
 from foveate.web.rag import reply_page
 
@@ -44,8 +43,7 @@ class Marks(HTMLParser):
 
 @pytest.fixture
 def index(tmp_path):
-    passages = [Passage(f"{i}.txt", text) for i, text in enumerate(DOCUMENTS)]
-    index = ChunkIndex(tmp_path, encoder("qwen3"), passages)
+    index = index_documents(tmp_path, encoder("qwen3"), {f"{i}.txt": text for i, text in enumerate(DOCUMENTS)})
     index.build()
     return index
 
@@ -118,7 +116,7 @@ def test_passages_are_taken_by_shared_words_as_many_as_fit_and_stay_in_order(ind
         reply = ask(index, "w50", {"none": NoRecompute()}, prompt="{question} w1 w2", max_new_tokens=answer)
         assert reply.passages == want
     with pytest.raises(ValueError, match="the index has no passages: add at least one"):
-        ask(ChunkIndex(index.folder, index.encoder, []), "w3", {"none": NoRecompute()}, **SHORT)
+        ask(ChunkIndex("memory://empty", index.encoder), "w3", {"none": NoRecompute()}, **SHORT)
     with pytest.raises(
         ValueError, match=r"3.txt with prompt and answer takes 129 tokens, but the model takes at most 128"
     ):
@@ -139,7 +137,7 @@ def test_the_page_marks_the_rows_of_the_patch_and_nothing_else(index, method):
 
 def test_the_page_shows_what_it_was_given_and_escapes_it(tmp_path):
     attack = "<script>alert('&')</script>"
-    index = ChunkIndex(tmp_path, encoder(), [Passage(f"{attack}.txt", f"w1 {attack} w2"), Passage("b", "w3 w4")])
+    index = index_documents(tmp_path, encoder(), {f"{attack}.txt": f"w1 {attack} w2", "b": "w3 w4"})
     index.build()
     replies = [ask(index, f"w3 {attack}", {attack: EPIC(), "full": FullPrefill()}, **SHORT) for _ in range(2)]
     html = reply_page(index, replies, {attack: attack})
