@@ -185,12 +185,11 @@ def first_token(variant: Variant, work: Work, watch: Stopwatch | None = None) ->
             chunks = work.encoder.encode(work.documents)
     with watch.step("compose"):
         context = work.encoder.compose(chunks)
-    prompts = work.ids[None, -len(work.prompt) :]
-    patched = PromptedBatch(context.batch, prompts).patch([variant.method], watch)
+    patched = PromptedBatch([context], [work.ids[-len(work.prompt) :]]).patch([variant.method], watch)
     with watch.step("logits"):
         logits = patched.logits(last=1)[0]
     patched.close()
-    return logits, patched.rows.shape[1]
+    return logits, len(patched.rows[0])
 
 
 def encoder_of_ids(model: Any) -> ChunkEncoder:
