@@ -28,6 +28,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from foveate import InfoFlowKV
+from foveate.bench.context import encoder_of_ids
 from foveate.cli.common import progress
 from foveate.demo.facts import BLANK, ID, SENTENCE, VALUE, Facts, ask, draw_facts
 from foveate.demo.lexicon import WORDS
@@ -38,7 +39,6 @@ from foveate.utils.device import versions
 from foveate.utils.files import claim, write_whole
 from foveate.utils.progress import Track
 from foveate.web.report import figure_png
-from lab.bench.context import encoder_of_ids
 from lab.quality.common import SHEETS, Commit, device_type, save_result
 from lab.quality.context_report import draw_tasks, markdown
 
@@ -244,7 +244,8 @@ def _score(
     rows = questions.fact + (moved - place) * chunk
     right = answers.argmax(-1).cpu() == questions.answers
     divergence = (full.exp() * (full - answers)).sum(-1).cpu()
-    chosen = torch.stack([torch.isin(some, among) for some, among in zip(rows, patched.rows, strict=True)]).float().mean(1)
+    found = [torch.isin(some, among) for some, among in zip(rows, patched.rows, strict=True)]
+    chosen = torch.stack(found).float().mean(1)
     return torch.stack([right, divergence, chosen, torch.full_like(divergence, len(patched.rows[0]))]).float()
 
 

@@ -101,9 +101,9 @@ def test_beams_of_recomputed_contexts_are_those_of_the_full_prefill():
 def test_several_texts_of_a_prompt_are_drawn_from_its_context():
     ours = encoder()
     contexts = contexts_of(ours)
-    drawn = answers(contexts, NoRecompute(), PROMPTS, num_return_sequences=5, do_sample=True, max_new_tokens=6)
-    assert len(set(drawn)) > 10
-    greedy = answers(contexts, NoRecompute(), PROMPTS, num_return_sequences=5, do_sample=True, top_k=1, max_new_tokens=6)
+    options = {"num_return_sequences": 5, "do_sample": True, "max_new_tokens": 6}
+    assert len(set(answers(contexts, NoRecompute(), PROMPTS, **options))) > 10
+    greedy = answers(contexts, NoRecompute(), PROMPTS, top_k=1, **options)
     assert greedy == [text for text in answers(contexts, NoRecompute(), PROMPTS, max_new_tokens=6) for _ in range(5)]
 
 

@@ -50,9 +50,11 @@ def attention_received(
     for start in range(0, prompt, step):
         some = slice(start, start + step)
         products = scale * grouped[:, :, some].flatten(1, 2) @ keys.mT  # all heads of a group at once
-        scores = products.unflatten(1, (heads // groups, -1)).masked_fill_(~visible(at[some], rows, window), -torch.inf)
+        hidden = ~visible(at[some], rows, window)
+        scores = products.unflatten(1, (heads // groups, -1)).masked_fill_(hidden, -torch.inf)
         if sinks is not None:
-            scores = torch.cat([scores, sinks.to(scores.dtype).view(groups, -1, 1, 1).expand(*scores.shape[:3], 1)], -1)
+            logits = sinks.to(scores.dtype).view(groups, -1, 1, 1)
+            scores = torch.cat([scores, logits.expand(*scores.shape[:3], 1)], -1)
         received = scores.softmax(-1, dtype=total.dtype)[..., :rows].mean((0, 1))
         if counted is not None:
             received *= counted[some, None]

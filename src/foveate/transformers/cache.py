@@ -109,7 +109,8 @@ class PromptedBatch:
         """The contexts with the rows recomputed that each policy chooses.
 
         Args:
-            policies: One policy for each context, all of one kind: `CacheBlend` changes layers 0 and 1 of all contexts.
+            policies: One policy for each context, all of one kind, because `CacheBlend` recomputes layers of all of
+                them.
             watch: Stopwatch for the steps "score" (choice and reordering) and "recompute" (rows and prompts).
             room: Number of rows to make room for after the prompts.
         """
@@ -123,7 +124,8 @@ class PromptedBatch:
                 batch._fill(copy)
             rows = [policy.rows(view) for policy, view in zip(policies, batch._views(copy), strict=True)]
         with watch.step("recompute"):
-            copy.repair([context.ids for context in contexts], [some.to(copy.keys.device) for some in rows], self.prompts)
+            chosen = [some.to(copy.keys.device) for some in rows]
+            copy.repair([context.ids for context in contexts], chosen, self.prompts)
         return PatchedBatch(contexts, self.prompts, orders, [some.cpu() for some in rows], copy)
 
     def _copy(self, room: int) -> RowCache:
@@ -203,11 +205,9 @@ def kv_deviation(
     ids = pad_sequence([context.ids for context in contexts], batch_first=True)
     # rows after the end of a shorter context are not in use yet
     copy.overwrite(ids, torch.arange(ids.shape[1], device=ids.device)[None], last=1)
-    fresh = copy.values if rank == "v" else copy.keys
-    return [
-        (row[:, : len(context)] - (context.values if rank == "v" else context.keys)[1, 0]).float().square().mean((0, 2))
-        for row, context in zip(fresh[1], contexts, strict=True)
-    ]
+    name = "values" if rank == "v" else "keys"
+    pairs = zip(getattr(copy, name)[1], (getattr(context, name)[1, 0] for context in contexts), strict=True)
+    return [(fresh[:, : stale.shape[1]] - stale).float().square().mean((0, 2)) for fresh, stale in pairs]
 
 
 class _Prompted(NamedTuple):

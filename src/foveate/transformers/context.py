@@ -233,11 +233,11 @@ class Patched:
             **options: Other options of `model.generate`.
 
         Raises:
-            ValueError: If the patch has been closed, context, prompt and answer may become too long for the model, or an
-                option is not supported.
+            ValueError: If the patch has been closed, context, prompt and answer may become too long for the model, or
+                an option is not supported.
         """
         if options.get("num_return_sequences") not in (None, 1):
-            raise ValueError("generate gives one text: use context.answers(method, [prompt], num_return_sequences=...)")
+            raise ValueError("this gives one text: use context.answers(method, [prompt], num_return_sequences=...)")
         with self._lock, self.watch.step("generate"):
             return self._open().generate(max_new_tokens=max_new_tokens, do_sample=do_sample, **options)[0]
 

@@ -292,13 +292,17 @@ class LanguageModel:
         try:
             return RowCache(self.row_model, shape, graphs)
         except torch.OutOfMemoryError:
-            self._spare.clear()
+            self.free()
             return RowCache(self.row_model, shape, graphs)
 
     def give_back(self, cache: RowCache) -> None:
         """Keep a cache, which has memory and graphs, for the next call of `row_cache`."""
         self._spare.append(cache)
         del self._spare[:-SPARE]
+
+    def free(self) -> None:
+        """Free the memory of the caches that are kept."""
+        self._spare.clear()
 
     @torch.no_grad()
     def generate(
