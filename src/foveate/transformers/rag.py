@@ -179,7 +179,7 @@ def _answer(
     if isinstance(method, FullPrefill):
         ids = torch.cat([context.ids, context.lm.tokens(prompt)])
         clock = _TokenClock(context.lm.device)
-        text = context.lm.generate(ids, max_new_tokens=max_new_tokens, streamer=clock)
+        (text,) = context.lm.generate([ids], max_new_tokens=max_new_tokens, streamer=clock)
         order, divergence = tuple(range(len(context.chunks))), 0.0 if compared else None
         return Answer(name, text, clock.seconds, torch.arange(len(context)), order, divergence)
     with context.patch(method, prompt) as patched:
