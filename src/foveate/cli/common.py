@@ -79,6 +79,7 @@ def clear_errors(command: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(command)
     def run(*args: Any, **kwargs: Any) -> None:
         try:
+            _check_utf8(kwargs)
             command(*args, **kwargs)
         except KeyboardInterrupt:
             console.print("stopped; everything that was finished is saved")
@@ -86,11 +87,19 @@ def clear_errors(command: Callable[..., None]) -> Callable[..., None]:
         except (ValueError, ImportError, OSError, RuntimeError, MemoryError) as error:
             if not (message := remedy(error)):
                 raise
-            console.print(f"[bold red]error:[/] {escape(message)}", soft_wrap=True)
+            shown = message.encode("utf-8", "replace").decode()  # a path may have bytes that are not UTF-8
+            console.print(f"[bold red]error:[/] {escape(shown)}", soft_wrap=True)
             raise typer.Exit(2) from None
 
     run.__doc__ = re.sub(r"(?<!\n)\n(?!\n)", " ", inspect.getdoc(command) or "")  # paragraphs fill any terminal
     return run
+
+
+def _check_utf8(options: Mapping[str, Any]) -> None:
+    for name, value in options.items():
+        for text in value if isinstance(value, list) else [value]:
+            if isinstance(text, str) and text != (shown := text.encode("utf-8", "replace").decode()):
+                raise ValueError(f"{name.replace('_', '-')} is not UTF-8 text: {shown}")
 
 
 def open_model(model: str, device: str, dtype: str) -> Any:

@@ -219,8 +219,14 @@ def _lines(questions: Sequence[str] | None) -> Iterator[list[str]]:
     elif sys.stdin.isatty():
         while line := console.input("question (empty to quit): ").strip():
             yield [line]
-    elif lines := [line for line in sys.stdin if line.strip()]:
-        yield lines
+    else:
+        try:
+            lines = [line for line in sys.stdin if line.strip()]
+            "".join(lines).encode()  # some terminals let wrong bytes pass
+        except UnicodeError:
+            raise ValueError("the questions are not UTF-8 text: save them as UTF-8") from None
+        if lines:
+            yield lines
 
 
 def _questions(lines: Sequence[str]) -> list[list[str]]:

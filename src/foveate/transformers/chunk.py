@@ -35,6 +35,9 @@ class ChunkCache:
     values: Float[Tensor, "layers groups rows dim"]
     fingerprint: dict[str, str]
 
+    def __repr__(self) -> str:
+        return f"ChunkCache({len(self.ids)} tokens, {self.nbytes / 2**20:.1f} MiB)"
+
     @property
     def nbytes(self) -> int:
         """Size of keys and values in bytes."""
