@@ -81,6 +81,7 @@ def clear_errors(command: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(command)
     def run(*args: Any, **kwargs: Any) -> None:
         try:
+            _check_utf8(kwargs)
             command(*args, **kwargs)
             leave()
         except KeyboardInterrupt:
@@ -93,11 +94,19 @@ def clear_errors(command: Callable[..., None]) -> Callable[..., None]:
             if not (message := remedy(error)):
                 raise
             where = "".join(f" [{note}]" for note in getattr(error, "__notes__", ()))
-            console.print(f"[bold red]error:[/] {escape(message + where)}", soft_wrap=True)
+            shown = (message + where).encode("utf-8", "replace").decode()  # a path may have bytes that are not UTF-8
+            console.print(f"[bold red]error:[/] {escape(shown)}", soft_wrap=True)
             raise typer.Exit(2) from None
 
     run.__doc__ = re.sub(r"(?<!\n)\n(?!\n)", " ", inspect.getdoc(command) or "")  # paragraphs fill any terminal
     return run
+
+
+def _check_utf8(options: Mapping[str, Any]) -> None:
+    for name, value in options.items():
+        for text in value if isinstance(value, list) else [value]:
+            if isinstance(text, str) and text != (shown := text.encode("utf-8", "replace").decode()):
+                raise ValueError(f"{name.replace('_', '-')} is not UTF-8 text: {shown}")
 
 
 def open_model(model: str, device: str, dtype: str) -> Any:
@@ -215,17 +224,6 @@ def options_of(option: list[str] | None, tiles: str | None = None) -> dict[str, 
 def read_variant(text: str) -> Method | ComposedMethod | Preset:
     """The preset of a JSON file, or one that comes with Foveate, by name; else as `read_method`."""
     return load_preset(text) if is_preset(text) else read_method(text)
-
-
-def read_prompts(path: Path) -> list[str]:
-    """The prompts of a text file, one a line."""
-    try:
-        lines = [line.strip() for line in path.read_text().splitlines() if line.strip()]
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"cannot read the prompts {path}: name a text file with one prompt a line") from error
-    if not lines:
-        raise ValueError(f"{path} holds no prompts: write one a line")
-    return lines
 
 
 def is_preset(text: str) -> bool:

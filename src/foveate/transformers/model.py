@@ -112,15 +112,22 @@ def chat_frame(tokenizer: Any, chat: bool | None = None) -> tuple[str, str]:
             start-of-text token, and the text after is empty.
 
     Raises:
-        ValueError: If there is no chat template, or the template changes the user's message.
+        ValueError: If there is no chat template, or it refuses or changes the user's message.
     """
     if chat is False or (chat is None and not tokenizer.chat_template):
         return tokenizer.bos_token or "", ""
     if not tokenizer.chat_template:
         raise ValueError("the tokenizer has no chat template: leave --chat out, or name a chat model")
-    text = tokenizer.apply_chat_template(
-        [{"role": "user", "content": USER_TEXT}], tokenize=False, add_generation_prompt=True, enable_thinking=False
-    )
+    message = {"role": "user", "content": USER_TEXT}
+    try:
+        text = tokenizer.apply_chat_template(
+            [message], tokenize=False, add_generation_prompt=True, enable_thinking=False
+        )
+    except Exception as error:  # a template is a program, which may raise anything
+        raise ValueError(
+            f"the chat template refuses a user's message ({error}): use --no-chat, and write the chat's opening into "
+            "--prefix"
+        ) from error
     if text.count(USER_TEXT) != 1:
         raise ValueError(
             "the chat template changes the user's message: use --no-chat, and write the chat's opening into --prefix"

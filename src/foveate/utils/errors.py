@@ -42,6 +42,8 @@ def remedy(error: Exception) -> str:
     package = (error.name or "").split(".")[0] if isinstance(error, ModuleNotFoundError) else ""
     if package in EXTRAS:
         return f"this needs {package}: pip install 'foveate[{EXTRAS[package]}]'"
+    if isinstance(error, OSError) and error.filename and error.strerror:
+        return f"{error.filename}: {error.strerror}"
     return (str(error).strip() or "something failed without a message").splitlines()[0]
 
 
