@@ -1,6 +1,7 @@
 """Laws of batches: contexts and prompts of any lengths, together, give what each gives alone."""
 
 from itertools import product
+from threading import Thread
 
 import pytest
 import torch
@@ -51,6 +52,27 @@ def test_recomputing_all_rows_of_a_padded_batch_is_the_full_prefill_of_each(fami
     together = PromptedBatch(contexts, prompts).patch([InfoFlowKV(recompute=1.0)] * 3)
     for context, prompt, logits in zip(contexts, prompts, together.logits(), strict=True):
         near(logits, full_logits(ours, context, prompt.tolist()))
+
+
+@pytest.mark.parametrize(
+    ("family", "config"),
+    [
+        ("mistral", {"sliding_window": 6}),
+        ("phi3", {"sliding_window": 1}),
+        ("qwen2", {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 2}),
+        ("gemma3", {"final_logit_softcapping": 2.0, "layer_types": ["sliding_attention"] * 3 + ["full_attention"]}),
+        ("gpt_oss", {"attention_bias": False, "sliding_window": 40}),
+    ],
+)
+def test_sliding_windows_are_exact_in_a_padded_batch(family, config):
+    ours = encoder(family, **config)
+    contexts, prompts = contexts_of(ours), [ours.tokens(PROMPTS[i]) for i in (1, 0, 2)]
+    together = PromptedBatch(contexts, prompts).patch([FullPrefill()] * 3)
+    stale = PromptedBatch(contexts, prompts).patch([NoRecompute()] * 3)
+    for i, (context, prompt, logits) in enumerate(zip(contexts, prompts, together.logits(), strict=True)):
+        full = full_logits(ours, context, prompt.tolist())
+        near(logits, full)
+        assert config.get("sliding_window") == 1 or (stale.logits()[i] - full).abs().max() > 0.001
 
 
 def alone(contexts, method, prompts, **options):
@@ -112,6 +134,22 @@ def test_long_answers_of_a_batch_make_room():
     contexts = contexts_of(ours)[:2]
     patched = PromptedBatch(contexts, [ours.tokens(prompt) for prompt in PROMPTS[:2]]).patch([NoRecompute()] * 2)
     assert patched.generate(max_new_tokens=240) == alone(contexts, NoRecompute(), PROMPTS[:2], max_new_tokens=240)
+
+
+def test_threads_that_ask_batches_of_the_same_contexts_get_the_answers_of_one_thread():
+    contexts, found = contexts_of(encoder("qwen3", dtype=torch.float32)), {}
+
+    def ask(thread):
+        found[thread] = [answers(contexts, InfoFlowKV(), PROMPTS, max_new_tokens=4) for _ in range(4)]
+
+    ask("alone")
+    workers = [Thread(target=ask, args=(thread,)) for thread in range(4)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    assert len(found) == 5
+    assert all(texts == found["alone"] for texts in found.values())
 
 
 def test_batches_that_do_not_match_are_refused():
