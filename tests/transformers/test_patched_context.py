@@ -270,7 +270,7 @@ def test_a_patch_answers_until_it_is_closed():
 
 
 def test_answers_longer_than_the_room_after_the_prompt_are_the_same():
-    ours = encoder(max_position_embeddings=1024)
+    ours = encoder(max_position_embeddings=1024, num_hidden_layers=1)
     long = composed(ours)
     with long.patch(InfoFlowKV(), PROMPTS[1]) as patched:
         text = patched.generate(max_new_tokens=300)
