@@ -890,7 +890,8 @@ def sample(x, i):
 
 def _shared(name, value):
     """Whether all samples of a batch share an argument: positions do."""
-    return str(name).endswith(("_ids", "_pos")) or (str(name).startswith("indices") and value.ndim == 1)
+    names = "img_ids", "txt_ids", "position_ids", "text_rope_pos", "visual_rope_pos"
+    return name in names or (str(name).startswith("indices") and value.ndim == 1)
 
 
 def fingerprint(model):
