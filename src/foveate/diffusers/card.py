@@ -135,7 +135,7 @@ def video(frames: int, rows: int, columns: int) -> Segment:
 
 
 def patches(sides: Sequence[int], patch: Any) -> Segment:
-    """Tokens of an image or video whose latent, with these sides, is cut into patches with this side or these sides."""
+    """Tokens of an image or video whose latent, with these sides, is cut into patches of this side or these."""
     sizes = (patch,) * len(sides) if isinstance(patch, int) else patch
     return Segment("image", tuple(side // size for side, size in zip(sides, sizes, strict=True)))
 

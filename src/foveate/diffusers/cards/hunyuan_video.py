@@ -67,4 +67,4 @@ class FramepackCard(HunyuanVideoCard):
         """The image and the prompt; the model cuts the padding off if the batch is a single sample."""
         words = text_and_padding(inputs["encoder_hidden_states"].shape[1], inputs["encoder_attention_mask"])
         texts = padding_last(len(words) * ((text(inputs["image_embeds"].shape[1]),),), words)
-        return texts if len(texts) > 1 else (texts[0][:1],)
+        return texts if len(texts) > 1 else tuple(words[:1] for words in texts)
