@@ -212,6 +212,7 @@ def generate(
     about |= {"lora": lora} if lora else {}
     if many:
         requests = [request._replace(prompt=text, seed=seed + i) for text in texts for i in range(seeds)]
+        check_shared(folder)
         with state.main_process_first():
             jobs = _claimed(folder, suffix, requests, pipe, settings_of(pipe, model, request) | about)
     else:
@@ -248,7 +249,6 @@ def generate(
         console.print(f"drawn in {seconds[0]:.1f} s")
         print(*jobs)
         return
-    check_shared(jobs)
     if missing:
         console.print(f"{len(missing)} drawn, {median(seconds):.1f} s each")
     index = {path.name: {"prompt": job.prompt, "seed": job.seed} for path, job in jobs.items()}
