@@ -49,8 +49,8 @@ def join(device: str = "auto") -> "PartialState":
 
 def rank_name() -> str:
     """Such as "rank 3 of 8 on gpu-node-2", counted from 0 as torchrun does; empty for a process alone."""
-    ranks = int(os.environ.get("WORLD_SIZE", "1"))
-    return f"rank {os.environ['RANK']} of {ranks} on {socket.gethostname()}" if ranks > 1 else ""
+    rank, ranks = (os.environ.get(name, "0") for name in ("RANK", "WORLD_SIZE"))
+    return f"rank {rank} of {ranks} on {socket.gethostname()}" if int(ranks) > 1 else ""
 
 
 def leave() -> None:
