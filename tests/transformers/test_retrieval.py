@@ -11,9 +11,8 @@ from hypothesis import strategies as st
 from tiny_lm import DOCUMENTS, encoder
 
 from foveate.methods.baselines.kv_baselines import NoRecompute
-from foveate.transformers.documents import Passage
 from foveate.transformers.examples import _sentence_transformer
-from foveate.transformers.index import ChunkIndex
+from foveate.transformers.index import ChunkIndex, index_documents
 from foveate.transformers.rag import ask
 from foveate.transformers.retrieval import bm25, by_meaning, passage_of
 
@@ -66,9 +65,7 @@ def test_meaning_is_that_of_sentence_transformers(monkeypatch):
 
 @pytest.fixture
 def index(tmp_path):
-    index = ChunkIndex(
-        tmp_path, encoder("qwen3"), [Passage(f"{i}.txt", f"{text}\n\n") for i, text in enumerate(DOCUMENTS)]
-    )
+    index = index_documents(tmp_path, encoder("qwen3"), {f"{i}.txt": text for i, text in enumerate(DOCUMENTS)})
     index.build()
     return index
 
@@ -84,10 +81,10 @@ def test_numbers_and_texts_are_read_in_the_given_order_and_new_texts_join_the_in
     assert read(index, [3, 0, 3]) == [3, 0, 3]
     assert read(index, [DOCUMENTS[2], NEW, 1]) == [2, 4, 1]
     assert index.passages[4] == (NEW, f"{NEW}\n\n")
-    assert index.path(4).exists()
+    assert (index.place / index._files[4]).exists()
     assert read(index, [NEW, 1, 2], top=2) == [4, 1]
     assert read(index, lambda question: [DOCUMENTS[0]] if question == "w3" else []) == [0]
-    assert read(ChunkIndex(index.folder / "new", index.encoder, []), [NEW]) == [0]
+    assert read(ChunkIndex(index.place / "new", index.encoder), [NEW]) == [0]
 
 
 @pytest.mark.parametrize(

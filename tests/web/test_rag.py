@@ -10,8 +10,8 @@ from tiny_lm import DOCUMENTS, encoder
 from foveate import InfoFlowKV
 from foveate.methods.baselines.kv_baselines import EPIC, CacheBlend, FullPrefill, NoRecompute
 from foveate.transformers.documents import Passage
-from foveate.transformers.index import ChunkIndex
-from foveate.transformers.rag import STEPS, ask
+from foveate.transformers.index import ChunkIndex, index_documents
+from foveate.transformers.rag import STEPS, Answer, Reply, ask, summarise
 from foveate.web.rag import reply_page
 
 PROMPT = "w21 {question} w23"
@@ -44,8 +44,7 @@ class Marks(HTMLParser):
 
 @pytest.fixture
 def index(tmp_path):
-    passages = [Passage(f"{i}.txt", text) for i, text in enumerate(DOCUMENTS)]
-    index = ChunkIndex(tmp_path, encoder("qwen3"), passages)
+    index = index_documents(tmp_path, encoder("qwen3"), {f"{i}.txt": text for i, text in enumerate(DOCUMENTS)})
     index.build()
     return index
 
@@ -118,7 +117,7 @@ def test_passages_are_taken_by_shared_words_as_many_as_fit_and_stay_in_order(ind
         reply = ask(index, "w50", {"none": NoRecompute()}, prompt="{question} w1 w2", max_new_tokens=answer)
         assert reply.passages == want
     with pytest.raises(ValueError, match="the index has no passages: add at least one"):
-        ask(ChunkIndex(index.folder, index.encoder, []), "w3", {"none": NoRecompute()}, **SHORT)
+        ask(ChunkIndex("memory://empty", index.encoder), "w3", {"none": NoRecompute()}, **SHORT)
     with pytest.raises(
         ValueError, match=r"3.txt with prompt and answer takes 129 tokens, but the model takes at most 128"
     ):
@@ -137,16 +136,48 @@ def test_the_page_marks_the_rows_of_the_patch_and_nothing_else(index, method):
     assert marked == {row: index.encoder.tokenizer.decode([context.ids[row]]) for row in rows}
 
 
+def test_several_questions_begin_with_a_table_of_the_methods(index):
+    methods = {"ours": InfoFlowKV(recompute=0.4), "full": FullPrefill()}
+    first, second = (ask(index, question, methods, **ALL) for question in ("w3", "w5"))
+    ours, full = first.answers
+    replies = [first._replace(right=("nothing", f" {ours.text.upper()}!")), second]
+    summary = summarise(replies)
+    assert [row.method for row in summary] == ["ours", "full"]
+    assert [row.accuracy for row in summary] == [1.0, float(full.text == ours.text)]
+    for row, answers in zip(summary, zip(first.answers, second.answers, strict=True), strict=True):
+        assert row.divergence == pytest.approx(sum(answer.divergence for answer in answers) / 2)
+        assert row.first_token == pytest.approx(sum(answer.first_token for answer in answers) / 2)
+        assert row.rows == pytest.approx(len(answers[0].rows) / len(first.scores))
+    pages = (reply_page(index, shown, {}) for shown in (replies, [first, second]))
+    page, unknown = (" ".join(re.sub(r"<[^>]*>", " ", html).split()) for html in pages)
+    assert f"2 questions method right KL rows first token ours 100.0 % {summary[0].divergence:.2g} 38 %" in page
+    assert page.index("2 questions method") < page.index("question 1 of 2")
+    assert "method KL rows first token" in unknown
+
+
+def test_an_answer_is_right_if_it_has_the_words_of_a_right_one():
+    reply = Reply("", [], (), [], torch.empty(0), right=("New York", "42"))
+    for text, right in (("It is new  york.", True), ("42", True), ("420", False), ("York New", False), ("", False)):
+        assert reply.is_right(Answer("", text, {}, torch.empty(0), (), None)) is right
+
+
+def test_passages_of_one_name_are_all_on_the_page(tmp_path):
+    index = ChunkIndex(tmp_path, encoder(), [Passage("prefix", "w1 w2"), Passage("prefix", "w3 w4")])
+    index.build()
+    reply = ask(index, "w5", {"all": FullPrefill()}, **SHORT)
+    assert list(Marks(reply_page(index, [reply], {})).marked.values()) == ["<s>", "w60", "w1", "w2", "w3", "w4"]
+
+
 def test_the_page_shows_what_it_was_given_and_escapes_it(tmp_path):
     attack = "<script>alert('&')</script>"
-    index = ChunkIndex(tmp_path, encoder(), [Passage(f"{attack}.txt", f"w1 {attack} w2"), Passage("b", "w3 w4")])
+    index = index_documents(tmp_path, encoder(), {f"{attack}.txt": f"w1 {attack} w2", "b": "w3 w4"})
     index.build()
     replies = [ask(index, f"w3 {attack}", {attack: EPIC(), "full": FullPrefill()}, **SHORT) for _ in range(2)]
     html = reply_page(index, replies, {attack: attack})
     page = Marks(html)
     assert "script" not in page.tags
     assert "<script" not in html
-    assert page.text.count(f"w3 {attack}") == 1 + 2  # title, headings
+    assert page.text.count(f"w3 {attack}") == 2  # headings
     assert page.text.count(f"w1 {attack} w2") == 2
     assert f"{attack}.txt" in page.text
     assert replies[0].answers[1].text in page.text

@@ -24,6 +24,7 @@ from foveate.cli.common import (
     options_of,
     print_outcome,
     progress,
+    read_prompts,
     request_of,
     training_device,
 )
@@ -118,7 +119,7 @@ def distill(
     On several GPUs: accelerate launch --multi_gpu --num_processes 4 -m foveate distill ...
     """
     chosen = method_from_text(method, options_of(option, tiles))
-    lines = _lines(prompts) if prompts else None
+    lines = read_prompts(prompts) if prompts else None
     if model and not (prompts or images):
         raise ValueError("name what to draw with --prompts FILE, a prompt a line, or what to learn from with --images")
     where = training_device(device, batch)
@@ -151,16 +152,6 @@ def distill(
             ),
         )  # fmt: skip
     print_outcome(done, out)
-
-
-def _lines(path: Path) -> list[str]:
-    try:
-        lines = [line.strip() for line in path.read_text().splitlines() if line.strip()]
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"cannot read the prompts {path}: name a text file with one prompt a line") from error
-    if not lines:
-        raise ValueError(f"{path} holds no prompts: write one a line")
-    return lines
 
 
 def _scenes(seed: int, count: int | None, *, evaluation: bool = False) -> list[str]:

@@ -107,7 +107,8 @@ class ChunkIndex:
         encoder: Encoder of the passages.
         max_disk: Largest size of all chunks in bytes. Those that have not been loaded for longest are removed to make
             room; where the file system does not keep the time of the last use (S3), those written first.
-        max_memory: Size in bytes up to which loaded chunks stay in memory beside those of the last call of `load`.
+        max_memory: Largest size in bytes of the chunks that stay in memory for later calls of `load`; those of the
+            last call stay in any case.
 
     Attributes:
         documents: Hash of the text and the settings of each document, by name.
@@ -177,6 +178,8 @@ class ChunkIndex:
         for document in read_index(self._folder, self.skipped):
             self.documents[document.name] = document.source
             try:
+                if not document.passages:
+                    raise ValueError(f"{document.name} has no text: leave it out")
                 ids = [known.get(passage.text) or self._tokens(passage) for passage in document.passages]
             except ValueError as error:
                 self.skipped.append(str(error))
@@ -343,15 +346,15 @@ def read_index(place: Folder | str | Path, damaged: list[str]) -> list[Document]
     return sorted(documents)
 
 
-def remove_documents(place: str | Path, names: Iterable[str], missing_ok: bool = False) -> None:
+def remove_documents(place: str | Path, names: Iterable[str]) -> None:
     """Remove documents and their chunks from an index. This needs no model.
 
     Raises:
-        ValueError: If there is no document of one of these names, unless `missing_ok`. Then nothing is removed.
+        ValueError: If there is no document of one of these names; then nothing is removed.
     """
     folder, names = Folder(place), set(names)
     documents, files = read_index(folder, []), folder.files()
-    if not missing_ok and (unknown := sorted(name for name in names if _file_of(name) not in files)):
+    if unknown := sorted(name for name in names if _file_of(name) not in files):
         raise ValueError(
             f"{place} has no document {unknown[0]}: it has {', '.join(each.name for each in documents) or 'none'}"
         )
@@ -388,5 +391,6 @@ def index_documents(
     """
     index = ChunkIndex(place, encoder, max_disk=max_disk, max_memory=max_memory)
     index = index.add(documents, max_tokens, eight_bit)
-    remove_documents(place, index.documents.keys() - documents.keys(), missing_ok=True)  # another process may do so
+    for name in index.documents.keys() - documents.keys():
+        index._folder.remove(_file_of(name))
     return index.refresh()
