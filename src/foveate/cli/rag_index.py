@@ -208,7 +208,7 @@ def _open_encoder(model: str, prefix: str, chat: bool | None, device: str, dtype
     from foveate.transformers.model import chat_frame, check_config
 
     if "LOCAL_RANK" in os.environ:
-        device = str(join_processes(device).device)
+        _, device = join_processes(device)
     language_model, tokenizer = open_reader(model, device, dtype, check_config)
     before, after = chat_frame(tokenizer, chat)
     return ChunkEncoder(language_model, tokenizer, before + prefix), before + prefix, after
@@ -221,7 +221,7 @@ def _build(chunks: Any, skipped: Sequence[str]) -> None:
         raise ValueError("there are no documents left: see above what to do about them")
     with progress() as track:
         built = chunks.build(track)
-    encoded = built.encoded
+    encoded, done = built.encoded, built.encoded + built.found
     if "LOCAL_RANK" in os.environ:
         from accelerate.utils import gather_object
 
@@ -229,7 +229,8 @@ def _build(chunks: Any, skipped: Sequence[str]) -> None:
     left = f", {built.left} left out for --max-disk" if built.left else ""
     console.print(
         f"{len(chunks.passages)} passages, {sum(map(len, chunks.ids))} tokens: {encoded} encoded, "
-        f"{built.found} found, {built.removed} removed{left}; {chunks.nbytes / 2**20:.1f} MiB in {chunks.place}",
+        f"{max(0, done - encoded)} found, {built.removed} removed{left}; "
+        f"{chunks.nbytes / 2**20:.1f} MiB in {chunks.place}",
         markup=False,
     )
 
