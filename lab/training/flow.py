@@ -24,6 +24,7 @@ from foveate.demo.scenes import scenes
 from foveate.demo.text import TEXT_TOKENS
 from foveate.diffusers.pipelines import fingerprint
 from foveate.training.checkpoints import resume, write_checkpoint
+from foveate.training.trained import Trained
 from foveate.utils.files import write_picture
 from foveate.utils.progress import Track, silent
 from lab.training.painter import Latents, Painter, flow_loss
@@ -83,8 +84,7 @@ class FlowTraining:
         self.latents = self.kind.latents(pipeline, self.device)
         self.pipeline = type(pipeline)(**{**pipeline.components, **self.average.module.parts()})
         self.pipeline.set_progress_bar_config(disable=True)
-        self._parts = {"painter": self.painter, "average": self.average}
-        self._parts |= {f"optimizer {i}": optimizer for i, optimizer in enumerate(self.optimizers)}
+        self._parts = {"painter": Trained(self.painter, self.optimizers), "average": self.average}
         self._settings = {"recipe": repr(self.recipe), "seed": seed, "devices": self.accelerator.num_processes}
         if not initialise:
             self._settings["start"] = fingerprint(pipeline.transformer)
@@ -197,9 +197,7 @@ class FlowTraining:
         return sample_grid(self.pipeline, max(stage.batches))
 
     def _save(self) -> None:
-        if self.accelerator.is_main_process:
-            write_checkpoint(self.out, self.stage * STAGE + self.step, self._parts, self._settings)
-        self.accelerator.wait_for_everyone()
+        write_checkpoint(self.out, self.stage * STAGE + self.step, self._parts, self._settings)
 
 
 @torch.no_grad()

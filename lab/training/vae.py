@@ -13,6 +13,7 @@ from torch import Tensor
 from foveate.demo.atlas import load_atlas
 from foveate.demo.scenes import Scenes, render, scenes
 from foveate.training.checkpoints import resume, write_checkpoint
+from foveate.training.trained import Trained
 
 __all__ = ["scene_pictures", "train_vae", "vae_loss"]
 
@@ -57,7 +58,7 @@ def train_vae(
     vae, atlas = vae.to(device).train(), load_atlas().to(device)
     optimizer = torch.optim.AdamW(vae.parameters(), lr=rate, weight_decay=0.0, betas=(0.9, 0.99))
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, rate, total_steps=steps)
-    parts, settings = {"vae": vae, "optimizer": optimizer, "schedule": schedule}, {"steps": steps, "seed": seed}
+    parts, settings = {"vae": Trained(vae, [optimizer]), "schedule": schedule}, {"steps": steps, "seed": seed}
     start = resume(out, parts, settings)
     for _ in range(start):
         advance()

@@ -87,6 +87,10 @@ def test_questions_from_arguments_or_a_pipe_share_a_page(model, tmp_path):
         text = (tmp_path / page).read_text()
         assert "<h1>w3</h1>" in text
         assert "<h1>w5</h1>" in text
+    known = run(model, "w3\tno\tneither", "w5", "--compare")
+    assert "right answer: no or neither" in said(known)
+    assert "2 questions right KL rows first token" in said(known)
+    assert "question 1 is empty" in said(run(model, "\tw3"))
     nothing = run(model, "--out", "none.html", input="")
     assert nothing.exit_code == 0
     assert not (tmp_path / "none.html").exists()
@@ -96,7 +100,7 @@ def test_a_terminal_is_prompted_until_an_empty_line(monkeypatch):
     typed = iter(["w3 ", "w5", "", "w7"])
     monkeypatch.setattr(rag_command.console, "input", lambda _: next(typed))
     monkeypatch.setattr(rag_command.sys, "stdin", SimpleNamespace(isatty=lambda: True))
-    assert list(rag_command._questions(None)) == ["w3", "w5"]
+    assert list(rag_command._lines(None)) == [["w3"], ["w5"]]
 
 
 def test_compare_answers_with_every_method(model, tmp_path):
@@ -106,6 +110,8 @@ def test_compare_answers_with_every_method(model, tmp_path):
         assert name in said(result)
         assert f"<td>{name}</td>" in (tmp_path / "rag.html").read_text()
     assert "0.txt, part 2" in said(result)
+    assert max(map(len, result.stdout.splitlines()[:-1])) <= 80  # the last line is a path
+    assert "\u2026" not in result.stdout
 
 
 def test_a_chat_template_frames_documents_and_question(model, tmp_path):

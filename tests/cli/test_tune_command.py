@@ -62,7 +62,7 @@ def test_a_preset_is_found_and_drawn_with(folder, tmp_path, monkeypatch):
     ("arguments", "told"),
     [
         (["--min-ssim", "0.9", "--min-psnr", "30"], "two budgets"),
-        (["--prompts", "nothing.txt"], "nothing.txt"),
+        (["--prompts", "nothing.txt"], "cannot read the prompts nothing.txt: name a text file"),
         (["--prompts", "one.txt"], "two prompts or more"),
         (["--method", "hilberta:start_percent=0.2"], "leave them out of HilbertA"),
         (["--method", "hilbert"], "did you mean hilberta"),

@@ -1,23 +1,30 @@
 """Processes under Ulysses context parallelism compute what one computes."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import processes
 import pytest
 import tiny
 import torch
 import torch.distributed as dist
+from diffusers import ContextParallelConfig, FluxTransformer2DModel
+from diffusers.models import attention_dispatch
+from diffusers.models._modeling_parallel import ParallelConfig
+from torch.nn.functional import scaled_dot_product_attention
 
 import foveate
 from foveate import LLSA, HilbertA, ToMA
-from foveate.diffusers.parallel import enable_parallelism
+from foveate.diffusers.parallel import divides, enable_parallelism, share_pictures
 
 PARALLEL = "flux", "flux2", "qwen", "wan", "ltx"  # diffusers' own plan for LTX-2 fails, with or without foveate
 
 
 @torch.no_grad()
-def check(ranks, name, method, *, before=False, batch=1, compiled=False, config=None, grid=None, why="", **context):
-    """Check one family, with parallelism enabled before or after the method is applied, or that it is dense and why."""
+def check(
+    ranks, name, method, *, before=False, batch=1, compiled=False, config=None, grid=None, plan=None, why="", **context
+):
+    """Check one family, with parallelism enabled before or after the method is applied; `why` it is dense, if so."""
     torch.manual_seed(0)
     config = config or (tiny.SPARSE[name].wide if isinstance(method, LLSA) else {})
     model, x = built(name, grid=grid, batch=batch, dtype=torch.float32, **config)
@@ -28,10 +35,10 @@ def check(ranks, name, method, *, before=False, batch=1, compiled=False, config=
         model.compile_repeated_blocks(backend="eager")
     context = context or {"ulysses_degree": ranks}
     if before:
-        enable_parallelism(model, **context)
+        enable_parallelism(model, plan, **context)
     with foveate.apply(model, method) as run:
         if not before:
-            enable_parallelism(model, **context)
+            enable_parallelism(model, plan, **context)
         assert error(tiny.call(model, x), dense if why else alone) < 1e-5, name
         assert any(why in row.why for row in run.summary().layers) if why else run.summary().layers == layers
     assert error(tiny.call(model, x), dense) < 1e-5, name  # diffusers' own parallelism is back
@@ -91,6 +98,7 @@ CASES = [
     *((name, HilbertA(tiles=4, align=1), ANY) for name in PARALLEL),
     ("flux", HilbertA(tiles=4, align=1), {"before": True, "batch": 2, **ANY}),
     ("wan", HilbertA(tiles=4, align=1), {"compiled": True}),
+    ("chroma", HilbertA(tiles=4, align=1), {"plan": FluxTransformer2DModel._cp_plan, **ANY}),  # has none of its own
     *((name, LLSA(top_k=1, min_tokens=0), ANY) for name in ("flux2", "wan")),
     ("wan", HilbertA(tiles=4, align=1), {"before": True, "batch": 2}),
     *((name, TOMA, {"batch": 2, **ANY}) for name in ("flux", "flux2", "qwen")),
@@ -109,3 +117,30 @@ MORE_RANKS = [  # uneven heads
 @pytest.mark.parametrize(("ranks", "cases"), [(2, CASES), (4, MORE_RANKS)])
 def test_processes_compute_what_one_computes(tmp_path, ranks, cases):
     processes.run(ranks, tmp_path, work, ranks, cases)
+
+
+@torch.no_grad()
+def test_ring_attention_is_left_to_the_model(monkeypatch):
+    model, x = tiny.built("wan")
+    dense = tiny.call(model, x)
+
+    def ring(query, key, value, *_, **__):  # diffusers has none for CPUs
+        return scaled_dot_product_attention(*(x.transpose(1, 2) for x in (query, key, value))).transpose(1, 2)
+
+    monkeypatch.setattr(attention_dispatch, "_templated_context_parallel_attention", ring)
+    for block in model.blocks:
+        block.attn1.processor._parallel_config = ParallelConfig(ContextParallelConfig(ring_degree=2))
+    with foveate.apply(model, HilbertA(tiles=4, align=1)) as run:
+        assert error(tiny.call(model, x), dense) < 1e-9
+        assert all("ring attention" in layer.why for layer in run.summary().layers)
+
+
+def test_a_picture_that_processes_cannot_share_is_refused_with_a_remedy():
+    with pytest.raises(ValueError, match=r"2 attention heads of Flux.* do not divide over 3.*use 2, or"):
+        share_pictures(tiny.pipeline(), 3)
+    with pytest.raises(ValueError, match=r"no plan to divide a picture of UNet2DConditionModel.*--split prompts"):
+        share_pictures(SimpleNamespace(unet=tiny.unet()), 2)
+
+
+def test_only_the_last_process_may_have_fewer_heads():
+    assert [ranks for ranks in range(2, 25) if divides(24, ranks)] == [2, 3, 4, 5, 6, 8, 12, 24]

@@ -92,7 +92,7 @@ def test_bad_texts_and_embeddings_are_refused(tmp_path):
     np.save(tmp_path / "words.npy", np.array([["a", "b"]]))
     np.save(tmp_path / "number.npy", np.float32(1))
     for name in ("cut.safetensors", "cut.npy", "objects.npy", "words.npy"):
-        with pytest.raises(ValueError, match=rf"{name} holds no embeddings that can be read \(.*: write it again"):
+        with pytest.raises(ValueError, match=rf"{name} holds no embeddings that can be read: write an array"):
             read_embeddings(tmp_path / name)
     with pytest.raises(
         ValueError, match=r"number.npy holds an array of shape \[\]: it needs one row for each example"

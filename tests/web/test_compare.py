@@ -4,6 +4,7 @@ import base64
 import io
 import math
 import re
+from contextlib import nullcontext
 
 import numpy as np
 import pytest
@@ -13,9 +14,10 @@ from PIL import Image
 from foveate import HilbertA, ToMA, apply
 from foveate.demo.untrained import untrained_pipeline
 from foveate.diffusers.pipelines import Request, draw
+from foveate.utils.similarity import psnr, ssim
 from foveate.web import compare as module
 from foveate.web.compare import _video_psnr, compare, comparison
-from foveate.web.report import draw_tiles, psnr, ssim, strip
+from foveate.web.report import draw_tiles, strip
 
 REQUEST = Request("a cat", (64, 64), 2, None, 0)
 
@@ -125,15 +127,18 @@ def test_a_page_says_that_the_time_is_that_of_a_step_in_which_the_method_decides
 
 def test_a_video_is_on_the_page_and_beside_it_with_a_picture_of_its_frames(tmp_path):
     pytest.importorskip("imageio_ffmpeg")
-    pipe, request = tiny_pipelines.wan(), Request("a cat", (32, 48), 1, None, 0, frames=9, fps=8)
-    methods = []  # there is no card for Wan yet
+    pipe, request = tiny_pipelines.wan(), Request("a cat", (64, 96), 1, None, 0, frames=9, fps=8)
+    methods = [HilbertA(tiles=2, align=1)]
     page = compare(pipe, request, methods, tmp_path, settings={}, rounds=1).read_text()
-    (shown,) = re.findall(r'<video src="data:video/mp4;base64,([^"]+)" width="48" height="32" controls', page)
-    assert base64.b64decode(shown) == (tmp_path / "dense.mp4").read_bytes()
-    frames = draw(pipe, request)
-    with Image.open(tmp_path / "dense.png") as sheet:
-        wanted = [np.asarray(frames[i]) for i in (0, 2, 4, 6, 8)]
-        assert np.array_equal(np.asarray(sheet), np.concatenate(wanted, axis=1))
+    shown = re.findall(r'<video src="data:video/mp4;base64,([^"]+)" width="96" height="64" controls', page)
+    for video, name, method in zip(shown, ("dense", "hilberta-t-2"), (None, *methods), strict=True):
+        assert base64.b64decode(video) == (tmp_path / f"{name}.mp4").read_bytes()
+        with apply(pipe, method) if method else nullcontext():
+            frames = draw(pipe, request)
+        with Image.open(tmp_path / f"{name}.png") as sheet:
+            wanted = [np.asarray(frames[i]) for i in (0, 2, 4, 6, 8)]
+            assert np.array_equal(np.asarray(sheet), np.concatenate(wanted, axis=1))
+    methods = []
     (tmp_path / "mine.mp4").write_bytes(b"")
     compare(pipe, request._replace(frames=1), methods, tmp_path, settings={}, rounds=1)
     assert {path.name for path in tmp_path.iterdir()} == {"index.html", "dense.png", "mine.mp4"}

@@ -9,8 +9,9 @@ from tiny_lm import DOCUMENTS, encoder
 
 from foveate import InfoFlowKV
 from foveate.methods.baselines.kv_baselines import EPIC, CacheBlend, FullPrefill, NoRecompute
+from foveate.transformers.documents import Passage
 from foveate.transformers.index import ChunkIndex, index_documents
-from foveate.transformers.rag import STEPS, ask
+from foveate.transformers.rag import STEPS, Answer, Reply, ask, summarise
 from foveate.web.rag import reply_page
 
 PROMPT = "w21 {question} w23"
@@ -135,6 +136,38 @@ def test_the_page_marks_the_rows_of_the_patch_and_nothing_else(index, method):
     assert marked == {row: index.encoder.tokenizer.decode([context.ids[row]]) for row in rows}
 
 
+def test_several_questions_begin_with_a_table_of_the_methods(index):
+    methods = {"ours": InfoFlowKV(recompute=0.4), "full": FullPrefill()}
+    first, second = (ask(index, question, methods, **ALL) for question in ("w3", "w5"))
+    ours, full = first.answers
+    replies = [first._replace(right=("nothing", f" {ours.text.upper()}!")), second]
+    summary = summarise(replies)
+    assert [row.method for row in summary] == ["ours", "full"]
+    assert [row.accuracy for row in summary] == [1.0, float(full.text == ours.text)]
+    for row, answers in zip(summary, zip(first.answers, second.answers, strict=True), strict=True):
+        assert row.divergence == pytest.approx(sum(answer.divergence for answer in answers) / 2)
+        assert row.first_token == pytest.approx(sum(answer.first_token for answer in answers) / 2)
+        assert row.rows == pytest.approx(len(answers[0].rows) / len(first.scores))
+    pages = (reply_page(index, shown, {}) for shown in (replies, [first, second]))
+    page, unknown = (" ".join(re.sub(r"<[^>]*>", " ", html).split()) for html in pages)
+    assert f"2 questions method right KL rows first token ours 100.0 % {summary[0].divergence:.2g} 38 %" in page
+    assert page.index("2 questions method") < page.index("question 1 of 2")
+    assert "method KL rows first token" in unknown
+
+
+def test_an_answer_is_right_if_it_has_the_words_of_a_right_one():
+    reply = Reply("", [], (), [], torch.empty(0), right=("New York", "42"))
+    for text, right in (("It is new  york.", True), ("42", True), ("420", False), ("York New", False), ("", False)):
+        assert reply.is_right(Answer("", text, {}, torch.empty(0), (), None)) is right
+
+
+def test_passages_of_one_name_are_all_on_the_page(tmp_path):
+    index = ChunkIndex(tmp_path, encoder(), [Passage("prefix", "w1 w2"), Passage("prefix", "w3 w4")])
+    index.build()
+    reply = ask(index, "w5", {"all": FullPrefill()}, **SHORT)
+    assert list(Marks(reply_page(index, [reply], {})).marked.values()) == ["<s>", "w60", "w1", "w2", "w3", "w4"]
+
+
 def test_the_page_shows_what_it_was_given_and_escapes_it(tmp_path):
     attack = "<script>alert('&')</script>"
     index = index_documents(tmp_path, encoder(), {f"{attack}.txt": f"w1 {attack} w2", "b": "w3 w4"})
@@ -144,7 +177,7 @@ def test_the_page_shows_what_it_was_given_and_escapes_it(tmp_path):
     page = Marks(html)
     assert "script" not in page.tags
     assert "<script" not in html
-    assert page.text.count(f"w3 {attack}") == 1 + 2  # title, headings
+    assert page.text.count(f"w3 {attack}") == 2  # headings
     assert page.text.count(f"w1 {attack} w2") == 2
     assert f"{attack}.txt" in page.text
     assert replies[0].answers[1].text in page.text

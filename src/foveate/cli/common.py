@@ -81,23 +81,32 @@ def clear_errors(command: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(command)
     def run(*args: Any, **kwargs: Any) -> None:
         try:
+            _check_utf8(kwargs)
             command(*args, **kwargs)
             leave()
         except KeyboardInterrupt:
             console.print("stopped; everything that was finished is saved")
             raise typer.Exit(130) from None
-        except (ValueError, ImportError, OSError, RuntimeError, MemoryError) as error:
+        except (ValueError, ImportError, OSError, RuntimeError, MemoryError, AssertionError) as error:
             if rank := rank_name():
                 error.add_note(rank)
                 console.quiet = False  # also where only the first process prints
             if not (message := remedy(error)):
                 raise
             where = "".join(f" [{note}]" for note in getattr(error, "__notes__", ()))
-            console.print(f"[bold red]error:[/] {escape(message + where)}", soft_wrap=True)
+            shown = (message + where).encode("utf-8", "replace").decode()  # a path may have bytes that are not UTF-8
+            console.print(f"[bold red]error:[/] {escape(shown)}", soft_wrap=True)
             raise typer.Exit(2) from None
 
     run.__doc__ = re.sub(r"(?<!\n)\n(?!\n)", " ", inspect.getdoc(command) or "")  # paragraphs fill any terminal
     return run
+
+
+def _check_utf8(options: Mapping[str, Any]) -> None:
+    for name, value in options.items():
+        for text in value if isinstance(value, list) else [value]:
+            if isinstance(text, str) and text != (shown := text.encode("utf-8", "replace").decode()):
+                raise ValueError(f"{name.replace('_', '-')} is not UTF-8 text: {shown}")
 
 
 def open_model(model: str, device: str, dtype: str) -> Any:
@@ -161,9 +170,7 @@ def join_processes(device: str) -> tuple[Any, str]:
     """
     state = join(device)
     console.quiet = not state.is_main_process
-    if state.num_processes == 1:
-        return state, device
-    return state, str(state.device) if state.device.type == "cuda" else state.device.type
+    return state, device if state.num_processes == 1 else str(state.device).replace("cpu:0", "cpu")
 
 
 def training_device(name: str, *batches: int) -> str:

@@ -44,7 +44,7 @@ from foveate.diffusers.preset import Preset
 from foveate.methods import METHODS, ComposedMethod, Method, method_from_text
 from foveate.utils.device import choose_device, choose_dtype
 from foveate.utils.errors import noting
-from foveate.utils.processes import check_shared, divide
+from foveate.utils.processes import check_shared, divide, rank_name
 
 __all__ = ["compare", "evaluate", "generate"]
 
@@ -195,7 +195,7 @@ def generate(
     if together:
         from foveate.diffusers.parallel import share_pictures
 
-        share_pictures(pipe)
+        share_pictures(pipe, state.num_processes)
     for text in texts:
         if remark := remark_on(pipe, model, text):
             console.print(escape(f"{text}: {remark}" if many else remark))
@@ -224,7 +224,10 @@ def generate(
         progress() as track,
         using(pipe, chosen) if distilled else apply(pipe, chosen) if chosen else nullcontext() as run,
     ):
-        advance = track(chosen.title if chosen else plain, len(mine) if many else request.steps)
+        title = chosen.title if chosen else plain
+        if len(mine) < len(missing):
+            title += f", part 1 of {state.num_processes}"  # only the first process shows progress
+        advance = track(title, len(mine) if many else request.steps)
         for path, job in mine:
             began = time.perf_counter()
             with noting(f"drawing {job.prompt!r} with seed {job.seed}"):
@@ -249,7 +252,7 @@ def generate(
         print(summary)
     if not many:
         console.print(f"drawn in {seconds[0]:.1f} s")
-        print(path)
+        print(*jobs)
         return
     check_shared(jobs)
     if missing:
@@ -291,6 +294,8 @@ def compare(
 
     foveate compare "a lighthouse" --model black-forest-labs/FLUX.1-dev --method toma --method hilberta:tiles=16
     """
+    if rank_name():
+        raise ValueError("compare measures the time of one process: start it without torchrun or accelerate launch")
     asked = read_methods(method)
     recommended = not (model or lora or asked)
     lora = "built-in" if recommended else lora

@@ -71,7 +71,10 @@ def rag(
     folder: Source,
     questions: Annotated[
         list[str] | None,
-        typer.Argument(help="Questions. [dim]default: typed at a prompt, or read as lines from a pipe[/]"),
+        typer.Argument(
+            help="Questions, each with right answers after tabs if they are known. [dim]default: typed at a prompt, "
+            "or read as lines from a pipe[/]"
+        ),
     ] = None,
     model: Reader = "",
     method: Annotated[
@@ -124,9 +127,11 @@ def rag(
 
     foveate rag notes --model Qwen/Qwen3-8B --compare "Where was the keeper from?" "When was the lighthouse built?"
 
-    foveate rag texts/facts < texts/questions.txt
+    foveate rag texts/facts --compare < texts/questions.txt
 
-    The last asks the built-in reader about texts in its own words, which `foveate demo texts` writes.
+    The last asks the built-in reader about texts in its own words, which `foveate demo texts` writes. Several
+    questions end with a table of the methods: how many of the known answers are right (the answer contains one, word
+    for word), mean divergence from the full prefill, and median time.
 
     Unchanged passages are never encoded again, and an interrupted run continues where it stopped. An index belongs to
     one folder, model and --chunk; files that these no longer need are removed. It is large: 128 KiB for each token
@@ -158,18 +163,24 @@ def rag(
         "dtype": str(encoder.dtype).removeprefix("torch."),
     }
     request: Any = {"prompt": prompt + after, "embed": embed, "top": top, "max_new_tokens": max_new_tokens}
+    runs = len(methods) * (2 if compare else 1)
     replies: list[Any] = []
-    for question in _questions(questions):
-        warn_unknown_words(model, tokenizer, question)
-        with progress() as track:
-            advance = track("answering", len(methods) * (2 if compare else 1))
-            replies.append(ask(chunks, question, methods, **request, advance=advance))
-        print_refused(chunks)
-        _print_reply(replies[-1], chunks)
-        write_whole(out, reply_page(chunks, replies, settings).encode())
-    if replies:
-        console.print("open the page in a browser:")
-        print(out.resolve())
+    for lines in _lines(questions):
+        asked, earlier = _questions(lines), len(replies)
+        warn_unknown_words(model, tokenizer, "\n".join(question for question, *_ in asked))
+        try:
+            with progress() as track:
+                advance = track("answering", len(asked) * runs)
+                for question, *right in asked:
+                    reply = ask(chunks, question, methods, **request, advance=advance)
+                    replies.append(reply._replace(right=tuple(right)))
+        finally:  # what was answered before an error or Ctrl-C is not lost
+            print_refused(chunks)
+            if new := replies[earlier:]:
+                _print_replies(new, chunks)
+                write_whole(out, reply_page(chunks, replies, settings).encode())
+                console.print("open the page in a browser:")
+                print(out.resolve())
 
 
 def recompute_methods(name: str, recompute: float | None, options: dict[str, str], compare: bool) -> dict[str, Any]:
@@ -184,25 +195,58 @@ def recompute_methods(name: str, recompute: float | None, options: dict[str, str
     return methods
 
 
-def _questions(questions: Sequence[str] | None) -> Iterator[str]:
-    """The questions given as arguments, typed at a prompt, or read as lines from a pipe."""
+def _lines(questions: Sequence[str] | None) -> Iterator[list[str]]:
+    """All lines that are given as arguments or come from a pipe, or each line that is typed at a prompt."""
     if questions:
-        yield from questions
+        yield list(questions)
     elif sys.stdin.isatty():
-        while question := console.input("question (empty to quit): ").strip():
-            yield question
+        while line := console.input("question (empty to quit): ").strip():
+            yield [line]
     else:
-        yield from filter(None, map(str.strip, sys.stdin))
+        try:
+            lines = [line for line in sys.stdin if line.strip()]
+            "".join(lines).encode()  # some terminals let wrong bytes pass
+        except UnicodeError:
+            raise ValueError("the questions are not UTF-8 text: save them as UTF-8") from None
+        if lines:
+            yield lines
 
 
-def _print_reply(reply: Any, chunks: Any) -> None:
-    """Print the answers, the time of each step, and the number of recomputed tokens in each passage."""
+def _questions(lines: Sequence[str]) -> list[list[str]]:
+    """The question of each line, and the right answers that follow it after tabs."""
+    asked = [[part.strip() for part in line.split("\t")] for line in lines]
+    for number, (question, *_) in enumerate(asked, 1):
+        if not question:
+            raise ValueError(f"question {number} is empty: write a question, and its right answers after tabs")
+    return [list(filter(None, parts)) for parts in asked]
+
+
+def _print_replies(replies: Sequence[Any], chunks: Any) -> None:
+    """Print questions and answers, and then the details of the only one, or a table over all of them."""
+    from foveate.web.rag import summary_cells
+
+    for reply in replies:
+        first = reply.answers[0]
+        print(f"{reply.question}\n{first.text.strip()}")
+        if reply.right and not reply.is_right(first):
+            print(f"right answer: {' or '.join(reply.right)}")
+    if len(replies) == 1:
+        _print_details(replies[0], chunks)
+        return
+    (_, *columns), *rows = summary_cells(replies)
+    table = _table(f"{len(replies)} questions", *columns)
+    for row in rows:
+        table.add_row(*row)
+    Console(highlight=False).print(table)
+
+
+def _print_details(reply: Any, chunks: Any) -> None:
+    """Print the time of each step, the answers of the other methods, and the recomputed tokens in each passage."""
     from foveate.transformers.rag import STEPS
     from foveate.web.report import duration
 
     terminal, (first, *others) = Console(highlight=False), reply.answers
-    print(f"{reply.question}\n{first.text.strip()}")
-    table = Table("", *(answer.method for answer in reply.answers), box=SIMPLE, pad_edge=False)
+    table = _table("", *(answer.method for answer in reply.answers))
     table.add_row(f"rows of {reply.spans[-1][1]}", *(str(len(answer.rows)) for answer in reply.answers))
     for step in STEPS:
         times = [answer.seconds.get(step) for answer in reply.answers]
@@ -213,10 +257,14 @@ def _print_reply(reply: Any, chunks: Any) -> None:
     terminal.print(table)
     for answer in others:
         print(f"{answer.method}: {answer.text.strip()}")
-    places = Table("passage", "tokens", "recomputed", box=SIMPLE, pad_edge=False)
+    places = _table("passage", "tokens", "recomputed")
     for passage, (start, stop) in zip(reply.passages, reply.spans, strict=True):
         count = int(((first.rows >= start) & (first.rows < stop)).sum())
         places.add_row(escape(chunks.passages[passage].name), str(stop - start), str(count))
     terminal.print(places)
     if left := len(chunks.passages) - len(reply.passages):
         console.print(f"left out {left} passages that share fewer words with the question, or none")
+
+
+def _table(*columns: str) -> Table:
+    return Table(*columns, box=SIMPLE, pad_edge=False, collapse_padding=True)

@@ -96,7 +96,7 @@ def train(
 
     foveate train --dit DiT-XS --sizes 16:200:16 --rate 1e-3 --average 0.99 --device cpu   # a quick test
 
-    On several GPUs: accelerate launch --num_processes 4 -m foveate train ...
+    On several GPUs: accelerate launch --multi_gpu --num_processes 4 -m foveate train ...
     """
     stages = [read_stage(text, batch) for text in sizes.split(",")]
     where = training_device(device, *(size for *_, size in stages))
@@ -130,7 +130,8 @@ def train(
             out, pipeline, pictures, [Stage(*stage) for stage in stages], recipe,
             RunOptions(
                 at_once=at_once, checkpointing=checkpointing, compile=compile, minutes=minutes,
-                checkpoint_minutes=checkpoint_minutes, captions=_captions(pictures, data, seed), sample_every=sample_every, track=track,
+                checkpoint_minutes=checkpoint_minutes, sample_every=sample_every, track=track,
+                captions=_captions(pictures, data, seed),
             ),
         )  # fmt: skip
     print_outcome(done, out)

@@ -35,7 +35,8 @@ from foveate.utils.errors import noting
 from foveate.utils.files import claim, slug, write_picture, write_whole
 from foveate.utils.processes import check_shared, divide, join
 from foveate.utils.progress import Track, silent
-from foveate.web.report import draw_sheet, figure_png, psnr, ssim
+from foveate.utils.similarity import psnr, ssim
+from foveate.web.report import draw_sheet, figure_png
 
 __all__ = ["Interval", "Score", "evaluate", "score_table"]
 

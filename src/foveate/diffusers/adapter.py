@@ -81,13 +81,19 @@ class Layer(NamedTuple):
     @property
     def head_dim(self) -> int:
         """Channels of a head."""
-        return getattr(self.attn, "head_dim", None) or self.attn.inner_dim // self.attn.heads
+        return getattr(self.attn, "head_dim", None) or self.inner_dim // self.heads
 
     @property
     def inner_dim(self) -> int:
         """Channels of all heads together."""
-        heads = getattr(self.attn, "heads", None) or self.attn.num_heads
-        return heads * self.head_dim
+        if head_dim := getattr(self.attn, "head_dim", None):
+            return self.heads * head_dim
+        return getattr(self.attn, "inner_dim", None) or self.attn.to_query.out_features
+
+    @property
+    def heads(self) -> int:
+        """Number of heads."""
+        return getattr(self.attn, "heads", None) or self.attn.num_heads
 
 
 class Forward(NamedTuple):
@@ -432,9 +438,10 @@ class ModelAdapter:
         if tokens < method.min_tokens:
             raise DenseFallback(f"{tokens} image tokens are fewer than min_tokens={method.min_tokens}")
         nested = [v for k, v in self._inputs.items() if k.endswith("attention_kwargs") and v]
-        for given in (inputs, *nested) if self.card.padding_mask != "attention_mask" else nested:
-            if given.get("attention_mask") is not None:
-                raise DenseFallback("an attention mask was passed")
+        if self.card.padding_mask != "attention_mask" and any(
+            given.get("attention_mask") is not None for given in (inputs, *nested)
+        ):
+            raise DenseFallback("an attention mask was passed")
 
     def _plans(self, holder: nn.Module, inputs: dict[str, Any], layouts: list[Layout]) -> dict[int, AttentionPlan]:
         image = layouts[0].only_images()

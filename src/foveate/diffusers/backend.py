@@ -214,7 +214,7 @@ def foveate_attention(
     group = context._ulysses_mesh.get_group()  # each process gets all tokens of some heads
     if context.ulysses_anything:
         if query.requires_grad:
-            raise ValueError("ulysses_anything computes no gradients: train with parts of equal length, without it")
+            raise ValueError("ulysses_anything has no gradients: draw under torch.no_grad(), or train without it")
         held = {"NUM_QO_HEAD": query.shape[2], "Q_S_LOCAL": query.shape[1]}
         waiting = [all_to_all_single_any_qkv_async(x, group) for x in (query, key, value)]
         out = _attend(*(wait() for wait in waiting), plan, None)

@@ -1,11 +1,10 @@
-# pyright: basic
+# pyright: basic, reportPrivateImportUsage=false
 """One picture over several processes, by the context parallelism of diffusers."""
 
 from typing import Any
 from unittest.mock import patch
 
 import torch
-import torch.distributed as dist
 from diffusers import ContextParallelConfig
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -14,13 +13,12 @@ from foveate.diffusers.apply import DENOISERS
 __all__ = ["enable_parallelism", "share_pictures"]
 
 
-def share_pictures(pipeline: Any) -> None:
+def share_pictures(pipeline: Any, ranks: int) -> None:
     """Divide the tokens of every picture over all processes, which then have to draw the same pictures.
 
     Raises:
         ValueError: If diffusers has no plan for the model, or its heads do not divide.
     """
-    ranks = dist.get_world_size()
     models = [model for name in DENOISERS if (model := getattr(pipeline, name, None)) is not None]
     for model in models:
         if getattr(model, "_cp_plan", None) is None:
@@ -28,7 +26,7 @@ def share_pictures(pipeline: Any) -> None:
                 f"diffusers has no plan to divide a picture of {type(model).__name__} over processes: "
                 "use one process, or let each draw its own pictures with --split prompts"
             )
-        heads = model.config["num_attention_heads"]
+        heads = model.config.num_attention_heads
         if not divides(heads, ranks):
             fitting = ", ".join(str(n) for n in range(2, heads + 1) if divides(heads, n))
             raise ValueError(

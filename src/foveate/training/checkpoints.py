@@ -18,14 +18,20 @@ COMPLETE = ".metadata"  # written last, and renamed into place
 
 
 @contextmanager
-def _alone_or_not() -> Generator[None]:
-    """Context in which torch.distributed does not warn a process alone that it is alone."""
+def _clear_errors() -> Generator[None]:
+    """Context in which an OSError in any process is an OSError here, and a process alone is not told that it is."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled")
-        yield
+        try:
+            yield
+        except dcp.api.CheckpointException as error:
+            for rank, (cause, _) in error.failures.items():
+                if isinstance(cause, OSError):
+                    raise OSError(f"the checkpoint failed on rank {rank}: {cause}") from error
+            raise
 
 
-@_alone_or_not()
+@_clear_errors()
 def write_checkpoint(folder: Path, step: int, parts: dict[str, Any], settings: dict[str, Any]) -> None:
     """Write the state of all parts after a step, and delete all but the two newest checkpoints.
 
@@ -45,7 +51,7 @@ def write_checkpoint(folder: Path, step: int, parts: dict[str, Any], settings: d
             shutil.rmtree(old)
 
 
-@_alone_or_not()
+@_clear_errors()
 def resume(folder: Path, parts: dict[str, Any], settings: dict[str, Any]) -> int:
     """Load the newest complete checkpoint into all parts. Returns its step, or 0 if there is none.
 

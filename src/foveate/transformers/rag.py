@@ -5,6 +5,7 @@ import time
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate
+from statistics import fmean, median
 from typing import Any, NamedTuple
 
 import torch
@@ -16,10 +17,10 @@ from foveate.methods.baselines.kv_baselines import FullPrefill
 from foveate.methods.recompute_policy import RecomputePolicy, Spans
 from foveate.transformers.context import Context, Patched
 from foveate.transformers.index import ChunkIndex
-from foveate.transformers.retrieval import bm25, by_meaning, passage_of, retrieve
+from foveate.transformers.retrieval import bm25, by_meaning, passage_of, retrieve, words_of
 from foveate.utils.device import Stopwatch, now
 
-__all__ = ["STEPS", "Answer", "Reply", "ask"]
+__all__ = ["STEPS", "Answer", "Reply", "Summary", "ask", "summarise"]
 
 STEPS = "load", "compose", "score", "recompute", "prompt", "decode"
 """Steps of an answer. The first token is there after all of them but the last.
@@ -63,6 +64,7 @@ class Reply(NamedTuple):
         answers: One answer for each method.
         scores: Attention that each row receives from the prompt before anything is recomputed, as `InfoFlowKV` scores
             rows by default.
+        right: Right answers, if they are known.
     """
 
     question: str
@@ -70,6 +72,31 @@ class Reply(NamedTuple):
     spans: Spans
     answers: list[Answer]
     scores: Float[Tensor, "context"]
+    right: tuple[str, ...] = ()
+
+    def is_right(self, answer: Answer) -> bool:
+        """Whether an answer contains one of the right answers, word for word."""
+        said = f" {' '.join(words_of(answer.text))} "
+        return any(f" {' '.join(words_of(right))} " in said for right in self.right)
+
+
+class Summary(NamedTuple):
+    """One method's answers to several questions.
+
+    Attributes:
+        method: Name of the method.
+        accuracy: Fraction of the questions with a known answer that are answered right. None if there are none.
+        divergence: Mean KL divergence of the next token from the full prefill, in nats. None if methods are not
+            compared.
+        first_token: Median of the seconds until the first token.
+        rows: Mean fraction of the rows that are recomputed.
+    """
+
+    method: str
+    accuracy: float | None
+    divergence: float | None
+    first_token: float
+    rows: float
 
 
 def ask(
@@ -132,6 +159,24 @@ def ask(
     return Reply(question, chosen, context.spans, answers, scores.cpu())
 
 
+def summarise(replies: Sequence[Reply]) -> list[Summary]:
+    """A summary of each method, over replies with the same methods."""
+    known = [reply for reply in replies if reply.right]
+    summaries: list[Summary] = []
+    for i, first in enumerate(replies[0].answers):
+        answers = [reply.answers[i] for reply in replies]
+        summaries.append(
+            Summary(
+                first.method,
+                fmean(reply.is_right(reply.answers[i]) for reply in known) if known else None,
+                None if first.divergence is None else fmean(answer.divergence for answer in answers),
+                median(answer.first_token for answer in answers),
+                fmean(len(reply.answers[i].rows) / reply.spans[-1][1] for reply in replies),
+            )
+        )
+    return summaries
+
+
 def _ranked(index: ChunkIndex, question: str, embed: str) -> list[int]:
     """Numbers of the passages of the index, best first."""
     if not index.passages:
@@ -179,7 +224,7 @@ def _answer(
     if isinstance(method, FullPrefill):
         ids = torch.cat([context.ids, context.lm.tokens(prompt)])
         clock = _TokenClock(context.lm.device)
-        text = context.lm.generate(ids, max_new_tokens=max_new_tokens, streamer=clock)
+        (text,) = context.lm.generate([ids], max_new_tokens=max_new_tokens, streamer=clock)
         order, divergence = tuple(range(len(context.chunks))), 0.0 if compared else None
         return Answer(name, text, clock.seconds, torch.arange(len(context)), order, divergence)
     with context.patch(method, prompt) as patched:

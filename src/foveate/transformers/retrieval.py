@@ -13,7 +13,7 @@ import bm25s
 from foveate.transformers.documents import SEPARATOR, Passage
 from foveate.transformers.examples import sentence_embeddings
 
-__all__ = ["bm25", "by_meaning", "passage_of", "retrieve"]
+__all__ = ["bm25", "by_meaning", "passage_of", "retrieve", "words_of"]
 
 EAST_ASIAN = "\u3040-\u30ff\u3400-\u9fff\uf900-\ufaff"  # written without spaces: each character is a word
 WORD = re.compile(rf"[{EAST_ASIAN}]|[^\W{EAST_ASIAN}]+")
@@ -31,21 +31,22 @@ def bm25(texts: tuple[str, ...]) -> Ranking:
     Texts without a word of the question are left out. Words are compared by their spelling, whatever their case and
     Unicode form, and none is too short or too common to count.
     """
-    bags = [_words(text) for text in texts]
+    bags = [words_of(text) for text in texts]
     if not any(bags):
         return lambda question: []
     model = bm25s.BM25(k1=1.5, b=0.75, method="lucene")
     model.index(bags, show_progress=False)
 
     def rank(question: str) -> list[int]:
-        words = list(dict.fromkeys(_words(question)))
+        words = list(dict.fromkeys(words_of(question)))
         scores = model.get_scores(words).tolist() if words else []
         return sorted((i for i, score in enumerate(scores) if score > 0), key=lambda i: -scores[i])
 
     return rank
 
 
-def _words(text: str) -> list[str]:
+def words_of(text: str) -> list[str]:
+    """The words of a text, without case and in one Unicode form."""
     return WORD.findall(normalize("NFKC", text).casefold())
 
 

@@ -67,11 +67,11 @@ def divide(items: Sequence[T], *, together: bool = False) -> list[T]:
     """
     from accelerate.utils import broadcast_object_list
 
-    items = broadcast_object_list([list(items)])[0]
+    agreed: Any = broadcast_object_list([[*items]])[0]
     if together:
-        return [*items]
-    with join().split_between_processes(items) as mine:
-        return mine
+        return agreed
+    with join().split_between_processes(agreed) as mine:
+        return list[Any](mine)
 
 
 def check_shared(paths: Iterable[Path]) -> None:

@@ -30,7 +30,8 @@ from foveate.ops.block_table import BlockTable
 from foveate.utils.device import now, versions
 from foveate.utils.files import slug, write_picture, write_whole
 from foveate.utils.progress import Track, silent
-from foveate.web.report import Comparison, Objects, Variant, comparison_page, detail_ssim, psnr, ssim
+from foveate.utils.similarity import detail_ssim, psnr, ssim
+from foveate.web.report import Comparison, Objects, Variant, comparison_page
 
 __all__ = ["compare", "comparison", "draw_variant", "showcase"]
 
