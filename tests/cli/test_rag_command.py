@@ -1,5 +1,7 @@
 """Laws of `foveate rag`, tried as a user would."""
 
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -192,6 +194,16 @@ def test_an_index_is_made_changed_and_asked_without_its_folder(model, tmp_path):
     missing = CliRunner().invoke(app, ["rag", "remove", "index", "none.txt"])
     assert missing.exit_code == 2
     assert "has no document none.txt: it has" in said(missing)
+
+
+@pytest.mark.slow
+def test_processes_that_are_launched_together_divide_a_folder(model):
+    launch = [sys.executable, "-m", "accelerate.commands.launch", "--cpu", "--num_processes", "2", "-m", "foveate"]
+    index = ["rag", "index", "notes", "--model", str(model), "--device", "cpu"]
+    done = subprocess.run([*launch, *index], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("4 passages, 27 tokens") == 1
+    assert "0 encoded, 4 found" in said(run(model))
 
 
 @pytest.mark.parametrize(("text", "size"), [("20GB", 2e10), ("1.5 MiB", 1.5 * 2**20), ("7", 7), ("3k", 3000), ("", 5)])

@@ -16,9 +16,12 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from foveate import InfoFlowKV
+from foveate.demo import READER
+from foveate.demo.facts import draw_facts
 from foveate.transformers import ChunkCache, ChunkEncoder
 from foveate.transformers.documents import Passage
 from foveate.transformers.index import BuildReport, ChunkIndex, index_documents, read_index, remove_documents
+from foveate.transformers.model import load
 
 TEXTS = {f"{i}.txt": text for i, text in enumerate(DOCUMENTS)}
 
@@ -241,6 +244,26 @@ def test_recomputing_all_rows_of_eight_bit_chunks_is_exact():
     with context.patch(InfoFlowKV(recompute=1.0, exclude_first=False), prompt) as patched:
         torch.testing.assert_close(patched.logits(), want, rtol=1e-11, atol=1e-11)
     assert not torch.allclose(cached_logits(ours, context, prompt), want, rtol=1e-3)
+
+
+@pytest.mark.slow
+def test_the_built_in_reader_answers_alike_from_eight_bit_chunks():
+    ours = ChunkEncoder(*load(READER, "cpu"))
+    facts = draw_facts(12, 32, torch.Generator().manual_seed(1))
+    divergences = []
+    for ids, owners in zip(facts.ids, facts.owner, strict=True):
+        chunks = ours.encode([part.tolist() for part in ids.split(20)])
+        contexts = ours.compose(chunks), ours.compose([chunk.quantized() for chunk in chunks])
+        for name in ours.tokenizer.batch_decode(owners[owners >= 0].unique()[:3, None]):
+            prompt, logits = f"Question: {name} plays the what? Answer:", []
+            for context in contexts:
+                with context.patch(InfoFlowKV(), prompt) as patched:
+                    logits.append(patched.logits(1)[-1].double().log_softmax(-1))
+            exact, eight_bit = logits
+            assert exact.argmax() == eight_bit.argmax()
+            divergences.append((exact.exp() * (exact - eight_bit)).sum())
+    assert len(divergences) > 30
+    assert sum(divergences) / len(divergences) < 5e-4
 
 
 # --- damage, processes, file systems ---------------------------------------------------------------------------------
