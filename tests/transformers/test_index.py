@@ -4,6 +4,7 @@ import os
 import random
 import signal
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import fsspec
@@ -91,6 +92,10 @@ def test_only_changed_passages_are_encoded_and_unused_files_removed(tmp_path, en
     assert len(after.keys() & before.keys()) == 3
     assert all(after[name] == before[name] for name in after.keys() & before.keys())
     assert (tmp_path / ".gitignore").read_text() == "*\n"
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "notes.txt").write_text("w1")
+    index_documents(tmp_path / "mine", encoder(), TEXTS)
+    assert not (tmp_path / "mine" / ".gitignore").exists()
 
 
 def test_documents_are_added_and_removed_one_by_one(place, encoded):
@@ -327,6 +332,26 @@ def test_an_interruption_loses_only_the_current_passage(tmp_path, encoded, monke
     assert built == BuildReport(encoded=2, found=2, removed=0, left=0)
     assert advances == [2, 2]
     assert sorted(encoded) == [5, 6, 7, 9]
+
+
+def test_threads_load_what_one_thread_loads_while_documents_come_and_go(tmp_path):
+    index = index_documents(tmp_path, encoder(), TEXTS, max_disk=20_000, max_memory=8_000)
+    want = [(chunk.keys.clone(), chunk.values.clone()) for chunk in index.load(range(4))]
+
+    def ask(seed):
+        draw = random.Random(seed)
+        if seed == 0:
+            for i in range(10):
+                index.add({"new": f"w{i + 1} w5"}).remove(["new"]).build()
+        for _ in range(20):
+            passages = draw.sample(range(4), 2)
+            for passage, chunk in zip(passages, index.load(passages), strict=True):
+                assert torch.equal(chunk.keys, want[passage][0])
+                assert torch.equal(chunk.values, want[passage][1])
+
+    with ThreadPoolExecutor(6) as pool:
+        list(pool.map(ask, range(6)))
+    assert index.refused == []
 
 
 def many(version=0):

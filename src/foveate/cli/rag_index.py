@@ -187,6 +187,8 @@ def open_index(
     from foveate.transformers.documents import read_documents
     from foveate.transformers.index import ChunkIndex, index_documents, index_name, read_index
 
+    if Path(folder).is_file():
+        raise ValueError(f"{folder} is a file: name its folder")
     limits = {"max_disk": bytes_of(max_disk, inf), "max_memory": bytes_of(max_memory, 0)}
     skipped = list[str]()
     stored = bool(read_index(folder, skipped))

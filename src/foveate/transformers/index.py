@@ -147,7 +147,8 @@ class ChunkIndex:
         """
         if max_tokens is None:
             max_tokens = min(512, self.encoder.model.config.max_position_embeddings // 4)
-        self._folder.write(".gitignore", b"*\n")
+        if not self._folder.files():
+            self._folder.write(".gitignore", b"*\n")
         tokenizer = self.encoder.tokenizer
         for name, text in documents.items():
             source = digest([text, max_tokens, eight_bit, self._fingerprint])
