@@ -132,7 +132,8 @@ def add(
         read = read_documents(path, skipped)
         texts |= read if path.is_file() else {f"{path.as_posix()}/{name}": text for name, text in read.items()}
     encoder, _, _ = _open_encoder(model, prefix, chat, device, dtype)
-    chunks = ChunkIndex(place, encoder, max_disk=limit).add(texts, chunk, eight_bit)
+    with progress() as track:
+        chunks = ChunkIndex(place, encoder, max_disk=limit).add(texts, chunk, eight_bit, track)
     _build(chunks, skipped)
 
 
@@ -199,7 +200,8 @@ def open_index(
         _print_skipped(chunks.skipped)
     else:
         where = index or str(Path(folder, ".foveate", index_name(model)))
-        chunks = index_documents(where, encoder, documents, chunk, eight_bit, **limits)
+        with progress() as track:
+            chunks = index_documents(where, encoder, documents, chunk, eight_bit, **limits, track=track)
         _build(chunks, skipped)
     return chunks, before, after
 

@@ -133,7 +133,11 @@ class ChunkIndex:
     # --- documents ---------------------------------------------------------------------------------------------------
 
     def add(
-        self, documents: Mapping[str, str], max_tokens: int | None = None, eight_bit: bool = False
+        self,
+        documents: Mapping[str, str],
+        max_tokens: int | None = None,
+        eight_bit: bool = False,
+        track: Track = silent,
     ) -> "ChunkIndex":
         """The index with these documents as well; one of the same name is replaced. Call `build` to encode them.
 
@@ -144,20 +148,20 @@ class ChunkIndex:
             max_tokens: Largest number of tokens in a passage. 0 keeps documents whole; None is 512, or a quarter of
                 the model's context if that is less.
             eight_bit: Whether to store keys and values as 8-bit integers.
+            track: Progress bar.
         """
         if max_tokens is None:
             max_tokens = min(512, self.encoder.model.config.max_position_embeddings // 4)
         if not self._folder.files():
             self._folder.write(".gitignore", b"*\n")
-        tokenizer = self.encoder.tokenizer
-        for name, text in documents.items():
-            source = digest([text, max_tokens, eight_bit, self._fingerprint])
-            if self.documents.get(name) != source:
-                passages = split_documents(
-                    {name: text}, max_tokens, lambda part: len(tokenizer(part, add_special_tokens=False).input_ids)
-                )
-                files = [self._file(self.encoder.tokens(passage.text).tolist(), eight_bit) for passage in passages]
-                self._folder.write(_file_of(name), Document(name, source, passages, files).to_bytes())
+        sources = {name: digest([text, max_tokens, eight_bit, self._fingerprint]) for name, text in documents.items()}
+        changed = [name for name, source in sources.items() if self.documents.get(name) != source]
+        advance = track("splitting documents", len(changed)) if changed else lambda: None
+        for name in changed:
+            passages = split_documents({name: documents[name]}, max_tokens, self._count)
+            files = [self._file(self.encoder.tokens(passage.text).tolist(), eight_bit) for passage in passages]
+            self._folder.write(_file_of(name), Document(name, sources[name], passages, files).to_bytes())
+            advance()
         return self.refresh()
 
     def remove(self, names: Iterable[str]) -> "ChunkIndex":
@@ -206,6 +210,9 @@ class ChunkIndex:
                 self.ids.append(ids)
                 self.passages.append(passage)
             return self.ids.index(ids)
+
+    def _count(self, text: str) -> int:
+        return len(self.encoder.tokenizer(text, add_special_tokens=False).input_ids)
 
     def _tokens(self, passage: Passage) -> list[int]:
         if not (ids := self.encoder.tokens(passage.text).tolist()):
@@ -385,13 +392,14 @@ def index_documents(
     *,
     max_disk: float = inf,
     max_memory: float = 0,
+    track: Track = silent,
 ) -> ChunkIndex:
     """The index of these documents; others that are in its folder are removed from it. Call `build` to encode them.
 
     See `ChunkIndex` and `ChunkIndex.add` for the arguments.
     """
     index = ChunkIndex(place, encoder, max_disk=max_disk, max_memory=max_memory)
-    index = index.add(documents, max_tokens, eight_bit)
+    index = index.add(documents, max_tokens, eight_bit, track)
     for name in index.documents.keys() - documents.keys():
         index._folder.remove(_file_of(name))
     return index.refresh()
