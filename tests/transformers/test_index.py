@@ -381,6 +381,20 @@ def test_processes_that_build_one_index_at_once_divide_the_work(tmp_path):
     assert not list((tmp_path / "index").glob("*.part"))
 
 
+def test_processes_that_build_one_index_at_once_keep_its_limit(tmp_path):
+    ours, limit = encoder(), 100_000
+
+    def build_some():
+        index_documents(tmp_path, ours, many(), max_disk=limit).build()
+
+    children = [processes.fork(build_some) for _ in range(3)]
+    assert [os.waitpid(child, 0)[1] for child in children] == [0, 0, 0]
+    index = ChunkIndex(tmp_path, ours, max_disk=limit)
+    assert limit - 2 * 12_000 < index.nbytes <= limit
+    assert_right(index)
+    assert index.nbytes <= limit
+
+
 @pytest.mark.slow
 def test_killed_processes_lose_and_spoil_nothing(tmp_path):
     ours, draw, encoded = encoder(), random.Random(0), 0

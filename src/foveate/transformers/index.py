@@ -256,6 +256,7 @@ class ChunkIndex:
                     break
                 encoded += 1
             advance()
+        self._make_room(0)  # several processes may have filled the same room
         return BuildReport(encoded, len(numbers) - encoded - left, len(unused), left)
 
     def load(self, passages: Sequence[int]) -> list[ChunkCache]:
