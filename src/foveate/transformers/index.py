@@ -251,7 +251,7 @@ class ChunkIndex:
         advance = track("encoding passages", len(missing)) if missing else lambda: None
         for i, file in enumerate(missing):
             if not self._folder.exists(file):  # else another process was faster
-                if not self._write(file, self._encode(numbers[file])):
+                if not self._write(file, self._encode(numbers[file]).to_bytes()):
                     left = sum(not self._folder.exists(other) for other in missing[i:])
                     break
                 encoded += 1
@@ -291,17 +291,17 @@ class ChunkIndex:
         except ValueError as error:
             self.refused.append(str(error))
         chunk = self._encode(passage)
-        self._make_room(len(chunk.to_bytes()))
-        self._write(self._files[passage], chunk)
+        content = chunk.to_bytes()
+        self._make_room(len(content))
+        self._write(self._files[passage], content)
         return chunk
 
     def _encode(self, passage: int) -> ChunkCache:
         (chunk,) = self.encoder.encode([self.ids[passage]])
         return chunk.quantized() if self._files[passage].endswith(EIGHT_BIT) else chunk
 
-    def _write(self, file: str, chunk: ChunkCache) -> bool:
+    def _write(self, file: str, content: bytes) -> bool:
         """Write the file of a chunk if there is room for it. Whether there was."""
-        content = chunk.to_bytes()
         if room := self.max_disk == inf or self.nbytes + len(content) <= self.max_disk:
             self._folder.write(file, content)
         return room
