@@ -713,7 +713,7 @@ def test_bad_input_is_one_clear_line_and_nothing_is_written(
     "command",
     [
         "generate", "compare", "eval", "distill", "train", "icl", "rag", "rag ask", "curves", "info", "demo", "ui",
-        "demo info", "demo texts", "bench", "bench step",
+        "rag index", "rag add", "rag remove", "rag info", "demo info", "demo texts", "bench", "bench step",
     ],
 )  # fmt: skip
 def test_help_teaches(command):

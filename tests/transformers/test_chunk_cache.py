@@ -143,6 +143,15 @@ def test_a_checksum_depends_on_the_order():
     assert checksum(torch.arange(6.0)[[0, 1, 2, 4, 3, 5]]) != checksum(torch.arange(6.0))
 
 
+@pytest.mark.parametrize("size", [1, 7, 8, 9, 16, 23, 2**21 + 3])
+def test_a_checksum_is_that_of_the_bytes_wherever_they_are_and_notices_every_change(size):
+    whole = torch.randint(0, 256, (size + 1,), dtype=torch.uint8, generator=torch.Generator().manual_seed(size))
+    part = whole[1:]  # not aligned
+    assert checksum(part) == checksum(part.clone())
+    for place in {0, size // 2, size - 1}:
+        assert checksum(flipped(part, place)) != checksum(part)
+
+
 def test_settings_without_effect_keep_the_fingerprint(tmp_path):
     first = encoder(attn_implementation="sdpa")
     first.model.save_pretrained(tmp_path)

@@ -132,7 +132,8 @@ def add(
         read = read_documents(path, skipped)
         texts |= read if path.is_file() else {f"{path.as_posix()}/{name}": text for name, text in read.items()}
     encoder, _, _ = _open_encoder(model, prefix, chat, device, dtype)
-    chunks = ChunkIndex(place, encoder, max_disk=limit).add(texts, chunk, eight_bit)
+    with progress() as track:
+        chunks = ChunkIndex(place, encoder, max_disk=limit).add(texts, chunk, eight_bit, track)
     _build(chunks, skipped)
 
 
@@ -187,6 +188,8 @@ def open_index(
     from foveate.transformers.documents import read_documents
     from foveate.transformers.index import ChunkIndex, index_documents, index_name, read_index
 
+    if Path(folder).is_file():
+        raise ValueError(f"{folder} is a file: name its folder")
     limits = {"max_disk": bytes_of(max_disk, inf), "max_memory": bytes_of(max_memory, 0)}
     skipped = list[str]()
     stored = bool(read_index(folder, skipped))
@@ -197,7 +200,8 @@ def open_index(
         _print_skipped(chunks.skipped)
     else:
         where = index or str(Path(folder, ".foveate", index_name(model)))
-        chunks = index_documents(where, encoder, documents, chunk, eight_bit, **limits)
+        with progress() as track:
+            chunks = index_documents(where, encoder, documents, chunk, eight_bit, **limits, track=track)
         _build(chunks, skipped)
     return chunks, before, after
 
@@ -208,7 +212,7 @@ def _open_encoder(model: str, prefix: str, chat: bool | None, device: str, dtype
     from foveate.transformers.model import chat_frame, check_config
 
     if "LOCAL_RANK" in os.environ:
-        device = str(join_processes(device).device)
+        _, device = join_processes(device)
     language_model, tokenizer = open_reader(model, device, dtype, check_config)
     before, after = chat_frame(tokenizer, chat)
     return ChunkEncoder(language_model, tokenizer, before + prefix), before + prefix, after
@@ -221,7 +225,7 @@ def _build(chunks: Any, skipped: Sequence[str]) -> None:
         raise ValueError("there are no documents left: see above what to do about them")
     with progress() as track:
         built = chunks.build(track)
-    encoded = built.encoded
+    encoded, done = built.encoded, built.encoded + built.found
     if "LOCAL_RANK" in os.environ:
         from accelerate.utils import gather_object
 
@@ -229,7 +233,8 @@ def _build(chunks: Any, skipped: Sequence[str]) -> None:
     left = f", {built.left} left out for --max-disk" if built.left else ""
     console.print(
         f"{len(chunks.passages)} passages, {sum(map(len, chunks.ids))} tokens: {encoded} encoded, "
-        f"{built.found} found, {built.removed} removed{left}; {chunks.nbytes / 2**20:.1f} MiB in {chunks.place}",
+        f"{max(0, done - encoded)} found, {built.removed} removed{left}; "
+        f"{chunks.nbytes / 2**20:.1f} MiB in {chunks.place}",
         markup=False,
     )
 
