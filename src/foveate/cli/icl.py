@@ -159,7 +159,8 @@ def icl(
     check_file(out, "a file of blocks", ".jsonl")
     if out.resolve() == examples.resolve():
         raise ValueError(f"--out must name a file of blocks, not {out}, which holds the examples: name another file")
-    if wordless := [question for question in ask or () if not re.search(r"\w", question)]:
+    needed = r"\S" if embed or embeddings else r"\w"  # without a model, words are compared
+    if wordless := [question for question in ask or () if not re.search(needed, question)]:
         raise ValueError(f"--ask {wordless[0]!r} has no words: give the text whose label you want to know")
     reader = open_reader(model, device, dtype) if ask else None
     sub = SubCP(
