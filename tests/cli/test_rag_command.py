@@ -1,5 +1,6 @@
 """Laws of `foveate rag`, tried as a user would."""
 
+import re
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -129,6 +130,17 @@ def test_a_chat_template_frames_documents_and_question(model, tmp_path):
     answers = [result.stdout.splitlines()[1] for result in (framed, by_hand, plain)]
     assert answers[0] == answers[1] == answers[2]
     assert run(model, "w3", "--chat").exit_code == 2
+    words.chat_template = "{{ raise_exception('only tools may speak') }}"
+    words.save_pretrained(chat)
+    refused = run(chat, "w3")
+    assert refused.exit_code == 2
+    assert "the chat template refuses a user's message (only tools may speak): use --no-chat" in said(refused)
+
+
+def test_text_that_is_not_utf8_is_refused_in_one_line(model, tmp_path):
+    for result in (run(model, "w3 \udcff"), run(model, "w3", "--prefix", "\udcff"), run(model, input=b"w3 \xff\n")):
+        assert result.exit_code == 2
+        assert re.search(r"error: (the )?\w+ (is|are) not UTF-8 text: ", said(result))
 
 
 @pytest.mark.usefixtures("as_a_user")

@@ -63,6 +63,11 @@ def test_keys_are_rounded_once():
         torch.testing.assert_close(keys[0].double(), exact[layer], rtol=2**-8, atol=1e-5)
 
 
+def test_a_chunk_prints_its_size_and_no_tensors():
+    (chunk,) = encoder().encode(DOCUMENTS[:1])
+    assert repr(chunk) == "ChunkCache(7 tokens, 0.0 MiB)"
+
+
 def test_encoding_and_composing_leave_the_model_and_the_chunks_unchanged():
     ours = encoder("qwen3")
     before = {name: weight.clone() for name, weight in ours.model.state_dict().items()}

@@ -13,6 +13,7 @@ from rich.markup import escape
 from foveate.cli.common import (
     Device,
     Dtype,
+    LanguageModel,
     clear_errors,
     console,
     join_processes,
@@ -22,7 +23,7 @@ from foveate.cli.common import (
 )
 
 __all__ = [
-    "Chat", "Chunk", "EightBit", "Index", "MaxDisk", "MaxMemory", "Place", "Prefix", "Reader", "Source",
+    "Chat", "Chunk", "EightBit", "Index", "MaxDisk", "MaxMemory", "Place", "Prefix", "Source",
     "add", "index", "info", "open_index", "print_refused", "remove",
 ]  # fmt: skip
 
@@ -36,14 +37,6 @@ Source = Annotated[
     ),
 ]
 Place = Annotated[str, typer.Argument(metavar="INDEX", help="Folder or URL of the index.")]
-Reader = Annotated[
-    str,
-    typer.Option(
-        "--model",
-        help="Hub id or folder of a Llama, Qwen, Mistral or Phi-3 model. [dim]default: the built-in reader, which "
-        "knows a few hundred words[/]",
-    ),
-]
 Chunk = Annotated[
     int | None,
     typer.Option(
@@ -81,7 +74,7 @@ MaxMemory = Annotated[
 @clear_errors
 def index(
     folder: Annotated[Path, typer.Argument(help="Folder of .txt, .md and .rst files, including its subfolders.")],
-    model: Reader = "",
+    model: LanguageModel = "",
     index: Index = "",
     chunk: Chunk = None,
     eight_bit: EightBit = False,
@@ -108,7 +101,7 @@ def index(
 def add(
     place: Place,
     documents: Annotated[list[Path], typer.Argument(help="Text files, or folders of .txt, .md and .rst files.")],
-    model: Reader = "",
+    model: LanguageModel = "",
     chunk: Chunk = None,
     eight_bit: EightBit = False,
     max_disk: MaxDisk = "",
