@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 import foveate
-from foveate.cli import bench, demo, distill, draw, icl, inspect, rag, train, tune, ui
+from foveate.cli import bench, demo, distill, draw, icl, inspect, rag, serve, train, tune, ui
 
 __all__ = ["app", "main"]
 
@@ -43,6 +43,7 @@ for command, name, panel in (
     (draw.evaluate, "eval", "Pictures"),
     (tune.tune, "tune", "Pictures"),
     (ui.ui, "ui", "Pictures"),
+    (serve.serve, "serve", "Pictures"),
     (rag.rag, "rag", "Text"),
     (icl.icl, "icl", "Text"),
     (distill.distill, "distill", "Training"),

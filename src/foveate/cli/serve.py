@@ -1,16 +1,20 @@
 """`foveate serve`: pictures over HTTP."""
 
+from contextlib import suppress
 from importlib import import_module
+from signal import SIGTERM, default_int_handler, signal
+from threading import Event
 from typing import Annotated, Any
 
 import typer
 
-from foveate.cli.common import Device, Dtype, Model, clear_errors, console, read_variant
-from foveate.cli.draw import Lora
+from foveate.cli.common import Device, Dtype, Model, clear_errors, console, options_of, read_variant
+from foveate.cli.draw import Lora, method_with_lora
 from foveate.demo import LORA, PIPELINE
+from foveate.methods import METHODS
 from foveate.utils.device import choose_device, choose_dtype
 
-__all__ = ["Host", "Port", "Timeout", "serve"]
+__all__ = ["Host", "Port", "Timeout", "print_address", "serve"]
 
 Host = Annotated[
     str,
@@ -73,7 +77,7 @@ def serve(
     """
     import_module("ray.serve")  # fails with what to install
     from foveate.serve.http import api_key, free_port
-    from foveate.serve.images import Drawing, running
+    from foveate.serve.images import Limits, running
 
     key, port = api_key(host), free_port(host, port)
     if max_replicas and max_replicas < replicas:
@@ -84,16 +88,41 @@ def serve(
     gpu = device.startswith("cuda") if address else choose_device(device).type == "cuda"
     if not address:
         choose_dtype(dtype, choose_device(device))
-    drawing = Drawing(
-        model=model or str(PIPELINE), name=model or "built-in", methods=methods, lora=file, device=device, dtype=dtype,
-        size=None if model or gpu else (128, 128), steps=steps, batch=batch, queue=queue, timeout=timeout,
-        max_side=max_side, max_steps=max_steps, max_n=max_n, key=key,
+    console.print(f"loading {model or 'the built-in model'}")
+    where: Any = model or str(PIPELINE)
+    name = model or "built-in"
+    service = running(
+        name,
+        {called: (where, way, {"model": name, "method": called}) for called, way in methods.items()},
+        Limits(steps=steps, max_side=max_side, max_steps=max_steps, max_n=max_n, queue=queue, timeout=timeout),
+        host=host, port=port, key=key, batch=batch, address=address, replicas=(replicas, max_replicas or replicas),
+        gpu=gpu, lora=file, size=None if model or gpu else (128, 128), device=device, dtype=dtype,
     )  # fmt: skip
-    console.print(f"loading {model or 'the built-in model'}; Ctrl-C ends it")
-    with running(drawing, host, port, address=address, replicas=(replicas, max_replicas or replicas), gpu=gpu):
-        print(f"http://{f'[{host}]' if ':' in host else host}:{port}", flush=True)
-        typer.pause("")
+    with suppress(KeyboardInterrupt), service:
+        signal(SIGTERM, default_int_handler)  # as Ctrl-C: Ray is ended too
+        print_address(host, port)
+        Event().wait()
+
+
+def print_address(host: str, port: int) -> None:
+    """Print where a service listens."""
+    console.print("ready; /docs describes it, Ctrl-C ends it:")
+    print(f"http://{f'[{host}]' if ':' in host else host}:{port}", flush=True)
 
 
 def _methods(lora: str, names: list[str] | None) -> tuple[Any, dict[str, Any]]:
     """The file of the LoRA, and the methods by name."""
+    if not lora:
+        return None, {name: None if name == "dense" else read_variant(name) for name in names or ["dense"]}
+    import_module("peft")  # fails with what to install, which diffusers would not say
+    from foveate.diffusers.lora import find_lora, read_lora
+
+    distilled = read_lora(file := find_lora(str(LORA) if lora == "built-in" else lora))
+    if distilled is None:
+        return file, _methods("", names)[1]
+    usual = next(name for name, cls in METHODS.items() if isinstance(distilled.method, cls))
+    parts = {name: name.partition(":") for name in names or [usual]}
+    return file, {
+        name: method_with_lora(distilled, method, options_of(options.split(",") if options else None))
+        for name, (method, _, options) in parts.items()
+    }

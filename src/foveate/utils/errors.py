@@ -12,6 +12,8 @@ EXTRAS = {
     "peft": "diffusers,train",
     "imageio_ffmpeg": "diffusers,video",
     "gradio": "ui",
+    "ray": "diffusers,serve",
+    "fastapi": "transformers,serve",
 }
 """Extras of foveate that install optional packages, by package."""
 
