@@ -706,7 +706,7 @@ def test_bad_input_is_one_clear_line_and_nothing_is_written(
 @pytest.mark.parametrize(
     "command",
     [
-        "generate", "compare", "eval", "distill", "train", "icl", "rag", "curves", "info", "demo", "ui",
+        "generate", "compare", "eval", "distill", "train", "icl", "rag", "rag ask", "curves", "info", "demo", "ui",
         "demo info", "demo texts", "bench", "bench step",
     ],
 )  # fmt: skip

@@ -44,7 +44,6 @@ for command, name, panel in (
     (tune.tune, "tune", "Pictures"),
     (ui.ui, "ui", "Pictures"),
     (serve.serve, "serve", "Pictures"),
-    (rag.rag, "rag", "Text"),
     (icl.icl, "icl", "Text"),
     (distill.distill, "distill", "Training"),
     (train.train, "train", "Training"),
@@ -52,6 +51,7 @@ for command, name, panel in (
     (inspect.info, "info", "Look inside"),
 ):
     app.command(name, rich_help_panel=panel)(command)
+app.add_typer(rag.app, name="rag", rich_help_panel="Text")
 app.add_typer(bench.app, name="bench", rich_help_panel="Look inside")
 app.add_typer(demo.app, name="demo", rich_help_panel="Look inside")
 

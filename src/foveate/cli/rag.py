@@ -1,4 +1,4 @@
-"""`foveate rag`: answer questions about a folder of documents."""
+"""`foveate rag`: the commands about folders of documents."""
 
 import sys
 from collections.abc import Iterator, Sequence
@@ -10,6 +10,7 @@ from rich.box import SIMPLE
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
+from typer.core import TyperGroup
 
 from foveate.cli.common import (
     Device,
@@ -25,9 +26,27 @@ from foveate.cli.common import (
 from foveate.methods import RECOMPUTE_POLICIES, recompute_policy_from_text
 from foveate.utils.files import write_whole
 
-__all__ = ["rag"]
+__all__ = ["app", "recompute_methods"]
 
 
+class _AskByDefault(TyperGroup):
+    """A group whose command `ask` takes what does not begin with the name of another: `foveate rag notes "Who?"`."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        named = not args or args[0] in self.commands or args[0] == "--help"
+        return super().parse_args(ctx, args if named else ["ask", *args])
+
+
+app = typer.Typer(
+    cls=_AskByDefault,
+    no_args_is_help=True,
+    rich_markup_mode="rich",
+    help="Answer questions about a folder of documents that the model encodes only once (InfoFlow KV).\n\n"
+    "`foveate rag FOLDER` is short for `foveate rag ask FOLDER`.",
+)
+
+
+@app.command("ask")
 @clear_errors
 def rag(
     folder: Annotated[Path, typer.Argument(help="Folder of .txt, .md and .rst files, including its subfolders.")],
