@@ -18,7 +18,7 @@ from prometheus_client import CollectorRegistry, Counter
 from pydantic import BaseModel, Field
 from ray import serve
 from ray.exceptions import RayActorError
-from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError
+from ray.serve.exceptions import BackPressureError
 
 from foveate.serve.http import create_app, overloaded, until_gone
 from foveate.utils.files import slug
@@ -132,20 +132,24 @@ class Front:
 
     async def _draw(self, method: str, *asked: Any) -> bytes:
         """The picture, from another replica if the first one dies."""
-        for attempt in range(RETRIES + 1):
+        deaths = 0
+        while deaths <= RETRIES:
             try:
                 result = await self._painters[method].draw.remote(*asked)
             except BackPressureError:
-                raise overloaded() from None
-            except (RayActorError, DeploymentUnavailableError):
+                if not deaths:
+                    raise overloaded() from None
+                await asyncio.sleep(0.5)  # it has waited in the queue before
+            except RayActorError:
+                deaths += 1
                 self._retried.inc()
-                await asyncio.sleep(0.2 * 2**attempt)  # until Ray knows that it died
+                await asyncio.sleep(0.1)  # until Ray knows that it died
             else:
                 if isinstance(result, str):
                     raise HTTPException(400, result)
                 self._drawn.labels(method).inc()
                 return result
-        raise HTTPException(503, f"the replicas died {RETRIES + 1} times while they drew this")
+        raise HTTPException(503, f"{deaths} replicas died while they drew this")
 
     async def _health(self) -> dict[str, Any]:
         status = await asyncio.to_thread(serve.status)
@@ -200,7 +204,7 @@ def running(
     Raises:
         ValueError: If the replicas cannot start.
     """
-    from foveate.serve.painter import Painter  # the front needs none of what it loads
+    from foveate.serve.painter import Replica  # the front needs none of what it loads
 
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # nothing is sent to anybody
     fewest, most = replicas
@@ -218,7 +222,7 @@ def running(
         if most > fewest:
             wanted = {"min_replicas": fewest, "max_replicas": most, "target_ongoing_requests": batch}
             scale = {"autoscaling_config": wanted}
-        kind = serve.deployment(Painter).options(
+        kind = serve.deployment(Replica).options(
             max_ongoing_requests=2 * batch,  # one batch is drawn while the next one gathers
             max_queued_requests=limits.queue,
             ray_actor_options={"num_cpus": threads, "num_gpus": int(gpu)},

@@ -1,8 +1,10 @@
 # pyright: basic
-"""A replica of the image service: a pipeline that draws in batches."""
+"""The replicas of the image service: each is a pipeline that draws in batches."""
 
 import asyncio
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -15,7 +17,7 @@ from foveate.diffusers.pipelines import Request, check_request, draw_batch, load
 from foveate.diffusers.pixel_pipeline import PixelPipeline, as_method
 from foveate.utils.files import png
 
-__all__ = ["Painter"]
+__all__ = ["Job", "Painter", "Replica"]
 
 
 class _Abandoned(Exception):
@@ -23,9 +25,18 @@ class _Abandoned(Exception):
 
 
 @dataclass
-class _Job:
+class Job:
+    """A picture to draw.
+
+    Attributes:
+        request: What to draw.
+        result: The PNG file, or why it cannot be drawn; empty until then.
+        abandoned: Whether nobody waits for it any more.
+    """
+
     request: Request
-    over: bool = field(default=False)  # drawn, or nobody waits for it
+    result: bytes | str = ""
+    abandoned: bool = False
 
 
 class Painter:
@@ -37,7 +48,6 @@ class Painter:
         about: Settings that every picture carries.
         lora: File of a LoRA.
         size: Default (height, width) in pixels; None is the model's own.
-        batch: Most pictures of one size and number of steps that are drawn together.
         device: See `foveate.utils.device.choose_device`.
         dtype: See `foveate.utils.device.choose_dtype`.
     """
@@ -50,7 +60,6 @@ class Painter:
         *,
         lora: Path | None = None,
         size: tuple[int, int] | None = None,
-        batch: int = 4,
         device: str = "auto",
         dtype: str = "auto",
     ) -> None:
@@ -67,49 +76,64 @@ class Painter:
         else:
             self._applied = apply(self._pipe, method)
         self._size, self._about = size or own_size(self._pipe), about
-        self._draw.set_max_batch_size(batch)
 
-    async def draw(self, prompt: str, size: tuple[int, int] | None, steps: int, seed: int) -> bytes | str:
-        """The PNG file, or why it cannot be drawn."""
-        request = Request(prompt, size or self._size, steps, None, seed)
+    def job(self, prompt: str, size: tuple[int, int] | None, steps: int, seed: int) -> Job:
+        """A picture to draw; its result is there already if it cannot be drawn."""
+        job = Job(Request(prompt, size or self._size, steps, None, seed))
         try:
-            check_request(self._pipe, request)
+            check_request(self._pipe, job.request)
         except ValueError as error:
-            return str(error)
-        job = _Job(request)
-        try:
-            return await self._draw(job)
-        finally:
-            job.over = True
+            job.result = str(error)
+        return job
 
-    @serve.batch(max_batch_size=1, batch_wait_timeout_s=0.01)
-    async def _draw(self, jobs: list[_Job]) -> list[bytes | str]:
-        return await asyncio.to_thread(self._draw_together, jobs)
-
-    def _draw_together(self, jobs: list[_Job]) -> list[bytes | str]:
-        """Results in the order of the jobs. What has the same size and number of steps is one batch."""
-        results: dict[int, bytes | str] = {}
+    def draw_together(self, jobs: Sequence[Job]) -> None:
+        """Draw pictures, those of the same size and number of steps in one batch, unless nobody waits any more."""
 
         def go_on() -> None:
-            if all(job.over for job in jobs):
+            if all(job.abandoned for job in jobs):
                 raise _Abandoned
 
         for job in jobs:
             if end := unread(self._pipe, job.request.prompt):
-                results[id(job)] = f"the model does not read the end of the prompt: {end!r}; shorten it"
-        rest = sorted((job for job in jobs if id(job) not in results), key=_shape)
-        for _, group in groupby(rest, _shape):
-            batch = list(group)
-            try:
-                pictures = draw_batch(self._pipe, [job.request for job in batch], go_on)
-            except _Abandoned:
-                break
-            for job, picture in zip(batch, pictures, strict=True):
-                height, width = job.request.size
-                about = {"prompt": job.request.prompt, "size": f"{width} x {height} px", "seed": str(job.request.seed)}
-                results[id(job)] = png(picture, about | {"steps": str(job.request.steps)} | self._about)
-        return [results.get(id(job), "") for job in jobs]
+                job.result = f"the model does not read the end of the prompt: {end!r}; shorten it"
+        with suppress(_Abandoned):
+            for _, group in groupby(sorted((job for job in jobs if not job.result), key=_shape), _shape):
+                batch = list(group)
+                try:
+                    pictures = draw_batch(self._pipe, [job.request for job in batch], go_on)
+                except ValueError as error:  # such as a size that is too small for the method
+                    for job in batch:
+                        job.result = str(error)
+                    continue
+                for job, picture in zip(batch, pictures, strict=True):
+                    job.result = png(picture, self._settings(job.request))
+
+    def _settings(self, request: Request) -> dict[str, str]:
+        height, width = request.size
+        asked = {"prompt": request.prompt, "size": f"{width} x {height} px", "steps": str(request.steps)}
+        return asked | {"seed": str(request.seed)} | self._about
 
 
-def _shape(job: _Job) -> Any:
+class Replica(Painter):
+    """A painter on Ray Serve; its arguments and the largest number of pictures that it draws together."""
+
+    def __init__(self, *args: Any, batch: int, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._draw.set_max_batch_size(batch)
+
+    async def draw(self, *asked: Any) -> bytes | str:
+        """The PNG file for the arguments of `job`, or why it cannot be drawn."""
+        job = self.job(*asked)
+        try:
+            return job.result or await self._draw(job)
+        finally:
+            job.abandoned = True
+
+    @serve.batch(batch_wait_timeout_s=0.01)
+    async def _draw(self, jobs: list[Job]) -> list[bytes | str]:
+        await asyncio.to_thread(self.draw_together, jobs)
+        return [job.result for job in jobs]
+
+
+def _shape(job: Job) -> Any:
     return job.request.size, job.request.steps
