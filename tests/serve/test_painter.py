@@ -29,7 +29,7 @@ def reference(method, lora, prompt, size, steps, seed):
         return np.asarray(draw(pipeline(lora), Request(prompt, size, steps, None, seed))[0]).astype(int)
 
 
-@pytest.mark.parametrize("method", [None, ToMA(keep=0.5), "lora"])
+@pytest.mark.parametrize("method", [ToMA(keep=0.5), "lora"])
 def test_requests_that_come_together_get_the_pictures_of_generate(method):
     lora = LORA / LORA_FILE if method == "lora" else None
     method = read_lora(lora) if lora else method
