@@ -45,6 +45,7 @@ def service(tmp_path_factory):
     assert address, log.read_text()
     yield address, process, log
     process.terminate()
+    process.stdout.close()
     assert process.wait(60) == 0
     assert not replicas()
 
@@ -132,38 +133,19 @@ def test_memory_of_the_replicas_is_flat(service, client, expected):
 
 def test_malformed_bodies_are_refused_without_a_traceback(service, client):
     rng, good = random.Random(0), {"prompt": "an owl", "n": 1, "size": "64x64", "seed": 1, "method": "dense"}
-    odd = [
-        None,
-        -1,
-        0,
-        99,
-        2**64,
-        1.5,
-        "",
-        "x" * 9000,
-        "\ud800",
-        [],
-        {},
-        "64x0",
-        "9999x64",
-        "65x64",
-        float("nan"),
-        "llsa",
-    ]
+    odd = [None, -1, 0, 99, 2**64, 1.5, "", "x" * 9000, "\ud800", [], {}, "64x0", "9999x64", "65x64", "llsa"]
     fine = {"size": (), "seed": (None, 0, 99), "n": (), "method": (), "prompt": ("64x0", "9999x64", "65x64", "llsa")}
 
     def malformed():
-        body = dict(good)
         match rng.randrange(4):
             case 0:
                 return rng.randbytes(rng.randrange(200))
             case 1:
-                return json.dumps(body).encode()[: rng.randrange(80)]
+                return json.dumps(good).encode()[: rng.randrange(len(json.dumps(good)))]
             case 2:
-                return json.dumps(body | {rng.choice(["a", "quality", "Prompt"]): 1}).encode()
+                return json.dumps(good | {rng.choice(["a", "quality", "Prompt"]): 1}).encode()
         name = rng.choice([*fine])
-        body[name] = rng.choice([value for value in odd if value not in fine[name]])
-        return json.dumps(body).encode()
+        return json.dumps(good | {name: rng.choice([value for value in odd if value not in fine[name]])}).encode()
 
     start = service[2].stat().st_size
     with ThreadPoolExecutor(8) as clients:

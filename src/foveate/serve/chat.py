@@ -366,7 +366,7 @@ def chat_app(reader: Reader, model: str, *, key: str, threads: int, queue: int, 
     async def _completions(asked: Completion, http: HTTPRequest) -> Any:
         """An answer to the last message from documents or an index, greedy unless temperature says otherwise."""
         if asked.model not in (None, model):
-            raise HTTPException(404, f"there is no model {asked.model!r} here: it is {model!r}")
+            raise HTTPException(404, f"the only model here is {model!r}")
         shared = {"id": f"chatcmpl-{secrets.token_hex(12)}", "created": int(time.time()), "model": model}
         found = pieces(asked)
         if asked.stream:

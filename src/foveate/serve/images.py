@@ -31,8 +31,8 @@ MAX_PROMPT = 8192
 MOST_SEEDS = 2**63
 RETRIES = 3
 """Times that a picture is drawn again because its replica died; a picture that kills replicas must stop there."""
-KEPT = 256
-"""Pictures that can be fetched by their URL; the oldest go first."""
+KEPT = 2**28
+"""Bytes of pictures that can be fetched by their URL; the oldest go first."""
 OBJECT_STORE = 100 * 2**20
 """Bytes of shared memory for pictures on their way."""
 
@@ -108,7 +108,7 @@ class Front:
         async def _picture(name: str) -> Response:
             """A picture by the URL that was its answer. Only who has the URL can know the name."""
             if name not in self._kept:
-                raise HTTPException(404, f"no such picture: only the last {KEPT} are kept")
+                raise HTTPException(404, "no such picture: only the last ones are kept")
             return Response(self._kept[name], media_type="image/png")
 
         app.include_router(api)
@@ -118,7 +118,7 @@ class Front:
         if form == "b64_json":
             return {"b64_json": base64.b64encode(picture).decode()}
         self._kept[name := f"{secrets.token_urlsafe()}.png"] = picture
-        while len(self._kept) > KEPT:
+        while sum(map(len, self._kept.values())) > KEPT:
             self._kept.pop(next(iter(self._kept)))
         return {"url": f"{http.base_url}pictures/{name}"}
 
@@ -134,8 +134,12 @@ class Front:
         """The picture, from another replica if the first one dies."""
         deaths = 0
         while deaths <= RETRIES:
+            drawing = self._painters[method].draw.remote(*asked)
             try:
-                result = await self._painters[method].draw.remote(*asked)
+                result = await drawing
+            except asyncio.CancelledError:
+                drawing.cancel()
+                raise
             except BackPressureError:
                 if not deaths:
                     raise overloaded() from None
