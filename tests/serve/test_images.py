@@ -5,6 +5,7 @@ import io
 import json
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -39,14 +40,14 @@ def service(tmp_path_factory):
     with log.open("w") as file:
         process = subprocess.Popen(
             [sys.executable, "-m", "foveate", "serve", "--device", "cpu", *options.split()],
-            stdout=subprocess.PIPE, stderr=file, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"},
+            stdout=file, stderr=file, env=os.environ | {"OMP_NUM_THREADS": "1"},
         )  # fmt: skip
-    address = process.stdout.readline().strip()
-    assert address, log.read_text()
-    yield address, process, log
+    while not (address := re.search(r"^http://\S+$", log.read_text(), re.MULTILINE)):
+        assert process.poll() is None, log.read_text()
+        time.sleep(0.1)
+    yield address[0], process, log
     process.terminate()
-    process.stdout.close()
-    assert process.wait(60) == 0
+    assert process.wait(60) == 0, log.read_text()
     assert not replicas()
 
 

@@ -146,7 +146,7 @@ class Reader:
         self._prompt, self._chat, self._passage_tokens = prompt, chat, passage_tokens
         self._encode = lru_cache(CACHED_PASSAGES)(lambda ids: encoder.encode([ids])[0])
 
-    def answer(self, asked: Completion, stop: Event, emit: Callable[[str], None] = lambda text: None) -> Outcome:
+    def answer(self, asked: Completion, stop: Event, emit: Callable[[str], object] = lambda text: None) -> Outcome:
         """The answer; its text is emitted piece by piece as well.
 
         Args:
@@ -250,7 +250,7 @@ class Reader:
 class _Words(TextStreamer):
     """Emits the words of an answer as they are complete, and counts tokens."""
 
-    def __init__(self, tokenizer: Any, emit: Callable[[str], None]) -> None:
+    def __init__(self, tokenizer: Any, emit: Callable[[str], object]) -> None:
         super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
         self._emit, self._begun, self.count, self.last = emit, False, 0, -1
 
@@ -300,7 +300,7 @@ class _Threads:
     def __post_init__(self) -> None:
         self.pool = ThreadPoolExecutor(self.threads)
 
-    async def pieces(self, work: Callable[[Event, Callable[[str], None]], Outcome]) -> AsyncGenerator[str | Outcome]:
+    async def pieces(self, work: Callable[[Event, Callable[[str], object]], Outcome]) -> AsyncGenerator[str | Outcome]:
         """What `work` emits, then its result. It is told to stop when this generator is closed."""
         if self.busy >= self.threads + self.queue:
             raise overloaded()

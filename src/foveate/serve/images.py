@@ -3,6 +3,7 @@
 
 import asyncio
 import base64
+import logging
 import os
 import secrets
 import time
@@ -10,6 +11,7 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
+from zlib import crc32
 
 import ray
 from fastapi import HTTPException, Response
@@ -172,7 +174,7 @@ class Front:
 
 
 def _deployment(method: str) -> str:
-    return f"draws-{slug(method)}"
+    return f"draws-{slug(method)[:30]}-{crc32(method.encode()):08x}"
 
 
 @contextmanager
@@ -216,10 +218,12 @@ def running(
     threads = 1 if gpu else max(1, cores // needed)
     quiet = {"log_level": "WARNING", "enable_access_log": False}
     if address:
-        ray.init(address=address, logging_level="warning")
+        ray.init(address=address, logging_level=logging.WARNING)
     else:
         cores = max(cores, threads * needed)
-        ray.init(num_cpus=cores, object_store_memory=OBJECT_STORE, include_dashboard=False, logging_level="warning")
+        ray.init(
+            num_cpus=cores, object_store_memory=OBJECT_STORE, include_dashboard=False, logging_level=logging.WARNING
+        )
     try:
         serve.start(http_options={"host": host, "port": port}, proxy_location="HeadOnly", logging_config=quiet)
         scale: Any = {"num_replicas": fewest}

@@ -119,7 +119,8 @@ class Replica(Painter):
 
     def __init__(self, *args: Any, batch: int, **options: Any) -> None:
         super().__init__(*args, **options)
-        self._draw.set_max_batch_size(batch)
+        together: Any = self._draw
+        together.set_max_batch_size(batch)
 
     async def draw(self, *asked: Any) -> bytes | str:
         """The PNG file for the arguments of `job`, or why it cannot be drawn."""
