@@ -13,7 +13,6 @@ from foveate.cli import app
         ("serve --replicas 2 --max-replicas 1", "is less than --replicas 2"),
         ("serve --steps 200", "raise --max-steps"),
         ("serve --method nothing", "nothing"),
-        ("serve --lora built-in --method toma", "was distilled for"),
         ("rag serve --host 0.0.0.0", "set FOVEATE_API_KEY"),
         ("rag serve nowhere", "is not a folder"),
         ("rag serve --prompt x", "must contain {question}"),

@@ -8,7 +8,6 @@ import time
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
-from dataclasses import dataclass, field
 from functools import lru_cache
 from threading import Event
 from typing import Annotated, Any, Literal, NamedTuple
@@ -81,25 +80,19 @@ class Completion(BaseModel, extra="forbid"):
     user: str | None = None
 
 
-class Reading(NamedTuple):
-    """What an answer is made from.
+class Outcome(NamedTuple):
+    """A finished answer.
 
     Attributes:
-        names: Names of the passages in the context.
-        chunks: Their chunks.
-        prompt: Token ids after them.
+        passages: Names of the passages that were read.
+        text: The answer.
+        finish: Why it ends: "stop" or "length".
+        prompt: Number of tokens before the answer.
+        cached: Number of these that were not recomputed.
+        completion: Number of tokens of the answer.
     """
 
-    names: list[str]
-    chunks: list[ChunkCache]
-    prompt: list[int]
-
-
-@dataclass
-class Outcome:
-    """A finished answer, and what it took."""
-
-    names: list[str]
+    passages: list[str]
     text: str
     finish: str
     prompt: int
@@ -108,7 +101,7 @@ class Outcome:
 
     @property
     def usage(self) -> dict[str, Any]:
-        """Tokens, as OpenAI counts them; cached are those of the context that were not recomputed."""
+        """Numbers of tokens, as OpenAI counts them."""
         return {
             "prompt_tokens": self.prompt,
             "completion_tokens": self.completion,
@@ -157,58 +150,50 @@ class Reader:
         Raises:
             ValueError: If it cannot be answered.
         """
-        new_tokens = self._new_tokens(asked)
-        reading = self._read(asked, new_tokens)
-        context = self.encoder.compose(reading.chunks)
+        new_tokens = asked.max_completion_tokens or asked.max_tokens or self.max_new_tokens
+        if new_tokens > self.max_new_tokens:
+            raise ValueError(f"max_tokens={new_tokens} is more than the {self.max_new_tokens} that this service gives")
+        prompt = self.encoder.tokens(self._text_after(asked.messages)).tolist()
+        names, chunks = self._read(asked, len(self.encoder.prefix) + len(prompt) + new_tokens)
+        context = self.encoder.compose(chunks)
         words = _Words(self.encoder.tokenizer, emit)
         options: dict[str, Any] = {"streamer": words, "stopping_criteria": [_Stop(stop)]}
         if asked.temperature:
             options["logits_processor"] = [_Sample(asked.temperature, asked.top_p, asked.seed)]
-        with context.patch(self.method, reading.prompt) as patched:
-            text = patched.generate(max_new_tokens=new_tokens, **options)
-            recomputed = len(patched.rows)
+        with context.patch(self.method, prompt) as patched:
+            text = patched.generate(max_new_tokens=new_tokens, **options).lstrip()
+            cached = len(context) - len(patched.rows)
         ends = self.encoder.model.generation_config.eos_token_id
-        ended = words.last in (ends if isinstance(ends, list) else [ends])
-        return Outcome(
-            reading.names, text.lstrip(), "stop" if ended else "length",
-            len(context) + len(reading.prompt), len(context) - recomputed, words.count,
-        )  # fmt: skip
+        finish = "stop" if words.last in (ends if isinstance(ends, list) else [ends]) else "length"
+        return Outcome(names, text, finish, len(context) + len(prompt), cached, words.count)
 
-    def _new_tokens(self, asked: Completion) -> int:
-        tokens = asked.max_completion_tokens or asked.max_tokens or self.max_new_tokens
-        if tokens > self.max_new_tokens:
-            raise ValueError(f"max_tokens={tokens} is more than the {self.max_new_tokens} that this service gives")
-        return tokens
-
-    def _read(self, asked: Completion, new_tokens: int) -> Reading:
-        if asked.documents and asked.index:
+    def _read(self, asked: Completion, used: int) -> tuple[list[str], list[ChunkCache]]:
+        """Names and chunks of the passages, which fit into the model's context beside `used` tokens."""
+        if not asked.documents:
+            index = self._index(asked.index)
+            numbers = self._fitting(index, asked.messages[-1].content, used)
+            return [index.passages[number].name for number in numbers], index.load(numbers)
+        if asked.index:
             raise ValueError("pass documents, or the name of an index, not both")
-        question = asked.messages[-1].content
-        prompt = self.encoder.tokens(self._text_after(asked.messages)).tolist()
-        if asked.documents:
-            texts = [text if isinstance(text, Document) else Document(text=text) for text in asked.documents]
-            if blank := [i + 1 for i, document in enumerate(texts) if not document.text.strip()]:
-                raise ValueError(f"document {blank[0]} is blank: leave it out")
-            passages = split_documents(
-                {f"{i + 1}: {document.title}".rstrip(": "): document.text for i, document in enumerate(texts)},
-                self._passage_tokens,
-                lambda text: len(self.encoder.tokenizer(text, add_special_tokens=False).input_ids),
-            )
-            ids = [tuple(self.encoder.tokens(passage.text).tolist()) for passage in passages]
-            used = len(self.encoder.prefix) + sum(map(len, ids)) + len(prompt) + new_tokens
-            self.encoder.check_length(used, "documents, messages and answer", "send fewer documents")
-            return Reading([passage.name for passage in passages], [self._encode(each) for each in ids], prompt)
-        index = self._index(asked.index)
-        numbers = self._fitting(index, question, len(self.encoder.prefix) + len(prompt) + new_tokens)
-        return Reading([index.passages[i].name for i in numbers], index.load(numbers), prompt)
+        texts = [text if isinstance(text, Document) else Document(text=text) for text in asked.documents]
+        if blank := [i + 1 for i, document in enumerate(texts) if not document.text.strip()]:
+            raise ValueError(f"document {blank[0]} is blank: leave it out")
+        passages = split_documents(
+            {f"{i + 1}: {document.title}".rstrip(": "): document.text for i, document in enumerate(texts)},
+            self._passage_tokens,
+            lambda text: len(self.encoder.tokenizer(text, add_special_tokens=False).input_ids),
+        )
+        ids = [tuple(self.encoder.tokens(passage.text).tolist()) for passage in passages]
+        self.encoder.check_length(
+            used + sum(map(len, ids)), "documents, messages and answer", "send fewer documents, or ask for less"
+        )
+        return [passage.name for passage in passages], [self._encode(each) for each in ids]
 
     def _index(self, name: str | None) -> ChunkIndex:
-        if name is None and len(self.indexes) == 1:
-            return next(iter(self.indexes.values()))
+        names = [*self.indexes]
+        name = names[0] if name is None and len(names) == 1 else name
         if name is None or name not in self.indexes:
-            known = ", ".join(self.indexes)
-            there = f"the name of an index ({known})" if known else "documents: this service has no index"
-            raise ValueError(f"pass documents, or {there}" if known and name is None else f"pass {there}")
+            raise ValueError(f"pass documents, or the name of an index; there are these: {', '.join(names) or 'none'}")
         return self.indexes[name]
 
     def _fitting(self, index: ChunkIndex, question: str, used: int) -> list[int]:
@@ -288,21 +273,15 @@ class _Sample(LogitsProcessor):
         return scores - (-noise.log()).log().to(scores)
 
 
-@dataclass
 class _Threads:
     """Threads behind a bounded queue."""
 
-    threads: int
-    queue: int
-    busy: int = 0
-    pool: ThreadPoolExecutor = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.pool = ThreadPoolExecutor(self.threads)
+    def __init__(self, threads: int, queue: int) -> None:
+        self._most, self.busy, self._pool = threads + queue, 0, ThreadPoolExecutor(threads)
 
     async def pieces(self, work: Callable[[Event, Callable[[str], object]], Outcome]) -> AsyncGenerator[str | Outcome]:
         """What `work` emits, then its result. It is told to stop when this generator is closed."""
-        if self.busy >= self.threads + self.queue:
+        if self.busy >= self._most:
             raise overloaded()
         loop, stop, found = asyncio.get_running_loop(), Event(), asyncio.Queue[Any]()
 
@@ -311,7 +290,7 @@ class _Threads:
             found.put_nowait(None)
 
         running = loop.run_in_executor(
-            self.pool, work, stop, lambda text: loop.call_soon_threadsafe(found.put_nowait, text)
+            self._pool, work, stop, lambda text: loop.call_soon_threadsafe(found.put_nowait, text)
         )
         self.busy += 1
         running.add_done_callback(finished)
@@ -375,10 +354,8 @@ def chat_app(reader: Reader, model: str, *, key: str, threads: int, queue: int, 
         outcome = await until_gone(http, _last(found))
         message = {"role": "assistant", "content": outcome.text, "refusal": None}
         choice = {"index": 0, "message": message, "finish_reason": outcome.finish, "logprobs": None}
-        return {
-            **shared, "object": "chat.completion", "choices": [choice], "usage": outcome.usage,
-            "passages": outcome.names,
-        }  # fmt: skip
+        more = {"choices": [choice], "usage": outcome.usage, "passages": outcome.passages}
+        return {**shared, "object": "chat.completion", **more}
 
     app.include_router(api)
     return app
@@ -405,7 +382,7 @@ async def _events(
         while isinstance(piece, str):
             yield event({"content": piece})
             piece = await anext(found)
-        yield event({}, piece.finish, passages=piece.names)
+        yield event({}, piece.finish, passages=piece.passages)
         if asked.stream_options and asked.stream_options.include_usage:
             yield event(None, usage=piece.usage)
         yield "data: [DONE]\n\n"

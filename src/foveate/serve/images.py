@@ -240,7 +240,11 @@ def running(
             method: kind.options(name=_deployment(method)).bind(*first, batch=batch, **options)
             for method, first in painters.items()
         }
-        front = serve.deployment(Front).options(max_ongoing_requests=10_000, ray_actor_options={"num_cpus": 0})
+        front = serve.deployment(Front).options(
+            max_ongoing_requests=10_000,
+            ray_actor_options={"num_cpus": 0},
+            logging_config=quiet | {"log_level": "ERROR"},  # Ray warns of every request that the queue refuses
+        )
         try:
             serve.run(front.bind(model, key, limits, bound), name=APPLICATION, logging_config=quiet)
         except RuntimeError as error:
