@@ -36,7 +36,7 @@ ENOUGH = 20
 def service(tmp_path_factory):
     """Address, process and log of `foveate serve`. At most 2 x 2 x 2 + 4 pictures are accepted at a time."""
     log = tmp_path_factory.mktemp("service") / "log"
-    options = "--replicas 2 --batch 2 --queue 4 --steps 2 --max-steps 5000 --max-side 128 --timeout 100 --port 0"
+    options = "--replicas 2 --batch 2 --queue 4 --steps 1 --max-steps 5000 --max-side 128 --timeout 100 --port 0"
     with log.open("w") as file:
         process = subprocess.Popen(
             [sys.executable, "-m", "foveate", "serve", "--device", "cpu", *options.split()],
@@ -61,7 +61,7 @@ def client(service):
 def expected():
     """The picture of each case, as `foveate generate` draws it."""
     pipe = load(str(PIPELINE), "cpu", "float32")
-    return {case: pixels(draw(pipe, Request(case[0], (64, 64), 2, None, case[1]))[0]) for case in CASES}
+    return {case: pixels(draw(pipe, Request(case[0], (64, 64), 1, None, case[1]))[0]) for case in CASES}
 
 
 def pixels(picture):
