@@ -285,15 +285,13 @@ class _Threads:
             raise overloaded()
         loop, stop, found = asyncio.get_running_loop(), Event(), asyncio.Queue[Any]()
 
-        def finished(_: Any) -> None:
+        def finished() -> None:
             self.busy -= 1
             found.put_nowait(None)
 
-        running = loop.run_in_executor(
-            self._pool, work, stop, lambda text: loop.call_soon_threadsafe(found.put_nowait, text)
-        )
+        running = self._pool.submit(work, stop, lambda text: loop.call_soon_threadsafe(found.put_nowait, text))
         self.busy += 1
-        running.add_done_callback(finished)
+        running.add_done_callback(lambda _: loop.call_soon_threadsafe(finished))
         try:
             while (piece := await found.get()) is not None:
                 yield piece
