@@ -20,6 +20,7 @@ COMMANDS = {
     "context": "lab.bench.context",
     "examples": "lab.bench.examples",
     "built-in": "lab.training.make",
+    "video": "lab.training.video",
     "reader": "lab.training.reader",
     "atlas": "lab.training.atlas",
 }

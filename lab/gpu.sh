@@ -110,6 +110,11 @@ pixel_model() { # [25, estimated]
     "${commit[@]}"
 }
 
+video() { # [30, estimated; MINUTES=12 stops the training earlier, and the next call goes on]
+  timed $lab video --compile --minutes "${MINUTES:-24}" --sample-every 2000 --out out/video
+  timed python3 -m lab.quality.video --model out/video/pipeline --prompts 200 "${commit[@]}"
+}
+
 prefill() { timed $lab context "${results[@]}"; } # [4]
 
 pools() { timed $lab examples "${results[@]}"; } # [2; apricot-select, if installed, 1 more]
@@ -136,7 +141,7 @@ recomputed() { # [5]
 
 parts=(
   tests attention calls log_linear train flux flux_options sdxl built_in quality merging distilled distilled_512 ablations pixel_dit
-  pixel_model prefill pools examples readers recomputed
+  pixel_model video prefill pools examples readers recomputed
 )
 for part in "${@:-${parts[@]}}"; do
   [[ " ${parts[*]} " == *" $part "* ]] || { echo "unknown part $part: choose from ${parts[*]}" && exit 2; }

@@ -23,9 +23,5 @@ def dense_attention(q, k, v, mask, scale=None):
     q, k, v = q.double(), k.double(), v.double()
     scores = (scale or q.shape[-1] ** -0.5) * q @ k.mT
     scores = scores.masked_fill(~mask, -torch.inf)
-    seen = mask.any(1)
-    weights = scores[:, :, seen].softmax(-1)
-    out, lse = torch.zeros_like(q), q.new_full(q.shape[:3], -torch.inf)
-    out[:, :, seen] = weights @ v
-    lse[:, :, seen] = scores[:, :, seen].logsumexp(-1)
-    return out, lse
+    weights = scores.softmax(-1).masked_fill(~mask.any(-1, keepdim=True), 0)
+    return weights @ v, scores.logsumexp(-1)

@@ -1,6 +1,7 @@
 """Run a function in several processes that form one process group."""
 
 import os
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 
@@ -27,3 +28,16 @@ def _run(rank: int, ranks: int, path: Path, work: Callable[..., None], args: tup
     work(*args)
     dist.barrier()
     os._exit(0)  # gloo's threads may ask for the interpreter while it ends, which aborts the process
+
+
+def fork(work: Callable[..., object], *args: object) -> int:
+    """The id of a forked process that runs `work(*args)`; it exits with 1 if that raises."""
+    with warnings.catch_warnings(action="ignore", category=DeprecationWarning):  # other threads may hold locks
+        child = os.fork()
+    if child:
+        return child
+    try:
+        work(*args)
+        os._exit(0)
+    finally:
+        os._exit(1)

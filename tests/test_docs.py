@@ -63,6 +63,17 @@ def test_the_sample_method_passes_its_sample_tests(tmp_path):
 
 
 @pytest.mark.slow
+def test_the_notebook_runs_and_shows_what_it_made(run):
+    path = DOCS / "notebook.ipynb"
+    cells = [cell for cell in json.loads(path.read_text())["cells"] if cell["cell_type"] == "code"]
+    code = "\n".join("".join(cell["source"]) for cell in cells)
+    assert "steps = 20" in code
+    run(code.replace("steps = 20", "steps = 1"))
+    assert not [cell for cell in cells[1:-1] if not cell["outputs"]]
+    assert path.stat().st_size < 400_000
+
+
+@pytest.mark.slow
 def test_the_page_of_infoflow_runs_with_a_tiny_model(run):
     loading, *rest = samples("infoflow-kv.md")
     assert "from_pretrained" in loading

@@ -1,27 +1,37 @@
 """Tiny models with random weights, and inputs for them; a tiny pipeline, and what it is asked to draw."""
 
+import math
 from collections.abc import Callable
 from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 from unittest import mock
 
 import tiny_lm
 import torch
 from diffusers import (
+    AnyFlowTransformer3DModel,
     AutoencoderKL,
+    BriaFiboTransformer2DModel,
     BriaTransformer2DModel,
     ChromaTransformer2DModel,
     ChronoEditTransformer3DModel,
+    CosmosTransformer3DModel,
     DDIMScheduler,
     DiTTransformer2DModel,
+    ErnieImageTransformer2DModel,
     FlowMatchEulerDiscreteScheduler,
     Flux2Transformer2DModel,
     FluxPipeline,
     FluxTransformer2DModel,
+    GlmImageTransformer2DModel,
+    HeliosTransformer3DModel,
     HunyuanImageTransformer2DModel,
     HunyuanVideo15Transformer3DModel,
+    HunyuanVideoFramepackTransformer3DModel,
     HunyuanVideoTransformer3DModel,
     JoyImageEditTransformer3DModel,
+    Kandinsky5Transformer3DModel,
     Krea2Transformer2DModel,
     LongCatImageTransformer2DModel,
     LTX2VideoTransformer3DModel,
@@ -33,11 +43,13 @@ from diffusers import (
     SkyReelsV2Transformer3DModel,
     StableDiffusionPipeline,
     UNet2DConditionModel,
+    WanAnimateTransformer3DModel,
     WanTransformer3DModel,
     WanVACETransformer3DModel,
     ZImagePipeline,
     ZImageTransformer2DModel,
 )
+from diffusers.models.transformers import transformer_kandinsky
 
 from foveate import LLSA, HilbertA
 from foveate.demo.untrained import untrained_pipeline
@@ -129,6 +141,17 @@ def longcat_inputs(*grids, text=15, batch=1, dtype=torch.float64):
     return x
 
 
+def fibo(dtype=torch.float64, **config):
+    torch.manual_seed(0)
+    return BriaFiboTransformer2DModel(**LIKE_FLUX | {"text_encoder_dim": 16} | config).to(dtype).eval()
+
+
+def fibo_inputs(grid, text=15, batch=1, dtype=torch.float64):
+    """Keyword arguments of one forward, with text for each of 5 blocks."""
+    layers = [torch.randn(batch, text, 16, dtype=dtype) for _ in range(5)]
+    return longcat_inputs(grid, text=text, batch=batch, dtype=dtype) | {"text_encoder_layers": layers}
+
+
 def krea2(dtype=torch.float64, **config):
     torch.manual_seed(0)
     usual = {"in_channels": 4, "num_layers": 4, "attention_head_dim": 16, "num_attention_heads": 4,
@@ -212,6 +235,32 @@ def hunyuan_video15_inputs(frames=5, rows=8, columns=9, text=11, batch=1, dtype=
         "image_embeds": torch.randn(batch, 3, 16, dtype=dtype),
         "return_dict": False,
     }
+
+
+def framepack(dtype=torch.float64, **config):
+    torch.manual_seed(0)
+    usual = {"in_channels": 4, "out_channels": 4, "num_layers": 2, "num_single_layers": 3, "num_refiner_layers": 1,
+             "attention_head_dim": 16, "num_attention_heads": 2, "text_embed_dim": 16, "rope_axes_dim": (4, 4, 8),
+             "pooled_projection_dim": 16, "guidance_embeds": False, "has_image_proj": True, "image_proj_dim": 16,
+             "has_clean_x_embedder": True}  # fmt: skip
+    return HunyuanVideoFramepackTransformer3DModel(**usual | config).to(dtype).eval()
+
+
+def framepack_inputs(frames, rows, columns, batch=1, dtype=torch.float64):
+    """Keyword arguments of one forward, with 1, 2 and 4 earlier frames at falling resolution and an image."""
+    x = hunyuan_video_inputs(frames, rows, columns, batch=batch, dtype=dtype) | {
+        "image_embeds": torch.randn(batch, 3, 16, dtype=dtype),
+        "indices_latents": torch.arange(7, 7 + frames),
+    }
+    for i, (name, earlier) in enumerate((("clean", 1), ("history_2x", 2), ("history_4x", 4))):
+        x[f"latents_{name}"] = torch.randn(batch, 4, earlier, 2 * rows, 2 * columns, dtype=dtype)
+        x[f"indices_latents_{name}"] = torch.arange(earlier) + (6, 4, 0)[i]
+    return x
+
+
+def earlier_tokens(grid):
+    """Number of tokens of the earlier frames of `framepack_inputs`: at full size, a half and a quarter of it."""
+    return sum(math.ceil(grid[1] / scale) * math.ceil(grid[2] / scale) for scale in (1, 2, 4))
 
 
 def flux2(dtype=torch.float64, **config):
@@ -419,6 +468,131 @@ def vace(dtype=torch.float64, **config):
     return WanVACETransformer3DModel(**WAN | usual | config).to(dtype).eval()
 
 
+def animate(dtype=torch.float64, **config):
+    """A face of 8 x 8 pixels is added after every other block."""
+    torch.manual_seed(0)
+    usual = {"in_channels": 12, "latent_channels": 4, "image_dim": None, "motion_encoder_size": 8,
+             "motion_encoder_channel_sizes": {"4": 8, "8": 8}, "motion_style_dim": 8, "motion_dim": 4,
+             "motion_encoder_dim": 8, "face_encoder_hidden_dim": 8, "face_encoder_num_heads": 2,
+             "inject_face_latents_blocks": 2, "num_layers": 4}  # fmt: skip
+    return WanAnimateTransformer3DModel(**WAN | usual | config).to(dtype).eval()
+
+
+def animate_inputs(frames, rows, columns, batch=1, dtype=torch.float64):
+    """Keyword arguments of one forward, for a grid of tokens."""
+    x = wan_inputs(frames, rows, columns, batch, dtype)
+    pose = x["hidden_states"][:, :, 1:]
+    face = torch.randn(batch, 3, 4 * (frames - 1), 8, 8, dtype=dtype)
+    latents = torch.cat([x["hidden_states"]] * 3, 1)
+    return x | {"hidden_states": latents, "pose_hidden_states": pose, "face_pixel_values": face}
+
+
+def anyflow(dtype=torch.float64, **config):
+    torch.manual_seed(0)
+    return AnyFlowTransformer3DModel(**WAN | config).to(dtype).eval()
+
+
+def anyflow_inputs(frames, rows, columns, batch=1, dtype=torch.float64):
+    """Keyword arguments of one forward, for a grid of tokens."""
+    x = wan_inputs(frames, rows, columns, batch, dtype)
+    times = torch.full((batch, frames), 500.0)
+    return x | {"hidden_states": x["hidden_states"].transpose(1, 2), "timestep": times, "r_timestep": times - 9}
+
+
+def helios(dtype=torch.float64, **config):
+    torch.manual_seed(0)
+    usual = {name: value for name, value in WAN.items() if name != "rope_max_seq_len"} | {"rope_dim": (4, 4, 8)}
+    return HeliosTransformer3DModel(**usual | config).to(dtype).eval()
+
+
+def helios_inputs(frames, rows, columns, batch=1, dtype=torch.float64):
+    """Keyword arguments of one forward, with 1, 2 and 4 earlier frames at falling resolution."""
+    places = {"indices_hidden_states": torch.arange(7, 7 + frames).expand(batch, -1)}
+    x = wan_inputs(frames, rows, columns, batch, dtype) | places
+    for i, (name, earlier) in enumerate((("short", 1), ("mid", 2), ("long", 4))):
+        x[f"latents_history_{name}"] = torch.randn(batch, 4, earlier, 2 * rows, 2 * columns, dtype=dtype)
+        x[f"indices_latents_history_{name}"] = (torch.arange(earlier) + (6, 4, 0)[i]).expand(batch, -1)
+    return x
+
+
+def not_zero(model):
+    """The model with random weights in place of those that begin as zero."""
+    for weight in model.parameters():
+        if not weight.any():
+            torch.nn.init.normal_(weight, std=0.2)
+    return model
+
+
+def kandinsky5(dtype=torch.float64, **config):
+    torch.manual_seed(0)
+    usual = {"in_visual_dim": 4, "in_text_dim": 16, "in_text_dim2": 16, "time_dim": 16, "out_visual_dim": 4,
+             "model_dim": 32, "ff_dim": 32, "num_text_blocks": 1, "num_visual_blocks": 3,
+             "axes_dims": (4, 4, 8)}  # fmt: skip
+    return not_zero(Kandinsky5Transformer3DModel(**usual | config)).to(dtype).eval()
+
+
+def kandinsky5_inputs(frames, rows, columns, batch=1, dtype=torch.float64):
+    """Keyword arguments of one forward, for a grid of tokens."""
+    return {
+        "hidden_states": torch.randn(batch, frames, 2 * rows, 2 * columns, 4, dtype=dtype),
+        "encoder_hidden_states": torch.randn(batch, 7, 16, dtype=dtype),
+        "timestep": torch.full((batch,), 500.0),
+        "pooled_projections": torch.randn(batch, 16, dtype=dtype),
+        "visual_rope_pos": tuple(map(torch.arange, (frames, rows, columns))),
+        "text_rope_pos": torch.arange(7),
+        "return_dict": False,
+    }
+
+
+def ernie(dtype=torch.float64, **config):
+    torch.manual_seed(0)
+    usual = {"hidden_size": 32, "num_attention_heads": 2, "num_layers": 3, "ffn_hidden_size": 32, "in_channels": 4,
+             "out_channels": 4, "text_in_dim": 16, "rope_axes_dim": (4, 4, 8)}  # fmt: skip
+    return not_zero(ErnieImageTransformer2DModel(**usual | config)).to(dtype).eval()
+
+
+def ernie_inputs(rows=16, columns=20, text=11, batch=1, dtype=torch.float64):
+    """Keyword arguments of one forward."""
+    return {
+        "hidden_states": torch.randn(batch, 4, rows, columns, dtype=dtype),
+        "timestep": torch.full((batch,), 500.0),
+        "text_bth": torch.randn(batch, text, 16, dtype=dtype),
+        "text_lens": torch.full((batch,), text),
+        "return_dict": False,
+    }
+
+
+def glm(dtype=torch.float64, **config):
+    torch.manual_seed(0)
+    usual = {"in_channels": 4, "out_channels": 4, "num_layers": 3, "attention_head_dim": 16, "num_attention_heads": 2,
+             "text_embed_dim": 16, "time_embed_dim": 16, "condition_dim": 8,
+             "prior_vq_quantizer_codebook_size": 8}  # fmt: skip
+    return GlmImageTransformer2DModel(**usual | config).to(dtype).eval()
+
+
+def glm_inputs(rows=16, columns=20, text=11, batch=1, dtype=torch.float64):
+    """Keyword arguments of one forward, for a grid of tokens."""
+    return {
+        "hidden_states": torch.randn(batch, 4, 2 * rows, 2 * columns, dtype=dtype),
+        "encoder_hidden_states": torch.randn(batch, text, 16, dtype=dtype),
+        "prior_token_id": torch.randint(8, (batch, rows * columns)),
+        "prior_token_drop": torch.zeros(batch, rows * columns, dtype=torch.bool),
+        "timestep": torch.full((batch,), 500.0),
+        "target_size": torch.full((batch, 2), 64.0, dtype=dtype),
+        "crop_coords": torch.zeros(batch, 2, dtype=dtype),
+        "return_dict": False,
+    }
+
+
+def cosmos(dtype=torch.float64, **config):
+    """Without the mask of padded pixels, for which diffusers needs torchvision."""
+    torch.manual_seed(0)
+    usual = {"in_channels": 4, "out_channels": 4, "num_attention_heads": 2, "attention_head_dim": 18, "num_layers": 3,
+             "text_embed_dim": 16, "adaln_lora_dim": 8, "max_size": (16, 64, 64), "concat_padding_mask": False,
+             "extra_pos_embed_type": None}  # fmt: skip
+    return CosmosTransformer3DModel(**usual | config).to(dtype).eval()
+
+
 LTX = {"in_channels": 4, "out_channels": 4, "num_attention_heads": 2, "attention_head_dim": 16, "num_layers": 3,
        "cross_attention_dim": 32, "caption_channels": 16}  # fmt: skip
 
@@ -515,7 +689,7 @@ class Family(NamedTuple):
         wide: Configuration with attention heads of 32 channels, as LLSA needs them.
         numbers: Number of the block of each self-attention layer, in running order, or None for a layer of no block;
             None if each block has one.
-        text_first: Whether the text precedes the image in the attention sequence.
+        text_first: Whether the text precedes the image in the attention sequence, or how much of it does for a grid.
         method: A method that works at the first grid.
         checkpoints: Whether gradient checkpointing works in diffusers 0.42.
     """
@@ -525,7 +699,7 @@ class Family(NamedTuple):
     grids: tuple[tuple[int, ...], ...]
     wide: dict[str, Any] = {}  # noqa: RUF012
     numbers: tuple[int | None, ...] | None = None
-    text_first: bool = True
+    text_first: bool | Callable[[tuple[int, ...]], int] = True
     method: Method = HilbertA(tiles=4, align=1)
     checkpoints: bool = True
 
@@ -572,6 +746,12 @@ def _wan_inputs(model, grid, batch=1):
     return x
 
 
+def _animate_inputs(model, grid, batch=1):
+    """The video has two frames at least, the first one being the reference."""
+    grid = grid if len(grid) == 3 else (2, grid[0] // 2, grid[1])
+    return animate_inputs(*grid, batch=batch, dtype=model.dtype)
+
+
 _HEADS = {"attention_head_dim": 32, "num_attention_heads": 2}
 _ROPE = {"axes_dims_rope": (8, 12, 12), **_HEADS}
 _SIZES = ((16, 20), (9, 31))
@@ -583,6 +763,7 @@ FAMILIES = {
     "chroma": Family(chroma, _flux_inputs, _SIZES, _ROPE),
     "longcat": Family(longcat, _grid_inputs(longcat_inputs), _SIZES, _ROPE),
     "bria": Family(bria, _grid_inputs(longcat_inputs), _SIZES, _ROPE),
+    "fibo": Family(fibo, _grid_inputs(fibo_inputs), _SIZES, _ROPE),
     "ovis": Family(ovis, _grid_inputs(longcat_inputs), _SIZES, _ROPE),
     "krea2": Family(krea2, _grid_inputs(krea2_inputs), _SIZES, _ROPE, (None, None, 0, 1, 2, 3)),
     "hunyuan_image": Family(hunyuan_image, _latent_inputs(hunyuan_image_inputs), _SIZES,
@@ -609,12 +790,27 @@ FAMILIES = {
 }  # fmt: skip
 SPARSE = FAMILIES | {
     "vace": Family(vace, _wan_inputs, _VIDEOS, _HEADS),
+    "animate": Family(animate, _animate_inputs, _VIDEOS, _HEADS),
+    "anyflow": Family(anyflow, _video_inputs(anyflow_inputs), _VIDEOS, _HEADS),
+    "helios": Family(helios, _video_inputs(helios_inputs), ((5, 8, 10), (3, 12, 10)),
+                     {"rope_dim": (8, 12, 12), **_HEADS}, text_first=earlier_tokens),
+    "kandinsky5": Family(kandinsky5, _video_inputs(kandinsky5_inputs), _VIDEOS,
+                         {"model_dim": 64, "axes_dims": (8, 12, 12)}, (None, 0, 1, 2)),
+    "ernie": Family(ernie, _latent_inputs(ernie_inputs), _SIZES, {"hidden_size": 64, "rope_axes_dim": (8, 12, 12)},
+                    text_first=False),
+    "glm": Family(glm, _latent_inputs(glm_inputs), _SIZES, _HEADS),
+    "cosmos": Family(cosmos, _video_inputs(wan_inputs), _VIDEOS, _HEADS),
+    "hunyuan_framepack": Family(framepack, _video_inputs(framepack_inputs), ((5, 8, 10), (3, 12, 10)),
+                                {"rope_axes_dim": (8, 12, 12), **_HEADS}, (None, 0, 1, 2, 3, 4),
+                                text_first=earlier_tokens),
     "joyimage": Family(joyimage, _latent_inputs(joyimage_inputs), _SIZES,
                        {"hidden_size": 64, "rope_dim_list": [8, 12, 12]}, text_first=False),
     "ltx": Family(ltx, _video_inputs(ltx_inputs), _VIDEOS, _HEADS),
     "ltx2": Family(ltx2, _video_inputs(ltx2_inputs), _VIDEOS, _HEADS, (0, None, 1, None, 2, None)),
 }  # fmt: skip
 """Families that sparse attention works in; tokens merge in the `FAMILIES` among them."""
+RARE = ("fibo", "animate", "anyflow", "helios", "kandinsky5", "ernie", "glm", "cosmos", "hunyuan_framepack")
+"""Families that the fast tests check by one law of several."""
 LLSA_ONLY = {"pixel": Family(pixel, _pixel_inputs, _SIZES, method=LLSA(top_k=1, min_tokens=0))}
 
 
@@ -625,10 +821,26 @@ def built(name, grid=None, batch=1, **config):
     return model, family.inputs(model, grid or family.grids[0], batch)
 
 
-MASKS = {"chroma": "attention_mask", "qwen": "encoder_hidden_states_mask", "zimage": None} | dict.fromkeys(
-    ("krea2", "hunyuan_image", "hunyuan_video", "hunyuan_video15"), "encoder_attention_mask"
-)
-"""The argument with the mask of a padded text, in families that have one; Z-Image pads its prompts itself."""
+MASKED = ("chroma", "fibo", "ernie", "qwen", "krea2", "hunyuan_image", "hunyuan_video", "hunyuan_video15",
+          "hunyuan_framepack")  # fmt: skip
+"""Families that take a mask of a padded text; Z-Image pads its prompts itself."""
+
+
+def text_name(name):
+    """Name of the argument with the text."""
+    return "text_bth" if name == "ernie" else "encoder_hidden_states"
+
+
+def masked(name, mask):
+    """The argument of a model of a family that hides text, from a mask of the text [batch, tokens]."""
+    whole = torch.cat([mask, torch.ones(len(mask), 320, dtype=torch.bool)], 1)  # with the image
+    if name == "chroma":
+        return {"attention_mask": whole}
+    if name == "fibo":
+        return {"joint_attention_kwargs": {"attention_mask": whole[:, None, None]}}
+    if name == "ernie":
+        return {"text_lens": mask.sum(1)}
+    return {"encoder_hidden_states_mask" if name == "qwen" else "encoder_attention_mask": mask}
 
 
 def ragged(name, batch=3, **config):
@@ -637,16 +849,17 @@ def ragged(name, batch=3, **config):
     x = {key: value for key, value in x.items() if "controlnet" not in key}
     if name == "zimage":
         return model, x | {"cap_feats": [torch.randn(n, 16, dtype=model.dtype) for n in (40, 19, 70)[:batch]]}
-    text = x["encoder_hidden_states"].shape[1]
-    mask = torch.ones(batch, text + 320 * (name == "chroma"), dtype=torch.bool)
-    for row, real in zip(mask, (7, text, 2), strict=False):
-        row[real:text] = False
-    return model, x | {MASKS[name]: mask}
+    text = x[text_name(name)].shape[1]
+    real = torch.tensor([7, text, 2])[:batch, None]
+    return model, x | masked(name, torch.arange(text) < real)
 
 
 def exact(model):
     """Context in which models that compute parts of a block in float32 keep float64; for one thread at a time."""
-    if not type(model).__name__.startswith(("Wan", "LTX", "ChronoEdit", "SkyReels")):
+    if isinstance(model, Kandinsky5Transformer3DModel):  # it has parts in bfloat16
+        one = {"bfloat16": model.dtype, "float32": model.dtype, "outer": lambda *x: torch.outer(*x).to(model.dtype)}
+        return mock.patch.object(transformer_kandinsky, "torch", SimpleNamespace(**vars(torch) | one))
+    if not type(model).__name__.startswith(("Wan", "LTX", "ChronoEdit", "SkyReels", "AnyFlow", "Helios", "Ernie")):
         return nullcontext()
     return mock.patch.object(torch.Tensor, "float", lambda x: x if x.dtype == torch.float64 else x.to(torch.float32))
 
@@ -655,7 +868,8 @@ def call(model, x, **more):
     """The output of a forward pass, which may change the dictionaries that it is given."""
     x = {name: dict(value) if isinstance(value, dict) else value for name, value in x.items()}
     with exact(model):
-        out = model(**x, **more)[0]
+        out = model(**x, **more)
+    out = out if isinstance(out, torch.Tensor) else out[0]
     return torch.stack(out) if isinstance(out, list) else out
 
 
@@ -667,14 +881,16 @@ def at(x, left):
 def sample(x, i):
     """The inputs of one sample of a batch."""
     if isinstance(x, dict):
-        shared, lists = ("img_ids", "txt_ids", "position_ids"), ("x", "cap_feats")
-        return {
-            name: value if name in shared else value[i : i + 1] if name in lists else sample(value, i)
-            for name, value in x.items()
-        }
+        parts = {name: sample(value, i) for name, value in x.items() if not _shared(name, value)}
+        return x | parts | {name: x[name][i : i + 1] for name in ("x", "cap_feats") if name in x}
     if isinstance(x, list):
         return [sample(value, i) for value in x]
     return x[i : i + 1] if isinstance(x, torch.Tensor) and x.ndim else x
+
+
+def _shared(name, value):
+    """Whether all samples of a batch share an argument: positions do."""
+    return str(name).endswith(("_ids", "_pos")) or (str(name).startswith("indices") and value.ndim == 1)
 
 
 def fingerprint(model):

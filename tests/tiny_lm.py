@@ -5,6 +5,10 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 from transformers import (
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    GptOssConfig,
+    GptOssForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
@@ -32,7 +36,10 @@ FAMILIES = {
     "phi3": (Phi3Config, Phi3ForCausalLM),
     "mixtral": (MixtralConfig, MixtralForCausalLM),
     "qwen3_moe": (Qwen3MoeConfig, Qwen3MoeForCausalLM),
+    "gemma3": (Gemma3TextConfig, Gemma3ForCausalLM),
+    "gpt_oss": (GptOssConfig, GptOssForCausalLM),
 }
+SLIDING = {"sliding_window": 6, "layer_types": ["sliding_attention", "full_attention"] * 2}
 EXPERTS = {"num_experts": 6, "num_local_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 ROPES = {
     "default": {"rope_type": "default"},
@@ -44,7 +51,7 @@ ROPES = {
 PAIRS = [
     *((family, rope) for family in ("llama", "qwen2", "qwen3", "mistral") for rope in ROPES),
     ("phi3", "default"),
-    *((family, rope) for family in ("mixtral", "qwen3_moe") for rope in ("default", "yarn")),
+    *((family, rope) for family in ("mixtral", "qwen3_moe", "gemma3", "gpt_oss") for rope in ("default", "yarn")),
 ]
 WORDS = 64
 PROMPTS = ["w20", "w21 w22 w23 w24", "w25 w26"]
@@ -65,7 +72,11 @@ def language_model(family="llama", rope="default", dtype=torch.float64, seed=0, 
              "initializer_range": 0.3, "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": None,
              "rope_parameters": {"rope_theta": 100.0, **ROPES[rope]}}  # fmt: skip
     own = {"qwen3": {"head_dim": 16}, "mistral": {"sliding_window": None}, "phi3": {"sliding_window": None},
-           "mixtral": EXPERTS | {"head_dim": 8}, "qwen3_moe": EXPERTS | {"head_dim": 16}}  # fmt: skip
+           "mixtral": EXPERTS | {"head_dim": 8}, "qwen3_moe": EXPERTS | {"head_dim": 16},
+           "gpt_oss": EXPERTS | SLIDING | {"head_dim": 8, "num_attention_heads": 4},
+           "gemma3": SLIDING | {"head_dim": 16, "query_pre_attn_scalar": 16, "rope_parameters": {
+               "sliding_attention": {"rope_type": "default", "rope_theta": 20.0},
+               "full_attention": usual["rope_parameters"]}}}  # fmt: skip
     usual |= own.get(family, {})
     usual |= config
     model = model_class(config_class(**usual)).to(dtype).eval()

@@ -8,18 +8,26 @@ from diffusers import (
     AutoencoderKLLTXVideo,
     AutoencoderKLQwenImage,
     AutoencoderKLWan,
+    BriaPipeline,
+    BriaTransformer2DModel,
     ChromaPipeline,
     ChromaTransformer2DModel,
+    ChronoEditPipeline,
+    ChronoEditTransformer3DModel,
     FlowMatchEulerDiscreteScheduler,
     Flux2KleinPipeline,
     Flux2Pipeline,
     Flux2Transformer2DModel,
     HunyuanVideoPipeline,
     HunyuanVideoTransformer3DModel,
+    JoyImageEditPipeline,
+    JoyImageEditTransformer3DModel,
     LTXPipeline,
     LTXVideoTransformer3DModel,
     QwenImagePipeline,
     QwenImageTransformer2DModel,
+    SkyReelsV2Pipeline,
+    SkyReelsV2Transformer3DModel,
     UniPCMultistepScheduler,
     WanImageToVideoPipeline,
     WanPipeline,
@@ -27,8 +35,11 @@ from diffusers import (
 )
 from tokenizers.models import WordLevel
 from transformers import (
+    CLIPImageProcessorPil,
     CLIPTextConfig,
     CLIPTextModel,
+    CLIPVisionConfig,
+    CLIPVisionModel,
     LlamaConfig,
     LlamaModel,
     Mistral3Config,
@@ -102,13 +113,17 @@ def klein():
     return built(Flux2KleinPipeline, text_encoder=encoder, tokenizer=words, **_flux2_parts(3))
 
 
-def qwen():
-    torch.manual_seed(0)
-    words = tokenizer()
+def _qwen_encoder(words):
+    """Qwen 2.5 VL."""
     text = {"vocab_size": len(words), "num_hidden_layers": 1, **LANGUAGE,
             "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]}}  # fmt: skip
     vision = {"depth": 1, "hidden_size": WIDTH, "intermediate_size": WIDTH, "num_heads": 2, "out_hidden_size": WIDTH}
-    encoder = Qwen2_5_VLForConditionalGeneration(Qwen2_5_VLConfig(text_config=text, vision_config=vision))
+    return Qwen2_5_VLForConditionalGeneration(Qwen2_5_VLConfig(text_config=text, vision_config=vision))
+
+
+def qwen():
+    torch.manual_seed(0)
+    words = tokenizer()
     transformer = QwenImageTransformer2DModel(
         in_channels=16, out_channels=4, num_layers=2, joint_attention_dim=WIDTH, axes_dims_rope=(8, 4, 4), **HEADS
     )
@@ -116,7 +131,16 @@ def qwen():
     vae = AutoencoderKLQwenImage(base_dim=4, z_dim=4, dim_mult=[1, 1], num_res_blocks=1, temperal_downsample=[False],
                                  **statistics)  # fmt: skip
     scheduler = FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True)
-    return built(QwenImagePipeline, scheduler, vae, encoder, words, transformer)
+    return built(QwenImagePipeline, scheduler, vae, _qwen_encoder(words), words, transformer)
+
+
+def _vae(halvings):
+    """A VAE of so many halvings of a picture's sides."""
+    blocks = halvings + 1
+    return AutoencoderKL(
+        down_block_types=("DownEncoderBlock2D",) * blocks, up_block_types=("UpDecoderBlock2D",) * blocks,
+        block_out_channels=(8,) * blocks, norm_num_groups=4, latent_channels=4, shift_factor=0.0,
+    )  # fmt: skip
 
 
 def chroma():
@@ -126,45 +150,94 @@ def chroma():
         in_channels=16, num_layers=1, num_single_layers=2, joint_attention_dim=WIDTH, axes_dims_rope=(4, 4, 8),
         approximator_num_channels=8, approximator_hidden_dim=16, approximator_layers=1, **HEADS,
     )  # fmt: skip
-    vae = AutoencoderKL(
-        down_block_types=("DownEncoderBlock2D",) * 2, up_block_types=("UpDecoderBlock2D",) * 2,
-        block_out_channels=(8, 8), norm_num_groups=4, latent_channels=4, shift_factor=0.0,
-    )  # fmt: skip
     encoder = T5EncoderModel(T5Config(vocab_size=len(words), **T5))
-    return built(ChromaPipeline, FlowMatchEulerDiscreteScheduler(), vae, encoder, words, transformer)
+    return built(ChromaPipeline, FlowMatchEulerDiscreteScheduler(), _vae(1), encoder, words, transformer)
+
+
+def bria():
+    """Bria 3.2's pipeline, whose VAE halves sides three times as it takes for granted."""
+    torch.manual_seed(0)
+    words = tokenizer(tokens=64)
+    transformer = BriaTransformer2DModel(
+        in_channels=16, num_layers=1, num_single_layers=2, joint_attention_dim=WIDTH, axes_dims_rope=(4, 4, 8), **HEADS
+    )
+    encoder = T5EncoderModel(T5Config(vocab_size=len(words), **T5))
+    return built(BriaPipeline, transformer, FlowMatchEulerDiscreteScheduler(), _vae(1), encoder, words)
+
+
+WAN = {"out_channels": 4, "text_dim": WIDTH, "freq_dim": 16, "ffn_dim": 32, "num_layers": 2, "rope_max_seq_len": 64,
+       **HEADS}  # fmt: skip
+
+
+def _wan_vae():
+    return AutoencoderKLWan(
+        base_dim=4, z_dim=4, dim_mult=[1, 1, 1, 1], num_res_blocks=1, latents_mean=[0.0] * 4, latents_std=[1.0] * 4
+    )
+
+
+def _wan_parts():
+    words = tokenizer(tokens=64)
+    encoder = UMT5EncoderModel(UMT5Config(vocab_size=len(words), **T5))
+    scheduler = UniPCMultistepScheduler(prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=3.0)
+    return {"tokenizer": words, "text_encoder": encoder, "vae": _wan_vae(), "scheduler": scheduler}
 
 
 def wan(experts=1, image=False):
     """Wan's pipeline: with two experts that of Wan 2.2, with `image` that from image to video of Wan 2.2."""
     torch.manual_seed(0)
-    words = tokenizer(tokens=64)
-    models = [
-        WanTransformer3DModel(
-            num_attention_heads=2,
-            attention_head_dim=16,
-            in_channels=4 + (4 + 4) * image,
-            out_channels=4,
-            text_dim=WIDTH,
-            freq_dim=16,
-            ffn_dim=32,
-            num_layers=2,
-            rope_max_seq_len=64,
-        )
-        for _ in range(experts)
-    ]
-    vae = AutoencoderKLWan(
-        base_dim=4, z_dim=4, dim_mult=[1, 1, 1, 1], num_res_blocks=1, latents_mean=[0.0] * 4, latents_std=[1.0] * 4
-    )
+    models = [WanTransformer3DModel(in_channels=4 + (4 + 4) * image, **WAN) for _ in range(experts)]
     return built(
         WanImageToVideoPipeline if image else WanPipeline,
-        tokenizer=words,
-        text_encoder=UMT5EncoderModel(UMT5Config(vocab_size=len(words), **T5)),
-        vae=vae,
-        scheduler=UniPCMultistepScheduler(prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=3.0),
         transformer=models[0],
         transformer_2=models[1] if experts == 2 else None,
         boundary_ratio=0.5 if experts == 2 else None,
+        **_wan_parts(),
     )
+
+
+def skyreels():
+    torch.manual_seed(0)
+    transformer = SkyReelsV2Transformer3DModel(in_channels=4, **WAN)
+    return built(SkyReelsV2Pipeline, transformer=transformer, **_wan_parts())
+
+
+def chronoedit():
+    """ChronoEdit's pipeline. Its rotary embedding is cut wrongly for heads of 16 channels."""
+    torch.manual_seed(0)
+    transformer = ChronoEditTransformer3DModel(
+        in_channels=4 + 4 + 4, image_dim=WIDTH, **WAN | {"attention_head_dim": 24}
+    )
+    vision = {"hidden_size": WIDTH, "intermediate_size": WIDTH, "num_hidden_layers": 1, "num_attention_heads": 2,
+              "image_size": 28, "patch_size": 14}  # fmt: skip
+    return built(
+        ChronoEditPipeline,
+        image_encoder=CLIPVisionModel(CLIPVisionConfig(**vision)),
+        image_processor=CLIPImageProcessorPil(size=28, crop_size=28),
+        transformer=transformer,
+        **_wan_parts(),
+    )
+
+
+class WordsOnly:
+    """A processor of text and images whose text encoder sees the text alone: the real one needs torchvision."""
+
+    def __init__(self, words):
+        self.words = words
+
+    def __call__(self, text, images, **options):
+        return self.words(text, **options)
+
+
+def joyimage():
+    """JoyImage Edit's pipeline."""
+    torch.manual_seed(0)
+    words = tokenizer()
+    transformer = JoyImageEditTransformer3DModel(
+        in_channels=4, hidden_size=32, num_attention_heads=2, text_dim=WIDTH, num_layers=2, rope_dim_list=[4, 4, 8]
+    )
+    scheduler = FlowMatchEulerDiscreteScheduler(shift=4.0)
+    return built(JoyImageEditPipeline, scheduler, _wan_vae(), _qwen_encoder(words), words, transformer,
+                 WordsOnly(words))  # fmt: skip
 
 
 def hunyuan_video():

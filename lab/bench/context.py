@@ -6,7 +6,6 @@ from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from statistics import median
-from types import SimpleNamespace
 from typing import Annotated, Any, NamedTuple
 
 import torch
@@ -14,9 +13,8 @@ import typer
 from rich.table import Table
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from transformers import LlamaConfig, LlamaForCausalLM
 
-from foveate.bench.models import random_model
+from foveate.bench.context import TOLERANCE, check, find_encoder, logits_error, random_ids
 from foveate.bench.table import TableColumn, milliseconds, results_table
 from foveate.cli.bench import Commit, Out, Rounds, numbers, run_and_save
 from foveate.cli.common import Device, Dtype
@@ -27,22 +25,10 @@ from foveate.transformers import ChunkCache, ChunkEncoder
 from foveate.transformers.cache import PromptedBatch
 from foveate.utils.device import Stopwatch, choose_device, choose_dtype, versions
 from foveate.utils.progress import Track, silent
-from foveate.utils.timing import peak_memory
+from foveate.utils.timing import peak_memory, time_calls
 
-__all__ = ["MODELS", "Settings", "bench_context", "encoder_of_ids", "main", "table_of"]
+__all__ = ["Settings", "bench_context", "main", "table_of"]
 
-LLAMA_8B: dict[str, Any] = {
-    "vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
-    "num_attention_heads": 32, "num_key_value_heads": 8, "max_position_embeddings": 131072, "rms_norm_eps": 1e-5,
-    "rope_parameters": {"rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0,
-                        "high_freq_factor": 4.0, "original_max_position_embeddings": 8192},
-}  # fmt: skip
-SMALL = LLAMA_8B | {"vocab_size": 1000, "hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 4,
-                    "num_attention_heads": 4, "num_key_value_heads": 2, "initializer_range": 0.1}  # fmt: skip
-MODELS = {"llama-8b": LLAMA_8B, "small": SMALL}
-"""Model configs by name: that of Llama-3.1-8B, and a small one with equal head size and very uneven attention."""
-CHECKED = 2000, 2000, 2100  # chunk lengths of the check: enough rows for every kernel
-TOLERANCE = {torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 0.1}
 STAGES = "encode", "compose", "score", "recompute", "logits"
 
 
@@ -89,17 +75,15 @@ class Work(NamedTuple):
     documents: list[list[int]]
     chunks: list[ChunkCache]
     ids: Tensor
-    prompt: list[int]
+    prompt: Tensor
 
     @classmethod
     def of(cls, encoder: ChunkEncoder, lengths: Sequence[int], prompt: int) -> "Work":
         """Random documents of these lengths and a random prompt."""
-        config, draw = encoder.model.config, torch.Generator().manual_seed(0)
-        ids = torch.randint(1, config.vocab_size, (sum(lengths) + prompt,), generator=draw)
+        ids = random_ids(encoder, sum(lengths) + prompt)
         *documents, question = ids.split([*lengths, prompt])
         texts = [document.tolist() for document in documents]
-        whole = torch.cat([encoder.prefix, ids.to(encoder.device)])
-        return cls(encoder, texts, encoder.encode(texts), whole, question.tolist())
+        return cls(encoder, texts, encoder.encode(texts), torch.cat([encoder.prefix, ids]), question)
 
 
 @torch.no_grad()
@@ -121,16 +105,12 @@ def bench_context(tokens: Sequence[int], settings: Settings, track: Track = sile
         ValueError: If the model is unknown or too large for the device, a length is shorter than two chunks, or a
             check fails.
     """
-    if settings.model not in MODELS:
-        raise ValueError(f"unknown model {settings.model!r}: choose one of {', '.join(MODELS)}")
-    if settings.model == "llama-8b" and settings.device.type == "cpu":
-        raise ValueError("llama-8b has 8 billion parameters, too many for a CPU: use --model small, or a GPU")
     if short := [length for length in tokens if length < 2 * settings.chunk]:
         raise ValueError(
             f"a context of {short[0]} tokens has less than two chunks of {settings.chunk}: use --chunk {short[0] // 2}"
         )
-    checked = _check(settings)
-    encoder = _encoder(MODELS[settings.model], settings)
+    encoder = find_encoder(settings.model, settings.device, settings.dtype)
+    checked = check(settings.device, settings.dtype)
     rows: list[dict[str, Any]] = []
     result = {
         "what": "time to the first token, timing only: random weights",
@@ -185,45 +165,17 @@ def first_token(variant: Variant, work: Work, watch: Stopwatch | None = None) ->
             chunks = work.encoder.encode(work.documents)
     with watch.step("compose"):
         context = work.encoder.compose(chunks)
-    prompts = work.ids[None, -len(work.prompt) :]
-    patched = PromptedBatch(context.batch, prompts).patch([variant.method], watch)
+    patched = PromptedBatch([context], [work.prompt]).patch([variant.method], watch)
     with watch.step("logits"):
         logits = patched.logits(last=1)[0]
     patched.close()
-    return logits, patched.rows.shape[1]
-
-
-def encoder_of_ids(model: Any) -> ChunkEncoder:
-    """An encoder without a tokenizer, for documents and prompts that are token ids. Token 0 is the prefix."""
-    tokenizer: Any = SimpleNamespace(bos_token_id=0, get_vocab=dict, special_tokens_map={})
-    return ChunkEncoder(model, tokenizer)
-
-
-def _encoder(shape: dict[str, Any], settings: Settings) -> ChunkEncoder:
-    torch.manual_seed(0)
-    model = random_model(lambda: LlamaForCausalLM(LlamaConfig(**shape)), settings.device, settings.dtype)
-    return encoder_of_ids(model)
-
-
-def _check(settings: Settings) -> dict[str, float]:
-    """Errors of the small model with all rows recomputed, and with none."""
-    work = Work.of(_encoder(SMALL, settings), CHECKED, settings.prompt)
-    errors = {"all_recomputed_error": _error(work, FullPrefill()), "stale_error": _error(work, NoRecompute())}
-    if not errors["all_recomputed_error"] <= TOLERANCE[settings.dtype] < errors["stale_error"]:  # NaN is wrong too
-        raise ValueError(f"recomputing all rows is not the full prefill of a small model ({errors}): not timing it")
-    return errors
-
-
-def _error(work: Work, method: RecomputePolicy) -> float:
-    """Relative error of the logits against the full prefill."""
-    full, ours = (first_token(Variant("", kind), work)[0].float() for kind in (None, method))
-    return ((ours - full).norm() / full.norm()).item()
+    return logits, len(patched.rows[0])
 
 
 def _timed(work: Work, length: int, settings: Settings, track: Track) -> list[dict[str, Any]]:
     timed = variants(settings)
     advance = track(f"{length:,} tokens", len(timed) * (settings.rounds + 1) + 1)
-    error = _error(work, FullPrefill())
+    error = logits_error([work.encoder.compose(work.chunks)], [work.prompt], FullPrefill())
     if not error <= TOLERANCE[settings.dtype]:
         raise ValueError(f"recomputing all rows differs from the full prefill by {error:.1e} at {length} tokens")
     advance()
@@ -234,6 +186,7 @@ def _timed(work: Work, length: int, settings: Settings, track: Track) -> list[di
         rows.append({"tokens": length, "variant": variant.name, "cached": cached, "rows": count,
                      "all_recomputed_error": error, "peak_bytes": peak})  # fmt: skip
         advance()
+    copied = _copy_seconds(work, settings)
     taken: list[list[dict[str, float]]] = [[] for _ in timed]
     for _ in range(settings.rounds):
         for variant, times in zip(timed, taken, strict=True):
@@ -246,12 +199,21 @@ def _timed(work: Work, length: int, settings: Settings, track: Track) -> list[di
         row |= {"first_token_s": median(totals), "fastest_s": min(totals), "slowest_s": max(totals)}
         row |= {f"{stage}_s": median(parts[stage] for parts in times) for stage in STAGES if stage in times[0]}
         row["score_share"] = row.get("score_s", 0.0) / row["first_token_s"]
+        if "compose_s" in row:
+            row["compose_speed"] = copied / row["compose_s"]
     full = [row for row, variant in zip(rows, timed, strict=True) if variant.method is None]
     best = min(row["first_token_s"] for row in full)
     for row, variant in zip(rows, timed, strict=True):
         row["speed_up"] = best / row["first_token_s"]
         row["flop_bound"] = _flops(work, None, 0) / _flops(work, variant, row["rows"])
     return rows
+
+
+def _copy_seconds(work: Work, settings: Settings) -> float:
+    """Time to copy the keys and values of all chunks, each read and written once: what composing them takes at least."""
+    states = [torch.stack([chunk.keys, chunk.values]) for chunk in work.chunks]
+    copies = [torch.empty_like(state) for state in states]
+    return median(time_calls([partial(torch._foreach_copy_, copies, states)], settings.rounds, settings.device)[0])
 
 
 def _flops(work: Work, variant: Variant | None, rows: int) -> float:
@@ -286,6 +248,7 @@ COLUMNS: list[TableColumn] = [
     ("FLOP bound", "flop_bound", "{:.2f}x".format),
     *((stage, f"{stage}_s", lambda seconds: f"{1e3 * seconds:.3g}") for stage in STAGES),
     ("score's share", "score_share", "{:.1%}".format),
+    ("composing / copying", "compose_speed", "{:.0%}".format),
     ("GB", "peak_bytes", lambda count: f"{count / 1e9:.2f}"),
 ]
 

@@ -28,17 +28,17 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from foveate import InfoFlowKV
+from foveate.bench.context import encoder_of_ids
 from foveate.cli.common import progress
 from foveate.demo.facts import BLANK, ID, SENTENCE, VALUE, Facts, ask, draw_facts
 from foveate.demo.lexicon import WORDS
 from foveate.methods.baselines.kv_baselines import EPIC, CacheBlend, FullPrefill, NoRecompute, RandomRows
 from foveate.methods.recompute_policy import ComposedCache, RecomputePolicy, Spans
-from foveate.transformers.cache import CacheBatch, PatchedBatch, PromptedBatch
+from foveate.transformers.cache import PatchedBatch, PromptedBatch
 from foveate.utils.device import versions
 from foveate.utils.files import claim, write_whole
 from foveate.utils.progress import Track
 from foveate.web.report import figure_png
-from lab.bench.context import encoder_of_ids
 from lab.quality.common import SHEETS, Commit, device_type, save_result
 from lab.quality.context_report import draw_tasks, markdown
 
@@ -222,11 +222,12 @@ def measure(
     for some in map(Questions._make, batches):
         chunks = encoder.encode([ids[start:stop].tolist() for ids in some.ids for start, stop in spans])
         texts = [chunks[i : i + len(spans)] for i in range(0, len(chunks), len(spans))]
-        prompted = PromptedBatch(CacheBatch(encoder, texts), some.prompts.to(model.device))
+        contexts = [encoder.compose(text) for text in texts]
+        prompted = PromptedBatch(contexts, list(some.prompts.to(model.device)))
         full = torch.empty(0)
         for name, policy in trials.items():
             patched = prompted.patch([policy(i) for i in range(len(some.ids))])
-            answers = patched.logits(last=1)[:, 0].float().log_softmax(-1)
+            answers = torch.cat(patched.logits(last=1)).float().log_softmax(-1)
             patched.close()
             full = answers if name == "full" else full
             found[name].append(_score(patched, answers, full, some, chunk))
@@ -243,8 +244,9 @@ def _score(
     rows = questions.fact + (moved - place) * chunk
     right = answers.argmax(-1).cpu() == questions.answers
     divergence = (full.exp() * (full - answers)).sum(-1).cpu()
-    chosen = (patched.rows[:, :, None] == rows[:, None]).any(1).float().mean(1)
-    return torch.stack([right, divergence, chosen, torch.full_like(divergence, patched.rows.shape[1])]).float()
+    found = [torch.isin(some, among) for some, among in zip(rows, patched.rows, strict=True)]
+    chosen = torch.stack(found).float().mean(1)
+    return torch.stack([right, divergence, chosen, torch.full_like(divergence, len(patched.rows[0]))]).float()
 
 
 def objection(gap: float, lead: float) -> str:

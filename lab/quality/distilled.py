@@ -20,7 +20,6 @@ from typing import Annotated, Any
 
 import torch
 import typer
-from accelerate import PartialState
 
 from foveate import HilbertA
 from foveate.cli.common import progress
@@ -124,19 +123,17 @@ def main(
                     at_once=at_once, compile=compile and not isinstance(method, Clear), minutes=minutes, track=track
                 ),
             )
-        with PartialState().main_process_first():
-            if PartialState().is_main_process:
-                judge(
-                    f"distilled-{folder.name}",
-                    size=size,
-                    prompts=prompts,
-                    batch=batch,
-                    lora=str(folder),
-                    pictures=str(out / "judged"),
-                    commit=commit,
-                    about={"training": training(folder, recipe, pictures, start)},
-                    sheet=name in SHOWN,
-                )
+        judge(
+            f"distilled-{folder.name}",
+            size=size,
+            prompts=prompts,
+            batch=batch,
+            lora=str(folder),
+            pictures=str(out / "judged"),
+            commit=commit,
+            about={"training": training(folder, recipe, pictures, start)},
+            sheet=name in SHOWN,
+        )
 
 
 def training(folder: Path, recipe: Recipe, pictures: int, start: Path | None = None) -> dict[str, Any]:

@@ -69,6 +69,7 @@ class Learner(nn.Module):
         super().__init__()
         torch.manual_seed(recipe.seed)
         self.llama = LlamaModel(llama_config(1, recipe.width, recipe.layers, intermediate_size=3 * recipe.width))
+        self.llama.embed_tokens.requires_grad_(False)  # it reads vectors
         self.embedding = nn.Linear(DIM, recipe.width)
         self.label = nn.Embedding(LABELS + 2, recipe.width)  # the last two: a question, and the start
         self.head = nn.Linear(recipe.width, LABELS)

@@ -90,6 +90,8 @@ def judge(
     request = Request("", (size, size), 20, guidance, 0)
     with progress() as track:
         scores = evaluate(pipe, scored, out, prompts=prompts, request=request, batch=batch, track=track)
+    if not scores:  # the main process has them
+        return
     result = json.loads((out / "scores.json").read_text()) | (about or {})
     save_result(f"{name}-{pipe.device.type}-{size}px", result, commit)
     if sheet:

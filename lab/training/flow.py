@@ -7,9 +7,9 @@ import itertools
 import math
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from accelerate import Accelerator
@@ -24,12 +24,13 @@ from foveate.demo.scenes import scenes
 from foveate.demo.text import TEXT_TOKENS
 from foveate.diffusers.pipelines import fingerprint
 from foveate.training.checkpoints import resume, write_checkpoint
+from foveate.training.trained import Trained
 from foveate.utils.files import write_picture
 from foveate.utils.progress import Track, silent
 from lab.training.painter import Latents, Painter, flow_loss
 from lab.training.stages import RECIPE, Batches, Stage
 
-__all__ = ["FlowTraining", "sample_grid"]
+__all__ = ["FlowTraining", "Kind", "sample_grid"]
 
 EMA_DECAY = 0.999
 SDPA = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]  # not cuDNN: see Painter
@@ -39,8 +40,16 @@ CLOCK_EVERY = 10  # steps between checks of the time, which need communication
 STAGE = 10**6  # more steps than any stage has, to store stage and step in one number
 
 
+class Kind(NamedTuple):
+    """What a training run consists of: the trained modules, the latents that they learn, and the data."""
+
+    painter: Callable[[Any], Any]
+    latents: Callable[[Any, torch.device], Any]
+    batches: Callable[[Stage, Any, int, int, int], Any]
+
+
 class FlowTraining:
-    """A training run.
+    """A training run of a model that draws pictures; a subclass trains another kind.
 
     Args:
         out: Folder of checkpoints, sample grids and log.csv. An existing run is resumed.
@@ -51,10 +60,12 @@ class FlowTraining:
         compile: Compile the transformer, once for every size.
     """
 
+    kind: ClassVar[Kind] = Kind(Painter, Latents, Batches)
+
     def __init__(
         self,
         out: Path,
-        pipeline: FluxPipeline,
+        pipeline: Any,
         *,
         initialise: bool = True,
         recipe: Sequence[Stage] = RECIPE,
@@ -64,21 +75,16 @@ class FlowTraining:
         self.out, self.recipe, self.seed, self.compile = out, tuple(recipe), seed, compile
         self.accelerator = Accelerator(mixed_precision="bf16" if torch.cuda.is_available() else "no")
         self.device = self.accelerator.device
-        self.painter = Painter(pipeline).to(self.device)
+        self.painter = self.kind.painter(pipeline).to(self.device)
         torch.manual_seed(seed)
         if initialise:
             self.painter.initialise()
         self.average = AveragedModel(self.painter, multi_avg_fn=get_ema_multi_avg_fn(EMA_DECAY))
         self.optimizers = self.painter.optimizers()
-        self.latents = Latents(pipeline, self.device)
-        mean: Any = self.average.module
-        self.pipeline = FluxPipeline(
-            pipeline.scheduler, pipeline.vae, mean.clip, pipeline.tokenizer, mean.t5, pipeline.tokenizer_2,
-            mean.transformer,
-        )  # fmt: skip
+        self.latents = self.kind.latents(pipeline, self.device)
+        self.pipeline = type(pipeline)(**{**pipeline.components, **self.average.module.parts()})
         self.pipeline.set_progress_bar_config(disable=True)
-        self._parts = {"painter": self.painter, "average": self.average}
-        self._parts |= {f"optimizer {i}": optimizer for i, optimizer in enumerate(self.optimizers)}
+        self._parts = {"painter": Trained(self.painter, self.optimizers), "average": self.average}
         self._settings = {"recipe": repr(self.recipe), "seed": seed, "devices": self.accelerator.num_processes}
         if not initialise:
             self._settings["start"] = fingerprint(pipeline.transformer)
@@ -143,7 +149,7 @@ class FlowTraining:
     def _steps(self, stage: Stage, model: nn.Module, workers: int) -> Iterator[Tensor]:
         """The losses of the remaining steps of a stage."""
         index, devices = self.accelerator.process_index, self.accelerator.num_processes
-        batches = Batches(stage, self.pipeline, self.seed, index, devices)
+        batches = self.kind.batches(stage, self.pipeline, self.seed, index, devices)
         left = range(self.step, len(batches))
         loader = DataLoader(
             batches, batch_size=None, sampler=left, num_workers=workers, prefetch_factor=4 if workers else None
@@ -151,7 +157,7 @@ class FlowTraining:
         generator = torch.Generator(self.device)
         for step, batch in zip(left, loader, strict=True):
             generator.manual_seed(hash((self.seed, self.stage, step, index)) % 2**62)
-            rare = batch.t5_ids.shape[1] > TEXT_TOKENS  # not worth compiling
+            rare = batch.text[-1].shape[1] > TEXT_TOKENS  # not worth compiling
             with torch.compiler.set_stance("force_eager" if rare else "default"), sdpa_kernel(SDPA):
                 loss = flow_loss(model, self.latents, batch.to(self.device), generator)
                 self.accelerator.backward(loss)
@@ -184,13 +190,14 @@ class FlowTraining:
     def _sample(self, stage: Stage) -> None:
         if self.accelerator.is_main_process:
             with torch.compiler.set_stance("force_eager"):
-                grid = sample_grid(self.pipeline, max(stage.batches))
+                grid = self._sheet(stage)
             write_picture(self.out / f"{self.stage}-{stage.name}-{self.step:06}.png", grid, {})
 
+    def _sheet(self, stage: Stage) -> Image.Image:
+        return sample_grid(self.pipeline, max(stage.batches))
+
     def _save(self) -> None:
-        if self.accelerator.is_main_process:
-            write_checkpoint(self.out, self.stage * STAGE + self.step, self._parts, self._settings)
-        self.accelerator.wait_for_everyone()
+        write_checkpoint(self.out, self.stage * STAGE + self.step, self._parts, self._settings)
 
 
 @torch.no_grad()

@@ -4,14 +4,14 @@
 import copy
 import json
 import math
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
 import torch
 import typer
 from accelerate import PartialState
-from diffusers import AutoencoderKL, FluxPipeline
+from diffusers import AutoencoderKL
 
 from foveate.cli.common import Minutes, RunFolder, Seed, print_outcome, progress
 from foveate.demo.untrained import untrained_pipeline
@@ -88,14 +88,7 @@ def make(
                 train_vae(out / "vae", model, steps=steps, seed=seed, device=device, advance=advance)
                 model.save_pretrained(vae)
     if part in ("flow", "all"):
-        recipe = [
-            replace(
-                stage,
-                images=math.ceil(stage.images * scale),
-                batches={side: max(1, round(count * batch)) for side, count in stage.batches.items()},
-            )
-            for stage in RECIPE[-1 if start else 0 :]
-        ]
+        recipe = [stage.scaled(scale, batch) for stage in RECIPE[-1 if start else 0 :]]
         return _flow(out, start, recipe, seed, minutes, sample_every, compile, track)
     return True
 
@@ -142,22 +135,20 @@ def _beginning(out: Path, start: Path | None, seed: int) -> tuple[Any, dict | No
     return load(str(start), "cpu"), json.loads(recipe.read_text()) if recipe.exists() else None
 
 
-def export(pipeline: FluxPipeline, folder: Path) -> None:
+def export(pipeline: Any, folder: Path) -> None:
     """Write a pipeline folder in bfloat16 that loads in float32.
 
     diffusers loads in float32 by default; transformers loads in the dtype of the config, which is set to float32.
     """
     pipeline = copy.deepcopy(pipeline).to(torch.bfloat16)
-    for tokenizer in (pipeline.tokenizer, pipeline.tokenizer_2):
-        tokenizer.backend_tokenizer.no_padding()  # the backend keeps the padding of its last call
+    for name, part in pipeline.components.items():
+        if name.startswith("tokenizer"):
+            part.backend_tokenizer.no_padding()  # the backend keeps the padding of its last call
     pipeline.save_pretrained(folder)
-    for part, changes in (
-        ("text_encoder", {"dtype": "float32"}),
-        ("text_encoder_2", {"dtype": "float32"}),
-        ("vae", {}),
-    ):
-        path = folder / part / "config.json"
-        config = json.loads(path.read_text()) | changes
+    for path in folder.glob("*/config.json"):
+        config = json.loads(path.read_text())
+        if path.parent.name.startswith("text_encoder"):
+            config["dtype"] = "float32"
         config.pop("_name_or_path", None)  # a path on this machine
         write_whole(path, json.dumps(config, indent=2).encode() + b"\n")
 

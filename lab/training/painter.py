@@ -3,6 +3,8 @@
 """The flow matching loss of the built-in model, and the modules that it trains."""
 
 import math
+from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -15,7 +17,16 @@ from foveate.diffusers.pipelines import noise_shift
 from foveate.training.trained import muon_and_adamw
 from lab.training.stages import Batch
 
-__all__ = ["Latents", "Painter", "flow_loss"]
+__all__ = ["Latents", "Painter", "flow_loss", "initialise", "noise_levels"]
+
+
+def initialise(transformer: nn.Module, zero: Callable[[str], bool]) -> None:
+    """Initialise linear layers in place: no biases, and no weights where `zero` holds for the name of a layer."""
+    for name, module in transformer.named_modules():
+        if isinstance(module, nn.Linear):
+            nn.init.zeros_(module.weight) if zero(name) else nn.init.xavier_uniform_(module.weight)
+            if module.bias is not None:
+                nn.init.zeros_(module.bias)
 
 
 class Painter(nn.Module):
@@ -40,15 +51,14 @@ class Painter(nn.Module):
             return_dict=False,
         )[0]
 
+    def parts(self) -> dict[str, nn.Module]:
+        """The modules by their names in the pipeline."""
+        return {"transformer": self.transformer, "text_encoder": self.clip, "text_encoder_2": self.t5}
+
     def initialise(self) -> None:
         """Initialise the weights: every block starts as the identity, the velocity as zero."""
-        for name, module in self.transformer.named_modules():
-            if isinstance(module, nn.Linear):
-                nn.init.xavier_uniform_(module.weight)
-                if module.bias is not None:
-                    nn.init.zeros_(module.bias)
-                if name == "proj_out" or name.endswith("norm.linear") or ".norm1" in name or name == "norm_out.linear":
-                    nn.init.zeros_(module.weight)
+        ends = "proj_out", "norm.linear", "norm1.linear", "norm1_context.linear", "norm_out.linear"
+        initialise(self.transformer, lambda name: name.endswith(ends))
 
     def optimizers(self) -> list[torch.optim.Optimizer]:
         """Muon for the matrices inside blocks, AdamW for everything else."""
@@ -74,17 +84,22 @@ class Latents:
         latents = (latents - self.vae.config.shift_factor) * self.vae.config.scaling_factor
         return FluxPipeline._pack_latents(latents, *latents.shape)
 
-    def noise_levels(self, count: int, tokens: int, generator: torch.Generator) -> Tensor:
-        """Random noise levels, shifted for the size as the scheduler shifts them."""
-        levels = torch.randn(count, device=generator.device, generator=generator)
-        return torch.sigmoid(levels + noise_shift(self.scheduler, tokens))
+    def shift(self, latents: Tensor) -> float:
+        """Shift of the logit of their noise levels, for their size."""
+        return noise_shift(self.scheduler, latents.shape[1])
 
 
-def flow_loss(painter: nn.Module, latents_of: Latents, batch: Batch, generator: torch.Generator) -> Tensor:
-    """Mean squared error of the velocity on scenes at random noise levels."""
+def noise_levels(count: int, shift: float, generator: torch.Generator) -> Tensor:
+    """Random noise levels, shifted as the scheduler shifts them."""
+    levels = torch.randn(count, device=generator.device, generator=generator)
+    return torch.sigmoid(levels + shift)
+
+
+def flow_loss(painter: nn.Module, latents_of: Any, batch: Any, generator: torch.Generator) -> Tensor:
+    """Mean squared error of the velocity on a batch at random noise levels."""
     latents = latents_of(batch)
-    sigma = latents_of.noise_levels(len(latents), latents.shape[1], generator)
+    sigma = noise_levels(len(latents), latents_of.shift(latents), generator)
     noise = torch.randn(latents.shape, device=latents.device, generator=generator)
-    level = sigma[:, None, None]
-    velocity = painter((1 - level) * latents + level * noise, sigma, batch.clip_ids, batch.t5_ids)
+    level = sigma.view(-1, *[1] * (latents.ndim - 1))
+    velocity = painter((1 - level) * latents + level * noise, sigma, *batch.text)
     return F.mse_loss(velocity.float(), noise - latents)

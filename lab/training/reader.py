@@ -195,7 +195,7 @@ class ReaderTraining(Run):
         optimizer = torch.optim.AdamW(
             model.parameters(), recipe.rate, (0.9, 0.98), weight_decay=0.01, fused=accelerator.device.type == "cuda"
         )
-        trained = Trained(list(model.parameters()), [accelerator.prepare(optimizer)])
+        trained = Trained(model, [accelerator.prepare(optimizer)])
         super().__init__(out, accelerator, model, trained, {"recipe": repr(recipe)}, options)
 
     def parts(self) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from foveate.demo.recogniser import GRID, NOTHING, SIDE, Recogniser, cell_centre
 from foveate.demo.scenes import Scenes, render
 from foveate.demo.scenes import scenes as random_scenes
 from foveate.training.checkpoints import resume, write_checkpoint
+from foveate.training.trained import Trained
 from foveate.utils.files import write_whole
 
 __all__ = ["targets", "train_recogniser"]
@@ -58,7 +59,7 @@ def train_recogniser(
         model = Recogniser().to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, learning_rate, total_steps=steps)
-    parts = {"model": model, "optimizer": optimizer, "schedule": schedule}
+    parts = {"model": Trained(model, [optimizer]), "schedule": schedule}
     checkpoints = out.with_name(out.stem + "-checkpoints")
     done = resume(checkpoints, parts, settings)
     for _ in range(done):

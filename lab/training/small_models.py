@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from transformers import LlamaConfig
 
 from foveate.training.checkpoints import resume, write_checkpoint
+from foveate.training.trained import Trained
 
 __all__ = ["HEAD_DIM", "llama_config", "parallel_questions", "train"]
 
@@ -73,7 +74,7 @@ def train(
         ValueError: If the folder holds another run.
     """
     device = next(model.parameters()).device.type
-    parts: dict[str, Any] = {"model": model, "optimizer": optimizer}
+    parts = {"model": Trained(model, [optimizer])}
     done = resume(folder, parts, settings)
     for _ in range(done):
         advance()

@@ -9,8 +9,8 @@ import itertools
 import math
 import random
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import NamedTuple
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import torch
 from diffusers import FluxPipeline
@@ -20,7 +20,7 @@ from torch.utils.data import Dataset
 from foveate.demo.scenes import Scenes, scenes
 from foveate.demo.text import TEXT_TOKENS
 
-__all__ = ["RECIPE", "Batch", "Batches", "Stage"]
+__all__ = ["LONG_TEXT", "LONG_TEXT_EACH", "RECIPE", "UNCAPTIONED", "Batch", "Batches", "Stage", "token_ids"]
 
 UNCAPTIONED = 0.1  # fraction of the pictures without a caption
 LONG_TEXT, LONG_TEXT_EACH = 512, 32  # one step in 32 pads to FLUX's default of 512 text tokens
@@ -34,19 +34,24 @@ class Stage:
     Attributes:
         name: Name in the log.
         images: Number of pictures over all devices.
-        batches: {side in px: batch size on a device}; every step uses one of the sides.
+        batches: {side in px, or (frames, side): batch size on a device}; every step uses one of the sizes.
         rates: Learning rate at the start and at the end of the stage, interpolated linearly.
     """
 
     name: str
     images: int
-    batches: dict[int, int]
+    batches: dict[Any, int]
     rates: tuple[float, float]
 
     def steps(self, devices: int) -> int:
-        """Number of steps for `images` pictures when every side is equally frequent."""
+        """Number of steps for `images` pictures when every size is equally frequent."""
         a_step = devices * sum(self.batches.values()) / len(self.batches)
         return math.ceil(self.images / a_step)
+
+    def scaled(self, images: float, batch: float) -> "Stage":
+        """The stage with its pictures and its batch sizes multiplied."""
+        batches = {size: max(1, round(count * batch)) for size, count in self.batches.items()}
+        return replace(self, images=math.ceil(self.images * images), batches=batches)
 
     def rate(self, step: int, steps: int) -> float:
         """The learning rate of a step."""
@@ -69,6 +74,11 @@ class Batch(NamedTuple):
     scenes: Scenes
     clip_ids: Tensor
     t5_ids: Tensor
+
+    @property
+    def text(self) -> tuple[Tensor, Tensor]:
+        """Token ids of the captions."""
+        return self.clip_ids, self.t5_ids
 
     def to(self, device: torch.device) -> "Batch":
         """The batch on a device."""

@@ -1,45 +1,55 @@
 # pyright: basic, reportPrivateImportUsage=false, reportArgumentType=false, reportAttributeAccessIssue=false
-"""Training of the autoencoder of the built-in model: sharp pictures from smooth latents."""
+"""Training of the autoencoders of the built-in models: sharp pictures and videos from smooth latents."""
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
-from diffusers import AutoencoderKL
 from torch import Tensor
 
 from foveate.demo.atlas import load_atlas
 from foveate.demo.scenes import Scenes, render, scenes
 from foveate.training.checkpoints import resume, write_checkpoint
+from foveate.training.trained import Trained
 
-__all__ = ["train_vae", "vae_loss"]
+__all__ = ["scene_pictures", "train_vae", "vae_loss"]
 
-SIDES = (64, 96, 128, 192)
 KL_WEIGHT = 1e-3
 NOISE = 0.1  # relative to the standard deviation of the latents; makes the decoder tolerate errors
 CHECKPOINT_EVERY = 1000
 
 
+def scene_pictures(atlas: Tensor, seed: int, count: int, side: int) -> Tensor:
+    """Renderings of random scenes [count, 3, side, side] from -1 to 1."""
+    batch = list(itertools.islice(scenes(seed), count))
+    return render(atlas, Scenes.of(batch).to(atlas.device), side) * 2 - 1
+
+
 def train_vae(
     out: Path,
-    vae: AutoencoderKL,
+    vae: Any,
     *,
+    draw: Callable[[Tensor, int, int, int], Tensor] = scene_pictures,
     steps: int = 6000,
     pixels: int = 128 * 128 * 64,
+    sides: Sequence[int] = (64, 96, 128, 192),
     rate: float = 1e-3,
     seed: int = 0,
     device: str = "cpu",
     advance: Callable[[], None] = lambda: None,
 ) -> None:
-    """Train an autoencoder in place on renderings of random scenes, and set shift and scale of its latents.
+    """Train an autoencoder in place on random pictures or videos, and set shift and scale of its latents.
 
     Args:
         out: Folder of checkpoints; an existing run is resumed.
         vae: Autoencoder with random weights.
+        draw: Gives a batch from -1 to 1, for the atlas, a seed, the size of the batch, and the side in pixels.
         steps: Training steps.
-        pixels: Pixels of a batch.
+        pixels: Pixels of a batch, with one frame of each video.
+        sides: Sides of the pictures, step by step.
         rate: Highest learning rate.
         seed: Seed of scenes and noise.
         device: Device to train on.
@@ -48,15 +58,14 @@ def train_vae(
     vae, atlas = vae.to(device).train(), load_atlas().to(device)
     optimizer = torch.optim.AdamW(vae.parameters(), lr=rate, weight_decay=0.0, betas=(0.9, 0.99))
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, rate, total_steps=steps)
-    parts, settings = {"vae": vae, "optimizer": optimizer, "schedule": schedule}, {"steps": steps, "seed": seed}
+    parts, settings = {"vae": Trained(vae, [optimizer]), "schedule": schedule}, {"steps": steps, "seed": seed}
     start = resume(out, parts, settings)
     for _ in range(start):
         advance()
     for step in range(start, steps):
         torch.manual_seed(seed * 2**32 + step)
-        side = SIDES[step % len(SIDES)]
-        batch = list(itertools.islice(scenes(seed * 2**32 + step), max(1, pixels // side**2)))
-        pictures = render(atlas, Scenes.of(batch).to(device), side) * 2 - 1
+        side = sides[step % len(sides)]
+        pictures = draw(atlas, seed * 2**32 + step, max(1, pixels // side**2), side)
         with torch.autocast(torch.device(device).type, torch.bfloat16, enabled=device != "cpu"):
             loss = vae_loss(vae, pictures)
         optimizer.zero_grad()
@@ -68,30 +77,37 @@ def train_vae(
             write_checkpoint(out, step + 1, parts, settings)
         advance()
     vae.eval()
-    _normalise(vae, atlas, seed, device)
+    with torch.no_grad():
+        _normalise(vae, vae.encode(draw(atlas, seed, 64, 64)).latent_dist.mean)
 
 
-def vae_loss(vae: AutoencoderKL, pictures: Tensor) -> Tensor:
-    """Reconstruction loss of pictures [batch, 3, side, side] in -1..1, plus terms that keep the latents smooth.
+def vae_loss(vae: Any, pictures: Tensor) -> Tensor:
+    """Reconstruction loss of pictures or videos from -1 to 1, plus terms that keep the latents smooth.
 
     Down-sampled latents must decode to the down-sampled picture (EQ-VAE, arXiv 2502.09509). This keeps detail from
     being hidden in a code that a small transformer could not learn.
+
+    Args:
+        vae: Autoencoder.
+        pictures: [batch, 3, side, side] or [batch, 3, frames, side, side].
     """
     posterior = vae.encode(pictures).latent_dist
     latents = posterior.sample()
     latents = latents + NOISE * latents.detach().std() * torch.randn_like(latents)
-    smaller = F.interpolate(latents, scale_factor=0.5, mode="area")
+    *frames, height, width = latents.shape[2:]
+    smaller = F.interpolate(latents, (*frames, height // 2, width // 2), mode="area")
     loss = KL_WEIGHT * posterior.kl().mean() / latents[0].numel()
     for latent, weight in ((latents, 1.0), (smaller, 0.25)):
         decoded = vae.decode(latent).sample
-        wanted = F.interpolate(pictures, decoded.shape[-2:], mode="area")
+        wanted = F.interpolate(pictures, decoded.shape[2:], mode="area")
         loss = loss + weight * (F.l1_loss(decoded, wanted) + F.mse_loss(decoded, wanted))
     return loss
 
 
-@torch.no_grad()
-def _normalise(vae: AutoencoderKL, atlas: Tensor, seed: int, device: str) -> None:
-    """Write mean and inverse standard deviation of the latents into the config, as FLUX's autoencoder has them."""
-    batch = list(itertools.islice(scenes(seed), 64))
-    latents = vae.encode(render(atlas, Scenes.of(batch).to(device), 64) * 2 - 1).latent_dist.mean
-    vae.register_to_config(shift_factor=latents.mean().item(), scaling_factor=1 / latents.std().item())
+def _normalise(vae: Any, latents: Tensor) -> None:
+    """Write mean and standard deviation of latents into the config, as FLUX's and Wan's autoencoders have them."""
+    if latents.ndim == 4:
+        vae.register_to_config(shift_factor=latents.mean().item(), scaling_factor=1 / latents.std().item())
+        return
+    channels = latents.transpose(0, 1).flatten(1)
+    vae.register_to_config(latents_mean=channels.mean(1).tolist(), latents_std=channels.std(1).tolist())

@@ -12,13 +12,12 @@ import pytest
 import tiny
 import tiny_pipelines
 import torch
+from command_line import fails, run, succeeds
 from diffusers import DDPMPipeline, DDPMScheduler, UNet2DModel
 from PIL import Image
 from safetensors import safe_open
-from typer.testing import CliRunner
 
 import foveate
-from foveate.cli import app
 from foveate.demo.scenes import scenes
 from foveate.demo.untrained import untrained_pipeline
 from foveate.diffusers.pipelines import Request, check_size, load, own_size, pixels_per_token
@@ -26,38 +25,6 @@ from foveate.diffusers.pixel_pipeline import PixelPipeline
 from foveate.web import compare as side_by_side
 
 SMALL = ["--size", "64", "--steps", "2", "--device", "cpu"]  # 16 x 16 tokens
-
-
-@pytest.fixture(autouse=True)
-def in_an_empty_folder(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    path = tmp_path_factory.mktemp("models") / "tiny"
-    untrained_pipeline(layers=1, single_layers=1, heads=2, rope=(4, 4, 8)).save_pretrained(path)
-    return path
-
-
-def run(*arguments):
-    return CliRunner().invoke(app, [str(argument) for argument in arguments])
-
-
-def words(result):
-    return " ".join(re.sub("[│┃]", " ", result.output).split())
-
-
-def succeeds(*arguments):
-    result = run(*arguments)
-    assert result.exit_code == 0, result.output
-    return words(result)
-
-
-def fails(*arguments):
-    result = run(*arguments)
-    assert result.exit_code == 2, result.output
-    return words(result)
 
 
 def pixels(path):
@@ -90,6 +57,50 @@ def test_a_picture_carries_its_settings_and_a_summary_is_printed(folder):
     assert "centre=0.5" in settings["method"]
     assert "HilbertA T=2" in output
     assert "portable" in output
+
+
+def test_generate_draws_many_prompts_and_seeds_and_resumes(folder, tmp_path):
+    long = "a lighthouse on a cliff at dusk with waves below and a boat far away"
+    (tmp_path / "prompts.txt").write_text(f"a cat\n\n{long} in rain\n{long} in snow\n")
+    command = "generate", "--prompts", "prompts.txt", "--seeds", 2, "--model", folder, *SMALL, "--steps", 1
+    output = succeeds(*command, "--method", "hilberta:tiles=4")
+    assert "6 drawn" in output
+    assert "HilbertA T=4" in output
+    index = json.loads((tmp_path / "pictures" / "pictures.json").read_text())
+    assert [one["prompt"] for one in index.values()] == [
+        p for p in ("a cat", f"{long} in rain", f"{long} in snow") for _ in "12"
+    ]
+    assert {one["seed"] for one in index.values()} == {0, 1}
+    succeeds(
+        "generate",
+        "a cat",
+        "--seed",
+        1,
+        "--model",
+        folder,
+        *SMALL,
+        "--steps",
+        1,
+        "--method",
+        "hilberta:tiles=4",
+        "--out",
+        "one.png",
+    )
+    second = list(index)[1]
+    assert (pixels(f"pictures/{second}") == pixels("one.png")).all()
+    (tmp_path / "pictures" / second).unlink()
+    assert "1 drawn" in succeeds(*command, "--method", "hilberta:tiles=4")
+    assert "drawn with method=" in fails(*command)
+
+
+def test_what_generate_is_to_draw_and_where_must_be_clear(folder, tmp_path):
+    assert "say what to draw" in fails("generate")
+    (tmp_path / "prompts.txt").write_text("\n")
+    assert "say what to draw" in fails("generate", "a cat", "--prompts", "prompts.txt")
+    assert "holds no prompts" in fails("generate", "--prompts", "prompts.txt")
+    assert "cannot read the prompts" in fails("generate", "--prompts", "none.txt")
+    assert "names the folder" in fails("generate", "a cat", "--seeds", 2, "--out", "a.png")
+    assert "unknown --split images" in fails("generate", "a cat", "--split", "images")
 
 
 def test_a_picture_can_be_wide(folder):

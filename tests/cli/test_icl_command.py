@@ -12,9 +12,9 @@ from typer.testing import CliRunner
 
 from foveate import SubCP
 from foveate.cli import app
-from foveate.cli.icl import DRAWS, HOSTS, _compared
+from foveate.cli.icl import DRAWS, _compared
 from foveate.transformers.examples import hashed_ngrams
-from foveate.transformers.in_context import prompt_with
+from foveate.transformers.in_context import HOSTS, prompt_with
 from foveate.utils.progress import silent
 
 WORDS = ["good", "bad", "film", "plot", "acting", "great", "poor", "music", "fun", "dull"]
@@ -148,21 +148,21 @@ def test_the_output_must_be_another_jsonl_file(out, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--blocks", 20], "40 examples cannot fill 20 blocks of 8: use blocks<=5"),
-        (["--strategy", "random"], "unknown strategy 'random': choose one of global_diverse"),
+        (["--blocks", 20], "40 examples cannot fill 20 blocks of 8: use at most 5 blocks or blocks of at most 2"),
+        (["--strategy", "random"], "'random' is not one of 'global_diverse', 'global_local'"),
         (["--text", "words"], "has no 'words': name one of its columns, text, label"),
         (["--embeddings", "pool.npy", "--embed", "m"], "give one of them"),
-        (["--embeddings", "none.npy"], "No such file"),
-        (["--balance", "equal"], "needs the labels"),
+        (["--embeddings", "none.npy"], "none.npy: No such file or directory"),
+        (["--balance", "equal"], "--balance needs --label"),
         (["--max-similarity", 2], "must be a cosine between 0 and 1, not 2.0"),
         (["--ask", "good"], "--ask needs --label"),
-        (["--host", "all"], "--host must be one of concatenate, ensemble, parallel_windows, not all"),
-        (["--mix", "mean"], "--mix must be one of moe, poe, max, not mean"),
+        (["--host", "all"], "'all' is not one of 'concatenate', 'ensemble', 'parallel_windows'"),
+        (["--mix", "mean"], "'mean' is not one of 'moe', 'poe', 'max'"),
         (["--ask", "good", "--label", "label", "--model", "nowhere"], "cannot load nowhere"),
-        (["--ask", " ", "--label", "label"], "--ask is empty"),
+        (["--ask", " ", "--label", "label"], "--ask ' ' has no words"),
     ],
 )
 def test_errors_name_the_value_and_the_remedy(arguments, message):
     result = run(*arguments)
     assert result.exit_code == 2
-    assert message in " ".join(result.output.split())
+    assert message in " ".join(result.output.replace("│", " ").split())

@@ -10,6 +10,7 @@ from typer.testing import CliRunner
 from foveate import InfoFlowKV
 from foveate.cli import app, common
 from foveate.cli import rag as rag_command
+from foveate.cli.rag_index import bytes_of
 from foveate.transformers import ChunkEncoder
 from foveate.transformers.index import ChunkIndex
 
@@ -40,13 +41,13 @@ def said(result):
 
 
 def test_the_answer_is_that_of_the_library_and_the_next_run_encodes_nothing(model, tmp_path):
-    result = run(model, "w3", "--recompute", 0.4, "--prompt", "w21 {question} w23", "-o", "norm=l1")
+    result = run(model, "w3 w8 w5", "--recompute", 0.4, "--prompt", "w21 {question} w23", "-o", "norm=l1")
     assert result.exit_code == 0, result.output
     assert "4 passages, 27 tokens: 4 encoded, 0 found, 0 removed" in said(result)
     ours = ChunkEncoder(language_model("qwen3", dtype=torch.float32), tokenizer())
     context = ours.compose(ours.encode(DOCUMENTS))
-    with context.patch(InfoFlowKV(recompute=0.4, norm="l1"), "w21 w3 w23") as patched:
-        assert f"w3 {patched.generate(max_new_tokens=5)}" in said(result)
+    with context.patch(InfoFlowKV(recompute=0.4, norm="l1"), "w21 w3 w8 w5 w23") as patched:
+        assert f"w3 w8 w5 {patched.generate(max_new_tokens=5)}" in said(result)
         page = (tmp_path / "rag.html").read_text()
         assert page.count('title="row ') >= len(patched.rows)
         assert page.count("<mark class") == len(patched.rows) == 11
@@ -58,16 +59,17 @@ def test_changed_documents_are_encoded_again_and_removed_ones_deleted(model, tmp
     (tmp_path / "notes" / "0.txt").write_text("w1 w2")
     (tmp_path / "notes" / "1.txt").unlink()
     assert "3 passages, 17 tokens: 1 encoded, 2 found, 2 removed" in said(run(model))
-    assert len(list((tmp_path / "notes" / ".foveate").glob("tiny-*/*"))) == 3
+    assert len(list((tmp_path / "notes" / ".foveate").glob("tiny-*/*.safetensors"))) == 3
     assert "3 encoded, 0 found" in said(run(model, "--index", "elsewhere"))
-    assert len(list((tmp_path / "elsewhere").iterdir())) == 3
+    assert len(list((tmp_path / "elsewhere").glob("*.safetensors"))) == 3
 
 
 def test_ctrl_c_keeps_encoded_passages(model, monkeypatch):
-    original = ChunkIndex._encode
+    original, calls = ChunkIndex._encode, []
 
     def interrupted(self, passage):
-        if passage == 3:
+        calls.append(passage)
+        if len(calls) == 4:
             raise KeyboardInterrupt
         return original(self, passage)
 
@@ -85,6 +87,10 @@ def test_questions_from_arguments_or_a_pipe_share_a_page(model, tmp_path):
         text = (tmp_path / page).read_text()
         assert "<h1>w3</h1>" in text
         assert "<h1>w5</h1>" in text
+    known = run(model, "w3\tno\tneither", "w5", "--compare")
+    assert "right answer: no or neither" in said(known)
+    assert "2 questions right KL rows first token" in said(known)
+    assert "question 1 is empty" in said(run(model, "\tw3"))
     nothing = run(model, "--out", "none.html", input="")
     assert nothing.exit_code == 0
     assert not (tmp_path / "none.html").exists()
@@ -94,16 +100,18 @@ def test_a_terminal_is_prompted_until_an_empty_line(monkeypatch):
     typed = iter(["w3 ", "w5", "", "w7"])
     monkeypatch.setattr(rag_command.console, "input", lambda _: next(typed))
     monkeypatch.setattr(rag_command.sys, "stdin", SimpleNamespace(isatty=lambda: True))
-    assert list(rag_command._questions(None)) == ["w3", "w5"]
+    assert list(rag_command._lines(None)) == [["w3"], ["w5"]]
 
 
 def test_compare_answers_with_every_method(model, tmp_path):
-    result = run(model, "w3", "--compare", "--method", "epic", "--chunk", 4)
+    result = run(model, "w3 w5", "--compare", "--method", "epic", "--chunk", 4)
     assert result.exit_code == 0, result.output
     for name in ("epic", "infoflow_kv", "cacheblend", "random", "none", "full"):
         assert name in said(result)
         assert f"<td>{name}</td>" in (tmp_path / "rag.html").read_text()
     assert "0.txt, part 2" in said(result)
+    assert max(map(len, result.stdout.splitlines()[:-1])) <= 80  # the last line is a path
+    assert "\u2026" not in result.stdout
 
 
 def test_a_chat_template_frames_documents_and_question(model, tmp_path):
@@ -140,6 +148,8 @@ def test_a_chat_template_frames_documents_and_question(model, tmp_path):
             "2.txt with its prefix: 130 tokens, but the model takes at most 128",
         ),
         (["--top", -1], "--top"),
+        (["--max-disk", "much"], "cannot read the size 'much': write a number and a unit, such as 500MB or 20GB"),
+        (["--index", "nowhere://x"], "Protocol not known: nowhere"),
         (["--device", "quantum"], "unknown device 'quantum'"),
     ],
 )
@@ -150,15 +160,43 @@ def test_bad_input_is_one_clear_line_and_exit_code_2(model, tmp_path, arguments,
     assert not list(tmp_path.glob("*.html"))
 
 
-def test_bad_documents_are_named_and_the_index_is_kept(model, tmp_path):
-    run(model)
-    kept = {path: path.read_bytes() for path in (tmp_path / "notes" / ".foveate").glob("tiny-*/*")}
-    for content, message in (("  ", "bad.txt is empty"), ("w1 " * 128, "bad.txt with its prefix: 129 tokens")):
-        (tmp_path / "notes" / "bad.txt").write_text(content)
-        result = run(model, "w3", "--chunk", 0)
-        assert result.exit_code == 2
-        assert message in said(result)
-        assert {path: path.read_bytes() for path in kept} == kept
+def test_bad_documents_are_listed_together_and_skipped(model, tmp_path):
+    for name, content in {"empty": b"  ", "image": b"\xff\xfe", "long": b"w1 " * 128}.items():
+        (tmp_path / "notes" / f"{name}.txt").write_bytes(content)
+    told = said(run(model, "w3", "--chunk", 0))
+    assert "skipped 3 documents:" in told
+    for message in ("empty.txt is empty", "image.txt is not UTF-8", "long.txt with its prefix: 129 tokens"):
+        assert message in told
+    assert "4 passages, 27 tokens: 4 encoded" in told
+
+
+def test_an_index_is_made_changed_and_asked_without_its_folder(model, tmp_path):
+    def rag(*arguments):
+        result = CliRunner().invoke(app, ["rag", *map(str, arguments)])
+        assert result.exit_code == 0, result.output
+        return said(result)
+
+    ours = "--model", model, "--device", "cpu"
+    assert "4 encoded, 0 found" in rag("index", "notes", "--index", "index", *ours)
+    (tmp_path / "0.txt").write_text("w40 w41 w42")
+    (tmp_path / "more").mkdir()
+    (tmp_path / "more" / "0.txt").write_text("w43 w44")
+    assert "5 passages, 25 tokens: 2 encoded, 3 found, 1 removed" in rag("add", "index", "0.txt", "more", *ours)
+    assert "5 documents" in (told := rag("info", "index"))
+    assert "more/0.txt" in told
+    rag("remove", "index", "0.txt", "1.txt")
+    answer = rag("./index", "w43 w19", "--max-new-tokens", 5, *ours)
+    assert "more/0.txt 2" in answer
+    assert "3.txt 6" in answer
+    assert "left out 1 passages" in answer
+    missing = CliRunner().invoke(app, ["rag", "remove", "index", "none.txt"])
+    assert missing.exit_code == 2
+    assert "has no document none.txt: it has" in said(missing)
+
+
+@pytest.mark.parametrize(("text", "size"), [("20GB", 2e10), ("1.5 MiB", 1.5 * 2**20), ("7", 7), ("3k", 3000), ("", 5)])
+def test_sizes_have_units(text, size):
+    assert bytes_of(text, 5) == size
 
 
 def test_missing_folders_and_models_are_named(model, tmp_path, monkeypatch):

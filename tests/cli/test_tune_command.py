@@ -4,35 +4,13 @@ import json
 import re
 
 import pytest
-from typer.testing import CliRunner
+from command_line import run, words
 
-from foveate.cli import app
 from foveate.cli import tune as command
-from foveate.demo.untrained import untrained_pipeline
 from foveate.diffusers import measure
 from foveate.diffusers.adapter import ModelAdapter
 
 SMALL = ["--size", "64", "--steps", "2", "--device", "cpu", "--method", "hilberta:tiles=4"]
-
-
-@pytest.fixture(autouse=True)
-def in_an_empty_folder(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    path = tmp_path_factory.mktemp("models") / "tiny"
-    untrained_pipeline(layers=1, single_layers=1, heads=2, rope=(4, 4, 8)).save_pretrained(path)
-    return path
-
-
-def run(*arguments):
-    return CliRunner().invoke(app, [str(argument) for argument in arguments])
-
-
-def words(result):
-    return " ".join(re.sub("[│┃]", " ", result.output).split())
 
 
 def test_a_preset_is_found_and_drawn_with(folder, tmp_path, monkeypatch):
@@ -84,7 +62,7 @@ def test_a_preset_is_found_and_drawn_with(folder, tmp_path, monkeypatch):
     ("arguments", "told"),
     [
         (["--min-ssim", "0.9", "--min-psnr", "30"], "two budgets"),
-        (["--prompts", "nothing.txt"], "nothing.txt"),
+        (["--prompts", "nothing.txt"], "cannot read the prompts nothing.txt: name a text file"),
         (["--prompts", "one.txt"], "two prompts or more"),
         (["--method", "hilberta:start_percent=0.2"], "leave them out of HilbertA"),
         (["--method", "hilbert"], "did you mean hilberta"),

@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
 
 from foveate import LLSA, HilbertA, ToMA
+from foveate.diffusers.preset import Preset
 
 PACK = Path(__file__).parents[2] / "comfyui"
 pytestmark = pytest.mark.usefixtures("no_grad")
@@ -50,47 +51,64 @@ class Block(nn.Module):
         return x + attend(q + pe, k + pe, v, HEADS, skip_reshape=True, transformer_options=options)
 
 
-class Flux(nn.Module):
-    patch_size = 2
+class Joint(nn.Module):
+    """Double blocks of image and text, then single blocks of both in one sequence, as FLUX calls them."""
+
+    patch_size, pe_dim, image_first = 2, 2, False
+    blocks = "double_blocks", "single_blocks"
 
     def __init__(self):
         super().__init__()
         torch.manual_seed(0)
-        self.double_blocks = nn.ModuleList(Block() for _ in range(2))
-        self.single_blocks = nn.ModuleList(Block() for _ in range(3))
+        for name, count in zip(self.blocks, (2, 3), strict=False):
+            self.add_module(name, nn.ModuleList(Block() for _ in range(count)))
         self.embed = nn.Linear(16, DIM).double()
 
     def image(self, latent):
-        patches = nn.functional.unfold(latent, 2, stride=2).mT
-        return self.embed(patches)
+        return self.embed(nn.functional.unfold(latent, 2, stride=2).mT)
+
+    def join(self, text, image):
+        return torch.cat([image, text] if self.image_first else [text, image], 1)
+
+    def split(self, x, text):
+        sizes = [x.shape[1] - text, text]
+        return x.split(sizes, 1)[::-1] if self.image_first else x.split(sizes[::-1], 1)
 
     def _forward(self, x, timestep, context, y=None, ref_latents=None, transformer_options={}, **kwargs):  # noqa: B006
         options, text = transformer_options, context
         replace = options.get("patches_replace", {}).get("dit", {})
         image = torch.cat([self.image(latent) for latent in (x, *(ref_latents or []))], 1)
-        tokens = text.shape[1] + image.shape[1]
-        pe = torch.linspace(0, 1, tokens, dtype=torch.float64).view(1, 1, tokens, 1).expand(1, 1, tokens, DIM // HEADS)
+        places = self.join(torch.zeros(1, TEXT, 1), torch.linspace(0.1, 1, image.shape[1])[None, :, None])
+        pe = places.double().unsqueeze(3 - self.pe_dim).expand(2, *(-1,) * 2, DIM // HEADS)
+
+        def rows(args):
+            return args["pe"] if self.pe_dim == 2 else args["pe"].transpose(1, 2)
 
         def double(block, args):
-            out = block(torch.cat([args["txt"], args["img"]], 1), args["pe"], options)
-            return {"txt": out[:, : args["txt"].shape[1]], "img": out[:, args["txt"].shape[1] :]}
-
-        for i, block in enumerate(self.double_blocks):
-            args = {"img": image, "txt": text, "pe": pe, "vec": None, "attn_mask": None}
-            call = replace.get(("double_block", i))
-            original = partial(double, block)
-            out = call(args, {"original_block": original}) if call else original(args)
-            image, text = out["img"], out["txt"]
-        joined = torch.cat([text, image], 1)
+            out = block(self.join(args["txt"], args["img"]), rows(args), options)
+            return dict(zip(("txt", "img"), self.split(out, args["txt"].shape[1]), strict=True))
 
         def single(block, args):
-            return {"img": block(args["img"], args["pe"], options)}
+            return {"img": block(args["img"], rows(args), options)}
 
-        for i, block in enumerate(self.single_blocks):
-            args, call = {"img": joined, "pe": pe, "vec": None}, replace.get(("single_block", i))
-            original = partial(single, block)
-            joined = (call(args, {"original_block": original}) if call else original(args))["img"]
-        return joined
+        def run(kind, name, call, args):
+            for i, block in enumerate(getattr(self, name)):
+                original, replaced = partial(call, block), replace.get((kind, i))
+                args |= replaced(args, {"original_block": original}) if replaced else original(args)
+            return args
+
+        shared = {"pe": pe, "vec": None, "attn_mask": None}
+        args = run("double_block", self.blocks[0], double, {"img": image, "txt": text, **shared})
+        if len(self.blocks) == 1:
+            return args["img"]
+        return run("single_block", self.blocks[1], single, {"img": self.join(args["txt"], args["img"]), **shared})[
+            "img"
+        ]
+
+
+Flux = type("Flux", (Joint,), {})
+Qwen = type("QwenImageTransformer2DModel", (Joint,), {"pe_dim": 1, "blocks": ("transformer_blocks",)})
+Hunyuan = type("HunyuanVideo", (Joint,), {"image_first": True})
 
 
 class Wan(nn.Module):
@@ -106,14 +124,26 @@ class Wan(nn.Module):
 
     def _forward(self, x, timestep, context, clip_fea=None, time_dim_concat=None, transformer_options={}, **kwargs):  # noqa: B006
         frames = nn.functional.unfold(x.transpose(1, 2).flatten(0, 1), 2, stride=2).mT
-        tokens = self.embed(frames).view(x.shape[0], -1, DIM)
-        for qkv in self.blocks:
-            tokens = tokens + attend(*qkv(tokens).chunk(3, 2), heads=HEADS, transformer_options=transformer_options)
-            tokens = tokens + attend(tokens, context, context, heads=HEADS, transformer_options=transformer_options)
+        tokens, options = self.embed(frames).view(x.shape[0], -1, DIM), transformer_options
+        replace = options.get("patches_replace", {}).get("dit", {})
+        pe = torch.linspace(0, 1, tokens.shape[1]).double().view(1, -1, 1, 1)
+
+        def call(qkv, args):
+            x, text = args["img"], args["txt"]
+            q, k, v = (qkv(x) + args["pe"].flatten(2)).chunk(3, 2)
+            x = x + attend(q, k, v, heads=HEADS, transformer_options=options)
+            return {"img": x + attend(x, text, text, heads=HEADS, transformer_options=options)}
+
+        for i, qkv in enumerate(self.blocks):
+            args = {"img": tokens, "txt": context, "vec": timestep.view(len(timestep), -1, 1, 1), "pe": pe}
+            original, replaced = partial(call, qkv), replace.get(("double_block", i))
+            tokens = (replaced(args, {"original_block": original}) if replaced else original(args))["img"]
         return tokens
 
 
 WanModel = type("WanModel", (Wan,), {})
+Lumina = type("NextDiT", (Flux,), {"_forward": lambda self, x, time, context, num_tokens=TEXT, **kwargs: (
+    Flux._forward(self, x, time, context, **kwargs))})  # fmt: skip
 
 
 class Executor:
@@ -141,14 +171,17 @@ def run(wrapper, model, case, **more):
     return wrapper(Executor(model), x, time, context, transformer_options=options(**more), **named)
 
 
-CASES = [(Flux, ()), (Flux, ((16, 16),)), (WanModel, ())]
-every_case = pytest.mark.parametrize(("cls", "references"), CASES, ids=["flux", "kontext", "wan"])
+CASES = [(Flux, ()), (Flux, ((16, 16),)), (WanModel, ()), (Qwen, ()), (Hunyuan, ())]
+IDS = ["flux", "kontext", "wan", "qwen", "hunyuan"]
+every_case = pytest.mark.parametrize(("cls", "references"), CASES, ids=IDS)
 
 
-def mask_of(method, number, grids, text):
-    """Which of the tokens of a layer attend to which, in raster order behind the text."""
+def mask_of(method, number, grids, text, image_first=False):
+    """Which of the tokens of a layer attend to which, in raster order behind or before the text."""
     plan = method.plan(grids, text)
-    place = torch.cat([torch.arange(text), plan.order + text]).argsort()
+    images = 0 if image_first else text
+    words = torch.arange(text) + (len(plan.order) if image_first else 0)
+    place = torch.cat([words, plan.order + images]).argsort()
     return plan.tables[number % len(plan.tables)].to_dense()[place][:, place]
 
 
@@ -162,7 +195,7 @@ def test_attention_is_that_of_the_mask(pack, cls, references, method):
     def masked(func, q, k, v, heads, **kwargs):
         length = 2 if kwargs.get("skip_reshape") else 1
         if q.shape[length] == k.shape[length]:
-            calls.append(mask_of(method, len(calls), grids, text))
+            calls.append(mask_of(method, len(calls), grids, text, cls is Hunyuan))
             kwargs["mask"] = calls[-1]
         return func(q, k, v, heads, **kwargs)
 
@@ -184,9 +217,10 @@ def test_other_calls_and_dense_layers_go_to_the_former_override(pack, cls, refer
     wrapper = pack.Foveated(HilbertA(tiles=4, dense_layers="0-1"), ALWAYS)
     x, time, context, named = case
     wrapper(Executor(model), x, time, context, transformer_options=given, **named)
+    layers = {WanModel: 4, Qwen: 2}.get(cls, 5)
     assert len(seen) == (6 if cls is WanModel else 2)
     assert given["optimized_attention_override"] is former
-    assert dict(wrapper.layers) == {"": 2 if cls is WanModel else 3, "dense": 2}
+    assert (wrapper.layers[""], wrapper.layers["dense"]) == (layers - 2, 2)
 
 
 @every_case
@@ -200,15 +234,31 @@ def test_steps_outside_the_window_are_dense(pack, cls, references):
     assert not wrapper.outcomes
 
 
-@pytest.mark.parametrize("references", [(), ((16, 16),)], ids=["flux", "kontext"])
-def test_merging_everything_into_itself_is_the_dense_model(pack, references):
-    model, case = Flux(), inputs(Flux, references)
+@every_case
+def test_merging_everything_into_itself_is_the_dense_model(pack, cls, references):
+    model, case = cls(), inputs(cls, references)
     dense = model._forward(*case[:3], transformer_options=options(), **case[3])
     exactly = ToMA(keep=0.999, tile=(2, 2), weights="hard", skip=0)
-    torch.testing.assert_close(run(pack.Foveated(exactly, ALWAYS), model, case), dense)
-    wrapper = pack.Foveated(ToMA(keep=0.5, skip=2), ALWAYS)
+    wrapper = pack.Foveated(exactly, ALWAYS)
+    torch.testing.assert_close(run(wrapper, model, case), dense)
+    assert not wrapper.layers["dense"]
+    blocks, kinds = (4, 1) if cls is WanModel else (2, 1) if cls is Qwen else (5, 2)
+    wrapper = pack.Foveated(ToMA(keep=0.5, skip=1), ALWAYS)
     assert (run(wrapper, model, case) - dense).abs().max() > 1e-3
+    assert dict(wrapper.layers) == {"": blocks - kinds, "dense": kinds}
+
+
+def test_blocks_skip_as_in_diffusers_and_a_modulation_of_each_frame_stays_dense(pack):
+    wrapper = pack.Foveated(ToMA(keep=0.5), ALWAYS)
+    run(wrapper, Flux(), inputs(Flux))
+    assert dict(wrapper.layers) == {"": 2, "dense": 3}  # both double blocks, a third of the single ones
+    wrapper = pack.Foveated(ToMA(keep=0.5, skip=0, dense_layers="1, 3"), ALWAYS)
+    run(wrapper, Flux(), inputs(Flux))
     assert dict(wrapper.layers) == {"": 3, "dense": 2}
+    x, _, context, named = inputs(WanModel)
+    wrapper = pack.Foveated(ToMA(keep=0.5, skip=0), ALWAYS)
+    run(wrapper, WanModel(), (x, torch.ones(2, 3), context, named))
+    assert dict(wrapper.layers) == {"dense": 4}
 
 
 def test_merged_blocks_call_the_replacements_that_were_there(pack):
@@ -234,6 +284,13 @@ def test_a_plan_of_merging_lasts_for_its_steps_and_is_forgotten_after_the_run(pa
         run(wrapper, model, case, sigma=sigma)
         made.append(next(iter(wrapper._merges.values()))[1])
     assert [made[i] is made[i + 1] for i in range(3)] == [True, False, True]
+    halves = pack.Foveated(ToMA(keep=0.5, skip=0, dst_every=2, weights_every=1), ALWAYS)
+    made = []
+    for sigma in (1.0, 0.9):
+        run(halves, model, case, sigma=sigma)
+        made.append(next(iter(halves._merges.values()))[1])
+    assert made[0] is not made[1]
+    assert torch.equal(made[0].chosen[0], made[1].chosen[0])
     wrapper.finish()
     assert not wrapper._merges
 
@@ -245,9 +302,36 @@ def test_what_cannot_be_sparse_stays_dense_and_says_why(pack, caplog):
     assert torch.equal(run(wrapper, model, case), dense)
     assert "240 text tokens cannot be told from as many image tokens" in caplog.text
     assert torch.equal(run(pack.Foveated(LLSA(), ALWAYS), model, case), dense)
-    with pytest.raises(ValueError, match="not merged in WanModel"):
-        pack.Foveated(ToMA(keep=0.5), ALWAYS).check(model)
-    assert pack.family_of(nn.Linear(1, 1)) is None
+    lumina, case = Lumina(), inputs(Lumina)
+    wrapper = pack.Foveated(HilbertA(tiles=4), ALWAYS)
+    assert not torch.equal(run(wrapper, lumina, case), lumina._forward(*case[:3], transformer_options=options()))
+    with pytest.raises(ValueError, match="not merged in NextDiT"):
+        pack.Foveated(ToMA(keep=0.5), ALWAYS).check(lumina)
+    with pytest.raises(ValueError, match="whole blocks merge in every step"):
+        pack.Foveated(ToMA(keep=0.5, granularity="module"), ALWAYS).check(model)
+    with pytest.raises(ValueError, match="does not know Linear"):
+        pack.Foveated(ToMA(keep=0.5), ALWAYS).check(nn.Linear(1, 1))
+
+
+def test_a_preset_runs_in_the_model_that_it_was_made_for_and_warns_at_other_sizes(pack, caplog):
+    def preset(*methods, name="FluxTransformer2DModel", layers=2):
+        models = [{"class": name, "config": {"num_layers": layers, "num_single_layers": 3}}]
+        return Preset(methods=methods or (ToMA(),), models=models, size=(1, 1), grids=(((8, 8),),))
+
+    model, case = Flux(), inputs(Flux)
+    pack.check_preset(preset(), model)
+    for other, why in (
+        (preset(name="WanTransformer3DModel"), "is for WanTransformer3DModel, and this is Flux"),
+        (preset(layers=19), "is for 19 double_blocks, and this model has 2"),
+        (preset(HilbertA(), ToMA()), "works in diffusers only"),
+        (preset(LLSA()), "works in diffusers only"),
+    ):
+        with pytest.raises(ValueError, match=why):
+            pack.check_preset(other, model)
+    wrapper = pack.Foveated(ToMA(), ALWAYS, preset().grids)
+    run(wrapper, model, case)
+    run(wrapper, model, case)
+    assert caplog.text.count("tuned for other sizes") == 1
 
 
 def test_the_example_workflow_names_our_nodes(pack):
@@ -258,4 +342,4 @@ def test_the_example_workflow_names_our_nodes(pack):
         classes = {node.get("type") or node["class_type"] for node in nodes}
         ours = {name for name in classes if name.startswith("Foveate")}
         assert ours
-        assert all(f'node_id="{name}"' in source for name in ours)
+        assert all(f'"{name}"' in source for name in ours)

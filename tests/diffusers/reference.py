@@ -50,19 +50,25 @@ def attend(q, k, v, method, number, grids, text_first=True):
     if not isinstance(method, LLSA):
         mask = dense_mask(method, number, grids, q.shape[2], text_first)
         return scaled_dot_product_attention(q, k, v, mask)
-    cells = len(plan.order)
-    sizes = [q.shape[2] - cells, cells] if text_first else [cells, q.shape[2] - cells]
-    parts = [x.split(sizes, 2) for x in (q, k, v)]
-    (tq, iq), (tk, ik), (tv, iv) = (part if text_first else part[::-1] for part in parts)
-    order = grid_order(method.curve, *section(grids, q.shape[2])[0])
-    iq, ik, iv = (x[:, :, order] for x in (iq, ik, iv))
+    words, image = places(grids, q.shape[2], text_first)
+    order = image[grid_order(method.curve, *section(grids, q.shape[2])[0])]
+    iq, ik, iv = (x[:, :, order] for x in (q, k, v))
+    tq, tk, tv = (x[:, :, words] for x in (q, k, v))
     selection = select_blocks(iq, ik, top_k=method.top_k, block_size=method.block_size, levels=method.levels)
     enrich = None if method.enrich is True else int(method.enrich)
     text = {"extra_k": tk, "extra_v": tv} if tk.shape[2] else {}
-    image, _ = log_linear_oracle.log_linear(iq, ik, iv, selection, enrich, reweight=method.reweight, **text)
-    image = image[:, :, order.argsort()].to(q.dtype)
-    words = scaled_dot_product_attention(tq, k, v)
-    return torch.cat([words, image] if text_first else [image, words], 2)
+    out, _ = log_linear_oracle.log_linear(iq, ik, iv, selection, enrich, reweight=method.reweight, **text)
+    out = torch.cat([scaled_dot_product_attention(tq, k, v), out.to(q.dtype)], 2)
+    return out[:, :, torch.cat([words, order]).argsort()]
+
+
+def places(grids, tokens, text_first):
+    """Positions of the text and of the images in an attention sequence."""
+    images = sum(map(math.prod, section(grids, tokens)))
+    text = tokens - images
+    first = text_first(grids[0]) if callable(text_first) else text * text_first
+    image = torch.arange(first, first + images)
+    return torch.cat([torch.arange(first), torch.arange(first + images, tokens)]), image
 
 
 def section(grids, tokens):
@@ -89,8 +95,6 @@ def dense_mask(method, number, grids, tokens, text_first=True):
     plan = plan_for(method, number, grids, tokens)
     if plan is None:
         return torch.ones(tokens, tokens, dtype=torch.bool)
-    text = tokens - len(plan.order)
-    image = plan.order + (text if text_first else 0)
-    words = torch.arange(text) + (0 if text_first else len(plan.order))
-    place = torch.cat([words, image]).argsort()
+    words, image = places(grids, tokens, text_first)
+    place = torch.cat([words, image[plan.order]]).argsort()
     return plan.tables[number % len(plan.tables)].to_dense()[place][:, place]

@@ -31,8 +31,17 @@ REFERENCES = {
     "longcat": tiny.longcat_inputs,
     "qwen": tiny.qwen_inputs,
 }
-every_family = pytest.mark.parametrize("name", SPARSE)
-every_grid = pytest.mark.parametrize(("name", "grid"), [(n, grid) for n in SPARSE for grid in SPARSE[n].grids])
+
+
+def named(*case):
+    """A case of a test; those of rare families are slow."""
+    return pytest.param(*case, marks=pytest.mark.slow if case[0] in tiny.RARE else ())
+
+
+every_family = pytest.mark.parametrize("name", [*map(named, SPARSE)])
+every_grid = pytest.mark.parametrize(
+    ("name", "grid"), [named(n, grid) for n in SPARSE for grid in SPARSE[n].grids[: 1 if n in tiny.RARE else None]]
+)
 
 
 def title(case):
@@ -81,6 +90,20 @@ def test_a_model_is_the_one_whose_attention_is_the_definition_of_the_method(name
         elif not isinstance(method, LLSA):
             mask = dense_mask(method, number, (grid,), tokens, SPARSE[name].text_first)
             assert row.true == pytest.approx(1 - mask.double().mean().item())
+
+
+@pytest.mark.parametrize("name", tiny.RARE)
+def test_a_rare_model_is_dense_with_one_tile_and_the_definition_with_several(name):
+    model, x = built(name, SPARSE[name].grids[1], 2)
+    dense = call(model, x)
+    for method in HilbertA(tiles=1), SPARSE[name].method:
+        with reference(SPARSE[name], method, SPARSE[name].grids[1]):
+            want = call(model, x)
+        with foveate.apply(model, method) as run:
+            torch.testing.assert_close(call(model, x), want)
+            assert not any(whys(run))
+    assert (want - dense).abs().max() > 1e-6
+    assert torch.equal(call(model, x), dense)
 
 
 @every_grid
@@ -342,29 +365,32 @@ def test_blocks_of_sd3_may_be_skipped(skipped):
 
 @pytest.mark.parametrize("methods", [(HilbertA(tiles=1),), (ToMA(keep=0.999, weights="hard", skip=0, tile=(4, 4)),)])
 @pytest.mark.parametrize("missing", [0, 6])
-@pytest.mark.parametrize("name", [name for name, argument in tiny.MASKS.items() if argument])
+@pytest.mark.parametrize("name", [*map(named, tiny.MASKED)])
 def test_the_padding_of_a_text_is_left_out(methods, name, missing):
+    if name not in FAMILIES and not isinstance(methods[0], SparseAttention):
+        pytest.skip("tokens do not merge in this family")
     model, x = built(name, batch=2)
-    argument = tiny.MASKS[name]
-    text, image = x["encoder_hidden_states"].shape[1], 320 * (name == "chroma")
-    mask, real = torch.ones(2, text + image, dtype=torch.bool), text - missing
-    mask[:, real:text] = False
-    want = call(model, x | {argument: mask})
+    text_name = tiny.text_name(name)
+    text = x[text_name].shape[1]
+    real = text - missing
+    mask = (torch.arange(text) < real).expand(2, -1)
+    want = call(model, x | tiny.masked(name, mask))
     with foveate.apply(model, *methods) as run:
-        torch.testing.assert_close(call(model, x | {argument: mask}), want)
+        torch.testing.assert_close(call(model, x | tiny.masked(name, mask)), want)
         assert not any(whys(run))
-    shorter = x | {"encoder_hidden_states": x["encoder_hidden_states"][:, :real]}
+    shorter = x | {text_name: x[text_name][:, :real]}
+    shorter |= {name: [one[:, :real] for one in x[name]] for name in ("text_encoder_layers",) if name in x}
     shorter |= {"txt_ids": x["txt_ids"][:real]} if "txt_ids" in x else {}
     shorter |= {"position_ids": x["position_ids"][missing:]} if "position_ids" in x else {}
-    shorter |= {argument: mask[:, :real]} if name.startswith("hunyuan") else {}
+    shorter |= tiny.masked(name, mask[:, :real]) if name.startswith(("hunyuan", "ernie")) else {}
     torch.testing.assert_close(call(model, shorter), want)
 
 
-@pytest.mark.parametrize("name", tiny.MASKS)
+@pytest.mark.parametrize("name", [*map(named, (*tiny.MASKED, "zimage"))])
 @pytest.mark.parametrize("method", [HilbertA(tiles=1), HilbertA(tiles=4, align=1), LLSA(top_k=2, min_tokens=0)])
 def test_prompts_of_different_length_attend_by_the_definition(name, method):
     model, x = tiny.ragged(name, **heads_for(name, method))
-    with nullcontext() if method == HilbertA(tiles=1) else reference(FAMILIES[name], method):
+    with nullcontext() if method == HilbertA(tiles=1) else reference(SPARSE[name], method):
         want = call(model, x)
     with foveate.apply(model, method) as run:
         torch.testing.assert_close(call(model, x), want)
@@ -373,7 +399,7 @@ def test_prompts_of_different_length_attend_by_the_definition(name, method):
     assert all(row.saved == 0 for row in rows) == (method == HilbertA(tiles=1))
 
 
-@pytest.mark.parametrize("name", tiny.MASKS)
+@pytest.mark.parametrize("name", [*map(named, (*tiny.MASKED, "zimage"))])
 @pytest.mark.parametrize(
     "methods",
     [
@@ -385,6 +411,8 @@ def test_prompts_of_different_length_attend_by_the_definition(name, method):
     ids=("HilbertA", "LLSA", "ToMA", "both"),
 )
 def test_prompts_of_different_length_do_not_depend_on_each_other(name, methods):
+    if name not in FAMILIES and not all(isinstance(method, SparseAttention) for method in methods):
+        pytest.skip("tokens do not merge in this family")
     model, x = tiny.ragged(name, **heads_for(name, methods[0]))
     with foveate.apply(model, *methods) as run:
         batch, rows, saved = call(model, x), run.summary().layers, []

@@ -19,6 +19,7 @@ from diffusers import (
     FluxKontextPipeline,
     FluxTransformer2DModel,
 )
+from diffusers.pipelines.joyimage.image_processor import BUCKETS
 from PIL import Image
 from reference import reference
 
@@ -303,6 +304,7 @@ def test_a_comparison_leaves_out_what_cannot_be_applied(stable_diffusion, tmp_pa
 
 # --- models of today, from prompt to picture or video ---
 
+FIRST = (Path(__file__).parent / "pictures" / "dense-96x160.png",)
 TODAY = {
     "flux2": (HilbertA(tiles=4), {}),
     "klein": (HilbertA(tiles=4), {}),
@@ -310,14 +312,19 @@ TODAY = {
     "wan": (HilbertA(tiles=2, align=1), {"frames": 9, "negative": "a dog"}),
     "hunyuan_video": (HilbertA(tiles=2, align=1), {"frames": 9, "guidance": 3.0, "negative": "a dog"}),
     "ltx": (HilbertA(tiles=2, align=1), {"frames": 9, "fps": 8, "negative": "a dog"}),
+    "bria": (HilbertA(tiles=2), {"negative": "a dog"}),
+    "skyreels": (HilbertA(tiles=2, align=1), {"frames": 9, "negative": "a dog"}),
+    "chronoedit": (HilbertA(tiles=2, align=1), {"size": (96, 128), "frames": 5, "images": FIRST}),
+    "joyimage": (HilbertA(tiles=2, align=1), {"size": (128, 192), "negative": "a dog", "images": FIRST}),
 }
-"""A method for each pipeline, None for dense only, and what is requested besides a picture of 64 x 96 px."""
+"""A method for each pipeline and what is requested besides a picture of 64 x 96 px."""
 
 
 @pytest.fixture(scope="module")
 def today():
     made = {}
-    return lambda name, **options: made.setdefault((name, *options), getattr(tiny_pipelines, name)(**options))
+    with mock.patch.dict(BUCKETS, {1024: [(128, 192)]}):  # JoyImage draws a million pixels
+        yield lambda name, **options: made.setdefault((name, *options), getattr(tiny_pipelines, name)(**options))
 
 
 def request(name, **changes):
@@ -347,11 +354,9 @@ def test_a_prompt_becomes_a_picture_or_video_dense_and_sparse(today, name):
     assert dense.shape == (asked.frames or 1, *asked.size, 3)
     assert dense.std() > 5
     assert len(steps) == asked.steps
-    if (method := TODAY[name][0]) is None:
-        return
     with foveate.apply(pipe, HilbertA(tiles=1)):
         assert np.abs(numbers(draw_request(pipe, asked)) - dense).max() <= 1
-    with foveate.apply(pipe, method) as run:
+    with foveate.apply(pipe, method := TODAY[name][0]) as run:
         assert (numbers(draw_request(pipe, asked)) != dense).any()
         assert all(row.method == method.title for row in run.summary().layers)
     assert (numbers(draw_request(pipe, asked)) == dense).all()
@@ -426,6 +431,9 @@ def test_what_a_pipeline_would_ignore_is_refused_with_a_remedy(pipe, today, tmp_
     broken = request("wan", images=(Path("nowhere.png"),))
     refuses(today("wan", image=True), broken, "cannot read the picture nowhere.png: name a PNG or JPEG file")
     check_request(today("flux2"), flux._replace(images=2 * first))
+    refuses(today("chronoedit"), request("chronoedit", frames=9), "always makes 5 frames: leave --frames out")
+    wide = request("joyimage", size=(64, 96))
+    refuses(today("joyimage"), wide, "would draw 192x128 px, not 96x64: use --size 192x128")
 
 
 @pytest.mark.parametrize(

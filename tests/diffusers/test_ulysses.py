@@ -1,77 +1,146 @@
 """Processes under Ulysses context parallelism compute what one computes."""
 
+from dataclasses import replace
+from types import SimpleNamespace
+
 import processes
 import pytest
 import tiny
 import torch
 import torch.distributed as dist
-from diffusers import ContextParallelConfig
-from diffusers.hooks.context_parallel import apply_context_parallel
+from diffusers import ContextParallelConfig, FluxTransformer2DModel
+from diffusers.models import attention_dispatch
 from diffusers.models._modeling_parallel import ParallelConfig
+from torch.nn.functional import scaled_dot_product_attention
 
 import foveate
-from foveate import LLSA, HilbertA
+from foveate import LLSA, HilbertA, ToMA
+from foveate.diffusers.parallel import divides, enable_parallelism, share_pictures
 
 PARALLEL = "flux", "flux2", "qwen", "wan", "ltx"  # diffusers' own plan for LTX-2 fails, with or without foveate
 
 
-def enable_parallelism(model, **context):
-    """What `model.enable_parallelism` does, which needs an accelerator, with a mesh of CPU processes."""
-    context = ContextParallelConfig(**context)
-    mesh = dist.device_mesh.init_device_mesh("cpu", context.mesh_shape, mesh_dim_names=context.mesh_dim_names)
-    config = ParallelConfig(context_parallel_config=context)
-    config.setup(dist.get_rank(), dist.get_world_size(), torch.device("cpu"), mesh=mesh)
-    for module in model.modules():
-        if hasattr(getattr(module, "processor", None), "_parallel_config"):
-            module.processor._parallel_config = config
-    apply_context_parallel(model, context, model._cp_plan)
-
-
 @torch.no_grad()
-def check(ranks, name, method, *, before=False, batch=1, compiled=False, config=None, **context):
-    """Check one family, with parallelism enabled before or after the method is applied."""
+def check(
+    ranks, name, method, *, before=False, batch=1, compiled=False, config=None, grid=None, plan=None, why="", **context
+):
+    """Check one family, with parallelism enabled before or after the method is applied; `why` it is dense, if so."""
     torch.manual_seed(0)
     config = config or (tiny.SPARSE[name].wide if isinstance(method, LLSA) else {})
-    model, x = tiny.built(name, batch=batch, dtype=torch.float32, **config)
-    unsplit = ("controlnet_", "audio_encoder_attention_mask", "encoder_attention_mask")  # in diffusers' own plans
-    x = {key: None if key.startswith(unsplit) else value for key, value in x.items()}
+    model, x = built(name, grid=grid, batch=batch, dtype=torch.float32, **config)
     dense = tiny.call(model, x)
-    with foveate.apply(model, method):
-        alone = tiny.call(model, x)
+    with foveate.apply(model, method) as run:
+        alone, layers = tiny.call(model, x), run.summary().layers
     if compiled:
         model.compile_repeated_blocks(backend="eager")
+    context = context or {"ulysses_degree": ranks}
     if before:
-        enable_parallelism(model, ulysses_degree=ranks, **context)
+        enable_parallelism(model, plan, **context)
     with foveate.apply(model, method) as run:
         if not before:
-            enable_parallelism(model, ulysses_degree=ranks, **context)
-        assert error(tiny.call(model, x), alone) < 1e-5, name
-        assert not any(row.why for row in run.summary().layers if "audio" not in row.layer), run.summary()
+            enable_parallelism(model, plan, **context)
+        assert error(tiny.call(model, x), dense if why else alone) < 1e-5, name
+        assert any(why in row.why for row in run.summary().layers) if why else run.summary().layers == layers
     assert error(tiny.call(model, x), dense) < 1e-5, name  # diffusers' own parallelism is back
     assert error(alone, dense) > 1e-3  # sparse indeed
+
+
+def built(name, **options):
+    model, x = tiny.built(name, **options)
+    unsplit = ("controlnet_", "audio_encoder_attention_mask", "encoder_attention_mask")  # in diffusers' own plans
+    return model, {key: None if key.startswith(unsplit) else value for key, value in x.items()}
 
 
 def error(got, want):
     return (got - want).norm() / want.norm()
 
 
+def check_gradients(ranks, name, method):
+    """Check that the gradients of the processes add up to those of one, or that there is an error."""
+    torch.manual_seed(0)
+    model, x = built(name, batch=2, **tiny.SPARSE[name].wide if isinstance(method, LLSA) else {})
+    x["encoder_hidden_states"] = x["encoder_hidden_states"].repeat(1, 2, 1)  # divides evenly
+    if "txt_ids" in x:
+        x["txt_ids"] = x["txt_ids"].repeat(*[1] * (x["txt_ids"].ndim - 2), 2, 1)
+
+    def gradients():
+        model.zero_grad()
+        tiny.call(model, x).square().sum().backward()
+        return {name: weight.grad for name, weight in model.named_parameters() if weight.grad is not None}
+
+    with foveate.apply(model, method):
+        alone = gradients()
+        enable_parallelism(model, ulysses_degree=ranks)
+        for name, part in gradients().items():
+            dist.all_reduce(part)
+            assert error(part, alone[name]) < 1e-9 or part.norm() < 1e-9, name
+
+
+def check_no_gradients(ranks):
+    model, x = built("flux")
+    enable_parallelism(model, ulysses_degree=ranks, ulysses_anything=True)
+    with foveate.apply(model, HilbertA(tiles=4, align=1)), pytest.raises(ValueError, match="no gradients"):
+        tiny.call(model, x)
+
+
 def work(ranks, cases):
     for name, method, options in cases:
         check(ranks, name, method, **options)
+    if ranks == 2:
+        check_gradients(ranks, "flux", HilbertA(tiles=4, align=1))
+        check_gradients(ranks, "wan", LLSA(top_k=1, min_tokens=0))
+        check_no_gradients(ranks)
 
 
-ANY = {"ulysses_anything": True}  # uneven parts
+ANY = {"ulysses_degree": 2, "ulysses_anything": True}  # uneven parts
+TOMA = ToMA(keep=0.5, tile=(4, 4), skip=1)
 CASES = [
     *((name, HilbertA(tiles=4, align=1), ANY) for name in PARALLEL),
     ("flux", HilbertA(tiles=4, align=1), {"before": True, "batch": 2, **ANY}),
     ("wan", HilbertA(tiles=4, align=1), {"compiled": True}),
+    ("chroma", HilbertA(tiles=4, align=1), {"plan": FluxTransformer2DModel._cp_plan, **ANY}),  # has none of its own
     *((name, LLSA(top_k=1, min_tokens=0), ANY) for name in ("flux2", "wan")),
     ("wan", HilbertA(tiles=4, align=1), {"before": True, "batch": 2}),
+    *((name, TOMA, {"batch": 2, **ANY}) for name in ("flux", "flux2", "qwen")),
+    ("flux", replace(TOMA, granularity="module"), ANY),
+    ("wan", replace(TOMA, tile=(2, 4, 4)), {"grid": (4, 8, 9)}),
+    ("wan", TOMA, {"why": "cross the borders", **ANY}),  # 5 frames
+    ("wan", replace(TOMA, skip=0), {"grid": (4, 8, 9), "why": "use skip=1"}),
+    ("flux", replace(TOMA, mode="global"), {"why": "cross the borders", **ANY}),
 ]
-MORE_RANKS = [("flux2", HilbertA(tiles=4, align=1), {"config": {"num_attention_heads": 7}, **ANY})]  # uneven heads
+MORE_RANKS = [  # uneven heads
+    ("flux2", HilbertA(tiles=4, align=1), {"config": {"num_attention_heads": 7}, **ANY, "ulysses_degree": 4})
+]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("ranks", "cases"), [(2, CASES), (4, MORE_RANKS)])
 def test_processes_compute_what_one_computes(tmp_path, ranks, cases):
     processes.run(ranks, tmp_path, work, ranks, cases)
+
+
+@torch.no_grad()
+def test_ring_attention_is_left_to_the_model(monkeypatch):
+    model, x = tiny.built("wan")
+    dense = tiny.call(model, x)
+
+    def ring(query, key, value, *_, **__):  # diffusers has none for CPUs
+        return scaled_dot_product_attention(*(x.transpose(1, 2) for x in (query, key, value))).transpose(1, 2)
+
+    monkeypatch.setattr(attention_dispatch, "_templated_context_parallel_attention", ring)
+    for block in model.blocks:
+        block.attn1.processor._parallel_config = ParallelConfig(ContextParallelConfig(ring_degree=2))
+    with foveate.apply(model, HilbertA(tiles=4, align=1)) as run:
+        assert error(tiny.call(model, x), dense) < 1e-9
+        assert all("ring attention" in layer.why for layer in run.summary().layers)
+
+
+def test_a_picture_that_processes_cannot_share_is_refused_with_a_remedy():
+    with pytest.raises(ValueError, match=r"2 attention heads of Flux.* do not divide over 3.*use 2, or"):
+        share_pictures(tiny.pipeline(), 3)
+    with pytest.raises(ValueError, match=r"no plan to divide a picture of UNet2DConditionModel.*--split prompts"):
+        share_pictures(SimpleNamespace(unet=tiny.unet()), 2)
+
+
+def test_only_the_last_process_may_have_fewer_heads():
+    assert [ranks for ranks in range(2, 25) if divides(24, ranks)] == [2, 3, 4, 5, 6, 8, 12, 24]

@@ -7,8 +7,7 @@ from tiny_lm import DOCUMENTS, language_model, tokenizer
 from foveate import InfoFlowKV
 from foveate.methods.baselines.kv_baselines import EPIC, FullPrefill
 from foveate.transformers import ChunkEncoder
-from foveate.transformers.documents import Passage
-from foveate.transformers.index import ChunkIndex
+from foveate.transformers.index import index_documents
 from foveate.transformers.rag import STEPS, ask
 from foveate.utils.device import Stopwatch
 from foveate.web.rag import reply_page
@@ -18,14 +17,14 @@ pytestmark = pytest.mark.gpu
 
 def test_full_recomputation_answers_as_full_prefill_and_every_step_is_timed(tmp_path):
     encoder = ChunkEncoder(language_model("qwen3", dtype=torch.float32).cuda(), tokenizer())
-    index = ChunkIndex(tmp_path, encoder, [Passage(f"{i}.txt", text) for i, text in enumerate(DOCUMENTS)])
+    index = index_documents(tmp_path, encoder, {f"{i}.txt": text for i, text in enumerate(DOCUMENTS)})
     index.build()
     for chunk, loaded in zip(encoder.encode(DOCUMENTS), index.load(range(4)), strict=True):
         assert loaded.keys.is_cuda
         assert torch.equal(chunk.keys, loaded.keys)
     methods = {"all": InfoFlowKV(recompute=1.0), "full": FullPrefill(), "reordered": InfoFlowKV(reorder=True),
                "epic": EPIC()}  # fmt: skip
-    reply = ask(index, "w3 w5", methods, prompt="w21 {question} w23", max_new_tokens=8)
+    reply = ask(index, "w3 w5", methods, prompt="w21 {question} w23", passages=range(4), max_new_tokens=8)
     ours, full, reordered, epic = reply.answers
     assert ours.text == full.text
     assert abs(ours.divergence) < 1e-3

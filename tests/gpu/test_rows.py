@@ -100,7 +100,7 @@ def test_15_percent_of_32768_rows_equal_the_portable_path(name):
 
 def test_the_op_passes_opcheck():
     q, k, v = qkv(500, 130, 4, 2, 64, torch.bfloat16)
-    torch.library.opcheck(torch.ops.foveate.row_attention.default, (q, k, v, some(500, 130), 0.125, True))
+    torch.library.opcheck(torch.ops.foveate.row_attention.default, (q, k, v, some(500, 130), 0.125, None, None, True))
 
 
 @pytest.mark.parametrize("backend", ["portable", *BACKENDS])

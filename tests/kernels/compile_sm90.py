@@ -121,8 +121,9 @@ for dim, half in ((64, "fp16"), (128, "bf16"), (96, "bf16")):
     for configs in (row_attention.FEW, ops.FORWARD):
         config = ops.first_that_fits(configs, 1, 2 * padded, SHARED_MEMORY)
         constants = {"D": dim, "BD": padded, "BM": config.rows, "BN": config.step, "STAGES": config.stages}
-        name = f"row_attention, {config.rows} rows"
-        report(name, dim, half, row_attention.attend_rows, constants, config.warps, p_at="*i64")
+        for window, name in ((False, f"row_attention, {config.rows} rows"), (True, f"windows of {config.rows} rows")):
+            more = constants | {"WINDOW": window}
+            report(name, dim, half, row_attention.attend_rows, more, config.warps, p_at="*i64")
     constants = {"HALF": dim // 2, "BH": padded // 2, "BM": copy_rows.ROWS, "ROTATE": True}
     report("copy_rows", dim, half, copy_rows.copy_tile, constants, copy_rows.WARPS, p_cos="*fp32", p_sin="*fp32")
 

@@ -97,13 +97,15 @@ def test_every_gradient_equals_the_dense_mask(table, programs):
 
 
 @pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("samples", [(), (2,)])
 @pytest.mark.parametrize(("tokens", "chosen"), [(1, 1), (700, 300), (300, 300), (513, 64), (900, 129)])
-def test_causal_rows_equal_the_dense_mask(monkeypatch, tokens, chosen, dim):
+def test_causal_rows_equal_the_dense_mask(monkeypatch, tokens, chosen, samples, dim):
+    """Of all samples, or of each."""
     monkeypatch.setattr(rows_ops, "hopper_attention", hopper)
-    rows = torch.randperm(tokens)[:chosen].sort().values
+    rows = torch.rand(*samples, tokens).argsort()[..., :chosen].sort().values
     q = torch.randn(2, chosen, 6, dim).transpose(1, 2)
     k, v = (torch.randn(2, 2, tokens, dim) for _ in range(2))
-    mask = rows[:, None] >= torch.arange(tokens)
+    mask = (rows[..., None] >= torch.arange(tokens)).unsqueeze(-3)
     want, _ = dense_attention(q, k.repeat_interleave(3, 1), v.repeat_interleave(3, 1), mask, 0.2)
     got = rows_ops.row_attention(q, k, v, rows, 0.2, hopper=True)
     torch.testing.assert_close(got.double(), want, rtol=1e-4, atol=1e-5)

@@ -10,6 +10,7 @@ from foveate.kernels.rows import row_attention as kernel
 from foveate.kernels.rows.copy_rows import copy_rows
 from foveate.kernels.rows.row_attention import row_attention
 from foveate.ops.rotary import rotate
+from foveate.ops.row_attention import portable
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu checks the compiled kernel")
 
@@ -21,10 +22,11 @@ def _small_tiles(monkeypatch):
 
 
 def error(rows, tokens, heads, groups, dim, dtype, scale=0.2):
-    q = torch.randn(2, len(rows), heads, dim, dtype=dtype).transpose(1, 2)
+    q = torch.randn(2, rows.shape[-1], heads, dim, dtype=dtype).transpose(1, 2)
     k, v = (torch.randn(2, groups, tokens, dim, dtype=dtype) for _ in range(2))
     got = row_attention(q, k, v, rows, scale)
-    mask = rows[:, None] >= torch.arange(tokens)
+    mask = rows[..., None] >= torch.arange(tokens)
+    mask = mask if rows.ndim == 1 else mask[:, None]
     share = heads // groups
     want, _ = dense_attention(q, k.repeat_interleave(share, 1), v.repeat_interleave(share, 1), mask, scale)
     return ((got - want).norm() / want.norm()).item()
@@ -49,6 +51,18 @@ def test_first_and_last_rows_and_a_negative_scale():
     for rows in ([0], [0, 299], [63, 64], list(range(250, 300))):
         assert error(torch.tensor(rows), 300, 2, 1, 16, torch.float32) < 1e-5
     assert error(torch.tensor([5, 80, 290]), 300, 2, 2, 16, torch.float32, scale=-0.3) < 1e-5
+
+
+@pytest.mark.parametrize("parts", [1, 3])
+def test_samples_may_have_rows_of_their_own_windows_and_sinks(monkeypatch, parts):
+    monkeypatch.setattr(kernel, "_parts", lambda *work: parts)
+    rows = torch.stack([torch.randperm(100)[:20].sort().values for _ in range(2)])
+    rows[1, 17:] = 99  # tokens that pad a shorter prompt
+    assert error(rows, 100, 2, 1, 16, torch.float32) < 1e-5
+    q, (k, v), sinks = torch.randn(2, 2, 20, 16), torch.randn(2, 2, 1, 100, 16), torch.randn(2)
+    for window, logits in ((1, sinks), (20, None), (90, None), (None, sinks)):
+        got = row_attention(q, k, v, rows, 0.3, window, logits)
+        torch.testing.assert_close(got, portable(q, k, v, rows, 0.3, window, logits), rtol=1e-4, atol=1e-5)
 
 
 def test_keys_after_the_last_row_are_never_read():

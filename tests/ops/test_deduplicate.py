@@ -86,7 +86,7 @@ def test_the_most_similar_helpful_example_is_exchanged(seed):
 @pytest.mark.usefixtures("as_a_user")
 def test_pairs_that_cannot_be_separated_are_counted_in_the_error():
     sub = SubCP(blocks=2, block_size=2, max_similarity=0.9)
-    with pytest.raises(ValueError, match=r"=0\.9 cannot be met: .* no exchange separates: 1; use more blocks"):
+    with pytest.raises(ValueError, match=r"of 0\.9 cannot be met: .* no exchange separates: 1; use more blocks"):
         sub.partition([[1, 0], [1, 0], [1, 0], [0, 1.0]])
     for limit in (0.0, 1.0, -0.5, 98):
         with pytest.raises(ValueError, match="must be a cosine between 0 and 1, not"):

@@ -18,7 +18,7 @@ import uvicorn
 from foveate import InfoFlowKV
 from foveate.demo import READER
 from foveate.demo.examples import write_examples
-from foveate.serve.chat import Message, Outcome, Reader, _Sample, chat_app
+from foveate.serve.chat import Answerer, Message, Outcome, _Sample, chat_app
 from foveate.serve.http import free_port
 from foveate.transformers import ChunkEncoder
 from foveate.transformers.documents import read_documents
@@ -58,7 +58,7 @@ def reader(texts):
     encoder = ChunkEncoder(model, tokenizer, chat_frame(tokenizer)[0])
     index = index_documents(folder, encoder, documents, 64)
     index.build()
-    return Reader(encoder, {"facts": index}, InfoFlowKV(), chat=False, **SETTINGS)
+    return Answerer(encoder, {"facts": index}, InfoFlowKV(), chat=False, **SETTINGS)
 
 
 @pytest.fixture(scope="module")
@@ -144,7 +144,7 @@ def test_conversations_are_those_of_the_chat_template_with_the_passages_first(re
     tokenizer.chat_template = "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}<end>{% endfor %}<assistant>"
     before, _ = chat_frame(tokenizer)
     encoder = ChunkEncoder(reader.encoder.model, tokenizer, before)
-    chatting = Reader(encoder, {}, InfoFlowKV(), chat=True, **SETTINGS | {"prompt": "{question}"})
+    chatting = Answerer(encoder, {}, InfoFlowKV(), chat=True, **SETTINGS | {"prompt": "{question}"})
     parts = ["PASSAGES" + "rule\n\nuser0", "assistant1", "user2"]
     whole = tokenizer.apply_chat_template(
         [{"role": role, "content": part} for role, part in zip(turns, parts, strict=True)], tokenize=False
@@ -155,7 +155,7 @@ def test_conversations_are_those_of_the_chat_template_with_the_passages_first(re
             reader._text_after([Message(role=role, content="a") for role in wrong])
 
 
-class Waiting(Reader):
+class Waiting(Answerer):
     """A reader whose answers take until nobody waits for them."""
 
     def __init__(self):

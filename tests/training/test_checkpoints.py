@@ -1,7 +1,10 @@
 """Laws of checkpoints: the newest complete one is resumed, and never one of another run."""
 
+from unittest.mock import Mock
+
 import pytest
 import torch
+from torch.distributed.checkpoint import FileSystemWriter
 
 from foveate.training.checkpoints import resume, write_checkpoint
 
@@ -12,20 +15,22 @@ def part(value):
     return layer
 
 
-def test_the_newest_complete_checkpoint_is_resumed(tmp_path):
+def test_the_newest_complete_checkpoint_is_resumed(tmp_path, monkeypatch):
     assert resume(tmp_path / "nowhere", {"layer": part(0)}, {}) == 0
     for step in (1, 2, 3):
         write_checkpoint(tmp_path, step, {"layer": part(step)}, {"seed": 0})
-    assert [path.name for path in sorted(tmp_path.iterdir())] == ["000000002.pt", "000000003.pt"]
+    assert {path.name for path in tmp_path.iterdir()} == {"000000002", "000000003"}
     layer = part(0)
     assert resume(tmp_path, {"layer": layer}, {"seed": 0}) == 3
     assert layer.weight.item() == 3
-    newest = tmp_path / "000000003.pt"
-    newest.write_bytes(newest.read_bytes()[:100])
-    (tmp_path / "000000004.pt").write_bytes(b"")
-    (tmp_path / "000000005.pt.part").write_bytes(b"half")
-    assert resume(tmp_path, {"layer": layer}, {"seed": 0}) == 2
-    assert layer.weight.item() == 2
+    with monkeypatch.context() as power_cut:
+        power_cut.setattr(FileSystemWriter, "finish", Mock(side_effect=OSError("no space left")))
+        with pytest.raises(OSError, match="the checkpoint failed on rank 0: no space left"):
+            write_checkpoint(tmp_path, 4, {"layer": part(4)}, {"seed": 0})
+    assert list((tmp_path / "000000004").iterdir())
+    assert resume(tmp_path, {"layer": layer}, {"seed": 0}) == 3
+    write_checkpoint(tmp_path, 5, {"layer": part(5)}, {"seed": 0})
+    assert {path.name for path in tmp_path.iterdir()} == {"000000003", "000000005"}
 
 
 def test_a_run_of_other_settings_is_refused(tmp_path):

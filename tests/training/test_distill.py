@@ -12,7 +12,7 @@ from accelerate.state import AcceleratorState
 from diffusers import FluxFillPipeline, FluxTransformer2DModel
 from safetensors.torch import load_file
 from torch.utils.data import DataLoader, default_collate
-from training_runs import losses, on_devices
+from training_runs import losses
 
 import foveate
 from foveate import HilbertA
@@ -101,8 +101,8 @@ def test_the_rate_falls_to_zero_over_the_cool_down(run, monkeypatch):
     recipe = Recipe(method=HilbertA(tiles=4), optimizer="adamw", rate=1e-2, batch=2, cool_down=0.5)
     run("out", recipe, steps=4)
     assert rates == pytest.approx([1e-2, 1e-2, 1e-2, 5e-3])
-    run("out", recipe, steps=8)
-    assert rates[4:] == pytest.approx([1e-2, 7.5e-3, 5e-3, 2.5e-3])
+    run("out", recipe, steps=8)  # a checkpoint is loaded into an optimizer that has made a step with rate 0
+    assert rates[5:] == pytest.approx([1e-2, 7.5e-3, 5e-3, 2.5e-3])
 
 
 def test_noise_levels_are_shifted_if_the_recipe_says_so(run, monkeypatch):
@@ -234,28 +234,11 @@ def test_auto_tiles_become_the_trained_number(pipe, tmp_path):
         distill(tmp_path, tiny.pipeline(), recipe, tiny.REQUEST, tiny.PROMPTS, steps=1, options=ONE)
 
 
-@pytest.mark.slow
-def test_two_devices_learn_what_one_learns(run, tmp_path):
-    alone, _ = run("alone", replace(ADAMW, seed=0), steps=3)
-    tiny.pipeline().save_pretrained(tmp_path / "model")
-    (tmp_path / "prompts").write_text("\n".join(tiny.PROMPTS))
-    options = "--size 64 --draw-steps 2 --tiles 4 --optimizer adamw --rate 0.01 --batch 2 --steps 3 --seed 0"
-    files = f"--model {tmp_path / 'model'} --prompts {tmp_path / 'prompts'} --out {tmp_path / 'together'}"
-    on_devices(2, f"distill {options} {files}")
-    ours, theirs = losses(tmp_path / "together"), losses(alone)
-    assert [loss for _, loss in ours] == pytest.approx([loss for _, loss in theirs], rel=1e-4)
-
-
 def test_bad_arguments_are_refused_before_anything_is_drawn(pipe, tmp_path, as_a_user):
-    def refused(message, pipe, recipe, at_once):
-        with pytest.raises(ValueError, match=message):
-            distill(tmp_path, pipe, recipe, tiny.REQUEST, tiny.PROMPTS, steps=1, options=RunOptions(at_once=at_once))
-        assert list(tmp_path.iterdir()) == []
-
-    four = replace(ADAMW, batch=4)
-    refused(r"a batch of 4 cannot be shared evenly by 1 x 3 pictures .*: use --batch 3", pipe, four, 3)
     fill = FluxFillPipeline(
         pipe.scheduler, pipe.vae, pipe.text_encoder, pipe.tokenizer, pipe.text_encoder_2, pipe.tokenizer_2,
         pipe.transformer,
     )  # fmt: skip
-    refused("needs a FluxPipeline, not a FluxFillPipeline", fill, ADAMW, 1)
+    with pytest.raises(ValueError, match="needs a FluxPipeline, not a FluxFillPipeline"):
+        distill(tmp_path, fill, ADAMW, tiny.REQUEST, tiny.PROMPTS, steps=1, options=ONE)
+    assert list(tmp_path.iterdir()) == []

@@ -14,7 +14,7 @@ from accelerate.state import AcceleratorState
 from diffusers import FlowMatchEulerDiscreteScheduler
 from PIL import Image
 from safetensors.torch import load_file
-from training_runs import losses, on_devices
+from training_runs import losses
 
 from foveate.demo.pictures import ScenePictures
 from foveate.diffusers.pixel_dit import PixelDiT
@@ -217,7 +217,7 @@ def test_a_run_writes_a_pipeline_that_draws_like_the_trained_one(run, tmp_path):
     )
     assert bars == 4 * [("training", 4)]
     assert {path.name for path in out.glob("*.png")} == {"loss.png", "samples-000002.png", "samples-000004.png"}
-    assert len(list(out.glob("*.pt"))) == 1
+    assert len(list(out.glob("0*"))) == 1
     again = PixelPipeline.from_pretrained(out)
     options = {"num_inference_steps": 2, "output_type": "np"}
     got, want = (one("a cat", generator=torch.Generator().manual_seed(1), **options).images for one in (again, pipe))
@@ -279,19 +279,6 @@ def test_a_gpu_learns_what_a_cpu_learns(run, attention):
     assert not multiprocessing.active_children()
 
 
-@pytest.mark.slow
-def test_two_devices_learn_what_one_learns(photos, tmp_path):
-    options = f"--data {photos} --dit DiT-XS --patch 8 --sizes 16:3:4,32x16:2:2 --rate 0.003"
-    outs = tmp_path / "1", tmp_path / "2"
-    for devices, out in enumerate(outs, 1):
-        on_devices(devices, f"train {options} --out {out}")
-    one, two = map(losses, outs)
-    assert len(one) == 5
-    assert [loss for _, loss in two] == pytest.approx([loss for _, loss in one], rel=1e-3)
-    ours, theirs = (torch.cat([weight.flatten() for weight in weights(out).values()]) for out in outs)
-    assert (ours - theirs).norm() < 1e-2 * theirs.norm()
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -319,5 +306,4 @@ def test_bad_arguments_are_refused_before_anything_is_written(run, tmp_path):
     refused("a stage has one step and one picture a step at least", stages=[Stage((16, 16), 1, 0)])
     refused("these pictures have no captions: train a model without words", pipe=pipeline(captioned=True))
     refused("patches of 3 px do not fill 16 x 16 px", pipe=pipeline(patch_size=3))
-    refused("a batch of 4 cannot be shared evenly by 1 x 3 pictures .*: use --batch 3", at_once=3)
     refused("scenes are square: use 24 or 16 for 16 x 24 px", pictures=ScenePictures(0))

@@ -1,13 +1,12 @@
 """Laws of documents and passages: nothing is lost or too long, and texts are split at the best boundary."""
 
 from itertools import pairwise
-from math import log
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from foveate.transformers.documents import bm25_scores, read_documents, split_documents, split_text
+from foveate.transformers.documents import read_documents, split_documents, split_text
 
 TEXTS = st.text(st.sampled_from("ab. \n?"), max_size=80)
 
@@ -68,18 +67,3 @@ def test_unreadable_files_are_named(tmp_path, content, message):
         read_documents(tmp_path)
     with pytest.raises(ValueError, match=r"none is not a folder"):
         read_documents(tmp_path / "none")
-
-
-def test_scores_are_okapi_bm25():
-    texts = ["the cat sat on the mat", "The dog!", "a cat and a dog and a cat"]
-    found = bm25_scores("the CAT", texts)
-    lengths, mean = [6, 2, 8], 16 / 3
-    times = {"the": [2, 1, 0], "cat": [1, 0, 2]}  # both in two texts of three
-    for i in range(3):
-        want = sum(
-            log(1 + 1.5 / 2.5) * f[i] * 2.5 / (f[i] + 1.5 * (1 - 0.75 + 0.75 * lengths[i] / mean))
-            for f in times.values()
-        )
-        assert found[i] == pytest.approx(want)
-    assert bm25_scores("bird", texts) == [0, 0, 0]
-    assert bm25_scores("x", ["!"]) == [0]

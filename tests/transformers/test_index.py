@@ -1,150 +1,401 @@
-"""Laws of an index: each passage is encoded once, and no encoded passage is lost."""
+"""Laws of an index: each passage is encoded once, nothing is lost, nothing wrong is read, limits are kept."""
 
 import os
-from time import time
+import random
+import signal
+import time
+from pathlib import Path
 
+import fsspec
+import processes
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tiny_lm import DOCUMENTS, encoder
+from tiny_lm import DOCUMENTS, cached_logits, encoder, full_logits
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from foveate import InfoFlowKV
+from foveate.transformers import ChunkCache, ChunkEncoder
 from foveate.transformers.documents import Passage
-from foveate.transformers.index import BuildReport, ChunkIndex
+from foveate.transformers.index import BuildReport, ChunkIndex, index_documents, read_index, remove_documents
 
-PASSAGES = [Passage(f"{i}.txt", text) for i, text in enumerate(DOCUMENTS)]
+TEXTS = {f"{i}.txt": text for i, text in enumerate(DOCUMENTS)}
 
 
 @pytest.fixture
 def encoded(monkeypatch):
     """Number of tokens of each passage that the test encodes."""
-    from foveate.transformers import ChunkEncoder
-
     seen, original = [], ChunkEncoder._encode
     monkeypatch.setattr(ChunkEncoder, "_encode", lambda self, ids: (seen.append(ids.shape[1]), original(self, ids))[1])
     return seen
 
 
-def contents(folder):
-    return {path.name: path.read_bytes() for path in folder.iterdir()}
+@pytest.fixture(params=["local", "memory"])
+def place(request, tmp_path):
+    if request.param == "local":
+        yield tmp_path / "new" / "index"
+    else:
+        yield "memory://new/index"
+        fsspec.filesystem("memory").rm("/new", recursive=True)
 
 
-def test_loaded_chunks_equal_encoded_ones(tmp_path):
-    ours = encoder("qwen3", "yarn")
-    index = ChunkIndex(tmp_path / "new" / "index", ours, PASSAGES)
-    assert index.build() == BuildReport(encoded=4, found=0, removed=0)
-    assert index.nbytes == sum(map(len, contents(index.folder).values()))
-    for passage, (chunk, loaded) in enumerate(zip(ours.encode(DOCUMENTS), index.load(range(4)), strict=True)):
-        assert index.ids[passage] == loaded.ids.tolist()
-        assert torch.equal(chunk.keys, loaded.keys)
-        assert torch.equal(chunk.values, loaded.values)
-    assert index.load([2])[0] is index.load([0, 2])[1]
+def chunks_of(folder):
+    return {path.name: path.read_bytes() for path in folder.glob("*.safetensors")}
+
+
+def assert_right(index, chunks=None):
+    """All chunks that an index loads, or these, are those of its passages."""
+    for passage, chunk in enumerate(chunks or index.load(range(len(index.passages)))):
+        (want,) = index.encoder.encode([index.ids[passage]])
+        assert torch.equal(chunk.ids, want.ids)
+        assert torch.equal(chunk.keys, want.keys)
+        assert torch.equal(chunk.values, want.values)
+
+
+# --- documents and chunks --------------------------------------------------------------------------------------------
+
+
+def test_loaded_chunks_equal_encoded_ones(place, encoded):
+    index = index_documents(place, encoder("qwen3", "yarn"), TEXTS)
+    assert index.build() == BuildReport(encoded=4, found=0, removed=0, left=0)
+    assert [passage.name for passage in index.passages] == list(TEXTS)
+    encoded.clear()
+    opened = ChunkIndex(place, encoder("qwen3", "yarn"))
+    chunks = opened.load(range(4))
+    assert opened.passages == index.passages
+    assert opened.build() == BuildReport(encoded=0, found=4, removed=0, left=0)
+    assert encoded == opened.refused == opened.skipped == []
+    assert index.nbytes > sum(chunk.nbytes for chunk in chunks)
+    assert_right(opened, chunks)
 
 
 def test_only_changed_passages_are_encoded_and_unused_files_removed(tmp_path, encoded):
-    ours = encoder()
-    ChunkIndex(tmp_path, ours, PASSAGES).build()
-    before = contents(tmp_path)
-    (tmp_path / "model.safetensors").write_bytes(b"not ours")
+    index_documents(tmp_path, encoder(), TEXTS).build()
+    before = chunks_of(tmp_path)
+    others = ["model.safetensors", "notes-of-mine.json"]
+    for name in others:
+        (tmp_path / name).write_bytes(b"not ours")
     encoded.clear()
-    same = ChunkIndex(tmp_path, encoder(), [*PASSAGES[::-1], Passage("copy.txt", DOCUMENTS[0])])
-    assert same.build() == BuildReport(encoded=0, found=4, removed=0)
+    same = index_documents(tmp_path, encoder(), {"copy.txt": DOCUMENTS[0], **TEXTS})
+    assert same.build() == BuildReport(encoded=0, found=4, removed=0, left=0)
     assert encoded == []
-    changed = ChunkIndex(tmp_path, ours, [*PASSAGES[1:], Passage("0.txt", DOCUMENTS[0] + " w1")])
-    assert changed.build() == BuildReport(encoded=1, found=3, removed=1)
+    changed = index_documents(tmp_path, encoder(), {**TEXTS, "0.txt": DOCUMENTS[0] + " w1"})
+    assert changed.build() == BuildReport(encoded=1, found=3, removed=1, left=0)
     assert encoded == [8]
-    after = contents(tmp_path)
-    assert after.pop("model.safetensors") == b"not ours"
+    after = chunks_of(tmp_path)
+    assert all((tmp_path / name).read_bytes() == b"not ours" for name in others)
     assert len(after.keys() & before.keys()) == 3
     assert all(after[name] == before[name] for name in after.keys() & before.keys())
+    assert (tmp_path / ".gitignore").read_text() == "*\n"
+
+
+def test_documents_are_added_and_removed_one_by_one(place, encoded):
+    index = ChunkIndex(place, encoder())
+    one = index.add({"b": DOCUMENTS[0], "a": DOCUMENTS[1], "c": DOCUMENTS[1]})
+    assert [passage.name for passage in one.passages] == ["a", "b", "c"]
+    one.build()
+    two = one.add({"b": DOCUMENTS[2]}).remove(["a"])
+    assert [passage.name for passage in two.passages] == ["b", "c"]
+    assert two.build() == BuildReport(encoded=1, found=1, removed=1, left=0)  # c has the chunk of a
+    assert sorted(encoded) == [5, 7, 9]
+    assert_right(one)  # numbers stay what they were
+    with pytest.raises(ValueError, match="has no document a: it has b, c"):
+        remove_documents(place, ["b", "a"])
+    remove_documents(place, ["b"])
+    assert [document.name for document in read_index(place, [])] == ["c"]
+    assert_right(two.refresh())
+
+
+def test_documents_whose_file_names_would_be_equal_stay_apart(tmp_path):
+    names = ["a b.txt", "a-b.txt", "A b.txt", "x" * 80 + "1", "x" * 80 + "2", "🍎", "🍐", "../up.txt"]
+    index = index_documents(tmp_path / "index", encoder(), dict(zip(names, [*DOCUMENTS, *DOCUMENTS], strict=True)))
+    assert sorted(index.documents) == sorted(names)
+    assert len(list((tmp_path / "index").glob("*.json"))) == 8
+    assert list(tmp_path.iterdir()) == [tmp_path / "index"]
 
 
 def test_incomplete_files_are_removed_unless_they_are_new(tmp_path):
-    index = ChunkIndex(tmp_path, encoder(), PASSAGES)
-    name = index.path(0).name
-    for left, age in ((f"{name}.1-2.part", 7200), (f"{name}.3-4.part", 5), ("notes.part", 7200)):
+    index = index_documents(tmp_path, encoder(), TEXTS)
+    name, unique = index._files[0], "0" * 31
+    for left, age in ((f"{name}.{unique}1.part", 7200), (f"{name}.{unique}2.part", 5), ("notes.part", 7200)):
         (tmp_path / left).write_bytes(b"half")
-        os.utime(tmp_path / left, (time() - age,) * 2)
-    assert index.build() == BuildReport(encoded=4, found=0, removed=0)
-    assert {path.name for path in tmp_path.glob("*.part")} == {f"{name}.3-4.part", "notes.part"}
+        os.utime(tmp_path / left, (time.time() - age,) * 2)
+    assert index.build().encoded == 4
+    assert {path.name for path in tmp_path.glob("*.part")} == {f"{name}.{unique}2.part", "notes.part"}
+
+
+def test_documents_that_the_model_cannot_take_are_listed_together_and_skipped(place):
+    bad = {"long.txt": "w1 " * 127, "none.txt": " ", "1.txt": "\n"}
+    index = index_documents(place, encoder(), {**TEXTS, **bad}, max_tokens=0)
+    assert index.build().encoded == 3
+    assert [passage.name for passage in index.passages] == ["0.txt", "2.txt", "3.txt"]
+    assert len(index.skipped) == 3
+    for message in ("1.txt has no text", "long.txt with its prefix: 129 tokens, but", "none.txt has no text"):
+        assert any(message in reason for reason in index.skipped)
+
+
+def test_a_passage_that_is_not_there_is_added(tmp_path):
+    index = index_documents(tmp_path, encoder(), TEXTS)
+    assert index.number(Passage("again", DOCUMENTS[2] + "\n")) == 2
+    assert index.number(Passage("new", "w1 w2")) == index.number(Passage("newer", "w1 w2")) == 4
+    assert_right(index)
+    assert index.build().found == 5
+    assert len(ChunkIndex(tmp_path, encoder()).passages) == 4
+    with pytest.raises(ValueError, match="void has no tokens"):
+        index.number(Passage("void", " "))
+
+
+def test_chunks_of_another_model_are_not_used(tmp_path):
+    index_documents(tmp_path, encoder(seed=1), TEXTS).build()
+    index = index_documents(tmp_path, encoder(), TEXTS)
+    assert index.build() == BuildReport(encoded=4, found=0, removed=4, left=0)
+    assert_right(index)
+
+
+def test_a_chunk_stays_in_memory_as_long_as_there_is_room(tmp_path):
+    index = index_documents(tmp_path, encoder(), TEXTS)
+    index.build()
+    (first,) = index.load([0])
+    assert index.load([0, 2])[0] is first
+    assert index.load([1]) != index.load([2])  # only those of the last call stay
+    sizes = [chunk.nbytes for chunk in index.load(range(4))]
+    index = ChunkIndex(tmp_path, encoder(), max_memory=sizes[0] + sizes[2])
+    one, two = *index.load([0]), *index.load([1])
+    index.load([0])
+    (three,) = index.load([2])  # 1 has not been used for longest
+    assert index.load([0])[0] is one
+    assert index.load([1])[0] is not two
+    assert index.load([2])[0] is not three
+    assert index.refused == []
+
+
+def test_loaded_chunks_are_mapped_files_and_outlive_them(tmp_path):
+    index = index_documents(tmp_path, encoder(), TEXTS)
+    index.build()
+    chunks = index.load(range(4))
+    if Path("/proc/self/maps").exists():
+        assert all(str(tmp_path / file) in Path("/proc/self/maps").read_text() for file in index._files)
+    for path in tmp_path.glob("*.safetensors"):
+        path.unlink()
+    assert_right(index, chunks)
+
+
+# --- limits ----------------------------------------------------------------------------------------------------------
+
+
+def test_the_disk_limit_is_kept_and_the_least_recently_used_chunk_goes_first(tmp_path):
+    texts = {f"{i}": " ".join(["w3", "w4", f"w{i + 10}"] * 4) for i in range(6)}  # chunks of equal size
+    whole = index_documents(tmp_path / "whole", encoder(), texts)
+    whole.build()
+    size = whole.nbytes // 6
+    index = index_documents(tmp_path / "limited", encoder(), texts, max_disk=3 * size + 100)
+    assert index.build() == BuildReport(encoded=3, found=0, removed=0, left=3)
+    assert index.build() == BuildReport(encoded=0, found=3, removed=0, left=3)
+
+    def path(passage):
+        return tmp_path / "limited" / index._files[passage]
+
+    draw, order = random.Random(0), [passage for passage in range(6) if path(passage).exists()]
+    for past, passage in enumerate(order):  # the first was used first
+        os.utime(path(passage), (past, past))
+    for now in range(3, 40):
+        passage = draw.randrange(6)
+        order = [*(other for other in order[passage not in order :] if other != passage), passage]
+        index.load([passage])
+        os.utime(path(passage), (now, now))
+        assert {passage for passage in range(6) if path(passage).exists()} == set(order)
+        assert index.nbytes <= 3 * size + 100
+    assert_right(index)
+    small = ChunkIndex(tmp_path / "limited", encoder(), max_disk=size // 2)
+    assert small.build() == BuildReport(encoded=0, found=0, removed=0, left=6)
+    assert_right(small)
+    assert small.nbytes == 0
+
+
+# --- 8 bits ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_eight_bit_keys_and_values_are_as_near_as_stated(tmp_path, dtype):
+    ours = encoder("qwen3", dtype=dtype)
+    text = " ".join(f"w{i % 50 + 1}" for i in range(0, 300, 3))
+    index = index_documents(tmp_path, ours, {"a": text}, 0, eight_bit=True)
+    index.build()
+    (exact,), (loaded,) = ours.encode([index.ids[0]]), ChunkIndex(tmp_path, ours).load([0])
+    assert loaded.nbytes < 1.2 * exact.nbytes / exact.keys.element_size()
+    for name in ("keys", "values"):
+        want, found = getattr(exact, name), getattr(loaded, name)
+        assert found.dtype == dtype
+        step = want.double().abs().amax(2, keepdim=True) / 127
+        rounding = 0 if dtype != torch.bfloat16 else 2**-8
+        assert ((found - want).double().abs() <= step * (0.5 + 1e-4) + rounding * want.double().abs()).all()
+        assert (found - want).double().norm() < 0.007 * want.double().norm()
+
+
+def test_recomputing_all_rows_of_eight_bit_chunks_is_exact():
+    ours = encoder("qwen3", "yarn")
+    context = ours.compose([chunk.quantized() for chunk in ours.encode(DOCUMENTS)])
+    prompt = "w21 w22"
+    want = full_logits(ours, context, prompt)
+    with context.patch(InfoFlowKV(recompute=1.0, exclude_first=False), prompt) as patched:
+        torch.testing.assert_close(patched.logits(), want, rtol=1e-11, atol=1e-11)
+    assert not torch.allclose(cached_logits(ours, context, prompt), want, rtol=1e-3)
+
+
+# --- damage, processes, file systems ---------------------------------------------------------------------------------
+
+
+def test_a_flipped_byte_in_any_file_is_noticed_or_changes_nothing(tmp_path):
+    ours, draw = encoder(), random.Random(0)
+
+    def made():
+        index = ChunkIndex(tmp_path, ours)
+        return index.add({"0.txt": DOCUMENTS[0]}).add({"1.txt": DOCUMENTS[1]}, eight_bit=True)
+
+    index = made()
+    index.build()
+    whole = [(chunk.keys.clone(), chunk.values.clone()) for chunk in index.load([0, 1])]  # no longer mapped
+    for path in [*tmp_path.glob("*.json"), *tmp_path.glob("*.safetensors")]:
+        content = path.read_bytes()
+        for place in draw.sample(range(len(content)), 60):
+            path.write_bytes(content[:place] + bytes([content[place] ^ 1 << draw.randrange(8)]) + content[place + 1 :])
+            opened = ChunkIndex(tmp_path, ours)
+            if len(opened.passages) < 2:
+                assert "is damaged: add its document again" in opened.skipped[0]
+                opened = made()
+            assert opened.passages == index.passages
+            if path.suffix == ".safetensors":
+                for chunk, (keys, values) in zip(opened.load([0, 1]), whole, strict=True):
+                    assert torch.equal(chunk.keys, keys)
+                    assert torch.equal(chunk.values, values)
+        path.write_bytes(content)
+
+
+def test_damaged_chunks_are_encoded_again(tmp_path):
+    index = index_documents(tmp_path, encoder(), TEXTS)
+    index.build()
+    truncated, other = (tmp_path / index._files[passage] for passage in (1, 3))
+    truncated.write_bytes(truncated.read_bytes()[:-9])
+    tensors = load_file(other)
+    save_file({**tensors, "keys": torch.full_like(tensors["keys"], torch.nan)}, other, index.encoder.fingerprint)
+    assert_right(index)
+    assert "not a complete chunk file" in index.refused[0]
+    assert "holds other tensors than its header says" in index.refused[1]
+    again = ChunkIndex(tmp_path, encoder())
+    assert_right(again)
+    assert again.refused == []
 
 
 def test_an_interruption_loses_only_the_current_passage(tmp_path, encoded, monkeypatch):
-    ours, original = encoder(), ChunkIndex._encode
+    original = ChunkIndex._encode
 
     def interrupted(self, passage):
-        if passage == 2:
+        if len(encoded) == 2:
             raise KeyboardInterrupt
         return original(self, passage)
 
     monkeypatch.setattr(ChunkIndex, "_encode", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        ChunkIndex(tmp_path, ours, PASSAGES).build()
+        index_documents(tmp_path, encoder(), TEXTS).build()
     monkeypatch.setattr(ChunkIndex, "_encode", original)
     advances = []
-    built = ChunkIndex(tmp_path, ours, PASSAGES).build(lambda name, length: lambda: advances.append(length))
-    assert built == BuildReport(encoded=2, found=2, removed=0)
+    built = ChunkIndex(tmp_path, encoder()).build(lambda name, length: lambda: advances.append(length))
+    assert built == BuildReport(encoded=2, found=2, removed=0, left=0)
     assert advances == [2, 2]
-    assert encoded == [7, 5, 9, 6]
+    assert sorted(encoded) == [5, 6, 7, 9]
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("", "bad.txt has no tokens: leave it out"),
-        ("w1 " * 127, r"bad.txt with its prefix: 129 tokens, but .* at most 128"),
-    ],
-)
-def test_bad_passages_are_named_and_files_stay(tmp_path, text, message):
-    ours = encoder()
-    ChunkIndex(tmp_path, ours, PASSAGES).build()
-    before = contents(tmp_path)
-    with pytest.raises(ValueError, match=message):
-        ChunkIndex(tmp_path, ours, [*PASSAGES[:1], Passage("bad.txt", text)])
-    assert contents(tmp_path) == before
+def many(version=0):
+    """40 documents, 8 of which are other ones in each version."""
+    texts = {f"{i:02}": " ".join(f"w{(i * 7 + j * j) % 50 + 1}" for j in range(20)) for i in range(40)}
+    return texts | {f"{(version * 8 + i) % 40:02}": f"w{version} w{i + 1}" for i in range(8 if version else 0)}
 
 
-def test_files_of_another_model_and_truncated_files_are_encoded_again(tmp_path):
-    ChunkIndex(tmp_path, encoder(seed=1), PASSAGES).build()
-    ours = encoder()
-    index = ChunkIndex(tmp_path, ours, PASSAGES)
-    assert index.build() == BuildReport(encoded=4, found=0, removed=0)
-    assert len(index.refused) == 4
-    assert all("was made with another weights" in reason for reason in index.refused)
-    index.path(1).write_bytes(index.path(1).read_bytes()[:-9])
-    again = ChunkIndex(tmp_path, ours, PASSAGES)
-    assert again.build().encoded == 1
-    assert "not a complete chunk file" in again.refused[0]
-    assert torch.equal(again.load([1])[0].keys, ours.encode([DOCUMENTS[1]])[0].keys)
+def build(folder, ours, version=0):
+    return index_documents(folder, ours, many(version)).build()
 
 
-def test_damaged_tensors_are_encoded_again(tmp_path):
-    ours = encoder()
-    index = ChunkIndex(tmp_path, ours, PASSAGES)
-    index.build()
-    path = index.path(3)
-    chunk = ours.encode([DOCUMENTS[3]])[0]
-    tensors = {**load_file(path), "keys": torch.full_like(chunk.keys, torch.nan)}
-    about = {**chunk.fingerprint, "text": "x"}
-    save_file(tensors, path, about)
-    assert index.build().encoded == 0
-    assert torch.equal(index.load([3])[0].keys, chunk.keys)
-    assert "holds other tensors than its header says" in index.refused[0]
-    assert torch.equal(load_file(path)["keys"], chunk.keys)
+def build_and_tell(folder, ours, told):
+    told.write_text(str(build(folder, ours).encoded))
+
+
+def test_processes_that_build_one_index_at_once_divide_the_work(tmp_path):
+    ours, told = encoder(), [tmp_path / f"{i}.told" for i in range(3)]
+    children = [processes.fork(build_and_tell, tmp_path / "index", ours, path) for path in told]
+    assert [os.waitpid(child, 0)[1] for child in children] == [0, 0, 0]
+    counts = [int(path.read_text()) for path in told]
+    assert 40 <= sum(counts) < 60  # two may encode the same one at the same moment
+    index = ChunkIndex(tmp_path / "index", ours)
+    assert index.build() == BuildReport(encoded=0, found=40, removed=0, left=0)
+    assert_right(index)
+    assert index.refused == []
+    assert not list((tmp_path / "index").glob("*.part"))
+
+
+@pytest.mark.slow
+def test_killed_processes_lose_and_spoil_nothing(tmp_path):
+    ours, draw, encoded = encoder(), random.Random(0), 0
+    began = time.monotonic()
+    os.waitpid(processes.fork(build, tmp_path, ours), 0)
+    whole = time.monotonic() - began
+    there = {path.name for path in tmp_path.glob("*.safetensors")}
+    assert len(there) == 40
+    for version in range(1, 51):
+        child = processes.fork(build, tmp_path, ours, version)
+        time.sleep(draw.uniform(0, whole / 3))
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        documents = read_index(tmp_path, damaged := [])
+        assert damaged == []
+        assert [document.name for document in documents] == list(many())
+        found = {path.name for path in tmp_path.glob("*.safetensors")}
+        assert there & {file for document in documents for file in document.files} <= found
+        for file in found - there:
+            loaded = ChunkCache.load(tmp_path / file, ours)
+            (want,) = ours.encode([loaded.ids.tolist()])
+            assert torch.equal(loaded.keys, want.keys)
+            assert torch.equal(loaded.values, want.values)
+        encoded, there = encoded + len(found - there), found
+    assert encoded > 50
+    assert build(tmp_path, ours, 51).left == 0
+    index = ChunkIndex(tmp_path, ours)
+    assert len(index.passages) == 40
+    assert_right(index)
+    assert index.refused == index.skipped == []
+
+
+@pytest.mark.slow
+def test_an_index_on_s3_is_read_and_changed_like_a_local_one(monkeypatch):
+    server = pytest.importorskip("moto.server").ThreadedMotoServer(port=0)
+    server.start()
+    host, port = server.get_host_and_port()
+    for name, value in (("AWS_ACCESS_KEY_ID", "x"), ("AWS_SECRET_ACCESS_KEY", "x"), ("AWS_REGION", "us-east-1"),
+                        ("AWS_ENDPOINT_URL", f"http://{host}:{port}")):  # fmt: skip
+        monkeypatch.setenv(name, value)
+    fsspec.filesystem("s3").mkdir("shelf")
+    index = index_documents("s3://shelf/notes", encoder(), TEXTS)
+    assert index.build().encoded == 4
+    opened = ChunkIndex("s3://shelf/notes", encoder(), max_disk=index.nbytes)
+    assert_right(opened)
+    changed = opened.add({"4.txt": "w5 w6 w7"}).remove(["0.txt"])
+    assert changed.build() == BuildReport(encoded=1, found=3, removed=0, left=0)
+    assert_right(changed)
+    assert changed.nbytes <= index.nbytes
+    assert opened.refused == []
+    server.stop()
 
 
 def test_each_token_has_its_text(tmp_path):
     ours = encoder(vocab_size=256)
-    assert ChunkIndex(tmp_path, ours, [Passage("a", "  w1 w2,w3\n\nw4 ")]).words(0) == [
-        "  w1",
-        " w2",
-        ",",
-        "w3",
-        "\n\nw4",
-    ]
+
+    def words(text):
+        index = ChunkIndex(tmp_path, ours)
+        return index.words(index.number(Passage("a", text)))
+
+    assert words("  w1 w2,w3\n\nw4 ") == ["  w1", " w2", ",", "w3", "\n\nw4"]
     alphabet = {byte: i for i, byte in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
     rules = Tokenizer(models.BPE(alphabet, []))
     rules.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     ours.tokenizer = PreTrainedTokenizerFast(tokenizer_object=rules)  # a token for each byte
-    assert ChunkIndex(tmp_path, ours, [Passage("a", "né\u20ac x")]).words(0) == ["n", "é", "", "€", "", "", " ", "x"]
+    assert words("né\u20ac x") == ["n", "é", "", "€", "", "", " ", "x"]

@@ -22,7 +22,6 @@ from foveate.methods.baselines.kv_baselines import EPIC, CacheBlend, FullPrefill
 from foveate.methods.recompute_policy import places
 from foveate.transformers import ChunkEncoder, row_cache
 from foveate.transformers.attention import capture_unrotated_keys
-from foveate.transformers.cache import CacheBatch, PromptedBatch
 
 METHODS = [InfoFlowKV(), InfoFlowKV(reorder=True, recompute=0.4), InfoFlowKV(norm="l1", geometry="hl-hp"),
            RandomRows(), EPIC(), CacheBlend(), CacheBlend(rank="k"), FullPrefill(), NoRecompute()]  # fmt: skip
@@ -90,33 +89,35 @@ def test_the_full_prefill_gives_the_answer_of_the_model_alone():
 def test_generation_configs_about_the_cache_do_not_change_the_answer(own, asked):
     ours = encoder()
     context = composed(ours)
-    full = ours.generate(torch.cat([context.ids, ours.tokens(PROMPTS[1])]), max_new_tokens=12)
+    full = ours.generate([torch.cat([context.ids, ours.tokens(PROMPTS[1])])], max_new_tokens=12)[0]
     ours.model.generation_config.update(**own)
     with context.patch(InfoFlowKV(recompute=1.0), PROMPTS[1]) as patched:
         assert patched.generate(max_new_tokens=12, **asked) == full
-    assert ours.generate(torch.cat([context.ids, ours.tokens(PROMPTS[1])]), max_new_tokens=12, **asked) == full
+    assert ours.generate([torch.cat([context.ids, ours.tokens(PROMPTS[1])])], max_new_tokens=12, **asked)[0] == full
 
 
-def test_options_for_several_texts_are_refused():
+def test_options_that_a_context_does_not_support_are_refused():
     ours = encoder()
     context = composed(ours)
     ids = torch.cat([context.ids, ours.tokens(PROMPTS[1])])
     with context.patch(NoRecompute(), PROMPTS[1]) as patched:
-        for option in ({"num_beams": 3}, {"num_return_sequences": 2}, {"cache_implementation": "static"},
-                       {"prompt_lookup_num_tokens": 3}, {"assistant_model": ours.model}):  # fmt: skip
-            with pytest.raises(ValueError, match=f"from one context: pass {next(iter(option))}=(1|None), not "):
+        for option in ({"cache_implementation": "static"}, {"prompt_lookup_num_tokens": 3},
+                       {"assistant_model": ours.model}, {"prefill_chunk_size": 2}):  # fmt: skip
+            with pytest.raises(ValueError, match=f"does not support {next(iter(option))}: pass .*=None, not "):
                 patched.generate(**option)
+        both = patched.generate, lambda **options: ours.generate([ids], **options)
         for option in ({"generation_config": GenerationConfig(max_new_tokens=3)}, {"return_dict_in_generate": True}):
-            for generate in (patched.generate, lambda **options: ours.generate(ids, **options)):
+            for generate in both:
                 with pytest.raises(ValueError, match="leave out generation_config and return_dict_in_generate"):
                     generate(**option)
-        ours.model.generation_config.num_beams = 2
-        with pytest.raises(ValueError, match="pass num_beams=1, not 2"):
-            patched.generate()
-        assert patched.generate(max_new_tokens=4, num_beams=1)
-    with pytest.raises(ValueError, match="pass num_return_sequences=1, not 2"):
-        ours.generate(ids, num_return_sequences=2, do_sample=True)
-    assert ours.generate(ids, max_new_tokens=4, num_beams=3)  # the model alone may search
+        for option in ({"past_key_values": context.cache()}, {"attention_mask": torch.ones(1, 9)}):
+            for generate in both:
+                with pytest.raises(ValueError, match=f"leave out {next(iter(option))}: text, cache and"):
+                    generate(**option)
+        with pytest.raises(ValueError, match=r"one text: use context\.answers"):
+            patched.generate(num_return_sequences=2, do_sample=True)
+    with pytest.raises(ValueError, match="need eos_token_id, which fills up those that end first"):
+        context.answers(NoRecompute(), PROMPTS, stop_strings=["w3"])
 
 
 @pytest.mark.parametrize("prefix", ["<s> w60", ""])
@@ -130,7 +131,7 @@ def test_recomputing_no_rows_is_plain_concatenation(prefix):
     skip = len(ours.prefix)
     values = [chunk.values[:, :, 0 if i == 0 else skip :] for i, chunk in enumerate(context.chunks)]
     assert torch.equal(context.values, torch.cat(values, dim=2)[:, None])
-    assert torch.equal(context.keys, context.batch.keys_at(torch.arange(len(context))))
+    assert torch.equal(context.keys, context.keys_at(torch.arange(len(context))))
 
 
 def test_layer_0_is_exact_and_layer_1_where_it_was_recomputed():
@@ -182,7 +183,7 @@ def test_scores_are_the_attention_weights_of_the_model(norm, geometry):
     scores = context.score(PROMPTS[1], layers, norm, geometry)
     assert same(copies(context), before)
     positions, start = places(geometry, context.spans)
-    context.batch.keys = context.batch.keys_at(positions)
+    context.keys = context.keys_at(positions)
     prompt = ours.tokens(PROMPTS[1])
     at = torch.arange(start, start + len(prompt))[None]
     with torch.no_grad():
@@ -218,19 +219,6 @@ def test_a_patch_leaves_the_context_as_it_is(method):
     assert same(copies(context), before)
     with pytest.raises(ValueError, match="has been closed"):
         patched.generate()
-
-
-@pytest.mark.parametrize("method", METHODS[:2], ids=repr)
-def test_answers_equal_those_of_single_questions(method):
-    ours = encoder("mistral", "linear")
-    context = composed(ours)
-    together = context.answers(method, PROMPTS, max_new_tokens=5)
-    alone = []
-    for prompt in PROMPTS:
-        with composed(ours).patch(method, prompt) as patched:
-            alone.append(patched.generate(max_new_tokens=5))
-    assert together == alone
-    assert len(set(together)) > 1
 
 
 def test_rows_may_be_chosen_by_the_bare_question():
@@ -324,34 +312,6 @@ def test_threads_that_share_a_context_get_the_answers_of_one_thread_bit_for_bit(
     assert len(found) == threads
     for answers in found.values():
         assert same([answers[i] for i in range(len(questions))], alone)
-
-
-BATCHED = [*(InfoFlowKV(recompute=0.4, geometry=geometry) for geometry in ("global", "hl-hp", "tl-tp", "hl-tp")),
-           InfoFlowKV(recompute=0.4, boundary=2), *METHODS[1:]]  # fmt: skip
-
-
-@pytest.mark.parametrize("method", BATCHED, ids=repr)
-def test_a_batch_of_contexts_is_patched_as_each_context_alone(method):
-    ours = encoder("qwen3", "yarn")
-    ids, prompts = torch.randint(2, 64, (3, 4, 6)), torch.randint(2, 64, (3, 5))
-    chunks = [ours.encode(documents.tolist()) for documents in ids]
-    prompted = PromptedBatch(CacheBatch(ours, chunks), prompts)
-    before = copies(prompted.batch)
-    together = prompted.patch([method] * 3)
-    logits = together.logits()
-    for i in range(3):
-        with ours.compose(chunks[i]).patch(method, prompts[i].tolist()) as patched:
-            assert together.rows[i].tolist() == patched.rows.tolist()
-            assert together.orders[i] == patched.order
-            torch.testing.assert_close(logits[i], patched.logits(), rtol=1e-9, atol=1e-9)
-    assert same(copies(prompted.batch), before)
-
-
-def test_contexts_of_a_batch_have_chunks_of_equal_lengths():
-    ours = encoder()
-    chunks = ours.encode(DOCUMENTS[:2])
-    with pytest.raises(ValueError, match="chunks of the same lengths in the same order"):
-        CacheBatch(ours, [chunks, chunks[::-1]])
 
 
 def test_the_model_is_never_changed():

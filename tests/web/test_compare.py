@@ -4,6 +4,7 @@ import base64
 import io
 import math
 import re
+from contextlib import nullcontext
 
 import numpy as np
 import pytest
@@ -13,9 +14,10 @@ from PIL import Image
 from foveate import HilbertA, ToMA, apply
 from foveate.demo.untrained import untrained_pipeline
 from foveate.diffusers.pipelines import Request, draw
+from foveate.utils.similarity import psnr, ssim
 from foveate.web import compare as module
-from foveate.web.compare import _video_psnr, compare
-from foveate.web.report import draw_tiles, psnr, ssim, strip
+from foveate.web.compare import _video_psnr, compare, comparison
+from foveate.web.report import draw_tiles, strip
 
 REQUEST = Request("a cat", (64, 64), 2, None, 0)
 
@@ -48,6 +50,18 @@ def test_the_page_tells_what_can_be_read_off_the_pictures_and_the_summary(pipe, 
     told = " ".join(page.split())
     assert "one step each, in 2 rounds, so that" in told
     assert "In the first layer an image token attends to its own tile" in told
+
+
+def test_a_notebook_shows_every_picture_with_its_verdict(pipe, tmp_path):
+    shown = comparison(pipe, REQUEST._replace(prompt="<cat>"), [HilbertA(tiles=1), HilbertA(tiles=4)], tmp_path)
+    row = shown._repr_html_()
+    pictures = [Image.open(io.BytesIO(base64.b64decode(one))) for one in re.findall(r'base64,([^"]+)"', row)]
+    for picture, name in zip(pictures, ("dense", "hilberta-t-1", "hilberta-t-4"), strict=True):
+        with Image.open(tmp_path / f"{name}.png") as want:
+            assert np.array_equal(np.asarray(picture), np.asarray(want))
+    assert "&lt;cat&gt;" in row
+    assert row.count("the model as it is") == 1
+    assert "identical to dense" in row
 
 
 def test_a_folder_holds_the_pictures_of_one_run_and_what_the_user_put_there(pipe, tmp_path):
@@ -113,15 +127,18 @@ def test_a_page_says_that_the_time_is_that_of_a_step_in_which_the_method_decides
 
 def test_a_video_is_on_the_page_and_beside_it_with_a_picture_of_its_frames(tmp_path):
     pytest.importorskip("imageio_ffmpeg")
-    pipe, request = tiny_pipelines.wan(), Request("a cat", (32, 48), 1, None, 0, frames=9, fps=8)
-    methods = []  # there is no card for Wan yet
+    pipe, request = tiny_pipelines.wan(), Request("a cat", (64, 96), 1, None, 0, frames=9, fps=8)
+    methods = [HilbertA(tiles=2, align=1)]
     page = compare(pipe, request, methods, tmp_path, settings={}, rounds=1).read_text()
-    (shown,) = re.findall(r'<video src="data:video/mp4;base64,([^"]+)" width="48" height="32" controls', page)
-    assert base64.b64decode(shown) == (tmp_path / "dense.mp4").read_bytes()
-    frames = draw(pipe, request)
-    with Image.open(tmp_path / "dense.png") as sheet:
-        wanted = [np.asarray(frames[i]) for i in (0, 2, 4, 6, 8)]
-        assert np.array_equal(np.asarray(sheet), np.concatenate(wanted, axis=1))
+    shown = re.findall(r'<video src="data:video/mp4;base64,([^"]+)" width="96" height="64" controls', page)
+    for video, name, method in zip(shown, ("dense", "hilberta-t-2"), (None, *methods), strict=True):
+        assert base64.b64decode(video) == (tmp_path / f"{name}.mp4").read_bytes()
+        with apply(pipe, method) if method else nullcontext():
+            frames = draw(pipe, request)
+        with Image.open(tmp_path / f"{name}.png") as sheet:
+            wanted = [np.asarray(frames[i]) for i in (0, 2, 4, 6, 8)]
+            assert np.array_equal(np.asarray(sheet), np.concatenate(wanted, axis=1))
+    methods = []
     (tmp_path / "mine.mp4").write_bytes(b"")
     compare(pipe, request._replace(frames=1), methods, tmp_path, settings={}, rounds=1)
     assert {path.name for path in tmp_path.iterdir()} == {"index.html", "dense.png", "mine.mp4"}

@@ -17,12 +17,12 @@ from skimage.metrics import structural_similarity
 
 from foveate.methods.hilberta import HilbertA
 from foveate.ops.curves import hilbert_order
+from foveate.utils.similarity import detail_ssim, psnr, ssim
 from foveate.web.report import (
     Comparison,
     Objects,
     Variant,
     comparison_page,
-    detail_ssim,
     draw_losses,
     draw_order,
     draw_sheet,
@@ -30,8 +30,6 @@ from foveate.web.report import (
     draw_tiles,
     draw_times,
     figure_png,
-    psnr,
-    ssim,
     step_speed,
     verdict,
 )

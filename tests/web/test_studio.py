@@ -8,7 +8,7 @@ from tiny_lm import DOCUMENTS, language_model, tokenizer
 from foveate.cli import ui
 from foveate.diffusers.pipelines import draw
 from foveate.methods import METHODS, ToMA, method_from_text
-from foveate.web.report import psnr, ssim
+from foveate.utils.similarity import psnr, ssim
 from foveate.web.studio import Cancelled, Form, Question, Studio, Tab, option_help, recommended, scores
 
 FORM = Form("a red apple", "toma", "keep=0.5", "tiny", "", "64", "2")

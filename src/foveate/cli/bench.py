@@ -1,4 +1,4 @@
-"""The command that measures what methods gain on a model at a size."""
+"""The commands that measure what methods gain on a model at a size."""
 
 import json
 from collections.abc import Callable, Iterable
@@ -27,6 +27,13 @@ StepModel = Annotated[
         "Or your own pipeline: a hub id or a folder, with --method."
     ),
 ]
+ContextModel = Annotated[
+    str,
+    typer.Option(
+        help="A size with random weights: small (7 M parameters) or llama-8b (Llama-3.1-8B). Or your own language "
+        "model: a hub id or a folder."
+    ),
+]
 Sides = Annotated[
     str,
     typer.Option(
@@ -47,11 +54,6 @@ StepText = Annotated[int | None, typer.Option(min=0, help="Number of text tokens
 Rounds = Annotated[int, typer.Option(min=1, help="Measurements of each candidate; the candidates take turns.")]
 Out = Annotated[Path, typer.Option(help="Folder for the JSON file.")]
 Commit = Annotated[str, typer.Option(help="Commit to record, if git cannot tell it.")]
-
-
-@app.callback()
-def _group() -> None:
-    """Keep `step` a subcommand although it is the only one."""
 
 
 @app.command()
@@ -97,6 +99,46 @@ def step(
     kind = "graphs" if cuda_graphs else "compiled" if compile else "eager"
     name = f"step-{Path(model).name}-{kind}-{setup.about['device']}.json"
     run_and_save(out / name, commit, partial(bench_step, setup, grids, rounds=rounds), table_of)
+
+
+@app.command()
+@clear_errors
+def context(
+    model: ContextModel = "small",
+    tokens: Annotated[str, typer.Option(help="Lengths of the contexts, separated by commas.")] = "2048",
+    concurrent: Annotated[str, typer.Option(help="Numbers of questions at a time, separated by commas.")] = "1,4,16",
+    chunk: Annotated[int, typer.Option(min=1, help="Tokens of a chunk.")] = 512,
+    prompt: Annotated[int, typer.Option(min=1, help="Tokens of a question.")] = 64,
+    answer: Annotated[int, typer.Option(min=1, help="Tokens of an answer.")] = 32,
+    recompute: Annotated[float, typer.Option(min=0, max=1, help="Fraction of the tokens to recompute.")] = 0.15,
+    questions: Annotated[int, typer.Option(min=1, help="Questions that are measured for each result.")] = 16,
+    out: Out = Path("bench"),
+    device: Device = "auto",
+    dtype: Dtype = "auto",
+    commit: Commit = "",
+) -> None:
+    """Time concurrent questions to long contexts of cached chunks, against full prefill and prefix caching.
+
+    Times to the first token count from the moment when all questions of a round are asked (50th and 99th percentile).
+    Each question has the same chunks in another order. Prefix caching needs one context for all questions; for others
+    it is a full prefill. Before anything is timed, contexts with all tokens recomputed are compared with full
+    prefills.
+
+    foveate bench context                                                             # any machine
+
+    foveate bench context --model llama-8b --tokens 8192,32768 --chunk 2048           # a GPU with 80 GB or more
+
+    foveate bench context --model Qwen/Qwen3-8B --tokens 16384 --concurrent 1,8
+    """
+    from foveate.bench.context import Questions, bench_context, table_of
+    from foveate.utils.device import choose_device, choose_dtype
+
+    where = choose_device(device)
+    asked = Questions(chunk, prompt, answer, tuple(numbers(concurrent)), questions, recompute)
+    if min(asked.concurrent) < 1:
+        raise ValueError(f"--concurrent {concurrent} asks no question: use 1 or more")
+    run = partial(bench_context, numbers(tokens), model, asked, where, choose_dtype(dtype, where))
+    run_and_save(out / f"questions-{Path(model).name}-{where.type}.json", commit, run, table_of)
 
 
 def read_grid(text: str) -> tuple[int, ...]:

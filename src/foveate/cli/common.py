@@ -22,6 +22,7 @@ from foveate.diffusers.preset import load as load_preset
 from foveate.methods import ComposedMethod, Method, method_from_text
 from foveate.utils.device import choose_device, choose_dtype
 from foveate.utils.errors import remedy
+from foveate.utils.processes import join, leave, rank_name
 from foveate.utils.progress import Track
 
 console = Console(stderr=True, highlight=False)
@@ -47,6 +48,13 @@ Option = Annotated[
 Seed = Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Random seed: the same seed gives the same result.")]
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, mps.")]
 Dtype = Annotated[str, typer.Option(help="auto, float32, bfloat16, float16.")]
+Embed = Annotated[
+    str,
+    typer.Option(
+        help="Model of sentence-transformers that compares texts by meaning, such as all-MiniLM-L6-v2. Needs "
+        "foveate\\[sentence-transformers]. [dim]default: none, words are compared[/]"
+    ),
+]
 Compile = Annotated[bool, typer.Option("--compile", help="Compile the repeated blocks.")]
 RunFolder = Annotated[Path, typer.Option(help="Folder of the run; an existing run is resumed.")]
 CoolDown = Annotated[
@@ -63,6 +71,7 @@ Minutes = Annotated[
         min=0, help="Write a checkpoint and stop after this time. [dim]default: no limit[/]", show_default=False
     ),
 ]
+CheckpointMinutes = Annotated[float, typer.Option(min=0, help="Minutes between checkpoints.")]
 SampleEvery = Annotated[int, typer.Option(min=0, help="Steps between sheets of samples; 0: only at the end.")]
 
 
@@ -72,18 +81,32 @@ def clear_errors(command: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(command)
     def run(*args: Any, **kwargs: Any) -> None:
         try:
+            _check_utf8(kwargs)
             command(*args, **kwargs)
+            leave()
         except KeyboardInterrupt:
             console.print("stopped; everything that was finished is saved")
             raise typer.Exit(130) from None
-        except (ValueError, ImportError, OSError, RuntimeError, MemoryError) as error:
+        except (ValueError, ImportError, OSError, RuntimeError, MemoryError, AssertionError) as error:
+            if rank := rank_name():
+                error.add_note(rank)
+                console.quiet = False  # also where only the first process prints
             if not (message := remedy(error)):
                 raise
-            console.print(f"[bold red]error:[/] {escape(message)}", soft_wrap=True)
+            where = "".join(f" [{note}]" for note in getattr(error, "__notes__", ()))
+            shown = (message + where).encode("utf-8", "replace").decode()  # a path may have bytes that are not UTF-8
+            console.print(f"[bold red]error:[/] {escape(shown)}", soft_wrap=True)
             raise typer.Exit(2) from None
 
     run.__doc__ = re.sub(r"(?<!\n)\n(?!\n)", " ", inspect.getdoc(command) or "")  # paragraphs fill any terminal
     return run
+
+
+def _check_utf8(options: Mapping[str, Any]) -> None:
+    for name, value in options.items():
+        for text in value if isinstance(value, list) else [value]:
+            if isinstance(text, str) and text != (shown := text.encode("utf-8", "replace").decode()):
+                raise ValueError(f"{name.replace('_', '-')} is not UTF-8 text: {shown}")
 
 
 def open_model(model: str, device: str, dtype: str) -> Any:
@@ -135,16 +158,31 @@ def print_outcome(done: bool, result: Path) -> None:
         print(result)
 
 
-def training_device(name: str) -> str:
-    """The device that this process trains on; only the first process prints."""
+def join_processes(device: str) -> tuple[Any, str]:
+    """See `foveate.utils.processes.join`, and the device of this process: only the first process prints from here on.
+
+    Every process prints its errors.
+    """
+    state = join(device)
+    console.quiet = not state.is_main_process
+    return state, device if state.num_processes == 1 else str(state.device).replace("cpu:0", "cpu")
+
+
+def training_device(name: str, *batches: int) -> str:
+    """The device that this process trains on; only the first process prints.
+
+    Raises:
+        ValueError: If the processes cannot share one of the batches evenly.
+    """
     if name not in ("auto", "cpu"):
         raise ValueError(f"--device is auto or cpu here, not {name}: CUDA_VISIBLE_DEVICES says which GPUs there are")
-    from accelerate import PartialState
-
-    state = PartialState(cpu=name == "cpu")
-    console.quiet = not state.is_main_process
+    state, _ = join_processes(name)
     if state.num_processes > 1:
         console.print(f"training on {state.num_processes} devices")
+    from foveate.training.run import split_batch
+
+    for batch in batches:
+        split_batch(batch, state.num_processes)
     return str(state.device)
 
 
@@ -223,6 +261,21 @@ def check_file(path: Path, kind: str, suffix: str) -> None:
     """Raise a ValueError if `--out` is a folder or has another suffix."""
     if path.suffix.lower() != suffix or path.is_dir():
         raise ValueError(f"--out must name {kind}, not {path}: end it with {suffix}")
+
+
+def read_prompts(path: Path) -> list[str]:
+    """The prompts of a text file, one a line; empty lines do not count.
+
+    Raises:
+        ValueError: If there is no such file, or no prompt in it.
+    """
+    try:
+        lines = [line.strip() for line in path.read_text().splitlines() if line.strip()]
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"cannot read the prompts {path}: name a text file with one prompt a line") from error
+    if not lines:
+        raise ValueError(f"{path} holds no prompts: write one a line")
+    return lines
 
 
 def print_table(rows: Mapping[str, str], *columns: str, title: str | None = None) -> None:

@@ -1,5 +1,6 @@
 """The commands about the built-in models."""
 
+from itertools import islice
 from pathlib import Path
 from typing import Annotated
 
@@ -8,6 +9,8 @@ import typer
 from foveate.cli.common import Seed, clear_errors, print_table
 
 __all__ = ["app"]
+
+SHOWN = 4
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -36,13 +39,13 @@ def texts(
 ) -> None:
     """Write texts in the vocabulary of the built-in reader, to try `foveate rag` and `foveate icl` with.
 
-    facts/*.txt are documents, questions.txt has questions about them, examples.csv has labelled examples. The right
-    answers are printed.
+    facts/*.txt are documents, questions.txt has 200 questions about them with the right answers, examples.csv has
+    labelled examples. The first questions are printed.
 
-    foveate rag texts/facts < texts/questions.txt
+    foveate rag texts/facts --compare < texts/questions.txt
     """
     from foveate.demo.examples import write_examples
 
     for heading, answers in zip(("question", "text without a label"), write_examples(out, seed), strict=True):
-        print_table(answers, heading, "right answer")
+        print_table(dict(islice(answers.items(), SHOWN)), heading, "right answer")
     print(out)

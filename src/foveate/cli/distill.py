@@ -8,6 +8,7 @@ import typer
 
 from foveate.cli.common import (
     Checkpointing,
+    CheckpointMinutes,
     CoolDown,
     Dtype,
     Minutes,
@@ -23,6 +24,7 @@ from foveate.cli.common import (
     options_of,
     print_outcome,
     progress,
+    read_prompts,
     request_of,
     training_device,
 )
@@ -95,6 +97,7 @@ def distill(
     ] = False,
     start: Annotated[str, typer.Option(help="LoRA to start from, for example one of a smaller size.")] = "",
     minutes: Minutes = float("inf"),
+    checkpoint_minutes: CheckpointMinutes = 5,
     sample_every: SampleEvery = 100,
     seed: Annotated[
         int, typer.Option(min=0, max=2**63 - 1, help="Random seed of pictures, order, noise and LoRA.")
@@ -113,13 +116,13 @@ def distill(
 
     foveate distill --model black-forest-labs/FLUX.1-dev --tiles 16 --prompts prompts.txt --checkpointing
 
-    On several GPUs: accelerate launch --num_processes 4 -m foveate distill ...
+    On several GPUs: accelerate launch --multi_gpu --num_processes 4 -m foveate distill ...
     """
     chosen = method_from_text(method, options_of(option, tiles))
-    lines = _lines(prompts) if prompts else None
+    lines = read_prompts(prompts) if prompts else None
     if model and not (prompts or images):
         raise ValueError("name what to draw with --prompts FILE, a prompt a line, or what to learn from with --images")
-    where = training_device(device)
+    where = training_device(device, batch)
     pipe = open_model(model, where, dtype)
     request = request_of(pipe, model, "", size, draw_steps, guidance, seed)
     from foveate.diffusers.lora import find_lora
@@ -144,21 +147,11 @@ def distill(
             start=find_lora(start) if start else None,
             options=RunOptions(
                 at_once=at_once, checkpointing=checkpointing, compile=compile, minutes=minutes,
+                checkpoint_minutes=checkpoint_minutes, sample_every=sample_every, track=track,
                 captions=texts[:SHOWN] if model else _scenes(seed, SHOWN, evaluation=True),
-                sample_every=sample_every, track=track,
             ),
         )  # fmt: skip
     print_outcome(done, out)
-
-
-def _lines(path: Path) -> list[str]:
-    try:
-        lines = [line.strip() for line in path.read_text().splitlines() if line.strip()]
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"cannot read the prompts {path}: name a text file with one prompt a line") from error
-    if not lines:
-        raise ValueError(f"{path} holds no prompts: write one a line")
-    return lines
 
 
 def _scenes(seed: int, count: int | None, *, evaluation: bool = False) -> list[str]:

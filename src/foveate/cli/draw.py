@@ -1,5 +1,6 @@
 """The commands that draw: one picture, one prompt side by side, many prompts with scores."""
 
+import json
 import sys
 import time
 from collections.abc import Sequence
@@ -7,7 +8,9 @@ from contextlib import nullcontext
 from importlib import import_module
 from itertools import chain, count
 from pathlib import Path
+from statistics import median
 from typing import Annotated, Any
+from zlib import crc32
 
 import typer
 from rich.console import Console
@@ -26,10 +29,12 @@ from foveate.cli.common import (
     clear_errors,
     console,
     is_preset,
+    join_processes,
     open_model,
     options_of,
     progress,
     read_methods,
+    read_prompts,
     read_size,
     read_variant,
     request_of,
@@ -38,6 +43,8 @@ from foveate.demo import LORA, PIPELINE
 from foveate.diffusers.preset import Preset
 from foveate.methods import METHODS, ComposedMethod, Method, method_from_text
 from foveate.utils.device import choose_device, choose_dtype
+from foveate.utils.errors import noting
+from foveate.utils.processes import check_shared, divide, rank_name
 
 __all__ = ["compare", "evaluate", "generate"]
 
@@ -96,7 +103,7 @@ Images = Annotated[
 
 @clear_errors
 def generate(
-    prompt: Annotated[str, typer.Argument(help="What to draw.")],
+    prompt: Annotated[str | None, typer.Argument(help="What to draw.", show_default=False)] = None,
     model: Model = "",
     size: Size = None,
     method: Annotated[
@@ -116,10 +123,25 @@ def generate(
     frames: Frames = None,
     fps: Fps = None,
     seed: Seed = 0,
+    seeds: Annotated[
+        int, typer.Option(min=1, max=100_000, help="Pictures of each prompt, with --seed and the seeds after it.")
+    ] = 1,
+    prompts: Annotated[
+        Path | None, typer.Option(help="Text file with a prompt a line, in place of one prompt.", show_default=False)
+    ] = None,
+    split: Annotated[
+        str | None,
+        typer.Option(
+            help="What several processes divide: the tokens of each picture, or the prompts and seeds. "
+            "[dim]default: picture if there is one to draw, else prompts[/]",
+            metavar="picture|prompts",
+        ),
+    ] = None,
     out: Annotated[
         Path | None,
         typer.Option(
-            help="PNG or MP4 file. [dim]default: named after prompt, seed and method, numbered if that exists[/]"
+            help="PNG or MP4 file; with --prompts or --seeds a folder, whose pictures are not drawn again. "
+            "[dim]default: named after prompt, seed and method, numbered if that exists; pictures[/]"
         ),
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="Overwrite a file that exists.")] = False,
@@ -131,54 +153,113 @@ def generate(
     foveate generate "a lighthouse" --model black-forest-labs/FLUX.1-dev --size 2048 --method hilberta --tiles 16
 
     foveate generate "waves at a lighthouse" --model Wan-AI/Wan2.1-T2V-1.3B-Diffusers --frames 81
+
+    Many, into a folder: after Ctrl-C or a failure the same command draws what is missing.
+
+    foveate generate --prompts prompts.txt --seeds 4 --out pictures
+
+    On several GPUs or nodes: the processes draw one picture together, sooner, or each its part of many.
+
+    torchrun --nproc-per-node 4 -m foveate generate "a lighthouse" --model black-forest-labs/FLUX.1-dev --size 2048
+
+    accelerate launch -m foveate generate --prompts prompts.txt --model black-forest-labs/FLUX.1-dev
     """
+    if (prompt is None) == (prompts is None):
+        raise ValueError('say what to draw, foveate generate "a lighthouse", or name a file of prompts with --prompts')
+    if split not in (None, "picture", "prompts"):
+        raise ValueError(f"unknown --split {split}: several processes divide each picture, or the prompts")
+    texts, many = read_prompts(prompts) if prompts else [prompt or ""], prompts is not None or seeds > 1
     options = options_of(option, tiles)
     chosen: Any = None if lora else _method(method, options)
     if isinstance(chosen, Preset) and not size:
         size = "{1}x{0}".format(*chosen.size)
-    if out and out.suffix.lower() != ".mp4":
+    if many and out and out.suffix.lower() in (".png", ".mp4"):
+        raise ValueError(f"--out names the folder of many pictures, not {out}: leave {out.suffix} out")
+    if not many and out and out.suffix.lower() != ".mp4":
         check_file(out, "a PNG or MP4 file", ".png")
-    if out and out.exists() and not force:
+    if out and not many and out.exists() and not force:
         raise ValueError(f"{out} exists: name another --out, or overwrite it with --force")
+    folder = (out or Path("pictures")) if many else out.parent if out else Path()
+    state, device = join_processes(device)
     pipe, distilled, request = _opened(
-        model, lora, prompt, size, steps, guidance, seed, out.parent if out else Path(), device, dtype,
+        model, lora, texts[0], size, steps, guidance, seed, folder, device, dtype,
         negative=negative, images=tuple(image or ()), frames=frames, fps=fps,
     )  # fmt: skip
     suffix = _suffix(pipe, request)
-    if out:
+    if out and not many:
         check_file(out, f"{'an MP4' if suffix == '.mp4' else 'a PNG'} file", suffix)
     chosen = method_with_lora(distilled, method, options) if lora else chosen
     if method == "dense":
         _own_attention(pipe)
+    together = state.num_processes > 1 and (split or ("prompts" if many else "picture")) == "picture"
+    if together:
+        from foveate.diffusers.parallel import share_pictures
+
+        share_pictures(pipe, state.num_processes)
+    for text in texts:
+        if remark := remark_on(pipe, model, text):
+            console.print(escape(f"{text}: {remark}" if many else remark))
+    from accelerate.utils import gather_object
+
     from foveate.diffusers.apply import apply
     from foveate.diffusers.lora import using
     from foveate.diffusers.pipelines import denoiser, draw, frame_rate, write_video
-    from foveate.utils.files import slug, write_picture
+    from foveate.utils.files import slug, write_picture, write_whole
 
-    name = f"{slug(prompt)}-{seed}{'-' + slug(chosen.title) if chosen else ''}"
-    numbered = (Path(f"{name}{f'-{i}' if i else ''}{suffix}") for i in chain([0], count(2)))
-    path = out or next(path for path in numbered if force or not path.exists())
     config: Any = denoiser(pipe).config
     plain = config.get("attention", "dense")  # pixel models have an attention of their own
-    if remark := remark_on(pipe, model, prompt):
-        console.print(escape(remark))
-    with progress() as track:
-        advance, began = track(chosen.title if chosen else plain, request.steps), time.perf_counter()
-        with using(pipe, chosen) if distilled else apply(pipe, chosen) if chosen else nullcontext() as run:
-            drawn = draw(pipe, request, advance)
-            summary = run.summary() if run else None
-        ran = repr(chosen.method if distilled else chosen) if chosen else plain
-        about = {"method": ran, "seconds": f"{time.perf_counter() - began:.1f}"} | ({"lora": lora} if lora else {})
-        if summary and all(layer.why for layer in summary.layers):
-            about["stayed dense"] = summary.layers[0].why
-        if suffix == ".mp4":
-            write_video(path, drawn, frame_rate(pipe, request))
-        else:
-            write_picture(path, drawn[0], {**settings_of(pipe, model, request), **about})
+    about = {"method": repr(chosen.method if distilled else chosen) if chosen else plain}
+    about |= {"lora": lora} if lora else {}
+    if many:
+        requests = [request._replace(prompt=text, seed=seed + i) for text in texts for i in range(seeds)]
+        with state.main_process_first():
+            jobs = _claimed(folder, suffix, requests, pipe, settings_of(pipe, model, request) | about)
+    else:
+        name = f"{slug(texts[0])}-{seed}{'-' + slug(chosen.title) if chosen else ''}"
+        numbered = (Path(f"{name}{f'-{i}' if i else ''}{suffix}") for i in chain([0], count(2)))
+        jobs = {out or next(path for path in numbered if force or not path.exists()): request}
+    missing = [(path, job) for path, job in jobs.items() if not (many and path.exists())]
+    mine, summary, seconds = divide(missing, together=together), None, list[float]()
+    with (
+        progress() as track,
+        using(pipe, chosen) if distilled else apply(pipe, chosen) if chosen else nullcontext() as run,
+    ):
+        title = chosen.title if chosen else plain
+        if len(mine) < len(missing):
+            title += f", part 1 of {state.num_processes}"  # only the first process shows progress
+        advance = track(title, len(mine) if many else request.steps)
+        for path, job in mine:
+            began = time.perf_counter()
+            with noting(f"drawing {job.prompt!r} with seed {job.seed}"):
+                drawn = draw(pipe, job, (lambda: None) if many else advance)
+                seconds.append(time.perf_counter() - began)
+                summary = run.summary() if run else None
+                told = settings_of(pipe, model, job) | about | {"seconds": f"{seconds[-1]:.1f}"}
+                if summary and all(layer.why for layer in summary.layers):
+                    told["stayed dense"] = summary.layers[0].why
+                if together and not state.is_main_process:
+                    continue
+                if suffix == ".mp4":
+                    write_video(path, drawn, frame_rate(pipe, job))
+                else:
+                    write_picture(path, drawn[0], told)
+            if many:
+                advance()
+    seconds = gather_object(seconds)
+    if not state.is_main_process:
+        return
     if summary is not None:
         print(summary)
-    console.print(f"drawn in {about['seconds']} s")
-    print(path)
+    if not many:
+        console.print(f"drawn in {seconds[0]:.1f} s")
+        print(*jobs)
+        return
+    check_shared(jobs)
+    if missing:
+        console.print(f"{len(missing)} drawn, {median(seconds):.1f} s each")
+    index = {path.name: {"prompt": job.prompt, "seed": job.seed} for path, job in jobs.items()}
+    write_whole(folder / "pictures.json", json.dumps(index, indent=2, ensure_ascii=False).encode())
+    print(folder)
 
 
 @clear_errors
@@ -213,6 +294,8 @@ def compare(
 
     foveate compare "a lighthouse" --model black-forest-labs/FLUX.1-dev --method toma --method hilberta:tiles=16
     """
+    if rank_name():
+        raise ValueError("compare measures the time of one process: start it without torchrun or accelerate launch")
     asked = read_methods(method)
     recommended = not (model or lora or asked)
     lora = "built-in" if recommended else lora
@@ -275,9 +358,12 @@ def evaluate(
 
     foveate eval --method hilberta:tiles=4 --method hilberta:tiles=16 --prompts 100 --seed 0
 
+    On several GPUs or nodes, which divide the pictures: accelerate launch -m foveate eval ...
+
     With --lora the method is scored with and without the LoRA: foveate eval --lora distilled --prompts 100
     """
     asked = read_methods(method)
+    state, device = join_processes(device)
     pipe, distilled, request = _opened(model, lora, "", size, steps, guidance, seed, out, device, dtype)
     from foveate.demo.evaluate import evaluate, score_table
     from foveate.demo.text import draws_scenes
@@ -296,6 +382,8 @@ def evaluate(
             pipe, methods, out, prompts=prompts, request=request, batch=batch, dino=dino, track=track,
             left_out=left_out,
         )  # fmt: skip
+    if not state.is_main_process:
+        return
     Console(width=None if sys.stdout.isatty() else 1000).print(score_table(scores))
     for name in ("scores.json", "sheet.png"):
         print(out / name)
@@ -342,6 +430,19 @@ def open_with_lora(model: str, lora: str, device: str, dtype: str) -> tuple[Any,
         read_lora(file := find_lora(str(LORA) if lora == "built-in" else lora))
     pipe = open_model(model, device, dtype)
     return pipe, load_lora(pipe, file) if file else None
+
+
+def _claimed(
+    folder: Path, suffix: str, requests: Sequence[Any], pipe: Any, settings: dict[str, str]
+) -> dict[Path, Any]:
+    """The file of each request in a folder that is reserved for these settings."""
+    from foveate.diffusers.pipelines import denoiser, fingerprint
+    from foveate.utils.files import claim, slug
+
+    shared = {name: text for name, text in settings.items() if name not in ("prompt", "seed", "device")}
+    claim(folder, shared | {"weights": fingerprint(denoiser(pipe))})
+    # the checksum tells prompts apart that begin alike, whatever else the file of prompts holds
+    return {folder / f"{slug(r.prompt)}-{crc32(r.prompt.encode()):08x}-{r.seed}{suffix}": r for r in requests}
 
 
 def _suffix(pipe: Any, request: Any) -> str:

@@ -1,8 +1,10 @@
 """`foveate icl`: split examples for in-context learning into blocks, and ask a language model with them."""
 
+import re
 from collections.abc import Sequence
+from importlib import import_module
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import torch
 import typer
@@ -12,6 +14,7 @@ from rich.table import Table
 from foveate.cli.common import (
     Device,
     Dtype,
+    Embed,
     check_file,
     clear_errors,
     console,
@@ -19,12 +22,11 @@ from foveate.cli.common import (
     progress,
     warn_unknown_words,
 )
-from foveate.methods.sub_cp import STRATEGIES, SubCP
+from foveate.methods.sub_cp import Balance, Order, Strategy, SubCP
 
 __all__ = ["icl"]
 
 DRAWS = 10
-HOSTS, MIXES = ("concatenate", "ensemble", "parallel_windows"), ("moe", "poe", "max")  # known without transformers
 
 
 @clear_errors
@@ -46,26 +48,21 @@ def icl(
             "the text, hashed to 512 dimensions: offline, compares spelling and not meaning[/]"
         ),
     ] = None,
-    embed: Annotated[
-        str,
-        typer.Option(
-            help="Model of sentence-transformers to embed with, such as all-MiniLM-L6-v2. Needs "
-            "foveate\\[sentence-transformers]."
-        ),
-    ] = "",
-    blocks: Annotated[int, typer.Option(help="Number of blocks.")] = 8,
-    size: Annotated[int, typer.Option(help="Examples in a block. 0 uses all examples.")] = 8,
+    embed: Embed = "",
+    blocks: Annotated[int, typer.Option(min=1, help="Number of blocks.")] = 8,
+    size: Annotated[int, typer.Option(min=0, help="Examples in a block. 0 uses all examples.")] = 8,
     strategy: Annotated[
-        str,
+        Strategy,
         typer.Option(
             help="global_diverse: each block covers the pool. global_local: all blocks together cover it. "
             "local_diverse: each block covers one region. local_coherent: each block is the centre of one region."
         ),
     ] = "global_local",
-    order: Annotated[str, typer.Option(help="Order inside a block: picked, or central_last.")] = "picked",
+    order: Annotated[Order, typer.Option(help="Order inside a block: picked, or central_last.")] = "picked",
     balance: Annotated[
-        str, typer.Option(help="Balance the labels: proportional to the pool, or equal. [dim]default: no balance[/]")
-    ] = "",
+        Balance | None,
+        typer.Option(help="Balance the labels: proportional to the pool, or equal. [dim]default: no balance[/]"),
+    ] = None,
     max_similarity: Annotated[
         float, typer.Option(help="Examples with a larger cosine similarity never share a block. 0 sets no limit.")
     ] = 0.0,
@@ -92,14 +89,14 @@ def icl(
         ),
     ] = "",
     host: Annotated[
-        str,
+        Literal["concatenate", "ensemble", "parallel_windows"],
         typer.Option(
             help="For --ask: concatenate reads all blocks as one text, ensemble asks each block separately, "
             "parallel_windows reads the blocks separately at the same positions."
         ),
     ] = "ensemble",
     mix: Annotated[
-        str,
+        Literal["moe", "poe", "max"],
         typer.Option(
             help="Mix of an ensemble: weighted mean of probabilities (moe), weighted product (poe), or largest (max)."
         ),
@@ -146,15 +143,14 @@ def icl(
     from foveate.utils.files import write_whole
     from foveate.web.report import draw_coverage, figure_png
 
-    if strategy not in STRATEGIES:
-        raise ValueError(f"unknown strategy {strategy!r}: choose one of {', '.join(STRATEGIES)}")
     if embeddings and embed:
         raise ValueError("--embeddings and --embed exclude each other: give one of them")
+    if embed:
+        import_module("sentence_transformers")  # fails with what to install, before anything is loaded
     if ask and not label:
         raise ValueError("--ask needs --label, the column with the answers")
-    for name, value, known in (("--host", host, HOSTS), ("--mix", mix, MIXES)):
-        if value not in known:
-            raise ValueError(f"{name} must be one of {', '.join(known)}, not {value}")
+    if balance and not label:
+        raise ValueError("--balance needs --label, the column with the labels")
     template = template or (f"{text}: {{text}}\n{label}: {{label}}\n\n" if model else "{text} -> {label}. ")
     if "{text}" not in template.partition("{label}")[0] or "{label}" not in template:
         raise ValueError(
@@ -163,11 +159,17 @@ def icl(
     check_file(out, "a file of blocks", ".jsonl")
     if out.resolve() == examples.resolve():
         raise ValueError(f"--out must name a file of blocks, not {out}, which holds the examples: name another file")
-    if not all(question.strip() for question in ask or ()):
-        raise ValueError("--ask is empty: give the text whose label you want to know")
+    if wordless := [question for question in ask or () if not re.search(r"\w", question)]:
+        raise ValueError(f"--ask {wordless[0]!r} has no words: give the text whose label you want to know")
     reader = open_reader(model, device, dtype) if ask else None
-    choice: Any = {"strategy": strategy, "order": order, "balance": balance or None}
-    sub = SubCP(blocks=blocks, block_size=size or None, max_similarity=max_similarity or None, **choice)
+    sub = SubCP(
+        blocks=blocks,
+        block_size=size or None,
+        strategy=strategy,
+        order=order,
+        balance=balance,
+        max_similarity=max_similarity or None,
+    )
     rows = read_examples(examples)
     labels = column(rows, label, examples) if label else None
     with progress() as track:

@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Iterator, Sequence
+from importlib import import_module
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -12,16 +13,30 @@ from rich.markup import escape
 from rich.table import Table
 from typer.core import TyperGroup
 
+from foveate.cli import rag_index
 from foveate.cli.common import (
     Device,
     Dtype,
+    Embed,
     check_file,
     clear_errors,
     console,
-    open_reader,
     options_of,
     progress,
     warn_unknown_words,
+)
+from foveate.cli.rag_index import (
+    Chat,
+    Chunk,
+    EightBit,
+    Index,
+    MaxDisk,
+    MaxMemory,
+    Prefix,
+    Reader,
+    Source,
+    open_index,
+    print_refused,
 )
 from foveate.methods import RECOMPUTE_POLICIES, recompute_policy_from_text
 from foveate.utils.files import write_whole
@@ -46,21 +61,22 @@ app = typer.Typer(
 )
 
 
+for command in (rag_index.index, rag_index.add, rag_index.remove, rag_index.info):
+    app.command(command.__name__)(command)
+
+
 @app.command("ask")
 @clear_errors
 def rag(
-    folder: Annotated[Path, typer.Argument(help="Folder of .txt, .md and .rst files, including its subfolders.")],
+    folder: Source,
     questions: Annotated[
         list[str] | None,
-        typer.Argument(help="Questions. [dim]default: typed at a prompt, or read as lines from a pipe[/]"),
-    ] = None,
-    model: Annotated[
-        str,
-        typer.Option(
-            help="Hub id or folder of a Llama, Qwen, Mistral or Phi-3 model. [dim]default: the built-in reader, "
-            "which knows a few hundred words[/]"
+        typer.Argument(
+            help="Questions, each with right answers after tabs if they are known. [dim]default: typed at a prompt, "
+            "or read as lines from a pipe[/]"
         ),
-    ] = "",
+    ] = None,
+    model: Reader = "",
     method: Annotated[
         str, typer.Option(help=f"Method that chooses the tokens to recompute: {', '.join(RECOMPUTE_POLICIES)}.")
     ] = "infoflow_kv",
@@ -73,23 +89,17 @@ def rag(
     compare: Annotated[
         bool, typer.Option("--compare", help="Answer with every method and with full prefill, and compare times.")
     ] = False,
-    chunk: Annotated[
-        int | None,
-        typer.Option(
-            min=0,
-            help="Largest number of tokens in a passage. Documents are split after paragraphs or sentences where "
-            "possible. 0 keeps them whole. [dim]default: 512, or a quarter of the model's context if that is less[/]",
-        ),
-    ] = None,
+    chunk: Chunk = None,
     top: Annotated[
         int,
         typer.Option(
             min=0,
-            help="Largest number of passages. Those that share most words with the question (BM25) are used; meaning "
-            "plays no part. [dim]default: as many as fit into the model's context[/]",
+            help="Largest number of passages. Those that share no word with the question (BM25) are never read. "
+            "[dim]default: as many as fit into the model's context[/]",
             show_default=False,
         ),
     ] = 0,
+    embed: Embed = "",
     prompt: Annotated[
         str,
         typer.Option(
@@ -97,18 +107,13 @@ def rag(
             show_default=False,
         ),
     ] = "Question: {question}\nAnswer:",
-    prefix: Annotated[
-        str, typer.Option(help="Text before the passages, after the start-of-text token or the chat's opening.")
-    ] = "",
-    chat: Annotated[
-        bool | None,
-        typer.Option(help="Use the tokenizer's chat template. [dim]default: if it has one[/]"),
-    ] = None,
+    prefix: Prefix = "",
+    chat: Chat = None,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Largest number of tokens in an answer.")] = 64,
-    index: Annotated[
-        Path | None,
-        typer.Option(help="Folder of the cached passages. [dim]default: FOLDER/.foveate/ and the model's name[/]"),
-    ] = None,
+    index: Index = "",
+    eight_bit: EightBit = False,
+    max_disk: MaxDisk = "",
+    max_memory: MaxMemory = "0",
     out: Annotated[Path, typer.Option(help="HTML page to write.")] = Path("rag.html"),
     device: Device = "auto",
     dtype: Dtype = "auto",
@@ -122,9 +127,11 @@ def rag(
 
     foveate rag notes --model Qwen/Qwen3-8B --compare "Where was the keeper from?" "When was the lighthouse built?"
 
-    foveate rag texts/facts < texts/questions.txt
+    foveate rag texts/facts --compare < texts/questions.txt
 
-    The last asks the built-in reader about texts in its own words, which `foveate demo texts` writes.
+    The last asks the built-in reader about texts in its own words, which `foveate demo texts` writes. Several
+    questions end with a table of the methods: how many of the known answers are right (the answer contains one, word
+    for word), mean divergence from the full prefill, and median time.
 
     Unchanged passages are never encoded again, and an interrupted run continues where it stopped. An index belongs to
     one folder, model and --chunk; files that these no longer need are removed. It is large: 128 KiB for each token
@@ -134,44 +141,46 @@ def rag(
     if "{question}" not in prompt:
         raise ValueError(f"--prompt must contain {{question}}, such as 'Q: {{question}} A:', not {prompt!r}")
     check_file(out, "an HTML page", ".html")
-    from foveate.transformers import ChunkEncoder
-    from foveate.transformers.documents import read_documents
-    from foveate.transformers.index import index_documents, index_name
-    from foveate.transformers.model import chat_frame, check_config
+    if embed:
+        import_module("sentence_transformers")  # fails with what to install, before anything is loaded
     from foveate.transformers.rag import ask
     from foveate.web.rag import reply_page
 
-    documents = read_documents(folder)
-    language_model, tokenizer = open_reader(model, device, dtype, check_config)
-    before, after = chat_frame(tokenizer, chat)
-    encoder = ChunkEncoder(language_model, tokenizer, before + prefix)
-    where = index or folder / ".foveate" / index_name(model)
-    chunks = index_documents(where, encoder, documents, chunk)
-    _build(chunks)
-    warn_unknown_words(model, tokenizer, "\n".join([*documents.values(), prompt.replace("{question}", "")]))
+    chunks, before, after = open_index(
+        folder, model, index, chunk, eight_bit, max_disk, max_memory, prefix, chat, device, dtype
+    )
+    encoder, tokenizer = chunks.encoder, chunks.encoder.tokenizer
+    texts = [passage.text for passage in chunks.passages]
+    warn_unknown_words(model, tokenizer, "\n".join([*texts, prompt.replace("{question}", "")]))
     settings = {
         "model": model or "the built-in reader",
         "method": repr(methods[method]),
-        "documents": str(len(documents)),
+        "documents": str(len(chunks.documents)),
         "passages": f"{len(chunks.passages)}, of at most {max(map(len, chunks.ids))} tokens",
-        "prefix": before + prefix,
+        "prefix": before,
         "prompt": prompt + after,
         "device": str(encoder.device),
         "dtype": str(encoder.dtype).removeprefix("torch."),
     }
-    request: Any = {"prompt": prompt + after, "top": top, "max_new_tokens": max_new_tokens}
+    request: Any = {"prompt": prompt + after, "embed": embed, "top": top, "max_new_tokens": max_new_tokens}
+    runs = len(methods) * (2 if compare else 1)
     replies: list[Any] = []
-    for question in _questions(questions):
-        warn_unknown_words(model, tokenizer, question)
-        with progress() as track:
-            advance = track("answering", len(methods) * (2 if compare else 1))
-            replies.append(ask(chunks, question, methods, **request, advance=advance))
-        _print_refused(chunks)
-        _print_reply(replies[-1], chunks)
-        write_whole(out, reply_page(chunks, replies, settings).encode())
-    if replies:
-        console.print("open the page in a browser:")
-        print(out.resolve())
+    for lines in _lines(questions):
+        asked, earlier = _questions(lines), len(replies)
+        warn_unknown_words(model, tokenizer, "\n".join(question for question, *_ in asked))
+        try:
+            with progress() as track:
+                advance = track("answering", len(asked) * runs)
+                for question, *right in asked:
+                    reply = ask(chunks, question, methods, **request, advance=advance)
+                    replies.append(reply._replace(right=tuple(right)))
+        finally:  # what was answered before an error or Ctrl-C is not lost
+            print_refused(chunks)
+            if new := replies[earlier:]:
+                _print_replies(new, chunks)
+                write_whole(out, reply_page(chunks, replies, settings).encode())
+                console.print("open the page in a browser:")
+                print(out.resolve())
 
 
 def recompute_methods(name: str, recompute: float | None, options: dict[str, str], compare: bool) -> dict[str, Any]:
@@ -186,35 +195,58 @@ def recompute_methods(name: str, recompute: float | None, options: dict[str, str
     return methods
 
 
-def _build(chunks: Any) -> None:
-    with progress() as track:
-        built = chunks.build(track)
-    _print_refused(chunks)
-    console.print(
-        f"{len(chunks.passages)} passages, {sum(map(len, chunks.ids))} tokens: {built.encoded} encoded, "
-        f"{built.found} found, {built.removed} removed; {chunks.nbytes / 2**20:.1f} MiB in {chunks.folder}"
-    )
-
-
-def _questions(questions: Sequence[str] | None) -> Iterator[str]:
-    """The questions given as arguments, typed at a prompt, or read as lines from a pipe."""
+def _lines(questions: Sequence[str] | None) -> Iterator[list[str]]:
+    """All lines that are given as arguments or come from a pipe, or each line that is typed at a prompt."""
     if questions:
-        yield from questions
+        yield list(questions)
     elif sys.stdin.isatty():
-        while question := console.input("question (empty to quit): ").strip():
-            yield question
+        while line := console.input("question (empty to quit): ").strip():
+            yield [line]
     else:
-        yield from filter(None, map(str.strip, sys.stdin))
+        try:
+            lines = [line for line in sys.stdin if line.strip()]
+            "".join(lines).encode()  # some terminals let wrong bytes pass
+        except UnicodeError:
+            raise ValueError("the questions are not UTF-8 text: save them as UTF-8") from None
+        if lines:
+            yield lines
 
 
-def _print_reply(reply: Any, chunks: Any) -> None:
-    """Print the answers, the time of each step, and the number of recomputed tokens in each passage."""
+def _questions(lines: Sequence[str]) -> list[list[str]]:
+    """The question of each line, and the right answers that follow it after tabs."""
+    asked = [[part.strip() for part in line.split("\t")] for line in lines]
+    for number, (question, *_) in enumerate(asked, 1):
+        if not question:
+            raise ValueError(f"question {number} is empty: write a question, and its right answers after tabs")
+    return [list(filter(None, parts)) for parts in asked]
+
+
+def _print_replies(replies: Sequence[Any], chunks: Any) -> None:
+    """Print questions and answers, and then the details of the only one, or a table over all of them."""
+    from foveate.web.rag import summary_cells
+
+    for reply in replies:
+        first = reply.answers[0]
+        print(f"{reply.question}\n{first.text.strip()}")
+        if reply.right and not reply.is_right(first):
+            print(f"right answer: {' or '.join(reply.right)}")
+    if len(replies) == 1:
+        _print_details(replies[0], chunks)
+        return
+    (_, *columns), *rows = summary_cells(replies)
+    table = _table(f"{len(replies)} questions", *columns)
+    for row in rows:
+        table.add_row(*row)
+    Console(highlight=False).print(table)
+
+
+def _print_details(reply: Any, chunks: Any) -> None:
+    """Print the time of each step, the answers of the other methods, and the recomputed tokens in each passage."""
     from foveate.transformers.rag import STEPS
     from foveate.web.report import duration
 
     terminal, (first, *others) = Console(highlight=False), reply.answers
-    print(f"{reply.question}\n{first.text.strip()}")
-    table = Table("", *(answer.method for answer in reply.answers), box=SIMPLE, pad_edge=False)
+    table = _table("", *(answer.method for answer in reply.answers))
     table.add_row(f"rows of {reply.spans[-1][1]}", *(str(len(answer.rows)) for answer in reply.answers))
     for step in STEPS:
         times = [answer.seconds.get(step) for answer in reply.answers]
@@ -225,17 +257,14 @@ def _print_reply(reply: Any, chunks: Any) -> None:
     terminal.print(table)
     for answer in others:
         print(f"{answer.method}: {answer.text.strip()}")
-    places = Table("passage", "tokens", "recomputed", box=SIMPLE, pad_edge=False)
+    places = _table("passage", "tokens", "recomputed")
     for passage, (start, stop) in zip(reply.passages, reply.spans, strict=True):
         count = int(((first.rows >= start) & (first.rows < stop)).sum())
         places.add_row(escape(chunks.passages[passage].name), str(stop - start), str(count))
     terminal.print(places)
     if left := len(chunks.passages) - len(reply.passages):
-        console.print(f"left out {left} passages that share fewer words with the question")
+        console.print(f"left out {left} passages that share fewer words with the question, or none")
 
 
-def _print_refused(chunks: Any) -> None:
-    """Print why files of the index could not be used, once."""
-    for reason in chunks.refused:
-        console.print(f"encoded again: {escape(reason)}", soft_wrap=True)
-    chunks.refused.clear()
+def _table(*columns: str) -> Table:
+    return Table(*columns, box=SIMPLE, pad_edge=False, collapse_padding=True)

@@ -6,9 +6,11 @@ from typing import Annotated
 
 import typer
 
-from foveate.cli.common import Device, Dtype, clear_errors, console, open_reader, options_of, progress
+from foveate.cli.common import Device, Dtype, clear_errors, console, options_of
+from foveate.cli.rag import recompute_methods
+from foveate.cli.rag_index import Chat, Chunk, EightBit, MaxDisk, MaxMemory, Prefix, Reader, open_indexes
 from foveate.cli.serve import Host, Port, Timeout, print_address
-from foveate.methods import RECOMPUTE_POLICIES, recompute_policy_from_text
+from foveate.methods import RECOMPUTE_POLICIES
 
 __all__ = ["serve"]
 
@@ -16,12 +18,12 @@ __all__ = ["serve"]
 @clear_errors
 def serve(
     folders: Annotated[
-        list[Path] | None,
-        typer.Argument(help="Folders of documents; each is an index that requests name by the folder's name."),
+        list[str] | None,
+        typer.Argument(
+            help="Folders of documents, or indexes: folders or URLs. Requests name one by the last part of its path."
+        ),
     ] = None,
-    model: Annotated[
-        str, typer.Option(help="Hub id or folder of a language model. [dim]default: the built-in reader[/]")
-    ] = "",
+    model: Reader = "",
     method: Annotated[
         str, typer.Option(help=f"Method that chooses the tokens to recompute: {', '.join(RECOMPUTE_POLICIES)}.")
     ] = "infoflow_kv",
@@ -31,14 +33,10 @@ def serve(
     option: Annotated[
         list[str] | None, typer.Option("--option", "-o", help="Option of the method: -o norm=l1 -o reorder=true.")
     ] = None,
-    chunk: Annotated[
-        int | None,
-        typer.Option(
-            min=0,
-            help="Largest number of tokens in a passage; 0 keeps documents whole. [dim]default: 512, or a quarter of "
-            "the model's context if that is less[/]",
-        ),
-    ] = None,
+    chunk: Chunk = None,
+    eight_bit: EightBit = False,
+    max_disk: MaxDisk = "",
+    max_memory: MaxMemory = "0",
     prompt: Annotated[
         str,
         typer.Option(
@@ -46,12 +44,8 @@ def serve(
             show_default=False,
         ),
     ] = "Question: {question}\nAnswer:",
-    prefix: Annotated[
-        str, typer.Option(help="Text before the passages, after the start-of-text token or the chat's opening.")
-    ] = "",
-    chat: Annotated[
-        bool | None, typer.Option(help="Use the tokenizer's chat template. [dim]default: if it has one[/]")
-    ] = None,
+    prefix: Prefix = "",
+    chat: Chat = None,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Largest number of tokens in an answer.")] = 64,
     threads: Annotated[int, typer.Option(min=1, max=1024, help="Answers at a time.")] = 4,
     queue: Annotated[int, typer.Option(min=0, help="Most requests that wait; beyond, they get status 429.")] = 64,
@@ -71,41 +65,26 @@ def serve(
     """
     if "{question}" not in prompt:
         raise ValueError(f"--prompt must contain {{question}}, such as 'Q: {{question}} A:', not {prompt!r}")
-    policy = recompute_policy_from_text(
-        method, options_of(option) | ({} if recompute is None else {"recompute": str(recompute)})
-    )
+    policy = recompute_methods(method, recompute, options_of(option), compare=False)[method]
     import_module("fastapi")  # fails with what to install
     import uvicorn
 
-    from foveate.serve.chat import Reader, chat_app
+    from foveate.serve.chat import Answerer, chat_app
     from foveate.serve.http import api_key, free_port
-    from foveate.transformers import ChunkEncoder
-    from foveate.transformers.documents import read_documents
-    from foveate.transformers.index import index_documents, index_name
-    from foveate.transformers.model import chat_frame, check_config
 
     key, port = api_key(host), free_port(host, port)
-    documents = {folder.resolve().name: (folder, read_documents(folder)) for folder in folders or []}
-    if len(documents) < len(folders or []):
-        raise ValueError("two folders have the same name, by which requests choose one: rename one")
-    language_model, tokenizer = open_reader(model, device, dtype, check_config)
-    before, _ = chat_frame(tokenizer, chat)
-    encoder = ChunkEncoder(language_model, tokenizer, before + prefix)
-    longest = min(512, language_model.config.max_position_embeddings // 4) if chunk is None else chunk
-    indexes = {
-        name: index_documents(folder / ".foveate" / index_name(model), encoder, texts, longest)
-        for name, (folder, texts) in documents.items()
-    }
-    for index in indexes.values():
-        with progress() as track:
-            index.build(track)
-    template = bool(tokenizer.chat_template) if chat is None else chat
-    reader = Reader(
-        encoder, indexes, policy, prompt=prompt, chat=template, passage_tokens=longest,
+    names = [Path(folder).resolve().name for folder in folders or []]
+    if twice := [name for name in names if names.count(name) > 1]:
+        raise ValueError(f"two folders are called {twice[0]}, by which requests choose one: rename one of them")
+    indexes, encoder, _, _ = open_indexes(
+        folders or [], model, "", chunk, eight_bit, max_disk, max_memory, prefix, chat, device, dtype
+    )
+    answerer = Answerer(
+        encoder, dict(zip(names, indexes, strict=True)), policy, prompt=prompt, chat=chat, passage_tokens=chunk,
         max_new_tokens=max_new_tokens,
     )  # fmt: skip
     name = Path(model).name if model and Path(model).exists() else model or "built-in"
-    console.print(f"serving {name} with {', '.join(indexes) or 'no index'}")
+    console.print(f"serving {name} with {', '.join(names) or 'no index'}")
     print_address(host, port)
-    asgi = chat_app(reader, name, key=key, threads=threads, queue=queue, timeout=timeout)
-    uvicorn.run(asgi, host=host, port=port, log_level="warning", timeout_graceful_shutdown=5)
+    app = chat_app(answerer, name, key=key, threads=threads, queue=queue, timeout=timeout)
+    uvicorn.run(app, host=host, port=port, log_level="warning", timeout_graceful_shutdown=5)

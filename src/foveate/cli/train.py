@@ -9,6 +9,7 @@ import typer
 
 from foveate.cli.common import (
     Checkpointing,
+    CheckpointMinutes,
     CoolDown,
     Minutes,
     RunFolder,
@@ -75,6 +76,7 @@ def train(
         bool, typer.Option("--compile", help="Compile the blocks; takes a minute for each size.")
     ] = False,
     minutes: Minutes = float("inf"),
+    checkpoint_minutes: CheckpointMinutes = 5,
     sample_every: SampleEvery = 1000,
     seed: Annotated[
         int, typer.Option(min=0, max=2**40, help="Random seed of weights, pictures, order and noise.")
@@ -94,10 +96,10 @@ def train(
 
     foveate train --dit DiT-XS --sizes 16:200:16 --rate 1e-3 --average 0.99 --device cpu   # a quick test
 
-    On several GPUs: accelerate launch --num_processes 4 -m foveate train ...
+    On several GPUs: accelerate launch --multi_gpu --num_processes 4 -m foveate train ...
     """
     stages = [read_stage(text, batch) for text in sizes.split(",")]
-    where = training_device(device)
+    where = training_device(device, *(size for *_, size in stages))
     import torch
     from diffusers import FlowMatchEulerDiscreteScheduler
 
@@ -128,7 +130,8 @@ def train(
             out, pipeline, pictures, [Stage(*stage) for stage in stages], recipe,
             RunOptions(
                 at_once=at_once, checkpointing=checkpointing, compile=compile, minutes=minutes,
-                captions=_captions(pictures, data, seed), sample_every=sample_every, track=track,
+                checkpoint_minutes=checkpoint_minutes, sample_every=sample_every, track=track,
+                captions=_captions(pictures, data, seed),
             ),
         )  # fmt: skip
     print_outcome(done, out)

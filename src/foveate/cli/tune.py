@@ -19,6 +19,7 @@ from foveate.cli.common import (
     open_model,
     progress,
     read_method,
+    read_prompts,
     read_size,
     request_of,
 )
@@ -121,8 +122,7 @@ def tune(
 def _prompts(path: Path | None, model: str, seed: int) -> list[str]:
     """The prompts of a file, or those that fit the model."""
     if path is not None:
-        lines = [line.strip() for line in path.read_text().splitlines()]
-        return [line for line in lines if line]
+        return read_prompts(path)
     if model:
         return list(PROMPTS)
     from foveate.demo.scenes import scenes

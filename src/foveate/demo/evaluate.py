@@ -31,9 +31,12 @@ from foveate.diffusers.apply import Handle
 from foveate.diffusers.lora import MethodLike, throughout, using
 from foveate.diffusers.pipelines import Request, denoiser, draw, draw_batch, fingerprint, makes_video
 from foveate.utils.device import versions
+from foveate.utils.errors import noting
 from foveate.utils.files import claim, slug, write_picture, write_whole
+from foveate.utils.processes import check_shared, divide, join
 from foveate.utils.progress import Track, silent
-from foveate.web.report import draw_sheet, figure_png, psnr, ssim
+from foveate.utils.similarity import psnr, ssim
+from foveate.web.report import draw_sheet, figure_png
 
 __all__ = ["Interval", "Score", "evaluate", "score_table"]
 
@@ -110,7 +113,8 @@ def evaluate(
 ) -> list[Score]:
     """Draw held-out captions dense and with every method, and score the pictures.
 
-    Writes scores.json and sheet.png into `out`. Pictures that already exist there are not drawn again.
+    Writes scores.json and sheet.png into `out`. Pictures that already exist there are not drawn again. Several
+    processes divide the pictures; the main process scores them, and the others return no scores.
 
     Args:
         pipeline: The built-in model, or one that was trained on its captions.
@@ -147,18 +151,30 @@ def evaluate(
     wanted = list(islice(scenes(request.seed, evaluation=True), prompts))
     requests = [request._replace(prompt=scene.caption, seed=request.seed + i) for i, scene in enumerate(wanted)]
     scored = [method for method in methods if _fits(pipeline, method, requests[0], left_out)]
-    claim(out, {name: str(value) for name, value in settings.items()})
+    state = join()
+    with state.main_process_first():
+        claim(out, {name: str(value) for name, value in settings.items()})
     describe = load_dino(dino, pipeline.device) if dino else None
     judged = draws_scenes(pipeline)
     atlas = load_atlas()
     pictures = (render(atlas, Scenes.of([scene]), side)[0].permute(1, 2, 0) * 255 for scene in wanted)
     sets = [_Pictures("real", [Image.fromarray(picture.round().byte().numpy()) for picture in pictures], [], 1.0)]
-    for method in (None, *scored):
-        label = method.title if method else "dense"
-        folder = out / (f"{slug(label)}-{crc32(repr(method).encode()):08x}" if method else label)
-        paths = [folder / f"{index:05}.png" for index in range(prompts)]
-        _draw_missing(pipeline, method, requests, paths, batch, track(label, prompts))
-        sets.append(_read(label, paths))
+    labels = ["dense", *(method.title for method in scored)]
+    folders = ["dense", *(f"{slug(method.title)}-{crc32(repr(method).encode()):08x}" for method in scored)]
+    paths = [[out / folder / f"{index:05}.png" for index in range(prompts)] for folder in folders]
+    missing = [[index for index, path in enumerate(files) if not path.exists()] for files in paths]
+    mine = [divide(indices) for indices in missing]  # before anything is drawn
+    for method, label, files, left, part in zip((None, *scored), labels, paths, missing, mine, strict=True):
+        advance, done = track(label, prompts - len(left) + len(part)), prompts - len(left)
+        for _ in range(done):
+            advance()
+        _draw(pipeline, method, [(files[index], requests[index]) for index in part], batch, advance)
+    state.wait_for_everyone()
+    if not state.is_main_process:
+        return []
+    for label, files in zip(labels, paths, strict=True):
+        check_shared(files)
+        sets.append(_read(label, files))
     scores = _scores(sets, wanted, load_recogniser(device=pipeline.device), describe, track("scoring", len(sets)))
     if not judged:
         of_nobody: dict[str, Any] = dict.fromkeys(
@@ -232,27 +248,24 @@ def _fits(pipeline: Any, method: MethodLike, request: Request, left_out: Callabl
     return True
 
 
-def _draw_missing(
+def _draw(
     pipeline: Any,
     method: MethodLike | None,
-    requests: Sequence[Request],
-    paths: Sequence[Path],
+    missing: Sequence[tuple[Path, Request]],
     batch: int,
     advance: Callable[[], None],
 ) -> None:
-    """Draw the pictures that do not exist yet; each file has an equal share of its batch's time."""
-    missing = [index for index, path in enumerate(paths) if not path.exists()]
-    for _ in range(len(requests) - len(missing)):
-        advance()
+    """Draw the pictures of files; each has an equal share of its batch's time."""
     with using(pipeline, method) as run:
         for start in range(0, len(missing), batch):
-            part = missing[start : start + batch]
+            paths, requests = zip(*missing[start : start + batch], strict=True)
             began = time.perf_counter()
-            images = draw_batch(pipeline, [requests[index] for index in part])
-            seconds = (time.perf_counter() - began) / len(part)
+            with noting(f"drawing {requests[0].prompt!r} for {paths[0]}"):
+                images = draw_batch(pipeline, requests)
+            seconds = (time.perf_counter() - began) / len(paths)
             about = {"seconds": f"{seconds:.4f}", "flop bound": f"{1 / (1 - _sparsity(method, run)):.3f}"}
-            for index, image in zip(part, images, strict=True):
-                write_picture(paths[index], image, {"prompt": requests[index].prompt, **about})
+            for path, request, image in zip(paths, requests, images, strict=True):
+                write_picture(path, image, {"prompt": request.prompt, **about})
                 advance()
 
 

@@ -13,7 +13,7 @@ from foveate.utils.files import write_whole
 
 __all__ = ["write_examples"]
 
-FILES, SENTENCES, PEOPLE, ASKED = 4, 6, 4, 4
+FILES, SENTENCES, PEOPLE, ASKED = 47, 6, 40, 200
 EXAMPLES, LABELS = 96, 4
 
 
@@ -21,7 +21,8 @@ def write_examples(out: Path, seed: int = 0) -> tuple[dict[str, str], dict[str, 
     """Write texts, questions and labelled examples. Returns questions and unlabelled inputs with the right answers.
 
     Args:
-        out: Folder to write: facts/1.txt and so on, questions.txt, examples.csv.
+        out: Folder to write: facts/01.txt and so on, questions.txt with a question, a tab and the answer in each
+            line, and examples.csv.
         seed: Random seed.
     """
     generator = torch.Generator().manual_seed(seed)
@@ -29,11 +30,12 @@ def write_examples(out: Path, seed: int = 0) -> tuple[dict[str, str], dict[str, 
     sentences = [_words(tokens) for tokens in facts.ids[0].split(SENTENCE)]
     for i in range(FILES):
         text = " ".join(f"{' '.join(words[:-1])}." for words in sentences[i * SENTENCES : (i + 1) * SENTENCES])
-        write_whole(out / "facts" / f"{i + 1}.txt", f"{text}\n".encode())
+        write_whole(out / "facts" / f"{i + 1:02}.txt", f"{text}\n".encode())
     told = ((facts.relation[0] != ID) & (facts.owner[0] >= 0)).nonzero()[:, 0]
     asked = [sentences[i] for i in told[torch.randperm(len(told), generator=generator)[:ASKED]].tolist()]
     questions = {f"{' '.join(words[:VALUE])} what?": words[VALUE] for words in asked}
-    write_whole(out / "questions.txt", "".join(f"{question}\n" for question in questions).encode())
+    lines = (f"{question}\t{answer}\n" for question, answer in questions.items())
+    write_whole(out / "questions.txt", "".join(lines).encode())
 
     labelled = draw_labelled(1, EXAMPLES, 2, generator, kinds=(LABELS, LABELS))
     rows = [_words(tokens) for tokens in labelled.ids[0].split(EXAMPLE)]

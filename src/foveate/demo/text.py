@@ -4,6 +4,7 @@
 import difflib
 import json
 import re
+from collections.abc import Sequence
 from typing import Any
 
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors, trainers
@@ -44,11 +45,15 @@ def draws_scenes(pipeline: Any) -> bool:
     )
 
 
-def t5_tokenizer() -> PreTrainedTokenizerFast:
-    """The T5 tokenizer: WordPiece with a token for each known word; other words are spelled letter by letter."""
+def t5_tokenizer(more: Sequence[str] = ()) -> PreTrainedTokenizerFast:
+    """The T5 tokenizer: WordPiece with a token for each known word; other words are spelled letter by letter.
+
+    Args:
+        more: Words to know besides those of `WORDS`.
+    """
     letters = [chr(code) for code in range(33, 127) if not chr(code).isupper()]
     pieces = ["<pad>", "</s>", "<unk>", *letters, *("##" + letter for letter in letters)]
-    pieces += [word for word in WORDS if len(word) > 1]
+    pieces += [word for word in (*WORDS, *more) if len(word) > 1]
     words = Tokenizer(models.WordPiece({piece: i for i, piece in enumerate(pieces)}, unk_token="<unk>"))
     words.normalizer = normalizers.Lowercase()
     words.pre_tokenizer = pre_tokenizers.BertPreTokenizer()

@@ -19,7 +19,16 @@ import torch
 from torch import Tensor, nn
 
 from foveate.diffusers.arguments import Argument, arguments_by_name
-from foveate.diffusers.backend import LayerPlan, attach, detach, dispatches, plan_of, set_attention, with_text
+from foveate.diffusers.backend import (
+    LayerPlan,
+    attach,
+    detach,
+    dispatches,
+    local_tokens,
+    plan_of,
+    set_attention,
+    with_text,
+)
 from foveate.diffusers.card import Card, Layout, Stack
 from foveate.diffusers.clock import Clock, Step
 from foveate.diffusers.merging import MergedBlock, MergeGroup
@@ -29,7 +38,7 @@ from foveate.methods.base import AttentionPlan, DenseFallback, SparseAttention, 
 from foveate.ops.block_table import BlockTable, block_starts, block_table
 from foveate.ops.curves import inverse_order
 from foveate.ops.joint_attention import LogLinear, Pattern, backend_of
-from foveate.ops.merging import Regions
+from foveate.ops.merging import Grid, Regions
 from foveate.utils.cache import FixedMemory, WeakTensorCache, persistent
 
 __all__ = ["ModelAdapter", "outside_compiled_code"]
@@ -72,13 +81,19 @@ class Layer(NamedTuple):
     @property
     def head_dim(self) -> int:
         """Channels of a head."""
-        return getattr(self.attn, "head_dim", None) or self.attn.inner_dim // self.attn.heads
+        return getattr(self.attn, "head_dim", None) or self.inner_dim // self.heads
 
     @property
     def inner_dim(self) -> int:
         """Channels of all heads together."""
-        heads = getattr(self.attn, "heads", None) or self.attn.num_heads
-        return heads * self.head_dim
+        if head_dim := getattr(self.attn, "head_dim", None):
+            return self.heads * head_dim
+        return getattr(self.attn, "inner_dim", None) or self.attn.to_query.out_features
+
+    @property
+    def heads(self) -> int:
+        """Number of heads."""
+        return getattr(self.attn, "heads", None) or self.attn.num_heads
 
 
 class Forward(NamedTuple):
@@ -87,7 +102,8 @@ class Forward(NamedTuple):
     Attributes:
         layouts: The attention sequence of each sample; one if all are alike.
         plans: Plan of sparse attention for each number of text tokens, 0 for layers of the image alone; None if dense.
-        regions: Regions within which tokens merged; None if they did not.
+        regions: Regions within which tokens merged, those of one process if several share the tokens; None if they
+            did not merge.
         why: Why it was dense.
         batch: Number of samples.
         device: Device of the tokens.
@@ -108,6 +124,11 @@ class Forward(NamedTuple):
     def layout(self) -> Layout:
         """The attention sequence of the first sample. Others have the same images and number of tokens."""
         return self.layouts[0]
+
+    @property
+    def kept(self) -> int:
+        """Number of image tokens after merging, of all processes."""
+        return self.regions.kept * self.layout.only_images().tokens // len(self.regions.order)
 
     def layouts_of(self, layer: Layer) -> list[Layout]:
         """The sequence of each sample in one layer; one if all are alike."""
@@ -383,7 +404,8 @@ class ModelAdapter:
                     if layer.block._compiled_call_impl and isinstance(pattern, BlockTable):
                         _IN_GRAPHS[tuple(map(id, pattern))] = pattern
         if regions and self._step:
-            text = regions.order.new_empty(ran.layout.tokens - ran.layout.only_images().tokens)
+            tokens = ran.layout.tokens - ran.layout.only_images().tokens
+            text = regions.order.new_empty(local_tokens((tokens,), self._context(layers)))
             together = not self.card.residuals_between_blocks(self._inputs)
             for group in dict.fromkeys(layer.group for layer in layers if layer.group):
                 if not group.begun:  # a section of a UNet has several stacks
@@ -416,9 +438,10 @@ class ModelAdapter:
         if tokens < method.min_tokens:
             raise DenseFallback(f"{tokens} image tokens are fewer than min_tokens={method.min_tokens}")
         nested = [v for k, v in self._inputs.items() if k.endswith("attention_kwargs") and v]
-        for given in (inputs, *nested) if self.card.padding_mask != "attention_mask" else nested:
-            if given.get("attention_mask") is not None:
-                raise DenseFallback("an attention mask was passed")
+        if self.card.padding_mask != "attention_mask" and any(
+            given.get("attention_mask") is not None for given in (inputs, *nested)
+        ):
+            raise DenseFallback("an attention mask was passed")
 
     def _plans(self, holder: nn.Module, inputs: dict[str, Any], layouts: list[Layout]) -> dict[int, AttentionPlan]:
         image = layouts[0].only_images()
@@ -439,15 +462,19 @@ class ModelAdapter:
                 raise
             raise DenseFallback(str(reason)) from None  # in a UNet the setting may fit other parts
 
+    def _context(self, layers: list[Layer]) -> Any:
+        """The config of context parallelism in these layers; None without it."""
+        processors = (layer.attn.processor for layer in layers)
+        configs = (plan.parallel if (plan := plan_of(p)) else getattr(p, "_parallel_config", None) for p in processors)
+        return getattr(next((config for config in configs if config), None), "context_parallel_config", None)
+
     def _ranks(self, layers: list[Layer], layout: Layout) -> int:
         """Number of processes over which the sequence is split.
 
         Raises:
             DenseFallback: If it is split in another way than by Ulysses.
         """
-        processors = (layer.attn.processor for layer in layers)
-        configs = (plan.parallel if (plan := plan_of(p)) else getattr(p, "_parallel_config", None) for p in processors)
-        context = getattr(next((config for config in configs if config), None), "context_parallel_config", None)
+        context = self._context(layers)
         if context is None:
             return 1
         ranks = context.ulysses_degree or 1
@@ -471,8 +498,13 @@ class ModelAdapter:
         layers = [layer for layer in self.layers if layer.holder is holder and layer.group]
         if self.merging.size_bias and any(sample.padded for sample in layouts):
             raise DenseFallback("size_bias needs a text without padding")
-        if self._ranks(layers, layout) > 1:
-            raise DenseFallback("context parallelism splits the tokens over devices before they could merge")
+        if (ranks := self._ranks(layers, layout)) > 1:
+            if plans:
+                raise DenseFallback("each device holds rows of the image, not runs of tokens along the sparse order")
+            if self.merging.size_bias:
+                raise DenseFallback("context parallelism takes no size_bias")
+            if splits_tokens(layers[0].block):
+                raise DenseFallback("context parallelism splits the tokens within the first block: use skip=1 or more")
         if self._unmerged is None:
             self._unmerged = why_not_merged(self._modules)
         if self._unmerged:
@@ -491,7 +523,21 @@ class ModelAdapter:
             raise DenseFallback(f"this is no step that merges: merge_every={self.merging.merge_every}")
         if plans:
             return self.merging.regions_along(next(iter(plans.values())), layout.grids[0])
-        return self.merging.regions(layout.grids, device=str(self.card.samples(inputs).device))
+        regions = self.merging.regions(layout.grids, device=str(self.card.samples(inputs).device))
+        return regions if ranks == 1 else self._regions_of_rank(regions, layout.grids, ranks)
+
+    def _regions_of_rank(self, regions: Regions, grids: tuple[Grid, ...], ranks: int) -> Regions:
+        """Regions of the rows or frames that each process holds under context parallelism, alike in all of them.
+
+        Raises:
+            DenseFallback: If a region has tokens of several processes.
+        """
+        sides = grids[0]
+        if len(grids) == 1 and sides[0] % ranks == 0:
+            part = self.merging.regions(((sides[0] // ranks, *sides[1:]),), device=str(regions.order.device))
+            if regions.groups == tuple(group._replace(number=ranks * group.number) for group in part.groups):
+                return part
+        raise DenseFallback(f"regions to merge within cross the borders between the tokens of {ranks} devices")
 
     def _takes_merged(self, attn: nn.Module) -> bool:
         """Whether the processor of a layer works on fewer tokens: an unknown one may keep maps of all tokens."""
@@ -538,8 +584,8 @@ class ModelAdapter:
         ran = self.ran[layer.holder]
         pattern = self._pattern(layer, ran, layout.text)
         if ran.regions is not None and self._merges_attention(layer):
-            layout = layout.merged(ran.regions.kept)
-            order, inverse = merged_order(layout, str(ran.device))
+            layout = layout.merged(ran.kept)
+            order, inverse = merged_order(layout, str(ran.device), self._ranks([layer], layout))
         else:
             order, inverse = sequence_order(ran.plans[layout.text].order, layout, self._ranks([layer], layout))
         if pattern is None and any(sample.padded for sample in ran.layouts):
@@ -571,7 +617,7 @@ class ModelAdapter:
         if not (sparse or merges):
             return LayerReport(layer.name, "dense", why=self._why_dense(layer, ran))
         image = ran.layout.only_images().tokens
-        kept = ran.regions.kept if merges and self._merges_attention(layer) else image
+        kept = ran.kept if merges and self._merges_attention(layer) else image
         texts = [layout.text for layout in ran.layouts_of(layer)]
         patterns = [self._pattern(layer, ran, text) if sparse else None for text in texts]
         pairs = sum((text + kept) ** 2 if p is None else p.pairs() for p, text in zip(patterns, texts, strict=True))
@@ -579,7 +625,7 @@ class ModelAdapter:
         pattern, plan = patterns[0], ran.plans[texts[0]] if sparse else None
         saved = 4 * (every_pair - pairs) * layer.inner_dim * ran.batch // len(texts)
         if merges:
-            saved += 2 * self._merged_weights(layer) * (image - ran.regions.kept) * ran.batch
+            saved += 2 * self._merged_weights(layer) * (image - ran.kept) * ran.batch
         return LayerReport(
             layer.name,
             " + ".join([*([plan.title] if plan else []), *([self.merging.title] if merges else [])]),
@@ -702,6 +748,12 @@ class RerunWithPlans:
         return self.original(run, *args)
 
 
+def splits_tokens(block: nn.Module) -> bool:
+    """Whether context parallelism splits the tokens when the block has been given them, after hooks saw them whole."""
+    hooks = getattr(getattr(block, "_diffusers_hook", None), "hooks", {})
+    return any("hidden_states" in (getattr(hook, "metadata", None) or ()) for hook in hooks.values())
+
+
 def set_later(attn: nn.Module) -> str:
     """Why a layer is dense whose processor was replaced."""
     return f"a {type(attn.processor).__name__} was set after apply: remove and apply again"
@@ -747,9 +799,9 @@ def sequence_order(image_order: Tensor, layout: Layout, ranks: int = 1) -> tuple
 
 
 @lru_cache(maxsize=64)
-def merged_order(layout: Layout, device: str) -> tuple[Tensor, Tensor | None]:
+def merged_order(layout: Layout, device: str, ranks: int) -> tuple[Tensor, Tensor | None]:
     """`sequence_order` of a sequence whose image tokens are merged, which leaves them in the order of the plan."""
-    return _order_of(layout, slice(None), device)
+    return _order_of(layout, slice(None), device, ranks)
 
 
 @persistent

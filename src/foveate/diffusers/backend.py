@@ -7,7 +7,7 @@ parallel_config=self._parallel_config)``. `attach` sets both on one processor: t
 `LayerPlan` of the layer travels as the parallel config, which diffusers hands to the backend untouched.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -32,6 +32,7 @@ __all__ = [
     "detach",
     "dispatches",
     "foveate_attention",
+    "local_tokens",
     "plan_of",
     "set_attention",
     "with_text",
@@ -124,13 +125,12 @@ def plan_of(processor: Any) -> LayerPlan | None:
     return config if isinstance(config, LayerPlan) else None
 
 
-def local_tokens(plan: LayerPlan) -> int:
-    """Number of tokens that this process holds under Ulysses context parallelism; all without it."""
-    context = plan.context_parallel_config
+def local_tokens(streams: Sequence[int], context: Any) -> int:
+    """Number of tokens that this process holds of streams which Ulysses context parallelism splits; all without it."""
     if context is None:
-        return plan.tokens
+        return sum(streams)
     rank, ranks = context._ulysses_local_rank, context._ulysses_mesh.size()
-    return sum(stream // ranks + (rank < stream % ranks) for stream in plan.streams)  # as Tensor.tensor_split
+    return sum(stream // ranks + (rank < stream % ranks) for stream in streams)  # as Tensor.tensor_split
 
 
 def attach(processor: Any, plan: LayerPlan) -> None:
@@ -190,7 +190,9 @@ def foveate_attention(
         watch, plan.watch = plan.watch, None
         others = (attn_mask, dropout_p, is_causal, scale, enable_gqa, plan)
         watch(lambda values: foveate_attention(query, key, values, *others), value)
-    tokens, rope = local_tokens(plan), None if plan.rope is None else with_text(plan.rope, plan.tokens)
+    context = plan.context_parallel_config
+    tokens = plan.tokens if context is None else local_tokens(plan.streams, context)
+    rope = None if plan.rope is None else with_text(plan.rope, tokens)
     masked = attn_mask is not None and not plan.mask_is_padding
     if query.shape[1] != tokens or key.shape[1] != tokens or masked:
         if rope is not None and query.shape[1] == key.shape[1] == rope[0].shape[-2]:
@@ -202,18 +204,23 @@ def foveate_attention(
     if plan.pattern is None:
         query, key, value = permute_tokens(query, key, value, rope=rope)
         mask = None if plan.bias is None else plan.bias.to(query.dtype)[:, None, None]
-        return dispatch_attention_fn(query, key, value, mask, scale=scale, backend=plan.backend)
-    context = plan.context_parallel_config
+        return dispatch_attention_fn(
+            query, key, value, mask, scale=scale, backend=plan.backend, parallel_config=plan.parallel
+        )
     if context is None:
         return _attend(query, key, value, plan, rope)
+    if rope is not None:  # that of merged tokens, of which this process has its own
+        query, key, value = permute_tokens(query, key, value, rope=rope)
     group = context._ulysses_mesh.get_group()  # each process gets all tokens of some heads
     if context.ulysses_anything:
+        if query.requires_grad:
+            raise ValueError("ulysses_anything has no gradients: draw under torch.no_grad(), or train without it")
         held = {"NUM_QO_HEAD": query.shape[2], "Q_S_LOCAL": query.shape[1]}
         waiting = [all_to_all_single_any_qkv_async(x, group) for x in (query, key, value)]
-        out = _attend(*(wait() for wait in waiting), plan, rope)
+        out = _attend(*(wait() for wait in waiting), plan, None)
         return all_to_all_single_any_o_async(out, group, **held)()
     query, key, value = (SeqAllToAllDim.apply(group, x.contiguous(), 2, 1) for x in (query, key, value))
-    return SeqAllToAllDim.apply(group, _attend(query, key, value, plan, rope).contiguous(), 1, 2)
+    return SeqAllToAllDim.apply(group, _attend(query, key, value, plan, None).contiguous(), 1, 2)
 
 
 def _attend(query: Tensor, key: Tensor, value: Tensor, plan: LayerPlan, rope: tuple[Tensor, Tensor] | None) -> Tensor:

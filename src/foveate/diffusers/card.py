@@ -4,6 +4,7 @@
 from collections.abc import Callable, Hashable, Iterator
 from importlib import import_module
 from itertools import groupby
+from math import prod
 from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
@@ -20,6 +21,7 @@ __all__ = [
     "Segments",
     "Stack",
     "card_of",
+    "earlier_frames",
     "image",
     "padding",
     "register_card",
@@ -33,11 +35,13 @@ CARDS: dict[str, str | type["Card"]] = {
     "Flux2Transformer2DModel": "foveate.diffusers.cards.flux:Flux2Card",
     "ChromaTransformer2DModel": "foveate.diffusers.cards.flux:ChromaCard",
     "BriaTransformer2DModel": "foveate.diffusers.cards.flux:FluxCard",
+    "BriaFiboTransformer2DModel": "foveate.diffusers.cards.flux:BriaFiboCard",
     "LongCatImageTransformer2DModel": "foveate.diffusers.cards.flux:FluxCard",
     "OvisImageTransformer2DModel": "foveate.diffusers.cards.flux:FluxCard",
     "HunyuanImageTransformer2DModel": "foveate.diffusers.cards.hunyuan_image:HunyuanImageCard",
     "HunyuanVideoTransformer3DModel": "foveate.diffusers.cards.hunyuan_video:HunyuanVideoCard",
     "HunyuanVideo15Transformer3DModel": "foveate.diffusers.cards.hunyuan_video:HunyuanVideo15Card",
+    "HunyuanVideoFramepackTransformer3DModel": "foveate.diffusers.cards.hunyuan_video:FramepackCard",
     "Krea2Transformer2DModel": "foveate.diffusers.cards.krea2:Krea2Card",
     "QwenImageTransformer2DModel": "foveate.diffusers.cards.qwen:QwenImageCard",
     "ZImageTransformer2DModel": "foveate.diffusers.cards.zimage:ZImageCard",
@@ -45,11 +49,18 @@ CARDS: dict[str, str | type["Card"]] = {
     "PixArtTransformer2DModel": "foveate.diffusers.cards.blocks:PixArtCard",
     "DiTTransformer2DModel": "foveate.diffusers.cards.blocks:DiTCard",
     "UNet2DConditionModel": "foveate.diffusers.cards.blocks:UNetCard",
+    "CosmosTransformer3DModel": "foveate.diffusers.cards.blocks:CosmosCard",
     "WanTransformer3DModel": "foveate.diffusers.cards.wan:WanCard",
     "WanVACETransformer3DModel": "foveate.diffusers.cards.wan:WanVACECard",
+    "WanAnimateTransformer3DModel": "foveate.diffusers.cards.wan:WanAnimateCard",
+    "AnyFlowTransformer3DModel": "foveate.diffusers.cards.wan:AnyFlowCard",
+    "HeliosTransformer3DModel": "foveate.diffusers.cards.wan:HeliosCard",
     "ChronoEditTransformer3DModel": "foveate.diffusers.cards.wan:WanCard",
     "SkyReelsV2Transformer3DModel": "foveate.diffusers.cards.wan:SkyReelsV2Card",
-    "JoyImageEditTransformer3DModel": "foveate.diffusers.cards.joyimage:JoyImageEditCard",
+    "JoyImageEditTransformer3DModel": "foveate.diffusers.cards.self_rotating:JoyImageEditCard",
+    "ErnieImageTransformer2DModel": "foveate.diffusers.cards.self_rotating:ErnieImageCard",
+    "GlmImageTransformer2DModel": "foveate.diffusers.cards.self_rotating:GlmImageCard",
+    "Kandinsky5Transformer3DModel": "foveate.diffusers.cards.self_rotating:Kandinsky5Card",
     "LTXVideoTransformer3DModel": "foveate.diffusers.cards.ltx:LTXCard",
     "LTX2VideoTransformer3DModel": "foveate.diffusers.cards.ltx:LTXCard",
     "PixelDiT": "foveate.diffusers.cards.pixel_dit:PixelDiTCard",
@@ -127,6 +138,20 @@ def padding(tokens: int) -> Segment:
     return Segment("padding", (tokens,))
 
 
+def earlier_frames(inputs: dict[str, Any], full: str, half: str, quarter: str) -> Segment:
+    """Tokens of earlier frames at three resolutions, which attend as text does.
+
+    Args:
+        inputs: Forward arguments of the model by name.
+        full: Name of the latents in patches of (1, 2, 2).
+        half: Name of the latents in patches of (2, 4, 4).
+        quarter: Name of the latents in patches of (4, 8, 8).
+    """
+    patches = ((full, (1, 2, 2)), (half, (2, 4, 4)), (quarter, (4, 8, 8)))
+    given = [(x.shape[2:], patch) for name, patch in patches if (x := inputs.get(name)) is not None]
+    return text(sum(prod(-(-side // size) for side, size in zip(*one, strict=True)) for one in given))
+
+
 Segments = tuple[Segment, ...]
 
 _SEGMENTS: WeakTensorCache[tuple[Segments, ...]] = WeakTensorCache()
@@ -137,7 +162,7 @@ def text_and_padding(tokens: int, mask: Tensor | None) -> tuple[Segments, ...]:
 
     Args:
         tokens: Number of tokens, padding included.
-        mask: False or 0 where a token is padding [batch, tokens or more]; None if there is no padding.
+        mask: False or 0 where a token is padding [batch, ..., tokens or more]; None if there is no padding.
 
     Raises:
         DenseFallback: If the mask hides more than the text.
@@ -146,7 +171,7 @@ def text_and_padding(tokens: int, mask: Tensor | None) -> tuple[Segments, ...]:
         return ((text(tokens),),)
 
     def read() -> tuple[Segments, ...]:
-        rows = mask.detach().cpu().bool()
+        rows = mask.detach().cpu().bool().flatten(1)
         if not rows[:, tokens:].all():
             raise DenseFallback("the mask of the text hides image tokens")
         runs = [zip(*row.unique_consecutive(return_counts=True), strict=True) for row in rows[:, :tokens]]

@@ -291,8 +291,11 @@ def _config(model: str, file: str) -> dict[str, Any]:
 
 def _check_size(pipeline: DiffusionPipeline, size: tuple[int, int]) -> int:
     """Number of tokens of a frame."""
-    multiple = pixels_per_token(pipeline)
+    multiple, buckets = pixels_per_token(pipeline), getattr(pipeline, "vae_image_processor", None)
     _check_sides(multiple, size)
+    if buckets and (own := buckets.get_default_height_width(None, *size)) != size:  # JoyImage
+        right, asked = (f"{width}x{height}" for height, width in (own, size))
+        raise ValueError(f"{type(pipeline).__name__} would draw {right} px, not {asked}: use --size {right}")
     return size[0] * size[1] // multiple**2
 
 
@@ -314,7 +317,10 @@ def _check_frames(pipeline: DiffusionPipeline, request: Request) -> int:
                 "such as --model Wan-AI/Wan2.1-T2V-1.3B-Diffusers"
             )
         return 1
-    frames = request.frames or arguments(pipeline)["num_frames"] or 1
+    known = arguments(pipeline)
+    if "enable_temporal_reasoning" in known and request.frames not in (None, 5):  # ChronoEdit
+        raise ValueError(f"{type(pipeline).__name__} always makes 5 frames: leave --frames out")
+    frames = request.frames or known["num_frames"] or 1
     names = "vae_scale_factor_temporal", "vae_temporal_compression_ratio"
     packed = next((scale for name in names if (scale := getattr(pipeline, name, None))), 1)
     if (frames - 1) % packed:
@@ -361,14 +367,16 @@ def _call(pipeline: DiffusionPipeline, requests: Sequence[Request], on_step: Cal
     }
     where_known = {"frame_rate": shared.fps, "output_type": "pil", "callback_on_step_end": after_step}
     asked |= {name: value for name, value in where_known.items() if name in known}
-    return pipeline(
-        prompt=[request.prompt for request in requests],
-        generator=[torch.Generator("cpu").manual_seed(request.seed) for request in requests],
-        height=shared.size[0],
-        width=shared.size[1],
-        num_inference_steps=shared.steps,
-        **{name: value for name, value in asked.items() if value is not None},
-    )
+    with torch.random.fork_rng([pipeline.device] if pipeline.device.type == "cuda" else []):
+        torch.manual_seed(shared.seed)  # JoyImage encodes its reference with random numbers outside of the generators
+        return pipeline(
+            prompt=[request.prompt for request in requests],
+            generator=[torch.Generator("cpu").manual_seed(request.seed) for request in requests],
+            height=shared.size[0],
+            width=shared.size[1],
+            num_inference_steps=shared.steps,
+            **{name: value for name, value in asked.items() if value is not None},
+        )
 
 
 def write_video(path: Path, frames: Sequence[Image.Image], fps: int) -> None:

@@ -22,9 +22,9 @@ class Preset:
     """The methods that `foveate.tune` chose for one model, for `foveate.apply`.
 
     Examples:
-        >>> preset = foveate.load("built-in-256px")
+        >>> preset = foveate.load("built-in-128px-ssim-0.95")
         >>> with foveate.apply(pipe, preset):
-        ...     image = pipe("an owl above a castle", height=256, width=256).images[0]
+        ...     image = pipe("an owl above a castle", height=128, width=128).images[0]
 
     Attributes:
         methods: The methods with their options.

@@ -1,16 +1,18 @@
 # pyright: basic, reportArgumentType=false, reportCallIssue=false, reportOptionalSubscript=false
 # pyright: reportOptionalCall=false
-"""A processor for models that attend without diffusers' dispatcher: SD3, PixArt, DiT and UNets."""
+"""Processors for models whose own take no backend: SD3, PixArt, DiT, UNets and Cosmos."""
 
 from typing import Any
 
 import torch
 from diffusers.models.attention_processor import Attention, AttnProcessor2_0, JointAttnProcessor2_0
+from diffusers.models.embeddings import apply_rotary_emb
+from diffusers.models.transformers.transformer_cosmos import CosmosAttnProcessor2_0
 from torch import Tensor
 
 from foveate.diffusers.backend import foveate_attention, plan_of
 
-__all__ = ["DispatchedProcessor"]
+__all__ = ["CosmosProcessor", "DispatchedProcessor"]
 
 
 class DispatchedProcessor:
@@ -50,6 +52,28 @@ class DispatchedProcessor:
         image_out, text_out = out.tensor_split([hidden_states.shape[1]], 1)
         image_out = attn.to_out[1](attn.to_out[0](image_out))
         return image_out, text_out if attn.context_pre_only else attn.to_add_out(text_out)
+
+
+class CosmosProcessor(DispatchedProcessor):
+    """The same for the self-attention of Cosmos, which rotates halves of the channels."""
+
+    known = (CosmosAttnProcessor2_0,)
+
+    def __call__(
+        self,
+        attn: Attention,
+        hidden_states: Tensor,
+        encoder_hidden_states: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        image_rotary_emb: Any = None,
+    ) -> Any:
+        """What the wrapped processor returns; arguments as diffusers passes them."""
+        if plan_of(self) is None:
+            return self.original(attn, hidden_states, encoder_hidden_states, attention_mask, image_rotary_emb)
+        *qk, v = _heads(attn, hidden_states, (attn.to_q, attn.to_k, attn.to_v), (attn.norm_q, attn.norm_k, None))
+        q, k = (apply_rotary_emb(x, image_rotary_emb, use_real_unbind_dim=-2, sequence_dim=1) for x in qk)
+        out = foveate_attention(q, k, v, attention_mask, _parallel_config=self._parallel_config).flatten(2)
+        return attn.to_out[1](attn.to_out[0](out))
 
 
 def _heads(attn: Attention, x: Tensor, projections: tuple[Any, ...], norms: tuple[Any, ...]) -> list[Tensor]:

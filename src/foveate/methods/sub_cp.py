@@ -26,9 +26,11 @@ from foveate.ops.facility_location import GreedyPicks, best_similarity, round_ro
 from foveate.utils.choices import check_options
 from foveate.utils.progress import Track, silent
 
-__all__ = ["STRATEGIES", "Selection", "SubCP"]
+__all__ = ["STRATEGIES", "Balance", "Order", "Selection", "Strategy", "SubCP"]
 
 Strategy = Literal["global_diverse", "global_local", "local_diverse", "local_coherent"]
+Order = Literal["picked", "central_last"]
+Balance = Literal["proportional", "equal"]
 STRATEGIES: tuple[str, ...] = get_args(Strategy)
 
 
@@ -71,8 +73,8 @@ class SubCP:
     blocks: int = 8
     block_size: int | None = 8
     strategy: Strategy = "global_local"
-    order: Literal["picked", "central_last"] = "picked"
-    balance: Literal["proportional", "equal", None] = None
+    order: Order = "picked"
+    balance: Balance | None = None
     max_similarity: float | None = None
     query_bonus: float = 1.0
 
@@ -83,11 +85,11 @@ class SubCP:
                 raise ValueError(f"{name} must be 1 or more, not {value}")
         if self.balance and self._local:
             raise ValueError(
-                f"{self.strategy} cannot be combined with balance={self.balance!r}, whose regions have their own "
-                "labels: use global_local or global_diverse"
+                f"{self.strategy} cannot balance labels, because its regions have their own: "
+                "use global_local or global_diverse"
             )
         if self.max_similarity is not None and not 0 < self.max_similarity < 1:
-            raise ValueError(f"max_similarity must be a cosine between 0 and 1, not {self.max_similarity}")
+            raise ValueError(f"the largest similarity must be a cosine between 0 and 1, not {self.max_similarity}")
         if not 0 <= self.query_bonus < inf:
             raise ValueError(f"query_bonus must be finite and 0 or more, not {self.query_bonus}")
 
@@ -184,9 +186,12 @@ class SubCP:
         """Number of examples that go into blocks."""
         size = self.block_size or 1
         if available < self.blocks * size:
-            most = available // size
-            remedy = f"use blocks<={most}" if most else f"use block_size<={available}, or None"
-            raise ValueError(f"{available} examples cannot fill {self.blocks} blocks of {size}: {remedy}")
+            fewer, smaller = available // size, available // self.blocks
+            remedies = [f"at most {fewer} blocks"] * (fewer > 0) + [f"blocks of at most {smaller}"] * (smaller > 0)
+            raise ValueError(
+                f"{available} examples cannot fill {self.blocks} blocks of {size}: "
+                f"use {' or '.join(remedies) or f'at most {available} blocks of 1'}"
+            )
         if self.block_size is None:
             return available
         if given and available != self.blocks * size:
@@ -200,7 +205,7 @@ class SubCP:
         if self.balance is None:
             return None
         if labels is None:
-            raise ValueError(f"balance={self.balance!r} needs the labels of the examples: give labels=")
+            raise ValueError(f"balancing labels ({self.balance}) needs the labels of the examples: give them")
         return classes_of(labels, pool)
 
     def _bonus(self, pool: Float[Tensor, "examples dim"], queries: Embeddings | None) -> Tensor | None:

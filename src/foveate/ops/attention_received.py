@@ -6,6 +6,8 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from foveate.ops.row_attention import visible
+
 __all__ = ["attention_received"]
 
 MAX_SCORES = 2**25
@@ -19,6 +21,8 @@ def attention_received(
     scale: float,
     norm: Literal["l2", "l1"] = "l2",
     counted: Bool[Tensor, "prompt"] | None = None,
+    window: int | None = None,
+    sinks: Float[Tensor, "heads"] | None = None,
     most: int = MAX_SCORES,
 ) -> Float[Tensor, "rows"]:
     """The attention that each row receives from all prompt tokens.
@@ -33,6 +37,8 @@ def attention_received(
         scale: Factor on q·k.
         norm: Norm over the prompt tokens: "l2" is the root of the sum of squares, "l1" the sum.
         counted: Whether a prompt token counts. None counts all of them.
+        window: Number of rows that a prompt token sees, its own included. None shows all of them.
+        sinks: Logit of each head that takes its share of the attention and has no row.
         most: Number of attention scores to hold at once; at least those of one prompt token are held.
 
     Source: "InfoFlow KV", arXiv 2603.05353, eq. 7 ("l1") and the authors' code ("l2").
@@ -40,13 +46,16 @@ def attention_received(
     (heads, prompt, _), (groups, rows, _) = queries.shape, keys.shape
     grouped = queries.unflatten(0, (groups, heads // groups))
     total = torch.zeros(rows, dtype=torch.promote_types(queries.dtype, torch.float32), device=queries.device)
-    every = torch.arange(rows, device=queries.device)
     step = max(1, most // (heads * rows))
     for start in range(0, prompt, step):
         some = slice(start, start + step)
         products = scale * grouped[:, :, some].flatten(1, 2) @ keys.mT  # all heads of a group at once
-        scores = products.unflatten(1, (heads // groups, -1)).masked_fill_(every > at[some, None], -torch.inf)
-        received = scores.softmax(-1, dtype=total.dtype).mean((0, 1))
+        hidden = ~visible(at[some], rows, window)
+        scores = products.unflatten(1, (heads // groups, -1)).masked_fill_(hidden, -torch.inf)
+        if sinks is not None:
+            logits = sinks.to(scores.dtype).view(groups, -1, 1, 1)
+            scores = torch.cat([scores, logits.expand(*scores.shape[:3], 1)], -1)
+        received = scores.softmax(-1, dtype=total.dtype)[..., :rows].mean((0, 1))
         if counted is not None:
             received *= counted[some, None]
         total += received.square().sum(0) if norm == "l2" else received.sum(0)

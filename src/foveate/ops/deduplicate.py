@@ -43,8 +43,8 @@ def deduplicate(
                 exchanged |= bool(state.pairs[example] > 0) and state.exchange(example)
     if left := int(state.pairs.sum()) // 2:
         raise ValueError(
-            f"max_similarity={max_similarity} cannot be met: pairs of a block that are more similar, and that no "
-            f"exchange separates: {left}; use more blocks, fewer examples or a larger max_similarity"
+            f"a largest similarity of {max_similarity} cannot be met: pairs of a block that are more similar, and "
+            f"that no exchange separates: {left}; use more blocks, fewer examples or a larger similarity"
         )
     return [torch.tensor(part, device=pool.device) for part in state.parts[:-1]]
 

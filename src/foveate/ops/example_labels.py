@@ -44,8 +44,8 @@ class Classes(NamedTuple):
         for name, has, needed in zip(self.names, counts.tolist(), quotas.tolist(), strict=True):
             if has < needed:
                 raise ValueError(
-                    f"class {name!r} has {has} examples, and {needed} are needed: "
-                    'select fewer examples, or use balance="proportional"'
+                    f"label {name!r} has {has} examples, and {needed} are needed: "
+                    "select fewer examples, or balance them in proportion to the pool"
                 )
         return quotas
 

@@ -4,13 +4,13 @@ Patching a cache recomputes a few rows anywhere in the context; the prompt is it
 """
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import pad, scaled_dot_product_attention
 
 from foveate.ops import dispatch
 
-__all__ = ["row_attention"]
+__all__ = ["row_attention", "visible"]
 
 SLICE = 512  # rows whose mask is held in memory at once
 
@@ -19,8 +19,10 @@ def row_attention(
     q: Float[Tensor, "batch heads chosen dim"],
     k: Float[Tensor, "batch groups tokens dim"],
     v: Float[Tensor, "batch groups tokens dim"],
-    rows: Int[Tensor, "chosen"],
+    rows: Int[Tensor, "#batch chosen"] | Int[Tensor, "chosen"],
     scale: float | None = None,
+    window: int | None = None,
+    sinks: Float[Tensor, "heads"] | None = None,
 ) -> Float[Tensor, "batch heads chosen dim"]:
     """Attention of each given row over the keys up to its own; head h reads those of group h // (heads / groups).
 
@@ -30,8 +32,11 @@ def row_attention(
         q: Queries of the rows.
         k: Keys of all tokens.
         v: Values of all tokens.
-        rows: Indices of the rows, ascending. They must never be changed in place, and are not checked on a GPU.
+        rows: Indices of the rows, ascending, of each sample or of all of them. They must never be changed in place,
+            and are not checked on a GPU.
         scale: Factor on q·k; ``dim ** -0.5`` if None.
+        window: Number of keys that a row sees, its own included. None shows all of them.
+        sinks: Logit of each head that takes its share of the attention and has no value.
 
     Raises:
         ValueError: If shapes do not match, heads is not a multiple of groups, or rows do not ascend within range.
@@ -43,34 +48,50 @@ def row_attention(
         >>> torch.allclose(row_attention(x[:, :, some], x, x, some), every[:, :, some], atol=1e-6)
         True
     """
-    if k.shape != v.shape or q.shape[::3] != k.shape[::3] or len(rows) != q.shape[2]:
+    if k.shape != v.shape or q.shape[::3] != k.shape[::3] or rows.shape[-1] != q.shape[2]:
         raise ValueError(
             "q must be [batch, heads, rows, dim], k and v [batch, groups, tokens, dim]: "
-            f"got {list(q.shape)}, {list(k.shape)}, {list(v.shape)} and {len(rows)} row indices"
+            f"got {list(q.shape)}, {list(k.shape)}, {list(v.shape)} and {rows.shape[-1]} row indices"
         )
     if not k.shape[1] or q.shape[1] % k.shape[1]:
         raise ValueError(f"{q.shape[1]} heads cannot share {k.shape[1]} groups of keys: use a multiple")
-    known = rows.device.type == "cpu" and len(rows)  # on a GPU, checking would synchronize
-    if known and (rows[0] < 0 or rows[-1] >= k.shape[2] or (rows.diff() < 0).any()):
+    known = rows.device.type == "cpu" and rows.numel()  # on a GPU, checking would synchronize
+    if known and (rows.min() < 0 or rows.max() >= k.shape[2] or (rows.diff() < 0).any()):
         raise ValueError(f"rows must ascend within 0 to {k.shape[2] - 1}, not {rows.tolist()[:8]}...: sort them")
     backend = dispatch.choose("row_attention", q.device, q.dtype, q.shape[3])
-    return backend.run(q, k, v, rows, q.shape[3] ** -0.5 if scale is None else scale)
+    return backend.run(q, k, v, rows, q.shape[3] ** -0.5 if scale is None else scale, window, sinks)
 
 
 @dispatch.register("row_attention", "portable")
-def portable(q: Tensor, k: Tensor, v: Tensor, rows: Tensor, scale: float) -> Tensor:
+def portable(
+    q: Tensor, k: Tensor, v: Tensor, rows: Tensor, scale: float, window: int | None = None, sinks: Tensor | None = None
+) -> Tensor:
     """`row_attention` in plain PyTorch, one slice of rows at a time; the heads of a group are stacked as more rows."""
     share = q.shape[1] // k.shape[1]
     grouped = q.unflatten(1, (-1, share))  # [batch, groups, share, chosen, dim]
     out = torch.empty_like(q)
-    for start in range(0, len(rows), SLICE):
-        some = rows[start : start + SLICE]
-        end = int(some[-1]) + 1 if rows.device.type == "cpu" else k.shape[2]  # on a GPU, reading it would synchronize
-        mask = (some[:, None] >= torch.arange(end, device=rows.device)).repeat(share, 1)
-        part = grouped[:, :, :, start : start + SLICE].flatten(2, 3)
-        part = scaled_dot_product_attention(part, k[:, :, :end], v[:, :, :end], attn_mask=mask, scale=scale)
-        out[:, :, start : start + SLICE] = part.unflatten(2, (share, -1)).flatten(1, 2)
+    if not out.numel():
+        return out
+    for some, part, written in zip(rows.split(SLICE, -1), grouped.split(SLICE, 3), out.split(SLICE, 2), strict=True):
+        end = int(some.max()) + 1 if some.device.type == "cpu" else k.shape[2]  # on a GPU, it would synchronize
+        mask = visible(some, end, window).repeat(*[1] * (some.ndim - 1), share, 1)
+        mask = mask[:, None] if some.ndim == 2 else mask
+        keys, values = k[:, :, :end], v[:, :, :end]
+        if sinks is not None:  # a key of zeros, whose logit comes from the mask
+            logits = sinks.view(-1, share, 1).expand(-1, -1, some.shape[-1]).flatten(1)[..., None]
+            bias = torch.zeros_like(mask, dtype=q.dtype).masked_fill(~mask, -torch.inf)
+            bias = bias.expand(len(mask) if some.ndim == 2 else 1, k.shape[1], -1, -1)
+            mask = torch.cat([bias, logits.to(q.dtype).expand(len(bias), -1, -1, -1)], -1)
+            keys, values = (pad(x, (0, 0, 0, 1)) for x in (keys, values))
+        attended = scaled_dot_product_attention(part.flatten(2, 3), keys, values, attn_mask=mask, scale=scale)
+        written.copy_(attended.unflatten(2, (share, -1)).flatten(1, 2))
     return out
+
+
+def visible(rows: Int[Tensor, "*batch chosen"], end: int, window: int | None) -> Bool[Tensor, "*batch chosen end"]:
+    """Which of the first `end` keys each row sees."""
+    distance = rows[..., None] - torch.arange(end, device=rows.device)
+    return (distance >= 0) if window is None else (distance >= 0) & (distance < window)
 
 
 dispatch.register_kernels("row_attention", "rows")

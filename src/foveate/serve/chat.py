@@ -24,11 +24,12 @@ from transformers import LogitsProcessor, StoppingCriteria, TextStreamer, TopPLo
 from foveate.methods.recompute_policy import RecomputePolicy
 from foveate.serve.http import create_app, overloaded, until_gone
 from foveate.transformers import ChunkCache, ChunkEncoder
-from foveate.transformers.documents import bm25_scores, split_documents
+from foveate.transformers.documents import split_documents
 from foveate.transformers.index import ChunkIndex
 from foveate.transformers.model import USER_TEXT
+from foveate.transformers.rag import choose
 
-__all__ = ["Reader", "chat_app"]
+__all__ = ["Answerer", "chat_app"]
 
 MAX_BODY = 2**22
 MOST_DOCUMENTS = MOST_MESSAGES = 256
@@ -110,7 +111,7 @@ class Outcome(NamedTuple):
         }
 
 
-class Reader:
+class Answerer:
     """Answers one question at a time in each thread that calls it.
 
     Args:
@@ -118,8 +119,9 @@ class Reader:
         indexes: Indexes by name, built with this encoder.
         method: Method that chooses the rows to recompute.
         prompt: Text of a user's message, with {question} in it.
-        chat: Whether to use the tokenizer's chat template.
-        passage_tokens: Largest number of tokens in a passage of a document that comes with a request.
+        chat: Whether to use the tokenizer's chat template; None uses it if there is one.
+        passage_tokens: Largest number of tokens in a passage of a document that comes with a request. 0 keeps
+            documents whole; None is 512, or a quarter of the model's context if that is less.
         max_new_tokens: Largest number of tokens in an answer.
     """
 
@@ -130,13 +132,16 @@ class Reader:
         method: RecomputePolicy,
         *,
         prompt: str,
-        chat: bool,
-        passage_tokens: int,
+        chat: bool | None,
+        passage_tokens: int | None,
         max_new_tokens: int,
     ) -> None:
         self.encoder, self.indexes, self.method = encoder, indexes, method
         self.max_new_tokens = max_new_tokens
-        self._prompt, self._chat, self._passage_tokens = prompt, chat, passage_tokens
+        if passage_tokens is None:
+            passage_tokens = min(512, encoder.model.config.max_position_embeddings // 4)
+        self._prompt, self._passage_tokens = prompt, passage_tokens
+        self._chat = bool(encoder.tokenizer.chat_template) if chat is None else chat
         self._encode = lru_cache(CACHED_PASSAGES)(lambda ids: encoder.encode([ids])[0])
 
     def answer(self, asked: Completion, stop: Event, emit: Callable[[str], object] = lambda text: None) -> Outcome:
@@ -171,7 +176,7 @@ class Reader:
         """Names and chunks of the passages, which fit into the model's context beside `used` tokens."""
         if not asked.documents:
             index = self._index(asked.index)
-            numbers = self._fitting(index, asked.messages[-1].content, used)
+            numbers = choose(index, asked.messages[-1].content, used)
             return [index.passages[number].name for number in numbers], index.load(numbers)
         if asked.index:
             raise ValueError("pass documents, or the name of an index, not both")
@@ -195,18 +200,6 @@ class Reader:
         if name is None or name not in self.indexes:
             raise ValueError(f"pass documents, or the name of an index; there are these: {', '.join(names) or 'none'}")
         return self.indexes[name]
-
-    def _fitting(self, index: ChunkIndex, question: str, used: int) -> list[int]:
-        """Passages that share most words with the question, in order: as many as fit beside `used` tokens."""
-        scores = bm25_scores(question, [passage.text for passage in index.passages])
-        limit, chosen = self.encoder.model.config.max_position_embeddings, list[int]()
-        for passage in sorted(range(len(scores)), key=lambda passage: -scores[passage]):
-            used += len(index.ids[passage])
-            if used > limit:
-                break
-            chosen.append(passage)
-        self.encoder.check_length(0 if chosen else used, "passage, messages and answer", "shorten the messages")
-        return sorted(chosen)
 
     def _text_after(self, messages: Sequence[Message]) -> str:
         """The conversation after the passages, which stand where its first message begins.
@@ -301,11 +294,11 @@ class _Threads:
             running.cancel()  # if it has not begun
 
 
-def chat_app(reader: Reader, model: str, *, key: str, threads: int, queue: int, timeout: float) -> FastAPI:
+def chat_app(answerer: Answerer, model: str, *, key: str, threads: int, queue: int, timeout: float) -> FastAPI:
     """The service as an ASGI application.
 
     Args:
-        reader: What answers.
+        answerer: What answers.
         model: Name of the model.
         key: Key that requests must carry; empty for none.
         threads: Number of answers at a time.
@@ -318,7 +311,10 @@ def chat_app(reader: Reader, model: str, *, key: str, threads: int, queue: int, 
     workers = _Threads(threads, queue)
 
     async def health() -> dict[str, Any]:
-        return {"busy": workers.busy, "indexes": {name: len(index.passages) for name, index in reader.indexes.items()}}
+        return {
+            "busy": workers.busy,
+            "indexes": {name: len(index.passages) for name, index in answerer.indexes.items()},
+        }
 
     app, api = create_app(
         "Foveate: documents", model, key=key, max_body=MAX_BODY, timeout=timeout, registry=registry, health=health
@@ -327,7 +323,7 @@ def chat_app(reader: Reader, model: str, *, key: str, threads: int, queue: int, 
     async def pieces(asked: Completion) -> AsyncGenerator[str | Outcome]:
         began, begun = time.perf_counter(), False
         try:
-            async with aclosing(workers.pieces(lambda stop, emit: reader.answer(asked, stop, emit))) as found:
+            async with aclosing(workers.pieces(lambda stop, emit: answerer.answer(asked, stop, emit))) as found:
                 async for piece in found:
                     if not begun:
                         begun = True

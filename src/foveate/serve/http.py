@@ -47,7 +47,9 @@ def free_port(host: str, port: int) -> int:
         with socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET) as server:
             return server.getsockname()[1]
     except OSError as error:
-        raise ValueError(f"cannot listen on {host}, port {port} ({os.strerror(error.errno or 0)}): name another --port") from error
+        raise ValueError(
+            f"cannot listen on {host}, port {port} ({os.strerror(error.errno or 0)}): name another --port"
+        ) from error
 
 
 def create_app(

@@ -213,6 +213,7 @@ def running(
     from foveate.serve.painter import Replica  # the front needs none of what it loads
 
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # nothing is sent to anybody
+    os.environ.setdefault("RAY_worker_niceness", "0")  # replicas are what this machine is for
     fewest, most = replicas
     cores, needed = os.cpu_count() or 1, most * len(painters)
     threads = 1 if gpu else max(1, cores // needed)

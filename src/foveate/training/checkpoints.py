@@ -1,54 +1,80 @@
-"""Checkpoints: written atomically, and found again by the newest that is complete."""
+# pyright: basic, reportPrivateImportUsage=false
+"""Checkpoints of torch.distributed: every process writes its part, and any number of processes reads them again."""
 
-import io
-import pickle
+import shutil
+import warnings
+from collections.abc import Generator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from foveate.utils.files import write_whole
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 
 __all__ = ["resume", "write_checkpoint"]
 
 KEPT = 2
+COMPLETE = ".metadata"  # written last, and renamed into place
 
 
+@contextmanager
+def _clear_errors() -> Generator[None]:
+    """Context in which an OSError in any process is an OSError here, and a process alone is not told that it is."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled")
+        try:
+            yield
+        except dcp.api.CheckpointException as error:
+            for rank, (cause, _) in error.failures.items():
+                if isinstance(cause, OSError):
+                    raise OSError(f"the checkpoint failed on rank {rank}: {cause}") from error
+            raise
+
+
+@_clear_errors()
 def write_checkpoint(folder: Path, step: int, parts: dict[str, Any], settings: dict[str, Any]) -> None:
     """Write the state of all parts after a step, and delete all but the two newest checkpoints.
+
+    All processes call it together, with a folder that they share.
 
     Args:
         folder: Folder of the run.
         step: Number of steps so far.
-        parts: Modules, optimizers and other objects with a `state_dict`, by name.
+        parts: Objects with `state_dict` and `load_state_dict`, by name.
         settings: Settings that identify the run; `resume` refuses to load a checkpoint with others.
     """
-    file = io.BytesIO()
-    states = {name: part.state_dict() for name, part in parts.items()}
-    torch.save({"step": step, "settings": settings, "parts": states}, file)
-    write_whole(folder / f"{step:09}.pt", file.getvalue())
-    for old in _newest_first(folder)[KEPT:]:
-        old.unlink()
+    dcp.save({"settings": str(settings), **parts}, checkpoint_id=folder / f"{step:09}")
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        kept = _newest_first(folder)[:KEPT]
+        for old in set(folder.glob("[0-9]*/")) - set(kept):
+            (old / COMPLETE).unlink(missing_ok=True)
+            shutil.rmtree(old)
 
 
+@_clear_errors()
 def resume(folder: Path, parts: dict[str, Any], settings: dict[str, Any]) -> int:
     """Load the newest complete checkpoint into all parts. Returns its step, or 0 if there is none.
+
+    All processes call it together; their number need not be that of the processes that wrote the checkpoint.
 
     Raises:
         ValueError: If the checkpoint is that of a run with other settings.
     """
-    for path in _newest_first(folder):
-        try:
-            state = torch.load(path, map_location="cpu", weights_only=True)
-        except (RuntimeError, OSError, EOFError, pickle.UnpicklingError):
-            continue  # incomplete
-        if state["settings"] != settings:
-            raise ValueError(f"{path} is of a run with {state['settings']}, not {settings}: name another folder")
-        for name, part in parts.items():
-            part.load_state_dict(state["parts"][name])
-        return state["step"]
-    return 0
+    newest = _newest_first(folder)[:1]
+    if dist.is_initialized():  # the first process chooses
+        found = [newest]
+        dist.broadcast_object_list(found)
+        [newest] = found
+    if not newest:
+        return 0
+    [path] = newest
+    saved = {"settings": ""}
+    dcp.load(saved, checkpoint_id=path)
+    if saved["settings"] != str(settings):
+        raise ValueError(f"{path} is of a run with {saved['settings']}, not {settings}: name another folder")
+    dcp.load(dict(parts), checkpoint_id=path)
+    return int(path.name)
 
 
 def _newest_first(folder: Path) -> list[Path]:
-    return sorted(folder.glob("[0-9]*.pt"), reverse=True)
+    return sorted((path.parent for path in folder.glob(f"[0-9]*/{COMPLETE}")), reverse=True)

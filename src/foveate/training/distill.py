@@ -18,7 +18,7 @@ from foveate.diffusers.pipelines import Request, draw_batch, fingerprint, noise_
 from foveate.methods import HilbertA
 from foveate.training.pairs import make_pairs
 from foveate.training.pictures import NoisyLatents, NoisyPairs
-from foveate.training.run import Phase, Run, RunOptions, cooled_rate, make_accelerator, split_batch
+from foveate.training.run import Phase, Run, RunOptions, check_shared, cooled_rate, make_accelerator, split_batch
 from foveate.training.student import Recipe, Student, token_grid
 from foveate.training.trained import Trained
 from foveate.utils.files import write_whole
@@ -64,7 +64,8 @@ def distill(
     if not isinstance(pipeline, FluxPipeline):
         raise ValueError(f"distillation needs a FluxPipeline, not a {type(pipeline).__name__}: name its base model")
     accelerator = make_accelerator(pipeline.device, recipe.optimizer)
-    split_batch(recipe.batch, accelerator.num_processes, options.at_once)
+    split_batch(recipe.batch, accelerator.num_processes)
+    check_shared(out, accelerator)
     if options.compile:
         pipeline.transformer.compile_repeated_blocks()
     rows, columns = token_grid(pipeline, request.size)
@@ -125,7 +126,7 @@ class Distillation(Run):
         }
         optimizer = student.recipe.optimizer_of(student.trained)
         model, optimizer = accelerator.prepare(pipeline.transformer, optimizer)
-        super().__init__(out, accelerator, model, Trained(student.trained, [optimizer]), settings, options)
+        super().__init__(out, accelerator, model, Trained(model, [optimizer]), settings, options)
 
     def parts(self) -> dict[str, Trained]:
         """The LoRA and its optimizer."""

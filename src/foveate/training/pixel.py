@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from accelerate import Accelerator
-from diffusers.training_utils import EMAModel
 from diffusers.utils import SAFETENSORS_WEIGHTS_NAME
 from jaxtyping import Float
 from safetensors.torch import save
@@ -21,7 +20,7 @@ from foveate.diffusers.pipelines import Request, draw
 from foveate.diffusers.pixel_dit import PixelDiT
 from foveate.diffusers.pixel_pipeline import PixelPipeline
 from foveate.training.pictures import NoisyPicture, NoisyPictures, Pictures
-from foveate.training.run import Phase, Run, RunOptions, cooled_rate, make_accelerator, split_batch
+from foveate.training.run import Phase, Run, RunOptions, check_shared, cooled_rate, make_accelerator, split_batch
 from foveate.training.trained import Trained, muon_and_adamw, unsharded
 from foveate.utils.files import write_whole
 
@@ -109,12 +108,13 @@ def train(
         ValueError: If stages, pictures, pipeline and folder do not fit together.
     """
     accelerator = make_accelerator(pipeline.device, recipe.optimizer, MIXED[recipe.dtype])
-    _check(pipeline, pictures, stages, accelerator.num_processes, options.at_once)
+    _check(pipeline, pictures, stages, accelerator.num_processes)
+    check_shared(out, accelerator)
     training = PixelTraining(out, pipeline, pictures, stages, recipe, accelerator, options)
     return training.run(sum(stage.steps for stage in stages))
 
 
-def _check(pipeline: PixelPipeline, pictures: Pictures, stages: Sequence[Stage], devices: int, at_once: int) -> None:
+def _check(pipeline: PixelPipeline, pictures: Pictures, stages: Sequence[Stage], devices: int) -> None:
     if not stages or any(stage.steps < 1 or stage.batch < 1 for stage in stages):
         raise ValueError(f"a stage has one step and one picture a step at least, not {list(map(tuple, stages))}")
     if pipeline.text_encoder and not pictures.captioned:
@@ -123,7 +123,7 @@ def _check(pipeline: PixelPipeline, pictures: Pictures, stages: Sequence[Stage],
     for stage in stages:
         if any(side % patch for side in stage.size):
             raise ValueError(f"patches of {patch} px do not fill {stage.size[1]} x {stage.size[0]} px: use multiples")
-        split_batch(stage.batch, devices, at_once)
+        split_batch(stage.batch, devices)
         pictures.picture(0, stage.size)
 
 
@@ -145,8 +145,7 @@ def prepare(
     if compile:
         model.compile_repeated_blocks(dynamic=False)
     prepared, *optimizers = accelerator.prepare(model, *_optimizers(model, recipe))
-    weights = list(prepared.parameters())
-    return prepared, Trained(weights, optimizers, EMAModel(weights, decay=recipe.average, foreach=True))
+    return prepared, Trained(prepared, optimizers, recipe.average)
 
 
 def _optimizers(model: PixelDiT, recipe: PixelRecipe) -> list[torch.optim.Optimizer]:

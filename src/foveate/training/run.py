@@ -12,10 +12,11 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
+from uuid import uuid4
 
 import torch
 from accelerate import Accelerator, DistributedType
-from accelerate.utils import DataLoaderConfiguration
+from accelerate.utils import DataLoaderConfiguration, broadcast_object_list
 from PIL import Image
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
@@ -26,7 +27,16 @@ from foveate.utils.files import write_whole
 from foveate.utils.progress import Track, silent
 from foveate.web.report import draw_losses, draw_sheet, figure_png
 
-__all__ = ["Phase", "Run", "RunOptions", "cooled_rate", "make_accelerator", "split_batch", "train_step"]
+__all__ = [
+    "Phase",
+    "Run",
+    "RunOptions",
+    "check_shared",
+    "cooled_rate",
+    "make_accelerator",
+    "split_batch",
+    "train_step",
+]
 
 WORKERS = min(8, os.cpu_count() or 1)  # processes that prepare samples while a GPU computes
 
@@ -72,7 +82,7 @@ class Phase(NamedTuple):
     accumulation: int
 
 
-def split_batch(batch: int, devices: int, at_once: int) -> tuple[int, int]:
+def split_batch(batch: int, devices: int, at_once: int = 1) -> tuple[int, int]:
     """The micro-batch of a device, and the number of micro-batches it accumulates.
 
     Args:
@@ -83,14 +93,12 @@ def split_batch(batch: int, devices: int, at_once: int) -> tuple[int, int]:
     Raises:
         ValueError: If the batch cannot be split evenly.
     """
-    at_once = min(at_once, max(1, batch // devices))
-    together = devices * at_once
-    if batch % together:
-        raise ValueError(
-            f"a batch of {batch} cannot be shared evenly by {devices} x {at_once} pictures "
-            f"(devices x --at-once): use --batch {max(1, round(batch / together)) * together}"
-        )
-    return at_once, batch // together
+    share, rest = divmod(batch, devices)
+    if rest:
+        nearest = " or ".join(str(size) for size in (batch - rest, batch - rest + devices) if size)
+        raise ValueError(f"{devices} processes cannot share a batch of {batch} evenly: use {nearest}")
+    micro_batch = next(size for size in range(min(at_once, share), 0, -1) if share % size == 0)
+    return micro_batch, share // micro_batch
 
 
 def make_accelerator(device: torch.device, optimizer: str, mixed_precision: str | None = None) -> Accelerator:
@@ -107,6 +115,21 @@ def make_accelerator(device: torch.device, optimizer: str, mixed_precision: str 
     if accelerator.distributed_type == DistributedType.FSDP and optimizer != "adamw":
         raise ValueError(f"{optimizer} needs whole weights, but FSDP has sharded them: use --optimizer adamw")
     return accelerator
+
+
+def check_shared(folder: Path, accelerator: Accelerator) -> None:
+    """Raise a ValueError unless all processes see the same folder: each writes a part of every checkpoint."""
+    if accelerator.num_processes == 1:
+        return
+    [probe] = broadcast_object_list([f".{uuid4()}"])
+    if accelerator.is_main_process:
+        write_whole(folder / probe, b"")
+    accelerator.wait_for_everyone()
+    seen = accelerator.gather(torch.tensor([(folder / probe).exists()], device=accelerator.device))
+    if accelerator.is_main_process:
+        (folder / probe).unlink()
+    if not seen.all():
+        raise ValueError(f"not all nodes see {folder} of the first one: name a folder they share with --out")
 
 
 def cooled_rate(rate: float, done: float, cool_down: float) -> float:
@@ -211,8 +234,7 @@ class Run(ABC):
             if not math.isfinite(loss):
                 raise ValueError(f"the loss of step {self.step} is {loss}: begin anew with a lower --rate")
             now = time.monotonic()
-            late = self._on_any_device(now > until)
-            due = self._on_any_device(now > saved + 60 * options.checkpoint_minutes)
+            late, due = self._on_any_device(now > until, now > saved + 60 * options.checkpoint_minutes)
             last = late or self.step == steps
             self._write_log(loss, now - began)
             advance()
@@ -243,9 +265,9 @@ class Run(ABC):
                     yield self.accelerator.reduce(torch.stack(losses).mean(), "mean").item()
                     losses = []
 
-    def _on_any_device(self, here: bool) -> bool:
-        flag = torch.tensor(float(here), device=self.accelerator.device)
-        return bool(self.accelerator.reduce(flag).item())
+    def _on_any_device(self, *here: bool) -> list[bool]:
+        flags = torch.tensor(here, dtype=torch.float32, device=self.accelerator.device)
+        return self.accelerator.reduce(flags).bool().tolist()
 
     # --- files ---
 
@@ -274,9 +296,8 @@ class Run(ABC):
                 csv.writer(file, lineterminator="\n").writerow([self.step, f"{loss:.6g}", f"{seconds:.3f}"])
 
     def _save(self) -> None:
-        self.trained.gather()
         self.export()
+        write_checkpoint(self.out, self.step, self.parts(), self._settings)
         if self.accelerator.is_main_process:
-            write_checkpoint(self.out, self.step, self.parts(), self._settings)
             write_whole(self.out / "loss.png", figure_png(draw_losses(self._losses)))
         self.accelerator.wait_for_everyone()

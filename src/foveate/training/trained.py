@@ -1,28 +1,24 @@
 # pyright: basic
-"""The trained weights with their optimizers and average; in checkpoints complete, even where FSDP has sharded them."""
+"""The trained weights with their optimizers and average, on one device, on each of several, or sharded by FSDP."""
 
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 from diffusers.training_utils import EMAModel
-from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map
 
 __all__ = ["Trained", "muon_and_adamw", "unsharded"]
+
+TRAINED = StateDictOptions(ignore_frozen_params=True, strict=False)
 
 
 def unsharded(state: Any) -> Any:
     """A nested state with every sharded tensor gathered, on every device; all devices must call it together."""
     return tree_map(lambda leaf: leaf.full_tensor() if isinstance(leaf, DTensor) else leaf, state)
-
-
-def _sharded_like(parameter: Tensor, tensor: Any) -> Any:
-    """The tensor, sharded as the parameter is if their shapes agree."""
-    if not isinstance(parameter, DTensor) or getattr(tensor, "shape", None) != parameter.shape:
-        return tensor
-    return distribute_tensor(tensor.to(parameter.device), parameter.device_mesh, parameter.placements)
 
 
 def muon_and_adamw(
@@ -48,45 +44,35 @@ def muon_and_adamw(
 
 
 class Trained:
-    """Trained weights, their optimizers, and a moving average of the weights if there is one.
+    """The trained weights of a model, their optimizers, and a moving average of the weights if there is one.
 
     Args:
-        weights: All trained weights.
+        model: The model as the accelerator prepared it; weights that require no gradient are left out.
         optimizers: Optimizers, each for a part of the weights.
-        average: Moving average of all weights.
+        average: Decay of the moving average of all trained weights; None keeps none.
     """
 
-    def __init__(self, weights: Sequence[nn.Parameter], optimizers: Sequence[Any], average: EMAModel | None = None):
-        self.weights, self.optimizers, self.average = weights, optimizers, average
-        self._state: dict[str, Any] = {}
+    def __init__(self, model: nn.Module, optimizers: Sequence[Any], average: float | None = None):
+        self.model, self.optimizers = model, optimizers
+        self.weights = [weight for weight in model.parameters() if weight.requires_grad]
+        self.average = None if average is None else EMAModel(self.weights, decay=average, foreach=True)
 
     def update_average(self) -> None:
         """Update the moving average after a step of the optimizer."""
         if self.average:
             self.average.step(self.weights)
 
-    def gather(self) -> None:
-        """Collect the complete state for `state_dict`; all devices must call it together."""
-        state = {"weights": list(self.weights), "optimizers": [one.state_dict() for one in self.optimizers]}
-        self._state = unsharded(state | ({"average": self.average.state_dict()} if self.average else {}))
-
     def state_dict(self) -> dict[str, Any]:
-        """The state that `gather` collected."""
-        return self._state
+        """The state that a checkpoint keeps, by the names of the weights; each process holds its shards."""
+        weights, optimizers = get_state_dict(self.model, self.optimizers, options=TRAINED)
+        average = self.average.state_dict() if self.average else {}
+        return {"weights": weights, "optimizers": optimizers, "average": average}
 
-    @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore what `state_dict` returned."""
-        for weight, saved in zip(self.weights, state["weights"], strict=True):
-            weight.copy_(_sharded_like(weight, saved))
-        for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
-            weights = [weight for group in optimizer.param_groups for weight in group["params"]]
-            moments = {
-                index: {name: _sharded_like(weights[index], value) for name, value in entry.items()}
-                for index, entry in saved["state"].items()
-            }
-            optimizer.load_state_dict({**saved, "state": moments})
+        weights, optimizers = state["weights"], state["optimizers"]
+        set_state_dict(
+            self.model, self.optimizers, model_state_dict=weights, optim_state_dict=optimizers, options=TRAINED
+        )
         if self.average:
-            means = state["average"]["shadow_params"]
-            means = [_sharded_like(*pair).to(pair[0].device) for pair in zip(self.weights, means, strict=True)]
-            self.average.load_state_dict({**state["average"], "shadow_params": means})
+            self.average.load_state_dict(state["average"])

@@ -45,15 +45,21 @@ class RowPass:
         norm: Norm over the tokens of the attention that is collected.
         counted: Whether a token's attention is collected.
         last: The pass ends at this layer, before attention. None runs all layers.
+        causal: The tokens are all rows of the cache, in order.
         received: What each row receives, [contexts, rows] for each scoring layer.
     """
 
     rows: Int[Tensor, "#contexts tokens"]
     scoring: tuple[int, ...] = ()
     norm: Norm = "l2"
-    counted: Bool[Tensor, "tokens"] | None = None
+    counted: Bool[Tensor, "#contexts tokens"] | None = None
     last: int | None = None
+    causal: bool = False
     received: list[Tensor] = field(default_factory=list[Tensor])
+
+    def __post_init__(self) -> None:
+        # one tensor for all layers: row attention keeps what it computes for it
+        self.shared = self.rows[0] if len(self.rows) == 1 else self.rows
 
 
 def _attend(
@@ -64,21 +70,23 @@ def _attend(
     attention_mask: None,
     scaling: float,
     row_pass: RowPass,
+    sliding_window: int | None = None,
+    s_aux: Tensor | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """Attention function for `AttentionInterface`: each token sees the rows up to its own."""
-    rows = row_pass.rows
+    """Attention function for `AttentionInterface`: each token sees the rows up to its own, or a window of them."""
+    limits = sliding_window, s_aux
     if module.layer_idx in row_pass.scoring:
-        each = zip(query, key, rows.expand(len(query), -1), strict=True)
-        received = [attention_received(q, k, at, scaling, row_pass.norm, row_pass.counted) for q, k, at in each]
+        contexts = (x.expand(len(query), -1) for x in (row_pass.rows, row_pass.counted))
+        each = zip(query, key, *contexts, strict=True)
+        received = [attention_received(q, k, at, scaling, row_pass.norm, use, *limits) for q, k, at, use in each]
         row_pass.received.append(torch.stack(received))
     if module.layer_idx == row_pass.last:
         raise StopForward
-    if len(rows) == 1:
-        out = row_attention(query, key, value, rows[0], scaling)
-    else:  # every context has rows of its own
-        mask = rows[:, None, :, None] >= torch.arange(key.shape[2], device=key.device)
-        out = scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scaling, enable_gqa=True)
+    if row_pass.causal and limits == (None, None):
+        out = scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling, enable_gqa=True)
+    else:
+        out = row_attention(query, key, value, row_pass.shared, scaling, *limits)
     return out.transpose(1, 2), None
 
 
@@ -111,6 +119,7 @@ def _forward(
 
 def _keep_unrotated_keys(attention: Any, layer: int) -> None:
     source = next(part for name in ("k_norm", "k_proj", "qkv_proj") if (part := getattr(attention, name, None)))
+    heads_first = attention.config.model_type == "gemma3_text"  # its norm takes [batch, groups, tokens, dim]
 
     def keep(module: Any, inputs: Any, output: Tensor) -> None:
         captured = _CAPTURED.get()
@@ -119,7 +128,7 @@ def _keep_unrotated_keys(attention: Any, layer: int) -> None:
             if source is getattr(attention, "qkv_proj", None):  # queries, keys and values
                 first = attention.config.num_attention_heads
                 heads = heads[:, :, first : first + attention.config.num_key_value_heads]
-            captured.setdefault(layer, []).append(heads.transpose(1, 2))
+            captured.setdefault(layer, []).append(heads if heads_first else heads.transpose(1, 2))
 
     source.register_forward_hook(keep)
 

@@ -1,12 +1,10 @@
 # pyright: basic, reportPrivateImportUsage=false
 """The key/value cache of one document, in memory and on disk."""
 
-from collections.abc import Generator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
+import torch
 from jaxtyping import Float, Int
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
@@ -16,77 +14,99 @@ from foveate.transformers.fingerprint import checksum, digest
 from foveate.transformers.model import LanguageModel
 from foveate.utils.files import write_whole
 
-__all__ = ["ChunkCache", "check_fingerprint", "open_chunk"]
+__all__ = ["ChunkCache", "check_fingerprint"]
+
+TENSORS = "keys", "values"
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class ChunkCache:
     """Keys and values of one document that was encoded alone, after the prefix.
 
     Attributes:
         ids: Token ids of the document, without the prefix.
-        keys: Keys before rotation, prefix first, in the model's dtype and on its device.
-        values: Values, prefix first.
+        stored: "keys", before rotation, and "values", prefix first, [layers, groups, rows, dim], on the model's
+            device: in the model's dtype, or as 8-bit integers with float32 "keys_scale" and "values_scale" for each
+            channel.
         fingerprint: Hashes of model, tokenizer, dtype, prefix and file format, by name.
     """
 
     ids: Int[Tensor, "tokens"]
-    keys: Float[Tensor, "layers groups rows dim"]
-    values: Float[Tensor, "layers groups rows dim"]
+    stored: dict[str, Tensor]
     fingerprint: dict[str, str]
+
+    def __repr__(self) -> str:
+        return f"ChunkCache({len(self.ids)} tokens, {self.nbytes / 2**20:.1f} MiB)"
+
+    @property
+    def keys(self) -> Float[Tensor, "layers groups rows dim"]:
+        """Keys before rotation, prefix first, in the model's dtype."""
+        return self._exact("keys")
+
+    @property
+    def values(self) -> Float[Tensor, "layers groups rows dim"]:
+        """Values, prefix first, in the model's dtype."""
+        return self._exact("values")
 
     @property
     def nbytes(self) -> int:
         """Size of keys and values in bytes."""
-        return self.keys.nbytes + self.values.nbytes
+        return sum(tensor.nbytes for tensor in self.stored.values())
+
+    def quantized(self) -> "ChunkCache":
+        """The chunk with keys and values as integers from -127 to 127, times a scale for each channel of a head."""
+        stored: dict[str, Tensor] = {}
+        for name in TENSORS:
+            exact = getattr(self, name)
+            scale = exact.abs().amax(2, keepdim=True).float().clamp(min=1e-30) / 127
+            stored |= {name: (exact / scale).round().to(torch.int8), f"{name}_scale": scale}
+        return ChunkCache(self.ids, stored, self.fingerprint)
+
+    def _exact(self, name: str) -> Tensor:
+        if (scale := self.stored.get(f"{name}_scale")) is None:
+            return self.stored[name]
+        return (self.stored[name] * scale).to(getattr(torch, self.fingerprint["dtype"].removeprefix("torch.")))
+
+    def to_bytes(self) -> bytes:
+        """Content of a safetensors file, with a checksum of each tensor in its header."""
+        tensors = {name: tensor.contiguous() for name, tensor in self.stored.items()}
+        sums = {name: str(checksum(tensor)) for name, tensor in tensors.items()}
+        header = {**self.fingerprint, **sums, "text": digest(self.ids.tolist())}
+        return save(tensors | {"ids": self.ids.contiguous()}, header)
 
     def save(self, path: str | Path) -> None:
         """Write a safetensors file, which appears only when it is complete."""
-        tensors = {name: getattr(self, name).contiguous() for name in ("ids", "keys", "values")}
-        sums = {name: str(checksum(tensors[name])) for name in ("keys", "values")}
-        write_whole(Path(path), save(tensors, {**self.fingerprint, **sums, "text": digest(self.ids.tolist())}))
+        write_whole(Path(path), self.to_bytes())
 
     @classmethod
-    def load(cls, path: str | Path, encoder: LanguageModel, text: str | None = None) -> "ChunkCache":
-        """Read a file that `save` has written, onto the encoder's device.
+    def load(cls, path: str | Path, encoder: LanguageModel, text: str | list[int] | None = None) -> "ChunkCache":
+        """Read a file that `save` has written, onto the encoder's device. On a CPU the file is mapped into memory.
+
+        Do not overwrite the file in place while it is mapped; replacing or removing it does no harm.
 
         Args:
             path: File to read.
             encoder: Encoder with the model, tokenizer and prefix that the chunk was computed with.
-            text: Expected document. None accepts any.
+            text: Expected document, as text or token ids. None accepts any.
 
         Raises:
             ValueError: If the file is damaged or no chunk, or if model, tokenizer, dtype, prefix or text differ.
             OSError: If the file cannot be read.
         """
-        with open_chunk(path, encoder) as file:
-            header = file.metadata()
-            # copies: memory-mapped pages would crash the process if the file were truncated later
-            ids, keys, values = (file.get_tensor(name).clone() for name in ("ids", "keys", "values"))
-        config, rows = encoder.model.config, len(encoder.prefix) + ids.numel()
-        shape = config.num_hidden_layers, config.num_key_value_heads, rows, encoder.head_dim
-        fits = ids.ndim == 1 and all(part.shape == shape and part.dtype == encoder.dtype for part in (keys, values))
-        same = [digest(ids.tolist()), str(checksum(keys)), str(checksum(values))]
-        if not fits or same != [header.get(name) for name in ("text", "keys", "values")]:
+        try:
+            with safe_open(path, "pt", device=str(encoder.device)) as file:
+                header = file.metadata() or {}
+                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        except SafetensorError as error:
+            raise ValueError(f"{path} is not a complete chunk file ({error}): encode the document again") from None
+        check_fingerprint(f"{path}", header, encoder.fingerprint)
+        ids = tensors.pop("ids", torch.empty(0))
+        same = [digest(ids.tolist()), *(str(checksum(tensor)) for tensor in tensors.values())]
+        if not _fits(tensors, ids, encoder) or same != [header.get(name) for name in ("text", *tensors)]:
             raise ValueError(f"{path} holds other tensors than its header says: encode the document again")
         if text is not None and encoder.tokens(text).tolist() != ids.tolist():
             raise ValueError(f"{path} was made from another text: encode the document again")
-        return cls(ids, keys, values, dict(encoder.fingerprint))
-
-
-@contextmanager
-def open_chunk(path: str | Path, encoder: LanguageModel) -> Generator[Any]:
-    """Open the file of a cached chunk and check its fingerprint, before any tensor is read.
-
-    Raises:
-        ValueError: If the file is truncated or no chunk, or if model, tokenizer, dtype or prefix differ.
-    """
-    try:
-        with safe_open(path, "pt", device=str(encoder.device)) as file:
-            check_fingerprint(f"{path}", file.metadata() or {}, encoder.fingerprint)
-            yield file
-    except SafetensorError as error:
-        raise ValueError(f"{path} is not a complete chunk file ({error}): encode the document again") from None
+        return cls(ids, tensors, dict(encoder.fingerprint))
 
 
 def check_fingerprint(what: str, found: dict[str, str], expected: dict[str, str]) -> None:
@@ -97,3 +117,14 @@ def check_fingerprint(what: str, found: dict[str, str], expected: dict[str, str]
     """
     if names := [name for name in expected if found.get(name) != expected[name]]:
         raise ValueError(f"{what} was made with another {', '.join(names)}: encode the document again")
+
+
+def _fits(tensors: dict[str, Tensor], ids: Tensor, encoder: LanguageModel) -> bool:
+    """Whether these are the tensors of a chunk of this model."""
+    config, rows = encoder.model.config, len(encoder.prefix) + ids.numel()
+    shape = [config.num_hidden_layers, config.num_key_value_heads, rows, encoder.head_dim]
+    exact = dict.fromkeys(TENSORS, (shape, encoder.dtype))
+    scales = {f"{name}_scale": ([*shape[:2], 1, shape[3]], torch.float32) for name in TENSORS}
+    quantized = dict.fromkeys(TENSORS, (shape, torch.int8)) | scales
+    found = {name: (list(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}
+    return ids.ndim == 1 and found in (exact, quantized)

@@ -5,74 +5,43 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from threading import Lock
 from types import TracebackType
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 from transformers import DynamicCache
+from transformers.cache_utils import DynamicLayer
 
-from foveate.methods.recompute_policy import ComposedCache, Geometry, Norm, RecomputePolicy, Spans
-from foveate.transformers.cache import CacheBatch, PatchedBatch, PromptedBatch, kv_deviation
-from foveate.transformers.chunk import ChunkCache
-from foveate.transformers.model import LanguageModel, Text
+from foveate.methods.recompute_policy import ComposedCache, Geometry, Norm, RecomputePolicy
+from foveate.transformers.cache import ComposedChunks, PatchedBatch, PromptedBatch, kv_deviation
+from foveate.transformers.model import Text
 from foveate.utils.choices import check_choice
 from foveate.utils.device import Stopwatch
 
-__all__ = ["Context", "Patched"]
+__all__ = ["Context", "Patched", "answers"]
 
 ANSWER_ROWS = 128
 """Rows that a patched context has room for after the prompt; longer answers make room by a copy."""
 
 
-class Context:
+class Context(ComposedChunks):
     """Chunks side by side, their keys rotated to their positions in the context; made by `ChunkEncoder.compose`.
 
     Nothing changes a context: patches have rows of their own. Any number of threads may ask it at a time.
 
     Attributes:
-        batch: Keys and values, a batch of this one context.
+        lm: Language model and tokenizer.
+        chunks: Chunks, in order.
+        ids: Token ids of all rows, prefix first.
+        spans: First row of each chunk, and the row after its last.
+        keys: Keys of each layer, [layers, 1, groups, rows, dim].
+        values: Values of each layer, likewise.
     """
-
-    def __init__(self, batch: CacheBatch) -> None:
-        self.batch = batch
-
-    def __len__(self) -> int:
-        return self.batch.ids.shape[1]
-
-    @property
-    def lm(self) -> LanguageModel:
-        """Language model and tokenizer."""
-        return self.batch.lm
-
-    @property
-    def chunks(self) -> tuple[ChunkCache, ...]:
-        """Chunks, in order."""
-        return self.batch.chunks[0]
-
-    @property
-    def ids(self) -> Int[Tensor, "rows"]:
-        """Token ids of all rows, prefix first."""
-        return self.batch.ids[0]
-
-    @property
-    def spans(self) -> Spans:
-        """First row of each chunk, and the row after its last."""
-        return self.batch.spans
-
-    @property
-    def keys(self) -> Float[Tensor, "layers 1 groups rows dim"]:
-        """Keys of each layer."""
-        return self.batch.keys
-
-    @property
-    def values(self) -> Float[Tensor, "layers 1 groups rows dim"]:
-        """Values of each layer."""
-        return self.batch.values
 
     def cache(self) -> DynamicCache:
         """All rows as a `DynamicCache`, for a forward pass or `model.generate`, which leave the rows unchanged."""
-        return _dynamic_cache(self.lm, self.keys, self.values)
+        return _dynamic_cache(self.keys, self.values)
 
     def score(
         self, prompt: Text, layers: Sequence[int], norm: Norm = "l2", geometry: Geometry = "global"
@@ -94,7 +63,7 @@ class Context:
             raise ValueError(f"layers must be some of 0 to {len(self.keys) - 1}, not {list(layers)}")
         check_choice("norm", norm, Norm)
         check_choice("geometry", geometry, Geometry)
-        return PromptedBatch(self.batch, ids[None]).score(tuple(layers), norm, geometry)[0]
+        return PromptedBatch([self], [ids]).score(tuple(layers), norm, geometry)[0]
 
     def kv_deviation(self, rank: Literal["v", "k"] = "v") -> Float[Tensor, "rows"]:
         """Mean square change of each row's values or keys in layer 1 when layers 0 and 1 are recomputed.
@@ -102,8 +71,8 @@ class Context:
         Raises:
             ValueError: If the model has only one layer.
         """
-        copy = self.batch.copy(room=0)
-        deviation = kv_deviation(self.batch, copy, rank)[0]
+        copy = self.lm.row_cache(1, len(self)).fill([(self.keys, self.values)])
+        deviation = kv_deviation([self], copy, rank)[0]
         self.lm.give_back(copy)
         return deviation
 
@@ -136,19 +105,13 @@ class Context:
             ValueError: If the prompt is empty or too long.
         """
         ids, watch = self._prompt(prompt), Stopwatch(self.lm.device)
-        asked = None if question is None else self._prompt(question)[None]
-        patched = PromptedBatch(self.batch, ids[None], asked).patch([method], watch, room=ANSWER_ROWS)
-        return Patched(self if patched.batch is self.batch else Context(patched.batch), patched, watch)
+        asked = None if question is None else [self._prompt(question)]
+        patched = PromptedBatch([self], [ids], asked).patch([method], watch, room=ANSWER_ROWS)
+        return Patched(patched, watch)
 
     def answers(self, method: RecomputePolicy, prompts: Sequence[Text], **options: Any) -> list[str]:
-        """The generated text for each prompt, one after another. Options are those of `Patched.generate`."""
-        if isinstance(prompts, str):
-            raise ValueError(f"pass a list of prompts, not one text: [{prompts[:20]!r}]")
-        texts: list[str] = []
-        for prompt in prompts:
-            with self.patch(method, prompt) as patched:
-                texts.append(patched.generate(**options))
-        return texts
+        """The generated text for each prompt; options are those of the function `answers`."""
+        return answers([self] * len(prompts), method, prompts, **options)
 
     def _prompt(self, prompt: Text) -> Int[Tensor, "prompt"]:
         ids = self.lm.tokens(prompt)
@@ -156,6 +119,49 @@ class Context:
             raise ValueError("the prompt is empty: pass a question")
         self.lm.check_length(len(self) + len(ids), "context and prompt", "compose fewer chunks")
         return ids
+
+
+def answers(
+    contexts: Sequence[Context],
+    method: RecomputePolicy,
+    prompts: Sequence[Text],
+    *,
+    batch_size: int = 8,
+    max_new_tokens: int = 32,
+    **options: Any,
+) -> list[str]:
+    """The generated text for each prompt, which follows its own context: whole batches in one pass and one loop.
+
+    Args:
+        contexts: A context for each prompt. Lengths may differ, and a context may occur more than once.
+        method: `InfoFlowKV`, or one of `foveate.methods.baselines.kv_baselines`.
+        prompts: Text or token ids to generate from.
+        batch_size: Largest number of prompts of a batch. Each has a copy of its context in memory.
+        max_new_tokens: Largest number of tokens to generate.
+        **options: Other options of `model.generate`. With `num_return_sequences`, so many texts for each prompt follow
+            each other.
+
+    Raises:
+        ValueError: If contexts and prompts do not match, a prompt is empty or too long, or an option is not supported.
+    """
+    if isinstance(prompts, str):
+        raise ValueError(f"pass a list of prompts, not one text: [{prompts[:20]!r}]")
+    if len(contexts) != len(prompts) or len({id(context.lm) for context in contexts}) > 1:
+        raise ValueError(
+            f"{len(prompts)} prompts need a context each, of one encoder, not {len(contexts)} contexts of "
+            f"{len({id(context.lm) for context in contexts})}"
+        )
+    if batch_size < 1:
+        raise ValueError(f"batch_size must be at least 1, not {batch_size}")
+    ids = [context._prompt(prompt) for context, prompt in zip(contexts, prompts, strict=True)]
+    texts: list[str] = []
+    for start in range(0, len(ids), batch_size):
+        some = slice(start, start + batch_size)
+        prompted = PromptedBatch(contexts[some], ids[some])
+        patched = prompted.patch([method] * len(prompted.prompts), room=max(max_new_tokens, ANSWER_ROWS))
+        texts += patched.generate(max_new_tokens=max_new_tokens, **options)
+        patched.close()
+    return texts
 
 
 @dataclass(frozen=True, eq=False)
@@ -181,8 +187,8 @@ class Patched:
         watch: Stopwatch with the steps "score" (choice and reordering), "recompute" (rows and prompt) and "generate".
     """
 
-    def __init__(self, context: Context, batch: PatchedBatch, watch: Stopwatch) -> None:
-        self.context, self.watch = context, watch
+    def __init__(self, batch: PatchedBatch, watch: Stopwatch) -> None:
+        self.context, self.watch = cast("Context", batch.contexts[0]), watch
         self.prompt, self.order, self.rows = batch.prompts[0], batch.orders[0], batch.rows[0]
         self._batch: PatchedBatch | None = batch
         self._lock = Lock()
@@ -216,7 +222,7 @@ class Patched:
 
     def cache(self) -> DynamicCache:
         """A copy of all rows as a `DynamicCache`, for a forward pass or `model.generate`."""
-        return _dynamic_cache(self.context.lm, self.keys, self.values)
+        return _dynamic_cache(self.keys, self.values)
 
     def generate(self, max_new_tokens: int = 32, do_sample: bool = False, **options: Any) -> str:
         """The text that `model.generate` continues with from the patched cache, greedy by default.
@@ -227,12 +233,13 @@ class Patched:
             **options: Other options of `model.generate`.
 
         Raises:
-            ValueError: If the patch has been closed, or context, prompt and answer may become too long for the model.
+            ValueError: If the patch has been closed, context, prompt and answer may become too long for the model, or
+                an option is not supported.
         """
+        if options.get("num_return_sequences") not in (None, 1):
+            raise ValueError("this gives one text: use context.answers(method, [prompt], num_return_sequences=...)")
         with self._lock, self.watch.step("generate"):
-            cache, ids = self._open().cache, torch.cat([self.context.ids, self.prompt])
-            cache.length = len(self.context)
-            return self.context.lm.generate(ids, cache, max_new_tokens=max_new_tokens, do_sample=do_sample, **options)
+            return self._open().generate(max_new_tokens=max_new_tokens, do_sample=do_sample, **options)[0]
 
     def logits(self, last: int = 0) -> Float[Tensor, "last vocabulary"]:
         """Next-token logits after each of the last tokens of the prompt, or after all of them if `last` is 0.
@@ -273,10 +280,11 @@ class Patched:
         return self._batch
 
 
-def _dynamic_cache(lm: LanguageModel, keys: Tensor, values: Tensor) -> DynamicCache:
+def _dynamic_cache(keys: Tensor, values: Tensor) -> DynamicCache:
     """The cache, its layers holding these keys and values without copying them. It grows by copies."""
-    cache: Any = DynamicCache(config=lm.model.config)
-    for layer, key, value in zip(cache.layers, keys, values, strict=True):
+    cache: Any = DynamicCache()  # with a config, sliding layers would keep no more than their window
+    for key, value in zip(keys, values, strict=True):
+        cache.layers.append(layer := DynamicLayer())
         layer.lazy_initialization(key, value)
         layer.keys, layer.values = key, value
     return cache

@@ -1,13 +1,11 @@
-"""A folder of texts: read, split into passages, and ranked by the words that they share with a question."""
+"""A folder of texts: read, and split into passages."""
 
 import re
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from math import log
 from pathlib import Path
 from typing import NamedTuple
 
-__all__ = ["Passage", "bm25_scores", "read_documents", "split_documents", "split_text"]
+__all__ = ["SEPARATOR", "Passage", "read_documents", "split_documents", "split_text"]
 
 SUFFIXES = ".txt", ".md", ".rst"
 SEPARATOR = "\n\n"
@@ -27,28 +25,45 @@ class Passage(NamedTuple):
     text: str
 
 
-def read_documents(folder: Path) -> dict[str, str]:
-    """The texts of all .txt, .md and .rst files in a folder and its subfolders, by path. Hidden files are skipped.
+def read_documents(folder: Path, skipped: list[str] | None = None) -> dict[str, str]:
+    """The texts of all .txt, .md and .rst files in a folder and its subfolders, by path. Hidden files are left out.
+
+    Args:
+        folder: Folder to read, or a single file.
+        skipped: A list to which reasons are appended why files are skipped: they are empty, not UTF-8, or unreadable.
+            None raises an error that names all of them.
 
     Raises:
-        ValueError: If the folder does not exist or has no such file, or a file is empty or not UTF-8.
+        ValueError: If the folder does not exist or has no such file, or none of them can be read.
     """
-    if not folder.is_dir():
+    if folder.is_file():
+        found = {folder.as_posix(): folder}
+    elif folder.is_dir():
+        inside = sorted(path.relative_to(folder) for path in folder.rglob("*") if path.suffix.lower() in SUFFIXES)
+        seen = (path for path in inside if not any(part.startswith(".") for part in path.parts))
+        found = {path.as_posix(): folder / path for path in seen if (folder / path).is_file()}
+    else:
         raise ValueError(f"{folder} is not a folder: name one with {', '.join(SUFFIXES)} files")
     documents: dict[str, str] = {}
-    for path in sorted(path for path in folder.rglob("*") if path.suffix.lower() in SUFFIXES and path.is_file()):
-        inside = path.relative_to(folder)
-        if any(part.startswith(".") for part in inside.parts):
-            continue
+    bad: list[str] = []
+    for name, path in found.items():
         try:
             text = path.read_text(encoding="utf-8-sig")
         except UnicodeDecodeError:
-            raise ValueError(f"{path} is not UTF-8 text: save it as UTF-8, or move it away") from None
-        if not text.strip():
-            raise ValueError(f"{path} is empty: write something into it, or move it away")
-        documents[inside.as_posix()] = text
+            bad.append(f"{path} is not UTF-8 text: save it as UTF-8, or move it away")
+        except OSError as error:
+            bad.append(f"{path} cannot be read ({error.strerror}): make it readable, or move it away")
+        else:
+            if text.strip():
+                documents[name] = text
+            else:
+                bad.append(f"{path} is empty: write something into it, or move it away")
+    if bad and (skipped is None or not documents):
+        raise ValueError("; ".join(bad))
     if not documents:
         raise ValueError(f"{folder} has no {', '.join(SUFFIXES)} files: name a folder that has some")
+    if skipped is not None:
+        skipped += bad
     return documents
 
 
@@ -104,19 +119,3 @@ def split_text(
             else:
                 parts.append(part)
     return [part for part in parts if part]
-
-
-def bm25_scores(question: str, texts: Sequence[str]) -> list[float]:
-    """BM25 score of each text for a question, with k1 = 1.5 and b = 0.75 (Robertson et al. 1994).
-
-    Words are compared by their lower-case spelling, not by meaning.
-    """
-    bags = [Counter(re.findall(r"\w+", text.lower())) for text in texts]
-    mean = sum(bag.total() for bag in bags) / len(bags)
-    scores = [0.0] * len(bags)
-    for word in dict.fromkeys(re.findall(r"\w+", question.lower())):
-        matching = sum(word in bag for bag in bags)
-        rarity = log(1 + (len(bags) - matching + 0.5) / (matching + 0.5))
-        for i, bag in enumerate(bags):
-            scores[i] += rarity * 2.5 * bag[word] / (bag[word] + 1.5 * (0.25 + 0.75 * bag.total() / (mean or 1)))
-    return scores

@@ -9,7 +9,6 @@ from jaxtyping import Int
 from torch import Tensor
 
 from foveate.transformers.attention import capture_unrotated_keys
-from foveate.transformers.cache import CacheBatch
 from foveate.transformers.chunk import ChunkCache, check_fingerprint
 from foveate.transformers.context import Context
 from foveate.transformers.model import LanguageModel, Text
@@ -75,15 +74,17 @@ class ChunkEncoder(LanguageModel):
     @torch.no_grad()
     def _encode(self, ids: Int[Tensor, "documents tokens"]) -> list[ChunkCache]:
         prefixed = torch.cat([self.prefix.expand(len(ids), -1), ids], dim=1)
-        config, rows = self.model.config, prefixed.shape[1]
-        shape = config.num_hidden_layers, len(ids), config.num_key_value_heads, 0, self.head_dim
-        empty = torch.empty(shape, dtype=self.dtype, device=self.device)
-        cache = RowCache(self.row_model, empty, empty, rows)
+        config = self.model.config
+        shape = config.num_hidden_layers, len(ids), config.num_key_value_heads, prefixed.shape[1], self.head_dim
+        cache = RowCache(self.row_model, shape)
         with capture_unrotated_keys() as captured:
-            cache.overwrite(prefixed, torch.arange(rows, device=self.device)[None])
+            cache.encode(prefixed)
         keys = torch.stack([torch.cat(captured[layer], dim=2) for layer in range(config.num_hidden_layers)], dim=1)
         values = cache.values.transpose(0, 1)  # [documents, layers, groups, rows, dim]
-        return [ChunkCache(*parts, dict(self.fingerprint)) for parts in zip(ids, keys, values, strict=True)]
+        return [
+            ChunkCache(document, {"keys": key, "values": value}, dict(self.fingerprint))
+            for document, key, value in zip(ids, keys, values, strict=True)
+        ]
 
     def compose(self, chunks: Sequence[ChunkCache]) -> Context:
         """A context of these chunks in this order, after one prefix. The same chunk may occur twice.
@@ -97,4 +98,4 @@ class ChunkEncoder(LanguageModel):
             check_fingerprint(f"chunk {i}", chunk.fingerprint, self.fingerprint)
         rows = len(self.prefix) + sum(len(chunk.ids) for chunk in chunks)
         self.check_length(rows, f"{len(chunks)} chunks with their prefix", "compose fewer")
-        return Context(CacheBatch(self, [chunks]))
+        return Context(self, chunks)

@@ -5,9 +5,11 @@ import io
 import json
 import re
 from collections.abc import Hashable, Sequence
+from functools import lru_cache
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
+from zipfile import BadZipFile
 from zlib import crc32
 
 import numpy as np
@@ -60,20 +62,33 @@ def read_examples(path: Path) -> list[dict[str, Any]]:
 
 
 def _csv_rows(text: str, path: Path) -> list[dict[str, Any]]:
-    rows: list[dict[Any, Any]] = list(csv.DictReader(io.StringIO(text, newline="")))
-    for index, row in enumerate(rows):
-        if None in row:  # where DictReader puts surplus fields
-            raise ValueError(
-                f"example {index} of {path} has more fields than the first line names: put texts with commas in quotes"
-            )
+    rows: list[dict[Any, Any]] = []
+    reader = csv.DictReader(io.StringIO(text, newline=""), strict=True)
+    try:
+        if len(names := reader.fieldnames or []) > len(set(names)):
+            raise ValueError(f"{path} names a column twice in its first line: rename one of {', '.join(names)}")
+        for row in reader:
+            if None in row:  # where DictReader puts surplus fields
+                raise ValueError(
+                    f"example {len(rows)} of {path} has more fields than the first line names: "
+                    "put texts with commas in quotes"
+                )
+            rows.append(row)
+    except csv.Error as error:
+        raise ValueError(
+            f"example {len(rows)} of {path} cannot be read ({error}): close each quote, and double the quotes inside "
+            "a text in quotes"
+        ) from None
     return rows
 
 
 def _json_row(line: str, where: str) -> dict[str, Any]:
     try:
         row = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{where} is not JSON ({error.msg}): write one object per line") from None
+        if "\\u" in line:
+            json.dumps(row, ensure_ascii=False).encode()  # fails on half a surrogate pair
+    except (ValueError, RecursionError):
+        raise ValueError(f"{where} is not JSON: write one object per line") from None
     if not isinstance(row, dict):
         raise ValueError(f"{where} is not a JSON object: write one object per line")
     return row
@@ -83,11 +98,13 @@ def column(rows: Sequence[dict[str, Any]], name: str, path: Path) -> list[str]:
     """One column of the examples, as text.
 
     Raises:
-        ValueError: If an example does not have the column.
+        ValueError: If an example does not have the column, or nothing in it.
     """
     for index, row in enumerate(rows):
-        if row.get(name) is None:
+        if name not in row:
             raise ValueError(f"example {index} of {path} has no {name!r}: name one of its columns, {', '.join(row)}")
+        if row[name] is None or not str(row[name]).strip():
+            raise ValueError(f"example {index} of {path} has nothing in {name!r}: fill it in, or leave it out")
     return [str(row[name]) for row in rows]
 
 
@@ -101,8 +118,8 @@ def read_embeddings(path: Path) -> Tensor:
         raise ValueError(f"cannot read {path}: pass a .npy or a .safetensors file")
     try:
         tensors = load_file(path) if path.suffix == ".safetensors" else {"": torch.from_numpy(np.load(path))}
-    except (SafetensorError, ValueError, TypeError, EOFError) as error:
-        raise ValueError(f"{path} holds no embeddings that can be read ({error}): write it again") from None
+    except (SafetensorError, ValueError, TypeError, EOFError, BadZipFile):
+        raise ValueError(f"{path} holds no embeddings that can be read: write an array of numbers") from None
     if len(tensors) != 1:
         raise ValueError(f"{path} holds {len(tensors)} tensors ({', '.join(tensors)}): pass a file with one")
     (embeddings,) = tensors.values()
@@ -145,20 +162,20 @@ def sentence_embeddings(texts: Sequence[str], model: str, track: Track = silent)
     Raises:
         ImportError: If sentence-transformers is not installed.
     """
-    try:
-        from sentence_transformers import SentenceTransformer  # pyright: ignore[reportMissingImports]
-    except ImportError as error:
-        raise ImportError(
-            f"embeddings by {model} need sentence-transformers: pip install 'foveate[sentence-transformers]', "
-            "or leave the model out"
-        ) from error
-    encoder = SentenceTransformer(model)
+    encoder = _sentence_transformer(model)
     parts = [texts[i : i + ENCODED_AT_ONCE] for i in range(0, len(texts), ENCODED_AT_ONCE)]
     advance, embeddings = track("embeddings", len(parts)), list[Tensor]()
     for part in parts:
         embeddings.append(encoder.encode(list(part), convert_to_tensor=True, show_progress_bar=False).cpu())
         advance()
     return torch.cat(embeddings)
+
+
+@lru_cache(maxsize=1)
+def _sentence_transformer(model: str) -> Any:
+    from sentence_transformers import SentenceTransformer  # pyright: ignore[reportMissingImports]
+
+    return SentenceTransformer(model)
 
 
 def write_blocks(

@@ -6,12 +6,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 from transformers import PreTrainedModel
 
 __all__ = ["checksum", "digest", "fingerprint"]
 
-INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-PART = 2**24  # elements of a sum, which bounds its memory
+PART = 2**18  # words of a sum, which fit into a processor's cache
 # config entries that do not change any number
 IGNORED = {
     "_name_or_path", "architectures", "dtype", "transformers_version", "use_cache", "pad_token_id", "bos_token_id",
@@ -38,7 +38,7 @@ def fingerprint(model: PreTrainedModel, tokenizer: Any, prefix: tuple[int, ...])
         if isinstance(getattr(module, "active_adapters", None), list)
     ]
     return {
-        "format": "foveate-chunk-2",
+        "format": "foveate-chunk-3",
         "config": digest(config),
         "weights": digest(weights),
         "adapters": digest(adapters),
@@ -54,12 +54,19 @@ def digest(value: Any) -> str:
 
 
 def checksum(tensor: Tensor) -> int:
-    """The sum of a tensor's bits, weighted by position. It is an integer, hence equal on every device."""
-    bits = tensor.detach().contiguous().flatten().view(INTEGERS[tensor.element_size()])
-    total = torch.zeros((), dtype=torch.int64, device=bits.device)
-    for start in range(0, len(bits), PART):
-        part = bits[start : start + PART].long()
-        total += (part * (2 * torch.arange(start, start + len(part), device=bits.device) + 1)).sum()
+    """The sum of a tensor's bits in words of 8 bytes, weighted by position. It is an integer, equal on every device.
+
+    The weights are odd, so that any change of a single word changes the sum.
+    """
+    octets = tensor.detach().contiguous().flatten().view(torch.uint8)
+    if len(octets) % 8 or octets.data_ptr() % 8:  # words must be whole and aligned
+        octets = pad(octets, (0, -len(octets) % 8)).clone()
+    words = octets.view(torch.int64)
+    total = torch.zeros((), dtype=torch.int64, device=words.device)
+    weights = 2 * torch.arange(min(len(words), PART), device=words.device) + 1
+    for start in range(0, len(words), PART):
+        part = words[start : start + PART]
+        total += (part * (weights[: len(part)] + 2 * start)).sum()
     return int(total)
 
 

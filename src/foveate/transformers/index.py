@@ -1,114 +1,312 @@
-"""Cached chunks of passages in a folder: encoded once, read when they are needed."""
+"""Documents and their cached chunks in a folder: encoded once, read when they are needed."""
 
+import json
 import re
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterable, Mapping, Sequence
+from copy import copy
+from math import inf
 from pathlib import Path
+from random import Random
+from threading import Lock
 from time import time
 from typing import NamedTuple
 
-from foveate.transformers.chunk import ChunkCache, open_chunk
+from foveate.transformers.chunk import ChunkCache
 from foveate.transformers.documents import Passage, split_documents
 from foveate.transformers.encoder import ChunkEncoder
 from foveate.transformers.fingerprint import digest
-from foveate.utils.files import slug
+from foveate.utils.files import Folder, slug
 from foveate.utils.progress import Track, silent
 
-__all__ = ["BuildReport", "ChunkIndex", "index_documents", "index_name"]
+__all__ = [
+    "BuildReport",
+    "ChunkIndex",
+    "Document",
+    "index_documents",
+    "index_name",
+    "read_index",
+    "remove_documents",
+]
 
 ABANDONED = 3600
 """Age in seconds after which an incomplete file is no longer being written."""
+EIGHT_BIT = "-int8.safetensors"
+CHUNK = re.compile(r"[0-9a-f]{32}(-int8)?\.safetensors")
+DOCUMENT = re.compile(r".+-[0-9a-f]{32}\.json")
+INCOMPLETE = re.compile(rf"({CHUNK.pattern}|{DOCUMENT.pattern})\.[0-9a-f]{{32}}\.part")
 
 
 class BuildReport(NamedTuple):
     """What `ChunkIndex.build` has done.
 
     Attributes:
-        encoded: Number of chunks that were encoded.
-        found: Number of chunks that existed already.
+        encoded: Number of chunks that this process has encoded.
+        found: Number of chunks that existed already, or that another process has encoded.
         removed: Number of removed files, whose passages no longer exist.
+        left: Number of chunks that did not fit into `max_disk`. Each is encoded when it is loaded.
     """
 
     encoded: int
     found: int
     removed: int
+    left: int
+
+
+class Document(NamedTuple):
+    """A document in an index.
+
+    Attributes:
+        name: Name of the document.
+        source: Hash of its text, of the model, and of the settings that it was added with.
+        passages: Its passages.
+        files: Files of their chunks.
+    """
+
+    name: str
+    source: str
+    passages: list[Passage]
+    files: list[str]
+
+    def to_bytes(self) -> bytes:
+        """Content of the document's file."""
+        return json.dumps([*self, digest(self)], ensure_ascii=False).encode()
+
+    @classmethod
+    def from_bytes(cls, content: bytes) -> "Document":
+        """The document in a file.
+
+        Raises:
+            ValueError: If the content is damaged.
+        """
+        found = json.loads(content)
+        if not isinstance(found, list) or not found or digest(found[:-1]) != found[-1]:
+            raise ValueError("the content is damaged")
+        name, source, passages, files = found[:-1]
+        return cls(name, source, [Passage(*passage) for passage in passages], files)
 
 
 class ChunkIndex:
-    """The cached chunks of passages, one safetensors file each, named by a hash of its tokens.
+    """Documents, split into passages, and the cached chunk of each passage.
+
+    The folder has a JSON file for each document, and a safetensors file for each chunk, named by a hash of the model
+    and the passage's tokens. Documents stay until they are removed. Chunks are a cache: one that is missing or damaged
+    is encoded again when it is loaded. Hence any number of processes may use and change a folder at a time, and a
+    process may be killed at any time. Other files in the folder are left alone.
+
+    Numbers of passages stay what they are, so that threads can use an index while documents are added or removed:
+    `add` and `remove` return another index.
+
+    Examples:
+        >>> index = ChunkIndex("s3://bucket/lighthouses", encoder)
+        >>> index = index.add({"keepers.txt": "Its keeper was Ada Brown."})
+        >>> index.build()
+        >>> context = encoder.compose(index.load([0]))
 
     Args:
-        folder: Folder of the files. Other files in it are left alone.
+        place: Local folder, or a URL that fsspec knows, such as s3://bucket/folder.
         encoder: Encoder of the passages.
-        passages: Passages, in order.
+        max_disk: Largest size of all chunks in bytes. Those that have not been loaded for longest are removed to make
+            room; where the file system does not keep the time of the last use (S3), those written first.
+        max_memory: Largest size in bytes of the chunks that stay in memory for later calls of `load`; those of the
+            last call stay in any case.
 
     Attributes:
+        documents: Hash of the text and the settings of each document, by name.
+        passages: Passages of all documents, by the documents' names.
         ids: Token ids of each passage.
-        refused: Reasons why files could not be used, so that their chunks were encoded again.
-
-    Raises:
-        ValueError: If a passage has no tokens, or is longer than the model's context. Files stay unchanged.
+        skipped: Reasons why documents have no passages.
+        refused: Reasons why chunks were encoded again.
     """
 
-    def __init__(self, folder: Path, encoder: ChunkEncoder, passages: Sequence[Passage]) -> None:
-        self.folder, self.encoder, self.passages = folder, encoder, list(passages)
-        self.ids = [encoder.tokens(passage.text).tolist() for passage in passages]
-        for passage, ids in zip(passages, self.ids, strict=True):
-            if not ids:
-                raise ValueError(f"{passage.name} has no tokens: leave it out")
-            encoder.check_length(len(encoder.prefix) + len(ids), f"{passage.name} with its prefix", "split it")
+    def __init__(
+        self, place: str | Path, encoder: ChunkEncoder, *, max_disk: float = inf, max_memory: float = 0
+    ) -> None:
+        self.place, self.encoder, self.max_disk, self.max_memory = place, encoder, max_disk, max_memory
         self.refused: list[str] = []
-        self._loaded: dict[int, ChunkCache] = {}
+        self._folder, self._fingerprint = Folder(place), digest(encoder.fingerprint)
+        self._loaded: dict[str, ChunkCache] = {}  # least recently used first
+        self._growing = Lock()
+        self.passages: list[Passage] = []
+        self.ids: list[list[int]] = []
+        self._read_documents()
 
-    def path(self, passage: int) -> Path:
-        """File of a passage. Passages with equal tokens share a file."""
-        return self.folder / f"{digest(self.ids[passage])}.safetensors"
+    # --- documents ---------------------------------------------------------------------------------------------------
+
+    def add(
+        self, documents: Mapping[str, str], max_tokens: int | None = None, eight_bit: bool = False
+    ) -> "ChunkIndex":
+        """The index with these documents as well; one of the same name is replaced. Call `build` to encode them.
+
+        `skipped` says which documents the model cannot take.
+
+        Args:
+            documents: Texts by name.
+            max_tokens: Largest number of tokens in a passage. 0 keeps documents whole; None is 512, or a quarter of
+                the model's context if that is less.
+            eight_bit: Whether to store keys and values as 8-bit integers.
+        """
+        if max_tokens is None:
+            max_tokens = min(512, self.encoder.model.config.max_position_embeddings // 4)
+        self._folder.write(".gitignore", b"*\n")
+        tokenizer = self.encoder.tokenizer
+        for name, text in documents.items():
+            source = digest([text, max_tokens, eight_bit, self._fingerprint])
+            if self.documents.get(name) != source:
+                passages = split_documents(
+                    {name: text}, max_tokens, lambda part: len(tokenizer(part, add_special_tokens=False).input_ids)
+                )
+                files = [self._file(self.encoder.tokens(passage.text).tolist(), eight_bit) for passage in passages]
+                self._folder.write(_file_of(name), Document(name, source, passages, files).to_bytes())
+        return self.refresh()
+
+    def remove(self, names: Iterable[str]) -> "ChunkIndex":
+        """The index without these documents and their chunks. See `remove_documents`."""
+        remove_documents(self.place, names)
+        return self.refresh()
+
+    def refresh(self) -> "ChunkIndex":
+        """The index with the documents that are in the folder now. Chunks stay in memory."""
+        new = copy(self)
+        new._read_documents()
+        return new
+
+    def _read_documents(self) -> None:
+        known = {passage.text: ids for passage, ids in zip(self.passages, self.ids, strict=True)}
+        self.documents: dict[str, str] = {}
+        self.passages, self.ids, self.skipped = [], [], list[str]()
+        self._files: list[str] = []  # chunk of each passage; passages with equal tokens share one
+        for document in read_index(self._folder, self.skipped):
+            self.documents[document.name] = document.source
+            try:
+                if not document.passages:
+                    raise ValueError(f"{document.name} has no text: leave it out")
+                ids = [known.get(passage.text) or self._tokens(passage) for passage in document.passages]
+            except ValueError as error:
+                self.skipped.append(str(error))
+            else:
+                self.passages += document.passages
+                self.ids += ids
+                eight_bit = any(file.endswith(EIGHT_BIT) for file in document.files)
+                self._files += [self._file(each, eight_bit) for each in ids]
+
+    def number(self, passage: Passage) -> int:
+        """The number of a passage with the same tokens. If there is none, this one is added to the passages.
+
+        It becomes part of no document. Its chunk is encoded when it is first loaded, and kept until the next `build`
+        of an index without it.
+
+        Raises:
+            ValueError: If the passage has no tokens, or is longer than the model's context.
+        """
+        ids = self._tokens(passage)
+        with self._growing:
+            if ids not in self.ids:
+                self._files.append(self._file(ids))
+                self.ids.append(ids)
+                self.passages.append(passage)
+            return self.ids.index(ids)
+
+    def _tokens(self, passage: Passage) -> list[int]:
+        if not (ids := self.encoder.tokens(passage.text).tolist()):
+            raise ValueError(f"{passage.name} has no tokens: leave it out")
+        self.encoder.check_length(len(self.encoder.prefix) + len(ids), f"{passage.name} with its prefix", "split it")
+        return ids
+
+    def _file(self, ids: list[int], eight_bit: bool = False) -> str:
+        return digest([self._fingerprint, ids]) + (EIGHT_BIT if eight_bit else ".safetensors")
+
+    # --- chunks ------------------------------------------------------------------------------------------------------
 
     def build(self, track: Track = silent) -> BuildReport:
-        """Encode the missing chunks, then remove files of passages that no longer exist.
+        """Encode the missing chunks, and remove files of passages that no longer exist.
 
-        Each file appears only when it is complete. After an interruption, call `build` again: only the passage that
-        was being encoded is lost. Tensors of existing files are not read yet.
+        After an interruption, call `build` again: only the passage that was being encoded is lost. Several processes
+        that build at a time divide the work, each in an order of its own.
 
         Args:
             track: Progress bar.
         """
-        missing: list[int] = []
-        paths = {self.path(passage): passage for passage in range(len(self.passages))}
-        for path, passage in paths.items():
-            try:
-                with open_chunk(path, self.encoder):
-                    pass
-            except FileNotFoundError:
-                missing.append(passage)
-            except ValueError as error:
-                self.refused.append(str(error))
-                missing.append(passage)
-        if missing:
-            advance = track("encoding passages", len(missing))
-            for passage in missing:
-                self._encode(passage)
-                advance()
-        unused = [path for path in self._files() if path not in paths]
-        for path in unused:
-            path.unlink(missing_ok=True)  # another process may remove it too
-        self._remove_incomplete()
-        return BuildReport(len(missing), len(paths) - len(missing), len(unused))
+        files = self._folder.files()
+        numbers = {file: passage for passage, file in enumerate(self._files)}
+        # documents come before their chunks: those that other processes have added are seen if their chunks were
+        used = numbers.keys() | {file for document in read_index(self._folder, []) for file in document.files}
+        unused = [file for file in files if CHUNK.fullmatch(file) and file not in used]
+        young = time() - ABANDONED
+        halves = [file for file in files if INCOMPLETE.fullmatch(file) and self._folder.used(file) < young]
+        for file in unused + halves:
+            self._folder.remove(file)
+        self._make_room(0)
+        files = self._folder.files()
+        missing = [file for file in numbers if file not in files]
+        Random().shuffle(missing)
+        encoded = left = 0
+        advance = track("encoding passages", len(missing)) if missing else lambda: None
+        for i, file in enumerate(missing):
+            if not self._folder.exists(file):  # else another process was faster
+                if not self._write(file, self._encode(numbers[file])):
+                    left = sum(not self._folder.exists(other) for other in missing[i:])
+                    break
+                encoded += 1
+            advance()
+        return BuildReport(encoded, len(numbers) - encoded - left, len(unused), left)
 
     def load(self, passages: Sequence[int]) -> list[ChunkCache]:
-        """The chunks of these passages, which stay in memory until others are loaded.
-
-        A file with damaged tensors is encoded again.
-        """
+        """The chunks of these passages. Those that are not in the folder, or damaged there, are encoded again."""
         before = self._loaded  # other threads may load other passages meanwhile
-        loaded = {passage: before.get(passage) or self._read(passage) for passage in passages}
-        self._loaded = loaded
-        return [loaded[passage] for passage in passages]
+        files = [self._files[passage] for passage in passages]
+        used = {file: before.get(file) or self._read(passage) for file, passage in zip(files, passages, strict=True)}
+        kept = {file: chunk for file, chunk in before.items() if file not in used} | used
+        size = sum(chunk.nbytes for chunk in kept.values())
+        for file in [file for file in kept if file not in used]:
+            if size > self.max_memory:
+                size -= kept.pop(file).nbytes
+        for file in used:
+            self._folder.touch(file)
+        self._loaded = kept
+        return [used[file] for file in files]
 
     @property
     def nbytes(self) -> int:
-        """Size of the files in bytes."""
-        return sum(path.stat().st_size for path in self._files())
+        """Size of the chunks in the folder in bytes."""
+        return sum(self._chunks().values())
+
+    def _chunks(self) -> dict[str, int]:
+        return {file: size for file, size in self._folder.files().items() if CHUNK.fullmatch(file)}
+
+    def _read(self, passage: int) -> ChunkCache:
+        try:
+            with self._folder.opened(self._files[passage]) as path:
+                return ChunkCache.load(path, self.encoder, self.ids[passage])
+        except FileNotFoundError:
+            pass
+        except ValueError as error:
+            self.refused.append(str(error))
+        chunk = self._encode(passage)
+        self._make_room(len(chunk.to_bytes()))
+        self._write(self._files[passage], chunk)
+        return chunk
+
+    def _encode(self, passage: int) -> ChunkCache:
+        (chunk,) = self.encoder.encode([self.ids[passage]])
+        return chunk.quantized() if self._files[passage].endswith(EIGHT_BIT) else chunk
+
+    def _write(self, file: str, chunk: ChunkCache) -> bool:
+        """Write the file of a chunk if there is room for it. Whether there was."""
+        content = chunk.to_bytes()
+        if room := self.max_disk == inf or self.nbytes + len(content) <= self.max_disk:
+            self._folder.write(file, content)
+        return room
+
+    def _make_room(self, size: int) -> None:
+        """Remove chunks, least recently used first, until one of this size in bytes fits, if it ever can."""
+        if self.max_disk == inf or size > self.max_disk:
+            return
+        chunks = self._chunks()
+        excess = sum(chunks.values()) + size - self.max_disk
+        for file in sorted(chunks, key=self._folder.used) if excess > 0 else ():
+            if excess > 0:
+                self._folder.remove(file)
+                excess -= chunks[file]
 
     def words(self, passage: int) -> list[str]:
         """The text of each token of a passage, including the whitespace before it.
@@ -124,27 +322,47 @@ class ChunkIndex:
             done = max(done, end)
         return words
 
-    def _read(self, passage: int) -> ChunkCache:
+
+def _file_of(name: str) -> str:
+    return f"{slug(name)}-{digest(name)}.json"
+
+
+def read_index(place: Folder | str | Path, damaged: list[str]) -> list[Document]:
+    """The documents of an index, by name.
+
+    Args:
+        place: Folder or URL of the index.
+        damaged: A list to which reasons are appended why documents are left out.
+    """
+    folder = place if isinstance(place, Folder) else Folder(place)
+    documents: list[Document] = []
+    for file in filter(DOCUMENT.fullmatch, folder.files()):
         try:
-            return ChunkCache.load(self.path(passage), self.encoder, self.passages[passage].text)
-        except (ValueError, FileNotFoundError) as error:
-            self.refused.append(str(error))
-            return self._encode(passage)
+            documents.append(Document.from_bytes(folder.read(file)))
+        except FileNotFoundError:  # another process has just removed it
+            pass
+        except ValueError:
+            damaged.append(f"{file} in {folder.root} is damaged: add its document again, or delete the file")
+    return sorted(documents)
 
-    def _encode(self, passage: int) -> ChunkCache:
-        (chunk,) = self.encoder.encode([self.ids[passage]])
-        chunk.save(self.path(passage))
-        return chunk
 
-    def _files(self) -> list[Path]:
-        return [path for path in self.folder.glob("*.safetensors") if re.fullmatch("[0-9a-f]{32}", path.stem)]
+def remove_documents(place: str | Path, names: Iterable[str]) -> None:
+    """Remove documents and their chunks from an index. This needs no model.
 
-    def _remove_incomplete(self) -> None:
-        """Remove incomplete files of killed processes. Younger ones may still be being written."""
-        for path in self.folder.glob("*.part"):
-            with suppress(FileNotFoundError):
-                if re.match(r"[0-9a-f]{32}\.safetensors\.", path.name) and path.stat().st_mtime < time() - ABANDONED:
-                    path.unlink()
+    Raises:
+        ValueError: If there is no document of one of these names; then nothing is removed.
+    """
+    folder, names = Folder(place), set(names)
+    documents, files = read_index(folder, []), folder.files()
+    if unknown := sorted(name for name in names if _file_of(name) not in files):
+        raise ValueError(
+            f"{place} has no document {unknown[0]}: it has {', '.join(each.name for each in documents) or 'none'}"
+        )
+    for name in names:
+        folder.remove(_file_of(name))
+    kept = {file for document in documents if document.name not in names for file in document.files}
+    for file in {file for document in documents for file in document.files} - kept:
+        folder.remove(file)
 
 
 def index_name(model: str) -> str:
@@ -158,23 +376,21 @@ def index_name(model: str) -> str:
 
 
 def index_documents(
-    folder: Path, encoder: ChunkEncoder, documents: Mapping[str, str], max_tokens: int | None = None
+    place: str | Path,
+    encoder: ChunkEncoder,
+    documents: Mapping[str, str],
+    max_tokens: int | None = None,
+    eight_bit: bool = False,
+    *,
+    max_disk: float = inf,
+    max_memory: float = 0,
 ) -> ChunkIndex:
-    """The index of documents that are split into passages. Call `build` to encode them.
+    """The index of these documents; others that are in its folder are removed from it. Call `build` to encode them.
 
-    Args:
-        folder: Folder of the index.
-        encoder: Encoder of the passages.
-        documents: Texts by name.
-        max_tokens: Largest number of tokens in a passage. 0 keeps documents whole; None is 512, or a quarter of the
-            model's context if that is less.
-
-    Raises:
-        ValueError: If a passage has no tokens, or is longer than the model's context.
+    See `ChunkIndex` and `ChunkIndex.add` for the arguments.
     """
-    if max_tokens is None:
-        max_tokens = min(512, encoder.model.config.max_position_embeddings // 4)
-    passages = split_documents(
-        documents, max_tokens, lambda text: len(encoder.tokenizer(text, add_special_tokens=False).input_ids)
-    )
-    return ChunkIndex(folder, encoder, passages)
+    index = ChunkIndex(place, encoder, max_disk=max_disk, max_memory=max_memory)
+    index = index.add(documents, max_tokens, eight_bit)
+    for name in index.documents.keys() - documents.keys():
+        index._folder.remove(_file_of(name))
+    return index.refresh()

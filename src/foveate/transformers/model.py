@@ -3,6 +3,7 @@
 
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,10 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    GptOssConfig,
+    GptOssForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
@@ -33,7 +38,7 @@ from transformers import (
 
 from foveate.transformers.attention import row_model
 from foveate.transformers.fingerprint import fingerprint
-from foveate.transformers.row_cache import RowCache
+from foveate.transformers.row_cache import SPARE_ROWS, RowCache
 from foveate.utils.device import choose_device, choose_dtype
 
 __all__ = ["LanguageModel", "Text", "chat_frame", "check_config", "check_model", "load", "unknown_words"]
@@ -49,6 +54,8 @@ CLASSES = {
     Phi3Config: Phi3ForCausalLM,
     MixtralConfig: MixtralForCausalLM,
     Qwen3MoeConfig: Qwen3MoeForCausalLM,
+    Gemma3TextConfig: Gemma3ForCausalLM,
+    GptOssConfig: GptOssForCausalLM,
 }
 ROPE_TYPES = "default", "linear", "llama3", "yarn"
 ATTENTION = "sdpa", "eager"
@@ -57,9 +64,10 @@ CAPACITY_STEP = 256
 """Capacities are multiples of this, so that contexts of similar lengths use the same memory and graphs."""
 SPARE = 2
 """Unused caches that are kept."""
-# options of `model.generate` that must keep these values when one text is generated from one cached context
-SINGLE_SEQUENCE = {"num_beams": 1, "num_return_sequences": 1, "prompt_lookup_num_tokens": None,
-                   "assistant_model": None, "cache_implementation": None}  # fmt: skip
+# options of `model.generate` that say where the text and its cache are, which callers of `generate` do not decide
+GIVEN = "inputs", "input_ids", "inputs_embeds", "attention_mask", "position_ids", "cache_position", "past_key_values"
+# options that a cached context does not support
+UNSUPPORTED = "prompt_lookup_num_tokens", "assistant_model", "cache_implementation", "prefill_chunk_size"
 
 
 def load(
@@ -104,15 +112,22 @@ def chat_frame(tokenizer: Any, chat: bool | None = None) -> tuple[str, str]:
             start-of-text token, and the text after is empty.
 
     Raises:
-        ValueError: If there is no chat template, or the template changes the user's message.
+        ValueError: If there is no chat template, or it refuses or changes the user's message.
     """
     if chat is False or (chat is None and not tokenizer.chat_template):
         return tokenizer.bos_token or "", ""
     if not tokenizer.chat_template:
         raise ValueError("the tokenizer has no chat template: leave --chat out, or name a chat model")
-    text = tokenizer.apply_chat_template(
-        [{"role": "user", "content": USER_TEXT}], tokenize=False, add_generation_prompt=True, enable_thinking=False
-    )
+    message = {"role": "user", "content": USER_TEXT}
+    try:
+        text = tokenizer.apply_chat_template(
+            [message], tokenize=False, add_generation_prompt=True, enable_thinking=False
+        )
+    except Exception as error:  # a template is a program, which may raise anything
+        raise ValueError(
+            f"the chat template refuses a user's message ({error}): use --no-chat, and write the chat's opening into "
+            "--prefix"
+        ) from error
     if text.count(USER_TEXT) != 1:
         raise ValueError(
             "the chat template changes the user's message: use --no-chat, and write the chat's opening into --prefix"
@@ -134,7 +149,7 @@ def check_config(config: Any) -> None:
     """Raise an error if cached chunks of models with this config could not be composed.
 
     Chunks move to new positions by a rotation of their keys. This needs rotary positions that do not depend on the
-    total length, and full causal attention.
+    total length, and causal attention, full or in a sliding window.
 
     Raises:
         ValueError: With the reason, and a remedy where there is one.
@@ -146,19 +161,16 @@ def check_config(config: Any) -> None:
         raise ValueError(
             f"cached chunks work with {', '.join(names)} and {last}, not {type(config).__name__}: {reason}"
         )
-    if rope["rope_type"] not in ROPE_TYPES:
-        raise ValueError(
-            f"rope_type {rope['rope_type']!r} rotates keys by angles that change with the total length: use one of "
-            f"{', '.join(ROPE_TYPES)}"
-        )
-    if rope.get("partial_rotary_factor", 1.0) != 1.0:
-        raise ValueError(f"partial_rotary_factor={rope['partial_rotary_factor']} is not tested: it must be 1")
-    window = getattr(config, "sliding_window", None)
-    if "sliding_attention" in (getattr(config, "layer_types", None) or ["sliding_attention" if window else ""]):
-        raise ValueError(
-            f"a sliding window of {window} tokens hides most of a long context: for contexts that fit into the window "
-            "load the model with sliding_window=None (Qwen: use_sliding_window=False), which changes nothing there"
-        )
+    for one in [rope] if "rope_type" in rope else rope.values():  # Gemma 3 has one for each type of layers
+        if one["rope_type"] not in ROPE_TYPES:
+            raise ValueError(
+                f"rope_type {one['rope_type']!r} rotates keys by angles that change with the total length: use one of "
+                f"{', '.join(ROPE_TYPES)}"
+            )
+        if one.get("partial_rotary_factor", 1.0) != 1.0:
+            raise ValueError(f"partial_rotary_factor={one['partial_rotary_factor']} is not tested: it must be 1")
+    if getattr(config, "use_bidirectional_attention", False):
+        raise ValueError("use_bidirectional_attention lets tokens see later ones: cached chunks need causal attention")
     if getattr(config, "quantization_config", None):
         raise ValueError(
             "the weights are quantised, and how exact recomputed rows are then has not been measured: load the model "
@@ -252,82 +264,132 @@ class LanguageModel:
         if tokens <= (limit := self.model.config.max_position_embeddings):
             return
         rope = self.model.config.rope_parameters
+        rope = rope.get("full_attention", rope)
         reach = int(rope.get("factor", 1) * (rope.get("original_max_position_embeddings") or 0))
         if reach > limit:
             remedy += f", or load the model with max_position_embeddings={reach}, the reach of {rope['rope_type']}"
         raise ValueError(f"{what}: {tokens} tokens, but the model takes at most {limit}; {remedy}")
 
-    def row_cache(self, keys: Tensor, values: Tensor, room: int) -> RowCache:
-        """A cache with copies of these keys and values and room for more rows, to be given back after use.
+    def rotations(self, positions: Int[Tensor, "tokens"]) -> list[tuple[slice, Tensor, Tensor]]:
+        """Runs of layers, with the cosines and sines [tokens, dim], in float32 or wider, that rotate their keys."""
+        rotary, layers = self.model.model.rotary_emb, self.model.config.num_hidden_layers
+        wide = torch.empty(0, dtype=torch.promote_types(self.dtype, torch.float32), device=self.device)
+        kinds = self.model.config.layer_types if hasattr(rotary, "layer_types") else [None] * layers
+        runs: list[tuple[slice, Tensor, Tensor]] = []
+        for kind, run in groupby(range(layers), lambda layer: kinds[layer]):
+            tables = rotary(wide, positions[None].to(self.device), *([kind] if kind else []))
+            cos, sin = (table[0].repeat(1, self.head_dim // table.shape[-1]) for table in tables)
+            first, *others = run
+            runs.append((slice(first, first + 1 + len(others)), cos, sin))
+        return runs
 
-        Args:
-            keys: Keys [layers, batch, groups, rows, dim].
-            values: Values, likewise.
-            room: Number of rows to make room for.
-        """
-        capacity = keys.shape[3] + room + 1  # one for tokens that fill up a graph
+    def row_cache(self, batch: int, rows: int) -> RowCache:
+        """A cache for so many contexts and rows, to be filled, and to be given back after use."""
+        capacity = rows + SPARE_ROWS
         capacity += -capacity % CAPACITY_STEP
         for cache in self._spare.copy():
-            if cache.fits(keys, capacity):
+            if cache.fits(batch, capacity):
                 with suppress(ValueError):  # another thread has taken it
                     self._spare.remove(cache)
-                    return cache.fill(keys, values)
-        experts = any(getattr(self.model.config, name, 0) for name in ("num_experts", "num_local_experts"))
-        graphs = keys.is_cuda and not experts  # experts wait for the number of their tokens
-        return RowCache(self.row_model, keys, values, capacity, graphs)
+                    return cache
+        config = self.model.config
+        experts = any(getattr(config, name, 0) for name in ("num_experts", "num_local_experts"))
+        graphs = self.device.type == "cuda" and not experts  # experts wait for the number of their tokens
+        shape = config.num_hidden_layers, batch, config.num_key_value_heads, capacity, self.head_dim
+        try:
+            return RowCache(self.row_model, shape, graphs)
+        except torch.OutOfMemoryError:
+            self.free()
+            return RowCache(self.row_model, shape, graphs)
 
     def give_back(self, cache: RowCache) -> None:
         """Keep a cache, which has memory and graphs, for the next call of `row_cache`."""
         self._spare.append(cache)
         del self._spare[:-SPARE]
 
+    def free(self) -> None:
+        """Free the memory of the caches that are kept."""
+        self._spare.clear()
+
     @torch.no_grad()
     def generate(
         self,
-        ids: Int[Tensor, "tokens"],
+        texts: Sequence[Int[Tensor, "_"]],
         cache: RowCache | None = None,
         *,
         max_new_tokens: int = 32,
         do_sample: bool = False,
+        num_return_sequences: int = 1,
         **options: Any,
-    ) -> str:
-        """The text that `model.generate` continues with, greedy by default.
+    ) -> list[str]:
+        """What `model.generate` continues texts with, all of them in one loop, greedy by default.
 
         Args:
-            ids: Token ids of the whole text so far.
-            cache: Cache of the first of these tokens, to which the others are appended. None computes all of them,
-                which is the full prefill.
+            texts: Token ids of each whole text so far.
+            cache: Cache of contexts and prompts, which are these texts. None computes all of them, which is the full
+                prefill.
             max_new_tokens: Largest number of tokens to generate.
             do_sample: Whether to sample tokens.
-            **options: Other options of `model.generate`, by name. A cache allows neither beams nor guessed tokens.
+            num_return_sequences: Number of continuations of each text; they follow each other in the result.
+            **options: Other options of `model.generate`, by name. A cache does not allow guessed tokens.
 
         Raises:
-            ValueError: If the text may become too long for the model, or an option asks for more than one text, or
-                for something that a cached context does not support.
+            ValueError: If a text may become too long for the model, or for options that are not supported.
         """
-        self.check_length(len(ids) + max_new_tokens, "context, prompt and answer", "compose fewer chunks")
+        longest = max(map(len, texts))
+        self.check_length(longest + max_new_tokens, "context, prompt and answer", "compose fewer chunks")
+        self._check(options, cached=cache is not None, several=len(texts) > 1)
+        # padded by a token that the text has anyway, so that penalties of repetition count no other
+        padded = torch.stack([torch.cat([ids[:1].expand(longest - len(ids)), ids]) for ids in texts])
+        mask = torch.stack([torch.arange(-longest, 0, device=ids.device) >= -len(ids) for ids in texts])
+        model, beams = self.model, max(self._option(options, "num_beams") or 1, num_return_sequences)
         if cache is not None:
-            cache.reserve(len(ids) + max_new_tokens + 1)
-        output = (self.model if cache is None else self.row_model).generate(
-            input_ids=ids[None],
-            attention_mask=torch.ones_like(ids)[None],
+            cache.rewind()
+            cache.reserve(max_new_tokens)
+            # without use_cache the model would compute all tokens again, after those in the cache
+            model, options = self.row_model, options | {"use_cache": True}
+        if cache is not None and beams > 1:
+            cache = self.row_cache(beams * len(texts), cache.capacity).repeated(cache, beams)
+        output = model.generate(
+            input_ids=padded,
+            attention_mask=mask.long(),
             past_key_values=cache,
             max_new_tokens=max_new_tokens,
             do_sample=do_sample,
-            **self._checked(options, cached=cache is not None),
+            num_return_sequences=num_return_sequences,
+            **options | {"return_dict_in_generate": False},
         )
-        return self.tokenizer.decode(output[0, len(ids) :], skip_special_tokens=True)
+        if cache is not None and beams > 1:
+            self.give_back(cache)
+        return [self._text(ids, options) for ids in output[:, longest:].tolist()]
 
-    def _checked(self, options: dict[str, Any], cached: bool) -> dict[str, Any]:
-        """Options for `model.generate`, checked together with the model's own generation config."""
+    def _text(self, ids: list[int], options: dict[str, Any]) -> str:
+        """The text of generated tokens, without those that fill up a text that ends before others."""
+        ends = self._option(options, "eos_token_id")
+        ends = {ends} if isinstance(ends, int) else set(ends or ())
+        stop = next((i + 1 for i, token in enumerate(ids) if token in ends), None)
+        while stop is None and ids and ids[-1] == self._option(options, "pad_token_id"):
+            ids = ids[:-1]
+        return self.tokenizer.decode(ids[:stop], skip_special_tokens=True)
+
+    def _option(self, options: dict[str, Any], name: str) -> Any:
+        return options.get(name, getattr(self.model.generation_config, name, None))
+
+    def _check(self, options: dict[str, Any], cached: bool, several: bool) -> None:
+        """Raise an error for options of `model.generate` that are not supported, or that its config sets."""
         if options.get("generation_config") is not None or options.get("return_dict_in_generate"):
             raise ValueError(
-                "the result is one text: leave out generation_config and return_dict_in_generate, and pass options by "
+                "the result is text: leave out generation_config and return_dict_in_generate, and pass options by "
                 "name, such as max_new_tokens=3"
             )
-        for name in SINGLE_SEQUENCE if cached else ("num_return_sequences",):
-            value, only = options.get(name, getattr(self.model.generation_config, name, None)), SINGLE_SEQUENCE[name]
-            if value not in (None, only):
-                raise ValueError(f"one text is generated from one context: pass {name}={only}, not {value!r:.40}")
-        # without use_cache the model would compute all tokens again, after those in the cache
-        return options | {"return_dict_in_generate": False} | ({"use_cache": True} if cached else {})
+        if given := [name for name in GIVEN if options.get(name) is not None]:
+            raise ValueError(f"leave out {', '.join(given)}: text, cache and mask are those of context and prompt")
+        for name in UNSUPPORTED if cached else ():
+            if (value := self._option(options, name)) is not None:
+                raise ValueError(f"a cached context does not support {name}: pass {name}=None, not {value!r:.40}")
+        stops = options.get("stop_strings") or options.get("stopping_criteria")
+        if several and stops and self._option(options, "eos_token_id") is None:
+            raise ValueError(
+                "several texts that end at stop_strings or stopping_criteria need eos_token_id, which fills up those "
+                "that end first: pass it, or ask one question at a time"
+            )

@@ -2,8 +2,11 @@
 """Questions about indexed documents, answered from cached chunks by one method or several."""
 
 import time
-from collections.abc import Callable, Mapping
-from typing import NamedTuple
+from bisect import bisect_right
+from collections.abc import Callable, Mapping, Sequence
+from itertools import accumulate
+from statistics import fmean, median
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Float, Int
@@ -13,11 +16,11 @@ from foveate.methods import InfoFlowKV
 from foveate.methods.baselines.kv_baselines import FullPrefill
 from foveate.methods.recompute_policy import RecomputePolicy, Spans
 from foveate.transformers.context import Context, Patched
-from foveate.transformers.documents import bm25_scores
 from foveate.transformers.index import ChunkIndex
+from foveate.transformers.retrieval import bm25, by_meaning, passage_of, retrieve, words_of
 from foveate.utils.device import Stopwatch, now
 
-__all__ = ["STEPS", "Answer", "Reply", "ask"]
+__all__ = ["STEPS", "Answer", "Reply", "Summary", "ask", "choose", "summarise"]
 
 STEPS = "load", "compose", "score", "recompute", "prompt", "decode"
 """Steps of an answer. The first token is there after all of them but the last.
@@ -61,6 +64,7 @@ class Reply(NamedTuple):
         answers: One answer for each method.
         scores: Attention that each row receives from the prompt before anything is recomputed, as `InfoFlowKV` scores
             rows by default.
+        right: Right answers, if they are known.
     """
 
     question: str
@@ -68,6 +72,31 @@ class Reply(NamedTuple):
     spans: Spans
     answers: list[Answer]
     scores: Float[Tensor, "context"]
+    right: tuple[str, ...] = ()
+
+    def is_right(self, answer: Answer) -> bool:
+        """Whether an answer contains one of the right answers, word for word."""
+        said = f" {' '.join(words_of(answer.text))} "
+        return any(f" {' '.join(words_of(right))} " in said for right in self.right)
+
+
+class Summary(NamedTuple):
+    """One method's answers to several questions.
+
+    Attributes:
+        method: Name of the method.
+        accuracy: Fraction of the questions with a known answer that are answered right. None if there are none.
+        divergence: Mean KL divergence of the next token from the full prefill, in nats. None if methods are not
+            compared.
+        first_token: Median of the seconds until the first token.
+        rows: Mean fraction of the rows that are recomputed.
+    """
+
+    method: str
+    accuracy: float | None
+    divergence: float | None
+    first_token: float
+    rows: float
 
 
 def ask(
@@ -76,6 +105,8 @@ def ask(
     methods: Mapping[str, RecomputePolicy],
     *,
     prompt: str,
+    passages: Any = None,
+    embed: str = "",
     top: int = 0,
     max_new_tokens: int = 64,
     advance: Callable[[], None] = lambda: None,
@@ -89,21 +120,28 @@ def ask(
         question: Question to ask.
         methods: Methods by name. `FullPrefill` is the model alone, without any cache.
         prompt: Text after the passages, with {question} in it.
-        top: Largest number of passages; 0 takes as many as fit. Those with the lowest BM25 scores are left out.
+        passages: What to read, in this order: a list of numbers of passages of the index, of texts, or of documents of
+            LangChain, LlamaIndex or Haystack; or what finds such a list for a question, a retriever of one of them or
+            a function. What the index does not have is added to it, and so is encoded only once. By default all
+            passages of the index that share a word with the question (BM25), in the order of the index; all, if none
+            does.
+        embed: Model of sentence-transformers that ranks the passages of the index instead of BM25.
+        top: Largest number of passages; 0 takes as many as fit. The last in `passages`, or the lowest in rank, are
+            left out.
         max_new_tokens: Largest number of tokens in an answer.
         advance: Called after each run.
 
     Raises:
-        ValueError: If the index has no passages, or not even one fits into the model's context.
+        ValueError: If there are no passages, one is not what it must be, or not even the first fits into the model's
+            context.
     """
-    if not index.passages:
-        raise ValueError("the index has no passages: add at least one")
     encoder, compared = index.encoder, len(methods) > 1
     watch = Stopwatch(encoder.device)
     tokens = encoder.tokens(prompt.replace("{question}", question)).tolist()
-    passages = _choose(index, question, len(encoder.prefix) + len(tokens) + max_new_tokens, top)
+    used = len(encoder.prefix) + len(tokens) + max_new_tokens
+    chosen = choose(index, question, used, passages=passages, embed=embed, top=top)
     with watch.step("load"):
-        chunks = index.load(passages)
+        chunks = index.load(chosen)
     if compared:
         encoder.compose(chunks)  # warms up
     with watch.step("compose"):
@@ -116,25 +154,71 @@ def ask(
         answers.append(_answer(context, tokens, name, method, watch.seconds, max_new_tokens, compared))
         advance()
     scores = context.score(tokens, InfoFlowKV().layers(len(context.keys)))
-    return Reply(question, passages, context.spans, answers, scores.cpu())
+    return Reply(question, chosen, context.spans, answers, scores.cpu())
 
 
-def _choose(index: ChunkIndex, question: str, used: int, top: int) -> list[int]:
-    """The passages with the highest BM25 scores, in order: as many as fit beside `used` tokens."""
-    limit = index.encoder.model.config.max_position_embeddings
-    scores = bm25_scores(question, [passage.text for passage in index.passages])
-    chosen: list[int] = []
-    for passage in sorted(range(len(scores)), key=lambda passage: -scores[passage])[: top or None]:
-        used += len(index.ids[passage])
-        if used > limit:
-            break
-        chosen.append(passage)
-    if not chosen:
-        raise ValueError(
-            f"{index.passages[passage].name} with prompt and answer takes {used} tokens, but the model takes at most "
-            f"{limit}: use smaller chunks, a shorter question, or fewer new tokens"
+def summarise(replies: Sequence[Reply]) -> list[Summary]:
+    """A summary of each method, over replies with the same methods."""
+    known = [reply for reply in replies if reply.right]
+    summaries: list[Summary] = []
+    for i, first in enumerate(replies[0].answers):
+        answers = [reply.answers[i] for reply in replies]
+        summaries.append(
+            Summary(
+                first.method,
+                fmean(reply.is_right(reply.answers[i]) for reply in known) if known else None,
+                None if first.divergence is None else fmean(answer.divergence for answer in answers),
+                median(answer.first_token for answer in answers),
+                fmean(len(reply.answers[i].rows) / reply.spans[-1][1] for reply in replies),
+            )
         )
-    return sorted(chosen)
+    return summaries
+
+
+def choose(
+    index: ChunkIndex, question: str, used: int, *, passages: Any = None, embed: str = "", top: int = 0
+) -> list[int]:
+    """Numbers of the passages to read for a question: as many as fit into the model's context beside `used` tokens.
+
+    See `ask` for the other arguments.
+    """
+    if passages is not None:
+        return _fitting(index, _given(index, question, passages)[: top or None], used)
+    return sorted(_fitting(index, _ranked(index, question, embed)[: top or None], used))
+
+
+def _ranked(index: ChunkIndex, question: str, embed: str) -> list[int]:
+    """Numbers of the passages of the index, best first."""
+    if not index.passages:
+        raise ValueError("the index has no passages: add at least one")
+    texts = tuple(passage.text for passage in index.passages)
+    return (by_meaning(texts, embed) if embed else bm25(texts))(question) or list(range(len(texts)))
+
+
+def _given(index: ChunkIndex, question: str, passages: Any) -> list[int]:
+    """Numbers of the passages that a caller names, or that a retriever finds."""
+    if isinstance(passages, str):
+        raise ValueError(f"pass a list of passages, not one text: [{passages[:20]!r}]")
+    if not isinstance(passages, Sequence):
+        passages = retrieve(passages, question)
+    if not passages:
+        raise ValueError("there are no passages to read: pass at least one")
+    numbers = [p.__index__() if hasattr(p, "__index__") else index.number(passage_of(p)) for p in passages]
+    if wrong := [number for number in numbers if not 0 <= number < len(index.passages)]:
+        raise ValueError(f"there is no passage {wrong[0]}: the index has {len(index.passages)}, numbered from 0")
+    return numbers
+
+
+def _fitting(index: ChunkIndex, passages: Sequence[int], used: int) -> list[int]:
+    """The first passages, as many as fit into the model's context beside `used` tokens."""
+    limit = index.encoder.model.config.max_position_embeddings
+    totals = [used + total for total in accumulate(len(index.ids[passage]) for passage in passages)]
+    if totals[0] > limit:
+        raise ValueError(
+            f"{index.passages[passages[0]].name} with prompt and answer takes {totals[0]} tokens, but the model takes "
+            f"at most {limit}: use smaller chunks, a shorter question, or fewer new tokens"
+        )
+    return list(passages[: bisect_right(totals, limit)])
 
 
 def _answer(
@@ -150,7 +234,7 @@ def _answer(
     if isinstance(method, FullPrefill):
         ids = torch.cat([context.ids, context.lm.tokens(prompt)])
         clock = _TokenClock(context.lm.device)
-        text = context.lm.generate(ids, max_new_tokens=max_new_tokens, streamer=clock)
+        (text,) = context.lm.generate([ids], max_new_tokens=max_new_tokens, streamer=clock)
         order, divergence = tuple(range(len(context.chunks))), 0.0 if compared else None
         return Answer(name, text, clock.seconds, torch.arange(len(context)), order, divergence)
     with context.patch(method, prompt) as patched:

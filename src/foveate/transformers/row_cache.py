@@ -1,7 +1,7 @@
 # pyright: basic, reportPrivateImportUsage=false
 """A key/value cache whose rows are overwritten in any order, with forward passes that are replayed as CUDA graphs."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from threading import Lock
 from typing import Any, NamedTuple
@@ -10,84 +10,99 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.nn.functional import pad
+from torch.nn.utils.rnn import pad_sequence
 from transformers.cache_utils import Cache
 
 from foveate.methods.recompute_policy import Norm
 from foveate.ops.rotary import copy_rows
 from foveate.transformers.attention import RowPass, StopForward
 
-__all__ = ["RowCache"]
+__all__ = ["SPARE_ROWS", "RowCache"]
 
 RECOMPUTE_ROWS = 8192
 """Rows of a forward pass: enough for full speed, few enough to bound memory."""
 GRAPH_ROWS = 4096
 """Most rows of a CUDA graph. Passes over more rows keep the GPU busy anyway."""
+SPARE_ROWS = 2
+"""Rows after the last one for tokens that pad a prompt and a graph."""
 _CAPTURING = Lock()
 
 
 class RowCache(Cache):
     """Keys and values of a batch of contexts, with room for more rows. Only one thread may use it at a time.
 
+    Contexts may differ in length. Tokens that pad a shorter one write to rows after its last, which no token of it
+    sees and the next token overwrites.
+
     Args:
         model: Model from `row_model`.
-        keys: Keys of the contexts. They are copied.
-        values: Values of the contexts. They are copied.
-        capacity: Number of rows to make room for.
-        graphs: Whether to replay passes as CUDA graphs. They need one row more than there are tokens.
+        shape: Layers, contexts, groups, rows that there is room for, and size of a key.
+        graphs: Whether to replay passes as CUDA graphs. They need two rows more than there are tokens.
 
     Attributes:
         keys: Keys, all rows.
         values: Values, all rows.
-        length: Number of rows in use. `append` and `model.generate` go on after them.
+        length: Number of rows in use, as `model.generate` counts them: tokens are padded at the left.
     """
 
     keys: Float[Tensor, "layers batch groups capacity dim"]
     values: Float[Tensor, "layers batch groups capacity dim"]
-    _held: dict[int, Float[Tensor, "batch prompt width"]]  # results of `repair` by the first row of the prompt
 
-    def __init__(self, model: Any, keys: Tensor, values: Tensor, capacity: int, graphs: bool = False) -> None:
+    def __init__(self, model: Any, shape: Sequence[int], graphs: bool = False) -> None:
         super().__init__(layers=[])
-        self.model, self._graphs, self._stream = model, graphs, _stream(keys)
-        self._allocate(keys, values, capacity)
-        self.fill(keys, values)
+        self.model, self._graphs = model, graphs
+        self.keys, self.values = (torch.zeros(*shape, dtype=model.dtype, device=model.device) for _ in range(2))
+        self._stream = _stream(self.keys)
+        self._replayed = _Replayed(self._forward) if graphs else None
 
     @property
     def capacity(self) -> int:
         """Number of rows that there is room for."""
         return self.keys.shape[3]
 
-    def fill(
-        self,
-        keys: Float[Tensor, "layers batch groups rows dim"],
-        values: Float[Tensor, "layers batch groups rows dim"],
-    ) -> "RowCache":
-        """Copy these rows, and clear the others: masked keys count as 0, but only if they are finite."""
-        self.length, self._held = keys.shape[3], {}
-        for mine, new in ((self.keys, keys), (self.values, values)):
-            for i in range(new.shape[1]):
-                copy_rows(mine[:, i, :, : self.length], new[:, i])
-            mine[..., self.length :, :] = 0
+    def fill(self, contexts: Iterable[tuple[Tensor, Tensor]]) -> "RowCache":
+        """Copy keys and values [layers, 1, groups, rows, dim] of each context.
+
+        The other rows become 0: masked keys count as 0, but only if they are finite.
+        """
+        lengths: list[int] = []
+        for i, context in enumerate(contexts):
+            lengths.append(context[0].shape[3])
+            for mine, new in zip((self.keys[:, i], self.values[:, i]), context, strict=True):
+                copy_rows(mine[:, :, : lengths[-1]], new[:, 0])
+                mine[:, :, lengths[-1] :] = 0
+        self._contexts = lengths
         return self
 
-    def fits(self, keys: Float[Tensor, "layers batch groups rows dim"], capacity: int) -> bool:
-        """Whether this is a cache for such keys, with this capacity, whose earlier work is done before new work."""
-        return (self.keys.shape[1], self.capacity, self._stream) == (keys.shape[1], capacity, _stream(keys))
+    def fits(self, batch: int, capacity: int) -> bool:
+        """Whether this is a cache for so many contexts and rows, whose earlier work is done before new work."""
+        return (self.keys.shape[1], self.capacity, self._stream) == (batch, capacity, _stream(self.keys))
 
-    def reserve(self, capacity: int) -> None:
-        """Make room for more rows."""
-        if capacity > self.capacity:
-            self._allocate(self.keys, self.values, capacity)
+    def reserve(self, rows: int) -> None:
+        """Make room for more rows after the longest prompt."""
+        more = max(self._ends) + rows + SPARE_ROWS - self.capacity
+        if more > 0:
+            self.keys, self.values = pad(self.keys, (0, 0, 0, more)), pad(self.values, (0, 0, 0, more))
+            self._replayed = _Replayed(self._forward) if self._graphs else None
 
-    def _allocate(self, keys: Tensor, values: Tensor, capacity: int) -> None:
-        more = 0, 0, 0, capacity - keys.shape[3]
-        self.keys, self.values = pad(keys, more), pad(values, more)
-        self._replayed = _Replayed(self._forward) if self._graphs else None
+    def repeated(self, other: "RowCache", times: int) -> "RowCache":
+        """This cache, filled with each context of another `times` times, one after another, and its prompt."""
+        for mine, theirs in ((self.keys, other.keys), (self.values, other.values)):
+            mine.unflatten(1, (-1, times))[..., : other.capacity, :] = theirs[:, :, None]
+        self._contexts, self._ends = ([n for n in ns for _ in range(times)] for ns in (other._contexts, other._ends))
+        self._prompted = other._prompted.repeat_interleave(times, 0)
+        self.rewind()
+        return self
 
     # --- passes ------------------------------------------------------------------------------------------------------
 
+    def encode(self, ids: Int[Tensor, "batch capacity"]) -> None:
+        """Compute all rows. In one pass this is causal attention, for which PyTorch has the faster kernels."""
+        self.overwrite(ids, self._from(0, ids.shape[1])[None], causal=ids.numel() <= RECOMPUTE_ROWS)
+
     @torch.no_grad()
     def overwrite(
-        self, ids: Int[Tensor, "batch tokens"], rows: Int[Tensor, "#batch tokens"], last: int | None = None
+        self, ids: Int[Tensor, "batch tokens"], rows: Int[Tensor, "#batch tokens"], **options: Any
     ) -> Float[Tensor, "batch tokens width"]:
         """The final hidden states of tokens that run through the model, each over the rows up to its own.
 
@@ -96,60 +111,85 @@ class RowCache(Cache):
         Args:
             ids: Token ids.
             rows: Row of each token, ascending, which is also its position.
-            last: Last layer whose rows are overwritten; the result is then empty. None runs all layers.
+            **options: Fields of `RowPass`: with `last`, the result is empty.
         """
-        parts = zip(ids.split(RECOMPUTE_ROWS, 1), rows.split(RECOMPUTE_ROWS, 1), strict=True)
-        return torch.cat([self._run(*part, part[1], last=last) for part in parts], 1)
+        most = max(1, RECOMPUTE_ROWS // len(ids))
+        parts = zip(ids.split(most, 1), rows.split(most, 1), strict=True)
+        return torch.cat([self._run(*part, part[1], **options) for part in parts], 1)
 
     @torch.no_grad()
     def received(
-        self,
-        prompts: Int[Tensor, "batch prompt"],
-        start: int,
-        layers: tuple[int, ...],
-        norm: Norm,
-    ) -> Float[Tensor, "batch rows"]:
+        self, prompts: Sequence[Int[Tensor, "_"]], starts: Sequence[int], layers: tuple[int, ...], norm: Norm
+    ) -> Float[Tensor, "batch capacity"]:
         """The attention that each row receives from prompts after them, averaged over these layers.
 
         Args:
             prompts: Token ids of a prompt for each context. They overwrite rows that are not in use.
-            start: Position of the first token of a prompt.
+            starts: Position of the first token of each prompt.
             layers: Layers.
             norm: Norm over the tokens of the prompt.
         """
-        rows = self._next(prompts.shape[1])
-        scores = self._run(prompts, rows, rows - self.length + start, last=max(layers), scoring=layers, norm=norm)
-        return scores[:, : self.length]
+        rows, ends = self._after(prompts)
+        positions = [at + start - rows for at, start, rows in zip(rows, starts, self._contexts, strict=True)]
+        ids, at, counted = _padded(prompts, rows, ends)
+        shifted = _padded(prompts, positions, ends)[1]
+        return self._run(ids, at, shifted, counted, last=max(layers), scoring=layers, norm=norm)
 
-    def repair(self, ids: Int[Tensor, "batch rows"], rows: Int[Tensor, "batch chosen"], prompts: Tensor) -> None:
+    @torch.no_grad()
+    def repair(
+        self,
+        ids: Sequence[Int[Tensor, "_"]],
+        rows: Sequence[Int[Tensor, "_"]],
+        prompts: Sequence[Int[Tensor, "_"]],
+    ) -> None:
         """Recompute some rows, and in the same pass the prompts after them, for which `append` then has the result.
 
         Args:
-            ids: Token ids of all rows in use.
-            rows: Rows to recompute, ascending.
+            ids: Token ids of each context.
+            rows: Rows of each context to recompute, ascending.
             prompts: Token ids of a prompt for each context.
         """
-        after = self._next(prompts.shape[1])
-        if rows.shape[1]:
-            prompts = torch.cat([ids.gather(1, rows), prompts], 1)
-            after = torch.cat([rows, after.expand(len(rows), -1)], 1)
-        self._held[self.length] = self.overwrite(prompts, after)[:, rows.shape[1] :]
+        after, self._ends = self._after(prompts)
+        texts = [torch.cat([context[some], prompt]) for context, some, prompt in zip(ids, rows, prompts, strict=True)]
+        places = [torch.cat(pair) for pair in zip(rows, after, strict=True)]
+        padded, at, _ = _padded(texts, places, self._ends)
+        hidden, longest = self.overwrite(padded, at), max(map(len, prompts))
+        ends = [(part[: len(text)][-len(prompt) :]) for part, text, prompt in zip(hidden, texts, prompts, strict=True)]
+        self._prompted = torch.stack([pad(end, (0, 0, longest - len(end), 0)) for end in ends])
+        self.rewind()
+
+    def rewind(self) -> None:
+        """Go back to before the prompts."""
+        self._lengths: Tensor | None = None
+        self.length = max(self._ends) - self._prompted.shape[1]
 
     def append(self, ids: Int[Tensor, "batch tokens"]) -> Float[Tensor, "batch tokens width"]:
-        """The final hidden states of tokens that run through the model as the next rows."""
-        hidden = self._held.get(self.length)
-        if hidden is None or hidden.shape[:2] != ids.shape:
-            hidden = self.overwrite(ids, self._next(ids.shape[1]))
+        """The final hidden states of tokens that run through the model as the next rows.
+
+        The first tokens after `rewind` are the prompts, padded at the left.
+        """
         self.length += ids.shape[1]
-        return hidden
+        if self._lengths is None:
+            self._lengths = torch.cat([self._from(end, 1) for end in self._ends])[:, None]
+            return self._prompted
+        rows = self._lengths + self._from(0, ids.shape[1])
+        self._lengths = self._lengths + ids.shape[1]
+        return self.overwrite(ids, rows)
 
-    def _next(self, tokens: int) -> Int[Tensor, "1 tokens"]:
-        return torch.arange(self.length, self.length + tokens, device=self.keys.device)[None]
+    def _from(self, row: int, count: int) -> Int[Tensor, "count"]:
+        return torch.arange(row, row + count, device=self.keys.device)  # from numbers, without waiting for the device
 
-    def _run(self, ids: Tensor, rows: Tensor, positions: Tensor, **options: Any) -> Tensor:
+    def _after(self, prompts: Sequence[Tensor]) -> tuple[list[Tensor], list[int]]:
+        """The row of each token of prompts after the contexts, and the row after each prompt."""
+        pairs = list(zip(self._contexts, map(len, prompts), strict=True))
+        return [self._from(*pair) for pair in pairs], [sum(pair) for pair in pairs]
+
+    def _run(
+        self, ids: Tensor, rows: Tensor, positions: Tensor, counted: Tensor | None = None, **options: Any
+    ) -> Tensor:
         tokens = ids.shape[1]
-        counted = torch.ones(tokens, dtype=torch.bool, device=ids.device)
-        if self._replayed is None or tokens > GRAPH_ROWS:
+        counted = torch.ones_like(rows, dtype=torch.bool) if counted is None else counted
+        if self._replayed is None or ids.numel() > GRAPH_ROWS:
             return self._forward(ids, rows, positions, counted, **options)
         # tokens that fill up a graph go to the row after the last one, which no other token sees
         more = -tokens % (1 if tokens == 1 else 16 if tokens <= 256 else 64)
@@ -162,7 +202,7 @@ class RowCache(Cache):
         ids: Int[Tensor, "batch tokens"],
         rows: Int[Tensor, "#batch tokens"],
         positions: Int[Tensor, "#batch tokens"],
-        counted: Bool[Tensor, "tokens"],
+        counted: Bool[Tensor, "#batch tokens"],
         **options: Any,
     ) -> Tensor:
         # a copy, because attention keeps what it computes for a tensor of rows, and graphs change their inputs
@@ -187,8 +227,26 @@ class RowCache(Cache):
         return self.keys[layer_idx], self.values[layer_idx]
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Number of rows in use."""
+        """Number of tokens that `model.generate` has passed, padded ones included."""
         return self.length
+
+    def reorder_cache(self, beam_idx: Int[Tensor, "batch"]) -> None:
+        """Put beams of each prompt into this order: the rows after the prompts."""
+        added = self.length - max(self._ends)
+        for states in (self.keys, self.values):
+            rows = states[..., min(self._ends) : max(self._ends) + added, :]
+            rows.copy_(rows[:, beam_idx])
+
+
+def _padded(
+    texts: Sequence[Tensor], rows: Sequence[Tensor], ends: Sequence[int]
+) -> tuple[Int[Tensor, "batch tokens"], Int[Tensor, "batch tokens"], Bool[Tensor, "batch tokens"]]:
+    """Texts of one length, the rows of their tokens, those that pad them at `ends`, and which tokens do not."""
+    longest = max(map(len, texts))
+    padded = [pad(at, (0, longest - len(at)), value=end) for at, end in zip(rows, ends, strict=True)]
+    every = torch.arange(longest, device=rows[0].device)
+    counted = torch.stack([every < len(text) for text in texts])
+    return pad_sequence(list(texts), batch_first=True), torch.stack(padded), counted
 
 
 def _stream(tensor: Tensor) -> Any:

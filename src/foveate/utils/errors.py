@@ -1,32 +1,51 @@
 """Errors that a user can fix, as one line of text."""
 
+from collections.abc import Generator
+from contextlib import contextmanager
+
 import torch
 
-__all__ = ["remedy"]
+__all__ = ["noting", "remedy"]
 
 EXTRAS = {
     "diffusers": "diffusers",
     "transformers": "transformers",
     "tokenizers": "transformers",
+    "bm25s": "transformers",
     "accelerate": "diffusers,train",
     "peft": "diffusers,train",
     "imageio_ffmpeg": "diffusers,video",
     "gradio": "ui",
     "ray": "diffusers,serve",
     "fastapi": "transformers,serve",
+    "sentence_transformers": "sentence-transformers",
 }
 """Extras of foveate that install optional packages, by package."""
+
+
+@contextmanager
+def noting(what: str) -> Generator[None]:
+    """Context that adds to its errors, as a note, what was being done."""
+    try:
+        yield
+    except Exception as error:
+        error.add_note(what)
+        raise
 
 
 def remedy(error: Exception) -> str:
     """What is wrong and what helps, in one line; empty for errors that are not the user's to fix."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError) or _allocation_failed(error):
         return "out of memory: use a smaller --size (or --top), --dtype bfloat16, or a device with more memory"
+    if isinstance(error, AssertionError) and "Cannot shard tensor" in str(error):  # of diffusers' context parallelism
+        return "the text has fewer tokens than there are processes: use fewer, or --split prompts, or a longer text"
     if not isinstance(error, ValueError | ImportError | OSError):
         return ""
     package = (error.name or "").split(".")[0] if isinstance(error, ModuleNotFoundError) else ""
     if package in EXTRAS:
         return f"this needs {package}: pip install 'foveate[{EXTRAS[package]}]'"
+    if isinstance(error, OSError) and error.filename and error.strerror:
+        return f"{error.filename}: {error.strerror}"
     return (str(error).strip() or "something failed without a message").splitlines()[0]
 
 

@@ -30,9 +30,10 @@ from foveate.ops.block_table import BlockTable
 from foveate.utils.device import now, versions
 from foveate.utils.files import slug, write_picture, write_whole
 from foveate.utils.progress import Track, silent
-from foveate.web.report import Comparison, Objects, Variant, comparison_page, detail_ssim, psnr, ssim
+from foveate.utils.similarity import detail_ssim, psnr, ssim
+from foveate.web.report import Comparison, Objects, Variant, comparison_page
 
-__all__ = ["compare", "draw_variant", "showcase"]
+__all__ = ["compare", "comparison", "draw_variant", "showcase"]
 
 PAGE = "index.html"
 
@@ -55,18 +56,28 @@ def showcase(distilled: Distilled | None = None, start_percent: float = 0.0) -> 
 
 
 def compare(
+    pipeline: Any, request: Request, methods: Sequence[MethodLike], out: Path, *, settings: dict[str, str], **more: Any
+) -> Path:
+    """Path of the page that `comparison` writes; arguments as there."""
+    comparison(pipeline, request, methods, out, settings=settings, **more)
+    return out / PAGE
+
+
+def comparison(
     pipeline: Any,
     request: Request,
     methods: Sequence[MethodLike],
     out: Path,
     *,
-    settings: dict[str, str],
+    settings: dict[str, str] | None = None,
     notice: str = "",
     judge: Callable[[Image.Image], Objects] | None = None,
     rounds: int = 3,
     track: Track = silent,
-) -> Path:
-    """Draw a prompt dense and with each method, time the denoiser, and write the page. Returns its path.
+) -> Comparison:
+    """A prompt drawn dense and with each method, with times of the denoiser, also as a page in `out`.
+
+    In a notebook it shows itself as a row of pictures.
 
     Pictures and page are written as soon as a picture is drawn. A picture of the same settings that is already in the
     folder is not drawn again; those of other settings that an older page was made of are removed. A video is written
@@ -84,7 +95,8 @@ def compare(
         track: Shows progress.
     """
     methods, refused = _supported(pipeline, methods)
-    machine = versions()
+    settings = settings or {}
+    machine, shown = versions(), list[Comparison]()
     made = {"request": repr(request), "weights": fingerprint(denoiser(pipeline)), "foveate": machine["commit"]}
     files = _files(methods, {**settings, **made})
     _remove_others(out, files)
@@ -93,10 +105,9 @@ def compare(
     notices, waiting = [*filter(None, [notice]), *refused], ["dense", *(method.title for method in methods)]
 
     def write(*, running: bool) -> None:
-        comparison = Comparison(
-            request.prompt, variants, settings, machine, " ".join(notices), _about_times(methods), waiting, running
-        )
-        write_whole(page, comparison_page(comparison).encode())
+        told = " ".join(notices), _about_times(methods), waiting, running
+        shown[:] = [Comparison(request.prompt, variants, settings, machine, *told)]
+        write_whole(page, comparison_page(*shown).encode())
 
     try:
         step = record_step(pipeline, request)
@@ -127,7 +138,7 @@ def compare(
     finally:
         if variants:
             write(running=False)
-    return page
+    return shown[0]
 
 
 def _files(methods: Sequence[MethodLike], settings: dict[str, str]) -> dict[str, dict[str, str]]:

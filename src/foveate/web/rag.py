@@ -1,15 +1,15 @@
 # pyright: basic
 """The HTML page of `foveate rag`: questions, answers, times, and which tokens were recomputed."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from foveate.transformers.index import ChunkIndex
-from foveate.transformers.rag import STEPS, Reply
+from foveate.transformers.rag import STEPS, Reply, Summary, summarise
 from foveate.utils.device import versions
-from foveate.web.report import render
+from foveate.web.report import duration, render
 
-__all__ = ["reply_page"]
+__all__ = ["reply_page", "summary_cells"]
 
 SHADES = 10
 
@@ -37,14 +37,29 @@ class Word(NamedTuple):
 def reply_page(index: ChunkIndex, replies: Sequence[Reply], settings: dict[str, str]) -> str:
     """One self-contained HTML page of questions, answers and recomputed tokens, without scripts or network access."""
     shown = [(reply, _words(index, reply)) for reply in replies]
-    return render("rag.html.j2", replies=shown, steps=STEPS, settings=settings, versions=versions())
+    summary = summary_cells(replies)
+    return render("rag.html.j2", replies=shown, summary=summary, steps=STEPS, settings=settings, versions=versions())
 
 
-def _words(index: ChunkIndex, reply: Reply) -> dict[str, list[Word]]:
-    """The tokens of the prefix and of each passage, by name."""
+def summary_cells(replies: Sequence[Reply]) -> list[list[str]]:
+    """The cells of a table over all questions: names of its columns, then a row for each method."""
+    columns: dict[str, Callable[[Summary], str]] = {
+        "method": lambda of: of.method,
+        "right": lambda of: "" if of.accuracy is None else f"{100 * of.accuracy:.1f} %",
+        "KL": lambda of: "" if of.divergence is None else f"{of.divergence:.2g}",
+        "rows": lambda of: f"{100 * of.rows:.0f} %",
+        "first token": lambda of: duration(of.first_token),
+    }
+    summaries = summarise(replies)
+    shown = {name: cells for name, cell in columns.items() if any(cells := [cell(of) for of in summaries])}
+    return [list(shown), *map(list, zip(*shown.values(), strict=True))]
+
+
+def _words(index: ChunkIndex, reply: Reply) -> list[tuple[str, list[Word]]]:
+    """The tokens of the prefix and of each passage, after its name."""
     prefix = [index.encoder.tokenizer.decode([token]) for token in index.encoder.prefix.tolist()]
-    texts = {"prefix": prefix} if prefix else {}
-    texts |= {index.passages[passage].name: index.words(passage) for passage in reply.passages}
+    texts = [("prefix", prefix)] if prefix else []
+    texts += [(index.passages[passage].name, index.words(passage)) for passage in reply.passages]
     recomputed, scores = set(reply.answers[0].rows.tolist()), reply.scores.tolist()
     # the first passage holds tokens that draw attention in any text: relative to them all others would look pale
     peak = max(scores[reply.spans[0][1] :] or scores) or 1.0
@@ -55,4 +70,4 @@ def _words(index: ChunkIndex, reply: Reply) -> dict[str, list[Word]]:
         shade = min(SHADES - 1, int(SHADES * (scores[row] / peak) ** 0.5))
         return Word(row, text.removesuffix(body), body, scores[row], shade, row in recomputed)
 
-    return {name: [word(text) for text in words] for name, words in texts.items()}
+    return [(name, [word(text) for text in words]) for name, words in texts]

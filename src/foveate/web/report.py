@@ -3,6 +3,7 @@
 import base64
 import io
 from collections.abc import Sequence
+from html import escape
 from math import inf
 from statistics import median
 from textwrap import fill
@@ -22,7 +23,6 @@ from torch import Tensor
 
 from foveate.ops.block_table import BlockTable
 from foveate.ops.example_blocks import Report
-from foveate.utils.similarity import detail_ssim, psnr, ssim
 
 __all__ = [
     "Comparison",
@@ -30,7 +30,6 @@ __all__ = [
     "Speed",
     "Variant",
     "comparison_page",
-    "detail_ssim",
     "draw_attention",
     "draw_coverage",
     "draw_losses",
@@ -40,10 +39,9 @@ __all__ = [
     "draw_tiles",
     "draw_times",
     "duration",
+    "enlarged",
     "figure_png",
-    "psnr",
     "render",
-    "ssim",
     "step_speed",
     "strip",
     "verdict",
@@ -118,7 +116,7 @@ class Variant(NamedTuple):
 
 
 class Comparison(NamedTuple):
-    """Variants of one picture, for `comparison_page`.
+    """Variants of one picture, for `comparison_page`; in a notebook a row of pictures.
 
     Attributes:
         prompt: The prompt.
@@ -139,6 +137,15 @@ class Comparison(NamedTuple):
     about_times: Sequence[str] = ()
     waiting: Sequence[str] = ()
     running: bool = False
+
+    def _repr_html_(self) -> str:
+        cells = [
+            f'<td style="text-align: left; vertical-align: top"><img src="{_data_uri(variant.image)}" width="200" '
+            f'alt=""><br><b>{escape(variant.label)}</b>'
+            f"<br>{escape(verdict(variant, self.variants[0]) or 'the model as it is')}"
+            for variant in self.variants
+        ]
+        return f"<p>{escape(self.prompt)}</p><table><tr>{''.join(cells)}</table>"
 
 
 class Speed(NamedTuple):
@@ -207,7 +214,7 @@ def draw_tiles(
         tile_map: Tile of each token, -1 in the central region.
         picked: Raster indices of the tokens to mark with a dot.
     """
-    picture = _enlarged(image)
+    picture = enlarged(image)
     height, width = tile_map.shape
     rows = np.arange(picture.height) * height // picture.height
     columns = np.arange(picture.width) * width // picture.width
@@ -233,7 +240,7 @@ def draw_attention(image: Image.Image, weights: Float[Tensor, "rows columns"], t
         weights: Attention weight of each image token.
         token: (row, column) of the token that attends.
     """
-    picture = _enlarged(image)
+    picture = enlarged(image)
     grey = ImageEnhance.Brightness(picture.convert("L").convert("RGB")).enhance(0.5)
     light = (weights.cpu() / weights.max().cpu().clamp(min=1e-12)).sqrt().mul(230).byte().numpy()
     mask = Image.fromarray(light).resize(picture.size, Image.Resampling.NEAREST)
@@ -272,14 +279,7 @@ def draw_table(table: BlockTable, limit: int = 512) -> Image.Image:
 
 def strip(pictures: Sequence[Image.Image]) -> Image.Image:
     """The pictures side by side in one."""
-    if len(pictures) == 1:
-        return pictures[0]
-    whole = Image.new("RGB", (sum(picture.width for picture in pictures), pictures[0].height))
-    left = 0
-    for picture in pictures:
-        whole.paste(picture, (left, 0))
-        left += picture.width
-    return whole
+    return pictures[0] if len(pictures) == 1 else Image.fromarray(np.hstack([np.asarray(one) for one in pictures]))
 
 
 def draw_sheet(rows: dict[str, list[Image.Image]], captions: list[str]) -> Figure:
@@ -324,9 +324,9 @@ def draw_coverage(reports: dict[str, list[Report]]) -> Figure:
     return figure
 
 
-def _enlarged(image: Image.Image) -> Image.Image:
-    """The picture in RGB, enlarged by a whole factor to 384 pixels or more."""
-    grow = max(1, -(-384 // image.width))
+def enlarged(image: Image.Image, width: int = 384) -> Image.Image:
+    """The picture in RGB, enlarged by a whole factor to `width` pixels or more."""
+    grow = max(1, -(-width // image.width))
     return image.convert("RGB").resize((image.width * grow, image.height * grow), Image.Resampling.NEAREST)
 
 

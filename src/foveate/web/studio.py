@@ -28,9 +28,10 @@ from foveate.transformers.rag import Reply, ask
 from foveate.utils.device import now
 from foveate.utils.files import slug, write_picture
 from foveate.utils.progress import Track, silent
+from foveate.utils.similarity import psnr, ssim
 from foveate.web.compare import draw_variant
 from foveate.web.rag import reply_page
-from foveate.web.report import Variant, draw_attention, draw_tiles, duration, psnr, ssim
+from foveate.web.report import Variant, draw_attention, draw_tiles, duration
 
 __all__ = [
     "Cancelled",

@@ -13,6 +13,7 @@ import gradio as gr
 from foveate.methods import METHODS, RECOMPUTE_POLICIES
 from foveate.utils.errors import remedy
 from foveate.utils.progress import Track
+from foveate.web.report import enlarged
 from foveate.web.studio import Cancelled, Entry, Form, Question, Studio, Tab, option_help, recommended, scores
 
 __all__ = ["build", "serve"]
@@ -27,6 +28,8 @@ AS_TAB: dict[str, Any] = {"js": f"(_, ...others) => [{NAME}, ...others]"}
 """How events that have several inputs get the name of the tab as the first one."""
 AS_TAB_ALONE: dict[str, Any] = {"js": f"() => {NAME}"}
 """How events get it as their only input."""
+AT_A_TIME: dict[str, Any] = {"concurrency_limit": 1, "concurrency_id": "model"}
+"""How events run one after the other."""
 NAMES = """<script>
 new MutationObserver(() => {
     document.querySelector("#tiles button")?.setAttribute("aria-label", "Choose a token");
@@ -203,22 +206,15 @@ def _pictures(page: gr.Blocks, studio: Studio, key: gr.Textbox, model: str, lora
         first, second = tab.entry(left), tab.entry(right)
         choices = [(entry.title, entry.number) for entry in tab.history]
         if first is None or second is None:
-            return (
-                gr.update(choices=[], value=None),
-                gr.update(choices=[], value=None),
-                None,
-                "Nothing is drawn yet.",
-                [],
-                None,
-                None,
-            )
+            none = gr.update(choices=[], value=None)
+            return none, none, None, "Nothing is drawn yet.", [], None, None
         names = [(str(entry.path), entry.title) for entry in tab.history]
         same = first.image.size == second.image.size
         pair = (first.image, second.image if same else second.image.resize(first.image.size))
         return (
             gr.update(choices=choices, value=first.number),
             gr.update(choices=choices, value=second.number),
-            tuple(map(_large, pair)),
+            tuple(enlarged(picture, 512) for picture in pair),
             _table(first, second),
             names,
             [*dict.fromkeys((str(first.path), str(second.path)))],
@@ -236,10 +232,6 @@ def _pictures(page: gr.Blocks, studio: Studio, key: gr.Textbox, model: str, lora
         except Exception as error:
             last = drawn[-1].number if drawn else None
             yield (_say(_explain(error), "wrong"), *show(tab, drawn[0].number if drawn else None, last))
-
-    def stop(key: str) -> str:
-        studio.tabs[key].cancelled.set()
-        return _say("Cancelled. What was finished is in the history.")
 
     def restore(key: str, *values: Any) -> tuple[Any, ...]:
         tab = studio.tabs[key]
@@ -264,7 +256,7 @@ def _pictures(page: gr.Blocks, studio: Studio, key: gr.Textbox, model: str, lora
             return f"Attention of token {token[0]}, {token[1]} in {studio.layers(second)[int(layer or 0)]}."
 
         told = _trying(light)
-        return told, tuple(map(_large, pictures)) if len(pictures) == 2 else None
+        return told, tuple(enlarged(picture, 512) for picture in pictures) or None
 
     def click(key: str, left: int, right: int, layer: int, event: gr.SelectData) -> tuple[Any, ...]:
         entry = studio.tabs[key].entry(right)
@@ -275,34 +267,22 @@ def _pictures(page: gr.Blocks, studio: Studio, key: gr.Textbox, model: str, lora
         row, column = studio.token_at(entry, x / width, y / height)
         return (*attend(key, left, right, layer, row, column), row, column)
 
-    one = {"concurrency_limit": 1, "concurrency_id": "model"}
     changes = [field.change for field in fields]  # one event, so that what is said is of the last change
     gr.on(changes, check, fields, said, show_progress="hidden", queue=False, trigger_mode="always_last")
     method.input(lambda name: (recommended(name), _meaning(name)), method, [options, meaning], queue=False)
-    running = gr.on(
-        [draw.click, prompt.submit, options.submit],
-        lambda key: studio.tabs[key].cancelled.clear(),
-        key,
-        None,
-        queue=False,
-        **AS_TAB_ALONE,
-    ).then(begin, [key, *fields], [said, *shown], show_progress_on=slider, **one, **AS_TAB)
-    cancel.click(stop, key, said, cancels=running, queue=False, **AS_TAB_ALONE)
+    starts = [draw.click, prompt.submit, options.submit]
+    _long(
+        studio, key, starts, cancel, begin, fields, [said, *shown], "What was finished is in the history.", on=slider
+    )
     gr.on([left.input, right.input], again, [key, left, right], shown, queue=False, show_progress="hidden", **AS_TAB)
     line.input(
         lambda place: gr.update(slider_position=place), line, slider, queue=False, show_progress="hidden",
         trigger_mode="always_last",
     )  # fmt: skip
     gallery.select(pick, [key, left], shown, queue=False, show_progress="hidden", **AS_TAB)
-    look.click(attend, [key, left, right, layer, row, column], [said, lit], **one, **AS_TAB)
-    tiles.select(click, [key, left, right, layer], [said, lit, row, column], **one, **AS_TAB)
+    look.click(attend, [key, left, right, layer, row, column], [said, lit], **AT_A_TIME, **AS_TAB)
+    tiles.select(click, [key, left, right, layer], [said, lit, row, column], **AT_A_TIME, **AS_TAB)
     page.load(restore, [key, *fields], [said, *shown], queue=False, **AS_TAB)
-
-
-def _large(image: Any) -> Any:
-    """The picture, enlarged by a whole factor if it is small."""
-    grow = max(1, -(-512 // image.width))
-    return image.resize((image.width * grow, image.height * grow), 0)
 
 
 def _table(left: Entry, right: Entry) -> str:
@@ -360,21 +340,9 @@ def _documents(studio: Studio, key: gr.Textbox, documents: Path, questions: Sequ
 
         return _trying(reply), _framed(pages[0]) if pages else gr.skip()
 
-    def stop(key: str) -> str:
-        studio.tabs[key].cancelled.set()
-        return _say("Cancelled. Passages that were encoded are kept.")
-
     fields = [folder, question, model, method, recompute, compare]
-    one = {"concurrency_limit": 1, "concurrency_id": "model"}
-    running = gr.on(
-        [ask.click, question.submit],
-        lambda key: studio.tabs[key].cancelled.clear(),
-        key,
-        None,
-        queue=False,
-        **AS_TAB_ALONE,
-    ).then(begin, [key, *fields], [said, page], show_progress_on=page, **one, **AS_TAB)
-    cancel.click(stop, key, said, cancels=running, queue=False, **AS_TAB_ALONE)
+    starts = [ask.click, question.submit]
+    _long(studio, key, starts, cancel, begin, fields, [said, page], "Passages that were encoded are kept.", on=page)
 
 
 def _framed(page: str) -> str:
@@ -382,7 +350,26 @@ def _framed(page: str) -> str:
     return f'<iframe class="answer" title="Recomputed tokens" sandbox="" srcdoc="{escape(page)}"></iframe>'
 
 
-# --- messages --------------------------------------------------------------------------------------------------------
+# --- events and messages ---------------------------------------------------------------------------------------------
+
+
+def _long(
+    studio: Studio, key: gr.Textbox, starts: list[Any], cancel: gr.Button, begin: Callable[..., Any],
+    fields: list[Any], outputs: list[Any], kept: str, *, on: Any,
+) -> None:  # fmt: skip
+    """Let `starts` begin long work with a progress bar `on` a component, and a button cancel it.
+
+    The first of the outputs is the message.
+    """
+
+    def stop(key: str) -> str:
+        studio.tabs[key].cancelled.set()
+        return _say(f"Cancelled. {kept}")
+
+    running = gr.on(
+        starts, lambda key: studio.tabs[key].cancelled.clear(), key, None, queue=False, **AS_TAB_ALONE
+    ).then(begin, [key, *fields], outputs, show_progress_on=on, **AT_A_TIME, **AS_TAB)
+    cancel.click(stop, key, outputs[0], cancels=running, queue=False, **AS_TAB_ALONE)
 
 
 def _bar(progress: Any) -> Track:

@@ -9,7 +9,7 @@ from lab.bench import context, examples
 from lab.bench.context import Settings, bench_context, first_token, table_of
 from typer.testing import CliRunner
 
-from foveate.transformers.row_cache import RowCache
+from foveate.bench import context as library
 
 CPU = torch.device("cpu")
 SETTINGS = Settings("small", CPU, torch.float32, chunk=40, prompt=6, recompute=0.25, rounds=1)
@@ -19,9 +19,8 @@ EXAMPLES = examples.Settings(CPU, picks=12, blocks=3, dim=8, rounds=1)
 @pytest.fixture(autouse=True)
 def _small(monkeypatch):
     shape = {"hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
-    monkeypatch.setitem(context.MODELS, "small", context.SMALL | shape)
-    monkeypatch.setattr(context, "SMALL", context.MODELS["small"] | {"initializer_range": 0.4})
-    monkeypatch.setattr(context, "CHECKED", (30, 30, 31))
+    monkeypatch.setitem(library.MODELS, "small", library.SMALL | shape | {"initializer_range": 0.4})
+    monkeypatch.setattr(library, "CHECKED", (30, 30, 31))
     monkeypatch.setattr(examples, "CHECKED", 60)
 
 
@@ -50,22 +49,12 @@ def test_every_variant_is_timed_in_its_stages(result):
 
 
 def test_a_variant_gives_the_answer_of_the_context_it_patches():
-    work = context.Work.of(context._encoder(context.SMALL, SETTINGS), [30, 30], 6)
+    work = context.Work.of(library.find_encoder("small", CPU, torch.float32), [30, 30], 6)
     (variant,) = (variant for variant in context.variants(SETTINGS) if variant.name == "InfoFlow 25%")
     logits, rows = first_token(variant, work)
-    with work.encoder.compose(work.chunks).patch(variant.method, work.prompt) as patched:
+    with work.encoder.compose(work.chunks).patch(variant.method, work.prompt.tolist()) as patched:
         assert len(patched.rows) == rows
         torch.testing.assert_close(logits, patched.logits(last=1))
-
-
-def test_a_wrong_context_is_not_timed(monkeypatch):
-    def prompt_only(cache, ids, rows, prompts):
-        cache.append(prompts)
-        cache.length -= prompts.shape[1]
-
-    monkeypatch.setattr(RowCache, "repair", prompt_only)
-    with pytest.raises(ValueError, match="is not the full prefill of a small model"):
-        next(bench_context([120], SETTINGS))
 
 
 def test_selections_of_examples_are_checked_and_timed():

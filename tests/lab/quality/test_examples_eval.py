@@ -135,7 +135,7 @@ def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path, monkeypatch):
     whole = trained_learner(TINY, tmp_path / "whole", "cpu", silent)
     with pytest.raises(Stop):
         trained_learner(TINY, tmp_path / "broken", "cpu", track)
-    assert (tmp_path / "broken" / "000000002.pt").exists()
+    assert (tmp_path / "broken" / "000000002").exists()
     resumed = trained_learner(TINY, tmp_path / "broken", "cpu", silent)
     for name, weight in whole.state_dict().items():
         assert torch.equal(resumed.state_dict()[name], weight)

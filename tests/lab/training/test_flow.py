@@ -9,7 +9,7 @@ import pytest
 import torch
 from lab.training import flow
 from lab.training.flow import FlowTraining
-from lab.training.painter import Latents, Painter, flow_loss
+from lab.training.painter import Latents, Painter, flow_loss, noise_levels
 from lab.training.stages import Batches, Stage
 from PIL import Image
 from torch import nn
@@ -119,7 +119,8 @@ def test_the_loss_of_the_true_velocity_is_zero_and_noise_levels_follow_the_size(
             return (noisy - clean) / sigma[:, None, None]
 
     assert flow_loss(Oracle(), latents, batch, torch.Generator().manual_seed(0)) < 1e-6
-    levels = [latents.noise_levels(4000, tokens, torch.Generator().manual_seed(0)) for tokens in (1024, 4096, 16384)]
+    shifts = [latents.shift(torch.empty(1, tokens, 0)) for tokens in (1024, 4096, 16384)]
+    levels = [noise_levels(4000, shift, torch.Generator().manual_seed(0)) for shift in shifts]
     medians = [level.median().item() for level in levels]
     assert medians == pytest.approx([torch.tensor(mu).sigmoid().item() for mu in (0.5, 0.8, 2.0)], abs=0.02)
 

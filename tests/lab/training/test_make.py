@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from diffusers import FluxPipeline
-from lab.training import flow, make, vae
+from lab.training import flow, make
 from lab.training.stages import Stage
 from PIL import Image
 
@@ -28,8 +28,7 @@ def tiny(monkeypatch):
     monkeypatch.setattr(make, "VAE_STEPS", 200)
     monkeypatch.setattr(make, "untrained_pipeline", functools.partial(untrained_pipeline, **TINY))
     monkeypatch.setattr(make, "train_recogniser", functools.partial(make.train_recogniser, batch=2))
-    monkeypatch.setattr(make, "train_vae", functools.partial(make.train_vae, pixels=2 * 16**2))
-    monkeypatch.setattr(vae, "SIDES", (16,))
+    monkeypatch.setattr(make, "train_vae", functools.partial(make.train_vae, pixels=2 * 16**2, sides=(16,)))
     monkeypatch.setattr(flow, "WORKERS", 0)
     monkeypatch.setattr(flow, "sample_grid", lambda *_: Image.new("RGB", (2, 2)))
 

@@ -1,5 +1,5 @@
 # pyright: basic, reportAttributeAccessIssue=false, reportArgumentType=false, reportIncompatibleMethodOverride=false, reportPrivateImportUsage=false
-"""Models that attend without diffusers' dispatcher: SD3, PixArt, DiT, and UNets (SD 1.5, SD 2.1, SDXL)."""
+"""Models whose processors take no backend: SD3, PixArt, DiT, UNets (SD 1.5, SD 2.1, SDXL), and Cosmos."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -9,9 +9,10 @@ from diffusers.models.attention import BasicTransformerBlock
 from torch import nn
 
 from foveate.diffusers.card import Card, Layout, Stack, image, text
-from foveate.diffusers.processors import DispatchedProcessor
+from foveate.diffusers.cards.wan import WanCard
+from foveate.diffusers.processors import CosmosProcessor, DispatchedProcessor
 
-__all__ = ["DiTCard", "PixArtCard", "SD3Card", "UNetCard"]
+__all__ = ["CosmosCard", "DiTCard", "PixArtCard", "SD3Card", "UNetCard"]
 
 
 class DiTCard(Card):
@@ -59,3 +60,13 @@ class UNetCard(DiTCard):
                 ):
                     name = f"{section}.attentions.{i}.transformer_blocks"
                     yield Stack(name, part.transformer_blocks, part, section, 0)
+
+
+class CosmosCard(Card):
+    """`CosmosTransformer3DModel` (Predict, Transfer): video tokens alone, which the model rotates itself."""
+
+    start_percent = 0.4
+    attention = {"attn1": False}  # noqa: RUF012
+    wrapper = CosmosProcessor
+    unmerged = "rotates halves of the channels instead of pairs"
+    layout = WanCard.layout

@@ -11,7 +11,7 @@ from foveate.diffusers.card import Card, Layout, Segments, Stack, image, text_an
 from foveate.methods.base import DenseFallback
 from foveate.utils.cache import WeakTensorCache, persistent
 
-__all__ = ["ChromaCard", "Flux2Card", "FluxCard", "grids_of"]
+__all__ = ["BriaFiboCard", "ChromaCard", "Flux2Card", "FluxCard", "grids_of"]
 
 
 class FluxCard(Card):
@@ -66,6 +66,18 @@ class ChromaCard(FluxCard):
                 "pipe.encode_prompt makes them with .bool()"
             )
         return text_and_padding(tokens, mask)
+
+
+class BriaFiboCard(FluxCard):
+    """`BriaFiboTransformer2DModel`. Its mask over the padded text is an argument of the attention modules."""
+
+    joined = True
+    padding_mask = "attention_mask"
+
+    def text(self, inputs: dict[str, Any]) -> tuple[Segments, ...]:
+        """The text in front of the image; its padding is left out of attention."""
+        mask = (inputs.get("joint_attention_kwargs") or {}).get("attention_mask")
+        return text_and_padding(inputs["encoder_hidden_states"].shape[1], mask)
 
 
 # Reading ids waits for the device, and a pipeline keeps its ids through all steps.

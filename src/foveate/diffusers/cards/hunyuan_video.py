@@ -1,14 +1,14 @@
 # pyright: basic, reportIncompatibleMethodOverride=false, reportAttributeAccessIssue=false, reportCallIssue=false
-"""HunyuanVideo and HunyuanVideo 1.5, text or image to video: [video, text, padding]."""
+"""HunyuanVideo and HunyuanVideo 1.5, text or image to video: [video, text, padding]; FramePack."""
 
 from typing import Any
 
 from torch import nn
 
-from foveate.diffusers.card import Card, Layout, Segments, padding, text, text_and_padding, video
+from foveate.diffusers.card import Card, Layout, Segments, earlier_frames, padding, text, text_and_padding, video
 from foveate.diffusers.cards.hunyuan_image import HunyuanImageCard, padding_last
 
-__all__ = ["HunyuanVideo15Card", "HunyuanVideoCard"]
+__all__ = ["FramepackCard", "HunyuanVideo15Card", "HunyuanVideoCard"]
 
 
 class HunyuanVideoCard(HunyuanImageCard):
@@ -52,3 +52,20 @@ class HunyuanVideo15Card(HunyuanVideoCard):
         )
         shown = (text if image.any() else padding)(image.shape[1])
         return padding_last(len(image) * ((shown,),), first, second)
+
+
+class FramepackCard(HunyuanVideoCard):
+    """`HunyuanVideoFramepackTransformer3DModel`: earlier frames at several resolutions attend as text does."""
+
+    unmerged = "puts earlier frames before the video"
+
+    def layout(self, holder: nn.Module, inputs: dict[str, Any]) -> list[Layout]:
+        """[earlier frames, video, text, padding]."""
+        earlier = earlier_frames(inputs, "latents_clean", "latents_history_2x", "latents_history_4x")
+        return [Layout((earlier, *layout.segments)) for layout in super().layout(holder, inputs)]
+
+    def text(self, inputs: dict[str, Any]) -> tuple[Segments, ...]:
+        """The image and the prompt; the model cuts the padding off if the batch is a single sample."""
+        words = text_and_padding(inputs["encoder_hidden_states"].shape[1], inputs["encoder_attention_mask"])
+        texts = padding_last(len(words) * ((text(inputs["image_embeds"].shape[1]),),), words)
+        return texts if len(texts) > 1 else (texts[0][:1],)

@@ -6,10 +6,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from foveate.diffusers.card import Card, Layout, Stack, video
+from foveate.diffusers.card import Card, Layout, Stack, earlier_frames, video
 from foveate.methods.base import DenseFallback, TokenMerging
 
-__all__ = ["SkyReelsV2Card", "WanCard", "WanVACECard"]
+__all__ = ["AnyFlowCard", "HeliosCard", "SkyReelsV2Card", "WanAnimateCard", "WanCard", "WanVACECard"]
 
 
 class WanCard(Card):
@@ -51,6 +51,38 @@ class SkyReelsV2Card(WanCard):
         if frames > 1:
             raise DenseFallback("blocks of frames attend causally")
         return super().layout(holder, inputs)
+
+
+class WanAnimateCard(WanCard):
+    """`WanAnimateTransformer3DModel`: the first frame is the reference."""
+
+    unmerged = "adds the face to all tokens between blocks"
+
+
+class AnyFlowCard(WanCard):
+    """`AnyFlowTransformer3DModel`, whose latents have frames before channels."""
+
+    rope = None
+    unmerged = "modulates each token by the timestep of its frame"
+
+    def layout(self, holder: nn.Module, inputs: dict[str, Any]) -> Layout:
+        """The video; its grid is that of the latent's patches."""
+        return super().layout(holder, {"hidden_states": inputs["hidden_states"].transpose(1, 2)})
+
+
+class HeliosCard(WanCard):
+    """`HeliosTransformer3DModel`: earlier frames at several resolutions attend as text does."""
+
+    attention = {"attn1": True}  # noqa: RUF012
+    rope = None
+    unmerged = "puts earlier frames before the video"
+
+    def layout(self, holder: nn.Module, inputs: dict[str, Any]) -> Layout:
+        """[earlier frames, video]."""
+        if getattr(holder.blocks[0].attn1.processor, "_parallel_config", None):
+            raise DenseFallback("context parallelism splits earlier frames and the video as one")
+        names = (f"latents_history_{length}" for length in ("short", "mid", "long"))
+        return Layout((earlier_frames(inputs, *names), *super().layout(holder, inputs).segments))
 
 
 class WanVACECard(WanCard):

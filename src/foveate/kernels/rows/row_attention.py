@@ -53,14 +53,15 @@ _PLANS: WeakTensorCache["_Plan"] = WeakTensorCache()
 
 @triton.jit
 def _attend(
-    m, norm, out, q, at, p_k, p_v, s_k, s_v, first, end, scale,
-    BN: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, MASK: tl.constexpr,
+    m, norm, out, q, at, p_k, p_v, s_k, s_v, first, end, scale, window,
+    BN: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, MASK: tl.constexpr, WINDOW: tl.constexpr,
 ):  # fmt: skip
-    """One step of online softmax; with MASK, a row sees the keys up to its own position."""
+    """One step of online softmax; with MASK, a row sees the keys up to its own position, with WINDOW the last ones."""
     k = _rows(p_k, s_k, first, end, BN, D, BD, MASK)
     scores = tl.dot(q, tl.trans(k))  # [BM, BN]
     if MASK:
-        scores = tl.where((first + tl.arange(0, BN))[None, :] <= at[:, None], scores, -float("inf"))
+        distance = at[:, None] - (first + tl.arange(0, BN))[None, :]
+        scores = tl.where((distance >= 0) & ((distance < window) | (not WINDOW)), scores, -float("inf"))
     m_new = tl.maximum(m, tl.max(scores, 1) * scale)
     top = tl.where(m_new == -float("inf"), 0.0, m_new) if MASK else m_new  # a row may see no key of this step
     p = tl.math.exp2(scores * scale - top[:, None])
@@ -72,9 +73,9 @@ def _attend(
 
 @triton.jit
 def attend_rows(
-    p_q, p_k, p_v, p_at, p_out, p_lse, scale, heads, share, chosen, keys,
-    s_qb, s_qh, s_q, s_kb, s_kh, s_k, s_vb, s_vh, s_v, s_op, s_ob, s_oh, s_o,
-    D: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr,
+    p_q, p_k, p_v, p_at, p_out, p_lse, scale, heads, share, chosen, keys, window,
+    s_qb, s_qh, s_q, s_kb, s_kh, s_k, s_vb, s_vh, s_v, s_at, s_op, s_ob, s_oh, s_o,
+    D: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr, WINDOW: tl.constexpr,
 ):  # fmt: skip
     """Output and LSE of a tile of rows over one part of the keys, which has `keys` keys."""
     sample, part = tl.program_id(0), tl.program_id(2)
@@ -84,22 +85,29 @@ def attend_rows(
     p_v += batch * s_vb + head // share * s_vh
     o_m = row + tl.arange(0, BM)
     m_m = o_m < chosen
-    at = tl.load(p_at + o_m, mask=m_m, other=-1).to(tl.int32)  # [BM]
+    at = tl.load(p_at + batch * s_at + o_m, mask=m_m, other=-1).to(tl.int32)  # [BM]
     start = part * keys
     end = tl.minimum(tl.max(at, 0) + 1, start + keys)
-    seen = tl.minimum(tl.min(tl.where(m_m, at, 2**31 - 1), 0) + 1, end)  # visible to all rows
+    least = tl.min(tl.where(m_m, at, 2**31 - 1), 0)
+    seen = tl.minimum(least + 1, end)  # visible to all rows
     steps = tl.maximum(seen - start, 0) // BN
+    if WINDOW:  # few keys, all of them with a mask
+        start, steps = tl.maximum(start, (least + 1 - window) // (BN // 2) * (BN // 2)), 0
     q = _rows(p_q + batch * s_qb + head * s_qh, s_q, row, chosen, BM, D, BD, True)  # [BM, BD]
     m = tl.full([BM], -float("inf"), tl.float32)
     norm = tl.zeros([BM], tl.float32)
     out = tl.zeros([BM, BD], tl.float32)
     for step in tl.range(0, steps, num_stages=STAGES):
         first = start + step * BN
-        m, norm, out = _attend(m, norm, out, q, at, p_k, p_v, s_k, s_v, first, end, scale, BN, D, BD, False)
+        m, norm, out = _attend(
+            m, norm, out, q, at, p_k, p_v, s_k, s_v, first, end, scale, window, BN, D, BD, False, False
+        )
     start += steps * BN
     for step in tl.range(0, tl.cdiv(end - start, BN // 2), num_stages=1):
         first = start + step * (BN // 2)
-        m, norm, out = _attend(m, norm, out, q, at, p_k, p_v, s_k, s_v, first, end, scale, BN // 2, D, BD, True)
+        m, norm, out = _attend(
+            m, norm, out, q, at, p_k, p_v, s_k, s_v, first, end, scale, window, BN // 2, D, BD, True, WINDOW
+        )
     norm = tl.where(norm > 0, norm, 1.0)  # rows without keys: zeros and an LSE of -inf
     p_out += part.to(tl.int64) * s_op + batch * s_ob + head * s_oh
     _store(p_out, s_o, row, chosen, out / norm[:, None], BM, D, BD)
@@ -108,7 +116,16 @@ def attend_rows(
 
 
 @gpu_op("row_attention")
-def row_attention(q: Tensor, k: Tensor, v: Tensor, rows: Tensor, scale: float, hopper: bool = False) -> Tensor:
+def row_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    rows: Tensor,
+    scale: float,
+    window: int | None = None,
+    sinks: Tensor | None = None,
+    hopper: bool = False,
+) -> Tensor:
     """Output of `foveate.ops.row_attention`; with `hopper`, by the Hopper kernel if it can address the tensors."""
     out = empty_like(q)
     if not out.numel():
@@ -116,10 +133,18 @@ def row_attention(q: Tensor, k: Tensor, v: Tensor, rows: Tensor, scale: float, h
     if scale < 0:  # kernels take the running maximum of unscaled scores
         q, scale = -q, -scale
     q, k, v = map(row_contiguous, (q, k, v))
-    if hopper and hopper_attention.addressable(q, k, v) and (plan := _plan(q, k, rows)):
-        hopper_attention.launch(q, k, v, out, empty_lse(q), plan.schedule, plan.work, scale, plan.positions)
+    hopper = hopper and window is None and hopper_attention.addressable(q, k, v)
+    # rows that differ between samples are one launch each, of the size of a single question's
+    samples = [slice(None)] if rows.ndim == 1 else [slice(i, i + 1) for i in range(len(rows))]
+    if hopper and all(plans := [_plan(q[some], k, rows, some.start) for some in samples]):
+        lse = empty_lse(q)[None]
+        for some, plan in zip(samples, plans, strict=True):
+            one = q[some], k[some], v[some], out[some], lse[0, some]
+            hopper_attention.launch(*one, plan.schedule, plan.work, scale, plan.positions)
     else:
-        _launch_triton(q, k, v, rows, scale, out)
+        lse = _launch_triton(q, k, v, rows, scale, window, out)
+    if sinks is not None:  # logits without a value
+        out *= torch.sigmoid(lse.logsumexp(0) - sinks.float()[:, None])[..., None]
     return out
 
 
@@ -128,7 +153,10 @@ def _(q: Tensor, *args: object) -> Tensor:
     return empty_like(q)
 
 
-def _launch_triton(q: Tensor, k: Tensor, v: Tensor, rows: Tensor, scale: float, out: Tensor) -> None:
+def _launch_triton(
+    q: Tensor, k: Tensor, v: Tensor, rows: Tensor, scale: float, window: int | None, out: Tensor
+) -> Tensor:
+    """Write `out`, and return the LSE of each part of the keys."""
     (batch, heads, chosen, dim), tokens = q.shape, k.shape[2]
     configs = FORWARD if chosen > FEW[0].rows else FEW
     config = first_that_fits(configs, 1, padded_size(dim) * q.element_size(), shared_memory(q.device))
@@ -138,25 +166,28 @@ def _launch_triton(q: Tensor, k: Tensor, v: Tensor, rows: Tensor, scale: float, 
     if parts > 1:
         partial_out = torch.empty_like(partial_out.expand(parts, -1, -1, -1, -1), dtype=torch.float32)
     lse = q.new_empty(parts, batch, heads, chosen, dtype=torch.float32)
-    _launch_rows(q, k, v, rows.contiguous(), partial_out, lse, scale, config)
+    _launch_rows(q, k, v, rows.contiguous(), partial_out, lse, scale, window, config)
     if parts > 1:
         out.copy_((partial_out * lse.softmax(0)[..., None]).sum(0))
+    return lse
 
 
 @launcher
 def _launch_rows(
-    q: Tensor, k: Tensor, v: Tensor, rows: Tensor, out: Tensor, lse: Tensor, scale: float, config: KernelConfig
-) -> Launch:
+    q: Tensor, k: Tensor, v: Tensor, rows: Tensor, out: Tensor, lse: Tensor, scale: float, window: int | None,
+    config: KernelConfig,
+) -> Launch:  # fmt: skip
     """Attend with the rows to each of ``len(out)`` parts of the keys."""
     (batch, heads, chosen, dim), (_, groups, tokens, _), parts = q.shape, k.shape, len(out)
     keys = triton.cdiv(triton.cdiv(tokens, parts), config.step) * config.step
     args = (
         q, k, v, rows, out, lse, scale / math.log(2), heads, heads // groups, chosen, keys,
-        *(stride for x in (q, k, v) for stride in x.stride()[:3]), *out.stride()[:4],
+        window or 0, *(stride for x in (q, k, v) for stride in x.stride()[:3]), rows.stride(0) * (rows.ndim - 1),
+        *out.stride()[:4],
     )  # fmt: skip
     constants = {
         "D": dim, "BD": padded_size(dim), "BM": config.rows, "BN": config.step, "STAGES": config.stages,
-        "num_warps": config.warps,
+        "WINDOW": window is not None, "num_warps": config.warps,
     }  # fmt: skip
     return Launch(attend_rows, (batch * heads, triton.cdiv(chosen, config.rows), parts), args, constants)
 
@@ -174,12 +205,13 @@ class _Plan(NamedTuple):
     work: WorkPartition
 
 
-def _plan(q: Tensor, k: Tensor, rows: Tensor) -> _Plan | None:
+def _plan(q: Tensor, k: Tensor, rows: Tensor, sample: int | None) -> _Plan | None:
     """The cached plan, or None if there are too few tiles to keep all multiprocessors busy."""
     samples, chosen, tokens = q.shape[0] * q.shape[1], q.shape[2], k.shape[2]
     if samples * triton.cdiv(chosen, hopper_attention.ROWS) < multiprocessors(q.device):
         return None
-    return _PLANS.get([rows], (samples, tokens), lambda: _make_plan(rows, samples, tokens))
+    key = samples, tokens, sample
+    return _PLANS.get([rows], key, lambda: _make_plan(rows if sample is None else rows[sample], samples, tokens))
 
 
 def _make_plan(rows: Tensor, samples: int, tokens: int) -> _Plan:

@@ -1,0 +1,187 @@
+# pyright: basic
+"""Score dense and sparse videos of a model that `python -m lab video` trained.
+
+python -m lab.quality.video --model video-run/pipeline --side 96 --prompts 200
+"""
+
+import time
+from collections.abc import Sequence
+from itertools import islice, pairwise
+from pathlib import Path
+from statistics import mean, median
+from typing import Annotated, Any, NamedTuple
+from zlib import crc32
+
+import numpy as np
+import torch
+import typer
+from PIL import Image
+from rich.console import Console
+from rich.table import Table
+
+from foveate.cli.common import progress
+from foveate.demo.atlas import load_atlas
+from foveate.demo.recogniser import Detection, Recogniser, load_recogniser, recognise
+from foveate.diffusers.lora import MethodLike, using
+from foveate.diffusers.pipelines import Request, draw, load
+from foveate.utils.device import versions
+from foveate.utils.files import claim, slug, write_picture, write_whole
+from foveate.utils.progress import Track
+from foveate.utils.similarity import psnr
+from foveate.web.compare import showcase
+from foveate.web.report import draw_sheet, figure_png
+from lab.quality.common import SHEETS, Commit, Pictures, Prompts, save_result
+from lab.training.moving import DISTANCE, MovingScene, moving_scenes, render_frames
+
+__all__ = ["VideoVerdict", "judge_video"]
+
+SHOWN = 4  # videos on the sheet
+
+
+class VideoVerdict(NamedTuple):
+    """How much of a moving scene a video shows.
+
+    Attributes:
+        found: Number of its objects that are seen in more than half of the frames.
+        objects: Number of its objects.
+        moves: Whether the object that should move does so, in the right direction.
+    """
+
+    found: int
+    objects: int
+    moves: bool
+
+
+def judge_video(frames: Sequence[Sequence[Detection]], moving: MovingScene) -> VideoVerdict:
+    """The verdict on a video, from the objects found in each frame.
+
+    An object moves in the right direction if it is seen in the first and the last third of the video, and in between
+    goes at least half of its way, and sideways at most half as far.
+    """
+    places = [{one.object: (one.x, one.y) for one in frame} for frame in frames]
+    found = sum(sum(index in place for place in places) > len(places) / 2 for index in moving.scene.objects)
+    third = max(1, len(places) // 3)
+    ends = [[p[moving.scene.objects[0]] for p in part if moving.scene.objects[0] in p]
+            for part in (places[:third], places[-third:])]  # fmt: skip
+    moves = False
+    if all(ends):
+        way = np.array(moving.ways[0]) / DISTANCE
+        # the middles of the first and the last third are two thirds of the way apart
+        went = np.subtract(*(np.mean(end, 0) for end in reversed(ends))) / (2 / 3)
+        along, across = float(went @ way), float(abs(went @ way[::-1]))
+        moves = along > DISTANCE / 2 and across < along / 2
+    return VideoVerdict(found, len(moving.scene.objects), moves)
+
+
+def main(
+    model: Annotated[str, typer.Option(help="Pipeline folder.")],
+    side: Annotated[int, typer.Option(help="Side of the videos in pixels.")] = 96,
+    frames: Annotated[int, typer.Option(help="Frames of a video.")] = 17,
+    prompts: Prompts = 200,
+    guidance: Annotated[float, typer.Option(help="Guidance scale.")] = 3.0,
+    device: str = "auto",
+    dtype: str = "auto",
+    pictures: Pictures = "eval-video",
+    commit: Commit = "",
+) -> None:
+    """Draw, score and write the results."""
+    pipeline, out = load(model, device, dtype), Path(pictures)
+    request = Request("", (side, side), 20, guidance, 0, frames=frames)
+    settings: dict[str, Any] = {"model": model, "side": side, "frames": frames, "steps": 20, "guidance": guidance}
+    claim(out, {name: str(value) for name, value in settings.items()})
+    wanted = list(islice(moving_scenes(0, evaluation=True), prompts))
+    with progress() as track:
+        scores, sheet = _scores(pipeline, request, wanted, out, track)
+    result = {"settings": settings, "prompts": prompts, "versions": versions(), "scores": scores}
+    save_result(f"video-{pipeline.device.type}-{side}px", result, commit)
+    captions = [moving.scene.caption for moving in wanted[:SHOWN]]
+    write_whole(SHEETS / f"video-{side}px.png", figure_png(draw_sheet(sheet, captions), dpi=80))
+    table = Table(*scores[0])
+    for score in scores:
+        table.add_row(*(value if isinstance(value, str) else f"{value:.3g}" for value in score.values()))
+    Console().print(table)
+
+
+def _scores(
+    pipeline: Any, request: Request, wanted: Sequence[MovingScene], out: Path, track: Track
+) -> tuple[list[dict[str, Any]], dict[str, list[Image.Image]]]:
+    """A row of scores for real renderings, dense, and each method; and the strips of the first videos."""
+    recogniser = load_recogniser(device=pipeline.device)
+    atlas = load_atlas()
+    real = [_strip(_frames(render_frames(atlas, [one], request.frames or 1, request.size[0])[0])) for one in wanted]
+    sets: dict[str, tuple[list[Image.Image], float]] = {"real": (real, 0.0)}
+    for method in (None, *showcase()):
+        label = method.title if method else "dense"
+        folder = out / (f"{slug(label)}-{crc32(repr(method).encode()):08x}" if method else label)
+        sets[label] = _drawn(pipeline, method, request, wanted, folder, track)
+    scores: list[dict[str, Any]] = []
+    dense = [_cut(strip) for strip in sets["dense"][0]]
+    for label, (strips, seconds) in sets.items():
+        videos = [_cut(strip) for strip in strips]
+        verdicts = [judge_video(_seen(recogniser, video), one) for video, one in zip(videos, wanted, strict=True)]
+        scores.append({
+            "label": label,
+            "objects": sum(v.found for v in verdicts) / sum(v.objects for v in verdicts),
+            "directions": mean(v.moves for v in verdicts),
+            "flicker": mean(map(_flicker, videos)) / mean(map(_flicker, dense)),
+            "psnr": mean(psnr(strip, other) for strip, other in zip(strips, sets["dense"][0], strict=True)),
+            "seconds": seconds,
+        })  # fmt: skip
+        if label in ("real", "dense"):
+            scores[-1]["psnr"] = ""
+    return scores, {label: strips[:SHOWN] for label, (strips, _) in sets.items()}
+
+
+def _drawn(
+    pipeline: Any,
+    method: MethodLike | None,
+    request: Request,
+    wanted: Sequence[MovingScene],
+    folder: Path,
+    track: Track,
+) -> tuple[list[Image.Image], float]:
+    """The videos as strips of frames, and the median of their seconds. Those that exist are not drawn again."""
+    advance, strips, seconds = track(method.title if method else "dense", len(wanted)), [], []
+    with using(pipeline, method):
+        for i, moving in enumerate(wanted):
+            path = folder / f"{i:05}.png"
+            if not path.exists():
+                began = time.perf_counter()
+                frames = draw(pipeline, request._replace(prompt=moving.scene.caption, seed=i))
+                took = time.perf_counter() - began
+                write_picture(path, _strip(frames), {"prompt": moving.scene.caption, "seconds": f"{took:.4f}"})
+            with Image.open(path) as strip:
+                seconds.append(float(strip.info["seconds"]))
+                strips.append(strip.convert("RGB"))
+            advance()
+    return strips, median(seconds)
+
+
+def _strip(frames: Sequence[Image.Image]) -> Image.Image:
+    strip = Image.new("RGB", (sum(frame.width for frame in frames), frames[0].height))
+    for i, frame in enumerate(frames):
+        strip.paste(frame, (i * frame.width, 0))
+    return strip
+
+
+def _cut(strip: Image.Image) -> np.ndarray:
+    """The square frames [frames, side, side, 3] of a strip."""
+    pixels = np.asarray(strip)
+    return np.stack(np.split(pixels, strip.width // strip.height, axis=1))
+
+
+def _frames(video: torch.Tensor) -> list[Image.Image]:
+    return [Image.fromarray((frame * 255).round().byte().permute(1, 2, 0).numpy()) for frame in video.unbind(1)]
+
+
+def _seen(recogniser: Recogniser, video: np.ndarray) -> list[list[Detection]]:
+    return recognise(recogniser, torch.from_numpy(video).permute(0, 3, 1, 2))[0]
+
+
+def _flicker(video: np.ndarray) -> float:
+    """Mean distance of neighbouring frames."""
+    return float(np.mean([np.abs(a.astype(float) - b).mean() for a, b in pairwise(video)]))
+
+
+if __name__ == "__main__":
+    typer.run(main)

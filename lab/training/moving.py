@@ -1,0 +1,98 @@
+"""Random scenes of emoji that move: their captions, and their videos."""
+
+import itertools
+import random
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from foveate.demo.atlas import NAMES
+from foveate.demo.scenes import BACKGROUNDS, Scene, Scenes, render, scenes
+
+__all__ = ["DIRECTIONS", "SENTENCES", "MovingScene", "moving_scenes", "render_frames", "scene_videos"]
+
+DIRECTIONS = {"to the right": (1, 0), "to the left": (-1, 0), "up": (0, -1), "down": (0, 1)}
+"""Steps (x, y) of each direction; y grows downwards."""
+SENTENCES = ("{0} moves {direction}", "{0} moves {direction} {place} {1}")
+PLACES = {0: {"above": (0, -1), "below": (0, 1)}, 1: {"to the left of": (-1, 0), "to the right of": (1, 0)}}
+"""Sides (x, y) of the other object on which one moves, by the axis along which it moves."""
+DISTANCE = 0.46  # of the movement, as a fraction of the side
+APART = 0.25  # of each of two objects from the middle, across the movement
+SIZES = {1: (0.4, 0.5), 2: (0.34, 0.42)}
+STILL = 0.2  # fraction of the scenes in which nothing moves
+
+
+class MovingScene(NamedTuple):
+    """A scene in the middle of a video, and the way (x, y) of each object over the video, in sides of the picture."""
+
+    scene: Scene
+    ways: tuple[tuple[float, float], ...]
+
+
+def moving_scenes(seed: int, *, evaluation: bool = False) -> Iterator[MovingScene]:
+    """An endless stream of random scenes, for training or held out.
+
+    Args:
+        seed: The same seed gives the same scenes.
+        evaluation: Yield held-out combinations of objects and background, in which always one object moves, instead of
+            the others.
+    """
+    chance = random.Random(f"moving {'evaluation' if evaluation else 'training'} {seed}")
+    still = scenes(seed, evaluation=evaluation)
+    while True:
+        if not evaluation and chance.random() < STILL:
+            scene = next(still)
+            yield MovingScene(scene, ((0.0, 0.0),) * len(scene.objects))
+            continue
+        moving = _moving(chance)
+        if moving.scene.held_out == evaluation:
+            yield moving
+
+
+def _moving(chance: random.Random) -> MovingScene:
+    count = chance.randint(1, 2)
+    direction, way = chance.choice(list(DIRECTIONS.items()))
+    objects = tuple(chance.sample(range(len(NAMES)), count))
+    background = chance.choice(list(BACKGROUNDS))
+    place, side = chance.choice(list(PLACES[way[0] == 0].items()))
+    names = [NAMES[index] for index in objects]
+    sentence = SENTENCES[count - 1].format(*names, direction=direction, place=place)
+    centres = [(0.5 + APART * sign * side[0], 0.5 + APART * sign * side[1]) for sign in (1, -1)]
+    boxes = [(x + chance.uniform(-0.02, 0.02), y + chance.uniform(-0.02, 0.02)) for x, y in centres]
+    if count == 1:
+        boxes = [(0.5 + abs(way[1]) * chance.uniform(-0.2, 0.2), 0.5 + abs(way[0]) * chance.uniform(-0.2, 0.2))]
+    article = "an" if background == "orange" else "a"
+    scene = Scene(
+        f"{sentence} on {article} {background} background",
+        objects,
+        tuple((*box, chance.uniform(*SIZES[count])) for box in boxes),
+        background,
+        (),
+    )
+    return MovingScene(scene, ((way[0] * DISTANCE, way[1] * DISTANCE), (0.0, 0.0))[:count])
+
+
+def moved(moving: MovingScene, time: float) -> Scene:
+    """The scene at a time from -1/2 to 1/2."""
+    pairs = zip(moving.scene.boxes, moving.ways, strict=True)
+    return replace(moving.scene, boxes=tuple((x + time * dx, y + time * dy, side) for (x, y, side), (dx, dy) in pairs))
+
+
+def render_frames(
+    atlas: Float[Tensor, "emoji 4 cell cell"], moving: list[MovingScene], frames: int, side: int
+) -> Float[Tensor, "batch 3 frames side side"]:
+    """Videos from 0 to 1, on the device of the atlas."""
+    times = [frame / (frames - 1) - 0.5 for frame in range(frames)] if frames > 1 else [0.0]
+    shown = [moved(one, time) for one in moving for time in times]
+    parts = Scenes.of(shown).to(atlas.device)
+    pictures = [render(atlas, Scenes(*part), side) for part in zip(*(x.split(256) for x in parts), strict=True)]
+    return torch.cat(pictures).unflatten(0, (-1, frames)).transpose(1, 2)
+
+
+def scene_videos(frames: int, atlas: Tensor, seed: int, count: int, side: int) -> Tensor:
+    """Renderings of random videos [count, 3, frames, side, side] from -1 to 1."""
+    return render_frames(atlas, list(itertools.islice(moving_scenes(seed), count)), frames, side) * 2 - 1

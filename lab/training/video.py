@@ -1,0 +1,267 @@
+# pyright: basic, reportPrivateImportUsage=false, reportArgumentType=false, reportCallIssue=false
+# pyright: reportAttributeAccessIssue=false
+"""Training of a small text-to-video model of Wan's classes from scratch: autoencoder, then transformer and encoder."""
+
+import itertools
+import json
+import math
+import random
+from collections.abc import Sequence
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import Annotated, ClassVar, NamedTuple
+
+import torch
+import typer
+from diffusers import AutoencoderKLWan, FlowMatchEulerDiscreteScheduler, WanPipeline, WanTransformer3DModel
+from PIL import Image
+from torch import Tensor, nn
+from torch.utils.data import Dataset
+from transformers import UMT5Config, UMT5EncoderModel
+
+from foveate.cli.common import Minutes, RunFolder, Seed, print_outcome, progress
+from foveate.demo.atlas import load_atlas
+from foveate.demo.text import TEXT_TOKENS, t5_tokenizer
+from foveate.diffusers.pipelines import noise_shift
+from foveate.training.trained import muon_and_adamw
+from foveate.utils.files import write_whole
+from foveate.utils.progress import Track, silent
+from lab.training.flow import FlowTraining, Kind
+from lab.training.make import export
+from lab.training.moving import MovingScene, moving_scenes, render_frames, scene_videos
+from lab.training.painter import initialise
+from lab.training.stages import LONG_TEXT, LONG_TEXT_EACH, UNCAPTIONED, Stage, token_ids
+from lab.training.vae import train_vae
+
+__all__ = ["RECIPE", "VideoTraining", "untrained_video_pipeline"]
+
+FRAMES = 17
+VAE_STEPS = 2500
+WORDS = "moves", "up", "down"  # besides those of pictures
+RECIPE = (  # batches are for one H200; a batch is of (frames, side)
+    Stage(name="pictures", images=1_200_000, batches={(1, 64): 512}, rates=(1.2e-3, 1e-3)),
+    Stage(name="short", images=160_000, batches={(1, 64): 512, (9, 64): 96}, rates=(1e-3, 8e-4)),
+    Stage(name="long", images=60_000, batches={(9, 96): 48, (FRAMES, 64): 48}, rates=(8e-4, 5e-4)),
+    Stage(name="large", images=40_000, batches={(FRAMES, 96): 24}, rates=(5e-4, 0.0)),
+)
+
+
+def untrained_video_pipeline(
+    *, layers: int = 8, heads: int = 4, text_dim: int = 256, text_layers: int = 2, base: int = 24, seed: int = 0
+) -> WanPipeline:
+    """A `WanPipeline` with random weights: 11 M parameters by default; a token is 4 x 4 px of two frames.
+
+    Args:
+        layers: Number of blocks.
+        heads: Number of attention heads of 64 channels.
+        text_dim: Width of the text encoder.
+        text_layers: Layers of the text encoder.
+        base: Least number of channels in the autoencoder.
+        seed: The same seed gives the same weights.
+    """
+    words, channels = t5_tokenizer(WORDS), 16
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        transformer = WanTransformer3DModel(
+            patch_size=(1, 1, 1), num_attention_heads=heads, attention_head_dim=64, in_channels=channels,
+            out_channels=channels, text_dim=text_dim, ffn_dim=4 * 64 * heads, num_layers=layers,
+        )  # fmt: skip
+        vae = AutoencoderKLWan(
+            base_dim=base, z_dim=channels, dim_mult=[1, 2], num_res_blocks=1, temperal_downsample=[True], patch_size=2,
+            in_channels=12, out_channels=12, scale_factor_temporal=2, scale_factor_spatial=4,
+            latents_mean=[0.0] * channels, latents_std=[1.0] * channels,
+        )  # fmt: skip
+        text_encoder = UMT5EncoderModel(
+            UMT5Config(
+                vocab_size=len(words), d_model=text_dim, d_kv=32, d_ff=2 * text_dim, num_layers=text_layers,
+                num_heads=text_dim // 32, dropout_rate=0.0,
+            )
+        )  # fmt: skip
+    pipeline = WanPipeline(
+        words, text_encoder.eval(), vae.eval(), FlowMatchEulerDiscreteScheduler(shift=3.0), transformer.eval()
+    )
+    pipeline.set_progress_bar_config(disable=True)
+    return pipeline
+
+
+class VideoBatch(NamedTuple):
+    """Scenes and captions of one step."""
+
+    frames: int
+    side: int
+    scenes: Sequence[MovingScene]
+    text: tuple[Tensor, Tensor]
+    """Token ids, and which of them are not padding."""
+
+    def to(self, device: torch.device) -> "VideoBatch":
+        """The batch on a device."""
+        return self._replace(text=tuple(part.to(device) for part in self.text))
+
+
+class VideoBatches(Dataset[VideoBatch]):
+    """The batches of a stage, by step."""
+
+    def __init__(self, stage: Stage, pipeline: WanPipeline, seed: int, device: int, devices: int):
+        self.stage, self.seed, self.device, self.devices = stage, seed, device, devices
+        self.tokenizer = pipeline.tokenizer
+
+    def __len__(self) -> int:
+        return self.stage.steps(self.devices)
+
+    def __getitem__(self, step: int) -> VideoBatch:
+        everywhere = random.Random(f"{self.stage.name} {self.seed} {step}")  # all devices draw the same size
+        size = everywhere.choice(list(self.stage.batches))
+        length = TEXT_TOKENS if everywhere.randrange(LONG_TEXT_EACH) else LONG_TEXT
+        number = everywhere.randrange(2**40) + self.device
+        batch = list(itertools.islice(moving_scenes(number), self.stage.batches[size]))
+        here = random.Random(number)
+        captions = ["" if here.random() < UNCAPTIONED else scene.caption for scene, _ in batch]
+        ids = token_ids(self.tokenizer, captions, length)
+        return VideoBatch(*size, batch, (ids != self.tokenizer.pad_token_id, ids))
+
+
+class VideoPainter(nn.Module):
+    """The trained parts of a pipeline as one module, from token ids and noisy latents to velocities."""
+
+    def __init__(self, pipeline: WanPipeline):
+        super().__init__()
+        self.transformer, self.text = pipeline.transformer, pipeline.text_encoder
+        self.text.set_attn_implementation("eager")  # see Painter
+
+    def forward(self, noisy: Tensor, sigma: Tensor, real: Tensor, ids: Tensor) -> Tensor:
+        """Velocity of latents [batch, channels, frames, rows, columns] at noise levels [batch]."""
+        text = self.text(ids, real).last_hidden_state * real[..., None]  # WanPipeline pads with zeros
+        return self.transformer(noisy, 1000 * sigma, text, return_dict=False)[0]
+
+    def parts(self) -> dict[str, nn.Module]:
+        """The modules by their names in the pipeline."""
+        return {"transformer": self.transformer, "text_encoder": self.text}
+
+    def initialise(self) -> None:
+        """Initialise the weights: every block starts as the identity, the velocity as zero."""
+        initialise(self.transformer, lambda name: name.endswith(("proj_out", "time_proj", "attn2.to_out.0")))
+        for name, parameter in self.transformer.named_parameters():
+            if name.endswith("scale_shift_table"):
+                nn.init.zeros_(parameter)
+
+    def optimizers(self) -> list[torch.optim.Optimizer]:
+        """Muon for the matrices inside blocks, AdamW for everything else."""
+
+        def inside(name: str) -> bool:
+            return ".block" in name and not name.endswith("relative_attention_bias.weight")
+
+        return muon_and_adamw(self.named_parameters(), inside, rate=1e-3, weight_decay=0.01)
+
+
+class VideoLatents:
+    """Computes latents of moving scenes."""
+
+    def __init__(self, pipeline: WanPipeline, device: torch.device):
+        self.vae, self.scheduler, self.atlas = pipeline.vae.to(device), pipeline.scheduler, load_atlas().to(device)
+
+    @torch.no_grad()
+    def __call__(self, batch: VideoBatch) -> Tensor:
+        """Latents [batch, channels, frames, rows, columns]."""
+        videos = render_frames(self.atlas, list(batch.scenes), batch.frames, batch.side) * 2 - 1
+        with torch.autocast(self.atlas.device.type, torch.bfloat16, enabled=self.atlas.is_cuda):
+            latents = torch.cat([self.vae.encode(part).latent_dist.mean for part in videos.split(32)]).float()
+        mean, std = (
+            torch.tensor(of, device=latents.device).view(-1, 1, 1, 1)
+            for of in (self.vae.config.latents_mean, self.vae.config.latents_std)
+        )
+        return (latents - mean) / std
+
+    def shift(self, latents: Tensor) -> float:
+        """Shift of the logit of their noise levels."""
+        return noise_shift(self.scheduler, 0)
+
+
+class VideoTraining(FlowTraining):
+    """A training run of a video model; see `FlowTraining`."""
+
+    kind: ClassVar[Kind] = Kind(VideoPainter, VideoLatents, VideoBatches)
+
+    def _sheet(self, stage: Stage) -> Image.Image:
+        """Five frames of six held-out captions, one below the other."""
+        frames, side = max(stage.batches)
+        captions = [scene.caption for scene, _ in itertools.islice(moving_scenes(0, evaluation=True), 6)]
+        videos = self.pipeline(
+            captions, negative_prompt=[""] * 6, height=side, width=side, num_frames=frames, num_inference_steps=20,
+            guidance_scale=3.0, max_sequence_length=TEXT_TOKENS, generator=torch.Generator("cpu").manual_seed(0),
+            output_type="pil",
+        ).frames  # fmt: skip
+        shown = sorted({round(i * (frames - 1) / 4) for i in range(5)})
+        sheet = Image.new("RGB", (len(shown) * side, len(videos) * side))
+        for row, video in enumerate(videos):
+            for column, frame in enumerate(shown):
+                sheet.paste(video[frame], (column * side, row * side))
+        return sheet
+
+
+def make(
+    out: Path,
+    *,
+    seed: int = 0,
+    minutes: float = math.inf,
+    scale: float = 1.0,
+    batch: float = 1.0,
+    sample_every: int = 1000,
+    compile: bool = False,
+    track: Track = silent,
+) -> bool:
+    """Train autoencoder, transformer and text encoder. Returns whether the recipe is done.
+
+    Args:
+        out: Folder of the run, with the pipeline in pipeline/; an existing run is resumed.
+        seed: Seed of weights, scenes and noise.
+        minutes: Time after which the transformer's training writes a checkpoint and stops.
+        scale: Factor on the recipe's videos and steps.
+        batch: Factor on the batch sizes.
+        sample_every: Steps between sheets of samples; 0 draws none.
+        compile: Compile the transformer.
+        track: Shows progress.
+    """
+    pipeline = untrained_video_pipeline(seed=seed)
+    device, vae = "cuda" if torch.cuda.is_available() else "cpu", out / "pipeline" / "vae"
+    if (vae / "config.json").exists():
+        pipeline.vae = AutoencoderKLWan.from_pretrained(vae).eval()
+    else:
+        steps = max(1, round(VAE_STEPS * scale))
+        train_vae(
+            out / "vae", pipeline.vae, draw=partial(scene_videos, 9), steps=steps, pixels=round(64 * 64 * 48 * batch),
+            sides=(32, 64, 96), seed=seed, device=device, advance=track("autoencoder", steps),
+        )  # fmt: skip
+        pipeline.vae.save_pretrained(vae)
+    recipe = [stage.scaled(scale, batch) for stage in RECIPE]
+    training = VideoTraining(out / "flow", pipeline, recipe=recipe, seed=seed, compile=compile)
+    done = training.run(minutes=minutes, sample_every=sample_every, track=track)
+    export(training.pipeline, out / "pipeline")
+    about = {"stages": [str(asdict(stage)) for stage in recipe], "seed": seed, "minutes": training.minutes()}
+    write_whole(out / "recipe.json", json.dumps(about, indent=2).encode() + b"\n")
+    return done
+
+
+def main(
+    out: RunFolder = Path("video-run"),
+    seed: Seed = 0,
+    minutes: Minutes = math.inf,
+    scale: Annotated[
+        float, typer.Option(min=0, help="Multiplies the recipe's videos and steps; 0.001 is a quick test.")
+    ] = 1.0,
+    batch: Annotated[
+        float, typer.Option(min=0, help="Multiplies the batches, made for 140 GB of memory; 0.02 fits a CPU.")
+    ] = 1.0,
+    sample_every: Annotated[int, typer.Option(min=0, help="Steps between sheets of samples; 0: none.")] = 1000,
+    compile: Annotated[bool, typer.Option(help="Compile the transformer (GPU; a minute for each size).")] = False,
+) -> None:
+    """Train a small text-to-video model from scratch on one GPU: emoji that move.
+
+    You may stop it at any time; the same command resumes from the newest checkpoint.
+    """
+    with progress() as track:
+        done = make(
+            out, seed=seed, minutes=minutes, scale=scale, batch=batch, sample_every=sample_every, compile=compile,
+            track=track,
+        )  # fmt: skip
+    print_outcome(done, out)

@@ -1,0 +1,52 @@
+# pyright: basic, reportPrivateImportUsage=false
+"""One picture over several processes, by the context parallelism of diffusers."""
+
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from diffusers import ContextParallelConfig
+from torch.distributed.device_mesh import init_device_mesh
+
+from foveate.diffusers.apply import DENOISERS
+
+__all__ = ["enable_parallelism", "share_pictures"]
+
+
+def share_pictures(pipeline: Any, ranks: int) -> None:
+    """Divide the tokens of every picture over all processes, which then have to draw the same pictures.
+
+    Raises:
+        ValueError: If diffusers has no plan for the model, or its heads do not divide.
+    """
+    models = [model for name in DENOISERS if (model := getattr(pipeline, name, None)) is not None]
+    for model in models:
+        if getattr(model, "_cp_plan", None) is None:
+            raise ValueError(
+                f"diffusers has no plan to divide a picture of {type(model).__name__} over processes: "
+                "use one process, or let each draw its own pictures with --split prompts"
+            )
+        heads = model.config.num_attention_heads
+        if not divides(heads, ranks):
+            fitting = ", ".join(str(n) for n in range(2, heads + 1) if divides(heads, n))
+            raise ValueError(
+                f"{heads} attention heads of {type(model).__name__} do not divide over {ranks} processes: "
+                f"use {fitting}, or let each draw its own pictures with --split prompts"
+            )
+    for model in models:
+        enable_parallelism(model, ulysses_degree=ranks, ulysses_anything=True)
+
+
+def divides(heads: int, ranks: int) -> bool:
+    """Whether each process gets a head if all get equally many, apart from the last one, which may get fewer."""
+    most = -(-heads // ranks)
+    return most * ranks - heads < most
+
+
+def enable_parallelism(model: Any, cp_plan: Any = None, **context: Any) -> None:
+    """`model.enable_parallelism(config=ContextParallelConfig(**context))`, also for processes without accelerators."""
+    config = ContextParallelConfig(**context)
+    config.mesh = init_device_mesh(model.device.type, config.mesh_shape, mesh_dim_names=config.mesh_dim_names)
+    number = max(1, torch.accelerator.device_count())  # diffusers divides by it
+    with patch.object(torch.accelerator, "device_count", return_value=number):
+        model.enable_parallelism(config=config, cp_plan=cp_plan)

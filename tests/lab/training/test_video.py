@@ -1,0 +1,109 @@
+"""Laws of the video model: its scenes move as their captions say, and its training makes a pipeline that draws."""
+
+import functools
+import itertools
+import json
+import math
+
+import pytest
+import torch
+from lab.quality import video as judged
+from lab.quality.video import _cut, _frames, _seen, _strip, judge_video
+from lab.training import flow, video
+from lab.training.moving import moving_scenes, render_frames
+from lab.training.painter import flow_loss
+from lab.training.stages import Stage
+from PIL import Image
+from torch import nn
+
+from foveate import HilbertA, ToMA
+from foveate.demo.atlas import load_atlas
+from foveate.demo.recogniser import load_recogniser
+from foveate.demo.text import TEXT_TOKENS
+from foveate.diffusers.pipelines import Request, draw, load
+
+TINY = {"layers": 1, "heads": 1, "text_dim": 32, "text_layers": 1, "base": 8}
+STAGE = Stage(name="one", images=12, batches={(1, 16): 2, (5, 16): 2}, rates=(1e-3, 0.0))
+
+
+def first(count, **options):
+    return list(itertools.islice(moving_scenes(0, **options), count))
+
+
+def test_objects_move_as_their_captions_say_and_other_verdicts_are_wrong():
+    atlas, recogniser, right = load_atlas(), load_recogniser(), 0
+    for moving in first(12, evaluation=True):
+        frames = _seen(recogniser, _cut(_strip(_frames(render_frames(atlas, [moving], 9, 96)[0]))))
+        verdict = judge_video(frames, moving)
+        right += (verdict.found, verdict.moves) == (verdict.objects, True)
+        assert not judge_video(frames[::-1], moving).moves
+        assert not judge_video([frames[0]] * 9, moving).moves
+        assert judge_video([[]] * 9, moving) == (0, verdict.objects, False)
+        dx, dy = moving.ways[0]
+        words = {"right": dx > 0, "left moves": False, "up": dy < 0, "down": dy > 0}
+        assert all(f"moves {word}" in moving.scene.caption for word, so in words.items() if so and word != "right")
+    assert right >= 11
+
+
+def test_scenes_of_the_evaluation_are_held_out_and_some_of_the_others_are_still():
+    assert all(moving.scene.held_out for moving in first(50, evaluation=True))
+    training = first(300)
+    assert not any(moving.scene.held_out for moving in training)
+    assert 30 < sum(not any(map(any, moving.ways)) for moving in training) < 90
+    clips = render_frames(load_atlas(), training[:8], 3, 16)
+    assert clips.shape == (8, 3, 3, 16, 16)
+    still = torch.tensor([not any(map(any, moving.ways)) for moving in training[:8]])
+    assert torch.equal((clips[:, :, 0] == clips[:, :, 2]).flatten(1).all(1), still)
+
+
+@torch.no_grad()
+def test_the_model_is_trained_on_what_the_pipeline_passes():
+    pipeline = video.untrained_video_pipeline(**TINY)
+    painter = video.VideoPainter(pipeline)
+    painter.initialise()
+    batch = video.VideoBatches(STAGE, pipeline, 0, 0, 1)[0]
+    ids, pad = batch.text[1], pipeline.tokenizer.pad_token_id
+    captions = pipeline.tokenizer.batch_decode(ids.masked_fill(~batch.text[0], pad), skip_special_tokens=True)
+    seen = {}
+    pipeline.transformer.register_forward_pre_hook(lambda _, args: seen.update(text=args[2]))
+    latents = video.VideoLatents(pipeline, torch.device("cpu"))
+    clean = latents(batch)
+    velocity = painter(clean, torch.ones(len(clean)), *batch.text)
+    assert (velocity == 0).all()
+    wanted, _ = pipeline.encode_prompt(captions, do_classifier_free_guidance=False, max_sequence_length=TEXT_TOKENS)
+    torch.testing.assert_close(seen["text"], wanted)
+
+    class Oracle(nn.Module):
+        def forward(self, noisy, sigma, *_):
+            return (noisy - clean) / sigma.view(-1, 1, 1, 1, 1)
+
+    assert flow_loss(Oracle(), latents, batch, torch.Generator().manual_seed(0)) < 1e-6
+    assert latents.shift(clean) == pytest.approx(math.log(3))
+
+
+def test_the_command_makes_a_pipeline_that_draws_and_resumes(tmp_path, monkeypatch):
+    monkeypatch.setattr(video, "RECIPE", (STAGE,))
+    monkeypatch.setattr(video, "VAE_STEPS", 2)
+    monkeypatch.setattr(video, "untrained_video_pipeline", functools.partial(video.untrained_video_pipeline, **TINY))
+    monkeypatch.setattr(flow, "WORKERS", 0)
+    monkeypatch.setattr(flow, "CLOCK_EVERY", 2)
+    assert not video.make(tmp_path, batch=0.05, minutes=0)
+    assert video.make(tmp_path, batch=0.05)
+    with Image.open(next((tmp_path / "flow").glob("*.png"))) as sheet:
+        assert sheet.size == (5 * 16, 6 * 16)
+    frames = draw(load(str(tmp_path / "pipeline")), Request("an owl moves up", (32, 32), 1, 1.0, 0, frames=5))
+    assert [frame.size for frame in frames] == 5 * [(32, 32)]
+
+
+def test_a_score_of_every_method_is_written_and_drawn_videos_are_kept(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(judged, "showcase", lambda: [HilbertA(tiles=2, align=1), ToMA(tile=(2, 2, 2))])
+    video.untrained_video_pipeline(**TINY).save_pretrained("model")
+    for prompts in (1, 2):
+        judged.main("model", side=32, frames=5, prompts=prompts, device="cpu", dtype="float32", commit="abc")
+    result = json.loads((tmp_path / "lab/results/video-cpu-32px.json").read_text())
+    assert [score["label"] for score in result["scores"]][:2] == ["real", "dense"]
+    assert len(result["scores"]) == 4
+    assert result["scores"][0]["objects"] > 0.5
+    assert len(list(tmp_path.rglob("eval-video/*/*.png"))) == 3 * 2
+    assert (tmp_path / "docs/images/video-32px.png").exists()

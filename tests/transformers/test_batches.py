@@ -1,0 +1,130 @@
+"""Laws of batches: contexts and prompts of any lengths, together, give what each gives alone."""
+
+from itertools import product
+
+import pytest
+import torch
+from tiny_lm import DOCUMENTS, PAIRS, PROMPTS, encoder, full_logits
+
+from foveate import InfoFlowKV
+from foveate.methods.baselines.kv_baselines import EPIC, CacheBlend, FullPrefill, NoRecompute, RandomRows
+from foveate.transformers import answers, row_cache
+from foveate.transformers.cache import PromptedBatch
+
+METHODS = [*(InfoFlowKV(recompute=0.4, geometry=geometry) for geometry in ("global", "hl-hp", "tl-tp", "hl-tp")),
+           InfoFlowKV(recompute=0.4, boundary=2), InfoFlowKV(reorder=True, recompute=0.4), InfoFlowKV(norm="l1"),
+           RandomRows(), EPIC(), CacheBlend(), CacheBlend(rank="k"), FullPrefill(), NoRecompute()]  # fmt: skip
+ORDERS = [(0, 1, 2, 3), (2, 0), (1, 3)]
+
+
+def contexts_of(ours):
+    """Contexts of 29, 18 and 13 tokens."""
+    chunks = ours.encode(DOCUMENTS)
+    return [ours.compose([chunks[i] for i in order]) for order in ORDERS]
+
+
+def near(first, second):
+    torch.testing.assert_close(first, second, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("method", METHODS, ids=repr)
+def test_a_padded_batch_is_patched_as_each_context_alone(method):
+    ours = encoder("qwen3", "yarn")
+    contexts, prompts = contexts_of(ours), [ours.tokens(PROMPTS[i]) for i in (0, 1, 2)]
+    together = PromptedBatch(contexts, prompts).patch([method] * 3)
+    keys, logits = together.cache.keys, together.logits()
+    for i, context in enumerate(contexts):
+        with context.patch(method, PROMPTS[i]) as patched:
+            assert together.rows[i].tolist() == patched.rows.tolist()
+            assert together.orders[i] == patched.order
+            near(logits[i], patched.logits())
+            near(keys[:, i, :, : len(context)], patched.keys[:, 0])
+            near(together.logits(last=1)[i], patched.logits(last=1))
+
+
+@pytest.mark.parametrize("pass_rows", [8192, 5])
+@pytest.mark.parametrize(("family", "rope"), PAIRS)
+def test_recomputing_all_rows_of_a_padded_batch_is_the_full_prefill_of_each(family, rope, pass_rows, monkeypatch):
+    ours = encoder(family, rope)
+    contexts, prompts = contexts_of(ours), [ours.tokens(PROMPTS[i]) for i in (1, 0, 2)]
+    monkeypatch.setattr(row_cache, "RECOMPUTE_ROWS", pass_rows)
+    together = PromptedBatch(contexts, prompts).patch([InfoFlowKV(recompute=1.0)] * 3)
+    for context, prompt, logits in zip(contexts, prompts, together.logits(), strict=True):
+        near(logits, full_logits(ours, context, prompt.tolist()))
+
+
+def alone(contexts, method, prompts, **options):
+    """The answers of one prompt at a time."""
+    texts = []
+    for context, prompt in zip(contexts, prompts, strict=True):
+        with context.patch(method, prompt) as patched:
+            texts.append(patched.generate(**options))
+    return texts
+
+
+@pytest.mark.parametrize("family", ["llama", "mixtral", "gemma3", "gpt_oss"])
+def test_answers_of_a_batch_are_those_of_single_questions(family):
+    ours = encoder(family)
+    pairs = list(product(contexts_of(ours), PROMPTS))
+    contexts, prompts = zip(*pairs, strict=True)
+    for method, batch_size in ((InfoFlowKV(), 9), (InfoFlowKV(reorder=True, recompute=0.4), 4)):
+        together = answers(contexts, method, prompts, max_new_tokens=6, batch_size=batch_size)
+        assert together == alone(contexts, method, prompts, max_new_tokens=6)
+        assert len(set(together)) > 3
+    assert contexts[0].answers(method, PROMPTS, max_new_tokens=6) == together[:3]
+
+
+OPTIONS = [{"eos_token_id": list(range(2, 40, 3))}, {"repetition_penalty": 5.0}, {"num_beams": 3},
+           {"num_beams": 2, "eos_token_id": [5, 9], "length_penalty": 2.0}, {"min_new_tokens": 4, "eos_token_id": [7]},
+           {"eos_token_id": list(range(2, 40, 3)), "pad_token_id": 60}]  # fmt: skip
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=repr)
+def test_texts_that_end_early_penalties_and_beams_are_those_of_single_questions(options):
+    ours = encoder()
+    contexts = contexts_of(ours)
+    together = answers(contexts, InfoFlowKV(recompute=0.4), PROMPTS, max_new_tokens=8, **options)
+    assert together == alone(contexts, InfoFlowKV(recompute=0.4), PROMPTS, max_new_tokens=8, **options)
+
+
+def test_beams_of_recomputed_contexts_are_those_of_the_full_prefill():
+    ours = encoder("qwen3", "yarn")
+    contexts = contexts_of(ours)
+    ids = [torch.cat([context.ids, ours.tokens(prompt)]) for context, prompt in zip(contexts, PROMPTS, strict=True)]
+    options = {"max_new_tokens": 6, "num_beams": 4, "num_return_sequences": 3}
+    full = [text for one in ids for text in ours.generate([one], **options)]
+    assert ours.generate(ids, **options) == full
+    assert answers(contexts, FullPrefill(), PROMPTS, **options) == full
+    assert len(full) == 9
+
+
+def test_several_texts_of_a_prompt_are_drawn_from_its_context():
+    ours = encoder()
+    contexts = contexts_of(ours)
+    options = {"num_return_sequences": 5, "do_sample": True, "max_new_tokens": 6}
+    assert len(set(answers(contexts, NoRecompute(), PROMPTS, **options))) > 10
+    greedy = answers(contexts, NoRecompute(), PROMPTS, top_k=1, **options)
+    assert greedy == [text for text in answers(contexts, NoRecompute(), PROMPTS, max_new_tokens=6) for _ in range(5)]
+
+
+def test_long_answers_of_a_batch_make_room():
+    ours = encoder(max_position_embeddings=1024, num_hidden_layers=1)
+    contexts = contexts_of(ours)[:2]
+    patched = PromptedBatch(contexts, [ours.tokens(prompt) for prompt in PROMPTS[:2]]).patch([NoRecompute()] * 2)
+    assert patched.generate(max_new_tokens=240) == alone(contexts, NoRecompute(), PROMPTS[:2], max_new_tokens=240)
+
+
+def test_batches_that_do_not_match_are_refused():
+    ours = encoder()
+    contexts = contexts_of(ours)
+    for given, prompts, message in (
+        (contexts, PROMPTS[:2], "2 prompts need a context each, of one encoder, not 3 contexts of 1"),
+        ([contexts[0], contexts_of(encoder())[0]], PROMPTS[:2], "not 2 contexts of 2"),
+        (contexts, "w20", "pass a list of prompts"),
+        (contexts, ["w20", "", "w20"], "the prompt is empty"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            answers(given, NoRecompute(), prompts)
+    with pytest.raises(ValueError, match="batch_size must be at least 1, not 0"):
+        answers(contexts, NoRecompute(), PROMPTS, batch_size=0)
+    assert answers([], NoRecompute(), []) == []
