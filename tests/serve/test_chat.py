@@ -24,6 +24,7 @@ from foveate.transformers import ChunkEncoder
 from foveate.transformers.documents import read_documents
 from foveate.transformers.index import index_documents
 from foveate.transformers.model import chat_frame, load
+from foveate.transformers.rag import choose
 
 PROMPT = "Question: {question}\nAnswer:"
 SETTINGS = {"prompt": PROMPT, "passage_tokens": 64, "max_new_tokens": 8}
@@ -48,7 +49,12 @@ def serving(reader, **limits):
 def texts(tmp_path_factory):
     folder = tmp_path_factory.mktemp("texts")
     questions, _ = write_examples(folder, 0)
-    return read_documents(folder / "facts"), questions, folder / "index"
+    documents = dict([*read_documents(folder / "facts").items()][:3])
+    told = "".join(documents.values())
+    questions = {
+        question: right for question, right in questions.items() if question.replace("what?", f"{right}.") in told
+    }
+    return documents, dict([*questions.items()][:4]), folder / "index"
 
 
 @pytest.fixture(scope="module")
@@ -82,22 +88,22 @@ def ask(address):
 
 def test_answers_are_those_of_the_library_from_an_index_from_documents_and_as_a_stream(reader, texts, ask):
     documents, questions, _ = texts
-    encoder, given = reader.encoder, [*documents.values()]
-    context = encoder.compose(reader.indexes["facts"].load(range(4)))
+    index, (*given, last) = reader.indexes["facts"], documents.values()
     for question, right in questions.items():
-        with context.patch(InfoFlowKV(), PROMPT.replace("{question}", question)) as patched:
-            expected, recomputed = patched.generate(max_new_tokens=8).strip(), len(patched.rows)
-        answer = ask(question)
-        assert answer.choices[0].message.content == expected == right
-        assert answer.choices[0].finish_reason == "stop"
-        assert answer.passages == list(documents)
-        assert answer.usage.prompt_tokens == len(context) + len(patched.prompt)
-        assert answer.usage.prompt_tokens_details.cached_tokens == len(context) - recomputed
-        other = ask(question, extra_body={"documents": [*given[:3], {"text": given[3]}]})
-        assert other.choices[0].message.content == expected
-        *pieces, end, usage = ask(question, stream=True, stream_options={"include_usage": True})
-        assert "".join(piece.choices[0].delta.content for piece in pieces) == expected
-        assert (end.choices[0].finish_reason, usage.usage) == ("stop", answer.usage)
+        read = choose(index, question, 0)
+        for numbers, body in (read, {}), (range(3), {"documents": [*given, {"text": last}]}):
+            context = index.encoder.compose(index.load(numbers))
+            with context.patch(InfoFlowKV(), PROMPT.replace("{question}", question)) as patched:
+                expected, recomputed = patched.generate(max_new_tokens=8).strip(), len(patched.rows)
+            answer = ask(question, extra_body=body)
+            assert answer.choices[0].message.content == expected == right
+            assert answer.choices[0].finish_reason == "stop"
+            assert answer.passages == [str(i + 1) if body else [*documents][i] for i in numbers]
+            assert answer.usage.prompt_tokens == len(context) + len(patched.prompt)
+            assert answer.usage.prompt_tokens_details.cached_tokens == len(context) - recomputed
+            *pieces, end, usage = ask(question, extra_body=body, stream=True, stream_options={"include_usage": True})
+            assert "".join(piece.choices[0].delta.content for piece in pieces) == expected
+            assert (end.choices[0].finish_reason, usage.usage) == ("stop", answer.usage)
     short = ask(question, max_tokens=1)
     assert (short.choices[0].finish_reason, short.usage.completion_tokens) == ("length", 1)
 
@@ -116,6 +122,7 @@ def test_clients_at_the_same_time_get_the_answers_of_one(texts, ask):
     with ThreadPoolExecutor(12) as clients:
         answers = clients.map(asked, [*questions] * 6)
     assert [*answers] == [*questions.values()] * 6
+    assert len(questions) == 4
 
 
 def test_a_seed_gives_the_same_sample_and_samples_follow_the_distribution(ask):
