@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 import foveate
-from foveate.cli import bench, demo, distill, draw, icl, inspect, rag, train, tune, ui
+from foveate.cli import bench, demo, distill, draw, icl, inspect, rag, rag_serve, serve, train, tune, ui
 
 __all__ = ["app", "main"]
 
@@ -43,6 +43,7 @@ for command, name, panel in (
     (draw.evaluate, "eval", "Pictures"),
     (tune.tune, "tune", "Pictures"),
     (ui.ui, "ui", "Pictures"),
+    (serve.serve, "serve", "Pictures"),
     (icl.icl, "icl", "Text"),
     (distill.distill, "distill", "Training"),
     (train.train, "train", "Training"),
@@ -50,6 +51,7 @@ for command, name, panel in (
     (inspect.info, "info", "Look inside"),
 ):
     app.command(name, rich_help_panel=panel)(command)
+rag.app.command("serve")(rag_serve.serve)
 app.add_typer(rag.app, name="rag", rich_help_panel="Text")
 app.add_typer(bench.app, name="bench", rich_help_panel="Look inside")
 app.add_typer(demo.app, name="demo", rich_help_panel="Look inside")

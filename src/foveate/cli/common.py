@@ -120,14 +120,9 @@ def open_model(model: str, device: str, dtype: str) -> Any:
     """The pipeline that `--model` names, or the built-in one."""
     choose_dtype(dtype, choose_device(device))  # before anything is loaded
     console.print(f"loading {model or 'the built-in model'}")
-    from diffusers.utils import logging as diffusers_logging
-    from transformers.utils import logging as transformers_logging
+    from foveate.diffusers.pipelines import load, quiet
 
-    from foveate.diffusers.pipelines import load
-
-    diffusers_logging.set_verbosity_error()
-    diffusers_logging.disable_progress_bar()
-    transformers_logging.disable_progress_bar()
+    quiet()
     try:
         return load(model or str(PIPELINE), device, dtype)
     except ValueError as error:

@@ -24,7 +24,7 @@ from foveate.cli.common import (
 
 __all__ = [
     "Chat", "Chunk", "EightBit", "Index", "MaxDisk", "MaxMemory", "Place", "Prefix", "Source",
-    "add", "index", "info", "open_index", "print_refused", "remove",
+    "add", "index", "info", "open_index", "open_indexes", "print_refused", "remove",
 ]  # fmt: skip
 
 UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
@@ -161,8 +161,17 @@ def info(place: Place) -> None:
     _print_skipped(damaged)
 
 
-def open_index(
-    folder: str,
+def open_index(folder: str, *options: Any) -> tuple[Any, str, str]:
+    """The index of a folder of documents, encoded, or an index as it is; and the texts before and after the passages.
+
+    The options are those of `open_indexes`.
+    """
+    (chunks,), _, before, after = open_indexes([folder], *options)
+    return chunks, before, after
+
+
+def open_indexes(
+    folders: Sequence[str],
     model: str,
     index: str,
     chunk: int | None,
@@ -173,30 +182,34 @@ def open_index(
     chat: bool | None,
     device: str,
     dtype: str,
-) -> tuple[Any, str, str]:
-    """The index of a folder of documents, encoded, or an index as it is; and the texts before and after the passages.
+) -> tuple[list[Any], Any, str, str]:
+    """The index of each folder as in `open_index`, their encoder, and the texts before and after the passages.
 
     The arguments are the options of the commands. Processes that were launched together divide the work.
     """
     from foveate.transformers.documents import read_documents
     from foveate.transformers.index import ChunkIndex, index_documents, index_name, read_index
 
-    if Path(folder).is_file():
-        raise ValueError(f"{folder} is a file: name its folder")
     limits = {"max_disk": bytes_of(max_disk, inf), "max_memory": bytes_of(max_memory, 0)}
-    skipped = list[str]()
-    stored = bool(read_index(folder, skipped))
-    documents = {} if stored else read_documents(Path(folder), skipped)
+    sources: list[tuple[str, dict[str, str], list[str]]] = []
+    for folder in folders:  # before the model is loaded
+        if Path(folder).is_file():
+            raise ValueError(f"{folder} is a file: name its folder")
+        skipped = list[str]()
+        stored = bool(read_index(folder, skipped))
+        sources.append((folder, {} if stored else read_documents(Path(folder), skipped), skipped))
     encoder, before, after = _open_encoder(model, prefix, chat, device, dtype)
-    if stored:
-        chunks = ChunkIndex(folder, encoder, **limits)
-        _print_skipped(chunks.skipped)
-    else:
-        where = index or str(Path(folder, ".foveate", index_name(model)))
-        with progress() as track:
-            chunks = index_documents(where, encoder, documents, chunk, eight_bit, **limits, track=track)
-        _build(chunks, skipped)
-    return chunks, before, after
+    indexes: list[Any] = []
+    for folder, documents, skipped in sources:
+        if documents:
+            where = index or str(Path(folder, ".foveate", index_name(model)))
+            with progress() as track:
+                indexes.append(index_documents(where, encoder, documents, chunk, eight_bit, **limits, track=track))
+            _build(indexes[-1], skipped)
+        else:
+            indexes.append(ChunkIndex(folder, encoder, **limits))
+            _print_skipped(indexes[-1].skipped)
+    return indexes, encoder, before, after
 
 
 def _open_encoder(model: str, prefix: str, chat: bool | None, device: str, dtype: str) -> tuple[Any, str, str]:

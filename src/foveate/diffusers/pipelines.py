@@ -16,8 +16,10 @@ import torch
 from diffusers import DiffusionPipeline
 from diffusers.pipelines.flux.pipeline_flux import calculate_shift
 from diffusers.utils import export_to_video
+from diffusers.utils import logging as diffusers_logging
 from PIL import Image
 from safetensors import SafetensorError
+from transformers.utils import logging as transformers_logging
 
 from foveate.diffusers.apply import DENOISERS
 from foveate.diffusers.hub import fetch
@@ -42,6 +44,7 @@ __all__ = [
     "noise_shift",
     "own_size",
     "pixels_per_token",
+    "quiet",
     "ready",
     "record_step",
     "run_step",
@@ -84,6 +87,13 @@ def load(model: str, device: str = "auto", dtype: str = "auto") -> DiffusionPipe
         if len(tokenizer) <= len(tokenizer.all_special_tokens):  # transformers says nothing
             raise ValueError(f"cannot load {model}: its {name} has no words; its files are missing")
     return ready(pipeline, device, dtype)
+
+
+def quiet() -> None:
+    """Turn off the warnings and progress bars with which the libraries load models."""
+    diffusers_logging.set_verbosity_error()
+    diffusers_logging.disable_progress_bar()
+    transformers_logging.disable_progress_bar()
 
 
 def ready(pipeline: DiffusionPipeline, device: str = "auto", dtype: str = "auto") -> DiffusionPipeline:

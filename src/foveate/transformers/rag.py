@@ -20,7 +20,7 @@ from foveate.transformers.index import ChunkIndex
 from foveate.transformers.retrieval import bm25, by_meaning, passage_of, retrieve, words_of
 from foveate.utils.device import Stopwatch, now
 
-__all__ = ["STEPS", "Answer", "Reply", "Summary", "ask", "summarise"]
+__all__ = ["STEPS", "Answer", "Reply", "Summary", "ask", "choose", "summarise"]
 
 STEPS = "load", "compose", "score", "recompute", "prompt", "decode"
 """Steps of an answer. The first token is there after all of them but the last.
@@ -138,10 +138,8 @@ def ask(
     encoder, compared = index.encoder, len(methods) > 1
     watch = Stopwatch(encoder.device)
     tokens = encoder.tokens(prompt.replace("{question}", question)).tolist()
-    ranked = _ranked(index, question, embed) if passages is None else _given(index, question, passages)
-    chosen = _fitting(index, ranked[: top or None], len(encoder.prefix) + len(tokens) + max_new_tokens)
-    if passages is None:
-        chosen.sort()
+    used = len(encoder.prefix) + len(tokens) + max_new_tokens
+    chosen = choose(index, question, used, passages=passages, embed=embed, top=top)
     with watch.step("load"):
         chunks = index.load(chosen)
     if compared:
@@ -169,12 +167,24 @@ def summarise(replies: Sequence[Reply]) -> list[Summary]:
             Summary(
                 first.method,
                 fmean(reply.is_right(reply.answers[i]) for reply in known) if known else None,
-                None if first.divergence is None else fmean(answer.divergence for answer in answers),
+                None if first.divergence is None else fmean(answer.divergence or 0.0 for answer in answers),
                 median(answer.first_token for answer in answers),
                 fmean(len(reply.answers[i].rows) / reply.spans[-1][1] for reply in replies),
             )
         )
     return summaries
+
+
+def choose(
+    index: ChunkIndex, question: str, used: int, *, passages: Any = None, embed: str = "", top: int = 0
+) -> list[int]:
+    """Numbers of the passages to read for a question: as many as fit into the model's context beside `used` tokens.
+
+    See `ask` for the other arguments.
+    """
+    if passages is not None:
+        return _fitting(index, _given(index, question, passages)[: top or None], used)
+    return sorted(_fitting(index, _ranked(index, question, embed)[: top or None], used))
 
 
 def _ranked(index: ChunkIndex, question: str, embed: str) -> list[int]:

@@ -16,6 +16,8 @@ EXTRAS = {
     "peft": "diffusers,train",
     "imageio_ffmpeg": "diffusers,video",
     "gradio": "ui",
+    "ray": "diffusers,serve",
+    "fastapi": "transformers,serve",
     "sentence_transformers": "sentence-transformers",
 }
 """Extras of foveate that install optional packages, by package."""

@@ -16,7 +16,7 @@ from fsspec.implementations.local import LocalFileSystem
 from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 
-__all__ = ["Folder", "claim", "slug", "write_picture", "write_whole"]
+__all__ = ["Folder", "claim", "png", "slug", "write_picture", "write_whole"]
 
 
 def write_whole(path: Path, content: bytes) -> None:
@@ -31,13 +31,18 @@ def write_whole(path: Path, content: bytes) -> None:
 
 
 def write_picture(path: Path, image: Image.Image, settings: dict[str, str]) -> None:
-    """Write a PNG that carries its settings as text chunks (`Image.open(path).text` reads them)."""
+    """Write a PNG that carries its settings, see `png`."""
+    write_whole(path, png(image, settings))
+
+
+def png(image: Image.Image, settings: dict[str, str]) -> bytes:
+    """A PNG that carries its settings as text chunks (`Image.open(path).text` reads them)."""
     chunks = PngInfo()
     for name, value in settings.items():
         chunks.add_itxt(name, value)
     file = io.BytesIO()
     image.save(file, format="png", pnginfo=chunks)
-    write_whole(path, file.getvalue())
+    return file.getvalue()
 
 
 def slug(text: str) -> str:

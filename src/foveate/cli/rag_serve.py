@@ -1,0 +1,90 @@
+"""`foveate rag serve`: answers about documents over HTTP."""
+
+from importlib import import_module
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from foveate.cli.common import Device, Dtype, LanguageModel, clear_errors, console, options_of
+from foveate.cli.rag import recompute_methods
+from foveate.cli.rag_index import Chat, Chunk, EightBit, MaxDisk, MaxMemory, Prefix, open_indexes
+from foveate.cli.serve import Host, Port, Timeout, print_address
+from foveate.methods import RECOMPUTE_POLICIES
+
+__all__ = ["serve"]
+
+
+@clear_errors
+def serve(
+    folders: Annotated[
+        list[str] | None,
+        typer.Argument(
+            help="Folders of documents, or indexes: folders or URLs. Requests name one by the last part of its path."
+        ),
+    ] = None,
+    model: LanguageModel = "",
+    method: Annotated[
+        str, typer.Option(help=f"Method that chooses the tokens to recompute: {', '.join(RECOMPUTE_POLICIES)}.")
+    ] = "infoflow_kv",
+    recompute: Annotated[
+        float | None, typer.Option(help="Fraction of the tokens to recompute, 0 to 1. [dim]default: 0.15[/]")
+    ] = None,
+    option: Annotated[
+        list[str] | None, typer.Option("--option", "-o", help="Option of the method: -o norm=l1 -o reorder=true.")
+    ] = None,
+    chunk: Chunk = None,
+    eight_bit: EightBit = False,
+    max_disk: MaxDisk = "",
+    max_memory: MaxMemory = "0",
+    prompt: Annotated[
+        str,
+        typer.Option(
+            help="Text of a user's message. [dim]default: 'Question: {question}' and 'Answer:' on two lines[/]",
+            show_default=False,
+        ),
+    ] = "Question: {question}\nAnswer:",
+    prefix: Prefix = "",
+    chat: Chat = None,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Largest number of tokens in an answer.")] = 64,
+    threads: Annotated[int, typer.Option(min=1, max=1024, help="Answers at a time.")] = 4,
+    queue: Annotated[int, typer.Option(min=0, help="Most requests that wait; beyond, they get status 429.")] = 64,
+    timeout: Timeout = 300.0,
+    host: Host = "127.0.0.1",
+    port: Port = 8000,
+    device: Device = "auto",
+    dtype: Dtype = "auto",
+) -> None:
+    """Serve answers about documents over HTTP, as OpenAI's chat completions, from cached passages (InfoFlow KV).
+
+    foveate rag serve notes manuals --model Qwen/Qwen3-8B
+
+    POST /v1/chat/completions takes messages, and an index by name or the documents themselves; it streams if asked to.
+    /docs describes it, /health and /metrics watch it. Indexes are the ones of `foveate rag`, and are built first.
+    Needs `pip install 'foveate[transformers,serve]'`. Ctrl-C ends it.
+    """
+    if "{question}" not in prompt:
+        raise ValueError(f"--prompt must contain {{question}}, such as 'Q: {{question}} A:', not {prompt!r}")
+    policy = recompute_methods(method, recompute, options_of(option), compare=False)[method]
+    import_module("fastapi")  # fails with what to install
+    import uvicorn
+
+    from foveate.serve.chat import Answerer, chat_app
+    from foveate.serve.http import api_key, free_port
+
+    key, port = api_key(host), free_port(host, port)
+    names = [Path(folder).resolve().name for folder in folders or []]
+    if twice := [name for name in names if names.count(name) > 1]:
+        raise ValueError(f"two folders are called {twice[0]}, by which requests choose one: rename one of them")
+    indexes, encoder, _, _ = open_indexes(
+        folders or [], model, "", chunk, eight_bit, max_disk, max_memory, prefix, chat, device, dtype
+    )
+    answerer = Answerer(
+        encoder, dict(zip(names, indexes, strict=True)), policy, prompt=prompt, chat=chat, passage_tokens=chunk,
+        max_new_tokens=max_new_tokens,
+    )  # fmt: skip
+    name = Path(model).name if model and Path(model).exists() else model or "built-in"
+    console.print(f"serving {name} with {', '.join(names) or 'no index'}")
+    print_address(host, port)
+    app = chat_app(answerer, name, key=key, threads=threads, queue=queue, timeout=timeout)
+    uvicorn.run(app, host=host, port=port, log_level="warning", timeout_graceful_shutdown=5)

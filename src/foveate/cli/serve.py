@@ -1,0 +1,128 @@
+"""`foveate serve`: pictures over HTTP."""
+
+from contextlib import suppress
+from importlib import import_module
+from signal import SIGTERM, default_int_handler, signal
+from threading import Event
+from typing import Annotated, Any
+
+import typer
+
+from foveate.cli.common import Device, Dtype, Model, clear_errors, console, options_of, read_variant
+from foveate.cli.draw import Lora, method_with_lora
+from foveate.demo import LORA, PIPELINE
+from foveate.methods import METHODS
+from foveate.utils.device import choose_device, choose_dtype
+
+__all__ = ["Host", "Port", "Timeout", "print_address", "serve"]
+
+Host = Annotated[
+    str,
+    typer.Option(
+        help="Address to listen on. 0.0.0.0 lets other machines in; they must send the API key that "
+        "FOVEATE_API_KEY holds."
+    ),
+]
+Port = Annotated[int, typer.Option(min=0, max=65535, help="Port. 0 takes a free one.")]
+Timeout = Annotated[float, typer.Option(min=0.1, help="Seconds after which a request is given up: status 504.")]
+
+
+@clear_errors
+def serve(
+    model: Model = "",
+    method: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="dense, a method with options (hilberta:tiles=16), several (hilberta:tiles=16+toma), or a preset. "
+            "Repeat it to serve more; requests name one, and the first is the default. [dim]default: dense[/]"
+        ),
+    ] = None,
+    lora: Lora = "",
+    replicas: Annotated[int, typer.Option(min=1, help="Replicas of each method; each holds the model.")] = 1,
+    max_replicas: Annotated[
+        int,
+        typer.Option(
+            min=0,
+            help="Most replicas of each method: more are started while requests wait. [dim]default: --replicas[/]",
+            show_default=False,
+        ),
+    ] = 0,
+    steps: Annotated[int, typer.Option(min=1, help="Denoising steps of requests that do not say.")] = 20,
+    batch: Annotated[int, typer.Option(min=1, help="Most pictures of one size that are drawn together.")] = 4,
+    queue: Annotated[
+        int, typer.Option(min=1, help="Most pictures of a method that wait; beyond, requests get status 429.")
+    ] = 64,
+    max_side: Annotated[int, typer.Option(min=1, help="Largest width and height in pixels.")] = 2048,
+    max_steps: Annotated[int, typer.Option(min=1, help="Most denoising steps.")] = 100,
+    max_n: Annotated[int, typer.Option(min=1, help="Most pictures of a request.")] = 4,
+    timeout: Timeout = 300.0,
+    address: Annotated[
+        str, typer.Option(help="Address of a Ray cluster, or auto. [dim]default: Ray is started on this machine[/]")
+    ] = "",
+    host: Host = "127.0.0.1",
+    port: Port = 8000,
+    device: Device = "auto",
+    dtype: Dtype = "auto",
+) -> None:
+    """Serve pictures over HTTP, as OpenAI's API defines it, from replicas on Ray Serve.
+
+    foveate serve --method dense --method toma --replicas 2
+
+    foveate serve --model black-forest-labs/FLUX.1-dev --method hilberta:tiles=16 --max-replicas 8
+
+    POST /v1/images/generations takes prompt, n, size, seed, steps, method and response_format; /docs describes it,
+    /health and /metrics watch it. Every replica holds one pipeline with one method, on a GPU of its own where there
+    are any. Requests of one size and number of steps are drawn together; what was begun on a replica that dies is
+    drawn by another. Needs `pip install 'foveate[diffusers,serve]'`. Ctrl-C ends it.
+    """
+    import_module("ray.serve")  # fails with what to install
+    from foveate.serve.http import api_key, free_port
+    from foveate.serve.images import Limits, running
+
+    key, port = api_key(host), free_port(host, port)
+    if max_replicas and max_replicas < replicas:
+        raise ValueError(f"--max-replicas {max_replicas} is less than --replicas {replicas}: leave one of them out")
+    if steps > max_steps:
+        raise ValueError(f"--steps {steps} is more than --max-steps {max_steps}: raise --max-steps")
+    file, methods = _methods(lora, method)
+    gpu = device.startswith("cuda") if address else choose_device(device).type == "cuda"
+    if not address:
+        choose_dtype(dtype, choose_device(device))
+    console.print(f"loading {model or 'the built-in model'}")
+    where: Any = model or str(PIPELINE)
+    name = model or "built-in"
+    service = running(
+        name,
+        {called: (where, way, {"model": name, "method": called}) for called, way in methods.items()},
+        Limits(steps=steps, max_side=max_side, max_steps=max_steps, max_n=max_n, queue=queue, timeout=timeout),
+        host=host, port=port, key=key, batch=batch, address=address, replicas=(replicas, max_replicas or replicas),
+        gpu=gpu, lora=file, size=None if model or gpu else (128, 128), device=device, dtype=dtype,
+    )  # fmt: skip
+    with suppress(KeyboardInterrupt), service:
+        signal(SIGTERM, default_int_handler)  # as Ctrl-C: Ray is ended too
+        print_address(host, port)
+        Event().wait()
+
+
+def print_address(host: str, port: int) -> None:
+    """Print where a service listens."""
+    console.print("ready; /docs describes it, Ctrl-C ends it:")
+    print(f"http://{f'[{host}]' if ':' in host else host}:{port}", flush=True)
+
+
+def _methods(lora: str, names: list[str] | None) -> tuple[Any, dict[str, Any]]:
+    """The file of the LoRA, and the methods by name."""
+    if not lora:
+        return None, {name: None if name == "dense" else read_variant(name) for name in names or ["dense"]}
+    import_module("peft")  # fails with what to install, which diffusers would not say
+    from foveate.diffusers.lora import find_lora, read_lora
+
+    distilled = read_lora(file := find_lora(str(LORA) if lora == "built-in" else lora))
+    if distilled is None:
+        return file, _methods("", names)[1]
+    usual = next(name for name, cls in METHODS.items() if isinstance(distilled.method, cls))
+    parts = {name: name.partition(":") for name in names or [usual]}
+    return file, {
+        name: method_with_lora(distilled, method, options_of(options.split(",") if options else None))
+        for name, (method, _, options) in parts.items()
+    }

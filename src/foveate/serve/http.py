@@ -1,0 +1,199 @@
+"""HTTP manners of both services: keys, bounded requests, deadlines, metrics, and errors in OpenAI's format."""
+
+import asyncio
+import os
+import socket
+from collections.abc import Awaitable, Callable, Coroutine
+from secrets import compare_digest
+from time import perf_counter
+from typing import Annotated, Any, TypeVar
+
+from fastapi import APIRouter, Depends, FastAPI, HTTPException, Request, Response
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.exposition import CONTENT_TYPE_LATEST
+from starlette.exceptions import HTTPException as StarletteHTTPException
+
+__all__ = ["api_key", "create_app", "free_port", "overloaded", "until_gone"]
+
+KEY = "FOVEATE_API_KEY"
+LOOPBACK = "127.0.0.1", "localhost", "::1"
+CLIENT_LEFT = 499
+"""Status of a request whose client did not wait, in metrics and logs, as nginx writes it."""
+Result = TypeVar("Result")
+
+
+def api_key(host: str) -> str:
+    """The key that requests must carry, from the environment; empty for none.
+
+    Raises:
+        ValueError: If there is none, and other machines can reach the service.
+    """
+    key = os.environ.get(KEY, "")
+    if not key and host not in LOOPBACK:
+        raise ValueError(f"--host {host} lets other machines in: set {KEY} to the key that they must send")
+    return key
+
+
+def free_port(host: str, port: int) -> int:
+    """The port, or a free one for 0.
+
+    Raises:
+        ValueError: If nothing can listen there.
+    """
+    try:
+        with socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET) as server:
+            return server.getsockname()[1]
+    except OSError as error:
+        raise ValueError(
+            f"cannot listen on {host}, port {port} ({os.strerror(error.errno or 0)}): name another --port"
+        ) from error
+
+
+def create_app(
+    title: str,
+    model: str,
+    *,
+    key: str,
+    max_body: int,
+    timeout: float,
+    registry: CollectorRegistry,
+    health: Callable[[], Awaitable[dict[str, Any]]],
+) -> tuple[FastAPI, APIRouter]:
+    """An application with /health, /metrics, /docs and /v1/models, and the router for the rest of /v1.
+
+    Args:
+        title: Title of the documentation.
+        model: Name of the model.
+        key: Key that requests to /v1 and /metrics must carry; empty for none.
+        max_body: Largest number of bytes in the body of a request.
+        timeout: Seconds after which a request is cancelled.
+        registry: Registry of the metrics.
+        health: What /health says besides its status; raises an HTTPException if requests cannot be answered.
+    """
+    app = FastAPI(title=title, redoc_url=None)
+    app.add_middleware(_Watch, max_body=max_body, timeout=timeout, registry=registry)
+    app.add_exception_handler(StarletteHTTPException, _refused)
+    app.add_exception_handler(RequestValidationError, _invalid)
+    app.add_exception_handler(Exception, _failed)
+
+    def check_key(sent: Annotated[HTTPAuthorizationCredentials | None, Depends(HTTPBearer(auto_error=False))]) -> None:
+        if key and not (sent and compare_digest(sent.credentials.encode(), key.encode())):
+            raise HTTPException(401, "send the API key: Authorization: Bearer KEY", {"WWW-Authenticate": "Bearer"})
+
+    router = APIRouter(dependencies=[Depends(check_key)])
+
+    @app.get("/health")
+    async def _health() -> dict[str, Any]:
+        """Whether requests can be answered: 200 or 503."""
+        return {"status": "ok", **await health()}
+
+    @router.get("/metrics")
+    async def _metrics() -> Response:
+        """Metrics in Prometheus' text format."""
+        return Response(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)
+
+    @router.get("/v1/models")
+    async def _models() -> dict[str, Any]:
+        """The model of this service."""
+        return {"object": "list", "data": [{"id": model, "object": "model", "created": 0, "owned_by": "foveate"}]}
+
+    return app, router
+
+
+def overloaded(seconds: int = 1) -> HTTPException:
+    """The answer while the queue is full."""
+    return HTTPException(429, "the queue is full: try again later", {"Retry-After": str(seconds)})
+
+
+async def until_gone(request: Request, work: Coroutine[Any, Any, Result]) -> Result:
+    """The result of `work`, which is cancelled when the client leaves. The body must have been read."""
+
+    async def gone() -> None:
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+
+    tasks = working, leaving = asyncio.ensure_future(work), asyncio.ensure_future(gone())
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            raise HTTPException(CLIENT_LEFT, "the client did not wait")
+        return working.result()
+    finally:
+        working.cancel()
+        leaving.cancel()
+
+
+class _Watch:
+    """Middleware that counts and times requests, refuses long bodies, and cancels what takes too long."""
+
+    def __init__(self, app: Any, max_body: int, timeout: float, registry: CollectorRegistry) -> None:
+        self._app, self._max_body, self._timeout = app, max_body, timeout
+        self._requests = Counter(
+            "foveate_requests", "Requests answered, by route and status.", ["route", "status"], registry=registry
+        )
+        self._seconds = Histogram(
+            "foveate_request_seconds", "Seconds that requests took.", ["route"], registry=registry,
+            buckets=(0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300),
+        )  # fmt: skip
+        self._running = Gauge("foveate_requests_in_progress", "Requests in progress.", registry=registry)
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] != "http":
+            return await self._app(scope, receive, send)
+        status, size, began = CLIENT_LEFT, 0, perf_counter()
+
+        async def bounded() -> Any:
+            nonlocal size
+            message = await receive()
+            size += len(message.get("body", b""))
+            if size > self._max_body:
+                raise HTTPException(413, f"the body has more than {self._max_body} bytes")
+            return message
+
+        async def watched(message: Any) -> None:
+            nonlocal status
+            status = message.get("status", status)
+            await send(message)
+
+        try:
+            with self._running.track_inprogress():
+                async with asyncio.timeout(self._timeout):
+                    await self._app(scope, bounded, watched)
+        except TimeoutError:
+            if status != CLIENT_LEFT:  # the answer has begun: an incomplete one tells the client
+                raise
+            await _error(504, f"not finished within {self._timeout:g} s")(scope, receive, watched)
+        except Exception:
+            status = 500  # answered outside
+            raise
+        finally:
+            route = getattr(scope.get("route"), "path", "other")
+            self._requests.labels(route, status).inc()
+            self._seconds.labels(route).observe(perf_counter() - began)
+
+
+def _error(status: int, message: str, headers: Any = None, param: str | None = None) -> JSONResponse:
+    kind = "invalid_request_error" if status < 500 else "server_error"
+    body = {"message": message, "type": kind, "param": param, "code": None}
+    return JSONResponse({"error": body}, status, headers)
+
+
+async def _refused(_request: Request, error: Any) -> JSONResponse:
+    return _error(error.status_code, str(error.detail), error.headers)
+
+
+async def _invalid(_request: Request, error: Any) -> JSONResponse:
+    """The first fault of a body, and the field that it is in."""
+    fault = error.errors()[0]
+    if fault["type"] == "json_invalid":
+        return _error(400, f"the body is not JSON: {fault['ctx']['error']}")
+    where = ".".join(str(part) for part in fault["loc"][1:])
+    message = fault["msg"].encode(errors="replace").decode()
+    return _error(400, f"{where}: {message}" if where else message, param=where or None)
+
+
+async def _failed(_request: Request, _exc: Exception) -> JSONResponse:
+    return _error(500, "the service failed; its log says why")

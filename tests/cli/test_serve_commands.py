@@ -1,0 +1,26 @@
+"""Laws of `foveate serve` and `foveate rag serve` before anything is loaded."""
+
+import pytest
+from typer.testing import CliRunner
+
+from foveate.cli import app
+
+
+@pytest.mark.parametrize(
+    ("command", "words"),
+    [
+        ("serve --host 0.0.0.0", "set FOVEATE_API_KEY"),
+        ("serve --replicas 2 --max-replicas 1", "is less than --replicas 2"),
+        ("serve --steps 200", "raise --max-steps"),
+        ("serve --method nothing", "nothing"),
+        ("rag serve --host 0.0.0.0", "set FOVEATE_API_KEY"),
+        ("rag serve nowhere", "is not a folder"),
+        ("rag serve --prompt x", "must contain {question}"),
+    ],
+)
+def test_mistakes_are_named_before_anything_is_loaded(command, words, monkeypatch):
+    monkeypatch.delenv("FOVEATE_API_KEY", raising=False)
+    result = CliRunner().invoke(app, command.split())
+    assert result.exit_code == 2
+    assert words in " ".join(result.output.split())
+    assert "loading" not in result.output
