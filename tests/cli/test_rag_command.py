@@ -14,7 +14,7 @@ from foveate import InfoFlowKV
 from foveate.cli import app, common
 from foveate.cli import rag as rag_command
 from foveate.cli.rag_index import bytes_of
-from foveate.transformers import ChunkEncoder
+from foveate.transformers import ChunkEncoder, rag
 from foveate.transformers.index import ChunkIndex
 
 
@@ -97,6 +97,23 @@ def test_questions_from_arguments_or_a_pipe_share_a_page(model, tmp_path):
     nothing = run(model, "--out", "none.html", input="")
     assert nothing.exit_code == 0
     assert not (tmp_path / "none.html").exists()
+
+
+def test_what_was_answered_before_ctrl_c_is_kept(model, tmp_path, monkeypatch):
+    ask = rag.ask
+
+    def interrupted(index, question, *arguments, **options):
+        if question == "w5":
+            raise KeyboardInterrupt
+        return ask(index, question, *arguments, **options)
+
+    monkeypatch.setattr(rag, "ask", interrupted)
+    result = run(model, "w3", "w5", "w7")
+    assert result.exit_code == 130
+    assert result.stdout.startswith("w3\n")
+    page = (tmp_path / "rag.html").read_text()
+    assert "<h1>w3</h1>" in page
+    assert "question 1 of 1" in page
 
 
 def test_a_terminal_is_prompted_until_an_empty_line(monkeypatch):
