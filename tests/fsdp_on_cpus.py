@@ -14,5 +14,6 @@ def initialise_with_fsdp(self, *args, **options):
     initialise(self, *args, **options)
 
 
-AcceleratorState.__init__ = initialise_with_fsdp
-main()
+if __name__ == "__main__":
+    AcceleratorState.__init__ = initialise_with_fsdp
+    main()

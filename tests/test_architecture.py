@@ -22,14 +22,14 @@ ROOMS = {
     "serve": {"utils", "methods", "diffusers", "transformers"},
     "training": {"utils", "ops", "methods", "diffusers", "web"},
     "demo": {"utils", "ops", "methods", "diffusers", "transformers", "web", "training"},
-    "bench": {"utils", "methods", "diffusers", "demo"},
+    "bench": {"utils", "methods", "diffusers", "transformers", "demo"},
     "cli": {"utils", "ops", "methods", "diffusers", "transformers", "web", "serve", "training", "demo", "bench"},
     "__init__": {"methods", "diffusers"},
     "__main__": {"cli"},
 }
 LIBRARIES = {
     "diffusers": {"diffusers", "training", "demo", "bench", "cli"},
-    "transformers": {"diffusers", "transformers", "serve", "training", "demo", "cli"},
+    "transformers": {"diffusers", "transformers", "serve", "training", "demo", "bench", "cli"},
 }
 FILES = sorted(SOURCE.rglob("*.py"))
 MODULES = {

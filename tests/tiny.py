@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple
 from unittest import mock
 
+import pytest
 import tiny_lm
 import torch
 from diffusers import (
@@ -811,6 +812,13 @@ SPARSE = FAMILIES | {
 """Families that sparse attention works in; tokens merge in the `FAMILIES` among them."""
 RARE = ("fibo", "animate", "anyflow", "helios", "kandinsky5", "ernie", "glm", "cosmos", "hunyuan_framepack")
 """Families that the fast tests check by one law of several."""
+
+
+def named(*case):
+    """A case of a test whose first parameter is a family; those of rare families are slow."""
+    return pytest.param(*case, marks=pytest.mark.slow if case[0] in RARE else ())
+
+
 LLSA_ONLY = {"pixel": Family(pixel, _pixel_inputs, _SIZES, method=LLSA(top_k=1, min_tokens=0))}
 
 
@@ -890,7 +898,8 @@ def sample(x, i):
 
 def _shared(name, value):
     """Whether all samples of a batch share an argument: positions do."""
-    return str(name).endswith(("_ids", "_pos")) or (str(name).startswith("indices") and value.ndim == 1)
+    names = "img_ids", "txt_ids", "position_ids", "text_rope_pos", "visual_rope_pos"
+    return name in names or (str(name).startswith("indices") and value.ndim == 1)
 
 
 def fingerprint(model):

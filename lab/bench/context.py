@@ -210,7 +210,7 @@ def _timed(work: Work, length: int, settings: Settings, track: Track) -> list[di
 
 
 def _copy_seconds(work: Work, settings: Settings) -> float:
-    """Time to copy the keys and values of all chunks, each read and written once: what composing them takes at least."""
+    """Time to copy the keys and values of all chunks once, which composing them takes at least."""
     states = [torch.stack([chunk.keys, chunk.values]) for chunk in work.chunks]
     copies = [torch.empty_like(state) for state in states]
     return median(time_calls([partial(torch._foreach_copy_, copies, states)], settings.rounds, settings.device)[0])

@@ -653,10 +653,6 @@ BAD_INPUT = {
         (["--images", "."], "holds no pictures"),
         (["--prompts", "one.txt", "--method", "dense"], "unknown method 'dense'"),
         (["--prompts", "one.txt", "--optimizer", "sgd"], "unknown optimizer 'sgd'"),
-        (
-            ["--prompts", "one.txt", "--batch", 3, "--at-once", 2],
-            "a batch of 3 cannot be shared evenly by 1 x 2 pictures (devices x --at-once): use --batch 4",
-        ),
         (["--prompts", "one.txt", "--device", "cuda:1"], "CUDA_VISIBLE_DEVICES says which GPUs"),
         (["--prompts", "one.txt", "--tiles", 9], "use tiles<=8"),
         (
@@ -671,7 +667,6 @@ BAD_INPUT = {
         (["--sizes", "big:5"], "cannot read the size 'big': write 1024, or WIDTHxHEIGHT"),
         (["--sizes", "18:1"], "patches of 4 px do not fill 18 x 18 px"),
         (["--sizes", "32x16:1"], "scenes are square: use 16 or 32 for 32 x 16 px"),
-        (["--sizes", "16:1:5", "--at-once", 2], "cannot be shared evenly by 1 x 2 pictures (devices x --at-once)"),
         (["--dit", "DiT-XXL"], "unknown size 'DiT-XXL' of the model: choose DiT-XS, DiT-S, DiT-B"),
         (["--attention", "sparse"], "unknown attention 'sparse'"),
         (["--block-size", 8], "block_size must be one of 16, 32, 64, not 8"),
@@ -718,7 +713,7 @@ def test_bad_input_is_one_clear_line_and_nothing_is_written(
     "command",
     [
         "generate", "compare", "eval", "distill", "train", "icl", "rag", "rag ask", "curves", "info", "demo", "ui",
-        "demo info", "demo texts", "bench", "bench step",
+        "rag index", "rag add", "rag remove", "rag info", "demo info", "demo texts", "bench", "bench step",
     ],
 )  # fmt: skip
 def test_help_teaches(command):

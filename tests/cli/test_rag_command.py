@@ -1,5 +1,8 @@
 """Laws of `foveate rag`, tried as a user would."""
 
+import re
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -127,6 +130,17 @@ def test_a_chat_template_frames_documents_and_question(model, tmp_path):
     answers = [result.stdout.splitlines()[1] for result in (framed, by_hand, plain)]
     assert answers[0] == answers[1] == answers[2]
     assert run(model, "w3", "--chat").exit_code == 2
+    words.chat_template = "{{ raise_exception('only tools may speak') }}"
+    words.save_pretrained(chat)
+    refused = run(chat, "w3")
+    assert refused.exit_code == 2
+    assert "the chat template refuses a user's message (only tools may speak): use --no-chat" in said(refused)
+
+
+def test_text_that_is_not_utf8_is_refused_in_one_line(model, tmp_path):
+    for result in (run(model, "w3 \udcff"), run(model, "w3", "--prefix", "\udcff"), run(model, input=b"w3 \xff\n")):
+        assert result.exit_code == 2
+        assert re.search(r"error: (the )?\w+ (is|are) not UTF-8 text: ", said(result))
 
 
 @pytest.mark.usefixtures("as_a_user")
@@ -194,6 +208,16 @@ def test_an_index_is_made_changed_and_asked_without_its_folder(model, tmp_path):
     assert "has no document none.txt: it has" in said(missing)
 
 
+@pytest.mark.slow
+def test_processes_that_are_launched_together_divide_a_folder(model):
+    launch = [sys.executable, "-m", "accelerate.commands.launch", "--cpu", "--num_processes", "2", "-m", "foveate"]
+    index = ["rag", "index", "notes", "--model", str(model), "--device", "cpu"]
+    done = subprocess.run([*launch, *index], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("4 passages, 27 tokens") == 1
+    assert "0 encoded, 4 found" in said(run(model))
+
+
 @pytest.mark.parametrize(("text", "size"), [("20GB", 2e10), ("1.5 MiB", 1.5 * 2**20), ("7", 7), ("3k", 3000), ("", 5)])
 def test_sizes_have_units(text, size):
     assert bytes_of(text, 5) == size
@@ -206,6 +230,8 @@ def test_missing_folders_and_models_are_named(model, tmp_path, monkeypatch):
         return said(result)
 
     assert "nowhere is not a folder" in fails("nowhere", "w3", "--model", model)
+    assert "notes/0.txt is a file: name its folder" in fails("notes/0.txt", "w3", "--model", model)
+    assert "notes is no index: that of a folder is in FOLDER/.foveate/" in fails("info", "notes")
     (tmp_path / "empty").mkdir()
     assert "empty has no .txt, .md, .rst files" in fails("empty", "w3", "--model", model)
     assert "cannot load nobody/nothing" in fails("notes", "w3", "--model", "nobody/nothing")

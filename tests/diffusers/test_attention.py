@@ -9,7 +9,7 @@ import tiny
 import torch
 from diffusers.models.transformers.transformer_flux2 import Flux2KVAttnProcessor, Flux2KVParallelSelfAttnProcessor
 from reference import dense_mask, reference
-from tiny import FAMILIES, SPARSE, built, call
+from tiny import FAMILIES, SPARSE, built, call, named
 from torch.utils._pytree import tree_map
 
 import foveate
@@ -31,11 +31,6 @@ REFERENCES = {
     "longcat": tiny.longcat_inputs,
     "qwen": tiny.qwen_inputs,
 }
-
-
-def named(*case):
-    """A case of a test; those of rare families are slow."""
-    return pytest.param(*case, marks=pytest.mark.slow if case[0] in tiny.RARE else ())
 
 
 every_family = pytest.mark.parametrize("name", [*map(named, SPARSE)])

@@ -7,7 +7,7 @@ from tiny_lm import DOCUMENTS, language_model, tokenizer
 from foveate import InfoFlowKV
 from foveate.methods.baselines.kv_baselines import EPIC, FullPrefill
 from foveate.transformers import ChunkEncoder
-from foveate.transformers.index import index_documents
+from foveate.transformers.index import ChunkIndex, index_documents
 from foveate.transformers.rag import STEPS, ask
 from foveate.utils.device import Stopwatch
 from foveate.web.rag import reply_page
@@ -32,6 +32,18 @@ def test_full_recomputation_answers_as_full_prefill_and_every_step_is_timed(tmp_
         assert tuple(answer.seconds) == STEPS
         assert min(answer.seconds.values()) >= 0
     assert reply_page(index, [reply], {}).count("<mark class") == len(ours.rows)
+
+
+def test_eight_bit_chunks_are_the_same_on_both_devices(tmp_path):
+    model = language_model("qwen3", dtype=torch.bfloat16)
+    encoder = ChunkEncoder(model.cuda(), tokenizer())
+    index = index_documents(tmp_path, encoder, {"a": DOCUMENTS[2]}, eight_bit=True)
+    index.build()
+    (loaded,), on_cpu = index.load([0]), ChunkEncoder(model.cpu(), tokenizer())
+    assert loaded.keys.is_cuda
+    (same,) = ChunkIndex(tmp_path, on_cpu).load([0])  # the same fingerprint and checksums
+    assert torch.equal(same.keys, loaded.keys.cpu())
+    assert torch.equal(same.values, loaded.values.cpu())
 
 
 def test_the_stopwatch_includes_work_that_is_still_queued():

@@ -13,7 +13,7 @@ from foveate.kernels.rows.row_attention import BACKENDS
 from foveate.methods.baselines.kv_baselines import CacheBlend
 from foveate.ops import dispatch
 from foveate.ops.row_attention import portable
-from foveate.transformers import ChunkEncoder
+from foveate.transformers import ChunkEncoder, answers
 
 pytestmark = pytest.mark.gpu
 CUDA = torch.device("cuda")
@@ -40,11 +40,11 @@ def error(got, q, k, v, rows, scale):
     return (wrong / right) ** 0.5
 
 
-def run(name, q, k, v, rows, scale):
+def run(name, q, k, v, rows, scale, *limits):
     supports, kernel = BACKENDS[name]
     if not supports(CUDA, q.dtype, q.shape[3]):
         pytest.skip(f"{name} does not support head_dim {q.shape[3]} on this GPU")
-    return kernel(q, k, v, rows, scale)
+    return kernel(q, k, v, rows, scale, *limits)
 
 
 @pytest.mark.parametrize("name", BACKENDS)
@@ -69,6 +69,19 @@ def test_first_rows_last_rows_and_a_prompt_equal_the_dense_mask(name, rows):
     q, k, v = qkv(4097, len(rows), 32, 8, 128, torch.bfloat16)
     assert error(run(name, q, k, v, rows, 0.1), q, k, v, rows, 0.1) < 1e-2
     assert error(run(name, q, k, v, rows, -0.1), q, k, v, rows, -0.1) < 1e-2
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+@pytest.mark.parametrize(("tokens", "chosen"), [(700, 1), (1337, 64), (5000, 900)])
+def test_samples_may_have_rows_of_their_own_windows_and_sinks(name, tokens, chosen):
+    rows = torch.stack([some(tokens, chosen) for _ in range(3)])
+    rows[1, chosen // 2 :] = tokens - 1  # tokens that pad a shorter prompt
+    q, k, v = qkv(tokens, chosen, 32, 8, 64, torch.bfloat16, batch=3)
+    sinks = torch.randn(32, device=CUDA)
+    for window, logits in ((None, None), (None, sinks), (1, None), (128, sinks), (2 * tokens, None)):
+        got = run(name, q, k, v, rows, 0.125, window, logits)
+        want = portable(*(x.float() for x in (q, k, v)), rows, 0.125, window, logits)
+        assert (got - want).norm() < 1e-2 * want.norm()
 
 
 @pytest.mark.parametrize("name", BACKENDS)
@@ -123,6 +136,19 @@ def test_a_patched_model_on_a_gpu_equals_full_prefill_on_a_cpu(monkeypatch, back
             texts.add(patched.generate(max_new_tokens=4))
         assert (got - want).norm() < 0.06 * want.norm()
     assert len(texts) == 1
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3", "gpt_oss"])
+def test_answers_of_a_padded_batch_are_those_of_single_questions_in_graphs_too(family):
+    ours = ChunkEncoder(language_model(family, dtype=torch.float32).cuda(), tokenizer(), "<s> w60")
+    chunks = ours.encode(DOCUMENTS)
+    contexts = [ours.compose(chunks), ours.compose(chunks[1:3]), ours.compose(chunks[::-1])]
+    alone = []
+    for context, prompt in zip(contexts, PROMPTS, strict=True):
+        with context.patch(InfoFlowKV(recompute=0.4), prompt) as patched:
+            alone.append(patched.generate(max_new_tokens=6))
+    for _ in range(3):  # eager, captured, and replayed
+        assert answers(contexts, InfoFlowKV(recompute=0.4), PROMPTS, max_new_tokens=6) == alone
 
 
 def test_graphs_and_threads_give_the_answers_of_the_first_eager_pass_bit_for_bit():

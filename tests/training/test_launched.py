@@ -5,14 +5,12 @@ import signal
 import time
 from pathlib import Path
 from types import SimpleNamespace
-from unittest.mock import Mock
 
 import numpy as np
 import psutil
 import pytest
 import tiny
 import torch
-from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from PIL import Image
 from safetensors.torch import load_file
@@ -22,7 +20,7 @@ from typer.testing import CliRunner
 
 from foveate.cli import app, common
 from foveate.diffusers.lora import LORA_FILE
-from foveate.training.run import check_shared, split_batch
+from foveate.training.run import split_batch
 
 TESTS = Path(__file__).parents[1]
 WEIGHTS = "transformer/diffusion_pytorch_model.safetensors"
@@ -126,14 +124,3 @@ def test_a_batch_that_processes_cannot_share_is_refused_before_anything_is_loade
     assert "3 processes cannot share a batch of 4 evenly: use 3 or 6" in result.output
     with pytest.raises(ValueError, match=r"8 processes cannot share a batch of 4 evenly: use 8"):
         split_batch(4, 8)
-
-
-@pytest.mark.parametrize(("first", "seen"), [(True, [True, True]), (True, [True, False]), (False, [True, False])])
-def test_a_folder_that_nodes_do_not_share_is_refused(tmp_path, first, seen):
-    two = Mock(Accelerator, num_processes=2, is_main_process=first, device="cpu", gather=lambda _: torch.tensor(seen))
-    if all(seen):
-        check_shared(tmp_path / "out", two)
-    else:
-        with pytest.raises(ValueError, match=r"not all nodes see .*out of the first one: name a folder they share"):
-            check_shared(tmp_path / "out", two)
-    assert not list(tmp_path.glob("out/*"))

@@ -63,6 +63,11 @@ def test_keys_are_rounded_once():
         torch.testing.assert_close(keys[0].double(), exact[layer], rtol=2**-8, atol=1e-5)
 
 
+def test_a_chunk_prints_its_size_and_no_tensors():
+    (chunk,) = encoder().encode(DOCUMENTS[:1])
+    assert repr(chunk) == "ChunkCache(7 tokens, 0.0 MiB)"
+
+
 def test_encoding_and_composing_leave_the_model_and_the_chunks_unchanged():
     ours = encoder("qwen3")
     before = {name: weight.clone() for name, weight in ours.model.state_dict().items()}
@@ -141,6 +146,15 @@ def test_a_change_of_the_model_changes_its_fingerprint(change):
 
 def test_a_checksum_depends_on_the_order():
     assert checksum(torch.arange(6.0)[[0, 1, 2, 4, 3, 5]]) != checksum(torch.arange(6.0))
+
+
+@pytest.mark.parametrize("size", [1, 7, 8, 9, 16, 23, 2**21 + 3])
+def test_a_checksum_is_that_of_the_bytes_wherever_they_are_and_notices_every_change(size):
+    whole = torch.randint(0, 256, (size + 1,), dtype=torch.uint8, generator=torch.Generator().manual_seed(size))
+    part = whole[1:]  # not aligned
+    assert checksum(part) == checksum(part.clone())
+    for place in {0, size // 2, size - 1}:
+        assert checksum(flipped(part, place)) != checksum(part)
 
 
 def test_settings_without_effect_keep_the_fingerprint(tmp_path):

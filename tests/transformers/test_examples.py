@@ -102,6 +102,22 @@ def test_bad_texts_and_embeddings_are_refused(tmp_path):
         column([{"text": "a"}, {"label": "b"}], "text", tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ('text,label\n"a,x\nb,y\n', r"example 0 of .* cannot be read \(unexpected end of data\): close each quote"),
+        ('text,label\na,x\n"b"c,y\n', r"example 1 of .* cannot be read .*: close each quote"),
+        ("text,text\na,b\n", "names a column twice in its first line: rename one of text, text"),
+        ("text,label\na, \n", "example 0 of .* has nothing in 'label': fill it in, or leave it out"),
+        ("text,label\na,x\nb\n", "example 1 of .* has nothing in 'label'"),
+    ],
+)
+def test_faults_of_a_csv_file_are_named(tmp_path, content, message):
+    (tmp_path / "a.csv").write_text(content)
+    with pytest.raises(ValueError, match=message):
+        column(read_examples(tmp_path / "a.csv"), "label", tmp_path / "a.csv")
+
+
 def test_a_missing_library_is_named_with_the_remedy(monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "sentence_transformers", None)
     with pytest.raises(ImportError) as missing:

@@ -4,6 +4,7 @@ import os
 import random
 import signal
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import fsspec
@@ -16,9 +17,12 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from foveate import InfoFlowKV
+from foveate.demo import READER
+from foveate.demo.facts import draw_facts
 from foveate.transformers import ChunkCache, ChunkEncoder
 from foveate.transformers.documents import Passage
 from foveate.transformers.index import BuildReport, ChunkIndex, index_documents, read_index, remove_documents
+from foveate.transformers.model import load
 
 TEXTS = {f"{i}.txt": text for i, text in enumerate(DOCUMENTS)}
 
@@ -88,6 +92,10 @@ def test_only_changed_passages_are_encoded_and_unused_files_removed(tmp_path, en
     assert len(after.keys() & before.keys()) == 3
     assert all(after[name] == before[name] for name in after.keys() & before.keys())
     assert (tmp_path / ".gitignore").read_text() == "*\n"
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "notes.txt").write_text("w1")
+    index_documents(tmp_path / "mine", encoder(), TEXTS)
+    assert not (tmp_path / "mine" / ".gitignore").exists()
 
 
 def test_documents_are_added_and_removed_one_by_one(place, encoded):
@@ -243,6 +251,26 @@ def test_recomputing_all_rows_of_eight_bit_chunks_is_exact():
     assert not torch.allclose(cached_logits(ours, context, prompt), want, rtol=1e-3)
 
 
+@pytest.mark.slow
+def test_the_built_in_reader_answers_alike_from_eight_bit_chunks():
+    ours = ChunkEncoder(*load(READER, "cpu"))
+    facts = draw_facts(12, 32, torch.Generator().manual_seed(1))
+    divergences = []
+    for ids, owners in zip(facts.ids, facts.owner, strict=True):
+        chunks = ours.encode([part.tolist() for part in ids.split(20)])
+        contexts = ours.compose(chunks), ours.compose([chunk.quantized() for chunk in chunks])
+        for name in ours.tokenizer.batch_decode(owners[owners >= 0].unique()[:3, None]):
+            prompt, logits = f"Question: {name} plays the what? Answer:", []
+            for context in contexts:
+                with context.patch(InfoFlowKV(), prompt) as patched:
+                    logits.append(patched.logits(1)[-1].double().log_softmax(-1))
+            exact, eight_bit = logits
+            assert exact.argmax() == eight_bit.argmax()
+            divergences.append((exact.exp() * (exact - eight_bit)).sum())
+    assert len(divergences) > 30
+    assert sum(divergences) / len(divergences) < 5e-4
+
+
 # --- damage, processes, file systems ---------------------------------------------------------------------------------
 
 
@@ -306,6 +334,26 @@ def test_an_interruption_loses_only_the_current_passage(tmp_path, encoded, monke
     assert sorted(encoded) == [5, 6, 7, 9]
 
 
+def test_threads_load_what_one_thread_loads_while_documents_come_and_go(tmp_path):
+    index = index_documents(tmp_path, encoder(), TEXTS, max_disk=20_000, max_memory=8_000)
+    want = [(chunk.keys.clone(), chunk.values.clone()) for chunk in index.load(range(4))]
+
+    def ask(seed):
+        draw = random.Random(seed)
+        if seed == 0:
+            for i in range(10):
+                index.add({"new": f"w{i + 1} w5"}).remove(["new"]).build()
+        for _ in range(20):
+            passages = draw.sample(range(4), 2)
+            for passage, chunk in zip(passages, index.load(passages), strict=True):
+                assert torch.equal(chunk.keys, want[passage][0])
+                assert torch.equal(chunk.values, want[passage][1])
+
+    with ThreadPoolExecutor(6) as pool:
+        list(pool.map(ask, range(6)))
+    assert index.refused == []
+
+
 def many(version=0):
     """40 documents, 8 of which are other ones in each version."""
     texts = {f"{i:02}": " ".join(f"w{(i * 7 + j * j) % 50 + 1}" for j in range(20)) for i in range(40)}
@@ -331,6 +379,20 @@ def test_processes_that_build_one_index_at_once_divide_the_work(tmp_path):
     assert_right(index)
     assert index.refused == []
     assert not list((tmp_path / "index").glob("*.part"))
+
+
+def test_processes_that_build_one_index_at_once_keep_its_limit(tmp_path):
+    ours, limit = encoder(), 100_000
+
+    def build_some():
+        index_documents(tmp_path, ours, many(), max_disk=limit).build()
+
+    children = [processes.fork(build_some) for _ in range(3)]
+    assert [os.waitpid(child, 0)[1] for child in children] == [0, 0, 0]
+    index = ChunkIndex(tmp_path, ours, max_disk=limit)
+    assert limit - 2 * 12_000 < index.nbytes <= limit
+    assert_right(index)
+    assert index.nbytes <= limit
 
 
 @pytest.mark.slow

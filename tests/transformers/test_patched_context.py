@@ -1,5 +1,6 @@
 """Laws of patched contexts: exact at both ends, causal, scored as defined, and independent."""
 
+from itertools import product
 from random import Random
 from threading import Thread
 
@@ -173,11 +174,17 @@ def test_the_order_of_rows_and_the_slices_do_not_matter(implementation, monkeypa
     assert_near(recomputed(context, rows.flip(0)), ours, 1e-6)
 
 
-@pytest.mark.parametrize("geometry", ["global", "hl-hp", "tl-tp", "hl-tp"])
-@pytest.mark.parametrize("norm", ["l2", "l1"])
-def test_scores_are_the_attention_weights_of_the_model(norm, geometry):
+@pytest.mark.parametrize(
+    ("family", "norm", "geometry"),
+    [
+        *product(["qwen3"], ["l2", "l1"], ["global", "hl-hp", "tl-tp", "hl-tp"]),
+        ("gpt_oss", "l2", "global"),
+        ("gemma3", "l1", "global"),
+    ],
+)
+def test_scores_are_the_attention_weights_of_the_model(family, norm, geometry):
     """The model's own attention weights, of a forward whose context is the composed cache."""
-    ours = encoder("qwen3", "yarn", attn_implementation="eager")
+    ours = encoder(family, "yarn", attn_implementation="eager")
     context, layers = composed(ours), (1, 2)
     before = copies(context)
     scores = context.score(PROMPTS[1], layers, norm, geometry)
@@ -263,7 +270,7 @@ def test_a_patch_answers_until_it_is_closed():
 
 
 def test_answers_longer_than_the_room_after_the_prompt_are_the_same():
-    ours = encoder(max_position_embeddings=1024)
+    ours = encoder(max_position_embeddings=1024, num_hidden_layers=1)
     long = composed(ours)
     with long.patch(InfoFlowKV(), PROMPTS[1]) as patched:
         text = patched.generate(max_new_tokens=300)

@@ -162,8 +162,9 @@ def test_an_answer_is_right_if_it_has_the_words_of_a_right_one():
 
 
 def test_passages_of_one_name_are_all_on_the_page(tmp_path):
-    index = ChunkIndex(tmp_path, encoder(), [Passage("prefix", "w1 w2"), Passage("prefix", "w3 w4")])
-    index.build()
+    index = ChunkIndex(tmp_path, encoder())
+    for text in ("w1 w2", "w3 w4"):
+        index.number(Passage("prefix", text))
     reply = ask(index, "w5", {"all": FullPrefill()}, **SHORT)
     assert list(Marks(reply_page(index, [reply], {})).marked.values()) == ["<s>", "w60", "w1", "w2", "w3", "w4"]
 

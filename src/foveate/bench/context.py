@@ -107,7 +107,7 @@ class Work:
         """Answers of the model alone."""
         self.encoder.generate([self.ids(question) for question in questions], **options)
 
-    def prefix_cache(self, cache: DynamicCache, questions: Sequence[Question], options: dict[str, Any]) -> None:
+    def prefix_cache(self, cache: Any, questions: Sequence[Question], options: dict[str, Any]) -> None:
         """Answers of the model with copies of a cache of the context, which must be the same for all questions."""
         count, texts = len(questions), torch.stack([self.ids(question) for question in questions])
         copies = [tuple(x.repeat(count, 1, 1, 1) for x in (layer.keys, layer.values)) for layer in cache.layers]
@@ -269,7 +269,7 @@ Rounds = list[list[Question]]
 def _ways(work: Work, drawn: Rounds, alike: Rounds) -> Iterator[tuple[str, Answer, Rounds]]:
     """Name, function and questions of each way to answer."""
     yield "full prefill", work.full_prefill, drawn
-    cache = DynamicCache()
+    cache: Any = DynamicCache()
     work.encoder.model.model(input_ids=work.context(alike[0][0]).ids[None], past_key_values=cache)
     yield "prefix cache, one context", partial(work.prefix_cache, cache), alike
     del cache
@@ -317,7 +317,8 @@ def _answer(work: Work, answer: Answer, questions: list[Question], batch: int, t
         some, stamps = questions[start : start + batch], []
 
         def clock(ids: Tensor, scores: Tensor, stamps: list[float] = stamps) -> Tensor:
-            stamps or stamps.append(now(device))
+            if not stamps:
+                stamps.append(now(device))
             return scores
 
         answer(some, {"max_new_tokens": length, "min_new_tokens": length, "logits_processor": [clock]})

@@ -33,6 +33,13 @@ Model = Annotated[
         help="Hub id or folder of a diffusers pipeline. [dim]default: the built-in model, which draws emoji[/]"
     ),
 ]
+LanguageModel = Annotated[
+    str,
+    typer.Option(
+        help="Hub id or folder of a causal language model. [dim]default: the built-in reader, which knows a few "
+        "hundred words[/]"
+    ),
+]
 Size = Annotated[
     str | None,
     typer.Option(
@@ -43,7 +50,7 @@ Size = Annotated[
 Tiles = Annotated[str | None, typer.Option(help="Number of tiles of the method, or auto.")]
 Option = Annotated[
     list[str] | None,
-    typer.Option("--option", "-o", help="An option of the method, as NAME=VALUE: -o centre=0. Repeat it for more."),
+    typer.Option("--option", "-o", help="An option of the method, as -o NAME=VALUE. Repeat it for more."),
 ]
 Seed = Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Random seed: the same seed gives the same result.")]
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, mps.")]

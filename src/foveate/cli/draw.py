@@ -203,8 +203,8 @@ def generate(
 
     from foveate.diffusers.apply import apply
     from foveate.diffusers.lora import using
-    from foveate.diffusers.pipelines import denoiser, draw, frame_rate, write_video
-    from foveate.utils.files import slug, write_picture, write_whole
+    from foveate.diffusers.pipelines import denoiser, draw
+    from foveate.utils.files import slug, write_whole
 
     config: Any = denoiser(pipe).config
     plain = config.get("attention", "dense")  # pixel models have an attention of their own
@@ -212,6 +212,7 @@ def generate(
     about |= {"lora": lora} if lora else {}
     if many:
         requests = [request._replace(prompt=text, seed=seed + i) for text in texts for i in range(seeds)]
+        check_shared(folder)
         with state.main_process_first():
             jobs = _claimed(folder, suffix, requests, pipe, settings_of(pipe, model, request) | about)
     else:
@@ -232,17 +233,11 @@ def generate(
             began = time.perf_counter()
             with noting(f"drawing {job.prompt!r} with seed {job.seed}"):
                 drawn = draw(pipe, job, (lambda: None) if many else advance)
-                seconds.append(time.perf_counter() - began)
-                summary = run.summary() if run else None
+            seconds.append(time.perf_counter() - began)
+            summary = run.summary() if run else None
+            if state.is_main_process or not together:
                 told = settings_of(pipe, model, job) | about | {"seconds": f"{seconds[-1]:.1f}"}
-                if summary and all(layer.why for layer in summary.layers):
-                    told["stayed dense"] = summary.layers[0].why
-                if together and not state.is_main_process:
-                    continue
-                if suffix == ".mp4":
-                    write_video(path, drawn, frame_rate(pipe, job))
-                else:
-                    write_picture(path, drawn[0], told)
+                _write(path, drawn, pipe, job, told, summary)
             if many:
                 advance()
     seconds = gather_object(seconds)
@@ -254,7 +249,6 @@ def generate(
         console.print(f"drawn in {seconds[0]:.1f} s")
         print(*jobs)
         return
-    check_shared(jobs)
     if missing:
         console.print(f"{len(missing)} drawn, {median(seconds):.1f} s each")
     index = {path.name: {"prompt": job.prompt, "seed": job.seed} for path, job in jobs.items()}
@@ -443,6 +437,18 @@ def _claimed(
     claim(folder, shared | {"weights": fingerprint(denoiser(pipe))})
     # the checksum tells prompts apart that begin alike, whatever else the file of prompts holds
     return {folder / f"{slug(r.prompt)}-{crc32(r.prompt.encode()):08x}-{r.seed}{suffix}": r for r in requests}
+
+
+def _write(path: Path, drawn: Any, pipe: Any, request: Any, told: dict[str, str], summary: Any) -> None:
+    """Write a video, or a picture with what is to be told of it."""
+    from foveate.diffusers.pipelines import frame_rate, write_video
+    from foveate.utils.files import write_picture
+
+    if path.suffix.lower() == ".mp4":
+        return write_video(path, drawn, frame_rate(pipe, request))
+    if summary and all(layer.why for layer in summary.layers):
+        told["stayed dense"] = summary.layers[0].why
+    return write_picture(path, drawn[0], told)
 
 
 def _suffix(pipe: Any, request: Any) -> str:

@@ -15,6 +15,7 @@ from foveate.cli.common import (
     Device,
     Dtype,
     Embed,
+    LanguageModel,
     check_file,
     clear_errors,
     console,
@@ -73,12 +74,7 @@ def icl(
         list[str] | None,
         typer.Option(help="Question for a language model that has read the examples. May be repeated."),
     ] = None,
-    model: Annotated[
-        str,
-        typer.Option(
-            help="For --ask: hub id or folder of a causal language model. [dim]default: the built-in reader[/]"
-        ),
-    ] = "",
+    model: LanguageModel = "",
     template: Annotated[
         str,
         typer.Option(
@@ -109,8 +105,7 @@ def icl(
 ) -> None:
     """Split examples for in-context learning into blocks that cover a pool of examples (Sub-CP).
 
-    With --ask, a language model reads the blocks and answers. The method is reconstructed from the abstract of its
-    paper.
+    With --ask, the model reads the blocks and answers. The method is reconstructed from the abstract of its paper.
 
     The table compares with 10 random choices of examples, and with 10 random partitions of the same examples. A gain
     over the first but not over the second is due to the choice of examples, not to the blocks. Coverage is not
@@ -159,7 +154,8 @@ def icl(
     check_file(out, "a file of blocks", ".jsonl")
     if out.resolve() == examples.resolve():
         raise ValueError(f"--out must name a file of blocks, not {out}, which holds the examples: name another file")
-    if wordless := [question for question in ask or () if not re.search(r"\w", question)]:
+    needed = r"\S" if embed or embeddings else r"\w"  # without a model, words are compared
+    if wordless := [question for question in ask or () if not re.search(needed, question)]:
         raise ValueError(f"--ask {wordless[0]!r} has no words: give the text whose label you want to know")
     reader = open_reader(model, device, dtype) if ask else None
     sub = SubCP(

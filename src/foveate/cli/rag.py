@@ -18,6 +18,8 @@ from foveate.cli.common import (
     Device,
     Dtype,
     Embed,
+    LanguageModel,
+    Option,
     check_file,
     clear_errors,
     console,
@@ -33,7 +35,6 @@ from foveate.cli.rag_index import (
     MaxDisk,
     MaxMemory,
     Prefix,
-    Reader,
     Source,
     open_index,
     print_refused,
@@ -41,7 +42,22 @@ from foveate.cli.rag_index import (
 from foveate.methods import RECOMPUTE_POLICIES, recompute_policy_from_text
 from foveate.utils.files import write_whole
 
-__all__ = ["app", "recompute_methods"]
+__all__ = ["NewTokens", "Policy", "Prompt", "Recompute", "app", "recompute_methods"]
+
+Policy = Annotated[
+    str, typer.Option(help=f"Method that chooses the tokens to recompute: {', '.join(RECOMPUTE_POLICIES)}.")
+]
+Recompute = Annotated[
+    float | None, typer.Option(help="Fraction of the tokens to recompute, 0 to 1. [dim]default: 0.15[/]")
+]
+Prompt = Annotated[
+    str,
+    typer.Option(
+        help="Text after the passages. [dim]default: 'Question: {question}' and 'Answer:' on two lines[/]",
+        show_default=False,
+    ),
+]
+NewTokens = Annotated[int, typer.Option(min=1, help="Largest number of tokens in an answer.")]
 
 
 class _AskByDefault(TyperGroup):
@@ -76,16 +92,10 @@ def rag(
             "or read as lines from a pipe[/]"
         ),
     ] = None,
-    model: Reader = "",
-    method: Annotated[
-        str, typer.Option(help=f"Method that chooses the tokens to recompute: {', '.join(RECOMPUTE_POLICIES)}.")
-    ] = "infoflow_kv",
-    recompute: Annotated[
-        float | None, typer.Option(help="Fraction of the tokens to recompute, 0 to 1. [dim]default: 0.15[/]")
-    ] = None,
-    option: Annotated[
-        list[str] | None, typer.Option("--option", "-o", help="Option of the method: -o norm=l1 -o reorder=true.")
-    ] = None,
+    model: LanguageModel = "",
+    method: Policy = "infoflow_kv",
+    recompute: Recompute = None,
+    option: Option = None,
     compare: Annotated[
         bool, typer.Option("--compare", help="Answer with every method and with full prefill, and compare times.")
     ] = False,
@@ -100,16 +110,10 @@ def rag(
         ),
     ] = 0,
     embed: Embed = "",
-    prompt: Annotated[
-        str,
-        typer.Option(
-            help="Text after the passages. [dim]default: 'Question: {question}' and 'Answer:' on two lines[/]",
-            show_default=False,
-        ),
-    ] = "Question: {question}\nAnswer:",
+    prompt: Prompt = "Question: {question}\nAnswer:",
     prefix: Prefix = "",
     chat: Chat = None,
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="Largest number of tokens in an answer.")] = 64,
+    max_new_tokens: NewTokens = 64,
     index: Index = "",
     eight_bit: EightBit = False,
     max_disk: MaxDisk = "",
@@ -121,11 +125,14 @@ def rag(
     """Answer questions about a folder of documents that the model encodes only once (InfoFlow KV).
 
     Each passage runs through the model alone, and its keys and values are kept on disk. A question loads them, and
-    recomputes only the tokens that it attends to most. The page shows which.
+    recomputes only the tokens that it attends to most. The page shows which. The model may be a Llama, Qwen, Mistral,
+    Mixtral or Phi-3.
 
     foveate rag notes --model Qwen/Qwen3-8B "Where was the keeper from?"
 
     foveate rag notes --model Qwen/Qwen3-8B --compare "Where was the keeper from?" "When was the lighthouse built?"
+
+    foveate rag notes --model Qwen/Qwen3-8B -o norm=l1 -o reorder=true "Where was the keeper from?"
 
     foveate rag texts/facts --compare < texts/questions.txt
 

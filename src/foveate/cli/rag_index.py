@@ -13,6 +13,7 @@ from rich.markup import escape
 from foveate.cli.common import (
     Device,
     Dtype,
+    LanguageModel,
     clear_errors,
     console,
     join_processes,
@@ -22,7 +23,7 @@ from foveate.cli.common import (
 )
 
 __all__ = [
-    "Chat", "Chunk", "EightBit", "Index", "MaxDisk", "MaxMemory", "Place", "Prefix", "Reader", "Source",
+    "Chat", "Chunk", "EightBit", "Index", "MaxDisk", "MaxMemory", "Place", "Prefix", "Source",
     "add", "index", "info", "open_index", "open_indexes", "print_refused", "remove",
 ]  # fmt: skip
 
@@ -36,14 +37,6 @@ Source = Annotated[
     ),
 ]
 Place = Annotated[str, typer.Argument(metavar="INDEX", help="Folder or URL of the index.")]
-Reader = Annotated[
-    str,
-    typer.Option(
-        "--model",
-        help="Hub id or folder of a Llama, Qwen, Mistral or Phi-3 model. [dim]default: the built-in reader, which "
-        "knows a few hundred words[/]",
-    ),
-]
 Chunk = Annotated[
     int | None,
     typer.Option(
@@ -81,7 +74,7 @@ MaxMemory = Annotated[
 @clear_errors
 def index(
     folder: Annotated[Path, typer.Argument(help="Folder of .txt, .md and .rst files, including its subfolders.")],
-    model: Reader = "",
+    model: LanguageModel = "",
     index: Index = "",
     chunk: Chunk = None,
     eight_bit: EightBit = False,
@@ -108,7 +101,7 @@ def index(
 def add(
     place: Place,
     documents: Annotated[list[Path], typer.Argument(help="Text files, or folders of .txt, .md and .rst files.")],
-    model: Reader = "",
+    model: LanguageModel = "",
     chunk: Chunk = None,
     eight_bit: EightBit = False,
     max_disk: MaxDisk = "",
@@ -132,7 +125,8 @@ def add(
         read = read_documents(path, skipped)
         texts |= read if path.is_file() else {f"{path.as_posix()}/{name}": text for name, text in read.items()}
     encoder, _, _ = _open_encoder(model, prefix, chat, device, dtype)
-    chunks = ChunkIndex(place, encoder, max_disk=limit).add(texts, chunk, eight_bit)
+    with progress() as track:
+        chunks = ChunkIndex(place, encoder, max_disk=limit).add(texts, chunk, eight_bit, track)
     _build(chunks, skipped)
 
 
@@ -199,6 +193,8 @@ def open_indexes(
     limits = {"max_disk": bytes_of(max_disk, inf), "max_memory": bytes_of(max_memory, 0)}
     sources: list[tuple[str, dict[str, str], list[str]]] = []
     for folder in folders:  # before the model is loaded
+        if Path(folder).is_file():
+            raise ValueError(f"{folder} is a file: name its folder")
         skipped = list[str]()
         stored = bool(read_index(folder, skipped))
         sources.append((folder, {} if stored else read_documents(Path(folder), skipped), skipped))
@@ -207,7 +203,8 @@ def open_indexes(
     for folder, documents, skipped in sources:
         if documents:
             where = index or str(Path(folder, ".foveate", index_name(model)))
-            indexes.append(index_documents(where, encoder, documents, chunk, eight_bit, **limits))
+            with progress() as track:
+                indexes.append(index_documents(where, encoder, documents, chunk, eight_bit, **limits, track=track))
             _build(indexes[-1], skipped)
         else:
             indexes.append(ChunkIndex(folder, encoder, **limits))
@@ -234,7 +231,7 @@ def _build(chunks: Any, skipped: Sequence[str]) -> None:
         raise ValueError("there are no documents left: see above what to do about them")
     with progress() as track:
         built = chunks.build(track)
-    encoded = built.encoded
+    encoded, done = built.encoded, built.encoded + built.found
     if "LOCAL_RANK" in os.environ:
         from accelerate.utils import gather_object
 
@@ -242,7 +239,8 @@ def _build(chunks: Any, skipped: Sequence[str]) -> None:
     left = f", {built.left} left out for --max-disk" if built.left else ""
     console.print(
         f"{len(chunks.passages)} passages, {sum(map(len, chunks.ids))} tokens: {encoded} encoded, "
-        f"{built.found} found, {built.removed} removed{left}; {chunks.nbytes / 2**20:.1f} MiB in {chunks.place}",
+        f"{max(0, done - encoded)} found, {built.removed} removed{left}; "
+        f"{chunks.nbytes / 2**20:.1f} MiB in {chunks.place}",
         markup=False,
     )
 

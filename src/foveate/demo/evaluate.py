@@ -152,6 +152,7 @@ def evaluate(
     requests = [request._replace(prompt=scene.caption, seed=request.seed + i) for i, scene in enumerate(wanted)]
     scored = [method for method in methods if _fits(pipeline, method, requests[0], left_out)]
     state = join()
+    check_shared(out)
     with state.main_process_first():
         claim(out, {name: str(value) for name, value in settings.items()})
     describe = load_dino(dino, pipeline.device) if dino else None
@@ -172,9 +173,7 @@ def evaluate(
     state.wait_for_everyone()
     if not state.is_main_process:
         return []
-    for label, files in zip(labels, paths, strict=True):
-        check_shared(files)
-        sets.append(_read(label, files))
+    sets += [_read(label, files) for label, files in zip(labels, paths, strict=True)]
     scores = _scores(sets, wanted, load_recogniser(device=pipeline.device), describe, track("scoring", len(sets)))
     if not judged:
         of_nobody: dict[str, Any] = dict.fromkeys(

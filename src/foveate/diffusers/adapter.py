@@ -14,6 +14,7 @@ from functools import lru_cache
 from itertools import groupby
 from types import MethodType
 from typing import Any, NamedTuple, TypeVar
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -402,7 +403,7 @@ class ModelAdapter:
                 self._attached.append((processor, plan))
                 for pattern in (part.pattern for part in plan.parts or (plan,)):
                     if layer.block._compiled_call_impl and isinstance(pattern, BlockTable):
-                        _IN_GRAPHS[tuple(map(id, pattern))] = pattern
+                        _IN_GRAPHS.setdefault(self.model, {})[tuple(map(id, pattern))] = pattern
         if regions and self._step:
             tokens = ran.layout.tokens - ran.layout.only_images().tokens
             text = regions.order.new_empty(local_tokens((tokens,), self._context(layers)))
@@ -777,9 +778,9 @@ def why_not_merged(modules: Iterable[nn.Module]) -> str:
     return ""
 
 
-# Tables of compiled blocks: a CUDA graph reads their schedule, which is freed with them, as long as they keep their
-# addresses.
-_IN_GRAPHS: dict[tuple[int, ...], BlockTable] = {}
+# Tables of compiled blocks, for as long as there is the model: its CUDA graphs, which outlive the adapter, read their
+# schedules, which are freed with them.
+_IN_GRAPHS: WeakKeyDictionary[nn.Module, dict[tuple[int, ...], BlockTable]] = WeakKeyDictionary()
 _ORDERS: WeakTensorCache[tuple[Tensor, Tensor | None]] = WeakTensorCache()
 _MERGED: WeakTensorCache[tuple[Tensor, Tensor]] = WeakTensorCache()
 

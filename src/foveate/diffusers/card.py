@@ -1,7 +1,7 @@
 # pyright: basic, reportAttributeAccessIssue=false
 """What Foveate has to know about a model class of diffusers: a card. docs/add-a-model.md adds one step by step."""
 
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from importlib import import_module
 from itertools import groupby
 from math import prod
@@ -24,6 +24,7 @@ __all__ = [
     "earlier_frames",
     "image",
     "padding",
+    "patches",
     "register_card",
     "text",
     "text_and_padding",
@@ -131,6 +132,12 @@ def image(rows: int, columns: int) -> Segment:
 def video(frames: int, rows: int, columns: int) -> Segment:
     """Tokens of a video, frame by frame and row by row."""
     return Segment("image", (frames, rows, columns))
+
+
+def patches(sides: Sequence[int], patch: Any) -> Segment:
+    """Tokens of an image or video whose latent, with these sides, is cut into patches of this side or these."""
+    sizes = (patch,) * len(sides) if isinstance(patch, int) else patch
+    return Segment("image", tuple(side // size for side, size in zip(sides, sizes, strict=True)))
 
 
 def padding(tokens: int) -> Segment:
@@ -259,6 +266,7 @@ class Card:
     """What Foveate has to know about a model class. Subclasses implement `layout`, and `stacks` for other block lists.
 
     Attributes:
+        blocks: Name of the list of blocks.
         attention: Self-attention modules of a block by name, and whether text and image attend to each other there.
         rope: Name of a block's argument with the rotary embedding, which `rotation` understands; None if there is
             none. Several names where blocks differ, that of the attention modules last.
@@ -276,6 +284,7 @@ class Card:
         start_percent: Fraction of the run before which a comparison keeps steps dense for methods without a LoRA.
     """
 
+    blocks: ClassVar[str] = "transformer_blocks"
     attention: ClassVar[dict[str, bool]] = {"attn": True}
     rope: ClassVar[str | tuple[str, ...] | None] = None
     merged_modules: ClassVar[dict[str, str]] = {"attn": "attn", "ff": "mlp"}
@@ -304,8 +313,8 @@ class Card:
 
     def stacks(self, model: nn.Module) -> Iterator[Stack]:
         """The stacks of blocks, in running order."""
-        blocks: Any = model.transformer_blocks
-        yield Stack("transformer_blocks", blocks, model, None, min(5, len(blocks) // 3))
+        blocks: Any = getattr(model, self.blocks)
+        yield Stack(self.blocks, blocks, model, None, min(5, len(blocks) // 3))
 
     def samples(self, inputs: dict[str, Any]) -> Tensor:
         """A tensor with a row for each sample of the batch, in the dtype and on the device of the tokens."""

@@ -156,9 +156,9 @@ MethodLike = Method | ComposedMethod | Distilled | Preset
 """Anything that a pipeline can run with."""
 
 
-def throughout(way: MethodLike, start_percent: float = 0.0) -> MethodLike:
-    """The same method at work in all steps, or in those from a fraction of the run on."""
-    first, *more = (replace(part, start_percent=start_percent, end_percent=1.0) for part in way.parts)
+def throughout(way: MethodLike, start: float = 0.0, end: float = 1.0, **options: Any) -> Any:
+    """The same method in all steps, or in those from `start` to `end`, fractions of the run; with these options."""
+    first, *more = (replace(part, start_percent=start, end_percent=end, **options) for part in way.parts)
     if isinstance(way, Distilled):
         return way._replace(method=first, more=tuple(more))
     return ComposedMethod((first, *more)) if more else first

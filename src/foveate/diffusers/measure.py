@@ -24,7 +24,7 @@ from foveate.diffusers.card import card_of
 from foveate.diffusers.lora import throughout
 from foveate.diffusers.pipelines import Call, Request, denoiser, draw, fingerprint
 from foveate.methods import ComposedMethod, Method
-from foveate.methods.base import at_work, layer_ranges
+from foveate.methods.base import layer_ranges
 from foveate.utils.device import now
 from foveate.utils.files import claim, slug, write_picture, write_whole
 from foveate.utils.progress import Track
@@ -244,7 +244,7 @@ class Measurements:
 
     def _layers(self, method: MethodLike, group: list[int]) -> dict[str, Any]:
         middle = len(self.recorded) // 2
-        limited = at_work(method, dense_layers=layer_ranges(set(range(len(self._attention))) - set(group)))
+        limited = throughout(method, dense_layers=layer_ranges(set(range(len(self._attention))) - set(group)))
         attention: list[float | None] = []
         prediction: list[float] = []
         saved = 0
@@ -276,7 +276,7 @@ class Measurements:
         steps = self.requests[0].steps
         windows: list[tuple[list[int], MethodLike]] = []
         for part in range(SLICES):
-            window = at_work(method, part / SLICES, round((part + 1) / SLICES - 1e-3, 3))
+            window = throughout(method, part / SLICES, round((part + 1) / SLICES - 1e-3, 3))
             if numbers := [step for step in range(steps) if window.parts[0].covers(step / steps)]:
                 windows.append((numbers, window))
         scores = self.scores("parts of the run", [(0, window) for _, window in windows], psnr)

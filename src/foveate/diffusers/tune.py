@@ -22,7 +22,7 @@ from PIL import Image
 
 from foveate.diffusers.preset import Preset, describe
 from foveate.methods import LLSA, ComposedMethod, HilbertA, Method, ToMA
-from foveate.methods.base import at_work, layer_ranges
+from foveate.methods.base import layer_ranges
 from foveate.utils.progress import Track, silent
 
 __all__ = ["CANDIDATES", "Budget", "Setting", "check", "settings", "tune"]
@@ -177,6 +177,8 @@ def settings(
         layers: `Measurements.layers` of each method.
         weights: Error of a picture for an error of the prediction, for each step.
     """
+    from foveate.diffusers.lora import throughout
+
     steps, found = len(weights), list[Setting]()
     for method in methods:
         cost = costs[method]
@@ -184,7 +186,7 @@ def settings(
         for dense, error_left, saving_left in _dense_layers(layers[method]):
             for start in range(TENTHS):
                 for end in range(TENTHS, start, -1):  # of equal ones the first stays
-                    limited = at_work(method, start / TENTHS, end / TENTHS, layer_ranges(dense))
+                    limited = throughout(method, start / TENTHS, end / TENTHS, dense_layers=layer_ranges(dense))
                     active = [step for step in range(steps) if limited.parts[0].covers(step / steps)]
                     time = 1 - len(active) / steps * (1 - cost["ratio"]) * saving_left
                     if active and time * LEAST_GAIN <= 1:

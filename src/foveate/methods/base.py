@@ -2,9 +2,9 @@
 
 from abc import abstractmethod
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from math import prod
-from typing import Any, ClassVar, Literal, NamedTuple, Protocol, runtime_checkable
+from typing import ClassVar, Literal, NamedTuple, Protocol, runtime_checkable
 
 from torch import Tensor
 
@@ -20,7 +20,6 @@ __all__ = [
     "Method",
     "SparseAttention",
     "TokenMerging",
-    "at_work",
     "layer_ranges",
 ]
 
@@ -125,15 +124,6 @@ class ComposedMethod(NamedTuple):
     def title(self) -> str:
         """The titles of the methods."""
         return " + ".join(method.title for method in self.parts)
-
-
-def at_work(
-    method: Method | ComposedMethod, start: float = 0.0, end: float = 1.0, dense_layers: str = ""
-) -> Method | ComposedMethod:
-    """The method in the steps from `start` to `end`, fractions of the run, outside of the dense layers."""
-    options: dict[str, Any] = {"start_percent": start, "end_percent": end, "dense_layers": dense_layers}
-    parts = tuple(replace(part, **options) for part in method.parts)
-    return ComposedMethod(parts) if isinstance(method, ComposedMethod) else parts[0]
 
 
 def layer_ranges(layers: Iterable[int]) -> str:

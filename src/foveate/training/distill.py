@@ -18,10 +18,11 @@ from foveate.diffusers.pipelines import Request, draw_batch, fingerprint, noise_
 from foveate.methods import HilbertA
 from foveate.training.pairs import make_pairs
 from foveate.training.pictures import NoisyLatents, NoisyPairs
-from foveate.training.run import Phase, Run, RunOptions, check_shared, cooled_rate, make_accelerator, split_batch
+from foveate.training.run import Phase, Run, RunOptions, cooled_rate, make_accelerator, split_batch
 from foveate.training.student import Recipe, Student, token_grid
 from foveate.training.trained import Trained
 from foveate.utils.files import write_whole
+from foveate.utils.processes import check_shared
 
 __all__ = ["Distillation", "distill"]
 
@@ -65,7 +66,7 @@ def distill(
         raise ValueError(f"distillation needs a FluxPipeline, not a {type(pipeline).__name__}: name its base model")
     accelerator = make_accelerator(pipeline.device, recipe.optimizer)
     split_batch(recipe.batch, accelerator.num_processes)
-    check_shared(out, accelerator)
+    check_shared(out)
     if options.compile:
         pipeline.transformer.compile_repeated_blocks()
     rows, columns = token_grid(pipeline, request.size)

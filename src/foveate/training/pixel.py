@@ -20,9 +20,10 @@ from foveate.diffusers.pipelines import Request, draw
 from foveate.diffusers.pixel_dit import PixelDiT
 from foveate.diffusers.pixel_pipeline import PixelPipeline
 from foveate.training.pictures import NoisyPicture, NoisyPictures, Pictures
-from foveate.training.run import Phase, Run, RunOptions, check_shared, cooled_rate, make_accelerator, split_batch
+from foveate.training.run import Phase, Run, RunOptions, cooled_rate, make_accelerator, split_batch
 from foveate.training.trained import Trained, muon_and_adamw, unsharded
 from foveate.utils.files import write_whole
+from foveate.utils.processes import check_shared
 
 __all__ = ["MIXED", "PixelRecipe", "PixelTraining", "Stage", "prepare", "train", "velocity_loss"]
 
@@ -109,7 +110,7 @@ def train(
     """
     accelerator = make_accelerator(pipeline.device, recipe.optimizer, MIXED[recipe.dtype])
     _check(pipeline, pictures, stages, accelerator.num_processes)
-    check_shared(out, accelerator)
+    check_shared(out)
     training = PixelTraining(out, pipeline, pictures, stages, recipe, accelerator, options)
     return training.run(sum(stage.steps for stage in stages))
 

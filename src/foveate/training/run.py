@@ -12,11 +12,10 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
-from uuid import uuid4
 
 import torch
 from accelerate import Accelerator, DistributedType
-from accelerate.utils import DataLoaderConfiguration, broadcast_object_list
+from accelerate.utils import DataLoaderConfiguration
 from PIL import Image
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
@@ -31,7 +30,6 @@ __all__ = [
     "Phase",
     "Run",
     "RunOptions",
-    "check_shared",
     "cooled_rate",
     "make_accelerator",
     "split_batch",
@@ -115,21 +113,6 @@ def make_accelerator(device: torch.device, optimizer: str, mixed_precision: str 
     if accelerator.distributed_type == DistributedType.FSDP and optimizer != "adamw":
         raise ValueError(f"{optimizer} needs whole weights, but FSDP has sharded them: use --optimizer adamw")
     return accelerator
-
-
-def check_shared(folder: Path, accelerator: Accelerator) -> None:
-    """Raise a ValueError unless all processes see the same folder: each writes a part of every checkpoint."""
-    if accelerator.num_processes == 1:
-        return
-    [probe] = broadcast_object_list([f".{uuid4()}"])
-    if accelerator.is_main_process:
-        write_whole(folder / probe, b"")
-    accelerator.wait_for_everyone()
-    seen = accelerator.gather(torch.tensor([(folder / probe).exists()], device=accelerator.device))
-    if accelerator.is_main_process:
-        (folder / probe).unlink()
-    if not seen.all():
-        raise ValueError(f"not all nodes see {folder} of the first one: name a folder they share with --out")
 
 
 def cooled_rate(rate: float, done: float, cool_down: float) -> float:

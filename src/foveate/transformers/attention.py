@@ -41,18 +41,18 @@ class RowPass:
 
     Attributes:
         rows: Row of each token, ascending, for each context or for all of them.
+        counted: Whether a token's attention is collected.
         scoring: Layers in which the attention that each row receives is collected.
         norm: Norm over the tokens of the attention that is collected.
-        counted: Whether a token's attention is collected.
         last: The pass ends at this layer, before attention. None runs all layers.
         causal: The tokens are all rows of the cache, in order.
         received: What each row receives, [contexts, rows] for each scoring layer.
     """
 
     rows: Int[Tensor, "#contexts tokens"]
+    counted: Bool[Tensor, "#contexts tokens"]
     scoring: tuple[int, ...] = ()
     norm: Norm = "l2"
-    counted: Bool[Tensor, "#contexts tokens"] | None = None
     last: int | None = None
     causal: bool = False
     received: list[Tensor] = field(default_factory=list[Tensor])

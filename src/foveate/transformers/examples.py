@@ -62,6 +62,7 @@ def read_examples(path: Path) -> list[dict[str, Any]]:
 
 
 def _csv_rows(text: str, path: Path) -> list[dict[str, Any]]:
+    csv.field_size_limit(max(csv.field_size_limit(), len(text)))
     rows: list[dict[Any, Any]] = []
     reader = csv.DictReader(io.StringIO(text, newline=""), strict=True)
     try:

@@ -59,7 +59,7 @@ def checksum(tensor: Tensor) -> int:
     The weights are odd, so that any change of a single word changes the sum.
     """
     octets = tensor.detach().contiguous().flatten().view(torch.uint8)
-    if len(octets) % 8 or octets.data_ptr() % 8:  # words must be whole and aligned
+    if len(octets) % 8 or octets.storage_offset() % 8:  # words must be whole and aligned
         octets = pad(octets, (0, -len(octets) % 8)).clone()
     words = octets.view(torch.int64)
     total = torch.zeros((), dtype=torch.int64, device=words.device)

@@ -133,7 +133,11 @@ class ChunkIndex:
     # --- documents ---------------------------------------------------------------------------------------------------
 
     def add(
-        self, documents: Mapping[str, str], max_tokens: int | None = None, eight_bit: bool = False
+        self,
+        documents: Mapping[str, str],
+        max_tokens: int | None = None,
+        eight_bit: bool = False,
+        track: Track = silent,
     ) -> "ChunkIndex":
         """The index with these documents as well; one of the same name is replaced. Call `build` to encode them.
 
@@ -144,19 +148,20 @@ class ChunkIndex:
             max_tokens: Largest number of tokens in a passage. 0 keeps documents whole; None is 512, or a quarter of
                 the model's context if that is less.
             eight_bit: Whether to store keys and values as 8-bit integers.
+            track: Progress bar.
         """
         if max_tokens is None:
             max_tokens = min(512, self.encoder.model.config.max_position_embeddings // 4)
-        self._folder.write(".gitignore", b"*\n")
-        tokenizer = self.encoder.tokenizer
-        for name, text in documents.items():
-            source = digest([text, max_tokens, eight_bit, self._fingerprint])
-            if self.documents.get(name) != source:
-                passages = split_documents(
-                    {name: text}, max_tokens, lambda part: len(tokenizer(part, add_special_tokens=False).input_ids)
-                )
-                files = [self._file(self.encoder.tokens(passage.text).tolist(), eight_bit) for passage in passages]
-                self._folder.write(_file_of(name), Document(name, source, passages, files).to_bytes())
+        if not self._folder.files():
+            self._folder.write(".gitignore", b"*\n")
+        sources = {name: digest([text, max_tokens, eight_bit, self._fingerprint]) for name, text in documents.items()}
+        changed = [name for name, source in sources.items() if self.documents.get(name) != source]
+        advance = track("splitting documents", len(changed)) if changed else lambda: None
+        for name in changed:
+            passages = split_documents({name: documents[name]}, max_tokens, self._count)
+            files = [self._file(self.encoder.tokens(passage.text).tolist(), eight_bit) for passage in passages]
+            self._folder.write(_file_of(name), Document(name, sources[name], passages, files).to_bytes())
+            advance()
         return self.refresh()
 
     def remove(self, names: Iterable[str]) -> "ChunkIndex":
@@ -206,6 +211,9 @@ class ChunkIndex:
                 self.passages.append(passage)
             return self.ids.index(ids)
 
+    def _count(self, text: str) -> int:
+        return len(self.encoder.tokenizer(text, add_special_tokens=False).input_ids)
+
     def _tokens(self, passage: Passage) -> list[int]:
         if not (ids := self.encoder.tokens(passage.text).tolist()):
             raise ValueError(f"{passage.name} has no tokens: leave it out")
@@ -243,11 +251,12 @@ class ChunkIndex:
         advance = track("encoding passages", len(missing)) if missing else lambda: None
         for i, file in enumerate(missing):
             if not self._folder.exists(file):  # else another process was faster
-                if not self._write(file, self._encode(numbers[file])):
+                if not self._write(file, self._encode(numbers[file]).to_bytes()):
                     left = sum(not self._folder.exists(other) for other in missing[i:])
                     break
                 encoded += 1
             advance()
+        self._make_room(0)  # several processes may have filled the same room
         return BuildReport(encoded, len(numbers) - encoded - left, len(unused), left)
 
     def load(self, passages: Sequence[int]) -> list[ChunkCache]:
@@ -282,17 +291,17 @@ class ChunkIndex:
         except ValueError as error:
             self.refused.append(str(error))
         chunk = self._encode(passage)
-        self._make_room(len(chunk.to_bytes()))
-        self._write(self._files[passage], chunk)
+        content = chunk.to_bytes()
+        self._make_room(len(content))
+        self._write(self._files[passage], content)
         return chunk
 
     def _encode(self, passage: int) -> ChunkCache:
         (chunk,) = self.encoder.encode([self.ids[passage]])
         return chunk.quantized() if self._files[passage].endswith(EIGHT_BIT) else chunk
 
-    def _write(self, file: str, chunk: ChunkCache) -> bool:
+    def _write(self, file: str, content: bytes) -> bool:
         """Write the file of a chunk if there is room for it. Whether there was."""
-        content = chunk.to_bytes()
         if room := self.max_disk == inf or self.nbytes + len(content) <= self.max_disk:
             self._folder.write(file, content)
         return room
@@ -384,13 +393,14 @@ def index_documents(
     *,
     max_disk: float = inf,
     max_memory: float = 0,
+    track: Track = silent,
 ) -> ChunkIndex:
     """The index of these documents; others that are in its folder are removed from it. Call `build` to encode them.
 
     See `ChunkIndex` and `ChunkIndex.add` for the arguments.
     """
     index = ChunkIndex(place, encoder, max_disk=max_disk, max_memory=max_memory)
-    index = index.add(documents, max_tokens, eight_bit)
+    index = index.add(documents, max_tokens, eight_bit, track)
     for name in index.documents.keys() - documents.keys():
         index._folder.remove(_file_of(name))
     return index.refresh()

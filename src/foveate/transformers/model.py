@@ -349,7 +349,7 @@ class LanguageModel:
             # without use_cache the model would compute all tokens again, after those in the cache
             model, options = self.row_model, options | {"use_cache": True}
         if cache is not None and beams > 1:
-            cache = self.row_cache(beams * len(texts), cache.capacity).repeated(cache, beams)
+            cache = self.row_cache(beams * len(texts), cache.capacity - SPARE_ROWS).repeated(cache, beams)
         output = model.generate(
             input_ids=padded,
             attention_mask=mask.long(),

@@ -206,7 +206,7 @@ class RowCache(Cache):
         **options: Any,
     ) -> Tensor:
         # a copy, because attention keeps what it computes for a tensor of rows, and graphs change their inputs
-        self._row_pass = RowPass(rows.clone(), counted=counted, **options)
+        self._row_pass = RowPass(rows.clone(), counted, **options)
         with suppress(StopForward):
             return self.model.model(
                 input_ids=ids, position_ids=positions, past_key_values=self, row_pass=self._row_pass

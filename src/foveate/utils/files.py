@@ -76,11 +76,17 @@ class Folder:
         self._is_local = isinstance(self.fs, LocalFileSystem)
 
     def files(self) -> dict[str, int]:
-        """Sizes of the files in bytes, by name."""
+        """Sizes of the files in bytes, by name.
+
+        Raises:
+            OSError: If the file system cannot be reached.
+        """
         try:
             found = self.fs.ls(self.root, detail=True)
         except FileNotFoundError:
             return {}
+        except Exception as error:  # of the library behind it: no credentials, no connection
+            raise OSError(f"cannot read {self.fs.unstrip_protocol(self.root)}: {error}") from error
         return {info["name"].rpartition("/")[2]: info["size"] for info in found if info["type"] == "file"}
 
     def exists(self, name: str) -> bool:

@@ -3,13 +3,16 @@
 
 import os
 import socket
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
+from uuid import uuid4
 
 import torch
 import torch.distributed as dist
+
+from foveate.utils.files import write_whole
 
 if TYPE_CHECKING:  # accelerate is optional
     from accelerate import PartialState
@@ -46,8 +49,8 @@ def join(device: str = "auto") -> "PartialState":
 
 def rank_name() -> str:
     """Such as "rank 3 of 8 on gpu-node-2", counted from 0 as torchrun does; empty for a process alone."""
-    ranks = int(os.environ.get("WORLD_SIZE", "1"))
-    return f"rank {os.environ['RANK']} of {ranks} on {socket.gethostname()}" if ranks > 1 else ""
+    rank, ranks = (os.environ.get(name, "0") for name in ("RANK", "WORLD_SIZE"))
+    return f"rank {rank} of {ranks} on {socket.gethostname()}" if int(ranks) > 1 else ""
 
 
 def leave() -> None:
@@ -74,11 +77,19 @@ def divide(items: Sequence[T], *, together: bool = False) -> list[T]:
         return list[Any](mine)
 
 
-def check_shared(paths: Iterable[Path]) -> None:
-    """Raise a ValueError if files are missing that other processes have written."""
-    there = {folder: {*folder.iterdir()} for folder in {path.parent for path in paths}}
-    if missing := [path for path in paths if path not in there[path.parent]]:
-        raise ValueError(
-            f"{len(missing)} files such as {missing[0]} are not on {socket.gethostname()}: "
-            "name a folder with --out that all nodes share"
-        )
+def check_shared(folder: Path) -> None:
+    """Raise a ValueError unless all processes see the same folder; the main process makes it."""
+    from accelerate.utils import broadcast_object_list, gather_object
+
+    state = join()
+    if state.num_processes == 1:
+        return
+    [probe] = broadcast_object_list([f".{uuid4()}"])
+    if state.is_main_process:
+        write_whole(folder / probe, b"")
+    state.wait_for_everyone()
+    seen = gather_object([(folder / probe).exists()])
+    if state.is_main_process:
+        (folder / probe).unlink()
+    if not all(seen):
+        raise ValueError(f"not all nodes see {folder} of the first one: name a folder they share with --out")

@@ -360,7 +360,7 @@ def _used(starts: Int[Tensor, "blocks_plus_1"]) -> int:
 
 LEAST_ROUNDS, MOST_SPREAD = 3, 0.25
 """Rounds, and the spread of their ratios to dense, from which on a speed-up is no headline."""
-SAME, ALIKE, RELATED = 0.9, 0.65, 0.3
+SAME, ALIKE, RELATED = 0.9, 0.77, 0.5
 """`detail_ssim` to dense from which on a picture is nearly the same, looks like dense, or shows the same scene."""
 
 

@@ -8,7 +8,7 @@ from diffusers import Transformer2DModel
 from diffusers.models.attention import BasicTransformerBlock
 from torch import nn
 
-from foveate.diffusers.card import Card, Layout, Stack, image, text
+from foveate.diffusers.card import Card, Layout, Stack, patches, text
 from foveate.diffusers.cards.wan import WanCard
 from foveate.diffusers.processors import CosmosProcessor, DispatchedProcessor
 
@@ -24,9 +24,7 @@ class DiTCard(Card):
 
     def layout(self, holder: nn.Module, inputs: dict[str, Any]) -> Layout:
         """The image alone."""
-        patch = holder.config.patch_size or 1  # UNets have none
-        rows, columns = (side // patch for side in inputs["hidden_states"].shape[-2:])
-        return Layout((image(rows, columns),))
+        return Layout((patches(inputs["hidden_states"].shape[-2:], holder.config.patch_size or 1),))  # UNets have none
 
 
 class PixArtCard(DiTCard):

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from foveate.diffusers.card import Layout, Segment, Segments, image, padding, text, text_and_padding
+from foveate.diffusers.card import Layout, Segment, Segments, padding, patches, text, text_and_padding
 from foveate.diffusers.cards.flux import FluxCard
 from foveate.methods.base import DenseFallback
 
@@ -25,9 +25,8 @@ class HunyuanImageCard(FluxCard):
         sides = inputs["hidden_states"].shape[2:]
         if len(sides) > 2:
             raise DenseFallback("latents with frames are no images")
-        patch: Any = holder.config.patch_size
-        rows, columns = (side // size for side, size in zip(sides, patch, strict=True))
-        return [Layout((image(rows, columns), *words)) for words in self.text(inputs)]
+        picture = patches(sides, holder.config.patch_size)
+        return [Layout((picture, *words)) for words in self.text(inputs)]
 
     def text(self, inputs: dict[str, Any]) -> tuple[Segments, ...]:
         """The text; the model puts the tokens of both prompts first and their padding last."""

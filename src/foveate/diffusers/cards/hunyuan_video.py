@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import nn
 
-from foveate.diffusers.card import Card, Layout, Segments, earlier_frames, padding, text, text_and_padding, video
+from foveate.diffusers.card import Card, Layout, Segments, earlier_frames, padding, patches, text, text_and_padding
 from foveate.diffusers.cards.hunyuan_image import HunyuanImageCard, padding_last
 
 __all__ = ["FramepackCard", "HunyuanVideo15Card", "HunyuanVideoCard"]
@@ -20,8 +20,7 @@ class HunyuanVideoCard(HunyuanImageCard):
     def layout(self, holder: nn.Module, inputs: dict[str, Any]) -> list[Layout]:
         """[video, text, padding]; the grid is that of the latent's patches."""
         patch = holder.config.patch_size_t, holder.config.patch_size, holder.config.patch_size
-        sides = inputs["hidden_states"].shape[2:]
-        grid = video(*(side // size for side, size in zip(sides, patch, strict=True)))
+        grid = patches(inputs["hidden_states"].shape[2:], patch)
         return [Layout((grid, *words)) for words in self.text(inputs)]
 
     def text(self, inputs: dict[str, Any]) -> tuple[Segments, ...]:
@@ -68,4 +67,4 @@ class FramepackCard(HunyuanVideoCard):
         """The image and the prompt; the model cuts the padding off if the batch is a single sample."""
         words = text_and_padding(inputs["encoder_hidden_states"].shape[1], inputs["encoder_attention_mask"])
         texts = padding_last(len(words) * ((text(inputs["image_embeds"].shape[1]),),), words)
-        return texts if len(texts) > 1 else (texts[0][:1],)
+        return texts if len(texts) > 1 else tuple(words[:1] for words in texts)

@@ -1,14 +1,13 @@
 # pyright: basic, reportAttributeAccessIssue=false, reportIncompatibleMethodOverride=false
 """`PixelDiT`, the model of `foveate train`: it puts its tokens in order itself, and reads words as extra keys."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import nn
 
 from foveate.diffusers.backend import LayerPlan
-from foveate.diffusers.card import Card, Layout, Stack, image
+from foveate.diffusers.card import Card, Layout, patches
 from foveate.methods import LLSA
 
 __all__ = ["PixelDiTCard"]
@@ -16,6 +15,8 @@ __all__ = ["PixelDiTCard"]
 
 class PixelDiTCard(Card):
     """`PixelDiT`. Where LLSA is not at work the model is dense, whatever attention it was trained with."""
+
+    blocks = "blocks"
 
     def check(self, model: nn.Module, methods: tuple[Any, ...]) -> None:
         """Refuse all methods but an LLSA along the model's own curve."""
@@ -27,13 +28,7 @@ class PixelDiTCard(Card):
 
     def layout(self, holder: nn.Module, inputs: dict[str, Any]) -> Layout:
         """The patches of the picture."""
-        rows, columns = (side // holder.config.patch_size for side in inputs["hidden_states"].shape[2:])
-        return Layout((image(rows, columns),))
-
-    def stacks(self, model: nn.Module) -> Iterator[Stack]:
-        """All blocks."""
-        blocks: Any = model.blocks
-        yield Stack("blocks", blocks, model, None, 0)
+        return Layout((patches(inputs["hidden_states"].shape[2:], holder.config.patch_size),))
 
     def dense_plan(self) -> LayerPlan:
         """Dense attention for layers without a pattern."""

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from foveate.diffusers.card import Card, Layout, Stack, earlier_frames, video
+from foveate.diffusers.card import Card, Layout, Stack, earlier_frames, patches
 from foveate.methods.base import DenseFallback, TokenMerging
 
 __all__ = ["AnyFlowCard", "HeliosCard", "SkyReelsV2Card", "WanAnimateCard", "WanCard", "WanVACECard"]
@@ -15,6 +15,7 @@ __all__ = ["AnyFlowCard", "HeliosCard", "SkyReelsV2Card", "WanAnimateCard", "Wan
 class WanCard(Card):
     """`WanTransformer3DModel`, `ChronoEditTransformer3DModel`."""
 
+    blocks = "blocks"
     start_percent = 0.4
     attention = {"attn1": False}  # noqa: RUF012
     rope = "rotary_emb"
@@ -22,19 +23,12 @@ class WanCard(Card):
 
     def layout(self, holder: nn.Module, inputs: dict[str, Any]) -> Layout:
         """The video; its grid is that of the latent's patches."""
-        patch: Any = holder.config.patch_size
-        sides = inputs["hidden_states"].shape[2:]
-        return Layout((video(*(side // size for side, size in zip(sides, patch, strict=True))),))
+        return Layout((patches(inputs["hidden_states"].shape[2:], holder.config.patch_size),))
 
     def check_merging(self, method: TokenMerging, inputs: dict[str, Any]) -> None:
         """Leave whole blocks unmerged where each token has a timestep of its own, as in Wan 2.2 TI2V."""
         if inputs["timestep"].ndim == 2 and method.granularity == "block":
             raise DenseFallback("each token has its own timestep: merge with granularity='module'")
-
-    def stacks(self, model: nn.Module) -> Iterator[Stack]:
-        """All blocks."""
-        blocks: Any = model.blocks
-        yield Stack("blocks", blocks, model, None, min(5, len(blocks) // 3))
 
     def rotation(self, rope: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         """From [1, tokens, 1, head_dim]."""
@@ -79,7 +73,8 @@ class HeliosCard(WanCard):
 
     def layout(self, holder: nn.Module, inputs: dict[str, Any]) -> Layout:
         """[earlier frames, video]."""
-        if getattr(holder.blocks[0].attn1.processor, "_parallel_config", None):
+        blocks: Any = holder.blocks
+        if getattr(blocks[0].attn1.processor, "_parallel_config", None):
             raise DenseFallback("context parallelism splits earlier frames and the video as one")
         names = (f"latents_history_{length}" for length in ("short", "mid", "long"))
         return Layout((earlier_frames(inputs, *names), *super().layout(holder, inputs).segments))

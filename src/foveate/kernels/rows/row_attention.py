@@ -136,7 +136,8 @@ def row_attention(
     hopper = hopper and window is None and hopper_attention.addressable(q, k, v)
     # rows that differ between samples are one launch each, of the size of a single question's
     samples = [slice(None)] if rows.ndim == 1 else [slice(i, i + 1) for i in range(len(rows))]
-    if hopper and all(plans := [_plan(q[some], k, rows, some.start) for some in samples]):
+    plans = [plan for some in samples if hopper and (plan := _plan(q[some], k, rows, some.start))]
+    if len(plans) == len(samples):
         lse = empty_lse(q)[None]
         for some, plan in zip(samples, plans, strict=True):
             one = q[some], k[some], v[some], out[some], lse[0, some]

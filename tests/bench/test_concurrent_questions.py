@@ -71,7 +71,7 @@ def test_batches_that_do_not_fit_into_memory_are_halved():
     drawn = [work.draw(6, 0)]
     row = context._measured(work, lambda *given: answer(*given, most=3), drawn, lambda: None)
     assert (row["batch"], row["questions"]) == (3, 6)
-    assert sizes == [6, *[3, 3] * 3]
+    assert sizes == [6, *[3, 3] * 2]  # one round of warm-up, where no memory is measured
     assert context._measured(work, lambda *given: answer(*given, most=0), drawn, lambda: None) == {
         "failed": "out of memory"
     }
@@ -87,21 +87,8 @@ def test_a_wrong_context_is_not_timed(monkeypatch):
 
 
 def test_the_command_writes_json_and_refuses_bad_input(tmp_path):
-    given = [
-        "bench",
-        "context",
-        "--tokens",
-        "50",
-        "--chunk",
-        "20",
-        "--prompt",
-        "5",
-        "--answer",
-        "2",
-        "--questions",
-        "1",
-    ]
-    given += ["--device", "cpu", "--commit", "abc", "--out", str(tmp_path), "--concurrent"]
+    sizes = "--tokens 50 --chunk 20 --prompt 5 --answer 2 --questions 1 --device cpu --commit abc"
+    given = ["bench", "context", *sizes.split(), "--out", str(tmp_path), "--concurrent"]
     done = CliRunner().invoke(app, [*given, "1"])
     assert done.exit_code == 0, done.output
     result = json.loads((tmp_path / "questions-small-cpu.json").read_text())
@@ -114,5 +101,5 @@ def test_the_command_writes_json_and_refuses_bad_input(tmp_path):
         (["0"], "--concurrent 0 asks no question"),
     ):
         failed = CliRunner().invoke(app, [*given, *options])
-        assert failed.exit_code == 2 or failed.exit_code == 1
+        assert failed.exit_code
         assert message in " ".join(failed.output.split())
