@@ -42,7 +42,22 @@ from foveate.cli.rag_index import (
 from foveate.methods import RECOMPUTE_POLICIES, recompute_policy_from_text
 from foveate.utils.files import write_whole
 
-__all__ = ["app", "recompute_methods"]
+__all__ = ["NewTokens", "Policy", "Prompt", "Recompute", "app", "recompute_methods"]
+
+Policy = Annotated[
+    str, typer.Option(help=f"Method that chooses the tokens to recompute: {', '.join(RECOMPUTE_POLICIES)}.")
+]
+Recompute = Annotated[
+    float | None, typer.Option(help="Fraction of the tokens to recompute, 0 to 1. [dim]default: 0.15[/]")
+]
+Prompt = Annotated[
+    str,
+    typer.Option(
+        help="Text after the passages. [dim]default: 'Question: {question}' and 'Answer:' on two lines[/]",
+        show_default=False,
+    ),
+]
+NewTokens = Annotated[int, typer.Option(min=1, help="Largest number of tokens in an answer.")]
 
 
 class _AskByDefault(TyperGroup):
@@ -78,12 +93,8 @@ def rag(
         ),
     ] = None,
     model: LanguageModel = "",
-    method: Annotated[
-        str, typer.Option(help=f"Method that chooses the tokens to recompute: {', '.join(RECOMPUTE_POLICIES)}.")
-    ] = "infoflow_kv",
-    recompute: Annotated[
-        float | None, typer.Option(help="Fraction of the tokens to recompute, 0 to 1. [dim]default: 0.15[/]")
-    ] = None,
+    method: Policy = "infoflow_kv",
+    recompute: Recompute = None,
     option: Option = None,
     compare: Annotated[
         bool, typer.Option("--compare", help="Answer with every method and with full prefill, and compare times.")
@@ -99,16 +110,10 @@ def rag(
         ),
     ] = 0,
     embed: Embed = "",
-    prompt: Annotated[
-        str,
-        typer.Option(
-            help="Text after the passages. [dim]default: 'Question: {question}' and 'Answer:' on two lines[/]",
-            show_default=False,
-        ),
-    ] = "Question: {question}\nAnswer:",
+    prompt: Prompt = "Question: {question}\nAnswer:",
     prefix: Prefix = "",
     chat: Chat = None,
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="Largest number of tokens in an answer.")] = 64,
+    max_new_tokens: NewTokens = 64,
     index: Index = "",
     eight_bit: EightBit = False,
     max_disk: MaxDisk = "",

@@ -6,11 +6,10 @@ from typing import Annotated
 
 import typer
 
-from foveate.cli.common import Device, Dtype, LanguageModel, clear_errors, console, options_of
-from foveate.cli.rag import recompute_methods
+from foveate.cli.common import Device, Dtype, LanguageModel, Option, clear_errors, console, options_of
+from foveate.cli.rag import NewTokens, Policy, Prompt, Recompute, recompute_methods
 from foveate.cli.rag_index import Chat, Chunk, EightBit, MaxDisk, MaxMemory, Prefix, open_indexes
 from foveate.cli.serve import Host, Port, Timeout, print_address
-from foveate.methods import RECOMPUTE_POLICIES
 
 __all__ = ["serve"]
 
@@ -24,29 +23,17 @@ def serve(
         ),
     ] = None,
     model: LanguageModel = "",
-    method: Annotated[
-        str, typer.Option(help=f"Method that chooses the tokens to recompute: {', '.join(RECOMPUTE_POLICIES)}.")
-    ] = "infoflow_kv",
-    recompute: Annotated[
-        float | None, typer.Option(help="Fraction of the tokens to recompute, 0 to 1. [dim]default: 0.15[/]")
-    ] = None,
-    option: Annotated[
-        list[str] | None, typer.Option("--option", "-o", help="Option of the method: -o norm=l1 -o reorder=true.")
-    ] = None,
+    method: Policy = "infoflow_kv",
+    recompute: Recompute = None,
+    option: Option = None,
     chunk: Chunk = None,
     eight_bit: EightBit = False,
     max_disk: MaxDisk = "",
     max_memory: MaxMemory = "0",
-    prompt: Annotated[
-        str,
-        typer.Option(
-            help="Text of a user's message. [dim]default: 'Question: {question}' and 'Answer:' on two lines[/]",
-            show_default=False,
-        ),
-    ] = "Question: {question}\nAnswer:",
+    prompt: Prompt = "Question: {question}\nAnswer:",
     prefix: Prefix = "",
     chat: Chat = None,
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="Largest number of tokens in an answer.")] = 64,
+    max_new_tokens: NewTokens = 64,
     threads: Annotated[int, typer.Option(min=1, max=1024, help="Answers at a time.")] = 4,
     queue: Annotated[int, typer.Option(min=0, help="Most requests that wait; beyond, they get status 429.")] = 64,
     timeout: Timeout = 300.0,
