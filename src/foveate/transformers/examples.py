@@ -118,7 +118,8 @@ def read_embeddings(path: Path) -> Tensor:
     if path.suffix not in (".npy", ".safetensors"):
         raise ValueError(f"cannot read {path}: pass a .npy or a .safetensors file")
     try:
-        tensors = load_file(path) if path.suffix == ".safetensors" else {"": torch.from_numpy(np.load(path))}
+        with path.open("rb") as file:  # numpy leaves the file open if it is a broken archive
+            tensors = load_file(path) if path.suffix == ".safetensors" else {"": torch.from_numpy(np.load(file))}
     except (SafetensorError, ValueError, TypeError, EOFError, BadZipFile):
         raise ValueError(f"{path} holds no embeddings that can be read: write an array of numbers") from None
     if len(tensors) != 1:
