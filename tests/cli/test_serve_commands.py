@@ -14,7 +14,7 @@ from foveate.cli import app
         ("serve --steps 200", "raise --max-steps"),
         ("serve --method nothing", "nothing"),
         ("rag serve --host 0.0.0.0", "set FOVEATE_API_KEY"),
-        ("rag serve nowhere", "is not a folder"),
+        ("rag serve nowhere --port 0", "is not a folder"),
         ("rag serve --prompt x", "must contain {question}"),
     ],
 )

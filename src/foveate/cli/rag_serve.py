@@ -59,10 +59,11 @@ def serve(
     from foveate.serve.chat import Answerer, chat_app
     from foveate.serve.http import api_key, free_port
 
-    key, port = api_key(host), free_port(host, port)
+    key = api_key(host)
     names = [Path(folder).resolve().name for folder in folders or []]
     if twice := [name for name in names if names.count(name) > 1]:
         raise ValueError(f"two folders are called {twice[0]}, by which requests choose one: rename one of them")
+    port = free_port(host, port)
     indexes, encoder, _, _ = open_indexes(
         folders or [], model, "", chunk, eight_bit, max_disk, max_memory, prefix, chat, device, dtype
     )

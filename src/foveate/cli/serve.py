@@ -79,7 +79,7 @@ def serve(
     from foveate.serve.http import api_key, free_port
     from foveate.serve.images import Limits, running
 
-    key, port = api_key(host), free_port(host, port)
+    key = api_key(host)
     if max_replicas and max_replicas < replicas:
         raise ValueError(f"--max-replicas {max_replicas} is less than --replicas {replicas}: leave one of them out")
     if steps > max_steps:
@@ -88,6 +88,7 @@ def serve(
     gpu = device.startswith("cuda") if address else choose_device(device).type == "cuda"
     if not address:
         choose_dtype(dtype, choose_device(device))
+    port = free_port(host, port)
     console.print(f"loading {model or 'the built-in model'}")
     where: Any = model or str(PIPELINE)
     name = model or "built-in"
