@@ -192,7 +192,7 @@ def test_it_fits_a_phone_and_is_accessible(chromium, address, scheme):
     found = Axe().run(tab).response["violations"]
     tab.get_by_role("tab", name="Documents").click()
     tab.get_by_role("button", name="Ask").click()
-    tab.locator("#told", has_text="cocoa").wait_for()
+    tab.locator("#told", has_text="Madrid").wait_for()
     assert tab.evaluate(wide) <= 400
     found += Axe().run(tab).response["violations"]
     context.close()
