@@ -90,6 +90,7 @@ def test_draw_slide_compare_look_inside_and_download(window, address, folder):
     assert "PSNR of the two" in tab.locator("#scores").inner_text()
     handle = tab.locator("#slider [data-testid=slider]")
     handle.scroll_into_view_if_needed()
+    tab.wait_for_function("[...document.querySelectorAll('#slider img')].every(image => image.complete)")
     box = handle.bounding_box()
     middle = box["y"] + box["height"] / 2
     tab.mouse.move(box["x"] + box["width"] / 2, middle)
