@@ -37,3 +37,12 @@ def test_a_run_of_other_settings_is_refused(tmp_path):
     write_checkpoint(tmp_path, 1, {"layer": part(1)}, {"seed": 0})
     with pytest.raises(ValueError, match=r"is of a run with .*0.*, not .*1.*: name another folder"):
         resume(tmp_path, {"layer": part(0)}, {"seed": 1})
+
+
+def test_other_folders_beside_checkpoints_stay(tmp_path):
+    (tmp_path / "2024-pictures").mkdir()
+    (tmp_path / "2024-pictures" / ".metadata").write_text("mine")
+    for step in range(1, 5):
+        write_checkpoint(tmp_path, step, {"layer": part(step)}, {"seed": 0})
+    assert resume(tmp_path, {"layer": part(0)}, {"seed": 0}) == 4
+    assert {path.name for path in tmp_path.iterdir()} == {"2024-pictures", "000000003", "000000004"}

@@ -14,12 +14,13 @@ import torch.distributed.checkpoint as dcp
 __all__ = ["resume", "write_checkpoint"]
 
 KEPT = 2
+CHECKPOINT = 9 * "[0-9]"  # the number of steps names its folder
 COMPLETE = ".metadata"  # written last, and renamed into place
 
 
 @contextmanager
 def _clear_errors() -> Generator[None]:
-    """Context in which an OSError in any process is an OSError here, and a process alone is not told that it is."""
+    """Context that turns the OSError of any process into one here, and hides the warning of a process on its own."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled")
         try:
@@ -46,7 +47,7 @@ def write_checkpoint(folder: Path, step: int, parts: dict[str, Any], settings: d
     dcp.save({"settings": str(settings), **parts}, checkpoint_id=folder / f"{step:09}")
     if not dist.is_initialized() or dist.get_rank() == 0:
         kept = _newest_first(folder)[:KEPT]
-        for old in set(folder.glob("[0-9]*/")) - set(kept):
+        for old in set(folder.glob(f"{CHECKPOINT}/")) - set(kept):
             (old / COMPLETE).unlink(missing_ok=True)
             shutil.rmtree(old)
 
@@ -77,4 +78,4 @@ def resume(folder: Path, parts: dict[str, Any], settings: dict[str, Any]) -> int
 
 
 def _newest_first(folder: Path) -> list[Path]:
-    return sorted((path.parent for path in folder.glob(f"[0-9]*/{COMPLETE}")), reverse=True)
+    return sorted((path.parent for path in folder.glob(f"{CHECKPOINT}/{COMPLETE}")), reverse=True)
