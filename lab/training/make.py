@@ -23,7 +23,16 @@ from lab.training.recogniser import train_recogniser
 from lab.training.stages import RECIPE, Stage
 from lab.training.vae import train_vae
 
-__all__ = ["PARTS", "export", "main", "make"]
+__all__ = ["PARTS", "BatchFactor", "Compile", "SampleEvery", "Scale", "export", "main", "make"]
+
+Scale = Annotated[
+    float, typer.Option(min=0, help="Multiplies the recipe's pictures or videos, and its steps; 0.01 is a quick test.")
+]
+BatchFactor = Annotated[
+    float, typer.Option(min=0, help="Multiplies the batches, made for 140 GB of memory; 0.01 fits a CPU.")
+]
+SampleEvery = Annotated[int, typer.Option(min=0, help="Steps between sheets of samples; 0: none.")]
+Compile = Annotated[bool, typer.Option(help="Compile the transformer (GPU; a minute for each size).")]
 
 PARTS = ("recogniser", "vae", "flow")
 RECOGNISER_STEPS, VAE_STEPS = 5000, 1500
@@ -161,14 +170,10 @@ def main(
     ] = None,
     seed: Seed = 0,
     minutes: Minutes = math.inf,
-    scale: Annotated[
-        float, typer.Option(min=0, help="Multiplies the recipe's pictures and steps; 0.01 is a quick test.")
-    ] = 1.0,
-    batch: Annotated[
-        float, typer.Option(min=0, help="Multiplies the flow's batches, made for 140 GB of memory; 0.01 fits a CPU.")
-    ] = 1.0,
-    sample_every: Annotated[int, typer.Option(min=0, help="Steps between sample pictures; 0: none.")] = 1000,
-    compile: Annotated[bool, typer.Option(help="Compile the transformer (GPU; a minute for each size).")] = False,
+    scale: Scale = 1.0,
+    batch: BatchFactor = 1.0,
+    sample_every: SampleEvery = 1000,
+    compile: Compile = False,
 ) -> None:
     """Train the built-in model from scratch: the recogniser that judges it, the autoencoder, the transformer.
 

@@ -10,10 +10,9 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import Annotated, ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
-import typer
 from diffusers import AutoencoderKLWan, FlowMatchEulerDiscreteScheduler, WanPipeline, WanTransformer3DModel
 from PIL import Image
 from torch import Tensor, nn
@@ -28,7 +27,7 @@ from foveate.training.trained import muon_and_adamw
 from foveate.utils.files import write_whole
 from foveate.utils.progress import Track, silent
 from lab.training.flow import FlowTraining, Kind
-from lab.training.make import export
+from lab.training.make import BatchFactor, Compile, SampleEvery, Scale, export
 from lab.training.moving import MovingScene, moving_scenes, render_frames, scene_videos
 from lab.training.painter import initialise
 from lab.training.stages import LONG_TEXT, LONG_TEXT_EACH, UNCAPTIONED, Stage, token_ids
@@ -246,14 +245,10 @@ def main(
     out: RunFolder = Path("video-run"),
     seed: Seed = 0,
     minutes: Minutes = math.inf,
-    scale: Annotated[
-        float, typer.Option(min=0, help="Multiplies the recipe's videos and steps; 0.001 is a quick test.")
-    ] = 1.0,
-    batch: Annotated[
-        float, typer.Option(min=0, help="Multiplies the batches, made for 140 GB of memory; 0.02 fits a CPU.")
-    ] = 1.0,
-    sample_every: Annotated[int, typer.Option(min=0, help="Steps between sheets of samples; 0: none.")] = 1000,
-    compile: Annotated[bool, typer.Option(help="Compile the transformer (GPU; a minute for each size).")] = False,
+    scale: Scale = 1.0,
+    batch: BatchFactor = 1.0,
+    sample_every: SampleEvery = 1000,
+    compile: Compile = False,
 ) -> None:
     """Train a small text-to-video model from scratch on one GPU: emoji that move.
 
