@@ -54,35 +54,35 @@ def explicit(pipe, step, name, method, layer, token):
     return found[0].to(torch.float32)
 
 
-@pytest.mark.parametrize("way", [None, HilbertA(tiles=4, align=1)], ids=["dense", "hilberta"])
+@pytest.mark.parametrize("method", [None, HilbertA(tiles=4, align=1)], ids=["dense", "hilberta"])
 @pytest.mark.parametrize("name", ["flux", "qwen", "zimage", "wan", pytest.param("ltx", marks=pytest.mark.slow)])
-def test_the_map_is_the_softmax_of_the_scores_where_the_mask_allows_them(name, way):
+def test_the_map_is_the_softmax_of_the_scores_where_the_mask_allows_them(name, method):
     pipe, step, as_float64 = pipeline(name)
     grid = SPARSE[name].grids[0]
     token = tuple(side // 3 for side in grid)
     layer = len(attention_layers(pipe)) // 2
     with as_float64:
-        want = explicit(pipe, step, name, way or HilbertA(tiles=1), layer, token)
-        torch.testing.assert_close(attention_map(pipe, step, way, layer, token), want, atol=1e-6, rtol=1e-4)
-    assert (want == 0).any() == (way is not None)
+        want = explicit(pipe, step, name, method or HilbertA(tiles=1), layer, token)
+        torch.testing.assert_close(attention_map(pipe, step, method, layer, token), want, atol=1e-6, rtol=1e-4)
+    assert (want == 0).any() == (method is not None)
 
 
 @pytest.mark.parametrize(
-    "way",
+    "method",
     [
         ToMA(keep=0.5, skip=0),
         ToMA(keep=0.5, skip=0, granularity="module"),
         ToMeSD(keep=0.5, skip=0),
         LLSA(min_tokens=0),
     ],
-    ids=lambda way: way.title,
+    ids=lambda method: method.title,
 )
 @pytest.mark.parametrize("name", ["dit", "wan"])
-def test_the_weights_of_an_image_that_attends_to_itself_alone_sum_to_one(name, way):
+def test_the_weights_of_an_image_that_attends_to_itself_alone_sum_to_one(name, method):
     pipe, step, as_float64 = pipeline(name, **SPARSE[name].wide)
     token = tuple(side // 3 for side in SPARSE[name].grids[0])
     with as_float64:
-        weights = attention_map(pipe, step, way, 1, token)
+        weights = attention_map(pipe, step, method, 1, token)
         dense = attention_map(pipe, step, None, 1, token)
     assert weights.shape == SPARSE[name].grids[0]
     assert weights.sum() == pytest.approx(1, abs=1e-4)

@@ -94,7 +94,7 @@ def serve(
     name = model or "built-in"
     service = running(
         name,
-        {called: (where, way, {"model": name, "method": called}) for called, way in methods.items()},
+        {called: (where, chosen, {"model": name, "method": called}) for called, chosen in methods.items()},
         Limits(steps=steps, max_side=max_side, max_steps=max_steps, max_n=max_n, queue=queue, timeout=timeout),
         host=host, port=port, key=key, batch=batch, address=address, replicas=(replicas, max_replicas or replicas),
         gpu=gpu, lora=file, size=None if model or gpu else (128, 128), device=device, dtype=dtype,

@@ -34,7 +34,7 @@ def attention_layers(pipeline: Any) -> list[str]:
 
 @torch.no_grad()
 def attention_map(
-    pipeline: Any, step: Call, way: MethodLike | None, layer: int, token: tuple[int, ...]
+    pipeline: Any, step: Call, method: MethodLike | None, layer: int, token: tuple[int, ...]
 ) -> Float[Tensor, "*grid"]:
     """Attention that an image token pays to each image token, mean over the heads; the rest of 1 goes to other tokens.
 
@@ -43,7 +43,7 @@ def attention_map(
     Args:
         pipeline: A diffusers pipeline.
         step: Arguments of a forward pass of its denoiser, of which the last sample is shown.
-        way: Method to apply; None is dense.
+        method: Method to apply; None is dense.
         layer: Index of the layer in `attention_layers`.
         token: (row, column) of the token, or (frame, row, column) in a video.
 
@@ -51,7 +51,7 @@ def attention_map(
         ValueError: If there is no such layer or token, or the layer's processor is not known.
     """
     found: list[Tensor] = []
-    with using(pipeline, throughout(way) if way else HilbertA()):
+    with using(pipeline, throughout(method) if method else HilbertA()):
         adapter = ModelAdapter.of(denoiser(pipeline))
         if not 0 <= layer < len(adapter.layers):
             raise ValueError(f"there is no attention layer {layer}: choose one of 0 to {len(adapter.layers) - 1}")
@@ -70,7 +70,7 @@ def attention_map(
         holder = denoiser(pipeline) if adapter._plans_with_model(watched.holder) else watched.holder
         hook = holder.register_forward_pre_hook(watch)  # after the hook that attaches the plans
         try:
-            adapter.paused = way is None
+            adapter.paused = method is None
             run_step(pipeline, step)
         finally:
             hook.remove()

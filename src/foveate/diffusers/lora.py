@@ -156,29 +156,30 @@ MethodLike = Method | ComposedMethod | Distilled | Preset
 """Anything that a pipeline can run with."""
 
 
-def throughout(way: MethodLike, start: float = 0.0, end: float = 1.0, **options: Any) -> Any:
+def throughout(method: MethodLike, start: float = 0.0, end: float = 1.0, **options: Any) -> Any:
     """The same method in all steps, or in those from `start` to `end`, fractions of the run; with these options."""
-    first, *more = (replace(part, start_percent=start, end_percent=end, **options) for part in way.parts)
-    if isinstance(way, Distilled):
-        return way._replace(method=first, more=tuple(more))
+    first, *more = (replace(part, start_percent=start, end_percent=end, **options) for part in method.parts)
+    if isinstance(method, Distilled):
+        return method._replace(method=first, more=tuple(more))
     return ComposedMethod((first, *more)) if more else first
 
 
 @contextmanager
-def using(pipeline: Any, way: MethodLike | None) -> Generator[Handle | None]:
+def using(pipeline: Any, method: MethodLike | None) -> Generator[Handle | None]:
     """Context in which a pipeline runs with a method; None is dense.
 
     A LoRA in the pipeline is on only with a distilled method, and only in the steps in which that method is at work.
     There it is merged into the weights if it can be, which takes no time in a step; afterwards the weights are bit for
     bit what they were.
     """
-    lora, distilled = bool(getattr(pipeline, "get_list_adapters", dict)()), isinstance(way, Distilled)
+    lora, distilled = bool(getattr(pipeline, "get_list_adapters", dict)()), isinstance(method, Distilled)
+    parts = method.parts if isinstance(method, Distilled) else (method,)
     if lora:
         pipeline.disable_lora()
     try:
         with (
-            apply(pipeline, *(way.parts if isinstance(way, Distilled) else (way,))) if way else nullcontext() as run,
-            _where_sparse(pipeline, run, way) if lora and distilled else nullcontext(),
+            apply(pipeline, *parts) if method else nullcontext() as run,
+            _where_sparse(pipeline, run, method) if lora and distilled else nullcontext(),
         ):
             yield run
     finally:
@@ -187,7 +188,7 @@ def using(pipeline: Any, way: MethodLike | None) -> Generator[Handle | None]:
 
 
 @contextmanager
-def _where_sparse(pipeline: Any, run: Handle, way: Distilled) -> Generator[None]:
+def _where_sparse(pipeline: Any, run: Handle, method: Distilled) -> Generator[None]:
     """Turn the LoRA off in dense steps: it was trained to correct the sparse pattern."""
     lora, on = _Lora(pipeline), False
 
@@ -198,7 +199,7 @@ def _where_sparse(pipeline: Any, run: Handle, way: Distilled) -> Generator[None]
             on = sparse
             lora.switch(on)
 
-    if all(part.always for part in way.parts):
+    if all(part.always for part in method.parts):
         follow(sparse=True)  # not within the first step, whose time may be measured
     hook = pipeline.transformer.register_forward_pre_hook(follow)
     try:

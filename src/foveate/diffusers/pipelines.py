@@ -485,8 +485,8 @@ def time_steps(
     """
     for round_ in range(not warm_up, rounds + 1):
         seconds: list[float] = []
-        for way in variants:
-            with using(pipeline, way and throughout(way)):
+        for method in variants:
+            with using(pipeline, method and throughout(method)):
                 start = now(pipeline.device)
                 run_step(pipeline, step)
                 seconds.append(now(pipeline.device) - start)

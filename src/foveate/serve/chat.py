@@ -149,7 +149,7 @@ class Answerer:
 
         Args:
             asked: What to answer.
-            stop: Set when nobody waits any more.
+            stop: Set when the client has left.
             emit: Called with each piece of the text.
 
         Raises:

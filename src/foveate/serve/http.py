@@ -1,4 +1,4 @@
-"""HTTP manners of both services: keys, bounded requests, deadlines, metrics, and errors in OpenAI's format."""
+"""What both services have in common: API keys, bounded requests, deadlines, metrics, and errors in OpenAI's format."""
 
 import asyncio
 import os

@@ -21,7 +21,7 @@ __all__ = ["Job", "Painter", "Replica"]
 
 
 class _Abandoned(Exception):
-    """Nobody waits for any picture of the batch."""
+    """The clients of all pictures of a batch have left."""
 
 
 @dataclass
@@ -31,7 +31,7 @@ class Job:
     Attributes:
         request: What to draw.
         result: The PNG file, or why it cannot be drawn; empty until then.
-        abandoned: Whether nobody waits for it any more.
+        abandoned: Whether its client has left.
     """
 
     request: Request
@@ -87,7 +87,7 @@ class Painter:
         return job
 
     def draw_together(self, jobs: Sequence[Job]) -> None:
-        """Draw pictures, those of the same size and number of steps in one batch, unless nobody waits any more."""
+        """Draw pictures, those of the same size and number of steps in one batch, until all clients have left."""
 
         def go_on() -> None:
             if all(job.abandoned for job in jobs):

@@ -164,7 +164,7 @@ class PatchedBatch(NamedTuple):
         contexts: Contexts before, with their chunks reordered where a policy asked for that.
         prompts: Token ids of one prompt for each context.
         orders: Chunk at each place, for each context.
-        rows: Rows that were recomputed, ascending, for each context.
+        rows: Numbers of the recomputed rows of each context, ascending.
         cache: Keys and values.
     """
 

@@ -86,7 +86,7 @@ class RowCache(Cache):
             self._replayed = _Replayed(self._forward) if self._graphs else None
 
     def repeated(self, other: "RowCache", times: int) -> "RowCache":
-        """This cache, filled with each context of another `times` times, one after another, and its prompt."""
+        """This cache, filled with `times` copies of each context and prompt of another one, side by side."""
         for mine, theirs in ((self.keys, other.keys), (self.values, other.values)):
             mine.unflatten(1, (-1, times))[..., : other.capacity, :] = theirs[:, :, None]
         self._contexts, self._ends = ([n for n in ns for _ in range(times)] for ns in (other._contexts, other._ends))

@@ -54,7 +54,7 @@ def detail_ssim(image: Image.Image, reference: Image.Image) -> float:
 
 
 def _ssim_map(image: Image.Image, reference: Image.Image) -> npt.NDArray[np.floating]:
-    """SSIM of each window that lies within the pictures, mean over channels."""
+    """SSIM of each window, averaged over channels. Windows that cross the border of the picture are left out."""
     ours, theirs = _pixels(image, reference)
     window = _ssim_window(image)
     options: dict[str, Any] = {"win_size": window, "channel_axis": -1, "data_range": 255, "full": True}

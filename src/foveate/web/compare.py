@@ -100,7 +100,7 @@ def comparison(
     made = {"request": repr(request), "weights": fingerprint(denoiser(pipeline)), "foveate": machine["commit"]}
     files = _files(methods, {**settings, **made})
     _remove_others(out, files)
-    with_lora = {way.method for way in methods if isinstance(way, Distilled)}
+    with_lora = {one.method for one in methods if isinstance(one, Distilled)}
     page, variants, ran = out / PAGE, list[Variant](), list[MethodLike | None]()
     notices, waiting = [*filter(None, [notice]), *refused], ["dense", *(method.title for method in methods)]
 

@@ -118,7 +118,7 @@ class Entry:
         settings: Settings, by name.
         form: What was asked.
         request: The same, validated.
-        way: Method; None is dense.
+        method: Method; None is dense.
         step: Arguments of the middle step; None if no longer in memory.
     """
 
@@ -129,7 +129,7 @@ class Entry:
     settings: dict[str, str]
     form: Form
     request: Request
-    way: MethodLike | None
+    method: MethodLike | None
     step: Call | None
 
     @property
@@ -168,7 +168,7 @@ class Tab:
 
     def dense_of(self, form: Form, request: Request) -> Entry | None:
         """The dense picture of a request, if it was drawn."""
-        alike = (entry for entry in reversed(self.history) if entry.way is None and entry.request == request)
+        alike = (entry for entry in reversed(self.history) if entry.method is None and entry.request == request)
         return next((entry for entry in alike if entry.form.model == form.model), None)
 
 
@@ -208,9 +208,9 @@ class Studio:
                 self.commands.method(None, form.method, form.options)
             return "This model is loaded when you draw; its size and options are checked then."
         _, pipe, distilled = self._model
-        way = self.commands.method(distilled, form.method, form.options)
+        method = self.commands.method(distilled, form.method, form.options)
         request = self._request(pipe, form)
-        remarks = [f"It stays dense: {why}." for why in _stays_dense(pipe, request, way)]
+        remarks = [f"It stays dense: {why}." for why in _stays_dense(pipe, request, method)]
         if self._busy.acquire(blocking=False):  # a tokenizer serves one at a time
             try:
                 remarks.insert(0, self.commands.remark(pipe, form.model, form.prompt))
@@ -229,16 +229,16 @@ class Studio:
             raise ValueError("write a prompt: what to draw")
         with self._work(tab):
             pipe, distilled = self.open(form.model, form.lora)
-            way = self.commands.method(distilled, form.method, form.options)
+            method = self.commands.method(distilled, form.method, form.options)
             request = self._request(pipe, form)
-            if way is not None:
-                with using(pipe, way):  # fails before anything is drawn
+            if method is not None:
+                with using(pipe, method):  # fails before anything is drawn
                     record_step(pipe, request)
             dense = tab.dense_of(form, request) or self._draw(tab, form, pipe, request, None, None, track)
         yield dense
-        if way is not None:
+        if method is not None:
             with self._work(tab):
-                entry = self._draw(tab, form, pipe, request, way, dense, track)
+                entry = self._draw(tab, form, pipe, request, method, dense, track)
             yield entry
 
     def attention(self, entry: Entry, layer: int, token: tuple[int, int]) -> Image.Image:
@@ -251,7 +251,7 @@ class Studio:
             raise ValueError(f"the steps of {entry.title} are no longer in memory: draw it again to see its attention")
         with self._busy:
             pipe, _ = self.open(entry.form.model, entry.form.lora)
-            weights = attention_map(pipe, entry.step, entry.way, layer, token)
+            weights = attention_map(pipe, entry.step, entry.method, layer, token)
         return draw_attention(entry.image, weights, token)
 
     def layers(self, entry: Entry) -> list[str]:
@@ -328,11 +328,11 @@ class Studio:
         form: Form,
         pipe: Any,
         request: Request,
-        way: MethodLike | None,
+        method: MethodLike | None,
         dense: Entry | None,
         track: Track,
     ) -> Entry:
-        advance = track(way.title if way else "dense", request.steps)
+        advance = track(method.title if method else "dense", request.steps)
         times, calls = [now(pipe.device)], []
 
         def after_step() -> None:
@@ -346,19 +346,19 @@ class Studio:
 
         hook = denoiser(pipe).register_forward_pre_hook(record, with_kwargs=True)  # before the methods' own
         try:
-            variant = draw_variant(pipe, request, way, dense.variant.frames if dense else [], after_step)
+            variant = draw_variant(pipe, request, method, dense.variant.frames if dense else [], after_step)
         finally:
             hook.remove()
         seconds = now(pipe.device) - times[0]
         variant = variant._replace(step_seconds=[later - earlier for earlier, later in pairwise(times)])
         settings = self.commands.settings(pipe, form.model.strip(), request)
-        settings |= {"method": repr(way) if way else "dense", "seconds": f"{seconds:.2f}"}
-        settings |= {"lora": form.lora.strip()} if form.lora.strip() and way else {}
+        settings |= {"method": repr(method) if method else "dense", "seconds": f"{seconds:.2f}"}
+        settings |= {"lora": form.lora.strip()} if form.lora.strip() and method else {}
         settings |= {"stayed dense": variant.why_dense} if variant.why_dense else {}
         path = _unused(self.out, f"{slug(request.prompt)}-{request.seed}-{slug(variant.label)}")
         write_picture(path, variant.image, settings)
         number = tab.history[-1].number + 1 if tab.history else 1
-        entry = Entry(number, path, variant, seconds, settings, form, request, way, next(iter(calls), None))
+        entry = Entry(number, path, variant, seconds, settings, form, request, method, next(iter(calls), None))
         tab.history = [*tab.history, entry][-MOST_ENTRIES:]
         for old in tab.history[:-MOST_STEPS]:
             old.step = None
@@ -422,11 +422,11 @@ def _number(name: str, text: str, kind: type, least: int, most: int) -> Any:
     raise ValueError(f"{name} must be {'a whole' if kind is int else 'a'} number from {least} to {most}, not {text!r}")
 
 
-def _stays_dense(pipe: Any, request: Request, way: MethodLike | None) -> Iterator[str]:
+def _stays_dense(pipe: Any, request: Request, method: MethodLike | None) -> Iterator[str]:
     """Why parts of a method would leave this size dense; raises what does not fit it."""
     side = pixels_per_token(pipe)
     grid = request.size[0] // side, request.size[1] // side
-    for part in way.parts if way and grid[0] * grid[1] <= LIVE_TOKENS else ():
+    for part in method.parts if method and grid[0] * grid[1] <= LIVE_TOKENS else ():
         try:
             if grid[0] * grid[1] < part.min_tokens:
                 yield f"{grid[0] * grid[1]} image tokens are fewer than min_tokens={part.min_tokens}"
