@@ -3,6 +3,7 @@
 
 import os
 import socket
+import sys
 from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -54,9 +55,12 @@ def rank_name() -> str:
 
 
 def leave() -> None:
-    """Leave the other processes, at the end of the work."""
+    """Leave the other processes, at the end of the work, and end this one; a process alone goes on."""
     if dist.is_available() and dist.is_initialized():
         dist.destroy_process_group()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0)  # gloo's threads may ask for the interpreter while it ends, which aborts the process
 
 
 def divide(items: Sequence[T], *, together: bool = False) -> list[T]:
