@@ -58,8 +58,7 @@ class Discs(BlockTable):
 class ClearPlan(NamedTuple):
     """The plan of CLEAR for one size."""
 
-    order: Int[Tensor, "image"]
-    inverse: Int[Tensor, "image"]
+    orders: tuple[Int[Tensor, "image"], ...]
     tables: tuple[BlockTable, ...]
     title: str
     nominal_sparsity: float
@@ -68,7 +67,7 @@ class ClearPlan(NamedTuple):
     @property
     def segments(self) -> tuple[tuple[int, int], ...]:
         """Every token is a segment of its own, so that none may merge."""
-        return len(self.order) * ((0, 1),)
+        return len(self.orders[0]) * ((0, 1),)
 
 
 @lru_cache(maxsize=8)
@@ -84,7 +83,7 @@ def _plan(method: Clear, grid: tuple[int, int], text: int, device: str) -> Clear
     offsets = torch.nn.functional.pad(seen.sum(1).cumsum(0), (1, 0)).int()
     table = Discs(starts, starts, offsets, seen.nonzero()[:, 1].int())
     order = raster_order(*grid, device=device)
-    return ClearPlan(order, order, (table,), method.title, 1 - near.double().mean().item())
+    return ClearPlan((order,), (table,), method.title, 1 - near.double().mean().item())
 
 
 def radius_for(sparsity: float, grid: tuple[int, int], text: int) -> float:

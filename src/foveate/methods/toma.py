@@ -121,7 +121,7 @@ class ToMA(TokenMerging):
         A run has the tokens of a tile, or the largest divisor of that number that crosses no border.
 
         Args:
-            plan: Plan of the sparse attention; a run crosses no border of its segments or tiles.
+            plan: Plan of the sparse attention in one order; a run crosses no border of its segments or tiles.
             grid: (rows, columns) of the generated image, in tokens.
 
         Raises:
@@ -131,9 +131,12 @@ class ToMA(TokenMerging):
             raise ValueError(
                 f'together with sparse attention ToMA merges runs of its order: use mode="tile", not {self.mode!r}'
             )
+        order = plan.orders[0]
         # the cache entry must not hold the order, or the order would never be freed
-        groups = _RUNS.get([plan.order], (self, plan.segments), lambda: self._runs(plan))
-        return Regions(plan.order, plan.inverse, groups, grid)
+        inverse, groups = _RUNS.get(
+            [order], (self, plan.segments), lambda: (persistent(inverse_order)(order), self._runs(plan))
+        )
+        return Regions(order, inverse, groups, grid)
 
     def plan(
         self,
@@ -225,7 +228,7 @@ class ToMA(TokenMerging):
         return x.unflatten(0, (2, -1)).mean(0).repeat(2, *[1] * (x.ndim - 1))
 
 
-_RUNS: WeakTensorCache[tuple[Group, ...]] = WeakTensorCache()
+_RUNS: WeakTensorCache[tuple[Tensor, tuple[Group, ...]]] = WeakTensorCache()
 
 
 def _run_length(plan: AttentionPlan, size: int) -> int:

@@ -15,7 +15,6 @@ from torch import Tensor
 
 from foveate.methods.base import DenseFallback, Grid, SparseAttention, stacked
 from foveate.ops.block_table import BlockTable, block_starts, block_table
-from foveate.ops.curves import inverse_order
 from foveate.utils.cache import persistent
 
 __all__ = ["ToDo"]
@@ -63,8 +62,7 @@ class ToDo(SparseAttention):
 class Downsampled(NamedTuple):
     """Result of `ToDo.plan`; see `foveate.methods.base.AttentionPlan`."""
 
-    order: Int[Tensor, "image"]
-    inverse: Int[Tensor, "image"]
+    orders: tuple[Int[Tensor, "image"], ...]
     segments: tuple[tuple[int, int], ...]
     tables: tuple[BlockTable, ...]
     title: str
@@ -88,8 +86,7 @@ def _plan(method: ToDo, grids: tuple[Grid, ...], text: int, device: str) -> Down
     read = range(len(block_starts(front)) - 1)
     segments = [*enumerate(others, 1), (0, len(sampled)), (0, len(rest))]
     return Downsampled(
-        order=order.to(device),
-        inverse=inverse_order(order).to(device),
+        orders=(order.to(device),),
         segments=tuple((image, tokens) for image, tokens in segments if tokens),
         tables=(block_table([read] * (len(starts) - 1), starts),),
         title=method.title,
