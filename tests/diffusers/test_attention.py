@@ -14,10 +14,12 @@ from torch.utils._pytree import tree_map
 
 import foveate
 from foveate import LLSA, HilbertA, ToMA
-from foveate.diffusers.adapter import ModelAdapter, Rotations, sequence_order
+from foveate.diffusers.adapter import ModelAdapter
 from foveate.diffusers.backend import plan_of
 from foveate.diffusers.card import Layout, card_of, image, padding, text
 from foveate.diffusers.cards.flux import grids_of
+from foveate.diffusers.plans import sequence_order
+from foveate.diffusers.rotary import Rotations
 from foveate.methods import ToDo, ToMeSD
 from foveate.methods.base import SparseAttention
 from foveate.ops.curves import grid_order

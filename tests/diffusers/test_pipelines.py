@@ -26,7 +26,7 @@ from reference import reference
 import foveate
 from foveate import HilbertA, ToMA
 from foveate.demo.untrained import untrained_pipeline
-from foveate.diffusers.apply import _denoisers
+from foveate.diffusers.apply import denoisers
 from foveate.diffusers.pipelines import (
     Request,
     check_request,
@@ -340,7 +340,7 @@ def calls(pipe):
     """The arguments of every call of a denoiser."""
     seen = []
     with ExitStack() as hooks:
-        for model in _denoisers(pipe).values():
+        for model in denoisers(pipe).values():
             look = model.register_forward_pre_hook(lambda _model, _args, more: seen.append(more), with_kwargs=True)
             hooks.callback(look.remove)
         yield seen
@@ -482,7 +482,7 @@ def test_reference_images_reach_the_model(today, tmp_path):
 
 def test_both_experts_of_wan_draw(today):
     pipe = today("wan", experts=2)
-    assert list(_denoisers(pipe)) == ["transformer", "transformer_2"]
+    assert list(denoisers(pipe)) == ["transformer", "transformer_2"]
     with calls(pipe) as seen:
         assert numbers(draw_request(pipe, request("wan", steps=4))).shape == (9, 64, 96, 3)
     assert len(seen) == 2 * 4

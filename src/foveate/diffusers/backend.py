@@ -8,6 +8,7 @@ parallel_config=self._parallel_config)``. `attach` sets both on one processor: t
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -39,6 +40,7 @@ __all__ = [
 ]
 
 
+@dataclass(eq=False)
 class LayerPlan:
     """How one attention layer attends in one forward; passed in the place of a `ParallelConfig`, and wraps one.
 
@@ -48,41 +50,28 @@ class LayerPlan:
         pattern: Which tokens attend to which; None if all attend to all.
         mask_is_padding: Whether an attention mask only hides the padding, which `order` leaves out.
         streams: Lengths of the parts of the sequence that context parallelism splits one by one: text and image.
+        parts: Plans of consecutive samples whose padding differs; empty if all samples attend by this plan.
+        samples: Number of samples of each part.
         rope: (cos, sin), [tokens, head_dim] or [batch, tokens, head_dim], to rotate queries and keys by; None if the
             processor has done so. Rows for the last tokens, the text, may be left out: they are not rotated.
         bias: Added to the attention logits of each key [batch or 1, tokens].
-        parts: Plans of consecutive samples whose padding differs; empty if all samples attend by this plan.
-        samples: Number of samples of each part.
         watch: Called once with attention as a function of the values, and the values; see `attention_map`.
         backend: The backend of the processor before `attach`.
         parallel: The parallel config of the processor before `attach`.
     """
 
-    def __init__(
-        self,
-        order: Tensor,
-        inverse: Tensor | None = None,
-        pattern: Pattern | None = None,
-        mask_is_padding: bool = False,
-        streams: tuple[int, ...] = (),
-    ) -> None:
-        self.order, self.inverse, self.pattern = order, inverse, pattern
-        self.mask_is_padding, self.streams = mask_is_padding, streams
-        self.bias: Tensor | None = None
-        self.rope: tuple[Tensor, Tensor] | None = None
-        self.parts: tuple[LayerPlan, ...] = ()
-        self.samples: tuple[int, ...] = ()
-        self.watch: Callable[[Callable[[Tensor], Tensor], Tensor], None] | None = None
-        self.backend: Any = None
-        self.parallel: Any = None
-
-    @classmethod
-    def ragged(cls, parts: tuple["LayerPlan", ...], samples: tuple[int, ...]) -> "LayerPlan":
-        """The plan of a batch whose samples differ in their padding."""
-        first = parts[0]
-        plan = cls(first.order, first.inverse, first.pattern, first.mask_is_padding, first.streams)
-        plan.parts, plan.samples = parts, samples
-        return plan
+    order: Tensor
+    inverse: Tensor | None = None
+    pattern: Pattern | None = None
+    mask_is_padding: bool = False
+    streams: tuple[int, ...] = ()
+    parts: tuple["LayerPlan", ...] = ()
+    samples: tuple[int, ...] = ()
+    rope: tuple[Tensor, Tensor] | None = None
+    bias: Tensor | None = None
+    watch: Callable[[Callable[[Tensor], Tensor], Tensor], None] | None = None
+    backend: Any = None
+    parallel: Any = None
 
     @property
     def tokens(self) -> int:

@@ -12,7 +12,7 @@ from jaxtyping import Int
 from torch import Tensor, nn
 
 from foveate.methods.base import DenseFallback, Grid, TokenMerging
-from foveate.utils.cache import WeakTensorCache
+from foveate.utils.cache import cached_by_tensor
 
 __all__ = [
     "Card",
@@ -161,8 +161,6 @@ def earlier_frames(inputs: dict[str, Any], full: str, half: str, quarter: str) -
 
 Segments = tuple[Segment, ...]
 
-_SEGMENTS: WeakTensorCache[tuple[Segments, ...]] = WeakTensorCache()
-
 
 def text_and_padding(tokens: int, mask: Tensor | None) -> tuple[Segments, ...]:
     """Segments of a padded text in each sample of the batch; of one sample only if there is no padding.
@@ -174,17 +172,16 @@ def text_and_padding(tokens: int, mask: Tensor | None) -> tuple[Segments, ...]:
     Raises:
         DenseFallback: If the mask hides more than the text.
     """
-    if mask is None:
-        return ((text(tokens),),)
+    return ((text(tokens),),) if mask is None else _read_mask(mask, tokens)
 
-    def read() -> tuple[Segments, ...]:
-        rows = mask.detach().cpu().bool().flatten(1)
-        if not rows[:, tokens:].all():
-            raise DenseFallback("the mask of the text hides image tokens")
-        runs = [zip(*row.unique_consecutive(return_counts=True), strict=True) for row in rows[:, :tokens]]
-        return tuple(tuple((text if real else padding)(int(length)) for real, length in row) for row in runs)
 
-    return _SEGMENTS.get([mask], (tokens, None if mask.is_inference() else mask._version), read)
+@cached_by_tensor
+def _read_mask(mask: Tensor, tokens: int) -> tuple[Segments, ...]:
+    rows = mask.detach().cpu().bool().flatten(1)
+    if not rows[:, tokens:].all():
+        raise DenseFallback("the mask of the text hides image tokens")
+    runs = [zip(*row.unique_consecutive(return_counts=True), strict=True) for row in rows[:, :tokens]]
+    return tuple(tuple((text if real else padding)(int(length)) for real, length in row) for row in runs)
 
 
 class Layout(NamedTuple):

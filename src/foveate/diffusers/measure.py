@@ -287,10 +287,9 @@ class Measurements:
 
     def _grids(self) -> list[Any]:
         """Grids of image tokens in the last forward pass, of each part of the model with its own."""
-        forwards = [
-            ran for model in self.denoisers if (adapter := ModelAdapter.of(model)) for ran in adapter.ran.values()
-        ]
-        return [list(map(list, grids)) for grids in dict.fromkeys(ran.layout.grids for ran in forwards if ran.layouts)]
+        adapters = filter(None, map(ModelAdapter.of, self.denoisers))
+        ran = [stack for adapter in adapters for stack in adapter.ran.values() if stack.layouts]
+        return [list(map(list, grids)) for grids in dict.fromkeys(stack.layout.grids for stack in ran)]
 
     @contextmanager
     def _attention_outputs(self, group: list[int]) -> Iterator[dict[nn.Module, list[Tensor]]]:
