@@ -513,11 +513,6 @@ def test_guidance_of_ltx2_may_leave_attention_out_in_some_blocks(left_out):
         assert not any(whys(run))
 
 
-def test_tokens_of_ltx_do_not_merge():
-    with pytest.raises(ValueError, match="rotates each head in its own way: use HilbertA or LLSA alone"):
-        foveate.apply(tiny.ltx(), ToMA())
-
-
 def test_a_mask_that_hides_image_tokens_stays_dense():
     mask = torch.ones(1, 15 + 320, dtype=torch.bool)
     mask[:, 200:] = False

@@ -27,16 +27,10 @@ import foveate
 from foveate import HilbertA, ToMA
 from foveate.demo.untrained import untrained_pipeline
 from foveate.diffusers.apply import denoisers
-from foveate.diffusers.pipelines import (
-    Request,
-    check_request,
-    pixels_per_token,
-    record_step,
-    text_tokens,
-    time_steps,
-    unread,
-)
+from foveate.diffusers.checks import check_request
+from foveate.diffusers.pipelines import Request, pixels_per_token, text_tokens, unread
 from foveate.diffusers.pipelines import draw as draw_request
+from foveate.diffusers.steps import record_step, time_steps
 from foveate.methods import ComposedMethod, ToMeSD
 from foveate.web.compare import compare
 
@@ -243,7 +237,7 @@ def test_z_image_draws_from_a_prompt_with_both_methods(guidance):
     assert all(row.method.startswith("HilbertA T=4 + ToMA") for row in summary.layers)
     assert torch.equal(run()[0], dense)
     _, summary = run(*methods, prompt=" ".join(40 * ["w4"]))  # more than 32 tokens; the empty prompt has one
-    assert +summary.outcomes["transformer"] == {"": 4}
+    assert summary.outcomes["transformer"] == {"": 4}
 
 
 # --- Stable Diffusion ---

@@ -112,7 +112,8 @@ class ModelAdapter:
     @staticmethod
     def of(model: nn.Module) -> "ModelAdapter | None":
         """The adapter at work in a model; a deep copy of a model carries one of its own."""
-        owners = (hook.__self__ for hook in model._forward_pre_hooks.values() if isinstance(hook, MethodType))
+        hooks = getattr(model, "_orig_mod", model)._forward_pre_hooks  # without the wrapper of torch.compile
+        owners = (hook.__self__ for hook in hooks.values() if isinstance(hook, MethodType))
         return next((owner for owner in owners if isinstance(owner, ModelAdapter)), None)
 
     @property

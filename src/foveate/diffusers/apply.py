@@ -112,7 +112,7 @@ def apply(target: Any, *methods: Method | ComposedMethod | Preset) -> Handle:
     if preset and len(methods) > 1:
         raise ValueError("a preset has all its methods: apply it alone")
     parts = tuple(part for method in methods for part in method.parts)
-    models = denoisers(target)
+    models = {name: _unwrapped(model) for name, model in denoisers(target).items()}
     if preset:
         preset.check(models.values())
     cards = {name: card_of(model) for name, model in models.items()}
@@ -156,15 +156,14 @@ def _applied(target: Any) -> Handle:
 
 
 def denoisers(target: Any) -> dict[str, torch.nn.Module]:
-    """The denoisers of a pipeline by name, without the wrapper of `torch.compile`; a model is its own.
+    """The denoisers of a pipeline by name; a model is its own.
 
     Raises:
         ValueError: If a pipeline has none.
     """
     if isinstance(target, torch.nn.Module):
-        model = _unwrapped(target)
-        return {type(model).__name__: model}
-    found = {name: _unwrapped(model) for name in DENOISERS if (model := getattr(target, name, None)) is not None}
+        return {type(_unwrapped(target)).__name__: target}
+    found = {name: model for name in DENOISERS if (model := getattr(target, name, None)) is not None}
     if not found:
         raise ValueError(
             f"{type(target).__name__} has no {', '.join(DENOISERS)}: pass a diffusers pipeline with a denoiser, "
@@ -174,6 +173,7 @@ def denoisers(target: Any) -> dict[str, torch.nn.Module]:
 
 
 def _unwrapped(model: Any) -> Any:
+    """The model without the wrapper of `torch.compile`."""
     return getattr(model, "_orig_mod", model)
 
 

@@ -17,7 +17,8 @@ from foveate.diffusers.adapter import ModelAdapter
 from foveate.diffusers.backend import LayerPlan, dispatches, plan_of
 from foveate.diffusers.layers import Layer
 from foveate.diffusers.lora import MethodLike, throughout, using
-from foveate.diffusers.pipelines import Call, denoiser, run_step
+from foveate.diffusers.pipelines import denoiser
+from foveate.diffusers.steps import Call
 from foveate.methods import HilbertA
 
 __all__ = ["attention_layers", "attention_map"]
@@ -71,7 +72,7 @@ def attention_map(
         hook = holder.register_forward_pre_hook(watch)  # after the hook that attaches the plans
         try:
             adapter.planner.paused = method is None
-            run_step(pipeline, step)
+            step.run(denoiser(pipeline))
         finally:
             hook.remove()
     if not found:

@@ -331,8 +331,15 @@ class Card:
 
     def check(self, model: nn.Module, methods: tuple[Any, ...]) -> None:
         """Raise a ValueError if the methods do not fit this kind of model."""
-        if self.unmerged and any(isinstance(method, TokenMerging) for method in methods):
+        merging = [method for method in methods if isinstance(method, TokenMerging)]
+        if merging and self.unmerged:
             raise ValueError(f"{type(model).__name__} {self.unmerged}: use HilbertA or LLSA alone")
+        if any(method.granularity == "block" for method in merging) and (why := self.unmerged_blocks(model)):
+            raise ValueError(f"this model {why}: merge with granularity='module'")
+
+    def unmerged_blocks(self, model: nn.Module) -> str:
+        """Why whole blocks of this model cannot merge; empty if they can."""
+        return ""
 
     def check_merging(self, method: TokenMerging, inputs: dict[str, Any]) -> None:
         """Raise a DenseFallback if token merging has to leave this forward pass dense.

@@ -19,10 +19,11 @@ from PIL import Image
 from torch import Tensor, nn
 
 from foveate.diffusers.adapter import ModelAdapter
-from foveate.diffusers.apply import DENOISERS, apply
+from foveate.diffusers.apply import apply, denoisers
 from foveate.diffusers.card import card_of
 from foveate.diffusers.lora import throughout
-from foveate.diffusers.pipelines import Call, Request, denoiser, draw, fingerprint
+from foveate.diffusers.pipelines import Request, draw, fingerprint
+from foveate.diffusers.steps import Call
 from foveate.methods import ComposedMethod, Method
 from foveate.methods.base import layer_ranges
 from foveate.utils.device import now
@@ -75,15 +76,15 @@ class Measurements:
         self.pipeline, self.requests, self.folder, self.track = pipeline, requests, folder, track
         self._prompts, first = min(RECORDED, calibration), requests[0]
         self._device = pipeline._execution_device  # with offloading pipeline.device is the CPU
-        self.denoisers = [model for name in DENOISERS if (model := getattr(pipeline, name, None)) is not None]
+        self.denoisers = [*denoisers(pipeline).values()]
         card = card_of(self.denoisers[0])
         blocks = [block for stack in card.stacks(self.denoisers[0]) for block in stack.blocks]
         self._attention = [
             [attn for name in card.attention if (attn := getattr(block, name, None))] for block in blocks
         ]
         settings = {
-            "model": type(denoiser(pipeline)).__name__,
-            "weights": fingerprint(denoiser(pipeline)),
+            "model": type(self.denoisers[0]).__name__,
+            "weights": fingerprint(self.denoisers[0]),
             "adapters": getattr(pipeline, "get_list_adapters", dict)(),
             "size": f"{first.size[1]}x{first.size[0]}",
             "steps": first.steps,
@@ -164,7 +165,7 @@ class Measurements:
 
         def keep(model: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
             if step in found:
-                found[step].append(Recorded(step, model, Call(args, _copied(kwargs)), _prediction(output)))
+                found[step].append(Recorded(step, model, Call(args, kwargs), _prediction(output)))
 
         def after_step() -> None:
             nonlocal step
@@ -307,7 +308,7 @@ class Measurements:
     def _forward(self, calls: Sequence[Recorded]) -> tuple[float, list[Tensor]]:
         """Seconds and predictions of recorded calls, run again."""
         began = now(self._device)
-        outputs = [call.model(*call.call.args, **_copied(call.call.kwargs)) for call in calls]
+        outputs = [call.call.run(call.model) for call in calls]
         return now(self._device) - began, [_prediction(output) for output in outputs]
 
     def _once(self, name: str, measure: Callable[[], Any]) -> Any:
@@ -323,11 +324,6 @@ def _groups(layers: int) -> list[list[int]]:
     count = min(GROUPS, layers)
     cuts = [round(i * layers / count) for i in range(count + 1)]
     return [list(range(a, b)) for a, b in pairwise(cuts)]
-
-
-def _copied(kwargs: dict[str, Any]) -> dict[str, Any]:
-    """The arguments with dictionaries copied: some models remove entries from them."""
-    return {name: dict(value) if isinstance(value, dict) else value for name, value in kwargs.items()}
 
 
 def _prediction(output: Any) -> Tensor:
