@@ -1,4 +1,4 @@
-# pyright: basic
+# pyright: basic, reportPrivateImportUsage=false
 """Single forward passes of a pipeline's denoiser: recorded, run again, and timed."""
 
 from collections.abc import Callable, Iterator, Sequence
