@@ -16,9 +16,8 @@ import torch
 from torch import nn
 
 from foveate.diffusers.arguments import arguments_by_name
-from foveate.diffusers.backend import LayerPlan, attach, detach, dispatches, local_tokens, plan_of
+from foveate.diffusers.backend import LayerPlan, RerunWithPlans, attach, detach, dispatches, local_tokens, plan_of
 from foveate.diffusers.card import Card, Stack
-from foveate.diffusers.checkpointing import RerunWithPlans
 from foveate.diffusers.clock import Clock
 from foveate.diffusers.layers import Layer, attentions, own_processor
 from foveate.diffusers.merging import MergedBlock, MergeGroup, is_single_stream

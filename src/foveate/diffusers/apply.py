@@ -16,7 +16,7 @@ from foveate.methods import ComposedMethod, Method
 if TYPE_CHECKING:  # importing foveate does not import diffusers
     from foveate.diffusers.adapter import ModelAdapter
 
-__all__ = ["DENOISERS", "Handle", "apply", "denoisers", "remove", "summary"]
+__all__ = ["Handle", "apply", "denoisers", "remove", "summary"]
 
 log = logging.getLogger("foveate")
 

@@ -20,7 +20,7 @@ from diffusers.models.attention_dispatch import (
     all_to_all_single_any_qkv_async,
     dispatch_attention_fn,
 )
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from foveate.ops.joint_attention import Pattern, joint_attention
@@ -29,7 +29,9 @@ from foveate.ops.permute_tokens import permute_tokens
 __all__ = [
     "FOVEATE",
     "LayerPlan",
+    "RerunWithPlans",
     "attach",
+    "context_of",
     "detach",
     "dispatches",
     "foveate_attention",
@@ -114,6 +116,11 @@ def plan_of(processor: Any) -> LayerPlan | None:
     return config if isinstance(config, LayerPlan) else None
 
 
+def context_of(processor: Any) -> Any:
+    """The config of context parallelism of a processor; None without it."""
+    return getattr(getattr(processor, "_parallel_config", None), "context_parallel_config", None)
+
+
 def local_tokens(streams: Sequence[int], context: Any) -> int:
     """Number of tokens that this process holds of streams which Ulysses context parallelism splits; all without it."""
     if context is None:
@@ -144,6 +151,47 @@ def set_attention(processor: Any, backend: Any, config: Any) -> None:
         setattr(processor, name, value)
         if getattr(type(processor), name, ...) is value:
             vars(processor).pop(name)
+
+
+class RerunWithPlans:
+    """A checkpointing function that runs a block again with the plans it had, whatever forward passes came between.
+
+    Args:
+        original: The model's own checkpointing function.
+    """
+
+    def __init__(self, original: Callable[..., Any]) -> None:
+        self.original = original
+
+    @classmethod
+    def install(cls, holder: Any) -> None:
+        """Replace the checkpointing function of a module, once."""
+        if not isinstance(holder._gradient_checkpointing_func, cls):
+            holder._gradient_checkpointing_func = cls(holder._gradient_checkpointing_func)
+
+    @classmethod
+    def remove(cls, holder: Any) -> None:
+        """Give a module its own checkpointing function back."""
+        if isinstance(rerun := getattr(holder, "_gradient_checkpointing_func", None), cls):
+            holder._gradient_checkpointing_func = rerun.original
+
+    def __call__(self, block: nn.Module, *args: Any) -> Any:
+        """Run the block; the backward pass will run it again."""
+        owned: list[Any] = [getattr(module, "processor", None) for module in block.modules()]
+        processors = [processor for processor in owned if dispatches(processor)]
+        plans = [(processor, processor._attention_backend, processor._parallel_config) for processor in processors]
+
+        def run(*args: Any) -> Any:
+            now = [(processor, processor._attention_backend, processor._parallel_config) for processor in processors]
+            for plan in plans:
+                set_attention(*plan)
+            try:
+                return block(*args)
+            finally:
+                for plan in now:
+                    set_attention(*plan)
+
+        return self.original(run, *args)
 
 
 def with_text(rope: tuple[Tensor, Tensor], tokens: int) -> tuple[Tensor, Tensor]:

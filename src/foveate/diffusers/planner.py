@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from foveate.diffusers.backend import dispatches
+from foveate.diffusers.backend import context_of, dispatches
 from foveate.diffusers.card import Card
 from foveate.diffusers.clock import Clock, Step
 from foveate.diffusers.layers import Layer, replaced_later, takes_merged_tokens
@@ -84,7 +84,7 @@ class Planner:
         stack = StackPlan(
             tuple(layouts or ()),
             why=why,
-            context=parallel_context(layers),
+            context=next(filter(None, (context_of(layer.attn.processor) for layer in layers)), None),
             batch=x.shape[0],
             device=x.device,
             dtype=x.dtype,
@@ -222,12 +222,6 @@ class Planner:
     def _attention_kwargs(self) -> list[dict[str, Any]]:
         """Arguments of the model that it hands to its attention modules."""
         return [given for name, given in self.inputs.items() if name.endswith("attention_kwargs") and given]
-
-
-def parallel_context(layers: list[Layer]) -> Any:
-    """The config of context parallelism in these layers; None without it."""
-    configs = (getattr(layer.attn.processor, "_parallel_config", None) for layer in layers)
-    return getattr(next((config for config in configs if config), None), "context_parallel_config", None)
 
 
 def splits_tokens(block: nn.Module) -> bool:

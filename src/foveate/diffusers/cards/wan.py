@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from foveate.diffusers.backend import context_of
 from foveate.diffusers.card import Card, Layout, Stack, earlier_frames, patches
 from foveate.methods.base import DenseFallback, TokenMerging
 
@@ -74,7 +75,7 @@ class HeliosCard(WanCard):
     def layout(self, holder: nn.Module, inputs: dict[str, Any]) -> Layout:
         """[earlier frames, video]."""
         blocks: Any = holder.blocks
-        if getattr(blocks[0].attn1.processor, "_parallel_config", None):
+        if context_of(blocks[0].attn1.processor):
             raise DenseFallback("context parallelism splits earlier frames and the video as one")
         names = (f"latents_history_{length}" for length in ("short", "mid", "long"))
         return Layout((earlier_frames(inputs, *names), *super().layout(holder, inputs).segments))
