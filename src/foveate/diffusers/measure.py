@@ -6,7 +6,7 @@ Everything that was measured is kept in a folder: an interrupted run continues f
 
 import json
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, nullcontext
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
@@ -21,10 +21,9 @@ from torch import Tensor, nn
 from foveate.diffusers.adapter import ModelAdapter
 from foveate.diffusers.apply import apply, denoisers
 from foveate.diffusers.card import card_of
-from foveate.diffusers.lora import throughout
+from foveate.diffusers.lora import MethodLike, throughout
 from foveate.diffusers.pipelines import Request, draw, fingerprint
 from foveate.diffusers.steps import Call
-from foveate.methods import ComposedMethod, Method
 from foveate.methods.base import layer_ranges
 from foveate.utils.device import now
 from foveate.utils.files import claim, slug, write_picture, write_whole
@@ -33,7 +32,6 @@ from foveate.utils.similarity import psnr
 
 __all__ = ["Measurements"]
 
-MethodLike = Method | ComposedMethod
 RECORDED = 2  # prompts whose dense steps are recorded
 STEPS = 6  # recorded steps, shared among these prompts
 GROUPS = 8  # groups of adjacent layers
@@ -77,11 +75,7 @@ class Measurements:
         self._prompts, first = min(RECORDED, calibration), requests[0]
         self._device = pipeline._execution_device  # with offloading pipeline.device is the CPU
         self.denoisers = [*denoisers(pipeline).values()]
-        card = card_of(self.denoisers[0])
-        blocks = [block for stack in card.stacks(self.denoisers[0]) for block in stack.blocks]
-        self._attention = [
-            [attn for name in card.attention if (attn := getattr(block, name, None))] for block in blocks
-        ]
+        self._blocks = sum(len(stack.blocks) for stack in card_of(self.denoisers[0]).stacks(self.denoisers[0]))
         settings = {
             "model": type(self.denoisers[0]).__name__,
             "weights": fingerprint(self.denoisers[0]),
@@ -230,11 +224,10 @@ class Measurements:
         """Error of each method at work in one group of layers alone.
 
         Returns:
-            For each method and group "layers" (their numbers), "attention_error" (relative, of the output of the
-            attention layers; None where tokens are merged), "prediction_error" (relative), "saved" (floating-point
+            For each method and group "layers" (their numbers), "prediction_error" (relative), "saved" (floating-point
             operations).
         """
-        groups = _groups(len(self._attention))
+        groups = _groups(self._blocks)
         todo = [method for method in methods if any(f"layers {g} {method!r}" not in self._known for g in groups)]
         advance = self.track("layers", len(groups) * len(todo)) if todo else lambda: None
         for group in groups:
@@ -245,28 +238,18 @@ class Measurements:
 
     def _layers(self, method: MethodLike, group: list[int]) -> dict[str, Any]:
         middle = len(self.recorded) // 2
-        limited = throughout(method, dense_layers=layer_ranges(set(range(len(self._attention))) - set(group)))
-        attention: list[float | None] = []
-        prediction: list[float] = []
+        limited = throughout(method, dense_layers=layer_ranges(set(range(self._blocks)) - set(group)))
+        errors: list[float] = []
         saved = 0
         for calls in self.recorded[max(0, middle - 1) : middle + 1]:
-            with self._attention_outputs(group) as outputs:
-                self._forward(calls[:1])
-                before = dict(outputs)
-                try:
-                    with apply(self.pipeline, limited) as run:
-                        _, predictions = self._forward(calls[:1])
-                        saved = sum(layer.saved for layer in run.summary().layers if not layer.why)
-                except ValueError:  # token merging skips all of these
-                    return {"layers": group, "attention_error": None, "prediction_error": 0.0, "saved": 0}
-            attention.append(_outputs_differ(before, outputs))
-            prediction.append(_relative(predictions[0], calls[0].prediction))
-        return {
-            "layers": group,
-            "attention_error": None if None in attention else mean(attention),
-            "prediction_error": mean(prediction),
-            "saved": saved,
-        }
+            try:
+                with apply(self.pipeline, limited) as run:
+                    _, predictions = self._forward(calls[:1])
+                    saved = sum(layer.saved for layer in run.summary().layers if not layer.why)
+            except ValueError:  # token merging skips all of these
+                return {"layers": group, "prediction_error": 0.0, "saved": 0}
+            errors.append(_relative(predictions[0], calls[0].prediction))
+        return {"layers": group, "prediction_error": mean(errors), "saved": saved}
 
     def slices(self, method: MethodLike) -> list[dict[str, Any]]:
         """Error of a picture in which a method works in one part of the run alone.
@@ -291,19 +274,6 @@ class Measurements:
         adapters = filter(None, map(ModelAdapter.of, self.denoisers))
         ran = [stack for adapter in adapters for stack in adapter.ran.values() if stack.layouts]
         return [list(map(list, grids)) for grids in dict.fromkeys(stack.layout.grids for stack in ran)]
-
-    @contextmanager
-    def _attention_outputs(self, group: list[int]) -> Iterator[dict[nn.Module, list[Tensor]]]:
-        """Context that keeps the output of the attention modules in a group of layers."""
-        outputs: dict[nn.Module, list[Tensor]] = {}
-
-        def keep(module: nn.Module, _args: Any, output: Any) -> None:
-            outputs[module] = [one for one in (output if isinstance(output, tuple) else (output,)) if one is not None]
-
-        with ExitStack() as hooks:
-            for module in (attn for number in group for attn in self._attention[number]):
-                hooks.callback(module.register_forward_hook(keep).remove)
-            yield outputs
 
     def _forward(self, calls: Sequence[Recorded]) -> tuple[float, list[Tensor]]:
         """Seconds and predictions of recorded calls, run again."""
@@ -335,16 +305,6 @@ def _prediction(output: Any) -> Tensor:
 def _relative(ours: Tensor, dense: Tensor) -> float:
     """Relative difference between tensors."""
     return ((ours - dense).float().norm() / dense.float().norm()).item()
-
-
-def _outputs_differ(dense: dict[nn.Module, list[Tensor]], ours: dict[nn.Module, list[Tensor]]) -> float | None:
-    """Relative difference between the outputs of modules, mean over the modules; None if their shapes differ."""
-    pairs = [
-        (torch.cat([x.flatten(1) for x in dense[m]], 1), torch.cat([x.flatten(1) for x in ours[m]], 1)) for m in dense
-    ]
-    if any(theirs.shape != mine.shape for theirs, mine in pairs):
-        return None
-    return mean(_relative(mine, theirs) for theirs, mine in pairs) if pairs else None
 
 
 def _stacked(frames: Sequence[Image.Image]) -> Image.Image:
