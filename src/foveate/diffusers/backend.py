@@ -85,11 +85,6 @@ class LayerPlan:
         """That of the wrapped config."""
         return getattr(self.parallel, "context_parallel_config", None)
 
-    @property
-    def tensor_parallel_config(self) -> Any:
-        """That of the wrapped config."""
-        return getattr(self.parallel, "tensor_parallel_config", None)
-
 
 def _add_backend(name: str) -> AttentionBackendName:
     """A member of diffusers' enum of backends, added at run time."""
@@ -230,20 +225,16 @@ def foveate_attention(
     context = plan.context_parallel_config
     tokens = plan.tokens if context is None else local_tokens(plan.streams, context)
     rope = None if plan.rope is None else with_text(plan.rope, tokens)
-    masked = attn_mask is not None and not plan.mask_is_padding
-    if query.shape[1] != tokens or key.shape[1] != tokens or masked:
+    fits = query.shape[1] == key.shape[1] == tokens and (attn_mask is None or plan.mask_is_padding)
+    if not fits or plan.pattern is None:
         if rope is not None and query.shape[1] == key.shape[1] == rope[0].shape[-2]:
             query, key, value = permute_tokens(query, key, value, rope=rope)
+        if fits:
+            attn_mask = None if plan.bias is None else plan.bias.to(query.dtype)[:, None, None]
         return dispatch_attention_fn(
             query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa,
             backend=plan.backend, parallel_config=plan.parallel,
         )  # fmt: skip
-    if plan.pattern is None:
-        query, key, value = permute_tokens(query, key, value, rope=rope)
-        mask = None if plan.bias is None else plan.bias.to(query.dtype)[:, None, None]
-        return dispatch_attention_fn(
-            query, key, value, mask, scale=scale, backend=plan.backend, parallel_config=plan.parallel
-        )
     if context is None:
         return _attend(query, key, value, plan, rope)
     if rope is not None:  # that of merged tokens, of which this process has its own
