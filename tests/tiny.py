@@ -109,20 +109,19 @@ def ids(*grids, image=lambda i: i):
     return torch.cat(parts)
 
 
+def given(batch, dtype, timestep, **shapes):
+    """Random tensors of these shapes for each sample of a batch, and the timestep."""
+    tensors = {name: torch.randn(batch, *shape, dtype=dtype) for name, shape in shapes.items()}
+    return tensors | {"timestep": torch.full((batch,), timestep, dtype=dtype), "return_dict": False}
+
+
 def inputs(*grids, text=15, batch=1, dtype=torch.float64, **more):
     """Keyword arguments of one forward; fresh random numbers each time."""
     grids = grids or ((16, 20),)
     tokens = sum(height * width for height, width in grids)
-    return {
-        "hidden_states": torch.randn(batch, tokens, 4, dtype=dtype),
-        "encoder_hidden_states": torch.randn(batch, text, 32, dtype=dtype),
-        "pooled_projections": torch.randn(batch, 32, dtype=dtype),
-        "timestep": torch.full((batch,), 0.5, dtype=dtype),
-        "img_ids": ids(*grids),
-        "txt_ids": torch.zeros(text, 3),
-        "return_dict": False,
-        **more,
-    }
+    return given(
+        batch, dtype, 0.5, hidden_states=(tokens, 4), encoder_hidden_states=(text, 32), pooled_projections=(32,)
+    ) | {"img_ids": ids(*grids), "txt_ids": torch.zeros(text, 3), **more}
 
 
 def residuals(x, *counts, dim=32):
@@ -170,12 +169,8 @@ krea2 = maker(
 def krea2_inputs(*grids, text=11, batch=1, dtype=torch.float64):
     """Keyword arguments of one forward."""
     positions = ids(*grids)
-    return {
-        "hidden_states": torch.randn(batch, len(positions), 4, dtype=dtype),
-        "encoder_hidden_states": torch.randn(batch, text, 3, 16, dtype=dtype),
-        "timestep": torch.full((batch,), 0.5, dtype=dtype),
-        "position_ids": torch.cat([torch.zeros(text, 3), positions]),
-        "return_dict": False,
+    return given(batch, dtype, 0.5, hidden_states=(len(positions), 4), encoder_hidden_states=(text, 3, 16)) | {
+        "position_ids": torch.cat([torch.zeros(text, 3), positions])
     }
 
 
@@ -186,14 +181,13 @@ hunyuan_image = maker(
 
 def hunyuan_image_inputs(rows=16, columns=20, text=11, batch=1, dtype=torch.float64):
     """Keyword arguments of one forward, with the two prompts and without padding."""
-    return {
-        "hidden_states": torch.randn(batch, 4, rows, columns, dtype=dtype),
-        "timestep": torch.full((batch,), 500.0, dtype=dtype),
-        "encoder_hidden_states": torch.randn(batch, text, 16, dtype=dtype),
+    x = given(
+        batch, dtype, 500.0, hidden_states=(4, rows, columns), encoder_hidden_states=(text, 16),
+        encoder_hidden_states_2=(4, 16),
+    )  # fmt: skip
+    return x | {
         "encoder_attention_mask": torch.ones(batch, text, dtype=torch.long),
-        "encoder_hidden_states_2": torch.randn(batch, 4, 16, dtype=dtype),
         "encoder_attention_mask_2": torch.ones(batch, 4, dtype=torch.long),
-        "return_dict": False,
     }
 
 
@@ -203,14 +197,11 @@ hunyuan_video = maker(HunyuanVideoTransformer3DModel, VIDEO)
 
 def hunyuan_video_inputs(frames=5, rows=8, columns=9, text=15, batch=1, dtype=torch.float64):
     """Keyword arguments of one forward, for a grid of tokens, without padding."""
-    return {
-        "hidden_states": torch.randn(batch, 4, frames, 2 * rows, 2 * columns, dtype=dtype),
-        "timestep": torch.full((batch,), 500.0, dtype=dtype),
-        "encoder_hidden_states": torch.randn(batch, text, 16, dtype=dtype),
-        "encoder_attention_mask": torch.ones(batch, text, dtype=torch.long),
-        "pooled_projections": torch.randn(batch, 16, dtype=dtype),
-        "return_dict": False,
-    }
+    x = given(
+        batch, dtype, 500.0, hidden_states=(4, frames, 2 * rows, 2 * columns), encoder_hidden_states=(text, 16),
+        pooled_projections=(16,),
+    )  # fmt: skip
+    return x | {"encoder_attention_mask": torch.ones(batch, text, dtype=torch.long)}
 
 
 hunyuan_video15 = maker(
@@ -220,15 +211,13 @@ hunyuan_video15 = maker(
 
 def hunyuan_video15_inputs(frames=5, rows=8, columns=9, text=11, batch=1, dtype=torch.float64):
     """Keyword arguments of one forward, for a grid of tokens, with an image and two prompts, without padding."""
-    return {
-        "hidden_states": torch.randn(batch, 4, frames, rows, columns, dtype=dtype),
-        "timestep": torch.full((batch,), 500.0, dtype=dtype),
-        "encoder_hidden_states": torch.randn(batch, text, 16, dtype=dtype),
+    x = given(
+        batch, dtype, 500.0, hidden_states=(4, frames, rows, columns), encoder_hidden_states=(text, 16),
+        encoder_hidden_states_2=(4, 16), image_embeds=(3, 16),
+    )  # fmt: skip
+    return x | {
         "encoder_attention_mask": torch.ones(batch, text, dtype=torch.long),
-        "encoder_hidden_states_2": torch.randn(batch, 4, 16, dtype=dtype),
         "encoder_attention_mask_2": torch.ones(batch, 4, dtype=torch.long),
-        "image_embeds": torch.randn(batch, 3, 16, dtype=dtype),
-        "return_dict": False,
     }
 
 
@@ -278,13 +267,9 @@ qwen = maker(
 def qwen_inputs(*grids, text=11, batch=1, dtype=torch.float64, dim=48):
     """Keyword arguments of one forward, with residuals of a ControlNet."""
     tokens = sum(rows * columns for rows, columns in grids)
-    return {
-        "hidden_states": torch.randn(batch, tokens, 16, dtype=dtype),
-        "encoder_hidden_states": torch.randn(batch, text, 16, dtype=dtype),
-        "timestep": torch.full((batch,), 0.5, dtype=dtype),
+    return given(batch, dtype, 0.5, hidden_states=(tokens, 16), encoder_hidden_states=(text, 16)) | {
         "img_shapes": [[(1, *grid) for grid in grids]] * batch,
         "controlnet_block_samples": [torch.randn(batch, tokens, dim, dtype=dtype)],
-        "return_dict": False,
     }
 
 
@@ -389,14 +374,9 @@ sd3 = maker(
 
 def sd3_inputs(height=16, width=16, batch=1, dtype=torch.float64, dim=32):
     """Keyword arguments of one forward, with residuals of a ControlNet."""
-    return {
-        "hidden_states": torch.randn(batch, 4, height, width, dtype=dtype),
-        "encoder_hidden_states": torch.randn(batch, 9, 32, dtype=dtype),
-        "timestep": torch.full((batch,), 500.0),
-        "pooled_projections": torch.randn(batch, 64, dtype=dtype),
-        "block_controlnet_hidden_states": [torch.randn(batch, height * width, dim, dtype=dtype)],
-        "return_dict": False,
-    }
+    return given(
+        batch, dtype, 500.0, hidden_states=(4, height, width), encoder_hidden_states=(9, 32), pooled_projections=(64,)
+    ) | {"block_controlnet_hidden_states": [torch.randn(batch, height * width, dim, dtype=dtype)]}
 
 
 WAN = {"num_attention_heads": 2, "attention_head_dim": 16, "in_channels": 4, "out_channels": 4, "text_dim": 16,
@@ -408,12 +388,7 @@ wan = maker(WanTransformer3DModel, WAN)
 
 def wan_inputs(frames=5, rows=8, columns=9, batch=1, dtype=torch.float64):
     """Keyword arguments of one forward, for a grid of tokens."""
-    return {
-        "hidden_states": torch.randn(batch, 4, frames, 2 * rows, 2 * columns, dtype=dtype),
-        "timestep": torch.full((batch,), 500.0),
-        "encoder_hidden_states": torch.randn(batch, 7, 16, dtype=dtype),
-        "return_dict": False,
-    }
+    return given(batch, dtype, 500.0, hidden_states=(4, frames, 2 * rows, 2 * columns), encoder_hidden_states=(7, 16))
 
 
 # Its rotary embedding is cut wrongly for heads of 16 channels
@@ -427,12 +402,9 @@ joyimage = maker(
 
 def joyimage_inputs(rows=16, columns=20, items=1, text=11, batch=1, dtype=torch.float64):
     """Keyword arguments of one forward; the last item is the picture, others are references."""
-    return {
-        "hidden_states": torch.randn(batch, items, 4, 1, 2 * rows, 2 * columns, dtype=dtype),
-        "timestep": torch.full((batch,), 500.0, dtype=dtype),
-        "encoder_hidden_states": torch.randn(batch, text, 16, dtype=dtype),
-        "return_dict": False,
-    }
+    return given(
+        batch, dtype, 500.0, hidden_states=(items, 4, 1, 2 * rows, 2 * columns), encoder_hidden_states=(text, 16)
+    )
 
 
 # Two blocks of the control and three of the video
@@ -488,15 +460,11 @@ kandinsky5 = maker(
 
 def kandinsky5_inputs(frames, rows, columns, batch=1, dtype=torch.float64):
     """Keyword arguments of one forward, for a grid of tokens."""
-    return {
-        "hidden_states": torch.randn(batch, frames, 2 * rows, 2 * columns, 4, dtype=dtype),
-        "encoder_hidden_states": torch.randn(batch, 7, 16, dtype=dtype),
-        "timestep": torch.full((batch,), 500.0),
-        "pooled_projections": torch.randn(batch, 16, dtype=dtype),
-        "visual_rope_pos": tuple(map(torch.arange, (frames, rows, columns))),
-        "text_rope_pos": torch.arange(7),
-        "return_dict": False,
-    }
+    x = given(
+        batch, dtype, 500.0, hidden_states=(frames, 2 * rows, 2 * columns, 4), encoder_hidden_states=(7, 16),
+        pooled_projections=(16,),
+    )  # fmt: skip
+    return x | {"visual_rope_pos": tuple(map(torch.arange, (frames, rows, columns))), "text_rope_pos": torch.arange(7)}
 
 
 ernie = maker(
@@ -507,12 +475,8 @@ ernie = maker(
 
 def ernie_inputs(rows=16, columns=20, text=11, batch=1, dtype=torch.float64):
     """Keyword arguments of one forward."""
-    return {
-        "hidden_states": torch.randn(batch, 4, rows, columns, dtype=dtype),
-        "timestep": torch.full((batch,), 500.0),
-        "text_bth": torch.randn(batch, text, 16, dtype=dtype),
-        "text_lens": torch.full((batch,), text),
-        "return_dict": False,
+    return given(batch, dtype, 500.0, hidden_states=(4, rows, columns), text_bth=(text, 16)) | {
+        "text_lens": torch.full((batch,), text)
     }
 
 
@@ -525,15 +489,11 @@ glm = maker(
 
 def glm_inputs(rows=16, columns=20, text=11, batch=1, dtype=torch.float64):
     """Keyword arguments of one forward, for a grid of tokens."""
-    return {
-        "hidden_states": torch.randn(batch, 4, 2 * rows, 2 * columns, dtype=dtype),
-        "encoder_hidden_states": torch.randn(batch, text, 16, dtype=dtype),
+    return given(batch, dtype, 500.0, hidden_states=(4, 2 * rows, 2 * columns), encoder_hidden_states=(text, 16)) | {
         "prior_token_id": torch.randint(8, (batch, rows * columns)),
         "prior_token_drop": torch.zeros(batch, rows * columns, dtype=torch.bool),
-        "timestep": torch.full((batch,), 500.0),
         "target_size": torch.full((batch, 2), 64.0, dtype=dtype),
         "crop_coords": torch.zeros(batch, 2, dtype=dtype),
-        "return_dict": False,
     }
 
 
@@ -570,15 +530,11 @@ ltx, ltx2 = as_wide(make_ltx), as_wide(make_ltx2)
 
 def ltx_inputs(frames=5, rows=8, columns=9, batch=1, dtype=torch.float64):
     """Keyword arguments of one forward; some of the text is padding."""
-    return {
-        "hidden_states": torch.randn(batch, frames * rows * columns, 4, dtype=dtype),
-        "encoder_hidden_states": torch.randn(batch, 7, 16, dtype=dtype),
-        "timestep": torch.full((batch,), 500.0, dtype=dtype),
+    return given(batch, dtype, 500.0, hidden_states=(frames * rows * columns, 4), encoder_hidden_states=(7, 16)) | {
         "encoder_attention_mask": torch.tensor([[1, 1, 1, 1, 0, 0, 0]]).expand(batch, -1),
         "num_frames": frames,
         "height": rows,
         "width": columns,
-        "return_dict": False,
     }
 
 
@@ -600,13 +556,9 @@ pixart = maker(
 
 def pixart_inputs(height=32, width=32, batch=1, dtype=torch.float64):
     """Keyword arguments of one forward; some of the text is padding."""
-    return {
-        "hidden_states": torch.randn(batch, 4, height, width, dtype=dtype),
-        "timestep": torch.full((batch,), 5.0),
-        "encoder_hidden_states": torch.randn(batch, 7, 8, dtype=dtype),
+    return given(batch, dtype, 5.0, hidden_states=(4, height, width), encoder_hidden_states=(7, 8)) | {
         "encoder_attention_mask": torch.tensor([[1, 1, 1, 1, 0, 0, 0]]).expand(batch, -1),
         "added_cond_kwargs": {"resolution": None, "aspect_ratio": None},
-        "return_dict": False,
     }
 
 
@@ -615,11 +567,8 @@ dit = maker(DiTTransformer2DModel, DIT)
 
 def dit_inputs(height=32, width=32, batch=1, dtype=torch.float64):
     """Keyword arguments of one forward."""
-    return {
-        "hidden_states": torch.randn(batch, 4, height, width, dtype=dtype),
-        "timestep": torch.full((batch,), 5.0),
-        "class_labels": torch.ones(batch, dtype=torch.long),
-        "return_dict": False,
+    return given(batch, dtype, 5.0, hidden_states=(4, height, width)) | {
+        "class_labels": torch.ones(batch, dtype=torch.long)
     }
 
 
@@ -686,8 +635,7 @@ def _grid_inputs(make):
 
 
 def _pixel_inputs(model, grid, batch=1):
-    pictures = torch.randn(batch, 3, *grid, dtype=model.dtype)
-    return {"hidden_states": pictures, "timestep": torch.full((batch,), 700.0), "return_dict": False}
+    return given(batch, model.dtype, 700.0, hidden_states=(3, *grid))
 
 
 def _video_inputs(make):
