@@ -260,7 +260,7 @@ class Stack(NamedTuple):
 
 
 class Card:
-    """What Foveate has to know about a model class. Subclasses implement `layout`, and `stacks` for other block lists.
+    """What Foveate has to know about a model class. Subclasses say what is different in it.
 
     Attributes:
         blocks: Name of the list of blocks.
@@ -297,7 +297,8 @@ class Card:
     def layout(self, holder: nn.Module, inputs: dict[str, Any]) -> Layout | list[Layout]:
         """The attention sequence of a forward pass, or that of each sample of the batch.
 
-        The sequences of samples may differ in their padding only.
+        The sequences of samples may differ in their padding only. Unless a card says otherwise, it is the image or
+        video alone, whose grid is that of the latent's patches.
 
         Args:
             holder: `Stack.holder`.
@@ -306,7 +307,8 @@ class Card:
         Raises:
             DenseFallback: If this forward pass has to stay dense.
         """
-        raise NotImplementedError
+        config: Any = holder.config
+        return Layout((patches(inputs["hidden_states"].shape[2:], config.patch_size or 1),))  # UNets have no patches
 
     def stacks(self, model: nn.Module) -> Iterator[Stack]:
         """The stacks of blocks, in running order."""

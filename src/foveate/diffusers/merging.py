@@ -50,8 +50,6 @@ class MergeGroup:
         card: Card of the model.
 
     Attributes:
-        method: How to merge.
-        card: Card of the model.
         merge: The plan of the current forward pass; None leaves the blocks dense.
         text: As long as the text, padding included, where a tensor holds text and image.
         image_first: Whether the image precedes the text there.

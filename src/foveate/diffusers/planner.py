@@ -113,7 +113,7 @@ class Planner:
             return decide(), ""
         except DenseFallback as reason:
             why = str(reason)
-            if not self.paused and why not in (OUTSIDE, *self._logged):
+            if not self.paused and why != OUTSIDE and why not in self._logged:
                 log.warning("%s stays dense: %s", type(method).__name__, why)
                 self._logged.add(why)
             return None, why
