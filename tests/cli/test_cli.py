@@ -20,7 +20,8 @@ from safetensors import safe_open
 import foveate
 from foveate.demo.scenes import scenes
 from foveate.demo.untrained import untrained_pipeline
-from foveate.diffusers.pipelines import Request, check_size, load, own_size, pixels_per_token
+from foveate.diffusers.checks import check_size
+from foveate.diffusers.pipelines import Request, load, own_size, pixels_per_token
 from foveate.diffusers.pixel_pipeline import PixelPipeline
 from foveate.web import compare as side_by_side
 

@@ -204,7 +204,8 @@ def request_of(
     **more: Any,
 ) -> Any:
     """The validated request, with the model's defaults for everything that is None; `more` are fields of it."""
-    from foveate.diffusers.pipelines import Request, arguments, check_request, makes_video, own_size
+    from foveate.diffusers.checks import check_request
+    from foveate.diffusers.pipelines import Request, arguments, makes_video, own_size
 
     usual = own_size(pipe) if model or pipe.device.type != "cpu" else (128, 128)
     sides = read_size(size) if size else usual

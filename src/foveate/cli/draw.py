@@ -399,7 +399,7 @@ def _opened(
     """Pipeline, distilled method (None without a LoRA of foveate) and request, after the options are checked."""
     check_writable(folder)
     if size:
-        from foveate.diffusers.pipelines import check_size
+        from foveate.diffusers.checks import check_size
 
         check_size(model or str(PIPELINE), read_size(size))
     pipe, distilled = open_with_lora(model, lora, device, dtype)

@@ -13,18 +13,8 @@ from PIL import Image
 
 from foveate.diffusers.apply import Handle
 from foveate.diffusers.lora import Distilled, MethodLike, throughout, using
-from foveate.diffusers.pipelines import (
-    Call,
-    Request,
-    denoiser,
-    draw,
-    fingerprint,
-    frame_rate,
-    record_step,
-    run_step,
-    time_steps,
-    write_video,
-)
+from foveate.diffusers.pipelines import Request, denoiser, draw, fingerprint, frame_rate, write_video
+from foveate.diffusers.steps import Call, record_step, time_steps
 from foveate.methods import METHODS, ComposedMethod, HilbertA, ToMA
 from foveate.ops.block_table import BlockTable
 from foveate.utils.device import now, versions
@@ -253,7 +243,7 @@ def _drawn(
 def _look(pipeline: Any, step: Call, method: MethodLike | None) -> Variant:
     """What a method does in one step: its sparsity, plan and pattern, without a picture."""
     with using(pipeline, method and throughout(method)) as run:
-        run_step(pipeline, step)
+        step.run(denoiser(pipeline))
         return _seen(method, run)
 
 

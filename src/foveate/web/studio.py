@@ -17,7 +17,8 @@ from PIL import Image
 
 from foveate.diffusers.attention_map import attention_layers, attention_map
 from foveate.diffusers.lora import MethodLike, using
-from foveate.diffusers.pipelines import Call, Request, denoiser, makes_video, pixels_per_token, record_step
+from foveate.diffusers.pipelines import Request, denoiser, makes_video, pixels_per_token
+from foveate.diffusers.steps import Call, record_step
 from foveate.methods import METHODS
 from foveate.methods.base import DenseFallback, TokenMerging
 from foveate.transformers import ChunkEncoder
