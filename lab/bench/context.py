@@ -22,7 +22,7 @@ from foveate.methods import InfoFlowKV
 from foveate.methods.baselines.kv_baselines import EPIC, CacheBlend, FullPrefill, NoRecompute
 from foveate.methods.recompute_policy import RecomputePolicy
 from foveate.transformers import ChunkCache, ChunkEncoder
-from foveate.transformers.cache import PromptedBatch
+from foveate.transformers.context import patch_batch
 from foveate.utils.device import Stopwatch, choose_device, choose_dtype, versions
 from foveate.utils.progress import Track, silent
 from foveate.utils.timing import peak_memory, time_calls
@@ -165,7 +165,7 @@ def first_token(variant: Variant, work: Work, watch: Stopwatch | None = None) ->
             chunks = work.encoder.encode(work.documents)
     with watch.step("compose"):
         context = work.encoder.compose(chunks)
-    patched = PromptedBatch([context], [work.prompt]).patch([variant.method], watch)
+    patched = patch_batch([context], [work.prompt], [variant.method], watch=watch)
     with watch.step("logits"):
         logits = patched.logits(last=1)[0]
     patched.close()

@@ -19,7 +19,7 @@ from foveate.methods import InfoFlowKV
 from foveate.methods.baselines.kv_baselines import FullPrefill, NoRecompute
 from foveate.methods.recompute_policy import RecomputePolicy
 from foveate.transformers import ChunkEncoder, Context, answers
-from foveate.transformers.cache import PromptedBatch
+from foveate.transformers.context import patch_batch
 from foveate.transformers.model import check_config, load
 from foveate.utils.device import now, versions
 from foveate.utils.progress import Track, silent
@@ -246,7 +246,7 @@ def check(device: torch.device, dtype: torch.dtype) -> dict[str, float]:
 @torch.no_grad()
 def logits_error(contexts: Sequence[Context], prompts: Sequence[Tensor], method: RecomputePolicy) -> float:
     """Relative error of the next tokens' logits against full prefills."""
-    patched = PromptedBatch(contexts, prompts).patch([method] * len(contexts))
+    patched = patch_batch(contexts, prompts, [method] * len(contexts))
     ours = torch.cat(patched.logits(last=1)).float()
     patched.close()
     texts = [torch.cat([context.ids, prompt])[None] for context, prompt in zip(contexts, prompts, strict=True)]
