@@ -30,7 +30,7 @@ from transformers import AutoModelForCausalLM
 from foveate import InfoFlowKV
 from foveate.bench.context import encoder_of_ids
 from foveate.cli.common import progress
-from foveate.demo.facts import BLANK, ID, SENTENCE, VALUE, Facts, ask, draw_facts
+from foveate.demo.facts import BLANK, ID, SENTENCE, VALUE, Facts, draw_facts
 from foveate.demo.lexicon import WORDS
 from foveate.methods.baselines.kv_baselines import EPIC, CacheBlend, FullPrefill, NoRecompute, RandomRows
 from foveate.methods.recompute_policy import FixedRows, RecomputePolicy, Spans
@@ -41,6 +41,7 @@ from foveate.utils.progress import Track
 from foveate.web.report import figure_png
 from lab.quality.common import SHEETS, Commit, device_type, save_result
 from lab.quality.context_report import draw_tasks, markdown
+from lab.training.questions import ask
 
 PREFIX = 1  # tokens before every context
 PEOPLE, SENTENCES = 6, 36  # of a text: 6 ids and 30 facts, with 5 or 6 relations
