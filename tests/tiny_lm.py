@@ -5,39 +5,31 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 from transformers import (
-    Gemma3ForCausalLM,
+    MODEL_FOR_CAUSAL_LM_MAPPING,
     Gemma3TextConfig,
     GptOssConfig,
-    GptOssForCausalLM,
     LlamaConfig,
-    LlamaForCausalLM,
     MistralConfig,
-    MistralForCausalLM,
     MixtralConfig,
-    MixtralForCausalLM,
     Phi3Config,
-    Phi3ForCausalLM,
     PreTrainedTokenizerFast,
     Qwen2Config,
-    Qwen2ForCausalLM,
     Qwen3Config,
-    Qwen3ForCausalLM,
     Qwen3MoeConfig,
-    Qwen3MoeForCausalLM,
 )
 
 from foveate.transformers import ChunkEncoder
 
 FAMILIES = {
-    "llama": (LlamaConfig, LlamaForCausalLM),
-    "qwen2": (Qwen2Config, Qwen2ForCausalLM),
-    "qwen3": (Qwen3Config, Qwen3ForCausalLM),
-    "mistral": (MistralConfig, MistralForCausalLM),
-    "phi3": (Phi3Config, Phi3ForCausalLM),
-    "mixtral": (MixtralConfig, MixtralForCausalLM),
-    "qwen3_moe": (Qwen3MoeConfig, Qwen3MoeForCausalLM),
-    "gemma3": (Gemma3TextConfig, Gemma3ForCausalLM),
-    "gpt_oss": (GptOssConfig, GptOssForCausalLM),
+    "llama": LlamaConfig,
+    "qwen2": Qwen2Config,
+    "qwen3": Qwen3Config,
+    "mistral": MistralConfig,
+    "phi3": Phi3Config,
+    "mixtral": MixtralConfig,
+    "qwen3_moe": Qwen3MoeConfig,
+    "gemma3": Gemma3TextConfig,
+    "gpt_oss": GptOssConfig,
 }
 SLIDING = {"sliding_window": 6, "layer_types": ["sliding_attention", "full_attention"] * 2}
 EXPERTS = {"num_experts": 6, "num_local_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
@@ -66,7 +58,6 @@ DOCUMENTS = [
 def language_model(family="llama", rope="default", dtype=torch.float64, seed=0, **config):
     """Large random weights, so that attention is far from even. Qwen3 has heads wider than hidden / heads."""
     torch.manual_seed(seed)
-    config_class, model_class = FAMILIES[family]
     usual = {"vocab_size": WORDS, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4,
              "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128,
              "initializer_range": 0.3, "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": None,
@@ -79,7 +70,8 @@ def language_model(family="llama", rope="default", dtype=torch.float64, seed=0, 
                "full_attention": usual["rope_parameters"]}}}  # fmt: skip
     usual |= own.get(family, {})
     usual |= config
-    model = model_class(config_class(**usual)).to(dtype).eval()
+    ours = FAMILIES[family](**usual)
+    model = MODEL_FOR_CAUSAL_LM_MAPPING[type(ours)](ours).to(dtype).eval()
     model.generation_config.eos_token_id = None
     if usual.get("num_experts"):
         model.set_experts_implementation("eager")  # the only one in float64

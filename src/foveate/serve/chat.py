@@ -138,9 +138,8 @@ class Answerer:
     ) -> None:
         self.encoder, self.indexes, self.method = encoder, indexes, method
         self.max_new_tokens = max_new_tokens
-        if passage_tokens is None:
-            passage_tokens = min(512, encoder.model.config.max_position_embeddings // 4)
-        self._prompt, self._passage_tokens = prompt, passage_tokens
+        self._prompt = prompt
+        self._passage_tokens = encoder.passage_tokens if passage_tokens is None else passage_tokens
         self._chat = bool(encoder.tokenizer.chat_template) if chat is None else chat
         self._encode = lru_cache(CACHED_PASSAGES)(lambda ids: encoder.encode([ids])[0])
 
@@ -186,7 +185,7 @@ class Answerer:
         passages = split_documents(
             {f"{i + 1}: {document.title}".rstrip(": "): document.text for i, document in enumerate(texts)},
             self._passage_tokens,
-            lambda text: len(self.encoder.tokenizer(text, add_special_tokens=False).input_ids),
+            self.encoder.count,
         )
         ids = [tuple(self.encoder.tokens(passage.text).tolist()) for passage in passages]
         self.encoder.check_length(

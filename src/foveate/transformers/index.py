@@ -151,14 +151,14 @@ class ChunkIndex:
             track: Progress bar.
         """
         if max_tokens is None:
-            max_tokens = min(512, self.encoder.model.config.max_position_embeddings // 4)
+            max_tokens = self.encoder.passage_tokens
         if not self._folder.files():
             self._folder.write(".gitignore", b"*\n")
         sources = {name: digest([text, max_tokens, eight_bit, self._fingerprint]) for name, text in documents.items()}
         changed = [name for name, source in sources.items() if self.documents.get(name) != source]
         advance = track("splitting documents", len(changed)) if changed else lambda: None
         for name in changed:
-            passages = split_documents({name: documents[name]}, max_tokens, self._count)
+            passages = split_documents({name: documents[name]}, max_tokens, self.encoder.count)
             files = [self._file(self.encoder.tokens(passage.text).tolist(), eight_bit) for passage in passages]
             self._folder.write(_file_of(name), Document(name, sources[name], passages, files).to_bytes())
             advance()
@@ -210,9 +210,6 @@ class ChunkIndex:
                 self.ids.append(ids)
                 self.passages.append(passage)
             return self.ids.index(ids)
-
-    def _count(self, text: str) -> int:
-        return len(self.encoder.tokenizer(text, add_special_tokens=False).input_ids)
 
     def _tokens(self, passage: Passage) -> list[int]:
         if not (ids := self.encoder.tokens(passage.text).tolist()):
@@ -316,20 +313,6 @@ class ChunkIndex:
             if excess > 0:
                 self._folder.remove(file)
                 excess -= chunks[file]
-
-    def words(self, passage: int) -> list[str]:
-        """The text of each token of a passage, including the whitespace before it.
-
-        If a character consists of several tokens, the first one has its text and the others are empty.
-        """
-        tokenizer, text = self.encoder.tokenizer, self.passages[passage].text
-        if not tokenizer.is_fast:
-            return [tokenizer.decode([token]) for token in self.ids[passage]]
-        words, done = list[str](), 0
-        for _, end in tokenizer(text, add_special_tokens=False, return_offsets_mapping=True).offset_mapping:
-            words.append(text[done:end])
-            done = max(done, end)
-        return words
 
 
 def _file_of(name: str) -> str:
