@@ -35,7 +35,19 @@ class Word(NamedTuple):
 
 
 def reply_page(index: ChunkIndex, replies: Sequence[Reply], settings: dict[str, str]) -> str:
-    """One self-contained HTML page of questions, answers and recomputed tokens, without scripts or network access."""
+    """One self-contained HTML page of questions, answers and recomputed tokens, without scripts or network access.
+
+    Args:
+        index: Index that was asked.
+        replies: Questions and answers.
+        settings: What the page lists besides sizes, device and dtype.
+    """
+    settings = settings | {
+        "documents": str(len(index.documents)),
+        "passages": f"{len(index.passages)}, of at most {max(map(len, index.ids))} tokens",
+        "device": str(index.encoder.device),
+        "dtype": str(index.encoder.dtype).removeprefix("torch."),
+    }
     shown = [(reply, _words(index, reply)) for reply in replies]
     summary = summary_cells(replies)
     return render("rag.html.j2", replies=shown, summary=summary, steps=STEPS, settings=settings, versions=versions())

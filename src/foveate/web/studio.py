@@ -290,14 +290,7 @@ class Studio:
             index.build(_stoppable(track, tab))
             advance = _stoppable(track, tab)("answering", len(methods) * (2 if asked.compare else 1))
             reply = ask(index, asked.question, methods, prompt=PROMPT + after, advance=advance)
-            settings = {
-                "model": name or "the built-in reader",
-                "method": repr(methods[asked.method]),
-                "documents": str(len(documents)),
-                "passages": f"{len(index.passages)}, of at most {max(map(len, index.ids))} tokens",
-                "device": str(encoder.device),
-                "dtype": str(encoder.dtype).removeprefix("torch."),
-            }
+            settings = {"model": name or "the built-in reader", "method": repr(methods[asked.method])}
             unknown = unknown_words(tokenizer, asked.question)
             remark = f"The model does not know the words {', '.join(unknown)}: it will guess." if unknown else ""
             return reply, reply_page(index, [reply], settings), remark
