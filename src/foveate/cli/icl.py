@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Sequence
+from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -220,11 +221,8 @@ def _read_or_make(out: Path, sub: SubCP, pool: Any, labels: Sequence[str] | None
     """The blocks of an earlier run with the same embeddings and settings, or new ones."""
     from foveate.transformers.examples import read_blocks
 
-    if out.exists():
-        try:
-            found = read_blocks(out, pool, sub, labels=labels)
-        except ValueError:
-            return sub.partition(pool, labels=labels, track=track)
+    with suppress(ValueError, FileNotFoundError):
+        found = read_blocks(out, pool, sub, labels=labels)
         console.print(f"{out} holds the blocks of these embeddings and settings")
         return found
     return sub.partition(pool, labels=labels, track=track)

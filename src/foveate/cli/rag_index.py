@@ -180,7 +180,7 @@ def open_indexes(
     is. The arguments are the options of the commands.
     """
     from foveate.transformers.documents import read_documents
-    from foveate.transformers.index import ChunkIndex, index_documents, index_name, read_index
+    from foveate.transformers.index import ChunkIndex, index_documents, index_folder, read_index
 
     limits = {"max_disk": bytes_of(max_disk, inf), "max_memory": bytes_of(max_memory, 0)}
     sources: list[tuple[str, dict[str, str], list[str]]] = []
@@ -194,7 +194,7 @@ def open_indexes(
     indexes: list[Any] = []
     for folder, documents, skipped in sources:
         if documents:
-            where = index or str(Path(folder, ".foveate", index_name(model)))
+            where = index or index_folder(Path(folder), model)
             with progress() as track:
                 indexes.append(index_documents(where, encoder, documents, chunk, eight_bit, **limits, track=track))
             _build(indexes[-1], skipped)

@@ -23,7 +23,7 @@ __all__ = [
     "ChunkIndex",
     "Document",
     "index_documents",
-    "index_name",
+    "index_folder",
     "read_index",
     "remove_documents",
 ]
@@ -357,14 +357,16 @@ def remove_documents(place: str | Path, names: Iterable[str]) -> None:
         folder.remove(file)
 
 
-def index_name(model: str) -> str:
-    """The folder name of a model's index, which models in folders of equal names do not share.
+def index_folder(documents: Path, model: str) -> Path:
+    """Folder of a model's index of a folder of documents, which models in folders of equal names do not share.
 
     Args:
+        documents: Folder of documents.
         model: Folder or hub id; empty for the built-in reader.
     """
     path = Path(model).resolve()
-    return f"{slug(path.name)}-{digest(str(path) if path.exists() else model)[:8]}" if model else "built-in"
+    name = f"{slug(path.name)}-{digest(str(path) if path.exists() else model)[:8]}" if model else "built-in"
+    return documents / ".foveate" / name
 
 
 def index_documents(

@@ -22,7 +22,7 @@ from foveate.methods import METHODS
 from foveate.methods.base import DenseFallback, TokenMerging
 from foveate.transformers import ChunkEncoder
 from foveate.transformers.documents import read_documents
-from foveate.transformers.index import index_documents, index_name
+from foveate.transformers.index import index_documents, index_folder
 from foveate.transformers.model import chat_frame, unknown_words
 from foveate.transformers.rag import Reply, ask
 from foveate.utils.device import now
@@ -285,8 +285,7 @@ class Studio:
             _, language_model, tokenizer = self._reader
             before, after = chat_frame(tokenizer, None)
             encoder = ChunkEncoder(language_model, tokenizer, before)
-            where = folder / ".foveate" / index_name(name)
-            index = index_documents(where, encoder, documents, None)
+            index = index_documents(index_folder(folder, name), encoder, documents)
             index.build(_stoppable(track, tab))
             advance = _stoppable(track, tab)("answering", len(methods) * (2 if asked.compare else 1))
             reply = ask(index, asked.question, methods, prompt=PROMPT + after, advance=advance)
