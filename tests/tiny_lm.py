@@ -4,33 +4,11 @@ import torch
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
-from transformers import (
-    MODEL_FOR_CAUSAL_LM_MAPPING,
-    Gemma3TextConfig,
-    GptOssConfig,
-    LlamaConfig,
-    MistralConfig,
-    MixtralConfig,
-    Phi3Config,
-    PreTrainedTokenizerFast,
-    Qwen2Config,
-    Qwen3Config,
-    Qwen3MoeConfig,
-)
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedTokenizerFast
 
-from foveate.transformers import ChunkEncoder
+from foveate.transformers import ChunkEncoder, model
 
-FAMILIES = {
-    "llama": LlamaConfig,
-    "qwen2": Qwen2Config,
-    "qwen3": Qwen3Config,
-    "mistral": MistralConfig,
-    "phi3": Phi3Config,
-    "mixtral": MixtralConfig,
-    "qwen3_moe": Qwen3MoeConfig,
-    "gemma3": Gemma3TextConfig,
-    "gpt_oss": GptOssConfig,
-}
+FAMILIES = {config.model_type.removesuffix("_text"): config for config in model.FAMILIES}
 SLIDING = {"sliding_window": 6, "layer_types": ["sliding_attention", "full_attention"] * 2}
 EXPERTS = {"num_experts": 6, "num_local_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 ROPES = {
@@ -71,11 +49,11 @@ def language_model(family="llama", rope="default", dtype=torch.float64, seed=0, 
     usual |= own.get(family, {})
     usual |= config
     ours = FAMILIES[family](**usual)
-    model = MODEL_FOR_CAUSAL_LM_MAPPING[type(ours)](ours).to(dtype).eval()
-    model.generation_config.eos_token_id = None
+    lm = MODEL_FOR_CAUSAL_LM_MAPPING[type(ours)](ours).to(dtype).eval()
+    lm.generation_config.eos_token_id = None
     if usual.get("num_experts"):
-        model.set_experts_implementation("eager")  # the only one in float64
-    return model
+        lm.set_experts_implementation("eager")  # the only one in float64
+    return lm
 
 
 def tokenizer(bos="<s>"):

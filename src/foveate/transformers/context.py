@@ -12,7 +12,6 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import DynamicCache
-from transformers.cache_utils import DynamicLayer
 
 from foveate.methods.recompute_policy import FixedRows, Geometry, Norm, RecomputePolicy, Spans, places
 from foveate.ops.rotary import copy_rows
@@ -83,8 +82,9 @@ class Context:
         return self if list(order) == sorted(order) else Context(self.lm, [self.chunks[i] for i in order])
 
     def cache(self) -> DynamicCache:
-        """All rows as a `DynamicCache`, for a forward pass or `model.generate`, which leave the rows unchanged."""
-        return _dynamic_cache(self.keys, self.values)
+        """A copy of all rows as a `DynamicCache`, for a forward pass or `model.generate`."""
+        # with a config, sliding layers would keep no more than their window
+        return DynamicCache(zip(self.keys, self.values, strict=True))
 
     def score(
         self, prompt: Text, layers: Sequence[int], norm: Norm = "l2", geometry: Geometry = "global"
@@ -247,7 +247,7 @@ class Patched:
 
     def cache(self) -> DynamicCache:
         """A copy of all rows as a `DynamicCache`, for a forward pass or `model.generate`."""
-        return _dynamic_cache(self.keys, self.values)
+        return DynamicCache(zip(self.keys, self.values, strict=True))
 
     def generate(self, max_new_tokens: int = 32, do_sample: bool = False, **options: Any) -> str:
         """The text that `model.generate` continues with from the patched cache, greedy by default.
@@ -377,9 +377,9 @@ def patch_batch(
 
 
 class _ComposedBatch:
-    """A copy of contexts before their rows are recomputed, from which policies choose.
+    """A copy of contexts before any row is recomputed, from which policies choose rows.
 
-    What is computed to choose by is computed once for all contexts.
+    What the first policy asks for is computed for all contexts at once.
     """
 
     def __init__(self, contexts: list[Context], questions: Sequence[Int[Tensor, "_"]], cache: RowCache) -> None:
@@ -396,7 +396,7 @@ class _ComposedBatch:
         return [_ComposedContext(self, number) for number in range(len(self.contexts))]
 
     def received(self, layers: tuple[int, ...], norm: Norm, geometry: Geometry) -> Float[Tensor, "batch capacity"]:
-        """Attention that each row receives from the question after it. The rows stay as they are."""
+        """Attention that each row receives from the question after its context. The copy stays as it is."""
         how = layers, norm, geometry
         if how not in self._scores:
             moved = [places(geometry, context.spans) for context in self.contexts]
@@ -447,13 +447,3 @@ class _ComposedContext(NamedTuple):
 
     def kv_deviation(self, rank: Literal["v", "k"]) -> Tensor:
         return self.batch.kv_deviation(rank)[self.number]
-
-
-def _dynamic_cache(keys: Tensor, values: Tensor) -> DynamicCache:
-    """The cache, its layers holding these keys and values without copying them. It grows by copies."""
-    cache: Any = DynamicCache()  # with a config, sliding layers would keep no more than their window
-    for key, value in zip(keys, values, strict=True):
-        cache.layers.append(layer := DynamicLayer())
-        layer.lazy_initialization(key, value)
-        layer.keys, layer.values = key, value
-    return cache
