@@ -24,7 +24,7 @@ from foveate.transformers import ChunkEncoder
 from foveate.transformers.documents import read_documents
 from foveate.transformers.index import index_documents
 from foveate.transformers.model import chat_frame, load
-from foveate.transformers.rag import choose
+from foveate.transformers.retrieval import choose
 
 PROMPT = "Question: {question}\nAnswer:"
 SETTINGS = {"prompt": PROMPT, "passage_tokens": 64, "max_new_tokens": 8}

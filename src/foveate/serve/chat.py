@@ -27,7 +27,7 @@ from foveate.transformers import ChunkCache, ChunkEncoder
 from foveate.transformers.documents import split_documents
 from foveate.transformers.index import ChunkIndex
 from foveate.transformers.model import USER_TEXT
-from foveate.transformers.rag import choose
+from foveate.transformers.retrieval import choose
 
 __all__ = ["Answerer", "chat_app"]
 
