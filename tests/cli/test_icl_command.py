@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from foveate import SubCP
 from foveate.cli import app
 from foveate.cli.icl import DRAWS, _compared
-from foveate.transformers.examples import hashed_ngrams
+from foveate.transformers.embeddings import hashed_ngrams
 from foveate.transformers.in_context import Host, prompt_with
 from foveate.utils.progress import silent
 

@@ -71,7 +71,7 @@ class InfoFlowKV(PartialRecompute):
             raise ValueError(
                 f'scoring_layers is a band such as "55%-78%", or numbers such as (22, 23), not {self.scoring_layers!r}'
             )
-        if not isinstance(self.boundary, int) or self.boundary < 0:
+        if self.boundary < 0:
             raise ValueError(f"boundary is a number of rows of each chunk, 0 or more, not {self.boundary}")
 
     def layers(self, number: int) -> tuple[int, ...]:

@@ -13,7 +13,7 @@ from unicodedata import normalize
 import bm25s
 
 from foveate.transformers.documents import SEPARATOR, Passage
-from foveate.transformers.examples import sentence_embeddings
+from foveate.transformers.embeddings import sentence_embeddings
 from foveate.transformers.index import ChunkIndex
 
 __all__ = ["bm25", "by_meaning", "choose", "passage_of", "words_of"]
