@@ -34,7 +34,8 @@ def composed(ours, documents=DOCUMENTS):
 
 def copies(context):
     """Of a context, or of a patched one: the keys and then the values of each layer."""
-    return [*context.keys.clone(), *context.values.clone()]
+    layers = context.cache().layers
+    return [*(layer.keys for layer in layers), *(layer.values for layer in layers)]
 
 
 def recomputed(context, rows):

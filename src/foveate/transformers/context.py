@@ -233,21 +233,16 @@ class Patched:
         if batch is not None:
             batch.close()
 
-    @property
-    def keys(self) -> Float[Tensor, "layers 1 groups rows dim"]:
-        """A copy of the keys of each layer."""
-        with self._lock:
-            return self._open().cache.keys[..., : len(self.context), :].clone()
-
-    @property
-    def values(self) -> Float[Tensor, "layers 1 groups rows dim"]:
-        """A copy of the values of each layer."""
-        with self._lock:
-            return self._open().cache.values[..., : len(self.context), :].clone()
-
     def cache(self) -> DynamicCache:
-        """A copy of all rows as a `DynamicCache`, for a forward pass or `model.generate`."""
-        return DynamicCache(zip(self.keys, self.values, strict=True))
+        """A copy of the context's rows as a `DynamicCache`, for a forward pass or `model.generate`.
+
+        Raises:
+            ValueError: If the patch has been closed.
+        """
+        with self._lock:
+            rows = self._open().cache
+            states = (x[..., : len(self.context), :] for x in (rows.keys, rows.values))
+            return DynamicCache(zip(*states, strict=True))
 
     def generate(self, max_new_tokens: int = 32, do_sample: bool = False, **options: Any) -> str:
         """The text that `model.generate` continues with from the patched cache, greedy by default.
