@@ -151,7 +151,7 @@ def rag(
     check_file(out, "an HTML page", ".html")
     if embed:
         import_module("sentence_transformers")  # fails with what to install, before anything is loaded
-    from foveate.transformers.rag import ask
+    from foveate.transformers.rag import ask, runs
     from foveate.web.rag import reply_page
 
     (chunks,), encoder, before, after = open_indexes(
@@ -166,14 +166,13 @@ def rag(
         "prompt": prompt + after,
     }
     request: Any = {"prompt": prompt + after, "embed": embed, "top": top, "max_new_tokens": max_new_tokens}
-    runs = len(methods) * (2 if compare else 1)
     replies: list[Any] = []
     for lines in _lines(questions):
         asked, earlier = _questions(lines), len(replies)
         warn_unknown_words(model, encoder.tokenizer, "\n".join(question for question, *_ in asked))
         try:
             with progress() as track:
-                advance = track("answering", len(asked) * runs)
+                advance = track("answering", len(asked) * runs(methods))
                 for question, *right in asked:
                     reply = ask(chunks, question, methods, **request, advance=advance)
                     replies.append(reply._replace(right=tuple(right)))

@@ -18,7 +18,7 @@ from foveate.transformers.index import ChunkIndex
 from foveate.transformers.retrieval import choose, words_of
 from foveate.utils.device import Stopwatch, now
 
-__all__ = ["STEPS", "Answer", "Reply", "Summary", "ask", "summarise"]
+__all__ = ["STEPS", "Answer", "Reply", "Summary", "ask", "runs", "summarise"]
 
 STEPS = "load", "compose", "score", "recompute", "prompt", "decode"
 """Steps of an answer. The first token is there after all of them but the last.
@@ -111,8 +111,6 @@ def ask(
 ) -> Reply:
     """Greedy answers of each method to a question.
 
-    A single method runs once. Several methods run twice each, the first time to warm up.
-
     Args:
         index: Index of the passages, built.
         question: Question to ask.
@@ -127,7 +125,7 @@ def ask(
         top: Largest number of passages; 0 takes as many as fit. The last in `passages`, or the lowest in rank, are
             left out.
         max_new_tokens: Largest number of tokens in an answer.
-        advance: Called after each run.
+        advance: Called after each of the `runs`.
 
     Raises:
         ValueError: If there are no passages, one is not what it must be, or not even the first fits into the model's
@@ -153,6 +151,11 @@ def ask(
         advance()
     scores = context.score(tokens, InfoFlowKV().layers(len(context.keys)))
     return Reply(question, chosen, context.spans, answers, scores.cpu())
+
+
+def runs(methods: Mapping[str, RecomputePolicy]) -> int:
+    """Number of runs for a question: a single method runs once, several run twice each, the first time to warm up."""
+    return len(methods) * (2 if len(methods) > 1 else 1)
 
 
 def summarise(replies: Sequence[Reply]) -> list[Summary]:

@@ -24,7 +24,7 @@ from foveate.transformers import ChunkEncoder
 from foveate.transformers.documents import read_documents
 from foveate.transformers.index import index_documents, index_folder
 from foveate.transformers.model import chat_frame, unknown_words
-from foveate.transformers.rag import Reply, ask
+from foveate.transformers.rag import Reply, ask, runs
 from foveate.utils.device import now
 from foveate.utils.files import slug, write_picture
 from foveate.utils.progress import Track, silent
@@ -287,7 +287,7 @@ class Studio:
             encoder = ChunkEncoder(language_model, tokenizer, before)
             index = index_documents(index_folder(folder, name), encoder, documents)
             index.build(_stoppable(track, tab))
-            advance = _stoppable(track, tab)("answering", len(methods) * (2 if asked.compare else 1))
+            advance = _stoppable(track, tab)("answering", runs(methods))
             reply = ask(index, asked.question, methods, prompt=PROMPT + after, advance=advance)
             settings = {"model": name or "the built-in reader", "method": repr(methods[asked.method])}
             unknown = unknown_words(tokenizer, asked.question)
