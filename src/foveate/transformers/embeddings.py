@@ -1,6 +1,7 @@
 """Embeddings of texts: from a file, by hashed words and trigrams, or by a model of sentence-transformers."""
 
 import re
+from collections import Counter
 from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
@@ -58,18 +59,14 @@ def hashed_ngrams(texts: Sequence[str], track: Track = silent) -> Float[Tensor, 
         words = re.findall(r"\w+", text.lower())
         if not words:
             raise ValueError(f"example {index} has no words: {text!r}; leave it out")
-        counts: dict[str, int] = {}
-        for gram in (gram for word in words for gram in (word, *_trigrams(f"<{word}>"))):
-            counts[gram] = counts.get(gram, 0) + 1
+        counts = Counter[str]()
+        for word in words:
+            counts.update([word, *(f"<{word}>"[i : i + 3] for i in range(len(word)))])
         for gram, count in counts.items():
             code = crc32(gram.encode())
             embeddings[index, code % DIM] += (1 + np.log(count)) * (1 if code >> 31 else -1)
         advance()
     return embeddings
-
-
-def _trigrams(word: str) -> list[str]:
-    return [word[i : i + 3] for i in range(len(word) - 2)]
 
 
 def sentence_embeddings(texts: Sequence[str], model: str, track: Track = silent) -> Float[Tensor, "texts dim"]:
