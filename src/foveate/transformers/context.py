@@ -4,7 +4,6 @@
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
 from threading import Lock
-from types import TracebackType
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -221,9 +220,7 @@ class Patched:
     def __enter__(self) -> "Patched":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def close(self) -> None:
