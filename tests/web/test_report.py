@@ -308,7 +308,7 @@ def test_a_time_that_may_not_be_quoted_is_no_headline(dense, ours, bound, factor
     speed = step_speed(second, first)
     assert speed == (pytest.approx(factor), not why, why)
     page = Page(comparison_page(comparison(first, second)))
-    assert (f"a step: {why}" in page.text) == bool(why)
+    assert (f"per step: {why}" in page.text) == bool(why)
     assert ("speed-up of the step" in page.text) != bool(why)
     assert ("speed uncertain" in verdict(second, first)) == bool(why)
 

@@ -41,9 +41,9 @@ STYLE = """
 .gradio-container { width: 100% !important; max-width: 1280px !important; margin: 0 auto !important; }
 #studio h1 { font-size: 1.4rem; margin: .2em 0; }
 .said { margin: 0; padding: .5em .8em; border-left: 4px solid #5a6675; background: var(--block-background-fill); }
-.said:empty { border-color: transparent; background: none; }
 .said.wrong { border-color: #b00020; }
 .said.good { border-color: #0072b2; }
+.said:empty { border-color: transparent; background: none; }
 body.dark, .dark { --color-accent: #6dbdf0 !important; }
 #scores { overflow: visible !important; }
 #scores table { width: 100%; }
