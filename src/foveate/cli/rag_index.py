@@ -117,9 +117,11 @@ def add(
     A document is named by its path as given here, and replaces one of the same name. `foveate rag index FOLDER`
     removes from its index what is not in FOLDER: there, put the document into FOLDER instead.
     """
-    from foveate.transformers.documents import read_documents
+    from foveate.transformers.documents import SUFFIXES, read_documents
     from foveate.transformers.index import ChunkIndex
 
+    if any(path.suffix.lower() in SUFFIXES for path in Path(place).rglob("*")):
+        raise ValueError(f"{place} holds documents: put the files there, or name another folder for an index")
     limit, skipped, texts = bytes_of(max_disk, inf), list[str](), dict[str, str]()
     for path in documents:
         read = read_documents(path, skipped)
@@ -150,7 +152,7 @@ def info(place: Place) -> None:
     damaged: list[str] = []
     documents, files = read_index(place, damaged), Folder(place).files()
     if not documents:
-        raise ValueError("; ".join(damaged) or f"{place} is no index: that of a folder is in FOLDER/.foveate/")
+        raise ValueError("; ".join(damaged) or f"{place} is no index: that of a folder is in {place}/.foveate/")
     rows = {
         document.name: f"{sum(file in files for file in document.files)} of {len(document.files)}"
         for document in documents
