@@ -105,7 +105,8 @@ def clear_errors(command: Callable[..., None]) -> Callable[..., None]:
             console.print(f"[bold red]error:[/] {escape(shown)}", soft_wrap=True)
             raise typer.Exit(2) from None
 
-    run.__doc__ = re.sub(r"(?<!\n)\n(?!\n)", " ", inspect.getdoc(command) or "")  # paragraphs fill any terminal
+    # paragraphs fill any terminal, and foveate[ui] is no style of rich
+    run.__doc__ = escape(re.sub(r"(?<!\n)\n(?!\n)", " ", inspect.getdoc(command) or ""))
     return run
 
 
@@ -204,7 +205,8 @@ def request_of(
     **more: Any,
 ) -> Any:
     """The validated request, with the model's defaults for everything that is None; `more` are fields of it."""
-    from foveate.diffusers.pipelines import Request, arguments, check_request, makes_video, own_size
+    from foveate.diffusers.checks import check_request
+    from foveate.diffusers.pipelines import Request, arguments, makes_video, own_size
 
     usual = own_size(pipe) if model or pipe.device.type != "cpu" else (128, 128)
     sides = read_size(size) if size else usual

@@ -141,7 +141,7 @@ def generate(
         Path | None,
         typer.Option(
             help="PNG or MP4 file; with --prompts or --seeds a folder, whose pictures are not drawn again. "
-            "[dim]default: named after prompt, seed and method, numbered if that exists; pictures[/]"
+            "[dim]default: named after prompt, seed and method; the folder pictures[/]"
         ),
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="Overwrite a file that exists.")] = False,
@@ -281,8 +281,9 @@ def compare(
 
     The page is written as the pictures arrive; after Ctrl-C the same command resumes. The built-in model is shown with
     each method at its recommended setting, its own LoRA included. With --lora the page shows a method with the LoRA,
-    merged into the weights, and without. Other models are shown with every method from a fifth of the steps on, videos
-    from two fifths: what a picture shows is settled before. A model of foveate train has its own log-linear attention.
+    merged into the weights, and without. Other models are shown with every method, which starts when the composition
+    is settled: after a fifth of the steps, in videos after two fifths. A model of foveate train has its own log-linear
+    attention.
 
     foveate compare "a red apple above a blue car"
 
@@ -399,7 +400,7 @@ def _opened(
     """Pipeline, distilled method (None without a LoRA of foveate) and request, after the options are checked."""
     check_writable(folder)
     if size:
-        from foveate.diffusers.pipelines import check_size
+        from foveate.diffusers.checks import check_size
 
         check_size(model or str(PIPELINE), read_size(size))
     pipe, distilled = open_with_lora(model, lora, device, dtype)
