@@ -31,7 +31,7 @@ class Stage:
     """A stage of the training.
 
     Attributes:
-        name: Name in the log.
+        name: Name in recipe.json; its batches depend on it.
         images: Number of pictures over all devices.
         batches: {side in px, or (frames, side): batch size on a device}; every step uses one of the sizes.
         rates: Learning rate at the start and at the end of the stage, interpolated linearly.
