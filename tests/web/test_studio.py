@@ -174,8 +174,10 @@ def test_documents_are_answered_as_the_command_does(studio, tmp_path):
     folder.mkdir()
     for i, text in enumerate(DOCUMENTS):
         (folder / f"{i}.txt").write_text(text)
+    (folder / "bad.txt").write_bytes(b"\xff")
     asked, tab = Question(str(folder), "w3", recompute=0.4), Tab()
-    reply, page, _ = studio.answer(tab, asked)
+    reply, page, remark = studio.answer(tab, asked)
+    assert f"Skipped: {folder / 'bad.txt'} is not UTF-8 text: save it as UTF-8, or move it away." in remark
     assert page.count("<mark class") == len(reply.answers[0].rows)
     assert "recompute=0.4" in page
     compared, _, _ = studio.answer(tab, asked._replace(compare=True))

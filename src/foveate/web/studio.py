@@ -267,7 +267,9 @@ class Studio:
         return min(rows - 1, max(0, int(y * rows))), min(columns - 1, max(0, int(x * columns)))
 
     def answer(self, tab: Tab, asked: Question, track: Track = silent) -> tuple[Reply, str, str]:
-        """The reply to a question about documents, the page that `foveate rag` would write, and a remark.
+        """The reply to a question about documents, the page that `foveate rag` would write, and remarks.
+
+        Files that cannot be read are skipped, and a remark says why.
 
         Raises:
             ValueError: If the folder, the model or an option does not fit.
@@ -278,7 +280,8 @@ class Studio:
         methods = self.commands.recompute(asked.method, asked.recompute, asked.compare)
         with self._work(tab):
             folder, name = Path(asked.folder).expanduser(), asked.model.strip()
-            documents = read_documents(folder)
+            skipped = list[str]()
+            documents = read_documents(folder, skipped)
             if self._reader is None or self._reader[0] != name:
                 self._reader = None
                 self._reader = name, *self.commands.open_reader(name)
@@ -298,9 +301,10 @@ class Studio:
                 "device": str(encoder.device),
                 "dtype": str(encoder.dtype).removeprefix("torch."),
             }
-            unknown = unknown_words(tokenizer, asked.question)
-            remark = f"The model does not know the words {', '.join(unknown)}: it will guess." if unknown else ""
-            return reply, reply_page(index, [reply], settings), remark
+            remarks = [f"Skipped: {why}." for why in skipped]
+            if unknown := unknown_words(tokenizer, asked.question):
+                remarks.append(f"The model does not know the words {', '.join(unknown)}: it will guess.")
+            return reply, reply_page(index, [reply], settings), " ".join(remarks)
 
     @contextmanager
     def _work(self, tab: Tab) -> Iterator[None]:
