@@ -147,7 +147,7 @@ def read_stage(text: str, batch: int) -> tuple[tuple[int, int], int, int]:
 
 
 def _pictures(data: str, seed: int) -> Any:
-    from foveate.demo.pictures import ScenePictures
+    from foveate.demo.scenes import ScenePictures
     from foveate.training.pictures import FolderPictures, HubPictures
 
     if not data:
