@@ -5,6 +5,7 @@ import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import islice
 from typing import NamedTuple
 
 import torch
@@ -13,7 +14,18 @@ from torch import Tensor
 
 from foveate.demo.atlas import NAMES, load_atlas
 
-__all__ = ["BACKGROUNDS", "LAYOUTS", "Layout", "Relation", "Scene", "ScenePictures", "Scenes", "render", "scenes"]
+__all__ = [
+    "BACKGROUNDS",
+    "LAYOUTS",
+    "Layout",
+    "Relation",
+    "Scene",
+    "ScenePictures",
+    "Scenes",
+    "captions",
+    "render",
+    "scenes",
+]
 
 BACKGROUNDS = {
     "white": (255, 255, 255),
@@ -138,6 +150,11 @@ def _scene(chance: random.Random, unsaid: float) -> Scene:
     article = "an" if background == "orange" else "a"
     ending = f" on {article} {background} background" if said else ""
     return Scene(sentence + ending, objects, boxes, background, layout.relations)
+
+
+def captions(count: int, seed: int, *, evaluation: bool = False) -> list[str]:
+    """The first captions of `scenes`."""
+    return [scene.caption for scene in islice(scenes(seed, evaluation=evaluation), count)]
 
 
 class Scenes(NamedTuple):
