@@ -513,7 +513,8 @@ def test_a_lora_sets_the_size_that_it_was_distilled_with(folder, lora):
 def test_a_page_marks_methods_that_run_in_some_steps_only(folder, tmp_path):
     pipe, request = load(str(folder), "cpu", "float32"), Request("a cat", (64, 64), 2, None, 0)
     late = foveate.HilbertA(tiles=2, start_percent=0.5)
-    page = side_by_side.compare(pipe, request, [late], tmp_path, settings={}, rounds=1).read_text()
+    side_by_side.comparison(pipe, request, [late], tmp_path, settings={}, rounds=1)
+    page = (tmp_path / side_by_side.PAGE).read_text()
     assert "HilbertA T=2 start_percent=0.5 works in a part of the steps: its time is that of a step in" in page
 
 

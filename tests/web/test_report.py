@@ -18,21 +18,8 @@ from skimage.metrics import structural_similarity
 from foveate.methods.hilberta import HilbertA
 from foveate.ops.curves import hilbert_order
 from foveate.utils.similarity import detail_ssim, psnr, ssim
-from foveate.web.report import (
-    Comparison,
-    Objects,
-    Variant,
-    comparison_page,
-    draw_losses,
-    draw_order,
-    draw_sheet,
-    draw_table,
-    draw_tiles,
-    draw_times,
-    figure_png,
-    step_speed,
-    verdict,
-)
+from foveate.web.plots import draw_losses, draw_order, draw_sheet, draw_table, draw_tiles, figure_png
+from foveate.web.report import Comparison, Objects, Variant, comparison_page, draw_times, step_speed, verdict
 
 PLAN = HilbertA(tiles=4).plan(((32, 32),), 16)
 BLUE, ORANGE, WHITE = (0, 114, 178), (230, 159, 0), (255, 255, 255)

@@ -76,20 +76,20 @@ def compare(
     from foveate.demo.text import draws_scenes
     from foveate.diffusers.card import card_of
     from foveate.diffusers.pipelines import denoiser
-    from foveate.web import compare as side_by_side
+    from foveate.web.compare import PAGE, comparison, showcase
 
     if recommended:
-        methods = side_by_side.showcase(distilled)
+        methods = showcase(distilled)
     else:
         start = 0.0 if lora else card_of(denoiser(pipe)).start_percent  # LoRAs are distilled for all steps
-        methods = asked or own_attention(pipe) or side_by_side.showcase(start_percent=start)
+        methods = asked or own_attention(pipe) or showcase(start_percent=start)
         methods = with_distilled(distilled, lora, methods)
     judge = judge_prompt(prompt) if draws_scenes(pipe) else None
     with progress() as track:
         settings = settings_of(pipe, model, request) | ({"LoRA": lora} if lora else {})
         notice = remark_on(pipe, model, prompt)
-        page = side_by_side.compare(
+        comparison(
             pipe, request, methods, out, settings=settings, notice=notice, judge=judge, rounds=rounds, track=track
         )
     console.print("open the page in a browser:")
-    print(page.resolve())
+    print((out / PAGE).resolve())

@@ -36,7 +36,7 @@ from foveate.utils.files import claim, slug, write_picture, write_whole
 from foveate.utils.processes import check_shared, divide, join
 from foveate.utils.progress import Track, silent
 from foveate.utils.similarity import psnr, ssim
-from foveate.web.report import draw_sheet, figure_png
+from foveate.web.plots import draw_sheet, figure_png
 
 __all__ = ["Interval", "Score", "evaluate", "load_dino", "score_table"]
 

@@ -30,8 +30,9 @@ from foveate.utils.files import slug, write_picture
 from foveate.utils.progress import Track, silent
 from foveate.utils.similarity import psnr, ssim
 from foveate.web.compare import draw_variant
+from foveate.web.plots import draw_attention, draw_tiles
 from foveate.web.rag import reply_page
-from foveate.web.report import Variant, draw_attention, draw_tiles, duration
+from foveate.web.report import Variant, duration
 
 __all__ = [
     "Cancelled",
