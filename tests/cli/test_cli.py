@@ -71,21 +71,8 @@ def test_generate_draws_many_prompts_and_seeds_and_resumes(folder, tmp_path):
         p for p in ("a cat", f"{long} in rain", f"{long} in snow") for _ in "12"
     ]
     assert {one["seed"] for one in index.values()} == {0, 1}
-    succeeds(
-        "generate",
-        "a cat",
-        "--seed",
-        1,
-        "--model",
-        folder,
-        *SMALL,
-        "--steps",
-        1,
-        "--method",
-        "hilberta:tiles=4",
-        "--out",
-        "one.png",
-    )
+    one = "--seed", 1, "--method", "hilberta:tiles=4", "--out", "one.png"
+    succeeds("generate", "a cat", "--model", folder, *SMALL, "--steps", 1, *one)
     second = list(index)[1]
     assert (pixels(f"pictures/{second}") == pixels("one.png")).all()
     (tmp_path / "pictures" / second).unlink()

@@ -116,7 +116,6 @@ class Entry:
         path: PNG file, which carries the settings.
         variant: The picture and its measurements; `step_seconds` are those of the whole run.
         seconds: Duration of the whole drawing.
-        settings: Settings, by name.
         form: What was asked.
         request: The same, validated.
         method: Method; None is dense.
@@ -127,7 +126,6 @@ class Entry:
     path: Path
     variant: Variant
     seconds: float
-    settings: dict[str, str]
     form: Form
     request: Request
     method: MethodLike | None
@@ -363,7 +361,7 @@ class Studio:
         path = _unused(self.out, f"{slug(request.prompt)}-{request.seed}-{slug(variant.label)}")
         write_picture(path, variant.image, settings)
         number = tab.history[-1].number + 1 if tab.history else 1
-        entry = Entry(number, path, variant, seconds, settings, form, request, method, next(iter(calls), None))
+        entry = Entry(number, path, variant, seconds, form, request, method, next(iter(calls), None))
         tab.history = [*tab.history, entry][-MOST_ENTRIES:]
         for old in tab.history[:-MOST_STEPS]:
             old.step = None
