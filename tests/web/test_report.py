@@ -13,7 +13,7 @@ from PIL import Image
 from random_pictures import picture
 
 from foveate.methods.hilberta import HilbertA
-from foveate.utils.similarity import detail_ssim
+from foveate.utils.similarity import detail_ssim, ssim
 from foveate.web.plots import draw_table, draw_tiles
 from foveate.web.report import (
     Comparison,
