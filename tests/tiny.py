@@ -66,12 +66,37 @@ def pipeline():
     return untrained_pipeline(layers=1, single_layers=1, heads=2, rope=(4, 4, 8), text_dim=32, text_layers=1)
 
 
+def maker(cls, *shared, finish=lambda model: model, **usual):
+    """A function that builds a model from a dtype and changes of its configuration, with equal weights each time."""
+    usual = {name: value for part in (*shared, usual) for name, value in part.items()}
+
+    def make(dtype=torch.float64, **config):
+        torch.manual_seed(0)
+        return finish(cls(**usual | config)).to(dtype).eval()
+
+    return make
+
+
+def not_zero(model):
+    """The model with random weights in place of those that begin as zero."""
+    for weight in model.parameters():
+        if not weight.any():
+            torch.nn.init.normal_(weight, std=0.2)
+    return model
+
+
+NARROW = {"attention_head_dim": 16, "num_attention_heads": 2}
+LIKE_FLUX = {"in_channels": 4, "num_layers": 2, "num_single_layers": 3, "joint_attention_dim": 32,
+             "axes_dims_rope": (4, 4, 8), **NARROW}  # fmt: skip
+HUNYUAN = {"in_channels": 4, "out_channels": 4, "num_layers": 2, "num_refiner_layers": 1, "text_embed_dim": 16,
+           "rope_axes_dim": (4, 4, 8), **NARROW}  # fmt: skip
+
+
+make_flux = maker(FluxTransformer2DModel, LIKE_FLUX, pooled_projection_dim=32)
+
+
 def flux(layers=2, single_layers=3, dtype=torch.float64, **config):
-    torch.manual_seed(0)
-    usual = {"in_channels": 4, "attention_head_dim": 16, "num_attention_heads": 2, "joint_attention_dim": 32,
-             "pooled_projection_dim": 32, "axes_dims_rope": (4, 4, 8)}  # fmt: skip
-    model = FluxTransformer2DModel(num_layers=layers, num_single_layers=single_layers, **usual | config)
-    return model.to(dtype).eval()
+    return make_flux(dtype, num_layers=layers, num_single_layers=single_layers, **config)
 
 
 def ids(*grids, image=lambda i: i):
@@ -84,20 +109,19 @@ def ids(*grids, image=lambda i: i):
     return torch.cat(parts)
 
 
+def given(batch, dtype, timestep, **shapes):
+    """Random tensors of these shapes for each sample of a batch, and the timestep."""
+    tensors = {name: torch.randn(batch, *shape, dtype=dtype) for name, shape in shapes.items()}
+    return tensors | {"timestep": torch.full((batch,), timestep, dtype=dtype), "return_dict": False}
+
+
 def inputs(*grids, text=15, batch=1, dtype=torch.float64, **more):
     """Keyword arguments of one forward; fresh random numbers each time."""
     grids = grids or ((16, 20),)
     tokens = sum(height * width for height, width in grids)
-    return {
-        "hidden_states": torch.randn(batch, tokens, 4, dtype=dtype),
-        "encoder_hidden_states": torch.randn(batch, text, 32, dtype=dtype),
-        "pooled_projections": torch.randn(batch, 32, dtype=dtype),
-        "timestep": torch.full((batch,), 0.5, dtype=dtype),
-        "img_ids": ids(*grids),
-        "txt_ids": torch.zeros(text, 3),
-        "return_dict": False,
-        **more,
-    }
+    return given(
+        batch, dtype, 0.5, hidden_states=(tokens, 4), encoder_hidden_states=(text, 32), pooled_projections=(32,)
+    ) | {"img_ids": ids(*grids), "txt_ids": torch.zeros(text, 3), **more}
 
 
 def residuals(x, *counts, dim=32):
@@ -108,31 +132,14 @@ def residuals(x, *counts, dim=32):
     return {name: [torch.randn(shape, dtype=dtype) for _ in range(n)] for name, n in zip(names, counts, strict=True)}
 
 
-def chroma(dtype=torch.float64, **config):
-    torch.manual_seed(0)
-    usual = {"in_channels": 4, "num_layers": 2, "num_single_layers": 3, "attention_head_dim": 16,
-             "num_attention_heads": 2, "joint_attention_dim": 32, "axes_dims_rope": (4, 4, 8),
-             "approximator_num_channels": 8, "approximator_hidden_dim": 16, "approximator_layers": 1}  # fmt: skip
-    return ChromaTransformer2DModel(**usual | config).to(dtype).eval()
+chroma = maker(
+    ChromaTransformer2DModel, LIKE_FLUX, approximator_num_channels=8, approximator_hidden_dim=16, approximator_layers=1
+)
 
 
-LIKE_FLUX = {"in_channels": 4, "num_layers": 2, "num_single_layers": 3, "attention_head_dim": 16,
-             "num_attention_heads": 2, "joint_attention_dim": 32, "axes_dims_rope": (4, 4, 8)}  # fmt: skip
-
-
-def longcat(dtype=torch.float64, **config):
-    torch.manual_seed(0)
-    return LongCatImageTransformer2DModel(**LIKE_FLUX | config).to(dtype).eval()
-
-
-def ovis(dtype=torch.float64, **config):
-    torch.manual_seed(0)
-    return OvisImageTransformer2DModel(**LIKE_FLUX | {"out_channels": 4} | config).to(dtype).eval()
-
-
-def bria(dtype=torch.float64, **config):
-    torch.manual_seed(0)
-    return BriaTransformer2DModel(**LIKE_FLUX | config).to(dtype).eval()
+longcat = maker(LongCatImageTransformer2DModel, LIKE_FLUX)
+ovis = maker(OvisImageTransformer2DModel, LIKE_FLUX, out_channels=4)
+bria = maker(BriaTransformer2DModel, LIKE_FLUX)
 
 
 def longcat_inputs(*grids, text=15, batch=1, dtype=torch.float64):
@@ -142,9 +149,7 @@ def longcat_inputs(*grids, text=15, batch=1, dtype=torch.float64):
     return x
 
 
-def fibo(dtype=torch.float64, **config):
-    torch.manual_seed(0)
-    return BriaFiboTransformer2DModel(**LIKE_FLUX | {"text_encoder_dim": 16} | config).to(dtype).eval()
+fibo = maker(BriaFiboTransformer2DModel, LIKE_FLUX, text_encoder_dim=16)
 
 
 def fibo_inputs(grid, text=15, batch=1, dtype=torch.float64):
@@ -153,98 +158,72 @@ def fibo_inputs(grid, text=15, batch=1, dtype=torch.float64):
     return longcat_inputs(grid, text=text, batch=batch, dtype=dtype) | {"text_encoder_layers": layers}
 
 
-def krea2(dtype=torch.float64, **config):
-    torch.manual_seed(0)
-    usual = {"in_channels": 4, "num_layers": 4, "attention_head_dim": 16, "num_attention_heads": 4,
-             "num_key_value_heads": 2, "intermediate_size": 64, "timestep_embed_dim": 16, "text_hidden_dim": 16,
-             "num_text_layers": 3, "text_num_attention_heads": 2, "text_num_key_value_heads": 2,
-             "text_intermediate_size": 32, "num_layerwise_text_blocks": 1, "num_refiner_text_blocks": 1,
-             "axes_dims_rope": (4, 4, 8)}  # fmt: skip
-    return Krea2Transformer2DModel(**usual | config).to(dtype).eval()
+krea2 = maker(
+    Krea2Transformer2DModel, in_channels=4, num_layers=4, attention_head_dim=16, num_attention_heads=4,
+    num_key_value_heads=2, intermediate_size=64, timestep_embed_dim=16, text_hidden_dim=16, num_text_layers=3,
+    text_num_attention_heads=2, text_num_key_value_heads=2, text_intermediate_size=32, num_layerwise_text_blocks=1,
+    num_refiner_text_blocks=1, axes_dims_rope=(4, 4, 8)
+)  # fmt: skip
 
 
 def krea2_inputs(*grids, text=11, batch=1, dtype=torch.float64):
     """Keyword arguments of one forward."""
     positions = ids(*grids)
-    return {
-        "hidden_states": torch.randn(batch, len(positions), 4, dtype=dtype),
-        "encoder_hidden_states": torch.randn(batch, text, 3, 16, dtype=dtype),
-        "timestep": torch.full((batch,), 0.5, dtype=dtype),
-        "position_ids": torch.cat([torch.zeros(text, 3), positions]),
-        "return_dict": False,
+    return given(batch, dtype, 0.5, hidden_states=(len(positions), 4), encoder_hidden_states=(text, 3, 16)) | {
+        "position_ids": torch.cat([torch.zeros(text, 3), positions])
     }
 
 
-def hunyuan_image(dtype=torch.float64, **config):
-    torch.manual_seed(0)
-    usual = {"in_channels": 4, "out_channels": 4, "num_layers": 2, "num_single_layers": 3, "num_refiner_layers": 1,
-             "attention_head_dim": 16, "num_attention_heads": 2, "text_embed_dim": 16, "rope_axes_dim": (8, 8),
-             "text_embed_2_dim": 16}  # fmt: skip
-    return HunyuanImageTransformer2DModel(**usual | config).to(dtype).eval()
+hunyuan_image = maker(
+    HunyuanImageTransformer2DModel, HUNYUAN, num_single_layers=3, rope_axes_dim=(8, 8), text_embed_2_dim=16
+)
 
 
 def hunyuan_image_inputs(rows=16, columns=20, text=11, batch=1, dtype=torch.float64):
     """Keyword arguments of one forward, with the two prompts and without padding."""
-    return {
-        "hidden_states": torch.randn(batch, 4, rows, columns, dtype=dtype),
-        "timestep": torch.full((batch,), 500.0, dtype=dtype),
-        "encoder_hidden_states": torch.randn(batch, text, 16, dtype=dtype),
+    x = given(
+        batch, dtype, 500.0, hidden_states=(4, rows, columns), encoder_hidden_states=(text, 16),
+        encoder_hidden_states_2=(4, 16),
+    )  # fmt: skip
+    return x | {
         "encoder_attention_mask": torch.ones(batch, text, dtype=torch.long),
-        "encoder_hidden_states_2": torch.randn(batch, 4, 16, dtype=dtype),
         "encoder_attention_mask_2": torch.ones(batch, 4, dtype=torch.long),
-        "return_dict": False,
     }
 
 
-def hunyuan_video(dtype=torch.float64, **config):
-    torch.manual_seed(0)
-    usual = {"in_channels": 4, "out_channels": 4, "num_layers": 2, "num_single_layers": 3, "num_refiner_layers": 1,
-             "attention_head_dim": 16, "num_attention_heads": 2, "text_embed_dim": 16, "rope_axes_dim": (4, 4, 8),
-             "pooled_projection_dim": 16, "guidance_embeds": False}  # fmt: skip
-    return HunyuanVideoTransformer3DModel(**usual | config).to(dtype).eval()
+VIDEO = {**HUNYUAN, "num_single_layers": 3, "pooled_projection_dim": 16, "guidance_embeds": False}
+hunyuan_video = maker(HunyuanVideoTransformer3DModel, VIDEO)
 
 
 def hunyuan_video_inputs(frames=5, rows=8, columns=9, text=15, batch=1, dtype=torch.float64):
     """Keyword arguments of one forward, for a grid of tokens, without padding."""
-    return {
-        "hidden_states": torch.randn(batch, 4, frames, 2 * rows, 2 * columns, dtype=dtype),
-        "timestep": torch.full((batch,), 500.0, dtype=dtype),
-        "encoder_hidden_states": torch.randn(batch, text, 16, dtype=dtype),
-        "encoder_attention_mask": torch.ones(batch, text, dtype=torch.long),
-        "pooled_projections": torch.randn(batch, 16, dtype=dtype),
-        "return_dict": False,
-    }
+    x = given(
+        batch, dtype, 500.0, hidden_states=(4, frames, 2 * rows, 2 * columns), encoder_hidden_states=(text, 16),
+        pooled_projections=(16,),
+    )  # fmt: skip
+    return x | {"encoder_attention_mask": torch.ones(batch, text, dtype=torch.long)}
 
 
-def hunyuan_video15(dtype=torch.float64, **config):
-    torch.manual_seed(0)
-    usual = {"in_channels": 4, "out_channels": 4, "num_layers": 3, "num_refiner_layers": 1, "attention_head_dim": 16,
-             "num_attention_heads": 2, "text_embed_dim": 16, "text_embed_2_dim": 16, "image_embed_dim": 16,
-             "rope_axes_dim": (4, 4, 8)}  # fmt: skip
-    return HunyuanVideo15Transformer3DModel(**usual | config).to(dtype).eval()
+hunyuan_video15 = maker(
+    HunyuanVideo15Transformer3DModel, HUNYUAN, num_layers=3, text_embed_2_dim=16, image_embed_dim=16
+)
 
 
 def hunyuan_video15_inputs(frames=5, rows=8, columns=9, text=11, batch=1, dtype=torch.float64):
     """Keyword arguments of one forward, for a grid of tokens, with an image and two prompts, without padding."""
-    return {
-        "hidden_states": torch.randn(batch, 4, frames, rows, columns, dtype=dtype),
-        "timestep": torch.full((batch,), 500.0, dtype=dtype),
-        "encoder_hidden_states": torch.randn(batch, text, 16, dtype=dtype),
+    x = given(
+        batch, dtype, 500.0, hidden_states=(4, frames, rows, columns), encoder_hidden_states=(text, 16),
+        encoder_hidden_states_2=(4, 16), image_embeds=(3, 16),
+    )  # fmt: skip
+    return x | {
         "encoder_attention_mask": torch.ones(batch, text, dtype=torch.long),
-        "encoder_hidden_states_2": torch.randn(batch, 4, 16, dtype=dtype),
         "encoder_attention_mask_2": torch.ones(batch, 4, dtype=torch.long),
-        "image_embeds": torch.randn(batch, 3, 16, dtype=dtype),
-        "return_dict": False,
     }
 
 
-def framepack(dtype=torch.float64, **config):
-    torch.manual_seed(0)
-    usual = {"in_channels": 4, "out_channels": 4, "num_layers": 2, "num_single_layers": 3, "num_refiner_layers": 1,
-             "attention_head_dim": 16, "num_attention_heads": 2, "text_embed_dim": 16, "rope_axes_dim": (4, 4, 8),
-             "pooled_projection_dim": 16, "guidance_embeds": False, "has_image_proj": True, "image_proj_dim": 16,
-             "has_clean_x_embedder": True}  # fmt: skip
-    return HunyuanVideoFramepackTransformer3DModel(**usual | config).to(dtype).eval()
+framepack = maker(
+    HunyuanVideoFramepackTransformer3DModel, VIDEO, has_image_proj=True, image_proj_dim=16, has_clean_x_embedder=True
+)
 
 
 def framepack_inputs(frames, rows, columns, batch=1, dtype=torch.float64):
@@ -264,12 +243,10 @@ def earlier_tokens(grid):
     return sum(math.ceil(grid[1] / scale) * math.ceil(grid[2] / scale) for scale in (1, 2, 4))
 
 
-def flux2(dtype=torch.float64, **config):
-    torch.manual_seed(0)
-    usual = {"in_channels": 4, "num_layers": 2, "num_single_layers": 3, "attention_head_dim": 16,
-             "num_attention_heads": 2, "joint_attention_dim": 32, "axes_dims_rope": (4, 4, 4, 4),
-             "timestep_guidance_channels": 16, "guidance_embeds": False}  # fmt: skip
-    return Flux2Transformer2DModel(**usual | config).to(dtype).eval()
+flux2 = maker(
+    Flux2Transformer2DModel, LIKE_FLUX, axes_dims_rope=(4, 4, 4, 4), timestep_guidance_channels=16,
+    guidance_embeds=False,
+)  # fmt: skip
 
 
 def flux2_inputs(*grids, text=15, batch=1, dtype=torch.float64):
@@ -281,35 +258,32 @@ def flux2_inputs(*grids, text=15, batch=1, dtype=torch.float64):
     return x | {"img_ids": pixels.expand(batch, -1, -1), "txt_ids": words.expand(batch, -1, -1)}
 
 
-def qwen(dtype=torch.float64, **config):
-    torch.manual_seed(0)
-    usual = {"in_channels": 16, "out_channels": 4, "num_layers": 4, "attention_head_dim": 16, "num_attention_heads": 3,
-             "joint_attention_dim": 16, "axes_dims_rope": (8, 4, 4)}  # fmt: skip
-    return QwenImageTransformer2DModel(**usual | config).to(dtype).eval()
+qwen = maker(
+    QwenImageTransformer2DModel, in_channels=16, out_channels=4, num_layers=4, attention_head_dim=16,
+    num_attention_heads=3, joint_attention_dim=16, axes_dims_rope=(8, 4, 4)
+)  # fmt: skip
 
 
 def qwen_inputs(*grids, text=11, batch=1, dtype=torch.float64, dim=48):
     """Keyword arguments of one forward, with residuals of a ControlNet."""
     tokens = sum(rows * columns for rows, columns in grids)
-    return {
-        "hidden_states": torch.randn(batch, tokens, 16, dtype=dtype),
-        "encoder_hidden_states": torch.randn(batch, text, 16, dtype=dtype),
-        "timestep": torch.full((batch,), 0.5, dtype=dtype),
+    return given(batch, dtype, 0.5, hidden_states=(tokens, 16), encoder_hidden_states=(text, 16)) | {
         "img_shapes": [[(1, *grid) for grid in grids]] * batch,
         "controlnet_block_samples": [torch.randn(batch, tokens, dim, dtype=dtype)],
-        "return_dict": False,
     }
 
 
-def zimage(dtype=torch.float64, **config):
-    """With learned padding that is not zero."""
-    torch.manual_seed(0)
-    usual = {"in_channels": 4, "dim": 48, "n_layers": 3, "n_refiner_layers": 2, "n_heads": 3, "n_kv_heads": 3,
-             "cap_feat_dim": 16, "axes_dims": (8, 4, 4), "axes_lens": (128, 64, 64)}  # fmt: skip
-    model = ZImageTransformer2DModel(**usual | config)
+def padded(model):
+    """The model with learned padding that is not zero."""
     for token in (model.x_pad_token, model.cap_pad_token):
         torch.nn.init.normal_(token)
-    return model.to(dtype).eval()
+    return model
+
+
+zimage = maker(
+    ZImageTransformer2DModel, in_channels=4, dim=48, n_layers=3, n_refiner_layers=2, n_heads=3, n_kv_heads=3,
+    cap_feat_dim=16, axes_dims=(8, 4, 4), axes_lens=(128, 64, 64), finish=padded,
+)  # fmt: skip
 
 
 def zimage_inputs(height=32, width=40, text=19, batch=1, dtype=torch.float64, dim=48):
@@ -324,17 +298,14 @@ def zimage_inputs(height=32, width=40, text=19, batch=1, dtype=torch.float64, di
     }
 
 
-def unet(dtype=torch.float64, **config):
-    """SDXL's layout: two sections with blocks of different resolution, and the middle."""
-    torch.manual_seed(0)
-    usual = {
-        "sample_size": 16, "block_out_channels": (8, 16), "layers_per_block": 1, "norm_num_groups": 4,
-        "down_block_types": ("CrossAttnDownBlock2D", "CrossAttnDownBlock2D"), "cross_attention_dim": 16,
-        "up_block_types": ("CrossAttnUpBlock2D", "CrossAttnUpBlock2D"),
-        "attention_head_dim": (2, 4), "transformer_layers_per_block": (1, 2), "use_linear_projection": True,
-        "addition_embed_type": "text_time", "addition_time_embed_dim": 8, "projection_class_embeddings_input_dim": 80,
-    }  # fmt: skip
-    return UNet2DConditionModel(**usual | config).to(dtype).eval()
+# SDXL's layout: two sections with blocks of different resolution, and the middle
+unet = maker(
+    UNet2DConditionModel, sample_size=16, block_out_channels=(8, 16), layers_per_block=1, norm_num_groups=4,
+    down_block_types=("CrossAttnDownBlock2D", "CrossAttnDownBlock2D"), cross_attention_dim=16,
+    up_block_types=("CrossAttnUpBlock2D", "CrossAttnUpBlock2D"),
+    attention_head_dim=(2, 4), transformer_layers_per_block=(1, 2), use_linear_projection=True,
+    addition_embed_type="text_time", addition_time_embed_dim=8, projection_class_embeddings_input_dim=80,
+)  # fmt: skip
 
 
 def sd15(dtype=torch.float64, **config):
@@ -393,90 +364,57 @@ def unet_inputs(height=16, width=16, batch=1, dtype=torch.float64):
     }
 
 
-def sd3(dtype=torch.float64, **config):
-    """With one block of two attentions."""
-    torch.manual_seed(0)
-    usual = {"sample_size": 32, "patch_size": 1, "in_channels": 4, "num_layers": 3, "attention_head_dim": 8,
-             "num_attention_heads": 4, "caption_projection_dim": 32, "joint_attention_dim": 32,
-             "pooled_projection_dim": 64, "out_channels": 4, "pos_embed_max_size": 96, "dual_attention_layers": (0,),
-             "qk_norm": "rms_norm"}  # fmt: skip
-    return SD3Transformer2DModel(**usual | config).to(dtype).eval()
+# With one block of two attentions
+sd3 = maker(
+    SD3Transformer2DModel, sample_size=32, patch_size=1, in_channels=4, num_layers=3, attention_head_dim=8,
+    num_attention_heads=4, caption_projection_dim=32, joint_attention_dim=32, pooled_projection_dim=64,
+    out_channels=4, pos_embed_max_size=96, dual_attention_layers=(0,), qk_norm="rms_norm"
+)  # fmt: skip
 
 
 def sd3_inputs(height=16, width=16, batch=1, dtype=torch.float64, dim=32):
     """Keyword arguments of one forward, with residuals of a ControlNet."""
-    return {
-        "hidden_states": torch.randn(batch, 4, height, width, dtype=dtype),
-        "encoder_hidden_states": torch.randn(batch, 9, 32, dtype=dtype),
-        "timestep": torch.full((batch,), 500.0),
-        "pooled_projections": torch.randn(batch, 64, dtype=dtype),
-        "block_controlnet_hidden_states": [torch.randn(batch, height * width, dim, dtype=dtype)],
-        "return_dict": False,
-    }
+    return given(
+        batch, dtype, 500.0, hidden_states=(4, height, width), encoder_hidden_states=(9, 32), pooled_projections=(64,)
+    ) | {"block_controlnet_hidden_states": [torch.randn(batch, height * width, dim, dtype=dtype)]}
 
 
 WAN = {"num_attention_heads": 2, "attention_head_dim": 16, "in_channels": 4, "out_channels": 4, "text_dim": 16,
        "freq_dim": 16, "ffn_dim": 32, "num_layers": 3, "rope_max_seq_len": 64}  # fmt: skip
 
 
-def wan(dtype=torch.float64, **config):
-    torch.manual_seed(0)
-    return WanTransformer3DModel(**WAN | config).to(dtype).eval()
+wan = maker(WanTransformer3DModel, WAN)
 
 
 def wan_inputs(frames=5, rows=8, columns=9, batch=1, dtype=torch.float64):
     """Keyword arguments of one forward, for a grid of tokens."""
-    return {
-        "hidden_states": torch.randn(batch, 4, frames, 2 * rows, 2 * columns, dtype=dtype),
-        "timestep": torch.full((batch,), 500.0),
-        "encoder_hidden_states": torch.randn(batch, 7, 16, dtype=dtype),
-        "return_dict": False,
-    }
+    return given(batch, dtype, 500.0, hidden_states=(4, frames, 2 * rows, 2 * columns), encoder_hidden_states=(7, 16))
 
 
-def chronoedit(dtype=torch.float64, **config):
-    """Its rotary embedding is cut wrongly for heads of 16 channels."""
-    torch.manual_seed(0)
-    return ChronoEditTransformer3DModel(**WAN | {"attention_head_dim": 24} | config).to(dtype).eval()
-
-
-def skyreels(dtype=torch.float64, **config):
-    torch.manual_seed(0)
-    return SkyReelsV2Transformer3DModel(**WAN | config).to(dtype).eval()
-
-
-def joyimage(dtype=torch.float64, **config):
-    torch.manual_seed(0)
-    usual = {"in_channels": 4, "hidden_size": 32, "num_attention_heads": 2, "text_dim": 16, "num_layers": 3,
-             "rope_dim_list": [4, 4, 8]}  # fmt: skip
-    return JoyImageEditTransformer3DModel(**usual | config).to(dtype).eval()
+# Its rotary embedding is cut wrongly for heads of 16 channels
+chronoedit = maker(ChronoEditTransformer3DModel, WAN, attention_head_dim=24)
+skyreels = maker(SkyReelsV2Transformer3DModel, WAN)
+joyimage = maker(
+    JoyImageEditTransformer3DModel, in_channels=4, hidden_size=32, num_attention_heads=2, text_dim=16, num_layers=3,
+    rope_dim_list=[4, 4, 8]
+)  # fmt: skip
 
 
 def joyimage_inputs(rows=16, columns=20, items=1, text=11, batch=1, dtype=torch.float64):
     """Keyword arguments of one forward; the last item is the picture, others are references."""
-    return {
-        "hidden_states": torch.randn(batch, items, 4, 1, 2 * rows, 2 * columns, dtype=dtype),
-        "timestep": torch.full((batch,), 500.0, dtype=dtype),
-        "encoder_hidden_states": torch.randn(batch, text, 16, dtype=dtype),
-        "return_dict": False,
-    }
+    return given(
+        batch, dtype, 500.0, hidden_states=(items, 4, 1, 2 * rows, 2 * columns), encoder_hidden_states=(text, 16)
+    )
 
 
-def vace(dtype=torch.float64, **config):
-    """Two blocks of the control and three of the video."""
-    torch.manual_seed(0)
-    usual = {"vace_layers": [0, 2], "vace_in_channels": 4}
-    return WanVACETransformer3DModel(**WAN | usual | config).to(dtype).eval()
-
-
-def animate(dtype=torch.float64, **config):
-    """A face of 8 x 8 pixels is added after every other block."""
-    torch.manual_seed(0)
-    usual = {"in_channels": 12, "latent_channels": 4, "image_dim": None, "motion_encoder_size": 8,
-             "motion_encoder_channel_sizes": {"4": 8, "8": 8}, "motion_style_dim": 8, "motion_dim": 4,
-             "motion_encoder_dim": 8, "face_encoder_hidden_dim": 8, "face_encoder_num_heads": 2,
-             "inject_face_latents_blocks": 2, "num_layers": 4}  # fmt: skip
-    return WanAnimateTransformer3DModel(**WAN | usual | config).to(dtype).eval()
+# Two blocks of the control and three of the video
+vace = maker(WanVACETransformer3DModel, WAN, vace_layers=[0, 2], vace_in_channels=4)
+# A face of 8 x 8 pixels is added after every other block
+animate = maker(
+    WanAnimateTransformer3DModel, WAN, in_channels=12, latent_channels=4, image_dim=None, motion_encoder_size=8,
+    motion_encoder_channel_sizes={"4": 8, "8": 8}, motion_style_dim=8, motion_dim=4, motion_encoder_dim=8,
+    face_encoder_hidden_dim=8, face_encoder_num_heads=2, inject_face_latents_blocks=2, num_layers=4
+)  # fmt: skip
 
 
 def animate_inputs(frames, rows, columns, batch=1, dtype=torch.float64):
@@ -488,9 +426,7 @@ def animate_inputs(frames, rows, columns, batch=1, dtype=torch.float64):
     return x | {"hidden_states": latents, "pose_hidden_states": pose, "face_pixel_values": face}
 
 
-def anyflow(dtype=torch.float64, **config):
-    torch.manual_seed(0)
-    return AnyFlowTransformer3DModel(**WAN | config).to(dtype).eval()
+anyflow = maker(AnyFlowTransformer3DModel, WAN)
 
 
 def anyflow_inputs(frames, rows, columns, batch=1, dtype=torch.float64):
@@ -500,10 +436,10 @@ def anyflow_inputs(frames, rows, columns, batch=1, dtype=torch.float64):
     return x | {"hidden_states": x["hidden_states"].transpose(1, 2), "timestep": times, "r_timestep": times - 9}
 
 
-def helios(dtype=torch.float64, **config):
-    torch.manual_seed(0)
-    usual = {name: value for name, value in WAN.items() if name != "rope_max_seq_len"} | {"rope_dim": (4, 4, 8)}
-    return HeliosTransformer3DModel(**usual | config).to(dtype).eval()
+helios = maker(
+    HeliosTransformer3DModel, {name: value for name, value in WAN.items() if name != "rope_max_seq_len"},
+    rope_dim=(4, 4, 8),
+)  # fmt: skip
 
 
 def helios_inputs(frames, rows, columns, batch=1, dtype=torch.float64):
@@ -516,113 +452,89 @@ def helios_inputs(frames, rows, columns, batch=1, dtype=torch.float64):
     return x
 
 
-def not_zero(model):
-    """The model with random weights in place of those that begin as zero."""
-    for weight in model.parameters():
-        if not weight.any():
-            torch.nn.init.normal_(weight, std=0.2)
-    return model
-
-
-def kandinsky5(dtype=torch.float64, **config):
-    torch.manual_seed(0)
-    usual = {"in_visual_dim": 4, "in_text_dim": 16, "in_text_dim2": 16, "time_dim": 16, "out_visual_dim": 4,
-             "model_dim": 32, "ff_dim": 32, "num_text_blocks": 1, "num_visual_blocks": 3,
-             "axes_dims": (4, 4, 8)}  # fmt: skip
-    return not_zero(Kandinsky5Transformer3DModel(**usual | config)).to(dtype).eval()
+kandinsky5 = maker(
+    Kandinsky5Transformer3DModel, in_visual_dim=4, in_text_dim=16, in_text_dim2=16, time_dim=16, out_visual_dim=4,
+    model_dim=32, ff_dim=32, num_text_blocks=1, num_visual_blocks=3, axes_dims=(4, 4, 8), finish=not_zero
+)  # fmt: skip
 
 
 def kandinsky5_inputs(frames, rows, columns, batch=1, dtype=torch.float64):
     """Keyword arguments of one forward, for a grid of tokens."""
-    return {
-        "hidden_states": torch.randn(batch, frames, 2 * rows, 2 * columns, 4, dtype=dtype),
-        "encoder_hidden_states": torch.randn(batch, 7, 16, dtype=dtype),
-        "timestep": torch.full((batch,), 500.0),
-        "pooled_projections": torch.randn(batch, 16, dtype=dtype),
-        "visual_rope_pos": tuple(map(torch.arange, (frames, rows, columns))),
-        "text_rope_pos": torch.arange(7),
-        "return_dict": False,
-    }
+    x = given(
+        batch, dtype, 500.0, hidden_states=(frames, 2 * rows, 2 * columns, 4), encoder_hidden_states=(7, 16),
+        pooled_projections=(16,),
+    )  # fmt: skip
+    return x | {"visual_rope_pos": tuple(map(torch.arange, (frames, rows, columns))), "text_rope_pos": torch.arange(7)}
 
 
-def ernie(dtype=torch.float64, **config):
-    torch.manual_seed(0)
-    usual = {"hidden_size": 32, "num_attention_heads": 2, "num_layers": 3, "ffn_hidden_size": 32, "in_channels": 4,
-             "out_channels": 4, "text_in_dim": 16, "rope_axes_dim": (4, 4, 8)}  # fmt: skip
-    return not_zero(ErnieImageTransformer2DModel(**usual | config)).to(dtype).eval()
+ernie = maker(
+    ErnieImageTransformer2DModel, hidden_size=32, num_attention_heads=2, num_layers=3, ffn_hidden_size=32,
+    in_channels=4, out_channels=4, text_in_dim=16, rope_axes_dim=(4, 4, 8), finish=not_zero
+)  # fmt: skip
 
 
 def ernie_inputs(rows=16, columns=20, text=11, batch=1, dtype=torch.float64):
     """Keyword arguments of one forward."""
-    return {
-        "hidden_states": torch.randn(batch, 4, rows, columns, dtype=dtype),
-        "timestep": torch.full((batch,), 500.0),
-        "text_bth": torch.randn(batch, text, 16, dtype=dtype),
-        "text_lens": torch.full((batch,), text),
-        "return_dict": False,
+    return given(batch, dtype, 500.0, hidden_states=(4, rows, columns), text_bth=(text, 16)) | {
+        "text_lens": torch.full((batch,), text)
     }
 
 
-def glm(dtype=torch.float64, **config):
-    torch.manual_seed(0)
-    usual = {"in_channels": 4, "out_channels": 4, "num_layers": 3, "attention_head_dim": 16, "num_attention_heads": 2,
-             "text_embed_dim": 16, "time_embed_dim": 16, "condition_dim": 8,
-             "prior_vq_quantizer_codebook_size": 8}  # fmt: skip
-    return GlmImageTransformer2DModel(**usual | config).to(dtype).eval()
+glm = maker(
+    GlmImageTransformer2DModel, in_channels=4, out_channels=4, num_layers=3, attention_head_dim=16,
+    num_attention_heads=2, text_embed_dim=16, time_embed_dim=16, condition_dim=8,
+    prior_vq_quantizer_codebook_size=8
+)  # fmt: skip
 
 
 def glm_inputs(rows=16, columns=20, text=11, batch=1, dtype=torch.float64):
     """Keyword arguments of one forward, for a grid of tokens."""
-    return {
-        "hidden_states": torch.randn(batch, 4, 2 * rows, 2 * columns, dtype=dtype),
-        "encoder_hidden_states": torch.randn(batch, text, 16, dtype=dtype),
+    return given(batch, dtype, 500.0, hidden_states=(4, 2 * rows, 2 * columns), encoder_hidden_states=(text, 16)) | {
         "prior_token_id": torch.randint(8, (batch, rows * columns)),
         "prior_token_drop": torch.zeros(batch, rows * columns, dtype=torch.bool),
-        "timestep": torch.full((batch,), 500.0),
         "target_size": torch.full((batch, 2), 64.0, dtype=dtype),
         "crop_coords": torch.zeros(batch, 2, dtype=dtype),
-        "return_dict": False,
     }
 
 
-def cosmos(dtype=torch.float64, **config):
-    """Without the mask of padded pixels, for which diffusers needs torchvision."""
-    torch.manual_seed(0)
-    usual = {"in_channels": 4, "out_channels": 4, "num_attention_heads": 2, "attention_head_dim": 18, "num_layers": 3,
-             "text_embed_dim": 16, "adaln_lora_dim": 8, "max_size": (16, 64, 64), "concat_padding_mask": False,
-             "extra_pos_embed_type": None}  # fmt: skip
-    return CosmosTransformer3DModel(**usual | config).to(dtype).eval()
+# Without the mask of padded pixels, for which diffusers needs torchvision
+cosmos = maker(
+    CosmosTransformer3DModel, in_channels=4, out_channels=4, num_attention_heads=2, attention_head_dim=18,
+    num_layers=3, text_embed_dim=16, adaln_lora_dim=8, max_size=(16, 64, 64), concat_padding_mask=False,
+    extra_pos_embed_type=None
+)  # fmt: skip
 
 
-LTX = {"in_channels": 4, "out_channels": 4, "num_attention_heads": 2, "attention_head_dim": 16, "num_layers": 3,
-       "cross_attention_dim": 32, "caption_channels": 16}  # fmt: skip
+LTX = {"in_channels": 4, "out_channels": 4, "num_layers": 3, "cross_attention_dim": 32, "caption_channels": 16,
+       **NARROW}  # fmt: skip
+make_ltx = maker(LTXVideoTransformer3DModel, LTX)
+make_ltx2 = maker(
+    LTX2VideoTransformer3DModel, LTX, audio_in_channels=4, audio_out_channels=4, audio_num_attention_heads=2,
+    audio_attention_head_dim=8, audio_cross_attention_dim=16,
+)  # fmt: skip
 
 
-def ltx(dtype=torch.float64, **config):
-    torch.manual_seed(0)
-    width = {"cross_attention_dim": config.get("num_attention_heads", 2) * config.get("attention_head_dim", 16)}
-    return LTXVideoTransformer3DModel(**LTX | width | config).to(dtype).eval()
+def as_wide(make):
+    """A function that builds a model whose cross-attention is as wide as its self-attention."""
+
+    def wide(dtype=torch.float64, **config):
+        sides = NARROW | config
+        width = sides["num_attention_heads"] * sides["attention_head_dim"]
+        return make(dtype, cross_attention_dim=width, **config)
+
+    return wide
 
 
-def ltx2(dtype=torch.float64, **config):
-    torch.manual_seed(0)
-    width = {"cross_attention_dim": config.get("num_attention_heads", 2) * config.get("attention_head_dim", 16)}
-    audio = {"audio_in_channels": 4, "audio_out_channels": 4, "audio_num_attention_heads": 2,
-             "audio_attention_head_dim": 8, "audio_cross_attention_dim": 16}  # fmt: skip
-    return LTX2VideoTransformer3DModel(**LTX | width | audio | config).to(dtype).eval()
+ltx, ltx2 = as_wide(make_ltx), as_wide(make_ltx2)
 
 
 def ltx_inputs(frames=5, rows=8, columns=9, batch=1, dtype=torch.float64):
     """Keyword arguments of one forward; some of the text is padding."""
-    return {
-        "hidden_states": torch.randn(batch, frames * rows * columns, 4, dtype=dtype),
-        "encoder_hidden_states": torch.randn(batch, 7, 16, dtype=dtype),
-        "timestep": torch.full((batch,), 500.0, dtype=dtype),
+    return given(batch, dtype, 500.0, hidden_states=(frames * rows * columns, 4), encoder_hidden_states=(7, 16)) | {
         "encoder_attention_mask": torch.tensor([[1, 1, 1, 1, 0, 0, 0]]).expand(batch, -1),
         "num_frames": frames,
         "height": rows,
         "width": columns,
-        "return_dict": False,
     }
 
 
@@ -637,47 +549,39 @@ DIT = {"sample_size": 8, "num_layers": 2, "patch_size": 2, "attention_head_dim":
        "in_channels": 4, "out_channels": 8, "num_embeds_ada_norm": 8}  # fmt: skip
 
 
-def pixart(dtype=torch.float64, **config):
-    torch.manual_seed(0)
-    more = {"use_additional_conditions": False, "cross_attention_dim": 16, "caption_channels": 8}
-    return PixArtTransformer2DModel(**DIT | more | config).to(dtype).eval()
+pixart = maker(
+    PixArtTransformer2DModel, DIT, use_additional_conditions=False, cross_attention_dim=16, caption_channels=8
+)  # fmt: skip
 
 
 def pixart_inputs(height=32, width=32, batch=1, dtype=torch.float64):
     """Keyword arguments of one forward; some of the text is padding."""
-    return {
-        "hidden_states": torch.randn(batch, 4, height, width, dtype=dtype),
-        "timestep": torch.full((batch,), 5.0),
-        "encoder_hidden_states": torch.randn(batch, 7, 8, dtype=dtype),
+    return given(batch, dtype, 5.0, hidden_states=(4, height, width), encoder_hidden_states=(7, 8)) | {
         "encoder_attention_mask": torch.tensor([[1, 1, 1, 1, 0, 0, 0]]).expand(batch, -1),
         "added_cond_kwargs": {"resolution": None, "aspect_ratio": None},
-        "return_dict": False,
     }
 
 
-def dit(dtype=torch.float64, **config):
-    torch.manual_seed(0)
-    return DiTTransformer2DModel(**DIT | config).to(dtype).eval()
+dit = maker(DiTTransformer2DModel, DIT)
 
 
 def dit_inputs(height=32, width=32, batch=1, dtype=torch.float64):
     """Keyword arguments of one forward."""
-    return {
-        "hidden_states": torch.randn(batch, 4, height, width, dtype=dtype),
-        "timestep": torch.full((batch,), 5.0),
-        "class_labels": torch.ones(batch, dtype=torch.long),
-        "return_dict": False,
+    return given(batch, dtype, 5.0, hidden_states=(4, height, width)) | {
+        "class_labels": torch.ones(batch, dtype=torch.long)
     }
 
 
-def pixel(dtype=torch.float64, **config):
-    """Without a weight that is zero."""
-    torch.manual_seed(0)
-    usual = {"num_layers": 2, "num_attention_heads": 2, "attention_head_dim": 32, "attention": "dense"}
-    model = PixelDiT(**usual | config)
+def without_zeros(model):
+    """The model with random weights alone."""
     for weight in model.parameters():
         torch.nn.init.normal_(weight, std=0.2)
-    return model.to(dtype).eval()
+    return model
+
+
+pixel = maker(
+    PixelDiT, num_layers=2, num_attention_heads=2, attention_head_dim=32, attention="dense", finish=without_zeros
+)
 
 
 class Family(NamedTuple):
@@ -731,8 +635,7 @@ def _grid_inputs(make):
 
 
 def _pixel_inputs(model, grid, batch=1):
-    pictures = torch.randn(batch, 3, *grid, dtype=model.dtype)
-    return {"hidden_states": pictures, "timestep": torch.full((batch,), 700.0), "return_dict": False}
+    return given(batch, model.dtype, 700.0, hidden_states=(3, *grid))
 
 
 def _video_inputs(make):
@@ -753,14 +656,14 @@ def _animate_inputs(model, grid, batch=1):
     return animate_inputs(*grid, batch=batch, dtype=model.dtype)
 
 
-_HEADS = {"attention_head_dim": 32, "num_attention_heads": 2}
-_ROPE = {"axes_dims_rope": (8, 12, 12), **_HEADS}
+_WIDE = {"attention_head_dim": 32, "num_attention_heads": 2}
+_ROPE = {"axes_dims_rope": (8, 12, 12), **_WIDE}
 _SIZES = ((16, 20), (9, 31))
 _VIDEOS = ((5, 8, 9), (3, 12, 10))
 _LATENTS = ((19, 27), (16, 24))
 FAMILIES = {
     "flux": Family(flux, _flux_inputs, _SIZES, _ROPE),
-    "flux2": Family(flux2, _grid_inputs(flux2_inputs), _SIZES, {"axes_dims_rope": (8, 8, 8, 8), **_HEADS}),
+    "flux2": Family(flux2, _grid_inputs(flux2_inputs), _SIZES, {"axes_dims_rope": (8, 8, 8, 8), **_WIDE}),
     "chroma": Family(chroma, _flux_inputs, _SIZES, _ROPE),
     "longcat": Family(longcat, _grid_inputs(longcat_inputs), _SIZES, _ROPE),
     "bria": Family(bria, _grid_inputs(longcat_inputs), _SIZES, _ROPE),
@@ -768,46 +671,46 @@ FAMILIES = {
     "ovis": Family(ovis, _grid_inputs(longcat_inputs), _SIZES, _ROPE),
     "krea2": Family(krea2, _grid_inputs(krea2_inputs), _SIZES, _ROPE, (None, None, 0, 1, 2, 3)),
     "hunyuan_image": Family(hunyuan_image, _latent_inputs(hunyuan_image_inputs), _SIZES,
-                            {"rope_axes_dim": (16, 16), **_HEADS}, (None, 0, 1, 2, 3, 4), text_first=False,
+                            {"rope_axes_dim": (16, 16), **_WIDE}, (None, 0, 1, 2, 3, 4), text_first=False,
                             checkpoints=False),
     "qwen": Family(qwen, lambda model, grid, batch=1: qwen_inputs(grid, batch=batch, dtype=model.dtype,
                    dim=model.inner_dim), _SIZES, _ROPE),
     "zimage": Family(zimage, _zimage_inputs, _SIZES, {"dim": 64, "n_heads": 2, "n_kv_heads": 2,
                      "axes_dims": (8, 12, 12)}, (0, 1, None, None, 2, 3, 4), text_first=False),
-    "sd3": Family(sd3, _sd3_inputs, _SIZES, {"caption_projection_dim": 64, **_HEADS}, (0, 0, 1, 2), text_first=False),
-    "pixart": Family(pixart, _latent_inputs(pixart_inputs, 2), _SIZES, {"cross_attention_dim": 64, **_HEADS}),
-    "dit": Family(dit, _latent_inputs(dit_inputs, 2), ((16, 16), (20, 20)), _HEADS),
-    "wan": Family(wan, _wan_inputs, _VIDEOS, _HEADS),
-    "chronoedit": Family(chronoedit, _wan_inputs, _VIDEOS, _HEADS),
-    "skyreels": Family(skyreels, _wan_inputs, _VIDEOS, _HEADS),
+    "sd3": Family(sd3, _sd3_inputs, _SIZES, {"caption_projection_dim": 64, **_WIDE}, (0, 0, 1, 2), text_first=False),
+    "pixart": Family(pixart, _latent_inputs(pixart_inputs, 2), _SIZES, {"cross_attention_dim": 64, **_WIDE}),
+    "dit": Family(dit, _latent_inputs(dit_inputs, 2), ((16, 16), (20, 20)), _WIDE),
+    "wan": Family(wan, _wan_inputs, _VIDEOS, _WIDE),
+    "chronoedit": Family(chronoedit, _wan_inputs, _VIDEOS, _WIDE),
+    "skyreels": Family(skyreels, _wan_inputs, _VIDEOS, _WIDE),
     "hunyuan_video": Family(hunyuan_video, _video_inputs(hunyuan_video_inputs), _VIDEOS,
-                            {"rope_axes_dim": (8, 12, 12), **_HEADS}, (None, 0, 1, 2, 3, 4), text_first=False),
+                            {"rope_axes_dim": (8, 12, 12), **_WIDE}, (None, 0, 1, 2, 3, 4), text_first=False),
     "hunyuan_video15": Family(hunyuan_video15, _video_inputs(hunyuan_video15_inputs), _VIDEOS,
-                              {"rope_axes_dim": (8, 12, 12), **_HEADS}, (None, 0, 1, 2), text_first=False),
+                              {"rope_axes_dim": (8, 12, 12), **_WIDE}, (None, 0, 1, 2), text_first=False),
     "sdxl": Family(unet, _latent_inputs(unet_inputs), _LATENTS, {"block_out_channels": (32, 64),
                    "attention_head_dim": (1, 2)}),
     "sd15": Family(sd15, _latent_inputs(unet_inputs), _LATENTS, {"block_out_channels": (32, 32, 32),
                    "attention_head_dim": 1}),
 }  # fmt: skip
 SPARSE = FAMILIES | {
-    "vace": Family(vace, _wan_inputs, _VIDEOS, _HEADS),
-    "animate": Family(animate, _animate_inputs, _VIDEOS, _HEADS),
-    "anyflow": Family(anyflow, _video_inputs(anyflow_inputs), _VIDEOS, _HEADS),
+    "vace": Family(vace, _wan_inputs, _VIDEOS, _WIDE),
+    "animate": Family(animate, _animate_inputs, _VIDEOS, _WIDE),
+    "anyflow": Family(anyflow, _video_inputs(anyflow_inputs), _VIDEOS, _WIDE),
     "helios": Family(helios, _video_inputs(helios_inputs), ((5, 8, 10), (3, 12, 10)),
-                     {"rope_dim": (8, 12, 12), **_HEADS}, text_first=earlier_tokens),
+                     {"rope_dim": (8, 12, 12), **_WIDE}, text_first=earlier_tokens),
     "kandinsky5": Family(kandinsky5, _video_inputs(kandinsky5_inputs), _VIDEOS,
                          {"model_dim": 64, "axes_dims": (8, 12, 12)}, (None, 0, 1, 2)),
     "ernie": Family(ernie, _latent_inputs(ernie_inputs), _SIZES, {"hidden_size": 64, "rope_axes_dim": (8, 12, 12)},
                     text_first=False),
-    "glm": Family(glm, _latent_inputs(glm_inputs), _SIZES, _HEADS),
-    "cosmos": Family(cosmos, _video_inputs(wan_inputs), _VIDEOS, _HEADS),
+    "glm": Family(glm, _latent_inputs(glm_inputs), _SIZES, _WIDE),
+    "cosmos": Family(cosmos, _video_inputs(wan_inputs), _VIDEOS, _WIDE),
     "hunyuan_framepack": Family(framepack, _video_inputs(framepack_inputs), ((5, 8, 10), (3, 12, 10)),
-                                {"rope_axes_dim": (8, 12, 12), **_HEADS}, (None, 0, 1, 2, 3, 4),
+                                {"rope_axes_dim": (8, 12, 12), **_WIDE}, (None, 0, 1, 2, 3, 4),
                                 text_first=earlier_tokens),
     "joyimage": Family(joyimage, _latent_inputs(joyimage_inputs), _SIZES,
                        {"hidden_size": 64, "rope_dim_list": [8, 12, 12]}, text_first=False),
-    "ltx": Family(ltx, _video_inputs(ltx_inputs), _VIDEOS, _HEADS),
-    "ltx2": Family(ltx2, _video_inputs(ltx2_inputs), _VIDEOS, _HEADS, (0, None, 1, None, 2, None)),
+    "ltx": Family(ltx, _video_inputs(ltx_inputs), _VIDEOS, _WIDE),
+    "ltx2": Family(ltx2, _video_inputs(ltx2_inputs), _VIDEOS, _WIDE, (0, None, 1, None, 2, None)),
 }  # fmt: skip
 """Families that sparse attention works in; tokens merge in the `FAMILIES` among them."""
 RARE = ("fibo", "animate", "anyflow", "helios", "kandinsky5", "ernie", "glm", "cosmos", "hunyuan_framepack")

@@ -4,41 +4,11 @@ import torch
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
-from transformers import (
-    Gemma3ForCausalLM,
-    Gemma3TextConfig,
-    GptOssConfig,
-    GptOssForCausalLM,
-    LlamaConfig,
-    LlamaForCausalLM,
-    MistralConfig,
-    MistralForCausalLM,
-    MixtralConfig,
-    MixtralForCausalLM,
-    Phi3Config,
-    Phi3ForCausalLM,
-    PreTrainedTokenizerFast,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-    Qwen3MoeConfig,
-    Qwen3MoeForCausalLM,
-)
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedTokenizerFast
 
-from foveate.transformers import ChunkEncoder
+from foveate.transformers import ChunkEncoder, model
 
-FAMILIES = {
-    "llama": (LlamaConfig, LlamaForCausalLM),
-    "qwen2": (Qwen2Config, Qwen2ForCausalLM),
-    "qwen3": (Qwen3Config, Qwen3ForCausalLM),
-    "mistral": (MistralConfig, MistralForCausalLM),
-    "phi3": (Phi3Config, Phi3ForCausalLM),
-    "mixtral": (MixtralConfig, MixtralForCausalLM),
-    "qwen3_moe": (Qwen3MoeConfig, Qwen3MoeForCausalLM),
-    "gemma3": (Gemma3TextConfig, Gemma3ForCausalLM),
-    "gpt_oss": (GptOssConfig, GptOssForCausalLM),
-}
+FAMILIES = {config.model_type.removesuffix("_text"): config for config in model.FAMILIES}
 SLIDING = {"sliding_window": 6, "layer_types": ["sliding_attention", "full_attention"] * 2}
 EXPERTS = {"num_experts": 6, "num_local_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 ROPES = {
@@ -66,7 +36,6 @@ DOCUMENTS = [
 def language_model(family="llama", rope="default", dtype=torch.float64, seed=0, **config):
     """Large random weights, so that attention is far from even. Qwen3 has heads wider than hidden / heads."""
     torch.manual_seed(seed)
-    config_class, model_class = FAMILIES[family]
     usual = {"vocab_size": WORDS, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4,
              "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128,
              "initializer_range": 0.3, "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": None,
@@ -79,11 +48,12 @@ def language_model(family="llama", rope="default", dtype=torch.float64, seed=0, 
                "full_attention": usual["rope_parameters"]}}}  # fmt: skip
     usual |= own.get(family, {})
     usual |= config
-    model = model_class(config_class(**usual)).to(dtype).eval()
-    model.generation_config.eos_token_id = None
+    ours = FAMILIES[family](**usual)
+    lm = MODEL_FOR_CAUSAL_LM_MAPPING[type(ours)](ours).to(dtype).eval()
+    lm.generation_config.eos_token_id = None
     if usual.get("num_experts"):
-        model.set_experts_implementation("eager")  # the only one in float64
-    return model
+        lm.set_experts_implementation("eager")  # the only one in float64
+    return lm
 
 
 def tokenizer(bos="<s>"):

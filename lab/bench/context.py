@@ -14,15 +14,14 @@ from rich.table import Table
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from foveate.bench.context import TOLERANCE, check, find_encoder, logits_error, random_ids
+from foveate.bench.context import Question, Questions, Work, about, check, check_lengths, find_encoder
 from foveate.bench.table import TableColumn, milliseconds, results_table
 from foveate.cli.bench import Commit, Out, Rounds, numbers, run_and_save
 from foveate.cli.common import Device, Dtype
 from foveate.methods import InfoFlowKV
-from foveate.methods.baselines.kv_baselines import EPIC, CacheBlend, FullPrefill, NoRecompute
+from foveate.methods.baselines.kv_baselines import EPIC, CacheBlend, NoRecompute
 from foveate.methods.recompute_policy import RecomputePolicy
-from foveate.transformers import ChunkCache, ChunkEncoder
-from foveate.transformers.cache import PromptedBatch
+from foveate.transformers.context import patch_batch
 from foveate.utils.device import Stopwatch, choose_device, choose_dtype, versions
 from foveate.utils.progress import Track, silent
 from foveate.utils.timing import peak_memory, time_calls
@@ -38,9 +37,7 @@ class Settings(NamedTuple):
     model: str
     device: torch.device
     dtype: torch.dtype
-    chunk: int = 2048
-    prompt: int = 64
-    recompute: float = 0.15
+    asked: Questions = Questions()
     rounds: int = 5
 
 
@@ -58,32 +55,6 @@ class Variant(NamedTuple):
     method: RecomputePolicy | None
     cached: bool = True
     attention: Callable[[], Any] = nullcontext
-
-
-class Work(NamedTuple):
-    """A context and a prompt.
-
-    Attributes:
-        encoder: Encoder of the documents.
-        documents: Token ids of each document.
-        chunks: Cached documents.
-        ids: Token ids of prefix, documents and prompt.
-        prompt: Token ids of the prompt.
-    """
-
-    encoder: ChunkEncoder
-    documents: list[list[int]]
-    chunks: list[ChunkCache]
-    ids: Tensor
-    prompt: Tensor
-
-    @classmethod
-    def of(cls, encoder: ChunkEncoder, lengths: Sequence[int], prompt: int) -> "Work":
-        """Random documents of these lengths and a random prompt."""
-        ids = random_ids(encoder, sum(lengths) + prompt)
-        *documents, question = ids.split([*lengths, prompt])
-        texts = [document.tolist() for document in documents]
-        return cls(encoder, texts, encoder.encode(texts), torch.cat([encoder.prefix, ids]), question)
 
 
 @torch.no_grad()
@@ -105,31 +76,24 @@ def bench_context(tokens: Sequence[int], settings: Settings, track: Track = sile
         ValueError: If the model is unknown or too large for the device, a length is shorter than two chunks, or a
             check fails.
     """
-    if short := [length for length in tokens if length < 2 * settings.chunk]:
-        raise ValueError(
-            f"a context of {short[0]} tokens has less than two chunks of {settings.chunk}: use --chunk {short[0] // 2}"
-        )
+    asked = settings.asked
+    check_lengths(tokens, asked.chunk)
     encoder = find_encoder(settings.model, settings.device, settings.dtype)
     checked = check(settings.device, settings.dtype)
     rows: list[dict[str, Any]] = []
     result = {
         "what": "time to the first token, timing only: random weights",
-        "model": settings.model,
-        "parameters": sum(p.numel() for p in encoder.model.parameters()),
-        "chunk": settings.chunk,
-        "prompt": settings.prompt,
-        "recompute": settings.recompute,
-        "device": settings.device.type,
-        "dtype": str(settings.dtype).removeprefix("torch."),
+        **about(settings.model, encoder),
+        "chunk": asked.chunk,
+        "prompt": asked.prompt,
+        "recompute": asked.recompute,
         "rounds": settings.rounds,
         "small_model": checked,
         "rows": rows,
         "versions": versions(),
     }
     for length in tokens:
-        whole, rest = divmod(length - len(encoder.prefix), settings.chunk)
-        work = Work.of(encoder, [settings.chunk] * whole + [rest] * (rest > 0), settings.prompt)
-        rows += _timed(work, length, settings, track)
+        rows += _timed(Work(encoder, length, asked), settings, track)
         yield result
 
 
@@ -141,49 +105,52 @@ def variants(settings: Settings) -> list[Variant]:
         for name, backends in (("cuDNN", [cudnn, flash]), ("FA2", [flash])):  # flash where cuDNN has no kernel
             attention = partial(sdpa_kernel, backends, set_priority=True)
             full.append(Variant(f"full prefill, {name}", None, attention=attention))
-    part = f"{settings.recompute:.0%}"
-    ours = InfoFlowKV(recompute=settings.recompute)
+    part = f"{settings.asked.recompute:.0%}"
+    ours = InfoFlowKV(recompute=settings.asked.recompute)
     return [
         *full,
         Variant("no recompute", NoRecompute()),
         Variant(f"InfoFlow {part}", ours),
-        Variant(f"CacheBlend {part}", CacheBlend(recompute=settings.recompute)),
-        Variant(f"EPIC {part}", EPIC(recompute=settings.recompute)),
+        Variant(f"CacheBlend {part}", CacheBlend(recompute=settings.asked.recompute)),
+        Variant(f"EPIC {part}", EPIC(recompute=settings.asked.recompute)),
         Variant(f"InfoFlow {part}, encoded on the fly", ours, cached=False),
     ]
 
 
-def first_token(variant: Variant, work: Work, watch: Stopwatch | None = None) -> tuple[Tensor, int]:
+def first_token(
+    variant: Variant, work: Work, question: Question, watch: Stopwatch | None = None
+) -> tuple[Tensor, int]:
     """The logits of the first token, and the number of recomputed rows. `watch` times the `STAGES`."""
-    watch = watch or Stopwatch(work.ids.device)
+    watch = watch or Stopwatch(work.encoder.device)
     if variant.method is None:
+        ids = work.ids(question)[None]
         with watch.step("logits"), variant.attention():
-            return work.encoder.model(input_ids=work.ids[None], logits_to_keep=1).logits[0], 0
-    chunks = work.chunks
+            return work.encoder.model(input_ids=ids, logits_to_keep=1).logits[0], 0
+    chunks = [work.chunks[i] for i in question.order]
     if not variant.cached:
+        documents = [chunk.ids.tolist() for chunk in chunks]
         with watch.step("encode"):
-            chunks = work.encoder.encode(work.documents)
+            chunks = work.encoder.encode(documents)
     with watch.step("compose"):
         context = work.encoder.compose(chunks)
-    patched = PromptedBatch([context], [work.prompt]).patch([variant.method], watch)
+    patched = patch_batch([context], [question.prompt], [variant.method], watch=watch)
     with watch.step("logits"):
         logits = patched.logits(last=1)[0]
     patched.close()
     return logits, len(patched.rows[0])
 
 
-def _timed(work: Work, length: int, settings: Settings, track: Track) -> list[dict[str, Any]]:
+def _timed(work: Work, settings: Settings, track: Track) -> list[dict[str, Any]]:
     timed = variants(settings)
-    advance = track(f"{length:,} tokens", len(timed) * (settings.rounds + 1) + 1)
-    error = logits_error([work.encoder.compose(work.chunks)], [work.prompt], FullPrefill())
-    if not error <= TOLERANCE[settings.dtype]:
-        raise ValueError(f"recomputing all rows differs from the full prefill by {error:.1e} at {length} tokens")
+    (question,) = work.draw(1, 0)
+    advance = track(f"{work.tokens:,} tokens", len(timed) * (settings.rounds + 1) + 1)
+    error = work.check()
     advance()
     rows: list[dict[str, Any]] = []
     for variant in timed:
-        peak = peak_memory(partial(first_token, variant, work), settings.device)
-        cached, count = variant.cached and variant.method is not None, first_token(variant, work)[1]
-        rows.append({"tokens": length, "variant": variant.name, "cached": cached, "rows": count,
+        peak = peak_memory(partial(first_token, variant, work, question), settings.device)
+        cached, count = variant.cached and variant.method is not None, first_token(variant, work, question)[1]
+        rows.append({"tokens": work.tokens, "variant": variant.name, "cached": cached, "rows": count,
                      "all_recomputed_error": error, "peak_bytes": peak})  # fmt: skip
         advance()
     copied = _copy_seconds(work, settings)
@@ -191,7 +158,7 @@ def _timed(work: Work, length: int, settings: Settings, track: Track) -> list[di
     for _ in range(settings.rounds):
         for variant, times in zip(timed, taken, strict=True):
             watch = Stopwatch(settings.device)
-            first_token(variant, work, watch)
+            first_token(variant, work, question, watch)
             times.append(watch.seconds)
             advance()
     for row, times in zip(rows, taken, strict=True):
@@ -201,11 +168,12 @@ def _timed(work: Work, length: int, settings: Settings, track: Track) -> list[di
         row["score_share"] = row.get("score_s", 0.0) / row["first_token_s"]
         if "compose_s" in row:
             row["compose_speed"] = copied / row["compose_s"]
+    full_prefill = timed[0]
     full = [row for row, variant in zip(rows, timed, strict=True) if variant.method is None]
     best = min(row["first_token_s"] for row in full)
     for row, variant in zip(rows, timed, strict=True):
         row["speed_up"] = best / row["first_token_s"]
-        row["flop_bound"] = _flops(work, None, 0) / _flops(work, variant, row["rows"])
+        row["flop_bound"] = _flops(work, full_prefill, 0) / _flops(work, variant, row["rows"])
     return rows
 
 
@@ -216,18 +184,18 @@ def _copy_seconds(work: Work, settings: Settings) -> float:
     return median(time_calls([partial(torch._foreach_copy_, copies, states)], settings.rounds, settings.device)[0])
 
 
-def _flops(work: Work, variant: Variant | None, rows: int) -> float:
+def _flops(work: Work, variant: Variant, rows: int) -> float:
     """Floating-point operations of matrix products, for recomputed rows that are spread evenly over the context."""
     config, model = work.encoder.model.config, work.encoder.model.model
     linear = 2 * sum(weight.numel() for weight in model.layers.parameters()) / config.num_hidden_layers
     pair = 4 * config.num_attention_heads * model.layers[0].self_attn.head_dim
-    prompt, tokens = len(work.prompt), len(work.ids)
-    context = tokens - prompt
+    prompt, context = work.asked.prompt, work.tokens
+    tokens = context + prompt
 
     def layer(queries: int, keys: float) -> float:
         return queries * (linear + pair * keys)
 
-    if variant is None or variant.method is None:
+    if variant.method is None:
         return config.num_hidden_layers * layer(tokens, tokens / 2)
     read = layer(prompt, context + prompt / 2)
     total = config.num_hidden_layers * (layer(rows, context / 2) + read)
@@ -236,7 +204,7 @@ def _flops(work: Work, variant: Variant | None, rows: int) -> float:
     if isinstance(variant.method, CacheBlend):
         total += layer(context, context / 2)  # all of layer 0; only keys and values of layer 1
     if not variant.cached:
-        total += config.num_hidden_layers * sum(layer(len(ids), len(ids) / 2) for ids in work.documents)
+        total += config.num_hidden_layers * sum(layer(len(chunk.ids), len(chunk.ids) / 2) for chunk in work.chunks)
     return total
 
 
@@ -281,6 +249,8 @@ def main(
     python -m lab context --model small --tokens 2048 --chunk 512             # a CPU
     """
     where = choose_device(device)
-    settings = Settings(model, where, choose_dtype(dtype, where), chunk, prompt, recompute, rounds)
+    settings = Settings(
+        model, where, choose_dtype(dtype, where), Questions(chunk, prompt, recompute=recompute), rounds
+    )
     path = out / f"context-{model}-{where.type}.json"
     run_and_save(path, commit, partial(bench_context, numbers(tokens), settings), table_of)

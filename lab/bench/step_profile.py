@@ -23,7 +23,8 @@ from foveate.cli.common import Compile, Device, Dtype
 from foveate.cli.methods import read_method
 from foveate.diffusers.apply import apply
 from foveate.diffusers.lora import using
-from foveate.diffusers.pipelines import denoiser, time_steps
+from foveate.diffusers.pipelines import denoiser
+from foveate.diffusers.steps import time_steps
 from foveate.methods import ComposedMethod, Method
 from foveate.methods.base import SparseAttention, TokenMerging
 from foveate.ops.joint_attention import joint_attention

@@ -30,17 +30,18 @@ from transformers import AutoModelForCausalLM
 from foveate import InfoFlowKV
 from foveate.bench.context import encoder_of_ids
 from foveate.cli.common import progress
-from foveate.demo.facts import BLANK, ID, SENTENCE, VALUE, Facts, ask, draw_facts
+from foveate.demo.facts import BLANK, ID, SENTENCE, VALUE, Facts, draw_facts
 from foveate.demo.lexicon import WORDS
 from foveate.methods.baselines.kv_baselines import EPIC, CacheBlend, FullPrefill, NoRecompute, RandomRows
-from foveate.methods.recompute_policy import ComposedCache, RecomputePolicy, Spans
-from foveate.transformers.cache import PatchedBatch, PromptedBatch
+from foveate.methods.recompute_policy import FixedRows, RecomputePolicy, Spans
+from foveate.transformers.context import PatchedBatch, patch_batch
 from foveate.utils.device import versions
 from foveate.utils.files import claim, write_whole
 from foveate.utils.progress import Track
 from foveate.web.plots import figure_png
 from lab.quality.common import SHEETS, Commit, device_type, save_result
 from lab.quality.context_report import draw_tasks, markdown
+from lab.training.questions import ask
 
 PREFIX = 1  # tokens before every context
 PEOPLE, SENTENCES = 6, 36  # of a text: 6 ids and 30 facts, with 5 or 6 relations
@@ -100,17 +101,6 @@ TASKS = {
     "other words": Task(about="two hops, and the question has no word of the fact", ask={"nouns": 1.0}),
     "cut facts": Task(about="facts that name the person, cut before the value", chunk=CUT, draw=NAMED, fits=_cut),
 }
-
-
-class FixedRows(RecomputePolicy):
-    """A policy that recomputes given rows."""
-
-    def __init__(self, rows: Int[Tensor, "rows"]):
-        self.fixed = rows
-
-    def rows(self, stale: ComposedCache) -> Int[Tensor, "rows"]:
-        """The given rows."""
-        return self.fixed
 
 
 def policies(budget: float) -> dict[str, Callable[[int], RecomputePolicy]]:
@@ -223,10 +213,10 @@ def measure(
         chunks = encoder.encode([ids[start:stop].tolist() for ids in some.ids for start, stop in spans])
         texts = [chunks[i : i + len(spans)] for i in range(0, len(chunks), len(spans))]
         contexts = [encoder.compose(text) for text in texts]
-        prompted = PromptedBatch(contexts, list(some.prompts.to(model.device)))
+        prompts = list(some.prompts.to(model.device))
         full = torch.empty(0)
         for name, policy in trials.items():
-            patched = prompted.patch([policy(i) for i in range(len(some.ids))])
+            patched = patch_batch(contexts, prompts, [policy(i) for i in range(len(contexts))])
             answers = torch.cat(patched.logits(last=1)).float().log_softmax(-1)
             patched.close()
             full = answers if name == "full" else full

@@ -20,7 +20,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from foveate.transformers.examples import hashed_ngrams
+from foveate.transformers.embeddings import hashed_ngrams
 
 DIM = 32
 QUESTIONS = 480

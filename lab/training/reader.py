@@ -28,13 +28,14 @@ from transformers import LlamaForCausalLM
 from transformers.utils import logging
 
 from foveate.cli.common import Minutes, RunFolder, Seed, console, print_outcome, progress
-from foveate.demo.facts import BLANK, SENTENCE, ask, draw_facts
-from foveate.demo.labels import EXAMPLE, draw_labelled
+from foveate.demo.facts import BLANK, SENTENCE, VALUE, Facts, draw_facts
+from foveate.demo.labels import EXAMPLE, INPUT, draw_labelled
 from foveate.demo.lexicon import WORDS, reader_tokenizer
 from foveate.training.run import Phase, Run, RunOptions
 from foveate.training.trained import Trained
 from foveate.utils.files import write_whole
 from foveate.utils.progress import Track, silent
+from lab.training.questions import Questions, ask
 from lab.training.small_models import HEAD_DIM, llama_config, parallel_questions
 
 __all__ = ["Lesson", "ReaderRecipe", "ReaderTraining", "lesson", "main", "train_reader", "untrained_reader"]
@@ -145,18 +146,19 @@ def lesson(recipe: ReaderRecipe, seed: int, sentences: int, *, easy: bool = Fals
     places = torch.multinomial((facts.owner != BLANK).float(), recipe.questions, replacement=True, generator=generator)
     asked = ask(facts, places, generator, **(EASY if easy else {**USUAL, "letters": (0, recipe.letters)}))
     examples = draw_labelled(labelled, sentences * SENTENCE // EXAMPLE, recipe.questions, generator)
-    length = max(part.shape[-1] for part in (asked.ids, examples.questions.ids))
+    inputs = _about_labels(examples.questions)
+    length = max(part.shape[-1] for part in (asked.ids, inputs.ids))
 
     def with_questions(texts: Tensor, *questions: Tensor) -> Tensor:
         rows = [F.pad(part, (0, length - part.shape[-1]), value=BLANK).flatten(1) for part in questions]
         return torch.cat([texts, torch.cat(rows)], 1)
 
     first = torch.full((recipe.batch, 1), BLANK)
-    ids = with_questions(torch.cat([facts.ids, examples.ids]), asked.ids, examples.questions.ids)
+    ids = with_questions(torch.cat([facts.ids, examples.ids]), asked.ids, inputs.ids)
     following = torch.cat([torch.full_like(facts.ids, BLANK), examples.labels])
-    following = with_questions(following, asked.answers, examples.questions.answers)
-    owners = torch.cat([facts.owners, torch.full_like(examples.ids, BLANK)])
-    owners = with_questions(owners, asked.owners, examples.questions.owners)
+    following = with_questions(following, asked.answers, inputs.answers)
+    owners = torch.cat([_owners(facts), torch.full_like(examples.ids, BLANK)])
+    owners = with_questions(owners, asked.owners, inputs.owners)
     return Lesson(
         torch.cat([first.clamp(min=START), ids.clamp(min=START)], 1),
         torch.cat([first, following], 1),
@@ -164,6 +166,18 @@ def lesson(recipe: ReaderRecipe, seed: int, sentences: int, *, easy: bool = Fals
         1 + facts.ids.shape[1],
         length,
     )
+
+
+def _owners(facts: Facts) -> Int[Tensor, "batch tokens"]:
+    """The person's name at the subject and at the value of each fact, BLANK elsewhere."""
+    spread = torch.full((*facts.owner.shape, SENTENCE), BLANK)
+    spread[..., [0, VALUE]] = facts.owner[..., None]
+    return spread.flatten(1)
+
+
+def _about_labels(ids: Int[Tensor, "batch questions tokens"]) -> Questions:
+    """Inputs of labelled examples as questions, which are about nobody."""
+    return Questions(ids, torch.full(ids.shape[:2], INPUT + 1), torch.full(ids.shape[:2], BLANK))
 
 
 class Lessons(Dataset[Lesson]):
@@ -284,7 +298,7 @@ def accuracy(model: Any, sentences: int = 30, texts: int = 256) -> dict[str, flo
         )
     generator = torch.Generator().manual_seed(EXAM)
     labelled = draw_labelled(texts, sentences * SENTENCE // EXAMPLE, 1, generator)
-    return {**found, "labels": right(labelled.ids, labelled.questions)}
+    return {**found, "labels": right(labelled.ids, _about_labels(labelled.questions))}
 
 
 def train_reader(

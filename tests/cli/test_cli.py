@@ -20,7 +20,8 @@ from safetensors import safe_open
 import foveate
 from foveate.demo.scenes import scenes
 from foveate.demo.untrained import untrained_pipeline
-from foveate.diffusers.pipelines import Request, check_size, load, own_size, pixels_per_token
+from foveate.diffusers.checks import check_size
+from foveate.diffusers.pipelines import Request, load, own_size, pixels_per_token
 from foveate.diffusers.pixel_pipeline import PixelPipeline
 from foveate.web import compare as side_by_side
 
@@ -502,7 +503,7 @@ def test_a_page_marks_methods_that_run_in_some_steps_only(folder, tmp_path):
     late = foveate.HilbertA(tiles=2, start_percent=0.5)
     side_by_side.comparison(pipe, request, [late], tmp_path, settings={}, rounds=1)
     page = (tmp_path / side_by_side.PAGE).read_text()
-    assert "HilbertA T=2 start_percent=0.5 works in a part of the steps: its time is that of a step in" in page
+    assert "HilbertA T=2 start_percent=0.5: sparse in part of the steps; the time is that of a sparse step." in page
 
 
 def test_the_built_in_model_draws_with_its_lora():
@@ -708,6 +709,12 @@ def test_help_teaches(command):
     *above, last = command.split()
     succeeds(*above, last, "--help")
     assert last in succeeds(*above, "--help")
+
+
+@pytest.mark.parametrize("command", ["ui", "serve", "rag serve"])
+def test_help_names_the_extra_to_install(command):
+    text = " ".join(succeeds(*command.split(), "--help").split())
+    assert re.search(r"pip install 'foveate\[[\w,]+\]'", text)
 
 
 @pytest.mark.parametrize(

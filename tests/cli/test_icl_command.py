@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import get_args
 
 import numpy as np
 import pytest
@@ -13,8 +14,8 @@ from typer.testing import CliRunner
 from foveate import SubCP
 from foveate.cli import app
 from foveate.cli.icl import DRAWS, _compared
-from foveate.transformers.examples import hashed_ngrams
-from foveate.transformers.in_context import HOSTS, prompt_with
+from foveate.transformers.embeddings import hashed_ngrams
+from foveate.transformers.in_context import Host, prompt_with
 from foveate.utils.progress import silent
 
 WORDS = ["good", "bad", "film", "plot", "acting", "great", "poor", "music", "fun", "dull"]
@@ -108,7 +109,7 @@ def words():
     return rows
 
 
-@pytest.mark.parametrize("host", HOSTS)
+@pytest.mark.parametrize("host", get_args(Host))
 def test_a_host_answers_a_question_from_the_blocks(model, words, host):
     asked = ["--blocks", 3, "--size", 2, "--label", "label", "--ask", "w3 w1", "--model", model, "--host", host]
     result = run(*asked, "--mix", "poe")

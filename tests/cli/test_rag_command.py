@@ -15,7 +15,6 @@ from foveate.cli import app, common
 from foveate.cli import rag as rag_command
 from foveate.cli.rag_index import bytes_of
 from foveate.transformers import ChunkEncoder, rag
-from foveate.transformers.index import ChunkIndex
 
 
 @pytest.fixture(scope="module")
@@ -65,21 +64,6 @@ def test_changed_documents_are_encoded_again_and_removed_ones_deleted(model, tmp
     assert len(list((tmp_path / "notes" / ".foveate").glob("tiny-*/*.safetensors"))) == 3
     assert "3 encoded, 0 found" in said(run(model, "--index", "elsewhere"))
     assert len(list((tmp_path / "elsewhere").glob("*.safetensors"))) == 3
-
-
-def test_ctrl_c_keeps_encoded_passages(model, monkeypatch):
-    original, calls = ChunkIndex._encode, []
-
-    def interrupted(self, passage):
-        calls.append(passage)
-        if len(calls) == 4:
-            raise KeyboardInterrupt
-        return original(self, passage)
-
-    monkeypatch.setattr(ChunkIndex, "_encode", interrupted)
-    assert run(model, "w3").exit_code == 130
-    monkeypatch.setattr(ChunkIndex, "_encode", original)
-    assert "1 encoded, 3 found" in said(run(model, "w3"))
 
 
 def test_questions_from_arguments_or_a_pipe_share_a_page(model, tmp_path):
@@ -248,19 +232,10 @@ def test_missing_folders_and_models_are_named(model, tmp_path, monkeypatch):
 
     assert "nowhere is not a folder" in fails("nowhere", "w3", "--model", model)
     assert "notes/0.txt is a file: name its folder" in fails("notes/0.txt", "w3", "--model", model)
-    assert "notes is no index: that of a folder is in FOLDER/.foveate/" in fails("info", "notes")
+    assert "notes is no index: that of a folder is in notes/.foveate/" in fails("info", "notes")
+    assert "notes holds documents: put the files there" in fails("add", "notes", "notes/0.txt", "--model", model)
     (tmp_path / "empty").mkdir()
     assert "empty has no .txt, .md, .rst files" in fails("empty", "w3", "--model", model)
     assert "cannot load nobody/nothing" in fails("notes", "w3", "--model", "nobody/nothing")
     monkeypatch.setattr(common, "READER", tmp_path / "none")
     assert "name one with --model" in fails("notes", "w3")
-
-
-def test_a_model_without_rotary_positions_is_refused(tmp_path):
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    GPT2LMHeadModel(GPT2Config(vocab_size=64, n_embd=8, n_layer=1, n_head=1)).save_pretrained(tmp_path / "gpt2")
-    tokenizer().save_pretrained(tmp_path / "gpt2")
-    result = run(tmp_path / "gpt2", "w3")
-    assert result.exit_code == 2
-    assert "it has no rotary positions" in said(result)

@@ -1,8 +1,9 @@
 """Laws of the reader's texts: every question can be answered from its text."""
 
 import torch
+from lab.training.questions import ask
 
-from foveate.demo.facts import BLANK, ID, SENTENCE, ask, draw_facts
+from foveate.demo.facts import BLANK, ID, SENTENCE, draw_facts
 from foveate.demo.lexicon import IDS, LABELS, NAMES, RELATIONS, WORDS, reader_tokenizer
 
 PHRASES = {" ".join(relation.phrase): number for number, relation in enumerate(RELATIONS)} | {"has id": ID}

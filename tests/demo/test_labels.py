@@ -12,7 +12,7 @@ KIND = {word: relation.noun for relation in RELATIONS for word in relation.value
 def test_labels_follow_the_kind_and_only_known_ones_are_asked_for():
     texts = draw_labelled(40, 10, 3, torch.Generator().manual_seed(0))
     maps = set()
-    for row, labels, questions in zip(texts.ids, texts.labels, texts.questions.ids, strict=True):
+    for row, labels, questions in zip(texts.ids, texts.labels, texts.questions, strict=True):
         meaning = {}
         for example, label in zip(row.unflatten(0, (-1, EXAMPLE)), labels.unflatten(0, (-1, EXAMPLE)), strict=True):
             *words, arrow, name, stop = (WORDS[token] for token in example.tolist())

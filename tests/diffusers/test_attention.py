@@ -2,6 +2,7 @@
 
 import math
 from contextlib import nullcontext, suppress
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -14,15 +15,18 @@ from torch.utils._pytree import tree_map
 
 import foveate
 from foveate import LLSA, HilbertA, ToMA
-from foveate.diffusers.adapter import ModelAdapter, Rotations, sequence_order
+from foveate.diffusers.adapter import ModelAdapter
 from foveate.diffusers.backend import plan_of
 from foveate.diffusers.card import Layout, card_of, image, padding, text
 from foveate.diffusers.cards.flux import grids_of
+from foveate.diffusers.plans import sequence_order
+from foveate.diffusers.rotary import Rotations
 from foveate.methods import ToDo, ToMeSD
 from foveate.methods.base import SparseAttention
 from foveate.ops.curves import grid_order
 
 pytestmark = pytest.mark.usefixtures("no_grad")
+LOSSLESS = ToMA(keep=0.999, weights="hard", skip=0, tile=(4, 4))  # merges, and loses nothing
 ALL_BLOCKS = LLSA(top_k=99, enrich=False, min_tokens=0)  # picks every block: the dense model
 GRIDS = (16, 20), (16, 20), (10, 12)  # a picture and two references
 REFERENCES = {
@@ -49,6 +53,24 @@ def heads_for(name, method):
 
 def whys(run):
     return [row.why for row in run.summary().layers]
+
+
+def as_defined(family, model, x, method, *grids):
+    """Checks that every layer works, and attends by the definition of the method."""
+    with reference(family, method, *grids):
+        want = call(model, x)
+    with foveate.apply(model, method) as run:
+        torch.testing.assert_close(call(model, x), want)
+        assert not any(whys(run))
+
+
+def unchanged(model, x, *methods, text=None):
+    """Checks that every layer works, with so many text tokens, and that the model computes what it does without."""
+    want = call(model, x)
+    with foveate.apply(model, *methods) as run:
+        torch.testing.assert_close(call(model, x), want)
+        assert not any(whys(run))
+        assert text in (None, ModelAdapter.of(model).ran[model].layout.text)
 
 
 # --- what it computes ---
@@ -273,11 +295,7 @@ def test_a_block_that_runs_twice_rotates_queries_and_keys_once_in_each_run():
 @pytest.mark.parametrize("method", [HilbertA(tiles=4), HilbertA(tiles=4, reference="tiled")])
 def test_reference_images_have_tiles_of_their_own(name, method):
     model, x = SPARSE[name].make(), REFERENCES[name](*GRIDS)
-    with reference(SPARSE[name], method, *GRIDS):
-        want = call(model, x)
-    with foveate.apply(model, method) as run:
-        torch.testing.assert_close(call(model, x), want)
-        assert not any(whys(run))
+    as_defined(SPARSE[name], model, x, method, *GRIDS)
 
 
 @pytest.mark.parametrize("method", [HilbertA(tiles=4), HilbertA(tiles=4, reference="tiled")])
@@ -285,24 +303,15 @@ def test_layers_of_qwen_image_layered_have_tiles_of_their_own(method):
     grids = 3 * ((16, 20),)
     model = tiny.qwen(use_layer3d_rope=True, use_additional_t_cond=True)
     x = tiny.qwen_inputs(*grids) | {"additional_t_cond": torch.zeros(1, dtype=torch.long)}
-    with reference(FAMILIES["qwen"], method, *grids):
-        want = call(model, x)
-    dense = call(model, x)
-    with foveate.apply(model, method) as run:
-        torch.testing.assert_close(call(model, x), want)
-        assert not any(whys(run))
-    with foveate.apply(model, ToMA(keep=0.999, weights="hard", skip=0, tile=(4, 4))) as run:
-        torch.testing.assert_close(call(model, x), dense)
-        assert not any(whys(run))
+    as_defined(FAMILIES["qwen"], model, x, method, *grids)
+    unchanged(model, x, LOSSLESS)
 
 
 def test_reference_images_are_segments_of_their_own():
     x = tiny.inputs(*GRIDS)
     model = tiny.flux(**FAMILIES["flux"].wide)
-    dense = call(model, x)
-    with foveate.apply(model, ALL_BLOCKS) as run:
-        torch.testing.assert_close(call(model, x), dense)
-        (plan,) = run.plans().values()
+    unchanged(model, x, ALL_BLOCKS)
+    plan = ALL_BLOCKS.plan(GRIDS, 15)
     assert plan.segments == ((0, 320), (1, 320), (2, 120))
     orders = [grid_order("morton", *grid) for grid in GRIDS]
     assert plan.order.tolist() == torch.cat([orders[0], 320 + orders[1], 640 + orders[2]]).tolist()
@@ -315,19 +324,12 @@ def test_the_key_value_cache_of_flux2_stays_dense():
     for block in model.single_transformer_blocks:
         block.attn.set_processor(Flux2KVParallelSelfAttnProcessor())
     extract = {"kv_cache_mode": "extract", "num_ref_tokens": 64}
-    want = call(model, x, **extract)
-    with foveate.apply(model, HilbertA(tiles=4)) as run:
-        assert torch.equal(call(model, x, **extract), want)
-        assert all("attends causally" in why for why in whys(run))
+    dense_because(model, x, HilbertA(tiles=4), "attends causally", **extract)
 
 
 def test_each_image_of_joyimage_edit_has_tiles_of_its_own():
     model, x, method = tiny.joyimage(), tiny.joyimage_inputs(items=3, batch=2), HilbertA(tiles=4)
-    with reference(SPARSE["joyimage"], method, *3 * ((16, 20),)):
-        want = call(model, x)
-    with foveate.apply(model, method) as run:
-        torch.testing.assert_close(call(model, x), want)
-        assert not any(whys(run))
+    as_defined(SPARSE["joyimage"], model, x, method, *3 * ((16, 20),))
     x["hidden_states"] = torch.randn(1, 4, 2, 32, 40).double()
     dense_because(model, x, method, "several frames")
 
@@ -338,27 +340,21 @@ def test_frames_of_skyreels_that_attend_causally_stay_dense():
 
 def test_no_text_is_no_special_case():
     model, x, method = tiny.flux(), tiny.inputs(text=0), HilbertA(tiles=4)
-    with reference(FAMILIES["flux"], method):
-        want = call(model, x)
-    with foveate.apply(model, method):
-        torch.testing.assert_close(call(model, x), want)
+    as_defined(FAMILIES["flux"], model, x, method)
 
 
 @pytest.mark.parametrize("skipped", [0, 1, 2])
 def test_blocks_of_sd3_may_be_skipped(skipped):
     model, x = built("sd3")
-    del x["block_controlnet_hidden_states"]
-    method, numbers = HilbertA(tiles=4, align=1), [n for n in (0, 0, 1, 2) if n != skipped]
-    with reference(FAMILIES["sd3"]._replace(numbers=numbers), method):
-        want = call(model, x, skip_layers=[skipped])
-    with foveate.apply(model, method):
-        torch.testing.assert_close(call(model, x, skip_layers=[skipped]), want)
-    want = call(model, x, skip_layers=[skipped])
-    with foveate.apply(model, ToMA(keep=0.999, weights="hard", skip=0, tile=(4, 4))):
-        torch.testing.assert_close(call(model, x, skip_layers=[skipped]), want)
+    x |= {"block_controlnet_hidden_states": None, "skip_layers": [skipped]}
+    numbers = [n for n in (0, 0, 1, 2) if n != skipped]
+    as_defined(FAMILIES["sd3"]._replace(numbers=numbers), model, x, HilbertA(tiles=4, align=1))
+    want = call(model, x)
+    with foveate.apply(model, LOSSLESS):  # dense if the first block, which makes the plan, is skipped
+        torch.testing.assert_close(call(model, x), want)
 
 
-@pytest.mark.parametrize("methods", [(HilbertA(tiles=1),), (ToMA(keep=0.999, weights="hard", skip=0, tile=(4, 4)),)])
+@pytest.mark.parametrize("methods", [(HilbertA(tiles=1),), (LOSSLESS,)])
 @pytest.mark.parametrize("missing", [0, 6])
 @pytest.mark.parametrize("name", [*map(named, tiny.MASKED)])
 def test_the_padding_of_a_text_is_left_out(methods, name, missing):
@@ -419,7 +415,7 @@ def test_prompts_of_different_length_do_not_depend_on_each_other(name, methods):
     assert [row.saved for row in rows] == [sum(layer) for layer in zip(*saved, strict=True)]
 
 
-@pytest.mark.parametrize("methods", [(HilbertA(tiles=1),), (ToMA(keep=0.999, weights="hard", skip=0, tile=(4, 4)),)])
+@pytest.mark.parametrize("methods", [(HilbertA(tiles=1),), (LOSSLESS,)])
 @pytest.mark.parametrize(
     ("name", "masks"),
     [
@@ -434,11 +430,7 @@ def test_prompts_of_different_length_do_not_depend_on_each_other(name, methods):
 def test_padding_may_be_amid_the_text(name, masks, methods):
     model, x = built(name, batch=2)
     x |= {argument: torch.tensor([mask, mask], dtype=torch.bool) for argument, mask in masks.items()}
-    want = call(model, x)
-    with foveate.apply(model, *methods) as run:
-        torch.testing.assert_close(call(model, x), want)
-        assert not any(whys(run))
-        assert ModelAdapter.of(model).ran[model].layout.text == 7
+    unchanged(model, x, *methods, text=7)
 
 
 def test_the_refiner_of_hunyuan_image_stays_dense():
@@ -450,21 +442,14 @@ def test_the_refiner_of_hunyuan_image_stays_dense():
 def test_an_image_of_zeros_is_padding_in_hunyuan_video():
     model, x = built("hunyuan_video15")
     x["image_embeds"] = torch.zeros_like(x["image_embeds"])
-    want = call(model, x)
-    with foveate.apply(model, HilbertA(tiles=1)) as run:
-        torch.testing.assert_close(call(model, x), want)
-        assert not any(whys(run))
-        assert ModelAdapter.of(model).ran[model].layout.text == 15
+    unchanged(model, x, HilbertA(tiles=1), text=15)
 
 
 def test_hunyuan_video_may_modulate_the_first_frame_in_its_own_way():
     model, x = built("hunyuan_video", image_condition_type="token_replace")
-    dense = call(model, x)
-    lossless = ToMA(keep=0.999, weights="hard", skip=0, tile=(4, 4), granularity="module")
+    lossless = replace(LOSSLESS, granularity="module")
     for methods in (HilbertA(tiles=1),), (lossless,), (HilbertA(tiles=1), lossless):
-        with foveate.apply(model, *methods) as run:
-            torch.testing.assert_close(call(model, x), dense)
-            assert not any(whys(run))
+        unchanged(model, x, *methods)
     with pytest.raises(ValueError, match="merge with granularity='module'"):
         foveate.apply(model, ToMA(granularity="block"))
 
@@ -483,11 +468,7 @@ def test_frames_of_conditions_of_ltx_are_frames_of_the_video(name, ends, conditi
     whole = (5 + sum(frames for _, frames in conditions), 8, 9)
     model, x = built(name, whole)
     x |= {"num_frames": None, "video_coords": coordinates(grid, *conditions, ends=ends)}
-    with reference(SPARSE[name], method, whole):
-        want = call(model, x)
-    with foveate.apply(model, method) as run:
-        torch.testing.assert_close(call(model, x), want)
-        assert not any(whys(run))
+    as_defined(SPARSE[name], model, x, method, whole)
     x["video_coords"][:, 1, :9] += 1
     dense_because(model, x, method, "no frames of one size")
 
@@ -505,15 +486,7 @@ def test_guidance_of_ltx2_may_leave_attention_out_in_some_blocks(left_out):
         audio_cross_attn_mod=True, perturbed_attn=True,
     )  # fmt: skip
     x |= {"sigma": x["timestep"], "spatio_temporal_guidance_blocks": left_out}
-    want = call(model, x)
-    with foveate.apply(model, HilbertA(tiles=1)) as run:
-        torch.testing.assert_close(call(model, x), want)
-        assert not any(whys(run))
-
-
-def test_tokens_of_ltx_do_not_merge():
-    with pytest.raises(ValueError, match="rotates each head in its own way: use HilbertA or LLSA alone"):
-        foveate.apply(tiny.ltx(), ToMA())
+    unchanged(model, x, HilbertA(tiles=1))
 
 
 def test_a_mask_that_hides_image_tokens_stays_dense():
@@ -523,35 +496,25 @@ def test_a_mask_that_hides_image_tokens_stays_dense():
 
 
 def test_an_additive_mask_stays_dense():
-    model, x = built("chroma")
-    with foveate.apply(model, HilbertA(tiles=2)) as run:
-        call(model, x, attention_mask=torch.ones(1, 15 + 320).double())
-        assert all("the attention mask is additive" in why for why in whys(run))
+    additive = {"attention_mask": torch.ones(1, 15 + 320).double()}
+    dense_because(*built("chroma"), HilbertA(tiles=2), "the attention mask is additive", **additive)
 
 
 def test_qwen_images_of_other_sizes_in_a_batch_or_with_frames_stay_dense():
     model, x = built("qwen", batch=2)
     for shapes, why in (([[(1, 16, 20)], [(1, 20, 16)]], "differ in size"), (2 * [[(4, 8, 10)]], "several frames")):
-        with foveate.apply(model, HilbertA(tiles=2)) as run:
-            call(model, x | {"img_shapes": shapes})
-            assert all(why in reason for reason in whys(run))
+        dense_because(model, x | {"img_shapes": shapes}, HilbertA(tiles=2), why)
     model = tiny.qwen(zero_cond_t=True)
     with pytest.raises(ValueError, match="merge with granularity='module'"):
         foveate.apply(model, ToMA(granularity="block"))
-    x, method = tiny.qwen_inputs(*GRIDS), ToMA(keep=0.999, weights="hard", skip=0, tile=(4, 4), granularity="module")
-    want = call(model, x)
-    with foveate.apply(model, method):
-        torch.testing.assert_close(call(model, x), want)
+    unchanged(model, tiny.qwen_inputs(*GRIDS), replace(LOSSLESS, granularity="module"))
 
 
-@pytest.mark.parametrize("methods", [(HilbertA(tiles=1),), (ToMA(keep=0.999, weights="hard", skip=0, tile=(4, 4)),)])
+@pytest.mark.parametrize("methods", [(HilbertA(tiles=1),), (LOSSLESS,)])
 def test_prompts_of_z_image_that_fill_the_same_multiple_of_32_tokens_share_a_layout(methods):
     model, x = built("zimage", (9, 31), batch=2)
     x["cap_feats"][1] = x["cap_feats"][1][:7]
-    want = call(model, x)
-    with foveate.apply(model, *methods) as run:
-        torch.testing.assert_close(call(model, x), want)
-        assert not any(whys(run))
+    unchanged(model, x, *methods)
 
 
 def test_z_image_stays_dense_with_frames_or_references():

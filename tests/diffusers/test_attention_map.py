@@ -12,7 +12,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from foveate import HilbertA, ToMA
 from foveate.diffusers.attention_map import attention_layers, attention_map
-from foveate.diffusers.pipelines import Call
+from foveate.diffusers.steps import Call
 from foveate.methods import LLSA, ToMeSD
 
 pytestmark = pytest.mark.usefixtures("no_grad")
@@ -115,3 +115,10 @@ def test_layers_and_tokens_that_do_not_exist_are_named(layer, token):
     pipe, step, _ = pipeline("flux")
     with pytest.raises(ValueError, match="there is no"):
         attention_map(pipe, step, None, layer, token)
+
+
+def test_a_step_whose_tokens_have_no_grid_is_refused_with_the_reason():
+    pipe, step, _ = pipeline("flux")
+    step.kwargs["img_ids"] = step.kwargs["img_ids"][torch.randperm(320)]
+    with pytest.raises(ValueError, match="is dense: img_ids are no complete raster"):
+        attention_map(pipe, step, None, 0, (0, 0))

@@ -79,7 +79,7 @@ def test_pauses_are_dense_and_a_failed_forward_pass_does_not_spoil_the_next(name
             call(model, x)
         last.forward = forward
         assert torch.equal(call(model, x), want)
-        assert +run.summary().outcomes[type(model).__name__] == {"": 2, "paused": 2}
+        assert run.summary().outcomes[type(model).__name__] == {"": 2, "paused": 2}
         assert "2 of 4 forwards sparse; 2 dense: paused" in str(run.summary())
         del last.forward
     assert rows(run) == within
@@ -135,6 +135,14 @@ def test_processors_that_foveate_does_not_know_are_refused_with_the_remedy(name)
     attn.processor = stock
     with foveate.apply(model, type(method)(**vars(method) | {"dense_layers": "1"})):
         call(model, x)
+
+
+def test_a_model_of_a_pipeline_tells_the_same_as_the_pipeline(caplog):
+    pipe = tiny.pipeline()
+    with foveate.apply(pipe, HilbertA(tiles=4)):
+        assert foveate.summary(pipe.transformer).layers == foveate.summary(pipe).layers
+        assert not foveate.summary(pipe.transformer).replaced
+    assert not caplog.text
 
 
 def test_bad_calls_are_refused_with_the_remedy(as_a_user):

@@ -13,7 +13,7 @@ from safetensors.torch import save
 
 import foveate
 from foveate import HilbertA, ToMA
-from foveate.diffusers import pipelines
+from foveate.diffusers import steps
 from foveate.diffusers.lora import (
     LORA_FILE,
     Distilled,
@@ -119,10 +119,10 @@ def test_a_lora_is_merged_into_the_weights_which_come_back_bit_for_bit(file):
 
 def test_what_works_in_a_part_of_the_steps_is_timed_at_work(monkeypatch):
     pipe, seen = tiny.pipeline(), []
-    monkeypatch.setattr(pipelines, "using", lambda pipe, way: seen.append(way) or using(pipe, way))
+    monkeypatch.setattr(steps, "using", lambda pipe, way: seen.append(way) or using(pipe, way))
     late, toma = replace(METHOD, start_percent=0.5), ToMA(end_percent=0.5)
-    step = pipelines.record_step(pipe, tiny.REQUEST)
-    list(pipelines.time_steps(pipe, step, [None, late, ComposedMethod((late, toma)), Distilled(late)], rounds=1))
+    step = steps.record_step(pipe, tiny.REQUEST)
+    list(steps.time_steps(pipe, step, [None, late, ComposedMethod((late, toma)), Distilled(late)], rounds=1))
     assert seen == 2 * [None, METHOD, ComposedMethod((METHOD, ToMA())), Distilled(METHOD)]
 
 

@@ -533,6 +533,12 @@ def test_what_cannot_be_merged_stays_dense_and_says_so(caplog):
         assert "gradient checkpointing runs blocks again" in run.summary().layers[0].why
 
 
+@pytest.mark.parametrize("name", [name for name in tiny.SPARSE if name not in FAMILIES])
+def test_models_whose_tokens_cannot_merge_refuse_it(name):
+    with pytest.raises(ValueError, match="use HilbertA or LLSA alone"):
+        foveate.apply(tiny.SPARSE[name].make(), ToMA())
+
+
 @pytest.mark.parametrize(
     ("methods", "remedy"),
     [

@@ -26,17 +26,11 @@ from reference import reference
 import foveate
 from foveate import HilbertA, ToMA
 from foveate.demo.untrained import untrained_pipeline
-from foveate.diffusers.apply import _denoisers
-from foveate.diffusers.pipelines import (
-    Request,
-    check_request,
-    pixels_per_token,
-    record_step,
-    text_tokens,
-    time_steps,
-    unread,
-)
+from foveate.diffusers.apply import denoisers
+from foveate.diffusers.checks import check_request
+from foveate.diffusers.pipelines import Request, pixels_per_token, text_tokens, unread
 from foveate.diffusers.pipelines import draw as draw_request
+from foveate.diffusers.steps import record_step, time_steps
 from foveate.methods import ComposedMethod, ToMeSD
 from foveate.web.compare import PAGE, comparison
 
@@ -243,7 +237,7 @@ def test_z_image_draws_from_a_prompt_with_both_methods(guidance):
     assert all(row.method.startswith("HilbertA T=4 + ToMA") for row in summary.layers)
     assert torch.equal(run()[0], dense)
     _, summary = run(*methods, prompt=" ".join(40 * ["w4"]))  # more than 32 tokens; the empty prompt has one
-    assert +summary.outcomes["transformer"] == {"": 4}
+    assert summary.outcomes["transformer"] == {"": 4}
 
 
 # --- Stable Diffusion ---
@@ -340,7 +334,7 @@ def calls(pipe):
     """The arguments of every call of a denoiser."""
     seen = []
     with ExitStack() as hooks:
-        for model in _denoisers(pipe).values():
+        for model in denoisers(pipe).values():
             look = model.register_forward_pre_hook(lambda _model, _args, more: seen.append(more), with_kwargs=True)
             hooks.callback(look.remove)
         yield seen
@@ -482,7 +476,7 @@ def test_reference_images_reach_the_model(today, tmp_path):
 
 def test_both_experts_of_wan_draw(today):
     pipe = today("wan", experts=2)
-    assert list(_denoisers(pipe)) == ["transformer", "transformer_2"]
+    assert list(denoisers(pipe)) == ["transformer", "transformer_2"]
     with calls(pipe) as seen:
         assert numbers(draw_request(pipe, request("wan", steps=4))).shape == (9, 64, 96, 3)
     assert len(seen) == 2 * 4

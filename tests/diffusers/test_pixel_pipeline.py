@@ -6,7 +6,8 @@ import tiny
 import torch
 from diffusers import FlowMatchEulerDiscreteScheduler
 
-from foveate.diffusers.pipelines import Request, check_request, draw, load
+from foveate.diffusers.checks import check_request
+from foveate.diffusers.pipelines import Request, draw, load
 from foveate.diffusers.pixel_dit import PixelDiT
 from foveate.diffusers.pixel_pipeline import PixelPipeline, noise_scale
 

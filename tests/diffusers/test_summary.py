@@ -15,13 +15,12 @@ LAYERS = [
     *(LayerReport(f"single.blocks.{i}.attn", "HilbertA T=16", "hopper", 0.9, 0.5, 10**9) for i in (0, 1, 4, 6, 7)),
     *(LayerReport(f"single.blocks.{i}.attn", "dense", why="named in dense_layers, <first> of all") for i in (2, 3, 5)),
 ]
-SUMMARY = Summary({"transformer": LAYERS}, {"transformer": Counter({"": 2, LATE: 3, "never": 0})})
+SUMMARY = Summary({"transformer": LAYERS}, {"transformer": Counter({"": 2, LATE: 3})})
 
 
 def test_equal_layers_share_a_row_with_what_they_saved_together():
     text = " ".join(str(SUMMARY).split())
     assert "transformer: 2 of 5 forwards sparse; 3 dense: this step lies outside start_percent to end_percent" in text
-    assert "never" not in text
     assert "blocks.0-18.attn HilbertA T=16 +" in text
     assert "hopper 60.0% 19" in text
     assert "single.blocks.0-1,4,6-7.attn HilbertA T=16 hopper 50.0% 5" in text

@@ -5,7 +5,7 @@ import random
 import threading
 import time
 from collections import Counter
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import CancelledError, ThreadPoolExecutor
 from contextlib import contextmanager
 from copy import copy
 
@@ -18,13 +18,13 @@ import uvicorn
 from foveate import InfoFlowKV
 from foveate.demo import READER
 from foveate.demo.examples import write_examples
-from foveate.serve.chat import Answerer, Message, Outcome, _Sample, chat_app
+from foveate.serve.chat import Answerer, Completion, Message, Outcome, _Sample, chat_app
 from foveate.serve.http import free_port
 from foveate.transformers import ChunkEncoder
 from foveate.transformers.documents import read_documents
 from foveate.transformers.index import index_documents
 from foveate.transformers.model import chat_frame, load
-from foveate.transformers.rag import choose
+from foveate.transformers.retrieval import choose
 
 PROMPT = "Question: {question}\nAnswer:"
 SETTINGS = {"prompt": PROMPT, "passage_tokens": 64, "max_new_tokens": 8}
@@ -160,6 +160,16 @@ def test_conversations_are_those_of_the_chat_template_with_the_passages_first(re
     for wrong in (["assistant"], ["user", "user"], ["user", "assistant"], ["system"]):
         with pytest.raises(ValueError, match="must alternate"):
             reader._text_after([Message(role=role, content="a") for role in wrong])
+
+
+def test_an_answer_for_which_nobody_waits_ends_and_the_next_one_is_right(reader, texts):
+    ((question, right), *_), gone, said = texts[1].items(), threading.Event(), []
+    asked = Completion(messages=[Message(role="user", content=question)])
+    gone.set()
+    with pytest.raises(CancelledError):
+        reader.answer(asked, gone, said.append)
+    assert not said
+    assert reader.answer(asked, threading.Event()).text == right
 
 
 class Waiting(Answerer):

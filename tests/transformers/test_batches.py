@@ -10,7 +10,7 @@ from tiny_lm import DOCUMENTS, PAIRS, PROMPTS, encoder, full_logits
 from foveate import InfoFlowKV
 from foveate.methods.baselines.kv_baselines import EPIC, CacheBlend, FullPrefill, NoRecompute, RandomRows
 from foveate.transformers import answers, row_cache
-from foveate.transformers.cache import PromptedBatch
+from foveate.transformers.context import patch_batch
 
 METHODS = [*(InfoFlowKV(recompute=0.4, geometry=geometry) for geometry in ("global", "hl-hp", "tl-tp", "hl-tp")),
            InfoFlowKV(recompute=0.4, boundary=2), InfoFlowKV(reorder=True, recompute=0.4), InfoFlowKV(norm="l1"),
@@ -32,14 +32,14 @@ def near(first, second):
 def test_a_padded_batch_is_patched_as_each_context_alone(method):
     ours = encoder("qwen3", "yarn")
     contexts, prompts = contexts_of(ours), [ours.tokens(PROMPTS[i]) for i in (0, 1, 2)]
-    together = PromptedBatch(contexts, prompts).patch([method] * 3)
+    together = patch_batch(contexts, prompts, [method] * 3)
     keys, logits = together.cache.keys, together.logits()
     for i, context in enumerate(contexts):
         with context.patch(method, PROMPTS[i]) as patched:
             assert together.rows[i].tolist() == patched.rows.tolist()
             assert together.orders[i] == patched.order
             near(logits[i], patched.logits())
-            near(keys[:, i, :, : len(context)], patched.keys[:, 0])
+            near(keys[:, i, :, : len(context)], torch.cat([layer.keys for layer in patched.cache().layers]))
             near(together.logits(last=1)[i], patched.logits(last=1))
 
 
@@ -49,7 +49,7 @@ def test_recomputing_all_rows_of_a_padded_batch_is_the_full_prefill_of_each(fami
     ours = encoder(family, rope)
     contexts, prompts = contexts_of(ours), [ours.tokens(PROMPTS[i]) for i in (1, 0, 2)]
     monkeypatch.setattr(row_cache, "RECOMPUTE_ROWS", pass_rows)
-    together = PromptedBatch(contexts, prompts).patch([InfoFlowKV(recompute=1.0)] * 3)
+    together = patch_batch(contexts, prompts, [InfoFlowKV(recompute=1.0)] * 3)
     for context, prompt, logits in zip(contexts, prompts, together.logits(), strict=True):
         near(logits, full_logits(ours, context, prompt.tolist()))
 
@@ -67,8 +67,8 @@ def test_recomputing_all_rows_of_a_padded_batch_is_the_full_prefill_of_each(fami
 def test_sliding_windows_are_exact_in_a_padded_batch(family, config):
     ours = encoder(family, **config)
     contexts, prompts = contexts_of(ours), [ours.tokens(PROMPTS[i]) for i in (1, 0, 2)]
-    together = PromptedBatch(contexts, prompts).patch([FullPrefill()] * 3)
-    stale = PromptedBatch(contexts, prompts).patch([NoRecompute()] * 3)
+    together = patch_batch(contexts, prompts, [FullPrefill()] * 3)
+    stale = patch_batch(contexts, prompts, [NoRecompute()] * 3)
     for i, (context, prompt, logits) in enumerate(zip(contexts, prompts, together.logits(), strict=True)):
         full = full_logits(ours, context, prompt.tolist())
         near(logits, full)
@@ -135,7 +135,7 @@ def test_several_texts_of_a_prompt_are_drawn_from_its_context():
 def test_long_answers_of_a_batch_make_room():
     ours = encoder(max_position_embeddings=1024, num_hidden_layers=1)
     contexts = contexts_of(ours)[:2]
-    patched = PromptedBatch(contexts, [ours.tokens(prompt) for prompt in PROMPTS[:2]]).patch([NoRecompute()] * 2)
+    patched = patch_batch(contexts, [ours.tokens(prompt) for prompt in PROMPTS[:2]], [NoRecompute()] * 2)
     assert patched.generate(max_new_tokens=240) == alone(contexts, NoRecompute(), PROMPTS[:2], max_new_tokens=240)
 
 

@@ -1,7 +1,6 @@
 """Laws of cached chunks: keys move to any position, files are read back bit for bit, wrong input is refused."""
 
 import pickle
-import random
 
 import pytest
 import torch
@@ -9,7 +8,7 @@ from peft import LoraConfig
 from safetensors import safe_open
 from safetensors.torch import save
 from tiny_lm import DOCUMENTS, PAIRS, encoder, language_model, tokenizer
-from transformers import DynamicCache, GPT2Config, GPT2LMHeadModel, LlamaForCausalLM
+from transformers import DynamicCache, LlamaForCausalLM
 
 from foveate import InfoFlowKV
 from foveate.ops.rotary import rotate
@@ -221,24 +220,6 @@ def test_a_damaged_or_foreign_file_is_refused(damage, tmp_path):
         ChunkCache.load(path, ours)
 
 
-def test_a_flipped_byte_anywhere_is_noticed_or_changes_nothing(tmp_path):
-    ours, path = encoder(), tmp_path / "chunk.safetensors"
-    (chunk,) = ours.encode([DOCUMENTS[0]])
-    chunk.save(path)
-    whole, draw = path.read_bytes(), random.Random(0)
-    header = 8 + int.from_bytes(whole[:8], "little")
-    places = [*draw.sample(range(header), 150), *draw.sample(range(header, len(whole)), 150)]
-    for place in places:
-        path.write_bytes(whole[:place] + bytes([whole[place] ^ 1 << draw.randrange(8)]) + whole[place + 1 :])
-        try:
-            loaded = ChunkCache.load(path, ours, text=DOCUMENTS[0])
-        except ValueError:
-            continue
-        assert place < header  # an unused byte of the header
-        assert torch.equal(loaded.keys, chunk.keys)
-        assert torch.equal(loaded.values, chunk.values)
-
-
 def test_a_missing_file_is_an_os_error(tmp_path):
     with pytest.raises(FileNotFoundError):
         ChunkCache.load(tmp_path / "none.safetensors", encoder())
@@ -306,12 +287,7 @@ def test_the_error_names_the_field_that_extends_the_context():
         encoder("qwen3", max_position_embeddings=40).encode([[5] * 40])
 
 
-def gpt2():
-    return GPT2LMHeadModel(GPT2Config(n_embd=8, n_layer=1, n_head=2, vocab_size=64)).eval()
-
-
 REFUSED = {
-    "not GPT2Config: it has no rotary positions": gpt2,
     "'dynamic' rotates keys by angles that change": lambda: language_model(
         rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 100.0}
     ),
@@ -323,9 +299,6 @@ REFUSED = {
             "short_factor": [1.0] * 4,
             "original_max_position_embeddings": 32,
         }
-    ),
-    "use_bidirectional_attention lets tokens see later": lambda: language_model(
-        "gemma3", use_bidirectional_attention=True
     ),
     "partial_rotary_factor=0.5": lambda: language_model(
         rope_parameters={"rope_type": "default", "rope_theta": 100.0, "partial_rotary_factor": 0.5}

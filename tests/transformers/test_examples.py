@@ -9,15 +9,8 @@ import torch
 from safetensors.torch import save_file
 
 from foveate import SubCP
-from foveate.transformers.examples import (
-    column,
-    hashed_ngrams,
-    read_blocks,
-    read_embeddings,
-    read_examples,
-    sentence_embeddings,
-    write_blocks,
-)
+from foveate.transformers.embeddings import hashed_ngrams, read_embeddings, sentence_embeddings
+from foveate.transformers.examples import column, read_blocks, read_examples, write_blocks
 from foveate.utils.errors import remedy
 
 

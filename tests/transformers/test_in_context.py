@@ -221,13 +221,13 @@ def test_an_answer_ends_with_its_line():
     assert answer.isdigit()
 
 
-def test_texts_longer_than_the_context_of_the_model_are_refused():
+def test_texts_longer_than_the_context_of_the_model_are_refused(as_a_user):
     model, many = language_model(max_position_embeddings=8), [["w1 w2 w3"]] * 3
     with pytest.raises(ValueError, match="10 tokens are more than the 8 that the model's context holds"):
         prompt_with(model, tokenizer(), many, "concatenate")
     reader = prompt_with(model, tokenizer(), many, "parallel_windows")
     with pytest.raises(ValueError, match="9 tokens are more than the 8"):
         reader.probabilities("w1 w2 w3 w4", ["w5"])
-    with pytest.raises(ValueError, match="unknown host 'all': choose one of concatenate, ensemble, parallel_windows"):
+    with pytest.raises(ValueError, match="host must be one of concatenate, ensemble, parallel_windows, not 'all'"):
         prompt_with(model, tokenizer(), many, "all")
     assert concatenate(model, [[[5, 6, 7]]]).position == 3

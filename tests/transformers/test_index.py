@@ -13,8 +13,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tiny_lm import DOCUMENTS, cached_logits, encoder, full_logits
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
 
 from foveate import InfoFlowKV
 from foveate.demo import READER
@@ -446,18 +444,3 @@ def test_an_index_on_s3_is_read_and_changed_like_a_local_one(monkeypatch):
     assert changed.nbytes <= index.nbytes
     assert opened.refused == []
     server.stop()
-
-
-def test_each_token_has_its_text(tmp_path):
-    ours = encoder(vocab_size=256)
-
-    def words(text):
-        index = ChunkIndex(tmp_path, ours)
-        return index.words(index.number(Passage("a", text)))
-
-    assert words("  w1 w2,w3\n\nw4 ") == ["  w1", " w2", ",", "w3", "\n\nw4"]
-    alphabet = {byte: i for i, byte in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
-    rules = Tokenizer(models.BPE(alphabet, []))
-    rules.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    ours.tokenizer = PreTrainedTokenizerFast(tokenizer_object=rules)  # a token for each byte
-    assert words("né\u20ac x") == ["n", "é", "", "€", "", "", " ", "x"]

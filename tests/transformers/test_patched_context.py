@@ -20,7 +20,7 @@ from transformers import GenerationConfig
 
 from foveate import InfoFlowKV
 from foveate.methods.baselines.kv_baselines import EPIC, CacheBlend, FullPrefill, NoRecompute, RandomRows
-from foveate.methods.recompute_policy import places
+from foveate.methods.recompute_policy import RecomputePolicy, places
 from foveate.transformers import ChunkEncoder, row_cache
 from foveate.transformers.attention import capture_unrotated_keys
 
@@ -34,7 +34,8 @@ def composed(ours, documents=DOCUMENTS):
 
 def copies(context):
     """Of a context, or of a patched one: the keys and then the values of each layer."""
-    return [*context.keys.clone(), *context.values.clone()]
+    layers = context.cache().layers
+    return [*(layer.keys for layer in layers), *(layer.values for layer in layers)]
 
 
 def recomputed(context, rows):
@@ -201,6 +202,17 @@ def test_scores_are_the_attention_weights_of_the_model(family, norm, geometry):
     torch.testing.assert_close(scores, expected, rtol=1e-5, atol=1e-6)
 
 
+class Watching(RecomputePolicy):
+    """A policy that keeps the deviations that it is told, and recomputes nothing."""
+
+    def __init__(self, rank):
+        self.rank = rank
+
+    def rows(self, stale):
+        self.found = stale.kv_deviation(self.rank)
+        return torch.empty(0, dtype=torch.long)
+
+
 def test_kv_deviation_is_the_change_of_layer_1_in_a_full_prefill():
     context = composed(encoder("llama", "llama3"))
     layers = len(context.keys)
@@ -208,7 +220,8 @@ def test_kv_deviation_is_the_change_of_layer_1_in_a_full_prefill():
     full = recomputed(context, torch.arange(len(context)))
     for rank, layer in (("k", 1), ("v", layers + 1)):
         expected = (full[layer] - stale[layer]).square().mean((0, 1, 3)).float()
-        torch.testing.assert_close(context.kv_deviation(rank), expected, rtol=1e-5, atol=1e-6)
+        context.patch(policy := Watching(rank), PROMPTS[0]).close()
+        torch.testing.assert_close(policy.found, expected, rtol=1e-5, atol=1e-6)
         assert same(copies(context), stale)
 
 

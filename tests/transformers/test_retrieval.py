@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tiny_lm import DOCUMENTS, encoder
 
 from foveate.methods.baselines.kv_baselines import NoRecompute
-from foveate.transformers.examples import _sentence_transformer
+from foveate.transformers.embeddings import _sentence_transformer
 from foveate.transformers.index import ChunkIndex, index_documents
 from foveate.transformers.rag import ask
 from foveate.transformers.retrieval import bm25, by_meaning, passage_of

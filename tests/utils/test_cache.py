@@ -9,7 +9,7 @@ from foveate import LLSA, HilbertA, ToMA
 from foveate.methods import hilberta, llsa, toma
 from foveate.ops.block_table import block_starts, block_table
 from foveate.ops.curves import hilbert_order
-from foveate.utils.cache import FixedMemory, WeakTensorCache
+from foveate.utils.cache import FixedMemory, WeakTensorCache, cached_by_tensor
 
 
 def test_what_was_made_is_remembered_by_every_tensor_and_the_key():
@@ -21,6 +21,21 @@ def test_what_was_made_is_remembered_by_every_tensor_and_the_key():
     a, b, shared = torch.zeros(1), torch.zeros(1), torch.zeros(1)
     assert [of([a, shared], 0), of([b, shared], 0), of([a, shared], 1), of([shared], 0)] == [0, 1, 2, 3]
     assert [of([a, shared], 0), of([b, shared], 0), of([a, shared], 1), of([shared], 0)] == [0, 1, 2, 3]
+
+
+def test_what_follows_from_a_tensor_is_computed_again_only_after_a_change_in_place():
+    made = list[int]()
+
+    @cached_by_tensor
+    def last(tensor, place=-1):
+        made.append(place)
+        return int(tensor[place])
+
+    tensor = torch.arange(3)
+    assert [last(tensor), last(tensor), last(tensor, 0)] == [2, 2, 0]
+    tensor += 1
+    assert [last(tensor), last(tensor, 0), last(tensor)] == [3, 1, 3]
+    assert made == [-1, 0, -1, 0]
 
 
 def test_an_entry_dies_with_the_last_tensor():

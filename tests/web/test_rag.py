@@ -5,14 +5,16 @@ from html.parser import HTMLParser
 
 import pytest
 import torch
-from tiny_lm import DOCUMENTS, encoder
+from tiny_lm import DOCUMENTS, encoder, tokenizer
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
 from foveate import InfoFlowKV
 from foveate.methods.baselines.kv_baselines import EPIC, CacheBlend, FullPrefill, NoRecompute
 from foveate.transformers.documents import Passage
 from foveate.transformers.index import ChunkIndex, index_documents
 from foveate.transformers.rag import STEPS, Answer, Reply, ask, summarise
-from foveate.web.rag import reply_page
+from foveate.web.rag import reply_page, token_texts
 
 PROMPT = "w21 {question} w23"
 SHORT = {"prompt": PROMPT, "max_new_tokens": 6}
@@ -183,3 +185,12 @@ def test_the_page_shows_what_it_was_given_and_escapes_it(tmp_path):
     assert f"{attack}.txt" in page.text
     assert replies[0].answers[1].text in page.text
     assert not re.search(r"https?:|url\(|@import|<link|<iframe", html)
+
+
+def test_each_token_has_its_text():
+    assert token_texts(tokenizer(), "  w1 w2,w3\n\nw4 ") == ["  w1", " w2", ",", "w3", "\n\nw4"]
+    alphabet = {byte: i for i, byte in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    rules = Tokenizer(models.BPE(alphabet, []))
+    rules.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    by_bytes = PreTrainedTokenizerFast(tokenizer_object=rules)  # a token for each byte
+    assert token_texts(by_bytes, "né\u20ac x") == ["n", "é", "", "€", "", "", " ", "x"]

@@ -134,7 +134,7 @@ def test_a_time_that_may_not_be_quoted_is_no_headline(dense, ours, bound, factor
     speed = step_speed(second, first)
     assert speed == (pytest.approx(factor), not why, why)
     page = Page(comparison_page(comparison(first, second)))
-    assert (f"a step: {why}" in page.text) == bool(why)
+    assert (f"per step: {why}" in page.text) == bool(why)
     assert ("speed-up of the step" in page.text) != bool(why)
     assert ("speed uncertain" in verdict(second, first)) == bool(why)
 
@@ -142,15 +142,15 @@ def test_a_time_that_may_not_be_quoted_is_no_headline(dense, ours, bound, factor
 @pytest.mark.parametrize(
     ("changes", "line"),
     [
-        ({"psnr": math.inf}, "identical to dense, 2.0\u00d7 faster a step"),
-        ({"detail": 0.95}, "nearly identical to dense, 2.0\u00d7 faster a step"),
-        ({"detail": 0.78}, "looks like dense, 2.0\u00d7 faster a step"),
-        ({"detail": 0.75}, "the same scene with other details, 2.0\u00d7 faster a step"),
-        ({"detail": 0.4, "step_seconds": [4.0] * 3}, "differs from dense, 2.0\u00d7 slower a step"),
+        ({"psnr": math.inf}, "identical to dense, 2.0\u00d7 faster per step"),
+        ({"detail": 0.95}, "nearly identical to dense, 2.0\u00d7 faster per step"),
+        ({"detail": 0.78}, "looks like dense, 2.0\u00d7 faster per step"),
+        ({"detail": 0.75}, "the same scene with other details, 2.0\u00d7 faster per step"),
+        ({"detail": 0.4, "step_seconds": [4.0] * 3}, "differs from dense, 2.0\u00d7 slower per step"),
         ({"step_seconds": [2.01] * 3}, "looks like dense, as fast as dense"),
         ({"step_seconds": []}, "looks like dense"),
-        ({"detail": 0.95, "objects": Objects(1, 2, 0)}, "1 of 2 objects lost, 2.0\u00d7 faster a step"),
-        ({"detail": 0.95, "objects": Objects(2, 2, 3)}, "2 stray objects, 2.0\u00d7 faster a step"),
+        ({"detail": 0.95, "objects": Objects(1, 2, 0)}, "1 of 2 objects lost, 2.0\u00d7 faster per step"),
+        ({"detail": 0.95, "objects": Objects(2, 2, 3)}, "2 stray objects, 2.0\u00d7 faster per step"),
         ({"why_dense": "too few tokens"}, "Stayed dense: too few tokens"),
     ],
 )

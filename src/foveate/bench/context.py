@@ -19,7 +19,7 @@ from foveate.methods import InfoFlowKV
 from foveate.methods.baselines.kv_baselines import FullPrefill, NoRecompute
 from foveate.methods.recompute_policy import RecomputePolicy
 from foveate.transformers import ChunkEncoder, Context, answers
-from foveate.transformers.cache import PromptedBatch
+from foveate.transformers.context import patch_batch
 from foveate.transformers.model import check_config, load
 from foveate.utils.device import now, versions
 from foveate.utils.progress import Track, silent
@@ -28,13 +28,15 @@ from foveate.utils.timing import peak_memory
 __all__ = [
     "MODELS",
     "TOLERANCE",
+    "Question",
     "Questions",
+    "Work",
+    "about",
     "bench_context",
     "check",
+    "check_lengths",
     "encoder_of_ids",
     "find_encoder",
-    "logits_error",
-    "random_ids",
     "table_of",
 ]
 
@@ -81,11 +83,17 @@ class Question(NamedTuple):
 
 
 class Work:
-    """Random chunks in memory, and the ways to answer questions to contexts of them."""
+    """Random chunks in memory, and the ways to answer questions to contexts of them.
 
-    def __init__(self, encoder: ChunkEncoder, lengths: Sequence[int], asked: Questions) -> None:
-        self.encoder, self.asked = encoder, asked
-        documents = random_ids(encoder, sum(lengths)).split(list(lengths))
+    Args:
+        encoder: Encoder of the chunks.
+        tokens: Length of a context, prefix included. The last chunk may be shorter than the others.
+        asked: What is asked.
+    """
+
+    def __init__(self, encoder: ChunkEncoder, tokens: int, asked: Questions) -> None:
+        self.encoder, self.tokens, self.asked = encoder, tokens, asked
+        documents = random_ids(encoder, tokens - len(encoder.prefix)).split(asked.chunk)
         self.chunks = encoder.encode([document.tolist() for document in documents])
 
     def draw(self, count: int, seed: int) -> list[Question]:
@@ -102,6 +110,20 @@ class Work:
         """Token ids of a context and the question."""
         chunks = [self.chunks[i].ids for i in question.order]
         return torch.cat([self.encoder.prefix, *chunks, question.prompt])
+
+    def check(self) -> float:
+        """Relative error of the logits of a context with all rows recomputed.
+
+        Raises:
+            ValueError: If it is not the rounding of the full prefill.
+        """
+        (question,) = self.draw(1, 0)
+        error = logits_error([self.context(question)], [question.prompt], FullPrefill())
+        if not error <= TOLERANCE[self.encoder.dtype]:  # NaN is wrong too
+            raise ValueError(
+                f"recomputing all rows differs from the full prefill by {error:.1e} at {self.tokens} tokens"
+            )
+        return error
 
     def full_prefill(self, questions: Sequence[Question], options: dict[str, Any]) -> None:
         """Answers of the model alone."""
@@ -159,28 +181,20 @@ def bench_context(
         ValueError: If the model is unknown or too large for the device, a length is shorter than two chunks, or a
             check fails.
     """
-    if short := [length for length in tokens if length < 2 * asked.chunk]:
-        raise ValueError(
-            f"a context of {short[0]} tokens has less than two chunks of {asked.chunk}: use --chunk {short[0] // 2}"
-        )
+    check_lengths(tokens, asked.chunk)
     encoder, checked = find_encoder(model, device, dtype), check(device, dtype)
     rows: list[dict[str, Any]] = []
     result = {
         "what": "concurrent questions: seconds to the first token, and tokens a second",
-        "model": model,
-        "weights": "random" if model in MODELS else "its own",
-        "parameters": sum(p.numel() for p in encoder.model.parameters()),
+        **about(model, encoder),
         **asked._asdict(),
-        "device": device.type,
-        "dtype": str(dtype).removeprefix("torch."),
         "small_model": checked,
         "rows": rows,
         "versions": versions(),
     }
     for length in tokens:
-        whole, rest = divmod(length - len(encoder.prefix), asked.chunk)
-        work = Work(encoder, [asked.chunk] * whole + [rest] * (rest > 0), asked)
-        error = _checked(work, length)
+        work = Work(encoder, length, asked)
+        error = work.check()
         for concurrent in asked.concurrent:
             rounds = ceil(asked.count / concurrent)
             drawn = [work.draw(concurrent, seed) for seed in range(rounds)]
@@ -193,6 +207,25 @@ def bench_context(
                 if "tokens_per_s" in rows[-1] and alone[0]["concurrent"] == 1:
                     rows[-1]["throughput"] = rows[-1]["tokens_per_s"] / alone[0]["tokens_per_s"]
                 yield result
+
+
+def check_lengths(tokens: Sequence[int], chunk: int) -> None:
+    """Raise a ValueError if a context of one of these lengths has less than two chunks."""
+    if short := [length for length in tokens if length < 2 * chunk]:
+        raise ValueError(
+            f"a context of {short[0]} tokens has less than two chunks of {chunk}: use --chunk {short[0] // 2}"
+        )
+
+
+def about(model: str, encoder: ChunkEncoder) -> dict[str, Any]:
+    """What results say about the model, ready for JSON."""
+    return {
+        "model": model,
+        "weights": "random" if model in MODELS else "its own",
+        "parameters": sum(weight.numel() for weight in encoder.model.parameters()),
+        "device": encoder.device.type,
+        "dtype": str(encoder.dtype).removeprefix("torch."),
+    }
 
 
 def find_encoder(model: str, device: torch.device, dtype: torch.dtype) -> ChunkEncoder:
@@ -246,21 +279,13 @@ def check(device: torch.device, dtype: torch.dtype) -> dict[str, float]:
 @torch.no_grad()
 def logits_error(contexts: Sequence[Context], prompts: Sequence[Tensor], method: RecomputePolicy) -> float:
     """Relative error of the next tokens' logits against full prefills."""
-    patched = PromptedBatch(contexts, prompts).patch([method] * len(contexts))
+    patched = patch_batch(contexts, prompts, [method] * len(contexts))
     ours = torch.cat(patched.logits(last=1)).float()
     patched.close()
     texts = [torch.cat([context.ids, prompt])[None] for context, prompt in zip(contexts, prompts, strict=True)]
     model = contexts[0].lm.model
     full = torch.cat([model(input_ids=ids, logits_to_keep=1, use_cache=False).logits[0] for ids in texts]).float()
     return float((ours - full).norm() / full.norm())
-
-
-def _checked(work: Work, length: int) -> float:
-    (question,) = work.draw(1, 0)
-    dtype, error = work.encoder.dtype, logits_error([work.context(question)], [question.prompt], FullPrefill())
-    if not error <= TOLERANCE[dtype]:
-        raise ValueError(f"recomputing all rows differs from the full prefill by {error:.1e} at {length} tokens")
-    return error
 
 
 Rounds = list[list[Question]]

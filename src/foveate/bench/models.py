@@ -28,7 +28,8 @@ from diffusers import (
 from torch import nn
 
 from foveate.demo.untrained import untrained_pipeline
-from foveate.diffusers.pipelines import Call, Request, load, pixels_per_token, record_step
+from foveate.diffusers.pipelines import Request, load, pixels_per_token
+from foveate.diffusers.steps import Call, record_step
 from foveate.methods import ComposedMethod, HilbertA, Method, ToDo, ToFu, ToMA, ToMeSD
 from foveate.methods.base import Grid
 

@@ -15,7 +15,8 @@ from foveate.bench.models import Model, find_model
 from foveate.bench.table import TableColumn, megabytes, milliseconds, results_table
 from foveate.diffusers.apply import apply
 from foveate.diffusers.lora import using
-from foveate.diffusers.pipelines import Call, denoiser, time_steps
+from foveate.diffusers.pipelines import denoiser
+from foveate.diffusers.steps import Call, time_steps
 from foveate.methods import LLSA, ComposedMethod, HilbertA, Method, ToMA
 from foveate.methods.base import Grid, TokenMerging
 from foveate.utils.device import choose_device, choose_dtype, now, versions

@@ -88,7 +88,8 @@ def clear_errors(command: Callable[..., None]) -> Callable[..., None]:
             console.print(f"[bold red]error:[/] {escape(shown)}", soft_wrap=True)
             raise typer.Exit(2) from None
 
-    run.__doc__ = re.sub(r"(?<!\n)\n(?!\n)", " ", inspect.getdoc(command) or "")  # paragraphs fill any terminal
+    # paragraphs fill any terminal, and foveate[ui] is no style of rich
+    run.__doc__ = escape(re.sub(r"(?<!\n)\n(?!\n)", " ", inspect.getdoc(command) or ""))
     return run
 
 

@@ -55,8 +55,9 @@ def compare(
 
     The page is written as the pictures arrive; after Ctrl-C the same command resumes. The built-in model is shown with
     each method at its recommended setting, its own LoRA included. With --lora the page shows a method with the LoRA,
-    merged into the weights, and without. Other models are shown with every method from a fifth of the steps on, videos
-    from two fifths: what a picture shows is settled before. A model of foveate train has its own log-linear attention.
+    merged into the weights, and without. Other models are shown with every method, which starts when the composition
+    is settled: after a fifth of the steps, in videos after two fifths. A model of foveate train has its own log-linear
+    attention.
 
     foveate compare "a red apple above a blue car"
 

@@ -93,7 +93,7 @@ def generate(
         Path | None,
         typer.Option(
             help="PNG or MP4 file; with --prompts or --seeds a folder, whose pictures are not drawn again. "
-            "[dim]default: named after prompt, seed and method, numbered if that exists; pictures[/]"
+            "[dim]default: named after prompt, seed and method; the folder pictures[/]"
         ),
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="Overwrite a file that exists.")] = False,

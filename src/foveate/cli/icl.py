@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Sequence
+from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -127,14 +128,8 @@ def icl(
     Each line of --out has "block", "ids" (lines of the pool, from 0), "examples", and a fingerprint. Blocks of
     the same embeddings and settings are read from there instead of being made again.
     """
-    from foveate.transformers.examples import (
-        column,
-        hashed_ngrams,
-        read_embeddings,
-        read_examples,
-        sentence_embeddings,
-        write_blocks,
-    )
+    from foveate.transformers.embeddings import hashed_ngrams, read_embeddings, sentence_embeddings
+    from foveate.transformers.examples import column, read_examples, write_blocks
     from foveate.utils.files import write_whole
     from foveate.web.plots import draw_coverage, figure_png
 
@@ -206,25 +201,15 @@ def icl(
         ]
         warn_unknown_words(model, reader[1], "\n".join([*told, *ask]))
         prompted = prompt_with(*reader, [[told[i] for i in block] for block in ours.ids], host)
-        before = template.partition("{label}")[0]
-        space = before[len(before.rstrip()) :]  # part of the answer's first token
-        for question, weight in zip(ask, weights, strict=True):
-            print(question)
-            shown = before.rstrip().replace("{text}", question)
-            _print_answer(
-                prompted, shown, {space + answer: answer for answer in sorted(set(labels))}, tokens, weight, mix
-            )
+        _print_answers(prompted, list(zip(ask, weights, strict=True)), template, labels, tokens, mix)
 
 
 def _read_or_make(out: Path, sub: SubCP, pool: Any, labels: Sequence[str] | None, track: Any) -> Any:
     """The blocks of an earlier run with the same embeddings and settings, or new ones."""
     from foveate.transformers.examples import read_blocks
 
-    if out.exists():
-        try:
-            found = read_blocks(out, pool, sub, labels=labels)
-        except ValueError:
-            return sub.partition(pool, labels=labels, track=track)
+    with suppress(ValueError, FileNotFoundError):
+        found = read_blocks(out, pool, sub, labels=labels)
         console.print(f"{out} holds the blocks of these embeddings and settings")
         return found
     return sub.partition(pool, labels=labels, track=track)
@@ -244,16 +229,27 @@ def _compared(name: str, ours: Any, labels: Sequence[str] | None, track: Any) ->
     return reports
 
 
-def _print_answer(prompted: Any, question: str, labels: dict[str, str], tokens: int, weights: Any, mix: Any) -> None:
-    """Print the generated text, or the probability of each label, highest first. Keys of `labels` are their texts."""
-    if tokens:
-        print(prompted.generate(question, tokens, weights, mix))
-        return
-    probabilities = prompted.probabilities(question, list(labels), weights, mix).tolist()
-    table = Table("answer", "probability")
-    for probability, label in sorted(zip(probabilities, labels.values(), strict=True), reverse=True):
-        table.add_row(label, f"{probability:.3f}")
-    Console().print(table)
+def _print_answers(
+    prompted: Any, weighted: Sequence[tuple[str, Any]], template: str, labels: Sequence[str], tokens: int, mix: Any
+) -> None:
+    """Print the text that follows each question, or the probability of each label, highest first.
+
+    A question is put as an example that ends before its label, and comes with the weights of the blocks.
+    """
+    before = template.partition("{label}")[0]
+    space = before[len(before.rstrip()) :]  # part of the answer's first token
+    answers = sorted(set(labels))
+    for question, weight in weighted:
+        print(question)
+        shown = before.rstrip().replace("{text}", question)
+        if tokens:
+            print(prompted.generate(shown, tokens, weight, mix))
+            continue
+        probabilities = prompted.probabilities(shown, [space + answer for answer in answers], weight, mix).tolist()
+        table = Table("answer", "probability")
+        for probability, answer in sorted(zip(probabilities, answers, strict=True), reverse=True):
+            table.add_row(answer, f"{probability:.3f}")
+        Console().print(table)
 
 
 def _table(reports: dict[str, list[Any]]) -> Table:

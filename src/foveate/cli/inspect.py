@@ -42,8 +42,11 @@ def curves(
     order = grid_order(curve, height, width)
     path = out or Path(f"{curve}-{width}x{height}.png")
     write_whole(path, figure_png(draw_order(order, height, width, plan.tile_maps[phase])))
-    table = Table("metric", "all pairs", "within a tile")
-    for name, metric in (("EAS", edge_average_stretch), ("GDE", geometric_distortion_error)):
+    table = Table("smaller is more local", "all pairs", "within a tile")
+    for name, metric in (
+        ("EAS: curve steps between neighbours", edge_average_stretch),
+        ("GDE: squared error of curve distance", geometric_distortion_error),
+    ):
         inside = metric(order, height, width, within=max(1, height * width // tiles))
         table.add_row(name, f"{metric(order, height, width):.2f}", f"{inside:.2f}")
     Console().print(table)

@@ -94,7 +94,7 @@ def opened(
     """Pipeline, distilled method (None without a LoRA of foveate) and request, after the options are checked."""
     check_writable(folder)
     if size:
-        from foveate.diffusers.pipelines import check_size
+        from foveate.diffusers.checks import check_size
 
         check_size(model or str(PIPELINE), read_size(size))
     pipe, distilled = open_with_lora(model, lora, device, dtype)
@@ -155,7 +155,8 @@ def request_of(
     **more: Any,
 ) -> Any:
     """The validated request, with the model's defaults for everything that is None; `more` are fields of it."""
-    from foveate.diffusers.pipelines import Request, arguments, check_request, makes_video, own_size
+    from foveate.diffusers.checks import check_request
+    from foveate.diffusers.pipelines import Request, arguments, makes_video, own_size
 
     usual = own_size(pipe) if model or pipe.device.type != "cpu" else (128, 128)
     sides = read_size(size) if size else usual

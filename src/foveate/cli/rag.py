@@ -36,13 +36,15 @@ from foveate.cli.rag_index import (
     MaxMemory,
     Prefix,
     Source,
-    open_index,
+    open_indexes,
     print_refused,
 )
 from foveate.methods import RECOMPUTE_POLICIES, recompute_policy_from_text
 from foveate.utils.files import write_whole
 
-__all__ = ["NewTokens", "Policy", "Prompt", "Recompute", "app", "recompute_methods"]
+__all__ = ["PROMPT", "NewTokens", "Policy", "Prompt", "Recompute", "app", "check_prompt", "recompute_methods"]
+
+PROMPT = "Question: {question}\nAnswer:"
 
 Policy = Annotated[
     str, typer.Option(help=f"Method that chooses the tokens to recompute: {', '.join(RECOMPUTE_POLICIES)}.")
@@ -110,7 +112,7 @@ def rag(
         ),
     ] = 0,
     embed: Embed = "",
-    prompt: Prompt = "Question: {question}\nAnswer:",
+    prompt: Prompt = PROMPT,
     prefix: Prefix = "",
     chat: Chat = None,
     max_new_tokens: NewTokens = 64,
@@ -145,39 +147,32 @@ def rag(
     with a model like Llama-3.1-8B.
     """
     methods = recompute_methods(method, recompute, options_of(option), compare)
-    if "{question}" not in prompt:
-        raise ValueError(f"--prompt must contain {{question}}, such as 'Q: {{question}} A:', not {prompt!r}")
+    check_prompt(prompt)
     check_file(out, "an HTML page", ".html")
     if embed:
         import_module("sentence_transformers")  # fails with what to install, before anything is loaded
-    from foveate.transformers.rag import ask
+    from foveate.transformers.rag import ask, runs
     from foveate.web.rag import reply_page
 
-    chunks, before, after = open_index(
-        folder, model, index, chunk, eight_bit, max_disk, max_memory, prefix, chat, device, dtype
+    (chunks,), encoder, before, after = open_indexes(
+        [folder], model, index, chunk, eight_bit, max_disk, max_memory, prefix, chat, device, dtype
     )
-    encoder, tokenizer = chunks.encoder, chunks.encoder.tokenizer
     texts = [passage.text for passage in chunks.passages]
-    warn_unknown_words(model, tokenizer, "\n".join([*texts, prompt.replace("{question}", "")]))
+    warn_unknown_words(model, encoder.tokenizer, "\n".join([*texts, prompt.replace("{question}", "")]))
     settings = {
         "model": model or "the built-in reader",
         "method": repr(methods[method]),
-        "documents": str(len(chunks.documents)),
-        "passages": f"{len(chunks.passages)}, of at most {max(map(len, chunks.ids))} tokens",
         "prefix": before,
         "prompt": prompt + after,
-        "device": str(encoder.device),
-        "dtype": str(encoder.dtype).removeprefix("torch."),
     }
     request: Any = {"prompt": prompt + after, "embed": embed, "top": top, "max_new_tokens": max_new_tokens}
-    runs = len(methods) * (2 if compare else 1)
     replies: list[Any] = []
     for lines in _lines(questions):
         asked, earlier = _questions(lines), len(replies)
-        warn_unknown_words(model, tokenizer, "\n".join(question for question, *_ in asked))
+        warn_unknown_words(model, encoder.tokenizer, "\n".join(question for question, *_ in asked))
         try:
             with progress() as track:
-                advance = track("answering", len(asked) * runs)
+                advance = track("answering", len(asked) * runs(methods))
                 for question, *right in asked:
                     reply = ask(chunks, question, methods, **request, advance=advance)
                     replies.append(reply._replace(right=tuple(right)))
@@ -188,6 +183,12 @@ def rag(
                 write_whole(out, reply_page(chunks, replies, settings).encode())
                 console.print("open the page in a browser:")
                 print(out.resolve())
+
+
+def check_prompt(prompt: str) -> None:
+    """Raise a ValueError if the text after the passages has no place for the question."""
+    if "{question}" not in prompt:
+        raise ValueError(f"--prompt must contain {{question}}, such as 'Q: {{question}} A:', not {prompt!r}")
 
 
 def recompute_methods(name: str, recompute: float | None, options: dict[str, str], compare: bool) -> dict[str, Any]:

@@ -24,7 +24,7 @@ from foveate.cli.common import (
 
 __all__ = [
     "Chat", "Chunk", "EightBit", "Index", "MaxDisk", "MaxMemory", "Place", "Prefix", "Source",
-    "add", "index", "info", "open_index", "open_indexes", "print_refused", "remove",
+    "add", "index", "info", "open_indexes", "print_refused", "remove",
 ]  # fmt: skip
 
 UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
@@ -94,7 +94,7 @@ def index(
     share an index never disturb each other. A command that was interrupted continues where it stopped, and only new or
     changed documents are encoded.
     """
-    open_index(str(folder), model, index, chunk, eight_bit, max_disk, "0", prefix, chat, device, dtype)
+    open_indexes([str(folder)], model, index, chunk, eight_bit, max_disk, "0", prefix, chat, device, dtype)
 
 
 @clear_errors
@@ -117,9 +117,11 @@ def add(
     A document is named by its path as given here, and replaces one of the same name. `foveate rag index FOLDER`
     removes from its index what is not in FOLDER: there, put the document into FOLDER instead.
     """
-    from foveate.transformers.documents import read_documents
+    from foveate.transformers.documents import SUFFIXES, read_documents
     from foveate.transformers.index import ChunkIndex
 
+    if any(path.suffix.lower() in SUFFIXES for path in Path(place).rglob("*")):
+        raise ValueError(f"{place} holds documents: put the files there, or name another folder for an index")
     limit, skipped, texts = bytes_of(max_disk, inf), list[str](), dict[str, str]()
     for path in documents:
         read = read_documents(path, skipped)
@@ -150,7 +152,7 @@ def info(place: Place) -> None:
     damaged: list[str] = []
     documents, files = read_index(place, damaged), Folder(place).files()
     if not documents:
-        raise ValueError("; ".join(damaged) or f"{place} is no index: that of a folder is in FOLDER/.foveate/")
+        raise ValueError("; ".join(damaged) or f"{place} is no index: that of a folder is in {place}/.foveate/")
     rows = {
         document.name: f"{sum(file in files for file in document.files)} of {len(document.files)}"
         for document in documents
@@ -159,15 +161,6 @@ def info(place: Place) -> None:
     size = sum(files[file] for file in used) / 2**20
     print_table(rows, "document", "encoded passages", title=f"{len(rows)} documents, {size:.1f} MiB")
     _print_skipped(damaged)
-
-
-def open_index(folder: str, *options: Any) -> tuple[Any, str, str]:
-    """The index of a folder of documents, encoded, or an index as it is; and the texts before and after the passages.
-
-    The options are those of `open_indexes`.
-    """
-    (chunks,), _, before, after = open_indexes([folder], *options)
-    return chunks, before, after
 
 
 def open_indexes(
@@ -183,12 +176,13 @@ def open_indexes(
     device: str,
     dtype: str,
 ) -> tuple[list[Any], Any, str, str]:
-    """The index of each folder as in `open_index`, their encoder, and the texts before and after the passages.
+    """The index of each folder, their encoder, and the texts before and after the passages.
 
-    The arguments are the options of the commands. Processes that were launched together divide the work.
+    A folder of documents is encoded; processes that were launched together divide the work. An index is opened as it
+    is. The arguments are the options of the commands.
     """
     from foveate.transformers.documents import read_documents
-    from foveate.transformers.index import ChunkIndex, index_documents, index_name, read_index
+    from foveate.transformers.index import ChunkIndex, index_documents, index_folder, read_index
 
     limits = {"max_disk": bytes_of(max_disk, inf), "max_memory": bytes_of(max_memory, 0)}
     sources: list[tuple[str, dict[str, str], list[str]]] = []
@@ -202,7 +196,7 @@ def open_indexes(
     indexes: list[Any] = []
     for folder, documents, skipped in sources:
         if documents:
-            where = index or str(Path(folder, ".foveate", index_name(model)))
+            where = index or index_folder(Path(folder), model)
             with progress() as track:
                 indexes.append(index_documents(where, encoder, documents, chunk, eight_bit, **limits, track=track))
             _build(indexes[-1], skipped)

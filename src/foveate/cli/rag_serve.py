@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from foveate.cli.common import Device, Dtype, LanguageModel, Option, clear_errors, console, options_of
-from foveate.cli.rag import NewTokens, Policy, Prompt, Recompute, recompute_methods
+from foveate.cli.rag import PROMPT, NewTokens, Policy, Prompt, Recompute, check_prompt, recompute_methods
 from foveate.cli.rag_index import Chat, Chunk, EightBit, MaxDisk, MaxMemory, Prefix, open_indexes
 from foveate.cli.serve import Host, Port, Timeout, print_address
 
@@ -30,7 +30,7 @@ def serve(
     eight_bit: EightBit = False,
     max_disk: MaxDisk = "",
     max_memory: MaxMemory = "0",
-    prompt: Prompt = "Question: {question}\nAnswer:",
+    prompt: Prompt = PROMPT,
     prefix: Prefix = "",
     chat: Chat = None,
     max_new_tokens: NewTokens = 64,
@@ -50,8 +50,7 @@ def serve(
     /docs describes it, /health and /metrics watch it. Indexes are the ones of `foveate rag`, and are built first.
     Needs `pip install 'foveate[transformers,serve]'`. Ctrl-C ends it.
     """
-    if "{question}" not in prompt:
-        raise ValueError(f"--prompt must contain {{question}}, such as 'Q: {{question}} A:', not {prompt!r}")
+    check_prompt(prompt)
     policy = recompute_methods(method, recompute, options_of(option), compare=False)[method]
     import_module("fastapi")  # fails with what to install
     import uvicorn

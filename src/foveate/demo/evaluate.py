@@ -51,7 +51,7 @@ HEADINGS = {
     "psnr": "PSNR, dB",
     "ssim": "SSIM",
     "distance": "distance",
-    "seconds": "s a picture",
+    "seconds": "s per picture",
     "flop_bound": "FLOP bound",
 }
 

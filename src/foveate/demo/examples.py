@@ -39,7 +39,7 @@ def write_examples(out: Path, seed: int = 0) -> tuple[dict[str, str], dict[str, 
 
     labelled = draw_labelled(1, EXAMPLES, 2, generator, kinds=(LABELS, LABELS))
     rows = [_words(tokens) for tokens in labelled.ids[0].split(EXAMPLE)]
-    inputs = {" ".join(words[:3]): words[4] for words in map(_words, labelled.questions.ids[0])}
+    inputs = {" ".join(words[:3]): words[4] for words in map(_words, labelled.questions[0])}
     file = io.StringIO()
     csv.writer(file, lineterminator="\n").writerows([("text", "label"), *((" ".join(r[:3]), r[4]) for r in rows)])
     write_whole(out / "examples.csv", file.getvalue().encode())

@@ -1,11 +1,9 @@
-"""Random texts of short facts about people, and questions about them, as tokens.
+"""Random texts of short facts about people, as tokens.
 
     Ada has id 17 .     17 plays the flute .     Bo keeps a goat .     The sky is clear .
 
 A person has an id. Some facts name the person, others only the id, which an earlier fact defines. Answering "Question:
-Ada plays the what? Answer:" therefore takes two sentences, which may be far apart. A question may refer to a person by
-a chain of letters ("Let p be Ada. Let q be p."), and may use other words than the fact ("what is the instrument of
-Ada").
+Ada plays the what? Answer:" therefore takes two sentences, which may be far apart.
 """
 
 from typing import NamedTuple
@@ -14,27 +12,26 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
-from foveate.demo.lexicon import FILLERS, IDS, LETTERS, NAMES, RELATIONS, WORDS
+from foveate.demo.lexicon import FILLERS, IDS, NAMES, RELATIONS, TOKENS
 
-__all__ = ["BLANK", "SENTENCE", "Facts", "Questions", "ask", "draw_facts"]
+__all__ = ["BLANK", "ID", "PHRASES", "SENTENCE", "VALUE", "Facts", "draw_facts", "word_ids"]
 
 SENTENCE = 5  # tokens of a fact
 PEOPLE = 8  # most people in a text
 VALUE = 3  # index of the value in a sentence
 BLANK = -1
 
-_TOKENS = {word: i for i, word in enumerate(WORDS)}
+
+def word_ids(*words: str) -> Int[Tensor, "words"]:
+    """Token ids of words."""
+    return torch.tensor([TOKENS[word] for word in words])
 
 
-def _tokens(*words: str) -> Tensor:
-    return torch.tensor([_TOKENS[word] for word in words])
-
-
-_VALUES = torch.stack([_tokens(*relation.values) for relation in RELATIONS])  # [relation, value]
+_VALUES = torch.stack([word_ids(*relation.values) for relation in RELATIONS])  # [relation, value]
 ID = len(RELATIONS)  # the relation between a person and an id
-_PHRASES = torch.stack([*(_tokens(*relation.phrase) for relation in RELATIONS), _tokens("has", "id")])
-_NOUNS = _tokens(*(relation.noun for relation in RELATIONS), "id")
-_FILLERS = torch.stack([_tokens(*sentence) for sentence in FILLERS])
+PHRASES = torch.stack([*(word_ids(*relation.phrase) for relation in RELATIONS), word_ids("has", "id")])
+"""Two words of each relation."""
+_FILLERS = torch.stack([word_ids(*sentence) for sentence in FILLERS])
 
 
 class Facts(NamedTuple):
@@ -60,13 +57,6 @@ class Facts(NamedTuple):
     def by_id(self) -> Bool[Tensor, "batch facts"]:
         """Which facts mention the id instead of the name."""
         return self.subject != self.owner
-
-    @property
-    def owners(self) -> Int[Tensor, "batch tokens"]:
-        """The person's name at the subject and at the value of each fact, BLANK elsewhere."""
-        spread = torch.full((*self.owner.shape, SENTENCE), BLANK)
-        spread[..., [0, VALUE]] = self.owner[..., None]
-        return spread.flatten(1)
 
 
 def _distinct(batch: int, kinds: int, count: int, generator: torch.Generator) -> Tensor:
@@ -100,8 +90,8 @@ def draw_facts(
     def whole(low: int, high: int) -> Tensor:
         return torch.randint(low, high + 1, (batch, 1), generator=generator)
 
-    names = _distinct(batch, len(NAMES), most, generator) + _TOKENS[NAMES[0]]
-    numbers = _distinct(batch, len(IDS), most, generator) + _TOKENS[IDS[0]]
+    names = _distinct(batch, len(NAMES), most, generator) + TOKENS[NAMES[0]]
+    numbers = _distinct(batch, len(IDS), most, generator) + TOKENS[IDS[0]]
     several = whole(min(people[0], most), most)
     here = torch.arange(most) < several  # [batch, people]
     used = chance(len(RELATIONS)).argsort() < (facts - most + several - 1) // several + whole(0, 1)
@@ -122,82 +112,9 @@ def draw_facts(
     subject = torch.where(short, number, owner)
     drawn = torch.randint(_VALUES.shape[1], (batch, facts), generator=generator)
     value = torch.where(relation == ID, number, _VALUES[relation.clamp(max=ID - 1), drawn])
-    full_stop = torch.full_like(value, _TOKENS["."])
-    text = torch.stack([subject, *_PHRASES[relation].unbind(-1), value, full_stop], -1)
+    full_stop = torch.full_like(value, TOKENS["."])
+    text = torch.stack([subject, *PHRASES[relation].unbind(-1), value, full_stop], -1)
     idle = _FILLERS[torch.randint(len(_FILLERS), (batch, facts), generator=generator)]
     ids = torch.where(told[..., None], text, idle).flatten(1)
     owner, subject = (x.masked_fill(~told, BLANK) for x in (owner, subject))
     return Facts(ids, owner, subject, relation, value, place)
-
-
-class Questions(NamedTuple):
-    """Questions, each followed by its answer, the end-of-text token, and BLANK as padding.
-
-    Attributes:
-        ids: Tokens of question and answer.
-        length: Number of tokens of the question.
-        about: Name of the person in question, BLANK if there is none.
-    """
-
-    ids: Int[Tensor, "*batch tokens"]
-    length: Int[Tensor, "*batch"]
-    about: Int[Tensor, "*batch"]
-
-    @property
-    def answers(self) -> Int[Tensor, "*batch tokens"]:
-        """The next token at the last token of the question and at the answer, BLANK elsewhere."""
-        place = torch.arange(self.ids.shape[-1]) - self.length[..., None]
-        return self.ids.roll(-1, -1).masked_fill((place != -1) & (place != 0), BLANK)
-
-    @property
-    def owners(self) -> Int[Tensor, "*batch tokens"]:
-        """The person's name at the last token of the question, BLANK elsewhere."""
-        last = torch.arange(self.ids.shape[-1]) == self.length[..., None] - 1
-        return torch.where(last, self.about[..., None], BLANK)
-
-
-def ask(
-    facts: Facts,
-    places: Int[Tensor, "batch questions"],
-    generator: torch.Generator,
-    *,
-    letters: tuple[int, int] = (0, 0),
-    nouns: float = 0.0,
-    numbers: float = 0.0,
-    begun: float = 0.0,
-) -> Questions:
-    """Questions about facts.
-
-    Args:
-        facts: The texts.
-        places: Indices of the facts to ask about, in each text.
-        generator: Random generator on the CPU.
-        letters: Minimum and maximum length of the chain of letters between the question and the name.
-        nouns: Fraction of the questions that use other words than the fact.
-        numbers: Fraction of the questions that mention the id, if the fact does.
-        begun: Fraction of the questions that are instead the beginning of a sentence.
-    """
-    shape = places.shape
-    owner, subject, relation, value = (x.gather(1, places) for x in facts[1:5])
-    who = torch.where(torch.rand(shape, generator=generator) < numbers, subject, owner)
-    spare = torch.rand(*shape, len(LETTERS), generator=generator).argsort(-1)[..., : letters[1]] + _TOKENS[LETTERS[0]]
-    chain = torch.cat([who[..., None], spare], -1)  # each stands for the one before it
-    links = torch.randint(letters[0], letters[1] + 1, shape, generator=generator)
-    parts = []
-    for link in range(letters[1]):
-        define = [_TOKENS["Let"], chain[..., link + 1], _TOKENS["be"], chain[..., link], _TOKENS["."]]
-        parts += [torch.where(links > link, torch.as_tensor(token), BLANK) for token in define]
-    who = chain.gather(-1, links[..., None])[..., 0]
-    verb, link = _PHRASES[relation].unbind(-1)
-    verbs = ["Question", ":", who, verb, link, "what", "?", "Answer", ":"]
-    other = ["Question", ":", "what", "is", "the", _NOUNS[relation], "of", who, "?", "Answer", ":"]
-    begins, others = (torch.rand(shape, generator=generator) < part for part in (begun, nouns))
-    for form, chosen in ((verbs, ~begins & ~others), (other, ~begins & others), ([who, verb, link], begins)):
-        if chosen.any():
-            tokens = (_TOKENS[token] if isinstance(token, str) else token for token in form)
-            parts += [torch.where(chosen, torch.as_tensor(token), BLANK) for token in tokens]
-    parts += [value, torch.full(shape, _TOKENS["</s>"])]
-    ids = torch.stack(parts, -1)
-    length = (ids != BLANK).sum(-1) - 2
-    ids = ids.gather(-1, (ids == BLANK).long().argsort(dim=-1, stable=True))
-    return Questions(ids[..., : int(length.max()) + 2], length, owner)

@@ -11,16 +11,15 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from foveate.demo.facts import BLANK, Questions
-from foveate.demo.lexicon import LABELS, RELATIONS, WORDS
+from foveate.demo.facts import BLANK, word_ids
+from foveate.demo.lexicon import LABELS, RELATIONS, TOKENS
 
-__all__ = ["EXAMPLE", "Labelled", "draw_labelled"]
+__all__ = ["EXAMPLE", "INPUT", "Labelled", "draw_labelled"]
 
 INPUT = 3  # words of an example
 EXAMPLE = INPUT + 3  # tokens of an example: words, arrow, label, full stop
 
-_TOKENS = {word: i for i, word in enumerate(WORDS)}
-_KINDS = torch.tensor([[_TOKENS[value] for value in relation.values] for relation in RELATIONS])
+_KINDS = torch.stack([word_ids(*relation.values) for relation in RELATIONS])
 
 
 class Labelled(NamedTuple):
@@ -29,12 +28,12 @@ class Labelled(NamedTuple):
     Attributes:
         ids: Tokens of the texts.
         labels: The label at the arrow of every example whose kind has occurred before, BLANK elsewhere.
-        questions: Inputs of kinds that occur in the text, with their labels.
+        questions: Inputs of kinds that occur in the text, each with the arrow, its label and the end-of-text token.
     """
 
     ids: Int[Tensor, "batch tokens"]
     labels: Int[Tensor, "batch tokens"]
-    questions: Questions
+    questions: Int[Tensor, "batch questions tokens"]
 
 
 def draw_labelled(
@@ -54,25 +53,21 @@ def draw_labelled(
         return torch.rand(batch, number, generator=generator).argsort()
 
     sort = distinct(len(RELATIONS))
-    label = distinct(len(LABELS)) + _TOKENS[LABELS[0]]
+    label = distinct(len(LABELS)) + TOKENS[LABELS[0]]
     several = torch.randint(kinds[0], kinds[1] + 1, (batch, 1), generator=generator)
     kind = (torch.rand(batch, examples, generator=generator) * several).long()
-    asked = kind.gather(1, torch.randint(examples, (batch, questions), generator=generator))
-    every = torch.cat([kind, asked], 1)
+    wanted = kind.gather(1, torch.randint(examples, (batch, questions), generator=generator))
+    every = torch.cat([kind, wanted], 1)
     words = torch.rand(*every.shape, _KINDS.shape[1], generator=generator).topk(INPUT).indices
     words = _KINDS[sort.gather(1, every)[..., None], words]
     name = label.gather(1, every)
 
     def text(*last: str) -> Tensor:
-        ends = [torch.full_like(name, _TOKENS[word]) for word in last]
+        ends = [torch.full_like(name, TOKENS[word]) for word in last]
         return torch.cat([words, torch.stack([ends[0], name, *ends[1:]], -1)], -1)
 
     known = (kind[:, :, None] == kind[:, None]).tril(-1).any(-1)
     labels = torch.full((batch, examples, EXAMPLE), BLANK)
     labels[..., INPUT] = name[:, :examples].masked_fill(~known, BLANK)
-    ids = text("->", "</s>")[:, examples:]
-    return Labelled(
-        text("->", ".")[:, :examples].flatten(1),
-        labels.flatten(1),
-        Questions(ids, torch.full(ids.shape[:2], INPUT + 1), torch.full(ids.shape[:2], BLANK)),
-    )
+    told, asked = text("->", ".")[:, :examples], text("->", "</s>")[:, examples:]
+    return Labelled(told.flatten(1), labels.flatten(1), asked)

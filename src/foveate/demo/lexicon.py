@@ -8,7 +8,18 @@ from transformers import PreTrainedTokenizerFast
 
 from foveate.demo import DATA
 
-__all__ = ["FILLERS", "IDS", "LABELS", "LETTERS", "NAMES", "RELATIONS", "WORDS", "Relation", "reader_tokenizer"]
+__all__ = [
+    "FILLERS",
+    "IDS",
+    "LABELS",
+    "LETTERS",
+    "NAMES",
+    "RELATIONS",
+    "TOKENS",
+    "WORDS",
+    "Relation",
+    "reader_tokenizer",
+]
 
 
 class Relation(NamedTuple):
@@ -54,11 +65,13 @@ _ALL = [SPECIAL, ASKING, NAMES, IDS, LABELS, LETTERS, *FILLERS]
 _ALL += [[relation.noun, *relation.phrase, *relation.values] for relation in RELATIONS]
 WORDS = list(dict.fromkeys(word for words in _ALL for word in words))
 """The whole vocabulary; the index of a word is its token id."""
+TOKENS = {word: i for i, word in enumerate(WORDS)}
+"""Token id of each word."""
 
 
 def reader_tokenizer() -> PreTrainedTokenizerFast:
     """The tokenizer: a token for each word or punctuation mark, `<unk>` for unknown words, `<s>` at the beginning."""
-    words = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="<unk>"))
+    words = Tokenizer(models.WordLevel(TOKENS, unk_token="<unk>"))
     words.pre_tokenizer = pre_tokenizers.Whitespace()
     words.add_special_tokens([AddedToken(word, special=True) for word in SPECIAL])
     words.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])

@@ -16,7 +16,7 @@ from foveate.methods import ComposedMethod, Method
 if TYPE_CHECKING:  # importing foveate does not import diffusers
     from foveate.diffusers.adapter import ModelAdapter
 
-__all__ = ["DENOISERS", "Handle", "apply", "remove", "summary"]
+__all__ = ["Handle", "apply", "denoisers", "remove", "summary"]
 
 log = logging.getLogger("foveate")
 
@@ -31,13 +31,18 @@ class Handle:
 
     def remove(self) -> None:
         """Remove the methods: the models are exactly as before. Calling it twice is fine."""
-        _replaced(self._adapters)
+        self._replaced()
         for adapter in self._adapters.values():
-            _remove(adapter)
+            adapter.remove()
+            _reset_compiled(adapter)
 
     def summary(self) -> Summary:
         """What each layer did in the last forward pass with a method at work, or why there was none. Print it."""
-        return _summary(self._adapters)
+        return Summary(
+            {name: adapter.report() for name, adapter in self._adapters.items()},
+            {name: adapter.outcomes for name, adapter in self._adapters.items()},
+            self._replaced(),
+        )
 
     def _repr_html_(self) -> str:
         return self.summary()._repr_html_()
@@ -48,19 +53,30 @@ class Handle:
 
     def attends_sparsely(self) -> bool:
         """Whether sparse attention works in the current forward pass, or did in the last one."""
-        return any(ran.plans for adapter in self._adapters.values() for ran in adapter.ran.values())
+        return any(ran.attention for adapter in self._adapters.values() for ran in adapter.ran.values())
 
     @contextmanager
     def paused(self) -> Generator[None]:
         """Context in which every forward pass is dense, for example that of the teacher in a distillation."""
-        before = {adapter: adapter.paused for adapter in self._adapters.values()}
-        for adapter in before:
-            adapter.paused = True
+        before = {adapter.planner: adapter.planner.paused for adapter in self._adapters.values()}
+        for planner in before:
+            planner.paused = True
         try:
             yield
         finally:
-            for adapter, paused in before.items():
-                adapter.paused = paused
+            for planner, paused in before.items():
+                planner.paused = paused
+
+    def _replaced(self) -> frozenset[str]:
+        """The models in whose place the pipeline has another one, which draws densely; says so in the log."""
+        replaced: set[str] = set()
+        for name, adapter in self._adapters.items():
+            pipeline = adapter.clock.pipeline
+            models = [_unwrapped(getattr(pipeline, denoiser, None)) for denoiser in DENOISERS]
+            if pipeline is not None and not any(model is adapter.model for model in models):
+                log.warning("the pipeline has another %s since apply, which is dense: apply again", name)
+                replaced.add(name)
+        return frozenset(replaced)
 
     def __enter__(self) -> "Handle":
         return self
@@ -96,7 +112,7 @@ def apply(target: Any, *methods: Method | ComposedMethod | Preset) -> Handle:
     if preset and len(methods) > 1:
         raise ValueError("a preset has all its methods: apply it alone")
     parts = tuple(part for method in methods for part in method.parts)
-    models = _denoisers(target)
+    models = {name: _unwrapped(model) for name, model in denoisers(target).items()}
     if preset:
         preset.check(models.values())
     cards = {name: card_of(model) for name, model in models.items()}
@@ -123,63 +139,42 @@ def apply(target: Any, *methods: Method | ComposedMethod | Preset) -> Handle:
 
 def remove(target: Any) -> None:
     """Remove all methods from a pipeline or model, with or without its handle; also from a deep copy of one."""
-    for adapter in _applied(target).values():
-        _remove(adapter)
+    _applied(target).remove()
 
 
 def summary(target: Any) -> Summary:
     """What the methods in a pipeline or model did: see `Handle.summary`."""
-    return _summary(_applied(target))
+    return _applied(target).summary()
 
 
-def _applied(target: Any) -> dict[str, "ModelAdapter"]:
+def _applied(target: Any) -> Handle:
+    """The methods at work in a pipeline or model."""
     from foveate.diffusers.adapter import ModelAdapter
 
-    adapters = {name: ModelAdapter.of(model) for name, model in _denoisers(target).items()}
-    return {name: adapter for name, adapter in adapters.items() if adapter}
+    adapters = {name: ModelAdapter.of(model) for name, model in denoisers(target).items()}
+    return Handle({name: adapter for name, adapter in adapters.items() if adapter})
 
 
-def _summary(adapters: dict[str, "ModelAdapter"]) -> Summary:
-    return Summary(
-        {name: adapter.report() for name, adapter in adapters.items()},
-        {name: adapter.outcomes for name, adapter in adapters.items()},
-        _replaced(adapters),
-    )
+def denoisers(target: Any) -> dict[str, torch.nn.Module]:
+    """The denoisers of a pipeline by name; a model is its own.
 
-
-def _replaced(adapters: dict[str, "ModelAdapter"]) -> frozenset[str]:
-    """The models in whose place the pipeline has another one, which draws densely; says so in the log."""
-    replaced: set[str] = set()
-    for name, adapter in adapters.items():
-        pipeline = adapter.clock.pipeline
-        if pipeline is not None and _unwrapped(getattr(pipeline, name, None)) is not adapter.model:
-            log.warning("the pipeline has another %s since apply, which is dense: apply again", name)
-            replaced.add(name)
-    return frozenset(replaced)
-
-
-def _denoisers(target: Any) -> dict[str, torch.nn.Module]:
-    """The denoisers of a pipeline by name."""
+    Raises:
+        ValueError: If a pipeline has none.
+    """
     if isinstance(target, torch.nn.Module):
-        model = _unwrapped(target)
-        return {type(model).__name__: model}
+        return {type(_unwrapped(target)).__name__: target}
     found = {name: model for name in DENOISERS if (model := getattr(target, name, None)) is not None}
     if not found:
         raise ValueError(
             f"{type(target).__name__} has no {', '.join(DENOISERS)}: pass a diffusers pipeline with a denoiser, "
             "or the denoiser itself"
         )
-    return {name: _unwrapped(model) for name, model in found.items()}
+    return found
 
 
 def _unwrapped(model: Any) -> Any:
     """The model without the wrapper of `torch.compile`."""
     return getattr(model, "_orig_mod", model)
-
-
-def _remove(adapter: "ModelAdapter") -> None:
-    adapter.remove()
-    _reset_compiled(adapter)
 
 
 def _reset_compiled(adapter: "ModelAdapter") -> None:

@@ -13,10 +13,12 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from foveate.diffusers.adapter import Layer, ModelAdapter
-from foveate.diffusers.backend import LayerPlan, attach, dispatches, plan_of
+from foveate.diffusers.adapter import ModelAdapter
+from foveate.diffusers.backend import LayerPlan, dispatches, plan_of
+from foveate.diffusers.layers import Layer
 from foveate.diffusers.lora import MethodLike, throughout, using
-from foveate.diffusers.pipelines import Call, denoiser, run_step
+from foveate.diffusers.pipelines import denoiser
+from foveate.diffusers.steps import Call
 from foveate.methods import HilbertA
 
 __all__ = ["attention_layers", "attention_map"]
@@ -57,21 +59,20 @@ def attention_map(
             raise ValueError(f"there is no attention layer {layer}: choose one of 0 to {len(adapter.layers) - 1}")
         watched = adapter.layers[layer]
         if not dispatches(watched.attn.processor):
-            adapter._take_processor(watched)
+            adapter.take_processor(watched)
 
         def watch(*_: Any) -> None:
             plan = plan_of(watched.attn.processor)
             if plan is None:  # a dense layer
                 plan = LayerPlan(torch.arange(_tokens(adapter, watched)))
-                attach(watched.attn.processor, plan)
-                adapter._attached.append((watched.attn.processor, plan))
+                adapter.attach(watched, plan)
             plan.watch = lambda attend, value: found.append(_weights(adapter, watched, token, attend, value))
 
-        holder = denoiser(pipeline) if adapter._plans_with_model(watched.holder) else watched.holder
+        holder = denoiser(pipeline) if adapter.planned_with_model(watched.holder) else watched.holder
         hook = holder.register_forward_pre_hook(watch)  # after the hook that attaches the plans
         try:
-            adapter.paused = method is None
-            run_step(pipeline, step)
+            adapter.planner.paused = method is None
+            step.run(denoiser(pipeline))
         finally:
             hook.remove()
     if not found:
@@ -80,23 +81,23 @@ def attention_map(
 
 
 def _tokens(adapter: ModelAdapter, layer: Layer) -> int:
-    layout = adapter.ran[layer.holder].layout
-    if layout is None:
-        raise ValueError(f"{layer.name} is dense: {adapter.ran[layer.holder].why}")
-    return (layout if layer.joint else layout.only_images()).tokens
+    ran = adapter.ran[layer.holder]
+    if not ran.layouts:
+        raise ValueError(f"{layer.name} is dense: {ran.why}")
+    return ran.layouts_of(layer)[0].tokens
 
 
 def _weights(
     adapter: ModelAdapter, layer: Layer, token: tuple[int, ...], attend: Callable[[Tensor], Tensor], value: Tensor
 ) -> Tensor:
     ran = adapter.ran[layer.holder]
-    layout = ran.layout if layer.joint else ran.layout.only_images()
+    layout = ran.layouts_of(layer)[0]
     grid = layout.grids[0]
     if len(token) != len(grid) or not all(0 <= place < side for place, side in zip(token, grid, strict=True)):
         raise ValueError(f"there is no token {token} in a grid of {' x '.join(map(str, grid))}: count from 0")
     images = layout.positions("image")[: torch.Size(grid).numel()].to(value.device)
     place = images[torch.arange(len(images)).view(grid)[token]]
-    merging = layer.group if ran.regions and adapter._merges_attention(layer) else None
+    merging = layer.group if ran.is_merged(layer) else None
     text = len(merging.text) if merging and layer.joint else 0
     batch, _, heads, width = value.shape
     rows: list[Tensor] = []

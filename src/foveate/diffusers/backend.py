@@ -8,6 +8,7 @@ parallel_config=self._parallel_config)``. `attach` sets both on one processor: t
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from diffusers.models.attention_dispatch import (
     all_to_all_single_any_qkv_async,
     dispatch_attention_fn,
 )
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from foveate.ops.joint_attention import Pattern, joint_attention
@@ -28,7 +29,9 @@ from foveate.ops.permute_tokens import permute_tokens
 __all__ = [
     "FOVEATE",
     "LayerPlan",
+    "RerunWithPlans",
     "attach",
+    "context_of",
     "detach",
     "dispatches",
     "foveate_attention",
@@ -39,6 +42,7 @@ __all__ = [
 ]
 
 
+@dataclass(eq=False)
 class LayerPlan:
     """How one attention layer attends in one forward; passed in the place of a `ParallelConfig`, and wraps one.
 
@@ -48,41 +52,28 @@ class LayerPlan:
         pattern: Which tokens attend to which; None if all attend to all.
         mask_is_padding: Whether an attention mask only hides the padding, which `order` leaves out.
         streams: Lengths of the parts of the sequence that context parallelism splits one by one: text and image.
+        parts: Plans of consecutive samples whose padding differs; empty if all samples attend by this plan.
+        samples: Number of samples of each part.
         rope: (cos, sin), [tokens, head_dim] or [batch, tokens, head_dim], to rotate queries and keys by; None if the
             processor has done so. Rows for the last tokens, the text, may be left out: they are not rotated.
         bias: Added to the attention logits of each key [batch or 1, tokens].
-        parts: Plans of consecutive samples whose padding differs; empty if all samples attend by this plan.
-        samples: Number of samples of each part.
         watch: Called once with attention as a function of the values, and the values; see `attention_map`.
         backend: The backend of the processor before `attach`.
         parallel: The parallel config of the processor before `attach`.
     """
 
-    def __init__(
-        self,
-        order: Tensor,
-        inverse: Tensor | None = None,
-        pattern: Pattern | None = None,
-        mask_is_padding: bool = False,
-        streams: tuple[int, ...] = (),
-    ) -> None:
-        self.order, self.inverse, self.pattern = order, inverse, pattern
-        self.mask_is_padding, self.streams = mask_is_padding, streams
-        self.bias: Tensor | None = None
-        self.rope: tuple[Tensor, Tensor] | None = None
-        self.parts: tuple[LayerPlan, ...] = ()
-        self.samples: tuple[int, ...] = ()
-        self.watch: Callable[[Callable[[Tensor], Tensor], Tensor], None] | None = None
-        self.backend: Any = None
-        self.parallel: Any = None
-
-    @classmethod
-    def ragged(cls, parts: tuple["LayerPlan", ...], samples: tuple[int, ...]) -> "LayerPlan":
-        """The plan of a batch whose samples differ in their padding."""
-        first = parts[0]
-        plan = cls(first.order, first.inverse, first.pattern, first.mask_is_padding, first.streams)
-        plan.parts, plan.samples = parts, samples
-        return plan
+    order: Tensor
+    inverse: Tensor | None = None
+    pattern: Pattern | None = None
+    mask_is_padding: bool = False
+    streams: tuple[int, ...] = ()
+    parts: tuple["LayerPlan", ...] = ()
+    samples: tuple[int, ...] = ()
+    rope: tuple[Tensor, Tensor] | None = None
+    bias: Tensor | None = None
+    watch: Callable[[Callable[[Tensor], Tensor], Tensor], None] | None = None
+    backend: Any = None
+    parallel: Any = None
 
     @property
     def tokens(self) -> int:
@@ -93,11 +84,6 @@ class LayerPlan:
     def context_parallel_config(self) -> Any:
         """That of the wrapped config."""
         return getattr(self.parallel, "context_parallel_config", None)
-
-    @property
-    def tensor_parallel_config(self) -> Any:
-        """That of the wrapped config."""
-        return getattr(self.parallel, "tensor_parallel_config", None)
 
 
 def _add_backend(name: str) -> AttentionBackendName:
@@ -123,6 +109,11 @@ def plan_of(processor: Any) -> LayerPlan | None:
     """The plan attached to a processor, if any."""
     config = getattr(processor, "_parallel_config", None)
     return config if isinstance(config, LayerPlan) else None
+
+
+def context_of(processor: Any) -> Any:
+    """The config of context parallelism of a processor; None without it."""
+    return getattr(getattr(processor, "_parallel_config", None), "context_parallel_config", None)
 
 
 def local_tokens(streams: Sequence[int], context: Any) -> int:
@@ -155,6 +146,47 @@ def set_attention(processor: Any, backend: Any, config: Any) -> None:
         setattr(processor, name, value)
         if getattr(type(processor), name, ...) is value:
             vars(processor).pop(name)
+
+
+class RerunWithPlans:
+    """A checkpointing function that runs a block again with the plans it had, whatever forward passes came between.
+
+    Args:
+        original: The model's own checkpointing function.
+    """
+
+    def __init__(self, original: Callable[..., Any]) -> None:
+        self.original = original
+
+    @classmethod
+    def install(cls, holder: Any) -> None:
+        """Replace the checkpointing function of a module, once."""
+        if not isinstance(holder._gradient_checkpointing_func, cls):
+            holder._gradient_checkpointing_func = cls(holder._gradient_checkpointing_func)
+
+    @classmethod
+    def remove(cls, holder: Any) -> None:
+        """Give a module its own checkpointing function back."""
+        if isinstance(rerun := getattr(holder, "_gradient_checkpointing_func", None), cls):
+            holder._gradient_checkpointing_func = rerun.original
+
+    def __call__(self, block: nn.Module, *args: Any) -> Any:
+        """Run the block; the backward pass will run it again."""
+        owned: list[Any] = [getattr(module, "processor", None) for module in block.modules()]
+        processors = [processor for processor in owned if dispatches(processor)]
+        plans = [(processor, processor._attention_backend, processor._parallel_config) for processor in processors]
+
+        def run(*args: Any) -> Any:
+            now = [(processor, processor._attention_backend, processor._parallel_config) for processor in processors]
+            for plan in plans:
+                set_attention(*plan)
+            try:
+                return block(*args)
+            finally:
+                for plan in now:
+                    set_attention(*plan)
+
+        return self.original(run, *args)
 
 
 def with_text(rope: tuple[Tensor, Tensor], tokens: int) -> tuple[Tensor, Tensor]:
@@ -193,20 +225,16 @@ def foveate_attention(
     context = plan.context_parallel_config
     tokens = plan.tokens if context is None else local_tokens(plan.streams, context)
     rope = None if plan.rope is None else with_text(plan.rope, tokens)
-    masked = attn_mask is not None and not plan.mask_is_padding
-    if query.shape[1] != tokens or key.shape[1] != tokens or masked:
+    fits = query.shape[1] == key.shape[1] == tokens and (attn_mask is None or plan.mask_is_padding)
+    if not fits or plan.pattern is None:
         if rope is not None and query.shape[1] == key.shape[1] == rope[0].shape[-2]:
             query, key, value = permute_tokens(query, key, value, rope=rope)
+        if fits:
+            attn_mask = None if plan.bias is None else plan.bias.to(query.dtype)[:, None, None]
         return dispatch_attention_fn(
             query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa,
             backend=plan.backend, parallel_config=plan.parallel,
         )  # fmt: skip
-    if plan.pattern is None:
-        query, key, value = permute_tokens(query, key, value, rope=rope)
-        mask = None if plan.bias is None else plan.bias.to(query.dtype)[:, None, None]
-        return dispatch_attention_fn(
-            query, key, value, mask, scale=scale, backend=plan.backend, parallel_config=plan.parallel
-        )
     if context is None:
         return _attend(query, key, value, plan, rope)
     if rope is not None:  # that of merged tokens, of which this process has its own

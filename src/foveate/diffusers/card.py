@@ -12,7 +12,7 @@ from jaxtyping import Int
 from torch import Tensor, nn
 
 from foveate.methods.base import DenseFallback, Grid, TokenMerging
-from foveate.utils.cache import WeakTensorCache
+from foveate.utils.cache import cached_by_tensor
 
 __all__ = [
     "Card",
@@ -161,8 +161,6 @@ def earlier_frames(inputs: dict[str, Any], full: str, half: str, quarter: str) -
 
 Segments = tuple[Segment, ...]
 
-_SEGMENTS: WeakTensorCache[tuple[Segments, ...]] = WeakTensorCache()
-
 
 def text_and_padding(tokens: int, mask: Tensor | None) -> tuple[Segments, ...]:
     """Segments of a padded text in each sample of the batch; of one sample only if there is no padding.
@@ -174,17 +172,16 @@ def text_and_padding(tokens: int, mask: Tensor | None) -> tuple[Segments, ...]:
     Raises:
         DenseFallback: If the mask hides more than the text.
     """
-    if mask is None:
-        return ((text(tokens),),)
+    return ((text(tokens),),) if mask is None else _read_mask(mask, tokens)
 
-    def read() -> tuple[Segments, ...]:
-        rows = mask.detach().cpu().bool().flatten(1)
-        if not rows[:, tokens:].all():
-            raise DenseFallback("the mask of the text hides image tokens")
-        runs = [zip(*row.unique_consecutive(return_counts=True), strict=True) for row in rows[:, :tokens]]
-        return tuple(tuple((text if real else padding)(int(length)) for real, length in row) for row in runs)
 
-    return _SEGMENTS.get([mask], (tokens, None if mask.is_inference() else mask._version), read)
+@cached_by_tensor
+def _read_mask(mask: Tensor, tokens: int) -> tuple[Segments, ...]:
+    rows = mask.detach().cpu().bool().flatten(1)
+    if not rows[:, tokens:].all():
+        raise DenseFallback("the mask of the text hides image tokens")
+    runs = [zip(*row.unique_consecutive(return_counts=True), strict=True) for row in rows[:, :tokens]]
+    return tuple(tuple((text if real else padding)(int(length)) for real, length in row) for row in runs)
 
 
 class Layout(NamedTuple):
@@ -263,7 +260,7 @@ class Stack(NamedTuple):
 
 
 class Card:
-    """What Foveate has to know about a model class. Subclasses implement `layout`, and `stacks` for other block lists.
+    """What Foveate has to know about a model class. Subclasses say what is different in it.
 
     Attributes:
         blocks: Name of the list of blocks.
@@ -300,7 +297,8 @@ class Card:
     def layout(self, holder: nn.Module, inputs: dict[str, Any]) -> Layout | list[Layout]:
         """The attention sequence of a forward pass, or that of each sample of the batch.
 
-        The sequences of samples may differ in their padding only.
+        The sequences of samples may differ in their padding only. Unless a card says otherwise, it is the image or
+        video alone, whose grid is that of the latent's patches.
 
         Args:
             holder: `Stack.holder`.
@@ -309,7 +307,8 @@ class Card:
         Raises:
             DenseFallback: If this forward pass has to stay dense.
         """
-        raise NotImplementedError
+        config: Any = holder.config
+        return Layout((patches(inputs["hidden_states"].shape[2:], config.patch_size or 1),))  # UNets have no patches
 
     def stacks(self, model: nn.Module) -> Iterator[Stack]:
         """The stacks of blocks, in running order."""
@@ -334,8 +333,15 @@ class Card:
 
     def check(self, model: nn.Module, methods: tuple[Any, ...]) -> None:
         """Raise a ValueError if the methods do not fit this kind of model."""
-        if self.unmerged and any(isinstance(method, TokenMerging) for method in methods):
+        merging = [method for method in methods if isinstance(method, TokenMerging)]
+        if merging and self.unmerged:
             raise ValueError(f"{type(model).__name__} {self.unmerged}: use HilbertA or LLSA alone")
+        if any(method.granularity == "block" for method in merging) and (why := self.unmerged_blocks(model)):
+            raise ValueError(f"this model {why}: merge with granularity='module'")
+
+    def unmerged_blocks(self, model: nn.Module) -> str:
+        """Why whole blocks of this model cannot merge; empty if they can."""
+        return ""
 
     def check_merging(self, method: TokenMerging, inputs: dict[str, Any]) -> None:
         """Raise a DenseFallback if token merging has to leave this forward pass dense.

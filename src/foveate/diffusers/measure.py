@@ -6,7 +6,7 @@ Everything that was measured is kept in a folder: an interrupted run continues f
 
 import json
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, nullcontext
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
@@ -19,11 +19,11 @@ from PIL import Image
 from torch import Tensor, nn
 
 from foveate.diffusers.adapter import ModelAdapter
-from foveate.diffusers.apply import DENOISERS, apply
+from foveate.diffusers.apply import apply, denoisers
 from foveate.diffusers.card import card_of
-from foveate.diffusers.lora import throughout
-from foveate.diffusers.pipelines import Call, Request, denoiser, draw, fingerprint
-from foveate.methods import ComposedMethod, Method
+from foveate.diffusers.lora import MethodLike, throughout
+from foveate.diffusers.pipelines import Request, draw, fingerprint
+from foveate.diffusers.steps import Call
 from foveate.methods.base import layer_ranges
 from foveate.utils.device import now
 from foveate.utils.files import claim, slug, write_picture, write_whole
@@ -32,7 +32,6 @@ from foveate.utils.similarity import psnr
 
 __all__ = ["Measurements"]
 
-MethodLike = Method | ComposedMethod
 RECORDED = 2  # prompts whose dense steps are recorded
 STEPS = 6  # recorded steps, shared among these prompts
 GROUPS = 8  # groups of adjacent layers
@@ -75,15 +74,11 @@ class Measurements:
         self.pipeline, self.requests, self.folder, self.track = pipeline, requests, folder, track
         self._prompts, first = min(RECORDED, calibration), requests[0]
         self._device = pipeline._execution_device  # with offloading pipeline.device is the CPU
-        self.denoisers = [model for name in DENOISERS if (model := getattr(pipeline, name, None)) is not None]
-        card = card_of(self.denoisers[0])
-        blocks = [block for stack in card.stacks(self.denoisers[0]) for block in stack.blocks]
-        self._attention = [
-            [attn for name in card.attention if (attn := getattr(block, name, None))] for block in blocks
-        ]
+        self.denoisers = [*denoisers(pipeline).values()]
+        self._blocks = sum(len(stack.blocks) for stack in card_of(self.denoisers[0]).stacks(self.denoisers[0]))
         settings = {
-            "model": type(denoiser(pipeline)).__name__,
-            "weights": fingerprint(denoiser(pipeline)),
+            "model": type(self.denoisers[0]).__name__,
+            "weights": fingerprint(self.denoisers[0]),
             "adapters": getattr(pipeline, "get_list_adapters", dict)(),
             "size": f"{first.size[1]}x{first.size[0]}",
             "steps": first.steps,
@@ -164,7 +159,7 @@ class Measurements:
 
         def keep(model: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
             if step in found:
-                found[step].append(Recorded(step, model, Call(args, _copied(kwargs)), _prediction(output)))
+                found[step].append(Recorded(step, model, Call(args, kwargs), _prediction(output)))
 
         def after_step() -> None:
             nonlocal step
@@ -229,11 +224,10 @@ class Measurements:
         """Error of each method at work in one group of layers alone.
 
         Returns:
-            For each method and group "layers" (their numbers), "attention_error" (relative, of the output of the
-            attention layers; None where tokens are merged), "prediction_error" (relative), "saved" (floating-point
+            For each method and group "layers" (their numbers), "prediction_error" (relative), "saved" (floating-point
             operations).
         """
-        groups = _groups(len(self._attention))
+        groups = _groups(self._blocks)
         todo = [method for method in methods if any(f"layers {g} {method!r}" not in self._known for g in groups)]
         advance = self.track("layers", len(groups) * len(todo)) if todo else lambda: None
         for group in groups:
@@ -244,28 +238,18 @@ class Measurements:
 
     def _layers(self, method: MethodLike, group: list[int]) -> dict[str, Any]:
         middle = len(self.recorded) // 2
-        limited = throughout(method, dense_layers=layer_ranges(set(range(len(self._attention))) - set(group)))
-        attention: list[float | None] = []
-        prediction: list[float] = []
+        limited = throughout(method, dense_layers=layer_ranges(set(range(self._blocks)) - set(group)))
+        errors: list[float] = []
         saved = 0
         for calls in self.recorded[max(0, middle - 1) : middle + 1]:
-            with self._attention_outputs(group) as outputs:
-                self._forward(calls[:1])
-                before = dict(outputs)
-                try:
-                    with apply(self.pipeline, limited) as run:
-                        _, predictions = self._forward(calls[:1])
-                        saved = sum(layer.saved for layer in run.summary().layers if not layer.why)
-                except ValueError:  # token merging skips all of these
-                    return {"layers": group, "attention_error": None, "prediction_error": 0.0, "saved": 0}
-            attention.append(_outputs_differ(before, outputs))
-            prediction.append(_relative(predictions[0], calls[0].prediction))
-        return {
-            "layers": group,
-            "attention_error": None if None in attention else mean(attention),
-            "prediction_error": mean(prediction),
-            "saved": saved,
-        }
+            try:
+                with apply(self.pipeline, limited) as run:
+                    _, predictions = self._forward(calls[:1])
+                    saved = sum(layer.saved for layer in run.summary().layers if not layer.why)
+            except ValueError:  # token merging skips all of these
+                return {"layers": group, "prediction_error": 0.0, "saved": 0}
+            errors.append(_relative(predictions[0], calls[0].prediction))
+        return {"layers": group, "prediction_error": mean(errors), "saved": saved}
 
     def slices(self, method: MethodLike) -> list[dict[str, Any]]:
         """Error of a picture in which a method works in one part of the run alone.
@@ -287,28 +271,14 @@ class Measurements:
 
     def _grids(self) -> list[Any]:
         """Grids of image tokens in the last forward pass, of each part of the model with its own."""
-        forwards = [
-            ran for model in self.denoisers if (adapter := ModelAdapter.of(model)) for ran in adapter.ran.values()
-        ]
-        return [list(map(list, grids)) for grids in dict.fromkeys(ran.layout.grids for ran in forwards if ran.layouts)]
-
-    @contextmanager
-    def _attention_outputs(self, group: list[int]) -> Iterator[dict[nn.Module, list[Tensor]]]:
-        """Context that keeps the output of the attention modules in a group of layers."""
-        outputs: dict[nn.Module, list[Tensor]] = {}
-
-        def keep(module: nn.Module, _args: Any, output: Any) -> None:
-            outputs[module] = [one for one in (output if isinstance(output, tuple) else (output,)) if one is not None]
-
-        with ExitStack() as hooks:
-            for module in (attn for number in group for attn in self._attention[number]):
-                hooks.callback(module.register_forward_hook(keep).remove)
-            yield outputs
+        adapters = filter(None, map(ModelAdapter.of, self.denoisers))
+        ran = [stack for adapter in adapters for stack in adapter.ran.values() if stack.layouts]
+        return [list(map(list, grids)) for grids in dict.fromkeys(stack.layout.grids for stack in ran)]
 
     def _forward(self, calls: Sequence[Recorded]) -> tuple[float, list[Tensor]]:
         """Seconds and predictions of recorded calls, run again."""
         began = now(self._device)
-        outputs = [call.model(*call.call.args, **_copied(call.call.kwargs)) for call in calls]
+        outputs = [call.call.run(call.model) for call in calls]
         return now(self._device) - began, [_prediction(output) for output in outputs]
 
     def _once(self, name: str, measure: Callable[[], Any]) -> Any:
@@ -326,11 +296,6 @@ def _groups(layers: int) -> list[list[int]]:
     return [list(range(a, b)) for a, b in pairwise(cuts)]
 
 
-def _copied(kwargs: dict[str, Any]) -> dict[str, Any]:
-    """The arguments with dictionaries copied: some models remove entries from them."""
-    return {name: dict(value) if isinstance(value, dict) else value for name, value in kwargs.items()}
-
-
 def _prediction(output: Any) -> Tensor:
     """The output of a denoiser as one tensor."""
     first = output[0]
@@ -340,16 +305,6 @@ def _prediction(output: Any) -> Tensor:
 def _relative(ours: Tensor, dense: Tensor) -> float:
     """Relative difference between tensors."""
     return ((ours - dense).float().norm() / dense.float().norm()).item()
-
-
-def _outputs_differ(dense: dict[nn.Module, list[Tensor]], ours: dict[nn.Module, list[Tensor]]) -> float | None:
-    """Relative difference between the outputs of modules, mean over the modules; None if their shapes differ."""
-    pairs = [
-        (torch.cat([x.flatten(1) for x in dense[m]], 1), torch.cat([x.flatten(1) for x in ours[m]], 1)) for m in dense
-    ]
-    if any(theirs.shape != mine.shape for theirs, mine in pairs):
-        return None
-    return mean(_relative(mine, theirs) for theirs, mine in pairs) if pairs else None
 
 
 def _stacked(frames: Sequence[Image.Image]) -> Image.Image:

@@ -21,9 +21,25 @@ from foveate.diffusers.card import Card
 from foveate.diffusers.clock import Step
 from foveate.methods.base import TokenMerging
 from foveate.ops.merging import AnyMerge, Group, Regions
-from foveate.utils.cache import FixedMemory, WeakTensorCache, persistent
+from foveate.utils.cache import FixedMemory, cached_by_tensor
 
-__all__ = ["MergeGroup", "MergedBlock"]
+__all__ = ["MergeGroup", "MergedBlock", "is_single_stream", "merged_modules"]
+
+
+def is_single_stream(card: Card, block: nn.Module) -> bool:
+    """Whether a part of the block, from a norm to a linear layer, merges as a whole."""
+    return hasattr(block, card.stream[0])
+
+
+def merged_modules(method: TokenMerging, card: Card, block: nn.Module) -> dict[str, nn.Module]:
+    """The modules of a block that run on merged tokens by name, unless it is a single-stream block."""
+    mlp = card.merge_mlp if method.merge_mlp is None else method.merge_mlp
+    on = {"attn": method.merge_attn, "cross": method.merge_cross, "mlp": mlp or method.granularity == "block"}
+    return {
+        name: module
+        for name, kind in card.merged_modules.items()
+        if on[kind] and (module := getattr(block, name, None)) is not None
+    }
 
 
 class MergeGroup:
@@ -34,8 +50,6 @@ class MergeGroup:
         card: Card of the model.
 
     Attributes:
-        method: How to merge.
-        card: Card of the model.
         merge: The plan of the current forward pass; None leaves the blocks dense.
         text: As long as the text, padding included, where a tensor holds text and image.
         image_first: Whether the image precedes the text there.
@@ -57,52 +71,48 @@ class MergeGroup:
         self._regions: Regions | None = None
         self._plan: AnyMerge | None = None
         self._made: tuple[int, int] | None = None  # periods of the destinations and the weights of the plan
-        self._key: Hashable = None
-        self._groups: tuple[Group, ...] = ()
-        self._order: Tensor | None = None
+        self._made_for: tuple[Hashable, tuple[Group, ...]] | None = None  # run and regions of the plan
+        self._order: Tensor | None = None  # order of these regions
         self._joint: tuple[Tensor | None, ...] = ()  # order and inverse of a sequence that begins with the text
         self._last, self._due = -1, False
         self._rope, self._sizes = FixedMemory(), FixedMemory()
         self.whole: tuple[Tensor, Tensor] | None = None  # tokens before a run of merged blocks, and the same merged
 
+    def reset(self) -> None:
+        """Merge nothing, until `begin`."""
+        self.end()
+        self._regions = self.merge = self.whole = None
+        self.layer_plans = []
+
     def begin(
-        self,
-        regions: Regions | None = None,
-        step: Step | None = None,
-        text: Tensor | None = None,
-        skip_unmerge: bool = True,
-        image_first: bool = False,
+        self, regions: Regions, step: Step, text: Tensor, *, skip_unmerge: bool = True, image_first: bool = False
     ) -> None:
-        """Prepare the next forward pass.
+        """Merge in the next forward pass.
 
         Args:
-            regions: Regions within which tokens merge; None merges nothing.
+            regions: Regions within which tokens merge.
             step: Step of the denoising run.
             text: See `MergeGroup.text`.
             skip_unmerge: See `MergeGroup.skip_unmerge`.
             image_first: See `MergeGroup.image_first`.
         """
-        self.end()
-        self._regions, self.merge, self.whole = regions, None, None
-        self.layer_plans, self.skip_unmerge = [], skip_unmerge
-        if regions is None or step is None or text is None:
-            return
-        self.text, self.image_first = text, image_first
+        self.reset()
+        self._regions, self.text, self.image_first, self.skip_unmerge = regions, text, image_first, skip_unmerge
         raster = regions.order is regions.inverse
         self.order, self.inverse = (None, None) if raster else (regions.order, regions.inverse)
         self._joint = tuple(None if x is None else after_text(x, len(text)) for x in (self.order, self.inverse))
-        same = step.key == self._key and regions.groups == self._groups and regions.order is self._order
-        if not same or step.number < self._last:  # another picture
-            self._key, self._groups, self._order = step.key, regions.groups, regions.order
-            self._plan = self._made = None
+        made_for = step.key, regions.groups
+        if made_for != self._made_for or regions.order is not self._order or step.number < self._last:
+            self._made_for, self._order = made_for, regions.order
+            self._plan = self._made = None  # another picture
         self._last = step.number
         periods = step.number // self.method.dst_every, step.number // self.method.weights_every
-        if self._plan is None or self._made != periods:
-            if self._made is None or self._made[0] != periods[0]:
-                self._plan = None  # new destinations too
-            self._made, self._due = periods, True
-        else:
+        if self._plan is not None and self._made == periods:
             self.merge = self._plan
+            return
+        if self._made is None or self._made[0] != periods[0]:
+            self._plan = None  # new destinations too
+        self._made, self._due = periods, True
 
     @property
     def begun(self) -> bool:
@@ -191,13 +201,10 @@ class MergeGroup:
         return self._joined(words, image) if text else image
 
 
-_AFTER_TEXT: WeakTensorCache[Tensor] = WeakTensorCache()
-
-
+@cached_by_tensor
 def after_text(order: Tensor, text: int) -> Tensor:
     """The order of text and image in which the text precedes the image and stays as it is."""
-    make = persistent(lambda: torch.cat([torch.arange(text).to(order.device), order + text]))
-    return _AFTER_TEXT.get([order], text, make)
+    return torch.cat([torch.arange(text).to(order.device), order + text])
 
 
 class MergedBlock:
@@ -215,12 +222,28 @@ class MergedBlock:
         self.rope = Argument(block, group.card.rope)
         self.attention_rope = Argument(attentions[0], group.card.rope) if attentions else None
         self.handles: list[RemovableHandle] = []
-        self._last: tuple[str, nn.Module, RemovableHandle] | None = None
+        self._ends_run = True  # whether tokens are unmerged after this block
+        self._stream_end: tuple[nn.Module, RemovableHandle] | None = None  # see `follow`
 
     def remove(self) -> None:
         """Remove all hooks."""
-        for handle in (*self.handles, *(self._last or ())[2:]):
+        for handle in (*self.handles, *(self._stream_end or ())[1:]):
             handle.remove()
+
+    def install(self, *, last: bool) -> None:
+        """Add the hooks that merge and unmerge.
+
+        Args:
+            last: Whether the next block does not merge with the same plan.
+        """
+        method, card = self.group.method, self.group.card
+        if method.granularity == "block":
+            self.merge_block(last=last)
+        elif is_single_stream(card, self.block):
+            self.merge_stream()
+        else:
+            for module in merged_modules(method, card, self.block).values():
+                self.merge_module(module)
 
     # --- the hook that makes the plan ---
 
@@ -231,10 +254,9 @@ class MergedBlock:
 
     def plan(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Hook before the block."""
-        x = args[0] if args else kwargs["hidden_states"]
         rope = self.rope.of(args, kwargs)
         rotation = None if rope is None else self.group.card.rotation(rope)
-        image = self.group.split(x, self._joined_text())[1]
+        image = self.group.split(tokens_of(args, kwargs), self._joined_text())[1]
         if rotation is not None and not self.group.card.rotates_text:
             rotation = with_text(rotation, image.shape[1] + len(self.group.text))
         self.group.plan(image, rotation)
@@ -252,9 +274,10 @@ class MergedBlock:
         What the blocks add to the merged tokens is added to all tokens after the last. That is what merging and
         unmerging around each block gives wherever merging undoes unmerging: with hard weights exactly.
         """
+        self._ends_run = last
         self.handles += [
             self.block.register_forward_pre_hook(self.enter, with_kwargs=True),
-            self.block.register_forward_hook(self.leave if last else self.leave_between),
+            self.block.register_forward_hook(self.leave),
         ]
 
     @torch.compiler.disable
@@ -264,29 +287,22 @@ class MergedBlock:
         if group.merge is None:
             return args, kwargs
         if group.whole is None:
-            x = args[0] if args else kwargs["hidden_states"]
-            merged = group.merged(x, self._joined_text())
-            group.whole = x, merged
-            args = (merged, *args[1:]) if args else args
-            kwargs = kwargs if args else {**kwargs, "hidden_states": merged}
+            x = tokens_of(args, kwargs)
+            group.whole = x, group.merged(x, self._joined_text())
+            args, kwargs = with_tokens(group.whole[1], args, kwargs)
         return self._without_rope(self.rope, args, kwargs)
 
     @torch.compiler.disable
     def leave(self, block: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-        """Hook after the last block of a run."""
+        """Hook after the block: unmerge its tokens unless the next block takes them merged."""
         group = self.group
-        if group.whole is None:
+        if group.whole is None or (group.skip_unmerge and not self._ends_run):
             return output
         (x, merged), group.whole = group.whole, None
         parts = list(output) if isinstance(output, tuple) else [output]
         i = 0 if group.card.returns_image_first else -1
         parts[i] = group.updated(x, merged, parts[i], self._joined_text())
         return tuple(parts) if isinstance(output, tuple) else parts[0]
-
-    @torch.compiler.disable
-    def leave_between(self, block: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-        """Hook after a block that is not the last one."""
-        return output if self.group.skip_unmerge else self.leave(block, args, output)
 
     def _joined_text(self) -> int:
         return len(self.group.text) if self.joined else 0
@@ -309,11 +325,8 @@ class MergedBlock:
         """Hook before a module: its first argument holds image tokens, and text where the block has both in one."""
         if self.group.merge is None:
             return args, kwargs
-        text = self._joined_text()
-        if args:
-            args = self.group.merged(args[0], text), *args[1:]
-        else:
-            kwargs = {**kwargs, "hidden_states": self.group.merged(kwargs["hidden_states"], text)}
+        merged = self.group.merged(tokens_of(args, kwargs), self._joined_text())
+        args, kwargs = with_tokens(merged, args, kwargs)
         attends = any(module is attn for attn in self.attentions)
         return self._without_rope(self.attention_rope, args, kwargs) if attends else (args, kwargs)
 
@@ -326,21 +339,24 @@ class MergedBlock:
         image, text, *prompt = output
         return self.group.unmerged(image), text, *map(self.group.unmerged, prompt)
 
-    def merge_stream(self, first: str, last: str) -> None:
-        """Run a single-stream block on merged tokens from its norm `first` to its linear layer `last`."""
-        norm, (attn,) = getattr(self.block, first), self.attentions
+    def merge_stream(self) -> None:
+        """Run a single-stream block on merged tokens from its norm to its last linear layer: see `Card.stream`."""
+        norm, (attn,) = getattr(self.block, self.group.card.stream[0]), self.attentions
         self.handles += [
             norm.register_forward_hook(self.merge_normed),
             attn.register_forward_pre_hook(self.take_rope, with_kwargs=True),
         ]
-        layer = getattr(self.block, last)
-        self._last = last, layer, layer.register_forward_hook(self.unmerge_stream)
+        layer = getattr(self.block, self.group.card.stream[1])
+        self._stream_end = layer, layer.register_forward_hook(self.unmerge_stream)
 
     def follow(self) -> None:
         """Move the last hook of `merge_stream` to a layer that replaced the hooked one, as LoRA adapters do."""
-        if self._last is not None and (layer := getattr(self.block, self._last[0])) is not self._last[1]:
-            self._last[2].remove()
-            self._last = self._last[0], layer, layer.register_forward_hook(self.unmerge_stream)
+        if self._stream_end is None:
+            return
+        layer, handle = self._stream_end
+        if (now := getattr(self.block, self.group.card.stream[1])) is not layer:
+            handle.remove()
+            self._stream_end = now, now.register_forward_hook(self.unmerge_stream)
 
     def merge_normed(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         """Hook after the norm: it returns text and image tokens, alone or first in a tuple."""
@@ -357,3 +373,13 @@ class MergedBlock:
     def unmerge_stream(self, module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
         """Hook after the last layer: it returns text and merged tokens."""
         return output if self.group.merge is None else self.group.unmerged(output, len(self.group.text))
+
+
+def tokens_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    """The tokens in a call of a block or module: its first argument."""
+    return args[0] if args else kwargs["hidden_states"]
+
+
+def with_tokens(x: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of a call with other tokens."""
+    return ((x, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": x})

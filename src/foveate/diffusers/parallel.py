@@ -8,7 +8,7 @@ import torch
 from diffusers import ContextParallelConfig
 from torch.distributed.device_mesh import init_device_mesh
 
-from foveate.diffusers.apply import DENOISERS
+from foveate.diffusers.apply import denoisers
 
 __all__ = ["enable_parallelism", "share_pictures"]
 
@@ -19,7 +19,7 @@ def share_pictures(pipeline: Any, ranks: int) -> None:
     Raises:
         ValueError: If diffusers has no plan for the model, or its heads do not divide.
     """
-    models = [model for name in DENOISERS if (model := getattr(pipeline, name, None)) is not None]
+    models: list[Any] = [*denoisers(pipeline).values()]
     for model in models:
         if getattr(model, "_cp_plan", None) is None:
             raise ValueError(

@@ -1,17 +1,15 @@
 # pyright: basic, reportPrivateImportUsage=false, reportCallIssue=false
-"""Load a pipeline, draw with it, and time its denoiser."""
+"""Load a pipeline and draw with it."""
 
 import json
 import math
-from collections.abc import Callable, Iterator, Sequence
-from copy import copy
-from inspect import Parameter, signature
+from collections.abc import Callable, Sequence
+from inspect import signature
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 from zlib import crc32
 
-import diffusers
 import torch
 from diffusers import DiffusionPipeline
 from diffusers.pipelines.flux.pipeline_flux import calculate_shift
@@ -21,19 +19,16 @@ from PIL import Image
 from safetensors import SafetensorError
 from transformers.utils import logging as transformers_logging
 
-from foveate.diffusers.apply import DENOISERS
+from foveate.diffusers.apply import denoisers
 from foveate.diffusers.hub import fetch
-from foveate.diffusers.lora import MethodLike, throughout, using
 from foveate.diffusers.pixel_pipeline import PixelPipeline
-from foveate.utils.device import choose_device, choose_dtype, now
+from foveate.utils.device import choose_device, choose_dtype
 from foveate.utils.files import write_whole
 
 __all__ = [
-    "Call",
     "Request",
     "arguments",
-    "check_request",
-    "check_size",
+    "config_file",
     "denoiser",
     "draw",
     "draw_batch",
@@ -45,21 +40,13 @@ __all__ = [
     "own_size",
     "pixels_per_token",
     "quiet",
+    "read_image",
     "ready",
-    "record_step",
-    "run_step",
+    "scale_argument",
     "text_tokens",
-    "time_steps",
     "unread",
     "write_video",
 ]
-
-INDEX = DiffusionPipeline.config_name
-MOST_TOKENS = 2**20
-NEEDS_IMAGE = ("ImageToVideo", "Edit")
-"""Parts of the names of pipelines that cannot run without an image, although it is an optional argument."""
-SEVERAL_IMAGES = ("Flux2", "QwenImageEditPlus")
-"""How the names of pipelines begin that take several reference images."""
 
 
 def load(model: str, device: str = "auto", dtype: str = "auto") -> DiffusionPipeline:
@@ -75,10 +62,10 @@ def load(model: str, device: str = "auto", dtype: str = "auto") -> DiffusionPipe
     """
     precision = choose_dtype(dtype, choose_device(device))
     folder = Path(model).expanduser()
-    if folder.is_dir() and not (folder / INDEX).is_file():
-        raise ValueError(f"{model} is no pipeline folder: name one that holds a {INDEX}")
+    if folder.is_dir() and not (folder / DiffusionPipeline.config_name).is_file():
+        raise ValueError(f"{model} is no pipeline folder: name one that holds a {DiffusionPipeline.config_name}")
     try:
-        own = _config(model, INDEX).get("_class_name") == PixelPipeline.__name__
+        own = config_file(model).get("_class_name") == PixelPipeline.__name__
         kind = PixelPipeline if own else DiffusionPipeline
         pipeline = kind.from_pretrained(folder if folder.is_dir() else model, dtype=precision)
     except (OSError, ValueError, TypeError, AttributeError, SafetensorError) as error:
@@ -87,6 +74,12 @@ def load(model: str, device: str = "auto", dtype: str = "auto") -> DiffusionPipe
         if len(tokenizer) <= len(tokenizer.all_special_tokens):  # transformers says nothing
             raise ValueError(f"cannot load {model}: its {name} has no words; its files are missing")
     return ready(pipeline, device, dtype)
+
+
+def config_file(model: str, file: str = DiffusionPipeline.config_name) -> dict[str, Any]:
+    """A configuration file of a folder or hub id."""
+    folder = Path(model).expanduser()
+    return json.loads((folder / file if folder.is_dir() else fetch(model, file)).read_text())
 
 
 def quiet() -> None:
@@ -104,8 +97,7 @@ def ready(pipeline: DiffusionPipeline, device: str = "auto", dtype: str = "auto"
     """
     where = choose_device(device)
     precision = choose_dtype(dtype, where)
-    if not any(getattr(pipeline, name, None) is not None for name in DENOISERS):
-        raise ValueError(f"{type(pipeline).__name__} has no {', '.join(DENOISERS)}: foveate works in a denoiser")
+    denoisers(pipeline)
     pipeline.set_progress_bar_config(disable=True)
     return pipeline.to(where, precision)
 
@@ -114,6 +106,11 @@ def fingerprint(model: torch.nn.Module) -> str:
     """Checksum of the last weight without LoRAs, to tell two trainings of one model apart."""
     *_, last = (weight for name, weight in model.named_parameters() if "lora_" not in name)
     return f"{crc32(last.detach().float().cpu().numpy().tobytes()):08x}"
+
+
+def denoiser(pipeline: DiffusionPipeline) -> torch.nn.Module:
+    """The transformer or UNet that a pipeline calls in every step."""
+    return next(iter(denoisers(pipeline).values()))
 
 
 class Request(NamedTuple):
@@ -157,82 +154,6 @@ def frame_rate(pipeline: DiffusionPipeline, request: Request) -> int:
     return request.fps or int(arguments(pipeline).get("frame_rate", 16))
 
 
-def check_request(pipeline: DiffusionPipeline, request: Request) -> None:
-    """Refuse a request that the pipeline cannot run or would silently change, or that is too large.
-
-    Raises:
-        ValueError: If the pipeline has no such argument or would ignore it, if a side is not a multiple of the pixels
-            of one token, if the number of frames does not fit, or if there are more than 2^20 tokens.
-    """
-    name, known = type(pipeline).__name__, arguments(pipeline)
-    if missing := [need for need in ("prompt", "height", "width") if need not in known]:
-        raise ValueError(f"{name} takes no {missing[0]}, which this command passes: draw with it from Python")
-    _check_guidance(pipeline, request)
-    _check_images(pipeline, request)
-    tokens = _check_size(pipeline, request.size) * _check_frames(pipeline, request)
-    if tokens > MOST_TOKENS:
-        fewer = " or fewer frames" if makes_video(pipeline) else ""
-        raise ValueError(
-            f"{request.size[1]} x {request.size[0]} px are {tokens:,} tokens, more than {MOST_TOKENS:,}: "
-            f"use a smaller size{fewer}"
-        )
-
-
-def _check_guidance(pipeline: DiffusionPipeline, request: Request) -> None:
-    known, scale = arguments(pipeline), _scale_argument(pipeline, request)
-    if request.negative is not None and "negative_prompt" not in known:
-        raise ValueError(f"{type(pipeline).__name__} takes no negative prompt: leave --negative out")
-    if request.guidance is not None and scale is None:
-        and_negative = ", or add --negative" if "true_cfg_scale" in known else ""
-        raise ValueError(
-            f"this model takes no guidance scale ({request.guidance}): leave --guidance out{and_negative}"
-        )
-    if request.negative is not None and scale is not None:
-        strength = known[scale] if request.guidance is None else request.guidance
-        if strength is not None and strength <= 1:
-            raise ValueError(
-                f"a negative prompt has no effect with a guidance scale of {strength}: use one above 1, "
-                "such as --guidance 4"
-            )
-
-
-def _scale_argument(pipeline: DiffusionPipeline, request: Request) -> str | None:
-    """The argument that takes the guidance scale; None if the pipeline would ignore it.
-
-    Models that were distilled with guidance take it as an input. The others, and all with a negative prompt, run twice
-    a step, which some pipelines call true classifier-free guidance.
-    """
-    known = arguments(pipeline)
-    embedded = getattr(denoiser(pipeline).config, "guidance_embeds", None)
-    true_scale = known.get("true_cfg_scale")
-    if true_scale is not None and (request.negative is not None or (true_scale > 1 and not embedded)):
-        return "true_cfg_scale"
-    ignored = embedded is False and not hasattr(type(pipeline), "do_classifier_free_guidance")
-    if "guidance_scale" not in known or ignored or pipeline.config.get("is_distilled"):
-        return None
-    return "guidance_scale"
-
-
-def _check_images(pipeline: DiffusionPipeline, request: Request) -> None:
-    name, known = type(pipeline).__name__, arguments(pipeline)
-    if request.images and "image" not in known:
-        raise ValueError(f"{name} takes no images: leave --image out, or name a model for editing or image to video")
-    if not request.images and (known.get("image") is Parameter.empty or any(word in name for word in NEEDS_IMAGE)):
-        raise ValueError(f"{name} starts from a picture: name its file with --image")
-    if len(request.images) > 1 and not name.startswith(SEVERAL_IMAGES):
-        raise ValueError(f"{name} takes one image, not {len(request.images)}: name one --image")
-    for path in request.images:
-        try:
-            _read_image(path)
-        except OSError as error:
-            raise ValueError(f"cannot read the picture {path}: name a PNG or JPEG file with --image") from error
-
-
-def _read_image(path: Path) -> Image.Image:
-    with Image.open(path) as image:
-        return image.convert("RGB")
-
-
 def pixels_per_token(pipeline: DiffusionPipeline) -> int:
     """Side in pixels of the square that becomes one token."""
     config: Any = denoiser(pipeline).config
@@ -260,77 +181,6 @@ def own_size(pipeline: DiffusionPipeline) -> tuple[int, int]:
     return height * pipeline.vae_scale_factor, width * pipeline.vae_scale_factor
 
 
-def check_size(model: str, size: tuple[int, int]) -> None:
-    """Refuse a size that a model cannot draw, by its configuration files, before its weights are loaded.
-
-    Nothing is said about models whose files do not tell, such as video models: `check_request` refuses it later.
-
-    Raises:
-        ValueError: If a side is not a multiple of the pixels of one token.
-    """
-    try:
-        kind = _config(model, INDEX)["_class_name"]
-        if kind == PixelPipeline.__name__:
-            return _check_sides(_config(model, "transformer/config.json")["patch_size"], size)
-        if "num_frames" in signature(getattr(diffusers, kind).__call__).parameters:
-            return None
-        vae = _config(model, "vae/config.json")
-    except (OSError, ValueError, KeyError, AttributeError):  # loading will say what is wrong
-        return None
-    halvings = (
-        len(vae["block_out_channels"]) - 1 if "block_out_channels" in vae else len(vae.get("temperal_downsample", ()))
-    )
-    return _check_sides(2 ** (halvings + 1), size) if halvings else None
-
-
-def _config(model: str, file: str) -> dict[str, Any]:
-    """A configuration file of a folder or hub id."""
-    folder = Path(model).expanduser()
-    return json.loads((folder / file if folder.is_dir() else fetch(model, file)).read_text())
-
-
-def _check_size(pipeline: DiffusionPipeline, size: tuple[int, int]) -> int:
-    """Number of tokens of a frame."""
-    multiple, buckets = pixels_per_token(pipeline), getattr(pipeline, "vae_image_processor", None)
-    _check_sides(multiple, size)
-    if buckets and (own := buckets.get_default_height_width(None, *size)) != size:  # JoyImage
-        right, asked = (f"{width}x{height}" for height, width in (own, size))
-        raise ValueError(f"{type(pipeline).__name__} would draw {right} px, not {asked}: use --size {right}")
-    return size[0] * size[1] // multiple**2
-
-
-def _check_sides(multiple: int, size: tuple[int, int]) -> None:
-    if any(side < multiple or side % multiple for side in size):
-        nearest = "x".join(str(max(multiple, round(side / multiple) * multiple)) for side in size[::-1])
-        raise ValueError(
-            f"{size[1]} x {size[0]} px does not fit: this model packs {multiple} x {multiple} px into a token; "
-            f"use multiples of {multiple}, for example {nearest}"
-        )
-
-
-def _check_frames(pipeline: DiffusionPipeline, request: Request) -> int:
-    """Number of frames of the latents."""
-    if not makes_video(pipeline):
-        if request.frames is not None or request.fps is not None:
-            raise ValueError(
-                f"{type(pipeline).__name__} draws pictures: leave --frames and --fps out, or name a video model, "
-                "such as --model Wan-AI/Wan2.1-T2V-1.3B-Diffusers"
-            )
-        return 1
-    known = arguments(pipeline)
-    if "enable_temporal_reasoning" in known and request.frames not in (None, 5):  # ChronoEdit
-        raise ValueError(f"{type(pipeline).__name__} always makes 5 frames: leave --frames out")
-    frames = request.frames or known["num_frames"] or 1
-    names = "vae_scale_factor_temporal", "vae_temporal_compression_ratio"
-    packed = next((scale for name in names if (scale := getattr(pipeline, name, None))), 1)
-    if (frames - 1) % packed:
-        raise ValueError(
-            f"{frames} frames do not fit: after the first one this model packs {packed} frames into one; "
-            f"use a multiple of {packed} plus 1, for example {round((frames - 1) / packed) * packed + 1}"
-        )
-    return (frames - 1) // packed + 1
-
-
 def draw(
     pipeline: DiffusionPipeline, request: Request, on_step: Callable[[], None] = lambda: None
 ) -> list[Image.Image]:
@@ -354,10 +204,10 @@ def _call(pipeline: DiffusionPipeline, requests: Sequence[Request], on_step: Cal
         return tensors
 
     shared, known = requests[0], arguments(pipeline)
-    scale, negative = _scale_argument(pipeline, shared), shared.negative
+    scale, negative = scale_argument(pipeline, shared), shared.negative
     if scale == "true_cfg_scale" and (shared.guidance or 0) > 1 and negative is None:
         negative = " "  # without a negative prompt there would be no guidance
-    images = [_read_image(path) for path in shared.images]
+    images = [read_image(path) for path in shared.images]
     asked = {
         scale or "guidance_scale": shared.guidance,
         "negative_prompt": None if negative is None else [negative] * len(requests),
@@ -377,6 +227,29 @@ def _call(pipeline: DiffusionPipeline, requests: Sequence[Request], on_step: Cal
             num_inference_steps=shared.steps,
             **{name: value for name, value in asked.items() if value is not None},
         )
+
+
+def scale_argument(pipeline: DiffusionPipeline, request: Request) -> str | None:
+    """The argument that takes the guidance scale; None if the pipeline would ignore it.
+
+    Models that were distilled with guidance take it as an input. The others, and all with a negative prompt, run twice
+    a step, which some pipelines call true classifier-free guidance.
+    """
+    known = arguments(pipeline)
+    embedded = getattr(denoiser(pipeline).config, "guidance_embeds", None)
+    true_scale = known.get("true_cfg_scale")
+    if true_scale is not None and (request.negative is not None or (true_scale > 1 and not embedded)):
+        return "true_cfg_scale"
+    ignored = embedded is False and not hasattr(type(pipeline), "do_classifier_free_guidance")
+    if "guidance_scale" not in known or ignored or pipeline.config.get("is_distilled"):
+        return None
+    return "guidance_scale"
+
+
+def read_image(path: Path) -> Image.Image:
+    """The picture in a file."""
+    with Image.open(path) as image:
+        return image.convert("RGB")
 
 
 def write_video(path: Path, frames: Sequence[Image.Image], fps: int) -> None:
@@ -421,75 +294,3 @@ def noise_shift(scheduler: Any, tokens: int) -> float:
         return math.log(config.shift)
     names = "base_image_seq_len", "max_image_seq_len", "base_shift", "max_shift"
     return calculate_shift(tokens, *(config[name] for name in names))
-
-
-class Call(NamedTuple):
-    """Arguments of one forward pass."""
-
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-
-
-def denoiser(pipeline: DiffusionPipeline) -> torch.nn.Module:
-    """The transformer or UNet that a pipeline calls in every step."""
-    return next(model for name in DENOISERS if (model := getattr(pipeline, name, None)) is not None)
-
-
-def record_step(pipeline: DiffusionPipeline, request: Request) -> Call:
-    """Arguments of the first call of the denoiser for a request; the run stops there."""
-
-    class Recorded(Exception):
-        pass
-
-    def stop(_model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        raise Recorded(args, kwargs)
-
-    hook = denoiser(pipeline).register_forward_pre_hook(stop, with_kwargs=True)
-    try:
-        draw(pipeline, request)
-    except Recorded as recorded:
-        return Call(*recorded.args)
-    finally:
-        hook.remove()
-    raise ValueError(f"{type(pipeline).__name__} never called its denoiser")
-
-
-@torch.no_grad()
-def run_step(pipeline: DiffusionPipeline, step: Call) -> Any:
-    """The output of one forward pass of the denoiser; some models remove entries from dictionaries they get."""
-    arguments = {name: copy(value) if isinstance(value, dict) else value for name, value in step.kwargs.items()}
-    return denoiser(pipeline)(*step.args, **arguments)
-
-
-@torch.no_grad()
-def time_steps(
-    pipeline: DiffusionPipeline,
-    step: Call,
-    variants: Sequence[MethodLike | None],
-    rounds: int,
-    on_forward: Callable[[], None] = lambda: None,
-    *,
-    warm_up: bool = True,
-) -> Iterator[list[float]]:
-    """Seconds of one forward pass of the denoiser with each variant, round by round.
-
-    Methods with start_percent or end_percent are timed at work.
-
-    Args:
-        pipeline: The pipeline.
-        step: Arguments of the forward pass, from `record_step`.
-        variants: Methods to compare; None is dense.
-        rounds: Number of measurements of each.
-        on_forward: Called after every forward pass.
-        warm_up: Run a round first that is not timed.
-    """
-    for round_ in range(not warm_up, rounds + 1):
-        seconds: list[float] = []
-        for method in variants:
-            with using(pipeline, method and throughout(method)):
-                start = now(pipeline.device)
-                run_step(pipeline, step)
-                seconds.append(now(pipeline.device) - start)
-            on_forward()
-        if round_:
-            yield seconds

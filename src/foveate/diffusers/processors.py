@@ -12,17 +12,18 @@ from torch import Tensor
 
 from foveate.diffusers.backend import foveate_attention, plan_of
 
-__all__ = ["CosmosProcessor", "DispatchedProcessor"]
+__all__ = ["DispatchedProcessor"]
 
 
 class DispatchedProcessor:
     """Runs the wrapped processor, or Foveate's attention when a `LayerPlan` is attached.
 
     Args:
-        original: The processor to wrap: `AttnProcessor2_0`, or `JointAttnProcessor2_0` for [image, text].
+        original: The processor to wrap: `AttnProcessor2_0`, `JointAttnProcessor2_0` for [image, text], or that of
+            Cosmos, which rotates halves of the channels.
     """
 
-    known = AttnProcessor2_0, JointAttnProcessor2_0
+    known = AttnProcessor2_0, JointAttnProcessor2_0, CosmosAttnProcessor2_0
     _attention_backend = None
     _parallel_config = None
 
@@ -37,12 +38,17 @@ class DispatchedProcessor:
         hidden_states: Tensor,
         encoder_hidden_states: Tensor | None = None,
         attention_mask: Tensor | None = None,
+        image_rotary_emb: Any = None,
     ) -> Any:
         """What the wrapped processor returns; arguments as diffusers passes them."""
         if plan_of(self) is None:
-            return self.original(attn, hidden_states, encoder_hidden_states, attention_mask)
+            rotary = () if image_rotary_emb is None else (image_rotary_emb,)
+            return self.original(attn, hidden_states, encoder_hidden_states, attention_mask, *rotary)
         image = _heads(attn, hidden_states, (attn.to_q, attn.to_k, attn.to_v), (attn.norm_q, attn.norm_k, None))
         if encoder_hidden_states is None:
+            if image_rotary_emb is not None:
+                turns = {"use_real_unbind_dim": -2, "sequence_dim": 1}
+                image[:2] = (apply_rotary_emb(x, image_rotary_emb, **turns) for x in image[:2])
             out = foveate_attention(*image, attention_mask, _parallel_config=self._parallel_config).flatten(2)
             return attn.to_out[1](attn.to_out[0](out))
         projections = attn.add_q_proj, attn.add_k_proj, attn.add_v_proj
@@ -52,28 +58,6 @@ class DispatchedProcessor:
         image_out, text_out = out.tensor_split([hidden_states.shape[1]], 1)
         image_out = attn.to_out[1](attn.to_out[0](image_out))
         return image_out, text_out if attn.context_pre_only else attn.to_add_out(text_out)
-
-
-class CosmosProcessor(DispatchedProcessor):
-    """The same for the self-attention of Cosmos, which rotates halves of the channels."""
-
-    known = (CosmosAttnProcessor2_0,)
-
-    def __call__(
-        self,
-        attn: Attention,
-        hidden_states: Tensor,
-        encoder_hidden_states: Tensor | None = None,
-        attention_mask: Tensor | None = None,
-        image_rotary_emb: Any = None,
-    ) -> Any:
-        """What the wrapped processor returns; arguments as diffusers passes them."""
-        if plan_of(self) is None:
-            return self.original(attn, hidden_states, encoder_hidden_states, attention_mask, image_rotary_emb)
-        *qk, v = _heads(attn, hidden_states, (attn.to_q, attn.to_k, attn.to_v), (attn.norm_q, attn.norm_k, None))
-        q, k = (apply_rotary_emb(x, image_rotary_emb, use_real_unbind_dim=-2, sequence_dim=1) for x in qk)
-        out = foveate_attention(q, k, v, attention_mask, _parallel_config=self._parallel_config).flatten(2)
-        return attn.to_out[1](attn.to_out[0](out))
 
 
 def _heads(attn: Attention, x: Tensor, projections: tuple[Any, ...], norms: tuple[Any, ...]) -> list[Tensor]:

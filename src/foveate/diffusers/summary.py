@@ -63,7 +63,7 @@ class Summary(NamedTuple):
         return {
             name: {
                 "sparse_forwards": self.outcomes[name][""],
-                "dense_forwards": {why: count for why, count in self.outcomes[name].items() if why and count},
+                "dense_forwards": {why: count for why, count in self.outcomes[name].items() if why},
                 "replaced": name in self.replaced,
                 "layers": [layer._asdict() for layer in layers],
             }
@@ -110,7 +110,7 @@ class Summary(NamedTuple):
         """Text such as "transformer: 14 of 28 forwards sparse; 14 dense: this step lies outside start_percent ..."."""
         outcomes = self.outcomes[name]
         texts = [f"{name}: {outcomes['']} of {outcomes.total()} forwards sparse"]
-        texts += [f"{count} dense: {why}" for why, count in outcomes.items() if why and count]
+        texts += [f"{count} dense: {why}" for why, count in outcomes.items() if why]
         if name in self.replaced:
             texts.append(f"the pipeline has another {name} now, which is dense: apply again")
         return "; ".join(texts)

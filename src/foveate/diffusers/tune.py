@@ -149,8 +149,9 @@ def tune(
             time is within the budget; the message says what came nearest.
     """
     check(prompts, methods)
+    from foveate.diffusers.checks import check_request
     from foveate.diffusers.measure import Measurements
-    from foveate.diffusers.pipelines import Request, check_request
+    from foveate.diffusers.pipelines import Request
 
     first = Request("", size, steps, guidance, seed, frames=frames)
     check_request(pipe, first)

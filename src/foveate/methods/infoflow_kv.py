@@ -19,7 +19,6 @@ import re
 from dataclasses import dataclass, replace
 from math import ceil, floor
 
-import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
@@ -72,7 +71,7 @@ class InfoFlowKV(PartialRecompute):
             raise ValueError(
                 f'scoring_layers is a band such as "55%-78%", or numbers such as (22, 23), not {self.scoring_layers!r}'
             )
-        if not isinstance(self.boundary, int) or self.boundary < 0:
+        if self.boundary < 0:
             raise ValueError(f"boundary is a number of rows of each chunk, 0 or more, not {self.boundary}")
 
     def layers(self, number: int) -> tuple[int, ...]:
@@ -100,11 +99,9 @@ class InfoFlowKV(PartialRecompute):
         hits = [int(((rows >= start) & (rows < stop)).sum()) / (stop - start) for start, stop in stale.spans]
         return tuple(sorted(range(len(hits)), key=lambda chunk: hits[chunk]))
 
-    def rows(self, stale: ComposedCache) -> Int[Tensor, "rows"]:
-        """The rows that receive most attention from the prompt."""
-        if not self.budget(stale.spans):
-            return torch.empty(0, dtype=torch.long)
-        return self.select(stale.received(self.layers(stale.layers), self.norm, self.geometry), stale.spans)
+    def scores(self, stale: ComposedCache) -> Float[Tensor, "context"]:
+        """Attention that each row receives from the prompt."""
+        return stale.received(self.layers(stale.layers), self.norm, self.geometry)
 
     def select(self, scores: Float[Tensor, "context"], spans: Spans) -> Int[Tensor, "rows"]:
         """The rows with the highest scores, ascending; rows of `boundary` come before all others."""

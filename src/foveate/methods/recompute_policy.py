@@ -13,6 +13,7 @@ from foveate.utils.choices import check_options
 
 __all__ = [
     "ComposedCache",
+    "FixedRows",
     "Geometry",
     "Norm",
     "PartialRecompute",
@@ -92,9 +93,24 @@ class RecomputePolicy(ABC):
         """The rows to recompute, ascending."""
 
 
+@dataclass(frozen=True, eq=False)
+class FixedRows(RecomputePolicy):
+    """The policy that recomputes given rows, whatever the prompt.
+
+    Attributes:
+        numbers: Row numbers, ascending.
+    """
+
+    numbers: Int[Tensor, "rows"]
+
+    def rows(self, stale: ComposedCache) -> Int[Tensor, "rows"]:
+        """The given rows."""
+        return self.numbers
+
+
 @dataclass(frozen=True, kw_only=True)
 class PartialRecompute(RecomputePolicy):
-    """A policy that recomputes a fixed fraction of the rows.
+    """A policy that recomputes a fixed fraction of the rows, those with the highest scores.
 
     Attributes:
         recompute: Fraction of all rows, prefix included, to recompute: 0 to 1. Above 0 it is at least one row.
@@ -110,6 +126,16 @@ class PartialRecompute(RecomputePolicy):
             raise ValueError(
                 f"recompute is the fraction of rows to recompute, 0 to 1, not {self.recompute}; 15 % is 0.15"
             )
+
+    @abstractmethod
+    def scores(self, stale: ComposedCache) -> Float[Tensor, "context"]:
+        """Score of each row."""
+
+    def rows(self, stale: ComposedCache) -> Int[Tensor, "rows"]:
+        """The rows with the highest scores, ascending. Without a budget nothing is scored."""
+        if not self.budget(stale.spans):
+            return torch.empty(0, dtype=torch.long)
+        return self.select(self.scores(stale), stale.spans)
 
     def eligible(self, spans: Spans) -> Bool[Tensor, "context"]:
         """Mask of the rows that may be chosen."""

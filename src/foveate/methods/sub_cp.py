@@ -123,7 +123,7 @@ class SubCP:
         if not 1 <= n <= len(pool):
             raise ValueError(f"cannot select {n} of {len(pool)} examples: use n=1 to n={len(pool)}")
         items = pool if represent is None else unit_rows_like(represent, pool, "represented item")
-        picked = self._pick(items, pool, n, self._classes(labels, pool), self._bonus(pool, queries), track)
+        picked = self._pick(items, pool, n * [0], self._classes(labels, pool), self._bonus(pool, queries), track)
         most = len(pool) if represent is None else best_similarity(items, pool).sum()
         coverage = float(picked.covered.sum() / most) if most > 0 else 0.0
         return Selection(picked.picks, picked.gains, min(1.0, coverage))
@@ -167,7 +167,7 @@ class SubCP:
             parts = [chosen[part] for part in self._from_regions(rows, bonus, track)]
         else:
             if self.strategy == "global_local" and n < len(chosen):
-                chosen = self._pick(pool, pool, n, classes, bonus, track).picks.sort().values
+                chosen = self._pick(pool, pool, n * [0], classes, bonus, track).picks.sort().values
                 bonus = None
             rows, kinds = pool[chosen], None if classes is None else classes.of(chosen)
             parts = [chosen[part] for part in self._round_robin(rows, n, kinds, bonus, track)]
@@ -213,20 +213,6 @@ class SubCP:
             return None
         return self.query_bonus * best_similarity(pool, unit_rows_like(queries, pool, "query"))
 
-    def _pick(
-        self,
-        items: Float[Tensor, "items dim"],
-        pool: Float[Tensor, "examples dim"],
-        n: int,
-        classes: Classes | None,
-        bonus: Tensor | None,
-        track: Track,
-    ) -> GreedyPicks:
-        """`n` examples of the pool that cover the items."""
-        codes = None if classes is None else classes.codes
-        room = None if classes is None else classes.quotas(n, self.balance == "equal")[None]
-        return round_robin_greedy(items, pool, n * [0], bonus=bonus, classes=codes, room=room, track=track)
-
     def _round_robin(
         self,
         rows: Float[Tensor, "examples dim"],
@@ -238,15 +224,28 @@ class SubCP:
         """Blocks that each cover all rows. The order of turns alternates, so that no block is always last."""
         rounds = [range(self.blocks)[:: 1 if r % 2 == 0 else -1] for r in range(n // self.blocks)]
         turns = [block for order in rounds for block in order] + list(range(n % self.blocks))
+        picks = self._pick(rows, rows, turns, classes, bonus, track).picks
+        block_of = torch.tensor(turns, device=rows.device)
+        return [picks[block_of == block] for block in range(self.blocks)]
+
+    def _pick(
+        self,
+        items: Float[Tensor, "items dim"],
+        pool: Float[Tensor, "examples dim"],
+        turns: Sequence[int],
+        classes: Classes | None,
+        bonus: Tensor | None,
+        track: Track,
+    ) -> GreedyPicks:
+        """Examples of the pool that blocks pick, each to cover the items; `turns` says which block is next."""
         room = codes = None
         if classes is not None:  # the room of blocks for a class differs by at most 1
+            n, blocks = len(turns), max(turns) + 1
             quotas, codes = classes.quotas(n, self.balance == "equal"), classes.codes
-            kinds = torch.arange(len(quotas), device=rows.device).repeat_interleave(quotas)
-            cells = torch.arange(n, device=rows.device) % self.blocks * len(quotas) + kinds
-            room = cells.bincount(minlength=self.blocks * len(quotas)).view(self.blocks, -1)
-        picked = round_robin_greedy(rows, rows, turns, bonus=bonus, classes=codes, room=room, track=track)
-        block_of = torch.tensor(turns, device=rows.device)
-        return [picked.picks[block_of == block] for block in range(self.blocks)]
+            kinds = torch.arange(len(quotas), device=pool.device).repeat_interleave(quotas)
+            cells = torch.arange(n, device=pool.device) % blocks * len(quotas) + kinds
+            room = cells.bincount(minlength=blocks * len(quotas)).view(blocks, -1)
+        return round_robin_greedy(items, pool, turns, bonus=bonus, classes=codes, room=room, track=track)
 
     def _from_regions(self, rows: Float[Tensor, "examples dim"], bonus: Tensor | None, track: Track) -> list[Tensor]:
         """Blocks that are each taken from one region."""

@@ -6,7 +6,7 @@ import json
 import secrets
 import time
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import CancelledError, ThreadPoolExecutor
 from contextlib import aclosing
 from functools import lru_cache
 from threading import Event
@@ -19,7 +19,7 @@ from fastapi.responses import StreamingResponse
 from jinja2 import TemplateError
 from prometheus_client import CollectorRegistry, Counter, Histogram
 from pydantic import BaseModel, Field
-from transformers import LogitsProcessor, StoppingCriteria, TextStreamer, TopPLogitsWarper
+from transformers import LogitsProcessor, TextStreamer, TopPLogitsWarper
 
 from foveate.methods.recompute_policy import RecomputePolicy
 from foveate.serve.http import create_app, overloaded, until_gone
@@ -27,7 +27,7 @@ from foveate.transformers import ChunkCache, ChunkEncoder
 from foveate.transformers.documents import split_documents
 from foveate.transformers.index import ChunkIndex
 from foveate.transformers.model import USER_TEXT
-from foveate.transformers.rag import choose
+from foveate.transformers.retrieval import choose
 
 __all__ = ["Answerer", "chat_app"]
 
@@ -138,9 +138,8 @@ class Answerer:
     ) -> None:
         self.encoder, self.indexes, self.method = encoder, indexes, method
         self.max_new_tokens = max_new_tokens
-        if passage_tokens is None:
-            passage_tokens = min(512, encoder.model.config.max_position_embeddings // 4)
-        self._prompt, self._passage_tokens = prompt, passage_tokens
+        self._prompt = prompt
+        self._passage_tokens = encoder.passage_tokens if passage_tokens is None else passage_tokens
         self._chat = bool(encoder.tokenizer.chat_template) if chat is None else chat
         self._encode = lru_cache(CACHED_PASSAGES)(lambda ids: encoder.encode([ids])[0])
 
@@ -154,6 +153,7 @@ class Answerer:
 
         Raises:
             ValueError: If it cannot be answered.
+            CancelledError: If the client has left.
         """
         new_tokens = asked.max_completion_tokens or asked.max_tokens or self.max_new_tokens
         if new_tokens > self.max_new_tokens:
@@ -161,8 +161,8 @@ class Answerer:
         prompt = self.encoder.tokens(self._text_after(asked.messages)).tolist()
         names, chunks = self._read(asked, len(self.encoder.prefix) + len(prompt) + new_tokens)
         context = self.encoder.compose(chunks)
-        words = _Words(self.encoder.tokenizer, emit)
-        options: dict[str, Any] = {"streamer": words, "stopping_criteria": [_Stop(stop)]}
+        words = _Words(self.encoder.tokenizer, stop, emit)
+        options: dict[str, Any] = {"streamer": words}
         if asked.temperature:
             options["logits_processor"] = [_Sample(asked.temperature, asked.top_p, asked.seed)]
         with context.patch(self.method, prompt) as patched:
@@ -186,7 +186,7 @@ class Answerer:
         passages = split_documents(
             {f"{i + 1}: {document.title}".rstrip(": "): document.text for i, document in enumerate(texts)},
             self._passage_tokens,
-            lambda text: len(self.encoder.tokenizer(text, add_special_tokens=False).input_ids),
+            self.encoder.count,
         )
         ids = [tuple(self.encoder.tokens(passage.text).tolist()) for passage in passages]
         self.encoder.check_length(
@@ -226,13 +226,15 @@ class Answerer:
 
 
 class _Words(TextStreamer):
-    """Emits the words of an answer as they are complete, and counts tokens."""
+    """Emits the words of an answer as they are complete, and counts tokens. It ends the answer when `stop` is set."""
 
-    def __init__(self, tokenizer: Any, emit: Callable[[str], object]) -> None:
+    def __init__(self, tokenizer: Any, stop: Event, emit: Callable[[str], object]) -> None:
         super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
-        self._emit, self._begun, self.count, self.last = emit, False, 0, -1
+        self._stop, self._emit, self._begun, self.count, self.last = stop, emit, False, 0, -1
 
     def put(self, value: torch.Tensor) -> None:
+        if self._stop.is_set():
+            raise CancelledError
         if not self.next_tokens_are_prompt:
             self.count, self.last = self.count + 1, int(value.flatten()[-1])
         super().put(value)
@@ -242,14 +244,6 @@ class _Words(TextStreamer):
         if text:
             self._begun = True
             self._emit(text)
-
-
-class _Stop(StoppingCriteria):
-    def __init__(self, stop: Event) -> None:
-        self._stop = stop
-
-    def __call__(self, input_ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
-        return torch.full((len(input_ids),), self._stop.is_set(), device=input_ids.device)
 
 
 class _Sample(LogitsProcessor):

@@ -12,8 +12,9 @@ from typing import Any
 from ray import serve
 
 from foveate.diffusers.apply import apply
+from foveate.diffusers.checks import check_request
 from foveate.diffusers.lora import Distilled, MethodLike, load_lora, using
-from foveate.diffusers.pipelines import Request, check_request, draw_batch, load, own_size, quiet, unread
+from foveate.diffusers.pipelines import Request, draw_batch, load, own_size, quiet, unread
 from foveate.diffusers.pixel_pipeline import PixelPipeline, as_method
 from foveate.utils.files import png
 

@@ -121,8 +121,8 @@ def check_fingerprint(what: str, found: dict[str, str], expected: dict[str, str]
 
 def _fits(tensors: dict[str, Tensor], ids: Tensor, encoder: LanguageModel) -> bool:
     """Whether these are the tensors of a chunk of this model."""
-    config, rows = encoder.model.config, len(encoder.prefix) + ids.numel()
-    shape = [config.num_hidden_layers, config.num_key_value_heads, rows, encoder.head_dim]
+    layers, _, *states = encoder.cache_shape(1, len(encoder.prefix) + ids.numel())
+    shape = [layers, *states]
     exact = dict.fromkeys(TENSORS, (shape, encoder.dtype))
     scales = {f"{name}_scale": ([*shape[:2], 1, shape[3]], torch.float32) for name in TENSORS}
     quantized = dict.fromkeys(TENSORS, (shape, torch.int8)) | scales

@@ -2,30 +2,31 @@
 """A context composed of cached chunks: scored, patched for a prompt, and generated from."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from itertools import accumulate, pairwise
 from threading import Lock
-from types import TracebackType
-from typing import Any, Literal, cast
+from typing import Any, Literal, NamedTuple
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from transformers import DynamicCache
-from transformers.cache_utils import DynamicLayer
 
-from foveate.methods.recompute_policy import ComposedCache, Geometry, Norm, RecomputePolicy
-from foveate.transformers.cache import ComposedChunks, PatchedBatch, PromptedBatch, kv_deviation
-from foveate.transformers.model import Text
+from foveate.methods.recompute_policy import FixedRows, Geometry, Norm, RecomputePolicy, Spans, places
+from foveate.ops.rotary import copy_rows
+from foveate.transformers.chunk import ChunkCache
+from foveate.transformers.model import LanguageModel, Text
+from foveate.transformers.row_cache import RowCache
 from foveate.utils.choices import check_choice
 from foveate.utils.device import Stopwatch
 
-__all__ = ["Context", "Patched", "answers"]
+__all__ = ["Context", "Patched", "PatchedBatch", "answers", "patch_batch"]
 
 ANSWER_ROWS = 128
 """Rows that a patched context has room for after the prompt; longer answers make room by a copy."""
 
 
-class Context(ComposedChunks):
+class Context:
     """Chunks side by side, their keys rotated to their positions in the context; made by `ChunkEncoder.compose`.
 
     Nothing changes a context: patches have rows of their own. Any number of threads may ask it at a time.
@@ -35,13 +36,54 @@ class Context(ComposedChunks):
         chunks: Chunks, in order.
         ids: Token ids of all rows, prefix first.
         spans: First row of each chunk, and the row after its last.
-        keys: Keys of each layer, [layers, 1, groups, rows, dim].
-        values: Values of each layer, likewise.
+        keys: Keys of all rows.
+        values: Values of all rows.
     """
 
+    ids: Int[Tensor, "rows"]
+    keys: Float[Tensor, "layers 1 groups rows dim"]
+    values: Float[Tensor, "layers 1 groups rows dim"]
+
+    def __init__(self, lm: LanguageModel, chunks: Sequence[ChunkCache]) -> None:
+        self.lm, self.chunks = lm, tuple(chunks)
+        self.ids = torch.cat([lm.prefix, *(chunk.ids for chunk in chunks)])
+        lengths = [len(chunk.ids) for chunk in chunks]
+        self.spans: Spans = tuple(pairwise(accumulate(lengths, initial=len(lm.prefix))))
+        self.keys = self.keys_at(torch.arange(len(self)))
+        self.values = self._concatenated("values", [(slice(None),)])
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    @torch.no_grad()
+    def keys_at(self, positions: Int[Tensor, "rows"]) -> Float[Tensor, "layers 1 groups rows dim"]:
+        """Keys rotated to these positions in float32 or wider."""
+        return self._concatenated("keys", self.lm.rotations(positions))
+
+    def _concatenated(
+        self, name: str, rotations: Sequence[tuple[Any, ...]]
+    ) -> Float[Tensor, "layers 1 groups rows dim"]:
+        """Keys or values of the chunks side by side after one prefix."""
+        first = getattr(self.chunks[0], name)
+        layers, groups, _, dim = first.shape
+        whole = first.new_empty(layers, 1, groups, len(self), dim)
+        start = 0
+        for chunk in self.chunks:
+            states = getattr(chunk, name)[:, :, len(self.lm.prefix) if start else 0 :]
+            stop = start + states.shape[2]
+            for run, *tables in rotations:
+                copy_rows(whole[run, 0, :, start:stop], states[run], *(table[start:stop] for table in tables))
+            start = stop
+        return whole
+
+    def reordered(self, order: Sequence[int]) -> "Context":
+        """The same context with its chunks in this order."""
+        return self if list(order) == sorted(order) else Context(self.lm, [self.chunks[i] for i in order])
+
     def cache(self) -> DynamicCache:
-        """All rows as a `DynamicCache`, for a forward pass or `model.generate`, which leave the rows unchanged."""
-        return _dynamic_cache(self.keys, self.values)
+        """A copy of all rows as a `DynamicCache`, for a forward pass or `model.generate`."""
+        # with a config, sliding layers would keep no more than their window
+        return DynamicCache(zip(self.keys, self.values, strict=True))
 
     def score(
         self, prompt: Text, layers: Sequence[int], norm: Norm = "l2", geometry: Geometry = "global"
@@ -63,18 +105,10 @@ class Context(ComposedChunks):
             raise ValueError(f"layers must be some of 0 to {len(self.keys) - 1}, not {list(layers)}")
         check_choice("norm", norm, Norm)
         check_choice("geometry", geometry, Geometry)
-        return PromptedBatch([self], [ids]).score(tuple(layers), norm, geometry)[0]
-
-    def kv_deviation(self, rank: Literal["v", "k"] = "v") -> Float[Tensor, "rows"]:
-        """Mean square change of each row's values or keys in layer 1 when layers 0 and 1 are recomputed.
-
-        Raises:
-            ValueError: If the model has only one layer.
-        """
-        copy = self.lm.row_cache(1, len(self)).fill([(self.keys, self.values)])
-        deviation = kv_deviation([self], copy, rank)[0]
-        self.lm.give_back(copy)
-        return deviation
+        cache = self.lm.row_cache(1, len(self) + len(ids))
+        scores = _ComposedBatch([self], [ids], cache).received(tuple(layers), norm, geometry)
+        self.lm.give_back(cache)
+        return scores[0, : len(self)]
 
     def recompute(self, rows: Int[Tensor, "chosen"], prompt: Text) -> "Patched":
         """Run these rows through all layers, each over all rows before it, and then the prompt.
@@ -90,7 +124,7 @@ class Context(ComposedChunks):
             raise ValueError(
                 f"rows are numbered from 0 to {len(self) - 1}, not {int(rows.min())} to {int(rows.max())}"
             )
-        return self.patch(_Rows(rows.unique()), prompt)
+        return self.patch(FixedRows(rows.unique()), prompt)
 
     def patch(self, method: RecomputePolicy, prompt: Text, question: Text | None = None) -> "Patched":
         """Recompute the rows that the method chooses for this prompt, and then the prompt.
@@ -106,7 +140,7 @@ class Context(ComposedChunks):
         """
         ids, watch = self._prompt(prompt), Stopwatch(self.lm.device)
         asked = None if question is None else [self._prompt(question)]
-        patched = PromptedBatch([self], [ids], asked).patch([method], watch, room=ANSWER_ROWS)
+        patched = patch_batch([self], [ids], [method], questions=asked, watch=watch, room=ANSWER_ROWS)
         return Patched(patched, watch)
 
     def answers(self, method: RecomputePolicy, prompts: Sequence[Text], **options: Any) -> list[str]:
@@ -157,21 +191,11 @@ def answers(
     texts: list[str] = []
     for start in range(0, len(ids), batch_size):
         some = slice(start, start + batch_size)
-        prompted = PromptedBatch(contexts[some], ids[some])
-        patched = prompted.patch([method] * len(prompted.prompts), room=max(max_new_tokens, ANSWER_ROWS))
+        methods, room = [method] * len(ids[some]), max(max_new_tokens, ANSWER_ROWS)
+        patched = patch_batch(contexts[some], ids[some], methods, room=room)
         texts += patched.generate(max_new_tokens=max_new_tokens, **options)
         patched.close()
     return texts
-
-
-@dataclass(frozen=True, eq=False)
-class _Rows(RecomputePolicy):
-    """The policy that recomputes these rows."""
-
-    numbers: Int[Tensor, "rows"]
-
-    def rows(self, stale: ComposedCache) -> Int[Tensor, "rows"]:
-        return self.numbers
 
 
 class Patched:
@@ -187,8 +211,8 @@ class Patched:
         watch: Stopwatch with the steps "score" (choice and reordering), "recompute" (rows and prompt) and "generate".
     """
 
-    def __init__(self, batch: PatchedBatch, watch: Stopwatch) -> None:
-        self.context, self.watch = cast("Context", batch.contexts[0]), watch
+    def __init__(self, batch: "PatchedBatch", watch: Stopwatch) -> None:
+        self.context, self.watch = batch.contexts[0], watch
         self.prompt, self.order, self.rows = batch.prompts[0], batch.orders[0], batch.rows[0]
         self._batch: PatchedBatch | None = batch
         self._lock = Lock()
@@ -196,9 +220,7 @@ class Patched:
     def __enter__(self) -> "Patched":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def close(self) -> None:
@@ -208,21 +230,16 @@ class Patched:
         if batch is not None:
             batch.close()
 
-    @property
-    def keys(self) -> Float[Tensor, "layers 1 groups rows dim"]:
-        """A copy of the keys of each layer."""
-        with self._lock:
-            return self._open().cache.keys[..., : len(self.context), :].clone()
-
-    @property
-    def values(self) -> Float[Tensor, "layers 1 groups rows dim"]:
-        """A copy of the values of each layer."""
-        with self._lock:
-            return self._open().cache.values[..., : len(self.context), :].clone()
-
     def cache(self) -> DynamicCache:
-        """A copy of all rows as a `DynamicCache`, for a forward pass or `model.generate`."""
-        return _dynamic_cache(self.keys, self.values)
+        """A copy of the context's rows as a `DynamicCache`, for a forward pass or `model.generate`.
+
+        Raises:
+            ValueError: If the patch has been closed.
+        """
+        with self._lock:
+            rows = self._open().cache
+            states = (x[..., : len(self.context), :] for x in (rows.keys, rows.values))
+            return DynamicCache(zip(*states, strict=True))
 
     def generate(self, max_new_tokens: int = 32, do_sample: bool = False, **options: Any) -> str:
         """The text that `model.generate` continues with from the patched cache, greedy by default.
@@ -274,17 +291,151 @@ class Patched:
             lines.append(f"chunk {chunk}: {rows} of {stop - start}")
         return "\n".join(lines)
 
-    def _open(self) -> PatchedBatch:
+    def _open(self) -> "PatchedBatch":
         if self._batch is None:
             raise ValueError("the patch has been closed: patch the context again")
         return self._batch
 
 
-def _dynamic_cache(keys: Tensor, values: Tensor) -> DynamicCache:
-    """The cache, its layers holding these keys and values without copying them. It grows by copies."""
-    cache: Any = DynamicCache()  # with a config, sliding layers would keep no more than their window
-    for key, value in zip(keys, values, strict=True):
-        cache.layers.append(layer := DynamicLayer())
-        layer.lazy_initialization(key, value)
-        layer.keys, layer.values = key, value
-    return cache
+class PatchedBatch(NamedTuple):
+    """A batch of contexts with recomputed rows, and a prompt after each.
+
+    Attributes:
+        contexts: Contexts as they were, with their chunks reordered where a policy asked for that.
+        prompts: Token ids of one prompt for each context.
+        orders: Chunk at each place, for each context.
+        rows: Numbers of the recomputed rows of each context, ascending.
+        cache: Keys and values.
+    """
+
+    contexts: list[Context]
+    prompts: list[Int[Tensor, "_"]]
+    orders: list[tuple[int, ...]]
+    rows: list[Int[Tensor, "_"]]
+    cache: RowCache
+
+    @torch.no_grad()
+    def logits(self, last: int = 0) -> list[Float[Tensor, "_ vocabulary"]]:
+        """Next-token logits after each of the last tokens of the prompts, or after all of them if `last` is 0."""
+        self.cache.rewind()
+        ids = pad_sequence(self.prompts, batch_first=True)
+        logits = self.cache.model(input_ids=ids, past_key_values=self.cache, logits_to_keep=last).logits
+        return [row[-(last or len(ids)) :] for row, ids in zip(logits, self.prompts, strict=True)]
+
+    def generate(self, **options: Any) -> list[str]:
+        """`LanguageModel.generate` after each prompt."""
+        ids = [torch.cat([context.ids, prompt]) for context, prompt in zip(self.contexts, self.prompts, strict=True)]
+        return self.contexts[0].lm.generate(ids, self.cache, **options)
+
+    def close(self) -> None:
+        """Let other patches use the memory."""
+        self.contexts[0].lm.give_back(self.cache)
+
+
+def patch_batch(
+    contexts: Sequence[Context],
+    prompts: Sequence[Int[Tensor, "_"]],
+    policies: Sequence[RecomputePolicy],
+    *,
+    questions: Sequence[Int[Tensor, "_"]] | None = None,
+    watch: Stopwatch | None = None,
+    room: int = 0,
+) -> PatchedBatch:
+    """Contexts with the rows recomputed that each policy chooses, and a prompt after each, in one forward pass.
+
+    Args:
+        contexts: Contexts of one language model. Lengths may differ, and a context may occur more than once.
+        prompts: Token ids of one prompt for each context.
+        policies: One policy for each context, all of one kind, because `CacheBlend` recomputes layers of all of them.
+        questions: Token ids to choose rows by, instead of the prompts.
+        watch: Stopwatch for the steps "score" (choice and reordering) and "recompute" (rows and prompts).
+        room: Number of rows to make room for after the prompts.
+    """
+    contexts, prompts, lm = list(contexts), list(prompts), contexts[0].lm
+    questions, watch = questions or prompts, watch or Stopwatch(lm.device)
+    with watch.step("score"):
+        longest = max(map(len, [*prompts, *questions]))
+        cache = lm.row_cache(len(contexts), max(map(len, contexts)) + longest + room)
+        stale = _ComposedBatch(contexts, questions, cache)
+        orders = [policy.arrange(context) for policy, context in zip(policies, stale.each(), strict=True)]
+        reordered = [context.reordered(order) for context, order in zip(contexts, orders, strict=True)]
+        if reordered != contexts:
+            stale = _ComposedBatch(reordered, questions, cache)
+        rows = [policy.rows(context) for policy, context in zip(policies, stale.each(), strict=True)]
+    with watch.step("recompute"):
+        chosen = [some.to(lm.device) for some in rows]
+        cache.repair([context.ids for context in reordered], chosen, prompts)
+    return PatchedBatch(reordered, prompts, orders, [some.cpu() for some in rows], cache)
+
+
+class _ComposedBatch:
+    """A copy of contexts before any row is recomputed, from which policies choose rows.
+
+    What the first policy asks for is computed for all contexts at once.
+    """
+
+    def __init__(self, contexts: list[Context], questions: Sequence[Int[Tensor, "_"]], cache: RowCache) -> None:
+        self.contexts, self.questions, self.cache = contexts, questions, cache
+        self._scores: dict[Any, Tensor] = {}
+        self._deviations: dict[str, list[Tensor]] = {}
+        self._fill()
+
+    def _fill(self) -> None:
+        self.cache.fill((context.keys, context.values) for context in self.contexts)
+
+    def each(self) -> list["_ComposedContext"]:
+        """The contexts, as policies see them."""
+        return [_ComposedContext(self, number) for number in range(len(self.contexts))]
+
+    def received(self, layers: tuple[int, ...], norm: Norm, geometry: Geometry) -> Float[Tensor, "batch capacity"]:
+        """Attention that each row receives from the question after its context. The copy stays as it is."""
+        how = layers, norm, geometry
+        if how not in self._scores:
+            moved = [places(geometry, context.spans) for context in self.contexts]
+            if geometry != "global":
+                self.cache.fill((c.keys_at(at), c.values) for c, (at, _) in zip(self.contexts, moved, strict=True))
+            self._scores[how] = self.cache.received(self.questions, [start for _, start in moved], layers, norm)
+            if geometry != "global":
+                self._fill()
+        return self._scores[how]
+
+    def kv_deviation(self, rank: Literal["v", "k"]) -> list[Float[Tensor, "_"]]:
+        """Mean squared change of each row's values or keys in layer 1. Overwrites layers 0 and 1.
+
+        Raises:
+            ValueError: If the model has only one layer.
+        """
+        if len(self.cache.keys) < 2:
+            raise ValueError("CacheBlend ranks rows by layer 1, but the model has only layer 0: use InfoFlowKV")
+        if rank not in self._deviations:
+            ids = pad_sequence([context.ids for context in self.contexts], batch_first=True)
+            # rows after the end of a shorter context are not in use yet
+            self.cache.overwrite(ids, torch.arange(ids.shape[1], device=ids.device)[None], last=1)
+            name = "values" if rank == "v" else "keys"
+            stale = [getattr(context, name)[1, 0] for context in self.contexts]
+            pairs = zip(getattr(self.cache, name)[1], stale, strict=True)
+            self._deviations[rank] = [
+                (new[:, : old.shape[1]] - old).float().square().mean((0, 2)) for new, old in pairs
+            ]
+        return self._deviations[rank]
+
+
+class _ComposedContext(NamedTuple):
+    """One context of a batch, as a policy sees it: a `foveate.methods.recompute_policy.ComposedCache`."""
+
+    batch: _ComposedBatch
+    number: int
+
+    @property
+    def spans(self) -> Spans:
+        return self.batch.contexts[self.number].spans
+
+    @property
+    def layers(self) -> int:
+        return len(self.batch.cache.keys)
+
+    def received(self, layers: tuple[int, ...], norm: Norm, geometry: Geometry) -> Tensor:
+        return self.batch.received(layers, norm, geometry)[self.number, : self.spans[-1][1]]
+
+    def kv_deviation(self, rank: Literal["v", "k"]) -> Tensor:
+        return self.batch.kv_deviation(rank)[self.number]

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-__all__ = ["SEPARATOR", "Passage", "read_documents", "split_documents", "split_text"]
+__all__ = ["SEPARATOR", "SUFFIXES", "Passage", "read_documents", "split_documents", "split_text"]
 
 SUFFIXES = ".txt", ".md", ".rst"
 SEPARATOR = "\n\n"

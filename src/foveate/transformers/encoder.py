@@ -74,12 +74,10 @@ class ChunkEncoder(LanguageModel):
     @torch.no_grad()
     def _encode(self, ids: Int[Tensor, "documents tokens"]) -> list[ChunkCache]:
         prefixed = torch.cat([self.prefix.expand(len(ids), -1), ids], dim=1)
-        config = self.model.config
-        shape = config.num_hidden_layers, len(ids), config.num_key_value_heads, prefixed.shape[1], self.head_dim
-        cache = RowCache(self.row_model, shape)
+        cache = RowCache(self.row_model, self.cache_shape(*prefixed.shape))
         with capture_unrotated_keys() as captured:
             cache.encode(prefixed)
-        keys = torch.stack([torch.cat(captured[layer], dim=2) for layer in range(config.num_hidden_layers)], dim=1)
+        keys = torch.stack([torch.cat(captured[layer], dim=2) for layer in range(len(cache.keys))], dim=1)
         values = cache.values.transpose(0, 1)  # [documents, layers, groups, rows, dim]
         return [
             ChunkCache(document, {"keys": key, "values": value}, dict(self.fingerprint))

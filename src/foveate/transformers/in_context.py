@@ -23,11 +23,11 @@ from transformers import DynamicCache, PreTrainedModel
 
 from foveate.utils.choices import check_choice
 
-__all__ = ["HOSTS", "PrefilledContext", "PromptedModel", "concatenate", "ensemble", "parallel_windows", "prompt_with"]
+__all__ = ["Host", "PrefilledContext", "PromptedModel", "concatenate", "ensemble", "parallel_windows", "prompt_with"]
 
 Block = Sequence[Sequence[int]]
 Mix = Literal["moe", "poe", "max"]
-HOSTS = "concatenate", "ensemble", "parallel_windows"
+Host = Literal["concatenate", "ensemble", "parallel_windows"]
 
 
 class PrefilledContext(NamedTuple):
@@ -197,27 +197,26 @@ class PromptedModel(NamedTuple):
         return weights if len(self.contexts) > 1 else None
 
 
-def prompt_with(model: PreTrainedModel, tokenizer: Any, blocks: Sequence[Sequence[str]], host: str) -> PromptedModel:
+def prompt_with(model: PreTrainedModel, tokenizer: Any, blocks: Sequence[Sequence[str]], host: Host) -> PromptedModel:
     """The model after it has read blocks of texts, each after the tokenizer's start-of-text token.
 
     Args:
         model: Causal language model whose layers attend to all previous tokens.
         tokenizer: Tokenizer of the model.
         blocks: Texts of the examples of each block.
-        host: One of `HOSTS`.
+        host: How the model reads the blocks; an ensemble reads each separately.
 
     Raises:
         ValueError: If the host is unknown, or the model cannot read the blocks.
     """
+    check_choice("host", host, Host)
     tokens = [[_ids(tokenizer, text) for text in block] for block in blocks]
     start = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
     if host == "concatenate":
         return PromptedModel(tokenizer, [concatenate(model, tokens, start)])
     if host == "parallel_windows":
         return PromptedModel(tokenizer, [parallel_windows(model, tokens, start)])
-    if host == "ensemble":
-        return PromptedModel(tokenizer, [concatenate(model, [block], start) for block in tokens])
-    raise ValueError(f"unknown host {host!r}: choose one of {', '.join(HOSTS)}")
+    return PromptedModel(tokenizer, [concatenate(model, [block], start) for block in tokens])
 
 
 def _ids(tokenizer: Any, text: str) -> list[int]:

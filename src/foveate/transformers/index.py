@@ -23,7 +23,7 @@ __all__ = [
     "ChunkIndex",
     "Document",
     "index_documents",
-    "index_name",
+    "index_folder",
     "read_index",
     "remove_documents",
 ]
@@ -151,14 +151,14 @@ class ChunkIndex:
             track: Progress bar.
         """
         if max_tokens is None:
-            max_tokens = min(512, self.encoder.model.config.max_position_embeddings // 4)
+            max_tokens = self.encoder.passage_tokens
         if not self._folder.files():
             self._folder.write(".gitignore", b"*\n")
         sources = {name: digest([text, max_tokens, eight_bit, self._fingerprint]) for name, text in documents.items()}
         changed = [name for name, source in sources.items() if self.documents.get(name) != source]
         advance = track("splitting documents", len(changed)) if changed else lambda: None
         for name in changed:
-            passages = split_documents({name: documents[name]}, max_tokens, self._count)
+            passages = split_documents({name: documents[name]}, max_tokens, self.encoder.count)
             files = [self._file(self.encoder.tokens(passage.text).tolist(), eight_bit) for passage in passages]
             self._folder.write(_file_of(name), Document(name, sources[name], passages, files).to_bytes())
             advance()
@@ -210,9 +210,6 @@ class ChunkIndex:
                 self.ids.append(ids)
                 self.passages.append(passage)
             return self.ids.index(ids)
-
-    def _count(self, text: str) -> int:
-        return len(self.encoder.tokenizer(text, add_special_tokens=False).input_ids)
 
     def _tokens(self, passage: Passage) -> list[int]:
         if not (ids := self.encoder.tokens(passage.text).tolist()):
@@ -317,20 +314,6 @@ class ChunkIndex:
                 self._folder.remove(file)
                 excess -= chunks[file]
 
-    def words(self, passage: int) -> list[str]:
-        """The text of each token of a passage, including the whitespace before it.
-
-        If a character consists of several tokens, the first one has its text and the others are empty.
-        """
-        tokenizer, text = self.encoder.tokenizer, self.passages[passage].text
-        if not tokenizer.is_fast:
-            return [tokenizer.decode([token]) for token in self.ids[passage]]
-        words, done = list[str](), 0
-        for _, end in tokenizer(text, add_special_tokens=False, return_offsets_mapping=True).offset_mapping:
-            words.append(text[done:end])
-            done = max(done, end)
-        return words
-
 
 def _file_of(name: str) -> str:
     return f"{slug(name)}-{digest(name)}.json"
@@ -374,14 +357,16 @@ def remove_documents(place: str | Path, names: Iterable[str]) -> None:
         folder.remove(file)
 
 
-def index_name(model: str) -> str:
-    """The folder name of a model's index, which models in folders of equal names do not share.
+def index_folder(documents: Path, model: str) -> Path:
+    """Folder of a model's index of a folder of documents, which models in folders of equal names do not share.
 
     Args:
+        documents: Folder of documents.
         model: Folder or hub id; empty for the built-in reader.
     """
     path = Path(model).resolve()
-    return f"{slug(path.name)}-{digest(str(path) if path.exists() else model)[:8]}" if model else "built-in"
+    name = f"{slug(path.name)}-{digest(str(path) if path.exists() else model)[:8]}" if model else "built-in"
+    return documents / ".foveate" / name
 
 
 def index_documents(

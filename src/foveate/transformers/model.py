@@ -12,28 +12,20 @@ from jaxtyping import Int
 from safetensors import SafetensorError
 from torch import Tensor
 from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
-    Gemma3ForCausalLM,
     Gemma3TextConfig,
     GptOssConfig,
-    GptOssForCausalLM,
     LlamaConfig,
-    LlamaForCausalLM,
     MistralConfig,
-    MistralForCausalLM,
     MixtralConfig,
-    MixtralForCausalLM,
     Phi3Config,
-    Phi3ForCausalLM,
     PreTrainedModel,
     Qwen2Config,
-    Qwen2ForCausalLM,
     Qwen3Config,
-    Qwen3ForCausalLM,
     Qwen3MoeConfig,
-    Qwen3MoeForCausalLM,
 )
 
 from foveate.transformers.attention import row_model
@@ -46,17 +38,10 @@ __all__ = ["LanguageModel", "Text", "chat_frame", "check_config", "check_model",
 Text = str | Sequence[int]
 """Text, or token ids."""
 
-CLASSES = {
-    LlamaConfig: LlamaForCausalLM,
-    Qwen2Config: Qwen2ForCausalLM,
-    Qwen3Config: Qwen3ForCausalLM,
-    MistralConfig: MistralForCausalLM,
-    Phi3Config: Phi3ForCausalLM,
-    MixtralConfig: MixtralForCausalLM,
-    Qwen3MoeConfig: Qwen3MoeForCausalLM,
-    Gemma3TextConfig: Gemma3ForCausalLM,
-    GptOssConfig: GptOssForCausalLM,
-}
+FAMILIES = (
+    LlamaConfig, Qwen2Config, Qwen3Config, MistralConfig, Phi3Config, MixtralConfig, Qwen3MoeConfig, Gemma3TextConfig,
+    GptOssConfig,
+)  # fmt: skip
 ROPE_TYPES = "default", "linear", "llama3", "yarn"
 ATTENTION = "sdpa", "eager"
 USER_TEXT = "<<what the user says>>"
@@ -155,9 +140,9 @@ def check_config(config: Any) -> None:
         ValueError: With the reason, and a remedy where there is one.
     """
     rope = getattr(config, "rope_parameters", None) or {}
-    if type(config) not in CLASSES:
+    if type(config) not in FAMILIES:
         reason = "other models are not tested" if rope else "it has no rotary positions to move keys by"
-        *names, last = (kind.__name__.removesuffix("Config") for kind in CLASSES)
+        *names, last = (kind.__name__.removesuffix("Config") for kind in FAMILIES)
         raise ValueError(
             f"cached chunks work with {', '.join(names)} and {last}, not {type(config).__name__}: {reason}"
         )
@@ -186,9 +171,10 @@ def check_model(model: PreTrainedModel) -> None:
     """
     config: Any = model.config
     check_config(config)
-    if not isinstance(model, CLASSES[type(config)]):
+    expected: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    if not isinstance(model, expected):
         raise ValueError(
-            f"pass the {CLASSES[type(config)].__name__} itself, not {type(model).__name__}; for a PeftModel that is "
+            f"pass the {expected.__name__} itself, not {type(model).__name__}; for a PeftModel that is "
             "get_base_model(), which includes the adapters"
         )
     if config._attn_implementation not in ATTENTION:
@@ -239,6 +225,15 @@ class LanguageModel:
         """Size of a key or value of one head."""
         return self.model.model.layers[0].self_attn.head_dim
 
+    @property
+    def passage_tokens(self) -> int:
+        """Usual largest number of tokens in a passage: 512, or a quarter of the model's context if that is less."""
+        return min(512, self.model.config.max_position_embeddings // 4)
+
+    def count(self, text: str) -> int:
+        """Number of tokens in a text."""
+        return len(self.tokenizer(text, add_special_tokens=False).input_ids)
+
     def tokens(self, text: Text) -> Int[Tensor, "tokens"]:
         """Token ids of a text, without special tokens. Token ids are returned as they are.
 
@@ -283,6 +278,11 @@ class LanguageModel:
             runs.append((slice(first, first + 1 + len(others)), cos, sin))
         return runs
 
+    def cache_shape(self, batch: int, rows: int) -> tuple[int, int, int, int, int]:
+        """Shape of the keys, and of the values, of all layers: [layers, batch, groups, rows, dim]."""
+        config = self.model.config
+        return config.num_hidden_layers, batch, config.num_key_value_heads, rows, self.head_dim
+
     def row_cache(self, batch: int, rows: int) -> RowCache:
         """A cache for so many contexts and rows, to be filled, and to be given back after use."""
         capacity = rows + SPARE_ROWS
@@ -295,7 +295,7 @@ class LanguageModel:
         config = self.model.config
         experts = any(getattr(config, name, 0) for name in ("num_experts", "num_local_experts"))
         graphs = self.device.type == "cuda" and not experts  # experts wait for the number of their tokens
-        shape = config.num_hidden_layers, batch, config.num_key_value_heads, capacity, self.head_dim
+        shape = self.cache_shape(batch, capacity)
         try:
             return RowCache(self.row_model, shape, graphs)
         except torch.OutOfMemoryError:

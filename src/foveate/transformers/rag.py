@@ -2,9 +2,7 @@
 """Questions about indexed documents, answered from cached chunks by one method or several."""
 
 import time
-from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
-from itertools import accumulate
 from statistics import fmean, median
 from typing import Any, NamedTuple
 
@@ -17,10 +15,10 @@ from foveate.methods.baselines.kv_baselines import FullPrefill
 from foveate.methods.recompute_policy import RecomputePolicy, Spans
 from foveate.transformers.context import Context, Patched
 from foveate.transformers.index import ChunkIndex
-from foveate.transformers.retrieval import bm25, by_meaning, passage_of, retrieve, words_of
+from foveate.transformers.retrieval import choose, words_of
 from foveate.utils.device import Stopwatch, now
 
-__all__ = ["STEPS", "Answer", "Reply", "Summary", "ask", "choose", "summarise"]
+__all__ = ["STEPS", "Answer", "Reply", "Summary", "ask", "runs", "summarise"]
 
 STEPS = "load", "compose", "score", "recompute", "prompt", "decode"
 """Steps of an answer. The first token is there after all of them but the last.
@@ -113,8 +111,6 @@ def ask(
 ) -> Reply:
     """Greedy answers of each method to a question.
 
-    A single method runs once. Several methods run twice each, the first time to warm up.
-
     Args:
         index: Index of the passages, built.
         question: Question to ask.
@@ -129,7 +125,7 @@ def ask(
         top: Largest number of passages; 0 takes as many as fit. The last in `passages`, or the lowest in rank, are
             left out.
         max_new_tokens: Largest number of tokens in an answer.
-        advance: Called after each run.
+        advance: Called after each of the `runs`.
 
     Raises:
         ValueError: If there are no passages, one is not what it must be, or not even the first fits into the model's
@@ -157,6 +153,11 @@ def ask(
     return Reply(question, chosen, context.spans, answers, scores.cpu())
 
 
+def runs(methods: Mapping[str, RecomputePolicy]) -> int:
+    """Number of runs for a question: a single method runs once, several run twice each, the first time to warm up."""
+    return len(methods) * (2 if len(methods) > 1 else 1)
+
+
 def summarise(replies: Sequence[Reply]) -> list[Summary]:
     """A summary of each method, over replies with the same methods."""
     known = [reply for reply in replies if reply.right]
@@ -173,52 +174,6 @@ def summarise(replies: Sequence[Reply]) -> list[Summary]:
             )
         )
     return summaries
-
-
-def choose(
-    index: ChunkIndex, question: str, used: int, *, passages: Any = None, embed: str = "", top: int = 0
-) -> list[int]:
-    """Numbers of the passages to read for a question: as many as fit into the model's context beside `used` tokens.
-
-    See `ask` for the other arguments.
-    """
-    if passages is not None:
-        return _fitting(index, _given(index, question, passages)[: top or None], used)
-    return sorted(_fitting(index, _ranked(index, question, embed)[: top or None], used))
-
-
-def _ranked(index: ChunkIndex, question: str, embed: str) -> list[int]:
-    """Numbers of the passages of the index, best first."""
-    if not index.passages:
-        raise ValueError("the index has no passages: add at least one")
-    texts = tuple(passage.text for passage in index.passages)
-    return (by_meaning(texts, embed) if embed else bm25(texts))(question) or list(range(len(texts)))
-
-
-def _given(index: ChunkIndex, question: str, passages: Any) -> list[int]:
-    """Numbers of the passages that a caller names, or that a retriever finds."""
-    if isinstance(passages, str):
-        raise ValueError(f"pass a list of passages, not one text: [{passages[:20]!r}]")
-    if not isinstance(passages, Sequence):
-        passages = retrieve(passages, question)
-    if not passages:
-        raise ValueError("there are no passages to read: pass at least one")
-    numbers = [p.__index__() if hasattr(p, "__index__") else index.number(passage_of(p)) for p in passages]
-    if wrong := [number for number in numbers if not 0 <= number < len(index.passages)]:
-        raise ValueError(f"there is no passage {wrong[0]}: the index has {len(index.passages)}, numbered from 0")
-    return numbers
-
-
-def _fitting(index: ChunkIndex, passages: Sequence[int], used: int) -> list[int]:
-    """The first passages, as many as fit into the model's context beside `used` tokens."""
-    limit = index.encoder.model.config.max_position_embeddings
-    totals = [used + total for total in accumulate(len(index.ids[passage]) for passage in passages)]
-    if totals[0] > limit:
-        raise ValueError(
-            f"{index.passages[passages[0]].name} with prompt and answer takes {totals[0]} tokens, but the model takes "
-            f"at most {limit}: use smaller chunks, a shorter question, or fewer new tokens"
-        )
-    return list(passages[: bisect_right(totals, limit)])
 
 
 def _answer(

@@ -2,8 +2,10 @@
 """Which passages to read for a question: by its words, by its meaning, or as another library's retriever says."""
 
 import re
+from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from functools import lru_cache
+from itertools import accumulate
 from textwrap import shorten
 from typing import Any
 from unicodedata import normalize
@@ -11,9 +13,10 @@ from unicodedata import normalize
 import bm25s
 
 from foveate.transformers.documents import SEPARATOR, Passage
-from foveate.transformers.examples import sentence_embeddings
+from foveate.transformers.embeddings import sentence_embeddings
+from foveate.transformers.index import ChunkIndex
 
-__all__ = ["bm25", "by_meaning", "passage_of", "retrieve", "words_of"]
+__all__ = ["bm25", "by_meaning", "choose", "passage_of", "words_of"]
 
 EAST_ASIAN = "\u3040-\u30ff\u3400-\u9fff\uf900-\ufaff"  # written without spaces: each character is a word
 WORD = re.compile(rf"[{EAST_ASIAN}]|[^\W{EAST_ASIAN}]+")
@@ -22,6 +25,52 @@ NAMES = "file_name", "file_path", "source", "title", "name"
 
 Ranking = Callable[[str], list[int]]
 """Indices of the texts to read for a question, best first."""
+
+
+def choose(
+    index: ChunkIndex, question: str, used: int, *, passages: Any = None, embed: str = "", top: int = 0
+) -> list[int]:
+    """Numbers of the passages to read for a question: as many as fit into the model's context beside `used` tokens.
+
+    See `foveate.transformers.rag.ask` for the other arguments and the errors.
+    """
+    if passages is not None:
+        return _fitting(index, _given(index, question, passages)[: top or None], used)
+    return sorted(_fitting(index, _ranked(index, question, embed)[: top or None], used))
+
+
+def _ranked(index: ChunkIndex, question: str, embed: str) -> list[int]:
+    """Numbers of the passages of the index, best first."""
+    if not index.passages:
+        raise ValueError("the index has no passages: add at least one")
+    texts = tuple(passage.text for passage in index.passages)
+    return (by_meaning(texts, embed) if embed else bm25(texts))(question) or list(range(len(texts)))
+
+
+def _given(index: ChunkIndex, question: str, passages: Any) -> list[int]:
+    """Numbers of the passages that a caller names, or that a retriever finds."""
+    if isinstance(passages, str):
+        raise ValueError(f"pass a list of passages, not one text: [{passages[:20]!r}]")
+    if not isinstance(passages, Sequence):
+        passages = _retrieved(passages, question)
+    if not passages:
+        raise ValueError("there are no passages to read: pass at least one")
+    numbers = [p.__index__() if hasattr(p, "__index__") else index.number(passage_of(p)) for p in passages]
+    if wrong := [number for number in numbers if not 0 <= number < len(index.passages)]:
+        raise ValueError(f"there is no passage {wrong[0]}: the index has {len(index.passages)}, numbered from 0")
+    return numbers
+
+
+def _fitting(index: ChunkIndex, passages: Sequence[int], used: int) -> list[int]:
+    """The first passages, as many as fit into the model's context beside `used` tokens."""
+    limit = index.encoder.model.config.max_position_embeddings
+    totals = [used + total for total in accumulate(len(index.ids[passage]) for passage in passages)]
+    if totals[0] > limit:
+        raise ValueError(
+            f"{index.passages[passages[0]].name} with prompt and answer takes {totals[0]} tokens, but the model takes "
+            f"at most {limit}: use smaller chunks, a shorter question, or fewer new tokens"
+        )
+    return list(passages[: bisect_right(totals, limit)])
 
 
 @lru_cache(maxsize=4)
@@ -66,7 +115,7 @@ def by_meaning(texts: tuple[str, ...], model: str) -> Ranking:
     return rank
 
 
-def retrieve(retriever: Any, question: str) -> Sequence[Any]:
+def _retrieved(retriever: Any, question: str) -> Sequence[Any]:
     """What a retriever of LangChain, LlamaIndex or Haystack, or a function of the question, finds for a question.
 
     Raises:

@@ -2,13 +2,13 @@
 
 from collections.abc import Callable, Hashable, Sequence
 from functools import wraps
-from typing import Any, Generic, ParamSpec, TypeVar
+from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-__all__ = ["FixedMemory", "WeakTensorCache", "persistent"]
+__all__ = ["FixedMemory", "WeakTensorCache", "cached_by_tensor", "persistent"]
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -46,6 +46,23 @@ class WeakTensorCache(Generic[T]):
         if entry not in entries:
             entries[entry] = others, make()  # holds the others, so that no new tensor gets one of their ids
         return entries[entry][1]
+
+
+def cached_by_tensor(make: Callable[Concatenate[Tensor, P], T]) -> Callable[Concatenate[Tensor, P], T]:
+    """Decorator for `persistent` functions of a tensor and hashable arguments: computed once for each.
+
+    Reading a tensor waits for its device, and a pipeline keeps its masks and positions through all steps. A tensor
+    that was changed in place is read again.
+    """
+    cache = WeakTensorCache[T]()
+    lasting: Callable[..., T] = persistent(make)
+
+    @wraps(make)
+    def wrapper(tensor: Tensor, *args: P.args, **kwargs: P.kwargs) -> T:
+        version = None if tensor.is_inference() else tensor._version
+        return cache.get([tensor], (version, args, *kwargs.items()), lambda: lasting(tensor, *args, **kwargs))
+
+    return wrapper
 
 
 class FixedMemory:

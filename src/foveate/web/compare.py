@@ -13,18 +13,8 @@ from PIL import Image
 
 from foveate.diffusers.apply import Handle
 from foveate.diffusers.lora import Distilled, MethodLike, throughout, using
-from foveate.diffusers.pipelines import (
-    Call,
-    Request,
-    denoiser,
-    draw,
-    fingerprint,
-    frame_rate,
-    record_step,
-    run_step,
-    time_steps,
-    write_video,
-)
+from foveate.diffusers.pipelines import Request, denoiser, draw, fingerprint, frame_rate, write_video
+from foveate.diffusers.steps import Call, record_step, time_steps
 from foveate.methods import METHODS, ComposedMethod, HilbertA, ToMA
 from foveate.ops.block_table import BlockTable
 from foveate.utils.device import now, versions
@@ -205,16 +195,15 @@ def _compared(variant: Variant, frames: Sequence[Image.Image], dense: Sequence[I
 
 def _about_times(methods: Sequence[MethodLike]) -> list[str]:
     """What to know about the time of a step of these methods."""
-    texts = [
-        f"{method.title} works in a part of the steps: its time is that of a step in which it works."
-        for method in methods
-        if not all(part.always for part in method.parts)
-    ]
-    return texts + [
-        f"{method.title} reuses its plan for up to {most} steps: its time is that of a step that makes a new "
-        "plan, the slowest."
-        for method in methods
-        if (most := max(getattr(part, "dst_every", 1) for part in method.parts)) > 1
+    late = [method.title for method in methods if not all(part.always for part in method.parts)]
+    merging = [m.title for m in methods if any(getattr(part, "dst_every", 1) > 1 for part in m.parts)]
+    return [
+        f"{' and '.join(titles)}: {remark}."
+        for titles, remark in (
+            (late, "sparse in part of the steps; the time is that of a sparse step"),
+            (merging, "a plan serves several steps; the time is that of the slowest step, which makes a new plan"),
+        )
+        if titles
     ]
 
 
@@ -246,7 +235,7 @@ def _drawn(
 def _look(pipeline: Any, step: Call, method: MethodLike | None) -> Variant:
     """What a method does in one step: its sparsity, plan and pattern, without a picture."""
     with using(pipeline, method and throughout(method)) as run:
-        run_step(pipeline, step)
+        step.run(denoiser(pipeline))
         return _seen(method, run)
 
 

@@ -2,14 +2,14 @@
 """The HTML page of `foveate rag`: questions, answers, times, and which tokens were recomputed."""
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from foveate.transformers.index import ChunkIndex
 from foveate.transformers.rag import STEPS, Reply, Summary, summarise
 from foveate.utils.device import versions
 from foveate.web.report import duration, render
 
-__all__ = ["reply_page", "summary_cells"]
+__all__ = ["reply_page", "summary_cells", "token_texts"]
 
 SHADES = 10
 
@@ -35,7 +35,19 @@ class Word(NamedTuple):
 
 
 def reply_page(index: ChunkIndex, replies: Sequence[Reply], settings: dict[str, str]) -> str:
-    """One self-contained HTML page of questions, answers and recomputed tokens, without scripts or network access."""
+    """One self-contained HTML page of questions, answers and recomputed tokens, without scripts or network access.
+
+    Args:
+        index: Index that was asked.
+        replies: Questions and answers.
+        settings: What the page lists besides sizes, device and dtype.
+    """
+    settings = settings | {
+        "documents": str(len(index.documents)),
+        "passages": f"{len(index.passages)}, of at most {max(map(len, index.ids))} tokens",
+        "device": str(index.encoder.device),
+        "dtype": str(index.encoder.dtype).removeprefix("torch."),
+    }
     shown = [(reply, _words(index, reply)) for reply in replies]
     summary = summary_cells(replies)
     return render("rag.html.j2", replies=shown, summary=summary, steps=STEPS, settings=settings, versions=versions())
@@ -57,9 +69,11 @@ def summary_cells(replies: Sequence[Reply]) -> list[list[str]]:
 
 def _words(index: ChunkIndex, reply: Reply) -> list[tuple[str, list[Word]]]:
     """The tokens of the prefix and of each passage, after its name."""
-    prefix = [index.encoder.tokenizer.decode([token]) for token in index.encoder.prefix.tolist()]
+    tokenizer = index.encoder.tokenizer
+    prefix = [tokenizer.decode([token]) for token in index.encoder.prefix.tolist()]
     texts = [("prefix", prefix)] if prefix else []
-    texts += [(index.passages[passage].name, index.words(passage)) for passage in reply.passages]
+    passages = (index.passages[number] for number in reply.passages)
+    texts += [(passage.name, token_texts(tokenizer, passage.text)) for passage in passages]
     recomputed, scores = set(reply.answers[0].rows.tolist()), reply.scores.tolist()
     # the first passage holds tokens that draw attention in any text: relative to them all others would look pale
     peak = max(scores[reply.spans[0][1] :] or scores) or 1.0
@@ -71,3 +85,17 @@ def _words(index: ChunkIndex, reply: Reply) -> list[tuple[str, list[Word]]]:
         return Word(row, text.removesuffix(body), body, scores[row], shade, row in recomputed)
 
     return [(name, [word(text) for text in words]) for name, words in texts]
+
+
+def token_texts(tokenizer: Any, text: str) -> list[str]:
+    """The text of each token of a text, including the whitespace before it.
+
+    If a character consists of several tokens, the first one has its text and the others are empty.
+    """
+    if not tokenizer.is_fast:
+        return [tokenizer.decode([token]) for token in tokenizer(text, add_special_tokens=False).input_ids]
+    texts, done = list[str](), 0
+    for _, end in tokenizer(text, add_special_tokens=False, return_offsets_mapping=True).offset_mapping:
+        texts.append(text[done:end])
+        done = max(done, end)
+    return texts

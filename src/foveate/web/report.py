@@ -175,7 +175,7 @@ def step_speed(variant: Variant, dense: Variant) -> Speed | None:
 
 
 def verdict(variant: Variant, dense: Variant) -> str:
-    """One line such as "looks like dense, 1.6\u00d7 faster a step"; empty for dense."""
+    """One line such as "looks like dense, 1.6\u00d7 faster per step"; empty for dense."""
     if variant.why_dense:
         return f"Stayed dense: {variant.why_dense}"
     if variant.psnr is None or variant.detail is None:
@@ -207,8 +207,8 @@ def _runs(speed: Speed | None) -> str:
     if abs(speed.factor - 1) < 0.05:
         return "as fast as dense"
     if speed.factor > 1:
-        return f"{speed.factor:.1f}\u00d7 faster a step"
-    return f"{1 / speed.factor:.1f}\u00d7 slower a step"
+        return f"{speed.factor:.1f}\u00d7 faster per step"
+    return f"{1 / speed.factor:.1f}\u00d7 slower per step"
 
 
 def render(template: str, **values: Any) -> str:

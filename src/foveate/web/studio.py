@@ -17,14 +17,15 @@ from PIL import Image
 
 from foveate.diffusers.attention_map import attention_layers, attention_map
 from foveate.diffusers.lora import MethodLike, using
-from foveate.diffusers.pipelines import Call, Request, denoiser, makes_video, pixels_per_token, record_step
+from foveate.diffusers.pipelines import Request, denoiser, makes_video, pixels_per_token
+from foveate.diffusers.steps import Call, record_step
 from foveate.methods import METHODS
 from foveate.methods.base import DenseFallback, TokenMerging
 from foveate.transformers import ChunkEncoder
 from foveate.transformers.documents import read_documents
-from foveate.transformers.index import index_documents, index_name
+from foveate.transformers.index import index_documents, index_folder
 from foveate.transformers.model import chat_frame, unknown_words
-from foveate.transformers.rag import Reply, ask
+from foveate.transformers.rag import Reply, ask, runs
 from foveate.utils.device import now
 from foveate.utils.files import slug, write_picture
 from foveate.utils.progress import Track, silent
@@ -287,19 +288,11 @@ class Studio:
             _, language_model, tokenizer = self._reader
             before, after = chat_frame(tokenizer, None)
             encoder = ChunkEncoder(language_model, tokenizer, before)
-            where = folder / ".foveate" / index_name(name)
-            index = index_documents(where, encoder, documents, None)
+            index = index_documents(index_folder(folder, name), encoder, documents)
             index.build(_stoppable(track, tab))
-            advance = _stoppable(track, tab)("answering", len(methods) * (2 if asked.compare else 1))
+            advance = _stoppable(track, tab)("answering", runs(methods))
             reply = ask(index, asked.question, methods, prompt=PROMPT + after, advance=advance)
-            settings = {
-                "model": name or "the built-in reader",
-                "method": repr(methods[asked.method]),
-                "documents": str(len(documents)),
-                "passages": f"{len(index.passages)}, of at most {max(map(len, index.ids))} tokens",
-                "device": str(encoder.device),
-                "dtype": str(encoder.dtype).removeprefix("torch."),
-            }
+            settings = {"model": name or "the built-in reader", "method": repr(methods[asked.method])}
             remarks = [f"Skipped: {why}." for why in skipped]
             if unknown := unknown_words(tokenizer, asked.question):
                 remarks.append(f"The model does not know the words {', '.join(unknown)}: it will guess.")

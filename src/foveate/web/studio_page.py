@@ -43,6 +43,7 @@ STYLE = """
 .said { margin: 0; padding: .5em .8em; border-left: 4px solid #5a6675; background: var(--block-background-fill); }
 .said.wrong { border-color: #b00020; }
 .said.good { border-color: #0072b2; }
+.said:empty { border-color: transparent; background: none; }
 body.dark, .dark { --color-accent: #6dbdf0 !important; }
 #scores { overflow: visible !important; }
 #scores table { width: 100%; }
@@ -159,9 +160,9 @@ def _pictures(page: gr.Blocks, studio: Studio, key: gr.Textbox, model: str, lora
                 cancel = gr.Button("Cancel", elem_id="cancel")
         with gr.Column(scale=3, min_width=300):
             slider = gr.ImageSlider(
-                label="Left and right: move the line", type="pil", format="png", elem_id="slider", max_height=640
+                label="Left and right: drag the line", type="pil", format="png", elem_id="slider", max_height=640
             )
-            line = gr.Slider(0, 100, 50, step=1, label="Place of the line", elem_id="line")
+            line = gr.Slider(0, 100, 50, step=1, label="Position of the line", elem_id="line")
             with gr.Row():
                 left = gr.Dropdown([], label="Left", elem_id="left", min_width=120)
                 right = gr.Dropdown([], label="Right", elem_id="right", min_width=120)
@@ -392,7 +393,7 @@ def _bar(progress: Any) -> Track:
 def _say(text: str, kind: str = "") -> str:
     """A message that screen readers read out."""
     role = "alert" if kind == "wrong" else "status"
-    return f'<p class="said {kind}" role="{role}">{escape(text) or "&nbsp;"}</p>'
+    return f'<p class="said {kind}" role="{role}">{escape(text)}</p>'
 
 
 def _trying(action: Callable[[], str]) -> str:

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from foveate.bench import context as library
 
 CPU = torch.device("cpu")
-SETTINGS = Settings("small", CPU, torch.float32, chunk=40, prompt=6, recompute=0.25, rounds=1)
+SETTINGS = Settings("small", CPU, torch.float32, library.Questions(chunk=40, prompt=6, recompute=0.25), rounds=1)
 EXAMPLES = examples.Settings(CPU, picks=12, blocks=3, dim=8, rounds=1)
 
 
@@ -49,10 +49,11 @@ def test_every_variant_is_timed_in_its_stages(result):
 
 
 def test_a_variant_gives_the_answer_of_the_context_it_patches():
-    work = context.Work.of(library.find_encoder("small", CPU, torch.float32), [30, 30], 6)
+    work = library.Work(library.find_encoder("small", CPU, torch.float32), 61, SETTINGS.asked._replace(chunk=30))
+    (question,) = work.draw(1, 0)
     (variant,) = (variant for variant in context.variants(SETTINGS) if variant.name == "InfoFlow 25%")
-    logits, rows = first_token(variant, work)
-    with work.encoder.compose(work.chunks).patch(variant.method, work.prompt.tolist()) as patched:
+    logits, rows = first_token(variant, work, question)
+    with work.context(question).patch(variant.method, question.prompt.tolist()) as patched:
         assert len(patched.rows) == rows
         torch.testing.assert_close(logits, patched.logits(last=1))
 

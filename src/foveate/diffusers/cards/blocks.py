@@ -8,23 +8,18 @@ from diffusers import Transformer2DModel
 from diffusers.models.attention import BasicTransformerBlock
 from torch import nn
 
-from foveate.diffusers.card import Card, Layout, Stack, patches, text
-from foveate.diffusers.cards.wan import WanCard
-from foveate.diffusers.processors import CosmosProcessor, DispatchedProcessor
+from foveate.diffusers.card import Card, Layout, Stack, text
+from foveate.diffusers.processors import DispatchedProcessor
 
 __all__ = ["CosmosCard", "DiTCard", "PixArtCard", "SD3Card", "UNetCard"]
 
 
 class DiTCard(Card):
-    """`DiTTransformer2DModel`: image tokens only, the grid is that of the latent's patches."""
+    """`DiTTransformer2DModel`: image tokens only."""
 
     attention = {"attn1": False}  # noqa: RUF012
     merged_modules = {"attn1": "attn", "attn2": "cross", "ff": "mlp"}  # noqa: RUF012
     wrapper = DispatchedProcessor
-
-    def layout(self, holder: nn.Module, inputs: dict[str, Any]) -> Layout:
-        """The image alone."""
-        return Layout((patches(inputs["hidden_states"].shape[-2:], holder.config.patch_size or 1),))  # UNets have none
 
 
 class PixArtCard(DiTCard):
@@ -65,6 +60,5 @@ class CosmosCard(Card):
 
     start_percent = 0.4
     attention = {"attn1": False}  # noqa: RUF012
-    wrapper = CosmosProcessor
+    wrapper = DispatchedProcessor
     unmerged = "rotates halves of the channels instead of pairs"
-    layout = WanCard.layout

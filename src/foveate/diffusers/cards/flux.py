@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from foveate.diffusers.card import Card, Layout, Segments, Stack, image, text_and_padding
 from foveate.methods.base import DenseFallback
-from foveate.utils.cache import WeakTensorCache, persistent
+from foveate.utils.cache import cached_by_tensor
 
 __all__ = ["BriaFiboCard", "ChromaCard", "Flux2Card", "FluxCard", "grids_of"]
 
@@ -80,10 +80,7 @@ class BriaFiboCard(FluxCard):
         return text_and_padding(inputs["encoder_hidden_states"].shape[1], mask)
 
 
-# Reading ids waits for the device, and a pipeline keeps its ids through all steps.
-_GRIDS: WeakTensorCache[tuple[tuple[int, int], ...]] = WeakTensorCache()
-
-
+@cached_by_tensor
 def grids_of(ids: Tensor, text: int = 0) -> tuple[tuple[int, int], ...]:
     """(rows, columns) of every image in `img_ids`: of the picture, then of its references.
 
@@ -95,12 +92,7 @@ def grids_of(ids: Tensor, text: int = 0) -> tuple[tuple[int, int], ...]:
         DenseFallback: If an image is not a complete raster of unit steps.
         ValueError: If the samples of a batch differ.
     """
-    version = None if ids.is_inference() else ids._version
-    return _GRIDS.get([ids], (version, text), lambda: _read_grids(ids[..., text:, :].detach().cpu()))
-
-
-@persistent
-def _read_grids(ids: Tensor) -> tuple[tuple[int, int], ...]:
+    ids = ids[..., text:, :].detach().cpu()
     if ids.ndim == 3:
         if (ids != ids[:1]).any():
             raise ValueError(

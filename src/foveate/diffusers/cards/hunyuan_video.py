@@ -29,12 +29,10 @@ class HunyuanVideoCard(HunyuanImageCard):
             text_and_padding(inputs["encoder_hidden_states"].shape[1], inputs["encoder_attention_mask"])
         )
 
-    def check(self, model: nn.Module, methods: tuple[Any, ...]) -> None:
-        """Refuse to merge whole blocks of models that modulate the first frame in its own way."""
-        if model.config.get("image_condition_type") == "token_replace" and any(
-            getattr(method, "granularity", "") == "block" for method in methods
-        ):
-            raise ValueError("this model modulates the first frame in its own way: merge with granularity='module'")
+    def unmerged_blocks(self, model: nn.Module) -> str:
+        """Text of models that start from a frame."""
+        replaces_tokens = model.config.get("image_condition_type") == "token_replace"
+        return "modulates the first frame in its own way" if replaces_tokens else ""
 
 
 class HunyuanVideo15Card(HunyuanVideoCard):

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from foveate.diffusers.card import Card, Layout, video
 from foveate.methods.base import DenseFallback
-from foveate.utils.cache import WeakTensorCache, persistent
+from foveate.utils.cache import cached_by_tensor
 
 __all__ = ["LTXCard"]
 
@@ -31,18 +31,13 @@ class LTXCard(Card):
             return Layout((video(*grid),))
         if places is None:
             raise DenseFallback("neither num_frames, height and width nor video_coords tell the grid of the tokens")
-        version = None if places.is_inference() else places._version
-        return Layout((video(*_GRIDS.get([places], version, lambda: _grid_of(places.detach().cpu()))),))
+        return Layout((video(*_grid_of(places)),))
 
 
-# Reading coordinates waits for the device, and a pipeline keeps them through all steps.
-_GRIDS: WeakTensorCache[tuple[int, int, int]] = WeakTensorCache()
-
-
-@persistent
+@cached_by_tensor
 def _grid_of(places: Tensor) -> tuple[int, int, int]:
     """(frames, rows, columns) of (time, row, column) of each token, [batch, 3, tokens] or its start and end."""
-    places = places if places.ndim == 3 else places[..., 0]
+    places = (places if places.ndim == 3 else places[..., 0]).detach().cpu()
     rows, columns = places[0, 1].unique(), places[0, 2].unique()
     frames = places.shape[2] // (len(rows) * len(columns))
     raster = torch.cartesian_prod(rows, columns).mT.repeat(1, frames)

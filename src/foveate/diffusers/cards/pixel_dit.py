@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from foveate.diffusers.backend import LayerPlan
-from foveate.diffusers.card import Card, Layout, patches
+from foveate.diffusers.card import Card
 from foveate.methods import LLSA
 
 __all__ = ["PixelDiTCard"]
@@ -25,10 +25,6 @@ class PixelDiTCard(Card):
             raise ValueError(f"PixelDiT takes one LLSA and nothing else, not {given}")
         if methods[0].curve != (order := model.config.order):
             raise ValueError(f"this model's tokens are in {order} order: use curve={order}, not {methods[0].curve}")
-
-    def layout(self, holder: nn.Module, inputs: dict[str, Any]) -> Layout:
-        """The patches of the picture."""
-        return Layout((patches(inputs["hidden_states"].shape[2:], holder.config.patch_size),))
 
     def dense_plan(self) -> LayerPlan:
         """Dense attention for layers without a pattern."""

@@ -35,9 +35,6 @@ class QwenImageCard(Card):
         turns = torch.cat(rope[::-1])
         return turns.real.repeat_interleave(2, -1), turns.imag.repeat_interleave(2, -1)
 
-    def check(self, model: nn.Module, methods: tuple[Any, ...]) -> None:
-        """Refuse to merge whole blocks of models that modulate references in their own way."""
-        if getattr(model.config, "zero_cond_t", False) and any(
-            getattr(method, "granularity", "") == "block" for method in methods
-        ):
-            raise ValueError("this model modulates each token by its image: merge with granularity='module'")
+    def unmerged_blocks(self, model: nn.Module) -> str:
+        """Text of models that modulate references in their own way."""
+        return "modulates each token by its image" if getattr(model.config, "zero_cond_t", False) else ""

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from foveate.diffusers.card import Card, Layout, patches, text, text_and_padding
 from foveate.methods.base import DenseFallback
-from foveate.utils.cache import WeakTensorCache
+from foveate.utils.cache import cached_by_tensor
 
 __all__ = ["ErnieImageCard", "GlmImageCard", "JoyImageEditCard", "Kandinsky5Card"]
 
@@ -42,12 +42,14 @@ class ErnieImageCard(Card):
     def layout(self, holder: nn.Module, inputs: dict[str, Any]) -> list[Layout]:
         """The image, then the text, padded to the longest."""
         picture = patches(inputs["hidden_states"].shape[2:], holder.config.patch_size)
-        tokens, lengths = inputs["text_bth"].shape[1], inputs["text_lens"]
-        mask = _MASKS.get([lengths], tokens, lambda: torch.arange(tokens) < lengths[:, None].cpu())
-        return [Layout((picture, *words)) for words in text_and_padding(tokens, mask)]
+        tokens = inputs["text_bth"].shape[1]
+        return [Layout((picture, *words)) for words in text_and_padding(tokens, _mask_of(inputs["text_lens"], tokens))]
 
 
-_MASKS: WeakTensorCache[Tensor] = WeakTensorCache()  # reading lengths waits for the device
+@cached_by_tensor
+def _mask_of(lengths: Tensor, tokens: int) -> Tensor:
+    """False where a text of this length is padded [batch, tokens]."""
+    return torch.arange(tokens) < lengths[:, None].cpu()
 
 
 class GlmImageCard(Card):

@@ -6,7 +6,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from foveate.diffusers.card import Card, Layout, Stack, earlier_frames, patches
+from foveate.diffusers.backend import context_of
+from foveate.diffusers.card import Card, Layout, Stack, earlier_frames
 from foveate.methods.base import DenseFallback, TokenMerging
 
 __all__ = ["AnyFlowCard", "HeliosCard", "SkyReelsV2Card", "WanAnimateCard", "WanCard", "WanVACECard"]
@@ -20,10 +21,6 @@ class WanCard(Card):
     attention = {"attn1": False}  # noqa: RUF012
     rope = "rotary_emb"
     merged_modules = {"attn1": "attn", "attn2": "cross", "ffn": "mlp"}  # noqa: RUF012
-
-    def layout(self, holder: nn.Module, inputs: dict[str, Any]) -> Layout:
-        """The video; its grid is that of the latent's patches."""
-        return Layout((patches(inputs["hidden_states"].shape[2:], holder.config.patch_size),))
 
     def check_merging(self, method: TokenMerging, inputs: dict[str, Any]) -> None:
         """Leave whole blocks unmerged where each token has a timestep of its own, as in Wan 2.2 TI2V."""
@@ -39,7 +36,7 @@ class WanCard(Card):
 class SkyReelsV2Card(WanCard):
     """`SkyReelsV2Transformer3DModel`."""
 
-    def layout(self, holder: nn.Module, inputs: dict[str, Any]) -> Layout:
+    def layout(self, holder: nn.Module, inputs: dict[str, Any]) -> Layout | list[Layout]:
         """As in Wan, unless blocks of frames attend to those before."""
         frames: Any = holder.config.num_frame_per_block
         if frames > 1:
@@ -59,7 +56,7 @@ class AnyFlowCard(WanCard):
     rope = None
     unmerged = "modulates each token by the timestep of its frame"
 
-    def layout(self, holder: nn.Module, inputs: dict[str, Any]) -> Layout:
+    def layout(self, holder: nn.Module, inputs: dict[str, Any]) -> Layout | list[Layout]:
         """The video; its grid is that of the latent's patches."""
         return super().layout(holder, {"hidden_states": inputs["hidden_states"].transpose(1, 2)})
 
@@ -74,7 +71,7 @@ class HeliosCard(WanCard):
     def layout(self, holder: nn.Module, inputs: dict[str, Any]) -> Layout:
         """[earlier frames, video]."""
         blocks: Any = holder.blocks
-        if getattr(blocks[0].attn1.processor, "_parallel_config", None):
+        if context_of(blocks[0].attn1.processor):
             raise DenseFallback("context parallelism splits earlier frames and the video as one")
         names = (f"latents_history_{length}" for length in ("short", "mid", "long"))
         return Layout((earlier_frames(inputs, *names), *super().layout(holder, inputs).segments))

@@ -7,6 +7,7 @@ from typing import Any
 from diffusers.models.transformers.transformer_z_image import SEQ_MULTI_OF
 from torch import Tensor, nn
 
+from foveate.diffusers.backend import context_of
 from foveate.diffusers.card import Card, Layout, Stack, image, padding, text
 from foveate.methods.base import DenseFallback
 
@@ -32,7 +33,7 @@ class ZImageCard(Card):
         if frames != inputs.get("f_patch_size", 1):
             raise DenseFallback("latents with several frames are no images")
         blocks: Any = holder if isinstance(holder, nn.ModuleList) else holder.layers
-        if getattr(blocks[0].attention.processor, "_parallel_config", None):
+        if context_of(blocks[0].attention.processor):
             raise DenseFallback("diffusers has no context parallelism for Z-Image")
         rows, columns = (side // inputs.get("patch_size", 2) for side in (height, width))
         alone = image(rows, columns), text(padding_of(rows * columns))

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
-from jaxtyping import Int
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from foveate.methods.recompute_policy import ComposedCache, PartialRecompute, RecomputePolicy
@@ -40,10 +40,9 @@ class RandomRows(PartialRecompute):
 
     seed: int = 0
 
-    def rows(self, stale: ComposedCache) -> Int[Tensor, "rows"]:
-        """Eligible rows, each with equal probability."""
-        generator = torch.Generator().manual_seed(self.seed)
-        return self.select(torch.rand(stale.spans[-1][1], generator=generator), stale.spans)
+    def scores(self, stale: ComposedCache) -> Float[Tensor, "context"]:
+        """Random numbers, so that each eligible row is chosen with equal probability."""
+        return torch.rand(stale.spans[-1][1], generator=torch.Generator().manual_seed(self.seed))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,11 +53,11 @@ class EPIC(PartialRecompute):
     at equal cost.
     """
 
-    def rows(self, stale: ComposedCache) -> Int[Tensor, "rows"]:
-        """The first row of every chunk, then the second, and so on until the budget is spent."""
+    def scores(self, stale: ComposedCache) -> Float[Tensor, "context"]:
+        """Highest for the first row of every chunk, then for the second, and so on."""
         starts = (0, *(start for start, _ in stale.spans[1:]))
         depths = [torch.arange(stop - start) for start, (_, stop) in zip(starts, stale.spans, strict=True)]
-        return self.select(-torch.cat(depths).float(), stale.spans)
+        return -torch.cat(depths).float()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,8 +74,6 @@ class CacheBlend(PartialRecompute):
     exclude_first: bool = False
     rank: Literal["v", "k"] = "v"
 
-    def rows(self, stale: ComposedCache) -> Int[Tensor, "rows"]:
-        """The rows that change most."""
-        if not self.budget(stale.spans):
-            return torch.empty(0, dtype=torch.long)
-        return self.select(stale.kv_deviation(self.rank), stale.spans)
+    def scores(self, stale: ComposedCache) -> Float[Tensor, "context"]:
+        """Change of each row when it is recomputed."""
+        return stale.kv_deviation(self.rank)

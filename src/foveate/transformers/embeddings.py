@@ -1,0 +1,91 @@
+"""Embeddings of texts: from a file, by hashed words and trigrams, or by a model of sentence-transformers."""
+
+import re
+from collections import Counter
+from collections.abc import Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+from zipfile import BadZipFile
+from zlib import crc32
+
+import numpy as np
+import torch
+from jaxtyping import Float
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor
+
+from foveate.utils.progress import Track, silent
+
+__all__ = ["hashed_ngrams", "read_embeddings", "sentence_embeddings"]
+
+DIM = 512
+ENCODED_AT_ONCE = 256
+
+
+def read_embeddings(path: Path) -> Tensor:
+    """The array of a .npy file, or the single tensor of a .safetensors file, [examples, dim].
+
+    Raises:
+        ValueError: If the file is of another kind or damaged, or holds several tensors or one of another shape.
+    """
+    if path.suffix not in (".npy", ".safetensors"):
+        raise ValueError(f"cannot read {path}: pass a .npy or a .safetensors file")
+    try:
+        with path.open("rb") as file:  # numpy leaves the file open if it is a broken archive
+            tensors = load_file(path) if path.suffix == ".safetensors" else {"": torch.from_numpy(np.load(file))}
+    except (SafetensorError, ValueError, TypeError, EOFError, BadZipFile):
+        raise ValueError(f"{path} holds no embeddings that can be read: write an array of numbers") from None
+    if len(tensors) != 1:
+        raise ValueError(f"{path} holds {len(tensors)} tensors ({', '.join(tensors)}): pass a file with one")
+    (embeddings,) = tensors.values()
+    if embeddings.ndim != 2:
+        raise ValueError(f"{path} holds an array of shape {list(embeddings.shape)}: it needs one row for each example")
+    return embeddings
+
+
+def hashed_ngrams(texts: Sequence[str], track: Track = silent) -> Float[Tensor, "texts dim"]:
+    """Embeddings without a model: words and letter trigrams, each hashed to a dimension and a sign.
+
+    A word or trigram that occurs n times counts 1 + log n. Texts are similar if they share words and spelling,
+    whatever they mean.
+
+    Raises:
+        ValueError: If a text has neither letters nor digits.
+    """
+    embeddings, advance = torch.zeros(len(texts), DIM), track("embeddings", len(texts))
+    for index, text in enumerate(texts):
+        words = re.findall(r"\w+", text.lower())
+        if not words:
+            raise ValueError(f"example {index} has no words: {text!r}; leave it out")
+        counts = Counter[str]()
+        for word in words:
+            counts.update([word, *(f"<{word}>"[i : i + 3] for i in range(len(word)))])
+        for gram, count in counts.items():
+            code = crc32(gram.encode())
+            embeddings[index, code % DIM] += (1 + np.log(count)) * (1 if code >> 31 else -1)
+        advance()
+    return embeddings
+
+
+def sentence_embeddings(texts: Sequence[str], model: str, track: Track = silent) -> Float[Tensor, "texts dim"]:
+    """Embeddings by a model of sentence-transformers, which is downloaded if necessary.
+
+    Raises:
+        ImportError: If sentence-transformers is not installed.
+    """
+    encoder = _sentence_transformer(model)
+    parts = [texts[i : i + ENCODED_AT_ONCE] for i in range(0, len(texts), ENCODED_AT_ONCE)]
+    advance, embeddings = track("embeddings", len(parts)), list[Tensor]()
+    for part in parts:
+        embeddings.append(encoder.encode(list(part), convert_to_tensor=True, show_progress_bar=False).cpu())
+        advance()
+    return torch.cat(embeddings)
+
+
+@lru_cache(maxsize=1)
+def _sentence_transformer(model: str) -> Any:
+    from sentence_transformers import SentenceTransformer  # pyright: ignore[reportMissingImports]
+
+    return SentenceTransformer(model)
