@@ -158,8 +158,8 @@ class Foveated:
         plan = self.method.plan(grids, text, device=str(x.device))
         images, words = len(plan.order), torch.arange(text, device=plan.order.device)
         order = [plan.order, words + images] if family.image_first else [plan.order + text, words]
-        attend = Attention(plan, torch.cat(order[::-1]), self.method.dense_layer_set(), self.layers)
-        attend.former = options.get("optimized_attention_override")
+        former = options.get("optimized_attention_override")
+        attend = Attention(plan, torch.cat(order[::-1]), self.method.dense_layer_set(), self.layers, former)
         return {"optimized_attention_override": attend}
 
     def _merging(
@@ -229,14 +229,18 @@ class Attention:
         order: Positions in the attention sequence in the order of the plan, text first.
         dense_layers: Numbers of the layers that stay dense.
         layers: Counts the layers.
-
-    Attributes:
         former: The override that was there; None if there was none.
     """
 
-    def __init__(self, plan: AttentionPlan, order: Tensor, dense_layers: frozenset[int], layers: Counter[str]) -> None:
-        self.plan, self.order, self.dense_layers, self.layers = plan, order, dense_layers, layers
-        self.former: Callable[..., Tensor] | None = None
+    def __init__(
+        self,
+        plan: AttentionPlan,
+        order: Tensor,
+        dense_layers: frozenset[int],
+        layers: Counter[str],
+        former: Callable[..., Tensor] | None,
+    ) -> None:
+        self.plan, self.order, self.dense_layers, self.layers, self.former = plan, order, dense_layers, layers, former
         self._number = -1
 
     def __call__(
@@ -249,11 +253,8 @@ class Attention:
         self._number += same
         if not same or mask is not None or self._number in self.dense_layers:
             self.layers["dense"] += same
-            return (
-                self.former(func, q, k, v, heads, *args, **kwargs)
-                if self.former
-                else func(q, k, v, heads, *args, **kwargs)
-            )
+            attend = partial(self.former, func) if self.former else func
+            return attend(q, k, v, heads, *args, **kwargs)
         self.layers[""] += 1
         if not shaped:
             q, k, v = (x.unflatten(2, (heads, -1)).transpose(1, 2) for x in (q, k, v))

@@ -8,10 +8,10 @@ from typing import Annotated, Any
 
 import typer
 
-from foveate.cli.common import Device, Dtype, Model, clear_errors, console, options_of, read_variant
-from foveate.cli.draw import Lora, method_with_lora
-from foveate.demo import LORA, PIPELINE
-from foveate.methods import METHODS
+from foveate.cli.common import Device, Dtype, clear_errors, console
+from foveate.cli.methods import method_with_lora, name_of, options_in, read_variant
+from foveate.cli.pictures import Lora, Model, lora_of
+from foveate.demo import PIPELINE
 from foveate.utils.device import choose_device, choose_dtype
 
 __all__ = ["Host", "Port", "Timeout", "print_address", "serve"]
@@ -113,17 +113,10 @@ def print_address(host: str, port: int) -> None:
 
 def _methods(lora: str, names: list[str] | None) -> tuple[Any, dict[str, Any]]:
     """The file of the LoRA, and the methods by name."""
-    if not lora:
-        return None, {name: None if name == "dense" else read_variant(name) for name in names or ["dense"]}
-    import_module("peft")  # fails with what to install, which diffusers would not say
-    from foveate.diffusers.lora import find_lora, read_lora
-
-    distilled = read_lora(file := find_lora(str(LORA) if lora == "built-in" else lora))
+    file, distilled = lora_of(lora)
     if distilled is None:
-        return file, _methods("", names)[1]
-    usual = next(name for name, cls in METHODS.items() if isinstance(distilled.method, cls))
-    parts = {name: name.partition(":") for name in names or [usual]}
+        return file, {name: None if name == "dense" else read_variant(name) for name in names or ["dense"]}
+    parts = {name: name.partition(":") for name in names or [name_of(distilled)]}
     return file, {
-        name: method_with_lora(distilled, method, options_of(options.split(",") if options else None))
-        for name, (method, _, options) in parts.items()
+        name: method_with_lora(distilled, method, options_in(options)) for name, (method, _, options) in parts.items()
     }

@@ -24,7 +24,7 @@ from foveate.training.checkpoints import resume, write_checkpoint
 from foveate.training.trained import Trained
 from foveate.utils.files import write_whole
 from foveate.utils.progress import Track, silent
-from foveate.web.report import draw_losses, draw_sheet, figure_png
+from foveate.web.plots import draw_losses, draw_sheet, figure_png
 
 __all__ = [
     "Phase",
