@@ -670,6 +670,7 @@ BAD_INPUT = {
     ],
     "generate with a LoRA": [
         (["--tiles", 4], "was distilled for tiles=2, not 4: leave tiles out"),
+        (["--method", "hilberta:tiles=4"], "was distilled for tiles=2, not 4: leave tiles out"),
         (["--method", "dense"], "was distilled for HilbertA T=2 centre=0.5, not dense"),
         (["--method", "hilberta", "-o", "centre=0.25"], "was distilled for centre=0.5, not 0.25"),
     ],

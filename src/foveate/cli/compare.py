@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from foveate.cli.common import Device, Dtype, Seed, clear_errors, console, progress
+from foveate.cli.common import Device, Dtype, Seed, check_writable, clear_errors, console, progress
 from foveate.cli.methods import read_methods
 from foveate.cli.pictures import (
     Fps,
@@ -18,9 +18,10 @@ from foveate.cli.pictures import (
     Negative,
     Size,
     Steps,
-    opened,
+    open_at_size,
     own_attention,
     remark_on,
+    request_of,
     settings_of,
     suffix_of,
     with_distilled,
@@ -68,11 +69,13 @@ def compare(
     asked = read_methods(method)
     recommended = not (model or lora or asked)
     lora = "built-in" if recommended else lora
-    pipe, distilled, request = opened(
-        model, lora, prompt, size, steps, guidance, seed, out, device, dtype,
-        negative=negative, images=tuple(image or ()), frames=frames, fps=fps,
+    check_writable(out)
+    pipe, distilled, size = open_at_size(model, lora, size, device, dtype)
+    request = request_of(
+        pipe, model, prompt, size, steps, guidance, seed, negative=negative, images=tuple(image or ()), frames=frames,
+        fps=fps,
     )  # fmt: skip
-    suffix_of(pipe, request)
+    suffix_of(pipe, request)  # fails without what writes videos
     from foveate.demo.recogniser import judge_prompt
     from foveate.demo.text import draws_scenes
     from foveate.diffusers.card import card_of

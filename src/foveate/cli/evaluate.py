@@ -7,9 +7,20 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from foveate.cli.common import Device, Dtype, Seed, clear_errors, console, join_processes, progress
+from foveate.cli.common import Device, Dtype, Seed, check_writable, clear_errors, console, join_processes, progress
 from foveate.cli.methods import read_methods
-from foveate.cli.pictures import Guidance, Lora, Methods, Model, Size, Steps, opened, own_attention, with_distilled
+from foveate.cli.pictures import (
+    Guidance,
+    Lora,
+    Methods,
+    Model,
+    Size,
+    Steps,
+    open_at_size,
+    own_attention,
+    request_of,
+    with_distilled,
+)
 
 __all__ = ["evaluate"]
 
@@ -50,8 +61,10 @@ def evaluate(
     With --lora the method is scored with and without the LoRA: foveate eval --lora distilled --prompts 100
     """
     asked = read_methods(method)
+    check_writable(out)
     state, device = join_processes(device)
-    pipe, distilled, request = opened(model, lora, "", size, steps, guidance, seed, out, device, dtype)
+    pipe, distilled, size = open_at_size(model, lora, size, device, dtype)
+    request = request_of(pipe, model, "", size, steps, guidance, seed)
     from foveate.demo.evaluate import evaluate, score_table
     from foveate.demo.text import draws_scenes
     from foveate.web.compare import showcase

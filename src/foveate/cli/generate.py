@@ -20,6 +20,7 @@ from foveate.cli.common import (
     Seed,
     Tiles,
     check_file,
+    check_writable,
     clear_errors,
     console,
     join_processes,
@@ -27,7 +28,7 @@ from foveate.cli.common import (
     progress,
     read_prompts,
 )
-from foveate.cli.methods import method_of, method_with_lora
+from foveate.cli.methods import method_to_draw
 from foveate.cli.pictures import (
     Fps,
     Frames,
@@ -38,9 +39,10 @@ from foveate.cli.pictures import (
     Negative,
     Size,
     Steps,
-    opened,
+    open_at_size,
     own_attention,
     remark_on,
+    request_of,
     settings_of,
     suffix_of,
 )
@@ -122,20 +124,22 @@ def generate(
         raise ValueError(f"unknown --split {split}: several processes divide each picture, or the prompts")
     texts, many = read_prompts(prompts) if prompts else [prompt or ""], prompts is not None or seeds > 1
     options = options_of(option, tiles)
-    chosen: Any = None if lora else method_of(method, options)
+    chosen: Any = None if lora else method_to_draw(None, method, options)
     if isinstance(chosen, Preset) and not size:
         size = "{1}x{0}".format(*chosen.size)
     _check_out(out, many, force)
     folder = (out or Path("pictures")) if many else out.parent if out else Path()
+    check_writable(folder)
     state, device = join_processes(device)
-    pipe, distilled, request = opened(
-        model, lora, texts[0], size, steps, guidance, seed, folder, device, dtype,
-        negative=negative, images=tuple(image or ()), frames=frames, fps=fps,
+    pipe, distilled, size = open_at_size(model, lora, size, device, dtype)
+    request = request_of(
+        pipe, model, texts[0], size, steps, guidance, seed, negative=negative, images=tuple(image or ()),
+        frames=frames, fps=fps,
     )  # fmt: skip
     suffix = suffix_of(pipe, request)
     if out and not many:
         check_file(out, f"{'an MP4' if suffix == '.mp4' else 'a PNG'} file", suffix)
-    chosen = method_with_lora(distilled, method, options) if lora else chosen
+    chosen = method_to_draw(distilled, method, options) if lora else chosen
     if method == "dense":
         own_attention(pipe)  # becomes dense
     together = state.num_processes > 1 and (split or ("prompts" if many else "picture")) == "picture"

@@ -8,18 +8,10 @@ from foveate.diffusers.preset import PRESETS, Preset
 from foveate.diffusers.preset import load as load_preset
 from foveate.methods import METHODS, ComposedMethod, Method, method_from_text
 
-__all__ = [
-    "method_of",
-    "method_with_lora",
-    "name_of",
-    "options_in",
-    "read_method",
-    "read_methods",
-    "read_variant",
-]
+__all__ = ["method_to_draw", "options_in", "read_method", "read_methods", "usual_method"]
 
 
-def read_variant(text: str) -> Method | ComposedMethod | Preset:
+def _read_variant(text: str) -> Method | ComposedMethod | Preset:
     """The preset of a JSON file, or one that comes with Foveate, by name; else as `read_method`."""
     return load_preset(text) if _is_preset(text) else read_method(text)
 
@@ -37,7 +29,7 @@ def read_methods(texts: list[str] | None) -> list[Any]:
     Raises:
         ValueError: If one cannot be read, or is named twice.
     """
-    methods = [read_variant(text) for text in texts or []]
+    methods = [_read_variant(text) for text in texts or []]
     if twice := [text for i, text in enumerate(texts or []) if methods[i] in methods[:i]]:
         raise ValueError(f"--method {twice[0]} is given twice: leave one of them out")
     return methods
@@ -49,34 +41,42 @@ def options_in(text: str) -> dict[str, str]:
     return options_of([part.strip() for part in parts if part.strip()])
 
 
-def method_of(name: str | None, options: dict[str, str]) -> Method | ComposedMethod | Preset | None:
+def _method_of(name: str, options: dict[str, str]) -> Method | ComposedMethod | Preset | None:
     """The method of `--method` and its options; None is dense."""
-    if name and (set(name) & set("+:") or _is_preset(name)):
-        if options and _is_preset(name):
-            raise ValueError(f"a preset has its options: leave {', '.join(options)} out, or name a method")
-        if options:
-            raise ValueError(f"write all options into --method {name}, such as hilberta:tiles=16+toma:keep=0.5")
-        return read_variant(name)
-    if name not in (None, "dense"):
-        return method_from_text(name, options)
-    if options:
-        raise ValueError(
-            f"dense takes no options ({', '.join(options)}): name a method, --method {next(iter(METHODS))}"
-        )
-    return None
+    if not options:
+        return None if name == "dense" else _read_variant(name)
+    named = ", ".join(options)
+    if name == "dense":
+        raise ValueError(f"dense takes no options ({named}): name a method, --method {next(iter(METHODS))}")
+    if _is_preset(name):
+        raise ValueError(f"a preset has its options: leave {named} out, or name a method")
+    if set(name) & set("+:"):
+        raise ValueError(f"write all options into --method {name}, such as hilberta:tiles=16+toma:keep=0.5")
+    return method_from_text(name, options)
 
 
-def method_with_lora(distilled: Any, name: str | None, options: dict[str, str]) -> Any:
-    """The method to draw with: that of the LoRA, if it is one of foveate."""
+def method_to_draw(distilled: Any, name: str | None, options: dict[str, str]) -> Any:
+    """The method to draw with, None for dense: that of a LoRA of foveate, in the layers and steps that are named.
+
+    Args:
+        distilled: The method of the LoRA; None without one.
+        name: Name of a method, or a text such as hilberta:tiles=16; None is the usual one.
+        options: Options of the method, if the name has none.
+    """
+    name = usual_method(distilled) if name is None else name
+    asked = _method_of(name, options)
     if distilled is None:
-        return method_of(name, options)
+        return asked
     from foveate.diffusers.lora import adapted
 
-    return adapted(distilled, method_of(name_of(distilled) if name is None else name, options), set(options))
+    own = options_in(name.partition(":")[2]) if isinstance(asked, Method) else {}
+    return adapted(distilled, asked, {*options, *own})
 
 
-def name_of(distilled: Any) -> str:
-    """Name of the method that a LoRA was distilled for."""
+def usual_method(distilled: Any) -> str:
+    """Name of the method to draw with if none is named: that of the LoRA, else dense."""
+    if distilled is None:
+        return "dense"
     return next(name for name, cls in METHODS.items() if isinstance(distilled.method, cls))
 
 

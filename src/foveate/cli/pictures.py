@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from foveate.cli.common import check_writable, console, read_size
+from foveate.cli.common import console, read_size
 from foveate.demo import LORA, PIPELINE
 from foveate.methods import Method
 from foveate.utils.device import choose_device, choose_dtype
@@ -78,36 +78,6 @@ Images = Annotated[
 ]
 
 
-def opened(
-    model: str,
-    lora: str,
-    prompt: str,
-    size: str | None,
-    steps: int | None,
-    guidance: float | None,
-    seed: int,
-    folder: Path,
-    device: str,
-    dtype: str,
-    **more: Any,
-) -> tuple[Any, Any, Any]:
-    """Pipeline, distilled method (None without a LoRA of foveate) and request, after the options are checked."""
-    check_writable(folder)
-    if size:
-        from foveate.diffusers.checks import check_size
-
-        check_size(model or str(PIPELINE), read_size(size))
-    pipe, distilled = open_with_lora(model, lora, device, dtype)
-    if distilled and distilled.size:
-        height, width = distilled.size
-        if size and read_size(size) != (height, width):
-            console.print(
-                f"the LoRA was distilled with {width} x {height} px: other sizes may be worse than without it"
-            )
-        size = size or f"{width}x{height}"
-    return pipe, distilled, request_of(pipe, model, prompt, size, steps, guidance, seed, **more)
-
-
 def open_model(model: str, device: str, dtype: str) -> Any:
     """The pipeline that `--model` names, or the built-in one."""
     choose_dtype(dtype, choose_device(device))  # before anything is loaded
@@ -131,6 +101,21 @@ def open_with_lora(model: str, lora: str, device: str, dtype: str) -> tuple[Any,
     file, _ = lora_of(lora)  # before the model is loaded
     pipe = open_model(model, device, dtype)
     return pipe, load_lora(pipe, file) if file else None
+
+
+def open_at_size(model: str, lora: str, size: str | None, device: str, dtype: str) -> tuple[Any, Any, str | None]:
+    """See `open_with_lora`, and the size to draw: `--size`, which is checked first, else that of the LoRA, or None."""
+    if size:
+        from foveate.diffusers.checks import check_size
+
+        check_size(model or str(PIPELINE), read_size(size))
+    pipe, distilled = open_with_lora(model, lora, device, dtype)
+    if not (distilled and distilled.size):
+        return pipe, distilled, size
+    height, width = distilled.size
+    if size and read_size(size) != (height, width):
+        console.print(f"the LoRA was distilled with {width} x {height} px: other sizes may be worse than without it")
+    return pipe, distilled, size or f"{width}x{height}"
 
 
 def lora_of(lora: str) -> tuple[Path | None, Any]:

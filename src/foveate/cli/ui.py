@@ -8,7 +8,7 @@ import typer
 
 from foveate.cli import rag
 from foveate.cli.common import Device, Dtype, check_writable, clear_errors, console, open_reader
-from foveate.cli.methods import method_with_lora, options_in
+from foveate.cli.methods import method_to_draw, options_in
 from foveate.cli.pictures import open_with_lora, remark_on, request_of, settings_of
 
 __all__ = ["commands", "ui"]
@@ -72,7 +72,7 @@ def commands(device: str, dtype: str) -> Any:
     return Commands(
         open_model=lambda name, lora: open_with_lora(name, lora, device, dtype),
         request=request_of,
-        method=lambda distilled, name, options: method_with_lora(
+        method=lambda distilled, name, options: method_to_draw(
             distilled, None if distilled else name, options_in(options)
         ),
         settings=settings_of,
