@@ -14,6 +14,7 @@ from torch.nn.functional import pad
 from foveate.ops import dispatch
 from foveate.ops.hierarchical_pooling import (
     MAX_KERNEL_TOP_K,
+    Selection,
     check_inputs,
     choose_blocks,
     count_tokens,
@@ -21,7 +22,6 @@ from foveate.ops.hierarchical_pooling import (
     variances,
 )
 from foveate.ops.picked_attention import picked_attention
-from foveate.ops.selection import Selection
 
 __all__ = ["LogLinearOutput", "Options", "choose_backend", "enriched_levels", "log_linear_attention"]
 

@@ -10,8 +10,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from foveate.ops.block_table import BlockTable
-from foveate.ops.region_matmul import region_matmul
-from foveate.ops.region_update import add_tokens, region_update
+from foveate.ops.region_matmul import add_tokens, region_matmul, region_update
 from foveate.utils.cache import persistent
 
 __all__ = ["AnyMerge", "Group", "IndexMerge", "Merge", "Regions", "merge_adjacent"]
