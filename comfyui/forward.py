@@ -156,11 +156,10 @@ class Foveated:
         if not family.text and context.shape[1] == prod(grids[0]):
             raise DenseFallback(f"{context.shape[1]} text tokens cannot be told from as many image tokens")
         plan = self.method.plan(grids, text, device=str(x.device))
-        words, first = torch.arange(text, device=x.device), family.image_first
-        images = len(plan.orders[0])
+        words, first, images = torch.arange(text, device=x.device), family.image_first, len(plan.orders[0])
         orders = [torch.cat([words + images, order] if first else [words, order + text]) for order in plan.orders]
-        attend = Attention(plan, orders, self.method.dense_layer_set(), self.layers)
-        attend.former = options.get("optimized_attention_override")
+        former = options.get("optimized_attention_override")
+        attend = Attention(plan, orders, self.method.dense_layer_set(), self.layers, former)
         return {"optimized_attention_override": attend}
 
     def _merging(
@@ -230,16 +229,19 @@ class Attention:
         orders: Positions in the attention sequence in each order of the plan, text first.
         dense_layers: Numbers of the layers that stay dense.
         layers: Counts the layers.
-
-    Attributes:
         former: The override that was there; None if there was none.
     """
 
     def __init__(
-        self, plan: AttentionPlan, orders: list[Tensor], dense_layers: frozenset[int], layers: Counter[str]
+        self,
+        plan: AttentionPlan,
+        orders: list[Tensor],
+        dense_layers: frozenset[int],
+        layers: Counter[str],
+        former: Callable[..., Tensor] | None,
     ) -> None:
-        self.plan, self.orders, self.dense_layers, self.layers = plan, orders, dense_layers, layers
-        self.former: Callable[..., Tensor] | None = None
+        self.plan, self.orders, self.former = plan, orders, former
+        self.dense_layers, self.layers = dense_layers, layers
         self._number = -1
 
     def __call__(
@@ -252,11 +254,8 @@ class Attention:
         self._number += same
         if not same or mask is not None or self._number in self.dense_layers:
             self.layers["dense"] += same
-            return (
-                self.former(func, q, k, v, heads, *args, **kwargs)
-                if self.former
-                else func(q, k, v, heads, *args, **kwargs)
-            )
+            attend = partial(self.former, func) if self.former else func
+            return attend(q, k, v, heads, *args, **kwargs)
         self.layers[""] += 1
         if not shaped:
             q, k, v = (x.unflatten(2, (heads, -1)).transpose(1, 2) for x in (q, k, v))

@@ -18,7 +18,7 @@ from foveate.ops.block_table import block_starts, block_table
 from foveate.ops.curves import grid_order
 from foveate.ops.hierarchical_pooling import select_blocks
 from foveate.utils.files import write_whole
-from foveate.web.report import draw_order, draw_table, draw_tiles, figure_png
+from foveate.web.plots import draw_order, draw_table, draw_tiles, figure_png
 
 COLOURS = "#0072B2", "#E69F00", "#009E73", "#CC79A7"
 IMAGES = Path("docs/images")

@@ -2,7 +2,7 @@
 
 import torch
 
-from foveate.ops.selection import Selection
+from foveate.ops.hierarchical_pooling import Selection
 
 
 def members(tokens, block, level):

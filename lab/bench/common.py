@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from foveate.bench.table import TableColumn, milliseconds
-from foveate.utils.timing import MIN_SECONDS, captured, first_line, time_calls
+from foveate.utils.timing import MIN_SECONDS, captured, time_calls
 
 __all__ = [
     "TIMES",
@@ -56,7 +56,10 @@ def note_failure(row: dict[str, Any]) -> Generator[None]:
     try:
         yield
     except Exception as error:
-        row["failed"] = first_line(error)
+        if isinstance(error, torch.OutOfMemoryError):
+            row["failed"] = "skipped: out of memory"
+        else:
+            row["failed"] = (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 def check_errors(errors: dict[str, float], tolerance: float) -> None:

@@ -19,7 +19,8 @@ from torch.profiler import ProfilerActivity, profile
 from foveate.bench.step import Setup, Step, merging_part
 from foveate.bench.table import TableColumn, results_table
 from foveate.cli.bench import Commit, Methods, Out, Rounds, Sides, StepModel, StepText, numbers, run_and_save
-from foveate.cli.common import Compile, Device, Dtype, read_method
+from foveate.cli.common import Compile, Device, Dtype
+from foveate.cli.methods import read_method
 from foveate.diffusers.apply import apply
 from foveate.diffusers.lora import using
 from foveate.diffusers.pipelines import denoiser

@@ -7,15 +7,13 @@ very slow, so after `register()` attention is dense with a mask.
 
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import NamedTuple
 
 import torch
-from jaxtyping import Int
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from foveate.methods import METHODS
-from foveate.methods.base import DenseFallback, Grid, SparseAttention, stacked
+from foveate.methods.base import DenseFallback, Grid, SparseAttention, UntiledPlan, stacked
 from foveate.ops import dispatch
 from foveate.ops.block_table import BlockTable, block_starts
 from foveate.ops.curves import raster_order
@@ -39,7 +37,7 @@ class Clear(SparseAttention):
         """Name with the radius."""
         return f"CLEAR r={self.radius:g}"
 
-    def plan(self, grids: tuple[Grid, ...], text: int, *, device: str = "cpu") -> "ClearPlan":
+    def plan(self, grids: tuple[Grid, ...], text: int, *, device: str = "cpu") -> UntiledPlan:
         """The discs of one image, in raster order.
 
         Raises:
@@ -55,24 +53,9 @@ class Discs(BlockTable):
     """A block table of CLEAR, which `_masked` recognises by its type."""
 
 
-class ClearPlan(NamedTuple):
-    """The plan of CLEAR for one size."""
-
-    orders: tuple[Int[Tensor, "image"], ...]
-    tables: tuple[BlockTable, ...]
-    title: str
-    nominal_sparsity: float
-    tile_maps: tuple[None, ...] = (None,)
-
-    @property
-    def segments(self) -> tuple[tuple[int, int], ...]:
-        """Every token is a segment of its own, so that none may merge."""
-        return len(self.orders[0]) * ((0, 1),)
-
-
 @lru_cache(maxsize=8)
 @torch.inference_mode(False)
-def _plan(method: Clear, grid: tuple[int, int], text: int, device: str) -> ClearPlan:
+def _plan(method: Clear, grid: tuple[int, int], text: int, device: str) -> UntiledPlan:
     """Text blocks, then a block for each image token."""
     texts, cells = block_starts(text)[:-1], grid[0] * grid[1]
     rows, columns = torch.cartesian_prod(torch.arange(grid[0]), torch.arange(grid[1])).unbind(1)
@@ -83,7 +66,8 @@ def _plan(method: Clear, grid: tuple[int, int], text: int, device: str) -> Clear
     offsets = torch.nn.functional.pad(seen.sum(1).cumsum(0), (1, 0)).int()
     table = Discs(starts, starts, offsets, seen.nonzero()[:, 1].int())
     order = raster_order(*grid, device=device)
-    return ClearPlan((order,), (table,), method.title, 1 - near.double().mean().item())
+    segments = cells * ((0, 1),)  # one for each token, so that none may merge
+    return UntiledPlan((order,), segments, (table,), method.title, 1 - near.double().mean().item())
 
 
 def radius_for(sparsity: float, grid: tuple[int, int], text: int) -> float:

@@ -7,6 +7,7 @@ from typing import Annotated, Any
 import torch
 import typer
 
+from foveate.cli.bench import Commit
 from foveate.utils.files import write_whole
 
 __all__ = ["RESULTS", "SHEETS", "Batch", "Commit", "Pictures", "Prompts", "Size", "device_type", "save_result"]
@@ -17,7 +18,6 @@ Size = Annotated[int, typer.Option(help="Side of the pictures in pixels.")]
 Prompts = Annotated[int, typer.Option(help="Held-out captions.")]
 Batch = Annotated[int, typer.Option(help="Batch size.")]
 Pictures = Annotated[str, typer.Option(help="Folder of the pictures; an existing run is resumed.")]
-Commit = Annotated[str, typer.Option(help="Commit to record, if git cannot tell it.")]
 
 
 def device_type() -> str:

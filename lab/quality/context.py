@@ -38,7 +38,7 @@ from foveate.transformers.context import PatchedBatch, patch_batch
 from foveate.utils.device import versions
 from foveate.utils.files import claim, write_whole
 from foveate.utils.progress import Track
-from foveate.web.report import figure_png
+from foveate.web.plots import figure_png
 from lab.quality.common import SHEETS, Commit, device_type, save_result
 from lab.quality.context_report import draw_tasks, markdown
 from lab.training.questions import ask

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from foveate import SubCP
 from foveate.methods.sub_cp import STRATEGIES
-from foveate.ops.example_labels import Classes
+from foveate.ops.example_blocks import Classes
 
 __all__ = ["CONTROLS", "PARTITIONS", "RANDOM", "partition"]
 

@@ -12,11 +12,13 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, normalize, one_hot
+from torch.optim.lr_scheduler import LambdaLR
 from transformers import LlamaModel
 
 from foveate.utils.progress import Track
 from lab.quality.example_pools import DIM, Task
-from lab.training.small_models import llama_config, train
+from lab.training.loop import train
+from lab.training.small_models import llama_config
 
 __all__ = ["Learner", "Recipe", "Vote", "trained_learner", "training_batch"]
 
@@ -159,14 +161,13 @@ def trained_learner(recipe: Recipe, folder: Path, device: str, track: Track) -> 
     """A trained learner. An interrupted training is resumed."""
     learner = Learner(recipe).to(device)
     optimizer = torch.optim.AdamW(learner.parameters(), lr=recipe.rate)
+    schedule = LambdaLR(optimizer, lambda step: min(1, 20 * (step + 1) / recipe.steps, 1.02 - step / recipe.steps))
 
     def loss(step: int) -> Tensor:
         examples, labels, questions, answers = (part.to(device) for part in training_batch(recipe, step))
-        return cross_entropy(learner(examples, labels, questions).float().flatten(0, 1), answers.flatten())
-
-    def rate(step: int) -> float:
-        return recipe.rate * min(1, 20 * (step + 1) / recipe.steps, 1.02 - step / recipe.steps)
+        with torch.autocast(device, torch.bfloat16, enabled=device == "cuda"):
+            return cross_entropy(learner(examples, labels, questions).float().flatten(0, 1), answers.flatten())
 
     advance = track(f"learner {recipe.seed}", recipe.steps)
-    train(learner, optimizer, loss, rate, recipe.steps, folder, asdict(recipe), advance)
+    train(folder, learner, optimizer, schedule, loss, recipe.steps, asdict(recipe), advance)
     return learner.eval()

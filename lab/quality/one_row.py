@@ -23,13 +23,15 @@ import typer
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, embedding
+from torch.optim.lr_scheduler import LambdaLR
 from transformers import LlamaForCausalLM
 
 from foveate.utils.files import claim
 from foveate.utils.progress import Track
 from lab.quality.common import Commit, device_type
 from lab.quality.context import Questions, report
-from lab.training.small_models import llama_config, parallel_questions, train
+from lab.training.loop import train
+from lab.training.small_models import llama_config, parallel_questions
 
 PEOPLE = RELATIONS = 4  # per text
 FACTS = PEOPLE * RELATIONS
@@ -241,12 +243,10 @@ def reader(recipe: Recipe, folder: Path, track: Track) -> Any:
     model = Reader(recipe).to(device_type())
     weights = [weight for weight in model.parameters() if weight.requires_grad]
     optimizer = torch.optim.AdamW(weights, recipe.rate, (0.9, 0.98), weight_decay=0.01)
-
-    def rate(step: int) -> float:
-        return recipe.rate * min(1.0, (step + 1) / 200, 2 - 2 * step / recipe.steps)
-
+    schedule = LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 200, 2 - 2 * step / recipe.steps))
     advance = track(f"reader {recipe.seed}", recipe.steps)
-    train(model, optimizer, model.loss, rate, recipe.steps, folder, recipe._asdict(), advance)
+    loss = torch.autocast(device_type(), torch.bfloat16, enabled=device_type() == "cuda")(model.loss)
+    train(folder, model, optimizer, schedule, loss, recipe.steps, recipe._asdict(), advance)
     return model.finished()
 
 

@@ -22,7 +22,7 @@ from diffusers import FlowMatchEulerDiscreteScheduler
 from foveate.cli.common import progress
 from foveate.cli.train import built_in_text_encoder
 from foveate.demo.evaluate import evaluate
-from foveate.demo.pictures import ScenePictures
+from foveate.demo.scenes import ScenePictures
 from foveate.diffusers.pipelines import Request, load
 from foveate.diffusers.pixel_dit import MODELS, PixelDiT
 from foveate.diffusers.pixel_pipeline import PixelPipeline

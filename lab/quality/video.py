@@ -29,7 +29,7 @@ from foveate.utils.files import claim, slug, write_picture, write_whole
 from foveate.utils.progress import Track
 from foveate.utils.similarity import psnr
 from foveate.web.compare import showcase
-from foveate.web.report import draw_sheet, figure_png
+from foveate.web.plots import draw_sheet, figure_png
 from lab.quality.common import SHEETS, Commit, Pictures, Prompts, save_result
 from lab.training.moving import DISTANCE, MovingScene, moving_scenes, render_frames
 

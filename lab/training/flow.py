@@ -1,43 +1,37 @@
 # pyright: basic, reportPrivateImportUsage=false, reportArgumentType=false, reportCallIssue=false
-# pyright: reportAttributeAccessIssue=false
-"""Training of the transformer and text encoders of the built-in model by flow matching; it can be resumed."""
+# pyright: reportAttributeAccessIssue=false, reportOptionalMemberAccess=false
+"""Training of the transformer and text encoders of the built-in models by flow matching; it can be resumed."""
 
+import copy
 import csv
 import itertools
-import math
-import os
-import time
+import json
+from bisect import bisect
 from collections.abc import Callable, Iterator, Sequence
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
 import torch
-from accelerate import Accelerator
-from diffusers import FluxPipeline
 from PIL import Image
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
-from torch.utils.data import DataLoader
 
 from foveate.demo.scenes import scenes
 from foveate.demo.text import TEXT_TOKENS
-from foveate.diffusers.pipelines import fingerprint
-from foveate.training.checkpoints import resume, write_checkpoint
+from foveate.diffusers.pipelines import Request, draw_batch, fingerprint
+from foveate.training.run import Phase, Run, RunOptions, make_accelerator
 from foveate.training.trained import Trained
-from foveate.utils.files import write_picture
-from foveate.utils.progress import Track, silent
+from foveate.utils.files import write_whole
+from foveate.utils.processes import join
 from lab.training.painter import Latents, Painter, flow_loss
-from lab.training.stages import RECIPE, Batches, Stage
+from lab.training.stages import Batches, Stage
 
-__all__ = ["FlowTraining", "Kind", "sample_grid"]
+__all__ = ["SHOWN", "FlowTraining", "Kind"]
 
 EMA_DECAY = 0.999
 SDPA = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]  # not cuDNN: see Painter
-WORKERS = 8
-LOG_EVERY = 50  # steps
-CLOCK_EVERY = 10  # steps between checks of the time, which need communication
-STAGE = 10**6  # more steps than any stage has, to store stage and step in one number
+SHOWN = 8  # held-out captions of a sheet of samples
 
 
 class Kind(NamedTuple):
@@ -45,19 +39,22 @@ class Kind(NamedTuple):
 
     painter: Callable[[Any], Any]
     latents: Callable[[Any, torch.device], Any]
-    batches: Callable[[Stage, Any, int, int, int], Any]
+    batches: Callable[[Stage, Any, int, int], Any]
 
 
-class FlowTraining:
+class FlowTraining(Run):
     """A training run of a model that draws pictures; a subclass trains another kind.
 
+    The folder of the pipeline, with the averaged weights, is beside that of the run.
+
     Args:
-        out: Folder of checkpoints, sample grids and log.csv. An existing run is resumed.
+        out: Folder of the run.
         pipeline: Pipeline with a trained autoencoder; transformer and text encoders are trained in place.
-        initialise: Start from new weights instead of the pipeline's.
         recipe: The stages.
         seed: The same seed, recipe and number of devices give the same run.
-        compile: Compile the transformer, once for every size.
+        initialise: Start from new weights instead of the pipeline's.
+        before: The recipe that trained the pipeline's weights, if there is one.
+        options: Other settings.
     """
 
     kind: ClassVar[Kind] = Kind(Painter, Latents, Batches)
@@ -66,148 +63,122 @@ class FlowTraining:
         self,
         out: Path,
         pipeline: Any,
+        recipe: Sequence[Stage],
+        options: RunOptions,
         *,
-        initialise: bool = True,
-        recipe: Sequence[Stage] = RECIPE,
         seed: int = 0,
-        compile: bool = False,
+        initialise: bool = True,
+        before: dict[str, Any] | None = None,
     ):
-        self.out, self.recipe, self.seed, self.compile = out, tuple(recipe), seed, compile
-        self.accelerator = Accelerator(mixed_precision="bf16" if torch.cuda.is_available() else "no")
-        self.device = self.accelerator.device
-        self.painter = self.kind.painter(pipeline).to(self.device)
+        self.recipe, self.seed, self.before = tuple(recipe), seed, before
+        accelerator = make_accelerator(join().device, "muon", "bf16" if torch.cuda.is_available() else "no")
+        settings = {"recipe": repr(self.recipe), "seed": seed, "devices": accelerator.num_processes}
+        if not initialise:
+            settings["start"] = fingerprint(pipeline.transformer)
+        self.lengths = [stage.steps(accelerator.num_processes) for stage in self.recipe]
+        self.starts = [0, *itertools.accumulate(self.lengths)]
+        self.latents = self.kind.latents(pipeline, accelerator.device)
+        painter = self.kind.painter(pipeline).to(accelerator.device)
         torch.manual_seed(seed)
         if initialise:
-            self.painter.initialise()
-        self.average = AveragedModel(self.painter, multi_avg_fn=get_ema_multi_avg_fn(EMA_DECAY))
-        self.optimizers = self.painter.optimizers()
-        self.latents = self.kind.latents(pipeline, self.device)
-        self.pipeline = type(pipeline)(**{**pipeline.components, **self.average.module.parts()})
+            painter.initialise()
+        self.average = copy.deepcopy(painter).eval()
+        self.pipeline = type(pipeline)(**{**pipeline.components, **self.average.parts()})
         self.pipeline.set_progress_bar_config(disable=True)
-        self._parts = {"painter": Trained(self.painter, self.optimizers), "average": self.average}
-        self._settings = {"recipe": repr(self.recipe), "seed": seed, "devices": self.accelerator.num_processes}
-        if not initialise:
-            self._settings["start"] = fingerprint(pipeline.transformer)
-        self.stage, self.step = divmod(resume(out, self._parts, self._settings), STAGE)
-        self.average.module.eval()
+        if options.compile:
+            painter.transformer.compile(dynamic=False)  # once for every size
+        model, *optimizers = accelerator.prepare(painter.train(), *painter.optimizers())
+        super().__init__(out, accelerator, model, Trained(model, optimizers, EMA_DECAY), settings, options)
 
-    def run(
-        self,
-        *,
-        minutes: float = math.inf,
-        checkpoint_minutes: float = 5,
-        sample_every: int = 2000,
-        workers: int | None = None,
-        track: Track = silent,
-    ) -> bool:
-        """Train until the recipe is done or the time is up. Returns whether the recipe is done.
+    def train(self) -> bool:
+        """Train all stages. Returns whether all steps are done."""
+        return self.run(self.starts[-1], "transformer")
 
-        Args:
-            minutes: Time after which to write a checkpoint and stop.
-            checkpoint_minutes: Minutes between checkpoints.
-            sample_every: Steps between sample grids; 0 draws none.
-            workers: Processes that generate scenes; None is eight, or the number of cores if that is less.
-            track: Shows progress, stage by stage.
-        """
-        began = saved = time.monotonic()
-        workers = min(WORKERS, os.cpu_count() or 0) if workers is None else workers
-        if self.compile:
-            self.painter.transformer.compile(dynamic=False)
-        model = self.accelerator.prepare(self.painter).train()
-        for stage in self.recipe[self.stage :]:
-            steps = stage.steps(self.accelerator.num_processes)
-            advance = track(stage.name, steps)
-            for _ in range(self.step):
-                advance()
-            self._losses, self._began = [], time.monotonic()
-            for loss in self._steps(stage, model, workers):
-                advance()
-                now, asked = time.monotonic(), self.step % CLOCK_EVERY == 0
-                late = asked and self._on_any_process(now > began + 60 * minutes)
-                due = asked and self._on_any_process(now > saved + 60 * checkpoint_minutes)
-                last = late or self.step == steps
-                self._log(stage, loss, last)
-                if sample_every and (last or self.step % sample_every == 0):
-                    self._sample(stage)
-                if self.step == steps:
-                    self.stage, self.step = self.stage + 1, 0
-                if last or due:
-                    self._save()
-                    saved = now
-                if late:
-                    return self.stage == len(self.recipe)
-        return True
+    def parts(self) -> dict[str, Any]:
+        """Weights, optimizers and average."""
+        return {"painter": self.trained}
 
-    def minutes(self) -> float:
-        """Minutes of all steps so far, from the log."""
-        total, before = 0.0, 0
-        for _, step, _, seconds in csv.reader((self.out / "log.csv").read_text().splitlines()):
-            total += (int(step) - before if int(step) > before else int(step)) * float(seconds)
-            before = int(step)
-        return total / 60
+    def phases(self, steps: int) -> Iterator[Phase]:
+        """The remaining part of every stage; each device draws batches of its own."""
+        devices = self.accelerator.num_processes
+        for stage, start, length in zip(self.recipe, self.starts, self.lengths, strict=False):
+            done = max(self.step - start, 0)
+            if done < length:
+                batches = self.kind.batches(stage, self.pipeline, self.seed, devices)
+                yield Phase(batches, range(done * devices, length * devices), 1, 1, itemgetter(0))
 
-    def _steps(self, stage: Stage, model: nn.Module, workers: int) -> Iterator[Tensor]:
-        """The losses of the remaining steps of a stage."""
-        index, devices = self.accelerator.process_index, self.accelerator.num_processes
-        batches = self.kind.batches(stage, self.pipeline, self.seed, index, devices)
-        left = range(self.step, len(batches))
-        loader = DataLoader(
-            batches, batch_size=None, sampler=left, num_workers=workers, prefetch_factor=4 if workers else None
-        )
-        generator = torch.Generator(self.device)
-        for step, batch in zip(left, loader, strict=True):
-            generator.manual_seed(hash((self.seed, self.stage, step, index)) % 2**62)
-            rare = batch.text[-1].shape[1] > TEXT_TOKENS  # not worth compiling
-            with torch.compiler.set_stance("force_eager" if rare else "default"), sdpa_kernel(SDPA):
-                loss = flow_loss(model, self.latents, batch.to(self.device), generator)
-                self.accelerator.backward(loss)
-            nn.utils.clip_grad_norm_(self.painter.parameters(), 1.0)
-            for optimizer in self.optimizers:
-                for group in optimizer.param_groups:
-                    group["lr"] = stage.rate(step, len(batches))
-                optimizer.step()
-                optimizer.zero_grad()
-            self.average.update_parameters(self.painter)
-            self.step = step + 1
-            yield loss.detach()
+    def loss(self, batch: Any) -> Tensor:
+        """The flow matching loss; its noise depends on seed, step and device only."""
+        generator = torch.Generator(self.accelerator.device)
+        generator.manual_seed(hash((self.seed, *self._place(self.step), self.accelerator.process_index)) % 2**62)
+        rare = batch.text[-1].shape[1] > TEXT_TOKENS  # not worth compiling
+        with torch.compiler.set_stance("force_eager" if rare else "default"), sdpa_kernel(SDPA):
+            return flow_loss(self.model, self.latents, batch, generator)
 
-    def _on_any_process(self, here: bool) -> bool:
-        flag = torch.tensor(float(here), device=self.device)
-        return bool(self.accelerator.reduce(flag).item())
+    def rate(self, done: float) -> float:
+        """The learning rate of the stage."""
+        stage, step = self._place(self.step)
+        return self.recipe[stage].rate(step, self.lengths[stage])
 
-    def _log(self, stage: Stage, loss: Tensor, last: bool) -> None:
-        """Write stage, step, mean loss and mean seconds to log.csv every `LOG_EVERY` steps."""
-        self._losses.append(loss)
-        if self.accelerator.is_main_process and (last or len(self._losses) == LOG_EVERY):
-            mean = torch.stack(self._losses).mean().item()
-            seconds = (time.monotonic() - self._began) / len(self._losses)
-            self.out.mkdir(parents=True, exist_ok=True)
-            with (self.out / "log.csv").open("a", newline="") as file:
-                csv.writer(file).writerow([stage.name, self.step, f"{mean:.5f}", f"{seconds:.4f}"])
-        if last or len(self._losses) == LOG_EVERY:
-            self._losses, self._began = [], time.monotonic()
+    def export(self) -> None:
+        """Write the folder of the pipeline, and recipe.json beside it."""
+        self._copy_average()
+        if not self.accelerator.is_main_process:
+            return
+        _write_pipeline(self.pipeline, self.out.with_name("pipeline"))
+        gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
+        about = {
+            "stages": [stage.about() for stage in self.recipe],
+            "seed": self.seed,
+            "devices": f"{self.accelerator.num_processes} x {gpu}",
+            "minutes": self._minutes(),
+            "before": self.before,
+        }
+        write_whole(self.out.with_name("recipe.json"), json.dumps(about, indent=2).encode() + b"\n")
 
-    def _sample(self, stage: Stage) -> None:
+    @torch.no_grad()
+    def sample(self) -> None:
+        """Draw held-out captions; one device draws."""
+        self._copy_average()
         if self.accelerator.is_main_process:
-            with torch.compiler.set_stance("force_eager"):
-                grid = self._sheet(stage)
-            write_picture(self.out / f"{self.stage}-{stage.name}-{self.step:06}.png", grid, {})
+            stage, _ = self._place(self.step - 1)
+            self.write_sheet(*self.drawn(max(self.recipe[stage].batches)))
+        self.accelerator.wait_for_everyone()
 
-    def _sheet(self, stage: Stage) -> Image.Image:
-        return sample_grid(self.pipeline, max(stage.batches))
+    def drawn(self, size: Any) -> tuple[dict[str, list[Image.Image]], list[str]]:
+        """The rows of a sheet of samples of a size in `Stage.batches`, and the captions of its columns."""
+        captions = [scene.caption for scene in itertools.islice(scenes(0, evaluation=True), SHOWN)]
+        requests = [Request(caption, (size, size), 20, None, seed) for seed, caption in enumerate(captions)]
+        return {f"{self.step} steps": draw_batch(self.pipeline, requests)}, captions
 
-    def _save(self) -> None:
-        write_checkpoint(self.out, self.stage * STAGE + self.step, self._parts, self._settings)
+    def _place(self, step: int) -> tuple[int, int]:
+        """The stage of a step, and the number of the step in it."""
+        stage = bisect(self.starts, step) - 1
+        return stage, step - self.starts[stage]
+
+    def _minutes(self) -> float:
+        """Minutes of all steps so far."""
+        rows = csv.reader((self.out / "log.csv").read_text().splitlines())
+        return sum(float(seconds) for *_, seconds in rows) / 60
+
+    def _copy_average(self) -> None:
+        """Copy the average into the pipeline."""
+        self.trained.average.copy_to(self.average.parameters())
 
 
-@torch.no_grad()
-def sample_grid(pipeline: FluxPipeline, side: int, count: int = 16, steps: int = 20, seed: int = 0) -> Image.Image:
-    """Pictures of held-out captions in a grid of four columns."""
-    captions = [scene.caption for scene in itertools.islice(scenes(seed, evaluation=True), count)]
-    generators = [torch.Generator("cpu").manual_seed(seed + index) for index in range(count)]
-    size = {"height": side, "width": side, "max_sequence_length": TEXT_TOKENS}
-    pictures = pipeline(captions, generator=generators, num_inference_steps=steps, **size).images
-    grid = Image.new("RGB", (4 * side, -(-count // 4) * side))
-    for index, picture in enumerate(pictures):
-        grid.paste(picture, (index % 4 * side, index // 4 * side))
-    return grid
+def _write_pipeline(pipeline: Any, folder: Path) -> None:
+    """Write a pipeline folder in bfloat16 that loads in float32.
+
+    diffusers loads in float32 by default; transformers loads in the dtype of the config, which is set to float32.
+    """
+    pipeline = copy.deepcopy(pipeline).to(torch.bfloat16)
+    for name, part in pipeline.components.items():
+        if name.startswith("tokenizer"):
+            part.backend_tokenizer.no_padding()  # the backend keeps the padding of its last call
+    pipeline.save_pretrained(folder)
+    for path in folder.glob("*/config.json"):
+        config = json.loads(path.read_text())
+        if path.parent.name.startswith("text_encoder"):
+            config["dtype"] = "float32"
+        config.pop("_name_or_path", None)  # a path on this machine
+        write_whole(path, json.dumps(config, indent=2).encode() + b"\n")

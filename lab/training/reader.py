@@ -14,6 +14,7 @@ import math
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass
+from operator import itemgetter
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
@@ -219,26 +220,24 @@ class ReaderTraining(Run):
     def phases(self, steps: int) -> Iterator[Phase]:
         """The remaining steps, with a lesson each."""
         if self.step < steps:
-            yield Phase(Lessons(self.recipe), range(self.step, steps), 1, 1)
+            yield Phase(Lessons(self.recipe), range(self.step, steps), 1, 1, itemgetter(0))
 
-    def loss(self, batch: Any) -> Tensor:
+    def loss(self, batch: Lesson) -> Tensor:
         """Cross entropy of the next token, plus the auxiliary loss."""
-        *tensors, text, question = batch
-        lesson = Lesson(*(tensor[0] for tensor in tensors), int(text), int(question))
         model: Any = self.model
-        at, seen = lesson.places()
+        at, seen = batch.places()
         with self.accelerator.autocast():
             states = model.model(
-                input_ids=lesson.ids,
+                input_ids=batch.ids,
                 position_ids=at[None],
                 attention_mask=seen[None, None],
                 use_cache=False,
                 output_hidden_states=True,
             ).hidden_states
-            known, told = lesson.next != BLANK, lesson.owners != BLANK
-            answers = F.cross_entropy(model.lm_head(states[-1][known]).float(), lesson.next[known])
+            known, told = batch.next != BLANK, batch.owners != BLANK
+            answers = F.cross_entropy(model.lm_head(states[-1][known]).float(), batch.next[known])
             middle = model.model.norm(states[self.recipe.layers // 2][told])
-            owners = F.cross_entropy(model.lm_head(middle).float(), lesson.owners[told])
+            owners = F.cross_entropy(model.lm_head(middle).float(), batch.owners[told])
         return answers + self.recipe.knowing * owners
 
     def rate(self, done: float) -> float:

@@ -1,5 +1,6 @@
 """Training of the recogniser, on random renderings with the defects of generated pictures."""
 
+import math
 from collections.abc import Callable
 from itertools import islice
 from pathlib import Path
@@ -14,9 +15,8 @@ from foveate.demo.atlas import load_atlas
 from foveate.demo.recogniser import GRID, NOTHING, SIDE, Recogniser, cell_centres, load_recogniser, to_side
 from foveate.demo.scenes import Scenes, render
 from foveate.demo.scenes import scenes as random_scenes
-from foveate.training.checkpoints import resume, write_checkpoint
-from foveate.training.trained import Trained
 from foveate.utils.files import write_whole
+from lab.training.loop import train
 
 __all__ = ["targets", "train_recogniser"]
 
@@ -24,7 +24,6 @@ OPEN = -100  # target of cells that may show an object or the background
 NOTHING_WEIGHT = 0.15  # most cells are background
 SIDES = (64, 96, 128, 192, 256)  # pixels of the training renderings
 RUINED = 1 / 8  # fraction of pictures distorted beyond recognition, whose target is "nothing"
-CHECKPOINT_STEPS = 1000
 
 
 def train_recogniser(
@@ -59,24 +58,16 @@ def train_recogniser(
         model = Recogniser().to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, learning_rate, total_steps=steps)
-    parts = {"model": Trained(model, [optimizer]), "schedule": schedule}
-    checkpoints = out.with_name(out.stem + "-checkpoints")
-    done = resume(checkpoints, parts, settings)
-    for _ in range(done):
-        advance()
     atlas = load_atlas().to(device)
-    for step in range(done, steps):
+
+    def loss(step: int) -> Tensor:
         pictures, target, objects = _batch(atlas, batch, (seed << 24) + step)
         with torch.autocast(atlas.device.type, torch.bfloat16, enabled=atlas.is_cuda):
             seen = model(pictures.contiguous(memory_format=torch.channels_last))
-        loss = _loss(seen.logits.float(), target, objects)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        schedule.step()
-        if (step + 1) % CHECKPOINT_STEPS == 0:
-            write_checkpoint(checkpoints, step + 1, parts, settings)
-        advance()
+        return _loss(seen.logits.float(), target, objects)
+
+    checkpoints = out.with_name(out.stem + "-checkpoints")
+    train(checkpoints, model, optimizer, schedule, loss, steps, settings, advance, max_norm=math.inf)
     half = {name: part.half() if part.is_floating_point() else part for name, part in model.state_dict().items()}
     write_whole(out, save(half))
     return load_recogniser(out, device)

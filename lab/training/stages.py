@@ -9,10 +9,9 @@ import itertools
 import math
 import random
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any, NamedTuple
 
-import torch
 from diffusers import FluxPipeline
 from torch import Tensor
 from torch.utils.data import Dataset
@@ -32,7 +31,7 @@ class Stage:
     """A stage of the training.
 
     Attributes:
-        name: Name in the log.
+        name: Name in recipe.json; its batches depend on it.
         images: Number of pictures over all devices.
         batches: {side in px, or (frames, side): batch size on a device}; every step uses one of the sizes.
         rates: Learning rate at the start and at the end of the stage, interpolated linearly.
@@ -52,6 +51,10 @@ class Stage:
         """The stage with its pictures and its batch sizes multiplied."""
         batches = {size: max(1, round(count * batch)) for size, count in self.batches.items()}
         return replace(self, images=math.ceil(self.images * images), batches=batches)
+
+    def about(self) -> dict[str, Any]:
+        """The stage, ready for JSON."""
+        return {**asdict(self), "batches": {str(size): count for size, count in self.batches.items()}}
 
     def rate(self, step: int, steps: int) -> float:
         """The learning rate of a step."""
@@ -80,26 +83,20 @@ class Batch(NamedTuple):
         """Token ids of the captions."""
         return self.clip_ids, self.t5_ids
 
-    def to(self, device: torch.device) -> "Batch":
-        """The batch on a device."""
-        return Batch(self.side, self.scenes.to(device), self.clip_ids.to(device), self.t5_ids.to(device))
-
 
 class Batches(Dataset[Batch]):
-    """The batches of a stage, by step."""
+    """The batches of a stage: those of all devices for the first step, then for the second, and so on."""
 
-    def __init__(self, stage: Stage, pipeline: FluxPipeline, seed: int, device: int, devices: int):
-        self.stage, self.seed, self.device, self.devices = stage, seed, device, devices
+    def __init__(self, stage: Stage, pipeline: FluxPipeline, seed: int, devices: int):
+        self.stage, self.seed, self.devices = stage, seed, devices
         self.clip, self.t5 = pipeline.tokenizer, pipeline.tokenizer_2
 
-    def __len__(self) -> int:
-        return self.stage.steps(self.devices)
-
-    def __getitem__(self, step: int) -> Batch:
+    def __getitem__(self, index: int) -> Batch:
+        step, device = divmod(index, self.devices)
         everywhere = random.Random(f"{self.stage.name} {self.seed} {step}")  # all devices draw the same size
         side = everywhere.choice(list(self.stage.batches))
         long = len(self.stage.batches) > 1 and everywhere.randrange(LONG_TEXT_EACH) == 0
-        number = everywhere.randrange(2**40) + self.device
+        number = everywhere.randrange(2**40) + device
         batch = list(itertools.islice(scenes(number), self.stage.batches[side]))
         here = random.Random(number)
         captions = ["" if here.random() < UNCAPTIONED else scene.caption for scene in batch]

@@ -12,14 +12,12 @@ from torch import Tensor
 
 from foveate.demo.atlas import load_atlas
 from foveate.demo.scenes import Scenes, render, scenes
-from foveate.training.checkpoints import resume, write_checkpoint
-from foveate.training.trained import Trained
+from lab.training.loop import train
 
 __all__ = ["scene_pictures", "train_vae", "vae_loss"]
 
 KL_WEIGHT = 1e-3
 NOISE = 0.1  # relative to the standard deviation of the latents; makes the decoder tolerate errors
-CHECKPOINT_EVERY = 1000
 
 
 def scene_pictures(atlas: Tensor, seed: int, count: int, side: int) -> Tensor:
@@ -58,24 +56,15 @@ def train_vae(
     vae, atlas = vae.to(device).train(), load_atlas().to(device)
     optimizer = torch.optim.AdamW(vae.parameters(), lr=rate, weight_decay=0.0, betas=(0.9, 0.99))
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, rate, total_steps=steps)
-    parts, settings = {"vae": Trained(vae, [optimizer]), "schedule": schedule}, {"steps": steps, "seed": seed}
-    start = resume(out, parts, settings)
-    for _ in range(start):
-        advance()
-    for step in range(start, steps):
+
+    def loss(step: int) -> Tensor:
         torch.manual_seed(seed * 2**32 + step)
         side = sides[step % len(sides)]
         pictures = draw(atlas, seed * 2**32 + step, max(1, pixels // side**2), side)
         with torch.autocast(torch.device(device).type, torch.bfloat16, enabled=device != "cpu"):
-            loss = vae_loss(vae, pictures)
-        optimizer.zero_grad()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(vae.parameters(), 1.0)
-        optimizer.step()
-        schedule.step()
-        if (step + 1) % CHECKPOINT_EVERY == 0 or step + 1 == steps:
-            write_checkpoint(out, step + 1, parts, settings)
-        advance()
+            return vae_loss(vae, pictures)
+
+    train(out, vae, optimizer, schedule, loss, steps, {"steps": steps, "seed": seed}, advance)
     vae.eval()
     with torch.no_grad():
         _normalise(vae, vae.encode(draw(atlas, seed, 64, 64)).latent_dist.mean)

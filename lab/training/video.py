@@ -3,14 +3,12 @@
 """Training of a small text-to-video model of Wan's classes from scratch: autoencoder, then transformer and encoder."""
 
 import itertools
-import json
 import math
 import random
 from collections.abc import Sequence
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from diffusers import AutoencoderKLWan, FlowMatchEulerDiscreteScheduler, WanPipeline, WanTransformer3DModel
@@ -19,15 +17,14 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 from transformers import UMT5Config, UMT5EncoderModel
 
-from foveate.cli.common import Minutes, RunFolder, Seed, print_outcome, progress
+from foveate.cli.common import Minutes, RunFolder, SampleEvery, Seed, print_outcome, progress
 from foveate.demo.atlas import load_atlas
 from foveate.demo.text import TEXT_TOKENS, t5_tokenizer
 from foveate.diffusers.pipelines import noise_shift
+from foveate.training.run import RunOptions
 from foveate.training.trained import muon_and_adamw
-from foveate.utils.files import write_whole
-from foveate.utils.progress import Track, silent
-from lab.training.flow import FlowTraining, Kind
-from lab.training.make import BatchFactor, Compile, SampleEvery, Scale, export
+from lab.training.flow import SHOWN, FlowTraining, Kind
+from lab.training.make import BatchFactor, Compile, Scale
 from lab.training.moving import MovingScene, moving_scenes, render_frames, scene_videos
 from lab.training.painter import initialise
 from lab.training.stages import LONG_TEXT, LONG_TEXT_EACH, UNCAPTIONED, Stage, token_ids
@@ -93,26 +90,20 @@ class VideoBatch(NamedTuple):
     text: tuple[Tensor, Tensor]
     """Token ids, and which of them are not padding."""
 
-    def to(self, device: torch.device) -> "VideoBatch":
-        """The batch on a device."""
-        return self._replace(text=tuple(part.to(device) for part in self.text))
-
 
 class VideoBatches(Dataset[VideoBatch]):
-    """The batches of a stage, by step."""
+    """The batches of a stage: those of all devices for the first step, then for the second, and so on."""
 
-    def __init__(self, stage: Stage, pipeline: WanPipeline, seed: int, device: int, devices: int):
-        self.stage, self.seed, self.device, self.devices = stage, seed, device, devices
+    def __init__(self, stage: Stage, pipeline: WanPipeline, seed: int, devices: int):
+        self.stage, self.seed, self.devices = stage, seed, devices
         self.tokenizer = pipeline.tokenizer
 
-    def __len__(self) -> int:
-        return self.stage.steps(self.devices)
-
-    def __getitem__(self, step: int) -> VideoBatch:
+    def __getitem__(self, index: int) -> VideoBatch:
+        step, device = divmod(index, self.devices)
         everywhere = random.Random(f"{self.stage.name} {self.seed} {step}")  # all devices draw the same size
         size = everywhere.choice(list(self.stage.batches))
         length = TEXT_TOKENS if everywhere.randrange(LONG_TEXT_EACH) else LONG_TEXT
-        number = everywhere.randrange(2**40) + self.device
+        number = everywhere.randrange(2**40) + device
         batch = list(itertools.islice(moving_scenes(number), self.stage.batches[size]))
         here = random.Random(number)
         captions = ["" if here.random() < UNCAPTIONED else scene.caption for scene, _ in batch]
@@ -181,64 +172,17 @@ class VideoTraining(FlowTraining):
 
     kind: ClassVar[Kind] = Kind(VideoPainter, VideoLatents, VideoBatches)
 
-    def _sheet(self, stage: Stage) -> Image.Image:
-        """Five frames of six held-out captions, one below the other."""
-        frames, side = max(stage.batches)
-        captions = [scene.caption for scene, _ in itertools.islice(moving_scenes(0, evaluation=True), 6)]
+    def drawn(self, size: Any) -> tuple[dict[str, list[Image.Image]], list[str]]:
+        """The rows of a sheet of samples, with five frames of each video, and the captions of its columns."""
+        frames, side = size
+        captions = [scene.caption for scene, _ in itertools.islice(moving_scenes(0, evaluation=True), SHOWN)]
         videos = self.pipeline(
-            captions, negative_prompt=[""] * 6, height=side, width=side, num_frames=frames, num_inference_steps=20,
-            guidance_scale=3.0, max_sequence_length=TEXT_TOKENS, generator=torch.Generator("cpu").manual_seed(0),
-            output_type="pil",
+            captions, negative_prompt=[""] * len(captions), height=side, width=side, num_frames=frames,
+            num_inference_steps=20, guidance_scale=3.0, max_sequence_length=TEXT_TOKENS,
+            generator=torch.Generator("cpu").manual_seed(0), output_type="pil",
         ).frames  # fmt: skip
         shown = sorted({round(i * (frames - 1) / 4) for i in range(5)})
-        sheet = Image.new("RGB", (len(shown) * side, len(videos) * side))
-        for row, video in enumerate(videos):
-            for column, frame in enumerate(shown):
-                sheet.paste(video[frame], (column * side, row * side))
-        return sheet
-
-
-def make(
-    out: Path,
-    *,
-    seed: int = 0,
-    minutes: float = math.inf,
-    scale: float = 1.0,
-    batch: float = 1.0,
-    sample_every: int = 1000,
-    compile: bool = False,
-    track: Track = silent,
-) -> bool:
-    """Train autoencoder, transformer and text encoder. Returns whether the recipe is done.
-
-    Args:
-        out: Folder of the run, with the pipeline in pipeline/; an existing run is resumed.
-        seed: Seed of weights, scenes and noise.
-        minutes: Time after which the transformer's training writes a checkpoint and stops.
-        scale: Factor on the recipe's videos and steps.
-        batch: Factor on the batch sizes.
-        sample_every: Steps between sheets of samples; 0 draws none.
-        compile: Compile the transformer.
-        track: Shows progress.
-    """
-    pipeline = untrained_video_pipeline(seed=seed)
-    device, vae = "cuda" if torch.cuda.is_available() else "cpu", out / "pipeline" / "vae"
-    if (vae / "config.json").exists():
-        pipeline.vae = AutoencoderKLWan.from_pretrained(vae).eval()
-    else:
-        steps = max(1, round(VAE_STEPS * scale))
-        train_vae(
-            out / "vae", pipeline.vae, draw=partial(scene_videos, 9), steps=steps, pixels=round(64 * 64 * 48 * batch),
-            sides=(32, 64, 96), seed=seed, device=device, advance=track("autoencoder", steps),
-        )  # fmt: skip
-        pipeline.vae.save_pretrained(vae)
-    recipe = [stage.scaled(scale, batch) for stage in RECIPE]
-    training = VideoTraining(out / "flow", pipeline, recipe=recipe, seed=seed, compile=compile)
-    done = training.run(minutes=minutes, sample_every=sample_every, track=track)
-    export(training.pipeline, out / "pipeline")
-    about = {"stages": [str(asdict(stage)) for stage in recipe], "seed": seed, "minutes": training.minutes()}
-    write_whole(out / "recipe.json", json.dumps(about, indent=2).encode() + b"\n")
-    return done
+        return {f"frame {frame + 1}": [video[frame] for video in videos] for frame in shown}, captions
 
 
 def main(
@@ -252,11 +196,23 @@ def main(
 ) -> None:
     """Train a small text-to-video model from scratch on one GPU: emoji that move.
 
-    You may stop it at any time; the same command resumes from the newest checkpoint.
+    The folder gets the pipeline, in pipeline/, and recipe.json. You may stop it at any time; the same command resumes
+    from the newest checkpoint.
     """
+    pipeline = untrained_video_pipeline(seed=seed)
+    device, vae = "cuda" if torch.cuda.is_available() else "cpu", out / "pipeline" / "vae"
+    recipe = [stage.scaled(scale, batch) for stage in RECIPE]
     with progress() as track:
-        done = make(
-            out, seed=seed, minutes=minutes, scale=scale, batch=batch, sample_every=sample_every, compile=compile,
-            track=track,
-        )  # fmt: skip
+        if (vae / "config.json").exists():
+            pipeline.vae = AutoencoderKLWan.from_pretrained(vae).eval()
+        else:
+            steps = max(1, round(VAE_STEPS * scale))
+            train_vae(
+                out / "vae", pipeline.vae, draw=partial(scene_videos, 9), steps=steps,
+                pixels=round(64 * 64 * 48 * batch), sides=(32, 64, 96), seed=seed, device=device,
+                advance=track("autoencoder", steps),
+            )  # fmt: skip
+            pipeline.vae.save_pretrained(vae)
+        options = RunOptions(at_once=1, compile=compile, minutes=minutes, sample_every=sample_every, track=track)
+        done = VideoTraining(out / "flow", pipeline, recipe, options, seed=seed).train()
     print_outcome(done, out)

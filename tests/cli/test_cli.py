@@ -72,21 +72,8 @@ def test_generate_draws_many_prompts_and_seeds_and_resumes(folder, tmp_path):
         p for p in ("a cat", f"{long} in rain", f"{long} in snow") for _ in "12"
     ]
     assert {one["seed"] for one in index.values()} == {0, 1}
-    succeeds(
-        "generate",
-        "a cat",
-        "--seed",
-        1,
-        "--model",
-        folder,
-        *SMALL,
-        "--steps",
-        1,
-        "--method",
-        "hilberta:tiles=4",
-        "--out",
-        "one.png",
-    )
+    one = "--seed", 1, "--method", "hilberta:tiles=4", "--out", "one.png"
+    succeeds("generate", "a cat", "--model", folder, *SMALL, "--steps", 1, *one)
     second = list(index)[1]
     assert (pixels(f"pictures/{second}") == pixels("one.png")).all()
     (tmp_path / "pictures" / second).unlink()
@@ -303,7 +290,7 @@ def test_a_damaged_model_is_one_clear_line(folder, tmp_path, monkeypatch, damage
         file.write_bytes(file.read_bytes()[:-40])
     output = fails("generate", "a cat", "--model", copied, *SMALL)
     assert "cannot load" in output
-    monkeypatch.setattr("foveate.cli.common.PIPELINE", copied)
+    monkeypatch.setattr("foveate.cli.pictures.PIPELINE", copied)
     output = fails("generate", "a cat", *SMALL)
     assert "the built-in model is damaged, install foveate again" in output
 
@@ -514,7 +501,8 @@ def test_a_lora_sets_the_size_that_it_was_distilled_with(folder, lora):
 def test_a_page_marks_methods_that_run_in_some_steps_only(folder, tmp_path):
     pipe, request = load(str(folder), "cpu", "float32"), Request("a cat", (64, 64), 2, None, 0)
     late = foveate.HilbertA(tiles=2, start_percent=0.5)
-    page = side_by_side.compare(pipe, request, [late], tmp_path, settings={}, rounds=1).read_text()
+    side_by_side.comparison(pipe, request, [late], tmp_path, settings={}, rounds=1)
+    page = (tmp_path / side_by_side.PAGE).read_text()
     assert "HilbertA T=2 start_percent=0.5: sparse in part of the steps; the time is that of a sparse step." in page
 
 
@@ -539,7 +527,7 @@ def test_distill_learns_from_given_pictures(folder, tmp_path):
 
 
 def test_distill_never_uses_evaluation_captions_of_the_built_in_model(folder, monkeypatch):
-    monkeypatch.setattr("foveate.cli.common.PIPELINE", folder)
+    monkeypatch.setattr("foveate.cli.pictures.PIPELINE", folder)
     some_drawn = lambda _pipe, some: drawn.extend(one.prompt for one in some) or [{}]  # noqa: E731
     monkeypatch.setattr("foveate.training.pairs._drawn", some_drawn)
     drawn = []
@@ -682,6 +670,7 @@ BAD_INPUT = {
     ],
     "generate with a LoRA": [
         (["--tiles", 4], "was distilled for tiles=2, not 4: leave tiles out"),
+        (["--method", "hilberta:tiles=4"], "was distilled for tiles=2, not 4: leave tiles out"),
         (["--method", "dense"], "was distilled for HilbertA T=2 centre=0.5, not dense"),
         (["--method", "hilberta", "-o", "centre=0.25"], "was distilled for centre=0.5, not 0.25"),
     ],

@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from foveate.cli import app
 from foveate.transformers import model
-from foveate.web import report
+from foveate.web import plots
 
 PYTHON = re.compile(r"\b(None|Traceback|NoneType|errno|codec|tensor|dict|kwargs|self|\w+Error|block_size)\b|\w=|<=")
 """Words that no message for a user of the command line should have."""
@@ -174,7 +174,7 @@ def one_reader():
     """All commands share a reader, which none changes, and draw no plot: both take most of the time."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(model, "load", cache(model.load))
-        patch.setattr(report, "draw_coverage", lambda reports: Figure())
+        patch.setattr(plots, "draw_coverage", lambda reports: Figure())
         yield
 
 

@@ -187,7 +187,9 @@ def mask_of(method, number, grids, text, image_first=False):
 
 
 @every_case
-@pytest.mark.parametrize("method", [HilbertA(tiles=1), HilbertA(centre=1.0, tiles=4), HilbertA(tiles=4, align=1, slide="diagonal")])
+@pytest.mark.parametrize(
+    "method", [HilbertA(tiles=1), HilbertA(centre=1.0, tiles=4), HilbertA(tiles=4, align=1, slide="diagonal")]
+)
 def test_attention_is_that_of_the_mask(pack, cls, references, method):
     model, case = cls(), inputs(cls, references)
     grids = ((3, 8, 10),) if cls is WanModel else ((16, 20), *((8, 8) for _ in references))

@@ -14,8 +14,7 @@ from transformers import BitImageProcessor, Dinov2Config, Dinov2Model
 
 from foveate import HilbertA
 from foveate.demo import evaluate
-from foveate.demo.dino import load_dino
-from foveate.demo.evaluate import Interval, Score, _interval
+from foveate.demo.evaluate import Interval, Score, _interval, load_dino
 from foveate.demo.scenes import scenes
 from foveate.demo.untrained import untrained_pipeline
 from foveate.diffusers.pipelines import Request

@@ -201,10 +201,10 @@ def test_residuals_of_a_controlnet_meet_all_tokens(name, merges):
     "method",
     [
         ToMA(**MERGES),
-        ToMA(dense_layers="1", size_bias=True, share="batch", **MERGES),
+        ToMA(dense_layers="1", size_bias=True, **MERGES),
         ToMeSD(skip=0, granularity="block", merge_cross=True, merge_mlp=True),
     ],
-    ids=["ToMA", "shared", "ToMeSD"],
+    ids=["ToMA", "biased", "ToMeSD"],
 )
 def test_whole_blocks_compute_what_they_do_on_tokens_in_the_order_of_regions(name, method, monkeypatch):
     model, x = built(name, FAMILIES[name].grids[1], 2)
@@ -399,7 +399,6 @@ def test_log_linear_attention_attends_to_merged_tokens():
     [
         ((HilbertA(tiles=4, align=10), ToMA()), "tokens, too short for a ToMA tile"),
         ((HilbertA(tiles=4), ToMA(tile=(3, 5))), "tokens, too short for a ToMA tile"),
-        ((HilbertA(tiles=2), ToMA(mode="global")), "mode"),
         ((HilbertA(tiles=2), ToMeSD()), "ToMeSD cannot be combined"),
     ],
 )

@@ -106,7 +106,6 @@ CASES = [
     ("wan", replace(TOMA, tile=(2, 4, 4)), {"grid": (4, 8, 9)}),
     ("wan", TOMA, {"why": "cross the borders", **ANY}),  # 5 frames
     ("wan", replace(TOMA, skip=0), {"grid": (4, 8, 9), "why": "use skip=1"}),
-    ("flux", replace(TOMA, mode="global"), {"why": "cross the borders", **ANY}),
 ]
 MORE_RANKS = [  # uneven heads
     ("flux2", HilbertA(tiles=4, align=1), {"config": {"num_attention_heads": 7}, **ANY, "ulysses_degree": 4})

@@ -17,6 +17,7 @@ from foveate.demo.recogniser import judge, load_recogniser, recognise
 from foveate.demo.scenes import scenes
 from foveate.demo.untrained import untrained_pipeline
 from foveate.diffusers.pipelines import Request, draw_batch
+from foveate.training.run import RunOptions
 
 pytestmark = pytest.mark.gpu
 
@@ -38,9 +39,9 @@ def test_it_draws_what_held_out_captions_ask_for(dtype):
 @pytest.mark.parametrize("compile", [False, True])
 def test_the_transformers_training_runs_and_learns(tmp_path, compile):
     stage = Stage(name="short", images=64 * 60, batches={64: 64}, rates=(2e-3, 1e-3))
-    training = FlowTraining(tmp_path, untrained_pipeline(), recipe=(stage,), compile=compile)
-    assert training.run(workers=2)
-    rows = [float(row.split(",")[2]) for row in (tmp_path / "log.csv").read_text().splitlines()]
+    options = RunOptions(at_once=1, compile=compile)
+    assert FlowTraining(tmp_path / "flow", untrained_pipeline(), (stage,), options).train()
+    rows = [float(row.split(",")[1]) for row in (tmp_path / "flow" / "log.csv").read_text().splitlines()]
     assert rows[-1] < rows[0] < 3
 
 

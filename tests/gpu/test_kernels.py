@@ -9,7 +9,7 @@ import foveate
 from foveate import HilbertA, ToMA
 from foveate.kernels.merging.facility_location import facility_location as pick
 from foveate.kernels.merging.soft_assignment import soft_assignment as assign
-from foveate.ops import dispatch, facility_location, region_matmul, region_update, soft_assignment
+from foveate.ops import dispatch, facility_location, region_matmul, soft_assignment
 from foveate.ops.block_attention import block_attention
 
 pytestmark = pytest.mark.gpu
@@ -190,8 +190,8 @@ def test_region_updates_and_their_gradients_equal_float64(groups, plans, ordered
     tokens, merged = (sum(group[0] * group[side] for group in groups) for side in (1, 2))
     rest = [torch.randn(2, length, dim, **options) for length in (tokens, merged, merged)]
     order = torch.randperm(tokens, device="cuda") if ordered else None
-    want = region_update.portable([w.double() for w in weights], *(part.double() for part in rest), order)
-    got = region_update.region_update(weights, *rest, order)
+    want = region_matmul.portable_update([w.double() for w in weights], *(part.double() for part in rest), order)
+    got = region_matmul.region_update(weights, *rest, order)
     assert relative(got, want) < 1e-2
     grad = torch.randn_like(got)
     expected = torch.autograd.grad(want, (*weights, *rest), grad.double())

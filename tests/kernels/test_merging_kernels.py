@@ -14,8 +14,8 @@ from foveate.methods import ToMA
 from foveate.ops import dispatch
 from foveate.ops import facility_location as picking_op
 from foveate.ops import region_matmul as matmul_op
-from foveate.ops import region_update as update_op
 from foveate.ops import soft_assignment as assignment_op
+from foveate.ops.region_matmul import portable_update
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu checks the compiled kernels")
 slow = pytest.mark.slow
@@ -121,7 +121,7 @@ def test_updates_and_their_gradients_equal_float64(groups, plans, ordered):
     want = rest[0].double() + (added if order is None else added[:, order.argsort()])
     grad = torch.randn_like(want)
     expected = torch.autograd.grad(want, (*weights, *rest), grad)
-    for run in (region_update, update_op.portable):
+    for run in (region_update, portable_update):
         got = run(weights, *rest, order)
         torch.testing.assert_close(got.double(), want, rtol=1e-2, atol=2e-2)
         grads = torch.autograd.grad(got, (*weights, *rest), grad.half())
@@ -131,7 +131,7 @@ def test_updates_and_their_gradients_equal_float64(groups, plans, ordered):
 def test_updates_of_strided_tokens_are_complete():
     weights, order = torch.randn(1, 6, 3, 5).mT, torch.randperm(30)
     x, before, after = torch.randn(2, 40, 30).mT, torch.randn(2, 50, 40)[:, 7:25], torch.randn(2, 18, 80)[..., ::2]
-    want = update_op.portable([weights], x, before, after, order)
+    want = portable_update([weights], x, before, after, order)
     torch.testing.assert_close(region_update([weights], x, before, after, order), want)
 
 

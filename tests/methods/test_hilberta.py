@@ -137,7 +137,8 @@ def neighbours_apart(grid, **options):
 
 @pytest.mark.parametrize("tiles", [4, 16])
 @pytest.mark.parametrize(
-    ("grid", "most"), [((32, 32), 0), ((64, 64), 0), ((45, 80), 0), ((96, 64), 0), ((21, 45, 80), 0), ((27, 41), 0.003)]
+    ("grid", "most"),
+    [((32, 32), 0), ((64, 64), 0), ((45, 80), 0), ((96, 64), 0), ((21, 45, 80), 0), ((27, 41), 0.003)],
 )
 def test_neighbours_share_a_tile_in_some_layer_if_the_tiles_slide_diagonally(grid, most, tiles):
     assert neighbours_apart(grid, tiles=tiles, slide="diagonal", align=1) <= most

@@ -308,7 +308,7 @@ def test_the_ops_pass_opcheck():
     real, lists = padding(0, 1, 100), list(selection.lists)
     torch.library.opcheck(
         torch.ops.foveate.picked_attention.default,
-        (q, k, v, extra_k, extra_v, torch.zeros(1, 5), real, lists, 16, 0, False, 0.2, True),
+        (q, k, v, extra_k, extra_v, torch.zeros(1, 5), real, lists, 16, 0, False, 0.2),
     )
     pooled = [torch.randn(1, 2, nodes, 32) for nodes in (7, 1)]
     torch.library.opcheck(

@@ -9,8 +9,7 @@ import torch
 from PIL import Image
 
 from foveate.demo.atlas import load_atlas
-from foveate.demo.pictures import ScenePictures
-from foveate.demo.scenes import Scenes, render, scenes
+from foveate.demo.scenes import ScenePictures, Scenes, render, scenes
 from foveate.training.pictures import FolderPictures, HubPictures
 
 

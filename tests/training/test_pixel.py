@@ -16,7 +16,7 @@ from PIL import Image
 from safetensors.torch import load_file
 from training_runs import losses
 
-from foveate.demo.pictures import ScenePictures
+from foveate.demo.scenes import ScenePictures
 from foveate.diffusers.pixel_dit import PixelDiT
 from foveate.diffusers.pixel_pipeline import PixelPipeline, noise_scale
 from foveate.training.pictures import FolderPictures, NoisyPictures

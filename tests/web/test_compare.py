@@ -16,8 +16,8 @@ from foveate.demo.untrained import untrained_pipeline
 from foveate.diffusers.pipelines import Request, draw
 from foveate.utils.similarity import psnr, ssim
 from foveate.web import compare as module
-from foveate.web.compare import _video_psnr, compare, comparison
-from foveate.web.report import draw_tiles, strip
+from foveate.web.compare import PAGE, _video_psnr, comparison
+from foveate.web.plots import draw_tiles, strip
 
 REQUEST = Request("a cat", (64, 64), 2, None, 0)
 
@@ -33,7 +33,8 @@ def names(folder):
 
 def test_the_page_tells_what_can_be_read_off_the_pictures_and_the_summary(pipe, tmp_path):
     method = HilbertA(tiles=4)
-    page = compare(pipe, REQUEST, [method], tmp_path, settings={}, rounds=2).read_text()
+    comparison(pipe, REQUEST, [method], tmp_path, settings={}, rounds=2)
+    page = (tmp_path / PAGE).read_text()
     with Image.open(tmp_path / "dense.png") as dense, Image.open(tmp_path / "hilberta-t-4.png") as sparse:
         assert re.findall(r"PSNR to dense</dt><dd>([0-9.]+) dB", page) == [f"{psnr(sparse, dense):.1f}"]
         assert re.findall(r"SSIM to dense</dt><dd>([0-9.]+)", page) == [f"{ssim(sparse, dense):.3f}"]
@@ -67,9 +68,9 @@ def test_a_notebook_shows_every_picture_with_its_verdict(pipe, tmp_path):
 def test_a_folder_holds_the_pictures_of_one_run_and_what_the_user_put_there(pipe, tmp_path):
     Image.new("RGB", (8, 8)).save(tmp_path / "mine.png")
     (tmp_path / "broken.png").write_bytes(b"no picture")
-    compare(pipe, REQUEST, [HilbertA(tiles=4), ToMA(keep=0.25, tile=(2, 2))], tmp_path, settings={}, rounds=1)
+    comparison(pipe, REQUEST, [HilbertA(tiles=4), ToMA(keep=0.25, tile=(2, 2))], tmp_path, settings={}, rounds=1)
     assert len(names(tmp_path)) == 3 + 2
-    compare(pipe, REQUEST._replace(size=(48, 48)), [HilbertA(tiles=2)], tmp_path, settings={}, rounds=1)
+    comparison(pipe, REQUEST._replace(size=(48, 48)), [HilbertA(tiles=2)], tmp_path, settings={}, rounds=1)
     assert names(tmp_path) == {"mine.png", "broken.png", "dense.png", "hilberta-t-2.png"}
     for name in ("dense.png", "hilberta-t-2.png"):
         with Image.open(tmp_path / name) as picture:
@@ -78,16 +79,17 @@ def test_a_folder_holds_the_pictures_of_one_run_and_what_the_user_put_there(pipe
 
 def test_pictures_that_are_there_are_not_drawn_again(pipe, tmp_path, monkeypatch):
     methods, said = [HilbertA(tiles=4), ToMA(keep=0.25, tile=(2, 2))], {"settings": {"prompt": "a cat"}, "rounds": 1}
-    compare(pipe, REQUEST, methods, tmp_path, **said)
+    comparison(pipe, REQUEST, methods, tmp_path, **said)
     (tmp_path / "hilberta-t-4.png").unlink()
     before = {path: path.stat().st_mtime_ns for path in tmp_path.glob("*.png")}
     drawn = []
     monkeypatch.setattr(module, "draw", lambda *given: drawn.append(given[1]) or draw(*given))
-    page = compare(pipe, REQUEST, methods, tmp_path, **said).read_text()
+    comparison(pipe, REQUEST, methods, tmp_path, **said)
+    page = (tmp_path / PAGE).read_text()
     assert len(drawn) == 1
     assert {path: path.stat().st_mtime_ns for path in before} == before
     assert page.count("<article") == 3
-    compare(pipe, REQUEST, methods[:1], tmp_path, settings={"prompt": "a dog"}, rounds=1)
+    comparison(pipe, REQUEST, methods[:1], tmp_path, settings={"prompt": "a dog"}, rounds=1)
     assert len(drawn) == 1 + 2
     assert names(tmp_path) == {"dense.png", "hilberta-t-4.png"}
 
@@ -100,7 +102,7 @@ def test_the_page_is_there_as_soon_as_the_first_picture_is(pipe, tmp_path, monke
         return draw(*given)
 
     monkeypatch.setattr(module, "draw", drawing)
-    compare(pipe, REQUEST, [HilbertA(tiles=4), HilbertA(tiles=2)], tmp_path, settings={}, rounds=1)
+    comparison(pipe, REQUEST, [HilbertA(tiles=4), HilbertA(tiles=2)], tmp_path, settings={}, rounds=1)
     assert seen[0] == ""
     assert "Still to be drawn: HilbertA T=4, HilbertA T=2." in seen[1]
     assert "Still to be drawn: HilbertA T=2." in seen[2]
@@ -110,7 +112,7 @@ def test_the_page_is_there_as_soon_as_the_first_picture_is(pipe, tmp_path, monke
 def test_every_variant_has_a_file_of_its_own(pipe, tmp_path):
     methods = [HilbertA(tiles=4), HilbertA(tiles=4, dense_layers="0")]
     assert methods[0].title == methods[1].title
-    compare(pipe, REQUEST, methods, tmp_path, settings={}, rounds=1)
+    comparison(pipe, REQUEST, methods, tmp_path, settings={}, rounds=1)
     made = []
     for path in tmp_path.glob("*.png"):
         with Image.open(path) as picture:
@@ -120,7 +122,8 @@ def test_every_variant_has_a_file_of_its_own(pipe, tmp_path):
 
 def test_a_page_says_that_the_time_is_that_of_a_step_in_which_the_method_decides_anew(pipe, tmp_path):
     methods = [ToMA(keep=0.5, tile=(2, 2)), HilbertA(tiles=4)]
-    page = compare(pipe, REQUEST, methods, tmp_path, settings={}, rounds=1).read_text()
+    comparison(pipe, REQUEST, methods, tmp_path, settings={}, rounds=1)
+    page = (tmp_path / PAGE).read_text()
     assert f"{methods[0].title}: a plan serves several steps; the time is that of the slowest step" in page
     assert page.count("a plan serves several steps") == 1
 
@@ -129,7 +132,8 @@ def test_a_video_is_on_the_page_and_beside_it_with_a_picture_of_its_frames(tmp_p
     pytest.importorskip("imageio_ffmpeg")
     pipe, request = tiny_pipelines.wan(), Request("a cat", (64, 96), 1, None, 0, frames=9, fps=8)
     methods = [HilbertA(tiles=2, align=1)]
-    page = compare(pipe, request, methods, tmp_path, settings={}, rounds=1).read_text()
+    comparison(pipe, request, methods, tmp_path, settings={}, rounds=1)
+    page = (tmp_path / PAGE).read_text()
     shown = re.findall(r'<video src="data:video/mp4;base64,([^"]+)" width="96" height="64" controls', page)
     for video, name, method in zip(shown, ("dense", "hilberta-t-2"), (None, *methods), strict=True):
         assert base64.b64decode(video) == (tmp_path / f"{name}.mp4").read_bytes()
@@ -140,7 +144,7 @@ def test_a_video_is_on_the_page_and_beside_it_with_a_picture_of_its_frames(tmp_p
             assert np.array_equal(np.asarray(sheet), np.concatenate(wanted, axis=1))
     methods = []
     (tmp_path / "mine.mp4").write_bytes(b"")
-    compare(pipe, request._replace(frames=1), methods, tmp_path, settings={}, rounds=1)
+    comparison(pipe, request._replace(frames=1), methods, tmp_path, settings={}, rounds=1)
     assert {path.name for path in tmp_path.iterdir()} == {"index.html", "dense.png", "mine.mp4"}
 
 

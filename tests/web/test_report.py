@@ -1,4 +1,4 @@
-"""Laws of the pictures and of the page: they show the numbers and the pixels they were given."""
+"""Laws of the page: it shows the numbers and the pixels it was given."""
 
 import base64
 import io
@@ -9,38 +9,23 @@ from statistics import median
 
 import numpy as np
 import pytest
-import torch
-from oracle import random_table
 from PIL import Image
-from scipy.ndimage import generate_binary_structure, maximum_filter, minimum_filter
-from skimage.metrics import structural_similarity
+from random_pictures import picture
 
 from foveate.methods.hilberta import HilbertA
-from foveate.ops.curves import hilbert_order
-from foveate.utils.similarity import detail_ssim, psnr, ssim
+from foveate.utils.similarity import detail_ssim, ssim
+from foveate.web.plots import draw_table, draw_tiles
 from foveate.web.report import (
     Comparison,
     Objects,
     Variant,
     comparison_page,
-    draw_losses,
-    draw_order,
-    draw_sheet,
-    draw_table,
-    draw_tiles,
     draw_times,
-    figure_png,
     step_speed,
     verdict,
 )
 
 PLAN = HilbertA(tiles=4).plan(((32, 32),), 16)
-BLUE, ORANGE, WHITE = (0, 114, 178), (230, 159, 0), (255, 255, 255)
-
-
-def picture(width, height, seed=0):
-    pixels = np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
-    return Image.fromarray(pixels)
 
 
 def variant(label="dense", **changes):
@@ -84,162 +69,6 @@ class Page(HTMLParser):
         return [np.asarray(Image.open(io.BytesIO(file))) for file in files]
 
 
-# --- numbers ---------------------------------------------------------------------------------------------------------
-
-
-def test_psnr_is_its_formula():
-    a, b = picture(20, 11), picture(20, 11, seed=1)
-    error = np.mean((np.asarray(a, float) - np.asarray(b, float)) ** 2)
-    assert psnr(a, b) == pytest.approx(10 * math.log10(255**2 / error))
-
-
-@pytest.mark.parametrize("size", [(3, 3), (4, 9), (64, 48)])
-def test_a_picture_is_identical_to_itself(size):
-    assert psnr(picture(*size), picture(*size)) == math.inf
-    assert ssim(picture(*size), picture(*size)) == 1.0
-
-
-def test_ssim_is_the_mean_over_channels():
-    a, b = picture(30, 20), picture(30, 20, seed=1)
-    channels = [structural_similarity(np.asarray(x), np.asarray(y)) for x, y in zip(a.split(), b.split(), strict=True)]
-    assert ssim(a, b) == pytest.approx(np.mean(channels))
-
-
-def test_ssim_of_one_window_is_its_formula():
-    # in a picture of 5 x 5 pixels the only whole window is the picture
-    a, b = picture(5, 5).convert("L"), picture(5, 5, seed=1).convert("L")
-    x, y = np.asarray(a, float).ravel(), np.asarray(b, float).ravel()
-    (var_x, cov), (_, var_y) = np.cov(x, y)
-    c1, c2 = (0.01 * 255) ** 2, (0.03 * 255) ** 2
-    luminance = (2 * x.mean() * y.mean() + c1) / (x.mean() ** 2 + y.mean() ** 2 + c1)
-    assert ssim(a, b) == pytest.approx(luminance * (2 * cov + c2) / (var_x + var_y + c2))
-
-
-@pytest.mark.parametrize(
-    ("metric", "sizes", "message"),
-    [
-        (psnr, [(8, 8), (8, 9)], "8 x 8 pixels and 8 x 9 pixels"),
-        (ssim, [(8, 8), (8, 9)], "8 x 8 pixels and 8 x 9 pixels"),
-        (ssim, [(2, 9), (2, 9)], "larger pictures than 2 x 9 pixels"),
-    ],
-)
-def test_pictures_that_cannot_be_compared_are_refused(metric, sizes, message):
-    with pytest.raises(ValueError, match=message):
-        metric(*(picture(*size) for size in sizes))
-
-
-# --- pictures --------------------------------------------------------------------------------------------------------
-
-
-def blue_squares(table, limit):
-    """Which squares are blue; also checks that every square has one colour only."""
-    pixels = (np.asarray(draw_table(table, limit))[1:-1, 1:-1] == BLUE).all(-1)
-    rows, columns = ((starts < starts[-1]).sum().item() for starts in (table.query_starts, table.key_starts))
-    grow = max(1, limit // max(rows, columns))
-    squares = pixels[::grow, ::grow]
-    assert np.array_equal(squares.repeat(grow, 0).repeat(grow, 1), pixels)
-    return squares
-
-
-@pytest.mark.parametrize("seed", range(5))
-def test_table_picture_is_blue_exactly_where_the_lists_say(seed):
-    table = random_table(seed, queries=(500, 90), keys=(700,))
-    squares = blue_squares(table, limit=40)
-    assert squares.shape == (10, 11)
-    assert [np.nonzero(row)[0].tolist() for row in squares] == table.lists()
-
-
-def test_table_picture_leaves_padding_out():
-    table = PLAN.tables[0]
-    padded = table.padded(40, 50, 999)
-    assert blue_squares(table, limit=100).sum() == table.offsets[-1]
-    assert np.array_equal(np.asarray(draw_table(padded)), np.asarray(draw_table(table)))
-
-
-def test_large_tables_shrink_by_maximum():
-    table = random_table(3, queries=(64 * 21,), keys=(64 * 21,), block=64)
-    full = blue_squares(table, limit=21)
-    padded = np.pad(full, ((0, 3), (0, 3)))
-    expected = padded.reshape(8, 3, 8, 3).max((1, 3))[:7, :7]
-    assert np.array_equal(blue_squares(table, limit=8), expected)
-
-
-def differing(labels, footprint):
-    """Pixels that see two labels or more within the footprint."""
-    return maximum_filter(labels, footprint=footprint) != minimum_filter(labels, footprint=footprint)
-
-
-@pytest.mark.parametrize(("width", "height"), [(512, 512), (1100, 700), (100, 64)])
-def test_tiles_are_drawn_at_their_borders_and_nowhere_else(width, height):
-    image = picture(width, height)
-    grow = math.ceil(384 / width)
-    before = np.asarray(image).repeat(grow, 0).repeat(grow, 1)
-    after = np.asarray(draw_tiles(image, PLAN.tile_maps[0]))
-    assert after.shape == before.shape
-    rows, columns = (np.arange(n) * 32 // n for n in before.shape[:2])
-    tiles = PLAN.tile_maps[0].numpy()[rows][:, columns]
-    pen = max(1, before.shape[1] // 512)
-    square, cross = np.ones((4 * pen + 3, 4 * pen + 3)), generate_binary_structure(2, 1)
-    assert np.array_equal(after[~differing(tiles, square)], before[~differing(tiles, square)])
-    assert (after[differing(tiles == -1, cross)] == ORANGE).all()
-    assert (after[differing(tiles, cross) & ~differing(tiles == -1, square)] == WHITE).all()
-
-
-def test_one_tile_without_a_centre_changes_nothing():
-    image = picture(400, 300)
-    assert np.array_equal(np.asarray(draw_tiles(image, torch.zeros(30, 40, dtype=torch.long))), np.asarray(image))
-
-
-def test_picked_tokens_are_marked_in_their_middle():
-    image = Image.new("RGB", (400, 300), "#808080")
-    one_tile = torch.zeros(3, 4, dtype=torch.long)
-    marked = np.asarray(draw_tiles(image, one_tile, torch.tensor([6])))
-    assert tuple(marked[150, 250]) == (0xE6, 0x9F, 0x00)
-    rows, columns = (marked != 0x80).any(-1).nonzero()
-    assert {*rows // 100} == {1}
-    assert {*columns // 100} == {2}
-
-
-@pytest.mark.parametrize(("height", "width"), [(4, 4), (20, 33), (128, 128), (60, 5)])
-def test_the_drawn_line_visits_the_cells_in_order_with_row_0_on_top(height, width):
-    order = hilbert_order(height, width)
-    axes = draw_order(order, height, width).axes[0]
-    columns, rows = axes.lines[0].get_data()
-    assert (np.asarray(rows) * width + np.asarray(columns)).tolist() == order.tolist()
-    assert axes.get_ylim() == (height - 0.5, -0.5)
-    ends = [(line.get_label(), line.get_ydata()[0] * width + line.get_xdata()[0]) for line in axes.lines[1:]]
-    assert ends == [("start", order[0]), ("end", order[-1])]
-
-
-def test_cells_of_a_tile_share_their_colour_and_neighbouring_tiles_differ():
-    tile_map = HilbertA(tiles=16).plan(((64, 64),), 16).tile_maps[0]
-    figure = draw_order(hilbert_order(64, 64), 64, 64, tile_map)
-    colours = np.asarray(figure.axes[0].images[0].get_array())
-    tiles = tile_map.numpy()
-    assert all(len(np.unique(colours[tiles == tile])) == 1 for tile in range(16))
-    for a, b, x, y in (
-        (tiles[1:], tiles[:-1], colours[1:], colours[:-1]),
-        (tiles.T[1:], tiles.T[:-1], colours.T[1:], colours.T[:-1]),
-    ):
-        assert (x != y)[(a != b) & (a >= 0) & (b >= 0)].all()
-    hatched = figure.axes[0].collections[0]
-    assert len(hatched.get_paths()) == (tiles == -1).sum()
-
-
-def test_a_figure_becomes_a_picture_of_its_size():
-    tile_map = HilbertA(tiles=2).plan(((8, 8),), 16).tile_maps[0]
-    figure = draw_order(hilbert_order(8, 8), 8, 8, tile_map)
-    size = Image.open(io.BytesIO(figure_png(figure, dpi=50))).size
-    assert size == tuple((figure.get_size_inches() * 50).astype(int))
-
-
-def test_grids_that_do_not_fit_are_refused():
-    with pytest.raises(ValueError, match="an order of 16 cells does not fill a 4 x 5 grid"):
-        draw_order(hilbert_order(4, 4), 4, 5)
-    with pytest.raises(ValueError, match=r"tile map is \(2, 8\)"):
-        draw_order(hilbert_order(4, 4), 4, 4, torch.zeros(2, 8, dtype=torch.long))
-
-
 def test_bars_are_medians_and_whiskers_the_range():
     times = [[0.3, 0.1, 0.25], [2.0, 1.0, 0.7, 1.2]]
     variants = [variant("dense", step_seconds=times[0]), variant("off"), sparse("a $b_c$", step_seconds=times[1])]
@@ -248,9 +77,6 @@ def test_bars_are_medians_and_whiskers_the_range():
     assert [bar.get_width() for bar in axes.patches] == [median(row) for row in times]
     whiskers = [segment[:, 0].tolist() for lines in axes.collections for segment in lines.get_segments()]
     assert whiskers == [pytest.approx([min(row), max(row)]) for row in times]
-
-
-# --- the page --------------------------------------------------------------------------------------------------------
 
 
 def test_page_tells_everything_it_was_given():
@@ -374,26 +200,3 @@ def test_caption_speaks_of_a_centre_only_if_there_is_one():
     without = sparse(tile_map=plan.tile_maps[0], table=plan.tables[0])
     assert "central region" in Page(comparison_page(comparison(variant(), sparse()))).text
     assert "central region" not in Page(comparison_page(comparison(variant(), without))).text
-
-
-def test_a_sheet_has_a_row_for_each_name_and_a_column_for_each_caption():
-    rows = {name: [picture(9, 9, seed=10 * i + j) for j in range(3)] for i, name in enumerate(("real", "dense"))}
-    captions = ["a cat", "an owl", "a car"]
-    axes = draw_sheet(rows, captions).axes
-    assert [one.get_title() for one in axes] == [*captions, "", "", ""]
-    assert [one.get_ylabel() for one in axes] == ["real", "", "", "dense", "", ""]
-    places = [one.get_position() for one in axes]
-    assert all(above.y0 > below.y1 for above, below in zip(places[:3], places[3:], strict=True))
-    assert places[0].x1 < places[1].x0
-    for one, shown in zip(axes, [*rows["real"], *rows["dense"]], strict=True):
-        assert np.array_equal(one.images[0].get_array(), np.asarray(shown))
-
-
-def test_losses_are_drawn_as_they_are_with_a_mean_over_a_twentieth_of_them():
-    losses = [2.0 + (step % 2) for step in range(80)]
-    every, mean = draw_losses(losses).axes[0].lines
-    assert list(every.get_ydata()) == losses
-    assert list(every.get_xdata()) == list(range(1, 81))
-    assert np.allclose(mean.get_ydata(), 2.5)
-    assert list(mean.get_xdata()) == list(range(4, 81))
-    draw_losses([0.5])

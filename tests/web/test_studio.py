@@ -38,6 +38,11 @@ def drawn(studio, tab, form):
     return last
 
 
+def saved_with(entry):
+    with Image.open(entry.path) as picture:
+        return picture.text
+
+
 def test_it_draws_what_the_library_draws_and_saves_it_with_its_settings(studio, pipe):
     tab = Tab()
     dense, merged = studio.draw(tab, FORM)
@@ -125,7 +130,7 @@ def test_another_model_is_loaded_in_place_of_the_first(studio):
         next(studio.draw(Tab(), FORM._replace(model="nothing")))
     other = drawn(studio, Tab(), FORM._replace(model="other"))
     assert "loaded when you draw" in studio.check(FORM)
-    assert other.settings["model"] == "other"
+    assert saved_with(other)["model"] == "other"
 
 
 def test_attention_is_that_of_the_middle_step_and_of_recent_pictures(studio):
@@ -158,7 +163,7 @@ def test_scores_are_those_of_the_pictures(studio):
 def test_a_method_that_stays_dense_says_why(studio):
     entry = drawn(studio, Tab(), FORM._replace(method="llsa", options=""))
     assert "min_tokens" in {name: right for name, _, right in scores(entry, entry)}["Stayed dense"]
-    assert "min_tokens" in entry.settings["stayed dense"]
+    assert "min_tokens" in saved_with(entry)["stayed dense"]
 
 
 @pytest.mark.parametrize("name", METHODS)
@@ -174,8 +179,10 @@ def test_documents_are_answered_as_the_command_does(studio, tmp_path):
     folder.mkdir()
     for i, text in enumerate(DOCUMENTS):
         (folder / f"{i}.txt").write_text(text)
+    (folder / "bad.txt").write_bytes(b"\xff")
     asked, tab = Question(str(folder), "w3", recompute=0.4), Tab()
-    reply, page, _ = studio.answer(tab, asked)
+    reply, page, remark = studio.answer(tab, asked)
+    assert f"Skipped: {folder / 'bad.txt'} is not UTF-8 text: save it as UTF-8, or move it away." in remark
     assert page.count("<mark class") == len(reply.answers[0].rows)
     assert "recompute=0.4" in page
     compared, _, _ = studio.answer(tab, asked._replace(compare=True))

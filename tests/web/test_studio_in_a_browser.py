@@ -16,6 +16,9 @@ pytestmark = [
     pytest.mark.skipif(CHROMIUM is None, reason="no Chromium is installed: apt-get install chromium"),
 ]
 
+HANGS = 300_000
+"""Milliseconds after which a wait fails: generous, since a busy machine is slow and no law is about time."""
+
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
@@ -47,7 +50,7 @@ def chromium():
 @pytest.fixture
 def window(chromium):
     context = chromium.new_context(viewport={"width": 1280, "height": 900})
-    context.set_default_timeout(30_000)
+    context.set_default_timeout(HANGS)
     yield context
     context.close()
 
@@ -184,7 +187,7 @@ def test_it_fits_a_phone_and_is_accessible(chromium, address, scheme):
     from axe_playwright_python.sync_playwright import Axe
 
     context = chromium.new_context(viewport={"width": 400, "height": 900}, color_scheme=scheme)
-    context.set_default_timeout(30_000)
+    context.set_default_timeout(HANGS)
     tab = opened(context, address)
     draw(tab)
     tab.get_by_role("button", name="Where a token attends").click()

@@ -35,7 +35,7 @@ from foveate.methods.base import Grid
 
 __all__ = ["MODELS", "Model", "find_model", "random_model"]
 
-NO_ENCODERS: dict[str, Any] = dict.fromkeys(("vae", "text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2"))
+TWO_ENCODERS: dict[str, Any] = dict.fromkeys(("vae", "text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2"))
 ONE_ENCODER: dict[str, Any] = dict.fromkeys(("vae", "text_encoder", "tokenizer"))
 
 
@@ -102,29 +102,11 @@ def _built_in(device: torch.device, dtype: torch.dtype) -> FluxPipeline:
     return untrained_pipeline().to(device, dtype)
 
 
-def _flux_dev(device: torch.device, dtype: torch.dtype) -> FluxPipeline:
-    transformer = random_model(lambda: FluxTransformer2DModel(guidance_embeds=True), device, dtype)
-    return FluxPipeline(scheduler=FlowMatchEulerDiscreteScheduler(), transformer=transformer, **NO_ENCODERS)
-
-
-def _flux2(device: torch.device, dtype: torch.dtype, **config: Any) -> Flux2Pipeline:
-    transformer = random_model(lambda: Flux2Transformer2DModel(**config), device, dtype)
-    return Flux2Pipeline(scheduler=FlowMatchEulerDiscreteScheduler(), transformer=transformer, **ONE_ENCODER)
-
-
-def _qwen_image(device: torch.device, dtype: torch.dtype) -> QwenImagePipeline:
-    transformer = random_model(QwenImageTransformer2DModel, device, dtype)
-    return QwenImagePipeline(scheduler=FlowMatchEulerDiscreteScheduler(), transformer=transformer, **ONE_ENCODER)
-
-
-def _wan(device: torch.device, dtype: torch.dtype) -> WanPipeline:
-    transformer = random_model(WanTransformer3DModel, device, dtype)
-    return WanPipeline(scheduler=FlowMatchEulerDiscreteScheduler(), transformer=transformer, **ONE_ENCODER)
-
-
-def _z_image(device: torch.device, dtype: torch.dtype) -> ZImagePipeline:
-    transformer = random_model(ZImageTransformer2DModel, device, dtype)
-    return ZImagePipeline(scheduler=FlowMatchEulerDiscreteScheduler(), transformer=transformer, **ONE_ENCODER)
+def _random(pipeline: Any, transformer: Any, device: torch.device, dtype: torch.dtype, **config: Any) -> Any:
+    """A pipeline without encoders; the weights of its transformer are random."""
+    model = random_model(partial(transformer, **config), device, dtype)
+    encoders = TWO_ENCODERS if pipeline is FluxPipeline else ONE_ENCODER
+    return pipeline(scheduler=FlowMatchEulerDiscreteScheduler(), transformer=model, **encoders)
 
 
 def _sdxl(device: torch.device, dtype: torch.dtype) -> StableDiffusionXLPipeline:
@@ -146,7 +128,7 @@ def _sdxl(device: torch.device, dtype: torch.dtype) -> StableDiffusionXLPipeline
         dtype,
     )
     return StableDiffusionXLPipeline(
-        scheduler=EulerDiscreteScheduler(), unet=unet, add_watermarker=False, **NO_ENCODERS
+        scheduler=EulerDiscreteScheduler(), unet=unet, add_watermarker=False, **TWO_ENCODERS
     )
 
 
@@ -260,12 +242,14 @@ SDXL = *(ToMA(keep=keep) for keep in (0.75, 0.5, 0.25)), ToMeSD(keep=0.5), ToFu(
 
 MODELS = {
     "built-in": Model(_built_in, _flux_inputs, 512, FLUX),
-    "flux-dev": Model(_flux_dev, _flux_inputs, 512, FLUX),
-    "flux2-dev": Model(_flux2, _flux2_inputs, 512, FLUX),
-    "flux2-klein": Model(partial(_flux2, **KLEIN), _flux2_inputs, 512, FLUX),
-    "qwen-image": Model(_qwen_image, _qwen_inputs, 512, FLUX),
-    "z-image": Model(_z_image, _z_image_inputs, 512, FLUX),
-    "wan-14b": Model(_wan, _wan_inputs, 512, VIDEO),
+    "flux-dev": Model(
+        partial(_random, FluxPipeline, FluxTransformer2DModel, guidance_embeds=True), _flux_inputs, 512, FLUX
+    ),
+    "flux2-dev": Model(partial(_random, Flux2Pipeline, Flux2Transformer2DModel), _flux2_inputs, 512, FLUX),
+    "flux2-klein": Model(partial(_random, Flux2Pipeline, Flux2Transformer2DModel, **KLEIN), _flux2_inputs, 512, FLUX),
+    "qwen-image": Model(partial(_random, QwenImagePipeline, QwenImageTransformer2DModel), _qwen_inputs, 512, FLUX),
+    "z-image": Model(partial(_random, ZImagePipeline, ZImageTransformer2DModel), _z_image_inputs, 512, FLUX),
+    "wan-14b": Model(partial(_random, WanPipeline, WanTransformer3DModel), _wan_inputs, 512, VIDEO),
     "sdxl": Model(_sdxl, _sdxl_inputs, 77, SDXL),
 }
 """Models by name: the built-in model (17 M parameters), FLUX.1-dev (12 B), FLUX.2-dev (32 B), FLUX.2-klein (4 B),

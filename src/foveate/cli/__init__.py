@@ -6,7 +6,22 @@ from typing import Annotated
 import typer
 
 import foveate
-from foveate.cli import bench, demo, distill, draw, icl, inspect, rag, rag_serve, serve, train, tune, ui
+from foveate.cli import (
+    bench,
+    compare,
+    demo,
+    distill,
+    evaluate,
+    generate,
+    icl,
+    inspect,
+    rag,
+    rag_serve,
+    serve,
+    train,
+    tune,
+    ui,
+)
 
 __all__ = ["app", "main"]
 
@@ -38,9 +53,9 @@ def _options(
 
 
 for command, name, panel in (
-    (draw.generate, "generate", "Pictures"),
-    (draw.compare, "compare", "Pictures"),
-    (draw.evaluate, "eval", "Pictures"),
+    (generate.generate, "generate", "Pictures"),
+    (compare.compare, "compare", "Pictures"),
+    (evaluate.evaluate, "eval", "Pictures"),
     (tune.tune, "tune", "Pictures"),
     (ui.ui, "ui", "Pictures"),
     (serve.serve, "serve", "Pictures"),

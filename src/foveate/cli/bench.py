@@ -9,7 +9,8 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from foveate.cli.common import Compile, Device, Dtype, clear_errors, console, progress, read_methods
+from foveate.cli.common import Compile, Device, Dtype, clear_errors, console, progress
+from foveate.cli.methods import read_methods
 
 __all__ = ["Commit", "Methods", "Out", "Rounds", "Sides", "StepModel", "StepText", "app", "numbers", "run_and_save"]
 

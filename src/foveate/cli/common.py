@@ -16,35 +16,18 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Column, Table
 
-from foveate.demo import PIPELINE, READER
-from foveate.diffusers.preset import PRESETS, Preset
-from foveate.diffusers.preset import load as load_preset
-from foveate.methods import ComposedMethod, Method, method_from_text
-from foveate.utils.device import choose_device, choose_dtype
+from foveate.demo import READER
 from foveate.utils.errors import remedy
 from foveate.utils.processes import join, leave, rank_name
 from foveate.utils.progress import Track
 
 console = Console(stderr=True, highlight=False)
 
-Model = Annotated[
-    str,
-    typer.Option(
-        help="Hub id or folder of a diffusers pipeline. [dim]default: the built-in model, which draws emoji[/]"
-    ),
-]
 LanguageModel = Annotated[
     str,
     typer.Option(
         help="Hub id or folder of a causal language model. [dim]default: the built-in reader, which knows a few "
         "hundred words[/]"
-    ),
-]
-Size = Annotated[
-    str | None,
-    typer.Option(
-        help="Size in pixels: 1024, or WIDTHxHEIGHT. "
-        "[dim]default: the model's own; for the built-in model 128 on a CPU, 256 on a GPU[/]"
     ),
 ]
 Tiles = Annotated[str | None, typer.Option(help="Number of tiles of the method, or auto.")]
@@ -117,21 +100,6 @@ def _check_utf8(options: Mapping[str, Any]) -> None:
                 raise ValueError(f"{name.replace('_', '-')} is not UTF-8 text: {shown}")
 
 
-def open_model(model: str, device: str, dtype: str) -> Any:
-    """The pipeline that `--model` names, or the built-in one."""
-    choose_dtype(dtype, choose_device(device))  # before anything is loaded
-    console.print(f"loading {model or 'the built-in model'}")
-    from foveate.diffusers.pipelines import load, quiet
-
-    quiet()
-    try:
-        return load(model or str(PIPELINE), device, dtype)
-    except ValueError as error:
-        if model or "cannot load" not in str(error):
-            raise
-        raise ValueError(f"{error}: the built-in model is damaged, install foveate again") from error
-
-
 def open_reader(
     model: str, device: str, dtype: str, check: Callable[[Any], None] = lambda config: None
 ) -> tuple[Any, Any]:
@@ -194,67 +162,12 @@ def training_device(name: str, *batches: int) -> str:
     return str(state.device)
 
 
-def request_of(
-    pipe: Any,
-    model: str,
-    prompt: str,
-    size: str | None,
-    steps: int | None,
-    guidance: float | None,
-    seed: int,
-    **more: Any,
-) -> Any:
-    """The validated request, with the model's defaults for everything that is None; `more` are fields of it."""
-    from foveate.diffusers.checks import check_request
-    from foveate.diffusers.pipelines import Request, arguments, makes_video, own_size
-
-    usual = own_size(pipe) if model or pipe.device.type != "cpu" else (128, 128)
-    sides = read_size(size) if size else usual
-    if makes_video(pipe):
-        more["frames"] = more.get("frames") or arguments(pipe)["num_frames"]
-    request = Request(prompt, sides, steps or (28 if model else 20), guidance, seed, **more)
-    check_request(pipe, request)
-    return request
-
-
 def options_of(option: list[str] | None, tiles: str | None = None) -> dict[str, str]:
     """The options of a method as a dictionary, from a list of "NAME=VALUE" and the value of `--tiles`."""
     if bare := [text for text in option or [] if "=" not in text]:
         raise ValueError(f"option {bare[0]} has no value: write -o {bare[0]}=VALUE")
     pairs = {name: value for name, _, value in (text.partition("=") for text in option or [])}
     return pairs if tiles is None else {**pairs, "tiles": tiles}
-
-
-def read_variant(text: str) -> Method | ComposedMethod | Preset:
-    """The preset of a JSON file, or one that comes with Foveate, by name; else as `read_method`."""
-    return load_preset(text) if is_preset(text) else read_method(text)
-
-
-def is_preset(text: str) -> bool:
-    """Whether a text names a preset, not a method."""
-    return text.endswith(".json") or (PRESETS / f"{text}.json").exists()
-
-
-def read_method(text: str) -> Method | ComposedMethod:
-    """The method of "hilberta:tiles=16,centre=0", or the methods of "hilberta:tiles=16+toma:keep=0.5,tile=(8,8)"."""
-    comma = r",(?![^(]*\))"  # not one within parentheses
-    methods = tuple(
-        method_from_text(name, options_of(re.split(comma, options) if options else None))
-        for name, _, options in (part.partition(":") for part in text.split("+"))
-    )
-    return methods[0] if len(methods) == 1 else ComposedMethod(methods)
-
-
-def read_methods(texts: list[str] | None) -> list[Any]:
-    """The methods and presets that `--method` names, one or several times.
-
-    Raises:
-        ValueError: If one cannot be read, or is named twice.
-    """
-    methods = [read_variant(text) for text in texts or []]
-    if twice := [text for i, text in enumerate(texts or []) if methods[i] in methods[:i]]:
-        raise ValueError(f"--method {twice[0]} is given twice: leave one of them out")
-    return methods
 
 
 def check_writable(folder: Path) -> None:

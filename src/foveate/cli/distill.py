@@ -12,22 +12,19 @@ from foveate.cli.common import (
     CoolDown,
     Dtype,
     Minutes,
-    Model,
     Option,
     RunFolder,
     SampleEvery,
-    Size,
     Tiles,
     TrainingDevice,
     clear_errors,
-    open_model,
     options_of,
     print_outcome,
     progress,
     read_prompts,
-    request_of,
     training_device,
 )
+from foveate.cli.pictures import Model, Size, open_model, request_of
 from foveate.methods import METHODS, method_from_text
 
 __all__ = ["distill"]
@@ -125,6 +122,7 @@ def distill(
     where = training_device(device, batch)
     pipe = open_model(model, where, dtype)
     request = request_of(pipe, model, "", size, draw_steps, guidance, seed)
+    from foveate.demo.scenes import captions
     from foveate.diffusers.lora import find_lora
     from foveate.training.distill import distill
     from foveate.training.pictures import captioned
@@ -140,7 +138,8 @@ def distill(
         both = dict(islice(captioned(images, lines).items(), pictures))
         files, texts = list(both), list(both.values())
     else:
-        texts = list(islice(cycle(lines), pictures or len(lines))) if lines else _scenes(seed, pictures)
+        count = pictures or (len(lines) if lines else BUILT_IN_PICTURES)
+        texts = list(islice(cycle(lines), count)) if lines else captions(count, seed)
     with progress() as track:
         done = distill(
             out, pipe, recipe, request, texts, pictures=files, steps=steps or (STEPS if model else BUILT_IN_STEPS),
@@ -148,14 +147,7 @@ def distill(
             options=RunOptions(
                 at_once=at_once, checkpointing=checkpointing, compile=compile, minutes=minutes,
                 checkpoint_minutes=checkpoint_minutes, sample_every=sample_every, track=track,
-                captions=texts[:SHOWN] if model else _scenes(seed, SHOWN, evaluation=True),
+                captions=texts[:SHOWN] if model else captions(SHOWN, seed, evaluation=True),
             ),
         )  # fmt: skip
     print_outcome(done, out)
-
-
-def _scenes(seed: int, count: int | None, *, evaluation: bool = False) -> list[str]:
-    """Captions in the vocabulary of the built-in model."""
-    from foveate.demo.scenes import scenes
-
-    return [scene.caption for scene in islice(scenes(seed, evaluation=evaluation), count or BUILT_IN_PICTURES)]

@@ -131,7 +131,7 @@ def icl(
     from foveate.transformers.embeddings import hashed_ngrams, read_embeddings, sentence_embeddings
     from foveate.transformers.examples import column, read_examples, write_blocks
     from foveate.utils.files import write_whole
-    from foveate.web.report import draw_coverage, figure_png
+    from foveate.web.plots import draw_coverage, figure_png
 
     if embeddings and embed:
         raise ValueError("--embeddings and --embed exclude each other: give one of them")

@@ -31,7 +31,7 @@ def curves(
     from foveate.methods.hilberta import HilbertA
     from foveate.ops.curves import edge_average_stretch, geometric_distortion_error, grid_order
     from foveate.utils.files import write_whole
-    from foveate.web.report import draw_order, figure_png
+    from foveate.web.plots import draw_order, figure_png
 
     if out:
         check_file(out, "a PNG file", ".png")

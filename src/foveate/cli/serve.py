@@ -4,14 +4,14 @@ from contextlib import suppress
 from importlib import import_module
 from signal import SIGTERM, default_int_handler, signal
 from threading import Event
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
-from foveate.cli.common import Device, Dtype, Model, clear_errors, console, options_of, read_variant
-from foveate.cli.draw import Lora, method_with_lora
-from foveate.demo import LORA, PIPELINE
-from foveate.methods import METHODS
+from foveate.cli.common import Device, Dtype, clear_errors, console
+from foveate.cli.methods import method_to_draw, usual_method
+from foveate.cli.pictures import Lora, Model, lora_of
+from foveate.demo import PIPELINE
 from foveate.utils.device import choose_device, choose_dtype
 
 __all__ = ["Host", "Port", "Timeout", "print_address", "serve"]
@@ -84,13 +84,14 @@ def serve(
         raise ValueError(f"--max-replicas {max_replicas} is less than --replicas {replicas}: leave one of them out")
     if steps > max_steps:
         raise ValueError(f"--steps {steps} is more than --max-steps {max_steps}: raise --max-steps")
-    file, methods = _methods(lora, method)
+    file, distilled = lora_of(lora)
+    methods = {called: method_to_draw(distilled, called, {}) for called in method or [usual_method(distilled)]}
     gpu = device.startswith("cuda") if address else choose_device(device).type == "cuda"
     if not address:
         choose_dtype(dtype, choose_device(device))
     port = free_port(host, port)
     console.print(f"loading {model or 'the built-in model'}")
-    where: Any = model or str(PIPELINE)
+    where = model or str(PIPELINE)
     name = model or "built-in"
     service = running(
         name,
@@ -109,21 +110,3 @@ def print_address(host: str, port: int) -> None:
     """Print where a service listens."""
     console.print("ready; /docs describes it, Ctrl-C ends it:")
     print(f"http://{f'[{host}]' if ':' in host else host}:{port}", flush=True)
-
-
-def _methods(lora: str, names: list[str] | None) -> tuple[Any, dict[str, Any]]:
-    """The file of the LoRA, and the methods by name."""
-    if not lora:
-        return None, {name: None if name == "dense" else read_variant(name) for name in names or ["dense"]}
-    import_module("peft")  # fails with what to install, which diffusers would not say
-    from foveate.diffusers.lora import find_lora, read_lora
-
-    distilled = read_lora(file := find_lora(str(LORA) if lora == "built-in" else lora))
-    if distilled is None:
-        return file, _methods("", names)[1]
-    usual = next(name for name, cls in METHODS.items() if isinstance(distilled.method, cls))
-    parts = {name: name.partition(":") for name in names or [usual]}
-    return file, {
-        name: method_with_lora(distilled, method, options_of(options.split(",") if options else None))
-        for name, (method, _, options) in parts.items()
-    }

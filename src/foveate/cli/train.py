@@ -1,7 +1,6 @@
 """The command that trains a pixel diffusion transformer from scratch."""
 
 import re
-from itertools import islice
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -147,7 +146,7 @@ def read_stage(text: str, batch: int) -> tuple[tuple[int, int], int, int]:
 
 
 def _pictures(data: str, seed: int) -> Any:
-    from foveate.demo.pictures import ScenePictures
+    from foveate.demo.scenes import ScenePictures
     from foveate.training.pictures import FolderPictures, HubPictures
 
     if not data:
@@ -182,8 +181,8 @@ def _load_weights(model: Any, start: str) -> None:
 
 def _captions(pictures: Any, data: str, seed: int) -> list[str]:
     """Captions of the samples: held-out scenes, or those of the first pictures."""
-    from foveate.demo.scenes import scenes
+    from foveate.demo.scenes import captions
 
     if not data:
-        return [scene.caption for scene in islice(scenes(seed, evaluation=True), SHOWN)]
+        return captions(SHOWN, seed, evaluation=True)
     return [pictures.picture(index, (16, 16))[1] for index in range(min(SHOWN, pictures.count))]

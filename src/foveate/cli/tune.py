@@ -1,6 +1,5 @@
 """The command that chooses a setting for a model, a size and this machine."""
 
-from itertools import islice
 from pathlib import Path
 from typing import Annotated
 
@@ -10,19 +9,16 @@ from rich.markup import escape
 from foveate.cli.common import (
     Device,
     Dtype,
-    Model,
     Seed,
-    Size,
     check_writable,
     clear_errors,
     console,
-    open_model,
     progress,
-    read_method,
     read_prompts,
     read_size,
-    request_of,
 )
+from foveate.cli.methods import read_method
+from foveate.cli.pictures import Model, Size, Steps, open_model, request_of
 
 __all__ = ["tune"]
 
@@ -62,10 +58,7 @@ def tune(
         ),
     ] = None,
     size: Size = None,
-    steps: Annotated[
-        int | None,
-        typer.Option(min=1, max=1000, help="Denoising steps. [dim]default: 28; for the built-in model 20[/]"),
-    ] = None,
+    steps: Steps = None,
     guidance: Annotated[
         float | None, typer.Option(min=0, max=1000, help="Guidance scale. [dim]default: the pipeline's[/]")
     ] = None,
@@ -125,6 +118,6 @@ def _prompts(path: Path | None, model: str, seed: int) -> list[str]:
         return read_prompts(path)
     if model:
         return list(PROMPTS)
-    from foveate.demo.scenes import scenes
+    from foveate.demo.scenes import captions
 
-    return [scene.caption for scene in islice(scenes(seed, evaluation=True), len(PROMPTS))]
+    return captions(len(PROMPTS), seed, evaluation=True)

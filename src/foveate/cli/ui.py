@@ -1,23 +1,15 @@
 """`foveate ui`: the studio, a page to draw and to ask on."""
 
-import re
 from importlib import import_module
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from foveate.cli import draw, rag
-from foveate.cli.common import (
-    Device,
-    Dtype,
-    check_writable,
-    clear_errors,
-    console,
-    open_reader,
-    options_of,
-    request_of,
-)
+from foveate.cli import rag
+from foveate.cli.common import Device, Dtype, check_writable, clear_errors, console, open_reader
+from foveate.cli.methods import method_to_draw, options_in
+from foveate.cli.pictures import open_with_lora, remark_on, request_of, settings_of
 
 __all__ = ["commands", "ui"]
 
@@ -78,20 +70,16 @@ def commands(device: str, dtype: str) -> Any:
     from foveate.web.studio import Commands
 
     return Commands(
-        open_model=lambda name, adapter: draw.open_with_lora(name, adapter, device, dtype),
+        open_model=lambda name, lora: open_with_lora(name, lora, device, dtype),
         request=request_of,
-        method=_method,
-        settings=draw.settings_of,
-        remark=draw.remark_on,
+        method=lambda distilled, name, options: method_to_draw(
+            distilled, None if distilled else name, options_in(options)
+        ),
+        settings=settings_of,
+        remark=remark_on,
         open_reader=lambda name: open_reader(name, device, dtype),
         recompute=lambda name, fraction, compare: rag.recompute_methods(name, fraction, {}, compare),
     )
-
-
-def _method(distilled: Any, name: str, options: str) -> Any:
-    """The method of the page's fields; with a LoRA it is that of the LoRA."""
-    apart = [text.strip() for text in re.split(r",(?![^(]*\))", options) if text.strip()]
-    return draw.method_with_lora(distilled, None if distilled else name, options_of(apart))
 
 
 def _print_address(address: str) -> None:

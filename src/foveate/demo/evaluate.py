@@ -20,10 +20,10 @@ from rich.box import SIMPLE
 from rich.table import Table
 from torch import Tensor
 from torch.nn.functional import cosine_similarity
+from transformers import AutoImageProcessor, AutoModel
 
 from foveate.demo import PIPELINE
 from foveate.demo.atlas import load_atlas
-from foveate.demo.dino import load_dino
 from foveate.demo.recogniser import FrechetDistance, Recogniser, judge, load_recogniser, recognise
 from foveate.demo.scenes import Scene, Scenes, render, scenes
 from foveate.demo.text import draws_scenes
@@ -36,11 +36,12 @@ from foveate.utils.files import claim, slug, write_picture, write_whole
 from foveate.utils.processes import check_shared, divide, join
 from foveate.utils.progress import Track, silent
 from foveate.utils.similarity import psnr, ssim
-from foveate.web.report import draw_sheet, figure_png
+from foveate.web.plots import draw_sheet, figure_png
 
-__all__ = ["Interval", "Score", "evaluate", "score_table"]
+__all__ = ["Interval", "Score", "evaluate", "load_dino", "score_table"]
 
 RESAMPLES, FRECHET_RESAMPLES = 1000, 100
+DINO_BATCH = 32
 SHOWN = 8  # prompts on the sheet of samples
 HEADINGS = {
     "objects": "objects",
@@ -348,3 +349,30 @@ def _interval(value: float, resamples: np.ndarray) -> Interval:
         return Interval(value, value, value)
     low, high = np.quantile(resamples - resamples.mean(), (0.025, 0.975))
     return Interval(float(value), float(value + low), float(value + high))
+
+
+def load_dino(model: str, device: torch.device) -> Callable[[Sequence[Image.Image]], Tensor]:
+    """A function that returns the class tokens [pictures, dim] of a DINO or DINOv2 model, as papers on merging use.
+
+    Args:
+        model: Hub id or folder, for example "facebook/dino-vits16".
+        device: Device to run on, in float32.
+
+    Raises:
+        ValueError: If the model cannot be loaded.
+    """
+    try:
+        processor = AutoImageProcessor.from_pretrained(model, use_fast=False)
+        network = AutoModel.from_pretrained(model).to(device).eval()
+    except (OSError, ValueError) as error:
+        raise ValueError(f"cannot load {model}: {str(error).strip().splitlines()[0]}") from error
+
+    @torch.no_grad()
+    def features(pictures: Sequence[Image.Image]) -> Tensor:
+        parts = [
+            processor(images=list(pictures[start : start + DINO_BATCH]), return_tensors="pt").to(device)
+            for start in range(0, len(pictures), DINO_BATCH)
+        ]
+        return torch.cat([network(**part).last_hidden_state[:, 0] for part in parts])
+
+    return features

@@ -82,11 +82,6 @@ class Verdict(NamedTuple):
     extra: int
     """Objects that were not requested, and repetitions of requested ones."""
 
-    @property
-    def all_right(self) -> bool:
-        """Whether every object was found and every relation holds; extra objects are allowed."""
-        return (self.objects_found, self.relations_held) == (self.objects, self.relations)
-
 
 class _Residual(nn.Module):
     def __init__(self, inputs: int, outputs: int, *, stride: int = 1, dilation: int = 1):

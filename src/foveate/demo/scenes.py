@@ -4,15 +4,28 @@ import random
 import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import islice
 from typing import NamedTuple
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from foveate.demo.atlas import NAMES
+from foveate.demo.atlas import NAMES, load_atlas
 
-__all__ = ["BACKGROUNDS", "LAYOUTS", "Layout", "Relation", "Scene", "Scenes", "render", "scenes"]
+__all__ = [
+    "BACKGROUNDS",
+    "LAYOUTS",
+    "Layout",
+    "Relation",
+    "Scene",
+    "ScenePictures",
+    "Scenes",
+    "captions",
+    "render",
+    "scenes",
+]
 
 BACKGROUNDS = {
     "white": (255, 255, 255),
@@ -139,6 +152,11 @@ def _scene(chance: random.Random, unsaid: float) -> Scene:
     return Scene(sentence + ending, objects, boxes, background, layout.relations)
 
 
+def captions(count: int, seed: int, *, evaluation: bool = False) -> list[str]:
+    """The first captions of `scenes`."""
+    return [scene.caption for scene in islice(scenes(seed, evaluation=evaluation), count)]
+
+
 class Scenes(NamedTuple):
     """A batch of scenes as tensors; unused object slots are -1."""
 
@@ -172,6 +190,36 @@ def render(atlas: Float[Tensor, "emoji 4 cell cell"], scenes: Scenes, side: int)
         drawn = rows[:, None] @ emoji @ columns[:, None].mT
         picture = drawn[:, :3] + (1 - drawn[:, 3:]) * picture
     return picture.clamp(0, 1)
+
+
+class ScenePictures:
+    """Endless training scenes by number, without the held-out ones: a `foveate.training.pictures.Pictures`.
+
+    Args:
+        seed: The same seed gives the same scenes.
+    """
+
+    count = None
+    captioned = True
+
+    def __init__(self, seed: int):
+        self.seed, self.checksum = seed, f"scenes {seed}"
+
+    def picture(self, index: int, size: tuple[int, int]) -> tuple[Float[Tensor, "3 height width"], str]:
+        """A picture of (height, width) pixels from -1 to 1, and its caption.
+
+        Raises:
+            ValueError: If the size is no square.
+        """
+        height, width = size
+        if height != width:
+            raise ValueError(f"scenes are square: use {height} or {width} for {width} x {height} px")
+        scene = next(scenes(self.seed * 2**40 + index))
+        return render(self._atlas, Scenes.of([scene]), height)[0] * 2 - 1, scene.caption
+
+    @cached_property
+    def _atlas(self) -> Float[Tensor, "emoji 4 cell cell"]:
+        return load_atlas()
 
 
 def _resample(

@@ -6,6 +6,7 @@ from dataclasses import dataclass, fields
 from math import prod
 from typing import ClassVar, Literal, NamedTuple, Protocol, runtime_checkable
 
+from jaxtyping import Int
 from torch import Tensor
 
 from foveate.ops.joint_attention import Pattern
@@ -20,6 +21,7 @@ __all__ = [
     "Method",
     "SparseAttention",
     "TokenMerging",
+    "UntiledPlan",
     "layer_ranges",
 ]
 
@@ -173,6 +175,17 @@ class AttentionPlan(Protocol):
     def tile_maps(self) -> Tensor | Sequence[Tensor | None]:
         """For each table the tile of every image token, for drawing; None where there are no tiles."""
         ...
+
+
+class UntiledPlan(NamedTuple):
+    """An `AttentionPlan` of a method that has no tiles to draw; the attributes are described there."""
+
+    orders: tuple[Int[Tensor, "image"], ...]
+    segments: tuple[tuple[int, int], ...]
+    tables: tuple[Pattern, ...]
+    title: str
+    nominal_sparsity: float
+    tile_maps: tuple[None, ...] = (None,)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,20 +10,18 @@
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from jaxtyping import Int
-from torch import Tensor
 
-from foveate.methods.base import DenseFallback, Grid, SparseAttention
+from foveate.methods.base import DenseFallback, Grid, SparseAttention, UntiledPlan
 from foveate.ops.curves import CURVES, grid_order
 from foveate.ops.hierarchical_pooling import MAX_LEVELS, check_head_dim, check_options
 from foveate.ops.joint_attention import LogLinear
 from foveate.ops.log_linear_attention import enriched_levels
 from foveate.utils.cache import persistent
 
-__all__ = ["LLSA", "OPTIONS", "LLSAPlan"]
+__all__ = ["LLSA", "OPTIONS"]
 
 # options of `foveate.ops.log_linear_attention`
 OPTIONS = "top_k", "block_size", "levels", "enrich", "reweight"
@@ -85,7 +83,7 @@ class LLSA(SparseAttention):
         except ValueError as reason:
             raise DenseFallback(f"log-linear attention does not support these heads: {reason}") from None
 
-    def plan(self, grids: tuple[Grid, ...], text: int, *, device: str = "cpu") -> "LLSAPlan":
+    def plan(self, grids: tuple[Grid, ...], text: int, *, device: str = "cpu") -> UntiledPlan:
         """The token order and the attention pattern. Cached by all arguments.
 
         Args:
@@ -100,20 +98,9 @@ class LLSA(SparseAttention):
         return _plan(self, self.enrich is True, grids, text, device)
 
 
-class LLSAPlan(NamedTuple):
-    """Result of `LLSA.plan`; see `foveate.methods.base.AttentionPlan`."""
-
-    orders: tuple[Int[Tensor, "image"], ...]
-    segments: tuple[tuple[int, int], ...]
-    tables: tuple[LogLinear, ...]
-    title: str
-    nominal_sparsity: float
-    tile_maps: tuple[None, ...] = (None,)
-
-
 @lru_cache(maxsize=64)
 @persistent
-def _plan(method: LLSA, every_level: bool, grids: tuple[Grid, ...], text: int, device: str) -> LLSAPlan:
+def _plan(method: LLSA, every_level: bool, grids: tuple[Grid, ...], text: int, device: str) -> UntiledPlan:
     """`every_level` keeps enrich=True and enrich=1, which are equal, apart in the cache."""
     cells = [prod(grid) for grid in grids]
     orders = [grid_order(method.curve, *grid) + sum(cells[:i]) for i, grid in enumerate(grids)]
@@ -122,7 +109,7 @@ def _plan(method: LLSA, every_level: bool, grids: tuple[Grid, ...], text: int, d
     pattern = LogLinear(order.new_empty(text), order, options)
     blocks = -(-len(order) // method.block_size)
     every = f" (all {blocks} blocks)" if method.top_k >= blocks else ""
-    return LLSAPlan(
+    return UntiledPlan(
         orders=(order,),
         segments=tuple(enumerate(cells)),
         tables=(pattern,),

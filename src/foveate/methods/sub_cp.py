@@ -20,8 +20,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from foveate.ops.deduplicate import deduplicate
-from foveate.ops.example_blocks import Blocks, Embeddings, rounded, unit_rows, unit_rows_like
-from foveate.ops.example_labels import Classes, classes_of
+from foveate.ops.example_blocks import Blocks, Classes, Embeddings, classes_of, rounded, unit_rows, unit_rows_like
 from foveate.ops.facility_location import GreedyPicks, best_similarity, round_robin_greedy
 from foveate.utils.choices import check_options
 from foveate.utils.progress import Track, silent

@@ -25,16 +25,15 @@ from foveate.methods.base import AttentionPlan, DenseFallback, TokenMerging, who
 from foveate.ops.curves import inverse_order
 from foveate.ops.facility_location import facility_location
 from foveate.ops.merging import Grid, Group, Merge, Regions, merge_adjacent
-from foveate.ops.soft_assignment import soft_assignment
+from foveate.ops.soft_assignment import Assignment, soft_assignment
 from foveate.utils.cache import WeakTensorCache, persistent
 
 __all__ = ["ToMA"]
 
 log = logging.getLogger("foveate")
 
-MIN_TRANSPOSE_SCALE = 50.0  # at smaller scales the transpose is far from the inverse of the merge
-RIDGE = 1e-4
-SLOW_PICKS = 256  # sequential picks in one region from which on a warning is logged
+MIN_SCALE = 50.0  # at smaller scales the transpose is far from the inverse of the merge
+SLOW_PICKS = 256  # sequential picks in one tile from which on a warning is logged
 MIN_RUN = 4  # tokens of a region along the order of sparse attention
 
 
@@ -43,17 +42,13 @@ class ToMA(TokenMerging):
     """Token merging. `keep=1.0` is exactly the dense model.
 
     Attributes:
-        mode: Regions within which tokens merge: "tile" for windows, "stripe" for bands of whole rows, "global" for the
-            whole image.
-        tile: (rows, columns) of a tile in tokens; a stripe has this number of rows. The paper uses (4, 4). A tile of
-            a video spans (frames, rows, columns); from two sides it takes four frames and half of each side.
-        scale: Factor of the cosines in the softmax: its sharpness.
+        tile: (rows, columns) of a tile in tokens. The paper uses (4, 4). A tile of a video spans (frames, rows,
+            columns); from two sides it takes four frames and half of each side.
+        scale: Factor of the cosines in the softmax, its sharpness: 50 or more, or A's transpose does not undo A.
         weights: "soft" for the softmax; "hard" assigns each token to its most similar destination.
-        unmerge: "transpose" of the merge weights, or their regularized pseudo-inverse "pinv".
         select: Choice of destinations: "greedy" facility location, a fixed checkerboard "grid", or "random".
         granularity: Merge around whole "block"s, or around each "module" of a block as the paper does.
         merge_reference: Merge the tokens of reference images too, each image separately.
-        share: Samples that share a plan: none ("sample"), the two of a guidance pair ("cfg"), or the whole "batch".
 
     Examples:
         >>> toma = ToMA(keep=0.5)
@@ -64,32 +59,26 @@ class ToMA(TokenMerging):
         torch.Size([1, 32, 32])
 
     Raises:
-        ValueError: If an option is out of its range, or `scale` is too small for unmerge="transpose".
+        ValueError: If an option is out of its range.
 
     Source: arXiv 2509.10918.
     """
 
-    mode: Literal["tile", "stripe", "global"] = "tile"
     tile: tuple[int, ...] = (8, 8)
     scale: float = 1000.0
     weights: Literal["soft", "hard"] = "soft"
-    unmerge: Literal["transpose", "pinv"] = "transpose"
     select: Literal["greedy", "grid", "random"] = "greedy"
     dst_every: int = 10
     weights_every: int = 5
     merge_reference: bool = False
-    share: Literal["sample", "cfg", "batch"] = "sample"
     granularity: Literal["module", "block"] = "block"
 
     def __post_init__(self) -> None:
         super().__post_init__()
         object.__setattr__(self, "tile", whole_sides("tile", self.tile, 2, 3))  # JSON gives a list
-        if not 0 < self.scale < inf:
-            raise ValueError(f"scale must be above 0 and finite, not {self.scale}")
-        if self.unmerge == "transpose" and self.weights == "soft" and self.scale < MIN_TRANSPOSE_SCALE:
+        if not MIN_SCALE <= self.scale < inf:
             raise ValueError(
-                f"the transpose does not undo a merge with scale={self.scale}: "
-                f'use unmerge="pinv", or a scale of {MIN_TRANSPOSE_SCALE:g} or more'
+                f"scale must be finite and {MIN_SCALE:g} or more, so that unmerging undoes a merge, not {self.scale}"
             )
 
     @classmethod
@@ -104,7 +93,7 @@ class ToMA(TokenMerging):
             DenseFallback: If the image is smaller than a tile.
         """
         tile = self.tile_of(grids[0])
-        if self.mode == "tile" and any(side < size for side, size in zip(grids[0][-2:], tile[-2:], strict=True)):
+        if any(side < size for side, size in zip(grids[0][-2:], tile[-2:], strict=True)):
             sides, sizes = (" x ".join(map(str, shape)) for shape in (grids[0], tile))
             raise DenseFallback(f"{sides} image tokens are fewer than a tile of {sizes}")
         return _regions(self, grids, device)
@@ -125,12 +114,8 @@ class ToMA(TokenMerging):
             grid: (rows, columns) of the generated image, in tokens.
 
         Raises:
-            ValueError: If the mode is not "tile", or no run of 4 tokens or more fits between the borders.
+            ValueError: If no run of 4 tokens or more fits between the borders.
         """
-        if self.mode != "tile":
-            raise ValueError(
-                f'together with sparse attention ToMA merges runs of its order: use mode="tile", not {self.mode!r}'
-            )
         order = plan.orders[0]
         # the cache entry must not hold the order, or the order would never be freed
         inverse, groups = _RUNS.get(
@@ -150,9 +135,6 @@ class ToMA(TokenMerging):
             features: Token features whose cosine similarity decides, in the order of the regions.
             regions: Merge regions of this image.
             destinations: Destinations of an earlier plan (`Merge.chosen`), which get new weights. None picks new ones.
-
-        Raises:
-            ValueError: If `share="cfg"` and the batch is odd.
         """
         parts, groups = features.split(regions.lengths, 1), regions.groups
         given = destinations or len(groups) * (None,)
@@ -177,25 +159,19 @@ class ToMA(TokenMerging):
     def _assign(
         self, features: Float[Tensor, "batch image dim"], group: Group, picks: Tensor | None
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Destinations [plans, number, kept] of a group, and its merge and unmerge weights.
+        """Destinations [batch, number, kept] of a group, and its merge and unmerge weights.
 
-        Weights are [plans, number, kept, tokens], or None where nothing merges.
+        Weights are [batch, number, kept, tokens], or None where nothing merges.
         """
-        plans = 1 if self.share == "batch" else len(features)
         if not group.merges:
-            return torch.arange(group.tokens, device=features.device).expand(plans, group.number, -1), None, None
+            every = torch.arange(group.tokens, device=features.device)
+            return every.expand(len(features), group.number, -1), None, None
         if picks is None and self.select != "greedy":
-            picks = self._fixed(group).to(features.device).expand(plans, -1, -1)
+            picks = self._fixed(group).to(features.device).expand(len(features), -1, -1)
         tokens = features.unflatten(1, (group.number, group.tokens))
-        if self.share == "sample" and self.weights == "soft" and self.unmerge == "transpose":
+        if self.weights == "soft":
             return soft_assignment(tokens, group.kept, self.scale, picks)
-        z = normalize(tokens.to(torch.promote_types(tokens.dtype, torch.float32)), dim=-1)
-        similarity = self._shared_mean(z @ z.mT)
-        if picks is None:
-            picks = facility_location(similarity, group.kept).sort(-1).values
-        weights = self._weights(similarity.take_along_dim(picks[..., None], 2), picks)
-        back = weights if self.unmerge == "transpose" else _pseudo_inverse(weights).mT
-        return picks, _normalize_rows(weights).to(tokens.dtype), back.to(tokens.dtype)
+        return _hard_assignment(tokens, group.kept, picks)
 
     def _fixed(self, group: Group) -> Int[Tensor, "count kept"]:
         """Destinations that do not depend on the features, ascending."""
@@ -204,28 +180,21 @@ class ToMA(TokenMerging):
         scores = torch.rand(group.number, group.tokens, generator=torch.Generator().manual_seed(0))
         return scores.topk(group.kept).indices.sort(-1).values
 
-    def _weights(
-        self, scores: Float[Tensor, "plans count kept tokens"], picks: Int[Tensor, "plans count kept"]
-    ) -> Float[Tensor, "plans count kept tokens"]:
-        """Share of each token that every destination receives; the shares of a token sum to 1."""
-        if self.weights == "soft":
-            return (self.scale * scores).softmax(2)
-        number = torch.arange(picks.shape[2], device=picks.device).expand_as(picks)
-        best = scores.argmax(2).scatter(2, picks, number)  # a destination keeps itself, even beside an identical token
-        return one_hot(best, picks.shape[2]).mT.to(scores.dtype)
 
-    def _shared_mean(self, x: Tensor) -> Tensor:
-        """The mean over the samples that share a plan; with share="batch" a batch of 1."""
-        if self.share == "sample":
-            return x
-        if self.share == "batch":
-            return x.mean(0, keepdim=True)
-        if len(x) % 2:
-            raise ValueError(
-                f'share="cfg" pairs the two halves of a batch, but this one has {len(x)} samples: '
-                'use share="sample" where guidance runs as two calls or not at all'
-            )
-        return x.unflatten(0, (2, -1)).mean(0).repeat(2, *[1] * (x.ndim - 1))
+def _hard_assignment(
+    tokens: Float[Tensor, "batch number tokens dim"], kept: int, picks: Int[Tensor, "batch number kept"] | None
+) -> Assignment:
+    """As `soft_assignment`, but each token goes to its most similar destination."""
+    z = normalize(tokens.to(torch.promote_types(tokens.dtype, torch.float32)), dim=-1)
+    similarity = z @ z.mT
+    if picks is None:
+        picks = facility_location(similarity, kept).sort(-1).values
+    best = similarity.take_along_dim(picks[..., None], 2).argmax(2)
+    # a destination keeps itself, even beside an identical token
+    best = best.scatter(2, picks, torch.arange(kept, device=picks.device).expand_as(picks))
+    spread = one_hot(best, kept).mT.to(similarity.dtype)
+    gather = spread / spread.sum(-1, keepdim=True)
+    return Assignment(picks, gather.to(tokens.dtype), spread.to(tokens.dtype))
 
 
 _RUNS: WeakTensorCache[tuple[Tensor, tuple[Group, ...]]] = WeakTensorCache()
@@ -244,20 +213,6 @@ def _run_length(plan: AttentionPlan, size: int) -> int:
             f"{size} tokens: give HilbertA an align of 16 or more, and ToMA a tile of (4, 4) or (8, 8)"
         )
     return run
-
-
-def _normalize_rows(weights: Float[Tensor, "plans count kept tokens"]) -> Float[Tensor, "plans count kept tokens"]:
-    """The weights with rows scaled to sum to 1."""
-    return weights / weights.sum(-1, keepdim=True)
-
-
-def _pseudo_inverse(weights: Float[Tensor, "plans count kept tokens"]) -> Float[Tensor, "plans count tokens kept"]:
-    """Regularized pseudo-inverse of a merge, by a ridge solve. Constant tokens stay constant."""
-    gather = _normalize_rows(weights)
-    gram = gather @ gather.mT
-    ridge = RIDGE * gram.diagonal(dim1=-2, dim2=-1).mean(-1)[..., None, None]
-    back = torch.linalg.solve(gram + ridge * torch.eye(gram.shape[-1]).to(gram), gather).mT
-    return back + (1 - back.sum(-1, keepdim=True)) * weights.mT
 
 
 @persistent
@@ -290,14 +245,12 @@ def _regions(method: ToMA, grids: tuple[Grid, ...], device: str) -> Regions:
             places.append(raster.flatten())
             groups.append(Group(1, grid, prod(grid), False))
             continue
-        tile = method.tile_of(grid)
-        sizes = {"tile": tile, "stripe": (*tile[:-1], grid[-1]), "global": grid}[method.mode]
-        windows = [raster[window] for window in product(*map(_cuts, grid, sizes))]
+        windows = [raster[window] for window in product(*map(_cuts, grid, method.tile_of(grid)))]
         windows.sort(key=lambda window: window.shape)  # equal shapes become adjacent
         places += [window.flatten() for window in windows]
         groups += [method._group(*window.shape) for window in windows]
     if (most := max(group.kept for group in groups if group.merges)) > SLOW_PICKS:
-        log.warning('%s picks %d tokens of a region one after another, which is slow: use mode="tile"',
+        log.warning("%s picks %d tokens of a tile one after another, which is slow: use smaller tiles",
                     method.title, most)  # fmt: skip
     order = torch.cat(places)
     return Regions(order.to(device), inverse_order(order).to(device), merge_adjacent(groups), grids[0])

@@ -6,9 +6,8 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
-from foveate.ops.hierarchical_pooling import MAX_LEVELS, check_head_dim, check_options
+from foveate.ops.hierarchical_pooling import MAX_LEVELS, Selection, check_head_dim, check_options
 from foveate.ops.log_linear_attention import enriched_levels, log_linear_attention
-from foveate.ops.selection import Selection
 
 __all__ = ["LogLinearAttention"]
 

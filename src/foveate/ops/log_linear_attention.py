@@ -14,6 +14,7 @@ from torch.nn.functional import pad
 from foveate.ops import dispatch
 from foveate.ops.hierarchical_pooling import (
     MAX_KERNEL_TOP_K,
+    Selection,
     check_inputs,
     choose_blocks,
     count_tokens,
@@ -21,7 +22,6 @@ from foveate.ops.hierarchical_pooling import (
     variances,
 )
 from foveate.ops.picked_attention import picked_attention
-from foveate.ops.selection import Selection
 
 __all__ = ["LogLinearOutput", "Options", "choose_backend", "enriched_levels", "log_linear_attention"]
 
@@ -52,7 +52,6 @@ class Options(NamedTuple):
         scale: Factor on q·k.
         exclude_selected: Whether to skip means of nodes that are read in finer form.
         log_mass: Whether to raise the scores of means by the variance of their tokens.
-        deterministic: Whether gradients have the same bits in every run.
         full: Whether lists are known to have no -1, also if the call has yet to choose them.
     """
 
@@ -64,7 +63,6 @@ class Options(NamedTuple):
     scale: float
     exclude_selected: bool
     log_mass: bool
-    deterministic: bool
     full: bool = False
 
 
@@ -85,7 +83,6 @@ def log_linear_attention(
     key_padding_mask: Bool[Tensor, "batch tokens"] | None = None,
     exclude_selected: bool = False,
     log_mass: bool = False,
-    deterministic: bool = True,
 ) -> LogLinearOutput:
     """Attention of every query over the blocks that it picked and over the means of coarser nodes, in one softmax.
 
@@ -114,7 +111,6 @@ def log_linear_attention(
         exclude_selected: Skip the means of nodes that a query's own ancestors picked, so that no token counts twice.
         log_mass: Add to the score of a mean the second-order estimate of what it lacks compared with its tokens:
             ``scale² |q|² / (2 head_dim)`` times the mean squared distance of its tokens' keys from their mean.
-        deterministic: Add gradients in a fixed order. False lets a GPU add them in any order.
 
     Raises:
         ValueError: If the tensors do not match each other or the selection, or an option is out of range.
@@ -142,9 +138,7 @@ def log_linear_attention(
     if selection is not None:
         _check_selection(q, selection, top_k, block_size, levels)
     full = key_padding_mask is None if selection is None else selection.full
-    options = Options(
-        top_k, block_size, levels, enriched, reweight, scale, exclude_selected, log_mass, deterministic, full
-    )
+    options = Options(top_k, block_size, levels, enriched, reweight, scale, exclude_selected, log_mass, full)
     run = choose_backend(q.device, q.dtype, q.shape[3], top_k, log_mass).run
     lists = None if selection is None else list(selection.lists)
     out, lse, lists, counts = run(q, k, v, extra_k, extra_v, key_padding_mask, lists, options)
@@ -231,7 +225,7 @@ def portable(
         q, k, shared_k = _with_variances(q, k, shared_k, spread, options.scale)
     out, lse = picked_attention(
         *(q, k, v, torch.cat(shared_k, 2), torch.cat(shared_v, 2), bias, real, lists, block, enriched),
-        *(options.exclude_selected, options.scale, options.deterministic),
+        *(options.exclude_selected, options.scale),
     )
     if real is not None:
         out, lse = out.masked_fill(~real[:, None, :, None], 0), lse.masked_fill(~real[:, None], -torch.inf)

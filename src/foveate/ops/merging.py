@@ -10,8 +10,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from foveate.ops.block_table import BlockTable
-from foveate.ops.region_matmul import region_matmul
-from foveate.ops.region_update import add_tokens, region_update
+from foveate.ops.region_matmul import add_tokens, region_matmul, region_update
 from foveate.utils.cache import persistent
 
 __all__ = ["AnyMerge", "Group", "IndexMerge", "Merge", "Regions", "merge_adjacent"]
@@ -113,8 +112,8 @@ class Regions(NamedTuple):
         if across := [border for border in table.borders() if border < position and border not in allowed]:
             raise ValueError(f"a merge region crosses a border of the sparse attention tiles, at tokens {across}")
 
-    def positions_of(self, chosen: Sequence[Tensor]) -> Int[Tensor, "plans merged"]:
-        """Positions in `order` of tokens that are numbered within their regions [plans, number, kept]."""
+    def positions_of(self, chosen: Sequence[Tensor]) -> Int[Tensor, "batch merged"]:
+        """Positions in `order` of tokens that are numbered within their regions [batch, number, kept]."""
         first, positions = 0, list[Tensor]()
         for group, picks in zip(self.groups, chosen, strict=True):
             starts = first + group.tokens * torch.arange(group.number, device=picks.device)
@@ -126,21 +125,21 @@ class Regions(NamedTuple):
 class Merge(NamedTuple):
     """A merge of image tokens into destinations by weight matrices, one matrix for each region.
 
-    Tokens are in the order of their regions. `plans` is the batch size, or 1 where the samples share a plan.
+    Tokens are in the order of their regions.
 
     Attributes:
         lengths: Number of tokens of each group of regions.
-        gather: Merge weights of each group [plans, number, kept, tokens]; rows sum to 1. None where nothing merges.
-        spread: Unmerge weights of each group [plans, number, kept, tokens]; columns sum to 1.
-        chosen: Destinations of each group, numbered within their region [plans, number, kept], ascending.
-        positions: Positions of the destinations in the order of the tokens [plans, merged].
+        gather: Merge weights of each group [batch, number, kept, tokens]; rows sum to 1. None where nothing merges.
+        spread: Unmerge weights of each group [batch, number, kept, tokens]; columns sum to 1.
+        chosen: Destinations of each group, numbered within their region [batch, number, kept], ascending.
+        positions: Positions of the destinations in the order of the tokens [batch, merged].
     """
 
     lengths: tuple[int, ...]
     gather: tuple[Tensor | None, ...]
     spread: tuple[Tensor | None, ...]
     chosen: tuple[Tensor, ...]
-    positions: Int[Tensor, "plans merged"]
+    positions: Int[Tensor, "batch merged"]
 
     def merge(
         self, x: Float[Tensor, "batch all dim"], text: int = 0, order: Int[Tensor, "all"] | None = None
@@ -200,14 +199,14 @@ class IndexMerge(NamedTuple):
     """A merge in which every token belongs to exactly one destination.
 
     Attributes:
-        positions: Positions of the destinations [plans, merged].
-        dst_index: Number of the destination of each token [plans, image].
+        positions: Positions of the destinations [batch, merged].
+        dst_index: Number of the destination of each token [batch, image].
         pruned: Drop the tokens that are not destinations. Otherwise a destination becomes the mean of its tokens.
         longest: Scale each mean to the norm of its longest token (MLERP of ToFu).
     """
 
-    positions: Int[Tensor, "plans merged"]
-    dst_index: Int[Tensor, "plans image"]
+    positions: Int[Tensor, "batch merged"]
+    dst_index: Int[Tensor, "batch image"]
     pruned: bool = False
     longest: bool = False
 
@@ -248,7 +247,7 @@ class IndexMerge(NamedTuple):
 
     update, rope = Merge.update, Merge.rope
 
-    def log_sizes(self) -> Float[Tensor, "plans merged"]:
+    def log_sizes(self) -> Float[Tensor, "batch merged"]:
         """Logarithm of the number of tokens of each destination."""
         sizes = torch.zeros_like(self.positions, dtype=torch.float32)
         return sizes.scatter_add(1, self.dst_index, torch.ones_like(self.dst_index, dtype=torch.float32)).log()

@@ -34,7 +34,6 @@ def picked_attention(
     enriched: int,
     exclude: bool,
     scale: float,
-    deterministic: bool,
 ) -> tuple[Tensor, Tensor]:
     """Output and LSE of every query. Differentiable once in q, k, v, shared_k and shared_v.
 
@@ -53,7 +52,6 @@ def picked_attention(
         enriched: Number of levels whose means are among the shared keys.
         exclude: Whether to hide from queries the means of nodes that their ancestors picked.
         scale: Factor on q·k.
-        deterministic: Whether to add gradients of keys in a fixed order.
     """
     layout = layout_of(q, shared_k, lists, block, enriched)
     tables = tables_of(k, v, shared_k, shared_v, shared_bias, real, layout)
@@ -82,7 +80,7 @@ def _(q: Tensor, k: Tensor, v: Tensor, shared_k: Tensor, shared_v: Tensor, bias:
 @torch.library.custom_op("foveate::picked_attention_backward", mutates_args=())
 def _backward(
     grad_out: Tensor, grad_lse: Tensor, lse: Tensor, tensors: list[Tensor], real: Tensor | None, lists: list[Tensor],
-    block: int, enriched: int, exclude: bool, scale: float, deterministic: bool,
+    block: int, enriched: int, exclude: bool, scale: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of q, k, v, shared_k and shared_v. `tensors` are the first arguments of `picked_attention`."""
     q, k, v, shared_k, shared_v, shared_bias = tensors
@@ -102,8 +100,8 @@ def _backward(
             mean -= grad_lse[piece]
             for p, d, read, (dk, dv) in zip(weights, ds, reads, sums, strict=True):
                 d.sub_(read.cut(mean)).mul_(p).mul_(scale)
-                _add(dk, read.rows, d.mT @ read.cut(q_part), deterministic)
-                _add(dv, read.rows, p.mT @ read.cut(g_part), deterministic)
+                _add(dk, read.rows, d.mT @ read.cut(q_part))
+                _add(dv, read.rows, p.mT @ read.cut(g_part))
             dq[piece] = _per_run((d @ read.k for d, read in zip(ds, reads, strict=True)), q_part).sum(0)
     (dk, dv), (dshared_k, dshared_v) = sums
     pairs = (dq, q), (dk, k), (dv, v), (dshared_k, shared_k), (dshared_v, shared_v)
@@ -141,10 +139,10 @@ def _to_tokens(x: Tensor, like: Tensor) -> Tensor:
     return torch.empty_like(like).copy_(x.view(*like.shape[:2], -1, like.shape[3])[:, :, : like.shape[2]])
 
 
-def _add(table: Tensor, rows: Tensor, part: Tensor, deterministic: bool) -> None:
-    """Add to rows of a table; row indices may repeat."""
+def _add(table: Tensor, rows: Tensor, part: Tensor) -> None:
+    """Add to rows of a table in a fixed order; row indices may repeat."""
     part = part.reshape(-1, table.shape[1])
-    if deterministic and table.is_cuda:
+    if table.is_cuda:
         table.index_put_((rows.flatten(),), part, accumulate=True)  # sorts first; index_add_ adds in any order
     else:
         table.index_add_(0, rows.flatten(), part)

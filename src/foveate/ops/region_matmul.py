@@ -1,4 +1,6 @@
-"""One small matrix product for each region of consecutive tokens: merging and unmerging."""
+"""Small matrix products for regions of consecutive tokens: merging, and adding what unmerging gives to all tokens."""
+
+from collections.abc import Sequence
 
 import torch
 from jaxtyping import Float, Int
@@ -6,7 +8,7 @@ from torch import Tensor
 
 from foveate.ops import dispatch
 
-__all__ = ["region_matmul"]
+__all__ = ["add_tokens", "region_matmul", "region_update"]
 
 
 def region_matmul(
@@ -44,4 +46,53 @@ def portable(weights: Tensor, x: Tensor, text: int, order: Tensor | None = None)
     return torch.cat([x[:, :text], y], 1) if text else y
 
 
+def region_update(
+    weights: Sequence[Float[Tensor, "plans _ _ _"]],
+    x: Float[Tensor, "batch all dim"],
+    before: Float[Tensor, "batch fewer dim"],
+    after: Float[Tensor, "batch fewer dim"],
+    order: Int[Tensor, "all"] | None = None,
+) -> Float[Tensor, "batch all dim"]:
+    """Tokens `x` plus the product of each region's matrix with ``after - before``.
+
+    Args:
+        weights: Matrices of each group of regions of one shape [plans, regions, rows, tokens]; `plans` is the batch
+            size or 1.
+        x: All tokens; a region has `rows` of them.
+        before: Merged tokens before the layers; a region has `tokens` consecutive ones.
+        after: Merged tokens after the layers.
+        order: Index of the token to which each row of the products is added. None adds row i to token i.
+
+    Examples:
+        >>> both = [torch.ones(1, 2, 2, 1)]  # both tokens of a pair take the change of its merged token
+        >>> x, before, after = torch.zeros(1, 4, 1), torch.zeros(1, 2, 1), torch.tensor([[[1.0], [2.0]]])
+        >>> region_update(both, x, before, after, torch.tensor([0, 2, 1, 3])).flatten().tolist()
+        [1.0, 2.0, 1.0, 2.0]
+    """
+    size = max(side for matrices in weights for side in matrices.shape[2:])
+    backend = dispatch.choose("region_update", x.device, torch.promote_types(x.dtype, after.dtype), size)
+    return backend.run(weights, x, before, after, order)
+
+
+@dispatch.register("region_update", "portable")
+def portable_update(
+    weights: Sequence[Tensor], x: Tensor, before: Tensor, after: Tensor, order: Tensor | None
+) -> Tensor:
+    """`region_update` in plain PyTorch."""
+    parts = (after - before).split([matrices.shape[1] * matrices.shape[3] for matrices in weights], 1)
+    added = [portable(*both, 0) for both in zip(weights, parts, strict=True)]
+    return add_tokens(x, added[0] if len(added) == 1 else torch.cat(added, 1), order)
+
+
+def add_tokens(
+    x: Float[Tensor, "batch all dim"], added: Float[Tensor, "batch all dim"], order: Int[Tensor, "all"] | None
+) -> Float[Tensor, "batch all dim"]:
+    """Tokens `x` with row i of `added` added to token ``order[i]``, or to token i if the order is None."""
+    if order is None:
+        return x + added
+    dtype = torch.promote_types(x.dtype, added.dtype)  # they differ under autocast
+    return x.to(dtype).index_add(1, order, added.to(dtype))
+
+
 dispatch.register_kernels("region_matmul", "merging")
+dispatch.register_kernels("region_update", "merging")

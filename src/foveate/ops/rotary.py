@@ -47,7 +47,8 @@ def copy_rows(
 
 
 @dispatch.register("copy_rows", "portable")
-def _portable(out: Tensor, x: Tensor, cos: Tensor | None, sin: Tensor | None) -> None:
+def portable(out: Tensor, x: Tensor, cos: Tensor | None, sin: Tensor | None) -> None:
+    """`copy_rows` in plain PyTorch."""
     for start in range(0, x.shape[2], SLICE):
         some = slice(start, start + SLICE)
         rows = x[:, :, some]

@@ -89,7 +89,7 @@ class FolderPictures:
 
     def __init__(self, folder: Path):
         self.files = _picture_files(folder, "**/*")
-        without = [path for path in self.files if not path.with_suffix(".txt").is_file()]
+        without = _uncaptioned(self.files)
         self.count, self.captioned = len(self.files), len(without) < len(self.files)
         if without and self.captioned:
             raise ValueError(f"{without[0]} has no caption and others have: put one into {without[0].stem}.txt")
@@ -150,7 +150,7 @@ def captioned(folder: Path, prompts: Sequence[str] | None) -> dict[Path, str]:
     """
     pictures = _picture_files(folder, "*")
     if prompts is None:
-        if without := [path for path in pictures if not path.with_suffix(".txt").is_file()]:
+        if without := _uncaptioned(pictures):
             raise ValueError(f"{without[0].name} has no caption: put one into {without[0].stem}.txt, or use --prompts")
         return {path: _caption(path) for path in pictures}
     if len(prompts) < len(pictures):
@@ -163,6 +163,10 @@ def _picture_files(folder: Path, pattern: str) -> list[Path]:
     if not files:
         raise ValueError(f"{folder} holds no pictures: name a folder of {', '.join(SUFFIXES)} files")
     return files
+
+
+def _uncaptioned(pictures: Sequence[Path]) -> list[Path]:
+    return [path for path in pictures if not path.with_suffix(".txt").is_file()]
 
 
 def _caption(picture: Path) -> str:

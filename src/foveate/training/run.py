@@ -24,7 +24,7 @@ from foveate.training.checkpoints import resume, write_checkpoint
 from foveate.training.trained import Trained
 from foveate.utils.files import write_whole
 from foveate.utils.progress import Track, silent
-from foveate.web.report import draw_losses, draw_sheet, figure_png
+from foveate.web.plots import draw_losses, draw_sheet, figure_png
 
 __all__ = [
     "Phase",
@@ -72,12 +72,14 @@ class Phase(NamedTuple):
         samples: Numbers of the remaining samples.
         micro_batch: Samples that a device processes at once.
         accumulation: Micro-batches of each device in a step.
+        collate: Makes a micro-batch of a list of samples; None stacks their tensors.
     """
 
     data: Dataset[Any]
     samples: range
     micro_batch: int
     accumulation: int
+    collate: Callable[[list[Any]], Any] | None = None
 
 
 def split_batch(batch: int, devices: int, at_once: int = 1) -> tuple[int, int]:
@@ -234,8 +236,11 @@ class Run(ABC):
     def _steps(self, steps: int) -> Iterator[float]:
         """The losses of the remaining steps."""
         gpu = self.accelerator.device.type == "cuda"
-        for data, samples, micro_batch, accumulation in self.phases(steps):
-            loader = DataLoader(data, micro_batch, sampler=samples, num_workers=WORKERS if gpu else 0, pin_memory=gpu)
+        for data, samples, micro_batch, accumulation, collate in self.phases(steps):
+            loader = DataLoader(
+                data, micro_batch, sampler=samples, num_workers=WORKERS if gpu else 0, collate_fn=collate,
+                pin_memory=gpu,
+            )  # fmt: skip
             self.accelerator.gradient_accumulation_steps = accumulation
             losses: list[Tensor] = []
             for batch in self.accelerator.prepare(loader):

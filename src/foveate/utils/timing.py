@@ -1,22 +1,16 @@
 # pyright: basic, reportPrivateImportUsage=false
 """Time and memory of calls, for benchmarks."""
 
-import time
 from collections.abc import Callable, Sequence
 
 import torch
 
-__all__ = ["MIN_SECONDS", "captured", "first_line", "peak_memory", "time_calls"]
+from foveate.utils.device import Stopwatch
+
+__all__ = ["MIN_SECONDS", "captured", "peak_memory", "time_calls"]
 
 Call = Callable[[], object]
 MIN_SECONDS = 0.005  # duration of one measurement
-
-
-def first_line(error: Exception) -> str:
-    """One-line description of an error, for tables of results."""
-    if isinstance(error, torch.OutOfMemoryError):
-        return "skipped: out of memory"
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 def time_calls(calls: Sequence[Call], rounds: int, device: torch.device) -> list[list[float]]:
@@ -75,16 +69,8 @@ def captured(call: Call, device: torch.device) -> Call:
 
 
 def _seconds(call: Call, repeats: int, device: torch.device) -> float:
-    if device.type != "cuda":
-        began = time.perf_counter()
+    watch = Stopwatch(device)
+    with watch.step("calls"):
         for _ in range(repeats):
             call()
-        return (time.perf_counter() - began) / repeats
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    stream = torch.cuda.current_stream(device)
-    start.record(stream)
-    for _ in range(repeats):
-        call()
-    end.record(stream)
-    end.synchronize()
-    return start.elapsed_time(end) / 1000 / repeats
+    return watch.seconds["calls"] / repeats

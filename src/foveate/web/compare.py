@@ -23,9 +23,10 @@ from foveate.utils.progress import Track, silent
 from foveate.utils.similarity import detail_ssim, psnr, ssim
 from foveate.web.report import Comparison, Objects, Variant, comparison_page
 
-__all__ = ["compare", "comparison", "draw_variant", "showcase"]
+__all__ = ["PAGE", "comparison", "draw_variant", "showcase"]
 
 PAGE = "index.html"
+"""Name of the page in its folder."""
 
 
 def showcase(distilled: Distilled | None = None, start_percent: float = 0.0) -> list[MethodLike]:
@@ -43,14 +44,6 @@ def showcase(distilled: Distilled | None = None, start_percent: float = 0.0) -> 
     merging = ToMA(keep=0.5)
     others = [method for cls in METHODS.values() for method in cls.showcase()[:1] if cls not in (HilbertA, ToMA)]
     return [distilled, merging, distilled._replace(more=(merging,)), *others, distilled.method]
-
-
-def compare(
-    pipeline: Any, request: Request, methods: Sequence[MethodLike], out: Path, *, settings: dict[str, str], **more: Any
-) -> Path:
-    """Path of the page that `comparison` writes; arguments as there."""
-    comparison(pipeline, request, methods, out, settings=settings, **more)
-    return out / PAGE
 
 
 def comparison(

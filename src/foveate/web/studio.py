@@ -31,8 +31,9 @@ from foveate.utils.files import slug, write_picture
 from foveate.utils.progress import Track, silent
 from foveate.utils.similarity import psnr, ssim
 from foveate.web.compare import draw_variant
+from foveate.web.plots import draw_attention, draw_tiles
 from foveate.web.rag import reply_page
-from foveate.web.report import Variant, draw_attention, draw_tiles, duration
+from foveate.web.report import Variant, duration
 
 __all__ = [
     "Cancelled",
@@ -116,7 +117,6 @@ class Entry:
         path: PNG file, which carries the settings.
         variant: The picture and its measurements; `step_seconds` are those of the whole run.
         seconds: Duration of the whole drawing.
-        settings: Settings, by name.
         form: What was asked.
         request: The same, validated.
         method: Method; None is dense.
@@ -127,7 +127,6 @@ class Entry:
     path: Path
     variant: Variant
     seconds: float
-    settings: dict[str, str]
     form: Form
     request: Request
     method: MethodLike | None
@@ -268,7 +267,9 @@ class Studio:
         return min(rows - 1, max(0, int(y * rows))), min(columns - 1, max(0, int(x * columns)))
 
     def answer(self, tab: Tab, asked: Question, track: Track = silent) -> tuple[Reply, str, str]:
-        """The reply to a question about documents, the page that `foveate rag` would write, and a remark.
+        """The reply to a question about documents, the page that `foveate rag` would write, and remarks.
+
+        Files that cannot be read are skipped, and a remark says why.
 
         Raises:
             ValueError: If the folder, the model or an option does not fit.
@@ -279,7 +280,8 @@ class Studio:
         methods = self.commands.recompute(asked.method, asked.recompute, asked.compare)
         with self._work(tab):
             folder, name = Path(asked.folder).expanduser(), asked.model.strip()
-            documents = read_documents(folder)
+            skipped = list[str]()
+            documents = read_documents(folder, skipped)
             if self._reader is None or self._reader[0] != name:
                 self._reader = None
                 self._reader = name, *self.commands.open_reader(name)
@@ -291,9 +293,10 @@ class Studio:
             advance = _stoppable(track, tab)("answering", runs(methods))
             reply = ask(index, asked.question, methods, prompt=PROMPT + after, advance=advance)
             settings = {"model": name or "the built-in reader", "method": repr(methods[asked.method])}
-            unknown = unknown_words(tokenizer, asked.question)
-            remark = f"The model does not know the words {', '.join(unknown)}: it will guess." if unknown else ""
-            return reply, reply_page(index, [reply], settings), remark
+            remarks = [f"Skipped: {why}." for why in skipped]
+            if unknown := unknown_words(tokenizer, asked.question):
+                remarks.append(f"The model does not know the words {', '.join(unknown)}: it will guess.")
+            return reply, reply_page(index, [reply], settings), " ".join(remarks)
 
     @contextmanager
     def _work(self, tab: Tab) -> Iterator[None]:
@@ -351,7 +354,7 @@ class Studio:
         path = _unused(self.out, f"{slug(request.prompt)}-{request.seed}-{slug(variant.label)}")
         write_picture(path, variant.image, settings)
         number = tab.history[-1].number + 1 if tab.history else 1
-        entry = Entry(number, path, variant, seconds, settings, form, request, method, next(iter(calls), None))
+        entry = Entry(number, path, variant, seconds, form, request, method, next(iter(calls), None))
         tab.history = [*tab.history, entry][-MOST_ENTRIES:]
         for old in tab.history[:-MOST_STEPS]:
             old.step = None

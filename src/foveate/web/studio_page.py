@@ -13,7 +13,7 @@ import gradio as gr
 from foveate.methods import METHODS, RECOMPUTE_POLICIES
 from foveate.utils.errors import remedy
 from foveate.utils.progress import Track
-from foveate.web.report import enlarged
+from foveate.web.plots import enlarged
 from foveate.web.studio import Cancelled, Entry, Form, Question, Studio, Tab, option_help, recommended, scores
 
 __all__ = ["build", "serve"]

@@ -118,7 +118,7 @@ def test_labels_of_a_training_batch_follow_only_from_its_examples():
 
 
 def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path, monkeypatch):
-    monkeypatch.setattr("lab.training.small_models.CHECKPOINT_STEPS", 2)
+    monkeypatch.setattr("lab.training.loop.CHECKPOINT_STEPS", 2)
 
     class Stop(Exception):
         pass

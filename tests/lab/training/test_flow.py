@@ -3,7 +3,6 @@
 import contextlib
 import csv
 import itertools
-import math
 
 import pytest
 import torch
@@ -11,11 +10,11 @@ from lab.training import flow
 from lab.training.flow import FlowTraining
 from lab.training.painter import Latents, Painter, flow_loss, noise_levels
 from lab.training.stages import Batches, Stage
-from PIL import Image
 from torch import nn
 
 from foveate.demo.scenes import scenes
 from foveate.demo.untrained import untrained_pipeline
+from foveate.training.run import RunOptions
 
 TINY = {"layers": 1, "single_layers": 1, "heads": 2, "rope": (4, 4, 8), "text_dim": 32, "text_layers": 1}
 RECIPE = (
@@ -24,84 +23,92 @@ RECIPE = (
 )
 
 
-def training(out, **options):
-    return FlowTraining(out, untrained_pipeline(**TINY), recipe=RECIPE, seed=1, **options)
+@pytest.fixture(autouse=True)
+def one_picture_a_sheet(monkeypatch):
+    monkeypatch.setattr(flow, "SHOWN", 1)
 
 
-@pytest.fixture
-def every_loss_logged(monkeypatch):
-    monkeypatch.setattr(flow, "LOG_EVERY", 1)
-    monkeypatch.setattr(flow, "sample_grid", lambda *_: Image.new("RGB", (2, 2)))
+def training(out, recipe=RECIPE, **options):
+    return FlowTraining(out / "flow", untrained_pipeline(**TINY), recipe, RunOptions(at_once=1, **options), seed=1)
 
 
 def losses(out):
-    return [row[:3] for row in csv.reader((out / "log.csv").read_text().splitlines())]
+    return [float(row[1]) for row in csv.reader((out / "flow" / "log.csv").read_text().splitlines())]
 
 
-def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path, every_loss_logged, monkeypatch):
+def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path, monkeypatch):
     whole, broken = tmp_path / "whole", tmp_path / "broken"
     undisturbed = training(whole)
-    assert undisturbed.run(workers=0)
+    assert undisturbed.train()
     calls = itertools.count(1)
 
     def lights_out(*arguments):
-        if next(calls) % 5 == 0:  # dies without warning; checkpoints come every 2 steps
+        if next(calls) % 5 == 0:  # dies without warning
             raise SystemError
         return flow_loss(*arguments)
 
     monkeypatch.setattr(flow, "flow_loss", lights_out)
-    monkeypatch.setattr(flow, "CLOCK_EVERY", 2)
+    monkeypatch.setattr(FlowTraining, "export", lambda run: None)  # after every step
     attempts, done = 0, False
     while not done:
         attempts += 1
-        resumed = training(broken)
+        resumed = training(broken, checkpoint_minutes=0)
         with contextlib.suppress(SystemError):
-            done = resumed.run(workers=0, checkpoint_minutes=0)
+            done = resumed.train()
     assert attempts > 2
-    for ours, theirs in zip(undisturbed.average.parameters(), resumed.average.parameters(), strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6)
-    again = {tuple(row[:2]): row[2] for row in losses(broken)}
-    assert {tuple(row[:2]) for row in losses(whole)} == set(again)
-    assert all(
-        float(loss) == pytest.approx(float(again[stage, step]), abs=2e-5) for stage, step, loss in losses(whole)
-    )
+    averages = (run.trained.average.shadow_params for run in (undisturbed, resumed))
+    torch.testing.assert_close(*averages, rtol=1e-4, atol=1e-6)
+    assert losses(whole) == pytest.approx(losses(broken), abs=2e-5)
+    assert len(losses(whole)) == sum(stage.steps(1) for stage in RECIPE)
 
 
-def test_a_run_stops_at_the_time_limit_and_returns_false(tmp_path, every_loss_logged, monkeypatch):
+def test_the_rate_follows_the_stages(tmp_path):
+    run, rates = training(tmp_path), []
+    for stage in RECIPE:
+        steps = stage.steps(1)
+        rates += [(run.step + step, stage.rate(step, steps)) for step in range(steps)]
+        run.step += steps
+    for run.step, rate in rates:
+        assert run.rate(0.0) == rate
+
+
+def test_a_run_stops_at_the_time_limit_and_resumes_with_another_sheet_of_samples(tmp_path):
     long = (Stage(name="long", images=4000, batches={16: 4}, rates=(1e-3, 1e-3)),)
-    run = FlowTraining(tmp_path, untrained_pipeline(**TINY), recipe=long)
-    assert not run.run(workers=0, minutes=0)
-    again = FlowTraining(tmp_path, untrained_pipeline(**TINY), recipe=long)
-    assert (again.stage, again.step) == (0, 10)
-    assert list(tmp_path.glob("*.png"))
-    assert not again.run(workers=0, minutes=0, sample_every=0)
-    assert len(list(tmp_path.glob("*.png"))) == 1
+    assert not training(tmp_path, long, minutes=0).train()
+    again = training(tmp_path, long, minutes=0)
+    assert again.step == 1
+    assert not again.train()
+    assert [path.name for path in sorted(tmp_path.rglob("*.png"))] == [
+        "loss.png",
+        "samples-000001.png",
+        "samples-000002.png",
+    ]
 
 
-def test_the_loss_falls(tmp_path, every_loss_logged):
+def test_the_loss_falls(tmp_path):
     stage = Stage(name="one", images=800, batches={16: 8}, rates=(1e-2, 1e-3))
-    FlowTraining(tmp_path, untrained_pipeline(**TINY), recipe=(stage,)).run(workers=0)
-    loss = [float(row[2]) for row in losses(tmp_path)]
+    training(tmp_path, (stage,)).train()
+    loss = losses(tmp_path)
     assert sum(loss[-10:]) < 0.8 * sum(loss[:10])
 
 
 def test_devices_draw_different_scenes_of_the_same_size():
     stage = Stage(name="one", images=100, batches={16: 3, 32: 2}, rates=(1e-3, 1e-3))
-    first, second = (Batches(stage, untrained_pipeline(**TINY), 0, device, 2) for device in range(2))
-    assert len(first) == math.ceil(100 / 5)
-    for step in range(len(first)):
-        ours, theirs = first[step], second[step]
+    batches, steps = Batches(stage, untrained_pipeline(**TINY), 0, 2), stage.steps(2)
+    assert steps == 100 / 5
+    for step in range(steps):
+        ours, theirs = batches[2 * step], batches[2 * step + 1]
         assert ours.side == theirs.side
         assert ours.t5_ids.shape == theirs.t5_ids.shape
         assert not torch.equal(ours.scenes.objects, theirs.scenes.objects)
-        assert torch.equal(ours.t5_ids, first[step].t5_ids)
-    assert {first[step].side for step in range(len(first))} == {16, 32}
+        assert torch.equal(ours.t5_ids, batches[2 * step].t5_ids)
+    assert {batches[2 * step].side for step in range(steps)} == {16, 32}
 
 
 def test_no_batch_holds_a_scene_kept_for_evaluation():
     stage = Stage(name="one", images=4000, batches={16: 100}, rates=(1e-3, 1e-3))
     pipeline = untrained_pipeline(**TINY)
-    batches = Batches(stage, pipeline, 0, 0, 1)
+    batches = Batches(stage, pipeline, 0, 1)
     trained = {text for step in range(40) for text in pipeline.tokenizer_2.batch_decode(batches[step].t5_ids, True)}
     kept = [scene.caption for _, scene in zip(range(2000), scenes(0, evaluation=True), strict=False)]
     assert len(trained) > 3000
@@ -110,7 +117,7 @@ def test_no_batch_holds_a_scene_kept_for_evaluation():
 
 def test_the_loss_of_the_true_velocity_is_zero_and_noise_levels_follow_the_size():
     pipeline = untrained_pipeline(**TINY)
-    batch = Batches(Stage(name="one", images=4, batches={16: 4}, rates=(0.0, 0.0)), pipeline, 0, 0, 1)[0]
+    batch = Batches(Stage(name="one", images=4, batches={16: 4}, rates=(0.0, 0.0)), pipeline, 0, 1)[0]
     latents = Latents(pipeline, torch.device("cpu"))
     clean = latents(batch)
 

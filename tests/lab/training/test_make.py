@@ -1,15 +1,18 @@
 """Laws of the recipe as a whole: the command makes the folder that is shipped."""
 
+import contextlib
 import functools
 import json
+import os
 
 import numpy as np
+import processes
 import pytest
 import torch
+import torch.distributed as dist
 from diffusers import FluxPipeline
 from lab.training import flow, make
 from lab.training.stages import Stage
-from PIL import Image
 
 from foveate.demo.recogniser import load_recogniser
 from foveate.demo.untrained import untrained_pipeline
@@ -19,6 +22,10 @@ TINY = {"layers": 1, "single_layers": 1, "heads": 2, "rope": (4, 4, 8), "text_di
 
 @pytest.fixture(autouse=True)
 def tiny(monkeypatch):
+    shrink(monkeypatch)
+
+
+def shrink(monkeypatch):
     recipe = (
         Stage(name="small", images=8000, batches={16: 4}, rates=(1e-3, 5e-4)),
         Stage(name="large", images=200, batches={16: 4, 32: 2}, rates=(5e-4, 0.0)),
@@ -29,8 +36,24 @@ def tiny(monkeypatch):
     monkeypatch.setattr(make, "untrained_pipeline", functools.partial(untrained_pipeline, **TINY))
     monkeypatch.setattr(make, "train_recogniser", functools.partial(make.train_recogniser, batch=2))
     monkeypatch.setattr(make, "train_vae", functools.partial(make.train_vae, pixels=2 * 16**2, sides=(16,)))
-    monkeypatch.setattr(flow, "WORKERS", 0)
-    monkeypatch.setattr(flow, "sample_grid", lambda *_: Image.new("RGB", (2, 2)))
+    monkeypatch.setattr(flow, "SHOWN", 1)
+
+
+@pytest.fixture
+def bars(monkeypatch):
+    """Done and all steps of each progress bar."""
+    found = {}
+
+    def track(name, length):
+        found[name] = [0, length]
+        return lambda: found[name].__setitem__(0, found[name][0] + 1)
+
+    monkeypatch.setattr(make, "progress", lambda: contextlib.nullcontext(track))
+    return found
+
+
+def train(out, **options):
+    make.main(out=out, sample_every=0, **{"scale": 0.01, **options})
 
 
 def picture(folder):
@@ -40,17 +63,13 @@ def picture(folder):
     return np.asarray(pipeline("an owl", **options).images[0])
 
 
-def test_the_command_makes_the_shipped_folder_and_resumes(tmp_path):
-    bars = {}
-
-    def track(name, length):
-        bars[name] = [0, length]
-        return lambda: bars[name].__setitem__(0, bars[name][0] + 1)
-
-    assert not make.make(tmp_path, scale=0.01, minutes=0, track=track)
-    assert make.make(tmp_path, scale=0.01, track=track)
+def test_the_command_makes_the_shipped_folder_and_resumes(tmp_path, bars):
+    train(tmp_path, minutes=0)
+    done, steps = bars["transformer"]
+    assert done < steps
+    train(tmp_path)
     assert all(done == length for done, length in bars.values())
-    assert list(bars) == ["recogniser", "vae", "small", "large"]
+    assert list(bars) == ["recogniser", "vae", "transformer"]
     load_recogniser(tmp_path / "recogniser.safetensors")
     drawn = picture(tmp_path / "pipeline")
     assert all(json.loads(path.read_text())["padding"] is None for path in tmp_path.rglob("tokenizer.json"))
@@ -59,17 +78,17 @@ def test_the_command_makes_the_shipped_folder_and_resumes(tmp_path):
     assert [stage["name"] for stage in about["stages"]] == ["small", "large"]
     assert about["minutes"] > 0
     assert about["devices"] == "1 x CPU"
-    assert make.make(tmp_path, scale=0.01)  # nothing is left to do
+    train(tmp_path)  # nothing is left to do
     assert (picture(tmp_path / "pipeline") == drawn).all()
 
 
-def test_weights_can_be_fine_tuned_with_the_last_stage(tmp_path):
+def test_weights_can_be_fine_tuned_with_the_last_stage(tmp_path, bars):
     first, further = tmp_path / "first", tmp_path / "further"
-    make.make(first, scale=0.01)
+    train(first)
     before = FluxPipeline.from_pretrained(first / "pipeline", local_files_only=True)
-    names = []
-    assert make.make(further, start=first / "pipeline", scale=0.01, track=lambda name, _: names.append(name) or int)
-    assert names == ["large"]
+    bars.clear()
+    train(further, start=first / "pipeline")
+    assert list(bars) == ["transformer"]
     after = FluxPipeline.from_pretrained(further / "pipeline", local_files_only=True)
     change = [
         (a - b).abs().max()
@@ -80,16 +99,24 @@ def test_weights_can_be_fine_tuned_with_the_last_stage(tmp_path):
     assert [stage["name"] for stage in about["stages"]] == ["large"]
     assert [stage["name"] for stage in about["before"]["stages"]] == ["small", "large"]
     with pytest.raises(ValueError, match=r"is of a run with .*start"):
-        make.make(further, start=further / "pipeline", scale=0.01)  # other weights by now
+        train(further, start=further / "pipeline")  # other weights by now
     with pytest.raises(ValueError, match="makes no vae: leave --part out"):
-        make.make(further, part="vae", start=first / "pipeline")
+        train(further, part="vae", start=first / "pipeline")
     with pytest.raises(ValueError, match="nowhere"):
-        make.make(tmp_path / "third", start=tmp_path / "nowhere")
+        train(tmp_path / "third", start=tmp_path / "nowhere")
 
 
-def test_a_part_can_be_trained_alone_and_names_what_it_needs(tmp_path):
-    with pytest.raises(ValueError, match="holds no autoencoder: make it first with --part vae"):
-        make.make(tmp_path, part="flow")
-    assert make.make(tmp_path, part="vae", scale=0.005)
-    assert make.make(tmp_path, part="flow", scale=0.01)
-    assert not (tmp_path / "recogniser.safetensors").exists()
+def _make_vae_and_flow(out):
+    """What each of several processes that torchrun started does."""
+    rank, ranks = str(dist.get_rank()), str(dist.get_world_size())
+    os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=ranks, MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
+    shrink(pytest.MonkeyPatch())
+    for part in ("vae", "flow"):
+        train(out, part=part, scale=0.005)
+
+
+def test_two_processes_make_each_part_together(tmp_path):
+    processes.run(2, tmp_path, _make_vae_and_flow, tmp_path / "out")
+    assert json.loads((tmp_path / "out" / "recipe.json").read_text())["devices"] == "2 x CPU"
+    picture(tmp_path / "out" / "pipeline")
+    assert not (tmp_path / "out" / "recogniser.safetensors").exists()

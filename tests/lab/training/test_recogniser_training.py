@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from lab.training import loop
 from lab.training import recogniser as training
 from lab.training.recogniser import train_recogniser
 
@@ -9,7 +10,7 @@ from lab.training.recogniser import train_recogniser
 @pytest.fixture
 def small(monkeypatch):
     """Training in a second: two small pictures a step, a checkpoint every two steps."""
-    monkeypatch.setattr(training, "CHECKPOINT_STEPS", 2)
+    monkeypatch.setattr(loop, "CHECKPOINT_STEPS", 2)
     monkeypatch.setattr(training, "SIDES", (64,))
     return {"steps": 5, "batch": 2, "device": "cpu"}
 

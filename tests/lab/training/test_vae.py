@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 import torch
-from lab.training import vae as training
+from lab.training import loop
 from lab.training.vae import train_vae, vae_loss
 
 from foveate.demo.atlas import load_atlas
@@ -16,7 +16,7 @@ TINY = {"layers": 1, "single_layers": 1, "heads": 2, "rope": (4, 4, 8)}
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch):
-    monkeypatch.setattr(training, "CHECKPOINT_EVERY", 2)
+    monkeypatch.setattr(loop, "CHECKPOINT_STEPS", 2)
 
 
 def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path):

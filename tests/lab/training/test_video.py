@@ -9,11 +9,10 @@ import pytest
 import torch
 from lab.quality import video as judged
 from lab.quality.video import _cut, _frames, _seen, _strip, judge_video
-from lab.training import flow, video
+from lab.training import video
 from lab.training.moving import moving_scenes, render_frames
 from lab.training.painter import flow_loss
 from lab.training.stages import Stage
-from PIL import Image
 from torch import nn
 
 from foveate import HilbertA, ToMA
@@ -61,7 +60,7 @@ def test_the_model_is_trained_on_what_the_pipeline_passes():
     pipeline = video.untrained_video_pipeline(**TINY)
     painter = video.VideoPainter(pipeline)
     painter.initialise()
-    batch = video.VideoBatches(STAGE, pipeline, 0, 0, 1)[0]
+    batch = video.VideoBatches(STAGE, pipeline, 0, 1)[0]
     ids, pad = batch.text[1], pipeline.tokenizer.pad_token_id
     captions = pipeline.tokenizer.batch_decode(ids.masked_fill(~batch.text[0], pad), skip_special_tokens=True)
     seen = {}
@@ -81,16 +80,17 @@ def test_the_model_is_trained_on_what_the_pipeline_passes():
     assert latents.shift(clean) == pytest.approx(math.log(3))
 
 
-def test_the_command_makes_a_pipeline_that_draws_and_resumes(tmp_path, monkeypatch):
+def test_the_command_makes_a_pipeline_that_draws_and_resumes(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(video, "RECIPE", (STAGE,))
     monkeypatch.setattr(video, "VAE_STEPS", 2)
     monkeypatch.setattr(video, "untrained_video_pipeline", functools.partial(video.untrained_video_pipeline, **TINY))
-    monkeypatch.setattr(flow, "WORKERS", 0)
-    monkeypatch.setattr(flow, "CLOCK_EVERY", 2)
-    assert not video.make(tmp_path, batch=0.05, minutes=0)
-    assert video.make(tmp_path, batch=0.05)
-    with Image.open(next((tmp_path / "flow").glob("*.png"))) as sheet:
-        assert sheet.size == (5 * 16, 6 * 16)
+    monkeypatch.setattr(video, "SHOWN", 2)
+    video.main(tmp_path, batch=0.05, minutes=0, sample_every=0)
+    assert "stopped" in capsys.readouterr().err
+    video.main(tmp_path, batch=0.05, sample_every=0)
+    assert "done" in capsys.readouterr().err
+    assert len(list((tmp_path / "flow").glob("samples-*.png"))) == 2
+    assert json.loads((tmp_path / "recipe.json").read_text())["stages"][0]["batches"] == {"(1, 16)": 1, "(5, 16)": 1}
     frames = draw(load(str(tmp_path / "pipeline")), Request("an owl moves up", (32, 32), 1, 1.0, 0, frames=5))
     assert [frame.size for frame in frames] == 5 * [(32, 32)]
 

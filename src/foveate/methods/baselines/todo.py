@@ -7,14 +7,13 @@ block table: the tokens that are read come first, and no block reads the others.
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
-from typing import NamedTuple
 
 import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from foveate.methods.base import DenseFallback, Grid, SparseAttention, stacked
-from foveate.ops.block_table import BlockTable, block_starts, block_table
+from foveate.methods.base import DenseFallback, Grid, SparseAttention, UntiledPlan, stacked
+from foveate.ops.block_table import block_starts, block_table
 from foveate.utils.cache import persistent
 
 __all__ = ["ToDo"]
@@ -47,7 +46,7 @@ class ToDo(SparseAttention):
         """None: it is a baseline."""
         return ()
 
-    def plan(self, grids: tuple[Grid, ...], text: int, *, device: str = "cpu") -> "Downsampled":
+    def plan(self, grids: tuple[Grid, ...], text: int, *, device: str = "cpu") -> UntiledPlan:
         """Order and table: reference images and sampled tokens, which are read, then the others.
 
         Raises:
@@ -59,20 +58,9 @@ class ToDo(SparseAttention):
         return _plan(self, grids, text, device)
 
 
-class Downsampled(NamedTuple):
-    """Result of `ToDo.plan`; see `foveate.methods.base.AttentionPlan`."""
-
-    orders: tuple[Int[Tensor, "image"], ...]
-    segments: tuple[tuple[int, int], ...]
-    tables: tuple[BlockTable, ...]
-    title: str
-    nominal_sparsity: float
-    tile_maps: tuple[None, ...] = (None,)
-
-
 @lru_cache(maxsize=64)
 @persistent
-def _plan(method: ToDo, grids: tuple[Grid, ...], text: int, device: str) -> Downsampled:
+def _plan(method: ToDo, grids: tuple[Grid, ...], text: int, device: str) -> UntiledPlan:
     height, width = stacked(grids[0])
     others = [prod(grid) for grid in grids[1:]]
     rows, columns = (_nearest(side, method.factor) for side in (height, width))
@@ -85,7 +73,7 @@ def _plan(method: ToDo, grids: tuple[Grid, ...], text: int, device: str) -> Down
     starts = block_starts(front, len(rest))
     read = range(len(block_starts(front)) - 1)
     segments = [*enumerate(others, 1), (0, len(sampled)), (0, len(rest))]
-    return Downsampled(
+    return UntiledPlan(
         orders=(order.to(device),),
         segments=tuple((image, tokens) for image, tokens in segments if tokens),
         tables=(block_table([read] * (len(starts) - 1), starts),),
