@@ -144,6 +144,16 @@ def test_neighbours_share_a_tile_in_some_layer_if_the_tiles_slide_diagonally(gri
     assert neighbours_apart(grid, tiles=tiles, slide="diagonal", align=1) <= most
 
 
+@pytest.mark.parametrize("tiles", [4, 16])
+@pytest.mark.parametrize("grid", [(32, 32), (64, 64), (45, 80), (21, 45, 80)])
+def test_sliding_diagonally_costs_as_much_as_sliding_along_the_curve(grid, tiles):
+    pairs = [
+        sum(table.pairs() for table in HilbertA(tiles=tiles, slide=slide).plan((grid,), 512).tables)
+        for slide in ("curve", "diagonal")
+    ]
+    assert pairs[1] == pytest.approx(pairs[0], rel=0.005)
+
+
 def test_the_page_shows_how_many_neighbours_are_apart_in_all_layers():
     page = (Path(__file__).parents[2] / "docs" / "hilberta.md").read_text()
     for grid in (32, 32), (64, 64), (128, 128), (45, 80), (21, 45, 80):
