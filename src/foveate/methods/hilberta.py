@@ -8,7 +8,7 @@
 
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from itertools import accumulate, pairwise
+from itertools import pairwise
 from math import prod
 from typing import Literal, NamedTuple
 
@@ -211,33 +211,48 @@ def _table(curves: list[_Curve], prefix: int, block: int) -> BlockTable:
     return block_table(lists, block_starts(*(length for _, length in runs), block=block))
 
 
+class _Phase(NamedTuple):
+    """The tokens of all images in one phase of the slide."""
+
+    shared: list[tuple[int, Int[Tensor, "_"]]]  # (image, its global tokens)
+    curves: dict[int, _Curve]  # by image; only images with tiles
+
+    @property
+    def parts(self) -> list[tuple[int, Int[Tensor, "_"]]]:
+        """(image, tokens) of the consecutive parts of the order."""
+        return self.shared + [(i, curve.local) for i, curve in self.curves.items()]
+
+
+def _phase(method: HilbertA, grids: tuple[Grid, ...], tiles: int, phase: int) -> _Phase:
+    references: list[tuple[int, Tensor]] = []
+    curves: dict[int, _Curve] = {}
+    first = 0
+    for i, grid in enumerate(grids):
+        if i == 0 or method.reference == "tiled":
+            curves[i] = _along_curve(method, grid, tiles, phase, first)
+        else:
+            references.append((i, torch.arange(first, first + prod(grid))))
+        first += prod(grid)
+    return _Phase(references + [(i, curve.centre) for i, curve in curves.items()], curves)
+
+
 @lru_cache(maxsize=64)
 @persistent
 def _plan(method: HilbertA, grids: tuple[Grid, ...], text: int, block: int, device: str) -> HilbertPlan:
     tiles = method.tiles_for(grids[0])
-    firsts = [0, *accumulate(map(prod, grids))]
-    tiled = [i for i in range(len(grids)) if i == 0 or method.reference == "tiled"]
-    untiled = [(i, torch.arange(firsts[i], firsts[i + 1])) for i in range(len(grids)) if i not in tiled]
-    orders: list[Tensor] = []
-    tables: list[BlockTable] = []
-    tile_maps: list[Tensor] = []
-    for phase in range(method.period):
-        curves = {i: _along_curve(method, grids[i], tiles, phase, firsts[i]) for i in tiled}
-        prefix = untiled + [(i, curve.centre) for i, curve in curves.items()]  # (image, its global tokens)
-        parts = prefix + [(i, curve.local) for i, curve in curves.items()]
-        n_prefix = text + sum(len(tokens) for _, tokens in prefix)
-        order = torch.cat([tokens for _, tokens in parts])
-        orders.append(order if method.slide == "diagonal" or not phase else orders[0])
-        tables.append(_table([*curves.values()], n_prefix, block))
-        tile_maps.append(_tile_map(curves[0], grids[0]))
+    phases = [_phase(method, grids, tiles, phase) for phase in range(method.period)]
+    prefix = text + sum(len(tokens) for _, tokens in phases[0].shared)
+    tables = [_table([*phase.curves.values()], prefix, block) for phase in phases]
     shape = [max(map(len, tensors)) for tensors in zip(*tables, strict=True)]
+    orders = [torch.cat([tokens for _, tokens in phase.parts]).to(device) for phase in phases]
     return HilbertPlan(
-        orders=tuple(order.to(device) for order in orders),
+        # one tensor for all phases if it is one order, so that what is cached by it is made once
+        orders=tuple(orders if method.slide == "diagonal" else orders[:1] * len(orders)),
         tiles=tiles,
-        prefix=n_prefix,
-        segments=tuple((image, len(tokens)) for image, tokens in parts if len(tokens)),
+        prefix=prefix,
+        segments=tuple((image, len(tokens)) for image, tokens in phases[0].parts if len(tokens)),
         tables=tuple(table.padded(shape[0] - 1, shape[1] - 1, shape[3]) for table in tables),
-        tile_maps=torch.stack(tile_maps),
+        tile_maps=torch.stack([_tile_map(phase.curves[0], grids[0]) for phase in phases]),
     )
 
 
