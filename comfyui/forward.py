@@ -156,10 +156,10 @@ class Foveated:
         if not family.text and context.shape[1] == prod(grids[0]):
             raise DenseFallback(f"{context.shape[1]} text tokens cannot be told from as many image tokens")
         plan = self.method.plan(grids, text, device=str(x.device))
-        images, words = len(plan.order), torch.arange(text, device=plan.order.device)
-        order = [plan.order, words + images] if family.image_first else [plan.order + text, words]
+        words, first, images = torch.arange(text, device=x.device), family.image_first, len(plan.orders[0])
+        orders = [torch.cat([words + images, order] if first else [words, order + text]) for order in plan.orders]
         former = options.get("optimized_attention_override")
-        attend = Attention(plan, torch.cat(order[::-1]), self.method.dense_layer_set(), self.layers, former)
+        attend = Attention(plan, orders, self.method.dense_layer_set(), self.layers, former)
         return {"optimized_attention_override": attend}
 
     def _merging(
@@ -226,7 +226,7 @@ class Attention:
 
     Args:
         plan: Plan of sparse attention.
-        order: Positions in the attention sequence in the order of the plan, text first.
+        orders: Positions in the attention sequence in each order of the plan, text first.
         dense_layers: Numbers of the layers that stay dense.
         layers: Counts the layers.
         former: The override that was there; None if there was none.
@@ -235,12 +235,13 @@ class Attention:
     def __init__(
         self,
         plan: AttentionPlan,
-        order: Tensor,
+        orders: list[Tensor],
         dense_layers: frozenset[int],
         layers: Counter[str],
         former: Callable[..., Tensor] | None,
     ) -> None:
-        self.plan, self.order, self.dense_layers, self.layers, self.former = plan, order, dense_layers, layers, former
+        self.plan, self.orders, self.former = plan, orders, former
+        self.dense_layers, self.layers = dense_layers, layers
         self._number = -1
 
     def __call__(
@@ -248,7 +249,7 @@ class Attention:
     ) -> Tensor:
         """The output of an attention call, in the form that the caller asks for."""
         shaped = kwargs.get("skip_reshape", False)
-        tokens, mask = len(self.order), args[0] if args else kwargs.get("mask")
+        tokens, mask = len(self.orders[0]), args[0] if args else kwargs.get("mask")
         same = q.shape[2 if shaped else 1] == k.shape[2 if shaped else 1] == tokens
         self._number += same
         if not same or mask is not None or self._number in self.dense_layers:
@@ -258,9 +259,9 @@ class Attention:
         self.layers[""] += 1
         if not shaped:
             q, k, v = (x.unflatten(2, (heads, -1)).transpose(1, 2) for x in (q, k, v))
-        table = self.plan.tables[self._number % len(self.plan.tables)]
-        q, k, v = (x.index_select(2, self.order) for x in (q, k, v))
-        out = joint_attention(q, k, v, table, scatter=self.order)
+        table, order = (each[self._number % len(each)] for each in (self.plan.tables, self.orders))
+        q, k, v = (x.index_select(2, order) for x in (q, k, v))
+        out = joint_attention(q, k, v, table, scatter=order)
         return out if kwargs.get("skip_output_reshape", False) else out.transpose(1, 2).flatten(2)
 
 

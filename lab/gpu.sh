@@ -95,6 +95,11 @@ ablations() { # [25]
     --only "${ONLY:-t16,t16-paper,t16-uniform,t16-rank4,t16-rank16,t16-still,t16-bare,t16-moore,t16-raster,clear}"
 }
 
+slide() { # [10, estimated: tiles that slide diagonally over the picture against tiles that slide along the curve]
+  timed python3 -m lab.quality.distilled --out out/slide --steps 500 --compile "${commit[@]}" \
+    --only "${ONLY:-t16,t16-diagonal,t4,t4-diagonal}"
+}
+
 pixel_dit() { # [15 at 64 px, 23 at 128 px, estimated; SIZE=64 runs one of them]
   local size
   for size in ${SIZE:-64 128}; do
@@ -149,7 +154,7 @@ recomputed() { # [5]
 }
 
 parts=(
-  tests attention calls log_linear train flux flux_options sdxl built_in quality merging distilled distilled_512 ablations pixel_dit
+  tests attention calls log_linear train flux flux_options sdxl built_in quality merging distilled distilled_512 ablations slide pixel_dit
   pixel_model video prefill questions pools examples readers recomputed
 )
 for part in "${@:-${parts[@]}}"; do

@@ -67,7 +67,7 @@ def _plan(method: Clear, grid: tuple[int, int], text: int, device: str) -> Until
     table = Discs(starts, starts, offsets, seen.nonzero()[:, 1].int())
     order = raster_order(*grid, device=device)
     segments = cells * ((0, 1),)  # one for each token, so that none may merge
-    return UntiledPlan(order, order, segments, (table,), method.title, 1 - near.double().mean().item())
+    return UntiledPlan((order,), segments, (table,), method.title, 1 - near.double().mean().item())
 
 
 def radius_for(sparsity: float, grid: tuple[int, int], text: int) -> float:

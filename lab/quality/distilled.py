@@ -52,6 +52,8 @@ VARIANTS: dict[str, tuple[Method | None, dict[str, Any]]] = {
     "t16-rank4": (HilbertA(tiles=16), {"rank": 4}),
     "t16-rank16": (HilbertA(tiles=16), {"rank": 16}),
     "t16-rank256": (HilbertA(tiles=16), {"rank": 256}),
+    "t16-diagonal": (HilbertA(tiles=16, slide="diagonal"), {}),
+    "t4-diagonal": (HilbertA(tiles=4, slide="diagonal"), {}),
     "t16-still": (HilbertA(tiles=16, period=1), {}),
     "t16-bare": (HilbertA(tiles=16, centre=0), {}),
     "t16-moore": (HilbertA(tiles=16, curve="moore"), {}),

@@ -465,7 +465,7 @@ def test_distill_leaves_a_lora_and_generate_applies_its_method(folder, lora):
     assert (pixels("ours.png") == np.asarray(want)).all()
     arguments = ["--lora", lora, "--method", "hilberta", "--tiles", 2, "-o", "end_percent=0", "--out", "early.png"]
     output = succeeds("generate", "a cat", "--model", folder, *SMALL, *arguments)
-    assert "1 of 2 forwards sparse" in output
+    assert "1 of 2 forward passes sparse" in output
 
 
 def test_compare_and_eval_show_the_distilled_method_beside_the_others(folder, lora, tmp_path):

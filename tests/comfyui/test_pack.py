@@ -180,13 +180,16 @@ def mask_of(method, number, grids, text, image_first=False):
     """Which of the tokens of a layer attend to which, in raster order behind or before the text."""
     plan = method.plan(grids, text)
     images = 0 if image_first else text
-    words = torch.arange(text) + (len(plan.order) if image_first else 0)
-    place = torch.cat([words, plan.order + images]).argsort()
+    order = plan.orders[number % len(plan.orders)]
+    words = torch.arange(text) + (len(order) if image_first else 0)
+    place = torch.cat([words, order + images]).argsort()
     return plan.tables[number % len(plan.tables)].to_dense()[place][:, place]
 
 
 @every_case
-@pytest.mark.parametrize("method", [HilbertA(tiles=1), HilbertA(centre=1.0, tiles=4), HilbertA(tiles=4, align=1)])
+@pytest.mark.parametrize(
+    "method", [HilbertA(tiles=1), HilbertA(centre=1.0, tiles=4), HilbertA(tiles=4, align=1, slide="diagonal")]
+)
 def test_attention_is_that_of_the_mask(pack, cls, references, method):
     model, case = cls(), inputs(cls, references)
     grids = ((3, 8, 10),) if cls is WanModel else ((16, 20), *((8, 8) for _ in references))

@@ -96,5 +96,5 @@ def dense_mask(method, number, grids, tokens, text_first=True):
     if plan is None:
         return torch.ones(tokens, tokens, dtype=torch.bool)
     words, image = places(grids, tokens, text_first)
-    place = torch.cat([words, image[plan.order]]).argsort()
+    place = torch.cat([words, image[plan.orders[number % len(plan.orders)]]]).argsort()
     return plan.tables[number % len(plan.tables)].to_dense()[place][:, place]

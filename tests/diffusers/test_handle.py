@@ -80,7 +80,7 @@ def test_pauses_are_dense_and_a_failed_forward_pass_does_not_spoil_the_next(name
         last.forward = forward
         assert torch.equal(call(model, x), want)
         assert run.summary().outcomes[type(model).__name__] == {"": 2, "paused": 2}
-        assert "2 of 4 forwards sparse; 2 dense: paused" in str(run.summary())
+        assert "2 of 4 forward passes sparse; 2 dense: paused" in str(run.summary())
         del last.forward
     assert rows(run) == within
     assert any(method.startswith(methods[0].title.split()[0]) for method, _ in within)

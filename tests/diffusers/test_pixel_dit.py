@@ -239,7 +239,7 @@ def test_where_llsa_is_not_at_work_a_pixel_model_is_dense():
         assert "named in dense_layers" in str(run.summary())
     with foveate.apply(own, LLSA(top_k=1, min_tokens=0)) as run:
         assert torch.equal(velocity(own, x), before)
-        assert "1 of 1 forwards sparse" in str(run.summary())
+        assert "1 of 1 forward passes sparse" in str(run.summary())
     assert torch.equal(velocity(own, x), before)
 
 

@@ -20,7 +20,7 @@ sides = st.integers(1, 40)
 
 def raster_mask(plan, phase, text):
     """The plan's pattern over [text | image in raster order]."""
-    into = torch.cat([torch.arange(text), text + plan.inverse])
+    into = torch.cat([torch.arange(text), text + inverse_order(plan.orders[phase])])
     return plan.tables[phase].to_dense()[into][:, into]
 
 
@@ -101,8 +101,7 @@ def test_any_grid_keeps_the_laws_of_the_pattern(height, width, text, data):
     tiles = data.draw(st.integers(1, height * width // 32))
     plan = HilbertA(tiles=tiles).plan(((height, width),), text)
     cells = height * width
-    assert torch.equal(plan.order.sort().values, torch.arange(cells))
-    assert torch.equal(plan.order[plan.inverse], torch.arange(cells))
+    assert torch.equal(plan.orders[0].sort().values, torch.arange(cells))
     step = inverse_order(hilbert_order(height, width))
     for phase, (table, tile_map) in enumerate(zip(plan.tables, plan.tile_maps, strict=True)):
         mask = raster_mask(plan, phase, text)
@@ -122,8 +121,55 @@ def test_snapping_moves_borders_by_half_a_step_at_most():
     for a, b in zip(exact.tables, snapped.tables, strict=True):
         borders = [{int(s) for s in t.query_starts if int(s) % 64 or t is b} for t in (a, b)]
         assert all(min(abs(x - y) for y in borders[1]) <= 32 for x in borders[0])
-    cuts = exact.tile_maps[0].flatten()[exact.order].diff().nonzero().flatten() + 1
+    cuts = exact.tile_maps[0].flatten()[exact.orders[0]].diff().nonzero().flatten() + 1
     assert cuts.tolist() == [j * 1500 // 7 for j in range(1, 7)]
+
+
+def neighbours_apart(grid, **options):
+    """Fraction of the pairs of neighbouring tokens that attend to each other in no layer."""
+    maps, apart, pairs = HilbertA(**options).plan((grid,), 0).tile_maps, 0, 0
+    for axis, side in enumerate(grid, 1):
+        a, b = maps.narrow(axis, 0, side - 1), maps.narrow(axis, 1, side - 1)
+        alone = ~((a == b) | (a == -1) | (b == -1)).any(0)
+        apart, pairs = apart + int(alone.sum()), pairs + alone.numel()
+    return apart / pairs
+
+
+@pytest.mark.parametrize("tiles", [4, 16])
+@pytest.mark.parametrize(
+    ("grid", "most"),
+    [((32, 32), 0), ((64, 64), 0), ((45, 80), 0), ((96, 64), 0), ((21, 45, 80), 0), ((27, 41), 0.003)],
+)
+def test_neighbours_share_a_tile_in_some_layer_if_the_tiles_slide_diagonally(grid, most, tiles):
+    assert neighbours_apart(grid, tiles=tiles, slide="diagonal", align=1) <= most
+
+
+@pytest.mark.parametrize("tiles", [4, 16])
+@pytest.mark.parametrize("grid", [(32, 32), (64, 64), (45, 80), (21, 45, 80)])
+def test_sliding_diagonally_costs_as_much_as_sliding_along_the_curve(grid, tiles):
+    pairs = [
+        sum(table.pairs() for table in HilbertA(tiles=tiles, slide=slide).plan((grid,), 512).tables)
+        for slide in ("curve", "diagonal")
+    ]
+    assert pairs[1] == pytest.approx(pairs[0], rel=0.005)
+
+
+def test_the_page_shows_how_many_neighbours_are_apart_in_all_layers():
+    page = (Path(__file__).parents[2] / "docs" / "hilberta.md").read_text()
+    for grid in (32, 32), (64, 64), (128, 128), (45, 80), (21, 45, 80):
+        apart = (neighbours_apart(grid, tiles=16, slide=slide) for slide in ("curve", "diagonal"))
+        assert f"| {' x '.join(map(str, grid))} | {' | '.join(f'{100 * part:.1f} %' for part in apart)} |\n" in page
+
+
+@given(height=st.integers(12, 40), width=st.integers(12, 40), text=st.integers(0, 70), data=st.data())
+def test_tiles_that_slide_diagonally_are_those_of_the_first_phase_moved_over_the_image(height, width, text, data):
+    tiles = data.draw(st.integers(1, height * width // 32))
+    plan = HilbertA(tiles=tiles, slide="diagonal", centre=0, align=1).plan(((height, width),), text)
+    for phase, tile_map in enumerate(plan.tile_maps):
+        shifts = [round(side * phase / 4 / tiles ** (1 / 2)) for side in (height, width)]
+        assert torch.equal(tile_map, plan.tile_maps[0].roll(shifts, (0, 1)))
+        tile = torch.cat([torch.full((text,), -1), tile_map.flatten()])
+        assert torch.equal(raster_mask(plan, phase, text), tile_mask(tile))
 
 
 @pytest.mark.parametrize("tiles", [4, 16])
@@ -251,13 +297,14 @@ def test_plans_are_cached_and_their_tables_share_one_shape():
     assert len({tuple(map(len, table)) for table in plan.tables}) == 1
 
 
-def test_attention_through_the_plan_is_masked_attention_in_raster_order():
+@pytest.mark.parametrize("slide", ["curve", "diagonal"])
+def test_attention_through_the_plan_is_masked_attention_in_raster_order(slide):
     text, (height, width) = 21, (25, 30)
-    plan = HilbertA(tiles=3).plan(((height, width),), text)
-    into = torch.cat([torch.arange(text), text + plan.order])
-    back = torch.cat([torch.arange(text), text + plan.inverse])
+    plan = HilbertA(tiles=3, slide=slide).plan(((height, width),), text)
     q, k, v = (torch.randn(2, 2, text + height * width, 8, dtype=torch.float64, requires_grad=True) for _ in range(3))
     for phase, table in enumerate(plan.tables):
+        into = torch.cat([torch.arange(text), text + plan.orders[phase]])
+        back = inverse_order(into)
         got = block_attention(q[:, :, into], k[:, :, into], v[:, :, into], table)[:, :, back]
         want = dense_attention(q, k, v, raster_mask(plan, phase, text))[0]
         torch.testing.assert_close(got, want)
@@ -282,6 +329,7 @@ def test_attention_through_the_plan_is_masked_attention_in_raster_order():
         ({"centre": 1.5}, "not 1.5"),
         ({"curve": "peano"}, "hilbert, moore"),
         ({"reference": "local"}, "not 'local'"),
+        ({"slide": "rows"}, "not 'rows'"),
         ({"align": 0}, "align must be 1"),
         ({"dense_layers": "0-1, x"}, "not 'x'"),
         ({"start_percent": 0.5, "end_percent": 0.2}, "0.5 and 0.2"),

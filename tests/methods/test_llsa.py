@@ -14,14 +14,13 @@ from foveate.ops.joint_attention import joint_attention
 @pytest.mark.parametrize("curve", ["morton", "hilbert"])
 def test_tokens_lie_along_the_curve_and_come_back(grid, curve):
     plan = LLSA(curve=curve).plan((grid,), 7)
-    assert torch.equal(plan.order, grid_order(curve, *grid))
-    assert torch.equal(plan.order[plan.inverse], torch.arange(grid[0] * grid[1]))
+    assert torch.equal(plan.orders[0], grid_order(curve, *grid))
     assert plan.tables[0].query_tokens == 7 + grid[0] * grid[1]
 
 
 def test_a_block_of_morton_is_a_square_patch():
-    rows, columns = LLSA().plan(((32, 64),), 0).order.view(-1, 16).div(64, rounding_mode="floor"), None
-    columns = LLSA().plan(((32, 64),), 0).order.view(-1, 16) % 64
+    rows, columns = LLSA().plan(((32, 64),), 0).orders[0].view(-1, 16).div(64, rounding_mode="floor"), None
+    columns = LLSA().plan(((32, 64),), 0).orders[0].view(-1, 16) % 64
     for places in (rows, columns):
         assert ((places.amax(1) - places.amin(1)) == 3).all()
 

@@ -18,7 +18,7 @@ def test_everyone_reads_text_and_the_pixels_of_a_smaller_picture(grid, factor, t
     cells = grid[0] * grid[1]
     raster = torch.arange(cells, dtype=torch.float64).view(1, 1, *grid)
     small = interpolate(raster, size=tuple(side // factor for side in grid), mode="nearest-exact").flatten().long()
-    into = torch.cat([torch.arange(text), text + plan.inverse])
+    into = torch.cat([torch.arange(text), text + plan.orders[0].argsort()])
     seen = plan.tables[0].to_dense()[into][:, into]
     want = torch.zeros(text + cells, dtype=torch.bool)
     want[:text] = want[text + small] = True

@@ -114,7 +114,8 @@ def _plan_of_layout(stack: StackPlan, layer: Layer, layout: Layout, card: Card) 
         layout = layout.merged(stack.kept)
         order, inverse = merged_order(layout, stack.device, stack.ranks)
     else:
-        order, inverse = sequence_order(stack.attention[layout.text].order, layout, stack.ranks)
+        orders = stack.attention[layout.text].orders
+        order, inverse = sequence_order(orders[layer.number % len(orders)], layout, stack.ranks)
     if pattern is None and any(sample.padded for sample in stack.layouts):
         pattern = attend_to_all(len(order))  # padding is left out
     return LayerPlan(order, inverse, pattern, card.padding_mask is not None, tuple(layout.streams()))

@@ -107,9 +107,9 @@ class Summary(NamedTuple):
         return "".join(parts) or "no method is applied"
 
     def _title(self, name: str) -> str:
-        """Text such as "transformer: 14 of 28 forwards sparse; 14 dense: this step lies outside start_percent ..."."""
+        """Text such as "transformer: 14 of 28 forward passes sparse; 14 dense: this step lies outside ..."."""
         outcomes = self.outcomes[name]
-        texts = [f"{name}: {outcomes['']} of {outcomes.total()} forwards sparse"]
+        texts = [f"{name}: {outcomes['']} of {outcomes.total()} forward passes sparse"]
         texts += [f"{count} dense: {why}" for why, count in outcomes.items() if why]
         if name in self.replaced:
             texts.append(f"the pipeline has another {name} now, which is dense: apply again")

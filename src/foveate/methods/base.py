@@ -144,18 +144,13 @@ class AttentionPlan(Protocol):
     """The result of `SparseAttention.plan`: token order and attention pattern for one image size."""
 
     @property
-    def order(self) -> Tensor:
-        """Raster index of the image token at each position after the text."""
-        ...
-
-    @property
-    def inverse(self) -> Tensor:
-        """Position of each raster token: the inverse permutation of `order`."""
+    def orders(self) -> tuple[Tensor, ...]:
+        """Raster index of the image token at each position after the text; layer l uses ``orders[l % period]``."""
         ...
 
     @property
     def segments(self) -> tuple[tuple[int, int], ...]:
-        """(image, tokens) of the consecutive parts of `order`. Image 0 is generated, others are references.
+        """(image, tokens) of the consecutive parts of the orders. Image 0 is generated, others are references.
 
         Token merging never crosses the border of a part.
         """
@@ -185,8 +180,7 @@ class AttentionPlan(Protocol):
 class UntiledPlan(NamedTuple):
     """An `AttentionPlan` of a method that has no tiles to draw; the attributes are described there."""
 
-    order: Int[Tensor, "image"]
-    inverse: Int[Tensor, "image"]
+    orders: tuple[Int[Tensor, "image"], ...]
     segments: tuple[tuple[int, int], ...]
     tables: tuple[Pattern, ...]
     title: str
@@ -210,6 +204,10 @@ class SparseAttention(Method):
         Raises:
             DenseFallback: If it does not.
         """
+
+    def in_one_order(self) -> "SparseAttention":
+        """The method with one token order for all layers, as token merging needs it."""
+        return self
 
     @abstractmethod
     def plan(self, grids: tuple[Grid, ...], text: int, *, device: str = "cpu") -> AttentionPlan:

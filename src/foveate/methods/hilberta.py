@@ -6,7 +6,7 @@
 4. Text and a central region of the image are global: they see all tokens and all tokens see them.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import pairwise
 from math import prod
@@ -18,12 +18,12 @@ from torch import Tensor
 
 from foveate.methods.base import DenseFallback, Grid, SparseAttention
 from foveate.ops.block_table import BlockTable, block_starts, block_table
-from foveate.ops.curves import CURVES, grid_order, inverse_order
+from foveate.ops.curves import CURVES, grid_order
 from foveate.utils.cache import persistent
 
 __all__ = ["HilbertA", "HilbertPlan"]
 
-IN_TITLE = "period", "centre", "curve", "reference", "start_percent", "end_percent"
+IN_TITLE = "period", "slide", "centre", "curve", "reference", "start_percent", "end_percent"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,6 +34,10 @@ class HilbertA(SparseAttention):
         tiles: Number of tiles. "auto" takes the largest of 16, 8, 4 and 2 that leaves 256 image tokens to a tile, and
             stays dense if none does.
         period: Number of layers in which the tiles slide by one whole tile. 1 switches sliding off.
+        slide: Where the tiles slide. "curve" is along the curve, as in the paper: tokens on both sides of a border
+            between quadrants of the curve never share a tile. "diagonal" shifts the whole curve over the image, with
+            wrap-around at the edges, so that neighbouring tokens share a tile in some layer. Beside token merging,
+            which needs one order for all layers, it is "curve".
         centre: Side of the global central region, as a fraction of each side of the image. 0 switches it off.
         curve: Token order, one of `foveate.ops.curves.CURVES`.
         reference: Treatment of reference images (Kontext). "global" makes their tokens global, like text. "tiled"
@@ -54,6 +58,7 @@ class HilbertA(SparseAttention):
 
     tiles: int | Literal["auto"] = "auto"
     period: int = 4
+    slide: Literal["curve", "diagonal"] = "curve"
     centre: float = 0.25
     curve: str = "hilbert"
     reference: Literal["global", "tiled"] = "global"
@@ -82,6 +87,10 @@ class HilbertA(SparseAttention):
         """The settings of the paper."""
         return cls(tiles=4), cls(tiles=16)
 
+    def in_one_order(self) -> "HilbertA":
+        """The method with tiles that slide along the curve."""
+        return replace(self, slide="curve")
+
     def plan(self, grids: tuple[Grid, ...], text: int, *, block: int = 64, device: str = "cpu") -> "HilbertPlan":
         """The token order and the block tables of the layers. Cached by all arguments.
 
@@ -90,7 +99,7 @@ class HilbertA(SparseAttention):
                 (frames, rows, columns), and its curve is a Hilbert curve in three dimensions.
             text: Number of text tokens, which come before the image.
             block: Number of tokens in a block of the tables.
-            device: Device of `order` and `inverse`.
+            device: Device of the orders.
 
         Raises:
             DenseFallback: If `tiles="auto"` and the image is too small.
@@ -122,17 +131,15 @@ class HilbertPlan(NamedTuple):
     """Result of `HilbertA.plan`. The packed sequence is [text | global references | centre | rest of the curve].
 
     Attributes:
-        order: Raster index of the image token at each packed position after the text.
-        inverse: Packed position of each raster token.
+        orders: For each phase of the slide the raster index of the image token at each packed position after the text.
         tiles: Number of tiles.
         prefix: Number of global tokens: text, references and centre.
-        segments: (image, tokens) of the consecutive parts of `order`.
+        segments: (image, tokens) of the consecutive parts of the orders.
         tables: One table for each phase of the slide, all of one shape; layer l uses ``tables[l % period]``.
         tile_maps: For each phase the tile of every token of the generated image; -1 in the centre.
     """
 
-    order: Int[Tensor, "image"]
-    inverse: Int[Tensor, "image"]
+    orders: tuple[Int[Tensor, "image"], ...]
     tiles: int
     prefix: int
     segments: tuple[tuple[int, int], ...]
@@ -151,16 +158,17 @@ class HilbertPlan(NamedTuple):
 
 
 class _Curve(NamedTuple):
-    """The tokens of one image along its curve, and the borders of its tiles."""
+    """The tokens of one image along its curve in one phase of the slide, and the borders of its tiles."""
 
     centre: Int[Tensor, "centre"]
     local: Int[Tensor, "local"]  # outside the centre
-    borders: list[list[int]]  # [phase][tile]: index in `local` where a tile begins; the last tile wraps around
+    borders: list[int]  # index in `local` where each tile begins; the last tile wraps around
 
-    def runs(self, phase: int) -> list[tuple[int, int]]:
+    @property
+    def runs(self) -> list[tuple[int, int]]:
         """(tile, length) of each contiguous run of local tokens."""
-        cuts = [0, *self.borders[phase], len(self.local)]
-        tiles = len(self.borders[phase])
+        cuts = [0, *self.borders, len(self.local)]
+        tiles = len(self.borders)
         return [((i - 1) % tiles, b - a) for i, (a, b) in enumerate(pairwise(cuts))]
 
 
@@ -173,25 +181,27 @@ def in_centre(grid: Grid, centre: float) -> Bool[Tensor, "cells"]:
     return inside.flatten()
 
 
-def _along_curve(method: HilbertA, grid: Grid, tiles: int) -> _Curve:
-    cells = prod(grid)
+def _along_curve(method: HilbertA, grid: Grid, tiles: int, phase: int, first: int) -> _Curve:
+    """The curve through an image whose raster begins at token `first`."""
+    cells, along = prod(grid), phase * prod(grid) // (tiles * method.period)
     order = grid_order(method.curve, *grid)
+    if method.slide == "diagonal":
+        shifts = [-round(side * phase / method.period / tiles ** (1 / len(grid))) for side in grid]
+        order = torch.arange(cells).view(grid).roll(shifts, tuple(range(len(grid)))).flatten()[order]
+        along = 0
     centre = in_centre(grid, method.centre)[order]
     # tiles are cut on the full curve, then the centre is taken out of them
     rank = torch.cat([torch.zeros(1, dtype=torch.long), (~centre).cumsum(0)])
     n_local = int(rank[-1])
     g = method.align or (64 if cells // tiles >= 128 else 16)
-    borders: list[list[int]] = []
-    for phase in range(method.period):
-        cuts = (torch.arange(tiles) * cells // tiles + phase * cells // (tiles * method.period)) % cells
-        snapped = (2 * rank[cuts].sort().values + g) // (2 * g) * g
-        borders.append(snapped.clamp(max=n_local).tolist())
-    return _Curve(order[centre], order[~centre], borders)
+    cuts = (torch.arange(tiles) * cells // tiles + along) % cells
+    snapped = (2 * rank[cuts].sort().values + g) // (2 * g) * g
+    return _Curve(first + order[centre], first + order[~centre], snapped.clamp(max=n_local).tolist())
 
 
-def _table(curves: list[_Curve], phase: int, prefix: int, block: int) -> BlockTable:
+def _table(curves: list[_Curve], prefix: int, block: int) -> BlockTable:
     """The block table in which global blocks read everything, and a tile's blocks the global blocks and the tile."""
-    runs = [(-1, prefix), *(run for curve in curves for run in curve.runs(phase))]
+    runs = [(-1, prefix), *(run for curve in curves for run in curve.runs)]
     blocks = [tile for tile, length in runs for _ in range(0, length, block)]
     of_tile: dict[int, list[int]] = {}
     for i, tile in enumerate(blocks):
@@ -201,40 +211,53 @@ def _table(curves: list[_Curve], phase: int, prefix: int, block: int) -> BlockTa
     return block_table(lists, block_starts(*(length for _, length in runs), block=block))
 
 
+class _Phase(NamedTuple):
+    """The tokens of all images in one phase of the slide."""
+
+    shared: list[tuple[int, Int[Tensor, "_"]]]  # (image, its global tokens)
+    curves: dict[int, _Curve]  # by image; only images with tiles
+
+    @property
+    def parts(self) -> list[tuple[int, Int[Tensor, "_"]]]:
+        """(image, tokens) of the consecutive parts of the order."""
+        return self.shared + [(i, curve.local) for i, curve in self.curves.items()]
+
+
+def _phase(method: HilbertA, grids: tuple[Grid, ...], tiles: int, phase: int) -> _Phase:
+    references: list[tuple[int, Tensor]] = []
+    curves: dict[int, _Curve] = {}
+    first = 0
+    for i, grid in enumerate(grids):
+        if i == 0 or method.reference == "tiled":
+            curves[i] = _along_curve(method, grid, tiles, phase, first)
+        else:
+            references.append((i, torch.arange(first, first + prod(grid))))
+        first += prod(grid)
+    return _Phase(references + [(i, curve.centre) for i, curve in curves.items()], curves)
+
+
 @lru_cache(maxsize=64)
 @persistent
 def _plan(method: HilbertA, grids: tuple[Grid, ...], text: int, block: int, device: str) -> HilbertPlan:
     tiles = method.tiles_for(grids[0])
-    prefix: list[tuple[int, Tensor]] = []  # (image, its global tokens)
-    curves: dict[int, _Curve] = {}  # by image; only images with tiles
-    first = 0
-    for i, grid in enumerate(grids):
-        cells = prod(grid)
-        if i == 0 or method.reference == "tiled":
-            curve = _along_curve(method, grid, tiles)
-            curves[i] = curve._replace(centre=curve.centre + first, local=curve.local + first)
-        else:
-            prefix.append((i, torch.arange(first, first + cells)))
-        first += cells
-    prefix += [(i, curve.centre) for i, curve in curves.items()]
-    parts = prefix + [(i, curve.local) for i, curve in curves.items()]
-    order = torch.cat([tokens for _, tokens in parts])
-    n_prefix = text + sum(len(tokens) for _, tokens in prefix)
-    tables = [_table(list(curves.values()), phase, n_prefix, block) for phase in range(method.period)]
+    phases = [_phase(method, grids, tiles, phase) for phase in range(method.period)]
+    prefix = text + sum(len(tokens) for _, tokens in phases[0].shared)
+    tables = [_table([*phase.curves.values()], prefix, block) for phase in phases]
     shape = [max(map(len, tensors)) for tensors in zip(*tables, strict=True)]
+    orders = [torch.cat([tokens for _, tokens in phase.parts]).to(device) for phase in phases]
     return HilbertPlan(
-        order=order.to(device),
-        inverse=inverse_order(order).to(device),
+        # one tensor for all phases if it is one order, so that what is cached by it is made once
+        orders=tuple(orders if method.slide == "diagonal" else orders[:1] * len(orders)),
         tiles=tiles,
-        prefix=n_prefix,
-        segments=tuple((image, len(tokens)) for image, tokens in parts if len(tokens)),
+        prefix=prefix,
+        segments=tuple((image, len(tokens)) for image, tokens in phases[0].parts if len(tokens)),
         tables=tuple(table.padded(shape[0] - 1, shape[1] - 1, shape[3]) for table in tables),
-        tile_maps=torch.stack([_tile_map(curves[0], phase, grids[0]) for phase in range(method.period)]),
+        tile_maps=torch.stack([_tile_map(phase.curves[0], grids[0]) for phase in phases]),
     )
 
 
-def _tile_map(curve: _Curve, phase: int, grid: Grid) -> Int[Tensor, "*grid"]:
-    tiles, lengths = zip(*curve.runs(phase), strict=True)
+def _tile_map(curve: _Curve, grid: Grid) -> Int[Tensor, "*grid"]:
+    tiles, lengths = zip(*curve.runs, strict=True)
     tile_map = torch.full((prod(grid),), -1)
     tile_map[curve.local] = torch.tensor(tiles).repeat_interleave(torch.tensor(lengths))
     return tile_map.view(grid)

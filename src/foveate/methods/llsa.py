@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from foveate.methods.base import DenseFallback, Grid, SparseAttention, UntiledPlan
-from foveate.ops.curves import CURVES, grid_order, inverse_order
+from foveate.ops.curves import CURVES, grid_order
 from foveate.ops.hierarchical_pooling import MAX_LEVELS, check_head_dim, check_options
 from foveate.ops.joint_attention import LogLinear
 from foveate.ops.log_linear_attention import enriched_levels
@@ -90,7 +90,7 @@ class LLSA(SparseAttention):
             grids: (rows, columns) of the generated image, then of each reference image, in tokens, or (frames, rows,
                 columns) of a video. Each has its own curve.
             text: Number of text tokens, which come before the image.
-            device: Device of `order` and `inverse`.
+            device: Device of the order.
 
         Raises:
             ValueError: If `levels` or `enrich` is too large for this number of tokens.
@@ -110,8 +110,7 @@ def _plan(method: LLSA, every_level: bool, grids: tuple[Grid, ...], text: int, d
     blocks = -(-len(order) // method.block_size)
     every = f" (all {blocks} blocks)" if method.top_k >= blocks else ""
     return UntiledPlan(
-        order=order,
-        inverse=inverse_order(order),
+        orders=(order,),
         segments=tuple(enumerate(cells)),
         tables=(pattern,),
         title=f"{method.title}{every}",

@@ -110,15 +110,18 @@ class ToMA(TokenMerging):
         A run has the tokens of a tile, or the largest divisor of that number that crosses no border.
 
         Args:
-            plan: Plan of the sparse attention; a run crosses no border of its segments or tiles.
+            plan: Plan of the sparse attention in one order; a run crosses no border of its segments or tiles.
             grid: (rows, columns) of the generated image, in tokens.
 
         Raises:
             ValueError: If no run of 4 tokens or more fits between the borders.
         """
+        order = plan.orders[0]
         # the cache entry must not hold the order, or the order would never be freed
-        groups = _RUNS.get([plan.order], (self, plan.segments), lambda: self._runs(plan))
-        return Regions(plan.order, plan.inverse, groups, grid)
+        inverse, groups = _RUNS.get(
+            [order], (self, plan.segments), lambda: (persistent(inverse_order)(order), self._runs(plan))
+        )
+        return Regions(order, inverse, groups, grid)
 
     def plan(
         self,
@@ -194,7 +197,7 @@ def _hard_assignment(
     return Assignment(picks, gather.to(tokens.dtype), spread.to(tokens.dtype))
 
 
-_RUNS: WeakTensorCache[tuple[Group, ...]] = WeakTensorCache()
+_RUNS: WeakTensorCache[tuple[Tensor, tuple[Group, ...]]] = WeakTensorCache()
 
 
 def _run_length(plan: AttentionPlan, size: int) -> int:

@@ -14,7 +14,6 @@ from torch import Tensor
 
 from foveate.methods.base import DenseFallback, Grid, SparseAttention, UntiledPlan, stacked
 from foveate.ops.block_table import block_starts, block_table
-from foveate.ops.curves import inverse_order
 from foveate.utils.cache import persistent
 
 __all__ = ["ToDo"]
@@ -75,8 +74,7 @@ def _plan(method: ToDo, grids: tuple[Grid, ...], text: int, device: str) -> Unti
     read = range(len(block_starts(front)) - 1)
     segments = [*enumerate(others, 1), (0, len(sampled)), (0, len(rest))]
     return UntiledPlan(
-        order=order.to(device),
-        inverse=inverse_order(order).to(device),
+        orders=(order.to(device),),
         segments=tuple((image, tokens) for image, tokens in segments if tokens),
         tables=(block_table([read] * (len(starts) - 1), starts),),
         title=method.title,
