@@ -17,7 +17,7 @@ from foveate.cli.common import Device, Dtype
 from foveate.methods import HilbertA
 from foveate.ops.block_attention import portable
 from foveate.ops.block_table import BlockTable
-from foveate.utils.device import choose_device, choose_dtype, versions
+from foveate.utils.device import choose_device, choose_dtype, dtype_name, versions
 from foveate.utils.progress import Track, silent
 from foveate.utils.timing import peak_memory
 from lab.bench.common import TIMES, Timed, check_errors, note_failure, output_or_gradients, time_rows
@@ -95,7 +95,7 @@ def bench_attention(
         "heads": heads,
         "head_dim": head_dim,
         "text_tokens": text,
-        "dtype": str(dtype).removeprefix("torch."),
+        "dtype": dtype_name(dtype),
         "rounds": rounds,
         "rows": rows,
         "versions": versions(),

@@ -22,9 +22,9 @@ from foveate.methods import InfoFlowKV
 from foveate.methods.baselines.kv_baselines import EPIC, CacheBlend, NoRecompute
 from foveate.methods.recompute_policy import RecomputePolicy
 from foveate.transformers.context import patch_batch
-from foveate.utils.device import Stopwatch, choose_device, choose_dtype, versions
+from foveate.utils.device import choose_device, choose_dtype, versions
 from foveate.utils.progress import Track, silent
-from foveate.utils.timing import peak_memory, time_calls
+from foveate.utils.timing import Stopwatch, peak_memory, time_calls
 
 __all__ = ["Settings", "bench_context", "main", "table_of"]
 

@@ -21,9 +21,9 @@ from foveate.methods.sub_cp import Selection
 from foveate.ops import dispatch
 from foveate.ops.example_blocks import Blocks
 from foveate.ops.facility_location import best_similarity, facility_location
-from foveate.utils.device import choose_device, now, versions
+from foveate.utils.device import choose_device, versions
 from foveate.utils.progress import Track, silent
-from foveate.utils.timing import peak_memory
+from foveate.utils.timing import now, peak_memory
 from lab.bench.common import spread
 
 __all__ = ["Settings", "bench_examples", "main", "table_of"]

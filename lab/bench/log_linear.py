@@ -20,9 +20,9 @@ from foveate.cli.bench import Commit, Out, numbers, run_and_save
 from foveate.cli.common import Device, Dtype
 from foveate.ops.hierarchical_pooling import MAX_KERNEL_TOP_K, check_inputs, keys_per_query
 from foveate.ops.log_linear_attention import Options, portable
-from foveate.utils.device import choose_device, choose_dtype, now, versions
+from foveate.utils.device import choose_device, choose_dtype, dtype_name, versions
 from foveate.utils.progress import Track, silent
-from foveate.utils.timing import MIN_SECONDS, captured, peak_memory, time_calls
+from foveate.utils.timing import MIN_SECONDS, captured, now, peak_memory, time_calls
 from lab.bench.attention import TOLERANCE
 from lab.bench.common import TIMES, Timed, check_errors, check_time, note_failure, output_or_gradients, time_rows
 from lab.bench.peers import dense
@@ -166,7 +166,7 @@ def bench_log_linear(cases: Sequence[Case], settings: Settings, track: Track = s
     rows: list[dict[str, Any]] = []
     result: dict[str, Any] = {
         "what": "log-linear attention, " + ("forward and backward" if settings.backward else "forward"),
-        "dtype": str(settings.dtype).removeprefix("torch."),
+        "dtype": dtype_name(settings.dtype),
         "layout": "tokens of a head side by side" if settings.contiguous else "heads of a token side by side",
         "gradients_of_keys_checked_up_to_tokens": GRADIENTS_UP_TO if settings.backward else None,
         "rows": rows,

@@ -20,7 +20,8 @@ from foveate.bench.models import MODELS
 from foveate.diffusers.lora import using
 from foveate.diffusers.pipelines import denoiser
 from foveate.methods import HilbertA, Method
-from foveate.utils.device import now, versions
+from foveate.utils.device import versions
+from foveate.utils.timing import now
 
 METHODS: tuple[Method | None, ...] = (None, HilbertA(tiles=16))
 

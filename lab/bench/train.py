@@ -29,9 +29,9 @@ from foveate.training.pictures import NoisyPicture, NoisyPictures
 from foveate.training.pixel import MIXED, PixelRecipe, prepare, velocity_loss
 from foveate.training.run import train_step
 from foveate.training.trained import Trained
-from foveate.utils.device import choose_dtype, now, versions
+from foveate.utils.device import choose_dtype, dtype_name, versions
 from foveate.utils.progress import Track, silent
-from foveate.utils.timing import peak_memory, time_calls
+from foveate.utils.timing import now, peak_memory, time_calls
 from lab.bench.common import check_errors, check_time, note_failure
 
 __all__ = ["VARIANTS", "Settings", "Variant", "bench_train", "main", "table_of"]
@@ -358,7 +358,7 @@ def main(
     python -m lab train --pixels 32,64 --dit DiT-XS                       # a CPU
     """
     where = torch.device(training_device(device))
-    precision = str(choose_dtype(dtype, where)).removeprefix("torch.")
+    precision = dtype_name(choose_dtype(dtype, where))
     settings = Settings(where, precision, dit, patch, batch, compile, checkpointing, longest, rounds)
     usual = ["cudnn", "fa2"] if where.type == "cuda" else ["dense"]
     names = variants.split(",") if variants else [*usual, "top-k", "llsa", "llsa-2"]

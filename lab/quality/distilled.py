@@ -13,7 +13,6 @@ resumed.
 import csv
 import math
 from dataclasses import asdict
-from itertools import islice
 from pathlib import Path
 from statistics import mean
 from typing import Annotated, Any
@@ -24,7 +23,7 @@ import typer
 from foveate import HilbertA
 from foveate.cli.common import progress
 from foveate.demo import PIPELINE
-from foveate.demo.scenes import scenes
+from foveate.demo.scenes import captions
 from foveate.demo.text import TEXT_TOKENS
 from foveate.diffusers.pipelines import Request, load
 from foveate.methods import Method
@@ -102,14 +101,14 @@ def main(
     """Draw the training pictures, then distil and score one variant after the other."""
     register()
     request = Request("", (size, size), 20, None, SEED)
-    captions = [scene.caption for scene in islice(scenes(SEED), pictures)]
+    prompts = captions(pictures, SEED)
     for name, (method, options) in {name: variant(name, size) for name in only.split(",")}.items():
         chosen: dict[str, Any] = USUAL | {"rate": rate, "cool_down": cool_down} | options
         recipe = Recipe(method=method, **chosen)
         pipe: Any = load(str(PIPELINE))
         with progress() as track:
             advance = track("pictures", pictures)
-            make_pairs(out / "pairs", pipe, captions, request, at_once=at_once, advance=advance)
+            make_pairs(out / "pairs", pipe, prompts, request, at_once=at_once, advance=advance)
             torch.compiler.reset()  # each variant compiles graphs of its own, and their number is limited
             folder = out / f"{name}-{steps}-steps"
             distill(
@@ -117,7 +116,7 @@ def main(
                 pipe,
                 recipe,
                 request,
-                captions,
+                prompts,
                 pairs=out / "pairs",
                 steps=steps,
                 start=start,

@@ -17,7 +17,7 @@ from PIL import Image
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from foveate.demo.scenes import scenes
+from foveate.demo.scenes import captions
 from foveate.demo.text import TEXT_TOKENS
 from foveate.diffusers.pipelines import Request, draw_batch, fingerprint
 from foveate.training.run import Phase, Run, RunOptions, make_accelerator
@@ -147,9 +147,9 @@ class FlowTraining(Run):
 
     def drawn(self, size: Any) -> tuple[dict[str, list[Image.Image]], list[str]]:
         """The rows of a sheet of samples of a size in `Stage.batches`, and the captions of its columns."""
-        captions = [scene.caption for scene in itertools.islice(scenes(0, evaluation=True), SHOWN)]
-        requests = [Request(caption, (size, size), 20, None, seed) for seed, caption in enumerate(captions)]
-        return {f"{self.step} steps": draw_batch(self.pipeline, requests)}, captions
+        shown = captions(SHOWN, 0, evaluation=True)
+        requests = [Request(caption, (size, size), 20, None, seed) for seed, caption in enumerate(shown)]
+        return {f"{self.step} steps": draw_batch(self.pipeline, requests)}, shown
 
     def _place(self, step: int) -> tuple[int, int]:
         """The stage of a step, and the number of the step in it."""

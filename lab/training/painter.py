@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from foveate.demo.atlas import load_atlas
 from foveate.demo.scenes import render
-from foveate.diffusers.pipelines import noise_shift
+from foveate.training.pictures import noise_shift
 from foveate.training.trained import muon_and_adamw
 from lab.training.stages import Batch
 

@@ -20,7 +20,7 @@ from transformers import UMT5Config, UMT5EncoderModel
 from foveate.cli.common import Minutes, RunFolder, SampleEvery, Seed, print_outcome, progress
 from foveate.demo.atlas import load_atlas
 from foveate.demo.text import TEXT_TOKENS, t5_tokenizer
-from foveate.diffusers.pipelines import noise_shift
+from foveate.training.pictures import noise_shift
 from foveate.training.run import RunOptions
 from foveate.training.trained import muon_and_adamw
 from lab.training.flow import SHOWN, FlowTraining, Kind

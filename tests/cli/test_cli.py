@@ -88,6 +88,7 @@ def test_what_generate_is_to_draw_and_where_must_be_clear(folder, tmp_path):
     assert "holds no prompts" in fails("generate", "--prompts", "prompts.txt")
     assert "cannot read the prompts" in fails("generate", "--prompts", "none.txt")
     assert "names the folder" in fails("generate", "a cat", "--seeds", 2, "--out", "a.png")
+    assert "less than 2^63" in fails("generate", "a cat", "--seed", 2**63)
     assert "unknown --split images" in fails("generate", "a cat", "--split", "images")
 
 

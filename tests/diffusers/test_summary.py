@@ -48,6 +48,7 @@ def test_a_notebook_shows_the_same_rows_escaped():
         assert text in html
     with foveate.apply(tiny.flux(), HilbertA(tiles=2)) as run:
         assert run._repr_html_() == run.summary()._repr_html_()
+        assert repr(run) == str(run.summary())
         assert "no forward yet" in run._repr_html_()
 
 

@@ -9,7 +9,7 @@ from foveate.methods.baselines.kv_baselines import EPIC, FullPrefill
 from foveate.transformers import ChunkEncoder
 from foveate.transformers.index import ChunkIndex, index_documents
 from foveate.transformers.rag import STEPS, ask
-from foveate.utils.device import Stopwatch
+from foveate.utils.timing import Stopwatch
 from foveate.web.rag import reply_page
 
 pytestmark = pytest.mark.gpu

@@ -18,9 +18,8 @@ import foveate
 from foveate import HilbertA
 from foveate.diffusers.adapter import ModelAdapter
 from foveate.diffusers.lora import LORA_FILE, read_lora
-from foveate.diffusers.pipelines import noise_shift
 from foveate.training.distill import distill
-from foveate.training.pictures import NoisyPairs
+from foveate.training.pictures import NoisyPairs, noise_shift
 from foveate.training.run import RunOptions
 from foveate.training.student import Recipe, Student
 

@@ -7,10 +7,10 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file
 
-from foveate.diffusers.pipelines import draw, noise_shift
+from foveate.diffusers.pipelines import draw
 from foveate.training import pairs
 from foveate.training.pairs import make_pairs
-from foveate.training.pictures import NoisyPairs, captioned
+from foveate.training.pictures import NoisyPairs, captioned, noise_shift
 
 
 @torch.no_grad()

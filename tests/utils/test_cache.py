@@ -52,7 +52,7 @@ def test_plans_are_the_same_under_any_default_device_and_may_be_trained_with():
     def made():
         plan, regions = HilbertA(tiles=2).plan(((24, 33),), 7), ToMA(keep=0.5).regions(((24, 33),))
         merged = regions.merged(block_table([[0]], block_starts(799, block=799)), 7)
-        orders = plan.order, plan.inverse, regions.order, LLSA().plan(((24, 33),), 7).order, hilbert_order(5, 9)
+        orders = *plan.orders, regions.order, *LLSA().plan(((24, 33),), 7).orders, hilbert_order(5, 9)
         tables = (tensor for table in (*plan.tables, merged) for tensor in table)
         return [*tables, *orders, *plan.tile_maps, *regions.tile_maps]
 

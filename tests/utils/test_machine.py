@@ -5,7 +5,8 @@ import time
 import pytest
 import torch
 
-from foveate.utils.device import Stopwatch, versions
+from foveate.utils.device import versions
+from foveate.utils.timing import Stopwatch
 
 
 def test_steps_add_up_to_what_passed_meanwhile():

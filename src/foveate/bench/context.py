@@ -21,9 +21,9 @@ from foveate.methods.recompute_policy import RecomputePolicy
 from foveate.transformers import ChunkEncoder, Context, answers
 from foveate.transformers.context import patch_batch
 from foveate.transformers.model import check_config, load
-from foveate.utils.device import now, versions
+from foveate.utils.device import dtype_name, versions
 from foveate.utils.progress import Track, silent
-from foveate.utils.timing import peak_memory
+from foveate.utils.timing import now, peak_memory
 
 __all__ = [
     "MODELS",
@@ -224,7 +224,7 @@ def about(model: str, encoder: ChunkEncoder) -> dict[str, Any]:
         "weights": "random" if model in MODELS else "its own",
         "parameters": sum(weight.numel() for weight in encoder.model.parameters()),
         "device": encoder.device.type,
-        "dtype": str(encoder.dtype).removeprefix("torch."),
+        "dtype": dtype_name(encoder.dtype),
     }
 
 
@@ -237,7 +237,7 @@ def find_encoder(model: str, device: torch.device, dtype: torch.dtype) -> ChunkE
     if model not in MODELS:
         if "/" not in model and not model.startswith("."):
             raise ValueError(f"unknown model {model!r}: choose one of {', '.join(MODELS)}, or name a hub id or folder")
-        return ChunkEncoder(*load(model, str(device), str(dtype).removeprefix("torch."), check_config))
+        return ChunkEncoder(*load(model, str(device), dtype_name(dtype), check_config))
     if model == "llama-8b" and device.type == "cpu":
         raise ValueError("llama-8b has 8 billion parameters, too many for a CPU: use --model small, or a GPU")
     torch.manual_seed(0)

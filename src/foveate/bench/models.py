@@ -32,6 +32,7 @@ from foveate.diffusers.pipelines import Request, load, pixels_per_token
 from foveate.diffusers.steps import Call, record_step
 from foveate.methods import ComposedMethod, HilbertA, Method, ToDo, ToFu, ToMA, ToMeSD
 from foveate.methods.base import Grid
+from foveate.utils.device import dtype_name
 
 __all__ = ["MODELS", "Model", "find_model", "random_model"]
 
@@ -133,7 +134,7 @@ def _sdxl(device: torch.device, dtype: torch.dtype) -> StableDiffusionXLPipeline
 
 
 def _load(name: str, device: torch.device, dtype: torch.dtype) -> Any:
-    return load(name, str(device), str(dtype).removeprefix("torch."))
+    return load(name, str(device), dtype_name(dtype))
 
 
 def _joint_inputs(transformer: Any, grid: Grid, text: int | None) -> dict[str, Any]:

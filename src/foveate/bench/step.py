@@ -19,9 +19,9 @@ from foveate.diffusers.pipelines import denoiser
 from foveate.diffusers.steps import Call, time_steps
 from foveate.methods import LLSA, ComposedMethod, HilbertA, Method, ToMA
 from foveate.methods.base import Grid, TokenMerging
-from foveate.utils.device import choose_device, choose_dtype, now, versions
+from foveate.utils.device import choose_device, choose_dtype, dtype_name, versions
 from foveate.utils.progress import Track, silent
-from foveate.utils.timing import captured, peak_memory, time_calls
+from foveate.utils.timing import captured, now, peak_memory, time_calls
 
 __all__ = ["TOLERANCE", "Setup", "Step", "bench_step", "merging_part", "table_of"]
 
@@ -126,7 +126,7 @@ class Setup(NamedTuple):
             "parameters": sum(p.numel() for p in network.parameters()),
             "text_tokens": text,
             "device": where.type,
-            "dtype": str(pipe.dtype).removeprefix("torch."),
+            "dtype": dtype_name(pipe.dtype),
             "compiled": compile or cuda_graphs,
             "cuda_graphs": cuda_graphs,
             "versions": versions(),

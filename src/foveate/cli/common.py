@@ -35,7 +35,18 @@ Option = Annotated[
     list[str] | None,
     typer.Option("--option", "-o", help="An option of the method, as -o NAME=VALUE. Repeat it for more."),
 ]
-Seed = Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Random seed: the same seed gives the same result.")]
+
+
+def _check_seed(seed: int) -> int:
+    """The seed, if random generators take it; a largest value of the option would fill its line in the help."""
+    if seed >= 2**63:
+        raise typer.BadParameter("a seed must be less than 2^63")
+    return seed
+
+
+Seed = Annotated[
+    int, typer.Option(min=0, callback=_check_seed, help="Random seed: the same seed gives the same result.")
+]
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, mps.")]
 Dtype = Annotated[str, typer.Option(help="auto, float32, bfloat16, float16.")]
 Embed = Annotated[

@@ -15,6 +15,7 @@ from foveate.cli.common import (
     Option,
     RunFolder,
     SampleEvery,
+    Seed,
     Tiles,
     TrainingDevice,
     clear_errors,
@@ -96,9 +97,7 @@ def distill(
     minutes: Minutes = float("inf"),
     checkpoint_minutes: CheckpointMinutes = 5,
     sample_every: SampleEvery = 100,
-    seed: Annotated[
-        int, typer.Option(min=0, max=2**63 - 1, help="Random seed of pictures, order, noise and LoRA.")
-    ] = 42,
+    seed: Seed = 42,
     out: RunFolder = Path("distilled"),
     device: TrainingDevice = "auto",
     dtype: Dtype = "auto",

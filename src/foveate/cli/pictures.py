@@ -10,7 +10,7 @@ import typer
 from foveate.cli.common import console, read_size
 from foveate.demo import LORA, PIPELINE
 from foveate.methods import Method
-from foveate.utils.device import choose_device, choose_dtype
+from foveate.utils.device import choose_device, choose_dtype, dtype_name
 
 Model = Annotated[
     str,
@@ -177,7 +177,7 @@ def settings_of(pipe: Any, model: str, request: Any) -> dict[str, str]:
         "guidance": "the pipeline's own" if request.guidance is None else str(request.guidance),
         "seed": str(request.seed),
         "device": str(pipe.device),
-        "dtype": str(pipe.dtype).removeprefix("torch."),
+        "dtype": dtype_name(pipe.dtype),
     } | {name: value for name, value in more.items() if value}
 
 

@@ -30,7 +30,7 @@ from foveate.demo.text import draws_scenes
 from foveate.diffusers.apply import Handle
 from foveate.diffusers.lora import MethodLike, throughout, using
 from foveate.diffusers.pipelines import Request, denoiser, draw, draw_batch, fingerprint, makes_video
-from foveate.utils.device import versions
+from foveate.utils.device import dtype_name, versions
 from foveate.utils.errors import noting
 from foveate.utils.files import claim, slug, write_picture, write_whole
 from foveate.utils.processes import check_shared, divide, join
@@ -147,7 +147,7 @@ def evaluate(
         "steps": request.steps,
         "guidance": request.guidance,
         "seed": request.seed,
-        "dtype": str(pipeline.dtype).removeprefix("torch."),
+        "dtype": dtype_name(pipeline.dtype),
     }
     wanted = list(islice(scenes(request.seed, evaluation=True), prompts))
     requests = [request._replace(prompt=scene.caption, seed=request.seed + i) for i, scene in enumerate(wanted)]

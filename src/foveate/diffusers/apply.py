@@ -44,6 +44,9 @@ class Handle:
             self._replaced(),
         )
 
+    def __repr__(self) -> str:
+        return str(self.summary())
+
     def _repr_html_(self) -> str:
         return self.summary()._repr_html_()
 

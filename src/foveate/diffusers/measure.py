@@ -25,10 +25,11 @@ from foveate.diffusers.lora import MethodLike, throughout
 from foveate.diffusers.pipelines import Request, draw, fingerprint
 from foveate.diffusers.steps import Call
 from foveate.methods.base import layer_ranges
-from foveate.utils.device import now
+from foveate.utils.device import dtype_name
 from foveate.utils.files import claim, slug, write_picture, write_whole
 from foveate.utils.progress import Track
 from foveate.utils.similarity import psnr
+from foveate.utils.timing import now
 
 __all__ = ["Measurements"]
 
@@ -87,7 +88,7 @@ class Measurements:
             "seed": first.seed,
             "prompts": f"{crc32(json.dumps([request.prompt for request in requests]).encode()):08x}",
             "device": self._device.type,
-            "dtype": str(pipeline.dtype).removeprefix("torch."),
+            "dtype": dtype_name(pipeline.dtype),
         }
         claim(folder, {name: str(value) for name, value in settings.items()})
         self._file = folder / "measured.json"

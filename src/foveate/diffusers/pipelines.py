@@ -2,7 +2,6 @@
 """Load a pipeline and draw with it."""
 
 import json
-import math
 from collections.abc import Callable, Sequence
 from inspect import signature
 from pathlib import Path
@@ -12,7 +11,6 @@ from zlib import crc32
 
 import torch
 from diffusers import DiffusionPipeline
-from diffusers.pipelines.flux.pipeline_flux import calculate_shift
 from diffusers.utils import export_to_video
 from diffusers.utils import logging as diffusers_logging
 from PIL import Image
@@ -36,7 +34,6 @@ __all__ = [
     "frame_rate",
     "load",
     "makes_video",
-    "noise_shift",
     "own_size",
     "pixels_per_token",
     "quiet",
@@ -285,12 +282,3 @@ def _tokenizers(pipeline: DiffusionPipeline) -> dict[str, Any]:
     names = "tokenizer", "tokenizer_2", "tokenizer_3"
     found = {name: part for name in names if (part := getattr(pipeline, name, None)) is not None}
     return {name: getattr(part, "tokenizer", part) for name, part in found.items()}
-
-
-def noise_shift(scheduler: Any, tokens: int) -> float:
-    """Shift of the logit of a flow-matching scheduler's noise levels for this number of image tokens."""
-    config = scheduler.config
-    if not config.use_dynamic_shifting:
-        return math.log(config.shift)
-    names = "base_image_seq_len", "max_image_seq_len", "base_shift", "max_shift"
-    return calculate_shift(tokens, *(config[name] for name in names))

@@ -9,7 +9,7 @@ from diffusers import DiffusionPipeline
 
 from foveate.diffusers.lora import MethodLike, throughout, using
 from foveate.diffusers.pipelines import Request, denoiser, draw
-from foveate.utils.device import now
+from foveate.utils.timing import now
 
 __all__ = ["Call", "record_step", "time_steps"]
 

@@ -335,7 +335,7 @@ class _Search:
 
     def preset(self, setting: Setting, evidence: dict[str, Any]) -> Preset:
         """The preset of a setting."""
-        from foveate.utils.device import versions
+        from foveate.utils.device import dtype_name, versions
 
         cost, requests = self.measured.cost(setting.method), self.measured.requests
         numbers = sorted(self.held_out)
@@ -363,7 +363,7 @@ class _Search:
                 "steps": first.steps,
                 "guidance": first.guidance,
                 "frames": first.frames,
-                "dtype": str(self.measured.pipeline.dtype).removeprefix("torch."),
+                "dtype": dtype_name(self.measured.pipeline.dtype),
                 "device": str(self.measured.pipeline._execution_device),
                 "versions": versions(),
                 "held_out": held_out,

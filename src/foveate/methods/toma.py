@@ -26,7 +26,7 @@ from foveate.ops.curves import inverse_order
 from foveate.ops.facility_location import facility_location
 from foveate.ops.merging import Grid, Group, Merge, Regions, merge_adjacent
 from foveate.ops.soft_assignment import Assignment, soft_assignment
-from foveate.utils.cache import WeakTensorCache, persistent
+from foveate.utils.cache import WeakTensorCache, cached_by_tensor, persistent
 
 __all__ = ["ToMA"]
 
@@ -118,10 +118,8 @@ class ToMA(TokenMerging):
         """
         order = plan.orders[0]
         # the cache entry must not hold the order, or the order would never be freed
-        inverse, groups = _RUNS.get(
-            [order], (self, plan.segments), lambda: (persistent(inverse_order)(order), self._runs(plan))
-        )
-        return Regions(order, inverse, groups, grid)
+        groups = _RUNS.get([order], (self, plan.segments), lambda: self._runs(plan))
+        return Regions(order, _inverse(order), groups, grid)
 
     def plan(
         self,
@@ -197,7 +195,8 @@ def _hard_assignment(
     return Assignment(picks, gather.to(tokens.dtype), spread.to(tokens.dtype))
 
 
-_RUNS: WeakTensorCache[tuple[Tensor, tuple[Group, ...]]] = WeakTensorCache()
+_RUNS: WeakTensorCache[tuple[Group, ...]] = WeakTensorCache()
+_inverse = cached_by_tensor(inverse_order)
 
 
 def _run_length(plan: AttentionPlan, size: int) -> int:

@@ -14,10 +14,10 @@ from PIL import Image
 from torch import Tensor
 
 from foveate.diffusers.lora import LORA_FILE
-from foveate.diffusers.pipelines import Request, draw_batch, fingerprint, noise_shift
+from foveate.diffusers.pipelines import Request, draw_batch, fingerprint
 from foveate.methods import HilbertA
 from foveate.training.pairs import make_pairs
-from foveate.training.pictures import NoisyLatents, NoisyPairs
+from foveate.training.pictures import NoisyLatents, NoisyPairs, noise_shift
 from foveate.training.run import Phase, Run, RunOptions, cooled_rate, make_accelerator, split_batch
 from foveate.training.student import Recipe, Student, token_grid
 from foveate.training.trained import Trained

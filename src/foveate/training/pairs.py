@@ -17,6 +17,7 @@ from torch import Tensor
 
 from foveate.diffusers.pipelines import Request, fingerprint, text_tokens
 from foveate.training.pictures import fitted, pair_path
+from foveate.utils.device import dtype_name
 from foveate.utils.files import claim, write_whole
 
 __all__ = ["make_pairs"]
@@ -81,7 +82,7 @@ def _settings(pipeline: FluxPipeline, request: Request, given: bool) -> dict[str
     settings = {
         "weights": fingerprint(pipeline.vae if given else pipeline.transformer),
         "size": request.size,
-        "dtype": str(pipeline.dtype).removeprefix("torch."),
+        "dtype": dtype_name(pipeline.dtype),
     }
     if not given:
         settings |= {"steps": request.steps, "guidance": request.guidance, "seed": request.seed}

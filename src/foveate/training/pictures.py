@@ -6,6 +6,7 @@ Sample n follows from n and the seed alone, so a resumed run sees what an uninte
 """
 
 import json
+import math
 import random
 from collections.abc import Sequence
 from functools import lru_cache
@@ -15,6 +16,7 @@ from zlib import crc32
 
 import torch
 from diffusers.image_processor import VaeImageProcessor
+from diffusers.pipelines.flux.pipeline_flux import calculate_shift
 from jaxtyping import Float, Int
 from PIL import Image
 from safetensors.torch import load_file
@@ -33,6 +35,7 @@ __all__ = [
     "Pictures",
     "captioned",
     "fitted",
+    "noise_shift",
     "pair_path",
     "seeded",
 ]
@@ -214,6 +217,15 @@ class NoisyLatents(NamedTuple):
     level: Float[Tensor, "*batch"]
     text: Float[Tensor, "*batch words text_dim"]
     pooled: Float[Tensor, "*batch pooled_dim"]
+
+
+def noise_shift(scheduler: Any, tokens: int) -> float:
+    """Shift of the logit of a flow-matching scheduler's noise levels for this number of image tokens."""
+    config = scheduler.config
+    if not config.use_dynamic_shifting:
+        return math.log(config.shift)
+    names = "base_image_seq_len", "max_image_seq_len", "base_shift", "max_shift"
+    return calculate_shift(tokens, *(config[name] for name in names))
 
 
 class NoisyPairs(Epochs[NoisyLatents]):

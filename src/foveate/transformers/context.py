@@ -18,7 +18,7 @@ from foveate.transformers.chunk import ChunkCache
 from foveate.transformers.model import LanguageModel, Text
 from foveate.transformers.row_cache import RowCache
 from foveate.utils.choices import check_choice
-from foveate.utils.device import Stopwatch
+from foveate.utils.timing import Stopwatch
 
 __all__ = ["Context", "Patched", "PatchedBatch", "answers", "patch_batch"]
 

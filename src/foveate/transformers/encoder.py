@@ -13,6 +13,7 @@ from foveate.transformers.chunk import ChunkCache, check_fingerprint
 from foveate.transformers.context import Context
 from foveate.transformers.model import LanguageModel, Text
 from foveate.transformers.row_cache import RowCache
+from foveate.utils.device import dtype_name
 
 __all__ = ["ChunkEncoder"]
 
@@ -64,7 +65,7 @@ class ChunkEncoder(LanguageModel):
             for ids in torch.stack(list(group)).split(max(1, ENCODE_ROWS // length)):
                 for chunk in self._encode(ids):
                     if not (chunk.keys.isfinite() & chunk.values.isfinite()).all():
-                        dtype = str(self.dtype).removeprefix("torch.")
+                        dtype = dtype_name(self.dtype)
                         raise ValueError(
                             f"document {len(chunks)} overflows {dtype}: load the model in bfloat16 or float32"
                         )

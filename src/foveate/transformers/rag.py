@@ -16,7 +16,7 @@ from foveate.methods.recompute_policy import RecomputePolicy, Spans
 from foveate.transformers.context import Context, Patched
 from foveate.transformers.index import ChunkIndex
 from foveate.transformers.retrieval import choose, words_of
-from foveate.utils.device import Stopwatch, now
+from foveate.utils.timing import Stopwatch, now
 
 __all__ = ["STEPS", "Answer", "Reply", "Summary", "ask", "runs", "summarise"]
 

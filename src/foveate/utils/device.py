@@ -1,21 +1,17 @@
 # pyright: basic
-"""The machine of a run: device and dtype choice, timing of steps, and versions."""
+"""The machine of a run: choice of device and dtype, and versions."""
 
 import platform
 import re
 import subprocess
-import time
-from collections.abc import Generator
-from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
 
 import torch
 
 import foveate
 
-__all__ = ["Stopwatch", "choose_device", "choose_dtype", "now", "versions"]
+__all__ = ["choose_device", "choose_dtype", "dtype_name", "versions"]
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -52,53 +48,9 @@ def choose_dtype(dtype: str, device: torch.device) -> torch.dtype:
     return DTYPES[dtype]
 
 
-def now(device: torch.device) -> float:
-    """Clock time in seconds, after all work of the device is done."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter()
-
-
-class Stopwatch:
-    """Durations of steps on a device. A GPU is timed by CUDA events, so that steps do not wait for each other.
-
-    Examples:
-        >>> watch = Stopwatch(torch.device("cpu"))
-        >>> with watch.step("sum"):
-        ...     total = torch.ones(9).sum()
-        >>> list(watch.seconds)
-        ['sum']
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._laps: dict[str, tuple[Any, Any]] = {}
-
-    @contextmanager
-    def step(self, name: str) -> Generator[None]:
-        """Time a `with` block."""
-        start = self._mark()
-        yield
-        self._laps[name] = start, self._mark()
-
-    @property
-    def seconds(self) -> dict[str, float]:
-        """Seconds of each finished step. Waits for the device."""
-        return {name: _seconds_between(*lap) for name, lap in self._laps.items()}
-
-    def _mark(self) -> Any:
-        if self._device.type != "cuda":
-            return now(self._device)
-        mark = torch.cuda.Event(enable_timing=True)
-        mark.record(torch.cuda.current_stream(self._device))
-        return mark
-
-
-def _seconds_between(start: Any, end: Any) -> float:
-    if isinstance(start, float):
-        return end - start
-    end.synchronize()
-    return start.elapsed_time(end) / 1000
+def dtype_name(dtype: torch.dtype) -> str:
+    """Such as "bfloat16"."""
+    return str(dtype).removeprefix("torch.")
 
 
 def versions() -> dict[str, str]:

@@ -1,16 +1,66 @@
 # pyright: basic, reportPrivateImportUsage=false
-"""Time and memory of calls, for benchmarks."""
+"""Time of steps, and time and memory of calls."""
 
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 
-from foveate.utils.device import Stopwatch
-
-__all__ = ["MIN_SECONDS", "captured", "peak_memory", "time_calls"]
+__all__ = ["MIN_SECONDS", "Stopwatch", "captured", "now", "peak_memory", "time_calls"]
 
 Call = Callable[[], object]
 MIN_SECONDS = 0.005  # duration of one measurement
+
+
+def now(device: torch.device) -> float:
+    """Clock time in seconds, after all work of the device is done."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
+
+
+class Stopwatch:
+    """Durations of steps on a device. A GPU is timed by CUDA events, so that steps do not wait for each other.
+
+    Examples:
+        >>> watch = Stopwatch(torch.device("cpu"))
+        >>> with watch.step("sum"):
+        ...     total = torch.ones(9).sum()
+        >>> list(watch.seconds)
+        ['sum']
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._laps: dict[str, tuple[Any, Any]] = {}
+
+    @contextmanager
+    def step(self, name: str) -> Generator[None]:
+        """Time a `with` block."""
+        start = self._mark()
+        yield
+        self._laps[name] = start, self._mark()
+
+    @property
+    def seconds(self) -> dict[str, float]:
+        """Seconds of each finished step. Waits for the device."""
+        return {name: _seconds_between(*lap) for name, lap in self._laps.items()}
+
+    def _mark(self) -> Any:
+        if self._device.type != "cuda":
+            return now(self._device)
+        mark = torch.cuda.Event(enable_timing=True)
+        mark.record(torch.cuda.current_stream(self._device))
+        return mark
+
+
+def _seconds_between(start: Any, end: Any) -> float:
+    if isinstance(start, float):
+        return end - start
+    end.synchronize()
+    return start.elapsed_time(end) / 1000
 
 
 def time_calls(calls: Sequence[Call], rounds: int, device: torch.device) -> list[list[float]]:

@@ -17,10 +17,11 @@ from foveate.diffusers.pipelines import Request, denoiser, draw, fingerprint, fr
 from foveate.diffusers.steps import Call, record_step, time_steps
 from foveate.methods import METHODS, ComposedMethod, HilbertA, ToMA
 from foveate.ops.block_table import BlockTable
-from foveate.utils.device import now, versions
+from foveate.utils.device import versions
 from foveate.utils.files import slug, write_picture, write_whole
 from foveate.utils.progress import Track, silent
 from foveate.utils.similarity import detail_ssim, psnr, ssim
+from foveate.utils.timing import now
 from foveate.web.report import Comparison, Objects, Variant, comparison_page
 
 __all__ = ["PAGE", "comparison", "draw_variant", "showcase"]

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from foveate.transformers.index import ChunkIndex
 from foveate.transformers.rag import STEPS, Reply, Summary, summarise
-from foveate.utils.device import versions
+from foveate.utils.device import dtype_name, versions
 from foveate.web.report import duration, render
 
 __all__ = ["reply_page", "summary_cells", "token_texts"]
@@ -46,7 +46,7 @@ def reply_page(index: ChunkIndex, replies: Sequence[Reply], settings: dict[str, 
         "documents": str(len(index.documents)),
         "passages": f"{len(index.passages)}, of at most {max(map(len, index.ids))} tokens",
         "device": str(index.encoder.device),
-        "dtype": str(index.encoder.dtype).removeprefix("torch."),
+        "dtype": dtype_name(index.encoder.dtype),
     }
     shown = [(reply, _words(index, reply)) for reply in replies]
     summary = summary_cells(replies)

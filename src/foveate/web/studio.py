@@ -26,10 +26,10 @@ from foveate.transformers.documents import read_documents
 from foveate.transformers.index import index_documents, index_folder
 from foveate.transformers.model import chat_frame, unknown_words
 from foveate.transformers.rag import Reply, ask, runs
-from foveate.utils.device import now
 from foveate.utils.files import slug, write_picture
 from foveate.utils.progress import Track, silent
 from foveate.utils.similarity import psnr, ssim
+from foveate.utils.timing import now
 from foveate.web.compare import draw_variant
 from foveate.web.plots import draw_attention, draw_tiles
 from foveate.web.rag import reply_page
