@@ -101,14 +101,14 @@ def main(
     """Draw the training pictures, then distil and score one variant after the other."""
     register()
     request = Request("", (size, size), 20, None, SEED)
-    prompts = captions(pictures, SEED)
+    texts = captions(pictures, SEED)
     for name, (method, options) in {name: variant(name, size) for name in only.split(",")}.items():
         chosen: dict[str, Any] = USUAL | {"rate": rate, "cool_down": cool_down} | options
         recipe = Recipe(method=method, **chosen)
         pipe: Any = load(str(PIPELINE))
         with progress() as track:
             advance = track("pictures", pictures)
-            make_pairs(out / "pairs", pipe, prompts, request, at_once=at_once, advance=advance)
+            make_pairs(out / "pairs", pipe, texts, request, at_once=at_once, advance=advance)
             torch.compiler.reset()  # each variant compiles graphs of its own, and their number is limited
             folder = out / f"{name}-{steps}-steps"
             distill(
@@ -116,7 +116,7 @@ def main(
                 pipe,
                 recipe,
                 request,
-                prompts,
+                texts,
                 pairs=out / "pairs",
                 steps=steps,
                 start=start,
