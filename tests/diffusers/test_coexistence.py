@@ -234,7 +234,7 @@ def test_a_forward_in_which_every_layer_was_replaced_or_named_counts_as_dense(ca
             attn.set_processor(KeepsMaps(attn.processor))
         call(model, x)
         call(model, x)
-        assert "1 of 3 forward passes sparse; 2 dense: a KeepsMaps was set" in str(run.summary())
+        assert "1 of 3 forward passes sparse; 2 dense: a KeepsMaps" in str(run.summary())
         assert all("a KeepsMaps was set after apply" in why for why in whys(run))
         assert run.plans() == {}
     assert caplog.text.count("a KeepsMaps was set after apply") == 1
