@@ -241,7 +241,7 @@ def test_a_forward_in_which_every_layer_was_replaced_or_named_counts_as_dense(ca
     everywhere = HilbertA(tiles=4, dense_layers=f"0-{len(run.summary().layers) - 1}")
     with foveate.apply(model := built("flux")[0], everywhere) as run:
         assert torch.equal(call(model, x), dense)
-        assert "0 of 1 forward passes sparse; 1 dense: every layer is named" in str(run.summary())
+        assert "0 of 1 forward passes sparse; 1 dense: every layer" in str(run.summary())
 
 
 def test_a_backend_chosen_by_the_user_reaches_the_dense_steps_and_stays():
