@@ -1,5 +1,7 @@
 """Laws of the studio, without its page: it draws what the library draws, keeps what is done, and stops when told."""
 
+from pathlib import Path
+
 import pytest
 import tiny
 from PIL import Image
@@ -10,6 +12,7 @@ from foveate.diffusers.pipelines import draw
 from foveate.methods import METHODS, ToMA, method_from_text
 from foveate.utils.similarity import psnr, ssim
 from foveate.web.studio import Cancelled, Form, Question, Studio, Tab, option_help, recommended, scores
+from foveate.web.studio_page import file_of
 
 FORM = Form("a red apple", "toma", "keep=0.5", "tiny", "", "64", "2")
 
@@ -149,6 +152,18 @@ def test_attention_is_that_of_the_middle_step_and_of_recent_pictures(studio):
         drawn(studio, tab, FORM._replace(seed=str(seed)))
     with pytest.raises(ValueError, match="no longer in memory"):
         studio.attention(dense, 0, (0, 0))
+
+
+def test_a_picture_that_is_shown_again_leaves_its_file_to_those_who_read_it(tmp_path):
+    picture = Image.new("RGB", (8, 8), "red")
+    path = Path(file_of(picture, tmp_path))
+    before = path.stat()
+    assert file_of(picture.copy(), tmp_path) == str(path)
+    assert (path.stat().st_ino, path.stat().st_mtime_ns) == (before.st_ino, before.st_mtime_ns)
+    with Image.open(path) as saved:
+        assert saved.tobytes() == picture.tobytes()
+    assert file_of(Image.new("RGB", (8, 8), "blue"), tmp_path) != str(path)
+    assert len([*tmp_path.iterdir()]) == 2
 
 
 def test_scores_are_those_of_the_pictures(studio):

@@ -4,14 +4,18 @@
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
+from hashlib import sha256
 from html import escape
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import gradio as gr
+from PIL import Image
 
 from foveate.methods import METHODS, RECOMPUTE_POLICIES
 from foveate.utils.errors import remedy
+from foveate.utils.files import png, write_whole
 from foveate.utils.progress import Track
 from foveate.web.plots import enlarged
 from foveate.web.studio import Cancelled, Entry, Form, Question, Studio, Tab, option_help, recommended, scores
@@ -80,20 +84,21 @@ def serve(
     Raises:
         OSError: If the port is taken.
     """
-    page = build(studio, model, lora, documents, questions)
-    _, address, _ = page.launch(
-        server_name=host, server_port=port or None, inbrowser=browser, quiet=True, prevent_thread_lock=True,
-        allowed_paths=[str(studio.out.resolve())], footer_links=[], share=False, css=STYLE, head=NAMES,
-        theme=_theme(),
-    )  # fmt: skip
-    ready(address)
-    try:
-        while True:
-            time.sleep(3600)
-    finally:
-        for tab in studio.tabs.values():
-            tab.cancelled.set()
-        page.close(verbose=False)
+    with TemporaryDirectory() as shown:
+        page = build(studio, model, lora, documents, questions, Path(shown))
+        _, address, _ = page.launch(
+            server_name=host, server_port=port or None, inbrowser=browser, quiet=True, prevent_thread_lock=True,
+            allowed_paths=[str(studio.out.resolve())], footer_links=[], share=False, css=STYLE, head=NAMES,
+            theme=_theme(),
+        )  # fmt: skip
+        ready(address)
+        try:
+            while True:
+                time.sleep(3600)
+        finally:
+            for tab in studio.tabs.values():
+                tab.cancelled.set()
+            page.close(verbose=False)
 
 
 def _theme() -> gr.themes.Base:
@@ -112,15 +117,15 @@ def _theme() -> gr.themes.Base:
     )  # fmt: skip
 
 
-def build(studio: Studio, model: str, lora: str, documents: Path, questions: Sequence[str]) -> gr.Blocks:
-    """The page; see `serve`."""
+def build(studio: Studio, model: str, lora: str, documents: Path, questions: Sequence[str], shown: Path) -> gr.Blocks:
+    """The page; see `serve`. Pictures that it shows lie in the folder `shown`."""
     with gr.Blocks(
         title="Foveate studio", analytics_enabled=False, delete_cache=(3600, 86400), elem_id="studio"
     ) as page:
         key = gr.Textbox(visible=False)
         gr.HTML("<h1>Foveate studio</h1>")
         with gr.Tab("Pictures"):
-            _pictures(page, studio, key, model, lora)
+            _pictures(page, studio, key, model, lora, shown)
         with gr.Tab("Documents"):
             _documents(studio, key, documents, questions)
     return page.queue(max_size=64)
@@ -129,7 +134,7 @@ def build(studio: Studio, model: str, lora: str, documents: Path, questions: Seq
 # --- pictures --------------------------------------------------------------------------------------------------------
 
 
-def _pictures(page: gr.Blocks, studio: Studio, key: gr.Textbox, model: str, lora: str) -> None:
+def _pictures(page: gr.Blocks, studio: Studio, key: gr.Textbox, model: str, lora: str, folder: Path) -> None:
     """The tab that draws."""
     with gr.Row():
         with gr.Column(scale=2, min_width=300):
@@ -159,9 +164,7 @@ def _pictures(page: gr.Blocks, studio: Studio, key: gr.Textbox, model: str, lora
                 draw = gr.Button("Draw", variant="primary", elem_id="draw")
                 cancel = gr.Button("Cancel", elem_id="cancel")
         with gr.Column(scale=3, min_width=300):
-            slider = gr.ImageSlider(
-                label="Left and right: drag the line", type="pil", format="png", elem_id="slider", max_height=640
-            )
+            slider = gr.ImageSlider(label="Left and right: drag the line", elem_id="slider", max_height=640)
             line = gr.Slider(0, 100, 50, step=1, label="Position of the line", elem_id="line")
             with gr.Row():
                 left = gr.Dropdown([], label="Left", elem_id="left", min_width=120)
@@ -186,12 +189,11 @@ def _pictures(page: gr.Blocks, studio: Studio, key: gr.Textbox, model: str, lora
             look = gr.Button("Show its attention", elem_id="look")
         with gr.Row():
             tiles = gr.Image(
-                label="Right, with its tiles or merged tokens: click a place", type="pil", format="png",
+                label="Right, with its tiles or merged tokens: click a place",
                 interactive=False, elem_id="tiles", buttons=[], min_width=300,
             )  # fmt: skip
             lit = gr.ImageSlider(
-                label="Attention: left and right", type="pil", format="png", elem_id="attention", min_width=300,
-                max_height=640,
+                label="Attention: left and right", elem_id="attention", min_width=300, max_height=640
             )  # fmt: skip
 
     fields = [prompt, method, options, model_field, lora_field, size, steps, guidance, seed]
@@ -215,11 +217,11 @@ def _pictures(page: gr.Blocks, studio: Studio, key: gr.Textbox, model: str, lora
         return (
             gr.update(choices=choices, value=first.number),
             gr.update(choices=choices, value=second.number),
-            tuple(enlarged(picture, 512) for picture in pair),
+            tuple(file_of(enlarged(picture, 512), folder) for picture in pair),
             _table(first, second),
             names,
             [*dict.fromkeys((str(first.path), str(second.path)))],
-            second.tiles,
+            file_of(second.tiles, folder),
         )
 
     def begin(key: str, *values: Any, progress: Any = gr.Progress()) -> Iterator[tuple[Any, ...]]:  # noqa: B008
@@ -257,7 +259,7 @@ def _pictures(page: gr.Blocks, studio: Studio, key: gr.Textbox, model: str, lora
             return f"Attention of token {token[0]}, {token[1]} in {studio.layers(second)[int(layer or 0)]}."
 
         told = _trying(light)
-        return told, tuple(enlarged(picture, 512) for picture in pictures) or None
+        return told, tuple(file_of(enlarged(picture, 512), folder) for picture in pictures) or None
 
     def click(key: str, left: int, right: int, layer: int, event: gr.SelectData) -> tuple[Any, ...]:
         entry = studio.tabs[key].entry(right)
@@ -284,6 +286,15 @@ def _pictures(page: gr.Blocks, studio: Studio, key: gr.Textbox, model: str, lora
     look.click(attend, [key, left, right, layer, row, column], [said, lit], **AT_A_TIME, **AS_TAB)
     tiles.select(click, [key, left, right, layer], [said, lit, row, column], **AT_A_TIME, **AS_TAB)
     page.load(restore, [key, *fields], [said, *shown], queue=False, **AS_TAB)
+
+
+def file_of(picture: Image.Image, folder: Path) -> str:
+    """A PNG file of the picture, written once; Gradio itself would write it anew while a browser reads it."""
+    content = png(picture, {})
+    path = folder / f"{sha256(content).hexdigest()}.png"
+    if not path.exists():
+        write_whole(path, content)
+    return str(path)
 
 
 def _table(left: Entry, right: Entry) -> str:
