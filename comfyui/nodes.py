@@ -65,7 +65,6 @@ class FoveateHilbertA(io.ComfyNode):
             "Needs a LoRA that was distilled for it for best quality. tiles=1 is the dense model.",
             io.Int.Input("tiles", default=4, min=1, max=1024, tooltip="More tiles: faster and further from dense."),
             io.Int.Input("period", default=4, min=1, max=64, tooltip="Layers in which tiles slide by one; 1: never."),
-            io.Combo.Input("slide", options=["curve", "diagonal"], tooltip="Diagonal: fewer seams between tiles."),
             io.Float.Input("centre", default=0.25, min=0.0, max=1.0, step=0.01, tooltip="Side of the global centre."),
             io.Combo.Input("curve", options=list(CURVES), default="hilbert"),
             io.Combo.Input("reference", options=["global", "tiled"], tooltip="Attention of reference images."),

@@ -1,5 +1,6 @@
 """Laws of the ComfyUI nodes: what they do to a model that calls attention and blocks as ComfyUI's models do."""
 
+import ast
 import importlib.util
 import json
 from functools import partial
@@ -346,3 +347,24 @@ def test_the_example_workflow_names_our_nodes(pack):
         ours = {name for name in classes if name.startswith("Foveate")}
         assert ours
         assert all(f'"{name}"' in source for name in ours)
+
+
+def inputs_of(tree):
+    """Names of the inputs that a part of the nodes' source defines, in order."""
+    calls = (
+        node for node in ast.walk(tree) if isinstance(node, ast.Call) and ast.unparse(node.func).endswith(".Input")
+    )
+    return [call.args[0].value for call in sorted(calls, key=lambda call: (call.lineno, call.col_offset))]
+
+
+def test_saved_workflows_have_the_inputs_of_the_node_in_its_order(pack):
+    source = ast.parse((PACK / "nodes.py").read_text()).body
+    where = next(node for node in source if isinstance(node, ast.Assign) and node.targets[0].id == "WHERE")
+    node = next(node for node in source if getattr(node, "name", "") == "FoveateHilbertA")
+    wanted = inputs_of(node) + inputs_of(where)
+    api = json.loads((PACK / "example_workflows" / "flux_hilberta_api.json").read_text())
+    assert [name for name in api["sparse"]["inputs"] if name != "model"] == wanted
+    graph = json.loads((PACK / "example_workflows" / "flux_hilberta.json").read_text())["nodes"]
+    (saved,) = (node for node in graph if node["type"] == "FoveateHilbertA")
+    assert [one["name"] for one in saved["inputs"] if one["name"] != "model"] == wanted
+    assert saved["widgets_values"] == [value for name, value in api["sparse"]["inputs"].items() if name != "model"]

@@ -214,7 +214,7 @@ def _check_out(out: Path | None, many: bool, force: bool) -> None:
 
 
 def _unused(request: Any, method: Any, suffix: str, force: bool) -> Path:
-    """A file named after prompt, seed and method, with a number if that exists."""
+    """The first file name of prompt, seed and method that is not taken: "owl-0.png", "owl-0-2.png", ..."""
     name = f"{slug(request.prompt)}-{request.seed}{'-' + slug(method.title) if method else ''}"
     numbered = (Path(f"{name}{f'-{i}' if i else ''}{suffix}") for i in chain([0], count(2)))
     return next(path for path in numbered if force or not path.exists())

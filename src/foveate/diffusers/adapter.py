@@ -72,10 +72,13 @@ class ModelAdapter:
         if len(methods) != (self.sparse is not None) + (self.merging is not None):
             given = " + ".join(type(method).__name__ for method in methods)
             raise ValueError(f"apply takes one method of sparse attention, one of token merging, or both, not {given}")
-        if self.sparse and self.merging:
-            if self.merging.size_bias:
-                raise ValueError("size_bias needs dense attention: leave it off beside sparse attention")
-            self.sparse = self.sparse.in_one_order()
+        if self.sparse and self.merging and self.merging.size_bias:
+            raise ValueError("size_bias needs dense attention: leave it off beside sparse attention")
+        if self.sparse and self.merging and not self.sparse.has_one_order:
+            raise ValueError(
+                f"{self.sparse.title} orders tokens differently from layer to layer, and {self.merging.title} needs "
+                'one order: use slide="curve" beside token merging'
+            )
         if pipeline is None and not all(method.always for method in methods):
             raise ValueError(
                 "start_percent and end_percent need a scheduler to tell the step: apply to the pipeline, not the model"

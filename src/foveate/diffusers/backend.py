@@ -52,7 +52,7 @@ class LayerPlan:
         pattern: Which tokens attend to which; None if all attend to all.
         mask_is_padding: Whether an attention mask only hides the padding, which `order` leaves out.
         streams: Lengths of the parts of the sequence that context parallelism splits one by one: text and image.
-        parts: Plans of consecutive samples whose padding differs; empty if all samples attend by this plan.
+        parts: One plan for each run of consecutive samples with equal padding; empty if all samples use this plan.
         samples: Number of samples of each part.
         rope: (cos, sin), [tokens, head_dim] or [batch, tokens, head_dim], to rotate queries and keys by; None if the
             processor has done so. Rows for the last tokens, the text, may be left out: they are not rotated.

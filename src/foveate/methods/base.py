@@ -205,9 +205,10 @@ class SparseAttention(Method):
             DenseFallback: If it does not.
         """
 
-    def in_one_order(self) -> "SparseAttention":
-        """The method with one token order for all layers, as token merging needs it."""
-        return self
+    @property
+    def has_one_order(self) -> bool:
+        """Whether all layers share one token order, as token merging needs it."""
+        return True
 
     @abstractmethod
     def plan(self, grids: tuple[Grid, ...], text: int, *, device: str = "cpu") -> AttentionPlan:

@@ -6,7 +6,7 @@
 4. Text and a central region of the image are global: they see all tokens and all tokens see them.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
 from math import prod
@@ -36,8 +36,8 @@ class HilbertA(SparseAttention):
         period: Number of layers in which the tiles slide by one whole tile. 1 switches sliding off.
         slide: Where the tiles slide. "curve" is along the curve, as in the paper: tokens on both sides of a border
             between quadrants of the curve never share a tile. "diagonal" shifts the whole curve over the image, with
-            wrap-around at the edges, so that neighbouring tokens share a tile in some layer. Beside token merging,
-            which needs one order for all layers, it is "curve".
+            wrap-around at the edges, so that neighbouring tokens share a tile in some layer; it does not combine with
+            token merging, which needs one token order for all layers.
         centre: Side of the global central region, as a fraction of each side of the image. 0 switches it off.
         curve: Token order, one of `foveate.ops.curves.CURVES`.
         reference: Treatment of reference images (Kontext). "global" makes their tokens global, like text. "tiled"
@@ -87,9 +87,10 @@ class HilbertA(SparseAttention):
         """The settings of the paper."""
         return cls(tiles=4), cls(tiles=16)
 
-    def in_one_order(self) -> "HilbertA":
-        """The method with tiles that slide along the curve."""
-        return replace(self, slide="curve")
+    @property
+    def has_one_order(self) -> bool:
+        """Whether the tiles slide along the curve."""
+        return self.slide == "curve"
 
     def plan(self, grids: tuple[Grid, ...], text: int, *, block: int = 64, device: str = "cpu") -> "HilbertPlan":
         """The token order and the block tables of the layers. Cached by all arguments.
@@ -247,7 +248,7 @@ def _plan(method: HilbertA, grids: tuple[Grid, ...], text: int, block: int, devi
     orders = [torch.cat([tokens for _, tokens in phase.parts]).to(device) for phase in phases]
     return HilbertPlan(
         # one tensor for all phases if it is one order, so that what is cached by it is made once
-        orders=tuple(orders if method.slide == "diagonal" else orders[:1] * len(orders)),
+        orders=tuple(orders[:1] * len(orders) if method.has_one_order else orders),
         tiles=tiles,
         prefix=prefix,
         segments=tuple((image, len(tokens)) for image, tokens in phases[0].parts if len(tokens)),
