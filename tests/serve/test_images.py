@@ -48,7 +48,8 @@ def service(tmp_path_factory):
     yield address[0], process, log
     process.terminate()
     assert process.wait(60) == 0, log.read_text()
-    assert not replicas()
+    _, left = psutil.wait_procs(replicas(), timeout=60)
+    assert not left
 
 
 @pytest.fixture

@@ -396,20 +396,25 @@ def test_processes_that_build_one_index_at_once_keep_its_limit(tmp_path):
 @pytest.mark.slow
 def test_killed_processes_lose_and_spoil_nothing(tmp_path):
     ours, draw, encoded = encoder(), random.Random(0), 0
-    began = time.monotonic()
+
+    def files():
+        return {path.name for path in tmp_path.glob("*.safetensors")}
+
     os.waitpid(processes.fork(build, tmp_path, ours), 0)
-    whole = time.monotonic() - began
-    there = {path.name for path in tmp_path.glob("*.safetensors")}
+    there = files()
     assert len(there) == 40
     for version in range(1, 51):
         child = processes.fork(build, tmp_path, ours, version)
-        time.sleep(draw.uniform(0, whole / 3))
+        new, until = draw.randrange(5), time.monotonic() + 60
+        while len(files() - there) < new and time.monotonic() < until:
+            time.sleep(0.001)
+        time.sleep(draw.uniform(0, 0.05))
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
         documents = read_index(tmp_path, damaged := [])
         assert damaged == []
         assert [document.name for document in documents] == list(many())
-        found = {path.name for path in tmp_path.glob("*.safetensors")}
+        found = files()
         assert there & {file for document in documents for file in document.files} <= found
         for file in found - there:
             loaded = ChunkCache.load(tmp_path / file, ours)
