@@ -1,7 +1,7 @@
 # pyright: basic, reportArgumentType=false, reportCallIssue=false, reportPrivateImportUsage=false
 """One denoising step on several GPUs of one host under Ulysses context parallelism, checked and timed beside one GPU.
 
-torchrun --nproc-per-node 2 -m lab.bench.parallel bench --model flux-dev --grid 128x128
+torchrun --nproc-per-node 2 -m lab.bench.parallel lab/results --model flux-dev --grid 128x128
 """
 
 import argparse
@@ -30,13 +30,13 @@ def timed(pipe: Any, call: Any, method: Method | None, rounds: int) -> tuple[flo
     """Median seconds of a step on this GPU, and its output."""
     device, taken = denoiser(pipe).device, []
     with using(pipe, method):
-        for _ in range(3 + rounds):  # three to compile and warm up
+        for _ in range(2 + rounds):  # two to compile and warm up
             dist.barrier()
             torch.cuda.synchronize()
             began = now(device)
             out = denoiser(pipe)(*call.args, **call.kwargs)[0]
             taken.append(now(device) - began)
-    return median(taken[3:]), out
+    return median(taken[2:]), out
 
 
 @torch.no_grad()
@@ -48,6 +48,7 @@ def main() -> None:
     parser.add_argument("--grid", default="128x128", help="tokens: ROWSxCOLUMNS or FRAMESxROWSxCOLUMNS")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--eager", action="store_true", help="do not compile the repeated blocks")
+    parser.add_argument("--commit", help="commit of this code, where git cannot tell it")
     options, rank = parser.parse_args(), int(os.environ["LOCAL_RANK"])
     torch.cuda.set_device(rank)
     dist.init_process_group("cpu:gloo,cuda:nccl")
@@ -56,7 +57,7 @@ def main() -> None:
     pipe = model.build(torch.device("cuda", rank), torch.bfloat16)
     call = model.inputs(pipe, tuple(map(int, options.grid.split("x"))), model.text)
     if not options.eager:
-        denoiser(pipe).compile_repeated_blocks(fullgraph=True)
+        denoiser(pipe).compile_repeated_blocks()
     rows = []
     with sdpa_kernel([SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION], set_priority=True):
         alone = [timed(pipe, call, method, options.rounds) for method in METHODS]
@@ -76,7 +77,7 @@ def main() -> None:
         about = {
             "what": "one denoising step under Ulysses context parallelism", "model": options.model,
             "grid": options.grid, "gpus": dist.get_world_size(), "compiled": not options.eager,
-            "versions": versions(),
+            "versions": versions() | ({"commit": options.commit} if options.commit else {}),
         }  # fmt: skip
         options.out.mkdir(parents=True, exist_ok=True)
         file = options.out / f"parallel-{options.model}-{dist.get_world_size()}-cuda.json"

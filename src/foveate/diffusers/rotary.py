@@ -56,7 +56,7 @@ class RopeInBackend:
     def take(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Move the rotary embedding from the arguments of the block into the plans of its layers."""
         rope, plans = self.rope.of(args, kwargs), [plan_of(attn.processor) for attn in self.attentions]
-        if rope is None or not all(plan and plan.pattern is not None and not plan.parallel for plan in plans):
+        if rope is None or not all(plan and plan.pattern is not None and plan.parallel is None for plan in plans):
             return None
         for plan in plans:
             if plan.rope is None:  # that of merged tokens is set already
