@@ -80,7 +80,8 @@ def main() -> None:
             "versions": versions() | ({"commit": options.commit} if options.commit else {}),
         }  # fmt: skip
         options.out.mkdir(parents=True, exist_ok=True)
-        file = options.out / f"parallel-{options.model}-{dist.get_world_size()}-cuda.json"
+        kind = "eager" if options.eager else "compiled"
+        file = options.out / f"parallel-{options.model}-{dist.get_world_size()}-{kind}-cuda.json"
         file.write_text(json.dumps({**about, "rows": rows}, indent=2) + "\n")
     dist.destroy_process_group()
 
