@@ -5,7 +5,7 @@ import random
 import threading
 import time
 from collections import Counter
-from concurrent.futures import CancelledError, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from copy import copy
 
@@ -18,7 +18,8 @@ import uvicorn
 from foveate import InfoFlowKV
 from foveate.demo import READER
 from foveate.demo.examples import write_examples
-from foveate.serve.chat import Answerer, Completion, Message, Outcome, _Sample, chat_app
+from foveate.serve.answerer import Answerer, Completion, Message, Question, _Sample
+from foveate.serve.chat import chat_app
 from foveate.serve.http import free_port
 from foveate.transformers import ChunkEncoder
 from foveate.transformers.documents import read_documents
@@ -33,7 +34,7 @@ SETTINGS = {"prompt": PROMPT, "passage_tokens": 64, "max_new_tokens": 8}
 @contextmanager
 def serving(reader, **limits):
     """The address of a service."""
-    app = chat_app(reader, "reader", **{"key": "secret", "threads": 2, "queue": 8, "timeout": 60.0} | limits)
+    app = chat_app(reader, "reader", **{"key": "secret", "batch": 2, "queue": 6, "timeout": 60.0} | limits)
     port = free_port("127.0.0.1", 0)
     server = uvicorn.Server(uvicorn.Config(app, port=port, log_level="warning", timeout_graceful_shutdown=5))
     thread = threading.Thread(target=server.run)
@@ -162,14 +163,51 @@ def test_conversations_are_those_of_the_chat_template_with_the_passages_first(re
             reader._text_after([Message(role=role, content="a") for role in wrong])
 
 
-def test_an_answer_for_which_nobody_waits_ends_and_the_next_one_is_right(reader, texts):
-    ((question, right), *_), gone, said = texts[1].items(), threading.Event(), []
-    asked = Completion(messages=[Message(role="user", content=question)])
-    gone.set()
-    with pytest.raises(CancelledError):
-        reader.answer(asked, gone, said.append)
-    assert not said
-    assert reader.answer(asked, threading.Event()).text == right
+def question(text, emit=lambda text: None, **options):
+    return Question(Completion(messages=[Message(role="user", content=text)], **options), emit)
+
+
+def test_questions_that_are_answered_together_get_the_answers_of_each_alone(reader, texts):
+    documents, questions, _ = texts
+    given = [
+        ({}, {"max_tokens": 1}, {"documents": [*documents.values()]}, {"temperature": 2.0, "seed": 3})[i % 4]
+        for i in range(2 * len(questions))
+    ]
+    asked = [(text, options) for text, options in zip([*questions] * 2, given, strict=True)]
+    alone, said = [], [[] for _ in asked]
+    for text, options in asked:
+        reader.answer([single := question(text, **options)])
+        alone.append(single.outcome.result())
+    together = [question(text, pieces.append, **options) for (text, options), pieces in zip(asked, said, strict=True)]
+    refused = question("too long", max_tokens=9)
+    reader.answer([*together[:3], refused, *together[3:]])
+    assert [each.outcome.result() for each in together] == alone
+    assert ["".join(pieces) for pieces in said] == [outcome.text for outcome in alone]
+    assert len({outcome.completion for outcome in alone}) > 1
+    with pytest.raises(ValueError, match="max_tokens=9"):
+        refused.outcome.result()
+
+
+def test_batches_are_divided_where_a_long_text_and_a_long_answer_do_not_fit_together(reader, texts, monkeypatch):
+    documents, (text, *_), _ = texts
+    short, long = {"documents": ["w. " * 3]}, {"documents": [*documents.values()], "max_tokens": 1}
+    readings = [reader._reading(question(text, **options)) for options in (long, short, short, long)]
+    assert reader._fitting(readings) == [readings]
+    config, tokens = reader.encoder.model.config, len(readings[0].context) + len(readings[0].prompt)
+    monkeypatch.setattr(config, "max_position_embeddings", tokens + 1)
+    assert reader._fitting(readings) == [readings[:1], readings[1:3], readings[3:]]
+    reader.answer(asked := [each.question for each in readings])
+    assert all(each.outcome.result().completion for each in asked)
+
+
+def test_an_answer_for_which_nobody_waits_ends_and_the_others_are_right(reader, texts):
+    ((text, right), *_), said = texts[1].items(), []
+    gone, leaving, stays = question(text), question(text), question(text)
+    leaving.emit = lambda piece: (said.append(piece), leaving.outcome.cancel())
+    gone.outcome.cancel()
+    reader.answer([gone, leaving, stays])
+    assert len(said) == 1
+    assert stays.outcome.result().text == right
 
 
 class Waiting(Answerer):
@@ -179,19 +217,20 @@ class Waiting(Answerer):
         self.indexes = {}
         self.begun, self.stopped = threading.Semaphore(0), threading.Semaphore(0)
 
-    def answer(self, asked, stop, emit):
-        emit("so ")
+    def answer(self, questions):
+        (waits,) = questions
+        waits.emit("so ")
         self.begun.release()
-        while not stop.wait(0.01):
-            emit("on ")
+        while not waits.outcome.cancelled():
+            waits.emit("on ")
+            time.sleep(0.01)
         self.stopped.release()
-        return Outcome([], "", "stop", 1, 0, 1)
 
 
 def test_a_full_queue_refuses_and_work_stops_when_its_client_leaves_or_its_time_is_over():
     reader = Waiting()
     body = {"messages": [{"role": "user", "content": "a"}]}
-    with serving(reader, threads=1, queue=1, timeout=3.0, key="") as address, ThreadPoolExecutor(2) as clients:
+    with serving(reader, batch=1, queue=0, timeout=3.0, key="") as address, ThreadPoolExecutor(2) as clients:
         post = lambda: httpx.post(f"{address}/v1/chat/completions", json=body, timeout=60)  # noqa: E731
         both = [clients.submit(post) for _ in range(2)]
         assert reader.begun.acquire(timeout=20)

@@ -34,7 +34,7 @@ def serve(
     prefix: Prefix = "",
     chat: Chat = None,
     max_new_tokens: NewTokens = 64,
-    threads: Annotated[int, typer.Option(min=1, max=1024, help="Answers at a time.")] = 4,
+    batch: Annotated[int, typer.Option(min=1, max=1024, help="Most questions that are answered together.")] = 8,
     queue: Annotated[int, typer.Option(min=0, help="Most requests that wait; beyond, they get status 429.")] = 64,
     timeout: Timeout = 300.0,
     host: Host = "127.0.0.1",
@@ -55,7 +55,8 @@ def serve(
     import_module("fastapi")  # fails with what to install
     import uvicorn
 
-    from foveate.serve.chat import Answerer, chat_app
+    from foveate.serve.answerer import Answerer
+    from foveate.serve.chat import chat_app
     from foveate.serve.http import api_key, free_port
 
     key = api_key(host)
@@ -73,5 +74,5 @@ def serve(
     name = Path(model).name if model and Path(model).exists() else model or "built-in"
     console.print(f"serving {name} with {', '.join(names) or 'no index'}")
     print_address(host, port)
-    app = chat_app(answerer, name, key=key, threads=threads, queue=queue, timeout=timeout)
+    app = chat_app(answerer, name, key=key, batch=batch, queue=queue, timeout=timeout)
     uvicorn.run(app, host=host, port=port, log_level="warning", timeout_graceful_shutdown=5)
