@@ -5,8 +5,9 @@ from pathlib import Path
 from threading import Thread
 
 import pytest
+from PIL import Image, ImageSequence
 
-from foveate.utils.files import claim, slug, write_whole
+from foveate.utils.files import claim, slug, write_picture, write_whole
 
 
 @pytest.mark.parametrize("step", ["pathlib.Path.write_bytes", "os.replace"])
@@ -42,6 +43,14 @@ def test_two_writers_of_a_file_do_not_meet(tmp_path, monkeypatch):
     assert inner["read"] == b"ours"
     assert path.read_bytes() == b"ours"
     assert list(tmp_path.iterdir()) == [path]
+
+
+def test_frames_are_kept_exactly_also_where_nothing_moves(tmp_path):
+    frames = [Image.new("RGB", (5, 3), color) for color in ("red", "red", "blue", "blue", "red")]
+    write_picture(tmp_path / "video.png", frames[0], {"seed": "3"}, more=frames[1:])
+    with Image.open(tmp_path / "video.png") as video:
+        assert video.info["seed"] == "3"
+        assert [frame.convert("RGB") for frame in ImageSequence.Iterator(video)] == frames
 
 
 def test_any_prompt_gives_a_file_name():

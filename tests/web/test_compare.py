@@ -9,7 +9,7 @@ from contextlib import nullcontext
 import numpy as np
 import pytest
 import tiny_pipelines
-from PIL import Image
+from PIL import Image, ImageSequence
 
 from foveate import HilbertA, ToMA, apply
 from foveate.demo.untrained import untrained_pipeline
@@ -128,7 +128,7 @@ def test_a_page_says_that_the_time_is_that_of_a_step_in_which_the_method_decides
     assert page.count("a plan serves several steps") == 1
 
 
-def test_a_video_is_on_the_page_and_beside_it_with_a_picture_of_its_frames(tmp_path):
+def test_a_video_is_on_the_page_and_beside_it_and_is_not_drawn_again(tmp_path, monkeypatch):
     pytest.importorskip("imageio_ffmpeg")
     pipe, request = tiny_pipelines.wan(), Request("a cat", (64, 96), 1, None, 0, frames=9, fps=8)
     methods = [HilbertA(tiles=2, align=1)]
@@ -139,9 +139,15 @@ def test_a_video_is_on_the_page_and_beside_it_with_a_picture_of_its_frames(tmp_p
         assert base64.b64decode(video) == (tmp_path / f"{name}.mp4").read_bytes()
         with apply(pipe, method) if method else nullcontext():
             frames = draw(pipe, request)
-        with Image.open(tmp_path / f"{name}.png") as sheet:
-            wanted = [np.asarray(frames[i]) for i in (0, 2, 4, 6, 8)]
-            assert np.array_equal(np.asarray(sheet), np.concatenate(wanted, axis=1))
+        with Image.open(tmp_path / f"{name}.png") as video:
+            kept = [np.asarray(frame.convert("RGB")) for frame in ImageSequence.Iterator(video)]
+        assert np.array_equal(kept, [np.asarray(frame) for frame in frames])
+    before = {path: path.stat().st_mtime_ns for path in tmp_path.glob("*.[mp]*")}
+    monkeypatch.setattr(module, "draw", lambda *given: pytest.fail("drawn again"))
+    again = comparison(pipe, request, methods, tmp_path, settings={}, rounds=1)
+    assert {path: path.stat().st_mtime_ns for path in tmp_path.glob("*.[mp]*")} == before
+    assert again.variants[1].psnr == pytest.approx(_video_psnr(frames, again.variants[0].frames))
+    monkeypatch.undo()
     methods = []
     (tmp_path / "mine.mp4").write_bytes(b"")
     comparison(pipe, request._replace(frames=1), methods, tmp_path, settings={}, rounds=1)

@@ -4,7 +4,7 @@ import io
 import json
 import os
 import re
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import datetime
 from pathlib import Path
@@ -30,18 +30,21 @@ def write_whole(path: Path, content: bytes) -> None:
         part.unlink(missing_ok=True)
 
 
-def write_picture(path: Path, image: Image.Image, settings: dict[str, str]) -> None:
+def write_picture(path: Path, image: Image.Image, settings: dict[str, str], more: Sequence[Image.Image] = ()) -> None:
     """Write a PNG that carries its settings, see `png`."""
-    write_whole(path, png(image, settings))
+    write_whole(path, png(image, settings, more))
 
 
-def png(image: Image.Image, settings: dict[str, str]) -> bytes:
-    """A PNG that carries its settings as text chunks (`Image.open(path).text` reads them)."""
+def png(image: Image.Image, settings: dict[str, str], more: Sequence[Image.Image] = ()) -> bytes:
+    """A PNG that carries its settings as text chunks (`Image.open(path).text` reads them).
+
+    With more images it is animated: they are the frames after the first.
+    """
     chunks = PngInfo()
     for name, value in settings.items():
         chunks.add_itxt(name, value)
     file = io.BytesIO()
-    image.save(file, format="png", pnginfo=chunks)
+    image.save(file, format="png", pnginfo=chunks, save_all=bool(more), append_images=more)
     return file.getvalue()
 
 

@@ -9,7 +9,7 @@ from statistics import mean
 from typing import Any
 from zlib import crc32
 
-from PIL import Image
+from PIL import Image, ImageSequence
 
 from foveate.diffusers.apply import Handle
 from foveate.diffusers.lora import Distilled, MethodLike, throughout, using
@@ -65,7 +65,7 @@ def comparison(
 
     Pictures and page are written as soon as a picture is drawn. A picture of the same settings that is already in the
     folder is not drawn again; those of other settings that an older page was made of are removed. A video is written
-    as MP4, beside a picture of some frames.
+    as MP4, beside an animated PNG that has the exact pixels.
 
     Args:
         pipeline: A diffusers pipeline.
@@ -217,19 +217,18 @@ def _drawn(
     advance: Callable[[], None],
 ) -> tuple[list[Image.Image], float]:
     """The frames and the seconds that drawing took; a picture that is there already is not drawn again."""
-    if (told := _told(path)) and not path.with_suffix(".mp4").exists():
+    if told := _told(path):
         for _ in range(request.steps):
             advance()
         with Image.open(path) as picture:
-            return [picture.convert("RGB")], float(told["seconds"])
+            return [frame.convert("RGB") for frame in ImageSequence.Iterator(picture)], float(told["seconds"])
     with using(pipeline, method):
         start = now(pipeline.device)
         frames = draw(pipeline, request, advance)
         seconds = time.perf_counter() - start
     if len(frames) > 1:
         write_video(path.with_suffix(".mp4"), frames, frame_rate(pipeline, request))
-    image = Variant("", frames).image
-    write_picture(path, image, {**about, "seconds": f"{seconds:.3f}"})
+    write_picture(path, frames[0], {**about, "seconds": f"{seconds:.3f}"}, more=frames[1:])
     return frames, seconds
 
 
