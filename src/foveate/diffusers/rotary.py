@@ -34,8 +34,8 @@ class Rotations:
     @torch.compiler.disable
     def of(self, rope: Any, plan: LayerPlan) -> tuple[Tensor, Tensor]:
         """(cos, sin) for a layer, from the argument of its block."""
-        if self._given is not rope or self._made[0].shape[-2] != plan.tokens:
-            self._given, self._made = rope, self._memory.hold(with_text(self.card.rotation(rope), plan.tokens))
+        if self._given is not rope or self._made[0].shape[-2] != plan.held:
+            self._given, self._made = rope, self._memory.hold(with_text(self.card.rotation(rope), plan.held))
         return self._made
 
 
@@ -56,7 +56,7 @@ class RopeInBackend:
     def take(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Move the rotary embedding from the arguments of the block into the plans of its layers."""
         rope, plans = self.rope.of(args, kwargs), [plan_of(attn.processor) for attn in self.attentions]
-        if rope is None or not all(plan and plan.pattern is not None and plan.parallel is None for plan in plans):
+        if rope is None or not all(plan and plan.pattern is not None for plan in plans):
             return None
         for plan in plans:
             if plan.rope is None:  # that of merged tokens is set already
