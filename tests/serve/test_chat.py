@@ -188,6 +188,17 @@ def test_questions_that_are_answered_together_get_the_answers_of_each_alone(read
         refused.outcome.result()
 
 
+def test_a_broken_question_ends_alone(reader, texts, monkeypatch):
+    documents, questions, _ = texts
+    (text, right), *_ = questions.items()
+    monkeypatch.setattr(reader.indexes["facts"], "load", lambda numbers: 1 / 0)
+    asked = [question(text), question(text, documents=[*documents.values()])]
+    reader.answer(asked)
+    with pytest.raises(ZeroDivisionError):
+        asked[0].outcome.result()
+    assert asked[1].outcome.result().text == right
+
+
 def test_batches_are_divided_where_a_long_text_and_a_long_answer_do_not_fit_together(reader, texts, monkeypatch):
     documents, (text, *_), _ = texts
     short, long = {"documents": ["w. " * 3]}, {"documents": [*documents.values()], "max_tokens": 1}

@@ -170,17 +170,17 @@ class Answerer:
         self._encode = lru_cache(CACHED_PASSAGES)(lambda ids: encoder.encode([ids])[0])
 
     def answer(self, questions: Sequence[Question]) -> None:
-        """Answer questions together. Each ends with its outcome, or with the ValueError that says why it has none."""
+        """Answer questions together. Each ends with its outcome or its error; a ValueError is the client's fault."""
         readings = []
         for question in questions:
             try:
                 readings.append(self._reading(question))
-            except ValueError as error:
+            except Exception as error:
                 question.end(error)
         for together in self._fitting(readings):
             try:
                 self._generate(together)
-            except Exception as error:  # each client hears of it
+            except Exception as error:
                 for reading in together:
                     reading.question.end(error)
 
