@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Measures the numbers of the docs that need a GPU, part by part; minutes on an H200 in brackets.
 #
-#   bash lab/gpu.sh                     # all of them, one after another
+#   bash lab/gpu.sh                     # all of them but parallel, which needs two GPUs, one after another
 #   CUDA_VISIBLE_DEVICES=1 COMMIT=abc1234 bash lab/gpu.sh sdxl merging
 #
 # Results go to lab/results. A part that was interrupted resumes from what it left in out/. COMMIT names the commit
@@ -60,6 +60,22 @@ sdxl() { # [7]
   step sdxl 64,128 --compile "${methods[@]}"
   step sdxl 64,128 "${methods[@]}"
   profile sdxl 64,128 "${methods[@]}"
+}
+
+compiled() { # [6, estimated: eager steps beside compiled blocks and blocks as CUDA graphs]
+  local model how
+  for model in flux-dev sdxl; do
+    for how in "" --compile --cuda-graphs; do
+      step "$model" 64 --rounds 5 --method toma:keep=0.5 --method hilberta:tiles=16 $how --out "out/modes"
+    done
+  done
+}
+
+parallel() { # [6 on two GPUs]
+  local two="torchrun --standalone --nproc-per-node 2 -m lab.bench.parallel lab/results"
+  timed $two --model flux-dev --grid 128x128 --eager "${commit[@]}"
+  timed $two --model flux-dev --grid 128x128 "${commit[@]}"
+  timed $two --model wan-14b --grid 21x45x80 --rounds 2 "${commit[@]}"
 }
 
 built_in() { # [2]
@@ -154,11 +170,11 @@ recomputed() { # [5]
 }
 
 parts=(
-  tests attention calls log_linear train flux flux_options sdxl built_in quality merging distilled distilled_512 ablations slide pixel_dit
-  pixel_model video prefill questions pools examples readers recomputed
+  tests attention calls log_linear train flux flux_options sdxl compiled built_in quality merging distilled distilled_512 ablations slide
+  pixel_dit pixel_model video prefill questions pools examples readers recomputed
 )
 for part in "${@:-${parts[@]}}"; do
-  [[ " ${parts[*]} " == *" $part "* ]] || { echo "unknown part $part: choose from ${parts[*]}" && exit 2; }
+  [[ " ${parts[*]} parallel " == *" $part "* ]] || { echo "unknown part $part: choose from ${parts[*]} parallel" && exit 2; }
 done
 for part in "${@:-${parts[@]}}"; do "$part" || echo "== $part failed"; done
 echo "== $(date +%T) done"
