@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Measures the numbers of the docs that need a GPU, part by part; minutes on an H200 in brackets.
 #
-#   bash lab/gpu.sh                     # all of them but parallel, which needs two GPUs, one after another
+#   bash lab/gpu.sh                     # all of them, one after another
 #   CUDA_VISIBLE_DEVICES=1 COMMIT=abc1234 bash lab/gpu.sh sdxl merging
 #
 # Results go to lab/results. A part that was interrupted resumes from what it left in out/. COMMIT names the commit
@@ -71,7 +71,7 @@ compiled() { # [6, estimated: eager steps beside compiled blocks and blocks as C
   done
 }
 
-parallel() { # [6 on two GPUs]
+parallel() { # [6 on two GPUs, estimated; fails on one]
   local two="torchrun --standalone --nproc-per-node 2 -m lab.bench.parallel lab/results"
   timed $two --model flux-dev --grid 128x128 --eager "${commit[@]}"
   timed $two --model flux-dev --grid 128x128 "${commit[@]}"
@@ -170,11 +170,11 @@ recomputed() { # [5]
 }
 
 parts=(
-  tests attention calls log_linear train flux flux_options sdxl compiled built_in quality merging distilled distilled_512 ablations slide
+  tests attention calls log_linear train flux flux_options sdxl compiled parallel built_in quality merging distilled distilled_512 ablations slide
   pixel_dit pixel_model video prefill questions pools examples readers recomputed
 )
 for part in "${@:-${parts[@]}}"; do
-  [[ " ${parts[*]} parallel " == *" $part "* ]] || { echo "unknown part $part: choose from ${parts[*]} parallel" && exit 2; }
+  [[ " ${parts[*]} " == *" $part "* ]] || { echo "unknown part $part: choose from ${parts[*]}" && exit 2; }
 done
 for part in "${@:-${parts[@]}}"; do "$part" || echo "== $part failed"; done
 echo "== $(date +%T) done"

@@ -188,6 +188,7 @@ with foveate.apply(model, *methods):
         recorded.append(counters["inductor"]["cudagraph_recorded_non_static_inputs"])
 of_pictures = [recorded[i : i + 4] for i in range(0, 16, 4)]
 assert recorded[-1] > 0, recorded
+assert recorded[0] == 0 or name == "sdxl", recorded  # equal blocks of a U-Net record within the first pass
 assert all(last == before for *_, before, last in of_pictures), recorded  # no plan makes it record anew
 assert recorded[9] == recorded[-1], recorded  # nor does a size that was seen twice
 """

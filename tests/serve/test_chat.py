@@ -202,13 +202,20 @@ def test_a_broken_question_ends_alone(reader, texts, monkeypatch):
 def test_batches_are_divided_where_a_long_text_and_a_long_answer_do_not_fit_together(reader, texts, monkeypatch):
     documents, (text, *_), _ = texts
     short, long = {"documents": ["w. " * 3]}, {"documents": [*documents.values()], "max_tokens": 1}
-    readings = [reader._reading(question(text, **options)) for options in (long, short, short, long)]
-    assert reader._fitting(readings) == [readings]
+    readings = [reader._prepare(question(text, **options)) for options in (long, short, short, long)]
+    assert reader._grouped(readings) == [readings]
     config, tokens = reader.encoder.model.config, len(readings[0].context) + len(readings[0].prompt)
     monkeypatch.setattr(config, "max_position_embeddings", tokens + 1)
-    assert reader._fitting(readings) == [readings[:1], readings[1:3], readings[3:]]
+    assert reader._grouped(readings) == [readings[:1], readings[1:3], readings[3:]]
     reader.answer(asked := [each.question for each in readings])
     assert all(each.outcome.result().completion for each in asked)
+
+
+def test_a_model_without_an_end_token_answers_one_question_at_a_time(reader, texts, monkeypatch):
+    _, (text, *_), _ = texts
+    monkeypatch.setattr(reader.encoder.model.generation_config, "eos_token_id", None)
+    reader.answer(asked := [question(text), question(text, max_tokens=1)])
+    assert [each.outcome.result().finish for each in asked] == ["length", "length"]
 
 
 def test_an_answer_for_which_nobody_waits_ends_and_the_others_are_right(reader, texts):

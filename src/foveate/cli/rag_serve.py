@@ -34,7 +34,14 @@ def serve(
     prefix: Prefix = "",
     chat: Chat = None,
     max_new_tokens: NewTokens = 64,
-    batch: Annotated[int, typer.Option(min=1, max=1024, help="Most questions that are answered together.")] = 8,
+    batch: Annotated[
+        int,
+        typer.Option(
+            min=1,
+            max=1024,
+            help="Largest number of questions answered together; each holds a copy of its passages in memory.",
+        ),
+    ] = 8,
     queue: Annotated[int, typer.Option(min=0, help="Most requests that wait; beyond, they get status 429.")] = 64,
     timeout: Timeout = 300.0,
     host: Host = "127.0.0.1",

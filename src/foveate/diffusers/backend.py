@@ -86,8 +86,8 @@ class LayerPlan:
         return getattr(self.parallel, "context_parallel_config", None)
 
     @property
-    def held(self) -> int:
-        """Number of tokens that this process holds."""
+    def local_tokens(self) -> int:
+        """Number of tokens on this process; all of them without context parallelism."""
         context = self.context_parallel_config
         return self.tokens if context is None else local_tokens(self.streams, context)
 
@@ -228,7 +228,7 @@ def foveate_attention(
         watch, plan.watch = plan.watch, None
         others = (attn_mask, dropout_p, is_causal, scale, enable_gqa, plan)
         watch(lambda values: foveate_attention(query, key, values, *others), value)
-    context, tokens = plan.context_parallel_config, plan.held
+    context, tokens = plan.context_parallel_config, plan.local_tokens
     rope = None if plan.rope is None else with_text(plan.rope, tokens)
     fits = query.shape[1] == key.shape[1] == tokens and (attn_mask is None or plan.mask_is_padding)
     if not fits or plan.pattern is None:
@@ -242,7 +242,7 @@ def foveate_attention(
         )  # fmt: skip
     if context is None:
         return _attend(query, key, value, plan, rope)
-    if rope is not None:  # that of the tokens that this process holds
+    if rope is not None:  # that of this process's tokens
         query, key, value = permute_tokens(query, key, value, rope=rope)
     group = context._ulysses_mesh.get_group()  # each process gets all tokens of some heads
     if context.ulysses_anything:

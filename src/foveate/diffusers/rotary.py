@@ -34,8 +34,8 @@ class Rotations:
     @torch.compiler.disable
     def of(self, rope: Any, plan: LayerPlan) -> tuple[Tensor, Tensor]:
         """(cos, sin) for a layer, from the argument of its block."""
-        if self._given is not rope or self._made[0].shape[-2] != plan.held:
-            self._given, self._made = rope, self._memory.hold(with_text(self.card.rotation(rope), plan.held))
+        if self._given is not rope or self._made[0].shape[-2] != plan.local_tokens:
+            self._given, self._made = rope, self._memory.hold(with_text(self.card.rotation(rope), plan.local_tokens))
         return self._made
 
 

@@ -1,5 +1,5 @@
 # pyright: basic
-"""Answers about documents from cached chunks: requests as OpenAI's chat completions, answered in batches."""
+"""Answers questions about documents from their cached keys and values, several questions in one batch."""
 
 import secrets
 from collections.abc import Callable, Mapping, Sequence
@@ -104,22 +104,22 @@ class Outcome(NamedTuple):
 
 
 class Question:
-    """A request under way.
+    """A request that is being answered.
 
     Args:
-        asked: What to answer.
-        emit: Called with each piece of the answer's text.
+        asked: The request.
+        emit: Called with each new piece of the answer, for streaming.
 
     Attributes:
-        outcome: The finished answer, or the error. Cancelling it ends the answer.
+        outcome: The finished answer, or the error. Cancel it to stop generating.
     """
 
     def __init__(self, asked: Completion, emit: Callable[[str], object] = lambda text: None) -> None:
         self.asked, self.emit = asked, emit
         self.outcome: Future[Outcome] = Future()
 
-    def end(self, found: Outcome | Exception) -> None:
-        """Set the outcome, unless nobody waits for it any more."""
+    def finish(self, found: Outcome | Exception) -> None:
+        """Set the outcome, unless the question was cancelled."""
         with suppress(InvalidStateError):
             if isinstance(found, Outcome):
                 self.outcome.set_result(found)
@@ -127,8 +127,8 @@ class Question:
                 self.outcome.set_exception(found)
 
 
-class _Reading(NamedTuple):
-    """A question, the passages to read for it, and the prompt after them."""
+class _Prepared(NamedTuple):
+    """A question with its passages and the prompt that follows them."""
 
     question: Question
     names: list[str]
@@ -170,59 +170,64 @@ class Answerer:
         self._encode = lru_cache(CACHED_PASSAGES)(lambda ids: encoder.encode([ids])[0])
 
     def answer(self, questions: Sequence[Question]) -> None:
-        """Answer questions together. Each ends with its outcome or its error; a ValueError is the client's fault."""
-        readings = []
+        """Answer questions together. Each gets its outcome or its error; a ValueError means a bad request."""
+        prepared = []
         for question in questions:
             try:
-                readings.append(self._reading(question))
+                prepared.append(self._prepare(question))
             except Exception as error:
-                question.end(error)
-        for together in self._fitting(readings):
+                question.finish(error)
+        for group in self._grouped(prepared):
             try:
-                self._generate(together)
+                self._generate(group)
             except Exception as error:
-                for reading in together:
-                    reading.question.end(error)
+                for each in group:
+                    each.question.finish(error)
 
-    def _fitting(self, readings: Sequence[_Reading]) -> list[list[_Reading]]:
-        """Readings in batches whose longest text, followed by the longest answer, fits into the model's context."""
-        batches: list[list[_Reading]] = []
-        for reading in readings:
-            batch = [*batches[-1], reading] if batches else [reading]
-            tokens = max(len(each.context) + len(each.prompt) for each in batch)
-            tokens += max(each.new_tokens for each in batch)
-            if batches and tokens <= self.encoder.model.config.max_position_embeddings:
-                batches[-1] = batch
+    def _grouped(self, questions: Sequence[_Prepared]) -> list[list[_Prepared]]:
+        """Consecutive questions that can share a batch: the longest text plus the longest answer fits the context.
+
+        A model without an end token answers one at a time: `generate` could not pad answers that end early.
+        """
+        longest = self.encoder.model.config.max_position_embeddings
+        if self.encoder.model.generation_config.eos_token_id is None:
+            return [[one] for one in questions]
+        groups: list[list[_Prepared]] = []
+        for one in questions:
+            group = [*groups[-1], one] if groups else [one]
+            tokens = max(len(each.context) + len(each.prompt) for each in group)
+            if groups and tokens + max(each.new_tokens for each in group) <= longest:
+                groups[-1] = group
             else:
-                batches.append([reading])
-        return batches
+                groups.append([one])
+        return groups
 
-    def _reading(self, question: Question) -> _Reading:
+    def _prepare(self, question: Question) -> _Prepared:
         asked = question.asked
         new_tokens = asked.max_completion_tokens or asked.max_tokens or self.max_new_tokens
         if new_tokens > self.max_new_tokens:
             raise ValueError(f"max_tokens={new_tokens} is more than the {self.max_new_tokens} that this service gives")
         prompt = self.encoder.tokens(self._text_after(asked.messages))
         names, chunks = self._read(asked, len(self.encoder.prefix) + len(prompt) + new_tokens)
-        return _Reading(question, names, self.encoder.compose(chunks), prompt, new_tokens)
+        return _Prepared(question, names, self.encoder.compose(chunks), prompt, new_tokens)
 
-    def _generate(self, readings: Sequence[_Reading]) -> None:
+    def _generate(self, group: Sequence[_Prepared]) -> None:
         ends = self.encoder.model.generation_config.eos_token_id
         ends = ends if isinstance(ends, list) else [ends]
-        texts = [_Text(self.encoder.tokenizer, each.question, each.new_tokens, ends) for each in readings]
-        contexts, prompts = [each.context for each in readings], [each.prompt for each in readings]
-        room = max(each.new_tokens for each in readings)
-        batch = patch_batch(contexts, prompts, [self.method] * len(readings), room=room)
+        answers = [_Answer(self.encoder.tokenizer, each.question, each.new_tokens, ends) for each in group]
+        contexts, prompts = [each.context for each in group], [each.prompt for each in group]
+        longest = max(each.new_tokens for each in group)
+        batch = patch_batch(contexts, prompts, [self.method] * len(group), room=longest)
         try:
-            samples = _Samples([each.question.asked for each in readings])
-            batch.generate(max_new_tokens=room, logits_processor=[samples], stopping_criteria=[_Texts(texts)])
+            sample, stop = _SampleEach([each.question.asked for each in group]), _StopEach(answers)
+            batch.generate(max_new_tokens=longest, logits_processor=[sample], stopping_criteria=[stop])
         finally:
             batch.close()
-        for reading, text, rows in zip(readings, texts, batch.rows, strict=True):
-            words = self.encoder.tokenizer.decode(text.ids, skip_special_tokens=True).lstrip()
-            finish, read = "stop" if text.ids[-1] in ends else "length", len(reading.context)
-            tokens = read + len(reading.prompt), read - len(rows), len(text.ids)
-            reading.question.end(Outcome(reading.names, words, finish, *tokens))
+        for each, answer, rows in zip(group, answers, batch.rows, strict=True):
+            text = self.encoder.tokenizer.decode(answer.ids, skip_special_tokens=True).lstrip()
+            finish, read = "stop" if answer.ids[-1] in ends else "length", len(each.context)
+            tokens = read + len(each.prompt), read - len(rows), len(answer.ids)
+            each.question.finish(Outcome(each.names, text, finish, *tokens))
 
     def _read(self, asked: Completion, used: int) -> tuple[list[str], list[ChunkCache]]:
         """Names and chunks of the passages, which fit into the model's context beside `used` tokens."""
@@ -277,11 +282,11 @@ class Answerer:
         return whole.partition(USER_TEXT)[2]
 
 
-class _Text(TextStreamer):
-    """The text of an answer as it grows; words are emitted as they are complete.
+class _Answer(TextStreamer):
+    """An answer while it is generated. Each word is emitted as soon as it is complete.
 
     Attributes:
-        ids: Tokens so far.
+        ids: Token ids so far.
     """
 
     def __init__(self, tokenizer: Any, question: Question, most: int, ends: Sequence[int | None]) -> None:
@@ -290,18 +295,18 @@ class _Text(TextStreamer):
         self.ids: list[int] = []
 
     @property
-    def complete(self) -> bool:
-        """Whether no more tokens follow, or nobody waits for them."""
+    def ended(self) -> bool:
+        """Whether the last token ends the answer, it is as long as it may be, or the question was cancelled."""
         return self._question.outcome.cancelled() or self.ids[-1] in self._ends or len(self.ids) == self._most
 
     def add(self, token: int) -> bool:
-        """Take the next token, unless the text is complete already. Returns whether it is now."""
-        if not (self.ids and self.complete):
+        """Append a token unless the answer has ended. Returns whether it has ended now."""
+        if not (self.ids and self.ended):
             self.ids.append(token)
             self.put(torch.tensor([token]))
-            if self.complete:
+            if self.ended:
                 self.end()
-        return self.complete
+        return self.ended
 
     def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
         text = text if self._begun else text.lstrip()
@@ -310,20 +315,20 @@ class _Text(TextStreamer):
             self._question.emit(text)
 
 
-class _Texts(StoppingCriteria):
-    """Gives each text of a batch its next token, and ends those that are complete."""
+class _StopEach(StoppingCriteria):
+    """Appends the new token of each row to its answer, and stops the rows whose answers have ended."""
 
-    def __init__(self, texts: Sequence[_Text]) -> None:
-        self._texts = texts
+    def __init__(self, answers: Sequence[_Answer]) -> None:
+        self._answers = answers
 
     def __call__(self, input_ids: Tensor, scores: Any, **options: Any) -> Tensor:
         tokens = input_ids[:, -1].tolist()
-        complete = [text.add(token) for text, token in zip(self._texts, tokens, strict=True)]
-        return torch.tensor(complete, device=input_ids.device)
+        ended = [answer.add(token) for answer, token in zip(self._answers, tokens, strict=True)]
+        return torch.tensor(ended, device=input_ids.device)
 
 
-class _Samples(LogitsProcessor):
-    """Samples of the answers of a batch whose temperature is not 0; the largest logit of the others stays it."""
+class _SampleEach(LogitsProcessor):
+    """Samples each row as its request asks; rows with temperature 0 stay greedy."""
 
     def __init__(self, asked: Sequence[Completion]) -> None:
         self._samples = [
@@ -336,7 +341,7 @@ class _Samples(LogitsProcessor):
 
 
 class _Sample(LogitsProcessor):
-    """Noise by which the largest logit is a sample (Gumbel-max), from a generator that no other thread uses."""
+    """Adds Gumbel noise, so that the largest logit is a sample. The random generator serves one request only."""
 
     def __init__(self, temperature: float, top_p: float, seed: int | None) -> None:
         self._temperature, self._top_p = temperature, TopPLogitsWarper(top_p)

@@ -23,15 +23,16 @@ __all__ = ["chat_app"]
 
 MAX_BODY = 2**22
 THREADS = 2
+"""Threads that answer, so that the next batch can begin while another is answered."""
 
 
 class _Batches:
-    """Batches of the questions that wait, behind a bounded queue. While one is read, another may be answered.
+    """A bounded queue of questions. Its threads take waiting questions, up to a batch at a time, and answer them.
 
     Args:
-        answer: Answers questions together.
-        batch: Most questions of a batch.
-        queue: Most questions that wait.
+        answer: Answers several questions together.
+        batch: Largest number of questions in a batch.
+        queue: Largest number of waiting questions.
     """
 
     def __init__(self, answer: Callable[[Sequence[Question]], None], batch: int, queue: int) -> None:
@@ -73,8 +74,8 @@ def chat_app(answerer: Answerer, model: str, *, key: str, batch: int, queue: int
         answerer: What answers.
         model: Name of the model.
         key: Key that requests must carry; empty for none.
-        batch: Most requests that are answered together.
-        queue: Most requests that wait.
+        batch: Largest number of requests answered together.
+        queue: Largest number of waiting requests.
         timeout: Seconds after which a request is given up.
     """
     registry = CollectorRegistry()

@@ -281,7 +281,7 @@ class _Replayed:
 
     def _captured(self, tensors: tuple[Tensor, ...], options: dict[str, Any]) -> _Replay:
         inputs, graph = tuple(tensor.clone() for tensor in tensors), torch.cuda.CUDAGraph()
-        torch.cuda.current_blas_handle()  # a thread's first one cannot be made while it captures
+        torch.cuda.current_blas_handle()  # cuBLAS cannot create a thread's handle during capture
         with _CAPTURING, torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
             output = self.function(*inputs, **options)
         return _Replay(graph, inputs, output)

@@ -38,7 +38,7 @@ def write_picture(path: Path, image: Image.Image, settings: dict[str, str], more
 def png(image: Image.Image, settings: dict[str, str], more: Sequence[Image.Image] = ()) -> bytes:
     """A PNG that carries its settings as text chunks (`Image.open(path).text` reads them).
 
-    With more images it is animated: they are the frames after the first.
+    If there are more images, they follow the first as frames of an animated PNG.
     """
     chunks = PngInfo()
     for name, value in settings.items():

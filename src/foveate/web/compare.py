@@ -65,7 +65,7 @@ def comparison(
 
     Pictures and page are written as soon as a picture is drawn. A picture of the same settings that is already in the
     folder is not drawn again; those of other settings that an older page was made of are removed. A video is written
-    as MP4, beside an animated PNG that has the exact pixels.
+    as MP4, and as an animated PNG, which keeps the exact pixels.
 
     Args:
         pipeline: A diffusers pipeline.
