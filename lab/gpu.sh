@@ -89,7 +89,12 @@ quality() { # [8]
 }
 
 merging() { # [8]
-  timed python3 -m lab.quality.merging --size 256 --prompts 500 --batch 32 --pictures out/merging "${commit[@]}"
+  timed python3 -m lab.quality.options merging --size 256 --prompts 500 --batch 32 --pictures out/options "${commit[@]}"
+}
+
+sparse() { # [18]
+  timed python3 -m lab.quality.options sparse --size 256 --prompts 500 --batch 32 --pictures out/options "${commit[@]}"
+  timed python3 -m lab.quality.options sparse --size 512 --prompts 128 --batch 8 --pictures out/options "${commit[@]}"
 }
 
 distilled() { # [7 a variant]
@@ -170,7 +175,7 @@ recomputed() { # [5]
 }
 
 parts=(
-  tests attention calls log_linear train flux flux_options sdxl compiled parallel built_in quality merging distilled distilled_512 ablations slide
+  tests attention calls log_linear train flux flux_options sdxl compiled parallel built_in quality merging sparse distilled distilled_512 ablations slide
   pixel_dit pixel_model video prefill questions pools examples readers recomputed
 )
 for part in "${@:-${parts[@]}}"; do

@@ -1,0 +1,105 @@
+"""Studies of the methods' options on the built-in model, untrained: one change at a time.
+
+python -m lab.quality.options merging --size 256 --prompts 500 --batch 32
+python -m lab.quality.options sparse --size 512 --prompts 128 --batch 8
+"""
+
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+import typer
+
+from foveate import LLSA, HilbertA, ToMA
+from foveate.methods import Method
+from foveate.methods.base import Grid, UntiledPlan
+from lab.quality.common import Batch, Commit, Pictures, Prompts, Size
+from lab.quality.quality import judge
+
+
+@dataclass(frozen=True, kw_only=True)
+class LLSAMeans(LLSA):
+    """LLSA with two options of `foveate.ops.log_linear_attention` that the method leaves at False."""
+
+    exclude_selected: bool = False
+    log_mass: bool = False
+
+    @property
+    def title(self) -> str:
+        """The title of LLSA, and these options."""
+        return super().title + self.non_defaults(("exclude_selected", "log_mass"))
+
+    def plan(self, grids: tuple[Grid, ...], text: int, *, device: str = "cpu") -> UntiledPlan:
+        """The plan of LLSA with these options."""
+        plan = super().plan(grids, text, device=device)
+        pattern: Any = plan.tables[0]
+        more = {"exclude_selected": self.exclude_selected, "log_mass": self.log_mass}
+        return plan._replace(tables=(pattern._replace(options=pattern.options | more),), title=self.title)
+
+
+STUDIES: dict[str, list[Method]] = {
+    "merging": [
+        ToMA(),
+        ToMA(dst_every=1, weights_every=1),
+        ToMA(dst_every=50, weights_every=50),
+        ToMA(merge_every=3),
+        ToMA(start_percent=0.2),
+        ToMA(select="grid"),
+        ToMA(select="random"),
+        ToMA(weights="hard"),
+        ToMA(scale=100.0),
+        ToMA(tile=(4, 4)),
+        ToMA(tile=(16, 16)),
+        ToMA(granularity="module"),
+        ToMA(granularity="module", tile=(4, 4)),
+        ToMA(size_bias=True),
+        ToMA(skip=0),
+        ToMA(skip=3),
+    ],
+    "sparse": [
+        LLSA(),
+        LLSA(top_k=16),
+        LLSA(top_k=32),
+        LLSA(curve="hilbert"),
+        LLSA(enrich=False),
+        LLSA(reweight=False),
+        LLSAMeans(exclude_selected=True),
+        LLSAMeans(exclude_selected=True, log_mass=True),
+        LLSA(start_percent=0.2),
+        LLSA(top_k=16, start_percent=0.2),
+        LLSA(top_k=32, start_percent=0.2),
+        LLSA(top_k=16, start_percent=0.4),
+        LLSA(top_k=16, start_percent=0.2, dense_layers="0-1"),
+        HilbertA(tiles=4, start_percent=0.2),
+        HilbertA(tiles=4, start_percent=0.4),
+        HilbertA(tiles=4, start_percent=0.6),
+        HilbertA(tiles=4, start_percent=0.4, dense_layers="0-1"),
+        HilbertA(tiles=4, start_percent=0.4, slide="diagonal"),
+        HilbertA(tiles=16, start_percent=0.2),
+        HilbertA(tiles=16, start_percent=0.4),
+        HilbertA(tiles=16, start_percent=0.6),
+        HilbertA(tiles=16, start_percent=0.4, dense_layers="0-1"),
+        HilbertA(tiles=16, start_percent=0.4, slide="diagonal"),
+    ],
+}
+"""Methods by study; the first is what the others change."""
+
+
+def main(
+    study: Annotated[str, typer.Argument(help="merging (of ToMA), or sparse (LLSA and HilbertA).")],
+    size: Size = 256,
+    prompts: Prompts = 500,
+    batch: Batch = 1,
+    device: str = "auto",
+    dtype: str = "auto",
+    pictures: Pictures = "eval-options",
+    commit: Commit = "",
+) -> None:
+    """Draw, score and write the results."""
+    if study not in STUDIES:
+        raise typer.BadParameter(f"unknown study {study!r}: choose from {', '.join(STUDIES)}")
+    judge(study, STUDIES[study], size=size, prompts=prompts, batch=batch, device=device, dtype=dtype,
+          pictures=f"{pictures}/{study}", commit=commit, sheet=study == "sparse")  # fmt: skip
+
+
+if __name__ == "__main__":
+    typer.run(main)
