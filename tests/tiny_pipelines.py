@@ -15,6 +15,7 @@ from diffusers import (
     ChronoEditPipeline,
     ChronoEditTransformer3DModel,
     FlowMatchEulerDiscreteScheduler,
+    Flux2KleinKVPipeline,
     Flux2KleinPipeline,
     Flux2Pipeline,
     Flux2Transformer2DModel,
@@ -105,12 +106,17 @@ def flux2():
     return built(Flux2Pipeline, text_encoder=encoder, tokenizer=words, **_flux2_parts(3))
 
 
-def klein():
+def klein(kind=Flux2KleinPipeline):
     """FLUX.2 klein's pipeline before distillation, with guidance."""
     torch.manual_seed(0)
     words = tokenizer()
     encoder = Qwen3ForCausalLM(Qwen3Config(vocab_size=len(words), num_hidden_layers=27, **LANGUAGE))
-    return built(Flux2KleinPipeline, text_encoder=encoder, tokenizer=words, **_flux2_parts(3))
+    return built(kind, text_encoder=encoder, tokenizer=words, **_flux2_parts(3))
+
+
+def klein_kv():
+    """FLUX.2 klein's pipeline that caches keys and values of references."""
+    return klein(Flux2KleinKVPipeline)
 
 
 def _qwen_encoder(words):

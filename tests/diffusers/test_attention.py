@@ -8,7 +8,6 @@ from types import SimpleNamespace
 import pytest
 import tiny
 import torch
-from diffusers.models.transformers.transformer_flux2 import Flux2KVAttnProcessor, Flux2KVParallelSelfAttnProcessor
 from reference import dense_mask, reference
 from tiny import FAMILIES, SPARSE, built, call, named
 from torch.utils._pytree import tree_map
@@ -315,16 +314,6 @@ def test_reference_images_are_segments_of_their_own():
     assert plan.segments == ((0, 320), (1, 320), (2, 120))
     orders = [grid_order("morton", *grid) for grid in GRIDS]
     assert plan.orders[0].tolist() == torch.cat([orders[0], 320 + orders[1], 640 + orders[2]]).tolist()
-
-
-def test_the_key_value_cache_of_flux2_stays_dense():
-    model, x = built("flux2")
-    for block in model.transformer_blocks:
-        block.attn.set_processor(Flux2KVAttnProcessor())
-    for block in model.single_transformer_blocks:
-        block.attn.set_processor(Flux2KVParallelSelfAttnProcessor())
-    extract = {"kv_cache_mode": "extract", "num_ref_tokens": 64}
-    dense_because(model, x, HilbertA(tiles=4), "attends causally", **extract)
 
 
 def test_each_image_of_joyimage_edit_has_tiles_of_its_own():

@@ -302,6 +302,7 @@ FIRST = (Path(__file__).parent / "pictures" / "dense-96x160.png",)
 TODAY = {
     "flux2": (HilbertA(tiles=4), {}),
     "klein": (HilbertA(tiles=4), {}),
+    "klein_kv": (HilbertA(tiles=4), {"images": FIRST}),
     "qwen": (HilbertA(tiles=4), {"guidance": 3.0, "negative": "a red apple above a blue car"}),
     "wan": (HilbertA(tiles=2, align=1), {"frames": 9, "negative": "a dog"}),
     "hunyuan_video": (HilbertA(tiles=2, align=1), {"frames": 9, "guidance": 3.0, "negative": "a dog"}),

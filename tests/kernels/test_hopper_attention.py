@@ -31,6 +31,7 @@ TABLES = [
     random_table(2, (5,), (1000,)),
     HilbertA(tiles=4).plan(((20, 24),), 33).tables[1],
     HilbertA(tiles=1).plan(((16, 20),), 0).tables[0],
+    random_table(3, (300,)).padded(9, 9, 99).with_first_keys(70),
     block_table([[i] for i in range(6)], block_starts(768, block=128)),  # one step per tile: copies run far ahead
 ]
 PROGRAMS = pytest.mark.parametrize("programs", [pytest.param(1, marks=pytest.mark.slow), 5])

@@ -5,6 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from oracle import random_table
+from torch.nn.functional import pad
 
 from foveate.ops.block_table import block_starts, block_table
 
@@ -73,3 +74,11 @@ def test_bad_runs_are_refused():
         block_starts(10, block=0)
     with pytest.raises(ValueError, match=r"runs of \(-1,\)"):
         block_starts(-1)
+
+
+@given(seed=seeds)
+def test_all_queries_read_the_first_keys(seed):
+    table = random_table(seed, queries=(200,), keys=(130,)).padded(40, 50, 999)
+    more = table.with_first_keys(100)
+    assert torch.equal(more.to_dense(), pad(table.to_dense(), (100, 0), value=True))
+    assert [len(tensor) for tensor in more] == [41, 53, 41, 999 + 2 * 40]

@@ -23,6 +23,7 @@ from foveate.diffusers.layers import Layer, attentions, own_processor
 from foveate.diffusers.merging import MergedBlock, MergeGroup, is_single_stream
 from foveate.diffusers.planner import Planner
 from foveate.diffusers.plans import StackPlan, layer_plan
+from foveate.diffusers.reference_cache import CacheInBackend
 from foveate.diffusers.report import report
 from foveate.diffusers.rotary import RopeInBackend, Rotations
 from foveate.diffusers.summary import LayerReport
@@ -172,6 +173,9 @@ class ModelAdapter:
                 if self.sparse and self.card.rope:
                     rope = RopeInBackend(block, [*attns.values()], self._rotations)
                     self._hooks.append(block.register_forward_pre_hook(rope.take, with_kwargs=True))
+                if self.sparse and self.card.cache:
+                    cache = CacheInBackend(block, [*attns.values()], self.card.cache)
+                    self._hooks.append(block.register_forward_pre_hook(cache.take, with_kwargs=True))
                 if self.merging:
                     merged.install(last=not any(merges[i + 1 : i + 2]) or self.merging.per_block)
             first += len(stack.blocks)

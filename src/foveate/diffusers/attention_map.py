@@ -62,6 +62,8 @@ def attention_map(
             adapter.take_processor(watched)
 
         def watch(*_: Any) -> None:
+            if any(layout.references for layout in adapter.ran[watched.holder].layouts):
+                raise ValueError("a step that caches keys of references has no attention map: choose another step")
             plan = plan_of(watched.attn.processor)
             if plan is None:  # a dense layer
                 plan = LayerPlan(torch.arange(_tokens(adapter, watched)))

@@ -47,11 +47,14 @@ class LayerPlan:
     """How one attention layer attends in one forward; passed in the place of a `ParallelConfig`, and wraps one.
 
     Attributes:
-        order: Positions in the attention sequence in the order of the pattern, text first; padding is left out.
+        order: Positions in the attention sequence in the order of the pattern, text first; padding is left out. Where
+            the sequence has references that attend to each other alone, they come before the text.
         inverse: Place of each position in `order`; None where `order` is ascending and complete.
         pattern: Which tokens attend to which; None if all attend to all.
         mask_is_padding: Whether an attention mask only hides the padding, which `order` leaves out.
         streams: Lengths of the parts of the sequence that context parallelism splits one by one: text and image.
+        references: Number of tokens of these references.
+        cache: Cache of diffusers for their keys and values: it is filled where the sequence has them, else read.
         parts: One plan for each run of consecutive samples with equal padding; empty if all samples use this plan.
         samples: Number of samples of each part.
         rope: (cos, sin), [tokens, head_dim] or [batch, tokens, head_dim], to rotate queries and keys by; None if the
@@ -67,6 +70,8 @@ class LayerPlan:
     pattern: Pattern | None = None
     mask_is_padding: bool = False
     streams: tuple[int, ...] = ()
+    references: int = 0
+    cache: Any = None
     parts: tuple["LayerPlan", ...] = ()
     samples: tuple[int, ...] = ()
     rope: tuple[Tensor, Tensor] | None = None
@@ -262,11 +267,19 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, plan: LayerPlan, rope: tu
         tensors = *(x.split(plan.samples) for x in (query, key, value)), plan.parts, _split(rope, plan.samples)
         return torch.cat([_attend(*part) for part in zip(*tensors, strict=True)])
     order = None if plan.inverse is None else plan.order.to(query.device)
-    query, key, value = (x.transpose(1, 2) for x in permute_tokens(query, key, value, order=order, rope=rope))
-    if plan.inverse is None or len(plan.order) == len(plan.inverse):
+    query, key, value = permute_tokens(query, key, value, order=order, rope=rope)
+    if n := plan.references:  # they attend to each other alone
+        own = [x[:, :n].clone() for x in (query, key, value)]
+        plan.cache.store(*own[1:])
+        references, query = dispatch_attention_fn(*own, backend=plan.backend), query[:, n:]
+    elif plan.cache is not None:
+        key, value = (torch.cat(both, 1) for both in zip(plan.cache.get(), (key, value), strict=True))
+    query, key, value = (x.transpose(1, 2) for x in (query, key, value))
+    if not n and (plan.inverse is None or len(plan.order) == len(plan.inverse)):
         return joint_attention(query, key, value, plan.pattern, scatter=order).transpose(1, 2)
     # padding gets zeros
     out = joint_attention(query, key, value, plan.pattern).transpose(1, 2)
+    out = torch.cat([references, out], 1) if n else out
     return out.new_zeros(out.shape[0], len(plan.inverse), *out.shape[2:]).index_copy(1, order, out)
 
 

@@ -106,11 +106,12 @@ class Segment(NamedTuple):
     """Consecutive tokens of one kind in an attention sequence.
 
     Attributes:
-        kind: "text", "image" (the picture, a video or a reference image), or "padding", which nothing attends to.
-        shape: (tokens,) of text and padding, (rows, columns) of an image, (frames, rows, columns) of a video.
+        kind: "text", "image" (the picture, a video or a reference image), "reference" (references that attend to each
+            other alone, and that all others attend to), or "padding", which nothing attends to.
+        shape: (rows, columns) of an image, (frames, rows, columns) of a video, (tokens,) of others.
     """
 
-    kind: Literal["text", "image", "padding"]
+    kind: Literal["text", "image", "reference", "padding"]
     shape: tuple[int, ...]
 
     @property
@@ -189,9 +190,11 @@ class Layout(NamedTuple):
 
     Attributes:
         segments: Its tokens, in order.
+        cached: Number of tokens of references whose keys are cached: all tokens attend to them too.
     """
 
     segments: Segments
+    cached: int = 0
 
     @property
     def text(self) -> int:
@@ -209,13 +212,18 @@ class Layout(NamedTuple):
         return sum(segment.tokens for segment in self.segments)
 
     @property
+    def references(self) -> int:
+        """Number of tokens of references that attend to each other alone, now or when their keys were cached."""
+        return self.cached + len(self.positions("reference"))
+
+    @property
     def padded(self) -> bool:
         """Whether some tokens are padding."""
         return any(segment.kind == "padding" and segment.tokens for segment in self.segments)
 
     def streams(self) -> list[int]:
         """Lengths of the consecutive parts that belong to one input tensor of the model: text or images."""
-        runs = groupby(self.segments, key=lambda segment: segment.kind == "image")
+        runs = groupby(self.segments, key=lambda segment: segment.kind in ("image", "reference"))
         return [sum(segment.tokens for segment in run) for _, run in runs]
 
     def only_images(self) -> "Layout":
@@ -276,6 +284,8 @@ class Card:
         unmerged: Why token merging cannot work in this class of models; empty if it can.
         padding_mask: Name of the argument of the model or its blocks with an attention mask that only hides padding,
             for which `layout` has `padding` segments.
+        cache: Name of a block's argument, a dictionary whose "kv_cache" keeps keys and values of references; None if
+            there is none. Foveate's backend then reads and fills it.
         rotates_text: Whether the rotary embedding has rows for text too. Where it has none, the image comes first.
         returns_image_first: Whether blocks that return image and text return the image first.
         start_percent: Fraction of the run before which a comparison keeps steps dense for methods without a LoRA.
@@ -290,6 +300,7 @@ class Card:
     wrapper: ClassVar[Any] = None
     unmerged: ClassVar[str] = ""
     padding_mask: ClassVar[str | None] = None
+    cache: ClassVar[str | None] = None
     rotates_text: ClassVar[bool] = True
     returns_image_first: ClassVar[bool] = False
     start_percent: ClassVar[float] = 0.2

@@ -185,6 +185,8 @@ class Planner:
         ):
             raise DenseFallback("an attention mask was passed")
         if stack.context is not None:
+            if stack.layout.references:
+                raise DenseFallback("diffusers caches keys of references on one device only")
             self._check_context(stack.context, stack.layout.streams(), stack.ranks)
 
     def _check_context(self, context: Any, streams: list[int], ranks: int) -> None:
@@ -200,6 +202,8 @@ class Planner:
     def _check_merging(self, layers: list[Layer], stack: StackPlan) -> None:
         """Checks for token merging in these layers."""
         self.card.check_merging(self.merging, self.inputs)
+        if stack.layout.references:
+            raise DenseFallback("tokens do not merge while keys of references are cached")
         if self.merging.size_bias and any(sample.padded for sample in stack.layouts):
             raise DenseFallback("size_bias needs a text without padding")
         if stack.ranks > 1:

@@ -110,6 +110,8 @@ def layer_plan(stack: StackPlan, layer: Layer, card: Card) -> LayerPlan | None:
 def _plan_of_layout(stack: StackPlan, layer: Layer, layout: Layout, card: Card) -> LayerPlan:
     """The plan of one layer for samples with this layout."""
     pattern = stack.pattern(layer, layout.text)
+    if layout.references:
+        pattern = with_references(pattern, layout.references)
     if stack.is_merged(layer):
         layout = layout.merged(stack.kept)
         order, inverse = merged_order(layout, stack.device, stack.ranks)
@@ -118,12 +120,13 @@ def _plan_of_layout(stack: StackPlan, layer: Layer, layout: Layout, card: Card) 
         order, inverse = sequence_order(orders[layer.number % len(orders)], layout, stack.ranks)
     if pattern is None and any(sample.padded for sample in stack.layouts):
         pattern = attend_to_all(len(order))  # padding is left out
-    return LayerPlan(order, inverse, pattern, card.padding_mask is not None, tuple(layout.streams()))
+    references = len(layout.positions("reference"))
+    return LayerPlan(order, inverse, pattern, card.padding_mask is not None, tuple(layout.streams()), references)
 
 
 @cached_by_tensor
 def sequence_order(image_order: Tensor, layout: Layout, ranks: int = 1) -> tuple[Tensor, Tensor | None]:
-    """Order and inverse of an attention sequence: text first, then the image tokens in the order of a plan.
+    """Order and inverse of an attention sequence: references, text, then the image tokens in the order of a plan.
 
     The inverse has the length of the whole sequence. It is None if the sequence has this order already.
 
@@ -146,7 +149,8 @@ def _order_of(layout: Layout, image_order: Any, device: torch.device, ranks: int
     # every process holds a part of the text and a part of the image: [text 0, image 0, text 1, image 1, ...]
     streams = [stream.tensor_split(ranks) for stream in torch.arange(layout.tokens).split(layout.streams())]
     place = inverse_order(torch.cat([part for parts in zip(*streams, strict=True) for part in parts]))
-    order = place[torch.cat([layout.positions("text"), layout.positions("image")[image_order]])]
+    first = layout.positions("reference"), layout.positions("text")
+    order = place[torch.cat([*first, layout.positions("image")[image_order]])]
     if torch.equal(order, torch.arange(layout.tokens)):
         return order.to(device), None
     return order.to(device), inverse_order(torch.cat([order, place[layout.positions("padding")]])).to(device)
@@ -157,6 +161,16 @@ def attend_to_all(tokens: int) -> BlockTable:
     """The table in which every token attends to every other."""
     starts = block_starts(tokens)
     return block_table([range(len(starts) - 1)] * (len(starts) - 1), starts)
+
+
+_WITH_REFERENCES: WeakTensorCache[BlockTable] = WeakTensorCache()
+
+
+def with_references(pattern: Pattern, tokens: int) -> Pattern:
+    """The pattern for keys of so many tokens of references in front, which all queries read."""
+    if isinstance(pattern, LogLinear):
+        return pattern
+    return _WITH_REFERENCES.get([*pattern], tokens, lambda: pattern.with_first_keys(tokens))
 
 
 _MERGED: WeakTensorCache[tuple[Tensor, Tensor]] = WeakTensorCache()

@@ -27,10 +27,12 @@ def report(layer: Layer, stack: StackPlan, card: Card, merging: TokenMerging | N
         return LayerReport(layer.name, "dense", why=why_dense(layer, stack, merging))
     image = stack.layout.only_images().tokens
     kept = stack.kept if stack.is_merged(layer) else image
-    texts = [layout.text for layout in stack.layouts_of(layer)]
+    layouts = stack.layouts_of(layer)
+    texts = [layout.text for layout in layouts]
     patterns = [stack.pattern(layer, text) if sparse else None for text in texts]
     pairs = sum((text + kept) ** 2 if p is None else p.pairs() for p, text in zip(patterns, texts, strict=True))
     every_pair = sum((text + image) ** 2 for text in texts)
+    to_references = sum(layout.tokens * layout.references for layout in layouts)  # none is skipped
     pattern, plan = patterns[0], stack.attention[texts[0]] if sparse else None
     saved = 4 * (every_pair - pairs) * layer.inner_dim * stack.batch // len(texts)
     if merges:
@@ -40,7 +42,7 @@ def report(layer: Layer, stack: StackPlan, card: Card, merging: TokenMerging | N
         " + ".join([*([plan.title] if plan else []), *([merging.title] if merges else [])]),
         "model" if pattern is None else backend_of(pattern, stack.device, stack.dtype, layer.head_dim),
         1 - (1 - (plan.nominal_sparsity if plan else 0)) * (kept / image) ** 2,
-        1 - pairs / every_pair,
+        (every_pair - pairs) / (every_pair + to_references),
         saved,
     )
 

@@ -106,6 +106,15 @@ class BlockTable(NamedTuple):
             _extend(self.keys, entries, 0),
         )
 
+    @persistent
+    def with_first_keys(self, tokens: int) -> "BlockTable":
+        """The table for so many more keys in front, which all queries read. Tables of one shape stay of one shape."""
+        first = block_starts(tokens)[:-1]
+        n = len(first)
+        lists = [[*range(n), *(n + key for key in row)] for row in self.lists()]
+        table = block_table(lists, self.query_starts, torch.cat([first, tokens + self.key_starts]))
+        return table.padded(len(lists), n + len(self.key_starts) - 1, n * len(lists) + len(self.keys))
+
     def check(self, q: Tensor, k: Tensor) -> None:
         """Check that queries and keys [batch, heads, tokens, head_dim] match the table.
 

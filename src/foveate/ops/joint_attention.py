@@ -68,17 +68,18 @@ Pattern = BlockTable | LogLinear
 
 
 def joint_attention(
-    q: Float[Tensor, "batch heads tokens head_dim"],
-    k: Float[Tensor, "batch heads tokens head_dim"],
-    v: Float[Tensor, "batch heads tokens head_dim"],
+    q: Float[Tensor, "batch heads queries head_dim"],
+    k: Float[Tensor, "batch heads keys head_dim"],
+    v: Float[Tensor, "batch heads keys head_dim"],
     pattern: Pattern,
-    scatter: Int[Tensor, "tokens"] | None = None,
-) -> Float[Tensor, "batch heads tokens head_dim"]:
+    scatter: Int[Tensor, "queries"] | None = None,
+) -> Float[Tensor, "batch heads queries head_dim"]:
     """Attention over [text | image] by a pattern.
 
     Args:
         q: Queries, after normalization and RoPE, text first.
-        k: Keys, after normalization and RoPE, text first.
+        k: Keys, after normalization and RoPE, text first. Of a log-linear pattern there may be more than queries: all
+            keys before those of the image are read as text.
         v: Values, text first.
         pattern: Pattern for this number of tokens.
         scatter: Position of each query in the output, as `block_attention` takes it.
@@ -97,13 +98,13 @@ def joint_attention(
     if scatter is not None:
         out = joint_attention(q, k, v, pattern)
         return torch.empty_like(out).index_copy(2, scatter, out)
-    text = len(pattern.text)
-    if not text:
+    image = len(pattern.image)
+    if k.shape[2] == image:
         return log_linear_attention(q, k, v, **pattern.options).out
-    text_q, text_k, text_v = (x[:, :, :text] for x in (q, k, v))
-    image_q, image_k, image_v = (x[:, :, text:] for x in (q, k, v))
-    image = log_linear_attention(image_q, image_k, image_v, extra_k=text_k, extra_v=text_v, **pattern.options).out
-    return torch.cat([scaled_dot_product_attention(text_q, k, v), image], 2)
+    text_q, text_k, text_v = (x[:, :, :-image] for x in (q, k, v))
+    image_q, image_k, image_v = (x[:, :, -image:] for x in (q, k, v))
+    out = log_linear_attention(image_q, image_k, image_v, extra_k=text_k, extra_v=text_v, **pattern.options).out
+    return torch.cat([scaled_dot_product_attention(text_q, k, v), out], 2)
 
 
 def backend_of(pattern: Pattern, device: torch.device, dtype: torch.dtype, head_dim: int) -> str:

@@ -1,17 +1,20 @@
-# pyright: basic, reportIncompatibleMethodOverride=false
+# pyright: basic, reportIncompatibleMethodOverride=false, reportAttributeAccessIssue=false
 """FLUX.1 (dev, schnell, Fill, Kontext) and models alike: [text, image, references], positions in `img_ids`."""
 
 from collections.abc import Iterator
 from typing import Any
 
 import torch
+from diffusers.models.transformers.transformer_flux2 import Flux2KVAttnProcessor, Flux2KVParallelSelfAttnProcessor
 from torch import Tensor, nn
 
-from foveate.diffusers.card import Card, Layout, Segments, Stack, image, text_and_padding
+from foveate.diffusers.card import Card, Layout, Segment, Segments, Stack, image, text_and_padding
 from foveate.methods.base import DenseFallback
 from foveate.utils.cache import cached_by_tensor
 
 __all__ = ["BriaFiboCard", "ChromaCard", "Flux2Card", "FluxCard", "grids_of"]
+
+CACHING = Flux2KVAttnProcessor, Flux2KVParallelSelfAttnProcessor
 
 
 class FluxCard(Card):
@@ -43,12 +46,20 @@ class Flux2Card(FluxCard):
 
     joined = True
     stream = "norm", "attn"
+    cache = "joint_attention_kwargs"
 
     def layout(self, holder: nn.Module, inputs: dict[str, Any]) -> list[Layout]:
-        """[text, image, references], unless keys of the references are cached: they attend causally then."""
-        if inputs.get("kv_cache_mode"):
-            raise DenseFallback("the KV cache of the references attends causally")
-        return super().layout(holder, inputs)
+        """[text, image, references]; [text, references, image] when keys are to be cached, then [text, image]."""
+        mode, cache = inputs.get("kv_cache_mode"), inputs.get("kv_cache")
+        now = inputs.get("num_ref_tokens", 0) if mode == "extract" else 0
+        cached = cache.num_ref_tokens if mode == "cached" and cache else 0
+        if not now + cached:
+            return super().layout(holder, inputs)
+        if not all(isinstance(b.attn.processor, CACHING) for stack in self.stacks(holder) for b in stack.blocks):
+            raise DenseFallback("not all processors cache keys of references: draw with Flux2KleinKVPipeline")
+        [words] = self.text(inputs)
+        images = [image(*grid) for grid in grids_of(inputs["img_ids"], now)]
+        return [Layout((*words, Segment("reference", (now,)), *images), cached)]
 
 
 class ChromaCard(FluxCard):
