@@ -38,11 +38,13 @@ class Step(NamedTuple):
     Attributes:
         pipe: The pipeline.
         call: Arguments of the forward pass.
-        cuda_graphs: Whether `torch.compile` runs the blocks as CUDA graphs.
+        compiled: Whether the blocks are compiled.
+        cuda_graphs: Whether they run as CUDA graphs then.
     """
 
     pipe: Any
     call: Call
+    compiled: bool = False
     cuda_graphs: bool = False
 
     def batch(self) -> int:
@@ -135,7 +137,7 @@ class Setup(NamedTuple):
 
     def step(self, grid: Grid) -> Step:
         """The forward pass with this grid of image tokens."""
-        return Step(self.pipe, self.model.inputs(self.pipe, grid, self.text), self.cuda_graphs)
+        return Step(self.pipe, self.model.inputs(self.pipe, grid, self.text), self.about["compiled"], self.cuda_graphs)
 
 
 @torch.no_grad()
@@ -150,8 +152,8 @@ def bench_step(
     the machine. `enqueue_s` is the time until the forward pass returns, before the device is done: as long as it is
     shorter than `step_s`, the processor does not limit the step. On a GPU the forward pass is also timed as one CUDA
     graph (`graph_s`; for token merging a step that makes no plan), which shows the time without the cost of launching
-    kernels. With `cuda_graphs` all methods are timed one by one, because each records graphs of its own. A method that
-    does not fit the model or stays dense at a size is named in `skipped`, and the others are timed.
+    kernels. In a compiled model all methods are timed one by one, because some compile it anew. A method that does not
+    fit the model or stays dense at a size is named in `skipped`, and the others are timed.
 
     Args:
         setup: Model and methods.
@@ -253,7 +255,7 @@ def _flop_bound(step: Step, method: Method | ComposedMethod, size: str) -> float
 def _measured(
     step: Step, methods: Sequence[Method | ComposedMethod], rounds: int, size: str, track: Track
 ) -> Iterator[dict[str, Any]]:
-    in_turns = [None, *(method for method in methods if not (merging_part(method) or step.cuda_graphs))]
+    in_turns = [None, *(method for method in methods if not (merging_part(method) or step.compiled))]
     yield from _in_turns(step, in_turns, rounds, track(size, len(in_turns) * (rounds + 1)))
     for method in methods:
         if method not in in_turns:
