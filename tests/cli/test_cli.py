@@ -459,6 +459,7 @@ def test_distill_leaves_a_lora_and_generate_applies_its_method(folder, lora):
         assert picture.text["lora"] == str(lora)
     pipe = untrained_pipeline(layers=1, single_layers=1, heads=2, rope=(4, 4, 8))
     pipe.load_lora_weights(lora, weight_name="pytorch_lora_weights.safetensors")
+    pipe.fuse_lora()
     with foveate.apply(pipe, foveate.HilbertA(tiles=2, centre=0.5)):
         seed = torch.Generator().manual_seed(0)
         size = {"height": 64, "width": 64, "num_inference_steps": 2, "max_sequence_length": 64}
