@@ -13,7 +13,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from foveate.ops import block_attention, dispatch
 from foveate.ops.block_table import BlockTable
 
-__all__ = ["Attention", "Peer", "dense", "peers"]
+__all__ = ["Attention", "Peer", "dense", "flex", "peers"]
 
 del block_attention  # imported to register its backends
 
@@ -40,8 +40,9 @@ def peers(device: torch.device, dtype: torch.dtype, head_dim: int) -> list[Peer]
     everything = [
         Peer(name, False, lambda *_, attention=attention: attention) for name, attention in dense(device).items()
     ]
-    flex = [Peer("FlexAttention", True, _flex)] if device.type == "cuda" else []
-    return [*everything, *flex, *ours]
+    if device.type == "cuda":
+        everything.append(Peer("FlexAttention", True, flex))
+    return [*everything, *ours]
 
 
 def dense(device: torch.device) -> dict[str, Attention]:
@@ -69,7 +70,8 @@ def _dense(backend: SDPBackend) -> Attention:
     return attention
 
 
-def _flex(table: BlockTable, device: torch.device) -> Attention:
+def flex(table: BlockTable, device: torch.device) -> Attention:
+    """FlexAttention over a block table, compiled on a GPU."""
     blocks = torch.zeros(len(table.offsets) - 1, len(table.key_starts) - 1, dtype=torch.bool)
     for row, keys in zip(blocks, table.lists(), strict=True):
         row[keys] = True
@@ -77,9 +79,10 @@ def _flex(table: BlockTable, device: torch.device) -> Attention:
     of_query, of_key = (
         torch.repeat_interleave(torch.arange(len(starts) - 1), starts.diff()).to(device) for starts in table[:2]
     )
+    compiled = device.type == "cuda"
     mask = create_block_mask(
         lambda batch, head, query, key: blocks[of_query[query], of_key[key]],
-        None, None, table.query_tokens, table.key_tokens, device, _compile=True,
+        None, None, table.query_tokens, table.key_tokens, device, _compile=compiled,
     )  # fmt: skip
-    compiled = torch.compile(flex_attention)
-    return lambda q, k, v: compiled(q, k, v, block_mask=mask)
+    attention = torch.compile(flex_attention) if compiled else flex_attention
+    return lambda q, k, v: attention(q, k, v, block_mask=mask)

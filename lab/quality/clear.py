@@ -2,7 +2,7 @@
 
 An image token attends to text and to the image tokens less than `radius` away; text attends to everything. The
 down-sampled level of the paper is left out. The blocks of the table are single tokens, for which the usual kernels are
-very slow, so after `register()` attention is dense with a mask.
+very slow, so `register()` has FlexAttention compute it.
 """
 
 from dataclasses import dataclass
@@ -10,7 +10,6 @@ from functools import lru_cache
 
 import torch
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
 
 from foveate.methods import METHODS
 from foveate.methods.base import DenseFallback, Grid, SparseAttention, UntiledPlan, stacked
@@ -18,6 +17,7 @@ from foveate.ops import dispatch
 from foveate.ops.block_table import BlockTable, block_starts
 from foveate.ops.curves import raster_order
 from foveate.utils.cache import WeakTensorCache
+from lab.bench.peers import Attention, flex
 
 __all__ = ["Clear", "radius_for", "register"]
 
@@ -50,7 +50,7 @@ class Clear(SparseAttention):
 
 
 class Discs(BlockTable):
-    """A block table of CLEAR, which `_masked` recognises by its type."""
+    """A block table of CLEAR, which `_flex_attention` recognises by its type."""
 
 
 @lru_cache(maxsize=8)
@@ -93,23 +93,22 @@ def radius_for(sparsity: float, grid: tuple[int, int], text: int) -> float:
 
 
 def register() -> None:
-    """Register CLEAR as a method, and its masked attention as a backend, in this process."""
+    """Register CLEAR as a method, and FlexAttention as the backend of its attention, in this process."""
     METHODS["clear"] = Clear
-    dispatch.register("block_attention", "masked")(_masked)
+    dispatch.register("block_attention", "flex")(_flex_attention)
 
 
-_MASKS: WeakTensorCache[Tensor] = WeakTensorCache()
+_ATTENTION: WeakTensorCache[Attention] = WeakTensorCache()
 
 
-def _masked(
+def _flex_attention(
     q: Tensor, k: Tensor, v: Tensor, table: BlockTable, scale: float, with_lse: bool, scatter: Tensor | None = None
 ) -> tuple[Tensor, Tensor | None]:
-    """`block_attention` of discs, without the LSE; other tables go to the usual backend."""
+    """`block_attention` of discs with the usual scale, without the LSE; other tables go to the usual backend."""
     if not isinstance(table, Discs):
         known = dispatch.backends("block_attention", q.device, q.dtype, q.shape[3])
-        return [one.run for one in known if one.run is not _masked][-1](q, k, v, table, scale, with_lse, scatter)
-    mask = _MASKS.get(table, q.device, lambda: table.to_dense().to(q.device))
-    # one sample at a time: masked gradients fail from 2^31 pairs of tokens on (pytorch#150054)
-    parts = zip(q.split(1), k.split(1), v.split(1), strict=True)
-    out = torch.cat([scaled_dot_product_attention(*part, attn_mask=mask, scale=scale) for part in parts])
+        return [one.run for one in known if one.run is not _flex_attention][-1](
+            q, k, v, table, scale, with_lse, scatter
+        )
+    out = _ATTENTION.get(table, q.device, lambda: flex(table, q.device))(q, k, v)
     return out if scatter is None else torch.empty_like(out).index_copy(2, scatter, out), None

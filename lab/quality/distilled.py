@@ -5,9 +5,8 @@ python -m lab.quality.distilled --out run-1 --only t16-still,clear  # on another
 accelerate launch --num_processes 2 -m lab.quality.distilled --at-once 16 --only t16  # on both GPUs together
 
 Every variant is scored without and with its LoRA. All have 16 tiles, rank 64 in all layers and shifted noise levels,
-unless their name says otherwise, and are trained on the same pictures. CLEAR has the sparsity of 16 tiles; it is
-computed with a mask, which cannot be compiled, so its time says nothing about CLEAR. An existing run in --out is
-resumed.
+unless their name says otherwise, and are trained on the same pictures. CLEAR has the sparsity of 16 tiles and runs on
+FlexAttention, in blocks that are not compiled for its training. An existing run in --out is resumed.
 """
 
 import csv
