@@ -18,7 +18,10 @@ timed() { echo "== $(date +%T) $*" && "$@"; }
 step() { timed $foveate bench step --model "$1" --sides "$2" "${results[@]}" "${@:3}"; }
 profile() { timed $lab step-profile --model "$1" --sides "$2" "${results[@]}" "${@:3}"; }
 
-tests() { timed python3 -m pytest -p no:benchmark -n 8 -m gpu -rf --tb=short tests; } # [3]
+tests() { # [5; without extras of Foveate that are not installed, and without JAX, which would take the GPU's memory]
+  JAX_PLATFORMS=cpu timed python3 -m pytest -p no:benchmark -n 8 -m gpu -rf --tb=short --show-capture=no \
+    --continue-on-collection-errors -W "ignore:os.fork" tests
+}
 
 attention() { # [3]
   timed $lab attention --pixels 1024,1536,2048,4096 "${results[@]}"

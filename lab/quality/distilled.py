@@ -54,6 +54,7 @@ VARIANTS: dict[str, tuple[Method | None, dict[str, Any]]] = {
     "t4-diagonal": (HilbertA(tiles=4, slide="diagonal"), {}),
     "t16-period8": (HilbertA(tiles=16, period=8), {}),
     "t16-two-dense": (HilbertA(tiles=16, dense_layers="0-1"), {}),
+    "t16-diagonal-two-dense": (HilbertA(tiles=16, slide="diagonal", dense_layers="0-1"), {}),
     "t16-raster-diagonal": (HilbertA(tiles=16, curve="raster", slide="diagonal"), {}),
     "t16-still": (HilbertA(tiles=16, period=1), {}),
     "t16-bare": (HilbertA(tiles=16, centre=0), {}),
