@@ -199,7 +199,7 @@ class Layout(NamedTuple):
     @property
     def text(self) -> int:
         """Number of text tokens."""
-        return sum(segment.tokens for segment in self.segments if segment.kind == "text")
+        return self.count("text")
 
     @property
     def grids(self) -> tuple[Grid, ...]:
@@ -214,7 +214,7 @@ class Layout(NamedTuple):
     @property
     def references(self) -> int:
         """Number of tokens of references that attend to each other alone, now or when their keys were cached."""
-        return self.cached + len(self.positions("reference"))
+        return self.cached + self.count("reference")
 
     @property
     def padded(self) -> bool:
@@ -236,6 +236,10 @@ class Layout(NamedTuple):
         others = [(i, segment) for i, segment in enumerate(self.segments) if segment.kind != "image"]
         before = [segment for i, segment in others if i < first]
         return Layout((*before, image(1, kept), *(segment for i, segment in others if i > first)))
+
+    def count(self, kind: str) -> int:
+        """Number of tokens of a kind."""
+        return sum(segment.tokens for segment in self.segments if segment.kind == kind)
 
     def positions(self, kind: str) -> Int[Tensor, "tokens"]:
         """Positions of all tokens of a kind."""

@@ -120,8 +120,8 @@ def _plan_of_layout(stack: StackPlan, layer: Layer, layout: Layout, card: Card) 
         order, inverse = sequence_order(orders[layer.number % len(orders)], layout, stack.ranks)
     if pattern is None and any(sample.padded for sample in stack.layouts):
         pattern = attend_to_all(len(order))  # padding is left out
-    references = len(layout.positions("reference"))
-    return LayerPlan(order, inverse, pattern, card.padding_mask is not None, tuple(layout.streams()), references)
+    hides_padding, streams = card.padding_mask is not None, tuple(layout.streams())
+    return LayerPlan(order, inverse, pattern, hides_padding, streams, layout.count("reference"))
 
 
 @cached_by_tensor
