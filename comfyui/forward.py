@@ -1,8 +1,8 @@
 """What Foveate does in a forward pass of a ComfyUI model; it imports nothing of ComfyUI.
 
 A wrapper around the model's forward pass knows the latent, and so the grid of tokens. It hands the model a copy of the
-`transformer_options` with an attention override (HilbertA) or block replacements (ToMA), chained to those that were
-there. So nothing of the model is changed, and nothing has to be restored.
+`transformer_options` with an attention override (HilbertA), block replacements (ToMA) or both, chained to those that
+were there. So nothing of the model is changed, and nothing has to be restored.
 """
 
 import inspect
@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -20,10 +20,13 @@ from foveate.diffusers.preset import Preset
 from foveate.methods import HilbertA, Method, ToMA
 from foveate.methods.base import AttentionPlan, DenseFallback
 from foveate.ops.joint_attention import joint_attention
+from foveate.ops.merging import Regions, merged_pattern
 
 __all__ = ["FAMILIES", "Foveated", "check_preset", "family_of"]
 
 log = logging.getLogger("foveate")
+
+T = TypeVar("T")
 
 ROUNDING = 1e-5  # noise levels are float32
 OUTSIDE = "this step lies outside start_percent to end_percent"
@@ -66,130 +69,195 @@ def family_of(model: Any) -> Family | None:
     return next((FAMILIES[cls.__name__] for cls in type(model).__mro__ if cls.__name__ in FAMILIES), None)
 
 
-class Foveated:
-    """A wrapper around the forward pass of a model.
+class Part:
+    """One method at work in a model, and what it did in the run.
 
     Args:
-        method: Method to run.
+        method: The method.
         window: Lowest and highest noise level at which it works.
-        grids: Grids of tokens for which the method was tuned; other ones are logged.
+
+    Attributes:
+        outcomes: Number of forward passes by the reason why they were dense; "" counts those with the method at work.
+        layers: Number of attention calls or blocks with the method, under "", and without it, under "dense".
     """
 
-    def __init__(self, method: Method, window: tuple[float, float], grids: Any = ()) -> None:
-        self.method, self.window, self.grids = method, window, grids
+    def __init__(self, method: Any, window: tuple[float, float]) -> None:
+        self.method, self.window = method, window
         self.outcomes: Counter[str] = Counter()
         self.layers: Counter[str] = Counter()
-        self._sigma, self._step = -1.0, -1
-        self._merges: dict[Any, tuple[tuple[int, int], Any]] = {}
 
-    def check(self, model: Any) -> None:
-        """Check that the method fits the model.
-
-        Raises:
-            ValueError: If it does not, or the model is unknown.
-        """
-        name, method, family = type(model).__name__, self.method, family_of(model)
-        if family is None:
-            raise ValueError(f"Foveate does not know {name}: it works in {', '.join(FAMILIES)} and their kin")
-        if isinstance(method, ToMA):
-            if not family.blocks:
-                merging = ", ".join(known for known, one in FAMILIES.items() if one.blocks)
-                raise ValueError(f"tokens are not merged in {name}, only in {merging}: use HilbertA")
-            if (method.granularity, method.merge_every, method.size_bias) != ("block", 1, False):
-                raise ValueError(f"in ComfyUI whole blocks merge in every step, without size_bias: not {method!r}")
-
-    def __call__(self, executor: Any, *args: Any, **kwargs: Any) -> Any:
-        """The model's output, by the method where it can work."""
-        call = inspect.signature(executor.original).bind(*args, **kwargs)
-        named = "transformer_options" in call.signature.parameters
-        given = call.arguments if named else call.arguments.setdefault("kwargs", {})
-        options = given.get("transformer_options") or {}
+    def ask(self, decide: Callable[[], T]) -> T | None:
+        """What the method decides for a forward pass; None if it stays dense."""
         try:
-            changed = self._options(executor.class_obj, call.arguments, options)
+            decided = decide()
         except DenseFallback as reason:
             if str(reason) not in (*self.outcomes, OUTSIDE):
                 log.warning("%s stays dense: %s", self.method.title, reason)
             self.outcomes[str(reason)] += 1
-            return executor(*args, **kwargs)
+            return None
         self.outcomes[""] += 1
-        given["transformer_options"] = {**options, **changed}
-        return executor(*call.args, **call.kwargs)
+        return decided
 
     def finish(self) -> None:
-        """Log what was done in the run, and forget its plans."""
+        """Log what was done in the run."""
         if self.outcomes:
             dense = [f"{count} dense: {why}" for why, count in self.outcomes.items() if why]
             at_work = f"{self.method.title}: {self.outcomes['']} of {self.outcomes.total()} forward passes"
             layers = f"{self.layers['']} attention calls or blocks with it, {self.layers['dense']} without"
             log.info("; ".join([f"{at_work} ({layers})", *dense]))
-        self._sigma, self._step = -1.0, -1
         self.outcomes.clear()
         self.layers.clear()
+
+
+class Foveated:
+    """A wrapper around the forward pass of a model.
+
+    Args:
+        *parts: Methods, each with the lowest and highest noise level at which it works.
+        grids: Grids of tokens for which the methods were tuned; other ones are logged.
+    """
+
+    def __init__(self, *parts: tuple[Method, tuple[float, float]], grids: Any = ()) -> None:
+        self.parts, self.grids = [Part(*part) for part in parts], grids
+        self.sparse = next((part for part in self.parts if not isinstance(part.method, ToMA)), None)
+        self.merging = next((part for part in self.parts if isinstance(part.method, ToMA)), None)
+        self._warned = False
+        self._sigma, self._step = -1.0, -1
+        self._merges: dict[Any, tuple[tuple[int, int], Any]] = {}
+
+    @property
+    def methods(self) -> list[Any]:
+        """The methods."""
+        return [part.method for part in self.parts]
+
+    def check(self, model: Any) -> None:
+        """Check that the methods fit each other and the model.
+
+        Raises:
+            ValueError: If they do not, or the model is unknown.
+        """
+        name, family = type(model).__name__, family_of(model)
+        if family is None:
+            raise ValueError(f"Foveate does not know {name}: it works in {', '.join(FAMILIES)} and their kin")
+        if len(self.parts) > (self.sparse is not None) + (self.merging is not None):
+            given = " and ".join(method.title for method in self.methods)
+            raise ValueError(f"one node of HilbertA and one of ToMA work together, not {given}")
+        if self.merging is None:
+            return
+        method = self.merging.method
+        if not family.blocks:
+            merging = ", ".join(known for known, one in FAMILIES.items() if one.blocks)
+            raise ValueError(f"tokens are not merged in {name}, only in {merging}: use HilbertA")
+        if (method.granularity, method.merge_every, method.size_bias) != ("block", 1, False):
+            raise ValueError(f"in ComfyUI whole blocks merge in every step, without size_bias: not {method!r}")
+        if self.sparse and not self.sparse.method.has_one_order:
+            raise ValueError('ToMA needs one order of tokens in all layers: use slide="curve" beside it')
+
+    def __call__(self, executor: Any, *args: Any, **kwargs: Any) -> Any:
+        """The model's output, by the methods where they can work."""
+        call = inspect.signature(executor.original).bind(*args, **kwargs)
+        named = "transformer_options" in call.signature.parameters
+        given = call.arguments if named else call.arguments.setdefault("kwargs", {})
+        options = given.get("transformer_options") or {}
+        changed = self._options(executor.class_obj, call.arguments, options)
+        if not changed:
+            return executor(*args, **kwargs)
+        given["transformer_options"] = {**options, **changed}
+        return executor(*call.args, **call.kwargs)
+
+    def finish(self) -> None:
+        """Log what was done in the run, and forget its plans."""
+        for part in self.parts:
+            part.finish()
+        self._sigma, self._step = -1.0, -1
         self._merges.clear()
 
     def _options(self, model: Any, inputs: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
         """The entries of `transformer_options` that differ in this forward pass."""
-        sigma = float(options["sigmas"].max()) if "sigmas" in options else 0.0
-        low, high = self.window
-        if not low - ROUNDING <= sigma <= high + ROUNDING:
+        changed: dict[str, Any] = {}
+        attend = self.sparse and self.sparse.ask(lambda: self._attention(model, inputs, options))
+        if attend:
+            changed["optimized_attention_override"] = attend
+        if self.merging and (blocks := self.merging.ask(lambda: self._blocks(model, inputs, options, attend))):
+            changed["patches_replace"] = {**(options.get("patches_replace") or {}), "dit": blocks}
+        return changed
+
+    def _tokens(
+        self, part: Part, model: Any, inputs: dict[str, Any], options: dict[str, Any]
+    ) -> tuple[Family, tuple[tuple[int, ...], ...], int]:
+        """The family of the model, the grids of its image tokens, and the number of text tokens beside them.
+
+        Raises:
+            DenseFallback: If the method does not work in this forward pass.
+        """
+        low, high = part.window
+        if not low - ROUNDING <= sigma_of(options) <= high + ROUNDING:
             raise DenseFallback(OUTSIDE)
-        if sigma != self._sigma:
-            self._step = self._step + 1 if sigma < self._sigma else 0
-            self._sigma = sigma
         family = family_of(model)
         if family is None:
             raise DenseFallback(f"{type(model).__name__} is not known")
-        x, context = inputs["x"], inputs["context"]
         references = inputs.get("ref_latents") or inputs.get("kwargs", {}).get("ref_latents") or []
-        grids = tuple(grid_of(model, latent) for latent in (x, *references))
-        if prod(grids[0]) < self.method.min_tokens:
-            raise DenseFallback(f"{prod(grids[0])} image tokens are fewer than min_tokens={self.method.min_tokens}")
-        if self.grids and grids not in self.grids:
+        grids = tuple(grid_of(model, latent) for latent in (inputs["x"], *references))
+        if prod(grids[0]) < part.method.min_tokens:
+            raise DenseFallback(f"{prod(grids[0])} image tokens are fewer than min_tokens={part.method.min_tokens}")
+        if self.grids and grids not in self.grids and not self._warned:
             log.warning("the preset was tuned for other sizes: error and gain are unknown here")
-            self.grids = ()
-        text = inputs.get("num_tokens", context.shape[1]) if family.text else 0
+            self._warned = True
+        text = inputs.get("num_tokens", inputs["context"].shape[1]) if family.text else 0
         if getattr(model, "byt5_in", None) is not None and (glyphs := inputs.get("txt_byt5")) is not None:
             text += glyphs.shape[1]  # HunyuanImage
-        if isinstance(self.method, ToMA):
-            key = (grids, text, len(x), x.dtype, x.device, tuple(options.get("cond_or_uncond", ())))
-            return self._merging(model, family, grids, options, key)
-        if not family.text and context.shape[1] == prod(grids[0]):
-            raise DenseFallback(f"{context.shape[1]} text tokens cannot be told from as many image tokens")
-        plan = self.method.plan(grids, text, device=str(x.device))
-        words, first, images = torch.arange(text, device=x.device), family.image_first, len(plan.orders[0])
-        orders = [torch.cat([words + images, order] if first else [words, order + text]) for order in plan.orders]
-        former = options.get("optimized_attention_override")
-        attend = Attention(plan, orders, self.method.dense_layer_set(), self.layers, former)
-        return {"optimized_attention_override": attend}
+        return family, grids, text
 
-    def _merging(
-        self, model: Any, family: Family, grids: tuple[tuple[int, ...], ...], options: dict[str, Any], key: Any
-    ) -> dict[str, Any]:
-        if self.method.keep == 1:
+    def _attention(self, model: Any, inputs: dict[str, Any], options: dict[str, Any]) -> "Attention":
+        """The attention of this forward pass."""
+        family, grids, text = self._tokens(self.sparse, model, inputs, options)
+        if not family.text:
+            check_cross_attention(inputs, prod(grids[0]))
+        plan = self.sparse.method.plan(grids, text, device=str(inputs["x"].device))
+        return Attention(self.sparse, plan, text, family.image_first, options.get("optimized_attention_override"))
+
+    def _blocks(
+        self, model: Any, inputs: dict[str, Any], options: dict[str, Any], attend: "Attention | None"
+    ) -> dict[Any, Callable[..., Any]]:
+        """The replaced blocks of this forward pass, whose merged tokens attend sparsely if `attend` is given."""
+        part, method, x = self.merging, self.merging.method, inputs["x"]
+        family, grids, text = self._tokens(part, model, inputs, options)
+        if method.keep == 1:
             raise DenseFallback("keep=1.0 is the dense model")
-        merging = Merging(self, self.method.regions(grids, device=str(key[4])), key, family.image_first)
-        replaced = dict(options.get("patches_replace") or {})
-        blocks, number = dict(replaced.get("dit") or {}), 0
+        if (sigma := sigma_of(options)) != self._sigma:
+            self._step = self._step + 1 if sigma < self._sigma else 0
+            self._sigma = sigma
+        if attend:
+            regions = method.regions_along(attend.plan, grids[0])
+            if not family.text:
+                check_cross_attention(inputs, regions.kept)
+            attend.merge(regions)
+        else:
+            regions = method.regions(grids, device=str(x.device))
+        run = bool(attend), grids, len(x), x.dtype, x.device, tuple(options.get("cond_or_uncond", ()))
+        merging = Merging(self, regions, text, family.image_first, attend, (text, *run))
+        blocks, number = dict((options.get("patches_replace") or {}).get("dit") or {}), 0
         for kind, attribute in zip(("double_block", "single_block"), family.blocks, strict=False):
             length = len(getattr(model, attribute))
             dense = min(5, length if (len(family.blocks), kind) == (2, "double_block") else length // 3)
-            dense = dense if self.method.skip is None else self.method.skip
+            dense = dense if method.skip is None else method.skip
             for i in range(length):
-                if i < dense or number in self.method.dense_layer_set():
-                    self.layers["dense"] += 1
+                if i < dense or number in method.dense_layer_set():
+                    part.layers["dense"] += 1
                 else:
                     blocks[kind, i] = partial(merging.block, blocks.get((kind, i)))
                 number += 1
-        return {"patches_replace": {**replaced, "dit": blocks}}
+        return blocks
 
-    def plan(self, key: Any, tokens: Tensor, regions: Any) -> Any:
+    def plan(self, key: Any, tokens: Tensor, regions: Regions) -> Any:
         """The plan of merging of these tokens, made anew where it is due."""
-        periods = self._step // self.method.dst_every, self._step // self.method.weights_every
+        method = self.merging.method
+        periods = self._step // method.dst_every, self._step // method.weights_every
         made, plan = self._merges.get(key, (None, None))
         if made != periods:
             chosen = plan.chosen if made and made[0] == periods[0] else None
             with torch.no_grad():
-                plan = self.method.plan(tokens.index_select(1, regions.order), regions, chosen)
+                plan = method.plan(tokens.index_select(1, regions.order), regions, chosen)
             self._merges[key] = periods, plan
         return plan
 
@@ -201,8 +269,8 @@ def check_preset(preset: Preset, model: Any) -> None:
         ValueError: If it was not, or needs what there is in diffusers only.
     """
     family = family_of(model)
-    if len(preset.methods) != 1 or not isinstance(preset.methods[0], HilbertA | ToMA):
-        raise ValueError(f"{preset.title} works in diffusers only: tune with one of hilberta and toma for ComfyUI")
+    if not all(isinstance(method, HilbertA | ToMA) for method in preset.methods):
+        raise ValueError(f"{preset.title} works in diffusers only: tune with hilberta and toma for ComfyUI")
     made, name = preset.models[0], type(model).__name__
     if family is None or not made["class"].startswith(family.diffusers):
         raise ValueError(f"the preset is for {made['class']}, and this is {name}: presets hold for one model")
@@ -221,35 +289,64 @@ def grid_of(model: Any, latent: Tensor) -> tuple[int, ...]:
     return grid[1:] if len(grid) == 3 and grid[0] == 1 else grid
 
 
+def sigma_of(options: dict[str, Any]) -> float:
+    """The noise level of a forward pass."""
+    return float(options["sigmas"].max()) if "sigmas" in options else 0.0
+
+
+def check_cross_attention(inputs: dict[str, Any], tokens: int) -> None:
+    """Check that attention of so many image tokens to the text has another length than that to themselves.
+
+    Raises:
+        DenseFallback: If it has not.
+    """
+    if inputs["context"].shape[1] == tokens:
+        raise DenseFallback(f"{tokens} text tokens cannot be told from as many image tokens")
+
+
+def in_sequence(image: Tensor, text: int, image_first: bool) -> Tensor:
+    """Positions of text, then image in this order, in the attention sequence."""
+    words = torch.arange(text, device=image.device)
+    return torch.cat([words + len(image), image] if image_first else [words, image + text])
+
+
 class Attention:
     """An attention override: calls of the planned length attend by the plan, others as before.
 
     Args:
-        plan: Plan of sparse attention.
-        orders: Positions in the attention sequence in each order of the plan, text first.
-        dense_layers: Numbers of the layers that stay dense.
-        layers: Counts the layers.
+        part: The method, which counts the layers.
+        plan: Its plan.
+        text: Number of text tokens in the attention sequence.
+        image_first: Whether the image precedes the text there.
         former: The override that was there; None if there was none.
+
+    Attributes:
+        now: Positions in the attention sequence in each order of the plan, text first, and the tables.
+        of_all: `now` among all tokens.
+        of_merged: `now` in blocks whose tokens are merged.
     """
 
     def __init__(
-        self,
-        plan: AttentionPlan,
-        orders: list[Tensor],
-        dense_layers: frozenset[int],
-        layers: Counter[str],
-        former: Callable[..., Tensor] | None,
+        self, part: Part, plan: AttentionPlan, text: int, image_first: bool, former: Callable[..., Tensor] | None
     ) -> None:
-        self.plan, self.orders, self.former = plan, orders, former
-        self.dense_layers, self.layers = dense_layers, layers
+        self.plan, self.text, self.image_first, self.former = plan, text, image_first, former
+        self.layers, self.dense_layers = part.layers, part.method.dense_layer_set()
+        orders = [in_sequence(order, text, image_first) for order in plan.orders]
+        self.now = self.of_all = self.of_merged = orders, [*plan.tables]
         self._number = -1
+
+    def merge(self, regions: Regions) -> None:
+        """Prepare for blocks in which the tokens of these regions are merged."""
+        kept = torch.arange(regions.kept, device=regions.order.device)
+        tables = [merged_pattern(table, regions, self.text) for table in self.plan.tables]
+        self.of_merged = [in_sequence(kept, self.text, self.image_first)], tables
 
     def __call__(
         self, func: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, heads: int, *args: Any, **kwargs: Any
     ) -> Tensor:
         """The output of an attention call, in the form that the caller asks for."""
         shaped = kwargs.get("skip_reshape", False)
-        tokens, mask = len(self.orders[0]), args[0] if args else kwargs.get("mask")
+        tokens, mask = len(self.now[0][0]), args[0] if args else kwargs.get("mask")
         same = q.shape[2 if shaped else 1] == k.shape[2 if shaped else 1] == tokens
         self._number += same
         if not same or mask is not None or self._number in self.dense_layers:
@@ -259,7 +356,7 @@ class Attention:
         self.layers[""] += 1
         if not shaped:
             q, k, v = (x.unflatten(2, (heads, -1)).transpose(1, 2) for x in (q, k, v))
-        table, order = (each[self._number % len(each)] for each in (self.plan.tables, self.orders))
+        order, table = (each[self._number % len(each)] for each in self.now)
         q, k, v = (x.index_select(2, order) for x in (q, k, v))
         out = joint_attention(q, k, v, table, scatter=order)
         return out if kwargs.get("skip_output_reshape", False) else out.transpose(1, 2).flatten(2)
@@ -271,13 +368,18 @@ class Merging:
     Args:
         owner: Keeps the plans from step to step.
         regions: Regions within which tokens merge.
-        key: What a plan belongs to.
+        text: Number of text tokens in the attention sequence.
         image_first: Whether the image precedes the text where both are in one sequence.
+        attend: The sparse attention of merged tokens; None where they attend densely.
+        key: What a plan belongs to.
     """
 
-    def __init__(self, owner: Foveated, regions: Any, key: Any, image_first: bool) -> None:
-        self.owner, self.regions, self.key, self.image_first = owner, regions, key, image_first
-        self.images, self.text = len(regions.order), key[1]
+    def __init__(
+        self, owner: Foveated, regions: Regions, text: int, image_first: bool, attend: Attention | None, key: Any
+    ) -> None:
+        self.owner, self.regions, self.text, self.image_first = owner, regions, text, image_first
+        self.attend, self.key = attend, key
+        self.layers, self.images = owner.merging.layers, len(regions.order)
 
     def block(self, former: Callable[..., Any] | None, args: dict[str, Any], extra: dict[str, Any]) -> dict[str, Any]:
         """The output of a block, single-stream (text and image in one tensor) or double-stream."""
@@ -286,14 +388,19 @@ class Merging:
         dim = 2 if args["pe"].shape[1] == 1 else 1  # [batch, 1, tokens, ...] or [batch, tokens, 1, ...]
         lengths = args["pe"].shape[dim], x.shape[1] + (self.text if double else 0)
         if any(length != self.images + self.text for length in lengths) or _varies(args):
-            self.owner.layers["dense"] += 1
+            self.layers["dense"] += 1
             return original(args)
-        self.owner.layers[""] += 1
+        self.layers[""] += 1
         image, words = self._split(x)
         order = self.regions.order
         merge = self.owner.plan(self.key, image, self.regions)
         merged = merge.merge(image, 0, order)
-        out = original({**args, "img": self._join(merged, words), "pe": self._rope(args["pe"], dim, merge)})
+        given = {**args, "img": self._join(merged, words), "pe": self._rope(args["pe"], dim, merge)}
+        if self.attend:
+            self.attend.now = self.attend.of_merged
+        out = original(given)
+        if self.attend:
+            self.attend.now = self.attend.of_all
         after, words = self._split(out["img"], merged.shape[1])
         return {**out, "img": self._join(merge.update(image, merged, after, order), words)}
 

@@ -23,18 +23,23 @@ WHERE = (
 )
 
 
-def patched(model: Any, method: Method, grids: Any = ()) -> io.NodeOutput:
-    """A copy of the model that runs with a method in the part of the run that its options name.
+def patched(model: Any, *methods: Method, grids: Any = ()) -> io.NodeOutput:
+    """A copy of the model that runs with these methods, and with that of a Foveate node that came before.
 
     Raises:
-        ValueError: If the model is of no known family, the method does not fit it, or a Foveate node came before.
+        ValueError: If the model is of no known family, or the methods do not fit it or each other.
     """
-    if model.get_wrappers(WrappersMP.DIFFUSION_MODEL, KEY):
-        raise ValueError("this model has a Foveate node already: use one")
+    for before in model.get_wrappers(WrappersMP.DIFFUSION_MODEL, KEY):
+        if grids or before.grids:
+            raise ValueError("a preset has all its methods: use no other Foveate node beside it")
+        methods = *before.methods, *methods
     to_sigma = model.get_model_object("model_sampling").percent_to_sigma
-    foveated = Foveated(method, (to_sigma(method.end_percent), to_sigma(method.start_percent)), grids)
+    windows = [(to_sigma(method.end_percent), to_sigma(method.start_percent)) for method in methods]
+    foveated = Foveated(*zip(methods, windows, strict=True), grids=grids)
     foveated.check(model.get_model_object("diffusion_model"))
     copy = model.clone()
+    copy.remove_wrappers_with_key(WrappersMP.DIFFUSION_MODEL, KEY)
+    copy.remove_callbacks_with_key(CallbacksMP.ON_CLEANUP, KEY)
     copy.add_wrapper_with_key(WrappersMP.DIFFUSION_MODEL, KEY, foveated)
     copy.add_callback_with_key(CallbacksMP.ON_CLEANUP, KEY, lambda _patcher: foveated.finish())
     return io.NodeOutput(copy)
@@ -110,7 +115,7 @@ class FoveatePreset(io.ComfyNode):
         return schema(
             "FoveatePreset",
             "Foveate preset",
-            "The method and options of a preset: a JSON file that foveate tune wrote for this model in diffusers.",
+            "The methods and options of a preset: a JSON file that foveate tune wrote for this model in diffusers.",
             io.String.Input("preset", default="preset.json", tooltip="Path of the JSON file."),
         )
 
@@ -119,7 +124,7 @@ class FoveatePreset(io.ComfyNode):
         """The patched model."""
         tuned = load(preset.strip())
         check_preset(tuned, model.get_model_object("diffusion_model"))
-        return patched(model, tuned.methods[0], tuned.grids)
+        return patched(model, *tuned.methods, grids=tuned.grids)
 
     @classmethod
     def fingerprint_inputs(cls, preset: str, **_others: Any) -> str:

@@ -3,8 +3,11 @@
 import ast
 import importlib.util
 import json
+import sys
 from functools import partial
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -187,24 +190,34 @@ def mask_of(method, number, grids, text, image_first=False):
     return plan.tables[number % len(plan.tables)].to_dense()[place][:, place]
 
 
+def grids_of(cls, references):
+    """Grids of image tokens, and the number of text tokens in one sequence with them."""
+    return (((3, 8, 10),), 0) if cls is WanModel else (((16, 20), *((8, 8) for _ in references)), TEXT)
+
+
+def masked(mask):
+    """An override that masks self-attention by its number in the forward pass and its number of tokens."""
+    calls = []
+
+    def override(func, q, k, v, heads, **kwargs):
+        length = 2 if kwargs.get("skip_reshape") else 1
+        if q.shape[length] == k.shape[length]:
+            kwargs["mask"] = mask(len(calls), q.shape[length])
+            calls.append(1)
+        return func(q, k, v, heads, **kwargs)
+
+    return override
+
+
 @every_case
 @pytest.mark.parametrize(
     "method", [HilbertA(tiles=1), HilbertA(centre=1.0, tiles=4), HilbertA(tiles=4, align=1, slide="diagonal")]
 )
 def test_attention_is_that_of_the_mask(pack, cls, references, method):
-    model, case = cls(), inputs(cls, references)
-    grids = ((3, 8, 10),) if cls is WanModel else ((16, 20), *((8, 8) for _ in references))
-    text, calls = 0 if cls is WanModel else TEXT, []
-
-    def masked(func, q, k, v, heads, **kwargs):
-        length = 2 if kwargs.get("skip_reshape") else 1
-        if q.shape[length] == k.shape[length]:
-            calls.append(mask_of(method, len(calls), grids, text, cls is Hunyuan))
-            kwargs["mask"] = calls[-1]
-        return func(q, k, v, heads, **kwargs)
-
-    want = model._forward(*case[:3], transformer_options=options(optimized_attention_override=masked), **case[3])
-    torch.testing.assert_close(run(pack.Foveated(method, ALWAYS), model, case), want)
+    model, case, (grids, text) = cls(), inputs(cls, references), grids_of(cls, references)
+    override = masked(lambda number, _: mask_of(method, number, grids, text, cls is Hunyuan))
+    want = model._forward(*case[:3], transformer_options=options(optimized_attention_override=override), **case[3])
+    torch.testing.assert_close(run(pack.Foveated((method, ALWAYS)), model, case), want)
     dense = model._forward(*case[:3], transformer_options=options(), **case[3])
     assert torch.allclose(want, dense) == (method.tiles == 1 or method.centre == 1)
 
@@ -218,24 +231,24 @@ def test_other_calls_and_dense_layers_go_to_the_former_override(pack, cls, refer
         return func(*args, **kwargs)
 
     given = options(optimized_attention_override=former)
-    wrapper = pack.Foveated(HilbertA(tiles=4, dense_layers="0-1"), ALWAYS)
+    wrapper = pack.Foveated((HilbertA(tiles=4, dense_layers="0-1"), ALWAYS))
     x, time, context, named = case
     wrapper(Executor(model), x, time, context, transformer_options=given, **named)
     layers = {WanModel: 4, Qwen: 2}.get(cls, 5)
     assert len(seen) == (6 if cls is WanModel else 2)
     assert given["optimized_attention_override"] is former
-    assert (wrapper.layers[""], wrapper.layers["dense"]) == (layers - 2, 2)
+    assert (wrapper.sparse.layers[""], wrapper.sparse.layers["dense"]) == (layers - 2, 2)
 
 
 @every_case
 def test_steps_outside_the_window_are_dense(pack, cls, references):
     model, case = cls(), inputs(cls, references)
     dense = model._forward(*case[:3], transformer_options=options(), **case[3])
-    wrapper = pack.Foveated(HilbertA(tiles=4), (0.2, 0.8))
+    wrapper = pack.Foveated((HilbertA(tiles=4), (0.2, 0.8)))
     for sigma, equal in ((0.9, True), (0.8, False), (0.2, False), (0.1, True)):
         assert torch.equal(run(wrapper, model, case, sigma=sigma), dense) == equal
     wrapper.finish()
-    assert not wrapper.outcomes
+    assert not wrapper.sparse.outcomes
 
 
 @every_case
@@ -243,26 +256,182 @@ def test_merging_everything_into_itself_is_the_dense_model(pack, cls, references
     model, case = cls(), inputs(cls, references)
     dense = model._forward(*case[:3], transformer_options=options(), **case[3])
     exactly = ToMA(keep=0.999, tile=(2, 2), weights="hard", skip=0)
-    wrapper = pack.Foveated(exactly, ALWAYS)
+    wrapper = pack.Foveated((exactly, ALWAYS))
     torch.testing.assert_close(run(wrapper, model, case), dense)
-    assert not wrapper.layers["dense"]
+    assert not wrapper.merging.layers["dense"]
     blocks, kinds = (4, 1) if cls is WanModel else (2, 1) if cls is Qwen else (5, 2)
-    wrapper = pack.Foveated(ToMA(keep=0.5, skip=1), ALWAYS)
+    wrapper = pack.Foveated((ToMA(keep=0.5, skip=1), ALWAYS))
     assert (run(wrapper, model, case) - dense).abs().max() > 1e-3
-    assert dict(wrapper.layers) == {"": blocks - kinds, "dense": kinds}
+    assert dict(wrapper.merging.layers) == {"": blocks - kinds, "dense": kinds}
+
+
+@every_case
+@pytest.mark.parametrize("tiles", [1, 4])
+def test_sparse_attention_beside_a_merge_of_everything_into_itself_is_as_alone(pack, cls, references, tiles):
+    model, case = cls(), inputs(cls, references)
+    sparse, exactly = HilbertA(tiles=tiles, dense_layers="1"), ToMA(keep=0.999, weights="hard", skip=1)
+    alone, both = pack.Foveated((sparse, ALWAYS)), pack.Foveated((sparse, ALWAYS), (exactly, ALWAYS))
+    want, dense = run(alone, model, case), model._forward(*case[:3], transformer_options=options(), **case[3])
+    torch.testing.assert_close(run(both, model, case), want)
+    assert torch.allclose(want, dense) == (tiles == 1)
+    assert both.sparse.layers == alone.sparse.layers
+    assert both.merging.layers[""]
+
+
+@every_case
+def test_merged_tokens_attend_as_the_tokens_of_their_region(pack, cls, references, monkeypatch):
+    model, case, (grids, text) = cls(), inputs(cls, references), grids_of(cls, references)
+    sparse, merging = HilbertA(tiles=4), ToMA(keep=0.5, skip=1)
+    both = run(pack.Foveated((sparse, ALWAYS), (merging, ALWAYS)), model, case)
+    plan = sparse.plan(grids, text)
+    regions = merging.regions_along(plan, grids[0])
+    places, first = [*range(text)], text
+    for group in regions.groups:
+        for _ in range(group.number):
+            places += [first] * group.kept if group.merges else range(first, first + group.tokens)
+            first += group.tokens
+
+    def mask(number, tokens):
+        if tokens != text + regions.kept:
+            return mask_of(sparse, number, grids, text, cls is Hunyuan)
+        merged = plan.tables[number % len(plan.tables)].to_dense()[places][:, places]
+        return merged.roll((-text, -text), (0, 1)) if cls is Hunyuan else merged
+
+    monkeypatch.setattr(ToMA, "regions", lambda *args, **kwargs: regions)
+    x, time, context, named = case
+    given = options(optimized_attention_override=masked(mask))
+    merged = pack.Foveated((merging, ALWAYS))
+    want = merged(Executor(model), x, time, context, transformer_options=given, **named)
+    torch.testing.assert_close(both, want)
+    assert not torch.allclose(want, run(merged, model, case))
+
+
+def test_each_of_two_methods_has_a_window_and_reasons_of_its_own(pack, caplog):
+    model, case = WanModel(), inputs(WanModel)
+    sparse, merging = HilbertA(tiles=4), ToMA(keep=0.5, skip=0)
+    both = pack.Foveated((sparse, (0.4, 1.0)), (merging, (0.0, 0.6)))
+    alone = {method: pack.Foveated((method, ALWAYS)) for method in (sparse, merging)}
+    for sigma, method in ((0.9, sparse), (0.1, merging)):
+        assert torch.equal(run(both, model, case, sigma=sigma), run(alone[method], model, case, sigma=sigma))
+    run(both, model, case)
+    assert [part.outcomes[""] for part in both.parts] == [2, 2]
+    kept = merging.regions_along(sparse.plan(((3, 8, 10),), 0), (3, 8, 10)).kept
+    wordy = inputs(WanModel, text=kept)
+    assert torch.equal(run(both, model, wordy), run(alone[sparse], model, wordy))
+    assert f"ToMA keep=0.5 skip=0 stays dense: {kept} text tokens cannot be told" in caplog.text
+
+
+class Patcher:
+    """A model as ComfyUI's nodes hand it on: copies share the weights."""
+
+    def __init__(self, model, wrappers=(), callbacks=()):
+        self.model, self.wrappers, self.callbacks = model, dict(wrappers), dict(callbacks)
+
+    def clone(self):
+        return Patcher(self.model, self.wrappers, self.callbacks)
+
+    def get_model_object(self, name):
+        return (
+            self.model if name == "diffusion_model" else SimpleNamespace(percent_to_sigma=lambda percent: 1 - percent)
+        )
+
+    def get_wrappers(self, kind, key):
+        return [self.wrappers[kind, key]] if (kind, key) in self.wrappers else []
+
+    def remove_wrappers_with_key(self, kind, key):
+        self.wrappers.pop((kind, key), None)
+
+    def remove_callbacks_with_key(self, kind, key):
+        self.callbacks.pop((kind, key), None)
+
+    def add_wrapper_with_key(self, kind, key, wrapper):
+        assert (kind, key) not in self.wrappers
+        self.wrappers[kind, key] = wrapper
+
+    def add_callback_with_key(self, kind, key, callback):
+        assert (kind, key) not in self.callbacks
+        self.callbacks[kind, key] = callback
+
+
+@pytest.fixture
+def nodes(monkeypatch):
+    """The nodes, in the place of ComfyUI a stub."""
+    comfy, api = ModuleType("comfy"), ModuleType("comfy_api")
+    comfy.patcher_extension, api.latest = MagicMock(), MagicMock()
+    api.latest.io.ComfyNode, api.latest.io.NodeOutput = object, lambda model: model
+    stubs = {"comfy": comfy, "comfy_api": api}
+    stubs |= {"comfy.patcher_extension": comfy.patcher_extension, "comfy_api.latest": api.latest}
+    spec = importlib.util.spec_from_file_location("foveate_nodes", PACK / "__init__.py")
+    package = importlib.util.module_from_spec(spec)
+    for name, module in (stubs | {"foveate_nodes": package}).items():
+        monkeypatch.setitem(sys.modules, name, module)
+    for name in ("foveate_nodes.nodes", "foveate_nodes.forward"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    spec.loader.exec_module(package)
+    yield package.nodes
+    for name in ("foveate_nodes.nodes", "foveate_nodes.forward"):
+        sys.modules.pop(name, None)
+
+
+SPARSE = {"tiles": 4, "period": 4, "centre": 0.25, "curve": "hilbert", "reference": "global"}
+MERGE = {"keep": 0.5, "tile": 8, "skip": 1, "every": 5}
+
+
+def test_chained_nodes_work_together_in_any_order_and_leave_the_models_before_them(nodes):
+    loaded, case = Patcher(Flux()), inputs(Flux)
+
+    def tiles(model):
+        return nodes.FoveateHilbertA.execute(model, **SPARSE)
+
+    def merge(model):
+        return nodes.FoveateToMA.execute(model, **MERGE, start_percent=0.2)
+
+    def drawn(patched):
+        (wrapper,), (_,) = patched.wrappers.values(), patched.callbacks.values()
+        return {type(part.method): part.window for part in wrapper.parts}, run(wrapper, patched.model, case)
+
+    sparse, merged = tiles(loaded), merge(loaded)
+    alone = [drawn(sparse), drawn(merged)]
+    (windows, both), (others, reverse) = drawn(merge(sparse)), drawn(tiles(merged))
+    assert windows == others == {HilbertA: (0.0, 1.0), ToMA: (0.0, 0.8)}
+    assert torch.equal(both, reverse)
+    for patched, (windows, before) in zip((sparse, merged), alone, strict=True):
+        assert len(windows) == 1
+        assert torch.equal(drawn(patched)[1], before)
+        assert not torch.allclose(both, before)
+    assert not loaded.wrappers
+    assert not loaded.callbacks
+    with pytest.raises(ValueError, match=r"work together, not HilbertA T=4 and ToMA keep=0.5.* and HilbertA T=4"):
+        tiles(merge(sparse))
+    with pytest.raises(ValueError, match="tokens are not merged in NextDiT"):
+        merge(tiles(Patcher(Lumina())))
+
+
+def test_a_preset_has_all_its_methods(nodes, tmp_path):
+    models = [{"class": "FluxTransformer2DModel", "config": {}}]
+    path, methods = tmp_path / "preset.json", (HilbertA(tiles=4), ToMA(skip=1))
+    Preset(methods=methods, models=models, size=(512, 640), grids=(((16, 20),),)).save(path)
+    loaded = Patcher(Flux())
+    patched = nodes.FoveatePreset.execute(loaded, str(path))
+    (wrapper,) = patched.wrappers.values()
+    assert (*wrapper.methods,) == methods
+    with pytest.raises(ValueError, match="a preset has all its methods"):
+        nodes.FoveateHilbertA.execute(patched, **SPARSE)
+    with pytest.raises(ValueError, match="a preset has all its methods"):
+        nodes.FoveatePreset.execute(nodes.FoveateHilbertA.execute(loaded, **SPARSE), str(path))
 
 
 def test_blocks_skip_as_in_diffusers_and_a_modulation_of_each_frame_stays_dense(pack):
-    wrapper = pack.Foveated(ToMA(keep=0.5), ALWAYS)
+    wrapper = pack.Foveated((ToMA(keep=0.5), ALWAYS))
     run(wrapper, Flux(), inputs(Flux))
-    assert dict(wrapper.layers) == {"": 2, "dense": 3}  # both double blocks, a third of the single ones
-    wrapper = pack.Foveated(ToMA(keep=0.5, skip=0, dense_layers="1, 3"), ALWAYS)
+    assert dict(wrapper.merging.layers) == {"": 2, "dense": 3}  # both double blocks, a third of the single ones
+    wrapper = pack.Foveated((ToMA(keep=0.5, skip=0, dense_layers="1, 3"), ALWAYS))
     run(wrapper, Flux(), inputs(Flux))
-    assert dict(wrapper.layers) == {"": 3, "dense": 2}
+    assert dict(wrapper.merging.layers) == {"": 3, "dense": 2}
     x, _, context, named = inputs(WanModel)
-    wrapper = pack.Foveated(ToMA(keep=0.5, skip=0), ALWAYS)
+    wrapper = pack.Foveated((ToMA(keep=0.5, skip=0), ALWAYS))
     run(wrapper, WanModel(), (x, torch.ones(2, 3), context, named))
-    assert dict(wrapper.layers) == {"dense": 4}
+    assert dict(wrapper.merging.layers) == {"dense": 4}
 
 
 def test_merged_blocks_call_the_replacements_that_were_there(pack):
@@ -274,7 +443,7 @@ def test_merged_blocks_call_the_replacements_that_were_there(pack):
 
     x, time, context, _ = case
     there = {"dit": {("double_block", 1): former}}
-    wrapper = pack.Foveated(ToMA(keep=0.5, skip=0), ALWAYS)
+    wrapper = pack.Foveated((ToMA(keep=0.5, skip=0), ALWAYS))
     wrapper(Executor(model), x, time, context, transformer_options=options(patches_replace=there))
     assert seen == [160]
     assert there == {"dit": {("double_block", 1): former}}
@@ -282,13 +451,13 @@ def test_merged_blocks_call_the_replacements_that_were_there(pack):
 
 def test_a_plan_of_merging_lasts_for_its_steps_and_is_forgotten_after_the_run(pack):
     model, case = Flux(), inputs(Flux)
-    wrapper = pack.Foveated(ToMA(keep=0.5, skip=0, dst_every=2, weights_every=2), ALWAYS)
+    wrapper = pack.Foveated((ToMA(keep=0.5, skip=0, dst_every=2, weights_every=2), ALWAYS))
     made = []
     for sigma in (1.0, 0.9, 0.8, 0.7, 1.0):
         run(wrapper, model, case, sigma=sigma)
         made.append(next(iter(wrapper._merges.values()))[1])
     assert [made[i] is made[i + 1] for i in range(3)] == [True, False, True]
-    halves = pack.Foveated(ToMA(keep=0.5, skip=0, dst_every=2, weights_every=1), ALWAYS)
+    halves = pack.Foveated((ToMA(keep=0.5, skip=0, dst_every=2, weights_every=1), ALWAYS))
     made = []
     for sigma in (1.0, 0.9):
         run(halves, model, case, sigma=sigma)
@@ -301,20 +470,22 @@ def test_a_plan_of_merging_lasts_for_its_steps_and_is_forgotten_after_the_run(pa
 
 def test_what_cannot_be_sparse_stays_dense_and_says_why(pack, caplog):
     model, case = WanModel(), inputs(WanModel, text=240)
-    wrapper = pack.Foveated(HilbertA(tiles=4), ALWAYS)
+    wrapper = pack.Foveated((HilbertA(tiles=4), ALWAYS))
     dense = model._forward(*case[:3], transformer_options=options())
     assert torch.equal(run(wrapper, model, case), dense)
     assert "240 text tokens cannot be told from as many image tokens" in caplog.text
-    assert torch.equal(run(pack.Foveated(LLSA(), ALWAYS), model, case), dense)
+    assert torch.equal(run(pack.Foveated((LLSA(), ALWAYS)), model, case), dense)
     lumina, case = Lumina(), inputs(Lumina)
-    wrapper = pack.Foveated(HilbertA(tiles=4), ALWAYS)
+    wrapper = pack.Foveated((HilbertA(tiles=4), ALWAYS))
     assert not torch.equal(run(wrapper, lumina, case), lumina._forward(*case[:3], transformer_options=options()))
     with pytest.raises(ValueError, match="not merged in NextDiT"):
-        pack.Foveated(ToMA(keep=0.5), ALWAYS).check(lumina)
+        pack.Foveated((ToMA(keep=0.5), ALWAYS)).check(lumina)
     with pytest.raises(ValueError, match="whole blocks merge in every step"):
-        pack.Foveated(ToMA(keep=0.5, granularity="module"), ALWAYS).check(model)
+        pack.Foveated((ToMA(keep=0.5, granularity="module"), ALWAYS)).check(model)
     with pytest.raises(ValueError, match="does not know Linear"):
-        pack.Foveated(ToMA(keep=0.5), ALWAYS).check(nn.Linear(1, 1))
+        pack.Foveated((ToMA(keep=0.5), ALWAYS)).check(nn.Linear(1, 1))
+    with pytest.raises(ValueError, match="needs one order of tokens in all layers"):
+        pack.Foveated((HilbertA(slide="diagonal"), ALWAYS), (ToMA(), ALWAYS)).check(model)
 
 
 def test_a_preset_runs_in_the_model_that_it_was_made_for_and_warns_at_other_sizes(pack, caplog):
@@ -327,12 +498,12 @@ def test_a_preset_runs_in_the_model_that_it_was_made_for_and_warns_at_other_size
     for other, why in (
         (preset(name="WanTransformer3DModel"), "is for WanTransformer3DModel, and this is Flux"),
         (preset(layers=19), "is for 19 double_blocks, and this model has 2"),
-        (preset(HilbertA(), ToMA()), "works in diffusers only"),
         (preset(LLSA()), "works in diffusers only"),
     ):
         with pytest.raises(ValueError, match=why):
             pack.check_preset(other, model)
-    wrapper = pack.Foveated(ToMA(), ALWAYS, preset().grids)
+    pack.check_preset(preset(HilbertA(), ToMA()), model)
+    wrapper = pack.Foveated((ToMA(), ALWAYS), grids=preset().grids)
     run(wrapper, model, case)
     run(wrapper, model, case)
     assert caplog.text.count("tuned for other sizes") == 1

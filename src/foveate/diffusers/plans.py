@@ -17,7 +17,7 @@ from foveate.methods.base import AttentionPlan
 from foveate.ops.block_table import BlockTable, block_starts, block_table
 from foveate.ops.curves import inverse_order
 from foveate.ops.joint_attention import LogLinear, Pattern
-from foveate.ops.merging import Regions
+from foveate.ops.merging import Regions, merged_pattern
 from foveate.utils.cache import WeakTensorCache, cached_by_tensor, persistent
 
 __all__ = ["StackPlan", "alike", "layer_plan", "sequence_order"]
@@ -171,14 +171,3 @@ def with_references(pattern: Pattern, tokens: int) -> Pattern:
     if isinstance(pattern, LogLinear):
         return pattern
     return _WITH_REFERENCES.get([*pattern], tokens, lambda: pattern.with_first_keys(tokens))
-
-
-_MERGED: WeakTensorCache[tuple[Tensor, Tensor]] = WeakTensorCache()
-
-
-def merged_pattern(table: Pattern, regions: Regions, text: int) -> Pattern:
-    """Which merged tokens attend to which."""
-    if isinstance(table, LogLinear):
-        return table.merged(regions.kept)
-    queries, keys = _MERGED.get([*table], (regions.groups, text), lambda: regions.merged(table, text)[:2])
-    return BlockTable(queries, keys, *table[2:])  # the cache must not hold the table that it is keyed by

@@ -10,10 +10,11 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from foveate.ops.block_table import BlockTable
+from foveate.ops.joint_attention import LogLinear, Pattern
 from foveate.ops.region_matmul import add_tokens, region_matmul, region_update
-from foveate.utils.cache import persistent
+from foveate.utils.cache import WeakTensorCache, persistent
 
-__all__ = ["AnyMerge", "Group", "IndexMerge", "Merge", "Regions", "merge_adjacent"]
+__all__ = ["AnyMerge", "Group", "IndexMerge", "Merge", "Regions", "merge_adjacent", "merged_pattern"]
 
 Grid = tuple[int, ...]  # (rows, columns) of an image, (frames, rows, columns) of a video
 
@@ -279,3 +280,14 @@ def _product(weights: Tensor | None, x: Tensor, rows: Tensor | None) -> Tensor:
 def merge_adjacent(groups: Sequence[Group]) -> tuple[Group, ...]:
     """Groups of one region each, with adjacent equal ones joined."""
     return tuple(group._replace(number=len(list(same))) for group, same in groupby(groups))
+
+
+_MERGED: WeakTensorCache[tuple[Tensor, Tensor]] = WeakTensorCache()
+
+
+def merged_pattern(table: Pattern, regions: Regions, text: int) -> Pattern:
+    """Which merged tokens attend to which."""
+    if isinstance(table, LogLinear):
+        return table.merged(regions.kept)
+    queries, keys = _MERGED.get([*table], (regions.groups, text), lambda: regions.merged(table, text)[:2])
+    return BlockTable(queries, keys, *table[2:])  # the cache must not hold the table that it is keyed by
