@@ -245,7 +245,7 @@ class Foveated:
                 if i < dense or number in method.dense_layer_set():
                     part.layers["dense"] += 1
                 else:
-                    blocks[kind, i] = partial(merging.block, blocks.get((kind, i)))
+                    blocks[kind, i] = partial(merging.block, kind, blocks.get((kind, i)))
                 number += 1
         return blocks
 
@@ -381,8 +381,10 @@ class Merging:
         self.attend, self.key = attend, key
         self.layers, self.images = owner.merging.layers, len(regions.order)
 
-    def block(self, former: Callable[..., Any] | None, args: dict[str, Any], extra: dict[str, Any]) -> dict[str, Any]:
-        """The output of a block, single-stream (text and image in one tensor) or double-stream."""
+    def block(
+        self, kind: str, former: Callable[..., Any] | None, args: dict[str, Any], extra: dict[str, Any]
+    ) -> dict[str, Any]:
+        """The output of a block, single-stream (text and image in one tensor) or double-stream, by its kind's plan."""
         original = (lambda given: former(given, extra)) if former else extra["original_block"]
         x, double = args["img"], "txt" in args
         dim = 2 if args["pe"].shape[1] == 1 else 1  # [batch, 1, tokens, ...] or [batch, tokens, 1, ...]
@@ -393,7 +395,7 @@ class Merging:
         self.layers[""] += 1
         image, words = self._split(x)
         order = self.regions.order
-        merge = self.owner.plan(self.key, image, self.regions)
+        merge = self.owner.plan((kind, *self.key), image, self.regions)
         merged = merge.merge(image, 0, order)
         given = {**args, "img": self._join(merged, words), "pe": self._rope(args["pe"], dim, merge)}
         if self.attend:

@@ -449,6 +449,15 @@ def test_merged_blocks_call_the_replacements_that_were_there(pack):
     assert there == {"dit": {("double_block", 1): former}}
 
 
+@every_case
+def test_each_kind_of_blocks_has_a_plan_of_its_first_tokens(pack, cls, references, monkeypatch):
+    model, case, seen, make = cls(), inputs(cls, references), [], ToMA.plan
+    monkeypatch.setattr(ToMA, "plan", lambda method, x, *args: seen.append(x) or make(method, x, *args))
+    run(pack.Foveated((ToMA(keep=0.5, skip=0), ALWAYS)), model, case)
+    assert len(seen) == (1 if cls in (WanModel, Qwen) else 2)
+    assert not any(torch.equal(seen[0], other) for other in seen[1:])
+
+
 def test_a_plan_of_merging_lasts_for_its_steps_and_is_forgotten_after_the_run(pack):
     model, case = Flux(), inputs(Flux)
     wrapper = pack.Foveated((ToMA(keep=0.5, skip=0, dst_every=2, weights_every=2), ALWAYS))
