@@ -49,7 +49,7 @@ class Family(NamedTuple):
     image_first: bool = False
 
 
-FAMILIES = {
+FAMILIES: dict[str, Family | None] = {
     "Flux": Family("FluxTransformer", ("double_blocks", "single_blocks")),
     "Chroma": Family("ChromaTransformer", ("double_blocks", "single_blocks")),
     "QwenImageTransformer2DModel": Family("QwenImageTransformer", ("transformer_blocks",)),
@@ -60,8 +60,13 @@ FAMILIES = {
     "HumoWanModel": Family((), text=False),  # attends to audio frame by frame
     "WanModel": Family("Wan", ("blocks",), text=False),
     "LTXVModel": Family("LTXVideoTransformer", text=False),
+    "HiDreamImageTransformer2DModel": Family((), image_first=True),
+    "GeneralDIT": Family("CosmosTransformer", text=False),
+    "MiniTrainDIT": Family("CosmosTransformer", text=False),
+    "OpenAISignatureMMDITWrapper": None,  # SD3, which inherits from a namesake of AuraFlow, calls no wrappers
+    "MMDiT": Family(()),
 }
-"""Families by the name of the model's class, or of one that it inherits from."""
+"""Families by the name of the model's class, or of one that it inherits from; None if it is not supported."""
 
 
 def family_of(model: Any) -> Family | None:
@@ -138,7 +143,8 @@ class Foveated:
         """
         name, family = type(model).__name__, family_of(model)
         if family is None:
-            raise ValueError(f"Foveate does not know {name}: it works in {', '.join(FAMILIES)} and their kin")
+            known = ", ".join(known for known, one in FAMILIES.items() if one)
+            raise ValueError(f"Foveate does not know {name}: it works in {known} and their kin")
         if len(self.parts) > (self.sparse is not None) + (self.merging is not None):
             given = " and ".join(method.title for method in self.methods)
             raise ValueError(f"one node of HilbertA and one of ToMA work together, not {given}")
@@ -146,7 +152,7 @@ class Foveated:
             return
         method = self.merging.method
         if not family.blocks:
-            merging = ", ".join(known for known, one in FAMILIES.items() if one.blocks)
+            merging = ", ".join(known for known, one in FAMILIES.items() if one and one.blocks)
             raise ValueError(f"tokens are not merged in {name}, only in {merging}: use HilbertA")
         if (method.granularity, method.merge_every, method.size_bias) != ("block", 1, False):
             raise ValueError(f"in ComfyUI whole blocks merge in every step, without size_bias: not {method!r}")
@@ -206,6 +212,12 @@ class Foveated:
         text = inputs.get("num_tokens", inputs["context"].shape[1]) if family.text else 0
         if getattr(model, "byt5_in", None) is not None and (glyphs := inputs.get("txt_byt5")) is not None:
             text += glyphs.shape[1]  # HunyuanImage
+        if (registers := getattr(model, "register_tokens", None)) is not None:
+            text += registers.shape[1]  # AuraFlow
+        if (llama := inputs.get("encoder_hidden_states_llama3")) is not None:
+            text += 2 * llama.shape[2]  # HiDream: one layer's in all blocks, and one that differs from block to block
+        if inputs.get("image_cond") is not None:
+            raise DenseFallback("the picture to edit lies beside the new one")
         return family, grids, text
 
     def _attention(self, model: Any, inputs: dict[str, Any], options: dict[str, Any]) -> "Attention":
@@ -284,6 +296,8 @@ def grid_of(model: Any, latent: Tensor) -> tuple[int, ...]:
     """(rows, columns) or (frames, rows, columns) in tokens of a latent [batch, channels, *sides]."""
     sides = tuple(latent.shape[2:])
     patch = getattr(model, "patch_size", 1)
+    if hasattr(model, "patch_spatial"):  # Cosmos
+        patch = model.patch_temporal, model.patch_spatial, model.patch_spatial
     patch = (1,) * (len(sides) - 2) + (patch, patch) if isinstance(patch, int) else tuple(patch)[-len(sides) :]
     grid = tuple(-(-side // size) for side, size in zip(sides, patch, strict=True))
     return grid[1:] if len(grid) == 3 and grid[0] == 1 else grid

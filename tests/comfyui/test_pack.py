@@ -82,7 +82,7 @@ class Joint(nn.Module):
         options, text = transformer_options, context
         replace = options.get("patches_replace", {}).get("dit", {})
         image = torch.cat([self.image(latent) for latent in (x, *(ref_latents or []))], 1)
-        places = self.join(torch.zeros(1, TEXT, 1), torch.linspace(0.1, 1, image.shape[1])[None, :, None])
+        places = self.join(torch.zeros(1, text.shape[1], 1), torch.linspace(0.1, 1, image.shape[1])[None, :, None])
         pe = places.double().unsqueeze(3 - self.pe_dim).expand(2, *(-1,) * 2, DIM // HEADS)
 
         def rows(args):
@@ -118,7 +118,7 @@ Hunyuan = type("HunyuanVideo", (Joint,), {"image_first": True})
 class Wan(nn.Module):
     """Attention of the image alone, as [batch, tokens, heads x dim], then cross-attention to the text."""
 
-    patch_size = (1, 2, 2)
+    image_first = False
 
     def __init__(self):
         super().__init__()
@@ -145,7 +145,25 @@ class Wan(nn.Module):
         return tokens
 
 
-WanModel = type("WanModel", (Wan,), {})
+def cosmos(self, x, timesteps, context, fps=None, **kwargs):
+    return Wan._forward(self, x, timesteps, context, **kwargs)
+
+
+def aura_flow(self, x, timestep, context, transformer_options={}, **kwargs):  # noqa: B006
+    text = torch.cat([self.register_tokens.expand(len(x), -1, -1), context], 1)
+    return Joint._forward(self, x, timestep, text, transformer_options=transformer_options)
+
+
+def hi_dream(self, x, t, context, encoder_hidden_states_llama3, image_cond=None, transformer_options={}):  # noqa: B006
+    text = torch.cat([context, *encoder_hidden_states_llama3.unbind(1)], 1)
+    return Joint._forward(self, x, t, text, transformer_options=transformer_options)
+
+
+WanModel = type("WanModel", (Wan,), {"patch_size": (1, 2, 2)})
+Cosmos = type("MiniTrainDIT", (Wan,), {"patch_temporal": 1, "patch_spatial": 2, "_forward": cosmos})
+Registers = {"register_tokens": torch.ones(1, 8, DIM).double()}
+AuraFlow = type("MMDiT", (Joint,), {**Registers, "_forward": aura_flow})
+HiDream = type("HiDreamImageTransformer2DModel", (Joint,), {"image_first": True, "_forward": hi_dream})
 Lumina = type("NextDiT", (Flux,), {"_forward": lambda self, x, time, context, num_tokens=TEXT, **kwargs: (
     Flux._forward(self, x, time, context, **kwargs))})  # fmt: skip
 
@@ -160,10 +178,13 @@ class Executor:
 
 def inputs(cls, references=(), text=TEXT):
     torch.manual_seed(1)
-    shape = (2, 4, 3, 16, 20) if cls is WanModel else (2, 4, 32, 40)
+    shape = (2, 4, 3, 16, 20) if issubclass(cls, Wan) else (2, 4, 32, 40)
     latents = [torch.randn(2, 4, *sides, dtype=torch.float64) for sides in references]
     context = torch.randn(2, text, DIM, dtype=torch.float64)
-    return torch.randn(shape, dtype=torch.float64), torch.ones(2), context, {"ref_latents": latents} if latents else {}
+    named = {"ref_latents": latents} if latents else {}
+    if cls is HiDream:
+        named["encoder_hidden_states_llama3"] = torch.randn(2, 2, 5, DIM, dtype=torch.float64)
+    return torch.randn(shape, dtype=torch.float64), torch.ones(2), context, named
 
 
 def options(sigma=0.5, **more):
@@ -178,6 +199,10 @@ def run(wrapper, model, case, **more):
 CASES = [(Flux, ()), (Flux, ((16, 16),)), (WanModel, ()), (Qwen, ()), (Hunyuan, ())]
 IDS = ["flux", "kontext", "wan", "qwen", "hunyuan"]
 every_case = pytest.mark.parametrize(("cls", "references"), CASES, ids=IDS)
+unmerged = [(Cosmos, ()), (AuraFlow, ()), (HiDream, ())]
+sparse_case = pytest.mark.parametrize(
+    ("cls", "references"), [*CASES, *unmerged], ids=[*IDS, "cosmos", "auraflow", "hidream"]
+)
 
 
 def mask_of(method, number, grids, text, image_first=False):
@@ -192,7 +217,9 @@ def mask_of(method, number, grids, text, image_first=False):
 
 def grids_of(cls, references):
     """Grids of image tokens, and the number of text tokens in one sequence with them."""
-    return (((3, 8, 10),), 0) if cls is WanModel else (((16, 20), *((8, 8) for _ in references)), TEXT)
+    if issubclass(cls, Wan):
+        return ((3, 8, 10),), 0
+    return ((16, 20), *((8, 8) for _ in references)), TEXT + {AuraFlow: 8, HiDream: 10}.get(cls, 0)
 
 
 def masked(mask):
@@ -209,20 +236,20 @@ def masked(mask):
     return override
 
 
-@every_case
+@sparse_case
 @pytest.mark.parametrize(
     "method", [HilbertA(tiles=1), HilbertA(centre=1.0, tiles=4), HilbertA(tiles=4, align=1, slide="diagonal")]
 )
 def test_attention_is_that_of_the_mask(pack, cls, references, method):
     model, case, (grids, text) = cls(), inputs(cls, references), grids_of(cls, references)
-    override = masked(lambda number, _: mask_of(method, number, grids, text, cls is Hunyuan))
+    override = masked(lambda number, _: mask_of(method, number, grids, text, cls.image_first))
     want = model._forward(*case[:3], transformer_options=options(optimized_attention_override=override), **case[3])
     torch.testing.assert_close(run(pack.Foveated((method, ALWAYS)), model, case), want)
     dense = model._forward(*case[:3], transformer_options=options(), **case[3])
     assert torch.allclose(want, dense) == (method.tiles == 1 or method.centre == 1)
 
 
-@every_case
+@sparse_case
 def test_other_calls_and_dense_layers_go_to_the_former_override(pack, cls, references):
     model, case, seen = cls(), inputs(cls, references), []
 
@@ -234,8 +261,8 @@ def test_other_calls_and_dense_layers_go_to_the_former_override(pack, cls, refer
     wrapper = pack.Foveated((HilbertA(tiles=4, dense_layers="0-1"), ALWAYS))
     x, time, context, named = case
     wrapper(Executor(model), x, time, context, transformer_options=given, **named)
-    layers = {WanModel: 4, Qwen: 2}.get(cls, 5)
-    assert len(seen) == (6 if cls is WanModel else 2)
+    layers = {WanModel: 4, Cosmos: 4, Qwen: 2}.get(cls, 5)
+    assert len(seen) == (6 if issubclass(cls, Wan) else 2)
     assert given["optimized_attention_override"] is former
     assert (wrapper.sparse.layers[""], wrapper.sparse.layers["dense"]) == (layers - 2, 2)
 
@@ -293,9 +320,9 @@ def test_merged_tokens_attend_as_the_tokens_of_their_region(pack, cls, reference
 
     def mask(number, tokens):
         if tokens != text + regions.kept:
-            return mask_of(sparse, number, grids, text, cls is Hunyuan)
+            return mask_of(sparse, number, grids, text, cls.image_first)
         merged = plan.tables[number % len(plan.tables)].to_dense()[places][:, places]
-        return merged.roll((-text, -text), (0, 1)) if cls is Hunyuan else merged
+        return merged.roll((-text, -text), (0, 1)) if cls.image_first else merged
 
     monkeypatch.setattr(ToMA, "regions", lambda *args, **kwargs: regions)
     x, time, context, named = case
@@ -489,6 +516,12 @@ def test_what_cannot_be_sparse_stays_dense_and_says_why(pack, caplog):
     assert not torch.equal(run(wrapper, lumina, case), lumina._forward(*case[:3], transformer_options=options()))
     with pytest.raises(ValueError, match="not merged in NextDiT"):
         pack.Foveated((ToMA(keep=0.5), ALWAYS)).check(lumina)
+    with pytest.raises(ValueError, match="does not know OpenAISignatureMMDITWrapper"):
+        pack.Foveated((HilbertA(), ALWAYS)).check(type("OpenAISignatureMMDITWrapper", (AuraFlow,), {})())
+    x, time, context, named = inputs(HiDream)
+    wrapper = pack.Foveated((HilbertA(tiles=4), ALWAYS))
+    run(wrapper, HiDream(), (x, time, context, {**named, "image_cond": x}))
+    assert dict(wrapper.sparse.outcomes) == {"the picture to edit lies beside the new one": 1}
     with pytest.raises(ValueError, match="whole blocks merge in every step"):
         pack.Foveated((ToMA(keep=0.5, granularity="module"), ALWAYS)).check(model)
     with pytest.raises(ValueError, match="does not know Linear"):
