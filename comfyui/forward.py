@@ -109,7 +109,8 @@ class Part:
             dense = [f"{count} dense: {why}" for why, count in self.outcomes.items() if why]
             at_work = f"{self.method.title}: {self.outcomes['']} of {self.outcomes.total()} forward passes"
             layers = f"{self.layers['']} attention calls or blocks with it, {self.layers['dense']} without"
-            log.info("; ".join([f"{at_work} ({layers})", *dense]))
+            tell = log.warning if self.outcomes[""] and not self.layers[""] else log.info
+            tell("; ".join([f"{at_work} ({layers})", *dense]))
         self.outcomes.clear()
         self.layers.clear()
 

@@ -530,6 +530,17 @@ def test_what_cannot_be_sparse_stays_dense_and_says_why(pack, caplog):
         pack.Foveated((HilbertA(slide="diagonal"), ALWAYS), (ToMA(), ALWAYS)).check(model)
 
 
+def test_a_method_that_met_no_attention_call_or_block_says_so_in_a_warning(pack, caplog):
+    deaf = type("Flux", (Joint,), {"_forward": lambda self, x, t, context, transformer_options: x})()
+    x, time, context, _ = inputs(Flux)
+    for model in (Flux(), deaf):
+        wrapper = pack.Foveated((HilbertA(tiles=4), ALWAYS))
+        wrapper(Executor(model), x, time, context, transformer_options=options())
+        wrapper.finish()
+    assert caplog.text.count("1 of 1 forward passes") == 1
+    assert "1 of 1 forward passes (0 attention calls or blocks with it" in caplog.text
+
+
 def test_a_preset_runs_in_the_model_that_it_was_made_for_and_warns_at_other_sizes(pack, caplog):
     def preset(*methods, name="FluxTransformer2DModel", layers=2):
         models = [{"class": name, "config": {"num_layers": layers, "num_single_layers": 3}}]
