@@ -50,7 +50,7 @@ class Family(NamedTuple):
 
 
 FAMILIES: dict[str, Family | None] = {
-    "Flux": Family("FluxTransformer", ("double_blocks", "single_blocks")),
+    "Flux": Family(("FluxTransformer", "Flux2Transformer"), ("double_blocks", "single_blocks")),
     "Chroma": Family("ChromaTransformer", ("double_blocks", "single_blocks")),
     "QwenImageTransformer2DModel": Family("QwenImageTransformer", ("transformer_blocks",)),
     "HunyuanVideo": Family(

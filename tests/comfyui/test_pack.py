@@ -556,6 +556,7 @@ def test_a_preset_runs_in_the_model_that_it_was_made_for_and_warns_at_other_size
         with pytest.raises(ValueError, match=why):
             pack.check_preset(other, model)
     pack.check_preset(preset(HilbertA(), ToMA()), model)
+    pack.check_preset(preset(name="Flux2Transformer2DModel"), model)
     wrapper = pack.Foveated((ToMA(), ALWAYS), grids=preset().grids)
     run(wrapper, model, case)
     run(wrapper, model, case)
