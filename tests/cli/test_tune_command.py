@@ -6,7 +6,7 @@ import re
 import pytest
 from command_line import run, words
 
-from foveate.cli import tune as command
+from foveate.cli import pictures
 from foveate.diffusers import measure
 from foveate.diffusers.adapter import ModelAdapter
 
@@ -21,9 +21,9 @@ def test_a_preset_is_found_and_drawn_with(folder, tmp_path, monkeypatch):
         time += 0.5 if any(ModelAdapter.of(model) for model in models) else 1.0
         return time
 
-    models, opened = [], command.open_model
+    models, opened = [], pictures.open_model
     monkeypatch.setattr(
-        command, "open_model", lambda *options: models.append((p := opened(*options)).transformer) or p
+        pictures, "open_model", lambda *options: models.append((p := opened(*options)).transformer) or p
     )
     monkeypatch.setattr(measure, "now", now)
     (tmp_path / "prompts.txt").write_text("a cat\n\n an owl \n")
@@ -67,12 +67,13 @@ def test_a_preset_is_found_and_drawn_with(folder, tmp_path, monkeypatch):
         (["--method", "hilberta:start_percent=0.2"], "leave them out of HilbertA"),
         (["--method", "hilbert"], "did you mean hilberta"),
         (["--size", "big"], "cannot read the size"),
+        (["--size", "129"], "129 x 129 px does not fit"),
         (["--out", "one.txt"], "is a file"),
     ],
 )
 def test_options_are_checked_before_a_model_is_loaded(arguments, told, tmp_path, monkeypatch):
     (tmp_path / "one.txt").write_text("a cat\n")
-    monkeypatch.setattr(command, "open_model", lambda *_: pytest.fail("loaded a model"))
+    monkeypatch.setattr(pictures, "open_model", lambda *_: pytest.fail("loaded a model"))
     result = run("tune", *arguments)
     assert result.exit_code == 2, result.output
     assert told in words(result)

@@ -15,10 +15,9 @@ from foveate.cli.common import (
     console,
     progress,
     read_prompts,
-    read_size,
 )
 from foveate.cli.methods import read_method
-from foveate.cli.pictures import Model, Size, Steps, open_model, request_of
+from foveate.cli.pictures import Model, Size, Steps, open_at_size, request_of
 
 __all__ = ["tune"]
 
@@ -94,10 +93,8 @@ def tune(
     methods = [read_method(text) for text in method or []] or CANDIDATES
     texts = _prompts(prompts, model, seed)
     check(texts, methods)
-    if size:
-        read_size(size)
     check_writable(out)
-    pipe = open_model(model, device, dtype)
+    pipe, _, _ = open_at_size(model, "", size, device, dtype)
     request = request_of(pipe, model, texts[0], size, steps, guidance, seed, frames=frames)
     with progress() as track:
         preset = search(
