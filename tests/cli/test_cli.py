@@ -342,6 +342,7 @@ def test_nothing_is_overwritten_unless_told(folder, tmp_path):
         (["--size", "129"], "129 x 129 px does not fit: this model packs 4 x 4 px into a token"),
         (["--lora", "nowhere"], "cannot find the LoRA nowhere"),
         (["--method", "toma", "--method", "toma:keep=0.5"], "--method toma:keep=0.5 is given twice"),
+        (["--method", "toma+toma"], "one of token merging, or both, not ToMA + ToMA"),
     ],
 )
 def test_options_are_checked_before_a_model_is_loaded(folder, monkeypatch, options, message):

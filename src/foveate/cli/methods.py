@@ -7,6 +7,7 @@ from foveate.cli.common import options_of
 from foveate.diffusers.preset import PRESETS, Preset
 from foveate.diffusers.preset import load as load_preset
 from foveate.methods import METHODS, ComposedMethod, Method, method_from_text
+from foveate.methods.base import sparse_and_merging
 
 __all__ = ["method_to_draw", "options_in", "read_method", "read_methods", "usual_method"]
 
@@ -17,10 +18,17 @@ def _read_variant(text: str) -> Method | ComposedMethod | Preset:
 
 
 def read_method(text: str) -> Method | ComposedMethod:
-    """The method of "hilberta:tiles=16,centre=0", or the methods of "hilberta:tiles=16+toma:keep=0.5,tile=(8,8)"."""
+    """The method of "hilberta:tiles=16,centre=0", or the methods of "hilberta:tiles=16+toma:keep=0.5,tile=(8,8)".
+
+    Raises:
+        ValueError: If it cannot be read, or the methods do not fit each other.
+    """
     parts = [part.partition(":") for part in text.split("+")]
     methods = tuple(method_from_text(name, options_in(options)) for name, _, options in parts)
-    return methods[0] if len(methods) == 1 else ComposedMethod(methods)
+    if len(methods) == 1:
+        return methods[0]
+    sparse_and_merging(methods)  # fails before a model is loaded
+    return ComposedMethod(methods)
 
 
 def read_methods(texts: list[str] | None) -> list[Any]:

@@ -28,7 +28,7 @@ from foveate.diffusers.report import report
 from foveate.diffusers.rotary import RopeInBackend, Rotations
 from foveate.diffusers.summary import LayerReport
 from foveate.methods import Method
-from foveate.methods.base import SparseAttention, TokenMerging
+from foveate.methods.base import sparse_and_merging
 from foveate.ops.block_table import BlockTable
 
 __all__ = ["ModelAdapter", "outside_compiled_code"]
@@ -68,18 +68,7 @@ class ModelAdapter:
     def __init__(
         self, model: nn.Module, card: Card, methods: tuple[Method, ...], pipeline: Any, grids: tuple[Any, ...] = ()
     ) -> None:
-        self.sparse = next((method for method in methods if isinstance(method, SparseAttention)), None)
-        self.merging = next((method for method in methods if isinstance(method, TokenMerging)), None)
-        if len(methods) != (self.sparse is not None) + (self.merging is not None):
-            given = " + ".join(type(method).__name__ for method in methods)
-            raise ValueError(f"apply takes one method of sparse attention, one of token merging, or both, not {given}")
-        if self.sparse and self.merging and self.merging.size_bias:
-            raise ValueError("size_bias needs dense attention: leave it off beside sparse attention")
-        if self.sparse and self.merging and not self.sparse.has_one_order:
-            raise ValueError(
-                f"{self.sparse.title} orders tokens differently from layer to layer, and {self.merging.title} needs "
-                'one order: use slide="curve" beside token merging'
-            )
+        self.sparse, self.merging = sparse_and_merging(methods)
         if pipeline is None and not all(method.always for method in methods):
             raise ValueError(
                 "start_percent and end_percent need a scheduler to tell the step: apply to the pipeline, not the model"

@@ -23,6 +23,7 @@ __all__ = [
     "TokenMerging",
     "UntiledPlan",
     "layer_ranges",
+    "sparse_and_merging",
 ]
 
 
@@ -351,3 +352,24 @@ class TokenMerging(Method):
             regions: Merge regions of this image.
             destinations: Destinations of an earlier plan (`Merge.chosen`), which get new weights. None picks new ones.
         """
+
+
+def sparse_and_merging(methods: Sequence[Method]) -> tuple[SparseAttention | None, TokenMerging | None]:
+    """The method of sparse attention and the method of token merging among methods to apply together.
+
+    Raises:
+        ValueError: If the methods do not fit each other.
+    """
+    sparse = next((method for method in methods if isinstance(method, SparseAttention)), None)
+    merging = next((method for method in methods if isinstance(method, TokenMerging)), None)
+    if len(methods) != (sparse is not None) + (merging is not None):
+        given = " + ".join(type(method).__name__ for method in methods)
+        raise ValueError(f"apply takes one method of sparse attention, one of token merging, or both, not {given}")
+    if sparse and merging and merging.size_bias:
+        raise ValueError("size_bias needs dense attention: leave it off beside sparse attention")
+    if sparse and merging and not sparse.has_one_order:
+        raise ValueError(
+            f"{sparse.title} orders tokens differently from layer to layer, and {merging.title} needs one order: "
+            'use slide="curve" beside token merging'
+        )
+    return sparse, merging
