@@ -351,6 +351,15 @@ def test_options_are_checked_before_a_model_is_loaded(folder, monkeypatch, optio
     assert message in fails(*command, *options)
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [(["--size", "129"], "129 x 129 px does not fit"), (["--start", "nowhere"], "cannot find the LoRA nowhere")],
+)
+def test_distill_checks_its_options_before_a_model_is_loaded(monkeypatch, options, message):
+    monkeypatch.setattr("foveate.diffusers.pipelines.load", None)
+    assert message in fails("distill", *options)
+
+
 def test_compare_takes_methods_and_prints_its_progress_into_a_log(folder, tmp_path):
     output = succeeds("compare", "a cat", "--model", folder, *SMALL, "--method", "hilberta:tiles=2", "--rounds", 1)
     assert {path.name for path in (tmp_path / "compare").iterdir()} == {"dense.png", "hilberta-t-2.png", "index.html"}

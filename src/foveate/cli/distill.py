@@ -25,7 +25,7 @@ from foveate.cli.common import (
     read_prompts,
     training_device,
 )
-from foveate.cli.pictures import Model, Size, open_model, request_of
+from foveate.cli.pictures import Model, Size, open_at_size, request_of
 from foveate.methods import METHODS, method_from_text
 
 __all__ = ["distill"]
@@ -119,10 +119,12 @@ def distill(
     if model and not (prompts or images):
         raise ValueError("name what to draw with --prompts FILE, a prompt a line, or what to learn from with --images")
     where = training_device(device, batch)
-    pipe = open_model(model, where, dtype)
+    from foveate.diffusers.lora import find_lora
+
+    first = find_lora(start) if start else None
+    pipe, _, _ = open_at_size(model, "", size, where, dtype)
     request = request_of(pipe, model, "", size, draw_steps, guidance, seed)
     from foveate.demo.scenes import captions
-    from foveate.diffusers.lora import find_lora
     from foveate.training.distill import distill
     from foveate.training.pictures import captioned
     from foveate.training.run import RunOptions
@@ -142,7 +144,7 @@ def distill(
     with progress() as track:
         done = distill(
             out, pipe, recipe, request, texts, pictures=files, steps=steps or (STEPS if model else BUILT_IN_STEPS),
-            start=find_lora(start) if start else None,
+            start=first,
             options=RunOptions(
                 at_once=at_once, checkpointing=checkpointing, compile=compile, minutes=minutes,
                 checkpoint_minutes=checkpoint_minutes, sample_every=sample_every, track=track,
