@@ -315,14 +315,19 @@ def test_shipped_presets_are_of_the_built_in_model_and_have_their_evidence(path)
         (PROMPTS, {"methods": []}, "name the methods"),
         (PROMPTS, {"methods": [HilbertA(start_percent=0.1)]}, "leave them out of HilbertA"),
         (PROMPTS, {"size": (65, 64)}, "does not fit"),
+        (PROMPTS, {"size": 64}, "such as"),
+        (PROMPTS, {"steps": 0}, "1 or more, not 0"),
+        (PROMPTS, {"methods": ToMA()}, "a list of methods"),
+        (PROMPTS, {"methods": [ToMA]}, "pass an instance"),
+        (PROMPTS, {"budget": 0.9}, r"such as foveate.Budget\(0.95\), not 0.9"),
     ],
 )
-def test_wrong_arguments_are_refused(pipe, prompts, more, told):
+def test_wrong_arguments_are_refused(as_a_user, pipe, prompts, more, told):
     with pytest.raises(ValueError, match=told):
-        foveate.tune(pipe, prompts, Budget(0.9), **{**SETTINGS, **more})
+        foveate.tune(pipe, prompts, **{"budget": Budget(0.9), **SETTINGS, **more})
 
 
-@pytest.mark.parametrize(("at_least", "score"), [(1.1, "ssim"), (math.nan, "psnr"), (0.5, "lpips")])
+@pytest.mark.parametrize(("at_least", "score"), [(1.1, "ssim"), (math.nan, "psnr"), (0.5, "lpips"), ("0.9", "ssim")])
 def test_a_budget_must_be_possible(as_a_user, at_least, score):
-    with pytest.raises(ValueError, match=r"at most|one of"):
+    with pytest.raises(ValueError, match=r"at most|one of|a number"):
         Budget(at_least, score)

@@ -70,6 +70,8 @@ class Budget:
             raise ValueError(
                 f"score must be one of {', '.join(NAMES)} or a function of two pictures, not {self.score!r}"
             )
+        if not isinstance(self.at_least, int | float):
+            raise ValueError(f"a budget is a number such as 0.95, not {self.at_least!r}")
         if isnan(self.at_least) or (self.score == "ssim" and self.at_least > 1):
             raise ValueError(f"SSIM is 1 at most, and a budget a number: {self.at_least} cannot be reached")
 
@@ -149,6 +151,12 @@ def tune(
             time is within the budget; the message says what came nearest.
     """
     check(prompts, methods)
+    if not isinstance(budget, Budget):
+        raise ValueError(f"the budget is one such as foveate.Budget(0.95), not {budget!r}")
+    if not isinstance(size, list | tuple) or len(size) != 2:
+        raise ValueError(f"size is (height, width) in pixels, such as (1024, 1024), not {size!r}")
+    if steps < 1:
+        raise ValueError(f"steps is a number of denoising steps, 1 or more, not {steps}")
     from foveate.diffusers.checks import check_request
     from foveate.diffusers.measure import Measurements
     from foveate.diffusers.pipelines import Request
@@ -238,7 +246,11 @@ def check(prompts: Sequence[str], methods: Sequence[Method | ComposedMethod]) ->
         raise ValueError("tune needs two prompts or more: some to calibrate, others to check the result")
     if not methods:
         raise ValueError("name the methods to try, or leave methods out")
+    if not isinstance(methods, list | tuple) or isinstance(methods, ComposedMethod):
+        raise ValueError(f"methods is a list of methods to try, not {methods!r}: write [foveate.ToMA()]")
     for method in methods:
+        if not isinstance(method, Method | ComposedMethod):
+            raise ValueError(f"not a method: {method!r}; pass an instance such as foveate.ToMA()")
         if any((p.dense_layers, p.start_percent, p.end_percent) != ("", 0, 1) for p in method.parts):
             raise ValueError(
                 f"tune chooses dense_layers, start_percent and end_percent: leave them out of {method.title}"
