@@ -155,8 +155,8 @@ class Foveated:
         if not family.blocks:
             merging = ", ".join(known for known, one in FAMILIES.items() if one and one.blocks)
             raise ValueError(f"tokens are not merged in {name}, only in {merging}: use HilbertA")
-        if (method.granularity, method.merge_every, method.size_bias) != ("block", 1, False):
-            raise ValueError(f"in ComfyUI whole blocks merge in every step, without size_bias: not {method!r}")
+        if (method.granularity, method.merge_every) != ("block", 1):
+            raise ValueError(f"in ComfyUI whole blocks merge in every step: not {method!r}")
         if self.sparse and not self.sparse.method.has_one_order:
             raise ValueError('ToMA needs one order of tokens in all layers: use slide="curve" beside it')
 

@@ -52,6 +52,18 @@ def no_grad():
 
 
 @pytest.fixture
+def fixed_destinations(monkeypatch):
+    """Destinations of ToMA that are spread evenly, whatever the features: rounding cannot change them."""
+    from foveate.ops.soft_assignment import soft_assignment
+
+    def assign(tokens, kept, scale, picks):
+        picks = torch.arange(kept, device=tokens.device) * tokens.shape[2] // kept
+        return soft_assignment(tokens, kept, scale, picks.expand(*tokens.shape[:2], kept))
+
+    monkeypatch.setattr("foveate.methods.toma.soft_assignment", assign)
+
+
+@pytest.fixture
 def no_synchronization():
     """A context in which it is an error to wait for the GPU."""
 

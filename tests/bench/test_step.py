@@ -211,13 +211,13 @@ def test_what_cannot_run_is_skipped_and_named_and_the_rest_is_timed(tmp_path):
 
 
 def test_the_command_writes_json_and_prints_a_table(tmp_path):
-    methods = "todo", "toma:dst_every=20,weights_every=10,size_bias=True"
+    methods = "todo", "toma:dst_every=20,weights_every=10,merge_reference=True"
     options = [text for method in methods for text in ("--method", method)]
     result, output = run("--sides", 16, "--text", 8, "--rounds", 1, *options, "--out", tmp_path, "--commit", "abc")
     assert result.exit_code == 0, output
     written = json.loads((tmp_path / "step-built-in-eager-cpu.json").read_text())
     assert written["versions"]["commit"] == "abc"
-    toma = "ToMA keep=0.5 size_bias=True, dst_every=20, weights_every=10"
+    toma = "ToMA keep=0.5 dst_every=20, weights_every=10, merge_reference=True"
     assert [row["variant"] for row in written["rows"]] == ["dense", "ToDo f=2", toma, "dense, again"]
     assert "dst_every=20" in written["rows"][2]["method"]
     assert "weights_every=10" in "".join(result.output.split())

@@ -18,7 +18,6 @@ from foveate.diffusers.card import Card
 from foveate.diffusers.cards.flux import FluxCard
 from foveate.diffusers.clock import Step
 from foveate.diffusers.merging import MergedBlock, MergeGroup
-from foveate.diffusers.processors import DispatchedProcessor
 from foveate.methods import ToFu, ToMeSD
 from foveate.ops.merging import IndexMerge, Merge
 
@@ -101,14 +100,6 @@ def test_merging_that_loses_nothing_changes_nothing(name, grid, method, sparse):
     with foveate.apply(model, *sparse, method) as run:
         torch.testing.assert_close(call(model, x), want)
         assert all(row.method.endswith(method.title) for row in run.summary().layers)
-
-
-def test_sizes_of_merged_tokens_count_only_beside_text_without_padding():
-    model, x = tiny.ragged("qwen")
-    dense = call(model, x)
-    with foveate.apply(model, ToMA(size_bias=True, **MERGES)) as run:
-        assert torch.equal(call(model, x), dense)
-        assert {row.why for row in run.summary().layers} == {"size_bias needs a text without padding"}
 
 
 @every_family
@@ -201,10 +192,10 @@ def test_residuals_of_a_controlnet_meet_all_tokens(name, merges):
     "method",
     [
         ToMA(**MERGES),
-        ToMA(dense_layers="1", size_bias=True, **MERGES),
+        ToMA(dense_layers="1", **MERGES),
         ToMeSD(skip=0, granularity="block", merge_cross=True, merge_mlp=True),
     ],
-    ids=["ToMA", "biased", "ToMeSD"],
+    ids=["ToMA", "dense-layer", "ToMeSD"],
 )
 def test_whole_blocks_compute_what_they_do_on_tokens_in_the_order_of_regions(name, method, monkeypatch):
     model, x = built(name, FAMILIES[name].grids[1], 2)
@@ -248,22 +239,18 @@ def identical_tokens(dim):
     return torch.randn(2, 4, 4, dim).repeat_interleave(2, 1).repeat_interleave(2, 2).flatten(1, 2).double()
 
 
-@pytest.mark.parametrize("size_bias", [False, True])
-def test_identical_tokens_are_exact_without_text_and_beside_text_only_with_their_size(size_bias):
-    method = ToMA(keep=0.25, size_bias=size_bias)
+def test_identical_tokens_are_exact_without_text_but_not_beside_it():
+    method = ToMA(keep=0.25)
     attn, text, image = tiny.flux().transformer_blocks[0].attn, torch.randn(2, 5, 32).double(), identical_tokens(32)
     want = attn(hidden_states=image, encoder_hidden_states=text, image_rotary_emb=None)
     got, _ = merged_attention(attn, image, text, method)
     errors = [(a - b).abs().max() for a, b in zip(got, want, strict=True)]
-    assert all(error < 1e-6 for error in errors) if size_bias else all(error > 1e-4 for error in errors)
+    assert all(error > 1e-4 for error in errors)  # text weighs more among fewer tokens
 
     attn, x = tiny.unet().mid_block.attentions[0].transformer_blocks[0].attn1, identical_tokens(16)
-    want, attn.processor, plan = attn(x), DispatchedProcessor(attn.processor), LayerPlan(torch.arange(16))
-    attach(attn.processor, plan)
-    group = MergeGroup(method, FluxCard())
+    want, group = attn(x), MergeGroup(method, FluxCard())
     MergedBlock(group, attn, [attn], joined=False).merge_module(attn)
     group.begin(method.regions(((8, 8),)), Step(0, 0), torch.empty(0))
-    group.layer_plans.append(plan)
     group.plan(x, None)
     torch.testing.assert_close(attn(x), want, rtol=1e-5, atol=1e-6)
 
@@ -289,9 +276,10 @@ def test_merged_tokens_stand_where_their_destinations_stand(batch):
 
 @every_family
 @every_granularity
+@pytest.mark.usefixtures("fixed_destinations")
 def test_autocast_is_near_full_precision(name, granularity):
     model, x = built(name, batch=2, dtype=torch.float32)
-    with foveate.apply(model, ToMA(select="grid", granularity=granularity, **MERGES)):
+    with foveate.apply(model, ToMA(granularity=granularity, **MERGES)):
         want = call(model, x)
         with torch.autocast("cpu", torch.bfloat16):
             got = call(model, x)
@@ -541,7 +529,6 @@ def test_models_whose_tokens_cannot_merge_refuse_it(name):
 @pytest.mark.parametrize(
     ("methods", "remedy"),
     [
-        ((HilbertA(), ToMA(size_bias=True)), "size_bias"),
         ((HilbertA(slide="diagonal"), ToMA()), "use slide=.curve. beside token merging"),
         ((ToMA(), ToMA()), "takes one method of sparse attention, one of token merging, or both"),
         ((ToMA(skip=9),), "no block is left to merge with skip=9 .*: skip fewer"),

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.usefixtures("as_a_user")
         (ToMA, {"keep": "0.5"}, "keep must be a number, not '0.5'"),
         (ToMA, {"tile": 4}, r"tile must be numbers in parentheses, such as \(4, 4\), not 4"),
         (ToMA, {"merge_mlp": "yes"}, "merge_mlp must be true or false or None, not 'yes'"),
-        (ToMA, {"select": "all"}, "select must be one of greedy, grid, random, not 'all'"),
+        (ToMA, {"weights": "all"}, "weights must be one of soft, hard, not 'all'"),
         (HilbertA, {"tiles": True}, "tiles must be a whole number or 'auto', not True"),
         (HilbertA, {"tiles": "many"}, "tiles must be a whole number or 'auto', not 'many'"),
         (HilbertA, {"centre": "0.5"}, "centre must be a number, not '0.5'"),

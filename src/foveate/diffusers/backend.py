@@ -59,7 +59,6 @@ class LayerPlan:
         samples: Number of samples of each part.
         rope: (cos, sin), [tokens, head_dim] or [batch, tokens, head_dim], to rotate queries and keys by; None if the
             processor has done so. Rows for the last tokens, the text, may be left out: they are not rotated.
-        bias: Added to the attention logits of each key [batch or 1, tokens].
         watch: Called once with attention as a function of the values, and the values; see `attention_map`.
         backend: The backend of the processor before `attach`.
         parallel: The parallel config of the processor before `attach`.
@@ -75,7 +74,6 @@ class LayerPlan:
     parts: tuple["LayerPlan", ...] = ()
     samples: tuple[int, ...] = ()
     rope: tuple[Tensor, Tensor] | None = None
-    bias: Tensor | None = None
     watch: Callable[[Callable[[Tensor], Tensor], Tensor], None] | None = None
     backend: Any = None
     parallel: Any = None
@@ -240,7 +238,7 @@ def foveate_attention(
         if rope is not None and query.shape[1] == key.shape[1] == rope[0].shape[-2]:
             query, key, value = permute_tokens(query, key, value, rope=rope)
         if fits:
-            attn_mask = None if plan.bias is None else plan.bias.to(query.dtype)[:, None, None]
+            attn_mask = None  # it hides nothing: padding takes a pattern
         return dispatch_attention_fn(
             query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa,
             backend=plan.backend, parallel_config=plan.parallel,

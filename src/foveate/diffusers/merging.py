@@ -75,7 +75,7 @@ class MergeGroup:
         self._order: Tensor | None = None  # order of these regions
         self._joint: tuple[Tensor | None, ...] = ()  # order and inverse of a sequence that begins with the text
         self._last, self._due = -1, False
-        self._rope, self._sizes = FixedMemory(), FixedMemory()
+        self._rope = FixedMemory()
         self.whole: tuple[Tensor, Tensor] | None = None  # tokens before a run of merged blocks, and the same merged
 
     def reset(self) -> None:
@@ -151,10 +151,7 @@ class MergeGroup:
             with torch.no_grad(), record_function("foveate::plan"), exact:
                 self.merge = self._plan = self.method.plan(x, self._regions, chosen)
         rows = None if rope is None else self._rope.hold(tuple(map(self._rows, rope)))
-        bias = self._sizes.hold((self._bias(),))[0] if self.method.size_bias else None
         for layer in self.layer_plans:
-            own = None if bias is None else bias[:, -layer.tokens :]  # without text in layers of the image alone
-            layer.bias = own if own is None or layer.inverse is None else own.index_select(1, layer.inverse)
             layer.rope = rows
 
     def _rows(self, rows: Tensor) -> Tensor:
@@ -163,11 +160,6 @@ class MergeGroup:
         image = self.merge.rope(image if self.order is None else image.index_select(1, self.order))
         rows = self._joined(text.expand(len(image), -1, -1), image)
         return rows[0] if len(rows) == 1 else rows
-
-    def _bias(self) -> Tensor:
-        """Logarithm of the number of tokens that each of [text | merged tokens] stands for."""
-        sizes = self.merge.log_sizes()
-        return torch.cat([sizes.new_zeros(len(sizes), len(self.text)), sizes], 1)
 
     def split(self, x: Tensor, text: int) -> tuple[Tensor, Tensor]:
         """Text and image of a tensor that holds both."""

@@ -204,13 +204,9 @@ class Planner:
         self.card.check_merging(self.merging, self.inputs)
         if stack.layout.references:
             raise DenseFallback("tokens do not merge while keys of references are cached")
-        if self.merging.size_bias and any(sample.padded for sample in stack.layouts):
-            raise DenseFallback("size_bias needs a text without padding")
         if stack.ranks > 1:
             if stack.attention:
                 raise DenseFallback("each device holds rows of the image, not runs of tokens along the sparse order")
-            if self.merging.size_bias:
-                raise DenseFallback("context parallelism takes no size_bias")
             if splits_tokens(layers[0].block):
                 raise DenseFallback("context parallelism splits the tokens within the first block: use skip=1 or more")
         if self._unmerged is None:

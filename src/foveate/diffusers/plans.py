@@ -99,8 +99,7 @@ def alike(layouts: Layout | list[Layout]) -> list[Layout]:
 
 def layer_plan(stack: StackPlan, layer: Layer, card: Card) -> LayerPlan | None:
     """The plan of one layer; None if its attention is the model's own."""
-    moved = stack.is_merged(layer) and (card.rope or layer.group.method.size_bias)
-    if not stack.is_sparse(layer) and not moved:
+    if not stack.is_sparse(layer) and not (stack.is_merged(layer) and card.rope):
         return card.dense_plan()
     runs = [(layout, len([*same])) for layout, same in groupby(stack.layouts_of(layer))]
     parts = tuple(_plan_of_layout(stack, layer, layout, card) for layout, _ in runs)

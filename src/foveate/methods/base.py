@@ -262,8 +262,6 @@ class TokenMerging(Method):
             feed-forward that runs in parallel).
         merge_cross: With granularity="module", merge the queries of cross-attention.
         merge_mlp: With granularity="module", merge for the feed-forward. None: everywhere except in FLUX.
-        size_bias: Add log(size) to the attention logits of a merged token, so that it counts as the tokens it stands
-            for.
         dst_every: Number of steps that share destinations.
         weights_every: Number of steps that share weights; a divisor of `dst_every`.
         merge_every: Merge in one of this many steps; the others are dense.
@@ -275,7 +273,6 @@ class TokenMerging(Method):
     merge_attn: bool = True
     merge_cross: bool = True
     merge_mlp: bool | None = None
-    size_bias: bool = False
     dst_every: int = 1
     weights_every: int = 1
     merge_every: int = 1
@@ -365,8 +362,6 @@ def sparse_and_merging(methods: Sequence[Method]) -> tuple[SparseAttention | Non
     if len(methods) != (sparse is not None) + (merging is not None):
         given = " + ".join(type(method).__name__ for method in methods)
         raise ValueError(f"apply takes one method of sparse attention, one of token merging, or both, not {given}")
-    if sparse and merging and merging.size_bias:
-        raise ValueError("size_bias needs dense attention: leave it off beside sparse attention")
     if sparse and merging and not sparse.has_one_order:
         raise ValueError(
             f"{sparse.title} orders tokens differently from layer to layer, and {merging.title} needs one order: "

@@ -13,7 +13,7 @@ from bisect import bisect
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise, product
-from math import gcd, inf, prod
+from math import gcd, prod
 from typing import Literal
 
 import torch
@@ -32,7 +32,7 @@ __all__ = ["ToMA"]
 
 log = logging.getLogger("foveate")
 
-MIN_SCALE = 50.0  # at smaller scales the transpose is far from the inverse of the merge
+SCALE = 1000.0  # factor of the cosines in the softmax: it makes A nearly one-hot, so that A's transpose undoes a merge
 SLOW_PICKS = 256  # sequential picks in one tile from which on a warning is logged
 MIN_RUN = 4  # tokens of a region along the order of sparse attention
 
@@ -44,9 +44,7 @@ class ToMA(TokenMerging):
     Attributes:
         tile: (rows, columns) of a tile in tokens. The paper uses (4, 4). A tile of a video spans (frames, rows,
             columns); from two sides it takes four frames and half of each side.
-        scale: Factor of the cosines in the softmax, its sharpness: 50 or more, or A's transpose does not undo A.
         weights: "soft" for the softmax; "hard" assigns each token to its most similar destination.
-        select: Choice of destinations: "greedy" facility location, a fixed checkerboard "grid", or "random".
         granularity: Merge around whole "block"s, or around each "module" of a block as the paper does.
         merge_reference: Merge the tokens of reference images too, each image separately.
 
@@ -65,9 +63,7 @@ class ToMA(TokenMerging):
     """
 
     tile: tuple[int, ...] = (8, 8)
-    scale: float = 1000.0
     weights: Literal["soft", "hard"] = "soft"
-    select: Literal["greedy", "grid", "random"] = "greedy"
     dst_every: int = 10
     weights_every: int = 5
     merge_reference: bool = False
@@ -76,10 +72,6 @@ class ToMA(TokenMerging):
     def __post_init__(self) -> None:
         super().__post_init__()
         object.__setattr__(self, "tile", whole_sides("tile", self.tile, 2, 3))  # JSON gives a list
-        if not MIN_SCALE <= self.scale < inf:
-            raise ValueError(
-                f"scale must be finite and {MIN_SCALE:g} or more, so that unmerging undoes a merge, not {self.scale}"
-            )
 
     @classmethod
     def showcase(cls) -> tuple["ToMA", ...]:
@@ -164,19 +156,10 @@ class ToMA(TokenMerging):
         if not group.merges:
             every = torch.arange(group.tokens, device=features.device)
             return every.expand(len(features), group.number, -1), None, None
-        if picks is None and self.select != "greedy":
-            picks = self._fixed(group).to(features.device).expand(len(features), -1, -1)
         tokens = features.unflatten(1, (group.number, group.tokens))
         if self.weights == "soft":
-            return soft_assignment(tokens, group.kept, self.scale, picks)
+            return soft_assignment(tokens, group.kept, SCALE, picks)
         return _hard_assignment(tokens, group.kept, picks)
-
-    def _fixed(self, group: Group) -> Int[Tensor, "count kept"]:
-        """Destinations that do not depend on the features, ascending."""
-        if self.select == "grid":
-            return _checkerboard(group).sort().values.expand(group.number, -1)
-        scores = torch.rand(group.number, group.tokens, generator=torch.Generator().manual_seed(0))
-        return scores.topk(group.kept).indices.sort(-1).values
 
 
 def _hard_assignment(
@@ -212,17 +195,6 @@ def _run_length(plan: AttentionPlan, size: int) -> int:
             f"{size} tokens: give HilbertA an align of 16 or more, and ToMA a tile of (4, 4) or (8, 8)"
         )
     return run
-
-
-@persistent
-def _checkerboard(group: Group) -> Int[Tensor, "kept"]:
-    """Evenly spread cells of a region: black cells of a checkerboard first."""
-    cells = torch.stack(torch.meshgrid(*map(torch.arange, group.shape), indexing="ij")).sum(0).flatten()
-    black_first = (cells % 2).argsort(stable=True)
-    black = int((cells % 2 == 0).sum())
-    if group.kept >= black:
-        return black_first[: group.kept]
-    return black_first[torch.arange(group.kept) * black // group.kept]
 
 
 def _cuts(length: int, size: int) -> list[slice]:

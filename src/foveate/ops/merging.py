@@ -186,15 +186,6 @@ class Merge(NamedTuple):
         """
         return rows.take_along_dim(self.positions[..., None], 1)
 
-    def log_sizes(self) -> Float[Tensor, "1 merged"]:
-        """Logarithm of the mean number of tokens that a merged token of each region stands for."""
-        sizes = [
-            chosen.new_ones(1, chosen.shape[1] * chosen.shape[2], dtype=torch.float32)
-            * (1 if weights is None else weights.shape[3] / weights.shape[2])
-            for chosen, weights in zip(self.chosen, self.gather, strict=True)
-        ]
-        return torch.cat(sizes, 1).log()
-
 
 class IndexMerge(NamedTuple):
     """A merge in which every token belongs to exactly one destination.
@@ -248,14 +239,9 @@ class IndexMerge(NamedTuple):
 
     update, rope = Merge.update, Merge.rope
 
-    def log_sizes(self) -> Float[Tensor, "batch merged"]:
-        """Logarithm of the number of tokens of each destination."""
-        sizes = torch.zeros_like(self.positions, dtype=torch.float32)
-        return sizes.scatter_add(1, self.dst_index, torch.ones_like(self.dst_index, dtype=torch.float32)).log()
-
 
 AnyMerge = Merge | IndexMerge
-"""Both have `merge`, `unmerge`, `update`, `rope` and `log_sizes`."""
+"""Both have `merge`, `unmerge`, `update` and `rope`."""
 
 
 def _multiply(
