@@ -18,22 +18,21 @@ from lab.quality.quality import judge
 
 @dataclass(frozen=True, kw_only=True)
 class LLSAMeans(LLSA):
-    """LLSA with two options of `foveate.ops.log_linear_attention` that the method leaves at False."""
+    """LLSA with an option of `foveate.ops.log_linear_attention` that the method leaves at False."""
 
     exclude_selected: bool = False
-    log_mass: bool = False
 
     @property
     def title(self) -> str:
-        """The title of LLSA, and these options."""
-        return super().title + self.non_defaults(("exclude_selected", "log_mass"))
+        """The title of LLSA, and this option."""
+        return super().title + self.non_defaults(("exclude_selected",))
 
     def plan(self, grids: tuple[Grid, ...], text: int, *, device: str = "cpu") -> UntiledPlan:
-        """The plan of LLSA with these options."""
+        """The plan of LLSA with this option."""
         plan = super().plan(grids, text, device=device)
         pattern: Any = plan.tables[0]
-        more = {"exclude_selected": self.exclude_selected, "log_mass": self.log_mass}
-        return plan._replace(tables=(pattern._replace(options=pattern.options | more),), title=self.title)
+        options = pattern.options | {"exclude_selected": self.exclude_selected}
+        return plan._replace(tables=(pattern._replace(options=options),), title=self.title)
 
 
 STUDIES: dict[str, list[Method]] = {
@@ -59,7 +58,7 @@ STUDIES: dict[str, list[Method]] = {
         LLSA(enrich=False),
         LLSA(reweight=False),
         LLSAMeans(exclude_selected=True),
-        LLSAMeans(exclude_selected=True, log_mass=True),
+        LLSAMeans(top_k=16, exclude_selected=True),
         LLSA(start_percent=0.2),
         LLSA(top_k=16, start_percent=0.2),
         LLSA(top_k=32, start_percent=0.2),
