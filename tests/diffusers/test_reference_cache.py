@@ -58,6 +58,7 @@ def steps(model, look=lambda: None):
         look: Called after each step.
     """
     x = first_inputs(model.dtype)
+    x |= {name: value.to(model.device) for name, value in x.items() if isinstance(value, torch.Tensor)}
     first, cache = model(**x, **FILL)
     look()
     later = model(**later_inputs(x), kv_cache_mode="cached", kv_cache=cache)[0]
@@ -109,6 +110,18 @@ def test_dense_settings_are_the_dense_model_and_fill_its_cache(method):
         torch.testing.assert_close(steps(model, lambda: everywhere(run, method, 0)), dense, rtol=1e-10, atol=1e-10)
     assert tiny.fingerprint(model) == before
     assert all(map(torch.equal, steps(model), dense))
+
+
+@pytest.mark.gpu
+def test_a_gpu_computes_the_same():
+    model = caching(**tiny.FAMILIES["flux2"].wide)
+    with foveate.apply(model, TILED):
+        want = steps(model)
+    model.to("cuda", torch.bfloat16)
+    with foveate.apply(model, TILED) as run:
+        got = steps(model, lambda: everywhere(run, TILED))
+    for ours, theirs in zip(got, want, strict=True):
+        assert (ours.cpu() - theirs).norm() < 0.03 * theirs.norm()
 
 
 def test_several_tiles_are_the_mask_of_the_grid():

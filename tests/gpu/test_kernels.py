@@ -60,6 +60,18 @@ def test_output_lse_and_every_gradient_equal_the_dense_mask(monkeypatch, runs, d
         assert torch.equal(grad, again)
 
 
+@pytest.mark.parametrize("kernels", ["triton", "hopper"])
+def test_there_may_be_more_keys_than_queries(monkeypatch, kernels):
+    only(monkeypatch, "block_attention", kernels, torch.bfloat16, 64)
+    table = random_table(int(torch.randint(2**31, ())), (77, 400)).with_first_keys(70)
+    (q, *_), (_, k, v) = qkv(477, 64), qkv(547, 64)
+    want, _ = dense_attention(q, k, v, table.to_dense().cuda())
+    got, weight = block_attention(q, k, v, table), torch.randn_like(want)
+    assert relative(got, want) < 1e-2
+    grads, expected = (torch.autograd.grad((x.double() * weight).sum(), (q, k, v)) for x in (got, want))
+    assert all(relative(*both) < 1e-2 for both in zip(grads, expected, strict=True))
+
+
 def test_the_table_of_1024_px_equals_the_dense_mask():
     table = HilbertA(tiles=16).plan(((64, 64),), 512).tables[3]
     q, k, v = qkv(4608, 128, batch=1, heads=2)
