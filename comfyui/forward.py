@@ -18,7 +18,7 @@ from torch import Tensor
 
 from foveate.diffusers.preset import Preset
 from foveate.methods import HilbertA, Method, ToMA
-from foveate.methods.base import AttentionPlan, DenseFallback
+from foveate.methods.base import AttentionPlan, DenseFallback, sparse_and_merging
 from foveate.ops.joint_attention import joint_attention
 from foveate.ops.merging import Regions, merged_pattern
 
@@ -120,7 +120,7 @@ class Foveated:
 
     Args:
         *parts: Methods, each with the lowest and highest noise level at which it works.
-        grids: Grids of tokens for which the methods were tuned; other ones are logged.
+        grids: (rows, columns) of image tokens that the methods were tuned for; a warning is logged at other sizes.
     """
 
     def __init__(self, *parts: tuple[Method, tuple[float, float]], grids: Any = ()) -> None:
@@ -145,10 +145,8 @@ class Foveated:
         name, family = type(model).__name__, family_of(model)
         if family is None:
             known = ", ".join(known for known, one in FAMILIES.items() if one)
-            raise ValueError(f"Foveate does not know {name}: it works in {known} and their kin")
-        if len(self.parts) > (self.sparse is not None) + (self.merging is not None):
-            given = " and ".join(method.title for method in self.methods)
-            raise ValueError(f"one node of HilbertA and one of ToMA work together, not {given}")
+            raise ValueError(f"Foveate does not know {name}: it works in {known} and models derived from them")
+        sparse_and_merging(self.methods)
         if self.merging is None:
             return
         method = self.merging.method
@@ -157,8 +155,6 @@ class Foveated:
             raise ValueError(f"tokens are not merged in {name}, only in {merging}: use HilbertA")
         if (method.granularity, method.merge_every) != ("block", 1):
             raise ValueError(f"in ComfyUI whole blocks merge in every step: not {method!r}")
-        if self.sparse and not self.sparse.method.has_one_order:
-            raise ValueError('ToMA needs one order of tokens in all layers: use slide="curve" beside it')
 
     def __call__(self, executor: Any, *args: Any, **kwargs: Any) -> Any:
         """The model's output, by the methods where they can work."""
@@ -310,10 +306,10 @@ def sigma_of(options: dict[str, Any]) -> float:
 
 
 def check_cross_attention(inputs: dict[str, Any], tokens: int) -> None:
-    """Check that attention of so many image tokens to the text has another length than that to themselves.
+    """Check that the number of keys tells cross-attention to the text from self-attention of `tokens` image tokens.
 
     Raises:
-        DenseFallback: If it has not.
+        DenseFallback: If both have as many keys.
     """
     if inputs["context"].shape[1] == tokens:
         raise DenseFallback(f"{tokens} text tokens cannot be told from as many image tokens")

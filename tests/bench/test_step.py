@@ -185,6 +185,13 @@ def test_each_plan_of_the_schedule_is_timed_once(monkeypatch, method, forwards, 
     assert row["step_s"] * forwards == pytest.approx(plans)
 
 
+def test_methods_of_a_compiled_model_are_timed_one_by_one(monkeypatch):
+    made = step.Setup.step
+    monkeypatch.setattr(step.Setup, "step", lambda setup, grid: made(setup, grid)._replace(compiled=True))
+    rows = bench([16], methods=[HilbertA(tiles=4), ToDo()])["rows"]
+    assert [row["variant"] for row in rows] == ["dense", "HilbertA T=4", "ToDo f=2", "dense, again"]
+
+
 def test_cuda_graphs_are_refused_without_a_gpu():
     result, output = run("--cuda-graphs")
     assert result.exit_code != 0
@@ -236,7 +243,7 @@ def test_the_command_writes_json_and_prints_a_table(tmp_path):
         (["--method", "toma:keep=1.0"], "ToMA keep=1 stays dense at 64 x 64 tokens: keep=1.0 is the dense model"),
         (["--sides", "16", "--method", "hilberta"], "HilbertA T=auto stays dense at 16 x 16 tokens: 16 x 16 image"),
         (["--sides", "64;128"], "'64;128' is no grid of tokens: write it as 64, 45x80 or 21x45x80"),
-        (["--method", "hilberta+llsa"], "apply takes one method of sparse attention, one of token merging, or both"),
+        (["--method", "hilberta+llsa"], "one method of sparse attention and one of token merging work together"),
     ],
 )
 def test_a_step_that_cannot_be_timed_is_one_clear_line(options, message):

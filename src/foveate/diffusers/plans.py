@@ -166,7 +166,7 @@ _WITH_REFERENCES: WeakTensorCache[BlockTable] = WeakTensorCache()
 
 
 def with_references(pattern: Pattern, tokens: int) -> Pattern:
-    """The pattern for keys of so many tokens of references in front, which all queries read."""
+    """The pattern with the keys of `tokens` reference tokens in front, which all queries read."""
     if isinstance(pattern, LogLinear):
         return pattern
     return _WITH_REFERENCES.get([*pattern], tokens, lambda: pattern.with_first_keys(tokens))

@@ -12,7 +12,7 @@ __all__ = ["CacheInBackend"]
 
 
 class CacheInBackend:
-    """A hook on a block that lets the backend use the cache, not the processor, which hands no plan on when it does.
+    """A hook on a block that hands the cache to the backend: a processor that uses it itself passes no plan on.
 
     Args:
         block: The block.

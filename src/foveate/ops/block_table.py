@@ -108,7 +108,7 @@ class BlockTable(NamedTuple):
 
     @persistent
     def with_first_keys(self, tokens: int) -> "BlockTable":
-        """The table for so many more keys in front, which all queries read. Tables of one shape stay of one shape."""
+        """The table with `tokens` more keys in front, which all queries read. Equal shapes give equal shapes."""
         first = block_starts(tokens)[:-1]
         n = len(first)
         lists = [[*range(n), *(n + key for key in row)] for row in self.lists()]

@@ -272,7 +272,7 @@ _MERGED: WeakTensorCache[tuple[Tensor, Tensor]] = WeakTensorCache()
 
 
 def merged_pattern(table: Pattern, regions: Regions, text: int) -> Pattern:
-    """Which merged tokens attend to which."""
+    """The pattern of sparse attention among merged tokens."""
     if isinstance(table, LogLinear):
         return table.merged(regions.kept)
     queries, keys = _MERGED.get([*table], (regions.groups, text), lambda: regions.merged(table, text)[:2])

@@ -41,7 +41,7 @@ class Load(NamedTuple):
 
     Attributes:
         prompt: Prompt with the rows.
-        start: First row to write; those before it are in vLLM's prefix cache.
+        start: First row to write: vLLM's prefix cache has the rows before it.
         slots: Slot in vLLM's cache of each row from `start` on.
     """
 
