@@ -243,7 +243,7 @@ def test_the_command_writes_json_and_prints_a_table(tmp_path):
         (["--method", "toma:keep=1.0"], "ToMA keep=1 stays dense at 64 x 64 tokens: keep=1.0 is the dense model"),
         (["--sides", "16", "--method", "hilberta"], "HilbertA T=auto stays dense at 16 x 16 tokens: 16 x 16 image"),
         (["--sides", "64;128"], "'64;128' is no grid of tokens: write it as 64, 45x80 or 21x45x80"),
-        (["--method", "hilberta+llsa"], "one method of sparse attention and one of token merging work together"),
+        (["--method", "hilberta+llsa"], "choose one method of sparse attention, one of token merging, or both"),
     ],
 )
 def test_a_step_that_cannot_be_timed_is_one_clear_line(options, message):

@@ -151,7 +151,7 @@ def test_bad_calls_are_refused_with_the_remedy(as_a_user):
         (model, (), "nothing to apply"),
         (model, (HilbertA(start_percent=0.2),), "apply to the pipeline"),
         (torch.nn.Linear(2, 2), (HilbertA(),), "Linear is not supported: foveate knows FluxTransformer2DModel"),
-        (model, (HilbertA(), HilbertA()), r"takes one method of sparse attention, .*, not HilbertA \+ HilbertA"),
+        (model, (HilbertA(), HilbertA()), r"choose one method of sparse attention, .*, not HilbertA \+ HilbertA"),
         (model, ("hilberta",), "not a method: 'hilberta'"),
         ("pipe", (HilbertA(),), "str has no transformer"),
     ):

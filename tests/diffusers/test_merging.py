@@ -530,7 +530,7 @@ def test_models_whose_tokens_cannot_merge_refuse_it(name):
     ("methods", "remedy"),
     [
         ((HilbertA(slide="diagonal"), ToMA()), "use slide=.curve. beside token merging"),
-        ((ToMA(), ToMA()), "takes one method of sparse attention, one of token merging, or both"),
+        ((ToMA(), ToMA()), "choose one method of sparse attention, one of token merging, or both"),
         ((ToMA(skip=9),), "no block is left to merge with skip=9 .*: skip fewer"),
         ((ToMA(dense_layers="99"),), "layer 99"),
     ],

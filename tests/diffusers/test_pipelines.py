@@ -289,7 +289,7 @@ def test_a_unet_plans_once_per_section_and_period(stable_diffusion, plans):
 def test_a_comparison_leaves_out_what_cannot_be_applied(stable_diffusion, tmp_path):
     request, both = Request("a cat", (16, 16), 2, None, 0), ComposedMethod((ToMeSD(), ToMA()))
     comparison(stable_diffusion, request, [both, ToMA(tile=(4, 4))], tmp_path, settings={}, rounds=1)
-    why = "one method of sparse attention and one of token merging work together"
+    why = "choose one method of sparse attention, one of token merging, or both"
     assert f"ToMeSD keep=0.5 + ToMA keep=0.5 is left out: {why}" in (tmp_path / PAGE).read_text()
     assert {path.name for path in tmp_path.glob("*.png")} == {"dense.png", "toma-keep-0-5-tile-4-4.png"}
     with pytest.raises(ValueError, match=why):

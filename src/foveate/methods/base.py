@@ -361,7 +361,7 @@ def sparse_and_merging(methods: Sequence[Method]) -> tuple[SparseAttention | Non
     merging = next((method for method in methods if isinstance(method, TokenMerging)), None)
     if len(methods) != (sparse is not None) + (merging is not None):
         given = " + ".join(type(method).__name__ for method in methods)
-        raise ValueError(f"one method of sparse attention and one of token merging work together, not {given}")
+        raise ValueError(f"choose one method of sparse attention, one of token merging, or both, not {given}")
     if sparse and merging and not sparse.has_one_order:
         raise ValueError(
             f"{sparse.title} orders tokens differently from layer to layer, and {merging.title} needs one order: "
