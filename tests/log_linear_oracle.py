@@ -48,7 +48,6 @@ def log_linear(
     extra_v=None,
     real=None,
     exclude_selected=False,
-    log_mass=False,
 ):
     """Output and LSE over the keys that a selection makes visible; rows that see nothing give zeros and -inf."""
     q, k, v = q.double(), k.double(), v.double()
@@ -60,10 +59,6 @@ def log_linear(
         score, count = scale * q @ means.mT, count[:, None, None]
         if level and reweight:
             score = score + count.clamp(min=1).log()
-        if level and log_mass:
-            squares, _ = pooled(k.square().sum(-1, keepdim=True), real, selection.block_size, level)
-            trace = squares - means.square().sum(-1, keepdim=True)
-            score = score + scale**2 / 2 * q.square().sum(-1, keepdim=True) / q.shape[3] * trace.mT
         seen = visible(selection, level) & (count > 0) & real[:, None, :, None]
         if level and exclude_selected:
             own = torch.arange(selection.tokens) // selection.block_size**level

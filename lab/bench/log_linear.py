@@ -83,7 +83,7 @@ class Case(NamedTuple):
             raise ValueError(f"unknown inputs {self.inputs!r}: choose from {', '.join(INPUTS)}")
         like = torch.empty(1, self.heads, self.tokens, self.head_dim, device="meta")
         levels = check_inputs({"q": like}, self.top_k, self.block_size, self.levels)
-        return Options(self.top_k, self.block_size, levels, levels, True, self.head_dim**-0.5, False, False, True)
+        return Options(self.top_k, self.block_size, levels, levels, True, self.head_dim**-0.5, False, True)
 
     def tensors(self, settings: Settings) -> tuple[Tensor, ...]:
         """q, k and v."""

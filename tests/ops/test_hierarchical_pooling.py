@@ -6,10 +6,10 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from log_linear_oracle import members, pooled, select
+from log_linear_oracle import pooled, select
 
 from foveate.ops import select_blocks
-from foveate.ops.hierarchical_pooling import automatic_levels, count_tokens, pool, variances
+from foveate.ops.hierarchical_pooling import automatic_levels, count_tokens, pool
 
 
 def qk(seed, *shape, dtype=torch.float64):
@@ -67,23 +67,6 @@ def test_half_precision_is_summed_in_float32():
     for means, want in zip(pool(x, counts, 16), pool(x.double(), counts, 16), strict=True):
         assert means.dtype == torch.float32
         torch.testing.assert_close(means.double(), want, rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.parametrize("masked", [False, True])
-def test_variances_are_mean_squared_distances_from_the_mean(masked):
-    x, _ = qk(1, 2, 3, 1000, 4)
-    real = padding(1, 2, 1000, 0.3) if masked else None
-    everyone = torch.ones(2, 1000, dtype=torch.bool) if real is None else real
-    x = x * everyone[:, None, :, None] + 5 * everyone[:, None, :, None]
-    counts = count_tokens(x, real, 16, 3)
-    means = pool(x, counts, 16)
-    for level, got in enumerate(variances(x, real, means, counts, 16), start=1):
-        member = members(1000, 16, level)
-        for b in range(2):
-            for node in range(len(member)):
-                tokens = x[b, :, member[node] & everyone[b]]
-                want = tokens.var(1, correction=0).sum(-1) if tokens.shape[1] else torch.zeros(3).double()
-                torch.testing.assert_close(got[b, :, node], want)
 
 
 @given(

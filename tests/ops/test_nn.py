@@ -92,7 +92,6 @@ def test_it_trains_under_autocast():
         (64, 2, {"block_size": 8}, "16, 32, 64, not 8"),
         (64, 2, {"levels": 7}, "not 7"),
         (64, 2, {"levels": 1, "enrich": 2}, "a number of levels up to 1, not 2"),
-        (64, 2, {"enrich": False, "log_mass": True}, "use enrich=True or log_mass=False"),
     ],
 )
 def test_bad_options_and_sizes_are_refused(dim, heads, options, message):
@@ -104,7 +103,7 @@ def test_every_option_reaches_attention():
     torch.manual_seed(0)
     x, module = torch.randn(1, 700, 64), LogLinearAttention(64, 2, top_k=2, levels=2)
     changed = {"top_k": 3, "block_size": 32, "levels": 1, "enrich": 1, "reweight": False, "exclude_selected": True}
-    for name, value in (changed | {"log_mass": True}).items():
+    for name, value in changed.items():
         other = LogLinearAttention(64, 2, **{"top_k": 2, "levels": 2} | {name: value})
         other.load_state_dict(module.state_dict())
         assert not torch.equal(other(x), module(x)), name

@@ -28,7 +28,6 @@ class LogLinearAttention(nn.Module):
         enrich: Whether to read the means of nodes. An integer n reads only those of levels 1 to n.
         reweight: Whether a mean counts once for each of its tokens.
         exclude_selected: Whether to skip the means of nodes that are read in finer form.
-        log_mass: Whether to raise the scores of means by the variance of their tokens.
         qk_norm: Whether to apply RMSNorm to queries and keys, per head.
         bias: Whether the projections have a bias.
 
@@ -52,7 +51,6 @@ class LogLinearAttention(nn.Module):
         enrich: bool | int = True,
         reweight: bool = True,
         exclude_selected: bool = False,
-        log_mass: bool = False,
         qk_norm: bool = True,
         bias: bool = True,
     ) -> None:
@@ -61,7 +59,7 @@ class LogLinearAttention(nn.Module):
             raise ValueError(f"{dim} channels cannot be split into {heads} heads: use a divisor of {dim}")
         check_head_dim(dim // heads)
         check_options(top_k, block_size, levels)
-        enriched_levels(levels or MAX_LEVELS, enrich, log_mass)
+        enriched_levels(levels or MAX_LEVELS, enrich)
         self.heads = heads
         self.attend = partial(
             log_linear_attention,
@@ -71,7 +69,6 @@ class LogLinearAttention(nn.Module):
             enrich=enrich,
             reweight=reweight,
             exclude_selected=exclude_selected,
-            log_mass=log_mass,
         )
         self.q, self.k, self.v, self.out = (nn.Linear(dim, dim, bias=bias) for _ in range(4))
         self.q_norm, self.k_norm = (nn.RMSNorm(dim // heads) if qk_norm else nn.Identity() for _ in range(2))

@@ -30,7 +30,6 @@ __all__ = [
     "levels_for",
     "pool",
     "select_blocks",
-    "variances",
 ]
 
 BLOCK_SIZES = (16, 32, 64)
@@ -269,26 +268,6 @@ def pool(
         sums = _block_sums(sums, block, torch.promote_types(x.dtype, torch.float32))
         means.append(sums / count.clamp(min=1)[:, None, :, None])
     return means
-
-
-def variances(
-    x: Float[Tensor, "batch heads tokens dim"],
-    real: Bool[Tensor, "batch tokens"] | None,
-    means: list[Float[Tensor, "batch heads _ dim"]],
-    counts: tuple[Int[Tensor, "sets _"], ...],
-    block: int,
-) -> list[Float[Tensor, "batch heads _"]]:
-    """Mean squared distance of the real tokens of each node of every level from their mean."""
-    weights = x.new_ones(1, x.shape[2]) if real is None else real
-    below, total, found = x, 0.0, []
-    for mean, count in zip(means, counts, strict=True):
-        parent = mean.repeat_interleave(block, 2)[:, :, : below.shape[2]]
-        # a child's tokens around the parent's mean: around the child's mean, plus that mean around the parent's
-        total = total + (below - parent).square().sum(-1) * weights[:, None]
-        total = _block_sums(total[..., None], block, mean.dtype)[..., 0]
-        found.append(total / count.clamp(min=1)[:, None])
-        below, weights = mean, count
-    return found
 
 
 def _block_sums(x: Tensor, block: int, dtype: torch.dtype) -> Tensor:

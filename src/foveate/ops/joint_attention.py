@@ -111,5 +111,4 @@ def backend_of(pattern: Pattern, device: torch.device, dtype: torch.dtype, head_
     """Name of the backend that runs `joint_attention` for these inputs."""
     if isinstance(pattern, BlockTable):
         return dispatch.choose("block_attention", device, dtype, head_dim).name
-    options = pattern.options
-    return choose_backend(device, dtype, head_dim, options["top_k"], options.get("log_mass", False)).name
+    return choose_backend(device, dtype, head_dim, pattern.options["top_k"]).name

@@ -9,7 +9,6 @@ from typing import NamedTuple
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
-from torch.nn.functional import pad
 
 from foveate.ops import dispatch
 from foveate.ops.hierarchical_pooling import (
@@ -19,7 +18,6 @@ from foveate.ops.hierarchical_pooling import (
     choose_blocks,
     count_tokens,
     pool,
-    variances,
 )
 from foveate.ops.picked_attention import picked_attention
 
@@ -51,7 +49,6 @@ class Options(NamedTuple):
         reweight: Whether a mean counts once for each of its tokens.
         scale: Factor on q·k.
         exclude_selected: Whether to skip means of nodes that are read in finer form.
-        log_mass: Whether to raise the scores of means by the variance of their tokens.
         full: Whether lists are known to have no -1, also if the call has yet to choose them.
     """
 
@@ -62,7 +59,6 @@ class Options(NamedTuple):
     reweight: bool
     scale: float
     exclude_selected: bool
-    log_mass: bool
     full: bool = False
 
 
@@ -82,7 +78,6 @@ def log_linear_attention(
     extra_v: Float[Tensor, "batch heads extra head_dim"] | None = None,
     key_padding_mask: Bool[Tensor, "batch tokens"] | None = None,
     exclude_selected: bool = False,
-    log_mass: bool = False,
 ) -> LogLinearOutput:
     """Attention of every query over the blocks that it picked and over the means of coarser nodes, in one softmax.
 
@@ -109,8 +104,6 @@ def log_linear_attention(
         key_padding_mask: True where a token is real. Padding is in no mean and is never read; its output is 0 and its
             LSE -inf.
         exclude_selected: Skip the means of nodes that a query's own ancestors picked, so that no token counts twice.
-        log_mass: Add to the score of a mean the second-order estimate of what it lacks compared with its tokens:
-            ``scale² |q|² / (2 head_dim)`` times the mean squared distance of its tokens' keys from their mean.
 
     Raises:
         ValueError: If the tensors do not match each other or the selection, or an option is out of range.
@@ -129,7 +122,7 @@ def log_linear_attention(
     if levels is None and selection is not None:
         levels = selection.levels
     levels = check_inputs({"q": q, "k": k, "v": v}, top_k, block_size, levels, key_padding_mask)
-    enriched = enriched_levels(levels, enrich, log_mass)
+    enriched = enriched_levels(levels, enrich)
     scale = float(q.shape[3] ** -0.5 if scale is None else scale)
     if not 0 < scale < inf:
         raise ValueError(f"scale must be finite and above 0, not {scale}: None takes head_dim ** -0.5")
@@ -138,8 +131,8 @@ def log_linear_attention(
     if selection is not None:
         _check_selection(q, selection, top_k, block_size, levels)
     full = key_padding_mask is None if selection is None else selection.full
-    options = Options(top_k, block_size, levels, enriched, reweight, scale, exclude_selected, log_mass, full)
-    run = choose_backend(q.device, q.dtype, q.shape[3], top_k, log_mass).run
+    options = Options(top_k, block_size, levels, enriched, reweight, scale, exclude_selected, full)
+    run = choose_backend(q.device, q.dtype, q.shape[3], top_k).run
     lists = None if selection is None else list(selection.lists)
     out, lse, lists, counts = run(q, k, v, extra_k, extra_v, key_padding_mask, lists, options)
     if selection is None:
@@ -147,25 +140,20 @@ def log_linear_attention(
     return LogLinearOutput(out, lse, selection)
 
 
-def enriched_levels(levels: int, enrich: bool | int, log_mass: bool = False) -> int:
+def enriched_levels(levels: int, enrich: bool | int) -> int:
     """The number of levels whose means are read.
 
     Raises:
-        ValueError: If `enrich` is more than the number of levels, or False together with `log_mass`.
+        ValueError: If `enrich` is more than the number of levels.
     """
     if not isinstance(enrich, int) or not 0 <= enrich <= levels:
         raise ValueError(f"enrich must be True, False, or a number of levels up to {levels}, not {enrich!r}")
-    if log_mass and not enrich:
-        raise ValueError("log_mass adjusts means, but enrich=False reads none: use enrich=True or log_mass=False")
     return levels if enrich is True else int(enrich)
 
 
-def choose_backend(
-    device: torch.device, dtype: torch.dtype, head_dim: int, top_k: int, log_mass: bool
-) -> dispatch.Backend:
-    """The backend for a call with these options; kernels have no `log_mass` and a limited `top_k`."""
-    portable = log_mass or top_k > MAX_KERNEL_TOP_K
-    return dispatch.choose("log_linear_attention", device, dtype, head_dim, portable=portable)
+def choose_backend(device: torch.device, dtype: torch.dtype, head_dim: int, top_k: int) -> dispatch.Backend:
+    """The backend for a call with these options; kernels have a limited `top_k`."""
+    return dispatch.choose("log_linear_attention", device, dtype, head_dim, portable=top_k > MAX_KERNEL_TOP_K)
 
 
 def _check_extra(q: Tensor, extra_k: Tensor | None, extra_v: Tensor | None) -> None:
@@ -220,9 +208,6 @@ def portable(
     shared_k = [*(mean.to(k.dtype) for mean in means[:enriched]), extra_k]
     shared_v = [*(mean.to(v.dtype) for mean in pool(v, counts[:enriched], block)), extra_v]
     bias = _bias(counts, extra_k.shape[2], options, means[0].dtype)
-    if options.log_mass:
-        spread = variances(k, real, means[:enriched], counts[:enriched], block)
-        q, k, shared_k = _with_variances(q, k, shared_k, spread, options.scale)
     out, lse = picked_attention(
         *(q, k, v, torch.cat(shared_k, 2), torch.cat(shared_v, 2), bias, real, lists, block, enriched),
         *(options.exclude_selected, options.scale),
@@ -236,18 +221,6 @@ def _bias(counts: tuple[Tensor, ...], ones: int, options: Options, dtype: torch.
     """Log-weights of means and extra keys [sets, shared]; the mean of an empty node gets -inf."""
     weights = torch.cat([*counts[: options.enriched], counts[0].new_ones(len(counts[0]), ones)], 1)
     return (weights if options.reweight else weights.clamp(max=1)).to(dtype).log()
-
-
-def _with_variances(
-    q: Tensor, k: Tensor, shared_k: list[Tensor], spread: list[Tensor], scale: float
-) -> tuple[Tensor, Tensor, list[Tensor]]:
-    """Queries and keys with one more channel, which adds half the variance of its tokens' scores to a mean's score."""
-    wide = spread[0].dtype
-    q = q.to(wide)
-    *means, extra = (x.to(wide) for x in shared_k)
-    q = torch.cat([q, q.square().sum(-1, keepdim=True) * (scale / (2 * q.shape[3]))], 3)
-    means = [torch.cat([mean, x[..., None]], 3) for mean, x in zip(means, spread, strict=True)]
-    return q, pad(k.to(wide), (0, 1)), [*means, pad(extra, (0, 1))]
 
 
 dispatch.register_kernels("log_linear_attention", "log_linear")
