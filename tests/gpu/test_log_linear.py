@@ -11,7 +11,7 @@ from foveate.ops.log_linear_attention import Options
 
 pytestmark = pytest.mark.gpu
 TOLERANCES = {torch.float16: (2e-3, 4e-3), torch.bfloat16: (8e-3, 1.5e-2)}  # output, gradients
-OPTIONS = Options(8, 16, 2, 2, True, 0.125, False, False, True)
+OPTIONS = Options(8, 16, 2, 2, True, 0.125, False, True)
 
 
 def heads_of(tokens, dim, dtype, batch=2, heads=2):

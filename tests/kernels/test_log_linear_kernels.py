@@ -18,7 +18,7 @@ pytestmark = [
 ]
 slow = partial(pytest.param, marks=pytest.mark.slow)
 TOLERANCES = {torch.float32: 2e-6, torch.float16: 2e-3}
-OPTIONS = Options(3, 16, 2, 2, True, 0.2, False, False)
+OPTIONS = Options(3, 16, 2, 2, True, 0.2, False)
 
 
 def use_tiles(monkeypatch, step, small):
