@@ -14,6 +14,7 @@ from foveate.cli import app
         ("serve --steps 200", "raise --max-steps"),
         ("serve --method nothing", "nothing"),
         ("rag serve --host 0.0.0.0", "set FOVEATE_API_KEY"),
+        ("rag serve --replicas 2 --max-replicas 1", "is less than --replicas 2"),
         ("rag serve nowhere --port 0", "is not a folder"),
         ("rag serve --prompt x", "must contain {question}"),
     ],

@@ -19,7 +19,7 @@ from foveate import InfoFlowKV
 from foveate.demo import READER
 from foveate.demo.examples import write_examples
 from foveate.serve.answerer import Answerer, Completion, Message, Question, _Sample
-from foveate.serve.chat import chat_app
+from foveate.serve.chat import local_chat_app
 from foveate.serve.http import free_port
 from foveate.transformers import ChunkEncoder
 from foveate.transformers.documents import read_documents
@@ -34,7 +34,7 @@ SETTINGS = {"prompt": PROMPT, "passage_tokens": 64, "max_new_tokens": 8}
 @contextmanager
 def serving(reader, **limits):
     """The address of a service."""
-    app = chat_app(reader, "reader", **{"key": "secret", "batch": 2, "queue": 6, "timeout": 60.0} | limits)
+    app = local_chat_app(reader, "reader", **{"key": "secret", "batch": 2, "queue": 6, "timeout": 60.0} | limits)
     port = free_port("127.0.0.1", 0)
     server = uvicorn.Server(uvicorn.Config(app, port=port, log_level="warning", timeout_graceful_shutdown=5))
     thread = threading.Thread(target=server.run)

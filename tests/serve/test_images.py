@@ -76,7 +76,7 @@ def decoded(answer):
 def replicas():
     """Processes of the replicas that draw; Ray writes their deployment into the command line."""
     found = [process for process in psutil.process_iter(["cmdline"]) if process.info["cmdline"]]
-    return [process for process in found if "ServeReplica:foveate:draws-" in " ".join(process.info["cmdline"])]
+    return [process for process in found if "ServeReplica:foveate:replica-" in " ".join(process.info["cmdline"])]
 
 
 def wait_for_replicas(client):

@@ -1,5 +1,8 @@
 """`foveate rag serve`: answers about documents over HTTP."""
 
+import gc
+from collections.abc import Sequence
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Annotated
@@ -9,7 +12,7 @@ import typer
 from foveate.cli.common import Device, Dtype, LanguageModel, Option, clear_errors, console, options_of
 from foveate.cli.rag import PROMPT, NewTokens, Policy, Prompt, Recompute, check_prompt, recompute_methods
 from foveate.cli.rag_index import Chat, Chunk, EightBit, MaxDisk, MaxMemory, Prefix, open_indexes
-from foveate.cli.serve import Host, Port, Timeout, print_address
+from foveate.cli.serve import Host, MaxReplicas, Port, Replicas, Timeout, print_address, scale_of, wait
 
 __all__ = ["serve"]
 
@@ -39,11 +42,13 @@ def serve(
         typer.Option(
             min=1,
             max=1024,
-            help="Largest number of questions answered together; each holds a copy of its passages in memory.",
+            help="Most questions that a replica answers together; each holds a copy of its passages in memory.",
         ),
     ] = 8,
-    queue: Annotated[int, typer.Option(min=0, help="Most requests that wait; beyond, they get status 429.")] = 64,
+    queue: Annotated[int, typer.Option(min=1, help="Most requests that wait; beyond, they get status 429.")] = 64,
     timeout: Timeout = 300.0,
+    replicas: Replicas = 1,
+    max_replicas: MaxReplicas = 0,
     host: Host = "127.0.0.1",
     port: Port = 8000,
     device: Device = "auto",
@@ -55,15 +60,14 @@ def serve(
 
     POST /v1/chat/completions takes messages, and an index by name or the documents themselves; it streams if asked to.
     /docs describes it, /health and /metrics watch it. Indexes are the ones of `foveate rag`, and are built first.
-    Needs `pip install 'foveate[transformers,serve]'`. Ctrl-C ends it.
+    With --replicas, several processes answer, each on a GPU of its own where there are any; what was begun in one that
+    dies is answered by another. Needs `pip install 'foveate[transformers,serve]'`. Ctrl-C ends it.
     """
     check_prompt(prompt)
     policy = recompute_methods(method, recompute, options_of(option), compare=False)[method]
-    import_module("fastapi")  # fails with what to install
-    import uvicorn
-
+    scale = scale_of(replicas, max_replicas)
+    import_module("fastapi" if scale == (1, 1) else "ray.serve")  # fails with what to install
     from foveate.serve.answerer import Answerer
-    from foveate.serve.chat import chat_app
     from foveate.serve.http import api_key, free_port
 
     key = api_key(host)
@@ -71,15 +75,43 @@ def serve(
     if twice := [name for name in names if names.count(name) > 1]:
         raise ValueError(f"two folders are called {twice[0]}, by which requests choose one: rename one of them")
     port = free_port(host, port)
-    indexes, encoder, _, _ = open_indexes(
-        folders or [], model, "", chunk, eight_bit, max_disk, max_memory, prefix, chat, device, dtype
-    )
-    answerer = Answerer(
-        encoder, dict(zip(names, indexes, strict=True)), policy, prompt=prompt, chat=chat, passage_tokens=chunk,
-        max_new_tokens=max_new_tokens,
-    )  # fmt: skip
+
+    def open_answerer(places: Sequence[str]) -> Answerer:
+        indexes, encoder, _, _ = open_indexes(
+            places, model, "", chunk, eight_bit, max_disk, max_memory, prefix, chat, device, dtype
+        )
+        return Answerer(
+            encoder, dict(zip(names, indexes, strict=True)), policy, prompt=prompt, chat=chat, passage_tokens=chunk,
+            max_new_tokens=max_new_tokens,
+        )  # fmt: skip
+
+    answerer = open_answerer(folders or [])
     name = Path(model).name if model and Path(model).exists() else model or "built-in"
     console.print(f"serving {name} with {', '.join(names) or 'no index'}")
-    print_address(host, port)
-    app = chat_app(answerer, name, key=key, batch=batch, queue=queue, timeout=timeout)
-    uvicorn.run(app, host=host, port=port, log_level="warning", timeout_graceful_shutdown=5)
+    if scale == (1, 1):
+        import uvicorn
+
+        from foveate.serve.chat import local_chat_app
+
+        print_address(host, port)
+        app = local_chat_app(answerer, name, key=key, batch=batch, queue=queue, timeout=timeout)
+        uvicorn.run(app, host=host, port=port, log_level="warning", timeout_graceful_shutdown=5)
+        return
+    import torch
+
+    from foveate.serve.reader import ChatFront, Reader
+    from foveate.serve.replicas import running
+
+    sizes, gpu = answerer.sizes, answerer.encoder.model.device.type == "cuda"
+    places = [str(index.place) for index in answerer.indexes.values()]
+    del answerer
+    gc.collect()
+    torch.cuda.empty_cache()  # a replica needs the memory of its model
+    reader = {"open_answerer": partial(open_answerer, places), "batch": batch}
+    wait(
+        running(
+            ChatFront, (name, key, timeout, sizes), Reader, {"reader": reader},
+            host=host, port=port, batch=batch, queue=queue, replicas=scale, gpu=gpu,
+        ),
+        host, port,
+    )  # fmt: skip

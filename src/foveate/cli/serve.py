@@ -1,6 +1,6 @@
 """`foveate serve`: pictures over HTTP."""
 
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from importlib import import_module
 from signal import SIGTERM, default_int_handler, signal
 from threading import Event
@@ -14,7 +14,17 @@ from foveate.cli.pictures import Lora, Model, lora_of
 from foveate.demo import PIPELINE
 from foveate.utils.device import choose_device, choose_dtype
 
-__all__ = ["Host", "Port", "Timeout", "print_address", "serve"]
+__all__ = [
+    "Host",
+    "MaxReplicas",
+    "Port",
+    "Replicas",
+    "Timeout",
+    "print_address",
+    "scale_of",
+    "serve",
+    "wait",
+]
 
 Host = Annotated[
     str,
@@ -24,6 +34,21 @@ Host = Annotated[
     ),
 ]
 Port = Annotated[int, typer.Option(min=0, max=65535, help="Port. 0 takes a free one.")]
+Replicas = Annotated[
+    int,
+    typer.Option(min=1, help="Replicas; each holds the model, on a GPU of its own where there are any."),
+]
+MaxReplicas = Annotated[
+    int,
+    typer.Option(
+        min=0,
+        help="Most replicas: more are started while requests wait. [dim]default: --replicas[/]",
+        show_default=False,
+    ),
+]
+Address = Annotated[
+    str, typer.Option(help="Address of a Ray cluster, or auto. [dim]default: Ray is started on this machine[/]")
+]
 Timeout = Annotated[float, typer.Option(min=0.1, help="Seconds after which a request is given up: status 504.")]
 
 
@@ -38,15 +63,8 @@ def serve(
         ),
     ] = None,
     lora: Lora = "",
-    replicas: Annotated[int, typer.Option(min=1, help="Replicas of each method; each holds the model.")] = 1,
-    max_replicas: Annotated[
-        int,
-        typer.Option(
-            min=0,
-            help="Most replicas of each method: more are started while requests wait. [dim]default: --replicas[/]",
-            show_default=False,
-        ),
-    ] = 0,
+    replicas: Replicas = 1,
+    max_replicas: MaxReplicas = 0,
     steps: Annotated[int, typer.Option(min=1, help="Denoising steps of requests that do not say.")] = 20,
     batch: Annotated[int, typer.Option(min=1, help="Most pictures of one size that are drawn together.")] = 4,
     queue: Annotated[
@@ -56,9 +74,7 @@ def serve(
     max_steps: Annotated[int, typer.Option(min=1, help="Most denoising steps.")] = 100,
     max_n: Annotated[int, typer.Option(min=1, help="Most pictures of a request.")] = 4,
     timeout: Timeout = 300.0,
-    address: Annotated[
-        str, typer.Option(help="Address of a Ray cluster, or auto. [dim]default: Ray is started on this machine[/]")
-    ] = "",
+    address: Address = "",
     host: Host = "127.0.0.1",
     port: Port = 8000,
     device: Device = "auto",
@@ -72,16 +88,17 @@ def serve(
 
     POST /v1/images/generations takes prompt, n, size, seed, steps, method and response_format; /docs describes it,
     /health and /metrics watch it. Every replica holds one pipeline with one method, on a GPU of its own where there
-    are any. Requests of one size and number of steps are drawn together; what was begun on a replica that dies is
-    drawn by another. Needs `pip install 'foveate[diffusers,serve]'`. Ctrl-C ends it.
+    are any; --replicas counts those of each method. Requests of one size and number of steps are drawn together; what
+    was begun on a replica that dies is drawn by another. Needs `pip install 'foveate[diffusers,serve]'`. Ctrl-C ends
+    it.
     """
     import_module("ray.serve")  # fails with what to install
     from foveate.serve.http import api_key, free_port
-    from foveate.serve.images import Limits, running
+    from foveate.serve.images import Front, Limits
+    from foveate.serve.painter import Replica
+    from foveate.serve.replicas import running
 
-    key = api_key(host)
-    if max_replicas and max_replicas < replicas:
-        raise ValueError(f"--max-replicas {max_replicas} is less than --replicas {replicas}: leave one of them out")
+    key, scale = api_key(host), scale_of(replicas, max_replicas)
     if steps > max_steps:
         raise ValueError(f"--steps {steps} is more than --max-steps {max_steps}: raise --max-steps")
     file, distilled = lora_of(lora)
@@ -93,13 +110,33 @@ def serve(
     console.print(f"loading {model or 'the built-in model'}")
     where = model or str(PIPELINE)
     name = model or "built-in"
-    service = running(
-        name,
-        {called: (where, chosen, {"model": name, "method": called}) for called, chosen in methods.items()},
-        Limits(steps=steps, max_side=max_side, max_steps=max_steps, max_n=max_n, queue=queue, timeout=timeout),
-        host=host, port=port, key=key, batch=batch, address=address, replicas=(replicas, max_replicas or replicas),
-        gpu=gpu, lora=file, size=None if model or gpu else (128, 128), device=device, dtype=dtype,
+    shared = {
+        "model": where, "lora": file, "size": None if model or gpu else (128, 128), "device": device, "dtype": dtype,
+        "batch": batch,
+    }  # fmt: skip
+    painters = {
+        called: shared | {"method": chosen, "about": {"model": name, "method": called}}
+        for called, chosen in methods.items()
+    }
+    limits = Limits(steps=steps, max_side=max_side, max_steps=max_steps, max_n=max_n, timeout=timeout)
+    wait(
+        running(
+            Front, (name, key, limits), Replica, painters,
+            host=host, port=port, batch=batch, queue=queue, replicas=scale, address=address, gpu=gpu,
+        ),
+        host, port,
     )  # fmt: skip
+
+
+def scale_of(replicas: int, max_replicas: int) -> tuple[int, int]:
+    """Fewest and most replicas."""
+    if max_replicas and max_replicas < replicas:
+        raise ValueError(f"--max-replicas {max_replicas} is less than --replicas {replicas}: leave one of them out")
+    return replicas, max_replicas or replicas
+
+
+def wait(service: AbstractContextManager[None], host: str, port: int) -> None:
+    """Start a service, print where it listens, and wait until Ctrl-C or SIGTERM ends it."""
     with suppress(KeyboardInterrupt), service:
         signal(SIGTERM, default_int_handler)  # as Ctrl-C: Ray is ended too
         print_address(host, port)

@@ -169,6 +169,11 @@ class Answerer:
         self._chat = bool(encoder.tokenizer.chat_template) if chat is None else chat
         self._encode = lru_cache(CACHED_PASSAGES)(lambda ids: encoder.encode([ids])[0])
 
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Number of passages of each index."""
+        return {name: len(index.passages) for name, index in self.indexes.items()}
+
     def answer(self, questions: Sequence[Question]) -> None:
         """Answer questions together. Each gets its outcome or its error; a ValueError means a bad request."""
         prepared = []

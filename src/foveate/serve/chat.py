@@ -5,7 +5,7 @@ import asyncio
 import json
 import secrets
 import time
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, suppress
 from queue import Empty, SimpleQueue
@@ -19,14 +19,14 @@ from prometheus_client import CollectorRegistry, Counter, Histogram
 from foveate.serve.answerer import Answerer, Completion, Outcome, Question
 from foveate.serve.http import create_app, overloaded, until_gone
 
-__all__ = ["chat_app"]
+__all__ = ["THREADS", "Batches", "chat_app", "local_chat_app"]
 
 MAX_BODY = 2**22
 THREADS = 2
 """Threads that answer, so that the next batch can begin while another is answered."""
 
 
-class _Batches:
+class Batches:
     """A bounded queue of questions. Its threads take waiting questions, up to a batch at a time, and answer them.
 
     Args:
@@ -67,28 +67,26 @@ class _Batches:
             self.busy -= 1
 
 
-def chat_app(answerer: Answerer, model: str, *, key: str, batch: int, queue: int, timeout: float) -> FastAPI:
+def chat_app(
+    answer: Callable[[Completion], AsyncGenerator[str | Outcome]],
+    health: Callable[[], Awaitable[dict[str, Any]]],
+    model: str,
+    *,
+    key: str,
+    timeout: float,
+) -> FastAPI:
     """The service as an ASGI application.
 
     Args:
-        answerer: What answers.
+        answer: Answers a request piece by piece, then with its outcome. It raises a ValueError for a bad request.
+        health: What /health says; raises an HTTPException if requests cannot be answered.
         model: Name of the model.
         key: Key that requests must carry; empty for none.
-        batch: Largest number of requests answered together.
-        queue: Largest number of waiting requests.
         timeout: Seconds after which a request is given up.
     """
     registry = CollectorRegistry()
     tokens = Counter("foveate_tokens", "Tokens, by what became of them.", ["kind"], registry=registry)
     first_token = Histogram("foveate_first_token_seconds", "Seconds to the first words.", registry=registry)
-    batches = _Batches(answerer.answer, batch, queue)
-
-    async def health() -> dict[str, Any]:
-        return {
-            "busy": batches.busy,
-            "indexes": {name: len(index.passages) for name, index in answerer.indexes.items()},
-        }
-
     app, api = create_app(
         "Foveate: documents", model, key=key, max_body=MAX_BODY, timeout=timeout, registry=registry, health=health
     )
@@ -96,7 +94,7 @@ def chat_app(answerer: Answerer, model: str, *, key: str, batch: int, queue: int
     async def pieces(asked: Completion) -> AsyncGenerator[str | Outcome]:
         began, begun = time.perf_counter(), False
         try:
-            async with aclosing(batches.pieces(asked)) as found:
+            async with aclosing(answer(asked)) as found:
                 async for piece in found:
                     if not begun:
                         begun = True
@@ -126,6 +124,25 @@ def chat_app(answerer: Answerer, model: str, *, key: str, batch: int, queue: int
 
     app.include_router(api)
     return app
+
+
+def local_chat_app(answerer: Answerer, model: str, *, key: str, batch: int, queue: int, timeout: float) -> FastAPI:
+    """The service as an ASGI application that answers in this process.
+
+    Args:
+        answerer: What answers.
+        model: Name of the model.
+        key: Key that requests must carry; empty for none.
+        batch: Largest number of requests answered together.
+        queue: Largest number of waiting requests.
+        timeout: Seconds after which a request is given up.
+    """
+    batches = Batches(answerer.answer, batch, queue)
+
+    async def health() -> dict[str, Any]:
+        return {"busy": batches.busy, "indexes": answerer.sizes}
+
+    return chat_app(batches.pieces, health, model, key=key, timeout=timeout)
 
 
 async def _last(found: AsyncGenerator[str | Outcome]) -> Any:

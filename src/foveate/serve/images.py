@@ -3,17 +3,11 @@
 
 import asyncio
 import base64
-import logging
-import os
 import secrets
 import time
-from collections.abc import Generator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
-from zlib import crc32
 
-import ray
 from fastapi import HTTPException, Response
 from fastapi import Request as HTTPRequest
 from prometheus_client import CollectorRegistry, Counter
@@ -23,20 +17,15 @@ from ray.exceptions import RayActorError
 from ray.serve.exceptions import BackPressureError
 
 from foveate.serve.http import create_app, overloaded, until_gone
-from foveate.utils.files import slug
+from foveate.serve.replicas import RETRIES, count_replicas
 
-__all__ = ["Limits", "running"]
+__all__ = ["Front", "Limits"]
 
-APPLICATION = "foveate"
 MAX_BODY = 2**16
 MAX_PROMPT = 8192
 MOST_SEEDS = 2**63
-RETRIES = 3
-"""Times that a picture is drawn again because its replica died; a picture that kills replicas must stop there."""
 KEPT = 2**28
 """Bytes of pictures that can be fetched by their URL; the oldest go first."""
-OBJECT_STORE = 100 * 2**20
-"""Bytes of shared memory for pictures on their way."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,7 +37,6 @@ class Limits:
         max_side: Largest width and height in pixels.
         max_steps: Largest number of denoising steps.
         max_n: Most pictures of a request.
-        queue: Most pictures of a method that wait for a replica.
         timeout: Seconds after which a request is given up.
     """
 
@@ -56,7 +44,6 @@ class Limits:
     max_side: int
     max_steps: int
     max_n: int
-    queue: int
     timeout: float
 
 
@@ -158,102 +145,4 @@ class Front:
         raise HTTPException(503, f"{deaths} replicas died while they drew this")
 
     async def _health(self) -> dict[str, Any]:
-        status = await asyncio.to_thread(serve.status)
-        deployments = status.applications[APPLICATION].deployments
-        replicas = {
-            method: sum(
-                number
-                for state, number in deployments[_deployment(method)].replica_states.items()
-                if state == "RUNNING"
-            )
-            for method in self._painters
-        }
-        if not all(replicas.values()):
-            raise HTTPException(503, f"no replica is running for {', '.join(m for m, n in replicas.items() if not n)}")
-        return {"replicas": replicas}
-
-
-def _deployment(method: str) -> str:
-    return f"draws-{slug(method)[:30]}-{crc32(method.encode()):08x}"
-
-
-@contextmanager
-def running(
-    model: str,
-    painters: dict[str, tuple[Any, ...]],
-    limits: Limits,
-    *,
-    host: str,
-    port: int,
-    key: str = "",
-    batch: int = 4,
-    address: str = "",
-    replicas: tuple[int, int] = (1, 1),
-    gpu: bool = False,
-    **options: Any,
-) -> Generator[None]:
-    """Context in which the service runs.
-
-    Args:
-        model: Name of the model in the API.
-        painters: First arguments of `Painter` by the name of the method in requests. The first one is the default.
-        limits: Limits of requests.
-        host: Address to listen on.
-        port: Port to listen on.
-        key: Key that requests must carry; empty for none.
-        batch: Most pictures that a replica draws together.
-        address: Address of a Ray cluster; empty starts Ray on this machine.
-        replicas: Fewest and most replicas of each method; their number follows the requests in progress.
-        gpu: Whether each replica has a GPU of its own.
-        **options: Other arguments of every `Painter`.
-
-    Raises:
-        ValueError: If the replicas cannot start.
-    """
-    from foveate.serve.painter import Replica  # the front needs none of what it loads
-
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # nothing is sent to anybody
-    os.environ.setdefault("RAY_worker_niceness", "0")  # replicas are what this machine is for
-    fewest, most = replicas
-    cores, needed = os.cpu_count() or 1, most * len(painters)
-    threads = 1 if gpu else max(1, cores // needed)
-    quiet = {"log_level": "WARNING", "enable_access_log": False}
-    if address:
-        ray.init(address=address, logging_level=logging.WARNING)
-    else:
-        cores = max(cores, threads * needed)
-        ray.init(
-            num_cpus=cores, object_store_memory=OBJECT_STORE, include_dashboard=False, logging_level=logging.WARNING
-        )
-    try:
-        serve.start(http_options={"host": host, "port": port}, proxy_location="HeadOnly", logging_config=quiet)
-        scale: Any = {"num_replicas": fewest}
-        if most > fewest:
-            wanted = {"min_replicas": fewest, "max_replicas": most, "target_ongoing_requests": batch}
-            scale = {"autoscaling_config": wanted}
-        kind = serve.deployment(Replica).options(
-            max_ongoing_requests=2 * batch,  # one batch is drawn while the next one gathers
-            max_queued_requests=limits.queue,
-            ray_actor_options={"num_cpus": threads, "num_gpus": int(gpu)},
-            **scale,
-        )
-        bound = {
-            method: kind.options(name=_deployment(method)).bind(*first, batch=batch, **options)
-            for method, first in painters.items()
-        }
-        front = serve.deployment(Front).options(
-            max_ongoing_requests=10_000,
-            ray_actor_options={"num_cpus": 0},
-            logging_config=quiet | {"log_level": "ERROR"},  # Ray warns of every request that the queue refuses
-        )
-        try:
-            serve.run(front.bind(model, key, limits, bound), name=APPLICATION, logging_config=quiet)
-        except RuntimeError as error:
-            raise ValueError(f"the service did not start: {error}") from error
-        yield
-    finally:
-        if address:
-            serve.delete(APPLICATION)
-        else:
-            serve.shutdown()
-        ray.shutdown()
+        return {"replicas": await count_replicas(self._painters)}
