@@ -5,10 +5,7 @@ import io
 import json
 import os
 import random
-import re
 import signal
-import subprocess
-import sys
 import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
@@ -17,9 +14,9 @@ from itertools import count
 import httpx
 import numpy as np
 import openai
-import psutil
 import pytest
 from PIL import Image
+from services import replicas, started
 
 from foveate.demo import PIPELINE
 from foveate.diffusers.pipelines import Request, draw, load
@@ -35,21 +32,9 @@ ENOUGH = 20
 @pytest.fixture(scope="module")
 def service(tmp_path_factory):
     """Address, process and log of `foveate serve`. At most 2 x 2 x 2 + 4 pictures are accepted at a time."""
-    log = tmp_path_factory.mktemp("service") / "log"
-    options = "--replicas 2 --batch 2 --queue 4 --steps 1 --max-steps 5000 --max-side 128 --timeout 100 --port 0"
-    with log.open("w") as file:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "foveate", "serve", "--device", "cpu", *options.split()],
-            stdout=file, stderr=file, env=os.environ | {"OMP_NUM_THREADS": "1"},
-        )  # fmt: skip
-    while not (address := re.search(r"^http://\S+$", log.read_text(), re.MULTILINE)):
-        assert process.poll() is None, log.read_text()
-        time.sleep(0.1)
-    yield address[0], process, log
-    process.terminate()
-    assert process.wait(60) == 0, log.read_text()
-    _, left = psutil.wait_procs(replicas(), timeout=60)
-    assert not left
+    options = "--replicas 2 --batch 2 --queue 4 --steps 1 --max-steps 5000 --max-side 128 --timeout 100"
+    with started(f"serve {options}", tmp_path_factory.mktemp("service")) as service:
+        yield service
 
 
 @pytest.fixture
@@ -71,12 +56,6 @@ def pixels(picture):
 
 def decoded(answer):
     return pixels(Image.open(io.BytesIO(base64.b64decode(answer))))
-
-
-def replicas():
-    """Processes of the replicas that draw; Ray writes their deployment into the command line."""
-    found = [process for process in psutil.process_iter(["cmdline"]) if process.info["cmdline"]]
-    return [process for process in found if "ServeReplica:foveate:replica-" in " ".join(process.info["cmdline"])]
 
 
 def wait_for_replicas(client):

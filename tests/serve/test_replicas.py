@@ -1,9 +1,7 @@
 """Laws of chat completions from two replicas on Ray."""
 
-import os
 import re
 import signal
-import subprocess
 import sys
 import time
 from collections import Counter
@@ -11,9 +9,9 @@ from concurrent.futures import ThreadPoolExecutor
 from itertools import count
 
 import httpx
-import psutil
 import pytest
 from ray import cloudpickle
+from services import replicas, started
 
 from foveate.demo.examples import write_examples
 from foveate.serve.answerer import Answerer
@@ -25,30 +23,15 @@ pytestmark = pytest.mark.slow
 URL = "/v1/chat/completions"
 
 
-def replicas():
-    found = [process for process in psutil.process_iter(["cmdline"]) if process.info["cmdline"]]
-    return [process for process in found if "ServeReplica:foveate:replica-" in " ".join(process.info["cmdline"])]
-
-
 def body(text, **options):
     return {"messages": [{"role": "user", "content": text}]} | options
 
 
 def test_replicas_answer_like_one_process_also_when_one_is_killed(tmp_path):
     questions, _ = write_examples(tmp_path, 0)
-    log, asked, done = tmp_path / "log", [*questions.items()][:40], count(1)
-    options = "--replicas 2 --batch 2 --queue 4 --device cpu --port 0"
-    with log.open("w") as file:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "foveate", "rag", "serve", "facts", *options.split()],
-            stdout=file, stderr=file, cwd=tmp_path, env=os.environ | {"OMP_NUM_THREADS": "1"},
-        )  # fmt: skip
-    while not (address := re.search(r"^http://\S+$", log.read_text(), re.MULTILINE)):
-        assert process.poll() is None, log.read_text()
-        time.sleep(0.1)
-    statuses = Counter()
+    asked, done, statuses = [*questions][:40], count(1), Counter()
 
-    def ask(client, text):
+    def ask(text):
         while (answer := client.post(URL, json=body(text))).status_code == 429:
             statuses[429] += 1
             time.sleep(float(answer.headers["Retry-After"]) / 4)
@@ -57,25 +40,26 @@ def test_replicas_answer_like_one_process_also_when_one_is_killed(tmp_path):
             replicas()[0].send_signal(signal.SIGKILL)
         return answer.json()["choices"][0]["message"]["content"]
 
-    with httpx.Client(base_url=address[0], timeout=100) as client, ThreadPoolExecutor(12) as clients:
+    with (
+        started("rag serve facts --replicas 2 --batch 2 --queue 4", tmp_path) as (address, _, log),
+        httpx.Client(base_url=address, timeout=100) as client,
+    ):
         assert client.get("/health").json() == {"status": "ok", "replicas": 2, "indexes": {"facts": 47}}
-        answers = [*clients.map(lambda each: ask(client, each[0]), asked)]
-        assert sum(got == right for got, (_, right) in zip(answers, asked, strict=True)) >= 0.9 * len(asked)
+        with ThreadPoolExecutor(12) as clients:
+            answers = dict(zip(asked, clients.map(ask, asked), strict=True))
+        assert sum(answers[text] == questions[text] for text in asked) >= 0.9 * len(asked)
         assert statuses[200] == len(asked)
         assert statuses.keys() <= {200, 429}
-        for text, told in zip([text for text, _ in asked[:3]], answers, strict=False):
+        for text in asked[:3]:
             with client.stream("POST", URL, json=body(text, stream=True)) as stream:
-                assert "".join(re.findall(r'"content": "([^"]*)"', "".join(stream.iter_lines()))) == told
+                assert "".join(re.findall(r'"content": "([^"]*)"', "".join(stream.iter_lines()))) == answers[text]
         refused = client.post(URL, json=body("a", index="nothing"))
-        assert (refused.status_code, refused.json()["error"]["message"][-22:]) == (400, "there are these: facts")
+        assert refused.status_code == 400
+        assert refused.json()["error"]["message"].endswith("there are these: facts")
         assert f'foveate_requests_total{{route="{URL}",status="400"}} 1.0' in client.get("/metrics").text
         while client.get("/health").json()["replicas"] != 2:
             time.sleep(0.2)
-    process.terminate()
-    assert process.wait(60) == 0, log.read_text()
-    assert "Traceback" not in log.read_text()
-    _, left = psutil.wait_procs(replicas(), timeout=60)
-    assert not left
+        assert "Traceback" not in log.read_text()
 
 
 class Waiting(Answerer):
