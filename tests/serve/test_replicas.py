@@ -59,7 +59,7 @@ def test_replicas_answer_like_one_process_also_when_one_is_killed(tmp_path):
         assert f'foveate_requests_total{{route="{URL}",status="400"}} 1.0' in client.get("/metrics").text
         while client.get("/health").json()["replicas"] != 2:
             time.sleep(0.2)
-        assert "Traceback" not in log.read_text()
+        assert "foveate/serve/" not in log.read_text()  # Ray writes a traceback of its own about the killed replica
 
 
 class Waiting(Answerer):
