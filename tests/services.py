@@ -25,13 +25,21 @@ def started(command, folder):
             time.sleep(0.1)
         yield address[0], process, log
     finally:
+        running = replicas(process)
         process.terminate()
     assert process.wait(60) == 0, log.read_text()
-    _, left = psutil.wait_procs(replicas(), timeout=60)
+    _, left = psutil.wait_procs(running, timeout=60)
     assert not left
 
 
-def replicas():
-    """Processes of the replicas; Ray writes their deployment into the command line."""
-    found = [process for process in psutil.process_iter(["cmdline"]) if process.info["cmdline"]]
-    return [process for process in found if "ServeReplica:foveate:replica-" in " ".join(process.info["cmdline"])]
+def replicas(service):
+    """Processes of the replicas of a service; Ray writes their deployment into the command line."""
+    found = psutil.Process(service.pid).children(recursive=True) if service.poll() is None else []
+    return [process for process in found if "ServeReplica:foveate:replica-" in " ".join(command_of(process))]
+
+
+def command_of(process):
+    try:
+        return process.cmdline()
+    except psutil.Error:  # it has ended
+        return ()

@@ -88,7 +88,7 @@ def test_no_request_is_lost_when_a_replica_is_killed_twice(service, client, expe
 
     def kill(done):
         if done in (50, 110):
-            process = next(process for process in replicas() if process.pid not in killed)
+            process = next(process for process in replicas(service[1]) if process.pid not in killed)
             killed.append(process.pid)
             os.kill(process.pid, signal.SIGKILL)
 
@@ -105,9 +105,9 @@ def test_no_request_is_lost_when_a_replica_is_killed_twice(service, client, expe
 def test_memory_of_the_replicas_is_flat(service, client, expected):
     wait_for_replicas(client)
     draw_all(client, expected, (CASES * 4)[: 2 * ENOUGH])
-    before = {process.pid: process.memory_info().rss for process in replicas()}
+    before = {process.pid: process.memory_info().rss for process in replicas(service[1])}
     draw_all(client, expected, (CASES * 4)[: 2 * ENOUGH])
-    after = {process.pid: process.memory_info().rss for process in replicas()}
+    after = {process.pid: process.memory_info().rss for process in replicas(service[1])}
     assert after.keys() == before.keys()
     assert all(after[pid] < 1.03 * before[pid] for pid in after)
 

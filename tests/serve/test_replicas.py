@@ -37,11 +37,11 @@ def test_replicas_answer_like_one_process_also_when_one_is_killed(tmp_path):
             time.sleep(float(answer.headers["Retry-After"]) / 4)
         statuses[answer.status_code] += 1
         if next(done) == 15:
-            replicas()[0].send_signal(signal.SIGKILL)
+            replicas(process)[0].send_signal(signal.SIGKILL)
         return answer.json()["choices"][0]["message"]["content"]
 
     with (
-        started("rag serve facts --replicas 2 --batch 2 --queue 4", tmp_path) as (address, _, log),
+        started("rag serve facts --replicas 2 --batch 2 --queue 4", tmp_path) as (address, process, log),
         httpx.Client(base_url=address, timeout=100) as client,
     ):
         assert client.get("/health").json() == {"status": "ok", "replicas": 2, "indexes": {"facts": 47}}
