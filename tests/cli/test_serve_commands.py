@@ -4,6 +4,7 @@ import pytest
 from typer.testing import CliRunner
 
 from foveate.cli import app
+from foveate.cli.serve import scale_of
 
 
 @pytest.mark.parametrize(
@@ -25,3 +26,11 @@ def test_mistakes_are_named_before_anything_is_loaded(command, words, monkeypatc
     assert result.exit_code == 2
     assert words in " ".join(result.output.split())
     assert "loading" not in result.output
+
+
+def test_more_replicas_than_gpus_are_refused(monkeypatch):
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    assert scale_of(2, 0, kinds=1, gpus=True) == (2, 2)
+    assert scale_of(4, 8, kinds=1, gpus=False) == (4, 8)
+    with pytest.raises(ValueError, match="4 replicas need a GPU each, and this machine has 2: start fewer"):
+        scale_of(2, 0, kinds=2, gpus=True)

@@ -15,8 +15,8 @@ from services import replicas, started
 
 from foveate.demo.examples import write_examples
 from foveate.serve.answerer import Answerer
+from foveate.serve.chat_replicas import ChatFront, ChatReplica
 from foveate.serve.http import free_port
-from foveate.serve.reader import ChatFront, Reader
 from foveate.serve.replicas import running
 
 pytestmark = pytest.mark.slow
@@ -93,10 +93,10 @@ def test_work_stops_when_its_client_leaves_or_its_time_is_over_and_a_full_queue_
             time.sleep(0.02)
 
     cloudpickle.register_pickle_by_value(sys.modules[__name__])  # replicas cannot import a test
-    options = {"reader": {"open_answerer": lambda: Waiting(file), "batch": 1}}
+    options = {"chat": {"open_answerer": lambda: Waiting(file), "batch": 1}}
     port = free_port("127.0.0.1", 0)
     service = running(
-        ChatFront, ("reader", "", 3.0, {}), Reader, options, host="127.0.0.1", port=port, batch=1, queue=1
+        ChatFront, ("reader", "", 3.0, {}), ChatReplica, options, host="127.0.0.1", port=port, batch=1, queue=1
     )
     with service, ThreadPoolExecutor(4) as clients, httpx.Client(base_url=f"http://127.0.0.1:{port}") as client:
         post = lambda: client.post(URL, json=body("a"), timeout=60).status_code  # noqa: E731

@@ -7,12 +7,14 @@ from importlib import import_module
 from pathlib import Path
 from typing import Annotated
 
+import torch
 import typer
 
 from foveate.cli.common import Device, Dtype, LanguageModel, Option, clear_errors, console, options_of
 from foveate.cli.rag import PROMPT, NewTokens, Policy, Prompt, Recompute, check_prompt, recompute_methods
 from foveate.cli.rag_index import Chat, Chunk, EightBit, MaxDisk, MaxMemory, Prefix, open_indexes
 from foveate.cli.serve import Host, MaxReplicas, Port, Replicas, Timeout, print_address, scale_of, wait
+from foveate.utils.device import choose_device
 
 __all__ = ["serve"]
 
@@ -65,7 +67,8 @@ def serve(
     """
     check_prompt(prompt)
     policy = recompute_methods(method, recompute, options_of(option), compare=False)[method]
-    scale = scale_of(replicas, max_replicas)
+    gpu = choose_device(device).type == "cuda"
+    scale = scale_of(replicas, max_replicas, kinds=1, gpus=gpu)
     import_module("fastapi" if scale == (1, 1) else "ray.serve")  # fails with what to install
     from foveate.serve.answerer import Answerer
     from foveate.serve.http import api_key, free_port
@@ -76,7 +79,7 @@ def serve(
         raise ValueError(f"two folders are called {twice[0]}, by which requests choose one: rename one of them")
     port = free_port(host, port)
 
-    def open_answerer(places: Sequence[str]) -> Answerer:
+    def open_answerer(places: Sequence[str], device: str) -> Answerer:
         indexes, encoder, _, _ = open_indexes(
             places, model, "", chunk, eight_bit, max_disk, max_memory, prefix, chat, device, dtype
         )
@@ -85,7 +88,7 @@ def serve(
             max_new_tokens=max_new_tokens,
         )  # fmt: skip
 
-    answerer = open_answerer(folders or [])
+    answerer = open_answerer(folders or [], device)
     name = Path(model).name if model and Path(model).exists() else model or "built-in"
     console.print(f"serving {name} with {', '.join(names) or 'no index'}")
     if scale == (1, 1):
@@ -97,20 +100,18 @@ def serve(
         app = local_chat_app(answerer, name, key=key, batch=batch, queue=queue, timeout=timeout)
         uvicorn.run(app, host=host, port=port, log_level="warning", timeout_graceful_shutdown=5)
         return
-    import torch
-
-    from foveate.serve.reader import ChatFront, Reader
+    from foveate.serve.chat_replicas import ChatFront, ChatReplica
     from foveate.serve.replicas import running
 
-    sizes, gpu = answerer.sizes, answerer.encoder.model.device.type == "cuda"
+    sizes = answerer.sizes
     places = [str(index.place) for index in answerer.indexes.values()]
     del answerer
     gc.collect()
     torch.cuda.empty_cache()  # a replica needs the memory of its model
-    reader = {"open_answerer": partial(open_answerer, places), "batch": batch}
+    replica = {"open_answerer": partial(open_answerer, places, "cuda" if gpu else device), "batch": batch}
     wait(
         running(
-            ChatFront, (name, key, timeout, sizes), Reader, {"reader": reader},
+            ChatFront, (name, key, timeout, sizes), ChatReplica, {"chat": replica},
             host=host, port=port, batch=batch, queue=queue, replicas=scale, gpu=gpu,
         ),
         host, port,

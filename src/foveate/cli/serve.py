@@ -6,6 +6,7 @@ from signal import SIGTERM, default_int_handler, signal
 from threading import Event
 from typing import Annotated
 
+import torch
 import typer
 
 from foveate.cli.common import Device, Dtype, clear_errors, console
@@ -98,7 +99,7 @@ def serve(
     from foveate.serve.painter import Replica
     from foveate.serve.replicas import running
 
-    key, scale = api_key(host), scale_of(replicas, max_replicas)
+    key = api_key(host)
     if steps > max_steps:
         raise ValueError(f"--steps {steps} is more than --max-steps {max_steps}: raise --max-steps")
     file, distilled = lora_of(lora)
@@ -106,13 +107,14 @@ def serve(
     gpu = device.startswith("cuda") if address else choose_device(device).type == "cuda"
     if not address:
         choose_dtype(dtype, choose_device(device))
+    scale = scale_of(replicas, max_replicas, kinds=len(methods), gpus=gpu and not address)
     port = free_port(host, port)
     console.print(f"loading {model or 'the built-in model'}")
     where = model or str(PIPELINE)
     name = model or "built-in"
     shared = {
-        "model": where, "lora": file, "size": None if model or gpu else (128, 128), "device": device, "dtype": dtype,
-        "batch": batch,
+        "model": where, "lora": file, "size": None if model or gpu else (128, 128), "batch": batch,
+        "device": "cuda" if gpu else device, "dtype": dtype,
     }  # fmt: skip
     painters = {
         called: shared | {"method": chosen, "about": {"model": name, "method": called}}
@@ -128,10 +130,19 @@ def serve(
     )  # fmt: skip
 
 
-def scale_of(replicas: int, max_replicas: int) -> tuple[int, int]:
-    """Fewest and most replicas."""
+def scale_of(replicas: int, max_replicas: int, *, kinds: int, gpus: bool) -> tuple[int, int]:
+    """Smallest and largest number of replicas of each kind.
+
+    Args:
+        replicas: What `--replicas` says.
+        max_replicas: What `--max-replicas` says.
+        kinds: Number of kinds of replicas.
+        gpus: Whether each replica needs a GPU of this machine.
+    """
     if max_replicas and max_replicas < replicas:
         raise ValueError(f"--max-replicas {max_replicas} is less than --replicas {replicas}: leave one of them out")
+    if gpus and (needed := replicas * kinds) > (found := torch.cuda.device_count()):
+        raise ValueError(f"{needed} replicas need a GPU each, and this machine has {found}: start fewer")
     return replicas, max_replicas or replicas
 
 

@@ -19,7 +19,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram
 from foveate.serve.answerer import Answerer, Completion, Outcome, Question
 from foveate.serve.http import create_app, overloaded, until_gone
 
-__all__ = ["THREADS", "Batches", "chat_app", "local_chat_app"]
+__all__ = ["Batches", "chat_app", "local_chat_app"]
 
 MAX_BODY = 2**22
 THREADS = 2
@@ -75,7 +75,7 @@ def chat_app(
     key: str,
     timeout: float,
 ) -> FastAPI:
-    """The service as an ASGI application.
+    """The chat service as an application for an ASGI server such as uvicorn.
 
     Args:
         answer: Answers a request piece by piece, then with its outcome. It raises a ValueError for a bad request.
@@ -127,7 +127,7 @@ def chat_app(
 
 
 def local_chat_app(answerer: Answerer, model: str, *, key: str, batch: int, queue: int, timeout: float) -> FastAPI:
-    """The service as an ASGI application that answers in this process.
+    """The chat service with its model in this process, as an application for an ASGI server such as uvicorn.
 
     Args:
         answerer: What answers.

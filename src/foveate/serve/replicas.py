@@ -1,5 +1,5 @@
 # pyright: basic
-"""Replicas on Ray Serve behind one front, which answers HTTP. Both services run so."""
+"""Runs a service on Ray Serve: one front answers HTTP, and hands requests to replicas that hold the model."""
 
 import asyncio
 import logging
@@ -27,9 +27,9 @@ OBJECT_STORE = 100 * 2**20
 @contextmanager
 def running(
     front: type,
-    arguments: Sequence[Any],
+    front_args: Sequence[Any],
     replica: type,
-    options: Mapping[str, Mapping[str, Any]],
+    replica_args: Mapping[str, Mapping[str, Any]],
     *,
     host: str,
     port: int,
@@ -39,18 +39,18 @@ def running(
     address: str = "",
     gpu: bool = False,
 ) -> Generator[None]:
-    """Context in which a service runs.
+    """Start a service, and stop it when the `with` block ends.
 
     Args:
-        front: Class that answers HTTP, made with `arguments` and the handles of the replicas by name.
-        arguments: First arguments of `front`.
+        front: Class that answers HTTP. Its last argument is a dict with a handle for each kind of replica.
+        front_args: The other arguments of `front`.
         replica: Class of the replicas.
-        options: Arguments of `replica` for each kind of replica, by name.
+        replica_args: Arguments of `replica` for each kind, by the name of the kind.
         host: Address to listen on.
         port: Port to listen on.
-        batch: Most requests that a replica answers together.
-        queue: Most requests of each kind that wait for a replica.
-        replicas: Fewest and most replicas of each kind.
+        batch: Largest number of requests that a replica answers together.
+        queue: Largest number of requests that wait until a replica of their kind is free; more are refused.
+        replicas: Smallest and largest number of replicas of each kind.
         address: Address of a Ray cluster; empty starts Ray on this machine.
         gpu: Whether each replica has a GPU of its own.
 
@@ -60,7 +60,7 @@ def running(
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # nothing is sent to anybody
     os.environ.setdefault("RAY_worker_niceness", "0")  # replicas are what this machine is for
     fewest, most = replicas
-    cores, needed = os.cpu_count() or 1, most * len(options)
+    cores, needed = os.cpu_count() or 1, most * len(replica_args)
     threads = 1 if gpu else max(1, cores // needed)
     quiet = {"log_level": "WARNING", "enable_access_log": False}
     if address:
@@ -82,14 +82,14 @@ def running(
             ray_actor_options={"num_cpus": threads, "num_gpus": int(gpu)},
             **scale,
         )
-        bound = {name: kind.options(name=_deployment(name)).bind(**given) for name, given in options.items()}
+        bound = {name: kind.options(name=_deployment(name)).bind(**given) for name, given in replica_args.items()}
         http = serve.deployment(front).options(
             max_ongoing_requests=10_000,
             ray_actor_options={"num_cpus": 0},
             logging_config=quiet | {"log_level": "ERROR"},  # Ray warns of every request that the queue refuses
         )
         try:
-            serve.run(http.bind(*arguments, bound), name=APPLICATION, logging_config=quiet)
+            serve.run(http.bind(*front_args, bound), name=APPLICATION, logging_config=quiet)
         except RuntimeError as error:
             raise ValueError(f"the service did not start: {error}") from error
         yield
@@ -110,10 +110,10 @@ async def count_replicas(names: Iterable[str]) -> dict[str, int]:
     status = await asyncio.to_thread(serve.status)
     deployments = status.applications[APPLICATION].deployments
     states = {name: deployments[_deployment(name)].replica_states for name in names}
-    running = {name: sum(n for state, n in found.items() if state == "RUNNING") for name, found in states.items()}
-    if not all(running.values()):
-        raise HTTPException(503, f"no replica is running for {', '.join(m for m, n in running.items() if not n)}")
-    return running
+    found = {name: sum(n for state, n in each.items() if state == "RUNNING") for name, each in states.items()}
+    if not all(found.values()):
+        raise HTTPException(503, f"no replica is running for {', '.join(m for m, n in found.items() if not n)}")
+    return found
 
 
 def _deployment(name: str) -> str:

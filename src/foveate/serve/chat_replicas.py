@@ -16,19 +16,19 @@ from foveate.serve.chat import Batches, chat_app
 from foveate.serve.http import overloaded
 from foveate.serve.replicas import RETRIES, count_replicas
 
-__all__ = ["ChatFront", "Reader"]
+__all__ = ["ChatFront", "ChatReplica"]
 
 
-class Reader:
-    """A replica: answers questions in batches.
+class ChatReplica:
+    """A replica, which holds the model and answers requests in batches.
 
     Args:
         open_answerer: Loads the model and opens the indexes.
-        batch: Largest number of questions answered together.
+        batch: Largest number of requests answered together.
     """
 
     def __init__(self, open_answerer: Callable[[], Answerer], batch: int) -> None:
-        self._batches = Batches(open_answerer().answer, batch, queue=0)  # those that wait are Ray's
+        self._batches = Batches(open_answerer().answer, batch, queue=0)  # requests wait at Ray's handle
 
     async def pieces(self, asked: Completion) -> AsyncGenerator[str | Outcome | ValueError]:
         """The answer piece by piece, then its outcome, or why the request is bad."""
@@ -46,8 +46,8 @@ class ChatFront:
 
     def __init__(self, model: str, key: str, timeout: float, indexes: dict[str, int], replicas: Mapping[str, Any]):
         self._model, self._key, self._timeout, self._indexes = model, key, timeout, indexes
-        self._replicas, (reader,) = replicas, replicas.values()
-        self._reader = reader.options(stream=True)
+        self._replicas, (replica,) = replicas, replicas.values()
+        self._replica = replica.options(stream=True)
 
     def __serve_build_asgi_app__(self) -> Any:
         return chat_app(self._pieces, self._health, self._model, key=self._key, timeout=self._timeout)
@@ -56,9 +56,9 @@ class ChatFront:
         return {"replicas": sum((await count_replicas(self._replicas)).values()), "indexes": self._indexes}
 
     async def _pieces(self, asked: Completion) -> AsyncGenerator[str | Outcome]:
-        """The answer, begun again by another replica if one dies before the client has read a piece."""
+        """The answer piece by piece. If a replica dies before anything was sent, another one starts over."""
         for _ in range(RETRIES + 1):
-            answer, begun = self._reader.pieces.remote(asked), False
+            answer, begun = self._replica.pieces.remote(asked), False
             try:
                 async for piece in answer:
                     if isinstance(piece, ValueError):
