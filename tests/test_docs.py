@@ -87,7 +87,7 @@ def test_the_page_of_the_pixel_model_runs_as_far_as_a_cpu_goes(run, tmp_path):
     run(model + "assert velocity.shape == noisy.shape\n")
     (tmp_path / "faces").mkdir()
     Image.new("RGB", (16, 16)).save(tmp_path / "faces" / "one.png")
-    small = {'.to("cuda")': "", "DiT-S": "DiT-XS", "5000, 64": "1, 1", "(128, 128), 2000, 16": "(16, 16), 1, 1"}
+    small = {'.to("cuda")': "", "DiT-S": "DiT-T", "5000, 64": "1, 1", "(128, 128), 2000, 16": "(16, 16), 1, 1"}
     for old, new in {**small, 'dtype="bfloat16"': "", "(32, 32)": "(16, 16)"}.items():
         assert old in training
         training = training.replace(old, new)

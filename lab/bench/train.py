@@ -334,7 +334,7 @@ def main(
             "[dim]default: all but dense; without a GPU all but cudnn and fa2[/]"
         ),
     ] = "",
-    dit: Annotated[str, typer.Option(help="Depth and width: DiT-XS, DiT-S, DiT-B.")] = "DiT-S",
+    dit: Annotated[str, typer.Option(help="Depth and width: DiT-T, DiT-XS, DiT-S, DiT-B.")] = "DiT-S",
     patch: Annotated[int, typer.Option(min=1, help="Pixels along each side of a token.")] = 1,
     batch: Annotated[int, typer.Option(min=1, help="Batch size.")] = 1,
     checkpointing: Checkpointing = False,
@@ -355,7 +355,7 @@ def main(
 
     python -m lab train --pixels 128 --batch 16 --variants cudnn,llsa     # as in the paper's ablation
 
-    python -m lab train --pixels 32,64 --dit DiT-XS                       # a CPU
+    python -m lab train --pixels 32,64 --dit DiT-T                       # a CPU
     """
     where = torch.device(training_device(device))
     precision = dtype_name(choose_dtype(dtype, where))

@@ -23,14 +23,14 @@ from foveate.cli.common import progress
 from foveate.demo.atlas import load_atlas
 from foveate.demo.recogniser import Detection, Recogniser, load_recogniser, recognise
 from foveate.diffusers.lora import MethodLike, using
-from foveate.diffusers.pipelines import Request, draw, load
+from foveate.diffusers.pipelines import Request, draw_batch, load
 from foveate.utils.device import versions
 from foveate.utils.files import claim, slug, write_picture, write_whole
 from foveate.utils.progress import Track
 from foveate.utils.similarity import psnr
 from foveate.web.compare import showcase
 from foveate.web.plots import draw_sheet, figure_png
-from lab.quality.common import SHEETS, Commit, Pictures, Prompts, save_result
+from lab.quality.common import SHEETS, Batch, Commit, Pictures, Prompts, save_result
 from lab.training.moving import DISTANCE, MovingScene, moving_scenes, render_frames
 
 __all__ = ["VideoVerdict", "judge_video"]
@@ -78,6 +78,7 @@ def main(
     side: Annotated[int, typer.Option(help="Side of the videos in pixels.")] = 96,
     frames: Annotated[int, typer.Option(help="Frames of a video.")] = 17,
     prompts: Prompts = 200,
+    batch: Batch = 1,
     guidance: Annotated[float, typer.Option(help="Guidance scale.")] = 3.0,
     device: str = "auto",
     dtype: str = "auto",
@@ -91,8 +92,8 @@ def main(
     claim(out, {name: str(value) for name, value in settings.items()})
     wanted = list(islice(moving_scenes(0, evaluation=True), prompts))
     with progress() as track:
-        scores, sheet = _scores(pipeline, request, wanted, out, track)
-    result = {"settings": settings, "prompts": prompts, "versions": versions(), "scores": scores}
+        scores, sheet = _scores(pipeline, request, wanted, batch, out, track)
+    result = {"settings": settings, "prompts": prompts, "batch": batch, "versions": versions(), "scores": scores}
     save_result(f"video-{pipeline.device.type}-{side}px", result, commit)
     captions = [moving.scene.caption for moving in wanted[:SHOWN]]
     write_whole(SHEETS / f"video-{side}px.png", figure_png(draw_sheet(sheet, captions), dpi=80))
@@ -103,7 +104,7 @@ def main(
 
 
 def _scores(
-    pipeline: Any, request: Request, wanted: Sequence[MovingScene], out: Path, track: Track
+    pipeline: Any, request: Request, wanted: Sequence[MovingScene], batch: int, out: Path, track: Track
 ) -> tuple[list[dict[str, Any]], dict[str, list[Image.Image]]]:
     """A row of scores for real renderings, dense, and each method; and the strips of the first videos."""
     recogniser = load_recogniser(device=pipeline.device)
@@ -113,7 +114,7 @@ def _scores(
     for method in (None, *showcase()):
         label = method.title if method else "dense"
         folder = out / (f"{slug(label)}-{crc32(repr(method).encode()):08x}" if method else label)
-        sets[label] = _drawn(pipeline, method, request, wanted, folder, track)
+        sets[label] = _drawn(pipeline, method, request, wanted, batch, folder, track)
     scores: list[dict[str, Any]] = []
     dense = [_cut(strip) for strip in sets["dense"][0]]
     for label, (strips, seconds) in sets.items():
@@ -137,23 +138,28 @@ def _drawn(
     method: MethodLike | None,
     request: Request,
     wanted: Sequence[MovingScene],
+    batch: int,
     folder: Path,
     track: Track,
 ) -> tuple[list[Image.Image], float]:
-    """The videos as strips of frames, and the median of their seconds. Those that exist are not drawn again."""
+    """The videos as strips of frames, and the median of their seconds. Batches that exist are not drawn again."""
     advance, strips, seconds = track(method.title if method else "dense", len(wanted)), [], []
+    requests = [request._replace(prompt=one.scene.caption, seed=seed) for seed, one in enumerate(wanted)]
     with using(pipeline, method):
-        for i, moving in enumerate(wanted):
-            path = folder / f"{i:05}.png"
-            if not path.exists():
+        for first in range(0, len(requests), batch):
+            drawn = requests[first : first + batch]
+            paths = [folder / f"{one.seed:05}.png" for one in drawn]
+            if not all(path.exists() for path in paths):
                 began = time.perf_counter()
-                frames = draw(pipeline, request._replace(prompt=moving.scene.caption, seed=i))
-                took = time.perf_counter() - began
-                write_picture(path, _strip(frames), {"prompt": moving.scene.caption, "seconds": f"{took:.4f}"})
-            with Image.open(path) as strip:
-                seconds.append(float(strip.info["seconds"]))
-                strips.append(strip.convert("RGB"))
-            advance()
+                videos = draw_batch(pipeline, drawn)
+                took = (time.perf_counter() - began) / len(drawn)
+                for path, one, video in zip(paths, drawn, videos, strict=True):
+                    write_picture(path, _strip(video), {"prompt": one.prompt, "seconds": f"{took:.4f}"})
+            for path in paths:
+                with Image.open(path) as strip:
+                    seconds.append(float(strip.info["seconds"]))
+                    strips.append(strip.convert("RGB"))
+                advance()
     return strips, median(seconds)
 
 

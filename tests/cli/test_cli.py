@@ -549,7 +549,7 @@ def test_distill_never_uses_evaluation_captions_of_the_built_in_model(folder, mo
     assert not set(drawn) & judged
 
 
-TRAIN = ["--dit", "DiT-XS", "--patch", 4, "--device", "cpu"]
+TRAIN = ["--dit", "DiT-T", "--patch", 4, "--device", "cpu"]
 
 
 @pytest.fixture
@@ -668,7 +668,7 @@ BAD_INPUT = {
         (["--sizes", "big:5"], "cannot read the size 'big': write 1024, or WIDTHxHEIGHT"),
         (["--sizes", "18:1"], "patches of 4 px do not fill 18 x 18 px"),
         (["--sizes", "32x16:1"], "scenes are square: use 16 or 32 for 32 x 16 px"),
-        (["--dit", "DiT-XXL"], "unknown size 'DiT-XXL' of the model: choose DiT-XS, DiT-S, DiT-B"),
+        (["--dit", "DiT-XXL"], "unknown size 'DiT-XXL' of the model: choose DiT-T, DiT-XS, DiT-S, DiT-B"),
         (["--attention", "sparse"], "unknown attention 'sparse'"),
         (["--block-size", 8], "block_size must be one of 16, 32, 64, not 8"),
         (["--order", "peano"], "unknown order 'peano'"),

@@ -51,7 +51,7 @@ def test_every_command_has_a_help_text(command):
         ("log-linear --device cpu --top-k 0", "top_k must be 1 or more, not 0"),
         ("train --device cpu --variants full", "unknown variant 'full': choose from cudnn, fa2, dense, top-k, llsa"),
         ("train --device cpu --variants cudnn", "cudnn needs an NVIDIA GPU: use dense on a cpu"),
-        ("train --device cpu --dit DiT-L", "unknown size 'DiT-L' of the model: choose DiT-XS"),
+        ("train --device cpu --dit DiT-L", "unknown size 'DiT-L' of the model: choose DiT-T"),
         ("train --device cpu --pixels 30 --patch 4", "patches of 4 px do not fill 30 x 30 px"),
         ("train --device cpu --dtype float16", "unknown dtype 'float16': train in float32 or bfloat16"),
         ("context --device cpu --model tiny", "unknown model 'tiny': choose one of llama-8b, small"),

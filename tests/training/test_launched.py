@@ -41,7 +41,7 @@ def pixels(tmp_path):
     (photos := tmp_path / "photos").mkdir()
     for index in range(5):
         Image.fromarray(np.full((20, 20, 3), 50 * index, np.uint8)).save(photos / f"{index}.png")
-    return f"train --data {photos} --dit DiT-XS --patch 8 --rate 0.003 --average 0.9"
+    return f"train --data {photos} --dit DiT-T --patch 8 --rate 0.003 --average 0.9"
 
 
 def assert_same_run(out, other, file):

@@ -43,7 +43,7 @@ def train(
             "WIDTHxHEIGHT. A resumed run may add stages."
         ),
     ] = "32:5000,64:5000,128:2000",
-    dit: Annotated[str, typer.Option(help="Depth and width: DiT-XS, DiT-S, DiT-B.")] = "DiT-S",
+    dit: Annotated[str, typer.Option(help="Depth and width: DiT-T, DiT-XS, DiT-S, DiT-B.")] = "DiT-S",
     patch: Annotated[int, typer.Option(min=1, help="Pixels along each side of a token.")] = 1,
     attention: Annotated[str, typer.Option(help="Kind of attention: log-linear or dense.")] = "log-linear",
     top_k: Annotated[int, typer.Option(min=1, help="Log-linear: blocks that each block selects.")] = 8,
@@ -93,7 +93,7 @@ def train(
 
     foveate train --data faces --sizes 32:40000:64,128:80000:16 --out faces-128
 
-    foveate train --dit DiT-XS --sizes 16:200:16 --rate 1e-3 --average 0.99 --device cpu   # a quick test
+    foveate train --dit DiT-T --sizes 16:200:16 --rate 1e-3 --average 0.99 --device cpu   # a quick test
 
     On several GPUs: accelerate launch --multi_gpu --num_processes 4 -m foveate train ...
     """

@@ -182,15 +182,16 @@ def draw(
     pipeline: DiffusionPipeline, request: Request, on_step: Callable[[], None] = lambda: None
 ) -> list[Image.Image]:
     """The frames of a video; a picture is one frame. `on_step` is called after every denoising step."""
-    output = _call(pipeline, [request], on_step)
-    return output.frames[0] if makes_video(pipeline) else output.images
+    drawn = draw_batch(pipeline, [request], on_step)
+    return drawn[0] if makes_video(pipeline) else drawn
 
 
 def draw_batch(
     pipeline: DiffusionPipeline, requests: Sequence[Request], on_step: Callable[[], None] = lambda: None
-) -> list[Image.Image]:
-    """The pictures of requests that differ in prompt and seed only, drawn together."""
-    return _call(pipeline, requests, on_step).images
+) -> list[Any]:
+    """The pictures, or the frames of each video, of requests that differ in prompt and seed only, drawn together."""
+    output = _call(pipeline, requests, on_step)
+    return output.frames if makes_video(pipeline) else output.images
 
 
 def _call(pipeline: DiffusionPipeline, requests: Sequence[Request], on_step: Callable[[], None]) -> Any:

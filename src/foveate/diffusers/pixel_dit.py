@@ -23,7 +23,8 @@ from foveate.ops.log_linear_attention import log_linear_attention
 __all__ = ["MODELS", "PixelDiT", "attend_densely"]
 
 MODELS: dict[str, dict[str, int]] = {
-    "DiT-XS": {"num_layers": 6, "num_attention_heads": 3},
+    "DiT-T": {"num_layers": 6, "num_attention_heads": 3},
+    "DiT-XS": {"num_layers": 12, "num_attention_heads": 4},
     "DiT-S": {"num_layers": 12, "num_attention_heads": 6},
     "DiT-B": {"num_layers": 12, "num_attention_heads": 12},
 }

@@ -16,14 +16,14 @@ def a_process_of_its_own():
 
 
 def test_all_variants_begin_with_the_same_weights_and_differ_in_attention_alone():
-    models = {name: untrained(name, "DiT-XS", 4).transformer for name in VARIANTS}
+    models = {name: untrained(name, "DiT-T", 4).transformer for name in VARIANTS}
     configs = {repr(sorted(model.config.items())) for model in models.values()}
     assert len(configs) == len(VARIANTS)
     for model in models.values():
         for name, weight in models["dense"].state_dict().items():
             assert torch.equal(model.state_dict()[name], weight)
     with pytest.raises(ValueError, match="unknown variant 'full': choose from dense, top-k, llsa-bare, llsa"):
-        untrained("full", "DiT-XS", 4)
+        untrained("full", "DiT-T", 4)
 
 
 def test_a_variant_twice_as_fast_has_twice_the_steps_in_the_time_of_dense():
@@ -42,7 +42,7 @@ def test_the_curve_is_the_mean_of_runs_of_steps():
 
 def test_every_variant_is_judged_at_equal_steps_and_at_equal_time(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    options = {"size": 32, "steps": 2, "batch": 2, "before": 1, "at_once": 64, "dit": "DiT-XS", "patch": 8}
+    options = {"size": 32, "steps": 2, "batch": 2, "before": 1, "at_once": 64, "dit": "DiT-T", "patch": 8}
     options |= {"rate": 1e-3, "average": 0.9, "prompts": 3, "drawn": 3, "compiled": False, "commit": "abc"}
     main(**options, only="dense,llsa", out=tmp_path / "runs")
     path = tmp_path / "lab" / "results" / "pixel-dit-cpu-32px.json"
