@@ -44,13 +44,24 @@ def test_drops_equal_the_definition(items, candidates, dim, first):
 
 @pytest.mark.usefixtures("_backend")
 @pytest.mark.parametrize("clusters", [0, 50])
-def test_picks_equal_those_of_a_cpu(clusters):
+@pytest.mark.parametrize("turns", [60 * [0, 1, 1, 0], 240 * [0], 90 * [1] + 150 * [0]])
+def test_picks_equal_those_of_a_cpu(clusters, turns):
     rows = unit(6000, 96, clusters=clusters)
     rows = torch.cat([rows, rows[:100]])  # with duplicates
-    turns = 60 * [0, 1, 1, 0]
     want, got = (round_robin_greedy(x, x, turns) for x in (rows, rows.to(CUDA)))
     assert torch.equal(got.picks.cpu(), want.picks)
     torch.testing.assert_close(got.gains.cpu(), want.gains, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.usefixtures("_backend")
+def test_picks_of_other_items_with_a_bonus_and_classes_equal_those_of_a_cpu():
+    items, candidates, turns = unit(3001, 48), unit(2000, 48), 100 * [0] + 70 * [1]
+    limits = {"bonus": torch.rand(2000), "classes": torch.arange(2000) % 7, "room": torch.full((2, 7), 15)}
+    want = round_robin_greedy(items, candidates, turns, **limits)
+    moved = {name: x.to(CUDA) for name, x in limits.items()}
+    got = round_robin_greedy(items.to(CUDA), candidates.to(CUDA), turns, **moved)
+    assert torch.equal(got.picks.cpu(), want.picks)
+    torch.testing.assert_close(got.covered.cpu(), want.covered, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.usefixtures("_backend")

@@ -19,7 +19,14 @@ from triton.experimental.gluon.language import NVMMASharedLayout, bfloat16, floa
 from foveate.kernels.block import block_attention as ops
 from foveate.kernels.block import hopper_attention, hopper_backward, triton_attention
 from foveate.kernels.log_linear import backward, forward, pooling, select_blocks
-from foveate.kernels.merging import coverage_drops, facility_location, region_matmul, region_update, soft_assignment
+from foveate.kernels.merging import (
+    coverage_drops,
+    facility_location,
+    pick_refreshed,
+    region_matmul,
+    region_update,
+    soft_assignment,
+)
 from foveate.kernels.rows import copy_rows, row_attention
 
 SHARED_MEMORY = 227 * 1024
@@ -40,15 +47,16 @@ BLOCK_KERNELS = {
 }
 
 
-def compiled(kernel, constants, half, warps, registers=None, **more_kinds):
+def compiled(kernel, constants, half, warps, registers=None, stages=None, **more_kinds):
     names = kernel.arg_names
     kinds = {name: KINDS.get(name, "*" + half if name.startswith("p_") else "i32") for name in names}
     kinds |= dict.fromkeys(("scale", "factor"), "fp32") | dict.fromkeys(constants, "constexpr")
     aligned = [["tt.divisibility", 16]]
     attributes = {(i,): aligned for i, name in enumerate(names) if name.startswith(("p_", "s_")) or name == "dim"}
-    source_of = GluonASTSource if any(kind.startswith("tensordesc") for kind in more_kinds.values()) else ASTSource
+    source_of = GluonASTSource if any("Layout" in kind for kind in more_kinds.values()) else ASTSource
     source = source_of(kernel, {name: (kinds | more_kinds)[name] for name in names}, constants, attributes)
     options = {"num_warps": warps, **({"maxnreg": registers} if registers else {})}
+    options |= {"num_stages": stages} if stages else {}
     return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
 
 
@@ -66,11 +74,11 @@ def usage(cubin):
     return {name: int(re.search(rf"{kind}:(\d+)", text).group(1)) for name, kind in USAGE.items()}
 
 
-def report(name, size, half, kernel, constants, warps, registers=None, **more_kinds):
+def report(name, size, half, kernel, constants, warps, registers=None, stages=None, **more_kinds):
     """Compile a kernel and print facts about it, unless other kernels are named on the command line."""
     if sys.argv[1:] and name not in sys.argv[1:]:
         return
-    result = compiled(kernel, constants, half, warps, registers, **more_kinds)
+    result = compiled(kernel, constants, half, warps, registers, stages, **more_kinds)
     facts = {
         "kernel": name,
         "size": size,
@@ -133,12 +141,25 @@ for size, (channels, warps) in soft_assignment.CONFIGS.items():
 for size in (256, 1024):
     constants = {"T": size, "BC": facility_location.AT_ONCE // size}
     report("facility_location", size, "fp32", facility_location._pick, constants, facility_location.WARPS)
+sums = dict.fromkeys(("p_before", "p_after", "p_low", "p_high", "p_drops"), "*fp32")
+sums |= {"p_place": "*i32", "p_number": "*i32"}
+for name, rows in (("d_items", coverage_drops.ITEMS), ("d_candidates", coverage_drops.CANDIDATES)):
+    sums[name] = f"tensordesc<bf16[{rows}, {coverage_drops.CHANNELS}]>"
 constants = {"BM": coverage_drops.CANDIDATES, "BN": coverage_drops.ITEMS, "BC": coverage_drops.CHANNELS}
-constants |= {"STAGES": coverage_drops.STAGES}
-sums = dict.fromkeys(("p_before", "p_after", "p_drops"), "*fp32") | {"p_changed": "*i32", "p_number": "*i32"}
-for rows, sizes in ((128, ()), (1, ("items", "candidates"))):
-    ones = made_constant(coverage_drops.sum_drops, sizes)
-    report("coverage_drops", rows, "bf16", coverage_drops.sum_drops, constants | ones, coverage_drops.WARPS, **sums)
+for kernel, warps, stages in (
+    (coverage_drops.gather_changed, 4, None),
+    (coverage_drops.sum_drops, coverage_drops.WARPS, coverage_drops.STAGES),
+):
+    own = [{name: value for name, value in table.items() if name in kernel.arg_names} for table in (constants, sums)]
+    report(kernel.__name__, coverage_drops.ITEMS, "bf16", kernel, own[0], warps, None, stages, **own[1])
+state = dict.fromkeys(("p_similar", "p_covered", "p_parts", "p_others", "p_bonus", "p_gains"), "*fp32")
+state |= dict.fromkeys(("p_block", "p_refreshed", "p_turn", "p_classes", "p_room"), "*i64")
+state |= {"p_certain": "*i1", "p_row": "*i32", "rounding": "fp32", "tie": "fp32"}
+limits = {"ROOM": True, "LARGEST": pick_refreshed.LARGEST}
+constants = {"BR": 32, "BN": pick_refreshed.ITEMS, "BP": pick_refreshed.PARTS, **limits}
+for kernel in (pick_refreshed.sum_gains, pick_refreshed.pick_best, pick_refreshed.cover):
+    own = [{name: value for name, value in table.items() if name in kernel.arg_names} for table in (constants, state)]
+    report(kernel.__name__, 32, "bf16", kernel, own[0], pick_refreshed.WARPS, **own[1])
 for module, kernel in ((region_matmul, region_matmul._multiply), (region_update, region_update._update)):
     name = module.__name__.rpartition(".")[2]
     for rows, tokens, more in ((16, 64, {"p_order": None}), (64, 32, {}), (64, 64, {})):

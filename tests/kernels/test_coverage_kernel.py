@@ -5,6 +5,7 @@ import torch
 
 from foveate.kernels.merging import coverage_drops as kernel
 from foveate.kernels.merging.coverage_drops import coverage_drops
+from foveate.kernels.merging.pick_refreshed import pick_refreshed
 from foveate.ops import dispatch
 from foveate.ops.facility_location import round_robin_greedy
 
@@ -40,6 +41,29 @@ def test_picks_equal_those_of_the_portable_path(monkeypatch):
     got = round_robin_greedy(rows, rows, 4 * [0, 1])
     assert torch.equal(got.picks, want.picks)
     torch.testing.assert_close(got.gains, want.gains, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("items", [1, 500, 1100])
+@pytest.mark.parametrize("limited", [True, False])
+def test_next_picks_equal_those_of_the_portable_path(items, limited, monkeypatch):
+    rows, candidates, turns = unit(items, 24), unit(150, 24), 20 * [0] + 25 * [1]
+    candidates[100:] = candidates[:50]
+    limits = {"classes": torch.arange(150) % 3, "room": torch.full((2, 3), 9)} if limited else {}
+    bonus = 0.1 * torch.rand(150)
+    want = round_robin_greedy(rows, candidates, turns, bonus=bonus, **limits)
+    calls = []
+
+    def counted(*args):
+        calls.append(args)
+        pick_refreshed(*args)
+
+    here = [dispatch.Backend("triton", lambda *work: True, counted)]
+    monkeypatch.setitem(dispatch._BACKENDS, "pick_refreshed", here)
+    got = round_robin_greedy(rows, candidates, turns, bonus=bonus, **limits)
+    assert calls
+    assert torch.equal(got.picks, want.picks)
+    torch.testing.assert_close(got.gains, want.gains, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(got.covered, want.covered)
 
 
 def test_it_passes_opcheck_and_does_not_support_cpus():

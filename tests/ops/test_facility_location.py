@@ -80,13 +80,13 @@ def test_where_nothing_is_left_to_gain_tokens_come_by_index_and_few_gains_are_co
     similarity = similarities(2, 9).clamp(min=0).repeat_interleave(12, 0).repeat_interleave(12, 1)
     want = facility_location(similarity, 100)
     monkeypatch.setattr(module, "LAZY_FROM", 1)
-    computed, gains = [], module._Matrix.gains
+    computed, similar = [], module._Matrix.similar
 
-    def counted(matrix, subset, covered):
-        computed.append(len(matrix.columns[subset]))
-        return gains(matrix, subset, covered)
+    def counted(matrix, subset):
+        computed.append(len(subset))
+        return similar(matrix, subset)
 
-    monkeypatch.setattr(module._Matrix, "gains", counted)
+    monkeypatch.setattr(module._Matrix, "similar", counted)
     monkeypatch.setattr(module, "REFRESHED", 8)
     assert torch.equal(facility_location(similarity, 100), want)
     assert torch.equal(want[9:], torch.tensor([i for i in range(108) if i not in want[:9]])[:91])
@@ -131,23 +131,68 @@ def test_picks_from_embeddings_are_those_from_the_matrix(seed, items, refreshed)
     assert torch.allclose(best.double(), similarity[:, picked.picks[:3]].amax(1), atol=1e-5)
 
 
+def greedy(similarity, turns, bonus, classes, room):
+    """The definition of `round_robin_greedy`: every gain of every turn from the matrix in float64."""
+    picks, room, bonus = [], room.clone(), bonus.double()
+    covered = similarity.new_zeros(max(turns) + 1, len(similarity))
+    for block in turns:
+        gains = (similarity - covered[block, :, None]).clamp(min=0).sum(0) + bonus
+        gains[(room[block] < 1)[classes]] = -torch.inf
+        gains[picks] = -torch.inf
+        best = gains.max()
+        picks.append(int((gains >= best - module.TIE * best.abs()).int().argmax()))
+        room[block, classes[picks[-1]]] -= 1
+        covered[block] = covered[block].maximum(similarity[:, picks[-1]])
+    return picks
+
+
+@settings(derandomize=True)
+@given(
+    seed=st.integers(0, 2**31),
+    items=st.integers(1, 150),
+    turns=st.lists(st.sampled_from([(0,), (1,), (0, 1), 9 * (0,), 12 * (1,)]), min_size=1, max_size=3),
+    weight=st.sampled_from((0.0, 0.3)),
+    dim=st.sampled_from((3, 40)),
+)
+def test_picks_are_those_of_the_definition_for_other_items_blocks_bonus_and_classes(seed, items, turns, weight, dim):
+    turns = [block for run in turns for block in run]
+    represented, candidates = unit_rows(seed, items, dim=dim), unit_rows(seed + 1, 97, dim=dim)
+    candidates[60:70] = candidates[:10]
+    similarity = (represented.double() @ candidates.double().mT).clamp(min=0)
+    bonus, classes, room = (
+        weight * similarity.amax(0).float(),
+        torch.arange(97) % 5,
+        torch.full((max(turns) + 1, 5), 8),
+    )
+    picked = round_robin_greedy(represented, candidates, turns, bonus=bonus, classes=classes, room=room)
+    assert picked.picks.tolist() == greedy(similarity, turns, bonus, classes, room)
+
+
+def test_a_round_makes_many_picks(monkeypatch):
+    rounds, begin = [], module._LazyGreedy.begin
+    monkeypatch.setattr(module._LazyGreedy, "begin", lambda self: rounds.append(begin(self)))
+    rows = unit_rows(0, 1000, dim=64)
+    round_robin_greedy(rows, rows, 500 * [0])  # later picks cover few other items
+    assert len(rounds) < 500 / 5
+
+
 def test_few_similarities_are_computed_and_never_many_at_a_time(monkeypatch):
     """The matrix of all pairs has 2,000 columns; computing all gains for each pick makes it 100 times."""
     embeddings = torch.nn.functional.normalize(
         unit_rows(0, 40, dim=32).repeat(50, 1) + 0.5 * unit_rows(1, 2000, dim=32), dim=1
     )
-    computed, gains, drops = [], module._Embeddings.gains, module._Embeddings.drops
+    computed, similar, drops = [], module._Embeddings.similar, module._Embeddings.drops
 
-    def counted_gains(similarity, subset, covered):
+    def counted_similar(similarity, subset):
         computed.append(len(subset))
-        return gains(similarity, subset, covered)
+        return similar(similarity, subset)
 
     def counted_drops(similarity, before, after):
         computed.append(int((after > before).sum()))
         return drops(similarity, before, after)
 
     monkeypatch.setattr(module, "CHUNK", 2000 * 64)
-    monkeypatch.setattr(module._Embeddings, "gains", counted_gains)
+    monkeypatch.setattr(module._Embeddings, "similar", counted_similar)
     monkeypatch.setattr(module._Embeddings, "drops", counted_drops)
     with Peak() as peak:
         round_robin_greedy(embeddings, embeddings, 100 * [0])
@@ -167,23 +212,26 @@ class Peak(TorchDispatchMode):
         return made
 
 
-def test_a_round_never_waits_for_the_device(monkeypatch):
-    """A CUDA graph replays it."""
+def test_the_steps_of_a_round_never_wait_for_the_device(monkeypatch):
+    """CUDA graphs replay them."""
 
     def drops(similarity, before, after):
         return ((similarity.candidates @ similarity.represented.T).clamp(before, after) - before).sum(1)
 
     monkeypatch.setattr(module._Embeddings, "drops", drops)
-    embeddings, classes, room = unit_rows(0, 500, dim=64), torch.arange(500) % 3, torch.full((2, 3), 2)
+    embeddings, classes, room = unit_rows(0, 500, dim=64), torch.arange(500) % 3, torch.full((2, 3), 4)
     bonus, gains = torch.rand(500), module._first_gains(embeddings, embeddings, silent)
     similarity = module._Embeddings(embeddings, embeddings)
-    greedy = module._LazyGreedy(similarity, 5 * [0, 1], torch.zeros(2, 500), gains, bonus.clone(), classes, room)
+    turns = 5 * [0, 1, 1]
+    greedy = module._LazyGreedy(similarity, turns, torch.zeros(2, 500), gains, bonus.clone(), classes, room)
     with Waits() as waits:
-        for _ in range(40):
-            greedy.round()
-    assert waits.number == 0
-    want = round_robin_greedy(embeddings, embeddings, 5 * [0, 1], bonus=bonus, classes=classes, room=room)
-    assert int(greedy.turn) == 10  # and rounds beyond the last change nothing
+        rounds = len(list(greedy.run()))
+        assert waits.number == rounds  # for the number of picks
+        for step in (greedy.begin, greedy.go_on, greedy.lower):  # steps after the last turn change nothing
+            step()
+    assert waits.number == rounds
+    assert int(greedy.turn) == 15
+    want = round_robin_greedy(embeddings, embeddings, turns, bonus=bonus, classes=classes, room=room)
     assert torch.equal(greedy.picks, want.picks)
     assert torch.equal(greedy.covered, want.covered)
 

@@ -11,7 +11,8 @@ Large sets are picked lazily (`_LazyGreedy`): gains only shrink while picks are 
 never need to be recomputed.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from itertools import takewhile
 from typing import NamedTuple
 
 import torch
@@ -27,11 +28,10 @@ TIE = 1e-5  # gains with a smaller relative difference are equal, as are those o
 ROUNDING = 1e-6  # dot products of unit rows with a smaller difference are equal
 LAZY_FROM = 1024  # tokens of a set from which on a CPU picks lazily
 CHUNK = 2**24  # similarities in memory at a time
-REFRESHED = 32  # gains that a round recomputes
+REFRESHED = 32  # gains that a round recomputes, and most picks of a round
 FIRST_GAINS_STEPS = 32  # steps of the progress bar of the first gains
-WARM_UP_ROUNDS = 3  # rounds before the CUDA graph of a round is captured
+WARM_UP_ROUNDS = 3  # rounds before the CUDA graphs of their steps are captured
 MIN_PICKS_TO_CAPTURE = 64  # capturing takes as long as some dozens of rounds
-REPLAYS = 16  # rounds between two queries of the number of picks, each of which waits for the GPU
 
 
 def facility_location(similarity: Float[Tensor, "*batch tokens tokens"], budget: int) -> Int[Tensor, "*batch budget"]:
@@ -89,9 +89,9 @@ def _first_best(gains: Float[Tensor, "sets tokens"]) -> Int[Tensor, "sets"]:
 def _pick_lazily(similarity: Float[Tensor, "tokens tokens"], budget: int) -> Int[Tensor, "budget"]:
     matrix = _Matrix(similarity, similarity.mT.contiguous())
     first = _first_best(similarity.sum(0)[None])
-    bonus, covered = similarity.new_zeros(len(similarity)), matrix.column(first)
+    bonus, covered = similarity.new_zeros(len(similarity)), matrix.similar(first)
     bonus[first] = -torch.inf
-    greedy = _LazyGreedy(matrix, (budget - 1) * [0], covered[None], matrix.gains(slice(None), covered), bonus)
+    greedy = _LazyGreedy(matrix, (budget - 1) * [0], covered, _gains(matrix.columns, covered[0], 0.0), bonus)
     list(greedy.run())
     return torch.cat([first, greedy.picks])
 
@@ -185,16 +185,11 @@ class _Matrix(NamedTuple):
     columns: Float[Tensor, "candidates represented"]  # a copy: strided reads take ten times as long
 
     capturable = False  # as a CUDA graph: whether nothing below waits for the GPU
+    rounding = 0.0  # largest difference of equal similarities
 
-    def column(self, pick: Int[Tensor, "1"]) -> Float[Tensor, "represented"]:
-        """Similarity of a candidate to every item."""
-        return self.columns[pick][0]
-
-    def gains(
-        self, subset: Int[Tensor, "subset"] | slice, covered: Float[Tensor, "represented"]
-    ) -> Float[Tensor, "subset"]:
-        """Sum over items of max(0, similarity - covered) for a subset of the candidates."""
-        return (self.columns[subset] - covered).clamp_(min=0).sum(1)
+    def similar(self, subset: Int[Tensor, "subset"]) -> Float[Tensor, "subset represented"]:
+        """Similarity of each candidate of a subset to every item."""
+        return self.columns[subset]
 
     def drops(
         self, before: Float[Tensor, "represented"], after: Float[Tensor, "represented"]
@@ -211,19 +206,24 @@ class _Embeddings(NamedTuple):
     represented: Float[Tensor, "represented dim"]
     candidates: Float[Tensor, "candidates dim"]
 
+    rounding = ROUNDING
+
     @property
     def capturable(self) -> bool:
         return self.candidates.device.type == "cuda" and _drops_backend(self.candidates).name != "portable"
 
-    def column(self, pick: Tensor) -> Tensor:
-        return self.represented @ self.candidates[pick][0]
-
-    def gains(self, subset: Tensor | slice, covered: Tensor) -> Tensor:
-        more = torch.addmm(covered, self.candidates[subset], self.represented.T, beta=-1)
-        return torch.threshold_(more, ROUNDING, 0.0).sum(1)
+    def similar(self, subset: Tensor) -> Tensor:
+        return self.candidates[subset] @ self.represented.T
 
     def drops(self, before: Tensor, after: Tensor) -> Tensor:
         return _drops_backend(self.candidates).run(self.represented, self.candidates, before, after)
+
+
+def _gains(
+    similar: Float[Tensor, "subset represented"], covered: Float[Tensor, "represented"], rounding: float
+) -> Float[Tensor, "subset"]:
+    """Sum over items of max(0, similarity - covered) for each candidate of a subset."""
+    return torch.threshold_(similar - covered, rounding, 0.0).sum(1)
 
 
 def _drops_backend(candidates: Float[Tensor, "candidates dim"]) -> dispatch.Backend:
@@ -233,10 +233,12 @@ def _drops_backend(candidates: Float[Tensor, "candidates dim"]) -> dispatch.Back
 class _LazyGreedy:
     """Greedy picks that recompute few gains.
 
-    Every block keeps an upper bound of each candidate's gain. A pick lowers all bounds by what it newly covers; the
-    t-th pick of a block does so for about one in t of the items. Rounding makes these differences inexact, so a round
-    recomputes the gains of the largest bounds, and picks if the best candidate is then certain. No shape in a round
-    depends on values, so that a GPU replays rounds without waiting for the CPU.
+    Every block keeps an upper bound of each candidate's gain. Picks lower all bounds by what they newly cover; the
+    t-th pick of a block newly covers about one in t of the items. Rounding makes these differences inexact, so a
+    round recomputes the gains of the largest bounds, and picks if the best candidate is then certain. It goes on with
+    the recomputed candidates, whose similarities it keeps, while their best gain is above all other bounds: gains
+    only shrink, so these are still bounds, and the picks are the same as if all were recomputed. Then it lowers the
+    bounds for all of its picks at once. No shape depends on values, so that a GPU replays the three steps of a round.
     """
 
     def __init__(
@@ -257,52 +259,104 @@ class _LazyGreedy:
         self.bounds = gains.repeat(len(covered), 1)
         self.exact = torch.ones_like(self.bounds, dtype=torch.bool)  # bounds that are gains
         self.picks, self.gains = torch.zeros_like(self.turns), gains.new_zeros(len(turns))
+        # of a round
+        self.block = self.turns.new_zeros(1)
+        self.before = covered[0].clone()  # `covered` of the block when the round began
+        self.refreshed = self.turns.new_zeros(min(REFRESHED, len(bonus)))
+        self.similar = covered.new_zeros(len(self.refreshed), covered.shape[1])  # of the refreshed candidates
+        self.others = gains.new_zeros(())  # largest bound of all other candidates
+        self.certain = self.turn > 0  # whether the last pick was
 
     def run(self) -> Iterator[int]:
         """Make all picks, and yield their number from time to time."""
-        done = 0
-        for _ in range(WARM_UP_ROUNDS):
-            self.round()
-            yield (done := int(self.turn))
-        step, repeats = self.round, 1
-        if self.similarity.capturable and done + MIN_PICKS_TO_CAPTURE < len(self.turns):
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph):
-                self.round()
-            step, repeats = graph.replay, REPLAYS
-        while done < len(self.turns):
-            for _ in range(repeats):
-                step()
-            yield (done := int(self.turn))
+        begin, go_on, lower = self.begin, self.go_on, self.lower
+        turns = self.turns.tolist()
+        done, rounds, most = 0, 0, 2
+        while done < len(turns):
+            if rounds == WARM_UP_ROUNDS and self.similarity.capturable and done + MIN_PICKS_TO_CAPTURE < len(turns):
+                self.certain.fill_(False)
+                self.go_on()  # picks nothing; the first call of a step must not be captured
+                begin, go_on, lower = _captured(begin), _captured(go_on), _captured(lower)
+            ahead = turns[done : done + most]
+            begin()
+            for _ in takewhile(ahead[0].__eq__, ahead[1:]):
+                go_on()
+            lower()
+            made = int(self.turn) - done
+            rounds, done, most = rounds + 1, done + made, min(2 * max(1, made), len(self.refreshed))
+            yield done
 
-    def round(self) -> None:
-        """Recompute the gains of the largest bounds, and pick if the best candidate is then known."""
-        turn = self.turn.clamp(max=len(self.turns) - 1)
-        block = self.turns[turn]
-        bonus = self.bonus
-        if self.room is not None:
-            bonus = bonus.masked_fill((self.room[block][0] < 1)[self.classes], -torch.inf)
-        bounds, exact, covered = self.bounds[block][0], self.exact[block][0], self.covered[block][0]
-        refreshed = (bounds + bonus).masked_fill(exact, -torch.inf).topk(min(REFRESHED, len(bonus))).indices
-        bounds[refreshed] = self.similarity.gains(refreshed, covered)
-        exact.index_fill_(0, refreshed, True)
+    def begin(self) -> None:
+        """Recompute the gains of the largest bounds, and pick if the best candidate is then certain."""
+        self.block.copy_(self.turns[self.turn.clamp(max=len(self.turns) - 1)])
+        self.before.copy_(self.covered[self.block][0])
+        bounds, exact, bonus = self.bounds[self.block][0], self.exact[self.block][0], self.allowed_bonus(slice(None))
+        outdated = (bounds + bonus).masked_fill(exact, -torch.inf)
+        self.refreshed.copy_(outdated.topk(len(self.refreshed)).indices)
+        self.similar.copy_(self.similarity.similar(self.refreshed))
+        bounds[self.refreshed] = _gains(self.similar, self.before, self.similarity.rounding)
+        exact.index_fill_(0, self.refreshed, True)
+        self.bounds[self.block], self.exact[self.block] = bounds, exact
         total = bounds + bonus
         best = total.max()
         near = total >= best - TIE * best.abs()
         pick = near.int().argmax(0, keepdim=True)
-        known = (self.turn < len(self.turns)) & ~(near & ~exact & (best > -torch.inf)).any()
-        self.picks[turn] = pick.where(known, self.picks[turn])
-        self.gains[turn] = total[pick].where(known, self.gains[turn])
-        self.bonus[pick] = self.bonus[pick].masked_fill(known, -torch.inf)
+        self.certain.copy_(~(near & ~exact & (best > -torch.inf)).any())
+        self.pick(pick, total[pick], self.similarity.similar(pick)[0])
+        self.others.copy_(total.index_fill(0, torch.cat([self.refreshed, pick]), -torch.inf).max())
+
+    def go_on(self) -> None:
+        """Pick the best refreshed candidate if it is certain that no other is as good."""
+        rounding, count = self.similarity.rounding, len(self.refreshed)
+        dispatch.choose("pick_refreshed", self.bonus.device, self.bonus.dtype, count).run(self, TIE, rounding)
+
+    def lower(self) -> None:
+        """Lower the bounds of the block by what was newly covered since the round began."""
+        drops = self.similarity.drops(self.before, self.covered[self.block][0])
+        bounds = (self.bounds[self.block][0] - (1 - TIE) * drops).clamp(min=0)  # must not be too low by rounding
+        self.bounds[self.block] = bounds
+        # a bound of 0 cannot shrink; all others count as changed, so that the next round has the largest at hand
+        self.exact[self.block] &= ~(drops > 0).any() | (bounds == 0)
+
+    def allowed_bonus(self, subset: Int[Tensor, "subset"] | slice) -> Float[Tensor, "subset"]:
+        """Bonus of each candidate of a subset; minus infinity for those that the block cannot pick."""
+        bonus = self.bonus[subset]
+        if self.room is None or self.classes is None:
+            return bonus
+        return bonus.masked_fill((self.room[self.block][0] < 1)[self.classes[subset]], -torch.inf)
+
+    def pick(self, pick: Int[Tensor, "1"], gain: Float[Tensor, "1"], similar: Float[Tensor, "represented"]) -> None:
+        """Pick a candidate if that is certain and there is a turn left."""
+        self.certain &= self.turn < len(self.turns)
+        turn = self.turn.clamp(max=len(self.turns) - 1)
+        self.picks[turn] = pick.where(self.certain, self.picks[turn])
+        self.gains[turn] = gain.where(self.certain, self.gains[turn])
+        self.bonus[pick] = self.bonus[pick].masked_fill(self.certain, -torch.inf)
         if self.room is not None and self.classes is not None:
-            self.room[block, self.classes[pick]] -= known.to(self.room.dtype)
-        self.turn += known
-        after = torch.maximum(covered, self.similarity.column(pick)).where(known, covered)
-        drops = self.similarity.drops(covered, after)
-        bounds = (bounds - (1 - TIE) * drops).clamp(min=0)  # rounding must not make a bound too low
-        self.covered[block] = after
-        self.bounds[block] = bounds
-        self.exact[block] = torch.where(known, bounds == 0, exact)  # a bound of 0 cannot shrink
+            self.room[self.block, self.classes[pick]] -= self.certain.to(self.room.dtype)
+        self.turn += self.certain
+        covered = self.covered[self.block][0]
+        self.covered[self.block] = torch.maximum(covered, similar).where(self.certain, covered)
+
+
+@dispatch.register("pick_refreshed", "portable")
+def portable_pick(greedy: _LazyGreedy, tie: float, rounding: float) -> None:
+    """`_LazyGreedy.go_on` in plain PyTorch."""
+    gains = _gains(greedy.similar, greedy.covered[greedy.block][0], rounding)
+    total = gains + greedy.allowed_bonus(greedy.refreshed)
+    best = total.max()
+    enough = best - tie * best.abs()
+    row = greedy.refreshed.masked_fill(total < enough, len(greedy.bonus)).argmin(0, keepdim=True)
+    greedy.certain &= enough > greedy.others
+    greedy.pick(greedy.refreshed[row], total[row], greedy.similar[row][0])
+
+
+def _captured(step: Callable[[], None]) -> Callable[[], None]:
+    """A function that replays a step as a CUDA graph."""
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    return graph.replay
 
 
 def _first_gains(
@@ -332,3 +386,4 @@ def portable_drops(represented: Tensor, candidates: Tensor, before: Tensor, afte
 
 dispatch.register_kernels("facility_location", "merging")
 dispatch.register_kernels("coverage_drops", "merging")
+dispatch.register_kernels("pick_refreshed", "merging")
