@@ -440,6 +440,8 @@ def test_demo_info_tells_size_recipe_vocabulary_and_licence():
         "A above B",
         "SIL Open Font License",
         "pictures of",
+        "--lora built-in-16",
+        "--model built-in-pixel",
     ):
         assert words in output
 
@@ -523,6 +525,15 @@ def test_the_built_in_model_draws_with_its_lora():
     assert "HilbertA T=4" in output
     with Image.open("an-owl-0-hilberta-t-4-distilled.png") as picture:
         assert picture.text["lora"] == "built-in"
+
+
+def test_the_built_in_model_of_pixels_is_drawn_by_its_name():
+    command = "generate", "an owl on a green sofa", "--model", "built-in-pixel", "--size", 16, *SMALL[2:]
+    output = succeeds(*command, "--out", "owl.png")
+    assert "loading built-in-pixel" in output
+    assert "never taught 'sofa'" in output
+    with Image.open("owl.png") as picture:
+        assert (picture.size, picture.text["model"]) == ((16, 16), "built-in-pixel")
 
 
 def test_distill_learns_from_given_pictures(folder, tmp_path):

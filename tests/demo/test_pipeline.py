@@ -1,6 +1,7 @@
 """Laws of the built-in model that draws, as shipped."""
 
 import itertools
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -8,11 +9,13 @@ import torch
 from diffusers import FluxPipeline
 
 from foveate import HilbertA
-from foveate.demo import DATA, LORA, PIPELINE
+from foveate.demo import DATA, LORAS, PIPELINE, PIXEL, READER
 from foveate.demo.atlas import load_atlas
 from foveate.demo.recogniser import judge, load_recogniser, recognise
 from foveate.demo.scenes import Scenes, render, scenes
+from foveate.diffusers import pipelines
 from foveate.diffusers.lora import find_lora, load_lora, using
+from foveate.diffusers.pipelines import Request, draw_batch
 
 
 @pytest.fixture(scope="module")
@@ -32,10 +35,16 @@ def draw(pipeline, *prompts, size=64, steps=2, seed=0):
     return np.stack([np.asarray(image) for image in pipeline(list(prompts), generator=seeds, **options).images])
 
 
+def megabytes(folder):
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file()) / 1e6
+
+
 def test_shipped_files_are_small_and_hold_no_code():
     files = [path for path in DATA.rglob("*") if path.is_file()]
     assert {path.suffix for path in files} <= {".safetensors", ".json", ".txt", ".png"}
-    assert sum(path.stat().st_size for path in files) < 60e6
+    assert megabytes(DATA) < 100
+    assert sum(map(megabytes, LORAS.values())) < 20
+    assert [megabytes(folder) < most for folder, most in ((PIPELINE, 41), (PIXEL, 45), (READER, 8))] == 3 * [True]
     assert "SIL OPEN FONT LICENSE" in (DATA / "OFL.txt").read_text()
 
 
@@ -72,9 +81,17 @@ def test_held_out_captions_are_drawn(pipe):
     assert sum(v.objects_found for v in verdicts) >= 0.7 * sum(v.objects for v in verdicts)
 
 
+LATE = {"start_percent": 0.2}
+DISTILLED = {
+    "built-in": HilbertA(tiles=4, **LATE),
+    "built-in-16": HilbertA(tiles=16, slide="diagonal", **LATE),
+}
+
+
 @pytest.mark.slow
 @torch.no_grad()
-def test_the_lora_halves_the_error_of_four_tiles():
+@pytest.mark.parametrize("name", LORAS)
+def test_a_lora_halves_the_error_of_its_method(name):
     pipe, scene = load(PIPELINE), next(scenes(3, evaluation=True))
     picture = render(load_atlas(), Scenes.of([scene]), 256) * 2 - 1
     clean = (pipe.vae.encode(picture).latent_dist.mean - pipe.vae.config.shift_factor) * pipe.vae.config.scaling_factor
@@ -88,9 +105,9 @@ def test_the_lora_halves_the_error_of_four_tiles():
         "txt_ids": text_ids,
         "img_ids": pipe._prepare_latent_image_ids(1, 64, 64, "cpu", words.dtype),
     }
-    distilled = load_lora(pipe, find_lora(str(LORA)))
-    assert distilled[:2] == (HilbertA(tiles=4, start_percent=0.2), (256, 256))
-    dense, sparse = None, HilbertA(tiles=4)
+    distilled = load_lora(pipe, find_lora(str(LORAS[name])))
+    assert distilled[:2] == (DISTILLED[name], (256, 256))
+    dense, sparse = None, replace(distilled.method, start_percent=0.0)
     distilled = distilled._replace(method=sparse)
     velocities = []
     for method in (dense, sparse, distilled):
@@ -98,6 +115,17 @@ def test_the_lora_halves_the_error_of_four_tiles():
             velocities.append(pipe.transformer(**inputs)[0])
     errors = [(velocity - velocities[0]).square().mean() for velocity in velocities]
     assert errors[2] < errors[1] / 2
+
+
+@pytest.mark.slow
+def test_the_pixel_model_draws_held_out_captions():
+    asked = list(itertools.islice(scenes(5, evaluation=True), 6))
+    request = Request("", (64, 64), 8, None, 0)
+    requests = [request._replace(prompt=scene.caption, seed=seed) for seed, scene in enumerate(asked)]
+    pictures = np.stack([np.asarray(one) for one in draw_batch(pipelines.load(str(PIXEL), "cpu"), requests)])
+    found, _ = recognise(load_recogniser(), torch.from_numpy(pictures).permute(0, 3, 1, 2))
+    verdicts = [judge(detections, scene) for detections, scene in zip(found, asked, strict=True)]
+    assert sum(v.objects_found for v in verdicts) >= 0.7 * sum(v.objects for v in verdicts)
 
 
 def test_the_autoencoder_reconstructs_pictures(pipe):

@@ -8,7 +8,7 @@ import pytest
 from PIL import Image
 
 from foveate import ToMA
-from foveate.demo import LORA, PIPELINE
+from foveate.demo import LORAS, PIPELINE
 from foveate.diffusers.lora import LORA_FILE, load_lora, read_lora, using
 from foveate.diffusers.pipelines import Request, draw, load
 from foveate.serve.painter import Painter
@@ -31,7 +31,7 @@ def reference(method, lora, prompt, size, steps, seed):
 
 @pytest.mark.parametrize("method", [ToMA(keep=0.5), "lora"])
 def test_requests_that_come_together_get_the_pictures_of_generate(method):
-    lora = LORA / LORA_FILE if method == "lora" else None
+    lora = LORAS["built-in"] / LORA_FILE if method == "lora" else None
     method = read_lora(lora) if lora else method
     size, other = ((48, 48), (64, 48)) if lora else (SIZE, (48, 32))
     asked = [("an owl", size, 2, 0), ("a red apple", size, 2, 1), ("an owl", other, 2, 0), ("an owl", size, 3, 0)]

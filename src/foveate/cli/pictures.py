@@ -8,14 +8,15 @@ from typing import Annotated, Any
 import typer
 
 from foveate.cli.common import console, read_size
-from foveate.demo import LORA, PIPELINE
+from foveate.demo import LORAS, MODELS
 from foveate.methods import Method
 from foveate.utils.device import choose_device, choose_dtype, dtype_name
 
 Model = Annotated[
     str,
     typer.Option(
-        help="Hub id or folder of a diffusers pipeline. [dim]default: the built-in model, which draws emoji[/]"
+        help="Hub id or folder of a diffusers pipeline, or built-in-pixel for the built-in model of pixels. "
+        "[dim]default: the built-in model, which draws emoji[/]"
     ),
 ]
 Size = Annotated[
@@ -28,13 +29,13 @@ Size = Annotated[
 Lora = Annotated[
     str,
     typer.Option(
-        help="LoRA of [bold]foveate distill[/]: a file, folder or hub id, or built-in for that of the built-in model. "
-        "It brings its method and its size."
+        help="LoRA of [bold]foveate distill[/]: a file, folder or hub id, or built-in or built-in-16 for those of the "
+        "built-in model, with 4 and with 16 tiles. It brings its method and its size."
     ),
 ]
 Steps = Annotated[
     int | None,
-    typer.Option(min=1, max=1000, help="Denoising steps. [dim]default: 28; for the built-in model 20[/]"),
+    typer.Option(min=1, max=1000, help="Denoising steps. [dim]default: 28; for the built-in models 20[/]"),
 ]
 Guidance = Annotated[
     float | None,
@@ -79,18 +80,23 @@ Images = Annotated[
 
 
 def open_model(model: str, device: str, dtype: str) -> Any:
-    """The pipeline that `--model` names, or the built-in one."""
+    """The pipeline that `--model` names."""
     choose_dtype(dtype, choose_device(device))  # before anything is loaded
     console.print(f"loading {model or 'the built-in model'}")
     from foveate.diffusers.pipelines import load, quiet
 
     quiet()
     try:
-        return load(model or str(PIPELINE), device, dtype)
+        return load(place_of(model), device, dtype)
     except ValueError as error:
-        if model or "cannot load" not in str(error):
+        if model not in MODELS or "cannot load" not in str(error):
             raise
         raise ValueError(f"{error}: the built-in model is damaged, install foveate again") from error
+
+
+def place_of(model: str) -> str:
+    """Folder or hub id of a model that `--model` names."""
+    return str(MODELS.get(model, model))
 
 
 def open_with_lora(model: str, lora: str, device: str, dtype: str) -> tuple[Any, Any]:
@@ -108,7 +114,7 @@ def open_at_size(model: str, lora: str, size: str | None, device: str, dtype: st
     if size:
         from foveate.diffusers.checks import check_size
 
-        check_size(model or str(PIPELINE), read_size(size))
+        check_size(place_of(model), read_size(size))
     pipe, distilled = open_with_lora(model, lora, device, dtype)
     if not (distilled and distilled.size):
         return pipe, distilled, size
@@ -125,7 +131,7 @@ def lora_of(lora: str) -> tuple[Path | None, Any]:
     import_module("peft")  # fails with what to install, which diffusers would not say
     from foveate.diffusers.lora import find_lora, read_lora
 
-    file = find_lora(str(LORA) if lora == "built-in" else lora)
+    file = find_lora(str(LORAS.get(lora, lora)))
     return file, read_lora(file)
 
 
@@ -147,7 +153,7 @@ def request_of(
     sides = read_size(size) if size else usual
     if makes_video(pipe):
         more["frames"] = more.get("frames") or arguments(pipe)["num_frames"]
-    request = Request(prompt, sides, steps or (28 if model else 20), guidance, seed, **more)
+    request = Request(prompt, sides, steps or (20 if model in MODELS else 28), guidance, seed, **more)
     check_request(pipe, request)
     return request
 
@@ -189,7 +195,7 @@ def remark_on(pipe: Any, model: str, prompt: str) -> str:
     remarks = [f"The model does not read the end of the prompt: {end!r}."] if (end := unread(pipe, prompt)) else []
     words = [
         f"{word!r} (known: {', '.join(nearest)})" if nearest else repr(word)
-        for word, nearest in (unknown_words(prompt) if not model else {}).items()
+        for word, nearest in (unknown_words(prompt) if model in MODELS else {}).items()
     ]
     if words:
         remarks.append(f"The built-in model was never taught {', '.join(words)}, and can only guess.")

@@ -11,8 +11,7 @@ import typer
 
 from foveate.cli.common import Device, Dtype, clear_errors, console
 from foveate.cli.methods import method_to_draw, usual_method
-from foveate.cli.pictures import Lora, Model, lora_of
-from foveate.demo import PIPELINE
+from foveate.cli.pictures import Lora, Model, lora_of, place_of
 from foveate.utils.device import choose_device, choose_dtype
 
 __all__ = [
@@ -110,7 +109,7 @@ def serve(
     scale = scale_of(replicas, max_replicas, kinds=len(methods), gpus=gpu and not address)
     port = free_port(host, port)
     console.print(f"loading {model or 'the built-in model'}")
-    where = model or str(PIPELINE)
+    where = place_of(model)
     name = model or "built-in"
     shared = {
         "model": where, "lora": file, "size": None if model or gpu else (128, 128), "batch": batch,

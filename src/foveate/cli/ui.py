@@ -20,7 +20,10 @@ def ui(
         str, typer.Option(help="Hub id or folder of the pipeline to begin with. [dim]default: the built-in model[/]")
     ] = "",
     lora: Annotated[
-        str, typer.Option(help="LoRA of [bold]foveate distill[/] to begin with, or built-in for the built-in model's.")
+        str,
+        typer.Option(
+            help="LoRA of [bold]foveate distill[/] to begin with, or built-in or built-in-16 for the built-in model's."
+        ),
     ] = "",
     documents: Annotated[
         Path | None,

@@ -2,12 +2,16 @@
 
 from pathlib import Path
 
-__all__ = ["DATA", "LORA", "PIPELINE", "READER"]
+__all__ = ["DATA", "LORAS", "MODELS", "PIPELINE", "PIXEL", "READER"]
 
 DATA = Path(__file__).parent / "data"
 PIPELINE = DATA / "pipeline"
 """Folder of the model that draws, for `FluxPipeline.from_pretrained`."""
-LORA = DATA / "lora"
-"""Folder of its LoRA, distilled for HilbertA with 4 tiles, for `load_lora_weights`."""
+LORAS = {"built-in": DATA / "lora", "built-in-16": DATA / "lora-16"}
+"""Folders of its LoRAs by name, distilled for HilbertA with 4 and with 16 tiles, for `load_lora_weights`."""
+PIXEL = DATA / "pixel"
+"""Folder of the model that draws pixels, for `PixelPipeline.from_pretrained`."""
+MODELS = {"": PIPELINE, "built-in-pixel": PIXEL}
+"""Folders of the models that draw by name; no name is the first."""
 READER = DATA / "reader"
 """Folder of the model that reads, for `AutoModelForCausalLM` and `AutoTokenizer`."""

@@ -6,12 +6,13 @@ from pathlib import Path
 
 from safetensors import safe_open
 
-from foveate.demo import DATA, PIPELINE, READER
+from foveate.demo import DATA, LORAS, PIPELINE, PIXEL, READER
 from foveate.demo.atlas import NAMES
 from foveate.demo.scenes import BACKGROUNDS, LAYOUTS
 from foveate.demo.text import WORDS
+from foveate.diffusers.lora import find_lora, read_lora
 
-__all__ = ["facts", "reader_facts"]
+__all__ = ["facts", "pixel_facts", "reader_facts"]
 
 
 def facts() -> dict[str, str]:
@@ -25,7 +26,6 @@ def facts() -> dict[str, str]:
         raise ValueError(f"{PIPELINE} holds no weights: install foveate again")
     recipe = json.loads((DATA / "recipe.json").read_text())
     parts = {path.parent.name: f"{_parameters(path) / 1e6:.2f} M parameters" for path in files}
-    size = sum(path.stat().st_size for path in PIPELINE.rglob("*") if path.is_file())
     runs = [recipe]
     while before := runs[0].get("before"):
         runs.insert(0, before)
@@ -36,11 +36,12 @@ def facts() -> dict[str, str]:
     )
     return {
         "folder": str(PIPELINE),
-        "size": f"{size / 1e6:.1f} MB",
+        "size": _megabytes(PIPELINE),
         **parts,
         "geometry": "4 px a token: 128 px are 1,024 image tokens, 256 px are 4,096, 512 px are 16,384",
         "trained": ", then ".join(f"{run['minutes']:.0f} minutes on {run['devices']}" for run in runs),
         "recipe": "\n".join(stages),
+        "LoRAs": "\n".join(_about_lora(name, folder) for name, folder in LORAS.items()),
         "objects": f"{len(NAMES)}: {', '.join(NAMES)}",
         "backgrounds": ", ".join(BACKGROUNDS),
         "sentences": "\n".join(layout.sentence.format("A", "B", "C") for layout in LAYOUTS)
@@ -48,6 +49,27 @@ def facts() -> dict[str, str]:
         "words": f"{len(WORDS)}; other words are spelled letter by letter",
         "licence": "weights and code: Apache-2.0. The emoji of the training pictures are Noto Color Emoji, "
         "SIL Open Font License 1.1 (OFL.txt beside them)",
+    }
+
+
+def pixel_facts() -> dict[str, str]:
+    """Size, training and quality of the model that draws pixels, as text by name.
+
+    Raises:
+        ValueError: If the files of the model are missing.
+    """
+    weights = PIXEL / "transformer" / "diffusion_pytorch_model.safetensors"
+    if not weights.exists():
+        raise ValueError(f"{PIXEL} holds no weights: install foveate again")
+    recipe = json.loads((PIXEL / "recipe.json").read_text())
+    return {
+        "folder": f"{PIXEL}: --model built-in-pixel",
+        "size": _megabytes(PIXEL),
+        "model": f"{_parameters(weights) / 1e6:.2f} M parameters; a token is a pixel, and attention is log-linear",
+        "trained": f"{recipe['minutes']} minutes on {recipe['devices']}: {recipe['pictures']:,} pictures, "
+        f"--sizes {recipe['sizes']}",
+        "objects drawn": f"{recipe['objects at 128 px']:.1%} of those of held-out captions at 128 px",
+        "licence": "as above",
     }
 
 
@@ -61,11 +83,10 @@ def reader_facts() -> dict[str, str]:
         raise ValueError(f"{READER} holds no weights: install foveate again")
     recipe = json.loads((READER / "recipe.json").read_text())
     config = json.loads((READER / "config.json").read_text())
-    size = sum(path.stat().st_size for path in READER.iterdir())
     answered = (f"{kind}: {part:.0%}" for kind, part in recipe["accuracy"].items())
     return {
         "folder": str(READER),
-        "size": f"{size / 1e6:.1f} MB",
+        "size": _megabytes(READER),
         "model": f"{_parameters(READER / 'model.safetensors') / 1e6:.2f} M parameters, {config['num_hidden_layers']} "
         f"layers, context of {config['max_position_embeddings']} tokens of a word each",
         "trained": f"{recipe['minutes']} minutes on {recipe['devices']}: {recipe['steps']:,} of "
@@ -73,6 +94,18 @@ def reader_facts() -> dict[str, str]:
         "answers": "\n".join(answered),
         "licence": "Apache-2.0",
     }
+
+
+def _about_lora(name: str, folder: Path) -> str:
+    """The method of a LoRA, the size of its training pictures, and that of its file."""
+    distilled = read_lora(find_lora(str(folder)))
+    if distilled is None or distilled.size is None:
+        raise ValueError(f"{folder} is damaged: install foveate again")
+    return f"--lora {name}: {distilled.method.title} at {distilled.size[0]} px, {_megabytes(folder)}"
+
+
+def _megabytes(folder: Path) -> str:
+    return f"{sum(path.stat().st_size for path in folder.rglob('*') if path.is_file()) / 1e6:.1f} MB"
 
 
 def _parameters(path: Path) -> int:

@@ -149,11 +149,13 @@ def _pictures(page: gr.Blocks, studio: Studio, key: gr.Textbox, model: str, lora
             with gr.Accordion("What the options mean", open=False):
                 meaning = gr.Markdown(_meaning(FIRST))
             with gr.Accordion("Model, size, steps", open=False):
-                model_field = gr.Textbox(model, label="Model", info="Hub id or folder. Empty: the built-in model.")
+                model_field = gr.Textbox(
+                    model, label="Model", info="Hub id or folder, or built-in-pixel. Empty: the built-in model."
+                )
                 lora_field = gr.Textbox(
                     lora,
                     label="LoRA",
-                    info="File, folder or hub id; built-in for that of the built-in model. Empty: none.",
+                    info="File, folder or hub id, or built-in or built-in-16 for the built-in model's. Empty: none.",
                 )
                 size = gr.Textbox(label="Size", info="1024, or WIDTHxHEIGHT. Empty: the default.")
                 steps = gr.Textbox(label="Steps", info="Empty: the default.")
