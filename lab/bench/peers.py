@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 from torch.nn.functional import scaled_dot_product_attention
 
 from foveate.ops import block_attention, dispatch
@@ -80,9 +80,10 @@ def flex(table: BlockTable, device: torch.device) -> Attention:
         torch.repeat_interleave(torch.arange(len(starts) - 1), starts.diff()).to(device) for starts in table[:2]
     )
     compiled = device.type == "cuda"
-    mask = create_block_mask(
+    make_mask: Callable[..., BlockMask] = torch.compile(create_block_mask) if compiled else create_block_mask
+    attention: Callable[..., Tensor] = torch.compile(flex_attention) if compiled else flex_attention
+    mask = make_mask(  # without compilation it would take the memory of all pairs
         lambda batch, head, query, key: blocks[of_query[query], of_key[key]],
-        None, None, table.query_tokens, table.key_tokens, device, _compile=compiled,
+        None, None, table.query_tokens, table.key_tokens, device,
     )  # fmt: skip
-    attention = torch.compile(flex_attention) if compiled else flex_attention
     return lambda q, k, v: attention(q, k, v, block_mask=mask)
