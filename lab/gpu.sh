@@ -139,8 +139,9 @@ pixel_model() { # [19; the model that is shipped]
     "${commit[@]}"
 }
 
-video() { # [40: 11 the autoencoder, 26 the transformer; MINUTES=12 stops that earlier, and the next call goes on]
-  timed $lab video --minutes "${MINUTES:-30}" --sample-every 2000 --out out/video
+video() { # [40; 20 with GPUS=3, estimated; MINUTES=12 stops the transformer's training earlier, and the next call goes on]
+  timed python3 -m torch.distributed.run --standalone --nproc-per-node "${GPUS:-1}" -m lab video --compile \
+    --minutes "${MINUTES:-30}" --sample-every 2000 --out out/video
   timed python3 -m lab.quality.video --model out/video/pipeline --prompts 200 --batch 40 "${commit[@]}"
 }
 

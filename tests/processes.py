@@ -30,6 +30,12 @@ def _run(rank: int, ranks: int, path: Path, work: Callable[..., None], args: tup
     os._exit(0)  # gloo's threads may ask for the interpreter while it ends, which aborts the process
 
 
+def as_torchrun() -> None:
+    """Give a process of `run` the variables that torchrun sets."""
+    rank, ranks = str(dist.get_rank()), str(dist.get_world_size())
+    os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=ranks, MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
+
+
 def fork(work: Callable[..., object], *args: object) -> int:
     """The id of a forked process that runs `work(*args)`; it exits with 1 if that raises."""
     with warnings.catch_warnings(action="ignore", category=DeprecationWarning):  # other threads may hold locks

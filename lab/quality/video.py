@@ -23,7 +23,7 @@ from foveate.cli.common import progress
 from foveate.demo.atlas import load_atlas
 from foveate.demo.recogniser import Detection, Recogniser, load_recogniser, recognise
 from foveate.diffusers.lora import MethodLike, using
-from foveate.diffusers.pipelines import Request, draw_batch, load
+from foveate.diffusers.pipelines import Request, denoiser, draw_batch, fingerprint, load
 from foveate.utils.device import versions
 from foveate.utils.files import claim, slug, write_picture, write_whole
 from foveate.utils.progress import Track
@@ -88,7 +88,14 @@ def main(
     """Draw, score and write the results."""
     pipeline, out = load(model, device, dtype), Path(pictures)
     request = Request("", (side, side), 20, guidance, 0, frames=frames)
-    settings: dict[str, Any] = {"model": model, "side": side, "frames": frames, "steps": 20, "guidance": guidance}
+    settings: dict[str, Any] = {
+        "model": model,
+        "weights": fingerprint(denoiser(pipeline)),
+        "side": side,
+        "frames": frames,
+        "steps": 20,
+        "guidance": guidance,
+    }
     claim(out, {name: str(value) for name, value in settings.items()})
     wanted = list(islice(moving_scenes(0, evaluation=True), prompts))
     with progress() as track:

@@ -86,7 +86,7 @@ class FlowTraining(Run):
         self.pipeline = type(pipeline)(**{**pipeline.components, **self.average.parts()})
         self.pipeline.set_progress_bar_config(disable=True)
         if options.compile:
-            painter.transformer.compile(dynamic=False)  # once for every size
+            painter.transformer.compile_repeated_blocks(dynamic=False)  # once for every size
         model, *optimizers = accelerator.prepare(painter.train(), *painter.optimizers())
         super().__init__(out, accelerator, model, Trained(model, optimizers, EMA_DECAY), settings, options)
 

@@ -27,7 +27,7 @@ Scale = Annotated[
 BatchFactor = Annotated[
     float, typer.Option(min=0, help="Multiplies the batches, made for 140 GB of memory; 0.01 fits a CPU.")
 ]
-Compile = Annotated[bool, typer.Option(help="Compile the transformer (GPU; a minute for each size).")]
+Compile = Annotated[bool, typer.Option(help="Compile the blocks of the transformer, once for each size (GPU).")]
 
 PARTS = ("recogniser", "vae", "flow")
 RECOGNISER_STEPS, VAE_STEPS = 5000, 1500

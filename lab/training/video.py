@@ -11,13 +11,14 @@ from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
 import torch
+from accelerate import PartialState
 from diffusers import AutoencoderKLWan, FlowMatchEulerDiscreteScheduler, WanPipeline, WanTransformer3DModel
 from PIL import Image
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 from transformers import UMT5Config, UMT5EncoderModel
 
-from foveate.cli.common import Minutes, RunFolder, SampleEvery, Seed, print_outcome, progress
+from foveate.cli.common import Minutes, RunFolder, SampleEvery, Seed, print_outcome, progress, training_device
 from foveate.demo.atlas import load_atlas
 from foveate.demo.text import TEXT_TOKENS, t5_tokenizer
 from foveate.training.pictures import noise_shift
@@ -33,7 +34,7 @@ from lab.training.vae import train_vae
 __all__ = ["RECIPE", "VideoTraining", "untrained_video_pipeline"]
 
 FRAMES = 17
-VAE_STEPS = 2500
+VAE_STEPS = 1200
 WORDS = "moves", "up", "down"  # besides those of pictures
 RECIPE = (  # batches are for one H200; a batch is of (frames, side)
     Stage(name="pictures", images=1_200_000, batches={(1, 64): 512}, rates=(1.2e-3, 1e-3)),
@@ -194,25 +195,30 @@ def main(
     sample_every: SampleEvery = 1000,
     compile: Compile = False,
 ) -> None:
-    """Train a small text-to-video model from scratch on one GPU: emoji that move.
+    """Train a small text-to-video model from scratch: emoji that move.
 
     The folder gets the pipeline, in pipeline/, and recipe.json. You may stop it at any time; the same command resumes
-    from the newest checkpoint.
+    from the newest checkpoint. --minutes limits the transformer's training. On several GPUs:
+
+    torchrun --nproc-per-node 3 -m lab video --compile
     """
     pipeline = untrained_video_pipeline(seed=seed)
-    device, vae = "cuda" if torch.cuda.is_available() else "cpu", out / "pipeline" / "vae"
+    device, state, vae = training_device("auto"), PartialState(), out / "pipeline" / "vae"
+    made = (vae / "config.json").exists()
+    state.wait_for_everyone()  # before one of them makes it
     recipe = [stage.scaled(scale, batch) for stage in RECIPE]
     with progress() as track:
-        if (vae / "config.json").exists():
-            pipeline.vae = AutoencoderKLWan.from_pretrained(vae).eval()
-        else:
+        if not made:
             steps = max(1, round(VAE_STEPS * scale))
             train_vae(
                 out / "vae", pipeline.vae, draw=partial(scene_videos, 9), steps=steps,
                 pixels=round(64 * 64 * 48 * batch), sides=(32, 64, 96), seed=seed, device=device,
                 advance=track("autoencoder", steps),
             )  # fmt: skip
-            pipeline.vae.save_pretrained(vae)
+            if state.is_main_process:
+                pipeline.vae.save_pretrained(vae)
+            state.wait_for_everyone()
+        pipeline.vae = AutoencoderKLWan.from_pretrained(vae).eval()
         options = RunOptions(at_once=1, compile=compile, minutes=minutes, sample_every=sample_every, track=track)
         done = VideoTraining(out / "flow", pipeline, recipe, options, seed=seed).train()
     print_outcome(done, out)

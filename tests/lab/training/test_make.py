@@ -3,13 +3,11 @@
 import contextlib
 import functools
 import json
-import os
 
 import numpy as np
 import processes
 import pytest
 import torch
-import torch.distributed as dist
 from diffusers import FluxPipeline
 from lab.training import flow, make
 from lab.training.stages import Stage
@@ -108,8 +106,7 @@ def test_weights_can_be_fine_tuned_with_the_last_stage(tmp_path, bars):
 
 def _make_vae_and_flow(out):
     """What each of several processes that torchrun started does."""
-    rank, ranks = str(dist.get_rank()), str(dist.get_world_size())
-    os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=ranks, MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
+    processes.as_torchrun()
     shrink(pytest.MonkeyPatch())
     for part in ("vae", "flow"):
         train(out, part=part, scale=0.005)

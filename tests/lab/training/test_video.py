@@ -5,6 +5,7 @@ import itertools
 import json
 import math
 
+import processes
 import pytest
 import torch
 from lab.quality import video as judged
@@ -80,11 +81,29 @@ def test_the_model_is_trained_on_what_the_pipeline_passes():
     assert latents.shift(clean) == pytest.approx(math.log(3))
 
 
-def test_the_command_makes_a_pipeline_that_draws_and_resumes(tmp_path, monkeypatch, capsys):
+def shrink(monkeypatch):
+    """Make the model and its training small."""
     monkeypatch.setattr(video, "RECIPE", (STAGE,))
     monkeypatch.setattr(video, "VAE_STEPS", 2)
     monkeypatch.setattr(video, "untrained_video_pipeline", functools.partial(video.untrained_video_pipeline, **TINY))
     monkeypatch.setattr(video, "SHOWN", 2)
+
+
+def _train(out):
+    """What each of several processes that torchrun started does."""
+    processes.as_torchrun()
+    shrink(pytest.MonkeyPatch())
+    video.main(out, batch=0.05, sample_every=0)
+
+
+def test_two_processes_train_together(tmp_path):
+    processes.run(2, tmp_path, _train, tmp_path / "out")
+    assert json.loads((tmp_path / "out" / "recipe.json").read_text())["devices"] == "2 x CPU"
+    load(str(tmp_path / "out" / "pipeline"))
+
+
+def test_the_command_makes_a_pipeline_that_draws_and_resumes(tmp_path, monkeypatch, capsys):
+    shrink(monkeypatch)
     video.main(tmp_path, batch=0.05, minutes=0, sample_every=0)
     assert "stopped" in capsys.readouterr().err
     video.main(tmp_path, batch=0.05, sample_every=0)
@@ -106,4 +125,7 @@ def test_a_score_of_every_method_is_written_and_drawn_videos_are_kept(tmp_path, 
     assert len(result["scores"]) == 4
     assert result["scores"][0]["objects"] > 0.5
     assert len(list(tmp_path.rglob("eval-video/*/*.png"))) == 3 * 2
+    video.untrained_video_pipeline(**TINY, seed=1).save_pretrained("model")
+    with pytest.raises(ValueError, match="holds pictures drawn with weights="):
+        judged.main("model", side=32, frames=5, prompts=1, device="cpu", dtype="float32", commit="abc")
     assert (tmp_path / "docs/images/video-32px.png").exists()
