@@ -49,7 +49,8 @@ flux() { # [22]
 flux_options() { # [4]
   local methods=() method
   for method in todo tomesd tofu toma:keep=0.75 toma:dst_every=1,weights_every=1 toma:dst_every=50,weights_every=50 \
-    toma:granularity=module "toma:granularity=module,tile=(4,4)" "toma:tile=(4,4)" "toma:tile=(16,16)"; do
+    toma:granularity=module "toma:granularity=module,tile=(4,4)" "toma:tile=(4,4)" "toma:tile=(16,16)" \
+    hilberta:tiles=16,slide=diagonal; do
     methods+=(--method "$method")
   done
   step flux-dev 64 --compile --rounds 5 "${methods[@]}" --out out/options
