@@ -18,6 +18,7 @@ from PIL import Image
 from safetensors import safe_open
 
 import foveate
+from foveate.demo import MODELS
 from foveate.demo.scenes import scenes
 from foveate.demo.untrained import untrained_pipeline
 from foveate.diffusers.checks import check_size
@@ -291,7 +292,7 @@ def test_a_damaged_model_is_one_clear_line(folder, tmp_path, monkeypatch, damage
         file.write_bytes(file.read_bytes()[:-40])
     output = fails("generate", "a cat", "--model", copied, *SMALL)
     assert "cannot load" in output
-    monkeypatch.setattr("foveate.cli.pictures.PIPELINE", copied)
+    monkeypatch.setitem(MODELS, "", copied)
     output = fails("generate", "a cat", *SMALL)
     assert "the built-in model is damaged, install foveate again" in output
 
@@ -550,7 +551,7 @@ def test_distill_learns_from_given_pictures(folder, tmp_path):
 
 
 def test_distill_never_uses_evaluation_captions_of_the_built_in_model(folder, monkeypatch):
-    monkeypatch.setattr("foveate.cli.pictures.PIPELINE", folder)
+    monkeypatch.setitem(MODELS, "", folder)
     some_drawn = lambda _pipe, some: drawn.extend(one.prompt for one in some) or [{}]  # noqa: E731
     monkeypatch.setattr("foveate.training.pairs._drawn", some_drawn)
     drawn = []
