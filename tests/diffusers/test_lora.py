@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 import tiny
 import torch
+from diffusers import FlowMatchEulerDiscreteScheduler
 from peft import LoraConfig
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils import get_peft_model_state_dict
@@ -25,6 +26,8 @@ from foveate.diffusers.lora import (
     using,
 )
 from foveate.diffusers.pipelines import draw_batch
+from foveate.diffusers.pixel_dit import MODELS, PixelDiT
+from foveate.diffusers.pixel_pipeline import PixelPipeline
 from foveate.methods import ComposedMethod
 
 METHOD = HilbertA(tiles=4, centre=0.5, dense_layers="1")
@@ -161,6 +164,9 @@ def test_files_that_are_no_such_lora_are_named(file, tmp_path):
     file.write_bytes(pack_lora(wide, METHOD, (64, 96)))
     with pytest.raises(ValueError, match="does not fit this model"):
         load_lora(tiny.pipeline(), file)
+    pixels = PixelPipeline(PixelDiT(**MODELS["DiT-T"]), FlowMatchEulerDiscreteScheduler())
+    with pytest.raises(ValueError, match=r"PixelPipeline takes no LoRA: leave .* out"):
+        load_lora(pixels, file)
 
 
 def test_a_lora_of_another_make_has_no_method(file):

@@ -121,6 +121,8 @@ def load_lora(pipeline: Any, file: Path) -> Distilled | None:
         ValueError: If the file is damaged, from another version of foveate, or does not fit the model.
     """
     distilled = read_lora(file)
+    if not hasattr(pipeline, "load_lora_weights"):
+        raise ValueError(f"{type(pipeline).__name__} takes no LoRA: leave {file} out")
     try:
         pipeline.load_lora_weights(str(file.parent), weight_name=file.name)
     except (RuntimeError, ValueError, KeyError, AttributeError) as error:
