@@ -130,12 +130,12 @@ def serve(
 
 
 def scale_of(replicas: int, max_replicas: int, *, kinds: int, gpus: bool) -> tuple[int, int]:
-    """Smallest and largest number of replicas of each kind.
+    """How many replicas each method starts with, and how many it may grow to.
 
     Args:
         replicas: What `--replicas` says.
         max_replicas: What `--max-replicas` says.
-        kinds: Number of kinds of replicas.
+        kinds: Number of methods that have replicas of their own.
         gpus: Whether each replica needs a GPU of this machine.
     """
     if max_replicas and max_replicas < replicas:

@@ -326,7 +326,7 @@ class _LazyGreedy:
         return bonus.masked_fill((self.room[self.block][0] < 1)[self.classes[subset]], -torch.inf)
 
     def pick(self, pick: Int[Tensor, "1"], gain: Float[Tensor, "1"], similar: Float[Tensor, "represented"]) -> None:
-        """Pick a candidate if that is certain and there is a turn left."""
+        """Pick a candidate, unless another one may be better or all picks are made."""
         self.certain &= self.turn < len(self.turns)
         turn = self.turn.clamp(max=len(self.turns) - 1)
         self.picks[turn] = pick.where(self.certain, self.picks[turn])

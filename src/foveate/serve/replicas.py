@@ -19,7 +19,7 @@ __all__ = ["RETRIES", "count_replicas", "running"]
 
 APPLICATION = "foveate"
 RETRIES = 3
-"""Times that work is begun again because its replica died; work that kills replicas must stop there."""
+"""How often a request starts over because its replica died: a request that crashes every replica must end."""
 OBJECT_STORE = 100 * 2**20
 """Bytes of shared memory for answers on their way."""
 
@@ -42,15 +42,15 @@ def running(
     """Start a service, and stop it when the `with` block ends.
 
     Args:
-        front: Class that answers HTTP. Its last argument is a dict with a handle for each kind of replica.
+        front: Class that answers HTTP. Its last argument is a dict with Ray's handle of the replicas of each name.
         front_args: The other arguments of `front`.
         replica: Class of the replicas.
-        replica_args: Arguments of `replica` for each kind, by the name of the kind.
+        replica_args: Keyword arguments of `replica` by name. Each name, such as a method, gets its own replicas.
         host: Address to listen on.
         port: Port to listen on.
         batch: Largest number of requests that a replica answers together.
-        queue: Largest number of requests that wait until a replica of their kind is free; more are refused.
-        replicas: Smallest and largest number of replicas of each kind.
+        queue: Largest number of requests of a name that wait until one of its replicas is free; more are refused.
+        replicas: Smallest and largest number of replicas of each name.
         address: Address of a Ray cluster; empty starts Ray on this machine.
         gpu: Whether each replica has a GPU of its own.
 
