@@ -96,7 +96,7 @@ merging() { # [8]
   timed python3 -m lab.quality.options merging --size 256 --prompts 500 --batch 32 --pictures out/options "${commit[@]}"
 }
 
-sparse() { # [18]
+sparse() { # [20]
   timed python3 -m lab.quality.options sparse --size 256 --prompts 500 --batch 32 --pictures out/options "${commit[@]}"
   timed python3 -m lab.quality.options sparse --size 512 --prompts 128 --batch 8 --pictures out/options "${commit[@]}"
 }
@@ -140,9 +140,9 @@ pixel_model() { # [19; the model that is shipped]
     "${commit[@]}"
 }
 
-video() { # [40; 20 with GPUS=3, estimated; MINUTES=12 stops the transformer's training earlier, and the next call goes on]
+video() { # [40 with GPUS=4, estimated; MINUTES=12 stops the transformer's training earlier, and the next call goes on]
   timed python3 -m torch.distributed.run --standalone --nproc-per-node "${GPUS:-1}" -m lab video --compile \
-    --minutes "${MINUTES:-30}" --sample-every 2000 --out out/video
+    --minutes "${MINUTES:-60}" --sample-every 2000 --out out/video
   timed python3 -m lab.quality.video --model out/video/pipeline --prompts 200 --batch 40 "${commit[@]}"
 }
 

@@ -31,7 +31,7 @@ from foveate.utils.similarity import psnr
 from foveate.web.compare import showcase
 from foveate.web.plots import draw_sheet, figure_png
 from lab.quality.common import SHEETS, Batch, Commit, Pictures, Prompts, save_result
-from lab.training.moving import DISTANCE, MovingScene, moving_scenes, render_frames
+from lab.training.moving import DISTANCE, MovingScene, frame_scenes, moving_scenes, render_frames
 
 __all__ = ["VideoVerdict", "judge_video"]
 
@@ -115,8 +115,9 @@ def _scores(
 ) -> tuple[list[dict[str, Any]], dict[str, list[Image.Image]]]:
     """A row of scores for real renderings, dense, and each method; and the strips of the first videos."""
     recogniser = load_recogniser(device=pipeline.device)
-    atlas = load_atlas()
-    real = [_strip(_frames(render_frames(atlas, [one], request.frames or 1, request.size[0])[0])) for one in wanted]
+    atlas, frames = load_atlas(), request.frames or 1
+    shown = [render_frames(atlas, frame_scenes([one], frames), frames, request.size[0])[0] for one in wanted]
+    real = [_strip(_frames(video)) for video in shown]
     sets: dict[str, tuple[list[Image.Image], float]] = {"real": (real, 0.0)}
     for method in (None, *showcase()):
         label = method.title if method else "dense"

@@ -2,7 +2,7 @@
 
 import itertools
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -13,7 +13,7 @@ from torch import Tensor
 from foveate.demo.atlas import NAMES
 from foveate.demo.scenes import BACKGROUNDS, Scene, Scenes, render, scenes
 
-__all__ = ["DIRECTIONS", "SENTENCES", "MovingScene", "moving_scenes", "render_frames", "scene_videos"]
+__all__ = ["DIRECTIONS", "SENTENCES", "MovingScene", "frame_scenes", "moving_scenes", "render_frames", "scene_videos"]
 
 DIRECTIONS = {"to the right": (1, 0), "to the left": (-1, 0), "up": (0, -1), "down": (0, 1)}
 """Steps (x, y) of each direction; y grows downwards."""
@@ -82,17 +82,30 @@ def moved(moving: MovingScene, time: float) -> Scene:
     return replace(moving.scene, boxes=tuple((x + time * dx, y + time * dy, side) for (x, y, side), (dx, dy) in pairs))
 
 
-def render_frames(
-    atlas: Float[Tensor, "emoji 4 cell cell"], moving: list[MovingScene], frames: int, side: int
-) -> Float[Tensor, "batch 3 frames side side"]:
-    """Videos from 0 to 1, on the device of the atlas."""
+def frame_scenes(moving: Sequence[MovingScene], frames: int) -> Scenes:
+    """The scenes of all frames of videos, one video after another."""
     times = [frame / (frames - 1) - 0.5 for frame in range(frames)] if frames > 1 else [0.0]
-    shown = [moved(one, time) for one in moving for time in times]
-    parts = Scenes.of(shown).to(atlas.device)
-    pictures = [render(atlas, Scenes(*part), side) for part in zip(*(x.split(256) for x in parts), strict=True)]
+    return Scenes.of([moved(one, time) for one in moving for time in times])
+
+
+def render_frames(
+    atlas: Float[Tensor, "emoji 4 cell cell"], shown: Scenes, frames: int, side: int
+) -> Float[Tensor, "batch 3 frames side side"]:
+    """Videos from 0 to 1 of what `frame_scenes` gives, on the device of the atlas."""
+    parts = (x.split(256) for x in shown.to(atlas.device))
+    pictures = [render(atlas, Scenes(*part), side) for part in zip(*parts, strict=True)]
     return torch.cat(pictures).unflatten(0, (-1, frames)).transpose(1, 2)
 
 
-def scene_videos(frames: int, atlas: Tensor, seed: int, count: int, side: int) -> Tensor:
-    """Renderings of random videos [count, 3, frames, side, side] from -1 to 1."""
-    return render_frames(atlas, list(itertools.islice(moving_scenes(seed), count)), frames, side) * 2 - 1
+def scene_videos(atlas: Tensor, seed: int, pixels: int, size: tuple[int, int]) -> Tensor:
+    """Renderings of random videos [batch, 3, frames, side, side] from -1 to 1, with about this many pixels in all.
+
+    Args:
+        atlas: The emoji.
+        seed: Seed of the scenes.
+        pixels: Pixels of the batch, over all frames.
+        size: (frames, side in px).
+    """
+    frames, side = size
+    batch = list(itertools.islice(moving_scenes(seed), max(1, pixels // (frames * side**2))))
+    return render_frames(atlas, frame_scenes(batch, frames), frames, side) * 2 - 1

@@ -20,9 +20,9 @@ KL_WEIGHT = 1e-3
 NOISE = 0.1  # relative to the standard deviation of the latents; makes the decoder tolerate errors
 
 
-def scene_pictures(atlas: Tensor, seed: int, count: int, side: int) -> Tensor:
-    """Renderings of random scenes [count, 3, side, side] from -1 to 1."""
-    batch = list(itertools.islice(scenes(seed), count))
+def scene_pictures(atlas: Tensor, seed: int, pixels: int, side: int) -> Tensor:
+    """Renderings of random scenes [batch, 3, side, side] from -1 to 1, with about this many pixels in all."""
+    batch = list(itertools.islice(scenes(seed), max(1, pixels // side**2)))
     return render(atlas, Scenes.of(batch).to(atlas.device), side) * 2 - 1
 
 
@@ -30,10 +30,10 @@ def train_vae(
     out: Path,
     vae: Any,
     *,
-    draw: Callable[[Tensor, int, int, int], Tensor] = scene_pictures,
+    draw: Callable[[Tensor, int, int, Any], Tensor] = scene_pictures,
     steps: int = 6000,
     pixels: int = 128 * 128 * 64,
-    sides: Sequence[int] = (64, 96, 128, 192),
+    sizes: Sequence[Any] = (64, 96, 128, 192),
     rate: float = 1e-3,
     seed: int = 0,
     device: str = "cpu",
@@ -44,10 +44,10 @@ def train_vae(
     Args:
         out: Folder of checkpoints; an existing run is resumed.
         vae: Autoencoder with random weights.
-        draw: Gives a batch from -1 to 1, for the atlas, a seed, the size of the batch, and the side in pixels.
+        draw: Gives a batch from -1 to 1, for the atlas, a seed, the pixels of the batch, and a size.
         steps: Training steps.
-        pixels: Pixels of a batch, with one frame of each video.
-        sides: Sides of the pictures, step by step.
+        pixels: Pixels of a batch, over all frames.
+        sizes: What `draw` takes as sizes, step by step.
         rate: Highest learning rate.
         seed: Seed of scenes and noise.
         device: Device to train on.
@@ -59,15 +59,14 @@ def train_vae(
 
     def loss(step: int) -> Tensor:
         torch.manual_seed(seed * 2**32 + step)
-        side = sides[step % len(sides)]
-        pictures = draw(atlas, seed * 2**32 + step, max(1, pixels // side**2), side)
+        pictures = draw(atlas, seed * 2**32 + step, pixels, sizes[step % len(sizes)])
         with torch.autocast(torch.device(device).type, torch.bfloat16, enabled=device != "cpu"):
             return vae_loss(vae, pictures)
 
     train(out, vae, optimizer, schedule, loss, steps, {"steps": steps, "seed": seed}, advance)
     vae.eval()
     with torch.no_grad():
-        _normalise(vae, vae.encode(draw(atlas, seed, 64, 64)).latent_dist.mean)
+        _normalise(vae, vae.encode(draw(atlas, seed, pixels, sizes[0])).latent_dist.mean)
 
 
 def vae_loss(vae: Any, pictures: Tensor) -> Tensor:

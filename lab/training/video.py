@@ -5,8 +5,6 @@
 import itertools
 import math
 import random
-from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
@@ -20,13 +18,14 @@ from transformers import UMT5Config, UMT5EncoderModel
 
 from foveate.cli.common import Minutes, RunFolder, SampleEvery, Seed, print_outcome, progress, training_device
 from foveate.demo.atlas import load_atlas
+from foveate.demo.scenes import Scenes
 from foveate.demo.text import TEXT_TOKENS, t5_tokenizer
 from foveate.training.pictures import noise_shift
 from foveate.training.run import RunOptions
 from foveate.training.trained import muon_and_adamw
 from lab.training.flow import SHOWN, FlowTraining, Kind
 from lab.training.make import BatchFactor, Compile, Scale
-from lab.training.moving import MovingScene, moving_scenes, render_frames, scene_videos
+from lab.training.moving import frame_scenes, moving_scenes, render_frames, scene_videos
 from lab.training.painter import initialise
 from lab.training.stages import LONG_TEXT, LONG_TEXT_EACH, UNCAPTIONED, Stage, token_ids
 from lab.training.vae import train_vae
@@ -34,13 +33,15 @@ from lab.training.vae import train_vae
 __all__ = ["RECIPE", "VideoTraining", "untrained_video_pipeline"]
 
 FRAMES = 17
-VAE_STEPS = 1200
+VAE_STEPS = 5000
+VAE_SIZES = (9, 64), (1, 96), (5, 96), (1, 64), (5, 64), (1, 32)  # most steps on few frames, which are faster
 WORDS = "moves", "up", "down"  # besides those of pictures
-RECIPE = (  # batches are for one H200; a batch is of (frames, side)
-    Stage(name="pictures", images=1_200_000, batches={(1, 64): 512}, rates=(1.2e-3, 1e-3)),
-    Stage(name="short", images=160_000, batches={(1, 64): 512, (9, 64): 96}, rates=(1e-3, 8e-4)),
-    Stage(name="long", images=60_000, batches={(9, 96): 48, (FRAMES, 64): 48}, rates=(8e-4, 5e-4)),
-    Stage(name="large", images=40_000, batches={(FRAMES, 96): 24}, rates=(5e-4, 0.0)),
+RECIPE = (  # for four H200s; a batch is of (frames, side)
+    Stage(name="draft", images=12_000_000, batches={(1, 32): 2048}, rates=(1.2e-3, 1e-3)),
+    Stage(name="pictures", images=3_000_000, batches={(1, 64): 512}, rates=(1.2e-3, 1e-3)),
+    Stage(name="short", images=2_400_000, batches={(1, 64): 512, (9, 64): 96}, rates=(1e-3, 8e-4)),
+    Stage(name="long", images=600_000, batches={(9, 96): 48, (FRAMES, 64): 48}, rates=(8e-4, 5e-4)),
+    Stage(name="large", images=200_000, batches={(FRAMES, 96): 24}, rates=(5e-4, 0.0)),
 )
 
 
@@ -87,7 +88,8 @@ class VideoBatch(NamedTuple):
 
     frames: int
     side: int
-    scenes: Sequence[MovingScene]
+    scenes: Scenes
+    """Those of all frames."""
     text: tuple[Tensor, Tensor]
     """Token ids, and which of them are not padding."""
 
@@ -109,7 +111,7 @@ class VideoBatches(Dataset[VideoBatch]):
         here = random.Random(number)
         captions = ["" if here.random() < UNCAPTIONED else scene.caption for scene, _ in batch]
         ids = token_ids(self.tokenizer, captions, length)
-        return VideoBatch(*size, batch, (ids != self.tokenizer.pad_token_id, ids))
+        return VideoBatch(*size, frame_scenes(batch, size[0]), (ids != self.tokenizer.pad_token_id, ids))
 
 
 class VideoPainter(nn.Module):
@@ -154,9 +156,9 @@ class VideoLatents:
     @torch.no_grad()
     def __call__(self, batch: VideoBatch) -> Tensor:
         """Latents [batch, channels, frames, rows, columns]."""
-        videos = render_frames(self.atlas, list(batch.scenes), batch.frames, batch.side) * 2 - 1
+        videos = render_frames(self.atlas, batch.scenes, batch.frames, batch.side) * 2 - 1
         with torch.autocast(self.atlas.device.type, torch.bfloat16, enabled=self.atlas.is_cuda):
-            latents = torch.cat([self.vae.encode(part).latent_dist.mean for part in videos.split(32)]).float()
+            latents = self.vae.encode(videos).latent_dist.mean.float()
         mean, std = (
             torch.tensor(of, device=latents.device).view(-1, 1, 1, 1)
             for of in (self.vae.config.latents_mean, self.vae.config.latents_std)
@@ -200,7 +202,7 @@ def main(
     The folder gets the pipeline, in pipeline/, and recipe.json. You may stop it at any time; the same command resumes
     from the newest checkpoint. --minutes limits the transformer's training. On several GPUs:
 
-    torchrun --nproc-per-node 3 -m lab video --compile
+    torchrun --nproc-per-node 4 -m lab video --compile
     """
     pipeline = untrained_video_pipeline(seed=seed)
     device, state, vae = training_device("auto"), PartialState(), out / "pipeline" / "vae"
@@ -211,8 +213,8 @@ def main(
         if not made:
             steps = max(1, round(VAE_STEPS * scale))
             train_vae(
-                out / "vae", pipeline.vae, draw=partial(scene_videos, 9), steps=steps,
-                pixels=round(64 * 64 * 48 * batch), sides=(32, 64, 96), seed=seed, device=device,
+                out / "vae", pipeline.vae, draw=scene_videos, steps=steps, pixels=round(64 * 64 * 512 * batch),
+                sizes=VAE_SIZES, seed=seed, device=device,
                 advance=track("autoencoder", steps),
             )  # fmt: skip
             if state.is_main_process:

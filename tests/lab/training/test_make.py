@@ -33,7 +33,7 @@ def shrink(monkeypatch):
     monkeypatch.setattr(make, "VAE_STEPS", 200)
     monkeypatch.setattr(make, "untrained_pipeline", functools.partial(untrained_pipeline, **TINY))
     monkeypatch.setattr(make, "train_recogniser", functools.partial(make.train_recogniser, batch=2))
-    monkeypatch.setattr(make, "train_vae", functools.partial(make.train_vae, pixels=2 * 16**2, sides=(16,)))
+    monkeypatch.setattr(make, "train_vae", functools.partial(make.train_vae, pixels=2 * 16**2, sizes=(16,)))
     monkeypatch.setattr(flow, "SHOWN", 1)
 
 

@@ -22,7 +22,7 @@ def small(monkeypatch):
 def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path):
     def train(out, advance=lambda: None):
         vae = untrained_pipeline(**TINY).vae
-        train_vae(out, vae, steps=6, pixels=2 * 32**2, sides=(16, 32), advance=advance)
+        train_vae(out, vae, steps=6, pixels=2 * 32**2, sizes=(16, 32), advance=advance)
         return vae
 
     steps = iter(range(3))
@@ -40,5 +40,5 @@ def test_the_loss_falls(tmp_path):
     vae = untrained_pipeline(**TINY).vae
     pictures = render(load_atlas(), Scenes.of(list(itertools.islice(scenes(9), 4))), 32) * 2 - 1
     before = vae_loss(vae, pictures).item()
-    train_vae(tmp_path, vae, steps=25, pixels=4 * 32**2, sides=(16, 32))
+    train_vae(tmp_path, vae, steps=25, pixels=4 * 32**2, sizes=(16, 32))
     assert vae_loss(vae, pictures).item() < 0.7 * before

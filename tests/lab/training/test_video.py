@@ -11,7 +11,7 @@ import torch
 from lab.quality import video as judged
 from lab.quality.video import _cut, _frames, _seen, _strip, judge_video
 from lab.training import video
-from lab.training.moving import moving_scenes, render_frames
+from lab.training.moving import frame_scenes, moving_scenes, render_frames
 from lab.training.painter import flow_loss
 from lab.training.stages import Stage
 from torch import nn
@@ -33,7 +33,7 @@ def first(count, **options):
 def test_objects_move_as_their_captions_say_and_other_verdicts_are_wrong():
     atlas, recogniser, right = load_atlas(), load_recogniser(), 0
     for moving in first(12, evaluation=True):
-        frames = _seen(recogniser, _cut(_strip(_frames(render_frames(atlas, [moving], 9, 96)[0]))))
+        frames = _seen(recogniser, _cut(_strip(_frames(render_frames(atlas, frame_scenes([moving], 9), 9, 96)[0]))))
         verdict = judge_video(frames, moving)
         right += (verdict.found, verdict.moves) == (verdict.objects, True)
         assert not judge_video(frames[::-1], moving).moves
@@ -50,7 +50,7 @@ def test_scenes_of_the_evaluation_are_held_out_and_some_of_the_others_are_still(
     training = first(300)
     assert not any(moving.scene.held_out for moving in training)
     assert 30 < sum(not any(map(any, moving.ways)) for moving in training) < 90
-    clips = render_frames(load_atlas(), training[:8], 3, 16)
+    clips = render_frames(load_atlas(), frame_scenes(training[:8], 3), 3, 16)
     assert clips.shape == (8, 3, 3, 16, 16)
     still = torch.tensor([not any(map(any, moving.ways)) for moving in training[:8]])
     assert torch.equal((clips[:, :, 0] == clips[:, :, 2]).flatten(1).all(1), still)
