@@ -105,12 +105,12 @@ class VideoBatches(Dataset[VideoBatch]):
         step, device = divmod(index, self.devices)
         everywhere = random.Random(f"{self.stage.name} {self.seed} {step}")  # all devices draw the same size
         size = everywhere.choice(list(self.stage.batches))
-        length = TEXT_TOKENS if everywhere.randrange(LONG_TEXT_EACH) else LONG_TEXT
+        long = len(self.stage.batches) > 1 and everywhere.randrange(LONG_TEXT_EACH) == 0
         number = everywhere.randrange(2**40) + device
         batch = list(itertools.islice(moving_scenes(number), self.stage.batches[size]))
         here = random.Random(number)
         captions = ["" if here.random() < UNCAPTIONED else scene.caption for scene, _ in batch]
-        ids = token_ids(self.tokenizer, captions, length)
+        ids = token_ids(self.tokenizer, captions, LONG_TEXT if long else TEXT_TOKENS)
         return VideoBatch(*size, frame_scenes(batch, size[0]), (ids != self.tokenizer.pad_token_id, ids))
 
 
