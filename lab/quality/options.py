@@ -65,6 +65,7 @@ STUDIES: dict[str, list[Method]] = {
         LLSA(top_k=16, start_percent=0.4),
         LLSA(top_k=32, start_percent=0.4),
         LLSA(top_k=16, start_percent=0.2, dense_layers="0-1"),
+        LLSAMeans(top_k=16, exclude_selected=True, start_percent=0.2),
         HilbertA(tiles=4, start_percent=0.2),
         HilbertA(tiles=4, start_percent=0.4),
         HilbertA(tiles=4, start_percent=0.6),
@@ -95,7 +96,7 @@ def main(
     if study not in STUDIES:
         raise typer.BadParameter(f"unknown study {study!r}: choose from {', '.join(STUDIES)}")
     judge(study, STUDIES[study], size=size, prompts=prompts, batch=batch, device=device, dtype=dtype,
-          pictures=f"{pictures}/{study}", commit=commit, sheet=study == "sparse")  # fmt: skip
+          pictures=f"{pictures}/{study}", commit=commit, sheet=False)  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ from foveate.utils.cache import persistent
 
 __all__ = ["HilbertA", "HilbertPlan"]
 
-IN_TITLE = "period", "slide", "centre", "curve", "reference", "start_percent", "end_percent"
+IN_TITLE = "period", "slide", "centre", "curve", "reference", "dense_layers", "start_percent", "end_percent"
 
 
 @dataclass(frozen=True, kw_only=True)
