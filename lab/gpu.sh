@@ -49,12 +49,17 @@ flux() { # [22]
 flux_options() { # [4]
   local methods=() method
   for method in todo tomesd tofu toma:keep=0.75 toma:dst_every=1,weights_every=1 toma:dst_every=50,weights_every=50 \
-    toma:granularity=module "toma:granularity=module,tile=(4,4)" "toma:tile=(4,4)" "toma:tile=(16,16)" \
-    hilberta:tiles=16,slide=diagonal; do
+    toma:granularity=module "toma:granularity=module,tile=(4,4)" "toma:tile=(4,4)" "toma:tile=(16,16)"; do
     methods+=(--method "$method")
   done
   step flux-dev 64 --compile --rounds 5 "${methods[@]}" --out out/options
   mv out/options/step-flux-dev-compiled-cuda.json lab/results/step-flux-dev-options-cuda.json
+}
+
+flux_untrained() { # [5, estimated: steps of what holds without training, see docs/quality.md, and of tiles that slide diagonally]
+  step flux-dev 64,128 --compile --rounds 5 --method llsa:top_k=16 --method hilberta:tiles=4 \
+    --method hilberta:tiles=4,slide=diagonal --method hilberta:tiles=16 --method hilberta:tiles=16,slide=diagonal --out out/untrained
+  mv out/untrained/step-flux-dev-compiled-cuda.json lab/results/step-flux-dev-untrained-cuda.json
 }
 
 sdxl() { # [7]
@@ -180,7 +185,8 @@ recomputed() { # [5]
 }
 
 parts=(
-  tests attention calls log_linear train flux flux_options sdxl compiled parallel built_in quality merging sparse distilled distilled_512 ablations slide
+  tests attention calls log_linear train flux flux_options flux_untrained sdxl compiled parallel built_in quality merging sparse distilled
+  distilled_512 ablations slide
   pixel_dit pixel_model video prefill questions pools examples readers recomputed
 )
 for part in "${@:-${parts[@]}}"; do

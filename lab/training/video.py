@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from accelerate import PartialState
 from diffusers import AutoencoderKLWan, FlowMatchEulerDiscreteScheduler, WanPipeline, WanTransformer3DModel
 from PIL import Image
@@ -91,7 +92,7 @@ class VideoBatch(NamedTuple):
     scenes: Scenes
     """Those of all frames."""
     text: tuple[Tensor, Tensor]
-    """Token ids, and which of them are not padding."""
+    """Token ids without the padding that all share, and which tokens are not padding."""
 
 
 class VideoBatches(Dataset[VideoBatch]):
@@ -111,7 +112,8 @@ class VideoBatches(Dataset[VideoBatch]):
         here = random.Random(number)
         captions = ["" if here.random() < UNCAPTIONED else scene.caption for scene, _ in batch]
         ids = token_ids(self.tokenizer, captions, LONG_TEXT if long else TEXT_TOKENS)
-        return VideoBatch(*size, frame_scenes(batch, size[0]), (ids != self.tokenizer.pad_token_id, ids))
+        real = ids != self.tokenizer.pad_token_id
+        return VideoBatch(*size, frame_scenes(batch, size[0]), (ids[:, : int(real.sum(1).max())], real))
 
 
 class VideoPainter(nn.Module):
@@ -122,9 +124,11 @@ class VideoPainter(nn.Module):
         self.transformer, self.text = pipeline.transformer, pipeline.text_encoder
         self.text.set_attn_implementation("eager")  # see Painter
 
-    def forward(self, noisy: Tensor, sigma: Tensor, real: Tensor, ids: Tensor) -> Tensor:
+    def forward(self, noisy: Tensor, sigma: Tensor, ids: Tensor, real: Tensor) -> Tensor:
         """Velocity of latents [batch, channels, frames, rows, columns] at noise levels [batch]."""
-        text = self.text(ids, real).last_hidden_state * real[..., None]  # WanPipeline pads with zeros
+        read, padding = ids.shape[1], real.shape[1] - ids.shape[1]
+        text = self.text(ids, real[:, :read]).last_hidden_state * real[:, :read, None]
+        text = F.pad(text, (0, 0, 0, padding))  # WanPipeline pads with zeros
         return self.transformer(noisy, 1000 * sigma, text, return_dict=False)[0]
 
     def parts(self) -> dict[str, nn.Module]:
@@ -205,6 +209,7 @@ def main(
     torchrun --nproc-per-node 4 -m lab video --compile
     """
     pipeline = untrained_video_pipeline(seed=seed)
+    torch.backends.cudnn.benchmark = True  # for the autoencoder, which sees few sizes
     device, state, vae = training_device("auto"), PartialState(), out / "pipeline" / "vae"
     made = (vae / "config.json").exists()
     state.wait_for_everyone()  # before one of them makes it
