@@ -61,7 +61,7 @@ def test_using_draws_dense_sparse_and_distilled_with_one_pipeline(file):
     dense, sparse = pixels(plain, None), pixels(plain, METHOD)
     distilled = load_lora(pipe, file)
     assert distilled is not None
-    assert distilled.title == "HilbertA T=4 centre=0.5, distilled"
+    assert distilled.title == "HilbertA T=4 centre=0.5, dense_layers=1, distilled"
     assert torch.equal(pixels(pipe, None), dense)
     assert torch.equal(pixels(pipe, METHOD), sparse)
     assert not torch.equal(pixels(pipe, distilled), sparse)
@@ -144,7 +144,8 @@ def test_where_a_method_works_may_be_chosen_what_it_does_may_not():
     with pytest.raises(ValueError, match="was distilled for tiles=4, not 2: leave tiles out"):
         adapted(made, HilbertA(tiles=2), {"tiles"})
     with pytest.raises(
-        ValueError, match=r"was distilled for HilbertA T=4 centre=0\.5, not dense: leave one of them out"
+        ValueError,
+        match=r"was distilled for HilbertA T=4 centre=0\.5, dense_layers=1, not dense: leave one of them out",
     ):
         adapted(made, None, set())
 

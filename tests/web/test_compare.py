@@ -110,7 +110,7 @@ def test_the_page_is_there_as_soon_as_the_first_picture_is(pipe, tmp_path, monke
 
 
 def test_every_variant_has_a_file_of_its_own(pipe, tmp_path):
-    methods = [HilbertA(tiles=4), HilbertA(tiles=4, dense_layers="0")]
+    methods = [HilbertA(tiles=4), HilbertA(tiles=4, min_tokens=1)]
     assert methods[0].title == methods[1].title
     comparison(pipe, REQUEST, methods, tmp_path, settings={}, rounds=1)
     made = []
