@@ -55,14 +55,14 @@ def window(chromium):
     context.close()
 
 
-def opened(window, address, steps="2"):
-    """A tab that asks for the smallest picture."""
+def opened(window, address, steps="2", size="64"):
+    """A tab that asks for a picture, by default the smallest."""
     tab = window.new_page()
     requests = []
     tab.on("request", lambda request: requests.append(request.url))
     tab.goto(address)
     tab.get_by_role("button", name="Model, size, steps").click()
-    field(tab, "Size").fill("64")
+    field(tab, "Size").fill(size)
     field(tab, "Steps").fill(steps)
     field(tab, "Prompt").fill("a red apple")
     assert all(url.startswith((address, "data:", "blob:")) for url in requests), requests
@@ -115,11 +115,12 @@ def test_draw_slide_compare_look_inside_and_download(window, address, folder):
 
 
 def test_cancel_stops_and_the_next_drawing_works(window, address):
-    tab = opened(window, address, steps="1000")
+    tab = opened(window, address, steps="1000", size="256")  # minutes, so that Cancel is clicked in time
     tab.get_by_role("button", name="Draw", exact=True).click()
     tab.get_by_text(re.compile(r"\d+/1000 steps")).first.wait_for()
     tab.get_by_role("button", name="Cancel").first.click()
     says(tab, "Cancelled")
+    field(tab, "Size").fill("64")
     field(tab, "Steps").fill("2")
     draw(tab)
     assert history(tab) == 2
