@@ -101,7 +101,7 @@ merging() { # [8]
   timed python3 -m lab.quality.options merging --size 256 --prompts 500 --batch 32 --pictures out/options "${commit[@]}"
 }
 
-sparse() { # [20]
+sparse() { # [24]
   timed python3 -m lab.quality.options sparse --size 256 --prompts 500 --batch 32 --pictures out/options "${commit[@]}"
   timed python3 -m lab.quality.options sparse --size 512 --prompts 128 --batch 8 --pictures out/options "${commit[@]}"
 }

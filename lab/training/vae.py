@@ -44,10 +44,10 @@ def train_vae(
     Args:
         out: Folder of checkpoints; an existing run is resumed.
         vae: Autoencoder with random weights.
-        draw: Gives a batch from -1 to 1, for the atlas, a seed, the pixels of the batch, and a size.
+        draw: Called with the emoji, a seed, `pixels` and one of `sizes`; returns a batch with values from -1 to 1.
         steps: Training steps.
         pixels: Pixels of a batch, over all frames.
-        sizes: What `draw` takes as sizes, step by step.
+        sizes: Sides of pictures, or (frames, side) of videos; the steps take them in turn.
         rate: Highest learning rate.
         seed: Seed of scenes and noise.
         device: Device to train on.
@@ -57,13 +57,15 @@ def train_vae(
     optimizer = torch.optim.AdamW(vae.parameters(), lr=rate, weight_decay=0.0, betas=(0.9, 0.99))
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, rate, total_steps=steps)
 
+    settings = {"steps": steps, "seed": seed, "pixels": pixels, "sizes": repr(sizes)}
+
     def loss(step: int) -> Tensor:
         torch.manual_seed(seed * 2**32 + step)
         pictures = draw(atlas, seed * 2**32 + step, pixels, sizes[step % len(sizes)])
         with torch.autocast(torch.device(device).type, torch.bfloat16, enabled=device != "cpu"):
             return vae_loss(vae, pictures)
 
-    train(out, vae, optimizer, schedule, loss, steps, {"steps": steps, "seed": seed}, advance)
+    train(out, vae, optimizer, schedule, loss, steps, settings, advance)
     vae.eval()
     with torch.no_grad():
         _normalise(vae, vae.encode(draw(atlas, seed, pixels, sizes[0])).latent_dist.mean)

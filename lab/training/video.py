@@ -209,7 +209,6 @@ def main(
     torchrun --nproc-per-node 4 -m lab video --compile
     """
     pipeline = untrained_video_pipeline(seed=seed)
-    torch.backends.cudnn.benchmark = True  # for the autoencoder, which sees few sizes
     device, state, vae = training_device("auto"), PartialState(), out / "pipeline" / "vae"
     made = (vae / "config.json").exists()
     state.wait_for_everyone()  # before one of them makes it
@@ -226,6 +225,7 @@ def main(
                 pipeline.vae.save_pretrained(vae)
             state.wait_for_everyone()
         pipeline.vae = AutoencoderKLWan.from_pretrained(vae).eval()
+        torch.backends.cudnn.benchmark = True  # latents of 24 videos take 31 ms instead of 51 (H100)
         options = RunOptions(at_once=1, compile=compile, minutes=minutes, sample_every=sample_every, track=track)
         done = VideoTraining(out / "flow", pipeline, recipe, options, seed=seed).train()
     print_outcome(done, out)

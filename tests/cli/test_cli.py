@@ -18,7 +18,7 @@ from PIL import Image
 from safetensors import safe_open
 
 import foveate
-from foveate.demo import MODELS, BuiltIn
+from foveate.demo import MODELS
 from foveate.demo.scenes import scenes
 from foveate.demo.untrained import untrained_pipeline
 from foveate.diffusers.checks import check_size
@@ -292,7 +292,7 @@ def test_a_damaged_model_is_one_clear_line(folder, tmp_path, monkeypatch, damage
         file.write_bytes(file.read_bytes()[:-40])
     output = fails("generate", "a cat", "--model", copied, *SMALL)
     assert "cannot load" in output
-    monkeypatch.setitem(MODELS, "", BuiltIn(copied))
+    monkeypatch.setitem(MODELS, "", copied)
     output = fails("generate", "a cat", *SMALL)
     assert "the built-in model is damaged, install foveate again" in output
 
@@ -535,7 +535,6 @@ def test_the_built_in_model_of_pixels_is_drawn_by_its_name():
     assert "never taught 'sofa'" in output
     with Image.open("owl.png") as picture:
         assert (picture.size, picture.text["model"]) == ((16, 16), "built-in-pixel")
-        assert picture.text["guidance"] == "3.0"
 
 
 def test_distill_learns_from_given_pictures(folder, tmp_path):
@@ -552,7 +551,7 @@ def test_distill_learns_from_given_pictures(folder, tmp_path):
 
 
 def test_distill_never_uses_evaluation_captions_of_the_built_in_model(folder, monkeypatch):
-    monkeypatch.setitem(MODELS, "", BuiltIn(folder))
+    monkeypatch.setitem(MODELS, "", folder)
     some_drawn = lambda _pipe, some: drawn.extend(one.prompt for one in some) or [{}]  # noqa: E731
     monkeypatch.setattr("foveate.training.pairs._drawn", some_drawn)
     drawn = []

@@ -119,10 +119,12 @@ def test_a_lora_halves_the_error_of_its_method(name):
 
 @pytest.mark.slow
 def test_the_pixel_model_draws_held_out_captions():
+    pixels = pipelines.load(str(PIXEL), "cpu")
+    assert pixels.config.guidance_scale == 3
     asked = list(itertools.islice(scenes(5, evaluation=True), 6))
-    request = Request("", (64, 64), 8, None, 0)
+    request = Request("", (64, 64), 8, 1.0, 0)  # guidance would take twice the time
     requests = [request._replace(prompt=scene.caption, seed=seed) for seed, scene in enumerate(asked)]
-    pictures = np.stack([np.asarray(one) for one in draw_batch(pipelines.load(str(PIXEL), "cpu"), requests)])
+    pictures = np.stack([np.asarray(one) for one in draw_batch(pixels, requests)])
     found, _ = recognise(load_recogniser(), torch.from_numpy(pictures).permute(0, 3, 1, 2))
     verdicts = [judge(detections, scene) for detections, scene in zip(found, asked, strict=True)]
     assert sum(v.objects_found for v in verdicts) >= 0.7 * sum(v.objects for v in verdicts)

@@ -93,6 +93,8 @@ def test_guidance_drives_away_from_the_empty_caption():
     got = pipe("a cat", num_inference_steps=1, output_type="pt", guidance_scale=3.0).images
     want = (empty + 3 * (own - empty)) / 2 + 0.5
     torch.testing.assert_close(got, want.clamp(0, 1))
+    pipe.register_to_config(guidance_scale=3.0)
+    assert torch.equal(pipe("a cat", num_inference_steps=1, output_type="pt", generator=seeded()).images, got)
 
 
 def test_the_rest_of_foveate_draws_with_it():

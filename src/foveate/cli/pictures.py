@@ -43,7 +43,7 @@ Guidance = Annotated[
         min=0,
         max=1000,
         help="Guidance scale. With --negative, and in models without a guidance input, every step runs the model "
-        "twice. [dim]default: the pipeline's; for built-in-pixel 3[/]",
+        "twice. [dim]default: the pipeline's[/]",
     ),
 ]
 Negative = Annotated[
@@ -96,7 +96,7 @@ def open_model(model: str, device: str, dtype: str) -> Any:
 
 def place_of(model: str) -> str:
     """Folder or hub id of a model that `--model` names."""
-    return str(MODELS[model].folder) if model in MODELS else model
+    return str(MODELS.get(model, model))
 
 
 def open_with_lora(model: str, lora: str, device: str, dtype: str) -> tuple[Any, Any]:
@@ -149,13 +149,11 @@ def request_of(
     from foveate.diffusers.checks import check_request
     from foveate.diffusers.pipelines import Request, arguments, makes_video, own_size
 
-    known = MODELS.get(model)
     usual = own_size(pipe) if model or pipe.device.type != "cpu" else (128, 128)
     sides = read_size(size) if size else usual
     if makes_video(pipe):
         more["frames"] = more.get("frames") or arguments(pipe)["num_frames"]
-    guidance = known.guidance if known and guidance is None else guidance
-    request = Request(prompt, sides, steps or (20 if known else 28), guidance, seed, **more)
+    request = Request(prompt, sides, steps or (20 if model in MODELS else 28), guidance, seed, **more)
     check_request(pipe, request)
     return request
 

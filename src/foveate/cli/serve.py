@@ -135,7 +135,7 @@ def scale_of(replicas: int, max_replicas: int, *, kinds: int, gpus: bool) -> tup
     Args:
         replicas: What `--replicas` says.
         max_replicas: What `--max-replicas` says.
-        kinds: Number of methods that have replicas of their own.
+        kinds: Number of methods that the service offers; each has its own replicas.
         gpus: Whether each replica needs a GPU of this machine.
     """
     if max_replicas and max_replicas < replicas:

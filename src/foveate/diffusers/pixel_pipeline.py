@@ -41,6 +41,7 @@ class PixelPipeline(DiffusionPipeline):
         text_encoder: Likewise; a model whose output has a `last_hidden_state`.
         height: Of pictures unless told otherwise: of those that it was trained with last.
         width: Likewise.
+        guidance_scale: Unless told otherwise.
 
     Examples:
         >>> pipe = PixelPipeline.from_pretrained("trained")
@@ -58,12 +59,13 @@ class PixelPipeline(DiffusionPipeline):
         text_encoder: Any = None,
         height: int = 64,
         width: int = 64,
+        guidance_scale: float = 1.0,
     ) -> None:
         super().__init__()
         self.register_modules(
             transformer=transformer, scheduler=scheduler, tokenizer=tokenizer, text_encoder=text_encoder
         )
-        self.register_to_config(height=height, width=width)
+        self.register_to_config(height=height, width=width, guidance_scale=guidance_scale)
 
     @torch.no_grad()
     def __call__(
@@ -72,7 +74,7 @@ class PixelPipeline(DiffusionPipeline):
         height: int | None = None,
         width: int | None = None,
         num_inference_steps: int = 20,
-        guidance_scale: float = 1.0,
+        guidance_scale: float | None = None,
         generator: torch.Generator | list[torch.Generator] | None = None,
         output_type: str = "pil",
         return_dict: bool = True,
@@ -96,6 +98,7 @@ class PixelPipeline(DiffusionPipeline):
             ValueError: If there is a caption or guidance, and the model was trained without captions.
         """
         prompts = [prompt] if isinstance(prompt, str) else prompt
+        guidance_scale = self.config.guidance_scale if guidance_scale is None else guidance_scale
         if self.text_encoder is None and (any(prompts) or guidance_scale != 1):
             raise ValueError('this model was trained without captions: use prompt "" and no guidance scale')
         height, width = height or self.config.height, width or self.config.width
