@@ -145,11 +145,11 @@ def main(
             at = {"equal steps": steps, "equal time": max(probe, equal_time(steps, dense_seconds, seconds))}
             judged = {label: trial.judged(count) for label, count in sorted(at.items(), key=lambda item: item[1])}
             results[name] = {**judged, "seconds a step": trial.seconds(), "curve": curve(trial.log())}
-    content: dict[str, Any] = {
-        **{"size": size, "dit": dit, "patch": patch, "batch": batch, "steps": steps, "steps before": before},
-        **{"recipe": asdict(recipe), "prompts": prompts, "versions": versions(), "variants": results},
-    }
-    print(save_result(f"pixel-dit-{device}-{size}px", content, commit))
+            content: dict[str, Any] = {
+                **{"size": size, "dit": dit, "patch": patch, "batch": batch, "steps": steps, "steps before": before},
+                **{"recipe": asdict(recipe), "prompts": prompts, "versions": versions(), "variants": results},
+            }
+            print(save_result(f"pixel-dit-{device}-{size}px", content, commit))  # each variant takes minutes
 
 
 def untrained(name: str, dit: str, patch: int) -> PixelPipeline:
