@@ -16,8 +16,10 @@ from statistics import mean, median
 from typing import Annotated, Any
 
 import torch
+import torch.nn.functional as F
 import typer
 from diffusers import FlowMatchEulerDiscreteScheduler
+from torch import Tensor
 
 from foveate.cli.common import progress
 from foveate.cli.train import built_in_text_encoder
@@ -34,15 +36,44 @@ from lab.quality.common import Batch, Commit, Prompts, device_type, save_result
 SMALL = 32  # pixels of the first stage
 PROBE = 50  # steps of --size that give the median step time
 BIN = 100  # steps averaged into a point of the loss curve
+WINDOW = 256  # tokens: about as many as log-linear attention reads
 SEED = 0
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "dense": {"attention": "dense"},
+    "windows": {"attention": "dense"},  # see `with_own_attention`
     "top-k": {"levels": 1, "enrich": False},
-    "llsa-bare": {"enrich": False},
     "llsa": {},
 }
 """Options of the model, by variant."""
+
+
+def attend_in_windows(
+    q: Tensor, k: Tensor, v: Tensor, *, extra_k: Tensor, extra_v: Tensor, **nothing: None
+) -> tuple[Tensor, None, None]:
+    """Every token reads those of its window and the text; as `foveate.diffusers.pixel_dit.attend_densely`.
+
+    A window is a run of `WINDOW` tokens of the model's order: in Morton order, a square of 16 x 16.
+    """
+    batch, heads, tokens, dim = q.shape
+    count = max(1, tokens // WINDOW)
+
+    def windows(x: Tensor) -> Tensor:
+        """[batch and windows, heads, tokens, dim]."""
+        return x.unflatten(2, (count, -1)).transpose(1, 2).flatten(0, 1)
+
+    text = [x.repeat_interleave(count, 0) for x in (extra_k, extra_v)]
+    k, v = (torch.cat([windows(x), extra], 2) for x, extra in zip((k, v), text, strict=True))
+    out = F.scaled_dot_product_attention(windows(q), k, v)
+    return out.unflatten(0, (batch, count)).transpose(1, 2).reshape(batch, heads, tokens, dim), None, None
+
+
+def with_own_attention(pipeline: PixelPipeline, name: str) -> PixelPipeline:
+    """The pipeline with the attention of its variant, which the config of its model cannot say for windows."""
+    if name == "windows":
+        for block in pipeline.transformer.blocks:
+            block.attn.processor.own = attend_in_windows
+    return pipeline
 
 
 @dataclass(frozen=True)
@@ -105,7 +136,7 @@ class Trial:
         if not (out / "scores.json").exists():
             self.train(steps)
             request = Request("", self.stages[1].size, 20, None, SEED)
-            pipe = load(str(self.folder))
+            pipe: Any = with_own_attention(load(str(self.folder)), self.name)
             evaluate(pipe, [], out, prompts=self.prompts, request=request, batch=self.drawn, track=self.track)
         _real, score = json.loads((out / "scores.json").read_text())["scores"]
         return {"steps": steps, **score}
@@ -163,7 +194,8 @@ def untrained(name: str, dit: str, patch: int) -> PixelPipeline:
     text_encoder, tokenizer = built_in_text_encoder()
     torch.manual_seed(SEED)
     model = PixelDiT(**MODELS[dit], patch_size=patch, text_dim=text_encoder.config.d_model, **VARIANTS[name])
-    return PixelPipeline(model, FlowMatchEulerDiscreteScheduler(), tokenizer, text_encoder)
+    pipeline = PixelPipeline(model, FlowMatchEulerDiscreteScheduler(), tokenizer, text_encoder)
+    return with_own_attention(pipeline, name)
 
 
 def equal_time(steps: int, dense_seconds: float, seconds: float) -> int:
