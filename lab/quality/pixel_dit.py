@@ -136,7 +136,8 @@ class Trial:
         if not (out / "scores.json").exists():
             self.train(steps)
             request = Request("", self.stages[1].size, 20, None, SEED)
-            pipe: Any = with_own_attention(load(str(self.folder)), self.name)
+            loaded: Any = load(str(self.folder))
+            pipe = with_own_attention(loaded, self.name)
             evaluate(pipe, [], out, prompts=self.prompts, request=request, batch=self.drawn, track=self.track)
         _real, score = json.loads((out / "scores.json").read_text())["scores"]
         return {"steps": steps, **score}

@@ -537,6 +537,15 @@ def test_the_built_in_model_of_pixels_is_drawn_by_its_name():
         assert (picture.size, picture.text["model"]) == ((16, 16), "built-in-pixel")
 
 
+def test_distill_takes_a_video_model(wan, tmp_path):
+    (tmp_path / "prompts.txt").write_text("a cat\nan owl")
+    command = "distill", "--model", wan, "--size", 128, "--frames", 5, "--tiles", 4, "--prompts", "prompts.txt"
+    succeeds(*command, "--optimizer", "adamw", "--steps", 1, "--batch", 2, "--draw-steps", 1, "--sample-every", 0)
+    output = succeeds("generate", "a cat", "--model", wan, "--lora", "distilled", "--frames", 5, "--steps", 1)
+    assert "HilbertA T=4, distilled" in output
+    assert "2 of 2 forward passes sparse" in output
+
+
 def test_distill_learns_from_given_pictures(folder, tmp_path):
     (tmp_path / "mine").mkdir()
     for name, caption in (("one", "a cat"), ("two", "an owl"), ("three", "a car")):

@@ -61,8 +61,9 @@ def power_cut(monkeypatch):
 def gap(pipe, batch):
     """Mean squared difference of the velocities to the untrained dense model's, on one fixed batch."""
     rows = pipe._prepare_latent_image_ids(1, 16, 16, "cpu", torch.float32)
-    inputs = {"hidden_states": batch.latents, "timestep": batch.level, "pooled_projections": batch.pooled}
-    inputs |= {"encoder_hidden_states": batch.text, "img_ids": rows, "txt_ids": torch.zeros(64, 3)}
+    inputs = {"hidden_states": batch.latents, "timestep": batch.level, "img_ids": rows, "txt_ids": torch.zeros(64, 3)}
+    inputs["encoder_hidden_states"] = batch.text["prompt_embeds"]
+    inputs["pooled_projections"] = batch.text["pooled_prompt_embeds"]
     with foveate.apply(pipe, HilbertA(tiles=4)):
         return (pipe.transformer(**inputs)[0] - tiny.pipeline().transformer(**inputs)[0]).square().mean().item()
 
@@ -238,6 +239,6 @@ def test_bad_arguments_are_refused_before_anything_is_drawn(pipe, tmp_path, as_a
         pipe.scheduler, pipe.vae, pipe.text_encoder, pipe.tokenizer, pipe.text_encoder_2, pipe.tokenizer_2,
         pipe.transformer,
     )  # fmt: skip
-    with pytest.raises(ValueError, match="needs a FluxPipeline, not a FluxFillPipeline"):
+    with pytest.raises(ValueError, match="needs a FluxPipeline or a WanPipeline, not a FluxFillPipeline"):
         distill(tmp_path, fill, ADAMW, tiny.REQUEST, tiny.PROMPTS, steps=1, options=ONE)
     assert list(tmp_path.iterdir()) == []

@@ -27,13 +27,13 @@ def test_a_pair_holds_the_latents_that_the_pipeline_draws_and_the_embeddings(pip
 def test_interrupted_drawing_is_resumed_and_nothing_is_drawn_twice(pipe, pairs_folder, tmp_path, monkeypatch):
     drawn = []
 
-    def failing(pipeline, requests):
+    def failing(family, requests):
         drawn.extend(request.prompt for request in requests)
         if len(drawn) == 3:
             raise SystemError
-        return draw(pipeline, requests)
+        return drawing(family, requests)
 
-    draw = pairs._drawn
+    drawing = pairs._drawn
     monkeypatch.setattr(pairs, "_drawn", failing)
     with pytest.raises(SystemError):
         make_pairs(tmp_path, pipe, tiny.PROMPTS, tiny.REQUEST)
@@ -96,7 +96,7 @@ def test_captions_come_from_text_files_or_prompts(tmp_path):
 def test_every_epoch_sees_every_pair_once_and_the_number_determines_a_sample(pairs_folder):
     samples = NoisyPairs(pairs_folder, tiny.PROMPTS, seed=1)
     epochs = [[samples[5 * epoch + place] for place in range(5)] for epoch in range(3)]
-    orders = [[sample.pooled.sum().item() for sample in epoch] for epoch in epochs]
+    orders = [[sample.text["pooled_prompt_embeds"].sum().item() for sample in epoch] for epoch in epochs]
     assert len(set(orders[0])) == 5
     assert {tuple(sorted(order)) for order in orders} == {tuple(sorted(orders[0]))}
     assert len({tuple(order) for order in orders}) > 1
@@ -111,7 +111,7 @@ def test_noise_levels_are_uniform_or_shifted_and_latents_interpolate_to_noise(pa
     clean = load_file(pairs_folder / "000000.safetensors")["latents"]
     levels = []
     for number in range(500):
-        noisy, level, *_ = samples[number]
+        noisy, level, _ = samples[number]
         noise = (noisy - (1 - level) * clean) / level
         levels.append(level.item())
         assert abs(noise.mean()) < 0.1

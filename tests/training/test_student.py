@@ -13,6 +13,7 @@ import foveate
 from foveate import HilbertA
 from foveate.diffusers.lora import LORA_FILE, load_lora
 from foveate.diffusers.pipelines import fingerprint
+from foveate.training.families import FluxFamily
 from foveate.training.pictures import NoisyPairs
 from foveate.training.student import LAYERS, Recipe, Student
 
@@ -22,7 +23,7 @@ def recipe(tiles=4, **options):
 
 
 def student_of(pipe, *arguments, **options):
-    return Student(pipe, recipe(*arguments, **options), tiny.REQUEST.size)
+    return Student(pipe, recipe(*arguments, **options), tiny.REQUEST)
 
 
 @pytest.fixture
@@ -35,8 +36,8 @@ def velocity(pipe, batch):
     return pipe.transformer(
         hidden_states=batch.latents,
         timestep=batch.level,
-        pooled_projections=batch.pooled,
-        encoder_hidden_states=batch.text,
+        pooled_projections=batch.text["pooled_prompt_embeds"],
+        encoder_hidden_states=batch.text["prompt_embeds"],
         img_ids=pipe._prepare_latent_image_ids(1, 16, 16, "cpu", torch.float32),
         txt_ids=torch.zeros(64, 3),
         return_dict=False,
@@ -87,7 +88,7 @@ def test_only_the_loras_of_the_chosen_layers_have_gradients(pipe, batch, layers)
     student = student_of(pipe, rank=3, layers=layers)
     student.loss(pipe.transformer, batch).backward()
     trained = {name for name, weight in pipe.transformer.named_parameters() if weight.grad is not None}
-    named = {f"transformer_blocks.0.{target}" for target in LAYERS["paper"]}
+    named = {f"transformer_blocks.0.{target}" for target in FluxFamily.layers["paper"]}
     named |= {f"single_transformer_blocks.0.attn.to_{name}" for name in "qkv"}
     if layers == "all":
         named |= {"single_transformer_blocks.0.proj_mlp", "single_transformer_blocks.0.proj_out", "proj_out"}
@@ -149,11 +150,11 @@ def test_a_student_may_start_from_a_lora(pipe, batch, tmp_path):
     unlearn(student)
     path = tmp_path / LORA_FILE
     path.write_bytes(student.lora_file())
-    again = Student(fresh, recipe(2), tiny.REQUEST.size, path)
+    again = Student(fresh, recipe(2), tiny.REQUEST, path)
     for ours, theirs in zip(again.trained, student.trained, strict=True):
         assert torch.equal(ours, theirs)
     with pytest.raises(ValueError, match="does not fit: it needs the model and --rank it was made with"):
-        Student(third, recipe(rank=2), tiny.REQUEST.size, path)
+        Student(third, recipe(rank=2), tiny.REQUEST, path)
 
 
 @pytest.mark.parametrize(
@@ -174,7 +175,7 @@ def test_bad_recipes_are_refused_with_the_value(options, message):
 
 
 def test_dense_fallback_and_float16_are_refused(pipe, batch):
-    student = Student(pipe, Recipe(method=HilbertA(tiles=4, min_tokens=1000)), tiny.REQUEST.size)
+    student = Student(pipe, Recipe(method=HilbertA(tiles=4, min_tokens=1000)), tiny.REQUEST)
     with pytest.raises(ValueError, match="min_tokens=1000: there is nothing to distil at this size"):
         student.loss(pipe.transformer, batch)
     with pytest.raises(ValueError, match="too small for float16"):

@@ -25,7 +25,7 @@ from foveate.cli.common import (
     read_prompts,
     training_device,
 )
-from foveate.cli.pictures import Model, Size, open_at_size, request_of
+from foveate.cli.pictures import Frames, Model, Size, open_at_size, request_of
 from foveate.methods import METHODS, method_from_text
 
 __all__ = ["distill"]
@@ -38,6 +38,7 @@ SHOWN = 4  # captions on a sheet of samples
 def distill(
     model: Model = "",
     size: Size = None,
+    frames: Frames = None,
     method: Annotated[str, typer.Option(help=f"Method to distil for: {', '.join(METHODS)}.")] = "hilberta",
     tiles: Tiles = None,
     option: Option = None,
@@ -104,13 +105,15 @@ def distill(
 ) -> None:
     """Distil a LoRA that teaches the sparse model to predict what the dense model predicts.
 
-    First the dense model draws the training pictures, then the LoRA is trained. You may stop it at any time; the same
-    command resumes the run. generate, compare and eval take the result as --lora, and diffusers as
-    pipe.load_lora_weights(...).
+    First the dense model draws the training pictures or videos, then the LoRA is trained. The model is FLUX.1, text to
+    image, or Wan 2.1, text to video. You may stop it at any time; the same command resumes the run. generate, compare
+    and eval take the result as --lora, and diffusers as pipe.load_lora_weights(...).
 
     foveate distill --tiles 16 --size 256
 
     foveate distill --model black-forest-labs/FLUX.1-dev --tiles 16 --prompts prompts.txt --checkpointing
+
+    foveate distill --model Wan-AI/Wan2.1-T2V-1.3B-Diffusers --size 832x480 --prompts prompts.txt --checkpointing
 
     On several GPUs: accelerate launch --multi_gpu --num_processes 4 -m foveate distill ...
     """
@@ -123,7 +126,7 @@ def distill(
 
     first = find_lora(start) if start else None
     pipe, _, _ = open_at_size(model, "", size, where, dtype)
-    request = request_of(pipe, model, "", size, draw_steps, guidance, seed)
+    request = request_of(pipe, model, "", size, draw_steps, guidance, seed, frames=frames)
     from foveate.demo.scenes import captions
     from foveate.training.distill import distill
     from foveate.training.pictures import captioned

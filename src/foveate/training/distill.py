@@ -5,21 +5,23 @@
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from math import prod
 from pathlib import Path
 from zlib import crc32
 
 from accelerate import Accelerator
-from diffusers import FluxPipeline
+from diffusers import FluxPipeline, WanPipeline
 from PIL import Image
 from torch import Tensor
 
 from foveate.diffusers.lora import LORA_FILE
-from foveate.diffusers.pipelines import Request, draw_batch, fingerprint
+from foveate.diffusers.pipelines import Request, draw_batch, fingerprint, makes_video
 from foveate.methods import HilbertA
+from foveate.training.families import family_of
 from foveate.training.pairs import make_pairs
 from foveate.training.pictures import NoisyLatents, NoisyPairs, noise_shift
 from foveate.training.run import Phase, Run, RunOptions, cooled_rate, make_accelerator, split_batch
-from foveate.training.student import Recipe, Student, token_grid
+from foveate.training.student import Recipe, Student
 from foveate.training.trained import Trained
 from foveate.utils.files import write_whole
 from foveate.utils.processes import check_shared
@@ -29,7 +31,7 @@ __all__ = ["Distillation", "distill"]
 
 def distill(
     out: Path,
-    pipeline: FluxPipeline,
+    pipeline: FluxPipeline | WanPipeline,
     recipe: Recipe,
     request: Request,
     prompts: Sequence[str],
@@ -48,8 +50,8 @@ def distill(
         out: Folder of the run.
         pipeline: Teacher and student.
         recipe: Hyperparameters.
-        request: Size, denoising steps, guidance scale and first seed of the teacher's pictures; its prompt is not
-            used.
+        request: Size, frames, denoising steps, guidance scale and first seed of the teacher's pictures or videos; its
+            prompt is not used.
         prompts: Captions, one for each picture.
         pictures: Files of the training pictures; if empty, the teacher draws them.
         pairs: Folder of the latents and text embeddings, which runs may share; None is a folder inside `out`.
@@ -58,23 +60,21 @@ def distill(
         options: Other settings. `at_once` holds for drawing, encoding and training.
 
     Raises:
-        ValueError: If the pipeline is not a FLUX.1 text-to-image pipeline, or recipe, pictures and folder do not fit
-            together.
+        ValueError: If the pipeline is neither FLUX.1, text to image, nor Wan with one transformer, text to video, or
+            recipe, pictures and folder do not fit together.
     """
     until = time.monotonic() + 60 * options.minutes
-    if not isinstance(pipeline, FluxPipeline):
-        raise ValueError(f"distillation needs a FluxPipeline, not a {type(pipeline).__name__}: name its base model")
+    grid = family_of(pipeline, request).grid
     accelerator = make_accelerator(pipeline.device, recipe.optimizer)
     split_batch(recipe.batch, accelerator.num_processes)
     check_shared(out)
     if options.compile:
         pipeline.transformer.compile_repeated_blocks()
-    rows, columns = token_grid(pipeline, request.size)
     if isinstance(recipe.method, HilbertA):  # replaces tiles="auto": the LoRA belongs to that number at any size
-        recipe = replace(recipe, method=replace(recipe.method, tiles=recipe.method.tiles_for((rows, columns))))
-    student = Student(pipeline, recipe, request.size, start)
+        recipe = replace(recipe, method=replace(recipe.method, tiles=recipe.method.tiles_for(grid)))
+    student = Student(pipeline, recipe, request, start)
     try:
-        shift = noise_shift(pipeline.scheduler, rows * columns) if recipe.levels == "shifted" else 0.0
+        shift = noise_shift(pipeline.scheduler, prod(grid)) if recipe.levels == "shifted" else 0.0
         noisy = NoisyPairs(pairs or out / "pairs", prompts, recipe.seed, shift)
         with student.teacher():
             complete = make_pairs(
@@ -110,7 +110,7 @@ class Distillation(Run):
     def __init__(
         self,
         out: Path,
-        pipeline: FluxPipeline,
+        pipeline: FluxPipeline | WanPipeline,
         student: Student,
         pairs: NoisyPairs,
         accelerator: Accelerator,
@@ -156,7 +156,10 @@ class Distillation(Run):
             write_whole(self.out / LORA_FILE, lora)
 
     def sample(self) -> None:
-        """Draw the captions dense, with the method alone, and distilled. All devices draw, one writes."""
+        """Draw the captions dense, with the method alone, and distilled: of a video, the middle frame.
+
+        All devices draw, one writes.
+        """
         if not self.options.captions:
             return
         if not self._references:
@@ -173,4 +176,5 @@ class Distillation(Run):
         at_once, captions = self.options.at_once, self.options.captions
         requests = [self.request._replace(prompt=c, seed=first + index) for index, c in enumerate(captions)]
         parts = [requests[start : start + at_once] for start in range(0, len(requests), at_once)]
-        return [picture for part in parts for picture in draw_batch(self.pipeline, part)]
+        drawn = [one for part in parts for one in draw_batch(self.pipeline, part)]
+        return [one[len(one) // 2] for one in drawn] if makes_video(self.pipeline) else drawn

@@ -9,13 +9,14 @@ from pathlib import Path
 
 import torch
 from accelerate import PartialState
-from diffusers import FluxPipeline
+from diffusers import FluxPipeline, WanPipeline
 from PIL import Image
 from safetensors import safe_open
 from safetensors.torch import save
 from torch import Tensor
 
-from foveate.diffusers.pipelines import Request, fingerprint, text_tokens
+from foveate.diffusers.pipelines import Request, fingerprint
+from foveate.training.families import Family, family_of
 from foveate.training.pictures import fitted, pair_path
 from foveate.utils.device import dtype_name
 from foveate.utils.files import claim, write_whole
@@ -25,7 +26,7 @@ __all__ = ["make_pairs"]
 
 def make_pairs(
     folder: Path,
-    pipeline: FluxPipeline,
+    pipeline: FluxPipeline | WanPipeline,
     prompts: Sequence[str],
     request: Request,
     *,
@@ -41,9 +42,9 @@ def make_pairs(
 
     Args:
         folder: Folder of the pairs, one file for each prompt.
-        pipeline: Draws the pictures, or encodes the given ones.
+        pipeline: Draws the pictures or videos, or encodes the given pictures.
         prompts: The captions.
-        request: Size, denoising steps, guidance scale and first seed; its prompt is not used.
+        request: Size, frames, denoising steps, guidance scale and first seed; its prompt is not used.
         pictures: Files of the pictures in the order of the prompts; if empty, the pipeline draws them.
         at_once: Batch size on a device.
         until: Time at which to stop, as given by `time.monotonic`.
@@ -52,7 +53,7 @@ def make_pairs(
     Raises:
         ValueError: If the folder holds pairs of other settings or other prompts.
     """
-    state = PartialState()
+    state, family = PartialState(), family_of(pipeline, request)
     with state.main_process_first():
         claim(folder, _settings(pipeline, request, bool(pictures)))
     names = [f"{picture.name}: " for picture in pictures] or len(prompts) * [""]
@@ -70,7 +71,7 @@ def make_pairs(
         part = missing[start : start + at_once]
         requests = [request._replace(prompt=prompts[index], seed=request.seed + index) for index in part]
         given = [pictures[index] for index in part] if pictures else []
-        pairs = _encoded(pipeline, requests, given) if given else _drawn(pipeline, requests)
+        pairs = _encoded(family, requests, given) if given else _drawn(family, requests)
         for index, pair in zip(part, pairs, strict=True):
             write_whole(pair_path(folder, index), save(pair, {"source": sources[index]}))
             advance()
@@ -78,7 +79,7 @@ def make_pairs(
     return all(pair_path(folder, index).exists() for index in range(len(prompts)))
 
 
-def _settings(pipeline: FluxPipeline, request: Request, given: bool) -> dict[str, str]:
+def _settings(pipeline: FluxPipeline | WanPipeline, request: Request, given: bool) -> dict[str, str]:
     settings = {
         "weights": fingerprint(pipeline.vae if given else pipeline.transformer),
         "size": request.size,
@@ -86,6 +87,8 @@ def _settings(pipeline: FluxPipeline, request: Request, given: bool) -> dict[str
     }
     if not given:
         settings |= {"steps": request.steps, "guidance": request.guidance, "seed": request.seed}
+    if request.frames:
+        settings["frames"] = request.frames
     return {name: str(value) for name, value in settings.items()}
 
 
@@ -95,39 +98,20 @@ def _check(path: Path, source: str) -> None:
             raise ValueError(f"{path} was made of {before!r}, not of {source!r}: name another folder with --out")
 
 
-@torch.no_grad()
-def _embeddings(pipeline: FluxPipeline, requests: Sequence[Request]) -> dict[str, Tensor]:
-    prompts = [request.prompt for request in requests]
-    text, pooled, _ = pipeline.encode_prompt(prompts, None, max_sequence_length=text_tokens(pipeline))
-    return {"prompt_embeds": text, "pooled_prompt_embeds": pooled}
-
-
-def _drawn(pipeline: FluxPipeline, requests: Sequence[Request]) -> list[dict[str, Tensor]]:
-    embeddings, shared = _embeddings(pipeline, requests), requests[0]
-    guidance = {} if shared.guidance is None else {"guidance_scale": shared.guidance}
-    latents = pipeline(
-        **embeddings,
-        **guidance,
-        height=shared.size[0],
-        width=shared.size[1],
-        num_inference_steps=shared.steps,
-        generator=[torch.Generator("cpu").manual_seed(request.seed) for request in requests],
-        output_type="latent",
-    ).images
-    return _unbatched({"latents": latents, **embeddings})
+def _drawn(family: Family, requests: Sequence[Request]) -> list[dict[str, Tensor]]:
+    with torch.no_grad():
+        embeddings = family.embeddings([request.prompt for request in requests])
+    return _unbatched({"latents": family.latents(requests, embeddings), **embeddings})
 
 
 @torch.no_grad()
-def _encoded(pipeline: FluxPipeline, requests: Sequence[Request], pictures: Sequence[Path]) -> list[dict[str, Tensor]]:
+def _encoded(family: Family, requests: Sequence[Request], pictures: Sequence[Path]) -> list[dict[str, Tensor]]:
     pixels: list[Tensor] = []
     for picture in pictures:
         with Image.open(picture) as file:
             pixels.append(fitted(file, requests[0].size))
-    vae = pipeline.vae
-    latents = vae.encode(torch.stack(pixels).to(vae.device, vae.dtype)).latent_dist.mode()
-    latents = (latents - vae.config.shift_factor) * vae.config.scaling_factor
-    latents = pipeline._pack_latents(latents, *latents.shape)
-    return _unbatched({"latents": latents, **_embeddings(pipeline, requests)})
+    embeddings = family.embeddings([request.prompt for request in requests])
+    return _unbatched({"latents": family.encoded(torch.stack(pixels)), **embeddings})
 
 
 def _unbatched(batch: dict[str, Tensor]) -> list[dict[str, Tensor]]:

@@ -204,26 +204,24 @@ def _shuffled(count: int, seed: int, epoch: int) -> Int[Tensor, "count"]:
 
 
 class NoisyLatents(NamedTuple):
-    """Packed latents under noise with their text embeddings: one sample, or a batch.
+    """Latents under noise with the embeddings of their captions: one sample, or a batch.
 
     Attributes:
         latents: (1 - level) latents + level noise.
         level: Noise level from 0 (clean) to 1 (noise).
-        text: Embeddings of the caption's tokens.
-        pooled: Pooled embedding of the caption.
+        text: Embeddings by the pipeline's name for them.
     """
 
-    latents: Float[Tensor, "*batch tokens channels"]
+    latents: Float[Tensor, "..."]
     level: Float[Tensor, "*batch"]
-    text: Float[Tensor, "*batch words text_dim"]
-    pooled: Float[Tensor, "*batch pooled_dim"]
+    text: dict[str, Tensor]
 
 
 def noise_shift(scheduler: Any, tokens: int) -> float:
     """Shift of the logit of a flow-matching scheduler's noise levels for this number of image tokens."""
     config = scheduler.config
     if not config.use_dynamic_shifting:
-        return math.log(config.shift)
+        return math.log(config.get("shift") or config.flow_shift)
     names = "base_image_seq_len", "max_image_seq_len", "base_shift", "max_shift"
     return calculate_shift(tokens, *(config[name] for name in names))
 
@@ -245,9 +243,9 @@ class NoisyPairs(Epochs[NoisyLatents]):
     def __getitem__(self, number: int) -> NoisyLatents:
         pair, generator = load_file(pair_path(self.folder, self.item(number))), seeded("sample", self.seed, number)
         level = torch.sigmoid(torch.logit(torch.rand((), generator=generator)) + self.shift)
-        clean = pair["latents"].float()
+        clean = pair.pop("latents").float()
         latents = (1 - level) * clean + level * torch.randn(clean.shape, generator=generator)
-        return NoisyLatents(latents, level, pair["prompt_embeds"], pair["pooled_prompt_embeds"])
+        return NoisyLatents(latents, level, pair)
 
 
 def pair_path(folder: Path, index: int) -> Path:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from diffusers import FluxPipeline
+from diffusers import FluxPipeline, WanPipeline
 from diffusers.training_utils import cast_training_params
 from jaxtyping import Float
 from peft import LoraConfig
@@ -20,18 +20,15 @@ from torch import Tensor, nn
 
 from foveate.diffusers.apply import apply
 from foveate.diffusers.lora import pack_lora
+from foveate.diffusers.pipelines import Request
 from foveate.methods import Method
+from foveate.training.families import family_of
 from foveate.training.pictures import NoisyLatents
 from foveate.training.trained import unsharded
 
-__all__ = ["Recipe", "Student", "token_grid"]
+__all__ = ["Recipe", "Student"]
 
-PAPER = [
-    *("attn.to_q", "attn.to_k", "attn.to_v", "attn.to_out.0"),  # single blocks have the first three of these
-    *("attn.add_q_proj", "attn.add_k_proj", "attn.add_v_proj", "attn.to_add_out"),
-    *("ff.net.0.proj", "ff.net.2", "ff_context.net.0.proj", "ff_context.net.2"),
-]
-LAYERS = {"paper": PAPER, "all": [*PAPER, "proj_mlp", "proj_out"]}
+LAYERS = "paper", "all"
 LEVELS = "uniform", "shifted"
 RATES = {"prodigy": 1.0, "adamw": 1e-4}
 
@@ -100,37 +97,33 @@ class Recipe:
             return Prodigy(parameters, use_bias_correction=True, safeguard_warmup=True, **options)
 
 
-def token_grid(pipeline: FluxPipeline, size: tuple[int, int]) -> tuple[int, int]:
-    """(rows, columns) of image tokens of pictures of (height, width) pixels."""
-    rows, columns = (side // (2 * pipeline.vae_scale_factor) for side in size)
-    return rows, columns
-
-
 class Student:
     """A pipeline with a method and a LoRA; without both it is the teacher.
 
     Args:
         pipeline: The pipeline. It keeps the LoRA, and until `finish` the method; all other weights are frozen.
         recipe: Method and LoRA.
-        size: (height, width) of the pictures in pixels.
+        request: Size, and frames of a video.
         start: LoRA file to start from.
 
     Raises:
         ValueError: If the dtype cannot be trained in, or `start` or the method do not fit the model.
     """
 
-    def __init__(self, pipeline: FluxPipeline, recipe: Recipe, size: tuple[int, int], start: Path | None = None):
-        self.transformer, self.recipe, self.size, self.start = pipeline.transformer, recipe, size, start
+    def __init__(
+        self, pipeline: FluxPipeline | WanPipeline, recipe: Recipe, request: Request, start: Path | None = None
+    ):
+        self.family = family_of(pipeline, request)
+        self.transformer, self.recipe, self.start = pipeline.transformer, recipe, start
         self.dtype = self.transformer.dtype
         if self.dtype == torch.float16:
             raise ValueError("gradients are too small for float16: use --dtype bfloat16 or float32")
-        self._ids = pipeline._prepare_latent_image_ids(1, *token_grid(pipeline, size), pipeline.device, self.dtype)
         self._add_lora()
         self._handle = apply(pipeline, recipe.method)
 
     def _add_lora(self) -> None:
         self.transformer.requires_grad_(False)
-        rank, layers = self.recipe.rank, LAYERS[self.recipe.layers]
+        rank, layers = self.recipe.rank, self.family.layers[self.recipe.layers]
         config = LoraConfig(r=rank, lora_alpha=rank, init_lora_weights="gaussian", target_modules=layers)
         with torch.random.fork_rng():
             torch.manual_seed(self.recipe.seed)
@@ -140,7 +133,7 @@ class Student:
         cast_training_params(self.transformer, torch.float32)
 
     def _load(self, start: Path) -> None:
-        layers = FluxPipeline.lora_state_dict(str(start.parent), weight_name=start.name)
+        layers = type(self.family.pipeline).lora_state_dict(str(start.parent), weight_name=start.name)
         layers = {name.removeprefix("transformer."): weight for name, weight in layers.items()}
         try:
             unknown = set_peft_model_state_dict(self.transformer, layers).unexpected_keys
@@ -156,7 +149,9 @@ class Student:
 
     def lora_file(self) -> bytes:
         """The LoRA as the content of a file; all devices must call it together."""
-        return pack_lora(unsharded(get_peft_model_state_dict(self.transformer)), self.recipe.method, self.size)
+        return pack_lora(
+            unsharded(get_peft_model_state_dict(self.transformer)), self.recipe.method, self.family.request.size
+        )
 
     def finish(self) -> None:
         """Remove the method; the LoRA stays."""
@@ -194,16 +189,6 @@ class Student:
             goal = self._velocity(model, batch)
         return F.mse_loss(velocity.float(), goal.float())
 
-    def _velocity(self, model: nn.Module, batch: NoisyLatents) -> Float[Tensor, "batch tokens channels"]:
-        guided = self.transformer.config.guidance_embeds
-        with torch.autocast(self._ids.device.type, self.dtype, enabled=self.dtype == torch.bfloat16):
-            return model(
-                hidden_states=batch.latents.to(self.dtype),
-                timestep=batch.level,
-                guidance=torch.full_like(batch.level, self.recipe.guidance) if guided else None,
-                pooled_projections=batch.pooled,
-                encoder_hidden_states=batch.text,
-                txt_ids=self._ids.new_zeros(batch.text.shape[1], 3),
-                img_ids=self._ids,
-                return_dict=False,
-            )[0]
+    def _velocity(self, model: nn.Module, batch: NoisyLatents) -> Tensor:
+        with torch.autocast(self.transformer.device.type, self.dtype, enabled=self.dtype == torch.bfloat16):
+            return self.family.velocity(model, batch, self.recipe.guidance)
