@@ -148,7 +148,16 @@ pixel_model() { # [19; the model that is shipped]
 video() { # [40 with GPUS=4, estimated; MINUTES=12 stops the transformer's training earlier, and the next call goes on]
   timed python3 -m torch.distributed.run --standalone --nproc-per-node "${GPUS:-1}" -m lab video --compile \
     --minutes "${MINUTES:-60}" --sample-every 2000 --out out/video
-  timed python3 -m lab.quality.video --model out/video/pipeline --prompts 200 --batch 40 "${commit[@]}"
+}
+
+video_lora() { # [10, estimated: a LoRA for HilbertA, and the scores of all methods with it and without]
+  python3 -c "from itertools import islice; from lab.training.moving import moving_scenes
+for moving in islice(moving_scenes(1), 400): print(moving.scene.caption)" >out/video-captions.txt
+  timed $foveate distill --model "${MODEL:-out/video/pipeline}" --size 96 --frames 17 --guidance 3 --draw-steps 20 \
+    --prompts out/video-captions.txt --optimizer adamw --rate 1e-3 --rank 32 --layers all --levels shifted --cool-down 1 \
+    --at-once 32 --steps 400 --compile --out out/video-lora
+  timed python3 -m lab.quality.video --model "${MODEL:-out/video/pipeline}" --lora out/video-lora --prompts 200 --batch 40 \
+    --pictures out/video-judged "${commit[@]}"
 }
 
 prefill() { timed $lab context "${results[@]}"; } # [4]
@@ -187,7 +196,7 @@ recomputed() { # [5]
 parts=(
   tests attention calls log_linear train flux flux_options flux_untrained sdxl compiled parallel built_in quality merging sparse distilled
   distilled_512 ablations slide
-  pixel_dit pixel_model video prefill questions pools examples readers recomputed
+  pixel_dit pixel_model video video_lora prefill questions pools examples readers recomputed
 )
 for part in "${@:-${parts[@]}}"; do
   [[ " ${parts[*]} " == *" $part "* ]] || { echo "unknown part $part: choose from ${parts[*]}" && exit 2; }

@@ -2,6 +2,7 @@
 """Score dense and sparse videos of a model that `python -m lab video` trained.
 
 python -m lab.quality.video --model video-run/pipeline --side 96 --prompts 200
+python -m lab.quality.video --model video-run/pipeline --lora distilled         # with a LoRA of foveate distill
 """
 
 import time
@@ -22,7 +23,7 @@ from rich.table import Table
 from foveate.cli.common import progress
 from foveate.demo.atlas import load_atlas
 from foveate.demo.recogniser import Detection, Recogniser, load_recogniser, recognise
-from foveate.diffusers.lora import MethodLike, using
+from foveate.diffusers.lora import Distilled, MethodLike, find_lora, load_lora, throughout, using
 from foveate.diffusers.pipelines import Request, denoiser, draw_batch, fingerprint, load
 from foveate.utils.device import versions
 from foveate.utils.files import claim, slug, write_picture, write_whole
@@ -36,6 +37,7 @@ from lab.training.moving import DISTANCE, MovingScene, frame_scenes, moving_scen
 __all__ = ["VideoVerdict", "judge_video"]
 
 SHOWN = 4  # videos on the sheet
+LATE = 0.2, 0.4  # fractions of the steps that stay dense before a method with its LoRA
 
 
 class VideoVerdict(NamedTuple):
@@ -80,6 +82,7 @@ def main(
     prompts: Prompts = 200,
     batch: Batch = 1,
     guidance: Annotated[float, typer.Option(help="Guidance scale.")] = 3.0,
+    lora: Annotated[str, typer.Option(help="LoRA that was distilled for a method: its file or folder.")] = "",
     device: str = "auto",
     dtype: str = "auto",
     pictures: Pictures = "eval-video",
@@ -96,10 +99,12 @@ def main(
         "steps": 20,
         "guidance": guidance,
     }
+    distilled = load_lora(pipeline, find_lora(lora)) if lora else None
+    late = [throughout(distilled, start) for start in LATE] if distilled else []
     claim(out, {name: str(value) for name, value in settings.items()})
     wanted = list(islice(moving_scenes(0, evaluation=True), prompts))
     with progress() as track:
-        scores, sheet = _scores(pipeline, request, wanted, batch, out, track)
+        scores, sheet = _scores(pipeline, [*showcase(distilled), *late], request, wanted, batch, out, track)
     result = {"settings": settings, "prompts": prompts, "batch": batch, "versions": versions(), "scores": scores}
     save_result(f"video-{pipeline.device.type}-{side}px", result, commit)
     captions = [moving.scene.caption for moving in wanted[:SHOWN]]
@@ -111,7 +116,13 @@ def main(
 
 
 def _scores(
-    pipeline: Any, request: Request, wanted: Sequence[MovingScene], batch: int, out: Path, track: Track
+    pipeline: Any,
+    methods: Sequence[MethodLike],
+    request: Request,
+    wanted: Sequence[MovingScene],
+    batch: int,
+    out: Path,
+    track: Track,
 ) -> tuple[list[dict[str, Any]], dict[str, list[Image.Image]]]:
     """A row of scores for real renderings, dense, and each method; and the strips of the first videos."""
     recogniser = load_recogniser(device=pipeline.device)
@@ -119,8 +130,8 @@ def _scores(
     shown = [render_frames(atlas, frame_scenes([one], frames), frames, request.size[0])[0] for one in wanted]
     real = [_strip(_frames(video)) for video in shown]
     sets: dict[str, tuple[list[Image.Image], float]] = {"real": (real, 0.0)}
-    for method in (None, *showcase()):
-        label = method.title if method else "dense"
+    for method in (None, *methods):
+        label = _label(method)
         folder = out / (f"{slug(label)}-{crc32(repr(method).encode()):08x}" if method else label)
         sets[label] = _drawn(pipeline, method, request, wanted, batch, folder, track)
     scores: list[dict[str, Any]] = []
@@ -141,6 +152,13 @@ def _scores(
     return scores, {label: strips[:SHOWN] for label, (strips, _) in sets.items()}
 
 
+def _label(method: MethodLike | None) -> str:
+    """The title of a method; that of one with its LoRA does not say in which steps it works."""
+    if isinstance(method, Distilled) and (start := method.method.start_percent):
+        return f"{method.title}, start_percent={start}"
+    return method.title if method else "dense"
+
+
 def _drawn(
     pipeline: Any,
     method: MethodLike | None,
@@ -151,7 +169,7 @@ def _drawn(
     track: Track,
 ) -> tuple[list[Image.Image], float]:
     """The videos as strips of frames, and the median of their seconds. Batches that exist are not drawn again."""
-    advance, strips, seconds = track(method.title if method else "dense", len(wanted)), [], []
+    advance, strips, seconds = track(_label(method), len(wanted)), [], []
     requests = [request._replace(prompt=one.scene.caption, seed=seed) for seed, one in enumerate(wanted)]
     with using(pipeline, method):
         for first in range(0, len(requests), batch):

@@ -19,7 +19,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from foveate.demo.scenes import captions
 from foveate.demo.text import TEXT_TOKENS
-from foveate.diffusers.pipelines import Request, draw_batch, fingerprint
+from foveate.diffusers.pipelines import Request, draw_batch, fingerprint, load
 from foveate.training.run import Phase, Run, RunOptions, make_accelerator
 from foveate.training.trained import Trained
 from foveate.utils.files import write_whole
@@ -27,7 +27,7 @@ from foveate.utils.processes import join
 from lab.training.painter import Latents, Painter, flow_loss
 from lab.training.stages import Batches, Stage
 
-__all__ = ["SHOWN", "FlowTraining", "Kind"]
+__all__ = ["SHOWN", "FlowTraining", "Kind", "started"]
 
 EMA_DECAY = 0.999
 SDPA = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]  # not cuDNN: see Painter
@@ -164,6 +164,12 @@ class FlowTraining(Run):
     def _copy_average(self) -> None:
         """Copy the average into the pipeline."""
         self.trained.average.copy_to(self.average.parameters())
+
+
+def started(folder: Path) -> tuple[Any, dict[str, Any] | None]:
+    """A trained pipeline to go on from, and the recipe that trained it, if there is one."""
+    recipe = folder.parent / "recipe.json"
+    return load(str(folder), "cpu"), json.loads(recipe.read_text()) if recipe.exists() else None
 
 
 def _write_pipeline(pipeline: Any, folder: Path) -> None:

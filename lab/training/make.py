@@ -1,7 +1,6 @@
 # pyright: basic, reportPrivateImportUsage=false, reportArgumentType=false
 """Training of the built-in model from scratch: recogniser, autoencoder, transformer, then the pipeline folder."""
 
-import json
 import math
 from pathlib import Path
 from typing import Annotated, Any
@@ -12,9 +11,8 @@ from diffusers import AutoencoderKL
 
 from foveate.cli.common import Minutes, RunFolder, SampleEvery, Seed, print_outcome, progress, training_device
 from foveate.demo.untrained import untrained_pipeline
-from foveate.diffusers.pipelines import load
 from foveate.training.run import RunOptions
-from lab.training.flow import FlowTraining
+from lab.training.flow import FlowTraining, started
 from lab.training.recogniser import train_recogniser
 from lab.training.stages import RECIPE
 from lab.training.vae import train_vae
@@ -92,5 +90,4 @@ def _beginning(vae: Path, start: Path | None, seed: int) -> tuple[Any, dict | No
         pipeline = untrained_pipeline(seed=seed)
         pipeline.vae = AutoencoderKL.from_pretrained(vae).eval()
         return pipeline, None
-    recipe = start.parent / "recipe.json"
-    return load(str(start), "cpu"), json.loads(recipe.read_text()) if recipe.exists() else None
+    return started(start)

@@ -6,10 +6,11 @@ import itertools
 import math
 import random
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from typing import Annotated, Any, ClassVar, NamedTuple
 
 import torch
 import torch.nn.functional as F
+import typer
 from accelerate import PartialState
 from diffusers import AutoencoderKLWan, FlowMatchEulerDiscreteScheduler, WanPipeline, WanTransformer3DModel
 from PIL import Image
@@ -24,7 +25,7 @@ from foveate.demo.text import TEXT_TOKENS, t5_tokenizer
 from foveate.training.pictures import noise_shift
 from foveate.training.run import RunOptions
 from foveate.training.trained import muon_and_adamw
-from lab.training.flow import SHOWN, FlowTraining, Kind
+from lab.training.flow import SHOWN, FlowTraining, Kind, started
 from lab.training.make import BatchFactor, Compile, Scale
 from lab.training.moving import frame_scenes, moving_scenes, render_frames, scene_videos
 from lab.training.painter import initialise
@@ -194,6 +195,10 @@ class VideoTraining(FlowTraining):
 
 def main(
     out: RunFolder = Path("video-run"),
+    start: Annotated[Path | None, typer.Option(help="Pipeline folder to go on from, with its autoencoder.")] = None,
+    stages: Annotated[
+        str, typer.Option(help=f"Of {', '.join(stage.name for stage in RECIPE)}, with commas. [dim]default: all[/]")
+    ] = "",
     seed: Seed = 0,
     minutes: Minutes = math.inf,
     scale: Scale = 1.0,
@@ -208,11 +213,15 @@ def main(
 
     torchrun --nproc-per-node 4 -m lab video --compile
     """
-    pipeline = untrained_video_pipeline(seed=seed)
+    known = {stage.name: stage.scaled(scale, batch) for stage in RECIPE}
+    wanted = stages.split(",") if stages else [*known]
+    if unknown := [name for name in wanted if name not in known]:
+        raise ValueError(f"unknown stage {unknown[0]!r}: choose from {', '.join(known)}")
+    recipe = [known[name] for name in wanted]
+    pipeline, before = started(start) if start else (untrained_video_pipeline(seed=seed), None)
     device, state, vae = training_device("auto"), PartialState(), out / "pipeline" / "vae"
-    made = (vae / "config.json").exists()
+    made = start or (vae / "config.json").exists()
     state.wait_for_everyone()  # before one of them makes it
-    recipe = [stage.scaled(scale, batch) for stage in RECIPE]
     with progress() as track:
         if not made:
             steps = max(1, round(VAE_STEPS * scale))
@@ -224,8 +233,12 @@ def main(
             if state.is_main_process:
                 pipeline.vae.save_pretrained(vae)
             state.wait_for_everyone()
-        pipeline.vae = AutoencoderKLWan.from_pretrained(vae).eval()
+        if not start:
+            pipeline.vae = AutoencoderKLWan.from_pretrained(vae).eval()
         torch.backends.cudnn.benchmark = True  # latents of 24 videos take 31 ms instead of 51 (H100)
         options = RunOptions(at_once=1, compile=compile, minutes=minutes, sample_every=sample_every, track=track)
-        done = VideoTraining(out / "flow", pipeline, recipe, options, seed=seed).train()
+        training = VideoTraining(
+            out / "flow", pipeline, recipe, options, seed=seed, initialise=start is None, before=before
+        )
+        done = training.train()
     print_outcome(done, out)

@@ -21,6 +21,9 @@ from foveate.demo.atlas import load_atlas
 from foveate.demo.recogniser import load_recogniser
 from foveate.demo.text import TEXT_TOKENS
 from foveate.diffusers.pipelines import Request, draw, load
+from foveate.training.distill import distill
+from foveate.training.run import RunOptions
+from foveate.training.student import Recipe
 
 TINY = {"layers": 1, "heads": 1, "text_dim": 32, "text_layers": 1, "base": 8}
 STAGE = Stage(name="one", images=12, batches={(1, 16): 2, (5, 16): 2}, rates=(1e-3, 0.0))
@@ -115,9 +118,39 @@ def test_the_command_makes_a_pipeline_that_draws_and_resumes(tmp_path, monkeypat
     assert [frame.size for frame in frames] == 5 * [(32, 32)]
 
 
+def test_a_training_goes_on_from_a_pipeline_with_some_of_the_stages(tmp_path, monkeypatch):
+    shrink(monkeypatch)
+    video.main(tmp_path / "a", batch=0.05, sample_every=0, stages="one")
+    first, start = load(str(tmp_path / "a" / "pipeline")), tmp_path / "a" / "pipeline"
+    video.main(tmp_path / "b", batch=0.05, sample_every=0, stages="one", start=start, scale=0.5)
+    again, recipe = load(str(tmp_path / "b" / "pipeline")), json.loads((tmp_path / "b" / "recipe.json").read_text())
+    assert recipe["before"]["stages"][0]["images"] == 2 * recipe["stages"][0]["images"]
+    pairs = [*zip(first.vae.parameters(), again.vae.parameters(), strict=True)]
+    assert all(torch.equal(ours, theirs) for ours, theirs in pairs)
+    gap = (first.transformer.proj_out.weight - again.transformer.proj_out.weight).abs().max()
+    assert 0 < gap < 0.1
+    with pytest.raises(ValueError, match="unknown stage 'two': choose from one"):
+        video.main(tmp_path / "c", stages="one,two")
+
+
+def test_a_method_is_scored_with_its_lora_in_all_steps_and_in_late_ones(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(judged, "showcase", lambda distilled: [distilled])
+    pipeline = video.untrained_video_pipeline(**TINY)
+    pipeline.save_pretrained("model")
+    request, recipe = Request("", (32, 32), 1, 1.0, 0, frames=5), Recipe(method=HilbertA(tiles=2), optimizer="adamw")
+    distill(tmp_path / "lora", pipeline, recipe, request, ["an owl"], steps=1, options=RunOptions(at_once=32))
+    judged.main("model", side=32, frames=5, prompts=1, lora="lora", device="cpu", dtype="float32")
+    scores = json.loads((tmp_path / "lab/results/video-cpu-32px.json").read_text())["scores"]
+    made = "HilbertA T=2, distilled"
+    assert [score["label"] for score in scores] == [
+        "real", "dense", made, f"{made}, start_percent=0.2", f"{made}, start_percent=0.4",
+    ]  # fmt: skip
+
+
 def test_a_score_of_every_method_is_written_and_drawn_videos_are_kept(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(judged, "showcase", lambda: [HilbertA(tiles=2, align=1), ToMA(tile=(2, 2, 2))])
+    monkeypatch.setattr(judged, "showcase", lambda _: [HilbertA(tiles=2, align=1), ToMA(tile=(2, 2, 2))])
     video.untrained_video_pipeline(**TINY).save_pretrained("model")
     for prompts in (1, 2):
         judged.main("model", side=32, frames=5, prompts=prompts, device="cpu", dtype="float32", commit="abc")
