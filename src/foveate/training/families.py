@@ -47,7 +47,12 @@ class Family(ABC):
         """Text embeddings [batch, ...] by the pipeline's name for them."""
 
     def latents(self, requests: Sequence[Request], embeddings: dict[str, Tensor]) -> Tensor:
-        """Latents [batch, ...] of pictures or videos that the pipeline draws; requests differ in their seeds alone."""
+        """Latents [batch, ...] of pictures or videos that the pipeline draws.
+
+        Args:
+            requests: What to draw; they differ in prompt and seed only.
+            embeddings: Those of their prompts.
+        """
         shared = requests[0]
         asked = {
             "guidance_scale": shared.guidance,
@@ -65,9 +70,13 @@ class Family(ABC):
         )
         return output.frames if makes_video(self.pipeline) else output.images
 
-    @abstractmethod
     def encoded(self, pixels: Float[Tensor, "batch 3 height width"]) -> Tensor:
-        """Latents [batch, ...] of pictures from -1 to 1."""
+        """Latents [batch, ...] of pictures from -1 to 1.
+
+        Raises:
+            ValueError: If the model makes videos.
+        """
+        raise ValueError("a video model learns from videos that it draws itself: leave the pictures out")
 
     @abstractmethod
     def velocity(self, model: nn.Module, batch: NoisyLatents, guidance: float) -> Tensor:
@@ -163,10 +172,6 @@ class WanFamily(Family):
         limit = text_tokens(self.pipeline)
         text, _ = self.pipeline.encode_prompt([*prompts], do_classifier_free_guidance=False, max_sequence_length=limit)
         return {"prompt_embeds": text}
-
-    def encoded(self, pixels: Float[Tensor, "batch 3 height width"]) -> Tensor:
-        """Videos learn from videos."""
-        raise ValueError("a video model learns from videos that it draws itself: leave the pictures out")
 
     def velocity(
         self, model: nn.Module, batch: NoisyLatents, guidance: float
