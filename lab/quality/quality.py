@@ -17,7 +17,7 @@ from rich.console import Console
 from foveate.cli.common import progress
 from foveate.demo import PIPELINE
 from foveate.demo.evaluate import evaluate, score_table
-from foveate.diffusers.lora import MethodLike, find_lora, load_lora
+from foveate.diffusers.lora import Distilled, MethodLike, find_lora, load_lora
 from foveate.diffusers.pipelines import Request, load
 from foveate.diffusers.pixel_pipeline import as_method
 from foveate.methods import ToDo, ToFu, ToMA, ToMeSD
@@ -83,8 +83,7 @@ def judge(
     if model:
         scored.append(as_method(pipe))
     if lora:
-        if (distilled := load_lora(pipe, find_lora(lora))) is None:
-            raise ValueError(f"{lora} does not say what it was distilled for: make one with foveate distill")
+        distilled = load_distilled(pipe, lora)
         late = [distilled._replace(method=replace(distilled.method, start_percent=start)) for start in (0.0, 0.1, 0.2)]
         scored += [late[0].method, *late]
     request = Request("", (size, size), 20, guidance, 0)
@@ -97,6 +96,17 @@ def judge(
     if sheet:
         write_whole(SHEETS / f"{name}-{size}px.png", (out / "sheet.png").read_bytes())
     Console().print(score_table(scores))
+
+
+def load_distilled(pipeline: Any, lora: str) -> Distilled:
+    """Load a LoRA into a pipeline; returns it with the method that it was distilled for.
+
+    Raises:
+        ValueError: If foveate did not make it.
+    """
+    if (distilled := load_lora(pipeline, find_lora(lora))) is None:
+        raise ValueError(f"{lora} does not say what it was distilled for: make one with foveate distill")
+    return distilled
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ from rich.table import Table
 from foveate.cli.common import progress
 from foveate.demo.atlas import load_atlas
 from foveate.demo.recogniser import Detection, Recogniser, load_recogniser, recognise
-from foveate.diffusers.lora import Distilled, MethodLike, find_lora, load_lora, throughout, using
+from foveate.diffusers.lora import Distilled, MethodLike, throughout, using
 from foveate.diffusers.pipelines import Request, denoiser, draw_batch, fingerprint, load
 from foveate.utils.device import versions
 from foveate.utils.files import claim, slug, write_picture, write_whole
@@ -32,6 +32,7 @@ from foveate.utils.similarity import psnr
 from foveate.web.compare import showcase
 from foveate.web.plots import draw_sheet, figure_png
 from lab.quality.common import SHEETS, Batch, Commit, Pictures, Prompts, save_result
+from lab.quality.quality import load_distilled
 from lab.training.moving import DISTANCE, MovingScene, frame_scenes, moving_scenes, render_frames
 
 __all__ = ["VideoVerdict", "judge_video"]
@@ -99,7 +100,7 @@ def main(
         "steps": 20,
         "guidance": guidance,
     }
-    distilled = load_lora(pipeline, find_lora(lora)) if lora else None
+    distilled = load_distilled(pipeline, lora) if lora else None
     late = [throughout(distilled, start) for start in LATE] if distilled else []
     claim(out, {name: str(value) for name, value in settings.items()})
     wanted = list(islice(moving_scenes(0, evaluation=True), prompts))

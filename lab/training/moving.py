@@ -83,7 +83,7 @@ def moved(moving: MovingScene, time: float) -> Scene:
 
 
 def frame_scenes(moving: Sequence[MovingScene], frames: int) -> Scenes:
-    """A scene for each frame of each video: all frames of the first video, then those of the second, and so on."""
+    """The scene that each frame shows: first all frames of the first video, then those of the second, and so on."""
     times = [frame / (frames - 1) - 0.5 for frame in range(frames)] if frames > 1 else [0.0]
     return Scenes.of([moved(one, time) for one in moving for time in times])
 

@@ -220,7 +220,7 @@ def main(
     recipe = [known[name] for name in wanted]
     pipeline, before = started(start) if start else (untrained_video_pipeline(seed=seed), None)
     device, state, vae = training_device("auto"), PartialState(), out / "pipeline" / "vae"
-    made = start or (vae / "config.json").exists()
+    made = start is not None or (vae / "config.json").exists()
     state.wait_for_everyone()  # before one of them makes it
     with progress() as track:
         if not made:

@@ -1,4 +1,6 @@
-"""Laws of the distillation of a video model: what the other tests of this folder state of FLUX.1 holds for Wan."""
+"""Wan, text to video, is distilled as the other tests of this folder say of FLUX.1."""
+
+import math
 
 import pytest
 import tiny_pipelines
@@ -15,7 +17,7 @@ from foveate.diffusers.pipelines import Request, draw
 from foveate.training.distill import distill
 from foveate.training.families import family_of
 from foveate.training.pairs import make_pairs
-from foveate.training.pictures import NoisyPairs
+from foveate.training.pictures import NoisyPairs, noise_shift
 from foveate.training.run import RunOptions
 from foveate.training.student import Recipe, Student
 
@@ -51,6 +53,15 @@ def test_a_pair_holds_the_latents_that_the_pipeline_draws_and_the_embeddings(pip
     want = pipe(PROMPTS[1], generator=seed, output_type="latent", max_sequence_length=64, **size).frames[0]
     torch.testing.assert_close(pair["latents"], want)
     torch.testing.assert_close(pair["prompt_embeds"], pipe.encode_prompt(PROMPTS[1], max_sequence_length=64)[0][0])
+
+
+def test_pairs_of_another_number_of_frames_are_refused(pipe, pairs):
+    with pytest.raises(ValueError, match="frames=5: name another folder"):
+        make_pairs(pairs, pipe, PROMPTS, REQUEST._replace(frames=9))
+
+
+def test_noise_levels_are_shifted_as_the_scheduler_shifts_them(pipe):
+    assert noise_shift(pipe.scheduler, 128) == pytest.approx(math.log(3))
 
 
 def test_the_loss_is_the_mean_squared_difference_to_the_dense_model(pipe, pairs):

@@ -75,8 +75,8 @@ def distill(
     layers: Annotated[
         str,
         typer.Option(
-            help="Layers with a LoRA: paper; or all, which adds the feed-forward and output layers of single blocks "
-            "and the last layer."
+            help="Layers with a LoRA: paper; or all, which adds the last layer, and in FLUX.1 the feed-forward and "
+            "output layers of single blocks."
         ),
     ] = "paper",
     optimizer: Annotated[str, typer.Option(help="prodigy, which finds its own learning rate, or adamw.")] = "prodigy",

@@ -12,6 +12,6 @@ LORAS = {"built-in": DATA / "lora", "built-in-16": DATA / "lora-16"}
 PIXEL = DATA / "pixel"
 """Folder of the model that draws pixels, for `PixelPipeline.from_pretrained`."""
 MODELS = {"": PIPELINE, "built-in-pixel": PIXEL}
-"""Folders of the models that draw, by what `--model` calls them; an empty name is the default."""
+"""Folder of each model that draws, by its name for `--model`; the empty name is the default model."""
 READER = DATA / "reader"
 """Folder of the model that reads, for `AutoModelForCausalLM` and `AutoTokenizer`."""

@@ -23,10 +23,10 @@ class Family(ABC):
 
     Args:
         pipeline: The pipeline.
-        request: Size, frames, denoising steps and guidance scale of its pictures or videos.
+        request: What the pipeline draws: size, frames, denoising steps and guidance scale.
 
     Raises:
-        ValueError: If this pipeline cannot be distilled after all.
+        ValueError: If the pipeline has more than one transformer.
 
     Attributes:
         layers: Names of the layers with a LoRA: "paper", as the HilbertA paper chose them, and "all".
@@ -85,7 +85,7 @@ class Family(ABC):
         Args:
             model: The transformer as the accelerator prepared it.
             batch: Its input.
-            guidance: Guidance scale, for a model that takes it as an input.
+            guidance: Guidance scale; a model without an input for it ignores it.
         """
 
 

@@ -14,6 +14,8 @@ from lab.training import video
 from lab.training.moving import frame_scenes, moving_scenes, render_frames
 from lab.training.painter import flow_loss
 from lab.training.stages import Stage
+from peft import LoraConfig
+from peft.utils import get_peft_model_state_dict
 from torch import nn
 
 from foveate import HilbertA, ToMA
@@ -146,6 +148,15 @@ def test_a_method_is_scored_with_its_lora_in_all_steps_and_in_late_ones(tmp_path
     assert [score["label"] for score in scores] == [
         "real", "dense", made, f"{made}, start_percent=0.2", f"{made}, start_percent=0.4",
     ]  # fmt: skip
+
+
+def test_a_lora_of_another_make_is_refused(tmp_path):
+    pipeline = video.untrained_video_pipeline(**TINY)
+    pipeline.transformer.add_adapter(LoraConfig(r=2, target_modules=["attn1.to_q"]))
+    pipeline.save_lora_weights(tmp_path / "lora", get_peft_model_state_dict(pipeline.transformer))
+    video.untrained_video_pipeline(**TINY).save_pretrained(tmp_path / "model")
+    with pytest.raises(ValueError, match="does not say what it was distilled for: make one with foveate distill"):
+        judged.main(str(tmp_path / "model"), lora=str(tmp_path / "lora"), device="cpu", dtype="float32")
 
 
 def test_a_score_of_every_method_is_written_and_drawn_videos_are_kept(tmp_path, monkeypatch):
