@@ -1,12 +1,14 @@
 # pyright: basic
-"""Score dense and sparse videos of a model that `python -m lab video` trained.
+"""Score dense and sparse videos of the built-in model, or of another that `python -m lab video` trained.
 
-python -m lab.quality.video --model video-run/pipeline --side 96 --prompts 200
-python -m lab.quality.video --model video-run/pipeline --lora distilled         # with a LoRA of foveate distill
+python -m lab.quality.video --batch 40                      # the built-in model
+python -m lab.quality.video --batch 40 --lora distilled     # with a LoRA of foveate distill
+python -m lab.quality.video --model video-run/pipeline
 """
 
 import time
 from collections.abc import Sequence
+from io import BytesIO
 from itertools import islice, pairwise
 from pathlib import Path
 from statistics import mean, median
@@ -20,7 +22,9 @@ from PIL import Image
 from rich.console import Console
 from rich.table import Table
 
+from foveate import LLSA, HilbertA
 from foveate.cli.common import progress
+from foveate.cli.pictures import place_of
 from foveate.demo.atlas import load_atlas
 from foveate.demo.recogniser import Detection, Recogniser, load_recogniser, recognise
 from foveate.diffusers.lora import Distilled, MethodLike, throughout, using
@@ -35,10 +39,10 @@ from lab.quality.common import SHEETS, Batch, Commit, Pictures, Prompts, save_re
 from lab.quality.quality import load_distilled
 from lab.training.moving import DISTANCE, MovingScene, frame_scenes, moving_scenes, render_frames
 
-__all__ = ["VideoVerdict", "judge_video"]
+__all__ = ["VideoVerdict", "judge_video", "moving_sheet"]
 
 SHOWN = 4  # videos on the sheet
-LATE = 0.2, 0.4  # fractions of the steps that stay dense before a method with its LoRA
+LATE = 0.2, 0.4  # fractions of the steps that stay dense before a method
 
 
 class VideoVerdict(NamedTuple):
@@ -77,7 +81,7 @@ def judge_video(frames: Sequence[Sequence[Detection]], moving: MovingScene) -> V
 
 
 def main(
-    model: Annotated[str, typer.Option(help="Pipeline folder.")],
+    model: Annotated[str, typer.Option(help="Pipeline folder, or built-in-video.")] = "built-in-video",
     side: Annotated[int, typer.Option(help="Side of the videos in pixels.")] = 96,
     frames: Annotated[int, typer.Option(help="Frames of a video.")] = 17,
     prompts: Prompts = 200,
@@ -90,7 +94,7 @@ def main(
     commit: Commit = "",
 ) -> None:
     """Draw, score and write the results."""
-    pipeline, out = load(model, device, dtype), Path(pictures)
+    pipeline, out = load(place_of(model), device, dtype), Path(pictures)
     request = Request("", (side, side), 20, guidance, 0, frames=frames)
     settings: dict[str, Any] = {
         "model": model,
@@ -101,19 +105,32 @@ def main(
         "guidance": guidance,
     }
     distilled = load_distilled(pipeline, lora) if lora else None
-    late = [throughout(distilled, start) for start in LATE] if distilled else []
+    late = [throughout(method, start) for method in (distilled or HilbertA(tiles=4), LLSA(top_k=16)) for start in LATE]
     claim(out, {name: str(value) for name, value in settings.items()})
     wanted = list(islice(moving_scenes(0, evaluation=True), prompts))
     with progress() as track:
-        scores, sheet = _scores(pipeline, [*showcase(distilled), *late], request, wanted, batch, out, track)
+        scores, shown = _scores(pipeline, [*showcase(distilled), *late], request, wanted, batch, out, track)
     result = {"settings": settings, "prompts": prompts, "batch": batch, "versions": versions(), "scores": scores}
     save_result(f"video-{pipeline.device.type}-{side}px", result, commit)
     captions = [moving.scene.caption for moving in wanted[:SHOWN]]
-    write_whole(SHEETS / f"video-{side}px.png", figure_png(draw_sheet(sheet, captions), dpi=80))
+    write_whole(SHEETS / f"video-{side}px.webp", moving_sheet(shown, captions))
     table = Table(*scores[0])
     for score in scores:
         table.add_row(*(value if isinstance(value, str) else f"{value:.3g}" for value in score.values()))
     Console().print(table)
+
+
+def moving_sheet(shown: dict[str, list[Image.Image]], captions: list[str]) -> bytes:
+    """A looping WebP picture of strips of frames in a grid: a row for each name, a column for each caption."""
+    videos = {name: [_cut(strip) for strip in strips] for name, strips in shown.items()}
+    drawn = [
+        draw_sheet({name: [Image.fromarray(video[i]) for video in row] for name, row in videos.items()}, captions)
+        for i in range(0, len(videos["dense"][0]), 2)
+    ]
+    first, *others = (Image.open(BytesIO(figure_png(figure, dpi=80))).convert("RGB") for figure in drawn)
+    file = BytesIO()
+    first.save(file, format="webp", save_all=True, append_images=others, duration=120, loop=0, quality=80)
+    return file.getvalue()
 
 
 def _scores(

@@ -49,7 +49,7 @@ def main(
     The folder gets the layout of the package's data: pipeline/, recogniser.safetensors and recipe.json. You may stop
     it at any time; the same command resumes from the newest checkpoint. On several GPUs:
 
-    torchrun --nproc-per-node 4 -m lab built-in --compile
+    accelerate launch --multi_gpu --num_processes 4 -m lab built-in --compile
     """
     if part not in (*PARTS, "all"):
         raise ValueError(f"unknown part {part!r}: choose {', '.join(PARTS)} or all")

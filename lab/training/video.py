@@ -19,6 +19,7 @@ from torch.utils.data import Dataset
 from transformers import UMT5Config, UMT5EncoderModel
 
 from foveate.cli.common import Minutes, RunFolder, SampleEvery, Seed, print_outcome, progress, training_device
+from foveate.demo import MODELS
 from foveate.demo.atlas import load_atlas
 from foveate.demo.scenes import Scenes
 from foveate.demo.text import TEXT_TOKENS, t5_tokenizer
@@ -37,7 +38,6 @@ __all__ = ["RECIPE", "VideoTraining", "untrained_video_pipeline"]
 FRAMES = 17
 VAE_STEPS = 5000
 VAE_SIZES = (9, 64), (1, 96), (5, 96), (1, 64), (5, 64), (1, 32)  # most steps on few frames, which are faster
-WORDS = "moves", "up", "down"  # besides those of pictures
 RECIPE = (  # for four H200s; a batch is of (frames, side)
     Stage(name="draft", images=12_000_000, batches={(1, 32): 2048}, rates=(1.2e-3, 1e-3)),
     Stage(name="pictures", images=3_000_000, batches={(1, 64): 512}, rates=(1.2e-3, 1e-3)),
@@ -60,7 +60,7 @@ def untrained_video_pipeline(
         base: Least number of channels in the autoencoder.
         seed: The same seed gives the same weights.
     """
-    words, channels = t5_tokenizer(WORDS), 16
+    words, channels = t5_tokenizer(MODELS["built-in-video"].words), 16
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         transformer = WanTransformer3DModel(
@@ -211,7 +211,7 @@ def main(
     The folder gets the pipeline, in pipeline/, and recipe.json. You may stop it at any time; the same command resumes
     from the newest checkpoint. --minutes limits the transformer's training. On several GPUs:
 
-    torchrun --nproc-per-node 4 -m lab video --compile
+    accelerate launch --multi_gpu --num_processes 4 -m lab video --compile
     """
     known = {stage.name: stage.scaled(scale, batch) for stage in RECIPE}
     wanted = stages.split(",") if stages else [*known]

@@ -2,6 +2,7 @@
 
 import base64
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -18,6 +19,7 @@ from PIL import Image
 from safetensors import safe_open
 
 import foveate
+from foveate.cli.pictures import size_of
 from foveate.demo import MODELS
 from foveate.demo.scenes import scenes
 from foveate.demo.untrained import untrained_pipeline
@@ -292,7 +294,7 @@ def test_a_damaged_model_is_one_clear_line(folder, tmp_path, monkeypatch, damage
         file.write_bytes(file.read_bytes()[:-40])
     output = fails("generate", "a cat", "--model", copied, *SMALL)
     assert "cannot load" in output
-    monkeypatch.setitem(MODELS, "", copied)
+    monkeypatch.setitem(MODELS, "", MODELS[""]._replace(folder=copied))
     output = fails("generate", "a cat", *SMALL)
     assert "the built-in model is damaged, install foveate again" in output
 
@@ -443,6 +445,7 @@ def test_demo_info_tells_size_recipe_vocabulary_and_licence():
         "pictures of",
         "--lora built-in-16",
         "--model built-in-pixel",
+        "--model built-in-video",
     ):
         assert words in output
 
@@ -537,6 +540,20 @@ def test_the_built_in_model_of_pixels_is_drawn_by_its_name():
         assert (picture.size, picture.text["model"]) == ((16, 16), "built-in-pixel")
 
 
+def test_the_built_in_model_of_videos_is_drawn_by_its_name():
+    command = "generate", "an owl moves up", "--model", "built-in-video", "--frames", 5, "--size", 32, *SMALL[2:]
+    output = succeeds(*command, "--out", "owl.mp4")
+    assert "loading built-in-video" in output
+    assert "never taught" not in output
+    assert os.path.getsize("owl.mp4")
+
+
+@pytest.mark.parametrize(("device", "sides"), [("cpu", (128, 64, 64)), ("cuda", (256, 128, 96))])
+def test_built_in_models_draw_smaller_on_a_cpu(device, sides):
+    assert [size_of(model, device) for model in MODELS] == [(side, side) for side in sides]
+    assert size_of("other/model", device) is None
+
+
 def test_distill_takes_a_video_model(wan, tmp_path):
     (tmp_path / "prompts.txt").write_text("a cat\nan owl")
     command = "distill", "--model", wan, "--size", 128, "--frames", 5, "--tiles", 4, "--prompts", "prompts.txt"
@@ -560,7 +577,7 @@ def test_distill_learns_from_given_pictures(folder, tmp_path):
 
 
 def test_distill_never_uses_evaluation_captions_of_the_built_in_model(folder, monkeypatch):
-    monkeypatch.setitem(MODELS, "", folder)
+    monkeypatch.setitem(MODELS, "", MODELS[""]._replace(folder=folder))
     some_drawn = lambda _pipe, some: drawn.extend(one.prompt for one in some) or [{}]  # noqa: E731
     monkeypatch.setattr("foveate.training.pairs._drawn", some_drawn)
     drawn = []

@@ -30,6 +30,7 @@ def test_unknown_words_are_spelled_and_named_with_similar_ones():
     assert unknown["elefant"][0] == "elephant"
     assert unknown["zzyzx"] == []
     assert unknown_words("an owl, a red apple and the sun on an orange background") == {}
+    assert list(unknown_words("an owl moves up and down", more=("moves", "up"))) == ["down"]
 
 
 def test_saved_tokenizers_load_again(tmp_path):

@@ -8,7 +8,7 @@ import pytest
 from PIL import Image
 
 from foveate import ToMA
-from foveate.demo import LORAS, PIPELINE
+from foveate.demo import LORAS, PIPELINE, VIDEO
 from foveate.diffusers.lora import LORA_FILE, load_lora, read_lora, using
 from foveate.diffusers.pipelines import Request, draw, load
 from foveate.serve.painter import Painter
@@ -68,3 +68,8 @@ def test_what_cannot_be_drawn_is_said_and_what_nobody_waits_for_is_not_drawn(mon
     painter.draw_together([job := painter.job("an owl", None, 2, 0)])
     picture = np.asarray(Image.open(io.BytesIO(job.result))).astype(int)
     assert np.abs(picture - reference(None, None, "an owl", SIZE, 2, 0)).max() <= 2
+
+
+def test_a_model_of_videos_is_refused():
+    with pytest.raises(ValueError, match="makes videos, and only pictures are served"):
+        Painter(str(VIDEO), None, {}, device="cpu", dtype="float32")

@@ -15,7 +15,7 @@ SHOWN = 4
 app = typer.Typer(
     no_args_is_help=True,
     rich_markup_mode="rich",
-    help="The built-in models: two draw scenes of emoji, one reads texts of facts.",
+    help="The built-in models: three draw scenes of emoji, one reads texts of facts.",
 )
 
 
@@ -23,11 +23,12 @@ app = typer.Typer(
 @clear_errors
 def info() -> None:
     """Print size, training recipe, vocabulary and licences of the built-in models."""
-    from foveate.demo.about import facts, pixel_facts, reader_facts
+    from foveate.demo.about import facts, pixel_facts, reader_facts, video_facts
 
     everything = {
         "the model that draws": facts(),
         "the model that draws pixels": pixel_facts(),
+        "the model that draws videos": video_facts(),
         "the model that reads": reader_facts(),
     }
     for title, rows in everything.items():

@@ -15,15 +15,15 @@ from foveate.utils.device import choose_device, choose_dtype, dtype_name
 Model = Annotated[
     str,
     typer.Option(
-        help="Hub id or folder of a diffusers pipeline, or built-in-pixel for the built-in model of pixels. "
-        "[dim]default: the built-in model, which draws emoji[/]"
+        help="Hub id or folder of a diffusers pipeline, or built-in-pixel or built-in-video for the built-in models "
+        "of pixels and of videos. [dim]default: the built-in model, which draws emoji[/]"
     ),
 ]
 Size = Annotated[
     str | None,
     typer.Option(
         help="Size in pixels: 1024, or WIDTHxHEIGHT. "
-        "[dim]default: the model's own; for the built-in model 128 on a CPU, 256 on a GPU[/]"
+        "[dim]default: the model's own; built-in models draw smaller on a CPU, such as 128 instead of 256[/]"
     ),
 ]
 Lora = Annotated[
@@ -43,7 +43,7 @@ Guidance = Annotated[
         min=0,
         max=1000,
         help="Guidance scale. With --negative, and in models without a guidance input, every step runs the model "
-        "twice. [dim]default: the pipeline's[/]",
+        "twice. [dim]default: the pipeline's; for built-in-video 3[/]",
     ),
 ]
 Negative = Annotated[
@@ -96,7 +96,7 @@ def open_model(model: str, device: str, dtype: str) -> Any:
 
 def place_of(model: str) -> str:
     """Folder or hub id of a model that `--model` names."""
-    return str(MODELS.get(model, model))
+    return str(MODELS[model].folder) if model in MODELS else model
 
 
 def open_with_lora(model: str, lora: str, device: str, dtype: str) -> tuple[Any, Any]:
@@ -135,6 +135,14 @@ def lora_of(lora: str) -> tuple[Path | None, Any]:
     return file, read_lora(file)
 
 
+def size_of(model: str, device: str) -> tuple[int, int] | None:
+    """(height, width) in pixels that a built-in model draws on a type of device; None for other models."""
+    if model not in MODELS:
+        return None
+    side = MODELS[model].sides[device == "cpu"]
+    return side, side
+
+
 def request_of(
     pipe: Any,
     model: str,
@@ -149,11 +157,12 @@ def request_of(
     from foveate.diffusers.checks import check_request
     from foveate.diffusers.pipelines import Request, arguments, makes_video, own_size
 
-    usual = own_size(pipe) if model or pipe.device.type != "cpu" else (128, 128)
-    sides = read_size(size) if size else usual
+    known = MODELS.get(model)
+    sides = read_size(size) if size else size_of(model, pipe.device.type) or own_size(pipe)
     if makes_video(pipe):
-        more["frames"] = more.get("frames") or arguments(pipe)["num_frames"]
-    request = Request(prompt, sides, steps or (20 if model in MODELS else 28), guidance, seed, **more)
+        more["frames"] = more.get("frames") or (known and known.frames) or arguments(pipe)["num_frames"]
+    guidance = known.guidance if known and guidance is None else guidance
+    request = Request(prompt, sides, steps or (20 if known else 28), guidance, seed, **more)
     check_request(pipe, request)
     return request
 
@@ -195,7 +204,7 @@ def remark_on(pipe: Any, model: str, prompt: str) -> str:
     remarks = [f"The model does not read the end of the prompt: {end!r}."] if (end := unread(pipe, prompt)) else []
     words = [
         f"{word!r} (known: {', '.join(nearest)})" if nearest else repr(word)
-        for word, nearest in (unknown_words(prompt) if model in MODELS else {}).items()
+        for word, nearest in (unknown_words(prompt, MODELS[model].words) if model in MODELS else {}).items()
     ]
     if words:
         remarks.append(f"The built-in model was never taught {', '.join(words)}, and can only guess.")

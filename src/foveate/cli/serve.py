@@ -11,7 +11,7 @@ import typer
 
 from foveate.cli.common import Device, Dtype, clear_errors, console
 from foveate.cli.methods import method_to_draw, usual_method
-from foveate.cli.pictures import Lora, Model, lora_of, place_of
+from foveate.cli.pictures import Lora, Model, lora_of, place_of, size_of
 from foveate.utils.device import choose_device, choose_dtype
 
 __all__ = [
@@ -112,7 +112,7 @@ def serve(
     where = place_of(model)
     name = model or "built-in"
     shared = {
-        "model": where, "lora": file, "size": None if model or gpu else (128, 128), "batch": batch,
+        "model": where, "lora": file, "size": size_of(model, "cuda" if gpu else "cpu"), "batch": batch,
         "device": "cuda" if gpu else device, "dtype": dtype,
     }  # fmt: skip
     painters = {

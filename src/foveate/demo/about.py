@@ -6,13 +6,13 @@ from pathlib import Path
 
 from safetensors import safe_open
 
-from foveate.demo import DATA, LORAS, PIPELINE, PIXEL, READER
+from foveate.demo import DATA, LORAS, PIPELINE, PIXEL, READER, VIDEO
 from foveate.demo.atlas import NAMES
 from foveate.demo.scenes import BACKGROUNDS, LAYOUTS
 from foveate.demo.text import WORDS
 from foveate.diffusers.lora import find_lora, read_lora
 
-__all__ = ["facts", "pixel_facts", "reader_facts"]
+__all__ = ["facts", "pixel_facts", "reader_facts", "video_facts"]
 
 
 def facts() -> dict[str, str]:
@@ -69,6 +69,33 @@ def pixel_facts() -> dict[str, str]:
         "trained": f"{recipe['minutes']} minutes on {recipe['devices']}: {recipe['pictures']:,} pictures, "
         f"--sizes {recipe['sizes']}",
         "objects drawn": f"{recipe['objects at 128 px']:.1%} of those of held-out captions at 128 px",
+        "licence": "as above",
+    }
+
+
+def video_facts() -> dict[str, str]:
+    """Size, training and quality of the model that draws videos, as text by name.
+
+    Raises:
+        ValueError: If the files of the model are missing.
+    """
+    files = sorted(VIDEO.rglob("*.safetensors"))
+    if not files:
+        raise ValueError(f"{VIDEO} holds no weights: install foveate again")
+    recipe = json.loads((VIDEO / "recipe.json").read_text())
+    runs = [recipe["before"], recipe]
+    return {
+        "folder": f"{VIDEO}: --model built-in-video",
+        "size": _megabytes(VIDEO),
+        **{path.parent.name: f"{_parameters(path) / 1e6:.2f} M parameters" for path in files},
+        "geometry": "4 px of two frames a token: 17 frames of 96 px are 5,184 tokens",
+        "trained": f"{sum(run['minutes'] for run in runs):.0f} minutes on {recipe['devices']}",
+        "recipe": "\n".join(
+            f"{s['name']}: {s['images']:,} videos of (frames, px) {' and '.join(s['batches'])}"
+            for run in runs
+            for s in run["stages"]
+        ),
+        "sentences": "A moves up\nA moves to the left below B\n... on a COLOUR background",
         "licence": "as above",
     }
 

@@ -11,6 +11,7 @@ from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processor
 from transformers import CLIPTokenizer, PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
+from foveate.demo import MODELS
 from foveate.demo.atlas import NAMES
 from foveate.demo.scenes import BACKGROUNDS, LAYOUTS
 
@@ -30,19 +31,23 @@ WORDS = tuple(
 )
 
 
-def unknown_words(prompt: str, nearest: int = 3) -> dict[str, list[str]]:
-    """The words of a prompt that are not in the vocabulary, each with the known words most similar in spelling."""
-    words = dict.fromkeys(_WORD.findall(prompt.lower()))
-    return {word: difflib.get_close_matches(word, WORDS, nearest, cutoff=0.5) for word in words if word not in WORDS}
+def unknown_words(prompt: str, more: Sequence[str] = (), nearest: int = 3) -> dict[str, list[str]]:
+    """The words of a prompt that a model does not know, each with the known words most similar in spelling.
+
+    Args:
+        prompt: The prompt.
+        more: Words that the model knows besides those of `WORDS`.
+        nearest: Number of similar words.
+    """
+    words, known = dict.fromkeys(_WORD.findall(prompt.lower())), (*WORDS, *more)
+    return {word: difflib.get_close_matches(word, known, nearest, cutoff=0.5) for word in words if word not in known}
 
 
 def draws_scenes(pipeline: Any) -> bool:
-    """Whether a pipeline reads the vocabulary of the built-in model, and so draws what the recogniser knows."""
+    """Whether a pipeline reads the vocabulary of the built-in models, and so draws what the recogniser knows."""
     tokenizer = getattr(pipeline, "tokenizer_2", None) or getattr(pipeline, "tokenizer", None)
-    return tokenizer is not None and tokenizer.get_vocab() in (
-        t5_tokenizer().get_vocab(),
-        clip_tokenizer().get_vocab(),
-    )
+    known = (clip_tokenizer(), *(t5_tokenizer(model.words) for model in MODELS.values()))
+    return tokenizer is not None and tokenizer.get_vocab() in [one.get_vocab() for one in known]
 
 
 def t5_tokenizer(more: Sequence[str] = ()) -> PreTrainedTokenizerFast:

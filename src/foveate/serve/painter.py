@@ -14,7 +14,7 @@ from ray import serve
 from foveate.diffusers.apply import apply
 from foveate.diffusers.checks import check_request
 from foveate.diffusers.lora import Distilled, MethodLike, load_lora, using
-from foveate.diffusers.pipelines import Request, draw_batch, load, own_size, quiet, unread
+from foveate.diffusers.pipelines import Request, draw_batch, load, makes_video, own_size, quiet, unread
 from foveate.diffusers.pixel_pipeline import PixelPipeline, as_method
 from foveate.utils.files import png
 
@@ -51,6 +51,9 @@ class Painter:
         size: Default (height, width) in pixels; None is the model's own.
         device: See `foveate.utils.device.choose_device`.
         dtype: See `foveate.utils.device.choose_dtype`.
+
+    Raises:
+        ValueError: If the pipeline cannot be loaded or makes videos.
     """
 
     def __init__(
@@ -66,6 +69,8 @@ class Painter:
     ) -> None:
         quiet()
         self._pipe = load(model, device, dtype)
+        if makes_video(self._pipe):
+            raise ValueError(f"{model} makes videos, and only pictures are served: draw with foveate generate")
         if lora:
             load_lora(self._pipe, lora)
         if method is None:

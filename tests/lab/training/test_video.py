@@ -16,6 +16,7 @@ from lab.training.painter import flow_loss
 from lab.training.stages import Stage
 from peft import LoraConfig
 from peft.utils import get_peft_model_state_dict
+from PIL import Image
 from torch import nn
 
 from foveate import HilbertA, ToMA
@@ -151,6 +152,7 @@ def test_a_method_is_scored_with_its_lora_in_all_steps_and_in_late_ones(tmp_path
     made = "HilbertA T=2, distilled"
     assert [score["label"] for score in scores] == [
         "real", "dense", made, f"{made}, start_percent=0.2", f"{made}, start_percent=0.4",
+        "LLSA K=16 start_percent=0.2", "LLSA K=16 start_percent=0.4",
     ]  # fmt: skip
 
 
@@ -166,6 +168,7 @@ def test_a_lora_of_another_make_is_refused(tmp_path):
 def test_a_score_of_every_method_is_written_and_drawn_videos_are_kept(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(judged, "showcase", lambda _: [HilbertA(tiles=2, align=1), ToMA(tile=(2, 2, 2))])
+    monkeypatch.setattr(judged, "LATE", ())
     video.untrained_video_pipeline(**TINY).save_pretrained("model")
     for prompts in (1, 2):
         judged.main("model", side=32, frames=5, prompts=prompts, device="cpu", dtype="float32", commit="abc")
@@ -177,4 +180,5 @@ def test_a_score_of_every_method_is_written_and_drawn_videos_are_kept(tmp_path, 
     video.untrained_video_pipeline(**TINY, seed=1).save_pretrained("model")
     with pytest.raises(ValueError, match="holds pictures drawn with weights="):
         judged.main("model", side=32, frames=5, prompts=1, device="cpu", dtype="float32", commit="abc")
-    assert (tmp_path / "docs/images/video-32px.png").exists()
+    with Image.open(tmp_path / "docs/images/video-32px.webp") as sheet:
+        assert sheet.n_frames == 3
