@@ -88,6 +88,22 @@ def test_the_model_is_trained_on_what_the_pipeline_passes():
     assert latents.shift(clean) == pytest.approx(math.log(3))
 
 
+@torch.no_grad()
+def test_a_new_text_encoder_tells_the_object_that_moves_from_the_other_one():
+    pipeline = video.untrained_video_pipeline(**TINY)
+    sentences = ("a star moves up to the left of a cloud", "a cloud moves up to the left of a star")
+    ids = pipeline.tokenizer(list(sentences), return_tensors="pt").input_ids
+
+    def same_word_in_both_roles():
+        first, second = pipeline.text_encoder(ids).last_hidden_state
+        return torch.cosine_similarity(first[1], second[ids[1] == ids[0, 1]][0], dim=0)
+
+    assert same_word_in_both_roles() > 0.99
+    torch.manual_seed(0)
+    video.VideoPainter(pipeline).initialise()
+    assert same_word_in_both_roles() < 0.95
+
+
 def shrink(monkeypatch):
     """Make the model and its training small."""
     monkeypatch.setattr(video, "RECIPE", (STAGE,))
