@@ -105,11 +105,13 @@ def main(
         "guidance": guidance,
     }
     distilled = load_distilled(pipeline, lora) if lora else None
-    late = [throughout(method, start) for method in (distilled or HilbertA(tiles=4), LLSA(top_k=16)) for start in LATE]
+    methods: list[MethodLike] = [*showcase(), *_late(HilbertA(tiles=4)), *_late(LLSA(top_k=16))]
+    if distilled:
+        methods += [method for method in [*showcase(distilled), *_late(distilled)] if method not in methods]
     claim(out, {name: str(value) for name, value in settings.items()})
     wanted = list(islice(moving_scenes(0, evaluation=True), prompts))
     with progress() as track:
-        scores, shown = _scores(pipeline, [*showcase(distilled), *late], request, wanted, batch, out, track)
+        scores, shown = _scores(pipeline, methods, request, wanted, batch, out, track)
     result = {"settings": settings, "prompts": prompts, "batch": batch, "versions": versions(), "scores": scores}
     save_result(f"video-{pipeline.device.type}-{side}px", result, commit)
     captions = [moving.scene.caption for moving in wanted[:SHOWN]]
@@ -118,6 +120,10 @@ def main(
     for score in scores:
         table.add_row(*(value if isinstance(value, str) else f"{value:.3g}" for value in score.values()))
     Console().print(table)
+
+
+def _late(method: MethodLike) -> list[MethodLike]:
+    return [throughout(method, start) for start in LATE]
 
 
 def moving_sheet(shown: dict[str, list[Image.Image]], captions: list[str]) -> bytes:
