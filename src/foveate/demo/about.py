@@ -21,26 +21,10 @@ def facts() -> dict[str, str]:
     Raises:
         ValueError: If the files of the model are missing.
     """
-    files = sorted(PIPELINE.rglob("*.safetensors"))
-    if not files:
-        raise ValueError(f"{PIPELINE} holds no weights: install foveate again")
-    recipe = json.loads((DATA / "recipe.json").read_text())
-    parts = {path.parent.name: f"{_parameters(path) / 1e6:.2f} M parameters" for path in files}
-    runs = [recipe]
-    while before := runs[0].get("before"):
-        runs.insert(0, before)
-    stages = (
-        f"{s['name']}: {s['images']:,} pictures of {' and '.join(s['batches'])} px"
-        for run in runs
-        for s in run["stages"]
-    )
     return {
         "folder": str(PIPELINE),
-        "size": _megabytes(PIPELINE),
-        **parts,
+        **_parts_and_training(PIPELINE, DATA / "recipe.json", "pictures of {} px"),
         "geometry": "4 px a token: 128 px are 1,024 image tokens, 256 px are 4,096, 512 px are 16,384",
-        "trained": ", then ".join(f"{run['minutes']:.0f} minutes on {run['devices']}" for run in runs),
-        "recipe": "\n".join(stages),
         "LoRAs": "\n".join(_about_lora(name, folder) for name, folder in LORAS.items()),
         "objects": f"{len(NAMES)}: {', '.join(NAMES)}",
         "backgrounds": ", ".join(BACKGROUNDS),
@@ -58,9 +42,7 @@ def pixel_facts() -> dict[str, str]:
     Raises:
         ValueError: If the files of the model are missing.
     """
-    weights = PIXEL / "transformer" / "diffusion_pytorch_model.safetensors"
-    if not weights.exists():
-        raise ValueError(f"{PIXEL} holds no weights: install foveate again")
+    (weights,) = _weights(PIXEL / "transformer")
     recipe = json.loads((PIXEL / "recipe.json").read_text())
     return {
         "folder": f"{PIXEL}: --model built-in-pixel",
@@ -79,22 +61,10 @@ def video_facts() -> dict[str, str]:
     Raises:
         ValueError: If the files of the model are missing.
     """
-    files = sorted(VIDEO.rglob("*.safetensors"))
-    if not files:
-        raise ValueError(f"{VIDEO} holds no weights: install foveate again")
-    recipe = json.loads((VIDEO / "recipe.json").read_text())
-    runs = [recipe["before"], recipe]
     return {
         "folder": f"{VIDEO}: --model built-in-video",
-        "size": _megabytes(VIDEO),
-        **{path.parent.name: f"{_parameters(path) / 1e6:.2f} M parameters" for path in files},
+        **_parts_and_training(VIDEO, VIDEO / "recipe.json", "videos of (frames, px) {}"),
         "geometry": "4 px of two frames a token: 17 frames of 96 px are 5,184 tokens",
-        "trained": f"{sum(run['minutes'] for run in runs):.0f} minutes on {recipe['devices']}",
-        "recipe": "\n".join(
-            f"{s['name']}: {s['images']:,} videos of (frames, px) {' and '.join(s['batches'])}"
-            for run in runs
-            for s in run["stages"]
-        ),
         "sentences": "A moves up\nA moves to the left below B\n... on a COLOUR background",
         "licence": "as above",
     }
@@ -106,21 +76,42 @@ def reader_facts() -> dict[str, str]:
     Raises:
         ValueError: If the files of the model are missing.
     """
-    if not (READER / "model.safetensors").exists():
-        raise ValueError(f"{READER} holds no weights: install foveate again")
+    (weights,) = _weights(READER)
     recipe = json.loads((READER / "recipe.json").read_text())
     config = json.loads((READER / "config.json").read_text())
     answered = (f"{kind}: {part:.0%}" for kind, part in recipe["accuracy"].items())
     return {
         "folder": str(READER),
         "size": _megabytes(READER),
-        "model": f"{_parameters(READER / 'model.safetensors') / 1e6:.2f} M parameters, {config['num_hidden_layers']} "
+        "model": f"{_parameters(weights) / 1e6:.2f} M parameters, {config['num_hidden_layers']} "
         f"layers, context of {config['max_position_embeddings']} tokens of a word each",
         "trained": f"{recipe['minutes']} minutes on {recipe['devices']}: {recipe['steps']:,} of "
         f"{recipe['planned steps']:,} planned steps, seed {recipe['seed']}",
         "answers": "\n".join(answered),
         "licence": "Apache-2.0",
     }
+
+
+def _parts_and_training(folder: Path, recipe: Path, drawn: str) -> dict[str, str]:
+    """Size and parts of a pipeline, and its training; `drawn` is what a stage drew, with {} for the sizes."""
+    runs = [json.loads(recipe.read_text())]
+    while before := runs[0].get("before"):
+        runs.insert(0, before)
+    stages = [stage for run in runs for stage in run["stages"]]
+    return {
+        "size": _megabytes(folder),
+        **{path.parent.name: f"{_parameters(path) / 1e6:.2f} M parameters" for path in _weights(folder)},
+        "trained": ", then ".join(f"{run['minutes']:.0f} minutes on {run['devices']}" for run in runs),
+        "recipe": "\n".join(
+            f"{s['name']}: {s['images']:,} {drawn.format(' and '.join(s['batches']))}" for s in stages
+        ),
+    }
+
+
+def _weights(folder: Path) -> list[Path]:
+    if not (files := sorted(folder.rglob("*.safetensors"))):
+        raise ValueError(f"{folder} holds no weights: install foveate again")
+    return files
 
 
 def _about_lora(name: str, folder: Path) -> str:
