@@ -150,9 +150,7 @@ def _pictures(page: gr.Blocks, studio: Studio, key: gr.Textbox, model: str, lora
                 meaning = gr.Markdown(_meaning(FIRST))
             with gr.Accordion("Model, size, steps", open=False):
                 model_field = gr.Textbox(
-                    model,
-                    label="Model",
-                    info="Hub id or folder, built-in-pixel or built-in-video. Empty: the built-in model.",
+                    model, label="Model", info="Hub id or folder, or built-in-pixel. Empty: the built-in model."
                 )
                 lora_field = gr.Textbox(
                     lora,
