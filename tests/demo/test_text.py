@@ -1,11 +1,13 @@
 """Laws of the tokenizers: a known word is one token, an unknown one is named and spelled."""
 
 import itertools
+from types import SimpleNamespace
 
 from transformers import AutoTokenizer, CLIPTokenizer
 
+from foveate.demo import MODELS
 from foveate.demo.scenes import scenes
-from foveate.demo.text import TEXT_TOKENS, WORDS, clip_tokenizer, t5_tokenizer, unknown_words
+from foveate.demo.text import TEXT_TOKENS, WORDS, clip_tokenizer, draws_scenes, t5_tokenizer, unknown_words
 
 
 def test_every_known_word_is_one_token():
@@ -31,6 +33,14 @@ def test_unknown_words_are_spelled_and_named_with_similar_ones():
     assert unknown["zzyzx"] == []
     assert unknown_words("an owl, a red apple and the sun on an orange background") == {}
     assert list(unknown_words("an owl moves up and down", more=("moves", "up"))) == ["down"]
+
+
+def test_the_built_in_models_are_known_by_their_words():
+    videos = MODELS["built-in-video"].words
+    for tokenizer in (t5_tokenizer(), clip_tokenizer(), t5_tokenizer(videos)):
+        assert draws_scenes(SimpleNamespace(tokenizer=tokenizer))
+    for other in (SimpleNamespace(), SimpleNamespace(tokenizer=t5_tokenizer((*videos, "lighthouse")))):
+        assert not draws_scenes(other)
 
 
 def test_saved_tokenizers_load_again(tmp_path):
