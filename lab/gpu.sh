@@ -151,6 +151,7 @@ video() { # [40 with GPUS=4, estimated; MINUTES=12 stops the transformer's train
 }
 
 video_lora() { # [10, estimated: a LoRA for HilbertA, and the scores of all methods with it and without]
+  mkdir -p out
   python3 -c "from itertools import islice; from lab.training.moving import moving_scenes
 for moving in islice(moving_scenes(1), 400): print(moving.scene.caption)" >out/video-captions.txt
   timed $foveate distill --model built-in-video --size 96 --guidance 3 --draw-steps 20 --tiles 4 \

@@ -39,7 +39,7 @@ from lab.quality.common import SHEETS, Batch, Commit, Pictures, Prompts, save_re
 from lab.quality.quality import load_distilled
 from lab.training.moving import DISTANCE, MovingScene, frame_scenes, moving_scenes, render_frames
 
-__all__ = ["VideoVerdict", "judge_video", "moving_sheet"]
+__all__ = ["VideoVerdict", "judge_video"]
 
 SHOWN = 4  # videos on the sheet
 LATE = 0.2, 0.4  # fractions of the steps that stay dense before a method
@@ -115,7 +115,7 @@ def main(
     result = {"settings": settings, "prompts": prompts, "batch": batch, "versions": versions(), "scores": scores}
     save_result(f"video-{pipeline.device.type}-{side}px", result, commit)
     captions = [moving.scene.caption for moving in wanted[:SHOWN]]
-    write_whole(SHEETS / f"video-{side}px.webp", moving_sheet(shown, captions))
+    write_whole(SHEETS / f"video-{side}px.webp", _moving_sheet(shown, captions))
     table = Table(*scores[0])
     for score in scores:
         table.add_row(*(value if isinstance(value, str) else f"{value:.3g}" for value in score.values()))
@@ -126,7 +126,7 @@ def _late(method: MethodLike) -> list[MethodLike]:
     return [throughout(method, start) for start in LATE]
 
 
-def moving_sheet(shown: dict[str, list[Image.Image]], captions: list[str]) -> bytes:
+def _moving_sheet(shown: dict[str, list[Image.Image]], captions: list[str]) -> bytes:
     """A looping WebP picture of strips of frames in a grid: a row for each name, a column for each caption."""
     videos = {name: [_cut(strip) for strip in strips] for name, strips in shown.items()}
     drawn = [

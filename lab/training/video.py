@@ -36,7 +36,7 @@ from lab.training.vae import train_vae
 __all__ = ["RECIPE", "VideoTraining", "untrained_video_pipeline"]
 
 FRAMES = 17
-PLACE_BIAS = 2.0  # standard deviation of the text encoder's new relative position biases; transformers' is 0.06
+POSITION_BIAS = 2.0  # standard deviation of the text encoder's initial relative position biases; transformers: 0.06
 VAE_STEPS = 5000
 VAE_SIZES = (9, 64), (1, 96), (5, 96), (1, 64), (5, 64), (1, 32)  # most steps on few frames, which are faster
 RECIPE = (  # for four H200s; a batch is of (frames, side)
@@ -140,15 +140,15 @@ class VideoPainter(nn.Module):
     def initialise(self) -> None:
         """Initialise the weights: every block starts as the identity, the velocity as zero.
 
-        Words attend to words at certain distances from the start: with a bias near zero the encoder reads a bag of
-        words for long, and cannot tell the object that moves from the other one.
+        The text encoder gets large relative position biases. With biases near zero, as transformers initialises them,
+        it ignores the order of words for most of the training, and so cannot tell which object should move.
         """
         initialise(self.transformer, lambda name: name.endswith(("proj_out", "time_proj", "attn2.to_out.0")))
         for name, parameter in self.named_parameters():
             if name.endswith("scale_shift_table"):
                 nn.init.zeros_(parameter)
             if name.endswith("relative_attention_bias.weight"):
-                nn.init.normal_(parameter, std=PLACE_BIAS)
+                nn.init.normal_(parameter, std=POSITION_BIAS)
 
     def optimizers(self) -> list[torch.optim.Optimizer]:
         """Muon for the matrices inside blocks, AdamW for everything else."""

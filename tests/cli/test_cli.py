@@ -19,7 +19,7 @@ from PIL import Image
 from safetensors import safe_open
 
 import foveate
-from foveate.cli.pictures import size_of
+from foveate.cli.pictures import place_of, request_of, size_of
 from foveate.demo import MODELS
 from foveate.demo.scenes import scenes
 from foveate.demo.untrained import untrained_pipeline
@@ -552,6 +552,13 @@ def test_the_built_in_model_of_videos_is_drawn_by_its_name():
 def test_built_in_models_draw_smaller_on_a_cpu(device, sides):
     assert [size_of(model, device) for model in MODELS] == [(side, side) for side in sides]
     assert size_of("other/model", device) is None
+
+
+def test_the_built_in_model_of_videos_brings_its_defaults():
+    asked = request_of(
+        load(place_of("built-in-video"), "cpu"), "built-in-video", "an owl moves up", None, None, None, 0
+    )
+    assert (asked.size, asked.frames, asked.guidance, asked.steps) == ((64, 64), 17, 3.0, 20)
 
 
 def test_distill_takes_a_video_model(wan, tmp_path):

@@ -55,7 +55,7 @@ Frames = Annotated[
         min=1,
         max=100_000,
         help="Frames of a video: a multiple of what the model packs into one, plus 1, such as 81 for Wan. 1 is a "
-        "picture. [dim]default: the pipeline's[/]",
+        "picture. [dim]default: the pipeline's; for built-in-video 17[/]",
     ),
 ]
 Fps = Annotated[

@@ -56,7 +56,7 @@ def pixel_facts() -> dict[str, str]:
 
 
 def video_facts() -> dict[str, str]:
-    """Size, training and quality of the model that draws videos, as text by name.
+    """Size, training and sentences of the model that draws videos, as text by name.
 
     Raises:
         ValueError: If the files of the model are missing.
@@ -92,8 +92,8 @@ def reader_facts() -> dict[str, str]:
     }
 
 
-def _parts_and_training(folder: Path, recipe: Path, drawn: str) -> dict[str, str]:
-    """Size and parts of a pipeline, and its training; `drawn` is what a stage drew, with {} for the sizes."""
+def _parts_and_training(folder: Path, recipe: Path, trained_on: str) -> dict[str, str]:
+    """Size, parts and training of a pipeline; `trained_on` is a format of a stage's data, as "pictures of {} px"."""
     runs = [json.loads(recipe.read_text())]
     while before := runs[0].get("before"):
         runs.insert(0, before)
@@ -103,7 +103,7 @@ def _parts_and_training(folder: Path, recipe: Path, drawn: str) -> dict[str, str
         **{path.parent.name: f"{_parameters(path) / 1e6:.2f} M parameters" for path in _weights(folder)},
         "trained": ", then ".join(f"{run['minutes']:.0f} minutes on {run['devices']}" for run in runs),
         "recipe": "\n".join(
-            f"{s['name']}: {s['images']:,} {drawn.format(' and '.join(s['batches']))}" for s in stages
+            f"{s['name']}: {s['images']:,} {trained_on.format(' and '.join(s['batches']))}" for s in stages
         ),
     }
 

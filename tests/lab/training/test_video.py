@@ -23,7 +23,6 @@ from foveate import HilbertA, ToMA
 from foveate.demo.atlas import load_atlas
 from foveate.demo.recogniser import load_recogniser
 from foveate.demo.text import TEXT_TOKENS
-from foveate.diffusers.lora import throughout
 from foveate.diffusers.pipelines import Request, draw, load
 from foveate.training.distill import distill
 from foveate.training.run import RunOptions
@@ -161,14 +160,17 @@ def test_a_method_is_scored_with_its_lora_in_all_steps_and_in_late_ones(tmp_path
     made = "HilbertA T=2, distilled"
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(judged, "showcase", lambda distilled=None: [distilled] if distilled else [])
-    monkeypatch.setattr(judged, "_late", lambda method: [throughout(method, 0.2)] if method.title == made else [])
+    late = judged._late
+    monkeypatch.setattr(judged, "_late", lambda method: late(method) if method.title == made else [])
     pipeline = video.untrained_video_pipeline(**TINY)
     pipeline.save_pretrained("model")
     request, recipe = Request("", (32, 32), 1, 1.0, 0, frames=5), Recipe(method=HilbertA(tiles=2), optimizer="adamw")
     distill(tmp_path / "lora", pipeline, recipe, request, ["an owl"], steps=1, options=RunOptions(at_once=32))
     judged.main("model", side=32, frames=5, prompts=1, lora="lora", device="cpu", dtype="float32")
     scores = json.loads((tmp_path / "lab/results/video-cpu-32px.json").read_text())["scores"]
-    assert [score["label"] for score in scores] == ["real", "dense", made, f"{made}, start_percent=0.2"]
+    assert [score["label"] for score in scores] == [
+        "real", "dense", made, f"{made}, start_percent=0.2", f"{made}, start_percent=0.4",
+    ]  # fmt: skip
 
 
 def test_a_lora_of_another_make_is_refused(tmp_path):
