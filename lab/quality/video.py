@@ -26,7 +26,7 @@ from foveate import LLSA, HilbertA
 from foveate.cli.common import progress
 from foveate.cli.pictures import place_of
 from foveate.demo.atlas import load_atlas
-from foveate.demo.recogniser import Detection, Recogniser, load_recogniser, recognise
+from foveate.demo.recogniser import Detection, Recogniser, judge, load_recogniser, recognise
 from foveate.diffusers.lora import Distilled, MethodLike, throughout, using
 from foveate.diffusers.pipelines import Request, denoiser, draw_batch, fingerprint, load
 from foveate.utils.device import versions
@@ -52,11 +52,13 @@ class VideoVerdict(NamedTuple):
         found: Number of its objects that are seen in more than half of the frames.
         objects: Number of its objects.
         moves: Whether the object that should move does so, in the right direction.
+        extra: Objects of a frame that it should not show, or shows again, on average.
     """
 
     found: int
     objects: int
     moves: bool
+    extra: float
 
 
 def judge_video(frames: Sequence[Sequence[Detection]], moving: MovingScene) -> VideoVerdict:
@@ -77,7 +79,8 @@ def judge_video(frames: Sequence[Sequence[Detection]], moving: MovingScene) -> V
         went = np.subtract(*(np.mean(end, 0) for end in reversed(ends))) / (2 / 3)
         along, across = float(went @ way), float(abs(went @ way[::-1]))
         moves = along > DISTANCE / 2 and across < along / 2
-    return VideoVerdict(found, len(moving.scene.objects), moves)
+    extra = mean(judge(frame, moving.scene).extra for frame in frames)
+    return VideoVerdict(found, len(moving.scene.objects), moves, extra)
 
 
 def main(
@@ -167,6 +170,7 @@ def _scores(
             "label": label,
             "objects": sum(v.found for v in verdicts) / sum(v.objects for v in verdicts),
             "directions": mean(v.moves for v in verdicts),
+            "extra": mean(v.extra for v in verdicts),
             "flicker": mean(map(_flicker, videos)) / mean(map(_flicker, dense)),
             "psnr": mean(psnr(strip, other) for strip, other in zip(strips, sets["dense"][0], strict=True)),
             "seconds": seconds,

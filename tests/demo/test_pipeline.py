@@ -136,12 +136,13 @@ def test_the_pixel_model_draws_held_out_captions():
 @pytest.mark.slow
 def test_the_video_model_draws_held_out_captions():
     asked = list(itertools.islice(moving_scenes(5, evaluation=True), 3))
-    request = Request("", (64, 64), 8, 3.0, 0, frames=5)
+    request = Request("", (64, 64), 8, 3.0, 0, frames=9)
     requests = [request._replace(prompt=moving.scene.caption, seed=seed) for seed, moving in enumerate(asked)]
     videos = draw_batch(pipelines.load(str(VIDEO), "cpu"), requests)
     seen = [recognise(load_recogniser(), torch.from_numpy(np.stack(v)).permute(0, 3, 1, 2))[0] for v in videos]
     verdicts = [judge_video(frames, moving) for frames, moving in zip(seen, asked, strict=True)]
     assert sum(v.found for v in verdicts) >= 0.6 * sum(v.objects for v in verdicts)
+    assert sum(v.moves for v in verdicts) >= 0.6 * len(verdicts)
 
 
 def test_the_autoencoder_reconstructs_pictures(pipe):

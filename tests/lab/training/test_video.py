@@ -41,10 +41,12 @@ def test_objects_move_as_their_captions_say_and_other_verdicts_are_wrong():
     for moving in first(12, evaluation=True):
         frames = _seen(recogniser, _cut(_strip(_frames(render_frames(atlas, frame_scenes([moving], 9), 9, 96)[0]))))
         verdict = judge_video(frames, moving)
-        right += (verdict.found, verdict.moves) == (verdict.objects, True)
+        right += verdict == (verdict.objects, verdict.objects, True, 0)
         assert not judge_video(frames[::-1], moving).moves
         assert not judge_video([frames[0]] * 9, moving).moves
-        assert judge_video([[]] * 9, moving) == (0, verdict.objects, False)
+        assert judge_video([[]] * 9, moving) == (0, verdict.objects, False, 0)
+        again = [[one._replace(patches=2) for one in frame] for frame in frames]
+        assert judge_video([*frames, *again], moving).extra == verdict.extra + verdict.objects / 2
         dx, dy = moving.ways[0]
         words = {"right": dx > 0, "left moves": False, "up": dy < 0, "down": dy > 0}
         assert all(f"moves {word}" in moving.scene.caption for word, so in words.items() if so and word != "right")
