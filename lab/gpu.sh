@@ -145,9 +145,9 @@ pixel_model() { # [19; the model that is shipped]
     "${commit[@]}"
 }
 
-video() { # [40 with GPUS=4, estimated; MINUTES=12 stops the transformer's training earlier, and the next call goes on]
+video() { # [25 with GPUS=2: 10 for the autoencoder; the model that is shipped]
   timed python3 -m torch.distributed.run --standalone --nproc-per-node "${GPUS:-1}" -m lab video --compile \
-    --minutes "${MINUTES:-60}" --sample-every 2000 --out out/video
+    --sample-every 2000 --out out/video
 }
 
 video_lora() { # [10, estimated: a LoRA for HilbertA, and the scores of all methods with it and without]

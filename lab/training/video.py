@@ -39,12 +39,12 @@ FRAMES = 17
 POSITION_BIAS = 2.0  # standard deviation of the text encoder's initial relative position biases; transformers: 0.06
 VAE_STEPS = 5000
 VAE_SIZES = (9, 64), (1, 96), (5, 96), (1, 64), (5, 64), (1, 32)  # most steps on few frames, which are faster
-RECIPE = (  # for four H200s; a batch is of (frames, side)
-    Stage(name="draft", images=12_000_000, batches={(1, 32): 2048}, rates=(1.2e-3, 1e-3)),
-    Stage(name="pictures", images=3_000_000, batches={(1, 64): 512}, rates=(1.2e-3, 1e-3)),
-    Stage(name="short", images=2_400_000, batches={(1, 64): 512, (9, 64): 96}, rates=(1e-3, 8e-4)),
-    Stage(name="long", images=600_000, batches={(9, 96): 48, (FRAMES, 64): 48}, rates=(8e-4, 5e-4)),
-    Stage(name="large", images=200_000, batches={(FRAMES, 96): 24}, rates=(5e-4, 0.0)),
+RECIPE = (  # of the model that is shipped: 12 minutes on two H100; a batch is of (frames, side)
+    Stage(name="draft", images=2_862_000, batches={(1, 32): 2048}, rates=(1.2e-3, 1e-3)),
+    Stage(name="pictures", images=715_500, batches={(1, 64): 512}, rates=(1.2e-3, 1e-3)),
+    Stage(name="short", images=572_400, batches={(1, 64): 512, (9, 64): 96}, rates=(1e-3, 8e-4)),
+    Stage(name="long", images=59_820, batches={(9, 96): 48, (FRAMES, 64): 48}, rates=(8e-4, 5e-4)),
+    Stage(name="large", images=19_940, batches={(FRAMES, 96): 24}, rates=(5e-4, 0.0)),
 )
 
 

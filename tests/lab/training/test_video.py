@@ -20,6 +20,7 @@ from PIL import Image
 from torch import nn
 
 from foveate import HilbertA, ToMA
+from foveate.demo import VIDEO
 from foveate.demo.atlas import load_atlas
 from foveate.demo.recogniser import load_recogniser
 from foveate.demo.text import TEXT_TOKENS
@@ -104,6 +105,12 @@ def test_a_new_text_encoder_tells_the_object_that_moves_from_the_other_one():
     torch.manual_seed(0)
     video.VideoPainter(pipeline).initialise()
     assert same_word_in_both_roles() < 0.95
+
+
+def test_the_recipe_is_that_of_the_shipped_model():
+    recipe = json.loads((VIDEO / "recipe.json").read_text())
+    stages = [*recipe["before"]["stages"], *recipe["stages"]]
+    assert [(stage["name"], stage["images"]) for stage in stages] == [(one.name, one.images) for one in video.RECIPE]
 
 
 def shrink(monkeypatch):
