@@ -56,10 +56,16 @@ flux_options() { # [4]
   mv out/options/step-flux-dev-compiled-cuda.json lab/results/step-flux-dev-options-cuda.json
 }
 
-flux_untrained() { # [5, estimated: steps of what holds without training, see docs/quality.md, and of tiles that slide diagonally]
-  step flux-dev 64,128 --compile --rounds 5 --method llsa:top_k=16 --method hilberta:tiles=4 \
-    --method hilberta:tiles=4,slide=diagonal --method hilberta:tiles=16 --method hilberta:tiles=16,slide=diagonal --out out/untrained
-  mv out/untrained/step-flux-dev-compiled-cuda.json lab/results/step-flux-dev-untrained-cuda.json
+flux_untrained() { # [8, estimated: what holds without training, see docs/quality.md, and tiles that slide diagonally]
+  local methods=(--method llsa:top_k=16) tiles how
+  for tiles in 4 16; do
+    methods+=(--method "hilberta:tiles=$tiles" --method "hilberta:tiles=$tiles,slide=diagonal")
+  done
+  step flux-dev 64,128 --rounds 5 "${methods[@]}" --out out/untrained
+  step flux-dev 64,128 --rounds 5 "${methods[@]}" --out out/untrained --compile
+  for how in eager compiled; do
+    mv "out/untrained/step-flux-dev-$how-cuda.json" "lab/results/step-flux-dev-untrained-$how-cuda.json"
+  done
 }
 
 sdxl() { # [7]
