@@ -156,7 +156,7 @@ video() { # [25 with GPUS=2: 10 for the autoencoder; the model that is shipped]
     --sample-every 2000 --out out/video
 }
 
-video_lora() { # [10, estimated: a LoRA for HilbertA, and the scores of all methods with it and without]
+video_lora() { # [13, estimated: a LoRA for HilbertA, and the scores of all methods with it and without]
   mkdir -p out
   python3 -c "from itertools import islice; from lab.training.moving import moving_scenes
 for moving in islice(moving_scenes(1), 400): print(moving.scene.caption)" >out/video-captions.txt

@@ -21,10 +21,10 @@ class BuiltIn(NamedTuple):
 
     Attributes:
         folder: Folder of the pipeline.
-        sides: Default side of its square pictures in pixels on a GPU, and on a CPU.
+        sides: Default width and height of its pictures or frames in pixels, on a GPU and on a CPU.
         frames: Frames of a video; None if it draws pictures.
         guidance: Guidance scale; None is the pipeline's own.
-        words: Words in its vocabulary that the other built-in models do not have.
+        words: Words in its captions that those of the other built-in models do not have.
     """
 
     folder: Path

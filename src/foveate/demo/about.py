@@ -56,7 +56,7 @@ def pixel_facts() -> dict[str, str]:
 
 
 def video_facts() -> dict[str, str]:
-    """Size, training and sentences of the model that draws videos, as text by name.
+    """Size and training of the video model, and the sentences that it knows, as text by name.
 
     Raises:
         ValueError: If the files of the model are missing.
@@ -93,7 +93,13 @@ def reader_facts() -> dict[str, str]:
 
 
 def _parts_and_training(folder: Path, recipe: Path, trained_on: str) -> dict[str, str]:
-    """Size, parts and training of a pipeline; `trained_on` is a format of a stage's data, as "pictures of {} px"."""
+    """Size, parts and training of a pipeline, as text by name.
+
+    Args:
+        folder: Folder of the pipeline.
+        recipe: File with the stages of its training.
+        trained_on: What a stage was trained on, with {} for its sizes: "pictures of {} px".
+    """
     runs = [json.loads(recipe.read_text())]
     while before := runs[0].get("before"):
         runs.insert(0, before)
