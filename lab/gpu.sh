@@ -156,13 +156,13 @@ video() { # [25 with GPUS=2: 10 for the autoencoder; the model that is shipped]
     --sample-every 2000 --out out/video
 }
 
-video_lora() { # [13, estimated: a LoRA for HilbertA, and the scores of all methods with it and without]
+video_lora() { # [15, estimated: a LoRA for HilbertA, and the scores of all methods with it and without]
   mkdir -p out
   python3 -c "from itertools import islice; from lab.training.moving import moving_scenes
 for moving in islice(moving_scenes(1), 400): print(moving.scene.caption)" >out/video-captions.txt
   timed $foveate distill --model built-in-video --size 96 --guidance 3 --draw-steps 20 --tiles 4 \
     --prompts out/video-captions.txt --optimizer adamw --rate 1e-3 --rank 32 --layers all --levels shifted --cool-down 1 \
-    --at-once 32 --steps 400 --compile --out out/video-lora
+    --at-once 32 --steps 600 --compile --out out/video-lora
   timed python3 -m lab.quality.video --lora out/video-lora --batch 40 --pictures out/video-judged "${commit[@]}"
 }
 
