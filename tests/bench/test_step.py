@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -134,6 +135,13 @@ def test_log_linear_attention_is_compared_with_every_block_selected(monkeypatch)
     assert llsa["every_block_error"] < 1e-4
     assert llsa["attention_flop_bound"] == pytest.approx(264**2 / (8 * 264 + 256 * (8 + 2 * 16 + 16)))
     assert dense["variant"] == "dense"
+
+
+def test_log_linear_attention_is_checked_on_as_many_tokens_as_its_kernels_read_in_full(monkeypatch):
+    monkeypatch.undo()
+    monkeypatch.setattr(step, "EVERY_BLOCK", replace(step.EVERY_BLOCK, top_k=8))  # reads 128 tokens in full
+    rows = bench([16, (16, 20)], methods=[LLSA(top_k=2, min_tokens=0)])["rows"]
+    assert all(row["every_block_error"] < 1e-4 for row in rows)
 
 
 def test_a_unet_is_timed_with_guidance():
