@@ -127,6 +127,8 @@ class Foveated:
         self.parts, self.grids = [Part(*part) for part in parts], grids
         self.sparse = next((part for part in self.parts if not isinstance(part.method, ToMA)), None)
         self.merging = next((part for part in self.parts if isinstance(part.method, ToMA)), None)
+        if self.sparse and self.merging:
+            self.sparse.method, _ = sparse_and_merging(self.methods)
         self._warned = False
         self._sigma, self._step = -1.0, -1
         self._merges: dict[Any, tuple[tuple[int, int], Any]] = {}

@@ -27,9 +27,10 @@ SIDE = 32
 
 def main() -> None:
     """Write the drawn images of the pages to docs/images."""
-    plan = HilbertA(tiles=16).plan(((SIDE, SIDE),), 128)
+    method, grid = HilbertA(tiles=16), (SIDE, SIDE)
+    plan = method.plan((grid,), 128)
     for phase in (0, 1):
-        curve = draw_order(grid_order("hilbert", SIDE, SIDE), SIDE, SIDE, plan.tile_maps[phase])
+        curve = draw_order(grid_order("hilbert", *grid), *grid, plan.tile_maps[phase], method.moved(grid, 16, phase))
         write_figure(f"hilbert-phase-{phase}", curve)
     write_picture("table-phase-0", draw_table(HilbertA(tiles=16).plan(((64, 64),), 512).tables[0]))
     neighbours = block_table([range(max(0, i - 1), min(16, i + 2)) for i in range(16)], block_starts(1000))

@@ -56,10 +56,10 @@ flux_options() { # [4]
   mv out/options/step-flux-dev-compiled-cuda.json lab/results/step-flux-dev-options-cuda.json
 }
 
-flux_untrained() { # [8, estimated: what holds without training, see docs/quality.md, and tiles that slide diagonally]
+flux_untrained() { # [8, estimated: what holds without training, see docs/quality.md, and tiles that slide along the curve]
   local methods=(--method llsa:top_k=16) tiles how
   for tiles in 4 16; do
-    methods+=(--method "hilberta:tiles=$tiles" --method "hilberta:tiles=$tiles,slide=diagonal")
+    methods+=(--method "hilberta:tiles=$tiles" --method "hilberta:tiles=$tiles,slide=curve")
   done
   step flux-dev 64,128 --rounds 5 "${methods[@]}" --out out/untrained
   step flux-dev 64,128 --rounds 5 "${methods[@]}" --out out/untrained --compile

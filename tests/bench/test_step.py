@@ -24,6 +24,7 @@ from foveate.bench import step
 from foveate.bench.models import MODELS
 from foveate.cli import app
 from foveate.methods import ComposedMethod, ToDo, ToMeSD
+from foveate.ops.hierarchical_pooling import MAX_KERNEL_TOP_K
 
 
 def tiny_sdxl():
@@ -139,6 +140,7 @@ def test_log_linear_attention_is_compared_with_every_block_selected(monkeypatch)
 
 def test_log_linear_attention_is_checked_on_as_many_tokens_as_its_kernels_read_in_full(monkeypatch):
     monkeypatch.undo()
+    assert step.EVERY_BLOCK.top_k == MAX_KERNEL_TOP_K
     monkeypatch.setattr(step, "EVERY_BLOCK", replace(step.EVERY_BLOCK, top_k=8))  # reads 128 tokens in full
     rows = bench([16, (16, 20)], methods=[LLSA(top_k=2, min_tokens=0)])["rows"]
     assert all(row["every_block_error"] < 1e-4 for row in rows)

@@ -527,7 +527,7 @@ def test_a_page_marks_methods_that_run_in_some_steps_only(folder, tmp_path):
 def test_the_built_in_model_draws_with_its_lora():
     output = succeeds("generate", "an owl", *SMALL, "--lora", "built-in")
     assert "HilbertA T=4" in output
-    with Image.open("an-owl-0-hilberta-t-4-distilled.png") as picture:
+    with Image.open("an-owl-0-hilberta-t-4-slide-curve-distilled.png") as picture:
         assert picture.text["lora"] == "built-in"
 
 

@@ -296,7 +296,7 @@ def test_merging_everything_into_itself_is_the_dense_model(pack, cls, references
 @pytest.mark.parametrize("tiles", [1, 4])
 def test_sparse_attention_beside_a_merge_of_everything_into_itself_is_as_alone(pack, cls, references, tiles):
     model, case = cls(), inputs(cls, references)
-    sparse, exactly = HilbertA(tiles=tiles, dense_layers="1"), ToMA(keep=0.999, weights="hard", skip=1)
+    sparse, exactly = HilbertA(tiles=tiles, slide="curve", dense_layers="1"), ToMA(keep=0.999, weights="hard", skip=1)
     alone, both = pack.Foveated((sparse, ALWAYS)), pack.Foveated((sparse, ALWAYS), (exactly, ALWAYS))
     want, dense = run(alone, model, case), model._forward(*case[:3], transformer_options=options(), **case[3])
     torch.testing.assert_close(run(both, model, case), want)
@@ -308,7 +308,7 @@ def test_sparse_attention_beside_a_merge_of_everything_into_itself_is_as_alone(p
 @every_case
 def test_merged_tokens_attend_as_the_tokens_of_their_region(pack, cls, references, monkeypatch):
     model, case, (grids, text) = cls(), inputs(cls, references), grids_of(cls, references)
-    sparse, merging = HilbertA(tiles=4), ToMA(keep=0.5, skip=1)
+    sparse, merging = HilbertA(tiles=4, slide="curve"), ToMA(keep=0.5, skip=1)
     both = run(pack.Foveated((sparse, ALWAYS), (merging, ALWAYS)), model, case)
     plan = sparse.plan(grids, text)
     regions = merging.regions_along(plan, grids[0])
@@ -335,7 +335,7 @@ def test_merged_tokens_attend_as_the_tokens_of_their_region(pack, cls, reference
 
 def test_each_of_two_methods_has_a_window_and_reasons_of_its_own(pack, caplog):
     model, case = WanModel(), inputs(WanModel)
-    sparse, merging = HilbertA(tiles=4), ToMA(keep=0.5, skip=0)
+    sparse, merging = HilbertA(tiles=4, slide="curve"), ToMA(keep=0.5, skip=0)
     both = pack.Foveated((sparse, (0.4, 1.0)), (merging, (0.0, 0.6)))
     alone = {method: pack.Foveated((method, ALWAYS)) for method in (sparse, merging)}
     for sigma, method in ((0.9, sparse), (0.1, merging)):
@@ -436,7 +436,7 @@ def test_chained_nodes_work_together_in_any_order_and_leave_the_models_before_th
 
 def test_a_preset_has_all_its_methods(nodes, tmp_path):
     models = [{"class": "FluxTransformer2DModel", "config": {}}]
-    path, methods = tmp_path / "preset.json", (HilbertA(tiles=4), ToMA(skip=1))
+    path, methods = tmp_path / "preset.json", (HilbertA(tiles=4, slide="curve"), ToMA(skip=1))
     Preset(methods=methods, models=models, size=(512, 640), grids=(((16, 20),),)).save(path)
     loaded = Patcher(Flux())
     patched = nodes.FoveatePreset.execute(loaded, str(path))
@@ -526,7 +526,7 @@ def test_what_cannot_be_sparse_stays_dense_and_says_why(pack, caplog):
         pack.Foveated((ToMA(keep=0.5, granularity="module"), ALWAYS)).check(model)
     with pytest.raises(ValueError, match="does not know Linear"):
         pack.Foveated((ToMA(keep=0.5), ALWAYS)).check(nn.Linear(1, 1))
-    with pytest.raises(ValueError, match=r"needs one order: use slide=.curve. beside token merging"):
+    with pytest.raises(ValueError, match=r"needs one order: use slide=.auto. or .curve. beside it"):
         pack.Foveated((HilbertA(slide="diagonal"), ALWAYS), (ToMA(), ALWAYS)).check(model)
 
 

@@ -24,7 +24,7 @@ from foveate.ops.merging import IndexMerge, Merge
 pytestmark = pytest.mark.usefixtures("no_grad")
 every_family = pytest.mark.parametrize("name", [*map(named, FAMILIES)])
 every_granularity = pytest.mark.parametrize("granularity", ["module", "block"])
-SPARSE = (HilbertA(tiles=2, centre=0.0),)
+SPARSE = (HilbertA(tiles=2, centre=0.0, slide="curve"),)  # as "auto" is beside merging
 beside = pytest.mark.parametrize("sparse", [(), SPARSE], ids=["alone", "sparse"])
 MERGES = {"skip": 0, "tile": (4, 4)}
 LOSSLESS = {"keep": 0.999, "weights": "hard", "merge_mlp": True, **MERGES}  # every hook at work, and nothing is lost
@@ -529,7 +529,7 @@ def test_models_whose_tokens_cannot_merge_refuse_it(name):
 @pytest.mark.parametrize(
     ("methods", "remedy"),
     [
-        ((HilbertA(slide="diagonal"), ToMA()), "use slide=.curve. beside token merging"),
+        ((HilbertA(slide="diagonal"), ToMA()), "use slide=.auto. or .curve. beside it"),
         ((ToMA(), ToMA()), "choose one method of sparse attention, one of token merging, or both"),
         ((ToMA(skip=9),), "no block is left to merge with skip=9 .*: skip fewer"),
         ((ToMA(dense_layers="99"),), "layer 99"),

@@ -17,8 +17,8 @@ PICTURES = Path(__file__).parent / "pictures"
 PROMPT = "a red apple above a blue car on a green background"
 METHODS = {
     "dense": (),
-    "hilberta-4": (HilbertA(tiles=4),),
-    "hilberta-16": (HilbertA(tiles=16),),
+    "hilberta-4": (HilbertA(tiles=4, slide="curve"),),
+    "hilberta-16": (HilbertA(tiles=16, slide="curve"),),
     "toma": (ToMA(keep=0.5),),
     "toma-module": (ToMA(keep=0.5, granularity="module", tile=(4, 4), merge_mlp=True),),
     "llsa": (LLSA(min_tokens=0),),

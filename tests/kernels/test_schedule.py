@@ -40,7 +40,7 @@ def test_every_pair_of_the_table_is_covered_once(seed, queries, keys, block, row
 
 
 def test_the_grid_of_2048_px_needs_no_short_steps_and_starts_with_the_prefix():
-    table = HilbertA(tiles=16).plan(((128, 128),), 512).tables[1]
+    table = HilbertA(tiles=16, slide="curve").plan(((128, 128),), 512).tables[1]
     run = schedule(table, rows=128, step=128, device=torch.device("cpu"))
     assert (run.steps.diff(dim=1) == 128).all()
     assert run.long == 1536 // 128

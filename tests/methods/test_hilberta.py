@@ -1,6 +1,7 @@
 """Laws of HilbertA's pattern, from the formulas of the paper."""
 
 import re
+from dataclasses import replace
 from math import prod
 from pathlib import Path
 
@@ -44,7 +45,7 @@ def tile_mask(tile):
 @pytest.mark.parametrize("tiles", [4, 16])
 @pytest.mark.parametrize("phase", range(4))
 def test_mask_on_the_papers_grids_is_the_papers_formula(side, tiles, phase):
-    plan = HilbertA(tiles=tiles).plan(((side, side),), 20)
+    plan = HilbertA(tiles=tiles, slide="curve").plan(((side, side),), 20)
     tile = formula_tiles(side, side, tiles, phase, 20)
     shared = int((tile == -1).sum())
     local = int(tile[tile >= 0].bincount().square().sum())
@@ -56,7 +57,7 @@ def test_mask_on_the_papers_grids_is_the_papers_formula(side, tiles, phase):
 @pytest.mark.parametrize(("side", "multiple"), [(64, 64), (128, 256)])
 @pytest.mark.parametrize("tiles", [4, 16])
 def test_tile_borders_on_the_papers_grids_are_whole_blocks(side, multiple, tiles):
-    plan = HilbertA(tiles=tiles).plan(((side, side),), 0, block=multiple)
+    plan = HilbertA(tiles=tiles, slide="curve").plan(((side, side),), 0, block=multiple)
     for table in plan.tables:
         assert set(table.query_starts.diff().tolist()) <= {0, multiple}
 
@@ -71,7 +72,7 @@ def test_tile_borders_on_the_papers_grids_are_whole_blocks(side, multiple, tiles
     ],
 )
 def test_true_sparsity_is_the_published_table(side, tiles, true, nominal, gflops, bound):
-    plan = HilbertA(tiles=tiles).plan(((side, side),), 512)
+    plan = HilbertA(tiles=tiles, slide="curve").plan(((side, side),), 512)
     sparsity = sum(table.sparsity() for table in plan.tables) / 4
     assert sparsity == pytest.approx(true, abs=6e-4)  # the mean over the phases, as printed
     assert plan.nominal_sparsity == nominal
@@ -99,7 +100,7 @@ def test_a_centre_that_covers_everything_is_dense():
 @given(height=st.integers(12, 40), width=st.integers(12, 40), text=st.integers(0, 70), data=st.data())
 def test_any_grid_keeps_the_laws_of_the_pattern(height, width, text, data):
     tiles = data.draw(st.integers(1, height * width // 32))
-    plan = HilbertA(tiles=tiles).plan(((height, width),), text)
+    plan = HilbertA(tiles=tiles, slide="curve").plan(((height, width),), text)
     cells = height * width
     assert torch.equal(plan.orders[0].sort().values, torch.arange(cells))
     step = inverse_order(hilbert_order(height, width))
@@ -172,9 +173,18 @@ def test_tiles_that_slide_diagonally_are_those_of_the_first_phase_moved_over_the
         assert torch.equal(raster_mask(plan, phase, text), tile_mask(tile))
 
 
+def test_auto_slides_diagonally_alone_and_along_the_curve_beside_merging():
+    method = HilbertA(tiles=4)
+    assert method.chosen_for((32, 40)) == replace(method, slide="diagonal")
+    for same, slide in ((method, "diagonal"), (method.beside_merging(), "curve")):
+        plan, want = (one.plan(((32, 40),), 5) for one in (same, HilbertA(tiles=4, slide=slide)))
+        assert torch.equal(plan.tile_maps, want.tile_maps)
+        assert all(map(torch.equal, plan.orders, want.orders))
+
+
 @pytest.mark.parametrize("tiles", [4, 16])
 def test_receptive_field_grows_by_one_tile_a_layer_and_covers_all_after_t_layers(tiles):
-    plan = HilbertA(tiles=tiles, centre=0).plan(((32, 32),), 0)
+    plan = HilbertA(tiles=tiles, centre=0, slide="curve").plan(((32, 32),), 0)
     masks = [table.to_dense().float() for table in plan.tables]
     reach = torch.eye(1024)
     for layer in range(tiles):
@@ -238,7 +248,7 @@ def box_tiles(frames, height, width, tiles, phase, period=4):
 @pytest.mark.parametrize(("grid", "tiles"), [((5, 12, 9), 4), ((21, 45, 80), 16)])
 def test_the_tiles_of_a_video_are_runs_of_the_curve_in_three_dimensions(grid, tiles, phase):
     tile = torch.cat([torch.full((11,), -1), box_tiles(*grid, tiles, phase)])
-    plan = HilbertA(tiles=tiles, align=1).plan((grid,), 11)
+    plan = HilbertA(tiles=tiles, align=1, slide="curve").plan((grid,), 11)
     counts, shared = tile[tile >= 0].bincount(), int((tile == -1).sum())
     assert plan.tables[phase].pairs() == shared * (2 * len(tile) - shared) + int(counts.square().sum())
     assert plan.tile_maps.shape == (4, *grid)
@@ -267,7 +277,7 @@ def test_the_page_shows_what_a_central_box_and_the_first_frame_of_a_video_cost_a
         ("`centre=0.4`", 0.4, 0),
         ("first", 0.0, 1),
     ):
-        plan = HilbertA(tiles=16, centre=centre).plan((grid,), 0)
+        plan = HilbertA(tiles=16, centre=centre, slide="curve").plan((grid,), 0)
         tiles = plan.tile_maps.clone()
         tiles[:, :first] = -1  # global
         tokens, shared = prod(grid), int((tiles[0] == -1).sum())

@@ -221,15 +221,15 @@ def test_a_run_writes_lora_loss_curve_and_samples(run):
     auto = Recipe(method=HilbertA(tiles=2, centre=0.5), optimizer="adamw", batch=1)
     out, _ = run("out", auto, steps=3, captions=["a cat", "a dog"], sample_every=2, track=track)
     assert bars == {"pictures": len(tiny.PROMPTS), "distilling": 3}
-    assert read_lora(out / LORA_FILE).method == auto.method
+    assert read_lora(out / LORA_FILE).method == replace(auto.method, slide="diagonal")
     assert {path.name for path in out.glob("*.png")} == {"loss.png", "samples-000002.png", "samples-000003.png"}
 
 
-def test_auto_tiles_become_the_trained_number(pipe, tmp_path):
+def test_what_auto_chooses_is_kept_in_the_lora(pipe, tmp_path):
     recipe = Recipe(method=HilbertA(), optimizer="adamw", batch=1)
     request = tiny.REQUEST._replace(size=(128, 64), steps=1)
     distill(tmp_path, pipe, recipe, request, ["a cat"], steps=1, options=ONE)
-    assert read_lora(tmp_path / LORA_FILE)[:2] == (HilbertA(tiles=2), (128, 64))
+    assert read_lora(tmp_path / LORA_FILE)[:2] == (HilbertA(tiles=2, slide="diagonal"), (128, 64))
     with pytest.raises(ValueError, match="16 x 16 image tokens are too few"):
         distill(tmp_path, tiny.pipeline(), recipe, tiny.REQUEST, tiny.PROMPTS, steps=1, options=ONE)
 

@@ -225,4 +225,4 @@ def test_questions_that_cannot_be_answered_are_refused(studio, tmp_path, change,
 def test_the_built_in_lora_brings_its_method(tmp_path):
     studio = Studio(ui.commands("cpu", "float32"), tmp_path)
     form = Form("a red apple", "toma", "", "", "built-in", "64", "1")
-    assert drawn(studio, Tab(), form).variant.label == "HilbertA T=4, distilled"
+    assert drawn(studio, Tab(), form).variant.label == "HilbertA T=4 slide=curve, distilled"

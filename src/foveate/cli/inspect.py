@@ -38,10 +38,11 @@ def curves(
     height, width = read_size(size)
     if height * width > 256 * 256:
         raise ValueError(f"{size} cells are too many to draw: use at most 256 x 256")
-    plan = HilbertA(curve=curve, tiles=tiles, centre=centre).plan(((height, width),), 0)
+    method = HilbertA(curve=curve, tiles=tiles, centre=centre)
+    plan, moved = method.plan(((height, width),), 0), method.moved((height, width), tiles, phase)
     order = grid_order(curve, height, width)
     path = out or Path(f"{curve}-{width}x{height}.png")
-    write_whole(path, figure_png(draw_order(order, height, width, plan.tile_maps[phase])))
+    write_whole(path, figure_png(draw_order(order, height, width, plan.tile_maps[phase], moved)))
     table = Table("smaller is more local", "all pairs", "within a tile")
     for name, metric in (
         ("EAS: curve steps between neighbours", edge_average_stretch),

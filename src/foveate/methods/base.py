@@ -206,10 +206,13 @@ class SparseAttention(Method):
             DenseFallback: If it does not.
         """
 
-    @property
-    def has_one_order(self) -> bool:
-        """Whether all layers share one token order, as token merging needs it."""
-        return True
+    def beside_merging(self) -> "SparseAttention":
+        """The same method as it runs beside token merging, which needs one token order for all layers.
+
+        Raises:
+            ValueError: If it orders tokens differently from layer to layer.
+        """
+        return self
 
     @abstractmethod
     def plan(self, grids: tuple[Grid, ...], text: int, *, device: str = "cpu") -> AttentionPlan:
@@ -352,7 +355,7 @@ class TokenMerging(Method):
 
 
 def sparse_and_merging(methods: Sequence[Method]) -> tuple[SparseAttention | None, TokenMerging | None]:
-    """The method of sparse attention and the method of token merging among methods to apply together.
+    """The method of sparse attention and the method of token merging among methods to apply, as they run together.
 
     Raises:
         ValueError: If the methods do not fit each other.
@@ -362,9 +365,4 @@ def sparse_and_merging(methods: Sequence[Method]) -> tuple[SparseAttention | Non
     if len(methods) != (sparse is not None) + (merging is not None):
         given = " + ".join(type(method).__name__ for method in methods)
         raise ValueError(f"choose one method of sparse attention, one of token merging, or both, not {given}")
-    if sparse and merging and not sparse.has_one_order:
-        raise ValueError(
-            f"{sparse.title} orders tokens differently from layer to layer, and {merging.title} needs one order: "
-            'use slide="curve" beside token merging'
-        )
-    return sparse, merging
+    return (sparse.beside_merging() if sparse and merging else sparse), merging

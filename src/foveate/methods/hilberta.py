@@ -2,11 +2,11 @@
 
 1. Image tokens are put along a Hilbert curve: an aligned run of them is a patch of the image.
 2. The curve is cut into equal runs, the tiles; a token attends within its tile: one contiguous range of keys.
-3. The tiles slide along the curve from layer to layer, so that information crosses their borders.
+3. The tiles slide from layer to layer, so that information crosses their borders.
 4. Text and a central region of the image are global: they see all tokens and all tokens see them.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import pairwise
 from math import prod
@@ -37,7 +37,8 @@ class HilbertA(SparseAttention):
         slide: Where the tiles slide. "curve" is along the curve, as in the paper: tokens on both sides of a border
             between quadrants of the curve never share a tile. "diagonal" shifts the whole curve over the image, with
             wrap-around at the edges, so that neighbouring tokens share a tile in some layer; it does not combine with
-            token merging, which needs one token order for all layers.
+            token merging, which needs one token order for all layers. "auto" is "curve" beside token merging, and
+            otherwise "diagonal".
         centre: Side of the global central region, as a fraction of each side of the image. 0 switches it off.
         curve: Token order, one of `foveate.ops.curves.CURVES`.
         reference: Treatment of reference images (Kontext). "global" makes their tokens global, like text. "tiled"
@@ -58,7 +59,7 @@ class HilbertA(SparseAttention):
 
     tiles: int | Literal["auto"] = "auto"
     period: int = 4
-    slide: Literal["curve", "diagonal"] = "curve"
+    slide: Literal["auto", "curve", "diagonal"] = "auto"
     centre: float = 0.25
     curve: str = "hilbert"
     reference: Literal["global", "tiled"] = "global"
@@ -80,17 +81,26 @@ class HilbertA(SparseAttention):
     @property
     def title(self) -> str:
         """Name, number of tiles, and the options that differ from their defaults."""
-        return f"HilbertA T={self.tiles}{self.non_defaults(IN_TITLE)}"
+        shown = replace(self, slide="auto") if self.slide == "diagonal" else self  # the same without token merging
+        return f"HilbertA T={self.tiles}{shown.non_defaults(IN_TITLE)}"
 
     @classmethod
     def showcase(cls) -> tuple["HilbertA", ...]:
         """The settings of the paper."""
         return cls(tiles=4), cls(tiles=16)
 
-    @property
-    def has_one_order(self) -> bool:
-        """Whether the tiles slide along the curve."""
-        return self.slide == "curve"
+    def beside_merging(self) -> "HilbertA":
+        """The same method with tiles that slide along the curve.
+
+        Raises:
+            ValueError: If they must slide diagonally.
+        """
+        if self.slide == "diagonal":
+            raise ValueError(
+                f"{self.title} orders tokens differently from layer to layer, and token merging needs one order: "
+                'use slide="auto" or "curve" beside it'
+            )
+        return replace(self, slide="curve")
 
     def plan(self, grids: tuple[Grid, ...], text: int, *, block: int = 64, device: str = "cpu") -> "HilbertPlan":
         """The token order and the block tables of the layers. Cached by all arguments.
@@ -109,6 +119,14 @@ class HilbertA(SparseAttention):
         if text < 0:
             raise ValueError(f"the number of text tokens must be 0 or more, not {text}")
         return _plan(self, grids, text, block, device)
+
+    def chosen_for(self, grid: Grid) -> "HilbertA":
+        """The same method with what "auto" chooses for this grid where no tokens merge; errors as of `plan`."""
+        return replace(self, tiles=self.tiles_for(grid), slide="curve" if self.slide == "curve" else "diagonal")
+
+    def moved(self, grid: Grid, tiles: int, phase: int) -> tuple[int, ...]:
+        """Number of cells by which a phase moves the curve along each side of a grid, if tiles slide diagonally."""
+        return tuple(round(side * phase / self.period / tiles ** (1 / len(grid))) for side in grid)
 
     def tiles_for(self, grid: Grid) -> int:
         """Number of tiles of an image or video with this grid of tokens; errors as of `plan`."""
@@ -184,12 +202,13 @@ def in_centre(grid: Grid, centre: float) -> Bool[Tensor, "cells"]:
 
 def _along_curve(method: HilbertA, grid: Grid, tiles: int, phase: int, first: int) -> _Curve:
     """The curve through an image whose raster begins at token `first`."""
-    cells, along = prod(grid), phase * prod(grid) // (tiles * method.period)
+    cells, along = prod(grid), 0
     order = grid_order(method.curve, *grid)
-    if method.slide == "diagonal":
-        shifts = [-round(side * phase / method.period / tiles ** (1 / len(grid))) for side in grid]
-        order = torch.arange(cells).view(grid).roll(shifts, tuple(range(len(grid)))).flatten()[order]
-        along = 0
+    if method.slide == "curve":
+        along = phase * cells // (tiles * method.period)
+    else:
+        back = [-by for by in method.moved(grid, tiles, phase)]
+        order = torch.arange(cells).view(grid).roll(back, tuple(range(len(grid)))).flatten()[order]
     centre = in_centre(grid, method.centre)[order]
     # tiles are cut on the full curve, then the centre is taken out of them
     rank = torch.cat([torch.zeros(1, dtype=torch.long), (~centre).cumsum(0)])
@@ -248,7 +267,7 @@ def _plan(method: HilbertA, grids: tuple[Grid, ...], text: int, block: int, devi
     orders = [torch.cat([tokens for _, tokens in phase.parts]).to(device) for phase in phases]
     return HilbertPlan(
         # one tensor for all phases if it is one order, so that what is cached by it is made once
-        orders=tuple(orders[:1] * len(orders) if method.has_one_order else orders),
+        orders=tuple(orders[:1] * len(orders) if method.slide == "curve" else orders),
         tiles=tiles,
         prefix=prefix,
         segments=tuple((image, len(tokens)) for image, tokens in phases[0].parts if len(tokens)),

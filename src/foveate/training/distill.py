@@ -70,8 +70,8 @@ def distill(
     check_shared(out)
     if options.compile:
         pipeline.transformer.compile_repeated_blocks()
-    if isinstance(recipe.method, HilbertA):  # replaces tiles="auto": the LoRA belongs to that number at any size
-        recipe = replace(recipe, method=replace(recipe.method, tiles=recipe.method.tiles_for(grid)))
+    if isinstance(recipe.method, HilbertA):  # the LoRA belongs to these tiles at any size
+        recipe = replace(recipe, method=recipe.method.chosen_for(grid))
     student = Student(pipeline, recipe, request, start)
     try:
         shift = noise_shift(pipeline.scheduler, prod(grid)) if recipe.levels == "shifted" else 0.0

@@ -3,6 +3,7 @@
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from math import inf, log10
 from pathlib import Path
 from statistics import mean
@@ -16,6 +17,7 @@ from foveate.diffusers.lora import Distilled, MethodLike, throughout, using
 from foveate.diffusers.pipelines import Request, denoiser, draw, fingerprint, frame_rate, write_video
 from foveate.diffusers.steps import Call, record_step, time_steps
 from foveate.methods import METHODS, ComposedMethod, HilbertA, ToMA
+from foveate.methods.base import sparse_and_merging
 from foveate.ops.block_table import BlockTable
 from foveate.utils.device import versions
 from foveate.utils.files import slug, write_picture, write_whole
@@ -34,8 +36,9 @@ def showcase(distilled: Distilled | None = None, start_percent: float = 0.0) -> 
     """The methods that `compare` shows by default: each at its recommended setting.
 
     Args:
-        distilled: A method with the LoRA that was distilled for it; it is then shown with the LoRA, alone and together
-            with token merging, and last without the LoRA. Without one, all settings of all methods are shown.
+        distilled: A method with the LoRA that was distilled for it; it is then shown with the LoRA, alone and, if they
+            fit each other, together with token merging, and last without the LoRA. Without one, all settings of all
+            methods are shown.
         start_percent: Fraction of the run before which steps stay dense without a LoRA: see `Card.start_percent`.
     """
     if distilled is None:
@@ -43,8 +46,12 @@ def showcase(distilled: Distilled | None = None, start_percent: float = 0.0) -> 
         together = ComposedMethod((HilbertA(tiles=16), ToMA(keep=0.5)))
         return [throughout(method, start_percent) for method in (*alone, together)]
     merging = ToMA(keep=0.5)
+    shown = [distilled, merging]
+    with suppress(ValueError):  # tiles that slide diagonally do not fit
+        sparse_and_merging((*distilled.parts, merging))
+        shown.append(distilled._replace(more=(merging,)))
     others = [method for cls in METHODS.values() for method in cls.showcase()[:1] if cls not in (HilbertA, ToMA)]
-    return [distilled, merging, distilled._replace(more=(merging,)), *others, distilled.method]
+    return [*shown, *others, distilled.method]
 
 
 def comparison(

@@ -41,7 +41,11 @@ INK, PAPER, BLUE, ORANGE = "#1F2933", "#FFFFFF", "#0072B2", "#E69F00"
 
 
 def draw_order(
-    order: Int[Tensor, "cells"], height: int, width: int, tile_map: Int[Tensor, "rows columns"] | None = None
+    order: Int[Tensor, "cells"],
+    height: int,
+    width: int,
+    tile_map: Int[Tensor, "rows columns"] | None = None,
+    moved: tuple[int, ...] = (0, 0),
 ) -> Figure:
     """A figure of a curve through the cells of a grid, row 0 on top, over its tiles.
 
@@ -50,6 +54,7 @@ def draw_order(
         height: Rows of the grid.
         width: Columns of the grid.
         tile_map: Tile of each cell, -1 in the central region; None draws no tiles.
+        moved: Rows and columns by which the curve is moved over the grid, with wrap-around at the edges.
 
     Raises:
         ValueError: If the order or the tile map does not fit the grid.
@@ -67,8 +72,12 @@ def draw_order(
     if tile_map is not None:
         _fill_tiles(axes, tile_map.cpu().numpy())
     rows, columns = np.divmod(order.cpu().numpy(), width)
+    rows, columns = rows + moved[0], columns + moved[1]
+    around = np.flatnonzero(np.diff(rows // height) | np.diff(columns // width)) + 1
+    rows, columns = rows % height, columns % width
     points = 72 * cell
-    axes.plot(columns, rows, color=INK, linewidth=np.clip(0.14 * points, 0.5, 2.6), solid_joinstyle="round")
+    line = (np.insert(x.astype(float), around, np.nan) for x in (columns, rows))  # broken where it leaves an edge
+    axes.plot(*line, color=INK, linewidth=np.clip(0.14 * points, 0.5, 2.6), solid_joinstyle="round")
     size = np.clip(0.45 * points, 6, 14)
     marker: dict[str, Any] = {"markersize": size, "markeredgecolor": PAPER, "linestyle": "", "clip_on": False}
     axes.plot(columns[0], rows[0], "o", color=BLUE, label="start", zorder=3, **marker)
