@@ -55,7 +55,7 @@ VARIANTS: dict[str, tuple[Method | None, dict[str, Any]]] = {
     "t16-period8": (HilbertA(tiles=16, period=8, slide="curve"), {}),
     "t16-two-dense": (HilbertA(tiles=16, dense_layers="0-1", slide="curve"), {}),
     "t16-diagonal-two-dense": (HilbertA(tiles=16, dense_layers="0-1"), {}),
-    "t16-raster-diagonal": (HilbertA(tiles=16, curve="raster"), {}),
+    "t16-raster-diagonal": (HilbertA(tiles=16, curve="raster", slide="diagonal"), {}),
     "t16-still": (HilbertA(tiles=16, period=1, slide="curve"), {}),
     "t16-bare": (HilbertA(tiles=16, centre=0, slide="curve"), {}),
     "t16-moore": (HilbertA(tiles=16, curve="moore", slide="curve"), {}),

@@ -4,6 +4,7 @@ import ast
 import importlib.util
 import json
 import sys
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -297,7 +298,8 @@ def test_merging_everything_into_itself_is_the_dense_model(pack, cls, references
 def test_sparse_attention_beside_a_merge_of_everything_into_itself_is_as_alone(pack, cls, references, tiles):
     model, case = cls(), inputs(cls, references)
     sparse, exactly = HilbertA(tiles=tiles, slide="curve", dense_layers="1"), ToMA(keep=0.999, weights="hard", skip=1)
-    alone, both = pack.Foveated((sparse, ALWAYS)), pack.Foveated((sparse, ALWAYS), (exactly, ALWAYS))
+    auto = replace(sparse, slide="auto")
+    alone, both = pack.Foveated((sparse, ALWAYS)), pack.Foveated((auto, ALWAYS), (exactly, ALWAYS))
     want, dense = run(alone, model, case), model._forward(*case[:3], transformer_options=options(), **case[3])
     torch.testing.assert_close(run(both, model, case), want)
     assert torch.allclose(want, dense) == (tiles == 1)

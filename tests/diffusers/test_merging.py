@@ -3,6 +3,7 @@
 import re
 from collections import Counter
 from contextlib import nullcontext
+from dataclasses import replace
 from itertools import product
 
 import pytest
@@ -97,7 +98,8 @@ def test_merging_that_loses_nothing_changes_nothing(name, grid, method, sparse):
     model, x = built(name, grid, 2)
     with foveate.apply(model, *sparse) if sparse else nullcontext():
         want = call(model, x)
-    with foveate.apply(model, *sparse, method) as run:
+    auto = (replace(one, slide="auto") for one in sparse)
+    with foveate.apply(model, *auto, method) as run:
         torch.testing.assert_close(call(model, x), want)
         assert all(row.method.endswith(method.title) for row in run.summary().layers)
 

@@ -13,10 +13,11 @@ from PIL import Image, ImageSequence
 
 from foveate import HilbertA, ToMA, apply
 from foveate.demo.untrained import untrained_pipeline
+from foveate.diffusers.lora import Distilled
 from foveate.diffusers.pipelines import Request, draw
 from foveate.utils.similarity import psnr, ssim
 from foveate.web import compare as module
-from foveate.web.compare import PAGE, _video_psnr, comparison
+from foveate.web.compare import PAGE, _video_psnr, comparison, showcase
 from foveate.web.plots import draw_tiles, strip
 
 REQUEST = Request("a cat", (64, 64), 2, None, 0)
@@ -29,6 +30,13 @@ def pipe():
 
 def names(folder):
     return {path.name for path in folder.glob("*.png")}
+
+
+@pytest.mark.parametrize(("slide", "merges"), [("curve", True), ("diagonal", False)])
+def test_a_lora_is_shown_with_token_merging_where_they_fit(slide, merges):
+    distilled = Distilled(HilbertA(tiles=4, slide=slide))
+    together = distilled._replace(more=(ToMA(keep=0.5),))
+    assert (together in showcase(distilled)) == merges
 
 
 def test_the_page_tells_what_can_be_read_off_the_pictures_and_the_summary(pipe, tmp_path):

@@ -149,3 +149,13 @@ def test_losses_are_drawn_as_they_are_with_a_mean_over_a_twentieth_of_them():
     assert np.allclose(mean.get_ydata(), 2.5)
     assert list(mean.get_xdata()) == list(range(4, 81))
     draw_losses([0.5])
+
+
+def test_a_moved_curve_wraps_around_and_its_line_is_broken_at_the_edges():
+    whole, moved = (
+        draw_order(hilbert_order(8, 8), 8, 8, moved=by).axes[0].lines[0].get_xydata() for by in ((0, 0), (2, 3))
+    )
+    want = (whole + np.array([3, 2])) % 8
+    assert np.array_equal(moved[~np.isnan(moved[:, 0])], want)
+    assert np.nanmax(np.abs(np.diff(moved, axis=0))) == 1
+    assert np.abs(np.diff(want, axis=0)).max() == 7

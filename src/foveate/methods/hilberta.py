@@ -23,6 +23,7 @@ from foveate.utils.cache import persistent
 
 __all__ = ["HilbertA", "HilbertPlan"]
 
+BANDS = "raster", "serpentine"  # curves whose tiles are as wide as the image
 IN_TITLE = "period", "slide", "centre", "curve", "reference", "dense_layers", "start_percent", "end_percent"
 
 
@@ -37,8 +38,8 @@ class HilbertA(SparseAttention):
         slide: Where the tiles slide. "curve" is along the curve, as in the paper: tokens on both sides of a border
             between quadrants of the curve never share a tile. "diagonal" shifts the whole curve over the image, with
             wrap-around at the edges, so that neighbouring tokens share a tile in some layer; it does not combine with
-            token merging, which needs one token order for all layers. "auto" is "curve" beside token merging, and
-            otherwise "diagonal".
+            token merging, which needs one token order for all layers. "auto" is "diagonal", but "curve" beside token
+            merging and for "raster" and "serpentine", whose tiles are bands.
         centre: Side of the global central region, as a fraction of each side of the image. 0 switches it off.
         curve: Token order, one of `foveate.ops.curves.CURVES`.
         reference: Treatment of reference images (Kontext). "global" makes their tokens global, like text. "tiled"
@@ -80,14 +81,20 @@ class HilbertA(SparseAttention):
 
     @property
     def title(self) -> str:
-        """Name, number of tiles, and the options that differ from their defaults."""
-        shown = replace(self, slide="auto") if self.slide == "diagonal" else self  # the same without token merging
+        """Name, number of tiles, and the options that differ from what the defaults choose where no tokens merge."""
+        auto = replace(self, slide="auto")
+        shown = auto if auto.slides_along_curve == self.slides_along_curve else self
         return f"HilbertA T={self.tiles}{shown.non_defaults(IN_TITLE)}"
 
     @classmethod
     def showcase(cls) -> tuple["HilbertA", ...]:
-        """The settings of the paper."""
+        """4 and 16 tiles, as in the paper."""
         return cls(tiles=4), cls(tiles=16)
+
+    @property
+    def slides_along_curve(self) -> bool:
+        """Whether tiles slide along the curve where no tokens merge."""
+        return self.slide == "curve" or (self.slide == "auto" and self.curve in BANDS)
 
     def beside_merging(self) -> "HilbertA":
         """The same method with tiles that slide along the curve.
@@ -122,10 +129,13 @@ class HilbertA(SparseAttention):
 
     def chosen_for(self, grid: Grid) -> "HilbertA":
         """The same method with what "auto" chooses for this grid where no tokens merge; errors as of `plan`."""
-        return replace(self, tiles=self.tiles_for(grid), slide="curve" if self.slide == "curve" else "diagonal")
+        slide = "curve" if self.slides_along_curve else "diagonal"
+        return replace(self, tiles=self.tiles_for(grid), slide=slide)
 
     def moved(self, grid: Grid, tiles: int, phase: int) -> tuple[int, ...]:
-        """Number of cells by which a phase moves the curve along each side of a grid, if tiles slide diagonally."""
+        """Number of cells by which a phase moves the whole curve along each side of a grid."""
+        if self.slides_along_curve:
+            return (0,) * len(grid)
         return tuple(round(side * phase / self.period / tiles ** (1 / len(grid))) for side in grid)
 
     def tiles_for(self, grid: Grid) -> int:
@@ -204,7 +214,7 @@ def _along_curve(method: HilbertA, grid: Grid, tiles: int, phase: int, first: in
     """The curve through an image whose raster begins at token `first`."""
     cells, along = prod(grid), 0
     order = grid_order(method.curve, *grid)
-    if method.slide == "curve":
+    if method.slides_along_curve:
         along = phase * cells // (tiles * method.period)
     else:
         back = [-by for by in method.moved(grid, tiles, phase)]
@@ -267,7 +277,7 @@ def _plan(method: HilbertA, grids: tuple[Grid, ...], text: int, block: int, devi
     orders = [torch.cat([tokens for _, tokens in phase.parts]).to(device) for phase in phases]
     return HilbertPlan(
         # one tensor for all phases if it is one order, so that what is cached by it is made once
-        orders=tuple(orders[:1] * len(orders) if method.slide == "curve" else orders),
+        orders=tuple(orders[:1] * len(orders) if method.slides_along_curve else orders),
         tiles=tiles,
         prefix=prefix,
         segments=tuple((image, len(tokens)) for image, tokens in phases[0].parts if len(tokens)),
