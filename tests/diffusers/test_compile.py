@@ -162,6 +162,18 @@ for methods in (foveate.ToMA(weights_every=1),), (foveate.HilbertA(tiles=4), fov
             torch.testing.assert_close(model(**step)[0], want, rtol=1e-3, atol=1e-3)
 """
 
+# with more methods and sizes than Dynamo compiles a block for
+BENCHMARK = """
+from foveate.bench import step
+regional = type(model).compile_repeated_blocks
+type(model).compile_repeated_blocks = lambda self, **options: regional(self, backend="eager", **options)
+torch._dynamo.config.recompile_limit = 2
+methods = [foveate.HilbertA(tiles=tiles) for tiles in (2, 4, 8)]
+setup = step.Setup.of(methods=methods, text=8, compile=True, device="cpu")
+*_, result = step.bench_step(setup, [(16, 16), (16, 20)], rounds=1)
+assert [row["method"] for row in result["rows"]] == 2 * ["dense", *map(repr, methods), "dense"], result
+"""
+
 # CUDA graphs of the blocks: several pictures with grids of one shape of plans, several steps with new plans
 GRAPHS = """
 from torch.utils._pytree import tree_map
@@ -224,6 +236,7 @@ SCRIPTS = {
     "blocks after apply": slow(REGIONAL_AFTER),
     "torch.compile": WHOLE.format(compile='compiled = torch.compile(model, backend="eager", fullgraph=True)'),
     "model.compile": slow(WHOLE.format(compile='compiled = model; model.compile(backend="eager")')),
+    "benchmark": slow(BENCHMARK),
     "inductor": pytest.param(INDUCTOR, marks=pytest.mark.gpu),
     **{
         f"CUDA graphs of {name}": pytest.param(GRAPHS.format(case=case), marks=pytest.mark.gpu)

@@ -285,6 +285,7 @@ def _in_turns(
     step: Step, methods: Sequence[Method | ComposedMethod | None], rounds: int, advance: Callable[[], None]
 ) -> list[dict[str, Any]]:
     """The rows of methods that do the same in every step."""
+    torch._dynamo.reset()  # PyTorch compiles a block for a limited number of methods and sizes
     alone: list[tuple[int | None, float, float | None]] = []
     for method in methods:
         with using(step.pipe, method):
@@ -302,6 +303,7 @@ def _scheduled(step: Step, method: Method | ComposedMethod, rounds: int, track: 
     device, cycle = step.pipe.device, lcm(merging.dst_every, merging.merge_every)
     steps = cycle * ceil(max(rounds, LEAST_STEPS) / cycle)
     advance = track(method.title, steps)
+    torch._dynamo.reset()  # as above
     taken: list[float] = []
     with apply(step.pipe, *method.parts):
         for _ in range(1 + 2 * step.cuda_graphs):  # CUDA graphs are recorded the second time
