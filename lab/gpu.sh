@@ -56,7 +56,7 @@ flux_options() { # [4]
   mv out/options/step-flux-dev-compiled-cuda.json lab/results/step-flux-dev-options-cuda.json
 }
 
-flux_untrained() { # [8, estimated: what holds without training, see docs/quality.md, and tiles that slide along the curve]
+flux_untrained() { # [6: what holds without training, see docs/quality.md, and tiles that slide along the curve]
   local methods=(--method llsa:top_k=16) tiles how
   for tiles in 4 16; do
     methods+=(--method "hilberta:tiles=$tiles" --method "hilberta:tiles=$tiles,slide=curve")
@@ -156,7 +156,7 @@ video() { # [25 with GPUS=2: 10 for the autoencoder; the model that is shipped]
     --sample-every 2000 --out out/video
 }
 
-video_lora() { # [15, estimated: a LoRA for HilbertA, and the scores of all methods with it and without]
+video_lora() { # [13: a LoRA for HilbertA, and the scores of all methods with it and without]
   mkdir -p out
   python3 -c "from itertools import islice; from lab.training.moving import moving_scenes
 for moving in islice(moving_scenes(1), 400): print(moving.scene.caption)" >out/video-captions.txt
