@@ -88,9 +88,22 @@ def test_cancelling_keeps_what_is_finished_and_leaves_the_model_as_it_was(studio
     assert tab.history == [dense]
     with pytest.raises(Cancelled):
         next(studio.draw(tab, FORM))
-    tab.cancelled.clear()
+    tab.begin()
     assert drawn(studio, tab, FORM).variant.label == "ToMA keep=0.5"
     assert draw(pipe, dense.request)[0].tobytes() == dense.image.tobytes()
+
+
+def test_a_cancelled_drawing_stays_cancelled_if_a_new_one_begins_before_its_step_ends(studio):
+    tab = Tab()
+
+    def during_a_step():
+        tab.cancelled.set()
+        tab.begin()
+
+    with pytest.raises(Cancelled):
+        next(studio.draw(tab, FORM, lambda name, length: during_a_step))
+    assert tab.history == []
+    assert drawn(studio, tab, FORM).variant.label == "ToMA keep=0.5"
 
 
 @pytest.mark.parametrize(

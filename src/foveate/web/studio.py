@@ -157,10 +157,9 @@ class Tab:
     history: list[Entry] = field(default_factory=list)
     cancelled: threading.Event = field(default_factory=threading.Event)
 
-    def check(self) -> None:
-        """Raise `Cancelled` if the user cancelled."""
-        if self.cancelled.is_set():
-            raise Cancelled
+    def begin(self) -> None:
+        """Let new work begin. Cancelled work that is still in a step stays cancelled."""
+        self.cancelled = threading.Event()
 
     def entry(self, number: int | None) -> Entry | None:
         """The entry of a number; the last one if there is none of that number."""
@@ -227,7 +226,9 @@ class Studio:
         """
         if not form.prompt.strip():
             raise ValueError("write a prompt: what to draw")
-        with self._work(tab):
+        cancelled = tab.cancelled
+        track = _stoppable(track, cancelled)
+        with self._work(cancelled):
             pipe, distilled = self.open(form.model, form.lora)
             method = self.commands.method(distilled, form.method, form.options)
             request = self._request(pipe, form)
@@ -237,7 +238,7 @@ class Studio:
             dense = tab.dense_of(form, request) or self._draw(tab, form, pipe, request, None, None, track)
         yield dense
         if method is not None:
-            with self._work(tab):
+            with self._work(cancelled):
                 entry = self._draw(tab, form, pipe, request, method, dense, track)
             yield entry
 
@@ -278,7 +279,9 @@ class Studio:
         if not asked.question.strip():
             raise ValueError("write a question about the documents")
         methods = self.commands.recompute(asked.method, asked.recompute, asked.compare)
-        with self._work(tab):
+        cancelled = tab.cancelled
+        track = _stoppable(track, cancelled)
+        with self._work(cancelled):
             folder, name = Path(asked.folder).expanduser(), asked.model.strip()
             skipped = list[str]()
             documents = read_documents(folder, skipped)
@@ -289,8 +292,8 @@ class Studio:
             before, after = chat_frame(tokenizer, None)
             encoder = ChunkEncoder(language_model, tokenizer, before)
             index = index_documents(index_folder(folder, name), encoder, documents)
-            index.build(_stoppable(track, tab))
-            advance = _stoppable(track, tab)("answering", runs(methods))
+            index.build(track)
+            advance = track("answering", runs(methods))
             reply = ask(index, asked.question, methods, prompt=PROMPT + after, advance=advance)
             settings = {"model": name or "the built-in reader", "method": repr(methods[asked.method])}
             remarks = [f"Skipped: {why}." for why in skipped]
@@ -299,10 +302,10 @@ class Studio:
             return reply, reply_page(index, [reply], settings), " ".join(remarks)
 
     @contextmanager
-    def _work(self, tab: Tab) -> Iterator[None]:
+    def _work(self, cancelled: threading.Event) -> Iterator[None]:
         """Context in which a tab has the models to itself."""
         with self._busy:
-            tab.check()
+            _check(cancelled)
             yield
 
     def _request(self, pipe: Any, form: Form) -> Request:
@@ -332,7 +335,6 @@ class Studio:
         times, calls = [now(pipe.device)], []
 
         def after_step() -> None:
-            tab.check()
             times.append(now(pipe.device))
             advance()
 
@@ -434,14 +436,20 @@ def _stays_dense(pipe: Any, request: Request, method: MethodLike | None) -> Iter
             yield str(reason)
 
 
-def _stoppable(track: Track, tab: Tab) -> Track:
+def _check(cancelled: threading.Event) -> None:
+    """Raise `Cancelled` if the user cancelled."""
+    if cancelled.is_set():
+        raise Cancelled
+
+
+def _stoppable(track: Track, cancelled: threading.Event) -> Track:
     """A `track` whose steps raise `Cancelled` after the user cancelled."""
 
     def start(name: str, length: int) -> Callable[[], None]:
         advance = track(name, length)
 
         def step() -> None:
-            tab.check()
+            _check(cancelled)
             advance()
 
         return step

@@ -380,9 +380,9 @@ def _long(
         studio.tabs[key].cancelled.set()
         return _say(f"Cancelled. {kept}")
 
-    running = gr.on(
-        starts, lambda key: studio.tabs[key].cancelled.clear(), key, None, queue=False, **AS_TAB_ALONE
-    ).then(begin, [key, *fields], outputs, show_progress_on=on, **AT_A_TIME, **AS_TAB)
+    running = gr.on(starts, lambda key: studio.tabs[key].begin(), key, None, queue=False, **AS_TAB_ALONE).then(
+        begin, [key, *fields], outputs, show_progress_on=on, **AT_A_TIME, **AS_TAB
+    )
     cancel.click(stop, key, outputs[0], cancels=running, queue=False, **AS_TAB_ALONE)
 
 
