@@ -14,7 +14,7 @@ from random_pictures import picture
 
 from foveate.methods.hilberta import HilbertA
 from foveate.utils.similarity import detail_ssim, ssim
-from foveate.web.plots import draw_table, draw_tiles
+from foveate.web.plots import draw_table, draw_tiles, figure_png
 from foveate.web.report import (
     Comparison,
     Objects,
@@ -77,6 +77,15 @@ def test_bars_are_medians_and_whiskers_the_range():
     assert [bar.get_width() for bar in axes.patches] == [median(row) for row in times]
     whiskers = [segment[:, 0].tolist() for lines in axes.collections for segment in lines.get_segments()]
     assert whiskers == [pytest.approx([min(row), max(row)]) for row in times]
+
+
+@pytest.mark.filterwarnings("error")  # Matplotlib warns if there is no room for bars
+def test_bars_have_room_beside_long_labels():
+    label = "HilbertA T=4 slide=curve + ToMA keep=0.5, distilled"
+    figure = draw_times([variant(name, step_seconds=[1.0]) for name in ("dense", label)])
+    figure_png(figure, dpi=100)  # the dpi of the figure, so that places in it are those of the picture
+    texts = [*figure.axes[0].get_yticklabels(), *figure.axes[0].texts]
+    assert all(figure.bbox.contains(*corner) for text in texts for corner in text.get_window_extent().corners())
 
 
 def test_page_tells_everything_it_was_given():

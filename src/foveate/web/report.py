@@ -5,6 +5,7 @@ import io
 from collections.abc import Sequence
 from math import inf
 from statistics import median
+from textwrap import fill
 from typing import Any, NamedTuple
 
 from jaxtyping import Int
@@ -235,11 +236,13 @@ def draw_times(variants: list[Variant], *, ink: str = INK, bar: str = BLUE) -> F
         bar: Colour of the bars.
     """
     timed = [variant for variant in variants if variant.step_seconds]
-    figure = Figure(figsize=(4.2, 0.3 + 0.36 * len(timed)), layout="constrained", facecolor="none")
+    labels = [fill(variant.label, 26) for variant in timed]
+    row_height = 0.2 + 0.16 * max((label.count("\n") + 1 for label in labels), default=1)
+    figure = Figure(figsize=(4.2, 0.3 + row_height * len(timed)), layout="constrained", facecolor="none")
     axes = figure.add_subplot(facecolor="none", xticks=[], yticks=range(len(timed)))
     axes.spines[["top", "right", "bottom"]].set_visible(False)
     axes.spines["left"].set_color(ink)
-    axes.set_yticklabels([variant.label for variant in timed], color=ink, parse_math=False)
+    axes.set_yticklabels(labels, color=ink, parse_math=False)
     axes.tick_params(length=0)
     axes.invert_yaxis()
     axes.margins(x=0.02)
