@@ -81,7 +81,7 @@ class HilbertA(SparseAttention):
 
     @property
     def title(self) -> str:
-        """Name, number of tiles, and the options that differ from what the defaults choose where no tokens merge."""
+        """Name, number of tiles, and the options that change what HilbertA does without token merging."""
         auto = replace(self, slide="auto")
         shown = auto if auto.slides_along_curve == self.slides_along_curve else self
         return f"HilbertA T={self.tiles}{shown.non_defaults(IN_TITLE)}"
@@ -93,7 +93,7 @@ class HilbertA(SparseAttention):
 
     @property
     def slides_along_curve(self) -> bool:
-        """Whether tiles slide along the curve where no tokens merge."""
+        """Whether tiles slide along the curve when HilbertA is used without token merging."""
         return self.slide == "curve" or (self.slide == "auto" and self.curve in BANDS)
 
     def beside_merging(self) -> "HilbertA":
@@ -128,12 +128,12 @@ class HilbertA(SparseAttention):
         return _plan(self, grids, text, block, device)
 
     def chosen_for(self, grid: Grid) -> "HilbertA":
-        """The same method with what "auto" chooses for this grid where no tokens merge; errors as of `plan`."""
+        """The same method with what "auto" chooses for this grid without token merging; errors as of `plan`."""
         slide = "curve" if self.slides_along_curve else "diagonal"
         return replace(self, tiles=self.tiles_for(grid), slide=slide)
 
     def moved(self, grid: Grid, tiles: int, phase: int) -> tuple[int, ...]:
-        """Number of cells by which a phase moves the whole curve along each side of a grid."""
+        """By how many tokens a phase shifts the curve along each side of the grid; 0 if tiles slide along it."""
         if self.slides_along_curve:
             return (0,) * len(grid)
         return tuple(round(side * phase / self.period / tiles ** (1 / len(grid))) for side in grid)

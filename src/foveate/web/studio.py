@@ -158,7 +158,7 @@ class Tab:
     cancelled: threading.Event = field(default_factory=threading.Event)
 
     def begin(self) -> None:
-        """Let new work begin. Cancelled work that is still in a step stays cancelled."""
+        """Give the next drawing or question an event of its own, so that it does not revive a cancelled one."""
         self.cancelled = threading.Event()
 
     def entry(self, number: int | None) -> Entry | None:
