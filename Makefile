@@ -36,7 +36,7 @@ docs: .venv/docs
 
 .venv/foveate: pyproject.toml | .venv/bin/pip
 	$(BIN)/pip install -q "$(TORCH)"
-	$(BIN)/pip install -q -e ".[diffusers]"
+	$(BIN)/pip install -q -e models -e ".[apps,diffusers]"
 	@touch $@
 
 .venv/dev: .venv/foveate

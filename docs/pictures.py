@@ -11,14 +11,14 @@ from torch.nn.functional import normalize, pad
 
 import foveate
 from foveate import HilbertA, SubCP, ToMA
-from foveate.demo import PIPELINE
-from foveate.diffusers.pipelines import Request, draw, load
 from foveate.methods.sub_cp import STRATEGIES
 from foveate.ops.block_table import block_starts, block_table
 from foveate.ops.curves import grid_order
 from foveate.ops.hierarchical_pooling import select_blocks
+from foveate.pipelines.request import Request, draw, load
+from foveate.plots.plots import draw_order, draw_table, draw_tiles, figure_png
 from foveate.utils.files import write_whole
-from foveate.web.plots import draw_order, draw_table, draw_tiles, figure_png
+from foveate_models import find
 
 COLOURS = "#0072B2", "#E69F00", "#009E73", "#CC79A7"
 IMAGES = Path("docs/images")
@@ -43,7 +43,7 @@ def main() -> None:
 
 def draw_merging() -> Image.Image:
     """A picture of the built-in model with the windows in which tokens merged and the tokens that were kept."""
-    pipe = load(str(PIPELINE), "cpu")
+    pipe = load(str(find("pipeline")), "cpu")
     with foveate.apply(pipe, ToMA(keep=0.25)) as run:
         image = draw(pipe, Request("an owl on a purple background", (128, 128), 20, None, 0))[0]
         (regions,) = run.plans().values()

@@ -4,7 +4,7 @@ import re
 
 from typer.testing import CliRunner
 
-from foveate.cli import app
+from foveate.apps.cli import app
 
 
 def run(*arguments):

@@ -3,7 +3,7 @@
 from accelerate import DistributedType
 from accelerate.state import AcceleratorState, PartialState
 
-from foveate.cli import main
+from foveate.apps.cli import main
 
 initialise = AcceleratorState.__init__
 

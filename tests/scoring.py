@@ -2,10 +2,10 @@
 
 from itertools import islice
 
-from foveate.demo.atlas import load_atlas
-from foveate.demo.recogniser import judge, recognise
-from foveate.demo.scenes import Scenes, render
-from foveate.demo.scenes import scenes as random_scenes
+from foveate.apps.demo.atlas import load_atlas
+from foveate.apps.demo.recogniser import judge, recognise
+from foveate.apps.demo.scenes import Scenes, render
+from foveate.apps.demo.scenes import scenes as random_scenes
 
 
 def all_right(verdict):

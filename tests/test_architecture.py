@@ -10,26 +10,35 @@ import pytest
 SOURCE = Path(__file__).parent.parent / "src" / "foveate"
 
 # Imports run one way. A room may import itself and what stands here, and nothing else of foveate.
+INNER = {"utils", "ops", "methods"}
+MODELS = INNER | {"nn", "diffusers", "transformers"}
 ROOMS = {
     "utils": set(),
     "kernels": {"utils", "ops.block_table"},
     "ops": {"utils"},
-    "nn": {"ops"},
     "methods": {"utils", "ops"},
-    "diffusers": {"utils", "ops", "nn", "methods"},
-    "transformers": {"utils", "ops", "methods"},
-    "web": {"utils", "ops", "methods", "diffusers", "transformers"},
-    "serve": {"utils", "methods", "diffusers", "transformers"},
-    "training": {"utils", "ops", "methods", "diffusers", "web"},
-    "demo": {"utils", "ops", "methods", "diffusers", "transformers", "web", "training"},
-    "bench": {"utils", "methods", "diffusers", "transformers", "demo"},
-    "cli": {"utils", "ops", "methods", "diffusers", "transformers", "web", "serve", "training", "demo", "bench"},
-    "__init__": {"methods", "diffusers"},
-    "__main__": {"cli"},
+    "nn": {"ops"},
+    "diffusers": INNER | {"nn"},
+    "transformers": INNER,
+    "pipelines": MODELS,
+    "plots": MODELS,
+    "training": MODELS | {"pipelines", "plots"},
+    "tuning": MODELS | {"pipelines", "plots"},
+    "apps": MODELS | {"pipelines", "plots", "training", "tuning"},
+    "__init__": {"methods", "diffusers", "tuning"},
+    "__main__": {"apps"},
+}
+APPS = {  # the same within apps/
+    "web": set(),
+    "serve": set(),
+    "demo": {"web"},
+    "bench": {"demo"},
+    "cli": {"web", "serve", "demo", "bench"},
 }
 LIBRARIES = {
-    "diffusers": {"diffusers", "training", "demo", "bench", "cli"},
-    "transformers": {"diffusers", "transformers", "serve", "training", "demo", "bench", "cli"},
+    "diffusers": {"nn", "diffusers", "pipelines", "training", "tuning", "apps"},
+    "transformers": {"diffusers", "transformers", "pipelines", "training", "apps"},
+    "foveate_models": {"apps"},
 }
 FILES = sorted(SOURCE.rglob("*.py"))
 MODULES = {
@@ -75,6 +84,9 @@ def test_imports_run_one_way(path):
         if package == "foveate" and inner:
             within = {".".join(inner[: depth + 1]) for depth in range(len(inner))}
             assert within & (ROOMS[here] | {here}), f"{here} must not import {module}"
+            if here == inner[0] == "apps" and inner[1:]:
+                app = path.relative_to(SOURCE).parts[1]
+                assert inner[1] in APPS[app] | {app}, f"apps/{app} must not import {module}"
         assert here in LIBRARIES.get(package, {here}), f"{here} must not import {module}"
         assert package != "lab", "the library must not import the lab"
 
@@ -94,7 +106,7 @@ def test_no_imports_run_in_circles():
 
 
 def test_methods_never_import_each_other():
-    shared = "base", "recompute_policy"  # what methods derive from
+    shared = "base", "recompute_policy", "example_blocks", "deduplicate"  # what methods derive from or consist of
     methods = [path for path in (SOURCE / "methods").glob("*.py") if path.stem not in ("__init__", *shared)]
     names = {f"foveate.methods.{path.stem}" for path in methods}
     for path in methods:

@@ -53,10 +53,10 @@ from diffusers import (
 from diffusers.models.transformers import transformer_kandinsky
 
 from foveate import LLSA, HilbertA
-from foveate.demo.untrained import untrained_pipeline
-from foveate.diffusers.pipelines import Request
-from foveate.diffusers.pixel_dit import PixelDiT
+from foveate.apps.demo.untrained import untrained_pipeline
 from foveate.methods import Method
+from foveate.nn.pixel_dit import PixelDiT
+from foveate.pipelines.request import Request
 
 PROMPTS = ["a cat", "a dog", "an owl", "a car", "a red apple"]
 REQUEST = Request("", (64, 64), 2, None, 0)  # 16 x 16 tokens

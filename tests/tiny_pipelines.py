@@ -55,7 +55,7 @@ from transformers import (
     UMT5EncoderModel,
 )
 
-from foveate.demo.text import clip_tokenizer, t5_tokenizer
+from foveate.apps.demo.text import clip_tokenizer, t5_tokenizer
 
 WIDTH = 16  # of the text encoders
 HEADS = {"attention_head_dim": 16, "num_attention_heads": 2}

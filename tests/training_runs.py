@@ -7,7 +7,7 @@ import sys
 
 from typer.testing import CliRunner
 
-from foveate.cli import app
+from foveate.apps.cli import app
 
 TORCHRUN = "-m torch.distributed.run --standalone --nproc-per-node {} -m foveate"
 

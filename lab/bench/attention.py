@@ -11,9 +11,9 @@ import typer
 from rich.table import Table
 from torch import Tensor
 
-from foveate.bench.table import TableColumn, megabytes, results_table
-from foveate.cli.bench import Commit, Out, Rounds, numbers, run_and_save
-from foveate.cli.common import Device, Dtype
+from foveate.apps.bench.table import TableColumn, megabytes, results_table
+from foveate.apps.cli.bench import Commit, Out, Rounds, numbers, run_and_save
+from foveate.apps.cli.common import Device, Dtype
 from foveate.methods import HilbertA
 from foveate.ops.block_attention import portable
 from foveate.ops.block_table import BlockTable

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from foveate.bench.table import TableColumn, milliseconds
+from foveate.apps.bench.table import TableColumn, milliseconds
 from foveate.utils.timing import MIN_SECONDS, captured, time_calls
 
 __all__ = [

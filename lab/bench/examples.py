@@ -13,13 +13,13 @@ from rich.table import Table
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from foveate.bench.table import TableColumn, megabytes, results_table
-from foveate.cli.bench import Commit, Out, Rounds, numbers, run_and_save
-from foveate.cli.common import Device
+from foveate.apps.bench.table import TableColumn, megabytes, results_table
+from foveate.apps.cli.bench import Commit, Out, Rounds, numbers, run_and_save
+from foveate.apps.cli.common import Device
 from foveate.methods import SubCP
+from foveate.methods.example_blocks import Blocks
 from foveate.methods.sub_cp import Selection
 from foveate.ops import dispatch
-from foveate.ops.example_blocks import Blocks
 from foveate.ops.facility_location import best_similarity, facility_location
 from foveate.utils.device import choose_device, versions
 from foveate.utils.progress import Track, silent

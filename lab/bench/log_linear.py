@@ -15,9 +15,9 @@ import typer
 from rich.table import Table
 from torch import Tensor
 
-from foveate.bench.table import TableColumn, megabytes, results_table
-from foveate.cli.bench import Commit, Out, numbers, run_and_save
-from foveate.cli.common import Device, Dtype
+from foveate.apps.bench.table import TableColumn, megabytes, results_table
+from foveate.apps.cli.bench import Commit, Out, numbers, run_and_save
+from foveate.apps.cli.common import Device, Dtype
 from foveate.ops.hierarchical_pooling import MAX_KERNEL_TOP_K, check_inputs, keys_per_query
 from foveate.ops.log_linear_attention import Options, portable
 from foveate.utils.device import choose_device, choose_dtype, dtype_name, versions

@@ -16,10 +16,10 @@ import torch.distributed as dist
 from diffusers import ContextParallelConfig
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from foveate.bench.models import MODELS
-from foveate.diffusers.lora import using
-from foveate.diffusers.pipelines import denoiser
+from foveate.apps.bench.models import MODELS
 from foveate.methods import HilbertA, Method
+from foveate.pipelines.lora import using
+from foveate.pipelines.request import denoiser
 from foveate.utils.device import versions
 from foveate.utils.timing import now
 

@@ -16,18 +16,18 @@ from torch.autograd import DeviceType
 from torch.nn.functional import scaled_dot_product_attention
 from torch.profiler import ProfilerActivity, profile
 
-from foveate.bench.step import Setup, Step, merging_part
-from foveate.bench.table import TableColumn, results_table
-from foveate.cli.bench import Commit, Methods, Out, Rounds, Sides, StepModel, StepText, numbers, run_and_save
-from foveate.cli.common import Compile, Device, Dtype
-from foveate.cli.methods import read_method
+from foveate.apps.bench.step import Setup, Step, merging_part
+from foveate.apps.bench.table import TableColumn, results_table
+from foveate.apps.cli.bench import Commit, Methods, Out, Rounds, Sides, StepModel, StepText, numbers, run_and_save
+from foveate.apps.cli.common import Compile, Device, Dtype
+from foveate.apps.cli.methods import read_method
 from foveate.diffusers.apply import apply
-from foveate.diffusers.lora import using
-from foveate.diffusers.pipelines import denoiser
-from foveate.diffusers.steps import time_steps
 from foveate.methods import ComposedMethod, Method
 from foveate.methods.base import SparseAttention, TokenMerging
 from foveate.ops.joint_attention import joint_attention
+from foveate.pipelines.lora import using
+from foveate.pipelines.request import denoiser
+from foveate.pipelines.steps import time_steps
 from foveate.utils.progress import Track, silent
 from foveate.utils.timing import captured, time_calls
 from lab.bench.reconstruction import FEATURES, reconstruction_error
@@ -49,7 +49,7 @@ def profile_step(
     `reconstruction_error`. In FLUX, sparse attention is also timed alone, against dense attention in the same shape:
     `attention_share` of the step, `attention_speed_up`.
 
-    The arguments are those of `foveate.bench.step.bench_step`.
+    The arguments are those of `foveate.apps.bench.step.bench_step`.
     """
     is_flux = isinstance(denoiser(setup.pipe), FluxTransformer2DModel)
     rows: list[dict[str, Any]] = []

@@ -18,11 +18,11 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.data import default_collate
 
-from foveate.bench.step import TOLERANCE
-from foveate.bench.table import TableColumn, results_table
-from foveate.cli.bench import Commit, Out, numbers, run_and_save
-from foveate.cli.common import Checkpointing, Compile, TrainingDevice, TrainingDtype, training_device
-from foveate.diffusers.pixel_dit import MODELS, PixelDiT
+from foveate.apps.bench.step import TOLERANCE
+from foveate.apps.bench.table import TableColumn, results_table
+from foveate.apps.cli.bench import Commit, Out, numbers, run_and_save
+from foveate.apps.cli.common import Checkpointing, Compile, TrainingDevice, TrainingDtype, training_device
+from foveate.nn.pixel_dit import MODELS, PixelDiT
 from foveate.ops import dispatch
 from foveate.ops.hierarchical_pooling import automatic_levels
 from foveate.training.pictures import NoisyPicture, NoisyPictures

@@ -28,17 +28,17 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from foveate import InfoFlowKV
-from foveate.bench.context import encoder_of_ids
-from foveate.cli.common import progress
-from foveate.demo.facts import BLANK, ID, SENTENCE, VALUE, Facts, draw_facts
-from foveate.demo.lexicon import WORDS
+from foveate.apps.bench.context import encoder_of_ids
+from foveate.apps.cli.common import progress
+from foveate.apps.demo.facts import BLANK, ID, SENTENCE, VALUE, Facts, draw_facts
+from foveate.apps.demo.lexicon import WORDS
 from foveate.methods.baselines.kv_baselines import EPIC, CacheBlend, FullPrefill, NoRecompute, RandomRows
 from foveate.methods.recompute_policy import FixedRows, RecomputePolicy, Spans
+from foveate.plots.plots import figure_png
 from foveate.transformers.context import PatchedBatch, patch_batch
 from foveate.utils.device import versions
 from foveate.utils.files import claim, write_whole
 from foveate.utils.progress import Track
-from foveate.web.plots import figure_png
 from lab.quality.common import SHEETS, Commit, device_type, save_result
 from lab.quality.context_report import draw_tasks, markdown
 from lab.training.questions import ask

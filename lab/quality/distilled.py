@@ -20,16 +20,16 @@ import torch
 import typer
 
 from foveate import HilbertA
-from foveate.cli.common import progress
-from foveate.demo import PIPELINE
-from foveate.demo.scenes import captions
-from foveate.demo.text import TEXT_TOKENS
-from foveate.diffusers.pipelines import Request, load
+from foveate.apps.cli.common import progress
+from foveate.apps.demo.scenes import captions
+from foveate.apps.demo.text import TEXT_TOKENS
 from foveate.methods import Method
+from foveate.pipelines.request import Request, load
 from foveate.training.distill import distill
 from foveate.training.pairs import make_pairs
 from foveate.training.run import RunOptions
 from foveate.training.student import Recipe
+from foveate_models import find
 from lab.quality.clear import Clear, radius_for, register
 from lab.quality.common import Batch, Commit, Prompts, Size
 from lab.quality.quality import judge
@@ -108,7 +108,7 @@ def main(
     for name, (method, options) in {name: variant(name, size) for name in only.split(",")}.items():
         chosen: dict[str, Any] = USUAL | {"rate": rate, "cool_down": cool_down} | options
         recipe = Recipe(method=method, **chosen)
-        pipe: Any = load(str(PIPELINE))
+        pipe: Any = load(str(find("pipeline")))
         with progress() as track:
             advance = track("pictures", pictures)
             make_pairs(out / "pairs", pipe, texts, request, at_once=at_once, advance=advance)

@@ -9,8 +9,8 @@ from scipy.cluster.vq import kmeans2
 from torch import Tensor
 
 from foveate import SubCP
+from foveate.methods.example_blocks import Classes
 from foveate.methods.sub_cp import STRATEGIES
-from foveate.ops.example_blocks import Classes
 
 __all__ = ["CONTROLS", "PARTITIONS", "RANDOM", "partition"]
 

@@ -25,8 +25,8 @@ import typer
 from jaxtyping import Float
 from torch import Tensor
 
-from foveate.cli.common import progress
-from foveate.ops.example_blocks import Blocks
+from foveate.apps.cli.common import progress
+from foveate.methods.example_blocks import Blocks
 from foveate.transformers.in_context import Mix, ensemble
 from foveate.utils.device import versions
 from foveate.utils.files import write_whole

@@ -21,13 +21,13 @@ import typer
 from diffusers import FlowMatchEulerDiscreteScheduler
 from torch import Tensor
 
-from foveate.cli.common import progress
-from foveate.cli.train import built_in_text_encoder
-from foveate.demo.evaluate import evaluate
-from foveate.demo.scenes import ScenePictures
-from foveate.diffusers.pipelines import Request, load
-from foveate.diffusers.pixel_dit import MODELS, PixelDiT
-from foveate.diffusers.pixel_pipeline import PixelPipeline
+from foveate.apps.cli.common import progress
+from foveate.apps.cli.train import built_in_text_encoder
+from foveate.apps.demo.evaluate import evaluate
+from foveate.apps.demo.scenes import ScenePictures
+from foveate.nn.pixel_dit import MODELS, PixelDiT
+from foveate.pipelines.pixel import PixelPipeline
+from foveate.pipelines.request import Request, load
 from foveate.training.pixel import PixelRecipe, Stage, train
 from foveate.training.run import RunOptions
 from foveate.utils.device import versions
@@ -51,7 +51,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 def attend_in_windows(
     q: Tensor, k: Tensor, v: Tensor, *, extra_k: Tensor, extra_v: Tensor, **nothing: None
 ) -> tuple[Tensor, None, None]:
-    """Every token reads those of its window and the text; as `foveate.diffusers.pixel_dit.attend_densely`.
+    """Every token reads those of its window and the text; as `foveate.nn.pixel_dit.attend_densely`.
 
     A window is a run of `WINDOW` tokens of the model's order: in Morton order, a square of 16 x 16.
     """

@@ -14,15 +14,15 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from foveate.cli.common import progress
-from foveate.demo import PIPELINE
-from foveate.demo.evaluate import evaluate, score_table
-from foveate.diffusers.lora import Distilled, MethodLike, find_lora, load_lora
-from foveate.diffusers.pipelines import Request, load
-from foveate.diffusers.pixel_pipeline import as_method
+from foveate.apps.cli.common import progress
+from foveate.apps.demo.evaluate import evaluate, score_table
+from foveate.apps.web.compare import showcase
 from foveate.methods import ToDo, ToFu, ToMA, ToMeSD
+from foveate.pipelines.lora import Distilled, MethodLike, find_lora, load_lora
+from foveate.pipelines.pixel import as_method
+from foveate.pipelines.request import Request, load
 from foveate.utils.files import write_whole
-from foveate.web.compare import showcase
+from foveate_models import find
 from lab.quality.common import SHEETS, Batch, Commit, Pictures, Prompts, Size, save_result
 
 
@@ -78,7 +78,7 @@ def judge(
 
     A LoRA is scored without it, with it throughout, and with method and LoRA only after a tenth or fifth of the steps.
     """
-    pipe: Any = load(model or str(PIPELINE), device, dtype)
+    pipe: Any = load(model or str(find("pipeline")), device, dtype)
     out, scored = Path(pictures) / f"{size}px", list[MethodLike](methods)
     if model:
         scored.append(as_method(pipe))

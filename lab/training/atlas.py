@@ -7,7 +7,7 @@ import numpy as np
 import typer
 from PIL import Image, ImageDraw, ImageFont
 
-from foveate.demo.atlas import CELL, EMOJI, NAMES
+from foveate.apps.demo.atlas import CELL, EMOJI, NAMES
 from foveate.utils.files import write_picture
 
 __all__ = ["draw_atlas", "main"]

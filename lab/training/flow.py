@@ -17,9 +17,9 @@ from PIL import Image
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from foveate.demo.scenes import captions
-from foveate.demo.text import TEXT_TOKENS
-from foveate.diffusers.pipelines import Request, draw_batch, fingerprint, load
+from foveate.apps.demo.scenes import captions
+from foveate.apps.demo.text import TEXT_TOKENS
+from foveate.pipelines.request import Request, draw_batch, fingerprint, load
 from foveate.training.run import Phase, Run, RunOptions, make_accelerator
 from foveate.training.trained import Trained
 from foveate.utils.files import write_whole

@@ -10,8 +10,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from foveate.demo.atlas import NAMES
-from foveate.demo.scenes import BACKGROUNDS, Scene, Scenes, render, scenes
+from foveate.apps.demo.atlas import NAMES
+from foveate.apps.demo.scenes import BACKGROUNDS, Scene, Scenes, render, scenes
 
 __all__ = ["DIRECTIONS", "SENTENCES", "MovingScene", "frame_scenes", "moving_scenes", "render_frames", "scene_videos"]
 

@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from diffusers import FluxPipeline
 from torch import Tensor, nn
 
-from foveate.demo.atlas import load_atlas
-from foveate.demo.scenes import render
+from foveate.apps.demo.atlas import load_atlas
+from foveate.apps.demo.scenes import render
 from foveate.training.pictures import noise_shift
 from foveate.training.trained import muon_and_adamw
 from lab.training.stages import Batch

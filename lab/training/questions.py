@@ -10,8 +10,8 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from foveate.demo.facts import BLANK, PHRASES, Facts, word_ids
-from foveate.demo.lexicon import LETTERS, RELATIONS, TOKENS
+from foveate.apps.demo.facts import BLANK, PHRASES, Facts, word_ids
+from foveate.apps.demo.lexicon import LETTERS, RELATIONS, TOKENS
 
 __all__ = ["Questions", "ask"]
 

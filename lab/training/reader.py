@@ -28,10 +28,10 @@ from torch.utils.data import Dataset
 from transformers import LlamaForCausalLM
 from transformers.utils import logging
 
-from foveate.cli.common import Minutes, RunFolder, Seed, console, print_outcome, progress
-from foveate.demo.facts import BLANK, SENTENCE, VALUE, Facts, draw_facts
-from foveate.demo.labels import EXAMPLE, INPUT, draw_labelled
-from foveate.demo.lexicon import WORDS, reader_tokenizer
+from foveate.apps.cli.common import Minutes, RunFolder, Seed, console, print_outcome, progress
+from foveate.apps.demo.facts import BLANK, SENTENCE, VALUE, Facts, draw_facts
+from foveate.apps.demo.labels import EXAMPLE, INPUT, draw_labelled
+from foveate.apps.demo.lexicon import WORDS, reader_tokenizer
 from foveate.training.run import Phase, Run, RunOptions
 from foveate.training.trained import Trained
 from foveate.utils.files import write_whole

@@ -11,10 +11,10 @@ from jaxtyping import Bool, Float, Int
 from safetensors.torch import save
 from torch import Tensor
 
-from foveate.demo.atlas import load_atlas
-from foveate.demo.recogniser import GRID, NOTHING, SIDE, Recogniser, cell_centres, load_recogniser, to_side
-from foveate.demo.scenes import Scenes, render
-from foveate.demo.scenes import scenes as random_scenes
+from foveate.apps.demo.atlas import load_atlas
+from foveate.apps.demo.recogniser import GRID, NOTHING, SIDE, Recogniser, cell_centres, load_recogniser, to_side
+from foveate.apps.demo.scenes import Scenes, render
+from foveate.apps.demo.scenes import scenes as random_scenes
 from foveate.utils.files import write_whole
 from lab.training.loop import train
 

@@ -16,8 +16,8 @@ from diffusers import FluxPipeline
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from foveate.demo.scenes import Scenes, scenes
-from foveate.demo.text import TEXT_TOKENS
+from foveate.apps.demo.scenes import Scenes, scenes
+from foveate.apps.demo.text import TEXT_TOKENS
 
 __all__ = ["LONG_TEXT", "LONG_TEXT_EACH", "RECIPE", "UNCAPTIONED", "Batch", "Batches", "Stage", "token_ids"]
 

@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from foveate.demo.atlas import load_atlas
-from foveate.demo.scenes import Scenes, render, scenes
+from foveate.apps.demo.atlas import load_atlas
+from foveate.apps.demo.scenes import Scenes, render, scenes
 from lab.training.loop import train
 
 __all__ = ["scene_pictures", "train_vae", "vae_loss"]

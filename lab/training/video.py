@@ -18,11 +18,11 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 from transformers import UMT5Config, UMT5EncoderModel
 
-from foveate.cli.common import Minutes, RunFolder, SampleEvery, Seed, print_outcome, progress, training_device
-from foveate.demo import MODELS
-from foveate.demo.atlas import load_atlas
-from foveate.demo.scenes import Scenes
-from foveate.demo.text import TEXT_TOKENS, t5_tokenizer
+from foveate.apps.cli.common import Minutes, RunFolder, SampleEvery, Seed, print_outcome, progress, training_device
+from foveate.apps.demo import MODELS
+from foveate.apps.demo.atlas import load_atlas
+from foveate.apps.demo.scenes import Scenes
+from foveate.apps.demo.text import TEXT_TOKENS, t5_tokenizer
 from foveate.training.pictures import noise_shift
 from foveate.training.run import RunOptions
 from foveate.training.trained import muon_and_adamw

@@ -9,8 +9,8 @@ Examples:
 from foveate.diffusers.apply import Handle, apply, remove, summary
 from foveate.diffusers.card import Card, register_card
 from foveate.diffusers.preset import Preset, load
-from foveate.diffusers.tune import Budget, tune
 from foveate.methods import LLSA, HilbertA, InfoFlowKV, SubCP, ToMA
+from foveate.tuning.tune import Budget, tune
 
 __all__ = [
     "LLSA",

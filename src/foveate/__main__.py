@@ -1,5 +1,5 @@
 """`python -m foveate` is the `foveate` command."""
 
-from foveate.cli import main
+from foveate.apps.cli import main
 
 main()

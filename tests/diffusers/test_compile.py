@@ -164,7 +164,7 @@ for methods in (foveate.ToMA(weights_every=1),), (foveate.HilbertA(tiles=4), fov
 
 # with more methods and sizes than Dynamo compiles a block for
 BENCHMARK = """
-from foveate.bench import step
+from foveate.apps.bench import step
 regional = type(model).compile_repeated_blocks
 type(model).compile_repeated_blocks = lambda self, **options: regional(self, backend="eager", **options)
 torch._dynamo.config.recompile_limit = 2

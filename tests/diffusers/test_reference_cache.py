@@ -16,10 +16,10 @@ from torch.nn.functional import scaled_dot_product_attention
 
 import foveate
 from foveate import LLSA, HilbertA, ToMA
-from foveate.diffusers.attention_map import attention_map
-from foveate.diffusers.steps import Call
 from foveate.methods import ToDo
 from foveate.ops.curves import grid_order
+from foveate.pipelines.steps import Call
+from foveate.tuning.attention_map import attention_map
 
 pytestmark = pytest.mark.usefixtures("no_grad")
 GRID, REFERENCES, TEXT = (16, 20), ((10, 12), (8, 9)), 15

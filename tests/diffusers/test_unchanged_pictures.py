@@ -8,10 +8,10 @@ from PIL import Image
 
 import foveate
 from foveate import LLSA, HilbertA, ToMA
-from foveate.demo import PIPELINE
-from foveate.diffusers.pipelines import Request, draw, load
 from foveate.methods import ToDo, ToFu, ToMeSD
+from foveate.pipelines.request import Request, draw, load
 from foveate.utils.similarity import psnr
+from foveate_models import find
 
 PICTURES = Path(__file__).parent / "pictures"
 PROMPT = "a red apple above a blue car on a green background"
@@ -31,7 +31,7 @@ METHODS = {
 
 @pytest.fixture(scope="module")
 def pipe():
-    return load(str(PIPELINE), "cpu")
+    return load(str(find("pipeline")), "cpu")
 
 
 @pytest.mark.parametrize("name", METHODS)

@@ -7,7 +7,7 @@ from oracle import dense_attention, random_table
 
 import foveate
 from foveate import HilbertA, ToMA
-from foveate.demo.untrained import untrained_pipeline
+from foveate.apps.demo.untrained import untrained_pipeline
 from foveate.ops.block_attention import block_attention
 
 pytestmark = pytest.mark.gpu

@@ -12,19 +12,19 @@ from lab.training.stages import Stage
 from lab.training.vae import train_vae
 from scoring import accuracy
 
-from foveate.demo import PIPELINE
-from foveate.demo.recogniser import judge, load_recogniser, recognise
-from foveate.demo.scenes import scenes
-from foveate.demo.untrained import untrained_pipeline
-from foveate.diffusers.pipelines import Request, draw_batch
+from foveate.apps.demo.recogniser import judge, load_recogniser, recognise
+from foveate.apps.demo.scenes import scenes
+from foveate.apps.demo.untrained import untrained_pipeline
+from foveate.pipelines.request import Request, draw_batch
 from foveate.training.run import RunOptions
+from foveate_models import find
 
 pytestmark = pytest.mark.gpu
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_it_draws_what_held_out_captions_ask_for(dtype):
-    pipe = FluxPipeline.from_pretrained(PIPELINE, dtype=dtype, local_files_only=True).to("cuda")
+    pipe = FluxPipeline.from_pretrained(find("pipeline"), dtype=dtype, local_files_only=True).to("cuda")
     pipe.set_progress_bar_config(disable=True)
     asked = list(itertools.islice(scenes(11, evaluation=True), 40))
     requests = [Request(scene.caption, (128, 128), 12, None, seed) for seed, scene in enumerate(asked)]

@@ -5,12 +5,12 @@ import torch
 from tiny_lm import DOCUMENTS, language_model, tokenizer
 
 from foveate import InfoFlowKV
+from foveate.apps.web.rag import reply_page
 from foveate.methods.baselines.kv_baselines import EPIC, FullPrefill
 from foveate.transformers import ChunkEncoder
 from foveate.transformers.index import ChunkIndex, index_documents
 from foveate.transformers.rag import STEPS, ask
 from foveate.utils.timing import Stopwatch
-from foveate.web.rag import reply_page
 
 pytestmark = pytest.mark.gpu
 

@@ -9,8 +9,8 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from foveate import SubCP
+from foveate.methods.example_blocks import unit_rows
 from foveate.methods.sub_cp import STRATEGIES
-from foveate.ops.example_blocks import unit_rows
 from foveate.ops.facility_location import facility_location
 
 

@@ -17,7 +17,7 @@ from training_runs import losses
 import foveate
 from foveate import HilbertA
 from foveate.diffusers.adapter import ModelAdapter
-from foveate.diffusers.lora import LORA_FILE, read_lora
+from foveate.pipelines.lora import LORA_FILE, read_lora
 from foveate.training.distill import distill
 from foveate.training.pictures import NoisyPairs, noise_shift
 from foveate.training.run import RunOptions

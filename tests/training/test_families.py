@@ -13,8 +13,8 @@ from torch.utils.data import default_collate
 
 import foveate
 from foveate import HilbertA
-from foveate.diffusers.lora import LORA_FILE, load_lora, using
-from foveate.diffusers.pipelines import Request, draw
+from foveate.pipelines.lora import LORA_FILE, load_lora, using
+from foveate.pipelines.request import Request, draw
 from foveate.training.distill import distill
 from foveate.training.families import family_of
 from foveate.training.pairs import make_pairs

@@ -18,8 +18,8 @@ from torch.distributed.checkpoint import FileSystemReader
 from training_runs import alone, losses, start, together
 from typer.testing import CliRunner
 
-from foveate.cli import app, common
-from foveate.diffusers.lora import LORA_FILE
+from foveate.apps.cli import app, common
+from foveate.pipelines.lora import LORA_FILE
 from foveate.training.run import split_batch
 
 TESTS = Path(__file__).parents[1]
@@ -117,8 +117,8 @@ def test_a_batch_is_split_evenly(batch, devices, at_once, parts):
 def test_a_batch_that_processes_cannot_share_is_refused_before_anything_is_loaded(monkeypatch, command):
     three = SimpleNamespace(num_processes=3, is_main_process=True, device=torch.device("cpu"))
     monkeypatch.setattr(common, "join", lambda device: three)
-    monkeypatch.setattr("foveate.diffusers.pipelines.load", None)
-    monkeypatch.setattr("foveate.cli.train.built_in_text_encoder", None)
+    monkeypatch.setattr("foveate.pipelines.request.load", None)
+    monkeypatch.setattr("foveate.apps.cli.train.built_in_text_encoder", None)
     result = CliRunner().invoke(app, command.split())
     assert result.exit_code == 2
     assert "3 processes cannot share a batch of 4 evenly: use 3 or 6" in result.output

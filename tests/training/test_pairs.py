@@ -7,7 +7,7 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file
 
-from foveate.diffusers.pipelines import draw
+from foveate.pipelines.request import draw
 from foveate.training import pairs
 from foveate.training.pairs import make_pairs
 from foveate.training.pictures import NoisyPairs, captioned, noise_shift

@@ -8,8 +8,8 @@ import pytest
 import torch
 from PIL import Image
 
-from foveate.demo.atlas import load_atlas
-from foveate.demo.scenes import ScenePictures, Scenes, render, scenes
+from foveate.apps.demo.atlas import load_atlas
+from foveate.apps.demo.scenes import ScenePictures, Scenes, render, scenes
 from foveate.training.pictures import FolderPictures, HubPictures
 
 

@@ -16,9 +16,9 @@ from PIL import Image
 from safetensors.torch import load_file
 from training_runs import losses
 
-from foveate.demo.scenes import ScenePictures
-from foveate.diffusers.pixel_dit import PixelDiT
-from foveate.diffusers.pixel_pipeline import PixelPipeline, noise_scale
+from foveate.apps.demo.scenes import ScenePictures
+from foveate.nn.pixel_dit import PixelDiT
+from foveate.pipelines.pixel import PixelPipeline, noise_scale
 from foveate.training.pictures import FolderPictures, NoisyPictures
 from foveate.training.pixel import PixelRecipe, PixelTraining, Stage, train
 from foveate.training.run import RunOptions

@@ -11,8 +11,8 @@ from torch.utils.data import default_collate
 
 import foveate
 from foveate import HilbertA
-from foveate.diffusers.lora import LORA_FILE, load_lora
-from foveate.diffusers.pipelines import fingerprint
+from foveate.pipelines.lora import LORA_FILE, load_lora
+from foveate.pipelines.request import fingerprint
 from foveate.training.families import FluxFamily
 from foveate.training.pictures import NoisyPairs
 from foveate.training.student import LAYERS, Recipe, Student

@@ -19,8 +19,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from foveate.ops.deduplicate import deduplicate
-from foveate.ops.example_blocks import Blocks, Classes, Embeddings, classes_of, rounded, unit_rows, unit_rows_like
+from foveate.methods.deduplicate import deduplicate
+from foveate.methods.example_blocks import Blocks, Classes, Embeddings, classes_of, rounded, unit_rows, unit_rows_like
 from foveate.ops.facility_location import GreedyPicks, best_similarity, round_robin_greedy
 from foveate.utils.choices import check_options
 from foveate.utils.progress import Track, silent
@@ -51,7 +51,7 @@ class SubCP:
             block to the end.
         balance: Labels of the selected examples, spread evenly over the blocks: "proportional" to the pool, or
             "equal". None ignores labels. Not for local strategies: regions have the labels that they have.
-        max_similarity: Largest cosine of two examples of a block; see `foveate.ops.deduplicate`. None sets no limit.
+        max_similarity: Largest cosine of two examples of a block, see `foveate.methods.deduplicate`; None: no limit.
         query_bonus: With queries, the bonus of an example that equals a query, in units of perfectly represented
             examples.
 

@@ -14,9 +14,9 @@ from diffusers import FluxPipeline, WanPipeline
 from PIL import Image
 from torch import Tensor
 
-from foveate.diffusers.lora import LORA_FILE
-from foveate.diffusers.pipelines import Request, draw_batch, fingerprint, makes_video
 from foveate.methods import HilbertA
+from foveate.pipelines.lora import LORA_FILE
+from foveate.pipelines.request import Request, draw_batch, fingerprint, makes_video
 from foveate.training.families import family_of
 from foveate.training.pairs import make_pairs
 from foveate.training.pictures import NoisyLatents, NoisyPairs, noise_shift

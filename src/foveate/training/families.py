@@ -11,8 +11,8 @@ from diffusers import FluxPipeline, WanPipeline
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from foveate.diffusers.pipelines import Request, arguments, makes_video, text_tokens
 from foveate.ops.merging import Grid
+from foveate.pipelines.request import Request, arguments, makes_video, text_tokens
 from foveate.training.pictures import NoisyLatents
 
 __all__ = ["Family", "FluxFamily", "WanFamily", "family_of"]

@@ -15,7 +15,7 @@ from safetensors import safe_open
 from safetensors.torch import save
 from torch import Tensor
 
-from foveate.diffusers.pipelines import Request, fingerprint
+from foveate.pipelines.request import Request, fingerprint
 from foveate.training.families import Family, family_of
 from foveate.training.pictures import fitted, pair_path
 from foveate.utils.device import dtype_name

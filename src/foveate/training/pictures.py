@@ -23,7 +23,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from foveate.diffusers.pixel_pipeline import noise_scale
+from foveate.pipelines.pixel import noise_scale
 
 __all__ = [
     "FolderPictures",

@@ -16,9 +16,9 @@ from jaxtyping import Float
 from safetensors.torch import save
 from torch import Tensor, nn
 
-from foveate.diffusers.pipelines import Request, draw
-from foveate.diffusers.pixel_dit import PixelDiT
-from foveate.diffusers.pixel_pipeline import PixelPipeline
+from foveate.nn.pixel_dit import PixelDiT
+from foveate.pipelines.pixel import PixelPipeline
+from foveate.pipelines.request import Request, draw
 from foveate.training.pictures import NoisyPicture, NoisyPictures, Pictures
 from foveate.training.run import Phase, Run, RunOptions, cooled_rate, make_accelerator, split_batch
 from foveate.training.trained import Trained, muon_and_adamw, unsharded

@@ -20,11 +20,11 @@ from PIL import Image
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
+from foveate.plots.plots import draw_losses, draw_sheet, figure_png
 from foveate.training.checkpoints import resume, write_checkpoint
 from foveate.training.trained import Trained
 from foveate.utils.files import write_whole
 from foveate.utils.progress import Track, silent
-from foveate.web.plots import draw_losses, draw_sheet, figure_png
 
 __all__ = [
     "Phase",

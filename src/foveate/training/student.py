@@ -19,9 +19,9 @@ from peft.utils import get_peft_model_state_dict, set_peft_model_state_dict
 from torch import Tensor, nn
 
 from foveate.diffusers.apply import apply
-from foveate.diffusers.lora import pack_lora
-from foveate.diffusers.pipelines import Request
 from foveate.methods import Method
+from foveate.pipelines.lora import pack_lora
+from foveate.pipelines.request import Request
 from foveate.training.families import family_of
 from foveate.training.pictures import NoisyLatents
 from foveate.training.trained import unsharded

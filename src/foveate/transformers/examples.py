@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from foveate.methods.example_blocks import Blocks, Embeddings, unit_rows
 from foveate.methods.sub_cp import SubCP
-from foveate.ops.example_blocks import Blocks, Embeddings, unit_rows
 from foveate.utils.files import write_whole
 
 __all__ = ["column", "read_blocks", "read_examples", "write_blocks"]

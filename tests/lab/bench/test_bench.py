@@ -17,8 +17,8 @@ from torch.profiler import record_function
 from typer.testing import CliRunner
 
 from foveate import HilbertA, ToMA
-from foveate.bench.models import MODELS
-from foveate.bench.step import Setup
+from foveate.apps.bench.models import MODELS
+from foveate.apps.bench.step import Setup
 from foveate.methods import ToDo, ToFu
 from foveate.ops import merging
 from foveate.utils import timing

@@ -9,7 +9,7 @@ from lab.bench import context, examples
 from lab.bench.context import Settings, bench_context, first_token, table_of
 from typer.testing import CliRunner
 
-from foveate.bench import context as library
+from foveate.apps.bench import context as library
 
 CPU = torch.device("cpu")
 SETTINGS = Settings("small", CPU, torch.float32, library.Questions(chunk=40, prompt=6, recompute=0.25), rounds=1)

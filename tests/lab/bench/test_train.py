@@ -10,7 +10,7 @@ from lab.bench import train
 from lab.bench.train import Settings, Variant, bench_train, table_of
 from typer.testing import CliRunner
 
-from foveate.diffusers.pixel_dit import MODELS
+from foveate.nn.pixel_dit import MODELS
 
 CPU = Settings(torch.device("cpu"), dit="tiny", rounds=2)
 NAMES = ["dense", "top-k", "llsa", "llsa-2"]

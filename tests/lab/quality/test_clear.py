@@ -8,11 +8,11 @@ from oracle import dense_attention
 
 import foveate
 from foveate import HilbertA
-from foveate.diffusers.lora import pack_lora, read_lora
 from foveate.methods import METHODS
 from foveate.methods.base import AttentionPlan, DenseFallback
 from foveate.ops import dispatch
 from foveate.ops.block_attention import block_attention
+from foveate.pipelines.lora import pack_lora, read_lora
 
 GRID, TEXT = (9, 12), 15
 

@@ -7,8 +7,8 @@ from lab.quality.context import BASELINES, TASKS, draw_questions, measure, summa
 from lab.quality.context_report import draw_tasks, markdown
 from lab.training.reader import ReaderRecipe, untrained_reader
 
-from foveate.demo.facts import SENTENCE, VALUE
-from foveate.demo.lexicon import WORDS
+from foveate.apps.demo.facts import SENTENCE, VALUE
+from foveate.apps.demo.lexicon import WORDS
 
 
 @pytest.fixture(scope="module")

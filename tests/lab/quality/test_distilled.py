@@ -4,7 +4,7 @@ import pytest
 from lab.quality.distilled import USUAL, VARIANTS, training, variant
 
 from foveate import HilbertA
-from foveate.demo.text import TEXT_TOKENS
+from foveate.apps.demo.text import TEXT_TOKENS
 from foveate.training.student import Recipe
 
 GRID = (64, 64)  # of 256 px

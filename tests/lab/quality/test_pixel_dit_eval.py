@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from accelerate.state import AcceleratorState
 from lab.quality.pixel_dit import VARIANTS, WINDOW, attend_in_windows, curve, equal_time, main, untrained
 
-from foveate.diffusers.pixel_dit import attend_densely
+from foveate.nn.pixel_dit import attend_densely
 
 
 @pytest.fixture(autouse=True)

@@ -12,8 +12,8 @@ from lab.training.painter import Latents, Painter, flow_loss, noise_levels
 from lab.training.stages import Batches, Stage
 from torch import nn
 
-from foveate.demo.scenes import scenes
-from foveate.demo.untrained import untrained_pipeline
+from foveate.apps.demo.scenes import scenes
+from foveate.apps.demo.untrained import untrained_pipeline
 from foveate.training.run import RunOptions
 
 TINY = {"layers": 1, "single_layers": 1, "heads": 2, "rope": (4, 4, 8), "text_dim": 32, "text_layers": 1}

@@ -12,8 +12,8 @@ from diffusers import FluxPipeline
 from lab.training import flow, make
 from lab.training.stages import Stage
 
-from foveate.demo.recogniser import load_recogniser
-from foveate.demo.untrained import untrained_pipeline
+from foveate.apps.demo.recogniser import load_recogniser
+from foveate.apps.demo.untrained import untrained_pipeline
 
 TINY = {"layers": 1, "single_layers": 1, "heads": 2, "rope": (4, 4, 8), "text_dim": 32, "text_layers": 1}
 

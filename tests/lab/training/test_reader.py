@@ -10,8 +10,8 @@ from lab.training import reader
 from lab.training.reader import KINDS, ReaderRecipe, lesson, train_reader, untrained_reader
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from foveate.demo.facts import BLANK, SENTENCE, VALUE
-from foveate.demo.lexicon import WORDS
+from foveate.apps.demo.facts import BLANK, SENTENCE, VALUE
+from foveate.apps.demo.lexicon import WORDS
 
 TINY = ReaderRecipe(layers=2, width=64, steps=4, batch=8, questions=2, sentences=(6, 12), easy=0.5)
 

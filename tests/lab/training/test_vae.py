@@ -7,9 +7,9 @@ import torch
 from lab.training import loop
 from lab.training.vae import train_vae, vae_loss
 
-from foveate.demo.atlas import load_atlas
-from foveate.demo.scenes import Scenes, render, scenes
-from foveate.demo.untrained import untrained_pipeline
+from foveate.apps.demo.atlas import load_atlas
+from foveate.apps.demo.scenes import Scenes, render, scenes
+from foveate.apps.demo.untrained import untrained_pipeline
 
 TINY = {"layers": 1, "single_layers": 1, "heads": 2, "rope": (4, 4, 8)}
 

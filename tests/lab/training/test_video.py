@@ -20,14 +20,14 @@ from PIL import Image
 from torch import nn
 
 from foveate import HilbertA, ToMA
-from foveate.demo import VIDEO
-from foveate.demo.atlas import load_atlas
-from foveate.demo.recogniser import load_recogniser
-from foveate.demo.text import TEXT_TOKENS
-from foveate.diffusers.pipelines import Request, draw, load
+from foveate.apps.demo.atlas import load_atlas
+from foveate.apps.demo.recogniser import load_recogniser
+from foveate.apps.demo.text import TEXT_TOKENS
+from foveate.pipelines.request import Request, draw, load
 from foveate.training.distill import distill
 from foveate.training.run import RunOptions
 from foveate.training.student import Recipe
+from foveate_models import find
 
 TINY = {"layers": 1, "heads": 1, "text_dim": 32, "text_layers": 1, "base": 8}
 STAGE = Stage(name="one", images=12, batches={(1, 16): 2, (5, 16): 2}, rates=(1e-3, 0.0))
@@ -108,7 +108,7 @@ def test_a_new_text_encoder_tells_the_object_that_moves_from_the_other_one():
 
 
 def test_the_recipe_is_that_of_the_shipped_model():
-    recipe = json.loads((VIDEO / "recipe.json").read_text())
+    recipe = json.loads(find("video/recipe.json").read_text())
     assert [*recipe["before"]["stages"], *recipe["stages"]] == [
         {
             "name": stage.name,

@@ -1,0 +1,257 @@
+# pyright: basic, reportPrivateImportUsage=false, reportArgumentType=false, reportAttributeAccessIssue=false
+# pyright: reportCallIssue=false, reportOperatorIssue=false
+"""The models that `foveate bench step` times, and the inputs of one forward pass."""
+
+from collections.abc import Callable
+from functools import partial
+from math import prod
+from typing import Any, NamedTuple
+
+import psutil
+import torch
+from diffusers import (
+    EulerDiscreteScheduler,
+    FlowMatchEulerDiscreteScheduler,
+    Flux2Pipeline,
+    Flux2Transformer2DModel,
+    FluxPipeline,
+    FluxTransformer2DModel,
+    QwenImagePipeline,
+    QwenImageTransformer2DModel,
+    StableDiffusionXLPipeline,
+    UNet2DConditionModel,
+    WanPipeline,
+    WanTransformer3DModel,
+    ZImagePipeline,
+    ZImageTransformer2DModel,
+)
+from torch import nn
+
+from foveate.apps.demo.untrained import untrained_pipeline
+from foveate.methods import ComposedMethod, HilbertA, Method, ToDo, ToFu, ToMA, ToMeSD
+from foveate.methods.base import Grid
+from foveate.pipelines.request import Request, load, pixels_per_token
+from foveate.pipelines.steps import Call, record_step
+from foveate.utils.device import dtype_name
+
+__all__ = ["MODELS", "Model", "find_model", "random_model"]
+
+TWO_ENCODERS: dict[str, Any] = dict.fromkeys(("vae", "text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2"))
+ONE_ENCODER: dict[str, Any] = dict.fromkeys(("vae", "text_encoder", "tokenizer"))
+
+
+class Model(NamedTuple):
+    """A model to time.
+
+    Attributes:
+        build: Makes the pipeline on a device, in a dtype.
+        inputs: Returns the arguments of one forward pass, given the pipeline, the grid of tokens and the number of
+            text tokens.
+        text: Default number of text tokens; None if the pipeline decides.
+        methods: Methods that are timed by default.
+        weights: What the weights are, for the report.
+    """
+
+    build: Callable[[torch.device, torch.dtype], Any]
+    inputs: Callable[[Any, Grid, int | None], Call]
+    text: int | None
+    methods: tuple[Method | ComposedMethod, ...]
+    weights: str = "random weights"
+
+
+def find_model(name: str) -> Model:
+    """The model of that name in `MODELS`, or the pipeline of that folder or hub id.
+
+    Raises:
+        ValueError: If the name is neither.
+    """
+    if name in MODELS:
+        return MODELS[name]
+    if "/" not in name and not name.startswith("."):
+        raise ValueError(
+            f"unknown model {name!r}: choose one of {', '.join(MODELS)}, "
+            f"or give a pipeline as a hub id or a folder such as ./{name}"
+        )
+    return Model(partial(_load, name), _recorded_inputs, None, (), "its own weights")
+
+
+def random_model(make: Callable[[], nn.Module], device: torch.device, dtype: torch.dtype) -> Any:
+    """The model that `make` returns, its weights created on `device` and in `dtype`.
+
+    Raises:
+        ValueError: If the weights do not fit into the free memory of the device.
+    """
+    with torch.device("meta"):
+        needed = sum(weight.numel() for weight in make().parameters()) * dtype.itemsize
+    cuda = device.type == "cuda"
+    free = torch.cuda.mem_get_info(device)[0] if cuda else psutil.virtual_memory().available
+    if needed > free:
+        raise ValueError(
+            f"the weights take {needed / 1e9:.1f} GB in {str(dtype).removeprefix('torch.')}, but {device} has "
+            f"{free / 1e9:.1f} GB of free memory: choose a smaller model or another --device or --dtype"
+        )
+    default = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        with device:
+            return make().eval()
+    finally:
+        torch.set_default_dtype(default)
+
+
+def _built_in(device: torch.device, dtype: torch.dtype) -> FluxPipeline:
+    return untrained_pipeline().to(device, dtype)
+
+
+def _random(pipeline: Any, transformer: Any, device: torch.device, dtype: torch.dtype, **config: Any) -> Any:
+    """A pipeline without encoders; the weights of its transformer are random."""
+    model = random_model(partial(transformer, **config), device, dtype)
+    encoders = TWO_ENCODERS if pipeline is FluxPipeline else ONE_ENCODER
+    return pipeline(scheduler=FlowMatchEulerDiscreteScheduler(), transformer=model, **encoders)
+
+
+def _sdxl(device: torch.device, dtype: torch.dtype) -> StableDiffusionXLPipeline:
+    unet = random_model(
+        lambda: UNet2DConditionModel(
+            sample_size=128,
+            down_block_types=("DownBlock2D", "CrossAttnDownBlock2D", "CrossAttnDownBlock2D"),
+            up_block_types=("CrossAttnUpBlock2D", "CrossAttnUpBlock2D", "UpBlock2D"),
+            block_out_channels=(320, 640, 1280),
+            transformer_layers_per_block=(1, 2, 10),
+            attention_head_dim=(5, 10, 20),
+            cross_attention_dim=2048,
+            addition_embed_type="text_time",
+            addition_time_embed_dim=256,
+            projection_class_embeddings_input_dim=2816,
+            use_linear_projection=True,
+        ),
+        device,
+        dtype,
+    )
+    return StableDiffusionXLPipeline(
+        scheduler=EulerDiscreteScheduler(), unet=unet, add_watermarker=False, **TWO_ENCODERS
+    )
+
+
+def _load(name: str, device: torch.device, dtype: torch.dtype) -> Any:
+    return load(name, str(device), dtype_name(dtype))
+
+
+def _joint_inputs(transformer: Any, grid: Grid, text: int | None) -> dict[str, Any]:
+    """Arguments that FLUX, FLUX.2 and Qwen-Image have in common."""
+    config = transformer.config
+    like: dict[str, Any] = {"device": transformer.device, "dtype": transformer.dtype}
+    return {
+        "hidden_states": torch.randn(1, prod(grid), config.in_channels, **like),
+        "encoder_hidden_states": torch.randn(1, text, config.joint_attention_dim, **like),
+        "timestep": torch.full((1,), 0.5, **like),
+        "guidance": torch.full((1,), 3.5, **like) if config.guidance_embeds else None,
+        "return_dict": False,
+    }
+
+
+def _flux_inputs(pipe: FluxPipeline, grid: Grid, text: int | None) -> Call:
+    like: dict[str, Any] = {"device": pipe.transformer.device, "dtype": pipe.transformer.dtype}
+    ids = {
+        "pooled_projections": torch.randn(1, pipe.transformer.config.pooled_projection_dim, **like),
+        "img_ids": FluxPipeline._prepare_latent_image_ids(1, *grid, **like),
+        "txt_ids": torch.zeros(text, 3, **like),
+    }
+    return Call((), _joint_inputs(pipe.transformer, grid, text) | ids)
+
+
+def _flux2_inputs(pipe: Flux2Pipeline, grid: Grid, text: int | None) -> Call:
+    zero, device = torch.arange(1), pipe.transformer.device
+    ids = {
+        "img_ids": torch.cartesian_prod(zero, *map(torch.arange, grid), zero)[None].to(device),
+        "txt_ids": torch.cartesian_prod(zero, zero, zero, torch.arange(text))[None].to(device),
+    }
+    return Call((), _joint_inputs(pipe.transformer, grid, text) | ids)
+
+
+def _qwen_inputs(pipe: QwenImagePipeline, grid: Grid, text: int | None) -> Call:
+    return Call((), _joint_inputs(pipe.transformer, grid, text) | {"img_shapes": [[(1, *grid)]]})
+
+
+def _wan_inputs(pipe: WanPipeline, grid: Grid, text: int | None) -> Call:
+    config: Any = pipe.transformer.config
+    like: dict[str, Any] = {"device": pipe.transformer.device, "dtype": pipe.transformer.dtype}
+    sides = (side * patch for side, patch in zip((1, *grid)[-3:], config.patch_size, strict=True))
+    kwargs = {
+        "hidden_states": torch.randn(1, config.in_channels, *sides, **like),
+        "encoder_hidden_states": torch.randn(1, text, config.text_dim, **like),
+        "timestep": torch.tensor([500.0], device=pipe.transformer.device),
+        "return_dict": False,
+    }
+    return Call((), kwargs)
+
+
+def _z_image_inputs(pipe: ZImagePipeline, grid: Grid, text: int | None) -> Call:
+    config: Any = pipe.transformer.config
+    like: dict[str, Any] = {"device": pipe.transformer.device, "dtype": pipe.transformer.dtype}
+    kwargs = {
+        "x": [torch.randn(config.in_channels, 1, *(2 * side for side in grid), **like)],
+        "t": torch.full((1,), 0.5, **like),
+        "cap_feats": [torch.randn(text, config.cap_feat_dim, **like)],
+        "return_dict": False,
+    }
+    return Call((), kwargs)
+
+
+def _sdxl_inputs(pipe: StableDiffusionXLPipeline, grid: Grid, text: int | None) -> Call:
+    """Two samples, as classifier-free guidance needs; `grid` is that of the largest feature maps with attention."""
+    config: Any = pipe.unet.config
+    like: dict[str, Any] = {"device": pipe.unet.device, "dtype": pipe.unet.dtype}
+    pooled = config.projection_class_embeddings_input_dim - 6 * config.addition_time_embed_dim
+    kwargs = {
+        "sample": torch.randn(2, config.in_channels, *(2 * side for side in grid), **like),
+        "timestep": torch.tensor(500.0, device=pipe.unet.device),
+        "encoder_hidden_states": torch.randn(2, text, config.cross_attention_dim, **like),
+        "added_cond_kwargs": {
+            "text_embeds": torch.randn(2, pooled, **like),
+            "time_ids": torch.zeros(2, 6, **like),
+        },
+        "return_dict": False,
+    }
+    return Call((), kwargs)
+
+
+def _recorded_inputs(pipe: Any, grid: Grid, text: int | None) -> Call:
+    """The inputs of the pipeline's first step, for a picture of this grid of tokens."""
+    if text is not None:
+        raise ValueError("the pipeline decides how many text tokens there are: leave --text out")
+    pixels, (*frames, rows, columns) = pixels_per_token(pipe), grid
+    request = Request("a lighthouse at dusk", (pixels * rows, pixels * columns), 1000, None, 0)
+    if frames:
+        request = request._replace(frames=(frames[0] - 1) * pipe.vae_scale_factor_temporal + 1)
+    return record_step(pipe, request)
+
+
+KLEIN = {
+    "num_layers": 5,
+    "num_single_layers": 20,
+    "num_attention_heads": 24,
+    "joint_attention_dim": 7680,
+    "guidance_embeds": False,
+}
+FLUX = (
+    *(HilbertA(tiles=1), HilbertA(tiles=4), HilbertA(tiles=16)),
+    *(ToMA(keep=0.5), ToMA(keep=0.25), ComposedMethod((HilbertA(tiles=16), ToMA(keep=0.5)))),
+)
+VIDEO = HilbertA(tiles=4), HilbertA(tiles=16), ToMA(keep=0.5), ComposedMethod((HilbertA(tiles=16), ToMA(keep=0.5)))
+SDXL = *(ToMA(keep=keep) for keep in (0.75, 0.5, 0.25)), ToMeSD(keep=0.5), ToFu(keep=0.5), ToDo()
+
+MODELS = {
+    "built-in": Model(_built_in, _flux_inputs, 512, FLUX),
+    "flux-dev": Model(
+        partial(_random, FluxPipeline, FluxTransformer2DModel, guidance_embeds=True), _flux_inputs, 512, FLUX
+    ),
+    "flux2-dev": Model(partial(_random, Flux2Pipeline, Flux2Transformer2DModel), _flux2_inputs, 512, FLUX),
+    "flux2-klein": Model(partial(_random, Flux2Pipeline, Flux2Transformer2DModel, **KLEIN), _flux2_inputs, 512, FLUX),
+    "qwen-image": Model(partial(_random, QwenImagePipeline, QwenImageTransformer2DModel), _qwen_inputs, 512, FLUX),
+    "z-image": Model(partial(_random, ZImagePipeline, ZImageTransformer2DModel), _z_image_inputs, 512, FLUX),
+    "wan-14b": Model(partial(_random, WanPipeline, WanTransformer3DModel), _wan_inputs, 512, VIDEO),
+    "sdxl": Model(_sdxl, _sdxl_inputs, 77, SDXL),
+}
+"""Models by name: the built-in model (17 M parameters), FLUX.1-dev (12 B), FLUX.2-dev (32 B), FLUX.2-klein (4 B),
+Qwen-Image (20 B), Z-Image (6 B), Wan 2.1 (14 B) and SDXL (2.6 B)."""

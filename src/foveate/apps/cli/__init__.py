@@ -1,0 +1,78 @@
+"""The command line: reads the arguments, shows progress and clear errors. The work is done elsewhere."""
+
+import os
+from typing import Annotated
+
+import typer
+
+import foveate
+from foveate.apps.cli import (
+    bench,
+    compare,
+    demo,
+    distill,
+    evaluate,
+    generate,
+    icl,
+    inspect,
+    rag,
+    rag_serve,
+    serve,
+    train,
+    tune,
+    ui,
+)
+
+__all__ = ["app", "main"]
+
+app = typer.Typer(
+    no_args_is_help=True,
+    rich_markup_mode="rich",
+    pretty_exceptions_enable=False,
+    help="Make transformers cheaper by spending attention only where it matters.\n\n"
+    "Pictures: sparse attention (HilbertA, LLSA) and token merging (ToMA) for diffusion models.\n\n"
+    "Text: cached long contexts (InfoFlow KV) and blocks of in-context examples (Sub-CP).\n\n"
+    'Start with:  foveate compare "a red apple above a blue car"',
+)
+
+
+def _print_version(asked: bool) -> bool:
+    if asked:
+        print(f"foveate {foveate.__version__}")
+        raise typer.Exit
+    return asked
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    """The options of `foveate` itself; its help is that of `app`."""
+
+
+for command, name, panel in (
+    (generate.generate, "generate", "Pictures"),
+    (compare.compare, "compare", "Pictures"),
+    (evaluate.evaluate, "eval", "Pictures"),
+    (tune.tune, "tune", "Pictures"),
+    (ui.ui, "ui", "Pictures"),
+    (serve.serve, "serve", "Pictures"),
+    (icl.icl, "icl", "Text"),
+    (distill.distill, "distill", "Training"),
+    (train.train, "train", "Training"),
+    (inspect.curves, "curves", "Look inside"),
+    (inspect.info, "info", "Look inside"),
+):
+    app.command(name, rich_help_panel=panel)(command)
+rag.app.command("serve")(rag_serve.serve)
+app.add_typer(rag.app, name="rag", rich_help_panel="Text")
+app.add_typer(bench.app, name="bench", rich_help_panel="Look inside")
+app.add_typer(demo.app, name="demo", rich_help_panel="Look inside")
+
+
+def main() -> None:
+    """Run the `foveate` command."""
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # read when transformers is imported
+    app()

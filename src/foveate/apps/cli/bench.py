@@ -1,0 +1,190 @@
+"""The commands that measure what methods gain on a model at a size."""
+
+import json
+from collections.abc import Callable, Iterable
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from foveate.apps.cli.common import Compile, Device, Dtype, clear_errors, console, progress
+from foveate.apps.cli.methods import read_methods
+
+__all__ = ["Commit", "Methods", "Out", "Rounds", "Sides", "StepModel", "StepText", "app", "numbers", "run_and_save"]
+
+app = typer.Typer(
+    no_args_is_help=True,
+    rich_markup_mode="rich",
+    help="Measure what a method gains on a model, at a size, on this machine.",
+)
+
+StepModel = Annotated[
+    str,
+    typer.Option(
+        help="A size with random weights: built-in (17 M parameters), flux-dev (FLUX.1-dev, 12 B), flux2-dev (32 B), "
+        "flux2-klein (4 B), qwen-image (20 B), z-image (6 B), sdxl (2.6 B, two samples for classifier-free guidance). "
+        "Or your own pipeline: a hub id or a folder, with --method."
+    ),
+]
+ContextModel = Annotated[
+    str,
+    typer.Option(
+        help="A size with random weights: small (7 M parameters) or llama-8b (Llama-3.1-8B). Or your own language "
+        "model: a hub id or a folder."
+    ),
+]
+Sides = Annotated[
+    str,
+    typer.Option(
+        help="Image tokens along each side, separated by commas: 64, ROWSxCOLUMNS, or FRAMESxROWSxCOLUMNS of a video. "
+        "64 is 1024 px for FLUX, Qwen-Image and Z-Image, 256 px for the built-in model, and 1024 px for SDXL, where "
+        "it counts the largest feature maps with attention; 21x45x80 is 81 frames of 720p for Wan."
+    ),
+]
+Methods = Annotated[
+    list[str] | None,
+    typer.Option(
+        help="Method to time besides dense: hilberta; with options, toma:keep=0.25,dst_every=20; combined, "
+        "hilberta:tiles=16+toma. Repeat the option for more. "
+        "[dim]default: HilbertA and ToMA; for sdxl ToMA, ToMeSD, ToFu and ToDo[/]"
+    ),
+]
+StepText = Annotated[int | None, typer.Option(min=0, help="Number of text tokens. [dim]default: 512; for sdxl 77[/]")]
+Rounds = Annotated[int, typer.Option(min=1, help="Measurements of each candidate; the candidates take turns.")]
+Out = Annotated[Path, typer.Option(help="Folder for the JSON file.")]
+Commit = Annotated[str, typer.Option(help="Commit to record, if git cannot tell it.")]
+
+
+@app.command()
+@clear_errors
+def step(
+    model: StepModel = "built-in",
+    sides: Sides = "64",
+    method: Methods = None,
+    compile: Compile = False,
+    cuda_graphs: Annotated[
+        bool, typer.Option("--cuda-graphs", help='Compile the repeated blocks with mode="reduce-overhead".')
+    ] = False,
+    text: StepText = None,
+    rounds: Annotated[
+        int,
+        typer.Option(min=1, help="Measurements of each method; token merging runs whole cycles of its schedule."),
+    ] = 9,
+    out: Out = Path("bench"),
+    device: Device = "auto",
+    dtype: Dtype = "auto",
+    commit: Commit = "",
+) -> None:
+    """Time one denoising step of a model, dense and with methods.
+
+    Before anything is timed, settings that must equal the dense model are compared with it. The time of a step
+    includes the reordering of tokens and, averaged over the schedule, the plans of token merging. On a GPU the step
+    is also timed as one CUDA graph, without the cost of launching kernels. "Enqueued" is the time until Python
+    returns; the bound is that of attention, in FLOPs.
+
+    foveate bench step --method toma --method toma:dst_every=20,weights_every=10      # any machine
+
+    foveate bench step --model flux-dev --compile --sides 64,128                      # a GPU with 40 GB or more
+
+    foveate bench step --model sdxl --cuda-graphs                                     # where launches limit a step
+
+    foveate bench step --model black-forest-labs/FLUX.1-schnell --method hilberta:tiles=16
+    """
+    from foveate.apps.bench.step import Setup, bench_step, table_of
+
+    grids, methods = [read_grid(size) for size in sides.split(",")], read_methods(method)
+    how = {"compile": compile, "cuda_graphs": cuda_graphs}
+    setup = Setup.of(model, methods=methods, text=text, device=device, dtype=dtype, **how)
+    kind = "graphs" if cuda_graphs else "compiled" if compile else "eager"
+    name = f"step-{Path(model).name}-{kind}-{setup.about['device']}.json"
+    run_and_save(out / name, commit, partial(bench_step, setup, grids, rounds=rounds), table_of)
+
+
+@app.command()
+@clear_errors
+def context(
+    model: ContextModel = "small",
+    tokens: Annotated[str, typer.Option(help="Lengths of the contexts, separated by commas.")] = "2048",
+    concurrent: Annotated[str, typer.Option(help="Numbers of questions at a time, separated by commas.")] = "1,4,16",
+    chunk: Annotated[int, typer.Option(min=1, help="Tokens of a chunk.")] = 512,
+    prompt: Annotated[int, typer.Option(min=1, help="Tokens of a question.")] = 64,
+    answer: Annotated[int, typer.Option(min=1, help="Tokens of an answer.")] = 32,
+    recompute: Annotated[float, typer.Option(min=0, max=1, help="Fraction of the tokens to recompute.")] = 0.15,
+    questions: Annotated[int, typer.Option(min=1, help="Questions that are measured for each result.")] = 16,
+    out: Out = Path("bench"),
+    device: Device = "auto",
+    dtype: Dtype = "auto",
+    commit: Commit = "",
+) -> None:
+    """Time concurrent questions to long contexts of cached chunks, against full prefill and prefix caching.
+
+    Times to the first token count from the moment when all questions of a round are asked (50th and 99th percentile).
+    Each question has the same chunks in another order. Prefix caching needs one context for all questions; for others
+    it is a full prefill. Before anything is timed, contexts with all tokens recomputed are compared with full
+    prefills.
+
+    foveate bench context                                                             # any machine
+
+    foveate bench context --model llama-8b --tokens 8192,32768 --chunk 2048           # a GPU with 80 GB or more
+
+    foveate bench context --model Qwen/Qwen3-8B --tokens 16384 --concurrent 1,8
+    """
+    from foveate.apps.bench.context import Questions, bench_context, table_of
+    from foveate.utils.device import choose_device, choose_dtype
+
+    where = choose_device(device)
+    asked = Questions(chunk, prompt, answer, tuple(numbers(concurrent)), questions, recompute)
+    if min(asked.concurrent) < 1:
+        raise ValueError(f"--concurrent {concurrent} asks no question: use 1 or more")
+    run = partial(bench_context, numbers(tokens), model, asked, where, choose_dtype(dtype, where))
+    run_and_save(out / f"questions-{Path(model).name}-{where.type}.json", commit, run, table_of)
+
+
+def read_grid(text: str) -> tuple[int, ...]:
+    """A grid of tokens: 64 is a square, 21x45x80 has 21 frames of 45 rows and 80 columns."""
+    try:
+        sides = tuple(int(side) for side in text.split("x"))
+    except ValueError:
+        sides = ()
+    if not 1 <= len(sides) <= 3 or min(sides) < 1:
+        raise ValueError(f"{text!r} is no grid of tokens: write it as 64, 45x80 or 21x45x80")
+    return sides * 2 if len(sides) == 1 else sides
+
+
+def numbers(text: str, kind: type = int) -> list[Any]:
+    """The numbers in a comma-separated list."""
+    try:
+        return [kind(number) for number in text.split(",")]
+    except ValueError:
+        what, like = ("whole numbers", "64,128") if kind is int else ("numbers", "0.25,0")
+        raise ValueError(f"{text!r} is no list of {what}: write them as {like}") from None
+
+
+def run_and_save(
+    path: Path,
+    commit: str,
+    run: Callable[..., Iterable[dict[str, Any]]],
+    table: Callable[[dict[str, Any]], Any],
+) -> None:
+    """Write the JSON file after every result that `run` yields, and print the last result as a table.
+
+    Args:
+        path: The JSON file.
+        commit: Commit to record; empty keeps what git says.
+        run: Called with `track`, yields the results so far.
+        table: Makes the table to print.
+    """
+    from foveate.utils.files import write_whole
+
+    result: dict[str, Any] = {"rows": []}
+    with progress() as track:
+        for result in run(track=track):
+            if commit:
+                result["versions"]["commit"] = commit
+            write_whole(path, json.dumps(result, indent=2).encode() + b"\n")
+    for one in result.get("skipped", []):
+        console.print(f"skipped: {one['why']}", markup=False)
+    Console().print(table(result))
+    print(path)

@@ -1,0 +1,99 @@
+"""The command that draws one prompt with several methods, side by side."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from foveate.apps.cli.common import Device, Dtype, Seed, check_writable, clear_errors, console, progress
+from foveate.apps.cli.methods import read_methods
+from foveate.apps.cli.pictures import (
+    Fps,
+    Frames,
+    Guidance,
+    Images,
+    Lora,
+    Methods,
+    Model,
+    Negative,
+    Size,
+    Steps,
+    open_at_size,
+    own_attention,
+    remark_on,
+    request_of,
+    settings_of,
+    suffix_of,
+    with_distilled,
+)
+from foveate.utils.processes import rank_name
+
+__all__ = ["compare"]
+
+
+@clear_errors
+def compare(
+    prompt: Annotated[str, typer.Argument(help="What to draw.")],
+    model: Model = "",
+    size: Size = None,
+    method: Methods = None,
+    lora: Lora = "",
+    steps: Steps = None,
+    guidance: Guidance = None,
+    negative: Negative = None,
+    image: Images = None,
+    frames: Frames = None,
+    fps: Fps = None,
+    seed: Seed = 0,
+    rounds: Annotated[int, typer.Option(min=1, max=1000, help="Timed steps of each variant.")] = 3,
+    out: Annotated[
+        Path, typer.Option(help="Folder for the page and its pictures; pictures that are there are not drawn again.")
+    ] = Path("compare"),
+    device: Device = "auto",
+    dtype: Dtype = "auto",
+) -> None:
+    """Draw one prompt dense and with methods, on one HTML page with a verdict, pictures or videos, and times.
+
+    The page is written as the pictures arrive; after Ctrl-C the same command resumes. The built-in model is shown with
+    each method at its recommended setting, its own LoRA included. With --lora the page shows a method with the LoRA,
+    merged into the weights, and without. Other models are shown with every method, which starts when the composition
+    is settled: after a fifth of the steps, in videos after two fifths. A model of foveate train has its own log-linear
+    attention.
+
+    foveate compare "a red apple above a blue car"
+
+    foveate compare "a lighthouse" --model black-forest-labs/FLUX.1-dev --method toma --method hilberta:tiles=16
+    """
+    if rank_name():
+        raise ValueError("compare measures the time of one process: start it without torchrun or accelerate launch")
+    asked = read_methods(method)
+    recommended = not (model or lora or asked)
+    lora = "built-in" if recommended else lora
+    check_writable(out)
+    pipe, distilled, size = open_at_size(model, lora, size, device, dtype)
+    request = request_of(
+        pipe, model, prompt, size, steps, guidance, seed, negative=negative, images=tuple(image or ()), frames=frames,
+        fps=fps,
+    )  # fmt: skip
+    suffix_of(pipe, request)  # fails without what writes videos
+    from foveate.apps.demo.recogniser import judge_prompt
+    from foveate.apps.demo.text import draws_scenes
+    from foveate.apps.web.compare import PAGE, comparison, showcase
+    from foveate.diffusers.card import card_of
+    from foveate.pipelines.request import denoiser
+
+    if recommended:
+        methods = showcase(distilled)
+    else:
+        start = 0.0 if lora else card_of(denoiser(pipe)).start_percent  # LoRAs are distilled for all steps
+        methods = asked or own_attention(pipe) or showcase(start_percent=start)
+        methods = with_distilled(distilled, lora, methods)
+    judge = judge_prompt(prompt) if draws_scenes(pipe) else None
+    with progress() as track:
+        settings = settings_of(pipe, model, request) | ({"LoRA": lora} if lora else {})
+        notice = remark_on(pipe, model, prompt)
+        comparison(
+            pipe, request, methods, out, settings=settings, notice=notice, judge=judge, rounds=rounds, track=track
+        )
+    console.print("open the page in a browser:")
+    print((out / PAGE).resolve())

@@ -1,0 +1,57 @@
+"""The commands about the built-in models."""
+
+from itertools import islice
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from foveate.apps.cli.common import Seed, clear_errors, print_table
+
+__all__ = ["app"]
+
+SHOWN = 4
+
+app = typer.Typer(
+    no_args_is_help=True,
+    rich_markup_mode="rich",
+    help="The built-in models: three draw scenes of emoji, one reads texts of facts.",
+)
+
+
+@app.command()
+@clear_errors
+def info() -> None:
+    """Print size, training recipe, vocabulary and licences of the built-in models."""
+    from foveate.apps.demo.about import facts, pixel_facts, reader_facts, video_facts
+
+    everything = {
+        "the model that draws": facts(),
+        "the model that draws pixels": pixel_facts(),
+        "the model that draws videos": video_facts(),
+        "the model that reads": reader_facts(),
+    }
+    for title, rows in everything.items():
+        print_table(rows, "property", "value", title=title)
+
+
+@app.command()
+@clear_errors
+def texts(
+    out: Annotated[Path, typer.Option(help="Folder to write; files of the same names are overwritten.")] = Path(
+        "texts"
+    ),
+    seed: Seed = 0,
+) -> None:
+    """Write texts in the vocabulary of the built-in reader, to try `foveate rag` and `foveate icl` with.
+
+    facts/*.txt are documents, questions.txt has 200 questions about them with the right answers, examples.csv has
+    labelled examples. The first questions are printed.
+
+    foveate rag texts/facts --compare < texts/questions.txt
+    """
+    from foveate.apps.demo.examples import write_examples
+
+    for heading, answers in zip(("question", "text without a label"), write_examples(out, seed), strict=True):
+        print_table(dict(islice(answers.items(), SHOWN)), heading, "right answer")
+    print(out)

@@ -1,0 +1,93 @@
+"""Methods of diffusion models, as the options of commands name them."""
+
+import re
+from typing import Any
+
+from foveate.apps.cli.common import options_of
+from foveate.diffusers.preset import PRESETS, Preset
+from foveate.diffusers.preset import load as load_preset
+from foveate.methods import METHODS, ComposedMethod, Method, method_from_text
+from foveate.methods.base import sparse_and_merging
+
+__all__ = ["method_to_draw", "options_in", "read_method", "read_methods", "usual_method"]
+
+
+def _read_variant(text: str) -> Method | ComposedMethod | Preset:
+    """The preset of a JSON file, or one that comes with Foveate, by name; else as `read_method`."""
+    return load_preset(text) if _is_preset(text) else read_method(text)
+
+
+def read_method(text: str) -> Method | ComposedMethod:
+    """The method of "hilberta:tiles=16,centre=0", or the methods of "hilberta:tiles=16+toma:keep=0.5,tile=(8,8)".
+
+    Raises:
+        ValueError: If it cannot be read, or the methods do not fit each other.
+    """
+    parts = [part.partition(":") for part in text.split("+")]
+    methods = tuple(method_from_text(name, options_in(options)) for name, _, options in parts)
+    if len(methods) == 1:
+        return methods[0]
+    sparse_and_merging(methods)  # fails before a model is loaded
+    return ComposedMethod(methods)
+
+
+def read_methods(texts: list[str] | None) -> list[Any]:
+    """The methods and presets that `--method` names, one or several times.
+
+    Raises:
+        ValueError: If one cannot be read, or is named twice.
+    """
+    methods = [_read_variant(text) for text in texts or []]
+    if twice := [text for i, text in enumerate(texts or []) if methods[i] in methods[:i]]:
+        raise ValueError(f"--method {twice[0]} is given twice: leave one of them out")
+    return methods
+
+
+def options_in(text: str) -> dict[str, str]:
+    """The options of a text such as "keep=0.5, tile=(8,8)" as a dictionary."""
+    parts = re.split(r",(?![^(]*\))", text)  # not at a comma within parentheses
+    return options_of([part.strip() for part in parts if part.strip()])
+
+
+def _method_of(name: str, options: dict[str, str]) -> Method | ComposedMethod | Preset | None:
+    """The method of `--method` and its options; None is dense."""
+    if not options:
+        return None if name == "dense" else _read_variant(name)
+    named = ", ".join(options)
+    if name == "dense":
+        raise ValueError(f"dense takes no options ({named}): name a method, --method {next(iter(METHODS))}")
+    if _is_preset(name):
+        raise ValueError(f"a preset has its options: leave {named} out, or name a method")
+    if set(name) & set("+:"):
+        raise ValueError(f"write all options into --method {name}, such as hilberta:tiles=16+toma:keep=0.5")
+    return method_from_text(name, options)
+
+
+def method_to_draw(distilled: Any, name: str | None, options: dict[str, str]) -> Any:
+    """The method to draw with, None for dense: that of a LoRA of foveate, in the layers and steps that are named.
+
+    Args:
+        distilled: The method of the LoRA; None without one.
+        name: Name of a method, or a text such as hilberta:tiles=16; None is the usual one.
+        options: Options of the method, if the name has none.
+    """
+    name = usual_method(distilled) if name is None else name
+    asked = _method_of(name, options)
+    if distilled is None:
+        return asked
+    from foveate.pipelines.lora import adapted
+
+    own = options_in(name.partition(":")[2]) if isinstance(asked, Method) else {}
+    return adapted(distilled, asked, {*options, *own})
+
+
+def usual_method(distilled: Any) -> str:
+    """Name of the method to draw with if none is named: that of the LoRA, else dense."""
+    if distilled is None:
+        return "dense"
+    return next(name for name, cls in METHODS.items() if isinstance(distilled.method, cls))
+
+
+def _is_preset(text: str) -> bool:
+    """Whether a text names a preset, not a method."""
+    return text.endswith(".json") or (PRESETS / f"{text}.json").exists()

@@ -1,0 +1,266 @@
+"""The commands that make and change the index of `foveate rag`, and what opens an index for the others."""
+
+import os
+import re
+from collections.abc import Sequence
+from math import inf
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.markup import escape
+
+from foveate.apps.cli.common import (
+    Device,
+    Dtype,
+    LanguageModel,
+    clear_errors,
+    console,
+    join_processes,
+    open_reader,
+    print_table,
+    progress,
+)
+
+__all__ = [
+    "Chat", "Chunk", "EightBit", "Index", "MaxDisk", "MaxMemory", "Place", "Prefix", "Source",
+    "add", "index", "info", "open_indexes", "print_refused", "remove",
+]  # fmt: skip
+
+UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
+
+Source = Annotated[
+    str,
+    typer.Argument(
+        metavar="FOLDER",
+        help="Folder of .txt, .md and .rst files, including its subfolders, or an index: its folder or URL.",
+    ),
+]
+Place = Annotated[str, typer.Argument(metavar="INDEX", help="Folder or URL of the index.")]
+Chunk = Annotated[
+    int | None,
+    typer.Option(
+        min=0,
+        help="Largest number of tokens in a passage. Documents are split after paragraphs or sentences where "
+        "possible. 0 keeps them whole. [dim]default: 512, or a quarter of the model's context if that is less[/]",
+    ),
+]
+Prefix = Annotated[
+    str, typer.Option(help="Text before the passages, after the start-of-text token or the chat's opening.")
+]
+Chat = Annotated[bool | None, typer.Option(help="Use the tokenizer's chat template. [dim]default: if it has one[/]")]
+Index = Annotated[
+    str,
+    typer.Option(
+        help="Folder or URL (s3://bucket/folder) of the index. [dim]default: FOLDER/.foveate/ and the model's name[/]"
+    ),
+]
+EightBit = Annotated[
+    bool,
+    typer.Option("--eight-bit", help="Store keys and values as 8-bit integers: half the size, errors of about 0.5 %."),
+]
+MaxDisk = Annotated[
+    str,
+    typer.Option(
+        help="Largest size of the index, such as 20GB. The passages that were not used for longest are removed, and "
+        "encoded again when they are needed. [dim]default: no limit[/]"
+    ),
+]
+MaxMemory = Annotated[
+    str, typer.Option(help="Memory for the passages of earlier questions, such as 4GB, beside those of the last.")
+]
+
+
+@clear_errors
+def index(
+    folder: Annotated[Path, typer.Argument(help="Folder of .txt, .md and .rst files, including its subfolders.")],
+    model: LanguageModel = "",
+    index: Index = "",
+    chunk: Chunk = None,
+    eight_bit: EightBit = False,
+    max_disk: MaxDisk = "",
+    prefix: Prefix = "",
+    chat: Chat = None,
+    device: Device = "auto",
+    dtype: Dtype = "auto",
+) -> None:
+    """Encode a folder of documents, so that questions about it are answered without delay.
+
+    foveate rag index notes --model Qwen/Qwen3-8B --max-disk 20GB
+
+    accelerate launch -m foveate rag index notes --model Qwen/Qwen3-8B --index s3://bucket/notes
+
+    The second divides the work over all GPUs. So do commands that run at the same time on several hosts: those that
+    share an index never disturb each other. A command that was interrupted continues where it stopped, and only new or
+    changed documents are encoded.
+    """
+    open_indexes([str(folder)], model, index, chunk, eight_bit, max_disk, "0", prefix, chat, device, dtype)
+
+
+@clear_errors
+def add(
+    place: Place,
+    documents: Annotated[list[Path], typer.Argument(help="Text files, or folders of .txt, .md and .rst files.")],
+    model: LanguageModel = "",
+    chunk: Chunk = None,
+    eight_bit: EightBit = False,
+    max_disk: MaxDisk = "",
+    prefix: Prefix = "",
+    chat: Chat = None,
+    device: Device = "auto",
+    dtype: Dtype = "auto",
+) -> None:
+    """Add documents to an index that belongs to no folder, and encode them.
+
+    foveate rag add s3://bucket/notes lighthouses/keepers.txt --model Qwen/Qwen3-8B
+
+    A document is named by its path as given here, and replaces one of the same name. `foveate rag index FOLDER`
+    removes from its index what is not in FOLDER: there, put the document into FOLDER instead.
+    """
+    from foveate.transformers.documents import SUFFIXES, read_documents
+    from foveate.transformers.index import ChunkIndex
+
+    if any(path.suffix.lower() in SUFFIXES for path in Path(place).rglob("*")):
+        raise ValueError(f"{place} holds documents: put the files there, or name another folder for an index")
+    limit, skipped, texts = bytes_of(max_disk, inf), list[str](), dict[str, str]()
+    for path in documents:
+        read = read_documents(path, skipped)
+        texts |= read if path.is_file() else {f"{path.as_posix()}/{name}": text for name, text in read.items()}
+    encoder, _, _ = _open_encoder(model, prefix, chat, device, dtype)
+    with progress() as track:
+        chunks = ChunkIndex(place, encoder, max_disk=limit).add(texts, chunk, eight_bit, track)
+    _build(chunks, skipped)
+
+
+@clear_errors
+def remove(
+    place: Place, documents: Annotated[list[str], typer.Argument(help="Names of documents, as `info` prints them.")]
+) -> None:
+    """Remove documents from an index, with all that was encoded of them."""
+    from foveate.transformers.index import remove_documents
+
+    remove_documents(place, documents)
+    console.print(f"removed {len(documents)} documents from {escape(place)}")
+
+
+@clear_errors
+def info(place: Place) -> None:
+    """Print the documents of an index, and how many of their passages are encoded."""
+    from foveate.transformers.index import read_index
+    from foveate.utils.files import Folder
+
+    damaged: list[str] = []
+    documents, files = read_index(place, damaged), Folder(place).files()
+    if not documents:
+        raise ValueError("; ".join(damaged) or f"{place} is no index: that of a folder is in {place}/.foveate/")
+    rows = {
+        document.name: f"{sum(file in files for file in document.files)} of {len(document.files)}"
+        for document in documents
+    }
+    used = {file for document in documents for file in document.files} & files.keys()
+    size = sum(files[file] for file in used) / 2**20
+    print_table(rows, "document", "encoded passages", title=f"{len(rows)} documents, {size:.1f} MiB")
+    _print_skipped(damaged)
+
+
+def open_indexes(
+    folders: Sequence[str],
+    model: str,
+    index: str,
+    chunk: int | None,
+    eight_bit: bool,
+    max_disk: str,
+    max_memory: str,
+    prefix: str,
+    chat: bool | None,
+    device: str,
+    dtype: str,
+) -> tuple[list[Any], Any, str, str]:
+    """The index of each folder, their encoder, and the texts before and after the passages.
+
+    A folder of documents is encoded; processes that were launched together divide the work. An index is opened as it
+    is. The arguments are the options of the commands.
+    """
+    from foveate.transformers.documents import read_documents
+    from foveate.transformers.index import ChunkIndex, index_documents, index_folder, read_index
+
+    limits = {"max_disk": bytes_of(max_disk, inf), "max_memory": bytes_of(max_memory, 0)}
+    sources: list[tuple[str, dict[str, str], list[str]]] = []
+    for folder in folders:  # before the model is loaded
+        if Path(folder).is_file():
+            raise ValueError(f"{folder} is a file: name its folder")
+        skipped = list[str]()
+        stored = bool(read_index(folder, skipped))
+        sources.append((folder, {} if stored else read_documents(Path(folder), skipped), skipped))
+    encoder, before, after = _open_encoder(model, prefix, chat, device, dtype)
+    indexes: list[Any] = []
+    for folder, documents, skipped in sources:
+        if documents:
+            where = index or index_folder(Path(folder), model)
+            with progress() as track:
+                indexes.append(index_documents(where, encoder, documents, chunk, eight_bit, **limits, track=track))
+            _build(indexes[-1], skipped)
+        else:
+            indexes.append(ChunkIndex(folder, encoder, **limits))
+            _print_skipped(indexes[-1].skipped)
+    return indexes, encoder, before, after
+
+
+def _open_encoder(model: str, prefix: str, chat: bool | None, device: str, dtype: str) -> tuple[Any, str, str]:
+    """An encoder on this process's device, and the texts before and after the passages."""
+    from foveate.transformers import ChunkEncoder
+    from foveate.transformers.model import chat_frame, check_config
+
+    if "LOCAL_RANK" in os.environ:
+        _, device = join_processes(device)
+    language_model, tokenizer = open_reader(model, device, dtype, check_config)
+    before, after = chat_frame(tokenizer, chat)
+    return ChunkEncoder(language_model, tokenizer, before + prefix), before + prefix, after
+
+
+def _build(chunks: Any, skipped: Sequence[str]) -> None:
+    """Encode what is missing, together with the other processes that were launched, and print what was done."""
+    _print_skipped([*skipped, *chunks.skipped])
+    if not chunks.passages:
+        raise ValueError("there are no documents left: see above what to do about them")
+    with progress() as track:
+        built = chunks.build(track)
+    encoded, done = built.encoded, built.encoded + built.found
+    if "LOCAL_RANK" in os.environ:
+        from accelerate.utils import gather_object
+
+        encoded = sum(gather_object([encoded]))  # waits for all
+    left = f", {built.left} left out for --max-disk" if built.left else ""
+    console.print(
+        f"{len(chunks.passages)} passages, {sum(map(len, chunks.ids))} tokens: {encoded} encoded, "
+        f"{max(0, done - encoded)} found, {built.removed} removed{left}; "
+        f"{chunks.nbytes / 2**20:.1f} MiB in {chunks.place}",
+        markup=False,
+    )
+
+
+def _print_skipped(reasons: Sequence[str]) -> None:
+    if reasons:
+        console.print("\n".join([f"skipped {len(reasons)} documents:", *(f"  {reason}" for reason in reasons)]),
+                      markup=False, soft_wrap=True)  # fmt: skip
+
+
+def print_refused(chunks: Any) -> None:
+    """Print why chunks of the index could not be used, once."""
+    for reason in chunks.refused:
+        console.print(f"encoded again: {escape(reason)}", soft_wrap=True)
+    chunks.refused.clear()
+
+
+def bytes_of(text: str, usual: float) -> float:
+    """The number of bytes of a text such as "20GB" or "512MiB"; `usual` if it is empty.
+
+    Raises:
+        ValueError: If it is no size.
+    """
+    if not text:
+        return usual
+    found = re.fullmatch(r"(\d+(?:\.\d+)?) ?([kmgt]i?)?b?", text.strip().lower())
+    if not found:
+        raise ValueError(f"cannot read the size {text!r}: write a number and a unit, such as 500MB or 20GB")
+    return float(found[1]) * UNITS[found[2] or ""]

@@ -1,0 +1,159 @@
+"""`foveate serve`: pictures over HTTP."""
+
+from contextlib import AbstractContextManager, suppress
+from importlib import import_module
+from signal import SIGTERM, default_int_handler, signal
+from threading import Event
+from typing import Annotated
+
+import torch
+import typer
+
+from foveate.apps.cli.common import Device, Dtype, clear_errors, console
+from foveate.apps.cli.methods import method_to_draw, usual_method
+from foveate.apps.cli.pictures import Lora, Model, lora_of, place_of, size_of
+from foveate.utils.device import choose_device, choose_dtype
+
+__all__ = [
+    "Host",
+    "MaxReplicas",
+    "Port",
+    "Replicas",
+    "Timeout",
+    "print_address",
+    "scale_of",
+    "serve",
+    "wait",
+]
+
+Host = Annotated[
+    str,
+    typer.Option(
+        help="Address to listen on. 0.0.0.0 lets other machines in; they must send the API key that "
+        "FOVEATE_API_KEY holds."
+    ),
+]
+Port = Annotated[int, typer.Option(min=0, max=65535, help="Port. 0 takes a free one.")]
+Replicas = Annotated[
+    int,
+    typer.Option(min=1, help="Replicas; each holds the model, on a GPU of its own where there are any."),
+]
+MaxReplicas = Annotated[
+    int,
+    typer.Option(
+        min=0,
+        help="Most replicas: more are started while requests wait. [dim]default: --replicas[/]",
+        show_default=False,
+    ),
+]
+Address = Annotated[
+    str, typer.Option(help="Address of a Ray cluster, or auto. [dim]default: Ray is started on this machine[/]")
+]
+Timeout = Annotated[float, typer.Option(min=0.1, help="Seconds after which a request is given up: status 504.")]
+
+
+@clear_errors
+def serve(
+    model: Model = "",
+    method: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="dense, a method with options (hilberta:tiles=16), several (hilberta:tiles=16+toma), or a preset. "
+            "Repeat it to serve more; requests name one, and the first is the default. [dim]default: dense[/]"
+        ),
+    ] = None,
+    lora: Lora = "",
+    replicas: Replicas = 1,
+    max_replicas: MaxReplicas = 0,
+    steps: Annotated[int, typer.Option(min=1, help="Denoising steps of requests that do not say.")] = 20,
+    batch: Annotated[int, typer.Option(min=1, help="Most pictures of one size that are drawn together.")] = 4,
+    queue: Annotated[
+        int, typer.Option(min=1, help="Most pictures of a method that wait; beyond, requests get status 429.")
+    ] = 64,
+    max_side: Annotated[int, typer.Option(min=1, help="Largest width and height in pixels.")] = 2048,
+    max_steps: Annotated[int, typer.Option(min=1, help="Most denoising steps.")] = 100,
+    max_n: Annotated[int, typer.Option(min=1, help="Most pictures of a request.")] = 4,
+    timeout: Timeout = 300.0,
+    address: Address = "",
+    host: Host = "127.0.0.1",
+    port: Port = 8000,
+    device: Device = "auto",
+    dtype: Dtype = "auto",
+) -> None:
+    """Serve pictures over HTTP, as OpenAI's API defines it, from replicas on Ray Serve.
+
+    foveate serve --method dense --method toma --replicas 2
+
+    foveate serve --model black-forest-labs/FLUX.1-dev --method hilberta:tiles=16 --max-replicas 8
+
+    POST /v1/images/generations takes prompt, n, size, seed, steps, method and response_format; /docs describes it,
+    /health and /metrics watch it. Every replica holds one pipeline with one method, on a GPU of its own where there
+    are any; --replicas counts those of each method. Requests of one size and number of steps are drawn together; what
+    was begun on a replica that dies is drawn by another. Needs `pip install 'foveate[diffusers,serve]'`. Ctrl-C ends
+    it.
+    """
+    import_module("ray.serve")  # fails with what to install
+    from foveate.apps.serve.http import api_key, free_port
+    from foveate.apps.serve.images import Front, Limits
+    from foveate.apps.serve.painter import Replica
+    from foveate.apps.serve.replicas import running
+
+    key = api_key(host)
+    if steps > max_steps:
+        raise ValueError(f"--steps {steps} is more than --max-steps {max_steps}: raise --max-steps")
+    file, distilled = lora_of(lora)
+    methods = {called: method_to_draw(distilled, called, {}) for called in method or [usual_method(distilled)]}
+    gpu = device.startswith("cuda") if address else choose_device(device).type == "cuda"
+    if not address:
+        choose_dtype(dtype, choose_device(device))
+    scale = scale_of(replicas, max_replicas, kinds=len(methods), gpus=gpu and not address)
+    port = free_port(host, port)
+    console.print(f"loading {model or 'the built-in model'}")
+    where = place_of(model)
+    name = model or "built-in"
+    shared = {
+        "model": where, "lora": file, "size": size_of(model, "cuda" if gpu else "cpu"), "batch": batch,
+        "device": "cuda" if gpu else device, "dtype": dtype,
+    }  # fmt: skip
+    painters = {
+        called: shared | {"method": chosen, "about": {"model": name, "method": called}}
+        for called, chosen in methods.items()
+    }
+    limits = Limits(steps=steps, max_side=max_side, max_steps=max_steps, max_n=max_n, timeout=timeout)
+    wait(
+        running(
+            Front, (name, key, limits), Replica, painters,
+            host=host, port=port, batch=batch, queue=queue, replicas=scale, address=address, gpu=gpu,
+        ),
+        host, port,
+    )  # fmt: skip
+
+
+def scale_of(replicas: int, max_replicas: int, *, kinds: int, gpus: bool) -> tuple[int, int]:
+    """How many replicas each method starts with, and how many it may grow to.
+
+    Args:
+        replicas: What `--replicas` says.
+        max_replicas: What `--max-replicas` says.
+        kinds: Number of methods that the service offers; each has its own replicas.
+        gpus: Whether each replica needs a GPU of this machine.
+    """
+    if max_replicas and max_replicas < replicas:
+        raise ValueError(f"--max-replicas {max_replicas} is less than --replicas {replicas}: leave one of them out")
+    if gpus and (needed := replicas * kinds) > (found := torch.cuda.device_count()):
+        raise ValueError(f"{needed} replicas need a GPU each, and this machine has {found}: start fewer")
+    return replicas, max_replicas or replicas
+
+
+def wait(service: AbstractContextManager[None], host: str, port: int) -> None:
+    """Start a service, print where it listens, and wait until Ctrl-C or SIGTERM ends it."""
+    with suppress(KeyboardInterrupt), service:
+        signal(SIGTERM, default_int_handler)  # as Ctrl-C: Ray is ended too
+        print_address(host, port)
+        Event().wait()
+
+
+def print_address(host: str, port: int) -> None:
+    """Print where a service listens."""
+    console.print("ready; /docs describes it, Ctrl-C ends it:")
+    print(f"http://{f'[{host}]' if ':' in host else host}:{port}", flush=True)

@@ -1,0 +1,188 @@
+"""The command that trains a pixel diffusion transformer from scratch."""
+
+import re
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from foveate.apps.cli.common import (
+    Checkpointing,
+    CheckpointMinutes,
+    CoolDown,
+    Minutes,
+    RunFolder,
+    SampleEvery,
+    TrainingDevice,
+    TrainingDtype,
+    clear_errors,
+    print_outcome,
+    progress,
+    read_size,
+    training_device,
+)
+
+__all__ = ["built_in_text_encoder", "train"]
+
+SHOWN = 8  # pictures on a sheet of samples
+
+
+@clear_errors
+def train(
+    data: Annotated[
+        str,
+        typer.Option(
+            help="Folder of pictures, with or without captions in .txt files beside them; or a data set's hub id. "
+            "[dim]default: random scenes of emoji[/]"
+        ),
+    ] = "",
+    sizes: Annotated[
+        str,
+        typer.Option(
+            help="Stages, separated by commas: SIZE:STEPS or SIZE:STEPS:BATCH, small pictures first. SIZE is 64, or "
+            "WIDTHxHEIGHT. A resumed run may add stages."
+        ),
+    ] = "32:5000,64:5000,128:2000",
+    dit: Annotated[str, typer.Option(help="Depth and width: DiT-T, DiT-XS, DiT-S, DiT-B.")] = "DiT-S",
+    patch: Annotated[int, typer.Option(min=1, help="Pixels along each side of a token.")] = 1,
+    attention: Annotated[str, typer.Option(help="Kind of attention: log-linear or dense.")] = "log-linear",
+    top_k: Annotated[int, typer.Option(min=1, help="Log-linear: blocks that each block selects.")] = 8,
+    block_size: Annotated[int, typer.Option(help="Log-linear: tokens of a block: 16, 32 or 64.")] = 16,
+    levels: Annotated[
+        int | None, typer.Option(help="Log-linear: pooled levels, 1 to 4. [dim]default: from the number of tokens[/]")
+    ] = None,
+    enrich: Annotated[
+        bool, typer.Option(help="Log-linear: also attend to the means of blocks that are not selected.")
+    ] = True,
+    reweight: Annotated[bool, typer.Option(help="Log-linear: weight a mean by the number of its tokens.")] = True,
+    order: Annotated[str, typer.Option(help="Curve that orders the tokens.")] = "morton",
+    start: Annotated[
+        str,
+        typer.Option(help="Folder of an earlier run to take the initial weights from; --dit and --patch must agree."),
+    ] = "",
+    batch: Annotated[int, typer.Option(min=1, help="Batch size over all devices, unless --sizes gives one.")] = 64,
+    at_once: Annotated[int, typer.Option(min=1, help="Largest batch on a device.")] = 64,
+    rate: Annotated[float, typer.Option(min=0, help="Learning rate.")] = 1e-4,
+    cool_down: CoolDown = 0.0,
+    optimizer: Annotated[
+        str, typer.Option(help="adamw; or muon for the matrices inside blocks, at about the same learning rates.")
+    ] = "adamw",
+    average: Annotated[
+        float, typer.Option(min=0, max=1, help="Decay of the average of the weights, which draws the pictures.")
+    ] = 0.9999,
+    checkpointing: Checkpointing = False,
+    compile: Annotated[
+        bool, typer.Option("--compile", help="Compile the blocks; takes a minute for each size.")
+    ] = False,
+    minutes: Minutes = float("inf"),
+    checkpoint_minutes: CheckpointMinutes = 5,
+    sample_every: SampleEvery = 1000,
+    seed: Annotated[
+        int, typer.Option(min=0, max=2**40, help="Random seed of weights, pictures, order and noise.")
+    ] = 0,
+    out: RunFolder = Path("trained"),
+    device: TrainingDevice = "auto",
+    dtype: TrainingDtype = "auto",
+) -> None:
+    """Train a pixel diffusion transformer from scratch, with log-linear or dense attention.
+
+    Small pictures come first: they teach shapes, large ones detail. You may stop it at any time; the same command
+    resumes the run. --out becomes a pipeline folder, which generate takes as --model.
+
+    foveate train --sizes 32:5000,64:5000 --compile
+
+    foveate train --data faces --sizes 32:40000:64,128:80000:16 --out faces-128
+
+    foveate train --dit DiT-T --sizes 16:200:16 --rate 1e-3 --average 0.99 --device cpu   # a quick test
+
+    On several GPUs: accelerate launch --multi_gpu --num_processes 4 -m foveate train ...
+    """
+    stages = [read_stage(text, batch) for text in sizes.split(",")]
+    where = training_device(device, *(size for *_, size in stages))
+    import torch
+    from diffusers import FlowMatchEulerDiscreteScheduler
+
+    from foveate.nn.pixel_dit import MODELS, PixelDiT
+    from foveate.pipelines.pixel import PixelPipeline
+    from foveate.training.pixel import PixelRecipe, Stage
+    from foveate.training.pixel import train as train_pixels
+    from foveate.training.run import RunOptions
+
+    if dit not in MODELS:
+        raise ValueError(f"unknown size {dit!r} of the model: choose {', '.join(MODELS)}")
+    if dtype == "auto":
+        dtype = "bfloat16" if where.startswith("cuda") else "float32"
+    recipe = PixelRecipe(rate=rate, cool_down=cool_down, optimizer=optimizer, average=average, dtype=dtype, seed=seed)
+    pictures = _pictures(data, seed)
+    text_encoder, tokenizer = built_in_text_encoder() if pictures.captioned else (None, None)
+    torch.manual_seed(seed)
+    model = PixelDiT(
+        **MODELS[dit], patch_size=patch, text_dim=text_encoder.config.d_model if text_encoder else None,
+        attention=attention, order=order, top_k=top_k, block_size=block_size, levels=levels, enrich=enrich,
+        reweight=reweight,
+    )  # fmt: skip
+    if start:
+        _load_weights(model, start)
+    pipeline = PixelPipeline(model, FlowMatchEulerDiscreteScheduler(), tokenizer, text_encoder).to(where)
+    with progress() as track:
+        done = train_pixels(
+            out, pipeline, pictures, [Stage(*stage) for stage in stages], recipe,
+            RunOptions(
+                at_once=at_once, checkpointing=checkpointing, compile=compile, minutes=minutes,
+                checkpoint_minutes=checkpoint_minutes, sample_every=sample_every, track=track,
+                captions=_captions(pictures, data, seed),
+            ),
+        )  # fmt: skip
+    print_outcome(done, out)
+
+
+def read_stage(text: str, batch: int) -> tuple[tuple[int, int], int, int]:
+    """(height, width), steps and batch size of "64:5000" or "128x64:2000:16"."""
+    size, *numbers = text.split(":")
+    if len(numbers) not in (1, 2) or not all(re.fullmatch(r"[1-9]\d{0,8}", number) for number in numbers):
+        raise ValueError(f"cannot read the stage {text!r}: write SIZE:STEPS or SIZE:STEPS:BATCH, such as 64:5000:32")
+    steps, batch = (*map(int, numbers), batch)[:2]
+    return read_size(size), steps, batch
+
+
+def _pictures(data: str, seed: int) -> Any:
+    from foveate.apps.demo.scenes import ScenePictures
+    from foveate.training.pictures import FolderPictures, HubPictures
+
+    if not data:
+        return ScenePictures(seed)
+    return FolderPictures(Path(data)) if Path(data).is_dir() else HubPictures(data)
+
+
+def built_in_text_encoder() -> tuple[Any, Any]:
+    """The T5 encoder of the built-in model, and its tokenizer."""
+    from transformers import AutoTokenizer, T5EncoderModel
+    from transformers.utils import logging
+
+    from foveate.apps.demo import find
+
+    logging.disable_progress_bar()
+    encoder = T5EncoderModel.from_pretrained(find("pipeline"), subfolder="text_encoder_2").eval().requires_grad_(False)
+    return encoder, AutoTokenizer.from_pretrained(find("pipeline/tokenizer_2"))
+
+
+def _load_weights(model: Any, start: str) -> None:
+    from foveate.pipelines.request import load
+
+    trained: Any = load(start, "cpu", "float32")
+    try:
+        model.load_state_dict(trained.transformer.state_dict())
+    except (AttributeError, RuntimeError) as error:
+        raise ValueError(
+            f"--start {start} does not fit: give the --dit and --patch that it was trained with, and pictures with "
+            "captions if it had them, or without"
+        ) from error
+
+
+def _captions(pictures: Any, data: str, seed: int) -> list[str]:
+    """Captions of the samples: held-out scenes, or those of the first pictures."""
+    from foveate.apps.demo.scenes import captions
+
+    if not data:
+        return captions(SHOWN, seed, evaluation=True)
+    return [pictures.picture(index, (16, 16))[1] for index in range(min(SHOWN, pictures.count))]

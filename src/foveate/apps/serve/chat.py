@@ -1,0 +1,172 @@
+# pyright: basic
+"""Answers about documents over HTTP, as OpenAI's chat completions."""
+
+import asyncio
+import json
+import secrets
+import time
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import aclosing, suppress
+from queue import Empty, SimpleQueue
+from typing import Any
+
+from fastapi import FastAPI, HTTPException
+from fastapi import Request as HTTPRequest
+from fastapi.responses import StreamingResponse
+from prometheus_client import CollectorRegistry, Counter, Histogram
+
+from foveate.apps.serve.answerer import Answerer, Completion, Outcome, Question
+from foveate.apps.serve.http import create_app, overloaded, until_gone
+
+__all__ = ["Batches", "chat_app", "local_chat_app"]
+
+MAX_BODY = 2**22
+THREADS = 2
+"""Threads that answer, so that the next batch can begin while another is answered."""
+
+
+class Batches:
+    """A bounded queue of questions. Its threads take waiting questions, up to a batch at a time, and answer them.
+
+    Args:
+        answer: Answers several questions together.
+        batch: Largest number of questions in a batch.
+        queue: Largest number of waiting questions.
+    """
+
+    def __init__(self, answer: Callable[[Sequence[Question]], None], batch: int, queue: int) -> None:
+        self._answer, self._batch, self._most, self.busy = answer, batch, THREADS * batch + queue, 0
+        self._waiting, self._threads = SimpleQueue[Question](), ThreadPoolExecutor(THREADS)
+
+    def _work(self) -> None:
+        questions: list[Question] = []
+        with suppress(Empty):
+            while len(questions) < self._batch:
+                if not (question := self._waiting.get_nowait()).outcome.cancelled():
+                    questions.append(question)
+        if questions:  # otherwise another thread has taken them
+            self._answer(questions)
+
+    async def pieces(self, asked: Completion) -> AsyncGenerator[str | Outcome]:
+        """The answer piece by piece, then its outcome. It ends when this generator is closed."""
+        if self.busy >= self._most:
+            raise overloaded()
+        loop, found = asyncio.get_running_loop(), asyncio.Queue[Any]()
+        question = Question(asked, lambda text: loop.call_soon_threadsafe(found.put_nowait, text))
+        question.outcome.add_done_callback(lambda _: loop.call_soon_threadsafe(found.put_nowait, None))
+        self.busy += 1
+        self._waiting.put(question)
+        self._threads.submit(self._work)
+        try:
+            while (piece := await found.get()) is not None:
+                yield piece
+            yield question.outcome.result()
+        finally:
+            question.outcome.cancel()
+            self.busy -= 1
+
+
+def chat_app(
+    answer: Callable[[Completion], AsyncGenerator[str | Outcome]],
+    health: Callable[[], Awaitable[dict[str, Any]]],
+    model: str,
+    *,
+    key: str,
+    timeout: float,
+) -> FastAPI:
+    """The chat service as an application for an ASGI server such as uvicorn.
+
+    Args:
+        answer: Answers a request piece by piece, then with its outcome. It raises a ValueError for a bad request.
+        health: What /health says; raises an HTTPException if requests cannot be answered.
+        model: Name of the model.
+        key: Key that requests must carry; empty for none.
+        timeout: Seconds after which a request is given up.
+    """
+    registry = CollectorRegistry()
+    tokens = Counter("foveate_tokens", "Tokens, by what became of them.", ["kind"], registry=registry)
+    first_token = Histogram("foveate_first_token_seconds", "Seconds to the first words.", registry=registry)
+    app, api = create_app(
+        "Foveate: documents", model, key=key, max_body=MAX_BODY, timeout=timeout, registry=registry, health=health
+    )
+
+    async def pieces(asked: Completion) -> AsyncGenerator[str | Outcome]:
+        began, begun = time.perf_counter(), False
+        try:
+            async with aclosing(answer(asked)) as found:
+                async for piece in found:
+                    if not begun:
+                        begun = True
+                        first_token.observe(time.perf_counter() - began)
+                    if isinstance(piece, Outcome):
+                        for kind in ("prompt", "cached", "completion"):
+                            tokens.labels(kind).inc(getattr(piece, kind))
+                    yield piece
+        except ValueError as error:
+            raise HTTPException(400, str(error)) from error
+
+    @api.post("/v1/chat/completions")
+    async def _completions(asked: Completion, http: HTTPRequest) -> Any:
+        """An answer to the last message from documents or an index, greedy unless temperature says otherwise."""
+        if asked.model not in (None, model):
+            raise HTTPException(404, f"the only model here is {model!r}")
+        shared = {"id": f"chatcmpl-{secrets.token_hex(12)}", "created": int(time.time()), "model": model}
+        found = pieces(asked)
+        if asked.stream:
+            first = await until_gone(http, anext(found))  # errors come before the stream begins
+            return StreamingResponse(_events(asked, shared, first, found), media_type="text/event-stream")
+        outcome = await until_gone(http, _last(found))
+        message = {"role": "assistant", "content": outcome.text, "refusal": None}
+        choice = {"index": 0, "message": message, "finish_reason": outcome.finish, "logprobs": None}
+        more = {"choices": [choice], "usage": outcome.usage, "passages": outcome.passages}
+        return {**shared, "object": "chat.completion", **more}
+
+    app.include_router(api)
+    return app
+
+
+def local_chat_app(answerer: Answerer, model: str, *, key: str, batch: int, queue: int, timeout: float) -> FastAPI:
+    """The chat service with its model in this process, as an application for an ASGI server such as uvicorn.
+
+    Args:
+        answerer: What answers.
+        model: Name of the model.
+        key: Key that requests must carry; empty for none.
+        batch: Largest number of requests answered together.
+        queue: Largest number of waiting requests.
+        timeout: Seconds after which a request is given up.
+    """
+    batches = Batches(answerer.answer, batch, queue)
+
+    async def health() -> dict[str, Any]:
+        return {"busy": batches.busy, "indexes": answerer.sizes}
+
+    return chat_app(batches.pieces, health, model, key=key, timeout=timeout)
+
+
+async def _last(found: AsyncGenerator[str | Outcome]) -> Any:
+    """The last thing that is found."""
+    async with aclosing(found):
+        return [piece async for piece in found][-1]
+
+
+async def _events(
+    asked: Completion, shared: dict[str, Any], first: str | Outcome, found: AsyncGenerator[str | Outcome]
+) -> AsyncGenerator[str]:
+    """Chunks of an answer as server-sent events."""
+
+    def event(delta: dict[str, Any] | None, finish: str | None = None, **more: Any) -> str:
+        choices = [] if delta is None else [{"index": 0, "delta": delta, "finish_reason": finish, "logprobs": None}]
+        return f"data: {json.dumps({**shared, 'object': 'chat.completion.chunk', 'choices': choices, **more})}\n\n"
+
+    async with aclosing(found):
+        yield event({"role": "assistant", "content": ""})
+        piece = first
+        while isinstance(piece, str):
+            yield event({"content": piece})
+            piece = await anext(found)
+        yield event({}, piece.finish, passages=piece.passages)
+        if asked.stream_options and asked.stream_options.include_usage:
+            yield event(None, usage=piece.usage)
+        yield "data: [DONE]\n\n"

@@ -1,0 +1,146 @@
+# pyright: basic
+"""The replicas of the image service: each is a pipeline that draws in batches."""
+
+import asyncio
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+from ray import serve
+
+from foveate.diffusers.apply import apply
+from foveate.pipelines.checks import check_request
+from foveate.pipelines.lora import Distilled, MethodLike, load_lora, using
+from foveate.pipelines.pixel import PixelPipeline, as_method
+from foveate.pipelines.request import Request, draw_batch, load, makes_video, own_size, quiet, unread
+from foveate.utils.files import png
+
+__all__ = ["Job", "Painter", "Replica"]
+
+
+class _Abandoned(Exception):
+    """The clients of all pictures of a batch have left."""
+
+
+@dataclass
+class Job:
+    """A picture to draw.
+
+    Attributes:
+        request: What to draw.
+        result: The PNG file, or why it cannot be drawn; empty until then.
+        abandoned: Whether its client has left.
+    """
+
+    request: Request
+    result: bytes | str = ""
+    abandoned: bool = False
+
+
+class Painter:
+    """One pipeline with one method set.
+
+    Args:
+        model: Folder or hub id of the pipeline.
+        method: Method; None is dense.
+        about: Settings that every picture carries.
+        lora: File of a LoRA.
+        size: Default (height, width) in pixels; None is the model's own.
+        device: See `foveate.utils.device.choose_device`.
+        dtype: See `foveate.utils.device.choose_dtype`.
+
+    Raises:
+        ValueError: If the pipeline cannot be loaded or makes videos.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        method: MethodLike | None,
+        about: dict[str, str],
+        *,
+        lora: Path | None = None,
+        size: tuple[int, int] | None = None,
+        device: str = "auto",
+        dtype: str = "auto",
+    ) -> None:
+        quiet()
+        self._pipe = load(model, device, dtype)
+        if makes_video(self._pipe):
+            raise ValueError(f"{model} makes videos, and only pictures are served: draw with foveate generate")
+        if lora:
+            load_lora(self._pipe, lora)
+        if method is None:
+            if isinstance(self._pipe, PixelPipeline):
+                as_method(self._pipe)  # its own attention is not dense
+        elif isinstance(method, Distilled):
+            self._applied = using(self._pipe, method)
+            self._applied.__enter__()
+        else:
+            self._applied = apply(self._pipe, method)
+        self._size, self._about = size or own_size(self._pipe), about
+
+    def job(self, prompt: str, size: tuple[int, int] | None, steps: int, seed: int) -> Job:
+        """A picture to draw; its result is there already if it cannot be drawn."""
+        job = Job(Request(prompt, size or self._size, steps, None, seed))
+        try:
+            check_request(self._pipe, job.request)
+        except ValueError as error:
+            job.result = str(error)
+        return job
+
+    def draw_together(self, jobs: Sequence[Job]) -> None:
+        """Draw pictures, those of the same size and number of steps in one batch, until all clients have left."""
+
+        def go_on() -> None:
+            if all(job.abandoned for job in jobs):
+                raise _Abandoned
+
+        for job in jobs:
+            if end := unread(self._pipe, job.request.prompt):
+                job.result = f"the model does not read the end of the prompt: {end!r}; shorten it"
+        with suppress(_Abandoned):
+            for _, group in groupby(sorted((job for job in jobs if not job.result), key=_shape), _shape):
+                batch = list(group)
+                try:
+                    pictures = draw_batch(self._pipe, [job.request for job in batch], go_on)
+                except ValueError as error:  # such as a size that is too small for the method
+                    for job in batch:
+                        job.result = str(error)
+                    continue
+                for job, picture in zip(batch, pictures, strict=True):
+                    job.result = png(picture, self._settings(job.request))
+
+    def _settings(self, request: Request) -> dict[str, str]:
+        height, width = request.size
+        asked = {"prompt": request.prompt, "size": f"{width} x {height} px", "steps": str(request.steps)}
+        return asked | {"seed": str(request.seed)} | self._about
+
+
+class Replica(Painter):
+    """A painter on Ray Serve; its arguments and the largest number of pictures that it draws together."""
+
+    def __init__(self, *args: Any, batch: int, **options: Any) -> None:
+        super().__init__(*args, **options)
+        together: Any = self._draw
+        together.set_max_batch_size(batch)
+
+    async def draw(self, *asked: Any) -> bytes | str:
+        """The PNG file for the arguments of `job`, or why it cannot be drawn."""
+        job = self.job(*asked)
+        try:
+            return job.result or await self._draw(job)
+        finally:
+            job.abandoned = True
+
+    @serve.batch(batch_wait_timeout_s=0.01)
+    async def _draw(self, jobs: list[Job]) -> list[bytes | str]:
+        await asyncio.to_thread(self.draw_together, jobs)
+        return [job.result for job in jobs]
+
+
+def _shape(job: Job) -> Any:
+    return job.request.size, job.request.steps

@@ -1,0 +1,274 @@
+# pyright: basic
+"""One prompt drawn with several methods, side by side on one HTML page."""
+
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from math import inf, log10
+from pathlib import Path
+from statistics import mean
+from typing import Any
+from zlib import crc32
+
+from PIL import Image, ImageSequence
+
+from foveate.apps.web.report import Comparison, Objects, Variant, comparison_page
+from foveate.diffusers.apply import Handle
+from foveate.methods import METHODS, ComposedMethod, HilbertA, ToMA
+from foveate.methods.base import sparse_and_merging
+from foveate.ops.block_table import BlockTable
+from foveate.pipelines.lora import Distilled, MethodLike, throughout, using
+from foveate.pipelines.request import Request, denoiser, draw, fingerprint, frame_rate, write_video
+from foveate.pipelines.steps import Call, record_step, time_steps
+from foveate.utils.device import versions
+from foveate.utils.files import slug, write_picture, write_whole
+from foveate.utils.progress import Track, silent
+from foveate.utils.similarity import detail_ssim, psnr, ssim
+from foveate.utils.timing import now
+
+__all__ = ["PAGE", "comparison", "draw_variant", "showcase"]
+
+PAGE = "index.html"
+"""Name of the page in its folder."""
+
+
+def showcase(distilled: Distilled | None = None, start_percent: float = 0.0) -> list[MethodLike]:
+    """The methods that `compare` shows by default: each at its recommended setting.
+
+    Args:
+        distilled: A method with the LoRA that was distilled for it; it is then shown with the LoRA, alone and, if they
+            fit each other, together with token merging, and last without the LoRA. Without one, all settings of all
+            methods are shown.
+        start_percent: Fraction of the run before which steps stay dense without a LoRA: see `Card.start_percent`.
+    """
+    if distilled is None:
+        alone = [method for cls in METHODS.values() for method in cls.showcase()]
+        together = ComposedMethod((HilbertA(tiles=16), ToMA(keep=0.5)))
+        return [throughout(method, start_percent) for method in (*alone, together)]
+    merging = ToMA(keep=0.5)
+    shown = [distilled, merging]
+    with suppress(ValueError):  # tiles that slide diagonally do not fit
+        sparse_and_merging((*distilled.parts, merging))
+        shown.append(distilled._replace(more=(merging,)))
+    others = [method for cls in METHODS.values() for method in cls.showcase()[:1] if cls not in (HilbertA, ToMA)]
+    return [*shown, *others, distilled.method]
+
+
+def comparison(
+    pipeline: Any,
+    request: Request,
+    methods: Sequence[MethodLike],
+    out: Path,
+    *,
+    settings: dict[str, str] | None = None,
+    notice: str = "",
+    judge: Callable[[Image.Image], Objects] | None = None,
+    rounds: int = 3,
+    track: Track = silent,
+) -> Comparison:
+    """A prompt drawn dense and with each method, with times of the denoiser, also as a page in `out`.
+
+    In a notebook it shows itself as a row of pictures.
+
+    Pictures and page are written as soon as a picture is drawn. A picture of the same settings that is already in the
+    folder is not drawn again; those of other settings that an older page was made of are removed. A video is written
+    as MP4, and as an animated PNG, which keeps the exact pixels.
+
+    Args:
+        pipeline: A diffusers pipeline.
+        request: What to draw.
+        methods: Methods, one variant each. A method that does not fit is left out, with a notice on the page.
+        out: Folder of the page and its pictures.
+        settings: Settings that the page and the pictures report.
+        notice: Notice at the top of the page.
+        judge: Says which of the requested objects a picture shows.
+        rounds: Timed steps of each variant.
+        track: Shows progress.
+    """
+    methods, refused = _supported(pipeline, methods)
+    settings = settings or {}
+    machine, shown = versions(), list[Comparison]()
+    made = {"request": repr(request), "weights": fingerprint(denoiser(pipeline)), "foveate": machine["commit"]}
+    files = _files(methods, {**settings, **made})
+    _remove_others(out, files)
+    with_lora = {one.method for one in methods if isinstance(one, Distilled)}
+    page, variants, ran = out / PAGE, list[Variant](), list[MethodLike | None]()
+    notices, waiting = [*filter(None, [notice]), *refused], ["dense", *(method.title for method in methods)]
+
+    def write(*, running: bool) -> None:
+        told = " ".join(notices), _about_times(methods), waiting, running
+        shown[:] = [Comparison(request.prompt, variants, settings, machine, *told)]
+        write_whole(page, comparison_page(*shown).encode())
+
+    try:
+        step = record_step(pipeline, request)
+        for method, (name, about) in zip((None, *methods), files.items(), strict=True):
+            advance = track(waiting[0], request.steps)
+            try:
+                variant = _look(pipeline, step, method)
+                frames, seconds = _drawn(pipeline, request, method, out / f"{name}.png", about, advance)
+            except ValueError as error:
+                if method is None:
+                    raise
+                notices.append(f"{method.title} is left out: {error}.")
+                waiting.pop(0)
+                continue
+            variant = _compared(variant, frames, variants[0].frames if variants else [])
+            variant = variant._replace(seconds=seconds, objects=judge(frames[0]) if judge else None)
+            variant = variant._replace(without_lora=method in with_lora)
+            if (video := out / f"{name}.mp4").exists():
+                variant = variant._replace(video=video.read_bytes())
+            variants.append(variant)
+            ran.append(method)
+            waiting.pop(0)
+            write(running=True)
+        timing = track("timing", len(ran) * rounds)
+        for taken in time_steps(pipeline, step, ran, rounds, timing, warm_up=False):
+            timed = zip(variants, taken, strict=True)
+            variants[:] = [v._replace(step_seconds=[*v.step_seconds, spent]) for v, spent in timed]
+    finally:
+        if variants:
+            write(running=False)
+    return shown[0]
+
+
+def _files(methods: Sequence[MethodLike], settings: dict[str, str]) -> dict[str, dict[str, str]]:
+    """Name of the file of each variant, dense first, and what its picture says about itself."""
+    files: dict[str, dict[str, str]] = {}
+    for method in (None, *methods):
+        about = {**settings, "method": repr(method) if method else "dense", "page": PAGE}
+        name = slug(method.title if method else "dense")
+        name += f"-{crc32(about['method'].encode()):08x}" if name in files else ""  # slugs are cut
+        files[name] = about
+    return files
+
+
+def _told(path: Path) -> dict[str, str]:
+    """What a picture says about itself; empty for files that are no pictures."""
+    try:
+        with Image.open(path) as picture:
+            return {str(name): str(text) for name, text in picture.info.items()}
+    except (OSError, Image.DecompressionBombError):
+        return {}
+
+
+def _remove_others(out: Path, files: dict[str, dict[str, str]]) -> None:
+    """Remove the pictures that pages of other settings were made of, with their videos, and no others."""
+    for path in out.glob("*.png"):
+        told = _told(path)
+        if told.get("page") == PAGE and not files.get(path.stem, {"": ""}).items() <= told.items():
+            path.unlink()
+            path.with_suffix(".mp4").unlink(missing_ok=True)
+
+
+def _supported(pipeline: Any, methods: Sequence[MethodLike]) -> tuple[list[MethodLike], list[str]]:
+    """The methods that the model supports, and a notice for each of the others."""
+    supported: list[MethodLike] = []
+    notices: list[str] = []
+    for method in methods:
+        try:
+            with using(pipeline, method):
+                supported.append(method)
+        except ValueError as error:
+            notices.append(f"{method.title} is left out: {error}.")
+    if notices and not supported:
+        raise ValueError(" ".join(notices))
+    return supported, notices
+
+
+def draw_variant(
+    pipeline: Any,
+    request: Request,
+    method: MethodLike | None,
+    dense: Sequence[Image.Image],
+    advance: Callable[[], None],
+) -> Variant:
+    """What a method draws, and its distance to the frames of `dense`; not timed yet."""
+    with using(pipeline, method) as run:
+        frames = draw(pipeline, request, advance)
+        return _compared(_seen(method, run), frames, dense)
+
+
+def _compared(variant: Variant, frames: Sequence[Image.Image], dense: Sequence[Image.Image]) -> Variant:
+    """The variant with its frames and, if there is a dense picture, its distance to it."""
+    if not dense:
+        return variant._replace(frames=frames)
+    return variant._replace(
+        frames=frames,
+        psnr=_video_psnr(frames, dense),
+        ssim=mean(map(ssim, frames, dense)),
+        detail=mean(map(detail_ssim, frames, dense)),
+    )
+
+
+def _about_times(methods: Sequence[MethodLike]) -> list[str]:
+    """What to know about the time of a step of these methods."""
+    late = [method.title for method in methods if not all(part.always for part in method.parts)]
+    merging = [m.title for m in methods if any(getattr(part, "dst_every", 1) > 1 for part in m.parts)]
+    return [
+        f"{' and '.join(titles)}: {remark}."
+        for titles, remark in (
+            (late, "sparse in part of the steps; the time is that of a sparse step"),
+            (merging, "a plan serves several steps; the time is that of the slowest step, which makes a new plan"),
+        )
+        if titles
+    ]
+
+
+def _drawn(
+    pipeline: Any,
+    request: Request,
+    method: MethodLike | None,
+    path: Path,
+    about: dict[str, str],
+    advance: Callable[[], None],
+) -> tuple[list[Image.Image], float]:
+    """The frames and the seconds that drawing took; a picture that is there already is not drawn again."""
+    if told := _told(path):
+        for _ in range(request.steps):
+            advance()
+        with Image.open(path) as picture:
+            return [frame.convert("RGB") for frame in ImageSequence.Iterator(picture)], float(told["seconds"])
+    with using(pipeline, method):
+        start = now(pipeline.device)
+        frames = draw(pipeline, request, advance)
+        seconds = time.perf_counter() - start
+    if len(frames) > 1:
+        write_video(path.with_suffix(".mp4"), frames, frame_rate(pipeline, request))
+    write_picture(path, frames[0], {**about, "seconds": f"{seconds:.3f}"}, more=frames[1:])
+    return frames, seconds
+
+
+def _look(pipeline: Any, step: Call, method: MethodLike | None) -> Variant:
+    """What a method does in one step: its sparsity, plan and pattern, without a picture."""
+    with using(pipeline, method and throughout(method)) as run:
+        step.run(denoiser(pipeline))
+        return _seen(method, run)
+
+
+def _seen(method: MethodLike | None, run: Handle | None) -> Variant:
+    """What a method did in the last step: its sparsity, plan and pattern."""
+    if method is None or run is None:
+        return Variant("dense")
+    layers, plan = run.summary().layers, next(iter(run.plans().values()), None)
+    sparsity = mean(layer.true for layer in layers)
+    tile_map, picked = plan.tile_maps[0] if plan else None, getattr(plan, "picked", None)
+    if tile_map is not None and tile_map.ndim == 3:  # (frames, rows, columns): shown is the first frame
+        tile_map = tile_map[0]
+        picked = None if picked is None else picked[picked < tile_map.numel()]
+    return Variant(
+        label=method.title,
+        nominal=mean(layer.nominal for layer in layers),
+        true=sparsity,
+        flop_bound=1 / (1 - sparsity),
+        tile_map=tile_map,
+        table=next((table for table in plan.tables if isinstance(table, BlockTable)), None) if plan else None,
+        why_dense="" if plan else layers[0].why,
+        picked=picked,
+    )
+
+
+def _video_psnr(frames: Sequence[Image.Image], reference: Sequence[Image.Image]) -> float:
+    """PSNR in dB over the pixels of all frames."""
+    error = mean(10 ** (-psnr(*pair) / 10) for pair in zip(frames, reference, strict=True))
+    return -10 * log10(error) if error else inf

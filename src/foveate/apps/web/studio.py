@@ -1,0 +1,463 @@
+# pyright: basic
+"""What the page of `foveate ui` does: draw, keep a history, show attention, ask documents. See `studio_page`."""
+
+import inspect
+import re
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, fields
+from itertools import count, pairwise
+from pathlib import Path
+from statistics import median
+from typing import Any, NamedTuple
+
+from PIL import Image
+
+from foveate.apps.web.compare import draw_variant
+from foveate.apps.web.rag import reply_page
+from foveate.apps.web.report import Variant, duration
+from foveate.methods import METHODS
+from foveate.methods.base import DenseFallback, TokenMerging
+from foveate.pipelines.lora import MethodLike, using
+from foveate.pipelines.request import Request, denoiser, makes_video, pixels_per_token
+from foveate.pipelines.steps import Call, record_step
+from foveate.plots.plots import draw_attention, draw_tiles
+from foveate.transformers import ChunkEncoder
+from foveate.transformers.documents import read_documents
+from foveate.transformers.index import index_documents, index_folder
+from foveate.transformers.model import chat_frame, unknown_words
+from foveate.transformers.rag import Reply, ask, runs
+from foveate.tuning.attention_map import attention_layers, attention_map
+from foveate.utils.files import slug, write_picture
+from foveate.utils.progress import Track, silent
+from foveate.utils.similarity import psnr, ssim
+from foveate.utils.timing import now
+
+__all__ = [
+    "Cancelled",
+    "Commands",
+    "Entry",
+    "Form",
+    "Question",
+    "Studio",
+    "Tab",
+    "option_help",
+    "recommended",
+    "scores",
+]
+
+MOST_ENTRIES = 50
+"""Entries of a history; the pictures of older ones stay in the folder."""
+MOST_STEPS = 6
+"""Entries whose recorded step is kept in memory, for their attention."""
+LIVE_TOKENS = 2**16
+"""Tokens up to which a method is checked against the size while one types."""
+PROMPT = "Question: {question}\nAnswer:"
+
+
+class Cancelled(Exception):
+    """The user cancelled."""
+
+
+class Form(NamedTuple):
+    """The fields of the page that say what to draw; empty ones take the defaults of `foveate generate`."""
+
+    prompt: str
+    method: str = "dense"
+    options: str = ""
+    model: str = ""
+    lora: str = ""
+    size: str = ""
+    steps: str = ""
+    guidance: str = ""
+    seed: str = "0"
+
+
+class Question(NamedTuple):
+    """The fields of the page that ask about documents."""
+
+    folder: str
+    question: str
+    model: str = ""
+    method: str = "infoflow_kv"
+    recompute: float = 0.15
+    compare: bool = False
+
+
+class Commands(NamedTuple):
+    """What the page shares with the command line.
+
+    Attributes:
+        open_model: Pipeline and distilled method (None without a LoRA) of a model and a LoRA.
+        request: Validated request of a pipeline, model, prompt, size, steps, guidance and seed.
+        method: Method of a distilled method, a name and options as text; None is dense.
+        settings: Settings of a pipeline, model and request, which pictures carry.
+        remark: What the model will not understand in a prompt, from pipeline, model and prompt; may be empty.
+        open_reader: Language model and tokenizer of a model.
+        recompute: Methods of a name, a fraction and whether to compare with all others, by name.
+    """
+
+    open_model: Callable[[str, str], tuple[Any, Any]]
+    request: Callable[..., Request]
+    method: Callable[[Any, str, str], MethodLike | None]
+    settings: Callable[[Any, str, Request], dict[str, str]]
+    remark: Callable[[Any, str, str], str]
+    open_reader: Callable[[str], tuple[Any, Any]]
+    recompute: Callable[[str, float, bool], dict[str, Any]]
+
+
+@dataclass
+class Entry:
+    """A picture of a history.
+
+    Attributes:
+        number: Its number in the history, from 1.
+        path: PNG file, which carries the settings.
+        variant: The picture and its measurements; `step_seconds` are those of the whole run.
+        seconds: Duration of the whole drawing.
+        form: What was asked.
+        request: The same, validated.
+        method: Method; None is dense.
+        step: Arguments of the middle step; None if no longer in memory.
+    """
+
+    number: int
+    path: Path
+    variant: Variant
+    seconds: float
+    form: Form
+    request: Request
+    method: MethodLike | None
+    step: Call | None
+
+    @property
+    def image(self) -> Image.Image:
+        """The picture."""
+        return self.variant.image
+
+    @property
+    def title(self) -> str:
+        """Number and method."""
+        return f"{self.number}: {self.variant.label}"
+
+    @property
+    def tiles(self) -> Image.Image:
+        """The picture with its tiles or merged tokens; plain where there are none."""
+        if self.variant.tile_map is None:
+            return self.image
+        return draw_tiles(self.image, self.variant.tile_map, self.variant.picked)
+
+
+@dataclass
+class Tab:
+    """One tab of a browser: its history, and whether its work is to stop."""
+
+    history: list[Entry] = field(default_factory=list)
+    cancelled: threading.Event = field(default_factory=threading.Event)
+
+    def begin(self) -> None:
+        """Give the next drawing or question an event of its own, so that it does not revive a cancelled one."""
+        self.cancelled = threading.Event()
+
+    def entry(self, number: int | None) -> Entry | None:
+        """The entry of a number; the last one if there is none of that number."""
+        return next((entry for entry in self.history if entry.number == number), (self.history or [None])[-1])
+
+    def dense_of(self, form: Form, request: Request) -> Entry | None:
+        """The dense picture of a request, if it was drawn."""
+        alike = (entry for entry in reversed(self.history) if entry.method is None and entry.request == request)
+        return next((entry for entry in alike if entry.form.model == form.model), None)
+
+
+class Studio:
+    """The models in memory, one at a time, and the tabs. One tab after the other uses the models.
+
+    Args:
+        commands: What the page shares with the command line.
+        out: Folder for the pictures.
+    """
+
+    def __init__(self, commands: Commands, out: Path) -> None:
+        self.commands, self.out = commands, out
+        self.tabs: dict[str, Tab] = defaultdict(Tab)
+        self._busy = threading.Lock()
+        self._model: tuple[tuple[str, str], Any, Any] | None = None
+        self._reader: tuple[str, Any, Any] | None = None
+
+    def open(self, model: str, lora: str) -> tuple[Any, Any]:
+        """The pipeline and its distilled method, loaded unless they are in memory."""
+        key = model.strip(), lora.strip()
+        if self._model is None or self._model[0] != key:
+            self._model = None  # free the old one first
+            self._model = key, *self.commands.open_model(*key)
+        return self._model[1:]
+
+    def check(self, form: Form) -> str:
+        """A remark on what is filled in; may be empty. Loads nothing, so another model is checked when it draws.
+
+        Raises:
+            ValueError: If it cannot be drawn.
+        """
+        if not form.prompt.strip():
+            raise ValueError("write a prompt: what to draw")
+        if self._model is None or self._model[0] != (form.model.strip(), form.lora.strip()):
+            if not form.lora.strip():
+                self.commands.method(None, form.method, form.options)
+            return "This model is loaded when you draw; its size and options are checked then."
+        _, pipe, distilled = self._model
+        method = self.commands.method(distilled, form.method, form.options)
+        request = self._request(pipe, form)
+        remarks = [f"It stays dense: {why}." for why in _stays_dense(pipe, request, method)]
+        if self._busy.acquire(blocking=False):  # a tokenizer serves one at a time
+            try:
+                remarks.insert(0, self.commands.remark(pipe, form.model, form.prompt))
+            finally:
+                self._busy.release()
+        return " ".join(filter(None, remarks))
+
+    def draw(self, tab: Tab, form: Form, track: Track = silent) -> Iterator[Entry]:
+        """The dense picture, drawn unless the history has it, then that of the method; both join the history.
+
+        Raises:
+            ValueError: If it cannot be drawn.
+            Cancelled: If the user cancelled. What was finished is kept.
+        """
+        if not form.prompt.strip():
+            raise ValueError("write a prompt: what to draw")
+        cancelled = tab.cancelled
+        track = _stoppable(track, cancelled)
+        with self._work(cancelled):
+            pipe, distilled = self.open(form.model, form.lora)
+            method = self.commands.method(distilled, form.method, form.options)
+            request = self._request(pipe, form)
+            if method is not None:
+                with using(pipe, method):  # fails before anything is drawn
+                    record_step(pipe, request)
+            dense = tab.dense_of(form, request) or self._draw(tab, form, pipe, request, None, None, track)
+        yield dense
+        if method is not None:
+            with self._work(cancelled):
+                entry = self._draw(tab, form, pipe, request, method, dense, track)
+            yield entry
+
+    def attention(self, entry: Entry, layer: int, token: tuple[int, int]) -> Image.Image:
+        """The picture, lit where an image token attends in a layer, in the middle step of the drawing.
+
+        Raises:
+            ValueError: If the step is no longer in memory, or there is no such layer or token.
+        """
+        if entry.step is None:
+            raise ValueError(f"the steps of {entry.title} are no longer in memory: draw it again to see its attention")
+        with self._busy:
+            pipe, _ = self.open(entry.form.model, entry.form.lora)
+            weights = attention_map(pipe, entry.step, entry.method, layer, token)
+        return draw_attention(entry.image, weights, token)
+
+    def layers(self, entry: Entry) -> list[str]:
+        """Names of the attention layers of the model that drew an entry."""
+        with self._busy:
+            return attention_layers(self.open(entry.form.model, entry.form.lora)[0])
+
+    def token_at(self, entry: Entry, x: float, y: float) -> tuple[int, int]:
+        """The token (row, column) at a place of the picture, whose sides are 1."""
+        with self._busy:
+            side = pixels_per_token(self.open(entry.form.model, entry.form.lora)[0])
+        rows, columns = (length // side for length in entry.request.size)
+        return min(rows - 1, max(0, int(y * rows))), min(columns - 1, max(0, int(x * columns)))
+
+    def answer(self, tab: Tab, asked: Question, track: Track = silent) -> tuple[Reply, str, str]:
+        """The reply to a question about documents, the page that `foveate rag` would write, and remarks.
+
+        Files that cannot be read are skipped, and a remark says why.
+
+        Raises:
+            ValueError: If the folder, the model or an option does not fit.
+            Cancelled: If the user cancelled. Passages that are encoded are kept.
+        """
+        if not asked.question.strip():
+            raise ValueError("write a question about the documents")
+        methods = self.commands.recompute(asked.method, asked.recompute, asked.compare)
+        cancelled = tab.cancelled
+        track = _stoppable(track, cancelled)
+        with self._work(cancelled):
+            folder, name = Path(asked.folder).expanduser(), asked.model.strip()
+            skipped = list[str]()
+            documents = read_documents(folder, skipped)
+            if self._reader is None or self._reader[0] != name:
+                self._reader = None
+                self._reader = name, *self.commands.open_reader(name)
+            _, language_model, tokenizer = self._reader
+            before, after = chat_frame(tokenizer, None)
+            encoder = ChunkEncoder(language_model, tokenizer, before)
+            index = index_documents(index_folder(folder, name), encoder, documents)
+            index.build(track)
+            advance = track("answering", runs(methods))
+            reply = ask(index, asked.question, methods, prompt=PROMPT + after, advance=advance)
+            settings = {"model": name or "the built-in reader", "method": repr(methods[asked.method])}
+            remarks = [f"Skipped: {why}." for why in skipped]
+            if unknown := unknown_words(tokenizer, asked.question):
+                remarks.append(f"The model does not know the words {', '.join(unknown)}: it will guess.")
+            return reply, reply_page(index, [reply], settings), " ".join(remarks)
+
+    @contextmanager
+    def _work(self, cancelled: threading.Event) -> Iterator[None]:
+        """Context in which a tab has the models to itself."""
+        with self._busy:
+            _check(cancelled)
+            yield
+
+    def _request(self, pipe: Any, form: Form) -> Request:
+        if makes_video(pipe):
+            raise ValueError("this page draws pictures: use foveate generate or foveate compare for a video model")
+        return self.commands.request(
+            pipe,
+            form.model.strip(),
+            form.prompt.strip(),
+            form.size.strip() or None,
+            _number("steps", form.steps, int, 1, 1000),
+            _number("guidance", form.guidance, float, 0, 1000),
+            _number("seed", form.seed, int, 0, 2**63 - 1) or 0,
+        )
+
+    def _draw(
+        self,
+        tab: Tab,
+        form: Form,
+        pipe: Any,
+        request: Request,
+        method: MethodLike | None,
+        dense: Entry | None,
+        track: Track,
+    ) -> Entry:
+        advance = track(method.title if method else "dense", request.steps)
+        times, calls = [now(pipe.device)], []
+
+        def after_step() -> None:
+            times.append(now(pipe.device))
+            advance()
+
+        def record(_model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            if len(times) > request.steps // 2 and not calls:
+                calls.append(Call(args, kwargs))
+
+        hook = denoiser(pipe).register_forward_pre_hook(record, with_kwargs=True)  # before the methods' own
+        try:
+            variant = draw_variant(pipe, request, method, dense.variant.frames if dense else [], after_step)
+        finally:
+            hook.remove()
+        seconds = now(pipe.device) - times[0]
+        variant = variant._replace(step_seconds=[later - earlier for earlier, later in pairwise(times)])
+        settings = self.commands.settings(pipe, form.model.strip(), request)
+        settings |= {"method": repr(method) if method else "dense", "seconds": f"{seconds:.2f}"}
+        settings |= {"lora": form.lora.strip()} if form.lora.strip() and method else {}
+        settings |= {"stayed dense": variant.why_dense} if variant.why_dense else {}
+        path = _unused(self.out, f"{slug(request.prompt)}-{request.seed}-{slug(variant.label)}")
+        write_picture(path, variant.image, settings)
+        number = tab.history[-1].number + 1 if tab.history else 1
+        entry = Entry(number, path, variant, seconds, form, request, method, next(iter(calls), None))
+        tab.history = [*tab.history, entry][-MOST_ENTRIES:]
+        for old in tab.history[:-MOST_STEPS]:
+            old.step = None
+        return entry
+
+
+def scores(left: Entry, right: Entry) -> list[tuple[str, str, str]]:
+    """What the page says about two pictures: rows of a name and a value of each."""
+
+    def step_of(entry: Entry) -> float:
+        return median(entry.variant.step_seconds[1:] or entry.variant.step_seconds)  # the first one warms up
+
+    rows = [
+        (name, duration(first), f"{duration(second)} ({first / second:.2f} x)")
+        for name, first, second in (
+            ("Whole drawing", left.seconds, right.seconds),
+            ("One step, median", step_of(left), step_of(right)),
+        )
+    ]
+    if left.image.size == right.image.size:
+        distance = psnr(right.image, left.image)
+        rows.append(("PSNR of the two", "", "identical" if distance == float("inf") else f"{distance:.1f} dB"))
+        rows.append(("SSIM of the two", "", f"{ssim(right.image, left.image):.3f}"))
+    rows.append(("Attention skipped", f"{left.variant.true:.0%}", f"{right.variant.true:.0%}"))
+    if left.variant.why_dense or right.variant.why_dense:
+        rows.append(("Stayed dense", left.variant.why_dense, right.variant.why_dense))
+    return rows
+
+
+def recommended(method: str) -> str:
+    """Options to begin with, as text: those of the method's first setting on the page of `foveate compare`."""
+    for shown in METHODS[method].showcase()[:1] if method in METHODS else ():
+        texts = {option: f"{option.name}={getattr(shown, option.name)}" for option in fields(shown)}
+        chosen = (o for o in texts if getattr(shown, o.name) != o.default or texts[o] in shown.title)
+        return ", ".join(texts[option] for option in chosen)
+    return ""
+
+
+def option_help(method: str) -> list[tuple[str, str, str]]:
+    """The options of a method: name, default, and what its docstring says."""
+    cls = METHODS.get(re.split(r"\W", method)[0])
+    if cls is None:
+        return []
+    texts: dict[str, str] = {}
+    for base in cls.__mro__:
+        section = (inspect.cleandoc(base.__doc__ or "") + "\n\n").partition("Attributes:\n")[2].partition("\n\n")[0]
+        for name, text in re.findall(r"^    (\w+): (.+(?:\n {5,}.+)*)", section, re.MULTILINE):
+            texts.setdefault(name, re.sub(r"\s+", " ", text).replace("`", ""))
+    return [(option.name, str(option.default), texts.get(option.name, "")) for option in fields(cls)]
+
+
+def _number(name: str, text: str, kind: type, least: int, most: int) -> Any:
+    """The number in a field; None if it is empty."""
+    if not text.strip():
+        return None
+    try:
+        if least <= (number := kind(text)) <= most:
+            return number
+    except ValueError:
+        pass
+    raise ValueError(f"{name} must be {'a whole' if kind is int else 'a'} number from {least} to {most}, not {text!r}")
+
+
+def _stays_dense(pipe: Any, request: Request, method: MethodLike | None) -> Iterator[str]:
+    """Why parts of a method would leave this size dense; raises what does not fit it."""
+    side = pixels_per_token(pipe)
+    grid = request.size[0] // side, request.size[1] // side
+    for part in method.parts if method and grid[0] * grid[1] <= LIVE_TOKENS else ():
+        try:
+            if grid[0] * grid[1] < part.min_tokens:
+                yield f"{grid[0] * grid[1]} image tokens are fewer than min_tokens={part.min_tokens}"
+            elif isinstance(part, TokenMerging):
+                part.regions((grid,))
+            else:
+                part.plan((grid,), 0)  # type: ignore[attr-defined]  # sparse attention
+        except DenseFallback as reason:
+            yield str(reason)
+
+
+def _check(cancelled: threading.Event) -> None:
+    """Raise `Cancelled` if the user cancelled."""
+    if cancelled.is_set():
+        raise Cancelled
+
+
+def _stoppable(track: Track, cancelled: threading.Event) -> Track:
+    """A `track` whose steps raise `Cancelled` after the user cancelled."""
+
+    def start(name: str, length: int) -> Callable[[], None]:
+        advance = track(name, length)
+
+        def step() -> None:
+            _check(cancelled)
+            advance()
+
+        return step
+
+    return start
+
+
+def _unused(folder: Path, name: str) -> Path:
+    """A PNG file that does not exist yet."""
+    names = (name if i == 1 else f"{name}-{i}" for i in count(1))
+    return next(path for name in names if not (path := folder / f"{name}.png").exists())

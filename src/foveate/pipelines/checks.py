@@ -1,0 +1,145 @@
+# pyright: basic, reportPrivateImportUsage=false, reportCallIssue=false
+"""What a pipeline cannot draw, or would silently change, is refused with a remedy."""
+
+from inspect import Parameter, signature
+
+import diffusers
+from diffusers import DiffusionPipeline
+
+from foveate.pipelines.pixel import PixelPipeline
+from foveate.pipelines.request import (
+    Request,
+    arguments,
+    config_file,
+    makes_video,
+    pixels_per_token,
+    read_image,
+    scale_argument,
+)
+
+__all__ = ["check_request", "check_size"]
+
+MOST_TOKENS = 2**20
+NEEDS_IMAGE = ("ImageToVideo", "Edit")
+"""Parts of the names of pipelines that cannot run without an image, although it is an optional argument."""
+SEVERAL_IMAGES = ("Flux2", "QwenImageEditPlus")
+"""How the names of pipelines begin that take several reference images."""
+
+
+def check_request(pipeline: DiffusionPipeline, request: Request) -> None:
+    """Refuse a request that the pipeline cannot run or would silently change, or that is too large.
+
+    Raises:
+        ValueError: If the pipeline has no such argument or would ignore it, if a side is not a multiple of the pixels
+            of one token, if the number of frames does not fit, or if there are more than 2^20 tokens.
+    """
+    name, known = type(pipeline).__name__, arguments(pipeline)
+    if missing := [need for need in ("prompt", "height", "width") if need not in known]:
+        raise ValueError(f"{name} takes no {missing[0]}, which this command passes: draw with it from Python")
+    _check_guidance(pipeline, request)
+    _check_images(pipeline, request)
+    tokens = _check_size(pipeline, request.size) * _check_frames(pipeline, request)
+    if tokens > MOST_TOKENS:
+        fewer = " or fewer frames" if makes_video(pipeline) else ""
+        raise ValueError(
+            f"{request.size[1]} x {request.size[0]} px are {tokens:,} tokens, more than {MOST_TOKENS:,}: "
+            f"use a smaller size{fewer}"
+        )
+
+
+def _check_guidance(pipeline: DiffusionPipeline, request: Request) -> None:
+    known, scale = arguments(pipeline), scale_argument(pipeline, request)
+    if request.negative is not None and "negative_prompt" not in known:
+        raise ValueError(f"{type(pipeline).__name__} takes no negative prompt: leave --negative out")
+    if request.guidance is not None and scale is None:
+        and_negative = ", or add --negative" if "true_cfg_scale" in known else ""
+        raise ValueError(
+            f"this model takes no guidance scale ({request.guidance}): leave --guidance out{and_negative}"
+        )
+    if request.negative is not None and scale is not None:
+        strength = known[scale] if request.guidance is None else request.guidance
+        if strength is not None and strength <= 1:
+            raise ValueError(
+                f"a negative prompt has no effect with a guidance scale of {strength}: use one above 1, "
+                "such as --guidance 4"
+            )
+
+
+def _check_images(pipeline: DiffusionPipeline, request: Request) -> None:
+    name, known = type(pipeline).__name__, arguments(pipeline)
+    if request.images and "image" not in known:
+        raise ValueError(f"{name} takes no images: leave --image out, or name a model for editing or image to video")
+    if not request.images and (known.get("image") is Parameter.empty or any(word in name for word in NEEDS_IMAGE)):
+        raise ValueError(f"{name} starts from a picture: name its file with --image")
+    if len(request.images) > 1 and not name.startswith(SEVERAL_IMAGES):
+        raise ValueError(f"{name} takes one image, not {len(request.images)}: name one --image")
+    for path in request.images:
+        try:
+            read_image(path)
+        except OSError as error:
+            raise ValueError(f"cannot read the picture {path}: name a PNG or JPEG file with --image") from error
+
+
+def check_size(model: str, size: tuple[int, int]) -> None:
+    """Refuse a size that a model cannot draw, by its configuration files, before its weights are loaded.
+
+    Nothing is said about models whose files do not tell, such as video models: `check_request` refuses it later.
+
+    Raises:
+        ValueError: If a side is not a multiple of the pixels of one token.
+    """
+    try:
+        kind = config_file(model)["_class_name"]
+        if kind == PixelPipeline.__name__:
+            return _check_sides(config_file(model, "transformer/config.json")["patch_size"], size)
+        if "num_frames" in signature(getattr(diffusers, kind).__call__).parameters:
+            return None
+        vae = config_file(model, "vae/config.json")
+    except (OSError, ValueError, KeyError, AttributeError):  # loading will say what is wrong
+        return None
+    halvings = (
+        len(vae["block_out_channels"]) - 1 if "block_out_channels" in vae else len(vae.get("temperal_downsample", ()))
+    )
+    return _check_sides(2 ** (halvings + 1), size) if halvings else None
+
+
+def _check_size(pipeline: DiffusionPipeline, size: tuple[int, int]) -> int:
+    """Number of tokens of a frame."""
+    multiple, buckets = pixels_per_token(pipeline), getattr(pipeline, "vae_image_processor", None)
+    _check_sides(multiple, size)
+    if buckets and (own := buckets.get_default_height_width(None, *size)) != size:  # JoyImage
+        right, asked = (f"{width}x{height}" for height, width in (own, size))
+        raise ValueError(f"{type(pipeline).__name__} would draw {right} px, not {asked}: use --size {right}")
+    return size[0] * size[1] // multiple**2
+
+
+def _check_sides(multiple: int, size: tuple[int, int]) -> None:
+    if any(side < multiple or side % multiple for side in size):
+        nearest = "x".join(str(max(multiple, round(side / multiple) * multiple)) for side in size[::-1])
+        raise ValueError(
+            f"{size[1]} x {size[0]} px does not fit: this model packs {multiple} x {multiple} px into a token; "
+            f"use multiples of {multiple}, for example {nearest}"
+        )
+
+
+def _check_frames(pipeline: DiffusionPipeline, request: Request) -> int:
+    """Number of frames of the latents."""
+    if not makes_video(pipeline):
+        if request.frames is not None or request.fps is not None:
+            raise ValueError(
+                f"{type(pipeline).__name__} draws pictures: leave --frames and --fps out, or name a video model, "
+                "such as --model Wan-AI/Wan2.1-T2V-1.3B-Diffusers"
+            )
+        return 1
+    known = arguments(pipeline)
+    if "enable_temporal_reasoning" in known and request.frames not in (None, 5):  # ChronoEdit
+        raise ValueError(f"{type(pipeline).__name__} always makes 5 frames: leave --frames out")
+    frames = request.frames or known["num_frames"] or 1
+    names = "vae_scale_factor_temporal", "vae_temporal_compression_ratio"
+    packed = next((scale for name in names if (scale := getattr(pipeline, name, None))), 1)
+    if (frames - 1) % packed:
+        raise ValueError(
+            f"{frames} frames do not fit: after the first one this model packs {packed} frames into one; "
+            f"use a multiple of {packed} plus 1, for example {round((frames - 1) / packed) * packed + 1}"
+        )
+    return (frames - 1) // packed + 1

@@ -1,0 +1,116 @@
+# pyright: basic, reportPrivateUsage=false, reportArgumentType=false, reportAttributeAccessIssue=false
+# pyright: reportOptionalMemberAccess=false, reportOptionalIterable=false
+"""The attention weights of one image token in a layer of a pipeline's denoiser, dense or with a method.
+
+Attention is linear in its values. So the layer runs again with values that are columns of the identity matrix, and its
+output is the weights themselves: by the code that draws the picture, whatever the pattern, merged tokens included.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from foveate.diffusers.adapter import ModelAdapter
+from foveate.diffusers.backend import LayerPlan, dispatches, plan_of
+from foveate.diffusers.layers import Layer
+from foveate.methods import HilbertA
+from foveate.pipelines.lora import MethodLike, throughout, using
+from foveate.pipelines.request import denoiser
+from foveate.pipelines.steps import Call
+
+__all__ = ["attention_layers", "attention_map"]
+
+
+def attention_layers(pipeline: Any) -> list[str]:
+    """Names of the self-attention layers of a pipeline's denoiser, in running order.
+
+    Raises:
+        ValueError: If its model class has no card.
+    """
+    with using(pipeline, HilbertA()):
+        return [layer.name for layer in ModelAdapter.of(denoiser(pipeline)).layers]
+
+
+@torch.no_grad()
+def attention_map(
+    pipeline: Any, step: Call, method: MethodLike | None, layer: int, token: tuple[int, ...]
+) -> Float[Tensor, "*grid"]:
+    """Attention that an image token pays to each image token, mean over the heads; the rest of 1 goes to other tokens.
+
+    Where tokens are merged, a merged token's weight is spread over the tokens that it is made of.
+
+    Args:
+        pipeline: A diffusers pipeline.
+        step: Arguments of a forward pass of its denoiser, of which the last sample is shown.
+        method: Method to apply; None is dense.
+        layer: Index of the layer in `attention_layers`.
+        token: (row, column) of the token, or (frame, row, column) in a video.
+
+    Raises:
+        ValueError: If there is no such layer or token, or the layer's processor is not known.
+    """
+    found: list[Tensor] = []
+    with using(pipeline, throughout(method) if method else HilbertA()):
+        adapter = ModelAdapter.of(denoiser(pipeline))
+        if not 0 <= layer < len(adapter.layers):
+            raise ValueError(f"there is no attention layer {layer}: choose one of 0 to {len(adapter.layers) - 1}")
+        watched = adapter.layers[layer]
+        if not dispatches(watched.attn.processor):
+            adapter.take_processor(watched)
+
+        def watch(*_: Any) -> None:
+            if any(layout.references for layout in adapter.ran[watched.holder].layouts):
+                raise ValueError("a step that caches keys of references has no attention map: choose another step")
+            plan = plan_of(watched.attn.processor)
+            if plan is None:  # a dense layer
+                plan = LayerPlan(torch.arange(_tokens(adapter, watched)))
+                adapter.attach(watched, plan)
+            plan.watch = lambda attend, value: found.append(_weights(adapter, watched, token, attend, value))
+
+        holder = denoiser(pipeline) if adapter.planned_with_model(watched.holder) else watched.holder
+        hook = holder.register_forward_pre_hook(watch)  # after the hook that attaches the plans
+        try:
+            adapter.planner.paused = method is None
+            step.run(denoiser(pipeline))
+        finally:
+            hook.remove()
+    if not found:
+        raise ValueError(f"{watched.name} did not run in this step: choose another layer")
+    return found[0]
+
+
+def _tokens(adapter: ModelAdapter, layer: Layer) -> int:
+    ran = adapter.ran[layer.holder]
+    if not ran.layouts:
+        raise ValueError(f"{layer.name} is dense: {ran.why}")
+    return ran.layouts_of(layer)[0].tokens
+
+
+def _weights(
+    adapter: ModelAdapter, layer: Layer, token: tuple[int, ...], attend: Callable[[Tensor], Tensor], value: Tensor
+) -> Tensor:
+    ran = adapter.ran[layer.holder]
+    layout = ran.layouts_of(layer)[0]
+    grid = layout.grids[0]
+    if len(token) != len(grid) or not all(0 <= place < side for place, side in zip(token, grid, strict=True)):
+        raise ValueError(f"there is no token {token} in a grid of {' x '.join(map(str, grid))}: count from 0")
+    images = layout.positions("image")[: torch.Size(grid).numel()].to(value.device)
+    place = images[torch.arange(len(images)).view(grid)[token]]
+    merging = layer.group if ran.is_merged(layer) else None
+    text = len(merging.text) if merging and layer.joint else 0
+    batch, _, heads, width = value.shape
+    rows: list[Tensor] = []
+    for first in range(0, layout.tokens, width):
+        columns = torch.arange(first, first + width, device=value.device)
+        unit = (torch.arange(layout.tokens, device=value.device)[:, None] == columns).to(value.dtype)
+        unit = unit.expand(batch, -1, -1)
+        if merging:
+            unit = merging.merged(unit, text)
+        out = attend(unit[:, :, None].expand(-1, -1, heads, -1).contiguous()).mean(2)
+        if merging:
+            out = merging.unmerged(out, text)
+        rows.append(out[-1, place].to(torch.float32))
+    return torch.cat(rows)[images].view(grid).cpu()

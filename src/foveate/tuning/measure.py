@@ -1,0 +1,318 @@
+# pyright: basic, reportPrivateImportUsage=false, reportArgumentType=false
+"""What methods cost a model in error and save in time, by step and by layer.
+
+Everything that was measured is kept in a folder: an interrupted run continues from there.
+"""
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, nullcontext
+from functools import cached_property
+from itertools import pairwise
+from pathlib import Path
+from statistics import mean
+from typing import Any, NamedTuple
+from zlib import crc32
+
+import torch
+from PIL import Image
+from torch import Tensor, nn
+
+from foveate.diffusers.adapter import ModelAdapter
+from foveate.diffusers.apply import apply, denoisers
+from foveate.diffusers.card import card_of
+from foveate.methods.base import layer_ranges
+from foveate.pipelines.lora import MethodLike, throughout
+from foveate.pipelines.request import Request, draw, fingerprint
+from foveate.pipelines.steps import Call
+from foveate.utils.device import dtype_name
+from foveate.utils.files import claim, slug, write_picture, write_whole
+from foveate.utils.progress import Track
+from foveate.utils.similarity import psnr
+from foveate.utils.timing import now
+
+__all__ = ["Measurements"]
+
+RECORDED = 2  # prompts whose dense steps are recorded
+STEPS = 6  # recorded steps, shared among these prompts
+GROUPS = 8  # groups of adjacent layers
+SLICES = 5  # parts of the run
+
+
+class Recorded(NamedTuple):
+    """One call of a denoiser in a dense run.
+
+    Attributes:
+        step: Number of the step.
+        model: The denoiser.
+        call: Its arguments.
+        prediction: Its output.
+    """
+
+    step: int
+    model: nn.Module
+    call: Call
+    prediction: Tensor
+
+
+class Measurements:
+    """Measurements on one pipeline, for requests that differ in prompt and seed only.
+
+    Args:
+        pipeline: The pipeline.
+        requests: What to draw.
+        calibration: How many of them, from the first, may be measured; the others are held out.
+        folder: Folder of the pictures and of what was measured.
+        track: Shows progress.
+
+    Raises:
+        ValueError: If the model has no card, or the folder holds measurements of other settings.
+    """
+
+    def __init__(
+        self, pipeline: Any, requests: Sequence[Request], calibration: int, folder: Path, track: Track
+    ) -> None:
+        self.pipeline, self.requests, self.folder, self.track = pipeline, requests, folder, track
+        self._prompts, first = min(RECORDED, calibration), requests[0]
+        self._device = pipeline._execution_device  # with offloading pipeline.device is the CPU
+        self.denoisers = [*denoisers(pipeline).values()]
+        self._blocks = sum(len(stack.blocks) for stack in card_of(self.denoisers[0]).stacks(self.denoisers[0]))
+        settings = {
+            "model": type(self.denoisers[0]).__name__,
+            "weights": fingerprint(self.denoisers[0]),
+            "adapters": getattr(pipeline, "get_list_adapters", dict)(),
+            "size": f"{first.size[1]}x{first.size[0]}",
+            "steps": first.steps,
+            "guidance": first.guidance,
+            "frames": first.frames,
+            "seed": first.seed,
+            "prompts": f"{crc32(json.dumps([request.prompt for request in requests]).encode()):08x}",
+            "device": self._device.type,
+            "dtype": dtype_name(pipeline.dtype),
+        }
+        claim(folder, {name: str(value) for name, value in settings.items()})
+        self._file = folder / "measured.json"
+        self._known: dict[str, Any] = json.loads(self._file.read_text()) if self._file.exists() else {}
+
+    # --- pictures ---
+
+    def scores(
+        self,
+        name: str,
+        pictures: Sequence[tuple[int, MethodLike]],
+        measure: Callable[[Image.Image, Image.Image], float],
+    ) -> Iterator[float]:
+        """How near pictures come to the dense ones, one after another; what does not exist yet is drawn.
+
+        Args:
+            name: Name of the progress bar.
+            pictures: Number of the request and method of each picture.
+            measure: The score of (picture, dense picture). Of a video it gets the frames one below the other.
+        """
+        needed = dict.fromkeys(one for number, method in pictures for one in ((number, None), (number, method)))
+        missing = [one for one in needed if not self._path(*one).exists()]
+        advance = self.track(name, len(missing) * self.requests[0].steps) if missing else lambda: None
+        for number, method in pictures:
+            for one in (None, method):
+                if not self._path(number, one).exists():
+                    self._draw(number, one, advance)
+            with Image.open(self._path(number, method)) as ours, Image.open(self._path(number, None)) as dense:
+                score = measure(ours.convert("RGB"), dense.convert("RGB"))
+            yield score
+
+    def seconds(self, number: int, method: MethodLike | None) -> float:
+        """Seconds that a picture took."""
+        with Image.open(self._path(number, method)) as picture:
+            return float(picture.info["seconds"])
+
+    def _path(self, number: int, method: MethodLike | None) -> Path:
+        name = f"{slug(method.title)}-{crc32(repr(method).encode()):08x}" if method else "dense"
+        return self.folder / name / f"{number:03}.png"
+
+    def _draw(self, number: int, method: MethodLike | None, on_step: Callable[[], None]) -> None:
+        request = self.requests[number]
+        with apply(self.pipeline, method) if method else nullcontext():
+            began = now(self._device)
+            frames = draw(self.pipeline, request, on_step)
+            seconds = now(self._device) - began
+        about = {"prompt": request.prompt, "method": repr(method) if method else "dense"}
+        write_picture(self._path(number, method), _stacked(frames), {**about, "seconds": f"{seconds:.4f}"})
+
+    # --- the denoiser ---
+
+    @cached_property
+    def recorded(self) -> list[list[Recorded]]:
+        """Calls of the denoisers in some dense steps; the prompts take turns. Their pictures are drawn again."""
+        steps = self.requests[0].steps
+        wanted = sorted({round(i * (steps - 1) / (STEPS - 1)) for i in range(STEPS)})
+        advance = self.track("dense, recorded", self._prompts * steps)
+        found = [
+            calls
+            for number in range(self._prompts)
+            for calls in self._record(number, wanted[number :: self._prompts], advance)
+        ]
+        return sorted(found, key=lambda calls: calls[0].step)
+
+    def _record(self, number: int, steps: Sequence[int], advance: Callable[[], None]) -> list[list[Recorded]]:
+        """Calls of the denoisers in these steps of a dense run."""
+        found: dict[int, list[Recorded]] = {step: [] for step in steps}
+        step = 0
+
+        def keep(model: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+            if step in found:
+                found[step].append(Recorded(step, model, Call(args, kwargs), _prediction(output)))
+
+        def after_step() -> None:
+            nonlocal step
+            step += 1
+            advance()
+
+        with ExitStack() as hooks:
+            for model in self.denoisers:
+                hooks.callback(model.register_forward_hook(keep, with_kwargs=True).remove)
+            self._draw(number, None, after_step)
+        return [calls for calls in found.values() if calls]
+
+    @torch.no_grad()
+    def cost(self, method: MethodLike) -> dict[str, Any]:
+        """Error and time of a step with a method at work in all steps.
+
+        Dense and the method take turns on the recorded inputs. The second of two forward passes shows the time without
+        a new plan of token merging; plans are charged to the steps that share them.
+
+        Returns:
+            "steps" and "errors" (relative, of the prediction), "dense_s" and "step_s" (seconds, of the fastest of all
+            calls), "ratio" (of the two), "grids" (of image tokens); or "why" alone, if the method stays dense or does
+            not fit the model.
+        """
+        return self._once(f"cost {method!r}", lambda: self._cost(method))
+
+    def _cost(self, method: MethodLike) -> dict[str, Any]:
+        errors: list[float] = []
+        seconds: list[tuple[float, float, float]] = []
+        grids: list[Any] = []
+        advance = self.track(f"steps: {method.title}", len(self.recorded))
+        for calls in self.recorded:
+            dense, _ = self._forward(calls)
+            try:
+                with apply(self.pipeline, throughout(method)) as run:
+                    first, predictions = self._forward(calls)
+                    again, _ = self._forward(calls)
+                    layers = run.summary().layers
+                    grids = self._grids()
+            except ValueError as error:
+                return {"why": str(error)}
+            if all(layer.why for layer in layers):
+                return {"why": layers[0].why}
+            errors.append(mean(_relative(p, call.prediction) for p, call in zip(predictions, calls, strict=True)))
+            seconds.append((dense, first, again))
+            advance()
+        # every call does the same work: the fastest one was disturbed the least
+        dense, first, again = (min(times) for times in zip(*seconds, strict=True))
+        shared = max(getattr(part, "weights_every", 0) for part in method.parts)
+        step = again + max(0.0, first - again) / shared if shared else again
+        return {
+            "steps": [calls[0].step for calls in self.recorded],
+            "errors": errors,
+            "dense_s": dense,
+            "step_s": step,
+            "ratio": step / dense,
+            "grids": grids,
+        }
+
+    @torch.no_grad()
+    def layers(self, methods: Sequence[MethodLike]) -> dict[MethodLike, list[dict[str, Any]]]:
+        """Error of each method at work in one group of layers alone.
+
+        Returns:
+            For each method and group "layers" (their numbers), "prediction_error" (relative), "saved" (floating-point
+            operations).
+        """
+        groups = _groups(self._blocks)
+        todo = [method for method in methods if any(f"layers {g} {method!r}" not in self._known for g in groups)]
+        advance = self.track("layers", len(groups) * len(todo)) if todo else lambda: None
+        for group in groups:
+            for method in todo:
+                self._once(f"layers {group} {method!r}", lambda m=method, g=group: self._layers(m, g))
+                advance()
+        return {method: [self._known[f"layers {group} {method!r}"] for group in groups] for method in methods}
+
+    def _layers(self, method: MethodLike, group: list[int]) -> dict[str, Any]:
+        middle = len(self.recorded) // 2
+        limited = throughout(method, dense_layers=layer_ranges(set(range(self._blocks)) - set(group)))
+        errors: list[float] = []
+        saved = 0
+        for calls in self.recorded[max(0, middle - 1) : middle + 1]:
+            try:
+                with apply(self.pipeline, limited) as run:
+                    _, predictions = self._forward(calls[:1])
+                    saved = sum(layer.saved for layer in run.summary().layers if not layer.why)
+            except ValueError:  # token merging skips all of these
+                return {"layers": group, "prediction_error": 0.0, "saved": 0}
+            errors.append(_relative(predictions[0], calls[0].prediction))
+        return {"layers": group, "prediction_error": mean(errors), "saved": saved}
+
+    def slices(self, method: MethodLike) -> list[dict[str, Any]]:
+        """Error of a picture in which a method works in one part of the run alone.
+
+        Returns:
+            For each part "steps" (their numbers) and "picture_error" (root mean square, pixels from 0 to 1).
+        """
+        steps = self.requests[0].steps
+        windows: list[tuple[list[int], MethodLike]] = []
+        for part in range(SLICES):
+            window = throughout(method, part / SLICES, round((part + 1) / SLICES - 1e-3, 3))
+            if numbers := [step for step in range(steps) if window.parts[0].covers(step / steps)]:
+                windows.append((numbers, window))
+        scores = self.scores("parts of the run", [(0, window) for _, window in windows], psnr)
+        return [
+            {"steps": numbers, "picture_error": 10 ** (-score / 20)}
+            for (numbers, _), score in zip(windows, scores, strict=True)
+        ]
+
+    def _grids(self) -> list[Any]:
+        """Grids of image tokens in the last forward pass, of each part of the model with its own."""
+        adapters = filter(None, map(ModelAdapter.of, self.denoisers))
+        ran = [stack for adapter in adapters for stack in adapter.ran.values() if stack.layouts]
+        return [list(map(list, grids)) for grids in dict.fromkeys(stack.layout.grids for stack in ran)]
+
+    def _forward(self, calls: Sequence[Recorded]) -> tuple[float, list[Tensor]]:
+        """Seconds and predictions of recorded calls, run again."""
+        began = now(self._device)
+        outputs = [call.call.run(call.model) for call in calls]
+        return now(self._device) - began, [_prediction(output) for output in outputs]
+
+    def _once(self, name: str, measure: Callable[[], Any]) -> Any:
+        """The result of a measurement, which is kept on disk and never repeated."""
+        if name not in self._known:
+            self._known[name] = measure()
+            write_whole(self._file, json.dumps(self._known, indent=1).encode())
+        return self._known[name]
+
+
+def _groups(layers: int) -> list[list[int]]:
+    """The numbers of the layers in at most `GROUPS` runs of about equal length."""
+    count = min(GROUPS, layers)
+    cuts = [round(i * layers / count) for i in range(count + 1)]
+    return [list(range(a, b)) for a, b in pairwise(cuts)]
+
+
+def _prediction(output: Any) -> Tensor:
+    """The output of a denoiser as one tensor."""
+    first = output[0]
+    return torch.stack(first) if isinstance(first, list) else first
+
+
+def _relative(ours: Tensor, dense: Tensor) -> float:
+    """Relative difference between tensors."""
+    return ((ours - dense).float().norm() / dense.float().norm()).item()
+
+
+def _stacked(frames: Sequence[Image.Image]) -> Image.Image:
+    """The frames one below the other."""
+    if len(frames) == 1:
+        return frames[0]
+    whole = Image.new("RGB", (frames[0].width, sum(frame.height for frame in frames)))
+    for number, frame in enumerate(frames):
+        whole.paste(frame, (0, number * frame.height))
+    return whole

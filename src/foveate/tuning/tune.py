@@ -1,0 +1,394 @@
+"""Settings that choose themselves: the fastest one whose pictures stay near enough to the dense ones.
+
+1. Every candidate is measured: error and time of a step, error of each group of layers, on recorded dense steps.
+2. One candidate shows how much an error in each part of the run matters to the picture.
+3. From these the error and the time of every setting (candidate, steps, dense layers) are predicted, and the settings
+   are kept that no other beats in both.
+4. Whole pictures decide: bisection on prompts for calibration, then prompts that were held out, backing off towards
+   dense until every one of them is within the budget.
+"""
+
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from math import isfinite, isnan, sqrt
+from pathlib import Path
+from statistics import mean
+from tempfile import TemporaryDirectory
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+from PIL import Image
+
+from foveate.diffusers.preset import Preset, describe
+from foveate.methods import LLSA, ComposedMethod, HilbertA, Method, ToMA
+from foveate.methods.base import layer_ranges
+from foveate.utils.progress import Track, silent
+
+__all__ = ["CANDIDATES", "Budget", "Setting", "check", "settings", "tune"]
+
+CANDIDATES: tuple[Method | ComposedMethod, ...] = (
+    ToMA(keep=0.75),
+    ToMA(keep=0.5),
+    HilbertA(tiles=4),
+    HilbertA(tiles=16),
+    LLSA(),
+    ComposedMethod((HilbertA(tiles=16), ToMA(keep=0.5))),
+)
+"""Methods that `tune` tries unless others are named."""
+
+LEAST_GAIN = 1.03  # times faster than dense; a smaller gain is not worth a changed picture
+NOTCH = 0.9  # each setting of the search has at most this fraction of the predicted error of the next faster one
+TENTHS = 10  # start_percent and end_percent are multiples of 1/10
+NAMES = {"ssim": "SSIM", "psnr": "PSNR"}
+
+
+@dataclass(frozen=True)
+class Budget:
+    """How near every picture must come to the dense picture of the same seed.
+
+    Examples:
+        >>> Budget(0.95)  # SSIM
+        Budget(at_least=0.95, score='ssim')
+        >>> Budget(30, "psnr").name
+        'PSNR'
+
+    Attributes:
+        at_least: The score that every picture must reach. ``-math.inf`` takes the fastest setting whatever it draws.
+        score: "ssim", "psnr" (in dB), or a function of (picture, dense picture) that is larger for nearer pictures. Of
+            a video it gets the frames one below the other.
+
+    Raises:
+        ValueError: If the score is unknown or can never reach `at_least`.
+    """
+
+    at_least: float
+    score: Literal["ssim", "psnr"] | Callable[[Image.Image, Image.Image], float] = "ssim"
+
+    def __post_init__(self) -> None:
+        if not callable(self.score) and self.score not in NAMES:
+            raise ValueError(
+                f"score must be one of {', '.join(NAMES)} or a function of two pictures, not {self.score!r}"
+            )
+        if not isinstance(self.at_least, int | float):
+            raise ValueError(f"a budget is a number such as 0.95, not {self.at_least!r}")
+        if isnan(self.at_least) or (self.score == "ssim" and self.at_least > 1):
+            raise ValueError(f"SSIM is 1 at most, and a budget a number: {self.at_least} cannot be reached")
+
+    @property
+    def name(self) -> str:
+        """The score in words."""
+        return getattr(self.score, "__name__", "score") if callable(self.score) else NAMES[self.score]
+
+    def of(self, picture: Image.Image, dense: Image.Image) -> float:
+        """The score of a picture."""
+        if callable(self.score):
+            return float(self.score(picture, dense))
+        from foveate.utils import similarity
+
+        return getattr(similarity, self.score)(picture, dense)
+
+
+class Setting(NamedTuple):
+    """A method in some steps and layers.
+
+    Attributes:
+        method: The method with `dense_layers`, `start_percent` and `end_percent`.
+        error: Predicted error of a picture: root mean square, pixels from 0 to 1.
+        time: Predicted time of a picture's steps, as a fraction of the dense ones.
+        active: Fraction of the steps in which the method is at work.
+    """
+
+    method: Method | ComposedMethod
+    error: float
+    time: float
+    active: float
+
+    @property
+    def title(self) -> str:
+        """The method, where it works, and the predicted gain."""
+        return f"{self.method.title} ({1 / self.time:.2f}x)"
+
+
+def tune(
+    pipe: Any,
+    prompts: Sequence[str],
+    budget: Budget,
+    *,
+    size: tuple[int, int],
+    steps: int,
+    guidance: float | None = None,
+    frames: int | None = None,
+    seed: int = 0,
+    methods: Sequence[Method | ComposedMethod] = CANDIDATES,
+    out: Path | str | None = None,
+    say: Callable[[str], None] = lambda line: None,
+    track: Track = silent,
+) -> Preset:
+    """The fastest setting on this machine whose pictures are within the budget, also those of held-out prompts.
+
+    Examples:
+        >>> preset = foveate.tune(pipe, prompts, foveate.Budget(0.95), size=(1024, 1024), steps=28, out="tuned")
+        >>> preset.save("preset.json")
+
+    Args:
+        pipe: A pipeline of diffusers.
+        prompts: What to draw, two prompts or more. A third of them calibrates, the others are held out.
+        budget: How near every held-out picture must come to the dense one.
+        size: (height, width) in pixels.
+        steps: Number of denoising steps.
+        guidance: Guidance scale; None is the pipeline's default.
+        frames: Frames of a video; None is the pipeline's default.
+        seed: Seed of the first prompt; each next prompt has the next seed.
+        methods: Methods to try, alone or composed. `tune` sets their steps and layers.
+        out: Folder of pictures and measurements, from which an interrupted run continues and one with another budget
+            starts. None keeps nothing.
+        say: Called with a line about every result.
+        track: Shows progress.
+
+    Raises:
+        ValueError: If an argument is invalid, the model has no card, no candidate saves time, or no setting that saves
+            time is within the budget; the message says what came nearest.
+    """
+    check(prompts, methods)
+    if not isinstance(budget, Budget):
+        raise ValueError(f"the budget is one such as foveate.Budget(0.95), not {budget!r}")
+    if not isinstance(size, list | tuple) or len(size) != 2:
+        raise ValueError(f"size is (height, width) in pixels, such as (1024, 1024), not {size!r}")
+    if steps < 1:
+        raise ValueError(f"steps is a number of denoising steps, 1 or more, not {steps}")
+    from foveate.pipelines.checks import check_request
+    from foveate.pipelines.request import Request
+    from foveate.tuning.measure import Measurements
+
+    first = Request("", size, steps, guidance, seed, frames=frames)
+    check_request(pipe, first)
+    requests = [first._replace(prompt=prompt, seed=seed + i) for i, prompt in enumerate(prompts)]
+    with TemporaryDirectory() as folder:
+        calibration = max(1, len(prompts) // 3)
+        measured = Measurements(pipe, requests, calibration, Path(out or folder), track)
+        return _Search(measured, budget, calibration, say).run(methods)
+
+
+def settings(
+    methods: Sequence[Method | ComposedMethod],
+    costs: dict[Any, dict[str, Any]],
+    layers: dict[Any, list[dict[str, Any]]],
+    weights: Any,
+) -> list[Setting]:
+    """The settings that no other one beats in predicted error and time, the fastest first.
+
+    Errors of steps and of layers are taken as independent, so that their squares add up.
+
+    Args:
+        methods: The methods.
+        costs: `Measurements.cost` of each method.
+        layers: `Measurements.layers` of each method.
+        weights: Error of a picture for an error of the prediction, for each step.
+    """
+    from foveate.pipelines.lora import throughout
+
+    steps, found = len(weights), list[Setting]()
+    for method in methods:
+        cost = costs[method]
+        squares = (weights * _by_step(cost, steps)) ** 2
+        for dense, error_left, saving_left in _dense_layers(layers[method]):
+            for start in range(TENTHS):
+                for end in range(TENTHS, start, -1):  # of equal ones the first stays
+                    limited = throughout(method, start / TENTHS, end / TENTHS, dense_layers=layer_ranges(dense))
+                    active = [step for step in range(steps) if limited.parts[0].covers(step / steps)]
+                    time = 1 - len(active) / steps * (1 - cost["ratio"]) * saving_left
+                    if active and time * LEAST_GAIN <= 1:
+                        error = sqrt(squares[active].sum() * error_left)
+                        found.append(Setting(limited, error, time, len(active) / steps))
+    front: list[Setting] = []
+    for setting in sorted(found, key=lambda setting: (setting.time, setting.error)):
+        if not front or setting.error < NOTCH * front[-1].error:
+            front.append(setting)
+    return front
+
+
+def _by_step(cost: dict[str, Any], steps: int) -> Any:
+    """The error of each step, interpolated between the measured ones [steps]."""
+    return np.interp(range(steps), cost["steps"], cost["errors"])
+
+
+def _weights(parts: list[dict[str, Any]], errors: Any) -> Any:
+    """Error of the picture for an error of the prediction in each step [steps]."""
+    weights = np.zeros(len(errors))
+    for part in parts:
+        weights[part["steps"]] = part["picture_error"] / max(sqrt((errors[part["steps"]] ** 2).sum()), 1e-12)
+    return weights
+
+
+def _dense_layers(groups: list[dict[str, Any]]) -> Iterator[tuple[list[int], float, float]]:
+    """More and more dense layers, those first that cost the most error for the time that they save.
+
+    Yields the layers, and what is left of the squared error and of the time saved.
+    """
+    useful = [group for group in groups if group["saved"] > 0]
+    error, saved = sum(g["prediction_error"] ** 2 for g in useful), sum(g["saved"] for g in useful)
+    yield [], 1.0, 1.0
+    if not error or not saved:
+        return
+    dense: list[int] = []
+    error_left = saving_left = 1.0
+    for group in sorted(useful, key=lambda g: g["saved"] / max(g["prediction_error"], 1e-12) ** 2)[:-1]:
+        dense = [*dense, *group["layers"]]
+        error_left -= group["prediction_error"] ** 2 / error
+        saving_left -= group["saved"] / saved
+        yield dense, max(error_left, 0.0), saving_left
+
+
+def check(prompts: Sequence[str], methods: Sequence[Method | ComposedMethod]) -> None:
+    """Checks the arguments of `tune` that need no model; errors as there."""
+    if isinstance(prompts, str) or len(prompts) < 2:
+        raise ValueError("tune needs two prompts or more: some to calibrate, others to check the result")
+    if not methods:
+        raise ValueError("name the methods to try, or leave methods out")
+    if not isinstance(methods, list | tuple) or isinstance(methods, ComposedMethod):
+        raise ValueError(f"methods is a list of methods to try, not {methods!r}: write [foveate.ToMA()]")
+    for method in methods:
+        if not isinstance(method, Method | ComposedMethod):
+            raise ValueError(f"not a method: {method!r}; pass an instance such as foveate.ToMA()")
+        if any((p.dense_layers, p.start_percent, p.end_percent) != ("", 0, 1) for p in method.parts):
+            raise ValueError(
+                f"tune chooses dense_layers, start_percent and end_percent: leave them out of {method.title}"
+            )
+
+
+class _Search:
+    """One search: see the module.
+
+    Args:
+        measured: The `Measurements`, whose module is not imported here: importing foveate does not import diffusers.
+        budget: The budget.
+        calibration: Number of the first requests that calibrate.
+        say: Called with a line about every result.
+    """
+
+    def __init__(self, measured: Any, budget: Budget, calibration: int, say: Callable[[str], None]) -> None:
+        self.measured, self.budget, self.say = measured, budget, say
+        self.steps = measured.requests[0].steps
+        numbers = range(len(measured.requests))
+        self.calibration, self.held_out = list(numbers[:calibration]), list(numbers[calibration:])
+
+    def run(self, methods: Sequence[Method | ComposedMethod]) -> Preset:
+        """The preset; errors as of `tune`."""
+        costs: dict[Any, dict[str, Any]] = {}
+        for method in dict.fromkeys(methods):
+            costs[method] = self.measured.cost(method)
+            self.say(f"{method.title}: {_told(costs[method])}")
+        useful = [method for method, cost in costs.items() if cost.get("ratio", 1.0) * LEAST_GAIN <= 1]
+        if not useful:
+            told = "; ".join(f"{method.title}: {_told(cost)}" for method, cost in costs.items())
+            raise ValueError(f"no method saves time here: {told}")
+        layers = self.measured.layers(useful)
+        nearest = min(useful, key=lambda method: mean(costs[method]["errors"]))
+        parts = self.measured.slices(nearest)
+        front = settings(useful, costs, layers, _weights(parts, _by_step(costs[nearest], self.steps)))
+        found = bisect_left(front, True, key=lambda setting: self.holds(setting, self.calibration))
+        chosen = next(
+            (setting for setting in front[found:] if self.holds(setting, self.held_out) and self.gains(setting)), None
+        )
+        if chosen is None:
+            raise ValueError(self.gap(front[-1]))
+        return self.preset(
+            chosen,
+            {
+                "candidates": [
+                    {"method": method.title, **cost, "layers": layers.get(method, [])}
+                    for method, cost in costs.items()
+                ],
+                "parts_of_the_run": {"method": nearest.title, "parts": parts},
+            },
+        )
+
+    def scores(self, setting: Setting, numbers: list[int]) -> Iterator[float]:
+        """The scores of pictures with a setting."""
+        name = f"{1 / setting.time:.2f}x, {'held out' if numbers is self.held_out else 'calibration'}"
+        return self.measured.scores(name, [(number, setting.method) for number in numbers], self.budget.of)
+
+    def holds(self, setting: Setting, numbers: list[int]) -> bool:
+        """Whether all these pictures are within the budget. One that is not is looked at first the next time."""
+        scores: list[float] = []
+        for number, score in zip(numbers, self.scores(setting, numbers), strict=True):
+            scores.append(score)
+            if not score >= self.budget.at_least:  # also NaN
+                numbers.remove(number)
+                numbers.insert(0, number)
+                prompt = self.measured.requests[number].prompt
+                self.say(f"{setting.title}: {self.budget.name} {score:.5g} in {prompt!r}, not near enough")
+                return False
+        kind = "held-out" if numbers is self.held_out else "calibration"
+        worst = f"{self.budget.name} {min(scores):.5g} in the worst {kind} picture of {len(scores)}"
+        self.say(f"{setting.title}: {worst}")
+        return True
+
+    def speed_up(self, setting: Setting) -> float:
+        """Time of all dense steps over that with the setting, from the measured times of steps."""
+        return 1 / (1 - setting.active * (1 - self.measured.cost(setting.method)["ratio"]))
+
+    def gains(self, setting: Setting) -> bool:
+        """Whether the setting is faster than dense, as measured and not as predicted."""
+        if (speed_up := self.speed_up(setting)) < LEAST_GAIN:
+            self.say(f"{setting.title}: only {speed_up:.2f}x when measured, not worth it")
+        return speed_up >= LEAST_GAIN
+
+    def gap(self, setting: Setting) -> str:
+        """What is missing to the budget with the setting that comes nearest."""
+        worst, asked = min(self.scores(setting, self.calibration + self.held_out)), self.budget.at_least
+        if worst >= asked:
+            return f"no setting within the budget saves time: {setting.title} has {self.speed_up(setting):.2f}x"
+        return (
+            f"no setting that saves time reaches {self.budget.name} {asked:g} in every picture: the nearest, "
+            f"{setting.title}, has {worst:.5g} in the worst one, {asked - worst:.2g} too little"
+        )
+
+    def preset(self, setting: Setting, evidence: dict[str, Any]) -> Preset:
+        """The preset of a setting."""
+        from foveate.utils.device import dtype_name, versions
+
+        cost, requests = self.measured.cost(setting.method), self.measured.requests
+        numbers = sorted(self.held_out)
+        held_out = [
+            {
+                "prompt": requests[number].prompt,
+                "seed": requests[number].seed,
+                "score": _finite(score),
+                "dense_s": self.measured.seconds(number, None),
+                "picture_s": self.measured.seconds(number, setting.method),
+            }
+            for number, score in zip(numbers, self.scores(setting, numbers), strict=True)
+        ]
+        first = requests[0]
+        return Preset(
+            methods=setting.method.parts,
+            models=[describe(model) for model in self.measured.denoisers],
+            size=first.size,
+            grids=tuple(tuple(map(tuple, grids)) for grids in cost["grids"]),
+            evidence={
+                "budget": {"score": self.budget.name, "at_least": _finite(self.budget.at_least)},
+                "speed_up": self.speed_up(setting),
+                "step_s": {"dense": cost["dense_s"], "at work": cost["step_s"]},
+                "active_steps": setting.active,
+                "steps": first.steps,
+                "guidance": first.guidance,
+                "frames": first.frames,
+                "dtype": dtype_name(self.measured.pipeline.dtype),
+                "device": str(self.measured.pipeline._execution_device),
+                "versions": versions(),
+                "held_out": held_out,
+                **evidence,
+            },
+        )
+
+
+def _told(cost: dict[str, Any]) -> str:
+    """The cost of a method in words."""
+    return cost.get("why") or f"{1 / cost['ratio']:.2f}x a step, error of the prediction {mean(cost['errors']):.1%}"
+
+
+def _finite(number: float) -> float | None:
+    """The number, None if it is infinite: JSON has no infinity."""
+    return number if isfinite(number) else None

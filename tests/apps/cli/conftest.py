@@ -1,0 +1,17 @@
+"""Fixtures of the command line: an empty folder for every test, and a tiny pipeline."""
+
+import pytest
+
+from foveate.apps.demo.untrained import untrained_pipeline
+
+
+@pytest.fixture(autouse=True)
+def in_an_empty_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory):
+    path = tmp_path_factory.mktemp("models") / "tiny"
+    untrained_pipeline(layers=1, single_layers=1, heads=2, rope=(4, 4, 8)).save_pretrained(path)
+    return path

@@ -1,0 +1,169 @@
+"""Laws of `foveate icl`: through files it does what the library does."""
+
+import json
+from pathlib import Path
+from typing import get_args
+
+import numpy as np
+import pytest
+import tiny_lm
+import torch
+from PIL import Image
+from typer.testing import CliRunner
+
+from foveate import SubCP
+from foveate.apps.cli import app
+from foveate.apps.cli.icl import DRAWS, _compared
+from foveate.transformers.embeddings import hashed_ngrams
+from foveate.transformers.in_context import Host, prompt_with
+from foveate.utils.progress import silent
+
+WORDS = ["good", "bad", "film", "plot", "acting", "great", "poor", "music", "fun", "dull"]
+ROWS = [{"text": f"{WORDS[i % 10]} {WORDS[i * i % 7]} {WORDS[i * 3 % 8]}", "label": i % 3} for i in range(40)]
+
+
+@pytest.fixture(autouse=True)
+def in_a_folder_with_examples(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "pool.jsonl").write_text("\n".join(map(json.dumps, ROWS)))
+    np.save(tmp_path / "pool.npy", np.random.default_rng(0).normal(size=(40, 6)).astype(np.float32))
+
+
+def run(*arguments):
+    return CliRunner().invoke(app, ["icl", "pool.jsonl", *map(str, arguments)])
+
+
+def blocks(path="blocks.jsonl"):
+    with open(path) as file:
+        return [json.loads(line) for line in file]
+
+
+@pytest.mark.parametrize("strategy", ["global_local", "local_coherent"])
+def test_blocks_are_those_of_the_library_and_carry_their_examples(strategy):
+    result = run("--blocks", 4, "--size", 3, "--strategy", strategy, "--embeddings", "pool.npy")
+    assert result.exit_code == 0, result.output
+    want = SubCP(blocks=4, block_size=3, strategy=strategy).partition(np.load("pool.npy")).ids
+    assert [line["ids"] for line in blocks()] == want
+    assert [line["block"] for line in blocks()] == [0, 1, 2, 3]
+    assert all(line["examples"] == [ROWS[i] for i in line["ids"]] for line in blocks())
+    with Image.open("blocks.png") as picture:
+        assert picture.size[0] > 500
+    for words in ("union coverage", "random choice", "random partition"):
+        assert words in " ".join(result.output.split())
+
+
+def test_without_embeddings_the_text_is_hashed_and_labels_are_balanced():
+    result = run("--blocks", 3, "--size", 0, "--label", "label", "--balance", "proportional", "--out", "out/all.jsonl")
+    assert result.exit_code == 0, result.output
+    labels = [str(row["label"]) for row in ROWS]
+    sub = SubCP(blocks=3, block_size=None, balance="proportional")
+    want = sub.partition(hashed_ngrams([row["text"] for row in ROWS]), labels=labels).ids
+    assert [line["ids"] for line in blocks("out/all.jsonl")] == want
+    assert "label distance" in result.output
+
+
+def test_blocks_of_the_same_embeddings_and_settings_are_reused():
+    small = ["--blocks", 4, "--size", 3]
+    run(*small)
+    made = blocks()
+    assert "holds the blocks of these" in run(*small).output
+    assert blocks() == made
+    for other in (
+        ["--blocks", 4, "--size", 2],
+        [*small, "--embeddings", "pool.npy"],
+        [*small, "--order", "central_last"],
+    ):
+        result = run(*other)
+        assert "holds the blocks of these" not in result.output
+        assert blocks() != made
+        run(*small)
+
+
+def test_random_partitions_are_of_the_chosen_examples_and_random_choices_of_the_pool():
+    pool = torch.randn(60, 5, generator=torch.Generator().manual_seed(0))
+    blocks = SubCP(blocks=3, block_size=4).partition(pool)
+    reports = _compared("ours", blocks, None, silent)
+    (ours,) = reports["ours"]
+    assert [report.union_coverage for report in reports["random partition"]] == pytest.approx(
+        [ours.union_coverage] * DRAWS
+    )
+    assert max(report.union_coverage for report in reports["random choice"]) < ours.union_coverage
+    for kind in ("random partition", "random choice"):
+        assert len({round(report.mean_coverage, 5) for report in reports[kind]}) == DRAWS
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("model")
+    tiny_lm.language_model(dtype=torch.float32, max_position_embeddings=512).save_pretrained(folder)
+    tiny_lm.tokenizer().save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def words():
+    """Examples in the words of the tiny model."""
+    rows = [{"text": f"w{1 + i % 9} w{1 + i * i % 11} w{1 + i % 7}", "label": f"w{20 + i % 3}"} for i in range(24)]
+    with open("pool.jsonl", "w") as file:
+        file.write("\n".join(map(json.dumps, rows)))
+    return rows
+
+
+@pytest.mark.parametrize("host", get_args(Host))
+def test_a_host_answers_a_question_from_the_blocks(model, words, host):
+    asked = ["--blocks", 3, "--size", 2, "--label", "label", "--ask", "w3 w1", "--model", model, "--host", host]
+    result = run(*asked, "--mix", "poe")
+    assert result.exit_code == 0, result.output
+    sub = SubCP(blocks=3, block_size=2)
+    ours = sub.partition(hashed_ngrams([row["text"] for row in words]))
+    told = [[f"text: {words[i]['text']}\nlabel: {words[i]['label']}\n\n" for i in block] for block in ours.ids]
+    lm, tokenizer = tiny_lm.language_model(dtype=torch.float32, max_position_embeddings=512), tiny_lm.tokenizer()
+    reader = prompt_with(lm, tokenizer, told, host)
+    weights = ours.weights(hashed_ngrams(["w3 w1"])[0])
+    want = reader.probabilities("text: w3 w1\nlabel:", [" w20", " w21", " w22"], weights, "poe")
+    for probability in want.tolist():
+        assert f"{probability:.3f}" in result.output
+    written = run(*asked, "--mix", "poe", "--tokens", 3)
+    assert reader.generate("text: w3 w1\nlabel:", 3, weights, "poe") in written.output
+
+
+def test_with_a_file_of_embeddings_all_blocks_weigh_the_same(model, words):
+    np.save("few.npy", np.random.default_rng(0).normal(size=(24, 6)))
+    result = run("--size", 2, "--label", "label", "--embeddings", "few.npy", "--ask", "w3", "--model", model)
+    assert result.exit_code == 0, result.output
+    assert "all blocks weigh the same" in result.output
+
+
+@pytest.mark.parametrize("out", ["pool.jsonl", "./pool.jsonl", "link.jsonl", "blocks.png", "blocks", "a.jsonl"])
+def test_the_output_must_be_another_jsonl_file(out, tmp_path):
+    (tmp_path / "link.jsonl").symlink_to("pool.jsonl")
+    (tmp_path / "a.jsonl").mkdir()
+    before = sorted(tmp_path.iterdir())
+    result = run("--blocks", 2, "--size", 2, "--out", out, "--text", "none")  # which would fail at the first work
+    assert result.exit_code == 2
+    assert f"--out must name a file of blocks, not {Path(out)}" in " ".join(result.output.split())
+    assert [json.loads(line) for line in (tmp_path / "pool.jsonl").read_text().splitlines()] == ROWS
+    assert sorted(tmp_path.iterdir()) == before
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--blocks", 20], "40 examples cannot fill 20 blocks of 8: use at most 5 blocks or blocks of at most 2"),
+        (["--strategy", "random"], "'random' is not one of 'global_diverse', 'global_local'"),
+        (["--text", "words"], "has no 'words': name one of its columns, text, label"),
+        (["--embeddings", "pool.npy", "--embed", "m"], "give one of them"),
+        (["--embeddings", "none.npy"], "none.npy: No such file or directory"),
+        (["--balance", "equal"], "--balance needs --label"),
+        (["--max-similarity", 2], "must be a cosine between 0 and 1, not 2.0"),
+        (["--ask", "good"], "--ask needs --label"),
+        (["--host", "all"], "'all' is not one of 'concatenate', 'ensemble', 'parallel_windows'"),
+        (["--mix", "mean"], "'mean' is not one of 'moe', 'poe', 'max'"),
+        (["--ask", "good", "--label", "label", "--model", "nowhere"], "cannot load nowhere"),
+        (["--ask", " ", "--label", "label"], "--ask ' ' has no words"),
+    ],
+)
+def test_errors_name_the_value_and_the_remedy(arguments, message):
+    result = run(*arguments)
+    assert result.exit_code == 2
+    assert message in " ".join(result.output.replace("│", " ").split())

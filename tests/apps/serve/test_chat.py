@@ -1,0 +1,317 @@
+"""Laws of chat completions about documents, asked by OpenAI's client over HTTP."""
+
+import json
+import random
+import threading
+import time
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from copy import copy
+
+import httpx
+import openai
+import pytest
+import torch
+import uvicorn
+
+from foveate import InfoFlowKV
+from foveate.apps.demo.examples import write_examples
+from foveate.apps.serve.answerer import Answerer, Completion, Message, Question, _Sample
+from foveate.apps.serve.chat import local_chat_app
+from foveate.apps.serve.http import free_port
+from foveate.transformers import ChunkEncoder
+from foveate.transformers.documents import read_documents
+from foveate.transformers.index import index_documents
+from foveate.transformers.model import chat_frame, load
+from foveate.transformers.retrieval import choose
+from foveate_models import find
+
+PROMPT = "Question: {question}\nAnswer:"
+SETTINGS = {"prompt": PROMPT, "passage_tokens": 64, "max_new_tokens": 8}
+
+
+@contextmanager
+def serving(reader, **limits):
+    """The address of a service."""
+    app = local_chat_app(reader, "reader", **{"key": "secret", "batch": 2, "queue": 6, "timeout": 60.0} | limits)
+    port = free_port("127.0.0.1", 0)
+    server = uvicorn.Server(uvicorn.Config(app, port=port, log_level="warning", timeout_graceful_shutdown=5))
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    while not server.started:
+        time.sleep(0.01)
+    yield f"http://127.0.0.1:{port}"
+    server.should_exit = True
+    thread.join()
+
+
+@pytest.fixture(scope="module")
+def texts(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("texts")
+    questions, _ = write_examples(folder, 0)
+    documents = dict([*read_documents(folder / "facts").items()][:3])
+    told = "".join(documents.values())
+    questions = {
+        question: right for question, right in questions.items() if question.replace("what?", f"{right}.") in told
+    }
+    return documents, dict([*questions.items()][:4]), folder / "index"
+
+
+@pytest.fixture(scope="module")
+def reader(texts):
+    documents, _, folder = texts
+    model, tokenizer = load(find("reader"), "cpu", "float32")
+    encoder = ChunkEncoder(model, tokenizer, chat_frame(tokenizer)[0])
+    index = index_documents(folder, encoder, documents, 64)
+    index.build()
+    return Answerer(encoder, {"facts": index}, InfoFlowKV(), chat=False, **SETTINGS)
+
+
+@pytest.fixture(scope="module")
+def address(reader):
+    with serving(reader) as address:
+        yield address
+
+
+@pytest.fixture
+def ask(address):
+    client = openai.OpenAI(base_url=f"{address}/v1", api_key="secret", max_retries=0)
+
+    def ask(question, **options):
+        return client.chat.completions.create(
+            model="reader", messages=[{"role": "user", "content": question}], **options
+        )
+
+    with client:
+        yield ask
+
+
+def test_answers_are_those_of_the_library_from_an_index_from_documents_and_as_a_stream(reader, texts, ask):
+    documents, questions, _ = texts
+    index, (*given, last) = reader.indexes["facts"], documents.values()
+    for question, right in questions.items():
+        read = choose(index, question, 0)
+        for numbers, body in (read, {}), (range(3), {"documents": [*given, {"text": last}]}):
+            context = index.encoder.compose(index.load(numbers))
+            with context.patch(InfoFlowKV(), PROMPT.replace("{question}", question)) as patched:
+                expected, recomputed = patched.generate(max_new_tokens=8).strip(), len(patched.rows)
+            answer = ask(question, extra_body=body)
+            assert answer.choices[0].message.content == expected == right
+            assert answer.choices[0].finish_reason == "stop"
+            assert answer.passages == [str(i + 1) if body else [*documents][i] for i in numbers]
+            assert answer.usage.prompt_tokens == len(context) + len(patched.prompt)
+            assert answer.usage.prompt_tokens_details.cached_tokens == len(context) - recomputed
+            *pieces, end, usage = ask(question, extra_body=body, stream=True, stream_options={"include_usage": True})
+            assert "".join(piece.choices[0].delta.content for piece in pieces) == expected
+            assert (end.choices[0].finish_reason, usage.usage) == ("stop", answer.usage)
+    short = ask(question, max_tokens=1)
+    assert (short.choices[0].finish_reason, short.usage.completion_tokens) == ("length", 1)
+
+
+def test_clients_at_the_same_time_get_the_answers_of_one(texts, ask):
+    _, questions, _ = texts
+
+    def asked(question):
+        for _ in range(100):
+            try:
+                return ask(question).choices[0].message.content
+            except openai.RateLimitError as error:
+                time.sleep(0.05 * float(error.response.headers["Retry-After"]))
+        return None
+
+    with ThreadPoolExecutor(12) as clients:
+        answers = clients.map(asked, [*questions] * 6)
+    assert [*answers] == [*questions.values()] * 6
+    assert len(questions) == 4
+
+
+def test_a_seed_gives_the_same_sample_and_samples_follow_the_distribution(ask):
+    sampled = [
+        ask("what what?", temperature=2.0, seed=seed).choices[0].message.content for seed in (1, 1, *range(2, 9))
+    ]
+    assert sampled[0] == sampled[1]
+    assert len(set(sampled)) > 1
+    logits, draw = torch.tensor([[0.0, 1.0, 2.0, -1.0]]), _Sample(0.5, 0.97, 0)
+    counts = Counter(int(draw(None, logits).argmax()) for _ in range(4000))
+    expected = (logits[0, :3] / 0.5).softmax(0)[1:]  # the others are less than 3 % together
+    assert counts.keys() == {1, 2}
+    for token, share in zip((1, 2), expected / expected.sum(), strict=True):
+        assert abs(counts[token] / 4000 - share) < 4 * (share * (1 - share) / 4000) ** 0.5
+
+
+def test_conversations_are_those_of_the_chat_template_with_the_passages_first(reader):
+    turns = ["user", "assistant", "user"]
+    messages = [
+        Message(role="system", content="rule"),
+        *(Message(role=r, content=f"{r}{i}") for i, r in enumerate(turns)),
+    ]
+    plain = "rule\n\nQuestion: user0\nAnswer: assistant1\nQuestion: user2\nAnswer:"
+    assert reader._text_after(messages) == plain
+    tokenizer = copy(reader.encoder.tokenizer)
+    tokenizer.chat_template = "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}<end>{% endfor %}<assistant>"
+    before, _ = chat_frame(tokenizer)
+    encoder = ChunkEncoder(reader.encoder.model, tokenizer, before)
+    chatting = Answerer(encoder, {}, InfoFlowKV(), chat=True, **SETTINGS | {"prompt": "{question}"})
+    parts = ["PASSAGES" + "rule\n\nuser0", "assistant1", "user2"]
+    whole = tokenizer.apply_chat_template(
+        [{"role": role, "content": part} for role, part in zip(turns, parts, strict=True)], tokenize=False
+    )
+    assert f"{before}PASSAGES{chatting._text_after(messages)}" == whole
+    for wrong in (["assistant"], ["user", "user"], ["user", "assistant"], ["system"]):
+        with pytest.raises(ValueError, match="must alternate"):
+            reader._text_after([Message(role=role, content="a") for role in wrong])
+
+
+def question(text, emit=lambda text: None, **options):
+    return Question(Completion(messages=[Message(role="user", content=text)], **options), emit)
+
+
+def test_questions_that_are_answered_together_get_the_answers_of_each_alone(reader, texts):
+    documents, questions, _ = texts
+    given = [
+        ({}, {"max_tokens": 1}, {"documents": [*documents.values()]}, {"temperature": 2.0, "seed": 3})[i % 4]
+        for i in range(2 * len(questions))
+    ]
+    asked = [(text, options) for text, options in zip([*questions] * 2, given, strict=True)]
+    alone, said = [], [[] for _ in asked]
+    for text, options in asked:
+        reader.answer([single := question(text, **options)])
+        alone.append(single.outcome.result())
+    together = [question(text, pieces.append, **options) for (text, options), pieces in zip(asked, said, strict=True)]
+    refused = question("too long", max_tokens=9)
+    reader.answer([*together[:3], refused, *together[3:]])
+    assert [each.outcome.result() for each in together] == alone
+    assert ["".join(pieces) for pieces in said] == [outcome.text for outcome in alone]
+    assert len({outcome.completion for outcome in alone}) > 1
+    with pytest.raises(ValueError, match="max_tokens=9"):
+        refused.outcome.result()
+
+
+def test_a_broken_question_ends_alone(reader, texts, monkeypatch):
+    documents, questions, _ = texts
+    (text, right), *_ = questions.items()
+    monkeypatch.setattr(reader.indexes["facts"], "load", lambda numbers: 1 / 0)
+    asked = [question(text), question(text, documents=[*documents.values()])]
+    reader.answer(asked)
+    with pytest.raises(ZeroDivisionError):
+        asked[0].outcome.result()
+    assert asked[1].outcome.result().text == right
+
+
+def test_batches_are_divided_where_a_long_text_and_a_long_answer_do_not_fit_together(reader, texts, monkeypatch):
+    documents, (text, *_), _ = texts
+    short, long = {"documents": ["w. " * 3]}, {"documents": [*documents.values()], "max_tokens": 1}
+    readings = [reader._prepare(question(text, **options)) for options in (long, short, short, long)]
+    assert reader._grouped(readings) == [readings]
+    config, tokens = reader.encoder.model.config, len(readings[0].context) + len(readings[0].prompt)
+    monkeypatch.setattr(config, "max_position_embeddings", tokens + 1)
+    assert reader._grouped(readings) == [readings[:1], readings[1:3], readings[3:]]
+    reader.answer(asked := [each.question for each in readings])
+    assert all(each.outcome.result().completion for each in asked)
+
+
+def test_a_model_without_an_end_token_answers_one_question_at_a_time(reader, texts, monkeypatch):
+    _, (text, *_), _ = texts
+    monkeypatch.setattr(reader.encoder.model.generation_config, "eos_token_id", None)
+    reader.answer(asked := [question(text), question(text, max_tokens=1)])
+    assert [each.outcome.result().finish for each in asked] == ["length", "length"]
+
+
+def test_an_answer_for_which_nobody_waits_ends_and_the_others_are_right(reader, texts):
+    ((text, right), *_), said = texts[1].items(), []
+    gone, leaving, stays = question(text), question(text), question(text)
+    leaving.emit = lambda piece: (said.append(piece), leaving.outcome.cancel())
+    gone.outcome.cancel()
+    reader.answer([gone, leaving, stays])
+    assert len(said) == 1
+    assert stays.outcome.result().text == right
+
+
+class Waiting(Answerer):
+    """A reader whose answers take until nobody waits for them."""
+
+    def __init__(self):
+        self.indexes = {}
+        self.begun, self.stopped = threading.Semaphore(0), threading.Semaphore(0)
+
+    def answer(self, questions):
+        (waits,) = questions
+        waits.emit("so ")
+        self.begun.release()
+        while not waits.outcome.cancelled():
+            waits.emit("on ")
+            time.sleep(0.01)
+        self.stopped.release()
+
+
+def test_a_full_queue_refuses_and_work_stops_when_its_client_leaves_or_its_time_is_over():
+    reader = Waiting()
+    body = {"messages": [{"role": "user", "content": "a"}]}
+    with serving(reader, batch=1, queue=0, timeout=3.0, key="") as address, ThreadPoolExecutor(2) as clients:
+        post = lambda: httpx.post(f"{address}/v1/chat/completions", json=body, timeout=60)  # noqa: E731
+        both = [clients.submit(post) for _ in range(2)]
+        assert reader.begun.acquire(timeout=20)
+        while httpx.get(f"{address}/health").json()["busy"] < 2:
+            time.sleep(0.01)
+        refused = post()
+        assert (refused.status_code, refused.headers["Retry-After"]) == (429, "1")
+        assert [answer.result().status_code for answer in both] == [504, 504]
+        assert reader.stopped.acquire(timeout=20)
+        with pytest.raises(httpx.ReadTimeout):
+            httpx.post(f"{address}/v1/chat/completions", json=body, timeout=0.5)
+        assert reader.stopped.acquire(timeout=20)
+        with httpx.stream("POST", f"{address}/v1/chat/completions", json=body | {"stream": True}) as answer:
+            assert "so " in "".join(line for line, _ in zip(answer.iter_lines(), range(5), strict=False))
+        assert reader.stopped.acquire(timeout=20)
+        while httpx.get(f"{address}/health").json()["busy"]:
+            time.sleep(0.01)
+        status = httpx.get(f"{address}/metrics").text
+    assert 'foveate_requests_total{route="/v1/chat/completions",status="429"} 1.0' in status
+
+
+@pytest.mark.slow
+def test_a_thousand_fuzzed_requests_get_an_answer_or_one_clear_refusal(address, texts, capfd):
+    rng, (documents, questions, _) = random.Random(0), texts
+    odd = [
+        None,
+        -1,
+        0,
+        2**70,
+        1e308,
+        True,
+        "",
+        "a" * 5000,
+        "\0",
+        "\ud800",
+        [],
+        [[]],
+        {},
+        {"a": 1},
+        "é🙂",
+        float("nan"),
+    ]
+    statuses = Counter()
+    with httpx.Client(base_url=address, headers={"Authorization": "Bearer secret"}, timeout=60) as client:
+        for _ in range(1000):
+            message = {"role": "user", "content": rng.choice([*questions, "a", "\n\n", "{question}"])}
+            body = {
+                "model": "reader",
+                "messages": [message],
+                "max_tokens": rng.choice([1, 2, 4]),
+                "stream": rng.random() < 0.2,
+                "temperature": rng.choice([0, 0.5, 2]),
+            } | ({"documents": [*documents.values()]} if rng.random() < 0.3 else {})
+            for _ in range(rng.choice([0, 1, 1, 2])):
+                at = message if rng.random() < 0.3 else body
+                at[rng.choice([*at, "index", "top_p", "seed", "documents", "nothing"])] = rng.choice(odd)
+            content = json.dumps(body).encode()
+            if rng.random() < 0.2:
+                content = bytes(rng.choice(content) if rng.random() < 0.02 else byte for byte in content)
+            answer = client.post("/v1/chat/completions", content=content, headers={"content-type": "application/json"})
+            statuses[answer.status_code] += 1
+            if answer.status_code != 200:
+                assert 5 < len(answer.json()["error"]["message"]) < 500
+    assert statuses.keys() <= {200, 400, 404}
+    assert min(statuses[200], statuses[400]) > 100
+    assert "Traceback" not in capfd.readouterr().err
