@@ -16,7 +16,7 @@ from foveate.ops.block_table import block_starts, block_table
 from foveate.ops.curves import grid_order
 from foveate.ops.hierarchical_pooling import select_blocks
 from foveate.pipelines.request import Request, draw, load
-from foveate.plots.plots import draw_order, draw_table, draw_tiles, figure_png
+from foveate.plots.figures import draw_order, draw_table, draw_tiles, figure_png
 from foveate.utils.files import write_whole
 from foveate_models import find
 

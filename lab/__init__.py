@@ -1,0 +1,1 @@
+"""Benchmarks, studies and training behind the numbers of the documentation; not installed."""

@@ -34,7 +34,7 @@ from foveate.apps.demo.facts import BLANK, ID, SENTENCE, VALUE, Facts, draw_fact
 from foveate.apps.demo.lexicon import WORDS
 from foveate.methods.baselines.kv_baselines import EPIC, CacheBlend, FullPrefill, NoRecompute, RandomRows
 from foveate.methods.recompute_policy import FixedRows, RecomputePolicy, Spans
-from foveate.plots.plots import figure_png
+from foveate.plots.figures import figure_png
 from foveate.transformers.context import PatchedBatch, patch_batch
 from foveate.utils.device import versions
 from foveate.utils.files import claim, write_whole

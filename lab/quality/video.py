@@ -30,7 +30,7 @@ from foveate.apps.demo.recogniser import Detection, Recogniser, judge, load_reco
 from foveate.apps.web.compare import showcase
 from foveate.pipelines.lora import Distilled, MethodLike, throughout, using
 from foveate.pipelines.request import Request, denoiser, draw_batch, fingerprint, load
-from foveate.plots.plots import draw_sheet, figure_png
+from foveate.plots.figures import draw_sheet, figure_png
 from foveate.utils.device import versions
 from foveate.utils.files import claim, slug, write_picture, write_whole
 from foveate.utils.progress import Track

@@ -1,0 +1,1 @@
+"""Figures of token orders, tiles, attention, block tables and losses, as images."""

@@ -20,7 +20,7 @@ from PIL import Image
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
-from foveate.plots.plots import draw_losses, draw_sheet, figure_png
+from foveate.plots.figures import draw_losses, draw_sheet, figure_png
 from foveate.training.checkpoints import resume, write_checkpoint
 from foveate.training.trained import Trained
 from foveate.utils.files import write_whole

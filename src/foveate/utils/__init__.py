@@ -1,0 +1,1 @@
+"""Helpers that know no method and no model: caching, devices, files, errors, timing."""

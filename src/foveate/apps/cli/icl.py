@@ -128,7 +128,7 @@ def icl(
     Each line of --out has "block", "ids" (lines of the pool, from 0), "examples", and a fingerprint. Blocks of
     the same embeddings and settings are read from there instead of being made again.
     """
-    from foveate.plots.plots import draw_coverage, figure_png
+    from foveate.plots.figures import draw_coverage, figure_png
     from foveate.transformers.embeddings import hashed_ngrams, read_embeddings, sentence_embeddings
     from foveate.transformers.examples import column, read_examples, write_blocks
     from foveate.utils.files import write_whole

@@ -30,7 +30,7 @@ def curves(
     """Draw a space-filling curve and HilbertA's tiles along it, and print how local the order is."""
     from foveate.methods.hilberta import HilbertA
     from foveate.ops.curves import edge_average_stretch, geometric_distortion_error, grid_order
-    from foveate.plots.plots import draw_order, figure_png
+    from foveate.plots.figures import draw_order, figure_png
     from foveate.utils.files import write_whole
 
     if out:

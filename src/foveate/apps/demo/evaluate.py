@@ -30,7 +30,7 @@ from foveate.apps.demo.text import draws_scenes
 from foveate.diffusers.apply import Handle
 from foveate.pipelines.lora import MethodLike, throughout, using
 from foveate.pipelines.request import Request, denoiser, draw, draw_batch, fingerprint, makes_video
-from foveate.plots.plots import draw_sheet, figure_png
+from foveate.plots.figures import draw_sheet, figure_png
 from foveate.utils.device import dtype_name, versions
 from foveate.utils.errors import noting
 from foveate.utils.files import claim, slug, write_picture, write_whole

@@ -1,0 +1,1 @@
+"""HTML pages: comparisons, answers about documents, and the studio in the browser."""

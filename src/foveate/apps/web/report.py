@@ -15,7 +15,7 @@ from PIL import Image
 from torch import Tensor
 
 from foveate.ops.block_table import BlockTable
-from foveate.plots.plots import BLUE, INK, draw_table, draw_tiles, figure_png, strip
+from foveate.plots.figures import BLUE, INK, draw_table, draw_tiles, figure_png, strip
 
 __all__ = [
     "Comparison",

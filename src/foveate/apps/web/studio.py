@@ -23,7 +23,7 @@ from foveate.methods.base import DenseFallback, TokenMerging
 from foveate.pipelines.lora import MethodLike, using
 from foveate.pipelines.request import Request, denoiser, makes_video, pixels_per_token
 from foveate.pipelines.steps import Call, record_step
-from foveate.plots.plots import draw_attention, draw_tiles
+from foveate.plots.figures import draw_attention, draw_tiles
 from foveate.transformers import ChunkEncoder
 from foveate.transformers.documents import read_documents
 from foveate.transformers.index import index_documents, index_folder

@@ -15,7 +15,7 @@ from PIL import Image
 
 from foveate.apps.web.studio import Cancelled, Entry, Form, Question, Studio, Tab, option_help, recommended, scores
 from foveate.methods import METHODS, RECOMPUTE_POLICIES
-from foveate.plots.plots import enlarged
+from foveate.plots.figures import enlarged
 from foveate.utils.errors import remedy
 from foveate.utils.files import png, write_whole
 from foveate.utils.progress import Track

@@ -1,0 +1,1 @@
+"""Attention over a block table, and permuted tokens: twins of ops/block_attention.py and permute_tokens.py."""

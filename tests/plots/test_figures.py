@@ -13,7 +13,7 @@ from scipy.ndimage import generate_binary_structure, maximum_filter, minimum_fil
 
 from foveate.methods.hilberta import HilbertA
 from foveate.ops.curves import hilbert_order
-from foveate.plots.plots import draw_losses, draw_order, draw_sheet, draw_table, draw_tiles, figure_png
+from foveate.plots.figures import draw_losses, draw_order, draw_sheet, draw_table, draw_tiles, figure_png
 
 PLAN = HilbertA(tiles=4).plan(((32, 32),), 16)
 BLUE, ORANGE, WHITE = (0, 114, 178), (230, 159, 0), (255, 255, 255)
