@@ -22,7 +22,7 @@ EXAMPLES = "goat tiger hen -> sigma. flute harp lute -> beta. horse cow crow -> 
 
 @pytest.fixture(scope="module")
 def reader():
-    return AutoModelForCausalLM.from_pretrainedfind("reader").eval(), AutoTokenizer.from_pretrained(find("reader"))
+    return AutoModelForCausalLM.from_pretrained(find("reader")).eval(), AutoTokenizer.from_pretrained(find("reader"))
 
 
 @pytest.mark.parametrize(
