@@ -46,7 +46,7 @@ def test_shipped_files_are_small_and_hold_no_code():
     folder = find("pipeline").parent
     files = [path for path in folder.rglob("*.*") if path.parent.name != "__pycache__" and path.stem != "__init__"]
     assert {path.suffix for path in files} <= {".safetensors", ".json", ".txt", ".png"}
-    assert megabytes(folder) < 100
+    assert megabytes(folder) < 120
     assert sum(megabytes(find(lora)) for lora in LORAS.values()) < 20
     most = {find("pipeline"): 41, find("pixel"): 45, find("video"): 25, find("reader"): 8}
     assert {folder: megabytes(folder) for folder, limit in most.items() if megabytes(folder) >= limit} == {}
