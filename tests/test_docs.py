@@ -106,7 +106,15 @@ def test_the_page_of_the_built_in_reader_answers(run):
     assert run(sample).strip() == "flute"
 
 
-@pytest.mark.parametrize("page", sorted(path.relative_to(ROOT) for path in [ROOT / "README.md", *DOCS.glob("*.md")]))
+@pytest.mark.parametrize(
+    "page",
+    sorted(
+        path.relative_to(ROOT)
+        for pages in ("*.md", "docs/*.md", "lab/**/*.md", "models/*.md")
+        for path in ROOT.glob(pages)
+    ),
+    ids=str,
+)
 def test_links_of_a_page_lead_somewhere(page):
     text = re.sub(r"^```.*?^```", "", (ROOT / page).read_text(), flags=re.DOTALL | re.MULTILINE)
     links = re.findall(r"\]\((?!https?:)([^)#\s]*)(?:#([^)\s]*))?\)", text) + re.findall(r'src="([^"#]*)(#.*)?"', text)

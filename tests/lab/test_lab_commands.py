@@ -1,5 +1,9 @@
 """Laws of the lab's command line."""
 
+import re
+from fnmatch import fnmatch
+from pathlib import Path
+
 import pytest
 from accelerate.state import AcceleratorState
 from lab.__main__ import COMMANDS, app
@@ -33,6 +37,16 @@ def test_every_command_has_a_help_text(command):
     result = run(command, "--help")
     assert result.exit_code == 0
     assert "--out" in result.output
+
+
+def test_the_readme_names_every_command_every_study_and_every_result():
+    lab = Path(__file__).parent.parent.parent / "lab"
+    named = set(re.findall(r"`([^`]+)`", (lab / "README.md").read_text()))
+    scripts = [path for path in sorted(lab.glob("*/*.py")) if "__main__" in path.read_text()]
+    studies = [f"python -m lab.{path.parent.name}.{path.stem}" for path in scripts if path.stem != "parallel"]
+    assert {*studies, *(f"python -m lab {command}" for command in COMMANDS)} <= named
+    results = [path.name for path in lab.glob("results/*.json")]
+    assert [name for name in results if not any(fnmatch(name, pattern) for pattern in named)] == []
 
 
 @pytest.mark.usefixtures("as_a_user")
