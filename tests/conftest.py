@@ -4,7 +4,6 @@ import os
 import warnings
 from contextlib import contextmanager
 from importlib.util import find_spec
-from pathlib import Path
 
 import torch
 
@@ -12,21 +11,29 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
+import covering
 import jaxtyping
 import pytest
+import shape_check
 from hypothesis import settings
 
-ROOMS = Path(__file__).parent.parent / "src" / "foveate"
-jaxtyping.install_import_hook(  # Triton reads the source of its functions: those stay as they are
-    [f"foveate.{room.stem}" for room in ROOMS.iterdir() if room.stem != "kernels"], "shape_check.check"
-)
-
-settings.register_profile("foveate", deadline=None, max_examples=60)
-settings.load_profile("foveate")
+shape_check.install()
+settings.register_profile("fast", deadline=None, max_examples=15)
+settings.register_profile("exhaustive", deadline=None, max_examples=60)
 torch.set_num_threads(1)
 collect_ignore = ["kernels/compile_sm90.py"]  # a script
 if find_spec("triton") is None:  # there is none for macOS
     collect_ignore += ["kernels", "gpu/test_kernels.py"]
+
+
+def pytest_configure(config):
+    settings.load_profile("fast" if "not slow" in config.option.markexpr else "exhaustive")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items):
+    for item in covering.left_to_slow(items):
+        item.add_marker(pytest.mark.slow)
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -7,7 +7,6 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple
 from unittest import mock
 
-import pytest
 import tiny_lm
 import torch
 from diffusers import (
@@ -713,15 +712,6 @@ SPARSE = FAMILIES | {
     "ltx2": Family(ltx2, _video_inputs(ltx2_inputs), _VIDEOS, _WIDE, (0, None, 1, None, 2, None)),
 }  # fmt: skip
 """Families that sparse attention works in; tokens merge in the `FAMILIES` among them."""
-RARE = ("fibo", "animate", "anyflow", "helios", "kandinsky5", "ernie", "glm", "cosmos", "hunyuan_framepack")
-"""Families that the fast tests check by one law of several."""
-
-
-def named(*case):
-    """A case of a test whose first parameter is a family; those of rare families are slow."""
-    return pytest.param(*case, marks=pytest.mark.slow if case[0] in RARE else ())
-
-
 LLSA_ONLY = {"pixel": Family(pixel, _pixel_inputs, _SIZES, method=LLSA(top_k=1, min_tokens=0))}
 
 

@@ -9,7 +9,7 @@ import pytest
 import tiny
 import torch
 from reference import dense_mask, reference
-from tiny import FAMILIES, SPARSE, built, call, named
+from tiny import FAMILIES, SPARSE, built, call
 from torch.utils._pytree import tree_map
 
 import foveate
@@ -36,10 +36,17 @@ REFERENCES = {
 }
 
 
-every_family = pytest.mark.parametrize("name", [*map(named, SPARSE)])
+every_family = pytest.mark.parametrize("name", SPARSE)
 every_grid = pytest.mark.parametrize(
-    ("name", "grid"), [named(n, grid) for n in SPARSE for grid in SPARSE[n].grids[: 1 if n in tiny.RARE else None]]
+    ("name", "grid"), [(name, grid) for name in SPARSE for grid in SPARSE[name].grids]
 )
+
+
+def every_family_of(*cases, among=SPARSE):
+    """Parametrizes a test by cases of methods, each with the families in which they work."""
+    sparse = {methods: all(isinstance(method, SparseAttention) for method in methods) for methods in cases}
+    pairs = [(name, methods) for methods in cases for name in among if sparse[methods] or name in FAMILIES]
+    return pytest.mark.parametrize(("name", "methods"), pairs)
 
 
 def title(case):
@@ -108,20 +115,6 @@ def test_a_model_is_the_one_whose_attention_is_the_definition_of_the_method(name
             assert row.true == pytest.approx(1 - mask.double().mean().item())
 
 
-@pytest.mark.parametrize("name", tiny.RARE)
-def test_a_rare_model_is_dense_with_one_tile_and_the_definition_with_several(name):
-    model, x = built(name, SPARSE[name].grids[1], 2)
-    dense = call(model, x)
-    for method in HilbertA(tiles=1), SPARSE[name].method:
-        with reference(SPARSE[name], method, SPARSE[name].grids[1]):
-            want = call(model, x)
-        with foveate.apply(model, method) as run:
-            torch.testing.assert_close(call(model, x), want)
-            assert not any(whys(run))
-    assert (want - dense).abs().max() > 1e-6
-    assert torch.equal(call(model, x), dense)
-
-
 @every_grid
 @pytest.mark.parametrize(
     "method", [HilbertA(tiles=1), HilbertA(tiles=4, align=1, centre=1.0), ToDo(factor=1), ALL_BLOCKS], ids=title
@@ -180,21 +173,14 @@ def test_todo_reads_the_keys_of_every_other_row_and_column():
         assert {row.true for row in run.summary().layers} == {0.75}
 
 
-@every_family
-@pytest.mark.parametrize(
-    "methods",
-    [
-        (HilbertA(tiles=4, align=1),),
-        (LLSA(top_k=2, min_tokens=0),),
-        (ToMA(skip=0, tile=(4, 4)),),
-        (HilbertA(tiles=2), ToMA(skip=0)),
-        (ToMeSD(skip=0),),
-    ],
+@every_family_of(
+    (HilbertA(tiles=4, align=1),),
+    (LLSA(top_k=2, min_tokens=0),),
+    (ToMA(skip=0, tile=(4, 4)),),
+    (HilbertA(tiles=2), ToMA(skip=0)),
+    (ToMeSD(skip=0),),
 )
 def test_a_sample_does_not_depend_on_its_batch_mates(name, methods):
-    methods = [method for method in methods if name in FAMILIES or isinstance(method, SparseAttention)]
-    if not methods:
-        pytest.skip("tokens do not merge in this family")
     model, x = built(name, batch=3, **heads_for(name, methods[0]))
     with foveate.apply(model, *methods) as run:
         batch = call(model, x)
@@ -203,13 +189,13 @@ def test_a_sample_does_not_depend_on_its_batch_mates(name, methods):
         torch.testing.assert_close(call(model, tiny.sample(x, 1)), batch[1:2])
 
 
-@every_family
+@pytest.mark.parametrize(
+    ("name", "checkpointing"),
+    [(name, checkpointing) for name in SPARSE for checkpointing in {False, SPARSE[name].checkpoints}],
+)
 @pytest.mark.parametrize("method", [HilbertA(tiles=4, align=1), LLSA(top_k=2, min_tokens=0)], ids=title)
-@pytest.mark.parametrize("checkpointing", [False, True])
 def test_gradients_are_those_of_the_definition_whatever_runs_before_the_backward_pass(name, method, checkpointing):
     family = SPARSE[name]
-    if checkpointing and not family.checkpoints:
-        pytest.skip("diffusers cannot checkpoint this model")
     model, x = built(name, **heads_for(name, method))
     other = family.inputs(model, family.grids[1])
     dense = call(model, x)
@@ -343,12 +329,9 @@ def test_blocks_of_sd3_may_be_skipped(skipped):
         torch.testing.assert_close(call(model, x), want)
 
 
-@pytest.mark.parametrize("methods", [(HilbertA(tiles=1),), (LOSSLESS,)])
+@every_family_of((HilbertA(tiles=1),), (LOSSLESS,), among=tiny.MASKED)
 @pytest.mark.parametrize("missing", [0, 6])
-@pytest.mark.parametrize("name", [*map(named, tiny.MASKED)])
-def test_the_padding_of_a_text_is_left_out(methods, name, missing):
-    if name not in FAMILIES and not isinstance(methods[0], SparseAttention):
-        pytest.skip("tokens do not merge in this family")
+def test_the_padding_of_a_text_is_left_out(name, methods, missing):
     model, x = built(name, batch=2)
     text_name = tiny.text_name(name)
     text = x[text_name].shape[1]
@@ -366,7 +349,7 @@ def test_the_padding_of_a_text_is_left_out(methods, name, missing):
     torch.testing.assert_close(call(model, shorter), want)
 
 
-@pytest.mark.parametrize("name", [*map(named, (*tiny.MASKED, "zimage"))])
+@pytest.mark.parametrize("name", [*tiny.MASKED, "zimage"])
 @pytest.mark.parametrize("method", [HilbertA(tiles=1), HilbertA(tiles=4, align=1), LLSA(top_k=2, min_tokens=0)])
 def test_prompts_of_different_length_attend_by_the_definition(name, method):
     model, x = tiny.ragged(name, **heads_for(name, method))
@@ -379,20 +362,14 @@ def test_prompts_of_different_length_attend_by_the_definition(name, method):
     assert all(row.saved == 0 for row in rows) == (method == HilbertA(tiles=1))
 
 
-@pytest.mark.parametrize("name", [*map(named, (*tiny.MASKED, "zimage"))])
-@pytest.mark.parametrize(
-    "methods",
-    [
-        (HilbertA(tiles=4, align=1),),
-        (LLSA(top_k=2, min_tokens=0),),
-        (ToMA(skip=0, tile=(4, 4), granularity="module"),),
-        (HilbertA(tiles=2), ToMA(skip=0, granularity="block")),
-    ],
-    ids=("HilbertA", "LLSA", "ToMA", "both"),
+@every_family_of(
+    (HilbertA(tiles=4, align=1),),
+    (LLSA(top_k=2, min_tokens=0),),
+    (ToMA(skip=0, tile=(4, 4), granularity="module"),),
+    (HilbertA(tiles=2), ToMA(skip=0, granularity="block")),
+    among=(*tiny.MASKED, "zimage"),
 )
 def test_prompts_of_different_length_do_not_depend_on_each_other(name, methods):
-    if name not in FAMILIES and not all(isinstance(method, SparseAttention) for method in methods):
-        pytest.skip("tokens do not merge in this family")
     model, x = tiny.ragged(name, **heads_for(name, methods[0]))
     with foveate.apply(model, *methods) as run:
         batch, rows, saved = call(model, x), run.summary().layers, []

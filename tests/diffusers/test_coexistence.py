@@ -13,7 +13,7 @@ from diffusers.models.embeddings import ImageProjection, MultiIPAdapterImageProj
 from diffusers.models.transformers.transformer_flux import FluxAttnProcessor, FluxIPAdapterAttnProcessor
 from peft import LoraConfig
 from reference import reference
-from tiny import FAMILIES, built, call, named
+from tiny import FAMILIES, built, call
 
 import foveate
 from foveate import HilbertA, ToMA
@@ -23,7 +23,7 @@ from foveate.diffusers.card import card_of
 pytestmark = pytest.mark.usefixtures("no_grad")
 SPARSE = HilbertA(tiles=4, align=1)
 LOSSLESS = ToMA(keep=0.999, weights="hard", skip=0, tile=(4, 4), granularity="module", merge_mlp=True)
-every_family = pytest.mark.parametrize("name", [*map(named, FAMILIES)])
+every_family = pytest.mark.parametrize("name", FAMILIES)
 UNETS = "sdxl", "sd15"
 
 

@@ -9,7 +9,7 @@ from itertools import product
 import pytest
 import tiny
 import torch
-from tiny import FAMILIES, built, call, named
+from tiny import FAMILIES, built, call
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import foveate
@@ -23,7 +23,7 @@ from foveate.methods import ToFu, ToMeSD
 from foveate.ops.merging import IndexMerge, Merge
 
 pytestmark = pytest.mark.usefixtures("no_grad")
-every_family = pytest.mark.parametrize("name", [*map(named, FAMILIES)])
+every_family = pytest.mark.parametrize("name", FAMILIES)
 every_granularity = pytest.mark.parametrize("granularity", ["module", "block"])
 SPARSE = (HilbertA(tiles=2, centre=0.0, slide="curve"),)  # as "auto" is beside merging
 beside = pytest.mark.parametrize("sparse", [(), SPARSE], ids=["alone", "sparse"])
@@ -84,7 +84,7 @@ def seen_tokens(model, x):
 # --- what is exact ---
 
 
-@pytest.mark.parametrize(("name", "grid"), [named(n, grid) for n in FAMILIES for grid in FAMILIES[n].grids])
+@pytest.mark.parametrize(("name", "grid"), [(name, grid) for name in FAMILIES for grid in FAMILIES[name].grids])
 @pytest.mark.parametrize(
     ("sparse", "method"),
     [
