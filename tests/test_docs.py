@@ -7,12 +7,14 @@ import re
 import runpy
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import diffusers
 import pytest
 from PIL import Image
 
+import foveate
 from foveate.diffusers.card import CARDS
 
 ROOT = Path(__file__).parent.parent
@@ -134,7 +136,7 @@ def anchors(path):
 def test_each_image_and_each_result_is_on_a_page_and_each_page_is_in_the_navigation():
     pages = {path.name: path.read_text() for path in DOCS.glob("*.md")}
     shown = "".join(pages.values()) + (ROOT / "README.md").read_text()
-    files = [*DOCS.glob("images/**/*.png"), *RESULTS.glob("*.json")]
+    files = [*DOCS.glob("images/**/*.*g"), *RESULTS.glob("*.json")]
     assert [path.name for path in files if path.name not in shown] == []
     assert sorted(re.findall(r": ([\w-]+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)) == sorted(pages)
 
@@ -152,6 +154,36 @@ def test_the_tables_of_models_list_all_cards_and_nothing_that_does_not_exist():
 @pytest.mark.parametrize("name", re.findall(r"^::: (.*)$", (DOCS / "api.md").read_text(), flags=re.MULTILINE))
 def test_each_name_of_the_api_page_exists_and_is_documented(name):
     assert pkgutil.resolve_name(name).__doc__
+
+
+@pytest.mark.skipif(find_spec("triton") is None, reason="it names kernels")
+def test_each_name_of_the_architecture_page_exists():
+    rooms = "|".join(path.name for path in (ROOT / "src" / "foveate").iterdir() if path.is_dir())
+    names = re.findall(rf"`((?:{rooms})(?:\.\w+)+)`", (DOCS / "architecture.md").read_text())
+    assert len(names) > 50
+    for name in names:
+        pkgutil.resolve_name(f"foveate.{name}")
+
+
+def test_the_drawing_of_the_rooms_shows_their_imports(monkeypatch):
+    monkeypatch.chdir(ROOT)
+    drawing = runpy.run_path("docs/architecture.py")["drawing"]()
+    assert (DOCS / "images" / "architecture.svg").read_text() == drawing, "run python docs/architecture.py"
+
+
+def test_the_changelog_names_existing_modules_beside_those_that_moved():
+    rows = re.findall(r"^\| (`foveate.*`) \| (`foveate.*`) \|$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    before, after = (re.findall(r"`([\w.]+)`", " ".join(column)) for column in zip(*rows, strict=True))
+    assert all(find_spec(name) for name in after)
+    assert not any((ROOT / "src" / name.replace(".", "/")).with_suffix(".py").exists() for name in before)
+
+
+def test_the_citation_file_has_the_version_and_the_papers_of_the_readme():
+    citation = (ROOT / "CITATION.cff").read_text()
+    assert f"version: {foveate.__version__}" in citation
+    papers = re.findall(r"https://arxiv.org/abs/[\d.]+", (ROOT / "README.md").read_text())
+    assert len(papers) == 5
+    assert all(paper in citation for paper in papers)
 
 
 def numbers_of(value):
