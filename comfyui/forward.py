@@ -18,7 +18,7 @@ from torch import Tensor
 
 from foveate.diffusers.preset import Preset
 from foveate.methods import HilbertA, Method, ToMA
-from foveate.methods.base import AttentionPlan, DenseFallback, sparse_and_merging
+from foveate.methods.base import AttentionPlan, DenseFallback, default_skip, sparse_and_merging
 from foveate.ops.joint_attention import joint_attention
 from foveate.ops.merging import Regions, merged_pattern
 
@@ -203,8 +203,7 @@ class Foveated:
             raise DenseFallback(f"{type(model).__name__} is not known")
         references = inputs.get("ref_latents") or inputs.get("kwargs", {}).get("ref_latents") or []
         grids = tuple(grid_of(model, latent) for latent in (inputs["x"], *references))
-        if prod(grids[0]) < part.method.min_tokens:
-            raise DenseFallback(f"{prod(grids[0])} image tokens are fewer than min_tokens={part.method.min_tokens}")
+        part.method.check_tokens(prod(grids[0]))
         if self.grids and grids not in self.grids and not self._warned:
             log.warning("the preset was tuned for other sizes: error and gain are unknown here")
             self._warned = True
@@ -250,20 +249,19 @@ class Foveated:
         blocks, number = dict((options.get("patches_replace") or {}).get("dit") or {}), 0
         for kind, attribute in zip(("double_block", "single_block"), family.blocks, strict=False):
             length = len(getattr(model, attribute))
-            dense = min(5, length if (len(family.blocks), kind) == (2, "double_block") else length // 3)
-            dense = dense if method.skip is None else method.skip
-            for i in range(length):
-                if i < dense or number in method.dense_layer_set():
-                    part.layers["dense"] += 1
-                else:
+            skip = default_skip(length, double=(len(family.blocks), kind) == (2, "double_block"))
+            for i, merges in enumerate(method.merging_blocks(length, skip, number)):
+                if merges:
                     blocks[kind, i] = partial(merging.block, kind, blocks.get((kind, i)))
-                number += 1
+                else:
+                    part.layers["dense"] += 1
+            number += length
         return blocks
 
     def plan(self, key: Any, tokens: Tensor, regions: Regions) -> Any:
         """The plan of merging of these tokens, made anew where it is due."""
         method = self.merging.method
-        periods = self._step // method.dst_every, self._step // method.weights_every
+        periods = method.periods(self._step)
         made, plan = self._merges.get(key, (None, None))
         if made != periods:
             chosen = plan.chosen if made and made[0] == periods[0] else None

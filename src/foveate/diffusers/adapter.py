@@ -180,9 +180,7 @@ class ModelAdapter:
         """Whether each block of a stack merges, the first of which has this number."""
         if self.merging is None:
             return [False] * len(stack.blocks)
-        skip = stack.skip if self.merging.skip is None else self.merging.skip
-        dense = self.merging.dense_layer_set()
-        return [i >= skip and first + i not in dense for i in range(len(stack.blocks))]
+        return self.merging.merging_blocks(len(stack.blocks), stack.skip, first)
 
     def _add_layers(self, stack: Stack, i: int, number: int, attns: dict[str, Any], group: MergeGroup | None) -> None:
         """The attention layers of a block that merges with this group."""

@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor, nn
 
-from foveate.methods.base import DenseFallback, Grid, TokenMerging
+from foveate.methods.base import DenseFallback, Grid, TokenMerging, default_skip
 from foveate.utils.cache import cached_by_tensor
 
 __all__ = [
@@ -328,7 +328,7 @@ class Card:
     def stacks(self, model: nn.Module) -> Iterator[Stack]:
         """The stacks of blocks, in running order."""
         blocks: Any = getattr(model, self.blocks)
-        yield Stack(self.blocks, blocks, model, None, min(5, len(blocks) // 3))
+        yield Stack(self.blocks, blocks, model, None, default_skip(len(blocks)))
 
     def samples(self, inputs: dict[str, Any]) -> Tensor:
         """A tensor with a row for each sample of the batch, in the dtype and on the device of the tokens."""

@@ -106,7 +106,7 @@ class MergeGroup:
             self._made_for, self._order = made_for, regions.order
             self._plan = self._made = None  # another picture
         self._last = step.number
-        periods = step.number // self.method.dst_every, step.number // self.method.weights_every
+        periods = self.method.periods(step.number)
         if self._plan is not None and self._made == periods:
             self.merge = self._plan
             return

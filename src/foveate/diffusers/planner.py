@@ -178,8 +178,7 @@ class Planner:
                 raise DenseFallback("no scheduler tells the step, and start_percent to end_percent is part of the run")
             if not method.covers(progress):
                 raise DenseFallback(OUTSIDE)
-        if (tokens := stack.layout.only_images().tokens) < method.min_tokens:
-            raise DenseFallback(f"{tokens} image tokens are fewer than min_tokens={method.min_tokens}")
+        method.check_tokens(stack.layout.only_images().tokens)
         if self.card.padding_mask != "attention_mask" and any(
             given.get("attention_mask") is not None for given in (inputs, *self._attention_kwargs())
         ):

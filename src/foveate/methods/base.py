@@ -22,6 +22,7 @@ __all__ = [
     "SparseAttention",
     "TokenMerging",
     "UntiledPlan",
+    "default_skip",
     "layer_ranges",
     "sparse_and_merging",
 ]
@@ -104,6 +105,15 @@ class Method:
                 ) from None
         return frozenset(layers)
 
+    def check_tokens(self, tokens: int) -> None:
+        """Checks that an image has at least `min_tokens` tokens.
+
+        Raises:
+            DenseFallback: If it has fewer.
+        """
+        if tokens < self.min_tokens:
+            raise DenseFallback(f"{tokens} image tokens are fewer than min_tokens={self.min_tokens}")
+
     @property
     def always(self) -> bool:
         """Whether the method is active in every step, so that the current step need not be known."""
@@ -146,7 +156,7 @@ class AttentionPlan(Protocol):
 
     @property
     def orders(self) -> tuple[Tensor, ...]:
-        """Raster index of the image token at each position after the text; layer l uses ``orders[l % period]``."""
+        """Raster index of the image token at each position after the text, for layers in turn."""
         ...
 
     @property
@@ -159,7 +169,7 @@ class AttentionPlan(Protocol):
 
     @property
     def tables(self) -> tuple[Pattern, ...]:
-        """Attention patterns over [text | image in this order], of one shape; layer l uses ``tables[l % period]``."""
+        """Attention patterns over [text | image in this order], of one shape, for layers in turn."""
         ...
 
     @property
@@ -191,13 +201,7 @@ class UntiledPlan(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class SparseAttention(Method):
-    """A method that reorders the image tokens and restricts attention, by block tables or by what queries select.
-
-    Attributes:
-        period: Number of layers after which the attention patterns repeat.
-    """
-
-    period: int = 1
+    """A method that reorders the image tokens and restricts attention, by block tables or by what queries select."""
 
     def check_head_dim(self, head_dim: int) -> None:
         """Checks that the method supports heads of `head_dim` channels.
@@ -314,6 +318,21 @@ class TokenMerging(Method):
         others = (field.name for field in fields(self) if field.name != "keep")
         return f"{type(self).__name__} keep={self.keep:g}{self.non_defaults(others)}"
 
+    def merging_blocks(self, count: int, skip: int, first: int = 0) -> list[bool]:
+        """Whether each of the blocks of a kind merges.
+
+        Args:
+            count: Number of blocks.
+            skip: Number of leading blocks that stay dense unless `self.skip` says otherwise; see `default_skip`.
+            first: Number of the first of them among the attention layers of the model, for `dense_layers`.
+        """
+        skip, dense = skip if self.skip is None else self.skip, self.dense_layer_set()
+        return [i >= skip and first + i not in dense for i in range(count)]
+
+    def periods(self, step: int) -> tuple[int, int]:
+        """Numbers of the destinations and of the weights that a step uses. Steps share what has the same number."""
+        return step // self.dst_every, step // self.weights_every
+
     def at(self, depth: float) -> "TokenMerging":
         """The method for a block at this relative depth in the model, 0 to 1."""
         return self
@@ -352,6 +371,16 @@ class TokenMerging(Method):
             regions: Merge regions of this image.
             destinations: Destinations of an earlier plan (`Merge.chosen`), which get new weights. None picks new ones.
         """
+
+
+def default_skip(blocks: int, *, double: bool = False) -> int:
+    """Number of leading blocks of a kind that stay dense in a transformer with `skip=None`.
+
+    Args:
+        blocks: Number of blocks of the kind.
+        double: Whether they are the double blocks of a model that also has single blocks, as FLUX.
+    """
+    return min(5, blocks if double else blocks // 3)
 
 
 def sparse_and_merging(methods: Sequence[Method]) -> tuple[SparseAttention | None, TokenMerging | None]:

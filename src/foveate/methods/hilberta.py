@@ -32,9 +32,9 @@ class HilbertA(SparseAttention):
     """Sparse attention along a Hilbert curve. `tiles=1` or `centre=1.0` is exactly the dense model.
 
     Attributes:
+        period: Number of layers in which the tiles slide by one whole tile. 1 switches sliding off.
         tiles: Number of tiles. "auto" takes the largest of 16, 8, 4 and 2 that leaves 256 image tokens to a tile, and
             stays dense if none does.
-        period: Number of layers in which the tiles slide by one whole tile. 1 switches sliding off.
         slide: Where the tiles slide. "curve" is along the curve, as in the paper: tokens on both sides of a border
             between quadrants of the curve never share a tile. "diagonal" shifts the whole curve over the image, with
             wrap-around at the edges, so that neighbouring tokens share a tile in some layer; it does not combine with
@@ -58,8 +58,8 @@ class HilbertA(SparseAttention):
     Source: arXiv 2509.26538.
     """
 
-    tiles: int | Literal["auto"] = "auto"
     period: int = 4
+    tiles: int | Literal["auto"] = "auto"
     slide: Literal["auto", "curve", "diagonal"] = "auto"
     centre: float = 0.25
     curve: str = "hilbert"

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from itertools import count, pairwise
+from math import prod
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
@@ -426,9 +427,8 @@ def _stays_dense(pipe: Any, request: Request, method: MethodLike | None) -> Iter
     grid = request.size[0] // side, request.size[1] // side
     for part in method.parts if method and grid[0] * grid[1] <= LIVE_TOKENS else ():
         try:
-            if grid[0] * grid[1] < part.min_tokens:
-                yield f"{grid[0] * grid[1]} image tokens are fewer than min_tokens={part.min_tokens}"
-            elif isinstance(part, TokenMerging):
+            part.check_tokens(prod(grid))
+            if isinstance(part, TokenMerging):
                 part.regions((grid,))
             else:
                 part.plan((grid,), 0)  # type: ignore[attr-defined]  # sparse attention

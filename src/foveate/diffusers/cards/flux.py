@@ -9,7 +9,7 @@ from diffusers.models.transformers.transformer_flux2 import Flux2KVAttnProcessor
 from torch import Tensor, nn
 
 from foveate.diffusers.card import Card, Layout, Segment, Segments, Stack, image, text_and_padding
-from foveate.methods.base import DenseFallback
+from foveate.methods.base import DenseFallback, default_skip
 from foveate.utils.cache import cached_by_tensor
 
 __all__ = ["BriaFiboCard", "ChromaCard", "Flux2Card", "FluxCard", "grids_of"]
@@ -37,8 +37,8 @@ class FluxCard(Card):
         """Double-stream blocks, then single-stream blocks."""
         double: Any = model.transformer_blocks
         single: Any = model.single_transformer_blocks
-        yield Stack("transformer_blocks", double, model, "double", min(5, len(double)))
-        yield Stack("single_transformer_blocks", single, model, "single", min(5, len(single) // 3), self.joined)
+        yield Stack("transformer_blocks", double, model, "double", default_skip(len(double), double=True))
+        yield Stack("single_transformer_blocks", single, model, "single", default_skip(len(single)), self.joined)
 
 
 class Flux2Card(FluxCard):

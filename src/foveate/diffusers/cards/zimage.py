@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from foveate.diffusers.backend import context_of
 from foveate.diffusers.card import Card, Layout, Stack, image, padding, text
-from foveate.methods.base import DenseFallback
+from foveate.methods.base import DenseFallback, default_skip
 
 __all__ = ["ZImageCard"]
 
@@ -47,7 +47,7 @@ class ZImageCard(Card):
         refiner: Any = model.noise_refiner
         layers: Any = model.layers
         yield Stack("noise_refiner", refiner, refiner, "noise_refiner", len(refiner), joined=True)
-        yield Stack("layers", layers, model, "layers", min(5, len(layers) // 3), joined=True)
+        yield Stack("layers", layers, model, "layers", default_skip(len(layers)), joined=True)
 
     def samples(self, inputs: dict[str, Any]) -> Tensor:
         """The picture, as often as there are samples."""
