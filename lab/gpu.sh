@@ -56,7 +56,7 @@ flux_options() { # [4]
   mv out/options/step-flux-dev-compiled-cuda.json lab/results/step-flux-dev-options-cuda.json
 }
 
-flux_untrained() { # [6: what holds without training, see docs/quality.md, and tiles that slide along the curve]
+flux_untrained() { # [6: what holds without training, see docs/quality-without-training.md, and tiles that slide along the curve]
   local methods=(--method llsa:top_k=16) tiles how
   for tiles in 4 16; do
     methods+=(--method "hilberta:tiles=$tiles" --method "hilberta:tiles=$tiles,slide=curve")

@@ -1,6 +1,6 @@
 """Accuracy of in-context learning with blocks of Sub-CP, random blocks, baselines and controls, paired over pools.
 
-python -m lab.quality.examples --reader vote     # minutes on a CPU, as docs/benchmarks.md shows it
+python -m lab.quality.examples --reader vote     # minutes on a CPU, as docs/benchmarks-language.md shows it
 python -m lab.quality.examples --reader learner  # three learners; minutes on a GPU
 python -m lab.quality.examples --reader learner --width 64 --layers 3 --batch 64 --cells 8x8  # an hour on two cores
 
