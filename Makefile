@@ -17,7 +17,7 @@ test: lint
 	$(BIN)/pytest -n 2
 
 test-all: test
-	$(BIN)/pytest -n 2 -m "slow and not gpu"
+	TORCH="$(TORCH)" $(BIN)/pytest -n 2 -m "slow and not gpu"
 
 lint: .venv/dev
 	$(BIN)/ruff check .

@@ -28,13 +28,14 @@ from foveate.apps.cli.pictures import place_of
 from foveate.apps.demo.atlas import load_atlas
 from foveate.apps.demo.recogniser import Detection, Recogniser, judge, load_recogniser, recognise
 from foveate.apps.web.compare import showcase
+from foveate.pipelines.image_files import write_picture
 from foveate.pipelines.lora import Distilled, MethodLike, throughout, using
 from foveate.pipelines.request import Request, denoiser, draw_batch, fingerprint, load
 from foveate.plots.figures import draw_sheet, figure_png
+from foveate.tuning.similarity import psnr
 from foveate.utils.device import versions
-from foveate.utils.files import claim, slug, write_picture, write_whole
+from foveate.utils.files import claim, slug, write_whole
 from foveate.utils.progress import Track
-from foveate.utils.similarity import psnr
 from lab.quality.common import SHEETS, Batch, Commit, Pictures, Prompts, save_result
 from lab.quality.quality import load_distilled
 from lab.training.moving import DISTANCE, MovingScene, frame_scenes, moving_scenes, render_frames

@@ -8,7 +8,7 @@ import typer
 from PIL import Image, ImageDraw, ImageFont
 
 from foveate.apps.demo.atlas import CELL, EMOJI, NAMES
-from foveate.utils.files import write_picture
+from foveate.pipelines.image_files import write_picture
 
 __all__ = ["draw_atlas", "main"]
 

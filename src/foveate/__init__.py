@@ -6,11 +6,12 @@ Examples:
     >>> print(run.summary())
 """
 
+from typing import TYPE_CHECKING, Any
+
 from foveate.diffusers.apply import Handle, apply, remove, summary
 from foveate.diffusers.card import Card, register_card
 from foveate.diffusers.preset import Preset, load
 from foveate.methods import LLSA, HilbertA, InfoFlowKV, SubCP, ToMA
-from foveate.tuning.tune import Budget, tune
 
 __all__ = [
     "LLSA",
@@ -33,3 +34,15 @@ __all__ = [
 
 
 __version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from foveate.tuning.tune import Budget, tune
+
+
+def __getattr__(name: str) -> Any:
+    """`tune` and `Budget`, which need Pillow, when they are used."""
+    if name in ("Budget", "tune"):
+        from foveate.tuning import tune as module
+
+        return getattr(module, name)
+    raise AttributeError(f"module 'foveate' has no attribute {name!r}")

@@ -409,26 +409,32 @@ def refuses(pipe, asked, message):
 def test_what_a_pipeline_would_ignore_is_refused_with_a_remedy(pipe, today, tmp_path):
     picture().save(tmp_path / "first.png")
     flux, first = Request("a cat", (64, 96), 2, None, 0), (tmp_path / "first.png",)
-    refuses(pipe, flux._replace(frames=5), "draws pictures: leave --frames and --fps out, or name a video model")
-    refuses(pipe, flux._replace(fps=8), "draws pictures: leave --frames and --fps out")
-    refuses(pipe, flux._replace(guidance=3.0), r"no guidance scale \(3.0\): leave --guidance out, or add --negative")
-    refuses(pipe, flux._replace(negative="a dog"), "no effect with a guidance scale of 1.0: use one above 1")
-    refuses(pipe, flux._replace(images=first), "FluxPipeline takes no images: leave --image out")
+    refuses(pipe, flux._replace(frames=5), "generates images: leave frames and fps out, or name a video model")
+    refuses(pipe, flux._replace(fps=8), "generates images: leave frames and fps out")
     refuses(
-        today("flux2"), flux._replace(negative="a dog"), "Flux2Pipeline takes no negative prompt: leave --negative"
+        pipe,
+        flux._replace(guidance=3.0),
+        r"no guidance scale \(3.0\): leave the guidance out, or add a negative prompt",
     )
-    refuses(today("flux2"), flux._replace(guidance=3.0), "no guidance scale .* leave --guidance out$")
+    refuses(pipe, flux._replace(negative="a dog"), "no effect with a guidance scale of 1.0: use one above 1")
+    refuses(pipe, flux._replace(images=first), "FluxPipeline takes no images: leave them out")
+    refuses(
+        today("flux2"),
+        flux._replace(negative="a dog"),
+        "Flux2Pipeline takes no negative prompt: leave the negative prompt out",
+    )
+    refuses(today("flux2"), flux._replace(guidance=3.0), "no guidance scale .* leave the guidance out$")
     distilled = tiny_pipelines.klein()
     distilled.register_to_config(is_distilled=True)
     refuses(distilled, flux._replace(guidance=3.0), "no guidance scale")
-    refuses(today("wan", image=True), request("wan"), "starts from a picture: name its file with --image")
-    refuses(today("wan", image=True), request("wan", images=2 * first), "takes one image, not 2: name one --image")
+    refuses(today("wan", image=True), request("wan"), "starts from an image: name its file")
+    refuses(today("wan", image=True), request("wan", images=2 * first), "takes one image, not 2")
     broken = request("wan", images=(Path("nowhere.png"),))
-    refuses(today("wan", image=True), broken, "cannot read the picture nowhere.png: name a PNG or JPEG file")
+    refuses(today("wan", image=True), broken, "cannot read the image nowhere.png: name a PNG or JPEG file")
     check_request(today("flux2"), flux._replace(images=2 * first))
-    refuses(today("chronoedit"), request("chronoedit", frames=9), "always makes 5 frames: leave --frames out")
+    refuses(today("chronoedit"), request("chronoedit", frames=9), "always generates 5 frames: leave frames out")
     wide = request("joyimage", size=(64, 96))
-    refuses(today("joyimage"), wide, "would draw 192x128 px, not 96x64: use --size 192x128")
+    refuses(today("joyimage"), wide, "generates 192x128 px, not 96x64: use 192x128")
 
 
 @pytest.mark.parametrize(

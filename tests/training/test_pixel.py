@@ -166,7 +166,7 @@ def test_a_run_stops_in_time_and_can_be_extended(run):
 def test_a_run_of_other_stages_recipe_model_or_pictures_is_refused(run):
     run("out", STAGES)
     for stages in ([Stage((16, 16), 4, 2)], [Stage((16, 16), 3, 4), STAGES[1]], STAGES[:1]):
-        with pytest.raises(ValueError, match="has seen --sizes 16x16:4:4,16x24:3:2: begin with these and add more"):
+        with pytest.raises(ValueError, match="has seen sizes 16x16:4:4,16x24:3:2: begin with these and add more"):
             run("out", stages)
     for change in (
         {"recipe": PixelRecipe(rate=3e-3, average=0.9, seed=1)},

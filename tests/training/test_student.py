@@ -153,7 +153,7 @@ def test_a_student_may_start_from_a_lora(pipe, batch, tmp_path):
     again = Student(fresh, recipe(2), tiny.REQUEST, path)
     for ours, theirs in zip(again.trained, student.trained, strict=True):
         assert torch.equal(ours, theirs)
-    with pytest.raises(ValueError, match="does not fit: it needs the model and --rank it was made with"):
+    with pytest.raises(ValueError, match="does not fit: it needs the model and the rank it was made with"):
         Student(third, recipe(rank=2), tiny.REQUEST, path)
 
 

@@ -9,9 +9,9 @@ import torch
 from safetensors.torch import save_file
 
 from foveate import SubCP
+from foveate.apps.errors import remedy
 from foveate.transformers.embeddings import hashed_ngrams, read_embeddings, sentence_embeddings
 from foveate.transformers.examples import column, read_blocks, read_examples, write_blocks
-from foveate.utils.errors import remedy
 
 
 def test_csv_and_jsonl_hold_the_same_examples(tmp_path):

@@ -70,7 +70,7 @@ def test_a_chat_frame_surrounds_the_message_of_the_user():
 @pytest.mark.parametrize(
     ("template", "message"),
     [
-        (None, "no chat template: leave --chat out"),
+        (None, "no chat template: leave chat out"),
         (CHAT.replace("trim", "upper"), "changes the user's message"),
         (CHAT.replace("[end]", "{{ m['content'] }}"), "changes the user's message"),
     ],

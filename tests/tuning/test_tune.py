@@ -19,8 +19,8 @@ from foveate.methods.base import layer_ranges
 from foveate.nn.pixel_dit import PixelDiT
 from foveate.pipelines.request import Request, draw
 from foveate.tuning import measure
+from foveate.tuning.similarity import psnr, ssim
 from foveate.tuning.tune import _dense_layers, _weights, settings
-from foveate.utils.similarity import psnr, ssim
 
 PROMPTS = ["a cat", "an owl", "a car"]
 METHODS = [ToMA(keep=0.5, tile=(4, 4), skip=0), HilbertA(tiles=4)]

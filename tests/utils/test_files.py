@@ -7,7 +7,8 @@ from threading import Thread
 import pytest
 from PIL import Image, ImageSequence
 
-from foveate.utils.files import claim, slug, write_picture, write_whole
+from foveate.pipelines.image_files import write_picture
+from foveate.utils.files import claim, slug, write_whole
 
 
 @pytest.mark.parametrize("step", ["pathlib.Path.write_bytes", "os.replace"])
@@ -64,5 +65,5 @@ def test_any_prompt_gives_a_file_name():
 def test_a_folder_belongs_to_the_settings_that_claimed_it(tmp_path):
     claim(tmp_path / "run", {"steps": "2"})
     claim(tmp_path / "run", {"steps": "2"})
-    with pytest.raises(ValueError, match="holds pictures drawn with steps=2: name another folder with --out"):
+    with pytest.raises(ValueError, match="holds results of steps=2: name another folder"):
         claim(tmp_path / "run", {"steps": "3"})

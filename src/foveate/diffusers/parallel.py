@@ -24,14 +24,14 @@ def share_pictures(pipeline: Any, ranks: int) -> None:
         if getattr(model, "_cp_plan", None) is None:
             raise ValueError(
                 f"diffusers has no plan to divide a picture of {type(model).__name__} over processes: "
-                "use one process, or let each draw its own pictures with --split prompts"
+                "use one process, or let each process generate images of its own"
             )
         heads = model.config.num_attention_heads
         if not divides(heads, ranks):
             fitting = ", ".join(str(n) for n in range(2, heads + 1) if divides(heads, n))
             raise ValueError(
                 f"{heads} attention heads of {type(model).__name__} do not divide over {ranks} processes: "
-                f"use {fitting}, or let each draw its own pictures with --split prompts"
+                f"use {fitting}, or let each process generate images of its own"
             )
     for model in models:
         enable_parallelism(model, ulysses_degree=ranks, ulysses_anything=True)

@@ -1,16 +1,12 @@
 """Report of what ran in each layer."""
 
-import io
 import re
 from collections import Counter
 from html import escape
-from itertools import groupby
+from itertools import groupby, zip_longest
 from statistics import mean
-from textwrap import fill
+from textwrap import fill, wrap
 from typing import Any, NamedTuple
-
-from rich.console import Console
-from rich.table import Table
 
 __all__ = ["LayerReport", "Summary"]
 
@@ -73,22 +69,10 @@ class Summary(NamedTuple):
     def __str__(self) -> str:
         texts: list[str] = []
         for name, layers in self.models.items():
-            groups, file = grouped(layers), io.StringIO()
+            groups = grouped(layers)
             texts.append(fill(self._title(name), WIDTH))
-            table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
-            width = min(36, max(len(names) for names, _ in groups))
-            table.add_column("layers", overflow="fold", width=width)
-            table.add_column("method", overflow="fold", max_width=WIDTH - width - 28)
-            table.add_column("backend")
-            table.add_column("skipped", justify="right")
-            table.add_column("GFLOP", justify="right")
-            for name, group in groups:
-                if not group[0].why:
-                    skipped, saved = _numbers(group)
-                    table.add_row(name, group[0].method, group[0].backend, skipped, saved)
-            if table.row_count:
-                Console(file=file, width=WIDTH, force_terminal=False).print(table)
-                texts.append("\n".join(line.rstrip() for line in file.getvalue().splitlines()))
+            rows = [(names, g[0].method, g[0].backend, *_numbers(g)) for names, g in groups if not g[0].why]
+            texts += _table([("layers", "method", "backend", "skipped", "GFLOP"), *rows]) if rows else []
             whys = [f"dense: {name}: {group[0].why}" for name, group in groups if group[0].why]
             texts += [fill(why, WIDTH, subsequent_indent="  ", break_on_hyphens=False) for why in whys]
         return "\n".join(texts) or "no method is applied"
@@ -114,6 +98,19 @@ class Summary(NamedTuple):
         if name in self.replaced:
             texts.append(f"the pipeline has another {name} now, which is dense: apply again")
         return "; ".join(texts)
+
+
+def _table(rows: list[tuple[str, ...]]) -> list[str]:
+    """Lines of a table of names, methods, backends and two numbers; long cells are folded."""
+    names = min(36, max(len(row[0]) for row in rows))
+    methods = min(WIDTH - names - 30, max(len(row[1]) for row in rows))
+    lines: list[str] = []
+    for row in rows:
+        folded = (wrap(cell, width) for cell, width in zip(row, (names, methods, 8, 7, 7), strict=True))
+        for name, method, backend, skipped, saved in zip_longest(*folded, fillvalue=""):
+            line = f"{name:{names}}  {method:{methods}}  {backend:8}  {skipped:>7}  {saved:>7}"
+            lines.append(line.rstrip())
+    return lines
 
 
 def grouped(layers: list[LayerReport]) -> list[tuple[str, list[LayerReport]]]:

@@ -50,34 +50,33 @@ def check_request(pipeline: DiffusionPipeline, request: Request) -> None:
 def _check_guidance(pipeline: DiffusionPipeline, request: Request) -> None:
     known, scale = arguments(pipeline), scale_argument(pipeline, request)
     if request.negative is not None and "negative_prompt" not in known:
-        raise ValueError(f"{type(pipeline).__name__} takes no negative prompt: leave --negative out")
+        raise ValueError(f"{type(pipeline).__name__} takes no negative prompt: leave the negative prompt out")
     if request.guidance is not None and scale is None:
-        and_negative = ", or add --negative" if "true_cfg_scale" in known else ""
+        and_negative = ", or add a negative prompt" if "true_cfg_scale" in known else ""
         raise ValueError(
-            f"this model takes no guidance scale ({request.guidance}): leave --guidance out{and_negative}"
+            f"this model takes no guidance scale ({request.guidance}): leave the guidance out{and_negative}"
         )
     if request.negative is not None and scale is not None:
         strength = known[scale] if request.guidance is None else request.guidance
         if strength is not None and strength <= 1:
             raise ValueError(
-                f"a negative prompt has no effect with a guidance scale of {strength}: use one above 1, "
-                "such as --guidance 4"
+                f"a negative prompt has no effect with a guidance scale of {strength}: use one above 1, such as 4"
             )
 
 
 def _check_images(pipeline: DiffusionPipeline, request: Request) -> None:
     name, known = type(pipeline).__name__, arguments(pipeline)
     if request.images and "image" not in known:
-        raise ValueError(f"{name} takes no images: leave --image out, or name a model for editing or image to video")
+        raise ValueError(f"{name} takes no images: leave them out, or name a model for editing or image to video")
     if not request.images and (known.get("image") is Parameter.empty or any(word in name for word in NEEDS_IMAGE)):
-        raise ValueError(f"{name} starts from a picture: name its file with --image")
+        raise ValueError(f"{name} starts from an image: name its file")
     if len(request.images) > 1 and not name.startswith(SEVERAL_IMAGES):
-        raise ValueError(f"{name} takes one image, not {len(request.images)}: name one --image")
+        raise ValueError(f"{name} takes one image, not {len(request.images)}")
     for path in request.images:
         try:
             read_image(path)
         except OSError as error:
-            raise ValueError(f"cannot read the picture {path}: name a PNG or JPEG file with --image") from error
+            raise ValueError(f"cannot read the image {path}: name a PNG or JPEG file") from error
 
 
 def check_size(model: str, size: tuple[int, int]) -> None:
@@ -109,7 +108,7 @@ def _check_size(pipeline: DiffusionPipeline, size: tuple[int, int]) -> int:
     _check_sides(multiple, size)
     if buckets and (own := buckets.get_default_height_width(None, *size)) != size:  # JoyImage
         right, asked = (f"{width}x{height}" for height, width in (own, size))
-        raise ValueError(f"{type(pipeline).__name__} would draw {right} px, not {asked}: use --size {right}")
+        raise ValueError(f"{type(pipeline).__name__} generates {right} px, not {asked}: use {right}")
     return size[0] * size[1] // multiple**2
 
 
@@ -127,13 +126,13 @@ def _check_frames(pipeline: DiffusionPipeline, request: Request) -> int:
     if not makes_video(pipeline):
         if request.frames is not None or request.fps is not None:
             raise ValueError(
-                f"{type(pipeline).__name__} draws pictures: leave --frames and --fps out, or name a video model, "
-                "such as --model Wan-AI/Wan2.1-T2V-1.3B-Diffusers"
+                f"{type(pipeline).__name__} generates images: leave frames and fps out, or name a video model, "
+                "such as Wan-AI/Wan2.1-T2V-1.3B-Diffusers"
             )
         return 1
     known = arguments(pipeline)
     if "enable_temporal_reasoning" in known and request.frames not in (None, 5):  # ChronoEdit
-        raise ValueError(f"{type(pipeline).__name__} always makes 5 frames: leave --frames out")
+        raise ValueError(f"{type(pipeline).__name__} always generates 5 frames: leave frames out")
     frames = request.frames or known["num_frames"] or 1
     names = "vae_scale_factor_temporal", "vae_temporal_compression_ratio"
     packed = next((scale for name in names if (scale := getattr(pipeline, name, None))), 1)

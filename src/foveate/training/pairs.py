@@ -95,7 +95,7 @@ def _settings(pipeline: FluxPipeline | WanPipeline, request: Request, given: boo
 def _check(path: Path, source: str) -> None:
     with safe_open(path, "pt") as pair:
         if (before := pair.metadata()["source"]) != source:
-            raise ValueError(f"{path} was made of {before!r}, not of {source!r}: name another folder with --out")
+            raise ValueError(f"{path} was made of {before!r}, not of {source!r}: name another folder")
 
 
 def _drawn(family: Family, requests: Sequence[Request]) -> list[dict[str, Tensor]]:

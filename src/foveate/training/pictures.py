@@ -154,7 +154,7 @@ def captioned(folder: Path, prompts: Sequence[str] | None) -> dict[Path, str]:
     pictures = _picture_files(folder, "*")
     if prompts is None:
         if without := _uncaptioned(pictures):
-            raise ValueError(f"{without[0].name} has no caption: put one into {without[0].stem}.txt, or use --prompts")
+            raise ValueError(f"{without[0].name} has no caption: put one into {without[0].stem}.txt, or pass prompts")
         return {path: _caption(path) for path in pictures}
     if len(prompts) < len(pictures):
         raise ValueError(f"{len(pictures)} pictures in {folder}, but {len(prompts)} prompts: give one for each")

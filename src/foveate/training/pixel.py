@@ -184,7 +184,7 @@ class StageHistory(NamedTuple):
         step = sum(steps for *_, steps, _ in state["seen"])
         if StageHistory(self.stages, step).state_dict() != state:
             before = ",".join(f"{width}x{height}:{steps}:{batch}" for height, width, steps, batch in state["seen"])
-            raise ValueError(f"the run has seen --sizes {before}: begin with these and add more, or use another --out")
+            raise ValueError(f"the run has seen sizes {before}: begin with these and add more, or use another folder")
 
 
 class PixelTraining(Run):

@@ -113,7 +113,7 @@ def make_accelerator(device: torch.device, optimizer: str, mixed_precision: str 
         dataloader_config=DataLoaderConfiguration(non_blocking=True),
     )
     if accelerator.distributed_type == DistributedType.FSDP and optimizer != "adamw":
-        raise ValueError(f"{optimizer} needs whole weights, but FSDP has sharded them: use --optimizer adamw")
+        raise ValueError(f"{optimizer} needs whole weights, but FSDP has sharded them: use the optimizer adamw")
     return accelerator
 
 
@@ -217,7 +217,7 @@ class Run(ABC):
         until = began + 60 * options.minutes if until is None else until
         for loss in self._steps(steps):
             if not math.isfinite(loss):
-                raise ValueError(f"the loss of step {self.step} is {loss}: begin anew with a lower --rate")
+                raise ValueError(f"the loss of step {self.step} is {loss}: begin anew with a lower learning rate")
             now = time.monotonic()
             late, due = self._on_any_device(now > until, now > saved + 60 * options.checkpoint_minutes)
             last = late or self.step == steps

@@ -71,7 +71,7 @@ class Recipe:
         if self.levels not in LEVELS:
             raise ValueError(f"unknown levels {self.levels!r}: choose {' or '.join(LEVELS)}")
         if self.optimizer == "prodigy" and find_spec("prodigyopt") is None:
-            raise ValueError("prodigyopt is missing: pip install 'foveate[train]', or use --optimizer adamw")
+            raise ValueError("prodigyopt is missing: pip install 'foveate[train]', or use the optimizer adamw")
         if self.rank < 1 or self.batch < 1:
             raise ValueError(f"rank and batch must be 1 or more, not {self.rank} and {self.batch}")
         if self.rate is not None and self.rate <= 0:
@@ -117,7 +117,7 @@ class Student:
         self.transformer, self.recipe, self.start = pipeline.transformer, recipe, start
         self.dtype = self.transformer.dtype
         if self.dtype == torch.float16:
-            raise ValueError("gradients are too small for float16: use --dtype bfloat16 or float32")
+            raise ValueError("gradients are too small for float16: use bfloat16 or float32")
         self._add_lora()
         self._handle = apply(pipeline, recipe.method)
 
@@ -138,7 +138,7 @@ class Student:
         try:
             unknown = set_peft_model_state_dict(self.transformer, layers).unexpected_keys
         except RuntimeError as error:
-            raise ValueError(f"{start} does not fit: it needs the model and --rank it was made with") from error
+            raise ValueError(f"{start} does not fit: it needs the model and the rank it was made with") from error
         if unknown:
             raise ValueError(f"{start} does not fit this model, which has no {unknown[0]}")
 

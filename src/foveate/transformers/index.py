@@ -15,7 +15,8 @@ from foveate.transformers.chunk import ChunkCache
 from foveate.transformers.documents import Passage, split_documents
 from foveate.transformers.encoder import ChunkEncoder
 from foveate.transformers.fingerprint import digest
-from foveate.utils.files import Folder, slug
+from foveate.transformers.folder import Folder
+from foveate.utils.files import slug
 from foveate.utils.progress import Track, silent
 
 __all__ = [

@@ -102,7 +102,7 @@ def chat_frame(tokenizer: Any, chat: bool | None = None) -> tuple[str, str]:
     if chat is False or (chat is None and not tokenizer.chat_template):
         return tokenizer.bos_token or "", ""
     if not tokenizer.chat_template:
-        raise ValueError("the tokenizer has no chat template: leave --chat out, or name a chat model")
+        raise ValueError("the tokenizer has no chat template: leave chat out, or name a chat model")
     message = {"role": "user", "content": USER_TEXT}
     try:
         text = tokenizer.apply_chat_template(
@@ -110,12 +110,12 @@ def chat_frame(tokenizer: Any, chat: bool | None = None) -> tuple[str, str]:
         )
     except Exception as error:  # a template is a program, which may raise anything
         raise ValueError(
-            f"the chat template refuses a user's message ({error}): use --no-chat, and write the chat's opening into "
-            "--prefix"
+            f"the chat template refuses a user's message ({error}): turn chat off, and write its opening into "
+            "the prefix"
         ) from error
     if text.count(USER_TEXT) != 1:
         raise ValueError(
-            "the chat template changes the user's message: use --no-chat, and write the chat's opening into --prefix"
+            "the chat template changes the user's message: turn chat off, and write its opening into the prefix"
         )
     before, after = text.split(USER_TEXT)
     return before, after

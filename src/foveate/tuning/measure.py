@@ -22,13 +22,14 @@ from foveate.diffusers.adapter import ModelAdapter
 from foveate.diffusers.apply import apply, denoisers
 from foveate.diffusers.card import card_of
 from foveate.methods.base import layer_ranges
+from foveate.pipelines.image_files import write_picture
 from foveate.pipelines.lora import MethodLike, throughout
 from foveate.pipelines.request import Request, draw, fingerprint
 from foveate.pipelines.steps import Call
+from foveate.tuning.similarity import psnr
 from foveate.utils.device import dtype_name
-from foveate.utils.files import claim, slug, write_picture, write_whole
+from foveate.utils.files import claim, slug, write_whole
 from foveate.utils.progress import Track
-from foveate.utils.similarity import psnr
 from foveate.utils.timing import now
 
 __all__ = ["Measurements"]

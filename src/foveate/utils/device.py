@@ -31,7 +31,7 @@ def choose_device(device: str) -> torch.device:
         raise ValueError(f"unknown device {device!r}: use auto, cpu, cuda, cuda:1 or mps") from None
     missing = chosen.type == "cuda" and (chosen.index or 0) >= torch.cuda.device_count()
     if missing or (chosen.type == "mps" and not mps):
-        raise ValueError(f"this machine has no {device}: use --device cpu, or leave out --device")
+        raise ValueError(f"this machine has no {device}: use cpu or auto")
     return chosen
 
 

@@ -39,8 +39,7 @@ def join(device: str = "auto") -> "PartialState":
     launched = "LOCAL_RANK" in os.environ
     if launched and device not in ("auto", "cpu"):
         raise ValueError(
-            f"--device is auto or cpu with several processes, not {device}: "
-            "CUDA_VISIBLE_DEVICES says which GPUs there are"
+            f"several processes run on auto or cpu, not on {device}: CUDA_VISIBLE_DEVICES says which GPUs there are"
         )
     cpu = device == "cpu" or (launched and not torch.cuda.is_available())
     # sizes and objects go over gloo, so that the GPU never waits for them
@@ -96,4 +95,4 @@ def check_shared(folder: Path) -> None:
     if state.is_main_process:
         (folder / probe).unlink()
     if not all(seen):
-        raise ValueError(f"not all nodes see {folder} of the first one: name a folder they share with --out")
+        raise ValueError(f"not all nodes see {folder} of the first one: name a folder they share")

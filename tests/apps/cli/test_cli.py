@@ -113,7 +113,7 @@ def test_without_a_model_the_built_in_one_draws_and_names_the_words_it_does_not_
 
 def test_the_built_in_model_takes_no_guidance_scale(tmp_path):
     output = fails("generate", "a cat", "--guidance", 3, "--device", "cpu")
-    assert "takes no guidance scale (3.0): leave --guidance out" in output
+    assert "takes no guidance scale (3.0): leave the guidance out" in output
     assert list(tmp_path.iterdir()) == []
 
 
@@ -156,9 +156,9 @@ def test_without_an_encoder_nothing_is_drawn_and_the_remedy_is_named(wan, tmp_pa
 
 def test_options_that_a_pipeline_does_not_take_are_refused(folder, wan, tmp_path):
     for model, options, message in (
-        (folder, ["--frames", 5], "FluxPipeline draws pictures: leave --frames and --fps out, or name a video model"),
+        (folder, ["--frames", 5], "FluxPipeline generates images: leave frames and fps out, or name a video model"),
         (folder, ["--negative", "a dog"], "no effect with a guidance scale of 1.0: use one above 1"),
-        (folder, ["--image", "a.png"], "FluxPipeline takes no images: leave --image out"),
+        (folder, ["--image", "a.png"], "FluxPipeline takes no images: leave them out"),
         (wan, ["--frames", 6], "use a multiple of 4 plus 1, for example 5"),
     ):
         assert message in fails("generate", "a cat", "--model", model, "--size", "64x64", "--device", "cpu", *options)

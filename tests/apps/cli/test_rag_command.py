@@ -135,7 +135,7 @@ def test_a_chat_template_frames_documents_and_question(model, tmp_path):
     words.save_pretrained(chat)
     refused = run(chat, "w3")
     assert refused.exit_code == 2
-    assert "the chat template refuses a user's message (only tools may speak): use --no-chat" in said(refused)
+    assert "the chat template refuses a user's message (only tools may speak): turn chat off" in said(refused)
 
 
 def test_text_that_is_not_utf8_is_refused_in_one_line(model, tmp_path):

@@ -111,10 +111,10 @@ def test_pictures_do_not_depend_on_the_batch_and_more_prompts_can_be_added(pipe,
 
 def test_a_folder_of_other_settings_or_weights_is_refused(pipe, tmp_path):
     evaluate.evaluate(pipe, [], tmp_path, prompts=2, request=REQUEST)
-    with pytest.raises(ValueError, match=r"holds pictures drawn with steps=2: name another folder with --out"):
+    with pytest.raises(ValueError, match=r"holds results of steps=2: name another folder"):
         evaluate.evaluate(pipe, [], tmp_path, prompts=2, request=REQUEST._replace(steps=3))
     other = untrained_pipeline(layers=1, single_layers=1, heads=2, rope=(4, 4, 8), text_dim=32, text_layers=1, seed=1)
-    with pytest.raises(ValueError, match="holds pictures drawn with weights="):
+    with pytest.raises(ValueError, match="holds results of weights="):
         evaluate.evaluate(other, [], tmp_path, prompts=2, request=REQUEST)
 
 

@@ -18,7 +18,7 @@ from foveate.apps.web.compare import PAGE, _video_psnr, comparison, showcase
 from foveate.pipelines.lora import Distilled
 from foveate.pipelines.request import Request, draw
 from foveate.plots.figures import draw_tiles, strip
-from foveate.utils.similarity import psnr, ssim
+from foveate.tuning.similarity import psnr, ssim
 
 REQUEST = Request("a cat", (64, 64), 2, None, 0)
 

@@ -23,7 +23,7 @@ from foveate.apps.web.report import (
 )
 from foveate.methods.hilberta import HilbertA
 from foveate.plots.figures import draw_table, draw_tiles, figure_png
-from foveate.utils.similarity import detail_ssim, ssim
+from foveate.tuning.similarity import detail_ssim, ssim
 
 PLAN = HilbertA(tiles=4).plan(((32, 32),), 16)
 

@@ -12,7 +12,7 @@ from foveate.apps.web.studio import Cancelled, Form, Question, Studio, Tab, opti
 from foveate.apps.web.studio_page import file_of
 from foveate.methods import METHODS, ToMA, method_from_text
 from foveate.pipelines.request import draw
-from foveate.utils.similarity import psnr, ssim
+from foveate.tuning.similarity import psnr, ssim
 
 FORM = Form("a red apple", "toma", "keep=0.5", "tiny", "", "64", "2")
 

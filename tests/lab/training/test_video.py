@@ -211,7 +211,7 @@ def test_a_score_of_every_method_is_written_and_drawn_videos_are_kept(tmp_path, 
     assert result["scores"][0]["objects"] > 0.5
     assert len(list(tmp_path.rglob("eval-video/*/*.png"))) == 3 * 2
     video.untrained_video_pipeline(**TINY, seed=1).save_pretrained("model")
-    with pytest.raises(ValueError, match="holds pictures drawn with weights="):
+    with pytest.raises(ValueError, match="holds results of weights="):
         judged.main("model", side=32, frames=5, prompts=1, device="cpu", dtype="float32", commit="abc")
     with Image.open(tmp_path / "docs/images/video-32px.webp") as sheet:
         assert sheet.n_frames == 3

@@ -3,10 +3,14 @@
 import os
 from typing import Annotated
 
-import typer
+from foveate.apps.errors import require
 
-import foveate
-from foveate.apps.cli import (
+require("typer", "rich", "jinja2", "matplotlib", "PIL", "skimage")
+
+import typer  # noqa: E402
+
+import foveate  # noqa: E402
+from foveate.apps.cli import (  # noqa: E402
     bench,
     compare,
     demo,

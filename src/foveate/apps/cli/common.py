@@ -17,7 +17,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Column, Table
 
 from foveate.apps.demo import find
-from foveate.utils.errors import remedy
+from foveate.apps.errors import remedy
 from foveate.utils.processes import join, leave, rank_name
 from foveate.utils.progress import Track
 

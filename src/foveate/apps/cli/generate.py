@@ -46,10 +46,11 @@ from foveate.apps.cli.pictures import (
     settings_of,
     suffix_of,
 )
+from foveate.apps.errors import noting
 from foveate.diffusers.preset import Preset
 from foveate.methods import METHODS
-from foveate.utils.errors import noting
-from foveate.utils.files import claim, slug, write_picture, write_whole
+from foveate.pipelines.image_files import write_picture
+from foveate.utils.files import claim, slug, write_whole
 from foveate.utils.processes import check_shared, divide
 
 __all__ = ["generate"]

@@ -146,8 +146,8 @@ def remove(
 @clear_errors
 def info(place: Place) -> None:
     """Print the documents of an index, and how many of their passages are encoded."""
+    from foveate.transformers.folder import Folder
     from foveate.transformers.index import read_index
-    from foveate.utils.files import Folder
 
     damaged: list[str] = []
     documents, files = read_index(place, damaged), Folder(place).files()

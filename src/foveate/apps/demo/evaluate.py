@@ -27,16 +27,17 @@ from foveate.apps.demo.atlas import load_atlas
 from foveate.apps.demo.recogniser import FrechetDistance, Recogniser, judge, load_recogniser, recognise
 from foveate.apps.demo.scenes import Scene, Scenes, render, scenes
 from foveate.apps.demo.text import draws_scenes
+from foveate.apps.errors import noting
 from foveate.diffusers.apply import Handle
+from foveate.pipelines.image_files import write_picture
 from foveate.pipelines.lora import MethodLike, throughout, using
 from foveate.pipelines.request import Request, denoiser, draw, draw_batch, fingerprint, makes_video
 from foveate.plots.figures import draw_sheet, figure_png
+from foveate.tuning.similarity import psnr, ssim
 from foveate.utils.device import dtype_name, versions
-from foveate.utils.errors import noting
-from foveate.utils.files import claim, slug, write_picture, write_whole
+from foveate.utils.files import claim, slug, write_whole
 from foveate.utils.processes import check_shared, divide, join
 from foveate.utils.progress import Track, silent
-from foveate.utils.similarity import psnr, ssim
 
 __all__ = ["Interval", "Score", "evaluate", "load_dino", "score_table"]
 

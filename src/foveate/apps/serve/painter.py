@@ -13,10 +13,10 @@ from ray import serve
 
 from foveate.diffusers.apply import apply
 from foveate.pipelines.checks import check_request
+from foveate.pipelines.image_files import png
 from foveate.pipelines.lora import Distilled, MethodLike, load_lora, using
 from foveate.pipelines.pixel import PixelPipeline, as_method
 from foveate.pipelines.request import Request, draw_batch, load, makes_video, own_size, quiet, unread
-from foveate.utils.files import png
 
 __all__ = ["Job", "Painter", "Replica"]
 

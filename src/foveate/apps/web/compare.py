@@ -17,13 +17,14 @@ from foveate.diffusers.apply import Handle
 from foveate.methods import METHODS, ComposedMethod, HilbertA, ToMA
 from foveate.methods.base import sparse_and_merging
 from foveate.ops.block_table import BlockTable
+from foveate.pipelines.image_files import write_picture
 from foveate.pipelines.lora import Distilled, MethodLike, throughout, using
 from foveate.pipelines.request import Request, denoiser, draw, fingerprint, frame_rate, write_video
 from foveate.pipelines.steps import Call, record_step, time_steps
+from foveate.tuning.similarity import detail_ssim, psnr, ssim
 from foveate.utils.device import versions
-from foveate.utils.files import slug, write_picture, write_whole
+from foveate.utils.files import slug, write_whole
 from foveate.utils.progress import Track, silent
-from foveate.utils.similarity import detail_ssim, psnr, ssim
 from foveate.utils.timing import now
 
 __all__ = ["PAGE", "comparison", "draw_variant", "showcase"]

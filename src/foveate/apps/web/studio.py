@@ -21,6 +21,7 @@ from foveate.apps.web.rag import reply_page
 from foveate.apps.web.report import Variant, duration
 from foveate.methods import METHODS
 from foveate.methods.base import DenseFallback, TokenMerging
+from foveate.pipelines.image_files import write_picture
 from foveate.pipelines.lora import MethodLike, using
 from foveate.pipelines.request import Request, denoiser, makes_video, pixels_per_token
 from foveate.pipelines.steps import Call, record_step
@@ -31,9 +32,9 @@ from foveate.transformers.index import index_documents, index_folder
 from foveate.transformers.model import chat_frame, unknown_words
 from foveate.transformers.rag import Reply, ask, runs
 from foveate.tuning.attention_map import attention_layers, attention_map
-from foveate.utils.files import slug, write_picture
+from foveate.tuning.similarity import psnr, ssim
+from foveate.utils.files import slug
 from foveate.utils.progress import Track, silent
-from foveate.utils.similarity import psnr, ssim
 from foveate.utils.timing import now
 
 __all__ = [

@@ -13,11 +13,12 @@ from typing import Any
 import gradio as gr
 from PIL import Image
 
+from foveate.apps.errors import remedy
 from foveate.apps.web.studio import Cancelled, Entry, Form, Question, Studio, Tab, option_help, recommended, scores
 from foveate.methods import METHODS, RECOMPUTE_POLICIES
+from foveate.pipelines.image_files import png
 from foveate.plots.figures import enlarged
-from foveate.utils.errors import remedy
-from foveate.utils.files import png, write_whole
+from foveate.utils.files import write_whole
 from foveate.utils.progress import Track
 
 __all__ = ["build", "serve"]

@@ -7,7 +7,7 @@ import pytest
 from random_pictures import picture
 from skimage.metrics import structural_similarity
 
-from foveate.utils.similarity import psnr, ssim
+from foveate.tuning.similarity import psnr, ssim
 
 
 def test_psnr_is_its_formula():

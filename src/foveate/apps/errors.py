@@ -2,25 +2,41 @@
 
 from collections.abc import Generator
 from contextlib import contextmanager
+from importlib.util import find_spec
 
 import torch
 
-__all__ = ["noting", "remedy"]
+__all__ = ["noting", "remedy", "require"]
 
 EXTRAS = {
+    **dict.fromkeys(("typer", "rich", "jinja2", "matplotlib", "PIL", "skimage"), "apps"),
     "diffusers": "diffusers",
-    "transformers": "transformers",
-    "tokenizers": "transformers",
-    "bm25s": "transformers",
-    "accelerate": "diffusers,train",
-    "peft": "diffusers,train",
+    **dict.fromkeys(("transformers", "tokenizers", "bm25s", "fsspec"), "transformers"),
+    **dict.fromkeys(("accelerate", "peft"), "diffusers,train"),
+    "prodigyopt": "train",
     "imageio_ffmpeg": "diffusers,video",
     "gradio": "ui",
     "ray": "diffusers,serve",
-    "fastapi": "transformers,serve",
+    **dict.fromkeys(("fastapi", "uvicorn", "prometheus_client"), "transformers,serve"),
+    "s3fs": "s3",
     "sentence_transformers": "sentence-transformers",
 }
 """Extras of foveate that install optional packages, by package."""
+
+
+def require(*packages: str) -> None:
+    """Check that packages are installed, without importing them.
+
+    Raises:
+        ImportError: If one is not; the message says what to install.
+    """
+    for package in packages:
+        if find_spec(package) is None:
+            raise ImportError(_what_to_install(package))
+
+
+def _what_to_install(package: str) -> str:
+    return f"this needs {package}: pip install 'foveate[{EXTRAS[package]}]'"
 
 
 @contextmanager
@@ -43,7 +59,7 @@ def remedy(error: Exception) -> str:
         return ""
     package = (error.name or "").split(".")[0] if isinstance(error, ModuleNotFoundError) else ""
     if package in EXTRAS:
-        return f"this needs {package}: pip install 'foveate[{EXTRAS[package]}]'"
+        return _what_to_install(package)
     if isinstance(error, OSError) and error.filename and error.strerror:
         return f"{error.filename}: {error.strerror}"
     return (str(error).strip() or "something failed without a message").splitlines()[0]
