@@ -43,8 +43,8 @@ from foveate.transformers.index import ChunkIndex
 from foveate.transformers.rag import ask
 from foveate.transformers.retrieval import bm25
 from foveate.tuning import measure
+from foveate.tuning.similarity import psnr
 from foveate.tuning.tune import Budget, settings, tune
-from foveate.utils.similarity import psnr
 from foveate_models import find
 
 BEFORE = Path(__file__).parent / "unchanged"

@@ -298,7 +298,7 @@ def test_a_comparison_leaves_out_what_cannot_be_applied(stable_diffusion, tmp_pa
 
 # --- models of today, from prompt to picture or video ---
 
-FIRST = (Path(__file__).parents[1] / "diffusers" / "pictures" / "dense-96x160.png",)
+FIRST = (Path(__file__).parents[1] / "unchanged" / "dense-96x160.png",)
 TODAY = {
     "flux2": (HilbertA(tiles=4), {}),
     "klein": (HilbertA(tiles=4), {}),
