@@ -9,7 +9,7 @@ import torch
 __all__ = ["noting", "remedy", "require"]
 
 EXTRAS = {
-    **dict.fromkeys(("typer", "rich", "jinja2", "matplotlib", "PIL", "skimage"), "apps"),
+    **dict.fromkeys(("typer", "rich", "jinja2", "matplotlib", "PIL", "skimage", "psutil"), "apps"),
     "diffusers": "diffusers",
     **dict.fromkeys(("transformers", "tokenizers", "bm25s", "fsspec"), "transformers"),
     **dict.fromkeys(("accelerate", "peft"), "diffusers,train"),
