@@ -1,4 +1,8 @@
-"""The choice of the fast tests: a law runs in one family of each kind, the next one each time, and else is slow."""
+"""The choice of the fast tests among the cases of a law. The others are slow: `make test-all` runs them.
+
+* Where one parameter is a family of models, as `name`, the law runs in a family of each kind, the next one each time.
+* Where parameters multiply, each value of each is in one case: the diagonal of the product.
+"""
 
 from collections import Counter, defaultdict
 from collections.abc import Iterator
@@ -23,18 +27,32 @@ KIND = {family: kind for kind, families in KINDS.items() for family in families}
 
 
 def left_to_slow(items: list[pytest.Item]) -> Iterator[pytest.Item]:
-    """The tests with a family as `name` that the fast tests leave out.
-
-    Tests of one function that differ in family (and `grid`) alone are one law: it runs in one family of each kind.
-    """
-    laws, turns = defaultdict(lambda: defaultdict(list)), Counter()
+    """The tests that the fast tests leave out."""
+    laws = defaultdict(list)
     for item in items:
-        case = dict(item.callspec.params) if isinstance(item, pytest.Function) and hasattr(item, "callspec") else {}
-        family, _ = case.pop("name", None), case.pop("grid", None)
-        if family in KIND:
-            laws[item.path, item.originalname, KIND[family], repr(case)][family].append(item)
-    for (path, _, kind, _), families in laws.items():
-        chosen = list(families)[turns[path, kind] % len(families)]
-        turns[path, kind] += 1
-        for family in families.keys() - {chosen}:
-            yield from families[family]
+        if isinstance(item, pytest.Function) and hasattr(item, "callspec") and not item.get_closest_marker("slow"):
+            laws[item.path, item.originalname].append(item)
+    turns = Counter()
+    for (path, _), cases in laws.items():
+        kinds = defaultdict(lambda: defaultdict(list))  # the cases by kind and parameters but the family, by family
+        for item in cases:
+            given = dict(item.callspec.params)
+            family, _ = given.pop("name", None), given.pop("grid", None)
+            if family in KIND:
+                kinds[KIND[family], repr(given)][family].append(item)
+        for (kind, _), families in kinds.items():
+            chosen = list(families)[turns[path, kind] % len(families)]
+            turns[path, kind] += 1
+            for family in families.keys() - {chosen}:
+                yield from families[family]
+        if not kinds:
+            yield from off_the_diagonal(cases)
+
+
+def off_the_diagonal(cases: list[pytest.Function]) -> Iterator[pytest.Function]:
+    """The cases of a product of parameters but those in which each has its next value each time."""
+    ids = [tuple(item.callspec._idlist) for item in cases]  # one of each `parametrize`
+    values = [list(dict.fromkeys(column)) for column in zip(*ids, strict=True)]
+    turns = range(max(map(len, values)))
+    diagonal = {tuple(column[turn % len(column)] for column in values) for turn in turns}
+    yield from (item for item, case in zip(cases, ids, strict=True) if case not in diagonal)
