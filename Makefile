@@ -14,10 +14,10 @@ demo: .venv/foveate
 	$(BIN)/foveate compare "a red apple above a blue car on a green background" --steps 16 --out demo
 
 test: lint
-	$(BIN)/pytest -n 2
+	$(BIN)/pytest -n 2 --dist worksteal
 
 test-all: test
-	TORCH="$(TORCH)" $(BIN)/pytest -n 2 -m "slow and not gpu"
+	TORCH="$(TORCH)" $(BIN)/pytest -n 2 --dist worksteal -m "slow and not gpu"
 
 lint: .venv/dev
 	$(BIN)/ruff check .

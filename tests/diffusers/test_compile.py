@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 SETUP = """
-import logging, tiny, torch, foveate
+import logging, sys, tiny, torch, foveate
 from torch._dynamo.utils import counters
 torch.set_grad_enabled(False)
 logging.disable()
@@ -22,6 +22,7 @@ near = lambda a, b: torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
 """
 
 FAMILY = """
+torch._dynamo.reset()
 name, config, methods, (first, total) = {case}
 family = tiny.SPARSE[name]
 model = family.make(dtype=torch.float32, **config)
@@ -40,6 +41,7 @@ for block in model.modules():
         block.compile(fullgraph=True, backend="eager")
 near(tiny.call(model, inputs[0]), dense[0])
 counters.clear()
+print(name, methods, file=sys.stderr)
 with foveate.apply(model, *methods):
     near(tiny.call(model, inputs[0]), wanted[0])
     assert graphs() <= first, graphs()
@@ -53,51 +55,50 @@ with foveate.apply(model, *methods):
 near(tiny.call(model, inputs[0]), dense[0])
 """
 
-# family, configuration with more layers than Dynamo's limit of 8 recompiles, methods,
+# by kind of family: family, configuration with more layers than Dynamo's limit of 8 recompiles, methods,
 # most graphs (for one size, for three sizes or steps): one for each class of blocks, not one for each layer
 DEEP = "dict(layers=1, single_layers=10)"
 SINGLE = "dict(num_layers=1, num_single_layers=10)"
+TEN = "dict(num_layers=10)"
 WIDE = "dict(layers=1, single_layers=10, **tiny.FAMILIES['flux'].wide)"
+WIDE_SD3 = "caption_projection_dim=64, num_layers=12, attention_head_dim=32, num_attention_heads=2"
 UNET = "dict(block_out_channels=(64, 64), transformer_layers_per_block=(1, 6), attention_head_dim=2)"
-SD15 = "dict(block_out_channels=(64, 128, 128), attention_head_dim=2)"
+HILBERTA = "[foveate.HilbertA(tiles=4)]"
+LLSA = "[foveate.LLSA(top_k=2, min_tokens=0)]"
 TOMA = "foveate.ToMA(skip=0, tile=(4, 4), weights_every=1, dst_every=2)"
+BOTH = "[foveate.HilbertA(tiles=4), foveate.ToMA()]"
 CASES = {
-    "flux": f"'flux', {DEEP}, [foveate.HilbertA(tiles=4)], (2, 6)",
-    "flux merged": f"'flux', {DEEP}, [{TOMA}], (5, 5)",
-    "flux both": f"'flux', {DEEP}, [foveate.HilbertA(tiles=4), foveate.ToMA()], (5, 5)",
-    "flux merged blocks": f"'flux', {DEEP}, [foveate.ToMA(granularity='block', skip=1)], (5, 5)",
-    "flux llsa": f"'flux', {WIDE}, [foveate.LLSA(top_k=2, min_tokens=0)], (2, 6)",
-    "flux2": f"'flux2', {SINGLE}, [foveate.HilbertA(tiles=4)], (2, 6)",
-    "flux2 both": f"'flux2', {SINGLE}, [foveate.HilbertA(tiles=4), foveate.ToMA()], (5, 5)",
-    "qwen": "'qwen', dict(num_layers=10), [foveate.HilbertA(tiles=4)], (2, 8)",
-    "qwen both": "'qwen', dict(num_layers=10), [foveate.HilbertA(tiles=4), foveate.ToMA()], (5, 5)",
-    "ovis": f"'ovis', {SINGLE}, [foveate.HilbertA(tiles=4)], (2, 7)",
-    "krea2": "'krea2', dict(num_layers=10), [foveate.HilbertA(tiles=4)], (2, 8)",
-    "krea2 both": "'krea2', dict(num_layers=10), [foveate.HilbertA(tiles=4), foveate.ToMA()], (5, 5)",
-    "hunyuan_image": f"'hunyuan_image', {SINGLE}, [foveate.HilbertA(tiles=4)], (3, 9)",
-    "hunyuan_image both": f"'hunyuan_image', {SINGLE}, [foveate.HilbertA(tiles=4), foveate.ToMA()], (5, 5)",
-    "hunyuan_video": f"'hunyuan_video', {SINGLE}, [foveate.HilbertA(tiles=4)], (3, 10)",
-    "hunyuan_video both": f"'hunyuan_video', {SINGLE}, [foveate.HilbertA(tiles=4), foveate.ToMA()], (7, 7)",
-    "hunyuan_video15": "'hunyuan_video15', dict(num_layers=10), [foveate.HilbertA(tiles=4)], (1, 6)",
-    "ltx": "'ltx', dict(num_layers=10), [foveate.HilbertA(tiles=4)], (1, 4)",
-    "ltx2": "'ltx2', dict(num_layers=10), [foveate.HilbertA(tiles=4)], (1, 4)",
-    "zimage": "'zimage', dict(n_layers=10), [foveate.HilbertA(tiles=4)], (4, 6)",
-    "zimage both": "'zimage', dict(n_layers=10), [foveate.HilbertA(tiles=4), foveate.ToMA()], (6, 6)",
-    "sd3 llsa": "'sd3', dict(caption_projection_dim=64, num_layers=12, attention_head_dim=32, num_attention_heads=2), "
-    "[foveate.LLSA(top_k=2, min_tokens=0)], (3, 6)",
-    "sdxl merged": f"'sdxl', {{}}, [{TOMA}], (5, 5)",
-    **{
-        f"{name} {method}": f"{name!r}, {config}, [{method}], (5, 5)"
-        for name, config in (("sdxl", UNET), ("sd15", SD15))
-        for method in (
-            "foveate.HilbertA(tiles=4)",
-            "foveate.methods.ToDo()",
-            "foveate.LLSA(top_k=2, min_tokens=0)",
-            "foveate.HilbertA(dense_layers='0')",
-        )
-    },
+    "flux both": [f"'flux', {DEEP}, {BOTH}, (5, 5)"],
+    "flux": [
+        f"'flux', {DEEP}, {HILBERTA}, (2, 6)",
+        f"'flux', {DEEP}, [{TOMA}], (5, 5)",
+        f"'flux', {DEEP}, [foveate.ToMA(granularity='block', skip=1)], (5, 5)",
+        f"'flux', {WIDE}, {LLSA}, (2, 6)",
+    ],
+    "double blocks, then single": [
+        f"'flux2', {SINGLE}, {HILBERTA}, (2, 6)",
+        f"'ovis', {SINGLE}, {HILBERTA}, (2, 7)",
+        f"'hunyuan_image', {SINGLE}, {HILBERTA}, (3, 9)",
+        f"'hunyuan_video', {SINGLE}, {HILBERTA}, (3, 10)",
+        f"'hunyuan_video', {SINGLE}, {BOTH}, (7, 7)",
+    ],
+    "blocks with text": [
+        f"'qwen', {TEN}, {HILBERTA}, (2, 8)",
+        f"'qwen', {TEN}, {BOTH}, (5, 5)",
+        f"'krea2', {TEN}, {HILBERTA}, (2, 8)",
+        f"'hunyuan_video15', {TEN}, {HILBERTA}, (1, 6)",
+        f"'zimage', dict(n_layers=10), {BOTH}, (6, 6)",
+        f"'sd3', dict({WIDE_SD3}), {LLSA}, (3, 6)",
+    ],
+    "blocks beside text": [f"'ltx', {TEN}, {HILBERTA}, (1, 4)", f"'ltx2', {TEN}, {HILBERTA}, (1, 4)"],
+    "U-Nets": [
+        f"'sdxl', {{}}, [{TOMA}], (5, 5)",
+        f"'sdxl', {UNET}, {HILBERTA}, (5, 5)",
+        f"'sdxl', {UNET}, {LLSA}, (5, 5)",
+        f"'sdxl', {UNET}, [foveate.HilbertA(dense_layers='0')], (5, 5)",
+        "'sd15', dict(block_out_channels=(64, 128, 128), attention_head_dim=2), [foveate.methods.ToDo()], (5, 5)",
+    ],
 }
-FAST = "flux", "flux both"
 GRAPH_CASES = {
     "flux": f"'flux', {WIDE}, [foveate.HilbertA(tiles=4)]",
     "flux merged": f"'flux', {WIDE}, [{TOMA}]",
@@ -225,16 +226,14 @@ def slow(script):
 
 
 SCRIPTS = {
-    **{
-        name: FAMILY.format(case=case) if name in FAST else slow(FAMILY.format(case=case))
-        for name, case in CASES.items()
-    },
-    "prompts of different length": RAGGED.format(methods="[foveate.HilbertA(tiles=4)]", most=12),
+    **{name: slow("".join(FAMILY.format(case=case) for case in cases)) for name, cases in CASES.items()},
+    "flux both": FAMILY.format(case=CASES["flux both"][0]),
+    "prompts of different length": slow(RAGGED.format(methods="[foveate.HilbertA(tiles=4)]", most=12)),
     "prompts of different length, both": slow(
         RAGGED.format(methods="[foveate.HilbertA(tiles=4), foveate.ToMA(skip=0)]", most=12)
     ),
     "blocks after apply": slow(REGIONAL_AFTER),
-    "torch.compile": WHOLE.format(compile='compiled = torch.compile(model, backend="eager", fullgraph=True)'),
+    "torch.compile": slow(WHOLE.format(compile='compiled = torch.compile(model, backend="eager", fullgraph=True)')),
     "model.compile": slow(WHOLE.format(compile='compiled = model; model.compile(backend="eager")')),
     "benchmark": slow(BENCHMARK),
     "inductor": pytest.param(INDUCTOR, marks=pytest.mark.gpu),

@@ -67,12 +67,12 @@ CHANGES = {"exclude_selected": True}, {"exclude_selected": True} | MASKED, {"rew
 @pytest.mark.parametrize(
     ("tokens", "levels", "top_k", "more"),
     [
-        (1, 1, 1, {"heads": 8}),  # the LSE and the gradients of one head alone may be near 0
+        (1, 1, 1, {"heads": 4}),  # the LSE and the gradients of one head alone may be near 0
         (17, 1, 3, {"dim": 16, "extra": 3}),
         (255, 2, 8, {"dim": 16, "extra": 3}),
         (257, 3, 3, {"dim": 16, "extra": 5}),
         (100, 2, 2, {"batch": 2, "extra": 40} | MASKED),
-        (135, 1, 3, {"block": 32, "dim": 40, "heads": 2}),
+        (135, 1, 3, {"block": 32, "dim": 40}),
         *((60, 1, 3, change) for change in CHANGES[1:]),
         *(
             slow(*size, {"dim": 16} | half)
@@ -129,8 +129,8 @@ def test_a_selection_with_gaps_is_masked_even_if_all_else_is_full(monkeypatch):
 
 @pytest.mark.usefixtures("large_tiles")
 def test_lists_and_gradients_may_have_any_strides():
-    q, k, v = (torch.randn(2, 2, 40, 16).requires_grad_() for _ in range(3))
-    grad = torch.randn(2, 2, 40, 16)
+    q, k, v = (torch.randn(1, 2, 40, 16).requires_grad_() for _ in range(3))
+    grad = torch.randn(1, 2, 40, 16)
     lists = portable(q, k, v, None, None, None, None, OPTIONS)[2]
     results = []
     for turn in (torch.Tensor.contiguous, lambda x: x.mT.contiguous().mT):
@@ -213,6 +213,7 @@ def test_nan_and_infinity_propagate_as_on_the_portable_path(where, value):
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(*found, strict=True))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("large_tiles")
 def test_every_custom_op_passes_opcheck():
     q, k, v, *extras = (torch.randn(1, 1, n, 32).requires_grad_() for n in (20, 20, 20, 4, 4))
@@ -258,11 +259,12 @@ def test_the_kernels_support_half_precision_on_nvidia_gpus(monkeypatch, device, 
 
 
 @pytest.mark.parametrize(
-    ("tokens", "levels", "top_k", "block"), [(700, 3, 2, 16), (1500, 2, 5, 16), (260, 1, 3, 16), (1100, 2, 3, 32)]
+    ("tokens", "levels", "top_k", "block"),
+    [(300, 3, 2, 16), (260, 1, 3, 16), slow(700, 3, 2, 16), slow(1500, 2, 5, 16), slow(1100, 2, 3, 32)],
 )
 def test_readers_equal_the_transposed_selection(monkeypatch, tokens, levels, top_k, block):
     monkeypatch.setattr(backward, "RUN", 3)
     monkeypatch.setattr(backward, "RUNS", 5)
     monkeypatch.setattr(backward, "AT_ONCE", 4)  # several steps per run
-    q, k = (torch.randn(2, 3, tokens, 16) for _ in range(2))
+    q, k = (torch.randn(2, 2, tokens, 16) for _ in range(2))
     check_readers(q, k, padding(2, tokens), top_k, block, levels)
