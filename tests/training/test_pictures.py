@@ -103,4 +103,5 @@ def test_scenes_are_training_scenes_by_number():
     pixels, caption = pictures.picture(7, (32, 32))
     assert caption == scene.caption
     assert torch.equal(pixels, render(load_atlas(), Scenes.of([scene]), 32)[0] * 2 - 1)
-    assert not set(captions) & {ScenePictures(4).picture(index, (16, 16))[1] for index in range(40)}
+    others = ScenePictures(4)
+    assert not set(captions) & {others.picture(index, (16, 16))[1] for index in range(40)}

@@ -589,7 +589,7 @@ def test_distill_never_uses_evaluation_captions_of_the_built_in_model(folder, mo
     monkeypatch.setattr("foveate.training.pairs._drawn", some_drawn)
     drawn = []
     assert run("distill", "--pictures", 30, "--steps", 1, *DISTIL).exit_code != 0  # there is nothing in the pairs
-    judged = {scene.caption for _, scene in zip(range(5000), scenes(42, evaluation=True), strict=False)}
+    judged = {scene.caption for _, scene in zip(range(500), scenes(42, evaluation=True), strict=False)}
     assert len(set(drawn)) > 25
     assert not set(drawn) & judged
 
