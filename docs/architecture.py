@@ -46,7 +46,7 @@ ROOMS = {
     "methods": Room("one paper a file: what attends to what, which tokens merge", 4, 1, 3),
     "ops": Room("the definitions in plain PyTorch", 5, 0, 2),
     "kernels": Room("the same on GPUs", 5, 3, 3),
-    "utils": Room("caching, devices, files, errors", 6, 0, 3),
+    "utils": Room("caching, devices, files, timing", 6, 0, 3),
 }
 
 

@@ -174,7 +174,8 @@ def test_the_drawing_of_the_rooms_shows_their_imports(monkeypatch):
 def test_the_changelog_names_existing_modules_beside_those_that_moved():
     rows = re.findall(r"^\| (`foveate.*`) \| (`foveate.*`) \|$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
     before, after = (re.findall(r"`([\w.]+)`", " ".join(column)) for column in zip(*rows, strict=True))
-    assert all(find_spec(name) for name in after)
+    for name in after:
+        pkgutil.resolve_name(name)
     assert not any((ROOT / "src" / name.replace(".", "/")).with_suffix(".py").exists() for name in before)
 
 

@@ -1,1 +1,1 @@
-"""Helpers that know no method and no model: caching, devices, files, errors, timing."""
+"""Helpers that know no method and no model: caching, devices, files, timing."""

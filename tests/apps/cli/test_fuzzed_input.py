@@ -9,7 +9,7 @@ from matplotlib.figure import Figure
 from typer.testing import CliRunner
 
 from foveate.apps.cli import app
-from foveate.plots import plots
+from foveate.plots import figures
 from foveate.transformers import model
 
 PYTHON = re.compile(r"\b(None|Traceback|NoneType|errno|codec|tensor|dict|kwargs|self|\w+Error|block_size)\b|\w=|<=")
@@ -174,7 +174,7 @@ def one_reader():
     """All commands share a reader, which none changes, and draw no plot: both take most of the time."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(model, "load", cache(model.load))
-        patch.setattr(plots, "draw_coverage", lambda reports: Figure())
+        patch.setattr(figures, "draw_coverage", lambda reports: Figure())
         yield
 
 
