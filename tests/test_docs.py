@@ -12,6 +12,8 @@ from pathlib import Path
 
 import diffusers
 import pytest
+from doc_tables import tables
+from lab import scale
 from PIL import Image
 
 import foveate
@@ -187,37 +189,46 @@ def test_the_citation_file_has_the_version_and_the_papers_of_the_readme():
     assert all(paper in citation for paper in papers)
 
 
-def numbers_of(value):
-    """All numbers of a JSON document."""
-    if isinstance(value, dict | list):
-        items = value.values() if isinstance(value, dict) else value
-        return [number for item in items for number in numbers_of(item)]
-    return [value] if isinstance(value, int | float) else []
+PAGES = {path.name: path.read_text() for path in (ROOT / "README.md", *sorted(DOCS.glob("*.md")))}
 
 
-@pytest.mark.parametrize(
-    "page",
-    [
-        *("benchmarks-attention.md", "benchmarks-hosts.md", "benchmarks-language.md", "benchmarks-steps.md"),
-        *("quality-images.md", "quality-pixel-model.md", "quality-videos.md", "quality-without-training.md"),
-        *("benchmarks.md", "distill.md", "llsa.md", "pixel-dit.md", "toma.md"),
-    ],
-)
-def test_each_number_of_a_table_is_in_the_results_that_its_section_names(page):
-    sections = re.split(r"^##+ ", (DOCS / page).read_text(), flags=re.MULTILINE)
-    named = [(section, re.findall(r"([\w-]+\.json)`", section)) for section in sections]
-    for section, names in [(section, names) for section, names in named if names]:
-        check_tables(section, names)
+@pytest.mark.parametrize("page", [page for page, text in PAGES.items() if tables(text)])
+def test_each_number_of_a_table_is_that_of_its_row_and_column_in_the_results(page):
+    for table in tables(PAGES[page]):
+        assert table.comments or not table.has_numbers(), f"{page}: no comment names the results of {table.head}"
+        assert not table.differences(), "\n".join([page, *table.differences()])
 
 
-def check_tables(section, names):
-    found = [number for name in names for number in numbers_of(json.loads((RESULTS / name).read_text()))]
-    scales = {"ms": 1e3, "%": 100, "GB": 1e-9, "MB": 1e-6}
-    bodies = re.findall(r"^\|---.*\n((?:\|.*\n)+)", section, flags=re.MULTILINE)
-    cells = [cell.strip() for body in bodies for row in body.splitlines() for cell in row.split("|")[2:]]
-    for cell in filter(re.compile(r"\**[-+\d]").match, cells):
-        for number, unit in re.findall(r"([-+]?\d[\d,]*\.?\d*)( *(?:ms|%|GB|MB))?", cell):
-            shown, digits = float(number.replace(",", "").rstrip(".")), len(number.partition(".")[2])
-            candidates = [scales.get(unit.strip(), 1), 100]  # the interval after a percentage has no unit
-            near = (abs(scale * value - shown) <= 0.5001 * 10**-digits for scale in candidates for value in found)
-            assert any(near), f"{number}{unit} in {cell!r} is in none of {names}"
+def test_a_table_that_is_computed_names_who_checks_it():
+    for page, text in PAGES.items():
+        for path in re.findall(r"<!-- computed by (\S+) -->", text):
+            assert page in (ROOT / path).read_text()
+
+
+def test_the_page_of_several_gpus_shows_what_is_computed():
+    for table in (*map(scale.latency, scale.STEPS), scale.throughput()):
+        assert table.partition("|")[2] in PAGES["scale.md"]
+
+
+def test_the_page_of_steps_shows_what_bounds_them():
+    def seconds(file, **where):
+        rows = json.loads((RESULTS / file).read_text())["rows"]
+        return next(row for row in rows if where.items() <= row.items())
+
+    image = seconds("attention-forward-cuda.json", case="2048 px, dense table", peer="cuDNN, dense")["median_s"] / 24
+    video = seconds("attention-video-cuda.json", title="dense (cuDNN)")["seconds"]
+    calls = {
+        "flux2-dev": 56 * 48 * image,
+        "qwen-image": 60 * 24 * image,
+        "z-image": 32 * 30 * image,
+        "wan-14b": 40 * video,
+    }
+    shares, bounds = [], []
+    for model, attention in calls.items():
+        file = f"step-{model}-compiled-cuda.json"
+        share = attention / seconds(file, variant="dense")["step_s"]
+        bound = seconds(file, variant="HilbertA T=16")["attention_flop_bound"]
+        shares.append(f"{100 * share:.0f} %")
+        bounds.append(f"{1 / (1 - share + share / bound):.2f}x")
+    assert f"| {' | '.join(shares)} |\n" in PAGES["benchmarks-steps.md"], shares
+    assert f"| {' | '.join(bounds)} |\n" in PAGES["benchmarks-steps.md"], bounds

@@ -1,0 +1,194 @@
+"""Compares tables of the documentation, number by number, with the results that a comment above each table names.
+
+lab/results/README.md says how to write one.
+"""
+
+import json
+import re
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+ROOT = Path(__file__).parent.parent
+FOLDERS = [ROOT / folder for folder in ("lab/results", "models/foveate_models", "src/foveate/diffusers/presets")]
+NAMES = "variant", "label", "case", "title", "method", "way", "name"
+"""Fields that name a record: the first that it has."""
+SCALES = {"ms": 1e3, "%": 100, "GB": 1e-9, "MB": 1e-6}
+NUMBER = re.compile(r"(?<![\w.])([-+]?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?)( ?(?:ms|%|GB|MB|dB|s|x)(?!\w))?")
+TABLE = re.compile(r"(?P<comments>(?:^<!-- (?:(?!-->).)*-->\n)*)(?P<table>(?:^\|[^\n]*\n)+)", re.MULTILINE | re.DOTALL)
+
+
+class Fields(dict[str, Any]):
+    """A record of a result. Its fields are attributes, with `_` for what cannot be in an identifier."""
+
+    def __missing__(self, name: str) -> Any:
+        for key, value in self.items():
+            if re.sub(r"\W+", "_", key.partition(" [")[0]) == name:
+                return value
+        raise KeyError(f"{name!r} is not defined; there are {', '.join(self)}")
+
+    def __getattr__(self, name: str) -> Any:
+        return self[name]
+
+
+class Record(NamedTuple):
+    """A dict of a JSON document: its name, its fields and those of the dicts that hold it, and how many these are."""
+
+    name: str
+    fields: Fields
+    depth: int
+
+
+def records(value: Any, key: str = "", held: Fields = Fields(), depth: int = 0) -> Iterator[Record]:  # noqa: B008
+    """All dicts of a JSON document."""
+    if isinstance(value, dict):
+        fields = Fields(held | value)
+        yield Record(str(next((value[name] for name in NAMES if name in value), key)), fields, depth)
+        for name, item in value.items():
+            yield from records(item, name, fields, depth + 1)
+    elif isinstance(value, list):
+        for item in value:
+            yield from records(item, key, held, depth)
+
+
+@cache
+def load(file: str) -> list[Record]:
+    """The records of a file of results."""
+    paths = [folder / file for folder in FOLDERS if (folder / file).exists()]
+    if not paths:
+        raise LookupError(f"there is no {file} in {', '.join(str(folder.relative_to(ROOT)) for folder in FOLDERS)}")
+    return list(records(json.loads(paths[0].read_text(), object_hook=Fields)))
+
+
+class Selection(NamedTuple):
+    """`FIELDS of NAME where KEY=VALUE; KEY=VALUE in FILE`, or some of these."""
+
+    fields: str
+    name: str
+    where: dict[str, str]
+    file: str
+
+    @classmethod
+    def parse(cls, text: str, *, bare: str) -> "Selection":
+        """Read a selection. `bare` says what words without `of` are: "fields" or "name"."""
+        file = re.search(r"\bin (\S+\.json)", text)
+        text, _, where = " ".join(text.replace(file[0] if file else "", "").split()).partition("where ")
+        fields, of, name = (part.strip() for part in re.fullmatch(r"(.*?)(\bof\b|$)(.*)", text).groups())
+        if not of:
+            fields, name = (fields, "") if bare == "fields" else ("", fields)
+        conditions = [pair.strip().partition("=") for pair in where.split(";") if where]
+        return cls(fields, name, {key: value for key, _, value in conditions}, file[1] if file else "")
+
+    def over(self, other: "Selection") -> "Selection":
+        """This selection, completed by another one."""
+        where = other.where | self.where
+        return Selection(self.fields or other.fields, self.name or other.name, where, self.file or other.file)
+
+    def record(self) -> Fields:
+        """The only record with this name and these values. Without a file, the values themselves."""
+        if not self.file:
+            return Fields({key: float(value) for key, value in self.where.items()})
+        agreeing = [record for record in load(self.file) if self.agrees(record.fields)]
+        named = [record for record in agreeing if self.name in ("", record.name)]
+        outermost = [record for record in named if record.depth == min(other.depth for other in named)]
+        if len(outermost) != 1:
+            names = sorted({record.name for record in agreeing})
+            wanted = f"{self.name!r} where {self.where}"
+            raise LookupError(
+                f"{self.file} has {len(outermost)} records instead of 1 named {wanted}; there are {names}"
+            )
+        return outermost[0].fields
+
+    def agrees(self, fields: Fields) -> bool:
+        """Whether a record has the values of `where`."""
+        has = {key: fields.get(key) for key in self.where}
+        return all(value in (has[key], json.dumps(has[key])) for key, value in self.where.items())
+
+    def numbers(self, base: "Selection") -> list[float | None]:
+        """The numbers that a cell of this selection shows."""
+        fields = self.record()
+        if "base." in self.fields:
+            fields = Fields(fields | {"base": base.over(self).record()})
+        try:
+            return list(flat(eval(self.fields, {"__builtins__": {"min": min, "max": max}}, fields)))
+        except (NameError, SyntaxError, TypeError) as error:
+            raise LookupError(
+                f"{self.fields!r}: {error}; {self.name!r} in {self.file} has {', '.join(fields)}"
+            ) from error
+
+
+def flat(value: Any) -> Iterator[float | None]:
+    """The numbers of a value, an interval or several of these."""
+    if isinstance(value, dict):
+        value = [value["value"], value["low"], value["high"]]
+    if isinstance(value, list | tuple):
+        for item in value:
+            yield from flat(item)
+    else:
+        yield value
+
+
+class Table(NamedTuple):
+    """A table of a page, and the comments above it."""
+
+    comments: list[str]
+    head: list[str]
+    rows: list[list[str]]
+
+    def has_numbers(self) -> bool:
+        """Whether a cell after the first column starts with a number."""
+        return any(re.match(r"\**[-+]?\d", cell) for row in self.rows for cell in row[1:])
+
+    def differences(self) -> list[str]:
+        """What the table shows and its results do not say."""
+        return [difference for comment in self.comments for difference in self.differences_from(comment)]
+
+    def differences_from(self, comment: str) -> list[str]:
+        """What the table shows and the results that one comment names do not say."""
+        said = dict(re.findall(r"^(\w+): +(.*?)\s*(?=^\w+: |\Z)", comment, re.DOTALL | re.MULTILINE))
+        if "columns" not in said:
+            return []
+        results = Selection.parse("in " + said["results"] if "results" in said else "", bare="name")
+        columns = [Selection.parse(text, bare="fields") for text in said["columns"].split("|")]
+        rows = [Selection.parse(text, bare="name") for text in said["rows"].split("|")]
+        bases = [Selection.parse(text, bare="name") for text in said.get("base", "dense").split("|")]
+        if (len(rows), len(columns)) != (len(self.rows), len(self.head) - 1):
+            shape = f"{len(self.rows)} rows and {len(self.head) - 1} columns after the first"
+            return [f"the comment names {len(rows)} rows and {len(columns)} columns, the table has {shape}"]
+        found = []
+        for i, (row, cells) in enumerate(zip(rows, self.rows, strict=True)):
+            for column, head, cell in zip(columns, self.head[1:], cells[1:], strict=True):
+                if cell and row.name != "-" and column.fields != "-":
+                    wrong = difference(cell, row.over(column).over(results), bases[i % len(bases)])
+                    found += [f"row {cells[0]!r}, column {head!r}: {wrong}"] if wrong else []
+        return found
+
+
+def difference(cell: str, place: Selection, base: Selection) -> str | None:
+    """What a cell shows and its results do not say."""
+    try:
+        values = place.numbers(base)
+    except LookupError as error:
+        return f"{cell!r} cannot be checked: {error}"
+    shown, scale = NUMBER.findall(cell), 1.0
+    if not shown or len(shown) > len(values):
+        return f"shows {cell!r}, measured is {values}"
+    for (number, unit), value in zip(shown, values, strict=False):
+        scale = SCALES.get(unit.strip(), 1) if unit else scale  # an interval has the unit of its value
+        near = 0.5001 * 10.0 ** -len(number.partition(".")[2])
+        if value is None or abs(scale * value - float(number.replace(",", ""))) > near + 1e-5 * abs(scale * value):
+            measured = value and scale * value
+            return f"{cell!r} shows {number}, measured is {measured}: {place.fields} of {place.name} in {place.file}"
+    return None
+
+
+def tables(text: str) -> list[Table]:
+    """The tables of a page."""
+    found = []
+    for match in TABLE.finditer(re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE)):
+        head, _, *rows = (
+            [cell.strip() for cell in line.strip("|").split("|")] for line in match["table"].splitlines()
+        )
+        found.append(Table(re.findall(r"<!-- (.*?)-->", match["comments"], re.DOTALL), head, rows))
+    return found
