@@ -11,7 +11,7 @@ unexport PYTHONDONTWRITEBYTECODE # tests start three times as fast from what the
 .PHONY: demo test test-all lint bench docs
 
 demo: .venv/foveate
-	$(BIN)/foveate compare "a red apple above a blue car on a green background" --steps 16 --out demo
+	$(BIN)/foveate compare "a red apple above a blue car on a green background" --steps 8 --rounds 1 --out demo
 
 test: lint
 	$(BIN)/pytest -n 2 --dist worksteal

@@ -8,6 +8,7 @@ python -m lab.quality.video --model video-run/pipeline
 
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from io import BytesIO
 from itertools import islice, pairwise
 from pathlib import Path
@@ -22,12 +23,13 @@ from PIL import Image
 from rich.console import Console
 from rich.table import Table
 
-from foveate import LLSA, HilbertA
+from foveate import LLSA, HilbertA, ToMA
 from foveate.apps.cli.common import progress
 from foveate.apps.cli.pictures import place_of
 from foveate.apps.demo.atlas import load_atlas
 from foveate.apps.demo.recogniser import Detection, Recogniser, judge, load_recogniser, recognise
 from foveate.apps.web.compare import showcase
+from foveate.methods.base import sparse_and_merging
 from foveate.pipelines.image_files import write_picture
 from foveate.pipelines.lora import Distilled, MethodLike, throughout, using
 from foveate.pipelines.request import Request, denoiser, draw_batch, fingerprint, load
@@ -111,7 +113,10 @@ def main(
     distilled = load_distilled(pipeline, lora) if lora else None
     methods: list[MethodLike] = [*showcase(), *_late(HilbertA(tiles=4)), *_late(LLSA(top_k=16))]
     if distilled:
-        methods += [method for method in [*showcase(distilled), *_late(distilled)] if method not in methods]
+        methods += [distilled, *_late(distilled)]
+        with suppress(ValueError):  # tiles that slide diagonally do not fit token merging
+            sparse_and_merging((*distilled.parts, ToMA(keep=0.5)))
+            methods.append(distilled._replace(more=(ToMA(keep=0.5),)))
     claim(out, {name: str(value) for name, value in settings.items()})
     wanted = list(islice(moving_scenes(0, evaluation=True), prompts))
     with progress() as track:

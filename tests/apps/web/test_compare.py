@@ -14,8 +14,7 @@ from PIL import Image, ImageSequence
 from foveate import HilbertA, ToMA, apply
 from foveate.apps.demo.untrained import untrained_pipeline
 from foveate.apps.web import compare as module
-from foveate.apps.web.compare import PAGE, _video_psnr, comparison, showcase
-from foveate.pipelines.lora import Distilled
+from foveate.apps.web.compare import PAGE, _video_psnr, comparison
 from foveate.pipelines.request import Request, draw
 from foveate.plots.figures import draw_tiles, strip
 from foveate.tuning.similarity import psnr, ssim
@@ -30,13 +29,6 @@ def pipe():
 
 def names(folder):
     return {path.name for path in folder.glob("*.png")}
-
-
-@pytest.mark.parametrize(("slide", "merges"), [("curve", True), ("diagonal", False)])
-def test_a_lora_is_shown_with_token_merging_where_they_fit(slide, merges):
-    distilled = Distilled(HilbertA(tiles=4, slide=slide))
-    together = distilled._replace(more=(ToMA(keep=0.5),))
-    assert (together in showcase(distilled)) == merges
 
 
 def test_the_page_tells_what_can_be_read_off_the_pictures_and_the_summary(pipe, tmp_path):

@@ -54,11 +54,11 @@ def compare(
 ) -> None:
     """Draw one prompt dense and with methods, on one HTML page with a verdict, pictures or videos, and times.
 
-    The page is written as the pictures arrive; after Ctrl-C the same command resumes. The built-in model is shown with
-    each method at its recommended setting, its own LoRA included. With --lora the page shows a method with the LoRA,
-    merged into the weights, and without. Other models are shown with every method, which starts when the composition
-    is settled: after a fifth of the steps, in videos after two fifths. A model of foveate train has its own log-linear
-    attention.
+    The page is written as the images arrive; after Ctrl-C the same command resumes. The built-in model is shown with
+    the recommended settings: HilbertA with the built-in LoRA, ToMA, and LLSA with dense first steps. With --lora the
+    page shows a method with the LoRA, merged into the weights, and without. Other models are shown with every method,
+    which starts when the composition is settled: after a fifth of the steps, in videos after two fifths. A model of
+    foveate train has its own log-linear attention.
 
     foveate compare "a red apple above a blue car"
 
@@ -67,8 +67,8 @@ def compare(
     if rank_name():
         raise ValueError("compare measures the time of one process: start it without torchrun or accelerate launch")
     asked = read_methods(method)
-    recommended = not (model or lora or asked)
-    lora = "built-in" if recommended else lora
+    by_default = not (model or lora or asked)
+    lora = "built-in" if by_default else lora
     check_writable(out)
     pipe, distilled, size = open_at_size(model, lora, size, device, dtype)
     request = request_of(
@@ -78,15 +78,15 @@ def compare(
     suffix_of(pipe, request)  # fails without what writes videos
     from foveate.apps.demo.recogniser import judge_prompt
     from foveate.apps.demo.text import draws_scenes
-    from foveate.apps.web.compare import PAGE, comparison, showcase
+    from foveate.apps.web.compare import PAGE, comparison, recommended, showcase
     from foveate.diffusers.card import card_of
     from foveate.pipelines.request import denoiser
 
-    if recommended:
-        methods = showcase(distilled)
+    if by_default:
+        methods = recommended(distilled)
     else:
         start = 0.0 if lora else card_of(denoiser(pipe)).start_percent  # LoRAs are distilled for all steps
-        methods = asked or own_attention(pipe) or showcase(start_percent=start)
+        methods = asked or own_attention(pipe) or showcase(start)
         methods = with_distilled(distilled, lora, methods)
     judge = judge_prompt(prompt) if draws_scenes(pipe) else None
     with progress() as track:

@@ -3,7 +3,6 @@
 
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from math import inf, log10
 from pathlib import Path
 from statistics import mean
@@ -14,8 +13,7 @@ from PIL import Image, ImageSequence
 
 from foveate.apps.web.report import Comparison, Objects, Variant, comparison_page
 from foveate.diffusers.apply import Handle
-from foveate.methods import METHODS, ComposedMethod, HilbertA, ToMA
-from foveate.methods.base import sparse_and_merging
+from foveate.methods import LLSA, METHODS, ComposedMethod, HilbertA, ToMA
 from foveate.ops.block_table import BlockTable
 from foveate.pipelines.image_files import write_picture
 from foveate.pipelines.lora import Distilled, MethodLike, throughout, using
@@ -27,32 +25,26 @@ from foveate.utils.files import slug, write_whole
 from foveate.utils.progress import Track, silent
 from foveate.utils.timing import now
 
-__all__ = ["PAGE", "comparison", "draw_variant", "showcase"]
+__all__ = ["PAGE", "comparison", "draw_variant", "recommended", "showcase"]
 
 PAGE = "index.html"
 """Name of the page in its folder."""
 
 
-def showcase(distilled: Distilled | None = None, start_percent: float = 0.0) -> list[MethodLike]:
-    """The methods that `compare` shows by default: each at its recommended setting.
+def recommended(distilled: Distilled) -> list[MethodLike]:
+    """The settings to recommend for a model with a LoRA: that LoRA's method, and two that need no training."""
+    return [distilled, ToMA(keep=0.75), LLSA(top_k=16, start_percent=0.4)]
+
+
+def showcase(start_percent: float = 0.0) -> list[MethodLike]:
+    """All settings that `compare` shows of methods without a LoRA.
 
     Args:
-        distilled: A method with the LoRA that was distilled for it; it is then shown with the LoRA, alone and, if they
-            fit each other, together with token merging, and last without the LoRA. Without one, all settings of all
-            methods are shown.
-        start_percent: Fraction of the run before which steps stay dense without a LoRA: see `Card.start_percent`.
+        start_percent: Fraction of the run before which steps stay dense: see `Card.start_percent`.
     """
-    if distilled is None:
-        alone = [method for cls in METHODS.values() for method in cls.showcase()]
-        together = ComposedMethod((HilbertA(tiles=16), ToMA(keep=0.5)))
-        return [throughout(method, start_percent) for method in (*alone, together)]
-    merging = ToMA(keep=0.5)
-    shown = [distilled, merging]
-    with suppress(ValueError):  # tiles that slide diagonally do not fit
-        sparse_and_merging((*distilled.parts, merging))
-        shown.append(distilled._replace(more=(merging,)))
-    others = [method for cls in METHODS.values() for method in cls.showcase()[:1] if cls not in (HilbertA, ToMA)]
-    return [*shown, *others, distilled.method]
+    alone = [method for cls in METHODS.values() for method in cls.showcase()]
+    together = ComposedMethod((HilbertA(tiles=16), ToMA(keep=0.5)))
+    return [throughout(method, start_percent) for method in (*alone, together)]
 
 
 def comparison(
