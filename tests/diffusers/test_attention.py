@@ -15,11 +15,11 @@ from torch.utils._pytree import tree_map
 import foveate
 from foveate import LLSA, HilbertA, ToMA
 from foveate.diffusers.adapter import ModelAdapter
+from foveate.diffusers.arguments import Rotations
 from foveate.diffusers.backend import plan_of
 from foveate.diffusers.card import Layout, card_of, image, padding, text
 from foveate.diffusers.cards.flux import grids_of
-from foveate.diffusers.plans import sequence_order
-from foveate.diffusers.rotary import Rotations
+from foveate.diffusers.planning import sequence_order
 from foveate.methods import ToDo, ToMeSD
 from foveate.methods.base import SparseAttention
 from foveate.ops.curves import grid_order
@@ -76,7 +76,7 @@ def unchanged(model, x, *methods, text=None):
     with foveate.apply(model, *methods) as run:
         torch.testing.assert_close(call(model, x), want)
         assert not any(whys(run))
-        assert text in (None, ModelAdapter.of(model).ran[model].layout.text)
+        assert text in (None, ModelAdapter.of(model).now.decisions[model].layout.text)
 
 
 # --- what it computes ---

@@ -15,7 +15,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 import foveate
 from foveate import LLSA, HilbertA, ToMA
-from foveate.diffusers.parallel import divides, enable_parallelism, share_pictures
+from foveate.pipelines.parallel import divides, enable_parallelism, share_pictures
 
 PARALLEL = "flux", "flux2", "qwen", "wan", "ltx"  # diffusers' own plan for LTX-2 fails, with or without foveate
 

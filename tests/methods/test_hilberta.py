@@ -173,12 +173,12 @@ def test_tiles_that_slide_diagonally_are_those_of_the_first_phase_moved_over_the
         assert torch.equal(raster_mask(plan, phase, text), tile_mask(tile))
 
 
-def test_auto_slides_diagonally_but_along_the_curve_beside_merging_and_where_tiles_are_bands():
+def test_auto_slides_diagonally_but_along_the_curve_for_use_with_merging_and_where_tiles_are_bands():
     method, bands = HilbertA(tiles=4), HilbertA(tiles=4, curve="raster")
     for same, alone in ((method, "diagonal"), (bands, "curve")):
         assert same.chosen_for((32, 40)) == replace(same, slide=alone)
         assert (same.moved((32, 40), 4, 1) == (0, 0)) == (alone == "curve")
-    for same, slide in ((method, "diagonal"), (method.beside_merging(), "curve"), (bands, "curve")):
+    for same, slide in ((method, "diagonal"), (method.for_use_with_merging(), "curve"), (bands, "curve")):
         plan, want = (one.plan(((32, 40),), 5) for one in (same, replace(same, slide=slide)))
         assert torch.equal(plan.tile_maps, want.tile_maps)
         assert all(map(torch.equal, plan.orders, want.orders))

@@ -10,26 +10,19 @@ import copy
 from collections import Counter
 from types import MethodType
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
 
-from foveate.diffusers.arguments import arguments_by_name
-from foveate.diffusers.backend import LayerPlan, RerunWithPlans, attach, detach, dispatches, local_tokens, plan_of
+from foveate.diffusers.arguments import ArgumentsToBackend, Rotations, arguments_by_name
+from foveate.diffusers.backend import LayerPlan, RerunWithPlans, dispatches, local_tokens, plan_of
 from foveate.diffusers.card import Card, Stack
 from foveate.diffusers.clock import Clock
-from foveate.diffusers.layers import Layer, attentions, own_processor
-from foveate.diffusers.merging import MergedBlock, MergeGroup, is_single_stream
-from foveate.diffusers.planner import Planner
-from foveate.diffusers.plans import StackPlan, layer_plan
-from foveate.diffusers.reference_cache import CacheInBackend
-from foveate.diffusers.report import report
-from foveate.diffusers.rotary import RopeInBackend, Rotations
-from foveate.diffusers.summary import LayerReport
+from foveate.diffusers.merging import MergedBlock, MergeGroup
+from foveate.diffusers.planning import Decision, ForwardPass, Layer, Planner
+from foveate.diffusers.summary import LayerReport, report
 from foveate.methods import Method
 from foveate.methods.base import sparse_and_merging
-from foveate.ops.block_table import BlockTable
 
 __all__ = ["ModelAdapter", "outside_compiled_code"]
 
@@ -37,10 +30,6 @@ outside_compiled_code = torch.compiler.disable(
     reason="foveate plans a forward pass outside of compiled code; compile the blocks if a graph must be whole: "
     "model.compile_repeated_blocks(fullgraph=True)"
 )
-
-# Tables of compiled blocks, for as long as there is the model: its CUDA graphs, which outlive the adapter, read their
-# schedules, which are freed with them.
-_IN_GRAPHS: WeakKeyDictionary[nn.Module, dict[tuple[int, ...], BlockTable]] = WeakKeyDictionary()
 
 
 class ModelAdapter:
@@ -60,8 +49,8 @@ class ModelAdapter:
 
     Attributes:
         layers: The self-attention layers, in running order.
-        ran: What was decided for each stack in the current forward pass, or in the last one, by `Stack.holder`.
-        shown: `ran` of the last forward pass with a method at work, or of the last if there was none.
+        now: The current forward pass, or the last one.
+        shown: Decisions of the last forward pass with a method at work, or of the last if there was none.
         outcomes: Number of forward passes by the reason why they were dense; "" counts those with a method at work.
     """
 
@@ -81,8 +70,8 @@ class ModelAdapter:
         self.outcomes = Counter[str]()
         self._replaced: list[tuple[nn.Module, Any, Any]] = []  # attention modules, original and new processor
         self._hooks: list[Any] = []
-        self._attached: list[tuple[Any, LayerPlan]] = []  # processors with the plans of the current forward pass
         self._rotations = Rotations(card)
+        self.now = ForwardPass({})
         try:
             self._build(list(card.stacks(model)))
         except BaseException:
@@ -92,7 +81,7 @@ class ModelAdapter:
         for layer in self.layers:
             by_holder.setdefault(layer.holder, []).append(layer)
         self.planner = Planner(model, card, self.sparse, self.merging, self.clock, by_holder, grids)
-        self.ran = self.shown = dict.fromkeys(by_holder, StackPlan())
+        self.now.decisions = self.shown = dict.fromkeys(by_holder, Decision())
         self._hooks += [
             model.register_forward_pre_hook(self.before_model, with_kwargs=True),
             *(
@@ -112,7 +101,7 @@ class ModelAdapter:
 
     @property
     def hooks_inside(self) -> bool:
-        """Whether there are hooks inside the model, in what may have been compiled, not on its root alone."""
+        """Whether submodules carry hooks, not only the root."""
         return bool(self.blocks) or any(not self.planned_with_model(layer.holder) for layer in self.layers)
 
     def planned_with_model(self, holder: nn.Module) -> bool:
@@ -127,7 +116,7 @@ class ModelAdapter:
             block.remove()
         for holder in {layer.holder for layer in self.layers}:
             RerunWithPlans.remove(holder)
-        self._detach_plans()
+        self.now.detach()
         for attn, original, replacement in self._replaced:
             if attn.processor is replacement:  # a processor that was set after apply stays
                 attn.processor = original
@@ -147,7 +136,7 @@ class ModelAdapter:
         for stack in stacks:
             merges = self._merging_blocks(stack, first)
             for i, block in enumerate(stack.blocks):
-                attns = attentions(self.card, block)
+                attns = self.card.attentions(block)
                 key = block if self.merging and self.merging.per_block else stack.group
                 makes_plan = merges[i] and key not in groups
                 if makes_plan:
@@ -159,12 +148,9 @@ class ModelAdapter:
                     self.blocks.append(merged)
                     if makes_plan:
                         merged.plan_here()
-                if self.sparse and self.card.rope:
-                    rope = RopeInBackend(block, [*attns.values()], self._rotations)
-                    self._hooks.append(block.register_forward_pre_hook(rope.take, with_kwargs=True))
-                if self.sparse and self.card.cache:
-                    cache = CacheInBackend(block, [*attns.values()], self.card.cache)
-                    self._hooks.append(block.register_forward_pre_hook(cache.take, with_kwargs=True))
+                if self.sparse and (self.card.rope or self.card.cache):
+                    moved = ArgumentsToBackend(block, [*attns.values()], self._rotations)
+                    self._hooks.append(block.register_forward_pre_hook(moved.take, with_kwargs=True))
                 if self.merging:
                     merged.install(last=not any(merges[i + 1 : i + 2]) or self.merging.per_block)
             first += len(stack.blocks)
@@ -177,7 +163,7 @@ class ModelAdapter:
             )
 
     def _merging_blocks(self, stack: Stack, first: int) -> list[bool]:
-        """Whether each block of a stack merges, the first of which has this number."""
+        """Merge flags of the blocks; `first` is the global index of block 0."""
         if self.merging is None:
             return [False] * len(stack.blocks)
         return self.merging.merging_blocks(len(stack.blocks), stack.skip, first)
@@ -188,7 +174,7 @@ class ModelAdapter:
         if group and getattr(block, "_chunk_size", None):
             raise ValueError("feed-forward chunking cuts merged tokens: call disable_forward_chunking() first")
         sparse = self.sparse is not None and number not in self.sparse.dense_layer_set()
-        merges = group is not None and (group.method.merge_attn or is_single_stream(self.card, block))
+        merges = group is not None and (group.method.merge_attn or self.card.is_single_stream(block))
         for name, attn in attns.items():
             layer = Layer(
                 f"{stack.name}.{i}.{name}", attn, block, stack.holder, number, self.card.attention[name], sparse,
@@ -199,8 +185,19 @@ class ModelAdapter:
             self.layers.append(layer)
 
     def take_processor(self, layer: Layer) -> None:
-        """Make the processor one that attends through diffusers' dispatcher and belongs to this layer alone."""
-        processor = own_processor(layer, self.card)
+        """Make the processor one that attends through diffusers' dispatcher and belongs to this layer alone.
+
+        Raises:
+            ValueError: If it attends in another way and the card has no wrapper for it.
+        """
+        processor = layer.attn.processor
+        if self.card.wrapper is not None and type(processor) in self.card.wrapper.known:
+            processor = self.card.wrapper(processor)
+        elif not dispatches(processor):
+            raise ValueError(
+                f"{layer.name} has a {type(processor).__name__}, which foveate does not know: restore the model's own "
+                f"processors first, or leave it dense with dense_layers={str(layer.number)!r}"
+            )
         if any(other.attn.processor is processor for other in self.layers):
             processor = copy.copy(processor)
         if processor is not layer.attn.processor:
@@ -215,15 +212,14 @@ class ModelAdapter:
         inputs = arguments_by_name(model, args, kwargs)
         if not torch.is_grad_enabled() and self.layers[0].block._compiled_call_impl:
             torch.compiler.cudagraph_mark_step_begin()  # blocks may read what CUDA graphs of other blocks wrote
-        self.ran = dict.fromkeys(self.ran, StackPlan(why="it did not run"))
-        self._detach_plans()
+        self.now.detach()
+        self.now = ForwardPass(dict.fromkeys(self.now.decisions, Decision(why="it did not run")), inputs)
         for block in self.blocks:
             block.follow()
         for group in self.groups:
             group.reset()
         self._rotations.clear()
-        self.planner.begin(inputs)
-        for holder in filter(self.planned_with_model, self.ran):
+        for holder in filter(self.planned_with_model, self.now.decisions):
             self._plan_stack(holder, inputs)
         return (), inputs
 
@@ -235,23 +231,21 @@ class ModelAdapter:
     @outside_compiled_code
     def after_model(self, model: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         """Hook after the model: count what happened."""
+        self.now.inputs, decisions = {}, self.now.decisions
         for group in self.groups:
             if group.end():
                 for holder in {layer.holder for layer in self.layers if layer.group is group}:
-                    why = "the block that its plan is made from did not run"
-                    ran = self.ran[holder]
-                    self.ran[holder] = ran._replace(regions=None, why=ran.why if ran.attention else why)
-        self.planner.begin({})
-        whys = [ran.why for ran in self.ran.values()]
-        why = "" if any(ran.attention or ran.regions for ran in self.ran.values()) else whys[0]
-        self.outcomes[why] += 1
-        if not why or not self.outcomes[""] or any(ran.replaced for ran in self.ran.values()):
-            self.shown = self.ran
+                    why, stack = "the block that its plan is made from did not run", decisions[holder]
+                    decisions[holder] = stack._replace(regions=None, why=stack.why if stack.attention else why)
+        at_work = any(stack.attention or stack.regions for stack in decisions.values())
+        self.outcomes["" if at_work else next(iter(decisions.values())).why] += 1
+        if at_work or not self.outcomes[""] or any(stack.replaced for stack in decisions.values()):
+            self.shown = decisions
 
     def _plan_stack(self, holder: nn.Module, inputs: dict[str, Any]) -> None:
         """Decide what the layers of a stack do, and attach their plans."""
         layers = self.planner.layers[holder]
-        stack = self.ran[holder] = self.planner.plan(holder, inputs)
+        stack = self.now.decisions[holder] = self.planner.plan(self.now, holder, inputs)
         if torch.is_grad_enabled() and getattr(holder, "gradient_checkpointing", False):
             RerunWithPlans.install(holder)
         period = stack.period
@@ -261,34 +255,21 @@ class ModelAdapter:
                 continue
             kind = layer.joint, layer.sparse, layer.merges, layer.number % period
             if kind not in known:
-                known[kind] = layer_plan(stack, layer, self.card)
+                known[kind] = stack.layer_plan(layer, self.card)
             if (plan := copy.copy(known[kind])) is not None:
-                self.attach(layer, plan)
-        if stack.regions and self.planner.step:
+                self.now.attach(layer, plan)
+        if stack.regions:
             self._begin_merging(layers, stack)
 
-    def attach(self, layer: Layer, plan: LayerPlan) -> None:
-        """Let a layer attend by a plan until the next forward pass."""
-        attach(layer.attn.processor, plan)
-        self._attached.append((layer.attn.processor, plan))
-        if layer.block._compiled_call_impl:
-            tables = [part.pattern for part in plan.parts or (plan,) if isinstance(part.pattern, BlockTable)]
-            _IN_GRAPHS.setdefault(self.model, {}).update({tuple(map(id, table)): table for table in tables})
-
-    def _detach_plans(self) -> None:
-        for processor, plan in self._attached:
-            detach(processor, plan)
-        self._attached = []
-
-    def _begin_merging(self, layers: list[Layer], stack: StackPlan) -> None:
+    def _begin_merging(self, layers: list[Layer], stack: Decision) -> None:
         """Tell the groups of these layers how to merge."""
         tokens = stack.layout.tokens - stack.layout.only_images().tokens
         text = stack.regions.order.new_empty(local_tokens((tokens,), stack.context))
-        skip_unmerge = not self.card.residuals_between_blocks(self.planner.inputs)
+        skip_unmerge = not self.card.residuals_between_blocks(self.now.inputs)
         image_first = stack.layout.segments[0].kind == "image"
         for group in dict.fromkeys(layer.group for layer in layers if layer.group):
             if not group.begun:  # a section of a UNet has several stacks
-                group.begin(stack.regions, self.planner.step, text, skip_unmerge=skip_unmerge, image_first=image_first)
+                group.begin(stack.regions, self.now.step, text, skip_unmerge=skip_unmerge, image_first=image_first)
             plans = (plan_of(layer.attn.processor) for layer in layers if layer.group is group and layer.merges)
             group.layer_plans += filter(None, plans)
 
@@ -297,7 +278,7 @@ class ModelAdapter:
     @property
     def plan(self) -> Any | None:
         """What the methods decided for the first stack with one at work in the last forward pass; None if dense."""
-        for holder, stack in self.ran.items():
+        for holder, stack in self.now.decisions.items():
             if stack.attention:
                 return next(iter(stack.attention.values()))
             if stack.regions:

@@ -56,7 +56,7 @@ class Handle:
 
     def attends_sparsely(self) -> bool:
         """Whether sparse attention works in the current forward pass, or did in the last one."""
-        return any(ran.attention for adapter in self._adapters.values() for ran in adapter.ran.values())
+        return any(stack.attention for adapter in self._adapters.values() for stack in adapter.now.decisions.values())
 
     @contextmanager
     def paused(self) -> Generator[None]:
@@ -71,7 +71,7 @@ class Handle:
                 planner.paused = paused
 
     def _replaced(self) -> frozenset[str]:
-        """The models in whose place the pipeline has another one, which draws densely; says so in the log."""
+        """Denoisers that were replaced since `apply`; they run dense, and the log says so."""
         replaced: set[str] = set()
         for name, adapter in self._adapters.items():
             pipeline = adapter.clock.pipeline
@@ -182,7 +182,9 @@ def _unwrapped(model: Any) -> Any:
 
 def _reset_compiled(adapter: "ModelAdapter") -> None:
     """Have compiled code compiled anew: it ignores hooks that were added or removed inside of it."""
-    anything = bool(torch._dynamo.convert_frame.input_codes.seen)  # torch.compile(model) leaves no mark on the model
-    if anything if adapter.hooks_inside else adapter.model._compiled_call_impl is not None:
+    has_compiled_code = adapter.model._compiled_call_impl is not None
+    if adapter.hooks_inside:  # parts may be compiled too, and torch.compile leaves no mark on them
+        has_compiled_code = bool(torch._dynamo.convert_frame.input_codes.seen)
+    if has_compiled_code:
         log.warning("hooks changed in a compiled model: torch._dynamo is reset, this process compiles anew")
         torch._dynamo.reset()

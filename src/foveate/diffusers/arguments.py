@@ -1,13 +1,19 @@
-# pyright: basic
-"""Arguments of a module's forward pass, which callers may give by position or by name."""
+# pyright: basic, reportArgumentType=false, reportAttributeAccessIssue=false, reportOptionalMemberAccess=false
+# pyright: reportOptionalSubscript=false, reportReturnType=false
+"""Arguments of a module's forward pass, and the hook that hands two of a block's to the attention backend."""
 
 import inspect
 from functools import cache
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
-__all__ = ["Argument", "arguments_by_name"]
+from foveate.diffusers.backend import LayerPlan, plan_of, with_text
+from foveate.diffusers.card import Card
+from foveate.utils.cache import FixedMemory
+
+__all__ = ["Argument", "ArgumentsToBackend", "Rotations", "arguments_by_name"]
 
 
 def arguments_by_name(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -18,7 +24,7 @@ def arguments_by_name(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str
 
 
 class Argument:
-    """One argument of a module's forward pass.
+    """One argument of a module's forward pass, given by position or by name.
 
     Args:
         module: The module.
@@ -45,3 +51,61 @@ class Argument:
 @cache
 def _names(module: type[nn.Module]) -> tuple[str, ...]:
     return tuple(inspect.signature(module.forward).parameters)[1:]
+
+
+class Rotations:
+    """Rotary embeddings of a forward pass: those of the attention sequence are made once for all blocks.
+
+    Args:
+        card: Card of the model.
+    """
+
+    def __init__(self, card: Card) -> None:
+        self.card, self._memory = card, FixedMemory()
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget those of the last forward pass."""
+        self._given: Any = None
+        self._made: tuple[Tensor, Tensor] | None = None
+
+    @torch.compiler.disable
+    def of(self, rope: Any, plan: LayerPlan) -> tuple[Tensor, Tensor]:
+        """(cos, sin) for a layer, from the argument of its block."""
+        if self._given is not rope or self._made[0].shape[-2] != plan.local_tokens:
+            self._given, self._made = rope, self._memory.hold(with_text(self.card.rotation(rope), plan.local_tokens))
+        return self._made
+
+
+class ArgumentsToBackend:
+    """A hook on a block that moves arguments into the plans of its layers: the backend uses them, not the processor.
+
+    The backend rotates queries and keys by the rotary embedding while it gathers them: on a GPU one kernel then does
+    what many would. It reads and fills the cache of reference keys, since a processor that does so passes no plan on.
+
+    Args:
+        block: The block.
+        attentions: Its attention modules.
+        rotations: Those of the model.
+    """
+
+    def __init__(self, block: nn.Module, attentions: list[Any], rotations: Rotations) -> None:
+        self.attentions, self.rotations = attentions, rotations
+        self.rope, self.cache = (Argument(block, name) for name in (rotations.card.rope, rotations.card.cache))
+
+    def take(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Hook before the block."""
+        plans = [plan_of(attn.processor) for attn in self.attentions]
+        if not all(plan and plan.pattern is not None for plan in plans):
+            return None
+        if (rope := self.rope.of(args, kwargs)) is not None:
+            for plan in plans:
+                if plan.rope is None:  # that of merged tokens is set already
+                    compiling = torch.compiler.is_compiling()  # then the backend adds rows for text
+                    plan.rope = self.rotations.card.rotation(rope) if compiling else self.rotations.of(rope, plan)
+            args, kwargs = self.rope.dropped(args, kwargs)
+        if (options := self.cache.of(args, kwargs)) and options.get("num_ref_tokens"):
+            for plan in plans:
+                plan.cache = options["kv_cache"]
+            args, kwargs = self.cache.dropped(args, kwargs)
+        return args, kwargs

@@ -285,7 +285,7 @@ class Card:
         stream: First and last module of the part of a single-stream block that runs on merged tokens. Blocks that have
             the first one are single-stream blocks.
         wrapper: Processor class to put around processors that attend without diffusers' dispatcher.
-        unmerged: Why token merging cannot work in this class of models; empty if it can.
+        merging_unsupported_reason: Why token merging cannot work in this class of models; empty if it can.
         padding_mask: Name of the argument of the model or its blocks with an attention mask that only hides padding,
             for which `layout` has `padding` segments.
         cache: Name of a block's argument, a dictionary whose "kv_cache" keeps keys and values of references; None if
@@ -302,7 +302,7 @@ class Card:
     merge_mlp: ClassVar[bool] = True
     stream: ClassVar[tuple[str, str]] = ("norm", "proj_out")
     wrapper: ClassVar[Any] = None
-    unmerged: ClassVar[str] = ""
+    merging_unsupported_reason: ClassVar[str] = ""
     padding_mask: ClassVar[str | None] = None
     cache: ClassVar[str | None] = None
     rotates_text: ClassVar[bool] = True
@@ -346,15 +346,36 @@ class Card:
         """
         return rope
 
+    def attentions(self, block: nn.Module) -> dict[str, Any]:
+        """The self-attention modules of a block by name."""
+        if getattr(block, "only_cross_attention", False):
+            return {}
+        return {name: attn for name in self.attention if (attn := getattr(block, name, None)) is not None}
+
+    def is_single_stream(self, block: nn.Module) -> bool:
+        """Whether a part of the block, from a norm to a linear layer, merges as a whole: see `stream`."""
+        return hasattr(block, self.stream[0])
+
+    def modules_to_merge(self, method: TokenMerging, block: nn.Module) -> dict[str, nn.Module]:
+        """The modules of a block that run on merged tokens by name, unless it is a single-stream block."""
+        mlp = self.merge_mlp if method.merge_mlp is None else method.merge_mlp
+        on = {"attn": method.merge_attn, "cross": method.merge_cross, "mlp": mlp or method.granularity == "block"}
+        return {
+            name: module
+            for name, kind in self.merged_modules.items()
+            if on[kind] and (module := getattr(block, name, None)) is not None
+        }
+
     def check(self, model: nn.Module, methods: tuple[Any, ...]) -> None:
         """Raise a ValueError if the methods do not fit this kind of model."""
         merging = [method for method in methods if isinstance(method, TokenMerging)]
-        if merging and self.unmerged:
-            raise ValueError(f"{type(model).__name__} {self.unmerged}: use HilbertA or LLSA alone")
-        if any(method.granularity == "block" for method in merging) and (why := self.unmerged_blocks(model)):
+        if merging and self.merging_unsupported_reason:
+            raise ValueError(f"{type(model).__name__} {self.merging_unsupported_reason}: use HilbertA or LLSA alone")
+        why = self.block_merging_unsupported_reason(model)
+        if why and any(method.granularity == "block" for method in merging):
             raise ValueError(f"this model {why}: merge with granularity='module'")
 
-    def unmerged_blocks(self, model: nn.Module) -> str:
+    def block_merging_unsupported_reason(self, model: nn.Module) -> str:
         """Why whole blocks of this model cannot merge; empty if they can."""
         return ""
 

@@ -23,23 +23,7 @@ from foveate.methods.base import TokenMerging
 from foveate.ops.merging import AnyMerge, Group, Regions
 from foveate.utils.cache import FixedMemory, cached_by_tensor
 
-__all__ = ["MergeGroup", "MergedBlock", "is_single_stream", "merged_modules"]
-
-
-def is_single_stream(card: Card, block: nn.Module) -> bool:
-    """Whether a part of the block, from a norm to a linear layer, merges as a whole."""
-    return hasattr(block, card.stream[0])
-
-
-def merged_modules(method: TokenMerging, card: Card, block: nn.Module) -> dict[str, nn.Module]:
-    """The modules of a block that run on merged tokens by name, unless it is a single-stream block."""
-    mlp = card.merge_mlp if method.merge_mlp is None else method.merge_mlp
-    on = {"attn": method.merge_attn, "cross": method.merge_cross, "mlp": mlp or method.granularity == "block"}
-    return {
-        name: module
-        for name, kind in card.merged_modules.items()
-        if on[kind] and (module := getattr(block, name, None)) is not None
-    }
+__all__ = ["MergeGroup", "MergedBlock"]
 
 
 class MergeGroup:
@@ -231,10 +215,10 @@ class MergedBlock:
         method, card = self.group.method, self.group.card
         if method.granularity == "block":
             self.merge_block(last=last)
-        elif is_single_stream(card, self.block):
+        elif card.is_single_stream(self.block):
             self.merge_stream()
         else:
-            for module in merged_modules(method, card, self.block).values():
+            for module in card.modules_to_merge(method, self.block).values():
                 self.merge_module(module)
 
     # --- the hook that makes the plan ---

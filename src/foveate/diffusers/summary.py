@@ -1,14 +1,22 @@
-"""Report of what ran in each layer."""
+# pyright: basic, reportOptionalMemberAccess=false, reportOptionalSubscript=false
+"""What each layer did in a forward pass, counted from its plan, and the summary that prints it."""
 
 import re
 from collections import Counter
 from html import escape
 from itertools import groupby, zip_longest
 from statistics import mean
-from textwrap import fill, wrap
-from typing import Any, NamedTuple
+from textwrap import fill
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-__all__ = ["LayerReport", "Summary"]
+from foveate.ops.joint_attention import backend_of
+
+if TYPE_CHECKING:  # importing foveate does not import diffusers
+    from foveate.diffusers.card import Card
+    from foveate.diffusers.planning import Decision, Layer
+    from foveate.methods.base import TokenMerging
+
+__all__ = ["LayerReport", "Summary", "report"]
 
 WIDTH = 80
 
@@ -35,6 +43,70 @@ class LayerReport(NamedTuple):
     why: str = ""
 
 
+def report(layer: "Layer", stack: "Decision", card: "Card", merging: "TokenMerging | None") -> LayerReport:
+    """What one layer did.
+
+    Args:
+        layer: The layer.
+        stack: What was decided for its stack.
+        card: Card of the model.
+        merging: The method of token merging, if any.
+    """
+    sparse = stack.is_sparse(layer) and layer.name not in stack.replaced
+    merges = layer.group is not None and stack.regions is not None
+    if not (sparse or merges):
+        return LayerReport(layer.name, "dense", why=why_dense(layer, stack, merging))
+    image = stack.layout.only_images().tokens
+    kept = stack.kept if stack.is_merged(layer) else image
+    layouts = stack.layouts_of(layer)
+    texts = [layout.text for layout in layouts]
+    patterns = [stack.pattern(layer, text) if sparse else None for text in texts]
+    pairs = sum((text + kept) ** 2 if p is None else p.pairs() for p, text in zip(patterns, texts, strict=True))
+    every_pair = sum((text + image) ** 2 for text in texts)
+    to_references = sum(layout.tokens * layout.references for layout in layouts)  # none is skipped
+    pattern, plan = patterns[0], stack.attention[texts[0]] if sparse else None
+    saved = 4 * (every_pair - pairs) * layer.inner_dim * stack.batch // len(texts)
+    if merges:
+        saved += 2 * merged_weights(layer, card) * (image - stack.kept) * stack.batch
+    return LayerReport(
+        layer.name,
+        " + ".join([*([plan.title] if plan else []), *([merging.title] if merges else [])]),
+        "model" if pattern is None else backend_of(pattern, stack.device, stack.dtype, layer.head_dim),
+        1 - (1 - (plan.nominal_sparsity if plan else 0)) * (kept / image) ** 2,
+        (every_pair - pairs) / (every_pair + to_references),
+        saved,
+    )
+
+
+def merged_weights(layer: "Layer", card: "Card") -> int:
+    """Number of weights in linear layers that merged tokens go through; the first attention has the feed-forward."""
+    if card.is_single_stream(layer.block):
+        modules = [layer.block]
+    else:
+        first = layer.attn is next(iter(card.attentions(layer.block).values()))
+        modules = [
+            module
+            for name, module in card.modules_to_merge(layer.group.method, layer.block).items()
+            if module is layer.attn or (first and card.merged_modules[name] == "mlp")
+        ]
+    skipped = "norm", "add_", "added", "lora"  # modulation, text and adapters
+    return sum(
+        weight.numel()
+        for module in modules
+        for name, weight in module.named_parameters()
+        if weight.ndim == 2 and not any(word in name for word in skipped)
+    )
+
+
+def why_dense(layer: "Layer", stack: "Decision", merging: "TokenMerging | None") -> str:
+    """Why a layer was dense."""
+    if layer.sparse or layer.group:
+        return stack.replaced.get(layer.name, stack.why)
+    if merging and layer.number not in merging.dense_layer_set():
+        return f"one of the first blocks, which {type(merging).__name__} skips"
+    return "named in dense_layers"
+
+
 class Summary(NamedTuple):
     """Reports of all layers of all denoisers. `print` and notebooks show them as tables, with equal layers in one row.
 
@@ -42,7 +114,7 @@ class Summary(NamedTuple):
         models: Reports of the layers of each denoiser.
         outcomes: Number of forward passes of each denoiser since `apply` by the reason why they were dense; "" counts
             those with a method at work.
-        replaced: Denoisers in whose place the pipeline has another model by now, which is dense.
+        replaced: Denoisers that were replaced in the pipeline since `apply`; they run dense.
     """
 
     models: dict[str, list[LayerReport]]
@@ -71,8 +143,9 @@ class Summary(NamedTuple):
         for name, layers in self.models.items():
             groups = grouped(layers)
             texts.append(fill(self._title(name), WIDTH))
-            rows = [(names, g[0].method, g[0].backend, *_numbers(g)) for names, g in groups if not g[0].why]
-            texts += _table([("layers", "method", "backend", "skipped", "GFLOP"), *rows]) if rows else []
+            rows = [(names, first.method, first.backend, *_numbers(group))
+                    for names, group in groups if not (first := group[0]).why]  # fmt: skip
+            texts += _table(rows, min(36, max(len(names) for names, _ in groups))) if rows else []
             whys = [f"dense: {name}: {group[0].why}" for name, group in groups if group[0].why]
             texts += [fill(why, WIDTH, subsequent_indent="  ", break_on_hyphens=False) for why in whys]
         return "\n".join(texts) or "no method is applied"
@@ -100,19 +173,6 @@ class Summary(NamedTuple):
         return "; ".join(texts)
 
 
-def _table(rows: list[tuple[str, ...]]) -> list[str]:
-    """Lines of a table of names, methods, backends and two numbers; long cells are folded."""
-    names = min(36, max(len(row[0]) for row in rows))
-    methods = min(WIDTH - names - 30, max(len(row[1]) for row in rows))
-    lines: list[str] = []
-    for row in rows:
-        folded = (wrap(cell, width) for cell, width in zip(row, (names, methods, 8, 7, 7), strict=True))
-        for name, method, backend, skipped, saved in zip_longest(*folded, fillvalue=""):
-            line = f"{name:{names}}  {method:{methods}}  {backend:8}  {skipped:>7}  {saved:>7}"
-            lines.append(line.rstrip())
-    return lines
-
-
 def grouped(layers: list[LayerReport]) -> list[tuple[str, list[LayerReport]]]:
     """The layers of one kind of block that did the same, with their common name: "transformer_blocks.0-18.attn"."""
 
@@ -123,6 +183,34 @@ def grouped(layers: list[LayerReport]) -> list[tuple[str, list[LayerReport]]]:
     for layer in layers:
         groups.setdefault(kind(layer), []).append(layer)
     return [(_common_name([layer.layer for layer in group]), group) for group in groups.values()]
+
+
+def _table(rows: list[tuple[str, ...]], first: int) -> list[str]:
+    """Lines of a table whose names, `first` wide, and methods are folded to fit."""
+    rows = [("layers", "method", "backend", "skipped", "GFLOP"), *rows]
+    others = [max(map(len, column)) for column in [*zip(*rows, strict=True)][2:]]
+    second = min(max(len(row[1]) for row in rows), WIDTH - first - max(28, sum(others) + 8))
+    widths = first, second, *others
+    lines: list[str] = []
+    for row in rows:
+        columns = [_folded(cell, width) for cell, width in zip(row, widths, strict=True)]
+        for line in zip_longest(*columns, fillvalue=""):
+            cells = [cell.ljust(width) for cell, width in zip(line[:3], widths[:3], strict=True)]
+            cells += [cell.rjust(width) for cell, width in zip(line[3:], widths[3:], strict=True)]
+            lines.append("  ".join(cells).rstrip())
+    return lines
+
+
+def _folded(text: str, width: int) -> list[str]:
+    """The lines of a cell, cut between words or, where a word is too long, within it."""
+    lines = [""]
+    for word in text.split():
+        if lines[-1] and len(lines[-1]) + 1 + len(word) > width:
+            lines.append("")
+        lines[-1] = f"{lines[-1]} {word}".lstrip()
+        while len(lines[-1]) > width:
+            lines[-1:] = lines[-1][:width], lines[-1][width:]
+    return lines
 
 
 def _split(name: str) -> tuple[str, str, str]:

@@ -90,7 +90,7 @@ def gpu_op(name: str) -> Callable[[Callable[..., Any]], Any]:
 
 
 def call(op: Any, *args: Any) -> Any:
-    """Call an op of `gpu_op`; uncompiled code saves the time of PyTorch's dispatcher, which is that of a launch."""
+    """Call an op of `gpu_op`. Bypasses PyTorch's dispatcher in eager mode, which takes as long as a launch."""
     return op(*args) if torch.compiler.is_compiling() else _WITH_GRADIENT[op](*args)
 
 
@@ -195,7 +195,7 @@ def recorded(body: Callable[..., Sequence[Tensor]]) -> Callable[..., list[Tensor
 
 
 def launcher(describe: Callable[..., Launch]) -> Callable[..., Any]:
-    """Decorator that makes a function that describes a launch launch it: `recorded` for a single launch.
+    """Turns a function that returns a launch description into one that launches it: `recorded` for a single launch.
 
     Each tensor among the arguments of the kernel, or base of a tensor descriptor, must be an argument of the function
     or a view of one.

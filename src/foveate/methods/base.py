@@ -210,8 +210,8 @@ class SparseAttention(Method):
             DenseFallback: If it does not.
         """
 
-    def beside_merging(self) -> "SparseAttention":
-        """The same method as it runs beside token merging, which needs one token order for all layers.
+    def for_use_with_merging(self) -> "SparseAttention":
+        """The method to use together with token merging, which needs one token order for all layers.
 
         Raises:
             ValueError: If it orders tokens differently from layer to layer.
@@ -334,7 +334,7 @@ class TokenMerging(Method):
         return step // self.dst_every, step // self.weights_every
 
     def at(self, depth: float) -> "TokenMerging":
-        """The method for a block at this relative depth in the model, 0 to 1."""
+        """The method for the block at this relative depth of the model, 0 to 1."""
         return self
 
     @abstractmethod
@@ -394,4 +394,4 @@ def sparse_and_merging(methods: Sequence[Method]) -> tuple[SparseAttention | Non
     if len(methods) != (sparse is not None) + (merging is not None):
         given = " + ".join(type(method).__name__ for method in methods)
         raise ValueError(f"choose one method of sparse attention, one of token merging, or both, not {given}")
-    return (sparse.beside_merging() if sparse and merging else sparse), merging
+    return (sparse.for_use_with_merging() if sparse and merging else sparse), merging

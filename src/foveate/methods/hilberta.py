@@ -96,7 +96,7 @@ class HilbertA(SparseAttention):
         """Whether tiles slide along the curve when HilbertA is used without token merging."""
         return self.slide == "curve" or (self.slide == "auto" and self.curve in BANDS)
 
-    def beside_merging(self) -> "HilbertA":
+    def for_use_with_merging(self) -> "HilbertA":
         """The same method with tiles that slide along the curve.
 
         Raises:

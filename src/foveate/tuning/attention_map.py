@@ -15,7 +15,7 @@ from torch import Tensor
 
 from foveate.diffusers.adapter import ModelAdapter
 from foveate.diffusers.backend import LayerPlan, dispatches, plan_of
-from foveate.diffusers.layers import Layer
+from foveate.diffusers.planning import Layer
 from foveate.methods import HilbertA
 from foveate.pipelines.lora import MethodLike, throughout, using
 from foveate.pipelines.request import denoiser
@@ -62,12 +62,12 @@ def attention_map(
             adapter.take_processor(watched)
 
         def watch(*_: Any) -> None:
-            if any(layout.references for layout in adapter.ran[watched.holder].layouts):
+            if any(layout.references for layout in adapter.now.decisions[watched.holder].layouts):
                 raise ValueError("a step that caches keys of references has no attention map: choose another step")
             plan = plan_of(watched.attn.processor)
             if plan is None:  # a dense layer
                 plan = LayerPlan(torch.arange(_tokens(adapter, watched)))
-                adapter.attach(watched, plan)
+                adapter.now.attach(watched, plan)
             plan.watch = lambda attend, value: found.append(_weights(adapter, watched, token, attend, value))
 
         holder = denoiser(pipeline) if adapter.planned_with_model(watched.holder) else watched.holder
@@ -83,7 +83,7 @@ def attention_map(
 
 
 def _tokens(adapter: ModelAdapter, layer: Layer) -> int:
-    ran = adapter.ran[layer.holder]
+    ran = adapter.now.decisions[layer.holder]
     if not ran.layouts:
         raise ValueError(f"{layer.name} is dense: {ran.why}")
     return ran.layouts_of(layer)[0].tokens
@@ -92,7 +92,7 @@ def _tokens(adapter: ModelAdapter, layer: Layer) -> int:
 def _weights(
     adapter: ModelAdapter, layer: Layer, token: tuple[int, ...], attend: Callable[[Tensor], Tensor], value: Tensor
 ) -> Tensor:
-    ran = adapter.ran[layer.holder]
+    ran = adapter.now.decisions[layer.holder]
     layout = ran.layouts_of(layer)[0]
     grid = layout.grids[0]
     if len(token) != len(grid) or not all(0 <= place < side for place, side in zip(token, grid, strict=True)):

@@ -274,7 +274,7 @@ class Measurements:
     def _grids(self) -> list[Any]:
         """Grids of image tokens in the last forward pass, of each part of the model with its own."""
         adapters = filter(None, map(ModelAdapter.of, self.denoisers))
-        ran = [stack for adapter in adapters for stack in adapter.ran.values() if stack.layouts]
+        ran = [stack for adapter in adapters for stack in adapter.now.decisions.values() if stack.layouts]
         return [list(map(list, grids)) for grids in dict.fromkeys(stack.layout.grids for stack in ran)]
 
     def _forward(self, calls: Sequence[Recorded]) -> tuple[float, list[Tensor]]:

@@ -24,7 +24,7 @@ T = TypeVar("T")
 
 
 def join(device: str = "auto") -> "PartialState":
-    """State of this process among those that were launched together; a process alone is the main process.
+    """State of this process among those that were launched together; a single process is the main process.
 
     Call it before anything else, in every process. Later calls return the same state.
 
@@ -48,13 +48,13 @@ def join(device: str = "auto") -> "PartialState":
 
 
 def rank_name() -> str:
-    """Such as "rank 3 of 8 on gpu-node-2", counted from 0 as torchrun does; empty for a process alone."""
+    """Such as "rank 3 of 8 on gpu-node-2", counted from 0 as torchrun does; empty for a single process."""
     rank, ranks = (os.environ.get(name, "0") for name in ("RANK", "WORLD_SIZE"))
     return f"rank {rank} of {ranks} on {socket.gethostname()}" if int(ranks) > 1 else ""
 
 
 def leave() -> None:
-    """Leave the other processes, at the end of the work, and end this one; a process alone goes on."""
+    """Leave the process group and end this process, at the end of the work; a no-op for a single process."""
     if dist.is_available() and dist.is_initialized():
         dist.destroy_process_group()
         sys.stdout.flush()

@@ -145,7 +145,7 @@ def generate(
         own_attention(pipe)  # becomes dense
     together = state.num_processes > 1 and (split or ("prompts" if many else "picture")) == "picture"
     if together:
-        from foveate.diffusers.parallel import share_pictures
+        from foveate.pipelines.parallel import share_pictures
 
         share_pictures(pipe, state.num_processes)
     for text in texts:

@@ -29,7 +29,7 @@ class HunyuanVideoCard(HunyuanImageCard):
             text_and_padding(inputs["encoder_hidden_states"].shape[1], inputs["encoder_attention_mask"])
         )
 
-    def unmerged_blocks(self, model: nn.Module) -> str:
+    def block_merging_unsupported_reason(self, model: nn.Module) -> str:
         """Text of models that start from a frame."""
         replaces_tokens = model.config.get("image_condition_type") == "token_replace"
         return "modulates the first frame in its own way" if replaces_tokens else ""
@@ -54,7 +54,7 @@ class HunyuanVideo15Card(HunyuanVideoCard):
 class FramepackCard(HunyuanVideoCard):
     """`HunyuanVideoFramepackTransformer3DModel`: earlier frames at several resolutions attend as text does."""
 
-    unmerged = "puts earlier frames before the video"
+    merging_unsupported_reason = "puts earlier frames before the video"
 
     def layout(self, holder: nn.Module, inputs: dict[str, Any]) -> list[Layout]:
         """[earlier frames, video, text, padding]."""

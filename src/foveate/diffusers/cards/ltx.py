@@ -19,7 +19,7 @@ class LTXCard(Card):
 
     start_percent = 0.4
     attention = {"attn1": False}  # noqa: RUF012
-    unmerged = "rotates each head in its own way"
+    merging_unsupported_reason = "rotates each head in its own way"
 
     def layout(self, holder: nn.Module, inputs: dict[str, Any]) -> Layout:
         """The video, with the frames of conditions before or after it; its grid is given or read from coordinates."""

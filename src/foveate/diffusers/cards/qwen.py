@@ -35,6 +35,6 @@ class QwenImageCard(Card):
         turns = torch.cat(rope[::-1])
         return turns.real.repeat_interleave(2, -1), turns.imag.repeat_interleave(2, -1)
 
-    def unmerged_blocks(self, model: nn.Module) -> str:
+    def block_merging_unsupported_reason(self, model: nn.Module) -> str:
         """Text of models that modulate references in their own way."""
         return "modulates each token by its image" if getattr(model.config, "zero_cond_t", False) else ""

@@ -19,7 +19,7 @@ class JoyImageEditCard(Card):
     """`JoyImageEditTransformer3DModel`: [picture, references, text]; all images have one size."""
 
     blocks = "double_blocks"
-    unmerged = "makes its rotary embedding on the CPU"
+    merging_unsupported_reason = "makes its rotary embedding on the CPU"
 
     def layout(self, holder: nn.Module, inputs: dict[str, Any]) -> Layout:
         """[picture, references, text]; each image is an item of the latents."""
@@ -37,7 +37,7 @@ class ErnieImageCard(Card):
     blocks = "layers"
     attention = {"self_attention": True}  # noqa: RUF012
     padding_mask = "attention_mask"
-    unmerged = HALVES
+    merging_unsupported_reason = HALVES
 
     def layout(self, holder: nn.Module, inputs: dict[str, Any]) -> list[Layout]:
         """The image, then the text, padded to the longest."""
@@ -56,7 +56,7 @@ class GlmImageCard(Card):
     """`GlmImageTransformer2DModel`: [text, image]."""
 
     attention = {"attn1": True}  # noqa: RUF012
-    unmerged = HALVES
+    merging_unsupported_reason = HALVES
 
     def layout(self, holder: nn.Module, inputs: dict[str, Any]) -> Layout:
         """The text, then the image."""
@@ -73,7 +73,7 @@ class Kandinsky5Card(Card):
     start_percent = 0.4
     blocks = "visual_transformer_blocks"
     attention = {"self_attention": False}  # noqa: RUF012
-    unmerged = "rounds rotated queries and keys to bfloat16"
+    merging_unsupported_reason = "rounds rotated queries and keys to bfloat16"
 
     def layout(self, holder: nn.Module, inputs: dict[str, Any]) -> Layout:
         """The video; its grid is that of the latent's patches."""

@@ -47,14 +47,14 @@ class SkyReelsV2Card(WanCard):
 class WanAnimateCard(WanCard):
     """`WanAnimateTransformer3DModel`: the first frame is the reference."""
 
-    unmerged = "adds the face to all tokens between blocks"
+    merging_unsupported_reason = "adds the face to all tokens between blocks"
 
 
 class AnyFlowCard(WanCard):
     """`AnyFlowTransformer3DModel`, whose latents have frames before channels."""
 
     rope = None
-    unmerged = "modulates each token by the timestep of its frame"
+    merging_unsupported_reason = "modulates each token by the timestep of its frame"
 
     def layout(self, holder: nn.Module, inputs: dict[str, Any]) -> Layout | list[Layout]:
         """The video; its grid is that of the latent's patches."""
@@ -66,7 +66,7 @@ class HeliosCard(WanCard):
 
     attention = {"attn1": True}  # noqa: RUF012
     rope = None
-    unmerged = "puts earlier frames before the video"
+    merging_unsupported_reason = "puts earlier frames before the video"
 
     def layout(self, holder: nn.Module, inputs: dict[str, Any]) -> Layout:
         """[earlier frames, video]."""
@@ -80,7 +80,7 @@ class HeliosCard(WanCard):
 class WanVACECard(WanCard):
     """`WanVACETransformer3DModel`: first the blocks of the control, then those of the video, which they add to."""
 
-    unmerged = "adds its control to all tokens between blocks"
+    merging_unsupported_reason = "adds its control to all tokens between blocks"
 
     def stacks(self, model: nn.Module) -> Iterator[Stack]:
         """Blocks of the control, then those of the video."""

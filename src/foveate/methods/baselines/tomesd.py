@@ -10,7 +10,7 @@ is far from linear; in later blocks it scales the mean to the norm of its longes
 every step. Written from the papers; the authors' code is not used.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import ceil, prod
 from typing import ClassVar
 
@@ -104,13 +104,11 @@ class ToFu(ToMeSD):
 
     Attributes:
         separation: Relative depth, 0 to 1, before which blocks drop merged sources; later blocks average.
-        depth: Relative depth of a block, 0 to 1; set by `at`.
 
     Source: arXiv 2312.01026.
     """
 
     separation: float = 0.5
-    depth: float = 0.0
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -119,11 +117,17 @@ class ToFu(ToMeSD):
 
     def at(self, depth: float) -> TokenMerging:
         """The method for a block at this relative depth in the model, 0 to 1."""
-        return replace(self, depth=float(depth >= self.separation))  # two values: compiled code has two graphs
+        return self if depth < self.separation else _LateToFu(**vars(self))
 
     def _merge(self, places: Tensor, dst_index: Tensor) -> IndexMerge:
-        pruned = self.depth < self.separation
-        return IndexMerge(places, dst_index, pruned=pruned, longest=not pruned)
+        return IndexMerge(places, dst_index, pruned=True)
+
+
+class _LateToFu(ToFu):
+    """ToFu in the later blocks, which average."""
+
+    def _merge(self, places: Tensor, dst_index: Tensor) -> IndexMerge:
+        return IndexMerge(places, dst_index, longest=True)
 
 
 @persistent
