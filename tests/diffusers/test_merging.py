@@ -228,12 +228,12 @@ def merged_attention(attn, image, text, method, rope=None):
     block.merge_module(attn)
     attach(attn.processor, plan)
     group.begin(method.regions(((8, 8),)), Step(0, 0), torch.empty(5))
-    group.layer_plans.append(plan)
+    group.now.layer_plans.append(plan)
     group.plan(image, rope)
     out = attn(hidden_states=image, encoder_hidden_states=text, image_rotary_emb=rope)
     block.remove()
     detach(attn.processor, plan)
-    return out, group.merge
+    return out, group.now.merge
 
 
 def identical_tokens(dim):

@@ -268,10 +268,10 @@ class ModelAdapter:
         skip_unmerge = not self.card.residuals_between_blocks(self.now.inputs)
         image_first = stack.layout.segments[0].kind == "image"
         for group in dict.fromkeys(layer.group for layer in layers if layer.group):
-            if not group.begun:  # a section of a UNet has several stacks
+            if group.now is None:  # a section of a UNet has several stacks
                 group.begin(stack.regions, self.now.step, text, skip_unmerge=skip_unmerge, image_first=image_first)
             plans = (plan_of(layer.attn.processor) for layer in layers if layer.group is group and layer.merges)
-            group.layer_plans += filter(None, plans)
+            group.now.layer_plans += filter(None, plans)
 
     # --- reports ---
 

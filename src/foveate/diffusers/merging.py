@@ -23,123 +23,40 @@ from foveate.methods.base import TokenMerging
 from foveate.ops.merging import AnyMerge, Group, Regions
 from foveate.utils.cache import FixedMemory, cached_by_tensor
 
-__all__ = ["MergeGroup", "MergedBlock"]
+__all__ = ["MergeGroup", "MergePass", "MergedBlock"]
 
 
-class MergeGroup:
-    """Blocks that share a plan of token merging.
+class MergePass:
+    """How the tokens of a group of blocks merge in one forward pass.
 
     Args:
-        method: How to merge.
-        card: Card of the model.
+        regions: Regions within which tokens merge.
+        text: As long as the text, padding included, where a tensor holds text and image.
+        skip_unmerge: Leave tokens merged between the blocks of the group.
+        image_first: Whether the image precedes the text where a tensor holds both.
 
     Attributes:
-        merge: The plan of the current forward pass; None leaves the blocks dense.
-        text: As long as the text, padding included, where a tensor holds text and image.
-        image_first: Whether the image precedes the text there.
+        merge: The plan; None leaves the blocks dense.
+        due: Whether the plan is to be made from the input of the first block.
         order: Position of the image token at each place of the regions; None if they follow the raster.
         inverse: Place of each image token.
-        layer_plans: Plans of the attention layers of the group in the current forward pass.
-        skip_unmerge: Leave tokens merged between the blocks of the group.
+        layer_plans: Plans of the attention layers of the group.
+        whole: Tokens before a run of merged blocks, and the same merged.
     """
 
-    def __init__(self, method: TokenMerging, card: Card) -> None:
-        self.method, self.card = method, card
+    def __init__(self, regions: Regions, text: Tensor, *, skip_unmerge: bool, image_first: bool) -> None:
+        self.regions, self.text, self.skip_unmerge, self.image_first = regions, text, skip_unmerge, image_first
         self.merge: AnyMerge | None = None
-        self.text = torch.empty(0)
-        self.image_first = False
-        self.order: Tensor | None = None
-        self.inverse: Tensor | None = None
-        self.layer_plans: list[LayerPlan] = []
-        self.skip_unmerge = True
-        self._regions: Regions | None = None
-        self._plan: AnyMerge | None = None
-        self._made: tuple[int, int] | None = None  # periods of the destinations and the weights of the plan
-        self._made_for: tuple[Hashable, tuple[Group, ...]] | None = None  # run and regions of the plan
-        self._order: Tensor | None = None  # order of these regions
-        self._joint: tuple[Tensor | None, ...] = ()  # order and inverse of a sequence that begins with the text
-        self._last, self._due = -1, False
-        self._rope = FixedMemory()
-        self.whole: tuple[Tensor, Tensor] | None = None  # tokens before a run of merged blocks, and the same merged
-
-    def reset(self) -> None:
-        """Merge nothing, until `begin`."""
-        self.end()
-        self._regions = self.merge = self.whole = None
-        self.layer_plans = []
-
-    def begin(
-        self, regions: Regions, step: Step, text: Tensor, *, skip_unmerge: bool = True, image_first: bool = False
-    ) -> None:
-        """Merge in the next forward pass.
-
-        Args:
-            regions: Regions within which tokens merge.
-            step: Step of the denoising run.
-            text: See `MergeGroup.text`.
-            skip_unmerge: See `MergeGroup.skip_unmerge`.
-            image_first: See `MergeGroup.image_first`.
-        """
-        self.reset()
-        self._regions, self.text, self.image_first, self.skip_unmerge = regions, text, image_first, skip_unmerge
+        self.due = False
         raster = regions.order is regions.inverse
         self.order, self.inverse = (None, None) if raster else (regions.order, regions.inverse)
+        # order and inverse of a sequence that begins with the text
         self._joint = tuple(None if x is None else after_text(x, len(text)) for x in (self.order, self.inverse))
-        made_for = step.key, regions.groups
-        if made_for != self._made_for or regions.order is not self._order or step.number < self._last:
-            self._made_for, self._order = made_for, regions.order
-            self._plan = self._made = None  # another picture
-        self._last = step.number
-        periods = self.method.periods(step.number)
-        if self._plan is not None and self._made == periods:
-            self.merge = self._plan
-            return
-        if self._made is None or self._made[0] != periods[0]:
-            self._plan = None  # new destinations too
-        self._made, self._due = periods, True
+        self.layer_plans: list[LayerPlan] = []
+        self.whole: tuple[Tensor, Tensor] | None = None
 
-    @property
-    def begun(self) -> bool:
-        """Whether it merges in the current forward pass."""
-        return self._regions is not None
-
-    def end(self) -> bool:
-        """Whether a plan was due in the forward pass that ended, and was not made."""
-        missed, self._due = self._due, False
-        if missed:
-            self._made = None
-        return missed
-
-    def with_picks(self, regions: Regions) -> Regions:
-        """The regions with the destinations of the first sample, to draw."""
-        if self._plan is None:
-            return regions
-        picked = regions.order.cpu()[self._plan.positions[0].cpu()]
-        return regions._replace(picked=picked[picked < prod(regions.grid)])
-
-    def plan(self, tokens: Tensor, rope: tuple[Tensor, Tensor] | None) -> None:
-        """Make the plan from the image tokens of the first block if it is due, and complete the layers' plans.
-
-        Args:
-            tokens: Image tokens in raster order [batch, image, dim].
-            rope: Rotary embedding (cos, sin) of text and image in raster order, each [tokens, head_dim] or [batch,
-                tokens, head_dim].
-        """
-        if self._regions is None:
-            return
-        if self._due:
-            self._due = False
-            chosen = self._plan.chosen if self._plan else None
-            x = tokens.detach() if self.order is None else tokens.detach().index_select(1, self.order)
-            exact = torch.autocast(x.device.type, enabled=False)  # similarities need more than bfloat16
-            with torch.no_grad(), record_function("foveate::plan"), exact:
-                self.merge = self._plan = self.method.plan(x, self._regions, chosen)
-        rows = None if rope is None else self._rope.hold(tuple(map(self._rows, rope)))
-        for layer in self.layer_plans:
-            layer.rope = rows
-
-    def _rows(self, rows: Tensor) -> Tensor:
-        """The rows of text and merged tokens: a merged token has the position of its destination."""
+    def rows(self, rows: Tensor) -> Tensor:
+        """Rows of a rotary embedding of text and merged tokens: a merged token has the position of its destination."""
         text, image = self.split(rows if rows.ndim == 3 else rows[None], len(self.text))
         image = self.merge.rope(image if self.order is None else image.index_select(1, self.order))
         rows = self._joined(text.expand(len(image), -1, -1), image)
@@ -181,6 +98,91 @@ class MergeGroup:
 def after_text(order: Tensor, text: int) -> Tensor:
     """The order of text and image in which the text precedes the image and stays as it is."""
     return torch.cat([torch.arange(text).to(order.device), order + text])
+
+
+class MergeGroup:
+    """Blocks that share a plan of token merging, and what they keep of it from step to step.
+
+    Args:
+        method: How to merge.
+        card: Card of the model.
+
+    Attributes:
+        now: Its merging in the current forward pass; None if it does not merge.
+    """
+
+    def __init__(self, method: TokenMerging, card: Card) -> None:
+        self.method, self.card = method, card
+        self.now: MergePass | None = None
+        self._plan: AnyMerge | None = None
+        self._made: tuple[int, int] | None = None  # periods of the destinations and the weights of the plan
+        self._made_for: tuple[Hashable, tuple[Group, ...]] | None = None  # run and regions of the plan
+        self._order: Tensor | None = None  # order of these regions
+        self._last = -1  # number of the last step
+        self._rope = FixedMemory()
+
+    @property
+    def merging(self) -> MergePass | None:
+        """`now` as soon as its plan is made."""
+        return None if self.now is None or self.now.merge is None else self.now
+
+    def reset(self) -> None:
+        """Merge nothing, until `begin`."""
+        self.end()
+        self.now = None
+
+    def begin(
+        self, regions: Regions, step: Step, text: Tensor, *, skip_unmerge: bool = True, image_first: bool = False
+    ) -> None:
+        """Merge in the next forward pass, at this step of the denoising run; for other arguments see `MergePass`."""
+        self.reset()
+        self.now = MergePass(regions, text, skip_unmerge=skip_unmerge, image_first=image_first)
+        made_for = step.key, regions.groups
+        if made_for != self._made_for or regions.order is not self._order or step.number < self._last:
+            self._made_for, self._order = made_for, regions.order
+            self._plan = self._made = None  # another picture
+        self._last = step.number
+        periods = self.method.periods(step.number)
+        if self._plan is not None and self._made == periods:
+            self.now.merge = self._plan
+            return
+        if self._made is None or self._made[0] != periods[0]:
+            self._plan = None  # new destinations too
+        self._made, self.now.due = periods, True
+
+    def end(self) -> bool:
+        """Whether a plan was due in the forward pass that ended, and was not made."""
+        missed = self.now is not None and self.now.due
+        if missed:
+            self._made, self.now.due = None, False
+        return missed
+
+    def with_picks(self, regions: Regions) -> Regions:
+        """The regions with the destinations of the first sample, to draw."""
+        if self._plan is None:
+            return regions
+        picked = regions.order.cpu()[self._plan.positions[0].cpu()]
+        return regions._replace(picked=picked[picked < prod(regions.grid)])
+
+    def plan(self, tokens: Tensor, rope: tuple[Tensor, Tensor] | None) -> None:
+        """Make the plan from the image tokens of the first block if it is due, and complete the layers' plans.
+
+        Args:
+            tokens: Image tokens in raster order [batch, image, dim].
+            rope: Rotary embedding (cos, sin) of text and image in raster order, each [tokens, head_dim] or [batch,
+                tokens, head_dim].
+        """
+        now = self.now
+        if now.due:
+            now.due = False
+            chosen = self._plan.chosen if self._plan else None
+            x = tokens.detach() if now.order is None else tokens.detach().index_select(1, now.order)
+            exact = torch.autocast(x.device.type, enabled=False)  # similarities need more than bfloat16
+            with torch.no_grad(), record_function("foveate::plan"), exact:
+                now.merge = self._plan = self.method.plan(x, now.regions, chosen)
+        rows = None if rope is None else self._rope.hold(tuple(map(now.rows, rope)))
+        for layer in now.layer_plans:
+            layer.rope = rows
 
 
 class MergedBlock:
@@ -230,11 +232,13 @@ class MergedBlock:
 
     def plan(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Hook before the block."""
+        if (now := self.group.now) is None:
+            return
         rope = self.rope.of(args, kwargs)
         rotation = None if rope is None else self.group.card.rotation(rope)
-        image = self.group.split(tokens_of(args, kwargs), self._joined_text())[1]
+        image = now.split(tokens_of(args, kwargs), self._text_of(now))[1]
         if rotation is not None and not self.group.card.rotates_text:
-            rotation = with_text(rotation, image.shape[1] + len(self.group.text))
+            rotation = with_text(rotation, image.shape[1] + len(now.text))
         self.group.plan(image, rotation)
 
     @torch.compiler.disable
@@ -259,34 +263,29 @@ class MergedBlock:
     @torch.compiler.disable
     def enter(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Hook before the block: merge its tokens unless they are merged already."""
-        group = self.group
-        if group.merge is None:
+        if (now := self.group.merging) is None:
             return args, kwargs
-        if group.whole is None:
+        if now.whole is None:
             x = tokens_of(args, kwargs)
-            group.whole = x, group.merged(x, self._joined_text())
-            args, kwargs = with_tokens(group.whole[1], args, kwargs)
-        return self._without_rope(self.rope, args, kwargs)
+            now.whole = x, now.merged(x, self._text_of(now))
+            args, kwargs = with_tokens(now.whole[1], args, kwargs)
+        return without_rope(now, self.rope, args, kwargs)
 
     @torch.compiler.disable
     def leave(self, block: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         """Hook after the block: unmerge its tokens unless the next block takes them merged."""
-        group = self.group
-        if group.whole is None or (group.skip_unmerge and not self._ends_run):
+        now = self.group.now
+        if now is None or now.whole is None or (now.skip_unmerge and not self._ends_run):
             return output
-        (x, merged), group.whole = group.whole, None
+        (x, merged), now.whole = now.whole, None
         parts = list(output) if isinstance(output, tuple) else [output]
-        i = 0 if group.card.returns_image_first else -1
-        parts[i] = group.updated(x, merged, parts[i], self._joined_text())
+        i = 0 if self.group.card.returns_image_first else -1
+        parts[i] = now.updated(x, merged, parts[i], self._text_of(now))
         return tuple(parts) if isinstance(output, tuple) else parts[0]
 
-    def _joined_text(self) -> int:
-        return len(self.group.text) if self.joined else 0
-
-    def _without_rope(self, rope: Argument, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The arguments for merged tokens, whose rotary embedding travels in the plan of the layer."""
-        plans = self.group.layer_plans
-        return rope.dropped(args, kwargs) if plans and plans[0].rope is not None else (args, kwargs)
+    def _text_of(self, now: MergePass) -> int:
+        """Number of text tokens in the tensor of image tokens that the block is given."""
+        return len(now.text) if self.joined else 0
 
     # --- hooks around single modules ---
 
@@ -299,21 +298,20 @@ class MergedBlock:
 
     def merge_input(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Hook before a module: its first argument holds image tokens, and text where the block has both in one."""
-        if self.group.merge is None:
+        if (now := self.group.merging) is None:
             return args, kwargs
-        merged = self.group.merged(tokens_of(args, kwargs), self._joined_text())
-        args, kwargs = with_tokens(merged, args, kwargs)
+        args, kwargs = with_tokens(now.merged(tokens_of(args, kwargs), self._text_of(now)), args, kwargs)
         attends = any(module is attn for attn in self.attentions)
-        return self._without_rope(self.attention_rope, args, kwargs) if attends else (args, kwargs)
+        return without_rope(now, self.attention_rope, args, kwargs) if attends else (args, kwargs)
 
     def unmerge_output(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         """Hook after a module that returns image tokens, or (image, text, and what an image prompt adds)."""
-        if self.group.merge is None:
+        if (now := self.group.merging) is None:
             return output
         if not isinstance(output, tuple):
-            return self.group.unmerged(output, self._joined_text())
+            return now.unmerged(output, self._text_of(now))
         image, text, *prompt = output
-        return self.group.unmerged(image), text, *map(self.group.unmerged, prompt)
+        return now.unmerged(image), text, *map(now.unmerged, prompt)
 
     def merge_stream(self) -> None:
         """Run a single-stream block on merged tokens from its norm to its last linear layer: see `Card.stream`."""
@@ -336,19 +334,20 @@ class MergedBlock:
 
     def merge_normed(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         """Hook after the norm: it returns text and image tokens, alone or first in a tuple."""
-        if self.group.merge is None:
+        if (now := self.group.merging) is None:
             return output
         if isinstance(output, tuple):
-            return self.group.merged(output[0], len(self.group.text)), *output[1:]
-        return self.group.merged(output, len(self.group.text))
+            return now.merged(output[0], len(now.text)), *output[1:]
+        return now.merged(output, len(now.text))
 
     def take_rope(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Hook before the attention of a single-stream block."""
-        return (args, kwargs) if self.group.merge is None else self._without_rope(self.attention_rope, args, kwargs)
+        now = self.group.merging
+        return (args, kwargs) if now is None else without_rope(now, self.attention_rope, args, kwargs)
 
     def unmerge_stream(self, module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
         """Hook after the last layer: it returns text and merged tokens."""
-        return output if self.group.merge is None else self.group.unmerged(output, len(self.group.text))
+        return output if (now := self.group.merging) is None else now.unmerged(output, len(now.text))
 
 
 def tokens_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
@@ -359,3 +358,9 @@ def tokens_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
 def with_tokens(x: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The arguments of a call with other tokens."""
     return ((x, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": x})
+
+
+def without_rope(now: MergePass, rope: Argument, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The arguments of a call on merged tokens, whose rotary embedding travels in the plan of the layer."""
+    plans = now.layer_plans
+    return rope.dropped(args, kwargs) if plans and plans[0].rope is not None else (args, kwargs)

@@ -99,7 +99,7 @@ def _weights(
         raise ValueError(f"there is no token {token} in a grid of {' x '.join(map(str, grid))}: count from 0")
     images = layout.positions("image")[: torch.Size(grid).numel()].to(value.device)
     place = images[torch.arange(len(images)).view(grid)[token]]
-    merging = layer.group if ran.is_merged(layer) else None
+    merging = layer.group.now if ran.is_merged(layer) else None
     text = len(merging.text) if merging and layer.joint else 0
     batch, _, heads, width = value.shape
     rows: list[Tensor] = []
