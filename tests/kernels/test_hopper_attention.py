@@ -18,10 +18,9 @@ hopper, backward = gluon_emulator.load(
 
 def attention(q, k, v, table, scale, programs, scatter=None):
     out, lse = torch.zeros_like(q), torch.full(q.shape[:3], -torch.inf)
-    run = schedule(table, **hopper.CUT, device=q.device)
-    work = partition(run, q.shape[0] * q.shape[1], programs)
+    run = partition(schedule(table, **hopper.CUT, device=q.device), q.shape[0] * q.shape[1], programs)
     assert hopper.addressable(q, k, v)
-    hopper.launch(q, k, v, out, lse, run, work, scale, scatter=scatter)
+    hopper.launch(q, k, v, out, lse, run, scale, scatter=scatter)
     return out, lse
 
 
@@ -92,7 +91,7 @@ def test_every_gradient_equals_the_dense_mask(table, programs):
         (backward.launch_keys, table.transpose(), grads[1:]),
     ):
         run = schedule(pattern, **backward.CUT, device=q.device)
-        launch(*given, *written, run, partition(run, 4, programs), 0.2)
+        launch(*given, *written, partition(run, 4, programs), 0.2)
     for grad, want in zip(grads, expected, strict=True):
         torch.testing.assert_close(grad.double(), want.double(), rtol=1e-3, atol=1e-4)
 

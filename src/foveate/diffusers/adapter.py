@@ -231,7 +231,7 @@ class ModelAdapter:
     @outside_compiled_code
     def after_model(self, model: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         """Hook after the model: count what happened."""
-        self.now.inputs, decisions = {}, self.now.decisions
+        self.now.inputs, self.now.step, decisions = {}, None, self.now.decisions
         for group in self.groups:
             if group.end():
                 for holder in {layer.holder for layer in self.layers if layer.group is group}:

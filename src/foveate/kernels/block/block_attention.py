@@ -10,7 +10,7 @@ import triton
 from torch import Tensor
 
 from foveate.kernels.block import hopper_attention, hopper_backward, triton_attention
-from foveate.kernels.block.schedule import Schedule, WorkPartition, partition, schedule
+from foveate.kernels.block.schedule import Schedule, partition, schedule
 from foveate.kernels.launch import (
     AMPERE,
     Launch,
@@ -37,7 +37,7 @@ HOPPER, LARGEST_HEAD = 90, 256
 GLUON = tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 6)
 DELTA_ROWS = 64  # rows that one program of `deltas` computes
 _SCHEDULES: WeakTensorCache[Schedule] = WeakTensorCache()
-_WORK: WeakTensorCache["_Work"] = WeakTensorCache()
+_PARTITIONED: WeakTensorCache[Schedule] = WeakTensorCache()
 
 
 class KernelConfig(NamedTuple):
@@ -128,13 +128,13 @@ def _forward(
 ) -> tuple[Tensor, Tensor]:
     table = BlockTable(query_starts, key_starts, offsets, keys)
     if hopper and hopper_attention.addressable(q, k, v):
-        work = _work_of(q, k, table, hopper_attention.CUT)
-        out, lse = (_attend if work.whole else _attend.__wrapped__)(q, k, v, work, scatter, scale)
+        plan = _partitioned(q, k, table, hopper_attention.CUT)
+        out, lse = (_attend if plan.whole else _attend.__wrapped__)(q, k, v, plan, scatter, scale)
         return out, lse
     out, lse = empty_like(q), empty_lse(q)
     config, plan = _planned(q, k, table, FORWARD, tile_operands=1)
     q, k, v = map(row_contiguous, (q, k, v))
-    _launch_forward(q, k, v, out, lse, scatter, *plan, scale, config)
+    _launch_forward(q, k, v, out, lse, scatter, *plan[:3], scale, config)
     return out, lse
 
 
@@ -166,18 +166,18 @@ def _backward(
     q, k, v, out, grad_out = map(row_contiguous, (q, k, v, out, grad_out))
     grad_lse = None if grad_lse is None else grad_lse.contiguous()
     if hopper and hopper_attention.addressable(q, k, v, grad_out):
-        works = [_work_of(q, k, table, hopper_backward.CUT, transposed=turn) for turn in (False, True)]
-        recordable = all(work.whole for work in works) and not q.shape[2] % hopper_backward.CUT["aligned"]
+        plans = [_partitioned(q, k, table, hopper_backward.CUT, transposed=turn) for turn in (False, True)]
+        recordable = all(plan.whole for plan in plans) and not q.shape[2] % hopper_backward.CUT["aligned"]
         differentiate = _differentiate_hopper if recordable else _differentiate_hopper.__wrapped__
-        dq, dk, dv = differentiate(q, k, v, out, lse, grad_out, grad_lse, *works, scale)
+        dq, dk, dv = differentiate(q, k, v, out, lse, grad_out, grad_lse, *plans, scale)
         return dq, dk, dv
     dq, dk, dv, delta = map(empty_like, (q, k, v, lse))
     _launch_deltas(out, grad_out, grad_lse, delta)
     config, plan = _planned(q, k, table, BACKWARD_QUERIES, tile_operands=2)
-    _launch_queries(q, k, v, grad_out, dq, lse, delta, *plan, scale, config)
+    _launch_queries(q, k, v, grad_out, dq, lse, delta, *plan[:3], scale, config)
     configs = BACKWARD_KEYS[q.shape[3] > 128 :]  # the first spills registers with wide heads, and exceeds Blackwell
     config, plan = _planned(q, k, table, configs, tile_operands=2, transposed=True)
-    _launch_keys(q, k, v, grad_out, dk, dv, lse, delta, *plan, scale, config)
+    _launch_keys(q, k, v, grad_out, dk, dv, lse, delta, *plan[:3], scale, config)
     return dq, dk, dv
 
 
@@ -200,59 +200,44 @@ def _differentiate(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -
 differentiable(_forward, _save, _differentiate)
 
 
-class _Work(NamedTuple):
-    """What a Hopper kernel works through.
-
-    Attributes:
-        plan: The schedule.
-        work: The tiles of each program.
-        whole: Whether every tile has something to read. The kernels skip tiles that have nothing.
-    """
-
-    plan: Schedule
-    work: WorkPartition
-    whole: bool
-
-
-def _work_of(q: Tensor, k: Tensor, table: BlockTable, cut: dict[str, int], *, transposed: bool = False) -> _Work:
-    """The cached work of a Hopper kernel over a table, whose tiles are of keys if `transposed`."""
+def _partitioned(
+    q: Tensor, k: Tensor, table: BlockTable, cut: dict[str, int], *, transposed: bool = False
+) -> Schedule:
+    """The cached schedule of a Hopper kernel with the work of each program; its tiles are of keys if `transposed`."""
     samples, programs = q.shape[0] * q.shape[1], multiprocessors(q.device)
-
-    def make() -> _Work:
-        plan = _schedule_of(q, k, table, cut, transposed=transposed)
-        work = partition(plan, samples, programs)
-        return _Work(plan, work, len(work.items) == samples * len(plan.tiles))
-
-    size = q.shape[2], k.shape[2], samples, programs  # part of the key, so that `make` checks them
-    return _WORK.get(table, (*size, *cut.values(), transposed, q.device), make)
+    size = q.shape[2], k.shape[2], samples, programs  # part of the key, so that the schedule checks them
+    return _PARTITIONED.get(
+        table, (*size, *cut.values(), transposed, q.device),
+        lambda: partition(_schedule_of(q, k, table, cut, transposed=transposed), samples, programs),
+    )  # fmt: skip
 
 
 @recorded
-def _attend(q: Tensor, k: Tensor, v: Tensor, work: _Work, scatter: Tensor | None, scale: float) -> list[Tensor]:
+def _attend(q: Tensor, k: Tensor, v: Tensor, plan: Schedule, scatter: Tensor | None, scale: float) -> list[Tensor]:
     """Output and LSE, on Hopper."""
-    out, lse = _filled([empty_like(q), empty_lse(q)], work, 0.0, -math.inf)
-    hopper_attention.launch(q, k, v, out, lse, work.plan, work.work, scale, scatter=scatter)
+    out, lse = _filled([empty_like(q), empty_lse(q)], plan, 0.0, -math.inf)
+    hopper_attention.launch(q, k, v, out, lse, plan, scale, scatter=scatter)
     return [out, lse]
 
 
 @recorded
 def _differentiate_hopper(
     q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, grad_out: Tensor, grad_lse: Tensor | None,
-    queries: _Work, keys: _Work, scale: float,
+    queries: Schedule, keys: Schedule, scale: float,
 ) -> list[Tensor]:  # fmt: skip
-    """Gradients of q, k and v, on Hopper; `queries` and `keys` are the work of the two passes."""
+    """Gradients of q, k and v, on Hopper; `queries` and `keys` are the schedules of the two passes."""
     delta = empty_like(lse)
     [dq], (dk, dv) = _filled([empty_like(q)], queries, 0.0), _filled([empty_like(k), empty_like(v)], keys, 0.0, 0.0)
     _launch_deltas(out, grad_out, grad_lse, delta)
     inputs = q, k, v, grad_out, lse, delta
-    hopper_backward.launch_queries(*inputs, dq, queries.plan, queries.work, scale)
-    hopper_backward.launch_keys(*inputs, dk, dv, keys.plan, keys.work, scale)
+    hopper_backward.launch_queries(*inputs, dq, queries, scale)
+    hopper_backward.launch_keys(*inputs, dk, dv, keys, scale)
     return [dq, dk, dv]
 
 
-def _filled(tensors: list[Tensor], work: _Work, *values: float) -> list[Tensor]:
+def _filled(tensors: list[Tensor], plan: Schedule, *values: float) -> list[Tensor]:
     """The tensors, filled with the values if kernels will not write all of them."""
-    return tensors if work.whole else [x.fill_(value) for x, value in zip(tensors, values, strict=True)]
+    return tensors if plan.whole else [x.fill_(value) for x, value in zip(tensors, values, strict=True)]
 
 
 def _schedule_of(q: Tensor, k: Tensor, table: BlockTable, cut: dict[str, int], *, transposed: bool) -> Schedule:

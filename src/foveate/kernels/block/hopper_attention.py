@@ -29,7 +29,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from foveate.kernels.block.schedule import Schedule, WorkPartition
+from foveate.kernels.block.schedule import Schedule
 from foveate.kernels.launch import Launch, launcher
 
 __all__ = ["CUT", "addressable", "descriptor", "forward", "launch", "matrix_of", "tile_of"]
@@ -272,7 +272,6 @@ def launch(
     out: Tensor,
     lse: Tensor,
     plan: Schedule,
-    work: WorkPartition,
     scale: float,
     positions: Tensor | None = None,
     scatter: Tensor | None = None,
@@ -285,13 +284,12 @@ def launch(
         v: Values, shaped like k.
         out: Output, shaped like q.
         lse: Per-query log-sum-exp, contiguous float32 [batch, heads, queries].
-        plan: Schedule of the table, made with `CUT`.
-        work: Tiles of each program.
+        plan: Schedule of the table, made with `CUT`, with the work of each program.
         scale: Factor on q·k.
         positions: Last key that each query sees, int32. Without it, short steps end where the schedule says.
         scatter: Position of each query in `out`. Without it, queries keep their places.
     """
-    _launch(q, k, v, out, lse, positions, scatter, plan.tiles, plan.steps, *work, scale)
+    _launch(q, k, v, out, lse, positions, scatter, plan.tiles, plan.steps, plan.items, plan.bounds, scale)
 
 
 @launcher

@@ -25,7 +25,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from foveate.kernels.block.hopper_attention import DTYPES, HALF, ROWS, descriptor, load_block, matrix_of, tile_of
-from foveate.kernels.block.schedule import Schedule, WorkPartition
+from foveate.kernels.block.schedule import Schedule
 from foveate.kernels.launch import Launch, launcher
 
 __all__ = ["CUT", "backward_keys", "backward_queries", "launch_keys", "launch_queries"]
@@ -309,7 +309,7 @@ def backward_keys(
 
 def launch_queries(
     q: Tensor, k: Tensor, v: Tensor, grad_out: Tensor, lse: Tensor, delta: Tensor, dq: Tensor,
-    plan: Schedule, work: WorkPartition, scale: float,
+    plan: Schedule, scale: float,
 ) -> None:  # fmt: skip
     """Write `dq` of every query that has keys to read.
 
@@ -321,21 +321,20 @@ def launch_queries(
         lse: Per-query log-sum-exp, contiguous float32 [batch, heads, queries].
         delta: sum(out * grad_out) less the gradient of the LSE, shaped like lse.
         dq: Gradient of the queries, shaped like q.
-        plan: Schedule of the table, made with `CUT`.
-        work: Tiles of each program.
+        plan: Schedule of the table, made with `CUT`, with the work of each program.
         scale: Factor on q·k.
     """
-    _launch_queries(q, grad_out, k, v, lse, delta, dq, plan.tiles, plan.steps, *work, scale)
+    _launch_queries(q, grad_out, k, v, lse, delta, dq, plan.tiles, plan.steps, plan.items, plan.bounds, scale)
 
 
 def launch_keys(
     q: Tensor, k: Tensor, v: Tensor, grad_out: Tensor, lse: Tensor, delta: Tensor, dk: Tensor, dv: Tensor,
-    plan: Schedule, work: WorkPartition, scale: float,
+    plan: Schedule, scale: float,
 ) -> None:  # fmt: skip
     """Write `dk` and `dv` of every key that queries read: like `launch_queries`, over the transposed table."""
     if beyond := -q.shape[2] % CUT["aligned"]:
         lse, delta = pad(lse, (0, beyond)), pad(delta, (0, beyond))
-    _launch_keys(k, v, q, grad_out, lse, delta, dk, dv, plan.tiles, plan.steps, *work, scale)
+    _launch_keys(k, v, q, grad_out, lse, delta, dk, dv, plan.tiles, plan.steps, plan.items, plan.bounds, scale)
 
 
 @launcher

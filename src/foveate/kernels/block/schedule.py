@@ -10,7 +10,7 @@ from torch import Tensor
 
 from foveate.ops.block_table import BlockTable
 
-__all__ = ["Schedule", "WorkPartition", "partition", "schedule"]
+__all__ = ["Schedule", "partition", "schedule"]
 
 Run = tuple[int, int]  # [first token, end)
 OVERHEAD = 1.0  # cost of starting and ending a tile, in steps
@@ -23,23 +23,18 @@ class Schedule(NamedTuple):
         tiles: [tiles, 5], the longest first: first row, end row, first full step, first short step, end step.
         steps: [steps, 2]: first column and end column of each step.
         long: Number of leading tiles that take far longer than the rest. Kernels start those of all heads first.
+        whole: Whether every tile has steps. Kernels with a fixed number of programs skip tiles that have none.
+        items: [items, 2]: tile and sample (batch * heads + head) of each piece of work, grouped by program; None if
+            every tile of a sample has a program of its own.
+        bounds: [programs + 1]: program i has ``items[bounds[i] : bounds[i + 1]]``.
     """
 
     tiles: Tensor
     steps: Tensor
-    long: int
-
-
-class WorkPartition(NamedTuple):
-    """The tiles that each of a fixed number of programs works through; int32 tensors.
-
-    Attributes:
-        items: [items, 2]: tile and sample (batch * heads + head), grouped by program.
-        bounds: [programs + 1]: program i has ``items[bounds[i] : bounds[i + 1]]``.
-    """
-
-    items: Tensor
-    bounds: Tensor
+    long: int = 0
+    whole: bool = True
+    items: Tensor | None = None
+    bounds: Tensor | None = None
 
 
 def schedule(
@@ -67,11 +62,11 @@ def schedule(
     tiles.sort(key=lambda tile: tile[2] - tile[4])
     lengths = [tile[4] - tile[2] for tile in tiles]
     long = sum(length > 2 * lengths[len(lengths) // 2] for length in lengths)
-    return Schedule(_int32(tiles, 5, device), _int32(steps, 2, device), long)
+    return Schedule(_int32(tiles, 5, device), _int32(steps, 2, device), long, all(lengths))
 
 
-def partition(plan: Schedule, samples: int, programs: int) -> WorkPartition:
-    """The tiles of all samples, distributed greedily: the longest next, to the program that is free first.
+def partition(plan: Schedule, samples: int, programs: int) -> Schedule:
+    """The schedule with the tiles of all samples distributed greedily: the longest next, to the first free program.
 
     Tiles without steps are left out.
 
@@ -92,7 +87,8 @@ def partition(plan: Schedule, samples: int, programs: int) -> WorkPartition:
         heapreplace(free, (busy + costs[tile] + OVERHEAD, program))
     device = plan.tiles.device
     bounds = [(0,), *((end,) for end in accumulate(map(len, assigned)))]
-    return WorkPartition(_int32([item for items in assigned for item in items], 2, device), _int32(bounds, 1, device))
+    items = _int32([item for items in assigned for item in items], 2, device)
+    return plan._replace(items=items, bounds=_int32(bounds, 1, device))
 
 
 def _merged_rows(table: BlockTable) -> list[tuple[Run, tuple[Run, ...]]]:

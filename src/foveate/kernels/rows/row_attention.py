@@ -28,7 +28,7 @@ from foveate.kernels.block.block_attention import (
     supports,
     supports_hopper,
 )
-from foveate.kernels.block.schedule import Schedule, WorkPartition
+from foveate.kernels.block.schedule import Schedule
 from foveate.kernels.block.triton_attention import LN2, _rows, _store
 from foveate.kernels.launch import (
     Launch,
@@ -141,7 +141,7 @@ def row_attention(
         lse = empty_lse(q)[None]
         for some, plan in zip(samples, plans, strict=True):
             one = q[some], k[some], v[some], out[some], lse[0, some]
-            hopper_attention.launch(*one, plan.schedule, plan.work, scale, plan.positions)
+            hopper_attention.launch(*one, plan.schedule, scale, plan.positions)
     else:
         lse = _launch_triton(q, k, v, rows, scale, window, out)
     if sinks is not None:  # logits without a value
@@ -199,11 +199,10 @@ def _parts(tiles: int, tokens: int, device: torch.device) -> int:
 
 
 class _Plan(NamedTuple):
-    """What the Hopper kernel needs for some rows: their positions, tiles and steps, and one program per tile."""
+    """What the Hopper kernel needs for some rows: their positions, and a schedule with one program per tile."""
 
     positions: Tensor
     schedule: Schedule
-    work: WorkPartition
 
 
 def _plan(q: Tensor, k: Tensor, rows: Tensor, sample: int | None) -> _Plan | None:
@@ -227,11 +226,8 @@ def _make_plan(rows: Tensor, samples: int, tokens: int) -> _Plan:
     firsts = torch.arange(0, tokens, hopper_attention.STEP, **ints)
     steps = torch.stack([firsts, firsts + hopper_attention.STEP], 1)
     items = torch.arange(len(starts) * samples, **ints)
-    work = WorkPartition(
-        torch.stack([len(starts) - 1 - items // samples, items % samples], 1),  # late rows first: they read the most
-        torch.arange(len(items) + 1, **ints),
-    )
-    return _Plan(positions, Schedule(tiles, steps, 0), work)
+    work = torch.stack([len(starts) - 1 - items // samples, items % samples], 1)  # late rows first: they read the most
+    return _Plan(positions, Schedule(tiles, steps, items=work, bounds=torch.arange(len(items) + 1, **ints)))
 
 
 BACKENDS = {"triton": (supports, row_attention), "hopper": (supports_hopper, partial(row_attention, hopper=True))}
