@@ -134,7 +134,9 @@ class ModelAdapter:
         groups: dict[Any, MergeGroup] = {}
         first = 0
         for stack in stacks:
-            merges = self._merging_blocks(stack, first)
+            merges = [False] * len(stack.blocks)
+            if self.merging:
+                merges = self.merging.merging_blocks(len(stack.blocks), stack.skip, first)
             for i, block in enumerate(stack.blocks):
                 attns = self.card.attentions(block)
                 key = block if self.merging and self.merging.per_block else stack.group
@@ -161,12 +163,6 @@ class ModelAdapter:
             raise ValueError(
                 f"no block is left to merge with skip={self.merging.skip} and these dense_layers: skip fewer"
             )
-
-    def _merging_blocks(self, stack: Stack, first: int) -> list[bool]:
-        """Merge flags of the blocks; `first` is the global index of block 0."""
-        if self.merging is None:
-            return [False] * len(stack.blocks)
-        return self.merging.merging_blocks(len(stack.blocks), stack.skip, first)
 
     def _add_layers(self, stack: Stack, i: int, number: int, attns: dict[str, Any], group: MergeGroup | None) -> None:
         """The attention layers of a block that merges with this group."""
