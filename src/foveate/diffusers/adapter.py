@@ -1,4 +1,4 @@
-# pyright: basic, reportArgumentType=false, reportAttributeAccessIssue=false, reportOptionalMemberAccess=false
+# pyright: basic, reportArgumentType=false, reportOptionalMemberAccess=false
 """One model with methods at work in it, whatever its family: what differs between families is in its card.
 
 Before each forward pass a hook has the `Planner` ask the methods for their plans, and attaches a `LayerPlan` to the

@@ -1,5 +1,4 @@
-# pyright: basic, reportPrivateUsage=false, reportAttributeAccessIssue=false, reportCallIssue=false
-# pyright: reportArgumentType=false
+# pyright: basic, reportCallIssue=false, reportArgumentType=false
 """Foveate as an attention backend of diffusers; the only file that uses private names of diffusers' dispatcher.
 
 A processor of diffusers calls ``dispatch_attention_fn(q, k, v, ..., backend=self._attention_backend,

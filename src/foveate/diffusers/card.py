@@ -1,4 +1,3 @@
-# pyright: basic, reportAttributeAccessIssue=false
 """What Foveate has to know about a model class of diffusers: a card. docs/add-a-model.md adds one step by step."""
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
@@ -309,7 +308,7 @@ class Card:
     returns_image_first: ClassVar[bool] = False
     start_percent: ClassVar[float] = 0.2
 
-    def layout(self, holder: nn.Module, inputs: dict[str, Any]) -> Layout | list[Layout]:
+    def layout(self, holder: Any, inputs: dict[str, Any]) -> Layout | list[Layout]:
         """The attention sequence of a forward pass, or that of each sample of the batch.
 
         The sequences of samples may differ in their padding only. Unless a card says otherwise, it is the image or
@@ -322,10 +321,10 @@ class Card:
         Raises:
             DenseFallback: If this forward pass has to stay dense.
         """
-        config: Any = holder.config
+        config = holder.config
         return Layout((patches(inputs["hidden_states"].shape[2:], config.patch_size or 1),))  # UNets have no patches
 
-    def stacks(self, model: nn.Module) -> Iterator[Stack]:
+    def stacks(self, model: Any) -> Iterator[Stack]:
         """The stacks of blocks, in running order."""
         blocks: Any = getattr(model, self.blocks)
         yield Stack(self.blocks, blocks, model, None, default_skip(len(blocks)))
@@ -366,7 +365,7 @@ class Card:
             if on[kind] and (module := getattr(block, name, None)) is not None
         }
 
-    def check(self, model: nn.Module, methods: tuple[Any, ...]) -> None:
+    def check(self, model: Any, methods: tuple[Any, ...]) -> None:
         """Raise a ValueError if the methods do not fit this kind of model."""
         merging = [method for method in methods if isinstance(method, TokenMerging)]
         if merging and self.merging_unsupported_reason:
@@ -375,7 +374,7 @@ class Card:
         if why and any(method.granularity == "block" for method in merging):
             raise ValueError(f"this model {why}: merge with granularity='module'")
 
-    def block_merging_unsupported_reason(self, model: nn.Module) -> str:
+    def block_merging_unsupported_reason(self, model: Any) -> str:
         """Why whole blocks of this model cannot merge; empty if they can."""
         return ""
 

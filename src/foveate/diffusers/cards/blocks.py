@@ -1,5 +1,5 @@
-# pyright: basic, reportAttributeAccessIssue=false, reportArgumentType=false, reportIncompatibleMethodOverride=false
-# pyright: reportCallIssue=false, reportOptionalCall=false, reportOptionalSubscript=false, reportPrivateImportUsage=false
+# pyright: basic, reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
+# pyright: reportOptionalCall=false, reportOptionalSubscript=false, reportPrivateImportUsage=false
 """Models whose processors take no backend: SD3, PixArt, DiT, UNets (SD 1.5, SD 2.1, SDXL), and Cosmos."""
 
 from collections.abc import Iterator
@@ -11,7 +11,7 @@ from diffusers.models.attention import BasicTransformerBlock
 from diffusers.models.attention_processor import Attention, AttnProcessor2_0, JointAttnProcessor2_0
 from diffusers.models.embeddings import apply_rotary_emb
 from diffusers.models.transformers.transformer_cosmos import CosmosAttnProcessor2_0
-from torch import Tensor, nn
+from torch import Tensor
 
 from foveate.diffusers.backend import foveate_attention, plan_of
 from foveate.diffusers.card import Card, Layout, Stack, text
@@ -88,7 +88,7 @@ class SD3Card(DiTCard):
     attention = {"attn": True, "attn2": False}  # noqa: RUF012
     merged_modules = {"attn": "attn", "attn2": "attn", "ff": "mlp"}  # noqa: RUF012
 
-    def layout(self, holder: nn.Module, inputs: dict[str, Any]) -> Layout:
+    def layout(self, holder: Any, inputs: dict[str, Any]) -> Layout:
         """The image, then the text."""
         picture = super().layout(holder, inputs).segments
         return Layout((*picture, text(inputs["encoder_hidden_states"].shape[1])))
@@ -97,7 +97,7 @@ class SD3Card(DiTCard):
 class UNetCard(DiTCard):
     """`UNet2DConditionModel`: a stack of blocks and a grid for each of its `Transformer2DModel` parts."""
 
-    def stacks(self, model: nn.Module) -> Iterator[Stack]:
+    def stacks(self, model: Any) -> Iterator[Stack]:
         """The stacks of each section; those of one section share their merging."""
         sections = [(f"down_blocks.{i}", block) for i, block in enumerate(model.down_blocks)]
         sections += [("mid_block", model.mid_block)] if model.mid_block is not None else []

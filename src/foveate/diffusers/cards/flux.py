@@ -1,4 +1,3 @@
-# pyright: basic, reportIncompatibleMethodOverride=false, reportAttributeAccessIssue=false
 """FLUX.1 (dev, schnell, Fill, Kontext) and models alike: [text, image, references], positions in `img_ids`."""
 
 from collections.abc import Iterator
@@ -6,7 +5,7 @@ from typing import Any
 
 import torch
 from diffusers.models.transformers.transformer_flux2 import Flux2KVAttnProcessor, Flux2KVParallelSelfAttnProcessor
-from torch import Tensor, nn
+from torch import Tensor
 
 from foveate.diffusers.card import Card, Layout, Segment, Segments, Stack, image, text_and_padding
 from foveate.methods.base import DenseFallback, default_skip
@@ -24,7 +23,7 @@ class FluxCard(Card):
     merge_mlp = False
     joined = False  # single-stream blocks of FLUX join text and image themselves
 
-    def layout(self, holder: nn.Module, inputs: dict[str, Any]) -> list[Layout]:
+    def layout(self, holder: Any, inputs: dict[str, Any]) -> list[Layout]:
         """[text, image, references]; the grids are read from `img_ids`."""
         images = [image(*grid) for grid in grids_of(inputs["img_ids"])]
         return [Layout((*words, *images)) for words in self.text(inputs)]
@@ -33,10 +32,10 @@ class FluxCard(Card):
         """The text of each sample, or of all."""
         return text_and_padding(inputs["encoder_hidden_states"].shape[1], None)
 
-    def stacks(self, model: nn.Module) -> Iterator[Stack]:
+    def stacks(self, model: Any) -> Iterator[Stack]:
         """Double-stream blocks, then single-stream blocks."""
-        double: Any = model.transformer_blocks
-        single: Any = model.single_transformer_blocks
+        double = model.transformer_blocks
+        single = model.single_transformer_blocks
         yield Stack("transformer_blocks", double, model, "double", default_skip(len(double), double=True))
         yield Stack("single_transformer_blocks", single, model, "single", default_skip(len(single)), self.joined)
 
@@ -48,14 +47,15 @@ class Flux2Card(FluxCard):
     stream = "norm", "attn"
     cache = "joint_attention_kwargs"
 
-    def layout(self, holder: nn.Module, inputs: dict[str, Any]) -> list[Layout]:
+    def layout(self, holder: Any, inputs: dict[str, Any]) -> list[Layout]:
         """[text, image, references]; [text, references, image] when keys are to be cached, then [text, image]."""
         mode, cache = inputs.get("kv_cache_mode"), inputs.get("kv_cache")
         now = inputs.get("num_ref_tokens", 0) if mode == "extract" else 0
         cached = cache.num_ref_tokens if mode == "cached" and cache else 0
         if not now + cached:
             return super().layout(holder, inputs)
-        if not all(isinstance(b.attn.processor, CACHING) for stack in self.stacks(holder) for b in stack.blocks):
+        attns = (attn for stack in self.stacks(holder) for b in stack.blocks for attn in self.attentions(b).values())
+        if not all(isinstance(attn.processor, CACHING) for attn in attns):
             raise DenseFallback("not all processors cache keys of references: draw with Flux2KleinKVPipeline")
         [words] = self.text(inputs)
         images = [image(*grid) for grid in grids_of(inputs["img_ids"], now)]

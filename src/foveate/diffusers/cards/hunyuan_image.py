@@ -1,10 +1,7 @@
-# pyright: basic, reportIncompatibleMethodOverride=false, reportAttributeAccessIssue=false
 """HunyuanImage 2.1: [image, text], with double-stream and single-stream blocks as in FLUX."""
 
 from itertools import chain
 from typing import Any
-
-from torch import nn
 
 from foveate.diffusers.card import Layout, Segment, Segments, padding, patches, text, text_and_padding
 from foveate.diffusers.cards.flux import FluxCard
@@ -20,7 +17,7 @@ class HunyuanImageCard(FluxCard):
     rotates_text = False
     returns_image_first = True
 
-    def layout(self, holder: nn.Module, inputs: dict[str, Any]) -> list[Layout]:
+    def layout(self, holder: Any, inputs: dict[str, Any]) -> list[Layout]:
         """[image, text, padding]."""
         sides = inputs["hidden_states"].shape[2:]
         if len(sides) > 2:

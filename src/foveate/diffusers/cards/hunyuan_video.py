@@ -1,9 +1,6 @@
-# pyright: basic, reportIncompatibleMethodOverride=false, reportAttributeAccessIssue=false, reportCallIssue=false
 """HunyuanVideo and HunyuanVideo 1.5, text or image to video: [video, text, padding]; FramePack."""
 
 from typing import Any
-
-from torch import nn
 
 from foveate.diffusers.card import Card, Layout, Segments, earlier_frames, padding, patches, text, text_and_padding
 from foveate.diffusers.cards.hunyuan_image import HunyuanImageCard, padding_last
@@ -17,7 +14,7 @@ class HunyuanVideoCard(HunyuanImageCard):
     start_percent = 0.4
     rope = "freqs_cis", "image_rotary_emb"
 
-    def layout(self, holder: nn.Module, inputs: dict[str, Any]) -> list[Layout]:
+    def layout(self, holder: Any, inputs: dict[str, Any]) -> list[Layout]:
         """[video, text, padding]; the grid is that of the latent's patches."""
         patch = holder.config.patch_size_t, holder.config.patch_size, holder.config.patch_size
         grid = patches(inputs["hidden_states"].shape[2:], patch)
@@ -29,7 +26,7 @@ class HunyuanVideoCard(HunyuanImageCard):
             text_and_padding(inputs["encoder_hidden_states"].shape[1], inputs["encoder_attention_mask"])
         )
 
-    def block_merging_unsupported_reason(self, model: nn.Module) -> str:
+    def block_merging_unsupported_reason(self, model: Any) -> str:
         """Text of models that start from a frame."""
         replaces_tokens = model.config.get("image_condition_type") == "token_replace"
         return "modulates the first frame in its own way" if replaces_tokens else ""
@@ -56,7 +53,7 @@ class FramepackCard(HunyuanVideoCard):
 
     merging_unsupported_reason = "puts earlier frames before the video"
 
-    def layout(self, holder: nn.Module, inputs: dict[str, Any]) -> list[Layout]:
+    def layout(self, holder: Any, inputs: dict[str, Any]) -> list[Layout]:
         """[earlier frames, video, text, padding]."""
         earlier = earlier_frames(inputs, "latents_clean", "latents_history_2x", "latents_history_4x")
         return [Layout((earlier, *layout.segments)) for layout in super().layout(holder, inputs)]

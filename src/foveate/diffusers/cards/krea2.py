@@ -1,10 +1,7 @@
-# pyright: basic, reportIncompatibleMethodOverride=false
 """Krea 2: [text, image] in one stream, positions of both in `position_ids`."""
 
 from collections.abc import Iterator
 from typing import Any
-
-from torch import nn
 
 from foveate.diffusers.card import Card, Layout, Stack, image, text_and_padding
 from foveate.diffusers.cards.flux import grids_of
@@ -18,14 +15,14 @@ class Krea2Card(Card):
     rope = "image_rotary_emb"
     padding_mask = "encoder_attention_mask"
 
-    def layout(self, holder: nn.Module, inputs: dict[str, Any]) -> list[Layout]:
+    def layout(self, holder: Any, inputs: dict[str, Any]) -> list[Layout]:
         """[text, padding, text, image]."""
         tokens = inputs["encoder_hidden_states"].shape[1]
         images = [image(*grid) for grid in grids_of(inputs["position_ids"], tokens)]
         texts = text_and_padding(tokens, inputs.get("encoder_attention_mask"))
         return [Layout((*words, *images)) for words in texts]
 
-    def stacks(self, model: nn.Module) -> Iterator[Stack]:
+    def stacks(self, model: Any) -> Iterator[Stack]:
         """The blocks, which are given text and image in one tensor."""
         (stack,) = super().stacks(model)
         yield stack._replace(joined=True)

@@ -1,11 +1,10 @@
-# pyright: basic, reportIncompatibleMethodOverride=false
 """LTX-Video and LTX-2: video tokens alone; text, and audio in LTX-2, by cross-attention."""
 
 from math import prod
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from foveate.diffusers.card import Card, Layout, video
 from foveate.methods.base import DenseFallback
@@ -21,7 +20,7 @@ class LTXCard(Card):
     attention = {"attn1": False}  # noqa: RUF012
     merging_unsupported_reason = "rotates each head in its own way"
 
-    def layout(self, holder: nn.Module, inputs: dict[str, Any]) -> Layout:
+    def layout(self, holder: Any, inputs: dict[str, Any]) -> Layout:
         """The video, with the frames of conditions before or after it; its grid is given or read from coordinates."""
         if inputs.get("video_self_attention_mask") is not None:
             raise DenseFallback("an attention mask was passed")

@@ -1,10 +1,8 @@
-# pyright: basic, reportAttributeAccessIssue=false, reportIncompatibleMethodOverride=false
 """`PixelDiT`, the model of `foveate train`: it puts its tokens in order itself, and reads words as extra keys."""
 
 from typing import Any
 
 import torch
-from torch import nn
 
 from foveate.diffusers.backend import LayerPlan
 from foveate.diffusers.card import Card
@@ -18,7 +16,7 @@ class PixelDiTCard(Card):
 
     blocks = "blocks"
 
-    def check(self, model: nn.Module, methods: tuple[Any, ...]) -> None:
+    def check(self, model: Any, methods: tuple[Any, ...]) -> None:
         """Refuse all methods but an LLSA along the model's own curve."""
         if len(methods) != 1 or not isinstance(methods[0], LLSA):
             given = " + ".join(type(method).__name__ for method in methods)

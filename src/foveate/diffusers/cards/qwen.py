@@ -1,10 +1,9 @@
-# pyright: basic, reportIncompatibleMethodOverride=false
 """Qwen-Image (Edit and Layered too): [text, images], sizes of the images in `img_shapes`."""
 
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from foveate.diffusers.card import Card, Layout, image, text_and_padding
 from foveate.methods.base import DenseFallback
@@ -19,7 +18,7 @@ class QwenImageCard(Card):
     merged_modules = {"attn": "attn", "img_mlp": "mlp"}  # noqa: RUF012
     padding_mask = "encoder_hidden_states_mask"
 
-    def layout(self, holder: nn.Module, inputs: dict[str, Any]) -> list[Layout]:
+    def layout(self, holder: Any, inputs: dict[str, Any]) -> list[Layout]:
         """Text, its padding, and the images: the picture first, then its references or layers."""
         shapes = inputs["img_shapes"]
         if any(sample != shapes[0] for sample in shapes):
@@ -35,6 +34,6 @@ class QwenImageCard(Card):
         turns = torch.cat(rope[::-1])
         return turns.real.repeat_interleave(2, -1), turns.imag.repeat_interleave(2, -1)
 
-    def block_merging_unsupported_reason(self, model: nn.Module) -> str:
+    def block_merging_unsupported_reason(self, model: Any) -> str:
         """Text of models that modulate references in their own way."""
         return "modulates each token by its image" if getattr(model.config, "zero_cond_t", False) else ""

@@ -1,10 +1,9 @@
-# pyright: basic, reportAttributeAccessIssue=false, reportIncompatibleMethodOverride=false
 """Models that rotate queries and keys in a way of their own: JoyImage Edit, ERNIE-Image, GLM-Image, Kandinsky 5."""
 
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from foveate.diffusers.card import Card, Layout, patches, text, text_and_padding
 from foveate.methods.base import DenseFallback
@@ -21,10 +20,10 @@ class JoyImageEditCard(Card):
     blocks = "double_blocks"
     merging_unsupported_reason = "makes its rotary embedding on the CPU"
 
-    def layout(self, holder: nn.Module, inputs: dict[str, Any]) -> Layout:
+    def layout(self, holder: Any, inputs: dict[str, Any]) -> Layout:
         """[picture, references, text]; each image is an item of the latents."""
         *items, _, frames, height, width = inputs["hidden_states"].shape
-        patch: Any = holder.config.patch_size
+        patch = holder.config.patch_size
         if frames != 1 or patch[0] != 1:
             raise DenseFallback("latents with several frames are no images")
         pictures = (items[1] if len(items) == 2 else 1) * (patches((height, width), patch[1:]),)
@@ -39,7 +38,7 @@ class ErnieImageCard(Card):
     padding_mask = "attention_mask"
     merging_unsupported_reason = HALVES
 
-    def layout(self, holder: nn.Module, inputs: dict[str, Any]) -> list[Layout]:
+    def layout(self, holder: Any, inputs: dict[str, Any]) -> list[Layout]:
         """The image, then the text, padded to the longest."""
         picture = patches(inputs["hidden_states"].shape[2:], holder.config.patch_size)
         tokens = inputs["text_bth"].shape[1]
@@ -58,7 +57,7 @@ class GlmImageCard(Card):
     attention = {"attn1": True}  # noqa: RUF012
     merging_unsupported_reason = HALVES
 
-    def layout(self, holder: nn.Module, inputs: dict[str, Any]) -> Layout:
+    def layout(self, holder: Any, inputs: dict[str, Any]) -> Layout:
         """The text, then the image."""
         caches = inputs.get("kv_caches")
         if caches is not None and caches[0].mode == "read":
@@ -75,7 +74,7 @@ class Kandinsky5Card(Card):
     attention = {"self_attention": False}  # noqa: RUF012
     merging_unsupported_reason = "rounds rotated queries and keys to bfloat16"
 
-    def layout(self, holder: nn.Module, inputs: dict[str, Any]) -> Layout:
+    def layout(self, holder: Any, inputs: dict[str, Any]) -> Layout:
         """The video; its grid is that of the latent's patches."""
         if inputs.get("sparse_params") is not None:
             raise DenseFallback("the model's own sparse attention is on")

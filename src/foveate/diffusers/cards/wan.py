@@ -1,10 +1,9 @@
-# pyright: basic, reportAttributeAccessIssue=false, reportIncompatibleMethodOverride=false
 """Wan 2.1 and 2.2 (text or image to video, both experts), VACE and models alike: video tokens alone, text apart."""
 
 from collections.abc import Iterator
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from foveate.diffusers.backend import context_of
 from foveate.diffusers.card import Card, Layout, Stack, earlier_frames
@@ -36,7 +35,7 @@ class WanCard(Card):
 class SkyReelsV2Card(WanCard):
     """`SkyReelsV2Transformer3DModel`."""
 
-    def layout(self, holder: nn.Module, inputs: dict[str, Any]) -> Layout | list[Layout]:
+    def layout(self, holder: Any, inputs: dict[str, Any]) -> Layout | list[Layout]:
         """As in Wan, unless blocks of frames attend to those before."""
         frames: Any = holder.config.num_frame_per_block
         if frames > 1:
@@ -56,7 +55,7 @@ class AnyFlowCard(WanCard):
     rope = None
     merging_unsupported_reason = "modulates each token by the timestep of its frame"
 
-    def layout(self, holder: nn.Module, inputs: dict[str, Any]) -> Layout | list[Layout]:
+    def layout(self, holder: Any, inputs: dict[str, Any]) -> Layout | list[Layout]:
         """The video; its grid is that of the latent's patches."""
         return super().layout(holder, {"hidden_states": inputs["hidden_states"].transpose(1, 2)})
 
@@ -68,13 +67,14 @@ class HeliosCard(WanCard):
     rope = None
     merging_unsupported_reason = "puts earlier frames before the video"
 
-    def layout(self, holder: nn.Module, inputs: dict[str, Any]) -> Layout:
+    def layout(self, holder: Any, inputs: dict[str, Any]) -> Layout:
         """[earlier frames, video]."""
-        blocks: Any = holder.blocks
+        blocks = holder.blocks
         if context_of(blocks[0].attn1.processor):
             raise DenseFallback("context parallelism splits earlier frames and the video as one")
         names = (f"latents_history_{length}" for length in ("short", "mid", "long"))
-        return Layout((earlier_frames(inputs, *names), *super().layout(holder, inputs).segments))
+        video: Any = super().layout(holder, inputs)
+        return Layout((earlier_frames(inputs, *names), *video.segments))
 
 
 class WanVACECard(WanCard):
@@ -82,8 +82,8 @@ class WanVACECard(WanCard):
 
     merging_unsupported_reason = "adds its control to all tokens between blocks"
 
-    def stacks(self, model: nn.Module) -> Iterator[Stack]:
+    def stacks(self, model: Any) -> Iterator[Stack]:
         """Blocks of the control, then those of the video."""
-        blocks: Any = model.vace_blocks
+        blocks = model.vace_blocks
         yield Stack("vace_blocks", blocks, model, None, 0)
         yield from super().stacks(model)

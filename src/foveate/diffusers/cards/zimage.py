@@ -1,4 +1,3 @@
-# pyright: basic, reportAttributeAccessIssue=false, reportIncompatibleMethodOverride=false
 """Z-Image: [image, caption], each padded with learned tokens that take part in attention as text does."""
 
 from collections.abc import Iterator
@@ -22,7 +21,7 @@ class ZImageCard(Card):
     padding_mask = "attn_mask"
     merged_modules = {"attention": "attn", "feed_forward": "mlp"}  # noqa: RUF012
 
-    def layout(self, holder: nn.Module, inputs: dict[str, Any]) -> list[Layout]:
+    def layout(self, holder: Any, inputs: dict[str, Any]) -> list[Layout]:
         """[image, its padding, caption, its padding], padded to the longest; image refiners see no caption."""
         pictures, captions = inputs["x"], inputs["cap_feats"]
         if isinstance(pictures[0], list):
@@ -42,10 +41,10 @@ class ZImageCard(Card):
         lengths = [len(caption) + padding_of(len(caption)) for caption in captions]
         return [Layout((*alone, text(length), padding(max(lengths) - length))) for length in lengths]
 
-    def stacks(self, model: nn.Module) -> Iterator[Stack]:
+    def stacks(self, model: Any) -> Iterator[Stack]:
         """The blocks that refine the image, then the main blocks; those that refine the caption stay dense."""
-        refiner: Any = model.noise_refiner
-        layers: Any = model.layers
+        refiner = model.noise_refiner
+        layers = model.layers
         yield Stack("noise_refiner", refiner, refiner, "noise_refiner", len(refiner), joined=True)
         yield Stack("layers", layers, model, "layers", default_skip(len(layers)), joined=True)
 
