@@ -74,9 +74,8 @@ class Selection(NamedTuple):
         """Read a selection. `bare` says what words without `of` are: "fields" or "name"."""
         file = re.search(r"\bin (\S+\.json)", text)
         text, _, where = " ".join(text.replace(file[0] if file else "", "").split()).partition("where ")
-        fields, of, name = (part.strip() for part in re.fullmatch(r"(.*?)(\bof\b|$)(.*)", text).groups())
-        if not of:
-            fields, name = (fields, "") if bare == "fields" else ("", fields)
+        parts = [part.strip() for part in re.split(r"\bof\b", text, maxsplit=1)]
+        fields, name = parts if len(parts) == 2 else (parts[0], "") if bare == "fields" else ("", parts[0])
         conditions = [pair.strip().partition("=") for pair in where.split(";") if where]
         return cls(fields, name, {key: value for key, _, value in conditions}, file[1] if file else "")
 
