@@ -1,4 +1,4 @@
-"""The time of a denoising step over several GPUs under Ulysses, and pictures an hour, by a model on paper.
+"""The time of a denoising step over several GPUs under Ulysses, and images an hour, by a model on paper.
 
 python -m lab.scale     # prints the tables of docs/scale.md
 
@@ -26,7 +26,7 @@ class Step(NamedTuple):
         tokens: Tokens of the attention sequence.
         channels: Channels of all heads together.
         layers: Self-attention layers.
-        steps: Denoising steps of a picture or video.
+        steps: Denoising steps of an image or video.
     """
 
     name: str
@@ -82,7 +82,7 @@ def latency(step: Step) -> str:
 
 
 def throughput() -> str:
-    """Pictures an hour by number of GPUs: each picture on one GPU, or on the eight of a host."""
+    """Images an hour by number of GPUs: each image on one GPU, or on the eight of a host."""
     rows = []
     for step in STEPS:
         for variant in VARIANTS:
@@ -93,7 +93,7 @@ def throughput() -> str:
                 f"{step.name}, {variant}", *(f"{gpus * one:,.0f} / {gpus // 8 * host:,.0f}" for gpus in (8, 64, 512)),
                 f"{wait[0]:.0f} s / {wait[1]:.0f} s",
             ])  # fmt: skip
-    return table(["one picture on 1 GPU / on 8", "8 GPUs", "64 GPUs", "512 GPUs", "time of one"], rows)
+    return table(["one image on 1 GPU / on 8", "8 GPUs", "64 GPUs", "512 GPUs", "time of one"], rows)
 
 
 if __name__ == "__main__":
