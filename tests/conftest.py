@@ -18,7 +18,7 @@ import shape_check
 from hypothesis import settings
 
 shape_check.install()
-settings.register_profile("fast", deadline=None, max_examples=15)
+settings.register_profile("fast", deadline=None, max_examples=10)
 settings.register_profile("exhaustive", deadline=None, max_examples=60)
 torch.set_num_threads(1)
 collect_ignore = ["kernels/compile_sm90.py"]  # a script
@@ -26,13 +26,19 @@ if find_spec("triton") is None:  # there is none for macOS
     collect_ignore += ["kernels", "gpu/test_kernels.py"]
 
 
+def fast(config):
+    return "not slow" in config.option.markexpr
+
+
 def pytest_configure(config):
-    settings.load_profile("fast" if "not slow" in config.option.markexpr else "exhaustive")
+    settings.load_profile("fast" if fast(config) else "exhaustive")
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items):
-    for item in covering.left_to_slow(items):
+def pytest_collection_modifyitems(config, items):
+    """Mark as slow what the fast tests leave out: most cases of a law, and more examples of a property."""
+    properties = [item for item in items if hasattr(getattr(item, "function", None), "hypothesis")]
+    for item in (*covering.left_to_slow(items), *(() if fast(config) else properties)):
         item.add_marker(pytest.mark.slow)
 
 

@@ -135,6 +135,7 @@ def test_strides_may_exceed_32_bits(dimension):
         assert relative(ours, theirs) < 3e-3
 
 
+@pytest.mark.slow
 def test_the_ops_pass_opcheck():
     inputs = *qkv(70, 70, torch.float32, 16), *random_table(1, (70,)), torch.randperm(70), 0.25, False
     torch.library.opcheck(torch.ops.foveate.block_attention.default, inputs)

@@ -93,6 +93,7 @@ def test_output_lse_and_every_gradient_equal_float64(tokens, levels, top_k, more
     run(tokens, levels, top_k, **more)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("levels", "dim"), [(1, 64), slow(3, 128)])
 def test_the_tile_sizes_that_are_compiled_equal_float64(levels, dim):
     run(273, levels, 3, dim=dim, extra=65)
@@ -239,6 +240,7 @@ class Allocations(TorchDispatchMode):
         return made
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("large_tiles")
 def test_a_backward_pass_writes_no_gradient_twice():
     q, k, v = (torch.randn(1, 2, 100, 32).requires_grad_() for _ in range(3))

@@ -153,6 +153,7 @@ def test_a_plan_gives_the_same_by_kernels(monkeypatch, grid, keep):
     torch.testing.assert_close(ordered, want[:, regions.order])
 
 
+@pytest.mark.slow
 def test_all_pass_opcheck_and_state_what_they_support():
     torch.library.opcheck(facility_location, (torch.randn(2, 10, 10), 3))
     torch.library.opcheck(soft_assignment, (torch.randn(2, 10, 4), 3, 5.0))
@@ -170,6 +171,7 @@ def test_all_pass_opcheck_and_state_what_they_support():
     assert not matmul_kernel.supports(cuda, torch.float32, 64)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("groups", "plans", "ordered"),
     [([(2, 4, 3), (1, 2, 1)], 1, True), pytest.param([(2, 4, 3)], 2, False, marks=slow)],

@@ -28,6 +28,7 @@ def test_rotated_and_permuted_tokens_equal_the_definition(shape, permuted, rope,
     assert torch.equal(alone, v if order is None else v[:, order])
 
 
+@pytest.mark.slow
 def test_the_op_passes_opcheck():
     tensors, rope = [torch.randn(2, 9, 3, 8) for _ in range(3)], torch.randn(2, 9, 8)
     torch.library.opcheck(torch.ops.foveate.permute_tokens.default, (tensors, torch.randperm(9)[:7], *rope))

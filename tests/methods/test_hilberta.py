@@ -271,6 +271,7 @@ def test_the_tiles_of_a_video_are_connected(grid):
             assert count == inside.sum()
 
 
+@pytest.mark.slow
 def test_the_page_shows_what_a_central_box_and_the_first_frame_of_a_video_cost_and_connect():
     grid, page = (21, 45, 80), (Path(__file__).parents[2] / "docs" / "hilberta.md").read_text()
     for name, centre, first in (

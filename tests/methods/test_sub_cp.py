@@ -87,7 +87,6 @@ def test_every_chosen_example_is_in_one_block_reproducibly(seed, strategy, block
     assert sub.partition(pool(seed, examples)).ids == ids
 
 
-@settings(max_examples=30)
 @given(seed=st.integers(0, 2**31), strategy=st.sampled_from(STRATEGIES))
 def test_lengths_rotations_and_containers_do_not_matter(seed, strategy):
     embeddings = pool(seed, 30).double()
@@ -154,7 +153,6 @@ def test_local_blocks_follow_the_definition(seed, examples):
     assert SubCP(blocks=3, block_size=4, strategy="local_diverse").partition(embeddings).ids == diverse
 
 
-@settings(max_examples=20)
 @given(seed=st.integers(0, 2**31))
 def test_global_local_partitions_the_selection_and_four_strategies_give_two_partitions(seed):
     embeddings = pool(seed, 40)
@@ -276,7 +274,6 @@ def test_central_last_puts_the_example_nearest_the_mean_at_the_end():
         assert after == [*(example for example in before if example != nearest), nearest]
 
 
-@settings(max_examples=20)
 @given(seed=st.integers(0, 2**31))
 def test_a_report_agrees_with_its_definitions(seed):
     embeddings = pool(seed, 30).double()

@@ -243,6 +243,7 @@ def test_where_llsa_is_not_at_work_a_pixel_model_is_dense():
     assert torch.equal(velocity(own, x), before)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache`:UserWarning")
 def test_compiled_blocks_follow_what_is_applied(as_a_user):
     torch.compiler.reset()

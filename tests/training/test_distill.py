@@ -143,6 +143,7 @@ def test_an_interrupted_run_ends_like_an_uninterrupted_one(run, power_cut, optim
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
+@pytest.mark.slow
 def test_steps_after_the_last_checkpoint_are_repeated_and_logged_once(run, power_cut, monkeypatch):
     whole, _ = run("whole", steps=4)
     broken, _ = run("broken", steps=1)
@@ -175,6 +176,7 @@ def test_a_run_that_diverges_stops_and_keeps_its_last_good_state(run):
     assert [step for step, _ in losses(out)] == [1]
 
 
+@pytest.mark.slow
 @forks
 def test_worker_processes_change_no_loss_and_end_with_the_run(run, monkeypatch):
     alone, _ = run("alone", steps=3)
@@ -202,6 +204,7 @@ def test_a_gpu_learns_what_a_cpu_learns(run):
     assert not multiprocessing.active_children()
 
 
+@pytest.mark.slow
 def test_runs_may_share_their_pairs(run, tmp_path):
     shared, _ = run("shared", steps=2)
     distill(tmp_path / "own", tiny.pipeline(), ADAMW, tiny.REQUEST, tiny.PROMPTS, steps=2, options=ONE)

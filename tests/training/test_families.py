@@ -87,6 +87,7 @@ def test_all_chosen_layers_have_gradients(pipe, pairs, layers):
     assert len(student.trained) == 2 * (2 * 10 + (layers == "all"))  # two blocks
 
 
+@pytest.mark.slow
 def test_a_run_learns_and_leaves_a_lora_that_the_pipeline_takes(pipe, pairs, tmp_path):
     options = RunOptions(at_once=2, captions=PROMPTS[:1])
     assert distill(tmp_path, pipe, RECIPE, REQUEST, PROMPTS, pairs=pairs, steps=30, options=options)

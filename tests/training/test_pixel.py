@@ -177,6 +177,7 @@ def test_a_run_of_other_stages_recipe_model_or_pictures_is_refused(run):
             run("out", [Stage((16, 16), 4, 4), Stage((16, 16), 3, 2)], **change)
 
 
+@pytest.mark.slow
 def test_gradient_accumulation_changes_nothing_but_rounding(run):
     for attention in ("dense", "log-linear"):
         at_once = [run(f"{attention} {n}", pipe=pipeline(attention=attention), at_once=n)[0] for n in (1, 4)]
@@ -193,6 +194,7 @@ def test_checkpointing_and_compiling_change_nothing_but_rounding(run, monkeypatc
     assert [loss for _, loss in losses(other)] == pytest.approx([loss for _, loss in losses(plain)], rel=1e-4)
 
 
+@pytest.mark.slow
 def test_bfloat16_trains_float32_weights_nearly_as_well(run):
     plain, _ = run("plain")
     AcceleratorState._reset_state(reset_partial_state=True)
@@ -256,6 +258,7 @@ def test_every_epoch_sees_every_picture_once(photos, monkeypatch):
     assert len(set(epochs)) > 1
 
 
+@pytest.mark.slow
 def test_some_captions_are_left_empty(photos):
     tokenizer = tiny.pipeline().tokenizer_2
     empty = tokenizer("", padding="max_length", max_length=64, return_tensors="pt").input_ids[0]

@@ -6,7 +6,7 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tiny_lm import DOCUMENTS, encoder
 
@@ -21,7 +21,6 @@ NEW = "w40 w41 w42"
 
 
 @given(st.lists(TEXT, min_size=1, max_size=6), TEXT)
-@settings(max_examples=60)
 def test_exactly_the_texts_that_share_a_word_are_found(texts, question):
     bags = [set(text.replace(",", " ").split()) for text in texts]
     asked = set(question.replace(",", " ").split())

@@ -73,7 +73,11 @@ def tuned(pipe, tmp_path_factory):
 
 @pytest.mark.parametrize(
     ("budget", "score"),
-    [(Budget(0.9998), ssim), (Budget(50, "psnr"), psnr), (Budget(-0.002, lambda a, b: ssim(a, b) - 1), ssim)],
+    [
+        (Budget(0.9998), ssim),
+        pytest.param(Budget(50, "psnr"), psnr, marks=pytest.mark.slow),
+        pytest.param(Budget(-0.002, lambda a, b: ssim(a, b) - 1), ssim, marks=pytest.mark.slow),
+    ],
     ids=["ssim", "psnr", "a function"],
 )
 def test_held_out_pictures_drawn_again_are_within_the_budget(pipe, tuned, budget, score):
@@ -195,6 +199,7 @@ def predictions(pipe, number):
     return calls
 
 
+@pytest.mark.slow
 def test_a_video_with_two_experts_and_guidance_is_tuned(tmp_path):
     pipe = tiny_pipelines.wan(experts=2)
     method = HilbertA(tiles=2)

@@ -130,6 +130,7 @@ def test_weights_that_do_not_fit_are_refused_with_their_size(monkeypatch, model,
         MODELS[model].build(torch.device("cpu"), torch.bfloat16)
 
 
+@pytest.mark.slow
 def test_log_linear_attention_is_compared_with_every_block_selected(monkeypatch):
     monkeypatch.undo()  # the heads of the tiny model are too small for it
     dense, llsa = bench([16], methods=[LLSA(top_k=2, min_tokens=0)])["rows"]
@@ -138,6 +139,7 @@ def test_log_linear_attention_is_compared_with_every_block_selected(monkeypatch)
     assert dense["variant"] == "dense"
 
 
+@pytest.mark.slow
 def test_log_linear_attention_is_checked_on_as_many_tokens_as_its_kernels_read_in_full(monkeypatch):
     monkeypatch.undo()
     assert step.EVERY_BLOCK.top_k == MAX_KERNEL_TOP_K
@@ -146,6 +148,7 @@ def test_log_linear_attention_is_checked_on_as_many_tokens_as_its_kernels_read_i
     assert all(row["every_block_error"] < 1e-4 for row in rows)
 
 
+@pytest.mark.slow
 def test_a_unet_is_timed_with_guidance():
     result = bench([8], model="sdxl", methods=[ToDo(), ToMA(keep=0.5)], text=5)
     assert [row["variant"] for row in result["rows"]] == ["dense", "ToDo f=2", "ToMA keep=0.5", "dense, again"]

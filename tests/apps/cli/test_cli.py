@@ -486,6 +486,7 @@ def test_distill_leaves_a_lora_and_generate_applies_its_method(folder, lora):
     assert "1 of 2 forward passes sparse" in output
 
 
+@pytest.mark.slow
 def test_compare_and_eval_show_the_distilled_method_beside_the_others(folder, lora, tmp_path):
     output = succeeds("compare", "a cat", "--model", folder, *SMALL, "--rounds", 1, "--lora", lora, "--out", "out")
     names = {path.stem for path in (tmp_path / "out").glob("*.png")}
@@ -561,6 +562,7 @@ def test_the_built_in_model_of_videos_brings_its_defaults():
     assert (asked.size, asked.frames, asked.guidance, asked.steps) == ((64, 64), 17, 3.0, 20)
 
 
+@pytest.mark.slow
 def test_distill_takes_a_video_model(wan, tmp_path):
     (tmp_path / "prompts.txt").write_text("a cat\nan owl")
     command = "distill", "--model", wan, "--size", 128, "--frames", 5, "--tiles", 4, "--prompts", "prompts.txt"
@@ -626,6 +628,7 @@ def test_train_leaves_a_folder_that_generate_draws_with(tmp_path):
     assert sorted(path.name for path in (tmp_path / "compare").glob("*.png")) == ["dense.png", "llsa-k-8.png"]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("one_sample")
 def test_train_starts_from_the_weights_of_another_run(tmp_path):
     succeeds("train", "--sizes", "16:1:1", *TRAIN)
@@ -643,6 +646,7 @@ def test_train_starts_from_the_weights_of_another_run(tmp_path):
     assert not (tmp_path / "others").exists()
 
 
+@pytest.mark.slow
 def test_train_learns_from_a_folder_with_or_without_captions(tmp_path):
     (tmp_path / "mine").mkdir()
     Image.effect_noise((40, 40), 50).save(tmp_path / "mine" / "one.png")
@@ -779,8 +783,8 @@ def test_help_names_the_extra_to_install(command):
     ("missing", "extra", "command"),
     [
         ("diffusers", "diffusers", "generate an-owl"),
-        ("transformers", "transformers", "rag . anything"),
-        ("gradio", "ui", "ui"),
+        pytest.param("transformers", "transformers", "rag . anything", marks=pytest.mark.slow),
+        pytest.param("gradio", "ui", "ui", marks=pytest.mark.slow),
         pytest.param("tokenizers", "transformers", "demo texts", marks=pytest.mark.slow),
         pytest.param("accelerate", "diffusers,train", "train --sizes 16:1", marks=pytest.mark.slow),
     ],

@@ -59,6 +59,7 @@ def test_one_tile_scores_as_dense(pipe, tmp_path):
     assert tiled.distance.value == pytest.approx(0, abs=1e-3)
 
 
+@pytest.mark.slow
 def test_distances_may_be_measured_by_dino(pipe, tmp_path):
     config = Dinov2Config(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, image_size=28, patch_size=14)
     Dinov2Model(config).save_pretrained(tmp_path / "dino")
@@ -101,6 +102,7 @@ def test_an_interrupted_evaluation_is_resumed(pipe, tmp_path, monkeypatch):
     assert timeless[0] == timeless[1]
 
 
+@pytest.mark.slow
 def test_pictures_do_not_depend_on_the_batch_and_more_prompts_can_be_added(pipe, tmp_path):
     evaluate.evaluate(pipe, [], tmp_path / "a", prompts=2, request=REQUEST)
     alone = evaluate.evaluate(pipe, [], tmp_path / "a", prompts=5, request=REQUEST)

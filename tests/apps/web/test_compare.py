@@ -109,6 +109,7 @@ def test_the_page_is_there_as_soon_as_the_first_picture_is(pipe, tmp_path, monke
     assert "Still to be drawn" not in (tmp_path / "index.html").read_text()
 
 
+@pytest.mark.slow
 def test_every_variant_has_a_file_of_its_own(pipe, tmp_path):
     methods = [HilbertA(tiles=4), HilbertA(tiles=4, min_tokens=1)]
     assert methods[0].title == methods[1].title
@@ -128,6 +129,7 @@ def test_a_page_says_that_the_time_is_that_of_a_step_in_which_the_method_decides
     assert page.count("a plan serves several steps") == 1
 
 
+@pytest.mark.slow
 def test_a_video_is_on_the_page_and_beside_it_and_is_not_drawn_again(tmp_path, monkeypatch):
     pytest.importorskip("imageio_ffmpeg")
     pipe, request = tiny_pipelines.wan(), Request("a cat", (64, 96), 1, None, 0, frames=9, fps=8)

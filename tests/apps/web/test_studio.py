@@ -202,6 +202,7 @@ def test_every_option_is_explained_and_the_recommended_ones_are_the_first_of_com
         assert method_from_text(name, options) == shown
 
 
+@pytest.mark.slow
 def test_documents_are_answered_as_the_command_does(studio, tmp_path):
     folder = tmp_path / "notes"
     folder.mkdir()
