@@ -79,10 +79,9 @@ CHANGES = {"exclude_selected": True}, {"exclude_selected": True} | MASKED, {"rew
             for size in ((256, 2, 1), (1000, 1, 3), (1000, 3, 8))
             for half in ({}, HALF)
         ),
-        slow(4096, 2, 8, {"dim": 16, "extra": 1} | HALF),
         *(slow(*size, {"batch": 2, "extra": 40} | MASKED) for size in ((17, 1, 1), (600, 2, 5), (1000, 3, 2))),
         *(
-            slow(270, levels, 3, {"block": block, "dim": dim, "heads": 2})
+            slow(270, levels, 3, {"block": block, "dim": dim})
             for block, dim, levels in ((32, 40, 2), (64, 32, 1), (64, 96, 2), (16, 80, 4))
         ),
         *(slow(400, 3, 3, {"extra": 3} | change) for change in (*CHANGES, {"reweight": False}, {"enriched": 1})),
