@@ -7,7 +7,7 @@ from typing import Any
 import typer
 from typer.core import TyperGroup
 
-from foveate.apps.cli.common import clear_errors
+from foveate.apps.console import clear_errors
 
 __all__ = ["COMMANDS", "app"]
 

@@ -30,11 +30,12 @@ ROOMS = {
     "__main__": {"apps"},
 }
 APPS = {  # the same within apps/
+    "console": set(),
     "web": set(),
     "serve": set(),
     "demo": {"web"},
     "bench": {"demo"},
-    "cli": {"web", "serve", "demo", "bench"},
+    "cli": {"console", "web", "serve", "demo", "bench"},
 }
 LIBRARIES = {
     "diffusers": {"nn", "diffusers", "pipelines", "training", "tuning", "apps"},
@@ -93,7 +94,7 @@ def test_imports_run_one_way(path):
             within = {".".join(inner[: depth + 1]) for depth in range(len(inner))}
             assert within & (ROOMS[here] | {here}), f"{here} must not import {module}"
             if here == inner[0] == "apps" and inner[1:]:
-                app = path.relative_to(SOURCE).parts[1]
+                app = path.relative_to(SOURCE).parts[1].removesuffix(".py")
                 assert inner[1] in APPS.get(app, set()) | {app, "errors"}, f"apps/{app} must not import {module}"
         assert here in LIBRARIES.get(package, {here}), f"{here} must not import {module}"
         assert package != "lab", "the library must not import the lab"
@@ -105,6 +106,11 @@ def test_no_message_of_the_library_speaks_of_command_line_flags(path):
         if isinstance(node, ast.Raise):
             texts = (part.value for part in ast.walk(node) if isinstance(part, ast.Constant))
             assert not [text for text in texts if isinstance(text, str) and re.search(r"(^|\s)--?[a-z]", text)]
+
+
+def test_the_lab_does_not_import_the_command_line():
+    for path in (SOURCE.parent.parent / "lab").rglob("*.py"):
+        assert not any(module.startswith("foveate.apps.cli") for module in imports(path)), path
 
 
 def test_no_imports_run_in_circles():

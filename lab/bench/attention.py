@@ -12,8 +12,7 @@ from rich.table import Table
 from torch import Tensor
 
 from foveate.apps.bench.table import TableColumn, megabytes, results_table
-from foveate.apps.cli.bench import Commit, Out, Rounds, numbers, run_and_save
-from foveate.apps.cli.common import Device, Dtype
+from foveate.apps.console import Commit, Device, Dtype, Out, Rounds, numbers, run_and_save
 from foveate.methods import HilbertA
 from foveate.ops.block_attention import portable
 from foveate.ops.block_table import BlockTable

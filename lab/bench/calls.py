@@ -11,8 +11,7 @@ import torch
 from rich.table import Table
 
 from foveate.apps.bench.table import TableColumn, results_table
-from foveate.apps.cli.bench import Commit, Out, Rounds, run_and_save
-from foveate.apps.cli.common import Device
+from foveate.apps.console import Commit, Device, Out, Rounds, run_and_save
 from foveate.methods import HilbertA
 from foveate.utils.device import choose_device, versions
 from foveate.utils.progress import Track, silent

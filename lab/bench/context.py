@@ -16,8 +16,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from foveate.apps.bench.context import Question, Questions, Work, about, check, check_lengths, find_encoder
 from foveate.apps.bench.table import TableColumn, milliseconds, results_table
-from foveate.apps.cli.bench import Commit, Out, Rounds, numbers, run_and_save
-from foveate.apps.cli.common import Device, Dtype
+from foveate.apps.console import Commit, Device, Dtype, Out, Rounds, numbers, run_and_save
 from foveate.methods import InfoFlowKV
 from foveate.methods.baselines.kv_baselines import EPIC, CacheBlend, NoRecompute
 from foveate.methods.recompute_policy import RecomputePolicy

@@ -14,8 +14,7 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from foveate.apps.bench.table import TableColumn, megabytes, results_table
-from foveate.apps.cli.bench import Commit, Out, Rounds, numbers, run_and_save
-from foveate.apps.cli.common import Device
+from foveate.apps.console import Commit, Device, Out, Rounds, numbers, run_and_save
 from foveate.methods import SubCP
 from foveate.methods.example_blocks import Blocks
 from foveate.methods.sub_cp import Selection

@@ -16,8 +16,7 @@ from rich.table import Table
 from torch import Tensor
 
 from foveate.apps.bench.table import TableColumn, megabytes, results_table
-from foveate.apps.cli.bench import Commit, Out, numbers, run_and_save
-from foveate.apps.cli.common import Device, Dtype
+from foveate.apps.console import Commit, Device, Dtype, Out, numbers, run_and_save
 from foveate.ops.hierarchical_pooling import MAX_KERNEL_TOP_K, check_inputs, keys_per_query
 from foveate.ops.log_linear_attention import Options, portable
 from foveate.utils.device import choose_device, choose_dtype, dtype_name, versions

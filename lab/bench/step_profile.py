@@ -18,11 +18,22 @@ from torch.profiler import ProfilerActivity, profile
 
 from foveate.apps.bench.step import Setup, Step, merging_part
 from foveate.apps.bench.table import TableColumn, results_table
-from foveate.apps.cli.bench import Commit, Methods, Out, Rounds, Sides, StepModel, StepText, numbers, run_and_save
-from foveate.apps.cli.common import Compile, Device, Dtype
-from foveate.apps.cli.methods import read_method
+from foveate.apps.console import (
+    Commit,
+    Compile,
+    Device,
+    Dtype,
+    Out,
+    Rounds,
+    Sides,
+    StepModel,
+    StepText,
+    TimedMethods,
+    numbers,
+    run_and_save,
+)
 from foveate.diffusers.apply import apply
-from foveate.methods import ComposedMethod, Method
+from foveate.methods import ComposedMethod, Method, read_method
 from foveate.methods.base import SparseAttention, TokenMerging
 from foveate.ops.joint_attention import joint_attention
 from foveate.pipelines.lora import using
@@ -162,7 +173,7 @@ def table_of(result: dict[str, Any]) -> Table:
 def main(
     model: StepModel = "built-in",
     sides: Sides = "64",
-    method: Methods = None,
+    method: TimedMethods = None,
     compile: Compile = False,
     text: StepText = None,
     rounds: Rounds = 9,

@@ -20,8 +20,17 @@ from torch.utils.data import default_collate
 
 from foveate.apps.bench.step import TOLERANCE
 from foveate.apps.bench.table import TableColumn, results_table
-from foveate.apps.cli.bench import Commit, Out, numbers, run_and_save
-from foveate.apps.cli.common import Checkpointing, Compile, TrainingDevice, TrainingDtype, training_device
+from foveate.apps.console import (
+    Checkpointing,
+    Commit,
+    Compile,
+    Out,
+    TrainingDevice,
+    TrainingDtype,
+    numbers,
+    run_and_save,
+    training_device,
+)
 from foveate.nn.pixel_dit import MODELS, PixelDiT
 from foveate.ops import dispatch
 from foveate.ops.hierarchical_pooling import automatic_levels

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from foveate.methods import METHODS
-from foveate.methods.base import DenseFallback, Grid, SparseAttention, UntiledPlan, stacked
+from foveate.methods.base import AttentionPlan, DenseFallback, Grid, SparseAttention, stacked
 from foveate.ops import dispatch
 from foveate.ops.block_table import BlockTable, block_starts
 from foveate.ops.curves import raster_order
@@ -37,7 +37,7 @@ class Clear(SparseAttention):
         """Name with the radius."""
         return f"CLEAR r={self.radius:g}"
 
-    def plan(self, grids: tuple[Grid, ...], text: int, *, device: str = "cpu") -> UntiledPlan:
+    def plan(self, grids: tuple[Grid, ...], text: int, *, device: str = "cpu") -> AttentionPlan:
         """The discs of one image, in raster order.
 
         Raises:
@@ -55,7 +55,7 @@ class Discs(BlockTable):
 
 @lru_cache(maxsize=8)
 @torch.inference_mode(False)
-def _plan(method: Clear, grid: tuple[int, int], text: int, device: str) -> UntiledPlan:
+def _plan(method: Clear, grid: tuple[int, int], text: int, device: str) -> AttentionPlan:
     """Text blocks, then a block for each image token."""
     texts, cells = block_starts(text)[:-1], grid[0] * grid[1]
     rows, columns = torch.cartesian_prod(torch.arange(grid[0]), torch.arange(grid[1])).unbind(1)
@@ -67,7 +67,7 @@ def _plan(method: Clear, grid: tuple[int, int], text: int, device: str) -> Until
     table = Discs(starts, starts, offsets, seen.nonzero()[:, 1].int())
     order = raster_order(*grid, device=device)
     segments = cells * ((0, 1),)  # one for each token, so that none may merge
-    return UntiledPlan((order,), segments, (table,), method.title, 1 - near.double().mean().item())
+    return AttentionPlan((order,), segments, (table,), method.title, 1 - near.double().mean().item())
 
 
 def radius_for(sparsity: float, grid: tuple[int, int], text: int) -> float:

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import torch
 import typer
 
-from foveate.apps.cli.bench import Commit
+from foveate.apps.console import Commit
 from foveate.utils.files import write_whole
 
 __all__ = ["RESULTS", "SHEETS", "Batch", "Commit", "Pictures", "Prompts", "Size", "device_type", "save_result"]

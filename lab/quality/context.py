@@ -29,7 +29,7 @@ from transformers import AutoModelForCausalLM
 
 from foveate import InfoFlowKV
 from foveate.apps.bench.context import encoder_of_ids
-from foveate.apps.cli.common import progress
+from foveate.apps.console import progress
 from foveate.apps.demo.facts import BLANK, ID, SENTENCE, VALUE, Facts, draw_facts
 from foveate.apps.demo.lexicon import WORDS
 from foveate.methods.baselines.kv_baselines import EPIC, CacheBlend, FullPrefill, NoRecompute, RandomRows

@@ -20,7 +20,7 @@ import torch
 import typer
 
 from foveate import HilbertA
-from foveate.apps.cli.common import progress
+from foveate.apps.console import progress
 from foveate.apps.demo.scenes import captions
 from foveate.apps.demo.text import TEXT_TOKENS
 from foveate.methods import Method

@@ -25,7 +25,7 @@ import typer
 from jaxtyping import Float
 from torch import Tensor
 
-from foveate.apps.cli.common import progress
+from foveate.apps.console import progress
 from foveate.methods.example_blocks import Blocks
 from foveate.transformers.in_context import Mix, ensemble
 from foveate.utils.device import versions

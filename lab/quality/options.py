@@ -11,7 +11,7 @@ import typer
 
 from foveate import LLSA, HilbertA, ToMA
 from foveate.methods import Method
-from foveate.methods.base import Grid, UntiledPlan
+from foveate.methods.base import AttentionPlan, Grid
 from lab.quality.common import Batch, Commit, Pictures, Prompts, Size
 from lab.quality.quality import judge
 
@@ -27,7 +27,7 @@ class LLSAMeans(LLSA):
         """The title of LLSA, and this option."""
         return super().title + self.non_defaults(("exclude_selected",))
 
-    def plan(self, grids: tuple[Grid, ...], text: int, *, device: str = "cpu") -> UntiledPlan:
+    def plan(self, grids: tuple[Grid, ...], text: int, *, device: str = "cpu") -> AttentionPlan:
         """The plan of LLSA with this option."""
         plan = super().plan(grids, text, device=device)
         pattern: Any = plan.tables[0]

@@ -21,10 +21,10 @@ import typer
 from diffusers import FlowMatchEulerDiscreteScheduler
 from torch import Tensor
 
-from foveate.apps.cli.common import progress
-from foveate.apps.cli.train import built_in_text_encoder
+from foveate.apps.console import progress
 from foveate.apps.demo.evaluate import evaluate
 from foveate.apps.demo.scenes import ScenePictures
+from foveate.apps.demo.text import built_in_text_encoder
 from foveate.nn.pixel_dit import MODELS, PixelDiT
 from foveate.pipelines.pixel import PixelPipeline
 from foveate.pipelines.request import Request, load

@@ -14,7 +14,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from foveate.apps.cli.common import progress
+from foveate.apps.console import progress
 from foveate.apps.demo.evaluate import evaluate, score_table
 from foveate.apps.web.compare import showcase
 from foveate.methods import ToDo, ToFu, ToMA, ToMeSD

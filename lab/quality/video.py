@@ -24,8 +24,8 @@ from rich.console import Console
 from rich.table import Table
 
 from foveate import LLSA, HilbertA, ToMA
-from foveate.apps.cli.common import progress
-from foveate.apps.cli.pictures import place_of
+from foveate.apps.console import progress
+from foveate.apps.demo import MODELS
 from foveate.apps.demo.atlas import load_atlas
 from foveate.apps.demo.recogniser import Detection, Recogniser, judge, load_recogniser, recognise
 from foveate.apps.web.compare import showcase
@@ -100,7 +100,7 @@ def main(
     commit: Commit = "",
 ) -> None:
     """Draw, score and write the results."""
-    pipeline, out = load(place_of(model), device, dtype), Path(pictures)
+    pipeline, out = load(str(MODELS[model].folder) if model in MODELS else model, device, dtype), Path(pictures)
     request = Request("", (side, side), 20, guidance, 0, frames=frames)
     settings: dict[str, Any] = {
         "model": model,

@@ -9,7 +9,7 @@ import typer
 from accelerate import PartialState
 from diffusers import AutoencoderKL
 
-from foveate.apps.cli.common import Minutes, RunFolder, SampleEvery, Seed, print_outcome, progress, training_device
+from foveate.apps.console import Minutes, RunFolder, SampleEvery, Seed, print_outcome, progress, training_device
 from foveate.apps.demo.untrained import untrained_pipeline
 from foveate.training.run import RunOptions
 from lab.training.flow import FlowTraining, started

@@ -28,7 +28,7 @@ from torch.utils.data import Dataset
 from transformers import LlamaForCausalLM
 from transformers.utils import logging
 
-from foveate.apps.cli.common import Minutes, RunFolder, Seed, console, print_outcome, progress
+from foveate.apps.console import Minutes, RunFolder, Seed, console, print_outcome, progress
 from foveate.apps.demo.facts import BLANK, SENTENCE, VALUE, Facts, draw_facts
 from foveate.apps.demo.labels import EXAMPLE, INPUT, draw_labelled
 from foveate.apps.demo.lexicon import WORDS, reader_tokenizer

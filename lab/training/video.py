@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 from transformers import UMT5Config, UMT5EncoderModel
 
-from foveate.apps.cli.common import Minutes, RunFolder, SampleEvery, Seed, print_outcome, progress, training_device
+from foveate.apps.console import Minutes, RunFolder, SampleEvery, Seed, print_outcome, progress, training_device
 from foveate.apps.demo import MODELS
 from foveate.apps.demo.atlas import load_atlas
 from foveate.apps.demo.scenes import Scenes

@@ -224,7 +224,7 @@ def test_tiled_references_share_tiles_with_the_image():
     ("grid", "tiles"), [((64, 64), 16), ((63, 64), 8), ((32, 32), 4), ((16, 32), 2), ((128, 128), 16)]
 )
 def test_auto_takes_the_most_tiles_with_256_tokens_each(grid, tiles):
-    assert HilbertA().plan((grid,), 0).tiles == tiles
+    assert HilbertA().tiles_for(grid) == tiles
 
 
 def test_auto_leaves_small_images_dense_with_the_reason():

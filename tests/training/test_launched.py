@@ -18,7 +18,8 @@ from torch.distributed.checkpoint import FileSystemReader
 from training_runs import alone, losses, start, together
 from typer.testing import CliRunner
 
-from foveate.apps.cli import app, common
+from foveate.apps import console
+from foveate.apps.cli import app
 from foveate.pipelines.lora import LORA_FILE
 from foveate.training.run import split_batch
 
@@ -116,9 +117,9 @@ def test_a_batch_is_split_evenly(batch, devices, at_once, parts):
 @pytest.mark.parametrize("command", ["train --batch 12 --sizes 16:1,16:1:4", "distill --batch 4"])
 def test_a_batch_that_processes_cannot_share_is_refused_before_anything_is_loaded(monkeypatch, command):
     three = SimpleNamespace(num_processes=3, is_main_process=True, device=torch.device("cpu"))
-    monkeypatch.setattr(common, "join", lambda device: three)
+    monkeypatch.setattr(console, "join", lambda device: three)
     monkeypatch.setattr("foveate.pipelines.request.load", None)
-    monkeypatch.setattr("foveate.apps.cli.train.built_in_text_encoder", None)
+    monkeypatch.setattr("foveate.apps.demo.text.built_in_text_encoder", None)
     result = CliRunner().invoke(app, command.split())
     assert result.exit_code == 2
     assert "3 processes cannot share a batch of 4 evenly: use 3 or 6" in result.output

@@ -1,10 +1,11 @@
 """The methods, one paper per file; each is a frozen dataclass of options."""
 
+import re
 from ast import literal_eval
 from dataclasses import fields
 from typing import Any
 
-from foveate.methods.base import ComposedMethod, Method
+from foveate.methods.base import ComposedMethod, Method, sparse_and_merging
 from foveate.methods.baselines.kv_baselines import EPIC, CacheBlend, FullPrefill, NoRecompute, RandomRows
 from foveate.methods.baselines.todo import ToDo
 from foveate.methods.baselines.tomesd import ToFu, ToMeSD
@@ -30,6 +31,8 @@ __all__ = [
     "ToMA",
     "ToMeSD",
     "method_from_text",
+    "options_in",
+    "read_method",
     "recompute_policy_from_text",
 ]
 
@@ -63,6 +66,33 @@ def method_from_text(name: str, options: dict[str, str]) -> Method:
         ValueError: If the method or an option is unknown, or the value of an option is invalid.
     """
     return _from_text(METHODS, name, options)
+
+
+def read_method(text: str) -> Method | ComposedMethod:
+    """The method of "hilberta:tiles=16,centre=0", or the methods of "hilberta:tiles=16+toma:keep=0.5,tile=(8,8)".
+
+    Raises:
+        ValueError: If it cannot be read, or the methods do not fit each other.
+    """
+    parts = [part.partition(":") for part in text.split("+")]
+    methods = tuple(method_from_text(name, options_in(options)) for name, _, options in parts)
+    if len(methods) == 1:
+        return methods[0]
+    sparse_and_merging(methods)  # fails before a model is loaded
+    return ComposedMethod(methods)
+
+
+def options_in(text: str) -> dict[str, str]:
+    """The options of a text such as "keep=0.5, tile=(8,8)" as a dictionary.
+
+    Raises:
+        ValueError: If an option has no value.
+    """
+    parts = re.split(r",(?![^(]*\))", text)  # not at a comma within parentheses
+    pairs = [part.strip().partition("=") for part in parts if part.strip()]
+    if bare := [name for name, equals, _ in pairs if not equals]:
+        raise ValueError(f"option {bare[0]} has no value: write {bare[0]}=VALUE")
+    return {name: value for name, _, value in pairs}
 
 
 def recompute_policy_from_text(name: str, options: dict[str, str]) -> RecomputePolicy:

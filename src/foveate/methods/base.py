@@ -4,7 +4,7 @@ from abc import abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 from math import prod
-from typing import ClassVar, Literal, NamedTuple, Protocol, runtime_checkable
+from typing import ClassVar, Literal, NamedTuple
 
 from jaxtyping import Int
 from torch import Tensor
@@ -21,7 +21,6 @@ __all__ = [
     "Method",
     "SparseAttention",
     "TokenMerging",
-    "UntiledPlan",
     "default_skip",
     "layer_ranges",
     "sparse_and_merging",
@@ -150,53 +149,26 @@ def layer_ranges(layers: Iterable[int]) -> str:
     return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
 
 
-@runtime_checkable
-class AttentionPlan(Protocol):
-    """The result of `SparseAttention.plan`: token order and attention pattern for one image size."""
+class AttentionPlan(NamedTuple):
+    """Token orders and attention patterns for one image size: the result of `SparseAttention.plan`.
 
-    @property
-    def orders(self) -> tuple[Tensor, ...]:
-        """Raster index of the image token at each position after the text, for layers in turn."""
-        ...
-
-    @property
-    def segments(self) -> tuple[tuple[int, int], ...]:
-        """(image, tokens) of the consecutive parts of the orders. Image 0 is generated, others are references.
-
-        Token merging never crosses the border of a part.
-        """
-        ...
-
-    @property
-    def tables(self) -> tuple[Pattern, ...]:
-        """Attention patterns over [text | image in this order], of one shape, for layers in turn."""
-        ...
-
-    @property
-    def title(self) -> str:
-        """Name in `summary()` and on pages."""
-        ...
-
-    @property
-    def nominal_sparsity(self) -> float:
-        """Fraction of image-to-image attention that is skipped, as papers count it."""
-        ...
-
-    @property
-    def tile_maps(self) -> Tensor | Sequence[Tensor | None]:
-        """For each table the tile of every image token, for drawing; None where there are no tiles."""
-        ...
-
-
-class UntiledPlan(NamedTuple):
-    """An `AttentionPlan` of a method that has no tiles to draw; the attributes are described there."""
+    Attributes:
+        orders: Raster index of the image token at each position after the text; layers take turns.
+        segments: (image, tokens) of the consecutive parts of the orders. Image 0 is generated, others are references.
+            Token merging never crosses the border of a part.
+        tables: Attention patterns over [text | image in this order], of one shape; layers take turns.
+        title: Name in `summary()` and on pages.
+        nominal_sparsity: Fraction of image-to-image attention that is skipped, as papers count it.
+        tile_maps: For each table the tile of every token of the generated image, -1 in the centre, for drawing; None
+            where there are no tiles.
+    """
 
     orders: tuple[Int[Tensor, "image"], ...]
     segments: tuple[tuple[int, int], ...]
     tables: tuple[Pattern, ...]
     title: str
     nominal_sparsity: float
-    tile_maps: tuple[None, ...] = (None,)
+    tile_maps: Tensor | tuple[None, ...] = (None,)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,12 +16,12 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
-from foveate.methods.base import DenseFallback, Grid, SparseAttention
+from foveate.methods.base import AttentionPlan, DenseFallback, Grid, SparseAttention
 from foveate.ops.block_table import BlockTable, block_starts, block_table
 from foveate.ops.curves import CURVES, grid_order
 from foveate.utils.cache import persistent
 
-__all__ = ["HilbertA", "HilbertPlan"]
+__all__ = ["HilbertA"]
 
 BANDS = "raster", "serpentine"  # curves whose tiles are as wide as the image
 IN_TITLE = "period", "slide", "centre", "curve", "reference", "dense_layers", "start_percent", "end_percent"
@@ -109,8 +109,11 @@ class HilbertA(SparseAttention):
             )
         return replace(self, slide="curve")
 
-    def plan(self, grids: tuple[Grid, ...], text: int, *, block: int = 64, device: str = "cpu") -> "HilbertPlan":
+    def plan(self, grids: tuple[Grid, ...], text: int, *, block: int = 64, device: str = "cpu") -> AttentionPlan:
         """The token order and the block tables of the layers. Cached by all arguments.
+
+        The packed sequence is [text | global references | centre | rest of the curve], with an order, a table and a
+        tile map for each phase of the slide.
 
         Args:
             grids: (rows, columns) of the generated image, then of each reference image, in tokens; a video has
@@ -154,36 +157,6 @@ class HilbertA(SparseAttention):
                 f'use tiles<={max(1, cells // 32)} or tiles="auto"'
             )
         return self.tiles
-
-
-class HilbertPlan(NamedTuple):
-    """Result of `HilbertA.plan`. The packed sequence is [text | global references | centre | rest of the curve].
-
-    Attributes:
-        orders: For each phase of the slide the raster index of the image token at each packed position after the text.
-        tiles: Number of tiles.
-        prefix: Number of global tokens: text, references and centre.
-        segments: (image, tokens) of the consecutive parts of the orders.
-        tables: One table for each phase of the slide, all of one shape; layer l uses ``tables[l % period]``.
-        tile_maps: For each phase the tile of every token of the generated image; -1 in the centre.
-    """
-
-    orders: tuple[Int[Tensor, "image"], ...]
-    tiles: int
-    prefix: int
-    segments: tuple[tuple[int, int], ...]
-    tables: tuple[BlockTable, ...]
-    tile_maps: Int[Tensor, "phases *grid"]
-
-    @property
-    def title(self) -> str:
-        """Name and number of tiles."""
-        return f"HilbertA T={self.tiles}"
-
-    @property
-    def nominal_sparsity(self) -> float:
-        """Fraction of image-to-image attention that tiles alone skip, as papers quote it."""
-        return 1 - 1 / self.tiles
 
 
 class _Curve(NamedTuple):
@@ -268,20 +241,20 @@ def _phase(method: HilbertA, grids: tuple[Grid, ...], tiles: int, phase: int) ->
 
 @lru_cache(maxsize=64)
 @persistent
-def _plan(method: HilbertA, grids: tuple[Grid, ...], text: int, block: int, device: str) -> HilbertPlan:
+def _plan(method: HilbertA, grids: tuple[Grid, ...], text: int, block: int, device: str) -> AttentionPlan:
     tiles = method.tiles_for(grids[0])
     phases = [_phase(method, grids, tiles, phase) for phase in range(method.period)]
     prefix = text + sum(len(tokens) for _, tokens in phases[0].shared)
     tables = [_table([*phase.curves.values()], prefix, block) for phase in phases]
     shape = [max(map(len, tensors)) for tensors in zip(*tables, strict=True)]
     orders = [torch.cat([tokens for _, tokens in phase.parts]).to(device) for phase in phases]
-    return HilbertPlan(
+    return AttentionPlan(
         # one tensor for all phases if it is one order, so that what is cached by it is made once
         orders=tuple(orders[:1] * len(orders) if method.slides_along_curve else orders),
-        tiles=tiles,
-        prefix=prefix,
         segments=tuple((image, len(tokens)) for image, tokens in phases[0].parts if len(tokens)),
         tables=tuple(table.padded(shape[0] - 1, shape[1] - 1, shape[3]) for table in tables),
+        title=f"HilbertA T={tiles}",
+        nominal_sparsity=1 - 1 / tiles,
         tile_maps=torch.stack([_tile_map(phase.curves[0], grids[0]) for phase in phases]),
     )
 

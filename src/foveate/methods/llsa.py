@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from foveate.methods.base import DenseFallback, Grid, SparseAttention, UntiledPlan
+from foveate.methods.base import AttentionPlan, DenseFallback, Grid, SparseAttention
 from foveate.ops.curves import CURVES, grid_order
 from foveate.ops.hierarchical_pooling import MAX_LEVELS, check_head_dim, check_options
 from foveate.ops.joint_attention import LogLinear
@@ -83,7 +83,7 @@ class LLSA(SparseAttention):
         except ValueError as reason:
             raise DenseFallback(f"log-linear attention does not support these heads: {reason}") from None
 
-    def plan(self, grids: tuple[Grid, ...], text: int, *, device: str = "cpu") -> UntiledPlan:
+    def plan(self, grids: tuple[Grid, ...], text: int, *, device: str = "cpu") -> AttentionPlan:
         """The token order and the attention pattern. Cached by all arguments.
 
         Args:
@@ -100,7 +100,7 @@ class LLSA(SparseAttention):
 
 @lru_cache(maxsize=64)
 @persistent
-def _plan(method: LLSA, every_level: bool, grids: tuple[Grid, ...], text: int, device: str) -> UntiledPlan:
+def _plan(method: LLSA, every_level: bool, grids: tuple[Grid, ...], text: int, device: str) -> AttentionPlan:
     """`every_level` keeps enrich=True and enrich=1, which are equal, apart in the cache."""
     cells = [prod(grid) for grid in grids]
     orders = [grid_order(method.curve, *grid) + sum(cells[:i]) for i, grid in enumerate(grids)]
@@ -109,7 +109,7 @@ def _plan(method: LLSA, every_level: bool, grids: tuple[Grid, ...], text: int, d
     pattern = LogLinear(order.new_empty(text), order, options)
     blocks = -(-len(order) // method.block_size)
     every = f" (all {blocks} blocks)" if method.top_k >= blocks else ""
-    return UntiledPlan(
+    return AttentionPlan(
         orders=(order,),
         segments=tuple(enumerate(cells)),
         tables=(pattern,),

@@ -11,7 +11,7 @@ Large sets are picked lazily (`_LazyGreedy`): gains only shrink while picks are 
 never need to be recomputed.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import takewhile
 from typing import NamedTuple
 
@@ -20,6 +20,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from foveate.ops import dispatch
+from foveate.utils.cuda_graph import record_graph
 from foveate.utils.progress import Track, silent
 
 __all__ = ["TIE", "GreedyPicks", "best_similarity", "facility_location", "round_robin_greedy"]
@@ -276,7 +277,7 @@ class _LazyGreedy:
             if rounds == WARM_UP_ROUNDS and self.similarity.capturable and done + MIN_PICKS_TO_CAPTURE < len(turns):
                 self.certain.fill_(False)
                 self.go_on()  # picks nothing; the first call of a step must not be captured
-                begin, go_on, lower = _captured(begin), _captured(go_on), _captured(lower)
+                begin, go_on, lower = (record_graph(step)[0] for step in (begin, go_on, lower))
             ahead = turns[done : done + most]
             begin()
             for _ in takewhile(ahead[0].__eq__, ahead[1:]):
@@ -349,14 +350,6 @@ def portable_pick(greedy: _LazyGreedy, tie: float, rounding: float) -> None:
     row = greedy.refreshed.masked_fill(total < enough, len(greedy.bonus)).argmin(0, keepdim=True)
     greedy.certain &= enough > greedy.others
     greedy.pick(greedy.refreshed[row], total[row], greedy.similar[row][0])
-
-
-def _captured(step: Callable[[], None]) -> Callable[[], None]:
-    """A function that replays a step as a CUDA graph."""
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        step()
-    return graph.replay
 
 
 def _first_gains(

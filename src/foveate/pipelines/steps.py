@@ -1,17 +1,19 @@
 # pyright: basic, reportPrivateImportUsage=false
 """Single forward passes of a pipeline's denoiser: recorded, run again, and timed."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any, NamedTuple
 
 import torch
 from diffusers import DiffusionPipeline
+from torch import Tensor, nn
 
 from foveate.pipelines.lora import MethodLike, throughout, using
 from foveate.pipelines.request import Request, denoiser, draw
 from foveate.utils.timing import now
 
-__all__ = ["Call", "record_step", "time_steps"]
+__all__ = ["Call", "record_step", "recording", "time_steps"]
 
 
 class Call(NamedTuple):
@@ -21,29 +23,44 @@ class Call(NamedTuple):
     kwargs: dict[str, Any]
 
     @torch.no_grad()
-    def run(self, model: torch.nn.Module) -> Any:
-        """The output of a forward pass; some models remove entries from dictionaries they get."""
+    def run(self, model: nn.Module) -> Tensor:
+        """The prediction of a denoiser. A list with an entry for each sample becomes one tensor."""
+        # some models remove entries from the dictionaries that they are given
         kwargs = {name: dict(value) if isinstance(value, dict) else value for name, value in self.kwargs.items()}
-        return model(*self.args, **kwargs)
+        prediction = model(*self.args, **kwargs)[0]
+        return torch.stack(prediction) if isinstance(prediction, list) else prediction
+
+
+@contextmanager
+def recording(models: Sequence[nn.Module], on_call: Callable[[nn.Module, Call], None]) -> Generator[None]:
+    """Context in which `on_call` is called with each of these models and the arguments of a call, before it runs."""
+
+    def record(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        on_call(model, Call(args, kwargs))
+
+    with ExitStack() as hooks:
+        for model in models:
+            hooks.callback(model.register_forward_pre_hook(record, with_kwargs=True).remove)
+        yield
 
 
 def record_step(pipeline: DiffusionPipeline, request: Request) -> Call:
     """Arguments of the first call of the denoiser for a request; the run stops there."""
 
-    class Recorded(Exception):
+    class Stop(Exception):
         pass
 
-    def stop(_model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        raise Recorded(args, kwargs)
+    calls: list[Call] = []
 
-    hook = denoiser(pipeline).register_forward_pre_hook(stop, with_kwargs=True)
-    try:
+    def stop(_model: nn.Module, call: Call) -> None:
+        calls.append(call)
+        raise Stop
+
+    with suppress(Stop), recording([denoiser(pipeline)], stop):
         draw(pipeline, request)
-    except Recorded as recorded:
-        return Call(*recorded.args)
-    finally:
-        hook.remove()
-    raise ValueError(f"{type(pipeline).__name__} never called its denoiser")
+    if not calls:
+        raise ValueError(f"{type(pipeline).__name__} never called its denoiser")
+    return calls[0]
 
 
 @torch.no_grad()

@@ -3,7 +3,6 @@
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from threading import Lock
 from typing import Any, NamedTuple
 
 import torch
@@ -16,6 +15,7 @@ from transformers.cache_utils import Cache
 from foveate.methods.recompute_policy import Norm
 from foveate.ops.rotary import copy_rows
 from foveate.transformers.attention import RowPass, StopForward
+from foveate.utils.cuda_graph import record_graph
 
 __all__ = ["SPARE_ROWS", "RowCache"]
 
@@ -25,7 +25,6 @@ GRAPH_ROWS = 4096
 """Most rows of a CUDA graph. Passes over more rows keep the GPU busy anyway."""
 SPARE_ROWS = 2
 """Rows after the last one for tokens that pad a prompt and a graph."""
-_CAPTURING = Lock()
 
 
 class RowCache(Cache):
@@ -254,7 +253,7 @@ def _stream(tensor: Tensor) -> Any:
 
 
 class _Replay(NamedTuple):
-    graph: Any
+    replay: Callable[[], None]
     inputs: tuple[Tensor, ...]
     output: Tensor
 
@@ -273,15 +272,10 @@ class _Replayed:
             return self.function(*tensors, **options)  # compiles kernels
         replay = self._known[key]
         if replay is None:
-            replay = self._known[key] = self._captured(tensors, options)
+            inputs = tuple(tensor.clone() for tensor in tensors)
+            recorded, output = record_graph(lambda: self.function(*inputs, **options), self._pool)
+            replay = self._known[key] = _Replay(recorded, inputs, output)
         for fixed, tensor in zip(replay.inputs, tensors, strict=True):
             fixed.copy_(tensor)
-        replay.graph.replay()
+        replay.replay()
         return replay.output.clone()  # the next replay overwrites it
-
-    def _captured(self, tensors: tuple[Tensor, ...], options: dict[str, Any]) -> _Replay:
-        inputs, graph = tuple(tensor.clone() for tensor in tensors), torch.cuda.CUDAGraph()
-        torch.cuda.current_blas_handle()  # cuBLAS cannot create a thread's handle during capture
-        with _CAPTURING, torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-            output = self.function(*inputs, **options)
-        return _Replay(graph, inputs, output)

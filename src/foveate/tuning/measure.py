@@ -6,7 +6,7 @@ Everything that was measured is kept in a folder: an interrupted run continues f
 
 import json
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import nullcontext
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
@@ -25,7 +25,7 @@ from foveate.methods.base import layer_ranges
 from foveate.pipelines.image_files import write_picture
 from foveate.pipelines.lora import MethodLike, throughout
 from foveate.pipelines.request import Request, draw, fingerprint
-from foveate.pipelines.steps import Call
+from foveate.pipelines.steps import Call, recording
 from foveate.tuning.similarity import psnr
 from foveate.utils.device import dtype_name
 from foveate.utils.files import claim, slug, write_whole
@@ -41,19 +41,17 @@ SLICES = 5  # parts of the run
 
 
 class Recorded(NamedTuple):
-    """One call of a denoiser in a dense run.
+    """The calls of the denoisers in one step of a dense run.
 
     Attributes:
         step: Number of the step.
-        model: The denoiser.
-        call: Its arguments.
-        prediction: Its output.
+        calls: Each denoiser with its arguments.
+        predictions: What they predict.
     """
 
     step: int
-    model: nn.Module
-    call: Call
-    prediction: Tensor
+    calls: list[tuple[nn.Module, Call]]
+    predictions: list[Tensor]
 
 
 class Measurements:
@@ -142,37 +140,35 @@ class Measurements:
     # --- the denoiser ---
 
     @cached_property
-    def recorded(self) -> list[list[Recorded]]:
-        """Calls of the denoisers in some dense steps; the prompts take turns. Their pictures are drawn again."""
+    def recorded(self) -> list[Recorded]:
+        """Some dense steps; the prompts take turns. Their pictures are drawn again."""
         steps = self.requests[0].steps
         wanted = sorted({round(i * (steps - 1) / (STEPS - 1)) for i in range(STEPS)})
         advance = self.track("dense, recorded", self._prompts * steps)
         found = [
-            calls
+            one
             for number in range(self._prompts)
-            for calls in self._record(number, wanted[number :: self._prompts], advance)
+            for one in self._record(number, wanted[number :: self._prompts], advance)
         ]
-        return sorted(found, key=lambda calls: calls[0].step)
+        return sorted(found, key=lambda one: one.step)
 
-    def _record(self, number: int, steps: Sequence[int], advance: Callable[[], None]) -> list[list[Recorded]]:
-        """Calls of the denoisers in these steps of a dense run."""
-        found: dict[int, list[Recorded]] = {step: [] for step in steps}
+    def _record(self, number: int, steps: Sequence[int], advance: Callable[[], None]) -> list[Recorded]:
+        """These steps of a dense run."""
+        found: dict[int, list[tuple[nn.Module, Call]]] = {step: [] for step in steps}
         step = 0
 
-        def keep(model: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        def keep(model: nn.Module, call: Call) -> None:
             if step in found:
-                found[step].append(Recorded(step, model, Call(args, kwargs), _prediction(output)))
+                found[step].append((model, call))
 
         def after_step() -> None:
             nonlocal step
             step += 1
             advance()
 
-        with ExitStack() as hooks:
-            for model in self.denoisers:
-                hooks.callback(model.register_forward_hook(keep, with_kwargs=True).remove)
+        with recording(self.denoisers, keep):
             self._draw(number, None, after_step)
-        return [calls for calls in found.values() if calls]
+        return [Recorded(step, calls, self._forward(calls)[1]) for step, calls in found.items() if calls]
 
     @torch.no_grad()
     def cost(self, method: MethodLike) -> dict[str, Any]:
@@ -193,19 +189,19 @@ class Measurements:
         seconds: list[tuple[float, float, float]] = []
         grids: list[Any] = []
         advance = self.track(f"steps: {method.title}", len(self.recorded))
-        for calls in self.recorded:
-            dense, _ = self._forward(calls)
+        for recorded in self.recorded:
+            dense, _ = self._forward(recorded.calls)
             try:
                 with apply(self.pipeline, throughout(method)) as run:
-                    first, predictions = self._forward(calls)
-                    again, _ = self._forward(calls)
+                    first, predictions = self._forward(recorded.calls)
+                    again, _ = self._forward(recorded.calls)
                     layers = run.summary().layers
                     grids = self._grids()
             except ValueError as error:
                 return {"why": str(error)}
             if all(layer.why for layer in layers):
                 return {"why": layers[0].why}
-            errors.append(mean(_relative(p, call.prediction) for p, call in zip(predictions, calls, strict=True)))
+            errors.append(mean(map(_relative, predictions, recorded.predictions)))
             seconds.append((dense, first, again))
             advance()
         # every call does the same work: the fastest one was disturbed the least
@@ -213,7 +209,7 @@ class Measurements:
         shared = max(getattr(part, "weights_every", 0) for part in method.parts)
         step = again + max(0.0, first - again) / shared if shared else again
         return {
-            "steps": [calls[0].step for calls in self.recorded],
+            "steps": [recorded.step for recorded in self.recorded],
             "errors": errors,
             "dense_s": dense,
             "step_s": step,
@@ -243,14 +239,14 @@ class Measurements:
         limited = throughout(method, dense_layers=layer_ranges(set(range(self._blocks)) - set(group)))
         errors: list[float] = []
         saved = 0
-        for calls in self.recorded[max(0, middle - 1) : middle + 1]:
+        for recorded in self.recorded[max(0, middle - 1) : middle + 1]:
             try:
                 with apply(self.pipeline, limited) as run:
-                    _, predictions = self._forward(calls[:1])
+                    _, predictions = self._forward(recorded.calls[:1])
                     saved = sum(layer.saved for layer in run.summary().layers if not layer.why)
             except ValueError:  # token merging skips all of these
                 return {"layers": group, "prediction_error": 0.0, "saved": 0}
-            errors.append(_relative(predictions[0], calls[0].prediction))
+            errors.append(_relative(predictions[0], recorded.predictions[0]))
         return {"layers": group, "prediction_error": mean(errors), "saved": saved}
 
     def slices(self, method: MethodLike) -> list[dict[str, Any]]:
@@ -277,11 +273,11 @@ class Measurements:
         ran = [stack for adapter in adapters for stack in adapter.now.decisions.values() if stack.layouts]
         return [list(map(list, grids)) for grids in dict.fromkeys(stack.layout.grids for stack in ran)]
 
-    def _forward(self, calls: Sequence[Recorded]) -> tuple[float, list[Tensor]]:
+    def _forward(self, calls: Sequence[tuple[nn.Module, Call]]) -> tuple[float, list[Tensor]]:
         """Seconds and predictions of recorded calls, run again."""
         began = now(self._device)
-        outputs = [call.call.run(call.model) for call in calls]
-        return now(self._device) - began, [_prediction(output) for output in outputs]
+        predictions = [call.run(model) for model, call in calls]
+        return now(self._device) - began, predictions
 
     def _once(self, name: str, measure: Callable[[], Any]) -> Any:
         """The result of a measurement, which is kept on disk and never repeated."""
@@ -296,12 +292,6 @@ def _groups(layers: int) -> list[list[int]]:
     count = min(GROUPS, layers)
     cuts = [round(i * layers / count) for i in range(count + 1)]
     return [list(range(a, b)) for a, b in pairwise(cuts)]
-
-
-def _prediction(output: Any) -> Tensor:
-    """The output of a denoiser as one tensor."""
-    first = output[0]
-    return torch.stack(first) if isinstance(first, list) else first
 
 
 def _relative(ours: Tensor, dense: Tensor) -> float:

@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from foveate.utils.cuda_graph import record_graph
+
 __all__ = ["MIN_SECONDS", "Stopwatch", "captured", "now", "peak_memory", "time_calls"]
 
 Call = Callable[[], object]
@@ -101,21 +103,19 @@ def captured(call: Call, device: torch.device) -> Call:
     """The call to time: on a GPU the replay of its CUDA graph, which has no launch overhead."""
     if device.type != "cuda":
         return call
-    graph = torch.cuda.CUDAGraph()
     with torch.cuda.device(device):
         side = torch.cuda.Stream()  # capturing a backward pass requires a warm-up on a side stream
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
             call()
         torch.cuda.current_stream().wait_stream(side)
-        with torch.cuda.graph(graph):
-            call()
+        replay, _ = record_graph(call)
 
-    def replay() -> None:
-        graph.replay()
+    def timed() -> None:
+        replay()
         _ = call  # keeps the tensors alive that the graph reads
 
-    return replay
+    return timed
 
 
 def _seconds(call: Call, repeats: int, device: torch.device) -> float:

@@ -51,15 +51,11 @@ class Step(NamedTuple):
         """Number of samples."""
         return len(next(x for x in (*self.call.args, *self.call.kwargs.values()) if isinstance(x, Tensor) and x.ndim))
 
-    def run(self) -> Any:
-        """The output of the denoiser: a tensor, or a list with an entry for each sample as one tensor."""
-        args, kwargs = self.call
+    def run(self) -> Tensor:
+        """The prediction of the denoiser."""
         if self.cuda_graphs:
             torch.compiler.cudagraph_mark_step_begin()
-        # some models remove entries from the dictionaries that they are given
-        kwargs = {k: dict(v) if isinstance(v, dict) else v for k, v in kwargs.items()}
-        out = denoiser(self.pipe)(*args, **kwargs)[0]
-        return torch.stack(out) if isinstance(out, list) else out
+        return self.call.run(denoiser(self.pipe))
 
     def run_as(self, number: int) -> None:
         """Run the forward pass as step `number` of a denoising run."""

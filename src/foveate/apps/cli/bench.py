@@ -1,18 +1,28 @@
 """The commands that measure what methods gain on a model at a size."""
 
-import json
-from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
-from rich.console import Console
 
-from foveate.apps.cli.common import Compile, Device, Dtype, clear_errors, console, progress
 from foveate.apps.cli.methods import read_methods
+from foveate.apps.console import (
+    Commit,
+    Compile,
+    Device,
+    Dtype,
+    Out,
+    Sides,
+    StepModel,
+    StepText,
+    TimedMethods,
+    clear_errors,
+    numbers,
+    run_and_save,
+)
 
-__all__ = ["Commit", "Methods", "Out", "Rounds", "Sides", "StepModel", "StepText", "app", "numbers", "run_and_save"]
+__all__ = ["app"]
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -20,14 +30,6 @@ app = typer.Typer(
     help="Measure what a method gains on a model, at a size, on this machine.",
 )
 
-StepModel = Annotated[
-    str,
-    typer.Option(
-        help="A size with random weights: built-in (17 M parameters), flux-dev (FLUX.1-dev, 12 B), flux2-dev (32 B), "
-        "flux2-klein (4 B), qwen-image (20 B), z-image (6 B), sdxl (2.6 B, two samples for classifier-free guidance). "
-        "Or your own pipeline: a hub id or a folder, with --method."
-    ),
-]
 ContextModel = Annotated[
     str,
     typer.Option(
@@ -35,26 +37,6 @@ ContextModel = Annotated[
         "model: a hub id or a folder."
     ),
 ]
-Sides = Annotated[
-    str,
-    typer.Option(
-        help="Image tokens along each side, separated by commas: 64, ROWSxCOLUMNS, or FRAMESxROWSxCOLUMNS of a video. "
-        "64 is 1024 px for FLUX, Qwen-Image and Z-Image, 256 px for the built-in model, and 1024 px for SDXL, where "
-        "it counts the largest feature maps with attention; 21x45x80 is 81 frames of 720p for Wan."
-    ),
-]
-Methods = Annotated[
-    list[str] | None,
-    typer.Option(
-        help="Method to time besides dense: hilberta; with options, toma:keep=0.25,dst_every=20; combined, "
-        "hilberta:tiles=16+toma. Repeat the option for more. "
-        "[dim]default: HilbertA and ToMA; for sdxl ToMA, ToMeSD, ToFu and ToDo[/]"
-    ),
-]
-StepText = Annotated[int | None, typer.Option(min=0, help="Number of text tokens. [dim]default: 512; for sdxl 77[/]")]
-Rounds = Annotated[int, typer.Option(min=1, help="Measurements of each candidate; the candidates take turns.")]
-Out = Annotated[Path, typer.Option(help="Folder for the JSON file.")]
-Commit = Annotated[str, typer.Option(help="Commit to record, if git cannot tell it.")]
 
 
 @app.command()
@@ -62,7 +44,7 @@ Commit = Annotated[str, typer.Option(help="Commit to record, if git cannot tell 
 def step(
     model: StepModel = "built-in",
     sides: Sides = "64",
-    method: Methods = None,
+    method: TimedMethods = None,
     compile: Compile = False,
     cuda_graphs: Annotated[
         bool, typer.Option("--cuda-graphs", help='Compile the repeated blocks with mode="reduce-overhead".')
@@ -151,40 +133,3 @@ def read_grid(text: str) -> tuple[int, ...]:
     if not 1 <= len(sides) <= 3 or min(sides) < 1:
         raise ValueError(f"{text!r} is no grid of tokens: write it as 64, 45x80 or 21x45x80")
     return sides * 2 if len(sides) == 1 else sides
-
-
-def numbers(text: str, kind: type = int) -> list[Any]:
-    """The numbers in a comma-separated list."""
-    try:
-        return [kind(number) for number in text.split(",")]
-    except ValueError:
-        what, like = ("whole numbers", "64,128") if kind is int else ("numbers", "0.25,0")
-        raise ValueError(f"{text!r} is no list of {what}: write them as {like}") from None
-
-
-def run_and_save(
-    path: Path,
-    commit: str,
-    run: Callable[..., Iterable[dict[str, Any]]],
-    table: Callable[[dict[str, Any]], Any],
-) -> None:
-    """Write the JSON file after every result that `run` yields, and print the last result as a table.
-
-    Args:
-        path: The JSON file.
-        commit: Commit to record; empty keeps what git says.
-        run: Called with `track`, yields the results so far.
-        table: Makes the table to print.
-    """
-    from foveate.utils.files import write_whole
-
-    result: dict[str, Any] = {"rows": []}
-    with progress() as track:
-        for result in run(track=track):
-            if commit:
-                result["versions"]["commit"] = commit
-            write_whole(path, json.dumps(result, indent=2).encode() + b"\n")
-    for one in result.get("skipped", []):
-        console.print(f"skipped: {one['why']}", markup=False)
-    Console().print(table(result))
-    print(path)

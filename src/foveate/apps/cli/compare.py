@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from foveate.apps.cli.common import Device, Dtype, Seed, check_writable, clear_errors, console, progress
+from foveate.apps.cli.common import check_writable
 from foveate.apps.cli.methods import read_methods
 from foveate.apps.cli.pictures import (
     Fps,
@@ -26,6 +26,7 @@ from foveate.apps.cli.pictures import (
     suffix_of,
     with_distilled,
 )
+from foveate.apps.console import Device, Dtype, Seed, clear_errors, console, progress
 from foveate.utils.processes import rank_name
 
 __all__ = ["compare"]

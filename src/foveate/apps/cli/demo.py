@@ -6,7 +6,8 @@ from typing import Annotated
 
 import typer
 
-from foveate.apps.cli.common import Seed, clear_errors, print_table
+from foveate.apps.cli.common import print_table
+from foveate.apps.console import Seed, clear_errors
 
 __all__ = ["app"]
 

@@ -6,26 +6,23 @@ from typing import Annotated
 
 import typer
 
-from foveate.apps.cli.common import (
+from foveate.apps.cli.common import Option, Tiles, options_of, read_prompts
+from foveate.apps.cli.pictures import Frames, Model, Size, open_at_size, request_of
+from foveate.apps.console import (
     Checkpointing,
     CheckpointMinutes,
     CoolDown,
     Dtype,
     Minutes,
-    Option,
     RunFolder,
     SampleEvery,
     Seed,
-    Tiles,
     TrainingDevice,
     clear_errors,
-    options_of,
     print_outcome,
     progress,
-    read_prompts,
     training_device,
 )
-from foveate.apps.cli.pictures import Frames, Model, Size, open_at_size, request_of
 from foveate.methods import METHODS, method_from_text
 
 __all__ = ["distill"]

@@ -7,16 +7,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from foveate.apps.cli.common import (
-    Device,
-    Dtype,
-    Seed,
-    check_writable,
-    clear_errors,
-    console,
-    join_processes,
-    progress,
-)
+from foveate.apps.cli.common import check_writable
 from foveate.apps.cli.methods import read_methods
 from foveate.apps.cli.pictures import (
     Guidance,
@@ -30,6 +21,7 @@ from foveate.apps.cli.pictures import (
     request_of,
     with_distilled,
 )
+from foveate.apps.console import Device, Dtype, Seed, clear_errors, console, join_processes, progress
 
 __all__ = ["evaluate"]
 

@@ -13,21 +13,7 @@ from zlib import crc32
 import typer
 from rich.markup import escape
 
-from foveate.apps.cli.common import (
-    Device,
-    Dtype,
-    Option,
-    Seed,
-    Tiles,
-    check_file,
-    check_writable,
-    clear_errors,
-    console,
-    join_processes,
-    options_of,
-    progress,
-    read_prompts,
-)
+from foveate.apps.cli.common import Option, Tiles, check_file, check_writable, options_of, read_prompts
 from foveate.apps.cli.methods import method_to_draw
 from foveate.apps.cli.pictures import (
     Fps,
@@ -46,6 +32,7 @@ from foveate.apps.cli.pictures import (
     settings_of,
     suffix_of,
 )
+from foveate.apps.console import Device, Dtype, Seed, clear_errors, console, join_processes, progress
 from foveate.apps.errors import noting
 from foveate.diffusers.preset import Preset
 from foveate.methods import METHODS

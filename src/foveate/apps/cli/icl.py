@@ -12,18 +12,8 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from foveate.apps.cli.common import (
-    Device,
-    Dtype,
-    Embed,
-    LanguageModel,
-    check_file,
-    clear_errors,
-    console,
-    open_reader,
-    progress,
-    warn_unknown_words,
-)
+from foveate.apps.cli.common import Embed, LanguageModel, check_file, open_reader, warn_unknown_words
+from foveate.apps.console import Device, Dtype, clear_errors, console, progress
 from foveate.methods.sub_cp import Balance, Order, Strategy, SubCP
 
 __all__ = ["icl"]

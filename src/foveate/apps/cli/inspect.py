@@ -9,7 +9,8 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from foveate.apps.cli.common import check_file, clear_errors, print_table, read_size
+from foveate.apps.cli.common import check_file, print_table, read_size
+from foveate.apps.console import clear_errors
 from foveate.methods import METHODS
 from foveate.ops.curves import CURVES
 

@@ -1,34 +1,17 @@
 """Methods of diffusion models, as the options of commands name them."""
 
-import re
 from typing import Any
 
-from foveate.apps.cli.common import options_of
 from foveate.diffusers.preset import PRESETS, Preset
 from foveate.diffusers.preset import load as load_preset
-from foveate.methods import METHODS, ComposedMethod, Method, method_from_text
-from foveate.methods.base import sparse_and_merging
+from foveate.methods import METHODS, ComposedMethod, Method, method_from_text, options_in, read_method
 
-__all__ = ["method_to_draw", "options_in", "read_method", "read_methods", "usual_method"]
+__all__ = ["method_to_draw", "read_methods", "usual_method"]
 
 
 def _read_variant(text: str) -> Method | ComposedMethod | Preset:
     """The preset of a JSON file, or one that comes with Foveate, by name; else as `read_method`."""
     return load_preset(text) if _is_preset(text) else read_method(text)
-
-
-def read_method(text: str) -> Method | ComposedMethod:
-    """The method of "hilberta:tiles=16,centre=0", or the methods of "hilberta:tiles=16+toma:keep=0.5,tile=(8,8)".
-
-    Raises:
-        ValueError: If it cannot be read, or the methods do not fit each other.
-    """
-    parts = [part.partition(":") for part in text.split("+")]
-    methods = tuple(method_from_text(name, options_in(options)) for name, _, options in parts)
-    if len(methods) == 1:
-        return methods[0]
-    sparse_and_merging(methods)  # fails before a model is loaded
-    return ComposedMethod(methods)
 
 
 def read_methods(texts: list[str] | None) -> list[Any]:
@@ -41,12 +24,6 @@ def read_methods(texts: list[str] | None) -> list[Any]:
     if twice := [text for i, text in enumerate(texts or []) if methods[i] in methods[:i]]:
         raise ValueError(f"--method {twice[0]} is given twice: leave one of them out")
     return methods
-
-
-def options_in(text: str) -> dict[str, str]:
-    """The options of a text such as "keep=0.5, tile=(8,8)" as a dictionary."""
-    parts = re.split(r",(?![^(]*\))", text)  # not at a comma within parentheses
-    return options_of([part.strip() for part in parts if part.strip()])
 
 
 def _method_of(name: str, options: dict[str, str]) -> Method | ComposedMethod | Preset | None:

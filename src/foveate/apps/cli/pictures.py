@@ -7,7 +7,8 @@ from typing import Annotated, Any
 
 import typer
 
-from foveate.apps.cli.common import console, read_size
+from foveate.apps.cli.common import read_size
+from foveate.apps.console import console
 from foveate.apps.demo import LORAS, MODELS, find
 from foveate.methods import Method
 from foveate.utils.device import choose_device, choose_dtype, dtype_name

@@ -14,19 +14,7 @@ from rich.table import Table
 from typer.core import TyperGroup
 
 from foveate.apps.cli import rag_index
-from foveate.apps.cli.common import (
-    Device,
-    Dtype,
-    Embed,
-    LanguageModel,
-    Option,
-    check_file,
-    clear_errors,
-    console,
-    options_of,
-    progress,
-    warn_unknown_words,
-)
+from foveate.apps.cli.common import Embed, LanguageModel, Option, check_file, options_of, warn_unknown_words
 from foveate.apps.cli.rag_index import (
     Chat,
     Chunk,
@@ -39,6 +27,7 @@ from foveate.apps.cli.rag_index import (
     open_indexes,
     print_refused,
 )
+from foveate.apps.console import Device, Dtype, clear_errors, console, progress
 from foveate.methods import RECOMPUTE_POLICIES, recompute_policy_from_text
 from foveate.utils.files import write_whole
 

@@ -10,17 +10,8 @@ from typing import Annotated, Any
 import typer
 from rich.markup import escape
 
-from foveate.apps.cli.common import (
-    Device,
-    Dtype,
-    LanguageModel,
-    clear_errors,
-    console,
-    join_processes,
-    open_reader,
-    print_table,
-    progress,
-)
+from foveate.apps.cli.common import LanguageModel, open_reader, print_table
+from foveate.apps.console import Device, Dtype, clear_errors, console, join_processes, progress
 
 __all__ = [
     "Chat", "Chunk", "EightBit", "Index", "MaxDisk", "MaxMemory", "Place", "Prefix", "Source",

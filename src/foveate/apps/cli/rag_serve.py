@@ -10,10 +10,11 @@ from typing import Annotated
 import torch
 import typer
 
-from foveate.apps.cli.common import Device, Dtype, LanguageModel, Option, clear_errors, console, options_of
+from foveate.apps.cli.common import LanguageModel, Option, options_of
 from foveate.apps.cli.rag import PROMPT, NewTokens, Policy, Prompt, Recompute, check_prompt, recompute_methods
 from foveate.apps.cli.rag_index import Chat, Chunk, EightBit, MaxDisk, MaxMemory, Prefix, open_indexes
 from foveate.apps.cli.serve import Host, MaxReplicas, Port, Replicas, Timeout, print_address, scale_of, wait
+from foveate.apps.console import Device, Dtype, clear_errors, console
 from foveate.utils.device import choose_device
 
 __all__ = ["serve"]

@@ -9,9 +9,9 @@ from typing import Annotated
 import torch
 import typer
 
-from foveate.apps.cli.common import Device, Dtype, clear_errors, console
 from foveate.apps.cli.methods import method_to_draw, usual_method
 from foveate.apps.cli.pictures import Lora, Model, lora_of, place_of, size_of
+from foveate.apps.console import Device, Dtype, clear_errors, console
 from foveate.utils.device import choose_device, choose_dtype
 
 __all__ = [

@@ -6,7 +6,8 @@ from typing import Annotated, Any
 
 import typer
 
-from foveate.apps.cli.common import (
+from foveate.apps.cli.common import read_size
+from foveate.apps.console import (
     Checkpointing,
     CheckpointMinutes,
     CoolDown,
@@ -18,11 +19,10 @@ from foveate.apps.cli.common import (
     clear_errors,
     print_outcome,
     progress,
-    read_size,
     training_device,
 )
 
-__all__ = ["built_in_text_encoder", "train"]
+__all__ = ["train"]
 
 SHOWN = 8  # pictures on a sheet of samples
 
@@ -102,6 +102,7 @@ def train(
     import torch
     from diffusers import FlowMatchEulerDiscreteScheduler
 
+    from foveate.apps.demo.text import built_in_text_encoder
     from foveate.nn.pixel_dit import MODELS, PixelDiT
     from foveate.pipelines.pixel import PixelPipeline
     from foveate.training.pixel import PixelRecipe, Stage
@@ -152,18 +153,6 @@ def _pictures(data: str, seed: int) -> Any:
     if not data:
         return ScenePictures(seed)
     return FolderPictures(Path(data)) if Path(data).is_dir() else HubPictures(data)
-
-
-def built_in_text_encoder() -> tuple[Any, Any]:
-    """The T5 encoder of the built-in model, and its tokenizer."""
-    from transformers import AutoTokenizer, T5EncoderModel
-    from transformers.utils import logging
-
-    from foveate.apps.demo import find
-
-    logging.disable_progress_bar()
-    encoder = T5EncoderModel.from_pretrained(find("pipeline"), subfolder="text_encoder_2").eval().requires_grad_(False)
-    return encoder, AutoTokenizer.from_pretrained(find("pipeline/tokenizer_2"))
 
 
 def _load_weights(model: Any, start: str) -> None:

@@ -6,18 +6,10 @@ from typing import Annotated
 import typer
 from rich.markup import escape
 
-from foveate.apps.cli.common import (
-    Device,
-    Dtype,
-    Seed,
-    check_writable,
-    clear_errors,
-    console,
-    progress,
-    read_prompts,
-)
-from foveate.apps.cli.methods import read_method
+from foveate.apps.cli.common import check_writable, read_prompts
 from foveate.apps.cli.pictures import Model, Size, Steps, open_at_size, request_of
+from foveate.apps.console import Device, Dtype, Seed, clear_errors, console, progress
+from foveate.methods import read_method
 
 __all__ = ["tune"]
 

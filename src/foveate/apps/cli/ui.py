@@ -7,9 +7,11 @@ from typing import Annotated, Any
 import typer
 
 from foveate.apps.cli import rag
-from foveate.apps.cli.common import Device, Dtype, check_writable, clear_errors, console, open_reader
-from foveate.apps.cli.methods import method_to_draw, options_in
+from foveate.apps.cli.common import check_writable, open_reader
+from foveate.apps.cli.methods import method_to_draw
 from foveate.apps.cli.pictures import open_with_lora, remark_on, request_of, settings_of
+from foveate.apps.console import Device, Dtype, clear_errors, console
+from foveate.methods import options_in
 
 __all__ = ["commands", "ui"]
 

@@ -8,14 +8,23 @@ from collections.abc import Sequence
 from typing import Any
 
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors, trainers
-from transformers import CLIPTokenizer, PreTrainedTokenizerFast
+from transformers import AutoTokenizer, CLIPTokenizer, PreTrainedTokenizerFast, T5EncoderModel
 from transformers.convert_slow_tokenizer import bytes_to_unicode
+from transformers.utils import logging
 
-from foveate.apps.demo import MODELS
+from foveate.apps.demo import MODELS, find
 from foveate.apps.demo.atlas import NAMES
 from foveate.apps.demo.scenes import BACKGROUNDS, LAYOUTS
 
-__all__ = ["TEXT_TOKENS", "WORDS", "clip_tokenizer", "draws_scenes", "t5_tokenizer", "unknown_words"]
+__all__ = [
+    "TEXT_TOKENS",
+    "WORDS",
+    "built_in_text_encoder",
+    "clip_tokenizer",
+    "draws_scenes",
+    "t5_tokenizer",
+    "unknown_words",
+]
 
 TEXT_TOKENS = 64
 _END = "</w>"
@@ -48,6 +57,13 @@ def draws_scenes(pipeline: Any) -> bool:
     tokenizer = getattr(pipeline, "tokenizer_2", None) or getattr(pipeline, "tokenizer", None)
     known = (clip_tokenizer(), *(t5_tokenizer(model.words) for model in MODELS.values()))
     return tokenizer is not None and tokenizer.get_vocab() in [one.get_vocab() for one in known]
+
+
+def built_in_text_encoder() -> tuple[Any, Any]:
+    """The T5 encoder of the built-in model, and its tokenizer."""
+    logging.disable_progress_bar()
+    encoder = T5EncoderModel.from_pretrained(find("pipeline"), subfolder="text_encoder_2").eval().requires_grad_(False)
+    return encoder, AutoTokenizer.from_pretrained(find("pipeline/tokenizer_2"))
 
 
 def t5_tokenizer(more: Sequence[str] = ()) -> PreTrainedTokenizerFast:

@@ -24,7 +24,7 @@ from foveate.methods.base import DenseFallback, TokenMerging
 from foveate.pipelines.image_files import write_picture
 from foveate.pipelines.lora import MethodLike, using
 from foveate.pipelines.request import Request, denoiser, makes_video, pixels_per_token
-from foveate.pipelines.steps import Call, record_step
+from foveate.pipelines.steps import Call, record_step, recording
 from foveate.plots.figures import draw_attention, draw_tiles
 from foveate.transformers import ChunkEncoder
 from foveate.transformers.documents import read_documents
@@ -340,15 +340,12 @@ class Studio:
             times.append(now(pipe.device))
             advance()
 
-        def record(_model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        def keep_middle(_model: Any, call: Call) -> None:
             if len(times) > request.steps // 2 and not calls:
-                calls.append(Call(args, kwargs))
+                calls.append(call)
 
-        hook = denoiser(pipe).register_forward_pre_hook(record, with_kwargs=True)  # before the methods' own
-        try:
+        with recording([denoiser(pipe)], keep_middle):  # before the methods' own hooks
             variant = draw_variant(pipe, request, method, dense.variant.frames if dense else [], after_step)
-        finally:
-            hook.remove()
         seconds = now(pipe.device) - times[0]
         variant = variant._replace(step_seconds=[later - earlier for earlier, later in pairwise(times)])
         settings = self.commands.settings(pipe, form.model.strip(), request)

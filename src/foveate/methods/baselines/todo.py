@@ -12,7 +12,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from foveate.methods.base import DenseFallback, Grid, SparseAttention, UntiledPlan, stacked
+from foveate.methods.base import AttentionPlan, DenseFallback, Grid, SparseAttention, stacked
 from foveate.ops.block_table import block_starts, block_table
 from foveate.utils.cache import persistent
 
@@ -46,7 +46,7 @@ class ToDo(SparseAttention):
         """None: it is a baseline."""
         return ()
 
-    def plan(self, grids: tuple[Grid, ...], text: int, *, device: str = "cpu") -> UntiledPlan:
+    def plan(self, grids: tuple[Grid, ...], text: int, *, device: str = "cpu") -> AttentionPlan:
         """Order and table: reference images and sampled tokens, which are read, then the others.
 
         Raises:
@@ -60,7 +60,7 @@ class ToDo(SparseAttention):
 
 @lru_cache(maxsize=64)
 @persistent
-def _plan(method: ToDo, grids: tuple[Grid, ...], text: int, device: str) -> UntiledPlan:
+def _plan(method: ToDo, grids: tuple[Grid, ...], text: int, device: str) -> AttentionPlan:
     height, width = stacked(grids[0])
     others = [prod(grid) for grid in grids[1:]]
     rows, columns = (_nearest(side, method.factor) for side in (height, width))
@@ -73,7 +73,7 @@ def _plan(method: ToDo, grids: tuple[Grid, ...], text: int, device: str) -> Unti
     starts = block_starts(front, len(rest))
     read = range(len(block_starts(front)) - 1)
     segments = [*enumerate(others, 1), (0, len(sampled)), (0, len(rest))]
-    return UntiledPlan(
+    return AttentionPlan(
         orders=(order.to(device),),
         segments=tuple((image, tokens) for image, tokens in segments if tokens),
         tables=(block_table([read] * (len(starts) - 1), starts),),
