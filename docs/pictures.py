@@ -15,7 +15,7 @@ from foveate.methods.sub_cp import STRATEGIES
 from foveate.ops.block_table import block_starts, block_table
 from foveate.ops.curves import grid_order
 from foveate.ops.hierarchical_pooling import select_blocks
-from foveate.pipelines.request import Request, draw, load
+from foveate.pipelines.request import Request, draw, load_pipeline
 from foveate.plots.figures import draw_order, draw_table, draw_tiles, figure_png
 from foveate.utils.files import write_whole
 from foveate_models import find
@@ -43,7 +43,7 @@ def main() -> None:
 
 def draw_merging() -> Image.Image:
     """A picture of the built-in model with the windows in which tokens merged and the tokens that were kept."""
-    pipe = load(str(find("pipeline")), "cpu")
+    pipe = load_pipeline(str(find("pipeline")), "cpu")
     with foveate.apply(pipe, ToMA(keep=0.25)) as run:
         image = draw(pipe, Request("an owl on a purple background", (128, 128), 20, None, 0))[0]
         (regions,) = run.plans().values()

@@ -36,7 +36,7 @@ from foveate.ops.facility_location import facility_location, round_robin_greedy
 from foveate.ops.hierarchical_pooling import select_blocks
 from foveate.ops.log_linear_attention import log_linear_attention
 from foveate.pipelines.lora import load_lora, using
-from foveate.pipelines.request import Request, draw, draw_batch, load
+from foveate.pipelines.request import Request, draw, draw_batch, load_pipeline
 from foveate.transformers import ChunkEncoder
 from foveate.transformers.in_context import prompt_with
 from foveate.transformers.index import ChunkIndex
@@ -82,7 +82,7 @@ METHODS = {
 
 @cache
 def pipe(name):
-    return load(str(find(name)), "cpu")
+    return load_pipeline(str(find(name)), "cpu")
 
 
 def applied(pipeline, *methods):
@@ -108,7 +108,7 @@ def with_preset(name):
 
 
 def with_lora(folder):
-    pipeline = load(str(find("pipeline")), "cpu")
+    pipeline = load_pipeline(str(find("pipeline")), "cpu")
     method = load_lora(pipeline, find(folder) / "pytorch_lora_weights.safetensors")
     request = Request(OTHER, (96, 96), 2, None, 3)
     with using(pipeline, method):

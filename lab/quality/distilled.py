@@ -24,7 +24,7 @@ from foveate.apps.console import progress
 from foveate.apps.demo.scenes import captions
 from foveate.apps.demo.text import TEXT_TOKENS
 from foveate.methods import Method
-from foveate.pipelines.request import Request, load
+from foveate.pipelines.request import Request, load_pipeline
 from foveate.training.distill import distill
 from foveate.training.pairs import make_pairs
 from foveate.training.run import RunOptions
@@ -108,7 +108,7 @@ def main(
     for name, (method, options) in {name: variant(name, size) for name in only.split(",")}.items():
         chosen: dict[str, Any] = USUAL | {"rate": rate, "cool_down": cool_down} | options
         recipe = Recipe(method=method, **chosen)
-        pipe: Any = load(str(find("pipeline")))
+        pipe: Any = load_pipeline(str(find("pipeline")))
         with progress() as track:
             advance = track("pictures", pictures)
             make_pairs(out / "pairs", pipe, texts, request, at_once=at_once, advance=advance)

@@ -27,7 +27,7 @@ from foveate.apps.demo.scenes import ScenePictures
 from foveate.apps.demo.text import built_in_text_encoder
 from foveate.nn.pixel_dit import MODELS, PixelDiT
 from foveate.pipelines.pixel import PixelPipeline
-from foveate.pipelines.request import Request, load
+from foveate.pipelines.request import Request, load_pipeline
 from foveate.training.pixel import PixelRecipe, Stage, train
 from foveate.training.run import RunOptions
 from foveate.utils.device import versions
@@ -136,7 +136,7 @@ class Trial:
         if not (out / "scores.json").exists():
             self.train(steps)
             request = Request("", self.stages[1].size, 20, None, SEED)
-            loaded: Any = load(str(self.folder))
+            loaded: Any = load_pipeline(str(self.folder))
             pipe = with_own_attention(loaded, self.name)
             evaluate(pipe, [], out, prompts=self.prompts, request=request, batch=self.drawn, track=self.track)
         _real, score = json.loads((out / "scores.json").read_text())["scores"]

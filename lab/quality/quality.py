@@ -20,7 +20,7 @@ from foveate.apps.web.compare import showcase
 from foveate.methods import ToDo, ToFu, ToMA, ToMeSD
 from foveate.pipelines.lora import Distilled, MethodLike, find_lora, load_lora
 from foveate.pipelines.pixel import as_method
-from foveate.pipelines.request import Request, load
+from foveate.pipelines.request import Request, load_pipeline
 from foveate.utils.files import write_whole
 from foveate_models import find
 from lab.quality.common import SHEETS, Batch, Commit, Pictures, Prompts, Size, save_result
@@ -78,7 +78,7 @@ def judge(
 
     A LoRA is scored without it, with it throughout, and with method and LoRA only after a tenth or fifth of the steps.
     """
-    pipe: Any = load(model or str(find("pipeline")), device, dtype)
+    pipe: Any = load_pipeline(model or str(find("pipeline")), device, dtype)
     out, scored = Path(pictures) / f"{size}px", list[MethodLike](methods)
     if model:
         scored.append(as_method(pipe))

@@ -32,7 +32,7 @@ from foveate.apps.web.compare import showcase
 from foveate.methods.base import sparse_and_merging
 from foveate.pipelines.image_files import write_picture
 from foveate.pipelines.lora import Distilled, MethodLike, throughout, using
-from foveate.pipelines.request import Request, denoiser, draw_batch, fingerprint, load
+from foveate.pipelines.request import Request, denoiser, draw_batch, fingerprint, load_pipeline
 from foveate.plots.figures import draw_sheet, figure_png
 from foveate.tuning.similarity import psnr
 from foveate.utils.device import versions
@@ -100,7 +100,8 @@ def main(
     commit: Commit = "",
 ) -> None:
     """Draw, score and write the results."""
-    pipeline, out = load(str(MODELS[model].folder) if model in MODELS else model, device, dtype), Path(pictures)
+    source, out = str(MODELS[model].folder) if model in MODELS else model, Path(pictures)
+    pipeline = load_pipeline(source, device, dtype)
     request = Request("", (side, side), 20, guidance, 0, frames=frames)
     settings: dict[str, Any] = {
         "model": model,
@@ -171,7 +172,7 @@ def _scores(
     dense = [_cut(strip) for strip in sets["dense"][0]]
     for label, (strips, seconds) in sets.items():
         videos = [_cut(strip) for strip in strips]
-        verdicts = [judge_video(_seen(recogniser, video), one) for video, one in zip(videos, wanted, strict=True)]
+        verdicts = [judge_video(_detect(recogniser, video), one) for video, one in zip(videos, wanted, strict=True)]
         scores.append({
             "label": label,
             "objects": sum(v.found for v in verdicts) / sum(v.objects for v in verdicts),
@@ -240,7 +241,7 @@ def _frames(video: torch.Tensor) -> list[Image.Image]:
     return [Image.fromarray((frame * 255).round().byte().permute(1, 2, 0).numpy()) for frame in video.unbind(1)]
 
 
-def _seen(recogniser: Recogniser, video: np.ndarray) -> list[list[Detection]]:
+def _detect(recogniser: Recogniser, video: np.ndarray) -> list[list[Detection]]:
     return recognise(recogniser, torch.from_numpy(video).permute(0, 3, 1, 2))[0]
 
 

@@ -19,25 +19,25 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from foveate.apps.demo.scenes import captions
 from foveate.apps.demo.text import TEXT_TOKENS
-from foveate.pipelines.request import Request, draw_batch, fingerprint, load
+from foveate.pipelines.request import Request, draw_batch, fingerprint, load_pipeline
 from foveate.training.run import Phase, Run, RunOptions, make_accelerator
 from foveate.training.trained import Trained
 from foveate.utils.files import write_whole
 from foveate.utils.processes import join
-from lab.training.painter import Latents, Painter, flow_loss
-from lab.training.stages import Batches, Stage
+from lab.training.stages import ImageBatches, Stage
+from lab.training.velocity import Latents, VelocityModel, flow_loss
 
 __all__ = ["SHOWN", "FlowTraining", "Kind", "started"]
 
 EMA_DECAY = 0.999
-SDPA = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]  # not cuDNN: see Painter
+SDPA = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]  # not cuDNN: see VelocityModel
 SHOWN = 8  # held-out captions of a sheet of samples
 
 
 class Kind(NamedTuple):
     """What a training run consists of: the trained modules, the latents that they learn, and the data."""
 
-    painter: Callable[[Any], Any]
+    network: Callable[[Any], Any]
     latents: Callable[[Any, torch.device], Any]
     batches: Callable[[Stage, Any, int, int], Any]
 
@@ -57,7 +57,7 @@ class FlowTraining(Run):
         options: Other settings.
     """
 
-    kind: ClassVar[Kind] = Kind(Painter, Latents, Batches)
+    kind: ClassVar[Kind] = Kind(VelocityModel, Latents, ImageBatches)
 
     def __init__(
         self,
@@ -78,16 +78,16 @@ class FlowTraining(Run):
         self.lengths = [stage.steps(accelerator.num_processes) for stage in self.recipe]
         self.starts = [0, *itertools.accumulate(self.lengths)]
         self.latents = self.kind.latents(pipeline, accelerator.device)
-        painter = self.kind.painter(pipeline).to(accelerator.device)
+        network = self.kind.network(pipeline).to(accelerator.device)
         torch.manual_seed(seed)
         if initialise:
-            painter.initialise()
-        self.average = copy.deepcopy(painter).eval()
+            network.initialise()
+        self.average = copy.deepcopy(network).eval()
         self.pipeline = type(pipeline)(**{**pipeline.components, **self.average.parts()})
         self.pipeline.set_progress_bar_config(disable=True)
         if options.compile:
-            painter.transformer.compile_repeated_blocks(dynamic=False)  # once for every size
-        model, *optimizers = accelerator.prepare(painter.train(), *painter.optimizers())
+            network.transformer.compile_repeated_blocks(dynamic=False)  # once for every size
+        model, *optimizers = accelerator.prepare(network.train(), *network.optimizers())
         super().__init__(out, accelerator, model, Trained(model, optimizers, EMA_DECAY), settings, options)
 
     def train(self) -> bool:
@@ -96,7 +96,7 @@ class FlowTraining(Run):
 
     def parts(self) -> dict[str, Any]:
         """Weights, optimizers and average."""
-        return {"painter": self.trained}
+        return {"network": self.trained}
 
     def phases(self, steps: int) -> Iterator[Phase]:
         """The remaining part of every stage; each device draws batches of its own."""
@@ -169,7 +169,7 @@ class FlowTraining(Run):
 def started(folder: Path) -> tuple[Any, dict[str, Any] | None]:
     """A trained pipeline to go on from, and the recipe that trained it, if there is one."""
     recipe = folder.parent / "recipe.json"
-    return load(str(folder), "cpu"), json.loads(recipe.read_text()) if recipe.exists() else None
+    return load_pipeline(str(folder), "cpu"), json.loads(recipe.read_text()) if recipe.exists() else None
 
 
 def _write_pipeline(pipeline: Any, folder: Path) -> None:

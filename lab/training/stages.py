@@ -19,7 +19,7 @@ from torch.utils.data import Dataset
 from foveate.apps.demo.scenes import Scenes, scenes
 from foveate.apps.demo.text import TEXT_TOKENS
 
-__all__ = ["LONG_TEXT", "LONG_TEXT_EACH", "RECIPE", "UNCAPTIONED", "Batch", "Batches", "Stage", "token_ids"]
+__all__ = ["LONG_TEXT", "LONG_TEXT_EACH", "RECIPE", "UNCAPTIONED", "Batch", "ImageBatches", "Stage", "token_ids"]
 
 UNCAPTIONED = 0.1  # fraction of the pictures without a caption
 LONG_TEXT, LONG_TEXT_EACH = 512, 32  # one step in 32 pads to FLUX's default of 512 text tokens
@@ -84,7 +84,7 @@ class Batch(NamedTuple):
         return self.clip_ids, self.t5_ids
 
 
-class Batches(Dataset[Batch]):
+class ImageBatches(Dataset[Batch]):
     """The batches of a stage: those of all devices for the first step, then for the second, and so on."""
 
     def __init__(self, stage: Stage, pipeline: FluxPipeline, seed: int, devices: int):

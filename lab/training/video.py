@@ -29,9 +29,9 @@ from foveate.training.trained import muon_and_adamw
 from lab.training.flow import SHOWN, FlowTraining, Kind, started
 from lab.training.make import BatchFactor, Compile, Scale
 from lab.training.moving import frame_scenes, moving_scenes, render_frames, scene_videos
-from lab.training.painter import initialise
 from lab.training.stages import LONG_TEXT, LONG_TEXT_EACH, UNCAPTIONED, Stage, token_ids
 from lab.training.vae import train_vae
+from lab.training.velocity import initialise
 
 __all__ = ["RECIPE", "VideoTraining", "untrained_video_pipeline"]
 
@@ -118,13 +118,13 @@ class VideoBatches(Dataset[VideoBatch]):
         return VideoBatch(*size, frame_scenes(batch, size[0]), (ids[:, : int(real.sum(1).max())], real))
 
 
-class VideoPainter(nn.Module):
+class VideoVelocityModel(nn.Module):
     """The trained parts of a pipeline as one module, from token ids and noisy latents to velocities."""
 
     def __init__(self, pipeline: WanPipeline):
         super().__init__()
         self.transformer, self.text = pipeline.transformer, pipeline.text_encoder
-        self.text.set_attn_implementation("eager")  # see Painter
+        self.text.set_attn_implementation("eager")  # see VelocityModel
 
     def forward(self, noisy: Tensor, sigma: Tensor, ids: Tensor, real: Tensor) -> Tensor:
         """Velocity of latents [batch, channels, frames, rows, columns] at noise levels [batch]."""
@@ -185,7 +185,7 @@ class VideoLatents:
 class VideoTraining(FlowTraining):
     """A training run of a video model; see `FlowTraining`."""
 
-    kind: ClassVar[Kind] = Kind(VideoPainter, VideoLatents, VideoBatches)
+    kind: ClassVar[Kind] = Kind(VideoVelocityModel, VideoLatents, VideoBatches)
 
     def drawn(self, size: Any) -> tuple[dict[str, list[Image.Image]], list[str]]:
         """The rows of a sheet of samples, with five frames of each video, and the captions of its columns."""

@@ -9,7 +9,7 @@ from diffusers import FlowMatchEulerDiscreteScheduler
 from foveate.nn.pixel_dit import PixelDiT
 from foveate.pipelines.checks import check_request
 from foveate.pipelines.pixel import PixelPipeline, noise_scale
-from foveate.pipelines.request import Request, draw, load
+from foveate.pipelines.request import Request, draw, load_pipeline
 
 
 def pipeline(captioned=False, **config):
@@ -66,7 +66,7 @@ def test_it_draws_the_same_after_a_trip_to_a_folder(tmp_path):
         options = {"num_inference_steps": 2, "output_type": "np"}
         want = pipe(prompt, generator=seeded(), **options).images
         assert want.shape == (1, 16, 24, 3)
-        for again in (PixelPipeline.from_pretrained(folder), load(str(folder), "cpu")):
+        for again in (PixelPipeline.from_pretrained(folder), load_pipeline(str(folder), "cpu")):
             again.set_progress_bar_config(disable=True)
             got = again(prompt, generator=seeded(), **options).images
             assert abs(got - want).max() < 1e-5  # rounding differs with where in memory weights lie

@@ -118,7 +118,7 @@ def test_a_batch_is_split_evenly(batch, devices, at_once, parts):
 def test_a_batch_that_processes_cannot_share_is_refused_before_anything_is_loaded(monkeypatch, command):
     three = SimpleNamespace(num_processes=3, is_main_process=True, device=torch.device("cpu"))
     monkeypatch.setattr(console, "join", lambda device: three)
-    monkeypatch.setattr("foveate.pipelines.request.load", None)
+    monkeypatch.setattr("foveate.pipelines.request.load_pipeline", None)
     monkeypatch.setattr("foveate.apps.demo.text.built_in_text_encoder", None)
     result = CliRunner().invoke(app, command.split())
     assert result.exit_code == 2

@@ -19,7 +19,7 @@ from foveate.apps.demo.facts import draw_facts
 from foveate.transformers import ChunkCache, ChunkEncoder
 from foveate.transformers.documents import Passage
 from foveate.transformers.index import BuildReport, ChunkIndex, index_documents, read_index, remove_documents
-from foveate.transformers.model import load
+from foveate.transformers.model import load_model
 from foveate_models import find
 
 TEXTS = {f"{i}.txt": text for i, text in enumerate(DOCUMENTS)}
@@ -251,7 +251,7 @@ def test_recomputing_all_rows_of_eight_bit_chunks_is_exact():
 
 @pytest.mark.slow
 def test_the_built_in_reader_answers_alike_from_eight_bit_chunks():
-    ours = ChunkEncoder(*load(find("reader"), "cpu"))
+    ours = ChunkEncoder(*load_model(find("reader"), "cpu"))
     facts = draw_facts(12, 32, torch.Generator().manual_seed(1))
     divergences = []
     for ids, owners in zip(facts.ids, facts.owner, strict=True):

@@ -5,7 +5,7 @@ import torch
 from tiny_lm import language_model, tokenizer
 from transformers import Gemma2Config, Gemma3TextConfig, GPT2Config, LlamaConfig
 
-from foveate.transformers.model import chat_frame, check_config, load
+from foveate.transformers.model import chat_frame, check_config, load_model
 
 CHAT = (
     "{{ bos_token }}{% for m in messages %}[{{ m['role'] }}]{{ m['content'] | trim }}[end]{% endfor %}"
@@ -23,7 +23,7 @@ def folder(tmp_path_factory):
 
 def test_models_load_in_float32_on_a_cpu_or_in_the_given_dtype(folder):
     for dtype, want in (("auto", torch.float32), ("bfloat16", torch.bfloat16)):
-        model, words = load(folder, "cpu", dtype)
+        model, words = load_model(folder, "cpu", dtype)
         assert model.dtype == want
         assert not model.training
         assert words("w1 w2").input_ids == tokenizer()("w1 w2").input_ids
@@ -33,11 +33,11 @@ def test_models_load_in_float32_on_a_cpu_or_in_the_given_dtype(folder):
 
 def test_loading_errors_are_one_line(folder, tmp_path):
     with pytest.raises(ValueError, match="cannot load nobody/nothing: "):
-        load("nobody/nothing", "cpu")
+        load_model("nobody/nothing", "cpu")
     with pytest.raises(ValueError, match="cannot load "):
-        load(tmp_path, "cpu")
+        load_model(tmp_path, "cpu")
     with pytest.raises(ValueError, match="unknown dtype 'int4'"):
-        load(folder, "cpu", "int4")
+        load_model(folder, "cpu", "int4")
 
 
 @pytest.mark.parametrize(
@@ -52,7 +52,7 @@ def test_loading_errors_are_one_line(folder, tmp_path):
 def test_models_are_refused_by_their_config_before_weights_are_loaded(config, message, tmp_path):
     config.save_pretrained(tmp_path)  # there are no weights
     with pytest.raises(ValueError, match=message):
-        load(tmp_path, "cpu", check=check_config)
+        load_model(tmp_path, "cpu", check=check_config)
 
 
 def test_a_chat_frame_surrounds_the_message_of_the_user():

@@ -53,13 +53,13 @@ def picked_attention(
         exclude: Whether to hide from queries the means of nodes that their ancestors picked.
         scale: Factor on q·k.
     """
-    layout = layout_of(q, shared_k, lists, block, enriched)
-    tables = tables_of(k, v, shared_k, shared_v, shared_bias, real, layout)
-    queries = layout.runs_of(q)
+    split = split_of(q, shared_k, lists, block, enriched)
+    tables = tables_of(k, v, shared_k, shared_v, shared_bias, real, split)
+    queries = split.runs_of(q)
     lse = queries.new_empty(*queries.shape[:2], 1, dtype=shared_bias.dtype)
     out = v.new_empty(*queries.shape[:2], v.shape[3])
     with torch.autocast(q.device.type, enabled=False):
-        for piece, reads in pieces(tables, lists, layout, exclude):
+        for piece, reads in pieces(tables, lists, split, exclude):
             q_part = queries[piece].to(lse.dtype)
             scores = [read.scores(q_part, scale) for read in reads]
             top = _per_run((part.amax(-1) for part in scores), q_part).amax(0)
@@ -84,15 +84,15 @@ def _backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of q, k, v, shared_k and shared_v. `tensors` are the first arguments of `picked_attention`."""
     q, k, v, shared_k, shared_v, shared_bias = tensors
-    layout = layout_of(q, shared_k, lists, block, enriched)
-    tables = tables_of(k, v, shared_k, shared_v, shared_bias, real, layout)
+    split = split_of(q, shared_k, lists, block, enriched)
+    tables = tables_of(k, v, shared_k, shared_v, shared_bias, real, split)
     sums = [[torch.zeros_like(x, dtype=lse.dtype).flatten(1) for x in (table.k, table.v)] for table in tables]
-    queries, grads = layout.runs_of(q), layout.runs_of(grad_out)
+    queries, grads = split.runs_of(q), split.runs_of(grad_out)
     lse = lse.where(lse.isfinite(), 0)  # where no key is seen, all weights are 0
-    lse, grad_lse = (layout.runs_of(x[..., None]) for x in (lse, grad_lse))
+    lse, grad_lse = (split.runs_of(x[..., None]) for x in (lse, grad_lse))
     dq = torch.empty_like(queries)
     with torch.autocast(q.device.type, enabled=False):
-        for piece, reads in pieces(tables, lists, layout, exclude):
+        for piece, reads in pieces(tables, lists, split, exclude):
             q_part, g_part = queries[piece].to(lse.dtype), grads[piece].to(lse.dtype)
             weights = [read.scores(q_part, scale).sub_(read.cut(lse[piece])).exp_() for read in reads]
             ds = [read.cut(g_part) @ read.v.mT for read in reads]
@@ -151,7 +151,7 @@ def _add(table: Tensor, rows: Tensor, part: Tensor) -> None:
 # --- the keys that queries read ---
 
 
-class Layout(NamedTuple):
+class Split(NamedTuple):
     """How queries are split into runs, and the sizes of what they read.
 
     Attributes:
@@ -228,7 +228,7 @@ class Read(NamedTuple):
         return torch.baddbmm(self.bias.expand(-1, q.shape[1], -1), q, self.k.mT, alpha=scale)
 
 
-def layout_of(q: Tensor, shared_k: Tensor, lists: list[Tensor], block: int, enriched: int) -> Layout:
+def split_of(q: Tensor, shared_k: Tensor, lists: list[Tensor], block: int, enriched: int) -> Split:
     """The longest runs that fit into a piece, and as many of them at once as fit."""
     batch, heads, tokens, dim = q.shape
     means = tuple(x.shape[2] for x in lists[:enriched])
@@ -243,17 +243,17 @@ def layout_of(q: Tensor, shared_k: Tensor, lists: list[Tensor], block: int, enri
     while run < min(tokens, LONGEST_RUN) and entries(2 * run) <= AT_ONCE:
         run *= 2
     at_once = max(1, AT_ONCE // entries(run))
-    return Layout(block, lists[0].shape[2], means, shared_k.shape[2], run, -(-tokens // run), batch * heads, at_once)
+    return Split(block, lists[0].shape[2], means, shared_k.shape[2], run, -(-tokens // run), batch * heads, at_once)
 
 
 def tables_of(
-    k: Tensor, v: Tensor, shared_k: Tensor, shared_v: Tensor, shared_bias: Tensor, real: Tensor | None, layout: Layout
+    k: Tensor, v: Tensor, shared_k: Tensor, shared_v: Tensor, shared_bias: Tensor, real: Tensor | None, split: Split
 ) -> tuple[Table, Table]:
     """The table of blocks of tokens, and the table of shared keys, one key per row."""
     real = torch.ones(1, k.shape[2], dtype=torch.bool, device=k.device) if real is None else real
     bias = torch.zeros(real.shape, dtype=shared_bias.dtype, device=k.device).masked_fill_(~real, -torch.inf)
-    blocks = _table(k, v, bias, layout.blocks + 1, layout.block)
-    return blocks, _table(shared_k, shared_v, shared_bias, layout.shared + 1, 1)
+    blocks = _table(k, v, bias, split.blocks + 1, split.block)
+    return blocks, _table(shared_k, shared_v, shared_bias, split.shared + 1, 1)
 
 
 def _table(k: Tensor, v: Tensor, bias: Tensor, rows: int, keys: int) -> Table:
@@ -264,21 +264,21 @@ def _table(k: Tensor, v: Tensor, bias: Tensor, rows: int, keys: int) -> Table:
 
 
 def pieces(
-    tables: tuple[Table, Table], lists: list[Tensor], layout: Layout, exclude: bool
+    tables: tuple[Table, Table], lists: list[Tensor], split: Split, exclude: bool
 ) -> Iterator[tuple[slice, tuple[Read, Read]]]:
     """Pieces of the runs of all heads, with what they read: picked blocks, and shared keys."""
-    numbers = torch.arange(layout.heads * layout.runs, device=lists[0].device)
-    starts = torch.arange(0, layout.run, layout.block, device=numbers.device)
-    for start in range(0, len(numbers), layout.at_once):
-        piece = slice(start, start + layout.at_once)
-        heads, first = numbers[piece] // layout.runs, numbers[piece] % layout.runs * layout.run
+    numbers = torch.arange(split.heads * split.runs, device=lists[0].device)
+    starts = torch.arange(0, split.run, split.block, device=numbers.device)
+    for start in range(0, len(numbers), split.at_once):
+        piece = slice(start, start + split.at_once)
+        heads, first = numbers[piece] // split.runs, numbers[piece] % split.runs * split.run
         # blocks past the last one are padding of the last run
-        blocks = ((first[:, None] + starts) // layout.block).clamp(max=layout.blocks - 1)
+        blocks = ((first[:, None] + starts) // split.block).clamp(max=split.blocks - 1)
         picks = _of(lists[0], heads[:, None], blocks).flatten(0, 1)
-        seen = _visible(lists, heads, first, layout)
+        seen = _visible(lists, heads, first, split)
         reads = tables[0].read(picks, heads.repeat_interleave(len(starts))), tables[1].read(seen, heads)
-        if exclude and layout.means:
-            hidden = _picked_means(lists, heads, blocks, layout, seen).repeat_interleave(layout.block, 1)
+        if exclude and split.means:
+            hidden = _picked_means(lists, heads, blocks, split, seen).repeat_interleave(split.block, 1)
             reads = reads[0], reads[1]._replace(bias=reads[1].bias.masked_fill(hidden, -torch.inf))
         yield piece, reads
 
@@ -288,28 +288,28 @@ def _of(lists: Tensor, heads: Tensor, nodes: Tensor) -> Tensor:
     return lists.flatten(0, 2)[heads * lists.shape[2] + nodes].long()
 
 
-def _visible(lists: list[Tensor], heads: Tensor, first: Tensor, layout: Layout) -> Tensor:
+def _visible(lists: list[Tensor], heads: Tensor, first: Tensor, split: Split) -> Tensor:
     """Indices of the shared keys [runs, seen] of the runs that begin at tokens `first`; -1 where there is none."""
     seen, start = [], 0
-    for level, nodes in enumerate(layout.means, start=1):
+    for level, nodes in enumerate(split.means, start=1):
         if level < len(lists):
-            found = children(_of(lists[level], heads, first // layout.block ** (level + 1)), nodes, layout.block)
+            found = children(_of(lists[level], heads, first // split.block ** (level + 1)), nodes, split.block)
             seen.append(found.where(found < 0, found + start))
             start += nodes
     # all queries see the top level and the extra keys
-    seen = torch.cat([*seen, torch.arange(start, layout.shared, device=heads.device).expand(len(heads), -1)], 1)
+    seen = torch.cat([*seen, torch.arange(start, split.shared, device=heads.device).expand(len(heads), -1)], 1)
     return seen if seen.shape[1] else heads.new_full((len(heads), 1), -1)
 
 
-def _picked_means(lists: list[Tensor], heads: Tensor, blocks: Tensor, layout: Layout, seen: Tensor) -> Tensor:
+def _picked_means(lists: list[Tensor], heads: Tensor, blocks: Tensor, split: Split, seen: Tensor) -> Tensor:
     """Mask [runs, blocks, seen] of the means whose nodes the block or one of its ancestors picked."""
     picked, start = [], 0
-    for level, nodes in enumerate(layout.means):
-        picks = _of(lists[level], heads[:, None], blocks // layout.block**level)
+    for level, nodes in enumerate(split.means):
+        picks = _of(lists[level], heads[:, None], blocks // split.block**level)
         picked.append(picks.where(picks < 0, picks + start))
         start += nodes
     picked = torch.cat(picked, -1)
-    picked = picked.where(picked >= 0, layout.shared).sort(-1).values
+    picked = picked.where(picked >= 0, split.shared).sort(-1).values
     seen = seen[:, None].expand(-1, blocks.shape[1], -1).contiguous()
     places = torch.searchsorted(picked, seen).clamp(max=picked.shape[2] - 1)
     return picked.take_along_dim(places, 2) == seen

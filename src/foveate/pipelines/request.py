@@ -32,7 +32,7 @@ __all__ = [
     "draw_batch",
     "fingerprint",
     "frame_rate",
-    "load",
+    "load_pipeline",
     "makes_video",
     "own_size",
     "pixels_per_token",
@@ -46,7 +46,7 @@ __all__ = [
 ]
 
 
-def load(model: str, device: str = "auto", dtype: str = "auto") -> DiffusionPipeline:
+def load_pipeline(model: str, device: str = "auto", dtype: str = "auto") -> DiffusionPipeline:
     """The pipeline of a hub id or folder, ready to draw.
 
     Args:

@@ -33,7 +33,7 @@ from foveate.transformers.fingerprint import fingerprint
 from foveate.transformers.row_cache import SPARE_ROWS, RowCache
 from foveate.utils.device import choose_device, choose_dtype
 
-__all__ = ["LanguageModel", "Text", "chat_frame", "check_config", "check_model", "load", "unknown_words"]
+__all__ = ["LanguageModel", "Text", "chat_frame", "check_config", "check_model", "load_model", "unknown_words"]
 
 Text = str | Sequence[int]
 """Text, or token ids."""
@@ -55,7 +55,7 @@ GIVEN = "inputs", "input_ids", "inputs_embeds", "attention_mask", "position_ids"
 UNSUPPORTED = "prompt_lookup_num_tokens", "assistant_model", "cache_implementation", "prefill_chunk_size"
 
 
-def load(
+def load_model(
     model: str | Path, device: str = "auto", dtype: str = "auto", check: Callable[[Any], None] = lambda config: None
 ) -> tuple[PreTrainedModel, Any]:
     """A causal language model in evaluation mode, and its tokenizer.

@@ -20,7 +20,7 @@ __all__ = ["bm25", "by_meaning", "choose", "passage_of", "words_of"]
 
 EAST_ASIAN = "\u3040-\u30ff\u3400-\u9fff\uf900-\ufaff"  # written without spaces: each character is a word
 WORD = re.compile(rf"[{EAST_ASIAN}]|[^\W{EAST_ASIAN}]+")
-NAMES = "file_name", "file_path", "source", "title", "name"
+NAME_KEYS = "file_name", "file_path", "source", "title", "name"
 """Entries of a document's metadata that name it."""
 
 Ranking = Callable[[str], list[int]]
@@ -160,5 +160,5 @@ def passage_of(document: Any) -> Passage:
         )
     if not (text := (text or "").strip()):
         raise ValueError(f"a passage has no text: leave out {document!r}")
-    names = (str(about[key]) for key in NAMES if about.get(key))
+    names = (str(about[key]) for key in NAME_KEYS if about.get(key))
     return Passage(next(names, shorten(text, 40, placeholder=" ...")), text + SEPARATOR)

@@ -40,7 +40,7 @@ CANDIDATES: tuple[Method | ComposedMethod, ...] = (
 LEAST_GAIN = 1.03  # times faster than dense; a smaller gain is not worth a changed picture
 NOTCH = 0.9  # each setting of the search has at most this fraction of the predicted error of the next faster one
 TENTHS = 10  # start_percent and end_percent are multiples of 1/10
-NAMES = {"ssim": "SSIM", "psnr": "PSNR"}
+SCORE_NAMES = {"ssim": "SSIM", "psnr": "PSNR"}
 
 
 @dataclass(frozen=True)
@@ -66,9 +66,9 @@ class Budget:
     score: Literal["ssim", "psnr"] | Callable[[Image.Image, Image.Image], float] = "ssim"
 
     def __post_init__(self) -> None:
-        if not callable(self.score) and self.score not in NAMES:
+        if not callable(self.score) and self.score not in SCORE_NAMES:
             raise ValueError(
-                f"score must be one of {', '.join(NAMES)} or a function of two pictures, not {self.score!r}"
+                f"score must be one of {', '.join(SCORE_NAMES)} or a function of two pictures, not {self.score!r}"
             )
         if not isinstance(self.at_least, int | float):
             raise ValueError(f"a budget is a number such as 0.95, not {self.at_least!r}")
@@ -78,7 +78,7 @@ class Budget:
     @property
     def name(self) -> str:
         """The score in words."""
-        return getattr(self.score, "__name__", "score") if callable(self.score) else NAMES[self.score]
+        return getattr(self.score, "__name__", "score") if callable(self.score) else SCORE_NAMES[self.score]
 
     def of(self, picture: Image.Image, dense: Image.Image) -> float:
         """The score of a picture."""
@@ -278,10 +278,10 @@ class _Search:
         costs: dict[Any, dict[str, Any]] = {}
         for method in dict.fromkeys(methods):
             costs[method] = self.measured.cost(method)
-            self.say(f"{method.title}: {_told(costs[method])}")
+            self.say(f"{method.title}: {_describe_cost(costs[method])}")
         useful = [method for method, cost in costs.items() if cost.get("ratio", 1.0) * LEAST_GAIN <= 1]
         if not useful:
-            told = "; ".join(f"{method.title}: {_told(cost)}" for method, cost in costs.items())
+            told = "; ".join(f"{method.title}: {_describe_cost(cost)}" for method, cost in costs.items())
             raise ValueError(f"no method saves time here: {told}")
         layers = self.measured.layers(useful)
         nearest = min(useful, key=lambda method: mean(costs[method]["errors"]))
@@ -384,7 +384,7 @@ class _Search:
         )
 
 
-def _told(cost: dict[str, Any]) -> str:
+def _describe_cost(cost: dict[str, Any]) -> str:
     """The cost of a method in words."""
     return cost.get("why") or f"{1 / cost['ratio']:.2f}x a step, error of the prediction {mean(cost['errors']):.1%}"
 

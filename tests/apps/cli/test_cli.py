@@ -26,7 +26,7 @@ from foveate.apps.demo.untrained import untrained_pipeline
 from foveate.apps.web import compare as side_by_side
 from foveate.pipelines.checks import check_size
 from foveate.pipelines.pixel import PixelPipeline
-from foveate.pipelines.request import Request, load, own_size, pixels_per_token
+from foveate.pipelines.request import Request, load_pipeline, own_size, pixels_per_token
 
 SMALL = ["--size", "64", "--steps", "2", "--device", "cpu"]  # 16 x 16 tokens
 
@@ -349,7 +349,7 @@ def test_nothing_is_overwritten_unless_told(folder, tmp_path):
     ],
 )
 def test_options_are_checked_before_a_model_is_loaded(folder, monkeypatch, options, message):
-    monkeypatch.setattr("foveate.pipelines.request.load", None)
+    monkeypatch.setattr("foveate.pipelines.request.load_pipeline", None)
     command = ["compare" if "--method" in options else "generate", "a cat", "--model", folder]
     assert message in fails(*command, *options)
 
@@ -359,7 +359,7 @@ def test_options_are_checked_before_a_model_is_loaded(folder, monkeypatch, optio
     [(["--size", "129"], "129 x 129 px does not fit"), (["--start", "nowhere"], "cannot find the LoRA nowhere")],
 )
 def test_distill_checks_its_options_before_a_model_is_loaded(monkeypatch, options, message):
-    monkeypatch.setattr("foveate.pipelines.request.load", None)
+    monkeypatch.setattr("foveate.pipelines.request.load_pipeline", None)
     assert message in fails("distill", *options)
 
 
@@ -518,7 +518,7 @@ def test_a_lora_sets_the_size_that_it_was_distilled_with(folder, lora):
 
 
 def test_a_page_marks_methods_that_run_in_some_steps_only(folder, tmp_path):
-    pipe, request = load(str(folder), "cpu", "float32"), Request("a cat", (64, 64), 2, None, 0)
+    pipe, request = load_pipeline(str(folder), "cpu", "float32"), Request("a cat", (64, 64), 2, None, 0)
     late = foveate.HilbertA(tiles=2, start_percent=0.5)
     side_by_side.comparison(pipe, request, [late], tmp_path, settings={}, rounds=1)
     page = (tmp_path / side_by_side.PAGE).read_text()
@@ -557,7 +557,7 @@ def test_built_in_models_draw_smaller_on_a_cpu(device, sides):
 
 def test_the_built_in_model_of_videos_brings_its_defaults():
     asked = request_of(
-        load(place_of("built-in-video"), "cpu"), "built-in-video", "an owl moves up", None, None, None, 0
+        load_pipeline(place_of("built-in-video"), "cpu"), "built-in-video", "an owl moves up", None, None, None, 0
     )
     assert (asked.size, asked.frames, asked.guidance, asked.steps) == ((64, 64), 17, 3.0, 20)
 

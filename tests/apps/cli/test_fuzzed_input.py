@@ -173,7 +173,7 @@ def options(draw, some):
 def one_reader():
     """All commands share a reader, which none changes, and draw no plot: both take most of the time."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(model, "load", cache(model.load))
+        patch.setattr(model, "load_model", cache(model.load_model))
         patch.setattr(figures, "draw_coverage", lambda reports: Figure())
         yield
 

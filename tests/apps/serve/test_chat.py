@@ -17,17 +17,17 @@ import uvicorn
 
 from foveate import InfoFlowKV
 from foveate.apps.demo.examples import write_examples
-from foveate.apps.serve.answerer import Answerer, Completion, Message, Question, _Sample
+from foveate.apps.serve.answerer import Answerer, Completion, Message, PendingQuestion, _Sample
 from foveate.apps.serve.chat import local_chat_app
 from foveate.apps.serve.http import free_port
 from foveate.transformers import ChunkEncoder
 from foveate.transformers.documents import read_documents
 from foveate.transformers.index import index_documents
-from foveate.transformers.model import chat_frame, load
+from foveate.transformers.model import chat_frame, load_model
 from foveate.transformers.retrieval import choose
 from foveate_models import find
 
-PROMPT = "Question: {question}\nAnswer:"
+PROMPT = "PendingQuestion: {question}\nAnswer:"
 SETTINGS = {"prompt": PROMPT, "passage_tokens": 64, "max_new_tokens": 8}
 
 
@@ -61,7 +61,7 @@ def texts(tmp_path_factory):
 @pytest.fixture(scope="module")
 def reader(texts):
     documents, _, folder = texts
-    model, tokenizer = load(find("reader"), "cpu", "float32")
+    model, tokenizer = load_model(find("reader"), "cpu", "float32")
     encoder = ChunkEncoder(model, tokenizer, chat_frame(tokenizer)[0])
     index = index_documents(folder, encoder, documents, 64)
     index.build()
@@ -164,7 +164,7 @@ def test_conversations_are_those_of_the_chat_template_with_the_passages_first(re
 
 
 def question(text, emit=lambda text: None, **options):
-    return Question(Completion(messages=[Message(role="user", content=text)], **options), emit)
+    return PendingQuestion(Completion(messages=[Message(role="user", content=text)], **options), emit)
 
 
 def test_questions_that_are_answered_together_get_the_answers_of_each_alone(reader, texts):

@@ -18,7 +18,7 @@ import pytest
 from PIL import Image
 from services import replicas, started
 
-from foveate.pipelines.request import Request, draw, load
+from foveate.pipelines.request import Request, draw, load_pipeline
 from foveate_models import find
 
 pytestmark = pytest.mark.slow
@@ -46,7 +46,7 @@ def client(service):
 @pytest.fixture(scope="module")
 def expected():
     """The picture of each case, as `foveate generate` draws it."""
-    pipe = load(str(find("pipeline")), "cpu", "float32")
+    pipe = load_pipeline(str(find("pipeline")), "cpu", "float32")
     return {case: pixels(draw(pipe, Request(case[0], (64, 64), 1, None, case[1]))[0]) for case in CASES}
 
 

@@ -8,7 +8,7 @@ from PIL import Image
 from tiny_lm import DOCUMENTS, language_model, tokenizer
 
 from foveate.apps.cli import ui
-from foveate.apps.web.studio import Cancelled, Form, Question, Studio, Tab, option_help, recommended, scores
+from foveate.apps.web.studio import Cancelled, Form, QuestionForm, Studio, Tab, option_help, recommended, scores
 from foveate.apps.web.studio_page import file_of
 from foveate.methods import METHODS, ToMA, method_from_text
 from foveate.pipelines.request import draw
@@ -209,7 +209,7 @@ def test_documents_are_answered_as_the_command_does(studio, tmp_path):
     for i, text in enumerate(DOCUMENTS):
         (folder / f"{i}.txt").write_text(text)
     (folder / "bad.txt").write_bytes(b"\xff")
-    asked, tab = Question(str(folder), "w3", recompute=0.4), Tab()
+    asked, tab = QuestionForm(str(folder), "w3", recompute=0.4), Tab()
     reply, page, remark = studio.answer(tab, asked)
     assert f"Skipped: {folder / 'bad.txt'} is not UTF-8 text: save it as UTF-8, or move it away." in remark
     assert page.count("<mark class") == len(reply.answers[0].rows)
@@ -232,7 +232,7 @@ def test_documents_are_answered_as_the_command_does(studio, tmp_path):
 def test_questions_that_cannot_be_answered_are_refused(studio, tmp_path, change, message):
     (tmp_path / "a.txt").write_text("w1")
     with pytest.raises(ValueError, match=message):
-        studio.answer(Tab(), Question(str(tmp_path), "w3")._replace(**change))
+        studio.answer(Tab(), QuestionForm(str(tmp_path), "w3")._replace(**change))
 
 
 @pytest.mark.slow

@@ -5,7 +5,7 @@ import re
 from typer.testing import CliRunner
 
 from foveate.apps.cli import app
-from foveate.apps.demo.about import facts
+from foveate.apps.demo.about import model_info
 
 
 def columns(text):
@@ -19,5 +19,5 @@ def test_demo_info_tells_every_value_in_full(monkeypatch):
     printed = CliRunner().invoke(app, ["demo", "info"]).output.split("reads texts")[0]
     assert "…" not in printed
     _, values = columns(printed)
-    for value in facts().values():
+    for value in model_info().values():
         assert value.replace(" ", "").replace("\n", "") in values

@@ -8,8 +8,8 @@ import pytest
 import torch
 from lab.training import flow
 from lab.training.flow import FlowTraining
-from lab.training.painter import Latents, Painter, flow_loss, noise_levels
-from lab.training.stages import Batches, Stage
+from lab.training.stages import ImageBatches, Stage
+from lab.training.velocity import Latents, VelocityModel, flow_loss, noise_levels
 from torch import nn
 
 from foveate.apps.demo.scenes import scenes
@@ -94,7 +94,7 @@ def test_the_loss_falls(tmp_path):
 
 def test_devices_draw_different_scenes_of_the_same_size():
     stage = Stage(name="one", images=100, batches={16: 3, 32: 2}, rates=(1e-3, 1e-3))
-    batches, steps = Batches(stage, untrained_pipeline(**TINY), 0, 2), stage.steps(2)
+    batches, steps = ImageBatches(stage, untrained_pipeline(**TINY), 0, 2), stage.steps(2)
     assert steps == 100 / 5
     for step in range(steps):
         ours, theirs = batches[2 * step], batches[2 * step + 1]
@@ -108,7 +108,7 @@ def test_devices_draw_different_scenes_of_the_same_size():
 def test_no_batch_holds_a_scene_kept_for_evaluation():
     stage = Stage(name="one", images=4000, batches={16: 100}, rates=(1e-3, 1e-3))
     pipeline = untrained_pipeline(**TINY)
-    batches = Batches(stage, pipeline, 0, 1)
+    batches = ImageBatches(stage, pipeline, 0, 1)
     trained = {text for step in range(40) for text in pipeline.tokenizer_2.batch_decode(batches[step].t5_ids, True)}
     kept = [scene.caption for _, scene in zip(range(2000), scenes(0, evaluation=True), strict=False)]
     assert len(trained) > 3000
@@ -117,7 +117,7 @@ def test_no_batch_holds_a_scene_kept_for_evaluation():
 
 def test_the_loss_of_the_true_velocity_is_zero_and_noise_levels_follow_the_size():
     pipeline = untrained_pipeline(**TINY)
-    batch = Batches(Stage(name="one", images=4, batches={16: 4}, rates=(0.0, 0.0)), pipeline, 0, 1)[0]
+    batch = ImageBatches(Stage(name="one", images=4, batches={16: 4}, rates=(0.0, 0.0)), pipeline, 0, 1)[0]
     latents = Latents(pipeline, torch.device("cpu"))
     clean = latents(batch)
 
@@ -133,7 +133,7 @@ def test_the_loss_of_the_true_velocity_is_zero_and_noise_levels_follow_the_size(
 
 
 def test_a_fresh_painter_starts_from_velocity_zero(tmp_path):
-    painter = Painter(untrained_pipeline(**TINY))
+    painter = VelocityModel(untrained_pipeline(**TINY))
     painter.initialise()
     ids = torch.randint(3, 50, (2, 64))
     velocity = painter(torch.randn(2, 16, 16), torch.rand(2), ids, ids)

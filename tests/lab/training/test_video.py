@@ -12,8 +12,8 @@ from lab.quality import video as judged
 from lab.quality.video import _cut, _frames, _seen, _strip, judge_video
 from lab.training import video
 from lab.training.moving import frame_scenes, moving_scenes, render_frames
-from lab.training.painter import flow_loss
 from lab.training.stages import Stage
+from lab.training.velocity import flow_loss
 from peft import LoraConfig
 from peft.utils import get_peft_model_state_dict
 from PIL import Image
@@ -23,7 +23,7 @@ from foveate import HilbertA, ToMA
 from foveate.apps.demo.atlas import load_atlas
 from foveate.apps.demo.recogniser import load_recogniser
 from foveate.apps.demo.text import TEXT_TOKENS
-from foveate.pipelines.request import Request, draw, load
+from foveate.pipelines.request import Request, draw, load_pipeline
 from foveate.training.distill import distill
 from foveate.training.run import RunOptions
 from foveate.training.student import Recipe
@@ -68,7 +68,7 @@ def test_scenes_of_the_evaluation_are_held_out_and_some_of_the_others_are_still(
 @torch.no_grad()
 def test_the_model_is_trained_on_what_the_pipeline_passes():
     pipeline = video.untrained_video_pipeline(**TINY)
-    painter = video.VideoPainter(pipeline)
+    painter = video.VideoVelocityModel(pipeline)
     painter.initialise()
     batch = video.VideoBatches(STAGE, pipeline, 0, 1)[0]
     ids, real = batch.text
@@ -103,7 +103,7 @@ def test_a_new_text_encoder_tells_the_object_that_moves_from_the_other_one():
 
     assert same_word_in_both_roles() > 0.99
     torch.manual_seed(0)
-    video.VideoPainter(pipeline).initialise()
+    video.VideoVelocityModel(pipeline).initialise()
     assert same_word_in_both_roles() < 0.95
 
 
@@ -138,7 +138,7 @@ def _train(out):
 def test_two_processes_train_together(tmp_path):
     processes.run(2, tmp_path, _train, tmp_path / "out")
     assert json.loads((tmp_path / "out" / "recipe.json").read_text())["devices"] == "2 x CPU"
-    load(str(tmp_path / "out" / "pipeline"))
+    load_pipeline(str(tmp_path / "out" / "pipeline"))
 
 
 def test_the_command_makes_a_pipeline_that_draws_and_resumes(tmp_path, monkeypatch, capsys):
@@ -149,7 +149,7 @@ def test_the_command_makes_a_pipeline_that_draws_and_resumes(tmp_path, monkeypat
     assert "done" in capsys.readouterr().err
     assert len(list((tmp_path / "flow").glob("samples-*.png"))) == 2
     assert json.loads((tmp_path / "recipe.json").read_text())["stages"][0]["batches"] == {"(1, 16)": 1, "(5, 16)": 1}
-    frames = draw(load(str(tmp_path / "pipeline")), Request("an owl moves up", (32, 32), 1, 1.0, 0, frames=5))
+    frames = draw(load_pipeline(str(tmp_path / "pipeline")), Request("an owl moves up", (32, 32), 1, 1.0, 0, frames=5))
     assert [frame.size for frame in frames] == 5 * [(32, 32)]
 
 
@@ -157,11 +157,14 @@ def test_a_training_goes_on_from_a_pipeline_with_some_of_the_stages(tmp_path, mo
     shrink(monkeypatch)
     video.main(tmp_path / "a", batch=0.05, sample_every=0, stages="one")
     start = tmp_path / "a" / "pipeline"
-    first = load(str(start))
+    first = load_pipeline(str(start))
     first.transformer.blocks[0].attn1.to_q.weight.data.fill_(1)  # nothing that new weights would be
     first.save_pretrained(start)
     video.main(tmp_path / "b", batch=0.05, sample_every=0, stages="one", start=start, scale=0.5)
-    again, recipe = load(str(tmp_path / "b" / "pipeline")), json.loads((tmp_path / "b" / "recipe.json").read_text())
+    again, recipe = (
+        load_pipeline(str(tmp_path / "b" / "pipeline")),
+        json.loads((tmp_path / "b" / "recipe.json").read_text()),
+    )
     assert recipe["before"]["stages"][0]["images"] == 2 * recipe["stages"][0]["images"]
     pairs = [*zip(first.vae.parameters(), again.vae.parameters(), strict=True)]
     assert all(torch.equal(ours, theirs) for ours, theirs in pairs)

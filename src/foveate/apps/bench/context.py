@@ -20,7 +20,7 @@ from foveate.methods.baselines.kv_baselines import FullPrefill, NoRecompute
 from foveate.methods.recompute_policy import RecomputePolicy
 from foveate.transformers import ChunkEncoder, Context, answers
 from foveate.transformers.context import patch_batch
-from foveate.transformers.model import check_config, load
+from foveate.transformers.model import check_config, load_model
 from foveate.utils.device import dtype_name, versions
 from foveate.utils.progress import Track, silent
 from foveate.utils.timing import now, peak_memory
@@ -237,7 +237,7 @@ def find_encoder(model: str, device: torch.device, dtype: torch.dtype) -> ChunkE
     if model not in MODELS:
         if "/" not in model and not model.startswith("."):
             raise ValueError(f"unknown model {model!r}: choose one of {', '.join(MODELS)}, or name a hub id or folder")
-        return ChunkEncoder(*load(model, str(device), dtype_name(dtype), check_config))
+        return ChunkEncoder(*load_model(model, str(device), dtype_name(dtype), check_config))
     if model == "llama-8b" and device.type == "cpu":
         raise ValueError("llama-8b has 8 billion parameters, too many for a CPU: use --model small, or a GPU")
     torch.manual_seed(0)

@@ -30,7 +30,7 @@ from torch import nn
 from foveate.apps.demo.untrained import untrained_pipeline
 from foveate.methods import ComposedMethod, HilbertA, Method, ToDo, ToFu, ToMA, ToMeSD
 from foveate.methods.base import Grid
-from foveate.pipelines.request import Request, load, pixels_per_token
+from foveate.pipelines.request import Request, load_pipeline, pixels_per_token
 from foveate.pipelines.steps import Call, record_step
 from foveate.utils.device import dtype_name
 
@@ -134,7 +134,7 @@ def _sdxl(device: torch.device, dtype: torch.dtype) -> StableDiffusionXLPipeline
 
 
 def _load(name: str, device: torch.device, dtype: torch.dtype) -> Any:
-    return load(name, str(device), dtype_name(dtype))
+    return load_pipeline(name, str(device), dtype_name(dtype))
 
 
 def _joint_inputs(transformer: Any, grid: Grid, text: int | None) -> dict[str, Any]:

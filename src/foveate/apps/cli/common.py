@@ -45,11 +45,11 @@ def open_reader(
     console.print(f"loading {model or 'the built-in reader'}")
     from transformers.utils import logging as transformers_logging
 
-    from foveate.transformers.model import load
+    from foveate.transformers.model import load_model
 
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
-    return load(folder, device, dtype, check)
+    return load_model(folder, device, dtype, check)
 
 
 def warn_unknown_words(model: str, tokenizer: Any, text: str) -> None:

@@ -24,13 +24,13 @@ app = typer.Typer(
 @clear_errors
 def info() -> None:
     """Print size, training recipe, vocabulary and licences of the built-in models."""
-    from foveate.apps.demo.about import facts, pixel_facts, reader_facts, video_facts
+    from foveate.apps.demo.about import model_info, pixel_model_info, reader_info, video_model_info
 
     everything = {
-        "the model that draws": facts(),
-        "the model that draws pixels": pixel_facts(),
-        "the model that draws videos": video_facts(),
-        "the model that reads": reader_facts(),
+        "the model that draws": model_info(),
+        "the model that draws pixels": pixel_model_info(),
+        "the model that draws videos": video_model_info(),
+        "the model that reads": reader_info(),
     }
     for title, rows in everything.items():
         print_table(rows, "property", "value", title=title)

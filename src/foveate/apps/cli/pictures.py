@@ -84,11 +84,11 @@ def open_model(model: str, device: str, dtype: str) -> Any:
     """The pipeline that `--model` names."""
     choose_dtype(dtype, choose_device(device))  # before anything is loaded
     console.print(f"loading {model or 'the built-in model'}")
-    from foveate.pipelines.request import load, quiet
+    from foveate.pipelines.request import load_pipeline, quiet
 
     quiet()
     try:
-        return load(place_of(model), device, dtype)
+        return load_pipeline(place_of(model), device, dtype)
     except ValueError as error:
         if model not in MODELS or "cannot load" not in str(error):
             raise

@@ -94,8 +94,8 @@ def serve(
     """
     import_module("ray.serve")  # fails with what to install
     from foveate.apps.serve.http import api_key, free_port
-    from foveate.apps.serve.images import Front, Limits
-    from foveate.apps.serve.painter import Replica
+    from foveate.apps.serve.image_replicas import ImageReplica
+    from foveate.apps.serve.images import ImageFront, Limits
     from foveate.apps.serve.replicas import running
 
     key = api_key(host)
@@ -115,14 +115,14 @@ def serve(
         "model": where, "lora": file, "size": size_of(model, "cuda" if gpu else "cpu"), "batch": batch,
         "device": "cuda" if gpu else device, "dtype": dtype,
     }  # fmt: skip
-    painters = {
+    served = {
         called: shared | {"method": chosen, "about": {"model": name, "method": called}}
         for called, chosen in methods.items()
     }
     limits = Limits(steps=steps, max_side=max_side, max_steps=max_steps, max_n=max_n, timeout=timeout)
     wait(
         running(
-            Front, (name, key, limits), Replica, painters,
+            ImageFront, (name, key, limits), ImageReplica, served,
             host=host, port=port, batch=batch, queue=queue, replicas=scale, address=address, gpu=gpu,
         ),
         host, port,

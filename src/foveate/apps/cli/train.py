@@ -156,9 +156,9 @@ def _pictures(data: str, seed: int) -> Any:
 
 
 def _load_weights(model: Any, start: str) -> None:
-    from foveate.pipelines.request import load
+    from foveate.pipelines.request import load_pipeline
 
-    trained: Any = load(start, "cpu", "float32")
+    trained: Any = load_pipeline(start, "cpu", "float32")
     try:
         model.load_state_dict(trained.transformer.state_dict())
     except (AttributeError, RuntimeError) as error:

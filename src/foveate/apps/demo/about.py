@@ -12,10 +12,10 @@ from foveate.apps.demo.scenes import BACKGROUNDS, LAYOUTS
 from foveate.apps.demo.text import WORDS
 from foveate.pipelines.lora import find_lora, read_lora
 
-__all__ = ["facts", "pixel_facts", "reader_facts", "video_facts"]
+__all__ = ["model_info", "pixel_model_info", "reader_info", "video_model_info"]
 
 
-def facts() -> dict[str, str]:
+def model_info() -> dict[str, str]:
     """Size, training recipe, vocabulary and licences of the model that draws, as text by name.
 
     Raises:
@@ -36,7 +36,7 @@ def facts() -> dict[str, str]:
     }
 
 
-def pixel_facts() -> dict[str, str]:
+def pixel_model_info() -> dict[str, str]:
     """Size, training and quality of the model that draws pixels, as text by name.
 
     Raises:
@@ -55,7 +55,7 @@ def pixel_facts() -> dict[str, str]:
     }
 
 
-def video_facts() -> dict[str, str]:
+def video_model_info() -> dict[str, str]:
     """Size and training of the video model, and the sentences that it knows, as text by name.
 
     Raises:
@@ -70,7 +70,7 @@ def video_facts() -> dict[str, str]:
     }
 
 
-def reader_facts() -> dict[str, str]:
+def reader_info() -> dict[str, str]:
     """Size, training and accuracy of the model that reads, as text by name.
 
     Raises:

@@ -178,10 +178,10 @@ def evaluate(
     sets += [_read(label, files) for label, files in zip(labels, paths, strict=True)]
     scores = _scores(sets, wanted, load_recogniser(device=pipeline.device), describe, track("scoring", len(sets)))
     if not judged:
-        of_nobody: dict[str, Any] = dict.fromkeys(
+        unjudged: dict[str, Any] = dict.fromkeys(
             ("objects", "relations", "extra", "frechet", *([] if dino else ["distance"]))
         )
-        scores, sets = [score._replace(**of_nobody) for score in scores[1:]], sets[1:]
+        scores, sets = [score._replace(**unjudged) for score in scores[1:]], sets[1:]
     content = {
         "settings": settings,
         "prompts": prompts,

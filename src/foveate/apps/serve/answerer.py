@@ -22,7 +22,7 @@ from foveate.transformers.index import ChunkIndex
 from foveate.transformers.model import USER_TEXT
 from foveate.transformers.retrieval import choose
 
-__all__ = ["Answerer", "Completion", "Message", "Outcome", "Question"]
+__all__ = ["Answerer", "Completion", "Message", "Outcome", "PendingQuestion"]
 
 MOST_DOCUMENTS = MOST_MESSAGES = 256
 MAX_TEXT = 2**20
@@ -103,7 +103,7 @@ class Outcome(NamedTuple):
         }
 
 
-class Question:
+class PendingQuestion:
     """A request that is being answered.
 
     Args:
@@ -130,7 +130,7 @@ class Question:
 class _Prepared(NamedTuple):
     """A question with its passages and the prompt that follows them."""
 
-    question: Question
+    question: PendingQuestion
     names: list[str]
     context: Context
     prompt: Tensor
@@ -174,7 +174,7 @@ class Answerer:
         """Number of passages of each index."""
         return {name: len(index.passages) for name, index in self.indexes.items()}
 
-    def answer(self, questions: Sequence[Question]) -> None:
+    def answer(self, questions: Sequence[PendingQuestion]) -> None:
         """Answer questions together. Each gets its outcome or its error; a ValueError means a bad request."""
         prepared = []
         for question in questions:
@@ -207,7 +207,7 @@ class Answerer:
                 groups.append([one])
         return groups
 
-    def _prepare(self, question: Question) -> _Prepared:
+    def _prepare(self, question: PendingQuestion) -> _Prepared:
         asked = question.asked
         new_tokens = asked.max_completion_tokens or asked.max_tokens or self.max_new_tokens
         if new_tokens > self.max_new_tokens:
@@ -294,7 +294,7 @@ class _Answer(TextStreamer):
         ids: Token ids so far.
     """
 
-    def __init__(self, tokenizer: Any, question: Question, most: int, ends: Sequence[int | None]) -> None:
+    def __init__(self, tokenizer: Any, question: PendingQuestion, most: int, ends: Sequence[int | None]) -> None:
         super().__init__(tokenizer, skip_special_tokens=True)
         self._question, self._most, self._ends, self._begun = question, most, ends, False
         self.ids: list[int] = []

@@ -16,17 +16,17 @@ from fastapi import Request as HTTPRequest
 from fastapi.responses import StreamingResponse
 from prometheus_client import CollectorRegistry, Counter, Histogram
 
-from foveate.apps.serve.answerer import Answerer, Completion, Outcome, Question
+from foveate.apps.serve.answerer import Answerer, Completion, Outcome, PendingQuestion
 from foveate.apps.serve.http import create_app, overloaded, until_gone
 
-__all__ = ["Batches", "chat_app", "local_chat_app"]
+__all__ = ["QuestionQueue", "chat_app", "local_chat_app"]
 
 MAX_BODY = 2**22
 THREADS = 2
 """Threads that answer, so that the next batch can begin while another is answered."""
 
 
-class Batches:
+class QuestionQueue:
     """A bounded queue of questions. Its threads take waiting questions, up to a batch at a time, and answer them.
 
     Args:
@@ -35,12 +35,12 @@ class Batches:
         queue: Largest number of waiting questions.
     """
 
-    def __init__(self, answer: Callable[[Sequence[Question]], None], batch: int, queue: int) -> None:
+    def __init__(self, answer: Callable[[Sequence[PendingQuestion]], None], batch: int, queue: int) -> None:
         self._answer, self._batch, self._most, self.busy = answer, batch, THREADS * batch + queue, 0
-        self._waiting, self._threads = SimpleQueue[Question](), ThreadPoolExecutor(THREADS)
+        self._waiting, self._threads = SimpleQueue[PendingQuestion](), ThreadPoolExecutor(THREADS)
 
     def _work(self) -> None:
-        questions: list[Question] = []
+        questions: list[PendingQuestion] = []
         with suppress(Empty):
             while len(questions) < self._batch:
                 if not (question := self._waiting.get_nowait()).outcome.cancelled():
@@ -53,7 +53,7 @@ class Batches:
         if self.busy >= self._most:
             raise overloaded()
         loop, found = asyncio.get_running_loop(), asyncio.Queue[Any]()
-        question = Question(asked, lambda text: loop.call_soon_threadsafe(found.put_nowait, text))
+        question = PendingQuestion(asked, lambda text: loop.call_soon_threadsafe(found.put_nowait, text))
         question.outcome.add_done_callback(lambda _: loop.call_soon_threadsafe(found.put_nowait, None))
         self.busy += 1
         self._waiting.put(question)
@@ -137,12 +137,12 @@ def local_chat_app(answerer: Answerer, model: str, *, key: str, batch: int, queu
         queue: Largest number of waiting requests.
         timeout: Seconds after which a request is given up.
     """
-    batches = Batches(answerer.answer, batch, queue)
+    waiting = QuestionQueue(answerer.answer, batch, queue)
 
     async def health() -> dict[str, Any]:
-        return {"busy": batches.busy, "indexes": answerer.sizes}
+        return {"busy": waiting.busy, "indexes": answerer.sizes}
 
-    return chat_app(batches.pieces, health, model, key=key, timeout=timeout)
+    return chat_app(waiting.pieces, health, model, key=key, timeout=timeout)
 
 
 async def _last(found: AsyncGenerator[str | Outcome]) -> Any:

@@ -12,7 +12,7 @@ from ray.exceptions import RayActorError
 from ray.serve.exceptions import BackPressureError
 
 from foveate.apps.serve.answerer import Answerer, Completion, Outcome
-from foveate.apps.serve.chat import Batches, chat_app
+from foveate.apps.serve.chat import QuestionQueue, chat_app
 from foveate.apps.serve.http import overloaded
 from foveate.apps.serve.replicas import RETRIES, count_replicas
 
@@ -28,12 +28,12 @@ class ChatReplica:
     """
 
     def __init__(self, open_answerer: Callable[[], Answerer], batch: int) -> None:
-        self._batches = Batches(open_answerer().answer, batch, queue=0)  # requests wait at Ray's handle
+        self._queue = QuestionQueue(open_answerer().answer, batch, queue=0)  # requests wait at Ray's handle
 
     async def pieces(self, asked: Completion) -> AsyncGenerator[str | Outcome | ValueError]:
         """The answer piece by piece, then its outcome, or why the request is bad."""
         try:
-            async with aclosing(self._batches.pieces(asked)) as found:
+            async with aclosing(self._queue.pieces(asked)) as found:
                 async for piece in found:
                     yield piece
         except ValueError as error:  # raised here, it would be in the log

@@ -19,7 +19,7 @@ from ray.serve.exceptions import BackPressureError
 from foveate.apps.serve.http import create_app, overloaded, until_gone
 from foveate.apps.serve.replicas import RETRIES, count_replicas
 
-__all__ = ["Front", "Limits"]
+__all__ = ["ImageFront", "Limits"]
 
 MAX_BODY = 2**16
 MAX_PROMPT = 8192
@@ -48,11 +48,11 @@ class Limits:
 
 
 @serve.ingress()
-class Front:
+class ImageFront:
     """The HTTP side: checks requests and hands their pictures to replicas."""
 
-    def __init__(self, model: str, key: str, limits: Limits, painters: dict[str, Any]) -> None:
-        self._model, self._key, self._limits, self._painters = model, key, limits, painters
+    def __init__(self, model: str, key: str, limits: Limits, replicas: dict[str, Any]) -> None:
+        self._model, self._key, self._limits, self._replicas = model, key, limits, replicas
         self._kept: dict[str, bytes] = {}
         self._registry = CollectorRegistry()
         self._drawn = Counter("foveate_pictures", "Pictures drawn, by method.", ["method"], registry=self._registry)
@@ -61,7 +61,7 @@ class Front:
         )
 
     def __serve_build_asgi_app__(self) -> Any:
-        limits, default = self._limits, next(iter(self._painters))
+        limits, default = self._limits, next(iter(self._replicas))
         app, api = create_app(
             "Foveate: images", self._model, key=self._key, max_body=MAX_BODY, timeout=limits.timeout,
             registry=self._registry, health=self._health,
@@ -70,7 +70,7 @@ class Front:
         class Generation(BaseModel, extra="forbid"):
             prompt: Annotated[str, Field(min_length=1, max_length=MAX_PROMPT)]
             model: Literal[self._model] | None = None  # pyright: ignore
-            method: Literal[*self._painters] = default  # pyright: ignore
+            method: Literal[*self._replicas] = default  # pyright: ignore
             n: Annotated[int, Field(ge=1, le=limits.max_n)] = 1
             size: Annotated[str, Field(pattern=r"^([1-9]\d{0,5}x[1-9]\d{0,5}|auto)$")] = "auto"
             steps: Annotated[int, Field(ge=1, le=limits.max_steps)] = limits.steps
@@ -123,7 +123,7 @@ class Front:
         """The picture, from another replica if the first one dies."""
         deaths = 0
         while deaths <= RETRIES:
-            drawing = self._painters[method].draw.remote(*asked)
+            drawing = self._replicas[method].draw.remote(*asked)
             try:
                 result = await drawing
             except asyncio.CancelledError:
@@ -145,4 +145,4 @@ class Front:
         raise HTTPException(503, f"{deaths} replicas died while they drew this")
 
     async def _health(self) -> dict[str, Any]:
-        return {"replicas": await count_replicas(self._painters)}
+        return {"replicas": await count_replicas(self._replicas)}

@@ -28,7 +28,7 @@ from foveate.transformers import ChunkEncoder
 from foveate.transformers.fingerprint import digest
 from foveate.transformers.index import ChunkIndex, read_index
 from foveate.transformers.known_prompt import KnownPrompt, PromptMatcher, paged_slots
-from foveate.transformers.model import chat_frame, check_config, load
+from foveate.transformers.model import chat_frame, check_config, load_model
 from foveate.utils.device import dtype_name
 
 __all__ = ["FoveateConnector"]
@@ -105,7 +105,7 @@ class FoveateConnector(KVConnectorBase_V1):
         return PromptMatcher(prefix, passages, self._model.hf_text_config.max_position_embeddings)
 
     def _open_index(self, device: str) -> ChunkIndex:
-        model, tokenizer = load(self._model.model, device, dtype_name(self._model.dtype), check_config)
+        model, tokenizer = load_model(self._model.model, device, dtype_name(self._model.dtype), check_config)
         return ChunkIndex(self._place, ChunkEncoder(model, tokenizer, self._prefix))
 
     # --- in the scheduler --------------------------------------------------------------------------------------------

@@ -98,7 +98,7 @@ def comparison(
         for method, (name, about) in zip((None, *methods), files.items(), strict=True):
             advance = track(waiting[0], request.steps)
             try:
-                variant = _look(pipeline, step, method)
+                variant = _inspect_step(pipeline, step, method)
                 frames, seconds = _drawn(pipeline, request, method, out / f"{name}.png", about, advance)
             except ValueError as error:
                 if method is None:
@@ -136,7 +136,7 @@ def _files(methods: Sequence[MethodLike], settings: dict[str, str]) -> dict[str,
     return files
 
 
-def _told(path: Path) -> dict[str, str]:
+def _read_metadata(path: Path) -> dict[str, str]:
     """What a picture says about itself; empty for files that are no pictures."""
     try:
         with Image.open(path) as picture:
@@ -148,7 +148,7 @@ def _told(path: Path) -> dict[str, str]:
 def _remove_others(out: Path, files: dict[str, dict[str, str]]) -> None:
     """Remove the pictures that pages of other settings were made of, with their videos, and no others."""
     for path in out.glob("*.png"):
-        told = _told(path)
+        told = _read_metadata(path)
         if told.get("page") == PAGE and not files.get(path.stem, {"": ""}).items() <= told.items():
             path.unlink()
             path.with_suffix(".mp4").unlink(missing_ok=True)
@@ -179,7 +179,7 @@ def draw_variant(
     """What a method draws, and its distance to the frames of `dense`; not timed yet."""
     with using(pipeline, method) as run:
         frames = draw(pipeline, request, advance)
-        return _compared(_seen(method, run), frames, dense)
+        return _compared(_variant_from_run(method, run), frames, dense)
 
 
 def _compared(variant: Variant, frames: Sequence[Image.Image], dense: Sequence[Image.Image]) -> Variant:
@@ -217,7 +217,7 @@ def _drawn(
     advance: Callable[[], None],
 ) -> tuple[list[Image.Image], float]:
     """The frames and the seconds that drawing took; a picture that is there already is not drawn again."""
-    if told := _told(path):
+    if told := _read_metadata(path):
         for _ in range(request.steps):
             advance()
         with Image.open(path) as picture:
@@ -232,14 +232,14 @@ def _drawn(
     return frames, seconds
 
 
-def _look(pipeline: Any, step: Call, method: MethodLike | None) -> Variant:
+def _inspect_step(pipeline: Any, step: Call, method: MethodLike | None) -> Variant:
     """What a method does in one step: its sparsity, plan and pattern, without a picture."""
     with using(pipeline, method and throughout(method)) as run:
         step.run(denoiser(pipeline))
-        return _seen(method, run)
+        return _variant_from_run(method, run)
 
 
-def _seen(method: MethodLike | None, run: Handle | None) -> Variant:
+def _variant_from_run(method: MethodLike | None, run: Handle | None) -> Variant:
     """What a method did in the last step: its sparsity, plan and pattern."""
     if method is None or run is None:
         return Variant("dense")

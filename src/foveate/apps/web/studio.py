@@ -42,7 +42,7 @@ __all__ = [
     "Commands",
     "Entry",
     "Form",
-    "Question",
+    "QuestionForm",
     "Studio",
     "Tab",
     "option_help",
@@ -77,7 +77,7 @@ class Form(NamedTuple):
     seed: str = "0"
 
 
-class Question(NamedTuple):
+class QuestionForm(NamedTuple):
     """The fields of the page that ask about documents."""
 
     folder: str
@@ -269,7 +269,7 @@ class Studio:
         rows, columns = (length // side for length in entry.request.size)
         return min(rows - 1, max(0, int(y * rows))), min(columns - 1, max(0, int(x * columns)))
 
-    def answer(self, tab: Tab, asked: Question, track: Track = silent) -> tuple[Reply, str, str]:
+    def answer(self, tab: Tab, asked: QuestionForm, track: Track = silent) -> tuple[Reply, str, str]:
         """The reply to a question about documents, the page that `foveate rag` would write, and remarks.
 
         Files that cannot be read are skipped, and a remark says why.

@@ -14,7 +14,7 @@ import gradio as gr
 from PIL import Image
 
 from foveate.apps.errors import remedy
-from foveate.apps.web.studio import Cancelled, Entry, Form, Question, Studio, Tab, option_help, recommended, scores
+from foveate.apps.web.studio import Cancelled, Entry, Form, QuestionForm, Studio, Tab, option_help, recommended, scores
 from foveate.methods import METHODS, RECOMPUTE_POLICIES
 from foveate.pipelines.image_files import png
 from foveate.plots.figures import enlarged
@@ -27,15 +27,15 @@ log = logging.getLogger("foveate")
 
 FIRST = "toma"
 TOGETHER = "hilberta:tiles=4+toma:keep=0.5"
-NAME = "sessionStorage.foveate ??= Math.random().toString(36).slice(2)"
+TAB_ID = "sessionStorage.foveate ??= Math.random().toString(36).slice(2)"
 """JavaScript of the name of a tab of the browser, which stays when the page is loaded again."""
-AS_TAB: dict[str, Any] = {"js": f"(_, ...others) => [{NAME}, ...others]"}
+AS_TAB: dict[str, Any] = {"js": f"(_, ...others) => [{TAB_ID}, ...others]"}
 """How events that have several inputs get the name of the tab as the first one."""
-AS_TAB_ALONE: dict[str, Any] = {"js": f"() => {NAME}"}
+AS_TAB_ALONE: dict[str, Any] = {"js": f"() => {TAB_ID}"}
 """How events get it as their only input."""
 AT_A_TIME: dict[str, Any] = {"concurrency_limit": 1, "concurrency_id": "model"}
 """How events run one after the other."""
-NAMES = """<script>
+ARIA_NAMES = """<script>
 new MutationObserver(() => {
     document.querySelector("#tiles button")?.setAttribute("aria-label", "Choose a token");
     document.querySelectorAll("div.empty[aria-label]").forEach(empty => empty.role = "img");
@@ -89,7 +89,7 @@ def serve(
         page = build(studio, model, lora, documents, questions, Path(shown))
         _, address, _ = page.launch(
             server_name=host, server_port=port or None, inbrowser=browser, quiet=True, prevent_thread_lock=True,
-            allowed_paths=[str(studio.out.resolve())], footer_links=[], share=False, css=STYLE, head=NAMES,
+            allowed_paths=[str(studio.out.resolve())], footer_links=[], share=False, css=STYLE, head=ARIA_NAMES,
             theme=_theme(),
         )  # fmt: skip
         ready(address)
@@ -145,7 +145,7 @@ def _pictures(page: gr.Blocks, studio: Studio, key: gr.Textbox, model: str, lora
                 info="With a LoRA, the method that it was distilled for.",
             )  # fmt: skip
             options = gr.Textbox(
-                recommended(FIRST), label="Options", info="NAME=VALUE, separated by commas. Empty: the defaults."
+                recommended(FIRST), label="Options", info="TAB_ID=VALUE, separated by commas. Empty: the defaults."
             )
             with gr.Accordion("What the options mean", open=False):
                 meaning = gr.Markdown(_meaning(FIRST))
@@ -349,7 +349,7 @@ def _documents(studio: Studio, key: gr.Textbox, documents: Path, questions: Sequ
         pages: list[str] = []
 
         def reply() -> str:
-            found, html, remark = studio.answer(studio.tabs[key], Question(*values), _bar(progress))
+            found, html, remark = studio.answer(studio.tabs[key], QuestionForm(*values), _bar(progress))
             pages.append(html)
             return f"{found.answers[0].text.strip()} {remark}"
 

@@ -48,7 +48,7 @@ __all__ = ["BACKENDS", "row_attention"]
 FEW = KernelConfig(64, 64, 4, 3), *FORWARD[-2:]  # for few rows
 LEAST_KEYS = 512  # fewest keys of a program when several split one tile
 PROGRAMS = 2  # programs per multiprocessor to aim for when they split tiles
-_PLANS: WeakTensorCache["_Plan"] = WeakTensorCache()
+_TILINGS: WeakTensorCache["_Tiling"] = WeakTensorCache()
 
 
 @triton.jit
@@ -136,12 +136,12 @@ def row_attention(
     hopper = hopper and window is None and hopper_attention.addressable(q, k, v)
     # rows that differ between samples are one launch each, of the size of a single question's
     samples = [slice(None)] if rows.ndim == 1 else [slice(i, i + 1) for i in range(len(rows))]
-    plans = [plan for some in samples if hopper and (plan := _plan(q[some], k, rows, some.start))]
-    if len(plans) == len(samples):
+    tilings = [tiling for some in samples if hopper and (tiling := _tiling(q[some], k, rows, some.start))]
+    if len(tilings) == len(samples):
         lse = empty_lse(q)[None]
-        for some, plan in zip(samples, plans, strict=True):
+        for some, tiling in zip(samples, tilings, strict=True):
             one = q[some], k[some], v[some], out[some], lse[0, some]
-            hopper_attention.launch(*one, plan.schedule, scale, plan.positions)
+            hopper_attention.launch(*one, tiling.schedule, scale, tiling.positions)
     else:
         lse = _launch_triton(q, k, v, rows, scale, window, out)
     if sinks is not None:  # logits without a value
@@ -198,24 +198,24 @@ def _parts(tiles: int, tokens: int, device: torch.device) -> int:
     return max(1, min(PROGRAMS * multiprocessors(device) // tiles, tokens // LEAST_KEYS))
 
 
-class _Plan(NamedTuple):
+class _Tiling(NamedTuple):
     """What the Hopper kernel needs for some rows: their positions, and a schedule with one program per tile."""
 
     positions: Tensor
     schedule: Schedule
 
 
-def _plan(q: Tensor, k: Tensor, rows: Tensor, sample: int | None) -> _Plan | None:
-    """The cached plan, or None if there are too few tiles to keep all multiprocessors busy."""
+def _tiling(q: Tensor, k: Tensor, rows: Tensor, sample: int | None) -> _Tiling | None:
+    """The cached tiles, or None if there are too few tiles to keep all multiprocessors busy."""
     samples, chosen, tokens = q.shape[0] * q.shape[1], q.shape[2], k.shape[2]
     if samples * triton.cdiv(chosen, hopper_attention.ROWS) < multiprocessors(q.device):
         return None
     key = samples, tokens, sample
-    return _PLANS.get([rows], key, lambda: _make_plan(rows if sample is None else rows[sample], samples, tokens))
+    return _TILINGS.get([rows], key, lambda: _make_tiling(rows if sample is None else rows[sample], samples, tokens))
 
 
-def _make_plan(rows: Tensor, samples: int, tokens: int) -> _Plan:
-    """The plan, computed on the device without synchronization."""
+def _make_tiling(rows: Tensor, samples: int, tokens: int) -> _Tiling:
+    """The tiles, computed on the device without synchronization."""
     positions = rows.to(torch.int32, copy=True)  # a copy, because the cache must not hold its own key
     ints = {"dtype": torch.int32, "device": rows.device}
     starts = torch.arange(0, len(rows), hopper_attention.ROWS, **ints)
@@ -227,7 +227,7 @@ def _make_plan(rows: Tensor, samples: int, tokens: int) -> _Plan:
     steps = torch.stack([firsts, firsts + hopper_attention.STEP], 1)
     items = torch.arange(len(starts) * samples, **ints)
     work = torch.stack([len(starts) - 1 - items // samples, items % samples], 1)  # late rows first: they read the most
-    return _Plan(positions, Schedule(tiles, steps, items=work, bounds=torch.arange(len(items) + 1, **ints)))
+    return _Tiling(positions, Schedule(tiles, steps, items=work, bounds=torch.arange(len(items) + 1, **ints)))
 
 
 BACKENDS = {"triton": (supports, row_attention), "hopper": (supports_hopper, partial(row_attention, hopper=True))}

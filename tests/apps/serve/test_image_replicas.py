@@ -5,13 +5,13 @@ from functools import cache
 
 import numpy as np
 import pytest
+from foveate.apps.serve.painter import ServedPipeline
 from PIL import Image
 
 from foveate import ToMA
 from foveate.apps.demo import LORAS
-from foveate.apps.serve.painter import Painter
 from foveate.pipelines.lora import LORA_FILE, load_lora, read_lora, using
-from foveate.pipelines.request import Request, draw, load
+from foveate.pipelines.request import Request, draw, load_pipeline
 from foveate_models import find
 
 SIZE = 32, 32
@@ -19,7 +19,7 @@ SIZE = 32, 32
 
 @cache
 def pipeline(lora):
-    pipe = load(str(find("pipeline")), "cpu", "float32")
+    pipe = load_pipeline(str(find("pipeline")), "cpu", "float32")
     if lora:
         load_lora(pipe, lora)
     return pipe
@@ -37,8 +37,8 @@ def test_requests_that_come_together_get_the_pictures_of_generate(method):
     size, other = ((48, 48), (64, 48)) if lora else (SIZE, (48, 32))
     asked = [("an owl", size, 2, 0), ("a red apple", size, 2, 1), ("an owl", other, 2, 0), ("an owl", size, 3, 0)]
 
-    painter = Painter(str(find("pipeline")), method, {"method": "m"}, lora=lora, device="cpu", dtype="float32")
-    painter.draw_together(jobs := [painter.job(*each) for each in asked])
+    served = ServedPipeline(str(find("pipeline")), method, {"method": "m"}, lora=lora, device="cpu", dtype="float32")
+    served.draw_together(jobs := [served.job(*each) for each in asked])
     for (prompt, size, steps, seed), job in zip(asked, jobs, strict=True):
         picture = Image.open(io.BytesIO(job.result))
         expected = reference(method, lora, prompt, size, steps, seed)
@@ -46,31 +46,31 @@ def test_requests_that_come_together_get_the_pictures_of_generate(method):
         assert picture.text["seed"] == str(seed)
         assert picture.text["method"] == "m"
     if lora:
-        painter.draw_together([small := painter.job("an owl", SIZE, 2, 0)])
+        served.draw_together([small := served.job("an owl", SIZE, 2, 0)])
         assert "tiles need 32 tokens" in small.result
 
 
 def test_what_cannot_be_drawn_is_said_and_what_nobody_waits_for_is_not_drawn(monkeypatch):
-    painter = Painter(str(find("pipeline")), None, {}, size=SIZE, device="cpu", dtype="float32")
-    assert "multiples of 4" in painter.job("an owl", (33, 32), 2, 0).result
-    long, left = painter.job("owl " * 1000, None, 2, 0), painter.job("an owl", None, 1000, 0)
-    steps, step = [], painter._pipe.scheduler.step
+    served = ServedPipeline(str(find("pipeline")), None, {}, size=SIZE, device="cpu", dtype="float32")
+    assert "multiples of 4" in served.job("an owl", (33, 32), 2, 0).result
+    long, left = served.job("owl " * 1000, None, 2, 0), served.job("an owl", None, 1000, 0)
+    steps, step = [], served._pipe.scheduler.step
 
     def leave(*args, **kwargs):
         steps.append(args)
         left.abandoned = long.abandoned = len(steps) == 3
         return step(*args, **kwargs)
 
-    monkeypatch.setattr(painter._pipe.scheduler, "step", leave)
-    painter.draw_together([long, left])
+    monkeypatch.setattr(served._pipe.scheduler, "step", leave)
+    served.draw_together([long, left])
     assert "does not read the end" in long.result
     assert left.result == ""
     assert len(steps) == 3
-    painter.draw_together([job := painter.job("an owl", None, 2, 0)])
+    served.draw_together([job := served.job("an owl", None, 2, 0)])
     picture = np.asarray(Image.open(io.BytesIO(job.result))).astype(int)
     assert np.abs(picture - reference(None, None, "an owl", SIZE, 2, 0)).max() <= 2
 
 
 def test_a_model_of_videos_is_refused():
     with pytest.raises(ValueError, match="makes videos, and only pictures are served"):
-        Painter(str(find("video")), None, {}, device="cpu", dtype="float32")
+        ServedPipeline(str(find("video")), None, {}, device="cpu", dtype="float32")

@@ -16,9 +16,9 @@ from foveate.pipelines.checks import check_request
 from foveate.pipelines.image_files import png
 from foveate.pipelines.lora import Distilled, MethodLike, load_lora, using
 from foveate.pipelines.pixel import PixelPipeline, as_method
-from foveate.pipelines.request import Request, draw_batch, load, makes_video, own_size, quiet, unread
+from foveate.pipelines.request import Request, draw_batch, load_pipeline, makes_video, own_size, quiet, unread
 
-__all__ = ["Job", "Painter", "Replica"]
+__all__ = ["ImageReplica", "Job", "ServedPipeline"]
 
 
 class _Abandoned(Exception):
@@ -40,7 +40,7 @@ class Job:
     abandoned: bool = False
 
 
-class Painter:
+class ServedPipeline:
     """One pipeline with one method set.
 
     Args:
@@ -68,7 +68,7 @@ class Painter:
         dtype: str = "auto",
     ) -> None:
         quiet()
-        self._pipe = load(model, device, dtype)
+        self._pipe = load_pipeline(model, device, dtype)
         if makes_video(self._pipe):
             raise ValueError(f"{model} makes videos, and only pictures are served: draw with foveate generate")
         if lora:
@@ -120,8 +120,8 @@ class Painter:
         return asked | {"seed": str(request.seed)} | self._about
 
 
-class Replica(Painter):
-    """A painter on Ray Serve; its arguments and the largest number of pictures that it draws together."""
+class ImageReplica(ServedPipeline):
+    """A served pipeline on Ray Serve; its arguments and the largest number of pictures that it draws together."""
 
     def __init__(self, *args: Any, batch: int, **options: Any) -> None:
         super().__init__(*args, **options)

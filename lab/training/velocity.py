@@ -17,7 +17,7 @@ from foveate.training.pictures import noise_shift
 from foveate.training.trained import muon_and_adamw
 from lab.training.stages import Batch
 
-__all__ = ["Latents", "Painter", "flow_loss", "initialise", "noise_levels"]
+__all__ = ["Latents", "VelocityModel", "flow_loss", "initialise", "noise_levels"]
 
 
 def initialise(transformer: nn.Module, zero: Callable[[str], bool]) -> None:
@@ -29,7 +29,7 @@ def initialise(transformer: nn.Module, zero: Callable[[str], bool]) -> None:
                 nn.init.zeros_(module.bias)
 
 
-class Painter(nn.Module):
+class VelocityModel(nn.Module):
     """The trained parts of a pipeline as one module, from token ids and noisy latents to velocities."""
 
     def __init__(self, pipeline: FluxPipeline):
