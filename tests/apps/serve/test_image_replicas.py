@@ -5,11 +5,11 @@ from functools import cache
 
 import numpy as np
 import pytest
-from foveate.apps.serve.painter import ServedPipeline
 from PIL import Image
 
 from foveate import ToMA
 from foveate.apps.demo import LORAS
+from foveate.apps.serve.image_replicas import ServedPipeline
 from foveate.pipelines.lora import LORA_FILE, load_lora, read_lora, using
 from foveate.pipelines.request import Request, draw, load_pipeline
 from foveate_models import find
