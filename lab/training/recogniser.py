@@ -24,6 +24,7 @@ OPEN = -100  # target of cells that may show an object or the background
 NOTHING_WEIGHT = 0.15  # most cells are background
 SIDES = (64, 96, 128, 192, 256)  # pixels of the training renderings
 RUINED = 1 / 8  # fraction of pictures distorted beyond recognition, whose target is "nothing"
+LEARNING_RATE = 2e-3  # the highest of the schedule
 
 
 def train_recogniser(
@@ -31,7 +32,6 @@ def train_recogniser(
     *,
     steps: int = 6000,
     batch: int = 256,
-    learning_rate: float = 2e-3,
     seed: int = 0,
     device: str,
     advance: Callable[[], None] = lambda: None,
@@ -44,7 +44,6 @@ def train_recogniser(
         out: File of the weights, in half precision.
         steps: Training steps.
         batch: Batch size.
-        learning_rate: Highest learning rate.
         seed: Seed of initial weights, scenes and pictures.
         device: Device to train on.
         advance: Called once for each step, including those of earlier runs.
@@ -52,12 +51,12 @@ def train_recogniser(
     Raises:
         ValueError: If the checkpoint belongs to a run with other settings.
     """
-    settings = {"steps": steps, "batch": batch, "learning_rate": learning_rate, "seed": seed}
+    settings = {"steps": steps, "batch": batch, "learning_rate": LEARNING_RATE, "seed": seed}
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
         model = Recogniser().to(device)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, learning_rate, total_steps=steps)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, LEARNING_RATE, total_steps=steps)
     atlas = load_atlas().to(device)
 
     def loss(step: int) -> Tensor:

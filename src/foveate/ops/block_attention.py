@@ -24,28 +24,16 @@ __all__ = ["block_attention"]
 
 @overload
 def block_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    table: BlockTable,
-    *,
-    scale: float | None = None,
-    return_lse: Literal[False] = ...,
-    scatter: Tensor | None = None,
-) -> Tensor: ...
+    q: Tensor, k: Tensor, v: Tensor, table: BlockTable, *, scale: float | None = None,
+    return_lse: Literal[False] = ..., scatter: Tensor | None = None,
+) -> Tensor: ...  # fmt: skip
 
 
 @overload
 def block_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    table: BlockTable,
-    *,
-    scale: float | None = None,
-    return_lse: Literal[True],
-    scatter: Tensor | None = None,
-) -> tuple[Tensor, Tensor]: ...
+    q: Tensor, k: Tensor, v: Tensor, table: BlockTable, *, scale: float | None = None,
+    return_lse: Literal[True], scatter: Tensor | None = None,
+) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 
 
 def block_attention(

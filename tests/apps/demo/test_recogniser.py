@@ -31,7 +31,7 @@ SOME = [*islice(scenes(0), 100), *islice(scenes(0, evaluation=True), 100)]
 
 def truth(scene):
     """What a perfect recogniser finds in a perfect picture."""
-    return [Detection(index, x, y, 1.0) for index, (x, y, _) in zip(scene.objects, scene.boxes, strict=True)]
+    return [Detection(index, x, y) for index, (x, y, _) in zip(scene.objects, scene.boxes, strict=True)]
 
 
 def pooled(verdicts):
@@ -43,7 +43,7 @@ def pooled(verdicts):
 def two(kind, first, second):
     """The verdict on one relation between objects 3 and 5 found at these places."""
     scene = Scene("", (3, 5), ((0.5, 0.5, 0.3),) * 2, "white", (Relation(0, kind, 1),))
-    return judge([Detection(5, *second, 0.9), Detection(3, *first, 0.9)], scene)
+    return judge([Detection(5, *second), Detection(3, *first)], scene)
 
 
 # ---- targets and detections

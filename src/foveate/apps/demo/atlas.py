@@ -1,7 +1,5 @@
 """The emoji as tensors, cut out of one picture."""
 
-from pathlib import Path
-
 import numpy as np
 import torch
 from jaxtyping import Float
@@ -10,9 +8,8 @@ from torch import Tensor
 
 from foveate.apps.demo import find
 
-__all__ = ["ATLAS", "CELL", "EMOJI", "NAMES", "load_atlas"]
+__all__ = ["CELL", "EMOJI", "NAMES", "load_atlas"]
 
-ATLAS = find("atlas.png")
 CELL = 128  # pixels along each side of an emoji in the atlas
 
 EMOJI: dict[str, str] = {
@@ -23,9 +20,9 @@ EMOJI: dict[str, str] = {
 NAMES = tuple(EMOJI)
 
 
-def load_atlas(path: Path = ATLAS) -> Float[Tensor, "emoji 4 cell cell"]:
+def load_atlas() -> Float[Tensor, "emoji 4 cell cell"]:
     """The emoji in the order of `NAMES`, as premultiplied red, green, blue, and alpha, from 0 to 1."""
-    with Image.open(path) as sheet:
+    with Image.open(find("atlas.png")) as sheet:
         pixels = torch.from_numpy(np.array(sheet.convert("RGBA"))).float() / 255
     cells = pixels.unflatten(0, (-1, CELL)).unflatten(2, (-1, CELL))  # row, y, column, x, channel
     emoji = cells.permute(0, 2, 4, 1, 3).flatten(0, 1)[: len(NAMES)]

@@ -61,14 +61,12 @@ class Detection(NamedTuple):
         object: Index into `NAMES`.
         x: Horizontal centre, as a fraction of the picture's side.
         y: Vertical centre, as a fraction of the picture's side.
-        confidence: Highest probability of the object in any cell.
         patches: Number of separate places where it was found; more than 1 if it was drawn several times.
     """
 
     object: int
     x: float
     y: float
-    confidence: float
     patches: int = 1
 
 
@@ -131,7 +129,7 @@ def detect(seen: Seen) -> list[list[Detection]]:
     x, y = won.sum(2) @ cells / mass, won.sum(3) @ cells / mass
     return [
         [
-            Detection(index, float(x[row, index]), float(y[row, index]), float(peak[row, index]), patches[row][index])
+            Detection(index, float(x[row, index]), float(y[row, index]), patches[row][index])
             for index in (peak[row] > THRESHOLD).nonzero().flatten().tolist()
         ]
         for row in range(len(won))

@@ -40,16 +40,15 @@ WORDS = tuple(
 )
 
 
-def unknown_words(prompt: str, more: Sequence[str] = (), nearest: int = 3) -> dict[str, list[str]]:
+def unknown_words(prompt: str, more: Sequence[str] = ()) -> dict[str, list[str]]:
     """The words of a prompt that a model does not know, each with the known words most similar in spelling.
 
     Args:
         prompt: The prompt.
         more: Words that the model knows besides those of `WORDS`.
-        nearest: Number of similar words.
     """
     words, known = dict.fromkeys(_WORD.findall(prompt.lower())), (*WORDS, *more)
-    return {word: difflib.get_close_matches(word, known, nearest, cutoff=0.5) for word in words if word not in known}
+    return {word: difflib.get_close_matches(word, known, cutoff=0.5) for word in words if word not in known}
 
 
 def draws_scenes(pipeline: Any) -> bool:
