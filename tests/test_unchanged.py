@@ -192,7 +192,9 @@ def hilberta():
                 found[f"method {i} {grid}"] = "refused"
                 continue
             tables = [torch.cat([part.long() for part in table]) for table in plan.tables]
-            counts = [plan.tiles, plan.prefix, *map(list, plan.segments)]
+            tiled = len(grid) if method.reference == "tiled" else 1
+            prefix = text + sum(tokens for _, tokens in plan.segments[:-tiled])  # tokens that all others read
+            counts = [method.tiles_for(grid[0]), prefix, *map(list, plan.segments)]
             found[f"method {i} {grid}"] = [counts, torch.cat(plan.orders), torch.cat(tables), plan.tile_maps]
     return found
 
