@@ -11,7 +11,7 @@ import torch
 from diffusers import FluxPipeline
 
 import foveate
-from foveate.methods.base import DenseFallback, SparseAttention, UntiledPlan
+from foveate.methods.base import AttentionPlan, DenseFallback, SparseAttention
 from foveate.ops.block_table import block_starts, block_table
 from foveate.ops.curves import raster_order
 from foveate_models import find
@@ -29,7 +29,7 @@ class Strided(SparseAttention):
             raise DenseFallback("Strided does not take reference images")
         cells, order = grids[0][0] * grids[0][1], raster_order(*grids[0], device=device)
         title, skipped = f"Strided {self.stride}", 1 - 1 / self.stride
-        return UntiledPlan((order,), ((0, cells),), tables(self.stride, text, cells), title, skipped)
+        return AttentionPlan((order,), ((0, cells),), tables(self.stride, text, cells), title, skipped)
 
 
 @lru_cache(maxsize=64)  # once per size, not in each step

@@ -84,7 +84,7 @@ class Budget:
         """The score of a picture."""
         if callable(self.score):
             return float(self.score(picture, dense))
-        from foveate.utils import similarity
+        from foveate.tuning import similarity
 
         return getattr(similarity, self.score)(picture, dense)
 
