@@ -25,7 +25,7 @@ def test_what_the_hub_does_not_give_is_said_with_what_to_do(monkeypatch, error, 
         raise error
 
     monkeypatch.setattr(hub, "hf_hub_download", refuse)
-    for ask, name in ((load, "cannot load some/model"), (find_lora, "cannot find the LoRA some/model")):
+    for ask, name in ((load_pipeline, "cannot load some/model"), (find_lora, "cannot find the LoRA some/model")):
         with pytest.raises(ValueError, match=f"{name}: .*{message}"):
             ask("some/model")
 
@@ -33,6 +33,6 @@ def test_what_the_hub_does_not_give_is_said_with_what_to_do(monkeypatch, error, 
 @pytest.mark.parametrize("name", ["nowhere", "/no/where", "~/nowhere", "a/b/c", "missing.safetensors"])
 def test_the_hub_is_not_asked_for_what_no_repository_is_called(monkeypatch, name):
     monkeypatch.setattr(hub, "hf_hub_download", lambda *_: pytest.fail("asked"))
-    for ask in (load, find_lora):
+    for ask in (load_pipeline, find_lora):
         with pytest.raises(ValueError, match="there is no such file or folder"):
             ask(name)
