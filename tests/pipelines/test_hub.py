@@ -7,6 +7,7 @@ from huggingface_hub.errors import EntryNotFoundError, GatedRepoError, LocalEntr
 
 from foveate.pipelines import hub
 from foveate.pipelines.lora import find_lora
+from foveate.pipelines.request import load_pipeline
 
 RESPONSE = SimpleNamespace(headers={}, request=None)
 
