@@ -9,7 +9,7 @@ import processes
 import pytest
 import torch
 from lab.quality import video as judged
-from lab.quality.video import _cut, _frames, _seen, _strip, judge_video
+from lab.quality.video import _cut, _detect, _frames, _strip, judge_video
 from lab.training import video
 from lab.training.moving import frame_scenes, moving_scenes, render_frames
 from lab.training.stages import Stage
@@ -40,7 +40,7 @@ def first(count, **options):
 def test_objects_move_as_their_captions_say_and_other_verdicts_are_wrong():
     atlas, recogniser, right = load_atlas(), load_recogniser(), 0
     for moving in first(12, evaluation=True):
-        frames = _seen(recogniser, _cut(_strip(_frames(render_frames(atlas, frame_scenes([moving], 9), 9, 96)[0]))))
+        frames = _detect(recogniser, _cut(_strip(_frames(render_frames(atlas, frame_scenes([moving], 9), 9, 96)[0]))))
         verdict = judge_video(frames, moving)
         right += verdict == (verdict.objects, verdict.objects, True, 0)
         assert not judge_video(frames[::-1], moving).moves
