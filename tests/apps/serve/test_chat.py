@@ -27,7 +27,7 @@ from foveate.transformers.model import chat_frame, load_model
 from foveate.transformers.retrieval import choose
 from foveate_models import find
 
-PROMPT = "PendingQuestion: {question}\nAnswer:"
+PROMPT = "Question: {question}\nAnswer:"
 SETTINGS = {"prompt": PROMPT, "passage_tokens": 64, "max_new_tokens": 8}
 
 
