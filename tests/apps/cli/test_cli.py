@@ -81,7 +81,7 @@ def test_generate_draws_many_prompts_and_seeds_and_resumes(folder, tmp_path):
     assert (pixels(f"pictures/{second}") == pixels("one.png")).all()
     (tmp_path / "pictures" / second).unlink()
     assert "1 drawn" in succeeds(*command, "--method", "hilberta:tiles=4")
-    assert "drawn with method=" in fails(*command)
+    assert "holds results of method=" in fails(*command)
 
 
 def test_what_generate_is_to_draw_and_where_must_be_clear(folder, tmp_path):
@@ -679,7 +679,7 @@ BAD_INPUT = {
         (["--size", "0"], "cannot read the size '0'"),
         (["--size", "big"], "cannot read the size 'big'"),
         (["--size", "99996"], "624,950,001 tokens"),
-        (["--device", "cuda:63"], "this machine has no cuda:63: use --device cpu"),
+        (["--device", "cuda:63"], "this machine has no cuda:63: use cpu or auto"),
         (["--device", "quantum"], "unknown device 'quantum'"),
         (["--dtype", "int4"], "unknown dtype 'int4'"),
         (["--out", "picture.jpg"], "not picture.jpg: end it with .png"),
