@@ -28,7 +28,10 @@ attention() { # [3]
   timed $lab attention --pixels 1024,1536,2048 --centre 0.25 --backward "${results[@]}"
 }
 
-calls() { timed $lab calls "${results[@]}"; } # [2]
+calls() { # [6]
+  timed $lab calls "${results[@]}"
+  timed python3 -m lab.bench.launches lab/results/launches-cuda.json
+}
 
 log_linear() { # [8]
   timed $lab log-linear --head-dim 64,128 "${results[@]}"
