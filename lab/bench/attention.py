@@ -1,4 +1,4 @@
-# pyright: basic
+# pyright: basic, reportArgumentType=false, reportAttributeAccessIssue=false, reportReturnType=false
 """Benchmark of block-sparse attention in the shapes of FLUX.1, checked and timed beside its peers."""
 
 from collections.abc import Callable, Iterator, Sequence

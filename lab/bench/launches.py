@@ -1,4 +1,4 @@
-# pyright: basic
+# pyright: basic, reportArgumentType=false
 """What `foveate.kernels.launch` saves: recorded launches against plain Triton launches and standard custom ops.
 
 python -m lab.bench.launches bench/launches-cuda.json       # a GPU with 40 GB: about 4 minutes
@@ -130,7 +130,6 @@ def time_steps(model: str) -> Iterator[dict[str, Any]]:
                 "case": title,
                 "variant": variant,
                 "step_s": median(seconds),
-                "mean_s": mean(seconds),
             }
 
 

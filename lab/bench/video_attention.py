@@ -1,3 +1,4 @@
+# pyright: reportAttributeAccessIssue=false
 """One call of attention over a video: HilbertA along the curve in three dimensions against cuDNN.
 
 python -m lab.bench.video_attention bench/attention-video-cuda.json
