@@ -16,6 +16,10 @@ NAMES = "variant", "label", "case", "title", "method", "way", "name"
 """Fields that name a record: the first that it has."""
 SCALES = {"ms": 1e3, "%": 100, "GB": 1e-9, "MB": 1e-6}
 NUMBER = re.compile(r"(?<![\w.])([-+]?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?)( ?(?:ms|%|GB|MB|dB|s|x)(?!\w))?")
+CLAIM = re.compile(r"\**[-+]?\d")
+"""The start of a cell that shows a number."""
+ELSEWHERE = re.compile(r"not measured: \w|computed by \w")
+"""The start of a comment that says why numbers are not compared with a result."""
 TABLE = re.compile(r"(?P<comments>(?:^<!-- (?:(?!-->).)*-->\n)*)(?P<table>(?:^\|[^\n]*\n)+)", re.MULTILINE | re.DOTALL)
 
 
@@ -135,33 +139,46 @@ class Table(NamedTuple):
     head: list[str]
     rows: list[list[str]]
 
-    def has_numbers(self) -> bool:
-        """Whether a cell after the first column starts with a number."""
-        return any(re.match(r"\**[-+]?\d", cell) for row in self.rows for cell in row[1:])
-
     def differences(self) -> list[str]:
         """What the table shows and its results do not say."""
-        return [difference for comment in self.comments for difference in self.differences_from(comment)]
+        results = [comment for comment in self.comments if not ELSEWHERE.match(comment)]
+        try:
+            compared = [self.compare(comment) for comment in results]
+        except LookupError as error:
+            return [str(error)]
+        found = [f"{self.place(*cell)}: {wrong}" for cells in compared for cell, wrong in cells.items() if wrong]
+        if len(results) == len(self.comments):
+            named = set().union(*compared)
+            numbers = [(i, j) for i, row in enumerate(self.rows) for j in range(1, len(row)) if CLAIM.match(row[j])]
+            found += [
+                f"{self.place(i, j)}: no comment above the table names the result of {self.rows[i][j]!r}"
+                for i, j in numbers
+                if (i, j) not in named
+            ]
+        return found
 
-    def differences_from(self, comment: str) -> list[str]:
-        """What the table shows and the results that one comment names do not say."""
+    def place(self, i: int, j: int) -> str:
+        """Row and column of a cell, in words."""
+        return f"row {self.rows[i][0]!r}, column {self.head[j]!r}"
+
+    def compare(self, comment: str) -> dict[tuple[int, int], str | None]:
+        """What is wrong, or None, in each cell that a comment does not skip."""
         said = dict(re.findall(r"^(\w+): +(.*?)\s*(?=^\w+: |\Z)", comment, re.DOTALL | re.MULTILINE))
-        if "columns" not in said:
-            return []
+        if not {"rows", "columns"} <= said.keys() <= {"rows", "columns", "results", "base"}:
+            raise LookupError(f"a comment above a table needs `rows: ` and `columns: `, this one says {comment!r}")
         results = Selection.parse("in " + said["results"] if "results" in said else "", bare="name")
         columns = [Selection.parse(text, bare="fields") for text in said["columns"].split("|")]
         rows = [Selection.parse(text, bare="name") for text in said["rows"].split("|")]
         bases = [Selection.parse(text, bare="name") for text in said.get("base", "dense").split("|")]
         if (len(rows), len(columns)) != (len(self.rows), len(self.head) - 1):
             shape = f"{len(self.rows)} rows and {len(self.head) - 1} columns after the first"
-            return [f"the comment names {len(rows)} rows and {len(columns)} columns, the table has {shape}"]
-        found = []
-        for i, (row, cells) in enumerate(zip(rows, self.rows, strict=True)):
-            for column, head, cell in zip(columns, self.head[1:], cells[1:], strict=True):
-                if cell and row.name != "-" and column.fields != "-":
-                    wrong = difference(cell, row.over(column).over(results), bases[i % len(bases)])
-                    found += [f"row {cells[0]!r}, column {head!r}: {wrong}"] if wrong else []
-        return found
+            raise LookupError(f"the comment names {len(rows)} rows and {len(columns)} columns, the table has {shape}")
+        return {
+            (i, j): difference(self.rows[i][j], row.over(column).over(results), bases[i % len(bases)])
+            for i, row in enumerate(rows)
+            for j, column in enumerate(columns, start=1)
+            if self.rows[i][j] and row.name != "-" and column.fields != "-"
+        }
 
 
 def difference(cell: str, place: Selection, base: Selection) -> str | None:

@@ -92,7 +92,17 @@ def test_comments_share_a_table_and_skip_what_another_one_names():
     assert differences(CELLS, left + right) == []
     cells = [CELLS[0], ["half of the tokens", "200 ms", "1.50 s", "95.7 %", ""]]
     assert len(differences(cells, left + right)) == 3
-    assert differences(cells, right) == []
+    assert len(differences(cells, right)) == 3
+
+
+@pytest.mark.parametrize("comment", ["", "<!-- of an older run -->\n", COMMENT.replace("columns:", "colums:")])
+def test_numbers_need_a_comment_that_names_their_results(comment):
+    assert differences(CELLS, comment)
+
+
+def test_numbers_that_were_not_measured_need_a_reason():
+    assert differences(CELLS, "<!-- not measured -->\n")
+    assert differences(CELLS, "<!-- not measured: settings -->\n") == []
 
 
 def test_a_table_of_the_readme_with_two_rows_exchanged_is_reported(monkeypatch):
