@@ -8,12 +8,15 @@ TORCH ?= torch
 BIN := .venv/bin
 unexport PYTHONDONTWRITEBYTECODE # tests start three times as fast from what they compiled before
 
-.PHONY: demo test test-all lint bench docs
+.PHONY: demo test fast test-all lint bench docs
 
 demo: .venv/foveate
 	$(BIN)/foveate compare "a red apple above a blue car on a green background" --steps 8 --rounds 1 --out demo
 
-test: lint
+test: .venv/dev
+	@$(MAKE) --jobs 2 lint fast # types are checked beside the tests
+
+fast:
 	$(BIN)/pytest -n 2 --dist worksteal
 
 test-all: test

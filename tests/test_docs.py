@@ -54,6 +54,7 @@ def test_the_sample_card_serves_its_model_and_prints_what_the_page_shows(run, mo
     assert printed in (DOCS / "add-a-model.md").read_text()
 
 
+@pytest.mark.slow
 def test_the_sample_method_passes_its_sample_tests(tmp_path):
     method, tests, *_ = samples("add-a-method.md")
     (tmp_path / "banded.py").write_text(method)

@@ -227,7 +227,6 @@ def slow(script):
 
 SCRIPTS = {
     **{name: slow("".join(FAMILY.format(case=case) for case in cases)) for name, cases in CASES.items()},
-    "flux both": FAMILY.format(case=CASES["flux both"][0]),
     "prompts of different length": slow(RAGGED.format(methods="[foveate.HilbertA(tiles=4)]", most=12)),
     "prompts of different length, both": slow(
         RAGGED.format(methods="[foveate.HilbertA(tiles=4), foveate.ToMA(skip=0)]", most=12)

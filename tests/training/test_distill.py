@@ -71,7 +71,7 @@ def gap(pipe, batch):
 @pytest.mark.parametrize(
     ("optimizer", "rate", "part"),
     [
-        ("adamw", 1e-2, 0.2),
+        pytest.param("adamw", 1e-2, 0.2, marks=pytest.mark.slow),
         pytest.param("prodigy", None, 0.99, marks=pytest.mark.slow),  # Prodigy begins with tiny steps
     ],
 )

@@ -126,6 +126,7 @@ def test_muon_trains_the_matrices_of_blocks_and_adamw_the_rest_at_one_rate(run, 
 @pytest.mark.parametrize(
     ("attention", "optimizer"), [("dense", "muon"), pytest.param("log-linear", "adamw", marks=pytest.mark.slow)]
 )
+@pytest.mark.slow
 def test_an_interrupted_run_ends_like_an_uninterrupted_one(run, attention, optimizer, monkeypatch):
     recipe = replace(QUICK, optimizer=optimizer, cool_down=0.5)
     whole, _ = run("whole", recipe=recipe, pipe=pipeline(attention=attention), at_once=2)

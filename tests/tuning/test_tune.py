@@ -80,6 +80,7 @@ def tuned(pipe, tmp_path_factory):
     ],
     ids=["ssim", "psnr", "a function"],
 )
+@pytest.mark.slow
 def test_held_out_pictures_drawn_again_are_within_the_budget(pipe, tuned, budget, score):
     preset = tuned(budget)
     told = preset.evidence["held_out"]
@@ -118,6 +119,7 @@ def test_a_candidate_that_saves_no_time_or_does_not_fit_is_left_out(pipe, tuned,
         tuned(Budget(0.5), methods=METHODS[:1], out=None)
 
 
+@pytest.mark.slow
 def test_an_interrupted_run_resumes_with_the_same_result_and_repeats_nothing(pipe, tuned, tmp_path, monkeypatch):
     budget, draws = Budget(0.9998), []
     original = measure.Measurements._draw

@@ -213,6 +213,7 @@ def test_compare_makes_one_page_with_every_picture_and_names_what_it_left_out(fo
     assert (pixels("first.png") == pixels("dense.png")).all()
 
 
+@pytest.mark.slow
 def test_ctrl_c_while_timing_leaves_pictures_page_and_the_rounds_that_were_finished(folder, tmp_path, monkeypatch):
     def interrupted(pipeline, step, variants, *_, **_more):
         yield [1.25] * len(variants)
@@ -606,6 +607,7 @@ def one_sample(monkeypatch):
 
 
 @pytest.mark.usefixtures("one_sample")
+@pytest.mark.slow
 def test_train_leaves_a_folder_that_generate_draws_with(tmp_path):
     output = succeeds("train", "--sizes", "16:1:2,32:1", "--batch", 2, *TRAIN)
     assert "done" in output
@@ -782,9 +784,9 @@ def test_help_names_the_extra_to_install(command):
 @pytest.mark.parametrize(
     ("missing", "extra", "command"),
     [
-        ("diffusers", "diffusers", "generate an-owl"),
+        pytest.param("diffusers", "diffusers", "generate an-owl", marks=pytest.mark.slow),
         pytest.param("transformers", "transformers", "rag . anything", marks=pytest.mark.slow),
-        pytest.param("gradio", "ui", "ui", marks=pytest.mark.slow),
+        ("gradio", "ui", "ui"),
         pytest.param("tokenizers", "transformers", "demo texts", marks=pytest.mark.slow),
         pytest.param("accelerate", "diffusers,train", "train --sizes 16:1", marks=pytest.mark.slow),
     ],

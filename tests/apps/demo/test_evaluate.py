@@ -78,6 +78,7 @@ def test_distances_may_be_measured_by_dino(pipe, tmp_path):
     assert not (tmp_path / "new" / "dense").exists()
 
 
+@pytest.mark.slow
 def test_an_interrupted_evaluation_is_resumed(pipe, tmp_path, monkeypatch):
     draw, drawn = evaluate.draw_batch, []
 

@@ -30,7 +30,7 @@ def reference(method, lora, prompt, size, steps, seed):
         return np.asarray(draw(pipeline(lora), Request(prompt, size, steps, None, seed))[0]).astype(int)
 
 
-@pytest.mark.parametrize("method", [ToMA(keep=0.5), "lora"])
+@pytest.mark.parametrize("method", [ToMA(keep=0.5), pytest.param("lora", marks=pytest.mark.slow)])
 def test_requests_that_come_together_get_the_pictures_of_generate(method):
     lora = find(LORAS["built-in"]) / LORA_FILE if method == "lora" else None
     method = read_lora(lora) if lora else method
