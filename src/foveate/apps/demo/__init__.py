@@ -16,7 +16,8 @@ def find(name: str) -> Path:
         import foveate_models
     except ImportError:
         raise ValueError(
-            "the built-in models are not installed: pip install 'foveate[models]', or name another model"
+            "the built-in models are not installed: pip install 'foveate[models]' (in a clone: pip install -e models) "
+            "or name another model"
         ) from None
     return foveate_models.find(name)
 
