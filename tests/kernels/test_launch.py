@@ -1,4 +1,4 @@
-"""Laws of launches and ops: each launch gets its own tensors, and what has no gradient says so."""
+"""Laws of launches and ops: each launch gets its own tensors, and an op without a gradient raises an error."""
 
 from types import SimpleNamespace
 
@@ -35,7 +35,7 @@ def compiled(monkeypatch):
 
 
 @pytest.mark.usefixtures("compiled")
-def test_a_launch_is_described_once_for_tensors_of_one_kind_and_gets_the_addresses_of_each_call():
+def test_a_launch_is_described_once_per_signature_and_gets_the_addresses_of_each_call():
     kernel, described = Kernel(), []
 
     @launcher
@@ -99,9 +99,9 @@ def test_a_recorded_function_runs_once_and_later_calls_repeat_its_allocations_an
 @pytest.mark.parametrize(
     ("body", "error"),
     [(lambda x: [x + 1], "cannot be recorded"), (lambda x: [x.mT.contiguous()], "cannot be recorded"),
-     (lambda x: [x], "only tensors that it made"), (lambda x: [torch.empty_like(x)[:1]], "not views")],
+     (lambda x: [x], "tensors that it allocates"), (lambda x: [torch.empty_like(x)[:1]], "not arguments or views")],
 )  # fmt: skip
-def test_what_cannot_be_repeated_is_an_error(body, error):
+def test_recording_other_operations_or_returning_arguments_or_views_raises_an_error(body, error):
     with pytest.raises(ValueError, match=error):
         recorded(body)(torch.ones(2, 3))
 
