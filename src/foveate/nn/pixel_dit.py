@@ -30,37 +30,38 @@ MODELS: dict[str, dict[str, int]] = {
 }
 """Depth and width by name; a head has 64 channels."""
 ATTENTIONS = "log-linear", "dense"
-FREQUENCIES = 256  # that a noise level is told by
-SPAN = 64  # rows and columns of a square picture, however many tokens it has
+FREQUENCIES = 256  # channels of the sinusoidal embedding of the noise level
+SPAN = 64  # side of a square image in units of the rotary embedding, at any number of tokens
 
 
 class PixelDiT(ModelMixin, ConfigMixin):
-    """Velocity of noisy pictures, whose pixels, or patches of pixels, are the tokens.
+    """Diffusion transformer that predicts the velocity of noisy images. Tokens are pixels or patches of pixels.
 
-    Blocks are modulated by the noise level (adaLN-zero), queries and keys are normalised and turned by the row and the
-    column of their token (RoPE, half of the channels each), as parts of the picture: a small picture teaches a large
-    one where things belong. Tokens are brought into an order in which neighbours stay together, once at the entry, and
-    back at the exit. Words are keys that every token of every block reads besides.
+    The noise level modulates every block (adaLN-zero). Queries and keys are normalised and rotated by the row and the
+    column of their token (RoPE, half of the channels each). Positions are relative to the size of the image, so a
+    model trained on small images transfers to larger ones. Tokens are reordered along a curve before the first block
+    and restored to raster order after the last. Text tokens are additional keys and values in every block.
 
-    Both attentions have the same weights, and with every block picked and ``enrich=False`` give the same velocities.
+    Dense and log-linear attention have the same weights. If `top_k` covers all blocks and ``enrich=False``, they also
+    predict the same velocities.
 
     Args:
-        num_layers: Blocks.
-        num_attention_heads: Heads of a block.
+        num_layers: Number of blocks.
+        num_attention_heads: Number of heads per block.
         attention_head_dim: Channels of a head; a multiple of 4, 32 to 256.
-        in_channels: Channels of a picture.
-        patch_size: Pixels along each side of a token.
-        text_dim: Channels of a word's embedding; None for a model without words.
+        in_channels: Channels of an image.
+        patch_size: Side of a patch in pixels.
+        text_dim: Channels of a text embedding; None for a model without text.
         attention: "log-linear" or "dense".
-        order: Curve of `foveate.ops.curves.CURVES`. To dense attention all are alike.
-        top_k: As the following, of `foveate.ops.log_linear_attention`: nodes that each node picks.
+        order: Curve of `foveate.ops.curves.CURVES`. It does not affect dense attention.
+        top_k: Number of nodes that each node picks. This and the next options are those of `LogLinearAttention`.
         block_size: Tokens of a block: 16, 32 or 64.
-        levels: Pooled levels, 1 to 4; None decides by the number of tokens.
-        enrich: Read the means of nodes too; a number reads those of so many levels.
-        reweight: Let a mean count as often as it has tokens.
+        levels: Number of pooled levels, 1 to 4; None chooses by the number of tokens.
+        enrich: Whether to read the means of nodes. An integer n reads only those of levels 1 to n.
+        reweight: Whether a mean counts once for each of its tokens.
 
     Raises:
-        ValueError: If an option is out of its range.
+        ValueError: If an option is out of range.
 
     Examples:
         >>> model = PixelDiT(num_layers=2, num_attention_heads=2)
@@ -97,7 +98,7 @@ class PixelDiT(ModelMixin, ConfigMixin):
         if order not in CURVES:
             raise ValueError(f"unknown order {order!r}: choose one of {', '.join(CURVES)}")
         if attention_head_dim % 4:
-            raise ValueError(f"rows and columns share a head in pairs: use a multiple of 4, not {attention_head_dim}")
+            raise ValueError(f"attention_head_dim={attention_head_dim} does not fit 2D RoPE: use a multiple of 4")
         if patch_size < 1 or num_layers < 1:
             raise ValueError(f"patch_size and num_layers must be 1 or more, not {patch_size} and {num_layers}")
         dim, pixels = num_attention_heads * attention_head_dim, in_channels * patch_size**2
@@ -117,10 +118,10 @@ class PixelDiT(ModelMixin, ConfigMixin):
             block.attn.attend = block.attn.processor = PixelAttnProcessor(block.attn.attend)
             block.attn.inner_dim, block.attn.head_dim = dim, attention_head_dim
         self.gradient_checkpointing = False
-        self._start()
+        self._init_weights_for_training()
 
-    def _start(self) -> None:
-        """Weights to train from: every block begins as the identity, the velocity as zero."""
+    def _init_weights_for_training(self) -> None:
+        """Initialize the weights for training: every block is the identity and the velocity is zero."""
         for module in self.modules():
             if isinstance(module, nn.Linear):
                 nn.init.xavier_uniform_(module.weight)
@@ -135,20 +136,20 @@ class PixelDiT(ModelMixin, ConfigMixin):
         encoder_hidden_states: Float[Tensor, "batch words text_dim"] | None = None,
         return_dict: bool = True,
     ) -> Transformer2DModelOutput | tuple[Float[Tensor, "batch channels height width"]]:
-        """The velocity, from picture to noise.
+        """The predicted velocity, noise minus image.
 
         Args:
-            hidden_states: Noisy pictures of any size.
-            timestep: Their noise levels, from 0 (picture) to 1000 (noise).
-            encoder_hidden_states: Embeddings of words, for a model that was made with `text_dim`.
-            return_dict: Return it as `sample` of an object, not in a tuple.
+            hidden_states: Noisy images; each side is a multiple of `patch_size`.
+            timestep: Noise level of each image, from 0 (image) to 1000 (noise).
+            encoder_hidden_states: Text embeddings, if and only if the model has a `text_dim`.
+            return_dict: Whether to return a `Transformer2DModelOutput` instead of a tuple.
 
         Raises:
-            ValueError: If patches do not fill the picture, or there are words and no `text_dim`, or the reverse.
+            ValueError: If patches do not fill the image, or text embeddings are missing or not supported.
         """
         patch, (height, width) = self.config.patch_size, hidden_states.shape[2:]
         if height % patch or width % patch:
-            raise ValueError(f"{height} x {width} px is no multiple of the patches of {patch} px: change the size")
+            raise ValueError(f"{height} x {width} px is not a multiple of the patch size, {patch} px: change the size")
         if (encoder_hidden_states is None) != (self.text_in is None):
             needs = "needs" if self.text_in is not None else "was made without text_dim and takes no"
             raise ValueError(f"this model {needs} encoder_hidden_states")
@@ -186,17 +187,17 @@ class PixelBlock(nn.Module):
         text: Float[Tensor, "batch words dim"] | None,
     ) -> Float[Tensor, "batch tokens dim"]:
         """The tokens after the block."""
-        seen, gate, shift, scale, ff_gate = self.norm1(x, emb=time)
-        x = x + gate[:, None] * self.attn(seen, rope=rope, context=text)
-        seen = self.norm2(x) * (1 + scale[:, None]) + shift[:, None]
-        return x + ff_gate[:, None] * self.ff(seen)
+        normed, gate, shift, scale, ff_gate = self.norm1(x, emb=time)
+        x = x + gate[:, None] * self.attn(normed, rope=rope, context=text)
+        normed = self.norm2(x) * (1 + scale[:, None]) + shift[:, None]
+        return x + ff_gate[:, None] * self.ff(normed)
 
 
 class PixelAttnProcessor:
-    """The attention of one layer: the model's own, or by the plan that `foveate.apply` attaches.
+    """Attention of one layer: the model's default attention, or the plan that `foveate.apply` attaches.
 
     Args:
-        own: What the model was made with.
+        own: Default attention function, called while no plan is attached.
     """
 
     _attention_backend = None
@@ -206,7 +207,7 @@ class PixelAttnProcessor:
         self.own = own
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Any:
-        """(output, ...) as `foveate.ops.log_linear_attention` returns it."""
+        """(output, log-sum-exp, selection), as `foveate.ops.log_linear_attention` returns them."""
         plan: Any = self._parallel_config
         if plan is None:
             return self.own(q, k, v, **options)
@@ -216,7 +217,7 @@ class PixelAttnProcessor:
 
 
 class DenseAttention(LogLinearAttention):
-    """The same weights, with every token reading every other."""
+    """Dense attention with the weights of `LogLinearAttention`."""
 
     def __init__(self, dim: int, heads: int, **options: Any) -> None:
         super().__init__(dim, heads, **options)
@@ -226,20 +227,20 @@ class DenseAttention(LogLinearAttention):
 def attend_densely(
     q: Tensor, k: Tensor, v: Tensor, *, extra_k: Tensor | None, extra_v: Tensor | None, **nothing: None
 ) -> tuple[Tensor, None, None]:
-    """Every token reads every other and all that is extra; what `LogLinearAttention.attend` is called with."""
+    """Dense attention to all tokens and all extra tokens, with the signature of `LogLinearAttention.attend`."""
     if extra_k is not None and extra_v is not None:
         k, v = torch.cat([k, extra_k], 2), torch.cat([v, extra_v], 2)
     return F.scaled_dot_product_attention(q, k, v), None, None
 
 
-@torch.compiler.assume_constant_result  # it follows from the size
+@torch.compiler.assume_constant_result  # depends only on the size
 def layout(
     curve: str, height: int, width: int, head_dim: int, device: torch.device
 ) -> tuple[Int[Tensor, "tokens"], Int[Tensor, "tokens"], Float[Tensor, "tokens dim"], Float[Tensor, "tokens dim"]]:
-    """How the tokens of a grid are ordered, how they come back, and (cos, sin) to turn those in order by.
+    """(order, inverse order, cos, sin) of the tokens of a grid; cos and sin are in the new order.
 
-    The first half of a head's channels turns by the row of a token's middle, the second by its column, both in units
-    of which a square picture has `SPAN`.
+    The first half of a head's channels is rotated by the row of the token's centre, the second half by its column.
+    A square image is `SPAN` units high and wide.
     """
     order, step = grid_order(curve, height, width, device=device), SPAN / math.sqrt(height * width)
     by_row, by_column = (

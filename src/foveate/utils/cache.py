@@ -44,7 +44,7 @@ class WeakTensorCache(Generic[T]):
         entries = self._entries.setdefault(last, {})
         entry = *map(id, others), key
         if entry not in entries:
-            entries[entry] = others, make()  # holds the others, so that no new tensor gets one of their ids
+            entries[entry] = others, make()  # keeps the other tensors alive, so that no new tensor gets their ids
         return entries[entry][1]
 
 
@@ -55,30 +55,30 @@ def cached_by_tensor(make: Callable[Concatenate[Tensor, P], T]) -> Callable[Conc
     that was changed in place is read again.
     """
     cache = WeakTensorCache[T]()
-    lasting: Callable[..., T] = persistent(make)
+    persistent_make: Callable[..., T] = persistent(make)
 
     @wraps(make)
     def wrapper(tensor: Tensor, *args: P.args, **kwargs: P.kwargs) -> T:
         version = None if tensor.is_inference() else tensor._version
-        return cache.get([tensor], (version, args, *kwargs.items()), lambda: lasting(tensor, *args, **kwargs))
+        return cache.get([tensor], (version, args, *kwargs.items()), lambda: persistent_make(tensor, *args, **kwargs))
 
     return wrapper
 
 
 class FixedMemory:
-    """Keeps tensors that are computed again and again at one address.
+    """Keeps tensors that are recomputed often at fixed addresses.
 
-    CUDA graphs that `torch.compile` records read the tensors of a module where they were, and are recorded anew for
-    tensors at another address.
+    CUDA graphs of `torch.compile` read the tensors of a module at recorded addresses. Other addresses make it record
+    the graphs again.
     """
 
     def __init__(self) -> None:
         self._held: tuple[Tensor, ...] = ()
 
     def hold(self, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """Copies, in the memory of those of the last call if they fit there.
+        """Copies of the tensors, in the memory of the previous copies if shapes, dtypes and devices match.
 
-        While gradients are enabled the tensors themselves: a backward pass may need those of the last call.
+        Returns the tensors themselves while gradients are enabled: a backward pass may need the previous copies.
         """
         if torch.is_grad_enabled():
             return tensors

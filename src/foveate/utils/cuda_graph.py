@@ -14,11 +14,11 @@ _RECORDING = Lock()
 
 
 def record_graph(function: Callable[[], T], pool: Any = None) -> tuple[Callable[[], None], T]:
-    """What replays a function as a CUDA graph, and the function's output, which every replay overwrites.
+    """Record a function as a CUDA graph. Returns (replay, output); every replay overwrites the output.
 
     Args:
-        function: The function. It must have run before, so that its kernels are compiled.
-        pool: Memory pool that graphs share; None gives the graph memory of its own.
+        function: Function to record. It must have run before, so that its kernels are compiled.
+        pool: Memory pool to share with other graphs; None for a private pool.
     """
     graph = torch.cuda.CUDAGraph()
     torch.cuda.current_blas_handle()  # cuBLAS cannot create a thread's handle during capture

@@ -1,5 +1,5 @@
 # pyright: basic
-"""The machine of a run: choice of device and dtype, and versions."""
+"""Choice of device and dtype, and versions of the software and hardware of a run."""
 
 import platform
 import re
@@ -49,12 +49,12 @@ def choose_dtype(dtype: str, device: torch.device) -> torch.dtype:
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """Such as "bfloat16"."""
+    """Name of a dtype, such as "bfloat16"."""
     return str(dtype).removeprefix("torch.")
 
 
 def versions() -> dict[str, str]:
-    """Versions of packages and Python, the system, its CPU and GPU, and the commit where it is known."""
+    """Versions of packages and Python, the operating system, CPU, GPU and, if known, the commit."""
     found = {"foveate": foveate.__version__, "commit": _commit()}
     for package in ("torch", "triton", "diffusers", "transformers"):
         try:

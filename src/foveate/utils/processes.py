@@ -1,5 +1,5 @@
 # pyright: basic
-"""The processes that torchrun or accelerate launch started."""
+"""Processes started by `torchrun` or `accelerate launch`."""
 
 import os
 import socket
@@ -24,12 +24,12 @@ T = TypeVar("T")
 
 
 def join(device: str = "auto") -> "PartialState":
-    """State of this process among those that were launched together; a single process is the main process.
+    """Distributed state of this process. A single process is the main process.
 
     Call it before anything else, in every process. Later calls return the same state.
 
     Args:
-        device: "auto" or "cpu" for several processes, each of which takes the GPU of its local rank.
+        device: Device name. For several processes "auto" or "cpu"; with "auto" each uses the GPU of its local rank.
 
     Raises:
         ValueError: If several processes are to share one device.
@@ -44,32 +44,32 @@ def join(device: str = "auto") -> "PartialState":
     cpu = device == "cpu" or (launched and not torch.cuda.is_available())
     # sizes and objects go over gloo, so that the GPU never waits for them
     backend: dict[str, Any] = {"backend": "cpu:gloo,cuda:nccl"} if launched and not cpu else {}
-    return PartialState(cpu=cpu, timeout=timedelta(days=1), **backend)  # those who are done wait for the others
+    return PartialState(cpu=cpu, timeout=timedelta(days=1), **backend)  # processes that finish early wait
 
 
 def rank_name() -> str:
-    """Such as "rank 3 of 8 on gpu-node-2", counted from 0 as torchrun does; empty for a single process."""
+    """Name such as "rank 3 of 8 on gpu-node-2", with ranks from 0; empty for a single process."""
     rank, ranks = (os.environ.get(name, "0") for name in ("RANK", "WORLD_SIZE"))
     return f"rank {rank} of {ranks} on {socket.gethostname()}" if int(ranks) > 1 else ""
 
 
 def leave() -> None:
-    """Leave the process group and end this process, at the end of the work; a no-op for a single process."""
+    """Leave the process group and exit. No-op for a single process."""
     if dist.is_available() and dist.is_initialized():
         dist.destroy_process_group()
         sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(0)  # gloo's threads may ask for the interpreter while it ends, which aborts the process
+        os._exit(0)  # gloo threads may use the interpreter during shutdown, which aborts the process
 
 
 def divide(items: Sequence[T], *, together: bool = False) -> list[T]:
-    """The items that this process is to work on.
+    """Items assigned to this process.
 
-    The list of the main process counts: what is missing from a folder changes while others write into it.
+    All processes use the list of the main process, because lists read from a shared folder can differ.
 
     Args:
         items: All items.
-        together: Whether all processes work on every item.
+        together: Whether all processes get all items.
     """
     from accelerate.utils import broadcast_object_list
 
@@ -81,7 +81,7 @@ def divide(items: Sequence[T], *, together: bool = False) -> list[T]:
 
 
 def check_shared(folder: Path) -> None:
-    """Raise a ValueError unless all processes see the same folder; the main process makes it."""
+    """Raise a ValueError unless all processes see the same folder. The main process creates it."""
     from accelerate.utils import broadcast_object_list, gather_object
 
     state = join()
@@ -91,8 +91,8 @@ def check_shared(folder: Path) -> None:
     if state.is_main_process:
         write_whole(folder / probe, b"")
     state.wait_for_everyone()
-    seen = gather_object([(folder / probe).exists()])
+    visible = gather_object([(folder / probe).exists()])
     if state.is_main_process:
         (folder / probe).unlink()
-    if not all(seen):
+    if not all(visible):
         raise ValueError(f"not all nodes see {folder} of the first one: name a folder they share")
