@@ -159,7 +159,7 @@ class AttentionPlan(NamedTuple):
         tables: Attention patterns over [text | image in this order], of one shape; layers take turns.
         title: Name in `summary()` and on pages.
         nominal_sparsity: Fraction of image-to-image attention that is skipped, as papers count it.
-        tile_maps: For each table the tile of every token of the generated image, -1 in the centre, for drawing; None
+        tile_maps: For each table the tile of every token of the generated image, -1 in the centre, for plots; None
             where there are no tiles.
     """
 

@@ -1,4 +1,4 @@
-"""How much attention each token of a context receives from the prompt after it."""
+"""Attention that each token of a context receives from the prompt after it."""
 
 from typing import Literal
 

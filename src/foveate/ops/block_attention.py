@@ -49,7 +49,7 @@ def block_attention(
     Float[Tensor, "batch heads queries head_dim"]
     | tuple[Float[Tensor, "batch heads queries head_dim"], Float[Tensor, "batch heads queries"]]
 ):
-    """Softmax attention in which every query block sees only the key blocks that the table lists for it.
+    """Softmax attention in which every query block reads only the key blocks that the table lists for it.
 
     Differentiable once in q, k and v, also through the LSE. Works with `torch.compile(fullgraph=True)`: the table is
     data, so layers with tables of one shape share one graph.

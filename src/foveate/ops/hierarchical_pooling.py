@@ -350,7 +350,7 @@ def children(picks: Int[Tensor, "rows picks"], nodes: int, block: int) -> Int[Te
 
 
 def _best(scores: Tensor, alive: Tensor, top_k: int) -> Tensor:
-    """Places of the `top_k` largest scores of each row, ascending; ties go to the first.
+    """Indices of the `top_k` largest scores of each row, ascending; ties go to the first.
 
     If fewer are alive, the list is filled up with the number of scores, which is past the end.
     """

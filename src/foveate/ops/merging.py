@@ -48,7 +48,7 @@ class Regions(NamedTuple):
         inverse: Position of each raster token.
         groups: The regions in this order; consecutive regions of one shape form a group.
         grid: (rows, columns) of the generated image in tokens, or (frames, rows, columns) of a video.
-        picked: Raster indices of the destinations in the generated image, for drawing: those of the first sample in
+        picked: Raster indices of the destinations in the generated image, for plots: those of the first sample in
             the model's last group of blocks. None before there is a plan.
     """
 
@@ -76,7 +76,7 @@ class Regions(NamedTuple):
     @property
     @persistent
     def tile_maps(self) -> tuple[Int[Tensor, "*grid"], ...]:
-        """The region of every token of the generated image, for drawing."""
+        """The region of every token of the generated image, for plots."""
         number = torch.arange(sum(group.number for group in self.groups))
         sizes = torch.tensor([group.tokens for group in self.groups for _ in range(group.number)])
         regions = number.repeat_interleave(sizes)[self.inverse.cpu()]

@@ -1,4 +1,4 @@
-"""Queries, keys and values in another order of tokens, rotated on the way."""
+"""Reordering of queries, keys and values, with the rotary embedding in the same pass."""
 
 import torch
 from jaxtyping import Float, Int

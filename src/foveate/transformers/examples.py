@@ -1,4 +1,4 @@
-"""Files of in-context learning: pools of examples, and blocks that were made of them."""
+"""Files of in-context learning: pools of examples and blocks of examples."""
 
 import csv
 import io

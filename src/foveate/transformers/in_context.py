@@ -122,7 +122,7 @@ def ensemble(
     weights: Float[Tensor, "blocks *#questions"] | Sequence[float] | None = None,
     mix: Mix = "moe",
 ) -> Float[Tensor, "*questions answers"]:
-    """Probabilities of the answers, mixed from blocks that are asked separately.
+    """Probabilities of the answers, mixed from blocks that are prompted separately.
 
     Args:
         scores: Log-probabilities of the answers for each block: `PrefilledContext.score`, or a stack of them.
@@ -152,7 +152,7 @@ def ensemble(
 
 
 class PromptedModel(NamedTuple):
-    """A model that has read blocks of examples, asked in text; made by `prompt_with`.
+    """A model with blocks of examples in its context, prompted with text. Created by `prompt_with`.
 
     Attributes:
         tokenizer: Tokenizer of the model.

@@ -38,7 +38,7 @@ INCOMPLETE = re.compile(rf"({CHUNK.pattern}|{DOCUMENT.pattern})\.[0-9a-f]{{32}}\
 
 
 class BuildReport(NamedTuple):
-    """What `ChunkIndex.build` has done.
+    """Result of `ChunkIndex.build`.
 
     Attributes:
         encoded: Number of chunks that this process has encoded.
@@ -299,7 +299,7 @@ class ChunkIndex:
         return chunk.quantized() if self._files[passage].endswith(EIGHT_BIT) else chunk
 
     def _write(self, file: str, content: bytes) -> bool:
-        """Write the file of a chunk if there is room for it. Whether there was."""
+        """Write the file of a chunk if there is room for it. Returns whether it was written."""
         if room := self.max_disk == inf or self.nbytes + len(content) <= self.max_disk:
             self._folder.write(file, content)
         return room

@@ -1,5 +1,5 @@
 # pyright: basic, reportPrivateImportUsage=false
-"""Causal language models: loaded, checked for what cached chunks need, and asked to generate."""
+"""Causal language models: loading, checks of what cached chunks need, and generation."""
 
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -284,7 +284,7 @@ class LanguageModel:
         return config.num_hidden_layers, batch, config.num_key_value_heads, rows, self.head_dim
 
     def row_cache(self, batch: int, rows: int) -> RowCache:
-        """A cache for so many contexts and rows, to be filled, and to be given back after use."""
+        """A cache with room for this many contexts and rows. Fill it first; return it with `give_back` after use."""
         capacity = rows + SPARE_ROWS
         capacity += -capacity % CAPACITY_STEP
         for cache in self._spare.copy():
@@ -322,7 +322,7 @@ class LanguageModel:
         num_return_sequences: int = 1,
         **options: Any,
     ) -> list[str]:
-        """What `model.generate` continues texts with, all of them in one loop, greedy by default.
+        """Continuations of texts by `model.generate`, generated as one batch, greedy by default.
 
         Args:
             texts: Token ids of each whole text so far.

@@ -1,5 +1,5 @@
 # pyright: basic
-"""Which passages to read for a question: by its words, by its meaning, or as another library's retriever says."""
+"""Selection of passages for a question: by words, by meaning, or by the retriever of another library."""
 
 import re
 from bisect import bisect_right
@@ -116,7 +116,7 @@ def by_meaning(texts: tuple[str, ...], model: str) -> Ranking:
 
 
 def _retrieved(retriever: Any, question: str) -> Sequence[Any]:
-    """What a retriever of LangChain, LlamaIndex or Haystack, or a function of the question, finds for a question.
+    """Results of a retriever of LangChain, LlamaIndex or Haystack, or of a function, for a question.
 
     Raises:
         ValueError: If it is none of these, or finds nothing.
