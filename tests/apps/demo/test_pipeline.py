@@ -124,7 +124,7 @@ def test_a_lora_halves_the_error_of_its_method(name):
 
 @pytest.mark.slow
 def test_the_pixel_model_draws_held_out_captions():
-    pixels = pipelines.load(str(find("pixel")), "cpu")
+    pixels = pipelines.load_pipeline(str(find("pixel")), "cpu")
     assert pixels.config.guidance_scale == 3
     asked = list(itertools.islice(scenes(5, evaluation=True), 6))
     request = Request("", (64, 64), 8, 1.0, 0)  # guidance would take twice the time
@@ -140,7 +140,7 @@ def test_the_video_model_draws_held_out_captions():
     asked = list(itertools.islice(moving_scenes(5, evaluation=True), 3))
     request = Request("", (64, 64), 8, 3.0, 0, frames=9)
     requests = [request._replace(prompt=moving.scene.caption, seed=seed) for seed, moving in enumerate(asked)]
-    videos = draw_batch(pipelines.load(str(find("video")), "cpu"), requests)
+    videos = draw_batch(pipelines.load_pipeline(str(find("video")), "cpu"), requests)
     seen = [recognise(load_recogniser(), torch.from_numpy(np.stack(v)).permute(0, 3, 1, 2))[0] for v in videos]
     verdicts = [judge_video(frames, moving) for frames, moving in zip(seen, asked, strict=True)]
     assert sum(v.found for v in verdicts) >= 0.6 * sum(v.objects for v in verdicts)
