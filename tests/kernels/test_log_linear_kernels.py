@@ -76,10 +76,9 @@ CHANGES = {"exclude_selected": True}, {"exclude_selected": True} | MASKED, {"rew
         *((60, 1, 3, change) for change in CHANGES[1:]),
         *(
             slow(*size, {"dim": 16} | half)
-            for size in ((256, 2, 1), (1000, 1, 3), (1000, 3, 8))
-            for half in ({}, HALF)
+            for *size, half in ((256, 2, 1, HALF), (1000, 1, 3, {}), (1000, 3, 8, HALF))
         ),
-        *(slow(*size, {"batch": 2, "extra": 40} | MASKED) for size in ((17, 1, 1), (600, 2, 5), (1000, 3, 2))),
+        *(slow(*size, {"batch": 2, "extra": 40} | MASKED) for size in ((17, 1, 1), (600, 2, 5))),
         *(
             slow(270, levels, 3, {"block": block, "dim": dim})
             for block, dim, levels in ((32, 40, 2), (64, 32, 1), (64, 96, 2), (16, 80, 4))
@@ -102,7 +101,7 @@ def test_the_tile_sizes_that_are_compiled_equal_float64(levels, dim):
     ("tokens", "levels", "more"),
     [
         (256, 1, {}),
-        slow(4096, 2, {}),
+        slow(1024, 2, {}),
         slow(768, 1, {"reweight": False, "extra": 3} | HALF),
         slow(768, 2, {"enriched": 1}),
     ],
