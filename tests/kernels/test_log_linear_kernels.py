@@ -101,7 +101,7 @@ def test_the_tile_sizes_that_are_compiled_equal_float64(levels, dim):
     ("tokens", "levels", "more"),
     [
         (256, 1, {}),
-        slow(1024, 2, {}),
+        slow(4096, 2, {}),
         slow(768, 1, {"reweight": False, "extra": 3} | HALF),
         slow(768, 2, {"enriched": 1}),
     ],

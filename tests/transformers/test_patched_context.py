@@ -313,7 +313,7 @@ def test_threads_that_share_a_context_get_the_answers_of_one_thread_bit_for_bit(
             return torch.cat([torch.tensor([hash(text) % 997.0]), patched.logits().flatten()])
 
     questions = [
-        (pool.choice([*METHODS, "score", "foreign"]), pool.choice(PROMPTS)) for _ in range(100 if slow else 12)
+        (pool.choice([*METHODS, "score", "foreign"]), pool.choice(PROMPTS)) for _ in range(40 if slow else 12)
     ]
     with torch.no_grad():
         alone = [answer(question) for question in questions]
