@@ -347,7 +347,7 @@ def with_row(row):
         (lambda: SubCP(query_bonus=float("inf")), "finite and 0 or more, not inf"),
         (lambda: SubCP().select(pool(0, 9), 2, queries=pool(0, 1)[0]), r"a row for each query .*, not \[5\]"),
         (lambda: SubCP().select(pool(0, 9), 2, queries=pool(0, 1, 4)),
-         "embedding of a query has 4 dims and that of an example 5: make both with the same model"),
+         "embedding of a query has 4 dims, but examples have 5: make both with the same model"),
         (lambda: SubCP().select(pool(0, 9), 2, represent=pool(0, 3, 4)), "embedding of a represented item has 4 dims"),
         (lambda: SubCP(blocks=2).partition(pool(0, 99)).weights(torch.ones(4)), "embedding of a query has 4 dims"),
     ],

@@ -72,7 +72,7 @@ def read_method(text: str) -> Method | ComposedMethod:
     """The method of "hilberta:tiles=16,centre=0", or the methods of "hilberta:tiles=16+toma:keep=0.5,tile=(8,8)".
 
     Raises:
-        ValueError: If it cannot be read, or the methods do not fit each other.
+        ValueError: If the text cannot be read, or the methods cannot be combined.
     """
     parts = [part.partition(":") for part in text.split("+")]
     methods = tuple(method_from_text(name, options_in(options)) for name, _, options in parts)

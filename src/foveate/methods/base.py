@@ -1,4 +1,4 @@
-"""The interfaces of methods for denoisers: sparse attention and token merging, with the options that all share."""
+"""Interfaces of methods for denoisers, sparse attention and token merging, and their common options."""
 
 from abc import abstractmethod
 from collections.abc import Iterable, Sequence
@@ -52,7 +52,7 @@ class Method:
     min_tokens: int = 0
 
     def __new__(cls, *args: object, **options: object):
-        """Refuse options that the method does not have, with the most similar one that it has."""
+        """Reject unknown options and suggest the most similar known one."""
         check_names(cls, options)
         return super().__new__(cls)
 
@@ -105,7 +105,7 @@ class Method:
         return frozenset(layers)
 
     def check_tokens(self, tokens: int) -> None:
-        """Checks that an image has at least `min_tokens` tokens.
+        """Check that an image has at least `min_tokens` tokens.
 
         Raises:
             DenseFallback: If it has fewer.
@@ -115,7 +115,7 @@ class Method:
 
     @property
     def always(self) -> bool:
-        """Whether the method is active in every step, so that the current step need not be known."""
+        """Whether the method is active in every step, whatever the step number."""
         return (self.start_percent, self.end_percent) == (0, 1)
 
     def covers(self, progress: float) -> bool:
@@ -124,7 +124,7 @@ class Method:
 
 
 class ComposedMethod(NamedTuple):
-    """Several methods that are applied together.
+    """Several methods applied together.
 
     Attributes:
         parts: The methods.
@@ -158,9 +158,9 @@ class AttentionPlan(NamedTuple):
             Token merging never crosses the border of a part.
         tables: Attention patterns over [text | image in this order], of one shape; layers take turns.
         title: Name in `summary()` and on pages.
-        nominal_sparsity: Fraction of image-to-image attention that is skipped, as papers count it.
-        tile_maps: For each table the tile of every token of the generated image, -1 in the centre, for plots; None
-            where there are no tiles.
+        nominal_sparsity: Skipped fraction of image-to-image attention, as papers count it.
+        tile_maps: Tile of every token of the generated image for each table, -1 in the centre, for plots; None without
+            tiles.
     """
 
     orders: tuple[Int[Tensor, "image"], ...]
@@ -173,17 +173,17 @@ class AttentionPlan(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class SparseAttention(Method):
-    """A method that reorders the image tokens and restricts attention, by block tables or by what queries select."""
+    """A method that reorders image tokens and restricts attention, by block tables or by selections of the queries."""
 
     def check_head_dim(self, head_dim: int) -> None:
-        """Checks that the method supports heads of `head_dim` channels.
+        """Check that the method supports heads of `head_dim` channels.
 
         Raises:
             DenseFallback: If it does not.
         """
 
     def for_use_with_merging(self) -> "SparseAttention":
-        """The method to use together with token merging, which needs one token order for all layers.
+        """Variant for use with token merging, which needs one token order for all layers.
 
         Raises:
             ValueError: If it orders tokens differently from layer to layer.
@@ -211,7 +211,7 @@ def stacked(grid: Grid) -> tuple[int, int]:
 
 
 def whole_sides(name: str, value: Sequence[float], *counts: int) -> tuple[int, ...]:
-    """An option that gives the sides of a window, as a tuple.
+    """Sides of a window from an option, as a tuple.
 
     Args:
         name: Name of the option.
@@ -219,7 +219,7 @@ def whole_sides(name: str, value: Sequence[float], *counts: int) -> tuple[int, .
         counts: Allowed numbers of sides.
 
     Raises:
-        ValueError: If it is not so many positive whole numbers.
+        ValueError: If the value is not an allowed number of positive whole numbers.
     """
     if len(value) not in counts or any(int(side) != side or side < 1 for side in value):
         number = " or ".join({2: "two", 3: "three"}[count] for count in counts)
@@ -232,9 +232,9 @@ class TokenMerging(Method):
     """A method that runs layers on fewer image tokens.
 
     Attributes:
-        keep: Fraction of the image tokens that is kept, above 0 and up to 1. Papers give the fraction removed.
+        keep: Fraction of image tokens to keep, above 0 and up to 1. Papers give the fraction removed.
         granularity: "module" merges and unmerges around each module of a block. "block" merges before the first of
-            several blocks and unmerges the change that they made after the last.
+            several blocks and unmerges their change after the last.
         skip: Number of leading blocks of each kind that stay dense. None: the first five double blocks of FLUX; a
             third of the blocks of other kinds, at most five; no block in UNets.
         merge_attn: With granularity="module", merge for self-attention (in single-stream blocks also for the
@@ -243,7 +243,7 @@ class TokenMerging(Method):
         merge_mlp: With granularity="module", merge for the feed-forward. None: everywhere except in FLUX.
         dst_every: Number of steps that share destinations.
         weights_every: Number of steps that share weights; a divisor of `dst_every`.
-        merge_every: Merge in one of this many steps; the others are dense.
+        merge_every: Merge in every n-th step only; the others are dense.
     """
 
     keep: float = 0.5
@@ -291,18 +291,18 @@ class TokenMerging(Method):
         return f"{type(self).__name__} keep={self.keep:g}{self.non_defaults(others)}"
 
     def merging_blocks(self, count: int, skip: int, first: int = 0) -> list[bool]:
-        """Whether each of the blocks of a kind merges.
+        """Merge flags of the blocks of one kind.
 
         Args:
             count: Number of blocks.
             skip: Number of leading blocks that stay dense unless `self.skip` says otherwise; see `default_skip`.
-            first: Number of the first of them among the attention layers of the model, for `dense_layers`.
+            first: Attention layer number of the first block, for `dense_layers`.
         """
         skip, dense = skip if self.skip is None else self.skip, self.dense_layer_set()
         return [i >= skip and first + i not in dense for i in range(count)]
 
     def periods(self, step: int) -> tuple[int, int]:
-        """Numbers of the destinations and of the weights that a step uses. Steps share what has the same number."""
+        """Period numbers of the destinations and the weights of a step; steps of the same period share them."""
         return step // self.dst_every, step // self.weights_every
 
     def at(self, depth: float) -> "TokenMerging":
@@ -311,7 +311,7 @@ class TokenMerging(Method):
 
     @abstractmethod
     def regions(self, grids: tuple[Grid, ...], *, device: str = "cpu") -> Regions:
-        """The order of the image tokens and the regions within which they merge.
+        """Order of the image tokens and the regions within which they merge.
 
         Args:
             grids: (rows, columns) of the generated image, then of each reference image, in tokens; a video has
@@ -326,7 +326,7 @@ class TokenMerging(Method):
         """Merge regions in the order of a sparse attention plan, within the borders of its tiles.
 
         Args:
-            plan: Plan of the sparse attention that is applied together with this method.
+            plan: Plan of the sparse attention applied together with this method.
             grid: (rows, columns) of the generated image, in tokens.
 
         Raises:
@@ -336,10 +336,10 @@ class TokenMerging(Method):
 
     @abstractmethod
     def plan(self, features: Tensor, regions: Regions, destinations: tuple[Tensor, ...] | None = None) -> AnyMerge:
-        """How the tokens of each region are merged and unmerged.
+        """Merge and unmerge weights of the tokens of each region.
 
         Args:
-            features: Token features whose similarity decides [batch, image, dim], in the order of the regions.
+            features: Token features to compare [batch, image, dim], in the order of the regions.
             regions: Merge regions of this image.
             destinations: Destinations of an earlier plan (`Merge.chosen`), which get new weights. None picks new ones.
         """
@@ -350,16 +350,16 @@ def default_skip(blocks: int, *, double: bool = False) -> int:
 
     Args:
         blocks: Number of blocks of the kind.
-        double: Whether they are the double blocks of a model that also has single blocks, as FLUX.
+        double: Whether these are the double blocks of a model that also has single blocks, such as FLUX.
     """
     return min(5, blocks if double else blocks // 3)
 
 
 def sparse_and_merging(methods: Sequence[Method]) -> tuple[SparseAttention | None, TokenMerging | None]:
-    """The method of sparse attention and the method of token merging among methods to apply, as they run together.
+    """Sparse attention and token merging among the methods to apply, adapted to run together.
 
     Raises:
-        ValueError: If the methods do not fit each other.
+        ValueError: If the methods cannot be combined.
     """
     sparse = next((method for method in methods if isinstance(method, SparseAttention)), None)
     merging = next((method for method in methods if isinstance(method, TokenMerging)), None)

@@ -18,21 +18,21 @@ def deduplicate(
     max_similarity: float,
     classes: Int[Tensor, "examples"] | None = None,
 ) -> list[Int[Tensor, "block"]]:
-    """The blocks after exchanges that leave no two examples of a block with a cosine above `max_similarity`.
+    """Exchange examples until no two examples of a block have a cosine above `max_similarity`.
 
-    An example that is too similar to another one of its block changes places with the most similar example elsewhere
-    that reduces the number of such pairs. Later examples of a block are exchanged first. Exchanges are made one at a
-    time while each helps, so that a solution may be missed.
+    An example too similar to another one of its block changes places with the most similar example elsewhere that
+    reduces the number of too similar pairs. Later examples of a block are exchanged first. The search is greedy, one
+    exchange at a time, and may miss a solution.
 
     Args:
         blocks: Indices of the examples of each block.
         spare: Indices of examples in no block, which may be exchanged into one.
         pool: Embeddings of unit length.
         max_similarity: Largest cosine allowed within a block.
-        classes: Class of each example. Only examples of the same class change places. None allows all.
+        classes: Class of each example. Only examples of the same class change places. None allows all exchanges.
 
     Raises:
-        ValueError: If such pairs remain.
+        ValueError: If too similar pairs remain.
     """
     state = _Exchange([*(block.tolist() for block in blocks), list(spare)], pool, max_similarity, classes)
     exchanged = True
@@ -50,7 +50,7 @@ def deduplicate(
 
 
 class _Exchange:
-    """Examples in parts: the blocks and, last, the spare examples, which may be as similar as they like."""
+    """Examples in parts: the blocks and, last, the spare examples, whose similarity is not limited."""
 
     def __init__(
         self,
@@ -69,7 +69,7 @@ class _Exchange:
             self._count(number)
 
     def exchange(self, example: int) -> bool:
-        """Exchanges it with the most similar example that leaves fewer pairs. False if there is none."""
+        """Exchange an example for the most similar one that leaves fewer pairs. False if there is none."""
         number, spare = int(self.part_of[example]), len(self.parts) - 1
         similarity = rounded(self.pool @ self.pool[example])
         too_similar = (similarity > self.limit).long()

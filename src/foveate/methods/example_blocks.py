@@ -30,9 +30,9 @@ class Report(NamedTuple):
         inside: Mean cosine of two examples of the same block; 0 without a pair.
         between: Mean cosine of two examples of different blocks; 0 without a pair.
         duplicates: Number of chosen examples that equal an earlier one.
-        label_distance: Mean total variation distance between the labels of a block and those of the pool; None without
-            labels.
-        missing: Mean number of labels of the pool that are missing in a block; None without labels.
+        label_distance: Mean total variation distance between the label distributions of a block and of the pool; None
+            without labels.
+        missing: Mean number of the pool's labels that are missing from a block; None without labels.
     """
 
     worst_coverage: float
@@ -57,7 +57,7 @@ class Blocks(NamedTuple):
     pool: Float[Tensor, "examples dim"]
 
     def report(self, labels: Sequence[Hashable] | None = None) -> Report:
-        """Statistics of the blocks; with the labels of the pool, also of their balance."""
+        """Statistics of the blocks; given the labels of the pool, also their label balance."""
         rows = [self.pool[block] for block in self.ids]
         served = torch.stack([best_similarity(self.pool, block) for block in rows])
         coverage, chosen = served.mean(1), torch.cat(rows)
@@ -87,12 +87,12 @@ class Blocks(NamedTuple):
         """Weight of each block for each query: softmax over blocks of the largest cosine / temperature.
 
         Raises:
-            ValueError: If a query is NaN, infinite or 0, or its dim is not that of the pool.
+            ValueError: If a query is NaN, infinite or 0, or its dim differs from the pool's.
         """
-        asked = torch.as_tensor(query)
-        near = unit_rows_like(torch.atleast_2d(asked), self.pool, "query") @ self.pool.T
+        queries = torch.as_tensor(query)
+        near = unit_rows_like(torch.atleast_2d(queries), self.pool, "query") @ self.pool.T
         best = torch.stack([near[:, block].amax(1) for block in self.ids])
-        return (best / temperature).softmax(0).view(-1, *asked.shape[:-1])
+        return (best / temperature).softmax(0).view(-1, *queries.shape[:-1])
 
     def _balance(self, labels: Sequence[Hashable]) -> tuple[float, float]:
         codes = classes_of(labels, self.pool).codes
@@ -128,19 +128,19 @@ def unit_rows_like(
     """`unit_rows` in the pool's dtype and on its device.
 
     Raises:
-        ValueError: As `unit_rows`, and if the dim is not that of the pool.
+        ValueError: As `unit_rows`, and if the dim differs from the pool's.
     """
     rows = unit_rows(embeddings, what)
     if rows.shape[1] != pool.shape[1]:
         raise ValueError(
-            f"the embedding of a {what} has {rows.shape[1]} dims and that of an example {pool.shape[1]}: "
+            f"the embedding of a {what} has {rows.shape[1]} dims, but examples have {pool.shape[1]}: "
             "make both with the same model"
         )
     return rows.to(pool)
 
 
 def rounded(similarity: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
-    """Similarities in steps of 1e-5, which makes comparisons independent of rounding errors."""
+    """Similarities in units of 1e-5, rounded so that comparisons do not depend on rounding errors."""
     return (similarity * 1e5).round()
 
 
@@ -159,7 +159,7 @@ class Classes(NamedTuple):
     names: list[Hashable]
 
     def of(self, chosen: Int[Tensor, "chosen"]) -> "Classes":
-        """The classes of some of the examples."""
+        """Classes of the chosen examples."""
         return self._replace(codes=self.codes[chosen])
 
     def quotas(self, n: int, equal: bool) -> Int[Tensor, "classes"]:
@@ -167,7 +167,7 @@ class Classes(NamedTuple):
 
         Args:
             n: Number of examples to select.
-            equal: Equally many of each class, instead of the proportions of the pool.
+            equal: Use equal class sizes instead of the pool's proportions.
 
         Raises:
             ValueError: If a class has too few examples.
@@ -188,10 +188,10 @@ class Classes(NamedTuple):
 
 
 def classes_of(labels: Sequence[Hashable], pool: Float[Tensor, "examples dim"]) -> Classes:
-    """The labels of a pool as numbers, on its device.
+    """Labels of a pool as numbers, on its device.
 
     Raises:
-        ValueError: If their number is not that of the examples.
+        ValueError: If labels and examples differ in number.
     """
     if len(labels) != len(pool):
         raise ValueError(f"there are {len(labels)} labels for {len(pool)} examples: give one for each")

@@ -38,14 +38,14 @@ class HilbertA(SparseAttention):
         slide: Where the tiles slide. "curve" is along the curve, as in the paper: tokens on both sides of a border
             between quadrants of the curve never share a tile. "diagonal" shifts the whole curve over the image, with
             wrap-around at the edges, so that neighbouring tokens share a tile in some layer; it does not combine with
-            token merging, which needs one token order for all layers. "auto" is "diagonal", but "curve" beside token
+            token merging, which needs one token order for all layers. "auto" is "diagonal", but "curve" with token
             merging and for "raster" and "serpentine", whose tiles are bands.
         centre: Side of the global central region, as a fraction of each side of the image. 0 switches it off.
         curve: Token order, one of `foveate.ops.curves.CURVES`.
         reference: Treatment of reference images (Kontext). "global" makes their tokens global, like text. "tiled"
             cuts each image along its own curve, and tile j of every image sees tile j of the others: sparser.
         align: Tile borders are rounded to multiples of this number of tokens. None takes 64, or 16 for tiles of fewer
-            than 128 tokens; that moves no border on grids of 64 x 64 and 128 x 128.
+            than 128 tokens; these move no border on grids of 64 x 64 and 128 x 128.
 
     Examples:
         >>> plan = HilbertA(tiles=16).plan(grids=((64, 64),), text=512)
@@ -81,7 +81,7 @@ class HilbertA(SparseAttention):
 
     @property
     def title(self) -> str:
-        """Name, number of tiles, and the options that change what HilbertA does without token merging."""
+        """Name, number of tiles, and the options that have an effect without token merging."""
         auto = replace(self, slide="auto")
         shown = auto if auto.slides_along_curve == self.slides_along_curve else self
         return f"HilbertA T={self.tiles}{shown.non_defaults(IN_TITLE)}"
@@ -110,7 +110,7 @@ class HilbertA(SparseAttention):
         return replace(self, slide="curve")
 
     def plan(self, grids: tuple[Grid, ...], text: int, *, block: int = 64, device: str = "cpu") -> AttentionPlan:
-        """The token order and the block tables of the layers. Cached by all arguments.
+        """Token order and block tables of the layers. Cached by all arguments.
 
         The packed sequence is [text | global references | centre | rest of the curve], with an order, a table and a
         tile map for each phase of the slide.
@@ -131,18 +131,18 @@ class HilbertA(SparseAttention):
         return _plan(self, grids, text, block, device)
 
     def chosen_for(self, grid: Grid) -> "HilbertA":
-        """The same method with what "auto" chooses for this grid without token merging; errors as of `plan`."""
+        """The method with "auto" resolved for this grid without token merging; errors as in `plan`."""
         slide = "curve" if self.slides_along_curve else "diagonal"
         return replace(self, tiles=self.tiles_for(grid), slide=slide)
 
     def moved(self, grid: Grid, tiles: int, phase: int) -> tuple[int, ...]:
-        """By how many tokens a phase shifts the curve along each side of the grid; 0 if tiles slide along it."""
+        """Shift of the curve in a phase along each side of the grid, in tokens; 0 if tiles slide along the curve."""
         if self.slides_along_curve:
             return (0,) * len(grid)
         return tuple(round(side * phase / self.period / tiles ** (1 / len(grid))) for side in grid)
 
     def tiles_for(self, grid: Grid) -> int:
-        """Number of tiles of an image or video with this grid of tokens; errors as of `plan`."""
+        """Number of tiles of an image or video with this grid of tokens; errors as in `plan`."""
         cells = prod(grid)
         if self.tiles == "auto":
             fitting = [tiles for tiles in (16, 8, 4, 2) if cells // tiles >= 256]
@@ -160,7 +160,7 @@ class HilbertA(SparseAttention):
 
 
 class _Curve(NamedTuple):
-    """The tokens of one image along its curve in one phase of the slide, and the borders of its tiles."""
+    """Tokens of one image along its curve in one phase of the slide, and the borders of its tiles."""
 
     centre: Int[Tensor, "centre"]
     local: Int[Tensor, "local"]  # outside the centre
@@ -203,7 +203,7 @@ def _along_curve(method: HilbertA, grid: Grid, tiles: int, phase: int, first: in
 
 
 def _table(curves: list[_Curve], prefix: int, block: int) -> BlockTable:
-    """The block table in which global blocks read everything, and a tile's blocks the global blocks and the tile."""
+    """Block table: global blocks read everything; blocks of a tile read the global blocks and their tile."""
     runs = [(-1, prefix), *(run for curve in curves for run in curve.runs)]
     blocks = [tile for tile, length in runs for _ in range(0, length, block)]
     of_tile: dict[int, list[int]] = {}
@@ -215,7 +215,7 @@ def _table(curves: list[_Curve], prefix: int, block: int) -> BlockTable:
 
 
 class _Phase(NamedTuple):
-    """The tokens of all images in one phase of the slide."""
+    """Tokens of all images in one phase of the slide."""
 
     shared: list[tuple[int, Int[Tensor, "_"]]]  # (image, its global tokens)
     curves: dict[int, _Curve]  # by image; only images with tiles
@@ -249,7 +249,7 @@ def _plan(method: HilbertA, grids: tuple[Grid, ...], text: int, block: int, devi
     shape = [max(map(len, tensors)) for tensors in zip(*tables, strict=True)]
     orders = [torch.cat([tokens for _, tokens in phase.parts]).to(device) for phase in phases]
     return AttentionPlan(
-        # one tensor for all phases if it is one order, so that what is cached by it is made once
+        # phases of equal order share one tensor, so that values cached by it are made once
         orders=tuple(orders[:1] * len(orders) if method.slides_along_curve else orders),
         segments=tuple((image, len(tokens)) for image, tokens in phases[0].parts if len(tokens)),
         tables=tuple(table.padded(shape[0] - 1, shape[1] - 1, shape[3]) for table in tables),

@@ -37,8 +37,8 @@ class InfoFlowKV(PartialRecompute):
             code uses layers 22 to 25 of models with 32 and 40 layers: 69 to 78 % and 55 to 63 % of the depth.
         norm: Norm of a token's attention over the prompt: "l2" as in the authors' code, or "l1", the sum, as in eq. 7
             of the paper.
-        geometry: Positions of the chunks during scoring: those in the context ("global"), or, for comparison with the
-            paper, "hl-hp", "hl-tp" or "tl-tp"; see `foveate.methods.recompute_policy.places`.
+        geometry: Positions of the chunks during scoring: "global" as in the context, or, to compare with the paper,
+            "hl-hp", "hl-tp" or "tl-tp"; see `foveate.methods.recompute_policy.places`.
         reorder: Move high-scoring chunks to the end, next to the prompt. For chunks that are not one continuous text.
         exclude_first: Never recompute the prefix and the first chunk: their cache is exact. The authors' code
             recomputes them with `reorder`.
@@ -75,7 +75,7 @@ class InfoFlowKV(PartialRecompute):
             raise ValueError(f"boundary is a number of rows of each chunk, 0 or more, not {self.boundary}")
 
     def layers(self, number: int) -> tuple[int, ...]:
-        """The scoring layers of a model with `number` layers.
+        """Scoring layers of a model with `number` layers.
 
         Raises:
             ValueError: If the model lacks one of the layers.
@@ -88,9 +88,9 @@ class InfoFlowKV(PartialRecompute):
         return self.scoring_layers
 
     def arrange(self, stale: ComposedCache) -> tuple[int, ...]:
-        """The order of the chunks; with `reorder`, ascending by the fraction of their rows that would be selected.
+        """Order of the chunks; with `reorder`, ascending by their fraction of selected rows.
 
-        As in the authors' code, chunks are scored at the positions where they were computed, the first one too.
+        As in the authors' code, all chunks, the first included, are scored at the positions where they were computed.
         """
         if not (self.reorder and self.recompute):
             return super().arrange(stale)
@@ -104,7 +104,7 @@ class InfoFlowKV(PartialRecompute):
         return stale.received(self.layers(stale.layers), self.norm, self.geometry)
 
     def select(self, scores: Float[Tensor, "context"], spans: Spans) -> Int[Tensor, "rows"]:
-        """The rows with the highest scores, ascending; rows of `boundary` come before all others."""
+        """Rows with the highest scores, ascending; rows of `boundary` are taken before all others."""
         if not self.boundary:
             return super().select(scores, spans)
         rank = scores.argsort(stable=True, descending=True).argsort().neg().float()

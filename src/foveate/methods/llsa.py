@@ -32,13 +32,14 @@ class LLSA(SparseAttention):
     """Log-linear sparse attention. `enrich=False` with a `top_k` of all blocks is exactly the dense model.
 
     Attributes:
-        top_k: Number of nodes that each node selects, and so of blocks that are read token by token.
-        block_size: Number of tokens of a block and of children of a node: 16, 32 or 64.
+        top_k: Number of nodes that each node selects, and so of blocks read token by token.
+        block_size: Number of tokens in a block, and of children of a node: 16, 32 or 64.
         levels: Number of pooled levels, 1 to 4. None decides by the number of tokens.
         curve: Token order, one of `foveate.ops.curves.CURVES`.
-        enrich: Read pooled keys too. A number reads only that many levels, from the finest.
+        enrich: Attend to pooled keys too. A number limits the levels, counted from the finest.
         reweight: Weight a pooled key by its number of tokens.
-        min_tokens: Images with fewer tokens stay dense. On a CPU dense is faster below 1,024 to 2,048 tokens.
+        min_tokens: Images with fewer tokens stay dense. On CPUs, dense attention is faster below 1,024 to 2,048
+            tokens.
 
     Examples:
         >>> plan = LLSA().plan(grids=((64, 64),), text=512)
@@ -73,7 +74,7 @@ class LLSA(SparseAttention):
         return f"LLSA K={self.top_k}{self.non_defaults(others)}"
 
     def check_head_dim(self, head_dim: int) -> None:
-        """Checks that heads have 32 to 256 channels.
+        """Check that heads have 32 to 256 channels.
 
         Raises:
             DenseFallback: If they do not.
@@ -84,7 +85,7 @@ class LLSA(SparseAttention):
             raise DenseFallback(f"log-linear attention does not support these heads: {reason}") from None
 
     def plan(self, grids: tuple[Grid, ...], text: int, *, device: str = "cpu") -> AttentionPlan:
-        """The token order and the attention pattern. Cached by all arguments.
+        """Token order and attention pattern. Cached by all arguments.
 
         Args:
             grids: (rows, columns) of the generated image, then of each reference image, in tokens, or (frames, rows,
@@ -101,7 +102,7 @@ class LLSA(SparseAttention):
 @lru_cache(maxsize=64)
 @persistent
 def _plan(method: LLSA, every_level: bool, grids: tuple[Grid, ...], text: int, device: str) -> AttentionPlan:
-    """`every_level` keeps enrich=True and enrich=1, which are equal, apart in the cache."""
+    """Plan of LLSA; `every_level` separates enrich=True from enrich=1 in the cache, since True == 1."""
     cells = [prod(grid) for grid in grids]
     orders = [grid_order(method.curve, *grid) + sum(cells[:i]) for i, grid in enumerate(grids)]
     order = torch.cat(orders).to(device)

@@ -1,4 +1,4 @@
-"""The interface of policies that choose which rows of a composed KV cache to recompute."""
+"""Interface of policies that choose which rows of a composed KV cache to recompute."""
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
@@ -32,8 +32,8 @@ def places(geometry: Geometry, spans: Spans) -> tuple[Int[Tensor, "rows"], int]:
 
     Args:
         geometry: "global": chunks one after the other. "hl-hp": all chunks start after the prefix, and the prompt
-            follows the longest. "hl-tp": the same, but the prompt starts where it does in "global". "tl-tp": all
-            chunks end right before that prompt.
+            follows the longest. "hl-tp": the same chunks, but the prompt position of "global". "tl-tp": all chunks
+            end right before the prompt position of "global".
         spans: Row ranges of the chunks; see `ComposedCache.spans`.
 
     Examples:
@@ -85,17 +85,17 @@ class RecomputePolicy(ABC):
     """A policy that chooses the rows to recompute."""
 
     def arrange(self, stale: ComposedCache) -> tuple[int, ...]:
-        """The order in which to put the chunks before recomputation. By default their own."""
+        """Order of the chunks before recomputation; unchanged by default."""
         return tuple(range(len(stale.spans)))
 
     @abstractmethod
     def rows(self, stale: ComposedCache) -> Int[Tensor, "rows"]:
-        """The rows to recompute, ascending."""
+        """Rows to recompute, ascending."""
 
 
 @dataclass(frozen=True, eq=False)
 class FixedRows(RecomputePolicy):
-    """The policy that recomputes given rows, whatever the prompt.
+    """Recompute given rows, whatever the prompt.
 
     Attributes:
         numbers: Row numbers, ascending.
@@ -110,10 +110,10 @@ class FixedRows(RecomputePolicy):
 
 @dataclass(frozen=True, kw_only=True)
 class PartialRecompute(RecomputePolicy):
-    """A policy that recomputes a fixed fraction of the rows, those with the highest scores.
+    """A policy that recomputes a fixed fraction of the rows with the highest scores.
 
     Attributes:
-        recompute: Fraction of all rows, prefix included, to recompute: 0 to 1. Above 0 it is at least one row.
+        recompute: Fraction of all rows, prefix included, to recompute: 0 to 1. Above 0, at least one row.
         exclude_first: Never recompute the prefix and the first chunk: their cache is exact.
     """
 
@@ -132,24 +132,24 @@ class PartialRecompute(RecomputePolicy):
         """Score of each row."""
 
     def rows(self, stale: ComposedCache) -> Int[Tensor, "rows"]:
-        """The rows with the highest scores, ascending. Without a budget nothing is scored."""
+        """Rows with the highest scores, ascending. A budget of 0 computes no scores."""
         if not self.budget(stale.spans):
             return torch.empty(0, dtype=torch.long)
         return self.select(self.scores(stale), stale.spans)
 
     def eligible(self, spans: Spans) -> Bool[Tensor, "context"]:
-        """Mask of the rows that may be chosen."""
+        """Mask of the selectable rows."""
         rows = torch.ones(spans[-1][1], dtype=torch.bool)
         rows[: spans[0][1] if self.exclude_first else 0] = False
         return rows
 
     def budget(self, spans: Spans) -> int:
-        """Number of rows that are chosen."""
+        """Number of rows to choose."""
         wanted = max(1, floor(self.recompute * spans[-1][1] + 1e-9)) if self.recompute else 0
         return min(wanted, int(self.eligible(spans).sum()))
 
     def select(self, scores: Float[Tensor, "context"], spans: Spans) -> Int[Tensor, "rows"]:
-        """The rows with the highest scores, ascending. Of equal scores the first rows are taken.
+        """Rows with the highest scores, ascending. Ties go to the first rows.
 
         Args:
             scores: Score of each row.

@@ -6,8 +6,8 @@ objective (facility location) and four strategies; what the strategies compute i
 1. Similarity is max(0, cosine) of embeddings. The coverage of a set is the mean, over the examples of the pool, of
    the similarity to the most similar example of the set.
 2. `select` picks the examples that cover the pool best, greedily.
-3. `partition` assigns examples to blocks. In global strategies the blocks take turns, each picking what adds most to
-   its own coverage. Local strategies divide the pool into regions around anchors and fill each block from one region.
+3. `partition` assigns examples to blocks. In global strategies the blocks take turns, each picking the example that
+   adds most to its coverage. Local strategies divide the pool into regions around anchors, one for each block.
 """
 
 from collections.abc import Hashable, Sequence
@@ -43,17 +43,16 @@ class SubCP:
     Attributes:
         blocks: Number of blocks.
         block_size: Number of examples in each block. None uses every example; block sizes then differ by at most 1.
-        strategy: "global_diverse": every block by itself covers the pool. "global_local": all blocks together cover
-            the pool, and every block covers their union. "local_diverse": every block covers a region of its own.
-            "local_coherent": every block is the first pick of a region and those nearest to it. If every example is
+        strategy: "global_diverse": every block covers the pool. "global_local": all blocks together cover the pool,
+            and every block covers their union. "local_diverse": every block covers a different region.
+            "local_coherent": every block is the first pick of a region and its nearest examples. If every example is
             used, the first two strategies give the same blocks, and so do the last two, except for the order inside.
         order: Order inside a block: "picked", or "central_last", which moves the example nearest to the mean of the
             block to the end.
         balance: Labels of the selected examples, spread evenly over the blocks: "proportional" to the pool, or
-            "equal". None ignores labels. Not for local strategies: regions have the labels that they have.
+            "equal". None ignores labels. Not for local strategies, whose regions determine the labels.
         max_similarity: Largest cosine of two examples of a block, see `foveate.methods.deduplicate`; None: no limit.
-        query_bonus: With queries, the bonus of an example that equals a query, in units of perfectly represented
-            examples.
+        query_bonus: Bonus of an example that equals a query, in units of perfectly represented examples.
 
     Examples:
         >>> embeddings = torch.eye(4).repeat(2, 1)  # four kinds of examples, twice
@@ -84,7 +83,7 @@ class SubCP:
                 raise ValueError(f"{name} must be 1 or more, not {value}")
         if self.balance and self._local:
             raise ValueError(
-                f"{self.strategy} cannot balance labels, because its regions have their own: "
+                f"{self.strategy} cannot balance labels, which its regions determine: "
                 "use global_local or global_diverse"
             )
         if self.max_similarity is not None and not 0 < self.max_similarity < 1:
@@ -140,7 +139,7 @@ class SubCP:
 
         Args:
             embeddings: Embeddings of the pool [examples, dim], of any length except 0.
-            ids: Indices of examples that are all assigned to blocks. None lets the strategy select from the pool.
+            ids: Indices of the examples to assign to blocks, all of them. None lets the strategy select from the pool.
             labels: Label of each example of the pool, for `balance`.
             queries: Embeddings [queries, dim], as in `select`. Not together with `ids`, with `block_size=None`, or
                 with "local_coherent".
@@ -182,7 +181,7 @@ class SubCP:
         return self.strategy.startswith("local")
 
     def _number(self, available: int, given: bool) -> int:
-        """Number of examples that go into blocks."""
+        """Number of examples to assign to blocks."""
         size = self.block_size or 1
         if available < self.blocks * size:
             fewer, smaller = available // size, available // self.blocks
@@ -236,7 +235,7 @@ class SubCP:
         bonus: Tensor | None,
         track: Track,
     ) -> GreedyPicks:
-        """Examples of the pool that blocks pick, each to cover the items; `turns` says which block is next."""
+        """Examples of the pool picked by each block to cover the items; `turns` lists which block picks next."""
         room = codes = None
         if classes is not None:  # the room of blocks for a class differs by at most 1
             n, blocks = len(turns), max(turns) + 1
@@ -247,7 +246,7 @@ class SubCP:
         return round_robin_greedy(items, pool, turns, bonus=bonus, classes=codes, room=room, track=track)
 
     def _from_regions(self, rows: Float[Tensor, "examples dim"], bonus: Tensor | None, track: Track) -> list[Tensor]:
-        """Blocks that are each taken from one region."""
+        """Blocks, each from one region."""
         anchors = round_robin_greedy(rows, rows, self.blocks * [0], track=track).picks
         similarity = rounded(rows @ rows[anchors].T).clamp(min=0)
         blocks: list[Tensor] = []
@@ -271,7 +270,7 @@ class Selection(NamedTuple):
         ids: Selected examples in the order of picking. Without `balance`, the first k are the selection of k.
         gains: Gain of each pick: the increase of coverage times the number of examples, plus its query bonus.
         coverage: Mean similarity of the pool's examples to the nearest selected one, 0 to 1. With `represent`, the
-            fraction of the represented items' similarity that the whole pool would reach.
+            similarity of the represented items as a fraction of the similarity that the whole pool reaches.
     """
 
     ids: Int[Tensor, "n"]
@@ -280,7 +279,7 @@ class Selection(NamedTuple):
 
     @property
     def saturated_at(self) -> int:
-        """Number of picks with a gain; later picks are the first free examples."""
+        """Number of picks with a positive gain; later picks are the first free examples."""
         return int((self.gains > 0).sum())
 
 
@@ -300,9 +299,9 @@ def _central_last(part: Int[Tensor, "block"], rows: Float[Tensor, "block dim"]) 
 
 
 def _regions(similarity: Float[Tensor, "examples blocks"], anchors: list[int]) -> list[list[int]]:
-    """The examples of each anchor's region: each example joins its nearest anchor that has room, most similar first.
+    """Examples of each anchor's region: each example joins its nearest anchor with room, most similar first.
 
-    Regions are of equal size; if the number of examples is no multiple, the first full ones take one more.
+    Regions have equal sizes; if the number of examples is not a multiple, the first full regions take one more.
     """
     preferred = similarity.sort(dim=1, descending=True, stable=True).indices.tolist()
     surest = similarity.amax(1).sort(descending=True, stable=True).indices.tolist()

@@ -79,7 +79,7 @@ class ToMA(TokenMerging):
         return cls(keep=0.5), cls(keep=0.25)
 
     def regions(self, grids: tuple[Grid, ...], *, device: str = "cpu") -> Regions:
-        """Tiles in order, those of one shape together; see `TokenMerging.regions`. Cached by all arguments.
+        """Tiles in order, grouped by shape; see `TokenMerging.regions`. Cached by all arguments.
 
         Raises:
             DenseFallback: If the image is smaller than a tile.
@@ -99,7 +99,7 @@ class ToMA(TokenMerging):
     def regions_along(self, plan: AttentionPlan, grid: Grid) -> Regions:
         """Runs of consecutive tokens in the order of a sparse attention plan.
 
-        A run has the tokens of a tile, or the largest divisor of that number that crosses no border.
+        A run has as many tokens as a tile, or the largest divisor of this number that crosses no border.
 
         Args:
             plan: Plan of the sparse attention in one order; a run crosses no border of its segments or tiles.
@@ -122,7 +122,7 @@ class ToMA(TokenMerging):
         """How the tokens of each region collapse onto its destinations, and back.
 
         Args:
-            features: Token features whose cosine similarity decides, in the order of the regions.
+            features: Token features to compare by cosine similarity, in the order of the regions.
             regions: Merge regions of this image.
             destinations: Destinations of an earlier plan (`Merge.chosen`), which get new weights. None picks new ones.
         """
@@ -165,13 +165,13 @@ class ToMA(TokenMerging):
 def _hard_assignment(
     tokens: Float[Tensor, "batch number tokens dim"], kept: int, picks: Int[Tensor, "batch number kept"] | None
 ) -> Assignment:
-    """As `soft_assignment`, but each token goes to its most similar destination."""
+    """Hard `soft_assignment`: each token goes to its most similar destination."""
     z = normalize(tokens.to(torch.promote_types(tokens.dtype, torch.float32)), dim=-1)
     similarity = z @ z.mT
     if picks is None:
         picks = facility_location(similarity, kept).sort(-1).values
     best = similarity.take_along_dim(picks[..., None], 2).argmax(2)
-    # a destination keeps itself, even beside an identical token
+    # a destination maps to itself, even if another one is identical
     best = best.scatter(2, picks, torch.arange(kept, device=picks.device).expand_as(picks))
     spread = one_hot(best, kept).mT.to(similarity.dtype)
     gather = spread / spread.sum(-1, keepdim=True)
@@ -183,7 +183,7 @@ _inverse = cached_by_tensor(inverse_order)
 
 
 def _run_length(plan: AttentionPlan, size: int) -> int:
-    """The largest divisor of `size` whose runs cross no border of the tiles of sparse attention."""
+    """Largest divisor of `size` whose runs cross no border of the sparse attention tiles."""
     lengths = [length for _, length in plan.segments]
     tokens = plan.tables[0].query_tokens
     starts = [tokens - sum(lengths[i:]) for i in range(len(lengths))]
@@ -198,7 +198,7 @@ def _run_length(plan: AttentionPlan, size: int) -> int:
 
 
 def _cuts(length: int, size: int) -> list[slice]:
-    """Parts of a side that are about `size` long and differ by 1 at most."""
+    """Parts of a side of about `size` tokens, which differ by at most 1."""
     parts = max(1, round(length / size))
     return [slice(a, b) for a, b in pairwise(length * i // parts for i in range(parts + 1))]
 

@@ -14,7 +14,7 @@ __all__ = ["EPIC", "CacheBlend", "FullPrefill", "NoRecompute", "RandomRows"]
 
 @dataclass(frozen=True, kw_only=True)
 class FullPrefill(RecomputePolicy):
-    """All rows: what the model computes without cached chunks."""
+    """All rows: the full prefill, without cached chunks."""
 
     def rows(self, stale: ComposedCache) -> Int[Tensor, "rows"]:
         """All rows."""
@@ -32,10 +32,10 @@ class NoRecompute(RecomputePolicy):
 
 @dataclass(frozen=True, kw_only=True)
 class RandomRows(PartialRecompute):
-    """Rows drawn at random.
+    """Random rows.
 
     Attributes:
-        seed: Seed of the draw.
+        seed: Seed of the random scores.
     """
 
     seed: int = 0

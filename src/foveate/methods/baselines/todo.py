@@ -1,7 +1,7 @@
 """ToDo: token downsampling (Smith et al. 2024, arXiv 2402.13573), a baseline.
 
 All tokens are queries, but only the text and the image tokens on a coarser grid are keys and values. Here this is a
-block table: the tokens that are read come first, and no block reads the others. Written from the paper.
+block table: the tokens that serve as keys come first, and no block reads the others. Written from the paper.
 """
 
 from dataclasses import dataclass
@@ -24,7 +24,7 @@ class ToDo(SparseAttention):
     """Attention to a coarser grid of image tokens. `factor=1` is exactly the dense model.
 
     Attributes:
-        factor: Reduction of the rows and columns that are keys. The paper uses 2 at 1024 px, 3 at 1536 px, 4 at 2048.
+        factor: Reduction of the rows and columns of keys. The paper uses 2 at 1024 px, 3 at 1536 px and 4 at 2048 px.
 
     Source: arXiv 2402.13573.
     """
@@ -47,7 +47,7 @@ class ToDo(SparseAttention):
         return ()
 
     def plan(self, grids: tuple[Grid, ...], text: int, *, device: str = "cpu") -> AttentionPlan:
-        """Order and table: reference images and sampled tokens, which are read, then the others.
+        """Order and table: first the keys (reference images and sampled tokens), then the other tokens.
 
         Raises:
             DenseFallback: If the image has fewer rows or columns than the factor.
@@ -83,6 +83,6 @@ def _plan(method: ToDo, grids: tuple[Grid, ...], text: int, device: str) -> Atte
 
 
 def _nearest(side: int, factor: int) -> Int[Tensor, "kept"]:
-    """The rows or columns whose centres are nearest to those of a grid that is coarser by the factor."""
+    """Rows or columns nearest to the cell centres of a grid coarser by the factor."""
     kept = side // factor
     return ((torch.arange(kept) + 0.5) * side / kept).long()

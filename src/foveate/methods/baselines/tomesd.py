@@ -6,8 +6,8 @@
 4. After the layer every merged source takes a copy of its destination.
 
 In ToMeSD a destination becomes the mean of its tokens. ToFu drops merged sources in the first blocks, where the model
-is far from linear; in later blocks it scales the mean to the norm of its longest token. Every block matches anew in
-every step. Written from the papers; the authors' code is not used.
+is far from linear; in later blocks it scales the mean to the norm of its longest token. Every block computes a new
+matching in every step. Written from the papers; the authors' code is not used.
 """
 
 from dataclasses import dataclass
@@ -32,7 +32,7 @@ class ToMeSD(TokenMerging):
 
     Attributes:
         cell: (rows, columns) of a cell in tokens. Each cell has one destination, which bounds `keep` from below.
-        random: Draw the destination of each cell at random, the same in every block. Otherwise take the first token.
+        random: Choose the destination of each cell at random, the same in every block. Otherwise the first token.
 
     Source: arXiv 2303.17604.
     """
@@ -73,12 +73,12 @@ class ToMeSD(TokenMerging):
         regions: Regions,
         destinations: tuple[Tensor, ...] | None = None,
     ) -> IndexMerge:
-        """The tokens that are kept, and the one of them that every token is merged into."""
+        """Kept tokens, and the kept token that every token is merged into."""
         group, *others = regions.groups
         rows, columns = stacked(regions.grid)
         chosen = _destinations((rows, columns), self.cell, self.random).to(features.device)
         cells = ceil(rows / self.cell[0]) * ceil(columns / self.cell[1])
-        # sources, then destinations; nonzero() would have a length that compiled code does not know
+        # sources, then destinations; nonzero() would have a data-dependent length, which breaks compiled graphs
         there, here = chosen.int().argsort(stable=True).split([len(chosen) - cells, cells])
         exact = features[:, : group.tokens].to(torch.promote_types(features.dtype, torch.float32))
         z = normalize(exact, dim=-1)
