@@ -188,9 +188,9 @@ def _scores(
 
 
 def _label(method: MethodLike | None) -> str:
-    """The title of a method; that of one with its LoRA does not say in which steps it works."""
+    """Title of a method; the first sparse step of a distilled one stands last, as in the recorded results."""
     if isinstance(method, Distilled) and (start := method.method.start_percent):
-        return f"{method.title}, start_percent={start}"
+        return f"{throughout(method).title}, start_percent={start}"
     return method.title if method else "dense"
 
 

@@ -34,7 +34,7 @@ METHOD = HilbertA(tiles=4, centre=0.5, dense_layers="1")
 
 
 def layers():
-    """The weights of a LoRA that changes pictures."""
+    """The weights of a LoRA that changes images."""
     model = tiny.pipeline().transformer
     model.add_adapter(LoraConfig(r=2, lora_alpha=2, init_lora_weights=False, target_modules=["attn.to_q", "ff.net.2"]))
     return get_peft_model_state_dict(model)
@@ -80,12 +80,13 @@ def test_a_lora_is_out_of_steps_in_which_its_method_is_not_at_work(file):
     pipe = tiny.pipeline()
     distilled = load_lora(pipe, file)
     late = distilled._replace(method=replace(METHOD, start_percent=0.5))
+    assert late.title == "HilbertA T=4 centre=0.5, dense_layers=1, start_percent=0.5, distilled"
     early = distilled._replace(method=replace(METHOD, end_percent=0.5))
     never = distilled._replace(method=replace(METHOD, min_tokens=10**6))
     dense, sparse = velocities(pipe, None), velocities(pipe, distilled)
     same = lambda ours, theirs: [torch.equal(a, b) for a, b in zip(ours, theirs, strict=True)]  # noqa: E731
     assert same(velocities(pipe, never), dense) == 6 * [True]
-    # pictures are alike until the first step that is not
+    # images are alike until the first step that is not
     assert same(velocities(pipe, late), dense) == [True, True, True, False, False, False]
     assert same(velocities(pipe, early), sparse) == [True, True, True, True, False, False]
     assert same(velocities(pipe, distilled), sparse) == 6 * [True]

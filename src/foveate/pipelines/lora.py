@@ -43,7 +43,7 @@ class Distilled(NamedTuple):
 
     Attributes:
         method: The method with its options.
-        size: (height, width) in pixels of the training pictures; None if the file does not say.
+        size: (height, width) in pixels of the training images; None if the file does not say.
         weights: Checksum of the LoRA file.
         more: Methods that are applied beside it.
     """
@@ -55,8 +55,8 @@ class Distilled(NamedTuple):
 
     @property
     def title(self) -> str:
-        """Titles of the methods, whatever steps they work in, marked as distilled."""
-        return f"{' + '.join(part.title for part in throughout(self).parts)}, distilled"
+        """Titles of the methods, marked as distilled."""
+        return f"{' + '.join(part.title for part in self.parts)}, distilled"
 
     @property
     def parts(self) -> tuple[Method, ...]:
@@ -70,7 +70,7 @@ def pack_lora(layers: Mapping[str, Tensor], method: Method, size: tuple[int, int
     Args:
         layers: LoRA weights by their name in the transformer; alpha equals the rank.
         method: The method that they were distilled for.
-        size: (height, width) in pixels of the training pictures.
+        size: (height, width) in pixels of the training images.
     """
     name = next(name for name, cls in METHODS.items() if type(method) is cls)
     about = json.dumps({"method": name, "options": asdict(method), "size": size})

@@ -1,4 +1,4 @@
-"""Laws of the studio, without its page: it draws what the library draws, keeps what is done, and stops when told."""
+"""Laws of the studio, without its page: its images are the library's, it keeps what is done, and stops when told."""
 
 from pathlib import Path
 
@@ -133,7 +133,7 @@ def test_what_cannot_be_drawn_is_said_while_typing_and_before_anything_is_drawn(
 
 
 def test_a_good_form_has_remarks_only(studio):
-    assert "loaded when you draw" in studio.check(FORM)
+    assert "loaded when you generate" in studio.check(FORM)
     studio.open("tiny", "")
     assert studio.check(FORM) == ""
     assert "16 x 16 image tokens are too few" in studio.check(FORM._replace(method="hilberta", options="tiles=auto"))
@@ -145,7 +145,7 @@ def test_another_model_is_loaded_in_place_of_the_first(studio):
     with pytest.raises(ValueError, match="cannot load nothing"):
         next(studio.draw(Tab(), FORM._replace(model="nothing")))
     other = drawn(studio, Tab(), FORM._replace(model="other"))
-    assert "loaded when you draw" in studio.check(FORM)
+    assert "loaded when you generate" in studio.check(FORM)
     assert saved_with(other)["model"] == "other"
 
 
@@ -184,7 +184,7 @@ def test_scores_are_those_of_the_pictures(studio):
     rows = {name: values for name, *values in scores(dense, merged)}
     assert rows["PSNR of the two"][1] == f"{psnr(merged.image, dense.image):.1f} dB"
     assert rows["SSIM of the two"][1] == f"{ssim(merged.image, dense.image):.3f}"
-    assert f"({dense.seconds / merged.seconds:.2f} x)" in rows["Whole drawing"][1]
+    assert f"({dense.seconds / merged.seconds:.2f} x)" in rows["Whole run"][1]
     assert {name: right for name, _, right in scores(dense, dense)}["PSNR of the two"] == "identical"
 
 
@@ -239,4 +239,4 @@ def test_questions_that_cannot_be_answered_are_refused(studio, tmp_path, change,
 def test_the_built_in_lora_brings_its_method(tmp_path):
     studio = Studio(ui.commands("cpu", "float32"), tmp_path)
     form = Form("a red apple", "toma", "", "", "built-in", "64", "1")
-    assert drawn(studio, Tab(), form).variant.label == "HilbertA T=4 slide=curve, distilled"
+    assert drawn(studio, Tab(), form).variant.label == "HilbertA T=4 slide=curve, start_percent=0.2, distilled"
