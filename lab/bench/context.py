@@ -14,7 +14,7 @@ from rich.table import Table
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from foveate.apps.bench.context import Question, Questions, Work, about, check, check_lengths, find_encoder
+from foveate.apps.bench.context import Question, QuestionWorkload, Work, about, check, check_lengths, find_encoder
 from foveate.apps.bench.table import TableColumn, milliseconds, results_table
 from foveate.apps.console import Commit, Device, Dtype, Out, Rounds, numbers, run_and_save
 from foveate.methods import InfoFlowKV
@@ -36,7 +36,7 @@ class Settings(NamedTuple):
     model: str
     device: torch.device
     dtype: torch.dtype
-    asked: Questions = Questions()
+    asked: QuestionWorkload = QuestionWorkload()
     rounds: int = 5
 
 
@@ -249,7 +249,7 @@ def main(
     """
     where = choose_device(device)
     settings = Settings(
-        model, where, choose_dtype(dtype, where), Questions(chunk, prompt, recompute=recompute), rounds
+        model, where, choose_dtype(dtype, where), QuestionWorkload(chunk, prompt, recompute=recompute), rounds
     )
     path = out / f"context-{model}-{where.type}.json"
     run_and_save(path, commit, partial(bench_context, numbers(tokens), settings), table_of)

@@ -126,7 +126,7 @@ def policies(budget: float) -> dict[str, Callable[[int], RecomputePolicy]]:
     }
 
 
-class Questions(NamedTuple):
+class TextsWithQuestions(NamedTuple):
     """Texts, and one question about each.
 
     Attributes:
@@ -148,7 +148,7 @@ class Questions(NamedTuple):
     guess: Float[Tensor, "questions"]
 
 
-def draw_questions(task: Task, count: int) -> Questions:
+def draw_questions(task: Task, count: int) -> TextsWithQuestions:
     """Questions of a task, each about a text of its own, the same in every run."""
     generator = torch.Generator().manual_seed(SEED)
     facts = draw_facts(2 * count, SENTENCES, generator, people=(PEOPLE, PEOPLE), **task.draw)
@@ -164,7 +164,7 @@ def draw_questions(task: Task, count: int) -> Questions:
     possible &= ~facts.by_id | (torch.arange(SENTENCES) > facts.defined.gather(1, place))
     counts = torch.zeros(len(kept), len(WORDS)).scatter_add(1, facts.value, possible.float())  # of each value
     others = torch.where(alike, torch.arange(SENTENCES), -1).sort(descending=True).values[:, :PEOPLE]
-    return Questions(
+    return TextsWithQuestions(
         torch.cat([start, facts.ids], 1),
         asked.ids[:, 0, :length],
         asked.ids[:, 0, length],
@@ -185,7 +185,7 @@ Cells = dict[str, Float[Tensor, "measures questions"]]
 def measure(
     model: Any,
     spans: Spans,
-    questions: Questions,
+    questions: TextsWithQuestions,
     budgets: list[float],
     batch: int,
     track: Callable[[int], Callable[[], None]] = lambda length: lambda: None,
@@ -209,7 +209,7 @@ def measure(
     batches = list(zip(*(part.split(batch) for part in questions), strict=True))
     advance = track(len(batches) * len(trials))
     encoder = encoder_of_ids(model)
-    for some in map(Questions._make, batches):
+    for some in map(TextsWithQuestions._make, batches):
         chunks = encoder.encode([ids[start:stop].tolist() for ids in some.ids for start, stop in spans])
         texts = [chunks[i : i + len(spans)] for i in range(0, len(chunks), len(spans))]
         contexts = [encoder.compose(text) for text in texts]
@@ -226,7 +226,7 @@ def measure(
 
 
 def _score(
-    patched: PatchedBatch, answers: Tensor, full: Tensor, questions: Questions, chunk: int
+    patched: PatchedBatch, answers: Tensor, full: Tensor, questions: TextsWithQuestions, chunk: int
 ) -> Float[Tensor, "measures questions"]:
     """The measures of one method, from its log-probabilities of the answers and those of the full prefill."""
     place = (questions.fact - PREFIX) // chunk  # of the fact's rows, as an index of their chunk
@@ -314,7 +314,7 @@ def summarise(
 def report(
     title: str,
     readers: dict[str, Callable[[Track], Any]],
-    tasks: dict[str, tuple[str, Spans, Questions]],
+    tasks: dict[str, tuple[str, Spans, TextsWithQuestions]],
     budgets: list[float],
     batch: int,
     out: Path,

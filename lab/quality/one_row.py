@@ -29,7 +29,7 @@ from transformers import LlamaForCausalLM
 from foveate.utils.files import claim
 from foveate.utils.progress import Track
 from lab.quality.common import Commit, device_type
-from lab.quality.context import Questions, report
+from lab.quality.context import TextsWithQuestions, report
 from lab.training.loop import train
 from lab.training.small_models import llama_config, parallel_questions
 
@@ -256,7 +256,7 @@ TASKS = {
 }
 
 
-def draw_questions(kind: str, count: int) -> Questions:
+def draw_questions(kind: str, count: int) -> TextsWithQuestions:
     """Questions of one kind, each about a text of its own, the same in every run."""
     generator = torch.Generator().manual_seed(SEED)
     text = draw(count, generator)
@@ -264,7 +264,7 @@ def draw_questions(kind: str, count: int) -> Questions:
     alike = text.order % RELATIONS == asked.fact % RELATIONS
     values = text.values.gather(1, text.order)[alike].view(count, PEOPLE)
     counts = torch.zeros(count, SIZES["value"]).scatter_add(1, values, torch.ones(values.shape))
-    return Questions(
+    return TextsWithQuestions(
         torch.cat([torch.zeros(count, 1).long(), text.ids], 1),
         asked.ids[:, 0],
         asked.answers[:, 0],

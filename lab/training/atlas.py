@@ -7,7 +7,7 @@ import numpy as np
 import typer
 from PIL import Image, ImageDraw, ImageFont
 
-from foveate.apps.demo.atlas import CELL, EMOJI, NAMES
+from foveate.apps.demo.atlas import CELL, EMOJI, OBJECT_NAMES
 from foveate.pipelines.image_files import write_picture
 
 __all__ = ["draw_atlas", "main"]
@@ -42,9 +42,9 @@ def draw_atlas(font: Path | None = None) -> Image.Image:
         raise ValueError(
             f"{found} does not hold bitmaps of {FONT_SIZE} px: name the NotoColorEmoji.ttf of fonts-noto-color-emoji"
         ) from error
-    columns = int(np.ceil(np.sqrt(len(NAMES))))
-    sheet = Image.new("RGBA", (columns * CELL, -(-len(NAMES) // columns) * CELL))
-    for index, name in enumerate(NAMES):
+    columns = int(np.ceil(np.sqrt(len(OBJECT_NAMES))))
+    sheet = Image.new("RGBA", (columns * CELL, -(-len(OBJECT_NAMES) // columns) * CELL))
+    for index, name in enumerate(OBJECT_NAMES):
         row, column = divmod(index, columns)
         sheet.paste(_glyph(EMOJI[name], face), (column * CELL, row * CELL))
     return sheet

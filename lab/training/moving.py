@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from foveate.apps.demo.atlas import NAMES
+from foveate.apps.demo.atlas import OBJECT_NAMES
 from foveate.apps.demo.scenes import BACKGROUNDS, Scene, Scenes, render, scenes
 
 __all__ = ["DIRECTIONS", "SENTENCES", "MovingScene", "frame_scenes", "moving_scenes", "render_frames", "scene_videos"]
@@ -56,10 +56,10 @@ def moving_scenes(seed: int, *, evaluation: bool = False) -> Iterator[MovingScen
 def _moving(chance: random.Random) -> MovingScene:
     count = chance.randint(1, 2)
     direction, way = chance.choice(list(DIRECTIONS.items()))
-    objects = tuple(chance.sample(range(len(NAMES)), count))
+    objects = tuple(chance.sample(range(len(OBJECT_NAMES)), count))
     background = chance.choice(list(BACKGROUNDS))
     place, side = chance.choice(list(PLACES[way[0] == 0].items()))
-    names = [NAMES[index] for index in objects]
+    names = [OBJECT_NAMES[index] for index in objects]
     sentence = SENTENCES[count - 1].format(*names, direction=direction, place=place)
     centres = [(0.5 + APART * sign * side[0], 0.5 + APART * sign * side[1]) for sign in (1, -1)]
     boxes = [(x + chance.uniform(-0.02, 0.02), y + chance.uniform(-0.02, 0.02)) for x, y in centres]

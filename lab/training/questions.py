@@ -13,12 +13,12 @@ from torch import Tensor
 from foveate.apps.demo.facts import BLANK, PHRASES, Facts, word_ids
 from foveate.apps.demo.lexicon import LETTERS, RELATIONS, TOKENS
 
-__all__ = ["Questions", "ask"]
+__all__ = ["QuestionTokens", "ask"]
 
 NOUNS = word_ids(*(relation.noun for relation in RELATIONS), "id")
 
 
-class Questions(NamedTuple):
+class QuestionTokens(NamedTuple):
     """Questions, each followed by its answer, the end-of-text token, and BLANK as padding.
 
     Attributes:
@@ -53,7 +53,7 @@ def ask(
     nouns: float = 0.0,
     numbers: float = 0.0,
     begun: float = 0.0,
-) -> Questions:
+) -> QuestionTokens:
     """Questions about facts.
 
     Args:
@@ -88,4 +88,4 @@ def ask(
     ids = torch.stack(parts, -1)
     length = (ids != BLANK).sum(-1) - 2
     ids = ids.gather(-1, (ids == BLANK).long().argsort(dim=-1, stable=True))
-    return Questions(ids[..., : int(length.max()) + 2], length, owner)
+    return QuestionTokens(ids[..., : int(length.max()) + 2], length, owner)

@@ -36,7 +36,7 @@ from foveate.training.run import Phase, Run, RunOptions
 from foveate.training.trained import Trained
 from foveate.utils.files import write_whole
 from foveate.utils.progress import Track, silent
-from lab.training.questions import Questions, ask
+from lab.training.questions import QuestionTokens, ask
 from lab.training.small_models import HEAD_DIM, llama_config, parallel_questions
 
 __all__ = ["Lesson", "ReaderRecipe", "ReaderTraining", "lesson", "main", "train_reader", "untrained_reader"]
@@ -176,9 +176,9 @@ def _owners(facts: Facts) -> Int[Tensor, "batch tokens"]:
     return spread.flatten(1)
 
 
-def _about_labels(ids: Int[Tensor, "batch questions tokens"]) -> Questions:
+def _about_labels(ids: Int[Tensor, "batch questions tokens"]) -> QuestionTokens:
     """Inputs of labelled examples as questions, which are about nobody."""
-    return Questions(ids, torch.full(ids.shape[:2], INPUT + 1), torch.full(ids.shape[:2], BLANK))
+    return QuestionTokens(ids, torch.full(ids.shape[:2], INPUT + 1), torch.full(ids.shape[:2], BLANK))
 
 
 class Lessons(Dataset[Lesson]):

@@ -8,12 +8,12 @@ import torch
 from typer.testing import CliRunner
 
 from foveate.apps.bench import context
-from foveate.apps.bench.context import Questions, bench_context, check, table_of
+from foveate.apps.bench.context import QuestionWorkload, bench_context, check, table_of
 from foveate.apps.cli import app
 from foveate.transformers.row_cache import RowCache
 
 CPU = torch.device("cpu")
-ASKED = Questions(chunk=20, prompt=5, answer=3, concurrent=(1, 4), count=4, recompute=0.25)
+ASKED = QuestionWorkload(chunk=20, prompt=5, answer=3, concurrent=(1, 4), count=4, recompute=0.25)
 
 
 @pytest.fixture(autouse=True)

@@ -4,7 +4,7 @@ import torch
 from lab.training.questions import ask
 
 from foveate.apps.demo.facts import BLANK, ID, SENTENCE, draw_facts
-from foveate.apps.demo.lexicon import IDS, LABELS, NAMES, RELATIONS, WORDS, reader_tokenizer
+from foveate.apps.demo.lexicon import IDS, LABELS, PERSON_NAMES, RELATIONS, WORDS, reader_tokenizer
 
 PHRASES = {" ".join(relation.phrase): number for number, relation in enumerate(RELATIONS)} | {"has id": ID}
 
@@ -25,7 +25,7 @@ def known(ids):
         if (relation := PHRASES.get(f"{verb} {link}")) is None:
             continue
         name = names.get(subject, subject)
-        assert name in NAMES, f"{subject} was never told"
+        assert name in PERSON_NAMES, f"{subject} was never told"
         if relation == ID:
             names[value] = name
         assert (name, relation) not in told
@@ -87,4 +87,4 @@ def test_tokenizing_and_decoding_are_inverse():
     assert tokenizer(written).input_ids == [WORDS.index(word) for word in apart.split(" ")]
     assert len(set(WORDS)) == len(WORDS)
     values = [word for relation in RELATIONS for word in relation.values]
-    assert len({*NAMES, *IDS, *LABELS, *values}) == len(NAMES) + len(IDS) + len(LABELS) + len(values)
+    assert len({*PERSON_NAMES, *IDS, *LABELS, *values}) == len(PERSON_NAMES) + len(IDS) + len(LABELS) + len(values)

@@ -12,7 +12,9 @@ from typer.testing import CliRunner
 from foveate.apps.bench import context as library
 
 CPU = torch.device("cpu")
-SETTINGS = Settings("small", CPU, torch.float32, library.Questions(chunk=40, prompt=6, recompute=0.25), rounds=1)
+SETTINGS = Settings(
+    "small", CPU, torch.float32, library.QuestionWorkload(chunk=40, prompt=6, recompute=0.25), rounds=1
+)
 EXAMPLES = examples.Settings(CPU, picks=12, blocks=3, dim=8, rounds=1)
 
 

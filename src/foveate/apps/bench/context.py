@@ -29,7 +29,7 @@ __all__ = [
     "MODELS",
     "TOLERANCE",
     "Question",
-    "Questions",
+    "QuestionWorkload",
     "Work",
     "about",
     "bench_context",
@@ -55,8 +55,8 @@ WARM_UPS = 2  # rounds that compile kernels and record graphs
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 0.1}
 
 
-class Questions(NamedTuple):
-    """What is asked.
+class QuestionWorkload(NamedTuple):
+    """Sizes and numbers of the questions and answers of a benchmark.
 
     Attributes:
         chunk: Tokens of a chunk.
@@ -88,10 +88,10 @@ class Work:
     Args:
         encoder: Encoder of the chunks.
         tokens: Length of a context, prefix included. The last chunk may be shorter than the others.
-        asked: What is asked.
+        asked: Sizes and numbers of questions and answers.
     """
 
-    def __init__(self, encoder: ChunkEncoder, tokens: int, asked: Questions) -> None:
+    def __init__(self, encoder: ChunkEncoder, tokens: int, asked: QuestionWorkload) -> None:
         self.encoder, self.tokens, self.asked = encoder, tokens, asked
         documents = random_ids(encoder, tokens - len(encoder.prefix)).split(asked.chunk)
         self.chunks = encoder.encode([document.tolist() for document in documents])
@@ -155,7 +155,7 @@ Answer = Callable[[Sequence[Question], dict[str, Any]], None]
 def bench_context(
     tokens: Sequence[int],
     model: str,
-    asked: Questions,
+    asked: QuestionWorkload,
     device: torch.device,
     dtype: torch.dtype,
     track: Track = silent,
@@ -172,7 +172,7 @@ def bench_context(
     Args:
         tokens: Lengths of the contexts, prefix included.
         model: Name of `MODELS`, with random weights, or hub id or folder of a model.
-        asked: What is asked.
+        asked: Sizes and numbers of questions and answers.
         device: Device.
         dtype: Dtype.
         track: Shows progress.

@@ -113,11 +113,11 @@ def context(
 
     foveate bench context --model Qwen/Qwen3-8B --tokens 16384 --concurrent 1,8
     """
-    from foveate.apps.bench.context import Questions, bench_context, table_of
+    from foveate.apps.bench.context import QuestionWorkload, bench_context, table_of
     from foveate.utils.device import choose_device, choose_dtype
 
     where = choose_device(device)
-    asked = Questions(chunk, prompt, answer, tuple(numbers(concurrent)), questions, recompute)
+    asked = QuestionWorkload(chunk, prompt, answer, tuple(numbers(concurrent)), questions, recompute)
     if min(asked.concurrent) < 1:
         raise ValueError(f"--concurrent {concurrent} asks no question: use 1 or more")
     run = partial(bench_context, numbers(tokens), model, asked, where, choose_dtype(dtype, where))

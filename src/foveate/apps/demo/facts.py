@@ -12,7 +12,7 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
-from foveate.apps.demo.lexicon import FILLERS, IDS, NAMES, RELATIONS, TOKENS
+from foveate.apps.demo.lexicon import FILLERS, IDS, PERSON_NAMES, RELATIONS, TOKENS
 
 __all__ = ["BLANK", "ID", "PHRASES", "SENTENCE", "VALUE", "Facts", "draw_facts", "word_ids"]
 
@@ -90,7 +90,7 @@ def draw_facts(
     def whole(low: int, high: int) -> Tensor:
         return torch.randint(low, high + 1, (batch, 1), generator=generator)
 
-    names = _distinct(batch, len(NAMES), most, generator) + TOKENS[NAMES[0]]
+    names = _distinct(batch, len(PERSON_NAMES), most, generator) + TOKENS[PERSON_NAMES[0]]
     numbers = _distinct(batch, len(IDS), most, generator) + TOKENS[IDS[0]]
     several = whole(min(people[0], most), most)
     here = torch.arange(most) < several  # [batch, people]

@@ -13,7 +13,7 @@ __all__ = [
     "IDS",
     "LABELS",
     "LETTERS",
-    "NAMES",
+    "PERSON_NAMES",
     "RELATIONS",
     "TOKENS",
     "WORDS",
@@ -43,7 +43,7 @@ def _read() -> tuple[list[str], list[Relation]]:
     return people[1].split(), [Relation(noun, phrase.split(), values) for (noun, phrase), values in said]
 
 
-NAMES, RELATIONS = _read()
+PERSON_NAMES, RELATIONS = _read()
 IDS = [str(number) for number in range(10, 100)]
 LETTERS = ["p", "q", "r", "s", "t", "u", "v", "w"]
 LABELS = ["alpha", "beta", "gamma", "delta", "epsilon", "zeta", "eta", "theta", "iota", "kappa", "lambda", "sigma"]
@@ -61,7 +61,7 @@ FILLERS = [
 
 SPECIAL = ["<s>", "</s>", "<unk>"]
 ASKING = ["has", "id", "Let", "be", "Question", ":", "what", "is", "the", "of", "?", "Answer", "->", "."]
-_ALL = [SPECIAL, ASKING, NAMES, IDS, LABELS, LETTERS, *FILLERS]
+_ALL = [SPECIAL, ASKING, PERSON_NAMES, IDS, LABELS, LETTERS, *FILLERS]
 _ALL += [[relation.noun, *relation.phrase, *relation.values] for relation in RELATIONS]
 WORDS = list(dict.fromkeys(word for words in _ALL for word in words))
 """The whole vocabulary; the index of a word is its token id."""
