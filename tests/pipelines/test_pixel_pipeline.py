@@ -1,4 +1,4 @@
-"""Laws of the pixel pipeline: it walks the line from noise to picture that the model was trained on."""
+"""Laws of the pixel pipeline: it walks the line from noise to image that the model was trained on."""
 
 import numpy as np
 import pytest
@@ -41,9 +41,7 @@ def test_an_oracle_leads_to_the_picture_in_any_number_of_steps(steps, size, monk
 
     def oracle(x, time, text, return_dict):
         told.append(time.item())
-        return (
-            (x - picture) / (time / 1000),
-        )  # x = (1 - t) picture + t scale noise, so this is scale noise - picture
+        return ((x - picture) / (time / 1000),)  # x = (1 - t) image + t scale noise, so this is scale noise - image
 
     monkeypatch.setattr(pipe.transformer, "forward", oracle)
     got = pipe(height=size[0], width=size[1], num_inference_steps=steps, output_type="pt").images

@@ -296,7 +296,7 @@ def test_a_comparison_leaves_out_what_cannot_be_applied(stable_diffusion, tmp_pa
         comparison(stable_diffusion, request, [both], tmp_path, settings={})
 
 
-# --- models of today, from prompt to picture or video ---
+# --- models of today, from prompt to image or video ---
 
 FIRST = (Path(__file__).parents[1] / "unchanged" / "dense-96x160.png",)
 TODAY = {
@@ -312,13 +312,13 @@ TODAY = {
     "chronoedit": (HilbertA(tiles=2, align=1), {"size": (96, 128), "frames": 5, "images": FIRST}),
     "joyimage": (HilbertA(tiles=2, align=1), {"size": (128, 192), "negative": "a dog", "images": FIRST}),
 }
-"""A method for each pipeline and what is requested besides a picture of 64 x 96 px."""
+"""A method for each pipeline and what is requested besides an image of 64 x 96 px."""
 
 
 @pytest.fixture(scope="module")
 def today():
     made = {}
-    with mock.patch.dict(BUCKETS, {1024: [(128, 192)]}):  # JoyImage draws a million pixels
+    with mock.patch.dict(BUCKETS, {1024: [(128, 192)]}):  # JoyImage generates a million pixels
         yield lambda name, **options: made.setdefault((name, *options), getattr(tiny_pipelines, name)(**options))
 
 

@@ -1,4 +1,4 @@
-"""A tiny pipeline for the tests of training, and pairs that it drew."""
+"""A tiny pipeline for the tests of training, and pairs that it generated."""
 
 import pytest
 import tiny

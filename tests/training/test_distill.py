@@ -30,7 +30,7 @@ ONE = RunOptions(at_once=1)
 
 @pytest.fixture
 def run(pairs_folder, tmp_path):
-    """Distils with training pictures that exist already."""
+    """Distils with training images that exist already."""
 
     def run(name, recipe=ADAMW, pipe=None, steps=1, at_once=1, **options):
         out, options = tmp_path / name, RunOptions(at_once=at_once, **options)
@@ -223,7 +223,7 @@ def test_a_run_writes_lora_loss_curve_and_samples(run):
     track = lambda name, length: lambda: bars.update({name: bars.get(name, 0) + 1})  # noqa: E731
     auto = Recipe(method=HilbertA(tiles=2, centre=0.5), optimizer="adamw", batch=1)
     out, _ = run("out", auto, steps=3, captions=["a cat", "a dog"], sample_every=2, track=track)
-    assert bars == {"pictures": len(tiny.PROMPTS), "distilling": 3}
+    assert bars == {"images": len(tiny.PROMPTS), "distilling": 3}
     assert read_lora(out / LORA_FILE).method == replace(auto.method, slide="diagonal")
     assert {path.name for path in out.glob("*.png")} == {"loss.png", "samples-000002.png", "samples-000003.png"}
 

@@ -79,7 +79,7 @@ def test_given_pictures_are_encoded_as_the_pipeline_decodes(pipe, tmp_path):
 
 
 def test_captions_come_from_text_files_or_prompts(tmp_path):
-    with pytest.raises(ValueError, match="holds no pictures"):
+    with pytest.raises(ValueError, match="holds no images"):
         captioned(tmp_path, None)
     for name in ("b.png", "a.png"):
         Image.new("RGB", (8, 8)).save(tmp_path / name)
@@ -89,7 +89,7 @@ def test_captions_come_from_text_files_or_prompts(tmp_path):
     (tmp_path / "b.txt").write_text("a cat")
     assert captioned(tmp_path, None) == {tmp_path / "a.png": "an owl", tmp_path / "b.png": "a cat"}
     assert captioned(tmp_path, ["one", "two", "three"]) == {tmp_path / "a.png": "one", tmp_path / "b.png": "two"}
-    with pytest.raises(ValueError, match=r"2 pictures in .* but 1 prompts"):
+    with pytest.raises(ValueError, match=r"2 images in .* but 1 prompts"):
         captioned(tmp_path, ["one"])
 
 

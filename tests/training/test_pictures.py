@@ -1,4 +1,4 @@
-"""Laws of collections of training pictures."""
+"""Laws of collections of training images."""
 
 import sys
 from types import ModuleType
@@ -55,7 +55,7 @@ def test_all_pictures_or_none_have_captions(tmp_path):
 
 
 def test_a_folder_without_pictures_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="holds no pictures: name a folder of"):
+    with pytest.raises(ValueError, match="holds no images: name a folder of"):
         FolderPictures(tmp_path)
 
 
@@ -83,7 +83,7 @@ def test_a_data_set_gives_pictures_with_captions_or_class_names(monkeypatch):
     pictures = HubPictures("some/cats")
     assert (pictures.count, pictures.captioned, pictures.picture(0, (4, 4))[1]) == (1, False, "")
     hub(monkeypatch, {"text": ("Value", None)}, [row])
-    with pytest.raises(ValueError, match="has no pictures among its columns text"):
+    with pytest.raises(ValueError, match="has no images among its columns text"):
         HubPictures("some/words")
 
 

@@ -1,4 +1,4 @@
-"""Laws of training on pixels: it learns, its average draws, and it can be interrupted and resumed."""
+"""Laws of training on pixels: it learns, its average generates, and it can be interrupted and resumed."""
 
 import contextlib
 import itertools
@@ -41,7 +41,7 @@ def weights(out):
 
 @pytest.fixture(scope="session")
 def photos(tmp_path_factory):
-    """Five pictures, light on the left, without captions."""
+    """Five images, light on the left, without captions."""
     folder = tmp_path_factory.mktemp("photos")
     for index in range(5):
         pixels = np.full((40, 30 + 4 * index, 3), 40 * index, np.uint8)
@@ -235,7 +235,7 @@ def test_samples_interpolate_to_noise_and_depend_on_their_number_only(photos):
         levels, again = [], NoisyPictures(pictures, size, seed=3)
         for number in range(40):
             pixels, velocity, level, words = samples[number]
-            clean = pixels - level * velocity  # the line from picture to noise
+            clean = pixels - level * velocity  # the line from image to noise
             noise = (velocity + clean) / noise_scale(*size)
             assert clean.abs().max() < 1 + 1e-4
             assert abs(noise.std() - 1) < 0.1
@@ -306,8 +306,8 @@ def test_bad_arguments_are_refused_before_anything_is_written(run, tmp_path):
             run("out", **options)
         assert not (tmp_path / "out").exists()
 
-    refused("a stage has one step and one picture a step at least", stages=[])
-    refused("a stage has one step and one picture a step at least", stages=[Stage((16, 16), 1, 0)])
-    refused("these pictures have no captions: train a model without words", pipe=pipeline(captioned=True))
+    refused("a stage has one step and one image a step at least", stages=[])
+    refused("a stage has one step and one image a step at least", stages=[Stage((16, 16), 1, 0)])
+    refused("these images have no captions: train a model without words", pipe=pipeline(captioned=True))
     refused("patches of 3 px do not fill 16 x 16 px", pipe=pipeline(patch_size=3))
     refused("scenes are square: use 24 or 16 for 16 x 24 px", pictures=ScenePictures(0))

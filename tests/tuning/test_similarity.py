@@ -29,7 +29,7 @@ def test_ssim_is_the_mean_over_channels():
 
 
 def test_ssim_of_one_window_is_its_formula():
-    # in a picture of 5 x 5 pixels the only whole window is the picture
+    # in an image of 5 x 5 pixels the only whole window is the image
     a, b = picture(5, 5).convert("L"), picture(5, 5, seed=1).convert("L")
     x, y = np.asarray(a, float).ravel(), np.asarray(b, float).ravel()
     (var_x, cov), (_, var_y) = np.cov(x, y)
@@ -43,7 +43,7 @@ def test_ssim_of_one_window_is_its_formula():
     [
         (psnr, [(8, 8), (8, 9)], "8 x 8 pixels and 8 x 9 pixels"),
         (ssim, [(8, 8), (8, 9)], "8 x 8 pixels and 8 x 9 pixels"),
-        (ssim, [(2, 9), (2, 9)], "larger pictures than 2 x 9 pixels"),
+        (ssim, [(2, 9), (2, 9)], "larger images than 2 x 9 pixels"),
     ],
 )
 def test_pictures_that_cannot_be_compared_are_refused(metric, sizes, message):

@@ -1,4 +1,4 @@
-"""Laws of tuning: what it promises holds when drawn again, and what it cannot promise it says."""
+"""Laws of tuning: what it promises holds when generated again, and what it cannot promise it says."""
 
 import json
 import math
@@ -103,7 +103,7 @@ def test_without_a_limit_the_fastest_candidate_works_everywhere(pipe, tuned):
 
 def test_a_budget_out_of_reach_says_what_came_nearest(pipe, tuned, tmp_path):
     with pytest.raises(
-        ValueError, match=r"reaches SSIM 1 in every picture: the nearest, HilbertA.* has 0\.99\d+ in the"
+        ValueError, match=r"reaches SSIM 1 in every image: the nearest, HilbertA.* has 0\.99\d+ in the"
     ):
         tuned(Budget(1.0), out=tmp_path)
     assert {path.name for path in tmp_path.glob("*.json")} == {"settings.json", "measured.json"}

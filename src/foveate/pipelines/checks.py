@@ -1,5 +1,5 @@
 # pyright: basic, reportPrivateImportUsage=false, reportCallIssue=false
-"""What a pipeline cannot draw, or would silently change, is refused with a remedy."""
+"""What a pipeline cannot generate, or would silently change, is refused with a remedy."""
 
 from inspect import Parameter, signature
 
@@ -35,7 +35,7 @@ def check_request(pipeline: DiffusionPipeline, request: Request) -> None:
     """
     name, known = type(pipeline).__name__, arguments(pipeline)
     if missing := [need for need in ("prompt", "height", "width") if need not in known]:
-        raise ValueError(f"{name} takes no {missing[0]}, which this command passes: draw with it from Python")
+        raise ValueError(f"{name} takes no {missing[0]}, which this command passes: generate with it from Python")
     _check_guidance(pipeline, request)
     _check_images(pipeline, request)
     tokens = _check_size(pipeline, request.size) * _check_frames(pipeline, request)
@@ -80,7 +80,7 @@ def _check_images(pipeline: DiffusionPipeline, request: Request) -> None:
 
 
 def check_size(model: str, size: tuple[int, int]) -> None:
-    """Refuse a size that a model cannot draw, by its configuration files, before its weights are loaded.
+    """Refuse a size that a model cannot generate, by its configuration files, before its weights are loaded.
 
     Nothing is said about models whose files do not tell, such as video models: `check_request` refuses it later.
 

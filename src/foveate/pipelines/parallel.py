@@ -1,5 +1,5 @@
 # pyright: basic, reportPrivateImportUsage=false
-"""One picture over several processes, by the context parallelism of diffusers."""
+"""One image over several processes, by the context parallelism of diffusers."""
 
 from typing import Any
 from unittest.mock import patch
@@ -14,7 +14,7 @@ __all__ = ["enable_parallelism", "share_pictures"]
 
 
 def share_pictures(pipeline: Any, ranks: int) -> None:
-    """Divide the tokens of every picture over all processes, which then have to draw the same pictures.
+    """Divide the tokens of every image over all processes, which then have to generate the same images.
 
     Raises:
         ValueError: If diffusers has no plan for the model, or its heads do not divide.
@@ -23,7 +23,7 @@ def share_pictures(pipeline: Any, ranks: int) -> None:
     for model in models:
         if getattr(model, "_cp_plan", None) is None:
             raise ValueError(
-                f"diffusers has no plan to divide a picture of {type(model).__name__} over processes: "
+                f"diffusers has no plan to divide an image of {type(model).__name__} over processes: "
                 "use one process, or let each process generate images of its own"
             )
         heads = model.config.num_attention_heads

@@ -1,6 +1,6 @@
 # pyright: basic, reportPrivateImportUsage=false, reportArgumentType=false, reportCallIssue=false
 # pyright: reportAttributeAccessIssue=false
-"""The pipeline of a `PixelDiT`: noise in, Euler steps, pictures out."""
+"""The pipeline of a `PixelDiT`: noise in, Euler steps, images out."""
 
 import math
 from collections.abc import Callable
@@ -22,9 +22,9 @@ __all__ = ["PixelPipeline", "as_method", "noise_scale"]
 
 
 def noise_scale(height: int, width: int) -> float:
-    """How strong noise is for pictures of so many pixels: 1 up to 64 x 64, and n / 64 for n x n.
+    """How strong noise is for images of so many pixels: 1 up to 64 x 64, and n / 64 for n x n.
 
-    The neighbouring pixels of a large picture say much of one another, so that it takes more noise to hide it.
+    The neighbouring pixels of a large image say much of one another, so that it takes more noise to hide it.
 
     Source: arXiv 2512.16615, noise rescaling.
     """
@@ -32,14 +32,14 @@ def noise_scale(height: int, width: int) -> float:
 
 
 class PixelPipeline(DiffusionPipeline):
-    """Pictures of captions, or of nothing but noise, by a `PixelDiT`.
+    """Images of captions, or of nothing but noise, by a `PixelDiT`.
 
     Args:
         transformer: Predicts the velocity.
         scheduler: Makes the Euler steps; `FlowMatchEulerDiscreteScheduler()`.
         tokenizer: Reads captions, if the transformer was trained with any.
         text_encoder: Likewise; a model whose output has a `last_hidden_state`.
-        height: Of pictures unless told otherwise: of those that it was trained with last.
+        height: Of images unless told otherwise: of those that it was trained with last.
         width: Likewise.
         guidance_scale: Unless told otherwise.
 
@@ -80,16 +80,16 @@ class PixelPipeline(DiffusionPipeline):
         return_dict: bool = True,
         callback_on_step_end: Callable[[Any, int, Any, dict[str, Any]], dict[str, Any]] | None = None,
     ) -> ImagePipelineOutput | tuple[Any]:
-        """The pictures.
+        """The images.
 
         Args:
-            prompt: One caption for each picture; "" for a model without captions.
+            prompt: One caption for each image; "" for a model without captions.
             height: In pixels.
             width: Likewise.
             num_inference_steps: Euler steps, of equal length.
             guidance_scale: By how much the velocity is driven from that of an empty caption to the caption's own; 1 is
                 the caption's own, which takes half the time.
-            generator: Of the noise; or one for each picture.
+            generator: Of the noise; or one for each image.
             output_type: "pil", "np" or "pt".
             return_dict: Return them as `images` of an object, not in a tuple.
             callback_on_step_end: Called after every step with pipeline, step, timestep and an empty dict.

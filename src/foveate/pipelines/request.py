@@ -1,5 +1,5 @@
 # pyright: basic, reportPrivateImportUsage=false, reportCallIssue=false
-"""Load a pipeline and draw with it."""
+"""Load a pipeline and generate with it."""
 
 import json
 from collections.abc import Callable, Sequence
@@ -47,7 +47,7 @@ __all__ = [
 
 
 def load_pipeline(model: str, device: str = "auto", dtype: str = "auto") -> DiffusionPipeline:
-    """The pipeline of a hub id or folder, ready to draw.
+    """The pipeline of a hub id or folder, ready to generate.
 
     Args:
         model: A folder that holds a model_index.json, or a hub id.
@@ -111,7 +111,7 @@ def denoiser(pipeline: DiffusionPipeline) -> torch.nn.Module:
 
 
 class Request(NamedTuple):
-    """One picture or video to draw.
+    """One image or video to generate.
 
     Attributes:
         prompt: The text.
@@ -164,7 +164,7 @@ def pixels_per_token(pipeline: DiffusionPipeline) -> int:
 
 
 def own_size(pipeline: DiffusionPipeline) -> tuple[int, int]:
-    """(height, width) in pixels that a pipeline draws unless told otherwise; 1024 if it does not say."""
+    """(height, width) in pixels that a pipeline generates unless told otherwise; 1024 if it does not say."""
     known, own = arguments(pipeline), pipeline.config
     config: Any = denoiser(pipeline).config
     if "width" in own:  # a pixel model
@@ -181,7 +181,7 @@ def own_size(pipeline: DiffusionPipeline) -> tuple[int, int]:
 def draw(
     pipeline: DiffusionPipeline, request: Request, on_step: Callable[[], None] = lambda: None
 ) -> list[Image.Image]:
-    """The frames of a video; a picture is one frame. `on_step` is called after every denoising step."""
+    """The frames of a video; an image is one frame. `on_step` is called after every denoising step."""
     drawn = draw_batch(pipeline, [request], on_step)
     return drawn[0] if makes_video(pipeline) else drawn
 
@@ -189,7 +189,7 @@ def draw(
 def draw_batch(
     pipeline: DiffusionPipeline, requests: Sequence[Request], on_step: Callable[[], None] = lambda: None
 ) -> list[Any]:
-    """The pictures, or the frames of each video, of requests that differ in prompt and seed only, drawn together."""
+    """The images, or the frames of each video, of requests that differ in prompt and seed only, generated together."""
     output = _call(pipeline, requests, on_step)
     return output.frames if makes_video(pipeline) else output.images
 
@@ -245,7 +245,7 @@ def scale_argument(pipeline: DiffusionPipeline, request: Request) -> str | None:
 
 
 def read_image(path: Path) -> Image.Image:
-    """The picture in a file."""
+    """The image in a file."""
     with Image.open(path) as image:
         return image.convert("RGB")
 

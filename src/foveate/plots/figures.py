@@ -1,4 +1,4 @@
-"""Pictures and plots of orders, tiles, attention, block tables and training runs."""
+"""Images and plots of orders, tiles, attention, block tables and training runs."""
 
 import io
 from collections.abc import Sequence
@@ -89,12 +89,12 @@ def draw_order(
 def draw_tiles(
     image: Image.Image, tile_map: Int[Tensor, "rows columns"], picked: Int[Tensor, "picked"] | None = None
 ) -> Image.Image:
-    """The picture with the borders of tiles in white and the central region outlined in orange.
+    """The image with the borders of tiles in white and the central region outlined in orange.
 
-    A picture narrower than 384 pixels is first enlarged by a whole factor.
+    An image narrower than 384 pixels is first enlarged by a whole factor.
 
     Args:
-        image: The picture.
+        image: The image.
         tile_map: Tile of each token, -1 in the central region.
         picked: Raster indices of the tokens to mark with a dot.
     """
@@ -114,13 +114,13 @@ def draw_tiles(
 
 
 def draw_attention(image: Image.Image, weights: Float[Tensor, "rows columns"], token: tuple[int, int]) -> Image.Image:
-    """The picture in dark grey, lit in orange where a token attends; the token itself is framed in white.
+    """The image in dark grey, lit in orange where a token attends; the token itself is framed in white.
 
-    The light is the square root of the weight, relative to the largest one. A picture narrower than 384 pixels is
+    The light is the square root of the weight, relative to the largest one. An image narrower than 384 pixels is
     first enlarged by a whole factor.
 
     Args:
-        image: The picture.
+        image: The image.
         weights: Attention weight of each image token.
         token: (row, column) of the token that attends.
     """
@@ -139,7 +139,7 @@ def draw_attention(image: Image.Image, weights: Float[Tensor, "rows columns"], t
 
 
 def draw_table(table: BlockTable, limit: int = 512) -> Image.Image:
-    """A picture of a block table: rows are query blocks, columns key blocks; blue blocks are read.
+    """An image of a block table: rows are query blocks, columns key blocks; blue blocks are read.
 
     The empty blocks of a padded table are left out.
 
@@ -162,12 +162,12 @@ def draw_table(table: BlockTable, limit: int = 512) -> Image.Image:
 
 
 def strip(pictures: Sequence[Image.Image]) -> Image.Image:
-    """The pictures side by side in one."""
+    """The images side by side in one."""
     return pictures[0] if len(pictures) == 1 else Image.fromarray(np.hstack([np.asarray(one) for one in pictures]))
 
 
 def draw_sheet(rows: dict[str, list[Image.Image]], captions: list[str]) -> Figure:
-    """A figure of pictures in a grid: a row for each name, a column for each caption."""
+    """A figure of images in a grid: a row for each name, a column for each caption."""
     height, width = len(rows), len(captions)
     figure = Figure(figsize=(1.6 * width + 0.5, 1.6 * height + 0.8), layout="constrained")
     grid = figure.subplots(height, width, squeeze=False)
@@ -209,7 +209,7 @@ def draw_coverage(reports: dict[str, list[Report]]) -> Figure:
 
 
 def enlarged(image: Image.Image, width: int = 384) -> Image.Image:
-    """The picture in RGB, enlarged by a whole factor to `width` pixels or more."""
+    """The image in RGB, enlarged by a whole factor to `width` pixels or more."""
     grow = max(1, -(-width // image.width))
     return image.convert("RGB").resize((image.width * grow, image.height * grow), Image.Resampling.NEAREST)
 

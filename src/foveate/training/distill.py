@@ -1,6 +1,6 @@
 # pyright: basic, reportPrivateImportUsage=false, reportArgumentType=false, reportCallIssue=false
 # pyright: reportAttributeAccessIssue=false
-"""LoRA distillation: the dense model teaches its sparse version, on its own pictures."""
+"""LoRA distillation: the dense model teaches its sparse version, on its own images."""
 
 import time
 from collections.abc import Iterator, Sequence
@@ -42,7 +42,7 @@ def distill(
     start: Path | None = None,
     options: RunOptions,
 ) -> bool:
-    """Make the training pictures, then train the LoRA. Returns whether all steps are done.
+    """Make the training images, then train the LoRA. Returns whether all steps are done.
 
     The pipeline keeps the LoRA. An existing run in `out` is resumed.
 
@@ -50,18 +50,18 @@ def distill(
         out: Folder of the run.
         pipeline: Teacher and student.
         recipe: Hyperparameters.
-        request: Size, frames, denoising steps, guidance scale and first seed of the teacher's pictures or videos; its
+        request: Size, frames, denoising steps, guidance scale and first seed of the teacher's images or videos; its
             prompt is not used.
-        prompts: Captions, one for each picture.
-        pictures: Files of the training pictures; if empty, the teacher draws them.
+        prompts: Captions, one for each image.
+        pictures: Files of the training images; if empty, the teacher generates them.
         pairs: Folder of the latents and text embeddings, which runs may share; None is a folder inside `out`.
         steps: Number of training steps, including those of earlier runs.
         start: LoRA file to start from.
-        options: Other settings. `at_once` holds for drawing, encoding and training.
+        options: Other settings. `at_once` holds for generating, encoding and training.
 
     Raises:
         ValueError: If the pipeline is neither FLUX.1, text to image, nor Wan with one transformer, text to video, or
-            recipe, pictures and folder do not fit together.
+            recipe, images and folder do not fit together.
     """
     until = time.monotonic() + 60 * options.minutes
     grid = family_of(pipeline, request).grid
@@ -79,7 +79,7 @@ def distill(
         with student.teacher():
             complete = make_pairs(
                 noisy.folder, pipeline, prompts, request, pictures=pictures, at_once=options.at_once, until=until,
-                advance=options.track("pictures", len(prompts)),
+                advance=options.track("images", len(prompts)),
             )  # fmt: skip
         if not complete:
             return False
@@ -96,7 +96,7 @@ class Distillation(Run):
 
     Args:
         out: Folder of the LoRA, checkpoints, samples and log.csv.
-        pipeline: Draws the samples.
+        pipeline: Generates the samples.
         student: The student and its recipe.
         pairs: Training samples.
         accelerator: Distributes the work.
@@ -156,9 +156,9 @@ class Distillation(Run):
             write_whole(self.out / LORA_FILE, lora)
 
     def sample(self) -> None:
-        """Draw the captions dense, with the method alone, and distilled: of a video, the middle frame.
+        """Generate the captions dense, with the method alone, and distilled: of a video, the middle frame.
 
-        All devices draw, one writes.
+        All devices generate, one writes.
         """
         if not self.options.captions:
             return
@@ -172,7 +172,7 @@ class Distillation(Run):
             self.write_sheet(rows, self.options.captions)
 
     def _draw(self) -> list[Image.Image]:
-        first = self.request.seed + (self.pairs.count or 0)  # seeds that no training picture has used
+        first = self.request.seed + (self.pairs.count or 0)  # seeds that no training image has used
         at_once, captions = self.options.at_once, self.options.captions
         requests = [self.request._replace(prompt=c, seed=first + index) for index, c in enumerate(captions)]
         parts = [requests[start : start + at_once] for start in range(0, len(requests), at_once)]

@@ -23,7 +23,7 @@ class Family(ABC):
 
     Args:
         pipeline: The pipeline.
-        request: What the pipeline draws: size, frames, denoising steps and guidance scale.
+        request: What the pipeline generates: size, frames, denoising steps and guidance scale.
 
     Raises:
         ValueError: If the pipeline has more than one transformer.
@@ -47,10 +47,10 @@ class Family(ABC):
         """Text embeddings [batch, ...] by the pipeline's name for them."""
 
     def latents(self, requests: Sequence[Request], embeddings: dict[str, Tensor]) -> Tensor:
-        """Latents [batch, ...] of pictures or videos that the pipeline draws.
+        """Latents [batch, ...] of images or videos that the pipeline generates.
 
         Args:
-            requests: What to draw; they differ in prompt and seed only.
+            requests: What to generate; they differ in prompt and seed only.
             embeddings: Those of their prompts.
         """
         shared = requests[0]
@@ -71,12 +71,12 @@ class Family(ABC):
         return output.frames if makes_video(self.pipeline) else output.images
 
     def encoded(self, pixels: Float[Tensor, "batch 3 height width"]) -> Tensor:
-        """Latents [batch, ...] of pictures from -1 to 1.
+        """Latents [batch, ...] of images from -1 to 1.
 
         Raises:
             ValueError: If the model makes videos.
         """
-        raise ValueError("a video model learns from videos that it draws itself: leave the pictures out")
+        raise ValueError("a video model learns from videos that it generates itself: leave the images out")
 
     @abstractmethod
     def velocity(self, model: nn.Module, batch: NoisyLatents, guidance: float) -> Tensor:

@@ -1,6 +1,6 @@
 # pyright: basic, reportPrivateImportUsage=false, reportArgumentType=false, reportCallIssue=false
 # pyright: reportAttributeAccessIssue=false, reportReturnType=false
-"""The training data of a distillation: latents of pictures with the text embeddings of their captions, on disk."""
+"""The training data of a distillation: latents of images with the text embeddings of their captions, on disk."""
 
 import math
 import time
@@ -42,10 +42,10 @@ def make_pairs(
 
     Args:
         folder: Folder of the pairs, one file for each prompt.
-        pipeline: Draws the pictures or videos, or encodes the given pictures.
+        pipeline: Generates the images or videos, or encodes the given images.
         prompts: The captions.
         request: Size, frames, denoising steps, guidance scale and first seed; its prompt is not used.
-        pictures: Files of the pictures in the order of the prompts; if empty, the pipeline draws them.
+        pictures: Files of the images in the order of the prompts; if empty, the pipeline generates them.
         at_once: Batch size on a device.
         until: Time at which to stop, as given by `time.monotonic`.
         advance: Called for every existing pair.

@@ -1,6 +1,6 @@
 # pyright: basic, reportPrivateImportUsage=false, reportArgumentType=false, reportAttributeAccessIssue=false
 # pyright: reportMissingImports=false
-"""Training samples: pictures with captions, and latents with text embeddings, under noise.
+"""Training samples: images with captions, and latents with text embeddings, under noise.
 
 Sample n follows from n and the seed alone, so a resumed run sees what an uninterrupted one would have seen.
 """
@@ -52,42 +52,42 @@ def seeded(kind: str, seed: int, number: int) -> torch.Generator:
 
 
 def fitted(picture: Image.Image, size: tuple[int, int]) -> Float[Tensor, "3 height width"]:
-    """The picture as pixels from -1 to 1, resized and centre-cropped to (height, width)."""
+    """The image as pixels from -1 to 1, resized and centre-cropped to (height, width)."""
     return VaeImageProcessor(vae_scale_factor=1).preprocess(picture.convert("RGB"), *size, resize_mode="crop")[0]
 
 
-# --- pictures --------------------------------------------------------------------------------------------------------
+# --- images --------------------------------------------------------------------------------------------------------
 
 
 @runtime_checkable
 class Pictures(Protocol):
-    """Numbered pictures with captions."""
+    """Numbered images with captions."""
 
     @property
     def count(self) -> int | None:
-        """Number of pictures; None if there is no end."""
+        """Number of images; None if there is no end."""
         ...
 
     @property
     def captioned(self) -> bool:
-        """Whether the pictures have captions."""
+        """Whether the images have captions."""
         ...
 
     @property
     def checksum(self) -> str:
-        """Identifies this collection of pictures."""
+        """Identifies this collection of images."""
         ...
 
     def picture(self, index: int, size: tuple[int, int]) -> tuple[Float[Tensor, "3 height width"], str]:
-        """A picture of (height, width) pixels from -1 to 1, and its caption."""
+        """An image of (height, width) pixels from -1 to 1, and its caption."""
         ...
 
 
 class FolderPictures:
-    """The pictures of a folder and its subfolders, sorted by name, with captions from .txt files beside them.
+    """The images of a folder and its subfolders, sorted by name, with captions from .txt files beside them.
 
     Raises:
-        ValueError: If there is no picture, or only some of them have captions.
+        ValueError: If there is no image, or only some of them have captions.
     """
 
     def __init__(self, folder: Path):
@@ -100,17 +100,17 @@ class FolderPictures:
         self.checksum = f"{crc32(json.dumps([names, self.captioned]).encode()):08x}"
 
     def picture(self, index: int, size: tuple[int, int]) -> tuple[Float[Tensor, "3 height width"], str]:
-        """The picture, centre-cropped to (height, width), and its caption."""
+        """The image, centre-cropped to (height, width), and its caption."""
         path = self.files[index]
         with Image.open(path) as file:
             return fitted(file, size), _caption(path) if self.captioned else ""
 
 
 class HubPictures:
-    """The pictures of a Hugging Face data set, with its captions or class names.
+    """The images of a Hugging Face data set, with its captions or class names.
 
     Raises:
-        ValueError: If the library `datasets` is missing, or the data set has no pictures.
+        ValueError: If the library `datasets` is missing, or the data set has no images.
     """
 
     def __init__(self, name: str, split: str = "train"):
@@ -124,13 +124,13 @@ class HubPictures:
         kinds = {column: type(feature).__name__ for column, feature in self.data.features.items()}
         pictures = [column for column, kind in kinds.items() if kind == "Image"]
         if not pictures:
-            raise ValueError(f"{name} has no pictures among its columns {', '.join(kinds)}: name another data set")
+            raise ValueError(f"{name} has no images among its columns {', '.join(kinds)}: name another data set")
         self.column, self.caption = pictures[0], next((column for column in CAPTIONS if column in kinds), None)
         self.count, self.captioned = len(self.data), self.caption is not None
         self.checksum = f"{name} {split} {self.count}"
 
     def picture(self, index: int, size: tuple[int, int]) -> tuple[Float[Tensor, "3 height width"], str]:
-        """The picture, centre-cropped to (height, width), and its caption."""
+        """The image, centre-cropped to (height, width), and its caption."""
         row = self.data[index]
         return fitted(row[self.column], size), self._caption_of(row)
 
@@ -142,14 +142,14 @@ class HubPictures:
 
 
 def captioned(folder: Path, prompts: Sequence[str] | None) -> dict[Path, str]:
-    """The pictures of a folder, sorted by name, each with its caption.
+    """The images of a folder, sorted by name, each with its caption.
 
     Args:
         folder: The folder; subfolders are not searched.
-        prompts: Captions in the order of the pictures; None takes them from the .txt files beside the pictures.
+        prompts: Captions in the order of the images; None takes them from the .txt files beside the images.
 
     Raises:
-        ValueError: If there is no picture, a caption is missing, or there are fewer prompts than pictures.
+        ValueError: If there is no image, a caption is missing, or there are fewer prompts than images.
     """
     pictures = _picture_files(folder, "*")
     if prompts is None:
@@ -157,14 +157,14 @@ def captioned(folder: Path, prompts: Sequence[str] | None) -> dict[Path, str]:
             raise ValueError(f"{without[0].name} has no caption: put one into {without[0].stem}.txt, or pass prompts")
         return {path: _caption(path) for path in pictures}
     if len(prompts) < len(pictures):
-        raise ValueError(f"{len(pictures)} pictures in {folder}, but {len(prompts)} prompts: give one for each")
+        raise ValueError(f"{len(pictures)} images in {folder}, but {len(prompts)} prompts: give one for each")
     return dict(zip(pictures, prompts, strict=False))
 
 
 def _picture_files(folder: Path, pattern: str) -> list[Path]:
     files = sorted(path for path in folder.glob(pattern) if path.suffix.lower() in SUFFIXES)
     if not files:
-        raise ValueError(f"{folder} holds no pictures: name a folder of {', '.join(SUFFIXES)} files")
+        raise ValueError(f"{folder} holds no images: name a folder of {', '.join(SUFFIXES)} files")
     return files
 
 
@@ -254,12 +254,12 @@ def pair_path(folder: Path, index: int) -> Path:
 
 
 class NoisyPicture(NamedTuple):
-    """A picture under noise, or a batch of them.
+    """An image under noise, or a batch of them.
 
     Attributes:
-        pixels: (1 - level) picture + level scale noise.
-        velocity: The target of the model, scale noise - picture.
-        level: Noise level from 0 (picture) to 1 (noise).
+        pixels: (1 - level) image + level scale noise.
+        velocity: The target of the model, scale noise - image.
+        level: Noise level from 0 (image) to 1 (noise).
         words: Token ids of the caption; empty without captions.
     """
 
@@ -270,10 +270,10 @@ class NoisyPicture(NamedTuple):
 
 
 class NoisyPictures(Epochs[NoisyPicture]):
-    """Pictures of one size under random noise.
+    """Images of one size under random noise.
 
     Args:
-        pictures: The pictures.
+        pictures: The images.
         size: (height, width) in pixels.
         seed: Seed of the order, the noise and the dropped captions.
         tokenizer: Tokenizer of the captions; None if the model takes none.

@@ -1,6 +1,6 @@
 # pyright: basic, reportPrivateImportUsage=false, reportArgumentType=false, reportCallIssue=false
 # pyright: reportAttributeAccessIssue=false, reportOptionalMemberAccess=false
-"""Training of a pixel diffusion transformer from scratch: flow matching, on small pictures first."""
+"""Training of a pixel diffusion transformer from scratch: flow matching, on small images first."""
 
 import copy
 from collections.abc import Iterator, Sequence
@@ -32,7 +32,7 @@ OPTIMIZERS = "adamw", "muon"
 
 
 class Stage(NamedTuple):
-    """Training steps on pictures of one size.
+    """Training steps on images of one size.
 
     Attributes:
         size: (height, width) in pixels.
@@ -54,10 +54,10 @@ class PixelRecipe:
         cool_down: Last fraction of the steps, over which the rate falls linearly to 0.
         optimizer: "adamw", or "muon" for the matrices inside blocks, at about the same rates.
         weight_decay: Weight decay: of all weights with AdamW, of the matrices with Muon.
-        average: Decay of the moving average of the weights, which draws the pictures, after a warm-up.
+        average: Decay of the moving average of the weights, which generates the images, after a warm-up.
         uncaptioned: Fraction of the samples with an empty caption, which classifier-free guidance needs.
         dtype: "float32", or "bfloat16" for everything but the weights.
-        seed: Seed of the order of the pictures and of the noise.
+        seed: Seed of the order of the images and of the noise.
     """
 
     rate: float = 1e-4
@@ -100,13 +100,13 @@ def train(
     Args:
         out: Folder of the run.
         pipeline: Pipeline with the initial weights, on the CPU or this process's device. It ends with the average.
-        pictures: Training pictures.
-        stages: Stages in turn, small pictures first. A resumed run may have more of them.
+        pictures: Training images.
+        stages: Stages in turn, small images first. A resumed run may have more of them.
         recipe: Hyperparameters.
         options: Other settings.
 
     Raises:
-        ValueError: If stages, pictures, pipeline and folder do not fit together.
+        ValueError: If stages, images, pipeline and folder do not fit together.
     """
     accelerator = make_accelerator(pipeline.device, recipe.optimizer, MIXED[recipe.dtype])
     _check(pipeline, pictures, stages, accelerator.num_processes)
@@ -117,9 +117,9 @@ def train(
 
 def _check(pipeline: PixelPipeline, pictures: Pictures, stages: Sequence[Stage], devices: int) -> None:
     if not stages or any(stage.steps < 1 or stage.batch < 1 for stage in stages):
-        raise ValueError(f"a stage has one step and one picture a step at least, not {list(map(tuple, stages))}")
+        raise ValueError(f"a stage has one step and one image a step at least, not {list(map(tuple, stages))}")
     if pipeline.text_encoder and not pictures.captioned:
-        raise ValueError("these pictures have no captions: train a model without words")
+        raise ValueError("these images have no captions: train a model without words")
     patch = pipeline.transformer.config.patch_size
     for stage in stages:
         if any(side % patch for side in stage.size):
@@ -255,7 +255,7 @@ class PixelTraining(Run):
         self.pipeline.save_config(self.out)
 
     def sample(self) -> None:
-        """Draw a picture for every caption; one device draws."""
+        """Write a sheet of samples, one for every caption; one device generates them."""
         self._copy_average()
         captions = self.options.captions
         if captions and self.accelerator.is_main_process:

@@ -50,7 +50,7 @@ class RunOptions:
         minutes: Time after which to write a checkpoint and stop.
         checkpoint_minutes: Time between checkpoints.
         captions: Captions of the samples; "" for each sample of a model without captions.
-        sample_every: Steps between sheets of samples; 0 draws one at the end only.
+        sample_every: Steps between sheets of samples; 0 generates one at the end only.
         track: Shows progress.
     """
 

@@ -45,11 +45,11 @@ class Recipe:
         optimizer: "prodigy", which finds its own step size, or "adamw".
         rate: Learning rate; None is 1 for Prodigy and 1e-4 for AdamW.
         levels: Distribution of the noise levels: "uniform", or "shifted" towards noise as the scheduler shifts them
-            when it draws, the more the larger the picture.
+            when it generates, the more the larger the image.
         cool_down: Last fraction of the steps, over which the rate falls linearly to 0.
         batch: Batch size over all devices.
         guidance: Guidance scale that teacher and student are given, if the model takes one.
-        seed: Seed of the initial LoRA, the order of the pictures and the noise.
+        seed: Seed of the initial LoRA, the order of the images and the noise.
     """
 
     method: Method

@@ -3,7 +3,7 @@
 """The attention weights of one image token in a layer of a pipeline's denoiser, dense or with a method.
 
 Attention is linear in its values. So the layer runs again with values that are columns of the identity matrix, and its
-output is the weights themselves: by the code that draws the picture, whatever the pattern, merged tokens included.
+output is the weights themselves: by the code that generates images, whatever the pattern, merged tokens included.
 """
 
 from collections.abc import Callable

@@ -59,9 +59,9 @@ class Measurements:
 
     Args:
         pipeline: The pipeline.
-        requests: What to draw.
+        requests: What to generate.
         calibration: How many of them, from the first, may be measured; the others are held out.
-        folder: Folder of the pictures and of what was measured.
+        folder: Folder of the images and of what was measured.
         track: Shows progress.
 
     Raises:
@@ -93,7 +93,7 @@ class Measurements:
         self._file = folder / "measured.json"
         self._known: dict[str, Any] = json.loads(self._file.read_text()) if self._file.exists() else {}
 
-    # --- pictures ---
+    # --- images ---
 
     def scores(
         self,
@@ -101,12 +101,12 @@ class Measurements:
         pictures: Sequence[tuple[int, MethodLike]],
         measure: Callable[[Image.Image, Image.Image], float],
     ) -> Iterator[float]:
-        """How near pictures come to the dense ones, one after another; what does not exist yet is drawn.
+        """How near images come to the dense ones, one after another; what does not exist yet is generated.
 
         Args:
             name: Name of the progress bar.
-            pictures: Number of the request and method of each picture.
-            measure: The score of (picture, dense picture). Of a video it gets the frames one below the other.
+            pictures: Number of the request and method of each image.
+            measure: The score of (image, dense image). Of a video it gets the frames one below the other.
         """
         needed = dict.fromkeys(one for number, method in pictures for one in ((number, None), (number, method)))
         missing = [one for one in needed if not self._path(*one).exists()]
@@ -120,7 +120,7 @@ class Measurements:
             yield score
 
     def seconds(self, number: int, method: MethodLike | None) -> float:
-        """Seconds that a picture took."""
+        """Seconds that an image took."""
         with Image.open(self._path(number, method)) as picture:
             return float(picture.info["seconds"])
 
@@ -141,7 +141,7 @@ class Measurements:
 
     @cached_property
     def recorded(self) -> list[Recorded]:
-        """Some dense steps; the prompts take turns. Their pictures are drawn again."""
+        """Some dense steps; the prompts take turns. Their images are generated again."""
         steps = self.requests[0].steps
         wanted = sorted({round(i * (steps - 1) / (STEPS - 1)) for i in range(STEPS)})
         advance = self.track("dense, recorded", self._prompts * steps)
@@ -250,7 +250,7 @@ class Measurements:
         return {"layers": group, "prediction_error": mean(errors), "saved": saved}
 
     def slices(self, method: MethodLike) -> list[dict[str, Any]]:
-        """Error of a picture in which a method works in one part of the run alone.
+        """Error of an image in which a method works in one part of the run alone.
 
         Returns:
             For each part "steps" (their numbers) and "picture_error" (root mean square, pixels from 0 to 1).

@@ -1,4 +1,4 @@
-"""How similar two pictures are."""
+"""How similar two images are."""
 
 from typing import Any
 
@@ -15,10 +15,10 @@ FLAT = 16
 
 
 def psnr(image: Image.Image, reference: Image.Image) -> float:
-    """Peak signal-to-noise ratio in dB of 8-bit RGB pictures; infinite if they are identical.
+    """Peak signal-to-noise ratio in dB of 8-bit RGB images; infinite if they are identical.
 
     Raises:
-        ValueError: If the pictures differ in size.
+        ValueError: If the images differ in size.
     """
     ours, theirs = _pixels(image, reference)
     with np.errstate(divide="ignore"):
@@ -26,20 +26,20 @@ def psnr(image: Image.Image, reference: Image.Image) -> float:
 
 
 def ssim(image: Image.Image, reference: Image.Image) -> float:
-    """Structural similarity of 8-bit RGB pictures, mean over channels: 1 if they are identical.
+    """Structural similarity of 8-bit RGB images, mean over channels: 1 if they are identical.
 
-    The window is 7 pixels wide, or the largest odd number of pixels that fits into a smaller picture.
+    The window is 7 pixels wide, or the largest odd number of pixels that fits into a smaller image.
 
     Raises:
-        ValueError: If the pictures differ in size, or a side is below 3 pixels.
+        ValueError: If the images differ in size, or a side is below 3 pixels.
     """
     return float(_ssim_map(image, reference).mean())
 
 
 def detail_ssim(image: Image.Image, reference: Image.Image) -> float:
-    """`ssim` over the windows that are not flat in both pictures.
+    """`ssim` over the windows that are not flat in both images.
 
-    In the mean over all windows a flat background, which every method draws well, would hide the objects. The mean
+    In the mean over all windows a flat background, which every method renders well, would hide the objects. The mean
     over all windows if all are flat.
 
     Raises:
@@ -54,7 +54,7 @@ def detail_ssim(image: Image.Image, reference: Image.Image) -> float:
 
 
 def _ssim_map(image: Image.Image, reference: Image.Image) -> npt.NDArray[np.floating]:
-    """SSIM of each window, averaged over channels. Windows that cross the border of the picture are left out."""
+    """SSIM of each window, averaged over channels. Windows that cross the border of the image are left out."""
     ours, theirs = _pixels(image, reference)
     window = _ssim_window(image)
     options: dict[str, Any] = {"win_size": window, "channel_axis": -1, "data_range": 255, "full": True}
@@ -66,13 +66,13 @@ def _ssim_map(image: Image.Image, reference: Image.Image) -> npt.NDArray[np.floa
 def _ssim_window(image: Image.Image) -> int:
     side = min(image.size)
     if side < 3:
-        raise ValueError(f"SSIM needs windows of 3 pixels or more: use larger pictures than {_size(image)}")
+        raise ValueError(f"SSIM needs windows of 3 pixels or more: use larger images than {_size(image)}")
     return min(7, side - 1 + side % 2)
 
 
 def _pixels(image: Image.Image, reference: Image.Image) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.uint8]]:
     if image.size != reference.size:
-        raise ValueError(f"pictures of {_size(image)} and {_size(reference)} cannot be compared: resize one of them")
+        raise ValueError(f"images of {_size(image)} and {_size(reference)} cannot be compared: resize one of them")
     return np.asarray(image.convert("RGB")), np.asarray(reference.convert("RGB"))
 
 

@@ -1,10 +1,10 @@
-"""Settings that choose themselves: the fastest one whose pictures stay near enough to the dense ones.
+"""Settings that choose themselves: the fastest one whose images stay near enough to the dense ones.
 
 1. Every candidate is measured: error and time of a step, error of each group of layers, on recorded dense steps.
-2. One candidate shows how much an error in each part of the run matters to the picture.
+2. One candidate shows how much an error in each part of the run matters to the image.
 3. From these the error and the time of every setting (candidate, steps, dense layers) are predicted, and the settings
    are kept that no other beats in both.
-4. Whole pictures decide: bisection on prompts for calibration, then prompts that were held out, backing off towards
+4. Whole images decide: bisection on prompts for calibration, then prompts that were held out, backing off towards
    dense until every one of them is within the budget.
 """
 
@@ -37,7 +37,7 @@ CANDIDATES: tuple[Method | ComposedMethod, ...] = (
 )
 """Methods that `tune` tries unless others are named."""
 
-LEAST_GAIN = 1.03  # times faster than dense; a smaller gain is not worth a changed picture
+LEAST_GAIN = 1.03  # times faster than dense; a smaller gain is not worth a changed image
 NOTCH = 0.9  # each setting of the search has at most this fraction of the predicted error of the next faster one
 TENTHS = 10  # start_percent and end_percent are multiples of 1/10
 SCORE_NAMES = {"ssim": "SSIM", "psnr": "PSNR"}
@@ -45,7 +45,7 @@ SCORE_NAMES = {"ssim": "SSIM", "psnr": "PSNR"}
 
 @dataclass(frozen=True)
 class Budget:
-    """How near every picture must come to the dense picture of the same seed.
+    """How near every image must come to the dense image of the same seed.
 
     Examples:
         >>> Budget(0.95)  # SSIM
@@ -54,8 +54,8 @@ class Budget:
         'PSNR'
 
     Attributes:
-        at_least: The score that every picture must reach. ``-math.inf`` takes the fastest setting whatever it draws.
-        score: "ssim", "psnr" (in dB), or a function of (picture, dense picture) that is larger for nearer pictures. Of
+        at_least: The score that every image must reach. ``-math.inf`` takes the fastest setting whatever it generates.
+        score: "ssim", "psnr" (in dB), or a function of (image, dense image) that is larger for nearer images. Of
             a video it gets the frames one below the other.
 
     Raises:
@@ -68,7 +68,7 @@ class Budget:
     def __post_init__(self) -> None:
         if not callable(self.score) and self.score not in SCORE_NAMES:
             raise ValueError(
-                f"score must be one of {', '.join(SCORE_NAMES)} or a function of two pictures, not {self.score!r}"
+                f"score must be one of {', '.join(SCORE_NAMES)} or a function of two images, not {self.score!r}"
             )
         if not isinstance(self.at_least, int | float):
             raise ValueError(f"a budget is a number such as 0.95, not {self.at_least!r}")
@@ -81,7 +81,7 @@ class Budget:
         return getattr(self.score, "__name__", "score") if callable(self.score) else SCORE_NAMES[self.score]
 
     def of(self, picture: Image.Image, dense: Image.Image) -> float:
-        """The score of a picture."""
+        """The score of an image."""
         if callable(self.score):
             return float(self.score(picture, dense))
         from foveate.tuning import similarity
@@ -94,8 +94,8 @@ class Setting(NamedTuple):
 
     Attributes:
         method: The method with `dense_layers`, `start_percent` and `end_percent`.
-        error: Predicted error of a picture: root mean square, pixels from 0 to 1.
-        time: Predicted time of a picture's steps, as a fraction of the dense ones.
+        error: Predicted error of an image: root mean square, pixels from 0 to 1.
+        time: Predicted time of an image's steps, as a fraction of the dense ones.
         active: Fraction of the steps in which the method is at work.
     """
 
@@ -125,7 +125,7 @@ def tune(
     say: Callable[[str], None] = lambda line: None,
     track: Track = silent,
 ) -> Preset:
-    """The fastest setting on this machine whose pictures are within the budget, also those of held-out prompts.
+    """The fastest setting on this machine whose images are within the budget, also those of held-out prompts.
 
     Examples:
         >>> preset = foveate.tune(pipe, prompts, foveate.Budget(0.95), size=(1024, 1024), steps=28, out="tuned")
@@ -133,15 +133,15 @@ def tune(
 
     Args:
         pipe: A pipeline of diffusers.
-        prompts: What to draw, two prompts or more. A third of them calibrates, the others are held out.
-        budget: How near every held-out picture must come to the dense one.
+        prompts: What to generate, two prompts or more. A third of them calibrates, the others are held out.
+        budget: How near every held-out image must come to the dense one.
         size: (height, width) in pixels.
         steps: Number of denoising steps.
         guidance: Guidance scale; None is the pipeline's default.
         frames: Frames of a video; None is the pipeline's default.
         seed: Seed of the first prompt; each next prompt has the next seed.
         methods: Methods to try, alone or composed. `tune` sets their steps and layers.
-        out: Folder of pictures and measurements, from which an interrupted run continues and one with another budget
+        out: Folder of images and measurements, from which an interrupted run continues and one with another budget
             starts. None keeps nothing.
         say: Called with a line about every result.
         track: Shows progress.
@@ -184,7 +184,7 @@ def settings(
         methods: The methods.
         costs: `Measurements.cost` of each method.
         layers: `Measurements.layers` of each method.
-        weights: Error of a picture for an error of the prediction, for each step.
+        weights: Error of an image for an error of the prediction, for each step.
     """
     from foveate.pipelines.lora import throughout
 
@@ -214,7 +214,7 @@ def _by_step(cost: dict[str, Any], steps: int) -> Any:
 
 
 def _weights(parts: list[dict[str, Any]], errors: Any) -> Any:
-    """Error of the picture for an error of the prediction in each step [steps]."""
+    """Error of the image for an error of the prediction in each step [steps]."""
     weights = np.zeros(len(errors))
     for part in parts:
         weights[part["steps"]] = part["picture_error"] / max(sqrt((errors[part["steps"]] ** 2).sum()), 1e-12)
@@ -305,12 +305,12 @@ class _Search:
         )
 
     def scores(self, setting: Setting, numbers: list[int]) -> Iterator[float]:
-        """The scores of pictures with a setting."""
+        """The scores of images with a setting."""
         name = f"{1 / setting.time:.2f}x, {'held out' if numbers is self.held_out else 'calibration'}"
         return self.measured.scores(name, [(number, setting.method) for number in numbers], self.budget.of)
 
     def holds(self, setting: Setting, numbers: list[int]) -> bool:
-        """Whether all these pictures are within the budget. One that is not is looked at first the next time."""
+        """Whether all these images are within the budget. One that is not is looked at first the next time."""
         scores: list[float] = []
         for number, score in zip(numbers, self.scores(setting, numbers), strict=True):
             scores.append(score)
@@ -321,7 +321,7 @@ class _Search:
                 self.say(f"{setting.title}: {self.budget.name} {score:.5g} in {prompt!r}, not near enough")
                 return False
         kind = "held-out" if numbers is self.held_out else "calibration"
-        worst = f"{self.budget.name} {min(scores):.5g} in the worst {kind} picture of {len(scores)}"
+        worst = f"{self.budget.name} {min(scores):.5g} in the worst {kind} image of {len(scores)}"
         self.say(f"{setting.title}: {worst}")
         return True
 
@@ -341,7 +341,7 @@ class _Search:
         if worst >= asked:
             return f"no setting within the budget saves time: {setting.title} has {self.speed_up(setting):.2f}x"
         return (
-            f"no setting that saves time reaches {self.budget.name} {asked:g} in every picture: the nearest, "
+            f"no setting that saves time reaches {self.budget.name} {asked:g} in every image: the nearest, "
             f"{setting.title}, has {worst:.5g} in the worst one, {asked - worst:.2g} too little"
         )
 

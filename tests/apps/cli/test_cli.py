@@ -68,7 +68,7 @@ def test_generate_draws_many_prompts_and_seeds_and_resumes(folder, tmp_path):
     (tmp_path / "prompts.txt").write_text(f"a cat\n\n{long} in rain\n{long} in snow\n")
     command = "generate", "--prompts", "prompts.txt", "--seeds", 2, "--model", folder, *SMALL, "--steps", 1
     output = succeeds(*command, "--method", "hilberta:tiles=4")
-    assert "6 drawn" in output
+    assert "6 generated" in output
     assert "HilbertA T=4" in output
     index = json.loads((tmp_path / "pictures" / "pictures.json").read_text())
     assert [one["prompt"] for one in index.values()] == [
@@ -80,14 +80,14 @@ def test_generate_draws_many_prompts_and_seeds_and_resumes(folder, tmp_path):
     second = list(index)[1]
     assert (pixels(f"pictures/{second}") == pixels("one.png")).all()
     (tmp_path / "pictures" / second).unlink()
-    assert "1 drawn" in succeeds(*command, "--method", "hilberta:tiles=4")
+    assert "1 generated" in succeeds(*command, "--method", "hilberta:tiles=4")
     assert "holds results of method=" in fails(*command)
 
 
 def test_what_generate_is_to_draw_and_where_must_be_clear(folder, tmp_path):
-    assert "say what to draw" in fails("generate")
+    assert "give a prompt" in fails("generate")
     (tmp_path / "prompts.txt").write_text("\n")
-    assert "say what to draw" in fails("generate", "a cat", "--prompts", "prompts.txt")
+    assert "give a prompt" in fails("generate", "a cat", "--prompts", "prompts.txt")
     assert "holds no prompts" in fails("generate", "--prompts", "prompts.txt")
     assert "cannot read the prompts" in fails("generate", "--prompts", "none.txt")
     assert "names the folder" in fails("generate", "a cat", "--seeds", 2, "--out", "a.png")
@@ -162,7 +162,7 @@ def test_options_that_a_pipeline_does_not_take_are_refused(folder, wan, tmp_path
         (wan, ["--frames", 6], "use a multiple of 4 plus 1, for example 5"),
     ):
         assert message in fails("generate", "a cat", "--model", model, "--size", "64x64", "--device", "cpu", *options)
-    assert "the recogniser knows pictures, and WanPipeline makes videos" in fails(
+    assert "the recogniser knows images, and WanPipeline makes videos" in fails(
         "eval", "--model", wan, "--size", 32, "--steps", 1, "--prompts", 2
     )
     assert not list(tmp_path.glob("*.*"))
@@ -271,7 +271,7 @@ def test_folders_without_a_usable_pipeline_are_named(folder, tmp_path):
         output = fails("generate", "a cat", "--model", model, *SMALL)
         assert message in output
     output = fails("compare", "a cat", "--model", "other", *SMALL)
-    assert "DDPMPipeline takes no prompt, which this command passes: draw with it from Python" in output
+    assert "DDPMPipeline takes no prompt, which this command passes: generate with it from Python" in output
 
 
 @pytest.mark.parametrize(
@@ -394,7 +394,7 @@ def test_eval_does_not_judge_what_its_recogniser_does_not_know(tmp_path):
     other.text_encoder_2.resize_token_embeddings(len(other.tokenizer_2))
     other.save_pretrained("other")
     output = succeeds("eval", "--model", "other", *SMALL, "--prompts", 2, "--method", "hilberta:tiles=2")
-    assert "cannot judge this model: only distances to the dense pictures are reported" in output
+    assert "cannot judge this model: only distances to the dense images are reported" in output
     assert "PSNR" in output
     for word in ("objects", "Fréchet", "real"):
         assert word not in output.split("reported")[1]
@@ -443,7 +443,7 @@ def test_demo_info_tells_size_recipe_vocabulary_and_licence():
         "turquoise",
         "A above B",
         "SIL Open Font License",
-        "pictures of",
+        "images of",
         "--lora built-in-16",
         "--model built-in-pixel",
         "--model built-in-video",
@@ -529,7 +529,7 @@ def test_a_page_marks_methods_that_run_in_some_steps_only(folder, tmp_path):
 def test_the_built_in_model_draws_with_its_lora():
     output = succeeds("generate", "an owl", *SMALL, "--lora", "built-in")
     assert "HilbertA T=4" in output
-    with Image.open("an-owl-0-hilberta-t-4-slide-curve-distilled.png") as picture:
+    with Image.open("an-owl-0-hilberta-t-4-slide-curve-start-percent-0-2-distilled.png") as picture:
         assert picture.text["lora"] == "built-in"
 
 
@@ -602,7 +602,7 @@ TRAIN = ["--dit", "DiT-T", "--patch", 4, "--device", "cpu"]
 
 @pytest.fixture
 def one_sample(monkeypatch):
-    """Draw one picture on a sheet of samples, which takes most of the time of these runs."""
+    """Generate one image on a sheet of samples, which takes most of the time of these runs."""
     monkeypatch.setattr("foveate.apps.cli.train.SHOWN", 1)
 
 
@@ -695,14 +695,14 @@ BAD_INPUT = {
         (["--method", "hilbert"], "unknown method 'hilbert' (did you mean hilberta?): choose one of"),
         (["--method", "hilberta:tile=3"], "HilbertA has no option 'tile'"),
         (["--method", "hilberta:tiles=9"], "use tiles<=8"),
-        (["--size", "64x32"], "knows square pictures, not 64 x 32 px"),
+        (["--size", "64x32"], "knows square images, not 64 x 32 px"),
         (["--prompts", "1"], "--prompts"),
     ],
     "distill": [
-        ([], "name what to draw with --prompts FILE"),
+        ([], "name prompts with --prompts FILE"),
         (["--prompts", "empty.txt"], "empty.txt holds no prompts: write one a line"),
         (["--prompts", "nowhere.txt"], "cannot read the prompts nowhere.txt: name a text file"),
-        (["--images", "."], "holds no pictures"),
+        (["--images", "."], "holds no images"),
         (["--prompts", "one.txt", "--method", "dense"], "unknown method 'dense'"),
         (["--prompts", "one.txt", "--optimizer", "sgd"], "unknown optimizer 'sgd'"),
         (["--prompts", "one.txt", "--device", "cuda:1"], "CUDA_VISIBLE_DEVICES says which GPUs"),
@@ -726,7 +726,7 @@ BAD_INPUT = {
         (["--rate", 0], "the learning rate must be above 0"),
         (["--dtype", "float16"], "unknown dtype 'float16'"),
         (["--device", "cuda:1"], "CUDA_VISIBLE_DEVICES says which GPUs"),
-        (["--data", "."], "holds no pictures"),
+        (["--data", "."], "holds no images"),
         (["--start", "."], ". is no pipeline folder: name one that holds a model_index.json"),
         (["--start", "nowhere"], "cannot load nowhere"),
         (["--data", "nowhere"], "pip install datasets, or name a folder"),

@@ -100,7 +100,7 @@ def test_processes_divide_prompts_and_finish_what_a_killed_one_left(folder):
     before = {path: path.stat().st_mtime_ns for path in (folder / "by-two").glob("*.png")}
     assert 1 <= len(before) <= 5
     done = succeeds(ACCELERATE, 2, *command, "--out", "by-two")
-    assert f"{6 - len(before)} drawn" in done.stderr
+    assert f"{6 - len(before)} generated" in done.stderr
     assert done.stderr.count("loading") == 1
     assert {path: path.stat().st_mtime_ns for path in before} == before
     names = sorted(path.name for path in (folder / "by-one").glob("*.png"))
@@ -116,7 +116,7 @@ def test_a_process_that_fails_says_which_it_is_and_what_it_drew(folder):
     done = launch(TORCHRUN, 2, *arguments, module=("failing.py",))
     assert done.returncode != 0
     assert "error: out of memory" in done.stderr
-    assert "[drawing 'an owl' with seed 3] [rank 1 of 2 on " in done.stderr
+    assert "[generating 'an owl' with seed 3] [rank 1 of 2 on " in done.stderr
     assert (folder / "failed").exists()
 
 

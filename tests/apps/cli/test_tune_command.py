@@ -31,7 +31,7 @@ def test_a_preset_is_found_and_drawn_with(folder, tmp_path, monkeypatch):
     result = run(*tune, "--min-psnr", "1")
     assert result.exit_code == 0, result.output
     assert "HilbertA T=4: 2.00x a step" in words(result)
-    assert "the steps of a picture are 2.00x faster" in words(result)
+    assert "the steps of an image are 2.00x faster" in words(result)
     assert result.output.rstrip().endswith("tuned/psnr-1.json")
     preset = json.loads((tmp_path / "tuned" / "psnr-1.json").read_text())
     assert preset["methods"][0]["options"]["tiles"] == 4
@@ -47,7 +47,7 @@ def test_a_preset_is_found_and_drawn_with(folder, tmp_path, monkeypatch):
     result = run(*tune, "--min-ssim", "1")
     assert result.exit_code == 2
     assert re.search(
-        r"error: no setting that saves time reaches SSIM 1 in every picture: the nearest, .*", words(result)
+        r"error: no setting that saves time reaches SSIM 1 in every image: the nearest, .*", words(result)
     )
     assert {path.name for path in (tmp_path / "tuned").glob("*.json")} == {
         "settings.json", "measured.json", "psnr-1.json",

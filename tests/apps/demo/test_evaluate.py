@@ -189,7 +189,7 @@ def test_the_table_fits_a_narrow_terminal_with_all_digits():
     want = {"objects": 1, "relations": 2, "extra objects": 3, "Fréchet": 4, "PSNR, dB": 5, "SSIM": 6, "distance": 7}
     cells = {name: str(numbers[place - 1]) for name, place in want.items()}
     for column in columns:
-        assert dict(zip(names, column, strict=True)) == {**cells, "s per picture": "8.12", "FLOP bound": "9.34"}
+        assert dict(zip(names, column, strict=True)) == {**cells, "s per image": "8.12", "FLOP bound": "9.34"}
     console = Console(file=io.StringIO(), width=80)
     console.print(table)
     printed = console.file.getvalue()

@@ -1,4 +1,4 @@
-"""Laws of the built-in model that draws, as shipped."""
+"""Laws of the built-in model that generates, as shipped."""
 
 import itertools
 from dataclasses import replace

@@ -11,7 +11,7 @@ from lab.training.recogniser import targets
 from safetensors.torch import save_file
 from scoring import accuracy, all_right
 
-from foveate.apps.demo.atlas import NAMES, load_atlas
+from foveate.apps.demo.atlas import OBJECT_NAMES, load_atlas
 from foveate.apps.demo.recogniser import (
     Detection,
     FrechetDistance,
@@ -25,12 +25,12 @@ from foveate.apps.demo.recogniser import (
 )
 from foveate.apps.demo.scenes import Relation, Scene, Scenes, render, scenes
 
-NOTHING = len(NAMES)
+NOTHING = len(OBJECT_NAMES)
 SOME = [*islice(scenes(0), 100), *islice(scenes(0, evaluation=True), 100)]
 
 
 def truth(scene):
-    """What a perfect recogniser finds in a perfect picture."""
+    """What a perfect recogniser finds in a perfect image."""
     return [Detection(index, x, y) for index, (x, y, _) in zip(scene.objects, scene.boxes, strict=True)]
 
 

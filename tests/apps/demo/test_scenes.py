@@ -1,4 +1,4 @@
-"""Laws of the scenes: pictures show what captions say, and held-out scenes are never trained on."""
+"""Laws of the scenes: images show what captions say, and held-out scenes are never trained on."""
 
 import itertools
 import re
@@ -8,10 +8,10 @@ import pytest
 import torch
 from PIL import Image
 
-from foveate.apps.demo.atlas import NAMES, load_atlas
+from foveate.apps.demo.atlas import OBJECT_NAMES, load_atlas
 from foveate.apps.demo.scenes import BACKGROUNDS, LAYOUTS, Scene, Scenes, render, scenes
 
-NAME = re.compile(rf"\b(?:{'|'.join(map(re.escape, sorted(NAMES, key=len, reverse=True)))})(?= |,|$)")
+NAME = re.compile(rf"\b(?:{'|'.join(map(re.escape, sorted(OBJECT_NAMES, key=len, reverse=True)))})(?= |,|$)")
 WHERE = {  # what an English reader takes the words to mean; boxes are (x, y, side), y grows downwards
     "above": lambda a, b: a[1] < b[1],
     "below": lambda a, b: a[1] > b[1],
@@ -33,7 +33,7 @@ def test_scenes_depend_on_the_seed_only():
 @pytest.mark.parametrize("evaluation", [False, True])
 def test_scenes_are_what_their_captions_say(evaluation):
     for scene in some(600, evaluation=evaluation):
-        names = [NAMES[index] for index in scene.objects]
+        names = [OBJECT_NAMES[index] for index in scene.objects]
         sentence, _, background = scene.caption.partition(" on a")
         assert background in ("", f" {scene.background} background", f"n {scene.background} background")
         assert len(set(names)) == len(names)
@@ -76,15 +76,15 @@ def test_held_out_scenes_are_never_trained_on():
 
 def test_every_object_background_and_sentence_occurs():
     training = some(5_000)
-    assert {index for scene in training for index in scene.objects} == set(range(len(NAMES)))
+    assert {index for scene in training for index in scene.objects} == set(range(len(OBJECT_NAMES)))
     assert {scene.background for scene in training} == set(BACKGROUNDS)
     assert len({len(scene.objects) for scene in training}) == 3
     assert len({NAME.sub("", scene.caption.partition(" on a")[0]) for scene in training}) == len(LAYOUTS)
 
 
 def test_at_least_150_emoji():
-    assert len(NAMES) >= 150
-    assert load_atlas().shape == (len(NAMES), 4, 128, 128)
+    assert len(OBJECT_NAMES) >= 150
+    assert load_atlas().shape == (len(OBJECT_NAMES), 4, 128, 128)
 
 
 @pytest.mark.parametrize("side", [64, 128, 250])

@@ -1,4 +1,4 @@
-"""Laws of a replica that draws, without Ray."""
+"""Laws of a replica that generates, without Ray."""
 
 import io
 from functools import cache
@@ -72,5 +72,5 @@ def test_what_cannot_be_drawn_is_said_and_what_nobody_waits_for_is_not_drawn(mon
 
 
 def test_a_model_of_videos_is_refused():
-    with pytest.raises(ValueError, match="makes videos, and only pictures are served"):
+    with pytest.raises(ValueError, match="makes videos, and only images are served"):
         ServedPipeline(str(find("video")), None, {}, device="cpu", dtype="float32")

@@ -26,12 +26,12 @@ URL = "/v1/images/generations"
 PROMPTS = "a red apple", "an owl", "a blue car above a green frog"
 CASES = [(prompt, seed) for prompt in PROMPTS for seed in range(5)]
 ENOUGH = 20
-"""Pictures after which a replica has allocated what it needs."""
+"""Images after which a replica has allocated what it needs."""
 
 
 @pytest.fixture(scope="module")
 def service(tmp_path_factory):
-    """Address, process and log of `foveate serve`. At most 2 x 2 x 2 + 4 pictures are accepted at a time."""
+    """Address, process and log of `foveate serve`. At most 2 x 2 x 2 + 4 images are accepted at a time."""
     options = "--replicas 2 --batch 2 --queue 4 --steps 1 --max-steps 5000 --max-side 128 --timeout 100"
     with started(f"serve {options}", tmp_path_factory.mktemp("service")) as service:
         yield service
@@ -45,7 +45,7 @@ def client(service):
 
 @pytest.fixture(scope="module")
 def expected():
-    """The picture of each case, as `foveate generate` draws it."""
+    """The image of each case, as `foveate generate` generates it."""
     pipe = load_pipeline(str(find("pipeline")), "cpu", "float32")
     return {case: pixels(draw(pipe, Request(case[0], (64, 64), 1, None, case[1]))[0]) for case in CASES}
 
@@ -64,7 +64,7 @@ def wait_for_replicas(client):
 
 
 def draw_all(client, expected, cases, on_answer=lambda done: None):
-    """Ask for cases by 16 clients until each has its picture, which is checked. The statuses."""
+    """Ask for cases by 16 clients until each has its image, which is checked. The statuses."""
     done, statuses = count(1), Counter()
 
     def ask(case):

@@ -1,4 +1,4 @@
-"""Laws of the comparison: its page tells what the pictures beside it are, and they are of one run."""
+"""Laws of the comparison: its page tells what the images beside it are, and they are of one run."""
 
 import base64
 import io
@@ -67,7 +67,7 @@ def test_a_notebook_shows_every_picture_with_its_verdict(pipe, tmp_path):
 
 def test_a_folder_holds_the_pictures_of_one_run_and_what_the_user_put_there(pipe, tmp_path):
     Image.new("RGB", (8, 8)).save(tmp_path / "mine.png")
-    (tmp_path / "broken.png").write_bytes(b"no picture")
+    (tmp_path / "broken.png").write_bytes(b"no image")
     comparison(pipe, REQUEST, [HilbertA(tiles=4), ToMA(keep=0.25, tile=(2, 2))], tmp_path, settings={}, rounds=1)
     assert len(names(tmp_path)) == 3 + 2
     comparison(pipe, REQUEST._replace(size=(48, 48)), [HilbertA(tiles=2)], tmp_path, settings={}, rounds=1)
@@ -104,9 +104,9 @@ def test_the_page_is_there_as_soon_as_the_first_picture_is(pipe, tmp_path, monke
     monkeypatch.setattr(module, "draw", drawing)
     comparison(pipe, REQUEST, [HilbertA(tiles=4), HilbertA(tiles=2)], tmp_path, settings={}, rounds=1)
     assert seen[0] == ""
-    assert "Still to be drawn: HilbertA T=4, HilbertA T=2." in seen[1]
-    assert "Still to be drawn: HilbertA T=2." in seen[2]
-    assert "Still to be drawn" not in (tmp_path / "index.html").read_text()
+    assert "Still to be generated: HilbertA T=4, HilbertA T=2." in seen[1]
+    assert "Still to be generated: HilbertA T=2." in seen[2]
+    assert "Still to be generated" not in (tmp_path / "index.html").read_text()
 
 
 @pytest.mark.slow
@@ -145,7 +145,7 @@ def test_a_video_is_on_the_page_and_beside_it_and_is_not_drawn_again(tmp_path, m
             kept = [np.asarray(frame.convert("RGB")) for frame in ImageSequence.Iterator(video)]
         assert np.array_equal(kept, [np.asarray(frame) for frame in frames])
     before = {path: path.stat().st_mtime_ns for path in tmp_path.glob("*.[mp]*")}
-    monkeypatch.setattr(module, "draw", lambda *given: pytest.fail("drawn again"))
+    monkeypatch.setattr(module, "draw", lambda *given: pytest.fail("generated again"))
     again = comparison(pipe, request, methods, tmp_path, settings={}, rounds=1)
     assert {path: path.stat().st_mtime_ns for path in tmp_path.glob("*.[mp]*")} == before
     assert again.variants[1].psnr == pytest.approx(_video_psnr(frames, again.variants[0].frames))

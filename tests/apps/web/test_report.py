@@ -83,7 +83,7 @@ def test_bars_are_medians_and_whiskers_the_range():
 def test_bars_have_room_beside_long_labels():
     label = "HilbertA T=4 slide=curve + ToMA keep=0.5, distilled"
     figure = draw_times([variant(name, step_seconds=[1.0]) for name in ("dense", label)])
-    figure_png(figure, dpi=100)  # the dpi of the figure, so that places in it are those of the picture
+    figure_png(figure, dpi=100)  # the dpi of the figure, so that places in it are those of the image
     texts = [*figure.axes[0].get_yticklabels(), *figure.axes[0].texts]
     assert all(figure.bbox.contains(*corner) for text in texts for corner in text.get_window_extent().corners())
 
@@ -186,7 +186,7 @@ def test_what_is_shown_with_its_lora_stands_apart_without_it():
 def test_a_page_that_grows_says_what_is_missing_and_loads_itself_again():
     grown = comparison(variant())._replace(waiting=["ToMA"], running=True)
     assert 'http-equiv="refresh"' in comparison_page(grown)
-    assert "Still to be drawn: ToMA. The page loads itself again." in Page(comparison_page(grown)).text
+    assert "Still to be generated: ToMA. The page loads itself again." in Page(comparison_page(grown)).text
     stopped = grown._replace(running=False)
     assert "refresh" not in comparison_page(stopped)
     assert "Stopped; the same command goes on." in Page(comparison_page(stopped)).text

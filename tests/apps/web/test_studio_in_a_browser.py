@@ -56,7 +56,7 @@ def window(chromium):
 
 
 def opened(window, address, steps="2", size="64"):
-    """A tab that asks for a picture, by default the smallest."""
+    """A tab that asks for an image, by default the smallest."""
     tab = window.new_page()
     requests = []
     tab.on("request", lambda request: requests.append(request.url))
@@ -78,8 +78,8 @@ def says(tab, text):
 
 
 def draw(tab):
-    tab.get_by_role("button", name="Draw", exact=True).click()
-    says(tab, "ToMA keep=0.5 is drawn")
+    tab.get_by_role("button", name="Generate", exact=True).click()
+    says(tab, "ToMA keep=0.5 is done")
     tab.locator("#scores", has_text="ToMA keep=0.5").wait_for()
 
 
@@ -116,7 +116,7 @@ def test_draw_slide_compare_look_inside_and_download(window, address, folder):
 
 def test_cancel_stops_and_the_next_drawing_works(window, address):
     tab = opened(window, address, steps="1000", size="256")  # minutes, so that Cancel is clicked in time
-    tab.get_by_role("button", name="Draw", exact=True).click()
+    tab.get_by_role("button", name="Generate", exact=True).click()
     tab.get_by_text(re.compile(r"\d+/1000 steps")).first.wait_for()
     tab.get_by_role("button", name="Cancel").first.click()
     says(tab, "Cancelled")
@@ -130,7 +130,7 @@ def test_a_mistake_is_a_message_while_typing(window, address):
     tab = opened(window, address)
     field(tab, "Options").fill("keep=7")
     says(tab, "keep is the fraction of tokens kept")
-    tab.get_by_role("button", name="Draw", exact=True).click()
+    tab.get_by_role("button", name="Generate", exact=True).click()
     says(tab, "keep is the fraction of tokens kept")
     field(tab, "Options").fill("keep=0.5")
     field(tab, "Size").fill("65")
@@ -141,9 +141,9 @@ def test_a_mistake_is_a_message_while_typing(window, address):
 def test_tabs_do_not_mix_and_a_history_survives_a_reload(window, address):
     one, two = opened(window, address), opened(window, address)
     field(two, "Prompt").fill("a blue car")
-    one.get_by_role("button", name="Draw", exact=True).click()
+    one.get_by_role("button", name="Generate", exact=True).click()
     draw(two)
-    says(one, "ToMA keep=0.5 is drawn")
+    says(one, "ToMA keep=0.5 is done")
     for tab, other in ((one, "blue"), (two, "red")):
         assert history(tab) == 2
         assert other not in tab.locator("#saved").inner_text()
@@ -156,7 +156,7 @@ def test_the_keyboard_is_enough(window, address):
     tab = opened(window, address)
     field(tab, "Options").focus()
     tab.keyboard.press("Enter")
-    says(tab, "ToMA keep=0.5 is drawn")
+    says(tab, "ToMA keep=0.5 is done")
     handle, seen = tab.locator("#slider [data-testid=slider]"), set()
     before = handle.bounding_box()["x"]
     tab.locator("#line input[type=range]").focus()
@@ -180,7 +180,7 @@ def test_the_keyboard_is_enough(window, address):
             break
     tab.keyboard.press("Enter")
     says(tab, "Attention of token 0, 0 in transformer_blocks.0.attn")
-    assert {"Draw", "Cancel", "Method", "Left", "Right"} <= seen
+    assert {"Generate", "Cancel", "Method", "Left", "Right"} <= seen
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])

@@ -217,7 +217,7 @@ def _sdxl_inputs(pipe: StableDiffusionXLPipeline, grid: Grid, text: int | None) 
 
 
 def _recorded_inputs(pipe: Any, grid: Grid, text: int | None) -> Call:
-    """The inputs of the pipeline's first step, for a picture of this grid of tokens."""
+    """The inputs of the pipeline's first step, for an image of this grid of tokens."""
     if text is not None:
         raise ValueError("the pipeline decides how many text tokens there are: leave --text out")
     pixels, (*frames, rows, columns) = pixels_per_token(pipe), grid

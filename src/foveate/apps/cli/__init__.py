@@ -34,7 +34,7 @@ app = typer.Typer(
     rich_markup_mode="rich",
     pretty_exceptions_enable=False,
     help="Make transformers cheaper by spending attention only where it matters.\n\n"
-    "Pictures: sparse attention (HilbertA, LLSA) and token merging (ToMA) for diffusion models.\n\n"
+    "Images: sparse attention (HilbertA, LLSA) and token merging (ToMA) for diffusion models.\n\n"
     "Text: cached long contexts (InfoFlow KV) and blocks of in-context examples (Sub-CP).\n\n"
     'Start with:  foveate compare "a red apple above a blue car"',
 )
@@ -57,12 +57,12 @@ def _options(
 
 
 for command, name, panel in (
-    (generate.generate, "generate", "Pictures"),
-    (compare.compare, "compare", "Pictures"),
-    (evaluate.evaluate, "eval", "Pictures"),
-    (tune.tune, "tune", "Pictures"),
-    (ui.ui, "ui", "Pictures"),
-    (serve.serve, "serve", "Pictures"),
+    (generate.generate, "generate", "Images and videos"),
+    (compare.compare, "compare", "Images and videos"),
+    (evaluate.evaluate, "eval", "Images and videos"),
+    (tune.tune, "tune", "Images and videos"),
+    (ui.ui, "ui", "Images and videos"),
+    (serve.serve, "serve", "Images and videos"),
     (icl.icl, "icl", "Text"),
     (distill.distill, "distill", "Training"),
     (train.train, "train", "Training"),

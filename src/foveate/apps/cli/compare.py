@@ -1,4 +1,4 @@
-"""The command that draws one prompt with several methods, side by side."""
+"""`foveate compare`: one prompt with several methods, side by side."""
 
 from pathlib import Path
 from typing import Annotated
@@ -34,7 +34,7 @@ __all__ = ["compare"]
 
 @clear_errors
 def compare(
-    prompt: Annotated[str, typer.Argument(help="What to draw.")],
+    prompt: Annotated[str, typer.Argument(help="What to generate.")],
     model: Model = "",
     size: Size = None,
     method: Methods = None,
@@ -47,13 +47,13 @@ def compare(
     fps: Fps = None,
     seed: Seed = 0,
     rounds: Annotated[int, typer.Option(min=1, max=1000, help="Timed steps of each variant.")] = 3,
-    out: Annotated[
-        Path, typer.Option(help="Folder for the page and its pictures; pictures that are there are not drawn again.")
-    ] = Path("compare"),
+    out: Annotated[Path, typer.Option(help="Folder for the page and its images; existing ones are kept.")] = Path(
+        "compare"
+    ),
     device: Device = "auto",
     dtype: Dtype = "auto",
 ) -> None:
-    """Draw one prompt dense and with methods, on one HTML page with a verdict, pictures or videos, and times.
+    """Compare methods with dense on one prompt: an HTML page with a verdict, images or videos, and times.
 
     The page is written as the images arrive; after Ctrl-C the same command resumes. The built-in model is shown with
     the recommended settings: HilbertA with the built-in LoRA, ToMA, and LLSA with dense first steps. With --lora the

@@ -16,7 +16,7 @@ SHOWN = 4
 app = typer.Typer(
     no_args_is_help=True,
     rich_markup_mode="rich",
-    help="The built-in models: three draw scenes of emoji, one reads texts of facts.",
+    help="The built-in models: three generate scenes of emoji, one answers questions about facts.",
 )
 
 
@@ -27,10 +27,10 @@ def info() -> None:
     from foveate.apps.demo.about import model_info, pixel_model_info, reader_info, video_model_info
 
     everything = {
-        "the model that draws": model_info(),
-        "the model that draws pixels": pixel_model_info(),
-        "the model that draws videos": video_model_info(),
-        "the model that reads": reader_info(),
+        "image model": model_info(),
+        "pixel model": pixel_model_info(),
+        "video model": video_model_info(),
+        "reader": reader_info(),
     }
     for title, rows in everything.items():
         print_table(rows, "property", "value", title=title)

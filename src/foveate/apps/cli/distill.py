@@ -45,29 +45,29 @@ def distill(
     ] = None,
     images: Annotated[
         Path | None,
-        typer.Option(help="Folder of training pictures, with captions in .txt files beside them or in --prompts."),
+        typer.Option(help="Folder of training images, with captions in .txt files beside them or in --prompts."),
     ] = None,
     pictures: Annotated[
         int | None,
         typer.Option(
-            min=1, help="Number of training pictures. [dim]default: one a prompt; for the built-in model 200[/]"
+            min=1, help="Number of training images. [dim]default: one a prompt; for the built-in model 200[/]"
         ),
     ] = None,
     draw_steps: Annotated[
         int | None,
         typer.Option(
-            min=1, max=1000, help="Denoising steps of a training picture. [dim]default: 20; with --model 28[/]"
+            min=1, max=1000, help="Denoising steps of a training image. [dim]default: 20; with --model 28[/]"
         ),
     ] = None,
     guidance: Annotated[
         float | None,
-        typer.Option(min=0, max=1000, help="Guidance scale of training pictures. [dim]default: the pipeline's[/]"),
+        typer.Option(min=0, max=1000, help="Guidance scale of training images. [dim]default: the pipeline's[/]"),
     ] = None,
     steps: Annotated[
         int | None, typer.Option(min=1, help="Training steps. [dim]default: 2800; for the built-in model 300[/]")
     ] = None,
     batch: Annotated[int, typer.Option(min=1, help="Batch size over all devices.")] = 32,
-    at_once: Annotated[int, typer.Option(min=1, help="Largest batch on a device, for drawing and training.")] = 1,
+    at_once: Annotated[int, typer.Option(min=1, help="Largest batch on a device, for generating and training.")] = 1,
     rank: Annotated[int, typer.Option(min=1, help="Rank of the LoRA.")] = 4,
     layers: Annotated[
         str,
@@ -102,9 +102,9 @@ def distill(
 ) -> None:
     """Distil a LoRA that teaches the sparse model to predict what the dense model predicts.
 
-    First the dense model draws the training pictures or videos, then the LoRA is trained. The model is FLUX.1, text to
-    image, or Wan 2.1, text to video. You may stop it at any time; the same command resumes the run. generate, compare
-    and eval take the result as --lora, and diffusers as pipe.load_lora_weights(...).
+    The dense model generates the training images or videos, then the LoRA is trained. The model is FLUX.1 (text to
+    image) or Wan 2.1 (text to video). You may stop it at any time; the same command resumes the run. generate, compare
+    and eval load the result with --lora, diffusers with pipe.load_lora_weights(...).
 
     foveate distill --tiles 16 --size 256
 
@@ -117,7 +117,7 @@ def distill(
     chosen = method_from_text(method, options_of(option, tiles))
     lines = read_prompts(prompts) if prompts else None
     if model and not (prompts or images):
-        raise ValueError("name what to draw with --prompts FILE, a prompt a line, or what to learn from with --images")
+        raise ValueError("name prompts with --prompts FILE, one a line, or training images with --images")
     where = training_device(device, batch)
     from foveate.pipelines.lora import find_lora
 

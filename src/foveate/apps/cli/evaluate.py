@@ -31,7 +31,7 @@ def evaluate(
     method: Methods = None,
     model: Model = "",
     lora: Lora = "",
-    prompts: Annotated[int, typer.Option(min=2, max=100_000, help="Number of held-out captions to draw.")] = 100,
+    prompts: Annotated[int, typer.Option(min=2, max=100_000, help="Number of held-out captions to generate.")] = 100,
     size: Size = None,
     steps: Steps = None,
     guidance: Guidance = None,
@@ -41,23 +41,23 @@ def evaluate(
         str,
         typer.Option(
             help="Hub id or folder of a DINO model, such as facebook/dino-vits16, whose features give the distance to "
-            "the dense pictures. [dim]default: the features of the recogniser[/]"
+            "the dense images. [dim]default: the features of the recogniser[/]"
         ),
     ] = "",
-    out: Annotated[Path, typer.Option(help="Folder for pictures and scores; an existing run is resumed.")] = Path(
+    out: Annotated[Path, typer.Option(help="Folder for images and scores; an existing run is resumed.")] = Path(
         "eval"
     ),
     device: Device = "auto",
     dtype: Dtype = "auto",
 ) -> None:
-    """Score methods on many pictures: requested objects and relations that are there, and distance to dense.
+    """Score methods on many images: requested objects and relations that are there, and distance to dense.
 
     The captions are scenes that the built-in model was never trained on. A recogniser, trained on real renderings,
-    judges every picture. Scores have 95 % confidence intervals. After Ctrl-C the same command resumes.
+    judges every image. Scores have 95 % confidence intervals. After Ctrl-C the same command resumes.
 
     foveate eval --method hilberta:tiles=4 --method hilberta:tiles=16 --prompts 100 --seed 0
 
-    On several GPUs or nodes, which divide the pictures: accelerate launch -m foveate eval ...
+    On several GPUs or nodes, which divide the images: accelerate launch -m foveate eval ...
 
     With --lora the method is scored with and without the LoRA: foveate eval --lora distilled --prompts 100
     """
@@ -73,7 +73,7 @@ def evaluate(
     if not draws_scenes(pipe):
         console.print(
             "the recogniser knows the emoji of the built-in model and cannot judge this model: only distances to the "
-            "dense pictures are reported"
+            "dense images are reported"
         )
     own = own_attention(pipe)
     methods = with_distilled(distilled, lora, asked or own or ([] if lora else showcase()))

@@ -1,4 +1,4 @@
-"""The command that draws one picture or video, or many."""
+"""`foveate generate`: one image or video, or many."""
 
 import json
 import time
@@ -45,7 +45,7 @@ __all__ = ["generate"]
 
 @clear_errors
 def generate(
-    prompt: Annotated[str | None, typer.Argument(help="What to draw.", show_default=False)] = None,
+    prompt: Annotated[str | None, typer.Argument(help="What to generate.", show_default=False)] = None,
     model: Model = "",
     size: Size = None,
     method: Annotated[
@@ -66,7 +66,7 @@ def generate(
     fps: Fps = None,
     seed: Seed = 0,
     seeds: Annotated[
-        int, typer.Option(min=1, max=100_000, help="Pictures of each prompt, with --seed and the seeds after it.")
+        int, typer.Option(min=1, max=100_000, help="Images of each prompt, with --seed and the seeds after it.")
     ] = 1,
     prompts: Annotated[
         Path | None, typer.Option(help="Text file with a prompt a line, in place of one prompt.", show_default=False)
@@ -74,15 +74,15 @@ def generate(
     split: Annotated[
         str | None,
         typer.Option(
-            help="What several processes divide: the tokens of each picture, or the prompts and seeds. "
-            "[dim]default: picture if there is one to draw, else prompts[/]",
+            help="What several processes divide: the tokens of each image, or the prompts and seeds. "
+            "[dim]default: picture if there is one to generate, else prompts[/]",
             metavar="picture|prompts",
         ),
     ] = None,
     out: Annotated[
         Path | None,
         typer.Option(
-            help="PNG or MP4 file; with --prompts or --seeds a folder, whose pictures are not drawn again. "
+            help="PNG or MP4 file; with --prompts or --seeds a folder, whose existing images are kept. "
             "[dim]default: named after prompt, seed and method; the folder pictures[/]"
         ),
     ] = None,
@@ -90,26 +90,26 @@ def generate(
     device: Device = "auto",
     dtype: Dtype = "auto",
 ) -> None:
-    """Draw one picture or video, and print what each attention layer did. A PNG file contains the settings.
+    """Generate one image or video, and print what each attention layer did. A PNG file contains the settings.
 
     foveate generate "a lighthouse" --model black-forest-labs/FLUX.1-dev --size 2048 --method hilberta --tiles 16
 
     foveate generate "waves at a lighthouse" --model Wan-AI/Wan2.1-T2V-1.3B-Diffusers --frames 81
 
-    Many, into a folder: after Ctrl-C or a failure the same command draws what is missing.
+    Many go into a folder: after Ctrl-C or a failure the same command generates the missing ones.
 
     foveate generate --prompts prompts.txt --seeds 4 --out pictures
 
-    On several GPUs or nodes: the processes draw one picture together, sooner, or each its part of many.
+    On several GPUs or nodes: the processes share the work on one image, or each generates a part of many.
 
     torchrun --nproc-per-node 4 -m foveate generate "a lighthouse" --model black-forest-labs/FLUX.1-dev --size 2048
 
     accelerate launch -m foveate generate --prompts prompts.txt --model black-forest-labs/FLUX.1-dev
     """
     if (prompt is None) == (prompts is None):
-        raise ValueError('say what to draw, foveate generate "a lighthouse", or name a file of prompts with --prompts')
+        raise ValueError('give a prompt, foveate generate "a lighthouse", or a file of prompts with --prompts')
     if split not in (None, "picture", "prompts"):
-        raise ValueError(f"unknown --split {split}: several processes divide each picture, or the prompts")
+        raise ValueError(f"unknown --split {split}: several processes divide each image, or the prompts")
     texts, many = read_prompts(prompts) if prompts else [prompt or ""], prompts is not None or seeds > 1
     options = options_of(option, tiles)
     chosen: Any = None if lora else method_to_draw(None, method, options)
@@ -179,22 +179,22 @@ def generate(
     if summary is not None:
         print(summary)
     if not many:
-        console.print(f"drawn in {seconds[0]:.1f} s")
+        console.print(f"generated in {seconds[0]:.1f} s")
         print(*files)
         return
     if missing:
-        console.print(f"{len(missing)} drawn, {median(seconds):.1f} s each")
+        console.print(f"{len(missing)} generated, {median(seconds):.1f} s each")
     index = {path.name: {"prompt": job.prompt, "seed": job.seed} for path, job in files.items()}
     write_whole(folder / "pictures.json", json.dumps(index, indent=2, ensure_ascii=False).encode())
     print(folder)
 
 
 def _check_out(out: Path | None, many: bool, force: bool) -> None:
-    """Refuse an `--out` that does not fit what is drawn, or that exists."""
+    """Refuse an `--out` that does not fit what is generated, or that exists."""
     if out is None:
         return
     if many and out.suffix.lower() in (".png", ".mp4"):
-        raise ValueError(f"--out names the folder of many pictures, not {out}: leave {out.suffix} out")
+        raise ValueError(f"--out names the folder of many images, not {out}: leave {out.suffix} out")
     if not many and out.suffix.lower() != ".mp4":
         check_file(out, "a PNG or MP4 file", ".png")
     if not many and out.exists() and not force:
@@ -214,7 +214,7 @@ def _name_among_many(request: Any, suffix: str) -> str:
 
 
 def _claim(folder: Path, pipe: Any, settings: dict[str, str]) -> None:
-    """Reserve a folder for pictures of these settings and weights."""
+    """Reserve a folder for images of these settings and weights."""
     from foveate.pipelines.request import denoiser, fingerprint
 
     shared = {name: text for name, text in settings.items() if name not in ("prompt", "seed", "device")}
@@ -224,14 +224,14 @@ def _claim(folder: Path, pipe: Any, settings: dict[str, str]) -> None:
 def _draw(
     pipe: Any, request: Any, run: Any, on_step: Callable[[], None], path: Path, settings: dict[str, str] | None
 ) -> tuple[float, Any]:
-    """Draw a picture or video into a file; the seconds that drawing took, and what each layer did if not dense.
+    """Generate an image or video into a file; return the seconds, and what each layer did if not dense.
 
     Without settings nothing is written: another process does.
     """
     from foveate.pipelines.request import draw, frame_rate, write_video
 
     began = time.perf_counter()
-    with noting(f"drawing {request.prompt!r} with seed {request.seed}"):
+    with noting(f"generating {request.prompt!r} with seed {request.seed}"):
         frames = draw(pipe, request, on_step)
     seconds, summary = time.perf_counter() - began, run.summary() if run else None
     if settings is None:

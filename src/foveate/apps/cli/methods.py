@@ -41,7 +41,7 @@ def _method_of(name: str, options: dict[str, str]) -> Method | ComposedMethod | 
 
 
 def method_to_draw(distilled: Any, name: str | None, options: dict[str, str]) -> Any:
-    """The method to draw with, None for dense: that of a LoRA of foveate, in the layers and steps that are named.
+    """The method to generate with, None for dense: that of a LoRA of foveate, in the layers and steps that are named.
 
     Args:
         distilled: The method of the LoRA; None without one.
@@ -59,7 +59,7 @@ def method_to_draw(distilled: Any, name: str | None, options: dict[str, str]) ->
 
 
 def usual_method(distilled: Any) -> str:
-    """Name of the method to draw with if none is named: that of the LoRA, else dense."""
+    """Name of the method to generate with if none is named: that of the LoRA, else dense."""
     if distilled is None:
         return "dense"
     return next(name for name, cls in METHODS.items() if isinstance(distilled.method, cls))

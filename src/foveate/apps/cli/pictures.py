@@ -1,4 +1,4 @@
-"""What the commands that draw share: options, loading of a pipeline and its LoRA, the request, and its settings."""
+"""Options of the commands that generate, loading of a pipeline and its LoRA, the request, and its settings."""
 
 from collections.abc import Sequence
 from importlib import import_module
@@ -17,14 +17,14 @@ Model = Annotated[
     str,
     typer.Option(
         help="Hub id or folder of a diffusers pipeline, or built-in-pixel or built-in-video for the built-in models "
-        "of pixels and of videos. [dim]default: the built-in model, which draws emoji[/]"
+        "of pixels and of videos. [dim]default: the built-in model, which generates emoji[/]"
     ),
 ]
 Size = Annotated[
     str | None,
     typer.Option(
         help="Size in pixels: 1024, or WIDTHxHEIGHT. "
-        "[dim]default: the model's own; built-in models draw smaller on a CPU, such as 128 instead of 256[/]"
+        "[dim]default: the model's own; built-in models generate smaller on a CPU, such as 128 instead of 256[/]"
     ),
 ]
 Lora = Annotated[
@@ -48,15 +48,15 @@ Guidance = Annotated[
     ),
 ]
 Negative = Annotated[
-    str | None, typer.Option(help="Negative prompt: what not to draw. It needs a guidance scale above 1.")
+    str | None, typer.Option(help="Negative prompt: what not to generate. It needs a guidance scale above 1.")
 ]
 Frames = Annotated[
     int | None,
     typer.Option(
         min=1,
         max=100_000,
-        help="Frames of a video: a multiple of what the model packs into one, plus 1, such as 81 for Wan. 1 is a "
-        "picture. [dim]default: the pipeline's; for built-in-video 17[/]",
+        help="Frames of a video: a multiple of what the model packs into one, plus 1, such as 81 for Wan. 1 is an "
+        "image. [dim]default: the pipeline's; for built-in-video 17[/]",
     ),
 ]
 Fps = Annotated[
@@ -74,7 +74,7 @@ Images = Annotated[
     list[Path] | None,
     typer.Option(
         "--image",
-        help="Picture to start from: the first frame of a video, or a reference to edit. Repeat the option for "
+        help="Image to start from: the first frame of a video, or a reference to edit. Repeat the option for "
         "more references. Give --size the proportions of the first frame.",
     ),
 ]
@@ -111,7 +111,7 @@ def open_with_lora(model: str, lora: str, device: str, dtype: str) -> tuple[Any,
 
 
 def open_at_size(model: str, lora: str, size: str | None, device: str, dtype: str) -> tuple[Any, Any, str | None]:
-    """See `open_with_lora`, and the size to draw: `--size`, which is checked first, else that of the LoRA, or None."""
+    """See `open_with_lora`; also returns the size: `--size`, which is checked first, else the LoRA's, or None."""
     if size:
         from foveate.pipelines.checks import check_size
 
@@ -137,7 +137,7 @@ def lora_of(lora: str) -> tuple[Path | None, Any]:
 
 
 def size_of(model: str, device: str) -> tuple[int, int] | None:
-    """(height, width) in pixels that a built-in model draws on a type of device; None for other models."""
+    """(height, width) in pixels that a built-in model generates on a type of device; None for other models."""
     if model not in MODELS:
         return None
     side = MODELS[model].sides[device == "cpu"]
@@ -179,7 +179,7 @@ def suffix_of(pipe: Any, request: Any) -> str:
 
 
 def settings_of(pipe: Any, model: str, request: Any) -> dict[str, str]:
-    """The settings that pictures and pages report."""
+    """The settings that images and pages report."""
     from foveate.pipelines.request import frame_rate, makes_video
 
     more = {"negative prompt": request.negative, "images": ", ".join(map(str, request.images))}

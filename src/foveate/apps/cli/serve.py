@@ -1,4 +1,4 @@
-"""`foveate serve`: pictures over HTTP."""
+"""`foveate serve`: images over HTTP."""
 
 from contextlib import AbstractContextManager, suppress
 from importlib import import_module
@@ -66,13 +66,13 @@ def serve(
     replicas: Replicas = 1,
     max_replicas: MaxReplicas = 0,
     steps: Annotated[int, typer.Option(min=1, help="Denoising steps of requests that do not say.")] = 20,
-    batch: Annotated[int, typer.Option(min=1, help="Most pictures of one size that are drawn together.")] = 4,
+    batch: Annotated[int, typer.Option(min=1, help="Most images of one size that are generated together.")] = 4,
     queue: Annotated[
-        int, typer.Option(min=1, help="Most pictures of a method that wait; beyond, requests get status 429.")
+        int, typer.Option(min=1, help="Most images of a method that wait; beyond, requests get status 429.")
     ] = 64,
     max_side: Annotated[int, typer.Option(min=1, help="Largest width and height in pixels.")] = 2048,
     max_steps: Annotated[int, typer.Option(min=1, help="Most denoising steps.")] = 100,
-    max_n: Annotated[int, typer.Option(min=1, help="Most pictures of a request.")] = 4,
+    max_n: Annotated[int, typer.Option(min=1, help="Most images of a request.")] = 4,
     timeout: Timeout = 300.0,
     address: Address = "",
     host: Host = "127.0.0.1",
@@ -80,7 +80,7 @@ def serve(
     device: Device = "auto",
     dtype: Dtype = "auto",
 ) -> None:
-    """Serve pictures over HTTP, as OpenAI's API defines it, from replicas on Ray Serve.
+    """Serve images over HTTP, as OpenAI's API defines it, from replicas on Ray Serve.
 
     foveate serve --method dense --method toma --replicas 2
 
@@ -88,9 +88,8 @@ def serve(
 
     POST /v1/images/generations takes prompt, n, size, seed, steps, method and response_format; /docs describes it,
     /health and /metrics watch it. Every replica holds one pipeline with one method, on a GPU of its own where there
-    are any; --replicas counts those of each method. Requests of one size and number of steps are drawn together; what
-    was begun on a replica that dies is drawn by another. Needs `pip install 'foveate[diffusers,serve]'`. Ctrl-C ends
-    it.
+    are any; --replicas is the number for each method. Requests of one size and number of steps share a batch; if a
+    replica dies, another one takes over. Needs `pip install 'foveate[diffusers,serve]'`. Ctrl-C ends it.
     """
     import_module("ray.serve")  # fails with what to install
     from foveate.apps.serve.http import api_key, free_port

@@ -24,7 +24,7 @@ from foveate.apps.console import (
 
 __all__ = ["train"]
 
-SHOWN = 8  # pictures on a sheet of samples
+SHOWN = 8  # images on a sheet of samples
 
 
 @clear_errors
@@ -32,14 +32,14 @@ def train(
     data: Annotated[
         str,
         typer.Option(
-            help="Folder of pictures, with or without captions in .txt files beside them; or a data set's hub id. "
+            help="Folder of images, with or without captions in .txt files beside them; or a data set's hub id. "
             "[dim]default: random scenes of emoji[/]"
         ),
     ] = "",
     sizes: Annotated[
         str,
         typer.Option(
-            help="Stages, separated by commas: SIZE:STEPS or SIZE:STEPS:BATCH, small pictures first. SIZE is 64, or "
+            help="Stages, separated by commas: SIZE:STEPS or SIZE:STEPS:BATCH, small images first. SIZE is 64, or "
             "WIDTHxHEIGHT. A resumed run may add stages."
         ),
     ] = "32:5000,64:5000,128:2000",
@@ -68,7 +68,7 @@ def train(
         str, typer.Option(help="adamw; or muon for the matrices inside blocks, at about the same learning rates.")
     ] = "adamw",
     average: Annotated[
-        float, typer.Option(min=0, max=1, help="Decay of the average of the weights, which draws the pictures.")
+        float, typer.Option(min=0, max=1, help="Decay of the average of the weights, which generates the images.")
     ] = 0.9999,
     checkpointing: Checkpointing = False,
     compile: Annotated[
@@ -77,16 +77,14 @@ def train(
     minutes: Minutes = float("inf"),
     checkpoint_minutes: CheckpointMinutes = 5,
     sample_every: SampleEvery = 1000,
-    seed: Annotated[
-        int, typer.Option(min=0, max=2**40, help="Random seed of weights, pictures, order and noise.")
-    ] = 0,
+    seed: Annotated[int, typer.Option(min=0, max=2**40, help="Random seed of weights, images, order and noise.")] = 0,
     out: RunFolder = Path("trained"),
     device: TrainingDevice = "auto",
     dtype: TrainingDtype = "auto",
 ) -> None:
     """Train a pixel diffusion transformer from scratch, with log-linear or dense attention.
 
-    Small pictures come first: they teach shapes, large ones detail. You may stop it at any time; the same command
+    Small images come first: they teach shapes, large ones detail. You may stop it at any time; the same command
     resumes the run. --out becomes a pipeline folder, which generate takes as --model.
 
     foveate train --sizes 32:5000,64:5000 --compile
@@ -163,13 +161,13 @@ def _load_weights(model: Any, start: str) -> None:
         model.load_state_dict(trained.transformer.state_dict())
     except (AttributeError, RuntimeError) as error:
         raise ValueError(
-            f"--start {start} does not fit: give the --dit and --patch that it was trained with, and pictures with "
+            f"--start {start} does not fit: give the --dit and --patch that it was trained with, and images with "
             "captions if it had them, or without"
         ) from error
 
 
 def _captions(pictures: Any, data: str, seed: int) -> list[str]:
-    """Captions of the samples: held-out scenes, or those of the first pictures."""
+    """Captions of the samples: held-out scenes, or those of the first images."""
     from foveate.apps.demo.scenes import captions
 
     if not data:

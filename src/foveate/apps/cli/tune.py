@@ -21,7 +21,7 @@ PROMPTS = (
     "a market street in the rain, neon signs reflected on the ground",
     "a watercolor of a fox in a birch forest",
 )
-"""Prompts for models that draw anything."""
+"""Prompts for models that generate anything."""
 
 
 @clear_errors
@@ -29,10 +29,10 @@ def tune(
     model: Model = "",
     min_ssim: Annotated[
         float | None,
-        typer.Option(min=-1, max=1, help="Least SSIM to the dense picture. [dim]default: 0.9[/]"),
+        typer.Option(min=-1, max=1, help="Least SSIM to the dense image. [dim]default: 0.9[/]"),
     ] = None,
     min_psnr: Annotated[
-        float | None, typer.Option(min=0, help="Least PSNR to the dense picture in dB, in place of SSIM.")
+        float | None, typer.Option(min=0, help="Least PSNR to the dense image in dB, in place of SSIM.")
     ] = None,
     prompts: Annotated[
         Path | None,
@@ -59,15 +59,15 @@ def tune(
     seed: Seed = 0,
     out: Annotated[
         Path,
-        typer.Option(help="Folder for presets, pictures and measurements; an existing run is resumed."),
+        typer.Option(help="Folder for presets, images and measurements; an existing run is resumed."),
     ] = Path("tuned"),
     device: Device = "auto",
     dtype: Dtype = "auto",
 ) -> None:
-    """Choose the fastest setting whose pictures stay near the dense ones, and write it as a preset.
+    """Choose the fastest setting whose images stay near the dense ones, and write it as a preset.
 
     Every method is measured on this machine, for this model and size: its error and its time, step by step and layer
-    by layer. Whole pictures of held-out prompts then decide how many steps and layers stay dense. After Ctrl-C the
+    by layer. Whole images of held-out prompts then decide how many steps and layers stay dense. After Ctrl-C the
     same command resumes, and another budget reuses what was measured.
 
     foveate tune --min-ssim 0.9 --size 256
@@ -97,7 +97,7 @@ def tune(
     path = out / f"{budget.name.lower()}-{budget.at_least:g}.json"
     preset.save(path)
     gain = preset.evidence["speed_up"]
-    console.print(f"{escape(preset.title)}: the steps of a picture are {gain:.2f}x faster", soft_wrap=True)
+    console.print(f"{escape(preset.title)}: the steps of an image are {gain:.2f}x faster", soft_wrap=True)
     print(path)
 
 

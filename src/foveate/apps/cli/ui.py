@@ -1,4 +1,4 @@
-"""`foveate ui`: the studio, a page to draw and to ask on."""
+"""`foveate ui`: the studio, a page to generate and to ask on."""
 
 from importlib import import_module
 from pathlib import Path
@@ -33,22 +33,22 @@ def ui(
             help="Folder of documents to ask about. [dim]default: sample texts that the built-in reader knows[/]"
         ),
     ] = None,
-    out: Annotated[Path, typer.Option(help="Folder for the pictures. Nothing in it is overwritten.")] = Path("studio"),
+    out: Annotated[Path, typer.Option(help="Folder for the images. Nothing in it is overwritten.")] = Path("studio"),
     host: Annotated[str, typer.Option(help="Address to listen on. 0.0.0.0 lets other machines in.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port. 0 takes a free one.")] = 7860,
     browser: Annotated[bool, typer.Option("--open", help="Open the page in a browser.")] = False,
     device: Device = "auto",
     dtype: Dtype = "auto",
 ) -> None:
-    """Open the studio: a page in the browser to draw dense and sparse side by side, and to ask documents.
+    """Open the studio: a page in the browser to generate dense and sparse side by side, and to ask documents.
 
     foveate ui --open
 
     foveate ui --model black-forest-labs/FLUX.1-schnell --out pictures
 
-    It draws what `foveate generate` and `foveate compare` draw, and answers what `foveate rag` answers: a slider lays
-    one picture over the other, the tiles or merged tokens are drawn over it, and a click shows where a token attends.
-    Every picture is saved with its settings. Each tab has a history of its own; all share the model, one at a time.
+    The page offers `foveate generate`, `foveate compare` and `foveate rag`: a slider compares two images, tiles or
+    merged tokens are drawn over them, and a click shows where a token attends. Every image is saved with its
+    settings. Each browser tab has its own history; all share the model, one at a time.
 
     The page is for this machine alone unless --host says otherwise. Whoever reaches it can load models and read
     folders here: do not open it to strangers. Needs `pip install 'foveate[ui]'`. Ctrl-C ends it.

@@ -7,7 +7,7 @@ from pathlib import Path
 from safetensors import safe_open
 
 from foveate.apps.demo import LORAS, find
-from foveate.apps.demo.atlas import NAMES
+from foveate.apps.demo.atlas import OBJECT_NAMES
 from foveate.apps.demo.scenes import BACKGROUNDS, LAYOUTS
 from foveate.apps.demo.text import WORDS
 from foveate.pipelines.lora import find_lora, read_lora
@@ -16,28 +16,28 @@ __all__ = ["model_info", "pixel_model_info", "reader_info", "video_model_info"]
 
 
 def model_info() -> dict[str, str]:
-    """Size, training recipe, vocabulary and licences of the model that draws, as text by name.
+    """Size, training recipe, vocabulary and licences of the model that generates, as text by name.
 
     Raises:
         ValueError: If the files of the model are missing.
     """
     return {
         "folder": str(find("pipeline")),
-        **_parts_and_training(find("pipeline"), find("recipe.json"), "pictures of {} px"),
+        **_parts_and_training(find("pipeline"), find("recipe.json"), "images of {} px"),
         "geometry": "4 px a token: 128 px are 1,024 image tokens, 256 px are 4,096, 512 px are 16,384",
         "LoRAs": "\n".join(_about_lora(name, find(folder)) for name, folder in LORAS.items()),
-        "objects": f"{len(NAMES)}: {', '.join(NAMES)}",
+        "objects": f"{len(OBJECT_NAMES)}: {', '.join(OBJECT_NAMES)}",
         "backgrounds": ", ".join(BACKGROUNDS),
         "sentences": "\n".join(layout.sentence.format("A", "B", "C") for layout in LAYOUTS)
         + "\n... on a COLOUR background",
         "words": f"{len(WORDS)}; other words are spelled letter by letter",
-        "licence": "weights and code: Apache-2.0. The emoji of the training pictures are Noto Color Emoji, "
+        "licence": "weights and code: Apache-2.0. The emoji of the training images are Noto Color Emoji, "
         "SIL Open Font License 1.1 (OFL.txt beside them)",
     }
 
 
 def pixel_model_info() -> dict[str, str]:
-    """Size, training and quality of the model that draws pixels, as text by name.
+    """Size, training and quality of the model that generates pixels, as text by name.
 
     Raises:
         ValueError: If the files of the model are missing.
@@ -48,9 +48,9 @@ def pixel_model_info() -> dict[str, str]:
         "folder": f"{find('pixel')}: --model built-in-pixel",
         "size": _megabytes(find("pixel")),
         "model": f"{_parameters(weights) / 1e6:.2f} M parameters; a token is a pixel, and attention is log-linear",
-        "trained": f"{recipe['minutes']} minutes on {recipe['devices']}: {recipe['pictures']:,} pictures, "
+        "trained": f"{recipe['minutes']} minutes on {recipe['devices']}: {recipe['pictures']:,} images, "
         f"--sizes {recipe['sizes']}",
-        "objects drawn": f"{recipe['objects at 128 px']:.1%} of those of held-out captions at 128 px",
+        "objects generated": f"{recipe['objects at 128 px']:.1%} of those of held-out captions at 128 px",
         "licence": "as above",
     }
 
@@ -98,7 +98,7 @@ def _parts_and_training(folder: Path, recipe: Path, trained_on: str) -> dict[str
     Args:
         folder: Folder of the pipeline.
         recipe: File with the stages of its training.
-        trained_on: What a stage was trained on, with {} for its sizes: "pictures of {} px".
+        trained_on: What a stage was trained on, with {} for its sizes: "images of {} px".
     """
     runs = [json.loads(recipe.read_text())]
     while before := runs[0].get("before"):
@@ -121,7 +121,7 @@ def _weights(folder: Path) -> list[Path]:
 
 
 def _about_lora(name: str, folder: Path) -> str:
-    """The method of a LoRA, the size of its training pictures, and that of its file."""
+    """The method of a LoRA, the size of its training images, and that of its file."""
     distilled = read_lora(find_lora(str(folder)))
     if distilled is None or distilled.size is None:
         raise ValueError(f"{folder} is damaged: install foveate-models again")

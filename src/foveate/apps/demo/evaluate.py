@@ -1,5 +1,5 @@
 # pyright: basic
-"""Scores of methods: held-out captions are drawn, and the recogniser judges the pictures."""
+"""Scores of methods: held-out captions are generated, and the recogniser judges the images."""
 
 import json
 import time
@@ -52,7 +52,7 @@ HEADINGS = {
     "psnr": "PSNR, dB",
     "ssim": "SSIM",
     "distance": "distance",
-    "seconds": "s per picture",
+    "seconds": "s per image",
     "flop_bound": "FLOP bound",
 }
 
@@ -73,19 +73,19 @@ class Interval(NamedTuple):
 
 
 class Score(NamedTuple):
-    """Measurements of one set of pictures.
+    """Measurements of one set of images.
 
     Attributes:
         label: "real" for renderings of the captions, "dense", or the method.
         objects: Fraction of the requested objects that the recogniser finds; None, as all that it judges, for models
-            that do not draw what it knows.
+            that do not generate what it knows.
         relations: Fraction of the requested relations that hold; None if none was requested.
-        extra: Objects per picture that were not requested, or are repeated.
+        extra: Objects per image that were not requested, or are repeated.
         frechet: Frechet distance of the recogniser's features to those of the real renderings.
-        psnr: PSNR to the dense picture of the same seed, in dB; None for real and dense pictures.
-        ssim: SSIM to the dense picture; None for real and dense pictures.
-        distance: 1 - cosine similarity of the features to those of the dense picture; None for real and dense ones.
-        seconds: Median time of a picture; None for real ones.
+        psnr: PSNR to the dense image of the same seed, in dB; None for real and dense images.
+        ssim: SSIM to the dense image; None for real and dense images.
+        distance: 1 - cosine similarity of the features to those of the dense image; None for real and dense ones.
+        seconds: Median time of an image; None for real ones.
         flop_bound: FLOPs of dense attention over those of this method.
     """
 
@@ -113,33 +113,33 @@ def evaluate(
     left_out: Callable[[str], None] | None = None,
     track: Track = silent,
 ) -> list[Score]:
-    """Draw held-out captions dense and with every method, and score the pictures.
+    """Generate held-out captions dense and with every method, and score the images.
 
-    Writes scores.json and sheet.png into `out`. Pictures that already exist there are not drawn again. Several
-    processes divide the pictures; the main process scores them, and the others return no scores.
+    Writes scores.json and sheet.png into `out`. Images that already exist there are not generated again. Several
+    processes divide the images; the main process scores them, and the others return no scores.
 
     Args:
         pipeline: The built-in model, or one that was trained on its captions.
         methods: Methods, each compared with dense.
-        out: Folder of the pictures and the results.
+        out: Folder of the images and the results.
         prompts: Number of captions.
         request: Size, steps, guidance scale and first seed; its prompt is not used.
         batch: Batch size.
-        dino: Hub id or folder of a DINO model for the distance to dense pictures; empty takes the recogniser.
+        dino: Hub id or folder of a DINO model for the distance to dense images; empty takes the recogniser.
         left_out: Called with a message for every method that does not fit or stays dense; None makes it an error.
         track: Shows progress.
 
     Raises:
-        ValueError: If the model makes videos, `out` holds pictures of other settings, a method does not fit or stays
+        ValueError: If the model makes videos, `out` holds images of other settings, a method does not fit or stays
             dense, or the DINO model cannot be loaded.
     """
     if makes_video(pipeline):
         raise ValueError(
-            f"the recogniser knows pictures, and {type(pipeline).__name__} makes videos: use an image model"
+            f"the recogniser knows images, and {type(pipeline).__name__} makes videos: use an image model"
         )
     side = request.size[0]
     if request.size[1] != side:
-        raise ValueError(f"the recogniser knows square pictures, not {request.size[1]} x {request.size[0]} px")
+        raise ValueError(f"the recogniser knows square images, not {request.size[1]} x {request.size[0]} px")
     model = str(pipeline.config.get("_name_or_path", ""))
     settings = {
         "model": "built-in" if model == str(find("pipeline")) else model,
@@ -166,7 +166,7 @@ def evaluate(
     folders = ["dense", *(f"{slug(method.title)}-{crc32(repr(method).encode()):08x}" for method in scored)]
     paths = [[out / folder / f"{index:05}.png" for index in range(prompts)] for folder in folders]
     missing = [[index for index, path in enumerate(files) if not path.exists()] for files in paths]
-    mine = [divide(indices) for indices in missing]  # before anything is drawn
+    mine = [divide(indices) for indices in missing]  # before anything is generated
     for method, label, files, left, part in zip((None, *scored), labels, paths, missing, mine, strict=True):
         advance, done = track(label, prompts - len(left) + len(part)), prompts - len(left)
         for _ in range(done):
@@ -196,7 +196,7 @@ def evaluate(
 
 
 def score_table(scores: Sequence[Score]) -> Table:
-    """The scores as a table for the terminal, with a column for each set of pictures."""
+    """The scores as a table for the terminal, with a column for each set of images."""
     table = Table(box=SIMPLE, show_edge=False, padding=0)
     for label in ("", *(score.label for score in scores)):
         table.add_column(label, overflow="fold")
@@ -209,13 +209,13 @@ def score_table(scores: Sequence[Score]) -> Table:
 
 
 def _for_json(cell: Any) -> Any:
-    """A score as a dictionary; infinity, which JSON lacks, becomes None: the PSNR of identical pictures."""
+    """A score as a dictionary; infinity, which JSON lacks, becomes None: the PSNR of identical images."""
     if isinstance(cell, Score | Interval):
         return {name: _for_json(value) for name, value in cell._asdict().items()}
     return None if cell == inf else cell
 
 
-# --- draw ---
+# --- generate ---
 
 
 class _Pictures(NamedTuple):
@@ -236,7 +236,7 @@ def _read(label: str, paths: Sequence[Path]) -> _Pictures:
 
 
 def _fits(pipeline: Any, method: MethodLike, request: Request, left_out: Callable[[str], None] | None) -> bool:
-    """Whether a method works at this size, found out in one step before anything else is drawn."""
+    """Whether a method works at this size, found out in one step before anything else is generated."""
     try:
         with using(pipeline, throughout(method)) as run:
             draw(pipeline, request._replace(steps=1))
@@ -256,12 +256,12 @@ def _draw(
     batch: int,
     advance: Callable[[], None],
 ) -> None:
-    """Draw the pictures of files; each has an equal share of its batch's time."""
+    """Generate the images of files; each has an equal share of its batch's time."""
     with using(pipeline, method) as run:
         for start in range(0, len(missing), batch):
             paths, requests = zip(*missing[start : start + batch], strict=True)
             began = time.perf_counter()
-            with noting(f"drawing {requests[0].prompt!r} for {paths[0]}"):
+            with noting(f"generating {requests[0].prompt!r} for {paths[0]}"):
                 images = draw_batch(pipeline, requests)
             seconds = (time.perf_counter() - began) / len(paths)
             about = {"seconds": f"{seconds:.4f}", "flop bound": f"{1 / (1 - _sparsity(method, run)):.3f}"}
@@ -346,14 +346,14 @@ def _frechet(features: Tensor, real: Tensor, resampled: np.ndarray) -> Interval:
 
 def _interval(value: float, resamples: np.ndarray) -> Interval:
     """The middle 95 % of the resamples, shifted to be centred on the value because resampling adds a bias."""
-    if not np.isfinite(resamples).all():  # the PSNR of identical pictures
+    if not np.isfinite(resamples).all():  # the PSNR of identical images
         return Interval(value, value, value)
     low, high = np.quantile(resamples - resamples.mean(), (0.025, 0.975))
     return Interval(float(value), float(value + low), float(value + high))
 
 
 def load_dino(model: str, device: torch.device) -> Callable[[Sequence[Image.Image]], Tensor]:
-    """A function that returns the class tokens [pictures, dim] of a DINO or DINOv2 model, as papers on merging use.
+    """A function that returns the class tokens [images, dim] of a DINO or DINOv2 model, as papers on merging use.
 
     Args:
         model: Hub id or folder, for example "facebook/dino-vits16".

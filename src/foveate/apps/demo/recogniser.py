@@ -1,6 +1,6 @@
-"""The recogniser: a small network that finds emoji in pictures, to judge the pictures that a model generates.
+"""The recogniser: a small network that finds emoji in images, to judge the images that a model generates.
 
-It was trained on renderings of training scenes only, never on generated pictures.
+It was trained on renderings of training scenes only, never on generated images.
 """
 
 import re
@@ -20,7 +20,7 @@ from skimage.measure import label
 from torch import Tensor, nn
 
 from foveate.apps.demo import find
-from foveate.apps.demo.atlas import NAMES
+from foveate.apps.demo.atlas import OBJECT_NAMES
 from foveate.apps.demo.scenes import Scene
 from foveate.apps.web.report import Objects
 
@@ -43,7 +43,7 @@ __all__ = [
 WEIGHTS = find("recogniser.safetensors")
 SIDE, GRID, DIM = 128, 16, 128  # pixels and cells along a side, channels of the features
 WORD = re.compile(r"[^\W_]+")
-NOTHING = len(NAMES)  # class of the background
+NOTHING = len(OBJECT_NAMES)  # class of the background
 THRESHOLD = 0.5  # probability above which an object counts as found
 
 
@@ -55,13 +55,13 @@ class Seen(NamedTuple):
 
 
 class Detection(NamedTuple):
-    """An object found in a picture.
+    """An object found in an image.
 
     Attributes:
-        object: Index into `NAMES`.
-        x: Horizontal centre, as a fraction of the picture's side.
-        y: Vertical centre, as a fraction of the picture's side.
-        patches: Number of separate places where it was found; more than 1 if it was drawn several times.
+        object: Index into `OBJECT_NAMES`.
+        x: Horizontal centre, as a fraction of the image's side.
+        y: Vertical centre, as a fraction of the image's side.
+        patches: Number of separate places where it was found; more than 1 if it was generated several times.
     """
 
     object: int
@@ -71,7 +71,7 @@ class Detection(NamedTuple):
 
 
 class Verdict(NamedTuple):
-    """How much of a scene a picture shows, as counts that can be summed over pictures."""
+    """How much of a scene an image shows, as counts that can be summed over images."""
 
     objects_found: int
     objects: int
@@ -108,19 +108,19 @@ class Recogniser(nn.Module):
             nn.ReLU(),
             _Residual(32, 64, stride=2),
             _Residual(64, DIM, stride=2),
-            # the receptive field is 29 cells, more than the picture has
+            # the receptive field is 29 cells, more than the image has
             *(_Residual(DIM, DIM, dilation=dilation) for dilation in (1, 2, 4)),
         )
         self.head = nn.Conv2d(DIM, NOTHING + 1, 1)
 
     def forward(self, pictures: Float[Tensor, "batch 3 side side"]) -> Seen:
-        """Logits and features of square pictures of any side, with values from 0 to 1."""
+        """Logits and features of square images of any side, with values from 0 to 1."""
         features = self.body(4 * to_side(pictures) - 2)
         return Seen(self.head(features), features.mean((2, 3)))
 
 
 def detect(seen: Seen) -> list[list[Detection]]:
-    """The objects found in each picture, each once, centred on the mean of the cells where it is most probable."""
+    """The objects found in each image, each once, centred on the mean of the cells where it is most probable."""
     chance = seen.logits.detach().float().softmax(1)
     won = chance * (chance == chance.amax(1, keepdim=True))  # each cell counts for its most probable class
     won, cells = won[:, :NOTHING].cpu(), cell_centres("cpu")
@@ -145,7 +145,7 @@ def _patches(won: Float[Tensor, "objects 16 16"]) -> Counter[int]:
 
 
 def judge(detections: Sequence[Detection], scene: Scene) -> Verdict:
-    """The verdict on a picture of a scene.
+    """The verdict on an image of a scene.
 
     A relation holds if both objects were found and their offset fits: for "above" the sideways offset is at most twice
     the vertical one, for "left of" the vertical offset is at most twice the sideways one, for "beside" the vertical
@@ -160,9 +160,9 @@ def judge(detections: Sequence[Detection], scene: Scene) -> Verdict:
 
 
 def judge_prompt(prompt: str) -> Callable[[Image.Image], Objects] | None:
-    """What tells how many of the objects that a prompt names are in a picture; None if it names none."""
+    """What tells how many of the objects that a prompt names are in an image; None if it names none."""
     rest, wanted = f" {' '.join(WORD.findall(prompt.lower()))} ", Counter[int]()
-    for index, name in sorted(enumerate(NAMES), key=lambda pair: -len(pair[1])):  # "red apple" before "apple"
+    for index, name in sorted(enumerate(OBJECT_NAMES), key=lambda pair: -len(pair[1])):  # "red apple" before "apple"
         before, rest = rest, rest.replace(f" {name} ", " , ")
         wanted[index] += before != rest
     names = [index for index, count in wanted.items() if count]
@@ -192,11 +192,11 @@ def recognise(
     pictures: Float[Tensor, "number 3 side side"] | UInt8[Tensor, "number 3 side side"],
     batch: int = 64,
 ) -> tuple[list[list[Detection]], Float[Tensor, "number dim"]]:
-    """The objects found in each picture, and the features of the pictures, on the model's device.
+    """The objects found in each image, and the features of the images, on the model's device.
 
     Args:
         model: Recogniser in eval mode.
-        pictures: Pictures from 0 to 1, or bytes from 0 to 255, on any device.
+        pictures: Images from 0 to 1, or bytes from 0 to 255, on any device.
         batch: Batch size.
     """
     device, scale = next(model.parameters()).device, 1.0 if pictures.is_floating_point() else 255.0
@@ -251,7 +251,7 @@ def load_recogniser(path: Path = WEIGHTS, device: torch.device | str = "cpu") ->
 
 
 def to_side(pictures: Float[Tensor, "batch 3 side side"]) -> Float[Tensor, "batch 3 128 128"]:
-    """The pictures, resized for the network."""
+    """The images, resized for the network."""
     if pictures.shape[-1] == SIDE:
         return pictures
     return F.interpolate(pictures, (SIDE, SIDE), mode="bilinear", antialias=True)

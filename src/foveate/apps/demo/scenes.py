@@ -1,4 +1,4 @@
-"""Random scenes of emoji: their captions, the positions of the objects, and their pictures."""
+"""Random scenes of emoji: their captions, the positions of the objects, and their images."""
 
 import random
 import zlib
@@ -12,7 +12,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from foveate.apps.demo.atlas import NAMES, load_atlas
+from foveate.apps.demo.atlas import OBJECT_NAMES, load_atlas
 
 __all__ = [
     "BACKGROUNDS",
@@ -41,7 +41,7 @@ BACKGROUNDS = {
     "brown": (146, 106, 78),
     "turquoise": (112, 212, 208),
 }
-SLOTS = 3  # most objects in a picture
+SLOTS = 3  # most objects in an image
 HELD_OUT_EACH = 20  # one of 20 combinations of objects and background is held out from training
 UNSAID = 0.15  # fraction of the captions without the background
 
@@ -109,16 +109,16 @@ class Scene:
 
     caption: str
     objects: tuple[int, ...]
-    """Indices into `NAMES`, in the order of the sentence."""
+    """Indices into `OBJECT_NAMES`, in the order of the sentence."""
     boxes: tuple[tuple[float, float, float], ...]
-    """(x, y, side) of each object: centre and size as fractions of the picture's side."""
+    """(x, y, side) of each object: centre and size as fractions of the image's side."""
     background: str
     relations: tuple[Relation, ...]
 
     @property
     def held_out(self) -> bool:
         """Whether this combination of objects and background is held out for evaluation."""
-        words = ",".join([*sorted(NAMES[index] for index in self.objects), self.background])
+        words = ",".join([*sorted(OBJECT_NAMES[index] for index in self.objects), self.background])
         return zlib.crc32(words.encode()) % HELD_OUT_EACH == 0
 
 
@@ -139,10 +139,10 @@ def scenes(seed: int, *, evaluation: bool = False) -> Iterator[Scene]:
 def _scene(chance: random.Random, unsaid: float) -> Scene:
     count = chance.randint(1, SLOTS)
     layout = chance.choice([layout for layout in LAYOUTS if len(layout.places) == count])
-    objects = tuple(chance.sample(range(len(NAMES)), count))
+    objects = tuple(chance.sample(range(len(OBJECT_NAMES)), count))
     background = chance.choice(list(BACKGROUNDS))
     said = chance.random() >= unsaid
-    sentence = layout.sentence.format(*(NAMES[index] for index in objects))
+    sentence = layout.sentence.format(*(OBJECT_NAMES[index] for index in objects))
     boxes = tuple(
         (x + chance.uniform(-1, 1) * layout.jitter[0], y + chance.uniform(-1, 1) * layout.jitter[1], side)
         for (x, y), side in ((place, chance.uniform(*layout.sizes)) for place in layout.places)
@@ -180,7 +180,7 @@ class Scenes(NamedTuple):
 
 
 def render(atlas: Float[Tensor, "emoji 4 cell cell"], scenes: Scenes, side: int) -> Float[Tensor, "batch 3 side side"]:
-    """The pictures of scenes, from 0 to 1, on the device of the atlas. Later objects are in front."""
+    """The images of scenes, from 0 to 1, on the device of the atlas. Later objects are in front."""
     picture = scenes.background[:, :, None, None].expand(-1, -1, side, side).to(atlas)
     for slot in range(scenes.objects.shape[1]):
         index, (x, y, size) = scenes.objects[:, slot], scenes.boxes[:, slot].to(atlas).unbind(-1)
@@ -206,7 +206,7 @@ class ScenePictures:
         self.seed, self.checksum = seed, f"scenes {seed}"
 
     def picture(self, index: int, size: tuple[int, int]) -> tuple[Float[Tensor, "3 height width"], str]:
-        """A picture of (height, width) pixels from -1 to 1, and its caption.
+        """An image of (height, width) pixels from -1 to 1, and its caption.
 
         Raises:
             ValueError: If the size is no square.

@@ -13,7 +13,7 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 from transformers.utils import logging
 
 from foveate.apps.demo import MODELS, find
-from foveate.apps.demo.atlas import NAMES
+from foveate.apps.demo.atlas import OBJECT_NAMES
 from foveate.apps.demo.scenes import BACKGROUNDS, LAYOUTS
 
 __all__ = [
@@ -33,7 +33,15 @@ WORDS = tuple(
     sorted(
         {
             word
-            for text in (*NAMES, *BACKGROUNDS, *(layout.sentence for layout in LAYOUTS), "a", "an", "on", "background")
+            for text in (
+                *OBJECT_NAMES,
+                *BACKGROUNDS,
+                *(layout.sentence for layout in LAYOUTS),
+                "a",
+                "an",
+                "on",
+                "background",
+            )
             for word in _WORD.findall(text)
         }
     )
@@ -52,7 +60,7 @@ def unknown_words(prompt: str, more: Sequence[str] = ()) -> dict[str, list[str]]
 
 
 def draws_scenes(pipeline: Any) -> bool:
-    """Whether a pipeline reads the vocabulary of the built-in models, and so draws what the recogniser knows."""
+    """Whether a pipeline reads the vocabulary of the built-in models, and so generates what the recogniser knows."""
     tokenizer = getattr(pipeline, "tokenizer_2", None) or getattr(pipeline, "tokenizer", None)
     known = (clip_tokenizer(), *(t5_tokenizer(model.words) for model in MODELS.values()))
     return tokenizer is not None and tokenizer.get_vocab() in [one.get_vocab() for one in known]

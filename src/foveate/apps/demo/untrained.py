@@ -84,7 +84,7 @@ def untrained_pipeline(
                 dropout_rate=0.0,
             )
         )
-    # more noise for larger pictures, whose neighbouring pixels are more redundant
+    # more noise for larger images, whose neighbouring pixels are more redundant
     scheduler = FlowMatchEulerDiscreteScheduler(
         use_dynamic_shifting=True, base_image_seq_len=1024, max_image_seq_len=16384, base_shift=0.5, max_shift=2.0
     )

@@ -1,5 +1,5 @@
 # pyright: basic
-"""The replicas of the image service: each is a pipeline that draws in batches."""
+"""The replicas of the image service: each is a pipeline that generates in batches."""
 
 import asyncio
 from collections.abc import Sequence
@@ -22,16 +22,16 @@ __all__ = ["ImageReplica", "Job", "ServedPipeline"]
 
 
 class _Abandoned(Exception):
-    """The clients of all pictures of a batch have left."""
+    """The clients of all images of a batch have left."""
 
 
 @dataclass
 class Job:
-    """A picture to draw.
+    """An image to generate.
 
     Attributes:
-        request: What to draw.
-        result: The PNG file, or why it cannot be drawn; empty until then.
+        request: What to generate.
+        result: The PNG file, or why it cannot be generated; empty until then.
         abandoned: Whether its client has left.
     """
 
@@ -46,7 +46,7 @@ class ServedPipeline:
     Args:
         model: Folder or hub id of the pipeline.
         method: Method; None is dense.
-        about: Settings that every picture carries.
+        about: Settings that every image carries.
         lora: File of a LoRA.
         size: Default (height, width) in pixels; None is the model's own.
         device: See `foveate.utils.device.choose_device`.
@@ -70,7 +70,7 @@ class ServedPipeline:
         quiet()
         self._pipe = load_pipeline(model, device, dtype)
         if makes_video(self._pipe):
-            raise ValueError(f"{model} makes videos, and only pictures are served: draw with foveate generate")
+            raise ValueError(f"{model} makes videos, and only images are served: generate with foveate generate")
         if lora:
             load_lora(self._pipe, lora)
         if method is None:
@@ -84,7 +84,7 @@ class ServedPipeline:
         self._size, self._about = size or own_size(self._pipe), about
 
     def job(self, prompt: str, size: tuple[int, int] | None, steps: int, seed: int) -> Job:
-        """A picture to draw; its result is there already if it cannot be drawn."""
+        """An image to generate; its result is there already if it cannot be generated."""
         job = Job(Request(prompt, size or self._size, steps, None, seed))
         try:
             check_request(self._pipe, job.request)
@@ -93,7 +93,7 @@ class ServedPipeline:
         return job
 
     def draw_together(self, jobs: Sequence[Job]) -> None:
-        """Draw pictures, those of the same size and number of steps in one batch, until all clients have left."""
+        """Generate images, those of the same size and number of steps in one batch, until all clients have left."""
 
         def go_on() -> None:
             if all(job.abandoned for job in jobs):
@@ -121,7 +121,7 @@ class ServedPipeline:
 
 
 class ImageReplica(ServedPipeline):
-    """A served pipeline on Ray Serve; its arguments and the largest number of pictures that it draws together."""
+    """A served pipeline on Ray Serve; its arguments and the largest number of images that it generates together."""
 
     def __init__(self, *args: Any, batch: int, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -129,7 +129,7 @@ class ImageReplica(ServedPipeline):
         together.set_max_batch_size(batch)
 
     async def draw(self, *asked: Any) -> bytes | str:
-        """The PNG file for the arguments of `job`, or why it cannot be drawn."""
+        """The PNG file for the arguments of `job`, or why it cannot be generated."""
         job = self.job(*asked)
         try:
             return job.result or await self._draw(job)

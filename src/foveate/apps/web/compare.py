@@ -1,5 +1,5 @@
 # pyright: basic
-"""One prompt drawn with several methods, side by side on one HTML page."""
+"""One prompt generated with several methods, side by side on one HTML page."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -59,22 +59,22 @@ def comparison(
     rounds: int = 3,
     track: Track = silent,
 ) -> Comparison:
-    """A prompt drawn dense and with each method, with times of the denoiser, also as a page in `out`.
+    """One prompt generated dense and with each method, with times of the denoiser; also a page in `out`.
 
-    In a notebook it shows itself as a row of pictures.
+    In a notebook it shows itself as a row of images.
 
-    Pictures and page are written as soon as a picture is drawn. A picture of the same settings that is already in the
-    folder is not drawn again; those of other settings that an older page was made of are removed. A video is written
-    as MP4, and as an animated PNG, which keeps the exact pixels.
+    The page is rewritten after each image. Images of the same settings that are already in the folder are kept;
+    images of other settings that an older page shows are removed. A video is written as MP4, and as an animated PNG,
+    which keeps the exact pixels.
 
     Args:
         pipeline: A diffusers pipeline.
-        request: What to draw.
+        request: What to generate.
         methods: Methods, one variant each. A method that does not fit is left out, with a notice on the page.
-        out: Folder of the page and its pictures.
-        settings: Settings that the page and the pictures report.
+        out: Folder of the page and its images.
+        settings: Settings that the page and the images report.
         notice: Notice at the top of the page.
-        judge: Says which of the requested objects a picture shows.
+        judge: Says which of the requested objects an image shows.
         rounds: Timed steps of each variant.
         track: Shows progress.
     """
@@ -126,7 +126,7 @@ def comparison(
 
 
 def _files(methods: Sequence[MethodLike], settings: dict[str, str]) -> dict[str, dict[str, str]]:
-    """Name of the file of each variant, dense first, and what its picture says about itself."""
+    """Name of the file of each variant, dense first, and what its image says about itself."""
     files: dict[str, dict[str, str]] = {}
     for method in (None, *methods):
         about = {**settings, "method": repr(method) if method else "dense", "page": PAGE}
@@ -137,7 +137,7 @@ def _files(methods: Sequence[MethodLike], settings: dict[str, str]) -> dict[str,
 
 
 def _read_metadata(path: Path) -> dict[str, str]:
-    """What a picture says about itself; empty for files that are no pictures."""
+    """What an image says about itself; empty for files that are no images."""
     try:
         with Image.open(path) as picture:
             return {str(name): str(text) for name, text in picture.info.items()}
@@ -146,7 +146,7 @@ def _read_metadata(path: Path) -> dict[str, str]:
 
 
 def _remove_others(out: Path, files: dict[str, dict[str, str]]) -> None:
-    """Remove the pictures that pages of other settings were made of, with their videos, and no others."""
+    """Remove the images that pages of other settings were made of, with their videos, and no others."""
     for path in out.glob("*.png"):
         told = _read_metadata(path)
         if told.get("page") == PAGE and not files.get(path.stem, {"": ""}).items() <= told.items():
@@ -176,14 +176,14 @@ def draw_variant(
     dense: Sequence[Image.Image],
     advance: Callable[[], None],
 ) -> Variant:
-    """What a method draws, and its distance to the frames of `dense`; not timed yet."""
+    """What a method generates, and its distance to the frames of `dense`; not timed yet."""
     with using(pipeline, method) as run:
         frames = draw(pipeline, request, advance)
         return _compared(_variant_from_run(method, run), frames, dense)
 
 
 def _compared(variant: Variant, frames: Sequence[Image.Image], dense: Sequence[Image.Image]) -> Variant:
-    """The variant with its frames and, if there is a dense picture, its distance to it."""
+    """The variant with its frames and, if there is a dense image, its distance to it."""
     if not dense:
         return variant._replace(frames=frames)
     return variant._replace(
@@ -216,7 +216,7 @@ def _drawn(
     about: dict[str, str],
     advance: Callable[[], None],
 ) -> tuple[list[Image.Image], float]:
-    """The frames and the seconds that drawing took; a picture that is there already is not drawn again."""
+    """The frames, and the seconds to generate them; an existing image is read instead."""
     if told := _read_metadata(path):
         for _ in range(request.steps):
             advance()
@@ -233,7 +233,7 @@ def _drawn(
 
 
 def _inspect_step(pipeline: Any, step: Call, method: MethodLike | None) -> Variant:
-    """What a method does in one step: its sparsity, plan and pattern, without a picture."""
+    """What a method does in one step: its sparsity, plan and pattern, without an image."""
     with using(pipeline, method and throughout(method)) as run:
         step.run(denoiser(pipeline))
         return _variant_from_run(method, run)

@@ -35,7 +35,7 @@ class Objects(NamedTuple):
     """What a recogniser sees of the objects that a prompt asks for.
 
     Attributes:
-        found: Number of requested objects that are in the picture.
+        found: Number of requested objects that are in the image.
         requested: Number of requested objects.
         extra: Number of objects that were not requested, or are repeated.
     """
@@ -46,17 +46,17 @@ class Objects(NamedTuple):
 
 
 class Variant(NamedTuple):
-    """A picture or video and its measurements.
+    """An image or video and its measurements.
 
     Attributes:
         label: Name on the page, for example "HilbertA T=16".
-        frames: The frames of the video; one of a picture.
+        frames: The frames of the video; one of an image.
         step_seconds: Seconds of one forward pass of the denoiser, one entry per round; empty if not timed.
-        seconds: Seconds of the whole run, from prompt to picture; None if unknown.
-        psnr: PSNR to the dense picture in dB; None for dense.
-        ssim: SSIM to the dense picture; None for dense.
+        seconds: Seconds of the whole run, from prompt to image; None if unknown.
+        psnr: PSNR to the dense image in dB; None for dense.
+        ssim: SSIM to the dense image; None for dense.
         detail: SSIM where one of the two shows anything; None for dense.
-        objects: What a recogniser sees in the picture; None if there is none for this model.
+        objects: What a recogniser sees in the image; None if there is none for this model.
         nominal: Sparsity as papers quote it, mean over layers; 0 for dense.
         true: Fraction of all query-key pairs that are skipped, mean over layers; 0 for dense.
         flop_bound: FLOPs of dense attention over those of this variant, an upper bound of attention's speed-up.
@@ -64,7 +64,7 @@ class Variant(NamedTuple):
         table: Key blocks that each query block reads; None if dense.
         why_dense: Reason why the method stayed dense; empty if it did not.
         picked: Raster indices of the tokens that others merge into; None without merging.
-        video: Content of the MP4 file; empty for a picture.
+        video: Content of the MP4 file; empty for an image.
         without_lora: Whether the method is shown with the LoRA that was distilled for it, too.
     """
 
@@ -88,13 +88,13 @@ class Variant(NamedTuple):
 
     @property
     def image(self) -> Image.Image:
-        """The picture; of a video the first frame, the last one, and three between, side by side."""
+        """The image; of a video the first frame, the last one, and three between, side by side."""
         last = len(self.frames) - 1
         return strip([self.frames[i] for i in sorted({round(part * last / 4) for part in range(5)})])
 
 
 class Comparison(NamedTuple):
-    """Variants of one picture, for `comparison_page`; in a notebook a row of pictures.
+    """Variants of one image, for `comparison_page`; in a notebook a row of images.
 
     Attributes:
         prompt: The prompt.
@@ -103,7 +103,7 @@ class Comparison(NamedTuple):
         versions: Versions of hardware and software, by name.
         notice: Notice at the top of the page; may be empty.
         about_times: What to know about the times of some variants.
-        waiting: Names of the variants that are still to be drawn.
+        waiting: Names of the variants that are still to be generated.
         running: Whether the comparison goes on: the page then loads itself again.
     """
 
@@ -139,7 +139,7 @@ class Speed(NamedTuple):
 LEAST_ROUNDS, MOST_SPREAD = 3, 0.25
 """Rounds, and the spread of their ratios to dense, from which on a speed-up is no headline."""
 SAME, ALIKE, RELATED = 0.9, 0.77, 0.5
-"""`detail_ssim` to dense from which on a picture is nearly the same, looks like dense, or shows the same scene."""
+"""`detail_ssim` to dense from which on an image is nearly the same, looks like dense, or shows the same scene."""
 
 
 def comparison_page(comparison: Comparison) -> str:
@@ -256,7 +256,7 @@ def draw_times(variants: list[Variant], *, ink: str = INK, bar: str = BLUE) -> F
 
 
 def _data_uri(picture: Image.Image | Figure) -> str:
-    """The picture as a data URI with a PNG."""
+    """The image as a data URI with a PNG."""
     if isinstance(picture, Figure):
         png = figure_png(picture, dpi=200)
     else:

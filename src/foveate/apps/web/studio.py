@@ -1,5 +1,5 @@
 # pyright: basic
-"""What the page of `foveate ui` does: draw, keep a history, show attention, ask documents. See `studio_page`."""
+"""What the page of `foveate ui` does: generate, keep a history, show attention, ask documents. See `studio_page`."""
 
 import inspect
 import re
@@ -51,7 +51,7 @@ __all__ = [
 ]
 
 MOST_ENTRIES = 50
-"""Entries of a history; the pictures of older ones stay in the folder."""
+"""Entries of a history; the images of older ones stay in the folder."""
 MOST_STEPS = 6
 """Entries whose recorded step is kept in memory, for their attention."""
 LIVE_TOKENS = 2**16
@@ -64,7 +64,7 @@ class Cancelled(Exception):
 
 
 class Form(NamedTuple):
-    """The fields of the page that say what to draw; empty ones take the defaults of `foveate generate`."""
+    """The fields of the page that say what to generate; empty ones take the defaults of `foveate generate`."""
 
     prompt: str
     method: str = "dense"
@@ -95,7 +95,7 @@ class Commands(NamedTuple):
         open_model: Pipeline and distilled method (None without a LoRA) of a model and a LoRA.
         request: Validated request of a pipeline, model, prompt, size, steps, guidance and seed.
         method: Method of a distilled method, a name and options as text; None is dense.
-        settings: Settings of a pipeline, model and request, which pictures carry.
+        settings: Settings of a pipeline, model and request, which images carry.
         remark: What the model will not understand in a prompt, from pipeline, model and prompt; may be empty.
         open_reader: Language model and tokenizer of a model.
         recompute: Methods of a name, a fraction and whether to compare with all others, by name.
@@ -112,13 +112,13 @@ class Commands(NamedTuple):
 
 @dataclass
 class Entry:
-    """A picture of a history.
+    """An image of a history.
 
     Attributes:
         number: Its number in the history, from 1.
         path: PNG file, which carries the settings.
-        variant: The picture and its measurements; `step_seconds` are those of the whole run.
-        seconds: Duration of the whole drawing.
+        variant: The image and its measurements; `step_seconds` are those of the whole run.
+        seconds: Duration of the whole run.
         form: What was asked.
         request: The same, validated.
         method: Method; None is dense.
@@ -136,7 +136,7 @@ class Entry:
 
     @property
     def image(self) -> Image.Image:
-        """The picture."""
+        """The image."""
         return self.variant.image
 
     @property
@@ -146,7 +146,7 @@ class Entry:
 
     @property
     def tiles(self) -> Image.Image:
-        """The picture with its tiles or merged tokens; plain where there are none."""
+        """The image with its tiles or merged tokens; plain where there are none."""
         if self.variant.tile_map is None:
             return self.image
         return draw_tiles(self.image, self.variant.tile_map, self.variant.picked)
@@ -160,7 +160,7 @@ class Tab:
     cancelled: threading.Event = field(default_factory=threading.Event)
 
     def begin(self) -> None:
-        """Give the next drawing or question an event of its own, so that it does not revive a cancelled one."""
+        """Give the next image or question its own event, so that it does not revive a cancelled one."""
         self.cancelled = threading.Event()
 
     def entry(self, number: int | None) -> Entry | None:
@@ -168,7 +168,7 @@ class Tab:
         return next((entry for entry in self.history if entry.number == number), (self.history or [None])[-1])
 
     def dense_of(self, form: Form, request: Request) -> Entry | None:
-        """The dense picture of a request, if it was drawn."""
+        """The dense image of a request, if it was generated."""
         alike = (entry for entry in reversed(self.history) if entry.method is None and entry.request == request)
         return next((entry for entry in alike if entry.form.model == form.model), None)
 
@@ -178,7 +178,7 @@ class Studio:
 
     Args:
         commands: What the page shares with the command line.
-        out: Folder for the pictures.
+        out: Folder for the images.
     """
 
     def __init__(self, commands: Commands, out: Path) -> None:
@@ -197,17 +197,17 @@ class Studio:
         return self._model[1:]
 
     def check(self, form: Form) -> str:
-        """A remark on what is filled in; may be empty. Loads nothing, so another model is checked when it draws.
+        """A remark on what is filled in; may be empty. Loads nothing, so another model is checked when it generates.
 
         Raises:
-            ValueError: If it cannot be drawn.
+            ValueError: If it cannot be generated.
         """
         if not form.prompt.strip():
-            raise ValueError("write a prompt: what to draw")
+            raise ValueError("write a prompt first")
         if self._model is None or self._model[0] != (form.model.strip(), form.lora.strip()):
             if not form.lora.strip():
                 self.commands.method(None, form.method, form.options)
-            return "This model is loaded when you draw; its size and options are checked then."
+            return "This model is loaded when you generate; its size and options are checked then."
         _, pipe, distilled = self._model
         method = self.commands.method(distilled, form.method, form.options)
         request = self._request(pipe, form)
@@ -220,14 +220,14 @@ class Studio:
         return " ".join(filter(None, remarks))
 
     def draw(self, tab: Tab, form: Form, track: Track = silent) -> Iterator[Entry]:
-        """The dense picture, drawn unless the history has it, then that of the method; both join the history.
+        """The dense image, generated unless the history has it, then that of the method; both join the history.
 
         Raises:
-            ValueError: If it cannot be drawn.
+            ValueError: If it cannot be generated.
             Cancelled: If the user cancelled. What was finished is kept.
         """
         if not form.prompt.strip():
-            raise ValueError("write a prompt: what to draw")
+            raise ValueError("write a prompt first")
         cancelled = tab.cancelled
         track = _stoppable(track, cancelled)
         with self._work(cancelled):
@@ -235,7 +235,7 @@ class Studio:
             method = self.commands.method(distilled, form.method, form.options)
             request = self._request(pipe, form)
             if method is not None:
-                with using(pipe, method):  # fails before anything is drawn
+                with using(pipe, method):  # fails before anything is generated
                     record_step(pipe, request)
             dense = tab.dense_of(form, request) or self._draw(tab, form, pipe, request, None, None, track)
         yield dense
@@ -245,25 +245,25 @@ class Studio:
             yield entry
 
     def attention(self, entry: Entry, layer: int, token: tuple[int, int]) -> Image.Image:
-        """The picture, lit where an image token attends in a layer, in the middle step of the drawing.
+        """The image, lit where an image token attends in a layer, in the middle step of the run.
 
         Raises:
             ValueError: If the step is no longer in memory, or there is no such layer or token.
         """
         if entry.step is None:
-            raise ValueError(f"the steps of {entry.title} are no longer in memory: draw it again to see its attention")
+            raise ValueError(f"the steps of {entry.title} are no longer in memory: generate it again to see attention")
         with self._busy:
             pipe, _ = self.open(entry.form.model, entry.form.lora)
             weights = attention_map(pipe, entry.step, entry.method, layer, token)
         return draw_attention(entry.image, weights, token)
 
     def layers(self, entry: Entry) -> list[str]:
-        """Names of the attention layers of the model that drew an entry."""
+        """Names of the attention layers of the model that generated an entry."""
         with self._busy:
             return attention_layers(self.open(entry.form.model, entry.form.lora)[0])
 
     def token_at(self, entry: Entry, x: float, y: float) -> tuple[int, int]:
-        """The token (row, column) at a place of the picture, whose sides are 1."""
+        """The token (row, column) at a place of the image, whose sides are 1."""
         with self._busy:
             side = pixels_per_token(self.open(entry.form.model, entry.form.lora)[0])
         rows, columns = (length // side for length in entry.request.size)
@@ -312,7 +312,7 @@ class Studio:
 
     def _request(self, pipe: Any, form: Form) -> Request:
         if makes_video(pipe):
-            raise ValueError("this page draws pictures: use foveate generate or foveate compare for a video model")
+            raise ValueError("this page generates images: use foveate generate or foveate compare for a video model")
         return self.commands.request(
             pipe,
             form.model.strip(),
@@ -363,7 +363,7 @@ class Studio:
 
 
 def scores(left: Entry, right: Entry) -> list[tuple[str, str, str]]:
-    """What the page says about two pictures: rows of a name and a value of each."""
+    """What the page says about two images: rows of a name and a value of each."""
 
     def step_of(entry: Entry) -> float:
         return median(entry.variant.step_seconds[1:] or entry.variant.step_seconds)  # the first one warms up
@@ -371,7 +371,7 @@ def scores(left: Entry, right: Entry) -> list[tuple[str, str, str]]:
     rows = [
         (name, duration(first), f"{duration(second)} ({first / second:.2f} x)")
         for name, first, second in (
-            ("Whole drawing", left.seconds, right.seconds),
+            ("Whole run", left.seconds, right.seconds),
             ("One step, median", step_of(left), step_of(right)),
         )
     ]

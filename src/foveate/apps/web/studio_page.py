@@ -119,24 +119,24 @@ def _theme() -> gr.themes.Base:
 
 
 def build(studio: Studio, model: str, lora: str, documents: Path, questions: Sequence[str], shown: Path) -> gr.Blocks:
-    """The page; see `serve`. Pictures that it shows lie in the folder `shown`."""
+    """The page; see `serve`. Images that it shows lie in the folder `shown`."""
     with gr.Blocks(
         title="Foveate studio", analytics_enabled=False, delete_cache=(3600, 86400), elem_id="studio"
     ) as page:
         key = gr.Textbox(visible=False)
         gr.HTML("<h1>Foveate studio</h1>")
-        with gr.Tab("Pictures"):
+        with gr.Tab("Images"):
             _pictures(page, studio, key, model, lora, shown)
         with gr.Tab("Documents"):
             _documents(studio, key, documents, questions)
     return page.queue(max_size=64)
 
 
-# --- pictures --------------------------------------------------------------------------------------------------------
+# --- images --------------------------------------------------------------------------------------------------------
 
 
 def _pictures(page: gr.Blocks, studio: Studio, key: gr.Textbox, model: str, lora: str, folder: Path) -> None:
-    """The tab that draws."""
+    """The tab of images."""
     with gr.Row():
         with gr.Column(scale=2, min_width=300):
             prompt = gr.Textbox("a red apple above a blue car", label="Prompt", lines=2)
@@ -145,7 +145,7 @@ def _pictures(page: gr.Blocks, studio: Studio, key: gr.Textbox, model: str, lora
                 info="With a LoRA, the method that it was distilled for.",
             )  # fmt: skip
             options = gr.Textbox(
-                recommended(FIRST), label="Options", info="TAB_ID=VALUE, separated by commas. Empty: the defaults."
+                recommended(FIRST), label="Options", info="NAME=VALUE, separated by commas. Empty: the defaults."
             )
             with gr.Accordion("What the options mean", open=False):
                 meaning = gr.Markdown(_meaning(FIRST))
@@ -161,10 +161,10 @@ def _pictures(page: gr.Blocks, studio: Studio, key: gr.Textbox, model: str, lora
                 size = gr.Textbox(label="Size", info="1024, or WIDTHxHEIGHT. Empty: the default.")
                 steps = gr.Textbox(label="Steps", info="Empty: the default.")
                 guidance = gr.Textbox(label="Guidance", info="Empty: the pipeline's.")
-                seed = gr.Textbox("0", label="Seed", info="The same seed gives the same picture.")
+                seed = gr.Textbox("0", label="Seed", info="The same seed gives the same image.")
             said = gr.HTML(_say(""), elem_id="said")
             with gr.Row():
-                draw = gr.Button("Draw", variant="primary", elem_id="draw")
+                draw = gr.Button("Generate", variant="primary", elem_id="draw")
                 cancel = gr.Button("Cancel", elem_id="cancel")
         with gr.Column(scale=3, min_width=300):
             slider = gr.ImageSlider(label="Left and right: drag the line", elem_id="slider", max_height=640)
@@ -172,7 +172,7 @@ def _pictures(page: gr.Blocks, studio: Studio, key: gr.Textbox, model: str, lora
             with gr.Row():
                 left = gr.Dropdown([], label="Left", elem_id="left", min_width=120)
                 right = gr.Dropdown([], label="Right", elem_id="right", min_width=120)
-            numbers = gr.Markdown("Nothing is drawn yet.", elem_id="scores")
+            numbers = gr.Markdown("No images yet.", elem_id="scores")
             gallery = gr.Gallery(
                 label="History", columns=6, fit_columns=False, height=190,
                 allow_preview=False, elem_id="history", format="png",
@@ -213,7 +213,7 @@ def _pictures(page: gr.Blocks, studio: Studio, key: gr.Textbox, model: str, lora
         choices = [(entry.title, entry.number) for entry in tab.history]
         if first is None or second is None:
             none = gr.update(choices=[], value=None)
-            return none, none, None, "Nothing is drawn yet.", [], None, None
+            return none, none, None, "No images yet.", [], None, None
         names = [(str(entry.path), entry.title) for entry in tab.history]
         same = first.image.size == second.image.size
         pair = (first.image, second.image if same else second.image.resize(first.image.size))
@@ -233,7 +233,7 @@ def _pictures(page: gr.Blocks, studio: Studio, key: gr.Textbox, model: str, lora
         try:
             for entry in studio.draw(tab, form(values), _bar(progress)):
                 drawn.append(entry)
-                told = _say(f"{entry.variant.label} is drawn.", "good")
+                told = _say(f"{entry.variant.label} is done.", "good")
                 yield (told, *show(tab, drawn[0].number, entry.number))
         except Exception as error:
             last = drawn[-1].number if drawn else None
@@ -256,7 +256,7 @@ def _pictures(page: gr.Blocks, studio: Studio, key: gr.Textbox, model: str, lora
         def light() -> str:
             first, second = (studio.tabs[key].entry(number) for number in (left, right))
             if first is None or second is None:
-                raise ValueError("draw something first")
+                raise ValueError("generate an image first")
             token = int(row or 0), int(column or 0)
             pictures.extend(studio.attention(entry, int(layer or 0), token) for entry in (first, second))
             return f"Attention of token {token[0]}, {token[1]} in {studio.layers(second)[int(layer or 0)]}."
@@ -267,7 +267,7 @@ def _pictures(page: gr.Blocks, studio: Studio, key: gr.Textbox, model: str, lora
     def click(key: str, left: int, right: int, layer: int, event: gr.SelectData) -> tuple[Any, ...]:
         entry = studio.tabs[key].entry(right)
         if entry is None:
-            return _say("Draw something first."), None, 0, 0
+            return _say("Generate an image first."), None, 0, 0
         x, y = event.index
         width, height = entry.tiles.size
         row, column = studio.token_at(entry, x / width, y / height)
@@ -292,7 +292,7 @@ def _pictures(page: gr.Blocks, studio: Studio, key: gr.Textbox, model: str, lora
 
 
 def file_of(picture: Image.Image, folder: Path) -> str:
-    """A PNG file of the picture, written once; Gradio itself would write it anew while a browser reads it."""
+    """A PNG file of the image, written once; Gradio itself would write it anew while a browser reads it."""
     content = png(picture, {})
     path = folder / f"{sha256(content).hexdigest()}.png"
     if not path.exists():
