@@ -159,7 +159,7 @@ def test_batches_that_do_not_match_are_refused():
     ours = encoder()
     contexts = contexts_of(ours)
     for given, prompts, message in (
-        (contexts, PROMPTS[:2], "2 prompts need a context each, of one encoder, not 3 contexts of 1"),
+        (contexts, PROMPTS[:2], "2 prompts need one context each, of one encoder, not 3 contexts of 1"),
         ([contexts[0], contexts_of(encoder())[0]], PROMPTS[:2], "not 2 contexts of 2"),
         (contexts, "w20", "pass a list of prompts"),
         (contexts, ["w20", "", "w20"], "the prompt is empty"),

@@ -288,10 +288,10 @@ def test_the_error_names_the_field_that_extends_the_context():
 
 
 REFUSED = {
-    "'dynamic' rotates keys by angles that change": lambda: language_model(
+    "'dynamic' rotates keys by angles that depend": lambda: language_model(
         rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 100.0}
     ),
-    "'longrope' rotates keys by angles that change": lambda: language_model(
+    "'longrope' rotates keys by angles that depend": lambda: language_model(
         rope_parameters={
             "rope_type": "longrope",
             "rope_theta": 100.0,

@@ -114,11 +114,11 @@ def test_options_that_a_context_does_not_support_are_refused():
                     generate(**option)
         for option in ({"past_key_values": context.cache()}, {"attention_mask": torch.ones(1, 9)}):
             for generate in both:
-                with pytest.raises(ValueError, match=f"leave out {next(iter(option))}: text, cache and"):
+                with pytest.raises(ValueError, match=f"leave out {next(iter(option))}: context and prompt set"):
                     generate(**option)
         with pytest.raises(ValueError, match=r"one text: use context\.answers"):
             patched.generate(num_return_sequences=2, do_sample=True)
-    with pytest.raises(ValueError, match="need eos_token_id, which fills up those that end first"):
+    with pytest.raises(ValueError, match="need eos_token_id, which pads the texts that end first"):
         context.answers(NoRecompute(), PROMPTS, stop_strings=["w3"])
 
 

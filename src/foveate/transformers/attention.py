@@ -1,8 +1,8 @@
 # pyright: basic, reportPrivateImportUsage=false
 """A language model that attends by rows: each token over the rows of a cache up to its own.
 
-The model's own forward pass runs unchanged in a copy that shares all weights. Nothing is set or hooked in the model
-itself, so that other threads may use it meanwhile.
+The model's forward pass runs unchanged in a copy that shares all weights. The model itself gets no hooks or settings,
+so that other threads may use it at the same time.
 """
 
 from collections.abc import Generator
@@ -37,16 +37,16 @@ class StopForward(Exception):
 
 @dataclass
 class RowPass:
-    """What attention does in one forward pass; the pass takes it as the keyword `row_pass`.
+    """Options and results of attention in one forward pass, its keyword argument `row_pass`.
 
     Attributes:
         rows: Row of each token, ascending, for each context or for all of them.
-        counted: Whether a token's attention is collected.
-        scoring: Layers in which the attention that each row receives is collected.
-        norm: Norm over the tokens of the attention that is collected.
-        last: The pass ends at this layer, before attention. None runs all layers.
-        causal: The tokens are all rows of the cache, in order.
-        received: What each row receives, [contexts, rows] for each scoring layer.
+        counted: Mask of the tokens whose attention is collected.
+        scoring: Layers that collect the attention received by each row.
+        norm: Norm of the collected attention over the tokens.
+        last: Layer at which the pass ends, before attention. None runs all layers.
+        causal: Whether the tokens are all rows of the cache, in order.
+        received: Collected attention of each row, [contexts, rows] for each scoring layer.
     """
 
     rows: Int[Tensor, "#contexts tokens"]
@@ -58,7 +58,7 @@ class RowPass:
     received: list[Tensor] = field(default_factory=list[Tensor])
 
     def __post_init__(self) -> None:
-        # one tensor for all layers: row attention keeps what it computes for it
+        # one tensor for all layers: row attention caches results by it
         self.shared = self.rows[0] if len(self.rows) == 1 else self.rows
 
 
@@ -96,7 +96,7 @@ AttentionInterface.register(ROW_ATTENTION, _attend)
 def row_model(model: Any) -> Any:
     """A copy of a model that shares its weights and attends by rows; see `RowPass`.
 
-    Adapters and hooks are those that the model has now. `capture_unrotated_keys` works for the copy only.
+    It has the current adapters and hooks of the model. `capture_unrotated_keys` works for the copy only.
     """
     weights = {id(tensor): tensor for tensor in chain(model.parameters(), model.buffers())}
     copy = deepcopy(model, weights)  # tensors in the memo are not copied
@@ -135,7 +135,7 @@ def _keep_unrotated_keys(attention: Any, layer: int) -> None:
 
 @contextmanager
 def capture_unrotated_keys() -> Generator[dict[int, list[Float[Tensor, "batch groups tokens dim"]]]]:
-    """The keys of each layer before rotation, of the forward passes of this thread inside a `with` block."""
+    """Capture the keys of each layer before rotation, in forward passes of this thread inside a `with` block."""
     captured: dict[int, list[Tensor]] = {}
     token = _CAPTURED.set(captured)
     try:

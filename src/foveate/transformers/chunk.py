@@ -1,5 +1,5 @@
 # pyright: basic, reportPrivateImportUsage=false
-"""The key/value cache of one document, in memory and on disk."""
+"""Key/value cache of one document, in memory and on disk."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,13 +21,12 @@ TENSORS = "keys", "values"
 
 @dataclass(frozen=True, eq=False, repr=False)
 class ChunkCache:
-    """Keys and values of one document that was encoded alone, after the prefix.
+    """Keys and values of one document, encoded alone after the prefix.
 
     Attributes:
         ids: Token ids of the document, without the prefix.
         stored: "keys", before rotation, and "values", prefix first, [layers, groups, rows, dim], on the model's
-            device: in the model's dtype, or as 8-bit integers with float32 "keys_scale" and "values_scale" for each
-            channel.
+            device: in the model's dtype, or 8-bit integers with float32 "keys_scale" and "values_scale" per channel.
         fingerprint: Hashes of model, tokenizer, dtype, prefix and file format, by name.
     """
 
@@ -54,7 +53,7 @@ class ChunkCache:
         return sum(tensor.nbytes for tensor in self.stored.values())
 
     def quantized(self) -> "ChunkCache":
-        """The chunk with keys and values as integers from -127 to 127, times a scale for each channel of a head."""
+        """The chunk with keys and values as integers from -127 to 127, with a scale for each channel of a head."""
         stored: dict[str, Tensor] = {}
         for name in TENSORS:
             exact = getattr(self, name)
@@ -75,22 +74,22 @@ class ChunkCache:
         return save(tensors | {"ids": self.ids.contiguous()}, header)
 
     def save(self, path: str | Path) -> None:
-        """Write a safetensors file, which appears only when it is complete."""
+        """Write a safetensors file atomically."""
         write_whole(Path(path), self.to_bytes())
 
     @classmethod
     def load(cls, path: str | Path, encoder: LanguageModel, text: str | list[int] | None = None) -> "ChunkCache":
-        """Read a file that `save` has written, onto the encoder's device. On a CPU the file is mapped into memory.
+        """Read a file written by `save`, onto the encoder's device. On a CPU the file is mapped into memory.
 
         Do not overwrite the file in place while it is mapped; replacing or removing it does no harm.
 
         Args:
             path: File to read.
-            encoder: Encoder with the model, tokenizer and prefix that the chunk was computed with.
+            encoder: Encoder with the model, tokenizer and prefix of the chunk.
             text: Expected document, as text or token ids. None accepts any.
 
         Raises:
-            ValueError: If the file is damaged or no chunk, or if model, tokenizer, dtype, prefix or text differ.
+            ValueError: If the file is damaged or not a chunk, or if model, tokenizer, dtype, prefix or text differ.
             OSError: If the file cannot be read.
         """
         try:
@@ -103,17 +102,17 @@ class ChunkCache:
         ids = tensors.pop("ids", torch.empty(0))
         same = [digest(ids.tolist()), *(str(checksum(tensor)) for tensor in tensors.values())]
         if not _fits(tensors, ids, encoder) or same != [header.get(name) for name in ("text", *tensors)]:
-            raise ValueError(f"{path} holds other tensors than its header says: encode the document again")
+            raise ValueError(f"the tensors in {path} do not match its header: encode the document again")
         if text is not None and encoder.tokens(text).tolist() != ids.tolist():
             raise ValueError(f"{path} was made from another text: encode the document again")
         return cls(ids, tensors, dict(encoder.fingerprint))
 
 
 def check_fingerprint(what: str, found: dict[str, str], expected: dict[str, str]) -> None:
-    """Raise an error if a chunk was computed with something else.
+    """Check that a chunk's fingerprint is the expected one.
 
     Raises:
-        ValueError: With the names of the entries that differ.
+        ValueError: If not, with the names of the entries that differ.
     """
     if names := [name for name in expected if found.get(name) != expected[name]]:
         raise ValueError(f"{what} was made with another {', '.join(names)}: encode the document again")

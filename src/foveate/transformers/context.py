@@ -1,5 +1,5 @@
 # pyright: basic, reportPrivateImportUsage=false
-"""A context composed of cached chunks: scored, patched for a prompt, and generated from."""
+"""Contexts composed of cached chunks: scoring, recomputation for a prompt, and generation."""
 
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
@@ -23,13 +23,13 @@ from foveate.utils.timing import Stopwatch
 __all__ = ["Context", "Patched", "PatchedBatch", "answers", "patch_batch"]
 
 ANSWER_ROWS = 128
-"""Rows that a patched context has room for after the prompt; longer answers make room by a copy."""
+"""Room of a patched context after the prompt, in rows; longer answers copy the cache."""
 
 
 class Context:
     """Chunks side by side, their keys rotated to their positions in the context; made by `ChunkEncoder.compose`.
 
-    Nothing changes a context: patches have rows of their own. Any number of threads may ask it at a time.
+    A context never changes: patches copy its rows. Any number of threads may use it at the same time.
 
     Attributes:
         lm: Language model and tokenizer.
@@ -77,7 +77,7 @@ class Context:
         return whole
 
     def reordered(self, order: Sequence[int]) -> "Context":
-        """The same context with its chunks in this order."""
+        """A context with the same chunks in this order."""
         return self if list(order) == sorted(order) else Context(self.lm, [self.chunks[i] for i in order])
 
     def cache(self) -> DynamicCache:
@@ -94,11 +94,11 @@ class Context:
             prompt: Text or token ids.
             layers: Layer numbers.
             norm: Norm over the tokens of the prompt.
-            geometry: Positions of chunks and prompt while they are scored; see `InfoFlowKV`.
+            geometry: Positions of chunks and prompt during scoring; see `InfoFlowKV`.
 
         Raises:
-            ValueError: If the prompt is empty, or too long for the model's context, or the model does not have these
-                layers, or norm or geometry are unknown.
+            ValueError: If the prompt is empty or too long for the model's context, the model lacks one of the layers,
+                or norm or geometry are unknown.
         """
         ids = self._prompt(prompt)
         if not layers or not all(0 <= layer < len(self.keys) for layer in layers):
@@ -111,14 +111,14 @@ class Context:
         return scores[0, : len(self)]
 
     def recompute(self, rows: Int[Tensor, "chosen"], prompt: Text) -> "Patched":
-        """Run these rows through all layers, each over all rows before it, and then the prompt.
+        """Recompute these rows in all layers, each over all rows before it, and then the prompt.
 
         Args:
             rows: Row numbers, in any order.
             prompt: Text or token ids to generate from.
 
         Raises:
-            ValueError: If the context does not have one of the rows, or the prompt is empty or too long.
+            ValueError: If the context lacks one of the rows, or the prompt is empty or too long.
         """
         if len(rows) and not 0 <= int(rows.min()) <= int(rows.max()) < len(self):
             raise ValueError(
@@ -132,8 +132,8 @@ class Context:
         Args:
             method: `InfoFlowKV`, or one of `foveate.methods.baselines.kv_baselines`.
             prompt: Text or token ids to generate from.
-            question: Text or token ids to choose rows by, instead of the prompt. The authors' release chooses by the
-                bare question, and generates from a prompt with instructions around it.
+            question: Text or token ids to choose rows by, instead of the prompt. The authors' code chooses by the
+                question alone, and generates from a prompt with instructions around it.
 
         Raises:
             ValueError: If the prompt is empty or too long.
@@ -144,7 +144,7 @@ class Context:
         return Patched(patched, watch)
 
     def answers(self, method: RecomputePolicy, prompts: Sequence[Text], **options: Any) -> list[str]:
-        """The generated text for each prompt; options are those of the function `answers`."""
+        """Generated text for each prompt; see the function `answers` for the options."""
         return answers([self] * len(prompts), method, prompts, **options)
 
     def _prompt(self, prompt: Text) -> Int[Tensor, "prompt"]:
@@ -164,7 +164,7 @@ def answers(
     max_new_tokens: int = 32,
     **options: Any,
 ) -> list[str]:
-    """The generated text for each prompt, which follows its own context: whole batches in one pass and one loop.
+    """Generated text for each prompt after its context, computed in batches.
 
     Args:
         contexts: A context for each prompt. Lengths may differ, and a context may occur more than once.
@@ -172,8 +172,7 @@ def answers(
         prompts: Text or token ids to generate from.
         batch_size: Largest number of prompts of a batch. Each has a copy of its context in memory.
         max_new_tokens: Largest number of tokens to generate.
-        **options: Other options of `model.generate`. With `num_return_sequences`, so many texts for each prompt follow
-            each other.
+        **options: Other options of `model.generate`. With `num_return_sequences`, the texts for a prompt are adjacent.
 
     Raises:
         ValueError: If contexts and prompts do not match, a prompt is empty or too long, or an option is not supported.
@@ -182,7 +181,7 @@ def answers(
         raise ValueError(f"pass a list of prompts, not one text: [{prompts[:20]!r}]")
     if len(contexts) != len(prompts) or len({id(context.lm) for context in contexts}) > 1:
         raise ValueError(
-            f"{len(prompts)} prompts need a context each, of one encoder, not {len(contexts)} contexts of "
+            f"{len(prompts)} prompts need one context each, of one encoder, not {len(contexts)} contexts of "
             f"{len({id(context.lm) for context in contexts})}"
         )
     if batch_size < 1:
@@ -204,10 +203,10 @@ class Patched:
     `close`, or the end of a `with` block, lets the next patch use its memory.
 
     Attributes:
-        context: The context, or a new one with its chunks reordered if the method asked for that.
+        context: The context, or a new one with reordered chunks if the method reorders them.
         prompt: Token ids of the prompt.
         order: Chunk at each place.
-        rows: Rows that were recomputed, ascending.
+        rows: Recomputed rows, ascending.
         watch: Stopwatch with the steps "score" (choice and reordering), "recompute" (rows and prompt) and "generate".
     """
 
@@ -224,7 +223,7 @@ class Patched:
         self.close()
 
     def close(self) -> None:
-        """Give the rows back. Nothing can be generated afterwards."""
+        """Return the cache for reuse. The patch cannot be used afterwards."""
         with self._lock:
             batch, self._batch = self._batch, None
         if batch is not None:
@@ -242,7 +241,7 @@ class Patched:
             return DynamicCache(zip(*states, strict=True))
 
     def generate(self, max_new_tokens: int = 32, do_sample: bool = False, **options: Any) -> str:
-        """The text that `model.generate` continues with from the patched cache, greedy by default.
+        """Text generated by `model.generate` from the patched cache, greedy by default.
 
         Args:
             max_new_tokens: Largest number of tokens to generate.
@@ -250,8 +249,8 @@ class Patched:
             **options: Other options of `model.generate`.
 
         Raises:
-            ValueError: If the patch has been closed, context, prompt and answer may become too long for the model, or
-                an option is not supported.
+            ValueError: If the patch has been closed, context, prompt and answer may exceed the model's context, or an
+                option is not supported.
         """
         if options.get("num_return_sequences") not in (None, 1):
             raise ValueError("this gives one text: use context.answers(method, [prompt], num_return_sequences=...)")
@@ -269,7 +268,7 @@ class Patched:
 
     @torch.no_grad()
     def fidelity(self) -> float:
-        """KL divergence in nats of the next token's distribution from that of a full prefill, which this computes.
+        """KL divergence of the next-token distribution from the full prefill, in nats; it runs the full prefill.
 
         The mean over the tokens of the prompt; 0 means equal.
 
@@ -301,7 +300,7 @@ class PatchedBatch(NamedTuple):
     """A batch of contexts with recomputed rows, and a prompt after each.
 
     Attributes:
-        contexts: Contexts as they were, with their chunks reordered where a policy asked for that.
+        contexts: The unchanged contexts, with reordered chunks where the policy reorders them.
         prompts: Token ids of one prompt for each context.
         orders: Chunk at each place, for each context.
         rows: Numbers of the recomputed rows of each context, ascending.
@@ -341,12 +340,12 @@ def patch_batch(
     watch: Stopwatch | None = None,
     room: int = 0,
 ) -> PatchedBatch:
-    """Contexts with the rows recomputed that each policy chooses, and a prompt after each, in one forward pass.
+    """Recompute the rows chosen by each policy, and a prompt after each context, in one forward pass.
 
     Args:
         contexts: Contexts of one language model. Lengths may differ, and a context may occur more than once.
         prompts: Token ids of one prompt for each context.
-        policies: One policy for each context, all of one kind, because `CacheBlend` recomputes layers of all of them.
+        policies: One policy for each context, all of one class, since `CacheBlend` recomputes layers of all contexts.
         questions: Token ids to choose rows by, instead of the prompts.
         watch: Stopwatch for the steps "score" (choice and reordering) and "recompute" (rows and prompts).
         room: Number of rows to make room for after the prompts.
@@ -369,9 +368,9 @@ def patch_batch(
 
 
 class _ComposedBatch:
-    """A copy of contexts before any row is recomputed, from which policies choose rows.
+    """A copy of contexts before recomputation, from which policies choose rows.
 
-    What the first policy asks for is computed for all contexts at once.
+    Scores requested by the first policy are computed for all contexts at once.
     """
 
     def __init__(self, contexts: list[Context], questions: Sequence[Int[Tensor, "_"]], cache: RowCache) -> None:
@@ -384,11 +383,11 @@ class _ComposedBatch:
         self.cache.fill((context.keys, context.values) for context in self.contexts)
 
     def each(self) -> list["_ComposedContext"]:
-        """The contexts, as policies see them."""
+        """One view of each context, for its policy."""
         return [_ComposedContext(self, number) for number in range(len(self.contexts))]
 
     def received(self, layers: tuple[int, ...], norm: Norm, geometry: Geometry) -> Float[Tensor, "batch capacity"]:
-        """Attention that each row receives from the question after its context. The copy stays as it is."""
+        """Attention that each row receives from the question after its context. The copy stays unchanged."""
         how = layers, norm, geometry
         if how not in self._scores:
             moved = [places(geometry, context.spans) for context in self.contexts]
@@ -421,7 +420,7 @@ class _ComposedBatch:
 
 
 class _ComposedContext(NamedTuple):
-    """One context of a batch, as a policy sees it: a `foveate.methods.recompute_policy.ComposedCache`."""
+    """One context of a batch for a policy: a `foveate.methods.recompute_policy.ComposedCache`."""
 
     batch: _ComposedBatch
     number: int

@@ -1,4 +1,4 @@
-"""A folder of texts: read, and split into passages."""
+"""Text files of a folder, split into passages."""
 
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -26,12 +26,12 @@ class Passage(NamedTuple):
 
 
 def read_documents(folder: Path, skipped: list[str] | None = None) -> dict[str, str]:
-    """The texts of all .txt, .md and .rst files in a folder and its subfolders, by path. Hidden files are left out.
+    """Texts of all .txt, .md and .rst files in a folder and its subfolders, by path, without hidden files.
 
     Args:
         folder: Folder to read, or a single file.
-        skipped: A list to which reasons are appended why files are skipped: they are empty, not UTF-8, or unreadable.
-            None raises an error that names all of them.
+        skipped: List that receives the reasons for skipped files: they are empty, not UTF-8, or unreadable. None
+            raises an error that names all of them.
 
     Raises:
         ValueError: If the folder does not exist or has no such file, or none of them can be read.
@@ -40,8 +40,8 @@ def read_documents(folder: Path, skipped: list[str] | None = None) -> dict[str, 
         found = {folder.as_posix(): folder}
     elif folder.is_dir():
         inside = sorted(path.relative_to(folder) for path in folder.rglob("*") if path.suffix.lower() in SUFFIXES)
-        seen = (path for path in inside if not any(part.startswith(".") for part in path.parts))
-        found = {path.as_posix(): folder / path for path in seen if (folder / path).is_file()}
+        visible = (path for path in inside if not any(part.startswith(".") for part in path.parts))
+        found = {path.as_posix(): folder / path for path in visible if (folder / path).is_file()}
     else:
         raise ValueError(f"{folder} is not a folder: name one with {', '.join(SUFFIXES)} files")
     documents: dict[str, str] = {}
@@ -68,7 +68,7 @@ def read_documents(folder: Path, skipped: list[str] | None = None) -> dict[str, 
 
 
 def split_documents(documents: Mapping[str, str], max_tokens: int, count: Callable[[str], int]) -> list[Passage]:
-    """Split documents into passages, each followed by an empty line, since another passage will come after it.
+    """Split documents into passages, each followed by an empty line to separate it from the next.
 
     Args:
         documents: Texts by name.
@@ -94,13 +94,13 @@ def split_documents(documents: Mapping[str, str], max_tokens: int, count: Callab
 def split_text(
     text: str, max_tokens: int, count: Callable[[str], int], boundaries: Sequence[str] = BOUNDARIES
 ) -> list[str]:
-    """Split a text into the longest parts that are allowed. Joined, they are the text.
+    """Split a text into the longest allowed parts. Their concatenation is the text.
 
     Args:
         text: Text to split.
         max_tokens: Largest number of tokens in a part.
         count: Number of tokens in a text.
-        boundaries: Patterns of the places to split at. Each is used only inside what is too long for those before it.
+        boundaries: Patterns of the places to split at. Each splits only the parts that earlier patterns left too long.
 
     Examples:
         >>> split_text("One two. Three four five. Six.", 3, lambda text: len(text.split()))

@@ -25,15 +25,15 @@ ENCODED_AT_ONCE = 256
 
 
 def read_embeddings(path: Path) -> Tensor:
-    """The array of a .npy file, or the single tensor of a .safetensors file, [examples, dim].
+    """Array of a .npy file, or the single tensor of a .safetensors file, [examples, dim].
 
     Raises:
-        ValueError: If the file is of another kind or damaged, or holds several tensors or one of another shape.
+        ValueError: If the file is of another kind or damaged, or holds several tensors or the wrong shape.
     """
     if path.suffix not in (".npy", ".safetensors"):
         raise ValueError(f"cannot read {path}: pass a .npy or a .safetensors file")
     try:
-        with path.open("rb") as file:  # numpy leaves the file open if it is a broken archive
+        with path.open("rb") as file:  # numpy does not close a broken archive
             tensors = load_file(path) if path.suffix == ".safetensors" else {"": torch.from_numpy(np.load(file))}
     except (SafetensorError, ValueError, TypeError, EOFError, BadZipFile):
         raise ValueError(f"{path} holds no embeddings that can be read: write an array of numbers") from None
@@ -70,7 +70,7 @@ def hashed_ngrams(texts: Sequence[str], track: Track = silent) -> Float[Tensor, 
 
 
 def sentence_embeddings(texts: Sequence[str], model: str, track: Track = silent) -> Float[Tensor, "texts dim"]:
-    """Embeddings by a model of sentence-transformers, which is downloaded if necessary.
+    """Embeddings by a model of sentence-transformers, downloaded if necessary.
 
     Raises:
         ImportError: If sentence-transformers is not installed.

@@ -1,5 +1,5 @@
 # pyright: basic, reportPrivateImportUsage=false
-"""From documents to cached chunks, and from chunks to a context."""
+"""Encoding of documents into cached chunks, and composition of chunks into a context."""
 
 from collections.abc import Sequence
 from itertools import groupby
@@ -18,7 +18,7 @@ from foveate.utils.device import dtype_name
 __all__ = ["ChunkEncoder"]
 
 ENCODE_ROWS = 2048
-"""Rows of a forward pass over documents of equal length; a longer document has a pass of its own."""
+"""Largest number of rows in a forward pass over several documents of equal length."""
 
 
 class ChunkEncoder(LanguageModel):
@@ -34,8 +34,7 @@ class ChunkEncoder(LanguageModel):
         ...     print(patched.generate())
 
     Args:
-        model: Causal language model of one of the families that `check_config` names, in evaluation mode. It is
-            never changed.
+        model: Causal language model of a family that `check_config` accepts, in evaluation mode. It is never changed.
         tokenizer: Tokenizer of the model.
         prefix: Text or token ids before every context, and before each document while it is encoded. None is the
             tokenizer's start-of-text token, or nothing if it has none.
@@ -45,7 +44,7 @@ class ChunkEncoder(LanguageModel):
     """
 
     def encode(self, texts: Sequence[Text]) -> list[ChunkCache]:
-        """The cache of each document. All documents are checked before the first is encoded.
+        """Caches of the documents. All documents are checked before the first is encoded.
 
         Args:
             texts: Documents, as text or as token ids.
@@ -86,7 +85,7 @@ class ChunkEncoder(LanguageModel):
         ]
 
     def compose(self, chunks: Sequence[ChunkCache]) -> Context:
-        """A context of these chunks in this order, after one prefix. The same chunk may occur twice.
+        """Compose a context of these chunks, in order, after one prefix. The same chunk may occur twice.
 
         Raises:
             ValueError: If there are no chunks, one is from another model, or together they exceed the model's context.

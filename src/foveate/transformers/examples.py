@@ -19,7 +19,7 @@ __all__ = ["column", "read_blocks", "read_examples", "write_blocks"]
 
 
 def read_examples(path: Path) -> list[dict[str, Any]]:
-    """The rows of a .csv file, whose first line names the columns, or of a .jsonl file.
+    """Rows of a .csv file, whose first line names the columns, or of a .jsonl file.
 
     Raises:
         ValueError: If the file is of another kind, empty or not UTF-8, or a line cannot be read.
@@ -79,7 +79,7 @@ def column(rows: Sequence[dict[str, Any]], name: str, path: Path) -> list[str]:
     """One column of the examples, as text.
 
     Raises:
-        ValueError: If an example does not have the column, or nothing in it.
+        ValueError: If an example lacks the column, or the column is empty.
     """
     for index, row in enumerate(rows):
         if name not in row:
@@ -98,14 +98,14 @@ def write_blocks(
     labels: Sequence[Hashable] | None = None,
     examples: Sequence[Any] | None = None,
 ) -> None:
-    """Write one line of JSON for each block: its number, ids, examples if given, and a fingerprint of what made it.
+    """Write one line of JSON for each block: its number, ids, examples if given, and a fingerprint of the inputs.
 
     Args:
         path: File to write.
         blocks: Result of `sub.partition(embeddings, labels=labels)`.
         embeddings: Embeddings of the pool.
         sub: Settings of the partition.
-        labels: Labels of the pool, if they were given.
+        labels: Labels of the pool, if used.
         examples: Examples of the pool, as values that JSON can represent.
     """
     fingerprint = _fingerprint(embeddings, sub, labels)
@@ -119,10 +119,10 @@ def write_blocks(
 
 
 def read_blocks(path: Path, embeddings: Embeddings, sub: SubCP, *, labels: Sequence[Hashable] | None = None) -> Blocks:
-    """The blocks that `write_blocks` wrote for the same embeddings, settings and labels.
+    """Read the blocks that `write_blocks` wrote for the same embeddings, settings and labels.
 
     Raises:
-        ValueError: If they were made from others, or the file is not complete.
+        ValueError: If embeddings, settings or labels differ, or the file is not complete.
     """
     try:
         lines = [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n") if line]

@@ -11,8 +11,8 @@ from transformers import PreTrainedModel
 
 __all__ = ["checksum", "digest", "fingerprint"]
 
-PART = 2**18  # words of a sum, which fit into a processor's cache
-# config entries that do not change any number
+PART = 2**18  # words of a partial sum, which fit into the CPU cache
+# config entries with no effect on the cache
 IGNORED = {
     "_name_or_path", "architectures", "dtype", "transformers_version", "use_cache", "pad_token_id", "bos_token_id",
     "eos_token_id", "sep_token_id", "attention_dropout", "hidden_dropout", "initializer_range", "id2label", "label2id",
@@ -22,7 +22,7 @@ IGNORED = {
 
 
 def fingerprint(model: PreTrainedModel, tokenizer: Any, prefix: tuple[int, ...]) -> dict[str, str]:
-    """Hashes of what must be equal for a cached chunk to be usable, by name.
+    """Hashes that must match for a cached chunk to be usable, by name.
 
     Args:
         model: Language model: its weights, buffers, config, and active adapters with their scaling.
@@ -49,14 +49,14 @@ def fingerprint(model: PreTrainedModel, tokenizer: Any, prefix: tuple[int, ...])
 
 
 def digest(value: Any) -> str:
-    """A short hash of a value that JSON can represent."""
+    """Short hash of a value that JSON can represent."""
     return sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()[:32]
 
 
 def checksum(tensor: Tensor) -> int:
-    """The sum of a tensor's bits in words of 8 bytes, weighted by position. It is an integer, equal on every device.
+    """Weighted sum of a tensor's words of 8 bytes, an integer that is equal on every device.
 
-    The weights are odd, so that any change of a single word changes the sum.
+    The weights depend on the position and are odd, so that any change of a single word changes the sum.
     """
     octets = tensor.detach().contiguous().flatten().view(torch.uint8)
     if len(octets) % 8 or octets.storage_offset() % 8:  # words must be whole and aligned
@@ -71,7 +71,7 @@ def checksum(tensor: Tensor) -> int:
 
 
 def _rules(tokenizer: Any) -> Any:
-    """The serialised tokenizer, without the padding and truncation that its last call left in it."""
+    """Serialised tokenizer, without the padding and truncation of its last call."""
     if not hasattr(tokenizer, "backend_tokenizer"):
         return tokenizer.get_vocab()
     rules = json.loads(tokenizer.backend_tokenizer.to_str())

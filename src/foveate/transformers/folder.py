@@ -1,4 +1,4 @@
-"""A folder of an index, on this machine or on any file system that fsspec knows."""
+"""Folder of an index, local or on any file system supported by fsspec."""
 
 import os
 from collections.abc import Generator
@@ -16,7 +16,7 @@ __all__ = ["Folder"]
 
 
 class Folder:
-    """A folder that processes on several hosts may share. A file is there only when it is complete.
+    """A folder shared by processes, possibly on several hosts. Files appear only when they are complete.
 
     Args:
         place: Local folder, or a URL that fsspec knows, such as s3://bucket/folder or memory://folder.
@@ -36,7 +36,7 @@ class Folder:
             found = self.fs.ls(self.root, detail=True)
         except FileNotFoundError:
             return {}
-        except Exception as error:  # of the library behind it: no credentials, no connection
+        except Exception as error:  # from the storage library: no credentials, no connection
             raise OSError(f"cannot read {self.fs.unstrip_protocol(self.root)}: {error}") from error
         return {info["name"].rpartition("/")[2]: info["size"] for info in found if info["type"] == "file"}
 
@@ -50,7 +50,7 @@ class Folder:
 
     @contextmanager
     def opened(self, name: str) -> Generator[Path]:
-        """Context that yields a local path of a file's content. Tensors that map it may be used afterwards."""
+        """Context manager that yields a local path of a file. Tensors that map it stay valid afterwards."""
         if self._is_local:
             yield Path(self._path(name))
             return
@@ -64,10 +64,10 @@ class Folder:
             write_whole(Path(self._path(name)), content)
         else:
             self.fs.makedirs(self.root, exist_ok=True)
-            self.fs.pipe_file(self._path(name), content)  # object stores show an object when they have all of it
+            self.fs.pipe_file(self._path(name), content)  # object stores show only complete objects
 
     def remove(self, name: str) -> None:
-        """Remove a file, unless another process has done so."""
+        """Remove a file; no error if another process has removed it."""
         with suppress(FileNotFoundError):
             self.fs.rm_file(self._path(name))
 
@@ -78,7 +78,7 @@ class Folder:
                 os.utime(self._path(name))
 
     def used(self, name: str) -> float:
-        """Time of the last use of a file in seconds, of its last change where that is not kept, 0 if it is gone."""
+        """Access time of a file in seconds; its change time if there is no access time; 0 if it is gone."""
         try:
             modified: datetime = self.fs.modified(self._path(name))
         except FileNotFoundError:

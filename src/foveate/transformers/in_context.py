@@ -1,4 +1,4 @@
-"""Hosts for blocks of examples: ways in which a causal language model reads them and answers questions.
+"""Hosts for blocks of examples: ways for a causal language model to read them and answer questions.
 
 A block is a list of examples, and an example a list of token ids. The model reads the examples once, and then answers
 any number of questions.
@@ -7,8 +7,8 @@ any number of questions.
     ensemble          ensemble([concatenate(model, [block]).score(...) for block in blocks], weights)
     parallel windows  parallel_windows(model, blocks)
 
-The ensemble is that of DENSE (arXiv 2308.08780), parallel windows are those of PCW (arXiv 2212.10947). Both are
-written from descriptions. `prompt_with` does the same with texts and a tokenizer.
+The ensemble follows DENSE (arXiv 2308.08780), parallel windows follow PCW (arXiv 2212.10947); both are written from
+descriptions. `prompt_with` does the same with texts and a tokenizer.
 """
 
 from collections.abc import Sequence
@@ -31,7 +31,7 @@ Host = Literal["concatenate", "ensemble", "parallel_windows"]
 
 
 class PrefilledContext(NamedTuple):
-    """Examples that a model has read.
+    """Examples encoded in a model's KV cache.
 
     Attributes:
         model: Causal language model.
@@ -45,7 +45,7 @@ class PrefilledContext(NamedTuple):
 
     @torch.no_grad()
     def logits(self, text: Int[Tensor, "batch tokens"]) -> Float[Tensor, "batch tokens vocabulary"]:
-        """Next-token logits after each token of a text that follows the context, which stays unchanged.
+        """Next-token logits after each token of a text that follows the context. The context stays unchanged.
 
         Raises:
             ValueError: If context and text exceed the model's context length.
@@ -53,10 +53,10 @@ class PrefilledContext(NamedTuple):
         batch, tokens = text.shape
         _check_length(self.model, self.position + tokens)
         cache = DynamicCache([tuple(x.expand(batch, -1, -1, -1) for x in layer) for layer in self.layers])
-        seen = self.layers[0][0].shape[2] if self.layers else 0
+        cached = self.layers[0][0].shape[2] if self.layers else 0
         return self.model(
             text.to(self.model.device),
-            attention_mask=torch.ones(batch, seen + tokens, dtype=torch.long, device=self.model.device),
+            attention_mask=torch.ones(batch, cached + tokens, dtype=torch.long, device=self.model.device),
             position_ids=torch.arange(self.position, self.position + tokens, device=self.model.device)[None],
             past_key_values=cache,
         ).logits
@@ -76,7 +76,7 @@ class PrefilledContext(NamedTuple):
         longest = max(map(len, answers))
         padded = [[*question, *answer] + [0] * (longest - len(answer)) for answer in answers]
         logits = self.logits(torch.tensor(padded))
-        wide = torch.promote_types(logits.dtype, torch.float32)  # half precision cannot tell answers apart
+        wide = torch.promote_types(logits.dtype, torch.float32)  # half precision cannot distinguish close answers
         log_probabilities = logits.to(wide).log_softmax(-1)
         scores = [
             log_probabilities[index, range(len(question) - 1, len(question) - 1 + len(answer)), list(answer)].sum()
@@ -86,7 +86,7 @@ class PrefilledContext(NamedTuple):
 
 
 def concatenate(model: PreTrainedModel, blocks: Sequence[Block], start: Sequence[int] = ()) -> PrefilledContext:
-    """The context of all blocks read as one text.
+    """Context of all blocks, read as one text.
 
     Args:
         model: Causal language model whose layers attend to all previous tokens.
@@ -100,9 +100,9 @@ def concatenate(model: PreTrainedModel, blocks: Sequence[Block], start: Sequence
 
 
 def parallel_windows(model: PreTrainedModel, blocks: Sequence[Block], start: Sequence[int] = ()) -> PrefilledContext:
-    """The context of blocks that are read separately, all at the same positions, after one common start.
+    """Context of blocks that are read separately, all at the same positions, after one common start.
 
-    The question attends to all blocks, and its positions follow those of the longest. With one block this equals
+    The question attends to all blocks, and its positions follow the longest block. With one block this equals
     `concatenate`, which documents the arguments and errors.
     """
     windows = [_prefill(model, [*start, *_tokens(block, i)]) for i, block in enumerate(blocks)]
@@ -122,7 +122,7 @@ def ensemble(
     weights: Float[Tensor, "blocks *#questions"] | Sequence[float] | None = None,
     mix: Mix = "moe",
 ) -> Float[Tensor, "*questions answers"]:
-    """Probabilities of the answers, mixed from blocks that are prompted separately.
+    """Probabilities of the answers, mixed from separately prompted blocks.
 
     Args:
         scores: Log-probabilities of the answers for each block: `PrefilledContext.score`, or a stack of them.
@@ -165,7 +165,7 @@ class PromptedModel(NamedTuple):
     def probabilities(
         self, question: str, answers: Sequence[str], weights: Float[Tensor, "blocks"] | None = None, mix: Mix = "moe"
     ) -> Float[Tensor, "answers"]:
-        """Probabilities of the answers, with sum 1. Weights and mix are those of `ensemble`, and unused otherwise."""
+        """Probabilities of the answers, with sum 1. Weights and mix apply to an ensemble, see `ensemble`."""
         prompt = _ids(self.tokenizer, question)
         endings: list[list[int]] = []
         for answer in answers:
@@ -178,7 +178,7 @@ class PromptedModel(NamedTuple):
     def generate(
         self, question: str, max_new_tokens: int, weights: Float[Tensor, "blocks"] | None = None, mix: Mix = "moe"
     ) -> str:
-        """The greedy answer, up to the end of its line. Weights and mix are those of `ensemble`, applied per token."""
+        """Greedy answer, up to the end of its line. Weights and mix apply to each token, see `ensemble`."""
         prompt, generated = _ids(self.tokenizer, question), list[int]()
         eos: Any = getattr(self.contexts[0].model.generation_config, "eos_token_id", None)
         ends = {self.tokenizer.eos_token_id, *(eos if isinstance(eos, list) else [eos])}
@@ -198,7 +198,7 @@ class PromptedModel(NamedTuple):
 
 
 def prompt_with(model: PreTrainedModel, tokenizer: Any, blocks: Sequence[Sequence[str]], host: Host) -> PromptedModel:
-    """The model after it has read blocks of texts, each after the tokenizer's start-of-text token.
+    """A model prompted with blocks of texts, each after the tokenizer's start-of-text token.
 
     Args:
         model: Causal language model whose layers attend to all previous tokens.
@@ -232,10 +232,10 @@ def _tokens(block: Block, index: int) -> list[int]:
 @torch.no_grad()
 def _prefill(model: PreTrainedModel, tokens: list[int]) -> PrefilledContext:
     config = model.config.get_text_config()
-    named = "layer_types", "attention_layers"  # the second is GPT-Neo's
+    named = "layer_types", "attention_layers"  # the second is for GPT-Neo
     kinds = {kind for name in named for kind in getattr(config, name, None) or ()} - {"full_attention", "global"}
     if (getattr(config, "rope_parameters", None) or {}).get("rope_type") == "longrope":
-        kinds.add("longrope")  # its angles change with the total length
+        kinds.add("longrope")  # its angles depend on the total length
     if getattr(config, "alibi", False):
         kinds.add("alibi")  # it ignores position_ids
     if kinds or getattr(config, "sliding_window", None) or "position_ids" not in signature(model.forward).parameters:

@@ -1,4 +1,4 @@
-"""Documents and their cached chunks in a folder: encoded once, read when they are needed."""
+"""Documents and their cached chunks in a folder: encoded once, read on demand."""
 
 import json
 import re
@@ -30,7 +30,7 @@ __all__ = [
 ]
 
 ABANDONED = 3600
-"""Age in seconds after which an incomplete file is no longer being written."""
+"""Age in seconds from which an incomplete file counts as abandoned."""
 EIGHT_BIT = "-int8.safetensors"
 CHUNK = re.compile(r"[0-9a-f]{32}(-int8)?\.safetensors")
 DOCUMENT = re.compile(r".+-[0-9a-f]{32}\.json")
@@ -41,8 +41,8 @@ class BuildReport(NamedTuple):
     """Result of `ChunkIndex.build`.
 
     Attributes:
-        encoded: Number of chunks that this process has encoded.
-        found: Number of chunks that existed already, or that another process has encoded.
+        encoded: Number of chunks encoded by this process.
+        found: Number of chunks that existed already or were encoded by another process.
         removed: Number of removed files, whose passages no longer exist.
         left: Number of chunks that did not fit into `max_disk`. Each is encoded when it is loaded.
     """
@@ -58,9 +58,9 @@ class Document(NamedTuple):
 
     Attributes:
         name: Name of the document.
-        source: Hash of its text, of the model, and of the settings that it was added with.
-        passages: Its passages.
-        files: Files of their chunks.
+        source: Hash of the text, the model, and the settings of `add`.
+        passages: Passages of the document.
+        files: Chunk files of the passages.
     """
 
     name: str
@@ -74,7 +74,7 @@ class Document(NamedTuple):
 
     @classmethod
     def from_bytes(cls, content: bytes) -> "Document":
-        """The document in a file.
+        """Read a document from the content of its file.
 
         Raises:
             ValueError: If the content is damaged.
@@ -90,12 +90,12 @@ class ChunkIndex:
     """Documents, split into passages, and the cached chunk of each passage.
 
     The folder has a JSON file for each document, and a safetensors file for each chunk, named by a hash of the model
-    and the passage's tokens. Documents stay until they are removed. Chunks are a cache: one that is missing or damaged
-    is encoded again when it is loaded. Hence any number of processes may use and change a folder at a time, and a
-    process may be killed at any time. Other files in the folder are left alone.
+    and the passage's tokens. Documents stay until they are removed. Chunks are a cache: a missing or damaged chunk is
+    encoded again when it is loaded. Hence any number of processes may use and change a folder at a time, and a process
+    may be killed at any time. Other files in the folder are left alone.
 
-    Numbers of passages stay what they are, so that threads can use an index while documents are added or removed:
-    `add` and `remove` return another index.
+    Passage numbers do not change, so that threads can use an index while documents are added or removed: `add` and
+    `remove` return another index.
 
     Examples:
         >>> index = ChunkIndex("s3://bucket/lighthouses", encoder)
@@ -106,10 +106,10 @@ class ChunkIndex:
     Args:
         place: Local folder, or a URL that fsspec knows, such as s3://bucket/folder.
         encoder: Encoder of the passages.
-        max_disk: Largest size of all chunks in bytes. Those that have not been loaded for longest are removed to make
-            room; where the file system does not keep the time of the last use (S3), those written first.
-        max_memory: Largest size in bytes of the chunks that stay in memory for later calls of `load`; those of the
-            last call stay in any case.
+        max_disk: Largest size of all chunks in bytes. The least recently used chunks are removed to make room; on file
+            systems without access times (S3), the oldest.
+        max_memory: Largest size in bytes of the chunks that stay in memory for later calls of `load`; the chunks of
+            the last call always stay.
 
     Attributes:
         documents: Hash of the text and the settings of each document, by name.
@@ -140,14 +140,14 @@ class ChunkIndex:
         eight_bit: bool = False,
         track: Track = silent,
     ) -> "ChunkIndex":
-        """The index with these documents as well; one of the same name is replaced. Call `build` to encode them.
+        """Add documents, replacing documents of the same names; call `build` to encode them.
 
-        `skipped` says which documents the model cannot take.
+        The new index lists in `skipped` the documents that the model cannot take.
 
         Args:
             documents: Texts by name.
             max_tokens: Largest number of tokens in a passage. 0 keeps documents whole; None is 512, or a quarter of
-                the model's context if that is less.
+                the model's context if smaller.
             eight_bit: Whether to store keys and values as 8-bit integers.
             track: Progress bar.
         """
@@ -166,12 +166,12 @@ class ChunkIndex:
         return self.refresh()
 
     def remove(self, names: Iterable[str]) -> "ChunkIndex":
-        """The index without these documents and their chunks. See `remove_documents`."""
+        """Remove documents and their chunks; see `remove_documents`. Returns the new index."""
         remove_documents(self.place, names)
         return self.refresh()
 
     def refresh(self) -> "ChunkIndex":
-        """The index with the documents that are in the folder now. Chunks stay in memory."""
+        """The index with the current documents of the folder. Chunks stay in memory."""
         new = copy(self)
         new._read_documents()
         return new
@@ -196,10 +196,10 @@ class ChunkIndex:
                 self._files += [self._file(each, eight_bit) for each in ids]
 
     def number(self, passage: Passage) -> int:
-        """The number of a passage with the same tokens. If there is none, this one is added to the passages.
+        """Number of the passage with the same tokens, added to the passages if there is none.
 
-        It becomes part of no document. Its chunk is encoded when it is first loaded, and kept until the next `build`
-        of an index without it.
+        An added passage belongs to no document. Its chunk is encoded when it is first loaded, and kept until the next
+        `build` of an index without it.
 
         Raises:
             ValueError: If the passage has no tokens, or is longer than the model's context.
@@ -226,15 +226,15 @@ class ChunkIndex:
     def build(self, track: Track = silent) -> BuildReport:
         """Encode the missing chunks, and remove files of passages that no longer exist.
 
-        After an interruption, call `build` again: only the passage that was being encoded is lost. Several processes
-        that build at a time divide the work, each in an order of its own.
+        After an interruption, call `build` again: only the passage being encoded is lost. Processes that build at the
+        same time share the work, each in a different order.
 
         Args:
             track: Progress bar.
         """
         files = self._folder.files()
         numbers = {file: passage for passage, file in enumerate(self._files)}
-        # documents come before their chunks: those that other processes have added are seen if their chunks were
+        # documents are written before their chunks, so that every chunk listed above has its document below
         used = numbers.keys() | {file for document in read_index(self._folder, []) for file in document.files}
         unused = [file for file in files if CHUNK.fullmatch(file) and file not in used]
         young = time() - ABANDONED
@@ -254,11 +254,11 @@ class ChunkIndex:
                     break
                 encoded += 1
             advance()
-        self._make_room(0)  # several processes may have filled the same room
+        self._make_room(0)  # several processes may have used the same room
         return BuildReport(encoded, len(numbers) - encoded - left, len(unused), left)
 
     def load(self, passages: Sequence[int]) -> list[ChunkCache]:
-        """The chunks of these passages. Those that are not in the folder, or damaged there, are encoded again."""
+        """Load the chunks of passages. Missing or damaged chunks are encoded again."""
         before = self._loaded  # other threads may load other passages meanwhile
         files = [self._files[passage] for passage in passages]
         used = {file: before.get(file) or self._read(passage) for file, passage in zip(files, passages, strict=True)}
@@ -305,7 +305,7 @@ class ChunkIndex:
         return room
 
     def _make_room(self, size: int) -> None:
-        """Remove chunks, least recently used first, until one of this size in bytes fits, if it ever can."""
+        """Remove chunks, least recently used first, until a chunk of this size in bytes fits, if possible."""
         if self.max_disk == inf or size > self.max_disk:
             return
         chunks = self._chunks()
@@ -321,11 +321,11 @@ def _file_of(name: str) -> str:
 
 
 def read_index(place: Folder | str | Path, damaged: list[str]) -> list[Document]:
-    """The documents of an index, by name.
+    """Documents of an index, by name.
 
     Args:
         place: Folder or URL of the index.
-        damaged: A list to which reasons are appended why documents are left out.
+        damaged: List that receives the reasons why documents are left out.
     """
     folder = place if isinstance(place, Folder) else Folder(place)
     documents: list[Document] = []
@@ -343,7 +343,7 @@ def remove_documents(place: str | Path, names: Iterable[str]) -> None:
     """Remove documents and their chunks from an index. This needs no model.
 
     Raises:
-        ValueError: If there is no document of one of these names; then nothing is removed.
+        ValueError: If a document does not exist; then nothing is removed.
     """
     folder, names = Folder(place), set(names)
     documents, files = read_index(folder, []), folder.files()
@@ -359,7 +359,7 @@ def remove_documents(place: str | Path, names: Iterable[str]) -> None:
 
 
 def index_folder(documents: Path, model: str) -> Path:
-    """Folder of a model's index of a folder of documents, which models in folders of equal names do not share.
+    """Folder of a model's index of a folder of documents. Models in different folders of equal name do not share it.
 
     Args:
         documents: Folder of documents.
@@ -381,7 +381,7 @@ def index_documents(
     max_memory: float = 0,
     track: Track = silent,
 ) -> ChunkIndex:
-    """The index of these documents; others that are in its folder are removed from it. Call `build` to encode them.
+    """An index of exactly these documents; other documents are removed from its folder. Call `build` to encode them.
 
     See `ChunkIndex` and `ChunkIndex.add` for the arguments.
     """

@@ -15,14 +15,14 @@ from foveate.transformers.index import ChunkIndex
 __all__ = ["KnownPrompt", "PromptMatcher", "paged_slots"]
 
 QUESTION_BLIND = EPIC, CacheBlend, RandomRows, NoRecompute, FullPrefill
-"""Policies that choose the same rows whatever the question is."""
+"""Policies whose rows do not depend on the question."""
 
 
 class KnownPrompt(NamedTuple):
     """A prompt that begins with passages of an index, after the prefix of its encoder.
 
     Attributes:
-        ids: Token ids of the whole prompt. After the passages there is at least one, the question.
+        ids: Token ids of the whole prompt, with at least one token after the passages, the question.
         spans: First token of each passage, and the token after its last.
     """
 
@@ -37,8 +37,8 @@ class KnownPrompt(NamedTuple):
     def salt(self, method: RecomputePolicy) -> str:
         """A hash that two prompts share only if the method composes equal rows for them.
 
-        It covers all passages, because the choice of rows depends on them. If the method looks at the question, as
-        InfoFlow KV does, it covers the question as well.
+        It covers all passages, because the choice of rows depends on them, and the question if the method uses it, as
+        InfoFlow KV does.
         """
         used = self.ids[: self.rows] if isinstance(method, QUESTION_BLIND) else self.ids
         return digest([repr(method), self.spans, used])
@@ -46,7 +46,7 @@ class KnownPrompt(NamedTuple):
     def compose(
         self, index: ChunkIndex, method: RecomputePolicy
     ) -> tuple[Float[Tensor, "layers rows groups dim"], Float[Tensor, "layers rows groups dim"]]:
-        """Keys and values of prefix and passages: cached, keys rotated, and rows recomputed that the method chooses.
+        """Cached keys and values of prefix and passages, with rotated keys and the method's rows recomputed.
 
         Raises:
             ValueError: If the index does not have one of the passages.
@@ -64,7 +64,7 @@ class KnownPrompt(NamedTuple):
 
 
 class PromptMatcher:
-    """Recognises prompts that begin with passages of an index. It needs no model.
+    """Matcher of prompts that begin with passages of an index. It needs no model.
 
     Args:
         prefix: Token ids of the encoder's prefix.
@@ -78,7 +78,7 @@ class PromptMatcher:
         self._lengths = sorted({len(ids) for ids in self._passages}, reverse=True)
 
     def match(self, ids: Sequence[int]) -> KnownPrompt | None:
-        """The prompt with its passages, at each place the longest that fits. None if there is none, or no prefix.
+        """Match a prompt, with the longest passage at each place. None without prefix or passages.
 
         Args:
             ids: Token ids of the prompt.
@@ -88,7 +88,7 @@ class PromptMatcher:
             >>> matcher.match([0, 7, 5, 6, 9, 7]).spans
             ((1, 2), (2, 4))
         """
-        known = tuple(ids[:-1])  # the last token is computed in any case
+        known = tuple(ids[:-1])  # the last token must be computed
         spans, start = list[tuple[int, int]](), len(self.prefix)
         if len(ids) > self.longest or known[:start] != self.prefix:
             return None
@@ -98,16 +98,16 @@ class PromptMatcher:
         return KnownPrompt(tuple(ids), tuple(spans)) if spans else None
 
     def _stop(self, ids: tuple[int, ...], start: int) -> int:
-        """Where the longest passage from `start` on stops; 0 if there is none."""
+        """End of the longest passage that begins at `start`; 0 if there is none."""
         stops = (start + length for length in self._lengths if start + length <= len(ids))
         return next((stop for stop in stops if ids[start:stop] in self._passages), 0)
 
 
 def paged_slots(blocks: Sequence[int], block_size: int, start: int, stop: int) -> Int[Tensor, "rows"]:
-    """Slot of each row of a text in a paged cache, in which block b has the slots from b * block_size on.
+    """Slot of each row of a text in a paged cache, where block b starts at slot b * block_size.
 
     Args:
-        blocks: Block of the first `block_size` rows, of the next, and so on.
+        blocks: Block of each `block_size` consecutive rows.
         block_size: Number of rows of a block.
         start: First row.
         stop: Row after the last.

@@ -1,5 +1,5 @@
 # pyright: basic, reportPrivateImportUsage=false
-"""Causal language models: loading, checks of what cached chunks need, and generation."""
+"""Causal language models: loading, checks that cached chunks are supported, and generation."""
 
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -48,8 +48,8 @@ USER_TEXT = "<<what the user says>>"
 CAPACITY_STEP = 256
 """Capacities are multiples of this, so that contexts of similar lengths use the same memory and graphs."""
 SPARE = 2
-"""Unused caches that are kept."""
-# options of `model.generate` that say where the text and its cache are, which callers of `generate` do not decide
+"""Largest number of unused caches to keep."""
+# options of `model.generate` for the text and its cache, which `generate` sets itself
 GIVEN = "inputs", "input_ids", "inputs_embeds", "attention_mask", "position_ids", "cache_position", "past_key_values"
 # options that a cached context does not support
 UNSUPPORTED = "prompt_lookup_num_tokens", "assistant_model", "cache_implementation", "prefill_chunk_size"
@@ -58,7 +58,7 @@ UNSUPPORTED = "prompt_lookup_num_tokens", "assistant_model", "cache_implementati
 def load_model(
     model: str | Path, device: str = "auto", dtype: str = "auto", check: Callable[[Any], None] = lambda config: None
 ) -> tuple[PreTrainedModel, Any]:
-    """A causal language model in evaluation mode, and its tokenizer.
+    """Load a causal language model, in evaluation mode, and its tokenizer.
 
     Args:
         model: Folder or hub id.
@@ -67,7 +67,7 @@ def load_model(
         check: Called with the model's config before weights are loaded, such as `check_config`.
 
     Raises:
-        ValueError: If the model cannot be loaded or does not pass the check, or device or dtype are unknown.
+        ValueError: If the model cannot be loaded or fails the check, or device or dtype are unknown.
     """
     where = choose_device(device)
     precision = "auto" if dtype == "auto" and where.type != "cpu" else choose_dtype(dtype, where)
@@ -89,15 +89,15 @@ def _unloadable(model: str | Path, error: Exception) -> ValueError:
 
 
 def chat_frame(tokenizer: Any, chat: bool | None = None) -> tuple[str, str]:
-    """The texts before and after a user's message, so that the model answers next.
+    """Texts before and after a user's message, up to the model's answer.
 
     Args:
-        tokenizer: Tokenizer, whose chat template is used.
+        tokenizer: Tokenizer, with its chat template.
         chat: Whether to use the chat template. None uses it if there is one. Without it the text before is the
             start-of-text token, and the text after is empty.
 
     Raises:
-        ValueError: If there is no chat template, or it refuses or changes the user's message.
+        ValueError: If there is no chat template, or it rejects or changes the user's message.
     """
     if chat is False or (chat is None and not tokenizer.chat_template):
         return tokenizer.bos_token or "", ""
@@ -122,7 +122,7 @@ def chat_frame(tokenizer: Any, chat: bool | None = None) -> tuple[str, str]:
 
 
 def unknown_words(tokenizer: Any, text: str) -> list[str]:
-    """The distinct words that a fast tokenizer maps to its unknown token, in order."""
+    """Distinct words that a fast tokenizer maps to its unknown token, in order."""
     if tokenizer.unk_token_id is None or not tokenizer.is_fast:
         return []
     tokens = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
@@ -131,13 +131,13 @@ def unknown_words(tokenizer: Any, text: str) -> list[str]:
 
 
 def check_config(config: Any) -> None:
-    """Raise an error if cached chunks of models with this config could not be composed.
+    """Check that cached chunks of models with this config can be composed.
 
     Chunks move to new positions by a rotation of their keys. This needs rotary positions that do not depend on the
     total length, and causal attention, full or in a sliding window.
 
     Raises:
-        ValueError: With the reason, and a remedy where there is one.
+        ValueError: If not, with the reason and, if known, the remedy.
     """
     rope = getattr(config, "rope_parameters", None) or {}
     if type(config) not in FAMILIES:
@@ -149,7 +149,7 @@ def check_config(config: Any) -> None:
     for one in [rope] if "rope_type" in rope else rope.values():  # Gemma 3 has one for each type of layers
         if one["rope_type"] not in ROPE_TYPES:
             raise ValueError(
-                f"rope_type {one['rope_type']!r} rotates keys by angles that change with the total length: use one of "
+                f"rope_type {one['rope_type']!r} rotates keys by angles that depend on the total length: use one of "
                 f"{', '.join(ROPE_TYPES)}"
             )
         if one.get("partial_rotary_factor", 1.0) != 1.0:
@@ -158,16 +158,16 @@ def check_config(config: Any) -> None:
         raise ValueError("use_bidirectional_attention lets tokens see later ones: cached chunks need causal attention")
     if getattr(config, "quantization_config", None):
         raise ValueError(
-            "the weights are quantised, and how exact recomputed rows are then has not been measured: load the model "
-            "in bfloat16, float16 or float32"
+            "the weights are quantised, for which the accuracy of recomputed rows has not been measured: load the "
+            "model in bfloat16, float16 or float32"
         )
 
 
 def check_model(model: PreTrainedModel) -> None:
-    """Raise an error if cached chunks of this model could not be composed.
+    """Check that cached chunks of this model can be composed.
 
     Raises:
-        ValueError: With the reason, and a remedy where there is one.
+        ValueError: If not, with the reason and, if known, the remedy.
     """
     config: Any = model.config
     check_config(config)
@@ -193,10 +193,10 @@ class LanguageModel:
 
     Attributes:
         model: Causal language model of `transformers`. It is never changed.
-        row_model: A copy of it that shares its weights and attends by rows.
+        row_model: Copy of the model that shares its weights and attends by rows.
         tokenizer: Tokenizer of the model.
         prefix: Token ids before every context.
-        fingerprint: Hashes of everything that cached chunks depend on besides their text, by name.
+        fingerprint: Hashes of everything besides their text that cached chunks depend on, by name.
     """
 
     def __init__(self, model: PreTrainedModel, tokenizer: Any, prefix: Text | None = None) -> None:
@@ -227,7 +227,7 @@ class LanguageModel:
 
     @property
     def passage_tokens(self) -> int:
-        """Usual largest number of tokens in a passage: 512, or a quarter of the model's context if that is less."""
+        """Default largest number of tokens in a passage: 512, or a quarter of the model's context if smaller."""
         return min(512, self.model.config.max_position_embeddings // 4)
 
     def count(self, text: str) -> int:
@@ -235,7 +235,7 @@ class LanguageModel:
         return len(self.tokenizer(text, add_special_tokens=False).input_ids)
 
     def tokens(self, text: Text) -> Int[Tensor, "tokens"]:
-        """Token ids of a text, without special tokens. Token ids are returned as they are.
+        """Token ids of a text, without special tokens. Token ids are returned unchanged.
 
         Raises:
             ValueError: If `text` is neither a text nor ids from the model's vocabulary.
@@ -251,10 +251,10 @@ class LanguageModel:
         return tokens.to(self.device)
 
     def check_length(self, tokens: int, what: str, remedy: str) -> None:
-        """Raise an error if `what` has more tokens than the model's context.
+        """Check that `what` has no more tokens than the model's context.
 
         Raises:
-            ValueError: With both lengths and the remedy.
+            ValueError: If it has more, with both lengths and the remedy.
         """
         if tokens <= (limit := self.model.config.max_position_embeddings):
             return
@@ -266,7 +266,7 @@ class LanguageModel:
         raise ValueError(f"{what}: {tokens} tokens, but the model takes at most {limit}; {remedy}")
 
     def rotations(self, positions: Int[Tensor, "tokens"]) -> list[tuple[slice, Tensor, Tensor]]:
-        """Runs of layers, with the cosines and sines [tokens, dim], in float32 or wider, that rotate their keys."""
+        """Cosines and sines [tokens, dim] to rotate keys, in float32 or wider, for each run of equal layers."""
         rotary, layers = self.model.model.rotary_emb, self.model.config.num_hidden_layers
         wide = torch.empty(0, dtype=torch.promote_types(self.dtype, torch.float32), device=self.device)
         kinds = self.model.config.layer_types if hasattr(rotary, "layer_types") else [None] * layers
@@ -279,12 +279,12 @@ class LanguageModel:
         return runs
 
     def cache_shape(self, batch: int, rows: int) -> tuple[int, int, int, int, int]:
-        """Shape of the keys, and of the values, of all layers: [layers, batch, groups, rows, dim]."""
+        """Shape of the keys or the values of all layers: [layers, batch, groups, rows, dim]."""
         config = self.model.config
         return config.num_hidden_layers, batch, config.num_key_value_heads, rows, self.head_dim
 
     def row_cache(self, batch: int, rows: int) -> RowCache:
-        """A cache with room for this many contexts and rows. Fill it first; return it with `give_back` after use."""
+        """A cache for this many contexts and rows. Fill it before use, and return it with `give_back` after use."""
         capacity = rows + SPARE_ROWS
         capacity += -capacity % CAPACITY_STEP
         for cache in self._spare.copy():
@@ -294,7 +294,7 @@ class LanguageModel:
                     return cache
         config = self.model.config
         experts = any(getattr(config, name, 0) for name in ("num_experts", "num_local_experts"))
-        graphs = self.device.type == "cuda" and not experts  # experts wait for the number of their tokens
+        graphs = self.device.type == "cuda" and not experts  # experts synchronise to count their tokens
         shape = self.cache_shape(batch, capacity)
         try:
             return RowCache(self.row_model, shape, graphs)
@@ -303,12 +303,12 @@ class LanguageModel:
             return RowCache(self.row_model, shape, graphs)
 
     def give_back(self, cache: RowCache) -> None:
-        """Keep a cache, which has memory and graphs, for the next call of `row_cache`."""
+        """Keep a cache, with its memory and graphs, for the next call of `row_cache`."""
         self._spare.append(cache)
         del self._spare[:-SPARE]
 
     def free(self) -> None:
-        """Free the memory of the caches that are kept."""
+        """Free the memory of the kept caches."""
         self._spare.clear()
 
     @torch.no_grad()
@@ -325,28 +325,27 @@ class LanguageModel:
         """Continuations of texts by `model.generate`, generated as one batch, greedy by default.
 
         Args:
-            texts: Token ids of each whole text so far.
-            cache: Cache of contexts and prompts, which are these texts. None computes all of them, which is the full
-                prefill.
+            texts: Token ids of each text.
+            cache: Cache that holds these texts, contexts and prompts. None computes all of them: the full prefill.
             max_new_tokens: Largest number of tokens to generate.
             do_sample: Whether to sample tokens.
-            num_return_sequences: Number of continuations of each text; they follow each other in the result.
-            **options: Other options of `model.generate`, by name. A cache does not allow guessed tokens.
+            num_return_sequences: Number of continuations of each text, adjacent in the result.
+            **options: Other options of `model.generate`, by name. A cache does not allow speculative decoding.
 
         Raises:
-            ValueError: If a text may become too long for the model, or for options that are not supported.
+            ValueError: If a text may become too long for the model, or an option is not supported.
         """
         longest = max(map(len, texts))
         self.check_length(longest + max_new_tokens, "context, prompt and answer", "compose fewer chunks")
         self._check(options, cached=cache is not None, several=len(texts) > 1)
-        # padded by a token that the text has anyway, so that penalties of repetition count no other
+        # padded by a token of the text, so that repetition penalties count no other token
         padded = torch.stack([torch.cat([ids[:1].expand(longest - len(ids)), ids]) for ids in texts])
         mask = torch.stack([torch.arange(-longest, 0, device=ids.device) >= -len(ids) for ids in texts])
         model, beams = self.model, max(self._option(options, "num_beams") or 1, num_return_sequences)
         if cache is not None:
             cache.rewind()
             cache.reserve(max_new_tokens)
-            # without use_cache the model would compute all tokens again, after those in the cache
+            # without use_cache the model would append all tokens to the cache again
             model, options = self.row_model, options | {"use_cache": True}
         if cache is not None and beams > 1:
             cache = self.row_cache(beams * len(texts), cache.capacity - SPARE_ROWS).repeated(cache, beams)
@@ -364,7 +363,7 @@ class LanguageModel:
         return [self._text(ids, options) for ids in output[:, longest:].tolist()]
 
     def _text(self, ids: list[int], options: dict[str, Any]) -> str:
-        """The text of generated tokens, without those that fill up a text that ends before others."""
+        """Text of generated tokens, without the padding of a text that ends before others."""
         ends = self._option(options, "eos_token_id")
         ends = {ends} if isinstance(ends, int) else set(ends or ())
         stop = next((i + 1 for i, token in enumerate(ids) if token in ends), None)
@@ -376,20 +375,20 @@ class LanguageModel:
         return options.get(name, getattr(self.model.generation_config, name, None))
 
     def _check(self, options: dict[str, Any], cached: bool, several: bool) -> None:
-        """Raise an error for options of `model.generate` that are not supported, or that its config sets."""
+        """Reject options of `model.generate` that are not supported, given by name or by its config."""
         if options.get("generation_config") is not None or options.get("return_dict_in_generate"):
             raise ValueError(
                 "the result is text: leave out generation_config and return_dict_in_generate, and pass options by "
                 "name, such as max_new_tokens=3"
             )
         if given := [name for name in GIVEN if options.get(name) is not None]:
-            raise ValueError(f"leave out {', '.join(given)}: text, cache and mask are those of context and prompt")
+            raise ValueError(f"leave out {', '.join(given)}: context and prompt set the text, the cache and the mask")
         for name in UNSUPPORTED if cached else ():
             if (value := self._option(options, name)) is not None:
                 raise ValueError(f"a cached context does not support {name}: pass {name}=None, not {value!r:.40}")
         stops = options.get("stop_strings") or options.get("stopping_criteria")
         if several and stops and self._option(options, "eos_token_id") is None:
             raise ValueError(
-                "several texts that end at stop_strings or stopping_criteria need eos_token_id, which fills up those "
+                "several texts that end at stop_strings or stopping_criteria need eos_token_id, which pads the texts "
                 "that end first: pass it, or ask one question at a time"
             )

@@ -1,5 +1,5 @@
 # pyright: basic
-"""Questions about indexed documents, answered from cached chunks by one method or several."""
+"""Answers to questions about indexed documents, from cached chunks, by one or several methods."""
 
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -21,7 +21,7 @@ from foveate.utils.timing import Stopwatch, now
 __all__ = ["STEPS", "Answer", "Reply", "Summary", "ask", "runs", "summarise"]
 
 STEPS = "load", "compose", "score", "recompute", "prompt", "decode"
-"""Steps of an answer. The first token is there after all of them but the last.
+"""Steps of an answer. All but the last come before the first token.
 
 "recompute" includes the prompt, so that "prompt" is only the choice of the first token, except in a full prefill.
 """
@@ -33,7 +33,7 @@ class Answer(NamedTuple):
     Attributes:
         method: Name of the method.
         text: Generated text.
-        seconds: Time of each of the `STEPS` that the method has.
+        seconds: Time of each of the method's `STEPS`.
         rows: Recomputed rows, numbered in the order of the reply's passages.
         order: Passage at each place of the context, as an index into the reply's passages.
         divergence: KL divergence of the next token from the full prefill, in nats. None if methods are not compared.
@@ -56,13 +56,13 @@ class Reply(NamedTuple):
     """A question and its answers.
 
     Attributes:
-        question: Question as asked.
+        question: Text of the question.
         passages: Numbers of the passages in the context, in order.
         spans: First row of each passage, and the row after its last.
         answers: One answer for each method.
-        scores: Attention that each row receives from the prompt before anything is recomputed, as `InfoFlowKV` scores
-            rows by default.
-        right: Right answers, if they are known.
+        scores: Attention that each row receives from the prompt before recomputation, the default score of
+            `InfoFlowKV`.
+        right: Right answers, if known.
     """
 
     question: str
@@ -74,8 +74,8 @@ class Reply(NamedTuple):
 
     def is_right(self, answer: Answer) -> bool:
         """Whether an answer contains one of the right answers, word for word."""
-        said = f" {' '.join(words_of(answer.text))} "
-        return any(f" {' '.join(words_of(right))} " in said for right in self.right)
+        words = f" {' '.join(words_of(answer.text))} "
+        return any(f" {' '.join(words_of(right))} " in words for right in self.right)
 
 
 class Summary(NamedTuple):
@@ -83,11 +83,11 @@ class Summary(NamedTuple):
 
     Attributes:
         method: Name of the method.
-        accuracy: Fraction of the questions with a known answer that are answered right. None if there are none.
+        accuracy: Fraction of right answers among the questions with known answers. None without such questions.
         divergence: Mean KL divergence of the next token from the full prefill, in nats. None if methods are not
             compared.
-        first_token: Median of the seconds until the first token.
-        rows: Mean fraction of the rows that are recomputed.
+        first_token: Median time to the first token in seconds.
+        rows: Mean fraction of recomputed rows.
     """
 
     method: str
@@ -116,19 +116,18 @@ def ask(
         question: Question to ask.
         methods: Methods by name. `FullPrefill` is the model alone, without any cache.
         prompt: Text after the passages, with {question} in it.
-        passages: What to read, in this order: a list of numbers of passages of the index, of texts, or of documents of
-            LangChain, LlamaIndex or Haystack; or what finds such a list for a question, a retriever of one of them or
-            a function. What the index does not have is added to it, and so is encoded only once. By default all
-            passages of the index that share a word with the question (BM25), in the order of the index; all, if none
-            does.
-        embed: Model of sentence-transformers that ranks the passages of the index instead of BM25.
-        top: Largest number of passages; 0 takes as many as fit. The last in `passages`, or the lowest in rank, are
+        passages: Passages to read, in order: a list of passage numbers, of texts, or of documents of LangChain,
+            LlamaIndex or Haystack; or a retriever of these libraries, or a function, that returns such a list for a
+            question. New passages are added to the index, and so are encoded only once. By default all passages of
+            the index that share a word with the question (BM25), in the order of the index; all passages if none does.
+        embed: Model of sentence-transformers to rank the passages of the index instead of BM25.
+        top: Largest number of passages; 0 takes as many as fit. The last of `passages`, or the lowest in rank, are
             left out.
         max_new_tokens: Largest number of tokens in an answer.
         advance: Called after each of the `runs`.
 
     Raises:
-        ValueError: If there are no passages, one is not what it must be, or not even the first fits into the model's
+        ValueError: If there are no passages, one has the wrong type, or the first does not fit into the model's
             context.
     """
     encoder, compared = index.encoder, len(methods) > 1
@@ -154,12 +153,12 @@ def ask(
 
 
 def runs(methods: Mapping[str, RecomputePolicy]) -> int:
-    """Number of runs for a question: a single method runs once, several run twice each, the first time to warm up."""
+    """Number of runs for a question: a single method runs once; several methods run twice each, first as a warm-up."""
     return len(methods) * (2 if len(methods) > 1 else 1)
 
 
 def summarise(replies: Sequence[Reply]) -> list[Summary]:
-    """A summary of each method, over replies with the same methods."""
+    """Summaries of the methods, over replies with the same methods."""
     known = [reply for reply in replies if reply.right]
     summaries: list[Summary] = []
     for i, first in enumerate(replies[0].answers):
@@ -185,7 +184,7 @@ def _answer(
     max_new_tokens: int,
     compared: bool = False,
 ) -> Answer:
-    """A timed answer; `composed` are the seconds of the steps that made the context."""
+    """A timed answer; `composed` holds the seconds of the steps that composed the context."""
     if isinstance(method, FullPrefill):
         ids = torch.cat([context.ids, context.lm.tokens(prompt)])
         clock = _TokenClock(context.lm.device)
@@ -201,7 +200,7 @@ def _answer(
 
 
 class _TokenClock:
-    """A streamer for `model.generate` that times the first token and the rest, from its creation on."""
+    """A streamer for `model.generate` that times the first token and the rest, from its creation."""
 
     def __init__(self, device: torch.device) -> None:
         self._times = [now(device)]

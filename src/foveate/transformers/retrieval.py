@@ -1,5 +1,5 @@
 # pyright: basic
-"""Selection of passages for a question: by words, by meaning, or by the retriever of another library."""
+"""Selection of passages for a question: by words, by embeddings, or by the retriever of another library."""
 
 import re
 from bisect import bisect_right
@@ -30,16 +30,16 @@ Ranking = Callable[[str], list[int]]
 def choose(
     index: ChunkIndex, question: str, used: int, *, passages: Any = None, embed: str = "", top: int = 0
 ) -> list[int]:
-    """Numbers of the passages to read for a question: as many as fit into the model's context beside `used` tokens.
+    """Numbers of the passages to read for a question: as many as fit into the model's context after `used` tokens.
 
     See `foveate.transformers.rag.ask` for the other arguments and the errors.
     """
     if passages is not None:
-        return _fitting(index, _given(index, question, passages)[: top or None], used)
-    return sorted(_fitting(index, _ranked(index, question, embed)[: top or None], used))
+        return _fit(index, _resolve(index, question, passages)[: top or None], used)
+    return sorted(_fit(index, _rank(index, question, embed)[: top or None], used))
 
 
-def _ranked(index: ChunkIndex, question: str, embed: str) -> list[int]:
+def _rank(index: ChunkIndex, question: str, embed: str) -> list[int]:
     """Numbers of the passages of the index, best first."""
     if not index.passages:
         raise ValueError("the index has no passages: add at least one")
@@ -47,12 +47,12 @@ def _ranked(index: ChunkIndex, question: str, embed: str) -> list[int]:
     return (by_meaning(texts, embed) if embed else bm25(texts))(question) or list(range(len(texts)))
 
 
-def _given(index: ChunkIndex, question: str, passages: Any) -> list[int]:
-    """Numbers of the passages that a caller names, or that a retriever finds."""
+def _resolve(index: ChunkIndex, question: str, passages: Any) -> list[int]:
+    """Numbers of the passages given by the caller or found by a retriever."""
     if isinstance(passages, str):
         raise ValueError(f"pass a list of passages, not one text: [{passages[:20]!r}]")
     if not isinstance(passages, Sequence):
-        passages = _retrieved(passages, question)
+        passages = _retrieve(passages, question)
     if not passages:
         raise ValueError("there are no passages to read: pass at least one")
     numbers = [p.__index__() if hasattr(p, "__index__") else index.number(passage_of(p)) for p in passages]
@@ -61,8 +61,8 @@ def _given(index: ChunkIndex, question: str, passages: Any) -> list[int]:
     return numbers
 
 
-def _fitting(index: ChunkIndex, passages: Sequence[int], used: int) -> list[int]:
-    """The first passages, as many as fit into the model's context beside `used` tokens."""
+def _fit(index: ChunkIndex, passages: Sequence[int], used: int) -> list[int]:
+    """The first passages, as many as fit into the model's context after `used` tokens."""
     limit = index.encoder.model.config.max_position_embeddings
     totals = [used + total for total in accumulate(len(index.ids[passage]) for passage in passages)]
     if totals[0] > limit:
@@ -77,8 +77,8 @@ def _fitting(index: ChunkIndex, passages: Sequence[int], used: int) -> list[int]
 def bm25(texts: tuple[str, ...]) -> Ranking:
     """Ranking by the words that a text shares with the question (BM25 as in Lucene, k1 = 1.5, b = 0.75).
 
-    Texts without a word of the question are left out. Words are compared by their spelling, whatever their case and
-    Unicode form, and none is too short or too common to count.
+    Texts without a word of the question are left out. Case and Unicode form of words are ignored. There is no stemming
+    and no list of stop words.
     """
     bags = [words_of(text) for text in texts]
     if not any(bags):
@@ -95,7 +95,7 @@ def bm25(texts: tuple[str, ...]) -> Ranking:
 
 
 def words_of(text: str) -> list[str]:
-    """The words of a text, without case and in one Unicode form."""
+    """Words of a text, case-folded and in one Unicode form."""
     return WORD.findall(normalize("NFKC", text).casefold())
 
 
@@ -109,17 +109,17 @@ def by_meaning(texts: tuple[str, ...], model: str) -> Ranking:
     embeddings = sentence_embeddings(texts, model)
 
     def rank(question: str) -> list[int]:
-        (asked,) = sentence_embeddings([question], model)
-        return (embeddings @ asked / embeddings.norm(dim=1)).argsort(descending=True, stable=True).tolist()
+        (query,) = sentence_embeddings([question], model)
+        return (embeddings @ query / embeddings.norm(dim=1)).argsort(descending=True, stable=True).tolist()
 
     return rank
 
 
-def _retrieved(retriever: Any, question: str) -> Sequence[Any]:
-    """Results of a retriever of LangChain, LlamaIndex or Haystack, or of a function, for a question.
+def _retrieve(retriever: Any, question: str) -> Sequence[Any]:
+    """Results for a question by a retriever of LangChain, LlamaIndex or Haystack, or by a function.
 
     Raises:
-        ValueError: If it is none of these, or finds nothing.
+        ValueError: If the retriever is none of these, or finds nothing.
     """
     found: Any
     if hasattr(retriever, "invoke"):  # LangChain
@@ -133,24 +133,24 @@ def _retrieved(retriever: Any, question: str) -> Sequence[Any]:
     else:
         raise ValueError(f"{type(retriever).__name__} is no retriever: pass one, a function, or a list of passages")
     if not found:
-        raise ValueError(f"the retriever found no passages for {question!r}: ask otherwise, or pass passages")
+        raise ValueError(f"the retriever found no passages for {question!r}: rephrase it, or pass passages")
     return found
 
 
 def passage_of(document: Any) -> Passage:
-    """The passage of a text, or of a document of LangChain, LlamaIndex or Haystack, as an index would hold it.
+    """Passage of a text, or of a document of LangChain, LlamaIndex or Haystack, as an index stores it.
 
-    Its name is that of the document's file or source; without one, its first words.
+    Its name is the document's file or source; without one, its first words.
 
     Raises:
-        ValueError: If it is none of these, or has no text.
+        ValueError: If the document is none of these, or has no text.
     """
     about = getattr(document, "metadata", None) or getattr(document, "meta", None) or {}
     if isinstance(document, str):
         text = document
     elif hasattr(document, "page_content"):  # LangChain
         text = document.page_content
-    elif hasattr(document, "get_content"):  # LlamaIndex: a node, with its score or without
+    elif hasattr(document, "get_content"):  # LlamaIndex: a node, with or without a score
         text = document.get_content()
     elif hasattr(document, "content"):  # Haystack
         text = document.content

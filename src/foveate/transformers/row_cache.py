@@ -1,5 +1,5 @@
 # pyright: basic, reportPrivateImportUsage=false
-"""A key/value cache whose rows are overwritten in any order, with forward passes that are replayed as CUDA graphs."""
+"""Key/value cache whose rows are overwritten in any order, with forward passes replayed as CUDA graphs."""
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
@@ -22,21 +22,21 @@ __all__ = ["SPARE_ROWS", "RowCache"]
 RECOMPUTE_ROWS = 8192
 """Rows of a forward pass: enough for full speed, few enough to bound memory."""
 GRAPH_ROWS = 4096
-"""Most rows of a CUDA graph. Passes over more rows keep the GPU busy anyway."""
+"""Largest number of rows in a CUDA graph. Longer passes keep the GPU busy without graphs."""
 SPARE_ROWS = 2
-"""Rows after the last one for tokens that pad a prompt and a graph."""
+"""Extra rows at the end for the padding of a prompt and of a graph."""
 
 
 class RowCache(Cache):
     """Keys and values of a batch of contexts, with room for more rows. Only one thread may use it at a time.
 
-    Contexts may differ in length. Tokens that pad a shorter one write to rows after its last, which no token of it
-    sees and the next token overwrites.
+    Contexts may differ in length. The padding of a shorter context writes to rows after its last, which none of its
+    tokens attends to and the next token overwrites.
 
     Args:
         model: Model from `row_model`.
-        shape: Layers, contexts, groups, rows that there is room for, and size of a key.
-        graphs: Whether to replay passes as CUDA graphs. They need two rows more than there are tokens.
+        shape: Numbers of layers, contexts, groups and rows, and the size of a key.
+        graphs: Whether to replay passes as CUDA graphs. They need two more rows than tokens.
 
     Attributes:
         keys: Keys, all rows.
@@ -56,7 +56,7 @@ class RowCache(Cache):
 
     @property
     def capacity(self) -> int:
-        """Number of rows that there is room for."""
+        """Number of rows, used and free."""
         return self.keys.shape[3]
 
     def fill(self, contexts: Iterable[tuple[Tensor, Tensor]]) -> "RowCache":
@@ -74,7 +74,7 @@ class RowCache(Cache):
         return self
 
     def fits(self, batch: int, capacity: int) -> bool:
-        """Whether this is a cache for so many contexts and rows, whose earlier work is done before new work."""
+        """Whether this cache has this batch size and capacity, and is used on the current stream."""
         return (self.keys.shape[1], self.capacity, self._stream) == (batch, capacity, _stream(self.keys))
 
     def reserve(self, rows: int) -> None:
@@ -85,7 +85,7 @@ class RowCache(Cache):
             self._replayed = _Replayed(self._forward) if self._graphs else None
 
     def repeated(self, other: "RowCache", times: int) -> "RowCache":
-        """This cache, filled with `times` copies of each context and prompt of another one, side by side."""
+        """Fill this cache with `times` adjacent copies of each context and prompt of another cache. Returns itself."""
         for mine, theirs in ((self.keys, other.keys), (self.values, other.values)):
             mine.unflatten(1, (-1, times))[..., : other.capacity, :] = theirs[:, :, None]
         self._contexts, self._ends = ([n for n in ns for _ in range(times)] for ns in (other._contexts, other._ends))
@@ -96,20 +96,20 @@ class RowCache(Cache):
     # --- passes ------------------------------------------------------------------------------------------------------
 
     def encode(self, ids: Int[Tensor, "batch capacity"]) -> None:
-        """Compute all rows. In one pass this is causal attention, for which PyTorch has the faster kernels."""
+        """Compute all rows. A single pass is causal attention, for which PyTorch has faster kernels."""
         self.overwrite(ids, self._from(0, ids.shape[1])[None], causal=ids.numel() <= RECOMPUTE_ROWS)
 
     @torch.no_grad()
     def overwrite(
         self, ids: Int[Tensor, "batch tokens"], rows: Int[Tensor, "#batch tokens"], **options: Any
     ) -> Float[Tensor, "batch tokens width"]:
-        """The final hidden states of tokens that run through the model, each over the rows up to its own.
+        """Final hidden states of tokens, each of which attends to the rows up to its own.
 
         Their keys and values overwrite these rows.
 
         Args:
             ids: Token ids.
-            rows: Row of each token, ascending, which is also its position.
+            rows: Row of each token, ascending; also its position.
             **options: Fields of `RowPass`: with `last`, the result is empty.
         """
         most = max(1, RECOMPUTE_ROWS // len(ids))
@@ -120,10 +120,10 @@ class RowCache(Cache):
     def received(
         self, prompts: Sequence[Int[Tensor, "_"]], starts: Sequence[int], layers: tuple[int, ...], norm: Norm
     ) -> Float[Tensor, "batch capacity"]:
-        """The attention that each row receives from prompts after them, averaged over these layers.
+        """Attention that each row receives from the prompt after its context, averaged over these layers.
 
         Args:
-            prompts: Token ids of a prompt for each context. They overwrite rows that are not in use.
+            prompts: Token ids of a prompt for each context. They overwrite unused rows.
             starts: Position of the first token of each prompt.
             layers: Layers.
             norm: Norm over the tokens of the prompt.
@@ -141,7 +141,7 @@ class RowCache(Cache):
         rows: Sequence[Int[Tensor, "_"]],
         prompts: Sequence[Int[Tensor, "_"]],
     ) -> None:
-        """Recompute some rows, and in the same pass the prompts after them, for which `append` then has the result.
+        """Recompute some rows, and in the same pass the prompts after them, whose result `append` then returns.
 
         Args:
             ids: Token ids of each context.
@@ -163,7 +163,7 @@ class RowCache(Cache):
         self.length = max(self._ends) - self._prompted.shape[1]
 
     def append(self, ids: Int[Tensor, "batch tokens"]) -> Float[Tensor, "batch tokens width"]:
-        """The final hidden states of tokens that run through the model as the next rows.
+        """Final hidden states of tokens that are appended as the next rows.
 
         The first tokens after `rewind` are the prompts, padded at the left.
         """
@@ -179,7 +179,7 @@ class RowCache(Cache):
         return torch.arange(row, row + count, device=self.keys.device)  # from numbers, without waiting for the device
 
     def _after(self, prompts: Sequence[Tensor]) -> tuple[list[Tensor], list[int]]:
-        """The row of each token of prompts after the contexts, and the row after each prompt."""
+        """Row of each prompt token after the contexts, and the row after each prompt."""
         pairs = list(zip(self._contexts, map(len, prompts), strict=True))
         return [self._from(*pair) for pair in pairs], [sum(pair) for pair in pairs]
 
@@ -190,7 +190,7 @@ class RowCache(Cache):
         counted = torch.ones_like(rows, dtype=torch.bool) if counted is None else counted
         if self._replayed is None or ids.numel() > GRAPH_ROWS:
             return self._forward(ids, rows, positions, counted, **options)
-        # tokens that fill up a graph go to the row after the last one, which no other token sees
+        # the padding of a graph goes to the row after the last one, which no other token attends to
         more = -tokens % (1 if tokens == 1 else 16 if tokens <= 256 else 64)
         rows, positions = (torch.cat([x, (x[:, -1:] + 1).expand(-1, more)], 1) for x in (rows, positions))
         out = self._replayed(pad(ids, (0, more)), rows, positions, pad(counted, (0, more)), **options)
@@ -204,7 +204,7 @@ class RowCache(Cache):
         counted: Bool[Tensor, "#batch tokens"],
         **options: Any,
     ) -> Tensor:
-        # a copy, because attention keeps what it computes for a tensor of rows, and graphs change their inputs
+        # a copy, because attention caches results by the tensor of rows, and graphs change their inputs
         self._row_pass = RowPass(rows.clone(), counted, **options)
         with suppress(StopForward):
             return self.model.model(
@@ -226,11 +226,11 @@ class RowCache(Cache):
         return self.keys[layer_idx], self.values[layer_idx]
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Number of tokens that `model.generate` has passed, padded ones included."""
+        """Number of tokens passed by `model.generate`, padding included."""
         return self.length
 
     def reorder_cache(self, beam_idx: Int[Tensor, "batch"]) -> None:
-        """Put beams of each prompt into this order: the rows after the prompts."""
+        """Reorder the beams of each prompt: the rows after the prompts."""
         added = self.length - max(self._ends)
         for states in (self.keys, self.values):
             rows = states[..., min(self._ends) : max(self._ends) + added, :]
@@ -240,7 +240,7 @@ class RowCache(Cache):
 def _padded(
     texts: Sequence[Tensor], rows: Sequence[Tensor], ends: Sequence[int]
 ) -> tuple[Int[Tensor, "batch tokens"], Int[Tensor, "batch tokens"], Bool[Tensor, "batch tokens"]]:
-    """Texts of one length, the rows of their tokens, those that pad them at `ends`, and which tokens do not."""
+    """Texts padded to one length, rows of their tokens (padding is at `ends`), and the mask of real tokens."""
     longest = max(map(len, texts))
     padded = [pad(at, (0, longest - len(at)), value=end) for at, end in zip(rows, ends, strict=True)]
     every = torch.arange(longest, device=rows[0].device)
@@ -263,18 +263,18 @@ class _Replayed:
 
     def __init__(self, function: Callable[..., Tensor]) -> None:
         self.function, self._pool = function, torch.cuda.graph_pool_handle()
-        self._known: dict[Any, _Replay | None] = {}
+        self._replays: dict[Any, _Replay | None] = {}
 
     def __call__(self, *tensors: Tensor, **options: Any) -> Tensor:
         key = *(tensor.shape for tensor in tensors), *options.items()
-        if key not in self._known:
-            self._known[key] = None
+        if key not in self._replays:
+            self._replays[key] = None
             return self.function(*tensors, **options)  # compiles kernels
-        replay = self._known[key]
+        replay = self._replays[key]
         if replay is None:
             inputs = tuple(tensor.clone() for tensor in tensors)
             recorded, output = record_graph(lambda: self.function(*inputs, **options), self._pool)
-            replay = self._known[key] = _Replay(recorded, inputs, output)
+            replay = self._replays[key] = _Replay(recorded, inputs, output)
         for fixed, tensor in zip(replay.inputs, tensors, strict=True):
             fixed.copy_(tensor)
         replay.replay()
