@@ -227,7 +227,7 @@ def test_the_steps_of_a_round_never_wait_for_the_device(monkeypatch):
     with Waits() as waits:
         rounds = len(list(greedy.run()))
         assert waits.number == rounds  # for the number of picks
-        for step in (greedy.begin, greedy.go_on, greedy.lower):  # steps after the last turn change nothing
+        for step in (greedy.begin, greedy.extend, greedy.lower):  # steps after the last turn change nothing
             step()
     assert waits.number == rounds
     assert int(greedy.turn) == 15
@@ -252,7 +252,7 @@ class Waits(TorchDispatchMode):
 @pytest.mark.usefixtures("as_a_user")
 def test_impossible_turns_are_refused():
     embeddings, room = unit_rows(0, 200), torch.tensor([[1], [2]])
-    with pytest.raises(ValueError, match="block 0 has no room for any candidate that is left in turn 3"):
+    with pytest.raises(ValueError, match="block 0 has no room for any remaining candidate in turn 3"):
         round_robin_greedy(embeddings, embeddings, [0, 1, 1, 0], classes=torch.zeros(200, dtype=torch.long), room=room)
     with pytest.raises(ValueError, match="1 to 3 turns for 3 candidates: 4"):
         round_robin_greedy(torch.eye(3), torch.eye(3), [0, 1, 0, 1])

@@ -1,1 +1,1 @@
-"""GPU twins of ops, same names and signatures; `foveate.ops.dispatch` is their one caller."""
+"""GPU kernels of the ops, with the same names and signatures, called by `foveate.ops.dispatch`."""

@@ -11,7 +11,7 @@ from foveate.ops.row_attention import visible
 __all__ = ["attention_received"]
 
 MAX_SCORES = 2**25
-"""Attention scores held in memory at once: 128 MiB of float32."""
+"""Attention scores in memory at once: 128 MiB of float32."""
 
 
 def attention_received(
@@ -25,7 +25,7 @@ def attention_received(
     sinks: Float[Tensor, "heads"] | None = None,
     most: int = MAX_SCORES,
 ) -> Float[Tensor, "rows"]:
-    """The attention that each row receives from all prompt tokens.
+    """Attention that each row receives from all prompt tokens.
 
     A prompt token attends to the rows up to its own, with the mean over heads as its attention. The sum runs in
     float32 or wider over slices of the prompt, so that memory grows with the rows only.
@@ -36,10 +36,10 @@ def attention_received(
         at: Row of each prompt token.
         scale: Factor on q·k.
         norm: Norm over the prompt tokens: "l2" is the root of the sum of squares, "l1" the sum.
-        counted: Whether a prompt token counts. None counts all of them.
-        window: Number of rows that a prompt token sees, its own included. None shows all of them.
-        sinks: Logit of each head that takes its share of the attention and has no row.
-        most: Number of attention scores to hold at once; at least those of one prompt token are held.
+        counted: Mask of the prompt tokens to count. None counts all of them.
+        window: Number of rows visible to a prompt token, its own row included. None shows all of them.
+        sinks: Logit of an attention sink for each head, which takes a share of the attention but has no row.
+        most: Number of attention scores in memory at once; a slice has at least one prompt token.
 
     Source: "InfoFlow KV", arXiv 2603.05353, eq. 7 ("l1") and the authors' code ("l2").
     """

@@ -63,14 +63,14 @@ def block_attention(
         return_lse: Also return the per-query log-sum-exp, log(sum(exp(scale * q·k))), as float32 (float64 for
             float64). The portable path then writes scores to memory, in bounded pieces.
         scatter: Position of each query in the output: ``out[:, :, scatter[i]]`` is the result of query i. A
-            permutation of the queries; None leaves them where they are. The LSE stays in the order of the queries.
+            permutation of the queries; None keeps their order. The LSE stays in the order of the queries.
 
     Returns:
         Output, in q's dtype and layout, and with `return_lse` the LSE. Queries of an empty list get zeros and -inf.
 
     Raises:
         ValueError: If shapes, dtypes or devices of q, k and v do not match, if their numbers of tokens do not match
-            the table, if the scale is 0 or not finite, or if `scatter` has another number of entries than queries.
+            the table, if the scale is 0 or not finite, or if `scatter` does not have one entry for each query.
 
     Examples:
         >>> from foveate.ops.block_table import block_starts, block_table
@@ -236,7 +236,7 @@ def _take(x: Tensor, where: slice | Tensor, groups: int) -> Tensor:
 
 
 def _put(x: Tensor, where: slice | Tensor, part: Tensor) -> None:
-    """Write to the tokens that `_take` reads."""
+    """Write a part to the tokens that `_take` reads."""
     part = part.reshape(*x.shape[:2], -1, x.shape[3])
     if isinstance(where, slice):
         x[:, :, where] = part
@@ -245,7 +245,7 @@ def _put(x: Tensor, where: slice | Tensor, part: Tensor) -> None:
 
 
 def _add(x: Tensor, where: slice | Tensor, part: Tensor) -> None:
-    """Add to the tokens that `_take` reads; tokens may repeat."""
+    """Add a part to the tokens that `_take` reads; tokens may repeat."""
     part = part.reshape(*x.shape[:2], -1, x.shape[3])
     if isinstance(where, slice):
         x[:, :, where] += part
@@ -257,7 +257,7 @@ _CALLS: WeakTensorCache[list[_Call]] = WeakTensorCache()  # reading the lists ta
 
 
 def _calls(table: BlockTable, q: Tensor, k: Tensor) -> list[_Call]:
-    """The packed calls that cover the table, cached."""
+    """Packed calls that cover the table, cached."""
     table.check(q, k)
     if not q.numel():
         return []

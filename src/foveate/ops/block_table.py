@@ -1,4 +1,4 @@
-"""The block table, which lists the key blocks that each query block reads: the data structure of all static patterns.
+"""Block tables, the data structure of all static patterns: the key blocks that each query block reads.
 
 A *block* is a run of consecutive tokens, usually 64 or 128; it is shorter where text, a tile or the sequence ends.
 """
@@ -17,7 +17,7 @@ __all__ = ["BlockTable", "block_starts", "block_table"]
 
 
 class BlockTable(NamedTuple):
-    """The key blocks that each query block attends to, in compressed rows.
+    """Key blocks that each query block attends to, in compressed rows.
 
     All tensors are int32, live on the CPU unless moved, and are never changed in place. A table may have unused space
     after its last block and list entry (see `padded`); a block may be empty.
@@ -45,7 +45,7 @@ class BlockTable(NamedTuple):
         return int(self.key_starts[-1])
 
     def lists(self) -> list[list[int]]:
-        """The key blocks of every query block, as Python lists."""
+        """Key blocks of every query block, as Python lists."""
         keys, offsets = self.keys.tolist(), self.offsets.tolist()
         return [keys[a:b] for a, b in pairwise(offsets)]
 
@@ -58,7 +58,7 @@ class BlockTable(NamedTuple):
         return int((per_row * self.query_starts.diff()).sum())
 
     def sparsity(self) -> float:
-        """Fraction of all query-key pairs that is skipped: 0 is dense."""
+        """Skipped fraction of all query-key pairs: 0 is dense."""
         return 1 - self.pairs() / max(1, self.query_tokens * self.key_tokens)
 
     def flops(self, heads: int, head_dim: int, *, backward: bool = False) -> int:
@@ -69,7 +69,7 @@ class BlockTable(NamedTuple):
         return (14 if backward else 4) * self.pairs() * heads * head_dim
 
     def transpose(self) -> "BlockTable":
-        """The table of the query blocks that read each key block, which backward passes over keys use."""
+        """Table of the query blocks that read each key block, for backward passes over keys."""
         used = int(self.offsets[-1])
         rows = torch.repeat_interleave(
             torch.arange(len(self.offsets) - 1, dtype=torch.int32, device=self.keys.device), self.offsets.diff()
@@ -79,7 +79,7 @@ class BlockTable(NamedTuple):
         return BlockTable(self.key_starts, self.query_starts, _cumulative(counts), rows[by_key])
 
     def borders(self) -> list[int]:
-        """Positions of queries and keys where the attention pattern changes from the token before."""
+        """Positions of queries and keys where the attention pattern differs from the token before."""
         found: set[int] = set()
         for side in (self, self.transpose()):
             lists, starts = side.lists(), side.query_starts.tolist()
@@ -87,7 +87,7 @@ class BlockTable(NamedTuple):
         return sorted(found)
 
     def to_dense(self) -> Bool[Tensor, "queries keys"]:
-        """The pattern as a mask over tokens. Quadratic in the number of tokens: for tests and plots only."""
+        """Pattern as a mask over tokens. Quadratic in the number of tokens: for tests and plots only."""
         blocks = torch.zeros(len(self.offsets) - 1, len(self.key_starts) - 1, dtype=torch.bool)
         for row, keys in zip(blocks, self.lists(), strict=True):
             row[keys] = True
@@ -95,9 +95,9 @@ class BlockTable(NamedTuple):
         return by_token.repeat_interleave(self.key_starts.diff().cpu(), 1)
 
     def padded(self, query_blocks: int, key_blocks: int, entries: int) -> "BlockTable":
-        """The same pattern padded with empty blocks and unused entries, so that several tables share one shape.
+        """Pad with empty blocks and unused entries, so that several tables share one shape.
 
-        Compiled code takes tables of one shape without recompilation.
+        Compiled code accepts tables of one shape without recompilation.
         """
         return BlockTable(
             _extend(self.query_starts, query_blocks + 1, self.query_starts[-1]),
@@ -108,7 +108,7 @@ class BlockTable(NamedTuple):
 
     @persistent
     def with_first_keys(self, tokens: int) -> "BlockTable":
-        """The table with `tokens` more keys in front, which all queries read. Equal shapes give equal shapes."""
+        """Add `tokens` keys in front, which all queries read. Tables of equal shape stay of equal shape."""
         first = block_starts(tokens)[:-1]
         n = len(first)
         lists = [[*range(n), *(n + key for key in row)] for row in self.lists()]
@@ -119,7 +119,7 @@ class BlockTable(NamedTuple):
         """Check that queries and keys [batch, heads, tokens, head_dim] match the table.
 
         Raises:
-            ValueError: If their numbers of tokens differ from those of the table.
+            ValueError: If their numbers of tokens differ from the table's.
         """
         if (self.query_tokens, self.key_tokens) != (q.shape[2], k.shape[2]):
             raise ValueError(
@@ -138,11 +138,11 @@ def block_table(
     query_starts: Int[Tensor, "queries_plus_1"],
     key_starts: Int[Tensor, "keys_plus_1"] | None = None,
 ) -> BlockTable:
-    """The table in which query block i reads the key blocks ``lists[i]``.
+    """Table in which query block i reads the key blocks ``lists[i]``.
 
     Args:
-        lists: Indices of the key blocks that each query block reads, in any order, each at most once. Queries of an
-            empty list get zeros.
+        lists: Indices of the key blocks that each query block reads, in any order, without repetition. Queries with
+            an empty list get zeros.
         query_starts: First token of every query block, followed by the number of tokens, as from `block_starts`.
         key_starts: The same for key blocks; `query_starts` if None.
 
@@ -153,8 +153,8 @@ def block_table(
         182848
 
     Raises:
-        ValueError: If starts do not ascend from 0, if a list contains a block twice or one that does not exist, or if
-            the number of lists is not the number of query blocks.
+        ValueError: If starts do not ascend from 0, if a list contains a block twice or a block that does not exist,
+            or if the number of lists is not the number of query blocks.
     """
     key_starts = query_starts if key_starts is None else key_starts
     for starts in (query_starts, key_starts):

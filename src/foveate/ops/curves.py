@@ -1,4 +1,4 @@
-"""Space-filling curves: orders in which to visit the cells of a rectangle or a box.
+"""Space-filling curves: orders of the cells of a rectangle or a box.
 
 An *order* is a permutation: ``order[i]`` is the raster index ``row * width + column`` of the cell at curve step ``i``.
 ``tokens[order]`` puts raster tokens on the curve and ``tokens[inverse_order(order)]`` puts curve tokens back. Orders
@@ -43,13 +43,13 @@ Piece = tuple[Steps, tuple[int, ...], str]  # a curve, the corner it starts from
 
 
 # --- the generalised Hilbert curve -----------------------------------------------------------------------------------
-# A curve starts at the origin of its own frame and ends at the far end of its first axis. It is joined from smaller
-# curves, each placed at a corner with its axes turned: "+y-x" says that its first axis points up and its second to the
-# left. Few shapes occur, so `cache` makes the work linear in the number of cells.
+# A curve starts at the origin of its frame and ends at the far end of its first axis. It is joined from smaller
+# curves, each placed at a corner with its axes turned: "+y-x" means that its first axis points up and its second to
+# the left. Few shapes occur, so `cache` makes the work linear in the number of cells.
 
 
 def _half(length: int) -> int:
-    """Half of `length`, one more if that makes it even: a part of even length ends without a diagonal step."""
+    """Half of `length`, or 1 more to make it even: a part of even length ends without a diagonal step."""
     half = length // 2
     return half + 1 if half % 2 and length > 2 else half
 
@@ -160,7 +160,7 @@ def hilbert_order(height: int, width: int, device: torch.device | str | None = N
     if the grid is taller than wide. On squares of side 2^n it is the classical Hilbert curve. Every step goes to one
     of the four neighbours, except for one diagonal step if the longer side is odd and the shorter one even and above
     2: then no path over all cells connects these corners (colour the cells like a chessboard to see why). If the
-    shorter side is 2 and the longer one odd, the curve ends beside the corner instead (2 x 7: in row 1, column 5).
+    shorter side is 2 and the longer one odd, the curve ends next to the corner instead (2 x 7: in row 1, column 5).
 
     Examples:
         >>> hilbert_order(2, 2).tolist()  # up, right, down
@@ -214,7 +214,7 @@ def moore_order(height: int, width: int, device: torch.device | str | None = Non
 
 def _morton(*sides: int) -> Int[Tensor, "cells"]:
     cells = [torch.zeros(1, dtype=torch.int32) for _ in sides]  # coordinates of each curve step
-    for bit in range((max(sides) - 1).bit_length()):  # every bit doubles the curve along each side that is so long
+    for bit in range((max(sides) - 1).bit_length()):  # every bit doubles the curve along each side of that length
         for axis in reversed(range(len(sides))):
             if (sides[axis] - 1) >> bit:
                 cells = [torch.cat([x, x + (1 << bit) if i == axis else x]) for i, x in enumerate(cells)]
@@ -288,14 +288,14 @@ def grid_order(curve: str, *sides: int, device: torch.device | str | None = None
 
 
 def inverse_order(order: Int[Tensor, "cells"]) -> Int[Tensor, "cells"]:
-    """The inverse permutation: the curve step of each raster cell."""
+    """Inverse permutation: the curve step of each raster cell."""
     inverse = torch.empty_like(order)
     return inverse.scatter_(0, order, torch.arange(len(order), dtype=order.dtype, device=order.device))
 
 
 # --- locality --------------------------------------------------------------------------------------------------------
 
-MOST_PAIRS = 2_000_000  # pairs of cells that are compared
+MOST_PAIRS = 2_000_000  # pairs of cells to compare
 
 
 def edge_average_stretch(order: Int[Tensor, "cells"], height: int, width: int, *, within: int | None = None) -> float:
@@ -305,8 +305,8 @@ def edge_average_stretch(order: Int[Tensor, "cells"], height: int, width: int, *
         order: An order of the `height` x `width` grid.
         height: Rows of the grid.
         width: Columns of the grid.
-        within: Largest number of steps between the neighbours that are counted, such as the size of a tile. None
-            counts all, as the paper's formula.
+        within: Largest number of steps between counted neighbours, such as the size of a tile. None counts all, as
+            in the paper's formula.
 
     Returns:
         The mean in curve steps; NaN if no neighbours are counted.
@@ -322,15 +322,15 @@ def geometric_distortion_error(
     """Mean squared difference between grid distance and rescaled curve distance (GDE of the HilbertA paper).
 
     Averages ``(alpha * d1 - d2)^2`` over pairs of distinct cells, with d1 their distance in curve steps, d2 their
-    Euclidean distance in cells, and the one scale alpha that makes the mean smallest. Grids of more than two million
-    pairs are sampled, the same pairs every time.
+    Euclidean distance in cells, and the scale alpha that minimises the mean. Grids of more than two million pairs are
+    sampled, the same pairs every time.
 
     Args:
         order: An order of the `height` x `width` grid.
         height: Rows of the grid.
         width: Columns of the grid.
-        within: Largest number of steps between the pairs that are counted, such as the size of a tile. None counts
-            all, as the paper's formula.
+        within: Largest number of steps between counted pairs, such as the size of a tile. None counts all, as in the
+            paper's formula.
 
     Raises:
         ValueError: If the grid has a single cell, or `within` is below 1.

@@ -20,8 +20,8 @@ class Backend(NamedTuple):
     """One implementation of an op.
 
     Attributes:
-        name: Name of the backend, which `summary` shows.
-        supports: Whether it runs on a device, in a dtype, at a size (head_dim, or tokens of a set).
+        name: Name of the backend, shown by `summary`.
+        supports: Function of device, dtype and size (head_dim, or tokens of a set): whether the backend runs.
         run: The implementation.
     """
 
@@ -39,7 +39,7 @@ def register(op: str, name: str, supports: Supports = lambda *call: True) -> Cal
     Args:
         op: Name of the op.
         name: Name of the backend.
-        supports: Whether the backend runs on a device, in a dtype, at a size; by default it always does.
+        supports: Function of device, dtype and size: whether the backend runs; by default always.
     """
 
     def add(run: Callable[..., Any]) -> Callable[..., Any]:
@@ -50,7 +50,7 @@ def register(op: str, name: str, supports: Supports = lambda *call: True) -> Cal
 
 
 def register_kernels(op: str, package: str) -> None:
-    """Register ``BACKENDS`` of ``foveate.kernels.<package>.<op>`` if there are an NVIDIA GPU and Triton."""
+    """Register ``BACKENDS`` of ``foveate.kernels.<package>.<op>`` if an NVIDIA GPU and Triton are available."""
     if torch.cuda.is_available() and torch.version.hip is None and find_spec("triton"):
         kernels = import_module(f"foveate.kernels.{package}.{op}")
         for name, (supports, run) in kernels.BACKENDS.items():
@@ -58,12 +58,12 @@ def register_kernels(op: str, package: str) -> None:
 
 
 def backends(op: str, device: torch.device, dtype: torch.dtype, size: int) -> list[Backend]:
-    """The backends that support a call of `op`, in the order of registration; the last one runs it."""
+    """Backends that support a call of `op`, in the order of registration; the last one runs it."""
     return [backend for backend in _BACKENDS[op] if backend.supports(device, dtype, size)]
 
 
 def choose(op: str, device: torch.device, dtype: torch.dtype, size: int, *, portable: bool = False) -> Backend:
-    """The backend that runs a call of `op`; with `portable`, its portable definition."""
+    """Backend that runs a call of `op`; with `portable`, the portable definition."""
     return backends(op, device, dtype, size)[0 if portable else -1]
 
 

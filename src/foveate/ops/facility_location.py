@@ -1,8 +1,8 @@
 """Greedy facility location: the items that together represent all items best.
 
-The objective of a set D is f(D) = sum over items i of max over j in D of S_ij: every item is represented by the pick
-most similar to it. The greedy set is within 1 - 1/e of the best one where similarities are not negative
-(Nemhauser et al., 1978). Two functions share this definition:
+The objective of a set D is f(D) = sum over items i of max over j in D of S_ij: every item is represented by its most
+similar pick. If similarities are not negative, the greedy set is within 1 - 1/e of the best one (Nemhauser et al.,
+1978). Two functions share this definition:
 
 * `facility_location` takes matrices of similarities, many small sets at once: ToMA's destinations.
 * `round_robin_greedy` takes embeddings, never builds the matrix, and lets several blocks take turns: Sub-CP's blocks.
@@ -25,25 +25,25 @@ from foveate.utils.progress import Track, silent
 
 __all__ = ["TIE", "GreedyPicks", "best_similarity", "facility_location", "round_robin_greedy"]
 
-TIE = 1e-5  # gains with a smaller relative difference are equal, as are those of two tokens that represent each other
+TIE = 1e-5  # gains with a smaller relative difference are equal, as of two tokens that represent each other
 ROUNDING = 1e-6  # dot products of unit rows with a smaller difference are equal
-LAZY_FROM = 1024  # tokens of a set from which on a CPU picks lazily
+LAZY_FROM = 1024  # smallest set, in tokens, that CPUs pick lazily
 CHUNK = 2**24  # similarities in memory at a time
-REFRESHED = 32  # gains that a round recomputes, and most picks of a round
+REFRESHED = 32  # gains recomputed in a round, and largest number of picks of a round
 FIRST_GAINS_STEPS = 32  # steps of the progress bar of the first gains
 WARM_UP_ROUNDS = 3  # rounds before the CUDA graphs of their steps are captured
-MIN_PICKS_TO_CAPTURE = 64  # capturing takes as long as some dozens of rounds
+MIN_PICKS_TO_CAPTURE = 64  # capturing takes as long as dozens of rounds
 
 
 def facility_location(similarity: Float[Tensor, "*batch tokens tokens"], budget: int) -> Int[Tensor, "*batch budget"]:
-    """The `budget` tokens of each set that represent the set best, in the order in which they are picked.
+    """Tokens of each set that represent the set best, `budget` of them, in the order of picking.
 
     The first pick has the largest sum of similarities; each later pick adds most to the objective; no token is picked
     twice. Of gains within 1e-5 (relative) of the largest the first is taken, on every device. The first k picks are
-    those for a budget of k.
+    the result for a budget of k.
 
     Args:
-        similarity: S_ij, how well token j represents token i. Half precision is raised to float32.
+        similarity: S_ij, how well token j represents token i. Half precision is converted to float32.
         budget: Number of tokens to pick from each set.
 
     Raises:
@@ -121,7 +121,7 @@ def round_robin_greedy(
     room: Int[Tensor, "blocks classes"] | None = None,
     track: Track = silent,
 ) -> GreedyPicks:
-    """Greedy facility location of several blocks that take turns; each pick adds most to the objective of its block.
+    """Greedy facility location of several blocks in turns; each pick adds most to the objective of its block.
 
     A block's objective is the sum over represented items of the largest max(0, dot product) with one of its picks,
     plus the bonus of its picks. No candidate is picked twice. Of gains within 1e-5 of the largest the first is taken;
@@ -132,8 +132,8 @@ def round_robin_greedy(
     Args:
         represented: Unit rows of the items to represent.
         candidates: Unit rows of the items to pick from.
-        turns: Number of the block, from 0, that picks in each turn.
-        bonus: Value of each candidate that does not depend on the other picks.
+        turns: Number of the picking block in each turn, from 0.
+        bonus: Value of each candidate, independent of the other picks.
         classes: Class of each candidate, from 0. Requires `room`.
         room: Largest number of candidates of each class in each block. None sets no limit.
         track: Progress callback.
@@ -163,8 +163,8 @@ def round_robin_greedy(
     if len(impossible := (greedy.gains == -torch.inf).nonzero()):
         turn = int(impossible[0])
         raise ValueError(
-            f"block {turns[turn]} has no room for any candidate that is left in turn {turn}: give each block room for "
-            "as many candidates as it has turns, and for no more of a class than there are"
+            f"block {turns[turn]} has no room for any remaining candidate in turn {turn}: give each block room for as "
+            "many candidates as it has turns, and for no more of a class than exist"
         )
     return GreedyPicks(greedy.picks, greedy.gains, greedy.covered)
 
@@ -172,7 +172,7 @@ def round_robin_greedy(
 def best_similarity(
     represented: Float[Tensor, "represented dim"], picks: Float[Tensor, "picks dim"]
 ) -> Float[Tensor, "represented"]:
-    """The largest max(0, dot product) of each represented item with a pick. All rows are unit vectors."""
+    """Largest max(0, dot product) of each represented item with a pick. All rows are unit vectors."""
     best = represented.new_zeros(len(represented))
     for chunk in picks.split(max(1, CHUNK // len(represented))):
         best = torch.maximum(best, (represented @ chunk.T).amax(1))
@@ -183,9 +183,9 @@ class _Matrix(NamedTuple):
     """Similarities from a matrix."""
 
     rows: Float[Tensor, "represented candidates"]
-    columns: Float[Tensor, "candidates represented"]  # a copy: strided reads take ten times as long
+    columns: Float[Tensor, "candidates represented"]  # a copy: strided reads are ten times slower
 
-    capturable = False  # as a CUDA graph: whether nothing below waits for the GPU
+    capturable = False  # whether the methods can be captured as a CUDA graph: none waits for the GPU
     rounding = 0.0  # largest difference of equal similarities
 
     def similar(self, subset: Int[Tensor, "subset"]) -> Float[Tensor, "subset represented"]:
@@ -202,7 +202,7 @@ class _Matrix(NamedTuple):
 
 
 class _Embeddings(NamedTuple):
-    """Similarities computed from embeddings when they are needed. Methods as those of `_Matrix`."""
+    """Similarities computed from embeddings on demand, with the methods of `_Matrix`."""
 
     represented: Float[Tensor, "represented dim"]
     candidates: Float[Tensor, "candidates dim"]
@@ -234,11 +234,11 @@ def _drops_backend(candidates: Float[Tensor, "candidates dim"]) -> dispatch.Back
 class _LazyGreedy:
     """Greedy picks that recompute few gains.
 
-    Every block keeps an upper bound of each candidate's gain. Picks lower all bounds by what they newly cover; the
-    t-th pick of a block newly covers about one in t of the items. Rounding makes these differences inexact, so a
-    round recomputes the gains of the largest bounds, and picks if the best candidate is then certain. It goes on with
-    the recomputed candidates, whose similarities it keeps, while their best gain is above all other bounds: gains
-    only shrink, so these are still bounds, and the picks are the same as if all were recomputed. Then it lowers the
+    Every block keeps an upper bound of each candidate's gain. Picks lower all bounds by their new coverage; the t-th
+    pick of a block newly covers about one in t of the items. Rounding makes these differences inexact, so a round
+    recomputes the gains of the largest bounds, and picks if the best candidate is then certain. It continues with the
+    recomputed candidates, whose similarities it keeps, while their best gain is above all other bounds: gains only
+    shrink, so these are still bounds, and the picks are the same as with all gains recomputed. Then it lowers the
     bounds for all of its picks at once. No shape depends on values, so that a GPU replays the three steps of a round.
     """
 
@@ -253,35 +253,35 @@ class _LazyGreedy:
         room: Int[Tensor, "blocks classes"] | None = None,
     ) -> None:
         self.similarity, self.covered, self.classes = similarity, covered.clone(), classes
-        self.bonus = bonus  # minus infinity for what was picked
+        self.bonus = bonus  # minus infinity for picked candidates
         self.room = None if room is None else room.clone()
         self.turns = torch.tensor(turns, device=gains.device)
         self.turn = self.turns.new_zeros(1)  # number of picks so far
         self.bounds = gains.repeat(len(covered), 1)
         self.exact = torch.ones_like(self.bounds, dtype=torch.bool)  # bounds that are gains
         self.picks, self.gains = torch.zeros_like(self.turns), gains.new_zeros(len(turns))
-        # of a round
+        # state of a round
         self.block = self.turns.new_zeros(1)
-        self.before = covered[0].clone()  # `covered` of the block when the round began
+        self.before = covered[0].clone()  # `covered` of the block at the start of the round
         self.refreshed = self.turns.new_zeros(min(REFRESHED, len(bonus)))
         self.similar = covered.new_zeros(len(self.refreshed), covered.shape[1])  # of the refreshed candidates
         self.others = gains.new_zeros(())  # largest bound of all other candidates
-        self.certain = self.turn > 0  # whether the last pick was
+        self.certain = self.turn > 0  # whether the last pick was certain
 
     def run(self) -> Iterator[int]:
-        """Make all picks, and yield their number from time to time."""
-        begin, go_on, lower = self.begin, self.go_on, self.lower
+        """Make all picks, and yield the number of picks so far at intervals."""
+        begin, extend, lower = self.begin, self.extend, self.lower
         turns = self.turns.tolist()
         done, rounds, most = 0, 0, 2
         while done < len(turns):
             if rounds == WARM_UP_ROUNDS and self.similarity.capturable and done + MIN_PICKS_TO_CAPTURE < len(turns):
                 self.certain.fill_(False)
-                self.go_on()  # picks nothing; the first call of a step must not be captured
-                begin, go_on, lower = (record_graph(step)[0] for step in (begin, go_on, lower))
+                self.extend()  # picks nothing; the first call of a step must not be captured
+                begin, extend, lower = (record_graph(step)[0] for step in (begin, extend, lower))
             ahead = turns[done : done + most]
             begin()
             for _ in takewhile(ahead[0].__eq__, ahead[1:]):
-                go_on()
+                extend()
             lower()
             made = int(self.turn) - done
             rounds, done, most = rounds + 1, done + made, min(2 * max(1, made), len(self.refreshed))
@@ -306,28 +306,28 @@ class _LazyGreedy:
         self.pick(pick, total[pick], self.similarity.similar(pick)[0])
         self.others.copy_(total.index_fill(0, torch.cat([self.refreshed, pick]), -torch.inf).max())
 
-    def go_on(self) -> None:
-        """Pick the best refreshed candidate if it is certain that no other is as good."""
+    def extend(self) -> None:
+        """Pick the best refreshed candidate if no other can be as good."""
         rounding, count = self.similarity.rounding, len(self.refreshed)
         dispatch.choose("pick_refreshed", self.bonus.device, self.bonus.dtype, count).run(self, TIE, rounding)
 
     def lower(self) -> None:
-        """Lower the bounds of the block by what was newly covered since the round began."""
+        """Lower the bounds of the block by the new coverage of this round."""
         drops = self.similarity.drops(self.before, self.covered[self.block][0])
-        bounds = (self.bounds[self.block][0] - (1 - TIE) * drops).clamp(min=0)  # must not be too low by rounding
+        bounds = (self.bounds[self.block][0] - (1 - TIE) * drops).clamp(min=0)  # rounding must not make them too low
         self.bounds[self.block] = bounds
-        # a bound of 0 cannot shrink; all others count as changed, so that the next round has the largest at hand
+        # a bound of 0 cannot shrink; all others count as changed, so that the next round refreshes the largest
         self.exact[self.block] &= ~(drops > 0).any() | (bounds == 0)
 
     def allowed_bonus(self, subset: Int[Tensor, "subset"] | slice) -> Float[Tensor, "subset"]:
-        """Bonus of each candidate of a subset; minus infinity for those that the block cannot pick."""
+        """Bonus of each candidate of a subset; minus infinity if the block cannot pick it."""
         bonus = self.bonus[subset]
         if self.room is None or self.classes is None:
             return bonus
         return bonus.masked_fill((self.room[self.block][0] < 1)[self.classes[subset]], -torch.inf)
 
     def pick(self, pick: Int[Tensor, "1"], gain: Float[Tensor, "1"], similar: Float[Tensor, "represented"]) -> None:
-        """Pick a candidate, unless another one may be better or all picks are made."""
+        """Pick a candidate, unless another one may be better or all picks are complete."""
         self.certain &= self.turn < len(self.turns)
         turn = self.turn.clamp(max=len(self.turns) - 1)
         self.picks[turn] = pick.where(self.certain, self.picks[turn])
@@ -342,7 +342,7 @@ class _LazyGreedy:
 
 @dispatch.register("pick_refreshed", "portable")
 def portable_pick(greedy: _LazyGreedy, tie: float, rounding: float) -> None:
-    """`_LazyGreedy.go_on` in plain PyTorch."""
+    """`_LazyGreedy.extend` in plain PyTorch."""
     gains = _gains(greedy.similar, greedy.covered[greedy.block][0], rounding)
     total = gains + greedy.allowed_bonus(greedy.refreshed)
     best = total.max()
@@ -355,7 +355,7 @@ def portable_pick(greedy: _LazyGreedy, tie: float, rounding: float) -> None:
 def _first_gains(
     represented: Float[Tensor, "represented dim"], candidates: Float[Tensor, "candidates dim"], track: Track
 ) -> Float[Tensor, "candidates"]:
-    """The gain of each candidate for an empty block."""
+    """Gain of each candidate for an empty block."""
     parts = represented.split(-(-len(represented) // FIRST_GAINS_STEPS))
     advance, gains = track("first gains", len(parts)), candidates.new_zeros(len(candidates))
     for part in parts:
@@ -367,7 +367,7 @@ def _first_gains(
 
 @dispatch.register("coverage_drops", "portable")
 def portable_drops(represented: Tensor, candidates: Tensor, before: Tensor, after: Tensor) -> Tensor:
-    """For each candidate the sum over items of clamp(similarity, before, after) - before, in plain PyTorch."""
+    """Sum over items of clamp(similarity, before, after) - before for each candidate, in plain PyTorch."""
     changed = (after > before).nonzero()[:, 0]
     if not len(changed):
         return candidates.new_zeros(len(candidates))

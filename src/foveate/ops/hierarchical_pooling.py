@@ -1,6 +1,6 @@
 """Hierarchical pooling of a sequence, and top-k selection of its blocks from the coarsest level to the finest.
 
-A *node* of level l stands for a run of ``block_size ** l`` tokens; the last node of a level may be shorter. A node of
+A *node* of level l is a run of ``block_size ** l`` tokens; the last node of a level may be shorter. A node of
 level 1 is a block of tokens. The portable path below is the definition. It runs on any device and scores a bounded
 number of candidates at a time.
 """
@@ -41,7 +41,7 @@ AT_ONCE = 2**20  # entries gathered or scored at once
 
 
 class Readers(NamedTuple):
-    """The nodes that picked each node of a level, in compressed rows.
+    """Nodes that picked each node of a level, in compressed rows.
 
     Attributes:
         offsets: Int32 [batch, heads, nodes + 1]: node j was picked by ``rows[offsets[j] : offsets[j + 1]]``.
@@ -53,16 +53,16 @@ class Readers(NamedTuple):
 
 
 class Selection(NamedTuple):
-    """The nodes that each node of a sequence picked, for one or more calls of `log_linear_attention`.
+    """Nodes that each node of a sequence picked, for one or more calls of `log_linear_attention`.
 
     Attributes:
-        lists: Picks for each level, the finest first: int32 [batch, heads, nodes, picks], ascending, filled up with
-            -1. ``lists[0]`` holds the blocks of tokens that each block of queries reads.
+        lists: Picks for each level, the finest first: int32 [batch, heads, nodes, picks], ascending, padded with -1.
+            ``lists[0]`` holds the blocks of tokens that each block of queries reads.
         counts: Number of real tokens in each node, for each level: int32 [batch, nodes], or one row for the whole
             batch if no token is padding.
         tokens: Length of the sequence.
         block_size: Tokens of a block, and children of a node.
-        top_k: Number of nodes that each node was asked to pick.
+        top_k: The option `top_k` of the call.
         full: Whether lists are known to have no -1, because no token was padding.
     """
 
@@ -79,7 +79,7 @@ class Selection(NamedTuple):
         return len(self.lists)
 
     def transpose(self, level: int = 1) -> Readers:
-        """The nodes that picked each node of a level, as a backward pass over keys needs them.
+        """Nodes that picked each node of a level, for a backward pass over keys.
 
         Examples:
             >>> picks = torch.tensor([[1, 2], [2, 3], [0, 3], [1, 3]], dtype=torch.int32)
@@ -105,7 +105,7 @@ def select_blocks(
     levels: int | None = None,
     key_padding_mask: Bool[Tensor, "batch tokens"] | None = None,
 ) -> Selection:
-    """The `top_k` blocks of keys that each block of queries reads, selected level by level.
+    """Select `top_k` blocks of keys for each block of queries to read, level by level.
 
     Queries and keys are averaged over the nodes of every level. On the top level, each node picks the nodes whose mean
     key has the largest product with its mean query. On each level below, it picks among the children of its parent's
@@ -138,7 +138,7 @@ def select_blocks(
 
 
 def automatic_levels(tokens: int, block_size: int = 16, top_k: int = 8) -> int:
-    """The fewest levels, at most 4, such that the top level has at most ``4 * top_k * block_size`` nodes.
+    """Smallest number of levels, at most 4, with a top level of at most ``4 * top_k * block_size`` nodes.
 
     A level's picks hold ``top_k * block_size`` keys, so the top level has at most 4 times as many.
 
@@ -153,7 +153,7 @@ def automatic_levels(tokens: int, block_size: int = 16, top_k: int = 8) -> int:
 def check_inputs(
     tensors: dict[str, Tensor], top_k: int, block_size: int, levels: int | None, mask: Tensor | None = None
 ) -> int:
-    """The number of levels to use, after checking queries, keys, mask and options.
+    """Check queries, keys, mask and options. Returns the number of levels to use.
 
     Raises:
         ValueError: If they do not match or are out of range.
@@ -192,10 +192,10 @@ def check_head_dim(head_dim: int) -> None:
 
 
 def check_options(top_k: int, block_size: int, levels: int | None) -> None:
-    """Check options without knowing the sequence.
+    """Check options independently of the sequence.
 
     Raises:
-        ValueError: If one is out of range.
+        ValueError: If an option is out of range.
     """
     for name, value in (("top_k", top_k), ("block_size", block_size), ("levels", levels)):
         if isinstance(value, float):
@@ -209,7 +209,7 @@ def check_options(top_k: int, block_size: int, levels: int | None) -> None:
 
 
 def levels_for(tokens: int, top_k: int, block_size: int, levels: int | None) -> int:
-    """The number of levels that a call with the option `levels` uses; None is `automatic_levels`.
+    """Number of levels of a call with the option `levels`; None is `automatic_levels`.
 
     Raises:
         ValueError: If a lower level is a single node already.
@@ -226,7 +226,7 @@ def levels_for(tokens: int, top_k: int, block_size: int, levels: int | None) -> 
 
 
 def keys_per_query(tokens: int, top_k: int, block_size: int, levels: int, enriched: int) -> int:
-    """The largest number of keys, tokens and means, that a query reads; shorter last nodes may make it fewer.
+    """Largest number of keys, tokens and means, that a query reads; fewer if last nodes are shorter.
 
     Examples:
         >>> [keys_per_query(side * side, 8, 16, levels, levels) for side, levels in ((64, 1), (128, 2), (512, 3))]
@@ -261,7 +261,7 @@ def pool(
 ) -> list[Float[Tensor, "batch heads _ dim"]]:
     """Mean of the real tokens of each node of every level, in float32 or wider. Padding in `x` must be zero.
 
-    Sums are carried from level to level, not means, so that shorter last nodes have no more weight than their tokens.
+    Sums instead of means are passed from level to level, so that a shorter last node weighs only its tokens.
     """
     sums, means = x, []
     for count in counts:
@@ -300,7 +300,7 @@ def choose_blocks(
     top_k: int,
     block: int,
 ) -> list[Int[Tensor, "batch heads _ picks"]]:
-    """The lists of `select_blocks` from keys that are pooled already. Padding in `q` must be zero."""
+    """Lists of `select_blocks` from pooled keys. Padding in `q` must be zero."""
     with torch.no_grad():
         pooled_q = [mean.to(q.dtype) for mean in pool(q.detach(), counts, block)]
     return _pick(pooled_q, [k.detach() for k in pooled_k], list(counts), top_k, block)
@@ -322,7 +322,7 @@ def _(q: list[Tensor], k: list[Tensor], counts: list[Tensor], top_k: int, block:
 
 
 def _pick_level(q: Tensor, k: Tensor, counts: Tensor, above: Tensor | None, top_k: int, block: int) -> Tensor:
-    """The lists of one level. Siblings choose among the same candidates, so families are scored together."""
+    """Lists of one level. Siblings choose among the same candidates, so families are scored together."""
     batch, heads, nodes, dim = q.shape
     wide = torch.promote_types(q.dtype, torch.float32)
     families = _nodes(nodes, block, 1)
@@ -344,7 +344,7 @@ def _pick_level(q: Tensor, k: Tensor, counts: Tensor, above: Tensor | None, top_
 
 
 def children(picks: Int[Tensor, "rows picks"], nodes: int, block: int) -> Int[Tensor, "rows candidates"]:
-    """Indices of the children of nodes, in the same order; -1 for those not among the `nodes` of the level below."""
+    """Indices of the children of nodes, in the same order; -1 beyond the `nodes` of the level below."""
     below = (picks[..., None] * block + torch.arange(block, device=picks.device)).flatten(1)
     return below.where((below >= 0) & (below < nodes), -1)
 
@@ -352,7 +352,7 @@ def children(picks: Int[Tensor, "rows picks"], nodes: int, block: int) -> Int[Te
 def _best(scores: Tensor, alive: Tensor, top_k: int) -> Tensor:
     """Indices of the `top_k` largest scores of each row, ascending; ties go to the first.
 
-    If fewer are alive, the list is filled up with the number of scores, which is past the end.
+    If fewer are alive, the list is padded with the number of scores, an index past the end.
     """
     scores = scores.nan_to_num(nan=torch.inf, posinf=torch.inf).masked_fill_(~alive, -torch.inf)  # NaN must propagate
     last = scores.topk(top_k).values[..., -1:]

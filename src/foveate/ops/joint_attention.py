@@ -19,7 +19,7 @@ __all__ = ["LogLinear", "Pattern", "backend_of", "joint_attention"]
 class LogLinear(NamedTuple):
     """Image queries attend to the image log-linearly and to all of the text; text queries attend to everything.
 
-    Lengths are stored as lengths of tensors, so that compiled code is not recompiled for every length of a text.
+    Lengths are stored as lengths of tensors, so that compiled code is not recompiled for every text length.
 
     Attributes:
         text: Any tensor with one entry per text token.
@@ -32,7 +32,7 @@ class LogLinear(NamedTuple):
     options: dict[str, Any]
 
     def keys(self) -> int:
-        """The largest number of image keys, tokens and means, that an image query reads."""
+        """Largest number of image keys, tokens and means, that an image query reads."""
         tokens = len(self.image)
         top_k, block_size, levels, enrich = (
             self.options[name] for name in ("top_k", "block_size", "levels", "enrich")
@@ -41,12 +41,12 @@ class LogLinear(NamedTuple):
         return keys_per_query(tokens, top_k, block_size, levels, enriched_levels(levels, enrich))
 
     def pairs(self) -> int:
-        """The largest number of pairs of a query and a key (a token or a mean)."""
+        """Largest number of pairs of a query and a key (a token or a mean)."""
         text, image = len(self.text), len(self.image)
         return text * (text + image) + image * (text + self.keys())
 
     def sparsity(self) -> float:
-        """Fraction of dense attention's pairs that is skipped; negative if means make it more."""
+        """Skipped fraction of the pairs of dense attention; negative if means add more pairs."""
         return 1 - self.pairs() / self.query_tokens**2
 
     @property
@@ -59,7 +59,7 @@ class LogLinear(NamedTuple):
         return []
 
     def merged(self, image: int) -> "LogLinear":
-        """The same pattern for an image of which `image` tokens remain after merging."""
+        """The same pattern for an image with `image` tokens after merging."""
         return self._replace(image=self.image[:image])
 
 
@@ -78,8 +78,8 @@ def joint_attention(
 
     Args:
         q: Queries, after normalization and RoPE, text first.
-        k: Keys, after normalization and RoPE, text first. Of a log-linear pattern there may be more than queries: all
-            keys before those of the image are read as text.
+        k: Keys, after normalization and RoPE, text first. A log-linear pattern allows more keys than queries: all keys
+            before the image keys count as text.
         v: Values, text first.
         pattern: Pattern for this number of tokens.
         scatter: Position of each query in the output, as `block_attention` takes it.
@@ -90,7 +90,7 @@ def joint_attention(
         >>> joint_attention(q, k, v, LogLinear(torch.empty(10), torch.empty(1024), options)).shape
         torch.Size([1, 2, 1034, 64])
     """
-    if torch.is_autocast_enabled(q.device.type):  # as scaled_dot_product_attention does
+    if torch.is_autocast_enabled(q.device.type):  # like scaled_dot_product_attention
         dtype = torch.get_autocast_dtype(q.device.type)
         q, k, v = (x if x.dtype == torch.float64 else x.to(dtype) for x in (q, k, v))
     if isinstance(pattern, BlockTable):

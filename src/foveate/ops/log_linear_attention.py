@@ -25,12 +25,12 @@ __all__ = ["LogLinearOutput", "Options", "choose_backend", "enriched_levels", "l
 
 
 class LogLinearOutput(NamedTuple):
-    """The result of `log_linear_attention`.
+    """Result of `log_linear_attention`.
 
     Attributes:
         out: Output [batch, heads, tokens, head_dim], in the dtype of q.
         lse: Per-query log-sum-exp [batch, heads, tokens], float32 (float64 for float64).
-        selection: The blocks that were read; pass it to another call to read the same blocks.
+        selection: Selected blocks; pass it to another call to read the same blocks.
     """
 
     out: Tensor
@@ -39,17 +39,17 @@ class LogLinearOutput(NamedTuple):
 
 
 class Options(NamedTuple):
-    """The options of `log_linear_attention` with all defaults resolved, as its backends take them.
+    """Options of `log_linear_attention` for its backends, with all defaults resolved.
 
     Attributes:
         top_k: Number of nodes that each node picks.
         block_size: Tokens of a block, and children of a node.
         levels: Number of pooled levels.
-        enriched: Number of levels, from the finest, whose means are read.
+        enriched: Number of levels with means to read, from the finest.
         reweight: Whether a mean counts once for each of its tokens.
         scale: Factor on q·k.
-        exclude_selected: Whether to skip means of nodes that are read in finer form.
-        full: Whether lists are known to have no -1, also if the call has yet to choose them.
+        exclude_selected: Whether to skip means of nodes that are read at a finer level.
+        full: Whether lists are known to have no -1, even before they are chosen.
     """
 
     top_k: int
@@ -79,10 +79,10 @@ def log_linear_attention(
     key_padding_mask: Bool[Tensor, "batch tokens"] | None = None,
     exclude_selected: bool = False,
 ) -> LogLinearOutput:
-    """Attention of every query over the blocks that it picked and over the means of coarser nodes, in one softmax.
+    """Attention of every query over its selected blocks and over the means of coarser nodes, in one softmax.
 
     `select_blocks` picks the nodes. A query reads the tokens of the blocks that its block picked, the means of all
-    nodes of the top level, and on each level below, the means of all candidates from which its ancestor picked. A mean
+    nodes of the top level, and on each level below, the means of all candidates of its ancestor's choice. A mean
     counts once for each of its tokens: log(count) is added to its score.
 
     Differentiable once in q, k, v, extra_k and extra_v, also through the LSE, but not through the picks. Works with
@@ -96,14 +96,14 @@ def log_linear_attention(
         block_size: Tokens of a block, and children of a node: 16, 32 or 64.
         levels: Number of pooled levels, 1 to 4. None takes it from `selection`, or from `automatic_levels`.
         selection: Selection of an earlier call or of `select_blocks`, to read the same blocks again.
-        enrich: Whether to read means. An integer n reads only those of levels 1 to n.
+        enrich: Whether to read means. An integer n limits them to levels 1 to n.
         reweight: Whether a mean counts once for each of its tokens; otherwise it counts as one key.
         scale: Factor on q·k; ``head_dim ** -0.5`` if None.
-        extra_k: Additional keys that every query reads, such as those of a text.
+        extra_k: Additional keys that every query reads, such as text keys.
         extra_v: Values of the additional keys.
         key_padding_mask: True where a token is real. Padding is in no mean and is never read; its output is 0 and its
             LSE -inf.
-        exclude_selected: Skip the means of nodes that a query's own ancestors picked, so that no token counts twice.
+        exclude_selected: Skip the means of nodes that a query's ancestors picked, so that no token counts twice.
 
     Raises:
         ValueError: If the tensors do not match each other or the selection, or an option is out of range.
@@ -141,7 +141,7 @@ def log_linear_attention(
 
 
 def enriched_levels(levels: int, enrich: bool | int) -> int:
-    """The number of levels whose means are read.
+    """Number of levels with means to read.
 
     Raises:
         ValueError: If `enrich` is more than the number of levels.
@@ -152,7 +152,7 @@ def enriched_levels(levels: int, enrich: bool | int) -> int:
 
 
 def choose_backend(device: torch.device, dtype: torch.dtype, head_dim: int, top_k: int) -> dispatch.Backend:
-    """The backend for a call with these options; kernels have a limited `top_k`."""
+    """Backend for a call with these options; kernels limit `top_k`."""
     return dispatch.choose("log_linear_attention", device, dtype, head_dim, portable=top_k > MAX_KERNEL_TOP_K)
 
 

@@ -1,4 +1,4 @@
-"""Token merging: the regions within which tokens merge, and merges by weights (`Merge`) or by index (`IndexMerge`)."""
+"""Token merging: regions of tokens, and merges within them by weights (`Merge`) or by index (`IndexMerge`)."""
 
 from collections.abc import Sequence
 from itertools import groupby
@@ -25,8 +25,8 @@ class Group(NamedTuple):
     Attributes:
         number: Number of regions.
         shape: (rows, columns) of each region in tokens; windows of videos have (frames, rows, columns).
-        kept: Number of tokens that each region is merged into.
-        merges: Whether the regions are merged at all.
+        kept: Number of tokens of each region after merging.
+        merges: Whether the regions are merged.
     """
 
     number: int
@@ -41,15 +41,15 @@ class Group(NamedTuple):
 
 
 class Regions(NamedTuple):
-    """The regions within which image tokens merge, for one image size.
+    """Regions within which image tokens merge, for one image size.
 
     Attributes:
         order: Raster index of the image token at each position; the tokens of a region are consecutive.
         inverse: Position of each raster token.
-        groups: The regions in this order; consecutive regions of one shape form a group.
+        groups: Regions in this order; consecutive regions of one shape form a group.
         grid: (rows, columns) of the generated image in tokens, or (frames, rows, columns) of a video.
-        picked: Raster indices of the destinations in the generated image, for plots: those of the first sample in
-            the model's last group of blocks. None before there is a plan.
+        picked: Raster indices of the destinations in the generated image, for plots, from the first sample in the
+            model's last group of blocks. None before the first plan.
     """
 
     order: Int[Tensor, "image"]
@@ -76,7 +76,7 @@ class Regions(NamedTuple):
     @property
     @persistent
     def tile_maps(self) -> tuple[Int[Tensor, "*grid"], ...]:
-        """The region of every token of the generated image, for plots."""
+        """Region of every token of the generated image, for plots."""
         number = torch.arange(sum(group.number for group in self.groups))
         sizes = torch.tensor([group.tokens for group in self.groups for _ in range(group.number)])
         regions = number.repeat_interleave(sizes)[self.inverse.cpu()]
@@ -84,14 +84,14 @@ class Regions(NamedTuple):
 
     @persistent
     def merged(self, table: BlockTable, text: int) -> BlockTable:
-        """The block table of the merged tokens: the same blocks with fewer tokens each.
+        """Block table of the merged tokens: the same blocks with fewer tokens each.
 
         Args:
             table: Block table over [text | image in this order].
             text: Number of text tokens.
 
         Raises:
-            ValueError: If the tokens of a region differ in what they read or in what reads them.
+            ValueError: If the tokens of a region have different keys or different readers.
         """
         self._check_borders(table, text)
         kept = [torch.ones(text, dtype=torch.long)]
@@ -114,7 +114,7 @@ class Regions(NamedTuple):
             raise ValueError(f"a merge region crosses a border of the sparse attention tiles, at tokens {across}")
 
     def positions_of(self, chosen: Sequence[Tensor]) -> Int[Tensor, "batch merged"]:
-        """Positions in `order` of tokens that are numbered within their regions [batch, number, kept]."""
+        """Positions in `order` of tokens numbered within their regions [batch, number, kept]."""
         first, positions = 0, list[Tensor]()
         for group, picks in zip(self.groups, chosen, strict=True):
             starts = first + group.tokens * torch.arange(group.number, device=picks.device)
@@ -130,7 +130,7 @@ class Merge(NamedTuple):
 
     Attributes:
         lengths: Number of tokens of each group of regions.
-        gather: Merge weights of each group [batch, number, kept, tokens]; rows sum to 1. None where nothing merges.
+        gather: Merge weights of each group [batch, number, kept, tokens]; rows sum to 1. None without merging.
         spread: Unmerge weights of each group [batch, number, kept, tokens]; columns sum to 1.
         chosen: Destinations of each group, numbered within their region [batch, number, kept], ascending.
         positions: Positions of the destinations in the order of the tokens [batch, merged].
@@ -145,17 +145,17 @@ class Merge(NamedTuple):
     def merge(
         self, x: Float[Tensor, "batch all dim"], text: int = 0, order: Int[Tensor, "all"] | None = None
     ) -> Float[Tensor, "batch fewer dim"]:
-        """The merged tokens: each destination is a weighted mean of the tokens of its region.
+        """Merged tokens: each destination is a weighted mean of the tokens of its region.
 
         Args:
-            x: Text tokens, which are kept as they are, followed by image tokens.
+            x: Text tokens, which stay unchanged, followed by image tokens.
             text: Number of text tokens.
-            order: Permutation that takes x into the order of the regions. None: x is in that order.
+            order: Permutation of x into the order of the regions. None: x is in this order.
         """
         return _multiply(self.gather, x, self.lengths, text, order)
 
     def unmerge(self, y: Float[Tensor, "batch fewer dim"], text: int = 0) -> Float[Tensor, "batch all dim"]:
-        """All tokens again: each is the weighted sum of the destinations it was merged into."""
+        """Unmerged tokens: each is the weighted sum of its destinations."""
         lengths = [chosen.shape[1] * chosen.shape[2] for chosen in self.chosen]
         return _multiply([weights if weights is None else weights.mT for weights in self.spread], y, lengths, text)
 
@@ -172,7 +172,7 @@ class Merge(NamedTuple):
             x: Tokens before merging.
             before: Merged tokens before the layers.
             after: Merged tokens after the layers.
-            order: Permutation that takes x into the order of the regions. None: x is in that order.
+            order: Permutation of x into the order of the regions. None: x is in this order.
         """
         weights = [weights.mT for weights in self.spread if weights is not None]
         if weights and len(weights) == len(self.spread):
@@ -180,9 +180,9 @@ class Merge(NamedTuple):
         return add_tokens(x, self.unmerge(after - before), order)
 
     def rope(self: "AnyMerge", rows: Float[Tensor, "samples image dim"]) -> Float[Tensor, "batch merged dim"]:
-        """Rotary embedding rows of the merged tokens: those of their destinations.
+        """Rotary embedding rows of the destinations, for the merged tokens.
 
-        `rows` has one sample if all have the same.
+        `rows` has one sample if all samples share them.
         """
         return rows.take_along_dim(self.positions[..., None], 1)
 
@@ -215,7 +215,7 @@ class IndexMerge(NamedTuple):
     def merge(
         self, x: Float[Tensor, "batch all dim"], text: int = 0, order: Int[Tensor, "all"] | None = None
     ) -> Float[Tensor, "batch fewer dim"]:
-        """The merged tokens; see `Merge.merge`."""
+        """Merged tokens; see `Merge.merge`."""
         x = x if order is None else x.index_select(1, order)
         if text:
             return torch.cat([x[:, :text], self.merge(x[:, text:])], 1)
@@ -232,7 +232,7 @@ class IndexMerge(NamedTuple):
         return mean.to(x.dtype)
 
     def unmerge(self, y: Float[Tensor, "batch fewer dim"], text: int = 0) -> Float[Tensor, "batch all dim"]:
-        """All tokens again: each is a copy of its destination."""
+        """Unmerged tokens: each is a copy of its destination."""
         if text:
             return torch.cat([y[:, :text], self.unmerge(y[:, text:])], 1)
         return y.take_along_dim(self.dst_index[..., None], 1)
@@ -247,7 +247,7 @@ AnyMerge = Merge | IndexMerge
 def _multiply(
     weights: Sequence[Tensor | None], x: Tensor, lengths: Sequence[int], text: int, order: Tensor | None = None
 ) -> Tensor:
-    """The text tokens, followed by the products of each group of regions with its matrices."""
+    """Text tokens, followed by the products of each group of regions with its matrices."""
     if len(weights) == 1 and weights[0] is not None:
         return region_matmul(weights[0], x, text, order)
     if order is None:
@@ -264,7 +264,7 @@ def _product(weights: Tensor | None, x: Tensor, rows: Tensor | None) -> Tensor:
 
 
 def merge_adjacent(groups: Sequence[Group]) -> tuple[Group, ...]:
-    """Groups of one region each, with adjacent equal ones joined."""
+    """Join adjacent equal groups."""
     return tuple(group._replace(number=len(list(same))) for group, same in groupby(groups))
 
 
@@ -272,8 +272,8 @@ _MERGED: WeakTensorCache[tuple[Tensor, Tensor]] = WeakTensorCache()
 
 
 def merged_pattern(table: Pattern, regions: Regions, text: int) -> Pattern:
-    """The pattern of sparse attention among merged tokens."""
+    """Pattern of sparse attention among merged tokens."""
     if isinstance(table, LogLinear):
         return table.merged(regions.kept)
     queries, keys = _MERGED.get([*table], (regions.groups, text), lambda: regions.merged(table, text)[:2])
-    return BlockTable(queries, keys, *table[2:])  # the cache must not hold the table that it is keyed by
+    return BlockTable(queries, keys, *table[2:])  # the cache must not hold its key, the table

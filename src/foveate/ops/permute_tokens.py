@@ -16,13 +16,13 @@ def permute_tokens(
     order: Int[Tensor, "taken"] | None = None,
     rope: Rope | None = None,
 ) -> tuple[Float[Tensor, "batch taken heads dim"], ...]:
-    """The tokens ``x[:, order]`` of each tensor; the first two, queries and keys, are rotated before.
+    """Tokens ``x[:, order]`` of each tensor, after rotation of the first two, queries and keys.
 
-    On an NVIDIA GPU one kernel does all of it, unless gradients are needed.
+    On an NVIDIA GPU this is one kernel, unless gradients are needed.
 
     Args:
         tensors: One to three tensors.
-        order: Tokens to take; None takes all as they are.
+        order: Tokens to take; None takes all tokens in their order.
         rope: (cos, sin) of each token before the permutation. Channels 2i and 2i + 1 form a pair, as in FLUX.
 
     Examples:

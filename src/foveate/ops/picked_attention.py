@@ -1,7 +1,7 @@
 """One softmax over picked blocks and shared keys: the core of the portable path of log-linear attention.
 
 *Shared keys* are the means of all levels, the finest first, followed by extra keys. All queries of a *run*, up to 256,
-see the same shared keys; picked blocks of tokens differ from block to block of queries. Both are gathered from tables
+attend to the same shared keys; picked blocks of tokens differ between blocks of queries. Both are gathered from tables
 for a few runs at a time, so that memory stays linear in the number of tokens. The backward pass recomputes the scores.
 """
 
@@ -37,19 +37,19 @@ def picked_attention(
 ) -> tuple[Tensor, Tensor]:
     """Output and LSE of every query. Differentiable once in q, k, v, shared_k and shared_v.
 
-    Values may have fewer channels than keys. A query that sees no key gets zeros and an LSE of -inf.
+    Values may have fewer channels than keys. A query without visible keys gets zeros and an LSE of -inf.
 
     Args:
         q: Queries [batch, heads, tokens, dim].
         k: Keys.
         v: Values.
-        shared_k: Means of `enriched` levels, the finest first, then extra keys that all queries see.
+        shared_k: Means of `enriched` levels, the finest first, then extra keys, visible to all queries.
         shared_v: Values of the shared keys.
         shared_bias: Bias of their scores [1 or batch, shared], float32 or wider; -inf hides a key from all queries.
-        real: Bool [batch, tokens], False for padding, which no query sees.
+        real: Bool [batch, tokens], False for padding, which is hidden from all queries.
         lists: Lists of a `Selection`.
         block: Tokens of a block.
-        enriched: Number of levels whose means are among the shared keys.
+        enriched: Number of levels with means among the shared keys.
         exclude: Whether to hide from queries the means of nodes that their ancestors picked.
         scale: Factor on q·k.
     """
@@ -63,7 +63,7 @@ def picked_attention(
             q_part = queries[piece].to(lse.dtype)
             scores = [read.scores(q_part, scale) for read in reads]
             top = _per_run((part.amax(-1) for part in scores), q_part).amax(0)
-            top = top.clamp(min=torch.finfo(top.dtype).min)  # finite even where no key is seen
+            top = top.clamp(min=torch.finfo(top.dtype).min)  # finite even without visible keys
             weights = [part.sub_(read.cut(top)).exp_() for part, read in zip(scores, reads, strict=True)]
             total = _per_run((part.sum(-1) for part in weights), q_part).sum(0)
             mixed = _per_run((part @ read.v for part, read in zip(weights, reads, strict=True)), q_part).sum(0)
@@ -88,7 +88,7 @@ def _backward(
     tables = tables_of(k, v, shared_k, shared_v, shared_bias, real, split)
     sums = [[torch.zeros_like(x, dtype=lse.dtype).flatten(1) for x in (table.k, table.v)] for table in tables]
     queries, grads = split.runs_of(q), split.runs_of(grad_out)
-    lse = lse.where(lse.isfinite(), 0)  # where no key is seen, all weights are 0
+    lse = lse.where(lse.isfinite(), 0)  # without visible keys, all weights are 0
     lse, grad_lse = (split.runs_of(x[..., None]) for x in (lse, grad_lse))
     dq = torch.empty_like(queries)
     with torch.autocast(q.device.type, enabled=False):
@@ -135,7 +135,7 @@ def _per_run(parts: Iterable[Tensor], q: Tensor) -> Tensor:
 
 
 def _to_tokens(x: Tensor, like: Tensor) -> Tensor:
-    """Runs, or rows of a table, as [batch, heads, tokens, dim] without padding."""
+    """Convert runs, or rows of a table, to [batch, heads, tokens, dim] without padding."""
     return torch.empty_like(like).copy_(x.view(*like.shape[:2], -1, like.shape[3])[:, :, : like.shape[2]])
 
 
@@ -148,16 +148,16 @@ def _add(table: Tensor, rows: Tensor, part: Tensor) -> None:
         table.index_add_(0, rows.flatten(), part)
 
 
-# --- the keys that queries read ---
+# --- keys that queries read ---
 
 
 class Split(NamedTuple):
-    """How queries are split into runs, and the sizes of what they read.
+    """Split of queries into runs, and numbers of their keys.
 
     Attributes:
         block: Tokens of a block.
         blocks: Number of blocks of a head.
-        means: Number of means among the shared keys, for each level that is read.
+        means: Number of means among the shared keys, for each level with means.
         shared: Number of shared keys.
         run: Queries of a run.
         runs: Number of runs of a head.
@@ -175,7 +175,7 @@ class Split(NamedTuple):
     at_once: int
 
     def runs_of(self, x: Tensor) -> Tensor:
-        """X [batch, heads, tokens, dim] as [runs of all heads, queries, dim], padded."""
+        """Convert x [batch, heads, tokens, dim] to [runs of all heads, queries, dim], padded."""
         padded = pad(x, (0, 0, 0, self.runs * self.run - x.shape[2]))
         return padded.reshape(-1, self.run, x.shape[3])
 
@@ -196,7 +196,7 @@ class Table(NamedTuple):
     rows: int
 
     def read(self, numbers: Tensor, heads: Tensor) -> "Read":
-        """The rows with these indices [lists, entries], where each list belongs to one of `heads`."""
+        """Read the rows with these indices [lists, entries]; each list belongs to one of `heads`."""
         rows = numbers.where(numbers >= 0, self.rows - 1) + heads[:, None] * self.rows
         k, v = (x.flatten(1).index_select(0, rows.flatten()).view(len(rows), -1, x.shape[2]) for x in (self.k, self.v))
         bias = self.bias[rows].view(len(rows), 1, -1)
@@ -204,7 +204,7 @@ class Table(NamedTuple):
 
 
 class Read(NamedTuple):
-    """The keys that lists gather from a table; the queries of a list are a run, or a block of a run.
+    """Keys gathered from a table by lists; the queries of a list are a run, or a block of a run.
 
     Attributes:
         rows: Rows of the table [lists, entries].
@@ -219,7 +219,7 @@ class Read(NamedTuple):
     bias: Tensor
 
     def cut(self, x: Tensor) -> Tensor:
-        """X [runs, queries, dim] as [lists, queries of a list, dim]."""
+        """Convert x [runs, queries, dim] to [lists, queries of a list, dim]."""
         return x.reshape(len(self.rows), -1, x.shape[2])
 
     def scores(self, q: Tensor, scale: float) -> Tensor:
@@ -229,15 +229,15 @@ class Read(NamedTuple):
 
 
 def split_of(q: Tensor, shared_k: Tensor, lists: list[Tensor], block: int, enriched: int) -> Split:
-    """The longest runs that fit into a piece, and as many of them at once as fit."""
+    """Split with the longest runs that fit into a piece, as many at once as fit."""
     batch, heads, tokens, dim = q.shape
     means = tuple(x.shape[2] for x in lists[:enriched])
     picked = lists[0].shape[3] * block
     visible = [x.shape[3] * block for x in lists[1 : enriched + 1]] + list(means[len(lists) - 1 :])
-    seen = sum(visible) + shared_k.shape[2] - sum(means)
+    visible = sum(visible) + shared_k.shape[2] - sum(means)
 
     def entries(run: int) -> int:
-        return run // block * picked * dim + seen * dim + run * (picked + seen)
+        return run // block * picked * dim + visible * dim + run * (picked + visible)
 
     run = block
     while run < min(tokens, LONGEST_RUN) and entries(2 * run) <= AT_ONCE:
@@ -249,7 +249,7 @@ def split_of(q: Tensor, shared_k: Tensor, lists: list[Tensor], block: int, enric
 def tables_of(
     k: Tensor, v: Tensor, shared_k: Tensor, shared_v: Tensor, shared_bias: Tensor, real: Tensor | None, split: Split
 ) -> tuple[Table, Table]:
-    """The table of blocks of tokens, and the table of shared keys, one key per row."""
+    """Table of blocks of tokens, and table of shared keys with one key per row."""
     real = torch.ones(1, k.shape[2], dtype=torch.bool, device=k.device) if real is None else real
     bias = torch.zeros(real.shape, dtype=shared_bias.dtype, device=k.device).masked_fill_(~real, -torch.inf)
     blocks = _table(k, v, bias, split.blocks + 1, split.block)
@@ -266,7 +266,7 @@ def _table(k: Tensor, v: Tensor, bias: Tensor, rows: int, keys: int) -> Table:
 def pieces(
     tables: tuple[Table, Table], lists: list[Tensor], split: Split, exclude: bool
 ) -> Iterator[tuple[slice, tuple[Read, Read]]]:
-    """Pieces of the runs of all heads, with what they read: picked blocks, and shared keys."""
+    """Pieces of the runs of all heads, with their keys: picked blocks and shared keys."""
     numbers = torch.arange(split.heads * split.runs, device=lists[0].device)
     starts = torch.arange(0, split.run, split.block, device=numbers.device)
     for start in range(0, len(numbers), split.at_once):
@@ -275,34 +275,34 @@ def pieces(
         # blocks past the last one are padding of the last run
         blocks = ((first[:, None] + starts) // split.block).clamp(max=split.blocks - 1)
         picks = _of(lists[0], heads[:, None], blocks).flatten(0, 1)
-        seen = _visible(lists, heads, first, split)
-        reads = tables[0].read(picks, heads.repeat_interleave(len(starts))), tables[1].read(seen, heads)
+        visible = _visible(lists, heads, first, split)
+        reads = tables[0].read(picks, heads.repeat_interleave(len(starts))), tables[1].read(visible, heads)
         if exclude and split.means:
-            hidden = _picked_means(lists, heads, blocks, split, seen).repeat_interleave(split.block, 1)
+            hidden = _picked_means(lists, heads, blocks, split, visible).repeat_interleave(split.block, 1)
             reads = reads[0], reads[1]._replace(bias=reads[1].bias.masked_fill(hidden, -torch.inf))
         yield piece, reads
 
 
 def _of(lists: Tensor, heads: Tensor, nodes: Tensor) -> Tensor:
-    """The lists [..., picks] of nodes; heads are counted over the whole batch."""
+    """Lists [..., picks] of nodes; heads are counted over the whole batch."""
     return lists.flatten(0, 2)[heads * lists.shape[2] + nodes].long()
 
 
 def _visible(lists: list[Tensor], heads: Tensor, first: Tensor, split: Split) -> Tensor:
-    """Indices of the shared keys [runs, seen] of the runs that begin at tokens `first`; -1 where there is none."""
-    seen, start = [], 0
+    """Indices of the shared keys [runs, visible] of the runs that begin at tokens `first`; -1 for none."""
+    visible, start = [], 0
     for level, nodes in enumerate(split.means, start=1):
         if level < len(lists):
             found = children(_of(lists[level], heads, first // split.block ** (level + 1)), nodes, split.block)
-            seen.append(found.where(found < 0, found + start))
+            visible.append(found.where(found < 0, found + start))
             start += nodes
-    # all queries see the top level and the extra keys
-    seen = torch.cat([*seen, torch.arange(start, split.shared, device=heads.device).expand(len(heads), -1)], 1)
-    return seen if seen.shape[1] else heads.new_full((len(heads), 1), -1)
+    # the top level and the extra keys are visible to all queries
+    visible = torch.cat([*visible, torch.arange(start, split.shared, device=heads.device).expand(len(heads), -1)], 1)
+    return visible if visible.shape[1] else heads.new_full((len(heads), 1), -1)
 
 
-def _picked_means(lists: list[Tensor], heads: Tensor, blocks: Tensor, split: Split, seen: Tensor) -> Tensor:
-    """Mask [runs, blocks, seen] of the means whose nodes the block or one of its ancestors picked."""
+def _picked_means(lists: list[Tensor], heads: Tensor, blocks: Tensor, split: Split, visible: Tensor) -> Tensor:
+    """Mask [runs, blocks, visible] of the means of nodes that the block or one of its ancestors picked."""
     picked, start = [], 0
     for level, nodes in enumerate(split.means):
         picks = _of(lists[level], heads[:, None], blocks // split.block**level)
@@ -310,6 +310,6 @@ def _picked_means(lists: list[Tensor], heads: Tensor, blocks: Tensor, split: Spl
         start += nodes
     picked = torch.cat(picked, -1)
     picked = picked.where(picked >= 0, split.shared).sort(-1).values
-    seen = seen[:, None].expand(-1, blocks.shape[1], -1).contiguous()
-    places = torch.searchsorted(picked, seen).clamp(max=picked.shape[2] - 1)
-    return picked.take_along_dim(places, 2) == seen
+    visible = visible[:, None].expand(-1, blocks.shape[1], -1).contiguous()
+    places = torch.searchsorted(picked, visible).clamp(max=picked.shape[2] - 1)
+    return picked.take_along_dim(places, 2) == visible

@@ -1,4 +1,4 @@
-"""Small matrix products for regions of consecutive tokens: merging, and adding what unmerging gives to all tokens."""
+"""Small matrix products for regions of consecutive tokens: merging, and adding unmerged changes to all tokens."""
 
 from collections.abc import Sequence
 
@@ -17,13 +17,13 @@ def region_matmul(
     text: int = 0,
     order: Int[Tensor, "taken"] | None = None,
 ) -> Float[Tensor, "batch fewer dim"]:
-    """The product of each region of x with its matrix, which turns `tokens` tokens into `rows` tokens.
+    """Product of each region of x with its matrix, which turns `tokens` tokens into `rows` tokens.
 
     Args:
-        weights: Matrices of each region; `plans` is the batch size, or 1 for matrices that all samples share.
-        x: Tokens [batch, text + regions * tokens, dim]; those of a region are consecutive.
+        weights: Matrices of each region; `plans` is the batch size, or 1 for matrices shared by all samples.
+        x: Tokens [batch, text + regions * tokens, dim]; tokens of a region are consecutive.
         text: Number of leading text tokens, which are copied unchanged.
-        order: Permutation that is applied to x first, as ``x[:, order]``.
+        order: Permutation of x before the product, as ``x[:, order]``.
 
     Returns:
         Tokens [batch, text + regions * rows, dim].
@@ -59,9 +59,9 @@ def region_update(
         weights: Matrices of each group of regions of one shape [plans, regions, rows, tokens]; `plans` is the batch
             size or 1.
         x: All tokens; a region has `rows` of them.
-        before: Merged tokens before the layers; a region has `tokens` consecutive ones.
+        before: Merged tokens before the layers; a region has `tokens` consecutive merged tokens.
         after: Merged tokens after the layers.
-        order: Index of the token to which each row of the products is added. None adds row i to token i.
+        order: Token index to add each row of the products to. None adds row i to token i.
 
     Examples:
         >>> both = [torch.ones(1, 2, 2, 1)]  # both tokens of a pair take the change of its merged token

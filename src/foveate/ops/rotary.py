@@ -1,4 +1,4 @@
-"""Rotary position embedding, and rows of keys that move to other positions."""
+"""Rotary position embedding, and copies of rows with rotation to other positions."""
 
 from jaxtyping import Float
 from torch import Tensor
@@ -7,7 +7,7 @@ from foveate.ops import dispatch
 
 __all__ = ["copy_rows", "rotate"]
 
-SLICE = 2048  # rows that are rotated at once, in a wider dtype
+SLICE = 2048  # rows to rotate at once, in a wider dtype
 
 
 def rotate(
@@ -36,7 +36,7 @@ def copy_rows(
     cos: Float[Tensor, "rows dim"] | None = None,
     sin: Float[Tensor, "rows dim"] | None = None,
 ) -> None:
-    """Copy `x` into `out`, rotated by the angles of `cos` and `sin` in their dtype if they are given.
+    """Copy `x` into `out`, rotated by the angles of `cos` and `sin`, if given, in their dtype.
 
     Raises:
         ValueError: If the shapes differ.

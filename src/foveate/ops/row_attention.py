@@ -12,7 +12,7 @@ from foveate.ops import dispatch
 
 __all__ = ["row_attention", "visible"]
 
-SLICE = 512  # rows whose mask is held in memory at once
+SLICE = 512  # rows of the mask in memory at once
 
 
 def row_attention(
@@ -24,7 +24,7 @@ def row_attention(
     window: int | None = None,
     sinks: Float[Tensor, "heads"] | None = None,
 ) -> Float[Tensor, "batch heads chosen dim"]:
-    """Attention of each given row over the keys up to its own; head h reads those of group h // (heads / groups).
+    """Attention of each given row over the keys up to its own; head h reads group h // (heads / groups).
 
     Not differentiable on GPUs.
 
@@ -32,11 +32,11 @@ def row_attention(
         q: Queries of the rows.
         k: Keys of all tokens.
         v: Values of all tokens.
-        rows: Indices of the rows, ascending, of each sample or of all of them. They must never be changed in place,
+        rows: Indices of the rows, ascending, for each sample or for all samples. They must never be changed in place,
             and are not checked on a GPU.
         scale: Factor on q·k; ``dim ** -0.5`` if None.
-        window: Number of keys that a row sees, its own included. None shows all of them.
-        sinks: Logit of each head that takes its share of the attention and has no value.
+        window: Number of keys visible to a row, its own key included. None shows all of them.
+        sinks: Logit of an attention sink for each head, which takes a share of the attention but has no value.
 
     Raises:
         ValueError: If shapes do not match, heads is not a multiple of groups, or rows do not ascend within range.
@@ -89,7 +89,7 @@ def portable(
 
 
 def visible(rows: Int[Tensor, "*batch chosen"], end: int, window: int | None) -> Bool[Tensor, "*batch chosen end"]:
-    """Which of the first `end` keys each row sees."""
+    """Mask of the keys visible to each row, among the first `end` keys."""
     distance = rows[..., None] - torch.arange(end, device=rows.device)
     return (distance >= 0) if window is None else (distance >= 0) & (distance < window)
 

@@ -1,4 +1,4 @@
-"""Soft assignment of tokens to destinations: the matrices by which ToMA merges and unmerges (arXiv 2509.10918)."""
+"""Soft assignment of tokens to destinations: the merge and unmerge matrices of ToMA (arXiv 2509.10918)."""
 
 from typing import NamedTuple
 
@@ -19,8 +19,7 @@ class Assignment(NamedTuple):
     Attributes:
         picks: Destinations of each set [*sets, budget], ascending.
         gather: Merge weights [*sets, budget, tokens]; rows sum to 1, so that a merged token is a weighted mean.
-        spread: Unmerge weights [*sets, budget, tokens]; columns sum to 1: the share of a token that each destination
-            receives.
+        spread: Unmerge weights [*sets, budget, tokens]; columns sum to 1: the share of each destination in a token.
     """
 
     picks: Tensor

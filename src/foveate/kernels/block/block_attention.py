@@ -35,7 +35,7 @@ __all__ = ["BACKENDS", "block_attention"]
 
 HOPPER, LARGEST_HEAD = 90, 256
 GLUON = tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 6)
-DELTA_ROWS = 64  # rows that one program of `deltas` computes
+DELTA_ROWS = 64  # rows of a program of `deltas`
 _SCHEDULES: WeakTensorCache[Schedule] = WeakTensorCache()
 _PARTITIONED: WeakTensorCache[Schedule] = WeakTensorCache()
 
@@ -56,7 +56,7 @@ class KernelConfig(NamedTuple):
     stages: int
 
 
-# The fastest first; a launch takes the first that fits into shared memory.
+# The fastest first; a launch uses the first configuration that fits into shared memory.
 FORWARD = (
     KernelConfig(128, 128, 8, 3),
     KernelConfig(128, 64, 8, 3),
@@ -104,7 +104,7 @@ def block_attention(
     *,
     hopper: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Output and LSE of `foveate.ops.block_attention`. The LSE is always computed: it costs nothing."""
+    """Output and LSE of `foveate.ops.block_attention`. The LSE is always computed, at no cost."""
     if scale < 0:  # kernels take the running maximum of unscaled scores
         q, scale = -q, -scale
     return call(_forward, q, k, v, *table, scatter, scale, hopper)
@@ -203,7 +203,7 @@ differentiable(_forward, _save, _differentiate)
 def _partitioned(
     q: Tensor, k: Tensor, table: BlockTable, cut: dict[str, int], *, transposed: bool = False
 ) -> Schedule:
-    """The cached schedule of a Hopper kernel with the work of each program; its tiles are of keys if `transposed`."""
+    """Cached schedule of a Hopper kernel with the work of each program; tiles are of keys if `transposed`."""
     samples, programs = q.shape[0] * q.shape[1], multiprocessors(q.device)
     size = q.shape[2], k.shape[2], samples, programs  # part of the key, so that the schedule checks them
     return _PARTITIONED.get(
@@ -241,7 +241,7 @@ def _filled(tensors: list[Tensor], plan: Schedule, *values: float) -> list[Tenso
 
 
 def _schedule_of(q: Tensor, k: Tensor, table: BlockTable, cut: dict[str, int], *, transposed: bool) -> Schedule:
-    """The cached schedule of a table for these queries and keys, cut as `schedule` takes it."""
+    """Cached schedule of a table for these queries and keys; `cut` are options of `schedule`."""
 
     def make() -> Schedule:
         table.check(q, k)
@@ -254,15 +254,15 @@ def _planned(
     q: Tensor, k: Tensor, table: BlockTable, configs: tuple[KernelConfig, ...], *, tile_operands: int,
     transposed: bool = False,
 ) -> tuple[KernelConfig, Schedule]:  # fmt: skip
-    """The configuration of a Triton kernel that fits this device, and the schedule of the table for it.
+    """Configuration of a Triton kernel that fits this device, and the schedule of the table for it.
 
     Args:
         q: Queries.
         k: Keys.
-        table: Which key blocks each query block reads.
+        table: Key blocks that each query block reads.
         configs: Configurations to choose from, the fastest first.
         tile_operands: Number of operands of the size of a tile that a program keeps in shared memory.
-        transposed: Whether tiles are of keys and steps of queries, not the other way round.
+        transposed: Whether tiles are of keys and steps of queries, instead of the reverse.
     """
     row_bytes = padded_size(q.shape[3]) * q.element_size()
     config = first_that_fits(configs, tile_operands, row_bytes, shared_memory(q.device))
@@ -300,13 +300,13 @@ def _launch_keys(
 def _pass(
     kernel: Any, strided: tuple[Tensor, ...], flat: tuple[Any, ...], long: int, config: KernelConfig, **constants: bool
 ) -> Launch:
-    """The launch of a Triton kernel over a schedule.
+    """Launch of a Triton kernel over a schedule.
 
     Args:
         kernel: The kernel.
         strided: Tensors [batch, heads, tokens, head_dim].
         flat: Contiguous tensors of numbers per query, tiles and steps of the schedule, and factors.
-        long: Number of leading tiles that take far longer than the rest.
+        long: Number of leading tiles that take much longer than the rest.
         config: Tile sizes and launch options.
         constants: Further constants of the kernel.
     """
@@ -331,7 +331,7 @@ def _launch_deltas(out: Tensor, grad_out: Tensor, grad_lse: Tensor | None, delta
 def first_that_fits(
     configs: tuple[KernelConfig, ...], tile_operands: int, row_bytes: int, memory: int
 ) -> KernelConfig:
-    """The first configuration whose operands fit into `memory` bytes of shared memory, or else the last.
+    """First configuration whose operands fit into `memory` bytes of shared memory, or else the last.
 
     Args:
         configs: Configurations to choose from, the fastest first.

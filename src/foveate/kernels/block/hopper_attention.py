@@ -9,7 +9,7 @@ they start the scores of step i before they multiply the values of step i - 1, a
 of one overlaps with the matrix products of the other.
 
 Heads may share keys (grouped-query attention). With NUMBERED, each query has a position and attends causally to the
-keys up to it; full steps of a tile are then those that all its rows see.
+keys up to it; all rows of a tile then read the whole of its full steps.
 """
 
 import math
@@ -61,7 +61,7 @@ def _produce(
     p_work, p_tiles, p_steps, begin, end, heads, share,
     q_batch, q_head, q_column, k_batch, k_head, k_column, v_batch, v_head, v_column, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """Copy queries, keys and values into buffers as these become free; rows and columns are those of `_Matrix`."""
+    """Copy queries, keys and values into buffers as these become free; for rows and columns see `_Matrix`."""
     ring = 0
     for work in range(begin, end):
         batch, head, row, _, full, _, done = tile_of(p_work, p_tiles, work, heads)
@@ -87,7 +87,7 @@ def _produce(
 
 @gluon.jit
 def _masked(scores, p_steps, step, at, BN: gl.constexpr, LAYOUT: gl.constexpr, NUMBERED: gl.constexpr):
-    """Scores with -inf beyond the end of the step or, if NUMBERED, beyond the row's own position."""
+    """Scores with -inf beyond the end of the step or, if NUMBERED, beyond the row's position."""
     first, end = gl.load(p_steps + 2 * step), gl.load(p_steps + 2 * step + 1)
     column = gl.arange(0, BN, gl.SliceLayout(0, LAYOUT))
     if NUMBERED:
@@ -276,18 +276,18 @@ def launch(
     positions: Tensor | None = None,
     scatter: Tensor | None = None,
 ) -> None:
-    """Write `out` and `lse` of every query that has keys to read.
+    """Write `out` and `lse` of every query with keys to read.
 
     Args:
         q: Queries [batch, heads, queries, D]; q, k and v must be `addressable`.
-        k: Keys [batch, groups, keys, D]; head h reads those of group h // (heads / groups).
+        k: Keys [batch, groups, keys, D]; head h reads group h // (heads / groups).
         v: Values, shaped like k.
         out: Output, shaped like q.
         lse: Per-query log-sum-exp, contiguous float32 [batch, heads, queries].
         plan: Schedule of the table, made with `CUT`, with the work of each program.
         scale: Factor on q·k.
-        positions: Last key that each query sees, int32. Without it, short steps end where the schedule says.
-        scatter: Position of each query in `out`. Without it, queries keep their places.
+        positions: Last visible key of each query, int32. Without it, short steps end as in the schedule.
+        scatter: Position of each query in `out`. Without it, queries keep their order.
     """
     _launch(q, k, v, out, lse, positions, scatter, plan.tiles, plan.steps, plan.items, plan.bounds, scale)
 
@@ -314,13 +314,13 @@ def _launch(
 
 
 def descriptor(x: Tensor, matrix: _Matrix, block: list[int]) -> TensorDescriptor:
-    """The copy engine's description of a tensor as a matrix, and of the blocks to copy."""
+    """Tensor descriptor for the copy engine: a tensor as a matrix, and the blocks to copy."""
     layout = gl.NVMMASharedLayout.get_default_for(block, DTYPES[x.dtype])
     return TensorDescriptor(x, [matrix.rows, matrix.columns], [matrix.stride, 1], block, layout)
 
 
 def matrix_of(x: Tensor) -> _Matrix | None:
-    """[batch, heads, tokens, D] as a matrix that the copy engine can address, or None if that is impossible."""
+    """[batch, heads, tokens, D] as a matrix that the copy engine can address, or None if impossible."""
     return _matrix(x.shape, x.stride(), x.element_size(), x.data_ptr() % 16 == 0)
 
 

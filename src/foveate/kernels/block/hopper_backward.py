@@ -311,7 +311,7 @@ def launch_queries(
     q: Tensor, k: Tensor, v: Tensor, grad_out: Tensor, lse: Tensor, delta: Tensor, dq: Tensor,
     plan: Schedule, scale: float,
 ) -> None:  # fmt: skip
-    """Write `dq` of every query that has keys to read.
+    """Write `dq` of every query with keys to read.
 
     Args:
         q: Queries [batch, heads, queries, D]; q, k, v and grad_out must be `hopper_attention.addressable`.
@@ -360,13 +360,13 @@ def _pass(
     kernel: Any, tile: tuple[Tensor, ...], steps: tuple[Tensor, ...], vectors: Sequence[Any],
     grads: Sequence[Tensor], lists: tuple[Tensor, ...], queries: int, scale: float,
 ) -> Launch:  # fmt: skip
-    """The launch of one pass.
+    """Launch of one pass.
 
     Args:
         kernel: Kernel of the pass.
-        tile: Tensors that are copied once per tile.
-        steps: Tensors that are copied once per step.
-        vectors: LSE and delta, as the kernel takes them.
+        tile: Tensors to copy once per tile.
+        steps: Tensors to copy once per step.
+        vectors: LSE and delta in the kernel's format.
         grads: Outputs.
         lists: Tiles and steps of the schedule, and items and bounds of the partition.
         queries: Number of queries of LSE and delta.
@@ -386,5 +386,5 @@ def _pass(
 
 
 def _vector(x: Tensor, block: list[int]) -> TensorDescriptor:
-    """The copy engine's description of a contiguous tensor as a vector, and of the blocks to copy."""
+    """Tensor descriptor for the copy engine: a contiguous tensor as a vector, and the blocks to copy."""
     return TensorDescriptor(x, [x.numel()], [1], block, gl.NVMMASharedLayout.get_default_for(block, DTYPES[x.dtype]))

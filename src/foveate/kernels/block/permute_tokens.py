@@ -1,5 +1,5 @@
 # pyright: basic, reportArgumentType=false, reportCallIssue=false
-"""Rotate queries and keys and put queries, keys and values in another order: one launch, one read, one write."""
+"""Rotate queries and keys and reorder queries, keys and values: one launch, one read, one write."""
 
 from typing import Any
 
@@ -43,7 +43,7 @@ def _permute(p_q, p_k, p_v, p_out_q, p_out_k, p_out_v, p_order, p_cos, p_sin, sb
 def permute_tokens(
     tensors: tuple[Tensor, ...], order: Tensor | None, rope: tuple[Tensor, Tensor] | None
 ) -> tuple[Tensor, ...]:
-    """`foveate.ops.permute_tokens`."""
+    """`foveate.ops.permute_tokens` on a GPU."""
     return tuple(_permute_tokens(list(tensors), order, *(rope or (None, None))))
 
 
@@ -78,7 +78,7 @@ def _outputs(tensors: list[Tensor], order: Tensor | None, *rope: Tensor | None) 
 
 
 def supports(device: torch.device, dtype: torch.dtype, size: int) -> bool:
-    """16-bit and 32-bit tensors on an NVIDIA GPU; pairs need an even number of channels."""
+    """Whether the kernel runs: an NVIDIA GPU, 16-bit or 32-bit tensors, an even number of channels."""
     return device.type == "cuda" and dtype in (torch.float16, torch.bfloat16, torch.float32) and size % 2 == 0
 
 

@@ -1,4 +1,4 @@
-"""The schedule of a kernel over a block table: tiles of rows, the longest first, and the columns each tile reads."""
+"""Schedules of kernels over a block table: tiles of rows, the longest first, and the columns each tile reads."""
 
 from collections.abc import Iterable, Sequence
 from heapq import heapreplace
@@ -22,10 +22,10 @@ class Schedule(NamedTuple):
     Attributes:
         tiles: [tiles, 5], the longest first: first row, end row, first full step, first short step, end step.
         steps: [steps, 2]: first column and end column of each step.
-        long: Number of leading tiles that take far longer than the rest. Kernels start those of all heads first.
-        whole: Whether every tile has steps. Kernels with a fixed number of programs skip tiles that have none.
-        items: [items, 2]: tile and sample (batch * heads + head) of each piece of work, grouped by program; None if
-            every tile of a sample has a program of its own.
+        long: Number of leading tiles that take much longer than the rest. Kernels start them first, for all heads.
+        whole: Whether every tile has steps. Kernels with a fixed number of programs skip tiles without steps.
+        items: [items, 2]: tile and sample (batch * heads + head) of each piece of work, grouped by program; None for
+            one program per tile and sample.
         bounds: [programs + 1]: program i has ``items[bounds[i] : bounds[i + 1]]``.
     """
 
@@ -40,15 +40,15 @@ class Schedule(NamedTuple):
 def schedule(
     table: BlockTable, *, rows: int, step: int, device: torch.device, short: int = 0, aligned: int = 1
 ) -> Schedule:
-    """The tiles of a table, of at most `rows` query tokens that read the same keys, and the steps through those keys.
+    """Cut a table into tiles of at most `rows` query tokens that read the same keys, and steps through these keys.
 
     Args:
-        table: Which key blocks each query block reads. Its transpose gives tiles of keys and steps of queries.
+        table: Key blocks that each query block reads. The transposed table gives tiles of keys and steps of queries.
         rows: Largest number of tokens in a tile.
         step: Number of tokens in a full step.
         device: Device of the returned tensors.
         short: Largest number of tokens in a short step, which covers the remainder of a run; 0 is half a full step.
-        aligned: Full steps begin at multiples of this. A short step counts its tokens from the last multiple.
+        aligned: Full steps begin at multiples of this number. A short step counts its tokens from the last multiple.
     """
     tiles: list[tuple[int, int, int, int, int]] = []
     steps: list[Run] = []
@@ -66,7 +66,7 @@ def schedule(
 
 
 def partition(plan: Schedule, samples: int, programs: int) -> Schedule:
-    """The schedule with the tiles of all samples distributed greedily: the longest next, to the first free program.
+    """Distribute the tiles of all samples greedily: the longest tile next, to the first free program.
 
     Tiles without steps are left out.
 
@@ -92,7 +92,7 @@ def partition(plan: Schedule, samples: int, programs: int) -> Schedule:
 
 
 def _merged_rows(table: BlockTable) -> list[tuple[Run, tuple[Run, ...]]]:
-    """Maximal runs of query tokens that read the same keys, each with the runs of keys it reads."""
+    """Maximal runs of query tokens that read the same keys, each with its runs of keys."""
     keys = list(pairwise(table.key_starts.tolist()))
     merged: list[tuple[Run, tuple[Run, ...]]] = []
     for (first, end), blocks in zip(pairwise(table.query_starts.tolist()), table.lists(), strict=True):
@@ -106,7 +106,7 @@ def _merged_rows(table: BlockTable) -> list[tuple[Run, tuple[Run, ...]]]:
 
 
 def _merged(runs: Iterable[Run]) -> tuple[Run, ...]:
-    """The runs without empty ones, adjacent ones joined."""
+    """Drop empty runs and join adjacent runs."""
     merged: list[Run] = []
     for first, end in runs:
         if first == end:
@@ -118,7 +118,7 @@ def _merged(runs: Iterable[Run]) -> tuple[Run, ...]:
 
 
 def _cut(runs: Iterable[Run], step: int, short: int, aligned: int) -> tuple[list[Run], list[Run]]:
-    """The full and the short steps that cover runs of columns."""
+    """Full and short steps that cover runs of columns."""
     full: list[Run] = []
     rests: list[Run] = []
     for first, end in runs:

@@ -2,7 +2,7 @@
 """Attention over a schedule in Triton: forward, gradient of the queries, gradients of keys and values.
 
 One program computes one tile of rows of one head. It walks through the steps of columns of its tile: first the full
-ones, then the short ones under a mask. Scores are in base 2 (``scale`` includes log2(e)); the stored LSE is natural.
+steps, then the short steps with a mask. Scores are in base 2 (``scale`` includes log2(e)); the stored LSE is natural.
 """
 
 import triton
@@ -108,7 +108,7 @@ def deltas(
     p_out, p_dout, p_dlse, p_delta, heads, queries, s_ob, s_oh, s_o, s_gb, s_gh, s_g,
     D: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr,
 ):  # fmt: skip
-    """sum(out * dout) - dlse of every query, which both backward passes need; without p_dlse, dlse is 0."""
+    """sum(out * dout) - dlse of every query, for both backward passes; without p_dlse, dlse is 0."""
     row, sample = tl.program_id(1) * BM, tl.program_id(0).to(tl.int64)
     batch, head = sample // heads, sample % heads
     out = _rows(p_out + batch * s_ob + head * s_oh, s_o, row, queries, BM, D, BD, True)  # [BM, BD]

@@ -1,1 +1,1 @@
-"""Log-linear attention: twins of ops/hierarchical_pooling.py and log_linear_attention.py."""
+"""Log-linear attention: kernels of ops/hierarchical_pooling.py and log_linear_attention.py."""

@@ -1,11 +1,11 @@
 # pyright: basic, reportArgumentType=false, reportGeneralTypeIssues=false, reportCallIssue=false, reportIndexIssue=false
 # pyright: reportOperatorIssue=false, reportAttributeAccessIssue=false
-"""The backward pass of log-linear attention in Triton: gradients of the queries, and of the keys and values.
+"""Backward pass of log-linear attention in Triton: gradients of the queries, and of the keys and values.
 
 The gradient of the queries takes the steps of the forward pass. For keys and values, one program computes a tile of
 keys that the same queries read: a block of tokens, the children of a node, or a tile of keys that all queries read. It
-walks through the queries of the nodes that picked the tile, its readers. A tile that more than one chunk of queries
-reads is split into parts, one program per chunk, and the parts are added up in a fixed order.
+walks through the queries of the nodes that picked the tile, its readers. A tile with more than one chunk of queries is
+split into parts, one program per chunk, and the parts are summed in a fixed order.
 """
 
 import math
@@ -44,8 +44,8 @@ from foveate.kernels.log_linear.pooling import level_sizes, level_starts
 __all__ = ["Readers", "backward_keys", "backward_queries", "list_readers"]
 
 BACKWARD_QUERIES = FORWARD | {64: KernelConfig(64, 64, 32, 4, 2, 128)}
-# Steps are of queries. Tiles of keys have `rows` where all queries read them. Others are blocks, with `warps` for each
-# 16 keys; a block of tokens has few readers, so that a large step would be half empty.
+# Steps are of queries. Tiles of keys that all queries read have `rows` keys. Other tiles are blocks, with `warps` for
+# each 16 keys; a block of tokens has few readers, so that a large step would be half empty.
 BACKWARD_TOKENS = {
     64: KernelConfig(16, 32, 16, 1, 2, 168),
     128: KernelConfig(16, 64, 16, 2, 2, None),
@@ -57,8 +57,8 @@ BACKWARD_SHARED = {
     128: KernelConfig(64, 32, 32, 4, 2, None),
     256: KernelConfig(64, 16, 16, 8, 2, None),
 }
-CHUNK = 4096  # most queries that one program walks through for a tile of keys
-RUN, RUNS = 128, 64  # nodes whose picks one program counts, and the largest number of such runs (memory grows with it)
+CHUNK = 4096  # largest number of queries that one program walks through for a tile of keys
+RUN, RUNS = 128, 64  # nodes whose picks one program counts, and the largest number of runs (memory grows with it)
 AT_ONCE = 128  # picks counted at once
 ALLOCATED = 32  # nodes that one program of `_allocate` handles
 ADDED = 8  # rows of a tile that one program of `_add_parts` sums
@@ -82,7 +82,7 @@ def _backward_queries(
 ):  # fmt: skip
     """Gradient of the queries, and two numbers per query that `backward_keys` needs.
 
-    p_binary: LSE in base 2, infinite for rows that see nothing. p_delta: sum(out * dout) - dlse.
+    p_binary: LSE in base 2, infinite for rows without keys. p_delta: sum(out * dout) - dlse.
     """
     batch, head, sample, row = locate(tokens, heads, M)
     p_real += batch * s_real
@@ -127,7 +127,7 @@ def backward_queries(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradient of the queries, their LSE in base 2, and sum(out * grad_out) - grad_lse of each.
 
-    The LSE in base 2 is infinite where a query sees nothing, so that its weights are 0.
+    The LSE in base 2 is infinite for a query without keys, so that its weights are 0.
     """
     dq, binary, delta = empty_like(q), empty_lse(q), empty_lse(q)
     _launch_queries(q, keys, out, lse, grad_out, grad_lse, dq, binary, delta)
@@ -151,7 +151,7 @@ def _launch_queries(
 @triton.jit
 def _queries(p_readers, p_real, at, end, shift, tokens, LISTED: tl.constexpr, MASKED: tl.constexpr,
              BM: tl.constexpr):  # fmt: skip
-    """Indices of BM queries from place `at` in the concatenated runs of all readers; -1 where there is none."""
+    """Indices of BM queries from place `at` in the concatenated runs of all readers; -1 for none."""
     o_q = at + tl.arange(0, BM)
     m_q = o_q < end
     if LISTED:
@@ -201,7 +201,7 @@ def _finish(
     p_dk, p_dv, s_dk, s_dv, dk, dv, p_dmk, p_dmv, p_counts, o_t, limit, real, tile, tokens,
     FOLD: tl.constexpr, ENRICHED: tl.constexpr, B: tl.constexpr, D: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
-    """Store the gradients of the keys o_t; with FOLD (tokens), add what they receive from the means."""
+    """Store the gradients of the keys o_t; with FOLD (tokens), add the gradients from the means."""
     if FOLD:
         dk += _of_means(p_dmk, p_counts, tile, tokens, B, ENRICHED, D, BD)[None, :]
         dv += _of_means(p_dmv, p_counts, tile, tokens, B, ENRICHED, D, BD)[None, :]
@@ -255,10 +255,10 @@ def _place(p_list, p_cells, p_readers, nodes, picks, runs, run, K: tl.constexpr,
 
 @triton.jit(do_not_specialize=("nodes", "runs", "shift", "chunk", "parts"))
 def _allocate(p_cells, p_used, p_bounds, p_tile, nodes, runs, shift, chunk, parts, BN: tl.constexpr, BR: tl.constexpr):
-    """Turn the counts in cells into places, and allocate parts to nodes that more than one chunk of queries reads.
+    """Convert the counts in cells into places, and allocate parts to nodes with more than one chunk of queries.
 
     Nodes get places and parts in the order of arrival; p_used counts both for each sample. p_bounds [samples, nodes,
-    4] are the first and the end reader, and the first and the end part of each node; p_tile is the node of each part.
+    4] holds the first and the end reader, and the first and the end part of each node; p_tile the node of each part.
     A program handles BN nodes.
     """
     groups = tl.cdiv(nodes, BN)
@@ -288,7 +288,7 @@ def _allocate(p_cells, p_used, p_bounds, p_tile, nodes, runs, shift, chunk, part
 def _work(p_bounds, p_used, p_tile, tiles, shift, chunk, parts, tokens, LISTED: tl.constexpr):
     """Sample, tile, its first reader, part, whether the part is the whole tile, and the range of queries of a program.
 
-    Parts come first, because they take longest. The range of a part that is not in use ends before it begins.
+    Parts come first, because they take longest. The range of an unused part ends before it begins.
     """
     number = tl.program_id(0)
     if LISTED:
@@ -323,7 +323,7 @@ def _backward_keys(
     REWEIGHT: tl.constexpr, EXCLUDE: tl.constexpr, MASKED: tl.constexpr, B: tl.constexpr, BT: tl.constexpr,
     BM: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, INT64: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of a tile of keys, or of a part of it, which is one chunk of its queries.
+    """Gradients of a tile of keys, or of a part of the tile: one chunk of its queries.
 
     The `limit` keys are tokens, extra keys, or with NODES the nodes of one level, each of `below` tokens. LISTED tiles
     are read by nodes of 2**shift queries each; other tiles are read by all queries and always split. Parts are written
@@ -350,13 +350,13 @@ def _backward_keys(
         dk, dv = tl.zeros([BT, BD], tl.float32), tl.zeros([BT, BD], tl.float32)
         for place in tl.range(at.to(tl.int32), end.to(tl.int32), BM, num_stages=STAGES):
             o_q = _queries(p_readers, p_real, place, end, shift, tokens, LISTED, MASKED, BM)
-            seen = bias[:, None]
+            masked_bias = bias[:, None]
             if EXCLUDE and NODES:
                 own = sample * limit + tl.maximum(o_q, 0) // below
-                seen = mask_picked(seen, p_own, own[None, :], tl.minimum(picks, limit), o_t[:, None])
+                masked_bias = mask_picked(masked_bias, p_own, own[None, :], tl.minimum(picks, limit), o_t[:, None])
             dk, dv = _key_step(
                 dk, dv, k, v, p_q + batch * s_qb + head * s_qh, p_g + batch * s_gb + head * s_gh,
-                p_binary + sample * tokens, p_delta + sample * tokens, s_q, s_g, o_q, seen, scale,
+                p_binary + sample * tokens, p_delta + sample * tokens, s_q, s_g, o_q, masked_bias, scale,
                 MASKED, D, BD, INT64,
             )  # fmt: skip
         dk *= factor
@@ -379,7 +379,7 @@ def _add_parts(
     LISTED: tl.constexpr, FOLD: tl.constexpr, ENRICHED: tl.constexpr, MASKED: tl.constexpr, B: tl.constexpr,
     BT: tl.constexpr, BR: tl.constexpr, D: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
-    """Sum BR rows of all parts of a tile; the program of the tile's first part does it. Parts are [parts * BT, D]."""
+    """Sum BR rows of all parts of a tile, in the program of its first part. Parts are [parts * BT, D]."""
     tiles = tl.cdiv(limit, BT)
     first = tl.program_id(0) // (BT // BR)
     if LISTED:
@@ -411,13 +411,13 @@ def _add_parts(
 
 
 class Readers(NamedTuple):
-    """The nodes that picked each node of a level, its readers, and the parts that the work on the nodes is cut into.
+    """Readers of each node of a level, the nodes that picked it, and the parts that divide the work on the nodes.
 
     Attributes:
-        readers: Int32 [samples, picks of all nodes]: the readers of a node follow one another, ascending.
+        readers: Int32 [samples, picks of all nodes]: the readers of a node are consecutive and ascending.
         bounds: Int32 [samples, nodes, 4]: first and end reader, and first and end part of each node.
         tile: Int32 [samples, parts]: the node of each part.
-        used: Int32 [samples, 2]: how many readers and parts there are.
+        used: Int32 [samples, 2]: numbers of readers and parts.
     """
 
     readers: Tensor
@@ -428,7 +428,7 @@ class Readers(NamedTuple):
 
 @recorded
 def list_readers(keys: Keys) -> list[Tensor]:
-    """The tensors of `Readers` for each level whose readers gradients need, the finest first: a counting sort."""
+    """Tensors of `Readers` for each level that gradients need, the finest first, by a counting sort."""
     found: list[Tensor] = []
     for level, lists in enumerate(keys.lists[: keys.enriched + 1]):
         nodes, picks = lists.shape[2:]
@@ -494,7 +494,7 @@ def _add_gradients(
         keys: Everything that the queries may read.
         queries: Queries, gradient of the output, LSE in base 2, and delta.
         readers: Nodes that picked each tile; None if all queries read all tiles.
-        d_means: Gradients of the means of keys and values of all levels, which are added to those of the tokens.
+        d_means: Gradients of the means of keys and values of all levels, which are added to the token gradients.
         grads: Gradients of these keys and values; None for nodes, whose gradients are in `d_means`.
         kind: `TOKENS`, `EXTRA`, or the level of the nodes, 0 for the finest.
     """
@@ -506,7 +506,7 @@ def _add_gradients(
 
 
 class _Tiles(NamedTuple):
-    """Tiles of one kind of keys, and the parts that they are cut into.
+    """Tiles of one kind of keys, and their division into parts.
 
     Attributes:
         limit: Number of keys of a head.
@@ -514,7 +514,7 @@ class _Tiles(NamedTuple):
         samples: Batch size times number of heads.
         tiles: Number of tiles of a head.
         shift: Readers are nodes of 2**shift queries.
-        chunk: Most queries that one program walks through.
+        chunk: Largest number of queries that one program walks through.
         parts: Largest number of parts of a head.
         config: Tile sizes and launch options.
     """
@@ -530,7 +530,7 @@ class _Tiles(NamedTuple):
 
     @classmethod
     def of(cls, keys: Keys, kind: int, picks: int | None) -> "_Tiles":
-        """The tiles of one kind; `picks` is the number of picks of a head, None if all queries read all tiles."""
+        """Tiles of one kind; `picks` is the number of picks of a head, None if all queries read all tiles."""
         batch, heads, tokens, dim = keys.k.shape
         limits = {TOKENS: tokens, EXTRA: keys.extra_k.shape[2]}
         limit = limits[kind] if kind < 0 else level_sizes(tokens, keys.block, kind + 1)[kind]

@@ -1,10 +1,10 @@
 # pyright: basic, reportArgumentType=false, reportGeneralTypeIssues=false, reportCallIssue=false, reportIndexIssue=false
 # pyright: reportOperatorIssue=false, reportAttributeAccessIssue=false
-"""The forward pass of log-linear attention in Triton, and the steps that it shares with the gradient of the queries.
+"""Forward pass of log-linear attention in Triton, and the steps that it shares with the gradient of the queries.
 
-One program computes a few blocks of queries that have the same parent. It reads the keys they share in wide tiles: the
-means that their ancestors' lists make visible, all means of the top level, and the extra keys. The tokens that each
-block picked are read in small tiles, as one batched product over the blocks. One online softmax runs over all of them.
+One program computes a few blocks of queries with the same parent. It reads their shared keys in wide tiles: the means
+that their ancestors' lists make visible, all means of the top level, and the extra keys. The tokens that each block
+picked are read in small tiles, as one batched product over the blocks. One online softmax runs over all of them.
 Scores are in base 2: ``scale`` includes log2(e), and counts are added as binary logarithms; the stored LSE is natural.
 """
 
@@ -29,7 +29,7 @@ NUMBERS = ("heads", "tokens", "extra", "nodes", "top_k")  # not specialized when
 
 @triton.jit
 def rows_of(p, stride, o_n, D: tl.constexpr, BD: tl.constexpr, INT64: tl.constexpr, MASK: tl.constexpr = False):
-    """The rows with indices o_n as [*o_n.shape, BD], padded with zero columns from D to BD.
+    """Rows with indices o_n as [*o_n.shape, BD], padded with zero columns from D to BD.
 
     INT64: offsets may exceed 32 bits. MASK: negative indices give rows of zeros.
     """
@@ -81,7 +81,7 @@ def node_bias(p_logs, o_n, nodes, span, tokens, REWEIGHT: tl.constexpr, MASKED: 
 
 @triton.jit
 def mask_picked(bias, p_list, o_l, picks, o_n):
-    """The bias with -inf where list o_l contains node o_n.
+    """Bias with -inf where list o_l contains node o_n.
 
     One of o_l and o_n runs along the first dimension, the other along the second: [M, 1] and [1, N], or [1, M] and
     [N, 1].
@@ -100,7 +100,7 @@ def _step(
 ):  # fmt: skip
     """One step over the keys o_n: of online softmax, or with GRADIENT of dq, where m is the LSE and norm is delta.
 
-    The bias of EVEN steps is a scalar, which is fused with the maximum into one multiply-add.
+    The bias of EVEN steps is a scalar, fused with the maximum into one multiply-add.
     """
     LAST: tl.constexpr = len(q.shape) - 1  # pyright: ignore[reportAssignmentType]
     k = rows_of(p_k, s_k, o_n, D, BD, INT64, MASK)
@@ -130,7 +130,7 @@ def attend_means(
     MASKED: tl.constexpr, GRADIENT: tl.constexpr, EVEN: tl.constexpr, STAGES: tl.constexpr,
     B: tl.constexpr, M: tl.constexpr, BN: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, INT64: tl.constexpr,
 ):  # fmt: skip
-    """Attend to the means that are visible to all rows."""
+    """Attend to the means visible to all rows."""
     nodes, ancestor, span = tl.cdiv(tokens, B), row // B, tokens * 0 + B  # not a constant: it changes in the loop
     o_m = tl.minimum(row + tl.arange(0, M), tokens - 1) // B  # ancestor of each row
     for level in tl.static_range(ENRICHED):
@@ -169,7 +169,7 @@ def attend_extra(
     GRADIENT: tl.constexpr, STAGES: tl.constexpr, BN: tl.constexpr, D: tl.constexpr, BD: tl.constexpr,
     INT64: tl.constexpr,
 ):  # fmt: skip
-    """Attend to the extra keys, which all rows see."""
+    """Attend to the extra keys, visible to all rows."""
     for start in tl.range(0, extra, BN, num_stages=STAGES):
         o_n = start + tl.arange(0, BN)
         bias = tl.where(o_n < extra, 0.0, MINUS_INF)[None, :]
@@ -226,7 +226,7 @@ def attend_tokens(
 
 @triton.jit
 def locate(tokens, heads, M: tl.constexpr):
-    """Batch, head, sample (batch * heads + head) and first row; head by head, so that few heads share the cache."""
+    """Batch, head, sample (batch * heads + head) and first row, head by head, so that few heads share the cache."""
     groups = tl.cdiv(tokens, M)
     sample = (tl.program_id(0) // groups).to(tl.int64)
     return sample // heads, sample % heads, sample, tl.program_id(0) % groups * M
@@ -234,7 +234,7 @@ def locate(tokens, heads, M: tl.constexpr):
 
 @triton.jit
 def real_rows(p_real, row, tokens, MASKED: tl.constexpr, M: tl.constexpr):
-    """Indices of the rows [M]; -1 for rows that do not exist or are padding."""
+    """Indices of the rows [M]; -1 for padding and rows past the end."""
     o_m = row + tl.arange(0, M)
     m_m = o_m < tokens
     if MASKED:
@@ -258,7 +258,7 @@ def _forward(
     EVEN: tl.constexpr, EXTRA: tl.constexpr, B: tl.constexpr, M: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
     D: tl.constexpr, BD: tl.constexpr, INT64: tl.constexpr, STAGES: tl.constexpr, SMALL_STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Output and LSE; zeros and -inf for padding and for rows that see nothing.
+    """Output and LSE; zeros and -inf for padding and for rows without keys.
 
     EVEN: all nodes, lists and steps are full, so that nothing needs a mask. EXTRA: there are extra keys.
     """
@@ -307,7 +307,8 @@ class KernelConfig(NamedTuple):
         small: Keys of a small step, which one block of queries reads.
         warps: Warps of a program.
         stages: Pipeline stages of wide steps.
-        registers: Most registers of a thread, so that more programs are resident; None lets the compiler choose.
+        registers: Largest number of registers of a thread, so that more programs are resident; None lets the compiler
+            choose.
     """
 
     rows: int
@@ -318,7 +319,7 @@ class KernelConfig(NamedTuple):
     registers: int | None
 
 
-# By the largest head_dim that each is for: the fastest configurations that hardly spill registers.
+# By the largest supported head_dim: the fastest configurations that hardly spill registers.
 FORWARD = {
     64: KernelConfig(64, 64, 32, 4, 2, 96),
     128: KernelConfig(64, 32, 16, 4, 2, None),
@@ -327,17 +328,17 @@ FORWARD = {
 
 
 def config_for(configs: dict[int, KernelConfig], head_dim: int) -> KernelConfig:
-    """The configuration for a head_dim; `configs` is indexed by the largest head_dim that each is for."""
+    """Configuration for a head_dim; `configs` is indexed by the largest supported head_dim."""
     return next(config for largest, config in configs.items() if head_dim <= largest)
 
 
 def register_limit(config: KernelConfig) -> dict[str, int]:
-    """The launch option that limits the registers of a thread."""
+    """Launch option that limits the registers of a thread."""
     return {} if config.registers is None else {"maxnreg": config.registers}
 
 
 class Keys(NamedTuple):
-    """The keys and values that queries may read, and the options that decide what they read.
+    """Keys and values that queries may read, and the options that decide which of them they read.
 
     The last dimension of all tensors [batch, heads, tokens, dim] has stride 1.
 
@@ -346,16 +347,16 @@ class Keys(NamedTuple):
         v: Values.
         extra_k: Keys that every query reads [batch, heads, extra, dim]; extra may be 0.
         extra_v: Values of the extra keys.
-        means: Means [tensors, batch, heads, nodes of all levels, dim]; the last two tensors are those of k and v.
+        means: Means [tensors, batch, heads, nodes of all levels, dim]; the last two are the means of k and v.
         counts: Number of real tokens in each node: int32 [1 or batch, nodes of all levels].
         logs: Binary logarithms of the counts.
         lists: Nodes that each node picked, for each level, the finest first: int32 [batch, heads, nodes, picks].
         real: Contiguous bool [batch, tokens], False where a token is padding.
         block: Tokens of a block.
-        top_k: Picks of a node, if there are that many nodes.
-        enriched: Number of levels, from the finest, whose means are read.
+        top_k: Largest number of picks of a node.
+        enriched: Number of levels with means to read, from the finest.
         reweight: Whether a mean counts once for each of its tokens.
-        exclude: Whether queries skip the means of nodes that their own ancestors picked.
+        exclude: Whether queries skip the means of nodes that their ancestors picked.
         full: Whether lists are known to have no gaps.
         scale: Factor on q·k, above 0.
     """
@@ -392,12 +393,12 @@ def _launch_forward(q: Tensor, keys: Keys, out: Tensor, lse: Tensor) -> Launch:
 
 
 def mask_of(keys: Keys) -> Tensor:
-    """The mask of real tokens for a kernel, or any tensor if there is none."""
+    """Mask of real tokens for a kernel, or any tensor without a mask."""
     return keys.counts if keys.real is None else keys.real.view(torch.uint8)
 
 
 def batch_stride(x: Tensor | None) -> int:
-    """Stride of the first dimension; 0 for one row that serves the whole batch."""
+    """Stride of the first dimension; 0 for one row shared by the whole batch."""
     return 0 if x is None or len(x) == 1 else x.stride(0)
 
 
@@ -409,7 +410,7 @@ def needs_int64(tensors: Iterable[Tensor]) -> bool:
 def over_queries(
     kernel: Any, configs: dict[int, KernelConfig], strided: dict[str, Tensor], keys: Keys, **more: Any
 ) -> Launch:
-    """The launch of a kernel over groups of queries; arguments have the names of the kernel's parameters."""
+    """Launch of a kernel over groups of queries; arguments have the names of the kernel's parameters."""
     batch, heads, tokens, dim = strided["q"].shape
     config = config_for(configs, dim)
     lists = keys.lists + keys.lists[:1] * (4 - len(keys.lists))

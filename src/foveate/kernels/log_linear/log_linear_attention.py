@@ -43,7 +43,7 @@ def _attend(
     lists: list[Tensor], block: int, levels: int, top_k: int,
     enriched: int, reweight: bool, exclude: bool, full: bool, scale: float,
 ) -> list[Tensor]:  # fmt: skip
-    """Output, LSE, the results of `pool`, and the lists unless they are given. The last tensors of the means are k, v.
+    """Output, LSE, the results of `pool`, and the lists unless given. The last means are the means of k and v.
 
     Gradients do not flow through the picks.
     """
@@ -65,7 +65,7 @@ def _(
 
 
 def _or_nothing(k: Tensor, extra_k: Tensor | None, extra_v: Tensor | None) -> tuple[Tensor, Tensor]:
-    """The extra keys and values, or none."""
+    """Extra keys and values, or none."""
     if extra_k is None or extra_v is None:
         extra_k = extra_v = k.new_empty(*k.shape[:2], 0, k.shape[3])
     return extra_k, extra_v
@@ -78,7 +78,7 @@ def _backward(
     extra_v: Tensor | None, real: Tensor | None, out: Tensor, lse: Tensor, pooled: list[Tensor], lists: list[Tensor],
     block: int, top_k: int, enriched: int, reweight: bool, exclude: bool, full: bool, scale: float,
 ) -> list[Tensor]:  # fmt: skip
-    """Gradients of q, k, v, and of the extra keys and values if there are some."""
+    """Gradients of q, k, v, and of the extra keys and values if any."""
     settings = block, top_k, enriched, reweight, exclude, full, scale
     keys = Keys(k, v, *_or_nothing(k, extra_k, extra_v), *pooled, lists, real, *settings)
     dq, binary, delta = backward_queries(q, keys, out, lse, grad_out, grad_lse)

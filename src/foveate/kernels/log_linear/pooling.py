@@ -2,7 +2,7 @@
 # pyright: reportOperatorIssue=false, reportAttributeAccessIssue=false
 """Hierarchical pooling in Triton: one launch computes two levels of up to three tensors.
 
-The levels of a tensor follow one another in one buffer, the finest first, so that kernels need only one pointer.
+The levels of a tensor are consecutive in one buffer, the finest first, so that kernels need only one pointer.
 """
 
 from itertools import pairwise
@@ -154,7 +154,7 @@ def _launch_pool(
     x: Tensor, y: Tensor, z: Tensor, means: Tensor, sums: Tensor, weight: Tensor, counts: Tensor, logs: Tensor,
     tensors: int, rows: int, first: int, left: int, block: int, masked: bool, counted: bool,
 ) -> Launch:  # fmt: skip
-    """Pool two levels, of which the lower begins at node `first`; `left` levels are left."""
+    """Pool two levels, the lower of which begins at node `first`; `left` is the number of remaining levels."""
     batch, heads, _, dim = x.shape
     _, upper = level_sizes(rows, block, 2)
     args = (

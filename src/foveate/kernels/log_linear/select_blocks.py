@@ -28,8 +28,8 @@ __all__ = ["BACKENDS", "empty_lists", "pick_nodes", "select_blocks", "supports"]
 LARGEST_HEAD = 128  # wider heads spill registers
 
 CANDIDATES = 64  # candidates scored at once
-AT_TOP = 256  # a top level of at most this many nodes is scored at once, by more warps: it has few programs
-LOWEST_KEY = tl.constexpr(-(2**63))  # less than the sort key of any score and of any free place in a list
+AT_TOP = 256  # a top level of at most this many nodes is scored at once, by more warps, as it has few programs
+LOWEST_KEY = tl.constexpr(-(2**63))  # less than the sort key of any score or free place in a list
 NO_NODE = tl.constexpr(2**31 - 1)
 NUMBERS = ("heads", "nodes", "all_nodes", "first", "s_count", "above", "picks")  # not specialized when they equal 1
 
@@ -48,7 +48,7 @@ def _select(
     p_q, p_k, p_counts, p_above, p_list, heads, nodes, all_nodes, first, s_count, above, picks,
     TOP: tl.constexpr, B: tl.constexpr, K: tl.constexpr, BN: tl.constexpr, D: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
-    """The picks of B siblings, among all nodes of the top level or among the children of their parent's picks."""
+    """Picks of B siblings, among all nodes of the top level or among the children of their parent's picks."""
     parents = tl.cdiv(nodes, B)
     parent, sample = tl.program_id(0) % parents, (tl.program_id(0) // parents).to(tl.int64)
     p_q += (sample * all_nodes + first) * D
@@ -58,7 +58,7 @@ def _select(
     o_b, o_n, o_d, o_k = parent * B + tl.arange(0, B), tl.arange(0, BN), tl.arange(0, BD), tl.arange(0, K)
     m_b, m_d = o_b < nodes, (o_d < D)[None, :]
     q = tl.load(p_q + o_b[:, None].to(tl.int64) * D + o_d[None, :], mask=m_b[:, None] & m_d, other=0.0)  # [B, BD]
-    # best keys so far: free places hold distinct small keys, places from `picks` on a key that nothing replaces
+    # best keys so far: free places hold distinct small keys; a key after the first `picks` is never replaced
     kept = tl.where(o_k < picks, LOWEST_KEY + 1 + o_k.to(tl.int64), 2**63 - 1)[None, :]
     kept += tl.zeros([B, 1], tl.int64)
     for start in range(0, nodes if TOP else above * B, BN):
@@ -120,7 +120,7 @@ def _(q: Tensor, k: Tensor, real: Tensor | None, top_k: int, block: int, levels:
 
 @recorded
 def pick_nodes(means: Tensor, counts: Tensor, tokens: int, block: int, levels: int, top_k: int) -> list[Tensor]:
-    """The nodes that each node picks: for each level, the finest first, int32 [batch, heads, nodes, picks].
+    """Nodes that each node picks, for each level, the finest first: int32 [batch, heads, nodes, picks].
 
     Args:
         means: Means of the queries, and then of the keys, as `pool` returns them.
@@ -148,7 +148,7 @@ def empty_lists(x: Tensor, tokens: int, block: int, levels: int, top_k: int) -> 
 def _launch_select(
     means: Tensor, counts: Tensor, above: Tensor, picked: Tensor, first: int, block: int, top: bool
 ) -> Launch:
-    """Pick nodes of one level, which begins at node `first`, among all of them or the children of `above`."""
+    """Pick nodes of one level, which begins at node `first`, among all its nodes or the children of `above`."""
     (batch, heads, nodes, picks), (_, _, _, all_nodes, dim) = picked.shape, means.shape
     at_once = triton.next_power_of_2(nodes) if top and CANDIDATES < nodes <= AT_TOP else CANDIDATES
     args = (

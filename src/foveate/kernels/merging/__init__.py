@@ -1,1 +1,1 @@
-"""Token merging: twins of ops/facility_location.py, soft_assignment.py and region_matmul.py."""
+"""Token merging: kernels of ops/facility_location.py, soft_assignment.py and region_matmul.py."""

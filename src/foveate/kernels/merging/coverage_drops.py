@@ -1,12 +1,12 @@
 # pyright: basic, reportArgumentType=false, reportGeneralTypeIssues=false, reportCallIssue=false
-"""How much the gains of all candidates drop when items become better covered, with similarities in registers.
+"""Drops in the gains of all candidates when items become better covered, with similarities in registers.
 
 Tensor cores have no float32 products. Each number is split into two bfloat16 numbers, its rounded value and the
 remainder, and three of the four products give a similarity about as exact as float32, to 1e-6. Selecting 1,024 of N
 items takes about 7.6 N² similarities: for 100,000 items of 384 channels 58 TFLOP, or 175 TFLOP in three products,
-which is 0.3 s at 600 TFLOP/s. A tile of 128 x 256 similarities reads 590 KB for 75 MFLOP, 4.7 TB/s at this rate; tiles
-of 128 x 128 would read 6.3 TB/s, more than the cache delivers. Nothing of size N² is written. Items whose coverage
-changed are gathered first, so that the copy engine reads them as a matrix.
+0.3 s at 600 TFLOP/s. A tile of 128 x 256 similarities reads 590 KB for 75 MFLOP, 4.7 TB/s at this rate; tiles of
+128 x 128 would read 6.3 TB/s, more than the cache delivers. Nothing of size N² is written. Items with changed coverage
+are gathered first, so that the copy engine reads them as a matrix.
 """
 
 from collections.abc import Sequence
@@ -37,7 +37,7 @@ def gather_changed(
     p_items, p_before, p_after, p_place, p_gathered, p_low, p_high, items, s_n,
     BN: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
-    """Copy the items whose coverage changed, and their coverage before and after, to the first places."""
+    """Copy the items with changed coverage, and their coverage before and after, to the first places."""
     o_n = tl.program_id(0) * BN + tl.arange(0, BN)
     before = tl.load(p_before + o_n, mask=o_n < items, other=0.0)  # [BN]
     after = tl.load(p_after + o_n, mask=o_n < items, other=0.0)

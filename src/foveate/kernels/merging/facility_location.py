@@ -18,7 +18,7 @@ NEARLY = tl.constexpr(1e-5)  # as in the portable path
 
 @triton.jit
 def _pick(p_s, p_picks, tokens, budget, T: tl.constexpr, BC: tl.constexpr):
-    """The picks of one set, in the order of selection."""
+    """Picks of one set, in the order of selection."""
     index = tl.program_id(0).to(tl.int64)
     p_s += index * tokens * tokens
     o_t, o_c, o_k = tl.arange(0, T), tl.arange(0, BC), tl.arange(0, T // BC)
@@ -49,7 +49,7 @@ def supports(device: torch.device, dtype: torch.dtype, tokens: int) -> bool:
 
 @gpu_op("facility_location")
 def facility_location(similarity: Tensor, budget: int) -> Tensor:
-    """The picks of `foveate.ops.facility_location` from similarities [sets, tokens, tokens]."""
+    """Picks of `foveate.ops.facility_location` from similarities [sets, tokens, tokens]."""
     similarity = similarity.contiguous()
     picks = _like(similarity, budget)
     _launch(similarity, picks)

@@ -1,7 +1,7 @@
 # pyright: basic, reportArgumentType=false, reportGeneralTypeIssues=false, reportCallIssue=false
-"""Greedy selection: picks the best of a few candidates whose similarities to all items were just computed.
+"""Greedy selection among a few candidates whose similarities to all items were just computed.
 
-Three kernels do what takes PyTorch about forty. A pick reads the similarities of each item to 32 candidates: 13 MB for
+Three kernels replace about forty of PyTorch. A pick reads the similarities of each item to 32 candidates: 13 MB for
 100,000 items, which stay in the L2 cache.
 """
 
@@ -28,7 +28,7 @@ def sum_gains(
     p_similar, p_covered, p_block, p_certain, p_parts, items, refreshed, rounding,
     BR: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """Sum over a part of the items of what each refreshed candidate would newly cover."""
+    """Gain of each refreshed candidate, summed over a part of the items."""
     if tl.load(p_certain):
         o_r = tl.arange(0, BR)
         o_n = tl.program_id(0) * BN + tl.arange(0, BN)
@@ -46,7 +46,7 @@ def pick_best(
     p_certain, p_row, p_turn, p_picks, p_gains, parts, refreshed, turns, classes, tie,
     BR: tl.constexpr, BP: tl.constexpr, LARGEST: tl.constexpr, ROOM: tl.constexpr,
 ):  # fmt: skip
-    """Pick the best refreshed candidate if it is certain that no other is as good."""
+    """Pick the best refreshed candidate if no other can be as good."""
     if tl.load(p_certain):
         o_r = tl.arange(0, BR)
         m_r = o_r < refreshed

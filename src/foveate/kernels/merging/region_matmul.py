@@ -1,5 +1,5 @@
 # pyright: basic, reportArgumentType=false, reportGeneralTypeIssues=false, reportCallIssue=false
-"""Products of small matrices with their regions of tokens in one launch: each token is read and written once."""
+"""Products of small matrices with regions of tokens in one launch: each token is read and written once."""
 
 from typing import Any
 
@@ -62,7 +62,7 @@ def supports(device: torch.device, dtype: torch.dtype, tokens: int) -> bool:
 
 @gpu_op("region_matmul")
 def region_matmul(weights: Tensor, x: Tensor, text: int, order: Tensor | None = None) -> Tensor:
-    """The products that `foveate.ops.region_matmul` defines."""
+    """`foveate.ops.region_matmul` on a GPU."""
     x = row_contiguous(x)
     _, regions, _, tokens = weights.shape
     length = x.shape[1] if order is None else len(order)

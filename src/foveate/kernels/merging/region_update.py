@@ -49,7 +49,7 @@ def _update(
 
 @gpu_op("region_update")
 def region_update(weights: Sequence[Tensor], x: Tensor, before: Tensor, after: Tensor, order: Tensor | None) -> Tensor:
-    """The update that `foveate.ops.region_matmul.region_update` defines."""
+    """`foveate.ops.region_matmul.region_update` on a GPU."""
     x, before, after = map(row_contiguous, (x, before, after))
     length = x.shape[1]
     first, place = (sum(part.shape[1] * part.shape[side] for part in weights) for side in (3, 2))

@@ -14,7 +14,7 @@ __all__ = ["BACKENDS", "soft_assignment"]
 CONFIGS = {16: (128, 1), 32: (128, 2), 64: (128, 4), 128: (32, 8)}
 """Channels of a step and warps of a program, by the padded size of a set.
 
-The similarities of 256 tokens would fill the registers of a multiprocessor."""
+Larger sets are not supported: the similarities of 256 tokens would fill the registers of a multiprocessor."""
 STAGES = 1  # with more, Triton 3.6 overwrites channels that a product of 64 tokens still reads
 NEARLY = tl.constexpr(1e-5)  # as in the portable path
 
@@ -36,7 +36,7 @@ def _similarities(p_x, tokens, dim, s_token, T: tl.constexpr, BC: tl.constexpr):
 
 @triton.jit
 def _greedy(similar, tokens, budget, T: tl.constexpr):
-    """Mask of the selected tokens [T]; column j of the similarities says how well token j covers each row."""
+    """Mask of the selected tokens [T]; column j of the similarities is the coverage of each row by token j."""
     o_t = tl.arange(0, T)
     exists = o_t < tokens
     gains = tl.sum(similar, 0)

@@ -1,1 +1,1 @@
-"""Attention of single rows over a long cache, and copied rows: twins of ops/row_attention.py and rotary.py."""
+"""Attention of single rows over a long cache, and copies of rows: kernels of ops/row_attention.py and rotary.py."""

@@ -1,5 +1,5 @@
 # pyright: basic, reportArgumentType=false, reportGeneralTypeIssues=false
-"""Rows of keys or values copied to other rows, keys rotated on the way: a Triton kernel.
+"""Copies of rows of keys or values, with rotation of keys: a Triton kernel.
 
 One program copies a tile of rows of one head. Lower bound: every element is read and written once.
 """
@@ -14,7 +14,7 @@ from foveate.kernels.launch import Launch, launcher
 
 __all__ = ["BACKENDS", "copy_rows"]
 
-ROWS = 32  # of a tile
+ROWS = 32  # rows of a tile
 WARPS = 4
 
 
@@ -23,7 +23,7 @@ def copy_tile(
     p_x, p_out, p_cos, p_sin, heads, rows, s_xl, s_xh, s_x, s_ol, s_oh, s_o, s_cos, s_sin,
     HALF: tl.constexpr, BH: tl.constexpr, BM: tl.constexpr, ROTATE: tl.constexpr,
 ):  # fmt: skip
-    """Copy a tile of rows; both halves of the channels at once, because rotation pairs them."""
+    """Copy a tile of rows, both halves of the channels together, because rotation pairs them."""
     layer, head = (tl.program_id(0) // heads).to(tl.int64), (tl.program_id(0) % heads).to(tl.int64)
     o_m, o_d = tl.program_id(1) * BM + tl.arange(0, BM), tl.arange(0, BH)
     mask = (o_m < rows)[:, None] & (o_d < HALF)[None, :]
@@ -43,7 +43,7 @@ def copy_tile(
 def copy_rows(out: Tensor, x: Tensor, cos: Tensor | None, sin: Tensor | None) -> None:
     """`foveate.ops.rotary.copy_rows` on a GPU."""
     if out.stride(-1) != 1 or x.stride(-1) != 1:
-        raise ValueError("the channels of a row must lie side by side: pass contiguous tensors")
+        raise ValueError("the channels of a row must be contiguous in memory: pass contiguous tensors")
     if x.numel():
         with torch.cuda.device_of(x):
             _launch(out, x, *((x, x, False) if cos is None or sin is None else (cos.float(), sin.float(), True)))

@@ -2,12 +2,12 @@
 # pyright: reportOperatorIssue=false
 """Causal attention of some rows of a sequence over all its keys: a Triton kernel, and the Hopper kernel for many rows.
 
-One program computes a tile of rows of one head. It reads the keys up to its first row without a mask and those up to
-its last row with one. Tiles of late rows read the most keys and start first. If there are too few tiles for the GPU,
-as with a short prompt, several Triton programs split the keys of one tile, and their results are combined by LSE.
+One program computes a tile of rows of one head. It reads the keys up to its first row without a mask and the keys up
+to its last row with a mask. Tiles of late rows read the most keys and start first. If there are too few tiles for the
+GPU, as with a short prompt, several Triton programs split the keys of one tile, and their results are combined by LSE.
 
 Lower bound for r of T rows, per layer: 4 · heads · dim · r · T / 2 operations if the rows are spread evenly, and every
-query, output, key and value moved once. For 15 % of 32,768 rows and the 32 layers of Llama-3.1-8B, that is 42 TFLOP
+query, output, key and value moved once. For 15 % of 32,768 rows and the 32 layers of Llama-3.1-8B, this means 42 TFLOP
 and 7 GB, so the kernel is compute-bound.
 """
 
@@ -56,7 +56,7 @@ def _attend(
     m, norm, out, q, at, p_k, p_v, s_k, s_v, first, end, scale, window,
     BN: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, MASK: tl.constexpr, WINDOW: tl.constexpr,
 ):  # fmt: skip
-    """One step of online softmax; with MASK, a row sees the keys up to its own position, with WINDOW the last ones."""
+    """One step of online softmax. With MASK, a row reads the keys up to its position; with WINDOW, only the last."""
     k = _rows(p_k, s_k, first, end, BN, D, BD, MASK)
     scores = tl.dot(q, tl.trans(k))  # [BM, BN]
     if MASK:
@@ -77,7 +77,7 @@ def attend_rows(
     s_qb, s_qh, s_q, s_kb, s_kh, s_k, s_vb, s_vh, s_v, s_at, s_op, s_ob, s_oh, s_o,
     D: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr, WINDOW: tl.constexpr,
 ):  # fmt: skip
-    """Output and LSE of a tile of rows over one part of the keys, which has `keys` keys."""
+    """Output and LSE of a tile of rows over one part of the keys, `keys` of them."""
     sample, part = tl.program_id(0), tl.program_id(2)
     row = (tl.num_programs(1) - 1 - tl.program_id(1)) * BM
     batch, head = (sample // heads).to(tl.int64), (sample % heads).to(tl.int64)
@@ -89,8 +89,8 @@ def attend_rows(
     start = part * keys
     end = tl.minimum(tl.max(at, 0) + 1, start + keys)
     least = tl.min(tl.where(m_m, at, 2**31 - 1), 0)
-    seen = tl.minimum(least + 1, end)  # visible to all rows
-    steps = tl.maximum(seen - start, 0) // BN
+    shared = tl.minimum(least + 1, end)  # visible to all rows
+    steps = tl.maximum(shared - start, 0) // BN
     if WINDOW:  # few keys, all of them with a mask
         start, steps = tl.maximum(start, (least + 1 - window) // (BN // 2) * (BN // 2)), 0
     q = _rows(p_q + batch * s_qb + head * s_qh, s_q, row, chosen, BM, D, BD, True)  # [BM, BD]
@@ -134,7 +134,7 @@ def row_attention(
         q, scale = -q, -scale
     q, k, v = map(row_contiguous, (q, k, v))
     hopper = hopper and window is None and hopper_attention.addressable(q, k, v)
-    # rows that differ between samples are one launch each, of the size of a single question's
+    # if rows differ between samples, each sample is one launch
     samples = [slice(None)] if rows.ndim == 1 else [slice(i, i + 1) for i in range(len(rows))]
     tilings = [tiling for some in samples if hopper and (tiling := _tiling(q[some], k, rows, some.start))]
     if len(tilings) == len(samples):
@@ -157,7 +157,7 @@ def _(q: Tensor, *args: object) -> Tensor:
 def _launch_triton(
     q: Tensor, k: Tensor, v: Tensor, rows: Tensor, scale: float, window: int | None, out: Tensor
 ) -> Tensor:
-    """Write `out`, and return the LSE of each part of the keys."""
+    """Write `out`. Returns the LSE of each part of the keys."""
     (batch, heads, chosen, dim), tokens = q.shape, k.shape[2]
     configs = FORWARD if chosen > FEW[0].rows else FEW
     config = first_that_fits(configs, 1, padded_size(dim) * q.element_size(), shared_memory(q.device))
@@ -178,7 +178,7 @@ def _launch_rows(
     q: Tensor, k: Tensor, v: Tensor, rows: Tensor, out: Tensor, lse: Tensor, scale: float, window: int | None,
     config: KernelConfig,
 ) -> Launch:  # fmt: skip
-    """Attend with the rows to each of ``len(out)`` parts of the keys."""
+    """Attention of the rows over each of ``len(out)`` parts of the keys."""
     (batch, heads, chosen, dim), (_, groups, tokens, _), parts = q.shape, k.shape, len(out)
     keys = triton.cdiv(triton.cdiv(tokens, parts), config.step) * config.step
     args = (
@@ -199,7 +199,7 @@ def _parts(tiles: int, tokens: int, device: torch.device) -> int:
 
 
 class _Tiling(NamedTuple):
-    """What the Hopper kernel needs for some rows: their positions, and a schedule with one program per tile."""
+    """Positions of rows, and a schedule with one program per tile, for the Hopper kernel."""
 
     positions: Tensor
     schedule: Schedule
