@@ -35,7 +35,7 @@ def test_the_newest_complete_checkpoint_is_resumed(tmp_path, monkeypatch):
 
 def test_a_run_of_other_settings_is_refused(tmp_path):
     write_checkpoint(tmp_path, 1, {"layer": part(1)}, {"seed": 0})
-    with pytest.raises(ValueError, match=r"is of a run with .*0.*, not .*1.*: name another folder"):
+    with pytest.raises(ValueError, match=r"is from a run with .*0.*, not .*1.*: name another folder"):
         resume(tmp_path, {"layer": part(0)}, {"seed": 1})
 
 

@@ -170,7 +170,7 @@ def test_a_run_that_diverges_stops_and_keeps_its_last_good_state(run):
     wild = replace(ADAMW, rate=1e30)
     out, _ = run("out", wild, steps=1, minutes=0)
     good = (out / LORA_FILE).read_bytes()
-    with pytest.raises(ValueError, match=r"the loss of step 2 is (nan|inf): begin anew with a lower learning rate"):
+    with pytest.raises(ValueError, match=r"the loss of step 2 is (nan|inf): start again with a lower learning rate"):
         run("out", wild, steps=3)
     assert (out / LORA_FILE).read_bytes() == good
     assert [step for step, _ in losses(out)] == [1]

@@ -115,5 +115,5 @@ def test_what_cannot_be_distilled_is_refused_before_anything_is_drawn(pipe, tmp_
         distill(tmp_path, tiny_pipelines.wan(image=True), RECIPE, REQUEST, PROMPTS, **given)
     assert list(tmp_path.iterdir()) == []
     Image.new("RGB", (8, 8)).save(tmp_path / "a.png")
-    with pytest.raises(ValueError, match="learns from videos that it generates itself"):
+    with pytest.raises(ValueError, match="trains on its own videos"):
         distill(tmp_path / "run", pipe, RECIPE, REQUEST, ["a"], pictures=[tmp_path / "a.png"], **given)

@@ -59,7 +59,7 @@ def test_a_pair_does_not_depend_on_its_batch(pipe, pairs_folder, tmp_path):
 def test_pairs_of_other_settings_or_prompts_are_refused(pipe, pairs_folder):
     with pytest.raises(ValueError, match="steps=2: name another folder"):
         make_pairs(pairs_folder, pipe, tiny.PROMPTS, tiny.REQUEST._replace(steps=3))
-    with pytest.raises(ValueError, match="was made of 'a cat', not of 'a fox'"):
+    with pytest.raises(ValueError, match="was made from 'a cat', not from 'a fox'"):
         make_pairs(pairs_folder, pipe, ["a fox"], tiny.REQUEST)
 
 

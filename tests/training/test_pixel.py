@@ -167,7 +167,7 @@ def test_a_run_stops_in_time_and_can_be_extended(run):
 def test_a_run_of_other_stages_recipe_model_or_pictures_is_refused(run):
     run("out", STAGES)
     for stages in ([Stage((16, 16), 4, 2)], [Stage((16, 16), 3, 4), STAGES[1]], STAGES[:1]):
-        with pytest.raises(ValueError, match="has seen sizes 16x16:4:4,16x24:3:2: begin with these and add more"):
+        with pytest.raises(ValueError, match="began with sizes 16x16:4:4,16x24:3:2: begin with these and add more"):
             run("out", stages)
     for change in (
         {"recipe": PixelRecipe(rate=3e-3, average=0.9, seed=1)},
@@ -306,8 +306,8 @@ def test_bad_arguments_are_refused_before_anything_is_written(run, tmp_path):
             run("out", **options)
         assert not (tmp_path / "out").exists()
 
-    refused("a stage has one step and one image a step at least", stages=[])
-    refused("a stage has one step and one image a step at least", stages=[Stage((16, 16), 1, 0)])
+    refused("a stage needs at least one step and one image a step", stages=[])
+    refused("a stage needs at least one step and one image a step", stages=[Stage((16, 16), 1, 0)])
     refused("these images have no captions: train a model without words", pipe=pipeline(captioned=True))
     refused("patches of 3 px do not fill 16 x 16 px", pipe=pipeline(patch_size=3))
     refused("scenes are square: use 24 or 16 for 16 x 24 px", pictures=ScenePictures(0))

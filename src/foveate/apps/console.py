@@ -1,4 +1,4 @@
-"""What commands of the command line and of the lab share: options, progress bars, error messages, saved results."""
+"""Common parts of all commands: options, progress bars, error messages, saved results."""
 
 import functools
 import inspect
@@ -54,7 +54,7 @@ console = Console(stderr=True, highlight=False)
 
 
 def _check_seed(seed: int) -> int:
-    """The seed, if random generators take it; a largest value of the option would fill its line in the help."""
+    """Check that random generators take the seed; a maximum in the option would fill its line in the help."""
     if seed >= 2**63:
         raise typer.BadParameter("a seed must be less than 2^63")
     return seed
@@ -123,7 +123,7 @@ def clear_errors(command: Callable[..., None]) -> Callable[..., None]:
             command(*args, **kwargs)
             leave()
         except KeyboardInterrupt:
-            console.print("stopped; everything that was finished is saved")
+            console.print("stopped; finished work is saved")
             raise typer.Exit(130) from None
         except (ValueError, ImportError, OSError, RuntimeError, MemoryError, AssertionError) as error:
             if rank := rank_name():
@@ -149,14 +149,14 @@ def _check_utf8(options: Mapping[str, Any]) -> None:
 
 
 def print_outcome(done: bool, result: Path) -> None:
-    """Print whether a training run is complete, and the path of its result; only the first process prints."""
+    """Print whether a training run is complete, and its path, on the first process only."""
     console.print("done" if done else "stopped at the time limit; the same command resumes the run")
     if not console.quiet:
         print(result)
 
 
 def join_processes(device: str) -> tuple[Any, str]:
-    """See `foveate.utils.processes.join`, and the device of this process: only the first process prints from here on.
+    """Join processes (`foveate.utils.processes.join`) and return the device; then only the first process prints.
 
     Every process prints its errors.
     """
@@ -166,7 +166,7 @@ def join_processes(device: str) -> tuple[Any, str]:
 
 
 def training_device(name: str, *batches: int) -> str:
-    """The device that this process trains on; only the first process prints.
+    """Training device of this process; then only the first process prints.
 
     Raises:
         ValueError: If the processes cannot share one of the batches evenly.
@@ -201,7 +201,7 @@ def _log_progress(name: str, length: int) -> Callable[[], None]:
 
 @contextmanager
 def progress() -> Generator[Track]:
-    """Context that yields a function for progress bars: (name, length) starts one and returns what advances it."""
+    """Context that yields a function for progress bars: (name, length) starts one and returns its advance function."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     if not console.is_terminal:  # a log: a line now and then
         yield _log_progress
@@ -235,8 +235,8 @@ def run_and_save(
     Args:
         path: The JSON file.
         commit: Commit to record; empty keeps what git says.
-        run: Called with `track`, yields the results so far.
-        table: Makes the table to print.
+        run: Called with `track`; yields the results so far.
+        table: Makes a table of a result.
     """
     result: dict[str, Any] = {"rows": []}
     with progress() as track:

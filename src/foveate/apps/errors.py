@@ -41,7 +41,7 @@ def _what_to_install(package: str) -> str:
 
 @contextmanager
 def noting(what: str) -> Generator[None]:
-    """Context that adds to its errors, as a note, what was being done."""
+    """Context that adds a note about the current work to its errors."""
     try:
         yield
     except Exception as error:
@@ -50,7 +50,7 @@ def noting(what: str) -> Generator[None]:
 
 
 def remedy(error: Exception) -> str:
-    """What is wrong and what helps, in one line; empty for errors that are not the user's to fix."""
+    """Error and remedy in one line; empty for errors that the user cannot fix."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError) or _allocation_failed(error):
         return "out of memory: use a smaller --size (or --top), --dtype bfloat16, or a device with more memory"
     if isinstance(error, AssertionError) and "Cannot shard tensor" in str(error):  # of diffusers' context parallelism

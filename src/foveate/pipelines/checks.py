@@ -1,5 +1,5 @@
 # pyright: basic, reportPrivateImportUsage=false, reportCallIssue=false
-"""What a pipeline cannot generate, or would silently change, is refused with a remedy."""
+"""Checks that refuse, with a remedy, requests that a pipeline cannot run or would silently change."""
 
 from inspect import Parameter, signature
 
@@ -21,9 +21,9 @@ __all__ = ["check_request", "check_size"]
 
 MOST_TOKENS = 2**20
 NEEDS_IMAGE = ("ImageToVideo", "Edit")
-"""Parts of the names of pipelines that cannot run without an image, although it is an optional argument."""
+"""Parts of names of pipelines that need an image although the argument is optional."""
 SEVERAL_IMAGES = ("Flux2", "QwenImageEditPlus")
-"""How the names of pipelines begin that take several reference images."""
+"""Name prefixes of pipelines with several reference images."""
 
 
 def check_request(pipeline: DiffusionPipeline, request: Request) -> None:
@@ -80,9 +80,9 @@ def _check_images(pipeline: DiffusionPipeline, request: Request) -> None:
 
 
 def check_size(model: str, size: tuple[int, int]) -> None:
-    """Refuse a size that a model cannot generate, by its configuration files, before its weights are loaded.
+    """Refuse an invalid size by the model's configuration files, before its weights are loaded.
 
-    Nothing is said about models whose files do not tell, such as video models: `check_request` refuses it later.
+    Models whose files do not tell, such as video models, are checked later, by `check_request`.
 
     Raises:
         ValueError: If a side is not a multiple of the pixels of one token.
@@ -94,7 +94,7 @@ def check_size(model: str, size: tuple[int, int]) -> None:
         if "num_frames" in signature(getattr(diffusers, kind).__call__).parameters:
             return None
         vae = config_file(model, "vae/config.json")
-    except (OSError, ValueError, KeyError, AttributeError):  # loading will say what is wrong
+    except (OSError, ValueError, KeyError, AttributeError):  # loading reports the error
         return None
     halvings = (
         len(vae["block_out_channels"]) - 1 if "block_out_channels" in vae else len(vae.get("temperal_downsample", ()))
@@ -103,7 +103,7 @@ def check_size(model: str, size: tuple[int, int]) -> None:
 
 
 def _check_size(pipeline: DiffusionPipeline, size: tuple[int, int]) -> int:
-    """Number of tokens of a frame."""
+    """Check width and height; returns the number of tokens of a frame."""
     multiple, buckets = pixels_per_token(pipeline), getattr(pipeline, "vae_image_processor", None)
     _check_sides(multiple, size)
     if buckets and (own := buckets.get_default_height_width(None, *size)) != size:  # JoyImage
@@ -122,7 +122,7 @@ def _check_sides(multiple: int, size: tuple[int, int]) -> None:
 
 
 def _check_frames(pipeline: DiffusionPipeline, request: Request) -> int:
-    """Number of frames of the latents."""
+    """Check the number of frames; returns the number of latent frames."""
     if not makes_video(pipeline):
         if request.frames is not None or request.fps is not None:
             raise ValueError(

@@ -1,4 +1,4 @@
-"""PNG files that carry the settings of their images."""
+"""PNG files with the settings of their images as metadata."""
 
 import io
 from collections.abc import Sequence
@@ -13,14 +13,14 @@ __all__ = ["png", "write_picture"]
 
 
 def write_picture(path: Path, image: Image.Image, settings: dict[str, str], more: Sequence[Image.Image] = ()) -> None:
-    """Write a PNG that carries its settings, see `png`."""
+    """Write a PNG file with settings; see `png`."""
     write_whole(path, png(image, settings, more))
 
 
 def png(image: Image.Image, settings: dict[str, str], more: Sequence[Image.Image] = ()) -> bytes:
-    """A PNG that carries its settings as text chunks (`Image.open(path).text` reads them).
+    """Content of a PNG file with settings as text chunks (`Image.open(path).text` reads them).
 
-    If there are more images, they follow the first as frames of an animated PNG.
+    Further images follow the first as frames of an animated PNG.
     """
     chunks = PngInfo()
     for name, value in settings.items():

@@ -1,5 +1,5 @@
 # pyright: basic, reportPrivateImportUsage=false, reportArgumentType=false
-"""LoRAs that were distilled for a method: LoRA files of diffusers with the method's options in their metadata."""
+"""Distilled LoRAs: LoRA files of diffusers with a method's options in their metadata."""
 
 import json
 from collections.abc import Generator, Mapping, Sequence
@@ -35,7 +35,7 @@ __all__ = [
 ]
 
 LORA_FILE = "pytorch_lora_weights.safetensors"
-ANYWHERE = ("dense_layers", "start_percent", "end_percent", "min_tokens")  # where a method works, not what it does
+ANYWHERE = ("dense_layers", "start_percent", "end_percent", "min_tokens")  # where a method is active
 
 
 class Distilled(NamedTuple):
@@ -45,7 +45,7 @@ class Distilled(NamedTuple):
         method: The method with its options.
         size: (height, width) in pixels of the training images; None if the file does not say.
         weights: Checksum of the LoRA file.
-        more: Methods that are applied beside it.
+        more: Further methods to apply.
     """
 
     method: Method
@@ -65,11 +65,11 @@ class Distilled(NamedTuple):
 
 
 def pack_lora(layers: Mapping[str, Tensor], method: Method, size: tuple[int, int]) -> bytes:
-    """The safetensors file that `pipe.load_lora_weights` takes.
+    """Content of a safetensors file for `pipe.load_lora_weights`.
 
     Args:
-        layers: LoRA weights by their name in the transformer; alpha equals the rank.
-        method: The method that they were distilled for.
+        layers: LoRA weights by name in the transformer; alpha equals the rank.
+        method: Method that the weights were distilled for.
         size: (height, width) in pixels of the training images.
     """
     name = next(name for name, cls in METHODS.items() if type(method) is cls)
@@ -79,7 +79,7 @@ def pack_lora(layers: Mapping[str, Tensor], method: Method, size: tuple[int, int
 
 
 def find_lora(lora: str) -> Path:
-    """The LoRA file of a path, a folder or a hub id.
+    """Path of the LoRA file of a path, folder or hub id.
 
     Raises:
         ValueError: If there is no such file.
@@ -159,7 +159,7 @@ MethodLike = Method | ComposedMethod | Distilled | Preset
 
 
 def throughout(method: MethodLike, start: float = 0.0, end: float = 1.0, **options: Any) -> Any:
-    """The same method in all steps, or in those from `start` to `end`, fractions of the run; with these options."""
+    """The same method in all steps, or in steps from `start` to `end` (fractions of the run), with these options."""
     first, *more = (replace(part, start_percent=start, end_percent=end, **options) for part in method.parts)
     if isinstance(method, Distilled):
         return method._replace(method=first, more=tuple(more))
@@ -170,9 +170,9 @@ def throughout(method: MethodLike, start: float = 0.0, end: float = 1.0, **optio
 def using(pipeline: Any, method: MethodLike | None) -> Generator[Handle | None]:
     """Context in which a pipeline runs with a method; None is dense.
 
-    A LoRA in the pipeline is on only with a distilled method, and only in the steps in which that method is at work.
-    There it is merged into the weights if it can be, which takes no time in a step; afterwards the weights are bit for
-    bit what they were.
+    A LoRA in the pipeline is on only with a distilled method, and only in the steps in which the method is active.
+    There it is merged into the weights if possible, which costs no time in a step; afterwards the weights are restored
+    bit for bit.
     """
     lora, distilled = bool(getattr(pipeline, "get_list_adapters", dict)()), isinstance(method, Distilled)
     parts = method.parts if isinstance(method, Distilled) else (method,)
@@ -191,7 +191,7 @@ def using(pipeline: Any, method: MethodLike | None) -> Generator[Handle | None]:
 
 @contextmanager
 def _where_sparse(pipeline: Any, run: Handle, method: Distilled) -> Generator[None]:
-    """Turn the LoRA off in dense steps: it was trained to correct the sparse pattern."""
+    """Context that turns the LoRA off in dense steps: it was trained to correct the sparse pattern."""
     lora, on = _Lora(pipeline), False
 
     @outside_compiled_code
@@ -226,7 +226,7 @@ class _Lora:
         self._originals: list[Tensor] = []
 
     def switch(self, on: bool) -> None:
-        """Switch it on or off; afterwards the weights are those that they were."""
+        """Switch the LoRA on or off; off restores the original weights."""
         if on:
             self._pipeline.enable_lora()
         for layer in self._layers:
@@ -243,7 +243,7 @@ class _Lora:
 
 
 def _room_for(weights: Sequence[Tensor]) -> bool:
-    """Whether a copy of these tensors fits beside them on their device, with as much again to spare."""
+    """Whether the device of these tensors has room for two more copies."""
     if not weights or weights[0].device.type != "cuda":
         return True
     return 2 * sum(weight.nbytes for weight in weights) < torch.cuda.mem_get_info(weights[0].device)[0]

@@ -14,7 +14,7 @@ __all__ = ["enable_parallelism", "share_pictures"]
 
 
 def share_pictures(pipeline: Any, ranks: int) -> None:
-    """Divide the tokens of every image over all processes, which then have to generate the same images.
+    """Divide the tokens of every image over all processes, which must then generate the same images.
 
     Raises:
         ValueError: If diffusers has no plan for the model, or its heads do not divide.
@@ -24,21 +24,21 @@ def share_pictures(pipeline: Any, ranks: int) -> None:
         if getattr(model, "_cp_plan", None) is None:
             raise ValueError(
                 f"diffusers has no plan to divide an image of {type(model).__name__} over processes: "
-                "use one process, or let each process generate images of its own"
+                "use one process, or let each process generate its own images"
             )
         heads = model.config.num_attention_heads
         if not divides(heads, ranks):
             fitting = ", ".join(str(n) for n in range(2, heads + 1) if divides(heads, n))
             raise ValueError(
                 f"{heads} attention heads of {type(model).__name__} do not divide over {ranks} processes: "
-                f"use {fitting}, or let each process generate images of its own"
+                f"use {fitting}, or let each process generate its own images"
             )
     for model in models:
         enable_parallelism(model, ulysses_degree=ranks, ulysses_anything=True)
 
 
 def divides(heads: int, ranks: int) -> bool:
-    """Whether each process gets a head if all get equally many, apart from the last one, which may get fewer."""
+    """Whether every process gets a head, if all but the last get equally many and the last may get fewer."""
     most = -(-heads // ranks)
     return most * ranks - heads < most
 

@@ -22,9 +22,9 @@ __all__ = ["PixelPipeline", "as_method", "noise_scale"]
 
 
 def noise_scale(height: int, width: int) -> float:
-    """How strong noise is for images of so many pixels: 1 up to 64 x 64, and n / 64 for n x n.
+    """Scale of the noise for an image size: 1 up to 64 x 64, and n / 64 for n x n.
 
-    The neighbouring pixels of a large image say much of one another, so that it takes more noise to hide it.
+    Neighbouring pixels of a large image are redundant, so it takes more noise to hide it.
 
     Source: arXiv 2512.16615, noise rescaling.
     """
@@ -32,16 +32,16 @@ def noise_scale(height: int, width: int) -> float:
 
 
 class PixelPipeline(DiffusionPipeline):
-    """Images of captions, or of nothing but noise, by a `PixelDiT`.
+    """Pipeline that generates images with a `PixelDiT`, from captions or unconditionally.
 
     Args:
         transformer: Predicts the velocity.
-        scheduler: Makes the Euler steps; `FlowMatchEulerDiscreteScheduler()`.
-        tokenizer: Reads captions, if the transformer was trained with any.
-        text_encoder: Likewise; a model whose output has a `last_hidden_state`.
-        height: Of images unless told otherwise: of those that it was trained with last.
-        width: Likewise.
-        guidance_scale: Unless told otherwise.
+        scheduler: Scheduler of the Euler steps, a `FlowMatchEulerDiscreteScheduler`.
+        tokenizer: Tokenizer of the captions; None for a model without captions.
+        text_encoder: Text encoder, whose output has a `last_hidden_state`; None for a model without captions.
+        height: Default height in pixels, as in the last training stage.
+        width: Default width in pixels.
+        guidance_scale: Default guidance scale.
 
     Examples:
         >>> pipe = PixelPipeline.from_pretrained("trained")
@@ -80,22 +80,21 @@ class PixelPipeline(DiffusionPipeline):
         return_dict: bool = True,
         callback_on_step_end: Callable[[Any, int, Any, dict[str, Any]], dict[str, Any]] | None = None,
     ) -> ImagePipelineOutput | tuple[Any]:
-        """The images.
+        """Generate images.
 
         Args:
             prompt: One caption for each image; "" for a model without captions.
-            height: In pixels.
-            width: Likewise.
-            num_inference_steps: Euler steps, of equal length.
-            guidance_scale: By how much the velocity is driven from that of an empty caption to the caption's own; 1 is
-                the caption's own, which takes half the time.
-            generator: Of the noise; or one for each image.
+            height: Height in pixels.
+            width: Width in pixels.
+            num_inference_steps: Number of Euler steps, of equal length.
+            guidance_scale: Scale of classifier-free guidance; 1 is none and takes half the time.
+            generator: Generator of the noise, or one for each image.
             output_type: "pil", "np" or "pt".
-            return_dict: Return them as `images` of an object, not in a tuple.
+            return_dict: Return an object with `images` instead of a tuple.
             callback_on_step_end: Called after every step with pipeline, step, timestep and an empty dict.
 
         Raises:
-            ValueError: If there is a caption or guidance, and the model was trained without captions.
+            ValueError: If there is a caption or guidance for a model without captions.
         """
         prompts = [prompt] if isinstance(prompt, str) else prompt
         guidance_scale = self.config.guidance_scale if guidance_scale is None else guidance_scale

@@ -47,7 +47,7 @@ __all__ = [
 
 
 def load_pipeline(model: str, device: str = "auto", dtype: str = "auto") -> DiffusionPipeline:
-    """The pipeline of a hub id or folder, ready to generate.
+    """Load the pipeline of a hub id or folder, ready to generate.
 
     Args:
         model: A folder that holds a model_index.json, or a hub id.
@@ -68,7 +68,7 @@ def load_pipeline(model: str, device: str = "auto", dtype: str = "auto") -> Diff
     except (OSError, ValueError, TypeError, AttributeError, SafetensorError) as error:
         raise ValueError(f"cannot load {model}: {str(error).strip().splitlines()[0]}") from error
     for name, tokenizer in _tokenizers(pipeline).items():
-        if len(tokenizer) <= len(tokenizer.all_special_tokens):  # transformers says nothing
+        if len(tokenizer) <= len(tokenizer.all_special_tokens):  # transformers raises no error
             raise ValueError(f"cannot load {model}: its {name} has no words; its files are missing")
     return ready(pipeline, device, dtype)
 
@@ -80,14 +80,14 @@ def config_file(model: str, file: str = DiffusionPipeline.config_name) -> dict[s
 
 
 def quiet() -> None:
-    """Turn off the warnings and progress bars with which the libraries load models."""
+    """Turn off the libraries' warnings and progress bars."""
     diffusers_logging.set_verbosity_error()
     diffusers_logging.disable_progress_bar()
     transformers_logging.disable_progress_bar()
 
 
 def ready(pipeline: DiffusionPipeline, device: str = "auto", dtype: str = "auto") -> DiffusionPipeline:
-    """The pipeline on its device and in its dtype, without progress bars of its own.
+    """Move the pipeline to its device and dtype, without progress bars.
 
     Raises:
         ValueError: If the pipeline has no denoiser, or device or dtype are unknown.
@@ -114,7 +114,7 @@ class Request(NamedTuple):
     """One image or video to generate.
 
     Attributes:
-        prompt: The text.
+        prompt: Prompt.
         size: (height, width) in pixels.
         steps: Number of denoising steps.
         guidance: Guidance scale; None is the pipeline's default.
@@ -164,7 +164,7 @@ def pixels_per_token(pipeline: DiffusionPipeline) -> int:
 
 
 def own_size(pipeline: DiffusionPipeline) -> tuple[int, int]:
-    """(height, width) in pixels that a pipeline generates unless told otherwise; 1024 if it does not say."""
+    """Default (height, width) of a pipeline in pixels; 1024 if it has none."""
     known, own = arguments(pipeline), pipeline.config
     config: Any = denoiser(pipeline).config
     if "width" in own:  # a pixel model
@@ -181,7 +181,7 @@ def own_size(pipeline: DiffusionPipeline) -> tuple[int, int]:
 def draw(
     pipeline: DiffusionPipeline, request: Request, on_step: Callable[[], None] = lambda: None
 ) -> list[Image.Image]:
-    """The frames of a video; an image is one frame. `on_step` is called after every denoising step."""
+    """Generate the frames of a video, or one image. `on_step` is called after every denoising step."""
     drawn = draw_batch(pipeline, [request], on_step)
     return drawn[0] if makes_video(pipeline) else drawn
 
@@ -189,13 +189,13 @@ def draw(
 def draw_batch(
     pipeline: DiffusionPipeline, requests: Sequence[Request], on_step: Callable[[], None] = lambda: None
 ) -> list[Any]:
-    """The images, or the frames of each video, of requests that differ in prompt and seed only, generated together."""
+    """Generate the images or videos of requests that differ in prompt and seed only, in one batch."""
     output = _call(pipeline, requests, on_step)
     return output.frames if makes_video(pipeline) else output.images
 
 
 def _call(pipeline: DiffusionPipeline, requests: Sequence[Request], on_step: Callable[[], None]) -> Any:
-    """What the pipeline returns."""
+    """Output of the pipeline."""
 
     def after_step(_pipeline: Any, _step: int, _time: Any, tensors: dict[str, Any]) -> dict[str, Any]:
         on_step()
@@ -228,10 +228,10 @@ def _call(pipeline: DiffusionPipeline, requests: Sequence[Request], on_step: Cal
 
 
 def scale_argument(pipeline: DiffusionPipeline, request: Request) -> str | None:
-    """The argument that takes the guidance scale; None if the pipeline would ignore it.
+    """Name of the argument for the guidance scale; None if the pipeline would ignore it.
 
-    Models that were distilled with guidance take it as an input. The others, and all with a negative prompt, run twice
-    a step, which some pipelines call true classifier-free guidance.
+    Guidance-distilled models take it as an input. Other models, and all models with a negative prompt, run twice a
+    step, called true classifier-free guidance in some pipelines.
     """
     known = arguments(pipeline)
     embedded = getattr(denoiser(pipeline).config, "guidance_embeds", None)
@@ -265,7 +265,7 @@ def text_tokens(pipeline: DiffusionPipeline) -> int | None:
 
 
 def unread(pipeline: DiffusionPipeline, prompt: str) -> str:
-    """The end of a prompt that is cut off because it is too long for all text encoders."""
+    """End of a prompt that is beyond the limits of all text encoders."""
     if not _tokenizers(pipeline):
         return ""
     tokenizer = _longest(pipeline)
@@ -274,12 +274,12 @@ def unread(pipeline: DiffusionPipeline, prompt: str) -> str:
 
 
 def _longest(pipeline: DiffusionPipeline) -> Any:
-    """The tokenizer that takes the longest text; the last one of several."""
+    """Tokenizer with the largest limit; the last one of several."""
     return max(reversed(_tokenizers(pipeline).values()), key=lambda tokenizer: tokenizer.model_max_length)
 
 
 def _tokenizers(pipeline: DiffusionPipeline) -> dict[str, Any]:
-    """The tokenizers of a pipeline by name; that of a processor is in it."""
+    """Tokenizers of a pipeline by name, including the tokenizers of processors."""
     names = "tokenizer", "tokenizer_2", "tokenizer_3"
     found = {name: part for name in names if (part := getattr(pipeline, name, None)) is not None}
     return {name: getattr(part, "tokenizer", part) for name, part in found.items()}

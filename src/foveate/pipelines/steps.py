@@ -1,5 +1,5 @@
 # pyright: basic, reportPrivateImportUsage=false
-"""Single forward passes of a pipeline's denoiser: recorded, run again, and timed."""
+"""Single forward passes of a pipeline's denoiser: record, replay and time them."""
 
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
@@ -24,8 +24,8 @@ class Call(NamedTuple):
 
     @torch.no_grad()
     def run(self, model: nn.Module) -> Tensor:
-        """The prediction of a denoiser. A list with an entry for each sample becomes one tensor."""
-        # some models remove entries from the dictionaries that they are given
+        """Prediction of a denoiser with these arguments. A list of samples is stacked into one tensor."""
+        # some models remove entries from their dictionaries
         kwargs = {name: dict(value) if isinstance(value, dict) else value for name, value in self.kwargs.items()}
         prediction = model(*self.args, **kwargs)[0]
         return torch.stack(prediction) if isinstance(prediction, list) else prediction
@@ -33,7 +33,7 @@ class Call(NamedTuple):
 
 @contextmanager
 def recording(models: Sequence[nn.Module], on_call: Callable[[nn.Module, Call], None]) -> Generator[None]:
-    """Context in which `on_call` is called with each of these models and the arguments of a call, before it runs."""
+    """Context that calls `on_call` with model and arguments before every call of these models."""
 
     def record(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         on_call(model, Call(args, kwargs))
@@ -45,7 +45,7 @@ def recording(models: Sequence[nn.Module], on_call: Callable[[nn.Module, Call], 
 
 
 def record_step(pipeline: DiffusionPipeline, request: Request) -> Call:
-    """Arguments of the first call of the denoiser for a request; the run stops there."""
+    """Arguments of the denoiser's first call for a request; the run stops there."""
 
     class Stop(Exception):
         pass
@@ -75,7 +75,7 @@ def time_steps(
 ) -> Iterator[list[float]]:
     """Seconds of one forward pass of the denoiser with each variant, round by round.
 
-    Methods with start_percent or end_percent are timed at work.
+    Methods with start_percent or end_percent are timed in an active step.
 
     Args:
         pipeline: The pipeline.

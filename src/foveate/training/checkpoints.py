@@ -1,5 +1,5 @@
 # pyright: basic, reportPrivateImportUsage=false
-"""Checkpoints of torch.distributed: every process writes its part, and any number of processes reads them again."""
+"""Checkpoints of torch.distributed: every process writes its part, and any number of processes can read them."""
 
 import shutil
 import warnings
@@ -20,7 +20,7 @@ COMPLETE = ".metadata"  # written last, and renamed into place
 
 @contextmanager
 def _clear_errors() -> Generator[None]:
-    """Context that turns the OSError of any process into one here, and hides the warning of a process on its own."""
+    """Context that raises an OSError of any process in all of them, and hides the warning about a single process."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled")
         try:
@@ -56,10 +56,10 @@ def write_checkpoint(folder: Path, step: int, parts: dict[str, Any], settings: d
 def resume(folder: Path, parts: dict[str, Any], settings: dict[str, Any]) -> int:
     """Load the newest complete checkpoint into all parts. Returns its step, or 0 if there is none.
 
-    All processes call it together; their number need not be that of the processes that wrote the checkpoint.
+    All processes call it together; their number may differ from the run that wrote the checkpoint.
 
     Raises:
-        ValueError: If the checkpoint is that of a run with other settings.
+        ValueError: If the checkpoint is from a run with other settings.
     """
     newest = _newest_first(folder)[:1]
     if dist.is_initialized():  # the first process chooses
@@ -72,7 +72,7 @@ def resume(folder: Path, parts: dict[str, Any], settings: dict[str, Any]) -> int
     saved = {"settings": ""}
     dcp.load(saved, checkpoint_id=path)
     if saved["settings"] != str(settings):
-        raise ValueError(f"{path} is of a run with {saved['settings']}, not {settings}: name another folder")
+        raise ValueError(f"{path} is from a run with {saved['settings']}, not {settings}: name another folder")
     dcp.load(dict(parts), checkpoint_id=path)
     return int(path.name)
 

@@ -50,14 +50,14 @@ def distill(
         out: Folder of the run.
         pipeline: Teacher and student.
         recipe: Hyperparameters.
-        request: Size, frames, denoising steps, guidance scale and first seed of the teacher's images or videos; its
+        request: Size, frames, denoising steps, guidance scale and first seed of the teacher's images or videos. The
             prompt is not used.
         prompts: Captions, one for each image.
         pictures: Files of the training images; if empty, the teacher generates them.
         pairs: Folder of the latents and text embeddings, which runs may share; None is a folder inside `out`.
         steps: Number of training steps, including those of earlier runs.
         start: LoRA file to start from.
-        options: Other settings. `at_once` holds for generating, encoding and training.
+        options: Other settings. `at_once` applies to generating, encoding and training.
 
     Raises:
         ValueError: If the pipeline is neither FLUX.1, text to image, nor Wan with one transformer, text to video, or
@@ -100,7 +100,7 @@ class Distillation(Run):
         student: The student and its recipe.
         pairs: Training samples.
         accelerator: Distributes the work.
-        request: Settings of the samples; its size is that of the pairs.
+        request: Settings of the samples, with the size of the pairs.
         options: Other settings.
 
     Raises:
@@ -134,7 +134,7 @@ class Distillation(Run):
         return {"lora": self.trained}
 
     def phases(self, steps: int) -> Iterator[Phase]:
-        """The remaining samples."""
+        """Phases with the remaining samples."""
         batch = self.student.recipe.batch
         samples = range(self.step * batch, steps * batch)
         if samples:
@@ -156,7 +156,7 @@ class Distillation(Run):
             write_whole(self.out / LORA_FILE, lora)
 
     def sample(self) -> None:
-        """Generate the captions dense, with the method alone, and distilled: of a video, the middle frame.
+        """Write a sheet of samples: dense, with the method only, and distilled; of a video, the middle frame.
 
         All devices generate, one writes.
         """
@@ -172,7 +172,7 @@ class Distillation(Run):
             self.write_sheet(rows, self.options.captions)
 
     def _draw(self) -> list[Image.Image]:
-        first = self.request.seed + (self.pairs.count or 0)  # seeds that no training image has used
+        first = self.request.seed + (self.pairs.count or 0)  # seeds that no training image uses
         at_once, captions = self.options.at_once, self.options.captions
         requests = [self.request._replace(prompt=c, seed=first + index) for index, c in enumerate(captions)]
         parts = [requests[start : start + at_once] for start in range(0, len(requests), at_once)]

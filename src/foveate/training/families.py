@@ -1,6 +1,6 @@
 # pyright: basic, reportPrivateImportUsage=false, reportArgumentType=false, reportCallIssue=false
 # pyright: reportAttributeAccessIssue=false
-"""What a distillation has to know of a family of models: its text embeddings, latents, layers and velocity."""
+"""Model families for distillation: their text embeddings, latents, layers and velocity."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -23,13 +23,13 @@ class Family(ABC):
 
     Args:
         pipeline: The pipeline.
-        request: What the pipeline generates: size, frames, denoising steps and guidance scale.
+        request: Size, frames, denoising steps and guidance scale.
 
     Raises:
         ValueError: If the pipeline has more than one transformer.
 
     Attributes:
-        layers: Names of the layers with a LoRA: "paper", as the HilbertA paper chose them, and "all".
+        layers: Names of the layers with a LoRA, for "paper" (as in the HilbertA paper) and "all".
     """
 
     layers: ClassVar[dict[str, list[str]]]
@@ -40,7 +40,7 @@ class Family(ABC):
     @property
     @abstractmethod
     def grid(self) -> Grid:
-        """Image or video tokens: (rows, columns), or (frames, rows, columns)."""
+        """Grid of image or video tokens: (rows, columns), or (frames, rows, columns)."""
 
     @abstractmethod
     def embeddings(self, prompts: Sequence[str]) -> dict[str, Tensor]:
@@ -50,8 +50,8 @@ class Family(ABC):
         """Latents [batch, ...] of images or videos that the pipeline generates.
 
         Args:
-            requests: What to generate; they differ in prompt and seed only.
-            embeddings: Those of their prompts.
+            requests: Requests that differ in prompt and seed only.
+            embeddings: Text embeddings of their prompts.
         """
         shared = requests[0]
         asked = {
@@ -76,11 +76,11 @@ class Family(ABC):
         Raises:
             ValueError: If the model makes videos.
         """
-        raise ValueError("a video model learns from videos that it generates itself: leave the images out")
+        raise ValueError("a video model trains on its own videos: leave the images out")
 
     @abstractmethod
     def velocity(self, model: nn.Module, batch: NoisyLatents, guidance: float) -> Tensor:
-        """What the transformer predicts, in the shape of the latents.
+        """Prediction of the transformer, in the shape of the latents.
 
         Args:
             model: The transformer as the accelerator prepared it.
@@ -111,7 +111,7 @@ class FluxFamily(Family):
         return rows, columns
 
     def embeddings(self, prompts: Sequence[str]) -> dict[str, Tensor]:
-        """Those of T5, and the pooled one of CLIP."""
+        """Embeddings of T5, and the pooled one of CLIP."""
         limit = text_tokens(self.pipeline)
         text, pooled, _ = self.pipeline.encode_prompt([*prompts], None, max_sequence_length=limit)
         return {"prompt_embeds": text, "pooled_prompt_embeds": pooled}
@@ -168,7 +168,7 @@ class WanFamily(Family):
         return depth // frames, height // scale // rows, width // scale // columns
 
     def embeddings(self, prompts: Sequence[str]) -> dict[str, Tensor]:
-        """Those of T5."""
+        """Embeddings of T5."""
         limit = text_tokens(self.pipeline)
         text, _ = self.pipeline.encode_prompt([*prompts], do_classifier_free_guidance=False, max_sequence_length=limit)
         return {"prompt_embeds": text}

@@ -35,10 +35,9 @@ def make_pairs(
     until: float = math.inf,
     advance: Callable[[], None] = lambda: None,
 ) -> bool:
-    """Write the missing pairs of a folder, each device its share. Returns whether all pairs exist.
+    """Write the missing pairs of a folder, divided among the devices; returns whether all pairs exist.
 
-    Every pair is written atomically to a file of its own, and does not depend on the others in its batch, except for
-    rounding.
+    Every pair is written atomically to one file, and does not depend on the rest of its batch, up to rounding.
 
     Args:
         folder: Folder of the pairs, one file for each prompt.
@@ -95,7 +94,7 @@ def _settings(pipeline: FluxPipeline | WanPipeline, request: Request, given: boo
 def _check(path: Path, source: str) -> None:
     with safe_open(path, "pt") as pair:
         if (before := pair.metadata()["source"]) != source:
-            raise ValueError(f"{path} was made of {before!r}, not of {source!r}: name another folder")
+            raise ValueError(f"{path} was made from {before!r}, not from {source!r}: name another folder")
 
 
 def _drawn(family: Family, requests: Sequence[Request]) -> list[dict[str, Tensor]]:

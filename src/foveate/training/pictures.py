@@ -2,7 +2,7 @@
 # pyright: reportMissingImports=false
 """Training samples: images with captions, and latents with text embeddings, under noise.
 
-Sample n follows from n and the seed alone, so a resumed run sees what an uninterrupted one would have seen.
+Sample n depends on n and the seed only, so a resumed run gets the same samples as an uninterrupted one.
 """
 
 import json
@@ -47,7 +47,7 @@ Sample = TypeVar("Sample", covariant=True)
 
 
 def seeded(kind: str, seed: int, number: int) -> torch.Generator:
-    """A random generator that depends on these three values alone."""
+    """A random generator that depends on these three values only."""
     return torch.Generator().manual_seed(random.Random(f"{kind} {seed} {number}").getrandbits(63))
 
 
@@ -65,7 +65,7 @@ class Pictures(Protocol):
 
     @property
     def count(self) -> int | None:
-        """Number of images; None if there is no end."""
+        """Number of images; None if unlimited."""
         ...
 
     @property
@@ -75,7 +75,7 @@ class Pictures(Protocol):
 
     @property
     def checksum(self) -> str:
-        """Identifies this collection of images."""
+        """Checksum of this collection of images."""
         ...
 
     def picture(self, index: int, size: tuple[int, int]) -> tuple[Float[Tensor, "3 height width"], str]:
@@ -180,10 +180,10 @@ def _caption(picture: Path) -> str:
 
 
 class Epochs(Dataset[Sample]):
-    """Samples without end: every epoch sees each of `count` items once, in an order of its own.
+    """Endless samples: every epoch has each of `count` items once, in a new order.
 
     Attributes:
-        count: Number of items; None if there is no end, then sample n is item n.
+        count: Number of items; None if unlimited, then sample n is item n.
         seed: Seed of the order and of the noise.
     """
 
@@ -191,7 +191,7 @@ class Epochs(Dataset[Sample]):
     seed: int
 
     def item(self, number: int) -> int:
-        """The item of sample `number`."""
+        """Index of the item for sample `number`."""
         if self.count is None:
             return number
         epoch, place = divmod(number, self.count)
@@ -227,13 +227,13 @@ def noise_shift(scheduler: Any, tokens: int) -> float:
 
 
 class NoisyPairs(Epochs[NoisyLatents]):
-    """Pairs of latents and text embeddings, as `make_pairs` writes them, under random noise.
+    """Pairs of latents and text embeddings from `make_pairs`, under random noise.
 
     Args:
         folder: Folder of the pairs.
         prompts: Their captions.
         seed: Seed of the order and of the noise.
-        shift: Added to the logit of the noise level, which is uniform at 0; positive values add noise.
+        shift: Shift of the noise level's logit; at 0 levels are uniform, positive values add noise.
     """
 
     def __init__(self, folder: Path, prompts: Sequence[str], seed: int, shift: float = 0.0):
@@ -258,7 +258,7 @@ class NoisyPicture(NamedTuple):
 
     Attributes:
         pixels: (1 - level) image + level scale noise.
-        velocity: The target of the model, scale noise - image.
+        velocity: Target of the model, scale noise - image.
         level: Noise level from 0 (image) to 1 (noise).
         words: Token ids of the caption; empty without captions.
     """

@@ -47,7 +47,7 @@ class Stage(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class PixelRecipe:
-    """Hyperparameters of a pixel model. The defaults are those of the LLSA paper, arXiv 2512.16615.
+    """Hyperparameters of a pixel model. Defaults from the LLSA paper, arXiv 2512.16615.
 
     Attributes:
         rate: Learning rate.
@@ -101,7 +101,7 @@ def train(
         out: Folder of the run.
         pipeline: Pipeline with the initial weights, on the CPU or this process's device. It ends with the average.
         pictures: Training images.
-        stages: Stages in turn, small images first. A resumed run may have more of them.
+        stages: Stages in order, small images first. A resumed run may add stages.
         recipe: Hyperparameters.
         options: Other settings.
 
@@ -117,7 +117,7 @@ def train(
 
 def _check(pipeline: PixelPipeline, pictures: Pictures, stages: Sequence[Stage], devices: int) -> None:
     if not stages or any(stage.steps < 1 or stage.batch < 1 for stage in stages):
-        raise ValueError(f"a stage has one step and one image a step at least, not {list(map(tuple, stages))}")
+        raise ValueError(f"a stage needs at least one step and one image a step, not {list(map(tuple, stages))}")
     if pipeline.text_encoder and not pictures.captioned:
         raise ValueError("these images have no captions: train a model without words")
     patch = pipeline.transformer.config.patch_size
@@ -165,7 +165,7 @@ def velocity_loss(
 
 
 class StageHistory(NamedTuple):
-    """The stages that a run has seen, as a part of its checkpoints: a resumed run must begin with the same ones."""
+    """Stages of a run so far, as a part of its checkpoints: a resumed run must begin with the same ones."""
 
     stages: Sequence[Stage]
     step: int
@@ -180,15 +180,17 @@ class StageHistory(NamedTuple):
         return {"seen": seen}
 
     def load_state_dict(self, state: dict[str, list[list[int]]]) -> None:
-        """Raise a ValueError unless the stages begin with those of the checkpoint."""
+        """Raise a ValueError unless the stages begin with the checkpoint's."""
         step = sum(steps for *_, steps, _ in state["seen"])
         if StageHistory(self.stages, step).state_dict() != state:
             before = ",".join(f"{width}x{height}:{steps}:{batch}" for height, width, steps, batch in state["seen"])
-            raise ValueError(f"the run has seen sizes {before}: begin with these and add more, or use another folder")
+            raise ValueError(
+                f"the run began with sizes {before}: begin with these and add more, or use another folder"
+            )
 
 
 class PixelTraining(Run):
-    """A training run of a pixel model. Its arguments are those of `train`, and the accelerator.
+    """A training run of a pixel model. Takes the arguments of `train`, and the accelerator.
 
     Raises:
         ValueError: If `out` holds another run.
@@ -238,7 +240,7 @@ class PixelTraining(Run):
         return velocity_loss(self.model, batch, text)
 
     def rate(self, done: float) -> float:
-        """Constant, but for the cool-down."""
+        """Constant learning rate with a cool-down."""
         return cooled_rate(self.recipe.rate, done, self.recipe.cool_down)
 
     def export(self) -> None:

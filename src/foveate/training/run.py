@@ -1,6 +1,6 @@
 # pyright: basic, reportPrivateImportUsage=false, reportArgumentType=false, reportCallIssue=false
 # pyright: reportAttributeAccessIssue=false
-"""A training run that can be resumed: its steps, checkpoints, log and samples."""
+"""A resumable training run: its steps, checkpoints, log and samples."""
 
 import csv
 import math
@@ -41,7 +41,7 @@ WORKERS = min(8, os.cpu_count() or 1)  # processes that prepare samples while a 
 
 @dataclass(frozen=True, kw_only=True)
 class RunOptions:
-    """Options of a training run that change nothing about its result but rounding.
+    """Options of a training run that do not change its result, up to rounding.
 
     Attributes:
         at_once: Largest batch on a device.
@@ -83,7 +83,7 @@ class Phase(NamedTuple):
 
 
 def split_batch(batch: int, devices: int, at_once: int = 1) -> tuple[int, int]:
-    """The micro-batch of a device, and the number of micro-batches it accumulates.
+    """Size of a device's micro-batch, and number of micro-batches to accumulate.
 
     Args:
         batch: Batch size over all devices.
@@ -123,9 +123,9 @@ def cooled_rate(rate: float, done: float, cool_down: float) -> float:
 
 
 def train_step(accelerator: Accelerator, model: nn.Module, trained: Trained, loss: Callable[[], Tensor]) -> Tensor:
-    """The loss, after an optimizer step on it with gradients clipped to norm 1 and an update of the average.
+    """Take an optimizer step, with gradients clipped to norm 1, and update the average; returns the loss.
 
-    While the accelerator accumulates gradients, weights and average wait for the last micro-batch.
+    With gradient accumulation, weights and average change after the last micro-batch.
     """
     with accelerator.accumulate(model):
         value = loss()
@@ -141,7 +141,7 @@ def train_step(accelerator: Accelerator, model: nn.Module, trained: Trained, los
 
 
 class Run(ABC):
-    """A training run in a folder. If the folder holds checkpoints of the same run, they are resumed.
+    """A training run in a folder, resumed from the checkpoints in it.
 
     Args:
         out: Folder of checkpoints, samples, loss.png and log.csv.
@@ -217,7 +217,7 @@ class Run(ABC):
         until = began + 60 * options.minutes if until is None else until
         for loss in self._steps(steps):
             if not math.isfinite(loss):
-                raise ValueError(f"the loss of step {self.step} is {loss}: begin anew with a lower learning rate")
+                raise ValueError(f"the loss of step {self.step} is {loss}: start again with a lower learning rate")
             now = time.monotonic()
             late, due = self._on_any_device(now > until, now > saved + 60 * options.checkpoint_minutes)
             last = late or self.step == steps

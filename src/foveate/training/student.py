@@ -35,20 +35,20 @@ RATES = {"prodigy": 1.0, "adamw": 1e-4}
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """Hyperparameters of a distillation. The defaults are those of the HilbertA paper.
+    """Hyperparameters of a distillation. Defaults from the HilbertA paper.
 
     Attributes:
-        method: The method that the student runs with.
+        method: Method of the student.
         rank: Rank of the LoRA, and its alpha.
         layers: Layers with a LoRA: "paper", or "all", which adds the feed-forward and output layers of single blocks
             and the last layer of the model.
         optimizer: "prodigy", which finds its own step size, or "adamw".
         rate: Learning rate; None is 1 for Prodigy and 1e-4 for AdamW.
-        levels: Distribution of the noise levels: "uniform", or "shifted" towards noise as the scheduler shifts them
-            when it generates, the more the larger the image.
+        levels: Distribution of the noise levels: "uniform", or "shifted" towards noise like the scheduler's, more
+            for larger images.
         cool_down: Last fraction of the steps, over which the rate falls linearly to 0.
         batch: Batch size over all devices.
-        guidance: Guidance scale that teacher and student are given, if the model takes one.
+        guidance: Guidance scale of teacher and student, if the model takes one.
         seed: Seed of the initial LoRA, the order of the images and the noise.
     """
 
@@ -101,13 +101,13 @@ class Student:
     """A pipeline with a method and a LoRA; without both it is the teacher.
 
     Args:
-        pipeline: The pipeline. It keeps the LoRA, and until `finish` the method; all other weights are frozen.
+        pipeline: The pipeline. It keeps the LoRA, and the method until `finish`; all other weights are frozen.
         recipe: Method and LoRA.
         request: Size, and frames of a video.
         start: LoRA file to start from.
 
     Raises:
-        ValueError: If the dtype cannot be trained in, or `start` or the method do not fit the model.
+        ValueError: If the dtype is unsuitable for training, or `start` or the method does not fit the model.
     """
 
     def __init__(

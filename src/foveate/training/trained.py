@@ -1,5 +1,5 @@
 # pyright: basic
-"""The trained weights with their optimizers and average, on one device, on each of several, or sharded by FSDP."""
+"""Trained weights with optimizers and average: on one device, replicated, or sharded by FSDP."""
 
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -44,7 +44,7 @@ def muon_and_adamw(
 
 
 class Trained:
-    """The trained weights of a model, their optimizers, and a moving average of the weights if there is one.
+    """Trained weights of a model, their optimizers, and an optional moving average.
 
     Args:
         model: The model as the accelerator prepared it; weights that require no gradient are left out.
@@ -63,7 +63,7 @@ class Trained:
             self.average.step(self.weights)
 
     def state_dict(self) -> dict[str, Any]:
-        """The state that a checkpoint keeps, by the names of the weights; each process holds its shards."""
+        """State for a checkpoint, by names of weights; each process has its shards."""
         weights, optimizers = get_state_dict(self.model, self.optimizers, options=TRAINED)
         average = self.average.state_dict() if self.average else {}
         return {"weights": weights, "optimizers": optimizers, "average": average}

@@ -2,8 +2,8 @@
 # pyright: reportOptionalMemberAccess=false, reportOptionalIterable=false
 """The attention weights of one image token in a layer of a pipeline's denoiser, dense or with a method.
 
-Attention is linear in its values. So the layer runs again with values that are columns of the identity matrix, and its
-output is the weights themselves: by the code that generates images, whatever the pattern, merged tokens included.
+Attention is linear in its values. With the columns of the identity matrix as values, the output of the layer is its
+weights. They come from the code that generates images, so they are right for every pattern and for merged tokens.
 """
 
 from collections.abc import Callable
@@ -38,13 +38,13 @@ def attention_layers(pipeline: Any) -> list[str]:
 def attention_map(
     pipeline: Any, step: Call, method: MethodLike | None, layer: int, token: tuple[int, ...]
 ) -> Float[Tensor, "*grid"]:
-    """Attention that an image token pays to each image token, mean over the heads; the rest of 1 goes to other tokens.
+    """Attention weights of one image token over the image tokens, mean over heads; other tokens get the rest of 1.
 
-    Where tokens are merged, a merged token's weight is spread over the tokens that it is made of.
+    The weight of a merged token is spread over its source tokens.
 
     Args:
         pipeline: A diffusers pipeline.
-        step: Arguments of a forward pass of its denoiser, of which the last sample is shown.
+        step: Arguments of a forward pass of its denoiser; the last sample of the batch is used.
         method: Method to apply; None is dense.
         layer: Index of the layer in `attention_layers`.
         token: (row, column) of the token, or (frame, row, column) in a video.

@@ -1,7 +1,7 @@
 # pyright: basic, reportPrivateImportUsage=false, reportArgumentType=false
-"""What methods cost a model in error and save in time, by step and by layer.
+"""Error and time of methods on a model, by step and by layer.
 
-Everything that was measured is kept in a folder: an interrupted run continues from there.
+All measurements are kept in a folder: an interrupted run resumes from there.
 """
 
 import json
@@ -46,7 +46,7 @@ class Recorded(NamedTuple):
     Attributes:
         step: Number of the step.
         calls: Each denoiser with its arguments.
-        predictions: What they predict.
+        predictions: Outputs of the denoisers.
     """
 
     step: int
@@ -59,9 +59,9 @@ class Measurements:
 
     Args:
         pipeline: The pipeline.
-        requests: What to generate.
-        calibration: How many of them, from the first, may be measured; the others are held out.
-        folder: Folder of the images and of what was measured.
+        requests: Requests for images or videos.
+        calibration: Number of requests for calibration, the first ones; the others are held out.
+        folder: Folder for images and measurements.
         track: Shows progress.
 
     Raises:
@@ -101,12 +101,12 @@ class Measurements:
         pictures: Sequence[tuple[int, MethodLike]],
         measure: Callable[[Image.Image, Image.Image], float],
     ) -> Iterator[float]:
-        """How near images come to the dense ones, one after another; what does not exist yet is generated.
+        """Yield the score of each image against the dense one; missing images are generated.
 
         Args:
             name: Name of the progress bar.
-            pictures: Number of the request and method of each image.
-            measure: The score of (image, dense image). Of a video it gets the frames one below the other.
+            pictures: Index of the request and method of each image.
+            measure: Score of (image, dense image); the frames of a video are stacked vertically.
         """
         needed = dict.fromkeys(one for number, method in pictures for one in ((number, None), (number, method)))
         missing = [one for one in needed if not self._path(*one).exists()]
@@ -120,7 +120,7 @@ class Measurements:
             yield score
 
     def seconds(self, number: int, method: MethodLike | None) -> float:
-        """Seconds that an image took."""
+        """Seconds of generating an image."""
         with Image.open(self._path(number, method)) as picture:
             return float(picture.info["seconds"])
 
@@ -141,7 +141,7 @@ class Measurements:
 
     @cached_property
     def recorded(self) -> list[Recorded]:
-        """Some dense steps; the prompts take turns. Their images are generated again."""
+        """Recorded dense steps, spread over the prompts; generates their images again."""
         steps = self.requests[0].steps
         wanted = sorted({round(i * (steps - 1) / (STEPS - 1)) for i in range(STEPS)})
         advance = self.track("dense, recorded", self._prompts * steps)
@@ -153,7 +153,7 @@ class Measurements:
         return sorted(found, key=lambda one: one.step)
 
     def _record(self, number: int, steps: Sequence[int], advance: Callable[[], None]) -> list[Recorded]:
-        """These steps of a dense run."""
+        """Record these steps of a dense run."""
         found: dict[int, list[tuple[nn.Module, Call]]] = {step: [] for step in steps}
         step = 0
 
@@ -172,14 +172,14 @@ class Measurements:
 
     @torch.no_grad()
     def cost(self, method: MethodLike) -> dict[str, Any]:
-        """Error and time of a step with a method at work in all steps.
+        """Error and time of a step with a method that is active in all steps.
 
-        Dense and the method take turns on the recorded inputs. The second of two forward passes shows the time without
-        a new plan of token merging; plans are charged to the steps that share them.
+        Dense and the method take turns on the recorded inputs. The second of two forward passes makes no new plan of
+        token merging; the time of a plan is divided among the steps that share it.
 
         Returns:
-            "steps" and "errors" (relative, of the prediction), "dense_s" and "step_s" (seconds, of the fastest of all
-            calls), "ratio" (of the two), "grids" (of image tokens); or "why" alone, if the method stays dense or does
+            "steps" and "errors" (relative, of the prediction), "dense_s" and "step_s" (seconds of the fastest call),
+            "ratio" (step_s / dense_s), "grids" (of image tokens); or "why" alone, if the method stays dense or does
             not fit the model.
         """
         return self._once(f"cost {method!r}", lambda: self._cost(method))
@@ -219,7 +219,7 @@ class Measurements:
 
     @torch.no_grad()
     def layers(self, methods: Sequence[MethodLike]) -> dict[MethodLike, list[dict[str, Any]]]:
-        """Error of each method at work in one group of layers alone.
+        """Error of each method when it is active in one group of layers only.
 
         Returns:
             For each method and group "layers" (their numbers), "prediction_error" (relative), "saved" (floating-point
@@ -250,7 +250,7 @@ class Measurements:
         return {"layers": group, "prediction_error": mean(errors), "saved": saved}
 
     def slices(self, method: MethodLike) -> list[dict[str, Any]]:
-        """Error of an image in which a method works in one part of the run alone.
+        """Error of an image when a method is active in one part of the run only.
 
         Returns:
             For each part "steps" (their numbers) and "picture_error" (root mean square, pixels from 0 to 1).
@@ -268,19 +268,19 @@ class Measurements:
         ]
 
     def _grids(self) -> list[Any]:
-        """Grids of image tokens in the last forward pass, of each part of the model with its own."""
+        """Grids of image tokens in the last forward pass, one entry per part of the model with its own grid."""
         adapters = filter(None, map(ModelAdapter.of, self.denoisers))
         ran = [stack for adapter in adapters for stack in adapter.now.decisions.values() if stack.layouts]
         return [list(map(list, grids)) for grids in dict.fromkeys(stack.layout.grids for stack in ran)]
 
     def _forward(self, calls: Sequence[tuple[nn.Module, Call]]) -> tuple[float, list[Tensor]]:
-        """Seconds and predictions of recorded calls, run again."""
+        """Run recorded calls again; returns seconds and predictions."""
         began = now(self._device)
         predictions = [call.run(model) for model, call in calls]
         return now(self._device) - began, predictions
 
     def _once(self, name: str, measure: Callable[[], Any]) -> Any:
-        """The result of a measurement, which is kept on disk and never repeated."""
+        """Result of a measurement, cached on disk."""
         if name not in self._known:
             self._known[name] = measure()
             write_whole(self._file, json.dumps(self._known, indent=1).encode())
@@ -288,7 +288,7 @@ class Measurements:
 
 
 def _groups(layers: int) -> list[list[int]]:
-    """The numbers of the layers in at most `GROUPS` runs of about equal length."""
+    """Layer indices in at most `GROUPS` contiguous groups of about equal size."""
     count = min(GROUPS, layers)
     cuts = [round(i * layers / count) for i in range(count + 1)]
     return [list(range(a, b)) for a, b in pairwise(cuts)]
@@ -300,7 +300,7 @@ def _relative(ours: Tensor, dense: Tensor) -> float:
 
 
 def _stacked(frames: Sequence[Image.Image]) -> Image.Image:
-    """The frames one below the other."""
+    """The frames, stacked vertically."""
     if len(frames) == 1:
         return frames[0]
     whole = Image.new("RGB", (frames[0].width, sum(frame.height for frame in frames)))

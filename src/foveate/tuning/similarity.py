@@ -1,4 +1,4 @@
-"""How similar two images are."""
+"""Similarity of two images: PSNR and SSIM."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ from skimage.metrics import peak_signal_noise_ratio, structural_similarity
 __all__ = ["detail_ssim", "psnr", "ssim"]
 
 FLAT = 16
-"""Range of grey levels up to which a window is flat."""
+"""Largest range of grey levels in a flat window."""
 
 
 def psnr(image: Image.Image, reference: Image.Image) -> float:
@@ -39,8 +39,8 @@ def ssim(image: Image.Image, reference: Image.Image) -> float:
 def detail_ssim(image: Image.Image, reference: Image.Image) -> float:
     """`ssim` over the windows that are not flat in both images.
 
-    In the mean over all windows a flat background, which every method renders well, would hide the objects. The mean
-    over all windows if all are flat.
+    A flat background, which every method renders well, would dominate the mean over all windows. If all windows are
+    flat, it is that mean.
 
     Raises:
         ValueError: As `ssim`.

@@ -1,11 +1,11 @@
-"""Settings that choose themselves: the fastest one whose images stay near enough to the dense ones.
+"""Search for the fastest setting whose images stay near the dense ones.
 
 1. Every candidate is measured: error and time of a step, error of each group of layers, on recorded dense steps.
 2. One candidate shows how much an error in each part of the run matters to the image.
-3. From these the error and the time of every setting (candidate, steps, dense layers) are predicted, and the settings
-   are kept that no other beats in both.
-4. Whole images decide: bisection on prompts for calibration, then prompts that were held out, backing off towards
-   dense until every one of them is within the budget.
+3. From these the error and time of every setting (candidate, steps, dense layers) are predicted; the Pareto front is
+   kept.
+4. Whole images decide: bisection on calibration prompts, then held-out prompts, with settings ever nearer to dense
+   until every image is within the budget.
 """
 
 from bisect import bisect_left
@@ -35,7 +35,7 @@ CANDIDATES: tuple[Method | ComposedMethod, ...] = (
     LLSA(),
     ComposedMethod((HilbertA(tiles=16), ToMA(keep=0.5))),
 )
-"""Methods that `tune` tries unless others are named."""
+"""Methods that `tune` tries by default."""
 
 LEAST_GAIN = 1.03  # times faster than dense; a smaller gain is not worth a changed image
 NOTCH = 0.9  # each setting of the search has at most this fraction of the predicted error of the next faster one
@@ -45,7 +45,7 @@ SCORE_NAMES = {"ssim": "SSIM", "psnr": "PSNR"}
 
 @dataclass(frozen=True)
 class Budget:
-    """How near every image must come to the dense image of the same seed.
+    """Least similarity of every image to the dense image of the same seed.
 
     Examples:
         >>> Budget(0.95)  # SSIM
@@ -54,9 +54,9 @@ class Budget:
         'PSNR'
 
     Attributes:
-        at_least: The score that every image must reach. ``-math.inf`` takes the fastest setting whatever it generates.
-        score: "ssim", "psnr" (in dB), or a function of (image, dense image) that is larger for nearer images. Of
-            a video it gets the frames one below the other.
+        at_least: Least score of every image. ``-math.inf`` accepts any image, so the fastest setting wins.
+        score: "ssim", "psnr" (in dB), or a function of (image, dense image), larger for more similar images. The
+            frames of a video are stacked vertically.
 
     Raises:
         ValueError: If the score is unknown or can never reach `at_least`.
@@ -77,11 +77,11 @@ class Budget:
 
     @property
     def name(self) -> str:
-        """The score in words."""
+        """Name of the score."""
         return getattr(self.score, "__name__", "score") if callable(self.score) else SCORE_NAMES[self.score]
 
     def of(self, picture: Image.Image, dense: Image.Image) -> float:
-        """The score of an image."""
+        """Score of an image against the dense one."""
         if callable(self.score):
             return float(self.score(picture, dense))
         from foveate.tuning import similarity
@@ -96,7 +96,7 @@ class Setting(NamedTuple):
         method: The method with `dense_layers`, `start_percent` and `end_percent`.
         error: Predicted error of an image: root mean square, pixels from 0 to 1.
         time: Predicted time of an image's steps, as a fraction of the dense ones.
-        active: Fraction of the steps in which the method is at work.
+        active: Fraction of the steps in which the method is active.
     """
 
     method: Method | ComposedMethod
@@ -106,7 +106,7 @@ class Setting(NamedTuple):
 
     @property
     def title(self) -> str:
-        """The method, where it works, and the predicted gain."""
+        """Title of the method, with steps, layers and predicted speed-up."""
         return f"{self.method.title} ({1 / self.time:.2f}x)"
 
 
@@ -125,7 +125,7 @@ def tune(
     say: Callable[[str], None] = lambda line: None,
     track: Track = silent,
 ) -> Preset:
-    """The fastest setting on this machine whose images are within the budget, also those of held-out prompts.
+    """Find the fastest setting on this machine whose images are within the budget, on held-out prompts too.
 
     Examples:
         >>> preset = foveate.tune(pipe, prompts, foveate.Budget(0.95), size=(1024, 1024), steps=28, out="tuned")
@@ -133,26 +133,26 @@ def tune(
 
     Args:
         pipe: A pipeline of diffusers.
-        prompts: What to generate, two prompts or more. A third of them calibrates, the others are held out.
-        budget: How near every held-out image must come to the dense one.
+        prompts: Two prompts or more. A third of them is for calibration, the others are held out.
+        budget: Least similarity of every held-out image to the dense one.
         size: (height, width) in pixels.
         steps: Number of denoising steps.
         guidance: Guidance scale; None is the pipeline's default.
         frames: Frames of a video; None is the pipeline's default.
         seed: Seed of the first prompt; each next prompt has the next seed.
         methods: Methods to try, alone or composed. `tune` sets their steps and layers.
-        out: Folder of images and measurements, from which an interrupted run continues and one with another budget
-            starts. None keeps nothing.
+        out: Folder for images and measurements; an interrupted run resumes from it, and a run with another budget
+            reuses them. None keeps nothing.
         say: Called with a line about every result.
         track: Shows progress.
 
     Raises:
-        ValueError: If an argument is invalid, the model has no card, no candidate saves time, or no setting that saves
-            time is within the budget; the message says what came nearest.
+        ValueError: If an argument is invalid, the model has no card, no candidate saves time, or no faster setting
+            is within the budget; the message names the nearest one.
     """
     check(prompts, methods)
     if not isinstance(budget, Budget):
-        raise ValueError(f"the budget is one such as foveate.Budget(0.95), not {budget!r}")
+        raise ValueError(f"budget must be a foveate.Budget, such as foveate.Budget(0.95), not {budget!r}")
     if not isinstance(size, list | tuple) or len(size) != 2:
         raise ValueError(f"size is (height, width) in pixels, such as (1024, 1024), not {size!r}")
     if steps < 1:
@@ -176,15 +176,15 @@ def settings(
     layers: dict[Any, list[dict[str, Any]]],
     weights: Any,
 ) -> list[Setting]:
-    """The settings that no other one beats in predicted error and time, the fastest first.
+    """Pareto front of the settings in predicted error and time, the fastest first.
 
-    Errors of steps and of layers are taken as independent, so that their squares add up.
+    Errors of steps and layers are assumed independent: their squares add up.
 
     Args:
         methods: The methods.
         costs: `Measurements.cost` of each method.
         layers: `Measurements.layers` of each method.
-        weights: Error of an image for an error of the prediction, for each step.
+        weights: Ratio of the image's error to the prediction's error, for each step.
     """
     from foveate.pipelines.lora import throughout
 
@@ -214,7 +214,7 @@ def _by_step(cost: dict[str, Any], steps: int) -> Any:
 
 
 def _weights(parts: list[dict[str, Any]], errors: Any) -> Any:
-    """Error of the image for an error of the prediction in each step [steps]."""
+    """Ratio of the image's error to the prediction's error in each step [steps]."""
     weights = np.zeros(len(errors))
     for part in parts:
         weights[part["steps"]] = part["picture_error"] / max(sqrt((errors[part["steps"]] ** 2).sum()), 1e-12)
@@ -222,9 +222,9 @@ def _weights(parts: list[dict[str, Any]], errors: Any) -> Any:
 
 
 def _dense_layers(groups: list[dict[str, Any]]) -> Iterator[tuple[list[int], float, float]]:
-    """More and more dense layers, those first that cost the most error for the time that they save.
+    """Growing sets of dense layers, beginning with the layers of the most error per time saved.
 
-    Yields the layers, and what is left of the squared error and of the time saved.
+    Yields the layers, and the remaining fractions of the squared error and of the time saved.
     """
     useful = [group for group in groups if group["saved"] > 0]
     error, saved = sum(g["prediction_error"] ** 2 for g in useful), sum(g["saved"] for g in useful)
@@ -241,7 +241,7 @@ def _dense_layers(groups: list[dict[str, Any]]) -> Iterator[tuple[list[int], flo
 
 
 def check(prompts: Sequence[str], methods: Sequence[Method | ComposedMethod]) -> None:
-    """Checks the arguments of `tune` that need no model; errors as there."""
+    """Check the arguments of `tune` that need no model; raises the same errors."""
     if isinstance(prompts, str) or len(prompts) < 2:
         raise ValueError("tune needs two prompts or more: some to calibrate, others to check the result")
     if not methods:
@@ -258,12 +258,12 @@ def check(prompts: Sequence[str], methods: Sequence[Method | ComposedMethod]) ->
 
 
 class _Search:
-    """One search: see the module.
+    """State of one search; see the module docstring.
 
     Args:
-        measured: The `Measurements`, whose module is not imported here: importing foveate does not import diffusers.
+        measured: The `Measurements`. Their module is not imported here, so that foveate imports without diffusers.
         budget: The budget.
-        calibration: Number of the first requests that calibrate.
+        calibration: Number of calibration requests, the first ones.
         say: Called with a line about every result.
     """
 
@@ -274,7 +274,7 @@ class _Search:
         self.calibration, self.held_out = list(numbers[:calibration]), list(numbers[calibration:])
 
     def run(self, methods: Sequence[Method | ComposedMethod]) -> Preset:
-        """The preset; errors as of `tune`."""
+        """The preset; raises the errors of `tune`."""
         costs: dict[Any, dict[str, Any]] = {}
         for method in dict.fromkeys(methods):
             costs[method] = self.measured.cost(method)
@@ -305,12 +305,12 @@ class _Search:
         )
 
     def scores(self, setting: Setting, numbers: list[int]) -> Iterator[float]:
-        """The scores of images with a setting."""
+        """Scores of a setting's images."""
         name = f"{1 / setting.time:.2f}x, {'held out' if numbers is self.held_out else 'calibration'}"
         return self.measured.scores(name, [(number, setting.method) for number in numbers], self.budget.of)
 
     def holds(self, setting: Setting, numbers: list[int]) -> bool:
-        """Whether all these images are within the budget. One that is not is looked at first the next time."""
+        """Whether all these images are within the budget. The first failure is tried first with the next setting."""
         scores: list[float] = []
         for number, score in zip(numbers, self.scores(setting, numbers), strict=True):
             scores.append(score)
@@ -326,17 +326,17 @@ class _Search:
         return True
 
     def speed_up(self, setting: Setting) -> float:
-        """Time of all dense steps over that with the setting, from the measured times of steps."""
+        """Speed-up of all steps with the setting, from measured step times."""
         return 1 / (1 - setting.active * (1 - self.measured.cost(setting.method)["ratio"]))
 
     def gains(self, setting: Setting) -> bool:
-        """Whether the setting is faster than dense, as measured and not as predicted."""
+        """Whether the measured speed-up is large enough."""
         if (speed_up := self.speed_up(setting)) < LEAST_GAIN:
             self.say(f"{setting.title}: only {speed_up:.2f}x when measured, not worth it")
         return speed_up >= LEAST_GAIN
 
     def gap(self, setting: Setting) -> str:
-        """What is missing to the budget with the setting that comes nearest."""
+        """Error message with the distance of the nearest setting from the budget."""
         worst, asked = min(self.scores(setting, self.calibration + self.held_out)), self.budget.at_least
         if worst >= asked:
             return f"no setting within the budget saves time: {setting.title} has {self.speed_up(setting):.2f}x"
@@ -385,7 +385,7 @@ class _Search:
 
 
 def _describe_cost(cost: dict[str, Any]) -> str:
-    """The cost of a method in words."""
+    """Text for the cost of a method."""
     return cost.get("why") or f"{1 / cost['ratio']:.2f}x a step, error of the prediction {mean(cost['errors']):.1%}"
 
 

@@ -523,7 +523,7 @@ def test_a_page_marks_methods_that_run_in_some_steps_only(folder, tmp_path):
     late = foveate.HilbertA(tiles=2, start_percent=0.5)
     side_by_side.comparison(pipe, request, [late], tmp_path, settings={}, rounds=1)
     page = (tmp_path / side_by_side.PAGE).read_text()
-    assert "HilbertA T=2 start_percent=0.5: sparse in part of the steps; the time is that of a sparse step." in page
+    assert "HilbertA T=2 start_percent=0.5: sparse in part of the steps; the time is for a sparse step." in page
 
 
 def test_the_built_in_model_draws_with_its_lora():

@@ -125,7 +125,7 @@ def test_a_page_says_that_the_time_is_that_of_a_step_in_which_the_method_decides
     methods = [ToMA(keep=0.5, tile=(2, 2)), HilbertA(tiles=4)]
     comparison(pipe, REQUEST, methods, tmp_path, settings={}, rounds=1)
     page = (tmp_path / PAGE).read_text()
-    assert f"{methods[0].title}: a plan serves several steps; the time is that of the slowest step" in page
+    assert f"{methods[0].title}: a plan serves several steps; the time is for the slowest step" in page
     assert page.count("a plan serves several steps") == 1
 
 

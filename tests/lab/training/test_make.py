@@ -96,7 +96,7 @@ def test_weights_can_be_fine_tuned_with_the_last_stage(tmp_path, bars):
     about = json.loads((further / "recipe.json").read_text())
     assert [stage["name"] for stage in about["stages"]] == ["large"]
     assert [stage["name"] for stage in about["before"]["stages"]] == ["small", "large"]
-    with pytest.raises(ValueError, match=r"is of a run with .*start"):
+    with pytest.raises(ValueError, match=r"is from a run with .*start"):
         train(further, start=further / "pipeline")  # other weights by now
     with pytest.raises(ValueError, match="makes no vae: leave --part out"):
         train(further, part="vae", start=first / "pipeline")

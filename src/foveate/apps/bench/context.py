@@ -62,8 +62,8 @@ class QuestionWorkload(NamedTuple):
         chunk: Tokens of a chunk.
         prompt: Tokens of a question.
         answer: Tokens of an answer.
-        concurrent: Numbers of questions that are asked at a time.
-        count: Number of questions that are measured for each result, at least.
+        concurrent: Numbers of concurrent questions.
+        count: Least number of questions for each result.
         recompute: Fraction of the rows to recompute.
     """
 
@@ -76,14 +76,14 @@ class QuestionWorkload(NamedTuple):
 
 
 class Question(NamedTuple):
-    """Numbers of the chunks of a context, in order, and the token ids of a question after it."""
+    """Chunk indices of a context in order, and the token ids of the question after it."""
 
     order: tuple[int, ...]
     prompt: Tensor
 
 
 class Work:
-    """Random chunks in memory, and the ways to answer questions to contexts of them.
+    """Random chunks in memory, and the ways to answer questions about them.
 
     Args:
         encoder: Encoder of the chunks.
@@ -97,7 +97,7 @@ class Work:
         self.chunks = encoder.encode([document.tolist() for document in documents])
 
     def draw(self, count: int, seed: int) -> list[Question]:
-        """Questions to contexts of all chunks, each in an order of its own."""
+        """Random questions; the context of each has all chunks in another order."""
         draw, places = Random(seed), range(len(self.chunks))
         prompts = random_ids(self.encoder, count * self.asked.prompt, seed).split(self.asked.prompt)
         return [Question(tuple(draw.sample(places, len(places))), prompt) for prompt in prompts]
@@ -126,11 +126,11 @@ class Work:
         return error
 
     def full_prefill(self, questions: Sequence[Question], options: dict[str, Any]) -> None:
-        """Answers of the model alone."""
+        """Answer with a full prefill of each text."""
         self.encoder.generate([self.ids(question) for question in questions], **options)
 
     def prefix_cache(self, cache: Any, questions: Sequence[Question], options: dict[str, Any]) -> None:
-        """Answers of the model with copies of a cache of the context, which must be the same for all questions."""
+        """Answer with copies of a prefix cache; all questions must have the same context."""
         count, texts = len(questions), torch.stack([self.ids(question) for question in questions])
         copies = [tuple(x.repeat(count, 1, 1, 1) for x in (layer.keys, layer.values)) for layer in cache.layers]
         self.encoder.model.generate(
@@ -142,7 +142,7 @@ class Work:
         )
 
     def patch(self, method: RecomputePolicy, questions: Sequence[Question], options: dict[str, Any]) -> None:
-        """Answers of contexts that are composed for each question."""
+        """Answer with contexts that are composed for each question."""
         contexts = [self.context(question) for question in questions]
         prompts = [question.prompt.tolist() for question in questions]
         answers(contexts, method, prompts, batch_size=len(questions), **options)
@@ -160,13 +160,13 @@ def bench_context(
     dtype: torch.dtype,
     track: Track = silent,
 ) -> Iterator[dict[str, Any]]:
-    """Times of concurrent questions to long contexts, ready for JSON; yields all results so far after each one.
+    """Time concurrent questions about long contexts; yields all results so far, ready for JSON, after each one.
 
-    Each question has a context of its own, in which the same chunks stand in another order, except for prefix
-    caching: it needs one context for all questions, and for others is a full prefill. Questions that are asked at a
-    time are answered in one batch, or in several if they do not fit into memory.
+    Each question has the same chunks in another order, except for prefix caching, which needs one context for all
+    questions: any other context would be a full prefill. Concurrent questions are answered in one batch, or in several
+    if they do not fit into memory.
 
-    Before timing, contexts of a small model with large random weights, and at each length one of the timed model, are
+    Before timing, contexts of a small model with large random weights, and one of the timed model at each length, are
     compared with the full prefill.
 
     Args:
@@ -218,7 +218,7 @@ def check_lengths(tokens: Sequence[int], chunk: int) -> None:
 
 
 def about(model: str, encoder: ChunkEncoder) -> dict[str, Any]:
-    """What results say about the model, ready for JSON."""
+    """Description of the model, ready for JSON."""
     return {
         "model": model,
         "weights": "random" if model in MODELS else "its own",
@@ -229,7 +229,7 @@ def about(model: str, encoder: ChunkEncoder) -> dict[str, Any]:
 
 
 def find_encoder(model: str, device: torch.device, dtype: torch.dtype) -> ChunkEncoder:
-    """An encoder with random weights of a named size, whose token 0 is the prefix, or with a model's own.
+    """Encoder of a model of `MODELS` with random weights and token 0 as prefix, or of a hub id or folder.
 
     Raises:
         ValueError: If the model is unknown, not supported, or too large for the device.
@@ -245,7 +245,7 @@ def find_encoder(model: str, device: torch.device, dtype: torch.dtype) -> ChunkE
 
 
 def encoder_of_ids(model: Any) -> ChunkEncoder:
-    """An encoder without a tokenizer, for documents and prompts that are token ids. Token 0 is the prefix."""
+    """Encoder without a tokenizer, for token ids. Token 0 is the prefix."""
     tokenizer: Any = SimpleNamespace(
         bos_token_id=0, get_vocab=dict, special_tokens_map={}, decode=lambda ids, **options: " ".join(map(str, ids))
     )
@@ -259,10 +259,10 @@ def random_ids(encoder: ChunkEncoder, count: int, seed: int = 0) -> Tensor:
 
 
 def check(device: torch.device, dtype: torch.dtype) -> dict[str, float]:
-    """Errors of a batch of two contexts of a small model with all rows recomputed, and with none.
+    """Errors of the logits of a small model for two contexts, with all rows recomputed and with none.
 
     Raises:
-        ValueError: If recomputing all rows is not the full prefill, or the composed contexts are.
+        ValueError: If recomputing all rows differs from the full prefill, or recomputing none does not.
     """
     encoder = find_encoder("small", device, dtype)
     documents = random_ids(encoder, sum(CHECKED)).split(list(CHECKED))
@@ -292,7 +292,7 @@ Rounds = list[list[Question]]
 
 
 def _ways(work: Work, drawn: Rounds, alike: Rounds) -> Iterator[tuple[str, Answer, Rounds]]:
-    """Name, function and questions of each way to answer."""
+    """Name, function and questions of each way to answer, in turn."""
     yield "full prefill", work.full_prefill, drawn
     cache: Any = DynamicCache()
     work.encoder.model.model(input_ids=work.context(alike[0][0]).ids[None], past_key_values=cache)
@@ -304,7 +304,7 @@ def _ways(work: Work, drawn: Rounds, alike: Rounds) -> Iterator[tuple[str, Answe
 
 
 def _measured(work: Work, answer: Answer, drawn: Rounds, advance: Callable[[], None]) -> dict[str, Any]:
-    """The result of one way to answer, in batches that fit into memory."""
+    """Result row of one way to answer, with batches that fit into memory."""
     device, batch = work.encoder.device, len(drawn[0])
     work.encoder.free()  # the memory of other ways
     peaks: list[int | None] = []
@@ -336,7 +336,7 @@ def _measured(work: Work, answer: Answer, drawn: Rounds, advance: Callable[[], N
 
 
 def _answer(work: Work, answer: Answer, questions: list[Question], batch: int, times: list[float]) -> None:
-    """Answer questions that are asked at the same time. `times` gets those of their first tokens, and of the last."""
+    """Answer concurrent questions; append the time of each first token, and then of the end, to `times`."""
     device, length, begin = work.encoder.device, work.asked.answer, now(work.encoder.device)
     for start in range(0, len(questions), batch):
         some, stamps = questions[start : start + batch], []

@@ -25,10 +25,10 @@ from foveate.utils.timing import captured, now, peak_memory, time_calls
 
 __all__ = ["TOLERANCE", "Setup", "Step", "bench_step", "merging_part", "table_of"]
 
-NO_CYCLE = ToMA(dst_every=1, weights_every=1)  # the schedule of a method that does the same in every step
-LEAST_STEPS = 10  # of a method that merges tokens
+NO_CYCLE = ToMA(dst_every=1, weights_every=1)  # the schedule of a method whose steps are all alike
+LEAST_STEPS = 10  # timed steps of a method that merges tokens
 ONE_TILE, ALL_KEPT = HilbertA(tiles=1), ToMA(keep=0.999, weights="hard", skip=0)  # both must equal dense
-EVERY_BLOCK = LLSA(top_k=128, enrich=False, min_tokens=0)  # so must this, of the most blocks that kernels read
+EVERY_BLOCK = LLSA(top_k=128, enrich=False, min_tokens=0)  # so must this: the most blocks that kernels read
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 5e-2}
 
 
@@ -39,7 +39,7 @@ class Step(NamedTuple):
         pipe: The pipeline.
         call: Arguments of the forward pass.
         compiled: Whether the blocks are compiled.
-        cuda_graphs: Whether they run as CUDA graphs then.
+        cuda_graphs: Whether the compiled blocks run as CUDA graphs.
     """
 
     pipe: Any
@@ -67,7 +67,7 @@ class Setup(NamedTuple):
     """A model and the methods to time on it.
 
     Attributes:
-        model: What is known about the model.
+        model: Description of the model.
         pipe: The pipeline.
         methods: Methods to time.
         text: Number of text tokens; None if the pipeline decides.
@@ -140,12 +140,12 @@ class Setup(NamedTuple):
 def bench_step(
     setup: Setup, grids: Sequence[Grid], *, rounds: int = 9, track: Track = silent
 ) -> Iterator[dict[str, Any]]:
-    """The times of one forward pass of a denoiser, dense and with each method, after every new row.
+    """Time one forward pass of a denoiser, dense and with each method; yields the result after every new row.
 
-    The result is ready for JSON. Dense and the methods that merge no tokens take turns; their time (`step_s`) is the
-    median. The methods that merge tokens follow one by one, through whole cycles of their schedule; their time is the
-    mean of these steps, plans included. Then dense is timed again: the difference to the first time is the drift of
-    the machine. `enqueue_s` is the time until the forward pass returns, before the device is done: as long as it is
+    The result can be written as JSON. Dense and the methods that merge no tokens take turns; their time (`step_s`) is
+    the median. The methods that merge tokens follow one by one, through whole cycles of their schedule; their time is
+    the mean of these steps, plans included. Then dense is timed again: the difference to the first time is the drift
+    of the machine. `enqueue_s` is the time until the forward pass returns, before the device is done: as long as it is
     shorter than `step_s`, the processor does not limit the step. On a GPU the forward pass is also timed as one CUDA
     graph (`graph_s`; for token merging a step that makes no plan), which shows the time without the cost of launching
     kernels. In a compiled model all methods are timed one by one, because some compile it anew. A method that does not
@@ -154,7 +154,7 @@ def bench_step(
     Args:
         setup: Model and methods.
         grids: (rows, columns) of image tokens, or (frames, rows, columns) of a video, one entry per size. For SDXL:
-            those of the largest feature maps with attention, 64 x 64 at 1024 px.
+            sides of the largest feature maps with attention, 64 x 64 at 1024 px.
         rounds: Number of measurements of each method.
         track: Shows progress.
 
@@ -198,9 +198,9 @@ def merging_part(method: Method | ComposedMethod) -> TokenMerging | None:
 
 
 def _check(setup: Setup, step: Step, grid: Grid, methods: Sequence[Method | ComposedMethod]) -> dict[str, float]:
-    """Relative differences to dense of the settings that must equal it, one for each kind of method.
+    """Relative differences from dense of settings that must equal it, one for each kind of method.
 
-    LLSA is checked on a part of a grid with more tokens than its kernels read in full.
+    LLSA is checked on a part of the grid if its kernels cannot read all of it.
 
     Raises:
         ValueError: If one is too large.
@@ -239,7 +239,7 @@ def _part_of(grid: Grid, tokens: int) -> Grid:
 
 
 def _difference(step: Step, method: Method) -> float:
-    """Relative difference between the dense output and that with a method; neither is compiled."""
+    """Relative difference between the outputs without and with a method; neither is compiled."""
     with torch.compiler.set_stance("force_eager"):
         dense = step.run()
         with apply(step.pipe, method):
@@ -248,7 +248,7 @@ def _difference(step: Step, method: Method) -> float:
 
 
 def _flop_bound(step: Step, method: Method | ComposedMethod, size: str) -> float:
-    """FLOPs of dense attention over those with the method: no speed-up of attention can be larger.
+    """FLOPs of dense attention divided by FLOPs with the method, an upper bound of attention's speed-up.
 
     Raises:
         ValueError: If the method stays dense.
@@ -280,7 +280,7 @@ def _measured(
 def _in_turns(
     step: Step, methods: Sequence[Method | ComposedMethod | None], rounds: int, advance: Callable[[], None]
 ) -> list[dict[str, Any]]:
-    """The rows of methods that do the same in every step."""
+    """Rows of methods whose steps are all alike, timed in turns."""
     torch._dynamo.reset()  # PyTorch compiles a block for a limited number of methods and sizes
     alone: list[tuple[int | None, float, float | None]] = []
     for method in methods:
@@ -294,7 +294,7 @@ def _in_turns(
 
 
 def _scheduled(step: Step, method: Method | ComposedMethod, rounds: int, track: Track) -> dict[str, Any]:
-    """The row of a method that merges tokens: whole cycles of its schedule, with a plan whenever one is due."""
+    """Row of a method that merges tokens, timed over whole cycles of its schedule, plans included."""
     merging = merging_part(method) or NO_CYCLE
     device, cycle = step.pipe.device, lcm(merging.dst_every, merging.merge_every)
     steps = cycle * ceil(max(rounds, LEAST_STEPS) / cycle)

@@ -1,4 +1,4 @@
-"""The built-in models, the scenes and texts they know, and the recogniser that judges images."""
+"""The built-in models, their scenes and texts, and the recogniser that judges images."""
 
 from pathlib import Path
 from typing import NamedTuple
@@ -10,7 +10,7 @@ def find(name: str) -> Path:
     """Path of a file or folder of the built-in models: see `foveate_models.find`.
 
     Raises:
-        ValueError: If there is none of this name, or foveate-models is not installed.
+        ValueError: If there is no such file, or foveate-models is not installed.
     """
     try:
         import foveate_models
@@ -34,7 +34,7 @@ class BuiltIn(NamedTuple):
         sides: Default width and height of its images or frames in pixels, on a GPU and on a CPU.
         frames: Frames of a video; None if it generates images.
         guidance: Guidance scale; None is the pipeline's own.
-        words: Words in its prompts that those of the other built-in models do not have.
+        words: Known words that the other built-in models lack.
     """
 
     name: str

@@ -16,7 +16,7 @@ __all__ = ["model_info", "pixel_model_info", "reader_info", "video_model_info"]
 
 
 def model_info() -> dict[str, str]:
-    """Size, training recipe, vocabulary and licences of the model that generates, as text by name.
+    """Size, training recipe, vocabulary and licences of the image model, as text by name.
 
     Raises:
         ValueError: If the files of the model are missing.
@@ -37,7 +37,7 @@ def model_info() -> dict[str, str]:
 
 
 def pixel_model_info() -> dict[str, str]:
-    """Size, training and quality of the model that generates pixels, as text by name.
+    """Size, training and quality of the pixel model, as text by name.
 
     Raises:
         ValueError: If the files of the model are missing.
@@ -50,13 +50,13 @@ def pixel_model_info() -> dict[str, str]:
         "model": f"{_parameters(weights) / 1e6:.2f} M parameters; a token is a pixel, and attention is log-linear",
         "trained": f"{recipe['minutes']} minutes on {recipe['devices']}: {recipe['pictures']:,} images, "
         f"--sizes {recipe['sizes']}",
-        "objects generated": f"{recipe['objects at 128 px']:.1%} of those of held-out captions at 128 px",
+        "objects generated": f"{recipe['objects at 128 px']:.1%} of the objects in held-out captions at 128 px",
         "licence": "as above",
     }
 
 
 def video_model_info() -> dict[str, str]:
-    """Size and training of the video model, and the sentences that it knows, as text by name.
+    """Size, training and known sentences of the video model, as text by name.
 
     Raises:
         ValueError: If the files of the model are missing.
@@ -71,7 +71,7 @@ def video_model_info() -> dict[str, str]:
 
 
 def reader_info() -> dict[str, str]:
-    """Size, training and accuracy of the model that reads, as text by name.
+    """Size, training and accuracy of the reader, as text by name.
 
     Raises:
         ValueError: If the files of the model are missing.
@@ -84,7 +84,7 @@ def reader_info() -> dict[str, str]:
         "folder": str(find("reader")),
         "size": _megabytes(find("reader")),
         "model": f"{_parameters(weights) / 1e6:.2f} M parameters, {config['num_hidden_layers']} "
-        f"layers, context of {config['max_position_embeddings']} tokens of a word each",
+        f"layers, context of {config['max_position_embeddings']} tokens, one a word",
         "trained": f"{recipe['minutes']} minutes on {recipe['devices']}: {recipe['steps']:,} of "
         f"{recipe['planned steps']:,} planned steps, seed {recipe['seed']}",
         "answers": "\n".join(answered),
@@ -98,7 +98,7 @@ def _parts_and_training(folder: Path, recipe: Path, trained_on: str) -> dict[str
     Args:
         folder: Folder of the pipeline.
         recipe: File with the stages of its training.
-        trained_on: What a stage was trained on, with {} for its sizes: "images of {} px".
+        trained_on: Training data of a stage, with {} for its sizes: "images of {} px".
     """
     runs = [json.loads(recipe.read_text())]
     while before := runs[0].get("before"):
@@ -121,7 +121,7 @@ def _weights(folder: Path) -> list[Path]:
 
 
 def _about_lora(name: str, folder: Path) -> str:
-    """The method of a LoRA, the size of its training images, and that of its file."""
+    """Method, image size and file size of a LoRA."""
     distilled = read_lora(find_lora(str(folder)))
     if distilled is None or distilled.size is None:
         raise ValueError(f"{folder} is damaged: install foveate-models again")

@@ -1,5 +1,5 @@
 # pyright: basic
-"""Scores of methods: held-out captions are generated, and the recogniser judges the images."""
+"""Scores of methods on held-out captions: the recogniser judges the generated images."""
 
 import json
 import time
@@ -77,16 +77,16 @@ class Score(NamedTuple):
 
     Attributes:
         label: "real" for renderings of the captions, "dense", or the method.
-        objects: Fraction of the requested objects that the recogniser finds; None, as all that it judges, for models
-            that do not generate what it knows.
+        objects: Fraction of the requested objects that the recogniser finds. This and the other scores of the
+            recogniser are None for models with other captions.
         relations: Fraction of the requested relations that hold; None if none was requested.
-        extra: Objects per image that were not requested, or are repeated.
+        extra: Unrequested or repeated objects per image.
         frechet: Frechet distance of the recogniser's features to those of the real renderings.
         psnr: PSNR to the dense image of the same seed, in dB; None for real and dense images.
         ssim: SSIM to the dense image; None for real and dense images.
-        distance: 1 - cosine similarity of the features to those of the dense image; None for real and dense ones.
+        distance: 1 - cosine similarity to the dense image's features; None for real and dense images.
         seconds: Median time of an image; None for real ones.
-        flop_bound: FLOPs of dense attention over those of this method.
+        flop_bound: FLOPs of dense attention divided by FLOPs of this method.
     """
 
     label: str
@@ -115,17 +115,17 @@ def evaluate(
 ) -> list[Score]:
     """Generate held-out captions dense and with every method, and score the images.
 
-    Writes scores.json and sheet.png into `out`. Images that already exist there are not generated again. Several
-    processes divide the images; the main process scores them, and the others return no scores.
+    Writes scores.json and sheet.png into `out`. Existing images are kept. Several processes divide the images;
+    the main process scores them, and the others return no scores.
 
     Args:
-        pipeline: The built-in model, or one that was trained on its captions.
+        pipeline: The built-in model, or a model that was trained on its captions.
         methods: Methods, each compared with dense.
-        out: Folder of the images and the results.
+        out: Folder for images and results.
         prompts: Number of captions.
         request: Size, steps, guidance scale and first seed; its prompt is not used.
         batch: Batch size.
-        dino: Hub id or folder of a DINO model for the distance to dense images; empty takes the recogniser.
+        dino: Hub id or folder of a DINO model for the distance to dense images; empty: the recogniser.
         left_out: Called with a message for every method that does not fit or stays dense; None makes it an error.
         track: Shows progress.
 
@@ -196,7 +196,7 @@ def evaluate(
 
 
 def score_table(scores: Sequence[Score]) -> Table:
-    """The scores as a table for the terminal, with a column for each set of images."""
+    """Table of the scores for the terminal, with a column for each set of images."""
     table = Table(box=SIMPLE, show_edge=False, padding=0)
     for label in ("", *(score.label for score in scores)):
         table.add_column(label, overflow="fold")
@@ -236,7 +236,7 @@ def _read(label: str, paths: Sequence[Path]) -> _Pictures:
 
 
 def _fits(pipeline: Any, method: MethodLike, request: Request, left_out: Callable[[str], None] | None) -> bool:
-    """Whether a method works at this size, found out in one step before anything else is generated."""
+    """Whether a method works at this size, from one denoising step."""
     try:
         with using(pipeline, throughout(method)) as run:
             draw(pipeline, request._replace(steps=1))
@@ -256,7 +256,7 @@ def _draw(
     batch: int,
     advance: Callable[[], None],
 ) -> None:
-    """Generate the images of files; each has an equal share of its batch's time."""
+    """Generate the missing images. The time of a batch is divided equally among its images."""
     with using(pipeline, method) as run:
         for start in range(0, len(missing), batch):
             paths, requests = zip(*missing[start : start + batch], strict=True)
@@ -271,7 +271,7 @@ def _draw(
 
 
 def _sparsity(method: MethodLike | None, run: Handle | None) -> float:
-    """Fraction of the query-key pairs that are skipped, mean over all layers and steps, dense ones included.
+    """Fraction of skipped query-key pairs, mean over all layers and steps, dense ones included.
 
     Raises:
         ValueError: If the method stays dense in every step.
@@ -345,7 +345,7 @@ def _frechet(features: Tensor, real: Tensor, resampled: np.ndarray) -> Interval:
 
 
 def _interval(value: float, resamples: np.ndarray) -> Interval:
-    """The middle 95 % of the resamples, shifted to be centred on the value because resampling adds a bias."""
+    """The middle 95 % of the resamples, centred on the value because resampling adds a bias."""
     if not np.isfinite(resamples).all():  # the PSNR of identical images
         return Interval(value, value, value)
     low, high = np.quantile(resamples - resamples.mean(), (0.025, 0.975))
@@ -353,11 +353,11 @@ def _interval(value: float, resamples: np.ndarray) -> Interval:
 
 
 def load_dino(model: str, device: torch.device) -> Callable[[Sequence[Image.Image]], Tensor]:
-    """A function that returns the class tokens [images, dim] of a DINO or DINOv2 model, as papers on merging use.
+    """Return a function from images to class tokens [images, dim] of a DINO or DINOv2 model, as papers on merging use.
 
     Args:
         model: Hub id or folder, for example "facebook/dino-vits16".
-        device: Device to run on, in float32.
+        device: Device; the dtype is float32.
 
     Raises:
         ValueError: If the model cannot be loaded.

@@ -55,7 +55,7 @@ class Facts(NamedTuple):
 
     @property
     def by_id(self) -> Bool[Tensor, "batch facts"]:
-        """Which facts mention the id instead of the name."""
+        """Whether each fact mentions the id instead of the name."""
         return self.subject != self.owner
 
 
@@ -72,7 +72,7 @@ def draw_facts(
     ids_first: float = 0.5,
     by_id: tuple[float, float] = (0.5, 1.0),
 ) -> Facts:
-    """Random texts. Each uses few relations, so that a text states most of them for almost every person.
+    """Random texts. Each has few relations, and states most of them for almost every person.
 
     Args:
         batch: Number of texts.
@@ -80,7 +80,7 @@ def draw_facts(
         generator: Random generator on the CPU.
         people: Minimum and maximum number of people; at most a third of the sentences define ids.
         ids_first: Fraction of the texts that begin with all ids; in the others an id is defined before its use.
-        by_id: Minimum and maximum fraction of the facts of a text that mention the id, once it is defined.
+        by_id: Minimum and maximum fraction of a text's facts that mention the id after its definition.
     """
     most = max(2, min(people[1], facts // 3))
 

@@ -1,4 +1,4 @@
-"""Random texts of labelled examples, and inputs whose label is to be predicted, as tokens.
+"""Random texts of labelled examples, and inputs with a label to predict, as tokens.
 
     goat tiger hen -> sigma .     flute harp lute -> beta .     horse cow crow -> sigma .
 
@@ -27,7 +27,7 @@ class Labelled(NamedTuple):
 
     Attributes:
         ids: Tokens of the texts.
-        labels: The label at the arrow of every example whose kind has occurred before, BLANK elsewhere.
+        labels: The label at the arrow of every example of an earlier kind, BLANK elsewhere.
         questions: Inputs of kinds that occur in the text, each with the arrow, its label and the end-of-text token.
     """
 
@@ -46,7 +46,7 @@ def draw_labelled(
         examples: Examples of each text.
         questions: Questions about each text.
         generator: Random generator on the CPU.
-        kinds: Minimum and maximum number of kinds, each with a label of its own.
+        kinds: Minimum and maximum number of kinds, each with one label.
     """
 
     def distinct(number: int) -> Tensor:

@@ -1,6 +1,6 @@
-"""The recogniser: a small network that finds emoji in images, to judge the images that a model generates.
+"""The recogniser: a small network that finds emoji in images, to judge generated images.
 
-It was trained on renderings of training scenes only, never on generated images.
+Its training data are renderings of training scenes, never generated images.
 """
 
 import re
@@ -48,7 +48,7 @@ THRESHOLD = 0.5  # probability above which an object counts as found
 
 
 class Seen(NamedTuple):
-    """Output of the network: logits of each cell's class, the last of which is "nothing", and pooled features."""
+    """Output of the network: class logits of each cell (the last class is "nothing") and pooled features."""
 
     logits: Float[Tensor, "batch classes 16 16"]
     features: Float[Tensor, "batch dim"]
@@ -61,7 +61,7 @@ class Detection(NamedTuple):
         object: Index into `OBJECT_NAMES`.
         x: Horizontal centre, as a fraction of the image's side.
         y: Vertical centre, as a fraction of the image's side.
-        patches: Number of separate places where it was found; more than 1 if it was generated several times.
+        patches: Number of separate places with this object; more than 1 if it is repeated.
     """
 
     object: int
@@ -71,14 +71,14 @@ class Detection(NamedTuple):
 
 
 class Verdict(NamedTuple):
-    """How much of a scene an image shows, as counts that can be summed over images."""
+    """Counts of found objects and relations of a scene; they can be summed over images."""
 
     objects_found: int
     objects: int
     relations_held: int
     relations: int
     extra: int
-    """Objects that were not requested, and repetitions of requested ones."""
+    """Unrequested objects, and repetitions of requested ones."""
 
 
 class _Residual(nn.Module):
@@ -120,7 +120,7 @@ class Recogniser(nn.Module):
 
 
 def detect(seen: Seen) -> list[list[Detection]]:
-    """The objects found in each image, each once, centred on the mean of the cells where it is most probable."""
+    """Objects in each image, each once, centred on the mean of the cells where it is most probable."""
     chance = seen.logits.detach().float().softmax(1)
     won = chance * (chance == chance.amax(1, keepdim=True))  # each cell counts for its most probable class
     won, cells = won[:, :NOTHING].cpu(), cell_centres("cpu")
@@ -137,7 +137,7 @@ def detect(seen: Seen) -> list[list[Detection]]:
 
 
 def _patches(won: Float[Tensor, "objects 16 16"]) -> Counter[int]:
-    """Number of patches of adjacent cells in which each object is found."""
+    """Number of connected patches of cells for each object."""
     chance, best = won.max(0)
     labels: Any = label(np.where(chance > 0, best + 1, 0), connectivity=2)
     sure = (chance > THRESHOLD).numpy()
@@ -160,7 +160,7 @@ def judge(detections: Sequence[Detection], scene: Scene) -> Verdict:
 
 
 def judge_prompt(prompt: str) -> Callable[[Image.Image], Objects] | None:
-    """What tells how many of the objects that a prompt names are in an image; None if it names none."""
+    """Return a function that counts a prompt's objects in an image; None if the prompt names no objects."""
     rest, wanted = f" {' '.join(WORD.findall(prompt.lower()))} ", Counter[int]()
     for index, name in sorted(enumerate(OBJECT_NAMES), key=lambda pair: -len(pair[1])):  # "red apple" before "apple"
         before, rest = rest, rest.replace(f" {name} ", " , ")
@@ -192,7 +192,7 @@ def recognise(
     pictures: Float[Tensor, "number 3 side side"] | UInt8[Tensor, "number 3 side side"],
     batch: int = 64,
 ) -> tuple[list[list[Detection]], Float[Tensor, "number dim"]]:
-    """The objects found in each image, and the features of the images, on the model's device.
+    """Objects in each image, and features of the images, on the model's device.
 
     Args:
         model: Recogniser in eval mode.

@@ -47,7 +47,7 @@ UNSAID = 0.15  # fraction of the captions without the background
 
 
 class Relation(NamedTuple):
-    """A requirement: object number `first` is "above", "left of" or "beside" object number `second`."""
+    """Required relation: object `first` is "above", "left of" or "beside" object `second`."""
 
     first: int
     kind: str
@@ -56,7 +56,7 @@ class Relation(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """The meaning of a sentence: places of its objects (x, y in the unit square), sizes, jitter and relations."""
+    """Layout of a sentence's objects: positions (x, y in the unit square), sizes, jitter and relations."""
 
     sentence: str
     places: tuple[tuple[float, float], ...]
@@ -153,7 +153,7 @@ def _scene(chance: random.Random, unsaid: float) -> Scene:
 
 
 def captions(count: int, seed: int, *, evaluation: bool = False) -> list[str]:
-    """The first captions of `scenes`."""
+    """First captions of `scenes`."""
     return [scene.caption for scene in islice(scenes(seed, evaluation=evaluation), count)]
 
 

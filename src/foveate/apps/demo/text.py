@@ -49,18 +49,18 @@ WORDS = tuple(
 
 
 def unknown_words(prompt: str, more: Sequence[str] = ()) -> dict[str, list[str]]:
-    """The words of a prompt that a model does not know, each with the known words most similar in spelling.
+    """Unknown words of a prompt, each with the known words of most similar spelling.
 
     Args:
         prompt: The prompt.
-        more: Words that the model knows besides those of `WORDS`.
+        more: Known words besides `WORDS`.
     """
     words, known = dict.fromkeys(_WORD.findall(prompt.lower())), (*WORDS, *more)
     return {word: difflib.get_close_matches(word, known, cutoff=0.5) for word in words if word not in known}
 
 
 def draws_scenes(pipeline: Any) -> bool:
-    """Whether a pipeline reads the vocabulary of the built-in models, and so generates what the recogniser knows."""
+    """Whether a pipeline has the built-in vocabulary, so that the recogniser knows its objects."""
     tokenizer = getattr(pipeline, "tokenizer_2", None) or getattr(pipeline, "tokenizer", None)
     known = (clip_tokenizer(), *(t5_tokenizer(model.words) for model in MODELS.values()))
     return tokenizer is not None and tokenizer.get_vocab() in [one.get_vocab() for one in known]
@@ -77,7 +77,7 @@ def t5_tokenizer(more: Sequence[str] = ()) -> PreTrainedTokenizerFast:
     """The T5 tokenizer: WordPiece with a token for each known word; other words are spelled letter by letter.
 
     Args:
-        more: Words to know besides those of `WORDS`.
+        more: Known words besides `WORDS`.
     """
     letters = [chr(code) for code in range(33, 127) if not chr(code).isupper()]
     pieces = ["<pad>", "</s>", "<unk>", *letters, *("##" + letter for letter in letters)]

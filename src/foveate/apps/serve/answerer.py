@@ -27,7 +27,7 @@ __all__ = ["Answerer", "Completion", "Message", "Outcome", "PendingQuestion"]
 MOST_DOCUMENTS = MOST_MESSAGES = 256
 MAX_TEXT = 2**20
 CACHED_PASSAGES = 64
-"""Passages of requests whose chunks are kept for the next request with them."""
+"""Number of passages of requests whose chunks stay cached."""
 
 Content = Annotated[str, Field(min_length=1, max_length=MAX_TEXT)]
 
@@ -48,13 +48,13 @@ class Document(BaseModel, extra="forbid"):
 
 
 class StreamOptions(BaseModel, extra="forbid"):
-    """What a stream contains besides the answer."""
+    """Options of a streamed response."""
 
     include_usage: bool = False
 
 
 class Completion(BaseModel, extra="forbid"):
-    """A request. What is not here is not supported, and refused."""
+    """A chat completion request; unknown fields are refused."""
 
     messages: Annotated[list[Message], Field(min_length=1, max_length=MOST_MESSAGES)]
     model: str | None = None
@@ -77,11 +77,11 @@ class Outcome(NamedTuple):
     """A finished answer.
 
     Attributes:
-        passages: Names of the passages that were read.
+        passages: Names of the passages in the context.
         text: The answer.
-        finish: Why it ends: "stop" or "length".
+        finish: Finish reason: "stop" or "length".
         prompt: Number of tokens before the answer.
-        cached: Number of these that were not recomputed.
+        cached: Number of prompt tokens from the cache.
         completion: Number of tokens of the answer.
     """
 
@@ -111,7 +111,7 @@ class PendingQuestion:
         emit: Called with each new piece of the answer, for streaming.
 
     Attributes:
-        outcome: The finished answer, or the error. Cancel it to stop generating.
+        outcome: Future of the answer or the error. Cancel it to stop generation.
     """
 
     def __init__(self, asked: Completion, emit: Callable[[str], object] = lambda text: None) -> None:
@@ -138,13 +138,13 @@ class _Prepared(NamedTuple):
 
 
 class Answerer:
-    """Answers questions, any number of them in one forward pass and one loop. Several threads may call it.
+    """Answers questions in batches. Several threads may call it.
 
     Args:
-        encoder: Model, tokenizer and prefix; the prefix is what `chat_frame` puts before a message, and more.
+        encoder: Model, tokenizer and prefix; the prefix begins with the text of `chat_frame` before a message.
         indexes: Indexes by name, built with this encoder.
-        method: Method that chooses the rows to recompute.
-        prompt: Text of a user's message, with {question} in it.
+        method: Recompute policy.
+        prompt: Template of a user's message, with {question} in it.
         chat: Whether to use the tokenizer's chat template; None uses it if there is one.
         passage_tokens: Largest number of tokens in a passage of a document that comes with a request. 0 keeps
             documents whole; None is 512, or a quarter of the model's context if that is less.
@@ -175,7 +175,7 @@ class Answerer:
         return {name: len(index.passages) for name, index in self.indexes.items()}
 
     def answer(self, questions: Sequence[PendingQuestion]) -> None:
-        """Answer questions together. Each gets its outcome or its error; a ValueError means a bad request."""
+        """Answer questions together; sets each one's outcome or error. A ValueError means a bad request."""
         prepared = []
         for question in questions:
             try:
@@ -192,7 +192,7 @@ class Answerer:
     def _grouped(self, questions: Sequence[_Prepared]) -> list[list[_Prepared]]:
         """Consecutive questions that can share a batch: the longest text plus the longest answer fits the context.
 
-        A model without an end token answers one at a time: `generate` could not pad answers that end early.
+        A model without an end token answers one question at a time: `generate` could not pad answers that end early.
         """
         longest = self.encoder.model.config.max_position_embeddings
         if self.encoder.model.generation_config.eos_token_id is None:
@@ -211,7 +211,7 @@ class Answerer:
         asked = question.asked
         new_tokens = asked.max_completion_tokens or asked.max_tokens or self.max_new_tokens
         if new_tokens > self.max_new_tokens:
-            raise ValueError(f"max_tokens={new_tokens} is more than the {self.max_new_tokens} that this service gives")
+            raise ValueError(f"max_tokens={new_tokens} is more than the limit of this service, {self.max_new_tokens}")
         prompt = self.encoder.tokens(self._text_after(asked.messages))
         names, chunks = self._read(asked, len(self.encoder.prefix) + len(prompt) + new_tokens)
         return _Prepared(question, names, self.encoder.compose(chunks), prompt, new_tokens)
@@ -235,7 +235,7 @@ class Answerer:
             each.question.finish(Outcome(each.names, text, finish, *tokens))
 
     def _read(self, asked: Completion, used: int) -> tuple[list[str], list[ChunkCache]]:
-        """Names and chunks of the passages, which fit into the model's context beside `used` tokens."""
+        """Names and chunks of the passages; with `used` more tokens they fit into the model's context."""
         if not asked.documents:
             index = self._index(asked.index)
             numbers = choose(index, asked.messages[-1].content, used)
@@ -264,9 +264,9 @@ class Answerer:
         return self.indexes[name]
 
     def _text_after(self, messages: Sequence[Message]) -> str:
-        """The conversation after the passages, which stand where its first message begins.
+        """Text of the conversation after the passages, which stand at the start of the first message.
 
-        Instructions of the system come after the passages too, so that their chunks serve all conversations.
+        System instructions come after the passages too, so that all conversations share their chunks.
         """
         system = [message.content for message in messages if message.role in ("system", "developer")]
         turns = [message for message in messages if message.role in ("user", "assistant")]
@@ -288,7 +288,7 @@ class Answerer:
 
 
 class _Answer(TextStreamer):
-    """An answer while it is generated. Each word is emitted as soon as it is complete.
+    """An answer during generation. Each word is emitted as soon as it is complete.
 
     Attributes:
         ids: Token ids so far.
@@ -301,11 +301,11 @@ class _Answer(TextStreamer):
 
     @property
     def ended(self) -> bool:
-        """Whether the last token ends the answer, it is as long as it may be, or the question was cancelled."""
+        """Whether the answer has its end token or largest length, or the question was cancelled."""
         return self._question.outcome.cancelled() or self.ids[-1] in self._ends or len(self.ids) == self._most
 
     def add(self, token: int) -> bool:
-        """Append a token unless the answer has ended. Returns whether it has ended now."""
+        """Append a token unless the answer has ended; returns whether it has ended."""
         if not (self.ids and self.ended):
             self.ids.append(token)
             self.put(torch.tensor([token]))
@@ -321,7 +321,7 @@ class _Answer(TextStreamer):
 
 
 class _StopEach(StoppingCriteria):
-    """Appends the new token of each row to its answer, and stops the rows whose answers have ended."""
+    """Appends the new token of each row to its answer, and stops rows with finished answers."""
 
     def __init__(self, answers: Sequence[_Answer]) -> None:
         self._answers = answers
@@ -333,7 +333,7 @@ class _StopEach(StoppingCriteria):
 
 
 class _SampleEach(LogitsProcessor):
-    """Samples each row as its request asks; rows with temperature 0 stay greedy."""
+    """Samples each row with its request's options; rows with temperature 0 stay greedy."""
 
     def __init__(self, asked: Sequence[Completion]) -> None:
         self._samples = [
@@ -346,7 +346,7 @@ class _SampleEach(LogitsProcessor):
 
 
 class _Sample(LogitsProcessor):
-    """Adds Gumbel noise, so that the largest logit is a sample. The random generator serves one request only."""
+    """Samples by the Gumbel-max trick, with a random generator for one request only."""
 
     def __init__(self, temperature: float, top_p: float, seed: int | None) -> None:
         self._temperature, self._top_p = temperature, TopPLogitsWarper(top_p)

@@ -23,7 +23,7 @@ __all__ = ["QuestionQueue", "chat_app", "local_chat_app"]
 
 MAX_BODY = 2**22
 THREADS = 2
-"""Threads that answer, so that the next batch can begin while another is answered."""
+"""Number of threads that answer, so that the next batch can begin during another."""
 
 
 class QuestionQueue:
@@ -49,7 +49,7 @@ class QuestionQueue:
             self._answer(questions)
 
     async def pieces(self, asked: Completion) -> AsyncGenerator[str | Outcome]:
-        """The answer piece by piece, then its outcome. It ends when this generator is closed."""
+        """Yield the answer piece by piece, then its outcome. Closing the generator cancels the answer."""
         if self.busy >= self._most:
             raise overloaded()
         loop, found = asyncio.get_running_loop(), asyncio.Queue[Any]()
@@ -79,10 +79,10 @@ def chat_app(
 
     Args:
         answer: Answers a request piece by piece, then with its outcome. It raises a ValueError for a bad request.
-        health: What /health says; raises an HTTPException if requests cannot be answered.
+        health: Returns the fields of /health; raises an HTTPException if requests cannot be answered.
         model: Name of the model.
-        key: Key that requests must carry; empty for none.
-        timeout: Seconds after which a request is given up.
+        key: API key of requests; empty for none.
+        timeout: Deadline of a request in seconds.
     """
     registry = CollectorRegistry()
     tokens = Counter("foveate_tokens", "Tokens, by what became of them.", ["kind"], registry=registry)
@@ -130,12 +130,12 @@ def local_chat_app(answerer: Answerer, model: str, *, key: str, batch: int, queu
     """The chat service with its model in this process, as an application for an ASGI server such as uvicorn.
 
     Args:
-        answerer: What answers.
+        answerer: Model, indexes and method.
         model: Name of the model.
-        key: Key that requests must carry; empty for none.
+        key: API key of requests; empty for none.
         batch: Largest number of requests answered together.
         queue: Largest number of waiting requests.
-        timeout: Seconds after which a request is given up.
+        timeout: Deadline of a request in seconds.
     """
     waiting = QuestionQueue(answerer.answer, batch, queue)
 
@@ -146,7 +146,7 @@ def local_chat_app(answerer: Answerer, model: str, *, key: str, batch: int, queu
 
 
 async def _last(found: AsyncGenerator[str | Outcome]) -> Any:
-    """The last thing that is found."""
+    """Last item of an asynchronous iterator."""
     async with aclosing(found):
         return [piece async for piece in found][-1]
 

@@ -1,5 +1,5 @@
 # pyright: basic
-"""Answers about documents from several replicas, each of which holds the model."""
+"""Answers about documents from several replicas, each with its own model."""
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Mapping
@@ -20,7 +20,7 @@ __all__ = ["ChatFront", "ChatReplica"]
 
 
 class ChatReplica:
-    """A replica, which holds the model and answers requests in batches.
+    """Replica that holds the model and answers requests in batches.
 
     Args:
         open_answerer: Loads the model and opens the indexes.
@@ -31,7 +31,7 @@ class ChatReplica:
         self._queue = QuestionQueue(open_answerer().answer, batch, queue=0)  # requests wait at Ray's handle
 
     async def pieces(self, asked: Completion) -> AsyncGenerator[str | Outcome | ValueError]:
-        """The answer piece by piece, then its outcome, or why the request is bad."""
+        """Yield the answer piece by piece, then its outcome; or the error of a bad request."""
         try:
             async with aclosing(self._queue.pieces(asked)) as found:
                 async for piece in found:
@@ -42,7 +42,7 @@ class ChatReplica:
 
 @serve.ingress()
 class ChatFront:
-    """The HTTP side: checks requests and hands them to replicas."""
+    """HTTP front: checks requests and passes them to replicas."""
 
     def __init__(self, model: str, key: str, timeout: float, indexes: dict[str, int], replicas: Mapping[str, Any]):
         self._model, self._key, self._timeout, self._indexes = model, key, timeout, indexes
@@ -56,7 +56,7 @@ class ChatFront:
         return {"replicas": sum((await count_replicas(self._replicas)).values()), "indexes": self._indexes}
 
     async def _pieces(self, asked: Completion) -> AsyncGenerator[str | Outcome]:
-        """The answer piece by piece. If a replica dies before anything was sent, another one starts over."""
+        """Yield the answer piece by piece. If a replica dies before the first piece, another one starts over."""
         for _ in range(RETRIES + 1):
             answer, begun = self._replica.pieces.remote(asked), False
             try:

@@ -1,4 +1,4 @@
-"""What both services have in common: API keys, bounded requests, deadlines, metrics, and errors in OpenAI's format."""
+"""Common parts of both services: API keys, request limits, deadlines, metrics, and errors in OpenAI's format."""
 
 import asyncio
 import os
@@ -21,15 +21,15 @@ __all__ = ["api_key", "create_app", "free_port", "overloaded", "until_gone"]
 KEY = "FOVEATE_API_KEY"
 LOOPBACK = "127.0.0.1", "localhost", "::1"
 CLIENT_LEFT = 499
-"""Status of a request whose client did not wait, in metrics and logs, as nginx writes it."""
+"""Status of a request whose client has left, in metrics and logs, as in nginx."""
 Result = TypeVar("Result")
 
 
 def api_key(host: str) -> str:
-    """The key that requests must carry, from the environment; empty for none.
+    """The API key of the service, from the environment; empty for none.
 
     Raises:
-        ValueError: If there is none, and other machines can reach the service.
+        ValueError: If there is no key, and other machines can reach the service.
     """
     key = os.environ.get(KEY, "")
     if not key and host not in LOOPBACK:
@@ -62,16 +62,16 @@ def create_app(
     registry: CollectorRegistry,
     health: Callable[[], Awaitable[dict[str, Any]]],
 ) -> tuple[FastAPI, APIRouter]:
-    """An application with /health, /metrics, /docs and /v1/models, and the router for the rest of /v1.
+    """Create an application with /health, /metrics, /docs and /v1/models, and the router for the rest of /v1.
 
     Args:
         title: Title of the documentation.
         model: Name of the model.
-        key: Key that requests to /v1 and /metrics must carry; empty for none.
+        key: API key for /v1 and /metrics; empty for none.
         max_body: Largest number of bytes in the body of a request.
         timeout: Seconds after which a request is cancelled.
         registry: Registry of the metrics.
-        health: What /health says besides its status; raises an HTTPException if requests cannot be answered.
+        health: Returns further fields for /health; raises an HTTPException if requests cannot be answered.
     """
     app = FastAPI(title=title, redoc_url=None)
     app.add_middleware(_Watch, max_body=max_body, timeout=timeout, registry=registry)
@@ -104,12 +104,12 @@ def create_app(
 
 
 def overloaded(seconds: int = 1) -> HTTPException:
-    """The answer while the queue is full."""
+    """Error response for a full queue."""
     return HTTPException(429, "the queue is full: try again later", {"Retry-After": str(seconds)})
 
 
 async def until_gone(request: Request, work: Coroutine[Any, Any, Result]) -> Result:
-    """The result of `work`, which is cancelled when the client leaves. The body must have been read."""
+    """Await `work`; cancel it when the client leaves. The body must have been read."""
 
     async def gone() -> None:
         while (await request.receive())["type"] != "http.disconnect":
@@ -127,7 +127,7 @@ async def until_gone(request: Request, work: Coroutine[Any, Any, Result]) -> Res
 
 
 class _Watch:
-    """Middleware that counts and times requests, refuses long bodies, and cancels what takes too long."""
+    """Middleware that counts and times requests, refuses long bodies, and enforces the deadline."""
 
     def __init__(self, app: Any, max_body: int, timeout: float, registry: CollectorRegistry) -> None:
         self._app, self._max_body, self._timeout = app, max_body, timeout
@@ -186,7 +186,7 @@ async def _refused(_request: Request, error: Any) -> JSONResponse:
 
 
 async def _invalid(_request: Request, error: Any) -> JSONResponse:
-    """The first fault of a body, and the field that it is in."""
+    """First error of a body, and its field."""
     fault = error.errors()[0]
     if fault["type"] == "json_invalid":
         return _error(400, f"the body is not JSON: {fault['ctx']['error']}")

@@ -1,5 +1,5 @@
 # pyright: basic
-"""The replicas of the image service: each is a pipeline that generates in batches."""
+"""Replicas of the image service: each holds a pipeline and generates in batches."""
 
 import asyncio
 from collections.abc import Sequence
@@ -30,8 +30,8 @@ class Job:
     """An image to generate.
 
     Attributes:
-        request: What to generate.
-        result: The PNG file, or why it cannot be generated; empty until then.
+        request: Prompt, size, steps, guidance scale and seed.
+        result: PNG file, or the error message; empty until done.
         abandoned: Whether its client has left.
     """
 
@@ -46,7 +46,7 @@ class ServedPipeline:
     Args:
         model: Folder or hub id of the pipeline.
         method: Method; None is dense.
-        about: Settings that every image carries.
+        about: Metadata of every image.
         lora: File of a LoRA.
         size: Default (height, width) in pixels; None is the model's own.
         device: See `foveate.utils.device.choose_device`.
@@ -84,7 +84,7 @@ class ServedPipeline:
         self._size, self._about = size or own_size(self._pipe), about
 
     def job(self, prompt: str, size: tuple[int, int] | None, steps: int, seed: int) -> Job:
-        """An image to generate; its result is there already if it cannot be generated."""
+        """Job of a request; an invalid request has its error as result already."""
         job = Job(Request(prompt, size or self._size, steps, None, seed))
         try:
             check_request(self._pipe, job.request)
@@ -93,7 +93,7 @@ class ServedPipeline:
         return job
 
     def draw_together(self, jobs: Sequence[Job]) -> None:
-        """Generate images, those of the same size and number of steps in one batch, until all clients have left."""
+        """Generate images in batches of one size and number of steps; stop when all clients have left."""
 
         def go_on() -> None:
             if all(job.abandoned for job in jobs):
@@ -121,7 +121,7 @@ class ServedPipeline:
 
 
 class ImageReplica(ServedPipeline):
-    """A served pipeline on Ray Serve; its arguments and the largest number of images that it generates together."""
+    """A `ServedPipeline` on Ray Serve; takes its arguments and the largest batch."""
 
     def __init__(self, *args: Any, batch: int, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -129,7 +129,7 @@ class ImageReplica(ServedPipeline):
         together.set_max_batch_size(batch)
 
     async def draw(self, *asked: Any) -> bytes | str:
-        """The PNG file for the arguments of `job`, or why it cannot be generated."""
+        """PNG file for the arguments of `job`, or an error message."""
         job = self.job(*asked)
         try:
             return job.result or await self._draw(job)

@@ -25,19 +25,19 @@ MAX_BODY = 2**16
 MAX_PROMPT = 8192
 MOST_SEEDS = 2**63
 KEPT = 2**28
-"""Bytes of images that can be fetched by their URL; the oldest go first."""
+"""Memory in bytes for images that clients fetch by URL; the oldest are dropped first."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """What requests may ask for, and what they get unless they say otherwise.
+    """Limits and defaults of requests.
 
     Attributes:
-        steps: Number of denoising steps of requests that do not say.
+        steps: Default number of denoising steps.
         max_side: Largest width and height in pixels.
         max_steps: Largest number of denoising steps.
-        max_n: Most images of a request.
-        timeout: Seconds after which a request is given up.
+        max_n: Largest number of images of a request.
+        timeout: Deadline of a request in seconds.
     """
 
     steps: int
@@ -49,7 +49,7 @@ class Limits:
 
 @serve.ingress()
 class ImageFront:
-    """The HTTP side: checks requests and hands their images to replicas."""
+    """HTTP front: checks requests and passes their images to replicas."""
 
     def __init__(self, model: str, key: str, limits: Limits, replicas: dict[str, Any]) -> None:
         self._model, self._key, self._limits, self._replicas = model, key, limits, replicas
@@ -57,7 +57,7 @@ class ImageFront:
         self._registry = CollectorRegistry()
         self._drawn = Counter("foveate_pictures", "Images generated, by method.", ["method"], registry=self._registry)
         self._retried = Counter(
-            "foveate_retries", "Images begun again because a replica died.", registry=self._registry
+            "foveate_retries", "Images started again because a replica died.", registry=self._registry
         )
 
     def __serve_build_asgi_app__(self) -> Any:
@@ -80,7 +80,7 @@ class ImageFront:
 
         @api.post("/v1/images/generations")
         async def _generations(asked: Generation, http: HTTPRequest) -> dict[str, Any]:
-            """Images of a prompt. Image i of n has seed + i; the same seed gives the same image."""
+            """Generate n images for a prompt. Image i has seed + i; the same seed gives the same image."""
             size = None if asked.size == "auto" else tuple(int(side) for side in reversed(asked.size.split("x")))
             if max(size or (1,)) > limits.max_side:
                 raise HTTPException(400, f"{asked.size}: a side has at most {limits.max_side} px here")
@@ -95,9 +95,9 @@ class ImageFront:
 
         @app.get("/pictures/{name}")
         async def _picture(name: str) -> Response:
-            """An image by the URL that was its answer. Only who has the URL can know the name."""
+            """Image at a URL from an earlier response. Its name cannot be guessed."""
             if name not in self._kept:
-                raise HTTPException(404, "no such image: only the last ones are kept")
+                raise HTTPException(404, "no such image: only the latest ones are kept")
             return Response(self._kept[name], media_type="image/png")
 
         app.include_router(api)
@@ -142,7 +142,7 @@ class ImageFront:
                     raise HTTPException(400, result)
                 self._drawn.labels(method).inc()
                 return result
-        raise HTTPException(503, f"{deaths} replicas died while they generated this")
+        raise HTTPException(503, f"{deaths} replicas died while generating this")
 
     async def _health(self) -> dict[str, Any]:
         return {"replicas": await count_replicas(self._replicas)}

@@ -1,5 +1,5 @@
 # pyright: basic
-"""Runs a service on Ray Serve: one front answers HTTP, and hands requests to replicas that hold the model."""
+"""Services on Ray Serve: one front answers HTTP and passes requests to replicas with the model."""
 
 import asyncio
 import logging
@@ -19,9 +19,9 @@ __all__ = ["RETRIES", "count_replicas", "running"]
 
 APPLICATION = "foveate"
 RETRIES = 3
-"""How often a request starts over because its replica died: a request that crashes every replica must end."""
+"""Largest number of restarts of a request whose replica died, so that a crashing request ends."""
 OBJECT_STORE = 100 * 2**20
-"""Bytes of shared memory for answers on their way."""
+"""Bytes of shared memory for answers in transit."""
 
 
 @contextmanager
@@ -52,7 +52,7 @@ def running(
         queue: Largest number of requests of a name that wait until one of its replicas is free; more are refused.
         replicas: Smallest and largest number of replicas of each name.
         address: Address of a Ray cluster; empty starts Ray on this machine.
-        gpu: Whether each replica has a GPU of its own.
+        gpu: Whether each replica gets one GPU.
 
     Raises:
         ValueError: If the replicas cannot start.
@@ -102,10 +102,10 @@ def running(
 
 
 async def count_replicas(names: Iterable[str]) -> dict[str, int]:
-    """How many replicas of each kind are running.
+    """Number of running replicas of each kind.
 
     Raises:
-        HTTPException: If there is none of some kind.
+        HTTPException: If a kind has none.
     """
     status = await asyncio.to_thread(serve.status)
     deployments = status.applications[APPLICATION].deployments

@@ -1,12 +1,12 @@
 # pyright: basic, reportMissingImports=false
 """A connector for vLLM: prompts that begin with passages of an index get composed rows instead of a prefill.
 
-vLLM makes two connectors. The scheduler's recognises prompts and says how many of their tokens need no prefill. The
-worker's composes keys and values of these tokens, with a copy of the model that can recompute single rows, and writes
-them into the blocks of vLLM's cache.
+vLLM makes two connectors. The connector in the scheduler recognises prompts and reports how many of their tokens need
+no prefill. The connector in the worker composes the keys and values of these tokens, with a copy of the model that can
+recompute single rows, and writes them into the blocks of vLLM's cache.
 
-Only whole blocks are written: vLLM computes the rows after them, as it does those of the question. So it finds all
-composed rows of a repeated prompt in its own prefix cache, where a salt keeps them apart from those of other prompts.
+Only whole blocks are written; vLLM computes the remaining rows and the question. It then finds all composed rows of a
+repeated prompt in its prefix cache, where a salt separates them from other prompts.
 """
 
 import logging
@@ -51,7 +51,7 @@ class Load(NamedTuple):
 
 
 class Loads(KVConnectorMetadata):
-    """What the scheduler's connector asks of the worker's in one step."""
+    """Loads that the connector in the scheduler sends to the worker in one step."""
 
     def __init__(self, loads: list[Load]) -> None:
         self.loads = loads
@@ -60,8 +60,8 @@ class Loads(KVConnectorMetadata):
 class FoveateConnector(KVConnectorBase_V1):
     """Serves prompts from an index of Foveate; see the module.
 
-    Options, in `kv_connector_extra_config`: `index`, its folder or URL; `method`, "epic" if absent; options of the
-    method such as `recompute`; `prefix` and `chat` as for `foveate rag index`, which has made the index.
+    Options in `kv_connector_extra_config`: `index`, its folder or URL; `method`, "epic" by default; options of the
+    method such as `recompute`; `prefix` and `chat`, the same as for `foveate rag index`.
 
     Raises:
         ValueError: If an option, the model or the set-up of vLLM is not supported.
@@ -111,7 +111,7 @@ class FoveateConnector(KVConnectorBase_V1):
     # --- in the scheduler --------------------------------------------------------------------------------------------
 
     def on_new_request(self, request: Any) -> None:
-        """Recognise a prompt, and salt the hashes by which vLLM's prefix cache finds its blocks."""
+        """Recognise a prompt, and salt the hashes of its blocks in vLLM's prefix cache."""
         special = request.prompt_embeds is not None or request.has_encoder_inputs or request.lora_request
         prompt = None if special else self._matcher.match(request.prompt_token_ids)
         if prompt is None or request.skip_reading_prefix_cache:
@@ -122,12 +122,12 @@ class FoveateConnector(KVConnectorBase_V1):
         request.update_block_hashes()
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]:
-        """Number of rows to write, beside those that vLLM has already; always before the next forward pass."""
+        """Number of rows to write besides vLLM's cached ones; always before the next forward pass."""
         prompt = self._prompts.get(request.request_id)
         return (max(0, self._whole(prompt) - num_computed_tokens) if prompt else 0), False
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        """Note the blocks into which a prompt's rows are to be written."""
+        """Record the target blocks of a prompt's rows."""
         if num_external_tokens:
             prompt, (numbers,) = self._prompts[request.request_id], blocks.get_block_ids()
             stop = self._whole(prompt)
@@ -135,7 +135,7 @@ class FoveateConnector(KVConnectorBase_V1):
             self._loads.append(Load(prompt, start, paged_slots(numbers, self._block_size, start, stop)))
 
     def build_connector_meta(self, scheduler_output: Any) -> Loads:
-        """What the worker is to write in this step."""
+        """Loads for the worker in this step."""
         loads, self._loads = self._loads, []
         return Loads(loads)
 
@@ -150,7 +150,7 @@ class FoveateConnector(KVConnectorBase_V1):
     # --- in the worker -----------------------------------------------------------------------------------------------
 
     def register_kv_caches(self, kv_caches: dict[str, Tensor]) -> None:
-        """Note the names of the attention layers, first layer first."""
+        """Record the names of the attention layers in order."""
         self._layers = sorted(kv_caches, key=extract_layer_index)
         expected = self._index.encoder.cache_shape(1, 1)[0]
         if len(self._layers) != expected:
@@ -161,7 +161,7 @@ class FoveateConnector(KVConnectorBase_V1):
     def start_load_kv(self, forward_context: Any, **options: Any) -> None:
         """Compose and write the rows of this step.
 
-        vLLM handles a failure as `kv_load_failure_policy` says: the request fails, or is prefilled.
+        On failure vLLM follows `kv_load_failure_policy`: the request fails, or is prefilled.
         """
         for prompt, start, slots in self._get_connector_metadata().loads:
             try:
@@ -177,15 +177,15 @@ class FoveateConnector(KVConnectorBase_V1):
                 layer.impl.do_kv_cache_update(layer, keys, values, layer.kv_cache, slots)
 
     def get_block_ids_with_load_errors(self) -> set[int]:
-        """Blocks that were not written."""
+        """Ids of the blocks that could not be written."""
         failed, self._failed = self._failed, set()
         return failed
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Nothing to wait for: `start_load_kv` has written all layers."""
+        """Do nothing: `start_load_kv` has written all layers."""
 
     def save_kv_layer(self, layer_name: str, kv_layer: Tensor, attn_metadata: Any, **options: Any) -> None:
-        """Nothing is saved: the index has its own copies."""
+        """Do nothing: the index has its own copies."""
 
     def wait_for_save(self) -> None:
-        """Nothing is saved."""
+        """Do nothing."""

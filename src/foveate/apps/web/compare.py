@@ -32,12 +32,12 @@ PAGE = "index.html"
 
 
 def recommended(distilled: Distilled) -> list[MethodLike]:
-    """The settings to recommend for a model with a LoRA: that LoRA's method, and two that need no training."""
+    """Recommended settings for a model with a LoRA: the LoRA's method, and two that need no training."""
     return [distilled, ToMA(keep=0.75), LLSA(top_k=16, start_percent=0.4)]
 
 
 def showcase(start_percent: float = 0.0) -> list[MethodLike]:
-    """All settings that `compare` shows of methods without a LoRA.
+    """All settings of methods without a LoRA on the page of `compare`.
 
     Args:
         start_percent: Fraction of the run before which steps stay dense: see `Card.start_percent`.
@@ -61,7 +61,7 @@ def comparison(
 ) -> Comparison:
     """One prompt generated dense and with each method, with times of the denoiser; also a page in `out`.
 
-    In a notebook it shows itself as a row of images.
+    A notebook displays the result as a row of images.
 
     The page is rewritten after each image. Images of the same settings that are already in the folder are kept;
     images of other settings that an older page shows are removed. A video is written as MP4, and as an animated PNG,
@@ -69,12 +69,12 @@ def comparison(
 
     Args:
         pipeline: A diffusers pipeline.
-        request: What to generate.
+        request: Prompt, size, steps and seed.
         methods: Methods, one variant each. A method that does not fit is left out, with a notice on the page.
         out: Folder of the page and its images.
-        settings: Settings that the page and the images report.
+        settings: Settings for the page and the metadata of the images.
         notice: Notice at the top of the page.
-        judge: Says which of the requested objects an image shows.
+        judge: Counts the requested objects in an image.
         rounds: Timed steps of each variant.
         track: Shows progress.
     """
@@ -126,7 +126,7 @@ def comparison(
 
 
 def _files(methods: Sequence[MethodLike], settings: dict[str, str]) -> dict[str, dict[str, str]]:
-    """Name of the file of each variant, dense first, and what its image says about itself."""
+    """File name and image metadata of each variant, dense first."""
     files: dict[str, dict[str, str]] = {}
     for method in (None, *methods):
         about = {**settings, "method": repr(method) if method else "dense", "page": PAGE}
@@ -137,7 +137,7 @@ def _files(methods: Sequence[MethodLike], settings: dict[str, str]) -> dict[str,
 
 
 def _read_metadata(path: Path) -> dict[str, str]:
-    """What an image says about itself; empty for files that are no images."""
+    """Metadata of an image; empty for other files."""
     try:
         with Image.open(path) as picture:
             return {str(name): str(text) for name, text in picture.info.items()}
@@ -146,7 +146,7 @@ def _read_metadata(path: Path) -> dict[str, str]:
 
 
 def _remove_others(out: Path, files: dict[str, dict[str, str]]) -> None:
-    """Remove the images that pages of other settings were made of, with their videos, and no others."""
+    """Remove images and videos of pages with other settings, and no other files."""
     for path in out.glob("*.png"):
         told = _read_metadata(path)
         if told.get("page") == PAGE and not files.get(path.stem, {"": ""}).items() <= told.items():
@@ -155,7 +155,7 @@ def _remove_others(out: Path, files: dict[str, dict[str, str]]) -> None:
 
 
 def _supported(pipeline: Any, methods: Sequence[MethodLike]) -> tuple[list[MethodLike], list[str]]:
-    """The methods that the model supports, and a notice for each of the others."""
+    """Methods that the model supports, and a notice for each other method."""
     supported: list[MethodLike] = []
     notices: list[str] = []
     for method in methods:
@@ -176,14 +176,14 @@ def draw_variant(
     dense: Sequence[Image.Image],
     advance: Callable[[], None],
 ) -> Variant:
-    """What a method generates, and its distance to the frames of `dense`; not timed yet."""
+    """Variant of a method with its frames and their distance to the frames of `dense`; not timed."""
     with using(pipeline, method) as run:
         frames = draw(pipeline, request, advance)
         return _compared(_variant_from_run(method, run), frames, dense)
 
 
 def _compared(variant: Variant, frames: Sequence[Image.Image], dense: Sequence[Image.Image]) -> Variant:
-    """The variant with its frames and, if there is a dense image, its distance to it."""
+    """The variant with frames and, if there is a dense image, the distance to it."""
     if not dense:
         return variant._replace(frames=frames)
     return variant._replace(
@@ -195,14 +195,14 @@ def _compared(variant: Variant, frames: Sequence[Image.Image], dense: Sequence[I
 
 
 def _about_times(methods: Sequence[MethodLike]) -> list[str]:
-    """What to know about the time of a step of these methods."""
+    """Remarks on the step times of these methods."""
     late = [method.title for method in methods if not all(part.always for part in method.parts)]
     merging = [m.title for m in methods if any(getattr(part, "dst_every", 1) > 1 for part in m.parts)]
     return [
         f"{' and '.join(titles)}: {remark}."
         for titles, remark in (
-            (late, "sparse in part of the steps; the time is that of a sparse step"),
-            (merging, "a plan serves several steps; the time is that of the slowest step, which makes a new plan"),
+            (late, "sparse in part of the steps; the time is for a sparse step"),
+            (merging, "a plan serves several steps; the time is for the slowest step, which makes a new plan"),
         )
         if titles
     ]
@@ -233,14 +233,14 @@ def _drawn(
 
 
 def _inspect_step(pipeline: Any, step: Call, method: MethodLike | None) -> Variant:
-    """What a method does in one step: its sparsity, plan and pattern, without an image."""
+    """Variant with a method's sparsity, plan and pattern in one step, without an image."""
     with using(pipeline, method and throughout(method)) as run:
         step.run(denoiser(pipeline))
         return _variant_from_run(method, run)
 
 
 def _variant_from_run(method: MethodLike | None, run: Handle | None) -> Variant:
-    """What a method did in the last step: its sparsity, plan and pattern."""
+    """Variant with a method's sparsity, plan and pattern in the last step."""
     if method is None or run is None:
         return Variant("dense")
     layers, plan = run.summary().layers, next(iter(run.plans().values()), None)

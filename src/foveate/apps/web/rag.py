@@ -38,9 +38,9 @@ def reply_page(index: ChunkIndex, replies: Sequence[Reply], settings: dict[str, 
     """One self-contained HTML page of questions, answers and recomputed tokens, without scripts or network access.
 
     Args:
-        index: Index that was asked.
+        index: Index of the documents.
         replies: Questions and answers.
-        settings: What the page lists besides sizes, device and dtype.
+        settings: Further settings for the page, besides sizes, device and dtype.
     """
     settings = settings | {
         "documents": str(len(index.documents)),
@@ -54,7 +54,7 @@ def reply_page(index: ChunkIndex, replies: Sequence[Reply], settings: dict[str, 
 
 
 def summary_cells(replies: Sequence[Reply]) -> list[list[str]]:
-    """The cells of a table over all questions: names of its columns, then a row for each method."""
+    """Cells of a table over all questions: column names, then a row for each method."""
     columns: dict[str, Callable[[Summary], str]] = {
         "method": lambda of: of.method,
         "right": lambda of: "" if of.accuracy is None else f"{100 * of.accuracy:.1f} %",

@@ -1,4 +1,4 @@
-"""The HTML page of a comparison: what it is made of, and its verdicts."""
+"""The HTML page of a comparison: its data, verdicts and plots."""
 
 import base64
 import io
@@ -32,12 +32,12 @@ __all__ = [
 
 
 class Objects(NamedTuple):
-    """What a recogniser sees of the objects that a prompt asks for.
+    """Counts of the objects in an image, by a recogniser.
 
     Attributes:
-        found: Number of requested objects that are in the image.
+        found: Number of requested objects in the image.
         requested: Number of requested objects.
-        extra: Number of objects that were not requested, or are repeated.
+        extra: Number of unrequested or repeated objects.
     """
 
     found: int
@@ -50,22 +50,22 @@ class Variant(NamedTuple):
 
     Attributes:
         label: Name on the page, for example "HilbertA T=16".
-        frames: The frames of the video; one of an image.
+        frames: Frames of the video; an image has one.
         step_seconds: Seconds of one forward pass of the denoiser, one entry per round; empty if not timed.
         seconds: Seconds of the whole run, from prompt to image; None if unknown.
         psnr: PSNR to the dense image in dB; None for dense.
         ssim: SSIM to the dense image; None for dense.
-        detail: SSIM where one of the two shows anything; None for dense.
-        objects: What a recogniser sees in the image; None if there is none for this model.
+        detail: `detail_ssim` to the dense image; None for dense.
+        objects: Counts of objects in the image; None without a recogniser for the model.
         nominal: Sparsity as papers quote it, mean over layers; 0 for dense.
         true: Fraction of all query-key pairs that are skipped, mean over layers; 0 for dense.
-        flop_bound: FLOPs of dense attention over those of this variant, an upper bound of attention's speed-up.
+        flop_bound: FLOPs of dense attention divided by FLOPs of this variant, an upper bound of attention's speed-up.
         tile_map: Tile of each image token, -1 in the central region; None without tiles.
         table: Key blocks that each query block reads; None if dense.
         why_dense: Reason why the method stayed dense; empty if it did not.
         picked: Raster indices of the tokens that others merge into; None without merging.
         video: Content of the MP4 file; empty for an image.
-        without_lora: Whether the method is shown with the LoRA that was distilled for it, too.
+        without_lora: Whether the page also has this method with its LoRA.
     """
 
     label: str
@@ -88,13 +88,13 @@ class Variant(NamedTuple):
 
     @property
     def image(self) -> Image.Image:
-        """The image; of a video the first frame, the last one, and three between, side by side."""
+        """The image; of a video five frames from first to last, side by side."""
         last = len(self.frames) - 1
         return strip([self.frames[i] for i in sorted({round(part * last / 4) for part in range(5)})])
 
 
 class Comparison(NamedTuple):
-    """Variants of one image, for `comparison_page`; in a notebook a row of images.
+    """Variants of one image, for `comparison_page`; displayed in a notebook as a row of images.
 
     Attributes:
         prompt: The prompt.
@@ -102,9 +102,9 @@ class Comparison(NamedTuple):
         settings: Settings of the run, by name.
         versions: Versions of hardware and software, by name.
         notice: Notice at the top of the page; may be empty.
-        about_times: What to know about the times of some variants.
-        waiting: Names of the variants that are still to be generated.
-        running: Whether the comparison goes on: the page then loads itself again.
+        about_times: Remarks on the times of some variants.
+        waiting: Names of the variants that are not generated yet.
+        running: Whether the comparison is still running; the page then reloads automatically.
     """
 
     prompt: str
@@ -123,12 +123,12 @@ class Comparison(NamedTuple):
 
 
 class Speed(NamedTuple):
-    """How much faster than dense a variant is.
+    """Speed-up of a variant over dense.
 
     Attributes:
-        factor: Median time of dense over that of the variant.
-        certain: Whether the time may be quoted.
-        why: Why not; empty if it may.
+        factor: Median time of dense divided by median time of the variant.
+        certain: Whether the speed-up may be quoted.
+        why: Reason if not; empty if so.
     """
 
     factor: float
@@ -137,9 +137,9 @@ class Speed(NamedTuple):
 
 
 LEAST_ROUNDS, MOST_SPREAD = 3, 0.25
-"""Rounds, and the spread of their ratios to dense, from which on a speed-up is no headline."""
+"""Least rounds, and largest spread of their ratios to dense, for a certain speed-up."""
 SAME, ALIKE, RELATED = 0.9, 0.77, 0.5
-"""`detail_ssim` to dense from which on an image is nearly the same, looks like dense, or shows the same scene."""
+"""Least `detail_ssim` to dense for "nearly identical", "looks like dense" and "the same scene"."""
 
 
 def comparison_page(comparison: Comparison) -> str:
@@ -155,10 +155,10 @@ def comparison_page(comparison: Comparison) -> str:
 
 
 def step_speed(variant: Variant, dense: Variant) -> Speed | None:
-    """The speed-up of a step; None unless both were timed.
+    """Speed-up of a step; None unless both were timed.
 
-    It is uncertain after fewer than 3 rounds, if the rounds differ by more than a quarter of it, or if it is larger
-    than the floating-point operations of attention allow, which are at most what the others allow.
+    It is uncertain after fewer than 3 rounds, if the rounds differ by more than a quarter of it, or if it exceeds the
+    bound from the FLOPs of attention.
     """
     if not variant.step_seconds or not dense.step_seconds:
         return None
@@ -228,7 +228,7 @@ def render(template: str, **values: Any) -> str:
 
 
 def draw_times(variants: list[Variant], *, ink: str = INK, bar: str = BLUE) -> Figure:
-    """A figure of the median step time of each timed variant, with whiskers from fastest to slowest.
+    """Bar chart of the median step time of each timed variant, with whiskers from fastest to slowest.
 
     Args:
         variants: The variants; the bar of the first one is grey.

@@ -1,5 +1,5 @@
 # pyright: basic
-"""What the page of `foveate ui` does: generate, keep a history, show attention, ask documents. See `studio_page`."""
+"""State and actions behind the page of `foveate ui`: images, history, attention maps, questions. See `studio_page`."""
 
 import inspect
 import re
@@ -55,7 +55,7 @@ MOST_ENTRIES = 50
 MOST_STEPS = 6
 """Entries whose recorded step is kept in memory, for their attention."""
 LIVE_TOKENS = 2**16
-"""Tokens up to which a method is checked against the size while one types."""
+"""Largest number of tokens at which the method is checked against the size during typing."""
 PROMPT = "Question: {question}\nAnswer:"
 
 
@@ -64,7 +64,7 @@ class Cancelled(Exception):
 
 
 class Form(NamedTuple):
-    """The fields of the page that say what to generate; empty ones take the defaults of `foveate generate`."""
+    """Fields of the tab of images; empty ones take the defaults of `foveate generate`."""
 
     prompt: str
     method: str = "dense"
@@ -78,7 +78,7 @@ class Form(NamedTuple):
 
 
 class QuestionForm(NamedTuple):
-    """The fields of the page that ask about documents."""
+    """Fields of the tab of documents."""
 
     folder: str
     question: str
@@ -89,16 +89,16 @@ class QuestionForm(NamedTuple):
 
 
 class Commands(NamedTuple):
-    """What the page shares with the command line.
+    """Functions of the command line that the page calls.
 
     Attributes:
-        open_model: Pipeline and distilled method (None without a LoRA) of a model and a LoRA.
-        request: Validated request of a pipeline, model, prompt, size, steps, guidance and seed.
-        method: Method of a distilled method, a name and options as text; None is dense.
-        settings: Settings of a pipeline, model and request, which images carry.
-        remark: What the model will not understand in a prompt, from pipeline, model and prompt; may be empty.
-        open_reader: Language model and tokenizer of a model.
-        recompute: Methods of a name, a fraction and whether to compare with all others, by name.
+        open_model: Opens a model with a LoRA; returns the pipeline and the LoRA's method, None without a LoRA.
+        request: Validates pipeline, model, prompt, size, steps, guidance and seed; returns the request.
+        method: Parses a name and options as text, beside the LoRA's method or None; returns the method, None is dense.
+        settings: Metadata for the PNG file, from pipeline, model and request.
+        remark: Warns of words that the model does not know, from pipeline, model and prompt; may be empty.
+        open_reader: Opens a language model; returns it with its tokenizer.
+        recompute: Recompute policies by name, from a name, a fraction and whether to compare with all others.
     """
 
     open_model: Callable[[str, str], tuple[Any, Any]]
@@ -112,17 +112,17 @@ class Commands(NamedTuple):
 
 @dataclass
 class Entry:
-    """An image of a history.
+    """An image in the history.
 
     Attributes:
         number: Its number in the history, from 1.
-        path: PNG file, which carries the settings.
+        path: PNG file with the settings as metadata.
         variant: The image and its measurements; `step_seconds` are those of the whole run.
         seconds: Duration of the whole run.
-        form: What was asked.
-        request: The same, validated.
+        form: Fields of the page as filled in.
+        request: Validated request.
         method: Method; None is dense.
-        step: Arguments of the middle step; None if no longer in memory.
+        step: Arguments of the denoiser in the middle step; None if no longer in memory.
     """
 
     number: int
@@ -154,7 +154,7 @@ class Entry:
 
 @dataclass
 class Tab:
-    """One tab of a browser: its history, and whether its work is to stop."""
+    """History of one browser tab, and the event that cancels its work."""
 
     history: list[Entry] = field(default_factory=list)
     cancelled: threading.Event = field(default_factory=threading.Event)
@@ -164,20 +164,20 @@ class Tab:
         self.cancelled = threading.Event()
 
     def entry(self, number: int | None) -> Entry | None:
-        """The entry of a number; the last one if there is none of that number."""
+        """The entry with this number, else the last one; None if the history is empty."""
         return next((entry for entry in self.history if entry.number == number), (self.history or [None])[-1])
 
     def dense_of(self, form: Form, request: Request) -> Entry | None:
-        """The dense image of a request, if it was generated."""
+        """The dense entry of the same request and model; None if there is none."""
         alike = (entry for entry in reversed(self.history) if entry.method is None and entry.request == request)
         return next((entry for entry in alike if entry.form.model == form.model), None)
 
 
 class Studio:
-    """The models in memory, one at a time, and the tabs. One tab after the other uses the models.
+    """Loaded models and the browser tabs, which take turns with the models.
 
     Args:
-        commands: What the page shares with the command line.
+        commands: Functions of the command line that the page calls.
         out: Folder for the images.
     """
 
@@ -189,7 +189,7 @@ class Studio:
         self._reader: tuple[str, Any, Any] | None = None
 
     def open(self, model: str, lora: str) -> tuple[Any, Any]:
-        """The pipeline and its distilled method, loaded unless they are in memory."""
+        """The pipeline and the LoRA's method; loads them unless they are in memory."""
         key = model.strip(), lora.strip()
         if self._model is None or self._model[0] != key:
             self._model = None  # free the old one first
@@ -197,10 +197,10 @@ class Studio:
         return self._model[1:]
 
     def check(self, form: Form) -> str:
-        """A remark on what is filled in; may be empty. Loads nothing, so another model is checked when it generates.
+        """A remark on the form; may be empty. Loads no model: a model that is not loaded is checked on generation.
 
         Raises:
-            ValueError: If it cannot be generated.
+            ValueError: If the form is invalid.
         """
         if not form.prompt.strip():
             raise ValueError("write a prompt first")
@@ -220,11 +220,11 @@ class Studio:
         return " ".join(filter(None, remarks))
 
     def draw(self, tab: Tab, form: Form, track: Track = silent) -> Iterator[Entry]:
-        """The dense image, generated unless the history has it, then that of the method; both join the history.
+        """Yield the dense image, from the history if possible, then the image with the method; both join the history.
 
         Raises:
-            ValueError: If it cannot be generated.
-            Cancelled: If the user cancelled. What was finished is kept.
+            ValueError: If the form is invalid.
+            Cancelled: If the user cancelled. Finished images are kept.
         """
         if not form.prompt.strip():
             raise ValueError("write a prompt first")
@@ -245,7 +245,7 @@ class Studio:
             yield entry
 
     def attention(self, entry: Entry, layer: int, token: tuple[int, int]) -> Image.Image:
-        """The image, lit where an image token attends in a layer, in the middle step of the run.
+        """The image, lit where a token attends in a layer, in the middle denoising step.
 
         Raises:
             ValueError: If the step is no longer in memory, or there is no such layer or token.
@@ -263,20 +263,20 @@ class Studio:
             return attention_layers(self.open(entry.form.model, entry.form.lora)[0])
 
     def token_at(self, entry: Entry, x: float, y: float) -> tuple[int, int]:
-        """The token (row, column) at a place of the image, whose sides are 1."""
+        """(row, column) of the token at a point of the image, coordinates from 0 to 1."""
         with self._busy:
             side = pixels_per_token(self.open(entry.form.model, entry.form.lora)[0])
         rows, columns = (length // side for length in entry.request.size)
         return min(rows - 1, max(0, int(y * rows))), min(columns - 1, max(0, int(x * columns)))
 
     def answer(self, tab: Tab, asked: QuestionForm, track: Track = silent) -> tuple[Reply, str, str]:
-        """The reply to a question about documents, the page that `foveate rag` would write, and remarks.
+        """The reply to a question about documents, the same page as of `foveate rag`, and remarks.
 
         Files that cannot be read are skipped, and a remark says why.
 
         Raises:
             ValueError: If the folder, the model or an option does not fit.
-            Cancelled: If the user cancelled. Passages that are encoded are kept.
+            Cancelled: If the user cancelled. Encoded passages are kept.
         """
         if not asked.question.strip():
             raise ValueError("write a question about the documents")
@@ -305,7 +305,7 @@ class Studio:
 
     @contextmanager
     def _work(self, cancelled: threading.Event) -> Iterator[None]:
-        """Context in which a tab has the models to itself."""
+        """Context with exclusive use of the models."""
         with self._busy:
             _check(cancelled)
             yield
@@ -363,7 +363,7 @@ class Studio:
 
 
 def scores(left: Entry, right: Entry) -> list[tuple[str, str, str]]:
-    """What the page says about two images: rows of a name and a value of each."""
+    """Table that compares two images: rows of a name and a value for each."""
 
     def step_of(entry: Entry) -> float:
         return median(entry.variant.step_seconds[1:] or entry.variant.step_seconds)  # the first one warms up
@@ -386,7 +386,7 @@ def scores(left: Entry, right: Entry) -> list[tuple[str, str, str]]:
 
 
 def recommended(method: str) -> str:
-    """Options to begin with, as text: those of the method's first setting on the page of `foveate compare`."""
+    """Initial options of a method, as text: its first setting on the page of `foveate compare`."""
     for shown in METHODS[method].showcase()[:1] if method in METHODS else ():
         texts = {option: f"{option.name}={getattr(shown, option.name)}" for option in fields(shown)}
         chosen = (o for o in texts if getattr(shown, o.name) != o.default or texts[o] in shown.title)
@@ -395,7 +395,7 @@ def recommended(method: str) -> str:
 
 
 def option_help(method: str) -> list[tuple[str, str, str]]:
-    """The options of a method: name, default, and what its docstring says."""
+    """Name, default and description of each option of a method, from its docstring."""
     cls = METHODS.get(re.split(r"\W", method)[0])
     if cls is None:
         return []
@@ -420,7 +420,7 @@ def _number(name: str, text: str, kind: type, least: int, most: int) -> Any:
 
 
 def _stays_dense(pipe: Any, request: Request, method: MethodLike | None) -> Iterator[str]:
-    """Why parts of a method would leave this size dense; raises what does not fit it."""
+    """Reasons why parts of a method stay dense at this size; raises a ValueError if they do not fit it."""
     side = pixels_per_token(pipe)
     grid = request.size[0] // side, request.size[1] // side
     for part in method.parts if method and grid[0] * grid[1] <= LIVE_TOKENS else ():
@@ -441,7 +441,7 @@ def _check(cancelled: threading.Event) -> None:
 
 
 def _stoppable(track: Track, cancelled: threading.Event) -> Track:
-    """A `track` whose steps raise `Cancelled` after the user cancelled."""
+    """A wrapped `track` whose steps raise `Cancelled` after the user cancelled."""
 
     def start(name: str, length: int) -> Callable[[], None]:
         advance = track(name, length)
@@ -456,6 +456,6 @@ def _stoppable(track: Track, cancelled: threading.Event) -> Track:
 
 
 def _unused(folder: Path, name: str) -> Path:
-    """A PNG file that does not exist yet."""
+    """Path of a PNG file that does not exist yet."""
     names = (name if i == 1 else f"{name}-{i}" for i in count(1))
     return next(path for name in names if not (path := folder / f"{name}.png").exists())

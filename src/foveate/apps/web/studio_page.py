@@ -1,5 +1,5 @@
 # pyright: basic, reportPrivateImportUsage=false
-"""The page of `foveate ui`, in Gradio: fields, events and layout. What it does is in `foveate.apps.web.studio`."""
+"""Gradio page of `foveate ui`: fields, events and layout. State and actions are in `foveate.apps.web.studio`."""
 
 import logging
 import time
@@ -28,13 +28,13 @@ log = logging.getLogger("foveate")
 FIRST = "toma"
 TOGETHER = "hilberta:tiles=4+toma:keep=0.5"
 TAB_ID = "sessionStorage.foveate ??= Math.random().toString(36).slice(2)"
-"""JavaScript of the name of a tab of the browser, which stays when the page is loaded again."""
+"""JavaScript expression for the id of a browser tab; it survives a reload."""
 AS_TAB: dict[str, Any] = {"js": f"(_, ...others) => [{TAB_ID}, ...others]"}
-"""How events that have several inputs get the name of the tab as the first one."""
+"""Event option: pass the id of the tab as the first of several inputs."""
 AS_TAB_ALONE: dict[str, Any] = {"js": f"() => {TAB_ID}"}
-"""How events get it as their only input."""
+"""Event option: pass the id of the tab as the only input."""
 AT_A_TIME: dict[str, Any] = {"concurrency_limit": 1, "concurrency_id": "model"}
-"""How events run one after the other."""
+"""Event option: run one event after the other."""
 ARIA_NAMES = """<script>
 new MutationObserver(() => {
     document.querySelector("#tiles button")?.setAttribute("aria-label", "Choose a token");
@@ -72,11 +72,11 @@ def serve(
     """Serve the page until it is interrupted.
 
     Args:
-        studio: What the page shows.
-        model: Model to begin with; empty for the built-in one.
-        lora: LoRA to begin with; may be empty.
-        documents: Folder of documents to begin with.
-        questions: Examples of questions.
+        studio: State of the page.
+        model: Initial model; empty for the built-in one.
+        lora: Initial LoRA; may be empty.
+        documents: Initial folder of documents.
+        questions: Example questions.
         host: Address to listen on.
         port: Port; 0 takes a free one.
         browser: Open the page in a browser.
@@ -103,7 +103,7 @@ def serve(
 
 
 def _theme() -> gr.themes.Base:
-    """Gradio's own look with fonts of the system and enough contrast."""
+    """Gradio's default theme with system fonts and enough contrast."""
     soft, soft_in_the_dark, blue, light_blue = "#4b5563", "#b6bfca", "#0067a3", "#6dbdf0"
     return gr.themes.Default(
         primary_hue="blue", font=("system-ui", "sans-serif"), font_mono=("ui-monospace", "monospace")
@@ -119,7 +119,7 @@ def _theme() -> gr.themes.Base:
 
 
 def build(studio: Studio, model: str, lora: str, documents: Path, questions: Sequence[str], shown: Path) -> gr.Blocks:
-    """The page; see `serve`. Images that it shows lie in the folder `shown`."""
+    """The page; see `serve`. `shown` is the folder for the images on it."""
     with gr.Blocks(
         title="Foveate studio", analytics_enabled=False, delete_cache=(3600, 86400), elem_id="studio"
     ) as page:
@@ -136,7 +136,7 @@ def build(studio: Studio, model: str, lora: str, documents: Path, questions: Seq
 
 
 def _pictures(page: gr.Blocks, studio: Studio, key: gr.Textbox, model: str, lora: str, folder: Path) -> None:
-    """The tab of images."""
+    """Fill the tab of images."""
     with gr.Row():
         with gr.Column(scale=2, min_width=300):
             prompt = gr.Textbox("a red apple above a blue car", label="Prompt", lines=2)
@@ -273,7 +273,7 @@ def _pictures(page: gr.Blocks, studio: Studio, key: gr.Textbox, model: str, lora
         row, column = studio.token_at(entry, x / width, y / height)
         return (*attend(key, left, right, layer, row, column), row, column)
 
-    changes = [field.change for field in fields]  # one event, so that what is said is of the last change
+    changes = [field.change for field in fields]  # one event, so that the message is about the last change
     gr.on(changes, check, fields, said, show_progress="hidden", queue=False, trigger_mode="always_last")
     method.input(lambda name: (recommended(name), _meaning(name)), method, [options, meaning], queue=False)
     starts = [draw.click, prompt.submit, options.submit]
@@ -292,7 +292,7 @@ def _pictures(page: gr.Blocks, studio: Studio, key: gr.Textbox, model: str, lora
 
 
 def file_of(picture: Image.Image, folder: Path) -> str:
-    """A PNG file of the image, written once; Gradio itself would write it anew while a browser reads it."""
+    """Path of a PNG file of the image, written once: Gradio would rewrite it while a browser reads it."""
     content = png(picture, {})
     path = folder / f"{sha256(content).hexdigest()}.png"
     if not path.exists():
@@ -323,7 +323,7 @@ def _meaning(method: str) -> str:
 
 
 def _documents(studio: Studio, key: gr.Textbox, documents: Path, questions: Sequence[str]) -> None:
-    """The tab that asks documents."""
+    """Fill the tab of documents."""
     with gr.Row():
         with gr.Column(scale=2, min_width=300):
             folder = gr.Textbox(
@@ -361,7 +361,7 @@ def _documents(studio: Studio, key: gr.Textbox, documents: Path, questions: Sequ
 
 
 def _framed(page: str) -> str:
-    """A page within the page: it has no scripts, and may not run any."""
+    """An iframe with a page; scripts are off."""
     return f'<iframe class="answer" title="Recomputed tokens" sandbox="" srcdoc="{escape(page)}"></iframe>'
 
 
@@ -372,9 +372,9 @@ def _long(
     studio: Studio, key: gr.Textbox, starts: list[Any], cancel: gr.Button, begin: Callable[..., Any],
     fields: list[Any], outputs: list[Any], kept: str, *, on: Any,
 ) -> None:  # fmt: skip
-    """Let `starts` begin long work with a progress bar `on` a component, and a button cancel it.
+    """Connect events to a long function with a progress bar on a component, and a button to cancel it.
 
-    The first of the outputs is the message.
+    The first output is the message.
     """
 
     def stop(key: str) -> str:
@@ -405,13 +405,13 @@ def _bar(progress: Any) -> Track:
 
 
 def _say(text: str, kind: str = "") -> str:
-    """A message that screen readers read out."""
+    """HTML of a message, marked up for screen readers."""
     role = "alert" if kind == "wrong" else "status"
     return f'<p class="said {kind}" role="{role}">{escape(text)}</p>'
 
 
 def _trying(action: Callable[[], str]) -> str:
-    """The message of an action, or why it failed."""
+    """Message of an action, or of its error."""
     try:
         return _say(action(), "good")
     except Exception as error:
@@ -419,7 +419,7 @@ def _trying(action: Callable[[], str]) -> str:
 
 
 def _explain(error: Exception) -> str:
-    """An error as a message. Those that are nobody's mistake are logged in full."""
+    """Message of an error. Unexpected errors are also logged with their traceback."""
     if isinstance(error, Cancelled):
         return "Cancelled. What was finished is in the history."
     if message := remedy(error):
