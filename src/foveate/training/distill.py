@@ -55,7 +55,7 @@ def distill(
         prompts: Captions, one for each image.
         pictures: Files of the training images; if empty, the teacher generates them.
         pairs: Folder of the latents and text embeddings, which runs may share; None is a folder inside `out`.
-        steps: Number of training steps, including those of earlier runs.
+        steps: Number of training steps, including earlier runs.
         start: LoRA file to start from.
         options: Other settings. `at_once` applies to generating, encoding and training.
 

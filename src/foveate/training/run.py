@@ -202,7 +202,7 @@ class Run(ABC):
         """Train up to a number of steps or until the time is up. Returns whether all steps are done.
 
         Args:
-            steps: Number of steps, including those of earlier runs.
+            steps: Number of steps, including earlier runs.
             name: Name of the progress bar.
             until: Time at which to write a checkpoint and stop, as given by `time.monotonic`. None: `options.minutes`
                 from now.

@@ -232,7 +232,7 @@ def test_missing_folders_and_models_are_named(model, tmp_path, monkeypatch):
 
     assert "nowhere is not a folder" in fails("nowhere", "w3", "--model", model)
     assert "notes/0.txt is a file: name its folder" in fails("notes/0.txt", "w3", "--model", model)
-    assert "notes is no index: that of a folder is in notes/.foveate/" in fails("info", "notes")
+    assert "notes is no index: the index of a folder is in notes/.foveate/" in fails("info", "notes")
     assert "notes holds documents: put the files there" in fails("add", "notes", "notes/0.txt", "--model", model)
     (tmp_path / "empty").mkdir()
     assert "empty has no .txt, .md, .rst files" in fails("empty", "w3", "--model", model)

@@ -61,7 +61,7 @@ def test_a_notebook_shows_every_picture_with_its_verdict(pipe, tmp_path):
         with Image.open(tmp_path / f"{name}.png") as want:
             assert np.array_equal(np.asarray(picture), np.asarray(want))
     assert "&lt;cat&gt;" in row
-    assert row.count("the model as it is") == 1
+    assert row.count("the unchanged model") == 1
     assert "identical to dense" in row
 
 

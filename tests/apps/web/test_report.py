@@ -186,10 +186,10 @@ def test_what_is_shown_with_its_lora_stands_apart_without_it():
 def test_a_page_that_grows_says_what_is_missing_and_loads_itself_again():
     grown = comparison(variant())._replace(waiting=["ToMA"], running=True)
     assert 'http-equiv="refresh"' in comparison_page(grown)
-    assert "Still to be generated: ToMA. The page loads itself again." in Page(comparison_page(grown)).text
+    assert "Still to be generated: ToMA. The page reloads automatically." in Page(comparison_page(grown)).text
     stopped = grown._replace(running=False)
     assert "refresh" not in comparison_page(stopped)
-    assert "Stopped; the same command goes on." in Page(comparison_page(stopped)).text
+    assert "Stopped; the same command resumes." in Page(comparison_page(stopped)).text
 
 
 def test_what_was_not_timed_is_an_en_dash():

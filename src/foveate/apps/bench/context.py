@@ -49,7 +49,7 @@ LLAMA_8B: dict[str, Any] = {
 SMALL = LLAMA_8B | {"vocab_size": 1000, "hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 4,
                     "num_attention_heads": 4, "num_key_value_heads": 2, "initializer_range": 0.1}  # fmt: skip
 MODELS = {"llama-8b": LLAMA_8B, "small": SMALL}
-"""Model configs by name: that of Llama-3.1-8B, and a small one with equal head size and very uneven attention."""
+"""Model configs by name: Llama-3.1-8B, and a small model with equal head size and very uneven attention."""
 CHECKED = 2000, 2000, 2100  # chunk lengths of the check: enough rows for every kernel
 WARM_UPS = 2  # rounds that compile kernels and record graphs
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 0.1}

@@ -49,7 +49,7 @@ class Model(NamedTuple):
             text tokens.
         text: Default number of text tokens; None if the pipeline decides.
         methods: Methods that are timed by default.
-        weights: What the weights are, for the report.
+        weights: Description of the weights, for the report.
     """
 
     build: Callable[[torch.device, torch.dtype], Any]
@@ -76,7 +76,7 @@ def find_model(name: str) -> Model:
 
 
 def random_model(make: Callable[[], nn.Module], device: torch.device, dtype: torch.dtype) -> Any:
-    """The model that `make` returns, its weights created on `device` and in `dtype`.
+    """Create the model of `make` with its weights on `device` and in `dtype`.
 
     Raises:
         ValueError: If the weights do not fit into the free memory of the device.
@@ -138,7 +138,7 @@ def _load(name: str, device: torch.device, dtype: torch.dtype) -> Any:
 
 
 def _joint_inputs(transformer: Any, grid: Grid, text: int | None) -> dict[str, Any]:
-    """Arguments that FLUX, FLUX.2 and Qwen-Image have in common."""
+    """Common arguments of FLUX, FLUX.2 and Qwen-Image."""
     config = transformer.config
     like: dict[str, Any] = {"device": transformer.device, "dtype": transformer.dtype}
     return {
@@ -199,7 +199,7 @@ def _z_image_inputs(pipe: ZImagePipeline, grid: Grid, text: int | None) -> Call:
 
 
 def _sdxl_inputs(pipe: StableDiffusionXLPipeline, grid: Grid, text: int | None) -> Call:
-    """Two samples, as classifier-free guidance needs; `grid` is that of the largest feature maps with attention."""
+    """Inputs of two samples, for classifier-free guidance; `grid` is for the largest feature maps with attention."""
     config: Any = pipe.unet.config
     like: dict[str, Any] = {"device": pipe.unet.device, "dtype": pipe.unet.dtype}
     pooled = config.projection_class_embeddings_input_dim - 6 * config.addition_time_embed_dim
@@ -217,7 +217,7 @@ def _sdxl_inputs(pipe: StableDiffusionXLPipeline, grid: Grid, text: int | None) 
 
 
 def _recorded_inputs(pipe: Any, grid: Grid, text: int | None) -> Call:
-    """The inputs of the pipeline's first step, for an image of this grid of tokens."""
+    """Inputs of the pipeline's first step, for an image with this grid of tokens."""
     if text is not None:
         raise ValueError("the pipeline decides how many text tokens there are: leave --text out")
     pixels, (*frames, rows, columns) = pixels_per_token(pipe), grid

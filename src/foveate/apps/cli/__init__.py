@@ -1,4 +1,4 @@
-"""The command line: reads the arguments, shows progress and clear errors. The work is done elsewhere."""
+"""The command line: arguments, progress and error messages; the work is in the library."""
 
 import os
 from typing import Annotated
@@ -53,7 +53,7 @@ def _options(
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
     ] = False,
 ) -> None:
-    """The options of `foveate` itself; its help is that of `app`."""
+    """Options of `foveate` without a command."""
 
 
 for command, name, panel in (

@@ -1,4 +1,4 @@
-"""The commands that measure what methods gain on a model at a size."""
+"""`foveate bench`: the commands that time methods."""
 
 from functools import partial
 from pathlib import Path
@@ -27,7 +27,7 @@ __all__ = ["app"]
 app = typer.Typer(
     no_args_is_help=True,
     rich_markup_mode="rich",
-    help="Measure what a method gains on a model, at a size, on this machine.",
+    help="Measure the speed-up of a method for a model, a size and this machine.",
 )
 
 ContextModel = Annotated[
@@ -64,7 +64,7 @@ def step(
     Before anything is timed, settings that must equal the dense model are compared with it. The time of a step
     includes the reordering of tokens and, averaged over the schedule, the plans of token merging. On a GPU the step
     is also timed as one CUDA graph, without the cost of launching kernels. "Enqueued" is the time until Python
-    returns; the bound is that of attention, in FLOPs.
+    returns; the bound is the speed-up of attention in FLOPs.
 
     foveate bench step --method toma --method toma:dst_every=20,weights_every=10      # any machine
 
@@ -89,23 +89,22 @@ def step(
 def context(
     model: ContextModel = "small",
     tokens: Annotated[str, typer.Option(help="Lengths of the contexts, separated by commas.")] = "2048",
-    concurrent: Annotated[str, typer.Option(help="Numbers of questions at a time, separated by commas.")] = "1,4,16",
+    concurrent: Annotated[str, typer.Option(help="Numbers of concurrent questions, separated by commas.")] = "1,4,16",
     chunk: Annotated[int, typer.Option(min=1, help="Tokens of a chunk.")] = 512,
     prompt: Annotated[int, typer.Option(min=1, help="Tokens of a question.")] = 64,
     answer: Annotated[int, typer.Option(min=1, help="Tokens of an answer.")] = 32,
     recompute: Annotated[float, typer.Option(min=0, max=1, help="Fraction of the tokens to recompute.")] = 0.15,
-    questions: Annotated[int, typer.Option(min=1, help="Questions that are measured for each result.")] = 16,
+    questions: Annotated[int, typer.Option(min=1, help="Questions measured for each result.")] = 16,
     out: Out = Path("bench"),
     device: Device = "auto",
     dtype: Dtype = "auto",
     commit: Commit = "",
 ) -> None:
-    """Time concurrent questions to long contexts of cached chunks, against full prefill and prefix caching.
+    """Time concurrent questions about long contexts of cached chunks, against full prefill and prefix caching.
 
-    Times to the first token count from the moment when all questions of a round are asked (50th and 99th percentile).
-    Each question has the same chunks in another order. Prefix caching needs one context for all questions; for others
-    it is a full prefill. Before anything is timed, contexts with all tokens recomputed are compared with full
-    prefills.
+    Times to the first token (50th and 99th percentile) begin when all questions of a round arrive. Each question has
+    the same chunks in another order. Prefix caching needs one context for all questions; other contexts are full
+    prefills. Before anything is timed, contexts with all tokens recomputed are compared with full prefills.
 
     foveate bench context                                                             # any machine
 

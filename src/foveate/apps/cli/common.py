@@ -1,4 +1,4 @@
-"""What several commands share: options, checks, progress bars, error messages, and loading of models."""
+"""Common parts of commands: options, checks, tables, and loading of language models."""
 
 import os
 import re
@@ -40,7 +40,7 @@ Embed = Annotated[
 def open_reader(
     model: str, device: str, dtype: str, check: Callable[[Any], None] = lambda config: None
 ) -> tuple[Any, Any]:
-    """The language model that `--model` names, or the built-in one, and its tokenizer; `check` takes its config."""
+    """Load the language model of `--model`, or the built-in one, and its tokenizer; `check` takes its config."""
     folder = model or str(find("reader"))
     console.print(f"loading {model or 'the built-in reader'}")
     from transformers.utils import logging as transformers_logging
@@ -64,7 +64,7 @@ def warn_unknown_words(model: str, tokenizer: Any, text: str) -> None:
 
 
 def options_of(option: list[str] | None, tiles: str | None = None) -> dict[str, str]:
-    """The options of a method as a dictionary, from a list of "NAME=VALUE" and the value of `--tiles`."""
+    """Options of a method as a dictionary, from "NAME=VALUE" texts and the value of `--tiles`."""
     if bare := [text for text in option or [] if "=" not in text]:
         raise ValueError(f"option {bare[0]} has no value: write -o {bare[0]}=VALUE")
     pairs = {name: value for name, _, value in (text.partition("=") for text in option or [])}
@@ -72,7 +72,7 @@ def options_of(option: list[str] | None, tiles: str | None = None) -> dict[str, 
 
 
 def check_writable(folder: Path) -> None:
-    """Raise a ValueError if nothing can be written into the folder."""
+    """Raise a ValueError if the folder is not writable."""
     existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     if not existing.is_dir():
         raise ValueError(f"cannot write into {folder}, because {existing} is a file: name another --out")
@@ -87,7 +87,7 @@ def check_file(path: Path, kind: str, suffix: str) -> None:
 
 
 def read_prompts(path: Path) -> list[str]:
-    """The prompts of a text file, one a line; empty lines do not count.
+    """Prompts of a text file, one a line; empty lines are skipped.
 
     Raises:
         ValueError: If there is no such file, or no prompt in it.

@@ -34,7 +34,7 @@ __all__ = ["compare"]
 
 @clear_errors
 def compare(
-    prompt: Annotated[str, typer.Argument(help="What to generate.")],
+    prompt: Annotated[str, typer.Argument(help="Prompt: a description of the image.")],
     model: Model = "",
     size: Size = None,
     method: Methods = None,
@@ -55,11 +55,11 @@ def compare(
 ) -> None:
     """Compare methods with dense on one prompt: an HTML page with a verdict, images or videos, and times.
 
-    The page is written as the images arrive; after Ctrl-C the same command resumes. The built-in model is shown with
-    the recommended settings: HilbertA with the built-in LoRA, ToMA, and LLSA with dense first steps. With --lora the
-    page shows a method with the LoRA, merged into the weights, and without. Other models are shown with every method,
-    which starts when the composition is settled: after a fifth of the steps, in videos after two fifths. A model of
-    foveate train has its own log-linear attention.
+    The page grows with each image; after Ctrl-C the same command resumes. The built-in model is shown with the
+    recommended settings: HilbertA with the built-in LoRA, ToMA, and LLSA with dense first steps. With --lora the page
+    shows a method with the LoRA, merged into the weights, and without. Other models are shown with every method,
+    active once the composition is settled: after a fifth of the steps, in videos after two fifths. A model of foveate
+    train has its own log-linear attention.
 
     foveate compare "a red apple above a blue car"
 
@@ -76,7 +76,7 @@ def compare(
         pipe, model, prompt, size, steps, guidance, seed, negative=negative, images=tuple(image or ()), frames=frames,
         fps=fps,
     )  # fmt: skip
-    suffix_of(pipe, request)  # fails without what writes videos
+    suffix_of(pipe, request)  # fails without the packages to write videos
     from foveate.apps.demo.recogniser import judge_prompt
     from foveate.apps.demo.text import draws_scenes
     from foveate.apps.web.compare import PAGE, comparison, recommended, showcase

@@ -1,4 +1,4 @@
-"""The commands about the built-in models."""
+"""`foveate demo`: the commands about the built-in models."""
 
 from itertools import islice
 from pathlib import Path

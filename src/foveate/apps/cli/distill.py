@@ -1,4 +1,4 @@
-"""The command that distils a LoRA for a sparse model."""
+"""`foveate distill`: a LoRA for a sparse model."""
 
 from itertools import cycle, islice
 from pathlib import Path

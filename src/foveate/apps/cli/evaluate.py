@@ -1,4 +1,4 @@
-"""The command that scores methods on many prompts."""
+"""`foveate eval`: scores of methods on many prompts."""
 
 import sys
 from pathlib import Path
@@ -50,10 +50,10 @@ def evaluate(
     device: Device = "auto",
     dtype: Dtype = "auto",
 ) -> None:
-    """Score methods on many images: requested objects and relations that are there, and distance to dense.
+    """Score methods on many images: fraction of requested objects and relations found, and distance to dense.
 
-    The captions are scenes that the built-in model was never trained on. A recogniser, trained on real renderings,
-    judges every image. Scores have 95 % confidence intervals. After Ctrl-C the same command resumes.
+    The captions are scenes that the built-in model was never trained on. A recogniser, trained on renderings of
+    scenes, judges every image. Scores have 95 % confidence intervals. After Ctrl-C the same command resumes.
 
     foveate eval --method hilberta:tiles=4 --method hilberta:tiles=16 --prompts 100 --seed 0
 

@@ -45,7 +45,9 @@ __all__ = ["generate"]
 
 @clear_errors
 def generate(
-    prompt: Annotated[str | None, typer.Argument(help="What to generate.", show_default=False)] = None,
+    prompt: Annotated[
+        str | None, typer.Argument(help="Prompt: a description of the image.", show_default=False)
+    ] = None,
     model: Model = "",
     size: Size = None,
     method: Annotated[
@@ -74,7 +76,7 @@ def generate(
     split: Annotated[
         str | None,
         typer.Option(
-            help="What several processes divide: the tokens of each image, or the prompts and seeds. "
+            help="Divide among several processes: the tokens of each image, or the prompts and seeds. "
             "[dim]default: picture if there is one to generate, else prompts[/]",
             metavar="picture|prompts",
         ),
@@ -145,7 +147,7 @@ def generate(
     from foveate.pipelines.request import denoiser
 
     config: Any = denoiser(pipe).config
-    plain = config.get("attention", "dense")  # pixel models have an attention of their own
+    plain = config.get("attention", "dense")  # pixel models have their own attention
     about = {"method": repr(chosen.method if distilled else chosen) if chosen else plain}
     about |= {"lora": lora} if lora else {}
     if many:
@@ -190,7 +192,7 @@ def generate(
 
 
 def _check_out(out: Path | None, many: bool, force: bool) -> None:
-    """Refuse an `--out` that does not fit what is generated, or that exists."""
+    """Refuse an `--out` of the wrong kind, or an existing file."""
     if out is None:
         return
     if many and out.suffix.lower() in (".png", ".mp4"):
@@ -202,14 +204,14 @@ def _check_out(out: Path | None, many: bool, force: bool) -> None:
 
 
 def _unused(request: Any, method: Any, suffix: str, force: bool) -> Path:
-    """The first file name of prompt, seed and method that is not taken: "owl-0.png", "owl-0-2.png", ..."""
+    """First free file name for prompt, seed and method: "owl-0.png", "owl-0-2.png", ..."""
     name = f"{slug(request.prompt)}-{request.seed}{'-' + slug(method.title) if method else ''}"
     numbered = (Path(f"{name}{f'-{i}' if i else ''}{suffix}") for i in chain([0], count(2)))
     return next(path for path in numbered if force or not path.exists())
 
 
 def _name_among_many(request: Any, suffix: str) -> str:
-    """Name of a file; the checksum tells prompts apart that begin alike, whatever other prompts there are."""
+    """File name of an image among many; a checksum distinguishes prompts with the same beginning."""
     return f"{slug(request.prompt)}-{crc32(request.prompt.encode()):08x}-{request.seed}{suffix}"
 
 

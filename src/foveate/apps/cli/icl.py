@@ -112,11 +112,11 @@ def icl(
 
     foveate icl texts/examples.csv --label label --blocks 4 --ask "goat tiger hen"
 
-    The last asks the built-in reader about examples in its own words, which `foveate demo texts` writes. The blocks of
-    an ensemble are weighted by the similarity of their nearest example to the question, except with --embeddings.
+    The last command asks the built-in reader about examples of `foveate demo texts`. The blocks of an ensemble are
+    weighted by the similarity of their nearest example to the question, except with --embeddings.
 
     Each line of --out has "block", "ids" (lines of the pool, from 0), "examples", and a fingerprint. Blocks of
-    the same embeddings and settings are read from there instead of being made again.
+    the same embeddings and settings are read from there again.
     """
     from foveate.plots.figures import draw_coverage, figure_png
     from foveate.transformers.embeddings import hashed_ngrams, read_embeddings, sentence_embeddings
@@ -126,7 +126,7 @@ def icl(
     if embeddings and embed:
         raise ValueError("--embeddings and --embed exclude each other: give one of them")
     if embed:
-        import_module("sentence_transformers")  # fails with what to install, before anything is loaded
+        import_module("sentence_transformers")  # fails early if packages are missing
     if ask and not label:
         raise ValueError("--ask needs --label, the column with the answers")
     if balance and not label:
@@ -195,7 +195,7 @@ def icl(
 
 
 def _read_or_make(out: Path, sub: SubCP, pool: Any, labels: Sequence[str] | None, track: Any) -> Any:
-    """The blocks of an earlier run with the same embeddings and settings, or new ones."""
+    """Blocks of an earlier run with the same embeddings and settings, or new ones."""
     from foveate.transformers.examples import read_blocks
 
     with suppress(ValueError, FileNotFoundError):
@@ -206,7 +206,7 @@ def _read_or_make(out: Path, sub: SubCP, pool: Any, labels: Sequence[str] | None
 
 
 def _compared(name: str, ours: Any, labels: Sequence[str] | None, track: Any) -> dict[str, list[Any]]:
-    """Reports of our blocks, of random choices of examples, and of random partitions of the same examples."""
+    """Reports of our blocks, random choices of examples, and random partitions of the same examples."""
     chosen = torch.tensor([example for block in ours.ids for example in block])
     sizes, generator = [len(block) for block in ours.ids], torch.Generator().manual_seed(0)
     reports, advance = {name: [ours.report(labels)]}, track("random blocks", 2 * DRAWS)
@@ -222,9 +222,9 @@ def _compared(name: str, ours: Any, labels: Sequence[str] | None, track: Any) ->
 def _print_answers(
     prompted: Any, weighted: Sequence[tuple[str, Any]], template: str, labels: Sequence[str], tokens: int, mix: Any
 ) -> None:
-    """Print the text that follows each question, or the probability of each label, highest first.
+    """Print the continuation of each question, or the probability of each label, highest first.
 
-    A question is put as an example that ends before its label, and comes with the weights of the blocks.
+    Each question is an example without its label, with the weights of the blocks.
     """
     before = template.partition("{label}")[0]
     space = before[len(before.rstrip()) :]  # part of the answer's first token

@@ -1,4 +1,4 @@
-"""The commands that show orders of a grid, and what is installed on this machine."""
+"""`foveate curves` and `foveate info`: orders of a grid, and the software on this machine."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Methods of diffusion models, as the options of commands name them."""
+"""Methods of diffusion models from the options of commands."""
 
 from typing import Any
 
@@ -10,12 +10,12 @@ __all__ = ["method_to_draw", "read_methods", "usual_method"]
 
 
 def _read_variant(text: str) -> Method | ComposedMethod | Preset:
-    """The preset of a JSON file, or one that comes with Foveate, by name; else as `read_method`."""
+    """Preset of a JSON file, or built-in preset, by name; else as `read_method`."""
     return load_preset(text) if _is_preset(text) else read_method(text)
 
 
 def read_methods(texts: list[str] | None) -> list[Any]:
-    """The methods and presets that `--method` names, one or several times.
+    """Methods and presets of all `--method` options.
 
     Raises:
         ValueError: If one cannot be read, or is named twice.
@@ -27,7 +27,7 @@ def read_methods(texts: list[str] | None) -> list[Any]:
 
 
 def _method_of(name: str, options: dict[str, str]) -> Method | ComposedMethod | Preset | None:
-    """The method of `--method` and its options; None is dense."""
+    """Method of `--method` and its options; None is dense."""
     if not options:
         return None if name == "dense" else _read_variant(name)
     named = ", ".join(options)
@@ -41,11 +41,11 @@ def _method_of(name: str, options: dict[str, str]) -> Method | ComposedMethod | 
 
 
 def method_to_draw(distilled: Any, name: str | None, options: dict[str, str]) -> Any:
-    """The method to generate with, None for dense: that of a LoRA of foveate, in the layers and steps that are named.
+    """Method for generation, None for dense; with a LoRA, the LoRA's method in the layers and steps of the options.
 
     Args:
         distilled: The method of the LoRA; None without one.
-        name: Name of a method, or a text such as hilberta:tiles=16; None is the usual one.
+        name: Name of a method, or a text such as hilberta:tiles=16; None is the default.
         options: Options of the method, if the name has none.
     """
     name = usual_method(distilled) if name is None else name
@@ -59,7 +59,7 @@ def method_to_draw(distilled: Any, name: str | None, options: dict[str, str]) ->
 
 
 def usual_method(distilled: Any) -> str:
-    """Name of the method to generate with if none is named: that of the LoRA, else dense."""
+    """Name of the default method: the LoRA's, else dense."""
     if distilled is None:
         return "dense"
     return next(name for name, cls in METHODS.items() if isinstance(distilled.method, cls))

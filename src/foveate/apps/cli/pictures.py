@@ -30,8 +30,8 @@ Size = Annotated[
 Lora = Annotated[
     str,
     typer.Option(
-        help="LoRA of [bold]foveate distill[/]: a file, folder or hub id, or built-in or built-in-16 for those of the "
-        "built-in model, with 4 and with 16 tiles. It brings its method and its size."
+        help="LoRA of [bold]foveate distill[/]: a file, folder or hub id, or built-in or built-in-16 for the built-in "
+        "model's LoRAs, with 4 and 16 tiles. It brings its method and its size."
     ),
 ]
 Steps = Annotated[
@@ -55,7 +55,7 @@ Frames = Annotated[
     typer.Option(
         min=1,
         max=100_000,
-        help="Frames of a video: a multiple of what the model packs into one, plus 1, such as 81 for Wan. 1 is an "
+        help="Frames of a video: a multiple of the model's temporal compression plus 1, such as 81 for Wan. 1 is an "
         "image. [dim]default: the pipeline's; for built-in-video 17[/]",
     ),
 ]
@@ -81,7 +81,7 @@ Images = Annotated[
 
 
 def open_model(model: str, device: str, dtype: str) -> Any:
-    """The pipeline that `--model` names."""
+    """Load the pipeline of `--model`."""
     choose_dtype(dtype, choose_device(device))  # before anything is loaded
     console.print(f"loading {model or 'the built-in model'}")
     from foveate.pipelines.request import load_pipeline, quiet
@@ -96,12 +96,12 @@ def open_model(model: str, device: str, dtype: str) -> Any:
 
 
 def place_of(model: str) -> str:
-    """Folder or hub id of a model that `--model` names."""
+    """Folder or hub id of `--model`."""
     return str(MODELS[model].folder) if model in MODELS else model
 
 
 def open_with_lora(model: str, lora: str, device: str, dtype: str) -> tuple[Any, Any]:
-    """The pipeline with its LoRA, and the method that it was distilled for: None without a LoRA of foveate."""
+    """Load the pipeline with its LoRA; also returns the LoRA's method, None without a LoRA of foveate."""
     choose_dtype(dtype, choose_device(device))
     from foveate.pipelines.lora import load_lora
 
@@ -126,7 +126,7 @@ def open_at_size(model: str, lora: str, size: str | None, device: str, dtype: st
 
 
 def lora_of(lora: str) -> tuple[Path | None, Any]:
-    """The file of `--lora` and the method that it was distilled for; None without a LoRA, or one of foveate."""
+    """File of `--lora` and the method that it was distilled for; None if there is no LoRA, or no method in it."""
     if not lora:
         return None, None
     import_module("peft")  # fails with what to install, which diffusers would not say
@@ -137,7 +137,7 @@ def lora_of(lora: str) -> tuple[Path | None, Any]:
 
 
 def size_of(model: str, device: str) -> tuple[int, int] | None:
-    """(height, width) in pixels that a built-in model generates on a type of device; None for other models."""
+    """Default (height, width) of a built-in model on a type of device; None for other models."""
     if model not in MODELS:
         return None
     side = MODELS[model].sides[device == "cpu"]
@@ -154,7 +154,7 @@ def request_of(
     seed: int,
     **more: Any,
 ) -> Any:
-    """The validated request, with the model's defaults for everything that is None; `more` are fields of it."""
+    """Validated request, with the model's defaults in place of None; `more` are further fields."""
     from foveate.pipelines.checks import check_request
     from foveate.pipelines.request import Request, arguments, makes_video, own_size
 
@@ -169,7 +169,7 @@ def request_of(
 
 
 def suffix_of(pipe: Any, request: Any) -> str:
-    """Suffix of the file with the result; fails if nothing here can write such a file."""
+    """Suffix of the output file; fails if packages to write it are missing."""
     from foveate.pipelines.request import makes_video
 
     if not makes_video(pipe) or request.frames == 1:
@@ -179,7 +179,7 @@ def suffix_of(pipe: Any, request: Any) -> str:
 
 
 def settings_of(pipe: Any, model: str, request: Any) -> dict[str, str]:
-    """The settings that images and pages report."""
+    """Settings for the metadata of images and for pages."""
     from foveate.pipelines.request import frame_rate, makes_video
 
     more = {"negative prompt": request.negative, "images": ", ".join(map(str, request.images))}
@@ -198,7 +198,7 @@ def settings_of(pipe: Any, model: str, request: Any) -> dict[str, str]:
 
 
 def remark_on(pipe: Any, model: str, prompt: str) -> str:
-    """The part of a prompt that the model does not read, and the words that the built-in model does not know."""
+    """Warning about the unread end of a prompt, and about words unknown to the built-in model; may be empty."""
     from foveate.apps.demo.text import unknown_words
     from foveate.pipelines.request import unread
 
@@ -213,17 +213,17 @@ def remark_on(pipe: Any, model: str, prompt: str) -> str:
 
 
 def own_attention(pipe: Any) -> list[Method]:
-    """The log-linear attention of a pixel model as a method; the model itself becomes dense. Empty for others."""
+    """List with a pixel model's log-linear attention as a method; the model becomes dense. Empty for other models."""
     from foveate.pipelines.pixel import PixelPipeline, as_method
 
     return [as_method(pipe)] if isinstance(pipe, PixelPipeline) else []
 
 
 def with_distilled(distilled: Any, lora: str, methods: Sequence[Any]) -> list[Any]:
-    """The methods, then the method of the LoRA without and with it."""
+    """The methods, then the LoRA's method without and with the LoRA."""
     if not lora:
         return [*methods]
     if distilled is None:
-        raise ValueError(f"{lora} does not say what it was distilled for: only generate takes LoRAs of another make")
+        raise ValueError(f"{lora} does not name its method: only generate takes LoRAs that foveate did not make")
     alone = [] if distilled.method in methods else [distilled.method]
     return [*methods, *alone, distilled]

@@ -36,7 +36,7 @@ __all__ = ["PROMPT", "NewTokens", "Policy", "Prompt", "Recompute", "app", "check
 PROMPT = "Question: {question}\nAnswer:"
 
 Policy = Annotated[
-    str, typer.Option(help=f"Method that chooses the tokens to recompute: {', '.join(RECOMPUTE_POLICIES)}.")
+    str, typer.Option(help=f"Method to choose the tokens to recompute: {', '.join(RECOMPUTE_POLICIES)}.")
 ]
 Recompute = Annotated[
     float | None, typer.Option(help="Fraction of the tokens to recompute, 0 to 1. [dim]default: 0.15[/]")
@@ -52,7 +52,7 @@ NewTokens = Annotated[int, typer.Option(min=1, help="Largest number of tokens in
 
 
 class _AskByDefault(TyperGroup):
-    """A group whose command `ask` takes what does not begin with the name of another: `foveate rag notes "Who?"`."""
+    """A command group with the default command `ask`, so that `foveate rag notes "Who?"` works."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         named = not args or args[0] in self.commands or args[0] == "--help"
@@ -79,7 +79,7 @@ def rag(
     questions: Annotated[
         list[str] | None,
         typer.Argument(
-            help="Questions, each with right answers after tabs if they are known. [dim]default: typed at a prompt, "
+            help="Questions, each with known right answers after tabs. [dim]default: typed at a prompt, "
             "or read as lines from a pipe[/]"
         ),
     ] = None,
@@ -95,7 +95,7 @@ def rag(
         int,
         typer.Option(
             min=0,
-            help="Largest number of passages. Those that share no word with the question (BM25) are never read. "
+            help="Largest number of passages. Passages that share no word with the question (BM25) are never read. "
             "[dim]default: as many as fit into the model's context[/]",
             show_default=False,
         ),
@@ -115,7 +115,7 @@ def rag(
 ) -> None:
     """Answer questions about a folder of documents that the model encodes only once (InfoFlow KV).
 
-    Each passage runs through the model alone, and its keys and values are kept on disk. A question loads them, and
+    Each passage runs through the model separately, and its keys and values are kept on disk. A question loads them and
     recomputes only the tokens that it attends to most. The page shows which. The model may be a Llama, Qwen, Mistral,
     Mixtral or Phi-3.
 
@@ -127,19 +127,18 @@ def rag(
 
     foveate rag texts/facts --compare < texts/questions.txt
 
-    The last asks the built-in reader about texts in its own words, which `foveate demo texts` writes. Several
-    questions end with a table of the methods: how many of the known answers are right (the answer contains one, word
-    for word), mean divergence from the full prefill, and median time.
+    The last command asks the built-in reader about texts of `foveate demo texts`. Several questions end with a table
+    of the methods: how many of the known answers are right (the answer contains one, word for word), mean divergence
+    from the full prefill, and median time.
 
-    Unchanged passages are never encoded again, and an interrupted run continues where it stopped. An index belongs to
-    one folder, model and --chunk; files that these no longer need are removed. It is large: 128 KiB for each token
-    with a model like Llama-3.1-8B.
+    Unchanged passages are never encoded again, and an interrupted run resumes. An index belongs to one folder, model
+    and --chunk; its unused files are removed. It is large: 128 KiB for each token with a model like Llama-3.1-8B.
     """
     methods = recompute_methods(method, recompute, options_of(option), compare)
     check_prompt(prompt)
     check_file(out, "an HTML page", ".html")
     if embed:
-        import_module("sentence_transformers")  # fails with what to install, before anything is loaded
+        import_module("sentence_transformers")  # fails early if packages are missing
     from foveate.apps.web.rag import reply_page
     from foveate.transformers.rag import ask, runs
 
@@ -165,7 +164,7 @@ def rag(
                 for question, *right in asked:
                     reply = ask(chunks, question, methods, **request, advance=advance)
                     replies.append(reply._replace(right=tuple(right)))
-        finally:  # what was answered before an error or Ctrl-C is not lost
+        finally:  # keep the answers from before an error or Ctrl-C
             print_refused(chunks)
             if new := replies[earlier:]:
                 _print_replies(new, chunks)
@@ -181,7 +180,7 @@ def check_prompt(prompt: str) -> None:
 
 
 def recompute_methods(name: str, recompute: float | None, options: dict[str, str], compare: bool) -> dict[str, Any]:
-    """The method, and with `compare` all others at the same budget."""
+    """Methods by name: the named one, and with `compare` all others at the same budget."""
     chosen = options if recompute is None else {**options, "recompute": str(recompute)}
     methods = {name: recompute_policy_from_text(name, chosen)}
     budget = {"recompute": str(getattr(methods[name], "recompute", 0.15))}
@@ -193,7 +192,7 @@ def recompute_methods(name: str, recompute: float | None, options: dict[str, str
 
 
 def _lines(questions: Sequence[str] | None) -> Iterator[list[str]]:
-    """All lines that are given as arguments or come from a pipe, or each line that is typed at a prompt."""
+    """Lines from arguments or a pipe, else lines typed at a prompt, one at a time."""
     if questions:
         yield list(questions)
     elif sys.stdin.isatty():
@@ -210,7 +209,7 @@ def _lines(questions: Sequence[str] | None) -> Iterator[list[str]]:
 
 
 def _questions(lines: Sequence[str]) -> list[list[str]]:
-    """The question of each line, and the right answers that follow it after tabs."""
+    """Question of each line, and its right answers after tabs."""
     asked = [[part.strip() for part in line.split("\t")] for line in lines]
     for number, (question, *_) in enumerate(asked, 1):
         if not question:
@@ -219,7 +218,7 @@ def _questions(lines: Sequence[str]) -> list[list[str]]:
 
 
 def _print_replies(replies: Sequence[Any], chunks: Any) -> None:
-    """Print questions and answers, and then the details of the only one, or a table over all of them."""
+    """Print questions and answers, then the details of a single question or a table over several."""
     from foveate.apps.web.rag import summary_cells
 
     for reply in replies:

@@ -1,4 +1,4 @@
-"""The commands that make and change the index of `foveate rag`, and what opens an index for the others."""
+"""`foveate rag index`, `add`, `remove` and `info`, and the opening of an index for other commands."""
 
 import os
 import re
@@ -53,12 +53,12 @@ EightBit = Annotated[
 MaxDisk = Annotated[
     str,
     typer.Option(
-        help="Largest size of the index, such as 20GB. The passages that were not used for longest are removed, and "
+        help="Largest size of the index, such as 20GB. The least recently used passages are removed, and "
         "encoded again when they are needed. [dim]default: no limit[/]"
     ),
 ]
 MaxMemory = Annotated[
-    str, typer.Option(help="Memory for the passages of earlier questions, such as 4GB, beside those of the last.")
+    str, typer.Option(help="Memory for the passages of earlier questions, such as 4GB, besides the last question's.")
 ]
 
 
@@ -81,9 +81,8 @@ def index(
 
     accelerate launch -m foveate rag index notes --model Qwen/Qwen3-8B --index s3://bucket/notes
 
-    The second divides the work over all GPUs. So do commands that run at the same time on several hosts: those that
-    share an index never disturb each other. A command that was interrupted continues where it stopped, and only new or
-    changed documents are encoded.
+    The second command divides the work over all GPUs. Commands on several hosts may share an index and divide its work
+    too. An interrupted command resumes, and only new or changed documents are encoded.
     """
     open_indexes([str(folder)], model, index, chunk, eight_bit, max_disk, "0", prefix, chat, device, dtype)
 
@@ -106,7 +105,7 @@ def add(
     foveate rag add s3://bucket/notes lighthouses/keepers.txt --model Qwen/Qwen3-8B
 
     A document is named by its path as given here, and replaces one of the same name. `foveate rag index FOLDER`
-    removes from its index what is not in FOLDER: there, put the document into FOLDER instead.
+    removes documents that are not in FOLDER from its index: put the document into FOLDER instead.
     """
     from foveate.transformers.documents import SUFFIXES, read_documents
     from foveate.transformers.index import ChunkIndex
@@ -127,7 +126,7 @@ def add(
 def remove(
     place: Place, documents: Annotated[list[str], typer.Argument(help="Names of documents, as `info` prints them.")]
 ) -> None:
-    """Remove documents from an index, with all that was encoded of them."""
+    """Remove documents and their encoded passages from an index."""
     from foveate.transformers.index import remove_documents
 
     remove_documents(place, documents)
@@ -143,7 +142,7 @@ def info(place: Place) -> None:
     damaged: list[str] = []
     documents, files = read_index(place, damaged), Folder(place).files()
     if not documents:
-        raise ValueError("; ".join(damaged) or f"{place} is no index: that of a folder is in {place}/.foveate/")
+        raise ValueError("; ".join(damaged) or f"{place} is no index: the index of a folder is in {place}/.foveate/")
     rows = {
         document.name: f"{sum(file in files for file in document.files)} of {len(document.files)}"
         for document in documents
@@ -167,10 +166,10 @@ def open_indexes(
     device: str,
     dtype: str,
 ) -> tuple[list[Any], Any, str, str]:
-    """The index of each folder, their encoder, and the texts before and after the passages.
+    """Open the index of each folder; returns the indexes, their encoder, and the texts before and after the passages.
 
-    A folder of documents is encoded; processes that were launched together divide the work. An index is opened as it
-    is. The arguments are the options of the commands.
+    A folder of documents is encoded, divided among processes that were launched together. An existing index is opened
+    unchanged. The arguments are the options of the commands.
     """
     from foveate.transformers.documents import read_documents
     from foveate.transformers.index import ChunkIndex, index_documents, index_folder, read_index
@@ -210,10 +209,10 @@ def _open_encoder(model: str, prefix: str, chat: bool | None, device: str, dtype
 
 
 def _build(chunks: Any, skipped: Sequence[str]) -> None:
-    """Encode what is missing, together with the other processes that were launched, and print what was done."""
+    """Encode missing passages, together with the other launched processes, and print a summary."""
     _print_skipped([*skipped, *chunks.skipped])
     if not chunks.passages:
-        raise ValueError("there are no documents left: see above what to do about them")
+        raise ValueError("there are no documents left: see the remedies above")
     with progress() as track:
         built = chunks.build(track)
     encoded, done = built.encoded, built.encoded + built.found
@@ -237,17 +236,17 @@ def _print_skipped(reasons: Sequence[str]) -> None:
 
 
 def print_refused(chunks: Any) -> None:
-    """Print why chunks of the index could not be used, once."""
+    """Print the reasons for unusable chunks of the index, once."""
     for reason in chunks.refused:
         console.print(f"encoded again: {escape(reason)}", soft_wrap=True)
     chunks.refused.clear()
 
 
 def bytes_of(text: str, usual: float) -> float:
-    """The number of bytes of a text such as "20GB" or "512MiB"; `usual` if it is empty.
+    """Number of bytes for a text such as "20GB" or "512MiB"; `usual` if it is empty.
 
     Raises:
-        ValueError: If it is no size.
+        ValueError: If the text is not a size.
     """
     if not text:
         return usual

@@ -45,10 +45,10 @@ def serve(
         typer.Option(
             min=1,
             max=1024,
-            help="Most questions that a replica answers together; each holds a copy of its passages in memory.",
+            help="Largest batch of questions in a replica; each question holds a copy of its passages in memory.",
         ),
     ] = 8,
-    queue: Annotated[int, typer.Option(min=1, help="Most requests that wait; beyond, they get status 429.")] = 64,
+    queue: Annotated[int, typer.Option(min=1, help="Longest queue; further requests get status 429.")] = 64,
     timeout: Timeout = 300.0,
     replicas: Replicas = 1,
     max_replicas: MaxReplicas = 0,
@@ -61,10 +61,10 @@ def serve(
 
     foveate rag serve notes manuals --model Qwen/Qwen3-8B
 
-    POST /v1/chat/completions takes messages, and an index by name or the documents themselves; it streams if asked to.
-    /docs describes it, /health and /metrics watch it. Indexes are the ones of `foveate rag`, and are built first.
-    With --replicas, several processes answer, each on a GPU of its own where there are any; what was begun in one that
-    dies is answered by another. Needs `pip install 'foveate[transformers,serve]'`. Ctrl-C ends it.
+    POST /v1/chat/completions takes messages, and an index by name or the documents themselves; it can stream. /docs
+    describes it, /health and /metrics watch it. Indexes are the ones of `foveate rag`, and are built first. With
+    --replicas, several processes answer, one per GPU if there are GPUs; if one dies, another takes over its requests.
+    Needs `pip install 'foveate[transformers,serve]'`. Ctrl-C ends it.
     """
     check_prompt(prompt)
     policy = recompute_methods(method, recompute, options_of(option), compare=False)[method]
@@ -77,7 +77,7 @@ def serve(
     key = api_key(host)
     names = [Path(folder).resolve().name for folder in folders or []]
     if twice := [name for name in names if names.count(name) > 1]:
-        raise ValueError(f"two folders are called {twice[0]}, by which requests choose one: rename one of them")
+        raise ValueError(f"two folders are called {twice[0]}, and requests choose by this name: rename one of them")
     port = free_port(host, port)
 
     def open_answerer(places: Sequence[str], device: str) -> Answerer:

@@ -36,20 +36,20 @@ Host = Annotated[
 Port = Annotated[int, typer.Option(min=0, max=65535, help="Port. 0 takes a free one.")]
 Replicas = Annotated[
     int,
-    typer.Option(min=1, help="Replicas; each holds the model, on a GPU of its own where there are any."),
+    typer.Option(min=1, help="Number of replicas; each holds the model, one per GPU if there are GPUs."),
 ]
 MaxReplicas = Annotated[
     int,
     typer.Option(
         min=0,
-        help="Most replicas: more are started while requests wait. [dim]default: --replicas[/]",
+        help="Largest number of replicas: more are started while requests wait. [dim]default: --replicas[/]",
         show_default=False,
     ),
 ]
 Address = Annotated[
     str, typer.Option(help="Address of a Ray cluster, or auto. [dim]default: Ray is started on this machine[/]")
 ]
-Timeout = Annotated[float, typer.Option(min=0.1, help="Seconds after which a request is given up: status 504.")]
+Timeout = Annotated[float, typer.Option(min=0.1, help="Deadline of a request in seconds; later it gets status 504.")]
 
 
 @clear_errors
@@ -65,14 +65,14 @@ def serve(
     lora: Lora = "",
     replicas: Replicas = 1,
     max_replicas: MaxReplicas = 0,
-    steps: Annotated[int, typer.Option(min=1, help="Denoising steps of requests that do not say.")] = 20,
-    batch: Annotated[int, typer.Option(min=1, help="Most images of one size that are generated together.")] = 4,
+    steps: Annotated[int, typer.Option(min=1, help="Default number of denoising steps.")] = 20,
+    batch: Annotated[int, typer.Option(min=1, help="Largest batch of images of one size.")] = 4,
     queue: Annotated[
-        int, typer.Option(min=1, help="Most images of a method that wait; beyond, requests get status 429.")
+        int, typer.Option(min=1, help="Longest queue of a method; further requests get status 429.")
     ] = 64,
     max_side: Annotated[int, typer.Option(min=1, help="Largest width and height in pixels.")] = 2048,
-    max_steps: Annotated[int, typer.Option(min=1, help="Most denoising steps.")] = 100,
-    max_n: Annotated[int, typer.Option(min=1, help="Most images of a request.")] = 4,
+    max_steps: Annotated[int, typer.Option(min=1, help="Largest number of denoising steps.")] = 100,
+    max_n: Annotated[int, typer.Option(min=1, help="Largest number of images in a request.")] = 4,
     timeout: Timeout = 300.0,
     address: Address = "",
     host: Host = "127.0.0.1",
@@ -87,9 +87,9 @@ def serve(
     foveate serve --model black-forest-labs/FLUX.1-dev --method hilberta:tiles=16 --max-replicas 8
 
     POST /v1/images/generations takes prompt, n, size, seed, steps, method and response_format; /docs describes it,
-    /health and /metrics watch it. Every replica holds one pipeline with one method, on a GPU of its own where there
-    are any; --replicas is the number for each method. Requests of one size and number of steps share a batch; if a
-    replica dies, another one takes over. Needs `pip install 'foveate[diffusers,serve]'`. Ctrl-C ends it.
+    /health and /metrics watch it. Every replica holds one pipeline with one method, one per GPU if there are GPUs;
+    --replicas is the number for each method. Requests of one size and number of steps share a batch; if a replica
+    dies, another one takes over. Needs `pip install 'foveate[diffusers,serve]'`. Ctrl-C ends it.
     """
     import_module("ray.serve")  # fails with what to install
     from foveate.apps.serve.http import api_key, free_port
@@ -129,11 +129,11 @@ def serve(
 
 
 def scale_of(replicas: int, max_replicas: int, *, kinds: int, gpus: bool) -> tuple[int, int]:
-    """How many replicas each method starts with, and how many it may grow to.
+    """Initial and largest number of replicas of each method.
 
     Args:
-        replicas: What `--replicas` says.
-        max_replicas: What `--max-replicas` says.
+        replicas: Value of `--replicas`.
+        max_replicas: Value of `--max-replicas`.
         kinds: Number of methods that the service offers; each has its own replicas.
         gpus: Whether each replica needs a GPU of this machine.
     """
@@ -145,14 +145,14 @@ def scale_of(replicas: int, max_replicas: int, *, kinds: int, gpus: bool) -> tup
 
 
 def wait(service: AbstractContextManager[None], host: str, port: int) -> None:
-    """Start a service, print where it listens, and wait until Ctrl-C or SIGTERM ends it."""
+    """Start a service, print its address, and wait for Ctrl-C or SIGTERM."""
     with suppress(KeyboardInterrupt), service:
-        signal(SIGTERM, default_int_handler)  # as Ctrl-C: Ray is ended too
+        signal(SIGTERM, default_int_handler)  # like Ctrl-C, so that Ray ends too
         print_address(host, port)
         Event().wait()
 
 
 def print_address(host: str, port: int) -> None:
-    """Print where a service listens."""
+    """Print the address of a service."""
     console.print("ready; /docs describes it, Ctrl-C ends it:")
     print(f"http://{f'[{host}]' if ':' in host else host}:{port}", flush=True)

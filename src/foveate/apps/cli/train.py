@@ -1,4 +1,4 @@
-"""The command that trains a pixel diffusion transformer from scratch."""
+"""`foveate train`: a pixel diffusion transformer from scratch."""
 
 import re
 from pathlib import Path
@@ -58,7 +58,7 @@ def train(
     order: Annotated[str, typer.Option(help="Curve that orders the tokens.")] = "morton",
     start: Annotated[
         str,
-        typer.Option(help="Folder of an earlier run to take the initial weights from; --dit and --patch must agree."),
+        typer.Option(help="Folder of an earlier run with the initial weights; --dit and --patch must agree."),
     ] = "",
     batch: Annotated[int, typer.Option(min=1, help="Batch size over all devices, unless --sizes gives one.")] = 64,
     at_once: Annotated[int, typer.Option(min=1, help="Largest batch on a device.")] = 64,
@@ -84,8 +84,8 @@ def train(
 ) -> None:
     """Train a pixel diffusion transformer from scratch, with log-linear or dense attention.
 
-    Small images come first: they teach shapes, large ones detail. You may stop it at any time; the same command
-    resumes the run. --out becomes a pipeline folder, which generate takes as --model.
+    Small images come first: they teach shapes, large images teach detail. You may stop it at any time; the same
+    command resumes the run. --out becomes a pipeline folder for generate --model.
 
     foveate train --sizes 32:5000,64:5000 --compile
 
@@ -167,7 +167,7 @@ def _load_weights(model: Any, start: str) -> None:
 
 
 def _captions(pictures: Any, data: str, seed: int) -> list[str]:
-    """Captions of the samples: held-out scenes, or those of the first images."""
+    """Captions of the samples: held-out scenes, or the first images' captions."""
     from foveate.apps.demo.scenes import captions
 
     if not data:

@@ -1,4 +1,4 @@
-"""The command that chooses a setting for a model, a size and this machine."""
+"""`foveate tune`: the fastest setting for a model, a size and this machine."""
 
 from pathlib import Path
 from typing import Annotated
@@ -21,7 +21,7 @@ PROMPTS = (
     "a market street in the rain, neon signs reflected on the ground",
     "a watercolor of a fox in a birch forest",
 )
-"""Prompts for models that generate anything."""
+"""Default prompts for models other than the built-in one."""
 
 
 @clear_errors
@@ -37,7 +37,7 @@ def tune(
     prompts: Annotated[
         Path | None,
         typer.Option(
-            help="Text file with a prompt a line. The first third calibrates, the others check the result. "
+            help="Text file with a prompt a line. The first third is for calibration, the others check the result. "
             "[dim]default: 6 prompts; for the built-in model captions it was never trained on[/]"
         ),
     ] = None,
@@ -67,8 +67,8 @@ def tune(
     """Choose the fastest setting whose images stay near the dense ones, and write it as a preset.
 
     Every method is measured on this machine, for this model and size: its error and its time, step by step and layer
-    by layer. Whole images of held-out prompts then decide how many steps and layers stay dense. After Ctrl-C the
-    same command resumes, and another budget reuses what was measured.
+    by layer. Whole images of held-out prompts then decide how many steps and layers stay dense. After Ctrl-C the same
+    command resumes, and another budget reuses the measurements.
 
     foveate tune --min-ssim 0.9 --size 256
 
@@ -102,7 +102,7 @@ def tune(
 
 
 def _prompts(path: Path | None, model: str, seed: int) -> list[str]:
-    """The prompts of a file, or those that fit the model."""
+    """Prompts of a file, or the default prompts of the model."""
     if path is not None:
         return read_prompts(path)
     if model:

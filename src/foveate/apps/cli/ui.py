@@ -1,4 +1,4 @@
-"""`foveate ui`: the studio, a page to generate and to ask on."""
+"""`foveate ui`: the studio, a page for images and questions."""
 
 from importlib import import_module
 from pathlib import Path
@@ -19,12 +19,12 @@ __all__ = ["commands", "ui"]
 @clear_errors
 def ui(
     model: Annotated[
-        str, typer.Option(help="Hub id or folder of the pipeline to begin with. [dim]default: the built-in model[/]")
+        str, typer.Option(help="Hub id or folder of the initial pipeline. [dim]default: the built-in model[/]")
     ] = "",
     lora: Annotated[
         str,
         typer.Option(
-            help="LoRA of [bold]foveate distill[/] to begin with, or built-in or built-in-16 for the built-in model's."
+            help="Initial LoRA of [bold]foveate distill[/], or built-in or built-in-16 for the built-in model's."
         ),
     ] = "",
     documents: Annotated[
@@ -40,7 +40,7 @@ def ui(
     device: Device = "auto",
     dtype: Dtype = "auto",
 ) -> None:
-    """Open the studio: a page in the browser to generate dense and sparse side by side, and to ask documents.
+    """Open the studio: a page in the browser for dense and sparse images side by side, and questions about documents.
 
     foveate ui --open
 
@@ -50,11 +50,11 @@ def ui(
     merged tokens are drawn over them, and a click shows where a token attends. Every image is saved with its
     settings. Each browser tab has its own history; all share the model, one at a time.
 
-    The page is for this machine alone unless --host says otherwise. Whoever reaches it can load models and read
+    Only this machine can open the page unless --host says otherwise. Whoever reaches it can load models and read
     folders here: do not open it to strangers. Needs `pip install 'foveate[ui]'`. Ctrl-C ends it.
     """
     check_writable(out)
-    import_module("gradio")  # fails with what to install, before anything is loaded
+    import_module("gradio")  # fails early if packages are missing
     from foveate.apps.demo.examples import write_examples
     from foveate.apps.web.studio import Studio
     from foveate.apps.web.studio_page import serve
@@ -71,7 +71,7 @@ def ui(
 
 
 def commands(device: str, dtype: str) -> Any:
-    """What the page shares with the other commands, on one device and in one dtype."""
+    """Functions of the commands for the page, on one device and in one dtype."""
     from foveate.apps.web.studio import Commands
 
     return Commands(

@@ -81,7 +81,7 @@ class Score(NamedTuple):
             recogniser are None for models with other captions.
         relations: Fraction of the requested relations that hold; None if none was requested.
         extra: Unrequested or repeated objects per image.
-        frechet: Frechet distance of the recogniser's features to those of the real renderings.
+        frechet: Frechet distance of the recogniser's features from the features of real renderings.
         psnr: PSNR to the dense image of the same seed, in dB; None for real and dense images.
         ssim: SSIM to the dense image; None for real and dense images.
         distance: 1 - cosine similarity to the dense image's features; None for real and dense images.

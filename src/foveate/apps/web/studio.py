@@ -117,7 +117,7 @@ class Entry:
     Attributes:
         number: Its number in the history, from 1.
         path: PNG file with the settings as metadata.
-        variant: The image and its measurements; `step_seconds` are those of the whole run.
+        variant: The image and its measurements; `step_seconds` has every step of the run.
         seconds: Duration of the whole run.
         form: Fields of the page as filled in.
         request: Validated request.
